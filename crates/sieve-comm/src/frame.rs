@@ -4,7 +4,7 @@ use std::net::TcpStream;
 
 /// The longest content. A receiver allocates the whole content before it reads the first byte.
 const MAX_BYTES: u64 = 1 << 30;
-/// Numbers converted to or from bytes at a time.
+/// f32 numbers converted to or from bytes at a time.
 const CHUNK: usize = 1 << 16;
 
 /// Sends a message. Sends nothing, and fails with `InvalidInput`, if it is longer than receivers accept.
@@ -17,6 +17,7 @@ fn head(kind: u8, len: usize) -> Vec<u8> {
     [&[kind][..], &(len as u64).to_le_bytes()].concat()
 }
 
+/// Fails for a message that is longer than receivers accept.
 fn require_length(len: u64) -> io::Result<()> {
     if len <= MAX_BYTES {
         return Ok(());
@@ -52,7 +53,7 @@ pub(crate) fn receive_head(stream: &mut impl Read) -> io::Result<(u8, u64)> {
     Ok((kind[0], u64::from_le_bytes(len)))
 }
 
-/// Sends numbers as one message, of any length.
+/// Sends numbers as one message of any length: the receiver knows how many to expect, so [`MAX_BYTES`] does not apply.
 pub(crate) fn send_numbers(mut stream: &TcpStream, kind: u8, values: &[f32]) -> io::Result<()> {
     stream.write_all(&head(kind, 4 * values.len()))?;
     let mut bytes = Vec::with_capacity(4 * CHUNK);

@@ -95,7 +95,7 @@ impl Mesh {
     /// ranks.
     ///
     /// Once another rank is lost, every call fails. A process that has not ended [`Timeouts::goodbye`] later is ended
-    /// by `give_up`: it may wait for a device that waits for the lost rank's.
+    /// by `give_up`: its device may wait for the lost rank's device.
     ///
     /// # Errors
     /// The port is taken, a rank does not join in time, two processes claim the same rank, or versions differ.
@@ -148,6 +148,7 @@ impl Mesh {
         if rank > 0 {
             let first = &self.peers[0];
             self.send_values(first, &values)?;
+            // `values` now receives the sums of this rank's ranges.
             values.truncate(parts(rank).iter().map(Range::len).sum());
             self.receive_all(first, &mut values)?;
             return Ok(values);
@@ -215,7 +216,7 @@ impl Mesh {
         for peer in self.peers.iter() {
             all.push(self.expect(peer, GATHER)?);
         }
-        // One message to each rank, since a thousand ranks may do this in every step.
+        // Each rank gets all values in one message, since a thousand ranks may do this in every step.
         let joined = joined(&all);
         for peer in self.peers.iter() {
             self.send(peer, GATHER, &joined)?;
@@ -249,6 +250,7 @@ impl Mesh {
             self.send(first, EXCHANGE, &joined(&bytes))?;
             return self.expect_parts(first, EXCHANGE);
         }
+        // `all[sender][receiver]` is what one rank sends to another.
         let mut all = vec![bytes];
         for peer in self.peers.iter() {
             all.push(self.expect_parts(peer, EXCHANGE)?);
@@ -263,7 +265,7 @@ impl Mesh {
         Ok(for_rank(0))
     }
 
-    /// The next message, taken apart into the parts that [`joined`] made one of, one for each rank.
+    /// The parts of the next message, one for each rank; [`joined`] has composed it. Fails if it has too few bytes.
     fn expect_parts(&self, peer: &Peer, kind: u8) -> Result<Vec<Vec<u8>>, CommError> {
         let bytes = self.expect(peer, kind)?;
         let mut rest = bytes.as_slice();
@@ -421,6 +423,7 @@ fn concatenated(values: &[f32], parts: &[Range<usize>]) -> Vec<f32> {
     parts.collect::<Vec<_>>().concat()
 }
 
+/// The error for a message of kind `theirs` from `peer` where this rank expects one of kind `ours`.
 fn out_of_step(peer: &Peer, theirs: u8, ours: u8) -> CommError {
     let name = |kind: u8| match kind {
         NUMBERS => "numbers".to_owned(),

@@ -24,6 +24,7 @@ impl Pieces {
         self.start(rank)..self.start(rank + 1)
     }
 
+    /// First element of a rank's piece. For `rank == size` the end of the last piece, which has the remainder.
     fn start(&self, rank: usize) -> usize {
         match rank == self.size {
             true => self.len,

@@ -107,7 +107,7 @@ impl LastBeat {
     fn update(&mut self, beat: &[u8]) -> Option<(Duration, Instant)> {
         let (words, _) = beat.as_chunks();
         let words = words.iter().copied().map(u64::from_le_bytes).collect::<Vec<_>>();
-        // Two words alone: the rank waits or has no timeout, and lack of change is no lack of progress.
+        // With two words alone, the rank waits or has no timeout: lack of change is then no lack of progress.
         if words != self.words || words.len() < 4 {
             (self.words, self.since) = (words, Instant::now());
         }
@@ -115,6 +115,7 @@ impl LastBeat {
         Some((limit, self.since))
     }
 
+    /// The counts in the last heartbeat; 0 before the first.
     fn collectives(&self) -> CollectiveCounts {
         let word = |index: usize| self.words.get(index).copied().unwrap_or(0);
         CollectiveCounts {
@@ -236,13 +237,14 @@ impl Watch {
             // If a rank waited for this one, it would have reported this one earlier. So no rank waits for another:
             // each waits for its GPU, and the GPUs wait for one that hangs.
             if let Some((limit, since)) = own.update(&beat) {
+                // In a step the rank's own limit is at most `silence`; in longer work it is `long`.
                 let all_still = match limit <= timeouts.silence {
                     true => timeouts.still,
                     false => timeouts.long + timeouts.silence,
                 };
                 if since.elapsed() > all_still + head_start {
                     return self.lose(Failure {
-                        // Not the rank at fault: all ranks that notice this must report the same failure.
+                        // Rank 0 need not be at fault: all ranks that notice this must report the same failure.
                         rank: 0,
                         place: String::new(),
                         loss: Loss::AllStill {
@@ -253,7 +255,7 @@ impl Watch {
                 }
             }
             for peer in self.peers.iter() {
-                // The thread that listens to the connection notices if it is broken.
+                // If the connection is broken, the thread that listens to it notices.
                 let _ = send(&peer.control, BEAT, &beat);
             }
             let waited = self.changed.wait_timeout(self.lock(), every);
@@ -278,6 +280,7 @@ impl Watch {
                     state.collectives[index] = last.collectives();
                     let waits_since = state.progress.waits_since;
                     drop(state);
+                    // The other rank is lost if it made no progress for `limit` while this rank waited all that time.
                     if let Some((limit, since)) = timeout
                         && waits_since.is_some_and(|waits_since| waits_since.max(since).elapsed() > limit)
                     {
@@ -304,18 +307,18 @@ impl Watch {
         let state = self.lock();
         let own = (state.progress.collectives, self.rank, "");
         let others = self.peers.iter().zip(&state.collectives);
-        let others = others.map(|(peer, found)| (*found, peer.rank, peer.place.as_str()));
+        let others = others.map(|(peer, counts)| (*counts, peer.rank, peer.place.as_str()));
         let all = others.chain([own]).collect::<Vec<_>>();
-        let reached = |(found, _, _): &(CollectiveCounts, usize, &str)| found.num_reached;
+        let reached = |(counts, _, _): &(CollectiveCounts, usize, &str)| counts.num_reached;
         let most = all.iter().map(reached).max().unwrap_or(0);
-        let Some((found, rank, place)) = all.iter().min_by_key(|of| reached(of)).filter(|of| reached(of) < most) else {
+        let Some((counts, rank, place)) = all.iter().min_by_key(|x| reached(x)).filter(|x| reached(x) < most) else {
             return String::new();
         };
         let place = match *place {
             "" => String::new(),
             place => format!(" ({place})"),
         };
-        let reached = found.num_reached;
+        let reached = counts.num_reached;
         format!("rank {rank}{place} has reached collective {reached}, another waits in collective {most}")
     }
 
@@ -356,6 +359,7 @@ impl Watch {
     }
 
     /// Waits for a failure, then for the time `goodbye`, in which the process should end, and then calls `give_up`.
+    /// Returns without calling it once this rank leaves.
     fn end_late(&self, goodbye: Duration, give_up: GiveUp) {
         let is_well = |state: &mut State| !state.has_left && state.failure.is_none();
         drop(self.changed.wait_while(self.lock(), is_well));
@@ -385,6 +389,7 @@ pub(crate) fn is_timeout(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::WouldBlock | ErrorKind::TimedOut)
 }
 
+/// The failure that [`Watch::tell`] of rank `from` has sent as these bytes.
 fn read_failure(bytes: &[u8], from: &Peer) -> Failure {
     let text = String::from_utf8_lossy(bytes);
     let mut parts = text.splitn(4, '\n');

@@ -28,7 +28,7 @@ pub(crate) const TOKEN: &str = "SIEVE_TOKEN";
 // Slurm jobs on one host share its ports, so each job gets a port computed from its number.
 const FIRST_SLURM_PORT: u64 = 15_000;
 const NUM_SLURM_PORTS: u64 = 20_000;
-/// More processes are a slip: rank 0 has a place for each before the first one comes.
+/// A larger number is taken for a typing error: rank 0 allocates an entry for each process before the first connects.
 const MAX_SIZE: usize = 1 << 20;
 
 impl World {
@@ -82,6 +82,7 @@ impl World {
         Ok((world.size > 1).then_some(world))
     }
 
+    /// The group that torchrun's variables describe; `read` returns `None` for an empty variable.
     fn of_torchrun(read: &dyn Fn(&str) -> Option<String>) -> Result<Self, CommError> {
         let size = number(read, "WORLD_SIZE", "RANK")?;
         let rank = number(read, "RANK", "WORLD_SIZE")?;
@@ -98,7 +99,7 @@ impl World {
         if read("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True") {
             master_port = master_port.wrapping_add(1);
         }
-        // Without LOCAL_RANK there is one process on each host.
+        // Without LOCAL_RANK there is one process on each host; without LOCAL_WORLD_SIZE all are on this host.
         let (local_rank, local_size) = match read("LOCAL_RANK") {
             None => (0, 1),
             Some(_) => {
@@ -122,6 +123,7 @@ impl World {
         })
     }
 
+    /// The group that the variables of a Slurm step describe.
     fn of_slurm(read: &dyn Fn(&str) -> Option<String>) -> Result<Self, CommError> {
         let size = number(read, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
             .or_else(|_| number(read, "SLURM_NTASKS", "SLURM_PROCID"))?;
@@ -135,8 +137,8 @@ impl World {
             missing: "SLURM_STEP_NODELIST",
         })?;
         let step = read("SLURM_STEP_ID").unwrap_or_default();
-        // "4(x2),3" means 4 processes on each of two hosts and 3 on a third. The first number is used for all hosts: it
-        // only divides CPU threads. SLURM_LOCALID alone chooses the GPU.
+        // "4(x2),3" means 4 processes on each of two hosts and 3 on a third. The first number is used for all hosts,
+        // but at least SLURM_LOCALID + 1: it only divides CPU threads. SLURM_LOCALID alone chooses the GPU.
         let local_rank = number(read, "SLURM_LOCALID", "SLURM_PROCID")?;
         let tasks = read("SLURM_STEP_TASKS_PER_NODE").unwrap_or_default();
         let digits = tasks.split(|c: char| !c.is_ascii_digit()).next();
@@ -156,6 +158,7 @@ impl World {
         })
     }
 
+    /// A group of one process, which needs no address.
     fn alone(rank: usize) -> Self {
         Self {
             rank,

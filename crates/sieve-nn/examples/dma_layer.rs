@@ -36,7 +36,7 @@ fn main() {
         .enumerate()
         .map(|(key, expire)| expire - (key % seq_len) as i64)
         .sum();
-    let causal = batch * 2 * seq_len * (seq_len + 1) / 2;
+    let causal = batch * 2 * seq_len * (seq_len + 1) / 2; // both KV heads have a mask
     println!("density {:.3}", pairs as f64 / causal as f64);
 
     let gradients = result.x.powi_scalar(2).sum().backward();

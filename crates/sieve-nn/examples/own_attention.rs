@@ -37,7 +37,7 @@ impl<B: SieveBackend> GatedAttention<B> {
     /// `residual` plus the attention's output; both `[batch, seq_len, d_model]`.
     fn forward(&self, x: Tensor<B, 3>, residual: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let gate = sigmoid(self.gate.forward(x.clone())).unsqueeze_dim::<4>(3);
-        // Projection, norm of queries and keys, rotary embedding: `[batch, seq_len, heads, head_dim]`.
+        // Projects x, norms queries and keys, and rotates them. `None` in the spec below: no sliding window.
         let qkv = self.qkv.forward(x, context);
         let o = sieve_ops::attention(qkv, context.documents, self.qkv.spec(None)) * gate;
         self.o_proj.forward_add(o.flatten(2, 3), residual)
@@ -83,7 +83,7 @@ impl<B: SieveBackend> Model<B> {
     }
 }
 
-/// Learns a text of numbers that repeats itself after seven tokens; gives the first and the last loss, nats per token.
+/// Learns a text of numbers that repeats after seven tokens; returns the first and the last loss, nats per token.
 fn train<B: AutodiffBackend + SieveBackend>(device: &B::Device) -> (f32, f32) {
     let shape = ModelShape {
         d_model: 64,

@@ -137,7 +137,7 @@ pub struct LayerOutput<B: SieveBackend> {
     /// DMA's mask, `[batch, num_kv_heads, seq_len]`: the first query that no longer sees the key. `None` for other
     /// kinds and with shared prompts.
     pub expire: Option<Tensor<B, 3, Int>>,
-    /// DMA's scores, `[batch, num_kv_heads, seq_len]`, without gradient; `None` as `expire` is, and with a bias that
+    /// DMA's scores, `[batch, num_kv_heads, seq_len]`, without gradient; `None` where `expire` is, and with a bias that
     /// does not clamp large scores, unlike [`DmaBias::Exp`](sieve_core::DmaBias::Exp).
     pub clamped_scores: Option<Tensor<B, 3>>,
     /// Statistics of an indexer, see [`sieve_ops::index_statistics`]; only with `measures_indexers` in the context.
@@ -204,6 +204,7 @@ impl<B: SieveBackend> Attention<B> {
         norm: &RmsNorm<B>,
         context: &LayerContext<'_, B>,
     ) -> Option<(AttentionLayer<B>, AttentionSpec)> {
+        // With shared prompts attention sees other rows than the projections.
         if context.shared.is_some() {
             return None;
         }
@@ -250,8 +251,9 @@ impl<B: SieveBackend> Attention<B> {
         }
     }
 
-    /// The blocks that each query reads, `[batch, seq_len, choosers, blocks]`; see `block_indices` of the layers.
-    /// `None` for kinds without blocks, which do not compute `x`, and where queries read all keys.
+    /// The blocks that each query reads, `[batch, seq_len, choosers, blocks]`: ascending, then -1. A chooser is a head
+    /// that chooses blocks for itself. `None` for kinds without blocks, which do not call `x`, and where queries read
+    /// all keys.
     pub fn block_indices(
         &self,
         x: impl FnOnce() -> Tensor<B, 3>,

@@ -96,7 +96,7 @@ pub enum LayerCache<B: Backend> {
     Packed(PackedCache<B>),
 }
 
-/// Queries, keys and values of all tokens of one row.
+/// Queries, keys and values of all tokens of one row. `room` is what the buffer can hold: tokens, or pages.
 #[derive(Clone, Debug)]
 pub struct PackedCache<B: Backend> {
     /// `[1, room, num_heads + 2 * num_kv_heads, head_dim]`.
@@ -153,7 +153,7 @@ impl<B: Backend> LayerCache<B> {
         }
     }
 
-    /// Copies rows of the batch, as [`TokenBuffer::rows`].
+    /// A copy with the rows that `rows` names. `[tokens; 2]`: entries of a text of `tokens` tokens, and their room.
     fn rows(&self, rows: RowsOf) -> Self {
         match self {
             Self::Empty => Self::Empty,
@@ -177,7 +177,7 @@ impl<B: Backend> LayerCache<B> {
 
     /// Copies `text`, the one-row cache of a prompt of `tokens` tokens, into row `row`. The key of a token goes to its
     /// position, also where a window keeps only the last tokens. What is not stored per token (DMA's slots, pooled and
-    /// compressed keys) fills the row from place 0.
+    /// compressed keys) begins at index 0 of the row.
     fn put(&mut self, row: usize, text: &Self, tokens: usize) {
         match (self, text) {
             (Self::Recent { cache, .. }, Self::Recent { cache: text, .. }) => cache.put(row, text, tokens),
@@ -228,6 +228,7 @@ fn still_seen<B: Backend>(
     let kept = seq_len.min(window.keep_window_size);
     let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
     let mut keys = Vec::with_capacity(batch * kv_heads * kept);
+    // The next query sees a key that expires only at `seq_len`; each head has `kept` of these.
     for expire in expire.chunks(seq_len) {
         let alive = expire.iter().enumerate().filter(|(_, end)| **end as usize == seq_len);
         keys.extend(alive.map(|(key, _)| key as i32));
@@ -258,22 +259,22 @@ pub(crate) struct CachedRows<'a, B: DeviceBackend> {
 }
 
 impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
-    /// The caches of layer `index`: one cache of all rows, or one cache per row.
+    /// The caches of layer `index`: one cache of all rows, or one cache per row. Drops their captured steps.
     ///
     /// Panics without a cache.
     pub(crate) fn of_layer(caches: &'a mut [&mut KvCache<B>], index: usize) -> Self {
-        let mut first = None;
+        let mut first_scratch = None;
         let caches = caches.iter_mut().map(|cache| {
             let KvCache {
                 layers, scratch, graph, ..
             } = &mut **cache;
             *graph = Default::default();
-            first.get_or_insert(scratch);
+            first_scratch.get_or_insert(scratch);
             &mut layers[index]
         });
         Self {
             caches: caches.collect(),
-            scratch: first.expect("at least one cache"),
+            scratch: first_scratch.expect("at least one cache"),
         }
     }
 
@@ -297,15 +298,15 @@ impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
 
     /// Calls `each` for every cache, and returns its results in the order of the rows.
     pub(crate) fn each<T>(&mut self, batch: usize, mut each: impl FnMut(CachedRows<'_, B>) -> T) -> Vec<T> {
-        let count = match self.caches.len() {
+        let rows_per_cache = match self.caches.len() {
             1 => batch,
             _ => 1,
         };
-        assert_eq!(count * self.caches.len(), batch, "one cache, or one per row");
+        assert_eq!(rows_per_cache * self.caches.len(), batch, "one cache, or one per row");
         let caches = self.caches.iter_mut().enumerate();
         let rows = caches.map(|(n, cache)| {
             each(CachedRows {
-                rows: [n * count, count],
+                rows: [n * rows_per_cache, rows_per_cache],
                 cache,
                 scratch: self.scratch,
             })
@@ -358,6 +359,7 @@ impl<B: DeviceBackend> CachedRows<'_, B> {
         if new == 1 {
             return cached_attention(cache, qkv, spec, self.scratch);
         }
+        // A window includes the query's own token, so the first new token sees one cached token fewer.
         let earlier = spec
             .window_size
             .map_or(cache.len(), |window| cache.len().min(window - 1));

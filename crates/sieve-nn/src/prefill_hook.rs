@@ -122,7 +122,8 @@ impl<B: SieveBackend> Qwen3<B> {
         context: &LayerContext<'_, B>,
         attend: &mut LayerAttention<'_, B, E>,
     ) -> Result<Tensor<B, 3>, E> {
-        self.hidden_of_documents(ids, context, &|_| true, attend)
+        let all_documents = |_: &Range<usize>| true;
+        self.hidden_of_documents(ids, context, &all_documents, attend)
     }
 
     /// As [`hidden_attending`](Self::hidden_attending), but `attend` is called only for the documents that `is_read`
@@ -199,6 +200,7 @@ impl<B: SieveBackend> Qwen3<B> {
         })
     }
 
+    /// What a callback gets for layer `layer`, whose attention is `mha`.
     fn operands(&self, layer: usize, mha: &MultiHeadAttention<B>, qkv: Tensor<B, 4>) -> LayerOperands<B> {
         let spec = mha.spec();
         LayerOperands {
@@ -251,8 +253,9 @@ fn documents_of<B: SieveBackend>(documents: &Documents<B>) -> Vec<Range<usize>> 
     let mut ranges = Vec::new();
     let mut first = 0;
     while first < ends.len() {
-        let row = first / seq_len * seq_len;
-        let end = row + ends[first];
+        // `ends` counts from the row's first token.
+        let row_start = first / seq_len * seq_len;
+        let end = row_start + ends[first];
         ranges.push(first..end);
         first = end;
     }

@@ -124,6 +124,7 @@ impl<B: SieveBackend> QkvProjection<B> {
         self.at_positions(qkv, context.positions.zeros_like(), context)
     }
 
+    /// Per-head norms, where the model has them, then the rotation by `positions`.
     fn at_positions(
         &self,
         qkv: Tensor<B, 4>,
@@ -136,6 +137,7 @@ impl<B: SieveBackend> QkvProjection<B> {
         }
     }
 
+    /// The per-head norms; `None` in models without them.
     pub(crate) fn qk_norm(&self) -> Option<QkNorm<B>> {
         let (q_norm, k_norm) = (self.q_norm.as_ref()?, self.k_norm.as_ref()?);
         Some(QkNorm {

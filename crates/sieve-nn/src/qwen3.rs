@@ -173,6 +173,7 @@ impl<B: SieveBackend> Qwen3<B> {
     where
         B: DeviceBackend,
     {
+        // One new token in one cache may run as a single op.
         match (&mut *caches, ids.dims()) {
             ([cache], [_, 1]) => {
                 if let Some(logits) = self.token_step(&ids, cache, rope) {

@@ -4,9 +4,9 @@ use burn::tensor::{Int, Tensor};
 use sieve_ops::{DeviceBackend, RotaryEmbedding, TokenLayer, TokenStep, TokensBefore, repeat_token_step, token_step};
 
 impl<B: DeviceBackend> Qwen3<B> {
-    /// Logits of the next token of every row, `[batch, vocab_size]`, and the cache with the tokens `ids`, `[batch, 1]`.
-    /// `None` where the layers have to be called one by one: the first token that comes alone, a device or a model
-    /// without such a step, a selector whose launches change from token to token.
+    /// Logits of the next token of every row, `[batch, vocab_size]`; adds the tokens `ids`, `[batch, 1]`, to the cache.
+    /// `None` where the layers have to be called one by one: for the first pass of one token, on a device or in a model
+    /// without such a step, and with a selector whose launches change from token to token.
     pub fn token_step(
         &self,
         ids: &Tensor<B, 2, Int>,
@@ -14,7 +14,7 @@ impl<B: DeviceBackend> Qwen3<B> {
         rope: &RotaryEmbedding<B>,
     ) -> Option<Tensor<B, 2>> {
         cache.single_tokens += 1;
-        // Generating a single token does not capture a graph.
+        // Capturing a graph does not pay for a single token.
         if cache.single_tokens == 1 {
             return None;
         }
@@ -25,9 +25,10 @@ impl<B: DeviceBackend> Qwen3<B> {
         Some(logits)
     }
 
-    /// Logits of the next token of every row of `texts`, `[num_rows, vocab_size]`, and the texts with the tokens `ids`,
-    /// `[num_rows, 1]`; a free row's id may be any, and its logits mean nothing. `None`, with nothing changed, where
-    /// the device or the model needs a call for each layer: each text then continues in a cache of its own.
+    /// Logits of the next token of every row of `texts`, `[num_rows, vocab_size]`; adds the tokens `ids`,
+    /// `[num_rows, 1]`, to the texts. A free row's id may be any, and its logits mean nothing. `None`, with nothing
+    /// changed, where the device or the model needs a call for each layer: each text then continues in a cache of its
+    /// own.
     ///
     /// Panics if a text has no room for a token.
     pub fn next_logits_of_texts(
@@ -43,7 +44,8 @@ impl<B: DeviceBackend> Qwen3<B> {
         Some(logits)
     }
 
-    /// Repeats the captured step, or runs and captures a new one.
+    /// Repeats the captured step, or runs and captures a new one. `None` where the device, a layer or its cache has no
+    /// such step.
     fn one_call(
         &self,
         ids: &Tensor<B, 2, Int>,
@@ -82,7 +84,7 @@ impl<B: DeviceBackend> Qwen3<B> {
 }
 
 impl<B: DeviceBackend> DecoderLayer<B> {
-    /// The block's weights for a decoding step; `None` for kinds of blocks that no step takes.
+    /// The block's weights for a decoding step; `None` with residual scales, or an attention that no step supports.
     fn for_token_step(&self) -> Option<TokenLayer<B>> {
         if self.input_residual.is_some() || self.post_attention_residual.is_some() {
             return None;

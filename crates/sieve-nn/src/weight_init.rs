@@ -31,6 +31,7 @@ impl WeightInit {
 
     /// The next parameter, with normal random values.
     pub fn normal<B: Backend, const D: usize>(&mut self, shape: [usize; D], device: &B::Device) -> Param<Tensor<B, D>> {
+        // Each parameter has 2^32 random streams, one for each chunk.
         let (seed, standard_deviation, first_stream) = (self.seed, self.standard_deviation, self.num_drawn << 32);
         self.num_drawn += 1;
         let draw = move || {
@@ -69,6 +70,7 @@ impl WeightInit {
     }
 }
 
+/// A trained parameter that calls `values` when it is first read.
 fn parameter<B: Backend, const D: usize>(
     values: impl Fn() -> Vec<f32> + Send + Sync + 'static,
     shape: [usize; D],
@@ -79,7 +81,8 @@ fn parameter<B: Backend, const D: usize>(
         B::memory_persistent_allocations(device, data, |data| Tensor::from_data(data, device))
             .set_require_grad(requires_grad)
     };
-    Param::uninitialized(ParamId::new(), drawn, device.clone(), true, Shape::new(shape))
+    let requires_grad = true;
+    Param::uninitialized(ParamId::new(), drawn, device.clone(), requires_grad, Shape::new(shape))
 }
 
 #[cfg(test)]

@@ -265,9 +265,9 @@ fn in_pieces<B: Backend>(
     let first = chosen.mul_scalar(pieces as i64).unsqueeze_dim::<5>(4).expand(all);
     let block = first + piece.reshape([1, 1, 1, 1, pieces]).expand(all);
     let size = choice.attended().select_block_size as i64;
-    let own = documents.positions.clone().div_scalar(size);
-    let own = own.reshape([batch, seq_len, 1, 1, 1]).expand(all);
-    let none = block.clone().greater(own).bool_or(block.clone().lower_elem(0));
+    let own_piece = documents.positions.clone().div_scalar(size);
+    let own_piece = own_piece.reshape([batch, seq_len, 1, 1, 1]).expand(all);
+    let none = block.clone().greater(own_piece).bool_or(block.clone().lower_elem(0));
     block
         .mask_fill(none, -1)
         .reshape([batch, seq_len, choosers, count * pieces])

@@ -89,8 +89,8 @@ impl ContextParallel {
         [0, 1].map(|bound| self.bounds[bound][token] as usize)
     }
 
-    /// For each row and each part of `from`: how many of the part's last `share` tokens belong to the document that
-    /// continues into this rank's part.
+    /// For each row: the number of tokens, among the last `share` tokens of each part of `from`, that belong to the
+    /// document that continues into this rank's part.
     fn keys_of_open_documents(&self, from: Range<usize>, share: usize) -> Vec<usize> {
         let len = self.len();
         let keys = |row: usize| {
@@ -102,7 +102,8 @@ impl ContextParallel {
     }
 
     /// Document bounds of each row after `halo` tokens were prepended to this rank's part: the first `pads` of
-    /// these belong to no document, the others to the document that continues into the part.
+    /// these belong to no document, the others to the document that continues into the part. The bounds are counted
+    /// from the first of these tokens.
     fn bounds_behind(&self, halo: usize, pads: &[usize]) -> [Vec<i32>; 2] {
         let (len, first) = (self.len(), self.links.part() * self.len());
         let mut bounds = [Vec::new(), Vec::new()];
@@ -143,7 +144,8 @@ impl<B: Backend> Documents<B> {
     /// The documents of this rank's part of the rows: bounds counted in the part, positions as in the whole row.
     pub fn of_part(parts: &ContextParallel, device: &B::Device) -> Self {
         let (batch, len) = (parts.batch, parts.len());
-        let [start, end] = parts.bounds_behind(0, &vec![0; batch]);
+        let (halo, pads) = (0, vec![0; batch]);
+        let [start, end] = parts.bounds_behind(halo, &pads);
         let first = parts.links.part() * len;
         let positions = (0..batch * len).map(|token| {
             let (row, position) = (token / len, first + token % len);

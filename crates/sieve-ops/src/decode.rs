@@ -52,6 +52,7 @@ pub fn cached_attention<B: DeviceBackend>(
     spec: AttentionSpec,
     scratch: &mut B::DecodeScratch,
 ) -> Tensor<B, 4> {
+    // If the token needs a larger buffer, that keeps only the keys that the token's window includes.
     cache.reserve(1, spec.window_size.map_or(cache.len(), |window| window - 1));
     tensor(B::cached_attention(cache, primitive(qkv), spec, scratch))
 }
@@ -78,8 +79,8 @@ pub fn mla_decode<B: DeviceBackend>(
     tensor(B::mla_decode(q, latents, key_scale, rank, softmax_scale))
 }
 
-/// Adds the token's key to the cache, then attends with its query, as the row of this query in
-/// [`dynamic_mask_attention`](crate::dynamic_mask_attention) does.
+/// Adds the token's key to the cache, then attends with its query. The output equals the query's row of
+/// [`dynamic_mask_attention`](crate::dynamic_mask_attention) over all tokens.
 ///
 /// A key that finds no free slot replaces the key with the smallest (rank, position) outside the local window. Without
 /// a local window the new key is compared, too: if it is the smallest, no query ever sees it.

@@ -1,4 +1,4 @@
-//! Token embedding and its gradient on every device.
+//! Token embedding and its gradient on every device. Calls that the kernels refuse run `reference`.
 use crate::device::{
     CudaPrimitive, contiguous, floats, from_vec, ints, kernel_or, last_dim, plain, tensors, unless_f32,
 };
@@ -57,6 +57,7 @@ pub(crate) mod cpu {
 
     pub(crate) fn embedding(weight: FlexTensor, ids: FlexTensor) -> FlexTensor {
         let dtype = weight.dtype();
+        // Other dtypes have no kernel.
         if ![DType::F32, DType::BF16].contains(&dtype) {
             return plain("embedding", || reference::embedding::<Flex>(weight, ids));
         }
@@ -111,7 +112,8 @@ pub(crate) mod cuda {
     }
 
     /// The gradient by GEMMs with one-hot matrices of [`TOKENS`] tokens, summed in f32: many tokens may have the same
-    /// id, and a bf16 sum would lose small gradients. Slower than a scatter, whose atomics add in an unspecified order.
+    /// id, and a bf16 sum would lose small gradients. This is slower than a
+    /// scatter, whose atomics add in an unspecified order.
     fn by_one_hot_gemms(dy: Tensor<Cuda, 3>, ids: Tensor<Cuda, 2, Int>, vocab_size: usize) -> Tensor<Cuda, 2> {
         let [batch, seq_len, d_model] = dy.dims();
         let device = dy.device();

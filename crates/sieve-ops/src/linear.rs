@@ -1,5 +1,5 @@
 //! GEMM with a weight stored as `[out, in]`, the layout of PyTorch and of safetensors checkpoints: the op and its
-//! gradients on every device.
+//! gradients on every device. Calls that the kernels of `cpu` or `cuda` refuse run `reference`.
 use crate::SieveBackend;
 use crate::backend::DeviceBackend;
 use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
@@ -20,7 +20,8 @@ use sieve_kernels::{CudaTensor, KernelError, MatmulOutput, Product, ToBurn, kern
 pub fn linear<B: SieveBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor<B, 2>) -> Tensor<B, D> {
     let (x, weight) = (primitive(x), primitive(weight));
     let (a, w) = (B::value(x.clone()), B::value(weight.clone()));
-    let y = <B::Inner as DeviceBackend>::linear(a.clone(), w.clone(), None);
+    let residual = None;
+    let y = <B::Inner as DeviceBackend>::linear(a.clone(), w.clone(), residual);
     tensor(B::node([&x, &weight], y, move |dy| backward::<B::Inner>(a, w, dy)))
 }
 
@@ -60,7 +61,8 @@ pub fn add_bias<B: SieveBackend, const D: usize>(x: Tensor<B, D>, bias: Tensor<B
         let width = gradient.dims()[D - 1];
         let rows: Tensor<B::Inner, 2> = gradient.reshape([-1, width as i32]);
         let ones = Tensor::<B::Inner, 2>::ones([rows.dims()[0], COLUMNS], (&rows.device(), rows.dtype()));
-        let sums = B::Inner::linear_weight_gradient(primitive(ones), primitive(rows), None);
+        let earlier_sum = None;
+        let sums = B::Inner::linear_weight_gradient(primitive(ones), primitive(rows), earlier_sum);
         let sum: Tensor<B::Inner, 1> = tensor::<B::Inner, 2>(sums).narrow(1, 0, 1).reshape([width]);
         [dy, primitive(sum)]
     }))
@@ -69,7 +71,8 @@ pub fn add_bias<B: SieveBackend, const D: usize>(x: Tensor<B, D>, bias: Tensor<B
 /// Gradients `[dx, dweight]` of `y = x Wᵀ`.
 fn backward<D: DeviceBackend>(x: Float<D>, weight: Float<D>, dy: Float<D>) -> [Float<D>; 2] {
     let dx = D::linear_input_gradient(weight, dy.clone());
-    [dx, D::linear_weight_gradient(x, dy, None)]
+    let earlier_sum = None;
+    [dx, D::linear_weight_gradient(x, dy, earlier_sum)]
 }
 
 /// `sum + gradient`; the gradient alone where there is no sum.
@@ -84,6 +87,7 @@ pub(crate) mod reference {
     //! GEMMs with a `[out, in]` weight in plain Burn operations.
     use super::*;
 
+    /// `x [.., last]` as a matrix `[rows, last]`, and the shape of x.
     fn flatten<B: Backend>(x: Float<B>) -> (Tensor<B, 2>, Vec<usize>) {
         let shape = x.shape().to_vec();
         let last = shape[shape.len() - 1];
@@ -139,10 +143,10 @@ pub(crate) mod cpu {
     pub(crate) fn linear(x: FlexTensor, weight: FlexTensor, residual: Option<FlexTensor>) -> FlexTensor {
         unless_f32!(&x, "linear": added::<Flex>(residual, reference::linear::<Flex>(x, weight)));
         let (x, weight) = (contiguous(x), contiguous(weight));
-        let sizes = [num_rows(&x), last_dim(&x), weight.shape()[0]];
-        let mut y = vec![0.0; sizes[0] * sizes[2]];
-        sieve_cpu::linear(floats(&x), flex::weight(&weight), sizes, &mut y);
-        added::<Flex>(residual, with_columns(&x, sizes[2], y))
+        let (tokens, inner, out) = (num_rows(&x), last_dim(&x), weight.shape()[0]);
+        let mut y = vec![0.0; tokens * out];
+        sieve_cpu::linear(floats(&x), flex::weight(&weight), [tokens, inner, out], &mut y);
+        added::<Flex>(residual, with_columns(&x, out, y))
     }
 
     pub(crate) fn linear_input_gradient(weight: FlexTensor, dy: FlexTensor) -> FlexTensor {
@@ -180,7 +184,7 @@ pub(crate) mod cpu {
         x.shape().num_elements() / last_dim(x).max(1)
     }
 
-    /// The contiguous f32 tensor `x [.., columns]` as a matrix.
+    /// The contiguous f32 tensor `x [.., columns]` as a matrix; its strides are `columns` and 1.
     fn rows(x: &FlexTensor) -> Matrix<'_> {
         Matrix::strided(floats(x), num_rows(x), last_dim(x), last_dim(x), 1)
     }

@@ -1,5 +1,5 @@
 //! Output projection and cross-entropy in one op, which never holds the logits of all tokens at once, and its
-//! gradients, on every device.
+//! gradients, on every device. Calls that the kernels of `cpu` or `cuda` refuse run `reference`.
 use crate::device::{
     CudaPrimitive, contiguous, flex, floats, from_vec, ints, is_f32, kernel_on, kernel_or, last_dim, plain, tensors,
     unless_f32, zeros_like,
@@ -62,6 +62,7 @@ pub(crate) mod reference {
         target: Tensor<B, 2, Int>,
     }
 
+    /// The logits, and what the loss and its gradients need besides.
     fn logits<B: Backend>(h: Float<B>, weight: Float<B>, labels: Ints<B>) -> Logits<B> {
         let (h, _) = upcast::<B, 2>(h);
         let (weight, _) = upcast::<B, 2>(weight);
@@ -185,6 +186,7 @@ pub(crate) mod cpu {
         }
         let factor = floats(&contiguous(factor))[0];
         let mut x = contiguous(x);
+        // Most often the loss's gradient is 1.
         if factor != 1.0 {
             x.storage_mut::<f32>().iter_mut().for_each(|x| *x *= factor);
         }

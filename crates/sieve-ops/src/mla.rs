@@ -56,7 +56,8 @@ pub fn mla_pack<B: SieveBackend>(
     let [q, kv, k_rope] = &inputs;
     let packed = match &norm {
         None => B::node([q, kv, k_rope], packed, |dy| {
-            B::Inner::mla_pack_backward(call, None, dy).0
+            let normed = None;
+            B::Inner::mla_pack_backward(call, normed, dy).0
         }),
         Some(([q_weight, k_weight], _)) => B::node([q, kv, k_rope, q_weight, k_weight], packed, |dy| {
             let ([dq, dkv, dk_rope], weights) = B::Inner::mla_pack_backward(call, Some(values), dy);
@@ -111,7 +112,7 @@ impl MlaSpec {
         self.num_heads * (2 * self.key_dim() + self.head_dim)
     }
 
-    /// The dense attention that this is.
+    /// The same attention in terms of dense attention, with as many KV heads as query heads.
     pub fn attention(&self) -> AttentionSpec {
         AttentionSpec {
             num_heads: self.num_heads,
@@ -143,7 +144,7 @@ pub struct MlaPackCall<B: Backend> {
     pub rope: RopeTables<B>,
     /// Norms of queries and keys, if any.
     pub norm: Option<MlaNorm<B>>,
-    /// Numbers of heads, ranks and widths.
+    /// Number of heads, their widths, and the softmax scale.
     pub spec: MlaSpec,
 }
 
@@ -157,7 +158,7 @@ pub struct MlaCall<B: Backend> {
 }
 
 impl<B: Backend> MlaCall<B> {
-    /// The call of the dense attention that this is.
+    /// The same call in terms of dense attention.
     pub(crate) fn attention(&self) -> AttentionCall<B> {
         AttentionCall::new(self.documents.clone(), self.spec.attention())
     }

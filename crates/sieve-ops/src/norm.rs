@@ -1,4 +1,4 @@
-//! Root-mean-square normalisation (arXiv:1910.07467, eq. 4) and its gradient on every device.
+//! RMSNorm (arXiv:1910.07467, eq. 4) and its gradient on every device. Calls that the kernels refuse run `reference`.
 use crate::device::{
     CudaPrimitive, contiguous, floats, from_vec, is_f32, kernel_or, plain, tensors, unless_f32, zeros_like,
 };
@@ -25,7 +25,8 @@ pub fn rms_norm<B: SieveBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor
     };
     let y = B::Inner::rms_norm(call.clone());
     tensor(B::node([&x, &weight], y, |dy| {
-        B::Inner::rms_norm_backward(call, dy, None)
+        let d_residual = None;
+        B::Inner::rms_norm_backward(call, dy, d_residual)
     }))
 }
 

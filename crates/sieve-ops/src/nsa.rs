@@ -167,7 +167,7 @@ impl<B: Backend> NsaCall<B> {
 pub struct NsaCompressed<B: Backend> {
     /// Attention over the compressed blocks.
     pub output: AttentionOutput<B>,
-    /// See [`crate::CompressedAttention::block_indices`].
+    /// Blocks of the selected branch; see [`CompressedAttention::block_indices`].
     pub block_indices: Ints<B>,
 }
 

@@ -1,5 +1,5 @@
 //! AdamW (arXiv:1711.05101) with f32 master weights, Muon's orthogonalisation, norms of gradients, and snapshots, on
-//! every device. None of these ops has a gradient.
+//! every device. None of these ops has a gradient. Calls that the kernels of `cpu` or `cuda` refuse run `reference`.
 mod snapshot;
 #[cfg(test)]
 mod tests;
@@ -61,7 +61,8 @@ pub fn orthogonalised<B: DeviceBackend>(x: Tensor<B, 2>) -> Tensor<B, 2> {
     let mut x = x / norm.cast(dtype).reshape([1, 1]);
     let [a, b, c] = QUINTIC;
     for _ in 0..5 {
-        // The smaller of x xᵀ and xᵀ x. It is symmetric, so that gram gramᵀ is its square.
+        // Computes the smaller of x xᵀ and xᵀ x; `None`: nothing is added to it. It is symmetric, so that gram gramᵀ is
+        // its square.
         let (old, is_wide) = (primitive(x), rows <= columns);
         let kind = if is_wide { Product::Nt } else { Product::Tn };
         let gram = B::gemm(kind, old.clone(), old.clone(), None);
@@ -164,6 +165,7 @@ pub(crate) mod cpu {
         grad_scale: FlexTensor,
         step: AdamWStep,
     ) -> AdamWTensors<Flex> {
+        // The kernel updates f32 weights without a leaf.
         if !is_f32(&tensors.param) || tensors.leaf.is_some() {
             return plain("adamw", || reference::adamw::<Flex>(tensors, grad, grad_scale, step));
         }
@@ -179,7 +181,7 @@ pub(crate) mod cpu {
             ..
         } = tensors;
         let [mut param, mut exp_avg, mut exp_avg_sq] = [param, exp_avg, exp_avg_sq].map(contiguous);
-        // In place if the tensor has no other owner; otherwise `storage_mut` copies.
+        // The update is in place if the tensor has no other owner; otherwise `storage_mut` copies.
         sieve_cpu::adamw(
             param.storage_mut::<f32>(),
             floats(&grad),
@@ -249,6 +251,7 @@ pub(crate) mod cuda {
             let Some(leaf) = leaf.clone().filter(|_| param.dtype == DType::BF16) else {
                 return reference::adamw::<Cuda>(tensors, grad, grad_scale, step);
             };
+            // The reference takes a whole master: leaf and rest are joined before it, and split again after it.
             let param = join_master(leaf, param.clone());
             let whole = AdamWTensors { param, ..tensors };
             let next = reference::adamw::<Cuda>(whole, grad, grad_scale, step);
@@ -295,7 +298,7 @@ pub(crate) mod cuda {
     pub(crate) fn snapshot(tensor: CudaPrimitive) -> Snapshot {
         match HostCopy::new(&kernel_tensor(tensor.clone())) {
             Ok(copy) => Snapshot::of_cuda(copy),
-            // The asynchronous copy is not possible: copy now, on this thread.
+            // Where no asynchronous copy is possible, this thread copies now.
             Err(_) => Snapshot::read_now::<Cuda>(tensor),
         }
     }

@@ -1,5 +1,5 @@
 //! Rotary position embedding on the packed tensor, after per-head RMSNorm of queries and keys or without it: the ops,
-//! their gradients, and all on every device.
+//! their gradients, and all on every device. Calls that the kernels of `cpu` or `cuda` refuse run `reference`.
 mod tables;
 #[cfg(test)]
 mod tests;
@@ -221,7 +221,8 @@ pub(crate) mod cpu {
         unless_f32!(&qkv, "rope": reference::rope(qkv, call));
         let qkv = contiguous(qkv);
         let mut y = zeros_like(&qkv);
-        with_op(&qkv, call, None, |op, documents| {
+        let norm = None;
+        with_op(&qkv, call, norm, |op, documents| {
             sieve_cpu::rope(op, floats(&qkv), documents, &mut y);
         });
         from_vec(y, qkv.shape())

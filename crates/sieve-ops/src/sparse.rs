@@ -56,7 +56,7 @@ pub fn sparse_attention<B: DeviceBackend>(
     })
 }
 
-/// As [`crate::attention`], without gradient.
+/// Dense or sliding-window attention with its log-sum-exp, without gradient.
 ///
 /// # Shapes
 /// - qkv: `[1, num_tokens, num_heads + 2 * num_kv_heads, head_dim]`

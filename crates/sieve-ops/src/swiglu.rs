@@ -1,4 +1,4 @@
-//! Gated linear unit with SiLU (arXiv:2002.05202) and its gradient on every device.
+//! SwiGLU (arXiv:2002.05202) and its gradient on every device. Calls that the kernels refuse run `reference`.
 use crate::device::{
     CudaPrimitive, contiguous, floats, from_vec, kernel_or, last_dim, tensors, unless_f32, zeros_like,
 };
@@ -48,6 +48,7 @@ pub(crate) mod reference {
         unrows(Tensor::cat(vec![d_gate, d_up], 1), dtype, shape)
     }
 
+    /// The columns of gate and of up.
     fn halves<B: Backend>(gate_up: Tensor<B, 2>) -> [Tensor<B, 2>; 2] {
         let [rows, width] = gate_up.dims();
         let d_ff = width / 2;

@@ -37,6 +37,7 @@ pub(super) struct Hello {
 }
 
 impl Hello {
+    /// The message of this process, one field per line; [`read`](Self::read) is the inverse.
     pub(super) fn text(world: &World, version: &str, is_control: bool) -> String {
         let World {
             run_id,
@@ -71,7 +72,7 @@ impl Hello {
         })
     }
 
-    /// Why the sender cannot be a rank of `world`.
+    /// Why the sender cannot be a rank of `world`; `None` if it can.
     fn problem(&self, world: &World, version: &str) -> Option<String> {
         let Self { rank, place, .. } = self;
         if self.version != version {
@@ -257,6 +258,7 @@ pub(super) fn listen(world: &World) -> Result<TcpListener, CommError> {
     })
 }
 
+/// The error that names the ranks that have not joined in time.
 fn missing(world: &World, timeouts: Timeouts, found: &[Arrival]) -> CommError {
     let missing = (1..).zip(found).filter(|(_, arrival)| !arrival.is_complete());
     let missing = missing
@@ -275,8 +277,9 @@ fn missing(world: &World, timeouts: Timeouts, found: &[Arrival]) -> CommError {
 /// another program had the port or rank 0 is restarting, so this rank tries again.
 pub(super) fn connect(world: &World, version: &str, timeouts: Timeouts) -> Result<Peer, CommError> {
     let deadline = Instant::now() + timeouts.join;
+    let is_control = false;
     loop {
-        let data = open(world, version, false);
+        let data = open(world, version, is_control);
         match data.and_then(|data| wait_for_all(world, version, data, deadline)) {
             Ok(Answer::Welcome(peer)) => return Ok(*peer),
             Ok(Answer::Refused(text)) => return Err(CommError::Refused(text)),
@@ -304,15 +307,18 @@ pub(super) enum Answer {
 /// # Errors
 /// A connection ended before the answer, or none arrived before the deadline.
 pub(super) fn wait_for_all(world: &World, version: &str, data: TcpStream, deadline: Instant) -> io::Result<Answer> {
+    let is_control = true;
     let control = loop {
-        match open(world, version, true) {
+        match open(world, version, is_control) {
             Ok(control) => break Some(control),
             // Rank 0 has refused this rank on its first connection, and ended.
             Err(_) if is_answered(&data) => break None,
             Err(error) if Instant::now() >= deadline => return Err(error),
+            // Tries again; `is_answered` has waited in between.
             Err(_) => {}
         }
     };
+    // A rank that connects just before the deadline still waits `HELLO_WAIT` for the answer.
     let answer = receive_until(&data, deadline.max(Instant::now() + HELLO_WAIT))?;
     Ok(match (answer, control) {
         ((WELCOME, place), Some(control)) => Answer::Welcome(Box::new(Peer {
@@ -350,6 +356,7 @@ fn is_answered(stream: &TcpStream) -> bool {
     !peeked.is_err_and(|error| is_timeout(error.kind()))
 }
 
+/// The error of a rank that has not found rank 0.
 fn no_first_rank(world: &World, timeouts: Timeouts, error: &io::Error) -> CommError {
     CommError::NoFirstRank {
         rank: world.rank,

@@ -19,7 +19,8 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// The blocks that the queries of a layer chose.
+/// The blocks that the queries of a layer chose. A chooser is a head that chooses for itself: a KV head, or with MoBA a
+/// query head.
 #[derive(Clone, Debug)]
 pub(crate) enum LayerChoice<B: Backend> {
     /// Block indices for all tokens of the rows, `[batch, seq_len, choosers, attended blocks]`.
@@ -59,6 +60,7 @@ impl<B: Backend> LastChoice<B> {
         self.0.borrow_mut().insert(first_row, choice);
     }
 
+    /// The choice for all tokens of the rows from `first_row` on. Panics without one.
     fn rows(&self, first_row: usize) -> Tensor<B, 4, Int> {
         match self.0.borrow().get(&first_row) {
             Some(LayerChoice::Rows(rows)) => rows.clone(),
@@ -66,6 +68,7 @@ impl<B: Backend> LastChoice<B> {
         }
     }
 
+    /// The choice for one new token of the rows from `first_row` on. Panics without one.
     fn token(&self, first_row: usize) -> Vec<Vec<i32>> {
         match self.0.borrow().get(&first_row) {
             Some(LayerChoice::Token(blocks)) => blocks.clone(),
@@ -120,12 +123,14 @@ impl<B: Backend> ChosenBlocksAttention<B> {
             Attention::Msa(msa) => (msa.index_loss_weight, msa.index_warmup),
             _ => (0.0, false),
         };
+        // `shape` is one layer's, so its only layer has index 0.
+        let shares = shape.is_shared_layer(0);
         Self {
             qkv: QkvProjection::new(shape, init, device),
             o_proj: Linear::new(shape.num_heads * shape.head_dim, shape.d_model, init, device),
             indexer: shape.has_indexer().then(|| Indexer::new(shape, init, device)),
             choice,
-            shares: shape.is_shared_layer(0),
+            shares,
             loss_weight,
             is_warmup,
         }
@@ -145,12 +150,13 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
     /// `residual` plus the attention's output; both `[batch, seq_len, d_model]`.
     pub fn forward(&self, x: Tensor<B, 3>, residual: Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
         let packed = self.packed(x, context);
+        let first_row = 0;
         let (o, statistics) = match (context.parts, context.shared) {
             (Some(parts), _) => self.attend_of_part(packed, parts, context),
-            (None, None) => self.attend(packed, context.documents, context, 0),
+            (None, None) => self.attend(packed, context.documents, context, first_row),
             (None, Some(shared)) => {
                 let packed = packed.map(|x| shared.repeat(x));
-                let (o, statistics) = self.attend(packed, shared.documents(), context, 0);
+                let (o, statistics) = self.attend(packed, shared.documents(), context, first_row);
                 (shared.once(o), statistics)
             }
         };
@@ -209,7 +215,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         })
     }
 
-    /// Implements [`Attention::weights`](super::Attention::weights).
+    /// The weight of each key for each query of one document, `[num_heads, seq_len, seq_len]`.
     pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let chosen = self.block_indices(x.clone(), context);
         let (qkv, spec, documents) = (self.qkv.forward(x, context), self.spec(), context.documents);
@@ -229,6 +235,8 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         }
     }
 
+    /// Chooses blocks by `block_keys` (QSA), else by the indexer's queries and keys, or without an indexer by the
+    /// attention's own.
     pub(crate) fn choose(
         &self,
         packed: &Packed<B>,
@@ -247,8 +255,8 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
     }
 
     /// As [`attend`](Self::attend) with context parallelism: this rank chooses blocks and attends over whole rows, with
-    /// its share of the KV heads and their queries. An indexer has one query per KV head, and one key that every rank
-    /// gets.
+    /// its share of the KV heads and their queries. An indexer has one query per KV head, and one key and one value
+    /// that every rank gets.
     fn attend_of_part(
         &self,
         packed: Packed<B>,
@@ -263,7 +271,8 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
             qkv: parts.to_heads(packed.qkv, &kinds),
             index: packed.index.map(|index| parts.to_heads(index, &of_indexer)),
         };
-        let (o, statistics) = self.attend(packed, &rows, context, 0);
+        let first_row = 0;
+        let (o, statistics) = self.attend(packed, &rows, context, first_row);
         (parts.to_tokens(o, spec.num_heads), statistics)
     }
 
@@ -320,7 +329,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         (sieve_ops::indexed_attention(qkv, index, &call), statistics)
     }
 
-    /// Implements [`Attention::forward_cached`](crate::Attention::forward_cached).
+    /// The output of new tokens without the residual; reads and extends the caches.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
@@ -339,6 +348,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
                 index: index.as_ref().map(|index| index.clone().narrow(0, first, count)),
             };
             let LayerCache::Chosen(cache) = cached.cache else {
+                // A layer that reads another layer's blocks needs no pooled keys.
                 let pools = !self.shares;
                 *cached.cache = LayerCache::Chosen(ChosenCache::of_prompt(&packed, spec, choice, pools));
                 return self.attend(packed, context.documents, context, first).0;
@@ -348,14 +358,14 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
                 return cache.attend_to_all(packed, spec, cached.scratch);
             }
             if new == 1 {
-                let earlier = self.shares.then(|| context.last_choice.token(first));
-                let pools = self.indexer.as_ref().filter(|_| choice.rule == ChoiceRule::SumOfHeads);
-                let block_keys = pools.and_then(|indexer| {
+                let others_choice = self.shares.then(|| context.last_choice.token(first));
+                let qsa_indexer = self.indexer.as_ref().filter(|_| choice.rule == ChoiceRule::SumOfHeads);
+                let block_keys = qsa_indexer.and_then(|indexer| {
                     let (means, positions) = cache.block_means()?;
                     let keys = indexer.keys_of(means, positions, context.rope);
                     Some(keys.unsqueeze_dim::<4>(1))
                 });
-                let (o, chosen) = cache.attend(packed, spec, (earlier, block_keys), cached.scratch);
+                let (o, chosen) = cache.attend(packed, spec, (others_choice, block_keys), cached.scratch);
                 context.last_choice.set(first, LayerChoice::Token(chosen));
                 return o;
             }

@@ -70,10 +70,10 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         let (mut expire, mut scores) = (None, None);
         let o = context.attend(qkv, |qkv, documents| {
             let result = self.attend(qkv, documents, context.under_policy(self.spec()));
-            // With shared prompts the mask is of rows with repeated prompts, not of the batch's tokens: not reported.
+            // With shared prompts the mask is of rows with repeated prompts, so it is not reported.
             if context.shared.is_none() {
                 expire = Some(result.expire);
-                // `exp(min(z, 60))` alone clamps scores; the linear bias is z itself.
+                // Only the bias `exp(min(z, 60))` clamps scores; the linear bias is z itself.
                 scores = Some(result.rank).filter(|_| self.dma.bias == DmaBias::Exp);
             }
             result.o
@@ -111,7 +111,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         sieve_ops::dynamic_mask_attention(qkv, self.dma_layer(), documents, spec)
     }
 
-    /// Implements [`Attention::weights`](super::Attention::weights).
+    /// The weight of each key for each query of one document, `[num_heads, seq_len, seq_len]`.
     pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let (qkv, spec, documents) = (self.qkv.forward(x, context), self.spec(), context.documents);
         // DMA's scores depend on the values, so the mask is computed before one-hot values replace them.
@@ -123,7 +123,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         })
     }
 
-    /// Implements [`Attention::forward_cached`](crate::Attention::forward_cached) with a fixed-size cache.
+    /// The output of new tokens without the residual; reads and extends the caches, which have a fixed size.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,

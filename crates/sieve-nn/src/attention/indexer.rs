@@ -42,7 +42,8 @@ impl<B: SieveBackend> Indexer<B> {
         let packed = packed.reshape([batch as i32, seq_len as i32, self.num_heads as i32 + 1, -1]);
         let key = packed.clone().narrow(2, self.num_heads, 1);
         let packed = Tensor::cat(vec![packed, key], 2);
-        sieve_ops::qk_norm_rope(packed, self.qk_norm(), context.positions.clone(), context.rope, 1)
+        let (positions, num_key_heads) = (context.positions.clone(), 1);
+        sieve_ops::qk_norm_rope(packed, self.qk_norm(), positions, context.rope, num_key_heads)
     }
 
     /// QSA's keys of complete blocks, `[batch, num_slots, head_dim]`. `index` is the result of
@@ -77,7 +78,8 @@ impl<B: SieveBackend> Indexer<B> {
         };
         // The op takes a packed tensor. The keys are its query head, with the keys' norm; its other heads are not read.
         let packed = Tensor::cat(vec![means; 3], 2);
-        let keys = sieve_ops::qk_norm_rope(packed, norm, positions, rope, 1);
+        let num_key_heads = 1;
+        let keys = sieve_ops::qk_norm_rope(packed, norm, positions, rope, num_key_heads);
         keys.narrow(2, 0, 1).reshape([batch, blocks, d])
     }
 

@@ -101,8 +101,8 @@ impl<B: Backend> LatentAttention<B> {
 }
 
 impl<B: SieveBackend> LatentAttention<B> {
-    /// The output projection of the attention, shape of x, `[batch, seq_len, d_model]`. The context's rotary tables
-    /// must be `qk_rope_head_dim` wide.
+    /// The attention's output after the output projection, shape of x, `[batch, seq_len, d_model]`. The context's
+    /// rotary tables must be `qk_rope_head_dim` wide.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let spec = MlaSpec {
             policy: context.policy,
@@ -160,12 +160,12 @@ impl<B: SieveBackend> LatentAttention<B> {
         self.packed(x, self.kv_b_proj.forward(latent), k_rope, context).0
     }
 
-    /// See [`Attention::forward_cached`](crate::Attention::forward_cached). The cache holds `kv_lora_rank +
+    /// The output of new tokens without the residual; reads and extends the caches. They hold `kv_lora_rank +
     /// qk_rope_head_dim` values per token, and where keys are normed one more per head.
     ///
     /// Tokens after the prompt attend to the latents instead of keys and values: queries are multiplied by the weight
-    /// of the keys' norm and by W_UK, the attention's outputs by W_UV. Each query then takes `kv_lora_rank` values per
-    /// head.
+    /// of the keys' norm and by W_UK, the attention's outputs by W_UV. A query head is then `kv_lora_rank +
+    /// qk_rope_head_dim` wide.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
@@ -231,17 +231,17 @@ impl<B: SieveBackend> LatentAttention<B> {
         }
     }
 
-    /// Implements [`Attention::weights`](super::Attention::weights).
+    /// The weight of each key for each query of one document, `[num_heads, seq_len, seq_len]`.
     pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let (packed, spec) = (self.packed_of(x, context), self.spec());
         let [_, seq_len, width] = packed.dims();
-        let values = spec.num_heads * spec.head_dim;
-        let kept = packed.narrow(2, 0, width - values);
-        let like = Tensor::<B, 4>::zeros([1, seq_len, 1, spec.head_dim], (&kept.device(), kept.dtype()));
+        let v_width = spec.num_heads * spec.head_dim;
+        let q_and_k = packed.narrow(2, 0, width - v_width);
+        let like = Tensor::<B, 4>::zeros([1, seq_len, 1, spec.head_dim], (&q_and_k.device(), q_and_k.dtype()));
         by_key(&like, |one_hot| {
             let v = one_hot.unsqueeze_dim::<4>(2).repeat_dim(2, spec.num_heads);
-            let v = v.reshape([1, seq_len, values]);
-            sieve_ops::mla_attention(Tensor::cat(vec![kept.clone(), v], 2), context.documents, spec)
+            let v = v.reshape([1, seq_len, v_width]);
+            sieve_ops::mla_attention(Tensor::cat(vec![q_and_k.clone(), v], 2), context.documents, spec)
         })
     }
 
@@ -283,6 +283,7 @@ impl<B: SieveBackend> LatentAttention<B> {
     fn cached(&self, latent: Tensor<B, 3>, packed: &Tensor<B, 3>, keys: Option<[Tensor<B, 3>; 2]>) -> NewLatents<B> {
         let (k_rope, key_scale) = match keys {
             Some([k_rope, key_scale]) => (k_rope, Some(key_scale)),
+            // All heads have the same rotated key. In the first key head it follows the columns without rotation.
             None => {
                 let first_key = self.num_heads * self.spec().key_dim();
                 let k_rope = packed.clone().narrow(2, first_key + self.head_dim, self.rope_dim);

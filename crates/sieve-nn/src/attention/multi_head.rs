@@ -22,8 +22,8 @@ pub struct MultiHeadAttention<B: Backend> {
 impl AttentionConfig {
     /// Dense causal attention. Panics when [`validate`](Self::validate) fails.
     pub fn multi_head<B: Backend>(&self, device: &B::Device) -> MultiHeadAttention<B> {
-        let shape = self.shape(Attention::Mha);
-        MultiHeadAttention::new(&shape, None, &mut self.weights(), device)
+        let (shape, window_size) = (self.shape(Attention::Mha), None);
+        MultiHeadAttention::new(&shape, window_size, &mut self.weights(), device)
     }
 
     /// Attention over the last `window_size` tokens. Panics when [`validate`](Self::validate) fails or the window is 0.
@@ -65,7 +65,7 @@ impl<B: SieveBackend> MultiHeadAttention<B> {
         self.o_proj.forward_add(o.flatten(2, 3), residual)
     }
 
-    /// Implements [`Attention::forward_cached`](crate::Attention::forward_cached).
+    /// The output of new tokens without the residual; reads and extends the caches.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,

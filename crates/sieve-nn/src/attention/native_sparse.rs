@@ -201,7 +201,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         sieve_ops::nsa_compressed_attention(compressed, pooled, &call).block_indices
     }
 
-    /// Implements [`Attention::forward_cached`](crate::Attention::forward_cached).
+    /// The output of new tokens without the residual; reads and extends the caches.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
@@ -220,7 +220,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             let o = self.attend(branches, compressed, context.documents, context.policy);
             return self.gate(x, o);
         }
-        let block = |tail, documents: &Documents<B>| self.compress(tail, documents);
+        let compress = |tail, documents: &Documents<B>| self.compress(tail, documents);
         let mut parts = [const { Vec::new() }; NUM_NSA_BRANCHES];
         caches.each(x.dims()[0], |cached| {
             let LayerCache::Blocks(cache) = cached.cache else {
@@ -228,9 +228,9 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             };
             let of_rows = branches.part(0, cached.rows);
             let mut tokens = [const { Vec::new() }; NUM_NSA_BRANCHES];
-            // One token at a time: a token may complete a block, which later tokens attend to.
+            // Attends one token at a time: a token may complete a block, which later tokens attend to.
             for token in 0..x.dims()[1] {
-                let o = cache.attend(&of_rows.part(1, [token, 1]), spec, blocks, &block, cached.scratch);
+                let o = cache.attend(&of_rows.part(1, [token, 1]), spec, blocks, &compress, cached.scratch);
                 tokens.iter_mut().zip(o).for_each(|(tokens, o)| tokens.push(o));
             }
             let o = tokens.map(|o| Tensor::cat(o, 1));
@@ -260,7 +260,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         }
     }
 
-    /// Implements [`Attention::weights`](super::Attention::weights).
+    /// The weight of each key for each query of one document, `[num_heads, seq_len, seq_len]`.
     pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let branches = self.branches(x.clone(), context);
         let compressed = self.compress(branches.compressed.clone(), context.documents);

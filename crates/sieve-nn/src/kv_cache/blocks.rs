@@ -39,7 +39,7 @@ impl<B: Backend> BlockCache<B> {
         self.compressed.len()
     }
 
-    /// Copies rows of the batch, as [`TokenBuffer::rows`](sieve_ops::TokenBuffer::rows).
+    /// A copy with the rows that `rows` names. `[tokens; 2]`: entries of a text of `tokens` tokens, and their room.
     pub(super) fn rows(&self, rows: RowsOf) -> Self {
         let of_tokens = |cache: &KeyCache<B>| cache.rows(rows, |tokens| [tokens; 2]);
         let num_compressed = |tokens| [self.blocks.num_compressed_blocks(tokens); 2];
@@ -102,6 +102,7 @@ impl<B: Backend> BlockCache<B> {
         };
         let count = blocks.num_compressed_blocks(len);
         let options = (&new.selected.device(), new.selected.dtype());
+        // The buffer has room for the next block.
         let mut of_blocks = KeyCache::empty([batch, spec.num_kv_heads, count + 1, d], options);
         if count > 0 {
             let [k, v] = first_blocks(compressed, batch, blocks.num_slots(len), count, spec);
@@ -164,7 +165,7 @@ impl<B: DeviceBackend> BlockCache<B> {
         self.tail.append(k, v);
         let one = |x: Tensor<B, 4>| x.reshape([batch, spec.num_heads, d]);
         let coarse_q = one(coarse_q);
-        // Before the first complete block the compressed branch adds nothing.
+        // Before the first complete block the compressed branch adds nothing. `None`: no bias per key.
         let coarse = match self.compressed.is_empty() {
             true => coarse_q.zeros_like(),
             false => attention_decode(coarse_q.clone(), &self.compressed, None, spec.softmax_scale, scratch),

@@ -14,8 +14,8 @@ use sieve_ops::{
 pub struct ChosenCache<B: Backend> {
     /// Keys and values of all tokens.
     keys: KeyCache<B>,
-    /// Means of keys, `[batch, num_kv_heads, room, head_dim]`, or an indexer's keys, `[batch, 1, room, head_dim]`. The
-    /// keys of a QSA indexer are stored before their norm.
+    /// Means of keys, `[batch, num_kv_heads, room, head_dim]`, or an indexer's keys, `[batch, 1, room, head_dim]`; the
+    /// buffer can hold `room` of them. The keys of a QSA indexer are stored before their norm.
     pooled: TokenBuffer<B, 4>,
     choice: BlockChoice,
     /// Whether this layer chooses blocks. Otherwise it reads the blocks that another layer chose, and `pooled` is
@@ -40,7 +40,7 @@ impl<B: Backend> ChosenCache<B> {
         self.keys.len()
     }
 
-    /// Copies rows of the batch, as [`TokenBuffer::rows`].
+    /// A copy with the rows that `rows` names. `[tokens; 2]`: entries of a text of `tokens` tokens, and their room.
     pub(super) fn rows(&self, rows: RowsOf) -> Self {
         let num_pooled = |tokens| match self.choice.has_indexer() {
             _ if !self.pools => 0,
@@ -83,6 +83,7 @@ impl<B: Backend> ChosenCache<B> {
         let room = match packed.index {
             _ if !pools => [batch, 1, 1, d],
             Some(_) => [batch, 1, seq_len, d],
+            // The buffer has room for one mean more than the prompt has.
             None => {
                 let means = choice.blocks.num_compressed_blocks(seq_len) + 1;
                 [batch, spec.num_kv_heads, means, d]
@@ -103,6 +104,7 @@ impl<B: Backend> ChosenCache<B> {
         let index = packed.index.as_ref().map(|new| {
             let keys = self.pooled.tokens().swap_dims(1, 2);
             let [batch, _, heads, d] = new.dims();
+            // After the queries come a key head and a value head; the cached keys fill both.
             let queries = Tensor::zeros([batch, self.pooled.len(), heads - 2, d], (&new.device(), new.dtype()));
             let earlier = Tensor::cat(vec![queries, keys.clone(), keys], 2);
             Tensor::cat(vec![earlier, new.clone()], 1)
@@ -126,7 +128,8 @@ impl<B: Backend> ChosenCache<B> {
         let new = match &packed.index {
             _ if !self.pools => None,
             Some(index) => {
-                let [_, k, before_norm] = split_heads(index.clone(), 1);
+                let num_key_heads = 1;
+                let [_, k, before_norm] = split_heads(index.clone(), num_key_heads);
                 let is_qsa = self.choice.rule == ChoiceRule::SumOfHeads;
                 Some(if is_qsa { before_norm } else { k }.swap_dims(1, 2))
             }
@@ -155,7 +158,8 @@ impl<B: Backend> ChosenCache<B> {
         Some((means, first.unsqueeze_dim::<2>(0).repeat_dim(0, batch)))
     }
 
-    /// Pooled keys of the blocks that are complete and not in `pooled` yet, `[batch, num_kv_heads, blocks, head_dim]`.
+    /// Pooled keys of the blocks that are complete and not in `pooled` yet, `[batch, num_kv_heads, blocks, head_dim]`;
+    /// `None` if there are none.
     fn new_means(&self) -> Option<Tensor<B, 4>> {
         let blocks = self.choice.blocks;
         let (size, stride) = (blocks.compress_block_size, blocks.compress_stride);
@@ -192,7 +196,8 @@ impl<B: DeviceBackend> ChosenCache<B> {
         self.append(&packed, spec);
         let [q, _, _] = split_heads(packed.qkv, spec.num_kv_heads);
         let q = q.reshape([batch, spec.num_heads, d]);
-        let o = attention_decode(q, &self.keys, None, spec.softmax_scale, scratch);
+        let bias = None;
+        let o = attention_decode(q, &self.keys, bias, spec.softmax_scale, scratch);
         o.reshape([batch, 1, spec.num_heads, d])
     }
 
@@ -226,14 +231,15 @@ impl<B: DeviceBackend> ChosenCache<B> {
             chosen_blocks(q, pooled, self.num_tokens(), self.choice, spec)
         });
         let keys = keys_of_blocks(&self.keys, &chosen, self.choice, spec);
-        let o = attention_decode(q, &keys, None, spec.softmax_scale, scratch);
+        let bias = None;
+        let o = attention_decode(q, &keys, bias, spec.softmax_scale, scratch);
         (o.reshape([batch, 1, spec.num_heads, d]), chosen)
     }
 }
 
 /// The blocks that the last of `num_tokens` tokens chooses by pooled keys, one list per row and chooser. Its queries
 /// `q` are `[batch, num_heads, head_dim]`. With [`ChoiceRule::SumOfHeads`] all heads choose together, and their list is
-/// repeated for each head of `q`.
+/// repeated for each head of `q`. `pooled` is `None` before the first pooled key; all blocks then score 0.
 pub(super) fn chosen_blocks<B: Backend>(
     q: Tensor<B, 3>,
     pooled: Option<Tensor<B, 4>>,
@@ -243,10 +249,10 @@ pub(super) fn chosen_blocks<B: Backend>(
 ) -> Vec<Vec<i32>> {
     let [batch, num_heads, d] = q.dims();
     let kv_heads = spec.num_kv_heads;
-    let own = (num_tokens - 1) / choice.blocks.select_block_size;
+    let own_block = (num_tokens - 1) / choice.blocks.select_block_size;
     let choose = |importance: Vec<f32>| {
         let mut chosen = vec![-1; choice.blocks.num_selected_blocks];
-        choose_blocks(&importance, own, choice.forced, &mut chosen);
+        choose_blocks(&importance, own_block, choice.forced, &mut chosen);
         chosen
     };
     let copies = if choice.rule == ChoiceRule::SumOfHeads {
@@ -255,10 +261,10 @@ pub(super) fn chosen_blocks<B: Backend>(
         1
     };
     let Some(pooled) = pooled else {
-        return vec![choose(vec![0.0; own + 1]); batch * choice.num_choosers(num_heads, kv_heads) * copies];
+        return vec![choose(vec![0.0; own_block + 1]); batch * choice.num_choosers(num_heads, kv_heads) * copies];
     };
     let num_pooled = pooled.dims()[TOKENS];
-    // In f32, because bf16 scores of nearly equal blocks would give other choices than a pass over all tokens.
+    // Scores are f32: bf16 scores of nearly equal blocks would give other choices than a pass over all tokens.
     let (q, k) = (at_least_f32(q), at_least_f32(pooled));
     let scores = q
         .reshape([batch, kv_heads, num_heads / kv_heads, d])
@@ -271,7 +277,7 @@ pub(super) fn chosen_blocks<B: Backend>(
     let scores: Vec<f32> = scores.into_data().iter::<f32>().collect();
     let rows = scores
         .chunks_exact(num_pooled)
-        .map(|row| choose(block_scores(row, choice, own + 1)));
+        .map(|row| choose(block_scores(row, choice, own_block + 1)));
     rows.flat_map(|chosen| vec![chosen; copies]).collect()
 }
 
@@ -302,7 +308,8 @@ pub(super) fn keys_of_blocks<B: Backend>(
             .gather(TOKENS, rows.clone())
             .reshape([batch, choosers, count, d])
     });
-    KeyCache::with_capacity(k, v, Some(count))
+    let capacity = Some(count);
+    KeyCache::with_capacity(k, v, capacity)
 }
 
 /// Scores of the first `num_blocks` blocks by the rule of `choice`. `row` has a number for each pooled key: its score,
@@ -310,6 +317,7 @@ pub(super) fn keys_of_blocks<B: Backend>(
 fn block_scores(row: &[f32], choice: BlockChoice, num_blocks: usize) -> Vec<f32> {
     let blocks = choice.blocks;
     let (size, stride) = (blocks.select_block_size, blocks.compress_stride);
+    // Returns the pooled keys that overlap a block, with weights. Pooled key p begins at token p * stride.
     let overlapping = |block: usize| {
         let first = (block * size + stride).saturating_sub(blocks.compress_block_size) / stride;
         let end = ((block + 1) * size / stride).min(row.len());
@@ -317,6 +325,7 @@ fn block_scores(row: &[f32], choice: BlockChoice, num_blocks: usize) -> Vec<f32>
     };
     let of_block = |block: usize| match choice.rule {
         ChoiceRule::MeanKey | ChoiceRule::SumOfHeads => row.get(block).copied().unwrap_or(0.0),
+        // An indexer has a score for each token.
         ChoiceRule::LargestScore => {
             let tokens = &row[block * size..((block + 1) * size).min(row.len())];
             tokens.iter().copied().fold(f32::NEG_INFINITY, f32::max)

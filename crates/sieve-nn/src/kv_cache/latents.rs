@@ -26,7 +26,7 @@ impl<B: Backend> NewLatents<B> {
     }
 }
 
-/// Latents and rotated keys of all tokens.
+/// Latents and rotated keys of all tokens. The buffers can hold `room` tokens.
 #[derive(Clone, Debug)]
 pub struct LatentCache<B: Backend> {
     /// Latent, then rotated key, `[batch, room, kv_lora_rank + qk_rope_head_dim]`.
@@ -38,7 +38,8 @@ pub struct LatentCache<B: Backend> {
 impl<B: Backend> LatentCache<B> {
     /// A cache of the prompt's tokens.
     pub(super) fn new(new: NewLatents<B>) -> Self {
-        let buffer = |x| TokenBuffer::new(x, 1, None);
+        let (token_axis, room) = (1, None);
+        let buffer = |x| TokenBuffer::new(x, token_axis, room);
         Self {
             latents: buffer(Tensor::cat(vec![new.latent, new.k_rope], 2)),
             key_scale: new.key_scale.map(buffer),
@@ -50,7 +51,7 @@ impl<B: Backend> LatentCache<B> {
         self.latents.len()
     }
 
-    /// Copies rows of the batch, as [`TokenBuffer::rows`].
+    /// A copy with the rows that `rows` names. `[tokens; 2]`: entries of a text of `tokens` tokens, and their room.
     pub(super) fn rows(&self, rows: RowsOf) -> Self {
         let of = |buffer: &TokenBuffer<B, 3>| buffer.rows(rows, |tokens| [tokens; 2]);
         Self {

@@ -6,7 +6,7 @@ use sieve_ops::{DeviceBackend, RowsOf};
 /// room for every text from the beginning, so that a captured step stays valid.
 #[derive(Debug)]
 pub struct TextRows<B: DeviceBackend> {
-    /// [`RowsOf::Texts`] of every buffer; without a layer before the first text.
+    /// Its buffers have the rows of [`RowsOf::Texts`]; it has no layers before the first text.
     pub(crate) cache: KvCache<B>,
     /// Tokens of each row's text; 0: the row is free, and a step takes it as a text without earlier tokens.
     pub(crate) lengths: Vec<usize>,
@@ -28,7 +28,7 @@ impl<B: DeviceBackend> TextRows<B> {
         self.lengths.len()
     }
 
-    /// Moves a text into a free row and returns the row. `text` keeps its number of tokens alone.
+    /// Moves a text into a free row and returns the row. `text` keeps only its number of tokens.
     ///
     /// Panics without a free row, and for a text that is empty, that has a selector's cache or that has no room left.
     pub fn put(&mut self, text: &mut KvCache<B>) -> usize {

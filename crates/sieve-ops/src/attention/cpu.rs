@@ -1,4 +1,4 @@
-//! Dense and sliding-window attention on the CPU, and what every attention there shares.
+//! Dense and sliding-window attention on the CPU, and code for all attention there. Dtypes but f32 run the reference.
 use super::{AttentionCall, AttentionOutput, AttentionSpec, reference};
 use crate::DocumentBounds;
 use crate::device::{contiguous, floats, from_vec, ints, unless_f32, zeros_like};
@@ -27,8 +27,8 @@ pub(crate) fn attention_backward(
         reference::attention_backward::<Flex>(qkv, call, output, d_o));
     let qkv = contiguous(qkv);
     let shape = attention_shape(&qkv, call.spec);
-    let operands = [output.o, output.lse, d_o];
-    backward(&qkv, shape, window(call.spec), &call.documents, operands, None)
+    let (operands, d_delta) = ([output.o, output.lse, d_o], None);
+    backward(&qkv, shape, window(call.spec), &call.documents, operands, d_delta)
 }
 
 /// Sizes of an attention call, from a packed tensor of q, k and v heads.
@@ -74,7 +74,7 @@ pub(crate) fn forward(
     )
 }
 
-/// `dqkv` of [`forward`]; writes the gradient of the mask's biases to `d_delta`.
+/// `dqkv` of [`forward`]. For a mask with a bias per key, writes the biases' gradient to `d_delta`.
 pub(crate) fn backward(
     qkv: &FlexTensor,
     shape: impl Into<PackedShape>,

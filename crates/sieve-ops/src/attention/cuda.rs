@@ -1,4 +1,5 @@
-//! Dense and sliding-window attention on CUDA, and the operands that all attention kernels take.
+//! Dense and sliding-window attention on CUDA, and the operands that all attention kernels take. Calls that a kernel
+//! refuses run the reference, which holds a score matrix.
 use super::{AttentionCall, AttentionOutput, AttentionSpec, reference};
 use crate::device::{kernel_or_scores, scores};
 use crate::{Cuda, DocumentBounds};
@@ -8,8 +9,9 @@ use sieve_kernels::{
 };
 
 pub(crate) fn attention(qkv: Float, call: &AttentionCall<Cuda>) -> AttentionOutput<Cuda> {
-    let attempt = forward(&qkv, call, None);
-    kernel_or_scores("attention", attempt, scores(&qkv, call.spec.num_heads), || {
+    let (bias, score_matrix) = (None, scores(&qkv, call.spec.num_heads));
+    let attempt = forward(&qkv, call, bias);
+    kernel_or_scores("attention", attempt, score_matrix, || {
         reference::attention::<Cuda>(qkv, call)
     })
 }
@@ -20,10 +22,10 @@ pub(crate) fn attention_backward(
     output: AttentionOutput<Cuda>,
     d_o: Float,
 ) -> Float {
-    let attempt = backward(&qkv, call, None, &output, &d_o);
+    let (bias, score_matrix) = (None, scores(&qkv, call.spec.num_heads));
+    let attempt = backward(&qkv, call, bias, &output, &d_o);
     let attempt = attempt.map(|(dqkv, _)| dqkv);
-    let scores = scores(&qkv, call.spec.num_heads);
-    kernel_or_scores("attention_backward", attempt, scores, || {
+    kernel_or_scores("attention_backward", attempt, score_matrix, || {
         reference::attention_backward::<Cuda>(qkv, call, output, d_o)
     })
 }
@@ -53,7 +55,7 @@ pub(crate) fn output(result: AttentionResult) -> AttentionOutput<Cuda> {
     }
 }
 
-/// The inverse of [`output`]; the tensors are made contiguous.
+/// The inverse of [`output`]; o and lse are made contiguous.
 pub(crate) fn result(output: &AttentionOutput<Cuda>) -> AttentionResult {
     AttentionResult {
         o: kernel_tensor(output.o.clone()).contiguous(),
@@ -84,6 +86,7 @@ pub(crate) fn with_gradients<T>(
     Ok((dqkv.burn(), returned))
 }
 
+/// The forward kernel. `bias` is the bias of each key, and whether the kernel stores `o_low`.
 pub(crate) fn forward(
     qkv: &Float,
     call: &AttentionCall<Cuda>,
@@ -96,7 +99,7 @@ pub(crate) fn forward(
         .map(output)
 }
 
-/// Gradients `(dqkv, dbias)` of an attention call.
+/// Gradients `(dqkv, dbias)` of an attention call; dbias is `None` without a bias.
 pub(crate) fn backward(
     qkv: &Float,
     call: &AttentionCall<Cuda>,

@@ -8,7 +8,8 @@ use burn::tensor::{Bool, DType, Tensor};
 
 /// Dense causal or sliding-window attention; see [`crate::attention`].
 pub fn attention<B: Backend>(qkv: Float<B>, call: &AttentionCall<B>) -> AttentionOutput<B> {
-    masked_attention::<B>(qkv, None, hidden_by_documents(call), call.spec)
+    let delta = None;
+    masked_attention::<B>(qkv, delta, hidden_by_documents(call), call.spec)
 }
 
 /// Gradient `dqkv` of [`attention`].
@@ -18,7 +19,8 @@ pub fn attention_backward<B: Backend>(
     output: AttentionOutput<B>,
     d_o: Float<B>,
 ) -> Float<B> {
-    let [dqkv, _] = masked_attention_backward::<B>(qkv, None, hidden_by_documents(call), call.spec, output, d_o);
+    let (delta, hidden) = (None, hidden_by_documents(call));
+    let [dqkv, _] = masked_attention_backward::<B>(qkv, delta, hidden, call.spec, output, d_o);
     dqkv
 }
 
@@ -55,8 +57,8 @@ pub(crate) fn separate_attention<B: Backend>(
     call: &AttentionCall<B>,
     dtype: DType,
 ) -> AttentionOutput<B> {
-    let hidden = hidden_by_documents(call);
-    forward(Grouped::of(qkv, call.spec), None, hidden, call.spec, dtype)
+    let (delta, hidden) = (None, hidden_by_documents(call));
+    forward(Grouped::of(qkv, call.spec), delta, hidden, call.spec, dtype)
 }
 
 /// Gradients `[dq, dk, dv]` of [`separate_attention`].
@@ -66,7 +68,7 @@ pub(crate) fn separate_attention_backward<B: Backend>(
     output: AttentionOutput<B>,
     d_o: Float<B>,
 ) -> [Tensor<B, 4>; 3] {
-    let hidden = hidden_by_documents(call);
-    let gradients = backward(Grouped::of(qkv, call.spec), None, hidden, call.spec, output, d_o);
+    let (delta, hidden) = (None, hidden_by_documents(call));
+    let gradients = backward(Grouped::of(qkv, call.spec), delta, hidden, call.spec, output, d_o);
     [gradients.dq, gradients.dk, gradients.dv]
 }

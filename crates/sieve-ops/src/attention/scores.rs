@@ -69,6 +69,7 @@ fn logits<B: Backend>(
     s.mask_fill(hidden.clone().expand(full), MASKED)
 }
 
+/// Attention over the pairs that are not hidden, with the bias `delta` of each key if there is one; o is `dtype`.
 pub(crate) fn forward<B: Backend>(
     grouped: Grouped<B>,
     delta: Option<Float<B>>,
@@ -112,6 +113,7 @@ fn finite_lse<B: Backend>(lse: Float<B>, logits: &Tensor<B, 5>) -> Tensor<B, 5> 
     lse.mask_fill(empty, 0.0)
 }
 
+/// Gradients of [`forward`], which returned `output`, from the gradient of o.
 pub(crate) fn backward<B: Backend>(
     grouped: Grouped<B>,
     delta: Option<Float<B>>,
@@ -137,8 +139,8 @@ pub(crate) fn backward<B: Backend>(
             .swap_dims(3, 4)
             .expand([batch, kv_heads, group_size, value_width, seq_len]),
     );
-    let row = (d_o * o).sum_dim(4);
-    let ds = p * (dp - row);
+    let row_sum = (d_o * o).sum_dim(4);
+    let ds = p * (dp - row_sum);
     let dq = ds.clone().matmul(grouped.k.expand(like_q)) * spec.softmax_scale;
     let dk = ds.clone().swap_dims(3, 4).matmul(grouped.q).sum_dim(2) * spec.softmax_scale;
     let d_delta = ds.sum_dim(3).sum_dim(2).reshape([batch, kv_heads, seq_len]);

@@ -88,6 +88,7 @@ pub fn attention_layer<B: SieveBackend>(
 }
 
 impl<B: SieveBackend> AttentionLayer<B> {
+    /// The layer without the tensors' places in the graph.
     fn values(self) -> AttentionLayer<B::Inner> {
         AttentionLayer {
             norm: value::<B, 1>(self.norm),

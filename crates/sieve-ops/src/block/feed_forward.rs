@@ -54,6 +54,7 @@ pub fn feed_forward<B: SieveBackend, const D: usize>(
 }
 
 impl<B: SieveBackend> FeedForward<B> {
+    /// The layer without the tensors' places in the graph.
     fn values(self) -> FeedForward<B::Inner> {
         FeedForward {
             norm: value::<B, 1>(self.norm),
@@ -78,6 +79,7 @@ struct Kept<B: Backend> {
     residual: Residual,
 }
 
+/// The layer's output, and what its backward pass needs.
 fn forward<B: DeviceBackend>(x: Float<B>, layer: FeedForward<B>, residual: Residual) -> (Float<B>, Kept<B>) {
     let normed = ToQuantise::new(B::rms_norm(RmsNormCall {
         x: x.clone(),
@@ -85,6 +87,7 @@ fn forward<B: DeviceBackend>(x: Float<B>, layer: FeedForward<B>, residual: Resid
         epsilon: layer.epsilon,
     }));
     let how = (layer.precision, layer.keeping);
+    // `None`: the residual stream is added in the second GEMM.
     let (gate_up, first) = gemm::<B>(how, normed, primitive(layer.gate_up.clone()), None);
     let hidden = match layer.precision {
         GemmPrecision::Fp8 => B::fp8_swiglu(gate_up.clone()),
@@ -128,6 +131,7 @@ fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> [Float<B>; 4] {
             (B::fp8_swiglu_backward(gate_up, d_hidden), d_down)
         }
         Some([d_hidden, d_down]) => (ToQuantise::new(B::swiglu_backward(gate_up, d_hidden)), d_down),
+        // The second GEMM's input was not kept: SwiGLU's backward kernel recomputes it.
         None => {
             let Weight(down, sum) = down;
             let d_hidden = B::linear_input_gradient(down, dy.clone());

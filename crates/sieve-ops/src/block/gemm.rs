@@ -72,12 +72,13 @@ pub(super) fn begin_gradients<B: DeviceBackend>(
 ) -> [Float<B>; 3] {
     let gradients = gemm_gradients(operands, &weight, d_gemm.clone());
     let Some([d_normed, d_weight]) = gradients else {
+        // The norm's output was not kept: the norm's backward pass recomputes it.
         let (Weight(weight, sum), d_gemm) = (weight, d_gemm.0);
         let d_normed = B::linear_input_gradient(weight, d_gemm.clone());
         let [dx, d_norm, normed] = norm_gradient::<B>(norm, d_normed, (residual, dy));
         return [dx, d_norm, B::linear_weight_gradient(normed, d_gemm, sum)];
     };
-    let beside = (residual == Residual::Stream).then_some(dy);
-    let [dx, d_norm] = B::rms_norm_backward(norm, d_normed, beside);
+    let d_residual = (residual == Residual::Stream).then_some(dy);
+    let [dx, d_norm] = B::rms_norm_backward(norm, d_normed, d_residual);
     [dx, d_norm, d_weight]
 }

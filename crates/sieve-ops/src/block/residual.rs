@@ -22,7 +22,8 @@ pub(super) fn norm_gradient<B: DeviceBackend>(
         Residual::Stream => B::rms_norm_backward_with_output(norm, d_normed, dy),
         Residual::None => {
             let y = B::rms_norm(norm.clone());
-            let [dx, dweight] = B::rms_norm_backward(norm, d_normed, None);
+            let d_residual = None;
+            let [dx, dweight] = B::rms_norm_backward(norm, d_normed, d_residual);
             [dx, dweight, y]
         }
     }

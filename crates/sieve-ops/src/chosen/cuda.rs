@@ -1,4 +1,4 @@
-//! The choice of blocks and the gradient of an indexer's loss on CUDA.
+//! The choice of blocks and the gradient of an indexer's loss on CUDA. Calls that a kernel refuses run the reference.
 use super::pooled::{Slots, block_scores};
 use super::{ChoiceCall, IndexGradientCall, reference};
 use crate::Cuda;
@@ -21,8 +21,8 @@ pub(crate) fn choose_key_blocks(qkv: Float, pooled: Float, call: &ChoiceCall<Cud
         call.choice,
         call.spec.softmax_scale as f32,
     );
-    let scores = scores(&qkv, call.spec.num_heads);
-    kernel_or_scores("choose_key_blocks", attempt.map(ToBurn::burn), scores, || {
+    let score_matrix = scores(&qkv, call.spec.num_heads);
+    kernel_or_scores("choose_key_blocks", attempt.map(ToBurn::burn), score_matrix, || {
         reference::choose_key_blocks::<Cuda>(qkv, pooled, call)
     })
 }
@@ -35,8 +35,9 @@ fn choose_scored(index: Float, block_keys: Float, call: &ChoiceCall<Cuda>) -> Fl
     let slots = Slots::<Cuda>::new(&call.documents, choice.blocks);
     let start = Tensor::<Cuda, 2, Int>::from_primitive(call.documents[0].clone());
     let of_row = |row: usize| {
-        let size = [1, n, 1, choice.blocks.num_selected_blocks];
-        let indices = Tensor::<Cuda, 4, Int>::zeros(size, &index.device());
+        let shape = [1, n, 1, choice.blocks.num_selected_blocks];
+        // The kernel writes the chosen blocks to `indices` through `chosen`, a view of the same memory.
+        let indices = Tensor::<Cuda, 4, Int>::zeros(shape, &index.device());
         let (start, chosen) = (
             start.clone().narrow(0, row, 1),
             kernel_tensor(indices.clone().into_primitive()),
@@ -52,16 +53,17 @@ fn choose_scored(index: Float, block_keys: Float, call: &ChoiceCall<Cuda>) -> Fl
     Tensor::cat((0..batch).map(of_row).collect(), 0).into_primitive()
 }
 
+/// `None` for calls that the fused kernel does not support: the caller then uses the attention kernels.
 pub(crate) fn index_gradient(
     [qkv, index]: [Float; 2],
     chosen: Float,
     call: &IndexGradientCall<'_, Cuda>,
 ) -> Option<Float> {
-    let (spec, of) = (call.call.spec, call.attention);
+    let (spec, attention) = (call.call.spec, call.attention);
     let [start, end] = bounds(&call.call.documents);
     let [index, lse, index_lse, chosen] =
-        [index, of.output.lse.clone(), call.index_lse.clone(), chosen].map(kernel_tensor);
-    let lists: Vec<_> = of.lists.iter().cloned().map(lists_of).collect();
+        [index, attention.output.lse.clone(), call.index_lse.clone(), chosen].map(kernel_tensor);
+    let lists: Vec<_> = attention.lists.iter().cloned().map(lists_of).collect();
     let gradient = IndexGradient {
         index: &index,
         lse: &lse,

@@ -98,13 +98,14 @@ fn index_gradient<D: DeviceBackend>(
         return primitive(index.zeros_like());
     }
     let wide = |x: Float<D>| tensor::<D, 4>(x).cast(compute_dtype(dtype));
-    let (groups, group, own) = (spec.num_kv_heads, spec.group_size(), indexer_spec(spec));
+    let (groups, group, index_spec) = (spec.num_kv_heads, spec.group_size(), indexer_spec(spec));
     let [q_index, k_index, _] = split_heads(index, 1);
     let [q, k, _] = split_heads(tensor::<D, 4>(qkv.clone()), groups);
     let [batch, seq_len, _, d] = q.dims();
+    // The student is the indexer, the teacher is the attention; both take the indexer's keys as values.
     let student = primitive(Tensor::cat(vec![q_index.clone(), k_index.clone(), k_index.clone()], 2));
-    // The gradient of q sums over keys.
-    let of_student = reads.forward(student.clone(), own);
+    // For the gradient of q, the attention sums over keys.
+    let of_student = reads.forward(student.clone(), index_spec);
     if let (Read::Chosen(attention), Read::Chosen(indexer), Some((chosen, _, call))) =
         (read, &of_student, reads.call(spec))
     {
@@ -125,16 +126,16 @@ fn index_gradient<D: DeviceBackend>(
     let factor = weight * spec.softmax_scale;
     let dq = (wide(of_student.output().o.clone()) - mean) * factor;
 
-    // The gradient of k sums over queries.
+    // For the gradient of k, the attention's backward pass sums over queries.
     let by_head = q_index.clone().unsqueeze_dim::<5>(3).repeat_dim(3, group);
     let by_head = by_head.reshape([batch, seq_len, groups * group, d]);
-    let of_student = reads.backward(student, own, of_student, primitive(q_index));
+    let of_student = reads.backward(student, index_spec, of_student, primitive(q_index));
     let of_teacher = reads.backward(teacher, spec, of_teacher, primitive(by_head));
     let [_, _, of_student] = split_heads(wide(of_student), 1);
     let [_, _, of_teacher] = split_heads(wide(of_teacher), groups);
     let dk = (of_student - of_teacher.sum_dim(2) / group as f64) * factor;
-    let none = dk.zeros_like();
-    primitive(Tensor::cat(vec![dq, dk, none], 2).cast(dtype))
+    let d_value = dk.zeros_like();
+    primitive(Tensor::cat(vec![dq, dk, d_value], 2).cast(dtype))
 }
 
 /// Number of queries whose statistics [`index_statistics`] computes.
@@ -172,7 +173,7 @@ pub fn index_statistics<B: SieveBackend>(
     let of_queries = |x: Tensor<B::Inner, 3>| x.select(1, queries.clone());
     let scale = call.spec.softmax_scale;
 
-    // Hidden keys, keys' positions in the query's document, and logits, each `[groups, count, n]`.
+    // Computes which keys are hidden, their positions in the query's document, and the logits of the measured queries.
     let starts = Tensor::<B::Inner, 2, Int>::from_primitive(call.documents.start.clone().into_primitive());
     let starts = starts.narrow(0, 0, 1).squeeze_dim::<1>(0).select(0, queries.clone());
     let all = [count, n];
@@ -190,7 +191,7 @@ pub fn index_statistics<B: SieveBackend>(
     let logits = (q.matmul(k.swap_dims(1, 2)) * scale).reshape([groups, group, count, n]);
     let scores = of_queries(heads(&index, 0, groups));
     let scores = scores.matmul(heads(&index, groups, 1).expand([groups, n, d]).swap_dims(1, 2)) * scale;
-    // Probabilities of the keys that are not hidden, averaged over the heads of each group.
+    // Computes the probabilities of the keys that are not hidden, averaged over the heads of each group.
     let mean_over = |hidden: &Tensor<B::Inner, 3, burn::tensor::Bool>| {
         let hidden = hidden.clone().unsqueeze_dim::<4>(1).expand([groups, group, count, n]);
         softmax(logits.clone().mask_fill(hidden, f32::NEG_INFINITY), 3)
@@ -208,14 +209,14 @@ pub fn index_statistics<B: SieveBackend>(
             .select(0, queries.clone())
             .swap_dims(0, 1);
         let size = call.choice.attended().select_block_size;
-        // Index 0 stands for no block (-1).
+        // Block b is marked at index b + 1; index 0 stands for no block (-1).
         let read = Tensor::<B::Inner, 3>::zeros([groups, count, n.div_ceil(size) + 1], &device);
         let ones = Tensor::ones(chosen.dims(), &device);
         let read = read.scatter(2, chosen + 1, ones, IndexingUpdateOp::Add);
         let block = every(in_document.clone().div_scalar(size as i64) + 1);
         hidden.clone().bool_or(read.gather(2, block).lower_equal_elem(0.0))
     };
-    // Probability in the chosen blocks / probability in the best blocks.
+    // Divides the probability in the chosen blocks by the probability in the best blocks.
     let recall = {
         let blocks = call.choice.blocks;
         let (size, num_blocks) = (blocks.select_block_size as i64, n.div_ceil(blocks.select_block_size));

@@ -26,6 +26,7 @@ pub(super) struct Slots<B: Backend> {
 }
 
 impl<B: Backend> Slots<B> {
+    /// Finds the complete blocks of these documents.
     pub(super) fn new(documents: &DocumentBounds<B>, blocks: NsaBlocks) -> Self {
         let [start, end] = documents.clone().map(Tensor::<B, 2, Int>::from_primitive);
         let ([batch, n], size) = (start.dims(), blocks.select_block_size);
@@ -38,6 +39,7 @@ impl<B: Backend> Slots<B> {
         let is_complete = (token.clone() + size as i64).lower_equal(end);
         let others = is_first.bool_and(is_complete).bool_not();
         // Slot s takes the block that begins at one of the tokens (s - 1) * size + 1 to s * size: at most one does.
+        // Tokens are numbered from 1 here, so that 0 stands for none.
         let begins = (token + 1).mask_fill(others, 0);
         let begins = Tensor::cat(vec![Tensor::zeros([batch, size - 1], &begins.device()), begins], 1);
         let begins = begins.narrow(1, 0, num_slots * size).reshape([batch, num_slots, size]);
@@ -51,7 +53,7 @@ impl<B: Backend> Slots<B> {
         starts.select(0, queries.clone()).unsqueeze_dim(1)
     }
 
-    /// For some queries of a row, the first slot of each query's document, `[queries, 1]`.
+    /// For some queries of a row, the first slot of each query's document, `[queries, 1]`: start / size, rounded up.
     fn first_slots(&self, row: usize, queries: &Tensor<B, 1, Int>) -> Tensor<B, 2, Int> {
         let up = self.size as i64 - 1;
         (self.starts(row, queries) + up).div_scalar(self.size as i64)
@@ -105,8 +107,8 @@ impl<B: Backend> Slots<B> {
             .narrow(1, 0, num_slots)
             .clamp_min(0);
         let all = [num_slots, self.size];
-        let place = Tensor::<B, 1, Int>::arange(0..self.size as i64, &first.device());
-        let tokens = first.reshape([num_slots, 1]).expand(all) + place.unsqueeze_dim::<2>(0).expand(all);
+        let offset = Tensor::<B, 1, Int>::arange(0..self.size as i64, &first.device());
+        let tokens = first.reshape([num_slots, 1]).expand(all) + offset.unsqueeze_dim::<2>(0).expand(all);
         // The tokens of an empty slot must be in the row too.
         let last = self.start.dims()[1] as i64 - 1;
         tokens.reshape([num_slots * self.size]).clamp_max(last)
@@ -128,14 +130,15 @@ fn scores_of<D: DeviceBackend>(q: Tensor<D, 3>, k: Tensor<D, 2>) -> Tensor<D, 3>
     let ([queries, heads, d], [keys, _], dtype) = (q.dims(), k.dims(), compute_dtype(q.dtype()));
     let q = q.reshape([queries * heads, d]);
     // The op for weight gradients is a GEMM of bf16 matrices with an f32 result.
-    let scores = D::linear_weight_gradient(primitive(k.transpose()), primitive(q.transpose()), None);
+    let earlier_sum = None;
+    let scores = D::linear_weight_gradient(primitive(k.transpose()), primitive(q.transpose()), earlier_sum);
     let scores = tensor::<D, 2>(scores).reshape([queries, heads, keys]);
-    // Its reference returns the operands' dtype.
+    // The op's reference returns the operands' dtype.
     scores.cast(dtype)
 }
 
-/// Splits a row's queries into ranges `[first, end]`, so that at `per_query` scores a query a range has at most
-/// [`SCORES_AT_ONCE`] scores.
+/// Splits a row's queries into ranges `[first, end]` without `end`, so that at `per_query` scores a query a range has
+/// at most [`SCORES_AT_ONCE`] scores.
 fn query_ranges(seq_len: usize, per_query: usize) -> impl Iterator<Item = [usize; 2]> {
     let at_once = (SCORES_AT_ONCE / per_query.max(1)).clamp(1, seq_len);
     (0..seq_len)
@@ -147,7 +150,8 @@ fn indices<B: Backend>([first, end]: [usize; 2], device: &B::Device) -> Tensor<B
     Tensor::arange(first as i64..end as i64, device)
 }
 
-/// The queries of an indexer's packed tensor in row `row`, `[seq_len, heads, d]`.
+/// The queries of an indexer's packed tensor in row `row`, `[seq_len, heads, d]`. The last two heads are the key and
+/// the value.
 fn queries_of_row<B: Backend>(index: &Tensor<B, 4>, row: usize) -> Tensor<B, 3> {
     let [_, _, heads, _] = index.dims();
     index
@@ -195,7 +199,7 @@ pub(super) fn distributions<B: Backend>(
     let largest = summed.reshape([count, num_slots, tokens / num_slots]).max_dim(2);
     let largest = largest.reshape([count, num_slots]).mask_fill(unread.clone(), 0.0);
     let teacher = largest.clone() / largest.sum_dim(1).clamp_min(f32::MIN_POSITIVE);
-    // Finite, because a query may read no complete block.
+    // The mask's value is finite, because a query may read no complete block.
     let student = log_softmax(scores.mask_fill(unread.clone(), -1e30), 1);
     [teacher, student.mask_fill(unread, 0.0)]
 }
@@ -243,8 +247,8 @@ fn gradients<D: DeviceBackend>(
     }
     let slots = Slots::new(&reads.documents, choice.blocks);
     let chosen = reads.chosen.clone().map(Tensor::<D, 4, Int>::from_primitive);
-    let ([batch, n, packed, d], num_slots) = (index.dims(), block_keys.dims()[1]);
-    let (heads, group, device, dtype) = (packed - 2, spec.group_size(), index.device(), index.dtype());
+    let ([batch, n, packed_heads, d], num_slots) = (index.dims(), block_keys.dims()[1]);
+    let (heads, group, device, dtype) = (packed_heads - 2, spec.group_size(), index.device(), index.dtype());
     let [q, k, _] = split_heads(tensor::<D, 4>(qkv), spec.num_kv_heads);
     let lse = tensor::<D, 3>(lse);
     let (mut d_queries, mut d_keys) = (Vec::new(), Vec::new());
@@ -263,22 +267,22 @@ fn gradients<D: DeviceBackend>(
             // Blocks in later slots end after the last of these queries.
             let seen = end.div_ceil(slots.size);
             let read = slots.read(row, &queries, seen, chosen.as_ref());
-            // The attention's probabilities of the blocks' tokens, summed over all heads.
+            // Sums the attention's probabilities of the blocks' tokens over all heads.
             let mut summed = Tensor::<D, 2>::zeros([count, seen * slots.size], (&device, compute_dtype(dtype)));
             for (kv_head, k) in k_slots.iter().enumerate() {
-                let of = [first, kv_head * group];
+                let first_head = kv_head * group;
                 let q = q
                     .clone()
                     .narrow(0, row, 1)
-                    .narrow(1, of[0], count)
-                    .narrow(2, of[1], group);
+                    .narrow(1, first, count)
+                    .narrow(2, first_head, group);
                 let k = k.clone().narrow(0, 0, seen * slots.size);
                 let logits = scores_of(q.squeeze_dim::<3>(0), k) * spec.softmax_scale;
                 let lse = lse
                     .clone()
                     .narrow(0, row, 1)
-                    .narrow(1, of[1], group)
-                    .narrow(2, of[0], count);
+                    .narrow(1, first_head, group)
+                    .narrow(2, first, count);
                 let lse = lse.squeeze_dim::<2>(0).transpose().unsqueeze_dim::<3>(2);
                 let p = (logits - lse.cast(compute_dtype(dtype))).exp().sum_dim(1);
                 summed = summed + p.reshape([count, seen * slots.size]);
@@ -287,12 +291,12 @@ fn gradients<D: DeviceBackend>(
             let scores = scores_of(q_index.clone(), keys.clone());
             let sums = scores.clone().clamp_min(0.0).sum_dim(1).reshape([count, seen]) * spec.softmax_scale;
             let [teacher, student] = distributions(summed, sums, read.clone());
-            // The gradient in the blocks' scores, then in each index head's products with the block keys (ReLU).
+            // Computes the gradient of the blocks' scores, then of each index head's `q . kb` (0 where the ReLU is 0).
             let d_sums = (student.exp().mask_fill(read.bool_not(), 0.0) - teacher) * (weight * spec.softmax_scale);
             let d_scores = d_sums.unsqueeze_dim::<3>(1).expand([count, heads, seen]);
             let d_scores = d_scores.mask_fill(scores.lower_equal_elem(0.0), 0.0);
             let d_scores = primitive(d_scores.reshape([count * heads, seen]).cast(dtype));
-            // The gradients of the index queries and of the block keys.
+            // Computes the gradients of the index queries and of the block keys; `None`: no earlier sum is added.
             let d_query = D::gemm(Product::Nn, d_scores.clone(), primitive(keys), None);
             d_queries.push(tensor::<D, 2>(d_query).reshape([1, count, heads, d]));
             let q_index = primitive(q_index.reshape([count * heads, d]));

@@ -6,7 +6,7 @@ use crate::tensors::{Float, Ints, split_heads, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 
-/// See [`crate::choose_key_blocks`]; `pooled` is `[1 or 2, batch * num_slots * num_kv_heads, head_dim]`, keys first.
+/// Each query's blocks, by the keys in `pooled[0]`; `pooled` is `[1 or 2, batch * num_slots * num_kv_heads, head_dim]`.
 pub fn choose_key_blocks<B: Backend>(qkv: Float<B>, pooled: Float<B>, call: &ChoiceCall<B>) -> Ints<B> {
     let (spec, choice) = (call.spec, call.choice);
     let qkv = tensor::<B, 4>(qkv);

@@ -74,6 +74,7 @@ pub(crate) fn forward<B: DeviceBackend>(
             way: Way::Heads(output),
         };
     }
+    // A window includes the query's own token, so it reaches one key fewer before the part.
     let reach = match (&dma, spec.window_size) {
         (Some((dma, _)), _) => Reach::Kept(dma.spec.window()),
         (None, window) => Reach::Recent(window.map_or(parts.seq_len, |window| window - 1)),
@@ -115,7 +116,7 @@ pub(crate) fn forward<B: DeviceBackend>(
     }
 }
 
-/// `dqkv` of this part, and the gradients of w_dt and a.
+/// `dqkv` of this part, and the gradients of w_dt and a; `None` without DMA.
 pub(crate) fn backward<B: DeviceBackend>(
     parted: Parted<B>,
     qkv: Float<B>,
@@ -144,6 +145,7 @@ pub(crate) fn backward<B: DeviceBackend>(
     let longer = halo.with_keys(qkv.clone());
     let attention = halo.call(own_call);
     let mut d_o = tensor::<B, 4>(d_o);
+    // The output of the halo's queries is not read, so its gradient is 0.
     if slots > 0 {
         let [batch, _, heads, head_dim] = d_o.dims();
         let none = Tensor::zeros([batch, slots, heads, head_dim], (&d_o.device(), d_o.dtype()));
@@ -152,7 +154,8 @@ pub(crate) fn backward<B: DeviceBackend>(
     let d_o = primitive(d_o);
     let (Some((selection, rank)), Some((dma, _))) = (selection, dma) else {
         let d_longer = B::attention_backward(longer, &attention, output, d_o);
-        let (d_qkv, _) = halo.own_gradients(parts, d_longer, None);
+        let d_delta = None;
+        let (d_qkv, _) = halo.own_gradients(parts, d_longer, d_delta);
         return (d_qkv, None);
     };
     let rank = tensor::<B, 3>(rank);

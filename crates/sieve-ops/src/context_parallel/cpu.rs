@@ -1,4 +1,4 @@
-//! Context parallelism on the CPU: the reference operations, and exchanges through host memory.
+//! Context parallelism on the CPU: reference operations on the halo (`border_keys`), and exchanges through host memory.
 use super::attend::{from_values, values_of};
 use super::{RankGroup, SendRecv, reference};
 use crate::tensors::{Float, primitive, tensor};

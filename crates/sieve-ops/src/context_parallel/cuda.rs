@@ -1,4 +1,5 @@
-//! Context parallelism on CUDA: kernels choose and move the halo keys, NCCL carries them.
+//! Context parallelism on CUDA: kernels choose and gather the halo keys (`border_keys`), NCCL carries them. Calls that
+//! a kernel refuses run the reference.
 use super::cpu::{self, slices_over_hosts};
 use super::{RankGroup, SendRecv, reference};
 use crate::attention::cuda::bounds;
@@ -66,6 +67,7 @@ pub(crate) fn all_to_all(links: &dyn RankGroup, x: Float) -> Float {
     }
 }
 
+/// The launches of [`dma_last_kept`].
 fn last_kept(
     rank: &Float,
     documents: &DocumentBounds<Cuda>,

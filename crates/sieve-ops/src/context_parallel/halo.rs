@@ -97,6 +97,7 @@ impl<B: DeviceBackend> Halo<B> {
         let shape = halo.shape_of_keys(batch, head_dim);
         let keys = halo.pass_on(parts, keys, shape, qkv);
         let ranks = rank.map(|rank| halo.pass_on(parts, ranks.flatten(), vec![batch, kv_heads, share], rank));
+        // The first part has no earlier keys.
         if halo.from.is_empty() {
             return halo;
         }
@@ -108,6 +109,7 @@ impl<B: DeviceBackend> Halo<B> {
             primitive(Tensor::cat(ranks, 2))
         });
         let all = halo.from.len() * share;
+        // Only these keys of a row belong to a document that the part's queries see.
         let valid = parts.keys_of_open_documents(halo.from.clone(), share);
         halo.slots = all.min(reach.keys());
         let device = B::float_device(qkv);

@@ -140,6 +140,7 @@ struct Share {
     is_shared: bool,
 }
 
+/// The shares of all parts in the heads of each kind.
 fn shares(kinds: &[Heads], parts: usize) -> Vec<Share> {
     let (mut first, mut first_own, mut shares) = (0, 0, Vec::new());
     for &kind in kinds {

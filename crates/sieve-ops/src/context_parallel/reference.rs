@@ -10,8 +10,9 @@ pub(super) fn dma_last_kept<B: Backend>(expire: Ints<B>, slots: usize) -> Ints<B
     let seq_len = expire.dims()[2];
     let positions = Tensor::<B, 1, Int>::arange(0..seq_len as i64, &expire.device());
     let positions = positions.unsqueeze::<3>().expand(expire.dims());
-    let leaves = expire.lower_elem(seq_len as i64);
-    let sorted = positions.mask_fill(leaves, -1).sort(2);
+    // A key that is visible after the last query expires at `seq_len`.
+    let has_left = expire.lower_elem(seq_len as i64);
+    let sorted = positions.mask_fill(has_left, -1).sort(2);
     sorted.narrow(2, seq_len - slots, slots).into_primitive()
 }
 

@@ -16,6 +16,7 @@ impl ThreadGroup {
     pub fn all(num_parts: usize) -> Vec<Self> {
         let mut from = (0..num_parts).map(|_| Vec::new()).collect::<Vec<_>>();
         let mut to = (0..num_parts).map(|_| Vec::new()).collect::<Vec<_>>();
+        // What part a sends through `to[a][b]`, part b receives from `from[b][a]`.
         for senders in &mut to {
             for receivers in &mut from {
                 let (sender, receiver) = channel();

@@ -4,7 +4,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Int, Tensor};
 use sieve_core::DmaWindow;
 
-/// The axis of the tokens in `[batch, num_kv_heads, room, head_dim]`, where the keys of a head are contiguous.
+/// The axis of the tokens in `[batch, num_kv_heads, room, ..]`. `room` is what the buffer can hold; the keys of a head
+/// are contiguous.
 const KEY_AXIS: usize = 2;
 
 /// Keys and values of earlier tokens, of all or of some.
@@ -72,7 +73,8 @@ impl<B: Backend> KeyCache<B> {
         self.v.reserve(new, kept);
     }
 
-    /// Copies rows of the batch, as [`TokenBuffer::rows`].
+    /// A copy with the rows that `rows` names. `size(tokens)` is the number of entries that a text of `tokens` tokens
+    /// has here, and the room for them.
     #[must_use]
     pub fn rows(&self, rows: RowsOf, size: impl Fn(usize) -> [usize; 2]) -> Self {
         let [k, v] = [&self.k, &self.v].map(|x| x.rows(rows, &size));
@@ -104,7 +106,7 @@ impl<B: Backend> KeyCache<B> {
 
 /// The keys that a DMA layer keeps, in `window.keep_window_size` slots. Each KV head keeps other tokens' keys.
 ///
-/// A key that left the mask never returns, so that the key which replaced it takes its slot.
+/// A key that has left the mask never returns, so a new key takes its slot.
 #[derive(Clone, Debug)]
 pub struct DmaCache<B: Backend> {
     /// Keys and values, one in each slot.
@@ -127,8 +129,8 @@ impl<B: Backend> DmaCache<B> {
         assert!(k.dims()[KEY_AXIS] <= window.keep_window_size, "more keys than slots");
         Self {
             keys: KeyCache::with_capacity(k, v, room),
-            rank: TokenBuffer::new(rank, 2, room),
-            positions: TokenBuffer::new(positions, 2, room),
+            rank: TokenBuffer::new(rank, KEY_AXIS, room),
+            positions: TokenBuffer::new(positions, KEY_AXIS, room),
             window,
         }
     }
@@ -159,7 +161,7 @@ impl<B: Backend> DmaCache<B> {
         Self::new(keys, rank, positions, self.window)
     }
 
-    /// Copies rows of the batch, as [`TokenBuffer::rows`].
+    /// A copy with the rows that `rows` names. A short text does not fill its slots.
     #[must_use]
     pub fn rows(&self, rows: RowsOf) -> Self {
         let slots = self.window.keep_window_size;

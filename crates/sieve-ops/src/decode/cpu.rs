@@ -1,4 +1,4 @@
-//! Attention of one new query on the CPU.
+//! Attention of one new query on the CPU. The functions implement methods of `DeviceBackend`.
 use super::{DmaCache, DmaToken, KeyCache, TokenStep, TokensBefore, reference};
 use crate::AttentionSpec;
 use crate::device::{contiguous, floats, from_vec, ints, is_f32, last_dim, unless_f32, zeros_like};
@@ -82,6 +82,7 @@ pub(crate) fn dma_decode(
     scratch: &mut (),
 ) -> FlexTensor {
     let is_i32 = cache.positions.buffer().dtype() == DType::I32;
+    // `replace_lightest` takes full slots of f32 with i32 positions.
     if !(cache.is_full() && is_i32 && is_f32(&token.k) && is_f32(&token.rank)) {
         return reference::dma_decode(cache, token, softmax_scale, bias, scratch);
     }
@@ -111,7 +112,7 @@ fn replace_lightest(cache: &mut DmaCache<Flex>, token: &DmaToken<Flex>) {
         smallest.filter(|&slot| local > 0 || *rank >= ranks[slot])
     };
     let slot_of_head: Vec<Option<usize>> = heads.zip(floats(&rank)).map(evicted).collect();
-    // Dropped, so that the buffers have one owner and are written in place.
+    // These handles are dropped, so that the buffers have one owner and are written in place.
     drop((held, positions));
     let put = |x: FlexTensor, new: &FlexTensor| {
         let (mut x, width) = (contiguous(x), new.shape().num_elements() / slot_of_head.len());
@@ -159,8 +160,9 @@ fn attend(
         softmax_scale: softmax_scale as f32,
     };
     let delta = delta.map(contiguous);
-    let first = (keys.len() - seen) * head_dim;
-    let [k, v] = [&k, &v].map(|x| &floats(x)[first..]);
+    // Each head's keys before the last `seen` are skipped; heads remain `capacity` keys apart.
+    let skipped = (keys.len() - seen) * head_dim;
+    let [k, v] = [&k, &v].map(|x| &floats(x)[skipped..]);
     let mut o = zeros_like(&q);
     sieve_cpu::attention_decode(shape, floats(&q), k, v, delta.as_ref().map(floats), &mut o);
     from_vec(o, q_shape)

@@ -1,4 +1,4 @@
-//! Decoding on CUDA: one new token of each sequence against its cache.
+//! Decoding on CUDA: one new token of each sequence against its cache. Calls that a kernel refuses run the reference.
 use super::{DmaCache, DmaToken, KeyCache, reference};
 use crate::attention::cuda::{packed, packed_heads};
 use crate::device::{kernel_of, kernel_or, tensors};

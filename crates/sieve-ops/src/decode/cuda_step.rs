@@ -32,6 +32,7 @@ impl Clone for CudaStepGraph {
     }
 }
 
+/// `None` without a graph that this thread captured, and once a cache's buffer is full.
 pub(crate) fn repeat_token_step(
     graph: &mut CudaStepGraph,
     ids: Ints<Cuda>,
@@ -46,6 +47,7 @@ pub(crate) fn repeat_token_step(
     }))
 }
 
+/// `None` where launches would differ from token to token, or a kernel refuses the model.
 pub(crate) fn token_step(mut step: TokenStep<'_, Cuda>, graph: &mut CudaStepGraph) -> Option<Float<Cuda>> {
     *graph = CudaStepGraph::default();
     let before = step.before;
@@ -61,7 +63,7 @@ pub(crate) fn token_step(mut step: TokenStep<'_, Cuda>, graph: &mut CudaStepGrap
     };
     let left = left.unwrap_or(0);
     let tape = StepTape::default();
-    // Caches have changed where it fails, so that no other path could take over.
+    // A step that fails may have changed the caches, so no other path could take over.
     let (inputs, logits) = run(&mut step, &tape).unwrap_or_else(|error| panic!("a decoding step: {error}"));
     let mut result = logits.clone().burn();
     let captured = kernel_or_refusal(NAME, tape.graph(inputs, logits));
@@ -77,6 +79,7 @@ fn positions_of(before: TokensBefore<'_>, like: &CudaTensor) -> StepPositions {
         TokensBefore::Same(position) => return StepPositions::Same(position),
         TokensBefore::Each(lengths) => lengths.iter().map(|&length| length as i32),
     };
+    // Each position, then minus each position: where the row's document begins, relative to its token.
     let words: Vec<i32> = lengths.clone().chain(lengths.map(|length| -length)).collect();
     let words = Tensor::<Cuda, 1, Int>::from_data(words.as_slice(), device_of(like));
     StepPositions::Each(kernel_tensor(words.into_primitive()))
@@ -136,13 +139,13 @@ fn require_kernels(step: &TokenStep<'_, Cuda>) -> Result<(), KernelError> {
     })
 }
 
-/// Room for this token in a cache of the last `window` keys, or of all; how many more come before it is full.
+/// Makes room for this token in a cache of the last `window` keys, or of all (`None`). Returns how many more fit.
 fn recent_room(cache: &mut KeyCache<Cuda>, window: Option<usize>) -> usize {
     cache.reserve(1, window.map_or(cache.len(), |window| window - 1));
     cache.k.room() - (cache.len() + 1)
 }
 
-/// Tokens until a step over so many keys, `seen`, needs other scratch memory.
+/// Tokens until a step over so many keys, `seen`, needs other scratch memory; a full window never does.
 fn scratch_room(seen: usize, window: Option<usize>) -> usize {
     match window {
         Some(window) if window <= seen => usize::MAX,
@@ -150,7 +153,8 @@ fn scratch_room(seen: usize, window: Option<usize>) -> usize {
     }
 }
 
-/// Tokens until a buffer of pooled keys is full, `seen` with this one.
+/// Tokens until a buffer of `room` pooled keys is full, `seen` with this one. Pooled key p ends with token number
+/// `compress_block_size + p * compress_stride`, so key `room` is the first that does not fit.
 fn pooled_room(room: usize, blocks: NsaBlocks, seen: usize) -> usize {
     blocks.compress_block_size + room * blocks.compress_stride - 1 - seen
 }
@@ -241,6 +245,7 @@ struct Layer<'s> {
 }
 
 impl Layer<'_> {
+    /// The block's output for the residual stream `x`; adds the token to the cache.
     fn run(
         &self,
         x: CudaTensor,
@@ -262,7 +267,8 @@ impl Layer<'_> {
         project(Vectors::Plain(&h), &down, Epilogue::Added(&x))
     }
 
-    /// Tokens of the longest row in a cache, and how many tokens before them it has dropped.
+    /// Tokens of the longest row in a cache, and how many tokens before them it has dropped. A step for rows of
+    /// different lengths is recorded for a full cache.
     fn held(&self, keys: &KeyCache<Cuda>) -> [usize; 2] {
         match self.before {
             TokensBefore::Same(position) => [keys.len(), position - keys.len()],
@@ -274,6 +280,7 @@ impl Layer<'_> {
         self.inputs.ids.num_elements()
     }
 
+    /// The tensor as an operand of launches that the tape records.
     fn noted<const D: usize>(&self, tensor: &Tensor<Cuda, D>) -> CudaTensor {
         self.tape.noted(&of(tensor))
     }
@@ -301,7 +308,7 @@ impl Layer<'_> {
         positions: &CudaTensor,
         num_kv_heads: usize,
     ) -> Result<CudaTensor, KernelError> {
-        // Half a head's columns have a cosine each.
+        // The tables have one cosine for each pair of a head's columns.
         let head_dim = 2 * self.tables[0].shape()[1];
         let heads = packed.num_elements() / (self.batch() * head_dim);
         let packed = packed.reshaped(NAME, "packed", &[self.batch(), 1, heads, head_dim])?;
@@ -320,7 +327,8 @@ impl Layer<'_> {
         }
     }
 
-    /// Attention from the first product on: `[batch, 1, num_heads * head_dim]`.
+    /// Attention of the token from its packed projection `qkv` on (latent attention: from its queries),
+    /// `[batch, 1, num_heads * head_dim]`. Other projections of the layer read `normed`.
     fn attend(
         &self,
         normed: Vectors<'_>,
@@ -389,13 +397,14 @@ impl Layer<'_> {
                 let buffers = scratch_of(scratch, &kv.k, choosers, seen)?;
                 let index = match &self.attention.extra {
                     TokenExtra::Indexer { proj, norm } => {
-                        // The key stands where a packed tensor has values, too.
+                        // A packed tensor ends with a value head; the key fills it, too.
                         let [rows, _] = proj.dims();
                         let key = proj.clone().narrow(0, rows - shape.head_dim, shape.head_dim);
                         let proj = Tensor::cat(vec![proj.clone(), key], 0);
                         let index = project(normed, &self.noted(&proj), Epilogue::Stored)?;
-                        let index = self.rotated(&index, Some(norm), &self.inputs.position, 1)?;
-                        Some(Qkv::packed(&index, num_kv_heads, 1))
+                        let num_key_heads = 1;
+                        let index = self.rotated(&index, Some(norm), &self.inputs.position, num_key_heads)?;
+                        Some(Qkv::packed(&index, num_kv_heads, num_key_heads))
                     }
                     _ => None,
                 };
@@ -447,7 +456,7 @@ impl Layer<'_> {
         o.reshaped(NAME, "o", &[batch, 1, num_heads * shape.head_dim])
     }
 
-    /// The step of a cache of a window or of all keys, its buffers, and keys that it sees at most.
+    /// The step of a cache of a window or of all keys, the cache's buffers, and the most keys that the step sees.
     fn recent(&self, keys: &mut KeyCache<Cuda>) -> (DecodeStep, KvCache, usize) {
         let ([len, num_dropped], window) = (self.held(keys), self.attention.spec.window_size);
         let step = DecodeStep {
@@ -468,7 +477,8 @@ impl Layer<'_> {
         self.with_kv(token, &kv, &self.inputs.position)
     }
 
-    /// NSA's compressed branch. Learned position embeddings replace the rotation, so its heads have position 0.
+    /// NSA's compressed branch. With compression MLPs, learned position embeddings replace the rotation: all heads have
+    /// position 0.
     fn coarse(
         &self,
         token: &Qkv,
@@ -502,7 +512,8 @@ impl Layer<'_> {
     fn with_kv(&self, token: &Qkv, kv: &CudaTensor, positions: &CudaTensor) -> Result<Qkv, KernelError> {
         let num_kv_heads = self.attention.spec.num_kv_heads;
         let kv = self.rotated(kv, self.attention.qk_norm.as_ref(), positions, num_kv_heads)?;
-        let kv = Qkv::packed(&kv, 0, num_kv_heads);
+        let num_heads = 0;
+        let kv = Qkv::packed(&kv, num_heads, num_kv_heads);
         Ok(Qkv {
             q: token.q.clone(),
             ..kv
@@ -578,7 +589,7 @@ impl Layer<'_> {
         self.noted_cache(&writable(keys))
     }
 
-    /// A buffer, written in place; see [`writable`].
+    /// A buffer that kernels write in place; if it is not contiguous, it is replaced by a contiguous copy.
     fn buffer<const D: usize>(&self, tokens: &mut TokenBuffer<Cuda, D>) -> CudaTensor {
         if !of(tokens.buffer()).is_contiguous() {
             *tokens = tokens.clone();
@@ -607,7 +618,8 @@ fn of<const D: usize>(tensor: &Tensor<Cuda, D>) -> CudaTensor {
 /// separate kernels before and after it.
 fn project(rows: Vectors<'_>, weight: &CudaTensor, finish: Epilogue<'_>) -> Result<CudaTensor, KernelError> {
     let (Vectors::Plain(x) | Vectors::Normed(x, ..)) = rows;
-    if x.num_elements() / x.shape().last().copied().unwrap_or(1).max(1) <= MAX_VECTORS {
+    let num_rows = x.num_elements() / x.shape().last().copied().unwrap_or(1).max(1);
+    if num_rows <= MAX_VECTORS {
         return matrix_vector(rows, weight, finish);
     }
     let h = match rows {

@@ -61,7 +61,8 @@ pub(crate) fn append_and_attend<B: Backend>(
     cache.append(k, v);
     let seen = spec.window_size.unwrap_or(cache.len()).min(cache.len());
     let q = primitive(q.reshape([batch, num_heads, head_dim]));
-    let o = attend(q, cache, seen, None, spec.softmax_scale);
+    let delta = None;
+    let o = attend(q, cache, seen, delta, spec.softmax_scale);
     primitive(tensor::<B, 3>(o).reshape([batch, 1, num_heads, head_dim]))
 }
 
@@ -108,7 +109,7 @@ pub(crate) fn dma_decode<B: DeviceBackend>(
 }
 
 impl<B: Backend> DmaCache<B> {
-    /// Adds the token's key to the slots, as [`crate::dma_decode`] says.
+    /// Adds the token's key to a free slot, or overwrites the slot that [`replaced_slot`](Self::replaced_slot) returns.
     fn offer(&mut self, token: DmaToken<B>) {
         let [k, v] = [token.k, token.v].map(|x| tensor::<B, 3>(x).unsqueeze_dim::<4>(2));
         let rank = tensor::<B, 2>(token.rank).unsqueeze_dim::<3>(2);

@@ -106,8 +106,8 @@ impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
     /// Makes room for `new` more tokens. If that takes another buffer, only the last `kept` tokens are copied to it.
     pub fn reserve(&mut self, new: usize, kept: usize) {
         if self.len + new > self.room() {
-            let kept = kept.min(self.len);
-            *self = self.moved(kept, kept + new + spare(kept), 1);
+            let (kept, copies) = (kept.min(self.len), 1);
+            *self = self.moved(kept, kept + new + spare(kept), copies);
         }
     }
 

@@ -37,7 +37,7 @@ pub struct OpPath {
 
 type Paths = BTreeMap<(Place, &'static str), OpPath>;
 
-// Process-wide, because Burn's backend methods have no place for state. It only counts, and changes no result.
+// The counts are process-wide, because Burn's backend methods have no place for state. They change no result.
 static PATHS: Mutex<Paths> = Mutex::new(BTreeMap::new());
 
 /// The ops called so far, by device and name. Programs print the reasons, so that no reference runs unnoticed.

@@ -75,6 +75,7 @@ impl<B: Backend> DmaLayer<B> {
 }
 
 impl<B: Backend> DmaInputs<B> {
+    /// The call of attention over the selected keys, with the bias `delta` of each key.
     fn attention(&self, delta: Float<B>, selection: DmaSelection<B>) -> DmaCall<B> {
         DmaCall {
             qkv: self.scores.qkv.clone(),
@@ -85,6 +86,7 @@ impl<B: Backend> DmaInputs<B> {
     }
 }
 
+/// Ranks the keys, selects keys by rank, and attends over them.
 pub(crate) fn forward<B: DeviceBackend>(inputs: &DmaInputs<B>, o_low: KeepOLow) -> DmaForward<B> {
     let dma = inputs.dma;
     let recency = dma.slopes(inputs.scores.spec.num_kv_heads).map(|slopes| Recency {

@@ -1,4 +1,4 @@
-//! Dynamic mask attention's ops on the CPU.
+//! Dynamic mask attention's ops on the CPU. They implement the methods of `DeviceBackend` with the same names.
 use super::rank::{Recency, ranks};
 use super::{DmaCall, DmaScoresCall, DmaSelection, reference};
 use crate::attention::cpu::{attention_shape, backward, contiguous_bounds, documents, forward};
@@ -46,6 +46,8 @@ pub(crate) fn dma_scores_backward(call: &DmaScoresCall<Flex>, dz: FlexTensor, dq
     [dqkv, dw, from_vec(da, a.shape())]
 }
 
+/// The mask `expire`: for each key the first query that no longer sees it. Keys first expire by rank alone;
+/// `extend_expire` then lets every key expire `local_window_size` queries later.
 pub(crate) fn dma_select(rank: FlexTensor, bounds: &DocumentBounds<Flex>, window: DmaWindow) -> DmaSelection<Flex> {
     unless_f32!(&rank, "dma_select": reference::dma_select::<Flex>(rank, bounds, window));
     let (rank, bounds) = (contiguous(rank), contiguous_bounds(bounds));

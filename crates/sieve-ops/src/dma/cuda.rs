@@ -1,4 +1,4 @@
-//! Dynamic mask attention's ops on CUDA.
+//! Dynamic mask attention's ops on CUDA: methods of `DeviceBackend`. Calls that a kernel refuses run the reference.
 use super::rank::{PositionOrigin, Recency};
 use super::{DmaCall, DmaKeyLists, DmaKeys, DmaScoresCall, DmaSelection, reference};
 use crate::attention::cuda::{self as attention, bounds, output, packed, with_gradients};
@@ -9,7 +9,8 @@ use sieve_core::{DmaWindow, KeepOLow};
 use sieve_kernels::{CudaPrimitive as Float, KernelError, KeyLists, ScoresBackward, ToBurn, kernel_tensor};
 
 pub(crate) fn dma_scores(call: &DmaScoresCall<Cuda>) -> Float {
-    let attempt = launch_ranks(call, None);
+    let recency = None;
+    let attempt = launch_ranks(call, recency);
     kernel_or("dma_scores", attempt, || reference::dma_scores(call))
 }
 
@@ -37,18 +38,21 @@ pub(crate) fn dma_select(rank: Float, documents: &DocumentBounds<Cuda>, window: 
 
 pub(crate) fn dma_attention(call: &DmaCall<Cuda>, o_low: KeepOLow) -> AttentionOutput<Cuda> {
     let attempt = launch(call, o_low);
-    let scores = scores(&call.qkv, call.attention.spec.num_heads);
-    kernel_or_scores("dma_attention", attempt, scores, || reference::dma_attention(call))
+    let score_matrix = scores(&call.qkv, call.attention.spec.num_heads);
+    kernel_or_scores("dma_attention", attempt, score_matrix, || {
+        reference::dma_attention(call)
+    })
 }
 
 pub(crate) fn dma_attention_backward(call: &DmaCall<Cuda>, output: AttentionOutput<Cuda>, d_o: Float) -> [Float; 2] {
     let attempt = launch_backward(call, &output, &d_o);
-    let scores = scores(&call.qkv, call.attention.spec.num_heads);
-    kernel_or_scores("dma_attention_backward", attempt, scores, || {
+    let score_matrix = scores(&call.qkv, call.attention.spec.num_heads);
+    kernel_or_scores("dma_attention_backward", attempt, score_matrix, || {
         reference::dma_attention_backward(call, output, d_o)
     })
 }
 
+/// The keys' ranks; without a recency term, their scores.
 fn launch_ranks(call: &DmaScoresCall<Cuda>, recency: Option<&Recency<Cuda>>) -> Result<Float, KernelError> {
     let (w_dt, a) = (cast(&call.w_dt, DType::F32), cast(&call.a, DType::F32));
     let Some(Recency { slopes, origin }) = recency else {
@@ -91,6 +95,7 @@ fn launch_scores_backward(call: &DmaScoresCall<Cuda>, dz: &Float, dqkv: &Float) 
     Ok([dw_dt, da].map(ToBurn::burn))
 }
 
+/// Selects keys, and lists them for the attention kernels unless queries see all keys.
 fn launch_select(
     rank: &Float,
     documents: &DocumentBounds<Cuda>,
@@ -114,6 +119,7 @@ fn launch_select(
     Ok(DmaSelection { expire, keys })
 }
 
+/// Attention over the selected keys, by the kernel for the selection's form.
 fn launch(call: &DmaCall<Cuda>, o_low: KeepOLow) -> Result<AttentionOutput<Cuda>, KernelError> {
     let delta = kernel_tensor(call.delta.clone());
     let whole = without_window(&call.attention);
@@ -164,6 +170,7 @@ fn without_window(call: &AttentionCall<Cuda>) -> AttentionCall<Cuda> {
     AttentionCall::new(call.documents.clone(), spec)
 }
 
+/// The lists as the kernels take them.
 fn kernel_lists(lists: &DmaKeyLists<Cuda>) -> KeyLists {
     let of = |tensor: &Float| kernel_tensor(tensor.clone());
     KeyLists {
@@ -174,6 +181,7 @@ fn kernel_lists(lists: &DmaKeyLists<Cuda>) -> KeyLists {
     }
 }
 
+/// The refusal of a selection without lists, which the reference made.
 fn not_selected() -> KernelError {
     let (what, supported) = ("selection", "made by dma_select");
     KernelError::unsupported("dma_attention", what, "made by the reference", supported)

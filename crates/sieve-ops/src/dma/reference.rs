@@ -84,7 +84,7 @@ pub fn dma_select<B: Backend>(rank: Float<B>, documents: &DocumentBounds<B>, win
             let first = start[row * seq_len + query] as usize;
             let older = (query + 1).saturating_sub(window.local_window_size).max(first);
             let mut keys: Vec<usize> = (first..older).collect();
-            // Best first: larger score, then the more recent key. `+ 0.0` makes -0 equal to +0.
+            // Sorts the best keys first: larger score, then more recent. `+ 0.0` makes -0 equal to +0.
             keys.sort_by(|&a, &b| (scores[b] + 0.0).total_cmp(&(scores[a] + 0.0)).then(b.cmp(&a)));
             for &key in keys.iter().skip(window.num_ranked()) {
                 expire[key] = expire[key].min(query as i32);

@@ -1,4 +1,4 @@
-//! fp8 GEMMs on CUDA: Sieve's kernels round the operands, cuBLASLt multiplies them.
+//! fp8 GEMMs on CUDA: Sieve's kernels round the operands, cuBLASLt multiplies them. Refused calls run the reference.
 use super::{Fp8Kept, ToQuantise, reference};
 use crate::Cuda;
 use crate::device::{kernel_or, tensors};
@@ -25,6 +25,7 @@ pub(crate) fn fp8_linear_backward(kept: Fp8Kept<Cuda>, dy: ToQuantise<Cuda>, sum
         [dx, added::<Cuda>(sum, dweight)]
     };
     match &kept.scales {
+        // The forward pass ran the reference.
         None => reference(kept),
         Some(scales) => {
             let attempt = backward(&kept, scales, &dy, total.as_ref());
@@ -42,6 +43,7 @@ pub(crate) fn fp8_swiglu(gate_up: Float) -> ToQuantise<Cuda> {
 }
 
 pub(crate) fn fp8_swiglu_backward(gate_up: Float, dy: Float) -> ToQuantise<Cuda> {
+    // The gradient may overwrite `gate_up` if nothing else reads it.
     let is_free = gate_up.can_mut();
     let [x, d] = tensors([&gate_up, &dy]);
     let attempt = swiglu_backward_with_amax(&x, &d, reuse(is_free && x.is_contiguous()));
@@ -57,6 +59,7 @@ fn rounded(x: &ToQuantise<Cuda>, format: Fp8Format) -> Result<Fp8Pair, KernelErr
     fp8_quantise(&kernel_tensor(x.0.clone()), format, amax.as_ref())
 }
 
+/// The output, and the rounded operands column by column, as the backward pass reads them.
 fn forward(
     x: &ToQuantise<Cuda>,
     weight: &Float,
@@ -67,7 +70,8 @@ fn forward(
     let [out, inner] = weight.dims(NAME, "weight")?;
     *shape.last_mut().expect("fp8_quantise wants a width") = out;
     let x = rounded(x, Fp8Format::E4m3)?;
-    let weight = fp8_quantise(&weight, Fp8Format::E4m3, None)?;
+    let weight_amax = None;
+    let weight = fp8_quantise(&weight, Fp8Format::E4m3, weight_amax)?;
     let gemm = |output| fp8_matmul(&x.rows, &weight.rows, output);
     let y = match residual.map(|residual| kernel_tensor(residual.clone())) {
         None => gemm(MatmulOutput::New(BF16))?,
@@ -87,6 +91,7 @@ fn forward(
     Ok((y.reshaped(NAME, "y", &shape)?.burn(), kept))
 }
 
+/// `[dx, dweight]`; dweight is added to `sum` in place if there is one.
 fn backward(
     kept: &Fp8Kept<Cuda>,
     scales: &[Float; 2],

@@ -68,6 +68,7 @@ pub(super) fn unpacked<B: Backend>(kept: Fp8Kept<B>, dy: &Float<B>) -> Fp8Kept<B
         let data = TensorData::new(values, shape.clone()).convert_dtype(dtype);
         B::float_from_data(data, &device)
     };
+    // `of` replaces the last size of a shape by the width.
     let out = kept.weight.shape().to_vec()[1];
     Fp8Kept {
         x: of(kept.x, x_scale, &mut shape),

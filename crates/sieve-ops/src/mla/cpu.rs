@@ -1,5 +1,5 @@
 //! MLA on the CPU: attention in f32 takes the kernels of `sieve-cpu`, any other dtype the reference; packing is plain
-//! Burn operations.
+//! Burn operations. The functions implement methods of `DeviceBackend`.
 use super::{MlaCall, MlaSpec, reference};
 use crate::AttentionOutput;
 use crate::attention::cpu::{backward, forward, shape_of};
@@ -10,6 +10,7 @@ use sieve_cpu::{Mask, PackedShape};
 
 pub(crate) use super::reference::{mla_pack, mla_pack_backward};
 
+/// Sizes of the packed tensor, in terms of attention whose values are narrower than its keys.
 fn packed_shape(packed: &FlexTensor, spec: MlaSpec) -> PackedShape {
     let dims = packed.shape();
     let attention = spec.attention();
@@ -34,6 +35,6 @@ pub(crate) fn mla_attention_backward(
         reference::mla_attention_backward::<Flex>(packed, call, output, d_o));
     let packed = contiguous(packed);
     let shape = packed_shape(&packed, call.spec);
-    let operands = [output.o, output.lse, d_o];
-    backward(&packed, shape, Mask::Causal, &call.documents, operands, None)
+    let (operands, d_delta) = ([output.o, output.lse, d_o], None);
+    backward(&packed, shape, Mask::Causal, &call.documents, operands, d_delta)
 }

@@ -1,4 +1,5 @@
-//! MLA on CUDA: a kernel packs and rotates, and the attention kernels read the packed tensor.
+//! MLA on CUDA: a kernel packs and rotates, and the attention kernels read the packed tensor. The ops implement methods
+//! of `DeviceBackend`; calls that a kernel refuses run the reference.
 use super::{MlaCall, MlaPackCall, reference};
 use crate::attention::cuda::{bounds, output, result};
 use crate::device::{cast, kernel_or, kernel_or_scores, scores, tensors};
@@ -15,8 +16,8 @@ pub(crate) fn mla_pack(inputs: [Float; 3], call: MlaPackCall<Cuda>) -> (Float, O
 
 pub(crate) fn mla_attention(packed: Float, call: &MlaCall<Cuda>) -> AttentionOutput<Cuda> {
     let attempt = attend(&packed, call);
-    let scores = scores(&packed, call.spec.num_heads);
-    kernel_or_scores("mla_attention", attempt, scores, || {
+    let score_matrix = scores(&packed, call.spec.num_heads);
+    kernel_or_scores("mla_attention", attempt, score_matrix, || {
         reference::mla_attention::<Cuda>(packed, call)
     })
 }
@@ -46,8 +47,8 @@ pub(crate) fn mla_attention_backward(
     d_o: Float,
 ) -> Float {
     let attempt = gradient(&packed, call, &output, &d_o);
-    let scores = scores(&packed, call.spec.num_heads);
-    kernel_or_scores("mla_attention_backward", attempt, scores, || {
+    let score_matrix = scores(&packed, call.spec.num_heads);
+    kernel_or_scores("mla_attention_backward", attempt, score_matrix, || {
         reference::mla_attention_backward::<Cuda>(packed, call, output, d_o)
     })
 }
@@ -71,13 +72,14 @@ fn with_kernel_call<T>(call: &MlaPackCall<Cuda>, launch: impl FnOnce(MlaPack<'_>
     })
 }
 
+/// Dense attention on the heads of the packed tensor.
 fn attend(packed: &Float, call: &MlaCall<Cuda>) -> Result<AttentionOutput<Cuda>, KernelError> {
     let spec = call.spec;
     let packed = kernel_tensor(packed.clone()).under(spec.policy);
     let heads = MlaPack::heads(&packed, spec.num_heads, [spec.head_dim, spec.rope_dim])?;
     let [start, _] = bounds(&call.documents);
-    let scale = spec.softmax_scale as f32;
-    heads.attention_forward(&start, None, scale, None).map(output)
+    let (window, scale, bias) = (None, spec.softmax_scale as f32, None);
+    heads.attention_forward(&start, window, scale, bias).map(output)
 }
 
 /// The gradient of latent attention's packed tensor.
@@ -98,7 +100,7 @@ fn gradient(
         grads: &MlaPack::heads(&d_packed, spec.num_heads, widths)?,
         softmax_scale: spec.softmax_scale as f32,
     };
-    let [start, end] = bounds(&call.documents);
-    backward.attention_backward([&start, &end], None, None)?;
+    let ([start, end], window, bias) = (bounds(&call.documents), None, None);
+    backward.attention_backward([&start, &end], window, bias)?;
     Ok(d_packed.burn())
 }

@@ -1,5 +1,5 @@
 //! NSA on the CPU: the softmax branches run on the attention of `sieve-cpu`, which never holds an n x n tensor;
-//! pooling, placing and gates are plain Burn operations.
+//! pooling, placing and gates are plain Burn operations. The functions implement methods of `DeviceBackend`.
 use super::{NsaCall, NsaCompressed, NsaSelected, reference};
 use crate::AttentionOutput;
 use crate::attention::cpu::{attention_shape, backward, forward};
@@ -16,6 +16,7 @@ pub(crate) fn nsa_compressed_attention(
     compressed: FlexTensor,
     call: &NsaCall<Flex>,
 ) -> NsaCompressed<Flex> {
+    // DMA's mask hides the positions without a compressed key, so DMA's attention computes the branch.
     let attend = |call: &_| dma_attention(call, KeepOLow::Never);
     reference::compressed_attention(qkv, compressed, call, attend)
 }
@@ -67,8 +68,8 @@ pub(crate) fn nsa_selected_attention_backward(
         reference::nsa_selected_attention_backward(qkv, block_indices, call, selected, d_o));
     let [qkv, block_indices] = [qkv, block_indices].map(contiguous);
     let (shape, mask) = (attention_shape(&qkv, call.spec), mask(&block_indices, call.blocks));
-    let operands = [selected.output.o, selected.output.lse, d_o];
-    backward(&qkv, shape, mask, &call.documents, operands, None)
+    let (operands, d_delta) = ([selected.output.o, selected.output.lse, d_o], None);
+    backward(&qkv, shape, mask, &call.documents, operands, d_delta)
 }
 
 pub(crate) fn nsa_gates(branches: [FlexTensor; 3], logits: FlexTensor, bias: FlexTensor) -> FlexTensor {

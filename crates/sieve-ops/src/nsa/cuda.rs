@@ -1,4 +1,4 @@
-//! Native sparse attention's ops on CUDA.
+//! Native sparse attention's ops on CUDA: methods of `DeviceBackend`. Calls that a kernel refuses run the reference.
 use super::{NsaCall, NsaCompressed, NsaSelected, reference};
 use crate::attention::cuda::{bounds, output, packed, result, with_gradients};
 use crate::device::{cast, kernel_or, kernel_or_scores, scores, tensors};
@@ -27,8 +27,8 @@ pub(crate) fn nsa_mean_pool(qkv: Float, call: &NsaCall<Cuda>) -> Float {
 
 pub(crate) fn nsa_compressed_attention(qkv: Float, compressed: Float, call: &NsaCall<Cuda>) -> NsaCompressed<Cuda> {
     let attempt = compressed_forward(&qkv, &compressed, call);
-    let scores = scores(&qkv, call.spec.num_heads);
-    kernel_or_scores("nsa_compressed_attention", attempt, scores, || {
+    let score_matrix = scores(&qkv, call.spec.num_heads);
+    kernel_or_scores("nsa_compressed_attention", attempt, score_matrix, || {
         reference::nsa_compressed_attention(qkv, compressed, call)
     })
 }
@@ -41,12 +41,12 @@ pub(crate) fn nsa_selected_attention(qkv: Float, block_indices: Float, call: &Ns
         call.blocks,
         call.spec.softmax_scale as f32,
     );
-    let scores = scores(&qkv, call.spec.num_heads);
+    let score_matrix = scores(&qkv, call.spec.num_heads);
     let attempt = attempt.map(|(result, lists)| NsaSelected {
         output: output(result),
         lists: lists.into_iter().map(of_lists).collect(),
     });
-    kernel_or_scores("nsa_selected_attention", attempt, scores, || {
+    kernel_or_scores("nsa_selected_attention", attempt, score_matrix, || {
         reference::nsa_selected_attention(qkv, block_indices, call)
     })
 }
@@ -89,8 +89,8 @@ pub(crate) fn nsa_compressed_attention_backward(
     d_o: Float,
 ) -> [Float; 2] {
     let attempt = compressed_backward(&qkv, &compressed, call, &output, &d_o);
-    let scores = scores(&qkv, call.spec.num_heads);
-    kernel_or_scores("nsa_compressed_attention_backward", attempt, scores, || {
+    let score_matrix = scores(&qkv, call.spec.num_heads);
+    kernel_or_scores("nsa_compressed_attention_backward", attempt, score_matrix, || {
         reference::nsa_compressed_attention_backward(qkv, compressed, call, output, d_o)
     })
 }
@@ -108,9 +108,10 @@ pub(crate) fn nsa_selected_attention_backward(
     let attempt = with_gradients(&qkv, call.spec, &selected.output, &d_o, |gradients| {
         gradients.nsa_selected_attention_backward([&start, &end], &chosen, call.blocks, &lists)
     });
+    // The launch returns nothing beside dqkv.
     let attempt = attempt.map(|(dqkv, ())| dqkv);
-    let scores = scores(&qkv, call.spec.num_heads);
-    kernel_or_scores("nsa_selected_attention_backward", attempt, scores, || {
+    let score_matrix = scores(&qkv, call.spec.num_heads);
+    kernel_or_scores("nsa_selected_attention_backward", attempt, score_matrix, || {
         reference::nsa_selected_attention_backward(qkv, block_indices, call, selected, d_o)
     })
 }
@@ -128,10 +129,12 @@ pub(crate) fn nsa_gates_backward(branches: [Float; 3], logits: Float, bias: Floa
     })
 }
 
+/// The lists of queries that chose each block, as Burn tensors.
 fn of_lists(lists: ChoiceLists) -> [Float; 3] {
     [lists.entries, lists.items, lists.num_items].map(ToBurn::burn)
 }
 
+/// The inverse of [`of_lists`].
 pub(crate) fn lists_of(lists: [Float; 3]) -> ChoiceLists {
     let [entries, items, num_items] = lists.map(kernel_tensor);
     ChoiceLists {
@@ -141,6 +144,7 @@ pub(crate) fn lists_of(lists: [Float; 3]) -> ChoiceLists {
     }
 }
 
+/// Sizes of attention on a packed tensor of these dimensions.
 fn shape([batch, seq_len, heads, head_dim]: [usize; 4], call: &NsaCall<Cuda>) -> AttentionShape {
     let num_kv_heads = call.spec.num_kv_heads;
     AttentionShape::new(
@@ -151,6 +155,7 @@ fn shape([batch, seq_len, heads, head_dim]: [usize; 4], call: &NsaCall<Cuda>) ->
     )
 }
 
+/// Attention of the compressed branch, and the blocks that it chooses.
 fn compressed_forward(
     qkv: &Float,
     compressed: &Float,

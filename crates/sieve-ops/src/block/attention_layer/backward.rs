@@ -19,7 +19,7 @@ pub(super) fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float
     } = kept;
     let o = attended.o();
     let o_shape = o.shape();
-    // The input of the output projection is always there: it is the attention's output.
+    // The second GEMM, the output projection, reads the attention's output, which is always kept.
     let second = match second {
         Operands::Fp8(kept) => Operands::Fp8(kept),
         _ => Operands::X(merge_heads::<B>(o)),

@@ -90,6 +90,7 @@ pub(super) struct Kept<B: Backend> {
     pub(super) call: AttentionLayerCall<B>,
 }
 
+/// The layer's output, and what its backward pass needs.
 pub(super) fn forward<B: DeviceBackend>(
     x: Float<B>,
     layer: AttentionLayer<B>,
@@ -101,6 +102,7 @@ pub(super) fn forward<B: DeviceBackend>(
         epsilon: layer.epsilon,
     }));
     let (how, o_low) = ((layer.precision, layer.keeping), layer.keeping.o_low);
+    // `None`: the residual stream is added in the second GEMM.
     let (qkv, first) = gemm::<B>(how, normed, primitive(layer.qkv.clone()), None);
     let qkv = split_heads::<B>(qkv, call.attention.spec);
     let rotated = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm.clone(), &call));

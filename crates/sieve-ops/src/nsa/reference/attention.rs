@@ -26,6 +26,7 @@ struct Placed<B: Backend> {
     used: Tensor<B, 2>,
 }
 
+/// Puts each compressed key and value at the position of its block's last token.
 fn place<B: Backend>(qkv: Tensor<B, 4>, compressed: Tensor<B, 3>, call: &NsaCall<B>) -> Placed<B> {
     let (documents, spec, blocks) = (&call.documents, call.spec, call.blocks);
     let [batch, n, _, d] = qkv.dims();
@@ -180,7 +181,8 @@ fn hidden_by_blocks<B: Backend>(
 /// Reference of [`crate::nsa_selected_attention`].
 pub fn nsa_selected_attention<B: Backend>(qkv: Float<B>, block_indices: Ints<B>, call: &NsaCall<B>) -> NsaSelected<B> {
     let hidden = hidden_by_blocks::<B>(block_indices, &call.documents, call.blocks);
-    NsaSelected::without_lists(masked_attention::<B>(qkv, None, hidden, call.spec))
+    let delta = None;
+    NsaSelected::without_lists(masked_attention::<B>(qkv, delta, hidden, call.spec))
 }
 
 /// Gradient `dqkv` of [`nsa_selected_attention`].
@@ -192,6 +194,7 @@ pub fn nsa_selected_attention_backward<B: Backend>(
     d_o: Float<B>,
 ) -> Float<B> {
     let hidden = hidden_by_blocks::<B>(block_indices, &call.documents, call.blocks);
-    let [dqkv, _] = masked_attention_backward::<B>(qkv, None, hidden, call.spec, selected.output, d_o);
+    let delta = None;
+    let [dqkv, _] = masked_attention_backward::<B>(qkv, delta, hidden, call.spec, selected.output, d_o);
     dqkv
 }
