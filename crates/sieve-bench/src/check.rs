@@ -109,11 +109,14 @@ impl Target {
 /// part.
 ///
 /// # Errors
-/// A GPU that cannot be asked; a wrong result is a row of the report.
+/// A GPU that does not answer; a wrong result is a row of the report.
 pub fn check(settings: &CheckSettings, target: &Target, on_part: &mut dyn FnMut(CheckedPart)) -> Result<Report> {
     let mut progress = Progress::new(on_part);
     match target {
-        Target::Cpu => progress.models::<Autodiff<Flex>>((&FlexDevice, DType::F32), false, settings)?,
+        Target::Cpu => {
+            let with_fp8 = false;
+            progress.models::<Autodiff<Flex>>((&FlexDevice, DType::F32), with_fp8, settings)?;
+        }
         Target::Cuda(gpu) => on_cuda(&mut progress, gpu, settings)?,
     }
     Ok(progress.report)
@@ -204,6 +207,7 @@ const TOKENS: &[Part] = &[
 ];
 
 impl CheckPart {
+    /// The group's parts that are checked with each family of kernels.
     fn of_a_family(self) -> &'static [Part] {
         match self {
             Self::All => OF_A_FAMILY,
@@ -252,6 +256,7 @@ impl<'a> Progress<'a> {
         Self { report, on_part }
     }
 
+    /// Runs one part, then calls `on_part` with its cases, failures and duration.
     fn part(&mut self, name: String, check: impl FnOnce(&mut Report) -> Result<()>) -> Result<()> {
         let (started, before) = (Instant::now(), self.report.counts());
         check(&mut self.report)?;
@@ -265,13 +270,14 @@ impl<'a> Progress<'a> {
         Ok(())
     }
 
+    /// Checks the launch wrappers of these parts; `family` names the kernels that they take.
     fn wrappers(&mut self, family: &str, parts: &[Part], device: &dyn Device, extent: &Extent) -> Result<()> {
         parts.iter().try_for_each(|(name, check)| {
             self.part(format!("{family}, {name}"), |report| check(report, device, extent))
         })
     }
 
-    /// Checks models on a device that computes in the given type, and in fp8 too, `with_fp8`.
+    /// Checks models on a device that computes in the given dtype; `with_fp8`: in fp8 too.
     fn models<B: TrainBackend>(
         &mut self,
         on: (&B::Device, DType),
@@ -289,7 +295,8 @@ impl<'a> Progress<'a> {
 fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSettings) -> Result<()> {
     let extent = settings.extent();
     let has_own_family = (gpu.major, gpu.minor) == (9, 0) && !settings.portable;
-    let portable = Gpu::new(gpu.index, portable_only(true));
+    let only_portable = true;
+    let portable = Gpu::new(gpu.index, portable_only(only_portable));
     let both = settings.part.of_a_family();
     let mut good = stage(progress, "portable kernels", |progress| {
         if settings.part == CheckPart::All {
@@ -342,7 +349,7 @@ fn stage(progress: &mut Progress<'_>, name: &str, part: impl FnOnce(&mut Progres
 /// called after it.
 ///
 /// # Errors
-/// A GPU that cannot be asked; a wrong result is a row of the report.
+/// A GPU that does not answer; a wrong result is a row of the report.
 pub fn short_check(
     gpu: &DeviceReport,
     portable: bool,
@@ -351,7 +358,8 @@ pub fn short_check(
 ) -> Result<Report> {
     let device = &Gpu::new(gpu.index, portable_only(portable));
     let mut progress = Progress::new(on_part);
-    let extent = Extent::all(SHORT_CHECK_CASES, 300, 2);
+    let (longest, seed) = (300, 2);
+    let extent = Extent::all(SHORT_CHECK_CASES, longest, seed);
     let parts: &[Part] = match rows {
         BenchRows::Step => &[STEP],
         BenchRows::Sparse | BenchRows::Selectors => &[SELECTIONS, MASKS],
@@ -376,6 +384,7 @@ pub fn short_check(
 /// Every specialisation that checks and benchmarks of one new token launch.
 fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = sparse::sparse_kernels(gpu);
+    // Widths and groups do not depend on the numbers given here.
     for &(head_dim, head_dim_v) in Extent::all(0, 0, 0).widths {
         let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);
         let blocks = (head_dim == head_dim_v && [64, 128].contains(&head_dim)).then_some(NeededKeys::Blocks);
@@ -391,8 +400,10 @@ fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
     list
 }
 
+/// Every specialisation that ships or that the checks of all groups launch.
 fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = NeededKernels::shipped_for(&gpu.arch());
+    // Widths and groups do not depend on the numbers given here.
     let Extent { widths, groups, .. } = Extent::all(0, 0, 0);
     list.extend(latent_kernels(gpu));
     list.extend(sparse::sparse_kernels(gpu));

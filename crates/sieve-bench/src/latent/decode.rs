@@ -17,6 +17,7 @@ pub(super) const WIDTHS: &[[usize; 2]] = &[[512, 64], [256, 64], [192, 64], [96,
 /// Elements between two latents in memory, which hold NaN.
 const GAP: usize = 8;
 
+/// Operands of one call on latents.
 struct Call {
     batch: usize,
     /// Number of new tokens, the last ones of `len`.
@@ -38,6 +39,7 @@ struct Call {
 }
 
 impl Call {
+    /// Draws call number `at`; half of the calls have factors of keys.
     fn draw(extent: &Extent, at: usize, random: &mut Random) -> Self {
         let [rank, rope] = random.one_of(extent.pick(&[[48, 16]], WIDTHS));
         let drawn = random.between(1, extent.pick(300, 5000));
@@ -99,6 +101,7 @@ impl Call {
         floats::<Flex, 4>(Flex::mla_decode(q, latents, key_scale, rank, scale))
     }
 
+    /// Runs the launch wrapper; returns o, `[batch, new, heads, rank]`.
     fn wrapper(&self, device: &dyn Device) -> Result<Vec<f32>, KernelError> {
         let Self {
             batch, new, heads, len, ..
@@ -127,6 +130,7 @@ impl Call {
             latents: &latents,
             rank: self.widths[0],
             key_scale: key_scale.as_ref(),
+            // Every row has all `len` tokens.
             length: None,
         };
         let o = mla_decode(&q, keys, self.scale() as f32)?;
@@ -156,7 +160,8 @@ pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     }
     let mut random = Random(extent.seed);
     for at in 0..extent.few().max(4) {
-        let token = TokenCall::draw(extent, at % 2 == 0, &mut random);
+        let has_norm = at % 2 == 0;
+        let token = TokenCall::draw(extent, has_norm, &mut random);
         let label = format!("{:?} heads, {} tokens of room", token.heads, token.room);
         report.add("mla token", "kernel", &label, token.judge(device));
     }
@@ -191,6 +196,8 @@ impl TokenCall {
         }
     }
 
+    /// Decodes the token, requires its latent in the cache, and compares o with latent attention in f64; the tolerance
+    /// follows from a plain computation that rounds to bf16.
     fn judge(mut self, device: &dyn Device) -> Outcome {
         let [num_heads, head_dim, rope] = self.heads;
         let (batch, room, rank, key_dim) = (self.batch, self.room, self.rank, head_dim + rope);
@@ -214,6 +221,7 @@ impl TokenCall {
             true => &rotated[row * rope..][..rope],
             false => &packed[row * packed_width + num_heads * key_dim + head_dim..][..rope],
         };
+        // On the device the cache holds NaN behind each row's tokens.
         let [mut on_latents, mut on_scales] = [&latents, &scales].map(Clone::clone);
         for (row, &length) in self.lengths.iter().enumerate() {
             on_latents[(row * room + length) * width..(row + 1) * room * width].fill(f32::NAN);
@@ -252,9 +260,11 @@ impl TokenCall {
             }
             for head in 0..num_heads {
                 let q = &packed[row * packed_width + head * key_dim..][..key_dim];
+                // A row of the up-projection of keys (`which` = 0) or of values (1).
                 let weights = |which: usize, d: usize| &up[((head * 2 + which) * head_dim + d) * rank..][..rank];
                 for (to, is_plain) in [(&mut exact, false), (&mut plain, true)] {
                     let round = |x: f64| if is_plain { f64::from(round_bf16(x as f32)) } else { x };
+                    // The query times the up-projection of keys, to be multiplied with latents.
                     let mut folded = vec![0.0f64; rank];
                     for d in 0..head_dim {
                         let q = match self.has_norm {
