@@ -64,7 +64,6 @@ impl Draw {
         let num_kv_heads = if group < 4 { random.between(1, 4) } else { 1 };
         let drawn = random.between(2, longest.max(3));
         let mut seq_len = random.one_of(&[1, 2, 15, 63, 64, 65, 127, 129, 191, drawn, drawn]);
-        // Modes 0 and 2.
         let dma = mode.is_multiple_of(2);
         if dma && random.chance(0.25) {
             // More than one super-block, that is, more than 1024 queries.
@@ -94,7 +93,6 @@ impl Draw {
         }
     }
 
-    /// The call in words, enough to draw it again.
     fn label(&self) -> String {
         let ([batch, seq_len, num_heads, head_dim], seed) = (queries_of(self.shape), self.seed);
         let [_, _, num_kv_heads, head_dim_v] = values_of(self.shape);
@@ -110,7 +108,6 @@ impl Draw {
         )
     }
 
-    /// Draws the inputs and computes the references.
     fn prepare(&self) -> Result<Prepared> {
         let (keys, cuts) = (self.keys, self.cuts);
         let case = Case::draw(self.shape, keys, cuts, &self.scores, self.seed)?;
@@ -400,8 +397,7 @@ fn never_active(case: &Case) -> Vec<(usize, usize, [Range<usize>; 2])> {
 fn judge(prepared: &Prepared, got: &Outputs) -> Outcome {
     let (exact, plain) = (&prepared.exact.outputs, &prepared.plain.outputs);
     let (terms, lost_digits) = (&prepared.exact.terms, lost_digits(&exact.lse));
-    let is_bf16 = true;
-    let rows = RowTolerance::new(is_bf16, lost_digits);
+    let rows = RowTolerance::of_bf16(lost_digits);
     let mut worst = 0.0f32;
     for (name, got, plain, exact, terms) in [
         ("o", &got.o, &plain.o, &exact.o, &terms.o),

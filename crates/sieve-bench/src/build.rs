@@ -201,7 +201,6 @@ fn compile_all(
     done.into_iter().map(|(_, outcome)| outcome).collect()
 }
 
-/// Compiles a kernel and writes the cubin to the cache under `key`.
 fn compile_into(
     kernel: &SourceKernel,
     key: u128,

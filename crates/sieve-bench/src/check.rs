@@ -111,12 +111,10 @@ impl Target {
 /// # Errors
 /// A GPU that does not answer; a wrong result is a row of the report.
 pub fn check(settings: &CheckSettings, target: &Target, on_part: &mut dyn FnMut(CheckedPart)) -> Result<Report> {
+    let cpu_has_fp8 = false;
     let mut progress = Progress::new(on_part);
     match target {
-        Target::Cpu => {
-            let with_fp8 = false;
-            progress.models::<Autodiff<Flex>>((&FlexDevice, DType::F32), with_fp8, settings)?;
-        }
+        Target::Cpu => progress.models::<Autodiff<Flex>>((&FlexDevice, DType::F32), cpu_has_fp8, settings)?,
         Target::Cuda(gpu) => on_cuda(&mut progress, gpu, settings)?,
     }
     Ok(progress.report)
@@ -295,8 +293,7 @@ impl<'a> Progress<'a> {
 fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSettings) -> Result<()> {
     let extent = settings.extent();
     let has_own_family = (gpu.major, gpu.minor) == (9, 0) && !settings.portable;
-    let only_portable = true;
-    let portable = Gpu::new(gpu.index, portable_only(only_portable));
+    let portable = Gpu::new(gpu.index, portable_only(true));
     let both = settings.part.of_a_family();
     let mut good = stage(progress, "portable kernels", |progress| {
         if settings.part == CheckPart::All {

@@ -93,7 +93,6 @@ impl Clock {
         let started = Instant::now();
         work()?;
         client.flush().map_err(BenchError::gpu)?;
-        // At least 50 microseconds.
         let wait_ns = (started.elapsed().as_nanos() as f64 * WAIT_FACTOR) as u64 + 50_000;
         for repetition in 0..WARM + self.repetitions {
             self.flush(wait_ns)?;

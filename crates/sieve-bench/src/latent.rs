@@ -62,7 +62,6 @@ struct Call {
 }
 
 impl Call {
-    /// Draws call number `at`; half of the calls have norms.
     fn draw(extent: &Extent, at: usize, random: &mut Random) -> Result<Self> {
         let [head_dim, rope_dim] = random.one_of(extent.pick(&[[32, 16]], WIDTHS));
         let drawn = random.between(2, extent.longest.max(3));
@@ -439,7 +438,7 @@ impl Expected {
         let rows = RowTolerance {
             most_of_plain: f64::INFINITY,
             of_a_row: self.of_a_row,
-            ..RowTolerance::new(true, lost_digits)
+            ..RowTolerance::of_bf16(lost_digits)
         };
         let mut worst = 0.0f32;
         for (((name, own), (_, plain)), (_, exact)) in own.iter().zip(&self.plain).zip(&self.exact) {

@@ -152,7 +152,6 @@ impl Inputs {
         }
     }
 
-    /// The arguments of the CPU's NSA ops.
     fn call(&self) -> NsaCall<Flex> {
         let spec = AttentionSpec {
             softmax_scale: 1.0 / (self.case.shape.head_dim as f64).sqrt(),

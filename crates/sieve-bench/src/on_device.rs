@@ -226,7 +226,7 @@ fn nan_like(qkv: &Qkv, shape: AttentionShape) -> Qkv {
     }
 }
 
-/// Joins the outputs of decoded tokens, each `[batch, heads, width]`, to `[batch, seq_len, heads, width]`.
+/// Joins the outputs of decoded tokens, each `[batch, heads, width]`, into one list `[batch, seq_len, heads, width]`.
 fn by_token(rows: &[Vec<f32>], shape: AttentionShape) -> Vec<f32> {
     let width = shape.num_heads * shape.head_dim_v;
     (0..shape.batch)

@@ -167,7 +167,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// Notices an op on a GPU that took its reference since [`start`](Self::start). Ops on the CPU do not count: they
+/// Finds an op on a GPU that took its reference since [`start`](Self::start). Ops on the CPU do not count: they
 /// compute what the GPU is compared with.
 pub(crate) struct PathWatch {
     before: BTreeMap<(Place, &'static str), OpPath>,

@@ -146,6 +146,7 @@ pub fn run<E: From<BenchError>>(
         false => SumOrder::Any,
     };
     case.policy = KernelPolicy { sums, ..case.policy };
+    let on_gpu = matches!(target, Target::Cuda(_));
     let seed_and_magnitude = (settings.seed, settings.magnitude);
     let tensors = match (&target, settings.op) {
         (_, Op::BlockSparse) => {
@@ -176,14 +177,10 @@ pub fn run<E: From<BenchError>>(
         (Target::Cuda(gpu), Op::Nsa | Op::Mla) => {
             by_kernels(|| of_ops::<Cuda>(settings, case, &CudaDevice::new(gpu.index)))?
         }
-        (Target::Cpu, op) => {
-            let on_gpu = false;
-            tensors(op, &case, z.as_deref(), on_cpu(op, &case), on_gpu)
-        }
+        (Target::Cpu, op) => tensors(op, &case, z.as_deref(), on_cpu(op, &case), on_gpu),
         (Target::Cuda(gpu), op) => {
             let device = Gpu::new(gpu.index, case.policy);
             let outputs = on_cuda(op, &case, &device).map_err(BenchError::NotTaken)?;
-            let on_gpu = true;
             tensors(op, &case, z.as_deref(), outputs, on_gpu)
         }
     };
@@ -354,7 +351,6 @@ fn on_cpu(op: Op, case: &Case) -> Outputs {
     }
 }
 
-/// Outputs of an attention op by the kernels.
 fn on_cuda(op: Op, case: &Case, device: &Gpu) -> Result<Outputs, KernelError> {
     let call = OnDevice::new(case, device);
     let mut outputs = match op {

@@ -293,7 +293,6 @@ pub(crate) fn with_context(q: &[f32], shape: CallShape) -> Vec<f32> {
     all
 }
 
-/// A call of one of [`SELECTORS`].
 struct Case {
     shape: CallShape,
     name: &'static str,
@@ -324,7 +323,6 @@ impl Case {
         self.selector(TAU).block_selection(self.shape, layer, num_layers)
     }
 
-    /// The CPU's selection where [`TAU`] has the value `tau`.
     fn on_host(&self, tau: f64) -> Selected {
         let call = Call::without_values(self.shape, &self.q, &self.k).expect("sizes fit");
         let mask = match self.name.starts_with("momo") || self.name.starts_with("delta") {
@@ -338,7 +336,6 @@ impl Case {
         mask.expect("a prefill method")
     }
 
-    /// Compares the device's selection with the CPU's.
     fn run(&self, device: &dyn Device) -> Outcome {
         let (q, k) = (with_context(&self.q, self.shape), &self.k);
         let qkv = separate(device, [&q, k, k], shape_of_call(self.shape));

@@ -123,7 +123,6 @@ impl FromStr for BenchHeads {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        // A count that is no number becomes 0, which is refused below.
         let counts = text
             .split_once('/')
             .map(|(q, kv)| [q, kv].map(|count| count.trim().parse().unwrap_or(0)));

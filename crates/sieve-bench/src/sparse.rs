@@ -40,7 +40,6 @@ const KEYS_OF_A_BOX: usize = 128;
 /// Widths of the cases on a GPU.
 const WIDTHS: [usize; 3] = [64, 128, 96];
 
-/// Operands of one call, and its mask.
 struct Case {
     shape: CallShape,
     q: Vec<f32>,
@@ -143,7 +142,6 @@ impl Case {
         device::family(device, &shape_of_call(self.shape), KeySource::Dense)
     }
 
-    /// Compares o and lse of the wrapper with their definition.
     fn run(&self, device: &dyn Device) -> Outcome {
         let head_dim = self.shape.head_dim;
         let (expected, seen) = self.expected();

@@ -109,6 +109,12 @@ pub(crate) fn row_norms(values: &[f32], width: usize) -> Vec<f64> {
 }
 
 impl RowTolerance {
+    /// [`new`](Self::new) for a path that computes in bf16.
+    pub(crate) const fn of_bf16(lost_digits: f64) -> Self {
+        let is_bf16 = true;
+        Self::new(is_bf16, lost_digits)
+    }
+
     /// The tolerance beside a plain computation that rounds its scores to bf16.
     pub(crate) const fn new(is_bf16: bool, lost_digits: f64) -> Self {
         Self {
@@ -186,7 +192,7 @@ fn exceeds(error: f64, allowed: f64) -> bool {
     error.is_nan() || allowed.is_nan() || error > allowed
 }
 
-/// The largest absolute difference and its index. A NaN is an infinite difference, equal infinities are none.
+/// The largest absolute difference and its index. A NaN is an infinite difference; equal infinities do not differ.
 fn largest_gap(a: &[f32], b: &[f32]) -> (f32, usize) {
     let mut worst = (0.0, 0);
     for (at, (&a, &b)) in a.iter().zip(b).enumerate() {

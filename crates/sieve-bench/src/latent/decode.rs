@@ -17,7 +17,6 @@ pub(super) const WIDTHS: &[[usize; 2]] = &[[512, 64], [256, 64], [192, 64], [96,
 /// Elements between two latents in memory, which hold NaN.
 const GAP: usize = 8;
 
-/// Operands of one call on latents.
 struct Call {
     batch: usize,
     /// Number of new tokens, the last ones of `len`.
@@ -39,7 +38,6 @@ struct Call {
 }
 
 impl Call {
-    /// Draws call number `at`; half of the calls have factors of keys.
     fn draw(extent: &Extent, at: usize, random: &mut Random) -> Self {
         let [rank, rope] = random.one_of(extent.pick(&[[48, 16]], WIDTHS));
         let drawn = random.between(1, extent.pick(300, 5000));
@@ -101,7 +99,6 @@ impl Call {
         floats::<Flex, 4>(Flex::mla_decode(q, latents, key_scale, rank, scale))
     }
 
-    /// Runs the launch wrapper; returns o, `[batch, new, heads, rank]`.
     fn wrapper(&self, device: &dyn Device) -> Result<Vec<f32>, KernelError> {
         let Self {
             batch, new, heads, len, ..

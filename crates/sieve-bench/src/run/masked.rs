@@ -41,7 +41,6 @@ fn on_host<'a>(selector: &Selector, case: &'a Case) -> Result<(Call<'a>, Selecte
     made.or_else(|error| refused(error.to_string()))
 }
 
-/// Chooses the keys and computes the attention on the CPU.
 pub(super) fn on_cpu(selector: &Selector, case: &Case) -> Result<Masked> {
     let (call, chosen) = on_host(selector, case)?;
     let done = block_sparse_attention(&call, &chosen).and_then(|out| Ok((out, chosen.mask.for_kernels()?)));

@@ -69,7 +69,7 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
     }
     let qkv = packed(case, Layout::Contiguous).gathered();
     let bounds = [&case.doc_start, &case.doc_end].map(|x| x.iter().map(|&x| x as u32).collect::<Vec<u32>>());
-    let part_len = shape.seq_len / num_parts;
+    let len = shape.seq_len / num_parts; // tokens of a part
     let of_rank = |links: ThreadGroup| {
         let rank = sieve_ops::RankGroup::part(&links);
         let parts = ContextParallel::new(Arc::new(links), bounds.clone(), [shape.batch, shape.seq_len]);
@@ -78,9 +78,9 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
             let token_len = heads * d;
             let rows = values.chunks_exact(shape.seq_len * token_len);
             let own: Vec<f32> = rows
-                .flat_map(|row| row[rank * part_len * token_len..][..part_len * token_len].to_vec())
+                .flat_map(|row| row[rank * len * token_len..][..len * token_len].to_vec())
                 .collect();
-            typed::<B, 4>(&own, [shape.batch, part_len, heads, d], device)
+            typed::<B, 4>(&own, [shape.batch, len, heads, d], device)
         };
         let [_, _, heads, _] = packed_of(shape);
         let inputs = [own(&qkv, heads), own(&case.d_o, shape.num_heads)];
@@ -121,10 +121,7 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
             .map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
             .collect()
     });
-    let own_shape = sieve_kernels::AttentionShape {
-        seq_len: part_len,
-        ..shape
-    };
+    let own_shape = sieve_kernels::AttentionShape { seq_len: len, ..shape };
     for (rank, part) in parts.into_iter().enumerate() {
         let name = |what: &str| format!("part{rank}.{what}");
         if let Some((values, sizes)) = &part.halo {

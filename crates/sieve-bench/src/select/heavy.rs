@@ -22,7 +22,7 @@ pub(super) const HEAVY: &[&str] = &[
     "h2o:heavy=190,recent=18",
 ];
 
-/// Tokens of the prompt; the kernel sums the attention of fewer queries at a time.
+/// Tokens of the prompt; the kernel sums the attention of fewer queries in one pass, so it takes several.
 const PROMPT: usize = 203;
 /// Number of tokens decoded after the prompt.
 const WRITTEN: usize = 12;
@@ -30,7 +30,6 @@ const KV_HEADS: usize = 2;
 const HEADS: usize = 4;
 const WIDTH: usize = 64;
 
-/// Queries, keys and values of the prompt and of the tokens decoded after it.
 struct Text {
     q: Vec<f32>,
     k: Vec<f32>,
@@ -158,7 +157,6 @@ impl Text {
         }))
     }
 
-    /// Decodes token number `token` over the slots; returns o.
     fn step(&self, device: &dyn Device, slots: &DmaSlots, token: usize, scale: f32) -> Result<CudaTensor, KernelError> {
         let length = device.int(&[token as i32], &[1]);
         let shape = AttentionShape::new(1, 1, [HEADS, KV_HEADS], [WIDTH; 2]);
