@@ -187,8 +187,8 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
     });
     let tokens = blocks.num_selected_blocks * blocks.select_block_size;
     let flops = forward_flops(shape, tokens);
-    let of_indexer = of_heads([choosers; 2]);
-    let indexer = bench.inputs_or_skip(of_indexer)?.filter(|_| choice.has_indexer());
+    let indexer_shape = of_heads([choosers; 2]);
+    let indexer = bench.inputs_or_skip(indexer_shape)?.filter(|_| choice.has_indexer());
     if let Some(indexer) = indexer {
         let chosen = choose()?;
         let attend = |inputs: &Inputs| {
@@ -198,7 +198,7 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
         };
         let (attention, lists) = attend(&read)?;
         // The scores of the heads and of the indexer, then two GEMMs with the difference of their probabilities.
-        let flops = flops / 2.0 + 1.5 * forward_flops(of_indexer, tokens);
+        let flops = flops / 2.0 + 1.5 * forward_flops(indexer_shape, tokens);
         for (order, suffix) in ORDERS {
             bench.row(&format!("{name}loss{suffix}"), shape, Work::Flops(flops), || {
                 let (of_indexer, own_lists) = attend(&indexer)?;
