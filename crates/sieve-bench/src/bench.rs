@@ -134,7 +134,7 @@ pub struct BenchResult {
 /// worth nothing.
 ///
 /// # Errors
-/// A GPU that cannot be asked; what does not fit or does not run is a row.
+/// A GPU that does not answer; a call that does not fit or does not run is a row.
 pub fn bench(settings: &BenchSettings, gpu: &DeviceReport, say: &mut dyn FnMut(BenchEvent)) -> Result<BenchResult> {
     let mut bench = Bench::new(settings, gpu, say)?;
     match settings.rows {
@@ -181,6 +181,7 @@ pub(crate) enum Work {
 }
 
 impl<'a> Bench<'a> {
+    /// Measures the clock's overhead and the GPU's peak rates, and reports them.
     fn new(settings: &BenchSettings, gpu: &DeviceReport, say: &'a mut dyn FnMut(BenchEvent)) -> Result<Self> {
         let device = Gpu::new(gpu.index, portable_only(settings.portable));
         let clock = Clock::new(&device, settings.repetitions, gpu.num_multiprocessors);
@@ -251,14 +252,15 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Reports a selector's `[density, kept attention mass]` in words, where given, and adds `row` to the JSON.
-    pub(crate) fn say_kept(&mut self, name: &str, shape: AttentionShape, kept: Option<[f64; 2]>, row: Value) {
+    /// Adds `entry` to the JSON. A selector's `[density, kept attention mass]`, where given, is a row without a time,
+    /// which shows it where a skipped row shows its reason.
+    pub(crate) fn say_kept(&mut self, name: &str, shape: AttentionShape, kept: Option<[f64; 2]>, entry: Value) {
         if let Some([density, mass]) = kept {
             let text = format!("keeps {density:.4} of the pairs, {mass:.4} of the mass");
             self.skip(name, shape, &text);
         }
         if let Some(rows) = self.json["selectors"].as_array_mut() {
-            rows.push(row);
+            rows.push(entry);
         }
     }
 
@@ -301,6 +303,7 @@ impl<'a> Bench<'a> {
         let held = body()?;
         let after = in_use()?;
         drop(held);
+        // q, k, v and o in bf16.
         let heads = 2 * shape.num_heads + 2 * shape.num_kv_heads;
         let inputs = (shape.batch * shape.seq_len * shape.head_dim * 2 * heads) as f64;
         let outcome = Outcome::Memory { before, after, inputs };
@@ -314,7 +317,7 @@ impl<'a> Bench<'a> {
     }
 
     /// The tensors of a call of this shape; `None`, reported as a skipped row, when they do not fit into memory.
-    pub(crate) fn inputs(&mut self, shape: AttentionShape) -> Result<Option<Inputs>> {
+    pub(crate) fn inputs_or_skip(&mut self, shape: AttentionShape) -> Result<Option<Inputs>> {
         let bytes = Inputs::bytes(shape) as f64;
         Ok(self
             .fits("attention", shape, bytes)?

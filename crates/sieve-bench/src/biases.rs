@@ -93,25 +93,25 @@ const SHAPES: &[(usize, usize)] = &[(128, 2), (64, 4), (128, 3), (96, 2)];
 /// Head width and group size on the emulator; one shape only, since each needs its own compiled programs.
 const EMULATED_SHAPES: &[(usize, usize)] = &[(32, 2)];
 
-/// Checks every kind of biases over all keys and over key lists of one and of several super-blocks, with one and with
-/// two documents a row.
+/// Checks every kind of biases over all keys and over key lists of one and of several super-blocks (1024 queries each),
+/// with one and with two documents a row.
 pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let shapes = extent.pick(EMULATED_SHAPES, SHAPES);
     let mut draws = Vec::new();
     for (at, biases) in BIASES.into_iter().enumerate() {
-        let of_keys = [Keys::chosen(64), Keys::chosen(100), Keys::Biased];
-        for (other, keys) in of_keys.into_iter().enumerate() {
+        let key_sets = [Keys::chosen(64), Keys::chosen(100), Keys::Biased];
+        for (set, keys) in key_sets.into_iter().enumerate() {
             // The emulator is slow: there each kind of biases gets one of the three key sets.
-            if !extent.is_emulated || other == at % of_keys.len() {
-                let shape = shapes[(at + other) % shapes.len()];
-                draws.push((biases, keys, shape, at + other));
+            if !extent.is_emulated || set == at % key_sets.len() {
+                let shape = shapes[(at + set) % shapes.len()];
+                draws.push((biases, keys, shape, at + set));
             }
         }
     }
     let prepared: Vec<Result<Prepared>> = draws
         .into_par_iter()
         .enumerate()
-        .map(|(at, (biases, keys, shape, other))| prepare(biases, keys, shape, other, extent.seed + at as u64))
+        .map(|(at, (biases, keys, shape, number))| prepare(biases, keys, shape, number, extent.seed + at as u64))
         .collect();
     for prepared in prepared {
         let name = "attention, large biases";
@@ -122,7 +122,7 @@ pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     check_empty_list(report, device, extent)
 }
 
-/// Checks DMA's decoding over slots with large biases against attention over whole rows.
+/// Checks DMA's decoding against its fixed-size cache, with large biases, against attention over whole rows.
 fn check_decoding(report: &mut Report, device: &dyn Device, head_dim: usize, seed: u64) -> Result<()> {
     for biases in [Biases::Ten(14.0), Biases::Ten(20.0), Biases::Clamped] {
         let (keys, widths) = (Keys::chosen(40), (head_dim, 2));
@@ -136,18 +136,20 @@ fn check_decoding(report: &mut Report, device: &dyn Device, head_dim: usize, see
     Ok(())
 }
 
-fn prepare(biases: Biases, keys: Keys, widths: (usize, usize), other: usize, seed: u64) -> Result<Prepared> {
+/// Draws a case and computes its references; cases of an odd `number` have two documents a row.
+fn prepare(biases: Biases, keys: Keys, widths: (usize, usize), number: usize, seed: u64) -> Result<Prepared> {
     let seq_len = match keys {
         Keys::Chosen(window) if window.keep_window_size == 64 => 1100,
         Keys::Chosen(_) => 333,
         _ => 200,
     };
-    let cuts = Cuts::Count(1 + other % 2);
+    let cuts = Cuts::Count(1 + number % 2);
     let case = draw(biases, keys, seq_len, widths, cuts, seed)?;
     let label = format!("{biases:?} {keys} {cuts:?} seq_len={seq_len} {widths:?} seed {seed}");
     Ok(Prepared::new(case, Layout::Contiguous, label))
 }
 
+/// Draws a case with these biases; `widths` are head width and group size.
 fn draw(biases: Biases, keys: Keys, seq_len: usize, widths: (usize, usize), cuts: Cuts, seed: u64) -> Result<Case> {
     let mut case = Case::draw(shape(seq_len, widths), keys, cuts, &Scores::Tied, seed)?;
     let mut random = Random(seed + 1000);
@@ -165,6 +167,7 @@ fn check_empty_list(report: &mut Report, device: &dyn Device, extent: &Extent) -
         let mut case = Case::draw(shape, keys, Cuts::Count(1), &Scores::Tied, extent.seed)?;
         for (at, expire) in case.expire.iter_mut().enumerate() {
             let key = at % seq_len;
+            // A key that expires at its own position is seen by no query.
             *expire = if key < 1024 { key } else { seq_len } as i32;
         }
         let expire = case.expire.clone();

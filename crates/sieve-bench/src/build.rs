@@ -27,7 +27,7 @@ pub struct BuildSettings {
 pub enum BuildEvent {
     /// How many kernels are done, and out of how many.
     Progress(usize, usize),
-    /// All kernels of an architecture are done; what each uses follows.
+    /// All kernels of an architecture are done; the table of the resources that each uses follows.
     Table,
     /// A kernel was compiled: its line of the table.
     Kernel(String),
@@ -125,6 +125,7 @@ fn build_one(arch: &str, needed: &NeededKernels, cubins: &Cubins, say: &mut dyn 
     Ok(failed)
 }
 
+/// A kernel's line of the table; "?" where the compiler reported no resources.
 fn row(arch: &str, kernel: &SourceKernel, compiled: &CompiledKernel) -> String {
     let defines: Vec<String> = kernel
         .defines()
@@ -175,6 +176,7 @@ fn compile_all(
                 loop {
                     let index = next.fetch_add(1, Ordering::Relaxed);
                     let Some(kernel) = kernels.get(index) else {
+                        // Every kernel is taken.
                         break;
                     };
                     let outcome = match cubins.has(keys[index]) {
@@ -182,6 +184,7 @@ fn compile_all(
                         false => compile_into(kernel, keys[index], arch, cubins)
                             .map_or_else(Outcome::Failed, Outcome::Compiled),
                     };
+                    // The receiver is gone where the caller panicked.
                     if send.send((index, outcome)).is_err() {
                         break;
                     }
@@ -262,8 +265,8 @@ pub fn needed_by(recipe: Option<&Recipe>, arch: &str, shared_bytes: usize) -> Re
     Ok(list)
 }
 
-/// The attention kernels of a recipe. DMA also needs dense kernels with a bias: rows no longer than its window mask
-/// nothing.
+/// The attention kernels of a recipe, without regard to batch and row length. DMA also needs dense kernels with a bias:
+/// rows no longer than its window mask nothing.
 fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
     let model = &recipe.model;
     let mut shape = AttentionShape::new(

@@ -52,10 +52,10 @@ fn operands<B: DeviceBackend>(
 ) -> Result<Captured> {
     tokens.truncate(loaded.recipe.training.seq_len);
     let (model, shape) = (&loaded.model, &loaded.shape);
-    let wanted = (MAX_HEADS / shape.num_heads).clamp(1, model.layers.len());
+    let num_wanted = (MAX_HEADS / shape.num_heads).clamp(1, model.layers.len());
     let is_wanted = |layer: usize| {
-        let first = |at: usize| (at * model.layers.len()).div_ceil(wanted);
-        (0..wanted).any(|at| first(at) == layer)
+        let layer_of = |at: usize| (at * model.layers.len()).div_ceil(num_wanted);
+        (0..num_wanted).any(|at| layer_of(at) == layer)
     };
     let mut parts: [Vec<Tensor<B, 3>>; 3] = Default::default();
     each_layer(model, &tokens, device, &mut |at, layer, x, context| {
@@ -78,8 +78,9 @@ fn operands<B: DeviceBackend>(
         }
     });
     let named: Vec<NamedTensor> = named.collect();
-    write_tensor_file(out, &named, None)?;
-    let heads = [shape.num_heads, shape.num_kv_heads].map(|heads| heads * wanted);
+    let no_metadata = None;
+    write_tensor_file(out, &named, no_metadata)?;
+    let heads = [shape.num_heads, shape.num_kv_heads].map(|heads| heads * num_wanted);
     Ok(Captured::Operands([tokens.len(), heads[0], heads[1]]))
 }
 
@@ -112,7 +113,8 @@ fn scores<B: DeviceBackend>(
         name: "z".to_owned(),
         data: TensorData::new(rows.concat(), shape),
     };
-    write_tensor_file(out, &[z], None)?;
+    let no_metadata = None;
+    write_tensor_file(out, &[z], no_metadata)?;
     Ok(Captured::Scores(shape))
 }
 
@@ -131,6 +133,7 @@ pub fn kernel_sources() -> Result<String> {
 /// A callback for each layer of a forward pass: the layer's index, the layer, its input and the context.
 type Observe<'a, B> = dyn FnMut(usize, &DecoderLayer<B>, Tensor<B, 3>, &LayerContext<'_, B>) -> Result<()> + 'a;
 
+/// Runs the layers over one row of tokens, a single document; calls `observe` before each layer.
 fn each_layer<B: DeviceBackend>(
     model: &Qwen3<B>,
     tokens: &[u32],
@@ -163,7 +166,9 @@ fn scores_of_row<B: DeviceBackend>(model: &Qwen3<B>, tokens: &[u32], device: &B:
             );
         };
         let qkv = dma.qkv.forward(layer.input_layernorm.forward(x), context);
-        let z = dma_ranks(qkv, &dma.dma_layer(), dma.qkv.spec(None), None).into_data();
+        // Without recency the ranks are the scores; no window applies to them.
+        let (no_window, no_recency) = (None, None);
+        let z = dma_ranks(qkv, &dma.dma_layer(), dma.qkv.spec(no_window), no_recency).into_data();
         let z: Vec<f32> = z.convert::<f32>().to_vec().map_err(BenchError::gpu)?;
         rows.extend(z.chunks_exact(tokens.len()).map(<[f32]>::to_vec));
         Ok(())

@@ -109,7 +109,7 @@ pub(crate) struct Case {
     pub(crate) d_o: Vec<f32>,
     /// DMA's scores of the keys, `[batch, num_kv_heads, seq_len]`; empty unless DMA chooses keys.
     pub(crate) z: Vec<f32>,
-    /// `[batch, num_kv_heads, seq_len]`; empty where there is no bias.
+    /// Biases of the keys, `[batch, num_kv_heads, seq_len]`; empty where there is no bias.
     pub(crate) delta: Vec<f32>,
     /// First token of each token's document, `[batch, seq_len]`.
     pub(crate) doc_start: Vec<i32>,
@@ -229,16 +229,16 @@ impl Case {
     /// Index of each document's first token in the flattened batch, then the number of tokens.
     pub(crate) fn cu_seqlens(&self) -> Vec<i32> {
         let seq_len = self.shape.seq_len;
-        let first = |at: &usize| self.doc_start[*at] as usize == at % seq_len;
+        let is_first = |at: &usize| self.doc_start[*at] as usize == at % seq_len;
         (0..self.doc_start.len())
-            .filter(first)
+            .filter(is_first)
             .chain([self.doc_start.len()])
             .map(|at| at as i32)
             .collect()
     }
 
-    /// The largest bias that each query sees, `[batch, num_kv_heads, seq_len]`; 0 where it sees no key. Kernels
-    /// subtract it from the logits, so a query's log-sum-exp is relative to it.
+    /// The largest bias among the keys that each query sees, `[batch, num_kv_heads, seq_len]`; 0 where it sees no key.
+    /// Kernels subtract it from the logits, so a query's log-sum-exp is relative to it.
     pub(crate) fn largest_biases(&self) -> Vec<f32> {
         let seq_len = self.shape.seq_len;
         let mut largest = Vec::with_capacity(self.delta.len());
@@ -260,6 +260,7 @@ impl Case {
     pub(crate) fn repeat_first_row(&mut self) {
         fn repeat<T: Copy>(values: &mut [T], batch: usize) {
             let (first, rest) = values.split_at_mut(values.len() / batch);
+            // z and delta may be empty, but a chunk has at least one number.
             for row in rest.chunks_exact_mut(first.len().max(1)) {
                 row.copy_from_slice(first);
             }
@@ -273,14 +274,15 @@ impl Case {
         self.expire = self.oracle();
     }
 
+    /// The mask `expire` by the CPU's definition: DMA's selection by rank, extended by the local window; without DMA, a
+    /// key expires where the window or its document ends.
     fn oracle(&self) -> Vec<i32> {
         let [batch, seq_len, _, num_kv_heads, _, _] = sizes(self.shape);
         let documents = Documents::new(&self.doc_start, &self.doc_end);
         let mut expire = vec![0; batch * num_kv_heads * seq_len];
         if let Keys::Chosen(window) = self.keys {
             let kept = window.num_ranked();
-            let (z, rows) = (&self.z, &mut expire);
-            dma_select(z, documents, batch, num_kv_heads, seq_len, kept, rows);
+            dma_select(&self.z, documents, batch, num_kv_heads, seq_len, kept, &mut expire);
             let local = window.local_window_size;
             extend_expire(&mut expire, documents, num_kv_heads, seq_len, local);
             return expire;
@@ -295,7 +297,7 @@ impl Case {
     }
 }
 
-/// An integer for each f32, in the order of [`f32::total_cmp`].
+/// An integer for each f32, in the order of [`f32::total_cmp`]: of negative numbers all bits but the sign are flipped.
 fn order_of(x: f32) -> i32 {
     let bits = x.to_bits() as i32;
     bits ^ (((bits >> 31) as u32) >> 1) as i32

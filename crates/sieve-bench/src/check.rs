@@ -109,11 +109,12 @@ impl Target {
 /// part.
 ///
 /// # Errors
-/// A GPU that cannot be asked; a wrong result is a row of the report.
+/// A GPU that does not answer; a wrong result is a row of the report.
 pub fn check(settings: &CheckSettings, target: &Target, on_part: &mut dyn FnMut(CheckedPart)) -> Result<Report> {
+    let cpu_has_fp8 = false;
     let mut progress = Progress::new(on_part);
     match target {
-        Target::Cpu => progress.models::<Autodiff<Flex>>((&FlexDevice, DType::F32), false, settings)?,
+        Target::Cpu => progress.models::<Autodiff<Flex>>((&FlexDevice, DType::F32), cpu_has_fp8, settings)?,
         Target::Cuda(gpu) => on_cuda(&mut progress, gpu, settings)?,
     }
     Ok(progress.report)
@@ -204,6 +205,7 @@ const TOKENS: &[Part] = &[
 ];
 
 impl CheckPart {
+    /// The group's parts that are checked with each family of kernels.
     fn of_a_family(self) -> &'static [Part] {
         match self {
             Self::All => OF_A_FAMILY,
@@ -252,6 +254,7 @@ impl<'a> Progress<'a> {
         Self { report, on_part }
     }
 
+    /// Runs one part, then calls `on_part` with its cases, failures and duration.
     fn part(&mut self, name: String, check: impl FnOnce(&mut Report) -> Result<()>) -> Result<()> {
         let (started, before) = (Instant::now(), self.report.counts());
         check(&mut self.report)?;
@@ -265,13 +268,14 @@ impl<'a> Progress<'a> {
         Ok(())
     }
 
+    /// Checks the launch wrappers of these parts; `family` names the kernels that they take.
     fn wrappers(&mut self, family: &str, parts: &[Part], device: &dyn Device, extent: &Extent) -> Result<()> {
         parts.iter().try_for_each(|(name, check)| {
             self.part(format!("{family}, {name}"), |report| check(report, device, extent))
         })
     }
 
-    /// Checks models on a device that computes in the given type, and in fp8 too, `with_fp8`.
+    /// Checks models on a device that computes in the given dtype; `with_fp8`: in fp8 too.
     fn models<B: TrainBackend>(
         &mut self,
         on: (&B::Device, DType),
@@ -342,7 +346,7 @@ fn stage(progress: &mut Progress<'_>, name: &str, part: impl FnOnce(&mut Progres
 /// called after it.
 ///
 /// # Errors
-/// A GPU that cannot be asked; a wrong result is a row of the report.
+/// A GPU that does not answer; a wrong result is a row of the report.
 pub fn short_check(
     gpu: &DeviceReport,
     portable: bool,
@@ -351,7 +355,8 @@ pub fn short_check(
 ) -> Result<Report> {
     let device = &Gpu::new(gpu.index, portable_only(portable));
     let mut progress = Progress::new(on_part);
-    let extent = Extent::all(SHORT_CHECK_CASES, 300, 2);
+    let (longest, seed) = (300, 2);
+    let extent = Extent::all(SHORT_CHECK_CASES, longest, seed);
     let parts: &[Part] = match rows {
         BenchRows::Step => &[STEP],
         BenchRows::Sparse | BenchRows::Selectors => &[SELECTIONS, MASKS],
@@ -376,6 +381,7 @@ pub fn short_check(
 /// Every specialisation that checks and benchmarks of one new token launch.
 fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = sparse::sparse_kernels(gpu);
+    // Widths and groups do not depend on the numbers given here.
     for &(head_dim, head_dim_v) in Extent::all(0, 0, 0).widths {
         let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);
         let blocks = (head_dim == head_dim_v && [64, 128].contains(&head_dim)).then_some(NeededKeys::Blocks);
@@ -391,8 +397,10 @@ fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
     list
 }
 
+/// Every specialisation that ships or that the checks of all groups launch.
 fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = NeededKernels::shipped_for(&gpu.arch());
+    // Widths and groups do not depend on the numbers given here.
     let Extent { widths, groups, .. } = Extent::all(0, 0, 0);
     list.extend(latent_kernels(gpu));
     list.extend(sparse::sparse_kernels(gpu));

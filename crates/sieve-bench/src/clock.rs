@@ -72,6 +72,7 @@ pub(crate) struct Clock {
 }
 
 impl Clock {
+    /// Allocates two stamps for each repetition, and the buffer that `flush` reads.
     pub(crate) fn new(device: &Gpu, repetitions: usize, multiprocessors: usize) -> Self {
         let sink = device.float(&[0.0; 4], &[4], DType::F32);
         Self {
@@ -119,6 +120,7 @@ impl Clock {
         let new = || self.sink.zeros_contiguous(&[FLUSH_BYTES / 4], DType::F32);
         let (from, to) = (new(), new());
         let kernel = SourceKernel::from_text("bench_copy", COPY).threads(1024);
+        // A word is a uint4.
         let words = [(FLUSH_BYTES / 16) as u64];
         let grid = [self.multiprocessors * 2, 1, 1];
         let times = self.time(&mut || {
@@ -134,12 +136,13 @@ impl Clock {
         unsafe { kernel.launch_text([1, 1, 1], &[&self.stamps], &[index as u64]) }
     }
 
+    /// Evicts the L2, and keeps the GPU busy until `wait_ns` have passed, so that the host can queue the work.
     fn flush(&self, wait_ns: u64) -> Result<(), KernelError> {
         let kernel = SourceKernel::from_text("bench_flush", FLUSH).threads(1024);
-        let words = [(FLUSH_BYTES / 16) as u64, wait_ns];
+        let params = [(FLUSH_BYTES / 16) as u64, wait_ns];
         let grid = [self.multiprocessors * 2, 1, 1];
         // SAFETY: reads FLUSH_BYTES, writes one word, and ends when its time is over.
-        unsafe { kernel.launch_text(grid, &[&self.flushed, &self.sink], &words) }
+        unsafe { kernel.launch_text(grid, &[&self.flushed, &self.sink], &params) }
     }
 }
 

@@ -54,7 +54,7 @@ pub(super) fn judge(case: &Case, o: &[f32]) -> Outcome {
     let [exact, plain] = [Rounding::None, Rounding::Bf16].map(|rounding| attention(case, rounding));
     let lost_digits = lost_digits(&exact.outputs.lse);
     let (plain, exact, terms) = (&plain.outputs.o, &exact.outputs.o, &exact.terms.o);
-    RowTolerance::new(true, lost_digits).judge("o", o, plain, exact, terms)
+    RowTolerance::of_bf16(lost_digits).judge("o", o, plain, exact, terms)
 }
 
 /// Checks the launch wrappers of decoding; the kernels write each new token's key into the cache.

@@ -124,7 +124,8 @@ impl Device for Gpu {
     }
 
     fn poison(&self, shape: AttentionShape) {
-        // Buffers of the outputs' sizes are filled and freed; the allocator's pool reuses them for the call.
+        // Two buffers of each size that outputs have (dk and dv are equally large) are filled and freed; the
+        // allocator's pool reuses them for the call.
         let held: Vec<Tensor<Cuda, 1>> = [
             (&queries_of(shape)[..], DType::BF16),
             (&shape.output(), DType::BF16),

@@ -109,6 +109,7 @@ impl Emulator {
         self.recorder.take_steps().iter().try_for_each(|step| self.step(step))
     }
 
+    /// Launches a kernel, fills a buffer, or copies a strided tensor into a contiguous buffer, as recorded.
     fn step(&self, step: &Step) -> Result<(), KernelError> {
         match step {
             Step::Launch(launch) => self.run(launch)?,
@@ -126,8 +127,8 @@ impl Emulator {
                 let all = self.read(from.buffer).map_err(|e| failed("copy", &e))?;
                 let mut gathered = Vec::new();
                 for at in 0..shape.iter().product() {
-                    let place = from.offset_bytes + place(at, shape, strides) * element_bytes;
-                    gathered.extend(&all[place..place + element_bytes]);
+                    let first = from.offset_bytes + place(at, shape, strides) * element_bytes;
+                    gathered.extend(&all[first..first + element_bytes]);
                 }
                 self.write(*to, &gathered).map_err(|e| failed("copy", &e))?;
             }
@@ -189,6 +190,8 @@ impl Emulator {
         Ok(all[Self::padding(bytes)..][..bytes].to_vec())
     }
 
+    /// Runs a launch's program. Its arguments: grid, threads of a block, bytes of dynamic shared memory, seed, number
+    /// of params' words, the words, and each tensor as `file:bytes of the buffer:offset in bytes`.
     fn run(&self, launch: &Launch) -> Result<(), KernelError> {
         let name = launch.kernel.name();
         let seed = {
@@ -498,8 +501,8 @@ fn call_of(statement: &str) -> String {
     };
     let function = |opcode: &str| opcode.replace("::", "_").replace('.', "_");
     if template.starts_with('{') {
-        // A block of several instructions: ptx.h names its function after the last one, and passes all operands in the
-        // order of their numbers.
+        // A block of several instructions: ptx.h names its function after the last one, in the line before `}`, without
+        // its predicate `@p`. All operands are passed in the order of their numbers.
         let lines: Vec<&str> = template.split("\\n").collect();
         let last = lines.iter().rev().nth(1).copied().unwrap_or_default();
         let opcode = last
@@ -510,6 +513,7 @@ fn call_of(statement: &str) -> String {
     }
     let (opcode, arguments) = template.split_once(' ').unwrap_or((&template, ""));
     if opcode.is_empty() {
+        // A barrier for the compiler alone.
         return ";".to_owned();
     }
     let words = arguments

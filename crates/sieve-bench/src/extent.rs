@@ -15,8 +15,9 @@ const WIDTHS: &[(usize, usize)] = &[
 /// Numbers of query heads for each KV head.
 const GROUPS: &[usize] = &[1, 2, 3, 4, 7, 8, 16];
 
-/// Tokens of the rows of DMA's selection: less than a super-block (1024), several super-blocks, several blocks of
-/// survivors (8192), and rows so long that the kernel searches `expire` in several passes.
+/// Tokens of the rows of DMA's selection: less than a super-block (1024 queries), several super-blocks, several blocks
+/// of 8192 tokens, at whose ends a kernel stores the kept keys (survivors), and rows so long that the kernel searches
+/// `expire` in several passes.
 const LENGTHS: &[usize] = &[1, 2, 63, 1024, 1025, 3000, 8193, 20001, 131_073, 300_001];
 
 /// Tokens, kept keys and local window of further selections: one short row, and rows of more than 16,384 tokens, whose
@@ -54,7 +55,7 @@ pub(crate) struct Extent {
     pub(crate) is_emulated: bool,
     /// Factor on the queries and keys of all calls; when absent, each call takes the next of [`MAGNITUDES`].
     pub(crate) magnitude: Option<f32>,
-    /// Whether the user checks one part alone; it then gets as many calls as attention.
+    /// Whether the user checks one group of kernels alone; it then gets as many calls as attention.
     pub(crate) is_part: bool,
     /// Kernel family and order of sums that the ops use.
     pub(crate) policy: KernelPolicy,
@@ -106,7 +107,8 @@ impl Extent {
         self.magnitude.unwrap_or(MAGNITUDES[at % MAGNITUDES.len()])
     }
 
-    /// Number of calls of slow checks (selections, decoding): a fifth of `cases`, at least one of each of four kinds.
+    /// Number of calls of slow checks (selections, decoding): `cases` where the user checks one group alone; otherwise
+    /// a fifth of them, at least one of each of four kinds.
     pub(crate) fn few(&self) -> usize {
         match self.is_part {
             true => self.cases,

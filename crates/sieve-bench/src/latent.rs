@@ -50,7 +50,9 @@ enum Size {
 struct Call {
     spec: MlaSpec,
     case: Case,
+    /// Each head's key without its rotated part, then its value: `[batch, seq_len, heads, 2 head_dim]`.
     kv: Vec<f32>,
+    /// The rotated part of the keys, the same for all heads, before the rotation: `[batch, seq_len, rope_dim]`.
     k_rope: Vec<f32>,
     /// Weights of the norms of queries and keys, where there are norms.
     norms: Option<[Vec<f32>; 2]>,
@@ -126,7 +128,7 @@ impl Call {
         let heads = case.k.chunks_exact(key_dim).zip(case.v.chunks_exact(head_dim));
         let kv = heads.flat_map(|(k, v)| k[..head_dim].iter().chain(v)).copied();
         let kv = kv.collect();
-        let place = |(at, start): (usize, &i32)| (at % seq_len) as i32 - start;
+        let position = |(at, start): (usize, &i32)| (at % seq_len) as i32 - start;
         Self {
             spec: MlaSpec {
                 num_heads,
@@ -138,7 +140,7 @@ impl Call {
             kv,
             k_rope,
             norms: None,
-            positions: case.doc_start.iter().enumerate().map(place).collect(),
+            positions: case.doc_start.iter().enumerate().map(position).collect(),
             label,
             case,
         }
@@ -268,7 +270,8 @@ impl Call {
         let bounds = [&self.case.doc_start, &self.case.doc_end];
         let [start, end] = bounds.map(|x| device.int(x, &self.rows()));
         let scale = self.spec.softmax_scale as f32;
-        let result = qkv.attention_forward(&start, None, scale, None)?;
+        let (no_window, no_bias) = (None, None);
+        let result = qkv.attention_forward(&start, no_window, scale, no_bias)?;
         let d_packed = packed.nan_contiguous(packed.shape(), sieve_kernels::DType::BF16);
         let call = AttentionGradients {
             qkv: &qkv.in_order(order),
@@ -277,7 +280,8 @@ impl Call {
             grads: &heads(&d_packed)?,
             softmax_scale: scale,
         };
-        call.attention_backward([&start, &end], None, None)?;
+        let (no_window, no_bias) = (None, None);
+        call.attention_backward([&start, &end], no_window, no_bias)?;
         let normed = weights.as_ref().map(|_| inputs.each_ref());
         let ([dq, dkv, dk_rope], d_weights) = args.mla_pack_backward(normed, &d_packed)?;
         let mut results = vec![
@@ -434,7 +438,7 @@ impl Expected {
         let rows = RowTolerance {
             most_of_plain: f64::INFINITY,
             of_a_row: self.of_a_row,
-            ..RowTolerance::new(true, lost_digits)
+            ..RowTolerance::of_bf16(lost_digits)
         };
         let mut worst = 0.0f32;
         for (((name, own), (_, plain)), (_, exact)) in own.iter().zip(&self.plain).zip(&self.exact) {

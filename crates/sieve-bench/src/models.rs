@@ -80,7 +80,7 @@ const KINDS: &str = r"
         num_selected_blocks = 4
 ";
 
-/// A row of [`KINDS`].
+/// A row of [`KINDS`]: name, part of the check, how queries find keys, `[attention]` section.
 type Kind = [&'static str; 4];
 
 /// Query heads, KV heads and head width of a model. A row's name says them where they differ from [`USUAL`].
@@ -239,6 +239,7 @@ pub(crate) fn needed_kernels(part: CheckPart, gpu: &DeviceReport) -> NeededKerne
     list
 }
 
+/// The models of a part of the check, each at the head sizes to check.
 fn of_part(part: CheckPart) -> impl Iterator<Item = (Kind, HeadSizes)> {
     let is_of_part = move |of: &str| match part {
         CheckPart::All => true,
@@ -283,6 +284,7 @@ fn judge(kind: &Kind, is_bf16: bool, [own, plain, exact]: [&Found; 3]) -> Outcom
     rows.judge(name, &own.2, &plain.2, exact, &row_norms(exact, *width))
 }
 
+/// The recipe of a model; its tokenizer and data are never read.
 fn recipe(kind: &Kind, [heads, kv_heads, head_dim]: HeadSizes) -> Result<Recipe> {
     let text = format!(
         "[model]\nhidden_size = 128\nintermediate_size = 192\nnum_hidden_layers = {LAYERS}\n\
@@ -297,6 +299,7 @@ fn recipe(kind: &Kind, [heads, kv_heads, head_dim]: HeadSizes) -> Result<Recipe>
 }
 
 impl Setup {
+    /// Draws weights, tokens, and labels, which are ignored at the last token of each document.
     fn draw(kind: &Kind, sizes: HeadSizes, seed: u64) -> Result<Self> {
         let recipe = recipe(kind, sizes)?;
         let shape = recipe.model_shape(VOCAB_SIZE);
@@ -339,7 +342,8 @@ impl Setup {
             let found = self.weights.iter().find(|tensor| tensor.name == name);
             Ok(found.expect("a model of the same shape").data.clone())
         };
-        let Ok(model) = load_parameters(Qwen3::new(&self.shape, 0, device), dtype, read);
+        let seed = 0; // of weights that are overwritten
+        let Ok(model) = load_parameters(Qwen3::new(&self.shape, seed, device), dtype, read);
         model
     }
 
@@ -399,7 +403,7 @@ impl Setup {
             tokens: rows_of(&self.tokens, device),
             labels: rows_of(&self.labels, device),
             documents: Documents::new(&self.bounds[0], &self.bounds[1], [ROWS, SEQ_LEN], device),
-            parts: None,
+            parts: None, // whole rows: no context parallelism
             num_labels,
         };
         let share = 1.0 / num_labels as f64;

@@ -52,15 +52,19 @@ struct Inputs {
     case: Case,
     qkv: Vec<f32>,
     blocks: NsaBlocks,
+    /// Position embeddings of keys and of values, `[compress_block_size, head_dim]`.
     positions: [Vec<f32>; 2],
+    /// A compressed key and value of each block: `[2, batch * slots * num_kv_heads, head_dim]`.
     compressed: Vec<f32>,
     /// A pooled key and value of each selected block: `[2, batch * slots * num_kv_heads, head_dim]`.
     means: Vec<f32>,
     /// A pooled key and value of each token: `[2, batch * seq_len * num_kv_heads, head_dim]`.
     tokens: Vec<f32>,
+    /// Outputs of the three branches, which the gates weigh by `logits` and `bias`.
     branches: [Vec<f32>; 3],
     logits: Vec<f32>,
     bias: Vec<f32>,
+    /// Gradient of the blocks that an MLP compresses.
     d_blocks: Vec<f32>,
     /// An indexer's packed tensor: one query head a KV head, one key head, and a head that no kernel may read.
     index: Vec<f32>,
@@ -135,7 +139,8 @@ impl Inputs {
         device::family_name(family)
     }
 
-    /// Sets the selected branch's choice: `chosen` without every third block, so that no query reads that block.
+    /// Sets the selected branch's choice: `chosen` without every third block, so that no query reads that block. Free
+    /// entries are -1.
     fn leave_out(&mut self, chosen: &[i32]) {
         let count = self.blocks.num_selected_blocks;
         self.chosen.clear();
@@ -158,7 +163,7 @@ impl Inputs {
     /// The choices of InfLLM-V2 (by the compressed keys), MoBA (by a mean key of each block) and MSA (by each token's
     /// key): name, rule and pooled keys.
     fn choices(&self) -> [(&'static str, BlockChoice, &[f32]); 3] {
-        let keys_of = |size| NsaBlocks {
+        let pooled_by = |size| NsaBlocks {
             compress_block_size: size,
             compress_stride: size,
             ..self.blocks
@@ -172,12 +177,12 @@ impl Inputs {
             },
         };
         let mean = BlockChoice {
-            blocks: keys_of(self.blocks.select_block_size),
+            blocks: pooled_by(self.blocks.select_block_size),
             rule: ChoiceRule::MeanKey,
             forced: ForcedBlocks { first: false, local: 1 },
         };
         let score = BlockChoice {
-            blocks: keys_of(1),
+            blocks: pooled_by(1),
             rule: ChoiceRule::LargestScore,
             ..mean
         };
@@ -388,10 +393,10 @@ impl Inputs {
         let ends = |c: &usize| start + c * blocks.compress_stride + blocks.compress_block_size <= i + 1;
         let seen = (0..).take_while(ends).count();
         let first = row * blocks.num_slots(shape.seq_len) + blocks.first_slot(start);
-        let packed = (shape.num_heads + 2 * kv_heads) * d;
+        let token_len = (shape.num_heads + 2 * kv_heads) * d;
         let (mut probabilities, mut largest_logit) = (vec![0.0; seen], 0.0f64);
         for head in kv_head * group..(kv_head + 1) * group {
-            let q = &self.qkv[token * packed + head * d..][..d];
+            let q = &self.qkv[token * token_len + head * d..][..d];
             let logit = |c: usize| {
                 let k = &self.compressed[((first + c) * kv_heads + kv_head) * d..][..d];
                 let pairs = q.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k));
@@ -645,6 +650,8 @@ fn check_repeats(report: &mut Report, device: &dyn Device, extent: &Extent) -> R
     Ok(())
 }
 
+/// Repeats the backward passes of one call in the fixed order, whose gradients must have equal bits, and compares them
+/// with the gradients in any order.
 fn repeated(inputs: &Inputs, device: &dyn Device) -> Outcome {
     let Case {
         shape,

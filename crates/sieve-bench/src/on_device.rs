@@ -39,7 +39,8 @@ impl<'a> OnDevice<'a> {
 
     /// Uploads a case: as separate tensors, or packed in any other layout where keys and values have one width.
     pub(crate) fn laid_out(case: &'a Case, layout: Layout, device: &'a dyn Device) -> Self {
-        let (shape, rows) = (case.shape, [case.shape.batch, case.shape.seq_len]);
+        let (shape, per_token) = (case.shape, [case.shape.batch, case.shape.seq_len]);
+        // A case without biases or scores gets zeros, which its calls do not read.
         let per_key = |values: &[f32]| {
             let zeros = vec![0.0; case.expire.len()];
             let values = if values.is_empty() { &zeros } else { values };
@@ -60,8 +61,8 @@ impl<'a> OnDevice<'a> {
             grads: nan_like(&qkv, shape),
             qkv,
             d_o: device.float(&case.d_o, &shape.output(), DType::BF16),
-            doc_start: device.int(&case.doc_start, &rows),
-            doc_end: device.int(&case.doc_end, &rows),
+            doc_start: device.int(&case.doc_start, &per_token),
+            doc_end: device.int(&case.doc_end, &per_token),
             scale: case.scale,
             o_low: KeepOLow::default(),
         };
@@ -113,7 +114,7 @@ impl<'a> OnDevice<'a> {
         self.gradients(lists, &result, order)
     }
 
-    /// Runs the backward pass of a forward pass and reads both passes' results back.
+    /// Runs the backward pass after the forward pass with this `result`, and reads both passes' results back.
     pub(crate) fn gradients(
         &self,
         lists: Option<&KeyLists>,
@@ -136,6 +137,7 @@ impl<'a> OnDevice<'a> {
             ..Outputs::default()
         };
         match is_packed(&inputs.qkv, self.case.shape) {
+            // The gradients of q, k and v are heads of one tensor.
             true => outputs.set_packed_gradient(self.case.shape, &read(inputs.grads.q.tensor())?),
             false => {
                 let Qkv { q, k, v } = &inputs.grads;
@@ -149,8 +151,8 @@ impl<'a> OnDevice<'a> {
     fn token(&self, at: usize) -> Qkv {
         let shape = self.case.shape;
         let of = |values: &Vec<f32>| -> Vec<f32> {
-            let step = values.len() / (shape.batch * shape.seq_len);
-            let rows = values.chunks_exact(step).skip(at).step_by(shape.seq_len);
+            let token_len = values.len() / (shape.batch * shape.seq_len);
+            let rows = values.chunks_exact(token_len).skip(at).step_by(shape.seq_len);
             rows.flatten().copied().collect()
         };
         let [q, k, v] = [&self.case.q, &self.case.k, &self.case.v].map(of);
@@ -186,7 +188,7 @@ impl<'a> OnDevice<'a> {
         Ok(by_token(&rows, shape))
     }
 
-    /// Decodes token by token against DMA's fixed-size cache; the output is `[batch, seq_len, heads, width]`.
+    /// Decodes token by token against DMA's fixed-size cache; returns o, `[batch, seq_len, num_heads, head_dim_v]`.
     pub(crate) fn dma_decode(&self) -> Result<Vec<f32>, KernelError> {
         let shape = self.case.shape;
         let like = self.inputs.qkv.q.tensor();
@@ -224,7 +226,7 @@ fn nan_like(qkv: &Qkv, shape: AttentionShape) -> Qkv {
     }
 }
 
-/// Joins the outputs of decoded tokens, each `[batch, heads, width]`, to `[batch, seq_len, heads, width]`.
+/// Joins the outputs of decoded tokens, each `[batch, heads, width]`, into one list `[batch, seq_len, heads, width]`.
 fn by_token(rows: &[Vec<f32>], shape: AttentionShape) -> Vec<f32> {
     let width = shape.num_heads * shape.head_dim_v;
     (0..shape.batch)

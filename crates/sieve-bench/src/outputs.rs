@@ -15,9 +15,9 @@ pub(crate) struct Outputs {
     pub(crate) dk: Vec<f32>,
     /// Gradient of v, `[batch, seq_len, num_kv_heads, head_dim_v]`.
     pub(crate) dv: Vec<f32>,
-    /// `[batch, num_kv_heads, seq_len]`; empty without a bias.
+    /// Gradient of the biases, `[batch, num_kv_heads, seq_len]`; empty without a bias.
     pub(crate) ddelta: Vec<f32>,
-    /// `[batch, num_kv_heads, seq_len]`; empty where the call returns no `expire`.
+    /// First query that no longer sees each key, `[batch, num_kv_heads, seq_len]`; empty where the call returns none.
     pub(crate) expire: Vec<i32>,
 }
 
@@ -26,11 +26,11 @@ impl Outputs {
     /// values narrower than keys were padded with zeros.
     pub(crate) fn set_packed_gradient(&mut self, shape: AttentionShape, dqkv: &[f32]) {
         let [_, _, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(shape);
-        let token = (num_heads + 2 * num_kv_heads) * head_dim;
+        let token_len = (num_heads + 2 * num_kv_heads) * head_dim;
         self.dq.clear();
         self.dk.clear();
         self.dv.clear();
-        for row in dqkv.chunks_exact(token) {
+        for row in dqkv.chunks_exact(token_len) {
             let (q, rest) = row.split_at(num_heads * head_dim);
             let (k, v) = rest.split_at(num_kv_heads * head_dim);
             self.dq.extend(q);

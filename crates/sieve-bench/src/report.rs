@@ -67,8 +67,8 @@ impl Report {
         }
     }
 
-    /// Adds a result of ops that should have run on `path`. `reference` says why one of them took the reference
-    /// instead: a failure, or a missing kernel where a limit of the device is the reason.
+    /// Adds a result of ops that should have run on `path`. `reference` says why one of them took the reference instead
+    /// (`None`: none did): a failure, or a missing kernel where a limit of the device is the reason.
     pub(crate) fn add_call(
         &mut self,
         name: &str,
@@ -103,6 +103,7 @@ impl Report {
         self.row(name, reason).not_on_this_device += 1;
     }
 
+    /// The row of this name and path, added at the end where there is none yet.
     fn row(&mut self, name: &str, path: &str) -> &mut Row {
         let found = self.rows.iter().position(|row| row.name == name && row.path == path);
         let at = found.unwrap_or_else(|| {
@@ -166,7 +167,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// Tells whether an op on a GPU took its reference since [`start`](Self::start). Ops on the CPU do not count: they
+/// Finds an op on a GPU that took its reference since [`start`](Self::start). Ops on the CPU do not count: they
 /// compute what the GPU is compared with.
 pub(crate) struct PathWatch {
     before: BTreeMap<(Place, &'static str), OpPath>,
@@ -179,7 +180,7 @@ impl PathWatch {
         Self { before }
     }
 
-    /// An op that took its reference since [`start`](Self::start), and why.
+    /// An op that took its reference since [`start`](Self::start), and why; `None` if all took kernels.
     pub(crate) fn reference(&self) -> Option<String> {
         let on_gpu = op_paths().into_iter().filter(|((place, _), _)| *place == Place::Cuda);
         let calls_before = |key: &(Place, &'static str)| self.before.get(key).map_or(0, |was| was.reference_calls);

@@ -146,7 +146,8 @@ pub fn run<E: From<BenchError>>(
         false => SumOrder::Any,
     };
     case.policy = KernelPolicy { sums, ..case.policy };
-    let seeds = (settings.seed, settings.magnitude);
+    let on_gpu = matches!(target, Target::Cuda(_));
+    let seed_and_magnitude = (settings.seed, settings.magnitude);
     let tensors = match (&target, settings.op) {
         (_, Op::BlockSparse) => {
             let selector = masked::check(settings.selector.as_ref(), &case.shape)?;
@@ -166,21 +167,21 @@ pub fn run<E: From<BenchError>>(
             parts::check(settings.parts, &case)?;
             by_kernels(|| parts::tensors::<Cuda>(&case, settings.parts, settings.seed, &CudaDevice::new(gpu.index)))?
         }
-        (Target::Cpu, Op::Fp8) => fp8::tensors::<Flex>(case.shape, seeds, &FlexDevice, fp8::on_host)?,
+        (Target::Cpu, Op::Fp8) => fp8::tensors::<Flex>(case.shape, seed_and_magnitude, &FlexDevice, fp8::on_host)?,
         (Target::Cuda(gpu), Op::Fp8) => {
             let device = Gpu::new(gpu.index, case.policy);
             let round = |values: &[f32], sizes, format| fp8::on_cuda(&device, values, sizes, format);
-            by_kernels(|| fp8::tensors::<Cuda>(case.shape, seeds, &device, round))??
+            by_kernels(|| fp8::tensors::<Cuda>(case.shape, seed_and_magnitude, &device, round))??
         }
         (Target::Cpu, Op::Nsa | Op::Mla) => of_ops::<Flex>(settings, case, &FlexDevice),
         (Target::Cuda(gpu), Op::Nsa | Op::Mla) => {
             by_kernels(|| of_ops::<Cuda>(settings, case, &CudaDevice::new(gpu.index)))?
         }
-        (Target::Cpu, op) => tensors(op, &case, z.as_deref(), on_cpu(op, &case), false),
+        (Target::Cpu, op) => tensors(op, &case, z.as_deref(), on_cpu(op, &case), on_gpu),
         (Target::Cuda(gpu), op) => {
             let device = Gpu::new(gpu.index, case.policy);
             let outputs = on_cuda(op, &case, &device).map_err(BenchError::NotTaken)?;
-            tensors(op, &case, z.as_deref(), outputs, true)
+            tensors(op, &case, z.as_deref(), outputs, on_gpu)
         }
     };
     write_tensor_file(out, &tensors, Some(metadata)).map_err(BenchError::from)?;
@@ -201,7 +202,7 @@ fn by_kernels<T>(run: impl FnOnce() -> T) -> Result<T> {
 /// Draws the inputs; refuses options that the op would ignore.
 fn case(settings: &RunSettings) -> Result<Case> {
     let CaseShape(shape) = settings.shape;
-    let chosen = matches!(settings.op, Op::Dma | Op::DmaSelect | Op::DmaDecode);
+    let is_dma = matches!(settings.op, Op::Dma | Op::DmaSelect | Op::DmaDecode);
     let keys = match (settings.op, settings.window) {
         (_, Some(0)) => return refused("--window 0: a query sees at least one key"),
         (Op::Attention, Some(_)) => {
@@ -236,11 +237,11 @@ fn case(settings: &RunSettings) -> Result<Case> {
     let in_parts = settings.parts != 1;
     for (is_wrong, reason) in [
         (
-            !chosen && settings.scores.is_some(),
+            !is_dma && settings.scores.is_some(),
             "--scores are for dma, dma_select and dma_decode",
         ),
         (
-            !chosen && settings.local_window > 0,
+            !is_dma && settings.local_window > 0,
             "--local-window is for dma, dma_select and dma_decode",
         ),
         (
@@ -345,6 +346,7 @@ fn on_cpu(op: Op, case: &Case) -> Outputs {
             o: defined().o,
             ..Outputs::default()
         },
+        // `run` computes these elsewhere.
         Op::Nsa | Op::Mla | Op::BlockSparse | Op::Fp8 => Outputs::default(),
     }
 }
@@ -414,6 +416,7 @@ fn tensors(op: Op, case: &Case, z: Option<&[f32]>, outputs: Outputs, on_gpu: boo
     tensors.finish(case.cu_seqlens())
 }
 
+/// The header of the file: the settings, and numbers that a program needs to compute the call again.
 fn metadata(settings: &RunSettings, case: &Case, device: &str) -> HashMap<String, String> {
     let scores = settings.scores.as_ref().map_or("independent", Scores::name);
     let pairs = [

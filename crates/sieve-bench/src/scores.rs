@@ -8,7 +8,7 @@ use std::str::FromStr;
 /// How DMA's scores of a case are drawn.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Scores {
-    /// Independent normal numbers: query i keeps its own key with probability `w / i`.
+    /// Independent normal numbers: query i keeps its own key with probability `w / i`, where w keys are kept.
     Independent,
     /// Nearly every key has a higher score than all before it, so all are kept: the worst case.
     Rising,
@@ -66,7 +66,7 @@ impl Scores {
             return captured(path, rows, seq_len);
         }
         let ramp = |i: usize| 2.5 * (i as f32 + 0.5) / seq_len as f32 - 1.0;
-        let rises = match self {
+        let step = match self {
             Self::Steps if random.chance(0.5) => -0.01,
             _ => 0.01,
         };
@@ -77,7 +77,7 @@ impl Scores {
             Self::FewValues => 0.5 * (random.below(3) as f32 - 1.0),
             Self::SignedZeros => random.one_of(&[0.0, -0.0]),
             Self::Narrow => 0.3 * random.normal_with_tails().exp().ln_1p(),
-            Self::Steps => rises * (i / 37) as f32,
+            Self::Steps => step * (i / 37) as f32,
             Self::Drifting => (i as f32 / 300.0).sin() + 0.1 * random.normal_with_tails(),
             Self::Tied | Self::Captured(_) => 0.0,
         };

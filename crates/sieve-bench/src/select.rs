@@ -54,7 +54,7 @@ const MARGIN: f64 = 1e-5;
 /// Share of the rows whose choice may lie within [`MARGIN`].
 const MOST_ROWS_AT_THE_MARGIN: f64 = 0.02;
 
-/// Numbers of queries and keys: a whole prompt, a chunk that begins inside a cell, one query.
+/// Numbers of queries and keys: a whole prompt, a chunk that begins inside a block, one query.
 const SIZES: &[[usize; 2]] = &[[300, 300], [150, 391], [1, 70]];
 
 /// Numbers of queries and keys on the emulator: smaller, but the last block of 64 is still short.
@@ -81,8 +81,10 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
             let shape = CallShape::new(sizes, heads, [64, 128][at % 2]);
             for has_nan in [false, true] {
                 // Some selectors are dense at this size whatever the operands are.
-                let any = Case::draw(shape, name, false, &mut Random(1));
+                let without_nan = false;
+                let any = Case::draw(shape, name, without_nan, &mut Random(1));
                 let is_dense = any.selection().is_none();
+                // Dense calls, and a NaN, are checked at the first size alone.
                 if (has_nan || is_dense) && at != 0 {
                     continue;
                 }
@@ -111,6 +113,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
 /// Checks choices among a million entries and more, where f32 sums and counts would be wrong: by mass, with three
 /// masses of 1 among many of 1e-9; and by number, with equal masses.
 fn long_choices(device: &dyn Device, extent: &Extent) -> [(&'static str, Outcome); 3] {
+    // Numbers of entries of the two choices.
     let (by_mass, by_number) = extent.pick((1 << 20, 1 << 16), (1 << 20, (1 << 25) + 5));
     let small = 1e-9;
     let mut masses = vec![small; by_mass];
@@ -125,11 +128,12 @@ fn long_choices(device: &dyn Device, extent: &Extent) -> [(&'static str, Outcome
         let scores = device.float(masses, &[1, length], DType::F32);
         let nan_rows = device.int(&[0], &[1]);
         let kept = scores.empty_contiguous(&[1, length.div_ceil(32)], DType::I32);
+        let first_and_num_heads = [0, 1];
         let choice = LongChoice {
             top,
             num_first,
             goal,
-            ..LongChoice::new([&scores, &kept, &nan_rows], [0, 1], length)
+            ..LongChoice::new([&scores, &kept, &nan_rows], first_and_num_heads, length)
         };
         choice.choose()?;
         device.ints(&kept)
@@ -190,7 +194,8 @@ const STEPS: &[&str] = &[
 const BEFORE: usize = 203;
 const BOUNDED: usize = 150;
 
-/// Compares the keys that the last token reads, and its attention, with a decode session on the CPU.
+/// Compares the keys that the last token reads, and its attention, with a decode session on the CPU: four query heads,
+/// two KV heads, heads 64 wide.
 fn step(device: &dyn Device, text: &str, random: &mut Random) -> Outcome {
     let shape = CallShape::new([1, BEFORE + 1], [4, 2], 64);
     let layer = LayerShape::new([4, 2], 64, 0);
@@ -209,21 +214,23 @@ fn step(device: &dyn Device, text: &str, random: &mut Random) -> Outcome {
         separate(device, [&q[queries], &k[keys], &v[keys]], shape)
     };
     let (qkv, scale) = (qkv_of(BEFORE + 1), shape.softmax_scale());
-    let step_of = |shape, known| {
-        let step = selector.step(shape, 0, known);
+    let step_of = |shape, known_pages| {
+        let layer = 0;
+        let step = selector.step(shape, layer, known_pages);
         step.expect("a device takes these")
     };
     let mask = match step_of(shape, 0) {
         Step::Mask(mask) => upload_mask(device, &mask).expect("its own arrays"),
         Step::Blocks(..) => {
             let page = selector.page().unwrap_or(1);
+            // Minima and maxima of the keys of each KV head's pages, with room for two pages more.
             let sizes = [2, BEFORE / page + 3, 2, 64];
             let nan = vec![f32::NAN; sizes.iter().product()];
             let bounds = device.float(&nan, &sizes, DType::F32);
             let mut made = None;
-            for (num_keys, known) in [(BOUNDED, 0), (BEFORE + 1, BOUNDED / page)] {
+            for (num_keys, known_pages) in [(BOUNDED, 0), (BEFORE + 1, BOUNDED / page)] {
                 let shape = CallShape { num_keys, ..shape };
-                let Step::Blocks(selection, read) = step_of(shape, known) else {
+                let Step::Blocks(selection, read) = step_of(shape, known_pages) else {
                     return wrong("no blocks");
                 };
                 let chosen = qkv_of(num_keys).select_blocks(&selection, Some(&bounds))?;
@@ -257,7 +264,7 @@ const CORRECTED: &[&str] = &[
 /// Tolerance of an output that was rounded to bf16 three times; values are normal numbers.
 const NEAR: Tolerance = Tolerance::new(0.0, 0.05, 0.0);
 
-/// Compares attention under a mask, with its correction, with the CPU's.
+/// Compares attention under a mask, with its correction, with the CPU's: four query heads, two KV heads, heads 64 wide.
 fn corrected(device: &dyn Device, text: &str, [num_queries, num_keys]: [usize; 2], random: &mut Random) -> Outcome {
     let shape = CallShape::new([num_queries, num_keys], [4, 2], 64);
     let q = random.bf16_normals(num_queries * 4 * 64);
@@ -272,9 +279,10 @@ fn corrected(device: &dyn Device, text: &str, [num_queries, num_keys]: [usize; 2
     let scale = shape.softmax_scale();
     let on_device = upload_mask(device, &mask).expect("its own arrays");
     let sparse = qkv.sparse_attention_forward(&on_device, scale)?;
-    let correction = selector.correction(shape, 0).expect("it corrects");
-    let dense = mask.dense_rows.first().cloned().unwrap_or(0..0);
-    qkv.correct_by_probes(&sparse.o, correction, dense, scale)?;
+    let layer = 0;
+    let correction = selector.correction(shape, layer).expect("it corrects");
+    let dense_rows = mask.dense_rows.first().cloned().unwrap_or(0..0);
+    qkv.correct_by_probes(&sparse.o, correction, dense_rows, scale)?;
     NEAR.judge("output", &device.floats(&sparse.o)?, &expected, &expected)
 }
 
@@ -311,7 +319,8 @@ impl Case {
     }
 
     fn selection(&self) -> Option<BlockSelection> {
-        self.selector(TAU).block_selection(self.shape, 0, 0)
+        let (layer, num_layers) = (0, 0);
+        self.selector(TAU).block_selection(self.shape, layer, num_layers)
     }
 
     fn on_host(&self, tau: f64) -> Selected {
@@ -332,7 +341,8 @@ impl Case {
         let qkv = separate(device, [&q, k, k], shape_of_call(self.shape));
         let selection = self.selection();
         let selection = selection.unwrap_or_else(|| panic!("a device takes {}", self.name));
-        let made = qkv.select_blocks(&selection, None)?;
+        let no_page_bounds = None;
+        let made = qkv.select_blocks(&selection, no_page_bounds)?;
         self.judge(&download_mask(device, made)?)
     }
 
@@ -392,7 +402,8 @@ impl Case {
     }
 }
 
-/// The positions of the keys in some key tiles and single slots of a list.
+/// The positions of the keys in some key tiles and single slots of a list. A slot is a place in the list's key order,
+/// or the position itself where the mask has no key order.
 pub(crate) fn listed_keys<'a>(
     mask: &'a KeyMask,
     list: usize,

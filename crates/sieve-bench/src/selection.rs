@@ -44,6 +44,7 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
     })
 }
 
+/// Compares with the case's `expire`, which the CPU computes with a heap.
 fn same_as_heap(case: &Case, expire: &[i32]) -> Outcome {
     match expire == case.expire {
         true => Ok(0.0),
@@ -96,7 +97,7 @@ fn border_keys(expire: &CudaTensor, case: &Case, device: &dyn Device, random: &m
     let (shape, head_dim) = (case.shape, 8 * random.between(1, 4));
     let (batch, seq_len, kv_heads) = (shape.batch, shape.seq_len, shape.num_kv_heads);
     let heads = 2 * kv_heads + random.between(0, 3);
-    // There may be fewer slots than kept keys.
+    // There may be fewer slots than kept keys: the last keys take them. Slots of missing keys come first, with -1.
     let slots = random.between(1, case.window().min(seq_len) + 1);
     let kept = dma_last_kept(expire, slots)?;
     let mut places = Vec::new();
@@ -127,6 +128,7 @@ fn border_keys(expire: &CudaTensor, case: &Case, device: &dyn Device, random: &m
         for slot in 0..slots {
             for vector in 0..2 * kv_heads {
                 let Some(token) = place(row, vector % kv_heads, slot) else {
+                    // No key is in this slot.
                     continue;
                 };
                 let first = heads - 2 * kv_heads + vector;
@@ -162,6 +164,7 @@ fn border_keys(expire: &CudaTensor, case: &Case, device: &dyn Device, random: &m
     Ok(0.0)
 }
 
+/// Compares every super-block's key list and its padding, and each query tile's window of list entries, with the CPU's.
 fn compare(lists: &KeyLists, case: &Case, device: &dyn Device) -> Outcome {
     let (entries, lengths) = (device.ints(&lists.list)?, device.ints(&lists.list_len)?);
     let windows = device.ints(&lists.tile_window)?;

@@ -94,6 +94,8 @@ impl FromStr for CaseShape {
 }
 
 impl CaseShape {
+    /// Refuses KV heads that do not divide the heads, values wider than keys, and more than [`MAX_ELEMENTS`] elements
+    /// in packed q, k and v, the largest tensor.
     fn checked(shape: AttentionShape) -> Result<Self, String> {
         let [_, _, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(shape);
         if !num_heads.is_multiple_of(num_kv_heads) {
@@ -140,6 +142,7 @@ impl FromStr for CaseBlocks {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
+        // A size that is no number is left out, so that fewer than four are left.
         let sizes: Vec<usize> = text.split(',').filter_map(|size| size.trim().parse().ok()).collect();
         let Ok([compressed, stride, selected, count]) = <[usize; 4]>::try_from(sizes) else {
             return Err("four whole numbers are needed: compressed block, stride, selected block, blocks".to_owned());

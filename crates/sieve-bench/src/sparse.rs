@@ -94,6 +94,7 @@ pub(crate) fn sparse_kernels(gpu: &DeviceReport) -> NeededKernels {
 }
 
 impl Case {
+    /// Draws a call under the mask of the selector `name`; `None`: under a random mask.
     fn draw(shape: CallShape, name: Option<&str>, magnitude: f32, random: &mut Random) -> Self {
         let per_token = shape.head_dim * shape.num_kv_heads;
         let mut q = random.bf16_normals(shape.num_queries * shape.num_heads * shape.head_dim);
@@ -105,11 +106,12 @@ impl Case {
         let mask = match name {
             None => random_mask(shape, random),
             Some(name) => {
-                let short = match name.contains("min_prefill") {
+                // Selectors are dense below their `min_prefill_tokens`.
+                let no_minimum = match name.contains("min_prefill") {
                     true => "",
                     false => ",min_prefill_tokens=0",
                 };
-                let selector = Selector::parse(&format!("{name}{short}"));
+                let selector = Selector::parse(&format!("{name}{no_minimum}"));
                 let selector = selector.expect("the names above are right");
                 selector.select(&call).expect("a prefill method").mask
             }
@@ -171,12 +173,13 @@ impl Case {
         let [exact_o, plain_o] = &expected.o;
         let [exact_lse, plain_lse] = &expected.lse;
         let o = tolerance(Tolerance::FLOOR, self.shape.num_queries >= 64).judge("o", &o, plain_o, exact_o)?;
-        let lse = tolerance(1e-4, false).judge("lse", &lse, plain_lse, exact_lse)?;
+        let by_norm = false;
+        let lse = tolerance(1e-4, by_norm).judge("lse", &lse, plain_lse, exact_lse)?;
         Ok(o.max(lse))
     }
 
-    /// Whether the kernel must not read a key. With permuted queries, and where it reads whole tiles, it may read
-    /// listed keys that no query sees.
+    /// Whether the kernel must not read key and KV head number `at`. With permuted queries, and where it reads whole
+    /// tiles, it may read listed keys that no query sees.
     fn is_unread(&self, at: usize, seen: &[bool], reads_tiles: bool) -> bool {
         let (key, kv_head) = (at / self.shape.num_kv_heads, at % self.shape.num_kv_heads);
         let mask = &self.mask;
@@ -254,13 +257,13 @@ fn random_mask(shape: CallShape, random: &mut Random) -> KeyMask {
     };
     let heads_per_list = random.one_of(&[1, shape.group_size()]);
     let num_lists = shape.num_heads / heads_per_list;
-    let columns = !whole_tiles && random.chance(0.5);
+    let has_singles = !whole_tiles && random.chance(0.5);
     let density = random.one_of(&[0.02, 0.3, 0.8]);
     let mut row = |_| -> [Vec<i32>; 2] {
         let kept: Vec<i32> = (0..tiles.num_key_tiles() as i32)
             .filter(|_| random.chance(density))
             .collect();
-        let singles = (0..shape.num_keys as i32).filter(|_| columns && random.chance(0.1));
+        let singles = (0..shape.num_keys as i32).filter(|_| has_singles && random.chance(0.1));
         let singles = singles.collect();
         [kept, singles]
     };

@@ -30,9 +30,11 @@ const VOCAB: usize = 50280;
 /// Seed of the labels and token numbers of a timed call.
 const SEED: u64 = 20;
 
-/// Kernels that only the checks launch, which therefore are not among the shipped ones.
+/// Specialisations that no model of usual widths launches, for the checks; they are not among
+/// [`NeededKernels::shipped_for`].
 pub(crate) fn rare_kernels() -> Vec<SourceKernel> {
-    NeededKernels::step_rarely(&[16, 96], scores::KV_HEADS)
+    let head_dims = [16, 96];
+    NeededKernels::step_rarely(&head_dims, scores::KV_HEADS)
 }
 
 /// Checks every launch; on the emulator with small sizes only.

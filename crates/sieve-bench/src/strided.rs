@@ -9,7 +9,7 @@ pub(crate) enum Layout {
     Contiguous,
     /// Each head is followed by a gap, as in Burn's pitched tensors.
     Pitched,
-    /// A slice of a larger tensor with more heads and tokens: the token stride is over heads * width.
+    /// A slice of a larger tensor with more heads and tokens: the token stride exceeds heads * width.
     Sliced,
     /// `[batch, heads, seq_len, width]` in memory, as PyTorch's attention has it.
     Transposed,
@@ -87,13 +87,14 @@ impl Strided {
     }
 }
 
-/// q, k and v of a case packed into one tensor `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]`.
+/// q, k and v of a case packed into one tensor `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]`; values must be
+/// as wide as keys.
 pub(crate) fn packed(case: &Case, layout: Layout) -> Strided {
     let (shape, d) = (case.shape, case.shape.head_dim);
-    let (heads, kv_heads) = (shape.num_heads * d, shape.num_kv_heads * d);
+    let (q_len, kv_len) = (shape.num_heads * d, shape.num_kv_heads * d);
     let of_token = |token: usize| {
-        let part = |x: &'_ [f32], width: usize| x[token * width..][..width].to_vec();
-        [part(&case.q, heads), part(&case.k, kv_heads), part(&case.v, kv_heads)].concat()
+        let part = |x: &'_ [f32], len: usize| x[token * len..][..len].to_vec();
+        [part(&case.q, q_len), part(&case.k, kv_len), part(&case.v, kv_len)].concat()
     };
     let values: Vec<f32> = (0..shape.batch * shape.seq_len).flat_map(of_token).collect();
     Strided::new(&values, packed_of(shape), layout)

@@ -67,7 +67,7 @@ impl Tolerance {
         let root = (exact.len() as f64).sqrt();
         // An f32 path has no tolerance from the plain computation, so its share is larger.
         let share = if self.plain > 0.0 { 1e-6 } else { 1e-4 };
-        // A floor above the usual one is meant for sums that cancel; every number may have that part of it.
+        // A floor above the usual one is meant for sums that cancel: every number may be off by the difference.
         share * size + 1e-5 * root + f64::from(self.floor - Self::FLOOR).max(0.0) * root
     }
 
@@ -83,9 +83,9 @@ impl Tolerance {
 /// rows' errors may be twice the norm of the plain computation's errors.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RowTolerance {
-    /// Whether the path computes in bf16. Rows of f32 paths may have no multiple of the plain bf16 error.
+    /// Whether the path computes in bf16. The tolerance of f32 paths does not depend on the plain bf16 error.
     pub(crate) is_bf16: bool,
-    /// Share of the terms that is allowed because f32 logits are large, see [`lost_digits`].
+    /// Share of the terms that is tolerated because f32 logits are large, see [`lost_digits`].
     pub(crate) lost_digits: f64,
     /// Bound on the plain error of a row, as a share of its terms. A plain computation that rounds large scores to bf16
     /// may be arbitrarily wrong, and would allow any result.
@@ -96,7 +96,7 @@ pub(crate) struct RowTolerance {
 }
 
 /// Relative error of a probability because its logit is rounded to f32. Logits of keys that matter are as large as the
-/// log-sum-exp, and the probability is the exponential of their difference.
+/// log-sum-exp, and the probability is the exponential of their difference. 8 such roundings are tolerated.
 pub(crate) fn lost_digits(exact_lse: &[f32]) -> f64 {
     let finite = exact_lse.iter().filter(|x| x.is_finite());
     8.0 * f64::from(f32::EPSILON * finite.fold(0.0, |most: f32, x| most.max(x.abs())))
@@ -109,6 +109,12 @@ pub(crate) fn row_norms(values: &[f32], width: usize) -> Vec<f64> {
 }
 
 impl RowTolerance {
+    /// [`new`](Self::new) for a path that computes in bf16.
+    pub(crate) const fn of_bf16(lost_digits: f64) -> Self {
+        let is_bf16 = true;
+        Self::new(is_bf16, lost_digits)
+    }
+
     /// The tolerance beside a plain computation that rounds its scores to bf16.
     pub(crate) const fn new(is_bf16: bool, lost_digits: f64) -> Self {
         Self {
@@ -119,8 +125,8 @@ impl RowTolerance {
         }
     }
 
-    /// The norm of all rows' errors is compared from so many rows on: the plain computation of fewer rows may be exact
-    /// by luck.
+    /// Smallest number of rows whose errors' norm is compared: the plain computation of fewer rows may be exact by
+    /// luck.
     const ROWS_OF_A_NORM: usize = 64;
 
     /// The largest ratio of error to tolerance, over all rows and the norm of all rows; fails where it is over 1.
@@ -128,9 +134,11 @@ impl RowTolerance {
     pub(crate) fn judge(&self, name: &str, got: &[f32], plain: &[f32], exact: &[f32], terms: &[f64]) -> Outcome {
         require_len(name, got, exact)?;
         let Some(width) = exact.len().checked_div(terms.len()) else {
+            // There is no row.
             return Ok(0.0);
         };
         let all_terms = length(terms);
+        // Root mean square of the rows' terms: a row of far smaller terms may have a small share of it as error.
         let typical = all_terms / (terms.len() as f64).sqrt();
         let twice_plain = |plain: f64, terms: f64| 2.0 * plain.min(terms * self.most_of_plain);
         let (mut worst, mut squares, mut plain_squares) = (0.0f64, 0.0, 0.0);
@@ -184,7 +192,7 @@ fn exceeds(error: f64, allowed: f64) -> bool {
     error.is_nan() || allowed.is_nan() || error > allowed
 }
 
-/// The largest absolute difference and its index; a NaN is an infinite difference.
+/// The largest absolute difference and its index. A NaN is an infinite difference; equal infinities do not differ.
 fn largest_gap(a: &[f32], b: &[f32]) -> (f32, usize) {
     let mut worst = (0.0, 0);
     for (at, (&a, &b)) in a.iter().zip(b).enumerate() {

@@ -41,6 +41,8 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Times one token under a decode selector. Methods without `heavy_keys` choose keys for each token; H2O's cache evicts
+/// keys; SnapKV's cache has chosen its keys after the prompt.
 fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
     let selector = Selector::parse(name).expect("the names above are right");
     let (shape, device) = (shape(1, TOKENS, HEADS, 128), bench.device.clone());
@@ -53,8 +55,8 @@ fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
                 let size = [shape.num_kv_heads, TOKENS.div_ceil(page), 2, shape.head_dim];
                 like.zeros_contiguous(&size, DType::F32)
             });
-            let token = |known: usize| -> Result<(), KernelError> {
-                let mask = match selector.step(call, LAYER, known) {
+            let token = |known_pages: usize| -> Result<(), KernelError> {
+                let mask = match selector.step(call, LAYER, known_pages) {
                     Some(Step::Mask(mask)) => upload_mask(&device, &mask).expect("its own arrays"),
                     Some(Step::Blocks(selection, _)) => text.select_blocks(&selection, bounds.as_ref())?,
                     None => unreachable!("it decodes on a device"),
@@ -63,8 +65,8 @@ fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
             };
             // The first call computes the bounds of all pages; a later token finds the bounds of whole pages.
             token(0)?;
-            let known = page.map_or(0, |page| (TOKENS - 1) / page);
-            bench.row(name, shape, Work::Time, || token(known));
+            let known_pages = page.map_or(0, |page| (TOKENS - 1) / page);
+            bench.row(name, shape, Work::Time, || token(known_pages));
         }
         Some(heavy) => match (heavy.slots, heavy.selection.keep.by) {
             (Some(window), _) => {

@@ -61,6 +61,7 @@ pub(super) fn mean_error(target: &[Masses], now: &[Masses]) -> f64 {
     sum / (target.len() * PARTS.len()) as f64
 }
 
+/// The weights of the next round: each moves by the difference in log odds of its probe's masses.
 fn moved(weights: &Weights, target: &Masses, now: &Masses) -> Weights {
     std::array::from_fn(|part| {
         let odds = |mass: f64| {

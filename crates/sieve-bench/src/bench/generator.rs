@@ -79,12 +79,14 @@ impl<B: Backend> Generated<B> {
         let earlier_positions = earlier_positions.reduce(|sum, code| sum + code).expect("a diagonal");
 
         let normal = |shape: [usize; 3]| Tensor::<B, 3>::random(shape, Distribution::Normal(0.0, 1.0), device);
+        // All tokens of a region share a random vector.
         let regions = |heads: usize| {
             let count = seq_len.div_ceil(REGION);
             let x = normal([heads, count, REGION_WIDTH]).reshape([heads, count, 1, REGION_WIDTH]);
             let x = x.expand([heads, count, REGION, REGION_WIDTH]);
             x.reshape([heads, count * REGION, REGION_WIDTH]).narrow(1, 0, seq_len)
         };
+        // Two columns: whether a key is a sink, and whether it is a vertical line.
         let marks: Vec<f32> = (0..num_kv_heads * seq_len)
             .flat_map(|at| {
                 let is_line = random.below(LINE_EVERY) == 0;

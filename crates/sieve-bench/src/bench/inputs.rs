@@ -25,6 +25,10 @@ pub(crate) struct Inputs {
     pub(crate) o_low: KeepOLow,
 }
 
+/// Arguments of [`Inputs::forward`] and [`Inputs::backward`] for attention to all keys, and without a bias.
+pub(super) const NO_WINDOW: Option<usize> = None;
+pub(super) const NO_BIAS: Option<&CudaTensor> = None;
+
 /// A contiguous tensor of normal random numbers.
 pub(super) fn normal<const D: usize>(shape: [usize; D], dtype: DType, device: &Gpu) -> CudaTensor {
     let normal = Distribution::Normal(0.0, 1.0);
@@ -120,7 +124,7 @@ impl Inputs {
         dma_select(z, &self.doc_start, &self.doc_end, window)
     }
 
-    /// Forward pass of dense attention, or of a sliding window.
+    /// Forward pass of attention to all keys or to a sliding window, without or with a bias.
     pub(crate) fn forward(
         &self,
         window: Option<usize>,

@@ -1,4 +1,5 @@
 //! Rows of latent attention (MLA): attention, packing of q, k and v, decoding over latents.
+use super::inputs::NO_WINDOW;
 use super::rows::dense;
 use super::{Bench, Work};
 use crate::device::Device;
@@ -15,12 +16,13 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     if bench.settings.has_sizes() {
         for AttentionShape { seq_len, num_heads, .. } in bench.settings.shapes(&[[HEADS; 2]], &[8192], HEAD_DIM) {
             let widths = [HEAD_DIM + ROPE_DIM, HEAD_DIM];
-            dense(bench, AttentionShape::new(1, seq_len, [num_heads; 2], widths), None)?;
+            let shape = AttentionShape::new(1, seq_len, [num_heads; 2], widths);
+            dense(bench, shape, NO_WINDOW)?;
         }
         return Ok(());
     }
     for (batch, seq_len) in [(2, 8192), (8, 2048), (1, 32768)] {
-        dense(bench, shape(batch, seq_len), None)?;
+        dense(bench, shape(batch, seq_len), NO_WINDOW)?;
     }
     pack(bench, shape(2, 8192))?;
     for (batch, len) in [(1, 8192), (1, 131_072), (16, 8192)] {
@@ -39,10 +41,10 @@ fn pack(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     let device = bench.device.clone();
     let inputs = [HEADS * (HEAD_DIM + ROPE_DIM), HEADS * 2 * HEAD_DIM, ROPE_DIM]
         .map(|width| bench.bf16([batch, seq_len, width]));
-    let places: Vec<i32> = (0..batch * seq_len).map(|at| (at % seq_len) as i32).collect();
+    let position_list: Vec<i32> = (0..batch * seq_len).map(|at| (at % seq_len) as i32).collect();
     let half = ROPE_DIM / 2;
     let table = || device.float(&vec![0.5; seq_len * half], &[seq_len, half], DType::F32);
-    let (positions, cos, sin) = (device.int(&places, &[batch, seq_len]), table(), table());
+    let (positions, cos, sin) = (device.int(&position_list, &[batch, seq_len]), table(), table());
     let [q_weight, k_weight] = [(); 2].map(|()| bench.bf16([HEAD_DIM + ROPE_DIM]));
     let norm = MlaNorm {
         q_weight: &q_weight,
@@ -97,8 +99,9 @@ fn decoding(bench: &mut Bench<'_>, batch: usize, len: usize) {
             latents: &latents,
             rank: RANK,
             key_scale,
-            length: None,
+            length: None, // every row has all `len` tokens
         };
-        bench.row(name, shape, work, || mla_decode(&q, keys, 0.07));
+        let softmax_scale = 0.07;
+        bench.row(name, shape, work, || mla_decode(&q, keys, softmax_scale));
     }
 }

@@ -9,6 +9,9 @@ use sieve_kernels::{AttentionResult, CudaTensor, KernelError};
 use sieve_select::{Call, CallShape, Reads, Selector, density};
 use std::time::Instant;
 
+/// Index of the layer whose call is timed.
+const LAYER: usize = 0;
+
 /// A prefill selector and the attention call that it masks.
 pub(super) struct Method<'a> {
     operands: &'a Operands,
@@ -35,9 +38,10 @@ impl<'a> Method<'a> {
     /// How this selector runs on a prompt of `operands`' length; `None` if it is dense at that length.
     pub(super) fn of(selector: &Selector, operands: &'a Operands, device: &'a Gpu) -> Result<Option<Self>> {
         let call = prompt_shape(&operands.shape);
-        let kind = match selector.block_selection(call, 0, 0) {
+        let num_layers = 0;
+        let kind = match selector.block_selection(call, LAYER, num_layers) {
             Some(selection) => Kind::Chooses(Box::new(selection)),
-            None if selector.reads(0, call.num_queries) != Reads::Nothing => {
+            None if selector.reads(LAYER, call.num_queries) != Reads::Nothing => {
                 return refused("this setting chooses on the host\n  hint: eval selectors times it in a model");
             }
             None => {
@@ -86,11 +90,11 @@ impl<'a> Method<'a> {
     pub(super) fn attend(&self, mask: &KeyMask<CudaTensor>) -> Result<AttentionResult, KernelError> {
         let (qkv, scale) = (&self.operands.qkv, self.operands.scale());
         let done = qkv.sparse_attention_forward(mask, scale)?;
-        if let Some(correction) = self.selector.correction(self.call, 0)
+        if let Some(correction) = self.selector.correction(self.call, LAYER)
             && let Kind::Chooses(_) = &self.kind
         {
-            let dense = mask.dense_rows.first().cloned().unwrap_or(0..0);
-            qkv.correct_by_probes(&done.o, correction, dense, scale)?;
+            let dense_rows = mask.dense_rows.first().cloned().unwrap_or(0..0);
+            qkv.correct_by_probes(&done.o, correction, dense_rows, scale)?;
         }
         Ok(done)
     }

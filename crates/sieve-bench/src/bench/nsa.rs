@@ -1,7 +1,7 @@
 //! Rows of native sparse attention (all three branches with their gates), of InfLLM-V2, MoBA and MSA with as many keys
 //! a query, and of dense attention at the same lengths.
-use super::inputs::Inputs;
-use super::rows::{ORDERS, dense, forward_flops, passes};
+use super::inputs::{Inputs, NO_BIAS, NO_WINDOW};
+use super::rows::{BACKWARD, ORDERS, dense, forward_flops, passes};
 use super::{Bench, Work};
 use crate::error::Result;
 use sieve_core::{BlockChoice, InfllmV2Shape, MobaShape, MsaShape};
@@ -22,7 +22,7 @@ const BLOCKS: NsaBlocks = NsaBlocks::PUBLISHED;
 /// Times dense attention, NSA and each of [`choices`] at every shape.
 pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     for shape in bench.settings.shapes(&HEADS, &LENGTHS, HEAD_DIM) {
-        dense(bench, shape, None)?;
+        dense(bench, shape, NO_WINDOW)?;
         sparse(bench, shape)?;
         for (name, choice) in choices() {
             chosen(bench, shape, name, choice)?;
@@ -46,6 +46,7 @@ pub(super) struct Call {
     inputs: Inputs,
     compressed: CudaTensor,
     positions: [CudaTensor; 2],
+    /// The gates' logits, and the bias that is added to them.
     logits: CudaTensor,
     bias: CudaTensor,
 }
@@ -73,7 +74,7 @@ impl Call {
             blocks: qkv.nsa_blocks([k, v], documents, BLOCKS)?,
             selected,
             lists,
-            window: self.inputs.forward(Some(WINDOW), None)?,
+            window: self.inputs.forward(Some(WINDOW), NO_BIAS)?,
             compressed,
             chosen,
         };
@@ -90,7 +91,7 @@ impl Call {
         let qkv = &qkv.in_order(order);
         let documents = self.inputs.documents();
         nsa_gates_backward(outputs(branches), &self.logits, &self.bias, d_o)?;
-        self.inputs.backward(&branches.window, Some(WINDOW), None, order)?;
+        self.inputs.backward(&branches.window, Some(WINDOW), NO_BIAS, order)?;
         let call = self.inputs.call(qkv, &branches.selected);
         let (chosen, lists) = (&branches.chosen, &branches.lists);
         call.nsa_selected_attention_backward(documents, chosen, BLOCKS, lists)?;
@@ -111,7 +112,7 @@ pub(super) fn flops(shape: AttentionShape) -> f64 {
 }
 
 fn sparse(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
-    let Some(inputs) = bench.inputs(shape)? else {
+    let Some(inputs) = bench.inputs_or_skip(shape)? else {
         return Ok(());
     };
     let call = Call::new(inputs, bench);
@@ -119,7 +120,7 @@ fn sparse(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     passes(
         bench,
         ("nsa ", shape),
-        [flops, 2.5 * flops],
+        [flops, BACKWARD * flops],
         &ORDERS,
         || call.forward(),
         |branches, order| call.backward(branches, order),
@@ -170,8 +171,8 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
         ..shape
     };
     let (scored, choosers) = (of_heads(choice.scored_heads(heads)), choice.choices_per_token(heads));
-    let attended = bench.inputs(of_heads([shape.num_heads, choosers]))?;
-    let (Some(inputs), Some(read)) = (bench.inputs(scored)?, attended) else {
+    let attended = bench.inputs_or_skip(of_heads([shape.num_heads, choosers]))?;
+    let (Some(inputs), Some(read)) = (bench.inputs_or_skip(scored)?, attended) else {
         return Ok(());
     };
     let (documents, blocks) = (inputs.documents(), choice.attended());
@@ -179,13 +180,15 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
         let pooled = inputs.qkv.nsa_mean_pool(documents, choice.blocks)?;
         inputs.qkv.choose_key_blocks(documents, &pooled, choice, inputs.scale)
     };
+    // One GEMM of a forward pass's two: the scores.
     let scores = forward_flops(scored, shape.seq_len) / choice.blocks.compress_stride as f64 / 2.0;
     bench.row(&format!("{name}choice"), shape, Work::Flops(scores), || {
         choose().map(drop)
     });
     let tokens = blocks.num_selected_blocks * blocks.select_block_size;
     let flops = forward_flops(shape, tokens);
-    let indexer = bench.inputs(of_heads([choosers; 2]))?.filter(|_| choice.has_indexer());
+    let indexer_shape = of_heads([choosers; 2]);
+    let indexer = bench.inputs_or_skip(indexer_shape)?.filter(|_| choice.has_indexer());
     if let Some(indexer) = indexer {
         let chosen = choose()?;
         let attend = |inputs: &Inputs| {
@@ -195,7 +198,7 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
         };
         let (attention, lists) = attend(&read)?;
         // The scores of the heads and of the indexer, then two GEMMs with the difference of their probabilities.
-        let flops = flops / 2.0 + 1.5 * forward_flops(of_heads([choosers; 2]), tokens);
+        let flops = flops / 2.0 + 1.5 * forward_flops(indexer_shape, tokens);
         for (order, suffix) in ORDERS {
             bench.row(&format!("{name}loss{suffix}"), shape, Work::Flops(flops), || {
                 let (of_indexer, own_lists) = attend(&indexer)?;
@@ -222,7 +225,7 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
     passes(
         bench,
         (name, shape),
-        [scores + flops, 2.5 * flops],
+        [scores + flops, BACKWARD * flops],
         &ORDERS,
         || {
             let chosen = choose()?;

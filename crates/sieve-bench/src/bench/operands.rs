@@ -1,4 +1,4 @@
-//! Queries, keys and values of the selectors' rows: captured from a trained model in a file, or generated.
+//! Queries, keys and values that selectors are timed on: captured from a trained model in a file, or generated.
 use super::generator::{Generated, HEAD_DIM, STEP, Weights};
 use super::rows::shape;
 use crate::device::{Device, Gpu};
@@ -67,7 +67,9 @@ impl Operands {
 
     /// Forward pass of dense attention over the same operands.
     pub(super) fn dense(&self) -> Result<AttentionResult, KernelError> {
-        self.qkv.attention_forward(&self.doc_start, None, self.scale(), None)
+        let (no_window, no_bias) = (None, None);
+        self.qkv
+            .attention_forward(&self.doc_start, no_window, self.scale(), no_bias)
     }
 }
 

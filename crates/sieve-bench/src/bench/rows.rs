@@ -1,5 +1,5 @@
 //! The standard rows of a benchmark: which kernels are timed, on which shapes.
-use super::inputs::Inputs;
+use super::inputs::{Inputs, NO_BIAS, NO_WINDOW};
 use super::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result;
@@ -26,6 +26,7 @@ pub(crate) fn shape(batch: usize, seq_len: usize, heads: [usize; 2], width: usiz
 /// FLOPs of a forward pass in which each query sees at most `window` keys.
 pub(crate) fn forward_flops(shape: AttentionShape, window: usize) -> f64 {
     let (n, w) = (shape.seq_len as f64, window.min(shape.seq_len) as f64);
+    // Every query sees w keys, except that the first w - 1 see only those before them.
     let pairs = w * n - w * (w - 1.0) / 2.0;
     let widths = (shape.head_dim + shape.head_dim_v) as f64;
     2.0 * widths * (shape.num_heads * shape.batch) as f64 * pairs
@@ -35,7 +36,7 @@ pub(crate) fn forward_flops(shape: AttentionShape, window: usize) -> f64 {
 const LONG_ROW: usize = 32768;
 
 /// A backward pass's FLOPs divided by the forward pass's: five GEMMs against two.
-const BACKWARD: f64 = 2.5;
+pub(super) const BACKWARD: f64 = 2.5;
 
 /// [`BACKWARD`] for values narrower than keys: three of the five GEMMs, and one of the two, are as wide as keys.
 fn backward_gemms(shape: AttentionShape) -> f64 {
@@ -56,7 +57,7 @@ pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
         (2, 8192, 64),
         (1, 32768, 64),
     ] {
-        dense(bench, shape(batch, seq_len, HEADS, width), None)?;
+        dense(bench, shape(batch, seq_len, HEADS, width), NO_WINDOW)?;
     }
     for (seq_len, width) in [(16384, 128), (65536, 128), (16384, 64)] {
         for window in [1024, 2048] {
@@ -89,7 +90,7 @@ pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
 fn asked(bench: &mut Bench<'_>) -> Result<()> {
     const WINDOW: usize = 1024;
     for shape in bench.settings.shapes(&[HEADS], &[8192], 128) {
-        dense(bench, shape, None)?;
+        dense(bench, shape, NO_WINDOW)?;
         if shape.seq_len > WINDOW {
             dense(bench, shape, Some(WINDOW))?;
             for scores in bench.settings.scores.clone() {
@@ -100,8 +101,9 @@ fn asked(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Times both passes of dense attention, or of a sliding window.
 pub(super) fn dense(bench: &mut Bench<'_>, shape: AttentionShape, window: Option<usize>) -> Result<()> {
-    let Some(inputs) = bench.inputs(shape)? else {
+    let Some(inputs) = bench.inputs_or_skip(shape)? else {
         return Ok(());
     };
     let what = match window {
@@ -114,12 +116,12 @@ pub(super) fn dense(bench: &mut Bench<'_>, shape: AttentionShape, window: Option
         (&what, shape),
         [flops, backward_gemms(shape) * flops],
         &ORDERS,
-        || inputs.forward(window, None),
-        |result, order| inputs.backward(result, window, None, order),
+        || inputs.forward(window, NO_BIAS),
+        |result, order| inputs.backward(result, window, NO_BIAS, order),
     )?;
-    let result = inputs.forward(window, None)?;
+    let result = inputs.forward(window, NO_BIAS)?;
     shared_tiles(bench, &inputs, (&what, flops * backward_gemms(shape)), |inputs| {
-        inputs.backward(&result, window, None, SumOrder::Any)
+        inputs.backward(&result, window, NO_BIAS, SumOrder::Any)
     })
 }
 
@@ -163,7 +165,7 @@ pub(super) fn passes<R, D>(
 
 /// Times DMA whose window holds every key: it takes the dense kernel with a bias.
 fn nothing_masked(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
-    let Some(inputs) = bench.inputs(shape)? else {
+    let Some(inputs) = bench.inputs_or_skip(shape)? else {
         return Ok(());
     };
     let z = Scores::Independent.draw(shape.batch * shape.num_kv_heads, shape.seq_len, &mut Random(SEED))?;
@@ -175,8 +177,8 @@ fn nothing_masked(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
         (&name, shape),
         [flops, BACKWARD * flops],
         &ORDERS[..1],
-        || inputs.forward(None, Some(&delta)),
-        |result, order| inputs.backward(result, None, Some(&delta), order),
+        || inputs.forward(NO_WINDOW, Some(&delta)),
+        |result, order| inputs.backward(result, NO_WINDOW, Some(&delta), order),
     )
 }
 
@@ -228,8 +230,10 @@ fn form_name(form: DmaShape, scores: &Scores) -> String {
     format!("{name}, {}", scores.name())
 }
 
+/// Times one form of DMA: the selection, the key lists, both passes, and for independent scores the memory between the
+/// passes.
 fn dma(bench: &mut Bench<'_>, shape: AttentionShape, form: DmaShape, scores: &Scores) -> Result<()> {
-    let Some(mut inputs) = bench.inputs(shape)? else {
+    let Some(mut inputs) = bench.inputs_or_skip(shape)? else {
         return Ok(());
     };
     let (name, window) = (form_name(form, scores), form.window());
@@ -242,6 +246,7 @@ fn dma(bench: &mut Bench<'_>, shape: AttentionShape, form: DmaShape, scores: &Sc
         }
     };
     let [z, delta] = inputs.scores(&ranks(z, form, shape), form.bias, &bench.device);
+    // Reads f32 scores, writes i32 `expire`.
     let bytes = 8.0 * (rows * shape.seq_len) as f64;
     let work = Work::Bytes(bytes);
     bench.row(&format!("{name}: select"), shape, work, || inputs.select(&z, window));
@@ -299,7 +304,7 @@ fn dma_passes(
 /// key lists. Scratch that a call frees before it returns does not count.
 fn memory(bench: &mut Bench<'_>, inputs: &Inputs, [z, delta]: [&CudaTensor; 2], window: DmaWindow) -> Result<()> {
     let shape = inputs.shape;
-    bench.memory("dense: o, lse", shape, || inputs.forward(None, None))?;
+    bench.memory("dense: o, lse", shape, || inputs.forward(NO_WINDOW, NO_BIAS))?;
     let name = format!("dma w {}: selection, lists, o, lse", window.keep_window_size);
     let kept = bench.memory(&name, shape, || {
         let (selection, lists) = inputs.selection_and_lists(z, window)?;
@@ -314,13 +319,14 @@ pub(crate) fn decoding(bench: &mut Bench<'_>, name: &str, shape: AttentionShape)
     let keys = (shape.batch * shape.num_kv_heads * shape.seq_len * shape.head_dim) as f64;
     // K and V, two bytes an element.
     let bytes = 2.0 * 2.0 * keys;
+    // While the cache is drawn, its numbers are there in f32 too.
     if !bench.fits(name, shape, 3.0 * bytes)? {
         return Ok(());
     }
     let token = token(bench, shape);
     let like = token.q.tensor();
-    let place = [shape.batch, shape.num_kv_heads, shape.seq_len, shape.head_dim];
-    let [k, v] = [(); 2].map(|()| bench.bf16(place));
+    let sizes = [shape.batch, shape.num_kv_heads, shape.seq_len, shape.head_dim];
+    let [k, v] = [(); 2].map(|()| bench.bf16(sizes));
     let cache = KvCache { k, v };
     let scratch = DecodeScratch::new(like, shape, shape.seq_len)?;
     let step = DecodeStep {
@@ -341,7 +347,8 @@ pub(crate) fn decoding(bench: &mut Bench<'_>, name: &str, shape: AttentionShape)
 pub(crate) fn dma_decoding(bench: &mut Bench<'_>, shape: AttentionShape, kept: usize) -> Result<()> {
     let token = token(bench, shape);
     let (batch, kv_heads) = (shape.batch, shape.num_kv_heads);
-    let slots = slots(bench, shape, kept, 0);
+    let local_window_size = 0;
+    let slots = slots(bench, shape, kept, local_window_size);
     // A score above the worst slot's, so that the new key evicts that slot's key.
     let new_z = bench
         .device
@@ -349,6 +356,7 @@ pub(crate) fn dma_decoding(bench: &mut Bench<'_>, shape: AttentionShape, kept: u
     let scratch = DecodeScratch::new(token.q.tensor(), shape, kept)?;
     let length = bench.device.int(&vec![shape.seq_len as i32 - 1; batch], &[batch]);
     let scale = 1.0 / (shape.head_dim as f32).sqrt();
+    // Of each slot: key and value in bf16, f32 score, i32 position.
     let bytes = (batch * kv_heads * kept * (4 * shape.head_dim + 8)) as f64;
     let name = format!("dma_decode w {kept}");
     bench.row(&name, shape, Work::Bytes(bytes), || {
@@ -357,7 +365,7 @@ pub(crate) fn dma_decoding(bench: &mut Bench<'_>, shape: AttentionShape, kept: u
     Ok(())
 }
 
-/// DMA's slots, all in use, with the first `kept` positions of a row.
+/// DMA's fixed-size cache of `kept` slots, all in use, which holds the first `kept` positions of a row.
 pub(super) fn slots(bench: &Bench<'_>, shape: AttentionShape, kept: usize, local_window_size: usize) -> DmaSlots {
     let (batch, kv_heads) = (shape.batch, shape.num_kv_heads);
     let per_slot = [batch, kv_heads, kept];
@@ -392,21 +400,21 @@ pub(crate) fn table2(bench: &mut Bench<'_>) -> Result<()> {
     shapes.extend([64, 96, 128].map(|width| shape(1, 4096, [2, 1], width)));
     let scores = bench.settings.scores.first().cloned().unwrap_or(Scores::Independent);
     for shape in shapes {
-        let Some(inputs) = bench.inputs(shape)? else {
+        let Some(inputs) = bench.inputs_or_skip(shape)? else {
             continue;
         };
         let rows = shape.batch * shape.num_kv_heads;
         let z = scores.draw(rows, shape.seq_len, &mut Random(SEED))?;
         let [z, delta] = inputs.scores(&z, DmaBias::Exp, &bench.device);
         let work = Work::Flops(forward_flops(shape, shape.seq_len));
-        bench.row("dense forward", shape, work, || inputs.forward(None, None));
+        bench.row("dense forward", shape, work, || inputs.forward(NO_WINDOW, NO_BIAS));
         let name = format!("dma w {KEPT}, {}: select, forward", scores.name());
         let work = Work::Flops(forward_flops(shape, KEPT));
         bench.row(&name, shape, work, || {
             if KEPT >= shape.seq_len {
                 // The window masks nothing, so the op takes the dense kernel with a bias, without lists.
                 inputs.select(&z, KEPT.into())?;
-                return inputs.forward(None, Some(&delta));
+                return inputs.forward(NO_WINDOW, Some(&delta));
             }
             let lists = inputs.lists(&z, KEPT.into())?;
             inputs.dma_forward(&delta, &lists)

@@ -1,8 +1,8 @@
 //! How time and memory of a forward and backward pass grow: every kind with the length of a row, DMA with the keys it
 //! keeps.
-use super::inputs::Inputs;
+use super::inputs::{Inputs, NO_BIAS, NO_WINDOW};
 use super::row::Growth;
-use super::rows::{HEADS, SEED, forward_flops, shape};
+use super::rows::{BACKWARD, HEADS, SEED, forward_flops, shape};
 use super::{Bench, Work, latent, nsa};
 use crate::error::Result;
 use crate::scores::Scores;
@@ -27,6 +27,7 @@ const WIDTH: usize = 128;
 
 /// Time and memory of a forward and backward pass at one size.
 struct Point {
+    /// Tokens of a row, or DMA's kept keys.
     at: usize,
     milliseconds: f64,
     bytes: u64,
@@ -39,7 +40,7 @@ type PointOf = fn(&mut Bench<'_>, usize) -> Result<Option<Point>>;
 pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     let lengths = || LENGTHS.map(|power| 1 << power);
     let long = |points: Vec<Point>| points.into_iter().filter(|point| point.at >= FIT_FROM);
-    for (name, window) in [("dense", None), ("window 1024", Some(KEPT))] {
+    for (name, window) in [("dense", NO_WINDOW), ("window 1024", Some(KEPT))] {
         let points = points(lengths(), |len| neighbours(bench, name, len, window))?;
         growth(bench, name, "tokens", long(points).collect());
     }
@@ -60,6 +61,7 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Times each size of `at`; sizes that do not fit are left out.
 fn points(
     at: impl Iterator<Item = usize>,
     mut point: impl FnMut(usize) -> Result<Option<Point>>,
@@ -70,30 +72,30 @@ fn points(
 
 fn neighbours(bench: &mut Bench<'_>, name: &str, len: usize, window: Option<usize>) -> Result<Option<Point>> {
     let shape = shape(1, len, HEADS, WIDTH);
-    let Some(inputs) = bench.inputs(shape)? else {
+    let Some(inputs) = bench.inputs_or_skip(shape)? else {
         return Ok(None);
     };
     dense(bench, name, &inputs, window)
 }
 
 fn latents(bench: &mut Bench<'_>, len: usize) -> Result<Option<Point>> {
-    let Some(inputs) = bench.inputs(latent::shape(1, len))? else {
+    let Some(inputs) = bench.inputs_or_skip(latent::shape(1, len))? else {
         return Ok(None);
     };
-    dense(bench, "mla", &inputs, None)
+    dense(bench, "mla", &inputs, NO_WINDOW)
 }
 
 fn dense(bench: &mut Bench<'_>, name: &str, inputs: &Inputs, window: Option<usize>) -> Result<Option<Point>> {
     let shape = inputs.shape;
     let flops = forward_flops(shape, window.unwrap_or(shape.seq_len));
-    let forward = || inputs.forward(window, None);
-    let backward = |result: &_| inputs.backward(result, window, None, SumOrder::Any);
+    let forward = || inputs.forward(window, NO_BIAS);
+    let backward = |result: &_| inputs.backward(result, window, NO_BIAS, SumOrder::Any);
     pass(bench, name, shape, flops, forward, backward)
 }
 
 fn dma(bench: &mut Bench<'_>, len: usize, kept: usize) -> Result<Option<Point>> {
     let shape = shape(1, len, HEADS, WIDTH);
-    let Some(inputs) = bench.inputs(shape)? else {
+    let Some(inputs) = bench.inputs_or_skip(shape)? else {
         return Ok(None);
     };
     let z = Scores::Independent.draw(shape.num_kv_heads, len, &mut Random(SEED))?;
@@ -105,9 +107,9 @@ fn dma(bench: &mut Bench<'_>, len: usize, kept: usize) -> Result<Option<Point>> 
         // The window masks nothing, so the op takes the dense kernel with a bias, without lists.
         let forward = || -> std::result::Result<_, KernelError> {
             inputs.select(&z, form.window())?;
-            inputs.forward(None, Some(&delta))
+            inputs.forward(NO_WINDOW, Some(&delta))
         };
-        let backward = |result: &_| inputs.backward(result, None, Some(&delta), SumOrder::Any);
+        let backward = |result: &_| inputs.backward(result, NO_WINDOW, Some(&delta), SumOrder::Any);
         return pass(bench, &name, shape, flops, forward, backward);
     }
     let forward = || {
@@ -121,7 +123,7 @@ fn dma(bench: &mut Bench<'_>, len: usize, kept: usize) -> Result<Option<Point>> 
 
 fn sparse(bench: &mut Bench<'_>, len: usize) -> Result<Option<Point>> {
     let shape = shape(1, len, HEADS, WIDTH);
-    let Some(inputs) = bench.inputs(shape)? else {
+    let Some(inputs) = bench.inputs_or_skip(shape)? else {
         return Ok(None);
     };
     let call = nsa::Call::new(inputs, bench);
@@ -139,7 +141,7 @@ fn pass<R, D>(
     backward: impl Fn(&R) -> std::result::Result<D, KernelError>,
 ) -> Result<Option<Point>> {
     let both = format!("{name}: forward, backward");
-    let work = Work::Flops(3.5 * forward_flops);
+    let work = Work::Flops((1.0 + BACKWARD) * forward_flops);
     let milliseconds = bench.row(&both, shape, work, || backward(&forward()?));
     let kept = format!("{name}: kept for the backward pass");
     let bytes = bench.memory(&kept, shape, &forward)?;

@@ -133,13 +133,15 @@ fn methods(bench: &mut Bench<'_>, of: &str, operands: &Operands) -> Result<()> {
         Ok(())
     })?;
     let Some(lse) = lse else {
+        // The launch failed, which its row says.
         return Ok(());
     };
     let dense_lse = device.floats(&lse)?;
+    let nothing_kept = None;
     bench.say_kept(
         &dense_row,
         shape,
-        None,
+        nothing_kept,
         json!({
             "operands": of, "tokens": seq_len, "heads": shape.num_heads, "method": "dense", "whole_ms": dense_ms,
             "tflops": dense_ms.map(|ms| forward_flops(shape, seq_len) / ms * 1e-9),
@@ -168,6 +170,7 @@ fn methods(bench: &mut Bench<'_>, of: &str, operands: &Operands) -> Result<()> {
         };
         let density = method.density(&lists)?;
         let select_ms = match method.host_ms() {
+            // The host's mask of positions serves every prompt.
             Some(_) => Some(0.0),
             None => timed(bench, &row("selection"), operands, &mut || method.select().map(drop))?,
         };

@@ -1,6 +1,6 @@
 //! Checks decoding of native sparse attention after a prefill, against f64 on the host: the compressed key and value of
 //! each block that ends at the new token, and the outputs of the three branches.
-use super::caches::{Key, Token, TokenCheck, chosen_keys};
+use super::caches::{Key, NO_BIAS, NO_RANK, Token, TokenCheck, chosen_keys};
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::report::{Report, Wrong, wrong};
@@ -17,7 +17,8 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let shape = AttentionShape::new(random.between(1, 3), 1, [kv_heads * group, kv_heads], [width; 2]);
         let seed = random.between(0, 1 << 30) as u64;
         let blocks = NsaBlocks::of(random.one_of(&[[32, 16, 64, 4], [16, 16, 32, 3], [8, 4, 16, 5]]));
-        let mut calls = TokenCheck::new(device, shape, 1.0, seed);
+        let magnitude = 1.0;
+        let mut calls = TokenCheck::new(device, shape, magnitude, seed);
         let has_mlp = at % 2 == 0;
         let outcome = decode(&mut calls, blocks, has_mlp).map(|()| calls.worst);
         let label = format!("{shape:?} {blocks:?} MLP {has_mlp} seed {seed}");
@@ -59,7 +60,7 @@ impl Mlp {
     }
 }
 
-/// The compressed keys or values of all blocks of one row and KV head that have ended.
+/// The compressed keys or values of all blocks of one row and KV head that have ended; means where `mlp` is `None`.
 fn compressed(tokens: &[Vec<f32>], blocks: NsaBlocks, mlp: Option<&Mlp>) -> Vec<Vec<f32>> {
     let (size, stride) = (blocks.compress_block_size, blocks.compress_stride);
     let of_block = |c: usize| {
@@ -83,6 +84,8 @@ fn halves(keys: &[Key]) -> [Vec<Vec<f32>>; 2] {
     ]
 }
 
+/// Prefills the three branches' caches, decodes some tokens, and compares each token's compressed keys and values and
+/// the branches' outputs with f64.
 fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Result<(), Wrong> {
     let (shape, device) = (calls.shape, calls.device);
     let (batch, num_kv_heads, width) = (shape.batch, shape.num_kv_heads, shape.head_dim);
@@ -102,7 +105,7 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
     let window_dropped = (shortest + 1).saturating_sub(window);
     let capacity = longest + steps + calls.random.between(1, 20);
     let mut keys = [(); 3].map(|()| -> Vec<Vec<Key>> {
-        let drawn = |calls: &mut TokenCheck<'_>, len| (0..len).map(|_| calls.drawn_key(0.0, (0.0, 0))).collect();
+        let drawn = |calls: &mut TokenCheck<'_>, len| (0..len).map(|_| calls.drawn_key(NO_BIAS, NO_RANK)).collect();
         (0..rows).map(|row| drawn(calls, lengths[row / num_kv_heads])).collect()
     });
     let placed = |keys: &[Vec<Key>], dropped: usize| -> Vec<Vec<(usize, Key)>> {
@@ -140,7 +143,7 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
         let tokens: [Token; 3] = [(); 3].map(|()| calls.token());
         for (keys, token) in keys.iter_mut().zip(&tokens) {
             for (row, keys) in keys.iter_mut().enumerate() {
-                keys.push(calls.key_of(token, row, 0.0, (0.0, 0)));
+                keys.push(calls.key_of(token, row, NO_BIAS, NO_RANK));
             }
         }
         let before = lengths.iter().map(|len| (len + at) as i32);
@@ -180,7 +183,7 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
                 Key {
                     k: of(0),
                     v: of(1),
-                    ..calls.drawn_key(0.0, (0.0, 0))
+                    ..calls.drawn_key(NO_BIAS, NO_RANK)
                 }
             });
             let of_row: Vec<Key> = of_row.collect();

@@ -26,6 +26,10 @@ pub(super) struct Key {
     pub(super) rank: (f32, i32),
 }
 
+/// Bias and rank of keys that have none.
+pub(super) const NO_BIAS: f32 = 0.0;
+pub(super) const NO_RANK: (f32, i32) = (0.0, 0);
+
 /// Checks the decoding kernels over dense caches, DMA's slots and chosen blocks.
 pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
     let mut random = Random(extent.seed);
@@ -43,10 +47,11 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let shape = AttentionShape::new(batch, 1, heads, [head_dim, head_dim_v]);
         let seed = random.between(0, 1 << 30) as u64;
         let mut calls = TokenCheck::new(device, shape, extent.magnitude_of(at), seed);
+        let has_local_window = at % 4 == 3;
         let (name, outcome) = match at % 4 {
             0 | 2 => ("decode, caches", calls.dense()),
-            1 => ("dma_decode, caches", calls.dma(false)),
-            _ => ("dma_decode, local window, caches", calls.dma(true)),
+            1 => ("dma_decode, caches", calls.dma(has_local_window)),
+            _ => ("dma_decode, local window, caches", calls.dma(has_local_window)),
         };
         let case = format!("{shape:?} q, k x {} seed {seed}", calls.magnitude);
         let outcome = outcome.map(|()| calls.worst);
@@ -57,7 +62,8 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let heads = [kv_heads * group, kv_heads];
         let shape = AttentionShape::new(random.between(1, 3), 1, heads, [[64, 128][at / 4 % 2]; 2]);
         let seed = random.between(0, 1 << 30) as u64;
-        let mut calls = TokenCheck::new(device, shape, 1.0, seed);
+        let magnitude = 1.0;
+        let mut calls = TokenCheck::new(device, shape, magnitude, seed);
         let (blocks, rule, first, local) = CHOICES[at % 4];
         let choice = BlockChoice {
             blocks: NsaBlocks::of(blocks),
@@ -170,7 +176,7 @@ impl<'a> TokenCheck<'a> {
     }
 
     /// Compares the output of every query head with attention over its keys; `keys` has one list for each row and KV
-    /// head, or for each row and chooser.
+    /// head, or for each row and choice of blocks.
     pub(super) fn judge(&mut self, o: &CudaTensor, token: &Token, keys: &[Vec<Key>]) -> Result<(), Wrong> {
         let (num_heads, head_dim) = (self.shape.num_heads, self.shape.head_dim);
         let (group, scale) = (self.shape.batch * num_heads / keys.len(), self.scale());
@@ -196,6 +202,7 @@ impl<'a> TokenCheck<'a> {
         Ok(())
     }
 
+    /// Checks one token over a dense cache after a prefill, with a window in half of the calls.
     fn dense(&mut self) -> Result<(), Wrong> {
         let [batch, _, num_kv_heads, head_dim] = keys_of(self.shape);
         let capacity = self.random.between(1, 700);
@@ -212,14 +219,14 @@ impl<'a> TokenCheck<'a> {
         let keys: Vec<Vec<_>> = (0..rows)
             .map(|row| {
                 let seen = first(row)..lengths[row / num_kv_heads];
-                seen.map(|slot| (slot, self.drawn_key(0.0, (0.0, 0)))).collect()
+                seen.map(|slot| (slot, self.drawn_key(NO_BIAS, NO_RANK))).collect()
             })
             .collect();
         let cache = self.cache(capacity, &keys);
-        let mut keys = without_places(keys);
+        let mut keys = without_slots(keys);
         let token = self.token();
         for (row, keys) in keys.iter_mut().enumerate() {
-            keys.push(self.key_of(&token, row, 0.0, (0.0, 0)));
+            keys.push(self.key_of(&token, row, NO_BIAS, NO_RANK));
         }
         let scratch = DecodeScratch::new(&cache.k, self.shape, capacity)?;
         let length: Vec<i32> = lengths.iter().map(|&length| (num_dropped + length) as i32).collect();
@@ -255,7 +262,7 @@ impl<'a> TokenCheck<'a> {
         let mut keys: Vec<Vec<Key>> = (0..rows)
             .map(|row| {
                 let length = lengths[row / num_kv_heads];
-                (0..length).map(|_| self.drawn_key(0.0, (0.0, 0))).collect()
+                (0..length).map(|_| self.drawn_key(NO_BIAS, NO_RANK)).collect()
             })
             .collect();
         let placed = keys.iter().map(|keys| keys.iter().cloned().enumerate().collect());
@@ -267,7 +274,7 @@ impl<'a> TokenCheck<'a> {
             false => Vec::new(),
             true => lengths
                 .iter()
-                .map(|&len| (0..len).map(|_| self.drawn_key(0.0, (0.0, 0))).collect())
+                .map(|&len| (0..len).map(|_| self.drawn_key(NO_BIAS, NO_RANK)).collect())
                 .collect(),
         };
         let mut pooled = vec![f32::NAN; batch * pooled_heads * room * head_dim];
@@ -278,6 +285,7 @@ impl<'a> TokenCheck<'a> {
             }
         }
         let pooled = (self.device).float(&pooled, &[batch, pooled_heads, room, head_dim], DType::BF16);
+        // A token makes so many choices of blocks, each for a group of its query heads.
         let choosers = choice.choices_per_token([self.shape.num_heads, num_kv_heads]);
         let heads = [self.shape.num_heads, choosers];
         let scratch = AttentionShape::new(batch, 1, heads, [head_dim; 2]);
@@ -285,7 +293,7 @@ impl<'a> TokenCheck<'a> {
         for at in 0..steps {
             let token = self.token();
             for (row, keys) in keys.iter_mut().enumerate() {
-                keys.push(self.key_of(&token, row, 0.0, (0.0, 0)));
+                keys.push(self.key_of(&token, row, NO_BIAS, NO_RANK));
             }
             // An indexer's queries and key are drawn as another token, whose shape has the indexer's heads.
             let choosing = match choice.has_indexer() {
@@ -295,7 +303,7 @@ impl<'a> TokenCheck<'a> {
                     let shape = std::mem::replace(&mut self.shape, shape);
                     let indexer = self.token();
                     for (row, keys) in pooled_keys.iter_mut().enumerate() {
-                        keys.push(self.key_of(&indexer, row, 0.0, (0.0, 0)));
+                        keys.push(self.key_of(&indexer, row, NO_BIAS, NO_RANK));
                     }
                     self.shape = shape;
                     indexer
@@ -371,6 +379,7 @@ impl<'a> TokenCheck<'a> {
         let mut slot_position = vec![-1; rows * kept];
         let mut keys: Vec<Vec<(usize, Key)>> = Vec::new();
         for row in 0..rows {
+            // + 0.0 turns -0 into 0: both rank as equal.
             let score = |j: usize| z[row * seq_len + j] + 0.0;
             let length = lengths[row / num_kv_heads];
             let mut best: Vec<usize> = (0..length).collect();
@@ -394,7 +403,7 @@ impl<'a> TokenCheck<'a> {
         }
         let per_slot = [batch, num_kv_heads, kept];
         let kv = self.cache(kept, &keys);
-        let mut keys = without_places(keys);
+        let mut keys = without_slots(keys);
         let slots = DmaSlots {
             kv,
             z: self.device.float(&slot_z, &per_slot, DType::F32),
@@ -443,7 +452,7 @@ impl<'a> TokenCheck<'a> {
     }
 }
 
-fn without_places(keys: Vec<Vec<(usize, Key)>>) -> Vec<Vec<Key>> {
+fn without_slots(keys: Vec<Vec<(usize, Key)>>) -> Vec<Vec<Key>> {
     let rows = keys.into_iter();
     let of_row = |row: Vec<(usize, Key)>| row.into_iter().map(|(_, key)| key).collect();
     rows.map(of_row).collect()
@@ -462,7 +471,7 @@ fn means(keys: &[Key], blocks: NsaBlocks) -> Vec<Vec<f32>> {
     (0..blocks.num_compressed_blocks(keys.len())).map(mean).collect()
 }
 
-/// The keys of the blocks that the queries `q` of one chooser choose by the pooled keys `means`.
+/// The keys of the blocks that the queries `q` of the last key's token choose together by the pooled keys `means`.
 pub(super) fn chosen_keys(keys: &[Key], means: Vec<Vec<f32>>, q: &[f32], choice: BlockChoice, scale: f32) -> Vec<Key> {
     let blocks = choice.blocks;
     let own = (keys.len() - 1) / blocks.select_block_size;

@@ -127,6 +127,7 @@ impl Call {
             latents: &latents,
             rank: self.widths[0],
             key_scale: key_scale.as_ref(),
+            // Every row has all `len` tokens.
             length: None,
         };
         let o = mla_decode(&q, keys, self.scale() as f32)?;
@@ -156,7 +157,8 @@ pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     }
     let mut random = Random(extent.seed);
     for at in 0..extent.few().max(4) {
-        let token = TokenCall::draw(extent, at % 2 == 0, &mut random);
+        let has_norm = at % 2 == 0;
+        let token = TokenCall::draw(extent, has_norm, &mut random);
         let label = format!("{:?} heads, {} tokens of room", token.heads, token.room);
         report.add("mla token", "kernel", &label, token.judge(device));
     }
@@ -191,6 +193,8 @@ impl TokenCall {
         }
     }
 
+    /// Decodes the token, requires its latent in the cache, and compares o with latent attention in f64; the tolerance
+    /// follows from a plain computation that rounds to bf16.
     fn judge(mut self, device: &dyn Device) -> Outcome {
         let [num_heads, head_dim, rope] = self.heads;
         let (batch, room, rank, key_dim) = (self.batch, self.room, self.rank, head_dim + rope);
@@ -214,6 +218,7 @@ impl TokenCall {
             true => &rotated[row * rope..][..rope],
             false => &packed[row * packed_width + num_heads * key_dim + head_dim..][..rope],
         };
+        // On the device the cache holds NaN behind each row's tokens.
         let [mut on_latents, mut on_scales] = [&latents, &scales].map(Clone::clone);
         for (row, &length) in self.lengths.iter().enumerate() {
             on_latents[(row * room + length) * width..(row + 1) * room * width].fill(f32::NAN);
@@ -252,9 +257,11 @@ impl TokenCall {
             }
             for head in 0..num_heads {
                 let q = &packed[row * packed_width + head * key_dim..][..key_dim];
+                // A row of the up-projection of keys (`which` = 0) or of values (1).
                 let weights = |which: usize, d: usize| &up[((head * 2 + which) * head_dim + d) * rank..][..rank];
                 for (to, is_plain) in [(&mut exact, false), (&mut plain, true)] {
                     let round = |x: f64| if is_plain { f64::from(round_bf16(x as f32)) } else { x };
+                    // The query times the up-projection of keys, to be multiplied with latents.
                     let mut folded = vec![0.0f64; rank];
                     for d in 0..head_dim {
                         let q = match self.has_norm {

@@ -28,6 +28,7 @@ pub(super) struct Expected {
 }
 
 impl Expected {
+    /// Computes every output; `chosen` are the blocks that the CPU's compressed branch chose.
     pub(super) fn of(inputs: &Inputs, chosen: Vec<i32>) -> Self {
         let [exact, plain] = [DType::F64, DType::BF16].map(|dtype| linear_ops(inputs, dtype));
         let shape = inputs.case.shape;
@@ -59,7 +60,7 @@ impl Expected {
         if of.terms.is_empty() {
             return Tolerance::new(2.0, 1e-4, 1e-4).judge(name, got, &of.plain, &of.exact);
         }
-        RowTolerance::new(true, of.lost_digits).judge(name, got, &of.plain, &of.exact, &of.terms)
+        RowTolerance::of_bf16(of.lost_digits).judge(name, got, &of.plain, &of.exact, &of.terms)
     }
 
     /// Name and plain bf16 result of every output.
@@ -113,6 +114,7 @@ fn compressed(inputs: &Inputs) -> Vec<Output> {
         )
     });
     let ends: Vec<(usize, usize)> = ends.collect();
+    // A key expires at its own position, seen by no query, unless a block ends there.
     let mut expire: Vec<i32> = (0..shape.batch * kv_heads).flat_map(|_| 0..n as i32).collect();
     let mut qkv = inputs.qkv.clone();
     let (token_len, rows) = (shape.token_len(), inputs.rows());
@@ -147,8 +149,8 @@ fn compressed(inputs: &Inputs) -> Vec<Output> {
         all
     };
     let queries = |dq: &[f64], width: usize| {
-        let none = vec![0.0; shape.batch * n * kv_heads * width];
-        packed(shape, [dq, &none, &none], width)
+        let zeros = vec![0.0; shape.batch * n * kv_heads * width];
+        packed(shape, [dq, &zeros, &zeros], width)
     };
     let terms = &exact.terms;
     let of_queries = [queries(&exact.dq, d), queries(&plain.dq, d), queries(&terms.dq, 1)];
@@ -196,7 +198,7 @@ fn index_gradient(inputs: &Inputs) -> Output {
     let product = |a: &[f32], b: &[f32]| -> f64 { a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum() };
     let rows = shape.batch * n * width;
     let (mut exact, mut plain, mut terms) = (vec![0.0f64; rows * d], vec![0.0f64; rows * d], vec![0.0f64; rows]);
-    let mut largest = 0.0f64;
+    let mut largest_lse = 0.0f64;
     for token in 0..shape.batch * n {
         let (row, i) = (token / n * n, token % n);
         let start = inputs.case.doc_start[token] as usize;
@@ -214,7 +216,7 @@ fn index_gradient(inputs: &Inputs) -> Output {
                 let scores: Vec<f64> = scores.map(|x| x * scale).collect();
                 let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let sum: f64 = scores.iter().map(|x| (x - most).exp()).sum();
-                largest = largest.max((most + sum.ln()).abs());
+                largest_lse = largest_lse.max((most + sum.ln()).abs());
                 scores.iter().map(|x| (x - most).exp() / sum).collect()
             };
             let q = index(token, r);
@@ -250,7 +252,7 @@ fn index_gradient(inputs: &Inputs) -> Output {
         name: "index gradient",
         plain: plain.iter().map(|&x| round_bf16(x as f32)).collect(),
         terms: terms.into_iter().map(f64::sqrt).collect(),
-        lost_digits: lost_digits(&[largest as f32]),
+        lost_digits: lost_digits(&[largest_lse as f32]),
         exact,
     }
 }

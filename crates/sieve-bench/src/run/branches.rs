@@ -75,6 +75,7 @@ struct MlpWeights {
 const OF_KEYS_AND_VALUES: [&str; 2] = ["k", "v"];
 
 impl MlpWeights {
+    /// Draws weights whose products with normal numbers are normal again; the hidden layer is twice as wide as a head.
     fn draw(blocks: NsaBlocks, head_dim: usize, random: &mut Random) -> Self {
         let [size, hidden] = [blocks.compress_block_size, 2 * head_dim];
         let mut normals = |count: usize, inner: usize| -> [Vec<f32>; 2] {
@@ -113,7 +114,8 @@ fn leaf<B: Computes, const D: usize>(x: FloatTensor<B>) -> Tensor<Autodiff<B>, D
     Tensor::from_inner(Tensor::<B, D>::from_primitive(TensorPrimitive::Float(x))).require_grad()
 }
 
-/// One key and one value of each block: their mean, or `W_2 relu(W_1 flatten(block + positions))`.
+/// One key and one value of each block: their mean where `weights` is `None`, otherwise
+/// `W_2 relu(W_1 flatten(block + positions))`.
 fn pooled<B: Computes>(
     qkv: &Tensor<Autodiff<B>, 4>,
     weights: Option<&[[Tensor<Autodiff<B>, 2>; 3]; 2]>,
@@ -124,6 +126,7 @@ fn pooled<B: Computes>(
     };
     let blocks = sieve_ops::nsa_blocks(qkv.clone(), k[0].clone(), v[0].clone(), call);
     let [_, rows, width] = blocks.dims();
+    // Of keys (`at` = 0) or of values (1).
     let of = |(at, [_, up, down]): (usize, &[Tensor<Autodiff<B>, 2>; 3])| {
         let blocks = blocks.clone().narrow(0, at, 1).reshape([rows, width]);
         sieve_ops::linear(relu(sieve_ops::linear(blocks, up.clone())), down.clone())
@@ -245,6 +248,7 @@ pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B
     let branches = [&coarse.output, &selected.output, &recent].map(|x| x.o.clone());
     let o = B::nsa_gates(branches.clone(), logits.clone(), bias.clone());
 
+    // A slot holds one block's compressed key and value.
     let slots_shape = [2, batch, blocks.num_slots(seq_len), num_kv_heads, d];
     let choice = [batch, seq_len, num_kv_heads, blocks.num_selected_blocks];
     tensors.output("compressed", &floats::<B, 3>(compressed.clone()), &slots_shape);

@@ -23,7 +23,8 @@ pub(super) fn on_host(values: &[f32], _sizes: [usize; 2], format: Fp8Format) -> 
 pub(super) fn on_cuda(device: &Gpu, values: &[f32], sizes: [usize; 2], format: Fp8Format) -> Rounded {
     let x = device.float(values, &sizes, sieve_kernels::DType::BF16);
     let read = || {
-        let rows = fp8_quantise(&x, format, None)?.rows;
+        let no_partial_maxima = None;
+        let rows = fp8_quantise(&x, format, no_partial_maxima)?.rows;
         Ok((device.floats(&rows.values)?, device.floats(&rows.scale)?[0]))
     };
     let (bytes, scale) = read().map_err(BenchError::NotTaken)?;
@@ -59,12 +60,13 @@ pub(super) fn tensors<B: Computes>(
         tensors.floats(&format!("{name}_scale"), &[scale], &[1], DType::F32);
     }
     let to_round = |values: &[f32], width| ToQuantise::new(typed::<B, 3>(values, [batch, seq_len, width], device));
+    let (no_residual, no_earlier_dweight) = (None, None);
     let (y, kept) = B::fp8_linear(
         to_round(&x, inner),
         typed::<B, 2>(&weight, [outer, inner], device),
-        None,
+        no_residual,
     );
-    let [dx, dweight] = B::fp8_linear_backward(kept, to_round(&dy, outer), None);
+    let [dx, dweight] = B::fp8_linear_backward(kept, to_round(&dy, outer), no_earlier_dweight);
     tensors.output("y", &floats::<B, 3>(y), &[rows, outer]);
     tensors.output("dx", &floats::<B, 3>(dx), &[rows, inner]);
     tensors.floats("dweight", &floats::<B, 2>(dweight), &[outer, inner], DType::F32);

@@ -53,10 +53,13 @@ pub(super) fn on_cpu(selector: &Selector, case: &Case) -> Result<Masked> {
     })
 }
 
+/// Computes the attention on the GPU; its kernels also choose the keys if they have the selector's method, otherwise
+/// the CPU does.
 pub(super) fn on_cuda(selector: &Selector, case: &Case, device: &Gpu) -> Result<Masked> {
     let qkv = separate(device, [&case.q, &case.k, &case.v], case.shape);
-    let selection = selector.block_selection(prompt_shape(&case.shape), 0, 1);
-    let chosen = selection.map(|of| qkv.select_blocks(&of, None)).transpose()?;
+    let (layer, num_layers, no_page_bounds) = (0, 1, None);
+    let selection = selector.block_selection(prompt_shape(&case.shape), layer, num_layers);
+    let chosen = selection.map(|of| qkv.select_blocks(&of, no_page_bounds)).transpose()?;
     let (mask, is_chosen) = match chosen {
         Some(mask) => (mask, true),
         None => {
@@ -84,18 +87,18 @@ impl Masked {
         tensors.floats("v", &case.v, &values_of(*s), DType::BF16);
         tensors.output("o", &self.o, &s.output());
         tensors.floats("lse", &self.lse, &s.lse(), DType::F32);
-        let starts = mask.num_lists() * mask.tiles.num_query_tiles();
-        // On a device an array has more room than entries: its pointer array says how many entries it has.
-        let last = |place: &Range<usize>| match place.is_empty() {
+        let num_rows = mask.num_lists() * mask.tiles.num_query_tiles();
+        // On a device an index array is longer than its entries: the last word of its pointer array is their number.
+        let num_entries = |pointers: &Range<usize>| match pointers.is_empty() {
             true => 0,
-            false => mask.words[place.start + starts] as usize,
+            false => mask.words[pointers.start + num_rows] as usize,
         };
         let orders = s.num_heads / mask.heads_per_order;
         for (name, place, shape) in [
-            ("row_ptr", &places.row_ptr, vec![starts + 1]),
-            ("tile_idx", &places.tile_idx, vec![last(&places.row_ptr)]),
-            ("col_ptr", &places.col_ptr, vec![starts + 1]),
-            ("col_idx", &places.col_idx, vec![last(&places.col_ptr)]),
+            ("row_ptr", &places.row_ptr, vec![num_rows + 1]),
+            ("tile_idx", &places.tile_idx, vec![num_entries(&places.row_ptr)]),
+            ("col_ptr", &places.col_ptr, vec![num_rows + 1]),
+            ("col_idx", &places.col_idx, vec![num_entries(&places.col_ptr)]),
             ("key_order", &places.key_order, vec![orders, n]),
             ("query_order", &places.query_order, vec![s.num_heads, n]),
             ("windows", &places.windows, vec![mask.num_lists(), 2]),

@@ -34,6 +34,7 @@ struct Part {
     /// DMA's ranks of the halo's keys, and their shape; like `expire` and `d_dma`, `None` without DMA.
     ranks: Option<(Vec<f32>, Vec<usize>)>,
     expire: Option<(Vec<i32>, Vec<usize>)>,
+    /// First position and end of each token's document.
     documents: [(Vec<i32>, Vec<usize>); 2],
     o: Vec<f32>,
     d_qkv: Vec<f32>,
@@ -68,15 +69,16 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
     }
     let qkv = packed(case, Layout::Contiguous).gathered();
     let bounds = [&case.doc_start, &case.doc_end].map(|x| x.iter().map(|&x| x as u32).collect::<Vec<u32>>());
-    let len = shape.seq_len / num_parts;
+    let len = shape.seq_len / num_parts; // tokens of a part
     let of_rank = |links: ThreadGroup| {
         let rank = sieve_ops::RankGroup::part(&links);
         let parts = ContextParallel::new(Arc::new(links), bounds.clone(), [shape.batch, shape.seq_len]);
+        // The rank's tokens of every row.
         let own = |values: &[f32], heads: usize| {
-            let token = heads * d;
-            let rows = values.chunks_exact(shape.seq_len * token);
+            let token_len = heads * d;
+            let rows = values.chunks_exact(shape.seq_len * token_len);
             let own: Vec<f32> = rows
-                .flat_map(|row| row[rank * len * token..][..len * token].to_vec())
+                .flat_map(|row| row[rank * len * token_len..][..len * token_len].to_vec())
                 .collect();
             typed::<B, 4>(&own, [shape.batch, len, heads, d], device)
         };

@@ -10,7 +10,7 @@ use sieve_select::{CallShape, DecodeSession, LayerShape, Selector};
 use sieve_testing::Random;
 use std::ops::Range;
 
-/// Selectors that choose keys once, after the prompt.
+/// Selectors that choose keys after the prompt. SnapKV keeps these and all later keys; H2O's later tokens evict keys.
 pub(super) const HEAVY: &[&str] = &[
     "snapkv:capacity=70,window=9,kernel=7",
     "snapkv:capacity=41,window=40,kernel=1,pool=max",
@@ -22,7 +22,7 @@ pub(super) const HEAVY: &[&str] = &[
     "h2o:heavy=190,recent=18",
 ];
 
-/// Tokens of the prompt; the kernel sums the attention of fewer queries at a time.
+/// Tokens of the prompt; the kernel sums the attention of fewer queries in one pass, so it takes several.
 const PROMPT: usize = 203;
 /// Number of tokens decoded after the prompt.
 const WRITTEN: usize = 12;
@@ -36,7 +36,9 @@ struct Text {
     v: Vec<f32>,
 }
 
-/// Compares kept keys and outputs after every token; returns the largest ratio of error to tolerance.
+/// Compares the keys that each decoded token reads. H2O's tokens are decoded over the kept keys as slots, and their
+/// outputs are compared too. Of SnapKV only the prompt's kept keys are compared: its tokens read all later keys.
+/// Returns the largest ratio of error to tolerance.
 pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Outcome {
     let all = PROMPT + WRITTEN;
     let drawn = Text {
@@ -44,16 +46,18 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Out
         k: random.bf16_normals(all * KV_HEADS * WIDTH),
         v: random.bf16_normals(all * KV_HEADS * WIDTH),
     };
-    let layer = LayerShape::new([HEADS, KV_HEADS], WIDTH, 0);
+    let layer = 0;
+    let layer_shape = LayerShape::new([HEADS, KV_HEADS], WIDTH, layer);
     let shape = CallShape::new([PROMPT; 2], [HEADS, KV_HEADS], WIDTH);
     let selector = Selector::parse(text).expect("the names above are right");
-    let heavy = selector.heavy_keys(shape, 0).expect("a device takes these");
-    let mut session = DecodeSession::new(&selector, layer).expect("a decode method");
+    let heavy = selector.heavy_keys(shape, layer).expect("a device takes these");
+    let mut session = DecodeSession::new(&selector, layer_shape).expect("a decode method");
     let [q, k, v] = drawn.rows(0..PROMPT);
     session.take_prompt(q, k, v).expect("sizes fit");
     let prompt = drawn.upload(device, 0..PROMPT);
     let doc_start = device.int(&[0; PROMPT], &[1, PROMPT]);
-    let dense = prompt.attention_forward(&doc_start, None, shape.softmax_scale(), None)?;
+    let (no_window, no_bias) = (None, None);
+    let dense = prompt.attention_forward(&doc_start, no_window, shape.softmax_scale(), no_bias)?;
     let kept = prompt.keep_heavy_keys(&heavy, &dense.lse)?;
     let slots = drawn.slots(device, &kept, &heavy)?;
     let mut worst = 0.0_f32;
@@ -69,10 +73,11 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Out
             }
             None => device.ints(&kept.positions)?,
         };
-        let each = positions.len() / KV_HEADS;
+        let num_slots = positions.len() / KV_HEADS;
         for (head, expected) in session.kept().iter().enumerate() {
-            let mut found: Vec<u32> = positions[head * each..(head + 1) * each]
+            let mut found: Vec<u32> = positions[head * num_slots..(head + 1) * num_slots]
                 .iter()
+                // An empty slot has position -1.
                 .filter(|&&position| position >= 0)
                 .map(|&position| position as u32)
                 .collect();
@@ -110,9 +115,9 @@ impl Text {
             device.floats(&kept.received)?,
         ];
         let positions = device.ints(&kept.positions)?;
-        let used = positions.len() / KV_HEADS;
+        let num_kept = positions.len() / KV_HEADS;
         for (at, &position) in positions.iter().enumerate() {
-            let token = position as usize * KV_HEADS + at / used;
+            let token = position as usize * KV_HEADS + at / num_kept;
             for (name, found, all) in [("k", &k, &self.k), ("v", &v, &self.v)] {
                 if found[at * WIDTH..][..WIDTH] != all[token * WIDTH..][..WIDTH] {
                     return wrong(format!("{name} of slot {at} is not that of {position}"));
@@ -122,10 +127,11 @@ impl Text {
         let Some(window) = heavy.slots else {
             return Ok(None);
         };
+        // The slots beyond the kept keys are empty: NaN, with position -1.
         let room = window.keep_window_size;
         let padded = |values: &[f32], width: usize| {
             let of = |head: usize| {
-                let mut slots = values[head * used * width..][..used * width].to_vec();
+                let mut slots = values[head * num_kept * width..][..num_kept * width].to_vec();
                 slots.resize(room * width, f32::NAN);
                 slots
             };
@@ -133,7 +139,7 @@ impl Text {
         };
         let positions: Vec<i32> = (0..KV_HEADS)
             .flat_map(|head| {
-                let mut slots = positions[head * used..][..used].to_vec();
+                let mut slots = positions[head * num_kept..][..num_kept].to_vec();
                 slots.resize(room, -1);
                 slots
             })

@@ -25,7 +25,8 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
 pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, d_ff: usize) {
     let (gate_up, dy) = (bench.bf16([tokens, 2 * d_ff]), bench.bf16([tokens, d_ff]));
     let shape = format!("{tokens}x{d_ff}");
-    let moved = |times: usize| Work::Bytes((times * tokens * d_ff) as f64);
+    // The forward pass moves gate, up and y in bf16; the backward pass also dy and the gradients of gate and up.
+    let moved = |bytes: usize| Work::Bytes((bytes * tokens * d_ff) as f64);
     bench.row("swiglu forward", &shape, moved(6), || swiglu_forward(&gate_up));
     let name = "swiglu backward + output, in place";
     bench.row(name, &shape, moved(12), || {

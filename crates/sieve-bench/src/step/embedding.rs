@@ -59,13 +59,15 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
     unique.dedup();
     let (weight, dy) = (bench.bf16([VOCAB, width]), bench.bf16([1, tokens, width]));
     let shape = format!("{tokens}x{width}, {} ids", unique.len());
-    let (elements, rows) = ((tokens * width) as f64, (unique.len() * width) as f64);
+    let (elements, unique_elements) = ((tokens * width) as f64, (unique.len() * width) as f64);
     let upload = |ids: &[i32]| bench.device.int(ids, &[1, tokens]);
     let (any, same) = (upload(&ids), upload(&vec![7; tokens]));
-    let work = Work::Bytes(2.0 * elements + 2.0 * rows);
+    // bf16 rows of the table are read once and written for each token.
+    let work = Work::Bytes(2.0 * elements + 2.0 * unique_elements);
     bench.row("embedding forward", &shape, work, || embedding_forward(&weight, &any));
     let backward = |ids| embedding_backward(&dy, ids, VOCAB);
-    let work = Work::Bytes(2.0 * elements + 8.0 * rows + 16.0 * tokens as f64);
+    // dy is read in bf16; f32 sums and the tokens' order, two i32 each, are read and written.
+    let work = Work::Bytes(2.0 * elements + 8.0 * unique_elements + 16.0 * tokens as f64);
     bench.row("embedding backward", &shape, work, || backward(&any));
     let shape = format!("{tokens}x{width}, one id");
     let work = Work::Bytes(2.0 * elements);
@@ -95,6 +97,7 @@ fn embedding_launches(
     let mut sums = vec![0.0f64; vocab * width];
     for (at, &id) in ids.iter().enumerate() {
         if id < 0 || id as usize >= vocab {
+            // Outside the vocabulary: a row of NaN, and no gradient.
             expected.extend(std::iter::repeat_n(f32::NAN, width));
             continue;
         }

@@ -11,6 +11,8 @@ use sieve_kernels::{Cublaslt, CudaTensor, MatmulOutput, fp8_matmul};
 use sieve_ops::reference;
 
 const FORMATS: [Fp8Format; 2] = [Fp8Format::E4m3, Fp8Format::E5m2];
+/// For [`fp8_quantise`]: no partial maxima of |x| are known, so it computes them.
+const NO_MAXIMA: Option<&CudaTensor> = None;
 const PRODUCT: &str = "fp8 GEMM, cuBLASLt";
 
 /// Checks the quantisation kernel at sizes `[rows, width]`.
@@ -53,11 +55,12 @@ fn transposed(values: &[f32], width: usize) -> Vec<f32> {
         .collect()
 }
 
+/// Compares quantised rows, columns and scale with the reference, and checks that a NaN reaches all numbers.
 fn rounding(mut calls: LaunchCheck<'_>, [rows, width]: [usize; 2], format: Fp8Format) -> Outcome {
     // Rows have gaps, so the wrapper must copy them first.
     let x = calls.with_gaps([rows, width], 16, DType::BF16)?;
     let checked = |x: &CudaTensor, values: &[f32]| -> Result<Fp8Pair, Wrong> {
-        let pair = fp8_quantise(x, format, None)?;
+        let pair = fp8_quantise(x, format, NO_MAXIMA)?;
         let (exact, scale) = reference::fp8_quantise(values, format);
         calls.holds("the scale", &pair.rows.scale, &[scale])?;
         same("rows", &numbers(&calls, &pair.rows)?, &exact)?;
@@ -86,7 +89,7 @@ fn rounding(mut calls: LaunchCheck<'_>, [rows, width]: [usize; 2], format: Fp8Fo
     checked(&upload(&zeros), &zeros)?;
     let mut one_nan = x.values.clone();
     one_nan[rows * width / 2] = f32::NAN;
-    let pair = fp8_quantise(&upload(&one_nan), format, None)?;
+    let pair = fp8_quantise(&upload(&one_nan), format, NO_MAXIMA)?;
     match numbers(&calls, &pair.columns)?.iter().all(|x| x.is_nan()) {
         true => Ok(0.0),
         false => wrong("a NaN did not reach every number"),
@@ -138,10 +141,11 @@ fn gemm_of_rows(
     rows.flat_map(of_row).map(scaled).collect()
 }
 
+/// Compares an fp8 GEMM, in each form of its output, with the exact product and with Hopper's accumulation.
 fn check_gemm(mut calls: LaunchCheck<'_>, [m, n, k]: [usize; 3], formats: [Fp8Format; 2]) -> Outcome {
     let mut quantised = |rows, format| -> Result<(Fp8Matrix, Operand), Wrong> {
         let x = calls.flat(&[rows, k], DType::BF16);
-        let matrix = fp8_quantise(&x.tensor, format, None)?.rows;
+        let matrix = fp8_quantise(&x.tensor, format, NO_MAXIMA)?.rows;
         Ok((matrix, operand(&x.values, format)))
     };
     let ((x, x_exact), (w, w_exact)) = (quantised(m, formats[0])?, quantised(n, formats[1])?);

@@ -120,6 +120,7 @@ fn definition(product: Product, x: &[f32], w: &[f32], [m, n, k]: [usize; 3]) -> 
         .collect()
 }
 
+/// Compares a GEMM with its definition in each form of its output, into new and into given tensors.
 fn outputs(mut calls: LaunchCheck<'_>, product: Product, [m, n, k]: [usize; 3], gap: usize) -> Outcome {
     let (x_shape, w_shape) = match product {
         Product::Nt => ([m, k], [n, k]),
@@ -179,7 +180,8 @@ fn in_order(mut calls: LaunchCheck<'_>, device: &Gpu) -> Outcome {
         }
         Ok(calls.device.floats(&x)?)
     };
-    let (waited, queued) = (chain(true)?, chain(false)?);
+    let (with_waits, without_waits) = (true, false);
+    let (waited, queued) = (chain(with_waits)?, chain(without_waits)?);
     if !waited.iter().all(|x| x.is_finite()) {
         return wrong("the chain is not finite");
     }

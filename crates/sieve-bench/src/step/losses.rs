@@ -46,6 +46,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> BenchRe
     let losses = bench.f32([rows]);
     let width = vocab.next_multiple_of(8);
     let shape = format!("{rows}x{vocab}");
+    // bf16 logits are read and overwritten; f32 logits are read.
     let bytes = (4 * rows * vocab) as f64;
     let logits = LogitRows::of(&bench.bf16([rows, width]), vocab)?;
     bench.row("cross_entropy, in place", &shape, Work::Bytes(bytes), || {
@@ -68,6 +69,7 @@ struct Row {
 impl Row {
     fn new(logits: &[f32], label: i32) -> Self {
         let Ok(label) = usize::try_from(label) else {
+            // A label below 0 is ignored.
             return Self {
                 loss: 0.0,
                 gradients: vec![0.0; logits.len()],
@@ -111,10 +113,10 @@ fn losses(mut calls: LaunchCheck<'_>, rows: usize, vocab: usize, dtype: DType) -
     let gradients: Vec<f32> = expected.into_iter().flat_map(|row| row.gradients).collect();
     let rounded: Vec<f32> = gradients.iter().map(|&x| round_bf16(x)).collect();
 
-    let on_labels = device.int(&labels, &[rows]);
+    let labels_on_device = device.int(&labels, &[rows]);
     let logits = device.float(&buffer, &[rows, width], dtype);
     let found = device.float(&vec![f32::NAN; rows], &[rows], DType::F32);
-    cross_entropy(&LogitRows::of(&logits, vocab)?, &on_labels, &found)?;
+    cross_entropy(&LogitRows::of(&logits, vocab)?, &labels_on_device, &found)?;
     calls.close("losses", &found, &losses)?;
     let after = device.floats(&logits)?;
     let after = after.chunks_exact(width).flat_map(|row| &row[..vocab]).copied();

@@ -58,6 +58,7 @@ pub(super) fn check_likeliest(report: &mut Report, device: &dyn Device, extent: 
                 .collect();
             let ids = device.ints(&likeliest(&x.tensor, count)?)?;
             same("ids", &ids.iter().map(|id| *id as f32).collect::<Vec<_>>(), &expected)?;
+            // A row with a number that is not finite gives -1.
             for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let mut row = x.values[..width].to_vec();
                 row[count - 1] = wrong;

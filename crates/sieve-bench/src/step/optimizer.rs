@@ -39,7 +39,9 @@ pub(super) fn bench(bench: &mut Bench<'_>, size: usize) {
         step(UPDATE, tensors, [&grad, &grad_scale], Some(&leaf))
     };
     let shape = size.to_string();
-    let moved = |times: usize| Work::Bytes((times * size) as f64);
+    // Bytes: f32 master 8 and leaf 2, or bf16 leaf and rest 4 each; both moments 16; gradient 4. All but the gradient
+    // and the leaf beside an f32 master are read and written.
+    let moved = |bytes: usize| Work::Bytes((bytes * size) as f64);
     bench.row("adamw, f32 master", &shape, moved(30), || update(&param));
     bench.row("adamw, split master", &shape, moved(28), || update(&rest));
     bench.row("sum of squares", &shape, moved(4), || FixedSum::sum_of_squares(&grad));
@@ -120,7 +122,8 @@ fn adamw_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
     for gate in [0.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let gate = device.float(&[gate], &[1], DType::F32);
         let (p, m, v) = (upload(&whole), upload(&exact[1]), upload(&exact[2]));
-        step(UPDATE, [&p, &m, &v], [&nan, &gate], None)?;
+        let no_leaf = None;
+        step(UPDATE, [&p, &m, &v], [&nan, &gate], no_leaf)?;
         calls.holds("param behind a gate", &p, &whole)?;
         calls.holds("exp_avg behind a gate", &m, &exact[1])?;
         calls.holds("exp_avg_sq behind a gate", &v, &exact[2])?;
@@ -137,9 +140,9 @@ fn sums_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
         // The tolerance is a share of the sum of magnitudes: where terms cancel, the sum is small but its rounding
         // error is not.
         let sum = calls.device.floats(&FixedSum::of(&x.tensor)?)?[0];
-        let largest = wide().map(f64::abs).sum::<f64>();
+        let magnitudes = wide().map(f64::abs).sum::<f64>();
         let off = (f64::from(sum) - wide().sum::<f64>()).abs();
-        if off.is_nan() || off > 1e-5 * largest {
+        if off.is_nan() || off > 1e-5 * magnitudes {
             let expected = wide().sum::<f64>();
             return wrong(format!("the sum of {size} is {sum}, expected {expected}"));
         }

@@ -22,16 +22,17 @@ const ELEMENTS: usize = 16 << 20;
 /// second thread also fills new buffers of the same size with NaN: one of them overwrites a factor if the allocator
 /// frees the factor too early.
 pub(crate) fn check_order(report: &mut Report, device: &Gpu, extent: &Extent) {
-    let inline = match LaunchCounts::so_far().is_inline {
+    let path = match LaunchCounts::so_far().is_inline {
         Some(false) => "on a stream of their own",
         _ => "on Burn's own stream",
     };
     let outcome = factors_stay(LaunchCheck::new(device, extent.seed), device);
-    report.add(NAME, inline, "10,000 buffers of another thread", outcome);
+    report.add(NAME, path, "10,000 buffers of another thread", outcome);
 }
 
 fn factors_stay(mut calls: LaunchCheck<'_>, device: &Gpu) -> Outcome {
     let total = calls.flat(&[ELEMENTS / 256, 256], DType::F32);
+    // Buffers of other streams that launches keep until they have run.
     let before = LaunchCounts::so_far().foreign_buffers;
     let (send, receive) = sync_channel::<CudaTensor>(4);
     let made = std::thread::scope(|scope| {
@@ -44,6 +45,7 @@ fn factors_stay(mut calls: LaunchCheck<'_>, device: &Gpu) -> Outcome {
                 let factor = filled(1.0);
                 drop((filled(f32::NAN), filled(f32::NAN)));
                 if send.send(factor).is_err() {
+                    // A launch failed, so the receiver is gone.
                     break;
                 }
             }

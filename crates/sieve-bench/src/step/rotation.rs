@@ -51,6 +51,8 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, [heads, kv_heads]: [us
     let shape = format!("{tokens} h{heads}/{kv_heads} d{head_dim}");
     let all = (tokens * packed[2] * head_dim) as f64;
     let rotated = (tokens * (heads + kv_heads) * head_dim) as f64;
+    // All heads are read and written in bf16; the norms' backward pass reads queries and keys besides, and in place it
+    // moves these alone.
     bench.row("qk_norm_rope forward", &shape, Work::Bytes(4.0 * all), || {
         args.qk_norm_rope_forward(&qkv)
     });

@@ -37,12 +37,14 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
     let weight = bench.bf16([width]);
     let shape = format!("{tokens}x{width}");
     let epsilon = EPSILON as f32;
-    let moved = |times: usize| Work::Bytes((times * tokens * width) as f64);
+    // Two bytes for each bf16 tensor that is read or written.
+    let moved = |bytes: usize| Work::Bytes((bytes * tokens * width) as f64);
     bench.row("rms_norm forward", &shape, moved(4), || {
         rms_norm_forward(&x, &weight, epsilon)
     });
     bench.row("rms_norm backward", &shape, moved(6), || {
-        rms_norm_backward(&x, &weight, epsilon, &dy, None)
+        let no_residual = None;
+        rms_norm_backward(&x, &weight, epsilon, &dy, no_residual)
     });
     bench.row("rms_norm backward + residual", &shape, moved(8), || {
         rms_norm_backward(&x, &weight, epsilon, &dy, Some(&residual))
@@ -72,10 +74,11 @@ fn rms_norm_launches(mut calls: LaunchCheck<'_>, shape: [usize; 2]) -> Outcome {
     let [dx_exact, dweight_exact] = reference::rms_norm_backward::<Flex>(call(), dy.host(shape));
     let (dx_exact, dweight_exact) = (floats::<Flex, 2>(dx_exact), floats::<Flex, 1>(dweight_exact));
     let backward = |d_residual| rms_norm_backward(&x.tensor, &weight.tensor, epsilon, &dy.tensor, d_residual);
-    let (dx, dweight) = backward(None)?;
+    let no_residual = None;
+    let (dx, dweight) = backward(no_residual)?;
     calls.close("dx", &dx, &dx_exact)?;
     calls.close("dweight", &dweight, &dweight_exact)?;
-    let (again, dweight_again) = backward(None)?;
+    let (again, dweight_again) = backward(no_residual)?;
     calls.equal("dx of two runs", &again, &dx)?;
     calls.equal("dweight of two runs", &dweight_again, &dweight)?;
     let (both, dweight_too) = backward(Some(&residual.tensor))?;
