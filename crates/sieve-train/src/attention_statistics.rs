@@ -8,7 +8,7 @@ use sieve_core::{Attention, ModelShape};
 use sieve_data::Batch;
 use sieve_ops::DMA_SCORE_CLAMP;
 
-/// Shares over all layers and heads of one micro-batch.
+/// Statistics of the attention masks of one micro-batch, over all layers and heads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct AttentionStatistics {
     /// Active (query, key) pairs divided by the causal pairs of the same documents. NSA's three branches are added, and
@@ -125,7 +125,8 @@ impl Lifetimes {
         }
     }
 
-    /// Adds the key lifetimes of one row in one layer; `expire` is `[num_kv_heads, seq_len]`.
+    /// Adds the key lifetimes of one row in one layer. `expire`, `[num_kv_heads, seq_len]`, has for each key the first
+    /// query that no longer sees it.
     fn and_row(mut self, expire: &[i32]) -> Self {
         let seq_len = self.keys.len() - 1;
         let mut sees_itself = vec![false; seq_len];
@@ -194,6 +195,7 @@ impl AttentionStatistics {
         let causal: u64 = batch.positions.iter().map(|&p| u64::from(p) + 1).sum();
         let tokens = batch.positions.len() as f64;
         if expire.is_empty() {
+            // One length for each document, at its first token.
             let lengths = batch.doc_start.iter().zip(&batch.doc_end).enumerate();
             let lengths = lengths
                 .filter(|(token, (start, _))| token % batch.seq_len == **start as usize)
@@ -215,6 +217,7 @@ impl AttentionStatistics {
             .par_chunks(kv_heads * seq_len)
             .fold(none, Lifetimes::and_row)
             .reduce(none, Lifetimes::and);
+        // Over all layers: `rows` counts the batch once for each layer.
         let num_heads = (rows / batch.batch * kv_heads) as f64;
         let num_kept = attention.form().num_kept();
         Self {

@@ -72,7 +72,7 @@ impl LossMean {
                 f32::INFINITY
             },
             state: match state.mean_loss {
-                // A checkpoint of an older version, which did not store the mean.
+                // An older version stored no mean, so its checkpoints read as 0.
                 0.0 => GuardState::default(),
                 _ => state,
             },

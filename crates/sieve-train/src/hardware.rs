@@ -34,7 +34,7 @@ pub struct Hardware<B: Backend> {
 pub enum MemoryProbe {
     /// Resident memory of this process and memory of the machine.
     Process,
-    /// Functions that ask a device's driver.
+    /// Functions that query a device's driver.
     Device(DeviceMemory),
 }
 

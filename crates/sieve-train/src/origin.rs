@@ -87,6 +87,7 @@ impl Origin {
         }
         notices.extend(rate_line(&saved, recipe, steps_done as usize));
         match &checkpoint {
+            // A new run has no earlier sums to repeat.
             Some(_) if is_branch => {}
             Some(Checkpoint { state, .. }) => {
                 let now = rayon::current_num_threads();
@@ -444,7 +445,7 @@ fn other_kind(saved: AttentionKind, now: AttentionKind) -> (String, String) {
 }
 
 /// Problem and hint for the first size that differs: a key of `[model]`, or the number of parameters of a part of the
-/// model.
+/// model; `None` if all sizes are equal.
 fn other_size(saved: &ModelShape, now: &ModelShape) -> Option<(String, String)> {
     let keys = |shape: &ModelShape| {
         [

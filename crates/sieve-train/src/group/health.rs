@@ -134,8 +134,8 @@ fn probes<'a, B: TrainBackend>(
 }
 
 impl<B: TrainBackend> Group<B> {
-    /// Measures the devices of all ranks at the same time and compares them. `state` asks this rank's driver, directly
-    /// after the GEMMs.
+    /// Measures the devices of all ranks at the same time and compares them. `state` queries this rank's driver,
+    /// directly after the GEMMs.
     ///
     /// # Errors
     /// A rank is lost, or a device fails.
@@ -155,6 +155,7 @@ impl<B: TrainBackend> Group<B> {
     }
 }
 
+/// Measures this rank's rates and gathers all ranks' rates, up to [`MORE_ROUNDS`] times more while a rank seems slow.
 fn measure(
     mesh: &Mesh,
     mut probes: [Probe<'_>; 3],
@@ -232,6 +233,7 @@ fn warnings_of(all: &[Rates]) -> Vec<String> {
     warnings
 }
 
+/// Clock and temperature as the end of a sentence; a value that the driver does not report is left out.
 fn words_of(state: &DeviceState) -> String {
     let clocks = state
         .clocks_mhz

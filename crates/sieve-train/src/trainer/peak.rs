@@ -49,7 +49,7 @@ impl Drop for PeakWatch {
 }
 
 impl<B: TrainBackend> Trainer<B> {
-    /// Writes the peak memory of the watched steps, of every process, to the metrics.
+    /// Writes the peak memory of the watched steps, of every process, to the metrics; nothing for a CPU.
     pub(super) fn report_peak(&self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let peak = self.memory.peak();
         let own = peak.map_or(0, |peak| peak.in_use_bytes);

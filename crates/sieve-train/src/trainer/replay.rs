@@ -41,7 +41,8 @@ impl<B: TrainBackend> PassHooks<B> for Hashes {
 
 impl<B: TrainBackend> Trainer<B> {
     /// Every `training.guard_replay` steps, computes the first micro-batch of the next step on all ranks, with sums in
-    /// a fixed order, and compares loss and gradients bit for bit. A process without others computes it twice.
+    /// a fixed order, and compares loss and gradients bit for bit. If ranks differ, all compute it again to find the
+    /// ranks at fault. A process without others computes it twice.
     ///
     /// # Errors
     /// Gradients differ; a rank is lost.
