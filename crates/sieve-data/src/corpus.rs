@@ -54,7 +54,8 @@ impl Format {
         let Self::ByEnding { text_column } = self else {
             return self.clone();
         };
-        let ending = source::Packed::of(path).1.extension();
+        let (_, without_packing) = source::Packed::of(path);
+        let ending = without_packing.extension();
         let ending = ending.and_then(OsStr::to_str).unwrap_or_default();
         let text_column = text_column.clone();
         match ending.to_ascii_lowercase().as_str() {
@@ -241,7 +242,8 @@ impl Corpus {
             hub: None,
         };
         if !is_remote {
-            corpus.list(None)?;
+            let no_hub = None;
+            corpus.list(no_hub)?;
         }
         Ok(corpus)
     }
@@ -275,7 +277,7 @@ impl Corpus {
         Ok(())
     }
 
-    /// An error if files are missing because the hub was not contacted.
+    /// Returns an error if files are missing because the hub was not contacted.
     pub(crate) fn check_connected(&self) -> Result<(), DataError> {
         let remote = self.config.paths.iter().find(|path| hub::is_remote(path));
         match (remote, &self.hub) {
@@ -331,7 +333,7 @@ impl Corpus {
             let is_packed = is_parquet || source::Packed::of(&file.path).0.is_some();
             file.num_bytes.saturating_mul(if is_packed { USUAL_PACKING } else { 1 })
         });
-        // A listing of the hub may name any sizes.
+        // A listing of the hub may name any sizes, so their sum must not overflow.
         let total = sizes.fold(0, u64::saturating_add);
         self.config.max_bytes.map_or(total, |limit| total.min(limit))
     }

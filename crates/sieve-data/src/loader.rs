@@ -183,6 +183,7 @@ impl Loader {
         check(&config)?;
         for (name, got, wanted) in [
             ("seq_len", config.seq_len, mixture.seq_len()),
+            // A larger vocabulary than the samples' is allowed.
             (
                 "vocab_size",
                 config.vocab_size,

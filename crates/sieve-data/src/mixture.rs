@@ -76,6 +76,7 @@ fn next_source(counts: &[u64], given: &[u64], period: u64, place: u64) -> usize 
 
 /// Whole numbers in the proportion of the weights, at least 1 each.
 fn parts(weights: &[f64]) -> Vec<u64> {
+    // The first power of ten that makes all weights whole numbers, if their sum is a period that is short enough.
     for scale in [1.0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6] {
         let scaled = weights.iter().map(|weight| weight * scale);
         let exact = scaled

@@ -233,6 +233,7 @@ impl Mqar {
         if noise != MqarNoise::Zeros {
             let mut forbidden = keys.iter().map(|key| key + 1).collect::<Vec<_>>();
             forbidden.sort_unstable();
+            // `index` of the numbers below `key` are forbidden too.
             let allowed_before = (0..)
                 .zip(forbidden)
                 .map(|(index, key)| key - index)
@@ -251,7 +252,8 @@ impl Mqar {
     pub fn batch(&self, split: MqarSplit, first_sample: u64, count: usize) -> Batch {
         let mut batch = Batch::empty(first_sample, count, self.config.seq_len);
         for index in first_sample..first_sample + count as u64 {
-            push_sample(&self.sample(split, index), index as u32, 0, &mut batch);
+            let start = 0;
+            push_sample(&self.sample(split, index), index as u32, start, &mut batch);
         }
         batch
     }

@@ -92,6 +92,7 @@ fn beginning(mut document: Document, num_bytes: u64) -> Option<(Target, Document
     (!document.text.is_empty()).then_some((Target::Train, document))
 }
 
+/// How many bytes of a document may be trained on; `None` if no corpus is cut that holds it.
 fn train_bytes(document: &Document, cut: &TrainBytes) -> Option<u64> {
     if cut.is_empty() {
         return None;

@@ -78,6 +78,7 @@ impl Batch {
                     break;
                 }
                 None if documents.is_done() || bytes_since_kept + num_bytes >= pace.keep_bytes => break,
+                // A file ended; the batch continues with the next one.
                 None => {}
             }
         }

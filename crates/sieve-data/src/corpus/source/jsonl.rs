@@ -54,7 +54,7 @@ impl JsonLines {
         })
     }
 
-    /// Goes to the next line; `None` at the end.
+    /// Reads the next line that is not blank into the buffer; `None` at the end.
     pub(in crate::corpus) fn advance(&mut self) -> Option<Result<(), DataError>> {
         loop {
             match self.read_line() {
@@ -146,6 +146,7 @@ impl JsonlSource {
         })
     }
 
+    /// The text in the current line's column; an error if it is missing, not a string, too large, or holds a NUL.
     fn parse(&self) -> Result<String, DataError> {
         let lines = &self.lines;
         let line = lines.text()?;

@@ -97,8 +97,8 @@ impl Unpacked {
     }
 }
 
-/// The error of a damaged archive, if it is damaged. Decompresses all of it, because damage in the middle may first
-/// appear as invalid text.
+/// The error of a damaged archive; `None` if the file is whole or not compressed. Decompresses all of it, because
+/// damage in the middle may first appear as invalid text.
 pub(in crate::corpus) fn broken_archive(path: &Path) -> Option<DataError> {
     Packed::of(path).0?;
     let mut reader = match Unpacked::open(path) {
