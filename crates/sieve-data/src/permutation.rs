@@ -112,7 +112,7 @@ mod tests {
         }
     }
 
-    // Each of 5 elements should stand first in about a fifth of the epochs.
+    // Each of 5 elements should come first in about a fifth of the epochs.
     #[test]
     fn every_element_comes_first_equally_often() {
         let mut counts = [0u32; 5];

@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn dma_counts_lifetimes() {
-        // Key 1 leaves with its own arrival; key 0 is seen by queries 0 to 2.
+        // No query sees key 1, which expires at its own position; queries 0 to 2 see key 0.
         let expire = TensorData::new(vec![3i32, 1, 3, 5, 5], [1, 1, 5]);
         let expire = Tensor::<Flex, 3, Int>::from_data(expire, &Default::default());
         let kind = Attention::Dma(sieve_core::DmaShape::published(2));
@@ -270,7 +270,7 @@ mod tests {
         assert_eq!(found.density, 7.0 / 9.0);
         assert_eq!(found.never_active, 1.0 / 5.0);
         assert_eq!(found.not_self_visible, 1.0 / 5.0);
-        // Ages by query: 0; 1; 0 and 2; 0; 0 and 1. A window of two does not show the one of 2.
+        // Ages by query: 0; 1; 0 and 2; 0; 0 and 1. A window of two keys lacks the age 2.
         let ages = KeyAges {
             median_key_age: 0,
             late_key_age: 2,
@@ -324,7 +324,7 @@ mod tests {
         let found = AttentionStatistics::of(kind, &batch(), &layers);
         assert_eq!(found.never_active, 3.0 / 20.0);
         assert_eq!(found.not_self_visible, 1.0 / 10.0);
-        // The same row twice has the same shares.
+        // A batch with the same row twice has the same statistics.
         let one = batch();
         let two = Batch {
             batch: 2,

@@ -135,10 +135,10 @@ mod tests {
             &root.join("jobs/mine"),
             &[("memory.max", "max\n"), ("memory.current", "600\n")],
         );
-        // Free are 300, and 150 of files can be dropped.
+        // 300 bytes are free, and 150 bytes of file pages can be dropped.
         assert_eq!(cgroup_room("0::/jobs/mine\n", root), Some(450));
         assert_eq!(cgroup_room("0::/others\n", root), None);
-        // A container sees its own group at the root, under the host's name.
+        // In a container, the files of its group are at the root, but the path is the host's.
         write(root, &[("memory.max", "500\n"), ("memory.current", "100\n")]);
         assert_eq!(cgroup_room("0::/of/the/host\n", root), Some(400));
     }

@@ -382,7 +382,7 @@ mod tests {
     fn a_half_line_is_dropped() {
         let text = LINES.join("\n") + "\n" + &LINES[3][..17];
         assert_eq!(reopened(&text, 9).0, LINES.join("\n") + "\n");
-        // Whole, but its end was not written: the next line would be glued to it.
+        // The last line is whole but lacks its newline, so the next line would be appended to it.
         let text = LINES.join("\n");
         assert_eq!(reopened(&text, 9).0, LINES[..3].join("\n") + "\n");
     }
@@ -403,7 +403,7 @@ mod tests {
             first_pause: std::time::Duration::ZERO,
             ..WriteLimits::default()
         };
-        // A disk that is full, and half a line that still found room.
+        // The disk is full, and half of a line was written.
         metrics.file = Some(OpenOptions::new().append(true).open("/dev/full").unwrap());
         metrics.memory(2, PEAK, vec![7]);
         std::fs::write(&path, "{\"kind\":\"step\",\"step\":1}\n{\"kind\":\"mem").unwrap();
@@ -421,7 +421,7 @@ mod tests {
             lines.collect::<Vec<_>>()
         };
         assert_eq!(steps(&std::fs::read_to_string(&path).unwrap()), [1, 2, 3]);
-        // A folder that went, and came again.
+        // The folder is removed and created again.
         assert!(!metrics.is_elsewhere());
         std::fs::remove_file(&path).unwrap();
         assert!(metrics.is_elsewhere());

@@ -541,7 +541,7 @@ mod tests {
             (
                 nsa,
                 &["attention.shared_kv=false", "attention.compress_hidden_size=48"][..],
-                // Positions, `[32, 32]`, are not among them.
+                // The position embeddings, `[32, 32]`, are not among the matrices.
                 vec![
                     ("compress_kv_proj.weight", vec![64, 64]),
                     ("select_kv_proj.weight", vec![64, 64]),

@@ -248,7 +248,7 @@ mod tests {
         let open = |start: &Start| RunFolder::open(&path, "checkpoint", start);
         assert!(!path.exists());
         open(&Start::New).unwrap().claim(&Start::New).unwrap();
-        // Prepared data alone is no run.
+        // A folder with prepared data alone holds no run.
         fs::create_dir(path.join("data")).unwrap();
         open(&Start::New).unwrap();
         for name in ["config.toml", "metrics.jsonl", "log"] {

@@ -341,7 +341,7 @@ mod tests {
         assert_eq!(of([well, [481.0, 3300.0], well, well]), [0; 0]);
         assert_eq!(of([well, well, [479.0, 4000.0], well]), [2]);
         assert_eq!(of([well, [600.0, 3000.0], [300.0, 4000.0], well]), [2, 1]);
-        // A broken clock is no rate.
+        // A rank with a rate of 0 is slow.
         assert_eq!(of([[0.0, 4000.0], well, well, well]), [0]);
         let warnings = warnings_of(&[rates(6e14, 4e12, 0), rates(3e14, 4e12, 2)]);
         let [slow, errors] = &warnings[..] else {
