@@ -121,6 +121,7 @@ pub(crate) struct Agreement {
 }
 
 impl Agreement {
+    /// Combines the values of two ranks: sums counts, and joins each flag as its field says (some rank, or all).
     fn and(self, other: Self) -> Self {
         Self {
             num_labels: self.num_labels + other.num_labels,
@@ -453,6 +454,7 @@ impl RankGroup for Neighbours {
         self.degree
     }
 
+    /// Sends `values[part]` to each part of the row, and returns the `counts[part]` values that each part sent.
     fn exchange(&self, values: Vec<Vec<f32>>, counts: &[usize]) -> Vec<Vec<f32>> {
         let world = self.mesh.world();
         let first = world.rank - self.part;

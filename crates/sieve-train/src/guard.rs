@@ -63,6 +63,7 @@ pub(crate) struct LossMean {
 }
 
 impl LossMean {
+    /// Continues from the mean in `state`; a `guard_spike_factor` of 0 turns the check off.
     pub(crate) fn new(training: &TrainingSection, state: GuardState) -> Self {
         let factor = training.guard_spike_factor;
         Self {

@@ -404,6 +404,7 @@ fn muon<B: TrainBackend>(
 }
 
 impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
+    /// Updates a whole parameter in the model, or this rank's piece of it in `pieces`, which `updated` lists.
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let (id, tensor, mapper) = param.consume();
         let Some(Gradient { values, is_piece }) = self.gradients.take(id) else {

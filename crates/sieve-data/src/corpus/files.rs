@@ -263,6 +263,7 @@ impl Expansion<'_> {
         Ok(())
     }
 
+    /// Adds a file of this disk that was found under `base`; `is_named` if a path names the file directly.
     fn add_file(&mut self, path: &Path, base: &Path, is_named: bool) {
         self.found.push(Found {
             path: path.to_path_buf(),

@@ -97,6 +97,7 @@ impl Epoch {
         }
     }
 
+    /// The pieces of documents that fill row `sample` of the epoch's concatenated tokens.
     fn concatenated_row(&self, shard: &ShardReader, sample: u64) -> Vec<Piece> {
         let mut token = sample * self.seq_len;
         let row_end = token + self.seq_len;
@@ -120,6 +121,7 @@ impl Epoch {
         pieces
     }
 
+    /// The part of one document that makes up row `sample`.
     fn single_row(&self, shard: &ShardReader, sample: u64) -> Piece {
         let place = self.place_of(sample);
         let document = self.document(place);

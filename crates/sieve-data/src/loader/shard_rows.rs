@@ -81,6 +81,7 @@ impl ShardRows {
         Ok(())
     }
 
+    /// Epoch `number`, from the cache of the last two.
     fn epoch(&self, number: u64, config: &LoaderConfig) -> Arc<Epoch> {
         let number = match config.order {
             // All epochs have the same order.

@@ -121,6 +121,7 @@ impl ShardWriter {
         self.push_sequence(text)
     }
 
+    /// Appends the tokens of a prompt, a text, or a document without prompt.
     fn push_sequence(&mut self, sequence: &[u32]) -> Result<(), DataError> {
         let bad = |reason: String| DataError::setting("document", reason);
         let num_tokens = sequence.len();

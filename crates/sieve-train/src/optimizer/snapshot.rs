@@ -186,6 +186,7 @@ impl<B: TrainBackend> Taker<'_, B> {
 }
 
 impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
+    /// Takes one weight: for the checksums of several ranks, and its f32 master for this rank's part of the checkpoint.
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         let Optimizer {
             share, masters, pieces, ..

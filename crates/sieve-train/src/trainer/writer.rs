@@ -116,6 +116,7 @@ impl CheckpointWriter {
     }
 }
 
+/// Reads the snapshot from the device and writes this process's files.
 fn write(
     folder: &Path,
     step: u64,

@@ -50,6 +50,7 @@ pub(in crate::corpus) struct Unpacked {
 }
 
 impl Unpacked {
+    /// Opens a file, with the decoder of its ending; refuses an empty compressed file.
     pub(in crate::corpus) fn open(path: &Path) -> Result<Self, DataError> {
         let file = File::open(path).map_err(DataError::io("open", path))?;
         let file_bytes = file.metadata().map_err(DataError::io("read", path))?.len();
