@@ -252,7 +252,7 @@ impl Corpus {
     /// is kept in `config.dir`.
     ///
     /// # Errors
-    /// A data set that cannot be reached, or has no file that a path asks for; the errors of [`open`](Self::open).
+    /// A data set that cannot be reached, or has no file that a path names; the errors of [`open`](Self::open).
     pub fn connect(&mut self, config: &HubConfig) -> Result<(), DataError> {
         if self.hub.is_none() && self.config.paths.iter().any(|path| hub::is_remote(path)) {
             let hub = Hub::new(config.clone())?;

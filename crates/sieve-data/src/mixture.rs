@@ -6,7 +6,7 @@ use crate::error::DataError;
 /// A periodic sequence of sources.
 ///
 /// For every n, the first n samples hold more than `n w_s - 1` and less than `n w_s + 1` samples of source s, with
-/// weights w that add up to 1. Of the sources that are far enough behind their share, each step takes the one whose
+/// weights w that add up to 1. Of the sources that are far enough behind their share, each place takes the one whose
 /// next sample is due first (Tijdeman, "The chairman assignment problem", 1980). A table holds one period; a sample's
 /// index in its source follows from the table and the number of whole periods before.
 #[derive(Debug, Clone)]

@@ -180,6 +180,7 @@ impl AttentionStatistics {
     ) -> Self {
         let sparse = Self::of(shape.attention, batch, expire);
         let dense = Self::of::<B>(Attention::Mha, batch, &[]);
+        // Layers of dense attention count as `dense` in every step, the others in `dense_steps` of the steps.
         let mean = |sparse, dense| shape.mean_over_layers(sparse + (dense - sparse) * dense_steps, dense);
         Self {
             density: mean(sparse.density, dense.density),

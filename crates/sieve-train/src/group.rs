@@ -528,7 +528,7 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let mesh = join(1);
-                // Rank 0 exchanges values of a row meanwhile.
+                // Rank 0 calls another collective: an exchange among the ranks of a row.
                 mesh.barrier().expect_err("rank 0 is elsewhere");
                 mesh.leave();
             });

@@ -265,7 +265,7 @@ impl Metrics {
 /// When this many bytes of lines wait, further lines are lost.
 const MAX_WAITING_BYTES: usize = 64 << 20;
 
-/// Opens a file to append lines to, and cuts it off after `len` bytes. Returns the file and its length in bytes.
+/// Opens a file to append lines to. With a `len`, cuts it off after so many bytes. Returns the file and its length.
 fn open_lines(path: &Path, len: Option<u64>) -> io::Result<(File, u64)> {
     let file = OpenOptions::new().create(true).append(true).open(path)?;
     let found = file.metadata()?.len();

@@ -80,7 +80,7 @@ impl TrainingData {
         }
     }
 
-    /// Hash of the run's own data, without that of stages.
+    /// Hash of the run's own data, without the stages' texts.
     pub(crate) fn base_fingerprint(&self) -> String {
         match &self.rows {
             RowSource::Shards { prepared, .. } => prepared.meta.fingerprint.clone(),

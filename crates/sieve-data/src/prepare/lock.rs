@@ -15,7 +15,7 @@ pub(super) struct Lock {
     path: PathBuf,
 }
 
-/// Content of the lock file once a preparation has made files durable. An empty lock file says nothing about others.
+/// Content of the lock file once a preparation has made files durable. An empty one says nothing about other files.
 const MARK: &[u8] = b"The files train.* and validation.* beside this one were written by sieve.\n";
 
 impl Lock {

@@ -205,7 +205,7 @@ impl Partial {
         Ok(())
     }
 
-    /// Makes all documents so far durable, so that they survive an error or a kill.
+    /// Makes all documents so far durable and lists them in the journal, so that they survive an error or a kill.
     pub(super) fn keep(&mut self) -> Result<(), DataError> {
         let mut step = std::mem::take(&mut self.new);
         step.place = self.place.clone();

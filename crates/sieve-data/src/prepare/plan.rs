@@ -210,7 +210,8 @@ impl Plan<'_> {
         Ok(())
     }
 
-    /// Fsyncs all files under temporary names, then renames them, `meta.json` last.
+    /// Fsyncs all files under temporary names, removes an earlier preparation's, then renames the new ones, `meta.json`
+    /// last.
     fn publish(&self, partial: Partial) -> Result<PreparedMeta, DataError> {
         let dir = &self.config.dir;
         let Partial { splits, place, .. } = &partial;

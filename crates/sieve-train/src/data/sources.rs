@@ -52,8 +52,8 @@ pub fn corpus_configs(
     Ok((train, validation))
 }
 
-/// Without `data.weights`, `whole` alone; with it, one corpus per path, whose `max_bytes` is its weight's share of
-/// `data.max_bytes`.
+/// Settings of the training corpora: without `data.weights`, only `whole`; with it, one corpus per path, whose
+/// `max_bytes` is its weight's share of `data.max_bytes`.
 pub(super) fn weighted_configs(recipe: &Recipe, whole: &CorpusConfig) -> Vec<CorpusConfig> {
     let Some(weights) = &recipe.data.weights else {
         return vec![whole.clone()];

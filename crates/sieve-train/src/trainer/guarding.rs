@@ -328,7 +328,7 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(Verdict::GoOn)
     }
 
-    /// Restores the last checkpoint, and continues behind the rows that were read since, unless these belong to another
+    /// Restores the last checkpoint, and continues after the rows that were read since, unless these belong to another
     /// stage.
     fn go_back(
         &mut self,

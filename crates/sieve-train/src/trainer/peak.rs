@@ -3,8 +3,8 @@ use super::{Reporter, Trainer};
 use crate::{MemoryProbe, TrainError};
 use sieve_ops::TrainBackend;
 
-/// Steps of a stage that are watched: the optimizer creates its moments at the end of the first, so the second is the
-/// first with all tensors in memory.
+/// Steps of a stage that are watched: the optimizer creates its moments at the end of the first step, so the second one
+/// is the first that has all tensors in memory.
 const WATCHED_STEPS: u32 = 2;
 
 /// A watch over the first steps of a stage.

@@ -72,7 +72,7 @@ impl Tries {
     }
 }
 
-/// Where checkpoints are written, and the failures of doing so.
+/// Where checkpoints are written, and which writes failed.
 #[derive(Debug, Default)]
 pub(super) struct Saving {
     pub(super) tries: Tries,
