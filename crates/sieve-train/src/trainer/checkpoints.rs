@@ -236,8 +236,8 @@ impl<B: TrainBackend> Trainer<B> {
     }
 
     /// Waits for this process's files of the pending checkpoint and drops the checkpoint. It cannot be finished after
-    /// an error of this rank alone: the other ranks are in another collective, and would take the messages that finish a
-    /// checkpoint for its messages. Errors that occur on all ranks finish the checkpoint before they return.
+    /// an error of this rank alone: the other ranks are in another collective, and would take the messages that finish
+    /// a checkpoint for its messages. Errors that occur on all ranks finish the checkpoint before they return.
     pub(super) fn discard_checkpoint(&mut self) -> Result<(), TrainError> {
         if let Some(Written { folder, state, .. }) = self.finish_writing()?
             && self.writes()
