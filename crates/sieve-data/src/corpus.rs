@@ -144,19 +144,19 @@ pub struct CorpusConfig {
 }
 
 impl CorpusConfig {
-    /// Every text file of `paths`, without limits; an invalid document is an error. From folders `.txt`, `.md` and
-    /// `.rs`.
+    /// Every text file of `paths`, without limits; an invalid document is an error. In folders, files that end in `.txt`,
+    /// `.md` or `.rs` are read.
     pub fn text(paths: Vec<String>) -> Self {
         Self::new(paths, Format::Text)
     }
 
-    /// Every line of `paths`, without limits; an invalid document is an error. From folders `.jsonl`.
+    /// Every line of `paths`, without limits; an invalid document is an error. In folders, `.jsonl` files are read.
     pub fn jsonl(paths: Vec<String>, text_column: &str) -> Self {
         let text_column = text_column.to_owned();
         Self::new(paths, Format::Jsonl { text_column })
     }
 
-    /// Every row of `paths`, without limits; an invalid document is an error. From folders `.parquet`.
+    /// Every row of `paths`, without limits; an invalid document is an error. In folders, `.parquet` files are read.
     pub fn parquet(paths: Vec<String>, text_column: &str) -> Self {
         let text_column = text_column.to_owned();
         Self::new(paths, Format::Parquet { text_column })

@@ -7,9 +7,8 @@
 //!
 //! - tokens `0..2D`: key, value, key, value, …; D different keys of `1..V/2` and D different values of `V/2..V`;
 //! - then `(L - 2D) / 2` query slots of two tokens. D different slots are drawn one after another, with weight
-//!   `x^(a-1)`
-//!   for slot `x`, counted from 1. The first token of the r-th drawn slot is key `r`, and its label, *at the same
-//!   position*, is the key's value;
+//!   `x^(a-1)` for slot `x`, counted from 1. The first token of the r-th drawn slot is key `r`, and its label, *at the
+//!   same position*, is the key's value;
 //! - all other tokens are 0 or noise and have no label.
 
 mod draw;
@@ -177,7 +176,7 @@ impl MqarSample {
 #[derive(Debug, Clone)]
 pub struct Mqar {
     config: MqarConfig,
-    /// `1 / weight` of each position that a query may take.
+    /// `1 / weight` of each query slot.
     inverse_weights: Vec<f64>,
 }
 

@@ -101,7 +101,7 @@ struct TextSource {
     train: Vec<Corpus>,
     /// All paths as one corpus, which a tokenizer is trained on.
     whole: Corpus,
-    /// A corpus of its own for validation; `None`: a part of the training text.
+    /// A corpus of its own for validation; `None` if a part of the training text is held out.
     validation: Option<Corpus>,
     /// Settings of the hub; [`connect`](Self::connect) sets its folder.
     hub: HubConfig,

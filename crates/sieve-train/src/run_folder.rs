@@ -12,7 +12,7 @@ pub enum Start {
     New,
     /// The run resumes from the latest checkpoint of the folder.
     Resume,
-    /// As `Resume`, without a user who could help: damaged checkpoints are renamed, and the latest whole one is used.
+    /// As `Resume`, for a run that no user attends: damaged checkpoints are renamed, and the latest whole one is used.
     ResumeAlone {
         /// This run's own fallback folder, which may hold a later checkpoint; see
         /// [`Trainer::set_fallback`](crate::Trainer::set_fallback).

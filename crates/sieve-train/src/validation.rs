@@ -43,8 +43,8 @@ pub(crate) fn check_labels(loader: &Loader, size: ValidationSize) -> Result<(), 
     ))
 }
 
-/// Mean loss over about `num_tokens` tokens spread evenly over `loader`, or over all of it when that is less, in
-/// batches of `batch_size` rows. The batch size does not decide which rows are read.
+/// Mean loss over about `size.num_tokens` tokens spread evenly over `loader`, or over all of it when that is less, in
+/// batches of `size.batch_size` rows. The batch size does not decide which rows are read.
 ///
 /// Every token of a document but its first is predicted once; the unigram model is scored on the same tokens.
 ///

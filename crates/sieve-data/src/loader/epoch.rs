@@ -134,7 +134,7 @@ impl Epoch {
         }
     }
 
-    /// The place in the order of the document that holds this token (concatenated) or row (one document per row).
+    /// The place in the epoch's order of documents whose document holds this token, or this row (one document per row).
     fn place_of(&self, token_or_row: u64) -> usize {
         self.ends.partition_point(|&end| end <= token_or_row)
     }

@@ -383,7 +383,7 @@ pub(super) fn refuse_foreign_files(dir: &Path, has_mark: bool) -> Result<(), Dat
     if has_mark || meta::path(dir).exists() || !dir.exists() {
         return Ok(());
     }
-    // A preparation that was killed between renames has left the mark.
+    // A preparation writes the mark before it renames a file, so without it finished files are not Sieve's.
     let mut files = own_names(dir)?;
     files.retain(|name| !name.ends_with(".tmp"));
     match files.first() {

@@ -4,7 +4,7 @@ use sieve_core::Recipe;
 use sieve_core::recipe::DataFormat;
 use sieve_data::{CorpusConfig, FileOrder};
 
-/// Seed of the sample that `data.max_bytes` takes of a larger corpus.
+/// Seed of the order in which files are read if `data.max_bytes` takes a sample of a larger corpus.
 const CORPUS_SEED: u64 = 0;
 
 /// Settings of the training corpus, and of the validation corpus if the recipe names one. `variable` looks environment

@@ -59,7 +59,7 @@ struct Probe<'a> {
 }
 
 impl Probe<'_> {
-    /// FLOPs or bytes per second in the best of [`TRIES`], after one that warms up.
+    /// FLOPs or bytes per second in the best of [`TRIES`] calls, after a call that warms up.
     fn rate(&mut self, mesh: &Mesh) -> Result<f64, TrainError> {
         let mut best = f64::INFINITY;
         for number in 0..=TRIES {

@@ -162,7 +162,7 @@ impl Client {
         }
         Ok(Self {
             agent: settings.build().into(),
-            // Over plain http the token could be read.
+            // Over plain http others could read the token, so it is not sent.
             token: config.token.clone().filter(|_| is_https),
             endpoint,
             limits: config.limits,
@@ -199,6 +199,7 @@ impl Client {
     /// The reason of the failure, turned into an error by `failed`.
     pub(super) fn download(&self, file: &Download<'_>, failed: &dyn Fn(String) -> DataError) -> Result<(), DataError> {
         let what = format!("fetching {}", file.name);
+        // Without a listed size, the least rate adds no time to the limit.
         let num_bytes = file.num_bytes.unwrap_or(0);
         let mut num_damaged = 0;
         self.insist(&what, num_bytes, failed, &mut |budget, has_progressed| {
