@@ -144,8 +144,8 @@ pub struct CorpusConfig {
 }
 
 impl CorpusConfig {
-    /// Every text file of `paths`, without limits; an invalid document is an error. In folders, files that end in `.txt`,
-    /// `.md` or `.rs` are read.
+    /// Every text file of `paths`, without limits; an invalid document is an error. In folders, files that end in
+    /// `.txt`, `.md` or `.rs` are read.
     pub fn text(paths: Vec<String>) -> Self {
         Self::new(paths, Format::Text)
     }
