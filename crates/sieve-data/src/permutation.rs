@@ -58,6 +58,7 @@ impl Permutation {
         value
     }
 
+    /// One pass through all rounds of the Feistel network.
     fn encrypt(&self, value: u64) -> u64 {
         let mask = (1u64 << self.half_bits) - 1;
         let (mut left, mut right) = (value >> self.half_bits, value & mask);

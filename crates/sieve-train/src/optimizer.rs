@@ -367,7 +367,7 @@ struct Orthogonal<B: TrainBackend> {
 
 /// Nesterov momentum `m = beta m + g` of the gradient g times `scale`. The update is `g + beta m`; the update of each
 /// projection is orthogonalised in `dtype` and multiplied by `0.2 sqrt(max(out, in))` (arXiv:2502.16982, equations 2
-/// and 4). `projections` are numbers of rows.
+/// and 4). `projections` are the numbers of their rows. A skipped step leaves the momentum as it was.
 fn muon<B: TrainBackend>(
     momentum: Inner<B>,
     gradient: Inner<B>,

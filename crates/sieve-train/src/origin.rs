@@ -402,7 +402,7 @@ fn names_tokenizer(key: &str) -> bool {
 }
 
 /// `recipe` with the tokenizer of `saved`, if that is the `tokenizer.json` of a checkpoint, because the run is a
-/// branch.
+/// branch. The `eos_token` of `recipe` stays.
 fn with_tokenizer_of_branch(saved: &Recipe, recipe: &Recipe) -> Recipe {
     let mut recipe = recipe.clone();
     let path = saved.tokenizer.path.as_ref().map(Path::new);

@@ -111,9 +111,9 @@ impl StageState {
     /// that the number of processes does not change the rows of a step.
     pub(super) fn batches(&self, first_sample: u64) -> Result<Prefetch, TrainError> {
         let local = self.recipe.training.local_batch_size;
-        let place = [self.share.rank, self.share.size];
+        let rank_and_size = [self.share.rank, self.share.size];
         let depth = PREFETCH_DEPTH.max(self.micro_batches);
-        let plan = PrefetchPlan::of_rank(first_sample, local, place, depth);
+        let plan = PrefetchPlan::of_rank(first_sample, local, rank_and_size, depth);
         Ok(Prefetch::new(self.loader.clone(), plan)?)
     }
 }
