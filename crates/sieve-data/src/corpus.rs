@@ -54,7 +54,8 @@ impl Format {
         let Self::ByEnding { text_column } = self else {
             return self.clone();
         };
-        let ending = source::Packed::of(path).1.extension();
+        let (_, without_packing) = source::Packed::of(path);
+        let ending = without_packing.extension();
         let ending = ending.and_then(OsStr::to_str).unwrap_or_default();
         let text_column = text_column.clone();
         match ending.to_ascii_lowercase().as_str() {
@@ -143,19 +144,19 @@ pub struct CorpusConfig {
 }
 
 impl CorpusConfig {
-    /// Every text file of `paths`, without limits; an invalid document is an error. From folders `.txt`, `.md` and
-    /// `.rs`.
+    /// Every text file of `paths`, without limits; an invalid document is an error. In folders, files that end in
+    /// `.txt`, `.md` or `.rs` are read.
     pub fn text(paths: Vec<String>) -> Self {
         Self::new(paths, Format::Text)
     }
 
-    /// Every line of `paths`, without limits; an invalid document is an error. From folders `.jsonl`.
+    /// Every line of `paths`, without limits; an invalid document is an error. In folders, `.jsonl` files are read.
     pub fn jsonl(paths: Vec<String>, text_column: &str) -> Self {
         let text_column = text_column.to_owned();
         Self::new(paths, Format::Jsonl { text_column })
     }
 
-    /// Every row of `paths`, without limits; an invalid document is an error. From folders `.parquet`.
+    /// Every row of `paths`, without limits; an invalid document is an error. In folders, `.parquet` files are read.
     pub fn parquet(paths: Vec<String>, text_column: &str) -> Self {
         let text_column = text_column.to_owned();
         Self::new(paths, Format::Parquet { text_column })
@@ -241,7 +242,8 @@ impl Corpus {
             hub: None,
         };
         if !is_remote {
-            corpus.list(None)?;
+            let no_hub = None;
+            corpus.list(no_hub)?;
         }
         Ok(corpus)
     }
@@ -250,7 +252,7 @@ impl Corpus {
     /// is kept in `config.dir`.
     ///
     /// # Errors
-    /// A data set that cannot be reached, or has no file that a path asks for; the errors of [`open`](Self::open).
+    /// A data set that cannot be reached, or has no file that a path names; the errors of [`open`](Self::open).
     pub fn connect(&mut self, config: &HubConfig) -> Result<(), DataError> {
         if self.hub.is_none() && self.config.paths.iter().any(|path| hub::is_remote(path)) {
             let hub = Hub::new(config.clone())?;
@@ -275,7 +277,7 @@ impl Corpus {
         Ok(())
     }
 
-    /// An error if files are missing because the hub was not contacted.
+    /// Returns an error if files are missing because the hub was not contacted.
     pub(crate) fn check_connected(&self) -> Result<(), DataError> {
         let remote = self.config.paths.iter().find(|path| hub::is_remote(path));
         match (remote, &self.hub) {
@@ -331,7 +333,7 @@ impl Corpus {
             let is_packed = is_parquet || source::Packed::of(&file.path).0.is_some();
             file.num_bytes.saturating_mul(if is_packed { USUAL_PACKING } else { 1 })
         });
-        // A listing of the hub may name any sizes.
+        // A listing of the hub may name any sizes, so their sum must not overflow.
         let total = sizes.fold(0, u64::saturating_add);
         self.config.max_bytes.map_or(total, |limit| total.min(limit))
     }

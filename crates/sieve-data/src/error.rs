@@ -86,7 +86,7 @@ impl DataError {
         Self::InvalidDocument { path, what, hint }
     }
 
-    /// Leaves `skip_invalid` out of the hint: every row of a table is read.
+    /// Removes the last alternative, `skip_invalid`, from the hint of a document's error: every row of a table is read.
     pub(crate) fn of_table(mut self) -> Self {
         if let Self::InvalidDocument { hint, .. } = &mut self
             && let Some((mend, _)) = hint.rsplit_once(", or ")
@@ -115,7 +115,7 @@ impl DataError {
         Self::file(path, what, hint)
     }
 
-    /// A side file of a preparation cannot be understood.
+    /// The error of a side file of a preparation (such as `meta.json`) that cannot be understood.
     pub(crate) fn meta(path: &Path, what: impl Into<String>) -> Self {
         Self::file(path, what, "prepare the data again")
     }

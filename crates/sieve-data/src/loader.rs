@@ -16,7 +16,7 @@ use crate::mqar::MqarMixture;
 use crate::shard::ShardReader;
 use shard_rows::ShardRows;
 
-/// The label of a position without a prediction: before a token of a prompt, at the end of a document, and in padding.
+/// The label of a token without a prediction: before another token of a prompt, at a document's end, and in padding.
 pub const IGNORE_LABEL: i32 = -100;
 
 /// Document id of padding tokens.
@@ -183,6 +183,7 @@ impl Loader {
         check(&config)?;
         for (name, got, wanted) in [
             ("seq_len", config.seq_len, mixture.seq_len()),
+            // A larger vocabulary than the samples' is allowed.
             (
                 "vocab_size",
                 config.vocab_size,

@@ -6,7 +6,7 @@ use crate::error::DataError;
 /// A periodic sequence of sources.
 ///
 /// For every n, the first n samples hold more than `n w_s - 1` and less than `n w_s + 1` samples of source s, with
-/// weights w that add up to 1. Of the sources that are far enough behind their share, each step takes the one whose
+/// weights w that add up to 1. Of the sources that are far enough behind their share, each place takes the one whose
 /// next sample is due first (Tijdeman, "The chairman assignment problem", 1980). A table holds one period; a sample's
 /// index in its source follows from the table and the number of whole periods before.
 #[derive(Debug, Clone)]
@@ -76,6 +76,7 @@ fn next_source(counts: &[u64], given: &[u64], period: u64, place: u64) -> usize 
 
 /// Whole numbers in the proportion of the weights, at least 1 each.
 fn parts(weights: &[f64]) -> Vec<u64> {
+    // The first power of ten that makes all weights whole numbers, if their sum is a period that is short enough.
     for scale in [1.0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6] {
         let scaled = weights.iter().map(|weight| weight * scale);
         let exact = scaled

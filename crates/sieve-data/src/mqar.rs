@@ -7,9 +7,8 @@
 //!
 //! - tokens `0..2D`: key, value, key, value, …; D different keys of `1..V/2` and D different values of `V/2..V`;
 //! - then `(L - 2D) / 2` query slots of two tokens. D different slots are drawn one after another, with weight
-//!   `x^(a-1)`
-//!   for slot `x`, counted from 1. The first token of the r-th drawn slot is key `r`, and its label, *at the same
-//!   position*, is the key's value;
+//!   `x^(a-1)` for slot `x`, counted from 1. The first token of the r-th drawn slot is key `r`, and its label, *at the
+//!   same position*, is the key's value;
 //! - all other tokens are 0 or noise and have no label.
 
 mod draw;
@@ -177,7 +176,7 @@ impl MqarSample {
 #[derive(Debug, Clone)]
 pub struct Mqar {
     config: MqarConfig,
-    /// `1 / weight` of each position that a query may take.
+    /// `1 / weight` of each query slot.
     inverse_weights: Vec<f64>,
 }
 
@@ -233,6 +232,7 @@ impl Mqar {
         if noise != MqarNoise::Zeros {
             let mut forbidden = keys.iter().map(|key| key + 1).collect::<Vec<_>>();
             forbidden.sort_unstable();
+            // `index` of the numbers below `key` are forbidden too.
             let allowed_before = (0..)
                 .zip(forbidden)
                 .map(|(index, key)| key - index)
@@ -251,7 +251,8 @@ impl Mqar {
     pub fn batch(&self, split: MqarSplit, first_sample: u64, count: usize) -> Batch {
         let mut batch = Batch::empty(first_sample, count, self.config.seq_len);
         for index in first_sample..first_sample + count as u64 {
-            push_sample(&self.sample(split, index), index as u32, 0, &mut batch);
+            let start = 0;
+            push_sample(&self.sample(split, index), index as u32, start, &mut batch);
         }
         batch
     }

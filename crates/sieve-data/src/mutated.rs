@@ -33,7 +33,7 @@ fn each_mutated(name: &str, bytes: &[u8], check: impl Fn(&Path, &[u8]) -> bool +
     taken
 }
 
-/// As `each`, for a function that reads the file: an error must name the file.
+/// As [`each_mutated`], for a function that reads the file: an error must name the file.
 fn each_read(name: &str, bytes: &[u8], read: impl Fn(&Path, &[u8]) -> Result<(), DataError> + Sync) -> usize {
     each_mutated(name, bytes, |path, bytes| {
         let read = read(path, bytes);
@@ -41,7 +41,7 @@ fn each_read(name: &str, bytes: &[u8], read: impl Fn(&Path, &[u8]) -> Result<(),
     })
 }
 
-/// The texts of a corpus, blank ones included.
+/// Number of documents of a corpus, blank ones included.
 fn count(config: CorpusConfig) -> Result<u64, DataError> {
     let corpus = Corpus::open(config)?;
     let mut documents = corpus.documents();

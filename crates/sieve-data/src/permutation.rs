@@ -58,6 +58,7 @@ impl Permutation {
         value
     }
 
+    /// One pass through all rounds of the Feistel network.
     fn encrypt(&self, value: u64) -> u64 {
         let mask = (1u64 << self.half_bits) - 1;
         let (mut left, mut right) = (value >> self.half_bits, value & mask);
@@ -112,7 +113,7 @@ mod tests {
         }
     }
 
-    // Each of 5 elements should stand first in about a fifth of the epochs.
+    // Each of 5 elements should come first in about a fifth of the epochs.
     #[test]
     fn every_element_comes_first_equally_often() {
         let mut counts = [0u32; 5];

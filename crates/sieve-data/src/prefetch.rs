@@ -80,6 +80,7 @@ impl Iterator for Prefetch {
     fn next(&mut self) -> Option<Self::Item> {
         match self.receiver.as_ref()?.recv() {
             Ok(batch) => Some(batch),
+            // The thread has ended: after the last batch, after an error, or by a panic.
             Err(_) => {
                 let panicked = self.thread.take()?.join().is_err();
                 panicked.then(|| Err(stopped("it panicked")))

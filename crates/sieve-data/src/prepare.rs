@@ -226,6 +226,7 @@ pub fn check_owner(dir: &Path) -> Result<(), DataError> {
     refuse_foreign_files(dir, has_mark)
 }
 
+/// As [`prepare`]; `pace` says how many bytes of text are tokenised at a time, and how many are made durable.
 fn prepare_at_pace(
     corpora: &[Corpus],
     tokenizer: &Tokenizer,
@@ -243,15 +244,15 @@ fn prepare_at_pace(
         let reason = format!("{fraction} does not lie between 0 and 1");
         return Err(DataError::setting("validation_fraction", reason));
     }
-    let own = match config.validation {
+    let own_validation = match config.validation {
         ValidationSource::Corpus(corpus) => Some(corpus),
         ValidationSource::Fraction(_) => None,
     };
-    let column = |corpus: &Corpus| corpus.config().prompt_column.is_some();
+    let has_prompts = |corpus: &Corpus| corpus.config().prompt_column.is_some();
     if corpora
         .iter()
-        .chain(own)
-        .any(|corpus| column(corpus) != column(&corpora[0]))
+        .chain(own_validation)
+        .any(|corpus| has_prompts(corpus) != has_prompts(&corpora[0]))
     {
         let reason = "some of the corpora have prompts and some have none";
         return Err(DataError::setting("prompt_column", reason));
@@ -322,6 +323,7 @@ fn fingerprint(corpora: &[Corpus], tokenizer: &Tokenizer, config: &PrepareConfig
     hex(hash.digest128())
 }
 
+/// A hash of a document's prompt and text, which decides whether the document is held out and finds equal documents.
 fn content_hash(document: &Document) -> u128 {
     const SEED: u64 = 0x7661_6C69_6461_7465;
     let hash = |text: &str| xxhash_rust::xxh3::xxh3_128_with_seed(text.as_bytes(), SEED);

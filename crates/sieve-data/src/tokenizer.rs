@@ -86,16 +86,20 @@ impl Tokenizer {
         loaded.unwrap_or_else(|| Err("its parts contradict one another".to_owned()))
     }
 
+    /// The tokenizer without truncation and padding, and what Sieve derives from its vocabulary and template.
     fn from_inner(mut inner: HfTokenizer) -> Result<Self, String> {
         inner.with_truncation(None).map_err(|error| error.to_string())?;
         inner.with_padding(None);
         inner.set_encode_special_tokens(false);
         // Ids may have gaps, so the largest id can exceed the number of tokens.
-        let vocab_size = inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
+        let with_added_tokens = true;
+        let largest_id = inner.get_vocab(with_added_tokens).into_values().max();
+        let vocab_size = largest_id.map_or(0, |id| id as usize + 1);
         if vocab_size == 0 {
             return Err("its vocabulary is empty".into());
         }
-        let canonical = inner.to_string(false).map_err(|error| error.to_string())?;
+        let is_pretty = false;
+        let canonical = inner.to_string(is_pretty).map_err(|error| error.to_string())?;
         let mut plain = inner.clone();
         plain.set_encode_special_tokens(true);
         let mut tokenizer = Self {
@@ -113,7 +117,7 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// The token that the tokenizer's template puts before a text.
+    /// The token that the tokenizer's template puts before a text; `None` if it puts none.
     fn find_bos(&self) -> Option<u32> {
         let text = self.decode(&[self.plain_token?]).ok()?;
         let ids = |with_template| self.plain.encode_fast(text.as_str(), with_template).ok();
@@ -135,7 +139,8 @@ impl Tokenizer {
     /// # Errors
     /// A tokenizer that cannot be written as JSON.
     pub fn to_json(&self) -> Result<String, DataError> {
-        let json = self.marked.to_string(true);
+        let is_pretty = true;
+        let json = self.marked.to_string(is_pretty);
         json.map_err(|error| DataError::Failed(format!("the tokenizer cannot write its tokenizer.json: {error}")))
     }
 
@@ -173,7 +178,8 @@ impl Tokenizer {
     /// Ids that the tokenizer cannot decode.
     pub fn decode(&self, ids: &[u32]) -> Result<String, DataError> {
         let failed = |error| DataError::Failed(format!("the tokenizer cannot decode {} ids: {error}", ids.len()));
-        self.marked.decode(ids, true).map_err(failed)
+        let skip_special_tokens = true;
+        self.marked.decode(ids, skip_special_tokens).map_err(failed)
     }
 
     /// A decoder that takes ids one by one and returns only whole characters.
@@ -189,8 +195,9 @@ impl Tokenizer {
     /// The largest id plus one, added tokens excluded. A model may lack rows for added tokens as long as no text holds
     /// such a token.
     pub fn num_base_tokens(&self) -> usize {
+        let with_added_tokens = false;
         self.marked
-            .get_vocab(false)
+            .get_vocab(with_added_tokens)
             .values()
             .max()
             .map_or(0, |&id| id as usize + 1)
@@ -313,7 +320,8 @@ fn is_byte_token(token: &str) -> bool {
 
 fn encode(tokenizer: &HfTokenizer, text: &str) -> Result<Vec<u32>, DataError> {
     // encode_fast leaves out the character offsets, which Sieve does not use.
-    let encoding = tokenizer.encode_fast(text, false);
+    let add_special_tokens = false;
+    let encoding = tokenizer.encode_fast(text, add_special_tokens);
     encoding
         .map(|encoding| encoding.get_ids().to_vec())
         .map_err(|error| encode_error(text, &*error))

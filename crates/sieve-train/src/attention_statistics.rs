@@ -8,7 +8,7 @@ use sieve_core::{Attention, ModelShape};
 use sieve_data::Batch;
 use sieve_ops::DMA_SCORE_CLAMP;
 
-/// Shares over all layers and heads of one micro-batch.
+/// Statistics of the attention masks of one micro-batch, over all layers and heads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct AttentionStatistics {
     /// Active (query, key) pairs divided by the causal pairs of the same documents. NSA's three branches are added, and
@@ -125,7 +125,8 @@ impl Lifetimes {
         }
     }
 
-    /// Adds the key lifetimes of one row in one layer; `expire` is `[num_kv_heads, seq_len]`.
+    /// Adds the key lifetimes of one row in one layer. `expire`, `[num_kv_heads, seq_len]`, has for each key the first
+    /// query that no longer sees it.
     fn and_row(mut self, expire: &[i32]) -> Self {
         let seq_len = self.keys.len() - 1;
         let mut sees_itself = vec![false; seq_len];
@@ -179,6 +180,7 @@ impl AttentionStatistics {
     ) -> Self {
         let sparse = Self::of(shape.attention, batch, expire);
         let dense = Self::of::<B>(Attention::Mha, batch, &[]);
+        // Layers of dense attention count as `dense` in every step, the others in `dense_steps` of the steps.
         let mean = |sparse, dense| shape.mean_over_layers(sparse + (dense - sparse) * dense_steps, dense);
         Self {
             density: mean(sparse.density, dense.density),
@@ -194,6 +196,7 @@ impl AttentionStatistics {
         let causal: u64 = batch.positions.iter().map(|&p| u64::from(p) + 1).sum();
         let tokens = batch.positions.len() as f64;
         if expire.is_empty() {
+            // One length for each document, at its first token.
             let lengths = batch.doc_start.iter().zip(&batch.doc_end).enumerate();
             let lengths = lengths
                 .filter(|(token, (start, _))| token % batch.seq_len == **start as usize)
@@ -215,6 +218,7 @@ impl AttentionStatistics {
             .par_chunks(kv_heads * seq_len)
             .fold(none, Lifetimes::and_row)
             .reduce(none, Lifetimes::and);
+        // Over all layers: `rows` counts the batch once for each layer.
         let num_heads = (rows / batch.batch * kv_heads) as f64;
         let num_kept = attention.form().num_kept();
         Self {
@@ -259,7 +263,7 @@ mod tests {
 
     #[test]
     fn dma_counts_lifetimes() {
-        // Key 1 leaves with its own arrival; key 0 is seen by queries 0 to 2.
+        // No query sees key 1, which expires at its own position; queries 0 to 2 see key 0.
         let expire = TensorData::new(vec![3i32, 1, 3, 5, 5], [1, 1, 5]);
         let expire = Tensor::<Flex, 3, Int>::from_data(expire, &Default::default());
         let kind = Attention::Dma(sieve_core::DmaShape::published(2));
@@ -267,7 +271,7 @@ mod tests {
         assert_eq!(found.density, 7.0 / 9.0);
         assert_eq!(found.never_active, 1.0 / 5.0);
         assert_eq!(found.not_self_visible, 1.0 / 5.0);
-        // Ages by query: 0; 1; 0 and 2; 0; 0 and 1. A window of two does not show the one of 2.
+        // Ages by query: 0; 1; 0 and 2; 0; 0 and 1. A window of two keys lacks the age 2.
         let ages = KeyAges {
             median_key_age: 0,
             late_key_age: 2,
@@ -321,7 +325,7 @@ mod tests {
         let found = AttentionStatistics::of(kind, &batch(), &layers);
         assert_eq!(found.never_active, 3.0 / 20.0);
         assert_eq!(found.not_self_visible, 1.0 / 10.0);
-        // The same row twice has the same shares.
+        // A batch with the same row twice has the same statistics.
         let one = batch();
         let two = Batch {
             batch: 2,

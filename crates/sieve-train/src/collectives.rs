@@ -142,7 +142,7 @@ fn tensor_of<B: TrainBackend>(values: Vec<f32>, shape: Shape, device: &B::Device
     B::InnerBackend::float_reshape(flat.into_primitive().tensor(), shape)
 }
 
-/// A tensor as one of rank 1.
+/// A tensor flattened to one dimension.
 pub(crate) fn flat<B: TrainBackend>(tensor: Primitive<B>) -> Tensor<B::InnerBackend, 1> {
     let count = tensor.shape().num_elements();
     let flat = B::InnerBackend::float_reshape(tensor, [count].into());

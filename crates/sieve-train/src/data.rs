@@ -101,7 +101,7 @@ struct TextSource {
     train: Vec<Corpus>,
     /// All paths as one corpus, which a tokenizer is trained on.
     whole: Corpus,
-    /// A corpus of its own for validation; `None`: a part of the training text.
+    /// A corpus of its own for validation; `None` if a part of the training text is held out.
     validation: Option<Corpus>,
     /// Settings of the hub; [`connect`](Self::connect) sets its folder.
     hub: HubConfig,
@@ -196,7 +196,8 @@ impl DataSource {
         let tokenizer_time = started.elapsed();
 
         let started = Instant::now();
-        let prepared = text.prepare(recipe, &tokenizer, (dir, on_change), None, observe)?;
+        let no_base = None;
+        let prepared = text.prepare(recipe, &tokenizer, (dir, on_change), no_base, observe)?;
         let prepare_time = started.elapsed();
         let rows = RowSource::shards(recipe, prepared);
         Ok(TrainingData {
@@ -232,7 +233,7 @@ impl TextSource {
         })
     }
 
-    /// Writes the shards into a folder, or reopens them.
+    /// Writes the shards into a folder, or reopens them. `base` is the run's data if this is the text of a stage.
     fn prepare(
         &self,
         recipe: &Recipe,
@@ -255,7 +256,7 @@ impl TextSource {
         prepare(&self.train, tokenizer, &config, &report).map_err(in_cache)
     }
 
-    /// Asks the hub for the file lists of the data sets that the recipe names, if any.
+    /// Fetches the file lists of the hub's data sets that the recipe names, if any, into `dir`.
     fn connect(&mut self, dir: &Path) -> Result<(), TrainError> {
         let config = HubConfig {
             dir: dir.join("hub"),
@@ -318,6 +319,7 @@ impl TrainingData {
             prepared => prepared?,
         };
         if let RowSource::Shards { prepared, .. } = &mut data.rows {
+            // Gives equal shards the checkpoint's fingerprint, which is compared below.
             is_known(prepared, saved);
         }
         match data.base_fingerprint() == saved[0] {
@@ -379,7 +381,7 @@ fn trained_tokenizer(
     let path = dir.join("tokenizer.json");
     let mark_path = dir.join("tokenizer.origin");
     let lock_path = dir.join("tokenizer.lock");
-    // Two runs that share the folder: one prepares the data, the other finds it.
+    // Of two runs that share the folder, one trains the tokenizer while the other waits for it.
     let locked = try_lock(&lock_path).and_then(|taken| match taken {
         Taken::Yes(file) => Ok(file),
         Taken::ByAnother(file) => {
@@ -393,17 +395,17 @@ fn trained_tokenizer(
     if found.as_ref() == Some(&mark) && path.is_file() {
         return read_tokenizer(&path, recipe);
     }
-    let is_there = |what: &str| TrainError::CacheInUse {
+    let in_use = |what: &str| TrainError::CacheInUse {
         path: dir.to_owned(),
         what: what.to_owned(),
     };
-    // An empty tokenizer.origin is an unfinished training's.
+    // An empty tokenizer.origin means that a training of the tokenizer did not finish.
     let is_unfinished = found.as_deref() == Some("");
     if found.is_none() && path.exists() {
-        return Err(is_there("holds a tokenizer.json that no preparation has written"));
+        return Err(in_use("holds a tokenizer.json that no preparation has written"));
     }
     if !is_unfinished && path.is_file() && on_change == OnChange::Refuse {
-        return Err(is_there(
+        return Err(in_use(
             "holds a tokenizer trained on other files or with other settings",
         ));
     }

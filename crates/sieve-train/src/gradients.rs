@@ -103,7 +103,7 @@ impl<B: TrainBackend> GradientBuffer<B> {
         RefCell::new(taker.taken)
     }
 
-    /// Stores the sums again that no layer has taken.
+    /// Puts the sums that no layer has taken back into the buffer.
     pub(crate) fn give_back(&mut self, sums: Sums<B>) {
         for (id, sum) in sums.into_inner() {
             let gradient = Gradient {
@@ -116,7 +116,8 @@ impl<B: TrainBackend> GradientBuffer<B> {
 
     /// Euclidean norm over all gradients of `module`: `[1]`, f32.
     pub fn norm<M: Module<B>>(&self, module: &M, device: &B::Device) -> Tensor<B::InnerBackend, 1> {
-        self.norm_of(module, device, true)
+        let includes_whole = true;
+        self.norm_of(module, device, includes_whole)
     }
 
     /// Euclidean norm over this rank's pieces of the gradients, `[1]`, f32; gradients that every rank holds whole are
@@ -152,6 +153,7 @@ impl<B: TrainBackend> GradientBuffer<B> {
             .collect()
     }
 
+    /// Adds a parameter's gradient of one micro-batch to its sum, and stores the sum in the buffer's dtype.
     fn add<const D: usize>(&mut self, id: ParamId, gradient: Tensor<B::InnerBackend, D>) {
         let held = self.take(id).map(|held| held.values);
         let sum = sum_of::<B, D>(held, gradient);

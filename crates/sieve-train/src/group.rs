@@ -37,9 +37,10 @@ const MAX_SUMS: usize = 2;
 
 /// The ranks that train one model together. Each holds the whole model and takes every step.
 pub struct Group<B: TrainBackend> {
+    /// This rank's TCP connections to other ranks.
     mesh: Arc<Mesh>,
     collectives: Box<dyn Collectives<B>>,
-    /// The ranks that share each row, on a GPU; `None` connects them over the mesh.
+    /// The ranks that share each row, connected from GPU to GPU; with `None` they exchange parts of rows over the mesh.
     rank_group: Option<Arc<dyn RankGroup>>,
     /// The first failed exchange among the ranks of a row, kept here because ops inside a pass cannot return errors.
     row_error: RowError,
@@ -120,6 +121,7 @@ pub(crate) struct Agreement {
 }
 
 impl Agreement {
+    /// Combines the values of two ranks: sums counts, and joins each flag as its field says (some rank, or all).
     fn and(self, other: Self) -> Self {
         Self {
             num_labels: self.num_labels + other.num_labels,
@@ -208,7 +210,7 @@ impl<B: TrainBackend> Group<B> {
         self.step_times.borrow_mut().slow_rank()
     }
 
-    /// Tells the other ranks that this one is making progress.
+    /// Reports progress to the other ranks.
     pub(crate) fn tick(&self) {
         self.mesh.tick();
     }
@@ -295,23 +297,25 @@ impl<B: TrainBackend> Group<B> {
         Ok(())
     }
 
-    /// Waits until the weights of all segments are gathered. Until then only a training pass may read them, because it
-    /// waits segment by segment.
+    /// Waits until the weights of all segments are gathered, and puts them into the model. Until then only a training
+    /// pass may read the weights, because it waits segment by segment.
     pub(crate) fn finish_leaves(&mut self, model: &mut Option<Qwen3<B>>) -> Result<(), TrainError> {
         let under_way = self.leaves.keys().copied().collect::<Vec<_>>();
         let Some(model) = model else {
+            // While an update has moved the model out, no code reads its weights.
             return Ok(());
         };
         let mut segments = under_way.into_iter();
         segments.try_for_each(|segment| self.put_leaves(model, segment))
     }
 
-    /// Waits for the weights of a segment, if they are being gathered.
+    /// Waits for the weights of a segment, if they are being gathered, and puts them into the model.
     fn put_leaves(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
         let Some((ids, pending)) = self.leaves.remove(&segment) else {
             return Ok(());
         };
         let leaves = pending()?;
+        // The list is empty if the gather has written into the model's own tensors.
         if !leaves.is_empty() {
             let mut next = Leaves(ids.into_iter().zip(leaves).collect());
             *model = segment.map(model.clone(), &mut next);
@@ -407,6 +411,7 @@ impl<B: TrainBackend> PassHooks<B> for Group<B> {
     ) -> Result<(), TrainError> {
         self.tick_in_pass()?;
         if !(self.is_last || self.zero_stage > 1) {
+            // The buffer adds up micro-batches on this rank until the last one.
             return Ok(());
         }
         let share = self.share();
@@ -418,6 +423,7 @@ impl<B: TrainBackend> PassHooks<B> for Group<B> {
             };
             let pieces = share.pieces(&values.shape());
             if pieces.is_none() && !self.is_last {
+                // Gradients that are not divided are all-reduced only after the last micro-batch.
                 gradients.put(id, Gradient { values, is_piece });
                 continue;
             }
@@ -430,7 +436,7 @@ impl<B: TrainBackend> PassHooks<B> for Group<B> {
     }
 }
 
-/// The ranks that share each row, over TCP.
+/// The ranks that share each row, which exchange values over TCP.
 #[derive(Debug)]
 struct Neighbours {
     mesh: Arc<Mesh>,
@@ -448,6 +454,7 @@ impl RankGroup for Neighbours {
         self.degree
     }
 
+    /// Sends `values[part]` to each part of the row, and returns the `counts[part]` values that each part sent.
     fn exchange(&self, values: Vec<Vec<f32>>, counts: &[usize]) -> Vec<Vec<f32>> {
         let world = self.mesh.world();
         let first = world.rank - self.part;
@@ -457,11 +464,11 @@ impl RankGroup for Neighbours {
         }
         // After an error the pass computes with zeros until its next segment, where `tick_in_pass` returns the error.
         let found = self.mesh.exchange(bytes).unwrap_or_else(|error| {
-            let mut first = self.error.lock().unwrap_or_else(PoisonError::into_inner);
-            first.get_or_insert(error);
+            let mut first_error = self.error.lock().unwrap_or_else(PoisonError::into_inner);
+            first_error.get_or_insert(error);
             Vec::new()
         });
-        let own = (first..).zip(counts).map(|(rank, &count)| {
+        let received = (first..).zip(counts).map(|(rank, &count)| {
             let bytes = found.get(rank).map_or(&[][..], Vec::as_slice);
             let (values, _) = bytes.as_chunks();
             let values = values.iter().copied().map(f32::from_le_bytes);
@@ -469,7 +476,7 @@ impl RankGroup for Neighbours {
             values.resize(count, 0.0);
             values
         });
-        own.collect()
+        received.collect()
     }
 }
 
@@ -521,7 +528,7 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let mesh = join(1);
-                // Rank 0 exchanges values of a row meanwhile.
+                // Rank 0 calls another collective: an exchange among the ranks of a row.
                 mesh.barrier().expect_err("rank 0 is elsewhere");
                 mesh.leave();
             });

@@ -63,6 +63,7 @@ pub(crate) struct LossMean {
 }
 
 impl LossMean {
+    /// Continues from the mean in `state`; a `guard_spike_factor` of 0 turns the check off.
     pub(crate) fn new(training: &TrainingSection, state: GuardState) -> Self {
         let factor = training.guard_spike_factor;
         Self {
@@ -72,7 +73,7 @@ impl LossMean {
                 f32::INFINITY
             },
             state: match state.mean_loss {
-                // A checkpoint of an older version, which did not store the mean.
+                // An older version stored no mean, so its checkpoints read as 0.
                 0.0 => GuardState::default(),
                 _ => state,
             },
@@ -146,14 +147,14 @@ mod tests {
     #[test]
     fn a_loss_is_far_above_the_mean_of_those_before() {
         let mut mean = mean(4.0);
-        // Nothing is far from a mean of few losses, and one wild loss does not lift it for long.
+        // During the warm-up no loss is far above the mean, and one very high loss does not lift the mean for long.
         assert!(!mean.judge(1.0));
         assert!(!mean.judge(1e4));
         for _ in 0..200 {
             assert!(!mean.judge(1.0));
         }
         assert!((mean.state().mean_loss - 1.0).abs() < 0.05, "{mean:?}");
-        // ln 4 is 1.386.
+        // The margin is ln 4 = 1.386 above a mean of 1.
         assert!(mean.judge(2.5));
         assert!(!mean.judge(2.3));
         assert!(!mean.judge(0.1), "a fall is not far above");

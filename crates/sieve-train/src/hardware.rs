@@ -34,7 +34,7 @@ pub struct Hardware<B: Backend> {
 pub enum MemoryProbe {
     /// Resident memory of this process and memory of the machine.
     Process,
-    /// Functions that ask a device's driver.
+    /// Functions that query a device's driver.
     Device(DeviceMemory),
 }
 
@@ -43,7 +43,7 @@ pub enum MemoryProbe {
 pub struct DeviceMemory {
     /// Index of the GPU, as in `cuda:N`.
     pub index: usize,
-    /// `(in use, total)` memory in bytes of the device with an index.
+    /// `(in use, total)` memory in bytes of the device with the given index.
     pub now: fn(usize) -> (u64, u64),
     /// Begins to measure the peak, which may slow the steps until `unwatch` is called.
     pub watch: fn(),

@@ -2,7 +2,7 @@
 use crate::PeakMemory;
 use std::path::Path;
 
-/// `(resident, total)` in bytes; zero where unknown.
+/// Resident memory of this process and total memory of the machine, in bytes; zero where unknown.
 pub(crate) fn process_memory() -> (u64, u64) {
     (
         field("/proc/self/status", "VmRSS:"),
@@ -30,6 +30,7 @@ pub(crate) fn process_available() -> u64 {
     let in_groups = cgroup_room(&groups, Path::new("/sys/fs/cgroup"));
     let addresses = address_space(&limits).map(|limit| limit.saturating_sub(field("/proc/self/status", "VmSize:")));
     let left = [machine, in_groups, addresses].into_iter().flatten().min();
+    // Each bound counts what is left beside the bytes that this process holds already.
     left.map_or(0, |left| left + own)
 }
 
@@ -40,6 +41,7 @@ fn cgroup_room(groups: &str, root: &Path) -> Option<u64> {
         let (_, rest) = line.split_once(':')?;
         let (controllers, path) = rest.split_once(':')?;
         let has_memory = controllers.split(',').any(|name| name == "memory");
+        // Version 2 of cgroups has one hierarchy, whose line names no controller; version 1 has one for memory.
         let (folder, names) = match controllers {
             "" => (root.to_owned(), UNIFIED),
             _ if has_memory => (root.join("memory"), LEGACY),
@@ -73,6 +75,8 @@ const LEGACY: GroupFiles = GroupFiles {
     droppable: "total_inactive_file",
 };
 
+/// Bytes left in one cgroup: its limit, minus its usage without the file pages that the kernel can drop. `None` without
+/// a limit.
 fn group_room(group: &Path, names: GroupFiles) -> Option<u64> {
     let number = |name: &str| {
         let text = std::fs::read_to_string(group.join(name)).ok()?;
@@ -131,10 +135,10 @@ mod tests {
             &root.join("jobs/mine"),
             &[("memory.max", "max\n"), ("memory.current", "600\n")],
         );
-        // Free are 300, and 150 of files can be dropped.
+        // 300 bytes are free, and 150 bytes of file pages can be dropped.
         assert_eq!(cgroup_room("0::/jobs/mine\n", root), Some(450));
         assert_eq!(cgroup_room("0::/others\n", root), None);
-        // A container sees its own group at the root, under the host's name.
+        // In a container, the files of its group are at the root, but the path is the host's.
         write(root, &[("memory.max", "500\n"), ("memory.current", "100\n")]);
         assert_eq!(cgroup_room("0::/of/the/host\n", root), Some(400));
     }

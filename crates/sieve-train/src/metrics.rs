@@ -101,6 +101,7 @@ impl Metrics {
         }
     }
 
+    /// Writes a logged step to `metrics.jsonl` and TensorBoard.
     pub(crate) fn step(&mut self, report: &StepReport) {
         self.line(&Line::Step(report));
         let attention = &report.attention;
@@ -162,6 +163,7 @@ impl Metrics {
         self.line(&Line::Memory(line));
     }
 
+    /// Writes a validation to `metrics.jsonl` and TensorBoard.
     pub(crate) fn validation(&mut self, report: &ValidationReport) {
         self.line(&Line::Validation(report));
         let scalars = [
@@ -172,6 +174,8 @@ impl Metrics {
         self.tensorboard.scalars(&scalars, report.step);
     }
 
+    /// Appends a line with the present time to `metrics.jsonl`. Ranks other than 0 write nothing, and a line is lost
+    /// while too many others wait.
     fn line(&mut self, line: &Line<'_>) {
         if self.path.is_none() || self.waiting.len() > MAX_WAITING_BYTES {
             return;
@@ -188,6 +192,7 @@ impl Metrics {
         }
     }
 
+    /// Writes the waiting lines, or schedules another try; a message reports the first failure and the recovery.
     fn write_waiting(&mut self) {
         let Some(path) = &self.path else {
             return;
@@ -260,7 +265,7 @@ impl Metrics {
 /// When this many bytes of lines wait, further lines are lost.
 const MAX_WAITING_BYTES: usize = 64 << 20;
 
-/// Opens a file to append lines to, and cuts it off after `len` bytes. Returns the file and its length in bytes.
+/// Opens a file to append lines to. With a `len`, cuts it off after so many bytes. Returns the file and its length.
 fn open_lines(path: &Path, len: Option<u64>) -> io::Result<(File, u64)> {
     let file = OpenOptions::new().create(true).append(true).open(path)?;
     let found = file.metadata()?.len();
@@ -275,7 +280,7 @@ fn open_lines(path: &Path, len: Option<u64>) -> io::Result<(File, u64)> {
 
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// The last validation that the run in `folder` wrote; a number that was NaN or infinite is NaN.
+/// The last validation that the run in `folder` wrote, if there is one; a number that was NaN or infinite is NaN.
 pub fn last_validation(folder: &Path) -> Option<ValidationReport> {
     let text = std::fs::read_to_string(folder.join("metrics.jsonl")).ok()?;
     let mut lines = text.lines().rev();
@@ -289,6 +294,7 @@ struct Written {
     step: u64,
 }
 
+/// Removes incomplete lines, and lines of steps after `step`, from `metrics.jsonl`. Returns the validations that stay.
 fn drop_later_lines(path: &Path, step: u64) -> Result<History, TrainError> {
     let text = std::fs::read(path).map_err(TrainError::io("reading", path))?;
     let text = String::from_utf8_lossy(&text);
@@ -376,7 +382,7 @@ mod tests {
     fn a_half_line_is_dropped() {
         let text = LINES.join("\n") + "\n" + &LINES[3][..17];
         assert_eq!(reopened(&text, 9).0, LINES.join("\n") + "\n");
-        // Whole, but its end was not written: the next line would be glued to it.
+        // The last line is whole but lacks its newline, so the next line would be appended to it.
         let text = LINES.join("\n");
         assert_eq!(reopened(&text, 9).0, LINES[..3].join("\n") + "\n");
     }
@@ -397,7 +403,7 @@ mod tests {
             first_pause: std::time::Duration::ZERO,
             ..WriteLimits::default()
         };
-        // A disk that is full, and half a line that still found room.
+        // The disk is full, and half of a line was written.
         metrics.file = Some(OpenOptions::new().append(true).open("/dev/full").unwrap());
         metrics.memory(2, PEAK, vec![7]);
         std::fs::write(&path, "{\"kind\":\"step\",\"step\":1}\n{\"kind\":\"mem").unwrap();
@@ -415,7 +421,7 @@ mod tests {
             lines.collect::<Vec<_>>()
         };
         assert_eq!(steps(&std::fs::read_to_string(&path).unwrap()), [1, 2, 3]);
-        // A folder that went, and came again.
+        // The folder is removed and created again.
         assert!(!metrics.is_elsewhere());
         std::fs::remove_file(&path).unwrap();
         assert!(metrics.is_elsewhere());

@@ -145,6 +145,7 @@ impl<B: TrainBackend> Optimizer<B> {
                 .strip_suffix("proj.weight")
                 .filter(|name| name.ends_with("indexer."))
             {
+                // An indexer has one key head, as wide as the norm of its queries.
                 let key = num_columns[format!("{indexer}q_norm.weight").as_str()];
                 return vec![rows - key, key];
             }
@@ -163,6 +164,7 @@ impl<B: TrainBackend> Optimizer<B> {
             .collect();
     }
 
+    /// Begins an update: counts it, and computes the step's numbers but the weight decay, which differs by parameter.
     fn begin<'a>(
         &'a mut self,
         gradients: &'a mut GradientBuffer<B>,
@@ -201,7 +203,8 @@ impl<B: TrainBackend> Optimizer<B> {
         device: &B::Device,
         read: &mut PartSource<'_, E>,
     ) -> Result<(), E> {
-        let updates = read(NUM_UPDATES, &[1], None)?;
+        let whole = None;
+        let updates = read(NUM_UPDATES, &[1], whole)?;
         self.num_updates = updates.iter::<i64>().next().unwrap_or(0) as u64;
         self.moments.clear();
         if self.num_updates == 0 {
@@ -364,7 +367,7 @@ struct Orthogonal<B: TrainBackend> {
 
 /// Nesterov momentum `m = beta m + g` of the gradient g times `scale`. The update is `g + beta m`; the update of each
 /// projection is orthogonalised in `dtype` and multiplied by `0.2 sqrt(max(out, in))` (arXiv:2502.16982, equations 2
-/// and 4). `projections` are numbers of rows.
+/// and 4). `projections` are the numbers of their rows. A skipped step leaves the momentum as it was.
 fn muon<B: TrainBackend>(
     momentum: Inner<B>,
     gradient: Inner<B>,
@@ -401,9 +404,11 @@ fn muon<B: TrainBackend>(
 }
 
 impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
+    /// Updates a whole parameter in the model, or this rank's piece of it in `pieces`, which `updated` lists.
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let (id, tensor, mapper) = param.consume();
         let Some(Gradient { values, is_piece }) = self.gradients.take(id) else {
+            // A parameter without a gradient is not updated.
             return Param::from_mapped_value(id, tensor, mapper);
         };
         let decays = D >= 2;
@@ -422,6 +427,7 @@ impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
         self.optimizer.pieces.insert(id, piece.clone());
         let gathered = Gathered { piece, whole, pieces };
         self.updated.push((id, gathered));
+        // The weight has its old values until the pieces of all ranks are gathered.
         Param::from_mapped_value(id, tensor, mapper)
     }
 }
@@ -431,6 +437,7 @@ fn cut<B: TrainBackend>(whole: Inner<B>, range: Range<usize>) -> Inner<B> {
     flat::<B>(whole).slice([range]).into_primitive().tensor()
 }
 
+/// Casts parameters to bf16, and stores what is lost of their f32 masters in the optimizer.
 struct ToBf16<'a, B: TrainBackend> {
     optimizer: &'a mut Optimizer<B>,
 }
@@ -535,7 +542,7 @@ mod tests {
             (
                 nsa,
                 &["attention.shared_kv=false", "attention.compress_hidden_size=48"][..],
-                // Positions, `[32, 32]`, are not among them.
+                // The position embeddings, `[32, 32]`, are not among the matrices.
                 vec![
                     ("compress_kv_proj.weight", vec![64, 64]),
                     ("select_kv_proj.weight", vec![64, 64]),

@@ -87,6 +87,7 @@ impl Origin {
         }
         notices.extend(rate_line(&saved, recipe, steps_done as usize));
         match &checkpoint {
+            // A new run has no earlier sums to repeat.
             Some(_) if is_branch => {}
             Some(Checkpoint { state, .. }) => {
                 let now = rayon::current_num_threads();
@@ -401,7 +402,7 @@ fn names_tokenizer(key: &str) -> bool {
 }
 
 /// `recipe` with the tokenizer of `saved`, if that is the `tokenizer.json` of a checkpoint, because the run is a
-/// branch.
+/// branch. The `eos_token` of `recipe` stays.
 fn with_tokenizer_of_branch(saved: &Recipe, recipe: &Recipe) -> Recipe {
     let mut recipe = recipe.clone();
     let path = saved.tokenizer.path.as_ref().map(Path::new);
@@ -444,7 +445,7 @@ fn other_kind(saved: AttentionKind, now: AttentionKind) -> (String, String) {
 }
 
 /// Problem and hint for the first size that differs: a key of `[model]`, or the number of parameters of a part of the
-/// model.
+/// model; `None` if all sizes are equal.
 fn other_size(saved: &ModelShape, now: &ModelShape) -> Option<(String, String)> {
     let keys = |shape: &ModelShape| {
         [

@@ -80,7 +80,7 @@ impl TrainingData {
         }
     }
 
-    /// Hash of the run's own data, without that of stages.
+    /// Hash of the run's own data, without the stages' texts.
     pub(crate) fn base_fingerprint(&self) -> String {
         match &self.rows {
             RowSource::Shards { prepared, .. } => prepared.meta.fingerprint.clone(),
@@ -97,7 +97,7 @@ impl TrainingData {
         let all = rows.max(self.tokenizer.vocab_size());
         let mut counts = self.token_counts(all)?;
         let mut found = counts.clone();
-        // Without such tokens no other text has to be read.
+        // If the embedding has a row for every token, the stages' texts need not be read.
         for text in self.stages.values().filter(|_| all > rows) {
             add_counts(&mut found, &text.prepared)?;
         }
@@ -122,10 +122,11 @@ impl TrainingData {
             RowSource::Shards { prepared, .. } => add_counts(&mut counts, prepared)?,
             RowSource::Mqar { train, .. } => {
                 let seq_len = train.iter().map(|part| part.config.seq_len).max().unwrap_or(0);
-                let mixture = MqarMixture::shuffled(train, MqarSplit::Train, seq_len, 0)?;
+                let (seed, num_rows, pad_id) = (0, 1, 0);
+                let mixture = MqarMixture::shuffled(train, MqarSplit::Train, seq_len, seed)?;
                 for row in 0..SAMPLED_ROWS {
                     // Only labels are predicted, so a unigram model is counted on them.
-                    for label in mixture.batch(row, 1, 0).labels {
+                    for label in mixture.batch(row, num_rows, pad_id).labels {
                         if let Some(count) = counts.get_mut(label as usize) {
                             *count += 1;
                         }

@@ -12,13 +12,13 @@ pub enum Start {
     New,
     /// The run resumes from the latest checkpoint of the folder.
     Resume,
-    /// As `Resume`, without a user who could help: damaged checkpoints are renamed, and the latest whole one is used.
+    /// As `Resume`, for a run that no user attends: damaged checkpoints are renamed, and the latest whole one is used.
     ResumeAlone {
         /// This run's own fallback folder, which may hold a later checkpoint; see
         /// [`Trainer::set_fallback`](crate::Trainer::set_fallback).
         fallback: Option<PathBuf>,
     },
-    /// From a checkpoint that the user names: one of this folder, or one of another folder that a new folder continues.
+    /// The run continues from a checkpoint that the user names: of this folder or, in a new folder, of another.
     ResumeFrom(PathBuf),
     /// A new run with another recipe, in a folder without a run, from a checkpoint's weights, moments and step.
     BranchFrom(PathBuf),
@@ -84,6 +84,7 @@ impl RunFolder {
     /// A folder that cannot be made, or that another process has taken meanwhile.
     pub(crate) fn regain(&mut self) -> Result<bool, TrainError> {
         let Some(held) = &self.lock else {
+            // Only rank 0 locks the folder and creates it again.
             return Ok(false);
         };
         if is_same_file(held, &self.lock_path()) {
@@ -93,6 +94,7 @@ impl RunFolder {
         Ok(true)
     }
 
+    /// Creates the folder if it is missing, and locks it; an error if another process has locked it.
     fn take(&mut self) -> Result<(), TrainError> {
         fs::create_dir_all(&self.path).map_err(TrainError::io("creating", &self.path))?;
         let lock = self.lock_path();
@@ -103,6 +105,7 @@ impl RunFolder {
         Ok(())
     }
 
+    /// Refuses a folder that holds a run where `start` begins one, or holds none where `start` resumes one.
     fn check(&self, start: &Start) -> Result<(), TrainError> {
         let (path, shown) = (&self.path, self.path.display());
         let elsewhere = "name another folder with --out";
@@ -137,7 +140,8 @@ impl RunFolder {
         }
     }
 
-    /// A file or folder that only a run writes, if there is one. Data may have been prepared before the run.
+    /// A file or folder that only a run writes, if there is one. The data folder may have been prepared before the run,
+    /// so it does not count.
     fn first_of_a_run(&self) -> Option<String> {
         let names = ["config.toml", "metrics.jsonl", &self.checkpoint_folder, "log", "tb"];
         let found = names.into_iter().find(|name| self.path.join(name).exists());
@@ -169,14 +173,14 @@ impl RunFolder {
         self.path.join("config.toml")
     }
 
-    /// Names the checkpoint of another folder that the run began with. The run resumes from it until it has a
-    /// checkpoint of its own.
+    /// Path of the file that names the checkpoint of another folder that the run began with. The run resumes from that
+    /// checkpoint until it has one of its own.
     pub(crate) fn origin_path(&self) -> PathBuf {
         self.path.join("origin.json")
     }
 
-    /// Locked while a process trains here. Created when the run begins and never written, so its modification time is
-    /// the begin of the run.
+    /// Path of the file that is locked while a process trains here. The file is created when the run begins and never
+    /// written, so its modification time says when the run began.
     pub(crate) fn lock_path(&self) -> PathBuf {
         self.path.join("run.lock")
     }
@@ -207,7 +211,8 @@ impl RunFolder {
     }
 }
 
-/// Renames a folder `NAME` to `NAME.WORD-N`, with the first free number N. No run takes that for a checkpoint.
+/// Renames a folder `NAME` to `NAME.WORD-N`, with the first free number N. No run takes the new name for a
+/// checkpoint's.
 pub(crate) fn rename_aside(path: &Path, word: &str) -> Result<PathBuf, TrainError> {
     let names = (1..).map(|number| path.with_extension(format!("{word}-{number}")));
     let aside = names.into_iter().find(|path| !path.exists());
@@ -243,7 +248,7 @@ mod tests {
         let open = |start: &Start| RunFolder::open(&path, "checkpoint", start);
         assert!(!path.exists());
         open(&Start::New).unwrap().claim(&Start::New).unwrap();
-        // Prepared data alone is no run.
+        // A folder with prepared data alone holds no run.
         fs::create_dir(path.join("data")).unwrap();
         open(&Start::New).unwrap();
         for name in ["config.toml", "metrics.jsonl", "log"] {

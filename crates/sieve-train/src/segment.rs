@@ -74,7 +74,7 @@ impl Segment {
     }
 }
 
-/// All parameters of a model, in module order.
+/// All parameters of a model, in module order: a visit collects them, and a map puts them into another model.
 struct Parameters<B: TrainBackend>(VecDeque<(ParamId, TensorPrimitive<B>)>);
 
 impl<B: TrainBackend> ModuleVisitor<B> for Parameters<B> {
@@ -85,10 +85,10 @@ impl<B: TrainBackend> ModuleVisitor<B> for Parameters<B> {
 
 impl<B: TrainBackend> ModuleMapper<B> for Parameters<B> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let (_, drawn, mapper) = param.consume();
+        let (_, initial, mapper) = param.consume();
         let (id, held) = self.0.pop_front().expect("models of the same parts");
         let held = Tensor::<B, D>::from_primitive(held);
-        assert_eq!(drawn.dims(), held.dims(), "models of the same sizes");
+        assert_eq!(initial.dims(), held.dims(), "models of the same sizes");
         Param::from_mapped_value(id, held, mapper)
     }
 }

@@ -23,7 +23,8 @@ use std::ops::Range;
 pub struct MicroBatchResult<B: TrainBackend> {
     /// Sum of the cross-entropies times `loss_scale`, `[1]`.
     pub loss: Tensor<B::InnerBackend, 1>,
-    /// DMA's masks by layer, `[batch, num_kv_heads, seq_len]` each; empty for other kinds.
+    /// DMA's masks by layer, `[batch, num_kv_heads, seq_len]` each: for each key, the first query that does not see it
+    /// any more. Empty for other kinds.
     pub expire: Vec<Tensor<B, 3, Int>>,
     /// DMA's scores by layer, of the same shape, where its bias clamps large ones; empty elsewhere.
     pub clamped_scores: Vec<Tensor<B::InnerBackend, 3>>,
@@ -47,7 +48,7 @@ pub struct BlockSettings {
     pub token_share: f64,
     /// Whether layers with an indexer return its statistics.
     pub measures_indexers: bool,
-    /// Whether kinds that choose blocks attend to all keys in this step.
+    /// Whether attention kinds that choose blocks of keys attend to all keys in this step.
     pub reads_all: bool,
 }
 
@@ -93,11 +94,11 @@ impl BlockSettings {
     }
 }
 
-/// What is kept of a block for its backward pass.
+/// What is kept of a decoder block for its backward pass.
 enum Block<B: TrainBackend> {
     /// Both ends of its graph: the input, which receives a gradient, and the output.
     Graph(Tensor<B, 3>, Tensor<B, 3>),
-    /// For a block that is recomputed: its input, and the block choice of an earlier layer that it reads.
+    /// For a block that is recomputed: its input, and the key blocks that an earlier layer chose for it too.
     Input(Tensor<B::InnerBackend, 3>, LastChoice<B>),
 }
 
@@ -137,7 +138,8 @@ pub fn accumulate_gradients_with<B: TrainBackend>(
     result.expect("only hooks return errors")
 }
 
-/// Forward and backward pass of one micro-batch, with collectives between its segments.
+/// Forward and backward pass of one micro-batch, with collectives between its segments: `hooks` starts them; `None` for
+/// a process without others.
 pub(crate) fn pass<B: TrainBackend>(
     settings: &BlockSettings,
     model: &mut Qwen3<B>,
@@ -202,12 +204,14 @@ pub(crate) fn pass<B: TrainBackend>(
         .loss(input.clone(), batch.labels.clone(), &model.embed_tokens);
     let loss = loss.mul_scalar(loss_scale);
     let value = loss.clone().inner();
-    let mut pass = loss.backward();
-    gradients.collect(&model.head, &mut pass);
+    let mut computed = loss.backward();
+    gradients.collect(&model.head, &mut computed);
     after(Segment::Head, gradients)?;
     // A tied embedding is a parameter of the head too.
-    gradients.collect(&model.embed_tokens, &mut pass);
-    let mut dy = input.grad_remove(&mut pass).expect("the loss depends on the stream");
+    gradients.collect(&model.embed_tokens, &mut computed);
+    let mut dy = input
+        .grad_remove(&mut computed)
+        .expect("the loss depends on the stream");
 
     for (layer_idx, block) in blocks.into_iter().enumerate().rev() {
         let layer = &model.layers[layer_idx];
@@ -221,15 +225,15 @@ pub(crate) fn pass<B: TrainBackend>(
                 (input, output.x)
             }
         };
-        let mut pass = seed_gradient(output, Tensor::from_inner(dy)).backward();
-        gradients.collect(layer, &mut pass);
+        let mut computed = seed_gradient(output, Tensor::from_inner(dy)).backward();
+        gradients.collect(layer, &mut computed);
         after(Segment::Block(layer_idx), gradients)?;
         dy = input
-            .grad_remove(&mut pass)
+            .grad_remove(&mut computed)
             .expect("a block's output depends on its input");
     }
-    let mut pass = seed_gradient(embedded, Tensor::from_inner(dy)).backward();
-    gradients.collect(&model.embed_tokens, &mut pass);
+    let mut computed = seed_gradient(embedded, Tensor::from_inner(dy)).backward();
+    gradients.collect(&model.embed_tokens, &mut computed);
     after(Segment::Embedding, gradients)?;
 
     Ok(MicroBatchResult {
@@ -241,7 +245,7 @@ pub(crate) fn pass<B: TrainBackend>(
 }
 
 /// A block's forward pass with a graph. Where possible, the GEMMs of its backward pass add directly to the gradients of
-/// earlier micro-batches.
+/// earlier micro-batches: the layer takes these sums out of the buffer, and the sums that it leaves are put back.
 fn with_graph<B: TrainBackend>(
     layer: &DecoderLayer<B>,
     x: Tensor<B, 3>,
@@ -283,6 +287,7 @@ fn without_graph<B: TrainBackend>(
         ..LayerContext::new(&documents, &rope)
     };
     let output = layer.valid().forward(x, &inner);
+    // Later layers may attend to the key blocks that this one chose.
     context.last_choice.take_over(inner.last_choice.map(Tensor::from_inner));
     output
 }

@@ -74,6 +74,7 @@ impl TensorBoard {
         self.write([value], step);
     }
 
+    /// Writes `values` as one event of `step`. If the writer panics, the file is given up: `self.0` stays `None`.
     fn write(&mut self, values: impl IntoIterator<Item = Summary_Value>, step: u64) {
         let Some(mut writer) = self.0.take() else {
             return;
@@ -115,7 +116,7 @@ fn of_plugin(plugin: &str, tag: &str) -> Summary_Value {
     value
 }
 
-/// A recipe's value for TensorBoard; lists and tables become text.
+/// A recipe's value for TensorBoard; lists and tables become text. `None` for a key without a value.
 fn hyperparameter(value: &Value) -> Option<HyperParameter> {
     let mut parameter = HyperParameter::new();
     match value {

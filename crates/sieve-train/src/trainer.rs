@@ -43,7 +43,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use writer::CheckpointWriter;
 
-/// `Trainer::model` is `None` only inside functions that move the model out to map it.
+/// Message of a panic that cannot occur: `Trainer::model` is `None` only while a function has moved the model out.
 const AWAY: &str = "the model is put back before an update returns";
 
 /// A run: model, optimizer, data, and how far the run is.
@@ -90,7 +90,7 @@ pub struct Trainer<B: TrainBackend> {
     group: Option<Group<B>>,
     /// Step after which this process stops, with a checkpoint.
     stop_at: Option<u64>,
-    /// Writers of the metrics files, for the time after the run.
+    /// Writers of the metrics files after [`run`](Self::run), which hands them to its [`Reporter`] before.
     metrics: Option<Metrics>,
     /// On rank 0, threads that check the shards' checksums while training continues.
     shard_checks: Vec<ShardCheck>,
@@ -105,7 +105,7 @@ struct Unlabelled {
     num_rows_in_a_row: u64,
 }
 
-/// Sends each event to the metrics files and to the caller's callback.
+/// The two receivers of a run's numbers and messages: the metrics files, and the caller's callback.
 struct Reporter<'a> {
     metrics: Metrics,
     observe: &'a mut dyn FnMut(TrainEvent<'_>),
@@ -151,10 +151,10 @@ impl<B: TrainBackend> Trainer<B> {
             memory,
             keeping,
         } = hardware;
-        let first = recipe.stage_of_step(origin.step() as usize);
+        let first_stage = recipe.stage_of_step(origin.step() as usize);
         let share = group.as_ref().map_or(Share::ALL, Group::share);
         TrainError::check_ranks(&recipe, share.size)?;
-        let stage = StageState::new(&recipe, first, &data, share)?;
+        let stage = StageState::new(&recipe, first_stage, &data, share)?;
         let vocab_size = stage.shape.vocab_size;
         let unigram = Unigram::new(&data.counts_of_rows(vocab_size)?);
         check_labels(&stage.validation_loader, stage.validation_size())?;
@@ -206,6 +206,7 @@ impl<B: TrainBackend> Trainer<B> {
         if let Some(checkpoint) = &origin.checkpoint {
             trainer.restore(checkpoint)?;
             if trainer.last_checkpoint.is_none() {
+                // `restore` found that the checkpoint is in another folder than this run's.
                 trainer.begun = Some(Begun::with(checkpoint, origin.is_branch)?);
             }
             if origin.is_branch {
@@ -284,7 +285,8 @@ impl<B: TrainBackend> Trainer<B> {
         self.disturbance = disturbance;
     }
 
-    /// Restores the state of `checkpoint` in the present stage.
+    /// Restores weights, optimizer state, step, next row and the guard's mean loss from `checkpoint`, in the present
+    /// stage.
     fn restore(&mut self, checkpoint: &Checkpoint) -> Result<(), TrainError> {
         self.finish_leaves()?;
         let state = &checkpoint.state;
@@ -308,7 +310,8 @@ impl<B: TrainBackend> Trainer<B> {
                 Some(&mut |name, shape, range| Ok(moments.part(name, shape, range)?)),
             )?;
         } else {
-            self.install(&mut weights, None)?;
+            let no_moments = None;
+            self.install(&mut weights, no_moments)?;
         }
         self.step = state.step;
         self.tokens_seen = state.tokens_seen;
@@ -371,6 +374,7 @@ impl<B: TrainBackend> Trainer<B> {
             last_step: None,
             peak_memory: None,
         };
+        // The run began with a checkpoint of another folder; after a checkpoint of its own it no longer needs that one.
         let is_fork = self.step > 0 && self.last_checkpoint.is_none();
         if is_fork || (self.step == 0 && self.recipe.checkpoint.at_start) {
             self.start_checkpoint(&mut reporter)?;
@@ -378,7 +382,8 @@ impl<B: TrainBackend> Trainer<B> {
             self.warn_unsaved(&mut reporter);
         }
         let result = self.steps(stop, &mut reporter, &mut summary);
-        // A checkpoint that is being written is finished even if a step failed.
+        // After a failed step, a process without others finishes the checkpoint that is being written. A rank drops it,
+        // because the other ranks may not know of the error.
         let written = match result {
             Ok(()) => self.save_last(&mut reporter),
             Err(_) if self.group.is_none() => self.finish_checkpoint(&mut reporter),
@@ -418,9 +423,10 @@ impl<B: TrainBackend> Trainer<B> {
         let mut watch = PeakWatch::start(self.memory);
         let mut peak_is_new = true;
         let mut is_first = true;
-        // Whether a checkpoint must be written. It waits until a streak of bad steps is over, because the guard would
-        // go back to it.
+        // Whether a checkpoint must be written. It waits until a streak of bad steps is over, because the guard goes
+        // back to the last checkpoint, which must hold no bad step.
         let mut is_due = false;
+        // Ranks of a group agree on the step at which they stop, with `agreed.stops`.
         let stops_alone = self.group.is_none();
         while self.step < num_steps && !(stops_alone && self.is_asked_to_stop(stop)) {
             let mut is_usual = !is_first && !self.guard_log.is_slow();
@@ -436,6 +442,7 @@ impl<B: TrainBackend> Trainer<B> {
             // A first step compiles kernels, so other ranks wait longer for it.
             self.set_work(if is_usual { Work::Step } else { Work::Long });
             let mut step_batches = self.take_batches(&mut batches)?;
+            // Does nothing unless a test injects a fault.
             self.disturbance
                 .at(self.next_sample, Moment::Batches(&mut step_batches));
             let agreed = self.agree(&step_batches, stop)?;
@@ -448,6 +455,7 @@ impl<B: TrainBackend> Trainer<B> {
             if agreed.num_labels == 0 {
                 self.pass_over(reporter)?;
             } else {
+                // Every `training.guard_replay` steps, checks the devices for silent data corruption.
                 self.replay(reporter)?;
                 self.train_step(&step_batches, [agreed.num_labels, agreed.num_tokens])?;
                 self.unlabelled.num_rows_in_a_row = 0;
@@ -480,7 +488,7 @@ impl<B: TrainBackend> Trainer<B> {
                 reporter.emit(TrainEvent::Step(&report));
                 summary.last_step = Some(report);
             }
-            // The device has done a logged step, so the peak of the watched steps is complete.
+            // Reading a logged step's loss has waited for the device, so the peak of the watched steps is complete.
             if is_logged && watch.is_over() && std::mem::take(&mut peak_is_new) {
                 self.report_peak(reporter)?;
             }
@@ -511,21 +519,22 @@ impl<B: TrainBackend> Trainer<B> {
         }
         drop(batches);
         // A signal may have ended the loop while losses were unread; the guard may still go back to a checkpoint now.
-        self.check_steps(true, reporter)?;
+        let reads_now = true;
+        self.check_steps(reads_now, reporter)?;
         if peak_is_new {
             self.report_peak(reporter)?;
         }
         self.finish_leaves()
     }
 
-    /// Tells the other ranks which work begins, and with it how long they wait for a sign of progress.
+    /// Reports to the other ranks which work begins, and with it the progress timeout of this rank.
     fn set_work(&self, work: Work) {
         if let Some(group) = &self.group {
             group.set_work(work);
         }
     }
 
-    /// Tells the other ranks that this one is making progress.
+    /// Reports progress to the other ranks.
     fn tick(&self) {
         if let Some(group) = &self.group {
             group.tick();
@@ -565,7 +574,8 @@ impl<B: TrainBackend> Trainer<B> {
         }
     }
 
-    /// Labels, and tokens besides padding, in this process's part of the batches.
+    /// Labels, and tokens besides padding, in this process's part of the batches: with context parallelism, its part of
+    /// each row.
     fn counts(&self, batches: &[Batch]) -> [usize; 2] {
         let degree = self.recipe.parallelism.context_parallel_degree;
         let part = [self.share().rank % degree, degree];
@@ -610,7 +620,8 @@ impl<B: TrainBackend> Trainer<B> {
         Ok((reporter, history))
     }
 
-    /// Opens the metrics files and keeps the lines of an earlier process up to the present step.
+    /// Opens the metrics files, keeps the lines of an earlier process up to the present step, and writes the recipe to
+    /// TensorBoard. Ranks other than 0 write no metrics.
     fn open_metrics(&self) -> Result<(Metrics, History), TrainError> {
         if !self.writes() {
             return Ok((Metrics::nowhere(), History::default()));
@@ -623,8 +634,10 @@ impl<B: TrainBackend> Trainer<B> {
     /// Computes the gradients of all micro-batches, clips them, and updates the model if the guard's gate lets the step
     /// pass. Labels and tokens are counted over all processes.
     fn train_step(&mut self, batches: &[Batch], [num_labels, num_tokens]: [usize; 2]) -> Result<(), TrainError> {
+        // `disturbance` returns 1 unless a test injects a fault.
         let loss_scale = self.disturbance.at(self.next_sample, Moment::Loss) / num_labels as f64;
         let degree = self.recipe.parallelism.context_parallel_degree;
+        // With context parallelism, the ranks that share each row.
         let links = self.group.as_ref().and_then(|group| group.rank_group(degree));
         let settings = BlockSettings {
             keeping: self.keeping,
@@ -641,8 +654,9 @@ impl<B: TrainBackend> Trainer<B> {
                 Some(links) => DeviceBatch::<B>::of_part(batch, links.clone(), &self.device),
                 None => DeviceBatch::new(batch, &self.device),
             };
+            let is_last = place + 1 == batches.len();
             let hooks = self.group.as_mut().map(|group| {
-                group.begin(place + 1 == batches.len(), &mut gradients);
+                group.begin(is_last, &mut gradients);
                 group as &mut dyn PassHooks<B>
             });
             let result = pass(
@@ -730,6 +744,7 @@ impl<B: TrainBackend> Trainer<B> {
         let unlabelled = 1.0 - labels as f64 / tokens.max(1) as f64;
         // All FLOPs are per token; tokens without a label save part of the head's.
         let saved = unlabelled * shape.unlabelled_training_flops();
+        // `keys / density` is the mean number of causal keys.
         let keys = attention.mean_active_keys;
         let executed = shape.flops_per_token(keys, keys / attention.density).training() - saved;
         let seq_len = self.stage.recipe.training.seq_len;
@@ -757,7 +772,7 @@ impl<B: TrainBackend> Trainer<B> {
         })
     }
 
-    /// Validates the model. Several processes share the batches, and only rank 0 gets the report.
+    /// Validates the model. Several processes share the batches, and only rank 0 gets the report; `None` on the others.
     fn validate(&mut self, reporter: &mut Reporter<'_>) -> Result<Option<ValidationReport>, TrainError> {
         self.finish_leaves()?;
         self.disturbance.at(self.step, Moment::Validating);

@@ -17,8 +17,9 @@ impl TokenBytes {
     /// A token the tokenizer cannot decode.
     pub fn new(tokenizer: &Tokenizer, vocab_size: usize) -> Result<Self, TrainError> {
         let mut bytes = vec![0; vocab_size];
+        let is_first = false;
         for (id, bytes) in bytes.iter_mut().enumerate().take(tokenizer.vocab_size()) {
-            *bytes = tokenizer.token_bytes(id as u32, false)? as u32;
+            *bytes = tokenizer.token_bytes(id as u32, is_first)? as u32;
         }
         Ok(Self(bytes))
     }
@@ -42,8 +43,8 @@ pub(crate) fn check_labels(loader: &Loader, size: ValidationSize) -> Result<(), 
     ))
 }
 
-/// Mean loss over about `num_tokens` tokens spread evenly over `loader`, or over all of it when that is less, in
-/// batches of `batch_size` rows. The batch size does not decide which rows are read.
+/// Mean loss over about `size.num_tokens` tokens spread evenly over `loader`, or over all of it when that is less, in
+/// batches of `size.batch_size` rows. The batch size does not decide which rows are read.
 ///
 /// Every token of a document but its first is predicted once; the unigram model is scored on the same tokens.
 ///
@@ -57,7 +58,8 @@ pub fn validate<B: SieveBackend>(
     tokens: (&TokenBytes, &Unigram),
     device: &B::Device,
 ) -> Result<ValidationReport, TrainError> {
-    let sums = share_sums(Share::ALL, model, loader, rope, size, tokens, device, &|| ())?;
+    let no_tick = || ();
+    let sums = share_sums(Share::ALL, model, loader, rope, size, tokens, device, &no_tick)?;
     Ok(report(&sums))
 }
 
@@ -144,7 +146,8 @@ pub(crate) fn share_sums<B: SieveBackend>(
     .collect()
 }
 
-/// Adds the sums of all batches in their order, so that the result does not depend on the number of ranks.
+/// Adds the sums of all batches in their order, so that the result does not depend on the number of ranks. The caller
+/// sets the report's step.
 pub(crate) fn report(batches: &[BatchSums]) -> ValidationReport {
     let mut sum = BatchSums::default();
     for batch in batches {

@@ -32,6 +32,7 @@ pub struct CorpusReport {
 }
 
 impl CorpusReport {
+    /// Why documents were dropped, for an error message.
     fn summary(&self) -> String {
         let mut summary = format!(
             "{} blank, {} duplicates, {} invalid",

@@ -73,14 +73,14 @@ pub(super) fn expand(config: &CorpusConfig, hub: Option<&Hub>) -> Result<(Vec<So
 
 /// Removes duplicates: files that several paths or links lead to.
 fn each_once(found: Vec<Found>) -> Vec<Found> {
-    let mut places = HashMap::<PathBuf, usize>::new();
+    let mut known = HashMap::<PathBuf, usize>::new();
     let mut files = Vec::<Found>::with_capacity(found.len());
     for file in found {
-        let place = match file.remote {
+        let canonical = match file.remote {
             Some(_) => None,
             None => file.path.canonicalize().ok(),
         };
-        match places.entry(place.unwrap_or_else(|| file.path.clone())) {
+        match known.entry(canonical.unwrap_or_else(|| file.path.clone())) {
             Entry::Occupied(first) => files[*first.get()].is_named |= file.is_named,
             Entry::Vacant(new) => {
                 new.insert(files.len());
@@ -153,6 +153,7 @@ fn kind_of(_: &Metadata) -> &'static str {
     "no file"
 }
 
+/// Adds size and modification time to a file that was found; refuses what is not a file.
 fn stat(found: Found) -> Result<SourceFile, DataError> {
     let Found {
         path, remote, is_named, ..
@@ -202,6 +203,7 @@ impl Expansion<'_> {
         Ok(())
     }
 
+    /// Adds the files on this disk that a file name, folder or glob leads to.
     fn add_local(&mut self, pattern: &str) -> Result<(), DataError> {
         let path = Path::new(pattern);
         // A path that exists is no glob, even with a `[` in its name.
@@ -209,7 +211,8 @@ impl Expansion<'_> {
             return self.add_folder(path, path);
         }
         if path.exists() {
-            self.add_file(path, path.parent().unwrap_or(Path::new("")), true);
+            let is_named = true;
+            self.add_file(path, path.parent().unwrap_or(Path::new("")), is_named);
             return Ok(());
         }
         let options = glob::MatchOptions {
@@ -218,6 +221,7 @@ impl Expansion<'_> {
         };
         let matches = glob::glob_with(pattern, options).map_err(|error| DataError::glob(pattern, &error))?;
         let base = literal_base(path);
+        let is_named = false;
         for entry in matches {
             let path = entry.map_err(|error| {
                 let path = error.path().to_path_buf();
@@ -229,13 +233,14 @@ impl Expansion<'_> {
             }
             match path.is_dir() {
                 true => self.add_folder(&path, &base)?,
-                false => self.add_file(&path, &base, false),
+                false => self.add_file(&path, &base, is_named),
             }
         }
         Ok(())
     }
 
-    /// Adds the files below `folder` that have one of the endings, and counts the others.
+    /// Adds the files below `folder` that have one of the endings, and counts the others. `base` is the folder that the
+    /// path of the corpus names, or where its glob begins.
     fn add_folder(&mut self, folder: &Path, base: &Path) -> Result<(), DataError> {
         for entry in fs::read_dir(folder).map_err(DataError::io("list", folder))? {
             let entry = entry.map_err(DataError::io("list", folder))?;
@@ -247,9 +252,10 @@ impl Expansion<'_> {
             if kind.is_dir() {
                 self.add_folder(&path, base)?;
             } else if path.is_dir() || !path.exists() {
-                // A link to a folder, or a broken link.
+                // Links to folders and broken links are left out.
             } else if has_extension(&path, self.extensions) {
-                self.add_file(&path, base, false);
+                let is_named = false;
+                self.add_file(&path, base, is_named);
             } else {
                 *self.passed_over.entry(ending(&path).to_owned()).or_default() += 1;
             }
@@ -257,6 +263,7 @@ impl Expansion<'_> {
         Ok(())
     }
 
+    /// Adds a file of this disk that was found under `base`; `is_named` if a path names the file directly.
     fn add_file(&mut self, path: &Path, base: &Path, is_named: bool) {
         self.found.push(Found {
             path: path.to_path_buf(),

@@ -77,7 +77,7 @@ impl HubConfig {
     }
 }
 
-// Not derived, so that no message can contain the token.
+// `Debug` is not derived, so that no message can contain the token.
 impl fmt::Debug for HubConfig {
     fn fmt(&self, formatter: &mut fmt::Formatter) -> fmt::Result {
         formatter
@@ -140,6 +140,7 @@ fn in_python_cache(cache: &Path, remote: &RemotePath, name: &str) -> Option<Path
     let model = cache.join(format!("models--{}", remote.repo.replace('/', "--")));
     let commit = match is_hex(&remote.revision, &[40]) {
         true => remote.revision.clone(),
+        // The cache stores the commit of a branch or tag in a file of its name.
         false => fs::read_to_string(model.join("refs").join(&remote.revision)).ok()?,
     };
     let commit = Some(commit.trim()).filter(|commit| is_hex(commit, &[40]))?;
@@ -210,6 +211,7 @@ impl RemotePath {
         }
     }
 
+    /// Parses `hf://datasets/OWNER/NAME[@REVISION][/FILES]`; the revision is `main` if the path names none.
     fn parse(path: &str) -> Result<Self, DataError> {
         let bad = |reason: &str| {
             let hint = "write hf://datasets/OWNER/NAME, with @REVISION and /FILES behind it if need be";
@@ -273,7 +275,7 @@ impl RemotePath {
     }
 }
 
-/// Checks the form of a path, without asking the hub.
+/// Checks the form of a path and of its glob, without contacting the hub.
 pub(super) fn check_path(path: &str) -> Result<(), DataError> {
     RemotePath::parse(path)?.takes("", &|_| true).map(drop)
 }
@@ -369,7 +371,7 @@ impl Hub {
         listing.siblings.into_iter().map(file).collect()
     }
 
-    /// The stored listing; without one, asks the hub and stores the answer.
+    /// The stored listing of `path`; without one, fetches the listing of the repository from the hub and stores it.
     fn listing(&self, path: &str, remote: &RemotePath) -> Result<Listing, DataError> {
         let kept_name = format!("listing-{:016x}.json", xxh3_64(path.as_bytes()));
         let kept = self.config.dir.join(kept_name);
@@ -394,13 +396,13 @@ impl Hub {
                 shortened(&answer.sha)
             )));
         }
-        let leaves = |name: &str| {
+        let leads_elsewhere = |name: &str| {
             name.len() > MAX_NAME_BYTES
                 || name.starts_with('/')
                 || name.contains(char::is_control)
                 || name.split('/').any(|part| part == "..")
         };
-        if let Some(odd) = answer.siblings.iter().find(|sibling| leaves(&sibling.name)) {
+        if let Some(odd) = answer.siblings.iter().find(|sibling| leads_elsewhere(&sibling.name)) {
             let name = shortened(&odd.name);
             return Err(failed(format!("the file name {name} leads elsewhere or is not a name")));
         }
@@ -453,6 +455,7 @@ impl Hub {
         let _ = fs::remove_file(path);
     }
 
+    /// The error of a request to the hub about a data set or a model.
     fn failed(&self, repo: &str, reason: String) -> DataError {
         let (kind, repo) = match repo.strip_prefix("datasets/") {
             Some(repo) => ("data set", repo),

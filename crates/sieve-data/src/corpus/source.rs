@@ -35,6 +35,7 @@ pub(super) fn open(
 ) -> Result<Box<dyn DocumentSource>, DataError> {
     let max_bytes = max_document_bytes.unwrap_or(u64::MAX);
     Ok(match &format.of(path) {
+        // `Format::of` returns the format that an ending names, never `ByEnding`.
         Format::Text | Format::ByEnding { .. } => Box::new(TextSource {
             path: path.to_path_buf(),
             max_bytes,

@@ -41,7 +41,8 @@ pub fn read_table(path: &Path) -> Result<Vec<TableRow>, DataError> {
 }
 
 fn json_rows(path: &Path) -> Result<Vec<TableRow>, DataError> {
-    let (mut lines, mut rows) = (JsonLines::open(path, u64::MAX)?, Vec::new());
+    let no_limit = u64::MAX;
+    let (mut lines, mut rows) = (JsonLines::open(path, no_limit)?, Vec::new());
     while let Some(line) = lines.advance() {
         line?;
         let row = serde_json::from_str(lines.text()?);
@@ -55,7 +56,8 @@ fn parquet_rows(path: &Path) -> Result<Vec<TableRow>, DataError> {
     guarded(path, || {
         let reader = SerializedFileReader::new(file)?;
         let column = |(name, field): (&String, &Field)| (name.clone(), field.to_json_value());
-        let rows = reader.get_row_iter(None)?;
+        let all_columns = None;
+        let rows = reader.get_row_iter(all_columns)?;
         rows.map(|row| Ok(row?.get_column_iter().map(column).collect()))
             .collect()
     })

@@ -41,12 +41,12 @@ fn folders_globs_and_files_give_each_file_once_and_sorted() {
     assert_eq!(names(&config), wanted);
     config.paths.reverse();
     assert_eq!(names(&config), wanted);
-    // A glob may match folders, and takes any ending of a file.
+    // A glob may match folders, and reads files of any ending.
     assert_eq!(texts(text(&at("s*"))).unwrap().len(), 2);
     assert_eq!(texts(text(&at("*.bin"))).unwrap(), ["text of e.bin"]);
 }
 
-// A link to the folder that it is in: `**` walked round it 40 times.
+// A link to its own folder is not followed: `**` would run through it 40 times.
 #[cfg(unix)]
 #[test]
 fn a_file_is_read_once_whichever_links_lead_to_it() {
@@ -94,7 +94,7 @@ fn hashed_order_does_not_depend_on_the_folder() {
     assert_eq!(sorted, (0..40).map(|number| number.to_string()).collect::<Vec<_>>());
 }
 
-// A pipe is read until its writers close it: what opened one waited for ever.
+// Opening a pipe could wait for a writer for ever, so only files are read.
 #[cfg(unix)]
 #[test]
 fn what_is_no_file_is_refused_by_name() {
@@ -112,7 +112,7 @@ fn what_is_no_file_is_refused_by_name() {
         refusal(Corpus::open(text(&pattern)), words);
     }
     refusal(read_table(Path::new(&at("c.jsonl"))), "c.jsonl: a device, not a file");
-    // An ending that a folder is not looked through for does no harm.
+    // A socket or device whose ending is not read from folders is no error.
     let config = CorpusConfig {
         extensions: vec!["md".to_owned()],
         ..text(&at(""))
@@ -159,7 +159,7 @@ fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
         refusal(texts(strict(path)), &words);
         refusal(texts(jsonl(path)), &words);
     }
-    // The limit is for what is found; a file that is named is meant, and stays so where it is found as well.
+    // The limit holds for files that a folder or glob finds. A file that a path names is exempt, even if both do.
     let found = large.replace("3.txt", "3.t?t");
     let words = "3.txt: a document of 50 bytes is over the limit of 20\n | data.max_document_bytes | data.skip_invalid";
     refusal(texts(strict(&found)), words);
@@ -333,7 +333,7 @@ fn the_ending_names_the_format() {
         CorpusConfig::by_ending(paths, "text")
     };
     assert_eq!(texts(by_ending(&[&lines, &more])).unwrap(), ["of b line", "of a line"]);
-    // Each path may name another format.
+    // Several paths may have files of different formats.
     assert_eq!(texts(by_ending(&[&lines, &plain])).unwrap(), ["of a line", line]);
     let named = Corpus::open(jsonl(&lines)).unwrap();
     let found = Corpus::open(by_ending(&[&lines])).unwrap();

@@ -36,6 +36,7 @@ pub(super) struct Piece {
 }
 
 impl Epoch {
+    /// Permutes the documents and rows of epoch `number`, and adds up the documents' lengths in their order.
     pub(super) fn new(shard: &ShardReader, config: &LoaderConfig, number: u64) -> Self {
         let seq_len = config.seq_len as u64;
         let permutation = match config.order {
@@ -47,9 +48,11 @@ impl Epoch {
             let len = shard.document_len(document);
             match config.packing {
                 Packing::Concatenated => len,
+                // The document's rows, without its last token, which has no label.
                 Packing::OneDocumentPerRow => len.saturating_sub(1).div_ceil(seq_len),
             }
         });
+        // The lengths become their running sums.
         let mut ends = lengths.collect::<Vec<_>>();
         let mut total = 0;
         for end in &mut ends {
@@ -94,6 +97,7 @@ impl Epoch {
         }
     }
 
+    /// The pieces of documents that fill row `sample` of the epoch's concatenated tokens.
     fn concatenated_row(&self, shard: &ShardReader, sample: u64) -> Vec<Piece> {
         let mut token = sample * self.seq_len;
         let row_end = token + self.seq_len;
@@ -103,6 +107,7 @@ impl Epoch {
                 break;
             }
             let document = self.document(place);
+            // The document's first token, counted like `token` over the documents of the epoch in their order.
             let begin = self.ends[place] - shard.document_len(document);
             let piece_end = self.ends[place].min(row_end);
             if token < piece_end {
@@ -116,6 +121,7 @@ impl Epoch {
         pieces
     }
 
+    /// The part of one document that makes up row `sample`.
     fn single_row(&self, shard: &ShardReader, sample: u64) -> Piece {
         let place = self.place_of(sample);
         let document = self.document(place);
@@ -123,11 +129,12 @@ impl Epoch {
         let start = (sample - rows_before) * self.seq_len;
         Piece {
             document,
+            // Without the document's last token, which has no label.
             tokens: start..(start + self.seq_len).min(shard.document_len(document) - 1),
         }
     }
 
-    /// The place in the order of the document that holds this token (concatenated) or row (one document per row).
+    /// The place in the epoch's order of documents whose document holds this token, or this row (one document per row).
     fn place_of(&self, token_or_row: u64) -> usize {
         self.ends.partition_point(|&end| end <= token_or_row)
     }

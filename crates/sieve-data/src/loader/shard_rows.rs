@@ -68,6 +68,7 @@ impl ShardRows {
                 .labels
                 .extend((piece.tokens.start + 1..).zip(&buffer[1..]).map(label));
             if buffer.len() == len {
+                // The document ends here, so its last token has no label.
                 batch.labels.push(IGNORE_LABEL);
             }
             batch.push_segment(piece.document as u32, filled, len);
@@ -80,8 +81,10 @@ impl ShardRows {
         Ok(())
     }
 
+    /// Epoch `number`, from the cache of the last two.
     fn epoch(&self, number: u64, config: &LoaderConfig) -> Arc<Epoch> {
         let number = match config.order {
+            // All epochs have the same order.
             Order::Sequential => 0,
             Order::Shuffled { .. } => number,
         };

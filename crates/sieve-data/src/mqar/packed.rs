@@ -165,12 +165,13 @@ impl MqarMixture {
     fn push_row(&self, row: u64, batch: &mut Batch) -> usize {
         let (part, samples) = match &self.shuffled {
             Some(shuffled) => {
-                let (part, place) = shuffled.schedule.get(row);
+                let (part, row_of_part) = shuffled.schedule.get(row);
                 let part = &self.parts[part];
+                // Each part has a seed of its own.
                 let seed = shuffled.seed ^ part.first_document.wrapping_mul(0x9E37_79B9_7F4A_7C15);
-                let first = place * part.per_row;
-                let sample = |place: u64| {
-                    let (epoch, place) = (place / part.num_samples, place % part.num_samples);
+                let first = row_of_part * part.per_row;
+                let sample = |number: u64| {
+                    let (epoch, place) = (number / part.num_samples, number % part.num_samples);
                     Permutation::new(part.num_samples, seed, epoch).get(place)
                 };
                 (part, (first..first + part.per_row).map(sample).collect::<Vec<_>>())

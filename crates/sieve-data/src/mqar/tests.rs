@@ -7,7 +7,7 @@ fn mqar(config: MqarConfig) -> Mqar {
     Mqar::new(config).unwrap()
 }
 
-/// Every line of the definition, on one sample.
+/// Checks every line of the definition on one sample.
 fn assert_defined(config: MqarConfig, sample: &MqarSample) {
     let (half, pairs) = (config.vocab_size as u32 / 2, config.num_pairs);
     let tokens = &sample.tokens;
@@ -62,7 +62,7 @@ fn splits_seeds_and_numbers_give_other_samples_and_nothing_else_does() {
     ] {
         assert_ne!(of(seed, split, index), first);
     }
-    // No sample of one split comes in the other.
+    // No sample of one split occurs in the other.
     let mqar = mqar(MqarConfig::new(64, 8, 1));
     let train = (0..2000).map(|index| mqar.sample(MqarSplit::Train, index).tokens);
     let train = train.collect::<std::collections::HashSet<_>>();
@@ -94,12 +94,12 @@ fn the_first_query_slot_is_drawn_by_weight() {
     let expected = expected.collect::<Vec<_>>();
     let chi = chi_square(&counts, &expected);
     assert!(chi < 2.0, "{chi}: {counts:?}");
-    // A test that cannot fail is none: other weights are told apart.
+    // The test can fail: against uniform weights, chi-square is large.
     let uniform = vec![NUM as f64 / counts.len() as f64; counts.len()];
     assert!(chi_square(&counts, &uniform) > 100.0);
 }
 
-// The second slot: weights among those left, summed over the first.
+// The second slot is drawn by the weights of the slots that are left after the first.
 #[test]
 fn later_slots_are_drawn_from_those_left() {
     let mut draws = Draws::new([1, 2, 3, 4]);
@@ -221,7 +221,7 @@ fn mixture() -> Vec<MqarPart> {
 #[test]
 fn a_sequential_mixture_holds_every_sample_once() {
     let mixture = MqarMixture::sequential(&mixture(), MqarSplit::Test, 256).unwrap();
-    // 10 samples, 4 to a row; 7 samples, 2 to a row; 5 samples, 1 to a row.
+    // Three parts: 10 samples, 4 to a row; 7 samples, 2 to a row; 5 samples, 1 to a row.
     assert_eq!(mixture.rows_per_epoch(), 3 + 4 + 5);
     let batch = mixture.batch(0, 12, 0);
     assert_eq!(batch.num_labels(), 10 * 4 + 7 * 8 + 5 * 16);
@@ -252,7 +252,7 @@ fn a_shuffled_mixture_keeps_the_proportions_and_each_epoch_every_sample() {
         counts[batch.documents[place] as usize] += 1;
     }
     assert_eq!(counts, vec![2; 22]);
-    // Any batch is the same alone and among others.
+    // A row is the same in any batch.
     let middle = mixture.batch(7, 3, 0);
     assert_eq!(middle.tokens, batch.tokens[7 * 256..10 * 256]);
     let other = MqarMixture::shuffled(&parts, MqarSplit::Train, 256, 6).unwrap();

@@ -21,6 +21,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// A thread that reads every shard once and compares its checksum. The thread stops when this is dropped.
 #[derive(Debug)]
 pub struct ShardCheck {
+    /// The first file with a problem, and the problem; empty while none is found.
     found: Arc<OnceLock<(PathBuf, String)>>,
     stops: Arc<AtomicBool>,
 }

@@ -15,7 +15,7 @@ pub(super) struct Lock {
     path: PathBuf,
 }
 
-/// Content of the lock file from the first rename on; an empty lock file says nothing about other files.
+/// Content of the lock file once a preparation has made files durable. An empty one says nothing about other files.
 const MARK: &[u8] = b"The files train.* and validation.* beside this one were written by sieve.\n";
 
 impl Lock {
@@ -49,7 +49,7 @@ impl Lock {
     }
 }
 
-/// Whether a lock file says that files with our names are ours.
+/// Whether the text of a lock file says that files of a preparation's names are Sieve's.
 pub(super) fn is_mark(text: &[u8]) -> bool {
     text == MARK
 }

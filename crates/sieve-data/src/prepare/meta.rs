@@ -144,6 +144,7 @@ impl PreparedMeta {
         held_out && hashes.len() == train.len() && pairs.all(|(hash, corpus)| is_same(hash, corpus))
     }
 
+    /// Reads the `meta.json` of a folder; refuses one of another format version.
     pub(super) fn read(dir: &Path) -> Result<Self, DataError> {
         let path = path(dir);
         let bytes = fs::read(&path).map_err(DataError::io("read", &path))?;

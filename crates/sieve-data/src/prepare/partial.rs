@@ -205,7 +205,7 @@ impl Partial {
         Ok(())
     }
 
-    /// Makes all documents so far durable, so that they survive an error or a kill.
+    /// Makes all documents so far durable and lists them in the journal, so that they survive an error or a kill.
     pub(super) fn keep(&mut self) -> Result<(), DataError> {
         let mut step = std::mem::take(&mut self.new);
         step.place = self.place.clone();
@@ -232,6 +232,7 @@ fn line(content: &impl Serialize) -> Vec<u8> {
 
 /// The content of a line; `None` if the line is incomplete or damaged.
 fn content<T: DeserializeOwned>(line: &[u8]) -> Option<T> {
+    // 16 hexadecimal digits and a space come before the JSON.
     let (hash, json) = line.strip_suffix(b"\n")?.split_at_checked(17)?;
     let wanted = format!("{:016x} ", xxh3_64(json));
     (hash == wanted.as_bytes()).then(|| serde_json::from_slice(json).ok())?

@@ -19,6 +19,7 @@ use crate::shard::{FinishedShard, TokenDtype};
 use crate::tokenizer::Tokenizer;
 use sieve_files::{AtomicFile, sync_folder};
 
+/// One preparation: its sources, its settings, and the lock of its folder.
 pub(super) struct Plan<'a> {
     pub(super) corpora: &'a [Corpus],
     pub(super) tokenizer: &'a Tokenizer,
@@ -30,6 +31,8 @@ pub(super) struct Plan<'a> {
 }
 
 impl Plan<'_> {
+    /// Tokenises the validation corpus, if there is one, then the training corpora, and publishes the files. Continues
+    /// an unfinished preparation of the same fingerprint.
     pub(super) fn run(&self, progress: &dyn Fn(Progress)) -> Result<PreparedMeta, DataError> {
         let dir = &self.config.dir;
         let mut names = train_names(self.corpora.len());
@@ -54,7 +57,8 @@ impl Plan<'_> {
         if let Some(corpus) = own_validation
             && partial.place.done.is_empty()
         {
-            self.read(corpus, None, &mut partial, seen, Split::AllHeldOut, progress)?;
+            let train_split = None;
+            self.read(corpus, train_split, &mut partial, seen, Split::AllHeldOut, progress)?;
             // Duplicates are dropped separately in the validation corpus and in the training corpora: a training
             // document that is also held out is left out by `Split::Without`, and is not a duplicate in the report.
             seen = HashSet::new();
@@ -68,16 +72,17 @@ impl Plan<'_> {
             (ValidationSource::Fraction(fraction), None) => (fraction, self.cuts_with_base(fraction)?),
         };
         partial.place.cuts = Some(cuts.clone());
-        let split = |number: usize| match (own_validation, cuts.places.get(number)) {
+        let split_of = |number: usize| match (own_validation, cuts.places.get(number)) {
             (Some(_), _) => Split::Without(&held_out),
             (None, Some(Some(cut))) => Split::End(*cut, &cuts.train_bytes),
             (None, _) => Split::Hash(fraction, &cuts.train_bytes),
         };
+        // `place.done` has the report of the validation corpus before the reports of the training corpora.
         let num_before = usize::from(own_validation.is_some());
         let first = partial.place.done.len().saturating_sub(num_before);
         for (number, corpus) in self.corpora.iter().enumerate().skip(first) {
-            let held_out = split(number);
-            seen = self.read(corpus, Some(number), &mut partial, seen, held_out, progress)?;
+            let split = split_of(number);
+            seen = self.read(corpus, Some(number), &mut partial, seen, split, progress)?;
         }
         self.require_documents(&partial.splits, &partial.place.done[num_before..])?;
         progress(Progress::Writing);
@@ -127,8 +132,8 @@ impl Plan<'_> {
         Ok(cuts)
     }
 
-    /// Reads one corpus to its end, into split `train_split` or, for `None`, into the validation split. Returns the
-    /// hashes of the texts seen.
+    /// Reads and tokenises one corpus to its end, into split `train_split` or, for `None`, into the validation split;
+    /// text that `held_out` selects always goes into the latter. Returns the hashes of the texts seen.
     fn read(
         &self,
         corpus: &Corpus,
@@ -158,8 +163,8 @@ impl Plan<'_> {
             });
         };
         // A report before the first file is fetched, which may take a while.
-        report(bytes_done, 0, 0, documents.cursor().file_idx);
-        let mut batch = Batch::read(&mut documents, self.pace, 0);
+        report(bytes_done, num_documents, num_tokens, documents.cursor().file_idx);
+        let mut batch = Batch::read(&mut documents, self.pace, bytes_since_kept);
         loop {
             let num_bytes = batch.num_bytes();
             bytes_since_kept += num_bytes;
@@ -205,7 +210,8 @@ impl Plan<'_> {
         Ok(())
     }
 
-    /// Fsyncs all files under temporary names, then renames them, `meta.json` last.
+    /// Fsyncs all files under temporary names, removes an earlier preparation's, then renames the new ones, `meta.json`
+    /// last.
     fn publish(&self, partial: Partial) -> Result<PreparedMeta, DataError> {
         let dir = &self.config.dir;
         let Partial { splits, place, .. } = &partial;
@@ -252,6 +258,7 @@ impl Plan<'_> {
         Ok(meta)
     }
 
+    /// The contents of `meta.json`, as if no corpus was cut.
     fn meta(
         &self,
         train: Vec<SplitMeta>,
@@ -336,7 +343,7 @@ impl Plan<'_> {
     }
 }
 
-/// Fsyncs all shards under their temporary names.
+/// Fsyncs all shards under their temporary names, and completes their metas with file sizes and hashes.
 fn finish(partial: Partial) -> Result<(Vec<FinishedShard>, Vec<SplitMeta>), DataError> {
     let mut finished = (Vec::new(), Vec::new());
     for mut split in partial.splits {
@@ -376,7 +383,7 @@ pub(super) fn refuse_foreign_files(dir: &Path, has_mark: bool) -> Result<(), Dat
     if has_mark || meta::path(dir).exists() || !dir.exists() {
         return Ok(());
     }
-    // A preparation that was killed between renames has left the mark.
+    // A preparation writes the mark before it renames a file, so without it finished files are not Sieve's.
     let mut files = own_names(dir)?;
     files.retain(|name| !name.ends_with(".tmp"));
     match files.first() {

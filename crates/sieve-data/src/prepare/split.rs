@@ -22,7 +22,7 @@ pub(super) type TrainBytes = BTreeMap<String, u64>;
 pub(super) struct Cuts {
     /// For each corpus, the first held-out byte of its text; `None` if it is split by hashes of documents.
     pub(super) places: Vec<Option<u64>>,
-    /// The documents of cut corpora that are not trained on as a whole, or whose hash would hold them out.
+    /// Has each document of a cut corpus that is not trained on as a whole, or that its hash would hold out.
     pub(super) train_bytes: TrainBytes,
 }
 
@@ -52,7 +52,7 @@ impl Split<'_> {
     pub(super) fn parts(&self, start: u64, document: Document) -> Vec<(Target, Document)> {
         match *self {
             Self::Hash(fraction, cut) => match train_bytes(&document, cut) {
-                // The end of this document is held out in the corpus that is cut.
+                // A corpus that is cut holds out the end of the same document.
                 Some(limit) => Vec::from_iter(beginning(document, limit)),
                 None if is_held_out(content_hash(&document), fraction) => vec![(Target::Validation, document)],
                 None => vec![(Target::Train, document)],
@@ -92,6 +92,7 @@ fn beginning(mut document: Document, num_bytes: u64) -> Option<(Target, Document
     (!document.text.is_empty()).then_some((Target::Train, document))
 }
 
+/// How many bytes of a document may be trained on; `None` if no corpus is cut that holds it.
 fn train_bytes(document: &Document, cut: &TrainBytes) -> Option<u64> {
     if cut.is_empty() {
         return None;

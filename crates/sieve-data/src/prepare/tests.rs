@@ -16,7 +16,7 @@ struct Place {
 }
 
 impl Place {
-    /// 200 small files, some with equal contents.
+    /// A corpus of 200 small files, some with equal contents.
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("text")).unwrap();
@@ -55,7 +55,7 @@ impl Place {
         replacing(self.out(), 0.2)
     }
 
-    /// This part of the documents is held out.
+    /// Settings that hold this fraction of the documents out.
     fn holding_out<'a>(&self, fraction: f64) -> PrepareConfig<'a> {
         holding_out(self.out(), fraction)
     }
@@ -69,7 +69,7 @@ impl Place {
     }
 }
 
-/// A part of the documents is held out; another preparation in the folder is refused.
+/// Settings that hold this fraction of the documents out, and refuse another preparation in the folder.
 fn holding_out<'a>(dir: PathBuf, fraction: f64) -> PrepareConfig<'a> {
     PrepareConfig {
         dir,
@@ -79,7 +79,7 @@ fn holding_out<'a>(dir: PathBuf, fraction: f64) -> PrepareConfig<'a> {
     }
 }
 
-/// The same, and another preparation is replaced.
+/// Like [`holding_out`], but another preparation in the folder is replaced.
 fn replacing<'a>(dir: PathBuf, fraction: f64) -> PrepareConfig<'a> {
     PrepareConfig {
         on_change: OnChange::Replace,
@@ -130,7 +130,7 @@ fn every_document_lands_in_one_split_ended_by_eos_with_its_size() {
     wanted.sort();
     assert_eq!(texts, wanted);
 
-    // Equal texts stay together.
+    // Equal texts go to the same split.
     let held_out = documents(&validation);
     assert!(documents(&train).iter().all(|document| !held_out.contains(document)));
 
@@ -218,7 +218,7 @@ fn a_damaged_or_half_renamed_preparation_is_made_again() {
             fs::remove_file(out.join("meta.json")).unwrap();
             fs::write(out.join("train.bin"), "newer").unwrap();
         },
-        // Killed while writing.
+        // Killed while the shard was written.
         &|out| {
             fs::remove_file(out.join("meta.json")).unwrap();
             fs::write(out.join("train.bin.tmp"), "half").unwrap();
@@ -309,7 +309,7 @@ fn an_own_validation_corpus_is_kept_out_of_training() {
     let prepared = place.prepare(&config).unwrap();
     let (train, validation) = (prepared.train().unwrap(), prepared.validation().unwrap());
     assert_eq!(validation.num_documents(), 2);
-    // Number 7 comes twice among the 200 files: 7 and 157.
+    // The text of file 7 occurs twice among the 200 files: in 7 and 157.
     assert_eq!(train.num_documents(), 198);
     let held_out = documents(&validation);
     assert!(documents(&train).iter().all(|document| !held_out.contains(document)));
@@ -399,7 +399,7 @@ fn killed_at_any_moment_it_leaves_nothing_half_valid() {
             .stdout(std::process::Stdio::null())
             .spawn()
             .unwrap();
-        // Once it is at work: starting takes longer than a preparation.
+        // Waits until the child prepares, because its start takes longer than a preparation.
         while !place.dir.path().join(AT_WORK).exists() {
             assert!(child.try_wait().unwrap().is_none(), "the child ended by itself");
             std::thread::sleep(Duration::from_millis(1));
@@ -407,7 +407,7 @@ fn killed_at_any_moment_it_leaves_nothing_half_valid() {
         if moment % 2 == 0 {
             std::thread::sleep(Duration::from_micros(moment * 7_919 % 20_000));
         } else {
-            // Between the first and the last rename, a time too short to meet by chance.
+            // Waits for the time between the first and the last rename, which is too short to be hit by chance.
             while place.out().join("meta.json").exists() {
                 assert!(child.try_wait().unwrap().is_none(), "the child ended by itself");
             }
@@ -415,7 +415,7 @@ fn killed_at_any_moment_it_leaves_nothing_half_valid() {
         child.kill().unwrap();
         assert!(!child.wait().unwrap().success());
         fs::remove_file(place.dir.path().join(AT_WORK)).unwrap();
-        // Whoever can read meta.json finds exactly the files that it describes.
+        // If there is a meta.json, the folder holds exactly the files that it describes.
         if place.out().join("meta.json").exists() {
             num_whole += 1;
             let prepared = Prepared::open(&place.out()).unwrap();

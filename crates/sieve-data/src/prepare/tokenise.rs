@@ -33,7 +33,7 @@ pub(super) struct Pace {
     /// Bytes of text in a batch. Two batches are in memory, one being read and one being tokenised; their token ids
     /// take about as much again.
     pub(super) batch_bytes: usize,
-    /// The work is made durable at the end of the source file that is being read after this many bytes of text.
+    /// After this many bytes of text, the work is made durable at the end of the source file that is being read.
     pub(super) keep_bytes: usize,
 }
 
@@ -78,6 +78,7 @@ impl Batch {
                     break;
                 }
                 None if documents.is_done() || bytes_since_kept + num_bytes >= pace.keep_bytes => break,
+                // A file ended; the batch continues with the next one.
                 None => {}
             }
         }

@@ -15,7 +15,8 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Checks every entry of `idx` against the others and against the size of the `.bin` file.
+    /// Checks every entry of `idx`, at the offsets of the table in [`super`], against the others and against the size
+    /// of the `.bin` file.
     ///
     /// # Errors
     /// What is wrong with the file, in words.

@@ -121,22 +121,23 @@ impl ShardWriter {
         self.push_sequence(text)
     }
 
-    fn push_sequence(&mut self, document: &[u32]) -> Result<(), DataError> {
+    /// Appends the tokens of a prompt, a text, or a document without prompt.
+    fn push_sequence(&mut self, sequence: &[u32]) -> Result<(), DataError> {
         let bad = |reason: String| DataError::setting("document", reason);
-        let num_tokens = document.len();
+        let num_tokens = sequence.len();
         let length = i32::try_from(num_tokens).map_err(|_| {
             bad(format!(
                 "{num_tokens} tokens are more than a Megatron-LM shard can hold in one sequence"
             ))
         })?;
-        if let Some(&token) = document.iter().find(|&&token| token as usize >= self.vocab_size) {
+        if let Some(&token) = sequence.iter().find(|&&token| token as usize >= self.vocab_size) {
             return Err(bad(format!(
                 "token {token} is outside the vocabulary of {}",
                 self.vocab_size
             )));
         }
         self.bytes.clear();
-        for token in document {
+        for token in sequence {
             // The vocabulary fits the type, so the bytes left out are 0.
             let num_bytes = self.dtype.num_bytes() as usize;
             self.bytes.extend(&token.to_le_bytes()[..num_bytes]);

@@ -31,7 +31,7 @@ fn changed(tokenizer: &Tokenizer, change: impl FnOnce(&mut serde_json::Value)) -
 
 #[test]
 fn training_gives_the_same_tokenizer_each_time_and_for_each_order() {
-    // Hash maps inside the trainer take another seed at each run, so equality here is not for want of chances.
+    // Hash maps inside the trainer have another seed in each run, so a result that depended on it would differ.
     let mut texts = texts();
     let first = json(&small());
     for run in 0..6 {
@@ -77,7 +77,7 @@ fn too_small_a_vocabulary_or_text_is_refused() {
     let train = |text: &str, vocab_size| Tokenizer::train_on([text].into_iter(), vocab_size);
     refusal(train(TEXT, 257), "take 258");
     refusal(train("ab", 300), "only 259 of 300");
-    // Every byte is a token, met in training or not.
+    // Every byte is a token, whether the training text holds it or not.
     let bytes_only = train("a", 258).unwrap();
     assert_eq!(bytes_only.encode(TEXT).unwrap().len(), TEXT.len());
 }
@@ -154,7 +154,7 @@ fn training_on_a_corpus_takes_a_bounded_repeatable_sample() {
         )
     };
     assert_eq!(json(&train(9_000).unwrap()), json(&train(9_000).unwrap()));
-    // All of the text, whatever the bound above it.
+    // With a bound above its size, all of the text is trained on.
     let all = json(&Tokenizer::train_on(texts().iter().map(String::as_str), 300).unwrap());
     assert_eq!(json(&train(u64::MAX).unwrap()), all);
     // A bound below one document leaves nothing to train on.
@@ -214,7 +214,7 @@ fn the_first_token_of_a_template_is_found() {
     assert_eq!(ids(&llama), (Some(1), Some(1)));
     let text = llama.encode("the").unwrap();
     assert_eq!(llama.encode_with_bos("the").unwrap(), [&[1], &text[..]].concat());
-    // A token behind the text is none before it.
+    // A template that puts a token after the text puts none before it.
     let behind = changed(&llama, |json| {
         json["post_processor"]["single"].as_array_mut().unwrap().reverse()
     });
@@ -236,7 +236,7 @@ fn streaming_holds_back_characters_until_they_are_whole() {
     let ids = bytes_only.encode("a世👩b").unwrap();
     let wanted = ["a", "", "", "世", "", "", "", "👩", "b", ""];
     assert_eq!(stream(&bytes_only, &ids), wanted);
-    // Cut inside a character: nothing is lost, the rest is marked at the end.
+    // The ids end inside a character: its bytes become U+FFFD at the end.
     assert_eq!(stream(&bytes_only, &ids[..3]), ["a", "", "", "\u{fffd}"]);
     // Bytes outside UTF-8 do not block the text after them.
     let bad = bytes_only.encode("世").unwrap()[1];
@@ -254,7 +254,7 @@ fn streaming_holds_back_characters_until_they_are_whole() {
     assert_eq!(stream(&bytes, &ids), ["a", "", "", "", "", &format!("{bad} "), "é", ""]);
 }
 
-/// A file of Llama's kind: bytes where the vocabulary ends, a space before each text that decoding takes away.
+/// A tokenizer like Llama's: byte tokens for characters without a token, and a first space that decoding removes.
 fn byte_fallback() -> Tokenizer {
     Tokenizer::from_bytes(include_bytes!("../../../../tests/golden/llama_tokenizer.json")).unwrap()
 }
@@ -298,7 +298,7 @@ proptest! {
         for tokenizer in &*TOKENIZERS {
             prop_assert_eq!(stream(tokenizer, &ids).concat(), tokenizer.decode(&ids).unwrap(), "{:?}", ids);
             for text in [&text, &likely] {
-                // SentencePiece's blank is no other character of a text.
+                // SentencePiece decodes `▁` as a space, so a text that holds it would not be returned unchanged.
                 let text = text.replace('▁', "");
                 let ids = tokenizer.encode(&text).unwrap();
                 prop_assert_eq!(&stream(tokenizer, &ids).concat(), &text);

@@ -62,7 +62,9 @@ impl Tokenizer {
             );
             return Err(DataError::setting("vocab_size", reason));
         }
-        let special_tokens = [END_OF_TEXT, PAD].map(|token| AddedToken::from(token, true)).to_vec();
+        let is_special = true;
+        let special_tokens = [END_OF_TEXT, PAD].map(|token| AddedToken::from(token, is_special));
+        let special_tokens = special_tokens.to_vec();
         let mut trainer = BpeTrainer::builder()
             .vocab_size(vocab_size)
             .show_progress(false)
@@ -79,8 +81,9 @@ impl Tokenizer {
             .and_then(|()| trainer.train(&mut model))
             .map_err(|error| not_trained(error.to_string()))?;
 
-        // Without a space before each text (the first argument), decoding returns exactly the text that was encoded.
-        let byte_level = ByteLevel::new(false, false, true);
+        // Without a space before each text, decoding returns exactly the text that was encoded.
+        let (add_prefix_space, trim_offsets, use_regex) = (false, false, true);
+        let byte_level = ByteLevel::new(add_prefix_space, trim_offsets, use_regex);
         let mut inner = HfTokenizer::new(model);
         inner.with_pre_tokenizer(Some(byte_level));
         inner.with_decoder(Some(byte_level));

@@ -4,7 +4,7 @@ use sieve_core::Recipe;
 use sieve_core::recipe::DataFormat;
 use sieve_data::{CorpusConfig, FileOrder};
 
-/// Seed of the sample that `data.max_bytes` takes of a larger corpus.
+/// Seed of the order in which files are read if `data.max_bytes` takes a sample of a larger corpus.
 const CORPUS_SEED: u64 = 0;
 
 /// Settings of the training corpus, and of the validation corpus if the recipe names one. `variable` looks environment
@@ -52,8 +52,8 @@ pub fn corpus_configs(
     Ok((train, validation))
 }
 
-/// Without `data.weights`, `whole` alone; with it, one corpus per path, whose `max_bytes` is its weight's share of
-/// `data.max_bytes`.
+/// Settings of the training corpora: without `data.weights`, only `whole`; with it, one corpus per path, whose
+/// `max_bytes` is its weight's share of `data.max_bytes`.
 pub(super) fn weighted_configs(recipe: &Recipe, whole: &CorpusConfig) -> Vec<CorpusConfig> {
     let Some(weights) = &recipe.data.weights else {
         return vec![whole.clone()];

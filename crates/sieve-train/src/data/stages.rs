@@ -29,8 +29,8 @@ pub(super) fn check_stages(recipe: &Recipe, variable: &dyn Fn(&str) -> Option<St
 impl TrainingData {
     /// Prepares, or reopens, the text of the stages that name their own, in `dir/stage-N`, with this data's tokenizer.
     ///
-    /// `resumed` is the checkpoint of a run that is resumed. A stage whose paths and weights are its recipe's must find
-    /// the same tokens again; a stage with other paths is prepared as in a new run.
+    /// `resumed` is the checkpoint of a run that is resumed. A stage with the paths and weights of the checkpoint's
+    /// recipe must find the same tokens again; a stage with other paths is prepared as in a new run.
     ///
     /// # Errors
     /// The errors of [`DataSource::prepare`](super::DataSource::prepare); text that has changed under the same paths.
@@ -82,6 +82,7 @@ impl TrainingData {
         Ok(())
     }
 
+    /// Prepares the text of one stage in `dir`; `alone` is the recipe with the stage's settings.
     fn prepare_stage(
         &self,
         alone: &Recipe,

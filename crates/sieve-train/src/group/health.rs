@@ -59,7 +59,7 @@ struct Probe<'a> {
 }
 
 impl Probe<'_> {
-    /// FLOPs or bytes per second in the best of [`TRIES`], after one that warms up.
+    /// FLOPs or bytes per second in the best of [`TRIES`] calls, after a call that warms up.
     fn rate(&mut self, mesh: &Mesh) -> Result<f64, TrainError> {
         let mut best = f64::INFINITY;
         for number in 0..=TRIES {
@@ -134,8 +134,8 @@ fn probes<'a, B: TrainBackend>(
 }
 
 impl<B: TrainBackend> Group<B> {
-    /// Measures the devices of all ranks at the same time and compares them. `state` asks this rank's driver, directly
-    /// after the GEMMs.
+    /// Measures the devices of all ranks at the same time and compares them. `state` queries this rank's driver,
+    /// directly after the GEMMs.
     ///
     /// # Errors
     /// A rank is lost, or a device fails.
@@ -155,6 +155,7 @@ impl<B: TrainBackend> Group<B> {
     }
 }
 
+/// Measures this rank's rates and gathers all ranks' rates, up to [`MORE_ROUNDS`] times more while a rank seems slow.
 fn measure(
     mesh: &Mesh,
     mut probes: [Probe<'_>; 3],
@@ -232,6 +233,7 @@ fn warnings_of(all: &[Rates]) -> Vec<String> {
     warnings
 }
 
+/// Clock and temperature as the end of a sentence; a value that the driver does not report is left out.
 fn words_of(state: &DeviceState) -> String {
     let clocks = state
         .clocks_mhz
@@ -339,7 +341,7 @@ mod tests {
         assert_eq!(of([well, [481.0, 3300.0], well, well]), [0; 0]);
         assert_eq!(of([well, well, [479.0, 4000.0], well]), [2]);
         assert_eq!(of([well, [600.0, 3000.0], [300.0, 4000.0], well]), [2, 1]);
-        // A broken clock is no rate.
+        // A rank with a rate of 0 is slow.
         assert_eq!(of([[0.0, 4000.0], well, well, well]), [0]);
         let warnings = warnings_of(&[rates(6e14, 4e12, 0), rates(3e14, 4e12, 2)]);
         let [slow, errors] = &warnings[..] else {

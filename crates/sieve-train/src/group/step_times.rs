@@ -39,6 +39,7 @@ impl StepTimes {
     pub(super) fn add(&mut self, rank: usize, time: Duration) {
         self.sums.resize(self.sums.len().max(rank + 1), Duration::ZERO);
         self.sums[rank] += time;
+        // `add` is called for every rank in each step.
         self.num_steps += u32::from(rank == 0);
     }
 

@@ -99,8 +99,8 @@ pub struct ReplicaSums {
 }
 
 impl ReplicaSums {
-    /// The first two ranks that compute with different weights. `all` are the sums of each rank, and rank r has
-    /// compared the pieces of rank r + `distance`.
+    /// The first two ranks that compute with different weights, if there are any. `all` are the sums of each rank; the
+    /// `other` sum of rank r is over its copy of the pieces of rank r + `distance`.
     pub(crate) fn differ(all: &[Self], distance: usize) -> Option<[usize; 2]> {
         let first = all.first()?;
         (0..all.len()).find_map(|rank| {
@@ -166,13 +166,14 @@ struct Taker<'a, B: TrainBackend> {
 }
 
 impl<B: TrainBackend> Taker<'_, B> {
+    /// Takes a snapshot of a tensor; without room on the device, copies the tensor to the host at once.
     fn take(&mut self, values: Inner<B>) -> Snapshot {
         let snapshot = B::InnerBackend::snapshot(values);
         if self.reader.is_none() {
             return snapshot;
         }
         self.wait();
-        let reader = self.reader.as_mut().expect("looked above");
+        let reader = self.reader.as_mut().expect("it is not `None` here");
         let data = reader.read(snapshot);
         Snapshot::of_data(data.unwrap_or_else(|error| panic!("{error}")))
     }
@@ -185,6 +186,7 @@ impl<B: TrainBackend> Taker<'_, B> {
 }
 
 impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
+    /// Takes one weight: for the checksums of several ranks, and its f32 master for this rank's part of the checkpoint.
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         let Optimizer {
             share, masters, pieces, ..
@@ -197,16 +199,16 @@ impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
             let further = (share.rank + self.distance) % share.size;
             // A copy: the gather after the next update overwrites the weight in place while the snapshot is read.
             let copy = |part| B::InnerBackend::float_mul_scalar(part, 1f32.into());
-            let now = |range| copy(cut::<B>(leaf.clone(), range));
+            let copy_of = |range| copy(cut::<B>(leaf.clone(), range));
             match cuts {
                 Some(cuts) => {
                     let own = match pieces.get(&param.id) {
                         Some(piece) => piece.clone(),
-                        None => now(cuts.of(share.rank)),
+                        None => copy_of(cuts.of(share.rank)),
                     };
                     let own = self.take(own);
                     self.replica.own.push(own);
-                    let other = self.take(now(cuts.of(further)));
+                    let other = self.take(copy_of(cuts.of(further)));
                     self.replica.other.push(other);
                 }
                 None => {
@@ -216,6 +218,7 @@ impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
             }
         }
         if range.is_none() && share.rank > 0 {
+            // Rank 0 saves the tensors that are not divided.
             return;
         }
         let leaf = match (pieces.get(&param.id), range) {

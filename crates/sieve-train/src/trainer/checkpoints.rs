@@ -20,8 +20,8 @@ const LONGEST_LAST_PAUSE: Duration = Duration::from_secs(60);
 
 impl<B: TrainBackend> Trainer<B> {
     /// Takes a snapshot of the state and begins to write it, unless the folder has it already. Waits until the previous
-    /// checkpoint is on disk or has failed. Each rank writes its shards. If it fails, training continues on all ranks:
-    /// see [`warn_unsaved`](Self::warn_unsaved).
+    /// checkpoint is on disk or has failed. Each rank writes its shards. If a write fails, training continues on all
+    /// ranks: see [`warn_unsaved`](Self::warn_unsaved).
     ///
     /// # Errors
     /// A rank or a device is lost; another process has taken the output folder.
@@ -84,6 +84,7 @@ impl<B: TrainBackend> Trainer<B> {
     }
 
     /// Writes the recipe into the run's folder. It is the first file of a run, and a run without it cannot be resumed.
+    /// Also writes `origin.json` (the checkpoint that the run began with), until the run has a checkpoint of its own.
     /// [`run`](Self::run) writes it too; a caller that writes other files into the folder calls this first.
     ///
     /// # Errors
@@ -99,7 +100,8 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(write_atomically(&self.folder.config_path(), text.as_bytes())?)
     }
 
-    /// Creates the folder that a checkpoint is written into, and the run's folder again if it was removed.
+    /// Creates the folder that a checkpoint is written into, and the run's folder again if it was removed. Opens
+    /// `metrics.jsonl` again if it was moved.
     fn begin_folder(&mut self, folder: &Path, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         if self.folder.regain()? {
             self.write_config()?;
@@ -133,7 +135,7 @@ impl<B: TrainBackend> Trainer<B> {
         }
     }
 
-    /// The problem of the first rank that has one; all ranks get the same answer.
+    /// The problem of the first rank that has one, `None` if no rank has; all ranks get the same answer.
     fn of_any(&self, own: Option<String>) -> Result<Option<String>, TrainError> {
         let Some(group) = &self.group else {
             return Ok(own);
@@ -234,8 +236,8 @@ impl<B: TrainBackend> Trainer<B> {
     }
 
     /// Waits for this process's files of the pending checkpoint and drops the checkpoint. It cannot be finished after
-    /// an error of this rank alone: the other ranks do not know of the error, and would take the messages that finish a
-    /// checkpoint for answers to others. Errors that occur on all ranks finish the checkpoint before they return.
+    /// an error of this rank alone: the other ranks are in another collective, and would take the messages that finish
+    /// a checkpoint for its messages. Errors that occur on all ranks finish the checkpoint before they return.
     pub(super) fn discard_checkpoint(&mut self) -> Result<(), TrainError> {
         if let Some(Written { folder, state, .. }) = self.finish_writing()?
             && self.writes()
@@ -259,15 +261,15 @@ impl<B: TrainBackend> Trainer<B> {
             let Some((step, problem)) = self.saving.problem.take() else {
                 return Ok(());
             };
-            let has_other = self.saving.fallback.is_some() && !self.saving.uses_fallback;
-            self.saving.uses_fallback = has_other;
+            let goes_to_fallback = self.saving.fallback.is_some() && !self.saving.uses_fallback;
+            self.saving.uses_fallback = goes_to_fallback;
             // Rank 0's clock decides, so that all ranks give up at the same try.
             let is_over = since.elapsed() + pause > limits.last;
             let is_over = match &self.group {
                 Some(group) => group.of_first(is_over)?,
                 None => is_over,
             };
-            let next = match (has_other, is_over) {
+            let next = match (goes_to_fallback, is_over) {
                 (true, _) => "it goes to the folder of --checkpoint-fallback".to_owned(),
                 (false, false) => format!(
                     "the weights are kept in memory, the next try is in {} s",
@@ -288,7 +290,7 @@ impl<B: TrainBackend> Trainer<B> {
             reporter.emit(TrainEvent::Warning(&format!(
                 "warning: the last checkpoint, of step {step}, could not be written: {problem}\n  {next}"
             )));
-            if !has_other {
+            if !goes_to_fallback {
                 let until = Instant::now() + pause;
                 while Instant::now() < until {
                     self.tick();
@@ -299,12 +301,12 @@ impl<B: TrainBackend> Trainer<B> {
         }
     }
 
-    /// Waits until this process has written its files of the pending checkpoint.
+    /// Waits until this process has written its files of the pending checkpoint; `None` if no checkpoint is pending.
     fn finish_writing(&mut self) -> Result<Option<Written>, TrainError> {
         let group = self.group.as_ref();
         let written = self.writer.finish(&|| group.into_iter().for_each(Group::tick));
-        // If a rank is lost, rank 0 has removed the folder, and writing into it failed. The lost rank is the error
-        // then.
+        // If a rank is lost, rank 0 has removed the folder, so writing into it failed. Then the error to return is that
+        // the rank is lost.
         written.or_else(|error| {
             group.map_or(Ok(()), Group::check)?;
             Err(error)
@@ -372,6 +374,7 @@ pub fn tidy_finished(folder: &RunFolder, recipe: &Recipe) -> Result<(), TrainErr
 
 fn remove_half_written(folder: &Path) -> Result<(), TrainError> {
     let Ok(entries) = fs::read_dir(folder) else {
+        // A run without a checkpoint has no such folder.
         return Ok(());
     };
     for entry in entries.flatten() {
@@ -384,8 +387,8 @@ fn remove_half_written(folder: &Path) -> Result<(), TrainError> {
     Ok(())
 }
 
-/// Removes all but the latest `checkpoint.keep_latest_k` checkpoints. The checkpoint before the first step
-/// (`at_start`) and every `keep_every` steps stays.
+/// Removes all but the latest `checkpoint.keep_latest_k` checkpoints (0 keeps all). The checkpoint before the first
+/// step (`at_start`) and every `keep_every` steps stays.
 fn prune(folder: &Path, recipe: &Recipe) -> Result<(), TrainError> {
     let keep = recipe.checkpoint.keep_latest_k;
     if keep == 0 {

@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 
 /// The most steps whose loss and gradient norm are left on the device: reading them waits for the device.
 const MAX_UNREAD: usize = 64;
-/// The most work that the device may have queued. After a longer wait for a loss, other ranks would take this one for
-/// dead.
+/// The most time that the device may need for its queued steps. After a longer wait for a loss, this rank would exceed
+/// its progress timeout.
 const MAX_BEHIND: Duration = Duration::from_secs(60);
-/// With slower steps, other ranks allow this one the longer time of [`Work::Long`](sieve_comm::Work::Long).
+/// With slower steps, this rank gets the longer progress timeout of [`Work::Long`](sieve_comm::Work::Long).
 const SLOW_STEP: Duration = Duration::from_secs(20);
 /// After a skipped step, this many steps are read one by one while their gradients exist: if one of them is skipped
 /// too, its gradient norms by layer are reported.
@@ -54,8 +54,8 @@ pub enum Moment<'a> {
     Naming,
 }
 
-/// Fault injection for tests: a function that is called at each [`Moment`]. Its number is the first row of the step, or
-/// outside of a step the number of steps done. It returns a factor; 1 changes nothing.
+/// Fault injection for tests: a function that is called at each [`Moment`]. Its first argument is the first row of the
+/// step, or outside of a step the number of steps done. It returns a factor; 1 changes nothing.
 #[doc(hidden)]
 #[derive(Clone)]
 pub struct FaultInjection(Arc<dyn Fn(u64, Moment<'_>) -> f64 + Send + Sync>);
@@ -114,7 +114,7 @@ impl DevicePace {
         }
     }
 
-    /// Records that the device has just done `num_steps` more steps, and all that were queued.
+    /// Records that the device has just done the last of its queued steps, `num_steps` after the previous call.
     fn catches_up(&mut self, num_steps: usize, now: Instant) {
         let num_steps = num_steps.max(1) as u32;
         self.step_time = now.duration_since(self.caught_up) / num_steps;
@@ -182,7 +182,8 @@ impl<B: TrainBackend> GuardLog<B> {
         self.pace.step_time > SLOW_STEP
     }
 
-    /// Remembers a step, whose gradients still exist, until its numbers are read.
+    /// Remembers a step, whose gradients still exist, until its numbers are read. If the step is watched and was
+    /// skipped, remembers its gradient norms by part of the model too.
     pub(super) fn note(
         &mut self,
         step: u64,
@@ -232,6 +233,7 @@ pub(super) fn norms_by_part<B: TrainBackend>(
     let names = [vec!["embedding".to_owned()], layers.collect()].concat();
     let names = names.into_iter().chain(Some("head".to_owned()));
     let norms = Segment::all(model).map(|segment| {
+        // Gradients that every rank holds whole are counted once, by rank 0.
         let whole = group.is_none_or(|group| group.share().rank == 0);
         segment.norm(model, gradients, device, whole)
     });
@@ -247,7 +249,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// Counts a step whose rows hold no label on any rank, and therefore change no weight.
     ///
     /// # Errors
-    /// An epoch's rows in a row had no label.
+    /// As many consecutive rows as an epoch has held no label.
     pub(super) fn pass_over(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let (first, num_rows) = (self.next_sample, self.stage.recipe.training.global_batch_size as u64);
         self.unlabelled.num_steps += 1;
@@ -301,7 +303,8 @@ impl<B: TrainBackend> Trainer<B> {
             let log = &mut self.guard_log;
             log.last = Some((unread.step, numbers));
             if numbers.is_taken {
-                if !self.loss_mean.judge(numbers.loss) {
+                let is_far_above_mean = self.loss_mean.judge(numbers.loss);
+                if !is_far_above_mean {
                     log.streak = Streak::default();
                     continue;
                 }
@@ -325,7 +328,7 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(Verdict::GoOn)
     }
 
-    /// Restores the last checkpoint, and continues behind the rows that were read since, unless these belong to another
+    /// Restores the last checkpoint, and continues after the rows that were read since, unless these belong to another
     /// stage.
     fn go_back(
         &mut self,
@@ -367,6 +370,7 @@ impl<B: TrainBackend> Trainer<B> {
         if same_stage {
             self.next_sample = next_sample;
         }
+        // Drops the lines of steps after the checkpoint; the lines of the skipped steps are written again below.
         match self.open_metrics() {
             Ok((metrics, _)) => reporter.metrics = metrics,
             Err(error) => reporter.emit(TrainEvent::Warning(&format!(
@@ -401,6 +405,7 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(())
     }
 
+    /// The report of a step that the guard skipped, by its numbers and the mean loss before it.
     fn skipped_step(&self, unread: Unread<B>, numbers: StepNumbers, mean_loss: f32) -> Result<SkippedStep, TrainError> {
         let documents = match &self.group {
             None => unread.documents,
@@ -429,7 +434,7 @@ impl<B: TrainBackend> Trainer<B> {
     }
 }
 
-/// A factor on all parameters, for [`FaultInjection`].
+/// Multiplies all parameters by a factor, for [`FaultInjection`].
 pub(super) struct Scaled(pub(super) f64);
 
 impl<B: TrainBackend> ModuleMapper<B> for Scaled {

@@ -3,8 +3,8 @@ use super::{Reporter, Trainer};
 use crate::{MemoryProbe, TrainError};
 use sieve_ops::TrainBackend;
 
-/// Steps of a stage that are watched: the optimizer creates its moments at the end of the first, so the second is the
-/// first with all tensors in memory.
+/// Steps of a stage that are watched: the optimizer creates its moments at the end of the first step, so the second one
+/// is the first that has all tensors in memory.
 const WATCHED_STEPS: u32 = 2;
 
 /// A watch over the first steps of a stage.
@@ -49,7 +49,7 @@ impl Drop for PeakWatch {
 }
 
 impl<B: TrainBackend> Trainer<B> {
-    /// Writes the peak memory of the watched steps, of every process, to the metrics.
+    /// Writes the peak memory of the watched steps, of every process, to the metrics; nothing for a CPU.
     pub(super) fn report_peak(&self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let peak = self.memory.peak();
         let own = peak.map_or(0, |peak| peak.in_use_bytes);

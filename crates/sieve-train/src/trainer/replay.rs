@@ -41,7 +41,8 @@ impl<B: TrainBackend> PassHooks<B> for Hashes {
 
 impl<B: TrainBackend> Trainer<B> {
     /// Every `training.guard_replay` steps, computes the first micro-batch of the next step on all ranks, with sums in
-    /// a fixed order, and compares loss and gradients bit for bit. A process without others computes it twice.
+    /// a fixed order, and compares loss and gradients bit for bit. If ranks differ, all compute it again to find the
+    /// ranks at fault. A process without others computes it twice.
     ///
     /// # Errors
     /// Gradients differ; a rank is lost.
@@ -132,10 +133,10 @@ mod tests {
         for (first, second, expected) in [
             (&[7][..], &[7][..], &[][..]),
             (&[7], &[8], &[0]),
-            // One error that does not come again, and one that does.
+            // One rank has two different hashes; another has a hash that is not the majority's, twice.
             (&[7, 9], &[7, 7], &[1]),
             (&[7, 7, 9, 7], &[7, 7, 9, 7], &[2]),
-            // Nobody knows which of two is right.
+            // Without a majority, all ranks are suspect.
             (&[7, 9], &[7, 9], &[0, 1]),
             (&[7, 7, 9, 9], &[7, 7, 9, 9], &[0, 1, 2, 3]),
             (&[7, 8, 9, 7], &[7, 6, 9, 7], &[1]),

@@ -56,6 +56,7 @@ impl Tries {
             longest_pause,
             ..
         } = self.limits;
+        // Doubles with each failure; the exponent is limited, so that the shift cannot overflow.
         let pause = first_pause
             .saturating_mul(1 << self.num_failed.min(16))
             .min(longest_pause);
@@ -71,7 +72,7 @@ impl Tries {
     }
 }
 
-/// Where checkpoints are written, and the failures of doing so.
+/// Where checkpoints are written, and which writes failed.
 #[derive(Debug, Default)]
 pub(super) struct Saving {
     pub(super) tries: Tries,
@@ -79,7 +80,7 @@ pub(super) struct Saving {
     pub(super) fallback: Option<PathBuf>,
     /// Whether checkpoints go to the fallback folder.
     pub(super) uses_fallback: bool,
-    /// Step and error of a failed checkpoint; `None` once the user was told, and without a failure.
+    /// Step and error of a failed checkpoint that was not reported yet, if there is one.
     pub(super) problem: Option<(u64, String)>,
 }
 

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 /// Batches prepared ahead of the step that needs them.
 const PREFETCH_DEPTH: usize = 4;
-/// Times the index of a stage, this changes the seed of its row order: the golden ratio in 64 bits.
+/// The seed of a stage's row order is XORed with the stage's index times this: the golden ratio in 64 bits.
 const STAGE_SALT: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// Recipe, sizes and batches of one stage of the run.
@@ -34,7 +34,8 @@ pub(super) struct StageState {
     share: Share,
 }
 
-/// How the training rows of a stage are read; `recipe` is the stage's.
+/// How the training rows of a stage are read; `recipe` is the stage's. Without a padding token in the vocabulary, rows
+/// are filled up with token 0, which has no label there.
 pub fn loader_config(recipe: &Recipe, shape: &ModelShape, data: &TrainingData) -> LoaderConfig {
     let training = &recipe.training;
     LoaderConfig {
@@ -55,6 +56,7 @@ pub fn loader_config(recipe: &Recipe, shape: &ModelShape, data: &TrainingData) -
 }
 
 impl StageState {
+    /// The state of `stage` in a process with this `share` of the rows; `recipe` is the whole run's.
     pub(super) fn new(recipe: &Recipe, stage: Stage, data: &TrainingData, share: Share) -> Result<Self, TrainError> {
         let recipe = recipe.at_stage(&stage);
         let shape = recipe.model_shape(rows_needed(&recipe, &data.tokenizer))?;
@@ -109,9 +111,9 @@ impl StageState {
     /// that the number of processes does not change the rows of a step.
     pub(super) fn batches(&self, first_sample: u64) -> Result<Prefetch, TrainError> {
         let local = self.recipe.training.local_batch_size;
-        let place = [self.share.rank, self.share.size];
+        let rank_and_size = [self.share.rank, self.share.size];
         let depth = PREFETCH_DEPTH.max(self.micro_batches);
-        let plan = PrefetchPlan::of_rank(first_sample, local, place, depth);
+        let plan = PrefetchPlan::of_rank(first_sample, local, rank_and_size, depth);
         Ok(Prefetch::new(self.loader.clone(), plan)?)
     }
 }
@@ -124,8 +126,8 @@ pub fn step_batch(recipe: &Recipe, data: &TrainingData, step: u64) -> Result<Bat
     let index = step.saturating_sub(1) as usize;
     let state = StageState::new(recipe, recipe.stage_of_step(index), data, Share::ALL)?;
     let rows = state.recipe.training.global_batch_size;
-    let before = index - state.stage.steps.start.min(index);
-    Ok(state.loader.batch((before * rows) as u64, rows)?)
+    let steps_before = index - state.stage.steps.start.min(index);
+    Ok(state.loader.batch((steps_before * rows) as u64, rows)?)
 }
 
 /// Rotary tables of the model, for training and for validation.

@@ -82,7 +82,8 @@ impl CheckpointWriter {
         self.job.as_ref().is_none_or(|job| job.thread.is_finished())
     }
 
-    /// Waits until the files are written. Calls `tick` each second in which they have grown.
+    /// Waits until the files are written; `None` if no checkpoint is pending. Calls `tick` each second in which the
+    /// files have grown.
     ///
     /// # Errors
     /// The device could not return its tensors, or a file could not be written.
@@ -115,6 +116,7 @@ impl CheckpointWriter {
     }
 }
 
+/// Reads the snapshot from the device and writes this process's files.
 fn write(
     folder: &Path,
     step: u64,

@@ -103,7 +103,7 @@ pub(super) struct Download<'a> {
 
 /// Why an attempt to download failed.
 enum Failure {
-    /// A temporary problem of server or network: its reason, and the pause that the server asks for, if any.
+    /// A temporary problem of server or network: its reason, and the pause that the server requests, if any.
     Passing(String, Option<Duration>),
     /// A permanent problem of the server: its reason.
     Lasting(String),
@@ -139,6 +139,8 @@ pub(super) struct Client {
 }
 
 impl Client {
+    /// A client for the endpoint of `config`.
+    ///
     /// # Errors
     /// A file of certificates that cannot be used.
     pub(super) fn new(config: &HubConfig) -> Result<Self, DataError> {
@@ -160,7 +162,7 @@ impl Client {
         }
         Ok(Self {
             agent: settings.build().into(),
-            // Over plain http the token could be read.
+            // Over plain http others could read the token, so it is not sent.
             token: config.token.clone().filter(|_| is_https),
             endpoint,
             limits: config.limits,
@@ -179,7 +181,8 @@ impl Client {
         failed: &dyn Fn(String) -> DataError,
     ) -> Result<String, DataError> {
         self.insist("the listing", max_bytes, failed, &mut |budget, _| {
-            let mut response = self.ask(url_path, 0, budget)?;
+            let first_byte = 0;
+            let mut response = self.ask(url_path, first_byte, budget)?;
             let body = response.body_mut().with_config().limit(max_bytes);
             body.read_to_string().map_err(|error| match error {
                 ureq::Error::BodyExceedsLimit(limit) => {
@@ -196,10 +199,11 @@ impl Client {
     /// The reason of the failure, turned into an error by `failed`.
     pub(super) fn download(&self, file: &Download<'_>, failed: &dyn Fn(String) -> DataError) -> Result<(), DataError> {
         let what = format!("fetching {}", file.name);
+        // Without a listed size, the least rate adds no time to the limit.
         let num_bytes = file.num_bytes.unwrap_or(0);
         let mut num_damaged = 0;
-        self.insist(&what, num_bytes, failed, &mut |budget, has_gone_on| {
-            self.fetch_rest(file, budget, has_gone_on)?;
+        self.insist(&what, num_bytes, failed, &mut |budget, has_progressed| {
+            self.fetch_rest(file, budget, has_progressed)?;
             // A wrong checksum is the only temporary problem of `publish`.
             self.publish(file)
                 .inspect_err(|_| num_damaged += 1)
@@ -210,11 +214,12 @@ impl Client {
         })
     }
 
-    /// Fetches the bytes that the partial file lacks. Sets `has_gone_on` when bytes arrive.
-    fn fetch_rest(&self, file: &Download<'_>, budget: Duration, has_gone_on: &mut bool) -> Result<(), Failure> {
+    /// Fetches the bytes that the partial file lacks. Sets `has_progressed` when bytes arrive.
+    fn fetch_rest(&self, file: &Download<'_>, budget: Duration, has_progressed: &mut bool) -> Result<(), Failure> {
         let temporary = temporary_name(&file.path);
         let mut num_fetched = fs::metadata(&temporary).map_or(0, |metadata| metadata.len());
         if file.num_bytes.is_some_and(|num_bytes| num_fetched > num_bytes) {
+            // A partial file that is too long is fetched anew.
             num_fetched = 0;
         }
         if num_fetched > 0 && Some(num_fetched) == file.num_bytes {
@@ -222,6 +227,7 @@ impl Client {
         }
         let response = self.ask(&file.url_path, num_fetched, budget)?;
         if num_fetched > 0 && !begins_at(&response, num_fetched) {
+            // A server that cannot send a part sends the whole file, with status 200.
             num_fetched = 0;
             if response.status() != 200 {
                 let _ = fs::remove_file(&temporary);
@@ -257,7 +263,7 @@ impl Client {
             match body.read(&mut buffer) {
                 Ok(0) => break None,
                 Ok(len) => {
-                    *has_gone_on = true;
+                    *has_progressed = true;
                     out.write(&buffer[..len])?;
                     num_fetched += len as u64;
                 }
@@ -297,8 +303,9 @@ impl Client {
         Ok(())
     }
 
-    /// Retries until it succeeds or must give up: a permanent error of the server, no new byte for
-    /// [`HubLimits::outage`], or a rate below [`LEAST_RATE`].
+    /// Repeats `attempt` until it succeeds. Gives up after a permanent error of the server, after no new byte for
+    /// [`HubLimits::outage`], or at a rate below [`LEAST_RATE`]. `attempt` gets the time that is left, and a flag to
+    /// set when bytes arrive.
     fn insist<T>(
         &self,
         what: &str,
@@ -310,15 +317,15 @@ impl Client {
         let started = Instant::now();
         let (mut last_byte, mut pause) = (started, FIRST_PAUSE);
         loop {
-            let mut has_gone_on = false;
+            let mut has_progressed = false;
             let budget = longest.saturating_sub(started.elapsed());
-            let (reason, asked) = match attempt(budget.max(Duration::from_millis(1)), &mut has_gone_on) {
+            let (reason, asked) = match attempt(budget.max(Duration::from_millis(1)), &mut has_progressed) {
                 Ok(found) => return Ok(found),
                 Err(Failure::Passing(reason, asked)) => (reason, asked),
                 Err(Failure::Lasting(reason)) => return Err(failed(format!("{what}: {reason}"))),
                 Err(Failure::Here(error)) => return Err(error),
             };
-            if has_gone_on {
+            if has_progressed {
                 (last_byte, pause) = (Instant::now(), FIRST_PAUSE);
             }
             let outage = match self.has_answered.load(Ordering::Relaxed) {
@@ -326,7 +333,7 @@ impl Client {
                 false => self.limits.first_outage,
             };
             let wait = asked.unwrap_or(pause);
-            // The server may ask for any pause, so these sums must not overflow.
+            // The server may request any pause, so these sums must not overflow.
             let silence = last_byte.elapsed().saturating_add(wait);
             if silence > outage || started.elapsed().saturating_add(wait) > longest {
                 let asked = asked.map_or(String::new(), |wait| {

@@ -21,7 +21,7 @@ struct Server {
 #[derive(Default)]
 struct State {
     files: HashMap<String, Vec<u8>>,
-    /// A file's answer is cut off after this number of bytes, this many times.
+    /// `(bytes, times)`: so many answers with a file are cut off after so many bytes.
     break_off: Option<(usize, usize)>,
     /// Requests so far: path and first requested byte.
     requests: Vec<(String, usize)>,
@@ -262,7 +262,7 @@ fn what_is_there_needs_no_network() {
     assert_eq!(read().unwrap(), ["first", "second", "third"]);
     server.state.lock().unwrap().is_down = true;
     assert_eq!(read().unwrap(), ["first", "second", "third"]);
-    // Another path needs another listing.
+    // Another path needs a listing of its own, which must be fetched.
     let mut other = corpus("hf://datasets/me/texts/two");
     refusal(
         other.connect(&server.config(dir.path())),
@@ -519,7 +519,7 @@ fn a_server_that_asks_for_a_pause_gets_it() {
     server.set(|state| state.next = vec![busy(1), ("503 Service Unavailable", String::new())]);
     assert_eq!(texts(&corpus).unwrap(), ["other"]);
     assert!(started.elapsed() >= Duration::from_secs(2), "{:?}", started.elapsed());
-    // Not longer than a run may wait, whatever the server asks for.
+    // A run gives up at once if the server requests a longer pause than the limits allow.
     fs::remove_file(local_path(&corpus)).unwrap();
     for seconds in [3600, u64::MAX] {
         server.set(|state| state.next = vec![busy(seconds)]);

@@ -54,7 +54,7 @@ impl JsonLines {
         })
     }
 
-    /// Goes to the next line; `None` at the end.
+    /// Reads the next line that is not blank into the buffer; `None` at the end.
     pub(in crate::corpus) fn advance(&mut self) -> Option<Result<(), DataError>> {
         loop {
             match self.read_line() {
@@ -146,6 +146,7 @@ impl JsonlSource {
         })
     }
 
+    /// The text in the current line's column; an error if it is missing, not a string, too large, or holds a NUL.
     fn parse(&self) -> Result<String, DataError> {
         let lines = &self.lines;
         let line = lines.text()?;
@@ -225,7 +226,7 @@ mod tests {
     use crate::test_files::zstd;
     use sieve_testing::refusal;
 
-    /// A line that unpacks to far more than is allowed is given up after that much, and the one behind it is read.
+    /// A line that decompresses to more bytes than allowed is read up to the limit, and then the next line is read.
     #[test]
     fn a_line_that_is_too_long_takes_no_memory_and_the_next_one_is_read() {
         let dir = tempfile::tempdir().unwrap();
@@ -247,7 +248,7 @@ mod tests {
         assert_eq!(source.next_document().unwrap().unwrap(), ("next".to_owned(), 2));
         assert_eq!(source.lines.buffer.capacity() >> 20, 0);
         assert!(source.next_document().is_none());
-        // The document's own limit is looked at where the line may be read.
+        // A line below its own limit can hold a document above the document's limit.
         std::fs::write(
             &path,
             zstd(format!("{{\"text\": \"{}\"}}", "x".repeat(1 << 17)).as_bytes()),

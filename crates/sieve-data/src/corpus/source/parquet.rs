@@ -36,6 +36,7 @@ pub(super) struct ParquetSource {
 const ROWS_AT_ONCE: usize = 256;
 
 impl ParquetSource {
+    /// Opens a file, and checks that it has a text column of this name and all of its rows.
     pub(super) fn open(path: &Path, column: &str, max_bytes: u64) -> Result<Self, DataError> {
         let file = File::open(path).map_err(DataError::io("open", path))?;
         let reader = guarded(path, || SerializedFileReader::new(file))?;
@@ -130,6 +131,7 @@ impl ParquetSource {
         }
     }
 
+    /// The text of the current row; an error if it is null, too large, not UTF-8, or holds a NUL.
     fn text(&self, value: Option<ByteArray>) -> Result<String, DataError> {
         let Some(value) = value else {
             return Err(column_not_text(&self.path, self.row, &self.column, "null"));

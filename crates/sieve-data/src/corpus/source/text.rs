@@ -53,6 +53,7 @@ impl DocumentSource for TextSource {
 }
 
 impl TextSource {
+    /// The text of the whole file, decompressed and without a byte order mark.
     fn read(&self) -> Result<String, DataError> {
         let path = &self.path;
         let mut reader = Unpacked::open(path)?;

@@ -50,6 +50,7 @@ pub(in crate::corpus) struct Unpacked {
 }
 
 impl Unpacked {
+    /// Opens a file, with the decoder of its ending; refuses an empty compressed file.
     pub(in crate::corpus) fn open(path: &Path) -> Result<Self, DataError> {
         let file = File::open(path).map_err(DataError::io("open", path))?;
         let file_bytes = file.metadata().map_err(DataError::io("read", path))?.len();
@@ -97,8 +98,8 @@ impl Unpacked {
     }
 }
 
-/// The error of a damaged archive, if it is damaged. Decompresses all of it, because damage in the middle may first
-/// appear as invalid text.
+/// The error of a damaged archive; `None` if the file is whole or not compressed. Decompresses all of it, because
+/// damage in the middle may first appear as invalid text.
 pub(in crate::corpus) fn broken_archive(path: &Path) -> Option<DataError> {
     Packed::of(path).0?;
     let mut reader = match Unpacked::open(path) {

@@ -13,7 +13,7 @@ fn packed_files_are_read_as_what_they_hold() {
     let dir = tempfile::tempdir().unwrap();
     let [one, two] = [&LINES.as_bytes()[..18], &LINES.as_bytes()[18..]];
     write(dir.path(), "a.jsonl.gz", gzip(LINES.as_bytes()));
-    // Two packed pieces one after another, as `cat` makes them.
+    // Two compressed files, concatenated as `cat` does.
     write(dir.path(), "b.jsonl.gz", [gzip(one), gzip(two)].concat());
     write(dir.path(), "c.jsonl.zst", zstd(LINES.as_bytes()));
     write(dir.path(), "d.jsonl.ZST", [zstd(one), zstd(two)].concat());
@@ -23,7 +23,7 @@ fn packed_files_are_read_as_what_they_hold() {
     let found = texts(jsonl(&folder)).unwrap();
     assert_eq!(found, ["first", "second", "third"].repeat(5));
     assert_eq!(texts(text(&folder)).unwrap(), ["no line"]);
-    // A glob names packed files as any others.
+    // A glob matches compressed files like any others.
     let globbed = texts(jsonl(&format!("{folder}/*.gz")));
     refusal(globbed, "f.txt.gz: line 1 is not a JSON object");
 }
@@ -34,14 +34,14 @@ fn the_size_limit_holds_for_the_unpacked_text() {
     let path = write(dir.path(), "a.txt.gz", gzip(&[b'x'; 100_000]));
     let config = |max| CorpusConfig {
         max_document_bytes: Some(max),
-        // A glob: the limit is not for a file that is named.
+        // A glob, because the limit does not hold for a file that a path names.
         ..text(&path.replace("a.txt", "?.txt"))
     };
     assert_eq!(texts(config(100_000)).unwrap()[0].len(), 100_000);
     refusal(texts(config(99_999)), "over the limit of 99999");
 }
 
-// Text that a packer cannot shorten much, so that damage in the middle is damage of the middle.
+// Text that compresses badly, so that damage in the middle of the file damages the middle of the text.
 fn many_lines() -> String {
     let line = |number: u64| format!("{{\"text\": \"{:x}\"}}\n", number.wrapping_mul(0x9E37_79B9_7F4A_7C15));
     (0..20_000).map(line).collect()
@@ -156,7 +156,7 @@ fn a_parquet_file_that_is_cut_or_none_is_an_error() {
     }
 }
 
-// What a reading was given so far and its cursor make the rest, behind whichever file it stopped.
+// From its cursor and the hashes seen, a reading that stopped after any file returns the other documents.
 #[test]
 fn a_reading_goes_on_from_its_cursor() {
     let dir = tempfile::tempdir().unwrap();

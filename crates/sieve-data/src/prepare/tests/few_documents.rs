@@ -89,7 +89,7 @@ fn a_corpus_of_one_document_is_held_out_of_beside_one_of_many() {
     assert_eq!(held_out[0], "89");
     let shards = prepared.train_shards().unwrap();
     assert_eq!(few.texts(&shards[0]), ["01234567"]);
-    // Whole documents of the other, as without the first.
+    // Of the second corpus whole documents are held out, the same as without the first corpus.
     let alone = few.prepare(&corpora[1..], 0.2).unwrap();
     assert_eq!(held_out[1..], few.texts(&alone.validation().unwrap()));
     assert!(!alone.meta.is_cut && (20..60).contains(&(held_out.len() - 1)));
@@ -103,7 +103,7 @@ fn enough_documents_are_not_cut() {
     assert!(!meta.contains("is_cut"), "{meta}");
 }
 
-// The shards of a corpus that has documents to hold out equal the shards of every earlier version.
+// A corpus with enough documents to hold whole ones out gets the same shards as from every earlier version.
 #[test]
 fn the_split_by_hash_is_as_it_ever_was() {
     let place = Place::new();
@@ -112,7 +112,7 @@ fn the_split_by_hash_is_as_it_ever_was() {
     assert_eq!([meta.train, meta.validation].map(|split| split.tokens_hash), wanted);
 }
 
-/// No text that validates is in a shard to train on, whichever corpora have the same document.
+/// No text of the validation shard is in a training shard, whichever corpora have the same document.
 #[test]
 fn text_that_a_cut_holds_out_is_trained_on_nowhere() {
     let few = Few::new();
@@ -153,7 +153,7 @@ fn text_that_a_cut_holds_out_is_trained_on_nowhere() {
             let train = check(&format!("{fate}, {name}"), std::slice::from_ref(&prepared), &prepared);
             assert!(prepared.meta.is_cut && train.len() > 40, "{fate}, {name}");
         }
-        // As the run's own text, and then as the text of a stage.
+        // The documents are the run's own text, and then the text of a stage.
         let stage = |base: &Prepared, corpus: &Corpus, name: &str| {
             let config = PrepareConfig {
                 base: Some(base),
@@ -172,13 +172,13 @@ fn text_that_a_cut_holds_out_is_trained_on_nowhere() {
         check(&format!("{fate}, stage"), &[base.clone(), later], &base);
         fates.push(stage(&whole, &one, "one").map(|_| ()));
     }
-    // Of a document that validates whole nothing may be trained on.
+    // Nothing may be trained on of a document that is validated on as a whole.
     refusal(
         fates.remove(0),
         "a stage would train on text that the run validates on | [validation] paths",
     );
     fates.remove(0).unwrap();
-    // Twice in one corpus.
+    // The same document occurs twice in one corpus.
     let twice = Corpus::open(CorpusConfig::by_ending(
         vec![
             few.corpus("0.txt", "0123456789").config().paths[0].clone(),

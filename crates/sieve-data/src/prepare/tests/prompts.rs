@@ -47,21 +47,21 @@ impl Prompted {
 fn labels_of_prompts_are_ignored_in_packed_rows_as_counted_by_hand() {
     let place = Prompted::new(&ROWS);
     for name in ["a.jsonl", "a.parquet"] {
-        // Their hashes hold none of the four out, so the last bytes are; and an answer is not cut.
+        // By their hashes none of the four is held out, so the last bytes are; a text after a prompt is not divided.
         let prepared = place.prepare(place.config(name), 0.05).unwrap();
         let train = prepared.train().unwrap();
         let expected = [vec![3, 2, 1, 11, 12, 0], vec![4, 13, 0], vec![14, 15, 16, 0]];
         assert_eq!(documents(&train), expected, "{name}");
         assert_eq!([0, 1, 2].map(|document| train.prompt_len(document)), [3, 1, 0]);
         assert_eq!(prepared.meta.train.num_tokens, 13);
-        // "11 12", "13" and "14 15 16": what is predicted of the text.
+        // The bytes of the texts that are predicted: "11 12", "13" and "14 15 16".
         assert_eq!(prepared.meta.train.num_bytes, 15);
         let mut counts = vec![0; 20];
         (11..17).for_each(|token| counts[token] = 1);
         counts[0] = 3;
         assert_eq!(train.token_counts(20).unwrap(), counts);
         let validation = prepared.validation().unwrap();
-        // The name of a special token is that token in a prompt.
+        // In a prompt, the name of a special token becomes that token.
         assert_eq!(documents(&validation), [[5, 0, 6, 17, 0]]);
         let config = LoaderConfig {
             seq_len: 5,
@@ -111,7 +111,7 @@ fn prompts_that_are_not_there_are_refused() {
     fs::write(place.dir.path().join("b.txt"), "1 2").unwrap();
     let words = "b.txt | plain text has no column \"ask\"";
     refusal(place.prepare(config("ask", "b.txt"), 0.3), words);
-    // A shard without prompts is not read as one with them.
+    // A shard without prompts is refused where documents have prompts.
     let plain = CorpusConfig {
         prompt_column: None,
         ..place.config("a.jsonl")

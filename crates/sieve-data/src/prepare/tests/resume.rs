@@ -1,4 +1,4 @@
-//! Preparations that were interrupted go on, and mixtures.
+//! Tests of interrupted preparations that are resumed, and of mixtures.
 
 use super::*;
 use crate::corpus::{CorpusConfig, FileOrder};
@@ -56,7 +56,7 @@ impl Mixture {
         }
     }
 
-    /// The config that most tests prepare by.
+    /// The settings of most tests: a fifth of the documents is held out.
     fn fifth(&self, out: &str) -> PrepareConfig<'static> {
         holding_out(self.dir.path().join(out), 0.2)
     }
@@ -79,7 +79,7 @@ impl Mixture {
         calls.get()
     }
 
-    /// Whether that panic came.
+    /// Whether [`prepare_counted`](Self::prepare_counted) panicked, because the callback was called `stop` times.
     fn is_stopped(&self, config: &PrepareConfig, stop: u32) -> bool {
         let prepared = std::panic::AssertUnwindSafe(|| self.prepare_counted(config, stop));
         std::panic::catch_unwind(prepared).is_err()
