@@ -36,13 +36,15 @@ impl RowShare {
         self.batch * self.seq_len / self.degree
     }
 
-    /// The exchange of a layer; `None` without context parallelism.
+    /// The exchange of a layer; `None` without context parallelism. Attention that keeps a bounded number of keys needs
+    /// a halo; any other exchanges heads, or needs all earlier keys if the ranks cannot divide the KV heads.
     fn exchange(&self, layer: &ModelShape) -> Option<Exchange> {
         if self.degree < 2 {
             return None;
         }
         let len = self.seq_len / self.degree;
         let form = layer.attention.form();
+        // Earlier keys that a query may see.
         let reach = match (form, form.num_kept()) {
             (AttentionForm::Ranked(_), Some(kept)) => kept,
             // A window includes the query's own key.
@@ -63,7 +65,8 @@ impl RowShare {
         part
     }
 
-    /// The layer's shape with the heads that one rank computes, and the tokens of its rows in attention.
+    /// The layer's shape with the heads that one rank computes, and the tokens of its rows in attention:
+    /// those of a whole row if heads are exchanged.
     pub(crate) fn attention(&self, layer: &ModelShape) -> (ModelShape, usize) {
         let mut own = layer.clone();
         let degree = match self.exchange(layer) {
@@ -108,10 +111,10 @@ impl RowShare {
             }
             // The rows with their halo, their gradient, and the keys received from all ranks.
             Some(Exchange::Halo { slots, share }) => {
-                let all = share * (self.degree - 1);
+                let received = share * (self.degree - 1);
                 self.tokens() as u64 * (packed + q)
                     + (self.batch * slots) as u64 * (2 * packed + q)
-                    + (self.batch * all) as u64 * 4 * kv
+                    + (self.batch * received) as u64 * 4 * kv
             }
         };
         values * value_bytes
@@ -154,6 +157,7 @@ impl RowShare {
                 [all, all + again]
             }
             Some(Exchange::Halo { slots, share }) => {
+                // Shares that the last rank receives: DMA's from every other rank, a window's from the parts it reaches.
                 let parts = match layer.attention.form() {
                     AttentionForm::Ranked(_) => self.degree - 1,
                     _ => slots.div_ceil(share.max(1)),

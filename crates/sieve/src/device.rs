@@ -51,7 +51,7 @@ pub(crate) enum Device {
 
 impl Place {
     /// With `--verbose`, prints the device's name.
-    fn tell(&self) {
+    fn print_name(&self) {
         if !crate::terminal::is_verbose() {
             return;
         }
@@ -84,7 +84,7 @@ impl DeviceChoice {
             device => device,
         };
         let place = Place::new(device, dtype)?;
-        place.tell();
+        place.print_name();
         Ok(place)
     }
 
@@ -109,10 +109,11 @@ impl DeviceChoice {
         prepare: impl FnOnce(&KernelCache, &DeviceReport) -> Result<()>,
     ) -> Result<Device> {
         let place = Place::new(self.look(prepare)?, None)?;
-        place.tell();
+        place.print_name();
         Ok(place.device)
     }
 
+    /// Finds the device. `auto` takes the first CUDA GPU, and the CPU if there is none or it cannot be used.
     fn look(self, prepare: impl FnOnce(&KernelCache, &DeviceReport) -> Result<()>) -> Result<Device> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
@@ -129,6 +130,7 @@ impl DeviceChoice {
     }
 }
 
+/// Opens the kernel cache of the CUDA device `index`, after `prepare` has filled it.
 fn open_cuda(
     report: &CudaReport,
     index: usize,

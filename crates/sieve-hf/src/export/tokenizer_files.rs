@@ -169,6 +169,7 @@ pub(crate) fn eos_token(from: &Path) -> Result<Option<String>, CheckpointError> 
     Ok(found.and_then(|name| name.as_str().map(str::to_owned)))
 }
 
+/// Whether the token is an added one or in the vocabulary: an object from text to id, or a list of (text, score).
 fn has_token(tokenizer: &Value, name: &str) -> bool {
     added_tokens(tokenizer).iter().any(|token| token["content"] == name)
         || match &tokenizer["model"]["vocab"] {

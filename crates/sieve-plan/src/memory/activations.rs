@@ -41,7 +41,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
     let (values, f32_bytes) = match shape.attention.form() {
         // q, k and v (before norm and rotation if these are in the same op), and the output.
         AttentionForm::Grouped { .. } => (common + normed + packed + q, lse),
-        // Also z and expire, key lists, and `o_low`.
+        // Also each key's score z (f32) and expire (i32, the first query that no longer sees it), key lists, `o_low`.
         form @ AttentionForm::Ranked(_) => {
             let o_low = if keeps_o_low(shape, target, seq_len, keeping.o_low) {
                 q
@@ -134,6 +134,7 @@ fn of_inputs(shape: &ModelShape) -> u64 {
 pub(crate) fn fp8_gemms(shape: &ModelShape) -> (u64, [u64; 2]) {
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
+    // The feed-forward's GEMMs; if attention is one op with its GEMMs, also its projections of q, k, v and output.
     let (weights, inner, outer) = (3 * d_model * d_ff, d_model + d_ff, 2 * d_ff + d_model);
     match joins_attention(shape) {
         false => (weights, [inner, outer]),
@@ -176,7 +177,7 @@ fn keeps_o_low(shape: &ModelShape, target: &Target, seq_len: usize, o_low: KeepO
     family.keeps_o_low(o_low, seq_len)
 }
 
-/// Bytes per token of the GPU's key lists. There is a list for each super-block of queries and KV head.
+/// Bytes per token of the GPU's key lists. There is a list for each KV head and super-block (1024 queries).
 fn key_list_bytes(shape: &ModelShape, seq_len: usize, window: usize) -> u64 {
     let row = KeyLists::shape(seq_len, window).map(|size| size as u64);
     let words = row.iter().product::<u64>() * shape.num_kv_heads as u64;
@@ -253,6 +254,7 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
     let tokens = batch * seq_len as u64;
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
     let heads = shape.num_heads as u64;
+    // A CPU's buffers are those of its threads, which are small beside the activations.
     let Target::Gpu(_) = target else {
         return 0;
     };
@@ -280,6 +282,7 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
                 false => times(tokens, 2 * (q + 2 * kv) * target.value_bytes() + F32 * kv),
             };
             let choices = choice.attended().num_selected_blocks as u64;
+            // Bytes of both for each query.
             let a_query = choices * target.value_bytes() * q + 2 * F32 * num_choices(shape, choice);
             let parts = times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query));
             // The indexer's loss runs attention twice, with the model's heads and with the indexer's: q, k, v, the

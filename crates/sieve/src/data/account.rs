@@ -1,4 +1,4 @@
-//! What became of a corpus's documents, in lines for the terminal.
+//! Makes the printed lines about a corpus: which documents were held out, and how many were left out.
 use crate::terminal::thousands;
 use sieve_data::{CorpusReport, PreparedMeta};
 use sieve_train::TrainingData;

@@ -97,6 +97,7 @@ pub(super) fn svg(plot: &Plot<'_>) -> String {
 pub(super) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 pub(super) type Drawn = Result<(), Box<dyn std::error::Error>>;
 
+/// Draws the chart at the left and the legend at the right.
 fn draw(root: Area<'_>, plot: &Plot<'_>) -> Drawn {
     root.fill(&WHITE)?;
     let (area, rest) = root.split_horizontally(PLOT_WIDTH);
@@ -137,6 +138,7 @@ impl Look {
     }
 }
 
+/// The look of the n-th curve.
 fn look(n: usize) -> Look {
     let colour = COLOURS[n % COLOURS.len()];
     Look {
