@@ -157,7 +157,7 @@ impl RowShare {
                 [all, all + again]
             }
             Some(Exchange::Halo { slots, share }) => {
-                // Shares that the last rank receives: DMA's from every other rank, a window's from the parts it reaches.
+                // Shares that the last rank receives: of every other rank for DMA, else of the parts in the window's reach.
                 let parts = match layer.attention.form() {
                     AttentionForm::Ranked(_) => self.degree - 1,
                     _ => slots.div_ceil(share.max(1)),

@@ -161,18 +161,19 @@ pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
         Some(world) => ranks::run(&args, world, &events),
         None if !args.sweep.is_empty() => events.ended(sweep::run(args).map(Exit::from)),
         None => {
-            let ending = Interrupt::install(true).and_then(|interrupt| run_one(&args, None, interrupt));
-            events.ended(exit_of(ending, true))
+            let (prints, mesh) = (true, None);
+            let ending = Interrupt::install(prints).and_then(|interrupt| run_one(&args, mesh, interrupt));
+            events.ended(exit_of(ending, prints))
         }
     }
 }
 
-/// The exit code of a run. If its last checkpoint could not be written, prints the error; the code says that the run
-/// can be continued from the checkpoint before.
-fn exit_of(result: Result<Ending>, tells: bool) -> Result<Exit> {
+/// The exit code of a run. If its last checkpoint could not be written, `prints` says whether to print the error;
+/// the code means that the run can be continued from the checkpoint before.
+fn exit_of(result: Result<Ending>, prints: bool) -> Result<Exit> {
     match result {
         Err(error) if matches!(error.downcast_ref(), Some(TrainError::Unsaved(_))) => {
-            if tells {
+            if prints {
                 terminal::print_error(&error);
             }
             Ok(Exit::StoppedEarly)
@@ -361,6 +362,7 @@ fn check_gpu_fp8(recipe: &Recipe, gpu: &DeviceReport) -> Result<()> {
     })
 }
 
+/// The hardware of a CPU for the trainer, and its description for the log.
 fn on_cpu() -> (Hardware<Autodiff<Flex>>, String) {
     // There is no peak_flops for a CPU: no data sheet has one, and a measured one is too low if the machine was busy.
     let hardware = Hardware {
@@ -374,6 +376,7 @@ fn on_cpu() -> (Hardware<Autodiff<Flex>>, String) {
     (hardware, description)
 }
 
+/// The hardware of a GPU for the trainer, and its description for the log.
 fn on_cuda(gpu: &DeviceReport, shape: &ModelShape) -> (Hardware<Autodiff<Cuda>>, String) {
     let peak = sieve_core::model::peak_bf16_flops(&gpu.name);
     let hardware = Hardware {
@@ -421,6 +424,7 @@ fn attention_path(shape: &ModelShape, arch: &str) -> &'static str {
     }
 }
 
+/// Trains on a device of backend `B`: opens the output folder, prepares the text, runs the steps, prints the results.
 /// Everything that can be refused is checked before anything is written into the output folder.
 fn train<B: TrainBackend>(
     (start, out): (&Start, &Path),
@@ -437,7 +441,8 @@ fn train<B: TrainBackend>(
         return Ok(Ending::Finished);
     }
     // Before text is tokenised, which may take hours.
-    TrainError::check_ranks(recipe, session.sharers()[1])?;
+    let [_, num_ranks] = session.sharers();
+    TrainError::check_ranks(recipe, num_ranks)?;
     let keeping = admit(session, recipe, &origin, place, &log)?;
     if let Some(dir) = session.args.checkpoint_fallback.as_ref().filter(|_| session.tells()) {
         let what = || format!("creating {} for --checkpoint-fallback", dir.display());
@@ -685,7 +690,8 @@ fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Orig
         }
     }
     let say = |line: &str| log.line(line);
-    let mut watch = Watch::new(["tokenizer: ", "data: "], false, &say);
+    let has_lines = false;
+    let mut watch = Watch::new(["tokenizer: ", "data: "], has_lines, &say);
     let mut observe = |event: DataEvent| watch.see(event);
     let mut data = match (source, &origin.checkpoint) {
         (None, Some(checkpoint)) => TrainingData::resume(recipe, &dir, checkpoint, &variable, &mut observe),
@@ -724,6 +730,7 @@ pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
+/// Prints and logs an event of the run, and moves the progress bar.
 fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
     bar.suspend(|| match event {
         TrainEvent::Step(report) => log.short(&step_line(report), &whole_step_line(report)),

@@ -204,6 +204,7 @@ fn run_on<B: DeviceBackend>(
     for texts in texts {
         let started = Instant::now();
         let template = "{bar:30} {human_pos}/{human_len} texts, {eta} left";
+        // The number of texts is known when the first is done.
         reports.push(terminal::with_bar(0, template, |bar| {
             let mut observe = |done: usize, all: usize| {
                 bar.set_length(all as u64);

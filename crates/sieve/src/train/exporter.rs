@@ -40,6 +40,7 @@ struct Numbers {
 }
 
 impl Numbers {
+    /// Sets a number. Names that end with `_total` are counters.
     fn put(&mut self, name: &'static str, help: &'static str, value: f64) {
         match self.all.iter_mut().find(|(found, ..)| *found == name) {
             Some((.., found)) => *found = value,

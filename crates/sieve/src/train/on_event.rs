@@ -66,6 +66,7 @@ impl OnEvent {
         }
     }
 
+    /// Runs the command with sh and waits for it; kills it after `limit`.
     fn run(&self, command: &str, event: Event, message: &str) -> Result<()> {
         let mut child = Command::new("sh")
             .args(["-c", command])
@@ -104,24 +105,25 @@ impl OnEvent {
     /// longest earlier pause, the command runs, once until the next event.
     pub(super) fn watch(&self, least: Duration) -> Result<StallWatch> {
         let (sender, happened) = channel();
+        // Without a command there is nothing to run, so no thread is started.
         if self.command.is_none() {
             return Ok(StallWatch(sender));
         }
         let this = self.clone();
         let watch = move || {
-            let (mut limit, mut since, mut is_told) = (least, Instant::now(), false);
+            let (mut limit, mut since, mut has_run) = (least, Instant::now(), false);
             loop {
                 match happened.recv_timeout(limit) {
                     Ok(()) => {
-                        if !is_told {
+                        if !has_run {
                             limit = limit.max(since.elapsed() * LONGEST_PAUSES);
                         }
-                        (since, is_told) = (Instant::now(), false);
+                        (since, has_run) = (Instant::now(), false);
                     }
                     Err(RecvTimeoutError::Disconnected) => return,
-                    Err(RecvTimeoutError::Timeout) if is_told => {}
+                    Err(RecvTimeoutError::Timeout) if has_run => {}
                     Err(RecvTimeoutError::Timeout) => {
-                        is_told = true;
+                        has_run = true;
                         let words = format!("nothing has happened for {:.0} s", since.elapsed().as_secs_f64());
                         this.tell(Event::Stalled, &words);
                     }

@@ -124,19 +124,19 @@ fn end_now(exit: Exit) -> ! {
 /// Prints why all ranks stop and runs the command of `--on-event`. Only rank 0 does so, or rank 1 if rank 0 failed, and
 /// only once.
 fn tell(rank: usize, failure: &Failure, events: &OnEvent) {
-    static TOLD: AtomicBool = AtomicBool::new(false);
-    if TOLD.swap(true, Ordering::Relaxed) {
+    static WAS_CALLED: AtomicBool = AtomicBool::new(false);
+    if WAS_CALLED.swap(true, Ordering::Relaxed) {
         return;
     }
-    let is_told = match failure.loss {
+    let is_printed = match failure.loss {
         // Rank 0 has printed its own error.
         Loss::Error(_) => failure.rank == 0,
         // `sieve launch` prints how its process ended.
         Loss::Ended => variable(LAUNCHED).is_some(),
         Loss::Silent(_) | Loss::Still(_) | Loss::AllStill { .. } => false,
     };
-    let speaker = usize::from(failure.rank == 0);
-    if rank != speaker {
+    let printing_rank = usize::from(failure.rank == 0);
+    if rank != printing_rank {
         return;
     }
     let (event, hint) = match failure.loss {
@@ -147,7 +147,7 @@ fn tell(rank: usize, failure: &Failure, events: &OnEvent) {
         ),
     };
     let text = format!("error: {failure}");
-    if !is_told {
+    if !is_printed {
         terminal::note(&format!("{text}{hint}"));
     }
     // Rank 0 has already run the command for its own error.
@@ -182,6 +182,7 @@ fn without_gpu(error: anyhow::Error, world: &World) -> anyhow::Error {
     }
 }
 
+/// The device of this rank: with a GPU, the one of its `LOCAL_RANK`.
 fn own_choice(choice: DeviceChoice, world: &World) -> Result<DeviceChoice> {
     // Slurm can make only its own GPU visible to each process; that GPU has index 0.
     let shows_one = variable("CUDA_VISIBLE_DEVICES").is_some_and(|list| !list.contains(','));
@@ -353,6 +354,7 @@ pub(super) fn on_cuda(
         group: join(&mesh, device, size, overlaps)?,
         size,
     };
+    // A test without pieces: every rank gets the whole sum.
     let sums = nccl.sum(vec![(one.into_primitive().tensor(), None)])?()?;
     let sums = sums.into_iter().map(|sum| {
         let sum = Tensor::<Cuda, 1>::from_primitive(burn::tensor::TensorPrimitive::Float(sum));
@@ -365,12 +367,15 @@ pub(super) fn on_cuda(
          hint: NCCL_DEBUG=INFO says how NCCL connects them"
     );
     let links = match degree > 1 && size.is_multiple_of(degree) {
-        // Attention needs the other ranks' keys at once: nothing could overlap with it.
-        true => Some(RowOfGpus {
-            nccl: join(&mesh, device, degree, false)?,
-            part: rank % degree,
-            degree,
-        }),
+        true => {
+            // Attention needs the other ranks' keys at once: nothing could overlap with it.
+            let overlaps = false;
+            Some(RowOfGpus {
+                nccl: join(&mesh, device, degree, overlaps)?,
+                part: rank % degree,
+                degree,
+            })
+        }
         false => None,
     };
     let watches = std::iter::once(nccl.group.watch()).chain(links.iter().map(|links| links.nccl.watch()));
@@ -426,15 +431,15 @@ struct Limit {
 }
 
 impl Limit {
-    /// Calls `speak(false)` if the work still lasts after `soon`, and `speak(true)` after `limit`.
-    fn start(soon: Duration, limit: Duration, speak: impl Fn(bool) + Send + 'static) -> Result<Self> {
+    /// Calls `report(false)` if the work still lasts after `soon`, and `report(true)` after `limit`.
+    fn start(soon: Duration, limit: Duration, report: impl Fn(bool) + Send + 'static) -> Result<Self> {
         let (work, ended) = channel::<()>();
         let lasts = move |time| ended.recv_timeout(time) == Err(RecvTimeoutError::Timeout);
         let watch = move || {
             if lasts(soon) {
-                speak(false);
+                report(false);
                 if lasts(limit.saturating_sub(soon)) {
-                    speak(true);
+                    report(true);
                 }
             }
         };

@@ -54,6 +54,7 @@ impl Row {
     }
 }
 
+/// Trains one run after the other, then writes sweep.json and prints the table.
 pub(super) fn run(args: TrainArgs) -> Result<Ending> {
     let base = args.out_folder();
     // Every recipe is read before the first run begins: a mistake in the last value costs nothing.
@@ -70,7 +71,8 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
             );
         }
     }
-    let session = Session::open(&args, &runs[0].recipe, None, Interrupt::install(true)?)?;
+    let (mesh, prints) = (None, true);
+    let session = Session::open(&args, &runs[0].recipe, mesh, Interrupt::install(prints)?)?;
     let mut rows = Vec::new();
     for (number, run) in (1..).zip(&runs) {
         terminal::line(&format!(
