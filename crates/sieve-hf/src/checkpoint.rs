@@ -169,7 +169,7 @@ impl Checkpoint {
     pub fn write(folder: &Path, state: CheckpointState, files: &CheckpointFiles) -> Result<PathBuf, CheckpointError> {
         let step = state.step;
         let written = Self::begin(folder, step)
-            // As rank 0 of 1.
+            // Writes as rank 0 of 1.
             .and_then(|()| Self::write_shard(folder, step, [0, 1], files))
             .and_then(|checksums| Self::publish(folder, state, checksums));
         if written.is_err() {
@@ -490,7 +490,7 @@ mod tests {
         let whole: serde_json::Value = serde_json::from_slice(&fs::read(&state).unwrap()).unwrap();
         for (key, value) in [("checksums", serde_json::json!({})), ("num_shards", 0.into())] {
             let mut edited = whole.clone();
-            // As in a state edited by hand.
+            // A state edited by hand has no checksum of its own.
             edited["checksums"].as_object_mut().unwrap().remove(STATE);
             edited[key] = value;
             fs::write(&state, edited.to_string()).unwrap();

@@ -69,7 +69,7 @@ pub fn import<B: Backend>(
     device: &B::Device,
 ) -> Result<ImportReport, CheckpointError> {
     let path = out.join("step-0");
-    // Files that show that the output folder holds a run or a checkpoint.
+    // These files show that the output folder holds a run or a checkpoint.
     for (name, found) in [
         ("step-0", "step-0"),
         ("recipe.toml", "recipe.toml"),
@@ -87,7 +87,7 @@ pub fn import<B: Backend>(
     let tokenizer_path = from.join("tokenizer.json");
     let tokenizer_json =
         fs::read_to_string(&tokenizer_path).map_err(CheckpointError::io("reading", &tokenizer_path))?;
-    // An absolute path, because the recipe names it and training may run in any working directory.
+    // The path is absolute, because the recipe names it and training may run in any working directory.
     let kept = std::path::absolute(path.join("tokenizer.json")).map_err(CheckpointError::io("finding", &path))?;
     let settings = settings(from, &kept, attention, overrides)?;
     let (recipe, shape, mut read) = read_model(from, &settings, DType::F32.into())?;
@@ -133,7 +133,7 @@ pub fn import<B: Backend>(
     };
     fs::create_dir_all(out).map_err(CheckpointError::io("creating", out))?;
     let path = Checkpoint::write(out, state, &files)?;
-    // Copied beside the tokenizer, where a later export of the trained model finds them.
+    // These files are copied beside the tokenizer, where a later export of the trained model finds them.
     for name in tokenizer_files::BESIDE {
         if let Some(text) = tokenizer_files::text_of(&from.join(name))? {
             write_synced(&path.join(name), text.as_bytes())?;
@@ -157,7 +157,7 @@ pub fn import<B: Backend>(
 /// Loads the model of a folder of `transformers`, as [`load_model`](crate::load_model) loads a checkpoint's model.
 pub(crate) fn load<B: Backend>(from: &Path, device: &B::Device, kept: Kept) -> Result<LoadedModel<B>, CheckpointError> {
     let tokenizer_path = from.join("tokenizer.json");
-    // The model's own attention, without overrides.
+    // `None`: the model keeps its own attention. There are no overrides.
     let (recipe, shape, mut read) = read_model(from, &settings(from, &tokenizer_path, None, &[])?, kept)?;
     // No initial values are drawn from the seed.
     let seed = 0;
@@ -375,7 +375,7 @@ fn read_tensors(
                 num_rows,
             } = &tensor.source
             else {
-                // Ones, which the checkpoint does not store.
+                // The tensor is all ones, which the checkpoint does not store.
                 continue;
             };
             let dtype = match sieve_nn::may_be_bf16(ours) {

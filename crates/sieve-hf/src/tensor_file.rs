@@ -48,7 +48,7 @@ pub(crate) fn stream_tensor_file<D: Deref<Target = [u8]>>(
     metadata: Option<HashMap<String, String>>,
     mut read: impl FnMut(usize) -> Result<D, CheckpointError>,
 ) -> Result<String, CheckpointError> {
-    // The order of the safetensors library: the widest type first, so that all values are aligned, then by name.
+    // Sorts as the safetensors library: the widest type first, so that all values are aligned, then by name.
     let mut order: Vec<usize> = (0..headers.len()).collect();
     order.sort_by_key(|&n| (Reverse(to_safetensors(headers[n].dtype)), &headers[n].name));
     let mut end = 0;

@@ -92,7 +92,7 @@ impl RowShare {
         let values = match self.exchange(layer) {
             None => 0,
             Some(Exchange::Heads) => self.kept_values_of_heads(layer),
-            // K and V of the halo, and outputs of its queries, which are zeros.
+            // Keeps K and V of the halo, and the outputs of its queries, which are zeros.
             Some(Exchange::Halo { slots, .. }) => (self.batch * slots) as u64 * (2 * kv + q),
         };
         values * value_bytes
@@ -157,7 +157,7 @@ impl RowShare {
                 [all, all + again]
             }
             Some(Exchange::Halo { slots, share }) => {
-                // Shares that the last rank receives: of every other rank for DMA, else of the parts in the window's reach.
+                // The last rank receives the shares of all others for DMA, else those in the window's reach.
                 let parts = match layer.attention.form() {
                     AttentionForm::Ranked(_) => self.degree - 1,
                     _ => slots.div_ceil(share.max(1)),
@@ -192,7 +192,7 @@ impl RowShare {
     /// Values that a layer with [`Exchange::Heads`] keeps in addition to its own tokens' values.
     fn kept_values_of_heads(&self, layer: &ModelShape) -> u64 {
         let (degree, [_, shared]) = (self.degree as u64, exchanged_values(layer));
-        // The output for whole rows of some heads. NSA's own activations already count its branches' outputs.
+        // Attention keeps its output for whole rows of some heads. NSA's activations already count its branches' outputs.
         let outputs = match layer.attention.form() {
             AttentionForm::Branches(_) => 0,
             _ => layer.q_width() as u64,
@@ -231,7 +231,7 @@ fn exchanged_values(layer: &ModelShape) -> [u64; 2] {
             let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
             [q + heads * rope, rank + rope]
         }
-        // One packed q, k, v for all branches, or one for each branch with its own keys; and the gates.
+        // Exchanges one packed q, k, v for all branches, or one for each branch with its own keys; and the gates.
         AttentionForm::Branches(nsa) => {
             let is_mean = nsa.compress == NsaCompression::Mean;
             let tensors = match (nsa.shared_kv, is_mean) {

@@ -346,7 +346,7 @@ fn points_of_step(
     let in_loss = MemoryParts {
         gradient_bytes: gradients.loss,
         activation_bytes: blocks + stream,
-        // The final norm's output and its gradient, and a chunk of logits.
+        // `2 * stream`: the final norm's output and its gradient.
         workspace_bytes: 2 * stream + logit_bytes(shape, tokens, target) + gradients.new_in_loss,
         ..beside_step
     };

@@ -258,7 +258,7 @@ fn num_sums(recipe: &Recipe, ranks: usize) -> usize {
 /// A plan for every sharding and type of gradients in one stage.
 fn zero_stages(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Ranks) -> Vec<ZeroPlan> {
     let stages = match recipe.optimizer.name.needs_whole_matrices() {
-        // Muon: its gradients are not sharded.
+        // Muon reads whole matrices, so its gradients are not sharded.
         true => 0..=0,
         false => 1..=2,
     };
@@ -287,7 +287,7 @@ fn zero_stages(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Rank
 
 /// Why a GPU cannot train a recipe in fp8; `None` if it can or the recipe's precision is another.
 fn fp8_refusal(recipe: &Recipe, gpu: &gpu::Gpu) -> Option<String> {
-    // `arch` is such as sm_90a.
+    // The number in a name such as sm_90a.
     let digits = gpu.arch.trim_matches(|letter: char| !letter.is_ascii_digit());
     let is_able = digits.parse().is_ok_and(|number: u32| number >= 89);
     let is_wanted = recipe.training.precision == TrainingPrecision::Fp8;

@@ -93,7 +93,7 @@ pub(super) fn tokens_per_second(
     if gpu_training_gap(shape, &gpu.arch).is_some() {
         return None;
     }
-    // In forward passes: a backward pass costs two.
+    // A backward pass costs as much as two forward passes.
     let passes = 3.0 + size.recomputed;
     let bandwidth = MEMORY * gpu.memory_bytes_per_second;
     // Seconds of attention and bytes of memory traffic, per token.
@@ -104,7 +104,7 @@ pub(super) fn tokens_per_second(
         pairs += passes * flops.attention / (rate * gpu.bf16_flops);
         if part.has_indexer() {
             let loss = match part.attention.index_warmup() {
-                // Forward and backward passes of attention, with the indexer's keys as values.
+                // The loss runs attention forward and backward, with the indexer's keys as values.
                 Some(true) => 3.0 * flops.attention / rate,
                 _ => (flops.attention / 2.0 + 1.5 * flops.index_gradient) / INDEX_LOSS,
             };
@@ -117,7 +117,7 @@ pub(super) fn tokens_per_second(
         }
         bytes += block_bytes_per_token(&part, is_dma);
     }
-    // bf16 logits and their gradients, each written and read once.
+    // bf16 logits and their gradients are written and read once each.
     bytes += 2.0 * 4.0 * shape.vocab_size as f64;
     let mut gemms = (passes * executed.linear - spared_flops) / (GEMMS * gpu.bf16_flops);
     for layer_idx in size.fp8.clone() {

@@ -226,7 +226,7 @@ mod tests {
         };
         for shape in [&narrow_nsa, &narrow] {
             assert_eq!(auto.for_model(&gpu, shape), Device::Cpu);
-            // Who names a GPU gets it.
+            // A GPU that the user names is used.
             assert_eq!(cuda.for_model(&gpu, shape), gpu);
             assert_eq!(auto.for_model(&Device::Cpu, shape), Device::Cpu);
         }

@@ -84,7 +84,7 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
             cached_tokens: prompt.saturating_add(new),
             num_caches: match args.sparse.selector {
                 None if is_single => args.samples.min(MOST_TOGETHER) as usize,
-                // A prompt is read into a cache of its own.
+                // One more: a prompt is read into a cache of its own.
                 None => prompts.len().min(MOST_TOGETHER as usize) + 1,
                 Some(_) => 1,
             },

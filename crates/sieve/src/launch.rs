@@ -422,7 +422,7 @@ mod tests {
         for (codes, expected) in [
             (&[Some(0), Some(0)][..], 0),
             (&[Some(75), Some(75)], 75),
-            // Killed, and the others noticed.
+            // One rank was killed, and the others noticed.
             (&[Some(76), None], 75),
             (&[Some(76), Some(76)], 75),
             (&[Some(75), None], 75),
@@ -444,7 +444,7 @@ mod tests {
     fn a_run_that_was_asked_to_stop_is_not_started_again() {
         for (codes, expected) in [
             (&[Some(75), Some(75)][..], true),
-            // The last one was killed, or lost, while it wrote.
+            // The last rank was killed, or lost, while it wrote.
             (&[Some(75), None], true),
             (&[Some(76), Some(75)], true),
             (&[Some(76), None], false),

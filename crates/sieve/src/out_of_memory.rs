@@ -155,7 +155,7 @@ pub(crate) fn target(device: &Device, cpu_flops: Option<f64>) -> Target {
         },
         Device::Cuda(gpu) => {
             let (in_use, total) = crate::device::cuda_memory(gpu.index);
-            // Only memory is asked for: the rates of an unlisted GPU do not matter.
+            // Only memory is planned: the rates of an unlisted GPU do not matter.
             let listed = sieve_core::model::gpu::find(&gpu.name);
             Target::Gpu(Gpu {
                 name: gpu.name.clone(),

@@ -229,7 +229,7 @@ fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()> {
     let done = latest.state.step as usize;
     recipe.training.steps = steps;
     recipe.lr_scheduler.after_step = match saved.training.steps {
-        // The same --extend again, after an interruption.
+        // The same --extend is given again, after an interruption.
         before if before == steps => saved.lr_scheduler.after_step,
         before if before == done && done < steps => done,
         before => bail!(
@@ -440,7 +440,7 @@ fn train<B: TrainBackend>(
     if is_finished(&mut folder, start, &origin, recipe, out, &log)? {
         return Ok(Ending::Finished);
     }
-    // Before text is tokenised, which may take hours.
+    // Memory is checked before text is tokenised, which may take hours.
     let [_, num_ranks] = session.sharers();
     TrainError::check_ranks(recipe, num_ranks)?;
     let keeping = admit(session, recipe, &origin, place, &log)?;
@@ -577,7 +577,7 @@ fn is_finished(
         checkpoint.path.display(),
         recipe.training.steps,
         match origin.is_branch || matches!(start, Start::ResumeFrom(_)) && !RunFolder::holds_run(out) {
-            // A new run, but its schedule also counts the steps before it.
+            // This would be a new run, whose schedule also counts the steps before it.
             true => format!(
                 "{} with --set training.steps={more}, or another number above {}",
                 if origin.is_branch {
@@ -762,7 +762,7 @@ mod tests {
         let mla = path(include_str!("../../../recipes/mla_80m.toml"));
         let nsa = path(include_str!("../../../recipes/nsa_80m.toml"));
         assert_eq!([mla, nsa], ["attention by kernels"; 2]);
-        // Heads of 32, which NSA's kernels do not take.
+        // Its heads are 32 wide, which NSA's kernels do not take.
         let narrow = path(include_str!("../../../recipes/mqar_nsa.toml"));
         assert!(narrow.contains("reference"), "{narrow}");
     }

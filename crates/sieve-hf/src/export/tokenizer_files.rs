@@ -187,7 +187,7 @@ fn content(tokenizer: &Value, id: u32, path: &Path) -> Result<Value, CheckpointE
     let added = added_tokens(tokenizer).iter().find(|token| token["id"] == id);
     let content = match added {
         Some(token) => token["content"].clone(),
-        // A token of the vocabulary, which is an object from text to id, or a list of (text, score).
+        // Looks in the vocabulary, which is an object from text to id, or a list of (text, score).
         None => match &tokenizer["model"]["vocab"] {
             Value::Object(vocab) => vocab
                 .iter()

@@ -157,7 +157,7 @@ impl Picture {
             // Neighbouring cells overlap by 0.2 pixels, so that no line shows between them.
             svg.rect([x, y], [cell_width + 0.2, cell_height + 0.2], &fill, &cell.title);
             if cell_width >= MIN_TEXT_WIDTH && cell_height >= MIN_TEXT_HEIGHT {
-                // White text on dark cells. A text's y is its baseline, 3.5 pixels below its middle.
+                // Text is white on dark cells. A text's y is its baseline, 3.5 pixels below its middle.
                 let fill = if value.abs() > 0.55 { "white" } else { "#222" };
                 let attributes = format!("{MIDDLE} font-size=\"10\" fill=\"{fill}\"");
                 let middle = [x + cell_width / 2.0, y + cell_height / 2.0 + 3.5];
@@ -279,7 +279,7 @@ mod tests {
         let svg = svg(maps, 512);
         assert_eq!(svg.matches("<title>").count(), 2 * 2 * 12);
         assert!(svg.contains("a &amp; b") && svg.contains("x&lt;y") && svg.contains(">mha<"));
-        // Between 512 and 1024, in each panel.
+        // Each panel has a dashed line, between 512 and 1024.
         assert_eq!(svg.matches("stroke-dasharray").count(), 4);
         assert!(svg.ends_with("</svg>\n") && !svg.contains("NaN") && !svg.contains("inf"));
     }
@@ -293,7 +293,7 @@ mod tests {
         let many: Vec<usize> = (1..=35).map(|n| 100 * n).collect();
         let depths: Vec<f64> = (0..35).map(|n| f64::from(n) * 100.0 / 34.0).collect();
         let large = svg(vec![map("mha", &many, &depths)], 1000);
-        // No room for numbers inside, few labels outside.
+        // Small cells have no numbers, and the axes few labels.
         assert!(!large.contains("fill=\"#222\"") && !large.contains("fill=\"white\">"));
         assert!(large.matches("<text").count() < 60);
     }

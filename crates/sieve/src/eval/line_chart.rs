@@ -84,7 +84,7 @@ pub(super) struct Plot<'a> {
 /// marks that are not filled.
 pub(super) fn svg(plot: &Plot<'_>) -> String {
     let mut svg = String::new();
-    // Room for the longest name, at 7 pixels a letter.
+    // The legend fits the longest name, at 7 pixels a letter.
     let longest = plot.curves.iter().map(|curve| curve.name.len()).max();
     let legend_width = (50 + 7 * longest.unwrap_or(0) as u32).max(200);
     let height = HEIGHT.max(60 + ROW_HEIGHT as u32 * plot.curves.len() as u32);

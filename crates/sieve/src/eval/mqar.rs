@@ -164,7 +164,7 @@ fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Ve
     let config = |((seq_len, num_pairs), vocab_size)| {
         let config = MqarConfig {
             vocab_size,
-            // Without [data] mqar: the key's default.
+            // Without [data] mqar this is the key's default.
             power: trained.map_or(0.01, |mqar| mqar.power),
             noise,
             ..MqarConfig::new(seq_len, num_pairs, trained.map_or(0, |mqar| mqar.seed))

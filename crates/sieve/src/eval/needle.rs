@@ -80,7 +80,7 @@ pub(crate) fn run(args: NeedleArgs) -> Result<()> {
         let part = prompt_part(shape, longest);
         InferenceSize {
             cached_tokens: longest,
-            // The prompt's cache, and one for each answer that is scored at the same time.
+            // One cache holds the prompt, and each answer that is scored at the same time has one.
             num_caches: 1 + texts_together(longest).min(NUM_DISTRACTORS + 1),
             ..InferenceSize::rows_of(part, part)
         }

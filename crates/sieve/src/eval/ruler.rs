@@ -175,7 +175,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     let part = prompt_part(&shape, longest);
     (args.place.memory).check_inference(&checkpoint, &place, |_, _| InferenceSize {
         cached_tokens: longest,
-        // The prompt's cache, and one for each answer that is scored at the same time.
+        // One cache holds the prompt, and each answer that is scored at the same time has one.
         num_caches: 1 + texts_together(longest).min(NUM_WRONG + 1),
         ..InferenceSize::rows_of(part, part)
     })?;
@@ -379,7 +379,7 @@ fn picture<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) ->
             cells: cells.collect(),
         });
         for task in report.tasks.iter().filter(|task| !task.cells.is_empty()) {
-            // Five rows of 20 % each.
+            // The map has five rows, of 20 % each.
             let row = |one: &LongCell| (one.depth.unwrap_or(0.0) / 20.0) as usize;
             let cells = task.cells.iter();
             let cells = cells.map(|one| cell(one, row(one), task.task));

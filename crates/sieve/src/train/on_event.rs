@@ -180,7 +180,7 @@ mod tests {
             "failed out/a b error: $(no command)",
         ];
         assert_eq!(lines(&kept), expected);
-        // Commands that fail or last.
+        // A command may fail, or last longer than the limit.
         let fails = OnEvent::new(Some("exit 3".to_owned()), &dir);
         assert_eq!(fails.ended(Ok(Exit::Done)).expect("as it was"), Exit::Done);
         let lasts = OnEvent {
@@ -206,7 +206,7 @@ mod tests {
         };
         let watch = events.watch(Duration::from_millis(50)).expect("a thread");
         wait_for(1);
-        // Several more times its limit.
+        // The command does not run again, even after several times the limit.
         std::thread::sleep(Duration::from_millis(300));
         assert_eq!(lines(&kept).len(), 1, "{:?}", lines(&kept));
         drop(watch);

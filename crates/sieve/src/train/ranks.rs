@@ -59,7 +59,7 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
         long: long_patience(args.patience),
         ..Timeouts::default()
     };
-    // Before it waits for the other ranks: a launcher that dies has perhaps not started all of them.
+    // Installed before this rank waits for the others: a launcher that dies has perhaps not started all of them.
     let interrupt = Interrupt::install(rank == 0)?;
     let mesh = match Mesh::join(world, env!("CARGO_PKG_VERSION"), timeouts, give_up) {
         Ok(mesh) => Arc::new(mesh),
@@ -354,7 +354,7 @@ pub(super) fn on_cuda(
         group: join(&mesh, device, size, overlaps)?,
         size,
     };
-    // A test without pieces: every rank gets the whole sum.
+    // Tests the group. Without pieces, every rank gets the whole sum.
     let sums = nccl.sum(vec![(one.into_primitive().tensor(), None)])?()?;
     let sums = sums.into_iter().map(|sum| {
         let sum = Tensor::<Cuda, 1>::from_primitive(burn::tensor::TensorPrimitive::Float(sum));
@@ -553,7 +553,7 @@ mod tests {
         for part in ["LOCAL_RANK 4", "has 4, and 8 processes", "start 4 processes"] {
             assert!(text.contains(part), "{text}");
         }
-        // Another reason stays as it is.
+        // With as many GPUs as processes the error is not reworded.
         assert!(error(8).to_string().contains("there is no device 4"));
     }
 
@@ -585,7 +585,7 @@ mod tests {
                 let mesh = join(1);
                 let refused = KernelError::no_nccl("libnccl.so.2: cannot open shared object file");
                 let error = all_have_nccl(&mesh, Err(refused));
-                // As `run` ends.
+                // `run` sends an error to the other ranks in the same way.
                 mesh.fail(&terminal::error_text(&error.expect_err("it has none")));
             });
             let mesh = join(0);
