@@ -192,7 +192,7 @@ impl RowShare {
     /// Values that a layer with [`Exchange::Heads`] keeps in addition to its own tokens' values.
     fn kept_values_of_heads(&self, layer: &ModelShape) -> u64 {
         let (degree, [_, shared]) = (self.degree as u64, exchanged_values(layer));
-        // Attention keeps its output for whole rows of some heads. NSA's activations already count its branches' outputs.
+        // The output for whole rows of some heads is kept too; NSA's activations already count its branches' outputs.
         let outputs = match layer.attention.form() {
             AttentionForm::Branches(_) => 0,
             _ => layer.q_width() as u64,

@@ -390,7 +390,7 @@ fn logits_that_are_returned_together_are_held_together() {
     let (streams, logits) = (2 * 8192 * 768, 8192 * 50_304);
     let memory = inference_memory(&shape, size, &h200(), h200().value_bytes());
     assert_eq!(memory.peak.activation_bytes, 2 * (streams + logits));
-    // A CPU's are f32.
+    // A CPU's values are f32.
     let wide = ModelShape {
         vocab_size: 1 << 20,
         ..shape
