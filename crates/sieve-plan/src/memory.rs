@@ -50,13 +50,13 @@ pub struct MemoryPlan {
     pub peak: MemoryParts,
     /// A checkpoint being written by a run on a GPU, in host memory; not in the total.
     pub host_checkpoint_bytes: u64,
-    /// Optional activations that there is room to keep, for the trainer (`sieve_train::Hardware::keeping`).
+    /// Optional activations that fit into the memory, for the trainer (`sieve_train::Hardware::keeping`).
     pub keeping: Keeping,
     /// The program and its libraries: an assumption.
     pub program_bytes: u64,
     /// Memory of all parts, in bytes.
     pub total_bytes: u64,
-    /// Name of the moment of the peak.
+    /// Name of the point of the step, or of the command, at which memory peaks.
     pub moment: &'static str,
     /// Activations of all blocks by `activation_checkpoint.mode`, to choose with.
     pub activations_by_mode: Vec<(&'static str, u64)>,
@@ -86,7 +86,7 @@ impl MemoryPlan {
     }
 }
 
-/// Memory at one moment of a training step or of another command, by part.
+/// Memory at one point of a training step or of another command, by part.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct MemoryParts {
     /// Parameters in the type that the layers compute in.
@@ -113,7 +113,7 @@ impl MemoryParts {
         weights + self.gradient_bytes + self.activation_bytes + self.workspace_bytes + self.checkpoint_bytes
     }
 
-    /// The plan of a process, one of `ranks`, whose peak is this moment; `moment` is its name.
+    /// The plan of a process, one of `ranks`, whose peak has these parts; `moment` is the name of that point.
     fn plan(self, moment: &'static str, target: &Target, ranks: usize) -> MemoryPlan {
         let program_bytes = match target {
             Target::Cpu { .. } => CPU_PROGRAM_BYTES,
@@ -137,7 +137,7 @@ impl MemoryParts {
     }
 }
 
-/// Memory of one stage's training step, on each of `ranks` ranks. Keeps the optional activations if there is room.
+/// Memory of one stage's training step, on each of `ranks` ranks. Keeps the optional activations if they fit.
 pub fn memory_plan(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> MemoryPlan {
     let needed = |recipe: &Recipe| {
         let with = |recomputable, o_low| {

@@ -89,7 +89,7 @@ impl DeviceChoice {
     }
 
     /// The device a model runs on. With `auto`, a GPU whose kernels do not take this model's attention is not used: the
-    /// reference op would be slower than the CPU. A line says so.
+    /// reference op would be slower than the CPU. Then a line is printed.
     pub(crate) fn for_model(self, found: &Device, shape: &ModelShape) -> Device {
         match (self, found, gpu_attention_gap(shape)) {
             (Self::Auto, Device::Cuda(gpu), Some(reason)) => {

@@ -34,7 +34,7 @@ pub(crate) struct MemoryArgs {
 pub(crate) struct Admitted {
     /// Warning to print first, if the run may not fit.
     pub(crate) warning: Option<String>,
-    /// Optional activations that there is room to keep, for the trainer.
+    /// Optional activations that fit into the memory, for the trainer.
     pub(crate) keeping: Keeping,
     /// Text for [`advise`], in case the memory runs out nevertheless.
     pub(crate) advice: String,

@@ -540,7 +540,7 @@ fn train<B: TrainBackend>(
     Ok(Ending::Finished)
 }
 
-/// Whether the checkpoint to continue from has all of the run's steps already; then says so and how to train further.
+/// Whether the checkpoint to continue from has all of the run's steps. If so, prints that and how to train further.
 fn is_finished(
     folder: &mut RunFolder,
     start: &Start,
@@ -593,7 +593,7 @@ fn is_finished(
     Ok(true)
 }
 
-/// Checks that the run fits into the device's memory. Returns which optional activations there is room to keep.
+/// Checks that the run fits into the device's memory. Returns which optional activations fit too.
 fn admit(session: &Session<'_>, recipe: &Recipe, origin: &Origin, place: &Device, log: &Log) -> Result<Keeping> {
     let vocab_size = match &origin.checkpoint {
         Some(checkpoint) => Ok(checkpoint.state.vocab_size),
@@ -609,7 +609,7 @@ fn admit(session: &Session<'_>, recipe: &Recipe, origin: &Origin, place: &Device
     Ok(admitted.keeping)
 }
 
-/// Trains, with a progress bar, the metrics, a profile where one is asked for, and a watch for stalls.
+/// Trains, with a progress bar, the served metrics, the profile of `--profile`, and a watch for stalls.
 fn run_steps<B: TrainBackend>(
     trainer: &mut Trainer<B>,
     session: &Session<'_>,

@@ -28,7 +28,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
     let (heads, kv_heads) = (shape.num_heads as u64, shape.num_kv_heads as u64);
     let packed = q + 2 * kv;
-    // `common`: the inputs of the attention and feed-forward halves, gate and up. With room also `more`: the GEMMs'
+    // `common`: the inputs of the attention and feed-forward halves, gate and up. If they fit, also `more`: the GEMMs'
     // inputs and the rotated heads.
     let more = match keeping.recomputable {
         true => of_inputs(shape) + if joins_attention(shape) { packed } else { 0 },

@@ -101,8 +101,8 @@ fn memory_of_dma_80m_on_an_h200() {
     );
     // With four micro-batches the gradients of earlier ones exist.
     assert_eq!(memory.peak.gradient_bytes, 4 * parameters);
-    // A token in a block: the stream twice, gate and up, q, k and v, the output and its lower 16 bits, and, as there is
-    // room, two normed streams, the gated activation and the rotated heads, 2 bytes each; f32: 6 lse, z and expire of
+    // A token in a block: the stream twice, gate and up, q, k and v, the output and its lower 16 bits, and, as they
+    // fit, two normed streams, the gated activation and the rotated heads, 2 bytes each; f32: 6 lse, z and expire of
     // 3 KV heads, lists of 1024 + 1024 keys for 1024 queries of 3 KV heads, a key and its expiry in each entry.
     let more = 2 * 768 + 2304 + 1536;
     let block = 2 * (2 * 768 + 2 * 2304 + 1536 + 2 * 768 + more) + 4 * 6 + 8 * 3 + 8 * 2 * 3;

@@ -250,7 +250,7 @@ mod tests {
         };
         let svg = svg(&plot);
         assert!(svg.contains("a&lt;b 9") && svg.contains("t &amp; u") && svg.contains("0.4"));
-        // A mark at each point, and one in the legend; the first corner stands for it.
+        // A mark is drawn at each point and in the legend; the test looks for its first corner.
         let all = marks(&svg).into_iter();
         let (legend, inside): (Vec<_>, Vec<_>) = all.partition(|mark| mark[0] > PLOT_WIDTH);
         assert_eq!((legend.len(), inside.len()), (10, 20));

@@ -140,7 +140,7 @@ fn accuracy_by_distance(title: &str, report: &RecallReport) -> String {
     })
 }
 
-/// The kinds of samples to ask: those of `--kinds`, otherwise of the recipe.
+/// The kinds of samples to measure: those of `--kinds`, otherwise of the recipe.
 fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Vec<MqarConfig>> {
     let trained = recipe.data.mqar.as_ref();
     let noise = match (args.noise, trained.map(|mqar| mqar.noise)) {

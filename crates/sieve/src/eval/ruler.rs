@@ -187,7 +187,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     on_device!(place, run_on(&args, &checkpoint, &asked))
 }
 
-/// Samples and settings of the tasks to ask.
+/// The samples to measure, and the texts that they were built from.
 struct Asked {
     source: LongSource,
     /// Samples of each task and length, `[task][length]`.

@@ -75,7 +75,7 @@ impl TasksArgs {
         }
     }
 
-    /// Whether tasks are named, or their names asked for.
+    /// Whether flags name tasks, list them or print one.
     pub(super) fn names_tasks(&self) -> bool {
         !self.data.is_empty() || self.list || self.show.is_some()
     }
@@ -85,7 +85,7 @@ impl TasksArgs {
     }
 }
 
-/// A task and the rows that are asked.
+/// A task, and the rows that it asks.
 struct Asked {
     task: Task,
     rows: TaskRows,

@@ -424,7 +424,7 @@ fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>, events: OnEvent) ->
     thread.spawn(look).map(drop).context("starting a thread")
 }
 
-/// A time limit on work that cannot be interrupted. Dropping it says that the work is done.
+/// A time limit on work that cannot be interrupted. Drop it when the work is done.
 struct Limit {
     /// The watching thread ends when this sender is dropped.
     _work: Sender<()>,

@@ -16,7 +16,7 @@ pub(super) struct Row {
     pub(super) measure: SelectorMeasure,
 }
 
-/// Writes everything as one JSON object, as `--json` and `--save` ask.
+/// Writes everything as one JSON object, for `--json` and `--save`.
 pub(super) fn report<B: DeviceBackend>(
     run: &Run<'_, B>,
     rows: &[Row],
