@@ -28,10 +28,10 @@ fn main() {
     for name in OWN_TEXT {
         collect(&root, &root.join(name), &["rs", "md"], &mut text);
     }
-    let mut room = OWN_TEXT_BYTES;
-    text.retain(|(_, text)| match room.checked_sub(text.len()) {
+    let mut bytes_left = OWN_TEXT_BYTES;
+    text.retain(|(_, text)| match bytes_left.checked_sub(text.len()) {
         Some(left) if text.len() <= FILE_BYTES => {
-            room = left;
+            bytes_left = left;
             true
         }
         _ => false,

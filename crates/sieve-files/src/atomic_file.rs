@@ -52,7 +52,8 @@ impl AtomicFile {
         })
     }
 
-    /// Reopens a temporary file that [`keep`](Self::keep) left, truncated to its first `num_bytes`.
+    /// Reopens a temporary file that [`keep`](Self::keep) left, truncated to its first `num_bytes`. Dropping
+    /// the result keeps the file too.
     ///
     /// # Errors
     /// An error of the file system; a file shorter than `num_bytes`.

@@ -4,10 +4,10 @@ use std::path::Path;
 /// Bytes that this user may still write on the disk of `path`, which need not exist yet. `None` if that is not known.
 pub fn free_bytes(path: &Path) -> Option<u64> {
     let path = std::path::absolute(path).ok()?;
-    let there = path.ancestors().find(|path| path.exists())?;
+    let existing = path.ancestors().find(|path| path.exists())?;
     #[cfg(unix)]
     {
-        let found = nix::sys::statvfs::statvfs(there).ok()?;
+        let found = nix::sys::statvfs::statvfs(existing).ok()?;
         // The types are 64 bits wide on Linux and narrower on other systems.
         #[allow(clippy::useless_conversion, reason = "their types differ from system to system")]
         let (blocks, size) = (u64::from(found.blocks_available()), u64::from(found.fragment_size()));
@@ -15,7 +15,7 @@ pub fn free_bytes(path: &Path) -> Option<u64> {
     }
     #[cfg(not(unix))]
     {
-        let _ = there;
+        let _ = existing;
         None
     }
 }

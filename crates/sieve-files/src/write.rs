@@ -106,6 +106,7 @@ pub fn publish_folder(partial: &Path, path: &Path) -> Result<(), FileError> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             return Err(FileError::on("replace", path)(error));
         }
+        // The existing folder was moved aside, or there was none.
         _ => fs::rename(partial, path).map_err(FileError::on("rename", partial))?,
     }
     sync_folder(folder_of(path))?;

@@ -169,6 +169,7 @@ impl Checkpoint {
     pub fn write(folder: &Path, state: CheckpointState, files: &CheckpointFiles) -> Result<PathBuf, CheckpointError> {
         let step = state.step;
         let written = Self::begin(folder, step)
+            // Writes as rank 0 of 1.
             .and_then(|()| Self::write_shard(folder, step, [0, 1], files))
             .and_then(|checksums| Self::publish(folder, state, checksums));
         if written.is_err() {
@@ -264,7 +265,7 @@ impl Checkpoint {
     /// No checkpoint, a damaged or truncated file, a layout of another version.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let (folder, previous) = Self::find(path)?;
-        Self::open_verified(&folder, previous, |_| true)
+        Self::open_verified(&folder, previous, |_name| true)
     }
 
     /// As [`open`](Self::open), without the optimizer's files, which only training reads.
@@ -307,7 +308,7 @@ impl Checkpoint {
         Self::read_state(&folder, &previous)
     }
 
-    /// The folder `step-N` that `path` leads to, and the folder of the step before it.
+    /// The folder `step-N` that `path` leads to, and the folder of the checkpoint before it, if there is one.
     fn find(path: &Path) -> Result<(PathBuf, Option<PathBuf>), CheckpointError> {
         if path.join(STATE).is_file() {
             return Ok((path.to_owned(), previous_of(path)));
@@ -330,6 +331,7 @@ impl Checkpoint {
         Ok((latest.clone(), previous.or_else(|| previous_of(latest))))
     }
 
+    /// Opens the checkpoint at `path` and verifies the files for which `is_read` is true. Errors name `previous`.
     fn open_verified(
         path: &Path,
         previous: Option<PathBuf>,
@@ -350,6 +352,7 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
+    /// Reads and checks `state.json`. Errors name `previous`, the checkpoint before this one, if there is one.
     fn read_state(path: &Path, previous: &Option<PathBuf>) -> Result<Self, CheckpointError> {
         let file = path.join(STATE);
         let damaged = |path: PathBuf, problem: String| CheckpointError::Damaged {
@@ -458,7 +461,7 @@ fn checksum_without_own(state: &serde_json::Value) -> String {
     format!("{:016x}", xxh3_64(rest.to_string().as_bytes()))
 }
 
-/// The checkpoint of the next lower step beside `path`.
+/// The checkpoint of the next lower step beside `path`; `None` if there is none, or `path` is no folder `step-N`.
 fn previous_of(path: &Path) -> Option<PathBuf> {
     let own = path.file_name()?.to_str()?.strip_prefix("step-")?.parse::<u64>().ok()?;
     let all = list_checkpoints(path.parent()?).ok()?;
@@ -487,7 +490,7 @@ mod tests {
         let whole: serde_json::Value = serde_json::from_slice(&fs::read(&state).unwrap()).unwrap();
         for (key, value) in [("checksums", serde_json::json!({})), ("num_shards", 0.into())] {
             let mut edited = whole.clone();
-            // As in a state edited by hand.
+            // A state edited by hand has no checksum of its own.
             edited["checksums"].as_object_mut().unwrap().remove(STATE);
             edited[key] = value;
             fs::write(&state, edited.to_string()).unwrap();

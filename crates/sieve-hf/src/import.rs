@@ -69,7 +69,7 @@ pub fn import<B: Backend>(
     device: &B::Device,
 ) -> Result<ImportReport, CheckpointError> {
     let path = out.join("step-0");
-    // Files that show that the output folder holds a run or a checkpoint.
+    // These files show that the output folder holds a run or a checkpoint.
     for (name, found) in [
         ("step-0", "step-0"),
         ("recipe.toml", "recipe.toml"),
@@ -87,7 +87,7 @@ pub fn import<B: Backend>(
     let tokenizer_path = from.join("tokenizer.json");
     let tokenizer_json =
         fs::read_to_string(&tokenizer_path).map_err(CheckpointError::io("reading", &tokenizer_path))?;
-    // An absolute path, because the recipe names it and training may run in any working directory.
+    // The path is absolute, because the recipe names it and training may run in any working directory.
     let kept = std::path::absolute(path.join("tokenizer.json")).map_err(CheckpointError::io("finding", &path))?;
     let settings = settings(from, &kept, attention, overrides)?;
     let (recipe, shape, mut read) = read_model(from, &settings, DType::F32.into())?;
@@ -133,7 +133,7 @@ pub fn import<B: Backend>(
     };
     fs::create_dir_all(out).map_err(CheckpointError::io("creating", out))?;
     let path = Checkpoint::write(out, state, &files)?;
-    // Copied beside the tokenizer, where a later export of the trained model finds them.
+    // These files are copied beside the tokenizer, where a later export of the trained model finds them.
     for name in tokenizer_files::BESIDE {
         if let Some(text) = tokenizer_files::text_of(&from.join(name))? {
             write_synced(&path.join(name), text.as_bytes())?;
@@ -157,8 +157,11 @@ pub fn import<B: Backend>(
 /// Loads the model of a folder of `transformers`, as [`load_model`](crate::load_model) loads a checkpoint's model.
 pub(crate) fn load<B: Backend>(from: &Path, device: &B::Device, kept: Kept) -> Result<LoadedModel<B>, CheckpointError> {
     let tokenizer_path = from.join("tokenizer.json");
+    // `None`: the model keeps its own attention. There are no overrides.
     let (recipe, shape, mut read) = read_model(from, &settings(from, &tokenizer_path, None, &[])?, kept)?;
-    let model = load_parameters(Qwen3::new(&shape, 0, device), kept, &mut |name, dims| {
+    // No initial values are drawn from the seed.
+    let seed = 0;
+    let model = load_parameters(Qwen3::new(&shape, seed, device), kept, &mut |name, dims| {
         let data = read.tensors.remove(name);
         let data = data.map(|data| rounded(data, kept.dtype(name)));
         data.filter(|data| data.shape.to_vec() == dims).ok_or_else(|| {
@@ -206,6 +209,7 @@ fn read_config(from: &Path) -> Result<(HfConfig, bool), CheckpointError> {
     Ok((config, unties))
 }
 
+/// Whether the files hold an output projection that differs from the embedding.
 fn has_own_output(from: &Path) -> Result<bool, CheckpointError> {
     let files = weight_files(from)?.into_iter().map(|path| TensorFile::open(&path));
     let files = files.collect::<Result<Vec<_>, _>>()?;
@@ -247,6 +251,7 @@ fn settings(
     Ok(settings.chain(overrides.iter().cloned()).collect())
 }
 
+/// The recipe of the imported model, with `settings` as overrides, and the model's sizes.
 fn recipe_and_shape(
     from: &Path,
     config: &HfConfig,
@@ -331,6 +336,7 @@ struct Packed {
     shape: Vec<usize>,
 }
 
+/// Reads the `wanted` tensors from all files and joins the parts of packed ones. One error names all that do not fit.
 fn read_tensors(
     from: &Path,
     wanted: &[crate::export::tensors::ExportTensor],
@@ -369,21 +375,22 @@ fn read_tensors(
                 num_rows,
             } = &tensor.source
             else {
+                // The tensor is all ones, which the checkpoint does not store.
                 continue;
             };
             let dtype = match sieve_nn::may_be_bf16(ours) {
                 true => kept.dtype(ours),
                 false => DType::F32,
             };
-            let row = tensor.shape[1..].iter().product::<usize>() * dtype.size();
+            let row_bytes = tensor.shape[1..].iter().product::<usize>() * dtype.size();
             let whole = packed.entry(ours.clone()).or_insert_with(|| Packed {
-                bytes: vec![0; num_rows * row],
+                bytes: vec![0; num_rows * row_bytes],
                 dtype,
                 shape: std::iter::once(*num_rows)
                     .chain(tensor.shape[1..].iter().copied())
                     .collect(),
             });
-            stored.convert(dtype, &mut whole.bytes[rows.start * row..rows.end * row]);
+            stored.convert(dtype, &mut whole.bytes[rows.start * row_bytes..rows.end * row_bytes]);
         }
     }
     problems.missing = by_name
@@ -413,6 +420,7 @@ struct Problems {
 }
 
 impl Problems {
+    /// Fails if there is a problem. The error names all of them.
     fn check(&self, from: &Path) -> Result<(), CheckpointError> {
         let parts = [
             ("missing", &self.missing),
@@ -435,6 +443,7 @@ impl Problems {
     }
 }
 
+/// The names, at most [`MAX_NAMES`], and how many more there are.
 fn list(names: &BTreeSet<String>) -> String {
     let mut text = names.iter().take(MAX_NAMES).cloned().collect::<Vec<_>>().join(", ");
     if names.len() > MAX_NAMES {
@@ -443,7 +452,7 @@ fn list(names: &BTreeSet<String>) -> String {
     text
 }
 
-/// The files of weights, sorted, without duplicates.
+/// The files of weights that the index names, sorted, without duplicates; without an index, the single file.
 fn weight_files(from: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     let (index, single) = (from.join(INDEX), from.join(SINGLE));
     if !index.is_file() {

@@ -87,7 +87,9 @@ pub fn load_model<B: Backend>(
     let load = |checkpoint: &Checkpoint| {
         let (recipe, shape) = checkpoint.recipe_and_shape()?;
         let weights = checkpoint.model()?;
-        let model = load_parameters(Qwen3::new(&shape, 0, device), kept, &mut |name, dims| {
+        // No initial values are drawn from the seed.
+        let seed = 0;
+        let model = load_parameters(Qwen3::new(&shape, seed, device), kept, &mut |name, dims| {
             weights.tensor_for(name, dims, kept.dtype(name))
         })?;
         Ok((recipe, shape, model))

@@ -137,6 +137,7 @@ struct Writer<'a, 'b, E> {
 
 impl<B: Backend, E> ModuleMapper<B> for Writer<'_, '_, E> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        // The first error ends the loading; the module is dropped then.
         if self.error.is_some() {
             return param;
         }
@@ -147,6 +148,7 @@ impl<B: Backend, E> ModuleMapper<B> for Writer<'_, '_, E> {
                 let dtype = self.kept.dtype(&name);
                 let loaded = match data.dtype == dtype {
                     true => Tensor::<B, D>::from_data(data, (&device, dtype)),
+                    // Other types go to the device as f32 and are cast there.
                     false => {
                         let data = data.convert_dtype(DType::F32);
                         Tensor::<B, D>::from_data(data, (&device, DType::F32)).cast(dtype)

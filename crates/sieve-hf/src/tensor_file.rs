@@ -48,7 +48,7 @@ pub(crate) fn stream_tensor_file<D: Deref<Target = [u8]>>(
     metadata: Option<HashMap<String, String>>,
     mut read: impl FnMut(usize) -> Result<D, CheckpointError>,
 ) -> Result<String, CheckpointError> {
-    // The order of the safetensors library: the widest type first, so that all values are aligned, then by name.
+    // Sorts as the safetensors library: the widest type first, so that all values are aligned, then by name.
     let mut order: Vec<usize> = (0..headers.len()).collect();
     order.sort_by_key(|&n| (Reverse(to_safetensors(headers[n].dtype)), &headers[n].name));
     let mut end = 0;
@@ -68,6 +68,7 @@ pub(crate) fn stream_tensor_file<D: Deref<Target = [u8]>>(
     let sizes = sizes.collect::<Vec<_>>();
     let header = Metadata::new(metadata, infos).map_err(|error| CheckpointError::malformed(path, error))?;
     let mut header = serde_json::to_vec(&header).expect("plain data serialises");
+    // Spaces fill the header up to a multiple of 8 bytes, so that the values are aligned.
     header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
 
     let mut sum = Xxh3::new();
@@ -270,6 +271,7 @@ fn to_safetensors(dtype: DType) -> Dtype {
     }
 }
 
+/// The type in Burn; `None` for a type that Sieve does not read.
 fn from_safetensors(dtype: Dtype) -> Option<DType> {
     Some(match dtype {
         Dtype::F64 => DType::F64,

@@ -84,6 +84,7 @@ impl TensorFiles {
         let mut bytes = vec![0; count * dtype.size()];
         let mut rest = &mut bytes[..];
         for piece in pieces {
+            // The piece's elements, in bytes of the new type.
             let of_piece;
             (of_piece, rest) = rest.split_at_mut(piece.bytes.len() / stored.size() * dtype.size());
             piece.convert(dtype, of_piece);
@@ -117,6 +118,7 @@ impl TensorFiles {
         let mut start = 0;
         for piece in pieces {
             let len = piece.bytes.len() / dtype.size();
+            // The elements of this piece that the wanted range covers.
             let from = wanted.start.clamp(start, start + len) - start;
             let to = wanted.end.clamp(start, start + len) - start;
             bytes.extend_from_slice(&piece.bytes[from * dtype.size()..to * dtype.size()]);
@@ -143,8 +145,8 @@ impl TensorFiles {
         let mut lengths = pieces.iter().map(|piece| piece.shape.iter().product::<usize>());
         let total = lengths.try_fold(0usize, usize::checked_add);
         let is_flat = pieces.iter().all(|piece| piece.shape.len() == 1);
-        let is_one = pieces.iter().all(|piece| piece.dtype == pieces[0].dtype);
-        if pieces.len() > 1 && is_flat && is_one && total == Some(shape.iter().product()) {
+        let has_one_dtype = pieces.iter().all(|piece| piece.dtype == pieces[0].dtype);
+        if pieces.len() > 1 && is_flat && has_one_dtype && total == Some(shape.iter().product()) {
             return Ok(pieces);
         }
         let found = match total {

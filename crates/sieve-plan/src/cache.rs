@@ -43,11 +43,12 @@ fn of_kind(part: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
     let (form, tokens) = (part.attention.form(), seq_len as u64);
     let stops_at_tokens = form.num_kept();
     let held_tokens = stops_at_tokens.map_or(tokens, |kept| kept.min(seq_len) as u64);
-    // Bytes of a token's K and V in one layer.
+    // Bytes of a token's K and V in one layer. Below: `[bytes that one more token adds, bytes at seq_len]`.
     let kv = 2 * part.kv_width() as u64 * value_bytes;
     let [per_token, at_seq_len] = match form {
         AttentionForm::Grouped { .. } => [kv, kv * held_tokens],
         AttentionForm::Ranked(_) => {
+            // For each KV head an f32 score and an i32 position: 8 bytes.
             let key = kv + 8 * part.num_kv_heads as u64;
             [key, key * held_tokens]
         }
@@ -62,6 +63,7 @@ fn of_kind(part: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
             let window_copies = nsa.num_kv_copies() as u64 - growing_copies;
             let window = window_copies * kv * nsa.window_size.min(seq_len) as u64;
             let blocks = nsa.blocks().num_compressed_blocks(seq_len) as u64 * kv;
+            // Only keys, half of `kv`.
             let open_block = kv / 2 * nsa.compress_block_size as u64;
             let growing = growing_copies * kv;
             [
@@ -80,8 +82,8 @@ fn of_kind(part: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
                     choice.blocks.num_compressed_blocks(seq_len),
                 ),
             };
-            let [_, heads] = choice.scored_heads([part.num_heads, part.num_kv_heads]);
-            let pooled_key = (heads * part.head_dim) as u64 * value_bytes;
+            let [_query_heads, key_heads] = choice.scored_heads([part.num_heads, part.num_kv_heads]);
+            let pooled_key = (key_heads * part.head_dim) as u64 * value_bytes;
             [
                 kv + pooled_key / stride as u64,
                 kv * tokens + num_pooled as u64 * pooled_key,

@@ -36,13 +36,15 @@ impl RowShare {
         self.batch * self.seq_len / self.degree
     }
 
-    /// The exchange of a layer; `None` without context parallelism.
+    /// The exchange of a layer; `None` without context parallelism. Attention that keeps a bounded number of keys needs
+    /// a halo; any other exchanges heads, or needs all earlier keys if the ranks cannot divide the KV heads.
     fn exchange(&self, layer: &ModelShape) -> Option<Exchange> {
         if self.degree < 2 {
             return None;
         }
         let len = self.seq_len / self.degree;
         let form = layer.attention.form();
+        // Earlier keys that a query may see.
         let reach = match (form, form.num_kept()) {
             (AttentionForm::Ranked(_), Some(kept)) => kept,
             // A window includes the query's own key.
@@ -63,7 +65,8 @@ impl RowShare {
         part
     }
 
-    /// The layer's shape with the heads that one rank computes, and the tokens of its rows in attention.
+    /// The layer's shape with the heads that one rank computes, and the tokens of its rows in attention:
+    /// those of a whole row if heads are exchanged.
     pub(crate) fn attention(&self, layer: &ModelShape) -> (ModelShape, usize) {
         let mut own = layer.clone();
         let degree = match self.exchange(layer) {
@@ -89,7 +92,7 @@ impl RowShare {
         let values = match self.exchange(layer) {
             None => 0,
             Some(Exchange::Heads) => self.kept_values_of_heads(layer),
-            // K and V of the halo, and outputs of its queries, which are zeros.
+            // Keeps K and V of the halo, and the outputs of its queries, which are zeros.
             Some(Exchange::Halo { slots, .. }) => (self.batch * slots) as u64 * (2 * kv + q),
         };
         values * value_bytes
@@ -108,10 +111,10 @@ impl RowShare {
             }
             // The rows with their halo, their gradient, and the keys received from all ranks.
             Some(Exchange::Halo { slots, share }) => {
-                let all = share * (self.degree - 1);
+                let received = share * (self.degree - 1);
                 self.tokens() as u64 * (packed + q)
                     + (self.batch * slots) as u64 * (2 * packed + q)
-                    + (self.batch * all) as u64 * 4 * kv
+                    + (self.batch * received) as u64 * 4 * kv
             }
         };
         values * value_bytes
@@ -154,6 +157,7 @@ impl RowShare {
                 [all, all + again]
             }
             Some(Exchange::Halo { slots, share }) => {
+                // The last rank receives the shares of all others for DMA, else those in the window's reach.
                 let parts = match layer.attention.form() {
                     AttentionForm::Ranked(_) => self.degree - 1,
                     _ => slots.div_ceil(share.max(1)),
@@ -188,7 +192,7 @@ impl RowShare {
     /// Values that a layer with [`Exchange::Heads`] keeps in addition to its own tokens' values.
     fn kept_values_of_heads(&self, layer: &ModelShape) -> u64 {
         let (degree, [_, shared]) = (self.degree as u64, exchanged_values(layer));
-        // The output for whole rows of some heads. NSA's own activations already count its branches' outputs.
+        // The output for whole rows of some heads is kept too; NSA's activations already count its branches' outputs.
         let outputs = match layer.attention.form() {
             AttentionForm::Branches(_) => 0,
             _ => layer.q_width() as u64,
@@ -227,7 +231,7 @@ fn exchanged_values(layer: &ModelShape) -> [u64; 2] {
             let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
             [q + heads * rope, rank + rope]
         }
-        // One packed q, k, v for all branches, or one for each branch with its own keys; and the gates.
+        // Exchanges one packed q, k, v for all branches, or one for each branch with its own keys; and the gates.
         AttentionForm::Branches(nsa) => {
             let is_mean = nsa.compress == NsaCompression::Mean;
             let tensors = match (nsa.shared_kv, is_mean) {

@@ -18,10 +18,12 @@ impl DiskPlan {
     pub fn new(recipe: &Recipe, parameters: &ParameterCounts) -> Self {
         let (checkpoint, steps) = (&recipe.checkpoint, recipe.training.steps as u64);
         let all = steps.div_ceil(checkpoint.interval.max(1) as u64);
+        // `keep_latest_k = 0` keeps all; else one more exists while it is written.
         let latest = match checkpoint.keep_latest_k as u64 {
             0 => all,
             latest => (latest + 1).min(all),
         };
+        // `keep_every` keeps some checkpoints for good; its 0 keeps none.
         let always = steps.checked_div(checkpoint.keep_every as u64).unwrap_or(0);
         Self {
             // Weights and moments are stored in f32, whatever the device.

@@ -1,6 +1,6 @@
 //! Memory of training, by part: weights, moments, gradients, activations and others.
 //!
-//! The tensors of a training step are added up at each moment that can be its peak:
+//! The tensors of a training step are added up at each point of the step that can be its peak:
 //! - in the loss, where all blocks wait for their backward pass;
 //! - in the last block's backward pass;
 //! - in the first block's backward pass, when all gradients exist;
@@ -50,13 +50,13 @@ pub struct MemoryPlan {
     pub peak: MemoryParts,
     /// A checkpoint being written by a run on a GPU, in host memory; not in the total.
     pub host_checkpoint_bytes: u64,
-    /// Optional activations that there is room to keep, for the trainer (`sieve_train::Hardware::keeping`).
+    /// Optional activations that fit into the memory, for the trainer (`sieve_train::Hardware::keeping`).
     pub keeping: Keeping,
     /// The program and its libraries: an assumption.
     pub program_bytes: u64,
     /// Memory of all parts, in bytes.
     pub total_bytes: u64,
-    /// Name of the moment of the peak.
+    /// Name of the point of the step, or of the command, at which memory peaks.
     pub moment: &'static str,
     /// Activations of all blocks by `activation_checkpoint.mode`, to choose with.
     pub activations_by_mode: Vec<(&'static str, u64)>,
@@ -86,7 +86,7 @@ impl MemoryPlan {
     }
 }
 
-/// Memory at one moment of a training step or of another command, by part.
+/// Memory at one point of a training step or of another command, by part.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct MemoryParts {
     /// Parameters in the type that the layers compute in.
@@ -113,7 +113,7 @@ impl MemoryParts {
         weights + self.gradient_bytes + self.activation_bytes + self.workspace_bytes + self.checkpoint_bytes
     }
 
-    /// The plan of a process, one of `ranks`, whose peak is this moment; `moment` is its name.
+    /// The plan of a process, one of `ranks`, whose peak has these parts; `moment` is the name of that point.
     fn plan(self, moment: &'static str, target: &Target, ranks: usize) -> MemoryPlan {
         let program_bytes = match target {
             Target::Cpu { .. } => CPU_PROGRAM_BYTES,
@@ -137,13 +137,15 @@ impl MemoryParts {
     }
 }
 
-/// Memory of one stage's training step, on each of `ranks` ranks. Keeps the optional activations if there is room.
+/// Memory of one stage's training step, on each of `ranks` ranks. Keeps the optional activations if they fit.
 pub fn memory_plan(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> MemoryPlan {
     let needed = |recipe: &Recipe| {
         let with = |recomputable, o_low| {
             let keeping = Keeping { o_low, recomputable };
-            needed(recipe, shape, target, ranks, keeping)
+            plan_keeping(recipe, shape, target, ranks, keeping)
         };
+        // From most to least: recomputable activations (on a GPU alone) and `o_low` of all rows; `o_low` of all rows;
+        // `o_low` of short rows.
         let is_gpu = matches!(target, Target::Gpu(_));
         let more = [is_gpu, false].map(|recomputable| with(recomputable, KeepOLow::Always));
         let fits = |plan: &MemoryPlan| plan.total_bytes <= plan.available_bytes / 10 * 9;
@@ -152,19 +154,21 @@ pub fn memory_plan(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: 
     };
     let mut plan = needed(recipe);
     if plan.verdict.needs_advice() {
-        let rows_apart = ranks / RowShare::of(recipe).degree;
-        plan.would_fit = advice::settings_that_fit(recipe, rows_apart.max(1), needed);
+        // Ranks that share a row count as one.
+        let row_groups = ranks / RowShare::of(recipe).degree;
+        plan.would_fit = advice::settings_that_fit(recipe, row_groups.max(1), needed);
     }
     plan
 }
 
 /// As [`memory_plan`], with the optional activations of `keeping`, and without advice.
-fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, keeping: Keeping) -> MemoryPlan {
-    let moments = moments(recipe, shape, target, ranks, keeping);
-    let fullest = moments.into_iter().max_by_key(|(_, parts)| parts.total());
+fn plan_keeping(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, keeping: Keeping) -> MemoryPlan {
+    let points = points_of_step(recipe, shape, target, ranks, keeping);
+    let fullest = points.into_iter().max_by_key(|(_, parts)| parts.total());
     let (moment, parts) = fullest.expect("there are several");
     let (value_bytes, num_parameters) = (target.value_bytes(), shape.parameters().total());
-    // With ZeRO a rank holds the masters of its shard, and a copy of that shard of the parameters.
+    // With ZeRO a rank holds the bits that its shard of the parameters lacks, and a copy of that shard: together an
+    // f32 for each value.
     let num_shards = num_shards(recipe, ranks);
     let shard = num_parameters.div_ceil(num_shards);
     let master_bytes = match (value_bytes, num_shards) {
@@ -234,7 +238,7 @@ fn kept_by_blocks(recipe: &Recipe, shape: &ModelShape, target: &Target, keeping:
     all_tokens.saturating_add_signed(fp8) + exchanged.sum::<u64>()
 }
 
-/// Bytes of gradients at the moments of a training step.
+/// Bytes of gradients at the points of a training step that can be its peak.
 struct GradientBytes {
     /// Gradients that exist while the loss is computed.
     loss: u64,
@@ -249,6 +253,7 @@ struct GradientBytes {
 }
 
 impl GradientBytes {
+    /// The gradients that one of `ranks` ranks holds, by micro-batches and `parallelism.zero_stage`.
     fn new(recipe: &Recipe, shape: &ModelShape, ranks: usize) -> Self {
         let (training, zero_stage) = (&recipe.training, recipe.parallelism.zero_stage);
         let num_parameters = shape.parameters().total();
@@ -297,8 +302,8 @@ impl GradientBytes {
     }
 }
 
-/// (name, memory) of each moment that can be the peak, without weights and the optimizer's moments.
-fn moments(
+/// (name, memory) of each point of a step that can be its peak, without weights and the optimizer's moments.
+fn points_of_step(
     recipe: &Recipe,
     shape: &ModelShape,
     target: &Target,
@@ -317,7 +322,7 @@ fn moments(
     let temporaries =
         block_temporaries(shape, target, &rows.recipe_of_part(recipe).training, &rows) + exchanged.max().unwrap_or(0);
     // All activations of a recomputed block exist while its backward pass runs.
-    let kept = |layer_idx: usize| {
+    let kept_by = |layer_idx: usize| {
         let layer = shape.of_layer(layer_idx);
         let block = block_kept(&layer, target, rows.attended(shape), keeping);
         let fp8 = fp8_bytes(recipe, shape, target, keeping, |other| other != layer_idx);
@@ -325,7 +330,7 @@ fn moments(
     };
     let last = shape.num_layers.saturating_sub(1);
     let recomputed_last = match recipe.activation_checkpoint.recomputes(last) {
-        true => kept(last),
+        true => kept_by(last),
         false => 0,
     };
     let written = match target {
@@ -341,7 +346,7 @@ fn moments(
     let in_loss = MemoryParts {
         gradient_bytes: gradients.loss,
         activation_bytes: blocks + stream,
-        // The final norm's output and its gradient, and a chunk of logits.
+        // `2 * stream`: the final norm's output and its gradient.
         workspace_bytes: 2 * stream + logit_bytes(shape, tokens, target) + gradients.new_in_loss,
         ..beside_step
     };
@@ -353,7 +358,7 @@ fn moments(
     };
     let in_first_block = MemoryParts {
         gradient_bytes: gradients.first_block,
-        activation_bytes: kept(0),
+        activation_bytes: kept_by(0),
         workspace_bytes: temporaries,
         ..beside_step
     };
@@ -366,7 +371,7 @@ fn moments(
         checkpoint_bytes: written,
         ..MemoryParts::default()
     };
-    let mut moments = vec![
+    let mut points = vec![
         ("the loss", in_loss),
         ("the last block's backward pass", in_last_block),
         ("the first block's backward pass", in_first_block),
@@ -383,9 +388,9 @@ fn moments(
             activation_bytes: forward_bytes(shape, size, target),
             ..beside_step
         };
-        moments.push(("validation", in_validation));
+        points.push(("validation", in_validation));
     }
-    moments
+    points
 }
 
 /// Bytes that fp8 blocks keep in addition to bf16 ones; negative if they keep less. `recomputed` blocks do not count.

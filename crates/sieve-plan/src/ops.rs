@@ -36,6 +36,7 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
         }
     });
     let rest = ["GEMMs", "norms, rotation, embedding", "swiglu", "loss", "adamw"];
+    // (name, whether the op belongs to attention).
     let all = names.map(|name| (*name, true));
     let all = all.chain(rest.into_iter().map(|name| (name, false)));
     all.map(|(op, is_attention)| {
@@ -82,6 +83,7 @@ pub fn gpu_training_gap(shape: &ModelShape, arch: &str) -> Option<String> {
     gpu_attention_gap(shape).or_else(|| refused_tiles(shape, arch))
 }
 
+/// Why tiles of one of the attention's kernels do not fit into the shared memory of `arch`; `None` if all fit.
 fn refused_tiles(shape: &ModelShape, arch: &str) -> Option<String> {
     shape.by_kind().iter().find_map(|part| {
         let (head_dim, keys): (_, &[NeededKeys]) = match part.attention.form() {
@@ -120,6 +122,7 @@ pub fn check_gpu_attention(recipe: &Recipe, shape: &ModelShape, arch: &str) -> R
     let op = format!("{} attention", recipe.attention.kind().name());
     for stage in recipe.stages() {
         let seq_len = stage.section.seq_len;
+        // `None`: the kernels take the stage's rows.
         let Some(reason) = of_any_row.clone().or_else(|| row_gap(shape, seq_len, arch)) else {
             continue;
         };
@@ -139,6 +142,7 @@ fn row_gap(shape: &ModelShape, seq_len: usize, arch: &str) -> Option<String> {
     let blocks = match shape.attention.form() {
         AttentionForm::Branches(nsa) => nsa.blocks(),
         AttentionForm::Blocks(choice) => choice.attended(),
+        // Other kinds have no such counters.
         _ => return None,
     };
     let size = blocks.select_block_size;
@@ -149,6 +153,7 @@ fn row_gap(shape: &ModelShape, seq_len: usize, arch: &str) -> Option<String> {
     })
 }
 
+/// [`OpPlan::path`] and [`OpPlan::reason`] of one of attention's ops on a GPU.
 fn cuda_attention(op: &str, shape: &ModelShape, arch: &str) -> (&'static str, String) {
     let plain = |reason: String| ("plain", reason);
     if let Some(reason) = gpu_training_gap(shape, arch) {
@@ -180,6 +185,7 @@ fn cuda_attention(op: &str, shape: &ModelShape, arch: &str) -> (&'static str, St
     ("cuda kernel", format!("{reason}; heads of {width}"))
 }
 
+/// [`OpPlan::path`] and [`OpPlan::reason`] of any other op on a GPU.
 fn cuda_rest(op: &str) -> (&'static str, String) {
     let kernel = |reason: &str| ("cuda kernel", reason.to_owned());
     match op {

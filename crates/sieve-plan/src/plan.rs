@@ -174,6 +174,7 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
     let mut memory: Option<(MemoryPlan, Recipe)> = None;
     let (mut total_flops, mut seconds) = (0.0, Some(0.0));
     for stage in recipe.stages() {
+        // `alone`: the recipe of this stage alone. `together`: the ranks' communication in it.
         let alone = recipe.at_stage(&stage);
         let shape = alone.model_shape(vocab_size)?;
         let together = (ranks.size > 1).then(|| {
@@ -242,19 +243,22 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
     })
 }
 
-/// How many times a step of one stage reduces its gradients over all ranks.
+/// How many times a step of one training stage reduces its gradients over all ranks.
 fn num_sums(recipe: &Recipe, ranks: usize) -> usize {
-    let rows_apart = (ranks / RowShare::of(recipe).degree).max(1);
+    // Ranks that share a row count as one.
+    let row_groups = (ranks / RowShare::of(recipe).degree).max(1);
     let training = &recipe.training;
     match recipe.parallelism.zero_stage {
         0 | 1 => 1,
-        _ => training.global_batch_size / training.local_batch_size / rows_apart,
+        // ZeRO-2 reduces them after every micro-batch.
+        _ => training.global_batch_size / training.local_batch_size / row_groups,
     }
 }
 
 /// A plan for every sharding and type of gradients in one stage.
 fn zero_stages(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Ranks) -> Vec<ZeroPlan> {
     let stages = match recipe.optimizer.name.needs_whole_matrices() {
+        // Muon reads whole matrices, so its gradients are not sharded.
         true => 0..=0,
         false => 1..=2,
     };
@@ -281,8 +285,9 @@ fn zero_stages(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Rank
     planned.collect()
 }
 
-/// Why a GPU cannot train a recipe in fp8; `None` if it can or the recipe does not ask for it.
+/// Why a GPU cannot train a recipe in fp8; `None` if it can or the recipe's precision is another.
 fn fp8_refusal(recipe: &Recipe, gpu: &gpu::Gpu) -> Option<String> {
+    // The number in a name such as sm_90a.
     let digits = gpu.arch.trim_matches(|letter: char| !letter.is_ascii_digit());
     let is_able = digits.parse().is_ok_and(|number: u32| number >= 89);
     let is_wanted = recipe.training.precision == TrainingPrecision::Fp8;
@@ -295,6 +300,7 @@ fn fp8_refusal(recipe: &Recipe, gpu: &gpu::Gpu) -> Option<String> {
     })
 }
 
+/// Words for the speed that the time estimate assumes; `peak` is one device's FLOP/s.
 fn assumption(target: &Target, peak: f64, num_devices: usize) -> String {
     let devices = match num_devices {
         1 => "one device".to_owned(),
@@ -328,6 +334,7 @@ fn recomputed_share(recipe: &Recipe, num_layers: usize) -> f64 {
     again.count() as f64 / num_layers.max(1) as f64
 }
 
+/// The plan of one stage. `recipe` and `shape` are the stage's; `together` is `None` for one rank.
 fn stage_plan(
     stage: &Stage,
     recipe: &Recipe,
@@ -338,13 +345,15 @@ fn stage_plan(
     let section = &stage.section;
     let ranks = together.map_or(1, |together| together.ranks.size);
     let rows = RowShare::of(recipe);
-    let rows_apart = (ranks / rows.degree).max(1);
-    let micro_batches = section.global_batch_size / section.local_batch_size / rows_apart;
+    // Ranks that share a row count as one.
+    let row_groups = (ranks / rows.degree).max(1);
+    let micro_batches = section.global_batch_size / section.local_batch_size / row_groups;
     let dense = shape.dense();
     let over_steps = |own: f64, dense: f64| over_steps(recipe, own, dense);
     let mut executed = shape.executed_flops_per_token(section.seq_len);
     let dense_attention = dense.executed_flops_per_token(section.seq_len).attention;
     executed.attention = over_steps(executed.attention, dense_attention);
+    // FLOPs that a token saves on average: tokens without a label skip the output projection.
     let spared = (1.0 - recipe.label_share()) * shape.unlabelled_training_flops();
     let executed_training = executed.training() - spared;
     let attention_share = 3.0 * executed.attention / executed_training;
@@ -440,7 +449,6 @@ fn longest_rows(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usi
     };
     let own = recipe.attention.kind().name();
     let kinds = [("mha", &dense), (own, shape)].into_iter();
-    let kinds = kinds.filter(|(name, _)| *name == "mha" || own != "mha");
     let longest = kinds.map(|(name, shape)| {
         let mut recipe = recipe.clone();
         recipe.training.local_batch_size = 1;
@@ -455,6 +463,7 @@ fn longest_rows(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usi
         (name, lengths.find(|seq_len| fits(seq_len)).unwrap_or(0))
     });
     let mut longest = longest.collect::<Vec<_>>();
+    // A recipe of dense attention gives the same entry twice.
     longest.dedup();
     longest
 }

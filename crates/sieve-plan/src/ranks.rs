@@ -45,6 +45,7 @@ impl Ranks {
     /// One rank on one host.
     pub const ALONE: Self = Self { size: 1, hosts: 1 };
 
+    /// Bytes per second of all-reduces and all-gathers.
     fn rate(self) -> f64 {
         match self.hosts {
             ..=1 => HOST_RATE,
@@ -93,14 +94,14 @@ impl RanksPlan {
     /// `update_seconds` are the optimizer's update, which the ranks divide among them with ZeRO.
     pub(crate) fn tokens_per_second(&self, step_tokens: f64, step_seconds: f64, update_seconds: f64) -> f64 {
         let size = self.ranks.size as f64;
-        let is_shared = self.gather_bytes > 0.0;
-        let shared = if is_shared {
+        let divides_update = self.gather_bytes > 0.0;
+        let saved = if divides_update {
             update_seconds * (1.0 - 1.0 / size)
         } else {
             0.0
         };
         let together = LENGTHENING * (self.sum_seconds + self.gather_seconds);
-        size * step_tokens / (step_seconds - shared + together)
+        size * step_tokens / (step_seconds - saved + together)
     }
 }
 

@@ -41,10 +41,11 @@ impl Suggestion {
         let total_flops = plan.total_flops / plan.num_tokens.max(1) as f64 * num_tokens as f64;
         let (lr, tokens_per_step) = step_law(plan.num_non_embedding as f64, num_tokens as f64);
         let ranks = plan.ranks.map_or(1, |together| together.ranks.size);
-        let rows_apart = (ranks / recipe.parallelism.context_parallel_degree).max(1);
+        // Ranks that share a row count as one.
+        let row_groups = (ranks / recipe.parallelism.context_parallel_degree).max(1);
         let stages = recipe.stages().into_iter().map(|stage| {
             let section = stage.section;
-            let rows = section.local_batch_size * rows_apart;
+            let rows = section.local_batch_size * row_groups;
             let times = (tokens_per_step / (rows * section.seq_len) as f64).round().max(1.0);
             let rows = times as usize * rows;
             // Each stage keeps its share of the tokens.

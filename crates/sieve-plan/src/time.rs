@@ -82,6 +82,7 @@ pub(super) fn is_measured(gpu: &Gpu) -> bool {
 }
 
 /// Estimated tokens per second; `None` if attention has no kernel on this GPU, since its reference was not measured.
+/// Training spares `spared_flops` of a token's `executed` FLOPs.
 pub(super) fn tokens_per_second(
     shape: &ModelShape,
     executed: FlopsPerToken,
@@ -92,8 +93,10 @@ pub(super) fn tokens_per_second(
     if gpu_training_gap(shape, &gpu.arch).is_some() {
         return None;
     }
+    // A backward pass costs as much as two forward passes.
     let passes = 3.0 + size.recomputed;
     let bandwidth = MEMORY * gpu.memory_bytes_per_second;
+    // Seconds of attention and bytes of memory traffic, per token.
     let (mut pairs, mut bytes) = (0.0, 0.0);
     for part in shape.by_kind() {
         let (rate, is_dma) = pairs_rate(&part, size.seq_len);
@@ -101,7 +104,7 @@ pub(super) fn tokens_per_second(
         pairs += passes * flops.attention / (rate * gpu.bf16_flops);
         if part.has_indexer() {
             let loss = match part.attention.index_warmup() {
-                // Forward and backward passes of attention, with the indexer's keys as values.
+                // The loss runs attention forward and backward, with the indexer's keys as values.
                 Some(true) => 3.0 * flops.attention / rate,
                 _ => (flops.attention / 2.0 + 1.5 * flops.index_gradient) / INDEX_LOSS,
             };
@@ -114,7 +117,7 @@ pub(super) fn tokens_per_second(
         }
         bytes += block_bytes_per_token(&part, is_dma);
     }
-    // bf16 logits and their gradients, each written and read once.
+    // bf16 logits and their gradients are written and read once each.
     bytes += 2.0 * 4.0 * shape.vocab_size as f64;
     let mut gemms = (passes * executed.linear - spared_flops) / (GEMMS * gpu.bf16_flops);
     for layer_idx in size.fp8.clone() {
@@ -150,7 +153,8 @@ pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Optio
             ..*size
         };
         let executed = shape.executed_flops_per_token(seq_len);
-        tokens_per_second(shape, executed, 0.0, &size, gpu)
+        let spared_flops = 0.0;
+        tokens_per_second(shape, executed, spared_flops, &size, gpu)
     };
     let lengths = (9..=20).map(|power| 1 << power);
     lengths.into_iter().find(|&seq_len| {
@@ -161,11 +165,11 @@ pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Optio
 
 /// Share of the peak FLOP/s that a kind's attention reaches, and whether the kind is DMA.
 fn pairs_rate(shape: &ModelShape, seq_len: usize) -> (f64, bool) {
-    let leaves_out = shape.attention.form().num_kept().is_some_and(|kept| kept < seq_len);
+    let leaves_keys_out = shape.attention.form().num_kept().is_some_and(|kept| kept < seq_len);
     match shape.attention.form() {
-        AttentionForm::Grouped { .. } if leaves_out => (WINDOW_PAIRS, false),
+        AttentionForm::Grouped { .. } if leaves_keys_out => (WINDOW_PAIRS, false),
         AttentionForm::Grouped { .. } => (dense_pairs_rate(seq_len), false),
-        AttentionForm::Ranked(_) if leaves_out => (GATHERED_PAIRS, true),
+        AttentionForm::Ranked(_) if leaves_keys_out => (GATHERED_PAIRS, true),
         AttentionForm::Ranked(_) => (dense_pairs_rate(seq_len), true),
         AttentionForm::Latent(_) => (LATENT_PAIRS, false),
         AttentionForm::Branches(_) => (BLOCK_PAIRS, false),

@@ -3,7 +3,7 @@
 // costs its width, not the length of the runs, and all runs share the columns as x.
 (() => {
   const runs = JSON.parse(document.getElementById("data").textContent);
-  // Okabe and Ito's colours, which colour-blind readers can tell apart; further runs repeat them with dashes.
+  // Okabe and Ito's colours, which colour-blind readers can distinguish; further runs repeat them with dashes.
   const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7a4fbf", "#4d4d4d"];
   const DARK = ["#4da6ff", "#ff8c42", "#2fd6a3", "#f09ccb", "#e6c229", "#8fd3ff", "#b79cff", "#c9c9c9"];
   const DASHES = [[], [8, 4], [2, 3], [8, 3, 2, 3]];
@@ -27,7 +27,7 @@
   for (const run of runs) {
     for (const key of Object.keys(run.knots)) run.knots[key] = numbers(run.knots[key]);
     for (const series of Object.values(run.series)) {
-      // Decoded when first drawn.
+      // A series is decoded when it is first drawn.
       for (const key of Object.keys(series)) {
         const text = series[key];
         Object.defineProperty(series, key, {
@@ -45,13 +45,13 @@
 
   const isDark = () => getComputedStyle(document.documentElement).colorScheme.includes("dark");
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  // A line's colour: of its run, or of its group of seeds.
+  // A line has the colour of its run, or of its group of seeds.
   const groups = [...new Set(runs.map((run) => run.group))];
   const lineOf = (run) => state.join ? groups.indexOf(run.group) : runs.indexOf(run);
   const colour = (idx) => (isDark() ? DARK : LIGHT)[idx % LIGHT.length];
   const dash = (idx) => DASHES[Math.floor(idx / LIGHT.length) % DASHES.length];
 
-  // A series' steps on the present axis; between two knots what was used up grows evenly.
+  // A series' steps on the chosen axis; between two knots, tokens, seconds and FLOPs are interpolated linearly.
   const positions = (run, series) => {
     if (state.axis === "step") return series.step;
     const known = series.at[state.axis];
@@ -78,7 +78,7 @@
     return low;
   };
 
-  // Lines of a chart: runs, or groups of seeds.
+  // The lines of a chart are runs, or groups of seeds.
   const lines = () => {
     const all = new Map();
     for (const run of runs) {
@@ -115,7 +115,7 @@
         const series = run.series[name];
         if (!series) continue;
         const at = positions(run, series), mean = series.mean, down = series.low || mean, up = series.high || mean;
-        // One point beyond each edge, so that lines run out of the chart.
+        // One point beyond each edge is kept, so that lines continue to the edge of the chart.
         const from = Math.max(0, firstAtLeast(at, low) - 1), to = Math.min(at.length, firstAtLeast(at, high) + 1);
         for (let i = from; i < to; i++) {
           if (!Number.isFinite(mean[i])) continue;
@@ -203,7 +203,7 @@
         },
       }, data, this.box.children[1]);
     }
-    // The values under the pointer, of each line its nearest column.
+    // Shows each line's value in the column nearest to the pointer.
     tell(plot, data, shownLines) {
       const at = plot.cursor.idx;
       this.values.replaceChildren();
@@ -225,7 +225,7 @@
     }
   }
 
-  // An evaluation by tokens seen or by distance: a line a run over its bins, on a logarithmic axis.
+  // Draws an evaluation by tokens seen or by distance: a line for each run over its bins, on a logarithmic axis.
   class Curve {
     constructor(name) {
       this.name = name;
@@ -272,7 +272,7 @@
   };
   const zoom = (range) => { state.range = range; drawAll(); };
 
-  // Which curves there are: the main ones first, the rest on demand.
+  // Lists the curves: the main ones are shown at once, the others on demand.
   const all = [...new Set(runs.flatMap((run) => Object.keys(run.series)))];
   for (const name of MAIN) if (all.includes(name)) state.charts.push(new Chart(name));
   for (const name of new Set(runs.flatMap((run) => Object.keys(run.curves)))) state.charts.push(new Curve(name));

@@ -58,6 +58,7 @@ fn files(folder: &Path, endings: &[&str]) -> Result<Vec<(String, PathBuf)>, Repo
     Ok(found)
 }
 
+/// The numbers in each JSON file of `folder`; empty if the folder does not exist.
 pub(crate) fn scores(folder: &Path) -> Result<Vec<Scores>, ReportError> {
     let mut all = Vec::new();
     for (name, path) in files(folder, &["json"])? {
@@ -79,6 +80,8 @@ pub(crate) fn scores(folder: &Path) -> Result<Vec<Scores>, ReportError> {
     Ok(all)
 }
 
+/// Adds the numbers below `value`, whose path in the JSON is `name`, to `scores`. Texts, booleans and long arrays are
+/// left out.
 fn collect(name: &str, value: &Value, scores: &mut Scores) {
     let below = |key: &str| {
         if name.is_empty() {
@@ -118,13 +121,15 @@ fn collect(name: &str, value: &Value, scores: &mut Scores) {
     }
 }
 
-/// (first token, token behind the last one, value) of a bin: the mean loss by tokens seen, or the accuracy by distance.
+/// (first token, token after the last one, value) of a bin: the mean loss by tokens seen, or the accuracy by distance.
+/// `None` if `item` is no bin.
 fn bin(item: &Value) -> Option<(f64, f64, f64)> {
     let number = |key: &str| item[key].as_f64();
     let value = number("loss").or_else(|| number("accuracy"))?;
     Some((number("from")?, number("to")?, value))
 }
 
+/// The PNG and SVG files of `folder`; empty if the folder does not exist.
 pub(crate) fn pictures(folder: &Path) -> Result<Vec<Picture>, ReportError> {
     let mut all = Vec::new();
     for (file, path) in files(folder, &["png", "svg"])? {

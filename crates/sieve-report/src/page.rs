@@ -84,22 +84,24 @@ fn filled(template: &str, parts: &[(&str, String)]) -> String {
     html + rest
 }
 
+/// The series of a run for the page's charts: logged steps, validations and evaluations.
 fn charted(run: &Run, group: usize) -> Charted<'_> {
     let narrow = |values: &[f64]| -> Vec<f32> { values.iter().map(|&value| value as f32).collect() };
     let mut series: BTreeMap<&str, Series> = BTreeMap::new();
     for (name, values) in &run.numbers {
         let values = narrow(values);
-        let of = match name.as_str() {
+        let of_name = match name.as_str() {
+            // The tokens of each step are in `knots`.
             "tokens_seen" => continue,
             "loss" => Series::whole(&run.steps, &values),
             _ => Series::binned(&run.steps, &values),
         };
-        series.insert(name, of);
+        series.insert(name, of_name);
     }
-    let at: Vec<f32> = run.validations.iter().map(|check| check.step as f32).collect();
+    let steps: Vec<f32> = run.validations.iter().map(|check| check.step as f32).collect();
     let mut add = |name: &'static str, values: Vec<f64>| {
         if values.iter().any(|value| value.is_finite()) {
-            series.insert(name, Series::whole(&at, &narrow(&values)));
+            series.insert(name, Series::whole(&steps, &narrow(&values)));
         }
     };
     add(

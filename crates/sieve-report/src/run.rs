@@ -127,6 +127,7 @@ impl Run {
         &self.name
     }
 
+    /// Reads the steps, skipped steps and validations of metrics.jsonl; its other events are not shown.
     fn read_metrics(&mut self, path: &Path) -> Result<(), ReportError> {
         let file = File::open(path).map_err(ReportError::io(path))?;
         let mut lines = BufReader::new(file).lines().enumerate().peekable();
@@ -157,11 +158,13 @@ impl Run {
         }
     }
 
+    /// Adds a logged step: one number to each column, NaN where the step lacks it. A line without a step number is
+    /// skipped.
     fn add_step(&mut self, line: &Value) {
         let Some(step) = line["step"].as_f64() else {
             return;
         };
-        let before = self.steps.len();
+        let num_before = self.steps.len();
         self.steps.push(step as f32);
         self.num_steps = line["num_steps"].as_u64().unwrap_or(self.num_steps);
         let numbers = &mut self.numbers;
@@ -173,11 +176,11 @@ impl Run {
                 Some(column) => column,
                 None => numbers.entry(name.to_owned()).or_default(),
             };
-            column.resize(before, f64::NAN);
+            column.resize(num_before, f64::NAN);
             column.push(number);
         });
         for column in numbers.values_mut() {
-            column.resize(before + 1, f64::NAN);
+            column.resize(num_before + 1, f64::NAN);
         }
     }
 
@@ -224,6 +227,7 @@ fn vocab_size(folder: &Path, config: &BTreeMap<String, String>) -> Option<usize>
     let mut states = checkpoints.map(|entry| entry.path().join("state.json"));
     states.find_map(stated).or_else(|| {
         let data = match config.get("data.cache_dir") {
+            // In a recipe's paths `$$` is a dollar sign.
             Some(dir) => PathBuf::from(dir.replace("$$", "$")),
             None => folder.join("data"),
         };
@@ -247,6 +251,7 @@ fn for_each_number(name: &str, value: &Value, found: &mut impl FnMut(&str, f64))
     }
 }
 
+/// Adds every key below `value`, whose own key is `name`, to `into` as `section.key`.
 fn flatten_config(name: &str, value: &toml::Value, into: &mut BTreeMap<String, String>) {
     match value {
         toml::Value::Table(table) => {

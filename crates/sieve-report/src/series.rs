@@ -95,7 +95,7 @@ pub(crate) struct Knots {
 }
 
 impl Knots {
-    /// Rates from the sums `[tokens, seconds, FLOPs]` at every logged step.
+    /// Keeps every n-th step and the last of the sums `[tokens, seconds, FLOPs]`, which all logged steps have.
     pub(crate) fn new(steps: &[f32], sums: &[[f64; 3]]) -> Self {
         let stride = steps.len().div_ceil(NUM_BINS).max(1);
         let last = steps.len().saturating_sub(1);

@@ -25,6 +25,7 @@ fn digits(value: f64) -> String {
     }
 }
 
+/// A whole number with commas: `12,345`.
 fn thousands(value: f64) -> String {
     let digits = format!("{:.0}", value.abs());
     let mut text = String::from(if value < 0.0 { "−" } else { "" });
@@ -40,9 +41,11 @@ fn thousands(value: f64) -> String {
 /// A column of the table of runs.
 struct Column {
     title: &'static str,
+    /// Tooltip of the title.
     about: &'static str,
     /// Chooses the better of two values (`f64::min` or `f64::max`); the best one is printed bold. `None`: no value is.
     best: Option<fn(f64, f64) -> f64>,
+    /// The run's value; NaN if it has none.
     of: fn(&Run) -> f64,
 }
 
@@ -78,6 +81,7 @@ const COLUMNS: [Column; 11] = [
     Column::plain("skipped", "steps that the guard left out", |run| run.num_skipped as f64),
 ];
 
+/// The tokens (`which` 0), seconds (1) or FLOPs (2) up to the last logged step.
 fn sum(run: &Run, which: usize) -> f64 {
     run.sums().last().map_or(f64::NAN, |sums| sums[which])
 }
@@ -94,6 +98,7 @@ fn memory(run: &Run) -> f64 {
     most(run.column("memory_bytes")) / f64::from(1 << 30)
 }
 
+/// Number of the model's parameters; NaN if the recipe or the vocabulary's size is not known.
 fn parameters(run: &Run) -> f64 {
     let shape = Recipe::load(&run.recipe, "config.toml", &[]).ok().and_then(|recipe| {
         // The run's own size comes first: a trained tokenizer may have fewer tokens than the recipe asks for.
@@ -133,6 +138,7 @@ fn mean_and_spread(values: &[f64]) -> (f64, Option<f64>) {
     )
 }
 
+/// Mean of the values of a group's runs, with their spread if they differ.
 fn cell(values: &[f64]) -> String {
     match mean_and_spread(values) {
         (mean, Some(spread)) if spread > 0.0 => format!("{} ± {}", digits(mean), digits(spread)),
@@ -197,7 +203,8 @@ pub(crate) fn summary(runs: &[Run], groups: &[usize]) -> String {
         }
         if has_seeds {
             let title = format!("mean of {} seeds", members.len());
-            row(" class=\"mean\"", &title, members, true);
+            let may_be_best = true;
+            row(" class=\"mean\"", &title, members, may_be_best);
         }
     }
     html.push_str("</tbody></table>");
@@ -221,6 +228,7 @@ pub(crate) fn config(runs: &[Run]) -> String {
     html + "</tbody></table>"
 }
 
+/// The beginning of a table with a column for each run.
 fn head(title: &str, runs: &[Run]) -> String {
     let mut html = format!("<table class=\"wide\"><thead><tr><th>{title}</th>");
     for (idx, run) in runs.iter().enumerate() {

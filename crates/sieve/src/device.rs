@@ -51,7 +51,7 @@ pub(crate) enum Device {
 
 impl Place {
     /// With `--verbose`, prints the device's name.
-    fn tell(&self) {
+    fn print_name(&self) {
         if !crate::terminal::is_verbose() {
             return;
         }
@@ -84,12 +84,12 @@ impl DeviceChoice {
             device => device,
         };
         let place = Place::new(device, dtype)?;
-        place.tell();
+        place.print_name();
         Ok(place)
     }
 
     /// The device a model runs on. With `auto`, a GPU whose kernels do not take this model's attention is not used: the
-    /// reference op would be slower than the CPU. A line says so.
+    /// reference op would be slower than the CPU. Then a line is printed.
     pub(crate) fn for_model(self, found: &Device, shape: &ModelShape) -> Device {
         match (self, found, gpu_attention_gap(shape)) {
             (Self::Auto, Device::Cuda(gpu), Some(reason)) => {
@@ -109,10 +109,11 @@ impl DeviceChoice {
         prepare: impl FnOnce(&KernelCache, &DeviceReport) -> Result<()>,
     ) -> Result<Device> {
         let place = Place::new(self.look(prepare)?, None)?;
-        place.tell();
+        place.print_name();
         Ok(place.device)
     }
 
+    /// Finds the device. `auto` takes the first CUDA GPU, and the CPU if there is none or it cannot be used.
     fn look(self, prepare: impl FnOnce(&KernelCache, &DeviceReport) -> Result<()>) -> Result<Device> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
@@ -129,6 +130,7 @@ impl DeviceChoice {
     }
 }
 
+/// Opens the kernel cache of the CUDA device `index`, after `prepare` has filled it.
 fn open_cuda(
     report: &CudaReport,
     index: usize,
@@ -224,7 +226,7 @@ mod tests {
         };
         for shape in [&narrow_nsa, &narrow] {
             assert_eq!(auto.for_model(&gpu, shape), Device::Cpu);
-            // Who names a GPU gets it.
+            // A GPU that the user names is used.
             assert_eq!(cuda.for_model(&gpu, shape), gpu);
             assert_eq!(auto.for_model(&Device::Cpu, shape), Device::Cpu);
         }

@@ -1,7 +1,7 @@
 //! Exit codes, for scripts and job queues. docs/command-line.md lists them.
 use std::process::ExitCode;
 
-/// How the program ended, as its exit code says.
+/// How the program ended. Each value is an exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Exit {
     /// The command succeeded.

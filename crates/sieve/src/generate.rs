@@ -84,7 +84,7 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
             cached_tokens: prompt.saturating_add(new),
             num_caches: match args.sparse.selector {
                 None if is_single => args.samples.min(MOST_TOGETHER) as usize,
-                // A prompt is read into a cache of its own.
+                // One more: a prompt is read into a cache of its own.
                 None => prompts.len().min(MOST_TOGETHER as usize) + 1,
                 Some(_) => 1,
             },
@@ -112,14 +112,14 @@ fn run_on<B: DeviceBackend>((args, prompts): (&GenerateArgs, &[String]), device:
     let tokens = tokens.collect::<Result<Vec<_>, _>>()?;
     let longest = tokens.iter().map(Vec::len).max().unwrap_or(0);
     // An empty prompt takes one position for the token it starts from.
-    let room = loaded.shape.max_seq_len.saturating_sub(longest.max(1));
+    let num_left = loaded.shape.max_seq_len.saturating_sub(longest.max(1));
     let eos_id = tokenizer.eos_id()?;
     let run = Run {
         args,
         prompts,
         tokens,
         config: GenerateConfig {
-            max_new_tokens: args.max_new_tokens.unwrap_or(room.clamp(1, DEFAULT_NEW_TOKENS)),
+            max_new_tokens: args.max_new_tokens.unwrap_or(num_left.clamp(1, DEFAULT_NEW_TOKENS)),
             sampling: Sampling {
                 temperature: args.temperature,
                 top_p: args.top_p,
@@ -171,9 +171,11 @@ impl<B: DeviceBackend> Run<'_, B> {
 
     /// Decodes up to [`MOST_TOGETHER`] texts at once: samples of one prompt, or one sample of several prompts.
     fn in_batches(&self) -> Result<()> {
+        // Tokens after each text's first one, which the pass over the prompt gives.
         let (mut later_tokens, mut seconds) = (0, 0.0);
         let (model, num_prompts) = (&self.loaded.model, self.prompts.len());
         let num_texts = num_prompts * self.args.samples as usize;
+        // (index of the prompt, number of the sample) of a text.
         let place = |text: usize| (text % num_prompts, (text / num_prompts) as u64);
         let mut first = 0;
         while first < num_texts {
@@ -195,7 +197,8 @@ impl<B: DeviceBackend> Run<'_, B> {
                 if !self.args.json {
                     terminal::text(&format!("{}{}\n", self.prompts[prompt], written.text));
                 }
-                self.print_numbers(prompt, sample, written, None);
+                let selection = None;
+                self.print_numbers(prompt, sample, written, selection);
                 later_tokens += written.token_times.len().saturating_sub(1);
             }
             seconds += texts.iter().map(Written::seconds).fold(0.0, f64::max);
@@ -208,6 +211,7 @@ impl<B: DeviceBackend> Run<'_, B> {
         Ok(())
     }
 
+    /// Decodes the samples of the only prompt one after the other, with `--selector` if it is given.
     fn one_by_one(&self) -> Result<()> {
         for sample in 0..self.args.samples {
             let (model, config) = (&self.loaded.model, self.config(sample));

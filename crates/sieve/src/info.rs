@@ -189,6 +189,7 @@ fn paths(is_hopper: Option<bool>) -> Vec<(&'static str, Vec<&'static str>)> {
     let kinds = AttentionKind::ALL.into_iter();
     kinds
         .filter_map(|kind| {
+            // Any size serves: only kind and head width decide the path.
             let recipe = StartingSize::ALL[0].recipe(kind, &["text".to_owned()], &[]).ok()?;
             let shape = recipe.model_shape(1024).ok()?;
             let path = |width| match is_hopper {
@@ -216,6 +217,7 @@ fn of_width(shape: &ModelShape, width: usize) -> ModelShape {
     }
 }
 
+/// The kernel family of a model's attention on a GPU, or "reference".
 fn gpu_path(shape: &ModelShape, is_hopper: bool) -> &'static str {
     if gpu_attention_gap(shape).is_some() {
         return "reference";

@@ -77,6 +77,7 @@ fn fill(cache: &KernelCache, arch: &str, needed: &NeededKernels) -> Result<()> {
 pub(crate) fn device_for(choice: DeviceChoice, recipe: &Recipe) -> Result<Device> {
     choice.resolve_and_prepare(|cache, gpu| {
         let arch = gpu.arch();
+        // For an unlisted architecture each kernel is compiled at its first use.
         let Some(shared_bytes) = NeededKernels::shared_bytes_of(&arch) else {
             return Ok(());
         };

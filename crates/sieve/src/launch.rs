@@ -79,6 +79,7 @@ fn random_token() -> String {
 }
 
 impl Place {
+    /// Reads the flags, else the environment variables that their help texts name.
     fn of(args: &LaunchArgs) -> Result<Self> {
         let nnodes = args.nnodes.or(number("PET_NNODES")?).unwrap_or(1);
         anyhow::ensure!(
@@ -171,6 +172,7 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<Exit> {
     }
     let place = Place::of(args)?;
     respect_nohup();
+    // Number of signals that asked the job to stop.
     let asked = Arc::new(AtomicUsize::new(0));
     let signals = asked.clone();
     ctrlc::set_handler(move || {
@@ -220,8 +222,10 @@ fn run_once(args: &LaunchArgs, place: &Place, command: &[String], asked: &Atomic
     wait(&mut ranks, first, asked)
 }
 
+/// Starts the process `local_rank` of this host with torchrun's environment variables.
 fn start(nproc: u16, place: &Place, words: &[String], local_rank: u16, port: u16) -> Result<Child> {
     let mut command = Command::new(std::env::current_exe()?);
+    // size = nnodes * nproc, rank = node_rank * nproc + local_rank.
     let [size, rank] = [(place.nnodes, 0), (place.node_rank, local_rank)]
         .map(|(hosts, more)| u32::from(hosts) * u32::from(nproc) + u32::from(more));
     command
@@ -277,7 +281,7 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Opt
     let mut last_ended = Instant::now();
     // At most one fault is printed: the first failure makes the other processes fail too, and the loop may see one of
     // these first.
-    let mut is_told = false;
+    let mut is_printed = false;
     while ranks.iter().any(|rank| rank.status.is_none()) {
         for (number, rank) in ranks.iter_mut().enumerate() {
             if rank.status.is_some() {
@@ -292,8 +296,8 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Opt
                 continue;
             }
             failed.get_or_insert_with(Instant::now);
-            if let (false, Some(line)) = (is_told, fault(first + number, &rank.child, status)) {
-                is_told = true;
+            if let (false, Some(line)) = (is_printed, fault(first + number, &rank.child, status)) {
+                is_printed = true;
                 terminal::note(&line);
             }
         }
@@ -309,7 +313,7 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Opt
         let hangs = signals == 0 && is_lost_by_others(ranks) && last_ended.elapsed() > LAST_RANK_TIMEOUT;
         if hangs || failed.is_some_and(|since| since.elapsed() > GOODBYE_TIMEOUT) {
             // The ranks killed here are not at fault: the one that failed has printed the reason.
-            is_told = true;
+            is_printed = true;
             end(ranks);
         }
         std::thread::sleep(POLL);
@@ -418,7 +422,7 @@ mod tests {
         for (codes, expected) in [
             (&[Some(0), Some(0)][..], 0),
             (&[Some(75), Some(75)], 75),
-            // Killed, and the others noticed.
+            // One rank was killed, and the others noticed.
             (&[Some(76), None], 75),
             (&[Some(76), Some(76)], 75),
             (&[Some(75), None], 75),
@@ -440,7 +444,7 @@ mod tests {
     fn a_run_that_was_asked_to_stop_is_not_started_again() {
         for (codes, expected) in [
             (&[Some(75), Some(75)][..], true),
-            // The last one was killed, or lost, while it wrote.
+            // The last rank was killed, or lost, while it wrote.
             (&[Some(75), None], true),
             (&[Some(76), Some(75)], true),
             (&[Some(76), None], false),

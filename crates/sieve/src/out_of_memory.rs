@@ -19,7 +19,7 @@ use std::sync::{Mutex, PoisonError};
 static ADVICE: Mutex<Option<String>> = Mutex::new(None);
 
 /// A message names this many of the largest parts of the needed memory.
-const PARTS_TOLD: usize = 4;
+const PARTS_NAMED: usize = 4;
 
 /// `--ignore-memory`.
 #[derive(Args, Clone, Copy, Debug)]
@@ -34,7 +34,7 @@ pub(crate) struct MemoryArgs {
 pub(crate) struct Admitted {
     /// Warning to print first, if the run may not fit.
     pub(crate) warning: Option<String>,
-    /// Optional activations that there is room to keep, for the trainer.
+    /// Optional activations that fit into the memory, for the trainer.
     pub(crate) keeping: Keeping,
     /// Text for [`advise`], in case the memory runs out nevertheless.
     pub(crate) advice: String,
@@ -46,8 +46,8 @@ pub(crate) fn advise(advice: String) {
 }
 
 impl MemoryArgs {
-    /// Refuses a run of `recipe` that does not fit on `device`. On the CPU the `sharers` among all `ranks` divide the
-    /// free memory equally.
+    /// Refuses a run of `recipe` that does not fit on `device`. Of all `ranks`, the `sharers` are on
+    /// this host; on the CPU they divide its free memory equally.
     ///
     /// # Errors
     /// The run does not fit: the message has the needed and the free memory, the largest parts, and settings that would
@@ -124,6 +124,8 @@ impl MemoryArgs {
         Ok(())
     }
 
+    /// The warning to print; `None` if the memory suffices or is unknown. Fails if it does not, unless
+    /// `--ignore-memory`.
     fn decide(self, what: &str, memory: &MemoryPlan) -> Result<Option<String>> {
         let text = || {
             format!(
@@ -144,7 +146,7 @@ impl MemoryArgs {
     }
 }
 
-/// The plan's description of a device, with the memory that is free now.
+/// The plan's description of a device, with the memory that is free now. `cpu_flops` is only needed to estimate time.
 pub(crate) fn target(device: &Device, cpu_flops: Option<f64>) -> Target {
     match device {
         Device::Cpu => Target::Cpu {
@@ -153,7 +155,7 @@ pub(crate) fn target(device: &Device, cpu_flops: Option<f64>) -> Target {
         },
         Device::Cuda(gpu) => {
             let (in_use, total) = crate::device::cuda_memory(gpu.index);
-            // Only memory is asked for: the rates of an unlisted GPU do not matter.
+            // Only memory is planned: the rates of an unlisted GPU do not matter.
             let listed = sieve_core::model::gpu::find(&gpu.name);
             Target::Gpu(Gpu {
                 name: gpu.name.clone(),
@@ -179,12 +181,12 @@ pub(crate) fn need(memory: &MemoryPlan) -> String {
 pub(crate) const NOTHING_FITS: &str = "no local_batch_size and no activation_checkpoint.mode makes it fit: the weights \
     and the optimizer's state are too large";
 
-/// The line of the largest parts at the moment that needs most memory.
+/// The line about the point of a step that needs most memory, with its largest parts.
 fn parts(memory: &MemoryPlan) -> String {
     let mut parts = memory.parts();
     parts.retain(|(_, bytes)| *bytes >= memory.total_bytes / 100);
     parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
-    let largest = parts.iter().take(PARTS_TOLD);
+    let largest = parts.iter().take(PARTS_NAMED);
     let largest = largest.map(|(name, bytes)| format!("{name} {}", gib(*bytes)));
     let largest = largest.collect::<Vec<_>>().join(", ");
     format!("  fullest in {}: {largest}", memory.moment)

@@ -123,6 +123,7 @@ fn suggestion_text(suggestion: &Suggestion, recipe: &Recipe, plan: &Plan) -> Str
     )
 }
 
+/// The device to plan for, and its name for the heading: a GPU by name, or this CPU, whose speed is measured.
 fn target(gpu: Option<&str>) -> Result<(Target, String)> {
     let Some(name) = gpu else {
         let (peak, threads) = (crate::device::cpu_peak_flops(), crate::device::num_threads());

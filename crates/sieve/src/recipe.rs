@@ -80,8 +80,8 @@ impl RecipeArgs {
         let (recipe, left_out) = Recipe::load_and_left_out(&found.text, &found.origin, &self.overrides)?;
         // Of several ranks only rank 0 prints.
         let world = World::from_env(&variable).ok().flatten();
-        let tells = world.is_none_or(|world| world.rank == 0);
-        if tells && !left_out.is_empty() {
+        let prints = world.is_none_or(|world| world.rank == 0);
+        if prints && !left_out.is_empty() {
             terminal::warning(&format!(
                 "not used with attention.kind = {:?}: {}",
                 recipe.attention.kind().name(),
@@ -149,6 +149,7 @@ fn read(reader: impl Read, origin: String) -> Result<Found> {
     Ok(Found { text, origin })
 }
 
+/// Reads a recipe: standard input, a path, a name in [`FOLDER`], or a name inside the program, in this order.
 fn find(recipe: &str) -> Result<Found> {
     if recipe == STANDARD_INPUT {
         return read(std::io::stdin(), "the standard input".to_owned());

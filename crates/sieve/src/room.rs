@@ -6,7 +6,7 @@ use sieve_hf::list_checkpoints;
 use sieve_plan::DiskPlan;
 use std::path::Path;
 
-/// What a run prints at its start: a line about its checkpoints, and a warning if the disk has too little room.
+/// What a run prints at its start: a line about its checkpoints, and a warning if the disk has too little free space.
 pub(crate) fn lines(recipe: &Recipe, parameters: &ParameterCounts, out: &Path) -> (String, Option<String>) {
     let disk = DiskPlan::new(recipe, parameters);
     (line(recipe, disk, out), warning(recipe, disk, out))
@@ -29,8 +29,9 @@ pub(crate) fn line(recipe: &Recipe, disk: DiskPlan, out: &Path) -> String {
 
 /// A warning if the checkpoints still to be written do not fit into the free space.
 fn warning(recipe: &Recipe, disk: DiskPlan, out: &Path) -> Option<String> {
-    let there = list_checkpoints(&out.join(&recipe.checkpoint.folder)).map_or(0, |found| found.len() as u64);
-    let needed = disk.num_checkpoints.saturating_sub(there).max(1) * disk.checkpoint_bytes;
+    let num_existing = list_checkpoints(&out.join(&recipe.checkpoint.folder)).map_or(0, |found| found.len() as u64);
+    // At least one: a checkpoint is written before an older one is deleted.
+    let needed = disk.num_checkpoints.saturating_sub(num_existing).max(1) * disk.checkpoint_bytes;
     let free = sieve_files::free_bytes(out)?;
     (free < needed).then(|| {
         format!(

@@ -13,8 +13,8 @@ pub(crate) fn mark() {
 
 /// The time since [`mark`] at the first call, `None` at later ones: in a sweep, only the first run's startup counts.
 pub(crate) fn elapsed_once() -> Option<Duration> {
-    static TOLD: AtomicBool = AtomicBool::new(false);
-    let is_first = !TOLD.swap(true, Ordering::Relaxed);
+    static WAS_CALLED: AtomicBool = AtomicBool::new(false);
+    let is_first = !WAS_CALLED.swap(true, Ordering::Relaxed);
     is_first.then(|| BEGAN.get_or_init(Instant::now).elapsed())
 }
 

@@ -161,18 +161,19 @@ pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
         Some(world) => ranks::run(&args, world, &events),
         None if !args.sweep.is_empty() => events.ended(sweep::run(args).map(Exit::from)),
         None => {
-            let ending = Interrupt::install(true).and_then(|interrupt| run_one(&args, None, interrupt));
-            events.ended(exit_of(ending, true))
+            let (prints, mesh) = (true, None);
+            let ending = Interrupt::install(prints).and_then(|interrupt| run_one(&args, mesh, interrupt));
+            events.ended(exit_of(ending, prints))
         }
     }
 }
 
-/// The exit code of a run. If its last checkpoint could not be written, prints the error; the code says that the run
-/// can be continued from the checkpoint before.
-fn exit_of(result: Result<Ending>, tells: bool) -> Result<Exit> {
+/// The exit code of a run. If its last checkpoint could not be written, `prints` says whether to print the error;
+/// the code means that the run can be continued from the checkpoint before.
+fn exit_of(result: Result<Ending>, prints: bool) -> Result<Exit> {
     match result {
         Err(error) if matches!(error.downcast_ref(), Some(TrainError::Unsaved(_))) => {
-            if tells {
+            if prints {
                 terminal::print_error(&error);
             }
             Ok(Exit::StoppedEarly)
@@ -228,7 +229,7 @@ fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()> {
     let done = latest.state.step as usize;
     recipe.training.steps = steps;
     recipe.lr_scheduler.after_step = match saved.training.steps {
-        // The same --extend again, after an interruption.
+        // The same --extend is given again, after an interruption.
         before if before == steps => saved.lr_scheduler.after_step,
         before if before == done && done < steps => done,
         before => bail!(
@@ -361,6 +362,7 @@ fn check_gpu_fp8(recipe: &Recipe, gpu: &DeviceReport) -> Result<()> {
     })
 }
 
+/// The hardware of a CPU for the trainer, and its description for the log.
 fn on_cpu() -> (Hardware<Autodiff<Flex>>, String) {
     // There is no peak_flops for a CPU: no data sheet has one, and a measured one is too low if the machine was busy.
     let hardware = Hardware {
@@ -374,6 +376,7 @@ fn on_cpu() -> (Hardware<Autodiff<Flex>>, String) {
     (hardware, description)
 }
 
+/// The hardware of a GPU for the trainer, and its description for the log.
 fn on_cuda(gpu: &DeviceReport, shape: &ModelShape) -> (Hardware<Autodiff<Cuda>>, String) {
     let peak = sieve_core::model::peak_bf16_flops(&gpu.name);
     let hardware = Hardware {
@@ -421,6 +424,7 @@ fn attention_path(shape: &ModelShape, arch: &str) -> &'static str {
     }
 }
 
+/// Trains on a device of backend `B`: opens the output folder, prepares the text, runs the steps, prints the results.
 /// Everything that can be refused is checked before anything is written into the output folder.
 fn train<B: TrainBackend>(
     (start, out): (&Start, &Path),
@@ -436,8 +440,9 @@ fn train<B: TrainBackend>(
     if is_finished(&mut folder, start, &origin, recipe, out, &log)? {
         return Ok(Ending::Finished);
     }
-    // Before text is tokenised, which may take hours.
-    TrainError::check_ranks(recipe, session.sharers()[1])?;
+    // Memory is checked before text is tokenised, which may take hours.
+    let [_, num_ranks] = session.sharers();
+    TrainError::check_ranks(recipe, num_ranks)?;
     let keeping = admit(session, recipe, &origin, place, &log)?;
     if let Some(dir) = session.args.checkpoint_fallback.as_ref().filter(|_| session.tells()) {
         let what = || format!("creating {} for --checkpoint-fallback", dir.display());
@@ -535,7 +540,7 @@ fn train<B: TrainBackend>(
     Ok(Ending::Finished)
 }
 
-/// Whether the checkpoint to continue from has all of the run's steps already; then says so and how to train further.
+/// Whether the checkpoint to continue from has all of the run's steps. If so, prints that and how to train further.
 fn is_finished(
     folder: &mut RunFolder,
     start: &Start,
@@ -572,7 +577,7 @@ fn is_finished(
         checkpoint.path.display(),
         recipe.training.steps,
         match origin.is_branch || matches!(start, Start::ResumeFrom(_)) && !RunFolder::holds_run(out) {
-            // A new run, but its schedule also counts the steps before it.
+            // This would be a new run, whose schedule also counts the steps before it.
             true => format!(
                 "{} with --set training.steps={more}, or another number above {}",
                 if origin.is_branch {
@@ -588,7 +593,7 @@ fn is_finished(
     Ok(true)
 }
 
-/// Checks that the run fits into the device's memory. Returns which optional activations there is room to keep.
+/// Checks that the run fits into the device's memory. Returns which optional activations fit too.
 fn admit(session: &Session<'_>, recipe: &Recipe, origin: &Origin, place: &Device, log: &Log) -> Result<Keeping> {
     let vocab_size = match &origin.checkpoint {
         Some(checkpoint) => Ok(checkpoint.state.vocab_size),
@@ -604,7 +609,7 @@ fn admit(session: &Session<'_>, recipe: &Recipe, origin: &Origin, place: &Device
     Ok(admitted.keeping)
 }
 
-/// Trains, with a progress bar, the metrics, a profile where one is asked for, and a watch for stalls.
+/// Trains, with a progress bar, the served metrics, the profile of `--profile`, and a watch for stalls.
 fn run_steps<B: TrainBackend>(
     trainer: &mut Trainer<B>,
     session: &Session<'_>,
@@ -685,7 +690,8 @@ fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Orig
         }
     }
     let say = |line: &str| log.line(line);
-    let mut watch = Watch::new(["tokenizer: ", "data: "], false, &say);
+    let has_lines = false;
+    let mut watch = Watch::new(["tokenizer: ", "data: "], has_lines, &say);
     let mut observe = |event: DataEvent| watch.see(event);
     let mut data = match (source, &origin.checkpoint) {
         (None, Some(checkpoint)) => TrainingData::resume(recipe, &dir, checkpoint, &variable, &mut observe),
@@ -724,6 +730,7 @@ pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
+/// Prints and logs an event of the run, and moves the progress bar.
 fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
     bar.suspend(|| match event {
         TrainEvent::Step(report) => log.short(&step_line(report), &whole_step_line(report)),
@@ -755,7 +762,7 @@ mod tests {
         let mla = path(include_str!("../../../recipes/mla_80m.toml"));
         let nsa = path(include_str!("../../../recipes/nsa_80m.toml"));
         assert_eq!([mla, nsa], ["attention by kernels"; 2]);
-        // Heads of 32, which NSA's kernels do not take.
+        // Its heads are 32 wide, which NSA's kernels do not take.
         let narrow = path(include_str!("../../../recipes/mqar_nsa.toml"));
         assert!(narrow.contains("reference"), "{narrow}");
     }

@@ -182,13 +182,14 @@ fn of_sieve(shape: &ModelShape, kind: &str, sizes: Value) -> Value {
 /// end-of-document token is still one of them.
 pub(super) fn generation(options: &ExportOptions, source: Map<String, Value>) -> Value {
     let eos = json!(options.eos_token_id);
-    let theirs = tokenizer_files::ends(&source, options.eos_token_id);
+    let source_ends = tokenizer_files::ends(&source, options.eos_token_id);
     let pad = options.pad_token_id.map(|id| json!(id));
     let mut all = json!({
-        "eos_token_id": theirs.unwrap_or(&eos),
+        "eos_token_id": source_ends.unwrap_or(&eos),
         "pad_token_id": pad.as_ref().or(source.get("pad_token_id")),
     });
     for (key, value) in source {
+        // `transformers` writes these two keys itself.
         if !["transformers_version", "_from_model_config"].contains(&key.as_str()) && all.get(&key).is_none() {
             all[key] = value;
         }

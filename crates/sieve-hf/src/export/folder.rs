@@ -94,7 +94,7 @@ impl OutFolder {
 
 impl Drop for OutFolder {
     fn drop(&mut self) {
-        // After a failed export; an error here only costs disk space.
+        // Cleans up after a failed export; an error here only costs disk space.
         let _ = fs::remove_dir_all(self.path.join(PARTIAL));
     }
 }

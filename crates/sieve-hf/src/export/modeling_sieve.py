@@ -78,7 +78,7 @@ class SieveCacheLayer(DynamicLayer):
 
     def reset(self):
         self.tensors = {}
-        # DMA's kernel writes a key in the place of the one that leaves; otherwise keys are in the order of the text.
+        # DMA's kernel overwrites the key that leaves with the new one; otherwise keys are in the order of the text.
         self.in_order = True
         # Columns of input that went through, and how many of each row were tokens: a number, or [batch] after padding.
         self.columns, self.length = 0, 0
@@ -87,7 +87,7 @@ class SieveCacheLayer(DynamicLayer):
         """Writes `new` from index `at` of each row on and returns the first `total` indices."""
         old = self.tensors.get(name)
         if old is None or old.shape[2] < total:
-            # Room for a quarter more, so that a token rarely moves what is there.
+            # The buffer is a quarter larger than needed, so that a new token rarely copies the earlier ones.
             buffer = new.new_zeros(*new.shape[:2], total + total // 4 + 64, *new.shape[3:])
             if old is not None:
                 buffer[:, :, : old.shape[2]] = old
@@ -104,7 +104,7 @@ class SieveCacheLayer(DynamicLayer):
         return self.columns
 
     def select(self, change):
-        """Makes a change of the batch's rows to all that is kept."""
+        """Applies a change of the batch's rows to all kept tensors."""
         self.tensors = {name: change(x) for name, x in self.tensors.items()}
         self.length = change(self.length) if torch.is_tensor(self.length) else self.length
 
@@ -204,7 +204,7 @@ def kernels(module, cache):
     """The package with Sieve's kernels, where the model asks for it and no earlier tokens count; else None."""
     if module.config._attn_implementation != "sieve" or (cache is not None and cache.columns > 0):
         return None
-    # Not an import statement: transformers would ask every user of the file for the package.
+    # An import statement would make transformers require the package of every user of the file.
     return importlib.import_module("sieve_attention")
 
 
@@ -228,7 +228,7 @@ def attend(module, q, k, v, scale, mask=None, is_causal=False):
     """
     (batch, heads, n, _), kv_heads, dtype = q.shape, k.shape[1], q.dtype
     if mask is not None and mask.dtype not in (torch.bool, dtype):
-        # Biases in f32 grow with the row: 8 bits would blur them.
+        # f32 biases grow with the row's length: bf16's 8 bits would round them too much.
         q, k, v = q.float(), k.float(), v.float()
     # A KV head and its group are a row of their own: keys are not repeated, and a mask is shared by the group.
     q = q.reshape(batch * kv_heads, heads // kv_heads, n, -1)
@@ -311,7 +311,7 @@ class LatentAttention(nn.Module):
             k = kv[..., :d] * self.k_norm.weight[:d] if norm else kv[..., :d]
             k = torch.cat([k, memory[..., rank:].expand(-1, k.shape[1], -1, -1)], -1)
             k = (k * inverse).to(k.dtype) if norm else k
-            # Values as wide as keys: most fast kernels want one width.
+            # Values are padded to the keys' width: most fast kernels need one width.
             width = 0 if kernels(self, cache) else k.shape[-1] - d
             o = dense(self, q, k, nn.functional.pad(kv[..., d:], (0, width)), rows, scale, cache=cache)[..., :d]
         return self.o_proj(o.transpose(1, 2).flatten(2))
@@ -325,7 +325,7 @@ class LatentAttention(nn.Module):
         if sieve := steps(self, q, rows, cache):
             q = torch.cat([q_nope @ up, q[..., d:]], -1)
             return sieve.latent_attention(q, memory, inverse, rank, rows, scale) @ down.transpose(1, 2)
-        # One matrix product for all heads.
+        # One GEMM serves all heads.
         logits = ((q_nope @ up).flatten(1, 2) @ latent.transpose(1, 2)).view(shape).float()
         logits = logits + (q[..., d:].flatten(1, 2) @ memory[:, 0, :, rank:].transpose(1, 2)).view(shape).float()
         logits = logits * inverse.transpose(2, 3) if norm else logits
@@ -390,7 +390,7 @@ def choose(importance, query, config, first, local):
     own = (query // config.select_block_size)[:, None]
     forced = (block > own - local) | (block < first)
     importance = importance.masked_fill(forced, float("inf")).masked_fill(block > own, float("-inf"))
-    # Of equal ones the later: a stable sort of the blocks from the last to the first.
+    # Of equal blocks the later one wins: a stable sort of the blocks from the last to the first.
     order = importance.flip(-1).sort(dim=-1, descending=True, stable=True).indices
     best = len(block) - 1 - order[..., : config.num_selected_blocks]
     return torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, best, True) & (block <= own)
@@ -401,7 +401,7 @@ def read_blocks(module, q, k, v, chosen, query, rows, start, end, cache=None):
     if sieve := steps(module, q, rows, cache):
         sizes = {"block": module.config.select_block_size, "num_blocks": module.config.num_selected_blocks}
         return sieve.attention(q, k, v, rows, chosen=chosen, scale=module.scale, **sizes)
-    # Zeros and -inf, as SDPA would make them of true and false. Later blocks than its own no query has chosen.
+    # Adds 0 or -inf, as SDPA does for true and false. No query has chosen blocks later than its own.
     select = module.config.select_block_size
     mask = torch.zeros_like(chosen, dtype=v.dtype).masked_fill_(~chosen, float("-inf"))
     mask = mask[..., None].expand(-1, -1, -1, -1, select).contiguous().flatten(3)[..., :end]
@@ -601,7 +601,7 @@ class NativeSparseAttention(DenseAttention):
             p = torch.softmax(logits, -1).nan_to_num(0.0)
             coarse.append((p.to(v.dtype) @ coarse_v).flatten(1, 2))
             near = overlapping(p.sum(2), config, end)
-            # Strides that each shares with the block.
+            # The number of strides that each compressed block shares with the block.
             place, most = torch.arange(1, near.shape[-1] + 1, device=device), min(size, select) // stride
             shared = torch.minimum(place, place.flip(0)).clamp(max=most)
             chosen = choose((near * shared).sum(-1), query, config, 1, 2)
@@ -670,12 +670,12 @@ class DynamicMaskAttention(DenseAttention):
         q, k = self.rotated(x, rows)
         v = self.v_proj(x)
         keys = {"k": k, "v": self.heads(v), "rank": self.rank(v, rows)}
-        # A token of padding would take a key's place.
+        # A padding token must not evict a key.
         if (sieve := steps(self, q, rows, cache)) and not torch.is_tensor(rows.new):
             cache.in_order = False
             return self.out(sieve.dma_attention(q, keys, cache.tensors, rows, self.config, self.scale))
         keys["position"] = rows.positions.to(torch.int32)[:, None].expand(keys["rank"].shape)
-        # Kept keys in their order, then the new ones, are ranked as the whole row would be: who left never returns.
+        # Kept keys in their order, then the new ones, are ranked as in the whole row: a key that left never returns.
         first = rows.first.clamp(max=keep) if torch.is_tensor(rows.first) else min(rows.first, keep)
         num_kept = 0
         if cache is not None and cache.columns > 0:
@@ -705,7 +705,7 @@ class DynamicMaskAttention(DenseAttention):
             index, seen = torch.arange(end, device=x.device).expand(1, 1, -1), (keys["k"], keys["v"], bias, expire)
             seen = tuple(y[:, :, :end] for y in seen)
             if end > keep + stop - start:
-                # Of the keys before the tile, those that its first query still sees; of its own, all.
+                # A tile reads the earlier keys that its first query still sees, and all of its own.
                 seen_here = seen[3] > torch.maximum(index, here[:, :, 0])
                 index = first_true(seen_here & (index <= here[:, :, -1]), keep + stop - start)
                 seen = tuple(y.gather(2, along(index, y)) for y in seen)

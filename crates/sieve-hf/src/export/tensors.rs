@@ -35,6 +35,7 @@ impl ExportTensor {
         Self::rows(name, shape, source, 0..shape[0], shape[0])
     }
 
+    /// A tensor that is `rows` of the tensor `source` of the checkpoint, which has `num_rows` rows.
     fn rows(name: String, shape: &[usize], source: String, rows: Range<usize>, num_rows: usize) -> Self {
         Self {
             name,
@@ -71,8 +72,8 @@ impl ExportTensor {
             Source::Rows { name, rows, num_rows } => {
                 let mut shape = self.shape.clone();
                 shape[0] = *num_rows;
-                let row: usize = shape[1..].iter().product();
-                let mut data = weights.part(name, &shape, Some(rows.start * row..rows.end * row))?;
+                let width: usize = shape[1..].iter().product();
+                let mut data = weights.part(name, &shape, Some(rows.start * width..rows.end * width))?;
                 data.shape = self.shape.clone().into();
                 data
             }
@@ -108,6 +109,7 @@ pub(crate) fn tensors_of(shape: &ModelShape, architecture: Architecture) -> Vec<
     tensors
 }
 
+/// Adds the tensors of a layer. `theirs` are names in `transformers`, `ours` names in the checkpoint.
 fn push_layer(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, architecture: Architecture, layer_idx: usize) {
     let (d_model, d_ff, head_dim) = (shape.d_model, shape.d_ff, shape.head_dim);
     let (q_width, kv_width) = (shape.q_width(), shape.kv_width());
@@ -242,6 +244,7 @@ fn push_latent(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, mla: MlaShap
         ("q_norm", "q_norm", &[norm_dim]),
         ("k_norm", "k_norm", &[norm_dim]),
     ];
+    // The last two exist only with norms of queries and keys.
     for (theirs, ours, shape) in &parts[..if qk_norm { 6 } else { 4 }] {
         let name = |name: &str| format!("self_attn.{name}.weight");
         tensors.push(whole(&name(theirs), &name(ours), shape));

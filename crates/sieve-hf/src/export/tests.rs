@@ -94,7 +94,7 @@ impl Exported {
     }
 }
 
-/// Residual scales unlike those a model starts with.
+/// Gives residual scales other values than a new model has.
 fn trained_scale() -> Vec<f32> {
     (0..12).map(|n| n as f32).collect()
 }
@@ -227,7 +227,7 @@ fn the_same_checkpoint_gives_the_same_bytes_and_replaces_an_earlier_export_alone
     let folder = tempfile::tempdir().expect("a folder");
     let checkpoint = checkpoint(&folder.path().join("run"), TIED, DMA);
     let (first, second) = (folder.path().join("a"), folder.path().join("b"));
-    // The second folder first holds an export in several files; they go, a file that a user put beside them stays.
+    // The second folder first holds an export in several files. These are removed; a user's file beside them stays.
     let small = ExportOptions {
         max_shard_bytes: 4000,
         ..options()
@@ -266,7 +266,7 @@ fn bf16_halves_the_bytes_and_rounds_to_nearest() {
     let rounded = values(&theirs, "model.embed_tokens.weight");
     let mut changed = 0;
     for (exact, rounded) in exact.iter().zip(&rounded) {
-        // Half a unit in the last of 8 bits.
+        // The tolerance is half a unit in the last of bf16's 8 bits.
         assert!(
             (exact - rounded).abs() <= exact.abs() / 256.0,
             "{exact} became {rounded}"

@@ -169,6 +169,7 @@ pub(crate) fn eos_token(from: &Path) -> Result<Option<String>, CheckpointError> 
     Ok(found.and_then(|name| name.as_str().map(str::to_owned)))
 }
 
+/// Whether the token is an added one or in the vocabulary: an object from text to id, or a list of (text, score).
 fn has_token(tokenizer: &Value, name: &str) -> bool {
     added_tokens(tokenizer).iter().any(|token| token["content"] == name)
         || match &tokenizer["model"]["vocab"] {
@@ -186,7 +187,7 @@ fn content(tokenizer: &Value, id: u32, path: &Path) -> Result<Value, CheckpointE
     let added = added_tokens(tokenizer).iter().find(|token| token["id"] == id);
     let content = match added {
         Some(token) => token["content"].clone(),
-        // A token of the vocabulary, which is an object from text to id, or a list of (text, score).
+        // Looks in the vocabulary, which is an object from text to id, or a list of (text, score).
         None => match &tokenizer["model"]["vocab"] {
             Value::Object(vocab) => vocab
                 .iter()

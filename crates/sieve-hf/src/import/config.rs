@@ -126,6 +126,7 @@ impl Reader {
             _ if windows == Windows::None => Vec::new(),
             _ if windows == Windows::Every => match self.value.get("sliding_window") {
                 Some(Value::Null) => Vec::new(),
+                // Without the key, the window is the class's default.
                 _ => vec![false; num_layers],
             },
             Some(types) => types.iter().map(|kind| kind != "sliding_attention").collect(),
@@ -233,6 +234,7 @@ impl Reader {
 }
 
 impl HfConfig {
+    /// Reads `config.json`. Fails if it has a setting that no recipe has.
     pub(super) fn read(path: &Path) -> Result<Self, CheckpointError> {
         let text = fs::read_to_string(path).map_err(CheckpointError::io("reading", path))?;
         let value = serde_json::from_str(&text).map_err(|error| CheckpointError::malformed(path, error))?;

@@ -12,7 +12,7 @@ fn exported(folder: &Path, model: &str, attention: &str, options: ExportOptions)
     let model = format!("rope_theta = 54321.5\n{model}");
     let run = folder.join("run");
     let checkpoint = changed_checkpoint(&run, &model, attention, |number, tensor| {
-        // Norms, A and scales too are unlike what a new model has.
+        // Norms, A and scales too get other values than a new model has.
         let shift = 1.0 + number as f32 / 64.0;
         let values = tensor.data.iter::<f32>().map(|value| value + shift);
         tensor.data = TensorData::new(values.collect::<Vec<_>>(), tensor.data.shape.to_vec());
@@ -177,7 +177,7 @@ fn a_dense_model_becomes_sparse_with_new_weights_at_their_start() {
     let report = imported(&hf, &nsa, Some(AttentionKind::Nsa), &sizes).expect("imports");
     assert!(!report.added.is_empty(), "the gates are new");
     assert!(report.added.iter().all(|name| name.contains("self_attn")), "{report:?}");
-    // The rest is what was exported.
+    // The other weights are the exported ones.
     let theirs = TensorFile::open(&hf.join(SINGLE)).expect("exported");
     let name = "model.layers.1.self_attn.o_proj.weight";
     let expected = theirs.any_tensor(name).expect(name);
@@ -185,7 +185,7 @@ fn a_dense_model_becomes_sparse_with_new_weights_at_their_start() {
     assert_eq!(found.as_bytes(), expected.as_bytes());
 }
 
-// Keys as version 4 of transformers and older wrote them: none of what has a default.
+// Version 4 of transformers and older ones wrote no key that has its default.
 #[test]
 fn old_configurations_mean_what_their_class_does_by_default() {
     let (_folder, hf) = dense("tie_word_embeddings = true\nqk_norm = false");
@@ -257,7 +257,7 @@ fn embedding_of(tensors: &[NamedTensor]) -> TensorData {
     found.expect("every model has one").data.clone()
 }
 
-/// Some tools write an output of its own and leave `tie_word_embeddings` as it was; `transformers` reads it.
+/// Some tools write an output projection of its own and leave `tie_word_embeddings` true; `transformers` reads it.
 #[test]
 fn an_output_unlike_the_embedding_unties_the_model() {
     let (folder, hf) = dense(TIED);
@@ -288,13 +288,13 @@ fn chat_templates_and_special_tokens_come_back_out() {
     let mut config = read(&hf);
     config["chat_template"] = json!("{{ messages }}");
     config["bos_token"] = json!("a");
-    // A class of theirs would not read tokenizer.json as it is.
+    // Another tokenizer class of transformers would not read tokenizer.json unchanged.
     config["tokenizer_class"] = json!("Qwen2Tokenizer");
     fs::write(hf.join(config_path), config.to_string()).expect("writable");
     fs::write(hf.join("chat_template.jinja"), "{{ all }}").expect("writable");
     let back = folder.path().join("back");
     imported(&hf, &back, None, &[]).expect("imports");
-    // The checkpoint takes them along.
+    // The checkpoint holds copies of these files.
     let moved = folder.path().join("moved");
     fs::rename(&back, &moved).expect("the same file system");
     let out = folder.path().join("again");
@@ -320,12 +320,12 @@ fn tokens_that_generation_ends_and_begins_at_come_back_out() {
         }
         fs::write(hf.join(name), all.to_string()).expect("writable");
     };
-    // The first of the ids is the tokenizer's token "a"; what one file lacks the other says.
+    // The first of the ids is the tokenizer's token "a"; a key that one file lacks is in the other.
     let sampling = json!({ "do_sample": true, "temperature": 0.5, "transformers_version": "5" });
     change("generation_config.json", sampling);
     change("config.json", json!({ "bos_token_id": 0, "eos_token_id": 0 }));
     change("tokenizer_config.json", json!({ "eos_token": null }));
-    // What is trained on from here ends its documents with token 1.
+    // A run that continues from here ends its documents with token 1.
     for (number, (theirs, expected)) in [(json!([0, 1]), json!([0, 1])), (json!(0), json!(1))]
         .into_iter()
         .enumerate()

@@ -28,20 +28,21 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
     let (heads, kv_heads) = (shape.num_heads as u64, shape.num_kv_heads as u64);
     let packed = q + 2 * kv;
-    // `common`: the inputs of the attention and feed-forward halves, gate and up. With room also `more`: the GEMMs'
+    // `common`: the inputs of the attention and feed-forward halves, gate and up. If they fit, also `more`: the GEMMs'
     // inputs and the rotated heads.
     let more = match keeping.recomputable {
         true => of_inputs(shape) + if joins_attention(shape) { packed } else { 0 },
         false => 0,
     };
     let common = 2 * d_model + 2 * d_ff + more;
-    // The norm's output, unless attention is one op, which recomputes it.
+    // The norm's output is kept, unless attention is one op, which recomputes it.
     let normed = if joins_attention(shape) { 0 } else { d_model };
     let lse = F32 * heads;
     let (values, f32_bytes) = match shape.attention.form() {
-        // q, k and v (before norm and rotation if these are in the same op), and the output.
+        // Keeps q, k and v (before norm and rotation if these are in the same op), and the output.
         AttentionForm::Grouped { .. } => (common + normed + packed + q, lse),
-        // Also z and expire, key lists, and `o_low`.
+        // Keeps also each key's score z (f32) and expire (i32: the first query that no longer sees the key), key lists
+        // and `o_low`.
         form @ AttentionForm::Ranked(_) => {
             let o_low = if keeps_o_low(shape, target, seq_len, keeping.o_low) {
                 q
@@ -58,21 +59,21 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
         AttentionForm::Latent(mla) => {
             let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
             let queries = q + heads * rope;
-            // The latent with the rotated key, the normed latent, packed q, k and v, and the output. With q/k-norm also
-            // the packed tensor before the norms, which the backward pass recomputes.
+            // Keeps the latent with the rotated key, the normed latent, packed q, k and v, and the output. With
+            // q/k-norm also the packed tensor before the norms, which the backward pass recomputes.
             let before_norms = if mla.qk_norm { queries + 2 * q } else { 0 };
             let attention = (rank + rope) + rank + before_norms + (2 * queries + q) + q;
             (common + normed + attention, lse)
         }
         AttentionForm::Branches(nsa) => {
             let branches = NUM_NSA_BRANCHES as u64;
-            // Packed q, k, v before and after norm and rotation: one pair for all branches, or one for each. The normed
-            // but unrotated tensor, from which blocks are compressed, is not kept.
+            // Keeps packed q, k, v before and after norm and rotation: one pair for all branches, or one for each. The
+            // normed but unrotated tensor, from which blocks are compressed, is not kept.
             let pairs = nsa.num_kv_copies() as u64;
             let stride = nsa.compress_stride as u64;
             let blocks = match nsa.compress_hidden_size {
-                // Keys and values of each block concatenated, the inputs of the two MLPs, and their hidden layers
-                // before and after the ReLU.
+                // The two MLPs keep their inputs, the concatenated keys and values of each block, and their hidden
+                // layers before and after the ReLU.
                 Some(hidden) => {
                     let inputs = 4 * kv * nsa.compress_block_size as u64;
                     let hidden = 4 * kv_heads * hidden as u64;
@@ -83,7 +84,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
             let compressed = 4 * kv / stride + blocks;
             let packs = 2 * pairs * packed;
             let attention = packs + branches * (q + heads) + q + compressed;
-            // Lists of the queries that chose each block. (A deterministic run keeps none.)
+            // Keeps lists of the queries that chose each block. (A deterministic run keeps none.)
             let lists = match target {
                 Target::Gpu(_) if gpu_attention_gap(shape).is_none() => {
                     2 * F32 * kv_heads * nsa.num_selected_blocks as u64
@@ -92,8 +93,8 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
             };
             (common + normed + attention, branches * lse + lists)
         }
-        // Packed q, k, v before and after norm and rotation, and the output; the chosen blocks, and on a GPU lists of
-        // them. For an indexer also its projection and two packed tensors.
+        // Keeps packed q, k, v before and after norm and rotation, and the output; the chosen blocks, and on a GPU
+        // lists of them. For an indexer also its projection and two packed tensors.
         AttentionForm::Blocks(choice) => {
             let choices = num_choices(shape, choice);
             let indexer = match shape.has_indexer() {
@@ -134,6 +135,7 @@ fn of_inputs(shape: &ModelShape) -> u64 {
 pub(crate) fn fp8_gemms(shape: &ModelShape) -> (u64, [u64; 2]) {
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
+    // The feed-forward's GEMMs; if attention is one op with its GEMMs, also its projections of q, k, v and output.
     let (weights, inner, outer) = (3 * d_model * d_ff, d_model + d_ff, 2 * d_ff + d_model);
     match joins_attention(shape) {
         false => (weights, [inner, outer]),
@@ -176,7 +178,7 @@ fn keeps_o_low(shape: &ModelShape, target: &Target, seq_len: usize, o_low: KeepO
     family.keeps_o_low(o_low, seq_len)
 }
 
-/// Bytes per token of the GPU's key lists. There is a list for each super-block of queries and KV head.
+/// Bytes per token of the GPU's key lists. There is a list for each KV head and super-block (1024 queries).
 fn key_list_bytes(shape: &ModelShape, seq_len: usize, window: usize) -> u64 {
     let row = KeyLists::shape(seq_len, window).map(|size| size as u64);
     let words = row.iter().product::<u64>() * shape.num_kv_heads as u64;
@@ -253,6 +255,7 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
     let tokens = batch * seq_len as u64;
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
     let heads = shape.num_heads as u64;
+    // A CPU's buffers are those of its threads, which are small beside the activations.
     let Target::Gpu(_) = target else {
         return 0;
     };
@@ -280,6 +283,7 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
                 false => times(tokens, 2 * (q + 2 * kv) * target.value_bytes() + F32 * kv),
             };
             let choices = choice.attended().num_selected_blocks as u64;
+            // `a_query`: bytes of both for one query.
             let a_query = choices * target.value_bytes() * q + 2 * F32 * num_choices(shape, choice);
             let parts = times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query));
             // The indexer's loss runs attention twice, with the model's heads and with the indexer's: q, k, v, the
@@ -296,12 +300,12 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
         }
         AttentionForm::Branches(nsa) => {
             let sums = times(tokens, 2 * F32 * kv);
-            // The compressed branch: K, V and their gradients with a row per token, sums of dq, key lists.
+            // The compressed branch needs K, V and their gradients with a row per token, sums of dq, key lists.
             let rows = batch * KeyLists::dq_sum_queries(seq_len) as u64;
             let slots = nsa.blocks().num_slots(seq_len) as u64;
             let lists = 2 * F32 * slots * shape.num_kv_heads as u64 / SUPER_BLOCK as u64;
             let by_list = times(tokens, 4 * target.value_bytes() * kv + lists) + times(rows, F32 * q);
-            // The selected branch: dq of each block that a query chose, and lists of these choices.
+            // The selected branch needs dq of each block that a query chose, and lists of these choices.
             let choices = nsa.num_selected_blocks as u64;
             let a_query = choices * (target.value_bytes() * q + 2 * F32 * shape.num_kv_heads as u64);
             let parts = times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query));

@@ -55,11 +55,13 @@ pub(super) fn settings_that_fit(
 /// Recipes with less memory for gradients, beginning with the smallest change.
 fn other_gradients(recipe: &Recipe, ranks: usize) -> impl Iterator<Item = (Recipe, String)> {
     let training = &recipe.training;
-    let adds_up = training.global_batch_size > training.local_batch_size * ranks;
-    let is_whole = recipe.parallelism.zero_stage < 2 && adds_up && !recipe.optimizer.name.needs_whole_matrices();
-    let is_f32 = training.gradient_dtype == GradientDtype::F32;
+    let has_micro_batches = training.global_batch_size > training.local_batch_size * ranks;
+    let may_shard =
+        recipe.parallelism.zero_stage < 2 && has_micro_batches && !recipe.optimizer.name.needs_whole_matrices();
+    let may_round = training.gradient_dtype == GradientDtype::F32;
+    // (whether gradients are sharded by ZeRO-2, whether they are stored in bf16).
     let ways = [(true, false), (false, true), (true, true)].into_iter();
-    let ways = ways.filter(move |&(shards, rounds)| (is_whole || !shards) && (is_f32 || !rounds));
+    let ways = ways.filter(move |&(shards, rounds)| (may_shard || !shards) && (may_round || !rounds));
     ways.map(|(shards, rounds)| {
         let (mut changed, mut settings) = (recipe.clone(), Vec::new());
         if shards {
@@ -74,6 +76,7 @@ fn other_gradients(recipe: &Recipe, ranks: usize) -> impl Iterator<Item = (Recip
     })
 }
 
+/// (name, mode) of the modes that keep fewer activations than `mode`, the smallest change first.
 fn modes_after(mode: ActivationCheckpointMode) -> Vec<(&'static str, ActivationCheckpointMode)> {
     use ActivationCheckpointMode::{Full, None, Selective};
     match mode {

@@ -30,7 +30,7 @@ impl MemoryVerdict {
         }
     }
 
-    /// The verdict as a sentence for the user.
+    /// The verdict in words, for the user.
     pub fn words(self) -> &'static str {
         match self {
             Self::Fits => "fits",

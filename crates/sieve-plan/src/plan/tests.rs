@@ -7,7 +7,7 @@ use sieve_core::KeepOLow;
 use sieve_core::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa};
 use sieve_core::model::{Attention, gpu};
 
-/// Each of the texts holds one override or several.
+/// A recipe with overrides; each item of `overrides` holds one or several.
 fn recipe(text: &str, overrides: &[&str]) -> Recipe {
     let overrides = overrides.iter().flat_map(|items| items.split_whitespace());
     let overrides = overrides.map(str::to_owned).collect::<Vec<_>>();
@@ -19,7 +19,7 @@ const DMA_1P7B: &str = include_str!("../../../../recipes/dma_1p7b.toml");
 const NSA_80M: &str = include_str!("../../../../recipes/nsa_80m.toml");
 const MLA_80M: &str = include_str!("../../../../recipes/mla_80m.toml");
 
-/// A CPU that nothing is known of.
+/// A CPU whose speed and memory are not known.
 const CPU: Target = Target::Cpu {
     flops_per_second: None,
     memory_bytes: 0,
@@ -94,15 +94,15 @@ fn memory_of_dma_80m_on_an_h200() {
     assert_eq!(memory.peak.parameter_bytes, 2 * parameters);
     assert_eq!(memory.peak.master_bytes, 2 * parameters);
     assert_eq!(memory.peak.moment_bytes, 8 * parameters);
-    // f32 weights and moments; the files of them are written tensor by tensor.
+    // A checkpoint has f32 weights and moments; its files are written tensor by tensor.
     assert_eq!(
         (memory.peak.checkpoint_bytes, memory.host_checkpoint_bytes),
         (0, 12 * parameters)
     );
-    // Four micro-batches: the gradients of the ones before are there.
+    // With four micro-batches the gradients of earlier ones exist.
     assert_eq!(memory.peak.gradient_bytes, 4 * parameters);
-    // A token in a block: the stream twice, gate and up, q, k and v, the output and its lower 16 bits, and, as there is
-    // room, two normed streams, the gated activation and the rotated heads, 2 bytes each; f32: 6 lse, z and expire of
+    // A token in a block: the stream twice, gate and up, q, k and v, the output and its lower 16 bits, and, as they
+    // fit, two normed streams, the gated activation and the rotated heads, 2 bytes each; f32: 6 lse, z and expire of
     // 3 KV heads, lists of 1024 + 1024 keys for 1024 queries of 3 KV heads, a key and its expiry in each entry.
     let more = 2 * 768 + 2304 + 1536;
     let block = 2 * (2 * 768 + 2 * 2304 + 1536 + 2 * 768 + more) + 4 * 6 + 8 * 3 + 8 * 2 * 3;
@@ -192,11 +192,11 @@ fn memory_of_a_1p7b_step_of_one_micro_batch() {
     alone.training.global_batch_size = 8;
     let mut shape = alone.model_shape(50_304).expect("a shape");
     shape.attention = Attention::Mha;
-    // With no room for more than the least.
+    // The memory suffices only for what a backward pass needs.
     let memory = memory_plan(&alone, &shape, &h200_of(41.0), 1);
     let parameters = shape.parameters().total();
     assert_eq!(memory.moment, "the loss");
-    // A single micro-batch: of the gradients only the embedding's is there.
+    // With a single micro-batch, only the embedding's gradient exists.
     assert_eq!(memory.peak.gradient_bytes, 4 * 50_304 * 2048);
     let block = 2 * (2 * 2048 + 2 * 6144 + 4096 + 2048) + 4 * 16;
     let stream = 16_384 * 2048 * 2;
@@ -210,7 +210,7 @@ fn memory_of_a_1p7b_step_of_one_micro_batch() {
     );
     let gib = memory.total_bytes as f64 / (1u64 << 30) as f64;
     assert!((37.0..38.5).contains(&gib), "{gib}");
-    // With room: two normed streams, rotated heads and the gated activation more.
+    // With more memory, two normed streams, rotated heads and the gated activation are kept too.
     let roomy = memory_plan(&alone, &shape, &h200(), 1);
     let more = 2 * (2 * 2048 + 4096 + 6144);
     assert_eq!(
@@ -219,7 +219,7 @@ fn memory_of_a_1p7b_step_of_one_micro_batch() {
     );
     assert!(roomy.keeping.recomputable && !memory.keeping.recomputable);
 
-    // With few tokens the gradients are what counts, all of them at the end.
+    // With few tokens the gradients take most memory, and at the end all of them exist.
     alone.training.seq_len = 128;
     alone.training.local_batch_size = 1;
     alone.training.global_batch_size = 1;
@@ -297,7 +297,7 @@ fn measured_peaks_on_a_cpu_are_met_within_a_sixth() {
         ([many_rows, "", "attention.kind=mha", "full"], 0.32),
         ([many_rows, "", small_mla, "full"], 0.37),
         ([many_rows, "", nsa, "full"], 0.43),
-        // Weights count most: a checkpoint at the end, and one beside each step.
+        // Weights take most memory: a checkpoint is written at the end, or beside each step.
         ([deep, "", "", "none"], 1.47),
         ([deep, "checkpoint.interval=1", "", "none"], 1.71),
     ];
@@ -342,7 +342,7 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
         num_caches: 1,
         logit_tokens: 0,
     };
-    // The file beside the model while it is read; a few tokens need less.
+    // The file is in memory beside the model while it is read; a few tokens need less.
     let memory = inference_memory(&shape, size, &CPU, CPU.value_bytes());
     assert_eq!(memory.moment, "reading the weights");
     assert_eq!(
@@ -390,7 +390,7 @@ fn logits_that_are_returned_together_are_held_together() {
     let (streams, logits) = (2 * 8192 * 768, 8192 * 50_304);
     let memory = inference_memory(&shape, size, &h200(), h200().value_bytes());
     assert_eq!(memory.peak.activation_bytes, 2 * (streams + logits));
-    // A CPU's are f32.
+    // A CPU's values are f32.
     let wide = ModelShape {
         vocab_size: 1 << 20,
         ..shape
@@ -440,7 +440,7 @@ fn a_gpu_that_is_too_small_is_told_with_what_would_fit() {
         let again = planned(DMA_80M, &wide, &target("a30"));
         assert_eq!(again.memory.total_bytes, fitting.total_bytes);
     }
-    // Stages hold their own batch sizes.
+    // Each stage has its own batch size.
     let stages = planned(DMA_1P7B, &["training.local_batch_size=16"], &target("a40"));
     let settings = &stages.memory.would_fit;
     assert!(!settings.is_empty());
@@ -477,7 +477,7 @@ fn ops_say_their_path_and_why() {
     }
     let (_, reason) = path(&wide, &target("rtx 4090"), "attention");
     assert!(reason.contains("attention_backward: shared memory"), "{reason}");
-    // Heads of a width that the kernels of nsa do not take.
+    // NSA's kernels do not take heads of this width.
     let (way, reason) = path(&tiny_nsa(), &h200(), "selection");
     assert_eq!(way, "plain");
     assert!(reason.contains("take heads of 64 and 128"), "{reason}");
@@ -520,7 +520,7 @@ fn no_speed_is_told_where_nothing_was_measured() {
         let refused = plan.refused.expect("too large for a reference");
         assert!(refused.contains("2048 x 2048 tokens"), "{refused}");
     }
-    // Kernels take rows of a million tokens, and no more than lists have room for.
+    // Kernels take rows of a million tokens, and none longer than their counters in shared memory allow.
     let row = |tokens: usize| {
         let [len, room] = ["training.seq_len", "model.max_position_embeddings"].map(|key| format!("{key}={tokens}"));
         planned(NSA_80M, &[&len, &room, "training.local_batch_size=1"], &h200())
@@ -574,7 +574,7 @@ fn several_processes_share_masters_and_moments() {
         alone.memory.host_checkpoint_bytes / 4
     );
     assert_eq!(four.memory.peak.parameter_bytes, alone.memory.peak.parameter_bytes);
-    // Rests of masters and the pieces of the leaves that they belong to.
+    // A rank holds a shard of the masters' low bits and a copy of that shard of the parameters.
     assert_eq!(four.memory.peak.master_bytes, alone.memory.peak.master_bytes / 2);
     assert_eq!(four.stages[0].micro_batches * 4, alone.stages[0].micro_batches);
     let speed = |plan: &Plan| plan.stages[0].tokens_per_second.expect("a GPU");
@@ -582,7 +582,7 @@ fn several_processes_share_masters_and_moments() {
     assert!((0.97..1.0).contains(&share), "{share}");
     let share = speed(&two_hosts) / speed(&alone) / 8.0;
     assert!((0.9..0.99).contains(&share), "{share}");
-    // In one micro-batch the gradients of the first blocks are gone when the last are there.
+    // In one micro-batch, gradients of blocks are freed once they are reduced, before others exist.
     let gradients = |size| {
         let rows = format!("training.global_batch_size={size}");
         let small = ["training.local_batch_size=1", "activation_checkpoint.mode=full", &rows];
@@ -610,7 +610,7 @@ fn rows_in_parts_need_what_was_measured() {
     // Measured when blocks kept the least in any case.
     let parts = planned_on(&h200_of(60.0), 4, &[]);
     let tensors = (parts.memory.total_bytes - parts.memory.program_bytes) as f64;
-    // Rank 0, which has no border, and ranks 1, 2 and 3.
+    // Rank 0 has no halo; ranks 1, 2 and 3 have one.
     for measured in [54_346_356_224.0, 54_897_267_200.0, 54_898_643_456.0, 54_897_267_200.0] {
         let ratio: f64 = tensors / measured;
         assert!((ratio - 1.0).abs() < 0.03, "{ratio}");
@@ -631,14 +631,14 @@ fn rows_in_parts_need_what_was_measured() {
     let longest = context_parallel.longest_rows;
     assert_eq!(longest.iter().map(|row| row.0).collect::<Vec<_>>(), ["mha", "dma"]);
     assert!(longest.iter().all(|row| row.1 >= 131_072), "{longest:?}");
-    // A row that each process has whole does not fit; in parts four rows are four micro-batches.
+    // Whole rows do not fit; in parts, four rows are four micro-batches.
     let four_rows = ["training.global_batch_size=4"];
     let whole = planned(1, &four_rows);
     assert_eq!(whole.memory.verdict, MemoryVerdict::DoesNotFit);
     assert_eq!(whole.stages[0].context_parallel, None);
     let [parts, whole] = [planned(4, &four_rows), whole].map(|plan| plan.stages[0].micro_batches);
     assert_eq!([parts, whole], [4, 1]);
-    // DMA alone: keys of three parts cross, whatever the row's length.
+    // For DMA alone, keys of three parts are exchanged, whatever the row's length.
     let pure = |seq_len: &str| {
         let layers = "model.layer_types=[\"sparse\"]";
         let plan = planned(4, &[layers, seq_len, "activation_checkpoint.mode=full"]);
@@ -665,7 +665,7 @@ fn whole_rows_of_a_validation_count_beside_rows_in_parts() {
         ],
     );
     recipe.stage.truncate(1);
-    // Without room to keep more than the least for the backward pass.
+    // The memory suffices only for what a backward pass needs.
     let plan = planned_of_ranks(&recipe, 8, 1, &h200_of(10.0));
     assert_eq!(plan.memory.moment, "validation");
 }

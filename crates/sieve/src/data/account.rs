@@ -1,4 +1,4 @@
-//! What became of a corpus's documents, in lines for the terminal.
+//! Makes the printed lines about a corpus: which documents were held out, and how many were left out.
 use crate::terminal::thousands;
 use sieve_data::{CorpusReport, PreparedMeta};
 use sieve_train::TrainingData;
@@ -8,7 +8,7 @@ use sieve_train::TrainingData;
 const FEW_TOKENS: u64 = 1000;
 
 /// Lines about a run's text and the texts of its stages: the held-out part where it is the end of the text instead of
-/// whole documents, and how many documents were left out. Each line begins with `start`. `has_changed` says that a
+/// whole documents, and how many documents were left out. Each line begins with `start`. `has_changed` means that a
 /// resumed run's text files are no longer those its shards were made from.
 pub(crate) fn lines(start: &str, data: &TrainingData, has_changed: bool) -> Vec<String> {
     let words = "the text files have changed or are gone; the run continues with the shards made before";

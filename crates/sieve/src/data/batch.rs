@@ -41,7 +41,8 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
     let mut data = source.prepare(&recipe, &dir, OnChange::Refuse, &mut |_event| {})?;
     let place = (dir.as_path(), OnChange::Refuse);
     let variable = &crate::train::variable;
-    data.prepare_stages(&recipe, place, None, variable, &mut |_event| {})?;
+    let resumed = None;
+    data.prepare_stages(&recipe, place, resumed, variable, &mut |_event| {})?;
     let batch = sieve_train::step_batch(&recipe, &data, args.step)?;
     let (rows, seq_len) = (batch.batch, batch.seq_len);
     let named = |name: &str, values: Vec<i32>| NamedTensor {

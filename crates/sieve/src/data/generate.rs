@@ -94,7 +94,7 @@ fn write(
     let bar = terminal::progress_bar(args.samples, "{bar:30} {human_pos}/{human_len} samples, {eta} left");
     for number in 0..args.samples {
         let task = tasks[(number % tasks.len() as u64) as usize];
-        // Multiples of the golden ratio, modulo 1, spread evenly over the lengths.
+        // Multiples of the golden ratio, modulo 1, spread evenly over the lengths. The seed shifts them.
         let share = (number as f64 * 0.618_033_988_749_895 + args.seed as f64 * 0.37).fract();
         let length = lengths[(share * lengths.len() as f64) as usize];
         let split = (Split::Train, args.seed);

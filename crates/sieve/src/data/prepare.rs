@@ -43,11 +43,13 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
         terminal::lines(text_files::passed_over(corpus));
     }
     let say = |line: &str| terminal::line(line);
-    let mut watch = Watch::new(["", ""], true, &say);
+    let has_lines = true;
+    let mut watch = Watch::new(["", ""], has_lines, &say);
     let mut data = source.prepare(&recipe, &dir, on_change, &mut |event| watch.see(event))?;
     let place = (dir.as_path(), on_change);
     let observe = &mut |event| watch.see(event);
-    data.prepare_stages(&recipe, place, None, &crate::train::variable, observe)?;
+    let resumed = None;
+    data.prepare_stages(&recipe, place, resumed, &crate::train::variable, observe)?;
     drop(watch);
     let prepared = data.prepared().expect("text becomes shards");
     let meta = &prepared.meta;
@@ -64,7 +66,8 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     }
     print_split("validation", &meta.validation);
     let warning = super::account::too_little_held_out(meta);
-    let lines = super::account::lines("", &data, false);
+    let has_changed = false;
+    let lines = super::account::lines("", &data, has_changed);
     terminal::lines(lines.iter().chain(&warning));
     Ok(())
 }
@@ -80,6 +83,7 @@ fn print_train_split(name: &str, meta: &PreparedMeta, recipe: &Recipe) {
     }
 }
 
+/// Prints the size of a split: the training or the held-out documents.
 fn print_split(name: &str, split: &SplitMeta) {
     terminal::line(&format!(
         "{name}: {} tokens in {} documents, {:.2} bytes of text a token, {} on disk",
@@ -114,6 +118,7 @@ impl<'a> Watch<'a> {
         }
     }
 
+    /// Shows an event: prints a line, or moves the bar.
     pub(crate) fn see(&mut self, event: DataEvent) {
         let ([tokenizer, data], say) = (self.starts, self.say);
         match event {
@@ -127,6 +132,7 @@ impl<'a> Watch<'a> {
             DataEvent::Preparing(Progress::Waiting) => {
                 say(&format!("{data}another process is preparing the same folder; waiting"))
             }
+            // Files are fsynced, which takes no line.
             DataEvent::Preparing(Progress::Writing) => {}
             DataEvent::Preparing(Progress::Tokenising {
                 split,

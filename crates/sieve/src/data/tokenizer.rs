@@ -59,6 +59,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
             let recipe = RecipeArgs::new(recipe.clone(), args.overrides.clone());
             let (recipe, text) = recipe.load_with_text()?;
             terminal::lines(text);
+            // `.0` is the training text; validation text has a corpus of its own.
             (corpus_configs(&recipe, variable)?.0, recipe.tokenizer.train)
         }
         None => {

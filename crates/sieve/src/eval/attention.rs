@@ -35,7 +35,7 @@ pub(crate) struct AttentionArgs {
     /// Tokens of the prompt; 512 when absent, or the model's context if that is shorter
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     length: Option<u32>,
-    /// Layers, counted from 0: 0,3; all when absent
+    /// Layers, counted from 0, such as 0,3; all when absent
     #[arg(long, value_delimiter = ',', value_name = "N")]
     layers: Vec<usize>,
     /// Also draw the weights of every head: an SVG file
@@ -65,7 +65,8 @@ fn length(args: &AttentionArgs, context: usize) -> usize {
 fn run_on<B: DeviceBackend>(args: &AttentionArgs, device: &B::Device, kept: Kept) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let length = length(args, loaded.shape.max_seq_len);
-    let mut tokens = text::tokens(&args.data, &tokenizer, length, 1)?;
+    let num_prompts = 1;
+    let mut tokens = text::tokens(&args.data, &tokenizer, length, num_prompts)?;
     tokens.truncate(length);
     let template = "{bar:30} {pos}/{len} layers, {eta} left";
     let layers = terminal::with_bar(loaded.shape.num_layers as u64, template, |bar| {

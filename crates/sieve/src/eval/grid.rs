@@ -143,6 +143,7 @@ impl Picture {
         svg.end()
     }
 
+    /// Draws a panel of `map`, coloured by `score`, with its upper left corner at `left`, `top`.
     fn panel(&self, svg: &mut Svg, map: &Map, score: Score, left: f64, top: f64) {
         let (lengths, num_rows) = (&map.lengths, map.rows.len());
         let cell_width = PANEL_WIDTH / lengths.len() as f64;
@@ -156,12 +157,14 @@ impl Picture {
             // Neighbouring cells overlap by 0.2 pixels, so that no line shows between them.
             svg.rect([x, y], [cell_width + 0.2, cell_height + 0.2], &fill, &cell.title);
             if cell_width >= MIN_TEXT_WIDTH && cell_height >= MIN_TEXT_HEIGHT {
+                // Text is white on dark cells. A text's y is its baseline, 3.5 pixels below its middle.
                 let fill = if value.abs() > 0.55 { "white" } else { "#222" };
                 let attributes = format!("{MIDDLE} font-size=\"10\" fill=\"{fill}\"");
                 let middle = [x + cell_width / 2.0, y + cell_height / 2.0 + 3.5];
                 svg.text(middle, &attributes, score.text(cell));
             }
         }
+        // Numbers of the lengths are wide, so fewer of them fit.
         let every = lengths.len().div_ceil(MAX_LABELS - 3);
         for (n, length) in lengths.iter().enumerate().step_by(every.max(1)) {
             let x = left + (n as f64 + 0.5) * cell_width;
@@ -276,7 +279,7 @@ mod tests {
         let svg = svg(maps, 512);
         assert_eq!(svg.matches("<title>").count(), 2 * 2 * 12);
         assert!(svg.contains("a &amp; b") && svg.contains("x&lt;y") && svg.contains(">mha<"));
-        // Between 512 and 1024, in each panel.
+        // Each panel has a dashed line, between 512 and 1024.
         assert_eq!(svg.matches("stroke-dasharray").count(), 4);
         assert!(svg.ends_with("</svg>\n") && !svg.contains("NaN") && !svg.contains("inf"));
     }
@@ -290,7 +293,7 @@ mod tests {
         let many: Vec<usize> = (1..=35).map(|n| 100 * n).collect();
         let depths: Vec<f64> = (0..35).map(|n| f64::from(n) * 100.0 / 34.0).collect();
         let large = svg(vec![map("mha", &many, &depths)], 1000);
-        // No room for numbers inside, few labels outside.
+        // Small cells have no numbers, and the axes few labels.
         assert!(!large.contains("fill=\"#222\"") && !large.contains("fill=\"white\">"));
         assert!(large.matches("<text").count() < 60);
     }

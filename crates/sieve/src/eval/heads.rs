@@ -31,8 +31,9 @@ pub(super) enum Legend<'a> {
     Boxes(&'a [(u8, &'a str)]),
 }
 
-/// Pixels that the squares of a layer share. The side of one square is limited to `SIDES`.
+/// Pixels that the squares of a layer share.
 const WIDTH: f64 = 1024.0;
+/// Least and largest side of a square, in pixels.
 const SIDES: [f64; 2] = [132.0, 480.0];
 /// Squares at least this wide also have a number in the middle of each axis.
 const MIDDLE: f64 = 200.0;

@@ -84,7 +84,7 @@ pub(super) struct Plot<'a> {
 /// marks that are not filled.
 pub(super) fn svg(plot: &Plot<'_>) -> String {
     let mut svg = String::new();
-    // Room for the longest name, at 7 pixels a letter.
+    // The legend fits the longest name, at 7 pixels a letter.
     let longest = plot.curves.iter().map(|curve| curve.name.len()).max();
     let legend_width = (50 + 7 * longest.unwrap_or(0) as u32).max(200);
     let height = HEIGHT.max(60 + ROW_HEIGHT as u32 * plot.curves.len() as u32);
@@ -97,6 +97,7 @@ pub(super) fn svg(plot: &Plot<'_>) -> String {
 pub(super) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 pub(super) type Drawn = Result<(), Box<dyn std::error::Error>>;
 
+/// Draws the chart at the left and the legend at the right.
 fn draw(root: Area<'_>, plot: &Plot<'_>) -> Drawn {
     root.fill(&WHITE)?;
     let (area, rest) = root.split_horizontally(PLOT_WIDTH);
@@ -137,6 +138,7 @@ impl Look {
     }
 }
 
+/// The look of the n-th curve.
 fn look(n: usize) -> Look {
     let colour = COLOURS[n % COLOURS.len()];
     Look {
@@ -248,7 +250,7 @@ mod tests {
         };
         let svg = svg(&plot);
         assert!(svg.contains("a&lt;b 9") && svg.contains("t &amp; u") && svg.contains("0.4"));
-        // A mark at each point, and one in the legend; the first corner stands for it.
+        // A mark is drawn at each point and in the legend; the test looks for its first corner.
         let all = marks(&svg).into_iter();
         let (legend, inside): (Vec<_>, Vec<_>) = all.partition(|mark| mark[0] > PLOT_WIDTH);
         assert_eq!((legend.len(), inside.len()), (10, 20));

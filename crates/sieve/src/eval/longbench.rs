@@ -47,6 +47,7 @@ pub(crate) fn run(args: LongbenchArgs) -> Result<()> {
         let files = files.map(|file| args.folder.join(file));
         match files.iter().find(|file| file.is_file()) {
             Some(file) => data.push(format!("{PREFIX}{name}={}", file.display())),
+            // Without --only, a data set without a file is left out.
             None if args.only.is_empty() => {}
             None => bail!(
                 "there is no {}\n  hint: unpack LongBench's data.zip there",

@@ -140,7 +140,7 @@ fn accuracy_by_distance(title: &str, report: &RecallReport) -> String {
     })
 }
 
-/// The kinds of samples to ask: those of `--kinds`, otherwise of the recipe.
+/// The kinds of samples to measure: those of `--kinds`, otherwise of the recipe.
 fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Vec<MqarConfig>> {
     let trained = recipe.data.mqar.as_ref();
     let noise = match (args.noise, trained.map(|mqar| mqar.noise)) {
@@ -164,6 +164,7 @@ fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Ve
     let config = |((seq_len, num_pairs), vocab_size)| {
         let config = MqarConfig {
             vocab_size,
+            // Without [data] mqar this is the key's default.
             power: trained.map_or(0.01, |mqar| mqar.power),
             noise,
             ..MqarConfig::new(seq_len, num_pairs, trained.map_or(0, |mqar| mqar.seed))
@@ -176,6 +177,7 @@ fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Ve
     sizes.into_iter().zip(vocab_sizes).map(config).collect()
 }
 
+/// Prints the report: a line for each kind of sample or, with `--json`, an object.
 fn print<B: DeviceBackend>(args: &MqarArgs, loaded: &LoadedModel<B>, report: &RecallReport) -> Result<()> {
     if args.result.report(loaded, COMMAND, serde_json::to_value(report)?)? {
         return Ok(());

@@ -80,6 +80,7 @@ pub(crate) fn run(args: NeedleArgs) -> Result<()> {
         let part = prompt_part(shape, longest);
         InferenceSize {
             cached_tokens: longest,
+            // One cache holds the prompt, and each answer that is scored at the same time has one.
             num_caches: 1 + texts_together(longest).min(NUM_DISTRACTORS + 1),
             ..InferenceSize::rows_of(part, part)
         }
@@ -128,6 +129,7 @@ fn run_on<B: DeviceBackend>(args: &NeedleArgs, device: &B::Device, kept: Kept) -
 /// One method's report as a heat map by length and depth.
 fn map(config: &NeedleConfig, report: &NeedleReport, own: &str) -> Map {
     let num_depths = config.depths.len();
+    // Cells are ordered by length, then by depth.
     let cells = report.cells.iter().enumerate().map(|(n, cell)| MapCell {
         column: n / num_depths,
         row: n % num_depths,

@@ -208,6 +208,7 @@ fn label(pattern: &Pattern) -> String {
     }
 }
 
+/// For each pattern, how many heads take it and how much of dense attention's weight it keeps.
 fn minference_report(found: &PatternSearch, length: usize) -> Report {
     let mut counts: Vec<(String, Vec<f64>)> = Vec::new();
     for (pattern, mass) in found.heads.iter().flatten() {
@@ -256,6 +257,7 @@ fn minference_report(found: &PatternSearch, length: usize) -> Report {
     }
 }
 
+/// For each layer, the density of its maps, and how many columns and distances continue beyond them.
 fn dam_report(maps: &DamMaps, length: usize) -> Report {
     let mut lines = vec![format!(
         "{:5} {:>5}  {:>12} {:>22} {:>24}",

@@ -118,6 +118,7 @@ fn run_on<B: DeviceBackend>(args: &PplArgs, device: &B::Device, kept: Kept) -> R
     let chosen = selection.as_mut();
     let report = if args.recipe_validation {
         let prepared = prepared_data(&loaded)?;
+        // The first token of a document is not predicted.
         let total = prepared.meta.validation.num_tokens - prepared.meta.validation.num_documents;
         let total = total.min(args.max_tokens.unwrap_or(total));
         let documents = prepared_documents(&prepared, &tokenizer)?;
@@ -238,6 +239,7 @@ fn print<B: DeviceBackend>(
     }
     if let Some(selection) = selection {
         let selector = selection.selectors();
+        // Such a method chooses a query's keys by later queries too, so the loss is no likelihood.
         let is_no_likelihood = !selector.is_causal_map();
         object["selector"] = selector.to_string().into();
         object["chunk"] = selection.chunk().into();

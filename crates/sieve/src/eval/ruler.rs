@@ -137,6 +137,7 @@ impl SourceArgs {
                 "qa_2" => self.qa_2.is_some(),
                 _ => true,
             };
+            // RULER's own tasks come first in the list.
             chosen = LONG_TASKS[..13].iter().filter(has).copied().collect();
         }
         let tasks = chosen.into_iter().map(LongTask::new);
@@ -174,6 +175,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     let part = prompt_part(&shape, longest);
     (args.place.memory).check_inference(&checkpoint, &place, |_, _| InferenceSize {
         cached_tokens: longest,
+        // One cache holds the prompt, and each answer that is scored at the same time has one.
         num_caches: 1 + texts_together(longest).min(NUM_WRONG + 1),
         ..InferenceSize::rows_of(part, part)
     })?;
@@ -185,13 +187,14 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     on_device!(place, run_on(&args, &checkpoint, &asked))
 }
 
-/// Samples and settings of the tasks to ask.
+/// The samples to measure, and the texts that they were built from.
 struct Asked {
     source: LongSource,
     /// Samples of each task and length, `[task][length]`.
     texts: Vec<Vec<LongTexts>>,
 }
 
+/// Builds the samples of each task and length, `[task][length]`.
 fn texts(
     args: &RulerArgs,
     tasks: &[LongTask],
@@ -341,6 +344,7 @@ fn picture<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) ->
     let mut maps = Vec::new();
     for report in reports {
         let method = selector::method(report.selector.as_deref(), &loaded.shape);
+        // All tasks have the same lengths.
         let Some(first) = report.tasks.first() else {
             continue;
         };
@@ -375,6 +379,7 @@ fn picture<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) ->
             cells: cells.collect(),
         });
         for task in report.tasks.iter().filter(|task| !task.cells.is_empty()) {
+            // The map has five rows, of 20 % each.
             let row = |one: &LongCell| (one.depth.unwrap_or(0.0) / 20.0) as usize;
             let cells = task.cells.iter();
             let cells = cells.map(|one| cell(one, row(one), task.task));

@@ -106,6 +106,7 @@ fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, kept: Kept
     let (mut rows, mut trained, mut failed) = (Vec::new(), Vec::new(), Failures::default());
     for &length in &args.lengths {
         let windows = text::windows(&tokens, length, args.windows);
+        // The first prompt is read twice: the first time is a warm-up.
         let total = (selections.len() * (windows.len() + 1)) as u64;
         let found = terminal::with_bar(total, "{bar:30} {pos}/{len} {msg}", |bar| {
             let mut observe = |name: &str| {
@@ -179,16 +180,16 @@ impl Failures {
 
     /// Returns an error that lists the failures, if there are any.
     fn end(&self, json: bool) -> Result<()> {
-        let told = self
+        let lines = self
             .0
             .iter()
             .map(|failure| format!("{} ({}): {}", failure.label, failure.wanted, failure.error));
-        let told: Vec<String> = told.collect();
-        match told.first() {
+        let lines: Vec<String> = lines.collect();
+        match lines.first() {
             None => Ok(()),
             Some(_) => bail!(
                 "{}\n  hint: everything else is {}; leave this out, or change its settings",
-                told.join("\n  "),
+                lines.join("\n  "),
                 if json { "in the JSON object" } else { "above" }
             ),
         }
@@ -332,18 +333,19 @@ impl<B: DeviceBackend> Run<'_, B> {
     fn sweeps(&self) -> Vec<Sweep> {
         let mut sweeps: Vec<(Vec<Selector>, Sweep)> = Vec::new();
         for selector in self.selectors.iter().filter_map(LayerSelectors::only) {
+            // A method without a knob has no curve.
             let Some(key) = selector.knob() else {
                 continue;
             };
             let values = selector.sweep();
-            let place = sweeps.iter().position(|(others, _)| *others == values);
-            let place = place.unwrap_or_else(|| {
+            let index = sweeps.iter().position(|(others, _)| *others == values);
+            let index = index.unwrap_or_else(|| {
                 let label = format!("{} ({key})", selector.label_without(key));
                 let selectors = values.clone();
                 sweeps.push((values, Sweep { label, selectors }));
                 sweeps.len() - 1
             });
-            let points = &mut sweeps[place].1.selectors;
+            let points = &mut sweeps[index].1.selectors;
             if !points.contains(selector) {
                 points.push(selector.clone());
             }

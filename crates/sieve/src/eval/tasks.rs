@@ -75,7 +75,7 @@ impl TasksArgs {
         }
     }
 
-    /// Whether tasks are named, or their names asked for.
+    /// Whether flags name tasks, list them or print one.
     pub(super) fn names_tasks(&self) -> bool {
         !self.data.is_empty() || self.list || self.show.is_some()
     }
@@ -85,7 +85,7 @@ impl TasksArgs {
     }
 }
 
-/// A task and the rows that are asked.
+/// A task, and the rows that it asks.
 struct Asked {
     task: Task,
     rows: TaskRows,
@@ -204,6 +204,7 @@ fn run_on<B: DeviceBackend>(
     for texts in texts {
         let started = Instant::now();
         let template = "{bar:30} {human_pos}/{human_len} texts, {eta} left";
+        // The number of texts is known when the first is done.
         reports.push(terminal::with_bar(0, template, |bar| {
             let mut observe = |done: usize, all: usize| {
                 bar.set_length(all as u64);

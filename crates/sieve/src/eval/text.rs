@@ -6,7 +6,8 @@ use sieve_eval::text_documents;
 
 /// Opens files, folders and globs. A file's extension says its format; a document's text is in the column `text`.
 pub(super) fn corpus(paths: &[String]) -> Result<Corpus> {
-    open(paths, None, "text", false)
+    let skip_invalid = false;
+    open(paths, None, "text", skip_invalid)
 }
 
 /// As [`corpus`], with a format and a text column. `skip_invalid` leaves out documents that cannot be read.

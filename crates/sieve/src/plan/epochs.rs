@@ -24,7 +24,7 @@ pub(super) struct TextEpochs {
 pub(super) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     let mut all = unread(recipe, dir)?;
     let num_own = all.len();
-    // First counts tokens; the loop below turns them into epochs.
+    // Here `epochs` counts tokens; the loop below divides them by the text's tokens.
     for stage in recipe.stages() {
         let alone = recipe.at_stage(&stage);
         let num_tokens = stage.section.steps as f64 * alone.training.tokens_per_step() as f64;

@@ -164,6 +164,7 @@ struct OwnText {
 }
 
 impl OwnText {
+    /// The text of `paths`; `None` if a path matches no file here or has an unset variable.
     fn look(paths: &[String]) -> Option<Self> {
         let expanded = paths.iter().map(|path| sieve_core::paths::expand(path, &variable));
         let paths = expanded.collect::<Result<_, _>>().ok()?;
@@ -258,7 +259,7 @@ fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
     }
     let mut text = recipe.to_toml()?;
     if !recipe.stage.is_empty() {
-        // The sum of the stages' steps, which --set may change.
+        // Leaves out training.steps: it is the sum of the stages' steps, and --set may change those.
         text = text.replacen(&format!("\nsteps = {}\n", recipe.training.steps), "\n", 1);
     }
     Ok(Recipe::load(&text, "the new recipe", &sets)?)

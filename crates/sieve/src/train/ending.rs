@@ -84,9 +84,9 @@ pub(super) fn samples<B: TrainBackend>(
     for (number, prompt) in (1..).zip(&recipe.generation.prompts) {
         let tokenizer = &trainer.data().tokenizer;
         let ids = tokenizer.encode_marked(prompt)?;
-        let room = trainer.shape().max_seq_len.saturating_sub(ids.len().max(1));
+        let positions_left = trainer.shape().max_seq_len.saturating_sub(ids.len().max(1));
         let config = GenerateConfig {
-            max_new_tokens: recipe.generation.max_new_tokens.min(room),
+            max_new_tokens: recipe.generation.max_new_tokens.min(positions_left),
             sampling: Sampling {
                 temperature: 0.7,
                 top_p: 0.95,

@@ -40,6 +40,7 @@ struct Numbers {
 }
 
 impl Numbers {
+    /// Sets a number. Names that end with `_total` are counters.
     fn put(&mut self, name: &'static str, help: &'static str, value: f64) {
         match self.all.iter_mut().find(|(found, ..)| *found == name) {
             Some((.., found)) => *found = value,
@@ -95,7 +96,7 @@ impl Exporter {
                 match listener.accept() {
                     // A client that disconnects is no error of the run.
                     Ok((stream, _)) => drop(this.answer(&stream, LIMIT)),
-                    // For example, too many open files: wait, then try again.
+                    // There may be too many open files: waits, then tries again.
                     Err(_) => std::thread::sleep(Duration::from_secs(1)),
                 }
             }
@@ -227,10 +228,10 @@ mod tests {
         exporter.see(&TrainEvent::Checkpoint("out/checkpoint/step-12".as_ref()));
         exporter.see(&TrainEvent::Warning("warning: a"));
         exporter.see(&TrainEvent::Warning("warning: b"));
-        // One that says nothing, and one that says too much.
+        // One client sends nothing, another one too much.
         let _silent = TcpStream::connect(address).expect("it listens");
         let mut long = TcpStream::connect(address).expect("it listens");
-        // It may close before all is sent.
+        // The exporter may close the connection before all is sent.
         let _ = long.write_all(&[b'x'; 4 * MAX_REQUEST]);
         let answer = asked(address, "GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n");
         let (head, body) = answer.split_once("\r\n\r\n").expect("a head");

@@ -121,8 +121,8 @@ pub(super) fn cost_lines(peak: Option<PeakMemory>, memory: MemoryProbe) -> Vec<S
         Some(false) => "; on a stream of their own, because Burn's was not found: some 20 microseconds slower each",
         _ => "",
     };
-    let told = counts.is_inline.is_some() && (terminal::is_verbose() || !slow.is_empty());
-    let launches = told.then(|| {
+    let is_printed = counts.is_inline.is_some() && (terminal::is_verbose() || !slow.is_empty());
+    let launches = is_printed.then(|| {
         format!(
             "launches: {} of Sieve's kernels, {} buffers came from other streams{slow}",
             counts.launches, counts.foreign_buffers

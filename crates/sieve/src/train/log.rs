@@ -28,6 +28,7 @@ impl Log {
         self.tells
     }
 
+    /// Opens the log file and writes the earlier lines into it, on rank 0.
     pub(super) fn open(&mut self, path: &Path) -> Result<()> {
         if !self.tells {
             return Ok(());

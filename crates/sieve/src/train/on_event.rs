@@ -66,6 +66,7 @@ impl OnEvent {
         }
     }
 
+    /// Runs the command with sh and waits for it; kills it after `limit`.
     fn run(&self, command: &str, event: Event, message: &str) -> Result<()> {
         let mut child = Command::new("sh")
             .args(["-c", command])
@@ -104,24 +105,25 @@ impl OnEvent {
     /// longest earlier pause, the command runs, once until the next event.
     pub(super) fn watch(&self, least: Duration) -> Result<StallWatch> {
         let (sender, happened) = channel();
+        // Without a command there is nothing to run, so no thread is started.
         if self.command.is_none() {
             return Ok(StallWatch(sender));
         }
         let this = self.clone();
         let watch = move || {
-            let (mut limit, mut since, mut is_told) = (least, Instant::now(), false);
+            let (mut limit, mut since, mut has_run) = (least, Instant::now(), false);
             loop {
                 match happened.recv_timeout(limit) {
                     Ok(()) => {
-                        if !is_told {
+                        if !has_run {
                             limit = limit.max(since.elapsed() * LONGEST_PAUSES);
                         }
-                        (since, is_told) = (Instant::now(), false);
+                        (since, has_run) = (Instant::now(), false);
                     }
                     Err(RecvTimeoutError::Disconnected) => return,
-                    Err(RecvTimeoutError::Timeout) if is_told => {}
+                    Err(RecvTimeoutError::Timeout) if has_run => {}
                     Err(RecvTimeoutError::Timeout) => {
-                        is_told = true;
+                        has_run = true;
                         let words = format!("nothing has happened for {:.0} s", since.elapsed().as_secs_f64());
                         this.tell(Event::Stalled, &words);
                     }
@@ -178,7 +180,7 @@ mod tests {
             "failed out/a b error: $(no command)",
         ];
         assert_eq!(lines(&kept), expected);
-        // Commands that fail or last.
+        // A command may fail, or last longer than the limit.
         let fails = OnEvent::new(Some("exit 3".to_owned()), &dir);
         assert_eq!(fails.ended(Ok(Exit::Done)).expect("as it was"), Exit::Done);
         let lasts = OnEvent {
@@ -204,7 +206,7 @@ mod tests {
         };
         let watch = events.watch(Duration::from_millis(50)).expect("a thread");
         wait_for(1);
-        // Several more times its limit.
+        // The command does not run again, even after several times the limit.
         std::thread::sleep(Duration::from_millis(300));
         assert_eq!(lines(&kept).len(), 1, "{:?}", lines(&kept));
         drop(watch);

@@ -100,6 +100,7 @@ impl StepProfile {
             100.0 * (1.0 - busy / span)
         );
         let keys = report.attention.mean_active_keys;
+        // Keys that a query sees, and keys up to it: density is the former over the latter.
         let flops = self.shape.flops_per_token(keys, keys / report.attention.density);
         let work = Work {
             tokens: self.tokens_per_step * steps_f,

@@ -59,7 +59,7 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
         long: long_patience(args.patience),
         ..Timeouts::default()
     };
-    // Before it waits for the other ranks: a launcher that dies has perhaps not started all of them.
+    // Installed before this rank waits for the others: a launcher that dies has perhaps not started all of them.
     let interrupt = Interrupt::install(rank == 0)?;
     let mesh = match Mesh::join(world, env!("CARGO_PKG_VERSION"), timeouts, give_up) {
         Ok(mesh) => Arc::new(mesh),
@@ -124,19 +124,19 @@ fn end_now(exit: Exit) -> ! {
 /// Prints why all ranks stop and runs the command of `--on-event`. Only rank 0 does so, or rank 1 if rank 0 failed, and
 /// only once.
 fn tell(rank: usize, failure: &Failure, events: &OnEvent) {
-    static TOLD: AtomicBool = AtomicBool::new(false);
-    if TOLD.swap(true, Ordering::Relaxed) {
+    static WAS_CALLED: AtomicBool = AtomicBool::new(false);
+    if WAS_CALLED.swap(true, Ordering::Relaxed) {
         return;
     }
-    let is_told = match failure.loss {
+    let is_printed = match failure.loss {
         // Rank 0 has printed its own error.
         Loss::Error(_) => failure.rank == 0,
         // `sieve launch` prints how its process ended.
         Loss::Ended => variable(LAUNCHED).is_some(),
         Loss::Silent(_) | Loss::Still(_) | Loss::AllStill { .. } => false,
     };
-    let speaker = usize::from(failure.rank == 0);
-    if rank != speaker {
+    let printing_rank = usize::from(failure.rank == 0);
+    if rank != printing_rank {
         return;
     }
     let (event, hint) = match failure.loss {
@@ -147,7 +147,7 @@ fn tell(rank: usize, failure: &Failure, events: &OnEvent) {
         ),
     };
     let text = format!("error: {failure}");
-    if !is_told {
+    if !is_printed {
         terminal::note(&format!("{text}{hint}"));
     }
     // Rank 0 has already run the command for its own error.
@@ -182,6 +182,7 @@ fn without_gpu(error: anyhow::Error, world: &World) -> anyhow::Error {
     }
 }
 
+/// The device of this rank: with a GPU, the one of its `LOCAL_RANK`.
 fn own_choice(choice: DeviceChoice, world: &World) -> Result<DeviceChoice> {
     // Slurm can make only its own GPU visible to each process; that GPU has index 0.
     let shows_one = variable("CUDA_VISIBLE_DEVICES").is_some_and(|list| !list.contains(','));
@@ -353,6 +354,7 @@ pub(super) fn on_cuda(
         group: join(&mesh, device, size, overlaps)?,
         size,
     };
+    // Tests the group. Without pieces, every rank gets the whole sum.
     let sums = nccl.sum(vec![(one.into_primitive().tensor(), None)])?()?;
     let sums = sums.into_iter().map(|sum| {
         let sum = Tensor::<Cuda, 1>::from_primitive(burn::tensor::TensorPrimitive::Float(sum));
@@ -365,12 +367,15 @@ pub(super) fn on_cuda(
          hint: NCCL_DEBUG=INFO says how NCCL connects them"
     );
     let links = match degree > 1 && size.is_multiple_of(degree) {
-        // Attention needs the other ranks' keys at once: nothing could overlap with it.
-        true => Some(RowOfGpus {
-            nccl: join(&mesh, device, degree, false)?,
-            part: rank % degree,
-            degree,
-        }),
+        true => {
+            // Attention needs the other ranks' keys at once: nothing could overlap with it.
+            let overlaps = false;
+            Some(RowOfGpus {
+                nccl: join(&mesh, device, degree, overlaps)?,
+                part: rank % degree,
+                degree,
+            })
+        }
         false => None,
     };
     let watches = std::iter::once(nccl.group.watch()).chain(links.iter().map(|links| links.nccl.watch()));
@@ -419,22 +424,22 @@ fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>, events: OnEvent) ->
     thread.spawn(look).map(drop).context("starting a thread")
 }
 
-/// A time limit on work that cannot be interrupted. Dropping it says that the work is done.
+/// A time limit on work that cannot be interrupted. Drop it when the work is done.
 struct Limit {
     /// The watching thread ends when this sender is dropped.
     _work: Sender<()>,
 }
 
 impl Limit {
-    /// Calls `speak(false)` if the work still lasts after `soon`, and `speak(true)` after `limit`.
-    fn start(soon: Duration, limit: Duration, speak: impl Fn(bool) + Send + 'static) -> Result<Self> {
+    /// Calls `report(false)` if the work still lasts after `soon`, and `report(true)` after `limit`.
+    fn start(soon: Duration, limit: Duration, report: impl Fn(bool) + Send + 'static) -> Result<Self> {
         let (work, ended) = channel::<()>();
         let lasts = move |time| ended.recv_timeout(time) == Err(RecvTimeoutError::Timeout);
         let watch = move || {
             if lasts(soon) {
-                speak(false);
+                report(false);
                 if lasts(limit.saturating_sub(soon)) {
-                    speak(true);
+                    report(true);
                 }
             }
         };
@@ -548,7 +553,7 @@ mod tests {
         for part in ["LOCAL_RANK 4", "has 4, and 8 processes", "start 4 processes"] {
             assert!(text.contains(part), "{text}");
         }
-        // Another reason stays as it is.
+        // With as many GPUs as processes the error is not reworded.
         assert!(error(8).to_string().contains("there is no device 4"));
     }
 
@@ -580,7 +585,7 @@ mod tests {
                 let mesh = join(1);
                 let refused = KernelError::no_nccl("libnccl.so.2: cannot open shared object file");
                 let error = all_have_nccl(&mesh, Err(refused));
-                // As `run` ends.
+                // `run` sends an error to the other ranks in the same way.
                 mesh.fail(&terminal::error_text(&error.expect_err("it has none")));
             });
             let mesh = join(0);

@@ -54,6 +54,7 @@ impl Row {
     }
 }
 
+/// Trains one run after the other, then writes sweep.json and prints the table.
 pub(super) fn run(args: TrainArgs) -> Result<Ending> {
     let base = args.out_folder();
     // Every recipe is read before the first run begins: a mistake in the last value costs nothing.
@@ -70,7 +71,8 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
             );
         }
     }
-    let session = Session::open(&args, &runs[0].recipe, None, Interrupt::install(true)?)?;
+    let (mesh, prints) = (None, true);
+    let session = Session::open(&args, &runs[0].recipe, mesh, Interrupt::install(prints)?)?;
     let mut rows = Vec::new();
     for (number, run) in (1..).zip(&runs) {
         terminal::line(&format!(
@@ -341,7 +343,7 @@ mod tests {
     fn a_seed_is_never_best() {
         let [low, high] = ["training.seed=0 optimizer.lr=1e-3", "training.seed=1 optimizer.lr=1e-3"];
         let [other, another] = ["training.seed=0 optimizer.lr=3e-3", "training.seed=1 optimizer.lr=3e-3"];
-        // The lowest of the four is of the value whose mean is higher.
+        // The lowest of the four losses belongs to the value with the higher mean.
         let rows = [
             row(low, Some(1.0)),
             row(high, Some(3.0)),
@@ -367,7 +369,7 @@ mod tests {
             "{text}"
         );
 
-        // One that diverged has no mean and is not best.
+        // A value with a diverged run has no mean and is not best.
         let rows = [
             row(low, Some(1.0)),
             row(high, None),

@@ -11,7 +11,7 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
         planned_of_ranks(&recipe, size, 1, &h200())
     };
     assert_eq!(planned(1, &[]).zero_stages, []);
-    // Four micro-batches a process: whole gradients, and an eighth of them beside what is under way.
+    // With four micro-batches a process holds whole gradients, or an eighth of them and those being reduced.
     let whole = planned(8, &["training.global_batch_size=32"]);
     let found = whole.zero_stages.iter().map(|way| {
         let micro_batches = way.sum_bytes / whole.zero_stages[0].sum_bytes;
@@ -20,7 +20,7 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
     use sieve_core::recipe::GradientDtype::{Bf16, F32};
     let expected = [(1, F32, 1), (1, Bf16, 1), (2, F32, 4), (2, Bf16, 4)];
     assert!(found.eq(expected), "{:?}", whole.zero_stages);
-    // Muon reads whole matrices: no way that shards, and one moment for the matrices of the blocks.
+    // Muon reads whole matrices: nothing is sharded, and the blocks' matrices have one moment.
     let muon = planned(2, &["optimizer.name=Muon", "parallelism.zero_stage=0"]);
     let ways = &muon.zero_stages;
     assert!(ways.iter().all(|way| way.zero_stage == 0), "{ways:?}");
@@ -29,7 +29,7 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
     let (one, two) = (muon.memory.peak.moment_bytes, adamw.memory.peak.moment_bytes);
     assert!(one < two && 2 * one > two, "{one} of {two}");
     assert_eq!(muon.zero_stages[0].total_bytes, muon.memory.total_bytes);
-    // Nothing is cut: gradients are all-reduced, no weights are gathered, and rank 0 writes all of a checkpoint.
+    // Nothing is sharded: gradients are all-reduced, no weights are gathered, and rank 0 writes all of a checkpoint.
     let [whole_sums, cut_sums] = [&muon, &planned(2, &[])].map(|plan| plan.ranks.expect("several"));
     assert_eq!(whole_sums.gather_bytes, 0.0);
     assert_eq!(whole_sums.sum_bytes, 2.0 * cut_sums.sum_bytes);
@@ -47,13 +47,13 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
     assert_eq!(muon.memory.host_checkpoint_bytes, muon.disk.checkpoint_bytes);
     let bytes = |way: usize| whole.zero_stages[way].total_bytes;
     let parameters = whole.num_parameters;
-    // Two bytes a parameter, but for a moment of the head.
+    // Gradients in bf16 save up to two bytes a parameter, sharded ones up to four.
     for (way, least) in [(1, parameters), (2, 2 * parameters)] {
         let saved = bytes(0) - bytes(way);
         assert!((least..=2 * least).contains(&saved), "{:?}", whole.zero_stages);
     }
     assert!(bytes(3) < bytes(2));
-    // What the list says is what a recipe gets that says so.
+    // A recipe with a listed setting has the listed memory.
     let ways = [
         ["parallelism.zero_stage=1", "training.gradient_dtype=bf16"],
         ["parallelism.zero_stage=2", "training.gradient_dtype=f32"],
@@ -109,7 +109,7 @@ fn kinds_that_exchange_heads_need_a_share_of_their_memory() {
             let mut recipe = recipe(text, &[&settings]);
             recipe.stage.truncate(1);
             let ranks = Ranks { size: 8, hosts: 1 };
-            // Room for everything that may be kept.
+            // The memory suffices for everything that may be kept.
             plan_of_ranks(&recipe, 50_304, &h200_of(4000.0), ranks).expect("plans")
         };
         let [whole, two, four] = [1, 2, 4].map(planned);
@@ -120,7 +120,7 @@ fn kinds_that_exchange_heads_need_a_share_of_their_memory() {
             (0.5..0.6).contains(&shares[0]) && (0.25..0.37).contains(&shares[1]),
             "{kind} {shares:?}"
         );
-        // What a process exchanges beside its own share of the heads grows more slowly than its tokens.
+        // The exchanged values beside a process's own share of the heads grow more slowly than its tokens.
         let seconds = |plan: &Plan| {
             plan.stages[0]
                 .context_parallel

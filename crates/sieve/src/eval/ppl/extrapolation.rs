@@ -31,6 +31,7 @@ pub(super) fn measure<B: DeviceBackend>(
             4 * trained
         );
     }
+    // Each piece predicts half a training row.
     let max_pieces = match args.max_tokens {
         Some(most) => most.div_ceil(trained.div_ceil(2) as u64).max(1) as usize,
         None => usize::MAX,

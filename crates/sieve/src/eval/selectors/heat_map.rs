@@ -42,6 +42,7 @@ fn cells(mask: &KeyMask, head: usize, size: usize) -> Vec<u8> {
     for i in 0..rows {
         let row = mask.row(mask.list_of(head), i);
         let last = row.last().map_or(0, |&j| j as usize + 1);
+        // Counts the tiles up to the query's own, and any later ones that are kept.
         for j in 0..tiles.admissible(i).max(last).min(columns) {
             let at = i * size / rows * size + j * size / columns;
             all[at] += 1;

@@ -131,7 +131,7 @@ mod tests {
         for text in ["t &amp; u", "first", "second", "a&lt;b", "says c"] {
             assert!(svg.contains(text), "{text}: {svg}");
         }
-        // Two sections of five panels; in each the six points of all, and its own again.
+        // There are two sections of five panels. Each panel has the six points of all panels, and its own again.
         let circles = |radius: u32| svg.matches(&format!("r=\"{radius}\"")).count();
         assert_eq!((circles(2), circles(4)), (2 * 5 * 6, 2 * 6), "{svg}");
         // Two headings and the title, and two rows of panels in each section.

@@ -91,6 +91,7 @@ fn place_of(label: &str) -> [String; 3] {
     ]
 }
 
+/// Draws two sections with a panel for each curve: the added loss over density, and over the prompt's time.
 fn drawn(title: &str, dense_ms: f64, curves: Vec<Curve>) -> String {
     let all = || curves.iter().flat_map(|curve| &curve.points);
     let densest = all().map(|point| point.density).fold(1.0, f64::max);

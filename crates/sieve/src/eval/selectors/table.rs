@@ -16,7 +16,7 @@ pub(super) struct Row {
     pub(super) measure: SelectorMeasure,
 }
 
-/// Writes everything as one JSON object, as `--json` and `--save` ask.
+/// Writes everything as one JSON object, for `--json` and `--save`.
 pub(super) fn report<B: DeviceBackend>(
     run: &Run<'_, B>,
     rows: &[Row],
@@ -118,7 +118,7 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
     }
     terminal::lines(notes(rows));
     let (on_cpu, others): (Vec<&&Row>, Vec<&&Row>) = rows.iter().partition(|row| is_on_cpu(&row.measure));
-    let mut told = Vec::new();
+    let mut printed = Vec::new();
     for Row { label, measure: m } in others {
         let path = selector::paths(&m.paths);
         if m.host_bytes > 0.0 {
@@ -126,9 +126,9 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
                 "{label}: {path}; a prompt copies {:.2} MB of q, k, v or their means to the CPU",
                 m.host_bytes / 1e6
             ));
-        } else if !told.contains(&path) {
+        } else if !printed.contains(&path) {
             terminal::line(&path);
-            told.push(path);
+            printed.push(path);
         }
     }
     if !on_cpu.is_empty() {
