@@ -98,6 +98,7 @@ fn write_sums_simd<S: Simd>(_simd: S, shape: PackedShape, sums: &[KeySums], rows
     for (j, (dk, dv)) in rows.dk.iter_mut().zip(&mut rows.dv).enumerate() {
         dk.fill(0.0);
         dv.fill(0.0);
+        // A segment has sums from key `sums.first` to its last token; other keys get nothing from it.
         for sums in sums {
             let Some(slot) = j.checked_sub(sums.first) else {
                 continue;
