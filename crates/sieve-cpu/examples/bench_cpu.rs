@@ -228,8 +228,8 @@ fn cross_entropy(reference: Reference) {
     }
 }
 
-/// Times of the ops that memory bandwidth bounds. `bytes` counts every element that an op reads or writes, 4 bytes each:
-/// AdamW reads 4 tensors and writes 3.
+/// Times of the ops that memory bandwidth bounds. `bytes` counts every element that an op reads or writes, 4 bytes
+/// each: AdamW reads 4 tensors and writes 3.
 fn pointwise() {
     let report = |name: &str, shape: &str, time: Time, bytes: usize| {
         println!(

@@ -150,6 +150,7 @@ impl DmaShape {
     pub fn with_window(self, keep_window_size: usize) -> Self {
         let longest_period = match self.recency {
             DmaRecency::None => self.longest_period,
+            // An absent period would follow the new `keep_window_size`.
             DmaRecency::Slope => Some(self.periods()[1]),
         };
         Self {
@@ -533,12 +534,17 @@ impl MsaShape {
 
     /// How the indexer chooses blocks.
     pub fn choice(&self) -> BlockChoice {
-        let (rule, pooled) = match self.indexer {
+        let (rule, pooled_tokens) = match self.indexer {
             IndexScores::Msa => (ChoiceRule::LargestScore, 1),
             IndexScores::Qsa => (ChoiceRule::SumOfHeads, self.select_block_size),
         };
         BlockChoice {
-            blocks: NsaBlocks::of([pooled, pooled, self.select_block_size, self.num_selected_blocks]),
+            blocks: NsaBlocks {
+                compress_block_size: pooled_tokens,
+                compress_stride: pooled_tokens,
+                select_block_size: self.select_block_size,
+                num_selected_blocks: self.num_selected_blocks,
+            },
             rule,
             forced: ForcedBlocks { first: false, local: 1 },
         }

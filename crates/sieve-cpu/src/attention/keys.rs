@@ -218,8 +218,8 @@ impl<'a> Keys<'a> {
         &self.lists[(row * self.shape.num_kv_heads + kv_head) * per_head + first / list_tokens]
     }
 
-    /// All lists of one batch row and KV head: each holds the keys of the one before that have not expired, and the keys
-    /// of its own tiles that some query sees.
+    /// All lists of one batch row and KV head: each holds the keys of the one before that have not expired, and the
+    /// keys of its own tiles that some query sees.
     fn lists_of(&self, row_and_head: usize) -> Vec<Vec<u32>> {
         let (n, heads) = (self.shape.seq_len, self.shape.num_kv_heads);
         let expire = self.expire(row_and_head / heads, row_and_head % heads);
