@@ -146,7 +146,7 @@ pub(super) fn check_data(data: &DataSection, parts: &Parts, rules: &mut Rules<'_
     match (data.format, &data.mqar) {
         (DataFormat::Mqar, Some(mqar)) => check_mqar(mqar, parts, rules),
         (DataFormat::Mqar, None) => rules.require(
-            false,
+            data.mqar.is_some(),
             "data.mqar",
             "is missing, and format = \"mqar\" needs it",
             "mqar = { vocab_size = 8192, seq_lens = [64], num_pairs = [4], num_samples = [100000] }",
