@@ -369,6 +369,7 @@ impl TensorSpec {
             other => return Err(wrong(format!("is {other}; the kernels take bf16, f32 and i32"))),
         };
         let too_large = || wrong(format!("of shape {:?} has more than 2^40 elements", self.shape));
+        // An axis of 0 counts as 1, so that the other axes are checked too.
         let sizes = self.shape.iter().map(|&size| size.max(1));
         let elements = sizes.clone().try_fold(1usize, |all, size| all.checked_mul(size));
         if elements.is_none_or(|elements| elements > MOST_ELEMENTS) {

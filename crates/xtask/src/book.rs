@@ -51,6 +51,7 @@ fn linked(text: &str, titles: &BTreeMap<&str, &str>) -> String {
         if fence || is_block {
             return line.to_owned();
         }
+        // Every second part lies between backticks, where nothing is replaced.
         let parts = line.split('`').enumerate().map(|(index, part)| match index % 2 {
             0 => with_links(part, titles),
             _ => part.to_owned(),
