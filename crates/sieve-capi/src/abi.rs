@@ -83,8 +83,7 @@ pub unsafe extern "C" fn sieve_plan_load(
     cache_folder: *const c_char,
 ) -> c_int {
     guarded(|| {
-        // SAFETY: the caller keeps the contract of this function. A shared reference, since other threads may load or
-        // run the plan too.
+        // SAFETY: the caller keeps the contract; a shared reference, since other threads may load or run the plan too.
         let handle = unsafe { plan.cast_const().as_ref() }.ok_or_else(|| null("plan"))?;
         // SAFETY: the caller keeps the contract of this function.
         let [nvrtc, cache] = [nvrtc_path, cache_folder].map(|path| unsafe { path_of(path) });

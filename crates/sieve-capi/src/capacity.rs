@@ -3,13 +3,13 @@ use crate::plan::Plan;
 use crate::request::{Call, PlanError, Request};
 use sieve_gpu::Step;
 
-/// Planned numbers of keys are multiples of this; decode kernels round their splits of the keys to less.
+/// Planned numbers of keys are multiples of this; decode kernels round their splits of the keys to smaller multiples.
 const PLANNED_KEYS: usize = 256;
 
 /// The axis of a cache that counts keys.
 const KEYS_AXIS: usize = 2;
 
-/// The keys of a plan's caches, and the words of its launches that count them.
+/// The keys of a plan's caches, and the launches' scalar arguments (words) that count them.
 #[derive(Debug, Clone)]
 pub struct Capacity {
     /// The input, `[batch, KV heads, keys, width]`, whose number of keys each run gives; values follow it.

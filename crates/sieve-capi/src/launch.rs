@@ -187,10 +187,7 @@ impl Loaded {
 
 impl Work {
     /// Queues the step. `capacity` holds, for a plan with caches, their planned keys, the step's index and the run's
-    /// number of keys.
-    ///
-    /// # Safety
-    /// As [`Loaded::run`].
+    /// number of keys. The contract of [`Loaded::run`] applies.
     unsafe fn queue(
         &self,
         pointers: &[u64],

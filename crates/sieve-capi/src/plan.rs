@@ -1,4 +1,4 @@
-//! An op's launches with every address a place: a pointer of the caller's, or scratch memory.
+//! An op's launches, in which every address is a place: an offset from a pointer of the caller's or in scratch memory.
 use crate::capacity::Capacity;
 use crate::ops::{Named, record};
 use crate::request::{PlanError, Request};

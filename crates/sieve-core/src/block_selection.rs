@@ -194,8 +194,7 @@ impl BlockSelection {
         }
     }
 
-    /// Makes the rows dense from `first` to the call's end; an earlier row that is dense already takes its place.
-    /// `None`: only rows from the first one that is dense already.
+    /// Makes rows dense to the call's end, from `first` or the first row that is dense already, the earlier of the two.
     pub fn add_dense_end(&mut self, first: Option<usize>) {
         let first = self.keep.dense_rows.iter().map(|rows| rows.start).chain(first);
         let first = first.min();

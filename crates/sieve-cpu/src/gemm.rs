@@ -173,8 +173,7 @@ pub fn matmul(threads: Threads, alpha: f32, a: Matrix<'_>, b: Matrix<'_>, beta: 
         // 0: all threads of the pool.
         Threads::All => Parallelism::Rayon(0),
     };
-    let reads_c = beta != 0.0;
-    let conjugates = false;
+    let (reads_c, conjugates) = (beta != 0.0, false);
     // The `gemm` crate takes the factor of c first, under the name alpha.
     let (factor_of_c, factor_of_product) = (beta, alpha);
     // SAFETY: Matrix and MatrixMut are built only after `extent` showed that every element they name lies inside their

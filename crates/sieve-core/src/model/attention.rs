@@ -534,17 +534,13 @@ impl MsaShape {
 
     /// How the indexer chooses blocks.
     pub fn choice(&self) -> BlockChoice {
-        let (rule, pooled_tokens) = match self.indexer {
+        // `pooled` is the number of tokens of a pooled key.
+        let (rule, pooled) = match self.indexer {
             IndexScores::Msa => (ChoiceRule::LargestScore, 1),
             IndexScores::Qsa => (ChoiceRule::SumOfHeads, self.select_block_size),
         };
         BlockChoice {
-            blocks: NsaBlocks {
-                compress_block_size: pooled_tokens,
-                compress_stride: pooled_tokens,
-                select_block_size: self.select_block_size,
-                num_selected_blocks: self.num_selected_blocks,
-            },
+            blocks: NsaBlocks::of([pooled, pooled, self.select_block_size, self.num_selected_blocks]),
             rule,
             forced: ForcedBlocks { first: false, local: 1 },
         }

@@ -254,7 +254,7 @@ fn preset(attention: &mut Table, kind: AttentionKind, sizes: Sizes, mistakes: &m
     if name.as_ref().and_then(Value::as_str) != Some("paper") {
         return;
     }
-    // Any width does without `model.head_dim`, whose absence is reported in any case.
+    // Without `model.head_dim` any width does: the mistake that kept it from being filled in is reported.
     let head_dim = sizes.head_dim.unwrap_or(2);
     let published = published(kind, head_dim);
     for name in preset_keys(kind) {

@@ -64,8 +64,7 @@ fn write_keys(text: &mut String, keys: &[Key], table: &Table, follows: &Table) {
     text.push('\n');
 }
 
-/// Writes the keys of one table, those with their default as comments. `follows` holds defaults that follow from other
-/// values.
+/// Writes the keys of one table; `follows` holds defaults that follow from other values.
 fn write_keys_with(text: &mut String, keys: &[Key], table: &Table, follows: &Table) {
     for key in keys {
         let default = key.default.and_then(|default| default());

@@ -244,11 +244,11 @@ impl<S: Transpose> Task<'_, S> {
         for tile in (0..outputs).step_by(lanes) {
             let row = |lane: usize| (first + tile + lane).min(last_output) * d_in;
             let weights: [&[W]; MAX_LANES] = std::array::from_fn(|lane| &weight[row(lane)..][..d_in]);
-            let mut next = row(lanes);
+            let mut next_tile_at = row(lanes);
             let mut sums = [simd.splat_f32s(0.0); ROWS];
             for from in (0..d_in).step_by(depth) {
                 let end = d_in.min(from + depth);
-                let mut new = [simd.splat_f32s(0.0); ROWS];
+                let mut block_sums = [simd.splat_f32s(0.0); ROWS];
                 let mut at = from;
                 while at < end {
                     let mut square = [simd.splat_f32s(0.0); MAX_LANES];
@@ -263,24 +263,24 @@ impl<S: Transpose> Task<'_, S> {
                     }
                     for line in 0..S::F32_LANES {
                         // Cache lines of the next tile's weights: hardware prefetching does not follow this many rows.
-                        prefetch(weight, next + line * step);
+                        prefetch(weight, next_tile_at + line * step);
                     }
-                    next += lanes * step;
+                    next_tile_at += lanes * step;
                     let square = simd.transpose(square);
                     // Two loops, so that the compiler knows the length of the first and unrolls it.
                     if at + step <= end {
                         for k in 0..S::F32_LANES * W::IN_LANE {
-                            add_product::<S, W, ROWS>(simd, &square, k, &x, at + k, &mut new);
+                            add_product::<S, W, ROWS>(simd, &square, k, &x, at + k, &mut block_sums);
                         }
                     } else {
                         for k in 0..end - at {
-                            add_product::<S, W, ROWS>(simd, &square, k, &x, at + k, &mut new);
+                            add_product::<S, W, ROWS>(simd, &square, k, &x, at + k, &mut block_sums);
                         }
                     }
                     at += step;
                 }
                 for row in 0..ROWS {
-                    sums[row] = simd.add_f32s(sums[row], new[row]);
+                    sums[row] = simd.add_f32s(sums[row], block_sums[row]);
                 }
             }
             for (y, sums) in y.chunks_exact_mut(outputs).zip(sums) {
