@@ -364,7 +364,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
     }
 }
 
-/// What a forward pass returns, with what its backward pass reads unless `o` alone is an output.
+/// The outputs of a forward pass: `o`, and unless `only_o` what the backward pass reads.
 fn result(result: AttentionResult, only_o: bool) -> Outputs {
     if only_o {
         return vec![("o", result.o)];

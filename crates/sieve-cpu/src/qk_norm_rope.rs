@@ -266,7 +266,7 @@ fn backward_tokens_simd<S: Simd>(
     }
 }
 
-/// The backward pass of [`forward_of_width`].
+/// The backward pass of [`forward_of_width`]: writes d_qkv and adds to the gradients of the weights.
 #[inline(always)]
 fn backward_of_width<S: Simd, const HEAD_DIM: usize>(
     simd: S,

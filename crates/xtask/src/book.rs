@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-/// Copies the pages, with links, to target/book-pages, and builds the book from them with mdbook.
+/// Copies docs/ to target/book-pages, where paths of pages become links, and builds the book from there with mdbook.
 pub(crate) fn run() -> Result<()> {
     let root = workspace::root();
     let (docs, pages) = (root.join("docs"), root.join("target/book-pages"));

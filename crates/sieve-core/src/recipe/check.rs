@@ -131,7 +131,8 @@ fn check_keys(owner: &str, keys: &'static [Key], table: &mut Table, mistakes: &m
         }
     });
     for key in keys.iter().filter(|key| key.required && !table.contains_key(key.name)) {
-        mistakes.push(missing(owner, key, ""));
+        let no_reason = "";
+        mistakes.push(missing(owner, key, no_reason));
     }
 }
 

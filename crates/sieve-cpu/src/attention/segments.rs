@@ -35,7 +35,7 @@ pub(crate) struct KeySums {
     pub(crate) d_delta: Vec<f32>,
 }
 
-/// Divides the gradients among the groups, `[batch * num_kv_heads]`.
+/// Gives each group, `[batch * num_kv_heads]`, the slices of the gradients that it writes.
 pub(crate) fn split_by_group<'g>(
     shape: PackedShape,
     d_qkv: &'g mut [f32],
