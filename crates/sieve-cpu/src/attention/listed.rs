@@ -142,7 +142,7 @@ fn attend_tile_simd<S: Simd, const W: usize>(
 }
 
 impl<const W: usize> KeyBlock<W> {
-    /// Gathers the listed keys `range`, at most [`BLOCK_KEYS`]. Empties the slots that an earlier, longer list has filled.
+    /// Gathers the listed keys `range`, at most [`BLOCK_KEYS`]. Empties the slots that an earlier, longer list filled.
     #[inline(always)]
     fn gather_listed(&mut self, tile: &ListedTile<'_>, range: std::ops::Range<usize>, head_dim: usize) {
         let used = range.len();
