@@ -58,7 +58,7 @@ pub unsafe extern "C" fn sieve_plan(request_json: *const c_char, plan: *mut *mut
     })
 }
 
-/// The plan as JSON.
+/// The plan as JSON; `{}` for NULL.
 ///
 /// # Safety
 /// `plan` comes from [`sieve_plan`], or is NULL.
@@ -83,7 +83,7 @@ pub unsafe extern "C" fn sieve_plan_load(
     cache_folder: *const c_char,
 ) -> c_int {
     guarded(|| {
-        // SAFETY: the caller's promise; shared, as other threads may load or run it too.
+        // SAFETY: the caller keeps the contract; a shared reference, since other threads may load or run the plan too.
         let handle = unsafe { plan.cast_const().as_ref() }.ok_or_else(|| null("plan"))?;
         // SAFETY: the caller keeps the contract of this function.
         let [nvrtc, cache] = [nvrtc_path, cache_folder].map(|path| unsafe { path_of(path) });
@@ -142,7 +142,7 @@ pub unsafe extern "C" fn sieve_plan_free(plan: *mut PlanHandle) {
     }
 }
 
-/// 0, or -1 with the error kept for this thread.
+/// Runs `work` and returns 0. If it fails or panics, keeps the message for [`sieve_error`] and returns -1.
 fn guarded(work: impl FnOnce() -> Result<(), PlanError>) -> c_int {
     let outcome = catch_unwind(AssertUnwindSafe(work));
     let text = match outcome {
@@ -165,6 +165,8 @@ fn null(what: &str) -> PlanError {
     PlanError::Call(format!("{what} must not be NULL"))
 }
 
+/// A C string as a path; `None` for NULL.
+///
 /// # Safety
 /// NULL, or a text that ends with NUL and outlives the result.
 unsafe fn path_of<'a>(path: *const c_char) -> Option<&'a Path> {

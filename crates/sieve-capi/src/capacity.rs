@@ -3,17 +3,20 @@ use crate::plan::Plan;
 use crate::request::{Call, PlanError, Request};
 use sieve_gpu::Step;
 
-/// Keys that planned capacities are multiples of: more than any split of a decode kernel rounds to.
+/// Planned numbers of keys are multiples of this; decode kernels round their splits of the keys to smaller multiples.
 const PLANNED_KEYS: usize = 256;
 
-/// The keys of a plan's caches, and the words of its launches that count them.
+/// The axis of a cache that counts keys.
+const KEYS_AXIS: usize = 2;
+
+/// The keys of a plan's caches, and the launches' scalar arguments (words) that count them.
 #[derive(Debug, Clone)]
 pub struct Capacity {
     /// The input, `[batch, KV heads, keys, width]`, whose number of keys each run gives; values follow it.
     pub input: usize,
     /// Most keys that a run may give.
     pub keys: usize,
-    /// Steps and their words: each is the number of keys and a constant.
+    /// Index of the step, and of the word in its launch, for each word that is the number of keys plus a constant.
     words: Vec<[usize; 2]>,
 }
 
@@ -25,7 +28,7 @@ impl Capacity {
             return None;
         };
         let input = request.tensors.iter().position(|tensor| tensor.name == "k_cache")?;
-        let keys = *request.tensors[input].shape.get(2)?;
+        let keys = *request.tensors[input].shape.get(KEYS_AXIS)?;
         let keys = keys.max(1).checked_next_multiple_of(PLANNED_KEYS)?;
         let mut capacity = Self {
             input,
@@ -42,19 +45,20 @@ impl Capacity {
         request
     }
 
+    /// Sets the number of keys of all caches of a request.
     fn resize(&mut self, request: &mut Request, keys: usize) {
         for tensor in request
             .tensors
             .iter_mut()
             .filter(|tensor| tensor.name.ends_with("_cache"))
         {
-            if let Some(size) = tensor.shape.get_mut(2) {
+            if let Some(size) = tensor.shape.get_mut(KEYS_AXIS) {
                 *size = keys;
             }
         }
     }
 
-    /// Finds the words that count keys: by one less in `less`, launches for one key less.
+    /// Finds the words that count keys: those that are smaller by one in `less`, the steps for one key less.
     pub(crate) fn find_words(&mut self, steps: &[Step], less: &[Step]) {
         assert_eq!(steps.len(), less.len(), "launches depend on the number of keys");
         for (index, pair) in steps.iter().zip(less).enumerate() {
@@ -94,6 +98,7 @@ impl Plan {
     /// More than planned, or 0.
     pub fn at_capacity(mut self, keys: usize) -> Result<Self, PlanError> {
         let Some(capacity) = self.capacity.take() else {
+            // The op has no caches whose number of keys could differ.
             return Ok(self);
         };
         let keys = capacity.checked(keys as u64)?;
@@ -102,6 +107,7 @@ impl Plan {
                 capacity.set(index, &mut launch.words, keys);
             }
         }
+        // The buffers of the keys and of the values.
         for cache in capacity.input..capacity.input + 2 {
             self.buffers[cache] = self.buffers[cache] / capacity.keys * keys;
         }

@@ -10,8 +10,8 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 /// The fewest launches that a graph replaces: a graph launch costs the host a little more than one launch.
 const FEWEST_LAUNCHES: usize = 3;
 
-/// The run at the same addresses that records a graph. Recording costs about as much as twenty launches, and an
-/// allocator returns to an address by chance too.
+/// Which run at the same addresses, counted from 1, records a graph. Recording costs about as much as twenty launches,
+/// and an allocator returns to an address by chance too.
 const RECORDED_RUN: u32 = 4;
 
 /// Sets of addresses remembered in the process. Each graph takes some tens of KiB of the host's and the GPU's memory.
@@ -160,7 +160,8 @@ impl Graph {
         };
         // SAFETY: the graph comes from the capture, is instantiated once and then not used.
         let exec = unsafe {
-            let exec = driver::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
+            let no_flags = sys::CUgraphInstantiate_flags(0);
+            let exec = driver::graph::instantiate(graph, no_flags);
             driver::graph::destroy(graph).map_err(failed)?;
             exec.map_err(failed)?
         };

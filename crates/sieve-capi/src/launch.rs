@@ -186,6 +186,8 @@ impl Loaded {
 }
 
 impl Work {
+    /// Queues the step. `capacity` holds, for a plan with caches, their planned keys, the step's index and the run's
+    /// number of keys. The contract of [`Loaded::run`] applies.
     unsafe fn queue(
         &self,
         pointers: &[u64],
@@ -236,7 +238,8 @@ impl Work {
     }
 }
 
-/// Loads a plan's kernels side by side: each takes the compiler a second or two. An error is the next load's.
+/// Loads a plan's kernels in parallel, since each takes the compiler a second or two. Ignores errors: the caller loads
+/// each kernel again, which returns its error.
 fn compile_at_once(plan: &Plan, device: usize, arch: &str, cubins: Option<&Cubins>) {
     let launches = plan.steps.iter().filter_map(|step| match step {
         Step::Launch(launch) => Some(&launch.kernel),
@@ -271,6 +274,7 @@ fn driver_version() -> Result<CudaVersion, KernelError> {
     unsafe { sys::cuDriverGetVersion(&mut version) }
         .result()
         .map_err(|e| init_error(e.0))?;
+    // CUDA 13.1 is 13010.
     Ok(CudaVersion {
         major: version as u32 / 1000,
         minor: version as u32 % 1000 / 10,

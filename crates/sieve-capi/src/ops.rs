@@ -56,6 +56,7 @@ impl Call {
 /// Outputs of an op, in the order of their pointers.
 type Outputs = Vec<(&'static str, CudaTensor)>;
 
+/// Records the launches of an op on its inputs `t`; returns its outputs.
 fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
     match call {
         &Call::AttentionForward { scale, window, only_o } => {
@@ -75,6 +76,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         }
         Call::DmaScores { slopes } => {
             let (v, w_dt, a) = (t.get("v")?, t.get("w_dt")?, t.get("a")?);
+            // No launch reads queries or keys; the values stand in for them.
             let (qkv, start) = (Qkv::separate(&v, &v, &v), t.maybe("doc_start"));
             let scores = qkv.dma_ranks(&w_dt, &a, recency(slopes, start.as_ref())?.as_ref())?;
             Ok(vec![("x", scores.x), ("z", scores.z)])
@@ -127,7 +129,8 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         Call::NsaCompressedForward { scale, blocks } => {
             let ([start, end], blocks) = (t.documents()?, blocks.checked()?);
             let compressed = t.compressed("compressed", blocks)?;
-            let queries = t.queries_of_blocks(&t.q_in(false)?, &compressed, blocks)?;
+            let fixed_order = false;
+            let queries = t.queries_of_blocks(&t.q_in(fixed_order)?, &compressed, blocks)?;
             let forward = queries.nsa_compressed_attention_forward([&start, &end], &compressed, blocks, *scale);
             let (forward, indices) = forward?;
             Ok(vec![("o", forward.o), ("lse", forward.lse), ("block_indices", indices)])
@@ -158,7 +161,8 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let (forward, _) = t
                 .qkv()?
                 .nsa_selected_attention_forward([&start, &end], &indices, blocks, *scale)?;
-            Ok(result(forward, false))
+            let only_o = false;
+            Ok(result(forward, only_o))
         }
         Call::NsaSelectedBackward {
             scale,
@@ -193,7 +197,8 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         } => {
             let (qkv, [start, end], blocks) = (t.qkv()?, t.documents()?, blocks.checked()?);
             let (documents, compressed) = ([&start, &end], t.compressed("compressed", blocks)?);
-            let queries = t.queries_of_blocks(&t.q_in(false)?, &compressed, blocks)?;
+            let fixed_order = false;
+            let queries = t.queries_of_blocks(&t.q_in(fixed_order)?, &compressed, blocks)?;
             let (coarse, indices) = queries.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
             let (selected, _) = qkv.nsa_selected_attention_forward(documents, &indices, blocks, scale)?;
             let near = qkv.attention_forward(&start, Some(window), scale, None)?;
@@ -263,7 +268,8 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         Call::BlockSparse { scale, block } => {
             let (qkv, words) = (t.qkv()?, t.get("words")?);
             let mask = block_mask(qkv.shape("block_sparse")?, *block, words)?;
-            Ok(result(qkv.sparse_attention_forward(&mask, *scale)?, false))
+            let only_o = false;
+            Ok(result(qkv.sparse_attention_forward(&mask, *scale)?, only_o))
         }
         &Call::AttentionDecode { scale, window } => {
             let (token, cache) = (t.qkv()?, t.cache()?);
@@ -275,8 +281,8 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
                 max_length: capacity.saturating_sub(1),
                 num_dropped: 0,
             };
-            let most = window.unwrap_or(capacity).min(capacity);
-            let scratch = DecodeScratch::new(&cache.k, shape, most)?;
+            let max_keys = window.unwrap_or(capacity).min(capacity);
+            let scratch = DecodeScratch::new(&cache.k, shape, max_keys)?;
             Ok(vec![(
                 "o",
                 cache.attention_decode(&token, &t.get("length")?, step, &scratch)?,
@@ -296,10 +302,10 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
                 max_length: capacity,
                 num_dropped: 0,
             };
-            let most = window.unwrap_or(capacity).min(capacity);
+            let max_keys = window.unwrap_or(capacity).min(capacity);
             let o = match (t.maybe("chosen"), block) {
                 (None, None) => {
-                    let scratch = DecodeScratch::new(&cache.k, shape, most)?;
+                    let scratch = DecodeScratch::new(&cache.k, shape, max_keys)?;
                     cache.attention_decode_cached(&token, &length, step, &scratch)?
                 }
                 (Some(chosen), Some(block)) => {
@@ -315,7 +321,8 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
                         return Err(KernelError::unsupported("cached_decode", "choosers", got, supported).into());
                     }
                     let choosers = AttentionShape { num_kv_heads, ..shape };
-                    let scratch = DecodeScratch::new(&cache.k, choosers, num_chosen.saturating_mul(block).min(most))?;
+                    let max_keys = num_chosen.saturating_mul(block).min(max_keys);
+                    let scratch = DecodeScratch::new(&cache.k, choosers, max_keys)?;
                     cache.attention_decode_chosen(&token, &length, step, &scratch, &chosen, block)?
                 }
                 _ => {
@@ -357,7 +364,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
     }
 }
 
-/// What a forward pass returns, with what its backward pass reads unless `o` alone is an output.
+/// The outputs of a forward pass: `o`, and unless `only_o` what the backward pass reads.
 fn result(result: AttentionResult, only_o: bool) -> Outputs {
     if only_o {
         return vec![("o", result.o)];
@@ -439,15 +446,17 @@ fn block_mask(
         return Err(KernelError::unsupported("block_sparse", "block", got, "64 or 128 queries and keys").into());
     }
     let tiles = Tiles::new(call, query_tile, key_tile);
-    let rows = shape.num_heads * tiles.num_query_tiles() + 1;
+    // Word 0 is unused; then come the start of each (head, query tile) in `tile_idx` and the end of the last, and
+    // `tile_idx`.
+    let row_ptr_len = shape.num_heads * tiles.num_query_tiles() + 1;
     let [num_words] = words.dims("block_sparse", "words")?;
-    if num_words < 1 + rows {
-        let supported = format!("at least {}: 0, the rows' starts and the blocks", 1 + rows);
+    if num_words < 1 + row_ptr_len {
+        let supported = format!("at least {}: 0, the rows' starts and the blocks", 1 + row_ptr_len);
         return Err(KernelError::unsupported("block_sparse", "number of words", num_words, supported).into());
     }
     let places = MaskPlaces {
-        row_ptr: 1..1 + rows,
-        tile_idx: 1 + rows..num_words,
+        row_ptr: 1..1 + row_ptr_len,
+        tile_idx: 1 + row_ptr_len..num_words,
         ..MaskPlaces::default()
     };
     Ok(KeyMask {
@@ -470,6 +479,7 @@ struct Inputs {
 }
 
 impl Inputs {
+    /// Declares the tensors of a request to the recorder, after checking their types and sizes.
     fn new(request: &Request, gpu: &Recorder) -> Result<Self, PlanError> {
         let op = request.call.name();
         let mut tensors: Vec<(String, CudaTensor, Cell<bool>)> = Vec::new();
@@ -487,6 +497,7 @@ impl Inputs {
         Ok(Self { op, tensors })
     }
 
+    /// A tensor by name, `None` if the request lacks it; counts as read.
     fn maybe(&self, name: &str) -> Option<CudaTensor> {
         let (_, tensor, used) = self.tensors.iter().find(|(known, ..)| known == name)?;
         used.set(true);
@@ -552,9 +563,9 @@ impl Inputs {
     /// Logits of NSA's gates, `[batch, tokens, heads * 3]`, and their bias, `[heads * 3]`. Either may end with
     /// `[heads, 3]` instead, which is flattened.
     fn gates(&self) -> Result<[CudaTensor; 2], PlanError> {
-        let joined = |name, tokens: usize| -> Result<CudaTensor, PlanError> {
+        let joined = |name, leading_axes: usize| -> Result<CudaTensor, PlanError> {
             let tensor = self.get(name)?;
-            let (kept, gates) = tensor.shape().split_at(tokens.min(tensor.shape().len()));
+            let (kept, gates) = tensor.shape().split_at(leading_axes.min(tensor.shape().len()));
             if !matches!(gates, [_] | [_, 3]) {
                 return Err(wrong(self.op, name, "must end with heads and 3 branches"));
             }
@@ -573,7 +584,8 @@ impl Inputs {
             let supported = "1 or more, and no more than chosen";
             return Err(KernelError::unsupported(self.op, "blocks", got, supported).into());
         }
-        let (q, k) = (self.get_in(false, by[0])?, self.get(by[1])?);
+        let fixed_order = false;
+        let (q, k) = (self.get_in(fixed_order, by[0])?, self.get(by[1])?);
         let pooled = Qkv::separate(&k, &k, &k).nsa_mean_pool([start, end], blocks)?;
         let rule = choice.rule.into();
         let by = BlockChoice { blocks, rule, forced };
@@ -590,11 +602,13 @@ impl Inputs {
         let lists = self.get("lists")?;
         let [num_words] = lists.dims(self.op, "lists")?;
         let [batch, kv_heads, seq_len] = self.get("bias")?.dims(self.op, "bias")?;
-        let [blocks, _, pair] = KeyLists::shape(seq_len, 1);
+        // A list for each block of queries; its length depends on the window, which is not known here.
+        let any_window = 1;
+        let [blocks, _, pair] = KeyLists::shape(seq_len, any_window);
         let (rows, tiles) = (batch * kv_heads, seq_len.div_ceil(KeyLists::TILE_QUERIES));
         let word = DType::I32.size();
         let padded = |words: usize| (words * word).next_multiple_of(ALIGNMENT) / word;
-        // The first words of tile_window and list; list_len begins at 0.
+        // The first words of tile_window and list; list_len begins at 0. What is left of the input is list.
         let windows = padded(rows * blocks);
         let list = windows + padded(rows * tiles * 2);
         let words_per_entry = rows * blocks * pair;

@@ -1,4 +1,4 @@
-//! An op's launches with every address a place: a pointer of the caller's, or scratch memory.
+//! An op's launches, in which every address is a place: an offset from a pointer of the caller's or in scratch memory.
 use crate::capacity::Capacity;
 use crate::ops::{Named, record};
 use crate::request::{PlanError, Request};
@@ -87,6 +87,8 @@ struct Places {
 }
 
 impl Places {
+    /// Gives each input and output a pointer, in which parts of one output follow each other, and each other recorded
+    /// buffer a range of scratch memory.
     fn new(
         op: &'static str,
         inputs: &Named,
@@ -164,6 +166,7 @@ impl Places {
         })
     }
 
+    /// Replaces the recorded buffers of a step by their places.
     fn rewrite(&self, step: &mut Step) {
         let place = |at: &mut BufferView| {
             let base = self.of[&at.buffer];
@@ -193,7 +196,7 @@ fn buffers_of(step: &Step) -> impl Iterator<Item = usize> {
     buffers.into_iter()
 }
 
-/// A wrapper would copy this input first, which is the caller's to do.
+/// The error of an input that a launch wrapper would copy first, which is left to the caller.
 fn gathered(op: &'static str, inputs: &Named, buffer: usize) -> PlanError {
     let found = inputs
         .iter()
@@ -217,7 +220,7 @@ fn by_name(outputs: &Named) -> impl Iterator<Item = &[(String, CudaTensor)]> {
     outputs.chunk_by(|(one, _), (other, _)| one == other)
 }
 
-/// Inputs or outputs with the bytes of each; several parts of one are elements in a row.
+/// Describes inputs or outputs, of which `bytes` are the sizes; an output of several parts is described as one axis.
 fn described(tensors: &Named, bytes: &[usize]) -> Value {
     let described = by_name(tensors).zip(bytes).map(|(parts, bytes)| {
         let (name, tensor) = &parts[0];

@@ -78,7 +78,8 @@ pub struct TensorSpec {
     pub dtype: String,
 }
 
-/// An op with its settings. `scale` is the factor on `q . k`; `fixed_order` makes two runs bit-equal.
+/// An op with its settings; `fixed_order` makes two runs bit-equal. Each op's doc names its inputs → its outputs, with
+/// `?` after an optional tensor.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Call {
@@ -86,7 +87,7 @@ pub enum Call {
     AttentionForward {
         /// Factor on `q . k`.
         scale: f32,
-        /// Keys that a query sees at most.
+        /// The most keys that a query sees, its own included; absent: all earlier ones.
         #[serde(default)]
         window: Option<usize>,
         /// Whether `o` is the only output.
@@ -97,16 +98,16 @@ pub enum Call {
     AttentionBackward {
         /// Factor on `q . k`.
         scale: f32,
-        /// Keys that a query sees at most.
+        /// The most keys that a query sees, its own included; absent: all earlier ones.
         #[serde(default)]
         window: Option<usize>,
-        /// Sums in a fixed order.
+        /// Whether sums are added in a fixed order.
         #[serde(default)]
         fixed_order: bool,
     },
     /// v, w_dt, a, doc_start? → x, z
     DmaScores {
-        /// What recency adds a token, one number a KV head; none is no recency.
+        /// What recency adds to a rank per token of the position, one number per KV head; empty: no recency.
         #[serde(default)]
         slopes: Vec<f32>,
     },
@@ -114,9 +115,9 @@ pub enum Call {
     DmaScoresBackward {},
     /// rank, doc_start, doc_end → expire, and lists where `keep` is below the tokens of a row
     DmaSelect {
-        /// Keys that a query keeps.
+        /// Number of keys that a query keeps.
         keep: usize,
-        /// Keys among these that are kept because they are the last ones.
+        /// How many of these are the last keys, which are kept whatever their rank.
         #[serde(default)]
         local: usize,
     },
@@ -132,7 +133,7 @@ pub enum Call {
     DmaAttentionBackward {
         /// Factor on `q . k`.
         scale: f32,
-        /// Sums in a fixed order.
+        /// Whether sums are added in a fixed order.
         #[serde(default)]
         fixed_order: bool,
     },
@@ -159,7 +160,7 @@ pub enum Call {
         scale: f32,
         /// Block sizes.
         blocks: Blocks,
-        /// Sums in a fixed order.
+        /// Whether sums are added in a fixed order.
         #[serde(default)]
         fixed_order: bool,
     },
@@ -176,14 +177,14 @@ pub enum Call {
         scale: f32,
         /// Block sizes.
         blocks: Blocks,
-        /// Sums in a fixed order.
+        /// Whether sums are added in a fixed order.
         #[serde(default)]
         fixed_order: bool,
     },
     /// compressed, selected, window (outputs of the branches), logits `[batch, tokens, heads, 3]`, gate_bias
     /// `[heads, 3]`, d_o → d_compressed, d_selected, d_window, d_logits, d_bias
     NsaGatesBackward {},
-    /// All of NSA: q, k, v, compressed, logits, gate_bias, doc_start, doc_end → o, and unless it is alone
+    /// All of NSA: q, k, v, compressed, logits, gate_bias, doc_start, doc_end → o, and unless `only_o`
     /// compressed_o, compressed_lse, block_indices, selected_o, selected_lse, window_o, window_lse
     NsaForward {
         /// Factor on `q . k`.
@@ -197,17 +198,17 @@ pub enum Call {
         only_o: bool,
     },
     /// Scores, selection and attention: q, k, v, w_dt `[KV heads, KV heads * width]`, a, doc_start, doc_end → o, and
-    /// unless it is alone lse, o_low?, base, x, z, bias unless it is z, and lists where `keep` is below the tokens of a
+    /// unless `only_o` lse, o_low?, base, x, z, bias unless `linear`, and lists where `keep` is below the tokens of a
     /// row
     DmaForward {
         /// Factor on `q . k`.
         scale: f32,
-        /// Keys that a query keeps.
+        /// Number of keys that a query keeps.
         keep: usize,
-        /// Keys among these that are kept because they are the last ones.
+        /// How many of these are the last keys, which are kept whatever their rank.
         #[serde(default)]
         local: usize,
-        /// What recency adds a token, one number a KV head; none is no recency.
+        /// What recency adds to a rank per token of the position, one number per KV head; empty: no recency.
         #[serde(default)]
         slopes: Vec<f32>,
         /// Whether the bias is z itself.
@@ -219,8 +220,8 @@ pub enum Call {
     },
     /// q, k, doc_start, doc_end → block_indices
     ChooseBlocks(Choice),
-    /// Choice, of each KV head, and attention: q, k, v, index_q?, index_k?, doc_start, doc_end → o, and unless it is
-    /// alone lse, block_indices. Blocks are chosen by index_q and index_k, else by q and k
+    /// Choice, of each KV head, and attention: q, k, v, index_q?, index_k?, doc_start, doc_end → o, and unless
+    /// `only_o` lse, block_indices. Blocks are chosen by index_q and index_k, else by q and k
     ChosenForward(Choice),
     /// q, k, v of one row, words (0, then row_ptr `[heads * query tiles + 1]`, then tile_idx) → o, lse
     BlockSparse {
@@ -233,7 +234,7 @@ pub enum Call {
     AttentionDecode {
         /// Factor on `q . k`.
         scale: f32,
-        /// Keys that a query sees at most.
+        /// The most keys that a query sees, its own included; absent: all earlier ones.
         #[serde(default)]
         window: Option<usize>,
     },
@@ -243,7 +244,7 @@ pub enum Call {
     CachedDecode {
         /// Factor on `q . k`.
         scale: f32,
-        /// Keys that a query sees at most.
+        /// The most keys that a query sees, its own included; absent: all earlier ones.
         #[serde(default)]
         window: Option<usize>,
         /// Keys of a chosen block: of the blocks in `chosen`, in ascending order and then -1, a query sees all tokens.
@@ -369,6 +370,7 @@ impl TensorSpec {
             other => return Err(wrong(format!("is {other}; the kernels take bf16, f32 and i32"))),
         };
         let too_large = || wrong(format!("of shape {:?} has more than 2^40 elements", self.shape));
+        // An axis of 0 counts as 1, so that the other axes are checked too.
         let sizes = self.shape.iter().map(|&size| size.max(1));
         let elements = sizes.clone().try_fold(1usize, |all, size| all.checked_mul(size));
         if elements.is_none_or(|elements| elements > MOST_ELEMENTS) {

@@ -115,7 +115,8 @@ impl BlockChoice {
         }
     }
 
-    /// Number of pieces in which attention reads a chosen block: pieces of 64 tokens, or one of up to 64.
+    /// Number of pieces in which attention reads a chosen block: a multiple of 64 tokens is cut into pieces of 64, and
+    /// any other block is one piece.
     pub fn pieces(&self) -> usize {
         match self.blocks.select_block_size {
             size if size > ATTENDED_BLOCK && size.is_multiple_of(ATTENDED_BLOCK) => size / ATTENDED_BLOCK,
@@ -154,7 +155,7 @@ impl BlockChoice {
             group_size
         };
         let stride = self.blocks.compress_stride;
-        // Scoring works on strides, so that a block of any number of tokens can be scored.
+        // The kernels that score blocks count in strides instead of tokens, so a block may have any number of tokens.
         let scored = NsaBlocks {
             compress_block_size: self.blocks.compress_block_size / stride,
             compress_stride: 1,

@@ -194,7 +194,7 @@ impl BlockSelection {
         }
     }
 
-    /// Makes all rows from `first` on dense.
+    /// Makes rows dense to the call's end, from `first` or the first row that is dense already, the earlier of the two.
     pub fn add_dense_end(&mut self, first: Option<usize>) {
         let first = self.keep.dense_rows.iter().map(|rows| rows.start).chain(first);
         let first = first.min();
@@ -213,6 +213,7 @@ impl BlockSelection {
         self.cut(self.scores.query_block / per_block, self.keep.tile)
     }
 
+    /// Divides the call into tiles of these sizes, the first query tile shorter by `offset` rows.
     fn cut(&self, query_tile: usize, key_tile: usize) -> Tiles {
         Tiles {
             query_offset: self.scores.offset,
@@ -239,6 +240,7 @@ impl BlockSelection {
             return self.admissible_tiles();
         };
         let tiles = self.tiles();
+        // The key tiles up to the end of the segment with the query tile's last row.
         let end = |i: usize| (tiles.last(i) / order.segment + 1) * (order.segment / self.keep.tile);
         let of_row = |i| end(i).min(tiles.num_key_tiles());
         (0..tiles.num_query_tiles()).map(of_row).sum()
@@ -249,6 +251,7 @@ impl BlockSelection {
         let tiles = self.tiles();
         match self.scores.by {
             BlockScores::Lines { columns, .. } => {
+                // A query tile has `last + 1` keys up to its last row.
                 let of_row = |i| columns[0].min(tiles.last(i) + 1);
                 (0..tiles.num_query_tiles()).map(of_row).sum()
             }

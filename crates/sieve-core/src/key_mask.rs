@@ -206,6 +206,7 @@ impl KeyMask {
             col_ptr.push(col_idx.len() as i32);
         }
         if col_idx.is_empty() {
+            // Without single keys both arrays are absent.
             col_ptr.clear();
         }
         let mut mask = Self {
@@ -232,7 +233,8 @@ impl KeyMask {
 
     /// The mask of dense causal attention, with one list per KV head.
     pub fn dense(shape: CallShape) -> Self {
-        let tiles = Tiles::new(shape, 128, 128);
+        let tile = 128;
+        let tiles = Tiles::new(shape, tile, tile);
         let row = |i: usize| [(0..tiles.admissible(i) as i32).collect(), Vec::new()];
         let rows = (0..shape.num_kv_heads).flat_map(|_| (0..tiles.num_query_tiles()).map(row));
         Self::new(shape, tiles, shape.group_size(), rows)
@@ -256,6 +258,7 @@ impl KeyMask {
         self.places.windows = self.put(&words);
     }
 
+    /// Appends an array to the words and returns its place; an empty array is absent.
     fn put(&mut self, array: &[i32]) -> Range<usize> {
         if array.is_empty() {
             return 0..0;
@@ -279,6 +282,7 @@ impl KeyMask {
         self.entries(&self.places.col_ptr, &self.places.col_idx, list, query_tile)
     }
 
+    /// Entries of one (list, query tile) of a CSR array; none if the array is absent.
     fn entries(&self, ptr: &Range<usize>, idx: &Range<usize>, list: usize, query_tile: usize) -> &[i32] {
         if ptr.is_empty() {
             return &[];
@@ -317,7 +321,7 @@ impl KeyMask {
         }
     }
 
-    /// The [`TokenWindow`] of a list.
+    /// The [`TokenWindow`] of a list; `None` if the mask has no windows.
     pub fn window_of(&self, list: usize) -> Option<TokenWindow> {
         let words = self.array(&self.places.windows).as_chunks::<2>().0;
         words.get(list).map(|&[init, local]| TokenWindow { init, local })
@@ -480,6 +484,7 @@ fn tile_order(tiles: Tiles, row_ptr: &[i32], col_ptr: &[i32]) -> Vec<i32> {
     all
 }
 
+/// The error that `array` breaks a rule, unless it fits.
 fn require(fits: bool, array: &'static str, problem: impl FnOnce() -> String) -> Result<(), MaskError> {
     match fits {
         true => Ok(()),

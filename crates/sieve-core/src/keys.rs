@@ -76,7 +76,7 @@ pub(crate) struct Choices {
     pub(crate) docs: &'static [&'static str],
 }
 
-/// Where the value of a key comes from that the recipe leaves out.
+/// Where the value of a key comes from if the recipe leaves the key out.
 #[derive(Clone, Copy)]
 pub(crate) enum Source {
     /// The value of another key, `section.key`.
@@ -151,14 +151,14 @@ impl Key {
         self
     }
 
-    /// A left-out key takes the value of another key.
+    /// Makes a left-out key take the value of another key.
     pub(crate) const fn from(mut self, key: &'static str) -> Self {
         self.required = false;
         self.source = Some(Source::Key(key));
         self
     }
 
-    /// `recipe/resolve.rs` fills a left-out key in, as `words` say.
+    /// Declares that `recipe/resolve.rs` fills in a left-out key; `words` describe the value.
     pub(crate) const fn filled(mut self, words: &'static str) -> Self {
         self.source = Some(Source::Words(words));
         self
@@ -216,7 +216,8 @@ pub(crate) fn value_of<T: Serialize>(value: T) -> Option<Value> {
     Value::try_from(value).ok()
 }
 
-/// `kind`, then the keys of all lists as optional ones; `N` is the number of all keys.
+/// `kind`, then the keys of all lists as optional ones; `N` is the number of all keys. The loops are `while`, because a
+/// const function cannot use iterators.
 pub(crate) const fn joined<const N: usize>(kind: Key, lists: &[&[Key]]) -> [Key; N] {
     let mut keys = [kind; N];
     let mut filled = 1;

@@ -62,7 +62,7 @@ impl NsaBlocks {
     /// Number of (query, pooled key) pairs of one query head in a document of `seq_len` tokens. A query sees the
     /// compressed blocks that end at or before it.
     pub fn compressed_pairs(&self, seq_len: usize) -> f64 {
-        // Block c is seen by the queries from its last token on.
+        // Block c is seen by the queries from its last token on, `seq_len - (c * stride + size - 1)`; summed over c.
         let blocks = self.num_compressed_blocks(seq_len) as f64;
         blocks * (seq_len as f64 - self.compress_block_size as f64 + 1.0)
             - self.compress_stride as f64 * blocks * (blocks - 1.0) / 2.0
@@ -75,6 +75,8 @@ impl NsaBlocks {
         // Queries in the first `num_selected_blocks` blocks see all keys before them.
         let num_dense = seq_len.min(block.saturating_mul(self.num_selected_blocks));
         let num_later = seq_len - num_dense;
+        // The later queries fill `whole` blocks and `short` tokens of another. `own` are their pairs with keys of their
+        // own block, `others` those with keys of the blocks before it.
         let (whole, short) = ((num_later / block) as f64, (num_later % block) as f64);
         let own = whole * (block as f64 * (block as f64 + 1.0) / 2.0) + short * (short + 1.0) / 2.0;
         let others = num_later as f64 * ((self.num_selected_blocks - 1) * block) as f64;

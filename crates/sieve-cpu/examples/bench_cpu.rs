@@ -27,6 +27,7 @@ struct Reference {
 }
 
 impl Reference {
+    /// Prints a kernel's line of the table: its rate, and this rate in percent of the GEMM's.
     fn print(&self, kernel: &str, shape: &str, flops: f64, time: Time) {
         let (ms, rate) = (time.wall * 1e3, flops / time.wall / 1e9);
         let (share, cpu_share) = (
@@ -76,6 +77,8 @@ fn gemm_rate(n: usize) -> Reference {
     reference
 }
 
+/// Times of dense, sliding-window and DMA attention. In "dma tied" all scores are equal, in "dma random" they are
+/// normally distributed.
 fn attention(reference: Reference) {
     for kind in ["causal", "window", "dma tied", "dma random"] {
         for seq_len in [512, 1024, 2048, 4096, 8192, 16384] {
@@ -98,6 +101,7 @@ fn attention(reference: Reference) {
                     Mask::Causal
                 }
                 _ => {
+                    // DMA keeps the latest of equal scores, so with tied scores `expire` is that of a sliding window.
                     select_time = measure(|| {
                         dma_select(&z, documents, batch, num_kv_heads, seq_len, WINDOW, &mut expire);
                     });
@@ -111,9 +115,10 @@ fn attention(reference: Reference) {
                     }
                 }
             };
-            let lives = expire.chunks(seq_len).flat_map(|head| (0..).zip(head));
-            let active: f64 = lives.map(|(j, end)| f64::from((end - j).max(0))).sum();
-            let pairs = active * (num_heads / num_kv_heads) as f64;
+            // The queries j..expire[j] see key j, in every query head of its KV head.
+            let keys_of_heads = expire.chunks(seq_len).flat_map(|head| (0..).zip(head));
+            let visible: f64 = keys_of_heads.map(|(j, end)| f64::from((end - j).max(0))).sum();
+            let pairs = visible * (num_heads / num_kv_heads) as f64;
             let qkv = values(TOKENS * shape.token_len(), 4);
             let d_o = values(TOKENS * num_heads * head_dim, 5);
             let (mut o, mut lse) = (vec![0.0; d_o.len()], vec![0.0; TOKENS * num_heads]);
@@ -137,9 +142,10 @@ fn attention(reference: Reference) {
     }
 }
 
-/// Times of InfLLM-V2 and MoBA, forward and backward, compared with dense attention; the first size is quickstart's.
+/// Times of InfLLM-V2 and MoBA (choice of blocks, forward, backward), compared with dense attention (forward and
+/// backward). The first size is that of the quickstart recipe.
 fn chosen_blocks() {
-    println!("chosen blocks: ms of pooling and choice, forward, backward; times dense attention's sum");
+    println!("chosen blocks: ms of choice, forward, backward; their sum as a multiple of dense attention's");
     for (seq_len, num_heads, size) in [(256, 4, 16), (2048, 8, 64), (8192, 8, 64)] {
         let shape = AttentionShape::new([TOKENS / seq_len, seq_len], [num_heads, num_heads / 2], 64);
         let (start, end) = (vec![0; TOKENS], vec![seq_len as i32; TOKENS]);
@@ -167,15 +173,15 @@ fn chosen_blocks() {
         };
         for (name, choice) in [("infllm_v2", infllm.choice()), ("moba", moba.choice())] {
             let blocks = choice.blocks;
-            let heads = choice.num_choosers(num_heads, shape.num_kv_heads);
-            let rows = shape.batch * blocks.num_slots(seq_len) * shape.num_kv_heads;
-            let [q, keys] = [TOKENS * num_heads, rows]
-                .map(|heads| -> Vec<f64> { values(heads * 64, 6).into_iter().map(f64::from).collect() });
-            let mut chosen = vec![0; TOKENS * heads * num_selected_blocks];
+            let num_choosers = choice.num_choosers(num_heads, shape.num_kv_heads);
+            let num_pooled = shape.batch * blocks.num_slots(seq_len) * shape.num_kv_heads;
+            let [q, keys] = [TOKENS * num_heads, num_pooled]
+                .map(|vectors| -> Vec<f64> { values(vectors * 64, 6).into_iter().map(f64::from).collect() });
+            let mut chosen = vec![0; TOKENS * num_choosers * num_selected_blocks];
             let choose = measure(|| choose_key_blocks(shape, choice, &q, documents, &keys, &mut chosen));
             // Where each query head chooses, it has keys and values of its own.
             let read = AttentionShape {
-                num_kv_heads: heads,
+                num_kv_heads: num_choosers,
                 ..shape
             };
             let (qkv, mut d_qkv) = (
@@ -214,14 +220,16 @@ fn cross_entropy(reference: Reference) {
         let both = measure(|| {
             linear_cross_entropy_with_gradients(&h, &weight, &labels, d_model, &mut dh, &mut dweight);
         });
-        let product = 2.0 * (n * d_model * vocab_size) as f64;
-        for (pass, time, products) in [("loss", forward, 1.0), ("loss and gradients", both, 3.0)] {
+        let gemm_flops = 2.0 * (n * d_model * vocab_size) as f64;
+        for (pass, time, num_gemms) in [("loss", forward, 1.0), ("loss and gradients", both, 3.0)] {
             let shape = format!("{n} x {d_model} x {vocab_size}");
-            reference.print(&format!("cross entropy, {pass}"), &shape, products * product, time);
+            reference.print(&format!("cross entropy, {pass}"), &shape, num_gemms * gemm_flops, time);
         }
     }
 }
 
+/// Times of the ops that memory bandwidth bounds. `bytes` counts every element that an op reads or writes, 4 bytes
+/// each: AdamW reads 4 tensors and writes 3.
 fn pointwise() {
     let report = |name: &str, shape: &str, time: Time, bytes: usize| {
         println!(

@@ -1,6 +1,7 @@
-//! Attention forward and backward under one mask form: `active(i, j) <=> j <= i < expire[j]`.
+//! Attention forward and backward under one mask form: query i sees key j if `j <= i < expire[j]`.
 //!
-//! Dense causal, sliding window and DMA differ only in where `expire` comes from. Nothing here is seq_len x seq_len.
+//! Dense causal, sliding window and DMA differ only in where `expire` comes from; with chosen blocks a query must also
+//! have chosen the key's block. No tensor here is seq_len x seq_len.
 
 pub(crate) mod backward;
 pub mod decode;
@@ -109,7 +110,7 @@ impl AttentionShape {
         (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
     }
 
-    /// The same with values of width `head_dim_v` instead of `head_dim`, as latent attention has.
+    /// These sizes with values of width `head_dim_v` instead of `head_dim`, which latent attention needs.
     ///
     /// # Panics
     /// Unless `0 < head_dim_v <= head_dim`.
@@ -206,13 +207,15 @@ impl PackedShape {
 }
 
 impl Documents<'_> {
-    /// The documents of one batch row, in order.
+    /// The documents of one batch row in order, each as its range of positions.
     pub(crate) fn of_row(&self, row: usize, seq_len: usize) -> impl Iterator<Item = Range<usize>> {
         let end = &self.end[row * seq_len..(row + 1) * seq_len];
         let mut first = 0;
         std::iter::from_fn(move || {
             let next = *end.get(first)? as usize;
-            Some(std::mem::replace(&mut first, next)..next)
+            let document = first..next;
+            first = next;
+            Some(document)
         })
     }
 
@@ -243,7 +246,7 @@ impl Documents<'_> {
 
 /// Attention of every token over the keys it sees.
 ///
-/// A row that sees nothing has `o = 0` and `lse = -inf`. Keys and values that no query sees are never read.
+/// A query that sees no key has `o = 0` and `lse = -inf`. Keys and values that no query sees are never read.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, heads in the order q, k, v; with narrower values
@@ -277,8 +280,9 @@ pub fn attention_forward(
 /// Gradients of [`attention_forward`], from its outputs; probabilities are recomputed from `lse`.
 ///
 /// # Shapes
-/// - qkv, d_qkv, o, d_o, lse: as there
-/// - d_delta: `[batch, num_kv_heads, seq_len]`, the gradient of [`Mask::Expire`]'s delta (zeros for the other masks)
+/// - qkv and d_qkv, o and d_o, lse: shaped as [`attention_forward`]'s qkv, o and lse
+/// - d_delta: `[batch, num_kv_heads, seq_len]`, the gradient of [`Mask::Expire`]'s delta (zeros for the other masks);
+///   `None`: it is not returned
 ///
 /// d_qkv and d_delta are written whole.
 ///

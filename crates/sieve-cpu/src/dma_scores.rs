@@ -24,6 +24,7 @@ const TOKENS: usize = 64;
 pub fn dma_scores_forward(shape: AttentionShape, qkv: &[f32], w: &[f32], a: &[f32], z: &mut [f32]) {
     check(shape, "dma_scores_forward", qkv, w, a, z);
     let (heads, seq_len) = (shape.num_kv_heads, shape.seq_len);
+    // `[batch, seq_len, num_kv_heads]`, so that a task writes a slice of its own; z has the heads before the tokens.
     let mut by_token = vec![0.0; z.len()];
     by_token
         .par_chunks_mut(TOKENS * heads)
@@ -32,16 +33,16 @@ pub fn dma_scores_forward(shape: AttentionShape, qkv: &[f32], w: &[f32], a: &[f3
             forward_tokens(shape, qkv, w, a, z);
         });
     for (n, z) in z.iter_mut().enumerate() {
-        let (row, key) = (n / seq_len, n % seq_len);
-        let (batch, head) = (row / heads, row % heads);
-        *z = by_token[(batch * seq_len + key) * heads + head];
+        let (row_and_head, key) = (n / seq_len, n % seq_len);
+        let (row, head) = (row_and_head / heads, row_and_head % heads);
+        *z = by_token[(row * seq_len + key) * heads + head];
     }
 }
 
 /// Gradients of [`dma_scores_forward`]; the softplus arguments are recomputed.
 ///
 /// # Shapes
-/// - qkv, w, a: as there; dz: `[batch, num_kv_heads, seq_len]`
+/// - qkv, w, a: shaped as in [`dma_scores_forward`]; dz: `[batch, num_kv_heads, seq_len]`
 /// - d_qkv: shaped as qkv; the gradient of the values is added to it
 /// - dw, da: shaped as w and a, written whole
 ///
@@ -64,10 +65,10 @@ pub fn dma_scores_backward(
         (qkv.len(), w.len(), a.len()),
         "dma_scores_backward: a gradient is not as long as its input"
     );
-    let step = TOKENS * shape.token_len();
+    let task_len = TOKENS * shape.token_len();
     let partials: Vec<(Vec<f32>, Vec<f32>)> = d_qkv
-        .par_chunks_mut(step)
-        .zip(qkv.par_chunks(step))
+        .par_chunks_mut(task_len)
+        .zip(qkv.par_chunks(task_len))
         .enumerate()
         .map(|(task, (d_qkv, qkv))| {
             let (mut dw, mut da) = (vec![0.0; w.len()], vec![0.0; a.len()]);
@@ -130,6 +131,7 @@ on_arch! {
     ) -> () = backward_tokens_simd;
 }
 
+/// Adds the gradients of the tokens of `qkv` to d_qkv, dw and da; `first` is the first one's index in the batch.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 fn backward_tokens_simd<S: Simd>(
@@ -150,11 +152,11 @@ fn backward_tokens_simd<S: Simd>(
     let tokens = qkv.chunks_exact(token_len);
     let gradients = d_qkv.chunks_exact_mut(token_len);
     for (n, (token, d_token)) in tokens.zip(gradients).enumerate() {
-        let (batch, key) = ((first + n) / seq_len, (first + n) % seq_len);
+        let (row, key) = ((first + n) / seq_len, (first + n) % seq_len);
         let v = &token[token_len - width..];
         let dv = &mut d_token[token_len - width..];
         for head in 0..heads {
-            let dz = dz[(batch * heads + head) * seq_len + key];
+            let dz = dz[(row * heads + head) * seq_len + key];
             let w = &w[head * width..][..width];
             let x = dot(simd, v, w);
             da[head] += dz * softplus(x);

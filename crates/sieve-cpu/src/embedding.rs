@@ -65,7 +65,8 @@ pub fn embedding_backward(dy: &[f32], ids: &[i32], d_model: usize, dweight: &mut
         });
 }
 
-/// The indices of the tokens, sorted by id and ascending within an id, and where each id's begin (counting sort).
+/// Sorts the tokens' indices by id, ascending within an id (counting sort). Returns them, and where each id's indices
+/// begin among them, `[vocab_size + 1]`.
 fn tokens_by_id(ids: &[i32], vocab_size: usize) -> (Vec<usize>, Vec<usize>) {
     let mut first = vec![0_usize; vocab_size + 1];
     for &id in ids {

@@ -13,6 +13,7 @@ use crate::attention::Documents;
 
 /// An integer that orders keys by (z, position), with -0 equal to +0. Its lower 32 bits are the position.
 pub fn rank_key(z: f32, position: usize) -> u64 {
+    // Adding 0 turns -0 into +0. `ordered` orders as z: the bits of a negative f32 fall as it rises.
     let bits = (z + 0.0).to_bits();
     let ordered = if bits >> 31 == 1 { !bits } else { bits | 0x8000_0000 };
     (u64::from(ordered) << 32) | position as u64
@@ -105,6 +106,7 @@ fn expire_by_heap(z: &[f32], start: usize, keep_window_size: usize, expire: &mut
                 *smallest = Reverse(key);
                 position
             }
+            // The new key is not among the best.
             _ => j,
         };
         expire[evicted] = (start + j) as i32;

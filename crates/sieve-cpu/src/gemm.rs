@@ -1,4 +1,4 @@
-//! Matrix products on slices: a checked wrapper over the `gemm` crate.
+//! GEMMs on slices: a checked wrapper over the `gemm` crate.
 
 use gemm::Parallelism;
 
@@ -170,11 +170,15 @@ pub fn matmul(threads: Threads, alpha: f32, a: Matrix<'_>, b: Matrix<'_>, beta: 
     );
     let parallelism = match threads {
         Threads::One => Parallelism::None,
+        // 0: all threads of the pool.
         Threads::All => Parallelism::Rayon(0),
     };
+    let (reads_c, conjugates) = (beta != 0.0, false);
+    // The `gemm` crate takes the factor of c first, under the name alpha.
+    let (factor_of_c, factor_of_product) = (beta, alpha);
     // SAFETY: Matrix and MatrixMut are built only after `extent` showed that every element they name lies inside their
     // slice, with offsets that fit isize; c is exclusively borrowed, its elements are distinct (row_stride >= cols) and
-    // it cannot overlap a or b. With beta == 0, read_dst is false and c is only written.
+    // it cannot overlap a or b. With beta == 0, reads_c is false and c is only written.
     unsafe {
         gemm::gemm(
             c.rows,
@@ -183,18 +187,18 @@ pub fn matmul(threads: Threads, alpha: f32, a: Matrix<'_>, b: Matrix<'_>, beta: 
             c.data.as_mut_ptr(),
             c.col_stride as isize,
             c.row_stride as isize,
-            beta != 0.0,
+            reads_c,
             a.data.as_ptr(),
             a.col_stride as isize,
             a.row_stride as isize,
             b.data.as_ptr(),
             b.col_stride as isize,
             b.row_stride as isize,
-            beta,
-            alpha,
-            false,
-            false,
-            false,
+            factor_of_c,
+            factor_of_product,
+            conjugates,
+            conjugates,
+            conjugates,
             parallelism,
         );
     }

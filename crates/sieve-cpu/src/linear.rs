@@ -126,7 +126,8 @@ fn by_columns(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y:
 
 /// Computes the GEMM `c = a b`.
 fn gemm_into(a: Matrix<'_>, b: Matrix<'_>, c: MatrixMut<'_>) {
-    matmul(Threads::of_gemm(a, b), 1.0, a, b, 0.0, c);
+    let (alpha, beta) = (1.0, 0.0);
+    matmul(Threads::of_gemm(a, b), alpha, a, b, beta, c);
 }
 
 /// Calls `with(first output, panel)` for consecutive panels of the weight's rows in f32; an f32 weight is one panel.
@@ -136,19 +137,19 @@ fn panels(weight: Weight<'_>, d_in: usize, mut with: impl FnMut(usize, Matrix<'_
         Weight::Bf16(weight) => weight,
     };
     let d_out = weight.len() / d_in;
-    let most = (PANEL_WEIGHTS / d_in).max(MIN_PANEL_OUTPUTS);
+    let max_outputs = (PANEL_WEIGHTS / d_in).max(MIN_PANEL_OUTPUTS);
     // Panels of equal size, so that the last one is not shorter than `MIN_GEMM_SIDE`.
-    let outputs = d_out.div_ceil(d_out.div_ceil(most));
-    let mut room = PANEL.take();
-    room.resize(room.len().max(outputs * d_in), 0.0);
+    let outputs = d_out.div_ceil(d_out.div_ceil(max_outputs));
+    let mut buffer = PANEL.take();
+    buffer.resize(buffer.len().max(outputs * d_in), 0.0);
     for (at, weight) in weight.chunks(outputs * d_in).enumerate() {
-        let panel = &mut room[..weight.len()];
+        let panel = &mut buffer[..weight.len()];
         let parts = panel.par_chunks_mut(TASK_OUTPUTS * d_in);
         let parts = parts.zip(weight.par_chunks(TASK_OUTPUTS * d_in));
         parts.for_each(|(to, from)| widen(from, to));
         with(at * outputs, Matrix::new(panel, weight.len() / d_in, d_in));
     }
-    PANEL.set(room);
+    PANEL.set(buffer);
 }
 
 thread_local! {

@@ -14,7 +14,7 @@ const FIRST_LABEL: i32 = 0;
 /// smaller chunks would be slow with a large vocabulary.
 const MAX_LOGITS: usize = 1 << 24;
 
-/// Bounds of the rows of a chunk.
+/// Fewest and most rows of a chunk; the last chunk may have fewer.
 const MIN_CHUNK_ROWS: usize = 32;
 const MAX_CHUNK_ROWS: usize = 1024;
 
@@ -46,7 +46,8 @@ pub struct CrossEntropy {
 /// # Panics
 /// When lengths do not fit or a label is not below vocab_size.
 pub fn linear_cross_entropy(h: &[f32], weight: Weight<'_>, labels: &[i32], d_model: usize) -> CrossEntropy {
-    run(h, weight, labels, d_model, None, None)
+    let (gradients, nll) = (None, None);
+    run(h, weight, labels, d_model, gradients, nll)
 }
 
 /// As [`linear_cross_entropy`] with the loss of every row: `nll[n] = lse - logit[label]`, 0 where ignored.
@@ -58,7 +59,8 @@ pub fn linear_cross_entropy(h: &[f32], weight: Weight<'_>, labels: &[i32], d_mod
 /// When lengths do not fit or a label is not below vocab_size.
 pub fn token_losses(h: &[f32], weight: Weight<'_>, labels: &[i32], d_model: usize, nll: &mut [f32]) -> CrossEntropy {
     assert_eq!(nll.len(), labels.len(), "token_losses: nll is not [n]");
-    run(h, weight, labels, d_model, None, Some(nll))
+    let gradients = None;
+    run(h, weight, labels, d_model, gradients, Some(nll))
 }
 
 /// Loss and gradients in one pass, which saves one of four GEMMs. They are the gradients of `loss_sum`; multiply them
@@ -88,7 +90,8 @@ pub fn linear_cross_entropy_with_gradients(
         "linear_cross_entropy_with_gradients: dweight is not as long as weight"
     );
     let gradients = Gradients { weight, dh, dweight };
-    run(h, Weight::F32(weight), labels, d_model, Some(gradients), None)
+    let nll = None;
+    run(h, Weight::F32(weight), labels, d_model, Some(gradients), nll)
 }
 
 /// The tensors that receive the gradients.
@@ -99,6 +102,7 @@ struct Gradients<'a> {
     dweight: &'a mut [f32],
 }
 
+/// The loss, chunk by chunk. Also writes the gradients, and the loss of every row to `nll`, unless they are `None`.
 fn run(
     h: &[f32],
     weight: Weight<'_>,
@@ -124,8 +128,8 @@ fn run(
         );
     }
     let labelled = labels.iter().filter(|&&label| label >= FIRST_LABEL).count();
-    let worth_it = (labels.len() - labelled) * MIN_UNLABELLED >= labels.len();
-    if worth_it && labelled < labels.len() && (labelled == 0 || labelled >= MIN_PRODUCT_ROWS) {
+    let is_worth_it = (labels.len() - labelled) * MIN_UNLABELLED >= labels.len();
+    if is_worth_it && labelled < labels.len() && (labelled == 0 || labelled >= MIN_PRODUCT_ROWS) {
         return run_labelled(h, weight, labels, d_model, gradients, nll);
     }
     let chunk_rows = chunk_rows(vocab_size);
@@ -134,6 +138,7 @@ fn run(
         loss_sum: 0.0,
         num_labels: 0,
     };
+    // Without rows there is no chunk that would write the weight's gradient.
     if labels.is_empty()
         && let Some(gradients) = &mut gradients
     {
@@ -167,6 +172,7 @@ fn run(
                 d_model,
             );
             matmul(Threads::All, 1.0, d_logits, w, 0.0, dh);
+            // The first chunk overwrites the weight's gradient, the later ones add to it.
             let beta = if chunk == 0 { 0.0 } else { 1.0 };
             matmul(
                 Threads::All,
@@ -202,13 +208,13 @@ fn run_labelled(
     let total = match gradients {
         None => run(h, weight, &labels, d_model, None, Some(&mut nll_of_rows)),
         Some(Gradients {
-            weight: wide,
+            weight: weight_f32,
             dh,
             dweight,
         }) => {
             let mut dh_of_rows = vec![0.0; h.len()];
             let gradients = Gradients {
-                weight: wide,
+                weight: weight_f32,
                 dh: &mut dh_of_rows,
                 dweight,
             };

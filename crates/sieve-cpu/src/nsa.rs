@@ -13,14 +13,15 @@ pub use sieve_core::NsaBlocks;
 
 use crate::attention::Documents;
 
-/// First token of the block in each slot, `[batch, num_slots]`; -1 where a slot is empty.
+/// First token of the compressed block in each slot, `[batch, num_slots]`; -1 where a slot is empty. A row has one slot
+/// per stride, which suffices for any documents; a document's blocks fill consecutive slots.
 pub fn slot_starts(blocks: NsaBlocks, batch: usize, seq_len: usize, documents: Documents<'_>) -> Vec<i32> {
     let mut starts = Vec::new();
     for row in 0..batch {
-        let first = starts.len();
-        starts.resize(first + blocks.num_slots(seq_len), -1);
+        let slots_before = starts.len();
+        starts.resize(slots_before + blocks.num_slots(seq_len), -1);
         for document in documents.of_row(row, seq_len) {
-            let slot = first + blocks.first_slot(document.start);
+            let slot = slots_before + blocks.first_slot(document.start);
             for c in 0..blocks.num_compressed_blocks(document.len()) {
                 starts[slot + c] = (document.start + c * blocks.compress_stride) as i32;
             }

@@ -130,7 +130,8 @@ pub fn rope(op: &QkNormRope<'_>, qkv: &[f32], documents: Documents<'_>, out: &mu
         let (cos, sin) = op.angles(documents, token);
         let heads = out[..rotated].chunks_exact_mut(op.head_dim);
         for (out, x) in heads.zip(x.chunks_exact(op.head_dim)) {
-            rotate(x, cos, sin, 1.0, out);
+            let sign = 1.0;
+            rotate(x, cos, sin, sign, out);
         }
         out[rotated..].copy_from_slice(&x[rotated..]);
     });
@@ -265,7 +266,7 @@ fn backward_tokens_simd<S: Simd>(
     }
 }
 
-/// The backward pass of [`forward_of_width`].
+/// The backward pass of [`forward_of_width`]: writes d_qkv and adds to the gradients of the weights.
 #[inline(always)]
 fn backward_of_width<S: Simd, const HEAD_DIM: usize>(
     simd: S,
@@ -284,7 +285,8 @@ fn backward_of_width<S: Simd, const HEAD_DIM: usize>(
         let (cos, sin) = op.angles(documents, first + token);
         let heads = dx[..rotated].chunks_exact_mut(head_dim).zip(x.chunks_exact(head_dim));
         for (head, ((dx, x), dy)) in heads.zip(dy.chunks_exact(head_dim)).enumerate() {
-            rotate(dy, cos, sin, -1.0, &mut d_norm[..head_dim]);
+            let sign = -1.0;
+            rotate(dy, cos, sin, sign, &mut d_norm[..head_dim]);
             let (weight, d_weight) = match head < op.num_heads {
                 true => (op.q_weight, &mut *d_q_weight),
                 false => (op.k_weight, &mut *d_k_weight),
@@ -295,6 +297,7 @@ fn backward_of_width<S: Simd, const HEAD_DIM: usize>(
     }
 }
 
+/// Normalises one head and rotates it by the angles; `weight` is the norm's weight.
 #[inline(always)]
 fn norm_and_rotate<S: Simd>(simd: S, x: &[f32], weight: &[f32], eps: f32, cos: &[f32], sin: &[f32], out: &mut [f32]) {
     let half = x.len() / 2;

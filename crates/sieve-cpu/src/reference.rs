@@ -1,5 +1,5 @@
 //! Attention and its gradients by their definition, query by query in f64. Every fast path is tested against it. With
-//! [`Rounding::Bf16`] it rounds as plain bf16 attention does; the error of that sets the tolerance of kernels.
+//! [`Rounding::Bf16`] it rounds as plain bf16 attention does; this rounding error sets the tolerance of kernels.
 
 use crate::attention::{AttentionShape, Documents, Mask};
 use crate::simd::on_arch;
@@ -225,7 +225,7 @@ impl<'a> AttentionCall<'a> {
             num_kv_heads,
             ..
         } = self.shape;
-        let group = self.shape.group_size();
+        let group_size = self.shape.group_size();
         let heads: Vec<Head> = (0..batch * num_heads)
             .into_par_iter()
             .map(|at| query_head(self, at / num_heads, at % num_heads, rounding))
@@ -239,8 +239,9 @@ impl<'a> AttentionCall<'a> {
             spread(&mut all.terms.dq, &head.terms.dq, row, head_at, num_heads, seq_len);
             all.lse[at * seq_len..][..seq_len].copy_from_slice(&head.lse);
         }
-        for (at, heads) in heads.chunks_exact(group).enumerate() {
+        for (at, heads) in heads.chunks_exact(group_size).enumerate() {
             let (row, kv_head) = (at / num_kv_heads, at % num_kv_heads);
+            // Sums a result over the query heads of the KV head; each head's part and the sum are rounded.
             let sum = |of: fn(&Head) -> &[f64], rounding: Rounding| {
                 let mut sum = vec![0.0; of(&heads[0]).len()];
                 for head in heads {
@@ -338,6 +339,7 @@ on_arch! {
     fn query_head<'a>(call: &'a AttentionCall<'a>, row: usize, head: usize, rounding: Rounding) -> Head = query_head_on;
 }
 
+/// Adds dk, dv and d_delta up over the queries; a tensor of `zeros(1)` has one number per token.
 #[inline(always)]
 fn query_head_on<S: Simd>(_simd: S, call: &AttentionCall<'_>, row: usize, head: usize, rounding: Rounding) -> Head {
     let (n, kv_head) = (call.shape.seq_len, head / call.shape.group_size());

@@ -111,6 +111,7 @@ pub(crate) fn exp_below<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
         p = simd.mul_add_e_f32s(p, r, splat(coefficient));
     }
     let y = simd.mul_add_e_f32s(p, r, splat(1.0));
+    // The low bits of `shifted` are n: shifted to the exponent and added to the bits of 1.0, they make 2^n.
     let bits = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
     let scale = simd.transmute_f32s_u32s(simd.add_u32s(bits, simd.splat_u32s(0x3f80_0000)));
     let y = simd.mul_f32s(y, scale);

@@ -19,6 +19,7 @@ on_arch! {
 #[inline(always)]
 fn max_of_row_simd<S: Simd>(_simd: S, row: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; 32];
+    // NaNs are counted apart, because a comparison with NaN is false and would skip it.
     let mut nans = [0.0_f32; 32];
     let (chunks, tail) = row.as_chunks::<32>();
     for chunk in chunks {
@@ -48,6 +49,7 @@ const LANES: usize = 32;
 pub fn first_of_largest(logits: &[f32]) -> Option<u32> {
     // Loops that vectorise, without branches: a scalar argmax takes 2.5 times as long, half a millisecond for 16 texts.
     let (lanes, rest) = logits.as_chunks::<LANES>();
+    // The bits of |x| are ordered as |x|, and a NaN's bits are above those of infinity.
     let infinite = f32::INFINITY.to_bits();
     let magnitude = |largest: u32, logit: &f32| largest.max(logit.abs().to_bits());
     if logits.iter().fold(0, magnitude) >= infinite {

@@ -32,6 +32,7 @@ pub fn assert_lse_close(what: &str, got: &[f32], expected: &[f64], tolerance: f6
     assert_close_relative(what, &got, &expected, tolerance);
 }
 
+/// [`assert_close`] with each difference divided by `unit(expected)`.
 #[track_caller]
 fn compare<T>(what: &str, got: &[T], expected: &[f64], tolerance: f64, unit: impl Fn(f64) -> f64)
 where

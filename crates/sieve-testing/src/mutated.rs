@@ -80,6 +80,7 @@ pub fn mutated(bytes: &[u8], within: usize, number: u64) -> Vec<u8> {
                     bytes.splice(start..end, TEXTS[random.below(NUM_NUMBER_TEXTS)].bytes());
                 }
             }
+            // Overwrites bytes with an integer.
             8 => {
                 let number = random.one_of(&NUMBERS).to_le_bytes();
                 let width = random.one_of(&[1, 4, 8]);

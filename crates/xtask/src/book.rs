@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-/// Copies the pages, with links, to target/book-pages, and builds the book from them with mdbook.
+/// Copies docs/ to target/book-pages, where paths of pages become links, and builds the book from there with mdbook.
 pub(crate) fn run() -> Result<()> {
     let root = workspace::root();
     let (docs, pages) = (root.join("docs"), root.join("target/book-pages"));
@@ -51,6 +51,7 @@ fn linked(text: &str, titles: &BTreeMap<&str, &str>) -> String {
         if fence || is_block {
             return line.to_owned();
         }
+        // Every second part lies between backticks, where nothing is replaced.
         let parts = line.split('`').enumerate().map(|(index, part)| match index % 2 {
             0 => with_links(part, titles),
             _ => part.to_owned(),

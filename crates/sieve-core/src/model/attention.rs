@@ -150,6 +150,7 @@ impl DmaShape {
     pub fn with_window(self, keep_window_size: usize) -> Self {
         let longest_period = match self.recency {
             DmaRecency::None => self.longest_period,
+            // An absent period would follow the new `keep_window_size`.
             DmaRecency::Slope => Some(self.periods()[1]),
         };
         Self {
@@ -533,6 +534,7 @@ impl MsaShape {
 
     /// How the indexer chooses blocks.
     pub fn choice(&self) -> BlockChoice {
+        // `pooled` is the number of tokens of a pooled key.
         let (rule, pooled) = match self.indexer {
             IndexScores::Msa => (ChoiceRule::LargestScore, 1),
             IndexScores::Qsa => (ChoiceRule::SumOfHeads, self.select_block_size),

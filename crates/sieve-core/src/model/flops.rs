@@ -4,8 +4,7 @@
 //! optimizer are left out, as is usual for MFU (arXiv:2204.02311, appendix B).
 //!
 //! - Forward, linear: `2 * (weights of q, k, v, o, gate, up, down, output, and of the attention kind)`. The embedding
-//!   is
-//!   a look-up, and the output projection a GEMM whether tied or not. NSA's compression runs once every
+//!   is a look-up, and the output projection a GEMM whether tied or not. NSA's compression runs once every
 //!   `compress_stride` tokens.
 //! - Forward, attention, per layer: `2 * num_heads * (width of a query + width of a value) * keys`, for `Q K^T` and
 //!   `P V`, where `keys` is the mean number of keys a query sees, summed over NSA's three branches.
@@ -58,24 +57,25 @@ impl ModelShape {
         let d_model = self.d_model as f64;
         let num_layers = self.num_layers as f64;
         let mlp = 3.0 * d_model * self.d_ff as f64;
-        let (mut linear, mut pairs) = (num_layers * mlp + d_model * self.vocab_size as f64, 0.0);
-        let mut indexers = 0.0;
+        // Multiply-adds of a token: with weights, per key that it sees, and per key that indexers score.
+        let mut with_weights = num_layers * mlp + d_model * self.vocab_size as f64;
+        let (mut per_key, mut per_scored_key) = (0.0, 0.0);
         for part in self.by_kind() {
-            let (weights, pair) = part.attention_widths();
-            linear += part.num_layers as f64 * weights;
-            pairs += part.num_layers as f64 * pair;
+            let (layer_weights, layer_per_key) = part.attention_widths();
+            with_weights += part.num_layers as f64 * layer_weights;
+            per_key += part.num_layers as f64 * layer_per_key;
             if let AttentionForm::Blocks(choice) = part.attention.form()
                 && part.has_indexer()
             {
                 // QSA's stride is its block, which has one score; MSA's is 1.
-                indexers += (part.num_layers * part.kv_width()) as f64 / choice.blocks.compress_stride as f64;
+                per_scored_key += (part.num_layers * part.kv_width()) as f64 / choice.blocks.compress_stride as f64;
             }
         }
         FlopsPerToken {
-            linear: 2.0 * linear,
-            attention: pairs * 2.0 * mean_active_keys,
-            index_scores: indexers * 2.0 * mean_keys,
-            index_gradient: indexers * 4.0 * mean_active_keys,
+            linear: 2.0 * with_weights,
+            attention: per_key * 2.0 * mean_active_keys,
+            index_scores: per_scored_key * 2.0 * mean_keys,
+            index_gradient: per_scored_key * 4.0 * mean_active_keys,
         }
     }
 
@@ -83,6 +83,7 @@ impl ModelShape {
     /// multiply-adds of `Q K^T` and `P V` per (query, key) pair, over all heads.
     fn attention_widths(&self) -> (f64, f64) {
         let (d_model, q_width, kv_width) = (self.d_model as f64, self.q_width() as f64, self.kv_width() as f64);
+        // The projections of q, k, v and the output.
         let grouped = 2.0 * d_model * (q_width + kv_width);
         match self.attention.form() {
             AttentionForm::Grouped { .. } => (grouped, 2.0 * q_width),
@@ -93,15 +94,17 @@ impl ModelShape {
                 };
                 (grouped + indexer, 2.0 * q_width)
             }
+            // DMA's W_dt is `[num_kv_heads, kv_width]`.
             AttentionForm::Ranked(_) => (grouped + kv_width * self.num_kv_heads as f64, 2.0 * q_width),
             AttentionForm::Latent(mla) => {
                 let (rank, rope) = (mla.kv_lora_rank as f64, mla.qk_rope_head_dim as f64);
                 let q = q_width + self.num_heads as f64 * rope;
+                // W_Q, W_DKV, W_KR and W_O have `d_model` rows or columns, W_UK and W_UV `rank`.
                 let weights = d_model * (q + rank + rope + q_width) + 2.0 * rank * q_width;
                 (weights, q + q_width)
             }
             AttentionForm::Branches(nsa) => {
-                let copies = (nsa.num_kv_copies() - 1) as f64;
+                let more_copies = (nsa.num_kv_copies() - 1) as f64;
                 let gates = d_model * (NUM_NSA_BRANCHES * self.num_heads) as f64;
                 let head_dim = self.head_dim as f64;
                 // A block begins every `compress_stride` tokens; each KV head compresses its keys and its values.
@@ -110,13 +113,14 @@ impl ModelShape {
                     * 2.0
                     * self.num_kv_heads as f64
                     / nsa.compress_stride as f64;
-                let weights = grouped + 2.0 * copies * d_model * kv_width + gates + compress;
+                let weights = grouped + 2.0 * more_copies * d_model * kv_width + gates + compress;
                 (weights, 2.0 * q_width)
             }
         }
     }
 
-    /// Training FLOPs that a token without a label saves: its output projection, forward and backward.
+    /// Training FLOPs that a token without a label saves: the three GEMMs of its output projection, one forward and two
+    /// backward.
     pub fn unlabelled_training_flops(&self) -> f64 {
         3.0 * 2.0 * self.d_model as f64 * self.vocab_size as f64
     }

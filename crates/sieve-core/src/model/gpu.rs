@@ -31,7 +31,7 @@ pub fn find(name: &str) -> Option<Gpu> {
     let in_a_word = |letter: &char| letter.is_ascii_alphanumeric();
     let words: Vec<&str> = upper.split(|letter| !in_a_word(&letter)).collect();
     let without_spaces: String = upper.chars().filter(in_a_word).collect();
-    // "RTX3090TI" or "3090ti": the name as one word.
+    // Whether the name is a row's words written as one, as "RTX3090TI" or "3090ti".
     let is_one_word = |row_words: &[&str]| {
         let row = row_words.concat();
         without_spaces == row || Some(without_spaces.as_str()) == row.strip_prefix("RTX")

@@ -65,19 +65,22 @@ impl ModelShape {
 
     /// The model with dense attention in every layer.
     pub fn dense(&self) -> Self {
-        self.with(Attention::Mha, self.num_layers, false)
+        let is_shared = false;
+        self.with(Attention::Mha, self.num_layers, is_shared)
     }
 
     /// The layers grouped by attention, each group as the shape of a model with only these layers. The groups are: the
     /// model's own kind; layers of that kind that share an earlier choice of blocks, if any; dense layers, if any.
     pub fn by_kind(&self) -> Vec<Self> {
         let (num_dense, num_shared) = (self.num_dense_layers(), self.num_shared_layers());
-        let mut kinds = vec![self.with(self.attention, self.num_layers - num_dense - num_shared, false)];
+        let num_own = self.num_layers - num_dense - num_shared;
+        let (is_shared, is_not_shared) = (true, false);
+        let mut kinds = vec![self.with(self.attention, num_own, is_not_shared)];
         if num_shared > 0 {
-            kinds.push(self.with(self.attention, num_shared, true));
+            kinds.push(self.with(self.attention, num_shared, is_shared));
         }
         if num_dense > 0 {
-            kinds.push(self.with(Attention::Mha, num_dense, false));
+            kinds.push(self.with(Attention::Mha, num_dense, is_not_shared));
         }
         kinds
     }
@@ -94,6 +97,7 @@ impl ModelShape {
         own + (dense - own) * self.num_dense_layers() as f64 / all
     }
 
+    /// This model with `num_layers` equal layers; if `is_shared`, they read the blocks that an earlier layer chose.
     fn with(&self, attention: Attention, num_layers: usize, is_shared: bool) -> Self {
         Self {
             attention,

@@ -118,6 +118,7 @@ impl ModelShape {
                 let more_kv = 2 * (nsa.num_kv_copies() as u64 - 1) * d_model * kv_width;
                 let gates = NUM_NSA_BRANCHES as u64 * num_heads * (d_model + 1);
                 let block = nsa.compress_block_size as u64 * head_dim;
+                // For keys and for values: the positions, and the two matrices of the MLP.
                 let compress = nsa
                     .compress_hidden_size
                     .map_or(0, |hidden| 2 * (block + hidden as u64 * (block + head_dim)));

@@ -118,6 +118,7 @@ fn check_stages(value: &mut Value, mistakes: &mut Vec<Mistake>) -> bool {
     true
 }
 
+/// Checks the keys of a section or table: reports and removes unknown ones, and reports required ones that are missing.
 fn check_keys(owner: &str, keys: &'static [Key], table: &mut Table, mistakes: &mut Vec<Mistake>) {
     table.retain(|name, value| match schema::key(keys, name) {
         Some(key) => {
@@ -130,7 +131,8 @@ fn check_keys(owner: &str, keys: &'static [Key], table: &mut Table, mistakes: &m
         }
     });
     for key in keys.iter().filter(|key| key.required && !table.contains_key(key.name)) {
-        mistakes.push(missing(owner, key, ""));
+        let no_reason = "";
+        mistakes.push(missing(owner, key, no_reason));
     }
 }
 
@@ -145,6 +147,7 @@ fn wrong_type(path: &str, wanted: &str, value: &Value) -> Mistake {
     Mistake::new(path, format!("wanted {wanted}, got {}", describe(value)), "")
 }
 
+/// Checks that a value has its key's type; whole numbers in a list of numbers become floats.
 fn check_value(path: &str, kind: Kind, value: &mut Value, mistakes: &mut Vec<Mistake>) {
     let fits = match (kind, &mut *value) {
         (Kind::Integer, Value::Integer(number)) => *number >= 0,
@@ -189,7 +192,7 @@ fn check_choice(path: &str, name: &str, choices: &Choices, mistakes: &mut Vec<Mi
 /// Checks that `[attention]` has the required keys of its kind, and no keys of other kinds.
 fn check_attention(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     let Some(kind) = table.get("kind").and_then(Value::as_str).map(str::to_owned) else {
-        return;
+        return; // `check_keys` has reported that the kind is missing or no string.
     };
     let Some(own) = schema::attention_kind(&kind).map(AttentionKind::keys) else {
         return; // `check_choice` has reported the kind, and its keys are unknown.

@@ -146,7 +146,7 @@ pub(super) fn check_data(data: &DataSection, parts: &Parts, rules: &mut Rules<'_
     match (data.format, &data.mqar) {
         (DataFormat::Mqar, Some(mqar)) => check_mqar(mqar, parts, rules),
         (DataFormat::Mqar, None) => rules.require(
-            false,
+            data.mqar.is_some(),
             "data.mqar",
             "is missing, and format = \"mqar\" needs it",
             "mqar = { vocab_size = 8192, seq_lens = [64], num_pairs = [4], num_samples = [100000] }",
@@ -223,6 +223,7 @@ pub(super) fn check_weights(key: &str, weights: &[f64], (paths, num_paths): (&st
     }
 }
 
+/// Appends the broken rules of `data.mqar`.
 fn check_mqar(mqar: &MqarSection, parts: &Parts, rules: &mut Rules<'_>) {
     rules.bounds("data.mqar", mqar);
     let num_kinds = mqar.seq_lens.len();
@@ -290,6 +291,7 @@ fn check_mqar(mqar: &MqarSection, parts: &Parts, rules: &mut Rules<'_>) {
             format!("holds {seq_len}, which is odd"),
             "use even lengths",
         );
+        // A sample has room for `seq_len / 4` pairs, and keys come from the lower half of the vocabulary.
         let room = (seq_len / 4).min((of_kind / 2).saturating_sub(1));
         rules.require(
             (1..=room).contains(&num_pairs),

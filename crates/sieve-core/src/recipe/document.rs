@@ -23,6 +23,7 @@ pub(super) struct Document {
     pub(super) gives_window: bool,
     /// The kind of the text without overrides.
     kind: Option<AttentionKind>,
+    /// Where each section, stage and key was written, by its path.
     locations: BTreeMap<String, Location>,
 }
 
@@ -85,6 +86,7 @@ impl Document {
         }
     }
 
+    /// Applies one `section.key=value` item and returns its key.
     fn apply_one(&mut self, item: &str) -> Result<String, Box<Mistake>> {
         let form = || Box::new(override_form());
         let (path, text) = item.split_once('=').ok_or_else(form)?;
@@ -138,7 +140,7 @@ impl Document {
             return Err(Box::new(Mistake::new(path, what, hint)));
         };
         let kind = resolve_key(&format!("stage.{number}"), schema::STAGE_KEYS, &[key])?;
-        // A stage has one of the two.
+        // A stage gives either steps or tokens: the override replaces the other one.
         match *key {
             "steps" => stage.remove("tokens"),
             "tokens" => stage.remove("steps"),
@@ -210,7 +212,7 @@ impl Document {
             });
         }
         if self.kind == Some(kind) {
-            return;
+            return; // The override names the kind of the text, so the text's other settings go with it.
         }
         let stages = self.table.get_mut(schema::STAGE).and_then(Value::as_array_mut);
         let stages = stages.into_iter().flatten().filter_map(Value::as_table_mut);
@@ -325,6 +327,7 @@ impl LineStarts {
     }
 }
 
+/// Records the line of every key of `table` and of the tables inside it, by its path; `prefix` is the table's own path.
 fn record_lines(table: &DeTable<'_>, prefix: &str, lines: &LineStarts, locations: &mut BTreeMap<String, Location>) {
     for (name, value) in table {
         let key = if prefix.is_empty() {

@@ -31,7 +31,8 @@ impl LrSchedulerSection {
             let num_steps = if after == 0 { total_steps } else { after };
             let warmup_steps = self.warmup_steps.min(num_steps);
             let decay_steps = self.decay_steps(num_steps, warmup_steps);
-            return self.factor_of_one(step, num_steps, warmup_steps, [decay_steps; 2]);
+            let end_like = decay_steps;
+            return self.factor_of_one(step, num_steps, warmup_steps, [decay_steps, end_like]);
         }
         let first_decay = self.decay_steps(after, self.warmup_steps.min(after));
         let num_steps = total_steps - after;
@@ -44,12 +45,8 @@ impl LrSchedulerSection {
             (true, true) => num_steps - warmup_steps,
             (true, false) => self.decay_steps(num_steps, warmup_steps).max(1),
         };
-        self.factor_of_one(
-            step - after,
-            num_steps,
-            warmup_steps,
-            [decay_steps, first_decay.max(decay_steps)],
-        )
+        let end_like = first_decay.max(decay_steps);
+        self.factor_of_one(step - after, num_steps, warmup_steps, [decay_steps, end_like])
     }
 
     /// [`factor`](Self::factor) of one schedule, which begins at step 0. Its decay takes `decay_steps`, and its last
@@ -76,6 +73,7 @@ impl LrSchedulerSection {
             (false, _) => decayed / (decay_steps - 1) as f64 * (end_like - 1) as f64 / end_like as f64,
         };
         if progress == 0.0 {
+            // Exactly 1, which the sum below could miss by rounding.
             return 1.0;
         }
         let progress = progress.min(1.0);

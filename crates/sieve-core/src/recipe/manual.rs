@@ -28,6 +28,7 @@ pub fn keys_page() -> String {
         page += &format!("\n## {title}\n{doc}{may_be_absent}\n\n");
         match (section.name, section.kind) {
             ("attention", Kind::Table(keys)) => {
+                // The first key is `kind`; each kind's own keys have a table of their own.
                 page += &table(&keys[..1]);
                 for kind in AttentionKind::ALL.into_iter() {
                     if !kind.keys().is_empty() {
@@ -63,10 +64,10 @@ pub fn json_schema() -> String {
     *tokenizer = json!({"description": tokenizer["description"], "oneOf": of_sources});
     let attention = &mut schema["properties"]["attention"];
     let kind = attention["properties"]["kind"].take();
-    let of_kinds = AttentionKind::ALL.map(|name| {
-        let mut of_kind = object(name.keys());
+    let of_kinds = AttentionKind::ALL.map(|attention_kind| {
+        let mut of_kind = object(attention_kind.keys());
         let mut kind = kind.clone();
-        kind["enum"] = json!([name.name()]);
+        kind["enum"] = json!([attention_kind.name()]);
         of_kind["properties"]["kind"] = kind;
         let required = of_kind["required"].as_array_mut();
         required.expect("a list").push(json!("kind"));
@@ -76,6 +77,7 @@ pub fn json_schema() -> String {
     format!("{schema:#}\n")
 }
 
+/// The keys as a Markdown table.
 fn table(keys: &[Key]) -> String {
     let mut text = "| key | value | default | resume | meaning |\n|---|---|---|---|---|\n".to_owned();
     for key in keys {
@@ -91,6 +93,7 @@ fn table(keys: &[Key]) -> String {
     text
 }
 
+/// The values that a key takes, in words.
 pub(super) fn value_words(key: &Key) -> String {
     let number = match key.kind {
         Kind::Integer => "whole number",
@@ -121,6 +124,7 @@ pub(super) fn value_words(key: &Key) -> String {
     }
 }
 
+/// The default of a key, in words.
 pub(super) fn default_words(key: &Key) -> String {
     let default = key.default.and_then(|default| default());
     match (default, key.source) {
@@ -151,6 +155,7 @@ pub(super) fn one_line(doc: &str) -> String {
     doc.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
+/// The JSON schema of a table with these keys.
 fn object(keys: &[Key]) -> Value {
     let properties: Map<String, Value> = keys.iter().map(|key| (key.name.to_owned(), schema_of(key))).collect();
     let required = keys
@@ -165,6 +170,7 @@ fn object(keys: &[Key]) -> Value {
     })
 }
 
+/// The JSON schema of a key's value.
 fn schema_of(key: &Key) -> Value {
     let list = |item: Value| json!({"type": "array", "items": item});
     let whole = json!({"type": "integer", "minimum": 0});

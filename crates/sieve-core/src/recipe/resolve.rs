@@ -38,6 +38,7 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
                 mistakes.push(Mistake::new(key, "is given together with steps", "give one of the two"));
                 stage.remove("tokens");
             } else if let (Some(per_step @ 1..), 1..) = (per_step, tokens) {
+                // Rounded up.
                 let steps = (tokens - 1) / per_step + 1;
                 stage.insert("steps".to_owned(), Value::Integer(steps));
                 stage.remove("tokens");
@@ -46,6 +47,7 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
                 let hint = "give tokens, seq_len and the batch sizes at least 1";
                 mistakes.push(Mistake::new(key, what, hint));
                 stage.remove("tokens");
+                // A number of steps that breaks no other rule.
                 stage.insert("steps".to_owned(), Value::Integer(1));
             }
         }
@@ -94,6 +96,7 @@ pub(super) fn attention(table: &mut Table, gives_window: bool, mistakes: &mut Ve
     }
 }
 
+/// Writes out the missing sizes of `[model]` that follow from its width and its number of heads.
 fn model_sizes(model: &mut Table, kind: Option<AttentionKind>, mistakes: &mut Vec<Mistake>) {
     let number = |key: &str| model.get(key).and_then(Value::as_integer);
     let (width, heads) = (number("hidden_size"), number("num_attention_heads"));
@@ -143,6 +146,7 @@ impl Sizes {
     }
 }
 
+/// A size as a TOML integer; `None` if it is too large.
 fn whole(size: usize) -> Option<i64> {
     i64::try_from(size).ok()
 }
@@ -154,7 +158,8 @@ fn mla_sizes(attention: &mut Table, sizes: Sizes) {
     });
 }
 
-/// A pooled key covers two strides. A selected block covers two strides, or four in long rows.
+/// Sets missing sizes of pooled keys and selected blocks: a pooled key covers two strides, a selected block two, or
+/// four in long rows.
 fn pooled_sizes(attention: &mut Table, sizes: Sizes, most_blocks: usize) {
     derived(attention, "compress_stride", || {
         Some(if sizes.is_long() { 16 } else { 8 })
@@ -167,7 +172,7 @@ fn pooled_sizes(attention: &mut Table, sizes: Sizes, most_blocks: usize) {
     num_blocks(attention, sizes, most_blocks);
 }
 
-/// By default, as many blocks are selected as hold a quarter of the row.
+/// Sets a missing number of selected blocks to as many as hold a quarter of the row, `most` at most.
 fn num_blocks(attention: &mut Table, sizes: Sizes, most: usize) {
     let block = number(attention, "select_block_size").and_then(|block| usize::try_from(block).ok());
     derived(attention, "num_selected_blocks", || {
@@ -215,6 +220,7 @@ pub(super) fn gives_window(text: &Table, kind: Option<AttentionKind>) -> bool {
     kind == Some(AttentionKind::Dma) && text["attention"].get("keep_window_size").is_some()
 }
 
+/// Writes out the missing keys of DMA; see [`attention`] for `gives_window`.
 fn dma_form(attention: &mut Table, sizes: Sizes, gives_window: bool) {
     derived(attention, "keep_window_size", || sizes.part_of_row(4));
     let is = |attention: &Table, key: &str, name: &str| attention.get(key).and_then(Value::as_str) == Some(name);
@@ -248,7 +254,9 @@ fn preset(attention: &mut Table, kind: AttentionKind, sizes: Sizes, mistakes: &m
     if name.as_ref().and_then(Value::as_str) != Some("paper") {
         return;
     }
-    let published = published(kind, sizes.head_dim.unwrap_or(2));
+    // Without `model.head_dim` any width does: the mistake that kept it from being filled in is reported.
+    let head_dim = sizes.head_dim.unwrap_or(2);
+    let published = published(kind, head_dim);
     for name in preset_keys(kind) {
         let own = published.get(name);
         if let Some(given) = attention.get(name).filter(|given| Some(*given) != own) {
@@ -282,7 +290,8 @@ pub(super) fn preset_keys(kind: AttentionKind) -> impl Iterator<Item = &'static 
     })
 }
 
-/// The keys of `[attention]` in a kind's published form, for heads of width `head_dim`.
+/// The keys of `[attention]` in a kind's published form, for heads of width `head_dim`. The caller uses those of
+/// [`preset_keys`]; DMA's window and the width of NSA's MLP are not among them, and have any value here.
 fn published(kind: AttentionKind, head_dim: usize) -> Table {
     let form = match kind {
         AttentionKind::Mha | AttentionKind::Swa => Ok(Table::new()),
@@ -351,7 +360,7 @@ pub(super) const OF_ATTENTION: [(&str, &[&str]); 2] = [
     ("index_warmup", &["index_warmup"]),
 ];
 
-/// Whether a stage may change one of these keys of `kind`.
+/// Whether `kind` has one of these keys, so that a stage may change it.
 pub(super) fn has_any(kind: AttentionKind, keys: &[&str]) -> bool {
     let mut names = kind.keys().iter().map(|key| key.name);
     names.any(|name| keys.contains(&name))

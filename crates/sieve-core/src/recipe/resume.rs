@@ -105,6 +105,7 @@ fn flatten(recipe: &Recipe) -> Result<BTreeMap<String, String>, RecipeError> {
     Ok(leaves)
 }
 
+/// Adds every value below `path` to `leaves`; the tables of a list are counted from 1.
 fn collect_leaves(path: &str, value: &Value, leaves: &mut BTreeMap<String, String>) {
     match value {
         Value::Array(items) if items.iter().any(Value::is_table) => {

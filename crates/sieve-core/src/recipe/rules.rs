@@ -91,6 +91,7 @@ pub(super) fn check(parts: &Parts, mistakes: &mut Vec<Mistake>) {
     }
     if let Some(optimizer) = &parts.optimizer {
         rules.bounds("optimizer", optimizer);
+        // `None` without an indexer's learning rate, so that the rule holds.
         let attention = parts.attention.filter(|_| optimizer.indexer_lr.is_some());
         rules.require(
             attention.is_none_or(|attention| matches!(attention, Attention::Msa(_))),
@@ -287,6 +288,7 @@ fn check_fp8(training: &TrainingSection, parts: &Parts, rules: &mut Rules<'_>) {
         .parallelism
         .as_ref()
         .map_or(1, |section| section.context_parallel_degree);
+    // The words of the message between the key and the size.
     let is = match degree {
         0 | 1 => "times seq_len is",
         _ => "times seq_len / context_parallel_degree is",

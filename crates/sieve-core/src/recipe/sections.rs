@@ -432,7 +432,8 @@ impl OptimizerName {
 }
 
 impl OptimizerSection {
-    /// The indexer's learning rate as a multiple of the other parameters'; `None` if it is the same.
+    /// The indexer's learning rate as a multiple of the other parameters'; `None` if it has none of its own or theirs
+    /// is 0.
     pub fn indexer_scale(&self) -> Option<f64> {
         self.indexer_lr.filter(|_| self.lr > 0.0).map(|rate| rate / self.lr)
     }

@@ -42,6 +42,7 @@ impl Recipe {
                     text += &format!("[{}]\n", section.name);
                     match section.name {
                         "attention" => {
+                            // The first key is `kind`; then come the keys of this kind alone.
                             write_keys_with(&mut text, &keys[..1], table, &follows);
                             write_keys(&mut text, self.attention.kind().keys(), table, &follows);
                         }
@@ -63,6 +64,7 @@ fn write_keys(text: &mut String, keys: &[Key], table: &Table, follows: &Table) {
     text.push('\n');
 }
 
+/// Writes the keys of one table; `follows` holds defaults that follow from other values.
 fn write_keys_with(text: &mut String, keys: &[Key], table: &Table, follows: &Table) {
     for key in keys {
         let default = key.default.and_then(|default| default());

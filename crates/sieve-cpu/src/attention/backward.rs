@@ -1,5 +1,5 @@
-//! The backward pass: probabilities are recomputed from the log-sum-exp, and all five GEMMs run on the panels of the
-//! forward pass. Sizes and mask alone fix the order of every sum.
+//! The backward pass: probabilities are recomputed from the log-sum-exp, and all five GEMMs run on panels, as in the
+//! forward pass. Sizes and mask alone fix the order of every sum, whatever the number of threads.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use super::tile::{BLOCK_KEYS, KeyBlock, Pairs, RowPanels, Tile, row_positions};
 use super::{Documents, Mask, PackedShape};
 use crate::simd::{dot, exp, on_arch, reduce_sum};
 
-/// Vectors that one loop processes, so that their chains of dependent operations overlap.
+/// SIMD vectors that one iteration of a loop processes, so that their chains of dependent operations overlap.
 const SIDE: usize = 4;
 
 /// Tensors that the backward pass reads.
@@ -32,14 +32,17 @@ struct Inputs<'a> {
 struct Scratch<const W: usize> {
     q: RowPanels<W>,
     d_o: RowPanels<W>,
-    /// Without the softmax scale, `[row panels, column panels, LANES, W]`.
+    /// Gradient of q without the softmax scale, `[row panels, column panels, LANES, W]`.
     dq: Vec<Aligned<[[f32; W]; LANES]>>,
+    /// Positions of each panel's query rows, -1 for unused rows.
     positions: Vec<[i32; LANES]>,
     statistics: Vec<RowStatistics>,
     block: KeyBlock<W>,
-    /// Positions of the keys of the present tile.
+    /// Positions of the keys that the present tile reads.
     list: Vec<u32>,
+    /// Scores, then probabilities, of one panel of query rows and one block of keys, `[keys, query rows]`.
     p: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
+    /// Products d_o . v, then gradients of the logits, laid out as `p`.
     ds: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
     /// Gradients of the block's keys, from one tile: `[column panels, BLOCK_KEYS, W]`.
     dk: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
@@ -54,6 +57,8 @@ struct RowStatistics {
     o_dot_d_o: Aligned<[f32; LANES]>,
 }
 
+/// Runs [`attention_backward`](super::attention_backward) with panels of W columns. The segments of a group (one batch
+/// row and KV head) are tasks of their own; their sums are added in order.
 #[allow(clippy::too_many_arguments, reason = "the operands of the public function")]
 pub(super) fn run<const W: usize>(
     shape: PackedShape,
@@ -143,12 +148,12 @@ fn segment_simd<S: Simd, const W: usize>(
     let (d, d_v, group_size) = (shape.head_dim, shape.head_dim_v, shape.group_size());
     let first_tile_end = (tokens.start + keys.tile_tokens()).min(tokens.end);
     let first_key = keys.first_of_segment(row, kv_head, [tokens.start, first_tile_end - 1]);
-    let len = tokens.end - first_key;
+    let num_keys = tokens.end - first_key;
     let mut sums = KeySums {
         first: first_key,
-        dk: vec![0.0; len * d],
-        dv: vec![0.0; len * d_v],
-        d_delta: vec![0.0; len],
+        dk: vec![0.0; num_keys * d],
+        dv: vec![0.0; num_keys * d_v],
+        d_delta: vec![0.0; num_keys],
     };
     let tiles = tokens
         .clone()
@@ -163,10 +168,10 @@ fn segment_simd<S: Simd, const W: usize>(
             end,
         };
         one_tile(simd, inputs, tile, scratch, &mut sums);
-        let columns = d.div_ceil(W);
+        let column_panels = d.div_ceil(W);
         for (query_row, dq) in dq.iter_mut().enumerate() {
             for (c, dq) in dq.chunks_mut(W).enumerate() {
-                let unscaled = &scratch.dq[query_row / LANES * columns + c][query_row % LANES];
+                let unscaled = &scratch.dq[query_row / LANES * column_panels + c][query_row % LANES];
                 for (dq, &x) in dq.iter_mut().zip(unscaled) {
                     *dq = x * shape.softmax_scale;
                 }
@@ -176,7 +181,8 @@ fn segment_simd<S: Simd, const W: usize>(
     sums
 }
 
-/// Leaves dq, without the softmax scale, in the scratch and adds the gradients of the tile's keys to `sums`.
+/// The backward pass of one tile: leaves dq, without the softmax scale, in the scratch, and adds dk, dv and the
+/// gradients of the keys' biases to `sums`.
 #[inline(always)]
 fn one_tile<S: Simd, const W: usize>(
     simd: S,
@@ -194,18 +200,19 @@ fn one_tile<S: Simd, const W: usize>(
     let dq_panels = scratch.positions.len() * d.div_ceil(W);
     scratch.dq.resize(dq_panels, Aligned([[0.0; W]; LANES]));
 
+    // Taken out, because the scratch is borrowed mutably while the list is read.
     let mut list = std::mem::take(&mut scratch.list);
     keys.of_tile(tile.row, tile.kv_head, tile.first, tile.end - 1, &mut list);
-    for list in keys.chunks(tile.row, &list) {
-        scratch.block.gather(qkv_row, shape, keys, tile, list);
+    for block_keys in keys.chunks(tile.row, &list) {
+        scratch.block.gather(qkv_row, shape, keys, tile, block_keys);
         scratch.dk.fill(Aligned([[0.0; W]; BLOCK_KEYS]));
         scratch.dv.fill(Aligned([[0.0; W]; BLOCK_KEYS]));
         scratch.d_delta.fill(0.0);
         for panel in 0..scratch.positions.len() {
-            let readers = keys.readers(tile.row, tile.kv_head, list[0], &scratch.positions[panel]);
+            let readers = keys.readers(tile.row, tile.kv_head, block_keys[0], &scratch.positions[panel]);
             one_panel(simd, inputs, tile, panel, &readers, scratch);
         }
-        for (slot, &j) in list.iter().enumerate() {
+        for (slot, &j) in block_keys.iter().enumerate() {
             let at = j as usize - sums.first;
             add_columns(&mut sums.dk[at * d..(at + 1) * d], slot, &scratch.dk);
             add_columns(&mut sums.dv[at * d_v..(at + 1) * d_v], slot, &scratch.dv);
@@ -216,7 +223,7 @@ fn one_tile<S: Simd, const W: usize>(
 }
 
 /// Adds the gradients of one panel of query rows and the gathered block of keys to dq, dk, dv and d_delta in the
-/// scratch. `positions` are the panel's, with -1 for rows that see none of the keys.
+/// scratch. `positions` are those of the panel's rows, with -1 for rows that see none of the keys.
 #[inline(always)]
 fn one_panel<S: Simd, const W: usize>(
     simd: S,
@@ -238,33 +245,38 @@ fn one_panel<S: Simd, const W: usize>(
         ..
     } = scratch;
     let Some(seen) = block.seen_by(positions) else {
+        // No row sees a key of the block, so all its gradients are 0.
         return;
     };
     let slots = || seen.slots.clone();
     let (p, ds) = (&mut scratch.p[slots()], &mut scratch.ds[slots()]);
+    // The first column panel overwrites p and ds, the later ones add to them.
     for c in 0..columns {
-        multiply(simd, &block.k[c][slots()], &q.transposed[panel * columns + c], p, c > 0);
+        let (q, accumulate) = (&q.transposed[panel * columns + c], c > 0);
+        multiply(simd, &block.k[c][slots()], q, p, accumulate);
     }
     for c in 0..columns_v {
-        let d_o = &d_o.transposed[panel * columns_v + c];
-        multiply(simd, &block.v[c][slots()], d_o, ds, c > 0);
+        let (d_o, accumulate) = (&d_o.transposed[panel * columns_v + c], c > 0);
+        multiply(simd, &block.v[c][slots()], d_o, ds, accumulate);
     }
     let base = keys.bases(tile.row, tile.kv_head, positions);
     let has_bias = keys.delta(tile.row, tile.kv_head).is_some();
     let pairs = block.pairs(positions, &seen, &base, has_bias);
     let d_delta = &mut scratch.d_delta[slots()];
     probabilities_and_gradients(simd, &pairs, &scratch.statistics[panel], p, ds, d_delta);
+    let accumulate = true;
     for (c, dv) in dv.iter_mut().enumerate().take(columns_v) {
-        multiply(simd, p, &d_o.natural[panel * columns_v + c], &mut dv[slots()], true);
+        let d_o = &d_o.natural[panel * columns_v + c];
+        multiply(simd, p, d_o, &mut dv[slots()], accumulate);
     }
     for (c, dk) in dk.iter_mut().enumerate() {
         let at = panel * columns + c;
-        multiply(simd, ds, &q.natural[at], &mut dk[slots()], true);
+        multiply(simd, ds, &q.natural[at], &mut dk[slots()], accumulate);
         multiply_transposed(simd, ds, &block.k[c][slots()], &mut dq[at]);
     }
 }
 
-/// Fills the panels of q (times the scale) and d_o and the statistics of their rows.
+/// Fills the panels of q (times the softmax scale) and d_o, and the positions and statistics of their rows.
 #[inline(always)]
 fn load_rows<S: Simd, const W: usize>(simd: S, inputs: Inputs<'_>, tile: Tile, scratch: &mut Scratch<W>) {
     let Inputs {
@@ -290,7 +302,8 @@ fn load_rows<S: Simd, const W: usize>(simd: S, inputs: Inputs<'_>, tile: Tile, s
     scratch.q.load(q_rows, d, shape.softmax_scale);
     scratch.q.transpose();
     let d_o_rows = (0..num_rows).map(|query_row| &d_o[o_range(query_row)]);
-    scratch.d_o.load(d_o_rows, d_v, 1.0);
+    let unscaled = 1.0;
+    scratch.d_o.load(d_o_rows, d_v, unscaled);
     scratch.d_o.transpose();
     let position = |query_row: usize| tile.token_and_head(shape, query_row).0 as i32;
     row_positions(num_rows, position, &mut scratch.positions);
@@ -314,7 +327,7 @@ fn load_rows<S: Simd, const W: usize>(simd: S, inputs: Inputs<'_>, tile: Tile, s
 }
 
 /// On entry `p` holds scores and `ds` the products d_o . v. On return `p` holds probabilities and `ds` gradients of the
-/// logits, which are also added to `d_delta` over the rows.
+/// logits; if keys have biases, each key's sum of these over the rows is added to `d_delta`.
 #[inline(always)]
 fn probabilities_and_gradients<S: Simd>(
     simd: S,

@@ -26,7 +26,7 @@ pub struct DecodeShape {
 /// # Shapes
 /// - q, o: `[heads, group_size, head_dim]`, heads counted over all batch rows
 /// - k, v: `[heads, capacity, head_dim]`; the last head may end after its `kv_len` slots
-/// - delta: `[heads, kv_len]`
+/// - delta: `[heads, kv_len]`; `None`: keys have no biases
 ///
 /// # Panics
 /// When lengths do not fit.
@@ -70,7 +70,7 @@ on_arch! {
     ) -> () = attend_group_simd;
 }
 
-/// The query heads of one KV head.
+/// Attention of the query heads of one KV head of one batch row. `logits`, `[kv_len]`, is working memory.
 #[inline(always)]
 #[allow(clippy::too_many_arguments, reason = "the operands of one op, all slices")]
 fn attend_group_simd<S: Simd>(

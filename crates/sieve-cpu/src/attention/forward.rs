@@ -12,7 +12,7 @@ use super::tile::{BLOCK_KEYS, KeyBlock, Pairs, RowPanels, Tile, row_positions};
 use super::{Documents, Mask, PackedShape};
 use crate::simd::{exp_below, on_arch};
 
-/// Vectors that one loop processes, so that their chains of dependent operations overlap.
+/// SIMD vectors that one iteration of a loop processes, so that their chains of dependent operations overlap.
 const SIDE: usize = 4;
 
 /// The queries of a tile in panels, the block of keys that is read next, and the running softmax and output.
@@ -42,7 +42,7 @@ impl<const W: usize> TileState<W> {
         }
     }
 
-    /// Starts a tile of these query rows, whose keys and values are `[d, d_v]` wide.
+    /// Starts a tile of these query rows; row r is at `position(r)`, and keys and values are `[d, d_v]` wide.
     #[inline(always)]
     pub(crate) fn load<'r>(
         &mut self,
@@ -64,7 +64,7 @@ impl<const W: usize> TileState<W> {
 
     /// Accumulates the attention of all rows over the block of keys. From a panel's positions, `readers` gives the same
     /// with -1 for rows that see no key of the block, and `bases` what is subtracted from the keys' biases (`None`:
-    /// there are no biases).
+    /// there are no biases). A key has `columns` column panels.
     #[inline(always)]
     pub(crate) fn add_block<S: Simd>(
         &mut self,
@@ -77,13 +77,15 @@ impl<const W: usize> TileState<W> {
         for (index, (positions, softmax)) in self.positions.iter().zip(&mut self.softmax).enumerate() {
             let positions = readers(positions);
             let Some(seen) = block.seen_by(&positions) else {
+                // No row of this panel sees a key of the block.
                 continue;
             };
             let slots = || seen.slots.clone();
             let scores = &mut self.scores[slots()];
             for c in 0..columns {
-                let q = &self.q.transposed[index * columns + c];
-                multiply(simd, &block.k[c][slots()], q, scores, c > 0);
+                // The first column panel overwrites the scores, the later ones add to them.
+                let (q, accumulate) = (&self.q.transposed[index * columns + c], c > 0);
+                multiply(simd, &block.k[c][slots()], q, scores, accumulate);
             }
             let base = bases.as_ref().map_or(Aligned([0.0; LANES]), |bases| bases(&positions));
             let pairs = block.pairs(&positions, &seen, &base, bases.is_some());
@@ -156,6 +158,7 @@ struct Task<'t> {
     lse: Vec<&'t mut [f32]>,
 }
 
+/// Runs [`attention_forward`](super::attention_forward) with panels of W columns, one task for each tile of tokens.
 pub(crate) fn run<const W: usize>(
     shape: PackedShape,
     qkv: &[f32],
@@ -198,7 +201,7 @@ on_arch! {
     ) -> () = forward_tile_simd;
 }
 
-/// Computes a task. `state` and `list`, the keys of a tile, are working memory.
+/// Computes a task: o and lse of all its heads. `state` and `list`, the keys of a tile, are working memory.
 #[inline(always)]
 fn forward_tile_simd<S: Simd, const W: usize>(
     simd: S,
@@ -249,15 +252,16 @@ fn attend<S: Simd, const W: usize>(
     state.load(queries, position, [d, shape.head_dim_v], shape.softmax_scale);
     keys.of_tile(tile.row, tile.kv_head, tile.first, tile.end - 1, list);
     let has_bias = keys.delta(tile.row, tile.kv_head).is_some();
-    for list in keys.chunks(tile.row, list) {
-        state.block.gather(qkv_row, shape, keys, tile, list);
-        let readers = |positions: &[i32; LANES]| keys.readers(tile.row, tile.kv_head, list[0], positions);
+    for block_keys in keys.chunks(tile.row, list) {
+        state.block.gather(qkv_row, shape, keys, tile, block_keys);
+        let readers = |positions: &[i32; LANES]| keys.readers(tile.row, tile.kv_head, block_keys[0], positions);
         let bases = |positions: &[i32; LANES]| keys.bases(tile.row, tile.kv_head, positions);
         state.add_block(simd, d.div_ceil(W), readers, has_bias.then_some(bases));
     }
 }
 
-/// Turns scores into unnormalised probabilities; true when earlier output must be multiplied by `rescale`.
+/// Turns scores into unnormalised probabilities and updates the running maxima and sums in `state`. Returns true when
+/// earlier output must be multiplied by `rescale`, which it fills.
 #[inline(always)]
 fn online_softmax<S: Simd>(
     simd: S,

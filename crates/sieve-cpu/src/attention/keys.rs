@@ -9,7 +9,7 @@ use super::{Documents, Mask, PackedShape};
 /// Approximate number of query rows (tokens times heads of the group) in a tile, so that its panels fit the L2 cache.
 const TILE_ROWS: usize = 192;
 
-/// Tiles that share one stored list of candidate keys.
+/// Consecutive tiles of queries that share one stored list of candidate keys.
 const TILES_PER_LIST: usize = 8;
 
 /// A mask prepared for the tiles: when each key expires and, for [`Mask::Expire`], lists of the keys that may be
@@ -29,6 +29,7 @@ pub(crate) struct Keys<'a> {
 }
 
 impl<'a> Keys<'a> {
+    /// Prepares a mask: the expiry of every key and, for [`Mask::Expire`], the queries' bases and the candidate keys.
     pub(super) fn new(shape: PackedShape, documents: Documents<'a>, mask: Mask<'a>) -> Self {
         let tile_tokens = (TILE_ROWS / shape.group_size()).max(1);
         let seq_len = shape.seq_len;
@@ -91,7 +92,7 @@ impl<'a> Keys<'a> {
         &self.expire[at * n..(at + 1) * n]
     }
 
-    /// Biases of a KV head's keys, if the mask has biases.
+    /// Biases of a KV head's keys; `None` if the mask has no biases.
     pub(super) fn delta(&self, row: usize, kv_head: usize) -> Option<&'a [f32]> {
         let n = self.shape.seq_len;
         let at = row * self.shape.num_kv_heads + kv_head;
@@ -154,7 +155,8 @@ impl<'a> Keys<'a> {
         blocks.flat_map(|block| block.chunks(BLOCK_KEYS))
     }
 
-    /// With [`Mask::Chosen`]: the first token of a key's document and the number of the key's block there.
+    /// With [`Mask::Chosen`]: the first token of a key's document and the number of the key's block there. `None` with
+    /// the other masks.
     fn block_of(&self, row: usize, key: u32) -> Option<(i32, i32)> {
         let Mask::Chosen(chosen) = self.mask else {
             return None;
@@ -163,7 +165,8 @@ impl<'a> Keys<'a> {
         Some((start, (key as i32 - start) / chosen.block_size as i32))
     }
 
-    /// Positions of a panel's rows, with -1 for rows that did not choose the block of `key`.
+    /// Positions of a panel's rows, with -1 for rows that did not choose the block of `key`; unchanged unless the mask
+    /// is [`Mask::Chosen`].
     #[inline(always)]
     pub(super) fn readers(&self, row: usize, kv_head: usize, key: u32, positions: &[i32; LANES]) -> [i32; LANES] {
         let (Mask::Chosen(chosen), Some((start, block))) = (self.mask, self.block_of(row, key)) else {
@@ -208,15 +211,15 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// The stored list of the tile that begins at token `first`.
+    /// The stored list of candidate keys of the tile that begins at token `first`; only [`Mask::Expire`] has lists.
     fn list(&self, row: usize, kv_head: usize, first: usize) -> &[u32] {
         let list_tokens = self.tile_tokens * TILES_PER_LIST;
         let per_head = self.shape.seq_len.div_ceil(list_tokens);
         &self.lists[(row * self.shape.num_kv_heads + kv_head) * per_head + first / list_tokens]
     }
 
-    /// All lists of one batch row and KV head. Each is computed from the one before, in time proportional to its
-    /// length.
+    /// All lists of one batch row and KV head: each holds the keys of the one before that have not expired, and the
+    /// keys of its own tiles that some query sees.
     fn lists_of(&self, row_and_head: usize) -> Vec<Vec<u32>> {
         let (n, heads) = (self.shape.seq_len, self.shape.num_kv_heads);
         let expire = self.expire(row_and_head / heads, row_and_head % heads);

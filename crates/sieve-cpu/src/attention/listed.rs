@@ -22,7 +22,7 @@ pub struct ListedTile<'a> {
     pub query_position: &'a [i32],
     /// Slice that holds the key vectors.
     pub k: &'a [f32],
-    /// Holds the values, laid out as `k`.
+    /// Slice that holds the value vectors, laid out as `k`.
     pub v: &'a [f32],
     /// Index in `k` and `v` where each key's vector starts, `[keys]`.
     pub key_at: &'a [usize],
@@ -85,6 +85,7 @@ impl ListedAttention {
         }
     }
 
+    /// Computes the tile with a buffer of the pool.
     fn dispatch<const W: usize>(
         &self,
         pool: &Pool<TileState<W>>,
@@ -141,7 +142,7 @@ fn attend_tile_simd<S: Simd, const W: usize>(
 }
 
 impl<const W: usize> KeyBlock<W> {
-    /// Gathers the listed keys `range` (at most [`BLOCK_KEYS`]); the other slots are hidden from every query.
+    /// Gathers the listed keys `range`, at most [`BLOCK_KEYS`]. Empties the slots that an earlier, longer list filled.
     #[inline(always)]
     fn gather_listed(&mut self, tile: &ListedTile<'_>, range: std::ops::Range<usize>, head_dim: usize) {
         let used = range.len();

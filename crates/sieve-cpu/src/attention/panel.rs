@@ -99,6 +99,7 @@ pub(crate) fn multiply_transposed<S: Simd, const W: usize>(
     b: &[[f32; W]],
     c: &mut [[f32; W]; LANES],
 ) {
+    // Sizes of the register blocks as in `multiply`.
     match (S::F32_LANES, W) {
         (16, 64) => transposed_rows::<S, 4, 4, W>(simd, a, b, c),
         (16, 32) => transposed_rows::<S, 8, 2, W>(simd, a, b, c),
@@ -120,7 +121,8 @@ fn transposed_rows<S: Simd, const MR: usize, const NV: usize, const W: usize>(
     for (row, c) in c.iter_mut().enumerate() {
         let mut col = 0;
         while col < W / S::F32_LANES {
-            let mut sum = start::<S, MR, NV, W>(simd, c, col, true);
+            let accumulate = true;
+            let mut sum = start::<S, MR, NV, W>(simd, c, col, accumulate);
             for (a, b) in a.iter().zip(b) {
                 let a = &a.as_chunks::<MR>().0[row];
                 let (b, _) = S::as_simd_f32s(b);

@@ -35,7 +35,7 @@ pub(crate) struct KeySums {
     pub(crate) d_delta: Vec<f32>,
 }
 
-/// Divides the gradients among the groups, `[batch * num_kv_heads]`.
+/// Gives each group, `[batch * num_kv_heads]`, the slices of the gradients that it writes.
 pub(crate) fn split_by_group<'g>(
     shape: PackedShape,
     d_qkv: &'g mut [f32],
@@ -98,6 +98,7 @@ fn write_sums_simd<S: Simd>(_simd: S, shape: PackedShape, sums: &[KeySums], rows
     for (j, (dk, dv)) in rows.dk.iter_mut().zip(&mut rows.dv).enumerate() {
         dk.fill(0.0);
         dv.fill(0.0);
+        // A segment has sums from key `sums.first` to its last token; other keys get nothing from it.
         for sums in sums {
             let Some(slot) = j.checked_sub(sums.first) else {
                 continue;

@@ -68,8 +68,8 @@ impl<const W: usize> RowPanels<W> {
     #[inline(always)]
     pub(crate) fn load<'r>(&mut self, rows: impl ExactSizeIterator<Item = &'r [f32]>, head_dim: usize, scale: f32) {
         let columns = head_dim.div_ceil(W);
-        let num_panels = rows.len().div_ceil(LANES) * columns;
-        self.natural.resize(num_panels, Aligned([[0.0; W]; LANES]));
+        let row_panels = rows.len().div_ceil(LANES);
+        self.natural.resize(row_panels * columns, Aligned([[0.0; W]; LANES]));
         let used = rows.len();
         for (r, x) in rows.enumerate() {
             for (c, x) in x.chunks(W).enumerate() {
@@ -80,7 +80,7 @@ impl<const W: usize> RowPanels<W> {
                 row[x.len()..].fill(0.0);
             }
         }
-        for r in used..num_panels / columns * LANES {
+        for r in used..row_panels * LANES {
             for c in 0..columns {
                 self.natural[r / LANES * columns + c][r % LANES].fill(0.0);
             }
@@ -177,6 +177,7 @@ pub(crate) struct KeyBlock<const W: usize> {
     pub(crate) position: [i32; BLOCK_KEYS],
     pub(crate) expire: [i32; BLOCK_KEYS],
     pub(crate) delta: [f32; BLOCK_KEYS],
+    /// Number of slots that hold a key, the first ones.
     pub(crate) len: usize,
 }
 
@@ -221,7 +222,8 @@ impl<const W: usize> KeyBlock<W> {
         self.len = list.len();
     }
 
-    /// The keys that rows at these positions see; `None` when they see none of the block. Rows at -1 see nothing.
+    /// Range of the block's slots with all keys that rows at these positions see; `None` when they see none of the
+    /// block. Rows at -1 see nothing.
     #[inline(always)]
     pub(crate) fn seen_by(&self, positions: &[i32; LANES]) -> Option<SeenKeys> {
         // The smallest position but -1, which as an unsigned number is the largest.

@@ -94,7 +94,7 @@ impl Transpose for V3 {
     }
 }
 
-/// Types of a weight. A lane of 32 bits holds `IN_LANE` elements.
+/// Element types of a weight. A SIMD lane of 32 bits holds `IN_LANE` elements.
 trait Element: Copy {
     /// Elements per lane: 1 for f32, 2 for bf16.
     const IN_LANE: usize;
@@ -142,6 +142,7 @@ impl Element for bf16 {
 
     #[inline(always)]
     fn part<S: Simd>(simd: S, lanes: S::f32s, at: usize) -> S::f32s {
+        // A bf16 is the upper half of an f32; a lane's element 0 is in its lower half.
         let bits = simd.transmute_u32s_f32s(lanes);
         simd.transmute_f32s_u32s(match at {
             0 => simd.wrapping_dyn_shl_u32s(bits, simd.splat_u32s(16)),
@@ -177,9 +178,9 @@ pub(super) fn few_rows<S: Transpose>(
     if rows == 1 {
         return run_tasks(y);
     }
-    let mut tasks = vec![0.0; y.len()];
-    run_tasks(&mut tasks);
-    for (task, outputs) in tasks.chunks(TASK_OUTPUTS * rows).enumerate() {
+    let mut by_task = vec![0.0; y.len()];
+    run_tasks(&mut by_task);
+    for (task, outputs) in by_task.chunks(TASK_OUTPUTS * rows).enumerate() {
         let outputs = outputs.chunks_exact(outputs.len() / rows);
         for (y, outputs) in y.chunks_exact_mut(d_out).zip(outputs) {
             y[task * TASK_OUTPUTS..][..outputs.len()].copy_from_slice(outputs);
@@ -212,6 +213,7 @@ impl<T: Transpose> WithSimd for Task<'_, T> {
 }
 
 impl<S: Transpose> Task<'_, S> {
+    /// Computes the task by code for a constant number of rows: the next larger of 1, 2, 4 and [`FEW_ROWS`].
     #[inline(always)]
     fn of_rows<W: Element>(self, weight: &[W]) {
         match self.x.len() / self.d_in {
@@ -234,19 +236,19 @@ impl<S: Transpose> Task<'_, S> {
             ..
         } = self;
         let (lanes, step) = (S::F32_LANES, S::F32_LANES * W::IN_LANE);
-        let (rows, last) = (x.len() / d_in, weight.len() / d_in - 1);
+        let (rows, last_output) = (x.len() / d_in, weight.len() / d_in - 1);
         let outputs = y.len() / rows;
         // Past the last row or output, the last one is computed again; that result is not stored.
         let x: [&[f32]; ROWS] = std::array::from_fn(|row| &x[row.min(rows - 1) * d_in..][..d_in]);
         let depth = d_in.div_ceil(d_in.div_ceil(MAX_DEPTH));
         for tile in (0..outputs).step_by(lanes) {
-            let row = |lane: usize| (first + tile + lane).min(last) * d_in;
+            let row = |lane: usize| (first + tile + lane).min(last_output) * d_in;
             let weights: [&[W]; MAX_LANES] = std::array::from_fn(|lane| &weight[row(lane)..][..d_in]);
-            let mut next = row(lanes);
+            let mut next_tile_at = row(lanes);
             let mut sums = [simd.splat_f32s(0.0); ROWS];
             for from in (0..d_in).step_by(depth) {
                 let end = d_in.min(from + depth);
-                let mut new = [simd.splat_f32s(0.0); ROWS];
+                let mut block_sums = [simd.splat_f32s(0.0); ROWS];
                 let mut at = from;
                 while at < end {
                     let mut square = [simd.splat_f32s(0.0); MAX_LANES];
@@ -261,24 +263,24 @@ impl<S: Transpose> Task<'_, S> {
                     }
                     for line in 0..S::F32_LANES {
                         // Cache lines of the next tile's weights: hardware prefetching does not follow this many rows.
-                        prefetch(weight, next + line * step);
+                        prefetch(weight, next_tile_at + line * step);
                     }
-                    next += lanes * step;
+                    next_tile_at += lanes * step;
                     let square = simd.transpose(square);
                     // Two loops, so that the compiler knows the length of the first and unrolls it.
                     if at + step <= end {
                         for k in 0..S::F32_LANES * W::IN_LANE {
-                            add_product::<S, W, ROWS>(simd, &square, k, &x, at + k, &mut new);
+                            add_product::<S, W, ROWS>(simd, &square, k, &x, at + k, &mut block_sums);
                         }
                     } else {
                         for k in 0..end - at {
-                            add_product::<S, W, ROWS>(simd, &square, k, &x, at + k, &mut new);
+                            add_product::<S, W, ROWS>(simd, &square, k, &x, at + k, &mut block_sums);
                         }
                     }
                     at += step;
                 }
                 for row in 0..ROWS {
-                    sums[row] = simd.add_f32s(sums[row], new[row]);
+                    sums[row] = simd.add_f32s(sums[row], block_sums[row]);
                 }
             }
             for (y, sums) in y.chunks_exact_mut(outputs).zip(sums) {

@@ -40,6 +40,7 @@ fn overlapped(blocks: NsaBlocks, c: usize) -> Range<usize> {
 pub fn choose_blocks(importance: &[f32], own: usize, forced: ForcedBlocks, chosen: &mut [i32]) {
     assert!(importance.len() > own, "choose_blocks: importance is not [own + 1]");
     let count = chosen.len().min(own + 1);
+    // The blocks that are not forced and compete by their importance.
     let free = forced.free(own);
     let mut num = 0;
     for block in (free.end..=own).rev().chain(0..free.start.min(free.end)).take(count) {

@@ -110,6 +110,7 @@ fn find(venv: &Path) -> Option<PathBuf> {
     })
 }
 
+/// Creates the virtual environment and installs the wheels into it.
 fn install(venv: &Path) -> Result<()> {
     let path = venv.to_str().context("the path of target/ is not UTF-8")?;
     workspace::run("python3", &["-m", "venv", path])

@@ -30,7 +30,7 @@ pub(crate) fn parse(log: &str) -> Result<Vec<Resources>> {
             continue;
         }
         let Some(function) = functions.last_mut() else {
-            continue;
+            continue; // Messages before the first function.
         };
         if line.contains("bytes stack frame") {
             function.stack_bytes = number_before(line, " bytes stack frame").context("stack frame")?;

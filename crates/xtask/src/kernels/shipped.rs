@@ -89,11 +89,12 @@ impl Shipped {
     ) -> Option<String> {
         let spill = function.spill_store_bytes.max(function.spill_load_bytes);
         let fits = |allowance: &&Allowance| {
-            let variant = allowance
+            let has_defines = allowance
                 .defines
                 .iter()
                 .all(|(name, value)| specialisation.defines.get(name) == Some(&value.to_string()));
-            allowance.entry == function.name && variant && allowance.arch.as_deref().is_none_or(|only| only == arch)
+            let is_for_arch = allowance.arch.as_deref().is_none_or(|only| only == arch);
+            allowance.entry == function.name && has_defines && is_for_arch
         };
         let allowance = self.allowances.iter().find(fits);
         let (spill_allowed, stack_allowed) = allowance.map_or((0, 0), |a| (a.spill_bytes, a.stack_bytes));

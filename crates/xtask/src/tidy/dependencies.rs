@@ -122,6 +122,7 @@ fn is_allowed(expression: &str) -> bool {
         let Some((inside, after)) = rest.split_once(')') else {
             return false;
         };
+        // The parenthesis is replaced by a licence that is allowed, or by a word that is none.
         let inside = if is_allowed(inside) { "MIT" } else { "none" };
         return is_allowed(&format!("{before} {inside} {after}"));
     }

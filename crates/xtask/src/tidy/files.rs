@@ -58,7 +58,7 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
             continue;
         }
         let Ok(text) = workspace::read(&file) else {
-            continue;
+            continue; // The file is not UTF-8.
         };
         let longer = LONGER.iter().find(|(name, _)| *name == file);
         let most = longer.map_or(MAX_LINES, |(_, most)| *most);

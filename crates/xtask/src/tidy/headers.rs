@@ -35,6 +35,7 @@ fn kernels() -> Result<Vec<(String, String)>> {
     Ok(kernels)
 }
 
+/// Checks that a kernel's first line names it, and that its header has all fields in their order.
 fn check_header(name: &str, text: &str, problems: &mut Vec<String>) {
     let header = header_of(text);
     let stem = name.trim_end_matches(".cu");

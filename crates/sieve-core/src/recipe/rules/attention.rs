@@ -21,6 +21,8 @@ pub(super) fn check_attention(attention: &Attention, model: Option<&ModelSection
     }
 }
 
+/// Checks that `model.layer_types` names kinds that go with `[attention]`, begins with no shared choice, and divides
+/// the layers.
 pub(super) fn check_layer_types(model: &ModelSection, attention: &Attention, rules: &mut Rules<'_>) {
     let Some(types) = &model.layer_types else {
         return;
@@ -64,9 +66,10 @@ pub(super) fn check_layer_types(model: &ModelSection, attention: &Attention, rul
         "begins with \"shared\", and no layer before it chooses blocks",
         "[\"sparse\", \"shared\"] makes every second layer read the blocks of the one before",
     );
-    if types.is_empty() {
+    let names_a_layer = !types.is_empty();
+    if !names_a_layer {
         let hint = "leave it out: every layer then has the kind of [attention]";
-        return rules.require(false, KEY, "is an empty list", hint);
+        return rules.require(names_a_layer, KEY, "is an empty list", hint);
     }
     rules.require(
         types.iter().any(is_own),
@@ -129,6 +132,7 @@ fn check_mla(mla: &MlaShape, model: Option<&ModelSection>, rules: &mut Rules<'_>
         format!("is {}, but rotary embedding turns pairs", mla.qk_rope_head_dim),
         format!("use {}", mla.qk_rope_head_dim + 1),
     );
+    // Without `[model]`, which could not be read, there is nothing more to compare.
     let Some(model) = model else { return };
     for (key, given) in [
         ("model.qk_norm", !model.qk_norm),
@@ -225,13 +229,12 @@ fn check_nsa(nsa: &NsaShape, rules: &mut Rules<'_>) {
         rules,
     );
     match (nsa.compress, nsa.compress_hidden_size) {
-        (NsaCompression::Mlp, None) => rules.require(
-            false,
+        (NsaCompression::Mlp, hidden) => rules.require(
+            hidden.is_some(),
             "attention.compress_hidden_size",
             "is missing; compress = \"mlp\" needs it",
             "give the hidden width, like 192, or set compress = \"mean\"",
         ),
-        (NsaCompression::Mlp, Some(_)) => {}
         (NsaCompression::Mean, hidden) => rules.require(
             hidden.is_none(),
             "attention.compress_hidden_size",

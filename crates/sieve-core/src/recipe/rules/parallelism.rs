@@ -10,7 +10,7 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts, rul
     rules.bounds("parallelism", section);
     let degree = section.context_parallel_degree;
     if degree < 2 {
-        return;
+        return; // Each process computes whole rows, for which there are no rules.
     }
     let rows = parts
         .training
