@@ -116,6 +116,7 @@ pub fn first_tokens<'a>(
             Ok(document) => document,
             Err(error) => return Some(Err(error)),
         };
+        // The first token of a document is not predicted.
         if (document.tokens.len() as u64).saturating_sub(1) > left
             && let Err(error) = cut(&mut document, tokenizer, left as usize + 1)
         {
@@ -131,7 +132,8 @@ fn cut(document: &mut EvalDocument, tokenizer: &Tokenizer, num_tokens: usize) ->
     document.tokens.truncate(num_tokens);
     document.word_uses.truncate(num_tokens);
     let later = document.tokens.iter().skip(1);
-    let later = later.map(|&token| Ok(tokenizer.token_bytes(token, false)? as u64));
+    let is_first = false;
+    let later = later.map(|&token| Ok(tokenizer.token_bytes(token, is_first)? as u64));
     let num_bytes = later.sum::<Result<u64, DataError>>()?;
     document.num_bytes = num_bytes;
     let text = tokenizer.decode(&document.tokens)?;
@@ -143,7 +145,8 @@ fn cut(document: &mut EvalDocument, tokenizer: &Tokenizer, num_tokens: usize) ->
 
 /// Bytes of text of the first token, but at most `limit`.
 fn first_token_bytes(tokenizer: &Tokenizer, tokens: &[u32], limit: usize) -> Result<u64, EvalError> {
-    let first = tokens.first().map(|&first| tokenizer.token_bytes(first, true));
+    let is_first = true;
+    let first = tokens.first().map(|&first| tokenizer.token_bytes(first, is_first));
     Ok(first.transpose()?.unwrap_or(0).min(limit) as u64)
 }
 

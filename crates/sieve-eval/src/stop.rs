@@ -30,9 +30,10 @@ impl StopTexts {
             let end = &self.waiting[at..];
             self.texts.iter().any(|text| text.starts_with(end))
         });
-        let kept = ends.next().unwrap_or(self.waiting.len());
+        // The text from here on may be the beginning of a stop text.
+        let shown = ends.next().unwrap_or(self.waiting.len());
         drop(ends);
-        let rest = self.waiting.split_off(kept);
+        let rest = self.waiting.split_off(shown);
         (std::mem::replace(&mut self.waiting, rest), false)
     }
 

@@ -105,7 +105,7 @@ pub fn measure_trained<B: DeviceBackend>(
     })
 }
 
-/// Computed pairs of one layer, divided by its causal pairs.
+/// Computed pairs of one layer, and its distinct pairs (each counted once), divided by its causal pairs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Counted {
     computed: f64,
@@ -142,6 +142,7 @@ fn masks<B: DeviceBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device)
                 count_by_expire(&expire, num_tokens)
             }
             (None, Some(chosen), attention) => count_by_blocks(&chosen, attention.form(), num_tokens),
+            // The other masks depend on positions only.
             (None, _, attention) => {
                 let mean = sieve_core::model::mean_active_keys(attention, num_tokens);
                 let pairs = mean * num_tokens as f64;
@@ -176,7 +177,7 @@ fn count_by_expire(expire: &[i64], num_tokens: usize) -> Counted {
     Counted::of(pairs, pairs, num_tokens)
 }
 
-/// Counts the tokens of chosen blocks; -1 in `chosen` stands for no block. NSA: also the visible compressed blocks and
+/// Counts the tokens of chosen blocks; -1 in `chosen` is no block. NSA: also the visible compressed blocks and
 /// the window. Other kinds: also half a key for each pooled key, which has a score but no value. An indexer's scores
 /// are not counted.
 fn count_by_blocks(chosen: &[i64], form: AttentionForm, num_tokens: usize) -> Counted {

@@ -157,6 +157,7 @@ fn check(shape: &ModelShape, tokens: &[u32], layers: &[usize]) -> Result<(), Eva
     }
 }
 
+/// The statistics of one head's weights, `[num_tokens, num_tokens]`.
 fn head_weights(weights: &[f32], num_tokens: usize) -> HeadWeights {
     let mut pairs = 0_usize;
     let (mut entropy, mut distance, mut own, mut first) = (0.0, 0.0, 0.0, 0.0);

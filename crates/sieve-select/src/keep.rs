@@ -50,7 +50,8 @@ pub fn top_k(scores: &[f32], k: usize) -> Vec<usize> {
     kept
 }
 
-/// As [`top_k`], but forced indices are kept first and count towards `k`; of more than `k`, the lowest are kept.
+/// As [`top_k`], but forced indices are kept first and count towards `k`; if more than `k` are forced, the
+/// lowest `k` of them are kept.
 pub fn top_k_forced(scores: &[f32], k: usize, forced: impl Fn(usize) -> bool) -> Vec<usize> {
     let raised: Vec<f32> = scores
         .iter()
@@ -85,7 +86,8 @@ pub fn softmax(row: &mut [f32]) -> bool {
     if !max.is_finite() {
         return false;
     }
-    let factor = 1.0 / exp_row(row, max);
+    let sum = exp_row(row, max);
+    let factor = 1.0 / sum;
     row.iter_mut().for_each(|x| *x *= factor);
     true
 }

@@ -43,6 +43,7 @@ pub fn density(selected: &Selected) -> Density {
             let is_later = |j: usize| mask.causal && first_keys[j].is_some_and(|key| key > last);
             let possible = (0..first_keys.len()).filter(|&j| !is_later(j)).count();
             kept += heads * row.len();
+            // Where queries are permuted, a tile's rows may come after `last`: a later tile that is kept counts too.
             admissible += heads * (possible + row.iter().filter(|&&j| is_later(j as usize)).count());
             pairs += pairs_of_tile(mask, list, i);
         }

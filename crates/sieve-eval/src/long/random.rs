@@ -128,6 +128,7 @@ impl Random {
     pub(super) fn words(&mut self, count: usize) -> Vec<String> {
         let nouns = self.own(NOUNS);
         let size = nouns.len();
+        // Pair number `a * size + b` is noun a, then noun b.
         let places = self.sample(size * size, count.max(size).min(size * size));
         let mut single: Vec<&str> = nouns.clone();
         self.shuffle(&mut single);

@@ -95,6 +95,7 @@ impl Haystack {
         let mut tokens = Vec::new();
         while tokens.len() < num_tokens {
             let paragraph = tokenizer.encode(&paragraph(&mut random))?;
+            // More paragraphs would give no token either.
             if paragraph.is_empty() {
                 break;
             }
@@ -104,6 +105,7 @@ impl Haystack {
         Self::new(tokens, tokenizer)
     }
 
+    /// Finds the ends of the sentences.
     fn new(tokens: Vec<u32>, tokenizer: &Tokenizer) -> Result<Self, EvalError> {
         let mut texts = HashMap::new();
         let mut ends = Vec::new();

@@ -56,12 +56,12 @@ pub(super) fn rolling_windows(len: usize, context: usize) -> impl Iterator<Item 
     })
 }
 
-/// How many tokens a prediction sees, and where it lies.
+/// What a prediction sees: how many tokens, and how far back its word was last used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     /// Tokens of the document that the prediction sees.
     pub(super) num_seen: usize,
-    /// Word of the predicted token. A word last used before the window counts as new.
+    /// Last use of the predicted token's word. A word last used before the window counts as new.
     pub(super) word: WordUse,
 }
 

@@ -79,6 +79,7 @@ impl DmaWeights {
                         .find_map(|prefix| file.tensor(&format!("{prefix}layers.{layer}.self_attn.{name}")).ok())
                 })
             };
+            // The layers end where the file has no more such tensors.
             let (Some(a), Some(w_dt)) = (find(&["a", "A"]), find(&["dt_proj.weight"])) else {
                 break;
             };
@@ -97,7 +98,7 @@ impl DmaWeights {
     }
 }
 
-/// Elements of an f32 or bfloat16 tensor.
+/// Elements of an f32 or bfloat16 tensor; `None` for another type.
 pub(crate) fn floats(tensor: &safetensors::tensor::TensorView<'_>) -> Option<Vec<f32>> {
     match tensor.dtype() {
         Dtype::F32 => {
@@ -121,7 +122,7 @@ const MAX_EXPONENT: f32 = 60.0;
 pub(crate) struct Dma {
     config: DmaConfig,
     weights: DmaLayerWeights,
-    /// [`rank_key`] of the kept keys per KV head; the key to be evicted next is on top of the heap.
+    /// The kept keys per KV head, as a [`rank_key`] of score and position; the next to be evicted is on top.
     slots: Vec<BinaryHeap<Reverse<u64>>>,
     /// Scores z of all keys, `[keys, num_kv_heads]`.
     z: Vec<f32>,
@@ -190,13 +191,14 @@ impl Dma {
             head_dim,
             softmax_scale: cache.scale(),
         };
-        // The function reads the values from a packed [q, k, v].
+        // The function takes a packed [q, k, v] and reads only the values.
         let mut qkv = vec![0.0; 2 * v.len()];
         qkv.extend_from_slice(v);
         dma_scores_forward(shape, &qkv, &self.weights.w_dt, &self.weights.a, &mut z);
         z
     }
 
+    /// The kept positions per KV head, which are the lower 32 bits of a [`rank_key`].
     pub(crate) fn choose(&mut self, cache: &Cache) -> Vec<Vec<u32>> {
         self.extend(cache);
         let positions = |slots: &BinaryHeap<Reverse<u64>>| ascending(slots.iter().map(|key| key.0 as u32 as usize));

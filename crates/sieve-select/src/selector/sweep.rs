@@ -27,6 +27,7 @@ impl Selector {
         moved.filter_map(Result::ok).collect()
     }
 
+    /// The selector with its main setting at `value`, and momo's `k_exact` at most that.
     fn moved(&self, key: &str, value: &str) -> Result<Self, SelectError> {
         let mut selector = self.clone();
         if let Method::Momo(config) = &mut selector.method
@@ -52,6 +53,7 @@ impl Selector {
         };
         let usual = |text: &str| Self::parse(text).map_or(Vec::new(), |one| one.all_items());
         let mut defaults = usual(&name);
+        // `base` itself is left out only if it is delta's default base.
         if matches!(self.method, Method::Delta(..)) {
             let base = usual("delta").into_iter().find(|item| item.0 == "base");
             defaults.retain(|item| item.0 != "base");

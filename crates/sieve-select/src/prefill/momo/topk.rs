@@ -33,6 +33,7 @@ impl Gate {
         if self.slots == 0 {
             return false;
         }
+        // The share of the remaining scores that the gate must reject.
         let p = 1.0 - self.slots as f64 / remaining as f64;
         let accepted = p <= 0.0 || score > self.mean + (self.m2 / self.count).sqrt() * normal_quantile(p);
         self.slots -= usize::from(accepted);
