@@ -436,7 +436,7 @@ mod tests {
         for text in ["meanpool:block=8,tau=0.5", "block_sparse:block=8"] {
             let selector = always(text);
             assert_eq!(selector.reads(0, 30), Reads::BlockMeans(8));
-            // Blocks of queries count from the chunk's first row.
+            // A whole prompt, and a chunk: its blocks of queries are counted from its first row.
             for rows in [0..77, 30..77] {
                 let call = Call::without_values(whole, &q, &k).expect("sizes fit");
                 let call = call.chunk(rows.clone());
@@ -453,7 +453,7 @@ mod tests {
 
     #[test]
     fn a_mask_of_positions_is_made_once_for_all_layers_that_share_it() {
-        // How many masks four layers make, and which layers are dense.
+        // Each case: a selector, how many different masks four layers need, and which layers are dense.
         for (text, masks, dense) in [
             ("streamingllm:n_local=20,n_init=4", 1, 0..0),
             ("tri_shape:n_local=20,n_init=4,n_last=8", 1, 0..0),
@@ -468,7 +468,7 @@ mod tests {
         ] {
             let selector = always(text);
             let mut kept = KeptMasks::new();
-            // In two calls a layer; then a longer prompt, which leaves nothing of the one before.
+            // Two calls in each layer; then a longer prompt, which replaces all masks of the first.
             for [first, tokens] in [[40, 77], [50, 90]] {
                 let mut made: Vec<Arc<Made>> = Vec::new();
                 for layer in 0..4 {
@@ -500,7 +500,7 @@ mod tests {
         let mut copies = Vec::new();
         for layer in 0..2 {
             let operands = ones(layer, 2, 70);
-            // The CPU's own attention reads slices, so this ends where the mask is at hand.
+            // The CPU has no kernel for device tensors: the call fails after the mask was made and kept.
             prefill_on_device(&selector, &operands, None, false, &mut kept).expect_err("no kernel");
             let [(_, _, mask)] = &kept[..] else {
                 panic!("one mask: {kept:?}");

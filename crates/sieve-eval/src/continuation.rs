@@ -441,7 +441,7 @@ mod tests {
             let selection = Selection::new(selectors, &shape).expect("it fits");
             let text = |selection| Continuation::new(&model, 40, &device).with_selection(Some(selection));
             let mut streamed = text(selection.clone().as_stream().expect("a decode method"));
-            // Behind a first token, a dense prompt of one, every other is a step.
+            // Here the first token is a dense prompt of one token, and each later token is a step.
             let (mut steps, prompt) = (text(selection.clone()), words(30));
             let mut dense = Continuation::new(&model, 40, &device);
             let mut whole = streamed.read(&prompt).expect("a prompt");

@@ -175,11 +175,11 @@ mod tests {
         let first = |word: &str| bytes.encode(word).expect("bytes")[0];
         let firsts = ["€", "abc"].map(|word| bytes.id_token(first(word)).expect("known").chars().count());
         check(&bytes, &corpus, texts, firsts);
-        // The blank that begins a text does not count as one of its bytes; the bytes that follow do.
+        // The space that Llama's tokenizer puts before a text is none of its bytes.
         check(&llama_tokenizer(), &corpus, texts, [0, 1]);
     }
 
-    /// `firsts` are the bytes of each text's first token.
+    /// `firsts` are the numbers of bytes of the texts' first tokens.
     fn check(tokenizer: &Tokenizer, corpus: &Corpus, texts: [&str; 2], firsts: [usize; 2]) {
         let eos_id = tokenizer.eos_id().expect("its own name");
         let documents: Vec<EvalDocument> = text_documents(corpus.documents(), tokenizer, eos_id)
@@ -197,7 +197,7 @@ mod tests {
             assert_eq!((size.num_tokens, size.num_bytes, size.num_words), sizes);
         }
 
-        // The limit lies in the first document, at its end, in the second, and behind both.
+        // The limits lie in the first document, at its end, in the second, at its end, and after both.
         let whole = |document: &EvalDocument| document.tokens.len() as u64 - 1;
         let [first, second] = [whole(&documents[0]), whole(&documents[1])];
         for limit in [1, first - 4, first, first + 3, first + second, 1 << 40] {
@@ -214,7 +214,7 @@ mod tests {
                 }
             }
         }
-        // All but the end-of-document token: the same text, token by token.
+        // Cut before the end-of-document token, the text is complete.
         let cut = first_tokens(documents.iter().cloned().map(Ok), tokenizer, Some(first - 1));
         let cut: Vec<EvalDocument> = cut.collect::<Result<_, _>>().expect("readable");
         assert_eq!((cut[0].num_bytes, cut[0].num_words), (documents[0].num_bytes, 5));
@@ -223,7 +223,7 @@ mod tests {
 
     #[test]
     fn words_are_counted_as_python_splits() {
-        // len(re.split(r"\s+", text))
+        // The numbers are Python's `len(re.split(r"\s+", text))`.
         for (text, num_words) in [
             ("", 1),
             (" ", 2),

@@ -102,7 +102,7 @@ mod tests {
         let mut random = Random(5);
         for _ in 0..2000 {
             let len = 1 + random.below(40);
-            // Coarse values, so that ties are common.
+            // Scores take only six values, so that ties are common.
             let p: Vec<f32> = (0..len).map(|_| random.below(6) as f32 / 4.0).collect();
             let total: f32 = p.iter().sum();
             let gamma = random.below(100) as f64 / 100.0;
@@ -126,7 +126,7 @@ mod tests {
 
     #[test]
     fn forced_ones_count_first() {
-        // Without forcing {3} alone would reach 0.5; the sum starts at 0.1 here.
+        // Unforced, key 3 alone reaches 0.5; here the forced key 0 is kept too, and the sum starts at 0.1.
         let p = [0.1, 0.2, 0.15, 0.55];
         assert_eq!(keep_mass_forced(&p, &[0], 0.5), [0, 3]);
         assert_eq!(keep_mass_forced(&p, &[0], 0.05), [0]);

@@ -103,7 +103,7 @@ mod tests {
     use super::*;
     use crate::selector::Selector;
 
-    /// Windows end inside tiles, before the first tokens' end, and before a chunk's first row.
+    /// The cases have windows that end inside tiles, among the first tokens, and before a chunk's first row.
     #[test]
     fn pairs_of_a_window_are_those_that_its_rule_lets_see() {
         for (num_queries, num_keys) in [(200, 200), (70, 333), (1, 130)] {

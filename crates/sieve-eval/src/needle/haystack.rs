@@ -196,7 +196,7 @@ mod tests {
         };
         assert_eq!(place(0.0), "");
         assert_eq!(place(5.0), "");
-        // After `self.len`, where a dot ends no sentence.
+        // 40 % lies after `self.len`, whose dot ends no sentence.
         assert_eq!(place(40.0), "One two.");
         assert_eq!(place(70.0), "One two. Three self.len four? Five six seven.");
         assert_eq!(place(99.0), "One two. Three self.len four? Five six seven.");

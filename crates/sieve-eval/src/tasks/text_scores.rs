@@ -261,8 +261,8 @@ fn matching(a: &[char], b: &[char]) -> usize {
 mod tests {
     use super::*;
 
-    /// Texts and the numbers of lm-evaluation-harness's `longbench/metrics.py` for them
-    /// (tests/python/longbench_scores.py).
+    /// The scores are those of lm-evaluation-harness's `longbench/metrics.py`, stored by
+    /// tests/python/longbench_scores.py.
     #[test]
     fn scores_are_those_of_the_scorer() {
         let golden: Vec<serde_json::Value> =
@@ -279,7 +279,7 @@ mod tests {
             let counts = between.entry(score.name().to_owned()).or_default();
             *counts += usize::from(value > 0.0 && value < 1.0);
         }
-        // Each score is met where it is neither nothing nor all.
+        // Each kind of score has cases strictly between 0 and 1.
         assert_eq!(between.len(), 6);
         assert!(between.values().all(|&count| count >= 5), "{between:?}");
     }

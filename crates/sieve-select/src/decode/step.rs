@@ -133,7 +133,7 @@ mod tests {
             let selection = heavy.selection;
             (selection.shape.num_queries, selection.keep.by, heavy.last)
         };
-        // 30 heavy keys, one more that the next token evicts, and 15 recent keys.
+        // H2O keeps 30 heavy keys, one more that the next token evicts, and 15 recent keys.
         let h2o = "h2o:heavy=0.1,recent=15";
         assert_eq!(kept(h2o), (300, KeepBlocks::Top(31), 15));
         let slots = of(h2o, 0).and_then(|heavy| heavy.slots);

@@ -241,10 +241,10 @@ mod tests {
             min_budget: 4,
             ..Default::default()
         };
-        // 0.5, 0.25 are within 0.75, the third passes it: 3 tokens, 0 whole blocks, plus one.
+        // 0.5 + 0.25 is within gamma 0.75, and a third token exceeds it: 3 tokens fill 0 blocks, and one is added.
         assert_eq!(config.num_blocks(&[0.125, 0.5, 0.125, 0.25]), 1);
         let even = [1.0 / 16.0; 16];
-        // 12 within, one more: 13 / 4 + 1.
+        // 12 tokens are within gamma, and one more exceeds it: 13 / 4 + 1 blocks.
         assert_eq!(config.num_blocks(&even), 4);
         let config = FlexprefillConfig {
             max_budget: Some(8),

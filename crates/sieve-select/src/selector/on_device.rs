@@ -107,7 +107,7 @@ mod tests {
         let keep = &bfla.keep;
         assert_eq!((keep.heads_per_list, keep.tile, keep.first_tiles), (2, 64, 1));
         assert_eq!(keep.dense_rows, vec![293..300; 1]);
-        // Its blocks end at multiples of 128 tokens; the others' begin at the call's first row.
+        // XAttention's blocks end at multiples of the block size; other methods' blocks begin at the call's first row.
         let offsets = ["xattention:block=64", "xattention:block=256,stride=16", "meanpool"];
         assert_eq!(offsets.map(|text| of(text).scores.offset), [0, 128, 0]);
     }

@@ -391,7 +391,7 @@ mod tests {
                 "{error}"
             );
         }
-        // What is printed is taken, and what is not printed is not.
+        // `parse` accepts the common keys that a selector prints, and refuses the others.
         for entry in ENTRIES {
             let printed = Selector::parse(entry.name).expect("defaults").to_string();
             for (key, value) in common_items(&method_common("bfla")) {

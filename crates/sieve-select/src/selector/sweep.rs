@@ -90,7 +90,7 @@ mod tests {
             for (at, moved) in sweep.iter().enumerate() {
                 moved.check().unwrap_or_else(|error| panic!("{error}"));
                 assert!(!sweep[..at].contains(moved), "{moved} twice");
-                // Nothing but the knob moves, and what has to go with it.
+                // Only the knob changes, and momo's k_exact, which may not exceed it.
                 let back = moved.label_without(key).replace(":k_exact=2", "");
                 let back = back.replace(":k_exact=4", "");
                 assert_eq!(back, entry.name, "{moved}");
