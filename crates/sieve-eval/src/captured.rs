@@ -106,6 +106,7 @@ impl<B: DeviceBackend> Captured<B> {
         })
     }
 
+    /// Selection and attention on the host, from a copy of the operands.
     fn run_on_host(&self, selection: &Selection) -> Result<Done<B>, EvalError> {
         let qkv = &self.operands.qkv;
         let selector = selection.selectors().of(self.operands.layer);

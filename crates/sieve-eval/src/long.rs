@@ -254,7 +254,6 @@ impl LongTask {
         }
     }
 
-    /// Draws a sample of the task.
     fn sample(&self, source: &LongSource, random: &mut Random, size: Size) -> LongSample {
         let parts = size.parts;
         match self.kind {

@@ -128,7 +128,6 @@ fn check_dam_memory(shape: &ModelShape, capture: usize) -> Result<(), EvalError>
     ))
 }
 
-/// Fails for a model without a dense layer, and for a window that the model cannot read.
 fn check(method: &'static str, shape: &ModelShape, window: &[u32]) -> Result<(), EvalError> {
     if shape.num_layers_of_dense_attention() == 0 {
         return Err(EvalError::NotDense(method.to_owned()));

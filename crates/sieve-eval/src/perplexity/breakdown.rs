@@ -92,7 +92,6 @@ impl Breakdown {
         }
     }
 
-    /// Adds the loss of a prediction to its groups.
     pub(super) fn add(&mut self, place: &Place, nats: f64) {
         self.all.add(nats);
         let power = place.num_seen.max(1).ilog2() as usize;

@@ -277,6 +277,7 @@ enum Source {
 }
 
 impl Dam {
+    /// The state before the first token. Maps of another number of heads are refused.
     pub(crate) fn new(config: &DamConfig, shape: LayerShape) -> Result<Self, SelectError> {
         // Without a file the text calibrates itself.
         let Some(maps) = &config.maps else {

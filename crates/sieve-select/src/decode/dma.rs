@@ -129,6 +129,7 @@ pub(crate) struct Dma {
 }
 
 impl Dma {
+    /// The state before the first token. Without weights all scores are 0; weights of another shape are refused.
     pub(crate) fn new(config: DmaConfig, shape: LayerShape) -> Result<Self, SelectError> {
         let (heads, width) = (shape.num_kv_heads, shape.num_kv_heads * shape.head_dim);
         let untrained = DmaLayerWeights {
@@ -205,6 +206,7 @@ impl Dma {
         self.slots.iter().map(positions).collect()
     }
 
+    /// Attention of a query head, with each key's bias added to its logit.
     pub(crate) fn attend(&self, cache: &Cache, head: usize, q: &[f32], list: &[u32]) -> RowAttention {
         let kv_head = head / cache.shape.group_size();
         let mut logits = cache.logits(kv_head, q, list);

@@ -110,6 +110,7 @@ impl PrefillMethod for BaAttConfig {
         permute::select(call, segments, gqa, self.causal, orders, rows)
     }
 
+    /// Device steps exist only for the causal form with sorted keys, in calls longer than a segment.
     fn steps(&self, call: &Call<'_>, gqa: GqaPolicy) -> Option<BlockSelection> {
         let scores = match self.compensates(call.layer, call.num_layers) {
             false => BlockScores::Means { variances: 0.0 },

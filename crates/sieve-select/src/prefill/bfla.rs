@@ -97,6 +97,7 @@ impl PrefillMethod for BflaConfig {
         chosen
     }
 
+    /// Device steps exist only without rescue, and for two of the poolings.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let scores = match self.pooling {
             Pooling::Flat => BlockScores::LargestOfGroups(self.group),

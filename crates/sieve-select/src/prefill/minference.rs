@@ -158,9 +158,8 @@ fn of_patterns(call: &Call<'_>, patterns: &[Pattern]) -> Selected {
 pub fn search_patterns(call: &Call<'_>) -> Result<Vec<(Pattern, f64)>, SelectError> {
     let rows = call.shape.num_queries;
     let dense = dense_attention(call)?;
-    // Below every mass.
-    let none = -1.0;
-    let mut best = vec![(DEFAULT, none); call.shape.num_heads];
+    // Every mass is above -1.
+    let mut best = vec![(DEFAULT, -1.0); call.shape.num_heads];
     for pattern in CANDIDATES {
         let chosen = of_patterns(call, &vec![pattern; call.shape.num_heads]);
         let sparse = block_sparse_attention(call, &chosen)?;

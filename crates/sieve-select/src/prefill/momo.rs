@@ -124,6 +124,7 @@ impl PrefillMethod for MomoConfig {
         chosen
     }
 
+    /// Device steps exist only for the algorithms with a gate.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let num_exact = match self.topk {
             TopK::Hybrid => self.k_exact,

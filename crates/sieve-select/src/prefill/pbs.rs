@@ -115,6 +115,7 @@ impl PrefillMethod for PbsConfig {
         permute::select(call, segments, gqa, causal, orders, rows)
     }
 
+    /// Device steps exist only if keys alone move, per KV head, and blocks are scored by their means.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let fits = self.permute == Permute::Keys
             && self.perm == PermutePer::Kv
