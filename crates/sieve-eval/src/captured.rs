@@ -95,7 +95,8 @@ impl<B: DeviceBackend> Captured<B> {
         let started = Instant::now();
         // No mask is reused from another layer: each layer's time includes its own selection.
         let mut kept = KeptMasks::new();
-        let (output, cost) = prefill_on_device(selector, &self.operands, selection.chunk(), true, &mut kept)?;
+        let has_clock = true;
+        let (output, cost) = prefill_on_device(selector, &self.operands, selection.chunk(), has_clock, &mut kept)?;
         // Reading a value back waits for the device, so that the clock measures the work.
         let _last = output.lse.clone().narrow(2, 0, 1).into_data();
         Ok(Done {
@@ -105,6 +106,7 @@ impl<B: DeviceBackend> Captured<B> {
         })
     }
 
+    /// Selection and attention on the host, from a copy of the operands.
     fn run_on_host(&self, selection: &Selection) -> Result<Done<B>, EvalError> {
         let qkv = &self.operands.qkv;
         let selector = selection.selectors().of(self.operands.layer);
@@ -173,6 +175,7 @@ impl<B: DeviceBackend> Captured<B> {
             density: done.cost.density,
             recall,
             output_error,
+            // Only a pass of the whole model gives it.
             cosine: None,
         })
     }
@@ -195,6 +198,7 @@ fn dense_on_device<B: DeviceBackend>(operands: &LayerOperands<B>) -> Result<Spar
     Ok(dense)
 }
 
+/// `|a - b| / |b|` by Euclidean norms.
 fn relative_error(a: &[f32], b: &[f32]) -> f64 {
     let square = |x: f64| x * x;
     let error: f64 = a

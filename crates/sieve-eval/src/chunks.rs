@@ -49,6 +49,7 @@ impl Cost {
         }
     }
 
+    /// Adds a call whose mask was made on the host, with the arguments of [`add_shares`](Self::add_shares).
     fn add(&mut self, shape: CallShape, shares: [f64; 2], stats: &SelectStats) {
         self.add_shares(shape, shares);
         self.select_seconds += stats.select_seconds;
@@ -93,13 +94,12 @@ impl Cost {
             numbers.iter::<i64>().map(|x| x as f64).sum()
         };
         let lists = selection.num_lists() as f64;
-        let (tiles, mut pairs) = (sum(&counts.tiles), sum(&counts.pairs));
+        let (tiles, pairs) = (sum(&counts.tiles), sum(&counts.pairs));
         let causal = shape.causal_pairs() as f64;
-        let most = selection.admissible_tiles() as f64;
-        // As for masks made on the host: dense rows count all their causal pairs, and their share of the lists does
-        // not count.
+        let most = lists * selection.admissible_tiles() as f64;
+        // As for masks made on the host, dense rows count all their causal pairs, in place of their pairs in the lists.
         let density = pairs / (lists * causal);
-        pairs = match made.dense_rows.first() {
+        let pairs_share = match made.dense_rows.first() {
             None => density,
             Some(rows) => {
                 let dense = CallShape {
@@ -112,8 +112,8 @@ impl Cost {
         };
         let nan_rows = counts.nan_rows.clone().into_data();
         let nan_heads = nan_rows.iter::<i64>().filter(|&rows| rows > 0).count();
-        self.add_shares(shape, [pairs, tiles / (lists * most)]);
-        self.dense_calls += u64::from(tiles == lists * most);
+        self.add_shares(shape, [pairs_share, tiles / most]);
+        self.dense_calls += u64::from(tiles == most);
         self.nan_lists += nan_heads as u64;
         self.device_calls += 1;
     }
@@ -210,7 +210,8 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
     for shape in calls_of(operands, chunk) {
         let qkv = operands.qkv.clone().narrow(1, 0, shape.num_keys);
         if let Some(mask) = select_on_device(selector, operands, &qkv, shape, has_clock, &mut cost)? {
-            parts.push(attend(selector, layer, qkv, shape, &mask, false)?);
+            let is_dense = false;
+            parts.push(attend(selector, layer, qkv, shape, &mask, is_dense)?);
             cost.add_probes(shape, selector, layer);
             continue;
         }
@@ -252,8 +253,9 @@ fn select_on_device<B: DeviceBackend>(
         return Ok(None);
     };
     let started = Instant::now();
+    let page_bounds = None;
     // An error, such as a head width without a kernel, is recorded by the op; the selection then runs on the host.
-    let Ok(mask) = select_blocks(qkv, &selection, None) else {
+    let Ok(mask) = select_blocks(qkv, &selection, page_bounds) else {
         return Ok(None);
     };
     if has_clock {
@@ -288,8 +290,9 @@ fn attend<B: DeviceBackend>(
 /// Queries and keys of a layer, copied to the host.
 type HostQueriesAndKeys = (Vec<f32>, Vec<f32>);
 
-/// Makes the mask of the queries `rows` on the host and uploads it. Queries and keys are copied to the host once, into
-/// `copied`. A mask that needs no operands is made in one layer and reused from `kept` in the next ones.
+/// Makes the mask of the queries `rows` on the host and uploads it; `whole` is the shape of the whole prompt. Queries
+/// and keys are copied to the host once, into `copied`. A mask that needs no operands is made in one layer and reused
+/// from `kept` in the next ones.
 fn select_on_host<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
@@ -309,7 +312,7 @@ fn select_on_host<B: DeviceBackend>(
     let mut fitting = kept
         .iter()
         .filter(|(by, _, mask)| mask.shape == shape && by == selector);
-    if let (true, Some((_, _, mask))) = (serves_others, fitting.next()) {
+    if serves_others && let Some((_, _, mask)) = fitting.next() {
         cost.add(shape, mask.shares, &mask.stats);
         return Ok(mask.clone());
     }
@@ -318,7 +321,7 @@ fn select_on_host<B: DeviceBackend>(
         Reads::Nothing => Call::of_shape(shape)?,
         Reads::BlockMeans(block) => {
             means = block_means(&operands.qkv.clone().narrow(1, 0, rows.end), shape, block);
-            cost.host_bytes += 4 * (means[0].len() + means[1].len()) as u64;
+            cost.host_bytes += (size_of::<f32>() * (means[0].len() + means[1].len())) as u64;
             let [q, k] = &means;
             Call::of_means(shape, BlockMeans { block, q, k })?
         }
@@ -352,6 +355,7 @@ fn select_on_host<B: DeviceBackend>(
         on_device: Box::new(on_device),
     });
     if serves_others {
+        // Masks for prompts of another length are dropped.
         kept.retain(|(_, tokens, _)| *tokens == whole.num_queries);
         kept.push((selector.clone(), whole.num_queries, made.clone()));
     }
@@ -432,7 +436,7 @@ mod tests {
         for text in ["meanpool:block=8,tau=0.5", "block_sparse:block=8"] {
             let selector = always(text);
             assert_eq!(selector.reads(0, 30), Reads::BlockMeans(8));
-            // Blocks of queries count from the chunk's first row.
+            // A whole prompt, and a chunk: its blocks of queries are counted from its first row.
             for rows in [0..77, 30..77] {
                 let call = Call::without_values(whole, &q, &k).expect("sizes fit");
                 let call = call.chunk(rows.clone());
@@ -449,7 +453,7 @@ mod tests {
 
     #[test]
     fn a_mask_of_positions_is_made_once_for_all_layers_that_share_it() {
-        // How many masks four layers make, and which layers are dense.
+        // Each case: a selector, how many different masks four layers need, and which layers are dense.
         for (text, masks, dense) in [
             ("streamingllm:n_local=20,n_init=4", 1, 0..0),
             ("tri_shape:n_local=20,n_init=4,n_last=8", 1, 0..0),
@@ -464,7 +468,7 @@ mod tests {
         ] {
             let selector = always(text);
             let mut kept = KeptMasks::new();
-            // In two calls a layer; then a longer prompt, which leaves nothing of the one before.
+            // Two calls in each layer; then a longer prompt, which replaces all masks of the first.
             for [first, tokens] in [[40, 77], [50, 90]] {
                 let mut made: Vec<Arc<Made>> = Vec::new();
                 for layer in 0..4 {
@@ -496,7 +500,7 @@ mod tests {
         let mut copies = Vec::new();
         for layer in 0..2 {
             let operands = ones(layer, 2, 70);
-            // The CPU's own attention reads slices, so this ends where the mask is at hand.
+            // The CPU has no kernel for device tensors: the call fails after the mask was made and kept.
             prefill_on_device(&selector, &operands, None, false, &mut kept).expect_err("no kernel");
             let [(_, _, mask)] = &kept[..] else {
                 panic!("one mask: {kept:?}");

@@ -33,7 +33,7 @@ pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
 }
 
 /// Rows for texts of at most `room` tokens each that are decoded as one batch. `None` for a single text, and where rows
-/// take far more memory than the texts' own caches: a row holds all tokens of a window's layer.
+/// take far more memory than the texts' own caches: in a layer with a window, a row holds all tokens.
 pub(crate) fn rows_of_texts<B: DeviceBackend>(shape: &ModelShape, texts: usize, room: usize) -> Option<TextRows<B>> {
     let windows = shape.by_kind().into_iter().map(|part| match part.attention.form() {
         AttentionForm::Grouped { window } => window,
@@ -124,6 +124,8 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         Ok(likeliest.first().copied().flatten())
     }
 
+    /// The logits after `tokens`. A selector that acts in decoding computes the attention of every call, a prefill
+    /// method the attention of the prompt only.
     fn logits(&mut self, tokens: &[u32]) -> Result<Tensor<B, 2>, EvalError> {
         let ids_of = |tokens: &[u32], device: &B::Device| ids(tokens, [1, tokens.len()], device);
         let (model, cache, rope) = (self.model, &mut self.cache, &self.rope);
@@ -132,7 +134,8 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         let logits = match &mut self.selection {
             Some(selection) if selection.acts_in_decode() => {
                 let ids = ids_of(tokens, &self.device);
-                // snapkv and h2o chose keys at the prompt's end; a token is added to their caches as to a model's own.
+                // After a prompt at whose end snapkv or h2o chose the keys, a token can be one call on the device: it
+                // is added to their caches as to a model's own.
                 let in_one_call = match tokens {
                     [_] => model.token_step(&ids, cache, rope),
                     _ => None,
@@ -167,7 +170,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     }
 
     /// The text of greedy decoding after `logits`, the logits of this text's next token. Decoding ends when
-    /// `is_enough` of the decoded text, before an end token of `model`, and after `max_tokens` tokens, which is at
+    /// `is_enough` accepts the decoded text, before an end token of `model`, and after `max_tokens` tokens, which is at
     /// least 1.
     ///
     /// # Errors
@@ -311,15 +314,17 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         let mut order: Vec<usize> = (0..endings.len()).collect();
         order.sort_by_key(|&n| std::cmp::Reverse(endings[n].len()));
         for some in order.chunks(texts_together(self.cache.num_tokens)) {
+            // The other endings are single tokens, which `logits` has scored.
             if endings[some[0]].len() == 1 {
                 break;
             }
             let mut texts = vec![self.clone().with_copy_of(self.selection.as_ref()); some.len()];
             for step in 1..endings[some[0]].len() {
-                let going = some.partition_point(|&n| endings[n].len() > step);
-                let tokens: Vec<u32> = (some[..going].iter()).map(|&n| endings[n][step - 1]).collect();
-                let mut going: Vec<_> = texts[..going].iter_mut().collect();
-                let logits = Self::read_each(&mut going, &tokens, &mut None)?;
+                let num_longer = some.partition_point(|&n| endings[n].len() > step);
+                let tokens: Vec<u32> = (some[..num_longer].iter()).map(|&n| endings[n][step - 1]).collect();
+                let mut longer: Vec<_> = texts[..num_longer].iter_mut().collect();
+                let mut rows = None;
+                let logits = Self::read_each(&mut longer, &tokens, &mut rows)?;
                 for (&n, logits) in some.iter().zip(&logits) {
                     found[n] = found[n].and(logits, endings[n][step]);
                 }
@@ -436,7 +441,7 @@ mod tests {
             let selection = Selection::new(selectors, &shape).expect("it fits");
             let text = |selection| Continuation::new(&model, 40, &device).with_selection(Some(selection));
             let mut streamed = text(selection.clone().as_stream().expect("a decode method"));
-            // Behind a first token, a dense prompt of one, every other is a step.
+            // Here the first token is a dense prompt of one token, and each later token is a step.
             let (mut steps, prompt) = (text(selection.clone()), words(30));
             let mut dense = Continuation::new(&model, 40, &device);
             let mut whole = streamed.read(&prompt).expect("a prompt");

@@ -30,8 +30,9 @@ pub(crate) fn keep_prompt<B: DeviceBackend>(
     match selector.heavy_keys(shape_of(operands, num_tokens), operands.layer) {
         None if selector.reads_all(operands.layer) => cache.keep_recent(&operands.qkv, operands.spec()),
         None => {
+            let (token_axis, room) = (1, None);
             *cache = LayerCache::Packed(PackedCache {
-                qkv: TokenBuffer::new(operands.qkv.clone(), 1, None),
+                qkv: TokenBuffer::new(operands.qkv.clone(), token_axis, room),
                 bounds: None,
             })
         }
@@ -113,8 +114,9 @@ fn choose_and_attend<B: DeviceBackend>(
         let pages = cache.qkv.room().div_ceil(page);
         // The keys' buffer grows with the text; the bounds of its pages must grow with it.
         if cache.bounds.as_ref().is_none_or(|bounds| bounds.room() < pages) {
-            let size = [shape.num_kv_heads, pages, 2, shape.head_dim];
-            cache.bounds = Some(TokenBuffer::empty(size, 1, (&device, DType::F32)));
+            // A page has a smallest and a largest value in each channel.
+            let (size, page_axis) = ([shape.num_kv_heads, pages, 2, shape.head_dim], 1);
+            cache.bounds = Some(TokenBuffer::empty(size, page_axis, (&device, DType::F32)));
         }
     }
     let known = cache.bounds.as_ref().map_or(0, TokenBuffer::len);
@@ -131,6 +133,7 @@ fn choose_and_attend<B: DeviceBackend>(
             let bounds = cache.bounds.as_ref().map(TokenBuffer::buffer);
             let made = select_blocks(&keys, &selection, bounds);
             if let (Some(bounds), Some(page)) = (&mut cache.bounds, selector.page()) {
+                // The selection wrote the bounds of the pages that are complete now.
                 bounds.count(num_tokens / page - known);
             }
             (made.map_err(refused)?, read as f64, true)

@@ -116,6 +116,7 @@ pub fn first_tokens<'a>(
             Ok(document) => document,
             Err(error) => return Some(Err(error)),
         };
+        // The first token of a document is not predicted.
         if (document.tokens.len() as u64).saturating_sub(1) > left
             && let Err(error) = cut(&mut document, tokenizer, left as usize + 1)
         {
@@ -131,7 +132,8 @@ fn cut(document: &mut EvalDocument, tokenizer: &Tokenizer, num_tokens: usize) ->
     document.tokens.truncate(num_tokens);
     document.word_uses.truncate(num_tokens);
     let later = document.tokens.iter().skip(1);
-    let later = later.map(|&token| Ok(tokenizer.token_bytes(token, false)? as u64));
+    let is_first = false;
+    let later = later.map(|&token| Ok(tokenizer.token_bytes(token, is_first)? as u64));
     let num_bytes = later.sum::<Result<u64, DataError>>()?;
     document.num_bytes = num_bytes;
     let text = tokenizer.decode(&document.tokens)?;
@@ -143,7 +145,8 @@ fn cut(document: &mut EvalDocument, tokenizer: &Tokenizer, num_tokens: usize) ->
 
 /// Bytes of text of the first token, but at most `limit`.
 fn first_token_bytes(tokenizer: &Tokenizer, tokens: &[u32], limit: usize) -> Result<u64, EvalError> {
-    let first = tokens.first().map(|&first| tokenizer.token_bytes(first, true));
+    let is_first = true;
+    let first = tokens.first().map(|&first| tokenizer.token_bytes(first, is_first));
     Ok(first.transpose()?.unwrap_or(0).min(limit) as u64)
 }
 
@@ -172,11 +175,11 @@ mod tests {
         let first = |word: &str| bytes.encode(word).expect("bytes")[0];
         let firsts = ["€", "abc"].map(|word| bytes.id_token(first(word)).expect("known").chars().count());
         check(&bytes, &corpus, texts, firsts);
-        // The blank that begins a text does not count as one of its bytes; the bytes that follow do.
+        // The space that Llama's tokenizer puts before a text is none of its bytes.
         check(&llama_tokenizer(), &corpus, texts, [0, 1]);
     }
 
-    /// `firsts` are the bytes of each text's first token.
+    /// `firsts` are the numbers of bytes of the texts' first tokens.
     fn check(tokenizer: &Tokenizer, corpus: &Corpus, texts: [&str; 2], firsts: [usize; 2]) {
         let eos_id = tokenizer.eos_id().expect("its own name");
         let documents: Vec<EvalDocument> = text_documents(corpus.documents(), tokenizer, eos_id)
@@ -194,7 +197,7 @@ mod tests {
             assert_eq!((size.num_tokens, size.num_bytes, size.num_words), sizes);
         }
 
-        // The limit lies in the first document, at its end, in the second, and behind both.
+        // The limits lie in the first document, at its end, in the second, at its end, and after both.
         let whole = |document: &EvalDocument| document.tokens.len() as u64 - 1;
         let [first, second] = [whole(&documents[0]), whole(&documents[1])];
         for limit in [1, first - 4, first, first + 3, first + second, 1 << 40] {
@@ -211,7 +214,7 @@ mod tests {
                 }
             }
         }
-        // All but the end-of-document token: the same text, token by token.
+        // Cut before the end-of-document token, the text is complete.
         let cut = first_tokens(documents.iter().cloned().map(Ok), tokenizer, Some(first - 1));
         let cut: Vec<EvalDocument> = cut.collect::<Result<_, _>>().expect("readable");
         assert_eq!((cut[0].num_bytes, cut[0].num_words), (documents[0].num_bytes, 5));
@@ -220,7 +223,7 @@ mod tests {
 
     #[test]
     fn words_are_counted_as_python_splits() {
-        // len(re.split(r"\s+", text))
+        // The numbers are Python's `len(re.split(r"\s+", text))`.
         for (text, num_words) in [
             ("", 1),
             (" ", 2),

@@ -122,6 +122,7 @@ impl<'a, B: DeviceBackend> Generator<'a, B> {
         self.start.text.selection()
     }
 
+    /// Reads the tokens that the cache lacks and draws the next one.
     fn step(&mut self) -> Result<u32, EvalError> {
         let Start {
             text, prompt, config, ..

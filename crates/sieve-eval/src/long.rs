@@ -103,6 +103,7 @@ impl LongText {
     pub fn made_up(split: Split) -> Self {
         Self {
             name: "made-up sentences".to_owned(),
+            // The split is the seed.
             parts: made_up_sentences(8192, split as u64),
             joint: " ",
         }
@@ -239,7 +240,7 @@ impl LongTask {
         }
     }
 
-    /// `[fewest, most]` sentences or lines of a sample's text.
+    /// `[fewest, most]` parts of a sample's text; see [`Size::parts`].
     fn bounds(&self, source: &LongSource) -> [usize; 2] {
         match self.kind {
             Kind::Needles(needles) => [needles.fewest(), usize::MAX],

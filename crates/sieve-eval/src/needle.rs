@@ -162,7 +162,7 @@ impl NeedleConfig {
 /// the tokens after the question.
 ///
 /// # Errors
-/// What [`NeedleConfig::check`] refuses; a haystack that is too short; needles longer than their room; a model whose
+/// What [`NeedleConfig::check`] refuses; a haystack that is too short; needles longer than `buffer`; a model whose
 /// output is not finite; operands that the selector refuses.
 pub fn needle<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
@@ -211,10 +211,11 @@ pub fn needle<B: DeviceBackend>(
     }
     let count = samples.len() as f64;
     let mean_rank = ranks / count;
-    let places = (NUM_DISTRACTORS + 1) as f64;
-    let chance_rank = (places + 1.0) / 2.0;
+    let num_ranks = (NUM_DISTRACTORS + 1) as f64;
+    let chance_rank = (num_ranks + 1.0) / 2.0;
     // Standard deviation of a uniformly distributed rank.
-    let deviation = ((places * places - 1.0) / 12.0).sqrt();
+    let deviation = ((num_ranks * num_ranks - 1.0) / 12.0).sqrt();
+    // The example is the first needle of the first cell.
     let first = texts(config.seed, samples[0].length, samples[0].depth, 0);
     let is_prefill = selection.is_some_and(|selection| !selection.is_token_by_token());
     Ok(NeedleReport {

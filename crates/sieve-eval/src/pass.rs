@@ -54,6 +54,7 @@ pub(crate) fn layers_pass<B: DeviceBackend>(
     })
 }
 
+/// As [`own_pass`]; `hidden` computes the last block's output.
 fn pass<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],

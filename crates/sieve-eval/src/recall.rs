@@ -237,7 +237,7 @@ mod tests {
         let device = Default::default();
         let config = kind(32, 3);
         let mut heard = Vec::new();
-        // Two samples a pass, five in all.
+        // Five samples, two in each forward pass.
         let report = recall(&model, &[config], 5, 64, &device, &mut |n| heard.push(n)).expect("it fits");
         assert_eq!(heard, [2, 4, 5]);
         let mqar = Mqar::new(config).expect("valid");

@@ -31,7 +31,7 @@ pub(crate) struct PackedRows<P> {
     pub(crate) start: Vec<u32>,
     /// Position after the text that each token belongs to, within its row.
     pub(crate) end: Vec<u32>,
-    /// The place of each label that is not ignored, in order.
+    /// The description of each prediction, in the order of the labels that are not ignored.
     pub(crate) places: Vec<P>,
 }
 
@@ -57,7 +57,7 @@ impl<P: Copy> Rows<P> {
         let fits = |row: &Row<P>| row.tokens.len() + len <= self.row_len;
         let row = self.rows.iter().position(fits);
         if row.is_none() {
-            // Full: the caller runs these rows first.
+            // No row has room: the caller runs these rows first.
             if self.rows.len() == self.max_rows || len > self.row_len {
                 return false;
             }

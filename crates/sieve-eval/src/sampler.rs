@@ -167,7 +167,7 @@ mod tests {
         new(temperature, top_p, None, seed).expect("valid settings")
     }
 
-    /// Sorting no more than the nucleus keeps the tokens that sorting everything keeps, in the same order.
+    /// Sorting only the nucleus keeps the same tokens in the same order as sorting all weights.
     #[test]
     fn the_nucleus_is_that_of_the_sorted_weights() {
         let mut random = ChaCha8Rng::seed_from_u64(5);
@@ -209,7 +209,7 @@ mod tests {
             let total: f64 = weights.iter().sum();
             let found = frequencies(sampler(temperature, 1.0, 3), &logits);
             for (weight, found) in weights.iter().zip(found) {
-                // Four standard deviations of 20,000 draws at most.
+                // 0.015 is at least four standard deviations of a frequency in 20,000 draws.
                 assert!((weight / total - found).abs() < 0.015, "{found}");
             }
         }
@@ -217,7 +217,7 @@ mod tests {
 
     #[test]
     fn top_p_keeps_the_fewest_that_reach_it() {
-        // Probabilities 0.5, 0.3, 0.2.
+        // The probabilities are 0.3, 0.5 and 0.2.
         let logits = [0.3f32.ln(), 0.5f32.ln(), 0.2f32.ln()];
         let found = frequencies(sampler(1.0, 0.7, 5), &logits);
         assert_eq!(found[2], 0.0);
@@ -233,7 +233,7 @@ mod tests {
         assert_eq!(draw(1, 1.0).expect("valid"), [0.0, 1.0, 0.0]);
         let two = draw(2, 1.0).expect("valid");
         assert!(two[2] == 0.0 && (two[1] - 0.625).abs() < 0.015, "{two:?}");
-        // Of 0.625 and 0.375 the first alone reaches 0.6.
+        // top_k = 2 leaves 0.625 and 0.375, and the first alone reaches top_p = 0.6.
         assert_eq!(draw(2, 0.6).expect("valid"), [0.0, 1.0, 0.0]);
         assert!(draw(0, 1.0).is_err());
     }

@@ -75,6 +75,7 @@ impl SelectionTotals {
         }
     }
 
+    /// Adds the statistics of the calls on one prompt.
     fn add(&mut self, cost: Cost, num_tokens: usize, num_heads: usize) {
         let dense_pairs = dense_pairs(num_tokens, num_heads);
         self.dense_pairs += dense_pairs;
@@ -192,9 +193,10 @@ impl Selection {
             kept: KeptMasks::new(),
         };
         if selection.acts_in_decode() {
-            let layer = |layer| LayerShape::new([shape.num_heads, shape.num_kv_heads], shape.head_dim, layer);
+            let shape_of = |layer| LayerShape::new([shape.num_heads, shape.num_kv_heads], shape.head_dim, layer);
             for index in (0..shape.num_layers).filter(|&index| shape.has_dense_attention(index)) {
-                DecodeSession::new(selection.steps.of(index), layer(index))?;
+                // Only checks the settings: the session is dropped.
+                DecodeSession::new(selection.steps.of(index), shape_of(index))?;
             }
         }
         Ok(selection)
@@ -363,7 +365,8 @@ impl Selection {
         }
         let selector = self.selectors.of(layer);
         let (chunk, kept) = (self.chunk, &mut self.kept);
-        let (output, cost) = prefill_on_device(selector, operands, chunk, false, kept)?;
+        let has_clock = false;
+        let (output, cost) = prefill_on_device(selector, operands, chunk, has_clock, kept)?;
         let totals = &mut self.totals[layer];
         totals.host_bytes += cost.host_bytes;
         totals.kernel_calls += cost.calls;
@@ -425,6 +428,7 @@ impl Selection {
             self.count_copied(operands);
             return operands.on_host(|operands| self.continue_on_host(operands));
         }
+        // Without keys so far, these tokens are the prompt.
         if cache.is_empty() {
             let o = device_steps::keep_prompt(self.steps.of(layer), operands, cache)?;
             return match self.selects_prompts(layer) {

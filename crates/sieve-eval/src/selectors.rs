@@ -230,8 +230,9 @@ struct Sums {
     tiles: f64,
     select_ms: f64,
     attention_ms: f64,
-    /// Least and most of one prompt; like `prefill_ms`, the fastest prompt's, `None` before the first prompt.
+    /// `attention_ms` of the fastest and of the slowest prompt; `None` before the first prompt.
     attention_ms_range: Option<[f64; 2]>,
+    /// Of the fastest prompt; `None` before the first prompt.
     prefill_ms: Option<f64>,
     nan_lists: u64,
     device_selections: u64,
@@ -340,6 +341,7 @@ impl Sums {
 }
 
 impl LayerMeasure {
+    /// These sums divided by `count`.
     fn over(&self, count: f64) -> Self {
         Self {
             density: self.density / count,

@@ -30,9 +30,10 @@ impl StopTexts {
             let end = &self.waiting[at..];
             self.texts.iter().any(|text| text.starts_with(end))
         });
-        let kept = ends.next().unwrap_or(self.waiting.len());
+        // The text from here on may be the beginning of a stop text.
+        let shown = ends.next().unwrap_or(self.waiting.len());
         drop(ends);
-        let rest = self.waiting.split_off(kept);
+        let rest = self.waiting.split_off(shown);
         (std::mem::replace(&mut self.waiting, rest), false)
     }
 
@@ -69,7 +70,7 @@ mod tests {
             shown(&["END"], &["one E", "N", "D two"]),
             (strings(&["one ", "", ""]), true)
         );
-        // What only began like one is shown after all, also where the text ends there.
+        // Text that only began like a stop text is shown later, or by `finish` when the text ends.
         assert_eq!(shown(&["END"], &["EN", "EN"]), (strings(&["", "EN", "EN"]), false));
         assert_eq!(shown(&["\n\n", ".", ""], &["a b.c\n\n"]), (strings(&["a b"]), true));
         assert_eq!(shown(&["é!"], &["café", "?"]), (strings(&["caf", "é?", ""]), false));

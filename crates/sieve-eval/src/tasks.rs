@@ -176,6 +176,7 @@ impl<'a> TaskTexts<'a> {
         let asked = asked.iter().enumerate();
         let texts = match task.measure {
             Measure::Generation => {
+                // Such a row has one pair, whose first text is the prompt.
                 let prompts = asked.map(|(n, pairs)| encoder.prompt(n, &pairs[0].0));
                 Texts::Prompts(prompts.collect::<Result<_, _>>()?)
             }
@@ -239,6 +240,7 @@ pub fn run_task<B: DeviceBackend>(
                     row: n + 1,
                     label: question.label,
                     is_right: match question.label {
+                        // `acc` does not divide by the choice's length.
                         Some(label) => best(&likelihoods, |_| 1.0) == label,
                         None => likelihoods[0].is_greedy == Some(true),
                     },
@@ -290,6 +292,7 @@ struct Encoder<'a> {
 }
 
 impl Encoder<'_> {
+    /// Tokens of the (context, continuation) pairs of row `n`, cut at the beginning to fit into the model's context.
     fn pairs(&mut self, n: usize, pairs: &[(String, String)]) -> Result<Vec<Pair>, EvalError> {
         let prefix_id = self.tokenizer.prefix_id()?;
         let mut encoded = Vec::with_capacity(pairs.len());
@@ -305,6 +308,7 @@ impl Encoder<'_> {
         Ok(encoded)
     }
 
+    /// Tokens of the prompt of row `n`, cut so that the generated tokens fit into the model's context too.
     fn prompt(&mut self, n: usize, prompt: &str) -> Result<Vec<u32>, EvalError> {
         let mut tokens = self.tokenizer.encode_with_bos(prompt)?;
         let room = self.context.saturating_sub(self.task.matching.max_new_tokens);
@@ -325,6 +329,7 @@ impl Encoder<'_> {
         Ok(tokens)
     }
 
+    /// Counts a text of row `n` that has to be cut; without `truncate`, refuses it.
     fn check_length(&mut self, n: usize, len: usize, room: usize) -> Result<(), EvalError> {
         if len <= room {
             return Ok(());
@@ -351,6 +356,7 @@ impl Encoder<'_> {
     }
 }
 
+/// The answers to the rows of a generation task, with their scores.
 fn generated<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     task: &Task,
@@ -391,6 +397,8 @@ fn mean_of(name: &'static str, values: Vec<f64>) -> Score {
     }
 }
 
+/// The scores that the task's measure has. `acc_norm` divides log-likelihoods by the choice's characters, `acc_bytes`
+/// by its bytes.
 fn scores(task: &Task, questions: &[Question], rows: &[RowScore]) -> Vec<Score> {
     let count = |is_right: &dyn Fn(&Question, &RowScore) -> bool| {
         let both = questions.iter().zip(rows);

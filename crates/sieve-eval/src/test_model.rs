@@ -5,7 +5,7 @@ use sieve_core::{Attention, ModelShape};
 use sieve_data::Tokenizer;
 use sieve_nn::Qwen3;
 
-/// Two layers of 16 with 31 words and random weights.
+/// A model with random weights, by [`tiny_shape`].
 pub(crate) fn tiny_model(attention: Attention, max_seq_len: usize) -> Qwen3<Flex> {
     Qwen3::new(&tiny_shape(attention, max_seq_len), 4, &Default::default())
 }
@@ -33,7 +33,7 @@ pub(crate) fn llama_tokenizer() -> Tokenizer {
     Tokenizer::from_file(path.as_ref()).expect("a tokenizer")
 }
 
-/// Words for it.
+/// `len` token ids for the test model.
 pub(crate) fn words(len: usize) -> Vec<u32> {
     (0..len).map(|n| ((n * n * 5 + n * 3) % 31) as u32).collect()
 }

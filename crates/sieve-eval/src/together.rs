@@ -10,7 +10,7 @@ use sieve_ops::DeviceBackend;
 pub struct BatchGenerator<'a, B: DeviceBackend> {
     /// The prompt of all texts, or one prompt for each text.
     starts: Vec<Start<'a, B>>,
-    /// The rows that texts with a start each move to.
+    /// The common KV cache of texts with prompts of their own; `None` without such a cache.
     rows: Option<TextRows<B>>,
     /// The sampler of each text.
     samplers: Vec<Sampler>,
@@ -88,20 +88,20 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         self.is_done[text] = true;
     }
 
-    /// The logits of each text's next token, one row for each text. After a prompt that all texts share, one row stands
-    /// for all of them. With prompts of their own, the row of a text that has ended is empty.
+    /// The logits of each text's next token, one row for each text. After a prompt that all texts share, there is one
+    /// row for all. With prompts of their own, the row of a text that has ended is empty.
     fn logits(&mut self) -> Result<Vec<Vec<f32>>, EvalError> {
         let num_texts = self.samplers.len();
         let is_prompt = self.last.is_empty();
         self.last.resize(num_texts, 0);
-        // Where each text gets one token alone, the prompt's logits are all that is needed: caches are not read again.
-        let goes_on = self.starts[0].remaining > 0;
+        // If each text gets one token only, the prompt's logits suffice, and caches are not read again.
+        let needs_more = self.starts[0].remaining > 0;
         if let [Start { text, prompt, .. }] = &mut self.starts[..] {
             let logits = match is_prompt {
                 true => text.read(prompt)?,
                 false => text.read_rows(&self.last),
             };
-            if is_prompt && goes_on {
+            if is_prompt && needs_more {
                 text.repeat(num_texts);
             }
             return Ok(logits.chunks(text.vocab_size()).map(<[f32]>::to_vec).collect());
@@ -109,7 +109,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         if is_prompt {
             let read = |Start { text, prompt, .. }: &mut Start<'a, B>| {
                 let logits = text.read(prompt)?;
-                if goes_on {
+                if needs_more {
                     text.join(&mut self.rows);
                 }
                 Ok(logits)
@@ -137,10 +137,12 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         Ok(logits)
     }
 
+    /// The next token of each text; `None` for a text that has ended.
     fn step(&mut self) -> Result<Vec<Option<u32>>, EvalError> {
         let rows = self.logits()?;
         let Start { text, config, ends, .. } = &self.starts[0];
         let mut tokens = vec![None; self.samplers.len()];
+        // A single row, after a shared prompt, serves all texts.
         for (at, logits) in (0..tokens.len()).zip(rows.iter().cycle()) {
             if self.is_done[at] {
                 continue;

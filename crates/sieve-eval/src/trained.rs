@@ -105,7 +105,7 @@ pub fn measure_trained<B: DeviceBackend>(
     })
 }
 
-/// Computed pairs of one layer, divided by its causal pairs.
+/// Computed pairs of one layer, and its distinct pairs (each counted once), divided by its causal pairs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Counted {
     computed: f64,
@@ -142,6 +142,7 @@ fn masks<B: DeviceBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device)
                 count_by_expire(&expire, num_tokens)
             }
             (None, Some(chosen), attention) => count_by_blocks(&chosen, attention.form(), num_tokens),
+            // The other masks depend on positions only.
             (None, _, attention) => {
                 let mean = sieve_core::model::mean_active_keys(attention, num_tokens);
                 let pairs = mean * num_tokens as f64;
@@ -176,7 +177,7 @@ fn count_by_expire(expire: &[i64], num_tokens: usize) -> Counted {
     Counted::of(pairs, pairs, num_tokens)
 }
 
-/// Counts the tokens of chosen blocks; -1 in `chosen` stands for no block. NSA: also the visible compressed blocks and
+/// Counts the tokens of chosen blocks; -1 in `chosen` is no block. NSA: also the visible compressed blocks and
 /// the window. Other kinds: also half a key for each pooled key, which has a score but no value. An indexer's scores
 /// are not counted.
 fn count_by_blocks(chosen: &[i64], form: AttentionForm, num_tokens: usize) -> Counted {
@@ -251,7 +252,7 @@ mod tests {
                 ..DmaShape::published(10)
             })
         };
-        // Exactly as many keys a query as the window has, whichever they are.
+        // DMA reads as many keys for each query as the window does, whichever scores it has.
         for a_init in [0.0, 0.7] {
             let dma = measured(dma(a_init), &windows()).expect("valid");
             assert!((dma.density - window.density).abs() < 1e-12, "{dma:?}");
@@ -260,7 +261,7 @@ mod tests {
         let nsa = measured(Attention::Nsa(NSA), &windows()).expect("valid");
         let pairs: f64 = NSA.pairs(100).iter().sum();
         assert!((nsa.density - pairs / causal).abs() < 1e-12, "{nsa:?}");
-        // The window lies half inside the chosen blocks.
+        // Part of the window lies inside the chosen blocks.
         assert!(nsa.distinct_density < nsa.density);
         assert!(nsa.distinct_density > window.density);
         let moba = sieve_core::MobaShape {
@@ -279,7 +280,7 @@ mod tests {
 
     #[test]
     fn keys_count_from_their_own_query_to_their_end() {
-        // Two heads of four keys; one is never seen, the others end at 2, 4, 4 and 4, 2, 3, 4.
+        // Two heads of four keys; key 1 of the first head is never seen, as its expire is its own position.
         let counted = count_by_expire(&[2, 1, 4, 4, 4, 2, 3, 4], 4);
         let pairs = ((2 + 2 + 1) + (4 + 1 + 1 + 1)) as f64 / 2.0;
         assert_eq!(counted, Counted::of(pairs, pairs, 4));
@@ -295,12 +296,12 @@ mod tests {
             window_size: 2,
             ..NSA
         };
-        // One head, five queries; blocks of two tokens.
+        // Two chosen blocks of two tokens for each of five queries of one head; -1 is none.
         let chosen = [0, -1, 0, -1, 0, 1, 0, 1, 0, 2];
         let counted = count_by_blocks(&chosen, AttentionForm::Branches(nsa), 5);
         let selected = 1 + 2 + 3 + 4 + 3;
         let (compressed, window) = (1 + 1 + 2 + 2, 1 + 2 + 2 + 2 + 2);
-        // Before the window lie: none, none, token 0, tokens 0 and 1, tokens 0 and 1.
+        // Chosen tokens before the window, query by query: none, none, token 0, tokens 0 and 1, tokens 0 and 1.
         let expected = Counted::of(
             f64::from(selected + compressed + window),
             f64::from(window + 1 + 2 + 2),

@@ -157,6 +157,7 @@ fn check(shape: &ModelShape, tokens: &[u32], layers: &[usize]) -> Result<(), Eva
     }
 }
 
+/// The statistics of one head's weights, `[num_tokens, num_tokens]`.
 fn head_weights(weights: &[f32], num_tokens: usize) -> HeadWeights {
     let mut pairs = 0_usize;
     let (mut entropy, mut distance, mut own, mut first) = (0.0, 0.0, 0.0, 0.0);
@@ -291,7 +292,7 @@ mod tests {
         assert!((head.first - 0.5).abs() < 1e-12);
         assert!((head.distance - (1.0 + 2.0 + 3.0 + 4.0 + 5.0) / 2.0 / 6.0).abs() < 1e-12);
         assert!((head.entropy - 5.0 * 2.0_f64.ln() / 6.0).abs() < 1e-12);
-        // Queries 4 and 5 have five and six keys; a fifth of them is one key.
+        // Only queries 4 and 5 have five keys or more; a fifth of them, rounded down, is one key.
         assert!((head.top_fifth - 0.5).abs() < 1e-12);
         assert_eq!(head.beyond, [None; 4]);
     }
@@ -336,7 +337,7 @@ mod tests {
         assert!(few.mass < 0.99 && few.in_window < 1.0 && few.age < all.age, "{few:?}");
     }
 
-    /// A layer that shares a choice reads the keys of the layer before it, whatever it would choose.
+    /// A layer that shares a choice reads the keys that the layer before it chose, not its own choice.
     #[test]
     fn a_layer_that_shares_a_choice_reads_those_blocks() {
         let device = Default::default();

@@ -34,6 +34,7 @@ struct Word {
     tokens: Range<usize>,
 }
 
+/// As [`word_uses`], from the texts of the tokens.
 fn uses(tokens: impl Iterator<Item = String>) -> Vec<WordUse> {
     let (mut words, mut in_word, mut len) = (Vec::<Word>::new(), false, 0);
     for (n, token) in tokens.enumerate() {

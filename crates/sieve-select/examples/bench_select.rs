@@ -1,8 +1,8 @@
 //! Times selection and sparse prefill attention against dense attention, and how selection scales with the prompt.
 //!
 //! `cargo run --release -p sieve-select --example bench_select -- [tokens] [heads] [kv heads] [head_dim] [selector…]`;
-//! 32768 tokens, 2 heads on 1 KV head of 128 by default. Queries and keys have a sink, columns of high attention,
-//! topics that return and nearness; a trained model's operands may behave differently.
+//! 32768 tokens, 2 heads on 1 KV head of 128 by default. The queries and keys are synthetic: a sink, keys that
+//! many queries attend to, and topics that last for 300 tokens and return. A trained model's may behave differently.
 
 #![allow(clippy::print_stdout, reason = "an example")]
 
@@ -75,10 +75,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Lengths of the second exponent; shorter prompts measure overheads too.
+/// The second exponent is fitted to this many of the longest prompts: overheads distort the times of shorter ones.
 const FITTED: usize = 4;
 
-/// Prints selection times over prompt lengths and the slope of their logarithms.
+/// Prints selection times over prompt lengths, and the slope of their logarithms over all lengths and over the last.
 fn growth(operands: &Operands, selector: &Selector) -> Result<(), Box<dyn std::error::Error>> {
     let mut points = Vec::new();
     for tokens in GROWTH {
@@ -119,7 +119,7 @@ fn rayon_threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Inputs of the longest prompt; shorter ones are its beginning.
+/// q, k and v of the longest prompt; a shorter prompt takes their first tokens.
 struct Operands {
     shape: CallShape,
     q: Vec<f32>,
@@ -151,10 +151,11 @@ impl Operands {
             }
             x
         };
+        let is_key = true;
         let (q, k, v) = (
-            fill(num_heads, false),
-            fill(num_kv_heads, true),
-            fill(num_kv_heads, true),
+            fill(num_heads, !is_key),
+            fill(num_kv_heads, is_key),
+            fill(num_kv_heads, is_key),
         );
         let shape = CallShape::new([tokens; 2], [num_heads, num_kv_heads], head_dim);
         Self { shape, q, k, v }
@@ -169,11 +170,11 @@ impl Operands {
         };
         let kv_len = tokens * shape.num_kv_heads * shape.head_dim;
         let q = &self.q[..tokens * shape.num_heads * shape.head_dim];
-        // Past the first dense layers that some methods have.
+        // Layer 8 of 16: some methods are dense in the first layers.
         Call::new(shape, q, &self.k[..kv_len], &self.v[..kv_len]).map(|call| call.in_layer(8, 16))
     }
 
-    /// The crate's dense attention on the packed layout.
+    /// Time of dense attention on packed operands: q, k and v of each token side by side.
     fn packed_dense(&self, tokens: usize) -> Result<Time, sieve_select::SelectError> {
         let call = self.call(tokens)?;
         let shape = AttentionShape {

@@ -19,10 +19,11 @@ pub struct AttentionOutput {
     pub lse: Vec<f32>,
 }
 
-/// Rows of a task of dense rows: rows of the call times heads of the group.
+/// Most query vectors in a task of dense rows: rows of the call times query heads of a KV head.
 const DENSE_TILE_ROWS: usize = 192;
 
-/// Attention over the kept pairs of a selection, with its dense rows and its correction.
+/// Attention over the kept pairs of a selection. Dense rows see all keys (up to their own, if the mask is causal). Then
+/// the correction, if there is one, adjusts rows by the dense outputs of its probe rows.
 ///
 /// Work is proportional to the kept pairs. Keys no row of a tile may see are never read. Results do not depend on the
 /// number of threads.
@@ -68,6 +69,7 @@ enum Task<'r> {
     Dense(usize, &'r [usize]),
 }
 
+/// Tasks of at most [`DENSE_TILE_ROWS`] query vectors each. The last rows, which see the most keys, come first.
 fn dense_tasks<'r>(call: &Call<'_>, rows: &'r [usize]) -> Vec<Task<'r>> {
     let tile_tokens = (DENSE_TILE_ROWS / call.shape.group_size()).max(1);
     let tiles = rows.chunks(tile_tokens).rev();
@@ -90,6 +92,7 @@ struct TaskResult {
 fn attend(call: &Call<'_>, mask: &KeyMask, tasks: Vec<Task<'_>>) -> AttentionOutput {
     let (shape, d) = (call.shape, call.shape.head_dim);
     let engine = ListedAttention::new(d, shape.softmax_scale());
+    // Tasks differ in size, so each is scheduled alone.
     let tasks = tasks.into_par_iter().with_max_len(1);
     let results: Vec<TaskResult> = tasks.map(|task| run_task(call, mask, &engine, &task)).collect();
     let mut output = AttentionOutput {
@@ -106,6 +109,8 @@ fn attend(call: &Call<'_>, mask: &KeyMask, tasks: Vec<Task<'_>>) -> AttentionOut
     output
 }
 
+/// Attention of the rows of a task. The query at position i sees the keys with `key_position <= i < key_expire`;
+/// i32::MIN and i32::MAX set no bound.
 fn run_task(call: &Call<'_>, mask: &KeyMask, engine: &ListedAttention, task: &Task<'_>) -> TaskResult {
     let context = call.shape.context();
     let rows: Vec<(usize, usize)> = match *task {

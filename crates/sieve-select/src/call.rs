@@ -54,7 +54,7 @@ pub struct Call<'a> {
 pub struct BlockMeans<'a> {
     /// Block size in tokens.
     pub block: usize,
-    /// Blocks count from the call's first row: `[query blocks, num_heads, head_dim]`.
+    /// Mean of each query block, counted from the call's first row: `[query blocks, num_heads, head_dim]`.
     pub q: &'a [f32],
     /// Mean of each key block, `[key blocks, num_kv_heads, head_dim]`.
     pub k: &'a [f32],
@@ -76,6 +76,7 @@ impl<'a> Call<'a> {
     /// # Errors
     /// As [`Call::new`].
     pub fn without_values(shape: CallShape, q: &'a [f32], k: &'a [f32]) -> Result<Self, SelectError> {
+        // k takes the place of v in the checks of `new`.
         Ok(Self {
             v: &[],
             ..Self::new(shape, q, k, k)?
@@ -105,9 +106,9 @@ impl<'a> Call<'a> {
     /// Impossible sizes; means of another number of blocks.
     pub fn of_means(shape: CallShape, means: BlockMeans<'a>) -> Result<Self, SelectError> {
         let call = Self::of_shape(shape)?;
-        let width = |tokens: usize, heads| tokens.div_ceil(means.block) * heads * shape.head_dim;
-        let expected_q = width(shape.num_queries, shape.num_heads);
-        let expected_k = width(shape.num_keys, shape.num_kv_heads);
+        let elements = |tokens: usize, heads| tokens.div_ceil(means.block) * heads * shape.head_dim;
+        let expected_q = elements(shape.num_queries, shape.num_heads);
+        let expected_k = elements(shape.num_keys, shape.num_kv_heads);
         check_operand("q's means", means.q.len(), expected_q)?;
         check_operand("k's means", means.k.len(), expected_k)?;
         Ok(Self {

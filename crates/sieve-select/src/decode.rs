@@ -172,6 +172,7 @@ impl DecodeSession {
         self.cache.values.extend_from_slice(v);
         self.cache.len = tokens;
         match &mut self.state {
+            // These choose in each step from the cache alone.
             State::Dense | State::Streaming(_) | State::ExactTop(_) | State::Infinitehip(_) => {}
             State::Dma(state) => state.extend(&self.cache),
             State::Dam(state) => state.prompt(&call),
@@ -206,6 +207,7 @@ impl DecodeSession {
     pub fn step(&mut self, q: &[f32], k: &[f32], v: &[f32]) -> Result<Vec<f32>, SelectError> {
         let o = self.step_uncounted(q, k, v)?;
         let keys: usize = self.kept.iter().map(Vec::len).sum();
+        // A list serves one query head, or all query heads of a KV head.
         self.pairs_read += (keys * self.cache.shape.num_heads / self.kept.len().max(1)) as u64;
         Ok(o)
     }
@@ -225,6 +227,7 @@ impl DecodeSession {
             State::H2o(state) => state.choose(cache),
             State::Snapkv(state) => state.choose(cache),
             State::Quest(state) => state.choose(cache, q),
+            // InfLLM computes its own attention, because it reads far keys at another distance.
             State::Infllm(state) => return Ok(state.step(cache, q, &mut self.kept)),
             State::Dam(state) => state.choose(cache),
             State::ExactTop(config) => exact_top::choose(config, cache, q),
@@ -336,7 +339,7 @@ impl Cache {
         self.weigh(kv_head, self.logits(kv_head, q, list), list)
     }
 
-    /// Softmax of logits over a list (given in `p`), and the sum of values weighted by it.
+    /// Replaces the logits over a list, given in `p`, by their softmax, and sums the values weighted by it.
     pub(crate) fn weigh(&self, kv_head: usize, mut p: Vec<f32>, list: &[u32]) -> RowAttention {
         let max = p.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let mut sum = 0.0;
@@ -358,7 +361,7 @@ impl Cache {
 /// A setting that is a share of `tokens` if below 1, else a number of tokens. At least 1.
 pub(crate) fn amount(value: f64, tokens: usize) -> usize {
     let amount = if value < 1.0 { value * tokens as f64 } else { value };
-    // No text is longer, and sums of amounts fit an i32.
+    // No text has 2^29 tokens, and the sum of two amounts fits an i32.
     (amount.round() as usize).clamp(1, 1 << 29)
 }
 

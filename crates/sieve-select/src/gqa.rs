@@ -21,9 +21,9 @@ pub enum GqaPolicy {
     Mean,
 }
 
-/// The mask of what `select` keeps for each query head. With [`GqaPolicy::Mean`] `select` gets all heads of a group and
-/// averages their scores. Heads for which it returns `None` (a score was NaN) are dense. Diagonal tiles are added to
-/// every row.
+/// The mask of what `select` keeps for each query head: key tiles and single keys of each query tile. With
+/// [`GqaPolicy::Mean`] `select` gets all heads of a group and averages their scores. Heads for which it returns `None`
+/// (a score was NaN) are dense. Every query tile also keeps its diagonal tiles.
 pub(crate) fn mask(
     call: &Call<'_>,
     tiles: Tiles,
@@ -57,6 +57,7 @@ pub(crate) fn mask_as_selected(
         })
     };
     let (all, group): (Vec<usize>, usize) = ((0..call.shape.num_heads).collect(), call.shape.group_size());
+    // Heads for one call of `select`, and lists that are united.
     let (heads_at_once, lists_at_once) = match policy {
         GqaPolicy::PerQuery => (1, 1),
         GqaPolicy::Union => (1, group),

@@ -50,7 +50,8 @@ pub fn top_k(scores: &[f32], k: usize) -> Vec<usize> {
     kept
 }
 
-/// As [`top_k`], but forced indices are kept first and count towards `k`; of more than `k`, the lowest are kept.
+/// As [`top_k`], but forced indices are kept first and count towards `k`; if more than `k` are forced, the
+/// lowest `k` of them are kept.
 pub fn top_k_forced(scores: &[f32], k: usize, forced: impl Fn(usize) -> bool) -> Vec<usize> {
     let raised: Vec<f32> = scores
         .iter()
@@ -85,7 +86,8 @@ pub fn softmax(row: &mut [f32]) -> bool {
     if !max.is_finite() {
         return false;
     }
-    let factor = 1.0 / exp_row(row, max);
+    let sum = exp_row(row, max);
+    let factor = 1.0 / sum;
     row.iter_mut().for_each(|x| *x *= factor);
     true
 }
@@ -100,7 +102,7 @@ mod tests {
         let mut random = Random(5);
         for _ in 0..2000 {
             let len = 1 + random.below(40);
-            // Coarse values, so that ties are common.
+            // Scores take only six values, so that ties are common.
             let p: Vec<f32> = (0..len).map(|_| random.below(6) as f32 / 4.0).collect();
             let total: f32 = p.iter().sum();
             let gamma = random.below(100) as f64 / 100.0;
@@ -124,7 +126,7 @@ mod tests {
 
     #[test]
     fn forced_ones_count_first() {
-        // Without forcing {3} alone would reach 0.5; the sum starts at 0.1 here.
+        // Unforced, key 3 alone reaches 0.5; here the forced key 0 is kept too, and the sum starts at 0.1.
         let p = [0.1, 0.2, 0.15, 0.55];
         assert_eq!(keep_mass_forced(&p, &[0], 0.5), [0, 3]);
         assert_eq!(keep_mass_forced(&p, &[0], 0.05), [0]);

@@ -33,7 +33,7 @@ pub struct Correction {
 pub struct SelectStats {
     /// Lists that run dense because a score was NaN.
     pub nan_lists: usize,
-    /// The whole call runs dense (short, or a dense layer).
+    /// The whole call runs dense (it is short, or its layer is dense).
     pub dense_call: bool,
     /// Seconds from q, k and v to the mask.
     pub select_seconds: f64,
@@ -109,8 +109,8 @@ impl Selected {
         Ok(())
     }
 
-    /// Checks a row of a causal mask: each query sees its own key, and no kept tile lies after the row. Where queries
-    /// or keys are permuted, a query's own key may lie in any tile.
+    /// Checks query tile `i` of a list of a causal mask: each query sees its own key, and no kept tile lies after the
+    /// last query. Where queries or keys are permuted, a query's own key may lie in any tile.
     fn check_own_keys(&self, list: usize, i: usize) -> Result<(), String> {
         let (mask, tiles) = (&self.mask, self.mask.tiles);
         let row = mask.row(list, i);
@@ -128,16 +128,16 @@ impl Selected {
             .heads_of(list)
             .flat_map(|head| tiles.rows(i).map(move |slot| (head, slot)))
         {
-            let a = mask.shape.context() + mask.query_row(head, slot);
-            if !kept.contains(&a) {
-                return Err(format!("position {a} does not see itself"));
+            let position = mask.shape.context() + mask.query_row(head, slot);
+            if !kept.contains(&position) {
+                return Err(format!("position {position} does not see itself"));
             }
         }
         Ok(())
     }
 }
 
-/// The key that a slot of a list holds.
+/// The key in a slot of a list: slots are the places of the list's permuted order.
 pub(crate) fn key_of(mask: &KeyMask, list: usize, slot: usize) -> usize {
     mask.key_order_of(list).map_or(slot, |order| order[slot] as usize)
 }

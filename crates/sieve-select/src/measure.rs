@@ -43,6 +43,7 @@ pub fn density(selected: &Selected) -> Density {
             let is_later = |j: usize| mask.causal && first_keys[j].is_some_and(|key| key > last);
             let possible = (0..first_keys.len()).filter(|&j| !is_later(j)).count();
             kept += heads * row.len();
+            // Where queries are permuted, a tile's rows may come after `last`: a later tile that is kept counts too.
             admissible += heads * (possible + row.iter().filter(|&&j| is_later(j as usize)).count());
             pairs += pairs_of_tile(mask, list, i);
         }
@@ -102,7 +103,7 @@ mod tests {
     use super::*;
     use crate::selector::Selector;
 
-    /// Windows end inside tiles, before the first tokens' end, and before a chunk's first row.
+    /// The cases have windows that end inside tiles, among the first tokens, and before a chunk's first row.
     #[test]
     fn pairs_of_a_window_are_those_that_its_rule_lets_see() {
         for (num_queries, num_keys) in [(200, 200), (70, 333), (1, 130)] {

@@ -17,18 +17,19 @@ pub struct OracleOutput {
 
 /// Which keys (by original position) a row of the call sees: `[num_keys]`.
 pub fn expanded_row(mask: &KeyMask, head: usize, row: usize) -> Vec<bool> {
-    let (num_keys, a) = (mask.shape.num_keys, mask.shape.context() + row);
+    let (num_keys, position) = (mask.shape.num_keys, mask.shape.context() + row);
     if mask.is_dense_row(row) {
-        return (0..num_keys).map(|j| !mask.causal || j <= a).collect();
+        return (0..num_keys).map(|j| !mask.causal || j <= position).collect();
     }
     let list = mask.list_of(head);
+    // The slot that holds the row; only permuted queries move.
     let slot = (0..mask.shape.num_queries)
         .find(|&slot| mask.query_row(head, slot) == row)
         .unwrap_or(row);
     let i = mask.tiles.tile_of_row(slot);
     let mut shown = vec![false; num_keys];
     for key in kept_keys(mask, list, i) {
-        shown[key] = mask.visible(list, a, key);
+        shown[key] = mask.visible(list, position, key);
     }
     shown
 }
@@ -79,6 +80,7 @@ pub fn oracle_attention(call: &Call<'_>, selected: &Selected) -> OracleOutput {
     else {
         return output;
     };
+    // The dense outputs of probes are computed here again, to check `probe_o` too.
     let sparse = output.o.clone();
     for index in 0..correction.probe_rows.len() {
         let window = probe_window(correction, index, shape.num_queries);

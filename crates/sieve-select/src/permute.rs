@@ -185,8 +185,8 @@ impl Orders {
             let seen = |&j: &i32| !causal || first_key(j).is_some_and(|key| key as usize <= last);
             [lists.row(list, i).iter().copied().filter(seen).collect(), Vec::new()]
         };
-        let places = (0..lists.num_lists()).flat_map(|list| (0..lists.tiles.num_query_tiles()).map(move |i| (list, i)));
-        let rows = places.map(|(list, i)| kept(list, i));
+        let tiles = (0..lists.num_lists()).flat_map(|list| (0..lists.tiles.num_query_tiles()).map(move |i| (list, i)));
+        let rows = tiles.map(|(list, i)| kept(list, i));
         let mut mask = KeyMask::new(lists.shape, lists.tiles, lists.heads_per_list, rows);
         let moves = |order: &Vec<i32>| (0..).zip(order).any(|(slot, &x)| slot != x);
         if self.keys.iter().any(moves) {

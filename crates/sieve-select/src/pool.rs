@@ -140,7 +140,7 @@ pub(crate) fn last_rows(call: &Call<'_>, count: usize) -> Range<usize> {
 pub(crate) struct ProbeSums {
     /// Sum of the probabilities of each key, `[num_keys]`.
     pub(crate) column: Vec<f32>,
-    /// `[num_keys]`, indexed by the query's position minus the key's.
+    /// Sum of the probabilities at each distance (the query's position minus the key's), `[num_keys]`.
     pub(crate) diagonal: Vec<f32>,
 }
 

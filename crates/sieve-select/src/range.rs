@@ -7,6 +7,7 @@ use crate::error::SelectError;
 pub(crate) struct Rules(pub(crate) &'static str);
 
 impl Rules {
+    /// The error about a setting of this selector, and how to fix it.
     pub(crate) fn fail<T>(self, problem: String, hint: impl Into<String>) -> Result<T, SelectError> {
         Err(SelectError::Value {
             selector: self.0,

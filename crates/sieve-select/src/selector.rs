@@ -63,9 +63,10 @@ impl Method {
         const KEYS: [&str; 4] = ["first_dense_layers", "last_dense_rows", "min_prefill_tokens", "gqa"];
         match self.of_prefill() {
             _ if matches!(self, Self::Dense) => &[],
+            // Only first_dense_layers.
             _ if self.is_token_by_token() => &KEYS[..1],
             Some(method) if method.takes_gqa() => &KEYS,
-            // One list serves all heads, or (delta) the base has a `gqa` of its own.
+            // All but gqa: one list serves all heads, or (delta) the base has a `gqa` of its own.
             _ => &KEYS[..3],
         }
     }
@@ -200,7 +201,7 @@ impl Selector {
         }
     }
 
-    /// Whether a call of `num_queries` rows is dense, whatever its operands are.
+    /// Whether a call of `num_queries` rows is dense, whatever its operands are; a call without rows is.
     fn is_dense(&self, layer: usize, num_queries: usize) -> bool {
         num_queries < self.common.min_prefill_tokens.max(1) || self.is_dense_layer(layer)
     }
@@ -216,7 +217,9 @@ impl Selector {
     /// A decode method; settings that do not fit the call.
     pub fn select(&self, call: &Call<'_>) -> Result<Selected, SelectError> {
         let mut chosen = self.selected(call)?;
-        if let (Method::Delta(config, _), false) = (&self.method, chosen.stats.dense_call) {
+        if let Method::Delta(config, _) = &self.method
+            && !chosen.stats.dense_call
+        {
             let started = Instant::now();
             config.correct(call, &mut chosen);
             chosen.stats.select_seconds += started.elapsed().as_secs_f64();
@@ -234,7 +237,7 @@ impl Selector {
         Ok(chosen)
     }
 
-    /// The mask and its time; of the corrections only momo's, which is computed by its selection.
+    /// The selection and its time, without delta's correction; momo's selection computes its correction itself.
     fn selected(&self, call: &Call<'_>) -> Result<Selected, SelectError> {
         let started = Instant::now();
         let mut chosen = self.select_untimed(call)?;
@@ -248,6 +251,7 @@ impl Selector {
         Ok(chosen)
     }
 
+    /// The selection before the common `last_dense_rows`, without its time.
     fn select_untimed(&self, call: &Call<'_>) -> Result<Selected, SelectError> {
         if self.phase() == Phase::Decode {
             return Rules(self.name()).fail(
@@ -263,11 +267,14 @@ impl Selector {
         }
         if let Method::Delta(config, base) = &self.method {
             let mut chosen = base.select(call)?;
-            if let (Some(first), false) = (config.tail(call.shape), chosen.stats.dense_call) {
+            if let Some(first) = config.tail(call.shape)
+                && !chosen.stats.dense_call
+            {
                 chosen.mask.add_dense_rows(first..call.shape.num_queries);
             }
             return Ok(chosen);
         }
+        // Not reached: decode methods, dense and delta have returned.
         let Some(method) = self.method.of_prefill() else {
             return Ok(Selected::dense(call.shape));
         };

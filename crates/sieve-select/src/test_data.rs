@@ -7,7 +7,7 @@ use sieve_testing::Random;
 
 use crate::{Call, CallShape};
 
-/// Lists of an independent computation, with the inputs made up for them.
+/// Lists that an independent program computed, with their made-up inputs.
 pub(crate) static LISTS: &[u8] = include_bytes!("../../../tests/golden/selectors/lists.safetensors");
 /// Queries and keys of trained models.
 static CAPTURED: &[u8] = include_bytes!("../../../tests/golden/selectors/captured.safetensors");
@@ -22,7 +22,7 @@ pub(crate) struct TestCall {
 }
 
 impl TestCall {
-    /// Normal numbers; `heads` are query and KV heads.
+    /// A call with normally distributed operands; `heads` are the numbers of query and KV heads.
     pub(crate) fn random(
         random: &mut Random,
         num_queries: usize,
@@ -40,7 +40,8 @@ impl TestCall {
         }
     }
 
-    /// As trained heads look: a sink, a few keys that many queries attend to, topics that come and go, and nearness.
+    /// A call like those of trained heads: a sink, a few keys that many queries attend to, and topics that last for 97
+    /// tokens and return.
     pub(crate) fn structured(random: &mut Random, num_tokens: usize, heads: [usize; 2], head_dim: usize) -> Self {
         let mut call = Self::random(random, num_tokens, num_tokens, heads, head_dim);
         let topics: Vec<Vec<f32>> = (0..7).map(|_| random.vector(head_dim)).collect();
@@ -68,12 +69,12 @@ impl TestCall {
         Call::new(self.shape, &self.q, &self.k, &self.v).expect("the sizes fit")
     }
 
-    /// Rows `first..end` as a call of their own, over the keys before `end`.
+    /// A call of the rows `first..end` alone, over the keys up to the last row's own.
     pub(crate) fn chunk(&self, first: usize, end: usize) -> TestCall {
         self.cut(first..end, 0)
     }
 
-    /// Tokens of a whole prompt as a prompt of their own.
+    /// A prompt of these tokens of a whole prompt alone: earlier keys are left out.
     pub(crate) fn slice(&self, tokens: Range<usize>) -> TestCall {
         let first = tokens.start;
         self.cut(tokens, first)
@@ -98,7 +99,7 @@ impl TestCall {
     }
 }
 
-/// Stored queries and keys.
+/// Queries and keys of a stored file.
 pub(crate) struct Inputs {
     pub(crate) num_heads: usize,
     pub(crate) num_kv_heads: usize,
@@ -110,9 +111,9 @@ pub(crate) struct Inputs {
 }
 
 impl Inputs {
-    /// `random.…` and `structured.…` of the lists, `trained.…` of the captured ones.
+    /// Reads inputs by name: `random.…` and `structured.…` from the file of lists, `trained.…` from the captured.
     pub(crate) fn stored(name: &str) -> Self {
-        // Groups of one: the first query head of each KV head.
+        // Inputs without groups have only the first query head of each KV head.
         let (source, step) = match name {
             "trained.2.2" => ("trained.4.2", 2),
             _ => (name, 1),
@@ -142,7 +143,7 @@ impl Inputs {
         [&self.q[context * q..end * q], &self.k[..end * k]]
     }
 
-    /// The first tokens as a call of their own; keys serve as values.
+    /// A call of the first `num_tokens` tokens, with the keys as values too.
     pub(crate) fn test_call(&self, num_tokens: usize) -> TestCall {
         let [q, k] = self.tokens(0, num_tokens);
         TestCall {

@@ -26,7 +26,7 @@ mod trained;
 use crate::selector::{Selector, all_methods};
 use crate::test_data::TestCall;
 
-/// The texts of one method among `texts`.
+/// The texts among `texts` that select one method.
 fn of<'t>(texts: &[&'t str], method: &str) -> Vec<&'t str> {
     let texts = texts.iter().copied();
     let mine: Vec<&str> = texts.filter(|text| text.split(':').next() == Some(method)).collect();
@@ -95,7 +95,7 @@ pub(super) fn selector(text: &str) -> Selector {
     selector
 }
 
-/// A whole call under a method.
+/// Selection and attention of a whole call by the selector of `text`.
 pub(super) fn prefill(text: &str, call: &crate::Call<'_>) -> crate::Prefill {
     let done = selector(text).prefill(call);
     done.unwrap_or_else(|error| panic!("{text}: {error}"))

@@ -98,6 +98,7 @@ pub fn ask_long<B: DeviceBackend>(
     let mut scores = Vec::with_capacity(texts.samples.len());
     for (sample, prompt) in &texts.samples {
         check_vocabulary(prompt, shape.vocab_size)?;
+        // The first answer is the right one.
         let answers = sample.references.iter().take(1).chain(&sample.wrong);
         let endings = answers.map(|answer| tokenizer.encode(&format!(" {answer}")));
         let endings: Vec<Vec<u32>> = endings.collect::<Result<_, _>>()?;
@@ -147,6 +148,7 @@ impl LongTaskReport {
                 cells.extend(LongCell::new(length, depth, inside));
             }
         }
+        // Only the means of this cell are used, not its length.
         let whole = LongCell::new(0, None, samples.iter()).expect("a sample at least");
         Self {
             task: texts.task.name(),
@@ -163,6 +165,7 @@ impl LongTaskReport {
 }
 
 impl LongCell {
+    /// The means of some samples; `None` without samples.
     fn new<'a>(length: usize, depth: Option<f64>, samples: impl Iterator<Item = &'a SampleScore>) -> Option<Self> {
         let samples: Vec<&SampleScore> = samples.collect();
         let count = samples.len() as f64;

@@ -58,6 +58,7 @@ pub fn long_texts(
             if parts == fewest {
                 return Err(maker.too_short(tokens.len()));
             }
+            // As many parts as take the surplus tokens.
             let surplus = parts * (tokens.len() - room) / tokens.len();
             parts = parts.saturating_sub(surplus.max(1)).max(fewest);
         });

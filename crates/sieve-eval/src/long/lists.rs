@@ -36,7 +36,7 @@ pub(super) fn variable_tracking(random: &mut Random, size: Size) -> LongSample {
     }
 }
 
-/// A text with its question, and the variables that answer it.
+/// A text of `noises` filler sentences with its question, and the variables of `letters` letters that answer it.
 fn chain(random: &mut Random, noises: usize, letters: usize) -> (String, Vec<String>) {
     let mut variables: Vec<String> = Vec::new();
     while variables.len() < CHAIN {
@@ -70,6 +70,7 @@ fn chain(random: &mut Random, noises: usize, letters: usize) -> (String, Vec<Str
 
 /// A numbered list of words, in which ten words occur more often than the others. These ten are asked for.
 pub(super) fn common_words(random: &mut Random, size: Size) -> LongSample {
+    // How often a common word and another word occur; in the example, after its number of words.
     let (often, seldom, in_example) = match size.length {
         0..SHORT => (6, 1, (20, 3, 1)),
         _ => (30, 3, (40, 10, 3)),
@@ -95,6 +96,8 @@ pub(super) fn common_words(random: &mut Random, size: Size) -> LongSample {
     }
 }
 
+/// The shuffled list of `words` words with its question, and the common words. These occur `often` times, others
+/// `seldom` times.
 fn word_list(random: &mut Random, words: usize, often: usize, seldom: usize) -> (String, Vec<String>) {
     let words = random.words(words);
     let (common, others) = words.split_at(NUM_COMMON);

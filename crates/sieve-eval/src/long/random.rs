@@ -128,6 +128,7 @@ impl Random {
     pub(super) fn words(&mut self, count: usize) -> Vec<String> {
         let nouns = self.own(NOUNS);
         let size = nouns.len();
+        // Pair number `a * size + b` is noun a, then noun b.
         let places = self.sample(size * size, count.max(size).min(size * size));
         let mut single: Vec<&str> = nouns.clone();
         self.shuffle(&mut single);
@@ -165,7 +166,7 @@ mod tests {
         for _ in 0..10_000 {
             counts[one.below(5)] += 1;
         }
-        // Five standard deviations of 10,000 draws.
+        // 200 is five standard deviations of a count in 10,000 draws.
         assert!(counts.iter().all(|&n: &i32| (n - 2000).abs() < 200), "{counts:?}");
         assert_eq!(random(1, 2).uuid(), random(1, 2).uuid());
         assert_ne!(random(1, 2).uuid(), random(1, 3).uuid());

@@ -60,7 +60,9 @@ pub(super) fn select(random: &mut Random, parts: usize) -> LongSample {
     copied(random, parts, places, "Eight words in brackets are hidden in the text.")
 }
 
+/// `parts` filler sentences with the words to copy before the sentences at `places`, and the question for them.
 fn copied(random: &mut Random, parts: usize, places: Vec<usize>, about: &str) -> LongSample {
+    // The words to copy, and enough others for the wrong answers.
     let words = random.words(2 * NUM_COPIED + 20 * super::NUM_WRONG);
     let (copied, others) = words.split_at(NUM_COPIED);
     let mut sentences = vec![NOISE.to_owned(); parts];
@@ -87,6 +89,7 @@ fn copied(random: &mut Random, parts: usize, places: Vec<usize>, about: &str) ->
 
 /// Induction: random words. The last word occurred before, and the word that followed it then is asked for.
 pub(super) fn induce(random: &mut Random, parts: usize) -> LongSample {
+    // The words of the text, and 20 others as wrong answers.
     let words = random.words(parts + 1 + 20);
     let (words, others) = words.split_at(parts + 1);
     let place = random.below(parts);

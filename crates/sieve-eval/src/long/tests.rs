@@ -4,7 +4,7 @@ use crate::test_model::llama_tokenizer;
 use sieve_testing::{refusal, says};
 use std::collections::{BTreeMap, HashSet};
 
-/// What lies between two marks.
+/// The text between two marks.
 fn between<'a>(text: &'a str, before: &str, after: &str) -> &'a str {
     let (_, rest) = text.split_once(before).unwrap_or_else(|| panic!("no {before:?}"));
     rest.split_once(after).unwrap_or_else(|| panic!("no {after:?}")).0
@@ -48,11 +48,11 @@ fn samples(name: &str, split: Split, size: Size, count: u64) -> Vec<LongSample> 
     (0..count).map(sample).collect()
 }
 
-/// Answers from the prompt's text alone.
+/// The right answer, found in the prompt's text alone.
 fn oracle(name: &str, prompt: &str) -> String {
     match name {
         "vt" => {
-            // The question behind the solved example.
+            // The question itself comes after the solved example.
             let (_, prompt) = prompt.rsplit_once("Memorize and track").expect("a question");
             let value = between(prompt, "assigned the value ", " in");
             let text = prompt.split("Question:").next().expect("a text");
@@ -158,7 +158,7 @@ fn wrong_answers_are_ten_others_that_the_text_does_not_hold() {
             assert_eq!(different.len(), NUM_WRONG + 1, "{name}: {:?}", sample.wrong);
             for wrong in &sample.wrong {
                 assert!(!sample.references.contains(wrong), "{name}: {wrong}");
-                // Answers of other questions may be in their documents.
+                // In question tasks, the documents may hold the answers of other questions.
                 assert!(
                     name.starts_with("qa") || !sample.prompt.contains(wrong),
                     "{name}: {wrong}"
@@ -176,7 +176,7 @@ fn samples_repeat_and_differ_by_number_and_split() {
         assert_eq!(a, b, "{name}");
         let train = samples(name, Split::Train, size, 5);
         let all: HashSet<&String> = a.iter().chain(&train).map(|sample| &sample.prompt).collect();
-        // Questions of a file may come twice, in another order of documents.
+        // A question of a file may come twice, but its documents are then in another order.
         assert_eq!(all.len(), 10, "{name}");
     }
 }
@@ -184,7 +184,7 @@ fn samples_repeat_and_differ_by_number_and_split() {
 #[test]
 fn needles_are_as_many_as_their_task_says_and_lie_everywhere() {
     let size = size(100, 2048);
-    // Needles, keys, references, and whether numbers.
+    // Each case: a task and its numbers of needles, keys and references.
     for (name, needles, keys, references) in [
         ("niah_single_1", 1, 1, 1),
         ("niah_single_2", 1, 1, 1),
@@ -202,7 +202,7 @@ fn needles_are_as_many_as_their_task_says_and_lie_everywhere() {
             assert_eq!(found.len(), needles, "{name}");
             let found_keys = found.iter().map(|one| between(one, " for ", " is: "));
             let found_keys: HashSet<&str> = found_keys.collect();
-            // Two of the other needles may have one key.
+            // In a haystack of needles, some needles may have the same key.
             assert!(found_keys.len() + 8 > keys && found_keys.len() <= keys, "{name}");
             assert_eq!(sample.references.len(), references, "{name}");
             let uuids = ["niah_single_3", "niah_multikey_3"].contains(&name);
@@ -221,7 +221,7 @@ fn needles_are_as_many_as_their_task_says_and_lie_everywhere() {
         assert_eq!(depths.len(), if references == 1 { 400 } else { 0 }, "{name}");
         if references == 1 {
             let mean = depths.iter().sum::<f64>() / 400.0;
-            // Four standard deviations of the mean of 400 even draws.
+            // 6 is four standard deviations of the mean of 400 uniform depths.
             assert!((mean - 50.0).abs() < 6.0, "{name}: {mean}");
             let spread = depths.iter().map(|depth| (depth - mean).powi(2)).sum::<f64>() / 400.0;
             assert!((spread.sqrt() - 28.9).abs() < 3.0, "{name}: {spread}");
@@ -241,7 +241,7 @@ fn words_are_as_frequent_as_their_task_says() {
     for (length, often, seldom) in [(2048, 6, 1), (8192, 30, 3)] {
         let size = Size { parts: 90, length };
         for sample in samples("cwe", Split::Test, size, 5) {
-            // Behind the solved example.
+            // The list itself comes after the solved example.
             let (_, list) = sample.prompt.rsplit_once("most often.\n").expect("a list");
             let list = list.split("\nQuestion").next().expect("a list");
             let mut words = counts(list);
@@ -260,7 +260,7 @@ fn words_are_as_frequent_as_their_task_says() {
             .into_iter()
             .collect();
         found.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
-        // 1000 k^-2 6/pi^2 of rank k, rounded down; 80 words; counts beyond rank 24 round to 0.
+        // The word of rank k occurs 1000 k^-2 6/pi^2 times, rounded down: 0 times beyond rank 24.
         let top: Vec<usize> = found.iter().take(5).map(|(_, count)| *count).collect();
         assert_eq!(top, [607, 151, 67, 37, 24]);
         assert_eq!((found[0].0.as_str(), found.len()), ("...", 24));
@@ -318,7 +318,7 @@ fn the_other_tasks_hold_what_they_say() {
         before_half += sample.prompt[..half].matches('[').count();
         assert_eq!(sample.prompt.matches('[').count(), 8);
     }
-    // Of 400 words; five standard deviations.
+    // Of 400 words half are expected; 50 is five standard deviations.
     assert!((150..250).contains(&before_half), "{before_half}");
     for sample in samples("induce", Split::Test, size, 10) {
         let words: Vec<&str> = sample.prompt.split(' ').collect();
@@ -333,7 +333,7 @@ fn the_other_tasks_hold_what_they_say() {
         for sample in samples(name, Split::Test, Size { parts: 9, ..size }, 10) {
             assert_eq!(sample.prompt.matches("Document ").count(), 9, "{name}");
             assert_eq!(sample.matching, Match::Any);
-            // Which of HotpotQA's documents answers is not known.
+            // HotpotQA does not mark the document with the answer, so it has no depth.
             assert_eq!(sample.depth.is_some(), name == "qa_1");
         }
     }
@@ -351,7 +351,7 @@ fn texts_fill_their_length() {
                 let room = length - task.max_new_tokens();
                 assert_eq!(&tokenizer.encode(&sample.prompt).expect("bytes"), tokens);
                 assert!(tokens.len() <= room, "{name}");
-                // The file of questions is short.
+                // The question files are short, so their texts may be shorter.
                 let filled = tokens.len() as f64 / room as f64;
                 assert!(filled > 0.93 || name.starts_with("qa"), "{name} {length}: {filled}");
             }
@@ -362,7 +362,7 @@ fn texts_fill_their_length() {
 #[test]
 fn a_bos_token_is_part_of_the_length_where_the_template_puts_one() {
     let (llama, task) = (llama_tokenizer(), LongTask::new("passkey").expect("a task"));
-    // Training puts none.
+    // Test prompts begin with the BOS token; training texts have none.
     for (split, bos) in [(Split::Test, Some(1)), (Split::Train, None)] {
         let texts = long_texts(task, &source(), &llama, (split, 1), 1500, 0..3).expect("room");
         for (sample, tokens) in &texts.samples {
@@ -423,7 +423,7 @@ fn what_cannot_be_made_is_told() {
     says(&error, "the length is 200 | --lengths");
     let needed = error.split("takes ").nth(1).and_then(|rest| rest.split(' ').next());
     let needed: usize = needed.and_then(|n| n.parse().ok()).expect("a number");
-    // A little more: samples are not all as long.
+    // 40 tokens more than the shortest, since samples differ in length.
     made("cwe", &source, needed + 40).expect("it fits");
     source.qa = [None, None];
     refusal(made("qa_2", &source, 4096), "--qa-2");

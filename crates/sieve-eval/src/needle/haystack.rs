@@ -95,6 +95,7 @@ impl Haystack {
         let mut tokens = Vec::new();
         while tokens.len() < num_tokens {
             let paragraph = tokenizer.encode(&paragraph(&mut random))?;
+            // More paragraphs would give no token either.
             if paragraph.is_empty() {
                 break;
             }
@@ -104,6 +105,7 @@ impl Haystack {
         Self::new(tokens, tokenizer)
     }
 
+    /// Finds the ends of the sentences.
     fn new(tokens: Vec<u32>, tokenizer: &Tokenizer) -> Result<Self, EvalError> {
         let mut texts = HashMap::new();
         let mut ends = Vec::new();
@@ -194,7 +196,7 @@ mod tests {
         };
         assert_eq!(place(0.0), "");
         assert_eq!(place(5.0), "");
-        // After `self.len`, where a dot ends no sentence.
+        // 40 % lies after `self.len`, whose dot ends no sentence.
         assert_eq!(place(40.0), "One two.");
         assert_eq!(place(70.0), "One two. Three self.len four? Five six seven.");
         assert_eq!(place(99.0), "One two. Three self.len four? Five six seven.");

@@ -7,7 +7,7 @@ use sieve_nn::Qwen3;
 use sieve_select::Selector;
 use sieve_testing::refusal;
 
-/// Bytes and a few merges.
+/// A byte-level tokenizer with a few merges.
 pub(crate) fn tokenizer() -> Tokenizer {
     let texts = ["The secret number of the red falcon is here. Nothing else is. "; 8];
     Tokenizer::train_on(texts.into_iter(), 280).expect("enough text")
@@ -111,7 +111,7 @@ fn asked_in(
 fn ranks_are_those_of_whole_passes_for_every_kind() {
     let (own, llama, config) = (tokenizer(), llama_tokenizer(), config());
     let kinds = kinds().map(|kind| (kind, &own)).into_iter();
-    // A template's BOS token comes first.
+    // The Llama tokenizer's template puts a BOS token first.
     for (attention, tokenizer) in kinds.chain([(Attention::Mha, &llama)]) {
         let haystack = Haystack::made_up(config.haystack_tokens(), tokenizer).expect("English");
         let report = asked_in(tokenizer, attention, &config, None).expect("it fits");
@@ -189,7 +189,7 @@ fn grids_reach_from_end_to_end() {
     assert_eq!(linear_grid(3.0, 10.0, 35).last(), Some(&10.0));
 }
 
-// What else cannot be asked is a session of the program.
+// The command line's tests have the other refusals.
 #[test]
 fn no_lengths_are_refused() {
     let none = NeedleConfig {

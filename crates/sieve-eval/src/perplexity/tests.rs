@@ -34,7 +34,7 @@ fn documents(lengths: &[usize]) -> Vec<EvalDocument> {
                 num_bytes: 3 * len as u64 + 2,
                 num_words: len as u64,
             },
-            // Words of two tokens, each used again ten tokens later.
+            // Words have two tokens, and each is used again ten tokens later.
             word_uses: (0..len)
                 .map(|i| match i {
                     _ if i % 5 > 1 => WordUse::NoWord,
@@ -51,7 +51,7 @@ fn run(model: &Qwen3<Flex>, config: &PerplexityConfig, lengths: &[usize]) -> Per
     perplexity(model, documents, config, &Default::default(), None, &mut |_| {}).expect("valid")
 }
 
-/// Nats of a token under logits.
+/// Cross-entropy of a token under logits, in nats.
 fn loss(logits: &[f64], token: u32) -> f64 {
     let sum: f64 = logits.iter().map(|logit| logit.exp()).sum();
     sum.ln() - logits[token as usize]
@@ -77,7 +77,7 @@ fn expected_rolling(model: &Qwen3<Flex>, config: &PerplexityConfig, lengths: &[u
     nats
 }
 
-/// Each window alone, through [`crate::logits`] and an own softmax.
+/// The summed loss, computed window by window from [`crate::logits`] by [`loss`].
 fn expected_nats(model: &Qwen3<Flex>, config: &PerplexityConfig, lengths: &[usize]) -> f64 {
     let mut nats = 0.0;
     for document in documents(lengths) {
@@ -124,7 +124,7 @@ fn packed_windows_equal_windows_alone_for_every_kind() {
             let report = run(&model, &config, &lengths);
             let expected = expected_nats(&model, &config, &lengths);
             assert_eq!(report.num_tokens, 77 - 8);
-            // The rolling likelihood predicts the texts, and not the end token, which is the last one here.
+            // The rolling likelihood does not predict the end-of-document token, which is a document's last token.
             let rolling = report.lm_eval_rolling.expect("a prefix is given");
             let num_bos = rolling_bos.map_or(0, |_| 8);
             assert_eq!((rolling.num_tokens, rolling.num_words), (77 - 8 + num_bos, 77));
@@ -185,13 +185,13 @@ fn the_parts_sum_to_the_whole_and_a_use_out_of_sight_is_none() {
         assert_eq!(count(parts), report.num_tokens);
         assert!((nats(parts) - report.nats).abs() < 1e-9 * report.nats);
     }
-    // Tokens 10, 11, 15, 16, 20, 21, 25, 26 of the first document and 10, 11 of the second.
+    // Words are used again at tokens 10, 11, 15, 16, 20, 21, 25, 26 of the first document and 10, 11 of the second.
     assert_eq!((again[0].far.num_tokens, again[0].near.num_tokens), (10, 0));
     assert_eq!((again[1].far.num_tokens, again[1].near.num_tokens), (0, 10));
     assert_eq!(again[0].far, again[1].near);
     assert_eq!(report.by_position[0].from, 1);
     assert!(report.by_position.iter().all(|bin| bin.to == 2 * bin.from));
-    // Windows of eight tokens never show a use ten tokens back.
+    // In windows of eight tokens, a use ten tokens back is not seen: all words are new.
     let short = far(8, &[9]).by_word;
     assert_eq!(count(&[short.again[0].far, short.again[0].near]), 0);
     assert_eq!(short.new.num_tokens, new.num_tokens + 10);
@@ -235,13 +235,13 @@ fn longer_contexts_predict_the_same_tokens() {
     let found = run(&[40, 9, 17], &[4, 8, 16]).expect("two pieces of 17 and one");
     assert_eq!(found.len(), 3);
     for (row, context) in found.iter().zip([4, 8, 16]) {
-        // Two pieces of the first document and one of the last, two tokens each.
+        // Two tokens are predicted in each piece: two pieces of the first document and one of the last.
         assert_eq!((row.context, row.num_tokens), (context, 6));
         assert!((row.ratio - row.perplexity / found[0].perplexity).abs() < 1e-9);
     }
     assert_eq!(found[0].ratio, 1.0);
     assert!(found[1].loss != found[0].loss && found[2].loss != found[1].loss);
-    // By hand: the last two tokens of the document, behind eight.
+    // The loss on the document's last two tokens after a context of eight, computed as a difference.
     let document = &documents(&[17])[0];
     let config = PerplexityConfig {
         context: 8,
@@ -261,7 +261,7 @@ fn longer_contexts_predict_the_same_tokens() {
         let report = perplexity(&model, parts, &config, &Default::default(), None, &mut |_| {});
         report.expect("tokens").nats
     };
-    // Eight predictions, less the six before: 8..17 holds the last eight inputs and what follows them.
+    // Tokens 8..17 give eight predictions; the six of tokens 8..15 are subtracted.
     let by_hand = of(&document.tokens[8..17]) - of(&document.tokens[8..15]);
     let found = run(&[17], &[4, 8]).expect("one piece of nine and one more");
     assert_eq!(found[0].num_tokens, 2);

@@ -56,12 +56,12 @@ pub(super) fn rolling_windows(len: usize, context: usize) -> impl Iterator<Item 
     })
 }
 
-/// How many tokens a prediction sees, and where it lies.
+/// What a prediction sees: how many tokens, and how far back its word was last used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     /// Tokens of the document that the prediction sees.
     pub(super) num_seen: usize,
-    /// Word of the predicted token. A word last used before the window counts as new.
+    /// Last use of the predicted token's word. A word last used before the window counts as new.
     pub(super) word: WordUse,
 }
 
@@ -111,7 +111,7 @@ mod tests {
     struct Rolling {
         num_tokens: usize,
         context: usize,
-        /// What is seen, then what is predicted.
+        /// For each window, the tokens that the model sees, then the tokens it predicts.
         windows: Vec<[Vec<usize>; 2]>,
     }
 
@@ -163,7 +163,7 @@ mod tests {
                     place(2, again(1)),
                     place(3, again(3)),
                     place(2, again(2)),
-                    // The third row begins behind the last use of its second word.
+                    // The third window begins after the last use of its second word, which counts as new.
                     place(1, again(1)),
                     place(2, new),
                     place(3, none),

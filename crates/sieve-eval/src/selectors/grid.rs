@@ -92,6 +92,7 @@ fn crossed(table: &Table) -> Result<Vec<String>, String> {
     Ok(all.iter().map(|settings| format!("{name}:{settings}")).collect())
 }
 
+/// A value as `--selector` reads it; `None` for a list, a table or a date.
 fn written(value: &Value) -> Option<String> {
     match value {
         Value::String(text) => Some(text.clone()),

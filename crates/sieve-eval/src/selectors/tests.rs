@@ -88,7 +88,7 @@ fn everything_kept_is_the_model_itself_and_less_is_less() {
     assert!(all[1].causal && !all[0].causal && all[3].causal);
 }
 
-/// By the definitions, in f64, from the logits and the layers' outputs of two passes.
+/// Compared with the definitions in f64, on the logits and layer outputs of two passes.
 #[test]
 fn predictions_and_layers_are_compared_with_the_dense_model() {
     let (model, device, prompt) = (model(Attention::Mha), Default::default(), window(301));
@@ -156,7 +156,7 @@ fn the_first_prompt_runs_once_before_the_clocks() {
     assert_eq!(seen, ["meanpool", "exact_top"].repeat(2));
     for measure in found.expect("valid") {
         let measure = measure.expect("valid");
-        // Sums of two rounds over the tokens of one would be twice as large.
+        // If the warm-up were counted too, these would be twice as large.
         assert!((measure.density - 1.0).abs() < 1e-9, "{measure:?}");
         assert!((measure.loss - measure.dense_loss).abs() < 1e-5);
         let [least, most] = measure.attention_ms_range;
@@ -191,7 +191,7 @@ fn a_selector_of_some_layers_leaves_the_others_as_they_are() {
     };
     assert_eq!(last.layers[0].density, 1.0);
     assert!(last.layers[0].output_error < 1e-6 && last.layers[0].recall.expect("prefill") > 0.999_999);
-    // The cosine is of the layer in the model: its input comes from a dense layer here.
+    // Only the cosine depends on the layers before, since it is measured in the whole model: here layer 0 is dense.
     let [own, below_sparse] = [last, every].map(|measure| LayerMeasure {
         cosine: None,
         ..measure.layers[1]
@@ -235,7 +235,7 @@ fn chunks_of_whole_blocks_measure_as_the_whole_prompt_does() {
         let recalls = a.recall.zip(b.recall).expect("prefill methods");
         assert!((recalls.0 - recalls.1).abs() < 1e-5, "{a:?} {b:?}");
     }
-    // Chunks that cut a probe's blocks: other lists, and with everything kept still the model itself.
+    // These chunks do not end at blocks, so the lists differ; with every key kept, the loss is the model's own.
     let text = "pbs:block=16,segment=64,tau=0.5,min_prefill_tokens=0";
     let cut = selection(text).in_chunks(100).expect("a prefill method");
     let found = measured_with(&[selection(text), cut]);

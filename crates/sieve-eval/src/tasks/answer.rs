@@ -29,6 +29,7 @@ pub(super) fn answers<B: DeviceBackend>(
     let num_rows = texts_together(room).min(prompts.len());
     let acts_in_decode = selection.as_ref().is_some_and(|selection| selection.acts_in_decode());
     let mut rows = match acts_in_decode {
+        // The texts then have caches of their own.
         true => None,
         false => rows_of_texts(model.model.shape(), num_rows, room),
     };
@@ -142,6 +143,7 @@ impl Matching {
         answers.iter().any(|answer| self.normal(answer) == text)
     }
 
+    /// A text in the form in which answers are compared.
     fn normal(&self, text: &str) -> String {
         let mut text = match &self.number_after {
             Some(mark) => number_after(text, mark),

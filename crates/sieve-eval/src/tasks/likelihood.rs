@@ -123,8 +123,8 @@ pub(super) fn likelihoods<B: DeviceBackend>(
         })
         .collect();
     let mut found = vec![None; first_pair];
-    let mut keep = |place: usize, ending: Ending, num_tokens: usize| {
-        found[place] = Some(Likelihood {
+    let mut keep = |pair_idx: usize, ending: Ending, num_tokens: usize| {
+        found[pair_idx] = Some(Likelihood {
             log_likelihood: ending.log_likelihood,
             num_tokens,
             is_greedy: with_greedy.then_some(ending.is_greedy),
@@ -134,8 +134,8 @@ pub(super) fn likelihoods<B: DeviceBackend>(
     let (long, short): (Vec<&Question>, Vec<&Question>) = questions.iter().partition(is_long);
     let mut done = 0;
     for question in long {
-        after_prompts(model, question.pairs, selection.as_deref_mut(), |n, e| {
-            keep(question.first_pair + n, e, question.pairs[n].num_scored);
+        after_prompts(model, question.pairs, selection.as_deref_mut(), |n, ending| {
+            keep(question.first_pair + n, ending, question.pairs[n].num_scored);
         })?;
         done += question.pairs.len();
         observe(done);
@@ -178,11 +178,13 @@ pub(super) fn size(questions: &[Vec<Pair>], with_selector: bool) -> TaskSize {
         ..TaskSize::default()
     };
     for pairs in questions {
-        let question = Question::new(pairs, 0);
+        let unused_index = 0;
+        let question = Question::new(pairs, unused_index);
         let longest = pairs.iter().map(Pair::num_inputs).max().unwrap_or(0);
         size.longest = size.longest.max(longest);
         if with_selector || question.prefix > LONG_PROMPT {
             size.pass = size.pass.max(longest);
+            // The cache has room for the last token too, which is no input.
             size.cached = size.cached.max(longest + 1);
             // One cache for the prompt, and one for each ending decoded at the same time.
             let endings = texts_together(longest).min(pairs.len());
@@ -281,6 +283,8 @@ impl Layout {
         }
     }
 
+    /// Adds the inputs of a question: the prefix once, then each pair's own tokens. Attention reads a text for each
+    /// pair that has own tokens, or if none has any, the prefix.
     fn add(&mut self, question: &Question<'_>) {
         let prefix = self.append(question.pairs[0].inputs(), 0..question.prefix);
         let has_own = |pair: &Pair| pair.num_inputs() > question.prefix;
@@ -294,6 +298,7 @@ impl Layout {
                 self.add_text(&text);
             }
             let pair_idx = question.first_pair + n;
+            // The inputs lack the last token, so that the last `num_scored` inputs predict the ending.
             let inputs = &text[text.len() - pair.num_scored..];
             let scored = inputs.iter().zip(pair.ending());
             self.scored.extend(scored.map(|(&input, &token)| ScoredToken {
@@ -314,12 +319,14 @@ impl Layout {
     }
 
     fn add_text(&mut self, text: &[u32]) {
-        let whole = 0..text.len();
-        let fits = self.texts.push(text, whole, text.len(), std::iter::empty());
+        // Predictions are listed in `scored`, not in the rows.
+        let (whole, first_scored) = (0..text.len(), text.len());
+        let fits = self.texts.push(text, whole, first_scored, std::iter::empty());
         assert!(fits, "a text fits a row");
         self.num_texts_tokens += text.len();
     }
 
+    /// Runs the forward pass and gives `keep` the likelihood of each pair.
     fn run<B: DeviceBackend>(
         self,
         model: &TaskModel<'_, B>,
@@ -329,6 +336,7 @@ impl Layout {
     ) -> Result<(), EvalError> {
         let TaskModel { model, device, .. } = *model;
         let batch = self.texts.batch().expect("one text at least");
+        // Where each of `tokens` lies in the packed rows.
         let mut places = vec![None; self.tokens.len()];
         for (place, &token) in batch.tokens.iter().enumerate() {
             // `get_or_insert` keeps the first place of each token. Padding also has index 0, but comes after token 0.
@@ -379,6 +387,7 @@ impl Layout {
         for (n, (loss, scored)) in losses.iter::<f64>().zip(&self.scored).enumerate() {
             let ending = endings.entry(scored.pair).or_default();
             ending.log_likelihood -= loss;
+            // Without `with_greedy` it stays true, and is not reported.
             ending.is_greedy &= likeliest.get(n).is_none_or(|&first| first == i64::from(scored.token));
         }
         for (pair, num_scored) in self.pairs {

@@ -78,7 +78,7 @@ mod tests {
         assert!((found.mean - 1.25 / 3.0).abs() < 1e-12);
         assert_eq!(found.overall, (1.0 + 0.125) / 2.0);
         assert_eq!(LongBenchAverage::new(&[]), None);
-        // Every data set that is read has a category.
+        // Every LongBench task of the program has a category.
         let names = CATEGORIES
             .iter()
             .flat_map(|(_, names)| names.iter().map(|name| format!("{PREFIX}{name}")));

@@ -221,6 +221,7 @@ impl Task {
         Self::compile(name, text).map_err(|reason| EvalError::task(name, reason))
     }
 
+    /// As [`parse`](Self::parse), with the error's reason alone.
     fn compile(name: &str, text: &str) -> Result<Self, String> {
         let file: File = toml::from_str(text).map_err(|error| error.to_string().trim_end().to_owned())?;
         let template = |text: &Option<String>| text.as_deref().map(Template::parse).transpose();
@@ -297,6 +298,7 @@ impl Task {
         questions.collect()
     }
 
+    /// The question of a row. An error says what is wrong with the row.
     fn question(&self, row: &TableRow) -> Result<Question, String> {
         let filtered = |text: String| {
             let mut all = self.filters.iter();
@@ -311,6 +313,7 @@ impl Task {
             .collect::<Result<_, _>>()?;
         let endings = list(&self.endings)?;
         let endings: Vec<String> = endings.into_iter().map(filtered).collect::<Result<_, _>>()?;
+        // One prompt has several endings, or several prompts have one.
         let num_choices = prompts.len().max(endings.len());
         if self.measure == Measure::Choices && num_choices < 2 {
             let choices = if num_choices == 1 { "choice" } else { "choices" };
@@ -348,6 +351,7 @@ impl Task {
             .question(row)
             .map_err(|what| EvalError::task(&self.name, format!("an example {what}")))?;
         let right = question.label.unwrap_or(0);
+        // A single prompt or ending serves all choices.
         let of = |list: &[String]| list[right.min(list.len() - 1)].clone();
         Ok(format!(
             "{}{}{}\n\n",
@@ -357,7 +361,8 @@ impl Task {
         ))
     }
 
-    /// The (context, continuation) pairs whose likelihood the model gives: one for each choice.
+    /// The (context, continuation) pairs of a question: one for each choice, or a single one in tasks without choices.
+    /// `before` are the solved examples.
     pub(super) fn pairs(&self, question: &Question, before: &str) -> Vec<(String, String)> {
         let context = |prompt: &String| format!("{}{before}{prompt}", question.description);
         match self.measure {

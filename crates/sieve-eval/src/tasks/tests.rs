@@ -7,7 +7,7 @@ use sieve_core::{Attention, DmaShape};
 use sieve_data::{BpeConfig, Corpus, CorpusConfig};
 use sieve_testing::refusal;
 
-/// A tokenizer of 31 tokens is too small for bytes: words of a list, white space between them.
+/// A tokenizer of 31 tokens, too few for bytes: its tokens are words, separated by white space.
 fn tokenizer() -> Tokenizer {
     let vocab: serde_json::Map<String, serde_json::Value> = (0..30u32)
         .map(|id| (format!("t{id}"), id.into()))
@@ -29,7 +29,7 @@ fn rows(lines: &[String]) -> Vec<TableRow> {
     rows.collect::<Result<_, _>>().expect("objects")
 }
 
-/// PIQA's columns, texts of several lengths.
+/// Rows with PIQA's columns and texts of several lengths.
 fn piqa(num_rows: usize) -> Vec<TableRow> {
     let text = |n: usize, len: usize| text_of((0..len).map(|k| (n * 7 + k * k * 3 + k) % 30));
     let row = |n: usize| {
@@ -80,7 +80,7 @@ fn text_of(tokens: impl Iterator<Item = usize>) -> String {
     words.join(" ")
 }
 
-/// Words in no order.
+/// `len` words that neither repeat in a row nor ascend.
 fn mixed(from: usize, len: usize) -> String {
     text_of((from..from + len).map(|k| k * k % 30))
 }
@@ -184,7 +184,7 @@ fn long_texts_are_refused_or_cut_at_their_beginning() {
     assert!((report.scores[0].value - nats.exp()).abs() < 1e-9);
 }
 
-/// LongBench's rows as published: a score between 0 and 1, and prompts that lose their middle.
+/// Rows in LongBench's published form get a score between 0 and 1, and long prompts lose their middle.
 #[test]
 fn long_prompts_lose_their_middle_and_texts_are_scored() {
     let row = |context: &str| {
@@ -215,7 +215,7 @@ fn long_prompts_lose_their_middle_and_texts_are_scored() {
     assert_eq!((mean.value, mean.stderr), (0.5, Some((0.25f64 / 3.0).sqrt())));
 }
 
-/// Prompts shorter than half the room, longer than that, and longer than the room, of all data sets.
+/// Each data set has prompts shorter than half the context, longer than half, and longer than the context.
 #[test]
 fn every_longbench_task_takes_short_and_long_prompts() {
     let tokenizer = tokenizer();
@@ -275,7 +275,7 @@ fn a_context_and_its_ending_are_split_where_the_harness_splits_them() {
     let (tokens, num_scored) = first.parts();
     assert_eq!((tokens[0], &tokens[1..], num_scored), (eos_id, &whole[..], whole.len()));
     assert_eq!(encode("the cat", ""), None);
-    // A template that puts <s> first: before a context, also one of white space, and once before an ending alone.
+    // Llama's template puts <s> first: before a context, even one of white space, and once before a lone ending.
     let llama = llama_tokenizer();
     let encode = |context: &str, ending: &str| Pair::encode(&llama, 1, context, ending).expect("text");
     let ids = |text: &str| [&[1], &llama.encode(text).expect("text")[..]].concat();
@@ -297,7 +297,7 @@ fn kinds() -> [Attention; 3] {
     [Attention::Mha, Attention::swa(6), Attention::Dma(dma)]
 }
 
-/// An ending gets the same score alone as behind a prompt read once for all endings, and behind a cached prompt.
+/// An ending gets the same score alone, after a prompt that all endings share in a pass, and after a cached prompt.
 #[test]
 fn endings_of_a_shared_prompt_get_what_they_get_alone() {
     let tokenizer = tokenizer();
@@ -306,7 +306,7 @@ fn endings_of_a_shared_prompt_get_what_they_get_alone() {
         let pair = Pair::encode(&tokenizer, 30, context, &format!(" {ending}"));
         pair.expect("known words").expect("something to score")
     };
-    // Endings of one token and of several, two that are the same, and prompts that differ behind their beginning.
+    // Endings have one token or several, or are equal; or the prompts differ after a common beginning.
     let questions: Vec<Vec<Pair>> = (0..30)
         .map(|n| {
             let one = |k: usize| match n % 3 {
@@ -347,7 +347,7 @@ fn endings_of_a_shared_prompt_get_what_they_get_alone() {
     }
 }
 
-/// More prompts than go on together, of several lengths and ends, against one after another.
+/// Prompts of several lengths, more than one batch decodes, get the same answers as one after another.
 #[test]
 fn answers_of_many_prompts_are_those_of_each_alone() {
     let tokenizer = tokenizer();
@@ -358,7 +358,7 @@ fn answers_of_many_prompts_are_those_of_each_alone() {
     let prompts: Vec<Vec<u32>> = (0..70usize)
         .map(|n| (0..n % 13).map(|k| ((n * 5 + k * k) % 30) as u32).collect())
         .collect();
-    // Every end of a text counts, as chat models have several.
+    // Every end token ends a text; chat models have several.
     let ends = [vec![30], vec![30, 3, 8, 11, 20, 27]];
     for (attention, ends) in kinds()
         .into_iter()

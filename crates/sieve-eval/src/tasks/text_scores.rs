@@ -84,6 +84,7 @@ fn qa_words(text: &str) -> Vec<String> {
     out.split_whitespace().map(str::to_owned).collect()
 }
 
+/// F1 of the words that both have, each counted as often as both have it.
 fn f1(text: &[String], answer: &[String]) -> f64 {
     let mut left = HashMap::<&str, usize>::new();
     for word in answer {
@@ -163,6 +164,7 @@ fn longest_common<'a>(x: &[&'a str], y: &[&str]) -> Vec<&'a str> {
     found
 }
 
+/// [`TextScore::Classification`], for one right class.
 fn classification(text: &str, answer: &str, classes: &[String]) -> f64 {
     let mut named: Vec<&String> = classes.iter().filter(|class| text.contains(*class)).collect();
     // A class whose name is part of the right one's does not count against it. LongBench's scorer removes entries from
@@ -220,10 +222,12 @@ fn matching(a: &[char], b: &[char]) -> usize {
     if b.len() >= 200 {
         places.retain(|_, places| places.len() <= b.len() / 100 + 1);
     }
+    // Pairs of ranges that are still to be matched: around the longest match, the text before it and after it.
     let mut open = vec![[0, a.len(), 0, b.len()]];
     let mut matched = 0;
     while let Some([a_first, a_end, b_first, b_end]) = open.pop() {
         let (mut best_a, mut best_b, mut size) = (a_first, b_first, 0);
+        // Length of the match that ends at the character before i and at each j.
         let mut lengths = HashMap::<usize, usize>::new();
         for (i, c) in a.iter().enumerate().take(a_end).skip(a_first) {
             let mut next = HashMap::new();
@@ -257,8 +261,8 @@ fn matching(a: &[char], b: &[char]) -> usize {
 mod tests {
     use super::*;
 
-    /// Texts and the numbers of lm-evaluation-harness's `longbench/metrics.py` for them
-    /// (tests/python/longbench_scores.py).
+    /// The scores are those of lm-evaluation-harness's `longbench/metrics.py`, stored by
+    /// tests/python/longbench_scores.py.
     #[test]
     fn scores_are_those_of_the_scorer() {
         let golden: Vec<serde_json::Value> =
@@ -275,7 +279,7 @@ mod tests {
             let counts = between.entry(score.name().to_owned()).or_default();
             *counts += usize::from(value > 0.0 && value < 1.0);
         }
-        // Each score is met where it is neither nothing nor all.
+        // Each kind of score has cases strictly between 0 and 1.
         assert_eq!(between.len(), 6);
         assert!(between.values().all(|&count| count >= 5), "{between:?}");
     }

@@ -130,7 +130,9 @@ impl DamCapture {
         self.sums.iter().map(|sums| self.map(sums)).collect()
     }
 
-    /// The map of a head with these sums, `[capture, capture]`.
+    /// The map of a head with these sums of probabilities, `[capture, capture]`. The pairs with the largest means are
+    /// on, as many as `density` says, and so are the sink and each row's own key. Columns and distances that are on in
+    /// enough rows are extended.
     fn map(&self, sums: &[f64]) -> DamMap {
         let (side, settings) = (self.calibration.capture, &self.calibration);
         let n = self.rows.iter().take_while(|&&rows| rows > 0).count();
@@ -155,7 +157,6 @@ impl DamCapture {
             .iter()
             .map(|x| ((x - low) / (high - low).max(f64::MIN_POSITIVE)) as f32)
             .collect();
-        // The pairs with the highest scores, as many as the density asks for.
         let wanted = (settings.density * scaled.len() as f64).ceil() as usize;
         let mut rows: Vec<Vec<u32>> = vec![Vec::new(); n];
         for at in falling(&scaled).into_iter().take(wanted) {
@@ -276,7 +277,9 @@ enum Source {
 }
 
 impl Dam {
+    /// The state before the first token. Maps of another number of heads are refused.
     pub(crate) fn new(config: &DamConfig, shape: LayerShape) -> Result<Self, SelectError> {
+        // Without a file the text calibrates itself.
         let Some(maps) = &config.maps else {
             let capture = DamCapture::new(config.clone(), shape.num_heads)?;
             return Ok(Self {
@@ -310,11 +313,13 @@ impl Dam {
         }
     }
 
+    /// The keys that the newest token reads, a list for each query head; all keys while the text calibrates itself.
     pub(crate) fn choose(&mut self, cache: &Cache) -> Vec<Vec<u32>> {
         let position = cache.len - 1;
         if let Source::Text(capture) = &mut self.source
             && position >= capture.calibration.capture
         {
+            // The text is the one sequence of its calibration, and has filled every row.
             capture.rows.fill(1);
             self.source = Source::Maps(capture.maps());
         }

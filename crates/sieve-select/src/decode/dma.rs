@@ -79,6 +79,7 @@ impl DmaWeights {
                         .find_map(|prefix| file.tensor(&format!("{prefix}layers.{layer}.self_attn.{name}")).ok())
                 })
             };
+            // The layers end where the file has no more such tensors.
             let (Some(a), Some(w_dt)) = (find(&["a", "A"]), find(&["dt_proj.weight"])) else {
                 break;
             };
@@ -97,7 +98,7 @@ impl DmaWeights {
     }
 }
 
-/// Elements of an f32 or bfloat16 tensor.
+/// Elements of an f32 or bfloat16 tensor; `None` for another type.
 pub(crate) fn floats(tensor: &safetensors::tensor::TensorView<'_>) -> Option<Vec<f32>> {
     match tensor.dtype() {
         Dtype::F32 => {
@@ -121,13 +122,14 @@ const MAX_EXPONENT: f32 = 60.0;
 pub(crate) struct Dma {
     config: DmaConfig,
     weights: DmaLayerWeights,
-    /// [`rank_key`] of the kept keys per KV head; the key to be evicted next is on top of the heap.
+    /// The kept keys per KV head, as a [`rank_key`] of score and position; the next to be evicted is on top.
     slots: Vec<BinaryHeap<Reverse<u64>>>,
     /// Scores z of all keys, `[keys, num_kv_heads]`.
     z: Vec<f32>,
 }
 
 impl Dma {
+    /// The state before the first token. Without weights all scores are 0; weights of another shape are refused.
     pub(crate) fn new(config: DmaConfig, shape: LayerShape) -> Result<Self, SelectError> {
         let (heads, width) = (shape.num_kv_heads, shape.num_kv_heads * shape.head_dim);
         let untrained = DmaLayerWeights {
@@ -190,19 +192,21 @@ impl Dma {
             head_dim,
             softmax_scale: cache.scale(),
         };
-        // The function reads the values from a packed [q, k, v].
+        // The function takes a packed [q, k, v] and reads only the values.
         let mut qkv = vec![0.0; 2 * v.len()];
         qkv.extend_from_slice(v);
         dma_scores_forward(shape, &qkv, &self.weights.w_dt, &self.weights.a, &mut z);
         z
     }
 
+    /// The kept positions per KV head, which are the lower 32 bits of a [`rank_key`].
     pub(crate) fn choose(&mut self, cache: &Cache) -> Vec<Vec<u32>> {
         self.extend(cache);
         let positions = |slots: &BinaryHeap<Reverse<u64>>| ascending(slots.iter().map(|key| key.0 as u32 as usize));
         self.slots.iter().map(positions).collect()
     }
 
+    /// Attention of a query head, with each key's bias added to its logit.
     pub(crate) fn attend(&self, cache: &Cache, head: usize, q: &[f32], list: &[u32]) -> RowAttention {
         let kv_head = head / cache.shape.group_size();
         let mut logits = cache.logits(kv_head, q, list);

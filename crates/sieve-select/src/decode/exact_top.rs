@@ -22,7 +22,9 @@ impl ExactTopConfig {
     /// The selection of the last of `shape.num_keys` tokens as device steps.
     pub(super) fn step(&self, shape: CallShape) -> Step {
         let top = amount(self.k, shape.num_keys);
-        let mut selection = BlockSelection::new(shape, 1, BlockScores::Logits, KeepBlocks::Top(top));
+        let block = 1;
+        let mut selection = BlockSelection::new(shape, block, BlockScores::Logits, KeepBlocks::Top(top));
+        // The newest key is kept only if its logit is among the largest.
         selection.keep.keeps_own = false;
         Step::Blocks(Box::new(selection), top.min(shape.num_keys))
     }

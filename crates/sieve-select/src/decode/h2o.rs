@@ -77,6 +77,7 @@ impl H2o {
         }
     }
 
+    /// The kept keys and the newest one, which has received no attention yet.
     pub(crate) fn choose(&mut self, cache: &Cache) -> Vec<Vec<u32>> {
         let newest = cache.len as u32 - 1;
         for kept in &mut self.kept {
@@ -103,19 +104,19 @@ impl H2o {
 
     /// Evicts the keys with the least attention that are not recent; of equal ones the older.
     fn evict(&mut self, kv_head: usize, tokens: usize) {
-        let of = if self.prompt_tokens > 0 {
+        let whole = if self.prompt_tokens > 0 {
             self.prompt_tokens
         } else {
             tokens
         };
-        let (heavy, recent) = (amount(self.config.heavy, of), amount(self.config.recent, of));
+        let (heavy, recent) = (amount(self.config.heavy, whole), amount(self.config.recent, whole));
         let kept = &mut self.kept[kv_head];
         let surplus = kept.len().saturating_sub(heavy + recent);
         if surplus == 0 {
             return;
         }
-        let old = kept.len() - recent;
-        let mut order: Vec<usize> = (0..old).collect();
+        let num_old = kept.len() - recent;
+        let mut order: Vec<usize> = (0..num_old).collect();
         order.sort_by(|&a, &b| kept[a].1.total_cmp(&kept[b].1).then(a.cmp(&b)));
         let evicted: std::collections::HashSet<u32> = order[..surplus].iter().map(|&at| kept[at].0).collect();
         kept.retain(|key| !evicted.contains(&key.0));

@@ -47,6 +47,7 @@ impl Infinitehip {
             .map(|stage| self.steps.is_multiple_of(stage.refresh))
             .collect();
         if due[0] {
+            // The first stage ranks the keys from the sink to here; later keys are in the window.
             self.end = self.config.candidates(position).1;
         }
         self.steps += 1;
@@ -77,6 +78,7 @@ impl Infinitehip {
         lists.chunks(m).map(all).collect()
     }
 
+    /// The keys of a head: sink, chunks of the last stage, and all keys after `end`; every key after a NaN.
     fn list(&self, head: usize, len: usize) -> Vec<u32> {
         if self.dense[head] {
             return (0..len as u32).collect();

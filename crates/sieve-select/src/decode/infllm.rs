@@ -101,7 +101,8 @@ impl Infllm {
         }
     }
 
-    /// Chooses blocks by the mean of a chunk's queries; keys that leave the window meanwhile form no blocks.
+    /// Chooses blocks by the mean of a chunk's queries, whose keys are not in the cache yet. Keys that leave the window
+    /// during the chunk form no blocks.
     pub(crate) fn begin_chunk(&mut self, cache: &Cache, q: &[f32]) {
         self.form_blocks(cache.len + 1);
         let q_len = self.shape.num_heads * self.shape.head_dim;
@@ -118,7 +119,8 @@ impl Infllm {
         self.chosen = None;
     }
 
-    /// Attention of the newest token, `[num_heads, head_dim]`.
+    /// Attention of the newest token, `[num_heads, head_dim]`. Keys before the local window are read at a distance of
+    /// `local` tokens. Writes the keys that were read to `kept`, and adds the attention of local keys to `received`.
     pub(crate) fn step(&mut self, cache: &Cache, q: &[f32], kept: &mut Vec<Vec<u32>>) -> Vec<f32> {
         let (n, d, m) = (cache.len, self.shape.head_dim, self.shape.group_size());
         for kv_head in 0..self.shape.num_kv_heads {
@@ -140,6 +142,7 @@ impl Infllm {
             let first = self.config.init + block * self.config.block;
             first..first + self.config.block
         };
+        // Keys before the window that do not fill a block yet.
         let remainder = (self.config.init + self.num_blocks() * self.config.block).min(local)..local;
         let past = (0..init).chain(blocks.iter().flat_map(tokens)).chain(remainder);
         let list = ascending(past.chain(local..n));
@@ -185,7 +188,8 @@ impl Infllm {
             .collect()
     }
 
-    /// Forms blocks of the keys that have left the local window of the `n`-th token.
+    /// Forms blocks of the keys that have left the local window of the `n`-th token. The mean of the `repr` keys that
+    /// received the most attention represents a block.
     fn form_blocks(&mut self, n: usize) {
         let local = n.saturating_sub(self.config.local);
         loop {
@@ -209,7 +213,8 @@ impl Infllm {
         }
     }
 
-    /// The best blocks for queries `[num_heads, head_dim]`, shared by all heads.
+    /// The blocks whose representatives have the largest products with queries `[num_heads, head_dim]`, summed over
+    /// all heads.
     fn best_blocks(&self, far: &[f32]) -> Vec<usize> {
         let (d, m) = (self.shape.head_dim, self.shape.group_size());
         let scores: Vec<f32> = self

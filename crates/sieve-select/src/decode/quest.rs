@@ -1,4 +1,5 @@
-//! Quest (arXiv:2406.10774): pages of keys by an upper bound of their products with the query; nothing is evicted.
+//! Quest (arXiv:2406.10774): reads the pages of keys with the largest upper bounds of products with the query. It
+//! evicts nothing.
 
 use super::{Cache, LayerShape, Step, amount, ascending};
 use crate::keep::top_k_forced;
@@ -29,6 +30,7 @@ impl QuestConfig {
         let n = shape.num_keys;
         let (last, all) = ((n - 1) / self.page, n.div_ceil(self.page));
         let pages = self.num_pages(n);
+        // The tokens of the last page, which may be short, and whole pages.
         let keys = n - last * self.page + (pages.min(all) - 1) * self.page;
         // The last page is always read and is one of `pages`.
         let others = KeepBlocks::Top(pages - 1);

@@ -54,6 +54,7 @@ impl SnapkvConfig {
 
     /// The selection of the keys kept of a prompt of `shape.num_keys` tokens as device steps.
     pub(super) fn heavy_keys(&self, shape: CallShape) -> HeavyKeys {
+        // The last `window` queries vote, and the last `window` keys stay.
         HeavyKeys {
             width: self.kernel,
             by_largest: self.pool == Pool::Max,
@@ -84,6 +85,8 @@ impl Snapkv {
         }
     }
 
+    /// Chooses the keys of a prompt that stay, by the votes of its last queries. Heads with a NaN do not vote; a prompt
+    /// within the capacity keeps all keys.
     pub(crate) fn prompt(&mut self, call: &Call<'_>) {
         self.acted = true;
         let n = call.shape.num_keys;
@@ -131,8 +134,9 @@ impl Snapkv {
             // The last `window` keys stay; the queries vote on the earlier ones.
             let earlier = self.kept[kv_head].len() - self.config.window;
             let mut votes = vec![0.0_f32; earlier];
-            for (age, q) in self.queries.iter().enumerate() {
-                let list = &self.kept[kv_head][..earlier + age + 1];
+            for (index, q) in self.queries.iter().enumerate() {
+                // A query sees the keys up to its own.
+                let list = &self.kept[kv_head][..earlier + index + 1];
                 for head in kv_head * m..(kv_head + 1) * m {
                     let row = cache.attend(head, &q[head * d..(head + 1) * d], list);
                     votes.iter_mut().zip(&row.p).for_each(|(sum, &p)| *sum += p);

@@ -9,9 +9,9 @@ use crate::selector::{Method, Selector};
 /// How a device finds the keys that a decoded token reads.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
-    /// Keys by this mask, which depends on positions only.
+    /// The device reads the keys of this mask, which depends on positions only.
     Mask(Box<KeyMask>),
-    /// By this selection; the number is how many keys a query head reads.
+    /// The device runs this selection; the number is how many keys a query head reads.
     Blocks(Box<BlockSelection>, usize),
 }
 
@@ -57,8 +57,8 @@ impl Selector {
         }
     }
 
-    /// Whether the method decodes on a device for heads of this width, by [`step`](Self::step) or
-    /// [`heavy_keys`](Self::heavy_keys).
+    /// Whether the method decodes on a device, by [`step`](Self::step) or [`heavy_keys`](Self::heavy_keys): the kernels
+    /// of some methods need a `head_dim` that is a multiple of 32 or 64.
     pub fn steps_on_device(&self, head_dim: usize) -> bool {
         match &self.method {
             Method::Streamingllm(config) => !config.reindex,
@@ -90,8 +90,9 @@ pub(super) fn most_attended(shape: CallShape, num_queries: usize, [num_kept, num
         true => [num_keys, 0],
         false => [num_kept - num_last, num_last],
     };
+    let block = 1;
     HeavyKeys {
-        selection: BlockSelection::new(shape, 1, BlockScores::Logits, KeepBlocks::Top(num_ranked)),
+        selection: BlockSelection::new(shape, block, BlockScores::Logits, KeepBlocks::Top(num_ranked)),
         last,
         width: 1,
         by_largest: false,
@@ -132,7 +133,7 @@ mod tests {
             let selection = heavy.selection;
             (selection.shape.num_queries, selection.keep.by, heavy.last)
         };
-        // 30 heavy keys, one more that the next token evicts, and 15 recent keys.
+        // H2O keeps 30 heavy keys, one more that the next token evicts, and 15 recent keys.
         let h2o = "h2o:heavy=0.1,recent=15";
         assert_eq!(kept(h2o), (300, KeepBlocks::Top(31), 15));
         let slots = of(h2o, 0).and_then(|heavy| heavy.slots);

@@ -41,7 +41,7 @@ impl PrefillMethod for AShapeConfig {
     }
 }
 
-/// Keys `j < n_init` or `j > a - n_local`, token by token; one list per KV head.
+/// A mask in which a query at position `i` sees the keys `j < n_init` and `i - n_local < j <= i`; one list per KV head.
 pub(crate) fn ranges(call: &Call<'_>, n_init: usize, n_local: usize) -> KeyMask {
     let tiles = Tiles::new(call.shape, TILE, TILE);
     let lists = vec![tiles_of_ranges(tiles, n_init, n_local); call.shape.num_kv_heads];
@@ -50,7 +50,7 @@ pub(crate) fn ranges(call: &Call<'_>, n_init: usize, n_local: usize) -> KeyMask 
     mask
 }
 
-/// The two ranges as a rule for tokens.
+/// The two ranges as the rule by which a query sees single keys of the kept tiles.
 pub(crate) fn window(n_init: usize, n_local: usize) -> TokenWindow {
     let word = |tokens: usize| i32::try_from(tokens).unwrap_or(i32::MAX);
     TokenWindow {
@@ -59,7 +59,7 @@ pub(crate) fn window(n_init: usize, n_local: usize) -> TokenWindow {
     }
 }
 
-/// Key tiles that the first and the last tokens overlap.
+/// For each query tile, the key tiles that hold the first `n_init` keys or the last `n_local` keys of one of its rows.
 pub(crate) fn tiles_of_ranges(tiles: Tiles, n_init: usize, n_local: usize) -> KeptRows {
     gqa::rows(tiles, |i| {
         let init = n_init.div_ceil(tiles.key_tile).min(tiles.admissible(i));

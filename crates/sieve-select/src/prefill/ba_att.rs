@@ -97,6 +97,7 @@ impl PrefillMethod for BaAttConfig {
 
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         let n = call.shape.num_keys;
+        // Blocks of earlier segments compete, and there are none.
         if self.causal && n <= self.segment {
             return Selected::dense(call.shape);
         }
@@ -109,12 +110,14 @@ impl PrefillMethod for BaAttConfig {
         permute::select(call, segments, gqa, self.causal, orders, rows)
     }
 
+    /// Device steps exist only for the causal form with sorted keys, in calls longer than a segment.
     fn steps(&self, call: &Call<'_>, gqa: GqaPolicy) -> Option<BlockSelection> {
         let scores = match self.compensates(call.layer, call.num_layers) {
             false => BlockScores::Means { variances: 0.0 },
             true if self.compensation == Compensation::Covariance => BlockScores::Means {
                 variances: self.beta as f32 / call.shape.head_dim as f32,
             },
+            // Only the host computes the compensation by the variance.
             true => return None,
         };
         let moves_queries = self.sort == NormSort::Qk;
@@ -122,7 +125,7 @@ impl PrefillMethod for BaAttConfig {
             && call.shape.num_keys > self.segment
             && match self.sort {
                 NormSort::K => true,
-                // Sorting separates the queries of a group.
+                // Each query head sorts its own queries, so the heads of a group cannot share a list.
                 NormSort::Qk => gqa == GqaPolicy::PerQuery,
                 NormSort::Q | NormSort::None => false,
             };
@@ -232,18 +235,18 @@ impl BaAttConfig {
         if !self.compensates(call.layer, call.num_layers) {
             return logits;
         }
-        let beta = self.beta as f32 / d as f32;
+        let weight = self.beta as f32 / d as f32;
         let mut add = |a: &[f32], b: &[f32], factor: f32| {
             let term = scores(a, b, d, factor);
             logits.iter_mut().zip(term).for_each(|(x, term)| *x += term);
         };
         match self.compensation {
-            Compensation::Covariance => add(&q.variance, &k.variance, beta),
+            Compensation::Covariance => add(&q.variance, &k.variance, weight),
             Compensation::Variance => {
                 let square = |x: &[f32]| x.iter().map(|x| x * x).collect::<Vec<f32>>();
-                add(&square(&q.mean), &k.variance, 0.5 * beta);
-                add(&q.variance, &square(&k.mean), 0.5 * beta);
-                add(&q.variance, &k.variance, 0.5 * beta);
+                add(&square(&q.mean), &k.variance, 0.5 * weight);
+                add(&q.variance, &square(&k.mean), 0.5 * weight);
+                add(&q.variance, &k.variance, 0.5 * weight);
             }
         }
         logits

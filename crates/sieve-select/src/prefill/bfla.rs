@@ -97,6 +97,7 @@ impl PrefillMethod for BflaConfig {
         chosen
     }
 
+    /// Device steps exist only without rescue, and for two of the poolings.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let scores = match self.pooling {
             Pooling::Flat => BlockScores::LargestOfGroups(self.group),
@@ -135,6 +136,7 @@ impl BflaConfig {
             this.pool(d, blocks.num_query_tiles(), |i| blocks.rows(i), query).0
         });
         let queries: Vec<Vec<f32>> = queries.collect();
+        // Elements of all vectors of a block.
         let block_len = k.len() / blocks.num_key_tiles().max(1);
         gqa::rows_or_nan(blocks, |i| {
             let k = &k[..blocks.admissible(i) * block_len];
@@ -207,7 +209,7 @@ impl BflaConfig {
             let band = tiles.first(i).saturating_sub(self.local_tokens) / self.tile;
             kept[band..].fill(true);
             kept[..self.sink_tiles.min(admissible)].fill(true);
-            // Absolute coordinates, so that chunks of a prompt agree.
+            // Rows are counted from position 0, so that a prompt in chunks rescues the same tiles.
             let row = (tiles.first(i) / self.tile) as u64;
             let block_row = (blocks.context() + i / per_block * self.block) as u64 / self.block as u64;
             for (j, kept) in kept.iter_mut().enumerate().filter(|(_, kept)| !**kept) {
@@ -252,8 +254,8 @@ impl BflaConfig {
     }
 }
 
-/// The largest product of a block of queries with each of `blocks` key blocks, from the products of their vectors,
-/// `per_block` a side.
+/// The largest product of a block of queries with each of `blocks` key blocks. `products` is `[per_block, blocks *
+/// per_block]`: the vectors of the query block by the vectors of all key blocks.
 fn largest(products: &[f32], per_block: usize, blocks: usize) -> Vec<f32> {
     let mut best = vec![f32::NEG_INFINITY; blocks];
     for (at, &x) in products.iter().enumerate() {

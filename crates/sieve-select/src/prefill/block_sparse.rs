@@ -45,7 +45,8 @@ impl PrefillMethod for BlockSparseConfig {
     }
 }
 
-/// The `num_kept(blocks of the row)` best blocks of each row; `None` on NaN.
+/// The best key blocks of each query block; `num_kept` gives their number from the number of blocks it may see. `None`
+/// on NaN.
 pub(crate) fn best_blocks(
     call: &Call<'_>,
     tiles: Tiles,

@@ -57,13 +57,14 @@ impl PrefillMethod for FlexprefillConfig {
         let tiles = Tiles::new(call.shape, self.block, self.block);
         let query_aware = AtomicUsize::new(0);
         let mut chosen = gqa::mask(call, tiles, gqa, |heads| {
+            // One head: `check` refuses gqa=mean.
             let (list, aware) = self.rows(call, tiles, heads[0])?;
             query_aware.fetch_add(usize::from(aware), Ordering::Relaxed);
             Some(list)
         });
         let aware = query_aware.into_inner();
-        let heads = call.shape.num_heads - chosen.stats.nan_lists - aware;
-        chosen.stats.patterns = vec![("query_aware", aware), ("vertical_slash", heads)];
+        let vertical_slash = call.shape.num_heads - chosen.stats.nan_lists - aware;
+        chosen.stats.patterns = vec![("query_aware", aware), ("vertical_slash", vertical_slash)];
         chosen
     }
 
@@ -77,8 +78,8 @@ impl PrefillMethod for FlexprefillConfig {
                 self.max_budget.map_or(n, |most| most / self.block),
             ],
         };
-        let selection = || BlockSelection::new(call.shape, self.block, scores, KeepBlocks::Mass(1.0));
-        (!self.is_short(n)).then(selection)
+        let ignored = KeepBlocks::Mass(1.0);
+        (!self.is_short(n)).then(|| BlockSelection::new(call.shape, self.block, scores, ignored))
     }
 
     fn knob(&self) -> Option<Knob> {
@@ -92,7 +93,8 @@ impl FlexprefillConfig {
         num_keys <= (2 * self.block).max(self.min_budget.next_multiple_of(self.block))
     }
 
-    /// Kept tiles of a head, and whether its pattern is query-aware; `None` on NaN.
+    /// Kept tiles of a head, and whether its pattern is query-aware: block means predict the probe's attention well, so
+    /// they choose blocks for all queries. `None` on NaN.
     fn rows(&self, call: &Call<'_>, tiles: Tiles, head: usize) -> Option<(KeptRows, bool)> {
         let probe = last_rows(call, self.block);
         let factor = 1.0 / probe.len() as f32;
@@ -138,6 +140,7 @@ impl FlexprefillConfig {
                 f64::from(sum) <= self.gamma
             })
             .count();
+        // `within` counts the probabilities before the one that exceeds gamma.
         let blocks = (within + 1) / self.block + 1;
         blocks.max(self.min_budget / self.block).min(most)
     }
@@ -173,8 +176,8 @@ impl FlexprefillConfig {
     }
 }
 
-/// Whether each tile is in one of the best block columns or block diagonals, `[query tiles][admissible key tiles]`.
-/// Column 0 and diagonal 0 are always among the best.
+/// Whether each tile is in one of the best block columns or block diagonals, `[query tiles][admissible key tiles]`, by
+/// their `sums`. `numbers` of each are kept; column 0 and diagonal 0 are always among them.
 fn slashes(tiles: Tiles, sums: [&[f32]; 2], numbers: [usize; 2]) -> Vec<Vec<bool>> {
     let best = |sums: &[f32], number: usize| top_k_forced(sums, number.max(1), |at| at == 0);
     let (columns, diagonals) = (best(sums[0], numbers[0]), best(sums[1], numbers[1]));
@@ -238,10 +241,10 @@ mod tests {
             min_budget: 4,
             ..Default::default()
         };
-        // 0.5, 0.25 are within 0.75, the third passes it: 3 tokens, 0 whole blocks, plus one.
+        // 0.5 + 0.25 is within gamma 0.75, and a third token exceeds it: 3 tokens fill 0 blocks, and one is added.
         assert_eq!(config.num_blocks(&[0.125, 0.5, 0.125, 0.25]), 1);
         let even = [1.0 / 16.0; 16];
-        // 12 within, one more: 13 / 4 + 1.
+        // 12 tokens are within gamma, and one more exceeds it: 13 / 4 + 1 blocks.
         assert_eq!(config.num_blocks(&even), 4);
         let config = FlexprefillConfig {
             max_budget: Some(8),

@@ -114,6 +114,7 @@ impl PrefillMethod for InfinitehipConfig {
 }
 
 impl InfinitehipConfig {
+    /// The three stages. Each keeps the chunks that fill the token budget of the next one.
     pub(crate) fn stages(&self) -> [Stage; 3] {
         [
             Stage {
@@ -149,7 +150,7 @@ impl InfinitehipConfig {
         cut(std::iter::once(candidates), self.chunk_1)
     }
 
-    /// Key tiles that a query block keeps; `None` on NaN.
+    /// Key tiles (of `chunk_3` keys) that a query block keeps: sink, window and chosen chunks; `None` on NaN.
     fn row(&self, call: &Call<'_>, tiles: Tiles, head: usize, i: usize) -> Option<Vec<usize>> {
         let candidates = self.candidates(tiles.first(i));
         let admissible = tiles.admissible(i);

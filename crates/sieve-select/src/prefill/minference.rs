@@ -158,6 +158,7 @@ fn of_patterns(call: &Call<'_>, patterns: &[Pattern]) -> Selected {
 pub fn search_patterns(call: &Call<'_>) -> Result<Vec<(Pattern, f64)>, SelectError> {
     let rows = call.shape.num_queries;
     let dense = dense_attention(call)?;
+    // Every mass is above -1.
     let mut best = vec![(DEFAULT, -1.0); call.shape.num_heads];
     for pattern in CANDIDATES {
         let chosen = of_patterns(call, &vec![pattern; call.shape.num_heads]);
@@ -222,6 +223,7 @@ impl PatternFile {
                 Pattern::VerticalSlash { vertical, slash } => {
                     json!(["vertical_and_slash", vertical, slash])
                 }
+                // MInference's files have numbers here that `pattern_of` does not read.
                 Pattern::BlockSparse { topk } => json!(["block_sparse", topk, 1]),
                 Pattern::BlockSparseEighth => json!(["block_sparse_eighth", 0, 0]),
             };
@@ -232,6 +234,7 @@ impl PatternFile {
     }
 }
 
+/// The pattern `[type, v, s, …]` of a head in a file; `None` if it is none.
 fn pattern_of(value: &Value) -> Option<Pattern> {
     let number = |at: usize| value.get(at)?.as_u64().map(|x| x as usize);
     match value.get(0)?.as_str()? {

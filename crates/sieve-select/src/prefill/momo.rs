@@ -85,6 +85,7 @@ impl PrefillMethod for MomoConfig {
         ] {
             rules.positive(key, value)?;
         }
+        // The smaller of the two must divide the larger.
         let mut pair = [("gamma", self.gamma), ("chi", self.chi)];
         pair.sort_by_key(|setting| setting.1);
         let [(small_key, small), (large_key, large)] = pair;
@@ -123,12 +124,14 @@ impl PrefillMethod for MomoConfig {
         chosen
     }
 
+    /// Device steps exist only for the algorithms with a gate.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let num_exact = match self.topk {
             TopK::Hybrid => self.k_exact,
             TopK::Gauss => 0,
             TopK::Exact | TopK::Tree => return None,
         };
+        // What the kernels support.
         let fits = self.score == ProbeScore::Raw
             && num_exact <= MOST_EXACT
             && call.shape.context().is_multiple_of(self.gamma)
@@ -143,6 +146,7 @@ impl PrefillMethod for MomoConfig {
         let keep = KeepBlocks::Top(self.k_trim.unwrap_or(self.k));
         let mut selection = BlockSelection::new(call.shape, self.beta, probes, keep);
         selection.scores.query_block = self.chi;
+        // Keeps the last block that is complete at the tile's first row, and all later blocks.
         selection.keep.local_tokens = self.beta - 1;
         selection.keep.first_tiles = self.sink_blocks;
         fits.then_some(selection)
@@ -158,8 +162,8 @@ impl PrefillMethod for MomoConfig {
 }
 
 impl MomoConfig {
-    /// Blocks that a probe chooses from: those after the sink and before the last complete block at the first probe of
-    /// the tile.
+    /// Blocks that a probe chooses from: those after the sink and before the last block that is complete at the first
+    /// probe of the probe's tile.
     fn stream(&self, tiles: Tiles, probe: usize, probes: &[usize]) -> std::ops::Range<usize> {
         let first = first_probe(tiles, tiles.tile_of_row(probe), probes);
         let complete = (tiles.context() + probes[first] + 1) / self.beta;
@@ -167,7 +171,8 @@ impl MomoConfig {
         self.sink_blocks.min(end)..end
     }
 
-    /// The blocks that some probes of a head choose, by the log-sum-exp of their logits in each block; `None` on NaN.
+    /// The blocks that the probes in `rows` choose for a head, by the log-sum-exp of their logits in each block; `None`
+    /// on NaN. `probes` are all probes of the call.
     fn choices(
         &self,
         call: &Call<'_>,
@@ -222,7 +227,7 @@ impl MomoConfig {
         let mut sum = vec![0.0_f32; blocks];
         let mut votes = vec![0_u32; blocks];
         for (probe, found) in probes.iter().zip(found).skip(first) {
-            // The first one may lie before the tile, which then has no other probe.
+            // The first of these may lie before the tile, which then has no probe of its own.
             if *probe >= rows.end {
                 break;
             }
@@ -239,6 +244,7 @@ impl MomoConfig {
             .map(|at| chosen[at])
             .collect();
         kept.extend(0..self.sink_blocks.min(blocks));
+        // From the last block that is complete at the first probe to the diagonal.
         let complete = (tiles.context() + probes[first] + 1) / self.beta;
         kept.extend(complete.saturating_sub(1)..blocks);
         kept
@@ -262,6 +268,7 @@ fn log_sum_exp(x: &mut [f32]) -> Option<f32> {
     if max.is_nan() || max == f32::INFINITY {
         return None;
     }
+    // Of a row of -inf, -inf minus -inf would be NaN.
     let sum = exp_row(x, max.max(f32::MIN));
     Some(if max == f32::NEG_INFINITY { max } else { max + sum.ln() })
 }

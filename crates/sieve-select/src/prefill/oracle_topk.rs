@@ -56,7 +56,8 @@ impl PrefillMethod for OracleTopkConfig {
     }
 }
 
-/// Dense probability mass of a query tile on each admissible block, `[admissible]`, averaged over heads.
+/// Dense probability mass of a query tile on each admissible block, `[admissible]`, summed over its rows and over
+/// heads; `None` on NaN.
 pub(crate) fn block_mass(call: &Call<'_>, tiles: Tiles, heads: &[usize], i: usize) -> Option<Vec<f32>> {
     let mut mass = Vec::new();
     for &head in heads {

@@ -104,15 +104,18 @@ impl PrefillMethod for PbsConfig {
     }
 
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
+        // Blocks of earlier segments compete, and there are none.
         if call.shape.num_keys <= self.segment {
             return Selected::dense(call.shape);
         }
         let segments = Segments::new(call, self.segment, self.block);
         let orders = || self.orders(call, segments);
         let rows = |heads: &[usize], orders: &Orders| self.rows(call, segments, heads, orders);
-        permute::select(call, segments, gqa, true, orders, rows)
+        let causal = true;
+        permute::select(call, segments, gqa, causal, orders, rows)
     }
 
+    /// Device steps exist only if keys alone move, per KV head, and blocks are scored by their means.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let fits = self.permute == Permute::Keys
             && self.perm == PermutePer::Kv
@@ -135,7 +138,7 @@ impl PrefillMethod for PbsConfig {
 }
 
 impl PbsConfig {
-    /// The permutations that `permute`, `order` and `perm` ask for. A head whose importance is NaN keeps its order.
+    /// The permutations by the settings `permute`, `order` and `perm`. A head whose importance is NaN keeps its order.
     fn orders(&self, call: &Call<'_>, segments: Segments) -> Orders {
         let (heads, kv_heads) = (call.shape.num_heads, call.shape.num_kv_heads);
         let identity: Vec<i32> = (0..call.shape.num_keys as i32).collect();
@@ -167,6 +170,7 @@ impl PbsConfig {
         };
         match self.order {
             PermuteOrder::KeysFirst => {
+                // The queries still have their own order.
                 let keys = keys(&[]);
                 let queries = queries(&keys);
                 Orders { keys, queries }
@@ -200,6 +204,7 @@ impl PbsConfig {
                 false => keep_mass(&p[i], self.tau),
             };
             kept.extend(segments.own(i));
+            // Token 0 is the attention sink.
             kept.push(tile_of_token_0);
             kept
         }))
@@ -221,8 +226,8 @@ impl PbsConfig {
             .collect()
     }
 
-    /// Softmax over blocks of earlier segments by antidiagonal sums, `[query tiles][earlier blocks]`. The cells of
-    /// queries count from the tile's first row.
+    /// Softmax over blocks of earlier segments by antidiagonal sums, `[query tiles][earlier blocks]`. A cell is
+    /// `stride` tokens; the cells of queries count from the tile's first row.
     fn antidiagonals(
         &self,
         call: &Call<'_>,
@@ -274,6 +279,7 @@ fn key_order(call: &Call<'_>, segments: Segments, heads: &[usize], queries: &[Ve
             Some(order) => order[rows.clone()].iter().map(|&row| row as usize).collect(),
             None => rows.clone().collect(),
         };
+        // Consecutive rows take one GEMM.
         if rows.windows(2).all(|w| w[0] + 1 == w[1]) {
             let p = causal_probabilities(call, head, rows[0]..rows[0] + rows.len())?;
             for row in p.chunks_exact(call.shape.context() + rows[0] + rows.len()) {

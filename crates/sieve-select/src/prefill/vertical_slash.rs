@@ -67,13 +67,14 @@ impl VerticalSlashConfig {
         Some((0..tiles.num_query_tiles()).map(row).collect())
     }
 
-    /// The selection as steps that a GPU carries out.
+    /// The selection as device steps. Numbers are pairs: how many lines are kept, and how many of these are forced.
     pub(crate) fn lines(&self, shape: CallShape) -> BlockSelection {
         let scores = BlockScores::Lines {
             rows: PROBE,
             columns: [self.vertical.max(FORCED_COLUMNS), FORCED_COLUMNS],
             diagonals: [self.slash.max(MIN_OFFSETS), FORCED_OFFSETS],
         };
-        BlockSelection::new(shape, TILE, scores, KeepBlocks::Mass(1.0))
+        let ignored = KeepBlocks::Mass(1.0);
+        BlockSelection::new(shape, TILE, scores, ignored)
     }
 }

@@ -221,13 +221,15 @@ impl XattentionConfig {
 /// Adds the softmax of a row of cell logits to the sum of each block; `None` on NaN. Overwrites the row.
 pub(crate) fn add_block_softmax(row: &mut [f32], cells_per_block: usize, sums: &mut [f32]) -> Option<()> {
     let max = max_of_row(row);
+    // Without a finite logit no block gets a share.
     if max == f32::NEG_INFINITY {
         return Some(());
     }
     if !max.is_finite() {
         return None;
     }
-    let factor = 1.0 / exp_row(row, max);
+    let row_sum = exp_row(row, max);
+    let factor = 1.0 / row_sum;
     for (total, cells) in sums.iter_mut().zip(row.chunks(cells_per_block)) {
         *total += factor * sum(cells);
     }

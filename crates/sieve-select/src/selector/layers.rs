@@ -47,6 +47,7 @@ impl LayerSelectors {
         let mut parts: Vec<Part> = Vec::new();
         for (layers, selector) in pieces {
             let (first, last) = range(layers)?;
+            // The layer that the next part must begin with; `None` after an open range, which names all later layers.
             let next = match parts.last() {
                 None => Some(0),
                 Some(before) => before.last.map(|last| last + 1),
@@ -150,11 +151,12 @@ impl LayerSelectors {
         self.iter().any(Selector::is_token_by_token)
     }
 
-    /// Whether tokens after a prompt read less than everything in a layer.
+    /// Whether the tokens after a prompt read only some of the keys in one of the layers.
     pub fn acts_in_decode(&self) -> bool {
         self.iter().any(|one| one.phase() != Phase::Prefill)
     }
 
+    /// The text of all parts, with `of` to write a selector.
     fn text(&self, of: impl Fn(&Selector) -> String) -> String {
         if let Some(only) = self.only() {
             return of(only);
@@ -196,6 +198,7 @@ fn shown(first: usize, last: usize) -> String {
 /// The parts `LAYERS=TEXT` between slashes, as (layers, text); none if the text does not begin with layers. A slash in
 /// a file's name is no separator unless layers and an equals sign follow it.
 fn pieces(text: &str) -> Vec<(&str, &str)> {
+    // Where the layers that a text begins with end; `None` if it begins with something else.
     let begins = |text: &str| -> Option<usize> {
         let end = text.find('=')?;
         let is_range = |x: char| x.is_ascii_digit() || x == '-';

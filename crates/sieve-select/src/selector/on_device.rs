@@ -26,12 +26,13 @@ impl Selector {
                 selection.keep.heads_per_list = match self.common.gqa {
                     GqaPolicy::PerQuery => 1,
                     GqaPolicy::Union => shape.group_size(),
+                    // Only the host averages scores over the heads of a group.
                     GqaPolicy::Mean => return None,
                 };
                 selection
             }
         };
-        // The kernels keep at least one block.
+        // The kernels keep at least one block, so a selection of none runs on the host.
         if [KeepBlocks::Top(0), KeepBlocks::Share(0.0)].contains(&selection.keep.by) {
             return None;
         }
@@ -40,7 +41,8 @@ impl Selector {
         Some(selection)
     }
 
-    /// Whether a device has kernels for a call's attention and for its correction by probes.
+    /// Whether a device has kernels for a call's attention and for its correction by probes. Delta has none over a base
+    /// that has probes of its own.
     pub fn runs_on_device(&self, shape: CallShape, layer: usize, num_layers: usize) -> bool {
         let corrects = |correction: ProbeCorrection| correction.gamma > 1 && shape.num_queries > correction.gamma;
         let probes_on_device = match &self.method {
@@ -105,7 +107,7 @@ mod tests {
         let keep = &bfla.keep;
         assert_eq!((keep.heads_per_list, keep.tile, keep.first_tiles), (2, 64, 1));
         assert_eq!(keep.dense_rows, vec![293..300; 1]);
-        // Its blocks end at multiples of 128 tokens; the others' begin at the call's first row.
+        // XAttention's blocks end at multiples of the block size; other methods' blocks begin at the call's first row.
         let offsets = ["xattention:block=64", "xattention:block=256,stride=16", "meanpool"];
         assert_eq!(offsets.map(|text| of(text).scores.offset), [0, 128, 0]);
     }

@@ -126,7 +126,7 @@ impl Selector {
         text
     }
 
-    /// All keys of the method with their values, as written on the flag.
+    /// All keys of the method with their values, as `--selector` reads them.
     fn own_items(&self) -> Vec<(String, String)> {
         let own = match self.method.settings() {
             Value::Object(map) => map,
@@ -214,6 +214,7 @@ pub(super) fn delta(items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
     Ok(Method::Delta(config, Box::new(base)))
 }
 
+/// The defaults of the settings that all methods have.
 fn method_common(name: &str) -> Common {
     Common {
         min_prefill_tokens: 256,
@@ -233,6 +234,7 @@ pub(super) fn own<T: Default + Serialize + DeserializeOwned>(
     items: &mut Vec<Item<'_>>,
 ) -> Result<T, SelectError> {
     let defaults = serde_json::to_value(T::default()).ok();
+    // A settings struct is always an object.
     let Some(Value::Object(map)) = &defaults else {
         return Ok(T::default());
     };
@@ -307,6 +309,7 @@ pub(super) fn text_of_items(name: &str, items: impl IntoIterator<Item = (String,
     }
 }
 
+/// A value as `--selector` reads it.
 fn text_of(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
@@ -317,6 +320,7 @@ fn text_of(value: &Value) -> String {
     }
 }
 
+/// The known name that is most similar to `name`.
 fn nearest<'k>(name: &str, known: impl Iterator<Item = &'k str>) -> String {
     let likeness = |candidate: &str| strsim::jaro_winkler(&name.to_lowercase(), candidate);
     known
@@ -387,7 +391,7 @@ mod tests {
                 "{error}"
             );
         }
-        // What is printed is taken, and what is not printed is not.
+        // `parse` accepts the common keys that a selector prints, and refuses the others.
         for entry in ENTRIES {
             let printed = Selector::parse(entry.name).expect("defaults").to_string();
             for (key, value) in common_items(&method_common("bfla")) {

@@ -27,6 +27,7 @@ impl Selector {
         moved.filter_map(Result::ok).collect()
     }
 
+    /// The selector with its main setting at `value`, and momo's `k_exact` at most that.
     fn moved(&self, key: &str, value: &str) -> Result<Self, SelectError> {
         let mut selector = self.clone();
         if let Method::Momo(config) = &mut selector.method
@@ -52,6 +53,7 @@ impl Selector {
         };
         let usual = |text: &str| Self::parse(text).map_or(Vec::new(), |one| one.all_items());
         let mut defaults = usual(&name);
+        // `base` itself is left out only if it is delta's default base.
         if matches!(self.method, Method::Delta(..)) {
             let base = usual("delta").into_iter().find(|item| item.0 == "base");
             defaults.retain(|item| item.0 != "base");
@@ -88,7 +90,7 @@ mod tests {
             for (at, moved) in sweep.iter().enumerate() {
                 moved.check().unwrap_or_else(|error| panic!("{error}"));
                 assert!(!sweep[..at].contains(moved), "{moved} twice");
-                // Nothing but the knob moves, and what has to go with it.
+                // Only the knob changes, and momo's k_exact, which may not exceed it.
                 let back = moved.label_without(key).replace(":k_exact=2", "");
                 let back = back.replace(":k_exact=4", "");
                 assert_eq!(back, entry.name, "{moved}");

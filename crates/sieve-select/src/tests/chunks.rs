@@ -1,4 +1,5 @@
-//! Chunked prefill: the same lists where a method promises it, a valid and causal result everywhere.
+//! Chunked prefill: methods that promise it keep the same lists as in one call; every method's result is valid and
+//! causal.
 
 use super::{prefill, selector};
 use crate::mask::Selected;
@@ -6,7 +7,7 @@ use crate::oracle_dense;
 use crate::test_data::TestCall;
 use sieve_testing::{Random, assert_close_relative, refusal, wide};
 
-/// Methods whose lists do not depend on how a prompt is cut, and a chunk they agree for.
+/// Methods that keep the same lists in chunks as in one call, and a chunk size for which they do.
 const SAME: &[(&str, usize)] = &[
     (
         "bfla:block=32,group=8,tile=8,local_tokens=16,keep_mass=0.6,stride=7,prob=0.1",
@@ -23,12 +24,12 @@ const SAME: &[(&str, usize)] = &[
          prefill_dense_below=0,first_dense_layers=0",
         8,
     ),
-    // Ranges are cut token by token, so any chunk will do.
+    // These keep ranges of single tokens, so chunks of any size give the same lists.
     ("a_shape:n_init=5,n_local=20", 50),
     ("streamingllm:n_init=3,n_local=20", 25),
 ];
 
-/// Tiles per (list, query tile of the whole call).
+/// The kept key tiles of each list and query tile, one list after another.
 fn rows(chosen: &Selected) -> Vec<Vec<Vec<i32>>> {
     (0..chosen.mask.num_lists())
         .map(|list| {
@@ -39,8 +40,8 @@ fn rows(chosen: &Selected) -> Vec<Vec<Vec<i32>>> {
         .collect()
 }
 
-/// What the table of methods says of chunks: the same lists and outputs where it promises them, for the ranges with any
-/// cut.
+/// A method in [`SAME`] gives the same lists and outputs in chunks as in one call. [`SAME`] has all methods that
+/// promise this.
 pub(super) fn chunks_agree_as_far_as_promised(method: &&str) {
     let promised = "bfla momo xattention meanpool block_sparse a_shape streamingllm infinitehip oracle_topk";
     let cases: Vec<_> = SAME

@@ -1,4 +1,4 @@
-//! MOMO and the correction by differences: the check lines of the specification.
+//! MOMO and the correction by differences between dense and sparse outputs of probe rows.
 
 use super::{attend, prefill, select};
 use crate::attention::dense_rows_attention;
@@ -14,7 +14,7 @@ fn momo_probe_rows_are_dense_and_the_windows_shifted() {
         select("momo:gamma=8,beta=8,chi=16,k=2,k_exact=1,first_dense_layers=0", &data),
     );
     let correction = chosen.correction.clone().expect("momo corrects");
-    // Context 73: the first row is a probe, then absolute multiples of 8.
+    // The context is 73: probes are the first row, and rows 7, 15, … at positions 80, 88, ….
     assert_eq!(&correction.probe_rows[..3], [0, 7, 15]);
     let dense = oracle_dense(&call);
     let output = attend(&data, &chosen);
@@ -63,11 +63,11 @@ fn momo_row_cost_is_that_of_equation_9() {
         &format!("momo:gamma={gamma},beta={beta},chi=16,k={k},k_exact=2,first_dense_layers=0"),
         &data,
     );
-    // beta k, one sink block, and a window from the last complete block before the probe to the diagonal.
+    // A tile keeps k chosen blocks, one sink block, the last complete block before the probe, and the diagonal block.
     for i in 64..chosen.mask.tiles.num_query_tiles() {
         assert_eq!(chosen.mask.row(0, i).len(), k + 1 + 2, "tile {i}");
     }
-    // C / gamma for the probes: a share of 1 / gamma of all pairs.
+    // One row in gamma is a probe, so probes compute a share of 1 / gamma of all pairs.
     let shares = density(&chosen);
     assert!((shares.probes * gamma as f64 - 1.0).abs() < 0.01, "{shares:?}");
     let row = |c: f64| ((beta * (k + 1)) as f64 + 24.0).min(c);
@@ -84,7 +84,7 @@ fn momo_trims_the_union_of_its_probes() {
         let chosen = select(&text, &data);
         (10..16).map(|i| chosen.mask.row(0, i).to_vec()).collect::<Vec<_>>()
     };
-    // Sink, the last complete block before the tile, and the four blocks of the tile.
+    // Each tile keeps 4 chosen blocks, the sink block, the last complete block before the tile, and its own 4 blocks.
     let (trimmed, whole) = (rows(4), rows(1000));
     for (trimmed, whole) in trimmed.iter().zip(&whole) {
         assert_eq!(trimmed.len(), 4 + 1 + 5);
@@ -120,7 +120,7 @@ fn delta_probes_and_tail_are_dense_and_modes_differ() {
     let is_dense =
         |o: &[f32], row: usize| (0..32).all(|c| (f64::from(o[row * 32 + c]) - dense.o[row * 32 + c]).abs() < 1e-5);
     for row in 0..300 {
-        // 300 mod 16 + 128 rows at the end.
+        // The dense tail has 300 mod 16 + 128 rows.
         let expected = row % 16 == 0 || !(20..300 - 12 - 128).contains(&row);
         if expected {
             assert!(row >= 16 || is_dense(&done.output.o, row), "row {row}");
@@ -161,7 +161,7 @@ fn delta_of_a_chunk_between_probes_adds_one_at_its_first_row() {
         "delta:base=streamingllm,base.n_local=20,gamma=16,base.min_prefill_tokens=0",
         &data,
     );
-    // Context 41: the first row, then positions 48, 64, 80, 96.
+    // The context is 41: probes are the first row, and the rows at positions 48, 64, 80 and 96.
     let rows = chosen.correction.expect("delta corrects").probe_rows;
     assert_eq!(rows, [0, 7, 23, 39, 55]);
 }

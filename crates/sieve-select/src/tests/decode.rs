@@ -1,4 +1,4 @@
-//! Decode methods: against naive versions, budgets, causality, both forms.
+//! Decode methods are compared with naive versions; their budgets, causality, and `prompt` and `stream` are checked.
 
 mod causality;
 mod dma_slots;
@@ -28,7 +28,7 @@ const SMALL: &[&str] = &[
     "dam:capture=32,density=0.3",
 ];
 
-/// The same methods with everything kept.
+/// The same methods with settings that keep every key.
 const EVERYTHING: &[&str] = &[
     "h2o:heavy=1000,recent=10",
     "snapkv:capacity=1000",
@@ -84,7 +84,7 @@ fn session(text: &str, data: &TestCall) -> DecodeSession {
     DecodeSession::new(&selector, layer(data)).unwrap_or_else(|e| panic!("{text}: {e}"))
 }
 
-/// Tokens `range` of the operands.
+/// q, k and v of the tokens `range`.
 pub(super) fn tokens(data: &TestCall, range: std::ops::Range<usize>) -> [&[f32]; 3] {
     let (q, k) = (
         data.shape.num_heads * data.shape.head_dim,
@@ -109,7 +109,7 @@ fn prompt(session: &mut DecodeSession, data: &TestCall, end: usize) -> Vec<f32> 
     session.prompt(q, k, v).expect("the sizes fit").o
 }
 
-/// All outputs of a stream with what each token read.
+/// All outputs of a stream, and the keys that each token read, `[tokens][lists]`.
 fn stream(text: &str, data: &TestCall) -> (Vec<f32>, Vec<Vec<Vec<u32>>>) {
     let mut session = session(text, data);
     let (mut o, mut kept) = (Vec::new(), Vec::new());
@@ -126,7 +126,7 @@ fn everything_kept_equals_dense_in_stream_and_prompt_form(texts: &[&str]) {
     for text in texts {
         let (o, _) = stream(text, &data);
         assert_close_relative(text, &o, &dense.o, 2e-5);
-        // The prompt form: dense prompt, then decoding.
+        // A dense prompt, then decoding.
         let mut session = session(text, &data);
         let mut o = prompt(&mut session, &data, 41);
         o.extend(feed(&mut session, &data, 41..60));
@@ -149,7 +149,7 @@ fn stream_is_causal_and_reads_no_more_than_its_budget(texts: &[&str]) {
         for (t, lists) in kept.iter().enumerate() {
             for list in lists {
                 assert!(list.windows(2).all(|w| w[0] < w[1]), "{text}, token {t}");
-                // The largest logits need not include the token's own.
+                // The token's own logit need not be among the largest, which `exact_top` keeps.
                 assert!(
                     list.contains(&(t as u32)) || text.starts_with("exact_top"),
                     "{text}, token {t}"
@@ -161,7 +161,7 @@ fn stream_is_causal_and_reads_no_more_than_its_budget(texts: &[&str]) {
                     Some("infllm") => 4 + 8 + 8 + 3,
                     Some("exact_top") => 7,
                     Some("streamingllm") => 8,
-                    // Sink, window with its tile, budget; with refreshes, what left the window since, of two heads.
+                    // Sink, window and budget; between refreshes also keys that left the window, and 2 heads' budgets.
                     Some("infinitehip") if text.contains("refresh_1=8") => 4 + 8 + 7 + 2 * 8,
                     Some("infinitehip") => 4 + 8 + 8,
                     Some("dma") => 7,
@@ -173,7 +173,8 @@ fn stream_is_causal_and_reads_no_more_than_its_budget(texts: &[&str]) {
     }
 }
 
-/// Softmax attention in f64 over the lists a step names; for methods that neither move keys nor add to logits.
+/// Outputs equal softmax attention in f64 over the keys that a step names, unless a method reads keys at other
+/// distances.
 fn outputs_are_attention_over_the_keys_it_names(texts: &[&str]) {
     let data = TestCall::structured(&mut Random(103), 90, [4, 2], 8);
     let call = data.call();
@@ -187,7 +188,7 @@ fn outputs_are_attention_over_the_keys_it_names(texts: &[&str]) {
                 let (expected, _) = crate::oracle::oracle_row(&call, head, t, &shown);
                 let o = &o[(t * 4 + head) * 8..][..8];
                 let same = o.iter().zip(&expected).all(|(o, e)| (f64::from(*o) - e).abs() < 2e-5);
-                // Keys read at another distance give another output, unless they weigh nothing.
+                // Keys read at another distance change the output, unless their probabilities are tiny.
                 let moves = text.starts_with("infllm") || text.contains("reindex=true");
                 assert!(same || (moves && t >= 8), "{text}, token {t}, head {head}");
                 moved += usize::from(!same);
@@ -198,14 +199,15 @@ fn outputs_are_attention_over_the_keys_it_names(texts: &[&str]) {
     }
 }
 
-/// The two forms have the same sets wherever a choice depends on keys and queries alone, not on what was read before.
+/// After a `prompt` and in a `stream`, tokens read the same keys, if a method's choice depends on queries and keys
+/// alone and not on earlier attention.
 fn prompt_form_reads_what_the_stream_reads(texts: &[&str]) {
     let data = TestCall::structured(&mut Random(104), 100, [4, 2], 8);
     for text in texts {
         let history = ["h2o", "snapkv", "infllm"].iter().any(|name| text.starts_with(name));
         let (_, kept) = stream(text, &data);
         let mut session = session(text, &data);
-        // Steps are counted from the prompt's end: refreshes agree when it is a multiple of them.
+        // A prompt of 64 tokens is a multiple of all refresh intervals, which count from its end.
         prompt(&mut session, &data, 64);
         for (t, kept) in kept.iter().enumerate().skip(64) {
             feed(&mut session, &data, t..t + 1);
@@ -231,7 +233,7 @@ fn snapkv_keeps_its_choice_of_a_prompt() {
         assert_eq!(kept[..10], first, "token {t}");
         assert_eq!(kept[10..], (60..=t as u32).collect::<Vec<_>>(), "token {t}");
     }
-    // A prompt computed elsewhere is kept alike.
+    // `take_prompt`, after a prompt computed elsewhere, keeps the same keys as `prompt`.
     let [mut taken, mut computed] =
         [(); 2].map(|()| self::session("snapkv:window=4,capacity=10,kernel=3,pool=max", &data));
     let [q, k, v] = tokens(&data, 0..60);
@@ -239,7 +241,7 @@ fn snapkv_keeps_its_choice_of_a_prompt() {
     prompt(&mut computed, &data, 60);
     assert_eq!(feed(&mut taken, &data, 60..61), feed(&mut computed, &data, 60..61));
     assert!(taken.take_prompt(q, k, v).is_err());
-    // Shorter than the capacity: all.
+    // A prompt shorter than the capacity keeps all keys.
     let mut session = self::session("snapkv", &data);
     prompt(&mut session, &data, 99);
     feed(&mut session, &data, 99..100);
@@ -285,7 +287,7 @@ fn infllm_of_settings_beyond_any_text_reads_all_keys() {
 
 #[test]
 fn infllm_of_a_chunk_of_queries_shares_its_blocks() {
-    // All of them are fixed at its start.
+    // The whole stream is one feed: chunks of 20 queries choose their blocks at their first query.
     let data = TestCall::structured(&mut Random(99), 100, [2, 1], 8);
     let mut session = session("infllm:init=4,local=8,block=4,topk=2,repr=2,chunk=20", &data);
     let o = feed(&mut session, &data, 0..data.shape.num_keys);
@@ -311,7 +313,7 @@ fn dam_maps_meet_their_density_and_extend() {
     };
     for map in &maps.layers[0] {
         let on: usize = map.rows.iter().map(Vec::len).sum();
-        // Sink and diagonal come on top.
+        // The sink's four keys and each row's own key are added to the density's pairs.
         assert!(on >= (0.3 * 64.0 * 65.0 / 2.0) as usize && on < (0.3 * 64.0 * 65.0 / 2.0) as usize + 64 * 5);
         assert!(
             map.rows
@@ -401,7 +403,7 @@ fn decode_mistakes_are_told() {
     assert_eq!((session.len(), session.is_empty()), (10, false));
     assert_eq!(session.pairs_read(), 0);
     session.step(&data.q[..16], &data.k[..8], &data.v[..8]).expect("valid");
-    // Heavy and recent keep one key each of the ten, and the new one is read too.
+    // Of the ten keys one heavy and one recent stay, and the new key is read too, by two query heads.
     assert_eq!(session.pairs_read(), 2 * 3);
     refusal(
         session.prompt(&data.q, &data.k, &data.v),
@@ -515,7 +517,7 @@ fn dam_threshold_of_a_density_is_the_same_for_every_transform() {
         .zip(&root.rows)
         .map(|(a, b)| a.iter().filter(|j| b.contains(j)).count())
         .sum();
-    // Scaling to [0, 1] in f32 may merge a few.
+    // Scaling to [0, 1] in f32 may make a few different scores equal.
     let (log, root) = (pairs(log), pairs(root));
     assert!(both + 4 >= log && log.abs_diff(root) <= 4, "{both} {log} {root}");
 }

@@ -62,7 +62,7 @@ pub(super) fn equal_scores_zeros_and_a_huge_key(texts: &[&str]) {
 }
 
 pub(super) fn one_finite_score_takes_everything(texts: &[&str]) {
-    // Products of -1e30 against one of 0: a softmax of one element.
+    // All products are about -1e30 but one, which is 0 and takes the whole softmax.
     let mut data = TestCall::random(&mut Random(33), 128, 128, [1, 1], 16);
     data.q.fill(1.0);
     data.k.fill(-1e30);
@@ -77,12 +77,12 @@ pub(super) fn one_finite_score_takes_everything(texts: &[&str]) {
 pub(super) fn a_nan_makes_its_head_dense_and_leaves_the_others_alone(texts: &[&str]) {
     let clean = TestCall::structured(&mut Random(34), 256, [2, 2], 16);
     let mut data = clean.clone();
-    // Late queries of head 1; all probes see some of them.
+    // The last queries of head 1 are NaN; every method's probe rows include some of them.
     for row in 192..256 {
         data.q[(row * 2 + 1) * 16] = f32::NAN;
     }
     for text in texts {
-        // Ranges look at no query.
+        // Methods that keep fixed ranges read no query, and so find no NaN.
         let counts = selector(text).reads(0, 256) != Reads::Nothing;
         let (dirty, good) = (select(text, &data), select(text, &clean));
         if counts && !text.contains("mode=recompute") {
@@ -103,7 +103,7 @@ pub(super) fn a_nan_makes_its_head_dense_and_leaves_the_others_alone(texts: &[&s
 #[test]
 fn density_grows_with_every_threshold() {
     let mut data = TestCall::structured(&mut Random(35), 512, [2, 1], 16);
-    // Flat enough that no threshold is met by one block.
+    // The scores are so flat that no single block reaches a threshold.
     data.q.iter_mut().for_each(|x| *x *= 0.1);
     for [form, values] in cases(
         r#"

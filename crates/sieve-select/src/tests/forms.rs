@@ -1,5 +1,5 @@
-//! What holds for every prefill method: the form's rules, and attention over the lists equals the definition. The
-//! checks are run method by method in the parent.
+//! Checks of every prefill method: masks keep the rules of their form, and attention over the lists equals the
+//! definition. The parent module runs them method by method.
 
 use super::{attend, prefill, select};
 use crate::test_data::TestCall;
@@ -62,7 +62,7 @@ pub(super) fn is_sparse_and_its_density_is_that_of_the_expanded_mask(texts: &[&s
             (density.token - expected).abs() < 1e-12,
             "{text}: {density:?}, {expected}"
         );
-        // The default pattern of minference keeps more than 400 tokens.
+        // minference's default pattern keeps all of so short a prompt.
         assert!(
             density.token < 0.95 || text.starts_with("minference"),
             "{text}: {density:?}"
@@ -70,12 +70,12 @@ pub(super) fn is_sparse_and_its_density_is_that_of_the_expanded_mask(texts: &[&s
     }
 }
 
-/// Each query tile in turn: its rows stay the same when all keys after its last row are NaN.
+/// With a fixed list, the rows of each query tile stay the same when all keys after its last row are NaN.
 pub(super) fn the_list_fixed_later_tokens_change_nothing_before(texts: &[&str]) {
     let data = TestCall::random(&mut Random(24), 150, 210, [2, 1], 16);
     for text in texts {
         let mut chosen = select(text, &data);
-        // Probes belong to the values; the list alone is fixed here.
+        // Without the correction, whose dense outputs were computed from the original values.
         chosen.correction = None;
         let before = attend(&data, &chosen);
         let mut compared = 0;
@@ -111,7 +111,7 @@ pub(super) fn order_of_heads_and_requests_changes_nothing_but_rounding(texts: &[
         }
     }
     for text in texts {
-        // Rescue hashes and random orders know the head's number.
+        // BFLA's random rescue depends on the head's index, which the swap changes.
         if text.contains("prob=") {
             continue;
         }
@@ -128,13 +128,13 @@ pub(super) fn order_of_heads_and_requests_changes_nothing_but_rounding(texts: &[
 
 #[test]
 fn order_of_tiles_changes_nothing_but_rounding() {
-    // The same tiles under a permutation of whole tiles.
+    // The key tiles change places, and each list keeps the same keys.
     let data = TestCall::random(&mut Random(25), 130, 130, [2, 2], 16);
     let chosen = select("meanpool:block=16,tau=0.5", &data);
     let plain = attend(&data, &chosen);
     let tiles = chosen.mask.tiles.num_key_tiles();
     let mut moved = chosen.clone();
-    // The last tile is short and stays.
+    // The last tile is short, so it keeps its place.
     let place = |j: i32| match (j as usize) < tiles - 1 {
         true => tiles as i32 - 2 - j,
         false => j,

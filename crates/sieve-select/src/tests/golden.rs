@@ -1,4 +1,4 @@
-//! Lists of an independent computation (`tests/golden/selectors`), method by method.
+//! Each method's lists equal the ones that an independent program computed (`tests/golden/selectors`).
 
 use std::collections::BTreeSet;
 
@@ -20,7 +20,7 @@ fn i32s(file: &SafeTensors<'_>, name: &str) -> Vec<i32> {
     words.iter().map(|b| i32::from_le_bytes(*b)).collect()
 }
 
-/// The `count` cases of one method: (inputs, place, selector).
+/// The `count` stored cases of one method: (name of the inputs, its tokens or token, selector).
 fn cases(file: &SafeTensors<'_>, method: &str, count: usize) -> Vec<(String, String, String)> {
     let names: BTreeSet<&str> = file.names().into_iter().collect();
     let cases: Vec<_> = names
@@ -122,14 +122,14 @@ fn golden_pbs() {
     });
 }
 
-/// Keys are where the stored order has them, or have the importance of the key stored there: sums in another order, as
-/// on a processor with other vector instructions, exchange keys whose importances differ by rounding alone.
+/// Each slot has the stored key, or one with the same importance up to rounding: a processor with other vector
+/// instructions sums in another order, and so exchanges such keys.
 fn same_order(found: &[i32], stored: &[i32], call: &Call<'_>, case: &str) {
     let num_keys = call.shape.num_keys;
     assert_eq!(found.len(), stored.len(), "{case}");
     let orders = found.chunks(num_keys).zip(stored.chunks(num_keys));
     for (list, (found, stored)) in orders.enumerate().filter(|(_, (found, stored))| found != stored) {
-        // Where queries are permuted, importance is of other rows than the last.
+        // With permuted queries or an order per query head, `importance` below would need other rows and heads.
         assert!(
             !case.contains("permute=") && !case.contains("perm="),
             "{case}: another order"
@@ -189,7 +189,7 @@ fn golden_vertical_slash() {
     });
 }
 
-/// What a token reads at the end of a stream, or right after a prompt.
+/// Compares the keys that a token reads at the end of a stream, or right after a prompt, with the stored ones.
 fn tokens(method: &str, count: usize) {
     let file = SafeTensors::deserialize(FILE).expect("the stored lists");
     for (name, place, text) in cases(&file, method, count) {
@@ -221,7 +221,7 @@ fn tokens(method: &str, count: usize) {
     }
 }
 
-/// Maps of three sequences of 40 tokens: rows, then columns and distances.
+/// Compares the maps of a calibration on three sequences of 40 tokens: their rows, columns and distances.
 #[test]
 fn golden_dam() {
     let file = SafeTensors::deserialize(FILE).expect("the stored lists");

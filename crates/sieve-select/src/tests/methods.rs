@@ -14,7 +14,7 @@ fn shown(chosen: &crate::Selected, head: usize, row: usize) -> Vec<usize> {
     (0..shown.len()).filter(|&j| shown[j]).collect()
 }
 
-/// Drops whatever it may, so that rescue alone decides.
+/// A selector that drops every tile it may, so that only the rescue keeps tiles.
 const BFLA: &str = "bfla:block=32,group=8,tile=8,keep_mass=0,local_tokens=0";
 
 #[test]
@@ -82,7 +82,7 @@ fn ranges_are_exact_to_the_token() {
 #[test]
 fn flexprefill_takes_the_estimate_when_it_is_close() {
     let mut data = TestCall::random(&mut Random(60), 256, 256, [2, 1], 16);
-    // Almost no preference: pooled columns and the estimate are both flat.
+    // Queries are so short that attention is almost uniform, in the probe and in the estimate.
     data.q.iter_mut().for_each(|x| *x *= 0.01);
     let patterns = |text: &str| select(text, &data).stats.patterns;
     assert_eq!(patterns("flexprefill:block=16,min_budget=16")[0], ("query_aware", 2));
@@ -128,7 +128,7 @@ fn bfla_rescue_on_blocks_takes_whole_blocks() {
     let chosen = select(&format!("{BFLA},prob=0.3,rescue_grid=block"), &data);
     for i in 0..chosen.mask.tiles.num_query_tiles() {
         let row = chosen.mask.row(0, i);
-        // All four tiles of a block before the diagonal one, or none; the sink tile is in the first block.
+        // A block before the diagonal keeps all its four tiles or none; block 0 is skipped, since it has the sink tile.
         for block in 1..i as i32 / 4 {
             let kept = (block * 4..block * 4 + 4).filter(|j| row.contains(j)).count();
             assert!(kept == 0 || kept == 4, "tile {i}, block {block}: {row:?}");
@@ -146,8 +146,8 @@ fn bfla_sink_tiles_stay() {
     }
 }
 
-/// The rule as the published loop has it: forced ones in front, then by falling score all whose predecessors sum to
-/// less than the goal.
+/// The published loop puts the forced blocks first and the others by falling score after them, and keeps each block
+/// whose predecessors sum to less than the goal.
 #[test]
 fn xattention_forced_first_equals_the_published_loop() {
     let mut random = Random(142);
@@ -187,7 +187,7 @@ fn xattention_thresholds_of_a_file_and_the_norm() {
     assert!((0..16).all(|i| chosen.mask.row(0, i) == plain.mask.row(0, i)));
     let plain = select_in("xattention:block=16,stride=4,tau=0.5", 2);
     assert_eq!(select_in(&text, 2).mask, plain.mask);
-    // Files of another model.
+    // Files of thresholds for another model are refused.
     for (layers, layer, wanted) in [
         (
             2,
@@ -245,7 +245,7 @@ fn a_shape_and_streamingllm_outputs_depend_on_no_later_token() {
         assert_eq!(a[..90 * 16], b[..90 * 16], "{text}");
         assert_ne!(a[90 * 16..], b[90 * 16..], "{text}");
     }
-    // Methods that look ahead say so.
+    // Methods whose choice depends on later rows are no causal maps.
     for text in ["bfla", "pbs", "vertical_slash", "tri_shape", "infinitehip"] {
         assert!(!selector(text).is_causal_map(), "{text}");
     }
@@ -289,7 +289,7 @@ fn a_mask_that_keeps_everything_runs_dense_and_says_so() {
 
 #[test]
 fn minference_search_finds_the_candidate_with_the_most_mass() {
-    // Head 0 wants columns early in the sample, head 1 what is near, head 2 nothing in particular.
+    // Head 0 attends to certain early keys, head 1 to near keys, head 2 to random keys.
     let mut data = TestCall::random(&mut Random(148), 1500, 1500, [3, 3], 4);
     data.q.chunks_exact_mut(12).for_each(|q| q[0] = 5.0);
     for (t, k) in data.k.chunks_exact_mut(12).enumerate() {
@@ -340,8 +340,8 @@ fn minference_search_finds_the_candidate_with_the_most_mass() {
     }
 }
 
-/// Each head keeps what the method of its pattern keeps; vertical-slash is compared with an independent program's
-/// lists elsewhere.
+/// Each head keeps the same keys as the method of its pattern. Vertical-slash is not compared here but in the tests on
+/// stored lists.
 #[test]
 fn minference_gives_each_head_the_keys_of_its_pattern() {
     let data = TestCall::structured(&mut Random(163), 700, [4, 2], 8);

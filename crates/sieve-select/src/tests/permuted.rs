@@ -1,4 +1,4 @@
-//! BA-Att and PBS-Attn: the check lines of the specification.
+//! BA-Att and PBS-Attn, which permute tokens, checked against their papers.
 
 use super::{attend, prefill, select, selector};
 use crate::oracle::{expanded_row, oracle_row};
@@ -21,7 +21,7 @@ fn ba_att_bidirectional_equals_its_definition() {
         .collect();
     assert_close_relative("bidirectional", &everything.output.o, &expected, 2e-5);
     let chosen = select("ba_att:causal=false,sparsity=0.7,block=16,segment=32", &data);
-    // ceil(0.3 * 10) blocks of each row, sorted by norm.
+    // Each row keeps ceil(0.3 * 10) of its 10 blocks.
     assert!((0..4).all(|head| (0..10).all(|i| chosen.mask.row(head, i).len() == 3)));
     let output = attend(&data, &chosen);
     assert_close_relative("sparse", &output.o, &crate::oracle_attention(&call, &chosen).o, 2e-5);
@@ -29,7 +29,7 @@ fn ba_att_bidirectional_equals_its_definition() {
     refusal(error, "causal=false needs all tokens at once");
 }
 
-/// Blocks of a heavy-tailed sequence: normal vectors whose lengths spread over an order of magnitude.
+/// Vectors of a heavy-tailed sequence: normal ones, whose lengths spread over an order of magnitude.
 fn heavy_tailed(random: &mut Random, tokens: usize, d: usize) -> Vec<f32> {
     let mut x = random.vector(tokens * d);
     for token in x.chunks_exact_mut(d) {
@@ -45,7 +45,7 @@ fn sorted_by_norm(x: &[f32], d: usize) -> Vec<f32> {
     tokens.concat()
 }
 
-/// Rank correlation with the log-mean-exp of the logits of a block, by row and on average.
+/// Rank correlation of the block scores with the log-mean-exp of the blocks' logits: per row, averaged over rows.
 fn rank_correlation(q: &[f32], k: &[f32], d: usize, compensation: Option<Compensation>) -> f64 {
     let (block, tokens) = (32, q.len() / d);
     let blocks = tokens / block;
@@ -94,8 +94,8 @@ fn rank_correlation(q: &[f32], k: &[f32], d: usize, compensation: Option<Compens
     total / blocks as f64
 }
 
-/// What sorting and the second-order term are for, on heavy-tailed vectors: neither the means alone nor the sorted
-/// means rank blocks, the compensated ones do, and best when sorted.
+/// On heavy-tailed vectors, means of blocks alone rank blocks badly, sorted or not. With the second-order term they
+/// rank them well, and best when tokens are sorted.
 #[test]
 fn ba_att_compensation_and_sorting_rank_blocks() {
     let d = 32;
@@ -152,7 +152,7 @@ fn pbs_of_one_segment_is_dense_and_of_one_more_token_is_not() {
 
 #[test]
 fn pbs_permuted_keys_need_fewer_blocks() {
-    // What the method is for: important keys scattered over blocks come together.
+    // Important keys that are scattered over blocks come together in few blocks, which is the method's purpose.
     let mut random = Random(54);
     let mut data = TestCall::random(&mut random, 1024, 1024, [1, 1], 16);
     data.q.iter_mut().for_each(|x| *x *= 0.3);
@@ -196,7 +196,7 @@ fn pbs_without_a_permutation_keeps_the_order_and_its_rule() {
             own.clone().chain([0]).all(|j| chosen.mask.row(0, i).contains(&j)),
             "{i}"
         );
-        // A row at the start of a segment competes for the blocks that meanpool has before the diagonal.
+        // At the start of a segment, the competing blocks are the ones that meanpool has before the diagonal.
         if i % 4 == 0 && i > 0 {
             assert!(chosen.mask.row(0, i).len() <= plain.mask.row(0, i).len() + 4);
         }

@@ -1,4 +1,4 @@
-//! Nobody beats the oracle: recall of dense mass at equal density, among methods that choose among the same blocks.
+//! No method has more recall than the oracle at equal density, among methods that choose among the same blocks.
 
 use super::{attend, select, selector};
 use crate::test_data::TestCall;
@@ -56,7 +56,7 @@ fn estimates_beat_ranges_at_equal_density_where_topics_return() {
         .find(|ranges| ranges.0 >= estimate.0)
         .expect("all tokens are enough");
     assert!(estimate.1 > ranges.1, "{estimate:?} {ranges:?}");
-    // What the flag prints reads back to the same selection.
+    // A selector's printed text reads back as the same selector.
     let text = selector("xattention:block=16,stride=4,tau=0.6").to_string();
     assert_eq!(
         select(&text, &data).mask,

@@ -1,4 +1,4 @@
-//! The keys that methods share act wherever they are taken.
+//! The common settings have an effect in every method that accepts them.
 
 use super::{SMALL, select};
 use crate::test_data::TestCall;

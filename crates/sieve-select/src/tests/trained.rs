@@ -41,8 +41,8 @@ fn measured(data: &TestCall, text: &str) -> (f64, f64) {
     (density(&chosen).token, recall_of(data, &chosen))
 }
 
-/// As many tiles in every row as the mask has: the own ones, and the first others that `order` gives, in the mask's
-/// own order of keys. `order` gets the dense mass of each tile.
+/// A mask with as many tiles in every row as `chosen` has, and its order of keys: the tiles with the row's own keys,
+/// then the first others in the order that `order` makes of the tiles' dense masses.
 fn as_many_tiles(data: &TestCall, chosen: &Selected, order: &dyn Fn(&[f32]) -> Vec<usize>) -> Selected {
     let (call, tiles) = (data.call(), chosen.mask.tiles);
     let rows = (0..chosen.mask.num_lists()).flat_map(|list| {
@@ -58,7 +58,7 @@ fn as_many_tiles(data: &TestCall, chosen: &Selected, order: &dyn Fn(&[f32]) -> V
                     .sum()
             };
             let masses: Vec<f32> = (0..tiles.num_key_tiles()).map(mass).collect();
-            // The own tiles stay with permuted keys too, as the form asks; they count.
+            // Every mask must keep the tiles with a row's own keys, also where keys are permuted. They count.
             let own: Vec<i32> = chosen
                 .mask
                 .row(list, i)
@@ -107,7 +107,7 @@ fn oracle_on_the_tiles_of_a_method_keeps_at_least_as_much() {
 #[test]
 fn oracle_topk_bounds_the_methods_on_its_blocks_at_equal_density() {
     for data in trained() {
-        // By number, and by mass, which moves blocks between rows as several methods do.
+        // The oracle keeps a number of blocks in each row, or a mass, which gives some rows more blocks than others.
         let forms: [Vec<(f64, f64)>; 2] = [
             (1..=16)
                 .map(|k| measured(&data, &format!("oracle_topk:block=32,k={k}")))
@@ -131,8 +131,8 @@ fn oracle_topk_bounds_the_methods_on_its_blocks_at_equal_density() {
     }
 }
 
-/// A choice is worth making: over both models it keeps more dense mass than as many tiles drawn blindly among those
-/// that hold visible keys.
+/// Over both models, every method keeps more dense mass than the same number of tiles drawn at random among the tiles
+/// with visible keys.
 #[test]
 fn every_method_keeps_more_than_as_many_tiles_drawn_blindly() {
     for text in SAME_BLOCKS {

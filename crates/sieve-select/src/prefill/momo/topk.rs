@@ -33,6 +33,7 @@ impl Gate {
         if self.slots == 0 {
             return false;
         }
+        // The share of the remaining scores that the gate must reject.
         let p = 1.0 - self.slots as f64 / remaining as f64;
         let accepted = p <= 0.0 || score > self.mean + (self.m2 / self.count).sqrt() * normal_quantile(p);
         self.slots -= usize::from(accepted);
@@ -141,7 +142,7 @@ mod tests {
         assert!(hybrid(&[1.0, 2.0], 0, 0).is_empty());
     }
 
-    /// What to expect of the gate: 0.83 of the best on stationary scores, 0.42 when they rise by two deviations along
+    /// The gate finds 0.83 of the best blocks if scores are stationary, and 0.42 if they rise by two deviations along
     /// the row.
     #[test]
     fn momo_hybrid_recall_stationary_and_drifting() {

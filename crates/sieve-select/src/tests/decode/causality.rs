@@ -1,12 +1,12 @@
-//! What says it is a causal map is one, in the form that scores text.
+//! Methods that call themselves causal maps are causal in `stream`, which scores texts.
 
 use super::{SMALL, layer};
 use crate::test_data::TestCall;
 use crate::{DecodeSession, LayerShape, Phase, Selector, names_of};
 use sieve_testing::Random;
 
-/// Whether the method says that rows depend on earlier tokens alone, and whether the rows before `at` stay as they
-/// are, bit by bit, when every token from `at` on becomes another.
+/// Whether the method is said to be causal, and whether it is: the rows before `at` are bit-equal after every token
+/// from `at` on is replaced.
 fn says_and_does(text: &str, num_tokens: usize, at: usize) -> (bool, bool) {
     let data = TestCall::structured(&mut Random(116), num_tokens, [2, 1], 4);
     let mut other = data.clone();
@@ -17,7 +17,7 @@ fn says_and_does(text: &str, num_tokens: usize, at: usize) -> (bool, bool) {
     let selector = Selector::parse(text).unwrap_or_else(|e| panic!("{text}: {e}"));
     let selector = selector.for_rope_theta(1e4);
     let [a, b] = [&data, &other].map(|data| {
-        // No default keeps this layer dense.
+        // Layer 9 is not dense in any method's defaults.
         let shape = LayerShape {
             layer: 9,
             ..layer(data)
@@ -35,7 +35,8 @@ fn says_and_does(text: &str, num_tokens: usize, at: usize) -> (bool, bool) {
 fn what_is_called_causal_is_causal_at_default_settings() {
     let mut causal = Vec::new();
     for name in names_of(Phase::Decode) {
-        // infllm leaves out blocks from 6272 tokens on; a chunk of its published 512 begins at 6656.
+        // From 6272 tokens on, infllm reads only some of its blocks. A chunk of 512 queries, as in its paper, begins at
+        // 6656.
         let (num_tokens, at) = match name {
             "infllm" => (6800, 6700),
             _ => (3200, 3100),

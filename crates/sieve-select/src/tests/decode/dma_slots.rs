@@ -1,4 +1,4 @@
-//! DMA's own decoding: its slots, its scores, and where they come from.
+//! Decoding by `dma`: the keys in its slots, their scores, and the file of score weights.
 
 use super::{file, layer, stream, tokens};
 use crate::decode::dma::{DmaLayerWeights, DmaWeights};
@@ -7,8 +7,8 @@ use crate::{DecodeSession, Method, Selector};
 use sieve_cpu::reference::{Key, Rounding, attend};
 use sieve_testing::{Random, assert_close, assert_close_relative, refusal, wide};
 
-/// The `w` keys with the largest (z, position) so far, and attention over them with the bias, by sorting all keys at
-/// every token.
+/// `dma` reads the `w` keys with the largest (z, position) so far, and adds their biases: compared with sorting all
+/// keys at every token.
 #[test]
 fn dma_decode_equals_a_sort_of_all_keys() {
     let data = TestCall::structured(&mut Random(108), 70, [4, 2], 8);
@@ -60,7 +60,7 @@ fn dma_decode_equals_a_sort_of_all_keys() {
                 }
             }
         }
-        // A token may be unable to see itself; that is the method's, and common.
+        // By DMA's definition, a token whose own score is the smallest does not see itself; this is common.
         assert!(unseen > 20, "{unseen}");
     }
 }

@@ -1,4 +1,4 @@
-//! InfiniteHiP while decoding: its choice, and when it is made again.
+//! InfiniteHiP while decoding: which keys it chooses, and at which steps it chooses again.
 
 use super::{SMALL, stream};
 use crate::Selector;
@@ -37,7 +37,7 @@ fn infinitehip_decode_refreshes_each_stage_at_its_own_steps() {
     let chosen = |refresh: &str| -> Vec<Vec<u32>> {
         let (_, kept) = stream(&stages(refresh), &data);
         let far = |(t, lists): (usize, &Vec<Vec<u32>>)| -> Vec<u32> {
-            // Beside the sink and all that the window and what left it can hold.
+            // The chosen keys: without the sink, the window of 6, and up to 16 keys that left it since a refresh.
             let keys = lists[0].iter().copied();
             keys.filter(|&j| j >= 4 && (j as usize) + 6 + 16 < t).collect()
         };
@@ -53,7 +53,7 @@ fn infinitehip_decode_refreshes_each_stage_at_its_own_steps() {
             .filter(|t| t % every != 0)
             .filter(|&t| {
                 let gone = |j: &u32| !lists[t].contains(j);
-                // Keys may come into view as the window moves on; none goes.
+                // Between refreshes, keys that leave the window may be added; no key may disappear.
                 lists[t - 1].iter().any(gone)
             })
             .count()
@@ -62,7 +62,7 @@ fn infinitehip_decode_refreshes_each_stage_at_its_own_steps() {
     assert_eq!(changes(&third, 4), 0);
     assert!(changes(&third, 8) > 5);
     assert_eq!(changes(&first, 16), 0);
-    // Each refresh of the first stage gives what a fresh choice gives.
+    // At steps that refresh all stages, the choice equals that of refreshing at every step.
     assert!(
         (96..200)
             .step_by(16)
