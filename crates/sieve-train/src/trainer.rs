@@ -285,8 +285,7 @@ impl<B: TrainBackend> Trainer<B> {
         self.disturbance = disturbance;
     }
 
-    /// Restores weights, optimizer state, step, next row and the guard's mean loss from `checkpoint`, in the present
-    /// stage.
+    /// Restores weights, optimizer state, step, next row and the guard's mean loss from `checkpoint`.
     fn restore(&mut self, checkpoint: &Checkpoint) -> Result<(), TrainError> {
         self.finish_leaves()?;
         let state = &checkpoint.state;
@@ -310,8 +309,7 @@ impl<B: TrainBackend> Trainer<B> {
                 Some(&mut |name, shape, range| Ok(moments.part(name, shape, range)?)),
             )?;
         } else {
-            let no_moments = None;
-            self.install(&mut weights, no_moments)?;
+            self.install(&mut weights, None)?; // without moments
         }
         self.step = state.step;
         self.tokens_seen = state.tokens_seen;
@@ -442,7 +440,6 @@ impl<B: TrainBackend> Trainer<B> {
             // A first step compiles kernels, so other ranks wait longer for it.
             self.set_work(if is_usual { Work::Step } else { Work::Long });
             let mut step_batches = self.take_batches(&mut batches)?;
-            // Does nothing unless a test injects a fault.
             self.disturbance
                 .at(self.next_sample, Moment::Batches(&mut step_batches));
             let agreed = self.agree(&step_batches, stop)?;
@@ -519,8 +516,7 @@ impl<B: TrainBackend> Trainer<B> {
         }
         drop(batches);
         // A signal may have ended the loop while losses were unread; the guard may still go back to a checkpoint now.
-        let reads_now = true;
-        self.check_steps(reads_now, reporter)?;
+        self.check_steps(true, reporter)?; // reads now
         if peak_is_new {
             self.report_peak(reporter)?;
         }
@@ -574,8 +570,7 @@ impl<B: TrainBackend> Trainer<B> {
         }
     }
 
-    /// Labels, and tokens besides padding, in this process's part of the batches: with context parallelism, its part of
-    /// each row.
+    /// Labels, and tokens besides padding, in this process's part of the batches (context parallelism: of each row).
     fn counts(&self, batches: &[Batch]) -> [usize; 2] {
         let degree = self.recipe.parallelism.context_parallel_degree;
         let part = [self.share().rank % degree, degree];
@@ -634,7 +629,6 @@ impl<B: TrainBackend> Trainer<B> {
     /// Computes the gradients of all micro-batches, clips them, and updates the model if the guard's gate lets the step
     /// pass. Labels and tokens are counted over all processes.
     fn train_step(&mut self, batches: &[Batch], [num_labels, num_tokens]: [usize; 2]) -> Result<(), TrainError> {
-        // `disturbance` returns 1 unless a test injects a fault.
         let loss_scale = self.disturbance.at(self.next_sample, Moment::Loss) / num_labels as f64;
         let degree = self.recipe.parallelism.context_parallel_degree;
         // With context parallelism, the ranks that share each row.
