@@ -1,8 +1,10 @@
 // nsa_compressed_lists: the compressed blocks that each super-block of 1024 queries sees, in the form of DMA's lists
 // (dma_lists.cu): a block is placed at its last token (nsa_place) and expires with its document.
-// Math       entries {last token, document end} of the slots that a query of the super-block may see, latest first; an
-//            empty slot between two documents gives {first query, 0}, which no query sees. Queries [i0, i1] of a tile
-//            need the entries [a, e): a = those with last token > i1, e = up to the first slot of i0's document
+// Math       each compressed block of a row has a slot; a document's blocks have consecutive slots, and a slot in which
+//            no block begins (between documents) is empty. Entries {last token, document end} of the slots that a query
+//            of the super-block may see, latest first; an empty slot gives {first query of the super-block, 0}, which
+//            no query sees. Queries [i0, i1] of a tile need the entries [a, e): a = those with last token > i1, e = up
+//            to the first slot of i0's document
 // Layout     doc_start, doc_end i32 [batch, seq_len]; list int2 [batch, num_kv_heads, num_super_blocks, capacity],
 //            capacity a multiple of 128 and at least num_slots; list_len i32 [batch, num_kv_heads, num_super_blocks];
 //            tile_window int2 {a, e} [batch, num_kv_heads, ceil(seq_len / 64)]; contiguous

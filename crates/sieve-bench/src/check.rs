@@ -195,7 +195,7 @@ const OF_A_FAMILY: &[Part] = &[
 /// Parts whose kernels are portable ones alone.
 const ONLY_PORTABLE: &[Part] = &[SELECTIONS, SELECTION, DECODING, STEP];
 
-/// Parts about one new token: under decode selectors, and against caches.
+/// Parts about the attention of one new token: under decode selectors, and over a KV cache.
 const TOKENS: &[Part] = &[
     ("tokens under selectors", |report, device, extent| {
         select::check_tokens(report, device, extent);

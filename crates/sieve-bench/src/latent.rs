@@ -62,6 +62,7 @@ struct Call {
 }
 
 impl Call {
+    /// A random call. `at`, its number in the check, picks the magnitude and the blocks per tile in turn.
     fn draw(extent: &Extent, at: usize, random: &mut Random) -> Result<Self> {
         let [head_dim, rope_dim] = random.one_of(extent.pick(&[[32, 16]], WIDTHS));
         let drawn = random.between(2, extent.longest.max(3));
@@ -69,8 +70,8 @@ impl Call {
         let num_heads = random.between(1, 6);
         let (batch, key_dim) = (random.between(1, 4), head_dim + rope_dim);
         let shape = AttentionShape::new(batch, seq_len, [num_heads; 2], [key_dim, head_dim]);
-        // Gradients of a row with a single key are 0. With large numbers rounding leaves something else there, and
-        // there is no size to compare it with.
+        // A query that sees one key gives queries and keys no gradient. With large numbers rounding leaves something
+        // else, and in a short batch row there are no other gradients to compare its size with.
         let largest = if seq_len < 15 { Size::Usual } else { Size::Large };
         let size = random.one_of(&[Size::Usual, Size::Usual, Size::Peaked, largest]);
         let cuts = random.one_of(&[Cuts::Count(1), Cuts::Few, Cuts::Mixed]);

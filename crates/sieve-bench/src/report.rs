@@ -67,8 +67,9 @@ impl Report {
         }
     }
 
-    /// Adds a result of ops that should have run on `path`. `reference` says why one of them took the reference instead
-    /// (`None`: none did): a failure, or a missing kernel where a limit of the device is the reason.
+    /// Adds one case of ops that should have run on `path`. `reference` says why one of them took the reference
+    /// instead; `None`: none did. With a reason `outcome` is not run: the case counts as a kernel that this device
+    /// lacks where a limit of the device is the reason, else as a failure.
     pub(crate) fn add_call(
         &mut self,
         name: &str,

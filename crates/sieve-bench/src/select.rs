@@ -63,15 +63,17 @@ const EMULATED_SIZES: &[[usize; 2]] = &[[180, 180], [90, 235], [1, 70]];
 /// Numbers of queries and keys for selectors with probe rows, whose chunks must begin at a probe row.
 const SIZES_OF_PROBES: &[[usize; 2]] = &[[300, 300], [150, 390], [130, 450]];
 
-/// Checks each selector at several sizes, and once with a NaN in a query.
+/// Checks each selector at the sizes that it takes, and at the first of them with a NaN in a query too.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let mut random = Random(extent.seed);
     let usual_sizes = extent.pick(EMULATED_SIZES, SIZES);
     let groups = extent.pick(&[1, 2][..], &[1, 2, 3]);
     for &name in SELECTORS {
         let sizes = match name {
+            // Chunks begin at multiples of gamma.
             name if name.contains("gamma=5,") => SIZES_OF_PROBES,
             name if name.starts_with("momo") => &SIZES_OF_PROBES[..1],
+            // More keys than a segment has: with fewer, pbs is dense.
             name if name.contains("segment=512") => &[[40, 1000]],
             _ => usual_sizes,
         };

@@ -89,8 +89,8 @@ pub struct LayerMeasure {
 /// Measures every selector on prompts of one length. Each of `windows` is a prompt and the one token after it, which
 /// the prompt's last position predicts. A selector that fails returns its error, the others are measured.
 ///
-/// `observe` is called with the name of each selector before it runs on a prompt; on the first prompt it runs twice,
-/// the first time as a warm-up that is not counted.
+/// `observe` is called with the name of each selector before it runs on a prompt; on the first prompt twice, the first
+/// time for a warm-up that is not counted (in which a token-by-token selector does not run).
 ///
 /// # Errors
 /// A token outside the vocabulary, no window, a model that fails without a selector.
@@ -114,6 +114,8 @@ pub fn measure_selectors<B: DeviceBackend>(
             sums.iter_mut().flatten().for_each(|sum| *sum = Sums::default());
         }
         let mut captured = Vec::new();
+        // The first pass times the model's own dense prefill. The second stops at each layer's attention: it captures
+        // the operands for the selectors, and times dense attention by the code that they use.
         dense_prefill_ms = own_pass(model, window, device)?.prefill_ms.min(dense_prefill_ms);
         let dense = layers_pass(model, window, device, &mut |operands| {
             let (layer, o) = Captured::of(operands)?;

@@ -153,7 +153,8 @@ impl<B: Backend> LayerCache<B> {
         }
     }
 
-    /// A copy with the rows that `rows` names. `[tokens; 2]`: entries of a text of `tokens` tokens, and their room.
+    /// A copy with the rows that `rows` names: copies of each row, empty rows for texts, or the row of one text. A text
+    /// of `tokens` tokens has `tokens` entries in its cache, and room for no more.
     fn rows(&self, rows: RowsOf) -> Self {
         match self {
             Self::Empty => Self::Empty,
@@ -164,6 +165,7 @@ impl<B: Backend> LayerCache<B> {
             Self::Selected { cache, next_position } => Self::Selected {
                 cache: cache.rows(rows),
                 next_position: match rows {
+                    // The text's next token comes after its own tokens, however long the other texts are.
                     RowsOf::Text { tokens, .. } => tokens,
                     _ => *next_position,
                 },

@@ -22,7 +22,7 @@ pub(super) const HEAVY: &[&str] = &[
     "h2o:heavy=190,recent=18",
 ];
 
-/// Tokens of the prompt; the kernel sums the attention of fewer queries in one pass, so it takes several.
+/// Tokens of the prompt: more queries than the kernel sums the attention of in one pass, so several are checked.
 const PROMPT: usize = 203;
 /// Number of tokens decoded after the prompt.
 const WRITTEN: usize = 12;

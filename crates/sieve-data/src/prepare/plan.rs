@@ -93,7 +93,7 @@ impl Plan<'_> {
         Ok(meta)
     }
 
-    /// Refuses an empty split. `reports` has one of each training corpus, in the order of the corpora's splits.
+    /// Refuses an empty split. `reports`: one for each training corpus, in the order of their splits.
     fn require_documents(&self, splits: &[partial::Split], reports: &[CorpusReport]) -> Result<(), DataError> {
         let Some(number) = splits.iter().position(|split| split.meta.num_documents == 0) else {
             return Ok(());

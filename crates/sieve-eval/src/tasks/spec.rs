@@ -179,7 +179,7 @@ pub(super) struct Matching {
     pub(super) ignore_case: bool,
     pub(super) ignore_punctuation: bool,
     pub(super) score: TextScore,
-    /// Only the first line of the answer that is not empty counts.
+    /// Whether only the answer's first non-empty line counts.
     pub(super) first_line: bool,
 }
 

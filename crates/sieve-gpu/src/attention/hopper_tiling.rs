@@ -66,7 +66,7 @@ impl KernelFamily {
     }
 }
 
-/// Whether the Hopper kernels take these head widths.
+/// Whether the Hopper kernels take these head widths with keys from `source`.
 pub(crate) fn has_hopper_form(shape: &AttentionShape, source: KeySource) -> bool {
     match (shape.head_dim, shape.head_dim_v) {
         (64, 64) | (128, 128) => true,

@@ -104,8 +104,8 @@ fn cells_with_room(num_cells: usize, shared_bytes: usize) -> usize {
     rounded.min(most_cells(shared_bytes)).max(num_cells)
 }
 
-/// The kernel that counts the choices of each cell, for rows of `num_cells` cells and `shared_bytes` of shared memory a
-/// thread block.
+/// The kernel that counts the choices of each cell, for rows of `num_cells` cells, on a device whose thread blocks have
+/// at most `shared_bytes` of shared memory.
 pub(super) fn nsa_list_counts_kernel(num_cells: usize, shared_bytes: usize) -> SourceKernel {
     SourceKernel::new("nsa_list_counts")
         .threads(256)

@@ -33,7 +33,8 @@ impl H2oConfig {
     pub(super) fn heavy_keys(&self, shape: CallShape) -> HeavyKeys {
         let n = shape.num_keys;
         let (heavy, recent) = (amount(self.heavy, n), amount(self.recent, n));
-        // One key more than stays: when a token comes, the key with the least attention leaves.
+        // One slot more than heavy + recent, as the key with the least attention leaves only when the next token comes;
+        // that token is recent too.
         let slots = DmaWindow {
             keep_window_size: heavy + recent + 1,
             local_window_size: recent + 1,

@@ -31,7 +31,7 @@ pub(super) enum Legend<'a> {
     Boxes(&'a [(u8, &'a str)]),
 }
 
-/// Pixels that the squares of a layer share.
+/// Pixels divided among the squares of a layer, before [`SIDES`] bounds a side.
 const WIDTH: f64 = 1024.0;
 /// Least and largest side of a square, in pixels.
 const SIDES: [f64; 2] = [132.0, 480.0];

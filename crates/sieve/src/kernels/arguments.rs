@@ -15,7 +15,7 @@ pub(crate) enum KernelsCommand {
     Build(BuildArgs),
     /// Compare every kernel, and small models of every kind, on this device with references on the host
     Check(CheckArgs),
-    /// Time the kernels on this GPU, parity first
+    /// Time the kernels on this GPU, after a short check of their results
     Bench(BenchArgs),
     /// Write what a trained model's attention is given for a text: DMA's scores, or q, k and v of a dense model
     Capture(CaptureArgs),
@@ -70,7 +70,7 @@ pub(crate) struct CheckArgs {
     /// Check latent attention alone, in every family of this GPU
     #[arg(long, conflicts_with_all = ["attention", "sparse", "nsa"])]
     pub(super) mla: bool,
-    /// Hopper backward kernels in which every lane arrives at its barrier itself, for compute-sanitizer's racecheck
+    /// Let each lane of Hopper's backward kernels arrive at barriers, not one a warp, for compute-sanitizer's racecheck
     #[arg(long, hide = true)]
     pub(super) every_lane_arrives: bool,
     /// Also write the rows as JSON
