@@ -100,7 +100,14 @@ fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
         (Some(path), _) if path.as_os_str() != "-" => {
             std::fs::read_to_string(path).with_context(|| format!("reading the prompt {}", path.display()))
         }
-        (None, prompts) if prompts != ["-"] => return Ok(prompts.to_vec()),
+        (None, prompts) if prompts != ["-"] => {
+            anyhow::ensure!(
+                !prompts.iter().any(|prompt| prompt == "-"),
+                "--prompt -: standard input is read for one prompt, and there are {}\n  hint: give - alone",
+                prompts.len()
+            );
+            return Ok(prompts.to_vec());
+        }
         _ => std::io::read_to_string(std::io::stdin()).context("reading the prompt from standard input"),
     };
     Ok(vec![text?])
