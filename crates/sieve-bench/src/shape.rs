@@ -142,7 +142,7 @@ impl FromStr for CaseBlocks {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        // A size that is no number is left out, so that fewer than four are left.
+        // A size that does not parse is left out, so that fewer than four are left.
         let sizes: Vec<usize> = text.split(',').filter_map(|size| size.trim().parse().ok()).collect();
         let Ok([compressed, stride, selected, count]) = <[usize; 4]>::try_from(sizes) else {
             return Err("four whole numbers are needed: compressed block, stride, selected block, blocks".to_owned());

@@ -220,7 +220,7 @@ fn by_name(outputs: &Named) -> impl Iterator<Item = &[(String, CudaTensor)]> {
     outputs.chunk_by(|(one, _), (other, _)| one == other)
 }
 
-/// Describes inputs or outputs, of which `bytes` are the sizes; an output of several parts is described as one axis.
+/// Describes inputs or outputs of these sizes in bytes; an output of several parts is described with one axis.
 fn described(tensors: &Named, bytes: &[usize]) -> Value {
     let described = by_name(tensors).zip(bytes).map(|(parts, bytes)| {
         let (name, tensor) = &parts[0];

@@ -8,7 +8,7 @@ pub struct World {
     pub rank: usize,
     /// Number of processes in the group.
     pub size: usize,
-    /// Number of this process among those of its host, from 0.
+    /// Index of this process among the processes of its host, from 0.
     pub local_rank: usize,
     /// Number of processes on this host.
     pub local_size: usize,

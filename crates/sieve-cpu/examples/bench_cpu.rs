@@ -101,7 +101,7 @@ fn attention(reference: Reference) {
                     Mask::Causal
                 }
                 _ => {
-                    // DMA keeps the latest of equal scores, so with tied scores `expire` is that of a sliding window.
+                    // DMA keeps the latest of equal scores, so with tied scores `expire` equals a sliding window's.
                     select_time = measure(|| {
                         dma_select(&z, documents, batch, num_kv_heads, seq_len, WINDOW, &mut expire);
                     });
@@ -143,7 +143,7 @@ fn attention(reference: Reference) {
 }
 
 /// Times of InfLLM-V2 and MoBA (choice of blocks, forward, backward), compared with dense attention (forward and
-/// backward). The first size is that of the quickstart recipe.
+/// backward). The first size is the quickstart recipe's.
 fn chosen_blocks() {
     println!("chosen blocks: ms of choice, forward, backward; their sum as a multiple of dense attention's");
     for (seq_len, num_heads, size) in [(256, 4, 16), (2048, 8, 64), (8192, 8, 64)] {

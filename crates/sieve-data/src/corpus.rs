@@ -114,7 +114,7 @@ pub enum FileOrder {
     },
 }
 
-/// Which documents of which files make up a corpus.
+/// The files of a corpus, and which of their documents belong to it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CorpusConfig {
     /// Files, folders and globs, with `~` and variables already expanded, and data sets of the Hugging Face hub

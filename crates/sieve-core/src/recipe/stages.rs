@@ -156,7 +156,7 @@ impl Recipe {
         }
         if let Some(paths) = &section.paths {
             recipe.data.paths.clone_from(paths);
-            // The weights of `[data]` are those of the paths replaced here.
+            // The weights of `[data]` belong to the paths that are replaced here.
             recipe.data.weights = None;
         }
         if section.weights.is_some() {

@@ -223,7 +223,7 @@ fn one_tile<S: Simd, const W: usize>(
 }
 
 /// Adds the gradients of one panel of query rows and the gathered block of keys to dq, dk, dv and d_delta in the
-/// scratch. `positions` are those of the panel's rows, with -1 for rows that see none of the keys.
+/// scratch. `positions` has the position of each row of the panel, -1 for a row that sees none of the keys.
 #[inline(always)]
 fn one_panel<S: Simd, const W: usize>(
     simd: S,

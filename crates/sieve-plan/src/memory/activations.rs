@@ -255,7 +255,7 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
     let tokens = batch * seq_len as u64;
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
     let heads = shape.num_heads as u64;
-    // A CPU's buffers are those of its threads, which are small beside the activations.
+    // On a CPU only threads have buffers, which are small beside the activations.
     let Target::Gpu(_) = target else {
         return 0;
     };
