@@ -52,7 +52,8 @@ GROUPS = {
         + [f"pbs:select=xattention,permute={what},tau={tau}" for what in ("keys", "none") for tau in (0.5, 0.9)]]),
     "ba_att": ("BA-Att, what is sorted, by the share that is dropped; compensation", [
         [f"ba_att:sort={what},sparsity={share}" for what in ("none", "q", "k", "qk") for share in (0.9, 0.5)]
-        + [f"ba_att:compensate_layers={what},sparsity=0.9" for what in ("none", "all")]]),
+        + [f"ba_att:compensate_layers={what},sparsity=0.9" for what in ("none", "all")],
+        [f"ba_att:sort={what},sparsity=0.7" for what in ("none", "q", "k", "qk")]]),
     "bfla_group": ("BFLA, queries and keys a score (its cost, eq. 22 to 27)", [[f"bfla:group={n}" for n in (32, 64, 128, 256)]]),
     "ba_att_far": ("BA-Att, shares of 0.9 and more dropped", [
         [f"ba_att:sparsity={share}" for share in (0.9, 0.95, 0.98, 0.99)]
@@ -77,7 +78,8 @@ TASKS = ["--tasks", "niah_single_1,niah_multikey_1,vt", "--samples", "8"]
 ASKED = {
     "ruler": (["ruler", *TASKS], [PROMPTS[:4], BUDGETS[:3], PROMPTS[4:8], BUDGETS[3:6], PROMPTS[8:], BUDGETS[6:9], BUDGETS[9:]]),
     "needle": (["needle", "--depths", "0,25,50,75,100", "--needles", "2"],
-               [PROMPTS[1:2] + PROMPTS[4:6], BUDGETS[:2] + BUDGETS[3:4] + BUDGETS[6:7] + BUDGETS[9:]]),
+               [PROMPTS[1:2] + PROMPTS[4:6], BUDGETS[:2] + BUDGETS[3:4] + BUDGETS[6:7] + BUDGETS[9:],
+                PROMPTS[6:8] + PROMPTS[9:]]),
     "ruler_stream": (["ruler", *TASKS[:2], "--samples", "4", "--stream"],
                      [["quest:budget=128,dense_layers=0", "quest:budget=512,dense_layers=0"],
                       ["h2o:heavy=64,recent=64", "h2o:heavy=256,recent=256"]]),
