@@ -75,7 +75,7 @@ pub fn choose_key_blocks<B: SieveBackend>(
         choice,
     };
     let chosen = Tensor::from_primitive(B::Inner::choose_key_blocks(x, pooled, &call));
-    in_pieces(chosen, documents, choice)
+    attended_blocks(chosen, documents, choice)
 }
 
 /// The blocks whose tokens each query of the attention `spec` reads, chosen by an indexer that has one key per block
@@ -249,8 +249,9 @@ impl Heads {
     }
 }
 
-/// Splits chosen blocks into the attended blocks, pieces of 64 tokens; pieces after the query's own become -1.
-fn in_pieces<B: Backend>(
+/// Splits chosen blocks `[batch, seq_len, choosers, count]` into the attended blocks, pieces of 64 tokens
+/// ([`BlockChoice::attended`]); pieces after the query's own become -1.
+pub fn attended_blocks<B: Backend>(
     chosen: Tensor<B, 4, Int>,
     documents: &Documents<B>,
     choice: BlockChoice,

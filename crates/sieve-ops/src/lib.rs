@@ -41,8 +41,8 @@ pub use block::{
     seed_gradient,
 };
 pub use chosen::{
-    ChoiceCall, IndexGradientCall, IndexedCall, block_positions, choose_key_blocks, choose_scored_blocks,
-    chosen_attention, index_statistics, indexed_attention, indexer_spec,
+    ChoiceCall, IndexGradientCall, IndexedCall, attended_blocks, block_positions, choose_key_blocks,
+    choose_scored_blocks, chosen_attention, index_statistics, indexed_attention, indexer_spec,
 };
 pub use context_parallel::{ContextParallel, Heads, RankGroup, SendRecv, ThreadGroup, TracedPart};
 pub use decode::{

@@ -4,13 +4,14 @@ use super::inputs::{Inputs, NO_BIAS, NO_WINDOW};
 use super::rows::{BACKWARD, ORDERS, dense, forward_flops, passes};
 use super::{Bench, Work};
 use crate::error::Result;
+use burn::tensor::Tensor;
 use sieve_core::{BlockChoice, InfllmV2Shape, MobaShape, MsaShape};
 use sieve_kernels::DType;
 use sieve_kernels::{
-    AttentionResult, AttentionShape, ChoiceLists, CudaTensor, IndexGradient, KernelError, SumOrder,
-    nsa_blocks_backward, nsa_gates, nsa_gates_backward,
+    AttentionResult, AttentionShape, ChoiceLists, CudaTensor, IndexGradient, KernelError, SumOrder, ToBurn,
+    kernel_tensor, nsa_blocks_backward, nsa_gates, nsa_gates_backward,
 };
-use sieve_ops::NsaBlocks;
+use sieve_ops::{Cuda, Documents, NsaBlocks, attended_blocks};
 
 const HEADS: [[usize; 2]; 2] = [[16, 8], [64, 4]];
 const LENGTHS: [usize; 3] = [8192, 32768, 65536];
@@ -176,9 +177,14 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
         return Ok(());
     };
     let (documents, blocks) = (inputs.documents(), choice.attended());
+    let rows = Documents::<Cuda>::whole_rows([1, shape.seq_len], &Default::default());
     let choose = || {
         let pooled = inputs.qkv.nsa_mean_pool(documents, choice.blocks)?;
-        inputs.qkv.choose_key_blocks(documents, &pooled, choice, inputs.scale)
+        let chosen = inputs.qkv.choose_key_blocks(documents, &pooled, choice, inputs.scale)?;
+        Ok(match choice.pieces() {
+            1 => chosen,
+            _ => kernel_tensor(attended_blocks(Tensor::from_primitive(chosen.burn()), &rows, choice).into_primitive()),
+        })
     };
     // One GEMM of a forward pass's two: the scores.
     let scores = forward_flops(scored, shape.seq_len) / choice.blocks.compress_stride as f64 / 2.0;
