@@ -52,12 +52,12 @@ def run(job, runs, arguments):
         *arguments.set]
     planned = pathlib.Path(f"{folder}.steps")  # a run that was cut off keeps the steps of its probe
     if not planned.exists():
-        probe = in_steps(arguments.probe_steps, 1) + ["metrics.log_freq=1"]
+        # Steps are logged as the run logs them, since statistics of the attention make a logged step slower.
+        probe = in_steps(arguments.probe_steps, 1)
         lines = trained(arguments.out / f"{name}-probe", recipe, probe, runs, arguments)
         if lines is None:
             return None
-        late = steps_of(lines)[arguments.probe_steps // 2:]
-        speed = statistics.median(line["tokens_per_second"] for line in late)
+        speed = statistics.median(line["tokens_per_second"] for line in steps_of(lines)[1:])
         planned.write_text(str(max(int(minutes * 60 * speed / (length * batch)), 2)))
     settings = in_steps(int(planned.read_text()), max(round(minutes), 1))
     count = num_steps(settings)
@@ -141,7 +141,7 @@ def main():
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--length", type=int, default=32768, help="tokens of a row")
     parser.add_argument("--minutes", type=float, default=3.0, help="of training steps, for each run")
-    parser.add_argument("--probe-steps", type=int, default=30)
+    parser.add_argument("--probe-steps", type=int, default=40)
     parser.add_argument("--evaluate", action="store_true", help="also the loss on words last used far back")
     arguments = parsed(parser)
     path = arguments.out / "equal_time.jsonl"
