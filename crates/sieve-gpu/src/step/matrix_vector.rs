@@ -53,7 +53,7 @@ pub enum Epilogue<'a> {
 pub fn max_vectors(input: Vectors<'_>) -> usize {
     let (x, is_normed) = (input.x(), matches!(input, Vectors::Normed(..)));
     let k = x.shape().last().copied().unwrap_or(0);
-    let fits = |rows: &usize| Ring::of(is_normed, *rows, k, &x.hardware()).is_some();
+    let fits = |rows: &usize| Ring::of(is_normed, [*rows, k], usize::MAX, &x.hardware()).is_some();
     (1..=MAX_ROWS).rev().find(fits).unwrap_or(0)
 }
 
@@ -101,12 +101,14 @@ pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Epilogue<'_>) -
         residual_stride: residual.as_ref().map_or(0, |(_, _, stride)| *stride),
         epsilon,
     });
-    let Some(ring) = Ring::of(is_normed, x.rows, k, &hardware) else {
+    let form = Form::of(finish);
+    let tiles = n.div_ceil(form.outputs());
+    let blocks = tiles.min(hardware.num_multiprocessors);
+    let work = tiles.div_ceil(blocks) * k.div_ceil(NUM_WARPS * STAGE_BYTES / DType::BF16.size());
+    let Some(ring) = Ring::of(is_normed, [x.rows, k], work, &hardware) else {
         unreachable!("so many rows fit");
     };
-    let form = Form::of(finish);
     let kernel = matrix_vector_kernel(is_normed, form, ring.stages).shared_bytes(ring.shared_bytes);
-    let blocks = n.div_ceil(form.outputs()).min(hardware.num_multiprocessors);
     let added = residual.as_ref().map_or(&x.tensor, |(residual, ..)| residual);
     let tensors = [&x.tensor, &w.tensor, norm.as_ref().unwrap_or(&x.tensor), added, &y];
     // SAFETY: reads rows of `k` columns of x, w and the norm, and of `n` columns of the residual, and writes every
@@ -152,8 +154,9 @@ struct Ring {
 
 impl Ring {
     /// The longest ring with which two blocks fit a multiprocessor where the next kernel can start early, so that its
-    /// weights are on their way while this one ends; `None` where not even two stages fit beside `rows` rows.
-    fn of(is_normed: bool, rows: usize, k: usize, hardware: &Hardware) -> Option<Self> {
+    /// weights are on their way while this one ends, but not longer than the `work` of a warp, in stages. `None` where
+    /// not even two stages fit beside `rows` rows.
+    fn of(is_normed: bool, [rows, k]: [usize; 2], work: usize, hardware: &Hardware) -> Option<Self> {
         let (chunks, element_bytes) = (k.div_ceil(8), DType::BF16.size());
         let sums = NUM_WARPS * rows.next_multiple_of(8) * TILE * size_of::<f32>();
         // The kernel's rows of norms lie 64 bytes more than whole stages apart.
@@ -172,7 +175,10 @@ impl Ring {
         } else {
             most
         };
-        let longest = |stages: &[usize], limit| stages.iter().map(|n| ring(*n)).find(|ring| ring.shared_bytes <= limit);
+        let longest = |stages: &[usize], limit| {
+            let mut rings = stages.iter().filter(|n| **n <= work.max(3)).map(|n| ring(*n));
+            rings.find(|ring| ring.shared_bytes <= limit)
+        };
         longest(&[6, 4, 3], shared).or_else(|| longest(&[3, 2], most))
     }
 }
@@ -194,7 +200,7 @@ mod tests {
 
     #[test]
     fn two_blocks_fit_a_multiprocessor_that_starts_kernels_early() {
-        let ring = |is_normed, rows, k| Ring::of(is_normed, rows, k, &Hardware::HOPPER);
+        let ring = |is_normed, rows, k| Ring::of(is_normed, [rows, k], 12, &Hardware::HOPPER);
         let stages = |is_normed, rows, k| ring(is_normed, rows, k).map(|ring| ring.stages);
         assert_eq!(
             [1, 2, 4, 8, 16].map(|rows| stages(true, rows, 2048)),
@@ -211,13 +217,16 @@ mod tests {
             both.iter().sum::<usize>() + 2048 + STATIC_BYTES <= 228 << 10,
             "{both:?}"
         );
+        // A product of 2048 x 2048 leaves room for a block of attention beside it.
+        let short = Ring::of(false, [1, 2048], 4, &Hardware::HOPPER);
+        assert_eq!(short.map(|ring| ring.stages), Some(4));
         // Norms that do not fit are another kernel's.
         let small = Hardware {
             max_shared_bytes: 99 << 10,
             ..Hardware::AMPERE
         };
-        assert_eq!(Ring::of(true, 1, 2048, &small).map(|ring| ring.stages), Some(4));
-        assert_eq!(Ring::of(true, 16, 2048, &small), None);
-        assert_eq!(Ring::of(false, 16, 6144, &small).map(|ring| ring.stages), Some(2));
+        assert_eq!(Ring::of(true, [1, 2048], 12, &small).map(|ring| ring.stages), Some(4));
+        assert_eq!(Ring::of(true, [16, 2048], 12, &small), None);
+        assert_eq!(Ring::of(false, [16, 6144], 12, &small).map(|ring| ring.stages), Some(2));
     }
 }
