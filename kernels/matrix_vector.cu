@@ -112,8 +112,9 @@ DEVICE void prepare_rows(uint4* h, int pitch, const bf16* x, const bf16* norm, c
 }
 #endif
 
-// Two blocks have room on a multiprocessor, so that the next kernel's first weights are on their way in time.
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+// So few registers that the next kernel's block has room on the multiprocessor too, and its first weights are on their
+// way in time. A block without a norm has room beside one of attention.
+extern "C" __global__ void __launch_bounds__(THREADS, INPUT == 1 ? 2 : 4)
     matrix_vector(const bf16* x, const bf16* w, const bf16* norm, const bf16* residual, bf16* y,
                   const __grid_constant__ MatrixVectorParams params) {
   extern __shared__ uint4 shared[];
