@@ -73,7 +73,7 @@ pub(super) fn check_likeliest(report: &mut Report, device: &dyn Device, extent: 
     }
 }
 
-/// Times the GEMVs of a layer and of the logits.
+/// Times the products of a layer and of the logits, for one text and for 16.
 pub(super) fn bench(bench: &mut Bench<'_>, width: usize, d_ff: usize, vocab_size: usize) {
     for (n, k) in [
         (2 * width, width),
@@ -82,11 +82,13 @@ pub(super) fn bench(bench: &mut Bench<'_>, width: usize, d_ff: usize, vocab_size
         (width, d_ff),
         (vocab_size, width),
     ] {
-        let (x, w) = (bench.bf16([1, k]), bench.bf16([n, k]));
-        let work = Work::Bytes(2.0 * (n * k) as f64);
-        bench.row("matrix_vector", &format!("{n}x{k}"), work, || {
-            matrix_vector(Vectors::Plain(&x), &w, Epilogue::Stored)
-        });
+        for texts in [1, 16] {
+            let (x, w) = (bench.bf16([texts, k]), bench.bf16([n, k]));
+            let work = Work::Bytes(2.0 * (n * k) as f64);
+            bench.row("matrix_vector", &format!("{texts}x{n}x{k}"), work, || {
+                matrix_vector(Vectors::Plain(&x), &w, Epilogue::Stored)
+            });
+        }
     }
 }
 
