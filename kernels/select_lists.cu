@@ -4,7 +4,9 @@
 //            block / tile rows of tiles, and the blocks that meet its queries are kept whole.
 //            With segments, tokens move inside them: a row keeps the tiles of its own segments that hold a key not
 //            after one of its queries, and with keeps_first the tile of key 0. drops_own: what meets a row's queries
-//            stays only where some head kept it
+//            stays only where some head kept it.
+//            stride, limit: BFLA's rescue keeps a dropped tile (by_block: block) of position row and column after all
+//            if 131 row + 17 column + seed is a multiple of stride, or a hash of both and the list is below limit
 // Layout     kept u32 [num_heads, rows of blocks, ceil(columns / 32)], nan i32 [num_heads] as select_choose writes
 //            them; bits u32 [lists, rows, ceil(tiles / 32)];
 //            counts, pairs i32 [lists, rows]: kept tiles, and pairs of a query and a kept key not after it; with
@@ -23,7 +25,26 @@ struct SelectListsParams {
   u64 tile, heads_per_list, num_lists_per_order;
   u64 local, sinks;
   u64 segment, keeps_first, moves_queries, drops_own;
+  u64 stride, limit, seed, is_linear, by_block;
 };
+
+// One step of splitmix64.
+DEVICE u64 mix(u64 x) {
+  x += 0x9e3779b97f4a7c15;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+  x = (x ^ x >> 27) * 0x94d049bb133111eb;
+  return x ^ x >> 31;
+}
+
+// Whether a row of a list keeps a tile or block that it dropped.
+DEVICE bool is_rescued(u64 list, u64 row, u64 column, const SelectListsParams& params) {
+  if (params.stride > 0 && (131 * row + 17 * column + params.seed) % params.stride == 0) return true;
+  if (params.limit == 0) return false;
+  const u64 sum = (row + 1) * 1103515245 + (column + 1) * 12345 + (list + 1) * 2654435761 + params.seed;
+  const u64 hash = params.is_linear ? (sum & 0x7fffffff) % 1000000
+                                    : mix(mix(mix(mix(list) + row) + column) + params.seed) >> 40;
+  return hash < params.limit;
+}
 
 // Sums of min(max(n, 0), keys) for all n up to `n`.
 DEVICE i64 seen_up_to(i64 n, i64 keys) {
@@ -48,6 +69,9 @@ extern "C" __global__ void __launch_bounds__(128)
             admissible = segment ? own_end : tiles.admissible(row);
   const int band = segment ? own : max(tiles.first(row) - (int)params.local, 0) / tiles.block,
             sinks = (int)params.sinks;
+  // Rows are counted from position 0, so that a chunk of a prompt rescues what the whole prompt does.
+  const bool rescues = params.stride + params.limit > 0;
+  const int rescue_row = params.by_block ? blocks.first(block_row) / blocks.block : tiles.first(row) / tiles.block;
   bool dense = false;
   for (int head = 0; head < heads; ++head) dense |= nan[list * heads + head] != 0;
   const u64 at_row = (u64)list * rows + row;
@@ -87,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(128)
                    j == first_key;
       for (int head = list * heads; head < (list + 1) * heads && !keeps; ++head)
         keeps = kept[((u64)head * block_rows + block_row) * block_words + block / 32] >> block % 32 & 1;
+      if (rescues && !keeps) keeps = is_rescued(list, rescue_row, params.by_block ? block : j, params);
       if (!keeps) continue;
       if (segment && j >= own) {
         here |= (u32)(own_bits >> (j - own) & 1) << j % 32;

@@ -23,6 +23,8 @@ const SELECTORS: &[&str] = &[
     "bfla:block=64,group=16,tile=16,local_tokens=16,keep_mass=TAU",
     "bfla:block=32,group=32,tile=32,local_tokens=0,keep_mass=TAU,gqa=per_query,sink_tiles=2",
     "bfla:block=64,pooling=mean,tile=32,keep_mass=TAU",
+    "bfla:block=32,group=16,tile=16,local_tokens=0,keep_mass=TAU,gqa=union,stride=5,prob=0.1",
+    "bfla:block=64,group=16,tile=16,local_tokens=16,keep_mass=TAU,prob=0.3,hash=linear,rescue_grid=block,seed=7",
     "xattention:block=32,stride=8,tau=TAU",
     "xattention:block=64,stride=16,tau=TAU,mode=slash,norm=0.5,gqa=union",
     "oracle_topk:block=32,tau=TAU",

@@ -118,6 +118,22 @@ pub enum KeepBlocks {
     Share(f64),
 }
 
+/// Which dropped tiles a row keeps after all (BFLA): those where `131 row + 17 column + seed` is a multiple of `stride`,
+/// and those whose hash of list, row, column and seed is below `limit`. The default keeps none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rescue {
+    /// One dropped tile in this many stays; 0: none.
+    pub stride: u64,
+    /// Hashes below this stay: of 2^24, or with `is_linear` of a million.
+    pub limit: u64,
+    /// Added to what is divided by the stride, and to what is hashed.
+    pub seed: u64,
+    /// Whether the hash is a linear congruence instead of splitmix64.
+    pub is_linear: bool,
+    /// Whether rows and columns count blocks instead of tiles.
+    pub by_block: bool,
+}
+
 /// Sizes of the blocks, and how they are compared.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ScoredBlocks {
@@ -150,6 +166,8 @@ pub struct KeptBlocks {
     pub local_tokens: usize,
     /// Number of first key tiles that are kept whatever their scores.
     pub first_tiles: usize,
+    /// Dropped tiles that are kept after all.
+    pub rescue: Rescue,
     /// Rows of the call that are dense.
     pub dense_rows: Vec<Range<usize>>,
 }
@@ -188,6 +206,7 @@ impl BlockSelection {
                 tile: block,
                 local_tokens: 0,
                 first_tiles: 0,
+                rescue: Rescue::default(),
                 dense_rows: Vec::new(),
             },
             order: None,

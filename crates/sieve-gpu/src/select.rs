@@ -310,6 +310,7 @@ impl<'a> Call<'a> {
             keeps_first: s.order.is_some_and(|order| order.keeps_first),
             moves_queries: s.order.is_some_and(|order| order.moves_queries),
             drops_own: !s.keep.keeps_own,
+            { stride, limit, seed, is_linear, by_block }: s.keep.rescue,
         });
         // The kernel does not read the order of tokens that keep their order.
         let [keys, queries] = [&orders.keys, &orders.queries].map(|x| x.as_ref().unwrap_or(data));

@@ -12,8 +12,9 @@ static CAPTURED: &[u8] = include_bytes!("../../../../tests/golden/selectors/capt
 
 /// Methods with stored lists, each with the number of stored calls that select on the device and on the host.
 /// MOMO selects on the host with `topk=exact`, with `score=normalised`, and where a chunk begins between two probes;
-/// PBS does with `select=xattention`. BFLA is not here: its stored lists use its rescue, which selects on the host.
+/// PBS does with `select=xattention`.
 const METHODS: &[(&str, Counts)] = &[
+    ("bfla", [9, 0]),
     ("momo", [6, 30]),
     ("xattention", [9, 0]),
     ("pbs", [9, 9]),

@@ -85,7 +85,6 @@ mod tests {
             selector.block_selection(shape, 0, 2)
         };
         for text in [
-            "bfla:prob=0.1",
             "bfla:pooling=center",
             "meanpool:gqa=mean",
             "xattention:mode=random",
