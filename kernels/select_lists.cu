@@ -2,7 +2,7 @@
 // Math       tile j of row i: some head of the list kept its block, or it meets the row's queries or the `local` tokens
 //            before them, or it is one of the first `sinks`; all tiles where a head met a NaN. A row of blocks is
 //            block / tile rows of tiles, and the blocks that meet its queries are kept whole.
-//            With segments, tokens move inside them: a row keeps the tiles of its own segments that hold a key not
+//            With segments, tokens move inside them, if at all: a row keeps the tiles of its own segments that hold a key not
 //            after one of its queries, and with keeps_first the tile of key 0. drops_own: what meets a row's queries
 //            stays only where some head kept it.
 //            stride, limit: BFLA's rescue keeps a dropped tile (by_block: block) of position row and column after all
@@ -10,7 +10,7 @@
 // Layout     kept u32 [num_heads, rows of blocks, ceil(columns / 32)], nan i32 [num_heads] as select_choose writes
 //            them; bits u32 [lists, rows, ceil(tiles / 32)];
 //            counts, pairs i32 [lists, rows]: kept tiles, and pairs of a query and a kept key not after it; with
-//            segments key_order i32 [num_kv_heads, num_keys], and with moves_queries query_order i32
+//            moves_keys key_order i32 [num_kv_heads, num_keys], with moves_queries query_order i32
 //            [num_heads, num_queries]
 // Buffers    kept, nan, key_order, query_order, bits, counts, pairs
 // Defines    none
@@ -24,7 +24,7 @@ struct SelectListsParams {
   u64 num_queries, num_keys, block, offset, query_block;
   u64 tile, heads_per_list, num_lists_per_order;
   u64 local, sinks;
-  u64 segment, keeps_first, moves_queries, drops_own;
+  u64 segment, keeps_first, moves_keys, moves_queries, drops_own;
   u64 stride, limit, seed, is_linear, by_block;
 };
 
@@ -77,10 +77,11 @@ extern "C" __global__ void __launch_bounds__(128)
   const u64 at_row = (u64)list * rows + row;
   const i64 first = tiles.first(row), last = tiles.last(row);
   key_order += (u64)(list / (int)params.num_lists_per_order) * tiles.num_keys;
+  const auto key_in = [&](int slot) { return params.moves_keys ? key_order[slot] : slot; };
   int first_key = -1;  // the tile of key 0
   if (segment && params.keeps_first) {
     for (int slot = lane; slot < min(segment, tiles.num_keys); slot += 32)
-      if (key_order[slot] == 0) first_key = slot / tiles.block;
+      if (key_in(slot) == 0) first_key = slot / tiles.block;
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) first_key = max(first_key, __shfl_xor_sync(~0u, first_key, step));
   }
@@ -91,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(128)
   for (int tile = own; segment && tile < own_end; ++tile) {
     i64 here = 0;
     for (int slot = tile * tiles.block + lane; slot < min((tile + 1) * tiles.block, tiles.num_keys); slot += 32) {
-      const i64 key = key_order[slot];
+      const i64 key = key_in(slot);
       if (!params.moves_queries) here += max(last + 1 - max(key, first), (i64)0);
       else
         for (i64 query = first; query <= last; ++query)

@@ -36,16 +36,22 @@ const SELECTORS: &[&str] = &[
     "flexprefill:block=32,min_budget=32,max_budget=64,gamma=TAU,tau=1,gqa=union",
     "pbs:block=16,segment=64,tau=TAU",
     "pbs:block=32,segment=32,tau=TAU,gqa=union",
+    "pbs:block=16,segment=64,tau=TAU,permute=none",
+    "pbs:block=16,segment=64,tau=TAU,select=xattention,stride=4",
+    "pbs:block=32,segment=32,tau=TAU,select=xattention,permute=none,gqa=union",
     // A segment of 64 blocks, more than a word has bits.
     "pbs:block=8,segment=512,tau=TAU",
     "ba_att:block=16,segment=64,sparsity=0.3,compensate_layers=all",
     "ba_att:block=32,segment=128,sort=k,gqa=union,compensate_layers=none",
+    "ba_att:block=16,segment=64,sparsity=0.3,sort=q",
+    "ba_att:block=16,segment=64,sparsity=0.7,sort=none,gqa=union",
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=12,k_exact=4,k_trim=9",
     // One slot for dozens of blocks: the gate's quantile lies in the tail of its approximation.
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=5,k_exact=4",
     // Streams of several chunks of 32 scores.
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=2,k=21,k_exact=3",
     "momo:first_dense_layers=0,gamma=8,chi=64,beta=16,k=6,topk=gauss,sink_blocks=2,gqa=union",
+    "momo:first_dense_layers=0,gamma=5,chi=10,beta=2,k=40,topk=exact",
     "delta:base=meanpool,base.block=32,base.tau=TAU,base.min_prefill_tokens=0",
 ];
 

@@ -66,15 +66,15 @@ pub enum KeyScores {
     Length,
 }
 
-/// How tokens are permuted before they are divided into blocks. A row always keeps the blocks of its own segment; the
-/// other blocks compete.
+/// How tokens are permuted before they are divided into blocks, if at all. A row always keeps the blocks of its own
+/// segment; the blocks of earlier segments compete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotOrder {
     /// Tokens of a segment, a multiple of the block. Tokens move only inside their segment.
     pub segment: usize,
-    /// The scores by which keys are sorted.
-    pub keys: KeyScores,
-    /// Whether queries are sorted too, by rising Euclidean norm.
+    /// The scores by which keys are sorted; `None`: keys keep their order.
+    pub keys: Option<KeyScores>,
+    /// Whether queries are sorted, by rising Euclidean norm.
     pub moves_queries: bool,
     /// Whether every row keeps the block with the first key.
     pub keeps_first: bool,
@@ -181,7 +181,7 @@ pub struct BlockSelection {
     pub scores: ScoredBlocks,
     /// The blocks that each row keeps.
     pub keep: KeptBlocks,
-    /// How tokens are permuted before they are divided into blocks; `None`: they keep their order.
+    /// The segments inside which tokens are permuted; `None`: there are none.
     pub order: Option<SlotOrder>,
 }
 
@@ -297,14 +297,16 @@ impl BlockSelection {
             num_kv_heads,
             ..
         } = self.shape;
+        let moves_keys = self.order.is_some_and(|order| order.keys.is_some());
         let moves_queries = self.order.is_some_and(|order| order.moves_queries);
         KeyMask {
             shape: self.shape,
             tiles,
             heads_per_list: self.keep.heads_per_list,
-            heads_per_order: match self.order {
-                Some(_) => num_heads / num_kv_heads,
-                None => num_heads,
+            heads_per_order: if moves_keys {
+                num_heads / num_kv_heads
+            } else {
+                num_heads
             },
             causal: true,
             dense_rows: self.keep.dense_rows.clone(),
@@ -313,7 +315,7 @@ impl BlockSelection {
                 tile_idx: place(self.num_lists() * self.most_tiles()),
                 col_ptr: place(if num_columns > 0 { rows + 1 } else { 0 }),
                 col_idx: place(num_columns),
-                key_order: place(self.order.map_or(0, |_| num_kv_heads * num_keys)),
+                key_order: place(usize::from(moves_keys) * num_kv_heads * num_keys),
                 query_order: place(usize::from(moves_queries) * num_heads * num_queries),
                 ..MaskPlaces::default()
             },

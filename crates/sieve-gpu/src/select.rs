@@ -248,7 +248,7 @@ impl<'a> Call<'a> {
         unsafe { kernel.launch([rows, choice.num_heads, 1], &tensors, &params) }
     }
 
-    /// Tokens of a segment, inside which tokens are reordered; 0 if tokens keep their order.
+    /// Tokens of a segment, inside which tokens may be reordered; 0 if there are no segments.
     fn segment(&self) -> usize {
         self.selection.order.map_or(0, |order| order.segment)
     }
@@ -264,7 +264,7 @@ impl<'a> Call<'a> {
         for heads in self.slabs(row_bytes) {
             let scores = match &means {
                 Some(means) => self.scores_by_means(means, heads.clone())?,
-                None => self.scores_by_cells(heads.clone())?,
+                None => self.scores_by_cells(orders, heads.clone())?,
             };
             self.choose(&Choice {
                 scores: &scores,
@@ -308,7 +308,8 @@ impl<'a> Call<'a> {
             sinks: s.keep.first_tiles,
             segment: self.segment(),
             keeps_first: s.order.is_some_and(|order| order.keeps_first),
-            moves_queries: s.order.is_some_and(|order| order.moves_queries),
+            moves_keys: orders.keys.is_some(),
+            moves_queries: orders.queries.is_some(),
             drops_own: !s.keep.keeps_own,
             { stride, limit, seed, is_linear, by_block }: s.keep.rescue,
         });
@@ -382,12 +383,13 @@ fn require_order(s: &BlockSelection) -> Result<(), KernelError> {
     let Some(order) = s.order else {
         return Ok(());
     };
+    let moves = order.keys.is_some() || order.moves_queries;
     let fits = order.segment.is_multiple_of(s.scores.block)
-        && order.segment <= MOST_IN_SEGMENT
+        && (!moves || order.segment <= MOST_IN_SEGMENT)
         && s.keep.tile == s.scores.block
         && s.scores.query_block == s.scores.block
         && s.scores.offset == 0;
-    require!(fits, NAME, "order": format!("{s:?}"), "square blocks that divide a segment of at most 512 tokens");
+    require!(fits, NAME, "order": format!("{s:?}"), "square blocks that divide a segment, of at most 512 tokens where they move");
     // A row of blocks that straddles two segments meets the blocks of both.
     let context = s.shape.num_keys - s.shape.num_queries;
     let segments = if context.is_multiple_of(s.scores.block) { 1 } else { 2 };
@@ -408,14 +410,14 @@ fn require_probes(s: &BlockSelection) -> Result<(), KernelError> {
         && context.is_multiple_of(gamma)
         && s.scores.offset == 0;
     require!(fits, NAME, "probes": format!("{s:?}"),
-        "calls and tiles of whole distances, at most 32 blocks that are surely the best");
+        "calls and tiles of whole distances, at most {MOST_EXACT} blocks that are surely the best");
     Ok(())
 }
 
 /// Refuses heads and blocks that select_cells does not take.
 fn require_cells(s: &BlockSelection, head_dim: usize) -> Result<(), KernelError> {
     let cell = cell_of(s.scores.by);
-    let is_by_attention = |order: SlotOrder| matches!(order.keys, KeyScores::Attention(_));
+    let is_by_attention = |order: SlotOrder| matches!(order.keys, Some(KeyScores::Attention(_)));
     if cell.is_some() || s.order.is_some_and(is_by_attention) {
         let fits = head_dim.is_multiple_of(CELL_STEP);
         require!(fits, NAME, "head_dim": head_dim, "multiples of {CELL_STEP}, for products of cells");
@@ -446,7 +448,8 @@ const SELECT_POOL: SourceKernel = SourceKernel::new("select_pool").threads(128);
 const SELECT_SCORES: SourceKernel = SourceKernel::new("select_scores").threads(256);
 
 /// The kernel that multiplies cells of queries and keys. `is_lse`: scores are log-sum-exps; otherwise largest products.
-fn select_cells_kernel(head_dim: usize, is_lse: bool, family: KernelFamily) -> SourceKernel {
+/// `is_ordered`: keys are permuted.
+fn select_cells_kernel(head_dim: usize, [is_lse, is_ordered]: [bool; 2], family: KernelFamily) -> SourceKernel {
     let (name, room_to_align) = match family {
         KernelFamily::Portable => ("select_cells", 0),
         KernelFamily::Hopper => ("hopper_select_cells", 1024),
@@ -454,6 +457,7 @@ fn select_cells_kernel(head_dim: usize, is_lse: bool, family: KernelFamily) -> S
     SourceKernel::new(name)
         .define("HEAD_DIM", head_dim)
         .define("LSE", u8::from(is_lse))
+        .define("ORDERED", u8::from(is_ordered))
         .threads(256)
         .shared_bytes(CELL_SHARED_BYTES + room_to_align)
 }
@@ -482,7 +486,7 @@ pub(crate) fn hopper_select_blocks_kernels(head_dims: &[usize]) -> Vec<SourceKer
 
 fn cells_kernels(head_dims: &[usize], family: KernelFamily) -> Vec<SourceKernel> {
     let widths = head_dims.iter().filter(|dim| dim.is_multiple_of(CELL_STEP));
-    let forms = |&dim| [true, false].map(|is_lse| select_cells_kernel(dim, is_lse, family));
+    let forms = |&dim| [[true, false], [false, false], [true, true]].map(|form| select_cells_kernel(dim, form, family));
     widths.flat_map(forms).collect()
 }
 
