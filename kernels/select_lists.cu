@@ -69,9 +69,6 @@ extern "C" __global__ void __launch_bounds__(128)
             admissible = segment ? own_end : tiles.admissible(row);
   const int band = segment ? own : max(tiles.first(row) - (int)params.local, 0) / tiles.block,
             sinks = (int)params.sinks;
-  // Rows are counted from position 0, so that a chunk of a prompt rescues what the whole prompt does.
-  const bool rescues = params.stride + params.limit > 0;
-  const int rescue_row = params.by_block ? blocks.first(block_row) / blocks.block : tiles.first(row) / tiles.block;
   bool dense = false;
   for (int head = 0; head < heads; ++head) dense |= nan[list * heads + head] != 0;
   const u64 at_row = (u64)list * rows + row;
@@ -112,7 +109,10 @@ extern "C" __global__ void __launch_bounds__(128)
                    j == first_key;
       for (int head = list * heads; head < (list + 1) * heads && !keeps; ++head)
         keeps = kept[((u64)head * block_rows + block_row) * block_words + block / 32] >> block % 32 & 1;
-      if (rescues && !keeps) keeps = is_rescued(list, rescue_row, params.by_block ? block : j, params);
+      // Rows are counted from position 0, so that a chunk of a prompt rescues what the whole prompt does.
+      if (!keeps && params.stride + params.limit > 0)
+        keeps = params.by_block ? is_rescued(list, blocks.first(block_row) / blocks.block, block, params)
+                                : is_rescued(list, tiles.first(row) / tiles.block, j, params);
       if (!keeps) continue;
       if (segment && j >= own) {
         here |= (u32)(own_bits >> (j - own) & 1) << j % 32;
