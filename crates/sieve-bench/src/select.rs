@@ -12,7 +12,8 @@ use crate::tolerance::Tolerance;
 use sieve_core::{BlockSelection, KeyMask};
 use sieve_kernels::DType;
 use sieve_kernels::{KernelError, KeySource, LongChoice};
-use sieve_select::{Call, CallShape, DecodeSession, LayerShape, Selected, Selector, Step};
+use sieve_select::prefill::minference::Pattern;
+use sieve_select::{Call, CallShape, DecodeSession, LayerShape, Method, Selected, Selector, Step};
 use sieve_testing::Random;
 
 /// Selectors that a device can run; `TAU` stands for a share of attention mass.
@@ -31,6 +32,7 @@ const SELECTORS: &[&str] = &[
     "oracle_topk:block=16,k=3",
     "vertical_slash:vertical=40,slash=60",
     "minference:first_dense_layers=0",
+    MIXED,
     // tau=0 never uses the map of blocks, tau=1 always.
     "flexprefill:block=16,min_budget=32,gamma=TAU,tau=0",
     "flexprefill:block=32,min_budget=32,max_budget=64,gamma=TAU,tau=1,gqa=union",
@@ -53,6 +55,25 @@ const SELECTORS: &[&str] = &[
     "momo:first_dense_layers=0,gamma=8,chi=64,beta=16,k=6,topk=gauss,sink_blocks=2,gqa=union",
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=2,k=40,topk=exact",
     "delta:base=meanpool,base.block=32,base.tau=TAU,base.min_prefill_tokens=0",
+];
+
+/// MInference with [`PATTERNS`] in place of a pattern file.
+const MIXED: &str = "minference:first_dense_layers=0,last_dense_rows=0";
+
+/// Patterns of the query heads under [`MIXED`].
+const PATTERNS: [Pattern; 6] = [
+    Pattern::VerticalSlash {
+        vertical: 40,
+        slash: 60,
+    },
+    Pattern::BlockSparse { topk: 2 },
+    Pattern::VerticalSlash {
+        vertical: 70,
+        slash: 110,
+    },
+    Pattern::BlockSparseEighth,
+    Pattern::BlockSparseEighth,
+    Pattern::BlockSparse { topk: 1 },
 ];
 
 /// The value of `TAU`, and how far another sum order may change a share of mass.
@@ -325,7 +346,13 @@ impl Case {
     fn selector(&self, tau: f64) -> Selector {
         let name = self.name.replace("TAU", &tau.to_string());
         let selector = Selector::parse(&format!("{name},min_prefill_tokens=0"));
-        selector.expect("the names above are right")
+        let mut selector = selector.expect("the names above are right");
+        if let Method::Minference(config) = &mut selector.method
+            && self.name == MIXED
+        {
+            config.patterns.layers = vec![PATTERNS.map(Some).to_vec()];
+        }
+        selector
     }
 
     fn selection(&self) -> Option<BlockSelection> {

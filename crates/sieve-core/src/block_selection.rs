@@ -172,6 +172,17 @@ pub struct KeptBlocks {
     pub dense_rows: Vec<Range<usize>>,
 }
 
+/// Query heads that choose by a rule of their own.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HeadRule {
+    /// The query heads.
+    pub heads: Range<usize>,
+    /// How their blocks are compared.
+    pub scores: BlockScores,
+    /// Which of the competing blocks are kept.
+    pub keep: KeepBlocks,
+}
+
 /// A selection of one call. Queries are the last `shape.num_queries` of `shape.num_keys` tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockSelection {
@@ -183,6 +194,9 @@ pub struct BlockSelection {
     pub keep: KeptBlocks,
     /// The segments inside which tokens are permuted; `None`: there are none.
     pub order: Option<SlotOrder>,
+    /// Rules in place of [`ScoredBlocks::by`] and [`KeptBlocks::by`] where heads differ (MInference): each head has one,
+    /// [`BlockScores::Lines`] or [`BlockScores::Means`]. Empty: there are none.
+    pub head_rules: Vec<HeadRule>,
 }
 
 impl BlockSelection {
@@ -210,7 +224,20 @@ impl BlockSelection {
                 dense_rows: Vec::new(),
             },
             order: None,
+            head_rules: Vec::new(),
         }
+    }
+
+    /// The rules of all heads.
+    pub fn rules(&self) -> Vec<HeadRule> {
+        if !self.head_rules.is_empty() {
+            return self.head_rules.clone();
+        }
+        vec![HeadRule {
+            heads: 0..self.shape.num_heads,
+            scores: self.scores.by,
+            keep: self.keep.by,
+        }]
     }
 
     /// Makes rows dense to the call's end, from `first` or the first row that is dense already, the earlier of the two.
@@ -268,14 +295,13 @@ impl BlockSelection {
     /// The most single keys that a list can hold.
     fn most_columns(&self) -> usize {
         let tiles = self.tiles();
-        match self.scores.by {
-            BlockScores::Lines { columns, .. } => {
-                // A query tile has `last + 1` keys up to its last row.
-                let of_row = |i| columns[0].min(tiles.last(i) + 1);
-                (0..tiles.num_query_tiles()).map(of_row).sum()
-            }
+        let of_rule = |rule: HeadRule| match rule.scores {
+            BlockScores::Lines { columns, .. } => columns[0],
             _ => 0,
-        }
+        };
+        let most = self.rules().into_iter().map(of_rule).max().unwrap_or(0);
+        // A query tile has `last + 1` keys up to its last row.
+        (0..tiles.num_query_tiles()).map(|i| most.min(tiles.last(i) + 1)).sum()
     }
 
     /// The layout of the mask's buffer, with room for every tile and key that can be kept. Word 0 is unused.

@@ -16,7 +16,8 @@ use crate::step::FILL_ZERO;
 use order::{MOST_IN_SEGMENT, Orders};
 use probes::MOST_EXACT;
 use scores::CELL_SIDE;
-use sieve_core::{BlockScores, BlockSelection, KeepBlocks, KeyMask, KeyScores, MaskCounts, SlotOrder};
+use sieve_core::{BlockScores, BlockSelection, HeadRule, KeepBlocks, KeyMask, KeyScores, MaskCounts, SlotOrder};
+use std::iter::repeat;
 use std::ops::Range;
 
 const NAME: &str = "select_blocks";
@@ -59,14 +60,22 @@ impl Qkv {
         let mask = layout.map(|()| words.clone());
         let orders = call.orders(&mask, &nan_rows)?;
         let bits = [&kept, &nan_rows];
+        let rules = selection.rules();
+        let (lines, others): (Vec<_>, Vec<_>) = rules
+            .into_iter()
+            .partition(|rule| matches!(rule.scores, BlockScores::Lines { .. }));
         let mut single_columns = None;
+        if !lines.is_empty() {
+            // This writes the bits of every head; those of the other heads are written again below.
+            single_columns = Some(call.lines(bits, &lines)?);
+        }
         match selection.scores.by {
-            BlockScores::Lines { .. } => single_columns = Some(call.lines(bits)?),
+            _ if others.is_empty() => {}
             BlockScores::Patterns { .. } => call.patterns(bits)?,
             BlockScores::Probes { .. } => call.probes(bits)?,
             BlockScores::Logits => call.largest_logits(bits)?,
             BlockScores::Bounds(known) => call.pages(bits, known, bounds)?,
-            _ => call.compare(bits, &orders)?,
+            _ => call.compare(bits, &orders, &others)?,
         }
         call.lists(bits, mask, &orders, single_columns.as_ref())
     }
@@ -253,15 +262,16 @@ impl<'a> Call<'a> {
         self.selection.order.map_or(0, |order| order.segment)
     }
 
-    /// Scores all blocks and chooses the blocks to keep.
-    fn compare(&self, bits: KeptBits<'_>, orders: &Orders) -> Result<(), KernelError> {
+    /// Scores all blocks and chooses the blocks that the rules' heads keep.
+    fn compare(&self, bits: KeptBits<'_>, orders: &Orders, rules: &[HeadRule]) -> Result<(), KernelError> {
         let s = self.selection;
         let means = match s.scores.by {
             BlockScores::Means { .. } => Some(self.means(orders)?),
             _ => None,
         };
         let row_bytes = self.score_rows() * s.blocks()[1] * DType::F32.size();
-        for heads in self.slabs(row_bytes) {
+        let slabs = |rule: &HeadRule| self.slabs(rule.heads.clone(), row_bytes).zip(repeat(rule.keep));
+        for (heads, keep) in rules.iter().flat_map(slabs) {
             let scores = match &means {
                 Some(means) => self.scores_by_means(means, heads.clone())?,
                 None => self.scores_by_cells(orders, heads.clone())?,
@@ -271,7 +281,7 @@ impl<'a> Call<'a> {
                 bits,
                 first_head: heads.start,
                 num_heads: heads.len(),
-                keep: s.keep.by,
+                keep,
                 is_mass: self.is_lse(),
                 forced: s.keep.counts_own,
                 drops_absent: false,
@@ -280,9 +290,15 @@ impl<'a> Call<'a> {
         Ok(())
     }
 
-    /// Ranges of query heads whose scores are in memory at the same time; a head has `head_bytes` of scores.
-    fn slabs(&self, head_bytes: usize) -> impl Iterator<Item = Range<usize>> + use<> {
-        ranges(self.selection.shape.num_heads, SCORE_BYTES / head_bytes.max(1))
+    /// Ranges of some query heads whose scores are in memory at the same time; a head has `head_bytes` of scores.
+    fn slabs(&self, heads: Range<usize>, head_bytes: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let at_once = ranges(heads.len(), SCORE_BYTES / head_bytes.max(1));
+        at_once.map(move |at| heads.start + at.start..heads.start + at.end)
+    }
+
+    /// All query heads.
+    fn heads(&self) -> Range<usize> {
+        0..self.selection.shape.num_heads
     }
 
     /// Builds the lists of key tiles and columns that attention reads. `single` has a bit for each kept column.
@@ -416,7 +432,7 @@ fn require_probes(s: &BlockSelection) -> Result<(), KernelError> {
 
 /// Refuses heads and blocks that select_cells does not take.
 fn require_cells(s: &BlockSelection, head_dim: usize) -> Result<(), KernelError> {
-    let cell = cell_of(s.scores.by);
+    let cell = s.rules().iter().find_map(|rule| cell_of(rule.scores));
     let is_by_attention = |order: SlotOrder| matches!(order.keys, Some(KeyScores::Attention(_)));
     if cell.is_some() || s.order.is_some_and(is_by_attention) {
         let fits = head_dim.is_multiple_of(CELL_STEP);
@@ -425,7 +441,11 @@ fn require_cells(s: &BlockSelection, head_dim: usize) -> Result<(), KernelError>
     if let Some(cell) = cell {
         let per_block = s.scores.block / cell.max(1);
         let fits = s.scores.block.is_multiple_of(cell) && per_block.is_power_of_two();
-        let is_one_by_one = matches!(s.scores.by, BlockScores::Lines { .. } | BlockScores::Patterns { .. });
+        let has_lines = s
+            .rules()
+            .iter()
+            .any(|rule| matches!(rule.scores, BlockScores::Lines { .. }));
+        let is_one_by_one = has_lines || matches!(s.scores.by, BlockScores::Patterns { .. });
         let fits = is_one_by_one || fits && per_block <= CELL_SIDE;
         let got = || format!("{cell} tokens of {}", s.scores.block);
         require!(fits, NAME, "cell": got(), "blocks of 1, 2, 4, ... 128 cells");

@@ -41,7 +41,7 @@ impl Call<'_> {
             rows: num_probes,
             order: None,
         };
-        for heads in self.slabs(num_probes * columns * DType::F32.size()) {
+        for heads in self.slabs(self.heads(), num_probes * columns * DType::F32.size()) {
             let lse = self.launch_cells(&cells, heads.clone())?;
             let params = params!(SelectGateParams {
                 num_probes,

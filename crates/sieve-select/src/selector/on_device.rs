@@ -76,6 +76,7 @@ impl Selector {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::prefill::minference::Pattern;
     use sieve_core::BlockScores;
 
     #[test]
@@ -123,6 +124,26 @@ mod tests {
             let is_expected = matches!(scores, Some(BlockScores::Probes { chosen: found, .. }) if found == chosen);
             assert!(is_expected, "{text}: {scores:?}");
         }
+        // MInference: heads that follow each other with one pattern share a rule; a-shape is the host's.
+        let mut mixed = Selector::parse("minference").expect("valid");
+        let mut rules_of = |patterns: [Pattern; 4]| {
+            let Method::Minference(config) = &mut mixed.method else {
+                unreachable!("parsed above")
+            };
+            config.patterns.layers = vec![patterns.map(Some).to_vec()];
+            let selection = mixed.block_selection(shape, 0, 2)?;
+            Some(
+                selection
+                    .head_rules
+                    .into_iter()
+                    .map(|rule| rule.heads)
+                    .collect::<Vec<_>>(),
+            )
+        };
+        let [eighth, best] = [Pattern::BlockSparseEighth, Pattern::BlockSparse { topk: 3 }];
+        let local = Pattern::AShape { n_init: 1, n_local: 9 };
+        assert_eq!(rules_of([best, eighth, eighth, best]), Some(vec![0..1, 1..3, 3..4]));
+        assert_eq!(rules_of([best, eighth, local, best]), None);
         let bfla = of("bfla:last_dense_rows=7");
         let keep = &bfla.keep;
         assert_eq!((keep.heads_per_list, keep.tile, keep.first_tiles), (2, 64, 1));
