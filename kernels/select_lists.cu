@@ -2,9 +2,9 @@
 // Math       tile j of row i: some head of the list kept its block, or it meets the row's queries or the `local` tokens
 //            before them, or it is one of the first `sinks`; all tiles where a head met a NaN. A row of blocks is
 //            block / tile rows of tiles, and the blocks that meet its queries are kept whole.
-//            With segments, tokens move inside them, if at all: a row keeps the tiles of its own segments that hold a key not
-//            after one of its queries, and with keeps_first the tile of key 0. drops_own: what meets a row's queries
-//            stays only where some head kept it.
+//            With segments, tokens move inside them, if at all: a row keeps the tiles of its own segments that hold a
+//            key not after one of its queries, and with keeps_first the tile of key 0. drops_own: what meets a row's
+//            queries stays only where some head kept it.
 //            stride, limit: BFLA's rescue keeps a dropped tile (by_block: block) of position row and column after all
 //            if 131 row + 17 column + seed is a multiple of stride, or a hash of both and the list is below limit
 // Layout     kept u32 [num_heads, rows of blocks, ceil(columns / 32)], nan i32 [num_heads] as select_choose writes

@@ -118,8 +118,8 @@ pub enum KeepBlocks {
     Share(f64),
 }
 
-/// Which dropped tiles a row keeps after all (BFLA): those where `131 row + 17 column + seed` is a multiple of `stride`,
-/// and those whose hash of list, row, column and seed is below `limit`. The default keeps none.
+/// Which dropped tiles a row keeps after all (BFLA): those where `131 row + 17 column + seed` is a multiple of
+/// `stride`, and those whose hash of list, row, column and seed is below `limit`. The default keeps none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rescue {
     /// One dropped tile in this many stays; 0: none.
@@ -194,8 +194,8 @@ pub struct BlockSelection {
     pub keep: KeptBlocks,
     /// The segments inside which tokens are permuted; `None`: there are none.
     pub order: Option<SlotOrder>,
-    /// Rules in place of [`ScoredBlocks::by`] and [`KeptBlocks::by`] where heads differ (MInference): each head has one,
-    /// [`BlockScores::Lines`] or [`BlockScores::Means`]. Empty: there are none.
+    /// Rules in place of [`ScoredBlocks::by`] and [`KeptBlocks::by`] where heads differ (MInference): each head has
+    /// one, [`BlockScores::Lines`] or [`BlockScores::Means`]. Empty: there are none.
     pub head_rules: Vec<HeadRule>,
 }
 

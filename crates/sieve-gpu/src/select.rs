@@ -405,7 +405,8 @@ fn require_order(s: &BlockSelection) -> Result<(), KernelError> {
         && s.keep.tile == s.scores.block
         && s.scores.query_block == s.scores.block
         && s.scores.offset == 0;
-    require!(fits, NAME, "order": format!("{s:?}"), "square blocks that divide a segment, of at most 512 tokens where they move");
+    require!(fits, NAME, "order": format!("{s:?}"),
+        "square blocks that divide a segment, of at most 512 tokens where they move");
     // A row of blocks that straddles two segments meets the blocks of both.
     let context = s.shape.num_keys - s.shape.num_queries;
     let segments = if context.is_multiple_of(s.scores.block) { 1 } else { 2 };
