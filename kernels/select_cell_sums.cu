@@ -1,7 +1,7 @@
 // select_cell_sums: the softmax of cells over blocks of keys, summed over the cells of each block of queries
 // (XAttention, arXiv:2503.16428).
 // Math       mass[h, i, j] = sum_a 2^(block_lse[h, a, j] - log2 sum_j' 2^block_lse[h, a, j']) over the cells a of block
-//            i and the blocks j' up to a's own
+//            i and the blocks j' up to a's own, with segments those before the segment of i's first query
 // Layout     block_lse f32 [heads, query_cells, columns] as select_cells writes it, its first cell at position
 //            first_query; mass f32 [heads, rows, columns]
 // Buffers    block_lse, mass
@@ -14,7 +14,7 @@
 
 struct SelectCellSumsParams {
   u64 num_queries, num_keys, block, offset, query_block;
-  u64 first_query, cell, query_cells;
+  u64 segment, first_query, cell, query_cells;
 };
 
 // Sum or maximum over the block's 128 threads.
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(128)
   const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
                                (int)params.query_block};
   const int row = (int)blockIdx.x, head = (int)blockIdx.y, columns = blocks.num_columns(), cell = (int)params.cell,
-            first_query = (int)params.first_query;
+            first_query = (int)params.first_query, segment = (int)params.segment;
   const int begin = row == 0 ? 0 : (blocks.first(row) - first_query) / cell,
             end = blocks.last(row) < first_query ? 0 : (blocks.last(row) - first_query) / cell + 1;
   mass += ((u64)head * blocks.num_rows() + row) * columns;
@@ -43,7 +43,8 @@ extern "C" __global__ void __launch_bounds__(128)
   for (int j = (int)threadIdx.x; j < blocks.admissible(row); j += 128) mass[j] = 0.0f;
   for (int a = begin; a < end; ++a) {
     const float* from = block_lse + (u64)a * columns;
-    const int count = (first_query + a * cell) / blocks.block + 1;  // up to the cell's own block
+    // Up to the cell's own block, or the blocks of earlier segments.
+    const int count = segment > 0 ? blocks.competing(row, segment) : (first_query + a * cell) / blocks.block + 1;
     float largest = -INFINITY_F32, sum = 0.0f;
     for (int j = (int)threadIdx.x; j < count; j += 128) largest = fmaxf(largest, from[j]);
     largest = together<false>(largest, places);

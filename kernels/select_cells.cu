@@ -7,9 +7,10 @@
 // Layout     q, k as attention_forward, batch 1; queries are the tokens from first_query on that lie in the call's (the
 //            last num_queries), others count as zeros;
 //            out f32 [heads, query cells (LSE) or query blocks, key blocks] of the heads from first_head on,
-//            contiguous; a block has per_block cells
-// Buffers    q, k, out
-// Defines    HEAD_DIM (a multiple of 64), LSE 0|1
+//            contiguous; a block has per_block cells. ORDERED: place t of a key cell holds key order[t], i32
+//            [num_kv_heads, num_keys]
+// Buffers    q, k, order, out
+// Defines    HEAD_DIM (a multiple of 64), LSE 0|1, ORDERED 0|1
 // Tiling     grid (ceil(key cells / 128), ceil(query cells / 128), heads), tiles after the queries' positions return at
 //            once; 256 threads: 8 warps of 64 x 32 cells; 64 columns a step in a ring of three; dynamic shared bytes =
 //            98304
@@ -20,7 +21,8 @@
 #include "common/select_cells.cuh"
 
 extern "C" __global__ void __launch_bounds__(256, 2)
-    select_cells(const bf16* q, const bf16* k, float* out, const __grid_constant__ SelectCellsParams params) {
+    select_cells(const bf16* q, const bf16* k, const i32* order, float* out,
+                 const __grid_constant__ SelectCellsParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  select_cells_tile(q, k, out, params, shared_memory);
+  select_cells_tile(q, k, order, out, params, shared_memory);
 }

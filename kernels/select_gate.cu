@@ -9,17 +9,15 @@
 //            nan i32 [num_heads], added to: probes with a score of a block they see that is no number or infinite
 // Buffers    lse, chosen, nan
 // Defines    none
-// Tiling     grid (ceil(probes / 64), heads, 1); 64 threads, a probe each; no dynamic shared memory
+// Tiling     grid (ceil(probes / 64), heads, 1); 64 threads, a probe each; num_exact * 512 dynamic shared bytes
 // Numerics   f32 scores, f64 gate; the quantile is Acklam's rational approximation
-// Edges      num_exact at most 32; equal scores: the earlier block is the better one
+// Edges      num_exact: what shared memory holds; equal scores: the earlier block is the better one
 #include "common/types.cuh"
 
 struct SelectGateParams {
   u64 num_probes, num_blocks, block, context, gamma, tile, first_head;
   u64 sinks, k, num_exact;
 };
-
-constexpr int MOST_EXACT = 32;
 
 // The x below which a standard normal variable stays with probability p.
 DEVICE double normal_quantile(double p) {
@@ -75,10 +73,9 @@ extern "C" __global__ void __launch_bounds__(64)
   }
   const int capacity = min((int)params.num_exact, (int)params.k);
   // One column a thread: the best scores and their blocks.
-  __shared__ float all_best[MOST_EXACT][64];
-  __shared__ int all_places[MOST_EXACT][64];
-  const auto best = [&](int i) -> float& { return all_best[i][threadIdx.x]; };
-  const auto place = [&](int i) -> int& { return all_places[i][threadIdx.x]; };
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const auto best = [&](int i) -> float& { return ((float*)shared_memory)[i * 64 + (int)threadIdx.x]; };
+  const auto place = [&](int i) -> int& { return ((int*)shared_memory)[(capacity + i) * 64 + (int)threadIdx.x]; };
   int held = 0, worst = 0, slots = (int)params.k - capacity;
   double seen = 0.0, mean = 0.0, squares = 0.0;
   const auto find_worst = [&] {

@@ -2,13 +2,15 @@
 // Math       tile j of row i: some head of the list kept its block, or it meets the row's queries or the `local` tokens
 //            before them, or it is one of the first `sinks`; all tiles where a head met a NaN. A row of blocks is
 //            block / tile rows of tiles, and the blocks that meet its queries are kept whole.
-//            With segments, tokens move inside them: a row keeps the tiles of its own segments that hold a key not
-//            after one of its queries, and with keeps_first the tile of key 0. drops_own: what meets a row's queries
-//            stays only where some head kept it
+//            With segments, tokens move inside them, if at all: a row keeps the tiles of its own segments that hold a
+//            key not after one of its queries, and with keeps_first the tile of key 0. drops_own: what meets a row's
+//            queries stays only where some head kept it.
+//            stride, limit: BFLA's rescue keeps a dropped tile (by_block: block) of position row and column after all
+//            if 131 row + 17 column + seed is a multiple of stride, or a hash of both and the list is below limit
 // Layout     kept u32 [num_heads, rows of blocks, ceil(columns / 32)], nan i32 [num_heads] as select_choose writes
 //            them; bits u32 [lists, rows, ceil(tiles / 32)];
 //            counts, pairs i32 [lists, rows]: kept tiles, and pairs of a query and a kept key not after it; with
-//            segments key_order i32 [num_kv_heads, num_keys], and with moves_queries query_order i32
+//            moves_keys key_order i32 [num_kv_heads, num_keys], with moves_queries query_order i32
 //            [num_heads, num_queries]
 // Buffers    kept, nan, key_order, query_order, bits, counts, pairs
 // Defines    none
@@ -22,8 +24,27 @@ struct SelectListsParams {
   u64 num_queries, num_keys, block, offset, query_block;
   u64 tile, heads_per_list, num_lists_per_order;
   u64 local, sinks;
-  u64 segment, keeps_first, moves_queries, drops_own;
+  u64 segment, keeps_first, moves_keys, moves_queries, drops_own;
+  u64 stride, limit, seed, is_linear, by_block;
 };
+
+// One step of splitmix64.
+DEVICE u64 mix(u64 x) {
+  x += 0x9e3779b97f4a7c15;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+  x = (x ^ x >> 27) * 0x94d049bb133111eb;
+  return x ^ x >> 31;
+}
+
+// Whether a row of a list keeps a tile or block that it dropped.
+DEVICE bool is_rescued(u64 list, u64 row, u64 column, const SelectListsParams& params) {
+  if (params.stride > 0 && (131 * row + 17 * column + params.seed) % params.stride == 0) return true;
+  if (params.limit == 0) return false;
+  const u64 sum = (row + 1) * 1103515245 + (column + 1) * 12345 + (list + 1) * 2654435761 + params.seed;
+  const u64 hash = params.is_linear ? (sum & 0x7fffffff) % 1000000
+                                    : mix(mix(mix(mix(list) + row) + column) + params.seed) >> 40;
+  return hash < params.limit;
+}
 
 // Sums of min(max(n, 0), keys) for all n up to `n`.
 DEVICE i64 seen_up_to(i64 n, i64 keys) {
@@ -53,10 +74,11 @@ extern "C" __global__ void __launch_bounds__(128)
   const u64 at_row = (u64)list * rows + row;
   const i64 first = tiles.first(row), last = tiles.last(row);
   key_order += (u64)(list / (int)params.num_lists_per_order) * tiles.num_keys;
+  const auto key_in = [&](int slot) { return params.moves_keys ? key_order[slot] : slot; };
   int first_key = -1;  // the tile of key 0
   if (segment && params.keeps_first) {
     for (int slot = lane; slot < min(segment, tiles.num_keys); slot += 32)
-      if (key_order[slot] == 0) first_key = slot / tiles.block;
+      if (key_in(slot) == 0) first_key = slot / tiles.block;
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) first_key = max(first_key, __shfl_xor_sync(~0u, first_key, step));
   }
@@ -67,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(128)
   for (int tile = own; segment && tile < own_end; ++tile) {
     i64 here = 0;
     for (int slot = tile * tiles.block + lane; slot < min((tile + 1) * tiles.block, tiles.num_keys); slot += 32) {
-      const i64 key = key_order[slot];
+      const i64 key = key_in(slot);
       if (!params.moves_queries) here += max(last + 1 - max(key, first), (i64)0);
       else
         for (i64 query = first; query <= last; ++query)
@@ -87,6 +109,10 @@ extern "C" __global__ void __launch_bounds__(128)
                    j == first_key;
       for (int head = list * heads; head < (list + 1) * heads && !keeps; ++head)
         keeps = kept[((u64)head * block_rows + block_row) * block_words + block / 32] >> block % 32 & 1;
+      // Rows are counted from position 0, so that a chunk of a prompt rescues what the whole prompt does.
+      if (!keeps && params.stride + params.limit > 0)
+        keeps = params.by_block ? is_rescued(list, blocks.first(block_row) / blocks.block, block, params)
+                                : is_rescued(list, tiles.first(row) / tiles.block, j, params);
       if (!keeps) continue;
       if (segment && j >= own) {
         here |= (u32)(own_bits >> (j - own) & 1) << j % 32;

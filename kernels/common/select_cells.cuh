@@ -1,6 +1,6 @@
 // select_cells: the scores of 128 cells of queries with 128 cells of keys, by one thread block; a cell is `cell`
 // consecutive tokens. select_cells.cu and hopper_select_cells.cu document the interface.
-// Defines    HEAD_DIM, LSE; WGMMA 0|1: products by warpgroups (sm_90a; the includer includes wgmma.cuh)
+// Defines    HEAD_DIM, LSE, ORDERED; WGMMA 0|1: products by warpgroups (sm_90a; the includer includes wgmma.cuh)
 #pragma once
 #include "common/async_copy.cuh"
 #include "common/mma.cuh"
@@ -21,15 +21,18 @@ static_assert(SIDE * PITCH * 4 <= STAGES * STAGE_BYTES, "scores lie where the ri
 static_assert(HEAD_DIM % STEP == 0, "a step stays inside a token");
 
 // One side of a tile: 128 cells that begin `cell` tokens apart. A step loads 64 columns of one token of each cell.
-// Tokens outside first .. end arrive as zeros.
+// Places outside first .. end arrive as zeros. HAS_ORDER: place t holds token order[t], else token t.
+template <bool HAS_ORDER>
 struct CellSide {
   const bf16* from;  // this thread's chunk of its first cell's first token
   i64 token_stride;
   int token, cell, first, end;
   u32 to;  // this thread's offset in a step
+  const i32* order;
 
-  DEVICE CellSide(const bf16* heads, u64 token_stride, i64 token, int cell, i64 first, i64 end)
-      : token_stride((i64)token_stride), cell(cell), first((int)first), end((int)end) {
+  DEVICE CellSide(const bf16* heads, u64 token_stride, i64 token, int cell, i64 first, i64 end,
+                  const i32* order)
+      : token_stride((i64)token_stride), cell(cell), first((int)first), end((int)end), order(order) {
     const int row = (int)threadIdx.x / 8, chunk = (int)threadIdx.x % 8;
     this->token = (int)token + row * cell;
     from = heads + this->token * this->token_stride + chunk * 8;
@@ -42,8 +45,9 @@ struct CellSide {
     for (int i = 0; i < SIDE / ROWS_AT_ONCE; ++i) {
       const int at = token + u + i * ROWS_AT_ONCE * cell;
       const bool is_there = at >= first && at < end;
-      copy_async_16(step + to + i * ROWS_AT_ONCE * Tile::ROW_BYTES,
-                    is_there ? here + (i64)(i * ROWS_AT_ONCE * cell) * token_stride : from_first(), is_there ? 16 : 0);
+      const bf16* there = here + (i64)(i * ROWS_AT_ONCE * cell) * token_stride;
+      if (HAS_ORDER && is_there) there = from + (i64)(order[at] - token) * token_stride + column;
+      copy_async_16(step + to + i * ROWS_AT_ONCE * Tile::ROW_BYTES, is_there ? there : from_first(), is_there ? 16 : 0);
     }
   }
   // A valid address for a copy of zero bytes.
@@ -51,7 +55,7 @@ struct CellSide {
 };
 
 template <class Params>
-DEVICE void select_cells_tile(const bf16* q, const bf16* k, float* out, const Params& params,
+DEVICE void select_cells_tile(const bf16* q, const bf16* k, const i32* order, float* out, const Params& params,
                               unsigned char* shared_memory) {
   const u32 shared = shared_address(shared_memory);
   const int cell = (int)params.cell, query_step = (int)params.query_step, per_block = (int)params.per_block,
@@ -67,8 +71,9 @@ DEVICE void select_cells_tile(const bf16* q, const bf16* k, float* out, const Pa
   k += params.k_offset + (u64)kv_head * HEAD_DIM;
 
   const int steps = cell * (HEAD_DIM / STEP);
-  const CellSide queries(q, params.q_token_stride, first_token, query_step, context, num_keys),
-      keys(k, params.k_token_stride, (i64)first_b * cell, cell, 0, num_keys);
+  const CellSide<false> queries(q, params.q_token_stride, first_token, query_step, context, num_keys, nullptr);
+  const CellSide<ORDERED> keys(k, params.k_token_stride, (i64)first_b * cell, cell, 0, num_keys,
+                               order + (u64)kv_head * params.num_keys);
   const bool reversed = params.reversed;
   const auto load_step = [&](int step) {
     if (step < steps) {
@@ -130,7 +135,7 @@ DEVICE void select_cells_tile(const bf16* q, const bf16* k, float* out, const Pa
   // own are masked.
   float* score = (float*)shared_memory;
   const float scale = f32_word(params.scale) * (LSE ? LOG2_E : 1.0f);
-  // LSE: first_query and query_step are multiples of the cell.
+  // LSE: first_query and query_step are multiples of the cell, but where only earlier segments are read.
   const auto put = [&](int a, int b, float x) {
     score[a * PITCH + b] = LSE && (first_b + b) * cell > (int)first_token + a * query_step ? -INFINITY_F32 : x * scale;
   };

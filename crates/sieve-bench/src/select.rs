@@ -12,7 +12,8 @@ use crate::tolerance::Tolerance;
 use sieve_core::{BlockSelection, KeyMask};
 use sieve_kernels::DType;
 use sieve_kernels::{KernelError, KeySource, LongChoice};
-use sieve_select::{Call, CallShape, DecodeSession, LayerShape, Selected, Selector, Step};
+use sieve_select::prefill::minference::Pattern;
+use sieve_select::{Call, CallShape, DecodeSession, LayerShape, Method, Selected, Selector, Step};
 use sieve_testing::Random;
 
 /// Selectors that a device can run; `TAU` stands for a share of attention mass.
@@ -23,28 +24,56 @@ const SELECTORS: &[&str] = &[
     "bfla:block=64,group=16,tile=16,local_tokens=16,keep_mass=TAU",
     "bfla:block=32,group=32,tile=32,local_tokens=0,keep_mass=TAU,gqa=per_query,sink_tiles=2",
     "bfla:block=64,pooling=mean,tile=32,keep_mass=TAU",
+    "bfla:block=32,group=16,tile=16,local_tokens=0,keep_mass=TAU,gqa=union,stride=5,prob=0.1",
+    "bfla:block=64,group=16,tile=16,local_tokens=16,keep_mass=TAU,prob=0.3,hash=linear,rescue_grid=block,seed=7",
     "xattention:block=32,stride=8,tau=TAU",
     "xattention:block=64,stride=16,tau=TAU,mode=slash,norm=0.5,gqa=union",
     "oracle_topk:block=32,tau=TAU",
     "oracle_topk:block=16,k=3",
     "vertical_slash:vertical=40,slash=60",
     "minference:first_dense_layers=0",
+    MIXED,
     // tau=0 never uses the map of blocks, tau=1 always.
     "flexprefill:block=16,min_budget=32,gamma=TAU,tau=0",
     "flexprefill:block=32,min_budget=32,max_budget=64,gamma=TAU,tau=1,gqa=union",
     "pbs:block=16,segment=64,tau=TAU",
     "pbs:block=32,segment=32,tau=TAU,gqa=union",
+    "pbs:block=16,segment=64,tau=TAU,permute=none",
+    "pbs:block=16,segment=64,tau=TAU,select=xattention,stride=4",
+    "pbs:block=32,segment=32,tau=TAU,select=xattention,permute=none,gqa=union",
     // A segment of 64 blocks, more than a word has bits.
     "pbs:block=8,segment=512,tau=TAU",
     "ba_att:block=16,segment=64,sparsity=0.3,compensate_layers=all",
     "ba_att:block=32,segment=128,sort=k,gqa=union,compensate_layers=none",
+    "ba_att:block=16,segment=64,sparsity=0.3,sort=q",
+    "ba_att:block=16,segment=64,sparsity=0.7,sort=none,gqa=union",
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=12,k_exact=4,k_trim=9",
     // One slot for dozens of blocks: the gate's quantile lies in the tail of its approximation.
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=5,k_exact=4",
     // Streams of several chunks of 32 scores.
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=2,k=21,k_exact=3",
     "momo:first_dense_layers=0,gamma=8,chi=64,beta=16,k=6,topk=gauss,sink_blocks=2,gqa=union",
+    "momo:first_dense_layers=0,gamma=5,chi=10,beta=2,k=40,topk=exact",
     "delta:base=meanpool,base.block=32,base.tau=TAU,base.min_prefill_tokens=0",
+];
+
+/// MInference with [`PATTERNS`] in place of a pattern file.
+const MIXED: &str = "minference:first_dense_layers=0,last_dense_rows=0";
+
+/// Patterns of the query heads under [`MIXED`].
+const PATTERNS: [Pattern; 6] = [
+    Pattern::VerticalSlash {
+        vertical: 40,
+        slash: 60,
+    },
+    Pattern::BlockSparse { topk: 2 },
+    Pattern::VerticalSlash {
+        vertical: 70,
+        slash: 110,
+    },
+    Pattern::BlockSparseEighth,
+    Pattern::BlockSparseEighth,
+    Pattern::BlockSparse { topk: 1 },
 ];
 
 /// The value of `TAU`, and how far another sum order may change a share of mass.
@@ -75,11 +104,16 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
             name if name.starts_with("momo") => &SIZES_OF_PROBES[..1],
             // More keys than a segment has: with fewer, pbs is dense.
             name if name.contains("segment=512") => &[[40, 1000]],
+            // So many that diagonals do not meet every tile.
+            MIXED => &[[40, 1000]],
             _ => usual_sizes,
         };
         for (at, &sizes) in sizes.iter().enumerate() {
             let kv_heads = random.between(1, 3);
-            let heads = [kv_heads * random.one_of(groups), kv_heads];
+            let heads = match name {
+                MIXED => [PATTERNS.len(), 2],
+                _ => [kv_heads * random.one_of(groups), kv_heads],
+            };
             let shape = CallShape::new(sizes, heads, [64, 128][at % 2]);
             for has_nan in [false, true] {
                 // Some selectors are dense at this size whatever the operands are.
@@ -317,7 +351,13 @@ impl Case {
     fn selector(&self, tau: f64) -> Selector {
         let name = self.name.replace("TAU", &tau.to_string());
         let selector = Selector::parse(&format!("{name},min_prefill_tokens=0"));
-        selector.expect("the names above are right")
+        let mut selector = selector.expect("the names above are right");
+        if let Method::Minference(config) = &mut selector.method
+            && self.name == MIXED
+        {
+            config.patterns.layers = vec![PATTERNS.map(Some).to_vec()];
+        }
+        selector
     }
 
     fn selection(&self) -> Option<BlockSelection> {

@@ -66,15 +66,15 @@ pub enum KeyScores {
     Length,
 }
 
-/// How tokens are permuted before they are divided into blocks. A row always keeps the blocks of its own segment; the
-/// other blocks compete.
+/// How tokens are permuted before they are divided into blocks, if at all. A row always keeps the blocks of its own
+/// segment; the blocks of earlier segments compete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotOrder {
     /// Tokens of a segment, a multiple of the block. Tokens move only inside their segment.
     pub segment: usize,
-    /// The scores by which keys are sorted.
-    pub keys: KeyScores,
-    /// Whether queries are sorted too, by rising Euclidean norm.
+    /// The scores by which keys are sorted; `None`: keys keep their order.
+    pub keys: Option<KeyScores>,
+    /// Whether queries are sorted, by rising Euclidean norm.
     pub moves_queries: bool,
     /// Whether every row keeps the block with the first key.
     pub keeps_first: bool,
@@ -118,6 +118,22 @@ pub enum KeepBlocks {
     Share(f64),
 }
 
+/// Which dropped tiles a row keeps after all (BFLA): those where `131 row + 17 column + seed` is a multiple of
+/// `stride`, and those whose hash of list, row, column and seed is below `limit`. The default keeps none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rescue {
+    /// One dropped tile in this many stays; 0: none.
+    pub stride: u64,
+    /// Hashes below this stay: of 2^24, or with `is_linear` of a million.
+    pub limit: u64,
+    /// Added to what is divided by the stride, and to what is hashed.
+    pub seed: u64,
+    /// Whether the hash is a linear congruence instead of splitmix64.
+    pub is_linear: bool,
+    /// Whether rows and columns count blocks instead of tiles.
+    pub by_block: bool,
+}
+
 /// Sizes of the blocks, and how they are compared.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ScoredBlocks {
@@ -150,8 +166,21 @@ pub struct KeptBlocks {
     pub local_tokens: usize,
     /// Number of first key tiles that are kept whatever their scores.
     pub first_tiles: usize,
+    /// Dropped tiles that are kept after all.
+    pub rescue: Rescue,
     /// Rows of the call that are dense.
     pub dense_rows: Vec<Range<usize>>,
+}
+
+/// Query heads that choose by a rule of their own.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HeadRule {
+    /// The query heads.
+    pub heads: Range<usize>,
+    /// How their blocks are compared.
+    pub scores: BlockScores,
+    /// Which of the competing blocks are kept.
+    pub keep: KeepBlocks,
 }
 
 /// A selection of one call. Queries are the last `shape.num_queries` of `shape.num_keys` tokens.
@@ -163,8 +192,11 @@ pub struct BlockSelection {
     pub scores: ScoredBlocks,
     /// The blocks that each row keeps.
     pub keep: KeptBlocks,
-    /// How tokens are permuted before they are divided into blocks; `None`: they keep their order.
+    /// The segments inside which tokens are permuted; `None`: there are none.
     pub order: Option<SlotOrder>,
+    /// Rules in place of [`ScoredBlocks::by`] and [`KeptBlocks::by`] where heads differ (MInference): each head has
+    /// one, [`BlockScores::Lines`] or [`BlockScores::Means`]. Empty: there are none.
+    pub head_rules: Vec<HeadRule>,
 }
 
 impl BlockSelection {
@@ -188,10 +220,24 @@ impl BlockSelection {
                 tile: block,
                 local_tokens: 0,
                 first_tiles: 0,
+                rescue: Rescue::default(),
                 dense_rows: Vec::new(),
             },
             order: None,
+            head_rules: Vec::new(),
         }
+    }
+
+    /// The rules of all heads.
+    pub fn rules(&self) -> Vec<HeadRule> {
+        if !self.head_rules.is_empty() {
+            return self.head_rules.clone();
+        }
+        vec![HeadRule {
+            heads: 0..self.shape.num_heads,
+            scores: self.scores.by,
+            keep: self.keep.by,
+        }]
     }
 
     /// Makes rows dense to the call's end, from `first` or the first row that is dense already, the earlier of the two.
@@ -249,14 +295,13 @@ impl BlockSelection {
     /// The most single keys that a list can hold.
     fn most_columns(&self) -> usize {
         let tiles = self.tiles();
-        match self.scores.by {
-            BlockScores::Lines { columns, .. } => {
-                // A query tile has `last + 1` keys up to its last row.
-                let of_row = |i| columns[0].min(tiles.last(i) + 1);
-                (0..tiles.num_query_tiles()).map(of_row).sum()
-            }
+        let of_rule = |rule: HeadRule| match rule.scores {
+            BlockScores::Lines { columns, .. } => columns[0],
             _ => 0,
-        }
+        };
+        let most = self.rules().into_iter().map(of_rule).max().unwrap_or(0);
+        // A query tile has `last + 1` keys up to its last row.
+        (0..tiles.num_query_tiles()).map(|i| most.min(tiles.last(i) + 1)).sum()
     }
 
     /// The layout of the mask's buffer, with room for every tile and key that can be kept. Word 0 is unused.
@@ -278,14 +323,16 @@ impl BlockSelection {
             num_kv_heads,
             ..
         } = self.shape;
+        let moves_keys = self.order.is_some_and(|order| order.keys.is_some());
         let moves_queries = self.order.is_some_and(|order| order.moves_queries);
         KeyMask {
             shape: self.shape,
             tiles,
             heads_per_list: self.keep.heads_per_list,
-            heads_per_order: match self.order {
-                Some(_) => num_heads / num_kv_heads,
-                None => num_heads,
+            heads_per_order: if moves_keys {
+                num_heads / num_kv_heads
+            } else {
+                num_heads
             },
             causal: true,
             dense_rows: self.keep.dense_rows.clone(),
@@ -294,7 +341,7 @@ impl BlockSelection {
                 tile_idx: place(self.num_lists() * self.most_tiles()),
                 col_ptr: place(if num_columns > 0 { rows + 1 } else { 0 }),
                 col_idx: place(num_columns),
-                key_order: place(self.order.map_or(0, |_| num_kv_heads * num_keys)),
+                key_order: place(usize::from(moves_keys) * num_kv_heads * num_keys),
                 query_order: place(usize::from(moves_queries) * num_heads * num_queries),
                 ..MaskPlaces::default()
             },

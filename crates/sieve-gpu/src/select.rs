@@ -16,7 +16,8 @@ use crate::step::FILL_ZERO;
 use order::{MOST_IN_SEGMENT, Orders};
 use probes::MOST_EXACT;
 use scores::CELL_SIDE;
-use sieve_core::{BlockScores, BlockSelection, KeepBlocks, KeyMask, KeyScores, MaskCounts, SlotOrder};
+use sieve_core::{BlockScores, BlockSelection, HeadRule, KeepBlocks, KeyMask, KeyScores, MaskCounts, SlotOrder};
+use std::iter::repeat;
 use std::ops::Range;
 
 const NAME: &str = "select_blocks";
@@ -59,14 +60,22 @@ impl Qkv {
         let mask = layout.map(|()| words.clone());
         let orders = call.orders(&mask, &nan_rows)?;
         let bits = [&kept, &nan_rows];
+        let rules = selection.rules();
+        let (lines, others): (Vec<_>, Vec<_>) = rules
+            .into_iter()
+            .partition(|rule| matches!(rule.scores, BlockScores::Lines { .. }));
         let mut single_columns = None;
+        if !lines.is_empty() {
+            // This writes the bits of every head; those of the other heads are written again below.
+            single_columns = Some(call.lines(bits, &lines)?);
+        }
         match selection.scores.by {
-            BlockScores::Lines { .. } => single_columns = Some(call.lines(bits)?),
+            _ if others.is_empty() => {}
             BlockScores::Patterns { .. } => call.patterns(bits)?,
             BlockScores::Probes { .. } => call.probes(bits)?,
             BlockScores::Logits => call.largest_logits(bits)?,
             BlockScores::Bounds(known) => call.pages(bits, known, bounds)?,
-            _ => call.compare(bits, &orders)?,
+            _ => call.compare(bits, &orders, &others)?,
         }
         call.lists(bits, mask, &orders, single_columns.as_ref())
     }
@@ -248,30 +257,31 @@ impl<'a> Call<'a> {
         unsafe { kernel.launch([rows, choice.num_heads, 1], &tensors, &params) }
     }
 
-    /// Tokens of a segment, inside which tokens are reordered; 0 if tokens keep their order.
+    /// Tokens of a segment, inside which tokens may be reordered; 0 if there are no segments.
     fn segment(&self) -> usize {
         self.selection.order.map_or(0, |order| order.segment)
     }
 
-    /// Scores all blocks and chooses the blocks to keep.
-    fn compare(&self, bits: KeptBits<'_>, orders: &Orders) -> Result<(), KernelError> {
+    /// Scores all blocks and chooses the blocks that the rules' heads keep.
+    fn compare(&self, bits: KeptBits<'_>, orders: &Orders, rules: &[HeadRule]) -> Result<(), KernelError> {
         let s = self.selection;
         let means = match s.scores.by {
             BlockScores::Means { .. } => Some(self.means(orders)?),
             _ => None,
         };
         let row_bytes = self.score_rows() * s.blocks()[1] * DType::F32.size();
-        for heads in self.slabs(row_bytes) {
+        let slabs = |rule: &HeadRule| self.slabs(rule.heads.clone(), row_bytes).zip(repeat(rule.keep));
+        for (heads, keep) in rules.iter().flat_map(slabs) {
             let scores = match &means {
                 Some(means) => self.scores_by_means(means, heads.clone())?,
-                None => self.scores_by_cells(heads.clone())?,
+                None => self.scores_by_cells(orders, heads.clone())?,
             };
             self.choose(&Choice {
                 scores: &scores,
                 bits,
                 first_head: heads.start,
                 num_heads: heads.len(),
-                keep: s.keep.by,
+                keep,
                 is_mass: self.is_lse(),
                 forced: s.keep.counts_own,
                 drops_absent: false,
@@ -280,9 +290,15 @@ impl<'a> Call<'a> {
         Ok(())
     }
 
-    /// Ranges of query heads whose scores are in memory at the same time; a head has `head_bytes` of scores.
-    fn slabs(&self, head_bytes: usize) -> impl Iterator<Item = Range<usize>> + use<> {
-        ranges(self.selection.shape.num_heads, SCORE_BYTES / head_bytes.max(1))
+    /// Ranges of some query heads whose scores are in memory at the same time; a head has `head_bytes` of scores.
+    fn slabs(&self, heads: Range<usize>, head_bytes: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let at_once = ranges(heads.len(), SCORE_BYTES / head_bytes.max(1));
+        at_once.map(move |at| heads.start + at.start..heads.start + at.end)
+    }
+
+    /// All query heads.
+    fn heads(&self) -> Range<usize> {
+        0..self.selection.shape.num_heads
     }
 
     /// Builds the lists of key tiles and columns that attention reads. `single` has a bit for each kept column.
@@ -308,8 +324,10 @@ impl<'a> Call<'a> {
             sinks: s.keep.first_tiles,
             segment: self.segment(),
             keeps_first: s.order.is_some_and(|order| order.keeps_first),
-            moves_queries: s.order.is_some_and(|order| order.moves_queries),
+            moves_keys: orders.keys.is_some(),
+            moves_queries: orders.queries.is_some(),
             drops_own: !s.keep.keeps_own,
+            { stride, limit, seed, is_linear, by_block }: s.keep.rescue,
         });
         // The kernel does not read the order of tokens that keep their order.
         let [keys, queries] = [&orders.keys, &orders.queries].map(|x| x.as_ref().unwrap_or(data));
@@ -381,12 +399,14 @@ fn require_order(s: &BlockSelection) -> Result<(), KernelError> {
     let Some(order) = s.order else {
         return Ok(());
     };
+    let moves = order.keys.is_some() || order.moves_queries;
     let fits = order.segment.is_multiple_of(s.scores.block)
-        && order.segment <= MOST_IN_SEGMENT
+        && (!moves || order.segment <= MOST_IN_SEGMENT)
         && s.keep.tile == s.scores.block
         && s.scores.query_block == s.scores.block
         && s.scores.offset == 0;
-    require!(fits, NAME, "order": format!("{s:?}"), "square blocks that divide a segment of at most 512 tokens");
+    require!(fits, NAME, "order": format!("{s:?}"),
+        "square blocks that divide a segment, of at most 512 tokens where they move");
     // A row of blocks that straddles two segments meets the blocks of both.
     let context = s.shape.num_keys - s.shape.num_queries;
     let segments = if context.is_multiple_of(s.scores.block) { 1 } else { 2 };
@@ -407,14 +427,14 @@ fn require_probes(s: &BlockSelection) -> Result<(), KernelError> {
         && context.is_multiple_of(gamma)
         && s.scores.offset == 0;
     require!(fits, NAME, "probes": format!("{s:?}"),
-        "calls and tiles of whole distances, at most 32 blocks that are surely the best");
+        "calls and tiles of whole distances, at most {MOST_EXACT} blocks that are surely the best");
     Ok(())
 }
 
 /// Refuses heads and blocks that select_cells does not take.
 fn require_cells(s: &BlockSelection, head_dim: usize) -> Result<(), KernelError> {
-    let cell = cell_of(s.scores.by);
-    let is_by_attention = |order: SlotOrder| matches!(order.keys, KeyScores::Attention(_));
+    let cell = s.rules().iter().find_map(|rule| cell_of(rule.scores));
+    let is_by_attention = |order: SlotOrder| matches!(order.keys, Some(KeyScores::Attention(_)));
     if cell.is_some() || s.order.is_some_and(is_by_attention) {
         let fits = head_dim.is_multiple_of(CELL_STEP);
         require!(fits, NAME, "head_dim": head_dim, "multiples of {CELL_STEP}, for products of cells");
@@ -422,7 +442,11 @@ fn require_cells(s: &BlockSelection, head_dim: usize) -> Result<(), KernelError>
     if let Some(cell) = cell {
         let per_block = s.scores.block / cell.max(1);
         let fits = s.scores.block.is_multiple_of(cell) && per_block.is_power_of_two();
-        let is_one_by_one = matches!(s.scores.by, BlockScores::Lines { .. } | BlockScores::Patterns { .. });
+        let has_lines = s
+            .rules()
+            .iter()
+            .any(|rule| matches!(rule.scores, BlockScores::Lines { .. }));
+        let is_one_by_one = has_lines || matches!(s.scores.by, BlockScores::Patterns { .. });
         let fits = is_one_by_one || fits && per_block <= CELL_SIDE;
         let got = || format!("{cell} tokens of {}", s.scores.block);
         require!(fits, NAME, "cell": got(), "blocks of 1, 2, 4, ... 128 cells");
@@ -445,7 +469,8 @@ const SELECT_POOL: SourceKernel = SourceKernel::new("select_pool").threads(128);
 const SELECT_SCORES: SourceKernel = SourceKernel::new("select_scores").threads(256);
 
 /// The kernel that multiplies cells of queries and keys. `is_lse`: scores are log-sum-exps; otherwise largest products.
-fn select_cells_kernel(head_dim: usize, is_lse: bool, family: KernelFamily) -> SourceKernel {
+/// `is_ordered`: keys are permuted.
+fn select_cells_kernel(head_dim: usize, [is_lse, is_ordered]: [bool; 2], family: KernelFamily) -> SourceKernel {
     let (name, room_to_align) = match family {
         KernelFamily::Portable => ("select_cells", 0),
         KernelFamily::Hopper => ("hopper_select_cells", 1024),
@@ -453,6 +478,7 @@ fn select_cells_kernel(head_dim: usize, is_lse: bool, family: KernelFamily) -> S
     SourceKernel::new(name)
         .define("HEAD_DIM", head_dim)
         .define("LSE", u8::from(is_lse))
+        .define("ORDERED", u8::from(is_ordered))
         .threads(256)
         .shared_bytes(CELL_SHARED_BYTES + room_to_align)
 }
@@ -481,7 +507,7 @@ pub(crate) fn hopper_select_blocks_kernels(head_dims: &[usize]) -> Vec<SourceKer
 
 fn cells_kernels(head_dims: &[usize], family: KernelFamily) -> Vec<SourceKernel> {
     let widths = head_dims.iter().filter(|dim| dim.is_multiple_of(CELL_STEP));
-    let forms = |&dim| [true, false].map(|is_lse| select_cells_kernel(dim, is_lse, family));
+    let forms = |&dim| [[true, false], [false, false], [true, true]].map(|form| select_cells_kernel(dim, form, family));
     widths.flat_map(forms).collect()
 }
 

@@ -11,12 +11,12 @@ static LISTS: &[u8] = include_bytes!("../../../../tests/golden/selectors/lists.s
 static CAPTURED: &[u8] = include_bytes!("../../../../tests/golden/selectors/captured.safetensors");
 
 /// Methods with stored lists, each with the number of stored calls that select on the device and on the host.
-/// MOMO selects on the host with `topk=exact`, with `score=normalised`, and where a chunk begins between two probes;
-/// PBS does with `select=xattention`. BFLA is not here: its stored lists use its rescue, which selects on the host.
+/// MOMO selects on the host with `score=normalised`, and where a chunk begins between two probes.
 const METHODS: &[(&str, Counts)] = &[
-    ("momo", [6, 30]),
+    ("bfla", [9, 0]),
+    ("momo", [9, 27]),
     ("xattention", [9, 0]),
-    ("pbs", [9, 9]),
+    ("pbs", [18, 0]),
     ("vertical_slash", [9, 0]),
     ("flexprefill", [27, 0]),
     ("quest", [9, 0]),

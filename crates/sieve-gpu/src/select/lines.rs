@@ -4,7 +4,7 @@ use super::scores::{Cut, Pooled};
 use super::{Call, KeptBits, LongChoice, NAME, SCORE_BYTES, ranges};
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params};
-use sieve_core::BlockScores;
+use sieve_core::{BlockScores, HeadRule};
 use std::ops::Range;
 
 /// Bits of the kept columns and of the kept diagonals of each head.
@@ -169,26 +169,40 @@ impl Call<'_> {
         unsafe { SELECT_SLASHES.launch(grid, &tensors, &params) }
     }
 
-    /// Marks the blocks that the kept diagonals meet; returns the bits of the kept columns, which become single
-    /// columns.
-    pub(super) fn lines(&self, [kept, nan_rows]: KeptBits<'_>) -> Result<CudaTensor, KernelError> {
+    /// Marks the blocks that the kept diagonals meet, none of heads without a rule; returns the bits of the kept
+    /// columns, which become single columns.
+    pub(super) fn lines(&self, [kept, nan_rows]: KeptBits<'_>, rules: &[HeadRule]) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
-        let BlockScores::Lines {
-            rows,
-            columns,
-            diagonals,
-        } = s.scores.by
-        else {
-            unreachable!("the caller matched this variant")
+        let numbers = |rule: &HeadRule| match rule.scores {
+            BlockScores::Lines {
+                rows,
+                columns,
+                diagonals,
+            } => (rows.min(s.shape.num_queries), [columns, diagonals]),
+            _ => unreachable!("the caller matched this variant"),
         };
-        let rows = rows.min(s.shape.num_queries);
+        let (rows, _) = numbers(&rules[0]);
         let factor = 1.0;
         let sums = self.all_probe_sums(rows, nan_rows, factor)?;
-        let best = |sums: &CudaTensor, [top, num_first]: [usize; 2]| {
-            let all = self.of_all_heads(sums, nan_rows, s.shape.num_keys);
-            self.best_of(LongChoice { top, num_first, ..all })
+        let words = s.shape.num_keys.div_ceil(u32::BITS as usize);
+        let best = |kind: usize| {
+            let kept = nan_rows.zeros_contiguous(&[s.shape.num_heads, words], DType::I32);
+            for rule in rules {
+                let heads = [rule.heads.start, rule.heads.len()];
+                let scores = sums[kind].row_range(NAME, "sums", heads[0], heads[1])?;
+                let (_, numbers) = numbers(rule);
+                let [top, num_first] = numbers[kind];
+                let choice = LongChoice::new([&scores, &kept, nan_rows], heads, s.shape.num_keys);
+                LongChoice {
+                    top,
+                    num_first,
+                    ..choice
+                }
+                .choose()?;
+            }
+            Ok(kept)
         };
-        let lines = [best(&sums[0], columns)?, best(&sums[1], diagonals)?];
+        let lines = [best(0)?, best(1)?];
         let (map, by_token) = (None, true);
         self.slashes(&lines, map, by_token, kept)?;
         let [columns, _] = lines;
@@ -295,7 +309,7 @@ impl Call<'_> {
         let words = length.div_ceil(u32::BITS as usize);
         let kept = nan_rows.empty_contiguous(&[s.shape.num_heads, words], DType::I32);
         let means = self.means(&super::order::Orders::default())?;
-        for heads in self.slabs(length * DType::F32.size()) {
+        for heads in self.slabs(self.heads(), length * DType::F32.size()) {
             let scores = self.scores_by_means(&means, heads.clone())?;
             let params = params!(SelectSoftmaxParams {
                 { num_queries, num_keys }: s.shape,

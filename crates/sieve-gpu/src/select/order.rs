@@ -36,7 +36,7 @@ struct Sorted<'a> {
 }
 
 impl Call<'_> {
-    /// Writes the permutations of keys and queries into the mask.
+    /// Writes the permutations of the tokens that move into the mask.
     pub(super) fn orders(&self, mask: &KeyMask<CudaTensor>, nan_rows: &CudaTensor) -> Result<Orders, KernelError> {
         let s = self.selection;
         let Some(order) = s.order else {
@@ -46,32 +46,33 @@ impl Call<'_> {
             mask.words
                 .view_at(NAME, "order", place.start, &[sets, count], &[count, 1])
         };
-        let keys = part(&mask.places.key_order, s.shape.num_kv_heads, s.shape.num_keys)?;
-        let (score, heads_per_set) = match order.keys {
-            KeyScores::Attention(rows) => (
-                self.attention_of_last(rows.min(s.shape.num_queries), nan_rows)?,
-                s.shape.num_heads / s.shape.num_kv_heads,
-            ),
-            KeyScores::Length => {
-                let tokens = [0, s.shape.num_keys];
-                (self.lengths(&self.qkv.k, self.k, s.shape.num_kv_heads, tokens)?, 0)
-            }
-        };
-        let sorted = Sorted {
-            score,
-            nan_rows,
-            sets: s.shape.num_kv_heads,
-            first: 0,
-            count: s.shape.num_keys,
-            whole_only: true,
-            heads_per_set,
-        };
-        self.sort(&sorted, order.segment, &keys)?;
+        let mut orders = Orders::default();
+        if let Some(by) = order.keys {
+            let keys = part(&mask.places.key_order, s.shape.num_kv_heads, s.shape.num_keys)?;
+            let (score, heads_per_set) = match by {
+                KeyScores::Attention(rows) => (
+                    self.attention_of_last(rows.min(s.shape.num_queries), nan_rows)?,
+                    s.shape.num_heads / s.shape.num_kv_heads,
+                ),
+                KeyScores::Length => {
+                    let tokens = [0, s.shape.num_keys];
+                    (self.lengths(&self.qkv.k, self.k, s.shape.num_kv_heads, tokens)?, 0)
+                }
+            };
+            let sorted = Sorted {
+                score,
+                nan_rows,
+                sets: s.shape.num_kv_heads,
+                first: 0,
+                count: s.shape.num_keys,
+                whole_only: true,
+                heads_per_set,
+            };
+            self.sort(&sorted, order.segment, &keys)?;
+            orders.keys = Some(keys);
+        }
         if !order.moves_queries {
-            return Ok(Orders {
-                keys: Some(keys),
-                queries: None,
-            });
+            return Ok(orders);
         }
         let queries = part(&mask.places.query_order, s.shape.num_heads, s.shape.num_queries)?;
         let tokens = [self.context(), s.shape.num_queries];
@@ -85,10 +86,8 @@ impl Call<'_> {
             heads_per_set: 0,
         };
         self.sort(&sorted, order.segment, &queries)?;
-        Ok(Orders {
-            keys: Some(keys),
-            queries: Some(queries),
-        })
+        orders.queries = Some(queries);
+        Ok(orders)
     }
 
     /// The attention that each key received from the last `rows` queries, f32 `[num_kv_heads, num_keys]`.

@@ -8,8 +8,8 @@ use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require}
 use sieve_core::{BlockScores, CallShape, KeyMask, MaskPlaces, ProbeCorrection, Tiles};
 use std::ops::Range;
 
-/// Most blocks that select_gate chooses exactly for a probe: its buffer holds so many.
-pub(super) const MOST_EXACT: usize = 32;
+/// Most blocks that select_gate chooses exactly for a probe: shared memory holds as many on every card.
+pub(super) const MOST_EXACT: usize = 128;
 
 /// Probes of a query tile, and keys of a key tile, in the dense attention of the probes.
 const SIDE: usize = 128;
@@ -39,8 +39,9 @@ impl Call<'_> {
             scale: s.scores.softmax_scale,
             is_lse: true,
             rows: num_probes,
+            order: None,
         };
-        for heads in self.slabs(num_probes * columns * DType::F32.size()) {
+        for heads in self.slabs(self.heads(), num_probes * columns * DType::F32.size()) {
             let lse = self.launch_cells(&cells, heads.clone())?;
             let params = params!(SelectGateParams {
                 num_probes,
@@ -56,8 +57,10 @@ impl Call<'_> {
             });
             let grid = [num_probes.div_ceil(64), heads.len(), 1];
             let tensors = [&lse, &chosen, nan_rows];
+            // A score and a block for each of the 64 threads' best.
+            let kernel = SELECT_GATE.shared_bytes(num_exact.min(k) * 64 * 2 * DType::F32.size());
             // SAFETY: reads scores of blocks that a probe sees; writes every word of these heads.
-            unsafe { SELECT_GATE.launch(grid, &tensors, &params) }?;
+            unsafe { kernel.launch(grid, &tensors, &params) }?;
             let scores = self.new_f32(&[heads.len(), rows, columns]);
             let params = params!(SelectVotesParams {
                 num_probes,

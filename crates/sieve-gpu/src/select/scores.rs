@@ -49,7 +49,7 @@ pub(super) struct Cut {
 }
 
 /// Operands of select_cells: dot products of query cells with key cells. A cell is `cell` consecutive tokens.
-pub(super) struct Cells {
+pub(super) struct Cells<'a> {
     /// Position of the first query cell.
     pub(super) first: usize,
     /// Tokens between the starts of two query cells.
@@ -66,6 +66,8 @@ pub(super) struct Cells {
     pub(super) is_lse: bool,
     /// Rows of the scores: query cells or query blocks.
     pub(super) rows: usize,
+    /// The permutation of the keys, if they have one.
+    pub(super) order: Option<&'a CudaTensor>,
 }
 
 impl Call<'_> {
@@ -79,10 +81,10 @@ impl Call<'_> {
         self.selection.shape.num_keys - self.selection.shape.num_queries
     }
 
-    /// Position of the first query cell.
+    /// Position of the first query cell. With segments, blocks of queries begin at the call's first row.
     fn first_query(&self) -> usize {
         match self.selection.scores.by {
-            BlockScores::Cells { stride, .. } => self.context() / stride * stride,
+            BlockScores::Cells { stride, .. } if self.segment() == 0 => self.context() / stride * stride,
             _ => self.context(),
         }
     }
@@ -211,7 +213,7 @@ impl Call<'_> {
     }
 
     /// Launches select_cells; returns f32 `[heads, cells.rows, key blocks]`.
-    pub(super) fn launch_cells(&self, cells: &Cells, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
+    pub(super) fn launch_cells(&self, cells: &Cells<'_>, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let columns = s.shape.num_keys.div_ceil(cells.cell * cells.per_block);
         let scores = self.new_f32(&[heads.len(), cells.rows, columns]);
@@ -234,9 +236,11 @@ impl Call<'_> {
             query_cells.div_ceil(CELL_SIDE),
             heads.len(),
         ];
-        let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), &scores];
+        let [q, k] = [self.qkv.q.tensor(), self.qkv.k.tensor()];
+        // The kernel does not read the order of keys that keep their order.
+        let tensors = [q, k, cells.order.unwrap_or(k), &scores];
         let family = KernelFamily::of(&self.shape, KeySource::Dense, self.qkv.q.tensor());
-        let kernel = select_cells_kernel(self.shape.head_dim, cells.is_lse, family);
+        let kernel = select_cells_kernel(self.shape.head_dim, [cells.is_lse, cells.order.is_some()], family);
         // SAFETY: sizes and strides checked in `new`; tokens outside the row are not read; writes within `scores`.
         unsafe { kernel.launch(grid, &tensors, &params) }?;
         Ok(scores)
@@ -253,12 +257,13 @@ impl Call<'_> {
             scale: self.selection.scores.softmax_scale,
             is_lse: false,
             rows: positions.len(),
+            order: None,
         };
         self.launch_cells(&cells, heads)
     }
 
     /// Scores of blocks by cells, f32 `[heads, rows, columns]`.
-    pub(super) fn scores_by_cells(&self, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
+    pub(super) fn scores_by_cells(&self, orders: &Orders, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let [rows, columns] = s.blocks();
         let (cell, scale, reversed) = match s.scores.by {
@@ -278,6 +283,7 @@ impl Call<'_> {
             scale,
             is_lse: self.is_lse(),
             rows: self.score_rows(),
+            order: orders.keys.as_ref(),
         };
         let scores = self.launch_cells(&cells, heads.clone())?;
         if !self.is_lse() {
@@ -287,6 +293,7 @@ impl Call<'_> {
         let params = params!(SelectCellSumsParams {
             { num_queries, num_keys }: s.shape,
             { block, offset, query_block }: s.scores,
+            segment: self.segment(),
             first_query: cells.first,
             cell,
             query_cells: cells.rows,

@@ -166,11 +166,11 @@ mod tests {
             let mut selection = BlockSelection::new(shape, 64, means, KeepBlocks::Mass(0.9));
             selection.order = Some(SlotOrder {
                 segment: 128,
-                keys: if by_attention {
+                keys: Some(if by_attention {
                     KeyScores::Attention(64)
                 } else {
                     KeyScores::Length
-                },
+                }),
                 moves_queries: false,
                 keeps_first: false,
             });

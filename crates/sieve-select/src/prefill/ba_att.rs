@@ -110,7 +110,7 @@ impl PrefillMethod for BaAttConfig {
         permute::select(call, segments, gqa, self.causal, orders, rows)
     }
 
-    /// Device steps exist only for the causal form with sorted keys, in calls longer than a segment.
+    /// Device steps exist only for the causal form, in calls longer than a segment.
     fn steps(&self, call: &Call<'_>, gqa: GqaPolicy) -> Option<BlockSelection> {
         let scores = match self.compensates(call.layer, call.num_layers) {
             false => BlockScores::Means { variances: 0.0 },
@@ -120,20 +120,15 @@ impl PrefillMethod for BaAttConfig {
             // Only the host computes the compensation by the variance.
             true => return None,
         };
-        let moves_queries = self.sort == NormSort::Qk;
-        let fits = self.causal
-            && call.shape.num_keys > self.segment
-            && match self.sort {
-                NormSort::K => true,
-                // Each query head sorts its own queries, so the heads of a group cannot share a list.
-                NormSort::Qk => gqa == GqaPolicy::PerQuery,
-                NormSort::Q | NormSort::None => false,
-            };
+        let moves_queries = matches!(self.sort, NormSort::Q | NormSort::Qk);
+        // Each query head sorts its own queries, so the heads of a group cannot share a list.
+        let fits =
+            self.causal && call.shape.num_keys > self.segment && (!moves_queries || gqa == GqaPolicy::PerQuery);
         let keep = KeepBlocks::Share(1.0 - self.sparsity);
         let mut selection = BlockSelection::new(call.shape, self.block, scores, keep);
         selection.order = Some(SlotOrder {
             segment: self.segment,
-            keys: KeyScores::Length,
+            keys: matches!(self.sort, NormSort::K | NormSort::Qk).then_some(KeyScores::Length),
             moves_queries,
             keeps_first: false,
         });

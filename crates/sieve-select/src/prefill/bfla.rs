@@ -1,7 +1,7 @@
 //! BFLA (Block-Filtered Long-Context Attention): coarse blocks by the largest product of flattened groups, kept by
 //! mass, spread over small tiles, with a local band, a sink and a deterministic rescue of dropped tiles.
 
-use sieve_core::KeyMask;
+use sieve_core::{KeyMask, Rescue};
 
 use crate::keep::{keep_mass, softmax};
 use crate::pool::{mean_pool, scores};
@@ -97,7 +97,7 @@ impl PrefillMethod for BflaConfig {
         chosen
     }
 
-    /// Device steps exist only without rescue, and for two of the poolings.
+    /// Device steps exist only for two of the poolings.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let scores = match self.pooling {
             Pooling::Flat => BlockScores::LargestOfGroups(self.group),
@@ -108,8 +108,8 @@ impl PrefillMethod for BflaConfig {
         selection.keep.tile = self.tile;
         selection.keep.local_tokens = self.local_tokens;
         selection.keep.first_tiles = self.sink_tiles;
-        let rescues = self.stride > 0 || self.prob > 0.0;
-        (!rescues).then_some(selection)
+        selection.keep.rescue = self.rescue();
+        Some(selection)
     }
 
     fn knob(&self) -> Option<Knob> {
@@ -212,46 +212,57 @@ impl BflaConfig {
             // Rows are counted from position 0, so that a prompt in chunks rescues the same tiles.
             let row = (tiles.first(i) / self.tile) as u64;
             let block_row = (blocks.context() + i / per_block * self.block) as u64 / self.block as u64;
+            let rescue = self.rescue();
             for (j, kept) in kept.iter_mut().enumerate().filter(|(_, kept)| !**kept) {
-                *kept = match self.rescue_grid {
-                    RescueGrid::Tile => self.rescued(list as u64, row, j as u64),
-                    RescueGrid::Block => self.rescued(list as u64, block_row, (j / per_block) as u64),
+                *kept = match rescue.by_block {
+                    false => is_rescued(rescue, list as u64, row, j as u64),
+                    true => is_rescued(rescue, list as u64, block_row, (j / per_block) as u64),
                 };
             }
             (0..admissible).filter(|&j| kept[j]).collect()
         })
     }
 
-    /// Whether a dropped tile or block is kept after all: by the stride rule `(131 row + 17 column + seed) mod stride =
-    /// 0`, or at random.
-    fn rescued(&self, head: u64, row: u64, column: u64) -> bool {
-        let strided = self.stride > 0
-            && 131_u64
-                .wrapping_mul(row)
-                .wrapping_add(17 * column)
-                .wrapping_add(self.seed)
-                .is_multiple_of(self.stride);
-        strided || (self.prob > 0.0 && self.draw(head, row, column) < self.prob)
-    }
-
-    /// A number in [0, 1) that depends on the coordinates alone.
-    fn draw(&self, head: u64, row: u64, column: u64) -> f64 {
-        match self.hash {
-            RescueHash::Mix => {
-                let mixed = mix(mix(mix(mix(head).wrapping_add(row)).wrapping_add(column)).wrapping_add(self.seed));
-                // The upper 24 bits of the hash, as a fraction.
-                (mixed >> 40) as f64 / f64::from(1 << 24)
+    /// The rescue of dropped tiles: a hash below `limit` is a share below `prob`.
+    fn rescue(&self) -> Rescue {
+        let is_linear = self.hash == RescueHash::Linear;
+        let limit = match is_linear {
+            // The least whole number that, divided by a million and rounded, is not below the share.
+            true => {
+                let below = (self.prob * 1e6).floor();
+                below as u64 + u64::from(below / 1e6 < self.prob)
             }
-            RescueHash::Linear => {
-                let sum = (row + 1)
-                    .wrapping_mul(1_103_515_245)
-                    .wrapping_add((column + 1).wrapping_mul(12_345))
-                    .wrapping_add((head + 1).wrapping_mul(2_654_435_761))
-                    .wrapping_add(self.seed);
-                ((sum & 0x7fff_ffff) % 1_000_000) as f64 / 1e6
-            }
+            false => (self.prob * f64::from(1 << 24)).ceil() as u64,
+        };
+        Rescue {
+            stride: self.stride,
+            limit,
+            seed: self.seed,
+            is_linear,
+            by_block: self.rescue_grid == RescueGrid::Block,
         }
     }
+}
+
+/// Whether a dropped tile or block is kept after all: by the stride, or by its hash, a number that depends on the
+/// coordinates and the seed alone.
+fn is_rescued(rescue: Rescue, list: u64, row: u64, column: u64) -> bool {
+    let Rescue { stride, limit, seed, .. } = rescue;
+    let strided = stride > 0 && (131_u64.wrapping_mul(row).wrapping_add(17 * column))
+        .wrapping_add(seed)
+        .is_multiple_of(stride);
+    let hash = || match rescue.is_linear {
+        false => mix(mix(mix(mix(list).wrapping_add(row)).wrapping_add(column)).wrapping_add(seed)) >> 40,
+        true => {
+            let sum = (row + 1)
+                .wrapping_mul(1_103_515_245)
+                .wrapping_add((column + 1).wrapping_mul(12_345))
+                .wrapping_add((list + 1).wrapping_mul(2_654_435_761))
+                .wrapping_add(seed);
+            (sum & 0x7fff_ffff) % 1_000_000
+        }
+    };
+    strided || (limit > 0 && hash() < limit)
 }
 
 /// The largest product of a block of queries with each of `blocks` key blocks. `products` is `[per_block, blocks *
@@ -266,4 +277,22 @@ fn largest(products: &[f32], per_block: usize, blocks: usize) -> Vec<f32> {
         }
     }
     best
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hash_below_the_limit_is_a_share_below_the_probability() {
+        for (prob, hash) in [0.0, 1e-9, 3e-6, 0.1, 0.3, 0.999_999, 1.0]
+            .into_iter()
+            .flat_map(|prob| [(prob, RescueHash::Mix), (prob, RescueHash::Linear)])
+        {
+            let of = if hash == RescueHash::Mix { 1 << 24 } else { 1_000_000 };
+            let limit = BflaConfig { prob, hash, ..BflaConfig::default() }.rescue().limit;
+            let near = limit.saturating_sub(2)..(limit + 2).min(of);
+            assert!(near.clone().all(|x| (x < limit) == (x as f64 / (of as f64) < prob)), "{prob}: {limit}");
+        }
+    }
 }

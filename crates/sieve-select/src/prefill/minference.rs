@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use sieve_core::TokenWindow;
+use sieve_core::{HeadRule, TokenWindow};
 
 use crate::attention::block_sparse_attention;
 use crate::error::read_json;
@@ -100,14 +100,28 @@ impl PrefillMethod for MinferenceConfig {
         of_patterns(call, &patterns)
     }
 
-    /// Only if all heads of the layer have vertical-slash with the same numbers.
+    /// Only if no head of the layer has the pattern a-shape.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
-        let first = self.patterns.of(call.layer, 0);
-        let Pattern::VerticalSlash { vertical, slash } = first else {
-            return None;
-        };
-        let same = (0..call.shape.num_heads).all(|head| self.patterns.of(call.layer, head) == first);
-        same.then(|| VerticalSlashConfig { vertical, slash }.lines(call.shape))
+        let means = BlockScores::Means { variances: 0.0 };
+        let mut selection = BlockSelection::new(call.shape, TILE, means, KeepBlocks::Mass(1.0));
+        let patterns: Vec<Pattern> = (0..call.shape.num_heads)
+            .map(|head| self.patterns.of(call.layer, head))
+            .collect();
+        for same in patterns.chunk_by(|a, b| a == b) {
+            let (scores, keep) = match same[0] {
+                Pattern::VerticalSlash { vertical, slash } => {
+                    let lines = VerticalSlashConfig { vertical, slash }.lines(call.shape);
+                    (lines.scores.by, lines.keep.by)
+                }
+                Pattern::BlockSparse { topk } if topk > 0 => (means, KeepBlocks::Top(topk)),
+                Pattern::BlockSparseEighth => (means, KeepBlocks::Share(0.125)),
+                Pattern::AShape { .. } | Pattern::BlockSparse { .. } => return None,
+            };
+            let first = selection.head_rules.last().map_or(0, |rule: &HeadRule| rule.heads.end);
+            let heads = first..first + same.len();
+            selection.head_rules.push(HeadRule { heads, scores, keep });
+        }
+        Some(selection)
     }
 
     fn takes_gqa(&self) -> bool {

@@ -72,7 +72,7 @@ const CHUNK_PROBES: usize = 32;
 type Chosen = Vec<(usize, f32)>;
 
 /// Most blocks that a device can find exactly for a probe (`k_exact`).
-const MOST_EXACT: usize = 32;
+const MOST_EXACT: usize = 128;
 
 impl PrefillMethod for MomoConfig {
     fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
@@ -124,12 +124,11 @@ impl PrefillMethod for MomoConfig {
         chosen
     }
 
-    /// Device steps exist only for the algorithms with a gate.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let num_exact = match self.topk {
             TopK::Hybrid => self.k_exact,
             TopK::Gauss => 0,
-            TopK::Exact | TopK::Tree => return None,
+            TopK::Exact | TopK::Tree => self.k,
         };
         // What the kernels support.
         let fits = self.score == ProbeScore::Raw

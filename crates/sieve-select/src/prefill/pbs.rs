@@ -115,21 +115,29 @@ impl PrefillMethod for PbsConfig {
         permute::select(call, segments, gqa, causal, orders, rows)
     }
 
-    /// Device steps exist only if keys alone move, per KV head, and blocks are scored by their means.
+    /// Device steps exist only if queries stay, and keys move per KV head or stay.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
-        let fits = self.permute == Permute::Keys
-            && self.perm == PermutePer::Kv
-            && self.select == PbsSelect::Meanpool
-            && call.shape.num_keys > self.segment;
-        let means = BlockScores::Means { variances: 0.0 };
-        let mut selection = BlockSelection::new(call.shape, self.block, means, KeepBlocks::Mass(self.tau));
+        let fits = match self.permute {
+            Permute::Keys => self.perm == PermutePer::Kv,
+            Permute::None => true,
+            Permute::Queries | Permute::Both => false,
+        };
+        let scores = match self.select {
+            PbsSelect::Meanpool => BlockScores::Means { variances: 0.0 },
+            PbsSelect::Xattention => BlockScores::Cells {
+                stride: self.stride,
+                reversed: true,
+                norm: 1.0,
+            },
+        };
+        let mut selection = BlockSelection::new(call.shape, self.block, scores, KeepBlocks::Mass(self.tau));
         selection.order = Some(SlotOrder {
             segment: self.segment,
-            keys: KeyScores::Attention(self.block),
+            keys: (self.permute == Permute::Keys).then_some(KeyScores::Attention(self.block)),
             moves_queries: false,
             keeps_first: true,
         });
-        fits.then_some(selection)
+        (fits && call.shape.num_keys > self.segment).then_some(selection)
     }
 
     fn knob(&self) -> Option<Knob> {

@@ -76,6 +76,8 @@ impl Selector {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::prefill::minference::Pattern;
+    use sieve_core::BlockScores;
 
     #[test]
     fn a_device_takes_what_its_steps_say_and_no_more() {
@@ -85,7 +87,6 @@ mod tests {
             selector.block_selection(shape, 0, 2)
         };
         for text in [
-            "bfla:prob=0.1",
             "bfla:pooling=center",
             "meanpool:gqa=mean",
             "xattention:mode=random",
@@ -94,15 +95,55 @@ mod tests {
             "vertical_slash:gqa=union",
             "pbs:permute=both",
             "pbs:segment=512",
-            "ba_att:segment=256,sort=q",
+            "pbs:perm=query",
+            "ba_att:segment=256,sort=q,gqa=union",
             "ba_att:segment=256,sparsity=1",
-            "momo:topk=exact",
+            "momo:k=129,topk=exact",
+            "momo:k=200,k_exact=129",
+            "momo:score=normalised",
             "infinitehip",
             "quest",
         ] {
             assert_eq!(selection(text), None, "{text}");
         }
         let of = |text| selection(text).expect("a device takes it");
+        assert_eq!(of("bfla:stride=16,prob=0.1").keep.rescue.limit, 1_677_722);
+        let segments = [
+            "pbs:permute=none",
+            "pbs:perm=query,permute=none",
+            "ba_att:segment=256,sort=none",
+        ];
+        for text in segments {
+            let layout = of(text).layout();
+            assert!(of(text).order.is_some() && layout.places.key_order.is_empty(), "{text}");
+        }
+        let places = of("ba_att:segment=256,sort=q").layout().places;
+        assert_eq!([places.key_order.len(), places.query_order.len()], [0, 4 * 300]);
+        for (text, chosen) in [("momo:topk=exact", [128, 128]), ("momo:k=64,k_exact=64", [64, 64])] {
+            let scores = selection(&format!("{text},first_dense_layers=0")).map(|s| s.scores.by);
+            let is_expected = matches!(scores, Some(BlockScores::Probes { chosen: found, .. }) if found == chosen);
+            assert!(is_expected, "{text}: {scores:?}");
+        }
+        // MInference: heads that follow each other with one pattern share a rule; a-shape is the host's.
+        let mut mixed = Selector::parse("minference").expect("valid");
+        let mut rules_of = |patterns: [Pattern; 4]| {
+            let Method::Minference(config) = &mut mixed.method else {
+                unreachable!("parsed above")
+            };
+            config.patterns.layers = vec![patterns.map(Some).to_vec()];
+            let selection = mixed.block_selection(shape, 0, 2)?;
+            Some(
+                selection
+                    .head_rules
+                    .into_iter()
+                    .map(|rule| rule.heads)
+                    .collect::<Vec<_>>(),
+            )
+        };
+        let [eighth, best] = [Pattern::BlockSparseEighth, Pattern::BlockSparse { topk: 3 }];
+        let local = Pattern::AShape { n_init: 1, n_local: 9 };
+        assert_eq!(rules_of([best, eighth, eighth, best]), Some(vec![0..1, 1..3, 3..4]));
+        assert_eq!(rules_of([best, eighth, local, best]), None);
         let bfla = of("bfla:last_dense_rows=7");
         let keep = &bfla.keep;
         assert_eq!((keep.heads_per_list, keep.tile, keep.first_tiles), (2, 64, 1));
