@@ -3,8 +3,7 @@
 //            before them, or it is one of the first `sinks`; all tiles where a head met a NaN. A row of blocks is
 //            block / tile rows of tiles, and the blocks that meet its queries are kept whole.
 //            With segments, tokens move inside them: a row keeps the tiles of its own segments that hold a key not
-//            after one of its queries, and with keeps_first the tile of key 0. drops_own: what meets a row's queries
-//            stays only where some head kept it
+//            after one of its queries, and with keeps_first the tile of key 0
 // Layout     kept u32 [num_heads, rows of blocks, ceil(columns / 32)], nan i32 [num_heads] as select_choose writes
 //            them; bits u32 [lists, rows, ceil(tiles / 32)];
 //            counts, pairs i32 [lists, rows]: kept tiles, and pairs of a query and a kept key not after it; with
@@ -22,7 +21,7 @@ struct SelectListsParams {
   u64 num_queries, num_keys, block, offset, query_block;
   u64 tile, heads_per_list, num_lists_per_order;
   u64 local, sinks;
-  u64 segment, keeps_first, moves_queries, drops_own;
+  u64 segment, keeps_first, moves_queries;
 };
 
 // Sums of min(max(n, 0), keys) for all n up to `n`.
@@ -83,8 +82,7 @@ extern "C" __global__ void __launch_bounds__(128)
     u32 here = 0;
     for (int j = word * 32; j < min(word * 32 + 32, admissible); ++j) {
       const int block = j / per_block;
-      bool keeps = dense || (!params.drops_own && ((block >= own && block < own_end) || j >= band)) || j < sinks ||
-                   j == first_key;
+      bool keeps = dense || (block >= own && block < own_end) || j >= band || j < sinks || j == first_key;
       for (int head = list * heads; head < (list + 1) * heads && !keeps; ++head)
         keeps = kept[((u64)head * block_rows + block_row) * block_words + block / 32] >> block % 32 & 1;
       if (!keeps) continue;

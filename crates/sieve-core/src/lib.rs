@@ -36,7 +36,8 @@ mod score_matrix;
 pub use adamw_step::AdamWStep;
 pub use block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
 pub use block_selection::{
-    BlockScores, BlockSelection, HeavyKeys, KeepBlocks, KeptBlocks, KeyScores, ProbeCorrection, ScoredBlocks, SlotOrder,
+    BlockScores, BlockSelection, HeavyKeys, KeepBlocks, KeptBlocks, KeyScores, ProbeCorrection, ScoredBlocks,
+    SlotOrder, TokenKeys,
 };
 pub use call_shape::{CallShape, Tiles};
 pub use keeping::{KeepOLow, Keeping};
