@@ -2,8 +2,9 @@
 // join the cache.
 // Math       o_h = sum_j softmax_j(softmax_scale q_h . k_j) v_j over j in [max(0, length + 1 - window_size), length];
 //            row `length` of the cache is k_new, v_new, written here (APPEND=1). APPEND=0: over [max(0, length -
-//            window_size), length), nothing is written. CHOSEN=1: over the tokens up to `length` of the blocks that are
-//            listed for each chooser, the last of them the token's own; nothing is written
+//            window_size), length), nothing is written. CHOSEN=0: also over the first num_first j of the cache.
+//            CHOSEN=1: over the tokens up to `length` of the blocks that are listed for each chooser, the last of them
+//            the token's own or select_size 1; nothing is written
 // Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new bf16 [batch, num_kv_heads, HEAD_DIM], v_new bf16 [batch,
 //            num_kv_heads, HEAD_DIM_V], each with an element offset and a batch stride (slices of one packed row,
 //            multiples of 8); k_cache bf16 [batch, num_kv_heads, capacity, HEAD_DIM], v_cache bf16 [.., HEAD_DIM_V];
@@ -41,7 +42,7 @@ static_assert(!(CHOSEN && APPEND), "the token of a choice is in the cache");
 
 struct AttentionDecodeParams : TokenParams {
   u64 capacity, window_size, num_splits;
-  u64 cache_heads, num_chosen, select_size, num_dropped;
+  u64 cache_heads, num_chosen, select_size, num_dropped, num_first;
 };
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
@@ -67,13 +68,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   const i32 whole_blocks = min((i32)params.num_chosen, token / select_size + 1) - 1;
   const i32 num_cached = whole_blocks * select_size + token % select_size + 1;
   const i64 cache_head = batch * params.cache_heads + kv_head / (params.num_kv_heads / params.cache_heads);
-  // Where a chosen key lies in the cache. All keys of a tile are in one block.
+  // Where a chosen key lies in the cache. All keys of a tile are in one block, unless blocks are read key by key.
+  const bool by_key = select_size % DECODE_KEYS != 0;
   auto place = [&](i64 key) { return (i64)blocks[key / select_size] * select_size + key % select_size; };
 #else
   const i32 num_cached = min(length[batch] - (i32)params.num_dropped, (i32)capacity);
-  const i32 first_key = (i32)max((i64)0, (i64)num_cached + APPEND - (i64)params.window_size);
+  const i32 window_key = (i32)max((i64)0, (i64)num_cached + APPEND - (i64)params.window_size);
+  // The first keys stand before the window, in tiles of their own.
+  const i32 num_first = min((i32)params.num_first, window_key);
+  const i32 first_key = window_key - (num_first + DECODE_KEYS - 1) / DECODE_KEYS * DECODE_KEYS;
   const i64 cache_head = head;
-  auto place = [](i64 key) { return key; };
+  auto place = [&](i64 key) { return key < window_key ? key - first_key : key; };
 #endif
   const i32 num_keys = max(num_cached - first_key, 0);
   const i32 per_split =
@@ -87,12 +92,26 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
 
   // Load: fill this warp's ring, then the queries.
   const u32 stages = shared_address(shared_bytes) + Decode::Q_BYTES + warp * NUM_STAGES * Decode::STAGE_BYTES;
+  // Keys of the tile that begins at `key`, at most 16.
+  auto valid = [&](i32 key) {
+#if !CHOSEN
+    if (key < window_key) return min(first_key + num_first - key, DECODE_KEYS);
+#endif
+    return min(end - key, DECODE_KEYS);
+  };
   auto load = [&](int tile) {
-    const i64 key = warp_begin + (i64)tile * Decode::SPLIT_KEYS;
+    const i32 key = warp_begin + tile * Decode::SPLIT_KEYS;
     if (tile < num_tiles) {
+      const u32 stage = stages + tile % NUM_STAGES * Decode::STAGE_BYTES;
+#if CHOSEN
+      if (by_key) {
+        Decode::load_keys(stage, row_k, row_v, [&](int row) { return place(key + row); }, valid(key));
+        copy_async_commit();
+        return;
+      }
+#endif
       const i64 row = place(key);
-      Decode::load_tile(stages + tile % NUM_STAGES * Decode::STAGE_BYTES, row_k + row * HEAD_DIM,
-                        row_v + row * HEAD_DIM_V, 0, (int)min((i64)DECODE_KEYS, end - key));
+      Decode::load_tile(stage, row_k + row * HEAD_DIM, row_v + row * HEAD_DIM_V, 0, valid(key));
     }
     copy_async_commit();
   };
@@ -111,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   for (int tile = 0; tile < num_tiles; tile++) {
     copy_async_wait<NUM_STAGES - 1>();
     __syncwarp();  // the copies of all lanes are complete
-    const int num_valid = end - (warp_begin + tile * Decode::SPLIT_KEYS);
+    const int num_valid = valid(warp_begin + tile * Decode::SPLIT_KEYS);
     decode.attend(stages + tile % NUM_STAGES * Decode::STAGE_BYTES, scale,
                   lane % DECODE_KEYS < num_valid ? 0.f : -INFINITY_F32);
     __syncwarp();  // all lanes have read the stage before it is filled again

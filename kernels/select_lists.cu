@@ -3,8 +3,7 @@
 //            before them, or it is one of the first `sinks`; all tiles where a head met a NaN. A row of blocks is
 //            block / tile rows of tiles, and the blocks that meet its queries are kept whole.
 //            With segments, tokens move inside them, if at all: a row keeps the tiles of its own segments that hold a
-//            key not after one of its queries, and with keeps_first the tile of key 0. drops_own: what meets a row's
-//            queries stays only where some head kept it.
+//            key not after one of its queries, and with keeps_first the tile of key 0
 //            stride, limit: BFLA's rescue keeps a dropped tile (by_block: block) of position row and column after all
 //            if 131 row + 17 column + seed is a multiple of stride, or a hash of both and the list is below limit
 // Layout     kept u32 [num_heads, rows of blocks, ceil(columns / 32)], nan i32 [num_heads] as select_choose writes
@@ -24,7 +23,7 @@ struct SelectListsParams {
   u64 num_queries, num_keys, block, offset, query_block;
   u64 tile, heads_per_list, num_lists_per_order;
   u64 local, sinks;
-  u64 segment, keeps_first, moves_keys, moves_queries, drops_own;
+  u64 segment, keeps_first, moves_keys, moves_queries;
   u64 stride, limit, seed, is_linear, by_block;
 };
 
@@ -105,8 +104,7 @@ extern "C" __global__ void __launch_bounds__(128)
     u32 here = 0;
     for (int j = word * 32; j < min(word * 32 + 32, admissible); ++j) {
       const int block = j / per_block;
-      bool keeps = dense || (!params.drops_own && ((block >= own && block < own_end) || j >= band)) || j < sinks ||
-                   j == first_key;
+      bool keeps = dense || (block >= own && block < own_end) || j >= band || j < sinks || j == first_key;
       for (int head = list * heads; head < (list + 1) * heads && !keeps; ++head)
         keeps = kept[((u64)head * block_rows + block_row) * block_words + block / 32] >> block % 32 & 1;
       // Rows are counted from position 0, so that a chunk of a prompt rescues what the whole prompt does.

@@ -1,56 +1,61 @@
-// select_pages: upper bounds of `q . k` of the last query with each page of keys (Quest, arXiv:2406.10774).
-// Math       least, most[h, p, c] = least and largest k[t, h, c] of page p's tokens; score[h', p] = sum over the query
-//            heads of the group and c of max(q_c least_c, q_c most_c), the same for each head h' of the group; minus
-//            infinity for the last page
-// Layout     q, k bf16, rows of head_dim side by side in a token; bounds f32 [num_kv_heads, room, 2, head_dim]: pages
-//            before first_new are there, later ones are written; score f32 [num_heads, pages]
-// Buffers    q, k, bounds, score
+// select_pages: one new token per row joins its key-value cache and the bounds of its page of keys; upper bounds of the
+// token's products with the keys of each page before its own (Quest, arXiv:2406.10774).
+// Math       least, most[g, p, c] = least and largest k[t, g, c] of page p's tokens t; score[g, p] = sum over the query
+//            heads of group g and c of max(q_c least_c, q_c most_c)
+// Layout     q bf16 [batch, num_heads, head_dim], k_new, v_new bf16 [batch, num_kv_heads, head_dim], each with an
+//            element offset and a batch stride; k_cache, v_cache bf16 [batch, num_kv_heads, capacity, head_dim]; bounds
+//            f32 [batch, num_kv_heads, room, 2, head_dim]; length i32 [batch], tokens before this one; score f32
+//            [batch, num_kv_heads, room]
+// Buffers    q, k_new, v_new, k_cache, v_cache, bounds, length, score
 // Defines    none
-// Tiling     grid (ceil(pages / 8), num_kv_heads, 1); 256 threads, a warp a page; no dynamic shared memory
+// Tiling     grid (splits, num_kv_heads, batch); 256 threads, a warp a page; block 0 of a head writes the token's row
+//            of the caches; no dynamic shared memory
 // Numerics   f32 sums in a fixed order
-// Edges      head_dim a multiple of 32, up to 256; a last page with fewer tokens
+// Edges      head_dim a multiple of 32; the first token of a page overwrites its bounds; the token's own page gets no
+//            score; length >= capacity writes nothing out of bounds: the wrapper refuses it
+#include "common/attention_params.cuh"
+#include "common/programmatic_launch.cuh"
 #include "common/types.cuh"
 
-struct SelectPagesParams {
-  u64 num_keys, page, room, first_new;
-  u64 head_dim, group;
-  u64 q_offset, k_offset, q_token_stride, k_token_stride;  // elements
+struct SelectPagesParams : TokenParams {
+  u64 capacity, room, page, head_dim;
 };
 
 extern "C" __global__ void __launch_bounds__(256)
-    select_pages(const bf16* q, const bf16* k, float* bounds, float* score,
-                 const __grid_constant__ SelectPagesParams params) {
-  const int lane = (int)threadIdx.x % 32, page = (int)blockIdx.x * 8 + (int)threadIdx.x / 32, kv_head = (int)blockIdx.y,
-            group = (int)params.group;
-  const int num_keys = (int)params.num_keys, tokens = (int)params.page, pages = ceil_div(num_keys, tokens),
-            head_dim = (int)params.head_dim;
-  if (page >= pages) return;
-  const bool is_new = page >= (int)params.first_new;
-  k += params.k_offset + (u64)kv_head * head_dim;
-  q += params.q_offset + (u64)(num_keys - 1) * params.q_token_stride + (u64)kv_head * group * head_dim;
-  bounds += ((u64)kv_head * params.room + page) * 2 * head_dim;
-  float sum = 0.0f;
-  for (int c = lane; c < head_dim; c += 32) {
-    float least = INFINITY_F32, most = -INFINITY_F32;
-    if (is_new) {
-      for (int token = page * tokens; token < min((page + 1) * tokens, num_keys); ++token) {
-        const float x = bf16_to_f32(k[(u64)token * params.k_token_stride + c]);
-        least = fminf(least, x);
-        most = fmaxf(most, x);
-      }
-      bounds[c] = least;
-      bounds[head_dim + c] = most;
-    } else {
-      least = bounds[c];
-      most = bounds[head_dim + c];
-    }
-    for (int head = 0; head < group; ++head) {
-      const float x = bf16_to_f32(q[head * head_dim + c]);
-      sum += fmaxf(x * least, x * most);
-    }
+    select_pages(const bf16* q, const bf16* k_new, const bf16* v_new, bf16* k_cache, bf16* v_cache, float* bounds,
+                 const i32* length, float* score, const __grid_constant__ SelectPagesParams params) {
+  wait_for_previous();
+  const int lane = (int)threadIdx.x % 32, kv_head = (int)blockIdx.y, head_dim = (int)params.head_dim,
+            group = (int)(params.num_heads / params.num_kv_heads);
+  const i64 batch = blockIdx.z, head = batch * params.num_kv_heads + kv_head;
+  const i32 before = min(length[batch], (i32)params.capacity - 1), size = (i32)params.page,
+            own = min(before / size, (i32)params.room - 1);
+  k_new += params.k_offset + batch * params.k_batch_stride + (i64)kv_head * head_dim;
+  v_new += params.v_offset + batch * params.v_batch_stride + (i64)kv_head * head_dim;
+  q += params.q_offset + batch * params.q_batch_stride + (i64)kv_head * group * head_dim;
+  if (blockIdx.x == 0) {
+    const i64 row = (head * params.capacity + before) * head_dim;
+    for (int c = (int)threadIdx.x; c < head_dim; c += 256) k_cache[row + c] = k_new[c], v_cache[row + c] = v_new[c];
   }
+  for (i32 page = (i32)blockIdx.x * 8 + (i32)threadIdx.x / 32; page <= own; page += (i32)gridDim.x * 8) {
+    float* of_page = bounds + (head * params.room + page) * 2 * head_dim;
+    float sum = 0.0f;
+    for (int c = lane; c < head_dim; c += 32) {
+      float least = of_page[c], most = of_page[head_dim + c];
+      if (page == own) {
+        const float x = bf16_to_f32(k_new[c]);
+        const bool is_first = before % size == 0;
+        of_page[c] = is_first ? x : fminf(least, x);
+        of_page[head_dim + c] = is_first ? x : fmaxf(most, x);
+        continue;
+      }
+      for (int of_group = 0; of_group < group; ++of_group) {
+        const float x = bf16_to_f32(q[of_group * head_dim + c]);
+        sum += fmaxf(x * least, x * most);
+      }
+    }
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  for (int head = lane; head < group; head += 32)
-    score[(u64)(kv_head * group + head) * pages + page] = page + 1 == pages ? -INFINITY_F32 : sum;
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (lane == 0 && page < own) score[head * params.room + page] = sum;
+  }
 }

@@ -82,6 +82,20 @@ struct SplitDecode {
       copy_async_4(stage + K_BYTES + V_BYTES + lane * 4, z + (lane < num_valid ? lane : 0), lane < num_valid ? 4 : 0);
   }
 
+  // As load_tile, with a place in the caches for each row of the tile.
+  template <class Place>
+  static DEVICE void load_keys(u32 stage, const bf16* k, const bf16* v, Place place, int num_valid) {
+    const int lane = threadIdx.x & 31, row = lane >> 1;
+    const i64 from = row < num_valid ? place(row) : 0;
+    const int bytes = row < num_valid ? 16 : 0;
+#pragma unroll
+    for (int chunk = lane & 1; chunk < K_DIM / 8; chunk += 2)
+      copy_async_16(stage + row * K_PITCH + chunk * 16, k + from * K_DIM + chunk * 8, bytes);
+#pragma unroll
+    for (int chunk = lane & 1; chunk < V_DIM / 8; chunk += 2)
+      copy_async_16(stage + K_BYTES + row * V_PITCH + chunk * 16, v + from * V_DIM + chunk * 8, bytes);
+  }
+
   // Sixteen contiguous rows. Rows past the valid ones are addressed but not read.
   template <int WIDTH, int PITCH>
   static DEVICE void copy_rows(u32 to, const bf16* from, int num_valid) {

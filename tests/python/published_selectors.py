@@ -84,7 +84,7 @@ ASKED = {
                      [["quest:budget=128,dense_layers=0", "quest:budget=512,dense_layers=0"],
                       ["h2o:heavy=64,recent=64", "h2o:heavy=256,recent=256"]]),
 }
-STREAM_LENGTH = 1024  # they run on the host, token by token
+STREAM_LENGTH = 1024  # read token by token, but for quest and exact_top on the host
 KEPT = ["label", "name", "selector", "num_tokens", "density", "recall", "output_error", "select_ms", "attention_ms",
         "dense_attention_ms", "prefill_ms", "dense_prefill_ms", "loss", "dense_loss", "kl", "top1", "cosine", "causal",
         "device_selections", "host_bytes"]

@@ -16,12 +16,14 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_flex::{Flex, FlexDevice};
 use sieve_core::recipe::{ActivationCheckpointMode, OptimizerName};
-use sieve_core::{ModelShape, Recipe};
+use sieve_core::{ModelShape, Recipe, TokenKeys};
 use sieve_hf::{NamedTensor, load_parameters, named_parameters};
 use sieve_kernels::step::Fp8Format;
 use sieve_kernels::{Cublaslt, DeviceReport, KernelPolicy, NeededKernels, SumOrder};
-use sieve_nn::{KvCache, LayerContext, Qwen3, TextRows};
-use sieve_ops::{DeviceBackend, Documents, IGNORE_LABEL, RotaryEmbedding, TrainBackend};
+use sieve_nn::{KvCache, LayerCache, LayerContext, LayerOperands, Qwen3, TextRows};
+use sieve_ops::{
+    DeviceBackend, Documents, IGNORE_LABEL, RotaryEmbedding, SelectorCache, TrainBackend, selector_decode,
+};
 use sieve_testing::{Random, cases, round_bf16};
 use sieve_train::{BlockSettings, DeviceBatch, GradientBuffer, Optimizer, accumulate_gradients_with};
 use std::convert::Infallible;
@@ -42,6 +44,18 @@ const PROMPTS: [usize; 3] = [63, PREFILLED, 50];
 
 /// Tokens from which on another thread decodes: with the cache, and with the model alone.
 const MOVED_AT: [usize; 2] = [72, 0];
+
+/// What tokens of a dense model read under selectors on a GPU: each time all keys, so that its own logits are expected.
+/// Which keys a smaller number gives is checked with the kernels' wrappers.
+const ALL_KEYS: [TokenKeys; 4] = [
+    TokenKeys::Ends {
+        first: SEQ_LEN - 7,
+        last: 7,
+    },
+    TokenKeys::Pages { page: 16, count: 6 },
+    TokenKeys::Pages { page: 8, count: 20 },
+    TokenKeys::Largest(SEQ_LEN),
+];
 
 /// Learning rate of the checked update; so large that the update survives the weight's rounding to bf16.
 const LEARNING_RATE: f64 = 0.5;
@@ -201,6 +215,19 @@ pub(crate) fn check<B: TrainBackend>(
         for (at, own) in moved {
             let case = format!("logits through the cache, another thread from token {at} on");
             let [plain, exact] = [&plain, &exact].map(|found| found.last().expect("logits through the cache"));
+            let own = own.map(|own| (case.clone(), VOCAB_SIZE, own));
+            add(&case, own.and_then(|own| judge(&kind, is_bf16, [&own, plain, exact])));
+        }
+        let selectors = ALL_KEYS.iter().filter(|_| is_bf16 && kind[0] == "mha");
+        for (keys, in_one_call) in selectors.flat_map(|&keys| [(keys, false), (keys, true)]) {
+            let form = if in_one_call {
+                "one call a token"
+            } else {
+                "a call for each layer"
+            };
+            let case = format!("logits under a selector, {keys:?}, {form}");
+            let [plain, exact] = [&plain, &exact].map(|found| found.last().expect("logits through the cache"));
+            let own = setup.under_selector(&decoder, on.dtype, device, (keys, in_one_call));
             let own = own.map(|own| (case.clone(), VOCAB_SIZE, own));
             add(&case, own.and_then(|own| judge(&kind, is_bf16, [&own, plain, exact])));
         }
@@ -506,6 +533,53 @@ impl Setup {
         let rest = std::thread::scope(|scope| scope.spawn(read).join());
         found.extend(rest.map_err(|_| Wrong::from("the other thread panicked".to_owned()))?);
         Ok(found)
+    }
+
+    /// Logits of the first row, of a dense model, through the caches of a selector. With `in_one_call` the second and
+    /// later tokens after the prompt are captured steps; otherwise all are launched layer by layer.
+    fn under_selector<B: DeviceBackend>(
+        &self,
+        model: &Qwen3<B>,
+        dtype: DType,
+        device: &B::Device,
+        (keys, in_one_call): (TokenKeys, bool),
+    ) -> Result<Vec<f32>, Wrong> {
+        let rope = rope(model, SEQ_LEN, dtype, device);
+        let ids = |first, count| rows_of(&self.tokens, device).narrow(0, 0, 1).narrow(1, first, count);
+        let mut cache = KvCache::new(model.layers.len());
+        let mut logits = vec![model.next_logits(ids(0, PREFILLED), &mut cache, &rope)];
+        for layer in &mut cache.layers {
+            let LayerCache::Recent { cache, .. } = &*layer else {
+                return wrong("not a dense layer's cache");
+            };
+            let kv = [&cache.k, &cache.v].map(|x| x.tokens().swap_dims(1, 2));
+            let is_fixed = true;
+            *layer = LayerCache::Selector(SelectorCache::new(kv, keys, is_fixed));
+        }
+        let attend = &mut |op: &LayerOperands<B>, cache: &mut LayerCache<B>, scratch: &mut B::DecodeScratch| match cache
+        {
+            LayerCache::Selector(cache) => {
+                selector_decode(cache, op.qkv.clone(), &[keys], op.spec().softmax_scale, scratch)
+            }
+            _ => Err("not a selector's cache".to_owned()),
+        };
+        for at in PREFILLED..SEQ_LEN {
+            let step = in_one_call.then(|| model.token_step(&ids(at, 1), &mut cache, &rope));
+            let step = step.flatten();
+            if in_one_call && at > PREFILLED && step.is_none() {
+                return wrong(format!("token {at} is not one call"));
+            }
+            logits.push(match step {
+                Some(logits) => logits,
+                None => model
+                    .next_logits_attending(ids(at, 1), &mut cache, &rope, attend)
+                    .map_err(Wrong::from)?,
+            });
+        }
+        Ok(logits
+            .into_iter()
+            .flat_map(|logits| floats(logits.into_data()))
+            .collect())
     }
 
     /// The decoded logits of the first row behind each of [`PROMPTS`], two such texts at a time in the three rows of

@@ -2,6 +2,7 @@
 #[cfg(test)]
 mod golden;
 mod heavy;
+mod tokens;
 
 use crate::device::{Device, download_mask, family, family_name, separate, upload_mask};
 use crate::error::Result;
@@ -13,7 +14,7 @@ use sieve_core::{BlockSelection, KeyMask};
 use sieve_kernels::DType;
 use sieve_kernels::{KernelError, KeySource, LongChoice};
 use sieve_select::prefill::minference::Pattern;
-use sieve_select::{Call, CallShape, DecodeSession, LayerShape, Method, Selected, Selector, Step};
+use sieve_select::{Call, CallShape, Method, Selected, Selector};
 use sieve_testing::Random;
 
 /// Selectors that a device can run; `TAU` stands for a share of attention mass.
@@ -207,87 +208,14 @@ fn long_choices(device: &dyn Device, extent: &Extent) -> [(&'static str, Outcome
 /// Checks decode selectors: the keys that a token reads, and the keys that are kept of a prompt.
 pub(crate) fn check_tokens(report: &mut Report, device: &dyn Device, extent: &Extent) {
     let mut random = Random(extent.seed);
-    for text in STEPS {
-        let outcome = step(device, text, &mut random);
-        report.add_wrapper("select_blocks, a token", "kernels", text, outcome);
+    for text in tokens::STEPS {
+        let outcome = tokens::check(device, text, &mut random);
+        report.add_wrapper("selector_decode, tokens", "kernels", text, outcome);
     }
     for text in heavy::HEAVY {
         let outcome = heavy::check(device, text, &mut random);
         report.add_wrapper("keep_heavy_keys, tokens", "kernels", text, outcome);
     }
-}
-
-/// Decode selectors that choose keys for each new token.
-const STEPS: &[&str] = &[
-    "exact_top:k=21",
-    "exact_top:k=1000",
-    "quest:page=8,budget=64,dense_layers=0",
-    "quest:page=16,budget=0.3,dense_layers=0",
-    "streamingllm:n_init=5,n_local=70",
-];
-
-/// Tokens before the checked one, and tokens whose pages have bounds from an earlier call.
-const BEFORE: usize = 203;
-const BOUNDED: usize = 150;
-
-/// Compares the keys that the last token reads, and its attention, with a decode session on the CPU: four query heads,
-/// two KV heads, heads 64 wide.
-fn step(device: &dyn Device, text: &str, random: &mut Random) -> Outcome {
-    let shape = CallShape::new([1, BEFORE + 1], [4, 2], 64);
-    let layer = LayerShape::new([4, 2], 64, 0);
-    let q = random.bf16_normals((BEFORE + 1) * 4 * 64);
-    let [k, v] = [(); 2].map(|()| random.bf16_normals((BEFORE + 1) * 2 * 64));
-    let selector = Selector::parse(text).expect("the names above are right");
-    let mut session = DecodeSession::new(&selector, layer).expect("a decode method");
-    let [q_last, k_last, v_last] = [BEFORE * 4 * 64, BEFORE * 2 * 64, BEFORE * 2 * 64];
-    let taken = session.take_prompt(&q[..q_last], &k[..k_last], &v[..v_last]);
-    taken.expect("sizes fit");
-    let expected = session.step(&q[q_last..], &k[k_last..], &v[v_last..]);
-    let expected = expected.expect("sizes fit");
-    let qkv_of = |num_keys: usize| {
-        let (queries, keys) = (..num_keys * 4 * 64, ..num_keys * 2 * 64);
-        let shape = shape_of_call(CallShape { num_keys, ..shape });
-        separate(device, [&q[queries], &k[keys], &v[keys]], shape)
-    };
-    let (qkv, scale) = (qkv_of(BEFORE + 1), shape.softmax_scale());
-    let step_of = |shape, known_pages| {
-        let layer = 0;
-        let step = selector.step(shape, layer, known_pages);
-        step.expect("a device takes these")
-    };
-    let mask = match step_of(shape, 0) {
-        Step::Mask(mask) => upload_mask(device, &mask).expect("its own arrays"),
-        Step::Blocks(..) => {
-            let page = selector.page().unwrap_or(1);
-            // Minima and maxima of the keys of each KV head's pages, with room for two pages more.
-            let sizes = [2, BEFORE / page + 3, 2, 64];
-            let nan = vec![f32::NAN; sizes.iter().product()];
-            let bounds = device.float(&nan, &sizes, DType::F32);
-            let mut made = None;
-            for (num_keys, known_pages) in [(BOUNDED, 0), (BEFORE + 1, BOUNDED / page)] {
-                let shape = CallShape { num_keys, ..shape };
-                let Step::Blocks(selection, read) = step_of(shape, known_pages) else {
-                    return wrong("no blocks");
-                };
-                let chosen = qkv_of(num_keys).select_blocks(&selection, Some(&bounds))?;
-                made = Some((read, chosen));
-            }
-            let (read, chosen) = made.expect("two rounds");
-            let found = download_mask(device, chosen.clone())?;
-            for (list, kept) in session.kept().iter().enumerate() {
-                let row = found.row(list, 0).iter();
-                let keys = row.flat_map(|&j| found.tiles.keys(j as usize));
-                let keys: Vec<u32> = keys.map(|key| key as u32).collect();
-                if keys != *kept || read != kept.len() {
-                    let words = format!("list {list}: {keys:?}, {read}; the CPU reads {kept:?}");
-                    return wrong(words);
-                }
-            }
-            chosen
-        }
-    };
-    let o = qkv.sparse_attention_forward(&mask, scale)?.o;
-    NEAR.judge("output", &device.floats(&o)?, &expected, &expected)
 }
 
 /// Selectors whose output is corrected by dense rows.
@@ -383,8 +311,7 @@ impl Case {
         let qkv = separate(device, [&q, k, k], shape_of_call(self.shape));
         let selection = self.selection();
         let selection = selection.unwrap_or_else(|| panic!("a device takes {}", self.name));
-        let no_page_bounds = None;
-        let made = qkv.select_blocks(&selection, no_page_bounds)?;
+        let made = qkv.select_blocks(&selection)?;
         self.judge(&download_mask(device, made)?)
     }
 

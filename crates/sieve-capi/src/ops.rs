@@ -277,6 +277,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let [_, _, capacity, _] = cache.k.dims("attention_decode", "k_cache")?;
             let step = DecodeStep {
                 window,
+                num_first: 0,
                 softmax_scale: scale,
                 max_length: capacity.saturating_sub(1),
                 num_dropped: 0,
@@ -298,6 +299,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let shape = token.shape("cached_decode")?;
             let step = DecodeStep {
                 window,
+                num_first: 0,
                 softmax_scale: scale,
                 max_length: capacity,
                 num_dropped: 0,

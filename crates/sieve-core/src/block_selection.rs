@@ -50,11 +50,8 @@ pub enum BlockScores {
         /// Number of blocks that a probe chooses, and how many of these are exactly its best.
         chosen: [usize; 2],
     },
-    /// Logits of a call with one query, in blocks of one key.
+    /// The attention that keys received, of which [`HeavyKeys`] keeps the largest, in blocks of one key.
     Logits,
-    /// Quest: an upper bound of `q . k` over the keys of each block, for one query. The bounds of this many earlier
-    /// blocks are kept from earlier calls.
-    Bounds(usize),
 }
 
 /// The order of the keys inside a segment.
@@ -107,6 +104,42 @@ pub struct HeavyKeys {
     pub slots: Option<DmaWindow>,
 }
 
+/// The keys that a decoded token reads under a decode selector which evicts nothing: the cache holds all keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TokenKeys {
+    /// The first `first` keys and the last `last`, the token's own included (StreamingLLM, arXiv:2309.17453).
+    Ends {
+        /// Number of first keys.
+        first: usize,
+        /// Number of last keys.
+        last: usize,
+    },
+    /// Pages of `page` consecutive keys: the token's own page and those with the largest upper bounds of `q . k`,
+    /// summed over the query heads of a KV head (Quest, arXiv:2406.10774). Of equal bounds the later page is read.
+    Pages {
+        /// Number of keys of a page.
+        page: usize,
+        /// Number of pages that a KV head reads, the token's own included.
+        count: usize,
+    },
+    /// For each query head this many keys with the largest `q . k`, of equal ones the later.
+    Largest(usize),
+}
+
+impl TokenKeys {
+    /// Number of keys that a head of the last of `num_keys` tokens reads.
+    pub fn num_read(self, num_keys: usize) -> usize {
+        match self {
+            Self::Ends { first, last } => (first + last).min(num_keys),
+            Self::Pages { page, count } => {
+                let before = num_keys.saturating_sub(1) / page;
+                num_keys - (before - before.min(count - 1)) * page
+            }
+            Self::Largest(count) => count.min(num_keys),
+        }
+    }
+}
+
 /// Which of a row's competing blocks are kept.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum KeepBlocks {
@@ -156,8 +189,6 @@ pub struct KeptBlocks {
     pub by: KeepBlocks,
     /// Whether the first block and the blocks with the row's own positions count towards `by`, before all others.
     pub counts_own: bool,
-    /// Whether a row keeps the blocks with its own positions whatever their scores.
-    pub keeps_own: bool,
     /// Number of query heads that share a list. The list holds every block that one of them keeps.
     pub heads_per_list: usize,
     /// Tokens of the mask's tiles; divides the block.
@@ -215,7 +246,6 @@ impl BlockSelection {
             keep: KeptBlocks {
                 by: keep,
                 counts_own: false,
-                keeps_own: true,
                 heads_per_list: 1,
                 tile: block,
                 local_tokens: 0,

@@ -37,7 +37,7 @@ pub use adamw_step::AdamWStep;
 pub use block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
 pub use block_selection::{
     BlockScores, BlockSelection, HeadRule, HeavyKeys, KeepBlocks, KeptBlocks, KeyScores, ProbeCorrection, Rescue,
-    ScoredBlocks, SlotOrder,
+    ScoredBlocks, SlotOrder, TokenKeys,
 };
 pub use call_shape::{CallShape, Tiles};
 pub use keeping::{KeepOLow, Keeping};

@@ -2,14 +2,15 @@
 //! it. Both run on the device that holds the operands, or on the host if the device has no kernel.
 use crate::EvalError;
 use crate::chunks::{Cost, KeptMasks, call, prefill, prefill_on_device};
+use crate::device_steps;
 use crate::pass::{cosine, milliseconds, number};
-use crate::selection::{Selection, layer_shape};
+use crate::selection::{Selection, dense_pairs, layer_shape};
 use crate::selectors::LayerMeasure;
 use burn::tensor::{DType, Tensor};
 use sieve_core::KeyMask;
-use sieve_nn::LayerOperands;
+use sieve_nn::{LayerCache, LayerOperands};
 use sieve_ops::{DeviceBackend, SparseOutput, has_sparse_attention, sparse_attention, upload_mask};
-use sieve_select::{CallShape, DecodeSession, dense_attention, recall};
+use sieve_select::{CallShape, DecodeSession, Selector, dense_attention, recall};
 use std::time::Instant;
 
 /// A layer's operands with its dense attention.
@@ -84,10 +85,30 @@ impl<B: DeviceBackend> Captured<B> {
                 milliseconds: milliseconds(started),
             });
         }
+        let selector = selection.selectors().of(operands.layer);
+        if selector.is_token_by_token() && device_steps::streams(selector, operands) {
+            return self.stream_on_device(selector);
+        }
         match selection.attends_on_device(operands) {
             true => self.run_on_device(selection),
             false => self.run_on_host(selection),
         }
+    }
+
+    /// Reads the text token by token on the device.
+    fn stream_on_device(&self, selector: &Selector) -> Result<Done<B>, EvalError> {
+        let (operands, started) = (&self.operands, Instant::now());
+        let (mut cache, mut scratch) = (LayerCache::Empty, Default::default());
+        let (o, pairs) = device_steps::stream(selector, operands, &mut cache, &mut scratch)?;
+        // Reading a value back waits for the device, so that the clock measures the work.
+        let _last = o.clone().narrow(1, operands.num_tokens() - 1, 1).into_data();
+        let milliseconds = milliseconds(started);
+        let no_lse = None;
+        Ok(Done {
+            output: Output::Host(o.into_data().iter::<f32>().collect(), no_lse),
+            cost: Cost::of_density(pairs / dense_pairs(operands.num_tokens(), operands.num_heads)),
+            milliseconds,
+        })
     }
 
     fn run_on_device(&self, selection: &Selection) -> Result<Done<B>, EvalError> {

@@ -253,9 +253,8 @@ fn select_on_device<B: DeviceBackend>(
         return Ok(None);
     };
     let started = Instant::now();
-    let page_bounds = None;
     // An error, such as a head width without a kernel, is recorded by the op; the selection then runs on the host.
-    let Ok(mask) = select_blocks(qkv, &selection, page_bounds) else {
+    let Ok(mask) = select_blocks(qkv, &selection) else {
         return Ok(None);
     };
     if has_clock {

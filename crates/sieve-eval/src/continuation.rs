@@ -134,8 +134,8 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         let logits = match &mut self.selection {
             Some(selection) if selection.acts_in_decode() => {
                 let ids = ids_of(tokens, &self.device);
-                // After a prompt at whose end snapkv or h2o chose the keys, a token can be one call on the device: it
-                // is added to their caches as to a model's own.
+                // Behind a prompt a token can be one call on the device: it is added to the selector's caches as to a
+                // model's own.
                 let in_one_call = match tokens {
                     [_] => model.token_step(&ids, cache, rope),
                     _ => None,

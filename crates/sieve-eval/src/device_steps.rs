@@ -1,12 +1,14 @@
 //! Decode methods on the device: the KV cache stays there, and each new token attends to some of its keys.
 use crate::EvalError;
-use burn::tensor::{DType, Tensor};
-use sieve_nn::{LayerCache, LayerOperands, PackedCache};
+use crate::selection::dense_pairs;
+use burn::tensor::Tensor;
+use sieve_core::TokenKeys;
+use sieve_nn::{LayerCache, LayerOperands};
 use sieve_ops::{
-    DeviceBackend, Documents, SparseOutput, TokenBuffer, attention_with_lse, cached_attention, heavy_decode,
-    keep_heavy_keys, select_blocks, sparse_attention, upload_mask,
+    DeviceBackend, Documents, SelectorCache, SparseOutput, attention_with_lse, cached_attention, has_sparse_attention,
+    heavy_decode, keep_heavy_keys, selector_decode, split_heads,
 };
-use sieve_select::{CallShape, SelectError, Selected, Selector, Step};
+use sieve_select::{CallShape, Selector};
 
 /// Dense attention by the model's usual op.
 pub(crate) fn dense<B: DeviceBackend>(operands: &LayerOperands<B>) -> SparseOutput<B> {
@@ -14,7 +16,7 @@ pub(crate) fn dense<B: DeviceBackend>(operands: &LayerOperands<B>) -> SparseOutp
     attention_with_lse(operands.qkv.clone(), &documents, operands.spec())
 }
 
-/// Fills a layer's cache from its prompt. There are four forms: all keys, if the layer is dense; all keys, packed, if
+/// Fills a layer's cache from its prompt. There are four forms: all keys, if the layer is dense; all keys, of which
 /// each token will choose its own; the keys chosen at the prompt's end, to which later keys are added (SnapKV); or a
 /// fixed-size cache, where a new key evicts the one with the least accumulated attention (H2O). Returns the prompt's
 /// dense output if the choice of keys read its log-sum-exp.
@@ -30,11 +32,11 @@ pub(crate) fn keep_prompt<B: DeviceBackend>(
     match selector.heavy_keys(shape_of(operands, num_tokens), operands.layer) {
         None if selector.reads_all(operands.layer) => cache.keep_recent(&operands.qkv, operands.spec()),
         None => {
-            let (token_axis, room) = (1, None);
-            *cache = LayerCache::Packed(PackedCache {
-                qkv: TokenBuffer::new(operands.qkv.clone(), token_axis, room),
-                bounds: None,
-            })
+            let reads = selector.token_keys(num_tokens, operands.layer);
+            let reads = reads.ok_or_else(|| refused(selector, "it decodes on the host".to_owned()))?;
+            let [_, k, v] = split_heads(operands.qkv.clone(), operands.num_kv_heads);
+            let is_fixed = !selector.reads_a_share();
+            *cache = LayerCache::Selector(SelectorCache::new([k, v], reads, is_fixed));
         }
         Some(heavy) => {
             let SparseOutput { o, lse } = dense(operands);
@@ -70,10 +72,13 @@ pub(crate) fn step<B: DeviceBackend>(
 ) -> Result<(Tensor<B, 4>, f64, bool), EvalError> {
     let spec = operands.spec();
     let (o, read, is_chosen) = match cache {
-        LayerCache::Packed(cache) => choose_and_attend(selector, operands, cache)?,
+        LayerCache::Selector(cache) => {
+            let (o, pairs) = selected(selector, operands, cache, scratch)?;
+            (o, pairs, is_chosen(selector, operands.layer))
+        }
         LayerCache::Recent { cache, .. } => {
             let o = cached_attention(cache, operands.qkv.clone(), spec, scratch);
-            (o, cache.len() as f64, !selector.reads_all(operands.layer))
+            (o, cache.len() as f64, is_chosen(selector, operands.layer))
         }
         LayerCache::Selected { cache, next_position } => {
             *next_position = num_tokens;
@@ -98,49 +103,75 @@ fn shape_of<B: DeviceBackend>(operands: &LayerOperands<B>, num_keys: usize) -> C
     )
 }
 
-/// Appends the token's key and value, chooses keys and attends. Returns o, the number of keys that a head reads, and
-/// whether the device chose them.
-fn choose_and_attend<B: DeviceBackend>(
+/// Whether the tokens of a layer read keys that the device chooses, not all keys or the same positions for all heads.
+pub(crate) fn is_chosen(selector: &Selector, layer: usize) -> bool {
+    let num_tokens = 1;
+    let by_position = matches!(selector.token_keys(num_tokens, layer), Some(TokenKeys::Ends { .. }));
+    !by_position && !selector.reads_all(layer)
+}
+
+/// Reads the tokens of `operands`, which follow those in the cache, one by one. Returns o and the number of computed
+/// pairs of a head.
+fn selected<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
-    cache: &mut PackedCache<B>,
-) -> Result<(Tensor<B, 4>, f64, bool), EvalError> {
-    cache.qkv.append(operands.qkv.clone());
-    let num_tokens = cache.qkv.len();
-    let shape = shape_of(operands, num_tokens);
-    let refused = |reason| refused(selector, reason);
-    let device = operands.qkv.device();
-    if let Some(page) = selector.page() {
-        let pages = cache.qkv.room().div_ceil(page);
-        // The keys' buffer grows with the text; the bounds of its pages must grow with it.
-        if cache.bounds.as_ref().is_none_or(|bounds| bounds.room() < pages) {
-            // A page has a smallest and a largest value in each channel.
-            let (size, page_axis) = ([shape.num_kv_heads, pages, 2, shape.head_dim], 1);
-            cache.bounds = Some(TokenBuffer::empty(size, page_axis, (&device, DType::F32)));
-        }
-    }
-    let known = cache.bounds.as_ref().map_or(0, TokenBuffer::len);
-    let step = selector.step(shape, operands.layer, known);
-    let step = step.ok_or_else(|| refused("it decodes on the host".to_owned()))?;
-    let keys = cache.qkv.tokens();
-    let (mask, read, is_chosen) = match step {
-        Step::Mask(mask) => {
-            let on_device = upload_mask::<B>(&mask, &device).map_err(SelectError::from)?;
-            let read = sieve_select::density(&Selected::from(*mask)).token * shape.num_keys as f64;
-            (on_device, read, false)
-        }
-        Step::Blocks(selection, read) => {
-            let bounds = cache.bounds.as_ref().map(TokenBuffer::buffer);
-            let made = select_blocks(&keys, &selection, bounds);
-            if let (Some(bounds), Some(page)) = (&mut cache.bounds, selector.page()) {
-                // The selection wrote the bounds of the pages that are complete now.
-                bounds.count(num_tokens / page - known);
-            }
-            (made.map_err(refused)?, read as f64, true)
-        }
+    cache: &mut SelectorCache<B>,
+    scratch: &mut B::DecodeScratch,
+) -> Result<(Tensor<B, 4>, f64), EvalError> {
+    let first = cache.keys.len() + 1;
+    let seen = first..first + operands.num_tokens();
+    let keys_of = |num_keys: usize| selector.token_keys(num_keys, operands.layer);
+    let reads: Option<Vec<TokenKeys>> = seen.clone().map(keys_of).collect();
+    let reads = reads.ok_or_else(|| refused(selector, "it decodes on the host".to_owned()))?;
+    let pairs = seen
+        .zip(&reads)
+        .map(|(num_keys, keys)| keys.num_read(num_keys) as f64)
+        .sum();
+    let scale = operands.spec().softmax_scale;
+    let o = selector_decode(cache, operands.qkv.clone(), &reads, scale, scratch);
+    Ok((o.map_err(|reason| refused(selector, reason))?, pairs))
+}
+
+/// Whether the device reads a layer's whole text token by token, from its first token on: where each token reads all
+/// keys, or chooses some of them.
+pub(crate) fn streams<B: DeviceBackend>(selector: &Selector, operands: &LayerOperands<B>) -> bool {
+    let (num_tokens, layer) = (operands.num_tokens(), operands.layer);
+    let has_keys = selector.reads_all(layer) || selector.token_keys(num_tokens, layer).is_some();
+    has_keys && selector.steps_on_device(operands.qkv.dims()[3]) && has_sparse_attention(&operands.qkv)
+}
+
+/// Reads a layer's text token by token, if [`streams`] says that the device does, and leaves its keys in `cache`.
+/// Returns o and the number of computed pairs of all heads.
+///
+/// # Errors
+/// Operands that a kernel refuses.
+pub(crate) fn stream<B: DeviceBackend>(
+    selector: &Selector,
+    operands: &LayerOperands<B>,
+    cache: &mut LayerCache<B>,
+    scratch: &mut B::DecodeScratch,
+) -> Result<(Tensor<B, 4>, f64), EvalError> {
+    let part = |first: usize, count: usize| LayerOperands {
+        qkv: operands.qkv.clone().narrow(1, first, count),
+        ..operands.clone()
     };
-    let SparseOutput { o, .. } = sparse_attention(keys, &mask, operands.spec().softmax_scale).map_err(refused)?;
-    Ok((o, read, is_chosen))
+    let num_tokens = operands.num_tokens();
+    if selector.reads_all(operands.layer) {
+        keep_prompt(selector, operands, cache)?;
+        return Ok((dense(operands).o, dense_pairs(num_tokens, operands.num_heads)));
+    }
+    let start = part(0, 1);
+    keep_prompt(selector, &start, cache)?;
+    // The first token reads itself alone.
+    let o = dense(&start).o;
+    let (o, pairs) = match cache {
+        LayerCache::Selector(cache) if num_tokens > 1 => {
+            let (rest, pairs) = selected(selector, &part(1, num_tokens - 1), cache, scratch)?;
+            (Tensor::cat(vec![o, rest], 1), 1.0 + pairs)
+        }
+        _ => (o, 1.0),
+    };
+    Ok((o, pairs * operands.num_heads as f64))
 }
 
 #[cfg(test)]

@@ -103,11 +103,18 @@ impl SelectionTotals {
         self.dense_pairs += dense_pairs;
     }
 
-    /// Adds one generated token whose attention, and with `is_chosen` whose choice of keys, ran on the device.
+    /// Adds a generated token, or a text, whose attention ran on the device. `is_chosen`: so did its choice of keys.
     fn add_device_step(&mut self, is_chosen: bool, pairs: f64, dense_pairs: f64) {
         self.kernel_calls += 1;
         self.device_selections += u64::from(is_chosen);
         self.add_step(pairs, dense_pairs);
+    }
+
+    /// Adds a text that the device read token by token.
+    fn add_device_stream<B: DeviceBackend>(&mut self, selector: &Selector, operands: &LayerOperands<B>, pairs: f64) {
+        let is_chosen = device_steps::is_chosen(selector, operands.layer);
+        let dense = dense_pairs(operands.num_tokens(), operands.num_heads);
+        self.add_device_step(is_chosen, pairs, dense);
     }
 
     /// Words for where a layer's keys were chosen and where its attention ran.
@@ -359,6 +366,13 @@ impl Selection {
             totals.dense_pairs += pairs;
             return Ok(o);
         }
+        let selector = self.selectors.of(layer);
+        if selector.is_token_by_token() && device_steps::streams(selector, operands) {
+            let (mut cache, mut scratch) = (LayerCache::Empty, Default::default());
+            let (o, pairs) = device_steps::stream(selector, operands, &mut cache, &mut scratch)?;
+            self.totals[layer].add_device_stream(selector, operands, pairs);
+            return Ok(o);
+        }
         if !self.attends_on_device(operands) {
             self.count_copied(operands);
             return operands.on_host(|operands| self.attend_on_host(operands));
@@ -424,11 +438,17 @@ impl Selection {
         let layer = operands.layer;
         let (steps, width) = (self.steps.of(layer), operands.qkv.dims()[3]);
         let on_device = steps.steps_on_device(width) && has_sparse_attention(&operands.qkv);
-        if !on_device || self.streams_prompts(layer) {
+        let streams = self.streams_prompts(layer);
+        if !on_device || (streams && !device_steps::streams(steps, operands)) {
             self.count_copied(operands);
             return operands.on_host(|operands| self.continue_on_host(operands));
         }
         // Without keys so far, these tokens are the prompt.
+        if cache.is_empty() && streams {
+            let (o, pairs) = device_steps::stream(steps, operands, cache, scratch)?;
+            self.totals[layer].add_device_stream(steps, operands, pairs);
+            return Ok(o);
+        }
         if cache.is_empty() {
             let o = device_steps::keep_prompt(self.steps.of(layer), operands, cache)?;
             return match self.selects_prompts(layer) {
@@ -452,7 +472,7 @@ impl Selection {
     ) {
         let layers = (0..caches.len()).filter(|&layer| shape.has_dense_attention(layer));
         for layer in layers {
-            let is_chosen = !self.steps.of(layer).reads_all(layer);
+            let is_chosen = device_steps::is_chosen(self.steps.of(layer), layer);
             let [read, all] = [caches[layer].num_keys(), num_tokens].map(|keys| (keys * shape.num_heads) as f64);
             self.totals[layer].add_device_step(is_chosen, read, all);
         }
@@ -492,7 +512,7 @@ impl Selection {
 }
 
 /// (query, key) pairs of dense causal attention, over all heads.
-fn dense_pairs(num_tokens: usize, num_heads: usize) -> f64 {
+pub(crate) fn dense_pairs(num_tokens: usize, num_heads: usize) -> f64 {
     let tokens = num_tokens as f64;
     tokens * (tokens + 1.0) / 2.0 * num_heads as f64
 }

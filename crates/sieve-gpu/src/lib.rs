@@ -51,5 +51,5 @@ pub use runtime::policy::{Arrivals, KernelFamilies, KernelPolicy, SumOrder};
 pub use runtime::recording::{BufferView, Hardware, Launch, MapData, Recorder, Step, recorded_at};
 pub use runtime::source::KernelText;
 pub use runtime::source_kernel::{LaunchRequest, SourceKernel, TileMap};
-pub use select::{KeptKeys, LongChoice};
+pub use select::{KeptKeys, LongChoice, SelectorStep};
 pub use specialisations::{AttentionNeeds, NeededKernels, NeededKeys};

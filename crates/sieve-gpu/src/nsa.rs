@@ -17,6 +17,8 @@ mod selected;
 
 pub use blocks::{nsa_blocks_backward, nsa_mean_pool_backward};
 pub use choose::choose_by_scores;
+pub(crate) use choose::take_largest;
+pub(crate) use decode::key_logits;
 pub use decode::{NsaToken, PooledStep, require_chosen_decode};
 pub use gates::{nsa_gates, nsa_gates_backward};
 pub(crate) use hopper::nsa_hopper_kernels;

@@ -8,6 +8,7 @@ mod scores;
 mod step;
 
 pub use heavy::KeptKeys;
+pub use step::SelectorStep;
 
 use crate::KernelError;
 use crate::attention::{AttentionShape, KernelFamily, Qkv};
@@ -35,17 +36,11 @@ impl Qkv {
     ///
     /// # Shapes
     /// - q, k: bf16 `[1, num_keys, heads, head_dim]`
-    /// - bounds: minima and maxima of pages of keys, f32 `[num_kv_heads, pages or more, 2, head_dim]`.
-    ///   [`BlockScores::Bounds`] reads and updates them; the caller keeps them from call to call
     ///
     /// # Errors
     /// Sizes that do not fit the selection; blocks that are not 1, 2, 4, .. cells (runs of tokens scored as one); cells
-    /// with a head width that is not a multiple of 64; bounds that are missing or too few.
-    pub fn select_blocks(
-        &self,
-        selection: &BlockSelection,
-        bounds: Option<&CudaTensor>,
-    ) -> Result<KeyMask<CudaTensor>, KernelError> {
+    /// with a head width that is not a multiple of 64.
+    pub fn select_blocks(&self, selection: &BlockSelection) -> Result<KeyMask<CudaTensor>, KernelError> {
         let call = Call::new(self, selection)?;
         let layout = selection.layout();
         let most = layout.places.tile_idx.len().max(layout.places.col_idx.len());
@@ -73,8 +68,10 @@ impl Qkv {
             _ if others.is_empty() => {}
             BlockScores::Patterns { .. } => call.patterns(bits)?,
             BlockScores::Probes { .. } => call.probes(bits)?,
-            BlockScores::Logits => call.largest_logits(bits)?,
-            BlockScores::Bounds(known) => call.pages(bits, known, bounds)?,
+            BlockScores::Logits => {
+                let supported = "scores of blocks; keep_heavy_keys takes these";
+                return Err(KernelError::unsupported(NAME, "scores", "logits", supported));
+            }
             _ => call.compare(bits, &orders, &others)?,
         }
         call.lists(bits, mask, &orders, single_columns.as_ref())
@@ -326,7 +323,6 @@ impl<'a> Call<'a> {
             keeps_first: s.order.is_some_and(|order| order.keeps_first),
             moves_keys: orders.keys.is_some(),
             moves_queries: orders.queries.is_some(),
-            drops_own: !s.keep.keeps_own,
             { stride, limit, seed, is_linear, by_block }: s.keep.rescue,
         });
         // The kernel does not read the order of tokens that keep their order.
@@ -457,7 +453,7 @@ fn require_cells(s: &BlockSelection, head_dim: usize) -> Result<(), KernelError>
 /// Tokens of a cell; `None` where blocks are not scored by cells.
 fn cell_of(scores: BlockScores) -> Option<usize> {
     match scores {
-        BlockScores::Means { .. } | BlockScores::Bounds(_) => None,
+        BlockScores::Means { .. } => None,
         BlockScores::Logits | BlockScores::Lines { .. } | BlockScores::Patterns { .. } | BlockScores::Probes { .. } => {
             Some(1)
         }

@@ -16,7 +16,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::DmaWindow;
 use sieve_ops::{
     AttentionSpec, DeviceBackend, DmaAttention, DmaCache, DmaLayer, DmaToken, Documents, KeyCache, PositionOrigin,
-    Recency, RowsOf, TokenBuffer, TokenCache, cached_attention, dma_attention_by_rank, dma_decode, dma_ranks,
+    Recency, RowsOf, SelectorCache, TokenCache, cached_attention, dma_attention_by_rank, dma_decode, dma_ranks,
     split_heads,
 };
 
@@ -92,18 +92,8 @@ pub enum LayerCache<B: Backend> {
     Chosen(ChosenCache<B>),
     /// The latents from which MLA computes keys and values.
     Latent(LatentCache<B>),
-    /// Queries, keys and values of every token, for a selector that chooses keys for each token.
-    Packed(PackedCache<B>),
-}
-
-/// Queries, keys and values of all tokens of one row. `room` is what the buffer can hold: tokens, or pages.
-#[derive(Clone, Debug)]
-pub struct PackedCache<B: Backend> {
-    /// `[1, room, num_heads + 2 * num_kv_heads, head_dim]`.
-    pub qkv: TokenBuffer<B, 4>,
-    /// Lower and upper bounds of the keys of each full page, f32 `[num_kv_heads, room, 2, head_dim]`, for selectors
-    /// that score pages by them.
-    pub bounds: Option<TokenBuffer<B, 4>>,
+    /// All keys, of which a selector chooses some for each token.
+    Selector(SelectorCache<B>),
 }
 
 impl<B: Backend> LayerCache<B> {
@@ -121,12 +111,12 @@ impl<B: Backend> LayerCache<B> {
             Self::Blocks(cache) => cache.num_tokens(),
             Self::Chosen(cache) => cache.num_tokens(),
             Self::Latent(cache) => cache.len(),
-            Self::Packed(cache) => cache.qkv.len(),
+            Self::Selector(cache) => cache.reads.num_read(cache.keys.len()),
         }
     }
 
-    /// The cache as an operand of [`sieve_ops::token_step`]; `None` if it is empty or its keys are chosen for each
-    /// token.
+    /// The cache as an operand of [`sieve_ops::token_step`]; `None` if it is empty, or a selector reads a share of its
+    /// keys.
     pub(crate) fn for_token_step(&mut self) -> Option<TokenCache<'_, B>> {
         match self {
             Self::Recent { cache, .. } => Some(TokenCache::Recent(cache)),
@@ -134,7 +124,8 @@ impl<B: Backend> LayerCache<B> {
             Self::Chosen(cache) => Some(cache.for_token_step()),
             Self::Blocks(cache) => Some(cache.for_token_step()),
             Self::Latent(cache) => Some(cache.for_token_step()),
-            Self::Empty | Self::Packed(_) => None,
+            Self::Selector(cache) => cache.is_fixed.then_some(TokenCache::Selector(cache)),
+            Self::Empty => None,
         }
     }
 
@@ -149,7 +140,8 @@ impl<B: Backend> LayerCache<B> {
             Self::Chosen(cache) => cache.count_token(),
             Self::Blocks(cache) => cache.count_token(),
             Self::Latent(cache) => cache.count_token(),
-            Self::Empty | Self::Packed(_) => unreachable!("token_step takes neither"),
+            Self::Selector(cache) => cache.count_token(),
+            Self::Empty => unreachable!("token_step takes no empty cache"),
         }
     }
 
@@ -173,7 +165,7 @@ impl<B: Backend> LayerCache<B> {
             Self::Blocks(cache) => Self::Blocks(cache.rows(rows)),
             Self::Chosen(cache) => Self::Chosen(cache.rows(rows)),
             Self::Latent(cache) => Self::Latent(cache.rows(rows)),
-            Self::Packed(_) => panic!("a selector's cache has one row"),
+            Self::Selector(_) => panic!("a selector's cache has one row"),
         }
     }
 

@@ -47,7 +47,7 @@ pub use attention::native_sparse::NativeSparseAttention;
 pub use attention::shared_prompts::SharedPrompts;
 pub use attention::{Attention, LayerContext, LayerOutput};
 pub use decoder_layer::DecoderLayer;
-pub use kv_cache::{BlockCache, ChosenCache, KvCache, LatentCache, LayerCache, LayerCaches, PackedCache, TextRows};
+pub use kv_cache::{BlockCache, ChosenCache, KvCache, LatentCache, LayerCache, LayerCaches, TextRows};
 pub use linear::{Linear, may_be_bf16};
 pub use prefill_hook::{CachedLayerAttention, HostOperands, LayerAttention, LayerOperands};
 pub use qkv_projection::QkvProjection;

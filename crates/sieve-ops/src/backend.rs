@@ -8,12 +8,14 @@ use crate::tensors::{Float, Ints};
 use crate::{
     AdamWTensors, AttentionCall, AttentionOutput, AttentionSpec, BackwardPass, ChoiceCall, Cuda, DmaCache, DmaCall,
     DmaScoresCall, DmaSelection, DmaToken, DocumentBounds, Fp8Kept, IndexGradientCall, KeyCache, MlaCall, MlaPackCall,
-    NsaCall, NsaCompressed, NsaSelected, QkNormRopeCall, RankGroup, Recency, RmsNormCall, RopeCall, SendRecv, Snapshot,
-    ToQuantise, TokenStep, TokensBefore,
+    NsaCall, NsaCompressed, NsaSelected, QkNormRopeCall, RankGroup, Recency, RmsNormCall, RopeCall, SelectorCache,
+    SendRecv, Snapshot, ToQuantise, TokenStep, TokensBefore,
 };
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn_flex::Flex;
-use sieve_core::{AdamWStep, BlockSelection, DmaBias, DmaWindow, HeavyKeys, KeepOLow, KeyMask, ProbeCorrection};
+use sieve_core::{
+    AdamWStep, BlockSelection, DmaBias, DmaWindow, HeavyKeys, KeepOLow, KeyMask, ProbeCorrection, TokenKeys,
+};
 use sieve_kernels::Product;
 use std::fmt::Debug;
 use std::ops::Range;
@@ -372,7 +374,6 @@ device_ops! {
         fn select_blocks(
             qkv: Float<Self>,
             selection: &BlockSelection,
-            bounds: Option<Float<Self>>,
         ) -> Result<KeyMask<Ints<Self>>, String>;
         /// The op [`crate::correct_by_probes`].
         fn correct_by_probes(
@@ -396,6 +397,14 @@ device_ops! {
             softmax_scale: f64,
             scratch: &mut Self::DecodeScratch,
         ) -> Result<Float<Self>, String>;
+        /// The op [`crate::selector_decode`], without joining the tokens' outputs.
+        fn selector_decode(
+            cache: &mut SelectorCache<Self>,
+            qkv: Float<Self>,
+            reads: &[TokenKeys],
+            softmax_scale: f64,
+            scratch: &mut Self::DecodeScratch,
+        ) -> Result<Vec<Float<Self>>, String>;
     }
 
     loss {

@@ -9,7 +9,7 @@ mod tests;
 mod token_buffer;
 mod token_step;
 
-pub use cache::{DmaCache, KeyCache};
+pub use cache::{DmaCache, KeyCache, SelectorCache};
 pub use sieve_cpu::first_of_largest;
 pub use token_buffer::{RowsOf, TokenBuffer};
 pub use token_step::{

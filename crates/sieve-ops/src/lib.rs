@@ -46,9 +46,9 @@ pub use chosen::{
 };
 pub use context_parallel::{ContextParallel, Heads, RankGroup, SendRecv, ThreadGroup, TracedPart};
 pub use decode::{
-    DmaCache, DmaToken, KeyCache, RowsOf, TokenAttention, TokenBranches, TokenBuffer, TokenCache, TokenExtra,
-    TokenLayer, TokenStep, TokensBefore, attention_decode, cached_attention, dma_decode, first_of_largest, likeliest,
-    mla_decode, repeat_token_step, token_step,
+    DmaCache, DmaToken, KeyCache, RowsOf, SelectorCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache,
+    TokenExtra, TokenLayer, TokenStep, TokensBefore, attention_decode, cached_attention, dma_decode, first_of_largest,
+    likeliest, mla_decode, repeat_token_step, token_step,
 };
 pub use device::autodiff::BackwardPass;
 pub use device::cuda::Cuda;
@@ -75,7 +75,7 @@ pub use optimizer::{
 pub use rope::{QkNorm, QkNormRopeCall, RopeCall, RopeTables, RotaryEmbedding, qk_norm_rope, rope};
 pub use sparse::{
     SparseOutput, attention_with_lse, correct_by_probes, has_sparse_attention, heavy_decode, keep_heavy_keys,
-    select_blocks, sparse_attention, upload_mask,
+    select_blocks, selector_decode, sparse_attention, upload_mask,
 };
 pub use swiglu::swiglu;
 pub use tensors::split_heads;

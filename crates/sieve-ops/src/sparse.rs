@@ -3,10 +3,10 @@ pub(crate) mod cpu;
 pub(crate) mod cuda;
 
 use crate::tensors::{primitive, tensor};
-use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaCache, Documents};
+use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaCache, Documents, SelectorCache};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::{BlockSelection, HeavyKeys, KeyMask, MaskError, ProbeCorrection};
+use sieve_core::{BlockSelection, HeavyKeys, KeyMask, MaskError, ProbeCorrection, TokenKeys};
 use std::ops::Range;
 
 /// Copies a mask from the host to a device, in the form that kernels read.
@@ -76,18 +76,14 @@ pub fn attention_with_lse<B: DeviceBackend>(
 ///
 /// # Shapes
 /// - qkv: as [`sparse_attention`]
-/// - bounds: bounds of pages of keys that the caller keeps from call to call, f32
-///   `[num_kv_heads, pages or more, 2, head_dim]`; bounds of new pages are written there
 ///
 /// # Errors
 /// The reason why the kernels refuse the call, or that the backend has none.
 pub fn select_blocks<B: DeviceBackend>(
     qkv: &Tensor<B, 4>,
     selection: &BlockSelection,
-    bounds: Option<&Tensor<B, 4>>,
 ) -> Result<KeyMask<Tensor<B, 1, Int>>, String> {
-    let bounds = bounds.map(|bounds| primitive(bounds.clone()));
-    let chosen = B::select_blocks(primitive(qkv.clone()), selection, bounds)?;
+    let chosen = B::select_blocks(primitive(qkv.clone()), selection)?;
     Ok(chosen.map(Tensor::from_primitive))
 }
 
@@ -145,4 +141,25 @@ pub fn heavy_decode<B: DeviceBackend>(
     scratch: &mut B::DecodeScratch,
 ) -> Result<Tensor<B, 4>, String> {
     B::heavy_decode(cache, primitive(qkv), position, softmax_scale, scratch).map(tensor)
+}
+
+/// Adds new tokens of one text to a selector's cache, one after the other, and attends with each token's queries over
+/// the keys that it reads, `reads`, one entry a token. The result is the same for one call and for several.
+///
+/// # Shapes
+/// - qkv: `[1, new, num_heads + 2 * num_kv_heads, head_dim]`
+/// - returns: `[1, new, num_heads, head_dim]`
+///
+/// # Errors
+/// The reason why the kernels refuse the call, or that the backend has none.
+pub fn selector_decode<B: DeviceBackend>(
+    cache: &mut SelectorCache<B>,
+    qkv: Tensor<B, 4>,
+    reads: &[TokenKeys],
+    softmax_scale: f64,
+    scratch: &mut B::DecodeScratch,
+) -> Result<Tensor<B, 4>, String> {
+    assert_eq!(qkv.dims()[..2], [1, reads.len()], "one text, and what each token reads");
+    let o = B::selector_decode(cache, primitive(qkv), reads, softmax_scale, scratch)?;
+    Ok(Tensor::cat(o.into_iter().map(tensor).collect(), 1))
 }

@@ -16,8 +16,6 @@ pub mod snapkv;
 mod step;
 pub mod streaming;
 
-pub use step::Step;
-
 use rayon::prelude::*;
 use sieve_core::CallShape;
 

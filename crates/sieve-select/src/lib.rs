@@ -49,7 +49,7 @@ mod tests;
 
 pub use attention::{AttentionOutput, block_sparse_attention, dense_rows_attention};
 pub use call::{BlockMeans, Call};
-pub use decode::{DecodeSession, LayerShape, Step};
+pub use decode::{DecodeSession, LayerShape};
 pub use error::SelectError;
 pub use gqa::GqaPolicy;
 pub use mask::{Correction, CorrectionMode, SelectStats, Selected};
@@ -57,4 +57,4 @@ pub use measure::{Density, dense_attention, density, recall};
 pub use oracle::{OracleOutput, oracle_attention, oracle_dense};
 pub use selector::layers::LayerSelectors;
 pub use selector::{Common, ENTRIES, Entry, Method, Phase, Prefill, Reads, Selector, names_of};
-pub use sieve_core::{CallShape, KeyMask, Tiles, TokenWindow};
+pub use sieve_core::{CallShape, KeyMask, Tiles, TokenKeys, TokenWindow};

@@ -2,12 +2,11 @@
 //! attend to them.
 use super::rows::{HEADS, decoding, dma_decoding, shape, slots, token};
 use super::{Bench, Work};
-use crate::device::{Device, upload_mask};
+use crate::device::Device;
 use crate::error::Result;
 use sieve_core::KeepBlocks;
-use sieve_kernels::DType;
-use sieve_kernels::{DecodeScratch, KernelError, Qkv};
-use sieve_select::{CallShape, Selector, Step};
+use sieve_kernels::{DecodeScratch, DecodeStep, KvCache, SelectorStep};
+use sieve_select::{CallShape, Selector, TokenKeys};
 
 /// Tokens of a decoded text, the new token among them.
 const TOKENS: usize = 131_072;
@@ -30,12 +29,10 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     }
     let shape = shape(1, TOKENS, HEADS, 128);
     // Bytes an element: two f32 tensors and two bf16 tensors while the numbers are drawn.
-    let bytes = 12.0 * (TOKENS * (HEADS[0] + 2 * HEADS[1]) * 128) as f64;
+    let bytes = 12.0 * (TOKENS * 2 * HEADS[1] * 128) as f64;
     if bench.fits("selectors", shape, bytes)? {
-        let text = bench.bf16([1, TOKENS, HEADS[0] + 2 * HEADS[1], 128]);
-        let text = Qkv::packed(&text, HEADS[0], HEADS[1]);
         for name in SELECTORS {
-            selector(bench, name, &text)?;
+            selector(bench, name)?;
         }
     }
     Ok(())
@@ -43,36 +40,46 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
 
 /// Times one token under a decode selector. Methods without `heavy_keys` choose keys for each token; H2O's cache evicts
 /// keys; SnapKV's cache has chosen its keys after the prompt.
-fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
+fn selector(bench: &mut Bench<'_>, name: &str) -> Result<()> {
     let selector = Selector::parse(name).expect("the names above are right");
     let (shape, device) = (shape(1, TOKENS, HEADS, 128), bench.device.clone());
     let call = CallShape::new([1, TOKENS], HEADS, 128);
-    let (like, scale) = (text.q.tensor(), call.softmax_scale());
+    let (token, scale) = (token(bench, shape), call.softmax_scale());
+    let like = token.q.tensor();
     match selector.heavy_keys(call, LAYER) {
         None => {
-            let page = selector.page();
-            let bounds = page.map(|page| {
-                let size = [shape.num_kv_heads, TOKENS.div_ceil(page), 2, shape.head_dim];
-                like.zeros_contiguous(&size, DType::F32)
-            });
-            let token = |known_pages: usize| -> Result<(), KernelError> {
-                let mask = match selector.step(call, LAYER, known_pages) {
-                    Some(Step::Mask(mask)) => upload_mask(&device, &mask).expect("its own arrays"),
-                    Some(Step::Blocks(selection, _)) => text.select_blocks(&selection, bounds.as_ref())?,
-                    None => unreachable!("it decodes on a device"),
-                };
-                text.sparse_attention_forward(&mask, scale).map(drop)
+            let keys = selector.token_keys(TOKENS, LAYER).expect("it decodes on a device");
+            let [k, v] = [(); 2].map(|()| bench.bf16([1, HEADS[1], TOKENS, shape.head_dim]));
+            let kv = KvCache { k, v };
+            let bounds = match keys {
+                TokenKeys::Pages { page, .. } => Some([1, HEADS[1], TOKENS.div_ceil(page), 2 * shape.head_dim]),
+                TokenKeys::Ends { .. } | TokenKeys::Largest(_) => None,
             };
-            // The first call computes the bounds of all pages; a later token finds the bounds of whole pages.
-            token(0)?;
-            let known_pages = page.map_or(0, |page| (TOKENS - 1) / page);
-            bench.row(name, shape, Work::Time, || token(known_pages));
+            let bounds = bounds.map(|sizes| bench.f32(sizes));
+            let (choosers, most) = SelectorStep::scratch(keys, shape, TOKENS);
+            let scratch = DecodeScratch::new(like, choosers, most)?;
+            let choice = SelectorStep {
+                length: &device.int(&[TOKENS as i32 - 1], &[1]),
+                start: &device.int(&[1 - TOKENS as i32], &[1, 1]),
+                keys,
+                bounds: bounds.as_ref(),
+            };
+            let step = DecodeStep {
+                window: None,
+                num_first: 0,
+                softmax_scale: scale,
+                max_length: TOKENS - 1,
+                num_dropped: 0,
+            };
+            bench.row(name, shape, Work::Time, || {
+                kv.selector_decode(&token, step, choice, &scratch)
+            });
         }
         Some(heavy) => match (heavy.slots, heavy.selection.keep.by) {
             (Some(window), _) => {
                 let room = window.keep_window_size;
                 let slots = slots(bench, shape, room, window.local_window_size);
-                let (token, scratch) = (token(bench, shape), DecodeScratch::new(like, shape, room)?);
+                let scratch = DecodeScratch::new(like, shape, room)?;
                 let length = device.int(&[TOKENS as i32], &[1]);
                 let name = format!("{name}, {room} slots");
                 bench.row(&name, shape, Work::Time, || {

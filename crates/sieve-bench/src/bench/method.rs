@@ -82,7 +82,7 @@ impl<'a> Method<'a> {
     pub(super) fn select(&self) -> Result<KeyMask<CudaTensor>, KernelError> {
         match &self.kind {
             Kind::Positions { mask, .. } => Ok(KeyMask::clone(mask)),
-            Kind::Chooses(selection) => self.operands.qkv.select_blocks(selection, None),
+            Kind::Chooses(selection) => self.operands.qkv.select_blocks(selection),
         }
     }
 

@@ -331,6 +331,7 @@ pub(crate) fn decoding(bench: &mut Bench<'_>, name: &str, shape: AttentionShape)
     let scratch = DecodeScratch::new(like, shape, shape.seq_len)?;
     let step = DecodeStep {
         window: None,
+        num_first: 0,
         softmax_scale: 1.0 / (shape.head_dim as f32).sqrt(),
         max_length: shape.seq_len - 1,
         num_dropped: 0,

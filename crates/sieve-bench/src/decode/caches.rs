@@ -233,6 +233,7 @@ impl<'a> TokenCheck<'a> {
         let length = self.device.int(&length, &[batch]);
         let step = DecodeStep {
             window,
+            num_first: 0,
             softmax_scale: self.scale(),
             max_length: lengths.iter().copied().max().unwrap_or(0),
             num_dropped,
@@ -313,6 +314,7 @@ impl<'a> TokenCheck<'a> {
             let starts: Vec<i32> = lengths.iter().map(|&length| -length).collect();
             let step = DecodeStep {
                 window: None,
+                num_first: 0,
                 softmax_scale: self.scale(),
                 max_length: lengths.iter().copied().max().unwrap_or(0) as usize,
                 num_dropped: 0,

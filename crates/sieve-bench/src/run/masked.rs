@@ -57,9 +57,9 @@ pub(super) fn on_cpu(selector: &Selector, case: &Case) -> Result<Masked> {
 /// the CPU does.
 pub(super) fn on_cuda(selector: &Selector, case: &Case, device: &Gpu) -> Result<Masked> {
     let qkv = separate(device, [&case.q, &case.k, &case.v], case.shape);
-    let (layer, num_layers, no_page_bounds) = (0, 1, None);
+    let (layer, num_layers) = (0, 1);
     let selection = selector.block_selection(prompt_shape(&case.shape), layer, num_layers);
-    let chosen = selection.map(|of| qkv.select_blocks(&of, no_page_bounds)).transpose()?;
+    let chosen = selection.map(|of| qkv.select_blocks(&of)).transpose()?;
     let (mask, is_chosen) = match chosen {
         Some(mask) => (mask, true),
         None => {

@@ -1,11 +1,13 @@
 //! Compares the device's selections with the lists of an independent implementation (`tests/golden/selectors`). Both
 //! read queries and keys of trained models; the stored ones are bf16, so the device reads the same numbers.
+use super::tokens::Text;
 use crate::device::{Device, download_mask};
 use crate::emulator::tests::{AMPERE, emulated};
 use safetensors::SafeTensors;
 use sieve_kernels::DType;
-use sieve_kernels::{KernelError, Qkv};
-use sieve_select::{CallShape, Selector, Step};
+use sieve_kernels::{AttentionShape, KernelError, Qkv};
+use sieve_select::{CallShape, Selector};
+use std::ops::Range;
 
 static LISTS: &[u8] = include_bytes!("../../../../tests/golden/selectors/lists.safetensors");
 static CAPTURED: &[u8] = include_bytes!("../../../../tests/golden/selectors/captured.safetensors");
@@ -93,17 +95,24 @@ impl Tokens {
         &self.values[(token * self.heads + head) * self.width..][..self.width]
     }
 
-    /// Uploads the tokens before `end`. Tokens before `first` are NaN; heads are padded with zeros to [`NARROWEST`].
-    fn upload(&self, device: &dyn Device, first: usize, end: usize) -> sieve_kernels::CudaTensor {
+    /// The heads of some tokens, padded with zeros to [`NARROWEST`].
+    fn padded(&self, tokens: Range<usize>) -> Vec<f32> {
         let width = self.width.max(NARROWEST);
         let mut values = Vec::new();
-        for (at, head) in self.values.chunks_exact(self.width).enumerate() {
-            if at / self.heads < end {
-                let is_there = at / self.heads >= first;
-                values.extend(head.iter().map(|&x| if is_there { x } else { f32::NAN }));
-                values.resize(values.len() + width - self.width, 0.0);
-            }
+        for head in self.values[tokens.start * self.heads * self.width..tokens.end * self.heads * self.width]
+            .chunks_exact(self.width)
+        {
+            values.extend(head);
+            values.resize(values.len() + width - self.width, 0.0);
         }
+        values
+    }
+
+    /// Uploads the tokens before `end`. Tokens before `first` are NaN; heads are padded as in [`padded`](Self::padded).
+    fn upload(&self, device: &dyn Device, first: usize, end: usize) -> sieve_kernels::CudaTensor {
+        let width = self.width.max(NARROWEST);
+        let mut values = vec![f32::NAN; first * self.heads * width];
+        values.extend(self.padded(first..end));
         device.float(&values, &[1, end, self.heads, width], DType::BF16)
     }
 }
@@ -143,13 +152,33 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
             head_dim: q.width.max(NARROWEST),
             ..shape
         };
-        let (chosen, is_step) = match token {
-            None => (selector.block_selection(wide, 0, 0), false),
-            Some(_) => match selector.step(wide, 0, 0) {
-                Some(Step::Blocks(selection, _)) => (Some(*selection), true),
-                _ => (None, true),
-            },
-        };
+        if let Some(token) = token {
+            let keys = selector.token_keys(end, 0).expect("a device takes stored tokens");
+            done.calls[0] += 1;
+            if !wanted(inputs, place) {
+                continue;
+            }
+            done.run += 1;
+            let heads = AttentionShape::new(1, 1, [q.heads, k.heads], [wide.head_dim; 2]);
+            let before = k.padded(0..token);
+            let text = Text::new(device, [&before, &before], heads, [token, end], keys);
+            let [q, k] = [&q, &k].map(|x| {
+                let sizes = [1, 1, x.heads, wide.head_dim];
+                device.float(&x.padded(token..end), &sizes, DType::BF16)
+            });
+            let found = text
+                .choose(&Qkv::separate(&q, &k, &k), token, keys)?
+                .expect("it chooses");
+            let case = name.trim_end_matches("/ptr");
+            let [ptr, idx] = ["ptr", "idx"].map(|array| ints(&lists, &format!("{case}/{array}")));
+            for (row, found) in found.iter().enumerate() {
+                let expected = &idx[ptr[row] as usize..ptr[row + 1] as usize];
+                let found: Vec<i32> = found.iter().map(|&key| key as i32).collect();
+                done.check(&format!("{case}: row {row}"), &found, expected);
+            }
+            continue;
+        }
+        let chosen = selector.block_selection(wide, 0, 0);
         done.calls[usize::from(chosen.is_none())] += 1;
         let Some(mut selection) = chosen.filter(|_| wanted(inputs, place)) else {
             continue;
@@ -158,11 +187,7 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
         selection.scores.softmax_scale = shape.softmax_scale();
         let (q_on, k_on) = (q.upload(device, context, end), k.upload(device, 0, end));
         let qkv = Qkv::separate(&q_on, &k_on, &k_on);
-        let bounds = selector.page().map(|page| {
-            let room = [k.heads, end.div_ceil(page), 2, wide.head_dim];
-            k_on.zeros_contiguous(&room, DType::F32)
-        });
-        let made = qkv.select_blocks(&selection, bounds.as_ref())?;
+        let made = qkv.select_blocks(&selection)?;
         let found = download_mask(device, made)?;
         let rows = found.tiles.num_query_tiles();
         let case = name.trim_end_matches("/ptr");
@@ -171,13 +196,7 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
         for row in 0..ptr.len() - 1 {
             let expected = &idx[ptr[row] as usize..ptr[row + 1] as usize];
             let tiles = found.row(row / rows, row % rows);
-            // The stored list of a decoded token names keys, the device's list names tiles.
-            let keys_of = |&j: &i32| found.tiles.keys(j as usize).map(|key| key as i32);
-            let keys: Vec<i32> = match is_step {
-                true => tiles.iter().flat_map(keys_of).collect(),
-                false => tiles.to_vec(),
-            };
-            done.check(&format!("{case}: row {row}"), &keys, expected);
+            done.check(&format!("{case}: row {row}"), tiles, expected);
             let columns = found.columns(row / rows, row % rows);
             if method == "vertical_slash" {
                 let (ptr, idx) = (ints("col_ptr"), ints("col_idx"));

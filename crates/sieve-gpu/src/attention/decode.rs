@@ -1,6 +1,6 @@
 //! Launch of `kernels/attention_decode.cu`: one new token a row against its key-value cache.
 use crate::KernelError;
-use crate::attention::{AttentionShape, DecodeScratch, DecodeTiling, Qkv, WARP_KEYS, require_scale};
+use crate::attention::{AttentionShape, DecodeScratch, DecodeTiling, Qkv, require_scale};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 
 const NAME: &str = "attention_decode";
@@ -21,6 +21,8 @@ pub struct DecodeStep {
     pub window: Option<usize>,
     /// Factor on the dot products `q.k`.
     pub softmax_scale: f32,
+    /// Number of first keys of a row that a query with a window sees beside it; 0 for chosen blocks.
+    pub num_first: usize,
     /// Largest number of keys that any row has cached before this token.
     pub max_length: usize,
     /// Tokens that the cache of a sliding window no longer holds: row 0 of the cache is token `num_dropped` of the
@@ -82,8 +84,7 @@ impl KvCache {
     /// [`attention_decode_cached`](Self::attention_decode_cached) over the keys before `length` that lie in the blocks
     /// of `chosen`, i32 `[batch, choosers, num_chosen]`: ascending indices of blocks of `block_size` keys, then -1. The
     /// query heads are divided evenly among the choosers. `scratch` must be made with one KV head for each chooser.
-    ///
-    /// `block_size` is a multiple of [`WARP_KEYS`].
+    /// Blocks of a multiple of 16 keys are read tile by tile, others key by key.
     ///
     /// # Errors
     /// Types or sizes that do not fit.
@@ -96,7 +97,6 @@ impl KvCache {
         chosen: &CudaTensor,
         block_size: usize,
     ) -> Result<CudaTensor, KernelError> {
-        debug_assert!(block_size.is_multiple_of(WARP_KEYS), "a warp's tile lies in one block");
         launch(token, self, length, step, scratch, Seen::Chosen { chosen, block_size })
     }
 }
@@ -156,7 +156,7 @@ fn launch(
         cache_heads: shape.num_kv_heads,
         num_chosen,
         select_size,
-        num_dropped: step.num_dropped,
+        { num_dropped, num_first }: step,
     });
     let kernel = attention_decode_kernel(scratch.tiling, is_appended, num_chosen > 0);
     // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to the capacity; writes every element

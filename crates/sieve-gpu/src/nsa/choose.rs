@@ -110,18 +110,32 @@ pub(super) fn take_important(
     first: usize,
     count: usize,
 ) -> Result<(), KernelError> {
+    let BlockChoice { blocks, forced, .. } = choice;
+    let sizes = [blocks.select_block_size, usize::from(forced.first), forced.local];
+    take_largest(importance, start, indices, sizes, [first, count])
+}
+
+/// As [`take_important`] for blocks of `size` keys, of which the first `num_first` and the last `num_local` up to the
+/// query's own are chosen in any case.
+pub(crate) fn take_largest(
+    importance: &CudaTensor,
+    start: &CudaTensor,
+    indices: &CudaTensor,
+    [size, num_first, num_local]: [usize; 3],
+    [first, count]: [usize; 2],
+) -> Result<(), KernelError> {
     let [batch, seq_len, choosers, num_selected] = indices.dims(NAME, "block_indices")?;
     let [_, _, _, num_blocks] = importance.dims(NAME, "importance")?;
     let params = params!(NsaChooseParams {
         seq_len,
         num_kv_heads: choosers,
-        select_size: choice.blocks.select_block_size,
+        select_size: size,
         num_selected,
         first_query: first,
         num_queries: count,
         num_blocks,
-        num_first: usize::from(choice.forced.first),
-        num_local: choice.forced.local,
+        num_first,
+        num_local,
     });
     let grid = [count.div_ceil(CHOOSE_QUERIES), choosers, batch];
     // SAFETY: reads importances that were written, writes every index of these queries.

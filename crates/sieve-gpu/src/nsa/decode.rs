@@ -215,6 +215,30 @@ impl Pooled<'_> {
     }
 }
 
+/// Appends the key and value of `token` to a cache. Returns the products of its queries with all keys, the token's own
+/// included, f32 `[batch, num_heads, capacity]`.
+pub(crate) fn key_logits(
+    cache: &KvCache,
+    token: &Qkv,
+    length: &CudaTensor,
+    step: DecodeStep,
+) -> Result<CudaTensor, KernelError> {
+    let head_dim = one_token(NAME, token)?.head_dim;
+    require!([64, 128].contains(&head_dim), NAME, "head_dim": head_dim, "64 or 128");
+    // Each key is its own pooled key. The launch writes the token's key to the same place twice, with equal bits.
+    let keys = Pooled {
+        keys: &cache.k,
+        size: 1,
+        stride: 1,
+        is_written: true,
+    };
+    let unscaled = DecodeStep {
+        softmax_scale: 1.0,
+        ..step
+    };
+    keys.scores(token, cache, length, unscaled)
+}
+
 /// The blocks that each of `choosers` groups of heads chooses by its scores in a cache of `capacity` keys, i32
 /// `[batch, choosers, num_selected_blocks]`. `length` counts the tokens before the new one, `start` is minus that.
 fn choose(

@@ -1,136 +1,220 @@
-//! Selection for one query in decoding: by the largest logits, or by upper bounds of the logits of each page (Quest).
-use super::{Call, Choice, KeptBits, LongChoice, NAME};
+//! Decoding under selectors that evict nothing: one new token a row reads some keys of its cache, which the device
+//! chooses. Launches of `kernels/select_pages.cu`, and of the kernels that trained choices of blocks decode with.
 use crate::KernelError;
-use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
-use sieve_core::KeepBlocks;
+use crate::attention::{AttentionShape, DecodeScratch, DecodeStep, KvCache, Qkv, one_token};
+use crate::nsa::{key_logits, take_largest};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
+use sieve_core::TokenKeys;
 
-/// Pages of keys that a thread block scores.
+const NAME: &str = "select_pages";
+
+/// Pages of keys that a thread block scores at a time.
 const PAGES_AT_ONCE: usize = 8;
 
-/// Shared memory of select_choose beside its row of scores, rounded up.
-const CHOOSE_STATIC_BYTES: usize = 1024;
+/// How the new token of each row chooses the keys that it reads.
+#[derive(Debug, Clone, Copy)]
+pub struct SelectorStep<'a> {
+    /// Tokens before the new one, i32 `[batch]`.
+    pub length: &'a CudaTensor,
+    /// Minus that, i32 `[batch, 1]`.
+    pub start: &'a CudaTensor,
+    /// Which keys are read.
+    pub keys: TokenKeys,
+    /// Smallest and largest keys of each page, f32 `[batch, num_kv_heads, room, 2 * head_dim]`, written in place; for
+    /// [`TokenKeys::Pages`] alone.
+    pub bounds: Option<&'a CudaTensor>,
+}
 
-impl Call<'_> {
-    /// Marks the keys with the largest logits of each head.
-    pub(super) fn largest_logits(&self, [kept, nan_rows]: KeptBits<'_>) -> Result<(), KernelError> {
-        let s = self.selection;
-        let KeepBlocks::Top(top) = s.keep.by else {
-            return Err(self.not_one_query());
-        };
-        if s.shape.num_queries != 1 || s.scores.block != 1 {
-            return Err(self.not_one_query());
-        }
-        let scores = self.logits(s.shape.num_keys - 1..s.shape.num_keys, 0..s.shape.num_heads)?;
-        let tensors = [&scores, kept, nan_rows];
-        let all = LongChoice::new(tensors, [0, s.shape.num_heads], s.shape.num_keys);
-        LongChoice { top, ..all }.choose()
-    }
-
-    /// Marks the pages with the largest upper bounds. `bounds` already holds the minima and maxima of the first `known`
-    /// pages; bounds of later pages are written.
-    pub(super) fn pages(
-        &self,
-        bits: KeptBits<'_>,
-        known: usize,
-        bounds: Option<&CudaTensor>,
-    ) -> Result<(), KernelError> {
-        let s = self.selection;
-        let [_, pages] = s.blocks();
-        let d = self.shape.head_dim;
-        let Some(bounds) = bounds.filter(|_| s.shape.num_queries == 1 && d.is_multiple_of(32)) else {
-            return Err(self.not_one_query());
-        };
-        let [kv_heads, room, two, width] = bounds.dims(NAME, "bounds")?;
-        operands!(only NAME, bounds: F32[kv_heads, room, two, width] contiguous);
-        if [kv_heads, two, width] != [s.shape.num_kv_heads, 2, d] || room < pages {
-            return Err(self.not_one_query());
-        }
-        let scores = self.new_f32(&[s.shape.num_heads, 1, pages]);
-        let params = params!(SelectPagesParams {
-            num_keys: s.shape.num_keys,
-            page: s.scores.block,
-            room,
-            first_new: known,
-            head_dim: d,
-            group: s.shape.num_heads / s.shape.num_kv_heads,
-            [q_offset, q_token_stride]: self.q,
-            [k_offset, k_token_stride]: self.k,
-        });
-        let grid = [pages.div_ceil(PAGES_AT_ONCE), s.shape.num_kv_heads, 1];
-        let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), bounds, &scores];
-        // SAFETY: bounds have room for every page, checked above; every score is written.
-        unsafe { SELECT_PAGES.launch(grid, &tensors, &params) }?;
-        let KeepBlocks::Top(top) = s.keep.by else {
-            return Err(self.not_one_query());
-        };
-        // A row of scores that does not fit shared memory is read from global memory.
-        if pages * DType::F32.size() + CHOOSE_STATIC_BYTES > scores.hardware().max_shared_bytes {
-            let [kept, nan_rows] = bits;
-            let all = LongChoice::new([&scores, kept, nan_rows], [0, s.shape.num_heads], pages);
-            let drops_absent = true;
-            return LongChoice {
-                top,
-                drops_absent,
-                ..all
+impl SelectorStep<'_> {
+    /// The shape and the most keys with which to make the [`DecodeScratch`] of a call of `shape` where a row has
+    /// `num_keys` keys, the token's own included.
+    pub fn scratch(keys: TokenKeys, shape: AttentionShape, num_keys: usize) -> (AttentionShape, usize) {
+        match keys {
+            TokenKeys::Ends { first, last } => (shape, num_keys.min(first + last)),
+            TokenKeys::Pages { page, count } => (shape, num_keys.min(page.saturating_mul(count))),
+            TokenKeys::Largest(count) => {
+                let num_kv_heads = shape.num_heads;
+                (AttentionShape { num_kv_heads, ..shape }, num_keys.min(count))
             }
-            .choose();
         }
-        self.choose(&Choice {
-            scores: &scores,
-            bits,
-            first_head: 0,
-            num_heads: s.shape.num_heads,
-            keep: s.keep.by,
-            is_mass: false,
-            forced: false,
-            drops_absent: true,
-        })
-    }
-
-    /// The error for a selection other than a decoding step's.
-    fn not_one_query(&self) -> KernelError {
-        KernelError::unsupported(
-            NAME,
-            "selection",
-            format!("{:?}", self.selection),
-            "one query; blocks of one key, or bounds of every page of heads of 32, 64, ... 256 \
-                columns",
-        )
     }
 }
 
-pub(super) const SELECT_PAGES: SourceKernel = SourceKernel::new("select_pages").threads(32 * PAGES_AT_ONCE);
+impl KvCache {
+    /// Appends one new token a row to the cache and attends over the keys that it reads under a selector. `token` and
+    /// `step` are the same as in [`attention_decode`](Self::attention_decode), without a window; `scratch` must be made
+    /// for the sizes of [`SelectorStep::scratch`]. Returns `[batch, 1, num_heads, head_dim]`.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit or have no kernel, a full cache.
+    pub fn selector_decode(
+        &self,
+        token: &Qkv,
+        step: DecodeStep,
+        choice: SelectorStep<'_>,
+        scratch: &DecodeScratch,
+    ) -> Result<CudaTensor, KernelError> {
+        let (chosen, size) = match choice.keys {
+            TokenKeys::Ends { first, last } => {
+                let step = DecodeStep {
+                    window: Some(last),
+                    num_first: first,
+                    ..step
+                };
+                return self.attention_decode(token, choice.length, step, scratch);
+            }
+            TokenKeys::Pages { page, .. } => (self.selected_blocks(token, step, choice)?, page),
+            TokenKeys::Largest(_) => (self.selected_blocks(token, step, choice)?, 1),
+        };
+        self.attention_decode_chosen(token, choice.length, step, scratch, &chosen, size)
+    }
+
+    /// Appends the token as [`selector_decode`](Self::selector_decode) does, and returns the blocks that it chooses:
+    /// pages for each KV head, or keys for each query head; i32 `[batch, heads, count]`, ascending, then -1.
+    ///
+    /// # Errors
+    /// The same as [`selector_decode`](Self::selector_decode); [`TokenKeys::Ends`], which chooses nothing.
+    pub fn selected_blocks(
+        &self,
+        token: &Qkv,
+        step: DecodeStep,
+        choice: SelectorStep<'_>,
+    ) -> Result<CudaTensor, KernelError> {
+        let (scores, [size, num_local], count) = match (choice.keys, choice.bounds) {
+            (TokenKeys::Pages { page, count }, Some(bounds)) => {
+                let scores = self.page_scores(token, step, choice.length, bounds, page)?;
+                (scores, [page, 1], count)
+            }
+            (TokenKeys::Largest(count), _) => (key_logits(self, token, choice.length, step)?, [1, 0], count),
+            (keys, bounds) => {
+                let got = format!("{keys:?}, bounds: {}", bounds.is_some());
+                let supported = "the largest keys, or pages with bounds";
+                return Err(KernelError::unsupported(NAME, "choice", got, supported));
+            }
+        };
+        let [batch, heads, num_blocks] = scores.dims(NAME, "scores")?;
+        operands!(only NAME, start: I32[batch, 1] contiguous = choice.start);
+        let count = count.min(num_blocks);
+        let importance = scores.reshaped(NAME, "scores", &[batch, heads, 1, num_blocks])?;
+        let chosen = scores.empty_contiguous(&[batch, 1, heads, count], DType::I32);
+        let (num_first, queries) = (0, [0, 1]);
+        take_largest(
+            &importance,
+            choice.start,
+            &chosen,
+            [size, num_first, num_local],
+            queries,
+        )?;
+        chosen.reshaped(NAME, "chosen", &[batch, heads, count])
+    }
+
+    /// Appends the token to the cache and to its page's bounds. Returns the upper bounds of its products with the keys
+    /// of the pages before its own, f32 `[batch, num_kv_heads, room]`.
+    fn page_scores(
+        &self,
+        token: &Qkv,
+        step: DecodeStep,
+        length: &CudaTensor,
+        bounds: &CudaTensor,
+        page: usize,
+    ) -> Result<CudaTensor, KernelError> {
+        let token = token.with_kernel_strides();
+        let shape = one_token(NAME, &token)?;
+        let (batch, num_kv_heads, head_dim) = (shape.batch, shape.num_kv_heads, shape.head_dim);
+        let capacity = self.capacity(NAME, &shape)?;
+        let [_, _, room, _] = bounds.dims::<4>(NAME, "bounds")?;
+        operands!(only NAME,
+            bounds: F32[batch, num_kv_heads, room, 2 * head_dim] contiguous,
+            length: I32[batch] strided,
+        );
+        let before = step.max_length;
+        require!(before < capacity && before / page < room, NAME, "length": before,
+            "below the cache's capacity of {capacity}, in one of {room} pages of {page} keys");
+        let fits = head_dim.is_multiple_of(32) && shape.head_dim_v == head_dim;
+        require!(fits, NAME, "head_dim": head_dim, "multiples of 32, the same for keys and values");
+        let scores = bounds.empty_contiguous(&[batch, num_kv_heads, room], DType::F32);
+        let params = params!(SelectPagesParams {
+            base: token.token_params(NAME, &shape, step.softmax_scale)?,
+            capacity,
+            room,
+            page,
+            head_dim,
+        });
+        let multiprocessors = bounds.hardware().num_multiprocessors;
+        let splits = (multiprocessors / (batch * num_kv_heads)).clamp(1, room.div_ceil(PAGES_AT_ONCE));
+        let tensors = [token.q.tensor(), token.k.tensor(), token.v.tensor(), &self.k, &self.v];
+        let tensors = [&tensors[..], &[bounds, length, &scores]].concat();
+        // SAFETY: sizes and types checked above; the kernel clamps lengths to the capacity and pages to the room, and
+        // writes one row of each cache, the bounds of one page and the scores of the pages before it.
+        unsafe { SELECT_PAGES.launch([splits, num_kv_heads, batch], &tensors, &params) }?;
+        Ok(scores)
+    }
+}
+
+pub(super) const SELECT_PAGES: SourceKernel = SourceKernel::new(NAME).threads(32 * PAGES_AT_ONCE).starts_early();
 
 #[cfg(test)]
 mod tests {
-    use crate::{DType, Hardware, KernelError, Qkv, Recorder, Step};
+    use super::*;
+    use crate::{Hardware, Recorder, Step};
     use sieve_core::{BlockScores, BlockSelection, CallShape, HeavyKeys, KeepBlocks, KeyScores, SlotOrder};
 
-    /// Runs `selection` on packed heads. Returns the dynamic shared memory of each launch of `select_choose`, which is
-    /// 0 where it reads scores from global memory.
-    fn choose(selection: &BlockSelection) -> Result<Vec<usize>, KernelError> {
+    fn choose(selection: &BlockSelection) -> Result<(), KernelError> {
         let (gpu, shape) = (Recorder::new(Hardware::HOPPER), selection.shape);
         let heads = shape.num_heads + 2 * shape.num_kv_heads;
         let packed = gpu.tensor(&[1, shape.num_keys, heads, shape.head_dim], DType::BF16);
-        let bounds = gpu.tensor(&[shape.num_kv_heads, shape.num_keys, 2, shape.head_dim], DType::F32);
-        Qkv::packed(&packed, shape.num_heads, shape.num_kv_heads).select_blocks(selection, Some(&bounds))?;
-        let steps = gpu.take_steps();
-        let of_step = |step: &Step| match step {
-            Step::Launch(launch) if launch.kernel.name() == "select_choose" => {
-                Some(launch.kernel.dynamic_shared_bytes())
-            }
+        let qkv = Qkv::packed(&packed, shape.num_heads, shape.num_kv_heads);
+        qkv.select_blocks(selection).map(drop)
+    }
+
+    /// Decodes one token with 40 before it over caches of 64 keys. Returns the names of the launched kernels.
+    fn decode(keys: TokenKeys, head_dim: usize) -> Result<Vec<&'static str>, KernelError> {
+        let gpu = Recorder::new(Hardware::HOPPER);
+        let bf16 = |heads: usize, tokens: usize| gpu.tensor(&[1, heads, tokens, head_dim], DType::BF16);
+        let cache = KvCache {
+            k: bf16(2, 64),
+            v: bf16(2, 64),
+        };
+        let packed = gpu.tensor(&[1, 1, 8, head_dim], DType::BF16);
+        let token = Qkv::packed(&packed, 4, 2);
+        let (shape, most) = SelectorStep::scratch(keys, token.shape("test")?, 64);
+        let scratch = DecodeScratch::new(&packed, shape, most)?;
+        gpu.take_steps();
+        let choice = SelectorStep {
+            length: &gpu.tensor(&[1], DType::I32),
+            start: &gpu.tensor(&[1, 1], DType::I32),
+            keys,
+            bounds: Some(&gpu.tensor(&[1, 2, 4, 2 * head_dim], DType::F32)),
+        };
+        let step = DecodeStep {
+            window: None,
+            num_first: 0,
+            softmax_scale: 1.0,
+            max_length: 40,
+            num_dropped: 0,
+        };
+        cache.selector_decode(&token, step, choice, &scratch)?;
+        let name = |step: &Step| match step {
+            Step::Launch(launch) => Some(launch.kernel.name()),
             _ => None,
         };
-        Ok(steps.iter().filter_map(of_step).collect())
+        Ok(gpu.take_steps().iter().filter_map(name).collect())
     }
 
     #[test]
-    fn a_row_of_pages_that_shared_memory_has_no_room_for_is_read_in_place() {
-        for (num_keys, shared) in [(57_856, 57_856 * 4), (57_857, 0), (900_000, 0)] {
-            let shape = CallShape::new([1, num_keys], [4, 2], 32);
-            let selection = BlockSelection::new(shape, 1, BlockScores::Bounds(0), KeepBlocks::Top(7));
-            assert_eq!(choose(&selection).expect("taken"), [shared], "{num_keys}");
-        }
+    fn a_token_launches_what_its_selector_needs_and_a_width_without_kernels_is_refused() {
+        let names = |keys, head_dim| decode(keys, head_dim).map_err(|error| error.to_string());
+        let ends = TokenKeys::Ends { first: 4, last: 20 };
+        assert_eq!(names(ends, 48).expect("any width"), ["attention_decode"]);
+        let pages = TokenKeys::Pages { page: 16, count: 3 };
+        let chosen = ["select_pages", "nsa_choose", "attention_decode"];
+        assert_eq!(names(pages, 96).expect("a multiple of 32"), chosen);
+        assert!(names(pages, 48).is_err_and(|text| text.contains("multiples of 32")));
+        let short = TokenKeys::Pages { page: 8, count: 3 };
+        assert!(names(short, 64).is_err_and(|text| text.contains("one of 4 pages")));
+        let largest = ["pooled_scores", "nsa_choose", "attention_decode"];
+        assert_eq!(names(TokenKeys::Largest(7), 64).expect("a width of 64"), largest);
+        assert!(names(TokenKeys::Largest(7), 96).is_err_and(|text| text.contains("64 or 128")));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 use super::token_buffer::{RowsOf, TokenBuffer};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Int, Tensor};
-use sieve_core::DmaWindow;
+use sieve_core::{DmaWindow, TokenKeys};
 
 /// The axis of the tokens in `[batch, num_kv_heads, room, ..]`. `room` is what the buffer can hold; the keys of a head
 /// are contiguous.
@@ -104,6 +104,71 @@ impl<B: Backend> KeyCache<B> {
     }
 }
 
+/// All keys of a text under a decode selector that evicts nothing: each token reads some of them.
+#[derive(Clone, Debug)]
+pub struct SelectorCache<B: Backend> {
+    /// Keys and values of all tokens.
+    pub keys: KeyCache<B>,
+    /// For each page the smallest value that its keys have in each column, then the largest, f32
+    /// `[batch, num_kv_heads, room, 2 * head_dim]`; for [`TokenKeys::Pages`].
+    pub bounds: Option<TokenBuffer<B, 4>>,
+    /// The keys that the last token read.
+    pub reads: TokenKeys,
+    /// Whether `reads` holds for every later token.
+    pub is_fixed: bool,
+}
+
+impl<B: Backend> SelectorCache<B> {
+    /// A cache of a prompt's keys and values, `[batch, tokens, num_kv_heads, head_dim]`.
+    pub fn new([k, v]: [Tensor<B, 4>; 2], reads: TokenKeys, is_fixed: bool) -> Self {
+        let bounds = match reads {
+            TokenKeys::Pages { page, .. } => Some(page_bounds(k.clone().swap_dims(1, KEY_AXIS), page)),
+            TokenKeys::Ends { .. } | TokenKeys::Largest(_) => None,
+        };
+        Self {
+            keys: KeyCache::new(k, v),
+            bounds,
+            reads,
+            is_fixed,
+        }
+    }
+
+    /// Makes room for one more token. Returns how many further tokens fit before a buffer must grow.
+    pub(super) fn reserve_token(&mut self) -> usize {
+        self.keys.reserve(1, self.keys.len());
+        let (len, mut room) = (self.keys.len() + 1, self.keys.k.room());
+        if let (Some(bounds), TokenKeys::Pages { page, .. }) = (&mut self.bounds, self.reads) {
+            bounds.reserve(1, bounds.len());
+            room = room.min(bounds.room() * page);
+        }
+        room - len
+    }
+
+    /// Counts one token that a kernel has added, and the page that begins with it, if any.
+    pub fn count_token(&mut self) {
+        self.keys.count_token();
+        if let (Some(bounds), TokenKeys::Pages { page, .. }) = (&mut self.bounds, self.reads) {
+            bounds.count(self.keys.len().div_ceil(page) - bounds.len());
+        }
+    }
+}
+
+/// Bounds of the pages of keys `[batch, num_kv_heads, tokens, head_dim]`; the last page may be short.
+fn page_bounds<B: Backend>(k: Tensor<B, 4>, page: usize) -> TokenBuffer<B, 4> {
+    let [batch, heads, tokens, width] = k.dims();
+    let (pages, rest) = (tokens / page, tokens % page);
+    let of = |[first, pages, size]: [usize; 3]| {
+        let keys = k.clone().narrow(KEY_AXIS, first, pages * size);
+        let keys = keys.reshape([batch, heads, pages, size, width]).cast(DType::F32);
+        let ends = Tensor::cat(vec![keys.clone().min_dim(3), keys.max_dim(3)], 3);
+        ends.reshape([batch, heads, pages, 2 * width])
+    };
+    let parts = [[0, pages, page], [pages * page, usize::from(rest > 0), rest]];
+    let parts = parts.into_iter().filter(|part| part[1] > 0).map(of);
+    let room = None;
+    TokenBuffer::new(Tensor::cat(parts.collect(), KEY_AXIS), KEY_AXIS, room)
+}
+
 /// The keys that a DMA layer keeps, in `window.keep_window_size` slots. Each KV head keeps other tokens' keys.
 ///
 /// A key that has left the mask never returns, so a new key takes its slot.
@@ -187,6 +252,52 @@ impl<B: Backend> DmaCache<B> {
             self.keys.count_token();
             self.rank.count(1);
             self.positions.count(1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::Distribution;
+    use burn_flex::{Flex, FlexDevice};
+
+    #[test]
+    fn a_selector_cache_has_bounds_of_every_page_and_counts_pages_as_they_begin() {
+        let (page, heads, width) = (4, 2, 3);
+        for tokens in [1usize, 4, 11] {
+            let shape = [1, tokens, heads, width];
+            let k = Tensor::<Flex, 4>::random(shape, Distribution::Default, &FlexDevice);
+            let reads = TokenKeys::Pages { page, count: 3 };
+            let is_fixed = true;
+            let mut cache = SelectorCache::new([k.clone(), k.clone()], reads, is_fixed);
+            let k: Vec<f32> = k.into_data().iter::<f32>().collect();
+            let bounds = cache.bounds.as_ref().expect("pages").tokens();
+            let pages = tokens.div_ceil(page);
+            assert_eq!(bounds.dims(), [1, heads, pages, 2 * width]);
+            let bounds: Vec<f32> = bounds.into_data().iter::<f32>().collect();
+            for (at, &bound) in bounds.iter().enumerate() {
+                let (column, page_of_head) = (at % (2 * width), at / (2 * width));
+                let (head, first) = (page_of_head / pages, page_of_head % pages * page);
+                let keys = (first..(first + page).min(tokens)).map(|t| k[(t * heads + head) * width + column % width]);
+                let expected = match column < width {
+                    true => keys.fold(f32::INFINITY, f32::min),
+                    false => keys.fold(f32::NEG_INFINITY, f32::max),
+                };
+                assert_eq!(bound, expected, "{tokens} tokens, entry {at}");
+            }
+            // Buffers grow before a token needs them.
+            for len in tokens + 1..tokens + 1200 {
+                let left = cache.reserve_token();
+                cache.count_token();
+                let found = cache
+                    .bounds
+                    .as_ref()
+                    .map(|bounds| [bounds.len(), bounds.room() * page - len]);
+                let [pages, room] = found.expect("pages");
+                assert_eq!((cache.keys.len(), pages), (len, len.div_ceil(page)));
+                assert_eq!(left, room.min(cache.keys.k.room() - len), "{len}");
+            }
         }
     }
 }

@@ -1,14 +1,14 @@
 //! Decoding on CUDA: one new token of each sequence against its cache. Calls that a kernel refuses run the reference.
-use super::{DmaCache, DmaToken, KeyCache, reference};
+use super::{DmaCache, DmaToken, KeyCache, SelectorCache, TokenBuffer, reference};
 use crate::attention::cuda::{packed, packed_heads};
 use crate::device::{kernel_of, kernel_or, tensors};
 use crate::tensors::tensor;
 use crate::{AttentionSpec, Cuda};
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::{DmaBias, HeavyKeys};
+use sieve_core::{DmaBias, HeavyKeys, TokenKeys};
 use sieve_kernels::{
     AttentionShape, CudaPrimitive as Float, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache,
-    LatentKeys, Qkv, ScoreBias, ToBurn, device_of, kernel_tensor,
+    LatentKeys, Qkv, ScoreBias, SelectorStep, ToBurn, device_of, kernel_tensor,
 };
 
 pub(crate) fn likeliest(logits: Float, num_tokens: usize) -> Float {
@@ -83,6 +83,8 @@ pub(super) const SCRATCH_KEYS: usize = 256;
 pub struct CudaDecodeScratch {
     /// The length of every row, i32, by the number of rows and the length.
     lengths: Recent<[usize; 2], CudaTensor>,
+    /// The lengths of a text before each of some tokens, i32, then minus each, by the first length and their number.
+    runs: Recent<[usize; 2], CudaTensor>,
     buffers: KernelScratch,
 }
 
@@ -203,6 +205,7 @@ fn attend(
     let cache = KvCache { k, v };
     let step = DecodeStep {
         window: None,
+        num_first: 0,
         softmax_scale: softmax_scale as f32,
         max_length: keys.len(),
         num_dropped: 0,
@@ -224,6 +227,7 @@ fn append(
     let (len, kv) = (cache.len(), writable(cache));
     let step = DecodeStep {
         window: spec.window_size,
+        num_first: 0,
         softmax_scale: spec.softmax_scale as f32,
         max_length: len,
         num_dropped: 0,
@@ -303,4 +307,66 @@ pub(crate) fn heavy_step(
     let o = slots_of(cache).heavy_decode(&token, length, position, softmax_scale, buffers)?;
     cache.count_token();
     Ok(o.burn())
+}
+
+/// A buffer that kernels write in place; if it is not contiguous, it is replaced by a contiguous copy.
+pub(super) fn writable_buffer<const D: usize>(tokens: &mut TokenBuffer<Cuda, D>) -> CudaTensor {
+    if !kernel_of(tokens.buffer()).is_contiguous() {
+        *tokens = tokens.clone();
+    }
+    kernel_of(tokens.buffer())
+}
+
+/// Adds tokens to a selector's cache one by one, and attends with each over the keys that it reads. Returns
+/// `[1, 1, num_heads, head_dim]` for each token.
+pub(crate) fn selector_steps(
+    cache: &mut SelectorCache<Cuda>,
+    qkv: &Float,
+    reads: &[TokenKeys],
+    softmax_scale: f32,
+    scratch: &mut CudaDecodeScratch,
+) -> Result<Vec<Float>, KernelError> {
+    let packed = kernel_tensor(qkv.clone()).contiguous();
+    let [_, new, heads, head_dim] = packed.dims(NAME, "qkv")?;
+    let [_, num_kv_heads, _, _] = cache.keys.k.buffer().dims();
+    let (first, row) = (cache.keys.len(), heads * head_dim);
+    let run = scratch.runs.get([first, new], || {
+        let lengths = (first..first + new).map(|length| length as i32);
+        let words: Vec<i32> = lengths.clone().chain(lengths.map(|length| -length)).collect();
+        let words = Tensor::<Cuda, 1, Int>::from_data(words.as_slice(), device_of(&packed));
+        Ok(kernel_tensor(words.into_primitive()))
+    })?;
+    let mut outputs = Vec::with_capacity(new);
+    for (at, &keys) in reads.iter().enumerate() {
+        cache.reads = keys;
+        cache.reserve_token();
+        let token = packed.view_at(
+            NAME,
+            "token",
+            at * row,
+            &[1, 1, heads, head_dim],
+            &[row, row, head_dim, 1],
+        )?;
+        let token = Qkv::packed(&token, heads - 2 * num_kv_heads, num_kv_heads);
+        let (shape, most) = SelectorStep::scratch(keys, token.shape(NAME)?, cache.keys.len() + 1);
+        let buffers = scratch.buffers.for_call(&packed, shape, most)?;
+        let bounds = cache.bounds.as_mut().map(writable_buffer);
+        let choice = SelectorStep {
+            length: &run.view_at(NAME, "length", at, &[1], &[1])?,
+            start: &run.view_at(NAME, "start", new + at, &[1, 1], &[1, 1])?,
+            keys,
+            bounds: bounds.as_ref(),
+        };
+        let step = DecodeStep {
+            window: None,
+            num_first: 0,
+            softmax_scale,
+            max_length: cache.keys.len(),
+            num_dropped: 0,
+        };
+        let o = writable(&mut cache.keys).selector_decode(&token, step, choice, buffers)?;
+        cache.count_token();
+        outputs.push(o.burn());
+    }
+    Ok(outputs)
 }

@@ -1,5 +1,5 @@
 //! A step of one token on CUDA: run once, then replayed as a graph.
-use super::cuda::{Recent, SCRATCH_KEYS, score_bias, slots_of, writable};
+use super::cuda::{Recent, SCRATCH_KEYS, score_bias, slots_of, writable, writable_buffer};
 use super::{
     KeyCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer, TokenStep, TokensBefore,
 };
@@ -8,15 +8,16 @@ use crate::linear::cuda::gemm_plus_residual;
 use crate::tensors::{Float, Ints, primitive};
 use crate::{Cuda, QkNorm};
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::{BlockChoice, NsaBlocks};
+use sieve_core::{BlockChoice, NsaBlocks, TokenKeys};
 use sieve_kernels::step::{
     Epilogue, QkNormRope, Vectors, embedding_forward, matrix_vector, max_vectors, rms_norm_forward, rope,
     swiglu_forward,
 };
 use sieve_kernels::{
     AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, LatentToken,
-    MatmulOutput, MlaNorm, MlaPack, NsaToken, PooledStep, PositionOrigin, Product, Qkv, Recency, StepGraph, StepInputs,
-    StepPositions, StepTape, ToBurn, device_of, kernel_tensor, matmul, nsa_gates, require_chosen_decode,
+    MatmulOutput, MlaNorm, MlaPack, NsaToken, PooledStep, PositionOrigin, Product, Qkv, Recency, SelectorStep,
+    StepGraph, StepInputs, StepPositions, StepTape, ToBurn, device_of, kernel_tensor, matmul, nsa_gates,
+    require_chosen_decode,
 };
 
 const NAME: &str = "token_step";
@@ -168,6 +169,13 @@ fn tokens_until_growth(layer: &TokenLayer<Cuda>, cache: &mut TokenCache<'_, Cuda
             let window = layer.attention.spec.window_size;
             let room = recent_room(cache, window);
             scratch_room(cache.len() + 1, window).min(room)
+        }
+        TokenCache::Selector(cache) => {
+            let room = cache.reserve_token();
+            match cache.reads {
+                TokenKeys::Ends { first, last } => scratch_room(cache.keys.len() + 1, Some(first + last)).min(room),
+                TokenKeys::Pages { .. } | TokenKeys::Largest(_) => room,
+            }
         }
         TokenCache::Chosen { keys, pooled, choice } => {
             pooled.reserve(1, pooled.len());
@@ -347,6 +355,7 @@ impl Layer<'_> {
         let shape = token.shape(NAME)?;
         let step = |max_length| DecodeStep {
             window: None,
+            num_first: 0,
             softmax_scale: scale,
             max_length,
             num_dropped: 0,
@@ -380,6 +389,24 @@ impl Layer<'_> {
                 let rank = token.dma_ranks(&w_dt, &a, recency.as_ref())?.z;
                 let rank = rank.reshaped(NAME, "rank", &[batch, num_kv_heads])?;
                 slots.dma_decode(&token, &rank, &length, scale, score_bias(dma.spec.bias), &buffers)?
+            }
+            (TokenCache::Selector(cache), _) => {
+                let (len, kv) = (self.held(&cache.keys)[0], self.cache(&mut cache.keys));
+                let seen = match cache.reads {
+                    TokenKeys::Ends { .. } => len + 1,
+                    // Later tokens read more keys until the buffers grow.
+                    TokenKeys::Pages { .. } | TokenKeys::Largest(_) => cache.keys.k.room(),
+                };
+                let (choosers, seen) = SelectorStep::scratch(cache.reads, shape, seen);
+                let bounds = cache.bounds.as_mut().map(|bounds| self.buffer(bounds));
+                let choice = SelectorStep {
+                    length: &length,
+                    start: &self.inputs.start,
+                    keys: cache.reads,
+                    bounds: bounds.as_ref(),
+                };
+                let buffers = scratch_of(scratch, &kv.k, choosers, seen)?;
+                kv.selector_decode(&token, step(len), choice, &buffers)?
             }
             (TokenCache::Chosen { keys, pooled, choice }, _) => {
                 let (len, kv) = (self.held(keys)[0], self.cache(keys));
@@ -461,6 +488,7 @@ impl Layer<'_> {
         let ([len, num_dropped], window) = (self.held(keys), self.attention.spec.window_size);
         let step = DecodeStep {
             window,
+            num_first: 0,
             softmax_scale: self.attention.spec.softmax_scale as f32,
             max_length: len,
             num_dropped,
@@ -591,10 +619,7 @@ impl Layer<'_> {
 
     /// A buffer that kernels write in place; if it is not contiguous, it is replaced by a contiguous copy.
     fn buffer<const D: usize>(&self, tokens: &mut TokenBuffer<Cuda, D>) -> CudaTensor {
-        if !of(tokens.buffer()).is_contiguous() {
-            *tokens = tokens.clone();
-        }
-        self.noted(tokens.buffer())
+        self.tape.noted(&writable_buffer(tokens))
     }
 }
 

@@ -1,6 +1,6 @@
 //! One new token of every row through a whole model, in one call, for devices that have a faster path for it than layer
 //! by layer.
-use super::{DmaCache, KeyCache, TokenBuffer};
+use super::{DmaCache, KeyCache, SelectorCache, TokenBuffer};
 use crate::tensors::tensor;
 use crate::{AttentionSpec, DeviceBackend, DmaLayer, NsaBlocks, QkNorm, RotaryEmbedding};
 use burn::tensor::backend::Backend;
@@ -125,6 +125,8 @@ pub enum TokenCache<'a, B: Backend> {
     Recent(&'a mut KeyCache<B>),
     /// DMA's fixed-size cache; without DMA, the cache of [`heavy_decode`](crate::heavy_decode).
     Slots(&'a mut DmaCache<B>),
+    /// All keys, of which a selector reads some; [`SelectorCache::is_fixed`] holds.
+    Selector(&'a mut SelectorCache<B>),
     /// All keys, in blocks from which queries choose.
     Chosen {
         /// Keys and values of all tokens.

@@ -1,8 +1,8 @@
 //! These ops do not exist on the CPU: there the crate sieve-select computes masks, and attention under them, from
 //! slices.
-use crate::DmaCache;
+use crate::{DmaCache, SelectorCache};
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::{BlockSelection, HeavyKeys, KeyMask, ProbeCorrection};
+use sieve_core::{BlockSelection, HeavyKeys, KeyMask, ProbeCorrection, TokenKeys};
 use std::ops::Range;
 
 pub(crate) fn has_sparse_attention(_qkv: &FlexTensor) -> bool {
@@ -17,11 +17,7 @@ pub(crate) fn sparse_attention(
     Err("the CPU computes it from slices (sieve_select::block_sparse_attention)".to_owned())
 }
 
-pub(crate) fn select_blocks(
-    _qkv: FlexTensor,
-    _selection: &BlockSelection,
-    _bounds: Option<FlexTensor>,
-) -> Result<KeyMask<FlexTensor>, String> {
+pub(crate) fn select_blocks(_qkv: FlexTensor, _selection: &BlockSelection) -> Result<KeyMask<FlexTensor>, String> {
     Err("the CPU selects from slices (sieve_select::Selector::select)".to_owned())
 }
 
@@ -50,5 +46,15 @@ pub(crate) fn heavy_decode(
     _softmax_scale: f64,
     (): &mut (),
 ) -> Result<FlexTensor, String> {
+    Err("the CPU chooses from slices (sieve_select::DecodeSession)".to_owned())
+}
+
+pub(crate) fn selector_decode(
+    _cache: &mut SelectorCache<Flex>,
+    _qkv: FlexTensor,
+    _reads: &[TokenKeys],
+    _softmax_scale: f64,
+    (): &mut (),
+) -> Result<Vec<FlexTensor>, String> {
     Err("the CPU chooses from slices (sieve_select::DecodeSession)".to_owned())
 }

@@ -1,11 +1,11 @@
 //! Attention under a selector's mask on CUDA, and the selections that run entirely on the device.
 use crate::attention::cuda::packed_heads;
-use crate::decode::cuda::{CudaDecodeScratch, heavy_step, kept_cache};
+use crate::decode::cuda::{CudaDecodeScratch, heavy_step, kept_cache, selector_steps};
 use crate::device::kernel_or_refusal;
-use crate::{Cuda, DmaCache};
+use crate::{Cuda, DmaCache, SelectorCache};
 use burn::tensor::DType;
 use burn::tensor::ops::IntTensor;
-use sieve_core::{BlockSelection, HeavyKeys, KeyMask, ProbeCorrection};
+use sieve_core::{BlockSelection, HeavyKeys, KeyMask, ProbeCorrection, TokenKeys};
 use sieve_kernels::{AttentionShape, CudaPrimitive as Float, CudaTensor, KernelError, ToBurn, kernel_tensor};
 use std::ops::Range;
 
@@ -25,19 +25,14 @@ pub(crate) fn sparse_attention(
     kernel_or_refusal("sparse_attention", result)
 }
 
-pub(crate) fn select_blocks(
-    qkv: Float,
-    selection: &BlockSelection,
-    bounds: Option<Float>,
-) -> Result<KeyMask<IntTensor<Cuda>>, String> {
+pub(crate) fn select_blocks(qkv: Float, selection: &BlockSelection) -> Result<KeyMask<IntTensor<Cuda>>, String> {
     let heads = [selection.shape.num_heads, selection.shape.num_kv_heads];
     let flat = |tensor: CudaTensor| -> Result<Float, KernelError> {
         let size = tensor.num_elements();
         Ok(tensor.reshaped("select_blocks", "lists", &[size])?.burn())
     };
-    let bounds = bounds.map(kernel_tensor);
     let qkv = packed_heads(&qkv, heads);
-    let chosen = qkv.select_blocks(selection, bounds.as_ref());
+    let chosen = qkv.select_blocks(selection);
     kernel_or_refusal("select_blocks", chosen.and_then(|chosen| chosen.try_map(flat)))
 }
 
@@ -71,4 +66,15 @@ pub(crate) fn heavy_decode(
 ) -> Result<Float, String> {
     let result = heavy_step(cache, &qkv, position, softmax_scale as f32, scratch);
     kernel_or_refusal("heavy_decode", result)
+}
+
+pub(crate) fn selector_decode(
+    cache: &mut SelectorCache<Cuda>,
+    qkv: Float,
+    reads: &[TokenKeys],
+    softmax_scale: f64,
+    scratch: &mut CudaDecodeScratch,
+) -> Result<Vec<Float>, String> {
+    let result = selector_steps(cache, &qkv, reads, softmax_scale as f32, scratch);
+    kernel_or_refusal("selector_decode", result)
 }

@@ -1,7 +1,7 @@
 //! The largest logits, after computing them all: an upper bound for other methods at the same budget, no faster than
 //! dense.
 
-use super::{Cache, Step, amount, ascending};
+use super::{Cache, amount, ascending};
 use crate::keep::descending;
 use crate::prelude::*;
 
@@ -17,16 +17,6 @@ impl ExactTopConfig {
     pub(crate) fn check(&self) -> Result<(), SelectError> {
         let hint = "give a number of keys, or a share below 1";
         Rules("exact_top").above_zero("k", self.k, hint)
-    }
-
-    /// The selection of the last of `shape.num_keys` tokens as device steps.
-    pub(super) fn step(&self, shape: CallShape) -> Step {
-        let top = amount(self.k, shape.num_keys);
-        let block = 1;
-        let mut selection = BlockSelection::new(shape, block, BlockScores::Logits, KeepBlocks::Top(top));
-        // The newest key is kept only if its logit is among the largest.
-        selection.keep.keeps_own = false;
-        Step::Blocks(Box::new(selection), top.min(shape.num_keys))
     }
 }
 

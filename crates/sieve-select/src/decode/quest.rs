@@ -1,7 +1,7 @@
 //! Quest (arXiv:2406.10774): reads the pages of keys with the largest upper bounds of products with the query. It
 //! evicts nothing.
 
-use super::{Cache, LayerShape, Step, amount, ascending};
+use super::{Cache, LayerShape, amount, ascending};
 use crate::keep::top_k_forced;
 use crate::prelude::*;
 
@@ -24,23 +24,8 @@ impl QuestConfig {
         Rules("quest").above_zero("budget", self.budget, hint)
     }
 
-    /// The selection of the last of `shape.num_keys` tokens as device steps; the first `known` pages have bounds
-    /// already.
-    pub(super) fn step(&self, shape: CallShape, known: usize) -> Step {
-        let n = shape.num_keys;
-        let (last, all) = ((n - 1) / self.page, n.div_ceil(self.page));
-        let pages = self.num_pages(n);
-        // The tokens of the last page, which may be short, and whole pages.
-        let keys = n - last * self.page + (pages.min(all) - 1) * self.page;
-        // The last page is always read and is one of `pages`.
-        let others = KeepBlocks::Top(pages - 1);
-        let mut selection = BlockSelection::new(shape, self.page, BlockScores::Bounds(known), others);
-        selection.keep.heads_per_list = shape.group_size();
-        Step::Blocks(Box::new(selection), keys)
-    }
-
     /// Pages that the last of `n` tokens reads.
-    fn num_pages(&self, n: usize) -> usize {
+    pub(super) fn num_pages(&self, n: usize) -> usize {
         (amount(self.budget, n) / self.page).max(MIN_PAGES)
     }
 }
@@ -123,9 +108,13 @@ impl Quest {
                 let scores = self.page_scores(cache, q, kv_head);
                 let last = scores.len() - 1;
                 let pages = self.config.num_pages(n);
-                let kept = top_k_forced(&scores, pages, |page| page == last);
+                // Of equal scores the later page is read, so the order is turned round.
+                let turned: Vec<f32> = scores.into_iter().rev().collect();
+                let kept = top_k_forced(&turned, pages, |at| at == 0)
+                    .into_iter()
+                    .map(|at| last - at);
                 let tokens = |page: usize| page * self.config.page..((page + 1) * self.config.page).min(n);
-                ascending(kept.into_iter().flat_map(tokens))
+                ascending(kept.flat_map(tokens))
             })
             .collect()
     }

@@ -1,19 +1,10 @@
-//! The selections of decoded tokens as device steps.
-use sieve_core::{HeavyKeys, KeyMask};
+//! What devices need to know of decode selectors: which keys a decoded token reads, and which keys of a prompt stay.
+use sieve_core::{HeavyKeys, TokenKeys};
 
+use super::amount;
 use super::quest::QuestConfig;
-use crate::prefill::a_shape::ranges;
 use crate::prelude::*;
 use crate::selector::{Method, Selector};
-
-/// How a device finds the keys that a decoded token reads.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Step {
-    /// The device reads the keys of this mask, which depends on positions only.
-    Mask(Box<KeyMask>),
-    /// The device runs this selection; the number is how many keys a query head reads.
-    Blocks(Box<BlockSelection>, usize),
-}
 
 impl Selector {
     /// Whether every decoded token reads all keys before it in a layer.
@@ -22,25 +13,32 @@ impl Selector {
         self.is_dense_layer(layer) || matches!(&self.method, Method::Quest(quest) if is_dense(quest))
     }
 
-    /// How a device chooses the keys that the last of `shape.num_keys` tokens reads. `None` if it reads
-    /// [all keys](Self::reads_all), if the method decodes on the host, or if it chooses only once, by
-    /// [`heavy_keys`](Self::heavy_keys). The first `known` pages have bounds from earlier tokens.
-    pub fn step(&self, shape: CallShape, layer: usize, known: usize) -> Option<Step> {
-        let shape = CallShape {
-            num_queries: 1,
-            ..shape
-        };
+    /// The keys that the last of `num_keys` tokens reads in a layer. `None` if it reads [all keys](Self::reads_all), if
+    /// the method decodes on the host, or if it chooses only once, by [`heavy_keys`](Self::heavy_keys).
+    pub fn token_keys(&self, num_keys: usize, layer: usize) -> Option<TokenKeys> {
         if self.reads_all(layer) {
             return None;
         }
         match &self.method {
-            Method::Streamingllm(config) if !config.reindex => {
-                let mask = ranges(&Call::of_shape(shape).ok()?, config.n_init, config.n_local);
-                Some(Step::Mask(Box::new(mask)))
-            }
-            Method::Quest(config) => Some(config.step(shape, known)),
-            Method::ExactTop(config) => Some(config.step(shape)),
+            Method::Streamingllm(config) if !config.reindex => Some(TokenKeys::Ends {
+                first: config.n_init,
+                last: config.n_local,
+            }),
+            Method::Quest(config) => Some(TokenKeys::Pages {
+                page: config.page,
+                count: config.num_pages(num_keys),
+            }),
+            Method::ExactTop(config) => Some(TokenKeys::Largest(amount(config.k, num_keys))),
             _ => None,
+        }
+    }
+
+    /// Whether [`token_keys`](Self::token_keys) grows with the text: a share of its keys instead of a number.
+    pub fn reads_a_share(&self) -> bool {
+        match &self.method {
+            Method::Quest(config) => config.budget < 1.0,
+            Method::ExactTop(config) => config.k < 1.0,
+            _ => false,
         }
     }
 
@@ -57,23 +55,16 @@ impl Selector {
         }
     }
 
-    /// Whether the method decodes on a device, by [`step`](Self::step) or [`heavy_keys`](Self::heavy_keys): the kernels
-    /// of some methods need a `head_dim` that is a multiple of 32 or 64.
+    /// Whether the method decodes on a device, by [`token_keys`](Self::token_keys) or [`heavy_keys`](Self::heavy_keys):
+    /// the kernels of some methods take only some widths of heads.
     pub fn steps_on_device(&self, head_dim: usize) -> bool {
         match &self.method {
             Method::Streamingllm(config) => !config.reindex,
             Method::Dense => true,
             Method::Quest(_) => head_dim.is_multiple_of(32),
-            Method::ExactTop(_) | Method::Snapkv(_) | Method::H2o(_) => head_dim.is_multiple_of(64),
+            Method::ExactTop(_) => [64, 128].contains(&head_dim),
+            Method::Snapkv(_) | Method::H2o(_) => head_dim.is_multiple_of(64),
             _ => false,
-        }
-    }
-
-    /// Tokens of a page, for a method (quest) that keeps bounds of pages from token to token.
-    pub fn page(&self) -> Option<usize> {
-        match &self.method {
-            Method::Quest(config) => Some(config.page),
-            _ => None,
         }
     }
 }
@@ -105,14 +96,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn layers_that_read_all_keys_have_no_step() {
-        let shape = CallShape::new([1, 300], [4, 2], 64);
+    fn layers_that_read_all_keys_choose_none() {
         for (text, dense_layers) in [("quest", 2), ("quest:first_dense_layers=3", 3), ("exact_top", 0)] {
             let selector = Selector::parse(text).expect("valid");
             for layer in 0..5 {
                 let reads_all = layer < dense_layers;
                 assert_eq!(selector.reads_all(layer), reads_all, "{text} {layer}");
-                assert_eq!(selector.step(shape, layer, 0).is_none(), reads_all, "{text} {layer}");
+                assert_eq!(selector.token_keys(300, layer).is_none(), reads_all, "{text} {layer}");
             }
         }
     }

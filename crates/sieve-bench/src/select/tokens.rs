@@ -1,0 +1,202 @@
+//! Decode selectors that evict nothing: the keys that decoded tokens read, and their attention, compared with decode
+//! sessions on the CPU.
+use super::NEAR;
+use crate::device::{Device, separate};
+use crate::report::{Outcome, wrong};
+use sieve_kernels::{
+    AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, KernelError, KvCache, Qkv, SelectorStep,
+};
+use sieve_select::{DecodeSession, LayerShape, Selector, TokenKeys};
+use sieve_testing::Random;
+
+/// Decode selectors that choose keys for each new token.
+pub(super) const STEPS: &[&str] = &[
+    "exact_top:k=21",
+    "exact_top:k=1000",
+    "exact_top:k=0.3",
+    "quest:page=8,budget=64,dense_layers=0",
+    "quest:page=16,budget=64,dense_layers=0",
+    "quest:page=16,budget=0.3,dense_layers=0",
+    "quest:page=32,budget=1000,dense_layers=0",
+    "streamingllm:n_init=5,n_local=70",
+    "streamingllm:n_init=33,n_local=7",
+    "streamingllm:n_init=100,n_local=60",
+];
+
+/// Tokens of the prompt, and tokens decoded after it.
+const PROMPT: usize = 150;
+const DECODED: usize = 54;
+const HEADS: [usize; 2] = [4, 2];
+const WIDTH: usize = 64;
+
+/// Decodes tokens with the launches that a captured step repeats: sizes are those of the first token and of a full
+/// cache, and only what lies on the device changes. Where the selector reads a share of the keys, each token's launches
+/// have its own number.
+pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Outcome {
+    let (all, layer, scale) = (PROMPT + DECODED, 0, 0.125);
+    let [num_heads, num_kv_heads] = HEADS;
+    let q = random.bf16_normals(all * num_heads * WIDTH);
+    let [k, v] = [(); 2].map(|()| random.bf16_normals(all * num_kv_heads * WIDTH));
+    let rows = |first: usize, end: usize| {
+        let part = |x: &'_ [f32], heads: usize| x[first * heads * WIDTH..end * heads * WIDTH].to_vec();
+        [part(&q, num_heads), part(&k, num_kv_heads), part(&v, num_kv_heads)]
+    };
+    let selector = Selector::parse(text).expect("the names above are right");
+    let mut session = DecodeSession::new(&selector, LayerShape::new(HEADS, WIDTH, layer)).expect("a decode method");
+    let [q_prompt, k_prompt, v_prompt] = rows(0, PROMPT);
+    session.take_prompt(&q_prompt, &k_prompt, &v_prompt).expect("sizes fit");
+    let keys_of = |num_keys| selector.token_keys(num_keys, layer).expect("a device takes these");
+    let shape = AttentionShape::new(1, 1, HEADS, [WIDTH; 2]);
+    let cache = Text::new(
+        device,
+        [&k_prompt, &v_prompt],
+        shape,
+        [PROMPT, all + 3],
+        keys_of(PROMPT),
+    );
+    let mut worst = 0.0f32;
+    for token in PROMPT..all {
+        let [q, k, v] = rows(token, token + 1);
+        let expected = session.step(&q, &k, &v).expect("sizes fit");
+        let keys = keys_of(token + 1);
+        if session.kept().iter().any(|kept| kept.len() != keys.num_read(token + 1)) {
+            return wrong(format!(
+                "token {token}: {keys:?} read another number of keys on the CPU"
+            ));
+        }
+        let new = separate(device, [&q, &k, &v], shape);
+        if let Some(found) = cache.choose(&new, token, keys)?
+            && found != session.kept()
+        {
+            return wrong(format!(
+                "token {token} reads {found:?}; on the CPU {:?}",
+                session.kept()
+            ));
+        }
+        let o = cache.decode(&new, token, keys, scale)?;
+        worst = worst.max(NEAR.judge("output", &device.floats(&o)?, &expected, &expected)?);
+    }
+    Ok(worst)
+}
+
+/// A text in a device's cache under a selector.
+pub(super) struct Text<'a> {
+    device: &'a dyn Device,
+    cache: KvCache,
+    bounds: Option<CudaTensor>,
+    shape: AttentionShape,
+    /// Tokens of the prompt, and for how many tokens there is room.
+    sizes: [usize; 2],
+}
+
+impl<'a> Text<'a> {
+    /// The cache of a prompt, k and v `[tokens, num_kv_heads, head_dim]`; `sizes` are its tokens and the cache's room.
+    pub(super) fn new(
+        device: &'a dyn Device,
+        [k, v]: [&[f32]; 2],
+        shape: AttentionShape,
+        sizes: [usize; 2],
+        keys: TokenKeys,
+    ) -> Self {
+        let (heads, width, [tokens, room]) = (shape.num_kv_heads, shape.head_dim, sizes);
+        let put = |x: &[f32]| {
+            let mut values = vec![f32::NAN; heads * room * width];
+            for (at, row) in x.chunks_exact(width).enumerate() {
+                values[(at % heads * room + at / heads) * width..][..width].copy_from_slice(row);
+            }
+            device.float(&values, &[1, heads, room, width], DType::BF16)
+        };
+        let bounds = match keys {
+            TokenKeys::Pages { page, .. } => Some(page),
+            TokenKeys::Ends { .. } | TokenKeys::Largest(_) => None,
+        };
+        let bounds = bounds.map(|page| {
+            let pages = room.div_ceil(page);
+            let mut values = vec![f32::NAN; heads * pages * 2 * width];
+            for (at, bounds) in values.chunks_exact_mut(2 * width).enumerate() {
+                let (head, first) = (at / pages, at % pages * page);
+                for token in first..(first + page).min(tokens) {
+                    for column in 0..width {
+                        let x = k[(token * heads + head) * width + column];
+                        // The smallest and the largest of NaN and a number is the number.
+                        bounds[column] = bounds[column].min(x);
+                        bounds[width + column] = bounds[width + column].max(x);
+                    }
+                }
+            }
+            device.float(&values, &[1, heads, pages, 2 * width], DType::F32)
+        });
+        Self {
+            device,
+            cache: KvCache { k: put(k), v: put(v) },
+            bounds,
+            shape,
+            sizes,
+        }
+    }
+
+    fn step<T>(
+        &self,
+        token: usize,
+        keys: TokenKeys,
+        run: impl FnOnce(DecodeStep, SelectorStep<'_>) -> Result<T, KernelError>,
+    ) -> Result<T, KernelError> {
+        let choice = SelectorStep {
+            length: &self.device.int(&[token as i32], &[1]),
+            start: &self.device.int(&[-(token as i32)], &[1, 1]),
+            keys,
+            bounds: self.bounds.as_ref(),
+        };
+        let step = DecodeStep {
+            window: None,
+            num_first: 0,
+            softmax_scale: 1.0,
+            max_length: self.sizes[0],
+            num_dropped: 0,
+        };
+        run(step, choice)
+    }
+
+    /// The keys that the token number `token` chooses, ascending, a list for each KV head or query head; `None` where
+    /// it reads keys by position.
+    pub(super) fn choose(
+        &self,
+        new: &Qkv,
+        token: usize,
+        keys: TokenKeys,
+    ) -> Result<Option<Vec<Vec<u32>>>, KernelError> {
+        let size = match keys {
+            TokenKeys::Ends { .. } => return Ok(None),
+            TokenKeys::Pages { page, .. } => page,
+            TokenKeys::Largest(_) => 1,
+        };
+        let chosen = self.step(token, keys, |step, choice| {
+            self.cache.selected_blocks(new, step, choice)
+        })?;
+        let count = chosen.shape()[2];
+        let keys_of = |block: i32| {
+            let first = block as usize * size;
+            (first..(first + size).min(token + 1)).map(|key| key as u32)
+        };
+        let list = |list: &[i32]| {
+            list.iter()
+                .filter(|&&block| block >= 0)
+                .flat_map(|&block| keys_of(block))
+                .collect()
+        };
+        Ok(Some(self.device.ints(&chosen)?.chunks_exact(count).map(list).collect()))
+    }
+
+    /// Attention of the token number `token` over the keys that it chooses.
+    fn decode(&self, new: &Qkv, token: usize, keys: TokenKeys, scale: f32) -> Result<CudaTensor, KernelError> {
+        let (shape, most) = SelectorStep::scratch(keys, self.shape, self.sizes[1]);
+        let scratch = DecodeScratch::new(&self.cache.k, shape, most)?;
+        self.step(token, keys, |step, choice| {
+            let step = DecodeStep {
+                softmax_scale: scale,
+                ..step
+            };
+            self.cache.selector_decode(new, step, choice, &scratch)
+        })
+    }
+}
