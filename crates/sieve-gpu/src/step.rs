@@ -28,7 +28,7 @@ pub use embedding_forward::embedding_forward;
 pub use fill_zero::fill_zero;
 pub use fp8_quantise::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise};
 pub use likeliest::likeliest;
-pub use matrix_vector::{Epilogue, Vectors, matrix_vector, max_vectors};
+pub use matrix_vector::{Epilogue, MAX_VECTORS, Vectors, matrix_vector};
 pub use qk_norm_rope_forward::{QkNormRope, Reuse, rope};
 pub use residual_add::residual_add;
 pub use rms_norm_backward::{rms_norm_backward, rms_norm_backward_with_output};
@@ -99,15 +99,15 @@ impl NeededKernels {
             }
         }
         kernels.extend([64, 128].into_iter().flat_map(qk_norm_rope_kernels));
-        let is_normed = true;
-        for stages in [6, 4, 3] {
+        let (plain, normed, rows) = (0, 1, 1);
+        for warps_per_row in [1, 2, 4, 8] {
             for (input, output) in [
-                (!is_normed, Form::Stored),
-                (!is_normed, Form::Added),
-                (is_normed, Form::Stored),
-                (is_normed, Form::SwiGlu),
+                (plain, Form::Stored),
+                (plain, Form::Added),
+                (normed, Form::Stored),
+                (normed, Form::SwiGlu),
             ] {
-                kernels.push(matrix_vector::matrix_vector_kernel(input, output, stages));
+                kernels.push(matrix_vector::matrix_vector_kernel(input, output, rows, warps_per_row));
             }
         }
         kernels

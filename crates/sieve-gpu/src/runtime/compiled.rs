@@ -119,14 +119,6 @@ impl LoadedKernel {
                 .map_err(|e| refused(kernel, "cuModuleLoadData", e.0))?;
             driver::module::get_function(module, entry).map_err(|e| refused(kernel, "cuModuleGetFunction", e.0))?
         };
-        if kernel.may_start_early() {
-            // A multiprocessor divides its memory into shared memory and L1 anew only when it is idle, so kernels that
-            // overlap ask for the same division: as much shared memory as there is.
-            let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
-            // SAFETY: the function is loaded.
-            unsafe { driver::function::set_function_attribute(function, attribute, 100) }
-                .map_err(|e| refused(kernel, "cuFuncSetAttribute", e.0))?;
-        }
         Ok(Self {
             function,
             shared_bytes: AtomicUsize::new(0),

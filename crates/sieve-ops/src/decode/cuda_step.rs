@@ -10,7 +10,7 @@ use crate::{Cuda, QkNorm};
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::{BlockChoice, NsaBlocks, TokenKeys};
 use sieve_kernels::step::{
-    Epilogue, QkNormRope, Vectors, embedding_forward, matrix_vector, max_vectors, rms_norm_forward, rope,
+    Epilogue, MAX_VECTORS, QkNormRope, Vectors, embedding_forward, matrix_vector, rms_norm_forward, rope,
     swiglu_forward,
 };
 use sieve_kernels::{
@@ -644,7 +644,7 @@ fn of<const D: usize>(tensor: &Tensor<Cuda, D>) -> CudaTensor {
 fn project(rows: Vectors<'_>, weight: &CudaTensor, finish: Epilogue<'_>) -> Result<CudaTensor, KernelError> {
     let (Vectors::Plain(x) | Vectors::Normed(x, ..)) = rows;
     let num_rows = x.num_elements() / x.shape().last().copied().unwrap_or(1).max(1);
-    if num_rows <= max_vectors(rows) {
+    if num_rows <= MAX_VECTORS {
         return matrix_vector(rows, weight, finish);
     }
     let h = match rows {
