@@ -99,7 +99,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sieve", help="the program; without it nothing is measured")
     parser.add_argument("--text", type=pathlib.Path, default=pathlib.Path("data/crates.jsonl"))
-    parser.add_argument("--data", nargs="+", default=["crates/sieve-kernels/src"])
+    parser.add_argument("--data", nargs="+", default=["crates/sieve-kernels/src", "crates/sieve-gpu/src"])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rows", type=int, nargs=2, default=[2048, 32768], help="tokens of a row in the two stages")
