@@ -203,13 +203,7 @@ impl<'a> Text<'a> {
             keys,
             bounds: self.bounds.as_ref(),
         };
-        let step = DecodeStep {
-            window: None,
-            num_first: 0,
-            softmax_scale: 1.0,
-            max_length: self.sizes[0],
-            num_dropped: 0,
-        };
+        let step = DecodeStep::new(self.sizes[0], 1.0);
         run(step, choice)
     }
 
