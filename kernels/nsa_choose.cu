@@ -6,19 +6,28 @@
 //            as nsa_importance writes it; doc_start i32 [batch, seq_len]; block_indices i32
 //            [batch, seq_len, num_kv_heads, num_selected]: ascending, counted from the document's first token, then -1
 // Buffers    importance, doc_start, block_indices
-// Defines    none
-// Method     of each lane's importances the largest; the needed-th largest of those 32 is a bound that the chosen
-//            reach. If at most 32 importances reach it, each goes to a lane, which counts the larger ones. Otherwise
-//            the least importance taken is found bit by bit
-// Tiling     grid (ceil(num_queries / 8), num_kv_heads, batch); 256 threads, a warp a query
+// Defines    QUERY_THREADS (32: a warp a query; 1024: a block a query, for few queries with long rows)
+// Method     a warp: of each lane's importances the largest; the needed-th largest of those 32 is a bound that the
+//            chosen reach. If at most 32 importances reach it, each goes to a lane, which counts the larger ones.
+//            Otherwise the least importance taken is found bit by bit. A block: radix_select.cuh finds the least taken
+//            (importance, number); each warp then writes what its blocks have taken, behind the warps before
+// Tiling     32: grid (ceil(num_queries / 8), num_kv_heads, batch), 256 threads; 1024: grid (num_queries,
+//            num_kv_heads, batch), 1024 threads
 // Numerics   exact; every element of these queries written
 // Edges      any num_selected >= 1, num_local >= 1; forced blocks beyond num_selected stay out, first ones before last
-//            ones; NaN counts as most important
+//            ones; NaN counts as most important; 1024: num_blocks at most 2^22 (radix_select.cuh)
+#include "common/block_stream.cuh"
 #include "common/order_key.cuh"
 #include "common/programmatic_launch.cuh"
+#include "common/radix_select.cuh"
 
-constexpr int HELD = 32, WARPS = 8;  // importances that a lane keeps in registers; further ones are read again
-constexpr int BOUND_BIT = 12;        // the bound need not be exact: lower bits are left out
+#ifndef QUERY_THREADS
+#define QUERY_THREADS 32
+#endif
+constexpr int QUERIES = QUERY_THREADS == 32 ? 8 : 1;  // of a thread block
+static_assert(QUERY_THREADS == 32 || QUERY_THREADS == SELECT_THREADS, "a query has a warp or a block");
+
+constexpr int HELD = 32;  // importances that a lane keeps in registers; further ones are read again
 
 struct NsaChooseParams {
   u64 seq_len, num_kv_heads, select_size, num_selected, first_query, num_queries, num_blocks;
@@ -69,7 +78,9 @@ DEVICE void choose(const Choice& choice, uint2* room) {
     for (int at = HELD * 32 + lane; at < choice.count; at += 32) most = max(most, order_of(choice.from[at]));
   }
 
-  // A lower bound of the result: the largest number that the largest importances of `needed` lanes reach.
+  // A lower bound of the result: the largest number that the largest importances of `needed` lanes reach. It need not
+  // be exact: lower bits are left out.
+  constexpr int BOUND_BIT = 12;
   u32 bound = 0;
   for (int bit = 31; bit >= BOUND_BIT; --bit) {
     const u32 tried = bound | 1u << bit;
@@ -113,12 +124,53 @@ DEVICE void choose(const Choice& choice, uint2* room) {
   take_reaching(choice, least, reached);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+// The blocks of a choice as keys of radix_select, and none: structs, since NVRTC takes a generic lambda for host code.
+struct BlockKeys {
+  const Choice& choice;
+  template <class Visit>
+  DEVICE void operator()(Visit visit) const {
+    for_each_word<SELECT_THREADS, 4>((const u32*)choice.from, 0, choice.count,
+                                     [&](u32 bits, i32 at) { visit(order_of_bits(bits), (u32)at); });
+  }
+};
+struct NoKeys {
+  template <class Visit>
+  DEVICE void operator()(Visit) const {}
+};
+
+// Every thread of the block calls.
+DEVICE void choose_by_block(const Choice& choice) {
+  __shared__ RadixSelect<1> select;
+  radix_begin<1>(select, 0, (u32)choice.needed);
+  radix_select<1>(select, 0, BlockKeys{choice}, NoKeys{});
+  const u64 least = select.threshold[0];
+  // Consecutive blocks of a warp, a multiple of 32; they are counted, then written.
+  const int lane = (int)threadIdx.x % 32, span = (choice.count + SELECT_THREADS - 1) / SELECT_THREADS * 32,
+            begin = (int)threadIdx.x / 32 * span, end = min(begin + span, choice.count);
+  auto taken = [&](int at) { return at < end && order_key(order_of(choice.from[at]), (u32)at) >= least; };
+  u32 mine = 0, all;
+#pragma unroll 4
+  for (int at = begin; at < end; at += 32) mine += taken(at + lane);
+  u32 place = __shfl_sync(~0u, block_exclusive_sum<SELECT_THREADS>(mine, select.warp_sums, all), 0);
+  for (int at = begin; at < end; at += 128) {
+    bool takes[4];  // four loads before the stores
+#pragma unroll
+    for (int i = 0; i < 4; ++i) takes[i] = taken(at + i * 32 + lane);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 takers = __ballot_sync(~0u, takes[i]), below = (1u << lane) - 1;
+      if (takes[i]) choice.to[place + __popc(takers & below)] = at + i * 32 + lane + choice.first;
+      place += __popc(takers);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(QUERY_THREADS * QUERIES)
     nsa_choose(const float* importance, const i32* doc_start, i32* block_indices,
                const __grid_constant__ NsaChooseParams params) {
   wait_for_previous();
-  const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, lane = (int)threadIdx.x % 32,
-            in_range = (int)blockIdx.x * 8 + __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
+  const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, thread = (int)threadIdx.x % QUERY_THREADS,
+            in_range = (int)blockIdx.x * QUERIES + __shfl_sync(~0u, (int)threadIdx.x / QUERY_THREADS, 0);
   const int query = (int)params.first_query + in_range;
   if (in_range >= (int)params.num_queries || query >= (int)params.seq_len) return;
   const int own =
@@ -135,9 +187,11 @@ extern "C" __global__ void __launch_bounds__(256)
     const Choice choice = {importance + row * params.num_blocks + first, own + 1 - last - first, needed, chosen + first,
                            first};
     if (choice.count <= needed) {
-      for (int at = lane; at < choice.count; at += 32) choice.to[at] = at + first;
+      for (int at = thread; at < choice.count; at += QUERY_THREADS) choice.to[at] = at + first;
+    } else if constexpr (QUERY_THREADS == SELECT_THREADS) {
+      choose_by_block(choice);
     } else {
-      __shared__ uint2 rooms[WARPS][32];
+      __shared__ uint2 rooms[QUERIES][32];
       uint2* room = rooms[threadIdx.x / 32];
       if (needed > 32 || choice.count > HELD * 16) choose<HELD>(choice, room);
       else if (choice.count > HELD * 8) choose<HELD / 2>(choice, room);
@@ -145,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(256)
       else choose<HELD / 8>(choice, room);
     }
   }
-  for (int i = lane; i < first; i += 32) chosen[i] = i;
-  for (int i = lane; i < last; i += 32) chosen[count - 1 - i] = own - i;
-  for (int i = count + lane; i < num_selected; i += 32) chosen[i] = -1;
+  for (int i = thread; i < first; i += QUERY_THREADS) chosen[i] = i;
+  for (int i = thread; i < last; i += QUERY_THREADS) chosen[count - 1 - i] = own - i;
+  for (int i = count + thread; i < num_selected; i += QUERY_THREADS) chosen[i] = -1;
 }

@@ -177,10 +177,7 @@ impl<'a> OnDevice<'a> {
         for at in 0..shape.seq_len {
             let step = DecodeStep {
                 window: self.window(),
-                num_first: 0,
-                softmax_scale: self.case.scale,
-                max_length: at,
-                num_dropped: 0,
+                ..DecodeStep::new(at, self.case.scale)
             };
             let length = self.lengths(at);
             let o = cache.attention_decode(&self.token(at), &length, step, &scratch)?;

@@ -212,6 +212,8 @@ pub(crate) fn check_tokens(report: &mut Report, device: &dyn Device, extent: &Ex
         let outcome = tokens::check(device, text, &mut random);
         report.add_wrapper("selector_decode, tokens", "kernels", text, outcome);
     }
+    let outcome = tokens::long_rows(device, &mut random);
+    report.add_wrapper("nsa_choose, long rows", "kernels", "scores of all kinds", outcome);
     for text in heavy::HEAVY {
         let outcome = heavy::check(device, text, &mut random);
         report.add_wrapper("keep_heavy_keys, tokens", "kernels", text, outcome);

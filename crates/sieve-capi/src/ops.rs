@@ -277,10 +277,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let [_, _, capacity, _] = cache.k.dims("attention_decode", "k_cache")?;
             let step = DecodeStep {
                 window,
-                num_first: 0,
-                softmax_scale: scale,
-                max_length: capacity.saturating_sub(1),
-                num_dropped: 0,
+                ..DecodeStep::new(capacity.saturating_sub(1), scale)
             };
             let max_keys = window.unwrap_or(capacity).min(capacity);
             let scratch = DecodeScratch::new(&cache.k, shape, max_keys)?;
@@ -299,10 +296,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let shape = token.shape("cached_decode")?;
             let step = DecodeStep {
                 window,
-                num_first: 0,
-                softmax_scale: scale,
-                max_length: capacity,
-                num_dropped: 0,
+                ..DecodeStep::new(capacity, scale)
             };
             let max_keys = window.unwrap_or(capacity).min(capacity);
             let o = match (t.maybe("chosen"), block) {

@@ -26,7 +26,7 @@ pub use index_gradient::IndexGradient;
 pub use lists::ChoiceLists;
 
 use blocks::{NSA_POSITIONS_BACKWARD, nsa_blocks_backward_kernel, nsa_blocks_kernel};
-use choose::{NSA_CHOOSE, nsa_importance_kernel};
+use choose::{nsa_choose_kernel, nsa_importance_kernel};
 use compressed::{NSA_COMPRESSED_LISTS, nsa_place_kernel};
 use decode::{block_scores_kernel, nsa_compress_token_kernel, pooled_scores_kernel};
 use gates::{NSA_GATES, NSA_GATES_BACKWARD};
@@ -108,7 +108,8 @@ const RULES: [ChoiceRule; 4] = [
 pub(crate) fn chosen_decode_kernels(head_dim: usize) -> Vec<SourceKernel> {
     let (group_size, has_mlp) = (1, true);
     let mut kernels = vec![
-        NSA_CHOOSE,
+        nsa_choose_kernel(false),
+        nsa_choose_kernel(true),
         pooled_scores_kernel(head_dim, group_size),
         pooled_scores_kernel(head_dim, group_size).define("POOLS", 0),
         nsa_compress_token_kernel(!has_mlp),

@@ -64,13 +64,7 @@ fn selector(bench: &mut Bench<'_>, name: &str) -> Result<()> {
                 keys,
                 bounds: bounds.as_ref(),
             };
-            let step = DecodeStep {
-                window: None,
-                num_first: 0,
-                softmax_scale: scale,
-                max_length: TOKENS - 1,
-                num_dropped: 0,
-            };
+            let step = DecodeStep::new(TOKENS - 1, scale);
             bench.row(name, shape, Work::Time, || {
                 kv.selector_decode(&token, step, choice, &scratch)
             });

@@ -329,13 +329,7 @@ pub(crate) fn decoding(bench: &mut Bench<'_>, name: &str, shape: AttentionShape)
     let [k, v] = [(); 2].map(|()| bench.bf16(sizes));
     let cache = KvCache { k, v };
     let scratch = DecodeScratch::new(like, shape, shape.seq_len)?;
-    let step = DecodeStep {
-        window: None,
-        num_first: 0,
-        softmax_scale: 1.0 / (shape.head_dim as f32).sqrt(),
-        max_length: shape.seq_len - 1,
-        num_dropped: 0,
-    };
+    let step = DecodeStep::new(shape.seq_len - 1, 1.0 / (shape.head_dim as f32).sqrt());
     let length = vec![shape.seq_len as i32 - 1; shape.batch];
     let length = bench.device.int(&length, &[shape.batch]);
     bench.row(name, shape, Work::Bytes(bytes), || {

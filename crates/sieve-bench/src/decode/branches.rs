@@ -147,13 +147,7 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
             }
         }
         let before = lengths.iter().map(|len| (len + at) as i32);
-        let all = DecodeStep {
-            window: None,
-            num_first: 0,
-            softmax_scale: calls.scale(),
-            max_length: longest + at,
-            num_dropped: 0,
-        };
+        let all = DecodeStep::new(longest + at, calls.scale());
         let near = DecodeStep {
             window: Some(window),
             max_length: longest + at - window_dropped,

@@ -233,10 +233,8 @@ impl<'a> TokenCheck<'a> {
         let length = self.device.int(&length, &[batch]);
         let step = DecodeStep {
             window,
-            num_first: 0,
-            softmax_scale: self.scale(),
-            max_length: lengths.iter().copied().max().unwrap_or(0),
             num_dropped,
+            ..DecodeStep::new(lengths.iter().copied().max().unwrap_or(0), self.scale())
         };
         // The second call would fail if the first left the splits' counters other than zero.
         for _ in 0..2 {
@@ -312,13 +310,7 @@ impl<'a> TokenCheck<'a> {
             };
             let lengths: Vec<i32> = lengths.iter().map(|&length| (length + at) as i32).collect();
             let starts: Vec<i32> = lengths.iter().map(|&length| -length).collect();
-            let step = DecodeStep {
-                window: None,
-                num_first: 0,
-                softmax_scale: self.scale(),
-                max_length: lengths.iter().copied().max().unwrap_or(0) as usize,
-                num_dropped: 0,
-            };
+            let step = DecodeStep::new(lengths.iter().copied().max().unwrap_or(0) as usize, self.scale());
             let of_pooled = PooledStep {
                 pooled: &pooled,
                 start: &self.device.int(&starts, &[batch, 1]),

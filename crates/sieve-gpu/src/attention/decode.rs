@@ -30,6 +30,19 @@ pub struct DecodeStep {
     pub num_dropped: usize,
 }
 
+impl DecodeStep {
+    /// A query sees all keys; the cache holds them all, at most `max_length` before this token.
+    pub const fn new(max_length: usize, softmax_scale: f32) -> Self {
+        Self {
+            window: None,
+            softmax_scale,
+            num_first: 0,
+            max_length,
+            num_dropped: 0,
+        }
+    }
+}
+
 impl KvCache {
     /// An empty cache of `capacity` keys a row; `like` is any tensor on the device.
     pub fn new(like: &CudaTensor, shape: &AttentionShape, capacity: usize) -> Self {

@@ -4,6 +4,7 @@ use crate::KernelError;
 use crate::attention::Qkv;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
 use sieve_core::{BlockChoice, ChoiceRule};
+use std::ops::RangeInclusive;
 
 const NAME: &str = "nsa_choose";
 
@@ -16,8 +17,13 @@ const TILE_ROWS: usize = 64;
 /// Columns of nsa_importance's table of probabilities in shared memory, padded.
 const TILE_PITCH: usize = 64 + 32 + 1;
 
-/// Queries of a thread block of nsa_choose.
+/// Queries of a thread block of nsa_choose that gives each a warp.
 const CHOOSE_QUERIES: usize = 8;
+/// Threads of a block of nsa_choose that has one query.
+const BLOCK_THREADS: usize = 1024;
+/// Numbers of blocks from which a single query gets a thread block: more than a warp keeps in registers, and at most
+/// as many as radix_select.cuh can number.
+const LONG_ROW: RangeInclusive<usize> = 1025..=1 << 22;
 
 /// The blocks that each query chooses, i32 `[batch, seq_len, choosers, num_selected_blocks]`, by its logits with pooled
 /// keys, the first half of `compressed`. A chooser is a group of query heads with a choice of its own. `lse` is
@@ -137,9 +143,10 @@ pub(crate) fn take_largest(
         num_first,
         num_local,
     });
+    let has_block = count == 1 && LONG_ROW.contains(&num_blocks);
     let grid = [count.div_ceil(CHOOSE_QUERIES), choosers, batch];
     // SAFETY: reads importances that were written, writes every index of these queries.
-    unsafe { NSA_CHOOSE.launch(grid, &[importance, start, indices], &params) }
+    unsafe { nsa_choose_kernel(has_block).launch(grid, &[importance, start, indices], &params) }
 }
 
 /// The kernel that computes the importance of each block. Its shared memory holds a tile of queries and two of keys in
@@ -163,5 +170,42 @@ pub(super) fn rule_number(rule: ChoiceRule) -> u8 {
     }
 }
 
-/// The kernel that takes the most important blocks.
-pub(super) const NSA_CHOOSE: SourceKernel = SourceKernel::new(NAME).threads(256).starts_early();
+/// The kernel that takes the most important blocks; `has_block`: a thread block for each query instead of a warp.
+pub(super) fn nsa_choose_kernel(has_block: bool) -> SourceKernel {
+    let kernel = SourceKernel::new(NAME).starts_early();
+    match has_block {
+        true => kernel.define("QUERY_THREADS", BLOCK_THREADS).threads(BLOCK_THREADS),
+        false => kernel.threads(32 * CHOOSE_QUERIES),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Hardware, Recorder, Step};
+    use sieve_core::NsaBlocks;
+
+    #[test]
+    fn one_query_of_a_long_row_has_a_thread_block() {
+        let gpu = Recorder::new(Hardware::AMPERE);
+        for (count, num_blocks, threads) in [(1, 1024, 256), (1, 1025, 1024), (2, 1025, 256), (1, (1 << 22) + 1, 256)] {
+            let [importance, start, indices] = [
+                (vec![1, 1, count, num_blocks], DType::F32),
+                (vec![1, count], DType::I32),
+                (vec![1, count, 1, 4], DType::I32),
+            ]
+            .map(|(sizes, dtype)| gpu.tensor(&sizes, dtype));
+            gpu.take_steps();
+            let choice = BlockChoice::nsa(NsaBlocks::of([16, 16, 16, 4]));
+            choose_by_scores(&importance, &start, &indices, choice, 0).expect("sizes fit");
+            let steps = gpu.take_steps();
+            let [Step::Launch(launch)] = &steps[..] else {
+                panic!("{steps:?}");
+            };
+            let kernel = &launch.kernel;
+            assert_eq!(kernel.block_threads(), threads, "{count} queries, {num_blocks} blocks");
+            let is_shipped = |shipped: &SourceKernel| shipped.is_same_code(kernel);
+            assert!(crate::nsa::nsa_kernels(64).iter().any(is_shipped));
+        }
+    }
+}

@@ -186,13 +186,7 @@ mod tests {
             keys,
             bounds: Some(&gpu.tensor(&[1, 2, 4, 2 * head_dim], DType::F32)),
         };
-        let step = DecodeStep {
-            window: None,
-            num_first: 0,
-            softmax_scale: 1.0,
-            max_length: 40,
-            num_dropped: 0,
-        };
+        let step = DecodeStep::new(40, 1.0);
         cache.selector_decode(&token, step, choice, &scratch)?;
         let name = |step: &Step| match step {
             Step::Launch(launch) => Some(launch.kernel.name()),

@@ -203,13 +203,7 @@ fn attend(
     let shape = token.shape(NAME)?;
     let [k, v] = [&keys.k, &keys.v].map(|x| kernel_of(x.buffer()).contiguous());
     let cache = KvCache { k, v };
-    let step = DecodeStep {
-        window: None,
-        num_first: 0,
-        softmax_scale: softmax_scale as f32,
-        max_length: keys.len(),
-        num_dropped: 0,
-    };
+    let step = DecodeStep::new(keys.len(), softmax_scale as f32);
     let (length, buffers) = scratch.for_call(&query, shape, keys.len(), keys.len())?;
     let o = cache.attention_decode_cached(&token, length, step, buffers)?;
     without_token_dimension(o)
@@ -227,10 +221,7 @@ fn append(
     let (len, kv) = (cache.len(), writable(cache));
     let step = DecodeStep {
         window: spec.window_size,
-        num_first: 0,
-        softmax_scale: spec.softmax_scale as f32,
-        max_length: len,
-        num_dropped: 0,
+        ..DecodeStep::new(len, spec.softmax_scale as f32)
     };
     let seen = spec.window_size.unwrap_or(len + 1).min(len + 1);
     let (length, buffers) = scratch.for_call(&kv.k, shape, len, seen)?;
@@ -357,13 +348,7 @@ pub(crate) fn selector_steps(
             keys,
             bounds: bounds.as_ref(),
         };
-        let step = DecodeStep {
-            window: None,
-            num_first: 0,
-            softmax_scale,
-            max_length: cache.keys.len(),
-            num_dropped: 0,
-        };
+        let step = DecodeStep::new(cache.keys.len(), softmax_scale);
         let o = writable(&mut cache.keys).selector_decode(&token, step, choice, buffers)?;
         cache.count_token();
         outputs.push(o.burn());

@@ -353,13 +353,7 @@ impl Layer<'_> {
         let qkv_rotated = self.rotated(qkv, qk_norm, &self.inputs.position, num_kv_heads)?;
         let token = Qkv::packed(&qkv_rotated, num_heads, num_kv_heads);
         let shape = token.shape(NAME)?;
-        let step = |max_length| DecodeStep {
-            window: None,
-            num_first: 0,
-            softmax_scale: scale,
-            max_length,
-            num_dropped: 0,
-        };
+        let step = |max_length| DecodeStep::new(max_length, scale);
         let o = match (cache, &self.attention.dma) {
             (TokenCache::Recent(keys), _) => {
                 let (step, kv, seen) = self.recent(keys);
@@ -488,10 +482,8 @@ impl Layer<'_> {
         let ([len, num_dropped], window) = (self.held(keys), self.attention.spec.window_size);
         let step = DecodeStep {
             window,
-            num_first: 0,
-            softmax_scale: self.attention.spec.softmax_scale as f32,
-            max_length: len,
             num_dropped,
+            ..DecodeStep::new(len, self.attention.spec.softmax_scale as f32)
         };
         (step, self.cache(keys), window.unwrap_or(len + 1).min(len + 1))
     }
