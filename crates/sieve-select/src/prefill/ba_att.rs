@@ -122,8 +122,7 @@ impl PrefillMethod for BaAttConfig {
         };
         let moves_queries = matches!(self.sort, NormSort::Q | NormSort::Qk);
         // Each query head sorts its own queries, so the heads of a group cannot share a list.
-        let fits =
-            self.causal && call.shape.num_keys > self.segment && (!moves_queries || gqa == GqaPolicy::PerQuery);
+        let fits = self.causal && call.shape.num_keys > self.segment && (!moves_queries || gqa == GqaPolicy::PerQuery);
         let keep = KeepBlocks::Share(1.0 - self.sparsity);
         let mut selection = BlockSelection::new(call.shape, self.block, scores, keep);
         selection.order = Some(SlotOrder {

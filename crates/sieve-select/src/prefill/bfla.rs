@@ -247,10 +247,13 @@ impl BflaConfig {
 /// Whether a dropped tile or block is kept after all: by the stride, or by its hash, a number that depends on the
 /// coordinates and the seed alone.
 fn is_rescued(rescue: Rescue, list: u64, row: u64, column: u64) -> bool {
-    let Rescue { stride, limit, seed, .. } = rescue;
-    let strided = stride > 0 && (131_u64.wrapping_mul(row).wrapping_add(17 * column))
-        .wrapping_add(seed)
-        .is_multiple_of(stride);
+    let Rescue {
+        stride, limit, seed, ..
+    } = rescue;
+    let strided = stride > 0
+        && (131_u64.wrapping_mul(row).wrapping_add(17 * column))
+            .wrapping_add(seed)
+            .is_multiple_of(stride);
     let hash = || match rescue.is_linear {
         false => mix(mix(mix(mix(list).wrapping_add(row)).wrapping_add(column)).wrapping_add(seed)) >> 40,
         true => {
@@ -290,9 +293,18 @@ mod tests {
             .flat_map(|prob| [(prob, RescueHash::Mix), (prob, RescueHash::Linear)])
         {
             let of = if hash == RescueHash::Mix { 1 << 24 } else { 1_000_000 };
-            let limit = BflaConfig { prob, hash, ..BflaConfig::default() }.rescue().limit;
+            let limit = BflaConfig {
+                prob,
+                hash,
+                ..BflaConfig::default()
+            }
+            .rescue()
+            .limit;
             let near = limit.saturating_sub(2)..(limit + 2).min(of);
-            assert!(near.clone().all(|x| (x < limit) == (x as f64 / (of as f64) < prob)), "{prob}: {limit}");
+            assert!(
+                near.clone().all(|x| (x < limit) == (x as f64 / (of as f64) < prob)),
+                "{prob}: {limit}"
+            );
         }
     }
 }
