@@ -50,7 +50,7 @@ pub enum BlockScores {
         /// Number of blocks that a probe chooses, and how many of these are exactly its best.
         chosen: [usize; 2],
     },
-    /// The attention that keys received, of which [`HeavyKeys`] keeps the largest, in blocks of one key.
+    /// The attention that each key received, in blocks of one key; [`HeavyKeys`] keeps the keys that received most.
     Logits,
 }
 

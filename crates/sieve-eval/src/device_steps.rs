@@ -16,8 +16,8 @@ pub(crate) fn dense<B: DeviceBackend>(operands: &LayerOperands<B>) -> SparseOutp
     attention_with_lse(operands.qkv.clone(), &documents, operands.spec())
 }
 
-/// Fills a layer's cache from its prompt. There are four forms: all keys, if the layer is dense; all keys, of which
-/// each token will choose its own; the keys chosen at the prompt's end, to which later keys are added (SnapKV); or a
+/// Fills a layer's cache from its prompt. There are four forms: all keys, if the layer is dense; all keys, if each
+/// token will choose which it reads; the keys chosen at the prompt's end, to which later keys are added (SnapKV); or a
 /// fixed-size cache, where a new key evicts the one with the least accumulated attention (H2O). Returns the prompt's
 /// dense output if the choice of keys read its log-sum-exp.
 ///

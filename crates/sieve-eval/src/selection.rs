@@ -444,12 +444,12 @@ impl Selection {
             return operands.on_host(|operands| self.continue_on_host(operands));
         }
         // Without keys so far, these tokens are the prompt.
-        if cache.is_empty() && streams {
-            let (o, pairs) = device_steps::stream(steps, operands, cache, scratch)?;
-            self.totals[layer].add_device_stream(steps, operands, pairs);
-            return Ok(o);
-        }
         if cache.is_empty() {
+            if streams {
+                let (o, pairs) = device_steps::stream(steps, operands, cache, scratch)?;
+                self.totals[layer].add_device_stream(steps, operands, pairs);
+                return Ok(o);
+            }
             let o = device_steps::keep_prompt(self.steps.of(layer), operands, cache)?;
             return match self.selects_prompts(layer) {
                 true => self.attend(operands),

@@ -61,7 +61,7 @@ impl Qkv {
             .partition(|rule| matches!(rule.scores, BlockScores::Lines { .. }));
         let mut single_columns = None;
         if !lines.is_empty() {
-            // This writes the bits of every head; those of the other heads are written again below.
+            // This writes the bits of every head; the other heads' bits are overwritten below.
             single_columns = Some(call.lines(bits, &lines)?);
         }
         match selection.scores.by {

@@ -92,7 +92,7 @@ pub enum LayerCache<B: Backend> {
     Chosen(ChosenCache<B>),
     /// The latents from which MLA computes keys and values.
     Latent(LatentCache<B>),
-    /// All keys, of which a selector chooses some for each token.
+    /// All keys; for each token a selector chooses which keys it reads.
     Selector(SelectorCache<B>),
 }
 

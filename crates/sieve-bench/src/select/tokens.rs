@@ -32,8 +32,8 @@ const DECODED: usize = 54;
 const HEADS: [usize; 2] = [4, 2];
 const WIDTH: usize = 64;
 
-/// Decodes tokens with the launches that a captured step repeats: sizes are those of the first token and of a full
-/// cache, and only what lies on the device changes. Where the selector reads a share of the keys, each token's launches
+/// Decodes tokens with the launches that a captured step repeats: sizes fit the first token and a full cache, and only
+/// what lies on the device changes. Where the selector reads a share of the keys, each token's launches
 /// have its own number.
 pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Outcome {
     let (all, layer, scale) = (PROMPT + DECODED, 0, 0.125);

@@ -121,8 +121,8 @@ pub(super) fn take_important(
     take_largest(importance, start, indices, sizes, [first, count])
 }
 
-/// As [`take_important`] for blocks of `size` keys, of which the first `num_first` and the last `num_local` up to the
-/// query's own are chosen in any case.
+/// As [`take_important`], for blocks of `size` keys. The first `num_first` blocks, and the last `num_local` blocks up
+/// to the query's own, are always chosen.
 pub(crate) fn take_largest(
     importance: &CudaTensor,
     start: &CudaTensor,

@@ -125,7 +125,7 @@ pub enum TokenCache<'a, B: Backend> {
     Recent(&'a mut KeyCache<B>),
     /// DMA's fixed-size cache; without DMA, the cache of [`heavy_decode`](crate::heavy_decode).
     Slots(&'a mut DmaCache<B>),
-    /// All keys, of which a selector reads some; [`SelectorCache::is_fixed`] holds.
+    /// All keys; a selector chooses which keys a token reads. [`SelectorCache::is_fixed`] is true.
     Selector(&'a mut SelectorCache<B>),
     /// All keys, in blocks from which queries choose.
     Chosen {
