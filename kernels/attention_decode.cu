@@ -4,25 +4,29 @@
 //            row `length` of the cache is k_new, v_new, written here (APPEND=1). APPEND=0: over [max(0, length -
 //            window_size), length), nothing is written. CHOSEN=0: also over the first num_first j of the cache.
 //            CHOSEN=1: over the tokens up to `length` of the blocks that are listed for each chooser, the last of them
-//            the token's own or select_size 1; nothing is written
+//            the token's own or select_size 1; nothing is written. ROTATE: q and k_new are first rotated to position
+//            `length` (ROTATE=2: after a norm of each head), as by qk_norm_rope_forward
 // Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new bf16 [batch, num_kv_heads, HEAD_DIM], v_new bf16 [batch,
 //            num_kv_heads, HEAD_DIM_V], each with an element offset and a batch stride (slices of one packed row,
 //            multiples of 8); k_cache bf16 [batch, num_kv_heads, capacity, HEAD_DIM], v_cache bf16 [.., HEAD_DIM_V];
 //            length i32 [batch], tokens before this one, whose first num_dropped are no longer in the cache (CHOSEN=0);
 //            chosen i32 [batch, num_kv_heads, num_chosen]: blocks of select_size keys, ascending, then -1; with CHOSEN,
-//            num_kv_heads counts choosers, and the caches have cache_heads of them; o bf16 [batch, num_heads,
-//            HEAD_DIM_V]; partials f32 [batch, num_heads, num_splits, HEAD_DIM_V + 2] (any content, unused and of any
-//            size when num_splits = 1); counters u32 [batch, num_kv_heads], zero before the first launch, zero again
-//            after each
-// Buffers    q, k_new, v_new, k_cache, v_cache, chosen, length, o, partials, counters; APPEND=0: without k_new and
-//            v_new; CHOSEN=0: without chosen
-// Defines    HEAD_DIM, HEAD_DIM_V (128), APPEND (1), CHOSEN (0; 1 with APPEND=0), NUM_STAGES (4 for HEAD_DIM <= 64,
-//            else 2), NUM_WARPS (2 where a head_dim is above 128, else 4 or 8)
+//            num_kv_heads counts choosers, and the caches have cache_heads of them; q_weight, k_weight bf16 [HEAD_DIM];
+//            cos, sin f32 [max_positions, HEAD_DIM / 2], rows table_stride apart (a multiple of 4), a position past
+//            them takes the last row; o bf16 [batch, num_heads, HEAD_DIM_V]; partials f32 [batch, num_heads, num_splits,
+//            HEAD_DIM_V + 2] (any content, unused and of any size when num_splits = 1); counters u32 [batch,
+//            num_kv_heads], zero before the first launch, zero again after each
+// Buffers    q, k_new, v_new, k_cache, v_cache, chosen, q_weight, k_weight, cos, sin, length, o, partials, counters;
+//            APPEND=0: without k_new and v_new; CHOSEN=0: without chosen; ROTATE=0: without the weights, cos and sin,
+//            ROTATE=1: without the weights
+// Defines    HEAD_DIM, HEAD_DIM_V (128), APPEND (1), CHOSEN (0; 1 with APPEND=0), ROTATE (0; 1 or 2 with APPEND=1),
+//            NUM_STAGES (4 for HEAD_DIM <= 64, else 2), NUM_WARPS (2 where a head_dim is above 128, else 4 or 8)
 // Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); 32 NUM_WARPS threads;
 //            dynamic shared bytes = 16 * (2 HEAD_DIM + 16)
 //              + NUM_WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576);
 //            num_splits: eight warps or two blocks a multiprocessor (whole waves matter), a tile of 16 keys a warp at
-//            least, at most 4096
+//            least, at most 4096. Only as many splits as a row's keys need take part; split 0 attends the new token as
+//            a tile of its own
 // Numerics   logits, softmax and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order: two
 //            runs are bit-equal
 // Edges      rows of different length in one batch; length 0 (only the new token); an empty row with APPEND=0 gives o =
@@ -30,6 +34,7 @@
 //            length = capacity with APPEND=1 attends but does not store: the wrapper refuses it
 #include "common/attention_params.cuh"
 #include "common/programmatic_launch.cuh"
+#include "common/rotary_head.cuh"
 #include "common/split_decode.cuh"
 
 #ifndef APPEND
@@ -38,11 +43,16 @@
 #ifndef CHOSEN
 #define CHOSEN 0
 #endif
+#ifndef ROTATE
+#define ROTATE 0
+#endif
 static_assert(!(CHOSEN && APPEND), "the token of a choice is in the cache");
+static_assert(!ROTATE || APPEND, "a key is rotated before it joins the cache");
 
 struct AttentionDecodeParams : TokenParams {
   u64 capacity, window_size, num_splits;
   u64 cache_heads, num_chosen, select_size, num_dropped, num_first;
+  u64 max_positions, table_stride, epsilon;  // ROTATE; epsilon: f32 bits
 };
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
@@ -53,6 +63,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
                      bf16* k_cache, bf16* v_cache,
 #if CHOSEN
                      const i32* __restrict__ chosen,
+#endif
+#if ROTATE == 2
+                     const bf16* __restrict__ q_weight, const bf16* __restrict__ k_weight,
+#endif
+#if ROTATE
+                     const float* __restrict__ cos, const float* __restrict__ sin,
 #endif
                      const i32* __restrict__ length, bf16* __restrict__ o,
                      float* partials, u32* counters, const __grid_constant__ AttentionDecodeParams params) {
@@ -83,8 +99,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   const i32 num_keys = max(num_cached - first_key, 0);
   const i32 per_split =
       ((num_keys + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS + num_splits - 1) / num_splits * Decode::SPLIT_KEYS;
-  const i32 begin = first_key + (i32)min((i64)split * per_split, (i64)num_keys),
-            end = min(begin + per_split, num_cached);
+  // Splits that have keys; the others end here. A single one writes its output without partial results.
+  const int num_live = num_keys > 0 ? (num_keys + per_split - 1) / per_split : 1;
+  if (split >= num_live) return;
+  const i32 begin = first_key + split * per_split, end = min(begin + per_split, num_cached);
   const i32 warp_begin = begin + warp * DECODE_KEYS;
   const int num_tiles = end > warp_begin ? (end - warp_begin + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS : 0;
   bf16* row_k = k_cache + cache_head * capacity * HEAD_DIM;
@@ -99,10 +117,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
 #endif
     return min(end - key, DECODE_KEYS);
   };
+#if APPEND
+  // Warp 0 of split 0 takes the new token as one tile more, since this launch does not read row `length` of the cache.
+  const bool has_token = split == 0 && warp == 0;
+  const bf16* token_k = k_new + params.k_offset + batch * params.k_batch_stride + (i64)kv_head * HEAD_DIM;
+  const bf16* token_v = v_new + params.v_offset + batch * params.v_batch_stride + (i64)kv_head * HEAD_DIM_V;
+#else
+  constexpr bool has_token = false;
+#endif
   auto load = [&](int tile) {
     const i32 key = warp_begin + tile * Decode::SPLIT_KEYS;
+    const u32 stage = stages + tile % NUM_STAGES * Decode::STAGE_BYTES;
     if (tile < num_tiles) {
-      const u32 stage = stages + tile % NUM_STAGES * Decode::STAGE_BYTES;
 #if CHOSEN
       if (by_key) {
         Decode::load_keys(stage, row_k, row_v, [&](int row) { return place(key + row); }, valid(key));
@@ -113,49 +139,78 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
       const i64 row = place(key);
       Decode::load_tile(stage, row_k + row * HEAD_DIM, row_v + row * HEAD_DIM_V, 0, valid(key));
     }
+#if APPEND
+    if (tile == num_tiles && has_token) Decode::load_tile(stage, token_k, token_v, 0, 1);
+#endif
     copy_async_commit();
   };
   for (int tile = 0; tile < NUM_STAGES; tile++) load(tile);
-  Decode::load_q(
-      shared_bytes,
-      q + params.q_offset + batch * params.q_batch_stride + ((i64)kv_head * group_size + first_row) * HEAD_DIM,
-      num_rows);
-  __syncthreads();  // the queries are in shared memory
+  const bf16* token_q =
+      q + params.q_offset + batch * params.q_batch_stride + ((i64)kv_head * group_size + first_row) * HEAD_DIM;
+#if ROTATE
+  // Queries, and the new key where this split attends it: GROUP lanes a head, each head to its row in shared memory.
+  __shared__ __align__(16) bf16 rotated_key[HEAD_DIM];
+  const int column = lane % GROUP * LANE_COLUMNS;
+  const i64 position = max((i64)0, min((i64)length[batch], (i64)params.max_positions - 1));
+  const int num_rotated = num_rows + (split == 0);
+  for (int base = warp * HEADS_PER_WARP; base < num_rotated; base += NUM_WARPS * HEADS_PER_WARP) {
+    const int row = base + lane / GROUP;
+    const bool is_key = row == num_rows, holds = lane % GROUP < LANES && row < num_rotated;
+    HeadWords words = {};
+#if ROTATE == 2
+    HeadWords factors = {};
+#endif
+    HeadColumns angles = {};
+    if (holds) {
+      words = load_head(is_key ? token_k : token_q + row * HEAD_DIM, column);
+#if ROTATE == 2
+      factors = load_head(is_key ? k_weight : q_weight, column);
+#endif
+      angles = load_angles(cos, sin, position * (i64)params.table_stride + column);
+    }
+    HeadColumns x = words.columns();
+#if ROTATE == 2
+    x = normed(x, factors.columns(), f32_word(params.epsilon));
+#endif
+    if (holds) store_head(is_key ? rotated_key : (bf16*)(shared_bytes + row * Decode::K_PITCH), column, rotated(x, angles));
+  }
+  Decode::load_q(shared_bytes + num_rows * Decode::K_PITCH, token_q, 0, DECODE_ROWS - num_rows);
+#else
+  Decode::load_q(shared_bytes, token_q, num_rows, DECODE_ROWS);
+#endif
+  __syncthreads();  // the queries, and a rotated key, are in shared memory
 
   // Attend, tile by tile.
   const float scale = f32_word(params.softmax_scale) * LOG2_E;
   Decode decode;
   decode.init();
   decode.take_q(shared_address(shared_bytes), num_rows);
-  for (int tile = 0; tile < num_tiles; tile++) {
+  for (int tile = 0; tile < num_tiles + has_token; tile++) {
     copy_async_wait<NUM_STAGES - 1>();
     __syncwarp();  // the copies of all lanes are complete
-    const int num_valid = valid(warp_begin + tile * Decode::SPLIT_KEYS);
-    decode.attend(stages + tile % NUM_STAGES * Decode::STAGE_BYTES, scale,
+    const int stage_offset = Decode::Q_BYTES + (warp * NUM_STAGES + tile % NUM_STAGES) * Decode::STAGE_BYTES;
+    const bool is_token = tile == num_tiles;
+    const int num_valid = is_token ? 1 : valid(warp_begin + tile * Decode::SPLIT_KEYS);
+#if ROTATE
+    uint4* stage_k = (uint4*)(shared_bytes + stage_offset);
+    if (is_token && lane < HEAD_DIM / 8) stage_k[lane] = ((const uint4*)rotated_key)[lane];
+    __syncwarp();  // the rotated key has replaced the raw one
+#endif
+    decode.attend(shared_address(shared_bytes) + stage_offset, scale,
                   lane % DECODE_KEYS < num_valid ? 0.f : -INFINITY_F32);
+#if APPEND
+    // The token's row of the stage joins the cache.
+    if (is_token && first_row == 0 && num_cached < capacity) {
+      const uint4* stage = (const uint4*)(shared_bytes + stage_offset);
+      for (int chunk = lane; chunk < HEAD_DIM / 8; chunk += 32)
+        ((uint4*)(row_k + (i64)num_cached * HEAD_DIM))[chunk] = stage[chunk];
+      for (int chunk = lane; chunk < HEAD_DIM_V / 8; chunk += 32)
+        ((uint4*)(row_v + (i64)num_cached * HEAD_DIM_V))[chunk] = stage[Decode::K_BYTES / 16 + chunk];
+    }
+#endif
     __syncwarp();  // all lanes have read the stage before it is filled again
     load(tile + NUM_STAGES);
   }
-#if APPEND
-  // The new token: read from its own tensor and stored into the cache, whose row `length` this launch does not read.
-  const bf16* token_k = k_new + params.k_offset + batch * params.k_batch_stride + (i64)kv_head * HEAD_DIM;
-  const bf16* token_v = v_new + params.v_offset + batch * params.v_batch_stride + (i64)kv_head * HEAD_DIM_V;
-  if (split == 0 && warp == 0) {
-    copy_async_wait<0>();
-    __syncwarp();  // no copy into stage 0 is in flight
-    Decode::load_tile(stages, token_k, token_v, 0, 1);
-    copy_async_commit();
-    copy_async_wait<0>();
-    __syncwarp();  // the copies of the row and of the zeros below it are complete
-    decode.attend(stages, scale, lane % DECODE_KEYS == 0 ? 0.f : -INFINITY_F32);
-    if (first_row == 0 && num_cached < capacity) {
-      for (int chunk = lane; chunk < HEAD_DIM / 8; chunk += 32)
-        ((uint4*)(row_k + (i64)num_cached * HEAD_DIM))[chunk] = ((const uint4*)token_k)[chunk];
-      for (int chunk = lane; chunk < HEAD_DIM_V / 8; chunk += 32)
-        ((uint4*)(row_v + (i64)num_cached * HEAD_DIM_V))[chunk] = ((const uint4*)token_v)[chunk];
-    }
-  }
-#endif
 
   // Join the results of the warps, then of the thread blocks that share the keys.
   copy_async_wait<0>();
@@ -164,6 +219,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   decode.store_warp(shared_partials);
   __syncthreads();  // all partial rows are stored
   decode_finish<HEAD_DIM_V, NUM_WARPS>(shared_partials, partials + query_head * num_splits * (HEAD_DIM_V + 2),
-                                       o + query_head * HEAD_DIM_V, counters + head, &last_flag, split, num_splits,
-                                       first_row, num_rows, group_size, num_splits == 1 ? 1 : num_splits * row_blocks);
+                                       o + query_head * HEAD_DIM_V, counters + head, &last_flag, split, num_live,
+                                       first_row, num_rows, group_size, num_live == 1 ? 1 : num_live * row_blocks);
 }

@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   Decode::load_q(
       shared_bytes,
       q + params.q_offset + batch * params.q_batch_stride + ((i64)kv_head * group_size + first_row) * HEAD_DIM,
-      num_rows);
+      num_rows, DECODE_ROWS);
   if (position < window) {
     copy_async_wait<0>();
     __syncwarp();  // no copy into the stages is in flight

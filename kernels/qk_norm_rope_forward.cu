@@ -12,7 +12,6 @@
 // Numerics   f32 inside, one rounding at the store; memory-bound, each input is read once; a position past the tables
 //            counts as the last
 // Edges      heads that do not fill a warp leave lanes idle; HEAD_DIM 48, 96, 192 leave lanes of each group idle
-#include "common/fixed_sum.cuh"
 #include "common/programmatic_launch.cuh"
 #include "common/rotary_head.cuh"
 
@@ -81,26 +80,11 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
     for (int i = 0; i < BATCH; i++) {
       const int head = base + i * HEADS_PER_WARP + head_in_warp;
       if (base + i * HEADS_PER_WARP >= num_normed) break;
-      const HeadColumns x = words[i].columns();
+      HeadColumns x = words[i].columns();
 #if QK_NORM
-      float squares = 0.f;
-#pragma unroll
-      for (int k = 0; k < LANE_COLUMNS; k++) squares = fmaf(x.low[k], x.low[k], fmaf(x.high[k], x.high[k], squares));
-      const float inverse = 1.f / sqrtf(lanes_sum<GROUP>(squares) * (1.f / HEAD_DIM) + epsilon);
-      const HeadColumns factors = selected(head < num_heads, q_words, k_words).columns();
+      x = normed(x, selected(head < num_heads, q_words, k_words).columns(), epsilon);
 #endif
-      HeadColumns y;
-#pragma unroll
-      for (int k = 0; k < LANE_COLUMNS; k++) {
-#if QK_NORM
-        const float low = x.low[k] * inverse * factors.low[k], high = x.high[k] * inverse * factors.high[k];
-#else
-        const float low = x.low[k], high = x.high[k];
-#endif
-        y.low[k] = low * angles.low[k] - high * angles.high[k];
-        y.high[k] = high * angles.low[k] + low * angles.high[k];
-      }
-      if (holds && head < num_normed) store_head(to + head * HEAD_DIM, column, y);
+      if (holds && head < num_normed) store_head(to + head * HEAD_DIM, column, rotated(x, angles));
     }
   }
   const int first = (num_heads + num_kv_heads) * HEAD_DIM, end = first + num_kv_heads * HEAD_DIM;

@@ -62,7 +62,7 @@ DEVICE float latent_inverse_rms(float squares, float epsilon) {
   return 1.f / sqrtf(lanes_sum<LATENT_GROUP>(squares) * (1.f / LATENT_DIM) + epsilon);
 }
 
-// The inverse rotation, which is its gradient, and the rotation.
+// The inverse rotation, which is the rotation's gradient.
 DEVICE HeadColumns rotated_back(const HeadColumns& x, const HeadColumns& angles) {
   HeadColumns y;
 #pragma unroll
@@ -72,26 +72,8 @@ DEVICE HeadColumns rotated_back(const HeadColumns& x, const HeadColumns& angles)
   }
   return y;
 }
-DEVICE HeadColumns rotated(const HeadColumns& x, const HeadColumns& angles) {
-  HeadColumns y;
-#pragma unroll
-  for (int i = 0; i < LANE_COLUMNS; i++) {
-    y.low[i] = x.low[i] * angles.low[i] - x.high[i] * angles.high[i];
-    y.high[i] = x.high[i] * angles.low[i] + x.low[i] * angles.high[i];
-  }
-  return y;
-}
 
-// Multiplies x by weight and factor, column by column.
-DEVICE HeadColumns weighed(const HeadColumns& x, const HeadColumns& weight, float factor) {
-  HeadColumns y;
-#pragma unroll
-  for (int i = 0; i < LANE_COLUMNS; i++) {
-    y.low[i] = x.low[i] * factor * weight.low[i];
-    y.high[i] = x.high[i] * factor * weight.high[i];
-  }
-  return y;
-}
+// Multiplies eight columns by weight and factor.
 DEVICE void weigh(float (&x)[8], const uint4& weight, float factor) {
   float weights[8];
   unpack_bf16x8(weight, weights);

@@ -4,6 +4,7 @@
 // Defines    HEAD_DIM (a multiple of 16, at most 256)
 #pragma once
 #include "common/bf16x8.cuh"
+#include "common/fixed_sum.cuh"
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
@@ -64,4 +65,33 @@ DEVICE HeadColumns load_angles(const float* cos, const float* sin, i64 at) {
   load_f32_columns(angles.low, cos + at);
   load_f32_columns(angles.high, sin + at);
   return angles;
+}
+
+DEVICE HeadColumns rotated(const HeadColumns& x, const HeadColumns& angles) {
+  HeadColumns y;
+#pragma unroll
+  for (int i = 0; i < LANE_COLUMNS; i++) {
+    y.low[i] = x.low[i] * angles.low[i] - x.high[i] * angles.high[i];
+    y.high[i] = x.high[i] * angles.low[i] + x.low[i] * angles.high[i];
+  }
+  return y;
+}
+
+// Multiplies x by weight and factor, column by column.
+DEVICE HeadColumns weighed(const HeadColumns& x, const HeadColumns& weight, float factor) {
+  HeadColumns y;
+#pragma unroll
+  for (int i = 0; i < LANE_COLUMNS; i++) {
+    y.low[i] = x.low[i] * factor * weight.low[i];
+    y.high[i] = x.high[i] * factor * weight.high[i];
+  }
+  return y;
+}
+
+// RMSNorm of a head (arXiv:1910.07467, eq. 4) from the columns of its GROUP lanes, which call together.
+DEVICE HeadColumns normed(const HeadColumns& x, const HeadColumns& weight, float epsilon) {
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < LANE_COLUMNS; i++) squares = fmaf(x.low[i], x.low[i], fmaf(x.high[i], x.high[i], squares));
+  return weighed(x, weight, 1.f / sqrtf(lanes_sum<GROUP>(squares) * (1.f / HEAD_DIM) + epsilon));
 }

@@ -61,10 +61,11 @@ struct SplitDecode {
     row_sum[0] = row_sum[1] = 0.f;
   }
 
-  // Copies the query rows into shared memory, zeros below them. Every thread of the block calls; a barrier must follow.
-  static DEVICE void load_q(unsigned char* shared_q, const bf16* q, int num_rows) {
+  // Fills `room` rows of shared memory with the query rows and zeros below them. Every thread of the block calls; a
+  // barrier must follow.
+  static DEVICE void load_q(unsigned char* shared_q, const bf16* q, int num_rows, int room) {
     constexpr int CHUNKS = K_DIM / 8;
-    for (int i = threadIdx.x; i < DECODE_ROWS * CHUNKS; i += WARPS * 32) {
+    for (int i = threadIdx.x; i < room * CHUNKS; i += WARPS * 32) {
       const int row = i / CHUNKS, chunk = i % CHUNKS;
       uint4 value = make_uint4(0, 0, 0, 0);
       if (row < num_rows) value = *(const uint4*)(q + row * K_DIM + chunk * 8);

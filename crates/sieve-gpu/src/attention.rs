@@ -20,7 +20,7 @@ pub(crate) use backward::{
 };
 pub(crate) use backward_tiling::{BackwardTiling, GradientSet};
 pub(crate) use bias_base::{Bias, SeenKeys, bias_base_kernel};
-pub(crate) use decode::{DecodeStep, KvCache, attention_decode_kernel, one_token};
+pub(crate) use decode::{DecodeForm, DecodeStep, KvCache, attention_decode_kernel, one_token};
 pub(crate) use decode_scratch::{DecodeScratch, DecodeTiling, WARP_KEYS};
 pub(crate) use forward::{AttentionResult, launch_forward, require_per_key, require_scale};
 pub(crate) use heads::{AttentionShape, Heads, Qkv};

@@ -20,7 +20,7 @@ pub use dma::oracle;
 pub use runtime::ahead_of_time;
 
 pub use attention::backward::AttentionGradients;
-pub use attention::decode::{DecodeStep, KvCache};
+pub use attention::decode::{DecodeStep, KvCache, TokenRotation};
 pub use attention::decode_scratch::{DecodeScratch, WARP_KEYS};
 pub use attention::forward::AttentionResult;
 pub use attention::heads::{AttentionShape, Qkv};

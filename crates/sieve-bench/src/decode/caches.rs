@@ -10,9 +10,10 @@ use crate::tolerance::Tolerance;
 use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks, NsaBlocks};
 use sieve_cpu::nsa::{choose_blocks, overlap_weight};
 use sieve_cpu::reference::{self, Rounding, attend};
-use sieve_kernels::DType;
+use sieve_kernels::step::{QkNormRope, rope};
 use sieve_kernels::{
-    AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KvCache, PooledStep, Qkv, ScoreBias,
+    AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KvCache, PooledStep, Qkv, ScoreBias,
+    TokenRotation,
 };
 use sieve_testing::{Random, round_bf16};
 
@@ -29,6 +30,9 @@ pub(super) struct Key {
 /// Bias and rank of keys that have none.
 pub(super) const NO_BIAS: f32 = 0.0;
 pub(super) const NO_RANK: (f32, i32) = (0.0, 0);
+
+/// Epsilon of the norms of heads.
+const EPSILON: f32 = 1e-2;
 
 /// Checks the decoding kernels over dense caches, DMA's slots and chosen blocks.
 pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
@@ -49,7 +53,10 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let mut calls = TokenCheck::new(device, shape, extent.magnitude_of(at), seed);
         let has_local_window = at % 4 == 3;
         let (name, outcome) = match at % 4 {
-            0 | 2 => ("decode, caches", calls.dense()),
+            0 | 2 => (
+                "decode, caches",
+                calls.dense([None, Some(true), Some(false)][at / 2 % 3]),
+            ),
             1 => ("dma_decode, caches", calls.dma(has_local_window)),
             _ => ("dma_decode, local window, caches", calls.dma(has_local_window)),
         };
@@ -106,6 +113,23 @@ pub(super) struct Token {
     pub(super) q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
+}
+
+/// Operands of a launch that rotates its token.
+struct Rotation {
+    /// Weights of the queries' and of the keys' norm, where heads have norms.
+    weights: Option<[CudaTensor; 2]>,
+    /// Cosines and sines.
+    tables: [CudaTensor; 2],
+}
+
+impl Rotation {
+    fn of_launch(&self) -> TokenRotation<'_> {
+        TokenRotation {
+            norm: self.weights.as_ref().map(|weights| (weights.each_ref(), EPSILON)),
+            tables: self.tables.each_ref(),
+        }
+    }
 }
 
 impl<'a> TokenCheck<'a> {
@@ -202,8 +226,65 @@ impl<'a> TokenCheck<'a> {
         Ok(())
     }
 
+    /// A token for a launch that rotates it: the tensors before the rotation; on the host q and k after it, as the
+    /// kernel for whole rows computes them.
+    fn rotated_token(&mut self, positions: &CudaTensor, has_norm: bool) -> Result<(Token, Rotation), Wrong> {
+        // Some texts are longer: positions past the tables take the last row.
+        const POSITIONS: usize = 1200;
+        let AttentionShape {
+            batch,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            ..
+        } = self.shape;
+        let heads = num_heads + 2 * num_kv_heads;
+        let mut packed = self.random.bf16_normals(batch * heads * head_dim);
+        magnify(&mut packed, self.magnitude);
+        let packed = self.device.float(&packed, &[batch, 1, heads, head_dim], DType::BF16);
+        let weights = [0, 1].map(|_| {
+            let weight = self.random.bf16_normals(head_dim);
+            self.device.float(&weight, &[head_dim], DType::BF16)
+        });
+        let angles = self.random.vector(POSITIONS * head_dim / 2);
+        let tables = [f32::cos, f32::sin].map(|function| {
+            let table: Vec<f32> = angles.iter().map(|&angle| function(angle)).collect();
+            self.device.float(&table, &[POSITIONS, head_dim / 2], DType::F32)
+        });
+        let positions = positions.reshaped("decode", "positions", &[batch, 1])?;
+        let rotated = match has_norm {
+            false => rope(&packed, &positions, tables.each_ref(), num_kv_heads)?,
+            true => QkNormRope {
+                q_weight: &weights[0],
+                k_weight: &weights[1],
+                positions: &positions,
+                cos: &tables[0],
+                sin: &tables[1],
+                num_kv_heads,
+                epsilon: EPSILON,
+            }
+            .qk_norm_rope_forward(&packed)?,
+        };
+        let rotated = self.device.floats(&rotated)?;
+        let of = |first: usize, count: usize| -> Vec<f32> {
+            let rows = rotated.chunks_exact(heads * head_dim);
+            rows.flat_map(|row| &row[first * head_dim..][..count * head_dim])
+                .copied()
+                .collect()
+        };
+        let token = Token {
+            on: Qkv::packed(&packed, num_heads, num_kv_heads),
+            q: of(0, num_heads),
+            k: of(num_heads, num_kv_heads),
+            v: of(num_heads + num_kv_heads, num_kv_heads),
+        };
+        let weights = has_norm.then_some(weights);
+        Ok((token, Rotation { weights, tables }))
+    }
+
     /// Checks one token over a dense cache after a prefill, with a window in half of the calls.
-    fn dense(&mut self) -> Result<(), Wrong> {
+    /// With `rotate` the launch rotates the token, after norms where that is true.
+    fn dense(&mut self, rotate: Option<bool>) -> Result<(), Wrong> {
         let [batch, _, num_kv_heads, head_dim] = keys_of(self.shape);
         let capacity = self.random.between(1, 700);
         let has_window = self.random.chance(0.5);
@@ -223,14 +304,20 @@ impl<'a> TokenCheck<'a> {
             })
             .collect();
         let cache = self.cache(capacity, &keys);
+        let length: Vec<i32> = lengths.iter().map(|&length| (num_dropped + length) as i32).collect();
+        let length = self.device.int(&length, &[batch]);
         let mut keys = without_slots(keys);
-        let token = self.token();
+        let (token, rotation) = match rotate.filter(|_| self.shape.head_dim == self.shape.head_dim_v) {
+            None => (self.token(), None),
+            Some(has_norm) => {
+                let (token, rotation) = self.rotated_token(&length, has_norm)?;
+                (token, Some(rotation))
+            }
+        };
         for (row, keys) in keys.iter_mut().enumerate() {
             keys.push(self.key_of(&token, row, NO_BIAS, NO_RANK));
         }
         let scratch = DecodeScratch::new(&cache.k, self.shape, capacity)?;
-        let length: Vec<i32> = lengths.iter().map(|&length| (num_dropped + length) as i32).collect();
-        let length = self.device.int(&length, &[batch]);
         let step = DecodeStep {
             window,
             num_dropped,
@@ -238,13 +325,25 @@ impl<'a> TokenCheck<'a> {
         };
         // The second call would fail if the first left the splits' counters other than zero.
         for _ in 0..2 {
-            let o = cache.attention_decode(&token.on, &length, step, &scratch)?;
+            let o = match &rotation {
+                None => cache.attention_decode(&token.on, &length, step, &scratch)?,
+                Some(rotation) => {
+                    cache.attention_decode_rotated(&token.on, rotation.of_launch(), &length, step, &scratch)?
+                }
+            };
             self.judge(&o, &token, &keys)?;
         }
         let after = self.device.floats(&cache.k)?;
+        // Two kernels that rotate may round a number differently, by one bit of bf16.
+        let tolerance = if rotation.is_some() { 1.0 / 128.0 } else { 0.0 };
         for row in 0..rows {
             let at = (row * capacity + lengths[row / num_kv_heads]) * head_dim;
-            if after[at..at + head_dim] != token.k[row * head_dim..][..head_dim] {
+            let (stored, expected) = (&after[at..at + head_dim], &token.k[row * head_dim..][..head_dim]);
+            if !stored
+                .iter()
+                .zip(expected)
+                .all(|(a, b)| (a - b).abs() <= tolerance * b.abs())
+            {
                 return wrong(format!("the new key of row {row} is not in the cache"));
             }
         }

@@ -2,6 +2,7 @@
 use crate::KernelError;
 use crate::attention::{AttentionShape, DecodeScratch, DecodeTiling, Qkv, require_scale};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
+use crate::step::qk_norm_rope_forward::RotaryTables;
 
 const NAME: &str = "attention_decode";
 
@@ -43,6 +44,16 @@ impl DecodeStep {
     }
 }
 
+/// Norm and rotary position embedding of a token's queries and key, as
+/// [`QkNormRope`](crate::step::QkNormRope) has them for whole rows. The token's position is its `length`.
+#[derive(Debug, Clone, Copy)]
+pub struct TokenRotation<'a> {
+    /// Weights of the queries' and of the keys' norm, bf16 `[head_dim]`, and the norms' epsilon.
+    pub norm: Option<([&'a CudaTensor; 2], f32)>,
+    /// Rotary cosines and sines, f32 `[max_positions, head_dim / 2]`; positions past their end take the last row.
+    pub tables: [&'a CudaTensor; 2],
+}
+
 impl KvCache {
     /// An empty cache of `capacity` keys a row; `like` is any tensor on the device.
     pub fn new(like: &CudaTensor, shape: &AttentionShape, capacity: usize) -> Self {
@@ -77,6 +88,22 @@ impl KvCache {
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
         launch(token, self, length, step, scratch, Seen::Appended)
+    }
+
+    /// [`attention_decode`](Self::attention_decode) of a token whose queries and key `rotation` is yet to be applied to.
+    /// The cache gets the rotated key.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit, a full cache.
+    pub fn attention_decode_rotated(
+        &self,
+        token: &Qkv,
+        rotation: TokenRotation<'_>,
+        length: &CudaTensor,
+        step: DecodeStep,
+        scratch: &DecodeScratch,
+    ) -> Result<CudaTensor, KernelError> {
+        launch(token, self, length, step, scratch, Seen::Rotated(rotation))
     }
 
     /// Attends one query a row over the last `window` of the first `length` keys of its cache. The cache is not
@@ -118,6 +145,8 @@ impl KvCache {
 enum Seen<'a> {
     /// All keys of the cache, and the token's own, which is appended to the cache.
     Appended,
+    /// As `Appended`; the token's queries and key are rotated first.
+    Rotated(TokenRotation<'a>),
     /// All keys in the KV cache.
     Cached,
     /// The keys of the chosen blocks of the cache.
@@ -136,7 +165,7 @@ fn launch(
     let shape = &one_token(NAME, token)?;
     let token = token.with_kernel_strides();
     let capacity = cache.capacity(NAME, shape)?;
-    let (is_appended, length_now) = (matches!(seen, Seen::Appended), step.max_length);
+    let (is_appended, length_now) = (matches!(seen, Seen::Appended | Seen::Rotated(_)), step.max_length);
     require!(!is_appended || length_now < capacity, NAME, "length": length_now,
         "below the cache's capacity of {capacity}");
     require_scale(NAME, step.softmax_scale)?;
@@ -148,17 +177,43 @@ fn launch(
     let mut tensors = vec![token.q.tensor()];
     // For chosen blocks `heads` has a KV head for each chooser.
     let (mut heads, mut num_chosen, mut select_size) = (*shape, 0, 0);
-    match seen {
-        Seen::Appended => tensors.extend([token.k.tensor(), token.v.tensor(), &cache.k, &cache.v]),
-        Seen::Cached => tensors.extend([&cache.k, &cache.v]),
+    let (mut max_positions, mut table_stride, mut norm_epsilon) = (0, 0, 0f32);
+    let (tables, weights);
+    let appended = [token.k.tensor(), token.v.tensor(), &cache.k, &cache.v];
+    let form = match seen {
+        Seen::Appended => {
+            tensors.extend(appended);
+            DecodeForm::Appended
+        }
+        Seen::Rotated(rotation) => {
+            tensors.extend(appended);
+            if let Some(([q_weight, k_weight], epsilon)) = rotation.norm {
+                operands!(NAME,
+                    q_weight: BF16[shape.head_dim] aligned,
+                    k_weight: BF16[shape.head_dim] aligned,
+                );
+                weights = [q_weight, k_weight];
+                tensors.extend(&weights);
+                norm_epsilon = epsilon;
+            }
+            tables = RotaryTables::of(NAME, rotation.tables, shape.head_dim)?;
+            (max_positions, table_stride) = (tables.max_positions, tables.stride);
+            tensors.extend([&tables.cos, &tables.sin]);
+            DecodeForm::rotated(rotation.norm.is_some())
+        }
+        Seen::Cached => {
+            tensors.extend([&cache.k, &cache.v]);
+            DecodeForm::Cached
+        }
         Seen::Chosen { chosen, block_size } => {
             [_, heads.num_kv_heads, num_chosen] = chosen.dims(NAME, "chosen")?;
             select_size = block_size;
             operands!(only NAME, chosen: I32[shape.batch, heads.num_kv_heads, num_chosen] contiguous);
             require_non_empty(NAME, "chosen", num_chosen)?;
             tensors.extend([&cache.k, &cache.v, chosen]);
+            DecodeForm::Chosen
         }
-    }
+    };
     scratch.require(NAME, &heads)?;
     tensors.extend([length, &o, &scratch.partials, &scratch.counters]);
     let params = params!(AttentionDecodeParams {
@@ -170,20 +225,56 @@ fn launch(
         num_chosen,
         select_size,
         { num_dropped, num_first }: step,
+        max_positions,
+        table_stride,
+        epsilon: norm_epsilon,
     });
-    let kernel = attention_decode_kernel(scratch.tiling, is_appended, num_chosen > 0);
+    let kernel = attention_decode_kernel(scratch.tiling, form);
     // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to the capacity; writes every element
     // of o and, when appending, row `length` of the caches.
     unsafe { kernel.launch(scratch.grid(), &tensors, &params) }?;
     Ok(o)
 }
 
-/// The specialisation for a tiling, with the token appended to the cache or not, over all keys or over chosen blocks.
-pub(crate) fn attention_decode_kernel(tiling: DecodeTiling, is_appended: bool, is_chosen: bool) -> SourceKernel {
+/// The keys that a specialisation of the kernel reads, and what it does to the token first.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum DecodeForm {
+    /// The keys of a cache, which the token does not join.
+    Cached,
+    /// Chosen blocks of a cache.
+    Chosen,
+    /// A cache that the token joins.
+    Appended,
+    /// A cache that the token joins after its rotation.
+    Rotated,
+    /// A cache that the token joins after norms of its heads and its rotation.
+    NormedRotated,
+}
+
+impl DecodeForm {
+    /// The forms without a rotation.
+    pub(crate) const PLAIN: [Self; 3] = [Self::Cached, Self::Appended, Self::Chosen];
+
+    /// The form that rotates, with or without norms of the heads.
+    pub(crate) const fn rotated(has_norm: bool) -> Self {
+        if has_norm { Self::NormedRotated } else { Self::Rotated }
+    }
+}
+
+/// The specialisation for a tiling and a form.
+pub(crate) fn attention_decode_kernel(tiling: DecodeTiling, form: DecodeForm) -> SourceKernel {
+    let [append, chosen, rotate] = match form {
+        DecodeForm::Cached => [0, 0, 0],
+        DecodeForm::Chosen => [0, 1, 0],
+        DecodeForm::Appended => [1, 0, 0],
+        DecodeForm::Rotated => [1, 0, 1],
+        DecodeForm::NormedRotated => [1, 0, 2],
+    };
     tiling
         .kernel(SourceKernel::new(NAME))
-        .define("APPEND", u8::from(is_appended))
-        .define("CHOSEN", u8::from(is_chosen))
+        .define("APPEND", append)
+        .define("CHOSEN", chosen)
+        .define("ROTATE", rotate)
         .starts_early()
 }
 

@@ -1,11 +1,11 @@
 //! The kernels of each part of attention, and of all parts of a model's attention.
 use super::NeededKernels;
 use crate::attention::{
-    AttentionShape, BackwardTiling, DecodeTiling, HopperTiling, KeySource, QueryPass, QueryTiling, SparseKeyReads,
-    attention_backward_convert_kernel, attention_backward_join_kernel, attention_backward_prepare_kernel,
-    attention_decode_kernel, bias_base_kernel, has_hopper_form, head_by_head, hopper_attention_backward_prepare_kernel,
-    hopper_backward_kernel, hopper_sparse_attention_forward_kernel, sharing, sparse_attention_forward_kernel,
-    sparse_attention_tiling,
+    AttentionShape, BackwardTiling, DecodeForm, DecodeTiling, HopperTiling, KeySource, QueryPass, QueryTiling,
+    SparseKeyReads, attention_backward_convert_kernel, attention_backward_join_kernel,
+    attention_backward_prepare_kernel, attention_decode_kernel, bias_base_kernel, has_hopper_form, head_by_head,
+    hopper_attention_backward_prepare_kernel, hopper_backward_kernel, hopper_sparse_attention_forward_kernel, sharing,
+    sparse_attention_forward_kernel, sparse_attention_tiling,
 };
 use crate::dma::{
     DMA_LAST_KEPT, ScoreBias, dma_attention_backward_convert_kernel, dma_border_keys_kernels, dma_decode_kernel,
@@ -234,10 +234,12 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
         Part::Decode => match needs.keys {
             NeededKeys::Neighbours => {
                 let tiling = DecodeTiling::new([head_dim, head_dim_v], shared_bytes);
-                list.extend_kernels(
-                    [[false, false], [true, false], [false, true]]
-                        .map(|[append, chosen]| attention_decode_kernel(tiling, append, chosen)),
-                );
+                list.extend_kernels(DecodeForm::PLAIN.map(|form| attention_decode_kernel(tiling, form)));
+                // Latent attention, whose heads of values are narrower, rotates in a kernel of its own.
+                if head_dim == head_dim_v {
+                    let rotated = [true, false].map(DecodeForm::rotated);
+                    list.extend_kernels(rotated.map(|form| attention_decode_kernel(tiling, form)));
+                }
             }
             NeededKeys::Chosen(bias) => {
                 let tiling = DecodeTiling::new([head_dim, head_dim_v], shared_bytes);

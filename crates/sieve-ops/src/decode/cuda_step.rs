@@ -16,7 +16,7 @@ use sieve_kernels::step::{
 use sieve_kernels::{
     AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, LatentToken,
     MatmulOutput, MlaNorm, MlaPack, NsaToken, PooledStep, PositionOrigin, Product, Qkv, Recency, SelectorStep,
-    StepGraph, StepInputs, StepPositions, StepTape, ToBurn, device_of, kernel_tensor, matmul, nsa_gates,
+    StepGraph, StepInputs, StepPositions, StepTape, ToBurn, TokenRotation, device_of, kernel_tensor, matmul, nsa_gates,
     require_chosen_decode,
 };
 
@@ -346,8 +346,12 @@ impl Layer<'_> {
     ) -> Result<CudaTensor, KernelError> {
         let (spec, batch, length) = (self.attention.spec, self.batch(), self.length()?);
         let (num_heads, num_kv_heads, scale) = (spec.num_heads, spec.num_kv_heads, spec.softmax_scale as f32);
-        if let TokenCache::Latents(latents, scales) = cache {
-            return self.attend_latents(normed, qkv, latents, scales.as_deref_mut());
+        match cache {
+            TokenCache::Latents(latents, scales) => {
+                return self.attend_latents(normed, qkv, latents, scales.as_deref_mut());
+            }
+            TokenCache::Recent(keys) => return self.attend_recent(qkv, keys, scratch),
+            _ => {}
         }
         let qk_norm = self.attention.qk_norm.as_ref();
         let qkv_rotated = self.rotated(qkv, qk_norm, &self.inputs.position, num_kv_heads)?;
@@ -355,10 +359,6 @@ impl Layer<'_> {
         let shape = token.shape(NAME)?;
         let step = |max_length| DecodeStep::new(max_length, scale);
         let o = match (cache, &self.attention.dma) {
-            (TokenCache::Recent(keys), _) => {
-                let (step, kv, seen) = self.recent(keys);
-                kv.attention_decode(&token, &length, step, &scratch_of(scratch, &kv.k, shape, seen)?)?
-            }
             (TokenCache::Slots(cache), dma) => {
                 let (window, slots) = (cache.window.keep_window_size, slots_of(cache));
                 let buffers = scratch_of(scratch, &slots.kv.k, shape, window)?;
@@ -472,7 +472,7 @@ impl Layer<'_> {
                 let logits = project(normed, &self.noted(&weights.gate), Epilogue::Stored)?;
                 nsa_gates(branches.each_ref(), &logits, &self.f32s(&weights.gate_bias))?
             }
-            (TokenCache::Latents(..), _) => unreachable!("taken above"),
+            (TokenCache::Latents(..) | TokenCache::Recent(_), _) => unreachable!("taken above"),
         };
         o.reshaped(NAME, "o", &[batch, 1, num_heads * shape.head_dim])
     }
@@ -486,6 +486,31 @@ impl Layer<'_> {
             ..DecodeStep::new(len, self.attention.spec.softmax_scale as f32)
         };
         (step, self.cache(keys), window.unwrap_or(len + 1).min(len + 1))
+    }
+
+    /// Attention over all cached keys or a window, from the packed projection `qkv` on: one launch rotates the token,
+    /// adds it to the cache and attends.
+    fn attend_recent(
+        &self,
+        qkv: &CudaTensor,
+        keys: &mut KeyCache<Cuda>,
+        scratch: &mut Scratch,
+    ) -> Result<CudaTensor, KernelError> {
+        let (spec, norm) = (self.attention.spec, self.attention.qk_norm.as_ref());
+        let heads = spec.num_heads + 2 * spec.num_kv_heads;
+        let head_dim = qkv.num_elements() / (self.batch() * heads);
+        let qkv = qkv.reshaped(NAME, "qkv", &[self.batch(), 1, heads, head_dim])?;
+        let token = Qkv::packed(&qkv, spec.num_heads, spec.num_kv_heads);
+        let weights = norm.map(|norm| [&norm.q_weight, &norm.k_weight].map(|w| self.noted(w)));
+        let weights = weights.as_ref().map(|weights| weights.each_ref());
+        let rotation = TokenRotation {
+            norm: weights.zip(norm.map(|norm| norm.epsilon as f32)),
+            tables: self.tables,
+        };
+        let (step, kv, seen) = self.recent(keys);
+        let buffers = scratch_of(scratch, &kv.k, token.shape(NAME)?, seen)?;
+        let o = kv.attention_decode_rotated(&token, rotation, &self.length()?, step, &buffers)?;
+        o.reshaped(NAME, "o", &[self.batch(), 1, spec.num_heads * head_dim])
     }
 
     /// NSA's selected branch of a token whose window branch is `token`.
