@@ -5,7 +5,12 @@
 Run from the repository's root. The text is that of tests/python/crates.lock (make_corpus.py --from). A run that has its
 last validation is not run again; one that was cut off, by --seconds for example, goes on from its last checkpoint.
 With --evaluate `sieve eval` then reads each trained model: loss by position and on words last used far back, or
-needles. Needs nothing but Python.
+needles. The shares of needles found at each length and depth are printed as a second table and kept in
+OUT/needle_depth.jsonl, which --draw draws:
+
+    python3 tests/python/learning_table.py --out docs --recall-length 4096 --draw docs/needle_depth.svg
+
+Needs nothing but Python.
 """
 
 import argparse
@@ -16,7 +21,7 @@ import statistics
 import time
 
 from needle_corpus import document
-from runs import metrics, num_steps, on_devices, prepare, trained
+from runs import finished, metrics, num_steps, on_devices, prepare, trained
 
 SLOPE = ["attention.bias=linear", "attention.recency=slope"]
 PUBLISHED = ["attention.bias=exp", "attention.recency=none", "attention.local_window_size=0"]
@@ -217,10 +222,79 @@ def evaluation(kind, folder):
     return "; needles " + ", ".join(counts)
 
 
-def train(job, runs, arguments, out):
+def folder_of(job, arguments, out):
     kind, name, seed = job
     label = f"recall-{arguments.recall_length}" if kind == "recall" else kind
-    folder = out / f"{label}-{name.replace(' ', '-').replace(',', '')}-{seed}"
+    return out / f"{label}-{name.replace(' ', '-').replace(',', '')}-{seed}"
+
+
+def needles_by_depth(jobs, arguments, out):
+    """The lines of OUT/needle_depth.jsonl, one a model and length, with those of newly evaluated models."""
+    path, key = out / "needle_depth.jsonl", ("trained", "length", "attention", "seed")
+    rows = finished(path, key)
+    for job in jobs:
+        report = pathlib.Path(f"{folder_of(job, arguments, out)}.eval.json")
+        if job[0] != "recall" or not report.exists():
+            continue
+        cells = json.loads(report.read_text())["methods"][0]["cells"]
+        for length in sorted({cell["length"] for cell in cells}):
+            here = [cell for cell in cells if cell["length"] == length]
+            row = {"trained": arguments.recall_length, "length": length, "attention": job[1], "seed": job[2],
+                   "needles": here[0]["num_needles"], "depths": [round(cell["depth"]) for cell in here],
+                   "found": [cell["num_found"] for cell in here]}
+            rows[tuple(row[name] for name in key)] = row
+    if rows:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
+    return [row for row in rows.values() if row["trained"] == arguments.recall_length]
+
+
+def depth_table(rows):
+    """Share found in each third of the text, over all seeds. Depth 100 lies right before the question."""
+    lengths = sorted({row["length"] for row in rows})
+    print("| found in %, depth 0 to 33, 34 to 66, 67 to 100 % | " + " | ".join(map(str, lengths)) + " |")
+    print("|---|" + "---|" * len(lengths))
+    for name in dict.fromkeys(row["attention"] for row in rows):
+        texts = []
+        for length in lengths:
+            mine = [row for row in rows if (row["attention"], row["length"]) == (name, length)]
+            pairs = [(depth, 100 * found / row["needles"]) for row in mine
+                     for depth, found in zip(row["depths"], row["found"])]
+            thirds = [[share for depth, share in pairs if low <= depth < low + 33.5] for low in (0, 33.5, 67)]
+            texts.append(", ".join(f"{statistics.mean(third):.0f}" for third in thirds if third))
+        print(f"| {name} | " + " | ".join(texts) + " |")
+
+
+def drawn(rows):
+    """SVG with a heat map for each length: attention down, depth across, colour and number the share found in %."""
+    cell, left, top = 26, 250, 44
+    names, lengths = (list(dict.fromkeys(row[key] for row in rows)) for key in ("attention", "length"))
+    text = lambda x, y, words, more="": f'<text x="{x}" y="{y}" {more}>{words}</text>'
+    wide = max(len(row["depths"]) for row in rows) * cell + 16
+    width, height = left + wide * len(lengths), top + cell * len(names) + 40
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+             f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11" text-anchor="middle">',
+             '<rect width="100%" height="100%" fill="white"/>']
+    parts += [text(left - 8, top + cell * at + 17, name, 'text-anchor="end"') for at, name in enumerate(names)]
+    for column, length in enumerate(sorted(lengths)):
+        at_length, times = left + wide * column, length / rows[0]["trained"]
+        title = f"{length} tokens, {times:g} times the trained length"
+        parts.append(text(at_length, 20, title, 'text-anchor="start" font-weight="bold"'))
+        parts.append(text(at_length + wide / 2, height - 14, "depth of the needle, % of the text before it"))
+        for at, name in enumerate(names):
+            mine = [row for row in rows if (row["attention"], row["length"]) == (name, length)]
+            for place, depth in enumerate(mine[0]["depths"] if mine else []):
+                share = statistics.mean(row["found"][place] / row["needles"] for row in mine)
+                x, y = at_length + cell * place, top + cell * at
+                colour = ",".join(f"{250 - fall * share:.0f}" for fall in (220, 145, 80))
+                parts.append(f'<rect x="{x}" y="{y}" width="{cell - 1}" height="{cell - 1}" fill="rgb({colour})"/>')
+                parts.append(text(x + cell / 2, y + 17, f"{100 * share:.0f}", 'fill="white"' if share > 0.5 else ""))
+                parts += [text(x + cell / 2, top - 6, depth)] if at == 0 else []
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def train(job, runs, arguments, out):
+    kind, name, seed = job
+    folder = folder_of(job, arguments, out)
     recipe, settings = base(kind, arguments, out)
     settings = settings + [f"training.seed={seed}"] + ROWS[kind][name] + arguments.set
     recipe = recipe_of(name, recipe, num_steps(settings), out)
@@ -241,32 +315,7 @@ def train(job, runs, arguments, out):
     return line(kind, f"{name}, seed {seed}", folder)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sieve", required=True, help="the program")
-    parser.add_argument("--text", required=True, type=pathlib.Path, help="crates.jsonl")
-    parser.add_argument("--out", required=True, type=pathlib.Path, help="folder of the runs")
-    parser.add_argument("--sets", nargs="+", default=list(ROWS), choices=list(ROWS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--steps", type=int, default=1600, help="of the 80M runs; restated numbers: 2.5 times as many")
-    parser.add_argument("--rows", nargs="+", metavar="SET/NAME/SEED", help="these rows alone, in this order")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for every row")
-    parser.add_argument("--recall-length", type=int, default=1024, help="tokens of the set recall's rows, 1024 or more")
-    parser.add_argument("--needle-lengths", nargs="+", type=int, default=[512, 1024], help="of the set recall")
-    parser.add_argument("--evaluate", action="store_true", help="read each trained model with sieve eval")
-    parser.add_argument("--seconds", type=float, default=1e6, help="stop after this time; the next call goes on")
-    parser.add_argument("--devices", nargs="+", default=["cuda:0"], help="one process each: cuda:0 cuda:1 …, or cpu")
-    arguments = parser.parse_args()
-    arguments.deadline = time.monotonic() + arguments.seconds
-    arguments.text = arguments.text.resolve()
-    out = arguments.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    jobs = [(kind, name, seed) for kind in arguments.sets for seed in arguments.seeds for name in ROWS[kind]]
-    if arguments.rows:
-        jobs = [(kind, name, int(seed)) for kind, name, seed in (row.split("/") for row in arguments.rows)]
-        unknown = [f"{kind}/{name}" for kind, name, _ in jobs if name not in ROWS.get(kind, {})]
-        if unknown:
-            parser.error(f"no such row: {', '.join(unknown)}")
+def train_all(jobs, arguments, out):
     kinds = {kind for kind, _, _ in jobs}
     facts = out / f"facts-{arguments.recall_length}.jsonl"
     if "recall" in kinds and not facts.exists():
@@ -280,6 +329,42 @@ def main():
 
     for kind, name, seed in on_devices(jobs, arguments, out, work):
         print(f"{kind:7} {name}, seed {seed}: not run")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sieve", help="the program; without it nothing is trained")
+    parser.add_argument("--text", type=pathlib.Path, default="data/crates.jsonl", help="of every set but recall")
+    parser.add_argument("--out", required=True, type=pathlib.Path, help="folder of the runs")
+    parser.add_argument("--sets", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--steps", type=int, default=1600, help="of the 80M runs; restated numbers: 2.5 times as many")
+    parser.add_argument("--rows", nargs="+", metavar="SET/NAME/SEED", help="these rows alone, in this order")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for every row")
+    parser.add_argument("--recall-length", type=int, default=1024, help="tokens of the set recall's rows, 1024 or more")
+    parser.add_argument("--needle-lengths", nargs="+", type=int, default=[512, 1024], help="of the set recall")
+    parser.add_argument("--evaluate", action="store_true", help="read each trained model with sieve eval")
+    parser.add_argument("--draw", type=pathlib.Path, help="an SVG of needles found by length and depth")
+    parser.add_argument("--seconds", type=float, default=1e6, help="stop after this time; the next call goes on")
+    parser.add_argument("--devices", nargs="+", default=["cuda:0"], help="one process each: cuda:0 cuda:1 …, or cpu")
+    arguments = parser.parse_args()
+    arguments.deadline = time.monotonic() + arguments.seconds
+    arguments.text = arguments.text.resolve()
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    jobs = [(kind, name, seed) for kind in arguments.sets for seed in arguments.seeds for name in ROWS[kind]]
+    if arguments.rows:
+        jobs = [(kind, name, int(seed)) for kind, name, seed in (row.split("/") for row in arguments.rows)]
+        unknown = [f"{kind}/{name}" for kind, name, _ in jobs if name not in ROWS.get(kind, {})]
+        if unknown:
+            parser.error(f"no such row: {', '.join(unknown)}")
+    if arguments.sieve:
+        train_all(jobs, arguments, out)
+    rows = needles_by_depth(jobs, arguments, out)
+    if rows:
+        depth_table(rows)
+    if rows and arguments.draw:
+        arguments.draw.write_text(drawn(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":
