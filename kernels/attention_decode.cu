@@ -13,9 +13,9 @@
 //            chosen i32 [batch, num_kv_heads, num_chosen]: blocks of select_size keys, ascending, then -1; with CHOSEN,
 //            num_kv_heads counts choosers, and the caches have cache_heads of them; q_weight, k_weight bf16 [HEAD_DIM];
 //            cos, sin f32 [max_positions, HEAD_DIM / 2], rows table_stride apart (a multiple of 4), a position past
-//            them takes the last row; o bf16 [batch, num_heads, HEAD_DIM_V]; partials f32 [batch, num_heads, num_splits,
-//            HEAD_DIM_V + 2] (any content, unused and of any size when num_splits = 1); counters u32 [batch,
-//            num_kv_heads], zero before the first launch, zero again after each
+//            them takes the last row; o bf16 [batch, num_heads, HEAD_DIM_V]; partials f32 [batch, num_heads,
+//            num_splits, HEAD_DIM_V + 2] (any content, unused and of any size when num_splits = 1); counters u32
+//            [batch, num_kv_heads], zero before the first launch, zero again after each
 // Buffers    q, k_new, v_new, k_cache, v_cache, chosen, q_weight, k_weight, cos, sin, length, o, partials, counters;
 //            APPEND=0: without k_new and v_new; CHOSEN=0: without chosen; ROTATE=0: without the weights, cos and sin,
 //            ROTATE=1: without the weights
@@ -172,7 +172,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
 #if ROTATE == 2
     x = normed(x, factors.columns(), f32_word(params.epsilon));
 #endif
-    if (holds) store_head(is_key ? rotated_key : (bf16*)(shared_bytes + row * Decode::K_PITCH), column, rotated(x, angles));
+    bf16* to = is_key ? rotated_key : (bf16*)(shared_bytes + row * Decode::K_PITCH);
+    if (holds) store_head(to, column, rotated(x, angles));
   }
   Decode::load_q(shared_bytes + num_rows * Decode::K_PITCH, token_q, 0, DECODE_ROWS - num_rows);
 #else

@@ -90,8 +90,8 @@ impl KvCache {
         launch(token, self, length, step, scratch, Seen::Appended)
     }
 
-    /// [`attention_decode`](Self::attention_decode) of a token whose queries and key `rotation` is yet to be applied to.
-    /// The cache gets the rotated key.
+    /// [`attention_decode`](Self::attention_decode) of a token whose queries and key are not rotated yet. The cache
+    /// gets the rotated key.
     ///
     /// # Errors
     /// Types or sizes that do not fit, a full cache.
