@@ -7,8 +7,14 @@ Run from the repository's root. Each run trains recipes/mqar_mha.toml with one k
 tokens with LENGTH / 16 pairs, and easier kinds of samples beside them, then `sieve eval mqar` asks 200 unseen samples.
 A window, DMA's slots and what NSA, InfLLM-V2, MoBA and MSA (without its warm-up) read are a quarter of the length.
 OUT/mqar.jsonl gets a line for each finished run; runs that have one are not repeated, so a call that was cut off
-resumes. A device named twice takes two runs at a time. The table has the mean over the seeds, and every seed. Needs
-nothing but Python.
+resumes. A device named twice takes two runs at a time. The table has the mean over the seeds, and every seed.
+
+    python3 tests/python/mqar_figure.py --sieve target/release/sieve --out OUT --hard 12000 --seeds 0 1 2 \\
+      --kinds "DMA as published" --devices cuda:0 cuda:0 cuda:0
+
+trains the hard form instead: 2048 tokens, 512 pairs, recipes/mqar_hard_*.toml, whose learning rate decays over the
+steps of --hard. After each eighth of them `sieve eval mqar` asks 100 unseen samples, and OUT/mqar_hard.jsonl gets a
+line; a run that answers 99 % ends there. Needs nothing but Python.
 """
 
 import argparse
@@ -18,7 +24,7 @@ import shutil
 import statistics
 import time
 
-from runs import add_arguments, chart, finished, parsed, train_missing
+from runs import add_arguments, chart, finished, parsed, train, train_missing
 
 LENGTHS, WIDTHS = [64, 256, 1024, 2048], [64, 128, 256]
 RATES = {64: 3e-3, 128: 2e-3, 256: 1e-3}
@@ -68,6 +74,11 @@ KINDS = {
 }
 
 
+# Kind: the end of the name of its recipe of the hard form.
+HARD = {"dense": "mha", "window": "swa", "NSA": "nsa", "DMA as published": "dma", "InfLLM-V2": "infllm_v2",
+        "MoBA": "moba", "MSA": "msa"}
+
+
 def settings(kind, length, width, seed, steps):
     """Keys of one run. Two thirds of the rows hold easier samples: shorter ones, or of a small vocabulary."""
     lengths = [size for size in (64, 256, 1024, 2048) if size <= length]
@@ -86,9 +97,59 @@ def settings(kind, length, width, seed, steps):
         f"model.max_position_embeddings={row}", f"model.hidden_size={width}", f"model.intermediate_size={3 * width}",
         f"model.num_attention_heads={heads}", f"model.num_key_value_heads={heads}", f"model.head_dim=64",
         f"model.initializer_range={0.1 if width == 64 else 0.06}", f"optimizer.lr={RATES[width]}",
-        f"training.steps={steps}", f"lr_scheduler.warmup_steps={max(steps // 40, 1)}", f"checkpoint.interval={steps}", f"validation.interval={steps}",
-        f"training.seed={seed}", *KINDS[kind](length // 4, width),
+        f"training.steps={steps}", f"lr_scheduler.warmup_steps={max(steps // 40, 1)}", f"checkpoint.interval={steps}",
+        f"validation.interval={steps}", f"training.seed={seed}", *KINDS[kind](length // 4, width),
     ]
+
+
+def next_parts(rows, arguments):
+    """The next eighth of each run of the hard form that has steps left and does not answer 99 % yet."""
+    jobs = []
+    for seed in arguments.seeds:
+        for kind in [kind for kind in arguments.kinds if kind in HARD]:
+            answered = of_run(rows, kind, seed, arguments.hard)
+            step = max(answered, default=0)
+            if step < arguments.hard and max(answered.values(), default=0) < 0.99:
+                jobs.append((kind, seed, arguments.hard, min(step + max(arguments.hard // 8, 1), arguments.hard)))
+    return jobs
+
+
+def of_run(rows, kind, seed, steps):
+    """Share of right answers by step."""
+    return {key[3]: row["accuracy"] for key, row in sorted(rows.items()) if key[:3] == (kind, seed, steps)}
+
+
+def run_part(job, runs, arguments):
+    """Trains a run of the hard form up to a step; the line of its answers, or None."""
+    kind, seed, steps, step = job
+    folder = arguments.out / f"hard-{kind.replace(' ', '-')}-{steps}-{seed}"
+    saved = [int(path.name[5:]) for path in folder.glob("checkpoint/step-*") if path.name[5:].isdigit()]
+    if not saved:
+        shutil.rmtree(folder, ignore_errors=True)
+    keys = [f"training.steps={steps}", f"training.seed={seed}", "training.deterministic=false",
+            f"checkpoint.interval={steps}", f"validation.interval={steps}", *arguments.set]
+    with open(f"{folder}.log", "a", encoding="utf-8") as log, open(f"{folder}.json", "w+", encoding="utf-8") as report:
+        command = [arguments.sieve, "train", "--recipe", f"recipes/mqar_hard_{HARD[kind]}.toml", "--out", str(folder),
+                   "--resume=auto", "--stop-after", str(step - max(saved, default=0))]
+        command += [part for key in keys for part in ("--set", key)]
+        if max(saved, default=0) < step and runs.run(command, log, log) != 0:
+            return None
+        command = [arguments.sieve, "eval", "mqar", "--checkpoint", str(folder / f"checkpoint/step-{step}"), "--kinds",
+                   "2048:512", "--samples", str(arguments.samples), "--json"]
+        if runs.run(command, report, log) != 0:
+            return None
+        report.seek(0)
+        accuracy = json.load(report)["kinds"][0]["accuracy"]
+    return {"kind": kind, "seed": seed, "steps": steps, "step": step, "accuracy": accuracy}
+
+
+def hard_table(rows):
+    print("| attention | seed | share of right answers in %, by step | 99 % |\n|---|---|---|---|")
+    for kind, seed, steps in sorted({key[:3] for key in rows}):
+        answered = of_run(rows, kind, seed, steps)
+        reached = [f"step {step}" for step, share in answered.items() if share >= 0.99] or ["not reached"]
+        shares = ", ".join(f"{step}: {100 * share:.1f}" for step, share in answered.items())
+        print(f"| {kind} | {seed} | {shares} (of {steps}) | {reached[0]} |")
 
 
 def run(job, runs, arguments, out):
@@ -100,7 +161,8 @@ def run(job, runs, arguments, out):
     with open(f"{folder}.log", "a", encoding="utf-8") as log:
         command = [arguments.sieve, "train", "--recipe", "recipes/mqar_mha.toml", "--out", str(folder)]
         steps = arguments.steps[LENGTHS.index(length)]
-        command += [part for key in settings(kind, length, width, seed, steps) for part in ("--set", key)]
+        keys = settings(kind, length, width, seed, steps) + arguments.set
+        command += [part for key in keys for part in ("--set", key)]
         if runs.run(command, log, log) != 0:
             return None
         seconds = time.monotonic() - began
@@ -151,7 +213,17 @@ def main():
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS, choices=WIDTHS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--steps", nargs=4, type=int, default=[6000] * 4, help="of 8192 tokens, for each of the lengths")
+    parser.add_argument("--hard", type=int, metavar="STEPS", help="train and print the hard form, so many steps")
+    parser.add_argument("--samples", type=int, default=100, help="of the hard form that are asked")
     arguments = parsed(parser)
+    if arguments.hard:
+        path = arguments.out / "mqar_hard.jsonl"
+        rows = finished(path, ("kind", "seed", "steps", "step"))
+        if arguments.sieve:
+            run_job = lambda job, runs: run_part(job, runs, arguments)
+            train(lambda rows: next_parts(rows, arguments), run_job, arguments, path, rows)
+        hard_table(rows)
+        return
     path = arguments.out / "mqar.jsonl"
     rows = finished(path, ("kind", "length", "width", "seed"))
     jobs = [(kind, length, width, seed) for length in arguments.lengths for seed in arguments.seeds

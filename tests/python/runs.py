@@ -63,7 +63,7 @@ def add_arguments(parser, lines, reads_text=True, draws=True):
     """The arguments of every script here; `lines` is the name of its file of finished runs."""
     if reads_text:
         parser.add_argument("--text", type=pathlib.Path, help="crates.jsonl")
-        parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for every run")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for every run")
     parser.add_argument("--sieve", help="the program; without it nothing is trained")
     parser.add_argument("--out", required=True, type=pathlib.Path, help=f"folder of the runs and of {lines}")
     parser.add_argument("--seconds", type=float, default=1e6, help="stop after this time; the next call resumes")
