@@ -121,16 +121,19 @@ def table(rows, arguments):
 
 
 def drawn(rows, arguments):
-    """Training loss over minutes (the first seed), and the last validation losses."""
+    """Training loss over minutes and over tokens (the first seed), and the last validation losses."""
     found = chosen(rows, arguments)
     ends = sorted(found, key=lambda kind: statistics.mean(row["loss"] for row in found[kind]))
-    over_minutes = lambda key: {kind: [(seconds / 60, [value]) for seconds, value in runs[0][key][2:]]
-                                for kind, runs in found.items() if key in runs[0]}
-    minutes = "minutes, logarithmic"
-    panels = [(f"training loss, rows of {arguments.length}", over_minutes("curve"), None, minutes),
+    over = lambda key, last: {kind: [(last(runs[0]) * seconds / runs[0]["seconds"], [value])
+                                     for seconds, value in runs[0][key][2:]]
+                              for kind, runs in found.items() if key in runs[0]}
+    over_minutes = lambda key: over(key, lambda row: row["seconds"] / 60)
+    title, minutes = f"training loss, rows of {arguments.length}", "minutes of training"
+    panels = [(title, over_minutes("curve"), "linear", minutes),
+              (title, over("curve", lambda row: row["tokens"] / 1e6), "linear", "millions of tokens"),
               (f"validation loss after {arguments.minutes:g} minutes",
                {kind: [(kind, [row["loss"] for row in found[kind]])] for kind in ends}, ends, "a dot a seed")]
-    panels += [(title, over_minutes(key), None, minutes) for key, title in INDEXER.items() if over_minutes(key)]
+    panels += [(title, over_minutes(key), "linear", minutes) for key, title in INDEXER.items() if over_minutes(key)]
     return chart(panels, list(found))
 
 

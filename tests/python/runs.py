@@ -157,23 +157,31 @@ def train(wanted, run, arguments, path, rows):
     on_devices(arguments.devices, arguments, arguments.out, work)
 
 
+def round_numbers(low, high):
+    """Two to six multiples of 1, 2 or 5 times a power of ten between two values."""
+    size = 10 ** math.floor(math.log10(max(high - low, 1e-9) / 5))
+    step = next(size * factor for factor in (1, 2, 5, 10) if high - low <= 5 * size * factor)
+    return [step * count for count in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
 def panel(at, title, series, names, columns=None, below="", number="{:.2f}"):
     """One set of axes: `series[name]` is a list of (x, values), drawn as a line through the means and a dot a value.
-    `columns` are the values of x at equal distances; without them x is a logarithmic axis."""
+    `columns` are the values of x at equal distances, "linear" is an axis of numbers; without either x is logarithmic."""
     found = {name: points for name, points in series.items() if points}
     values = [value for points in found.values() for _, ys in points for value in ys]
     low, high = (min(values), max(values)) if values else (0, 1)
     up = lambda y: TOP + (high - y) / max(high - low, 1e-9) * (HEIGHT - TOP - BOTTOM)
-    xs = columns or [math.log(x) for points in found.values() for x, _ in points] or [0, 1]
-    share = lambda x: columns.index(x) / max(len(columns) - 1, 1) if columns else (
-        (math.log(x) - min(xs)) / max(max(xs) - min(xs), 1e-9))
+    given = columns if isinstance(columns, list) else [x for points in found.values() for x, _ in points]
+    scale = columns.index if isinstance(columns, list) else float if columns else math.log
+    xs = [scale(x) for x in given] or [0, 1]
+    share = lambda x: (scale(x) - min(xs)) / max(max(xs) - min(xs), 1e-9)
     across = lambda x: at + LEFT + 14 + share(x) * (PANEL - LEFT - 42)
     parts = [f'<text x="{at + LEFT}" y="18" font-weight="bold">{title}</text>']
-    for tick in range(5):
-        y = low + (high - low) * tick / 4
+    for y in round_numbers(low, high):
         parts.append(f'<line x1="{at + LEFT}" x2="{at + PANEL - 14}" y1="{up(y):.1f}" y2="{up(y):.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{at + LEFT - 6}" y="{up(y) + 4:.1f}" text-anchor="end">{number.format(y)}</text>')
-    marked = columns or sorted({x for points in found.values() for x, _ in points})
+    marked = round_numbers(min(xs), max(xs)) if columns == "linear" else (
+        columns or sorted(set(given)))
     # Names as columns need no label: the legend has their colours. Of near numbers one is written.
     last = -math.inf
     for x in marked if not isinstance(marked[0] if marked else "", str) else []:
