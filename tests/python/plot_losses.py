@@ -4,13 +4,17 @@
 
 Lines are averages of what was logged in 50 steps, in 10 of a run shorter than 800; dots are validation losses, as the legend says. A line of several
 files (NAME=A+B) is their mean. With --speed each panel gets another one beside it: the last validation loss of each file against
-its tokens/s, the upper quartile of what was logged.
+its tokens/s, the upper quartile of what was logged. With --attention the panels show, over the steps of one group, what
+DMA keeps: its overlap with a window of as many keys, the age that 95 % of the kept keys are below, the share of keys
+that no query sees, and the loss.
 """
 
 import argparse
 import json
 import math
 import pathlib
+
+from runs import chart
 
 COLOURS = ["#1b6ca8", "#c0392b", "#2e8b57", "#b8860b", "#7d3c98", "#555555"]
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 448, 320, 58, 34, 40
@@ -106,10 +110,24 @@ def speed(at, title, runs):
     return out
 
 
+def kept_keys(runs):
+    """Panels of what the masks of DMA's layers keep, by step, a line a run."""
+    steps = {name: [row for row in rows_of(path) if row["kind"] == "step"] for name, path in runs}
+    panels = {
+        "overlap with an equally long window, %": lambda row: 100 - 100 * row["attention"]["beyond_window"],
+        "age that 95 % are below, tokens": lambda row: row["attention"]["late_key_age"],
+        "keys that no query sees, %": lambda row: 100 * row["attention"]["never_active"],
+        "training loss, nats": lambda row: row["loss"],
+    }
+    curves = lambda value: {name: [(row["step"], [value(row)]) for row in rows] for name, rows in steps.items()}
+    return chart([(title, curves(value), "linear", "step", "{:g}") for title, value in panels.items()], list(steps))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--speed", action="store_true", help="a panel of loss against tokens/s beside each")
+    parser.add_argument("--attention", action="store_true", help="what DMA keeps, in place of the losses")
     parser.add_argument("panels", nargs="+")
     args = parser.parse_args()
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * len(args.panels) * (1 + args.speed)} {HEIGHT}" font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>']
@@ -118,6 +136,9 @@ def main():
         if not colon or any("=" not in run for run in runs.split(",")):
             parser.error(f"{text!r}: a panel is TITLE: NAME=FILE,NAME=FILE…")
         at, runs = WIDTH * number * (1 + args.speed), [run.strip().split("=", 1) for run in runs.split(",")]
+        if args.attention:
+            args.out.write_text(kept_keys(runs))
+            return
         parts += panel(at, title.strip(), {name: read(path) for name, path in runs})
         parts += speed(at + WIDTH, title.strip(), runs) if args.speed else []
     args.out.write_text("\n".join([*parts, "</svg>", ""]))

@@ -186,8 +186,8 @@ def panel(at, title, series, names, columns=None, below="", number="{:.2f}"):
     last = -math.inf
     for x in marked if not isinstance(marked[0] if marked else "", str) else []:
         if across(x) - last > 34:
-            last = across(x)
-            parts.append(f'<text x="{last:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:.3g}</text>')
+            last, label = across(x), f"{x:.0f}" if x >= 1000 else f"{x:.3g}"
+            parts.append(f'<text x="{last:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{label}</text>')
     parts.append(f'<text x="{at + (PANEL + LEFT) / 2}" y="{HEIGHT - BOTTOM + 34}" text-anchor="middle">{below}</text>')
     for name, points in found.items():
         colour = COLOURS[names.index(name) % len(COLOURS)]
