@@ -14,7 +14,7 @@ use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
 use sieve_kernels::{
     Arrivals, AttentionNeeds, AttentionShape, DeviceReport, KernelFamilies, KernelPolicy, NeededKernels, NeededKeys,
-    ScoreBias, SumOrder,
+    ScoreBias, SourceKernel, SumOrder,
 };
 use sieve_ops::{Cuda, TrainBackend};
 use std::fmt;
@@ -382,7 +382,9 @@ pub fn short_check(
 fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = sparse::sparse_kernels(gpu);
     // Widths and groups do not depend on the numbers given here.
-    for &(head_dim, head_dim_v) in Extent::all(0, 0, 0).widths {
+    let widths = Extent::all(0, 0, 0).widths;
+    list.extend_kernels(rotations(widths));
+    for &(head_dim, head_dim_v) in widths {
         let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);
         let blocks = (head_dim == head_dim_v && [64, 128].contains(&head_dim)).then_some(NeededKeys::Blocks);
         for keys in [NeededKeys::Neighbours, exp, linear].into_iter().chain(blocks) {
@@ -397,6 +399,12 @@ fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
     list
 }
 
+/// The kernels that rotate whole rows, with which a token's rotation is compared.
+fn rotations(widths: &[(usize, usize)]) -> Vec<SourceKernel> {
+    let widths: Vec<usize> = widths.iter().map(|&(head_dim, _)| head_dim).collect();
+    NeededKernels::step_rarely(&widths, &[])
+}
+
 /// Every specialisation that ships or that the checks of all groups launch.
 fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = NeededKernels::shipped_for(&gpu.arch());
@@ -406,6 +414,7 @@ fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     list.extend(sparse::sparse_kernels(gpu));
     list.extend(nsa::nsa_check_kernels(gpu));
     list.extend_kernels(step::rare_kernels());
+    list.extend_kernels(rotations(widths));
     for &(head_dim, head_dim_v) in widths {
         for &group in groups {
             let shape = AttentionShape::new(1, 1, [group, 1], [head_dim, head_dim_v]);
