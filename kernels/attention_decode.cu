@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
     }
     HeadColumns x = words.columns();
 #if ROTATE == 2
-    x = normed(x, factors.columns(), f32_word(params.epsilon));
+    x = weighed(x, factors.columns(), inverse_rms(x, f32_word(params.epsilon)));
 #endif
     bf16* to = is_key ? rotated_key : (bf16*)(shared_bytes + row * Decode::K_PITCH);
     if (holds) store_head(to, column, rotated(x, angles));
@@ -193,9 +193,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
     const bool is_token = tile == num_tiles;
     const int num_valid = is_token ? 1 : valid(warp_begin + tile * Decode::SPLIT_KEYS);
 #if ROTATE
-    uint4* stage_k = (uint4*)(shared_bytes + stage_offset);
-    if (is_token && lane < HEAD_DIM / 8) stage_k[lane] = ((const uint4*)rotated_key)[lane];
-    __syncwarp();  // the rotated key has replaced the raw one
+    if (is_token) {
+      if (lane < HEAD_DIM / 8) ((uint4*)(shared_bytes + stage_offset))[lane] = ((const uint4*)rotated_key)[lane];
+      __syncwarp();  // the rotated key has replaced the raw one
+    }
 #endif
     decode.attend(shared_address(shared_bytes) + stage_offset, scale,
                   lane % DECODE_KEYS < num_valid ? 0.f : -INFINITY_F32);

@@ -82,7 +82,8 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
       if (base + i * HEADS_PER_WARP >= num_normed) break;
       HeadColumns x = words[i].columns();
 #if QK_NORM
-      x = normed(x, selected(head < num_heads, q_words, k_words).columns(), epsilon);
+      const float inverse = inverse_rms(x, epsilon);
+      x = weighed(x, selected(head < num_heads, q_words, k_words).columns(), inverse);
 #endif
       if (holds && head < num_normed) store_head(to + head * HEAD_DIM, column, rotated(x, angles));
     }

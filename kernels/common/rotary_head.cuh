@@ -67,6 +67,7 @@ DEVICE HeadColumns load_angles(const float* cos, const float* sin, i64 at) {
   return angles;
 }
 
+// Rotates the pairs (low[i], high[i]) by their angles.
 DEVICE HeadColumns rotated(const HeadColumns& x, const HeadColumns& angles) {
   HeadColumns y;
 #pragma unroll
@@ -88,10 +89,10 @@ DEVICE HeadColumns weighed(const HeadColumns& x, const HeadColumns& weight, floa
   return y;
 }
 
-// RMSNorm of a head (arXiv:1910.07467, eq. 4) from the columns of its GROUP lanes, which call together.
-DEVICE HeadColumns normed(const HeadColumns& x, const HeadColumns& weight, float epsilon) {
+// 1 / RMS of a head (arXiv:1910.07467, eq. 4) from the columns of its GROUP lanes, which call together.
+DEVICE float inverse_rms(const HeadColumns& x, float epsilon) {
   float squares = 0.f;
 #pragma unroll
   for (int i = 0; i < LANE_COLUMNS; i++) squares = fmaf(x.low[i], x.low[i], fmaf(x.high[i], x.high[i], squares));
-  return weighed(x, weight, 1.f / sqrtf(lanes_sum<GROUP>(squares) * (1.f / HEAD_DIM) + epsilon));
+  return 1.f / sqrtf(lanes_sum<GROUP>(squares) * (1.f / HEAD_DIM) + epsilon);
 }
