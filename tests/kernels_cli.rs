@@ -86,6 +86,7 @@ impl Written {
             num_heads,
             num_kv_heads,
             head_dim,
+            head_dim_v: head_dim,
             softmax_scale: self.metadata["scale"].parse().expect("a number"),
         };
         let call = AttentionCall {

@@ -339,12 +339,8 @@ impl Call {
         let keys = heads * widths[0];
         let call = AttentionCall {
             shape: sieve_cpu::AttentionShape {
-                batch,
-                seq_len,
-                num_heads: heads,
-                num_kv_heads: heads,
-                head_dim: widths[0],
                 softmax_scale: self.spec.softmax_scale as f32,
+                ..sieve_cpu::AttentionShape::new([batch, seq_len], [heads; 2], widths[0])
             },
             q: part(0, widths[0]),
             k: part(keys, widths[0]),

@@ -23,12 +23,8 @@ pub(crate) fn attention(case: &Case, rounding: Rounding) -> Reference {
     let has_bias = case.has_bias();
     let call = AttentionCall {
         shape: AttentionShape {
-            batch,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            head_dim,
             softmax_scale: case.scale,
+            ..AttentionShape::new([batch, seq_len], [num_heads, num_kv_heads], head_dim)
         },
         q: Heads::new(&case.q, num_heads, head_dim),
         k: Heads::new(&case.k, num_kv_heads, head_dim),

@@ -28,8 +28,10 @@ pub struct AttentionShape {
     pub num_heads: usize,
     /// Key and value heads.
     pub num_kv_heads: usize,
-    /// Width of a head.
+    /// Width of a query head and of a key head.
     pub head_dim: usize,
+    /// Width of a value head, at most `head_dim`.
+    pub head_dim_v: usize,
     /// Factor on `q . k`, usually `1 / sqrt(head_dim)`.
     pub softmax_scale: f32,
 }
@@ -88,7 +90,7 @@ impl<'a> ChosenBlocks<'a> {
 }
 
 impl AttentionShape {
-    /// Sizes of a call with the usual softmax scale, `1 / sqrt(head_dim)`.
+    /// Sizes of a call whose values are as wide as its keys, with the usual softmax scale, `1 / sqrt(head_dim)`.
     pub fn new([batch, seq_len]: [usize; 2], [num_heads, num_kv_heads]: [usize; 2], head_dim: usize) -> Self {
         Self {
             batch,
@@ -96,6 +98,7 @@ impl AttentionShape {
             num_heads,
             num_kv_heads,
             head_dim,
+            head_dim_v: head_dim,
             softmax_scale: 1.0 / (head_dim as f32).sqrt(),
         }
     }
@@ -107,22 +110,19 @@ impl AttentionShape {
 
     /// Elements of one token in the packed tensor.
     pub fn token_len(&self) -> usize {
-        (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * self.head_dim_v
     }
 
     /// These sizes with values of width `head_dim_v` instead of `head_dim`, which latent attention needs.
     ///
     /// # Panics
     /// Unless `0 < head_dim_v <= head_dim`.
-    pub fn with_value_width(self, head_dim_v: usize) -> PackedShape {
+    pub fn with_value_width(self, head_dim_v: usize) -> Self {
         assert!(
             0 < head_dim_v && head_dim_v <= self.head_dim,
             "attention: head_dim_v must be in 1..=head_dim"
         );
-        PackedShape {
-            shape: self,
-            head_dim_v,
-        }
+        Self { head_dim_v, ..self }
     }
 
     fn check(&self, documents: Documents<'_>, mask: Mask<'_>) {
@@ -162,36 +162,6 @@ impl AttentionShape {
                 "attention: delta is not [batch, num_kv_heads, seq_len]"
             );
         }
-    }
-}
-
-/// Sizes of an attention op whose values may be narrower than its keys; see [`AttentionShape::with_value_width`].
-#[derive(Clone, Copy, Debug)]
-pub struct PackedShape {
-    shape: AttentionShape,
-    /// Width of a value, at most a key's width.
-    pub head_dim_v: usize,
-}
-
-impl std::ops::Deref for PackedShape {
-    type Target = AttentionShape;
-
-    fn deref(&self) -> &AttentionShape {
-        &self.shape
-    }
-}
-
-impl From<AttentionShape> for PackedShape {
-    fn from(shape: AttentionShape) -> Self {
-        let head_dim_v = shape.head_dim;
-        Self { shape, head_dim_v }
-    }
-}
-
-impl PackedShape {
-    /// Elements of one token in the packed tensor.
-    pub fn token_len(&self) -> usize {
-        (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * self.head_dim_v
     }
 
     fn check_operands(&self, op: &str, qkv: &[f32], o: &[f32], lse: &[f32]) {
@@ -257,14 +227,13 @@ impl Documents<'_> {
 /// # Panics
 /// When lengths do not fit or the documents are not consecutive ranges.
 pub fn attention_forward(
-    shape: impl Into<PackedShape>,
+    shape: AttentionShape,
     qkv: &[f32],
     documents: Documents<'_>,
     mask: Mask<'_>,
     o: &mut [f32],
     lse: &mut [f32],
 ) {
-    let shape = shape.into();
     shape.check(documents, mask);
     shape.check_operands("attention_forward", qkv, o, lse);
     if shape.seq_len == 0 {
@@ -293,7 +262,7 @@ pub fn attention_forward(
     reason = "six operands, two results, all slices of one op"
 )]
 pub fn attention_backward(
-    shape: impl Into<PackedShape>,
+    shape: AttentionShape,
     qkv: &[f32],
     documents: Documents<'_>,
     mask: Mask<'_>,
@@ -303,7 +272,6 @@ pub fn attention_backward(
     d_qkv: &mut [f32],
     d_delta: Option<&mut [f32]>,
 ) {
-    let shape = shape.into();
     shape.check(documents, mask);
     shape.check_operands("attention_backward", qkv, o, lse);
     assert_eq!(d_o.len(), o.len(), "attention_backward: d_o is not as long as o");

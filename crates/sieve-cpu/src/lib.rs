@@ -40,9 +40,7 @@ pub mod softmax;
 pub use adamw::adamw;
 pub use attention::decode::{DecodeShape, attention_decode};
 pub use attention::listed::{ListedAttention, ListedTile};
-pub use attention::{
-    AttentionShape, ChosenBlocks, Documents, Mask, PackedShape, attention_backward, attention_forward,
-};
+pub use attention::{AttentionShape, ChosenBlocks, Documents, Mask, attention_backward, attention_forward};
 pub use dma_scores::{dma_scores_backward, dma_scores_forward};
 pub use embedding::{embedding_backward, embedding_forward};
 pub use expire::{dma_select, extend_expire, rank_key};

@@ -183,6 +183,7 @@ impl Operands {
             num_heads: call.shape.num_heads,
             num_kv_heads: call.shape.num_kv_heads,
             head_dim: call.shape.head_dim,
+            head_dim_v: call.shape.head_dim,
             softmax_scale: call.shape.softmax_scale(),
         };
         let (q_len, k_len) = (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim);

@@ -74,12 +74,12 @@ impl Expected {
 fn shape_of(inputs: &Inputs) -> AttentionShape {
     let shape = inputs.case.shape;
     AttentionShape {
-        batch: shape.batch,
-        seq_len: shape.seq_len,
-        num_heads: shape.num_heads,
-        num_kv_heads: shape.num_kv_heads,
-        head_dim: shape.head_dim,
         softmax_scale: inputs.case.scale,
+        ..AttentionShape::new(
+            [shape.batch, shape.seq_len],
+            [shape.num_heads, shape.num_kv_heads],
+            shape.head_dim,
+        )
     }
 }
 

@@ -11,7 +11,7 @@ use super::panel::{Aligned, LANES, multiply, multiply_transposed};
 use super::scratch::Pool;
 use super::segments::{KeySums, segments_of, split_by_group, write_sums};
 use super::tile::{BLOCK_KEYS, KeyBlock, Pairs, RowPanels, Tile, row_positions};
-use super::{Documents, Mask, PackedShape};
+use super::{AttentionShape, Documents, Mask};
 use crate::simd::{dot, exp, on_arch, reduce_sum};
 
 /// SIMD vectors that one iteration of a loop processes, so that their chains of dependent operations overlap.
@@ -20,7 +20,7 @@ const SIDE: usize = 4;
 /// Tensors that the backward pass reads.
 #[derive(Clone, Copy)]
 struct Inputs<'a> {
-    shape: PackedShape,
+    shape: AttentionShape,
     qkv: &'a [f32],
     o: &'a [f32],
     lse: &'a [f32],
@@ -61,7 +61,7 @@ struct RowStatistics {
 /// row and KV head) are tasks of their own; their sums are added in order.
 #[allow(clippy::too_many_arguments, reason = "the operands of the public function")]
 pub(super) fn run<const W: usize>(
-    shape: PackedShape,
+    shape: AttentionShape,
     qkv: &[f32],
     documents: Documents<'_>,
     mask: Mask<'_>,

@@ -9,7 +9,7 @@ use super::keys::Keys;
 use super::panel::{Aligned, LANES, multiply, multiply_transposed, scale_rows};
 use super::scratch::Pool;
 use super::tile::{BLOCK_KEYS, KeyBlock, Pairs, RowPanels, Tile, row_positions};
-use super::{Documents, Mask, PackedShape};
+use super::{AttentionShape, Documents, Mask};
 use crate::simd::{exp_below, on_arch};
 
 /// SIMD vectors that one iteration of a loop processes, so that their chains of dependent operations overlap.
@@ -160,7 +160,7 @@ struct Task<'t> {
 
 /// Runs [`attention_forward`](super::attention_forward) with panels of W columns, one task for each tile of tokens.
 pub(crate) fn run<const W: usize>(
-    shape: PackedShape,
+    shape: AttentionShape,
     qkv: &[f32],
     documents: Documents<'_>,
     mask: Mask<'_>,
@@ -196,7 +196,7 @@ pub(crate) fn run<const W: usize>(
 
 on_arch! {
     fn forward_tile<'t, 's; const W>(
-        shape: PackedShape, qkv: &'s [f32], keys: &'s Keys<'s>, task: Task<'t>, state: &'s mut TileState<W>,
+        shape: AttentionShape, qkv: &'s [f32], keys: &'s Keys<'s>, task: Task<'t>, state: &'s mut TileState<W>,
         list: &'s mut Vec<u32>,
     ) -> () = forward_tile_simd;
 }
@@ -205,7 +205,7 @@ on_arch! {
 #[inline(always)]
 fn forward_tile_simd<S: Simd, const W: usize>(
     simd: S,
-    shape: PackedShape,
+    shape: AttentionShape,
     qkv: &[f32],
     keys: &Keys<'_>,
     task: Task<'_>,
@@ -236,7 +236,7 @@ fn forward_tile_simd<S: Simd, const W: usize>(
 #[inline(always)]
 fn attend<S: Simd, const W: usize>(
     simd: S,
-    shape: PackedShape,
+    shape: AttentionShape,
     qkv_row: &[f32],
     keys: &Keys<'_>,
     tile: Tile,

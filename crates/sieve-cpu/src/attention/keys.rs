@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::panel::{Aligned, LANES};
 use super::tile::BLOCK_KEYS;
-use super::{Documents, Mask, PackedShape};
+use super::{AttentionShape, Documents, Mask};
 
 /// Approximate number of query rows (tokens times heads of the group) in a tile, so that its panels fit the L2 cache.
 const TILE_ROWS: usize = 192;
@@ -15,7 +15,7 @@ const TILES_PER_LIST: usize = 8;
 /// A mask prepared for the tiles: when each key expires and, for [`Mask::Expire`], lists of the keys that may be
 /// visible.
 pub(crate) struct Keys<'a> {
-    shape: PackedShape,
+    shape: AttentionShape,
     documents: Documents<'a>,
     mask: Mask<'a>,
     /// `[batch, seq_len]` for masks that are the same for all heads, else `[batch, num_kv_heads, seq_len]`.
@@ -30,7 +30,7 @@ pub(crate) struct Keys<'a> {
 
 impl<'a> Keys<'a> {
     /// Prepares a mask: the expiry of every key and, for [`Mask::Expire`], the queries' bases and the candidate keys.
-    pub(super) fn new(shape: PackedShape, documents: Documents<'a>, mask: Mask<'a>) -> Self {
+    pub(super) fn new(shape: AttentionShape, documents: Documents<'a>, mask: Mask<'a>) -> Self {
         let tile_tokens = (TILE_ROWS / shape.group_size()).max(1);
         let seq_len = shape.seq_len;
         let expire = match mask {

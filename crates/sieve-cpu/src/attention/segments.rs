@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use pulp::Simd;
 
-use super::PackedShape;
+use super::AttentionShape;
 use super::keys::Keys;
 use crate::simd::on_arch;
 
@@ -37,7 +37,7 @@ pub(crate) struct KeySums {
 
 /// Gives each group, `[batch * num_kv_heads]`, the slices of the gradients that it writes.
 pub(crate) fn split_by_group<'g>(
-    shape: PackedShape,
+    shape: AttentionShape,
     d_qkv: &'g mut [f32],
     d_delta: Option<&'g mut [f32]>,
 ) -> Vec<GroupRows<'g>> {
@@ -66,7 +66,7 @@ pub(crate) fn split_by_group<'g>(
 }
 
 /// Cuts the tokens of a group, at tile borders, into segments that read about equally many keys.
-pub(crate) fn segments_of(shape: PackedShape, keys: &Keys<'_>, row: usize, kv_head: usize) -> Vec<Range<usize>> {
+pub(crate) fn segments_of(shape: AttentionShape, keys: &Keys<'_>, row: usize, kv_head: usize) -> Vec<Range<usize>> {
     let (n, tile_tokens) = (shape.seq_len, keys.tile_tokens());
     let count = TARGET_TASKS.div_ceil(shape.batch * shape.num_kv_heads);
     let cost = |first: usize| keys.estimate(row, kv_head, first, (first + tile_tokens).min(n) - 1) as u64;
@@ -87,13 +87,13 @@ pub(crate) fn segments_of(shape: PackedShape, keys: &Keys<'_>, row: usize, kv_he
 
 on_arch! {
     pub(crate) fn write_sums<'s, 'g>(
-        shape: PackedShape, sums: &'s [KeySums], rows: &'s mut GroupRows<'g>,
+        shape: AttentionShape, sums: &'s [KeySums], rows: &'s mut GroupRows<'g>,
     ) -> () = write_sums_simd;
 }
 
 /// Adds the segments' sums in order and writes dk, dv and d_delta.
 #[inline(always)]
-fn write_sums_simd<S: Simd>(_simd: S, shape: PackedShape, sums: &[KeySums], rows: &mut GroupRows<'_>) {
+fn write_sums_simd<S: Simd>(_simd: S, shape: AttentionShape, sums: &[KeySums], rows: &mut GroupRows<'_>) {
     let (d, d_v) = (shape.head_dim, shape.head_dim_v);
     for (j, (dk, dv)) in rows.dk.iter_mut().zip(&mut rows.dv).enumerate() {
         dk.fill(0.0);

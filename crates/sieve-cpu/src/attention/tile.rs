@@ -5,7 +5,7 @@ use std::ops::Range;
 use pulp::Simd;
 
 use super::panel::{Aligned, KEY_STEP, LANES};
-use super::{PackedShape, keys::Keys};
+use super::{AttentionShape, keys::Keys};
 
 /// Keys that are gathered into one block.
 pub(crate) const BLOCK_KEYS: usize = 96;
@@ -34,12 +34,12 @@ pub(crate) struct Tile {
 
 impl Tile {
     /// Query rows: one for each token and head of the group, token by token.
-    pub(crate) fn num_rows(&self, shape: PackedShape) -> usize {
+    pub(crate) fn num_rows(&self, shape: AttentionShape) -> usize {
         (self.end - self.first) * shape.group_size()
     }
 
     /// Token and query head of a row.
-    pub(crate) fn token_and_head(&self, shape: PackedShape, row: usize) -> (usize, usize) {
+    pub(crate) fn token_and_head(&self, shape: AttentionShape, row: usize) -> (usize, usize) {
         let group_size = shape.group_size();
         (
             self.first + row / group_size,
@@ -197,7 +197,7 @@ impl<const W: usize> KeyBlock<W> {
     /// Copies the keys and values of the tokens in `list`, at most [`BLOCK_KEYS`], for the tile's KV head; `qkv_row` is
     /// the tile's batch row of the packed tensor. Empties the slots that an earlier, longer list has filled.
     #[inline(always)]
-    pub(crate) fn gather(&mut self, qkv_row: &[f32], shape: PackedShape, keys: &Keys<'_>, tile: Tile, list: &[u32]) {
+    pub(crate) fn gather(&mut self, qkv_row: &[f32], shape: AttentionShape, keys: &Keys<'_>, tile: Tile, list: &[u32]) {
         let (d, d_v) = (shape.head_dim, shape.head_dim_v);
         let k_at = (shape.num_heads + tile.kv_head) * d;
         let v_at = (shape.num_heads + shape.num_kv_heads) * d + tile.kv_head * d_v;

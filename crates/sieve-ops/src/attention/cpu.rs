@@ -4,7 +4,7 @@ use crate::DocumentBounds;
 use crate::device::{contiguous, floats, from_vec, ints, unless_f32, zeros_like};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
-use sieve_cpu::{AttentionShape, Mask, PackedShape};
+use sieve_cpu::{AttentionShape, Mask};
 
 pub(crate) fn attention(qkv: FlexTensor, call: &AttentionCall<Flex>) -> AttentionOutput<Flex> {
     unless_f32!(&qkv, call.spec.num_heads, "attention": reference::attention::<Flex>(qkv, call));
@@ -59,11 +59,11 @@ pub(crate) fn documents([start, end]: &[FlexTensor; 2]) -> sieve_cpu::Documents<
 /// Forward attention of a contiguous packed tensor.
 pub(crate) fn forward(
     qkv: &FlexTensor,
-    shape: impl Into<PackedShape>,
+    shape: AttentionShape,
     mask: Mask<'_>,
     bounds: &DocumentBounds<Flex>,
 ) -> AttentionOutput<Flex> {
-    let (shape, bounds) = (shape.into(), contiguous_bounds(bounds));
+    let bounds = contiguous_bounds(bounds);
     let (batch, seq_len, heads) = (shape.batch, shape.seq_len, shape.num_heads);
     let mut lse = vec![0.0; batch * seq_len * heads];
     let mut o = vec![0.0; lse.len() * shape.head_dim_v];
@@ -77,7 +77,7 @@ pub(crate) fn forward(
 /// `dqkv` of [`forward`]. For a mask with a bias per key, writes the biases' gradient to `d_delta`.
 pub(crate) fn backward(
     qkv: &FlexTensor,
-    shape: impl Into<PackedShape>,
+    shape: AttentionShape,
     mask: Mask<'_>,
     bounds: &DocumentBounds<Flex>,
     o_lse_and_d_o: [FlexTensor; 3],

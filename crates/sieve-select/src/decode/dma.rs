@@ -184,14 +184,7 @@ impl Dma {
         if self.weights.a.iter().all(|&a| a == 0.0) {
             return z;
         }
-        let shape = AttentionShape {
-            batch: 1,
-            seq_len: 1,
-            num_heads: heads,
-            num_kv_heads: heads,
-            head_dim,
-            softmax_scale: cache.scale(),
-        };
+        let shape = AttentionShape::new([1, 1], [heads; 2], head_dim);
         // The function takes a packed [q, k, v] and reads only the values.
         let mut qkv = vec![0.0; 2 * v.len()];
         qkv.extend_from_slice(v);
