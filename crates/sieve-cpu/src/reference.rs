@@ -226,7 +226,7 @@ impl<'a> AttentionCall<'a> {
             ..
         } = self.shape;
         let group_size = self.shape.group_size();
-        let heads: Vec<Head> = (0..batch * num_heads)
+        let heads: Vec<Results> = (0..batch * num_heads)
             .into_par_iter()
             .map(|at| query_head(self, at / num_heads, at % num_heads, rounding))
             .collect();
@@ -242,7 +242,7 @@ impl<'a> AttentionCall<'a> {
         for (at, heads) in heads.chunks_exact(group_size).enumerate() {
             let (row, kv_head) = (at / num_kv_heads, at % num_kv_heads);
             // Sums a result over the query heads of the KV head; each head's part and the sum are rounded.
-            let sum = |of: fn(&Head) -> &[f64], rounding: Rounding| {
+            let sum = |of: fn(&Results) -> &[f64], rounding: Rounding| {
                 let mut sum = vec![0.0; of(&heads[0]).len()];
                 for head in heads {
                     let mut of_head = of(head).to_vec();
@@ -321,27 +321,20 @@ impl Results {
     }
 }
 
-/// [`Results`] of one query head, one row per token. `terms.dk` and `terms.dv` are still sums of squares, before the
-/// root.
-struct Head {
-    o: Vec<f64>,
-    lse: Vec<f64>,
-    dq: Vec<f64>,
-    dk: Vec<f64>,
-    dv: Vec<f64>,
-    d_delta: Vec<f64>,
-    d_delta_terms: Vec<f64>,
-    terms: Terms,
-}
-
 on_arch! {
-    /// The results of one query head; dk and dv are not rounded.
-    fn query_head<'a>(call: &'a AttentionCall<'a>, row: usize, head: usize, rounding: Rounding) -> Head = query_head_on;
+    /// The results of one query head, one row per token. dk and dv are not rounded; `terms.dk` and `terms.dv` are still
+    /// sums of squares, before the root.
+    fn query_head<'a>(
+        call: &'a AttentionCall<'a>,
+        row: usize,
+        head: usize,
+        rounding: Rounding,
+    ) -> Results = query_head_on;
 }
 
 /// Adds dk, dv and d_delta up over the queries; a tensor of `zeros(1)` has one number per token.
 #[inline(always)]
-fn query_head_on<S: Simd>(_simd: S, call: &AttentionCall<'_>, row: usize, head: usize, rounding: Rounding) -> Head {
+fn query_head_on<S: Simd>(_simd: S, call: &AttentionCall<'_>, row: usize, head: usize, rounding: Rounding) -> Results {
     let (n, kv_head) = (call.shape.seq_len, head / call.shape.group_size());
     let (width_k, width_v) = (call.k.width, call.v.width);
     let scale = f64::from(call.shape.softmax_scale);
@@ -350,7 +343,7 @@ fn query_head_on<S: Simd>(_simd: S, call: &AttentionCall<'_>, row: usize, head: 
         tokens.flat_map(|token| x.of_token(token, kv_head)).collect()
     });
     let zeros = |width: usize| vec![0.0; n * width];
-    let mut all = Head {
+    let mut all = Results {
         o: zeros(width_v),
         lse: zeros(1),
         dq: zeros(width_k),
