@@ -10,7 +10,7 @@ use burn::tensor::{DType, Tensor};
 use sieve_core::KeyMask;
 use sieve_nn::{LayerCache, LayerOperands};
 use sieve_ops::{DeviceBackend, SparseOutput, has_sparse_attention, sparse_attention, upload_mask};
-use sieve_select::{CallShape, DecodeSession, Selector, dense_attention, recall};
+use sieve_select::{DecodeSession, Selector, dense_attention, recall};
 use std::time::Instant;
 
 /// A layer's operands with its dense attention.
@@ -204,15 +204,11 @@ impl<B: DeviceBackend> Captured<B> {
 
 /// Dense attention by the sparse kernel, with a mask that keeps every key.
 fn dense_on_device<B: DeviceBackend>(operands: &LayerOperands<B>) -> Result<SparseOutput<B>, EvalError> {
-    let [_, tokens, _, head_dim] = operands.qkv.dims();
-    let all = KeyMask::dense(CallShape::new(
-        [tokens; 2],
-        [operands.num_heads, operands.num_kv_heads],
-        head_dim,
-    ));
+    let shape = operands.shape(operands.num_tokens());
+    let all = KeyMask::dense(shape);
     let refused = |reason: String| EvalError::kernel("dense", reason);
     let mask = upload_mask::<B>(&all, &operands.qkv.device()).map_err(|error| refused(error.to_string()))?;
-    let scale = 1.0 / (head_dim as f64).sqrt();
+    let scale = 1.0 / (shape.head_dim as f64).sqrt();
     let dense = sparse_attention(operands.qkv.clone(), &mask, scale).map_err(refused)?;
     // Reading a value back waits for the device, so that the clock measures the work.
     let _last = dense.lse.clone().narrow(2, 0, 1).into_data();

@@ -156,7 +156,7 @@ pub(crate) fn prefill(
     chunk: Option<usize>,
 ) -> Result<Prefilled, EvalError> {
     let call = call(operands)?;
-    let (tokens, heads) = (operands.num_tokens, operands.num_heads);
+    let (tokens, heads) = (operands.shape.num_queries, operands.shape.num_heads);
     let mut done = Prefilled {
         o: Vec::with_capacity(operands.q.len()),
         lse: vec![f32::NEG_INFINITY; heads * tokens],
@@ -185,12 +185,15 @@ pub(crate) fn calls_of<B: DeviceBackend>(
     operands: &LayerOperands<B>,
     chunk: Option<usize>,
 ) -> impl Iterator<Item = CallShape> + use<B> {
-    let [_, tokens, _, head_dim] = operands.qkv.dims();
-    let (num_heads, num_kv_heads) = (operands.num_heads, operands.num_kv_heads);
-    let step = chunk.unwrap_or(tokens).max(1);
+    let tokens = operands.num_tokens();
+    let (whole, step) = (operands.shape(tokens), chunk.unwrap_or(tokens).max(1));
     (0..tokens).step_by(step).map(move |first| {
         let end = (first + step).min(tokens);
-        CallShape::new([end - first, end], [num_heads, num_kv_heads], head_dim)
+        CallShape {
+            num_queries: end - first,
+            num_keys: end,
+            ..whole
+        }
     })
 }
 
@@ -216,11 +219,7 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
             continue;
         }
         let rows = shape.context()..shape.num_keys;
-        let whole = CallShape {
-            num_queries: tokens,
-            num_keys: tokens,
-            ..shape
-        };
+        let whole = operands.shape(tokens);
         let copied = &mut copied;
         let made = select_on_host(selector, operands, whole, rows, kept, copied, &mut cost)?;
         let is_dense = made.stats.dense_call;
@@ -389,12 +388,7 @@ fn block_means<B: DeviceBackend>(qkv: &Tensor<B, 4>, shape: CallShape, block: us
 
 /// A selector's call on a whole document in one layer.
 pub(crate) fn call(operands: HostOperands<'_>) -> Result<Call<'_>, EvalError> {
-    let shape = CallShape::new(
-        [operands.num_tokens; 2],
-        [operands.num_heads, operands.num_kv_heads],
-        operands.head_dim,
-    );
-    let call = Call::new(shape, operands.q, operands.k, operands.v)?;
+    let call = Call::new(operands.shape, operands.q, operands.k, operands.v)?;
     Ok(call.in_layer(operands.layer, operands.num_layers))
 }
 

@@ -8,7 +8,7 @@ use sieve_ops::{
     DeviceBackend, Documents, SelectorCache, SparseOutput, attention_with_lse, cached_attention, has_sparse_attention,
     heavy_decode, keep_heavy_keys, selector_decode, split_heads,
 };
-use sieve_select::{CallShape, Selector};
+use sieve_select::Selector;
 
 /// Dense attention by the model's usual op.
 pub(crate) fn dense<B: DeviceBackend>(operands: &LayerOperands<B>) -> SparseOutput<B> {
@@ -29,7 +29,7 @@ pub(crate) fn keep_prompt<B: DeviceBackend>(
     cache: &mut LayerCache<B>,
 ) -> Result<Option<Tensor<B, 4>>, EvalError> {
     let num_tokens = operands.num_tokens();
-    match selector.heavy_keys(shape_of(operands, num_tokens), operands.layer) {
+    match selector.heavy_keys(operands.shape(num_tokens), operands.layer) {
         None if selector.reads_all(operands.layer) => cache.keep_recent(&operands.qkv, operands.spec()),
         None => {
             let reads = selector.token_keys(num_tokens, operands.layer);
@@ -92,15 +92,6 @@ pub(crate) fn step<B: DeviceBackend>(
 
 fn refused(selector: &Selector, reason: String) -> EvalError {
     EvalError::kernel(selector.name(), reason)
-}
-
-/// Shape of the call of `operands`' queries on the first `num_keys` keys.
-fn shape_of<B: DeviceBackend>(operands: &LayerOperands<B>, num_keys: usize) -> CallShape {
-    CallShape::new(
-        [operands.num_tokens(), num_keys],
-        [operands.num_heads, operands.num_kv_heads],
-        operands.qkv.dims()[3],
-    )
 }
 
 /// Whether the tokens of a layer read keys that the device chooses, not all keys or the same positions for all heads.

@@ -91,7 +91,7 @@ impl SelectionTotals {
         let o = session.stream(operands.q, operands.k, operands.v)?;
         self.calls += 1;
         self.pairs += session.pairs_read() as f64;
-        self.dense_pairs += dense_pairs(operands.num_tokens, operands.num_heads);
+        self.dense_pairs += dense_pairs(operands.shape.num_queries, operands.shape.num_heads);
         Ok(o)
     }
 
@@ -396,7 +396,7 @@ impl Selection {
     /// Operands that the selector refuses.
     fn attend_on_host(&mut self, operands: HostOperands<'_>) -> Result<Vec<f32>, EvalError> {
         let started = Instant::now();
-        let (tokens, heads) = (operands.num_tokens, operands.num_heads);
+        let (tokens, heads) = (operands.shape.num_queries, operands.shape.num_heads);
         let selector = self.selectors.of(operands.layer);
         let totals = &mut self.totals[operands.layer];
         let o = if selector.is_token_by_token() {
@@ -503,7 +503,7 @@ impl Selection {
         let (started, before) = (Instant::now(), session.pairs_read());
         let o = session.step(q, k, v)?;
         let read = (session.pairs_read() - before) as f64;
-        let dense = (session.len() * operands.num_heads) as f64;
+        let dense = (session.len() * operands.shape.num_heads) as f64;
         let totals = &mut self.totals[layer];
         totals.add_step(read, dense);
         totals.seconds += started.elapsed().as_secs_f64();
@@ -519,9 +519,6 @@ pub(crate) fn dense_pairs(num_tokens: usize, num_heads: usize) -> f64 {
 
 /// Head counts, head width and index of a layer.
 pub(crate) fn layer_shape(operands: HostOperands<'_>) -> LayerShape {
-    LayerShape::new(
-        [operands.num_heads, operands.num_kv_heads],
-        operands.head_dim,
-        operands.layer,
-    )
+    let shape = operands.shape;
+    LayerShape::new([shape.num_heads, shape.num_kv_heads], shape.head_dim, operands.layer)
 }

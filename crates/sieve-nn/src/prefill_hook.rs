@@ -7,6 +7,7 @@ use crate::decoder_layer::scaled;
 use crate::{DecoderLayer, KvCache, LayerCache, LayerContext, MultiHeadAttention, Qwen3};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
+use sieve_core::CallShape;
 use sieve_ops::{AttentionSpec, DeviceBackend, Documents, IGNORE_LABEL, RotaryEmbedding, SieveBackend};
 use std::ops::Range;
 
@@ -17,14 +18,8 @@ pub struct HostOperands<'a> {
     pub layer: usize,
     /// Number of layers of the model.
     pub num_layers: usize,
-    /// Number of tokens of the document.
-    pub num_tokens: usize,
-    /// Number of query heads.
-    pub num_heads: usize,
-    /// Number of key and value heads.
-    pub num_kv_heads: usize,
-    /// Columns of a head.
-    pub head_dim: usize,
+    /// Heads, and the document's tokens, which are both queries and keys.
+    pub shape: CallShape,
     /// Queries, `[num_tokens, num_heads, head_dim]`.
     pub q: &'a [f32],
     /// Keys, `[num_tokens, num_kv_heads, head_dim]`.
@@ -65,6 +60,12 @@ impl<B: Backend> LayerOperands<B> {
         self.qkv.dims()[1]
     }
 
+    /// The call of these tokens' queries on the first `num_keys` keys of their text.
+    pub fn shape(&self, num_keys: usize) -> CallShape {
+        let [_, num_tokens, _, head_dim] = self.qkv.dims();
+        CallShape::new([num_tokens, num_keys], [self.num_heads, self.num_kv_heads], head_dim)
+    }
+
     /// The dense attention that the callback replaces.
     pub fn spec(&self) -> AttentionSpec {
         let head_dim = self.qkv.dims()[3];
@@ -92,20 +93,17 @@ impl<B: Backend> LayerOperands<B> {
     /// # Errors
     /// The error of `attend`.
     pub fn on_host<E>(&self, attend: impl FnOnce(HostOperands<'_>) -> Result<Vec<f32>, E>) -> Result<Tensor<B, 4>, E> {
-        let [_, num_tokens, _, head_dim] = self.qkv.dims();
+        let shape = self.shape(self.num_tokens());
         let v = self.copied(self.num_heads + self.num_kv_heads, self.num_kv_heads);
         let o = attend(HostOperands {
             layer: self.layer,
             num_layers: self.num_layers,
-            num_tokens,
-            num_heads: self.num_heads,
-            num_kv_heads: self.num_kv_heads,
-            head_dim,
+            shape,
             q: &self.queries(),
             k: &self.keys(),
             v: &v,
         })?;
-        let o = TensorData::new(o, [1, num_tokens, self.num_heads, head_dim]);
+        let o = TensorData::new(o, [1, shape.num_queries, shape.num_heads, shape.head_dim]);
         Ok(Tensor::from_data(o, (&self.qkv.device(), self.qkv.dtype())))
     }
 }
@@ -271,12 +269,12 @@ mod tests {
 
     /// Dense causal attention by its definition.
     fn by_definition(op: HostOperands<'_>) -> Result<Vec<f32>, ()> {
-        let (d, m) = (op.head_dim, op.num_heads / op.num_kv_heads);
+        let (d, m) = (op.shape.head_dim, op.shape.group_size());
         let mut o = Vec::new();
-        for t in 0..op.num_tokens {
-            for head in 0..op.num_heads {
-                let q = &op.q[(t * op.num_heads + head) * d..][..d];
-                let at = |j: usize| (j * op.num_kv_heads + head / m) * d;
+        for t in 0..op.shape.num_queries {
+            for head in 0..op.shape.num_heads {
+                let q = &op.q[(t * op.shape.num_heads + head) * d..][..d];
+                let at = |j: usize| (j * op.shape.num_kv_heads + head / m) * d;
                 let key = |j: usize| {
                     let (k, v) = (&op.k[at(j)..at(j) + d], &op.v[at(j)..at(j) + d]);
                     Key { k, v, bias: 0.0 }
