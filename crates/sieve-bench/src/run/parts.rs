@@ -27,20 +27,6 @@ pub(super) fn check(parts: usize, case: &Case) -> Result<()> {
     Ok(())
 }
 
-/// Inputs and results of one rank, on the host; each tensor that needs it with its shape.
-struct Part {
-    /// Keys and values of the halo, and their shape; `None` without a halo.
-    halo: Option<(Vec<f32>, Vec<usize>)>,
-    /// DMA's ranks of the halo's keys, and their shape; like `expire` and `d_dma`, `None` without DMA.
-    ranks: Option<(Vec<f32>, Vec<usize>)>,
-    expire: Option<(Vec<i32>, Vec<usize>)>,
-    /// First position and end of each token's document.
-    documents: [(Vec<i32>, Vec<usize>); 2],
-    o: Vec<f32>,
-    d_qkv: Vec<f32>,
-    d_dma: Option<[Vec<f32>; 2]>,
-}
-
 /// The tensors of the file: the whole rows, then the halo, output and gradients of each rank. DMA's scores are computed
 /// from the values, as published.
 pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
@@ -70,6 +56,8 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
     let qkv = packed(case, Layout::Contiguous).gathered();
     let bounds = [&case.doc_start, &case.doc_end].map(|x| x.iter().map(|&x| x as u32).collect::<Vec<u32>>());
     let len = shape.seq_len / num_parts; // tokens of a part
+    let own_shape = sieve_kernels::AttentionShape { seq_len: len, ..shape };
+    // Inputs and results of one rank, as tensors of the file.
     let of_rank = |links: ThreadGroup| {
         let rank = sieve_ops::RankGroup::part(&links);
         let parts = ContextParallel::new(Arc::new(links), bounds.clone(), [shape.batch, shape.seq_len]);
@@ -100,52 +88,42 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
         let traced = TracedPart::<B>::new(&parts, inputs, dma, case.spec(window), device);
         let sizes = |x: &burn::tensor::ops::FloatTensor<B>| x.shape().to_vec();
         let int_sizes = |x: &burn::tensor::ops::IntTensor<B>| x.shape().to_vec();
-        Part {
-            halo: traced.halo.map(|x| (floats::<B, 4>(x.clone()), sizes(&x))),
-            ranks: traced.halo_ranks.map(|x| (floats::<B, 3>(x.clone()), sizes(&x))),
-            expire: traced.expire.map(|x| (indices::<B, 3>(x.clone()), int_sizes(&x))),
-            documents: traced.documents.map(|x| (indices::<B, 2>(x.clone()), int_sizes(&x))),
-            o: floats::<B, 4>(traced.o),
-            d_qkv: floats::<B, 4>(traced.d_qkv),
-            d_dma: traced
-                .d_dma
-                .map(|[d_w_dt, d_a]| [floats::<B, 2>(d_w_dt), floats::<B, 1>(d_a)]),
-        }
-    };
-    let parts: Vec<Part> = std::thread::scope(|scope| {
-        let of_rank = &of_rank;
-        let ranks = ThreadGroup::all(num_parts).into_iter();
-        let ranks: Vec<_> = ranks.map(|links| scope.spawn(move || of_rank(links))).collect();
-        ranks
-            .into_iter()
-            .map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
-    });
-    let own_shape = sieve_kernels::AttentionShape { seq_len: len, ..shape };
-    for (rank, part) in parts.into_iter().enumerate() {
         let name = |what: &str| format!("part{rank}.{what}");
-        if let Some((values, sizes)) = &part.halo {
-            tensors.output(&name("border"), values, sizes);
+        let mut tensors = Tensors::new(B::DTYPE);
+        if let Some(halo) = traced.halo {
+            tensors.output(&name("border"), &floats::<B, 4>(halo.clone()), &sizes(&halo));
         }
-        if let Some((values, sizes)) = &part.ranks {
-            tensors.floats(&name("border_ranks"), values, sizes, DType::F32);
+        if let Some(ranks) = traced.halo_ranks {
+            let values = floats::<B, 3>(ranks.clone());
+            tensors.floats(&name("border_ranks"), &values, &sizes(&ranks), DType::F32);
         }
-        if let Some((values, sizes)) = part.expire {
-            tensors.ints(&name("expire"), values, &sizes);
+        if let Some(expire) = traced.expire {
+            tensors.ints(&name("expire"), indices::<B, 3>(expire.clone()), &int_sizes(&expire));
         }
-        for (what, (values, sizes)) in ["doc_start", "doc_end"].into_iter().zip(part.documents) {
-            tensors.ints(&name(what), values, &sizes);
+        for (what, bounds) in ["doc_start", "doc_end"].into_iter().zip(traced.documents) {
+            tensors.ints(&name(what), indices::<B, 2>(bounds.clone()), &int_sizes(&bounds));
         }
-        tensors.output(&name("o"), &part.o, &own_shape.output());
+        tensors.output(&name("o"), &floats::<B, 4>(traced.o), &own_shape.output());
         let mut gradients = Outputs::default();
-        gradients.set_packed_gradient(own_shape, &part.d_qkv);
+        gradients.set_packed_gradient(own_shape, &floats::<B, 4>(traced.d_qkv));
         tensors.output(&name("dq"), &gradients.dq, &queries_of(own_shape));
         tensors.output(&name("dk"), &gradients.dk, &keys_of(own_shape));
         tensors.output(&name("dv"), &gradients.dv, &values_of(own_shape));
-        if let Some([d_w_dt, d_a]) = &part.d_dma {
-            tensors.floats(&name("dw_dt"), d_w_dt, &[kv_heads * d, kv_heads], DType::F32);
-            tensors.floats(&name("da"), d_a, &[kv_heads], DType::F32);
+        if let Some([d_w_dt, d_a]) = traced.d_dma {
+            let d_w_dt = floats::<B, 2>(d_w_dt);
+            tensors.floats(&name("dw_dt"), &d_w_dt, &[kv_heads * d, kv_heads], DType::F32);
+            tensors.floats(&name("da"), &floats::<B, 1>(d_a), &[kv_heads], DType::F32);
         }
-    }
+        tensors.list
+    };
+    std::thread::scope(|scope| {
+        let of_rank = &of_rank;
+        let ranks = ThreadGroup::all(num_parts).into_iter();
+        let ranks: Vec<_> = ranks.map(|links| scope.spawn(move || of_rank(links))).collect();
+        for rank in ranks {
+            let part = rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            tensors.list.extend(part);
+        }
+    });
     tensors.finish(case.cu_seqlens())
 }
