@@ -10,13 +10,13 @@ use crate::call::Call;
 use crate::error::SelectError;
 use crate::mask::{Correction, CorrectionMode, Selected, kept_keys};
 
-/// Output and log-sum-exp of an attention call.
+/// Output and log-sum-exp of an attention call; in f64 of the definition, to compare others with.
 #[derive(Clone, Debug, PartialEq)]
-pub struct AttentionOutput {
+pub struct AttentionOutput<T = f32> {
     /// Attention output, `[num_queries, num_heads, head_dim]`.
-    pub o: Vec<f32>,
+    pub o: Vec<T>,
     /// Log-sum-exp of the kept logits, `[num_heads, num_queries]`; a correction does not change it.
-    pub lse: Vec<f32>,
+    pub lse: Vec<T>,
 }
 
 /// Most query vectors in a task of dense rows: rows of the call times query heads of a KV head.

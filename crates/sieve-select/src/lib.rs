@@ -54,7 +54,7 @@ pub use error::SelectError;
 pub use gqa::GqaPolicy;
 pub use mask::{Correction, CorrectionMode, SelectStats, Selected};
 pub use measure::{Density, dense_attention, density, recall};
-pub use oracle::{OracleOutput, oracle_attention, oracle_dense};
+pub use oracle::{oracle_attention, oracle_dense};
 pub use selector::layers::LayerSelectors;
 pub use selector::{Common, ENTRIES, Entry, Method, Phase, Prefill, Reads, Selector, names_of};
 pub use sieve_core::{CallShape, KeyMask, Tiles, TokenKeys, TokenWindow};

@@ -1,19 +1,10 @@
 //! The definition that tests compare with: dense attention under the expanded mask, row by row in f64.
 
-use crate::attention::probe_window;
+use crate::attention::{AttentionOutput, probe_window};
 use crate::call::Call;
 use crate::mask::{CorrectionMode, Selected, kept_keys};
 use sieve_core::KeyMask;
 use sieve_cpu::reference::{Attended, Key, Rounding, attend};
-
-/// Output of attention in f64, to compare others with.
-#[derive(Clone, Debug, PartialEq)]
-pub struct OracleOutput {
-    /// Attention output, `[num_queries, num_heads, head_dim]`.
-    pub o: Vec<f64>,
-    /// Log-sum-exp of the visible logits, `[num_heads, num_queries]`.
-    pub lse: Vec<f64>,
-}
 
 /// Which keys (by original position) a row of the call sees: `[num_keys]`.
 pub fn expanded_row(mask: &KeyMask, head: usize, row: usize) -> Vec<bool> {
@@ -58,10 +49,10 @@ pub fn rounded_row(call: &Call<'_>, head: usize, row: usize, shown: &[bool], rou
 }
 
 /// Attention under a selection, with its dense rows and its correction.
-pub fn oracle_attention(call: &Call<'_>, selected: &Selected) -> OracleOutput {
+pub fn oracle_attention(call: &Call<'_>, selected: &Selected) -> AttentionOutput<f64> {
     let (shape, mask) = (call.shape, &selected.mask);
     let d = shape.head_dim;
-    let mut output = OracleOutput {
+    let mut output = AttentionOutput {
         o: vec![0.0; call.q.len()],
         lse: vec![f64::NEG_INFINITY; shape.num_heads * shape.num_queries],
     };
@@ -109,6 +100,6 @@ pub fn oracle_attention(call: &Call<'_>, selected: &Selected) -> OracleOutput {
 }
 
 /// Dense causal attention in f64.
-pub fn oracle_dense(call: &Call<'_>) -> OracleOutput {
+pub fn oracle_dense(call: &Call<'_>) -> AttentionOutput<f64> {
     oracle_attention(call, &Selected::dense(call.shape))
 }
