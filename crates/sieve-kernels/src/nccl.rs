@@ -37,6 +37,7 @@ pub(crate) const NCCL_ID_BYTES: usize = 128;
 pub struct NcclGroup {
     link: Link,
     rank: usize,
+    size: usize,
     /// The first error of queued work that came after its call had returned.
     late_error: Arc<Mutex<Option<String>>>,
     marks: Arc<Marks>,
@@ -151,8 +152,7 @@ impl NcclGroup {
             let new_stream = || driver::stream::create(driver::stream::StreamKind::NonBlocking);
             let stream = overlaps.then(new_stream).transpose();
             let stream = stream.map_err(|error| failed(format!("cuStreamCreate: {error:?}")))?;
-            let (size, rank) = (size as i32, rank as i32);
-            let joined = (nccl.comm_init_rank)(&mut communicator, size, id, rank);
+            let joined = (nccl.comm_init_rank)(&mut communicator, size as i32, id, rank as i32);
             (stream, joined, context)
         };
         nccl.require("ncclCommInitRank", joined)?;
@@ -164,9 +164,15 @@ impl NcclGroup {
                 context,
             },
             rank,
+            size,
             late_error: Arc::default(),
             marks: Arc::default(),
         })
+    }
+
+    /// This process's rank, and the number of ranks.
+    pub fn place(&self) -> [usize; 2] {
+        [self.rank, self.size]
     }
 
     /// A watch that another thread polls for NCCL's errors and the number of completed collectives.

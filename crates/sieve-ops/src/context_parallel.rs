@@ -50,6 +50,25 @@ pub trait RankGroup: Send + Sync + fmt::Debug {
     }
 }
 
+/// The GPUs that hold the parts of the same rows.
+impl RankGroup for NcclGroup {
+    fn part(&self) -> usize {
+        self.place()[0]
+    }
+
+    fn num_parts(&self) -> usize {
+        self.place()[1]
+    }
+
+    fn exchange(&self, _: Vec<Vec<f32>>, _: &[usize]) -> Vec<Vec<f32>> {
+        unreachable!("tensors of a GPU travel by NCCL")
+    }
+
+    fn nccl(&self) -> Option<&NcclGroup> {
+        Some(self)
+    }
+}
+
 /// A batch of rows, of each of which this rank holds one part.
 #[derive(Clone, Debug)]
 pub struct ContextParallel {

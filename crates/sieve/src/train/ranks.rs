@@ -13,7 +13,7 @@ use burn_cuda::CudaDevice;
 use sieve_comm::{CollectiveCounts, CommError, Failure, Loss, Mesh, Pieces, Timeouts, World};
 use sieve_core::Recipe;
 use sieve_kernels::{CudaPrimitive, KernelError, NcclGroup, NcclPiece, NcclWatch, NcclWork, ToBurn, kernel_tensor};
-use sieve_ops::{Cuda, RankGroup};
+use sieve_ops::Cuda;
 use sieve_train::{Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError};
 use std::ops::Range;
 use std::path::Path;
@@ -350,10 +350,7 @@ pub(super) fn on_cuda(
         }
     })?;
     let overlaps = variable(INLINE).is_none();
-    let nccl = Nccl {
-        group: join(&mesh, device, size, overlaps)?,
-        size,
-    };
+    let nccl = Nccl(join(&mesh, device, size, overlaps)?);
     // Tests the group. Without pieces, every rank gets the whole sum.
     let sums = nccl.sum(vec![(one.into_primitive().tensor(), None)])?()?;
     let sums = sums.into_iter().map(|sum| {
@@ -370,15 +367,11 @@ pub(super) fn on_cuda(
         true => {
             // Attention needs the other ranks' keys at once: nothing could overlap with it.
             let overlaps = false;
-            Some(RowOfGpus {
-                nccl: join(&mesh, device, degree, overlaps)?,
-                part: rank % degree,
-                degree,
-            })
+            Some(join(&mesh, device, degree, overlaps)?)
         }
         false => None,
     };
-    let watches = std::iter::once(nccl.group.watch()).chain(links.iter().map(|links| links.nccl.watch()));
+    let watches = std::iter::once(nccl.0.watch()).chain(links.iter().map(NcclGroup::watch));
     watch_nccl(&mesh, watches.collect(), events.clone())?;
     let group = Group::new(mesh, Box::new(nccl));
     Ok(match links {
@@ -467,41 +460,13 @@ fn join(mesh: &Mesh, device: &CudaDevice, size: usize, overlaps: bool) -> Result
     Ok(NcclGroup::join(device.index, &ids[first], place, overlaps)?)
 }
 
-/// The context-parallel group: the GPUs that hold the parts of the same rows.
-#[derive(Debug)]
-struct RowOfGpus {
-    nccl: NcclGroup,
-    part: usize,
-    degree: usize,
-}
-
-impl RankGroup for RowOfGpus {
-    fn part(&self) -> usize {
-        self.part
-    }
-
-    fn num_parts(&self) -> usize {
-        self.degree
-    }
-
-    fn exchange(&self, _: Vec<Vec<f32>>, _: &[usize]) -> Vec<Vec<f32>> {
-        unreachable!("tensors of a GPU travel by NCCL")
-    }
-
-    fn nccl(&self) -> Option<&NcclGroup> {
-        Some(&self.nccl)
-    }
-}
-
 /// The NCCL group of all ranks' GPUs.
-struct Nccl {
-    group: NcclGroup,
-    size: usize,
-}
+struct Nccl(NcclGroup);
 
 impl Nccl {
     fn ranges(&self, pieces: Pieces) -> Vec<Range<usize>> {
-        (0..self.size).map(|rank| pieces.of(rank)).collect()
+        let [_, size] = self.0.place();
+        (0..size).map(|rank| pieces.of(rank)).collect()
     }
 }
 
@@ -511,7 +476,7 @@ impl Collectives<Autodiff<Cuda>> for Nccl {
             let ranges = pieces.map(|pieces| self.ranges(pieces));
             (kernel_tensor(tensor), ranges)
         });
-        pending(self.group.sum(tensors.collect()))
+        pending(self.0.sum(tensors.collect()))
     }
 
     fn gather(&self, tensors: Vec<Gathered<Autodiff<Cuda>>>) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
@@ -520,7 +485,7 @@ impl Collectives<Autodiff<Cuda>> for Nccl {
             whole: kernel_tensor(gathered.whole),
             ranges: self.ranges(gathered.pieces),
         });
-        pending(self.group.gather(tensors.collect()))
+        pending(self.0.gather(tensors.collect()))
     }
 }
 

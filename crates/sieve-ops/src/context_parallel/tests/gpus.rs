@@ -167,32 +167,8 @@ fn whole(gpu: &Gpu, case: &Case) -> Found {
     }
 }
 
-#[derive(Debug)]
-struct Gpus {
-    part: usize,
-    nccl: NcclGroup,
-}
-
-impl RankGroup for Gpus {
-    fn part(&self) -> usize {
-        self.part
-    }
-
-    fn num_parts(&self) -> usize {
-        PARTS
-    }
-
-    fn exchange(&self, _: Vec<Vec<f32>>, _: &[usize]) -> Vec<Vec<f32>> {
-        panic!("tensors go by NCCL")
-    }
-
-    fn nccl(&self) -> Option<&NcclGroup> {
-        Some(&self.nccl)
-    }
-}
-
-fn part(gpu: &Gpu, links: &Arc<Gpus>, case: &Case, keys: &HashMap<[u32; 4], usize>) -> Found {
-    let first = links.part * LEN;
+fn part(gpu: &Gpu, links: &Arc<NcclGroup>, case: &Case, keys: &HashMap<[u32; 4], usize>) -> Found {
+    let first = links.part() * LEN;
     let parts = ContextParallel::new(links.clone(), bounds([&case.documents[..]], ROW), [1, ROW]);
     let documents = Documents::<Cuda>::of_part(&parts, &gpu.device);
     let [w_dt, a] = gpu.weights(case);
@@ -283,7 +259,7 @@ fn run_part(part_idx: usize, folder: &Path) {
     }
     let id = std::fs::read(id_file).expect("it is there");
     let nccl = NcclGroup::join(0, &id, [part_idx, PARTS], false).expect("a group");
-    let links = Arc::new(Gpus { part: part_idx, nccl });
+    let links = Arc::new(nccl);
     let keys = all_keys();
     for (number, case) in cases().iter().enumerate() {
         let found = part(&gpu, &links, case, &keys);
