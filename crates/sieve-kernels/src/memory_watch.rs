@@ -4,14 +4,15 @@
 //! queries it; each query waits for the device thread, so a program watches a step or two and then stops.
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::ComputeClient;
+use serde::Serialize;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// The largest values seen, each by itself.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+/// The largest values seen on a device, or of a process, each by itself.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct MemoryPeak {
-    /// Most bytes that tensors held at once.
+    /// Most bytes that tensors held at once; on the CPU, resident memory of the whole process.
     pub in_use_bytes: u64,
-    /// Most bytes that the allocator had reserved, its slack included.
+    /// Most bytes that the allocator had reserved for the tensors, its slack included.
     pub reserved_bytes: u64,
 }
 

@@ -2,6 +2,7 @@
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::cuDeviceGetPCIBusId;
 use libloading::Library;
+use serde::{Deserialize, Serialize};
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 
 const NAMES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
@@ -19,7 +20,7 @@ type Gpu = *mut c_void;
 type Query = unsafe extern "C" fn(Gpu, c_int, *mut c_uint) -> c_int;
 
 /// State of a GPU; `None` for a value that the driver does not report.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuState {
     /// Current and highest clock of its multiprocessors, MHz.
     pub clocks_mhz: Option<[u32; 2]>,

@@ -81,7 +81,7 @@ pub use swiglu::swiglu;
 pub use tensors::split_heads;
 
 pub use sieve_core::DmaBias;
-pub use sieve_kernels::{KernelFamilies, KernelPolicy, SumOrder};
+pub use sieve_kernels::{GpuState, KernelFamilies, KernelPolicy, MemoryPeak, SumOrder};
 
 pub mod reference {
     //! Every op in plain Burn operations: the definition that fast paths are compared with.

@@ -9,7 +9,7 @@
 mod health;
 mod step_times;
 
-pub use health::{DeviceState, Health};
+pub use health::Health;
 
 use crate::collectives::{Collectives, HostCollectives, Pending, Primitive};
 use crate::gradients::Gradient;

@@ -1,8 +1,8 @@
 //! The device that a run computes on, and queries of its memory.
 use crate::memory::{process_available, process_memory, process_peak};
 use burn::tensor::backend::Backend;
-use serde::Serialize;
 use sieve_core::Keeping;
+use sieve_ops::MemoryPeak;
 
 /// The float type of the model's parameters and activations. Masters, moments, losses and norms are f32 in both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,16 +50,7 @@ pub struct DeviceMemory {
     /// Ends the measurement of peak memory that `watch` began.
     pub unwatch: fn(),
     /// The peak memory between `watch` and `unwatch`.
-    pub peak: fn() -> Option<PeakMemory>,
-}
-
-/// Peak memory of a device or a process, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct PeakMemory {
-    /// Bytes of tensors; on the CPU, resident memory of the whole process.
-    pub in_use_bytes: u64,
-    /// Bytes that the allocator had reserved for the tensors.
-    pub reserved_bytes: u64,
+    pub peak: fn() -> Option<MemoryPeak>,
 }
 
 impl MemoryProbe {
@@ -84,7 +75,7 @@ impl MemoryProbe {
     }
 
     /// Peak of the process since it began, or of the device in the steps that were watched. `None` where unknown.
-    pub fn peak(self) -> Option<PeakMemory> {
+    pub fn peak(self) -> Option<MemoryPeak> {
         match self {
             Self::Process => process_peak(),
             Self::Device(device) => (device.peak)(),

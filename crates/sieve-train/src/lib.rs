@@ -33,8 +33,8 @@ pub use data::{DataEvent, DataSource, RowSource, StageText, TrainingData, corpus
 pub use device_batch::DeviceBatch;
 pub use error::TrainError;
 pub use gradients::GradientBuffer;
-pub use group::{DeviceState, Group, Health};
-pub use hardware::{DeviceMemory, Hardware, MemoryProbe, PeakMemory, Precision};
+pub use group::{Group, Health};
+pub use hardware::{DeviceMemory, Hardware, MemoryProbe, Precision};
 pub use metrics::last_validation;
 pub use optimizer::{Optimizer, OptimizerSnapshot, ReplicaSums};
 pub use origin::Origin;

@@ -1,5 +1,5 @@
 //! Memory of this process and this machine, where the system reports it.
-use crate::PeakMemory;
+use sieve_ops::MemoryPeak;
 use std::path::Path;
 
 /// Resident memory of this process and total memory of the machine, in bytes; zero where unknown.
@@ -11,9 +11,9 @@ pub(crate) fn process_memory() -> (u64, u64) {
 }
 
 /// Peak resident memory of this process.
-pub(crate) fn process_peak() -> Option<PeakMemory> {
+pub(crate) fn process_peak() -> Option<MemoryPeak> {
     let bytes = field("/proc/self/status", "VmHWM:");
-    (bytes > 0).then_some(PeakMemory {
+    (bytes > 0).then_some(MemoryPeak {
         in_use_bytes: bytes,
         reserved_bytes: bytes,
     })

@@ -2,10 +2,11 @@
 use crate::run_folder::is_same_file;
 use crate::tensorboard::{TensorBoard, fenced};
 use crate::trainer::Tries;
-use crate::{PeakMemory, RunFolder, SkippedStep, StepReport, TrainError, ValidationReport};
+use crate::{RunFolder, SkippedStep, StepReport, TrainError, ValidationReport};
 use serde::{Deserialize, Serialize};
 use sieve_core::Recipe;
 use sieve_files::write_atomically;
+use sieve_ops::MemoryPeak;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -48,7 +49,7 @@ struct Stamped<'a> {
 struct MemoryLine {
     step: u64,
     #[serde(flatten)]
-    peak: PeakMemory,
+    peak: MemoryPeak,
     in_use_bytes_by_rank: Vec<u64>,
 }
 
@@ -154,7 +155,7 @@ impl Metrics {
     }
 
     /// Writes the peak memory of the steps up to `step`.
-    pub(crate) fn memory(&mut self, step: u64, peak: PeakMemory, in_use_bytes_by_rank: Vec<u64>) {
+    pub(crate) fn memory(&mut self, step: u64, peak: MemoryPeak, in_use_bytes_by_rank: Vec<u64>) {
         let line = MemoryLine {
             step,
             peak,
@@ -390,7 +391,7 @@ mod tests {
     #[test]
     fn lines_that_cannot_be_written_wait_and_a_half_one_goes() {
         use crate::trainer::WriteLimits;
-        const PEAK: PeakMemory = PeakMemory {
+        const PEAK: MemoryPeak = MemoryPeak {
             in_use_bytes: 1,
             reserved_bytes: 2,
         };

@@ -1,6 +1,7 @@
 //! The events that a run reports to its caller.
-use crate::{AttentionStatistics, PeakMemory};
+use crate::AttentionStatistics;
 use serde::{Deserialize, Deserializer, Serialize};
+use sieve_ops::MemoryPeak;
 use std::path::{Path, PathBuf};
 
 /// The metrics of one logged step.
@@ -124,5 +125,5 @@ pub struct TrainSummary {
     /// Metrics of the last logged step, if one was logged.
     pub last_step: Option<StepReport>,
     /// Peak memory of the run, if it was measured.
-    pub peak_memory: Option<PeakMemory>,
+    pub peak_memory: Option<MemoryPeak>,
 }

@@ -37,12 +37,12 @@ use sieve_core::{Keeping, ModelShape, Recipe};
 use sieve_data::OnChange;
 use sieve_hf::Checkpoint;
 use sieve_kernels::step::Fp8Format;
-use sieve_kernels::{Cublaslt, DeviceReport};
+use sieve_kernels::{Cublaslt, DeviceReport, GpuState};
 use sieve_ops::{Cuda, TrainBackend};
 use sieve_plan::{check_gpu_attention, gpu_training_gap};
 use sieve_train::{
-    DataEvent, DataSource, DeviceMemory, DeviceState, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder,
-    Start, TrainError, TrainEvent, TrainSummary, Trainer, TrainingData, WriteLimits, tidy_finished,
+    DataEvent, DataSource, DeviceMemory, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder, Start, TrainError,
+    TrainEvent, TrainSummary, Trainer, TrainingData, WriteLimits, tidy_finished,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -388,7 +388,7 @@ fn on_cuda(gpu: &DeviceReport, shape: &ModelShape) -> (Hardware<Autodiff<Cuda>>,
             now: crate::device::cuda_memory,
             watch: sieve_kernels::MemoryPeak::watch,
             unwatch: sieve_kernels::MemoryPeak::unwatch,
-            peak: crate::device::cuda_memory_peak,
+            peak: sieve_kernels::MemoryPeak::seen,
         }),
         keeping: Keeping::default(),
     };
@@ -404,16 +404,11 @@ fn on_cuda(gpu: &DeviceReport, shape: &ModelShape) -> (Hardware<Autodiff<Cuda>>,
 }
 
 /// Clocks, errors and temperature of this process's GPU; `None` on the CPU.
-fn state_of(place: &Device) -> Option<DeviceState> {
-    let Device::Cuda(gpu) = place else {
-        return None;
-    };
-    let state = sieve_kernels::GpuState::of(gpu.index)?;
-    Some(DeviceState {
-        clocks_mhz: state.clocks_mhz,
-        uncorrected_ecc_errors: state.uncorrected_ecc_errors,
-        temperature: state.temperature,
-    })
+fn state_of(place: &Device) -> Option<GpuState> {
+    match place {
+        Device::Cpu => None,
+        Device::Cuda(gpu) => GpuState::of(gpu.index),
+    }
 }
 
 /// Words for the path that a model's attention takes on a GPU.

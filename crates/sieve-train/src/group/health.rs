@@ -6,7 +6,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 use sieve_comm::{Mesh, Work};
-use sieve_ops::{DeviceBackend, TrainBackend};
+use sieve_ops::{DeviceBackend, GpuState, TrainBackend};
 use std::time::Instant;
 
 /// A rank is slow if its rate is below this share of the median rate.
@@ -15,17 +15,6 @@ const LEAST_SHARE: f64 = 0.8;
 const TRIES: usize = 5;
 /// How often all ranks measure again if one seems slow, keeping their best rates.
 const MORE_ROUNDS: usize = 3;
-
-/// The state of a GPU; `None` for a value that the driver does not report.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DeviceState {
-    /// Present and highest clock of the multiprocessors, MHz.
-    pub clocks_mhz: Option<[u32; 2]>,
-    /// Memory errors that ECC could not correct, since the driver was loaded.
-    pub uncorrected_ecc_errors: Option<u64>,
-    /// GPU temperature in degrees Celsius.
-    pub temperature: Option<u32>,
-}
 
 /// The measured rates of all ranks, in words.
 #[derive(Clone, Debug, PartialEq)]
@@ -47,7 +36,7 @@ struct Rates {
     sum: f64,
     /// The rank's host name and process id.
     place: String,
-    state: Option<DeviceState>,
+    state: Option<GpuState>,
 }
 
 /// An operation and the rate at which this rank runs it.
@@ -143,7 +132,7 @@ impl<B: TrainBackend> Group<B> {
         &self,
         device: &B::Device,
         precision: Precision,
-        state: &dyn Fn() -> Option<DeviceState>,
+        state: &dyn Fn() -> Option<GpuState>,
     ) -> Result<Health, TrainError> {
         let collectives = self.collectives.as_ref();
         let probes = probes::<B>(collectives, self.share().size, device, precision);
@@ -159,7 +148,7 @@ impl<B: TrainBackend> Group<B> {
 fn measure(
     mesh: &Mesh,
     mut probes: [Probe<'_>; 3],
-    state: &dyn Fn() -> Option<DeviceState>,
+    state: &dyn Fn() -> Option<GpuState>,
 ) -> Result<Health, TrainError> {
     let mut own = Rates {
         gemm: 0.0,
@@ -234,7 +223,7 @@ fn warnings_of(all: &[Rates]) -> Vec<String> {
 }
 
 /// Clock and temperature as the end of a sentence; a value that the driver does not report is left out.
-fn words_of(state: &DeviceState) -> String {
+fn words_of(state: &GpuState) -> String {
     let clocks = state
         .clocks_mhz
         .map(|[now, most]| format!(", clock {now} of {most} MHz"));
@@ -322,7 +311,7 @@ mod tests {
             copy,
             sum: 1e11,
             place: "host a, pid 7".to_owned(),
-            state: Some(DeviceState {
+            state: Some(GpuState {
                 clocks_mhz: Some([1200, 1980]),
                 uncorrected_ecc_errors: Some(errors),
                 temperature: Some(81),

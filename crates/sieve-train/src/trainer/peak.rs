@@ -64,7 +64,8 @@ impl<B: TrainBackend> Trainer<B> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DeviceMemory, PeakMemory};
+    use crate::DeviceMemory;
+    use sieve_ops::MemoryPeak;
     use std::sync::atomic::{AtomicU32, Ordering};
 
     static STARTED: AtomicU32 = AtomicU32::new(0);
@@ -86,7 +87,7 @@ mod tests {
                 STOPPED.fetch_add(1, Ordering::Relaxed);
             },
             peak: || {
-                Some(PeakMemory {
+                Some(MemoryPeak {
                     in_use_bytes: 3,
                     reserved_bytes: 4,
                 })

@@ -2,8 +2,9 @@
 use crate::terminal::{self, gib};
 use sieve_core::Recipe;
 use sieve_kernels::LaunchCounts;
+use sieve_ops::MemoryPeak;
 use sieve_ops::TrainBackend;
-use sieve_train::{MemoryProbe, PeakMemory, SkippedStep, StepReport, TrainSummary, Trainer, ValidationReport};
+use sieve_train::{MemoryProbe, SkippedStep, StepReport, TrainSummary, Trainer, ValidationReport};
 use std::path::Path;
 use std::time::Duration;
 
@@ -105,7 +106,7 @@ pub(super) fn startup_line(elapsed: Duration) -> String {
 
 /// Lines about a run's peak memory and, with `--verbose` or if they took the slow path, its launches of Sieve's
 /// kernels.
-pub(super) fn cost_lines(peak: Option<PeakMemory>, memory: MemoryProbe) -> Vec<String> {
+pub(super) fn cost_lines(peak: Option<MemoryPeak>, memory: MemoryProbe) -> Vec<String> {
     let memory = peak.map(|peak| {
         let in_use = gib(peak.in_use_bytes);
         match memory {
