@@ -3,11 +3,11 @@ use crate::loaded::{DtypeArg, Place};
 use anyhow::{Context, Result};
 use burn::tensor::{Distribution, Tensor};
 use burn_flex::{Flex, FlexDevice};
+pub(crate) use sieve_bench::Target as Device;
 use sieve_core::ModelShape;
 use sieve_hf::Kept;
 use sieve_kernels::{CudaReport, DeviceReport, KernelCache, KernelError};
 use sieve_plan::gpu_attention_gap;
-use sieve_train::PeakMemory;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Instant;
@@ -38,15 +38,6 @@ impl FromStr for DeviceChoice {
                 .ok_or_else(|| format!("'{text}' is not a device; use auto, cpu, cuda or cuda:N")),
         }
     }
-}
-
-/// The device that a command computes on.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Device {
-    /// The CPU.
-    Cpu,
-    /// A CUDA device that was found working.
-    Cuda(DeviceReport),
 }
 
 impl Place {
@@ -158,15 +149,6 @@ pub(crate) fn cache_root() -> Result<PathBuf> {
 /// `(in use, total)` memory of a CUDA device, in bytes; zero when the driver does not answer.
 pub(crate) fn cuda_memory(index: usize) -> (u64, u64) {
     sieve_kernels::DeviceReport::memory_bytes(index).map_or((0, 0), |(free, total)| (total - free, total))
-}
-
-/// The most memory that tensors took on the CUDA device since its peak began to be recorded.
-pub(crate) fn cuda_memory_peak() -> Option<PeakMemory> {
-    let peak = sieve_kernels::MemoryPeak::seen()?;
-    Some(PeakMemory {
-        in_use_bytes: peak.in_use_bytes,
-        reserved_bytes: peak.reserved_bytes,
-    })
 }
 
 /// FLOP/s of f32 GEMMs on this CPU: the best of five GEMMs of 1024 x 1024 x 1024.

@@ -11,7 +11,6 @@ use arguments::{BenchArgs, BuildArgs, CaptureArgs, CheckArgs, RunArgs};
 use indicatif::ProgressBar;
 use sieve_bench::{
     BenchEvent, BenchSettings, BuildEvent, BuildSettings, Captured, CheckSettings, CheckedPart, RunSettings, Scores,
-    Target,
 };
 use sieve_core::Recipe;
 use sieve_hf::Kept;
@@ -90,15 +89,6 @@ pub(crate) fn device_for(choice: DeviceChoice, recipe: &Recipe) -> Result<Device
     })
 }
 
-impl From<Device> for Target {
-    fn from(device: Device) -> Self {
-        match device {
-            Device::Cpu => Self::Cpu,
-            Device::Cuda(gpu) => Self::Cuda(gpu),
-        }
-    }
-}
-
 fn check(args: &CheckArgs) -> Result<()> {
     if args.cases == 0 {
         bail!("--cases 0: nothing would be checked");
@@ -117,7 +107,7 @@ fn check(args: &CheckArgs) -> Result<()> {
     };
     let started = Instant::now();
     let prepare = prepare(|gpu| settings.part.kernels(gpu));
-    let target = Target::from(args.device.resolve_and_prepare(prepare)?);
+    let target = args.device.resolve_and_prepare(prepare)?;
     let report = sieve_bench::check(&settings, &target, &mut print_part)?;
     terminal::line(&report.to_string());
     if let Some(path) = &args.json {
@@ -243,7 +233,7 @@ fn run_op(args: Box<RunArgs>) -> Result<()> {
         nsa,
         selector: args.selector,
     };
-    let target = || args.device.resolve().map(Target::from);
+    let target = || args.device.resolve();
     let (names, device) = sieve_bench::run(&settings, &args.out, target)?;
     let (names, out) = (names.join(" "), args.out.display());
     terminal::line(&format!("wrote {names} to {out}, computed on {device}"));
