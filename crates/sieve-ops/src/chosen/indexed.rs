@@ -13,8 +13,7 @@
 use super::{IndexGradientCall, Read, Reads, pooled};
 use crate::tensors::{Float, compute_dtype, primitive, split_heads, tensor, value};
 use crate::{AttentionSpec, DeviceBackend, Documents, SieveBackend};
-use burn::tensor::activation::softmax;
-use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor};
+use burn::tensor::{Bool, DType, Int, Tensor};
 use sieve_core::BlockChoice;
 
 /// Operands of [`indexed_attention`] other than the packed tensors.
@@ -159,10 +158,9 @@ pub fn index_statistics<B: SieveBackend>(
     chosen: Tensor<B, 4, Int>,
     call: &IndexedCall<'_, B>,
 ) -> Tensor<B::Inner, 1> {
-    let (groups, group) = (call.spec.num_kv_heads, call.spec.group_size());
-    let [_, n, _, d] = qkv.dims();
-    let count = MEASURED_QUERIES.min(n);
-    let device = qkv.device();
+    let (groups, group, blocks) = (call.spec.num_kv_heads, call.spec.group_size(), call.choice.blocks);
+    let ([_, n, _, d], size) = (qkv.dims(), blocks.select_block_size);
+    let (count, num_blocks, device) = (MEASURED_QUERIES.min(n), n.div_ceil(size), qkv.device());
     let of_row = |x: Tensor<B, 4>| value::<B, 4>(x).narrow(0, 0, 1).cast(DType::F32).squeeze_dim::<3>(0);
     // The measured queries are spread evenly over the row.
     let queries: Vec<i32> = (0..count).map(|at| ((2 * at + 1) * n / (2 * count)) as i32).collect();
@@ -171,87 +169,76 @@ pub fn index_statistics<B: SieveBackend>(
     let [qkv, index] = [of_row(qkv), of_row(index)];
     let heads = |x: &Tensor<B::Inner, 3>, first: usize, count: usize| x.clone().narrow(1, first, count).swap_dims(0, 1);
     let of_queries = |x: Tensor<B::Inner, 3>| x.select(1, queries.clone());
-    let scale = call.spec.softmax_scale;
 
-    // Computes which keys are hidden, their positions in the query's document, and the logits of the measured queries.
+    // Each query's keys are taken in the order of its document, so that a block is a range of them. Burn's kernels
+    // reduce a dimension in one thread: sums and maxima go over the tokens of a block, then over blocks.
+    let (tokens, all) = (num_blocks * size, |heads| [groups, heads, count, num_blocks, size]);
+    let range = |len: usize| Tensor::<B::Inner, 1, Int>::arange(0..len as i64, &device).unsqueeze_dim::<2>(0);
     let starts = Tensor::<B::Inner, 2, Int>::from_primitive(call.documents.start.clone().into_primitive());
-    let starts = starts.narrow(0, 0, 1).squeeze_dim::<1>(0).select(0, queries.clone());
-    let all = [count, n];
-    let start = starts.clone().unsqueeze_dim::<2>(1).expand(all);
-    let key = Tensor::<B::Inner, 1, Int>::arange(0..n as i64, &device)
-        .unsqueeze_dim::<2>(0)
-        .expand(all);
-    let query = queries.clone().unsqueeze_dim::<2>(1).expand(all);
-    let hidden = key.clone().lower(start.clone()).bool_or(key.clone().greater(query));
-    let in_document = (key - start).clamp_min(0);
-    let every = |x: Tensor<B::Inner, 2, Int>| x.unsqueeze_dim::<3>(0).expand([groups, count, n]);
-    let hidden = hidden.unsqueeze_dim::<3>(0).expand([groups, count, n]);
+    let starts = starts.narrow(0, 0, 1).select(1, queries.clone()).swap_dims(0, 1);
+    let position = queries.clone().unsqueeze_dim::<2>(1) - starts.clone();
+    let key = (range(tokens) + starts.clone())
+        .clamp_max(n as i64 - 1)
+        .unsqueeze_dim::<3>(0);
+    let of_document = |scores: Tensor<B::Inner, 3>, heads: usize| {
+        let scores = scores.reshape([groups * heads, count, n]);
+        let scores = scores.gather(2, key.clone().expand([groups * heads, count, tokens]));
+        (scores * call.spec.softmax_scale).reshape(all(heads))
+    };
+    let hidden = range(tokens)
+        .greater(position.clone())
+        .reshape([1, 1, count, num_blocks, size]);
+    let log_softmax = |scores: Tensor<B::Inner, 5>, hidden: Tensor<B::Inner, 5, Bool>| {
+        let scores = scores.mask_fill(hidden, f32::NEG_INFINITY);
+        let shifted = scores.clone() - scores.max_dim(4).max_dim(3);
+        shifted.clone() - shifted.exp().sum_dim(4).sum_dim(3).log()
+    };
     let q = of_queries(heads(&qkv, 0, groups * group)).reshape([groups, group * count, d]);
     let k = heads(&qkv, groups * group, groups);
-    let logits = (q.matmul(k.swap_dims(1, 2)) * scale).reshape([groups, group, count, n]);
+    let logits = of_document(q.matmul(k.swap_dims(1, 2)), group);
     let scores = of_queries(heads(&index, 0, groups));
-    let scores = scores.matmul(heads(&index, groups, 1).expand([groups, n, d]).swap_dims(1, 2)) * scale;
+    let scores = scores.matmul(heads(&index, groups, 1).expand([groups, n, d]).swap_dims(1, 2));
     // Computes the probabilities of the keys that are not hidden, averaged over the heads of each group.
-    let mean_over = |hidden: &Tensor<B::Inner, 3, burn::tensor::Bool>| {
-        let hidden = hidden.clone().unsqueeze_dim::<4>(1).expand([groups, group, count, n]);
-        softmax(logits.clone().mask_fill(hidden, f32::NEG_INFINITY), 3)
-            .mean_dim(1)
-            .squeeze_dim::<3>(1)
-    };
+    let mean_over = |hidden: &Tensor<B::Inner, 5, Bool>| log_softmax(logits.clone(), hidden.clone()).exp().mean_dim(1);
     let dense = mean_over(&hidden);
 
-    // Masks the keys outside the chosen blocks.
+    // Masks the keys outside the chosen blocks, which attention counts in pieces.
     let not_chosen = {
-        let chosen = Tensor::<B::Inner, 4, Int>::from_primitive(chosen.into_primitive());
-        let chosen = chosen
-            .narrow(0, 0, 1)
-            .squeeze_dim::<3>(0)
-            .select(0, queries.clone())
-            .swap_dims(0, 1);
-        let size = call.choice.attended().select_block_size;
-        // Block b is marked at index b + 1; index 0 stands for no block (-1).
-        let read = Tensor::<B::Inner, 3>::zeros([groups, count, n.div_ceil(size) + 1], &device);
-        let ones = Tensor::ones(chosen.dims(), &device);
-        let read = read.scatter(2, chosen + 1, ones, IndexingUpdateOp::Add);
-        let block = every(in_document.clone().div_scalar(size as i64) + 1);
-        hidden.clone().bool_or(read.gather(2, block).lower_equal_elem(0.0))
+        let chosen = Tensor::<B::Inner, 4, Int>::from_primitive(chosen.into_primitive()).narrow(0, 0, 1);
+        let chosen = chosen.select(1, queries.clone()).permute([2, 1, 0, 3]);
+        let num_pieces = num_blocks * call.choice.pieces();
+        let is_chosen = range(num_pieces)
+            .reshape([1, 1, num_pieces, 1])
+            .equal(chosen)
+            .any_dim(3);
+        let is_chosen = is_chosen.expand([groups, count, num_pieces, tokens / num_pieces]);
+        hidden.clone().bool_or(is_chosen.reshape(all(1)).bool_not())
     };
     // Divides the probability in the chosen blocks by the probability in the best blocks.
     let recall = {
-        let blocks = call.choice.blocks;
-        let (size, num_blocks) = (blocks.select_block_size as i64, n.div_ceil(blocks.select_block_size));
-        let of_blocks = Tensor::<B::Inner, 3>::zeros([groups, count, num_blocks], &device);
-        let block = every(in_document.div_scalar(size));
-        let of_blocks = of_blocks.scatter(2, block, dense.clone(), IndexingUpdateOp::Add);
-        let own = (queries.clone() - starts).div_scalar(size).reshape([1, count, 1]);
-        let own = own.expand([groups, count, 1]);
-        let of_own = of_blocks.clone().gather(2, own.clone());
-        let others = of_blocks.scatter(2, own, of_own.clone().neg(), IndexingUpdateOp::Add);
-        // `others` is 0 at the own block, which is counted by `of_own`.
-        let best = match (blocks.num_selected_blocks - 1).min(num_blocks - 1) {
-            0 => of_own.sum(),
-            most => of_own.sum() + others.topk(most, 2).sum(),
+        let of_blocks = dense.clone().sum_dim(4).reshape([groups, count, num_blocks]);
+        // With 1 added, the own block is the largest.
+        let is_own = range(num_blocks)
+            .equal(position.div_scalar(size as i64))
+            .unsqueeze_dim::<3>(0);
+        let best = match blocks.num_selected_blocks {
+            most if most < num_blocks => (of_blocks + is_own.float()).topk(most, 2).sum() - (groups * count) as f64,
+            _ => of_blocks.sum(),
         };
         dense.mask_fill(not_chosen.clone(), 0.0).sum() / best
     };
     let unread = if call.chosen.is_some() { not_chosen } else { hidden };
     let p = mean_over(&unread);
     if let Some(keys) = &call.block_keys {
-        let p = p.sum_dim(0).squeeze_dim::<2>(0);
-        let [teacher, student] = pooled::measured(p, &packed_index, keys, &queries, call);
+        let p = p.sum_dim(0).reshape([count, tokens]);
+        let [teacher, student] = pooled::measured(p, starts, &packed_index, keys, &queries, call);
         let log_teacher = teacher.clone().clamp_min(f32::MIN_POSITIVE).log();
         let (mean, p_index) = (1.0 / count as f64, student.clone().exp());
         let divergence = (teacher * (log_teacher - student.clone())).sum() * mean;
         return Tensor::cat(vec![divergence, recall, (p_index * student).sum() * -mean], 0);
     }
-    let log_index = {
-        let scores = scores.mask_fill(unread.clone(), f32::NEG_INFINITY);
-        let largest = scores.clone().max_dim(2);
-        let shifted = scores - largest;
-        shifted.clone() - shifted.exp().sum_dim(2).log()
-    };
     // `0 log 0` counts as 0 in the KL divergence.
-    let log_index = log_index.mask_fill(unread.clone(), 0.0);
+    let log_index = log_softmax(of_document(scores, 1), unread.clone()).mask_fill(unread.clone(), 0.0);
     let p_index = log_index.clone().exp().mask_fill(unread, 0.0);
     let log_p = p.clone().clamp_min(f32::MIN_POSITIVE).log();
     let mean = 1.0 / (groups * count) as f64;

@@ -313,9 +313,11 @@ fn gradients<D: DeviceBackend>(
 }
 
 /// T and log softmax(I) of some queries of the first row, in f32. `p` are the attention's probabilities over the tokens
-/// that are read, summed over heads, `[queries, seq_len]`.
+/// that are read, summed over heads, `[queries, at least seq_len]` from the first token of each query's document on:
+/// `starts`, `[queries, 1]`.
 pub(super) fn measured<B: SieveBackend>(
     p: Tensor<B::Inner, 2>,
+    starts: Tensor<B::Inner, 2, Int>,
     index: &Tensor<B, 4>,
     block_keys: &Tensor<B, 3>,
     queries: &Tensor<B::Inner, 1, Int>,
@@ -338,7 +340,9 @@ pub(super) fn measured<B: SieveBackend>(
         .cast(DType::F32)
         .expand([heads, num_slots, d]);
     let scores = q.matmul(keys.swap_dims(1, 2)).clamp_min(0.0).sum_dim(0) * call.spec.softmax_scale;
-    let summed = p.select(1, slots.tokens(0, num_slots));
+    // Slots of other documents are not read.
+    let position = (slots.tokens(0, num_slots).unsqueeze_dim::<2>(0) - starts).clamp_min(0);
+    let summed = p.gather(1, position);
     let read = slots.read(0, queries, num_slots, chosen.as_ref());
     distributions(summed, scores.reshape([count, num_slots]), read)
 }
