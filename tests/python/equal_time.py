@@ -4,10 +4,10 @@
       --length 32768 --minutes 3 --devices cuda:0 cuda:1
     python3 tests/python/equal_time.py --out docs --length 32768 --minutes 3 --draw docs/equal_time.svg
 
-Run from the repository's root. A first run of --probe-steps steps measures a kind's tokens/s, from which its steps and
-their learning-rate schedule follow; its rate is the kind's best of docs/rates.jsonl. Every step holds 32,768 tokens, or
-one row where that is longer. The time is that of training steps: starting, preparing data and validation are not
-counted, and the line says how long the steps took. OUT/equal_time.jsonl gets a line for each finished run; runs that
+Run from the repository's root. A first run of --probe-steps steps, of five times as many with a warm-up, measures a
+kind's tokens/s, from which its steps and their learning-rate schedule follow; its rate is the kind's best of
+docs/rates.jsonl. Every step holds 32,768 tokens, or one row where that is longer. The time is that of training
+steps: starting, preparing data and validation are not counted, and the line says how long the steps took. OUT/equal_time.jsonl gets a line for each finished run; runs that
 have one are not repeated, and a run that was cut off goes on from its last checkpoint, one a minute. A line has the
 training loss over seconds, with --evaluate the loss by tokens seen and on words last used far back, and of MSA the
 indexer's KL, recall and entropy, whose curves --draw adds. Needs nothing but Python.
@@ -23,18 +23,26 @@ from best_rates import KINDS as NAMES
 from learning_table import ROWS, WARMUP, base, recipe_of
 from runs import add_arguments, chart, finished, num_steps, parsed, prepare, train_missing, trained
 
-# Kind: its best learning rate in docs/rates.jsonl.
-RATES = {"dense": 1.5e-3, "window": 1.5e-3, "window + slope": 1.5e-3, "DMA": 1.5e-3, "NSA": 7.5e-4, "InfLLM-V2": 7.5e-4,
-         "MoBA": 1.5e-3, "MSA": 3e-3, WARMUP: 3e-3, "MLA": 3.75e-4, "window + slope, 1 of 4 dense": 1.5e-3, "DMA, 1 of 4 dense": 1.5e-3}
+RUNS = [json.loads(line) for line in pathlib.Path("docs/rates.jsonl").read_text().splitlines()]
+BEST = {run["kind"]: run["rate"] for run in sorted(RUNS, key=lambda run: -run["loss"]) if run["seed"] == 0}
+# Kind: its best learning rate; a warm-up without runs takes MSA's.
+RATES = {kind: BEST.get(kind, BEST["MSA"]) for kind in NAMES if kind != "DMA as published"}
 KEY = ("kind", "length", "minutes", "seed")
-
-
 FAR = ["1024", "4096", "16384", "65536"]
 INDEXER = {"index_kl": "KL of the indexer, nats", "index_recall": "its recall", "index_entropy": "its entropy, nats"}
 
 
 def steps_of(lines):
     return [line for line in lines if line["kind"] == "step"]
+
+
+def seconds_a_token(kind, steps, count):
+    """By the median of the logged steps of a run of `count`, of a warm-up by the medians of its two stages."""
+    dense = max(count // 10, 1) if NAMES[kind] == WARMUP else 0
+    stages = [(dense, [line for line in steps if line["step"] <= dense]),
+              (count - dense, [line for line in steps if line["step"] > dense])]
+    stages = [(share, [line["tokens_per_second"] for line in lines]) for share, lines in stages if lines]
+    return sum(share / statistics.median(rates) for share, rates in stages) / sum(share for share, _ in stages)
 
 
 def run(job, runs, arguments):
@@ -52,13 +60,15 @@ def run(job, runs, arguments):
         *arguments.set]
     planned = pathlib.Path(f"{folder}.steps")  # a run that was cut off keeps the steps of its probe
     if not planned.exists():
-        # Steps are logged as the run logs them, since statistics of the attention make a logged step slower.
-        probe = in_steps(arguments.probe_steps, 1)
-        lines = trained(arguments.out / f"{name}-probe", recipe, probe, runs, arguments)
+        # Steps are logged as the run logs them, since statistics of the attention make a logged step slower. The first
+        # logged step counts the start; of a warm-up another one has to be dense.
+        count = arguments.probe_steps * (5 if NAMES[kind] == WARMUP else 1)
+        probe = recipe_of(NAMES[kind], recipe, count, arguments.out)
+        lines = trained(arguments.out / f"{name}-probe", probe, in_steps(count, 1), runs, arguments)
         if lines is None:
             return None
-        speed = statistics.median(line["tokens_per_second"] for line in steps_of(lines)[1:])
-        planned.write_text(str(max(int(minutes * 60 * speed / (length * batch)), 2)))
+        seconds = seconds_a_token(kind, steps_of(lines)[1:], count)
+        planned.write_text(str(max(int(minutes * 60 / seconds / (length * batch)), 2)))
     settings = in_steps(int(planned.read_text()), max(round(minutes), 1))
     count = num_steps(settings)
     lines = trained(folder, recipe_of(NAMES[kind], recipe, count, arguments.out), settings, runs, arguments)
@@ -79,10 +89,7 @@ def run(job, runs, arguments):
            if one["far"]["num_tokens"]} if report else {}
     positions = [[bin["from"], round(bin["loss"], 4)] for bin in report["by_position"]
                  if bin["num_tokens"]] if report else []
-    # The median step, but of a warm-up's dense steps, a tenth of all, their own.
-    dense = rates[:len(rates) // 10] if NAMES[kind] == WARMUP else []
-    each = [statistics.median(part) for part in (dense, rates[len(dense):]) for _ in part]
-    seconds = count * length * batch * statistics.mean(1 / rate for rate in each)
+    seconds = count * length * batch * seconds_a_token(kind, steps, count)
     size = -(-len(steps) // 24)  # means of that many logged steps, by the seconds that training had taken
     parts = [steps[at:at + size] for at in range(0, len(steps), size)]
     means = lambda part, value: [round(statistics.mean(line["step"] for line in part) * seconds / count, 1),

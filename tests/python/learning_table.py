@@ -60,6 +60,13 @@ SHORT_NSA = [
     "attention.compress_hidden_size=32", "attention.select_block_size=16", "attention.num_selected_blocks=4",
     "attention.window_size=64", "attention.shared_kv=true", "model.intermediate_size=384",
 ]
+# As many keys in 8 blocks of 16; the feed-forward layers give up what the indexer takes.
+SHORT_BLOCKS = ["attention.select_block_size=16", "attention.num_selected_blocks=8"]
+SHORT_INFLLM_V2 = [
+    "attention.kind=infllm_v2", "attention.compress_block_size=16", "attention.compress_stride=8",
+    "attention.num_local_blocks=4", *SHORT_BLOCKS,
+]
+SHORT_MSA = ["attention.kind=msa", *SHORT_BLOCKS, "attention.index_loss_weight=1.0", "model.intermediate_size=448"]
 
 
 def dma(window, local, *settings):
@@ -136,6 +143,10 @@ ROWS = {
         "DMA 128, slope, r 32, 1 of 4 dense": dma(128, 32, *SLOPE, *ONE_DENSE),
         "window 128 + slope, 1 of 4 dense": dma(128, 128, *SLOPE, *ONE_DENSE),
         "NSA": SHORT_NSA,
+        "InfLLM-V2": SHORT_INFLLM_V2,
+        "MoBA": ["attention.kind=moba", *SHORT_BLOCKS],
+        "MSA": SHORT_MSA,
+        WARMUP: SHORT_MSA,
     },
 }
 
@@ -148,9 +159,9 @@ def restated_numbers(path, length):
             file.write(json.dumps({"text": document(draw, draw.randrange(20 * scale, 60 * scale))}) + "\n")
 
 
-def staged(path, stages):
-    """The recipe of the 80M runs with `stages`, each the lines of a [[stage]]."""
-    text = pathlib.Path("recipes/code_80m.toml").read_text()
+def staged(recipe, path, stages):
+    """`recipe` with `stages`, each the lines of a [[stage]]."""
+    text = pathlib.Path(recipe).read_text()
     path.write_text(text + "".join(f"[[stage]]\n{stage}\n" for stage in stages))
     return str(path)
 
@@ -161,7 +172,7 @@ def recipe_of(name, recipe, steps, out):
         return recipe
     warmup = max(steps // 10, 1)
     stages = [f"steps = {warmup}\nindex_warmup = true", f"steps = {steps - warmup}"]
-    return staged(out / f"warm-up-{steps}.toml", stages)
+    return staged(recipe, out / f"warm-up-{pathlib.Path(recipe).stem}-{steps}.toml", stages)
 
 
 def base(kind, arguments, out):
@@ -173,7 +184,7 @@ def base(kind, arguments, out):
         steps = arguments.steps
         if kind == "lengthened":
             long = "steps = 50\nseq_len = 8192\nrope_theta = 100000.0\nlocal_batch_size = 4"
-            recipe = staged(out / "lengthened.toml", [f"steps = {steps // 4}", long])
+            recipe = staged("recipes/code_80m.toml", out / "lengthened.toml", [f"steps = {steps // 4}", long])
             return recipe, settings + [
                 f"training.steps={steps // 4 + 50}", f"checkpoint.interval={steps // 4 + 50}",
                 "validation.interval=50", "metrics.log_freq=1"]

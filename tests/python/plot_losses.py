@@ -130,6 +130,8 @@ def main():
     parser.add_argument("--attention", action="store_true", help="what DMA keeps, in place of the losses")
     parser.add_argument("panels", nargs="+")
     args = parser.parse_args()
+    if args.attention and (args.speed or len(args.panels) > 1):
+        parser.error("--attention takes one group of runs, without --speed")
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * len(args.panels) * (1 + args.speed)} {HEIGHT}" font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>']
     for number, text in enumerate(args.panels):
         title, colon, runs = text.partition(":")
