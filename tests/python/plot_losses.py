@@ -4,9 +4,9 @@
 
 Lines are averages of what was logged in 50 steps, in 10 of a run shorter than 800; dots are validation losses, as the legend says. A line of several
 files (NAME=A+B) is their mean. With --speed each panel gets another one beside it: the last validation loss of each file against
-its tokens/s, the upper quartile of what was logged. With --attention the panels show, over the steps of one group, what
-DMA keeps: its overlap with a window of as many keys, the age that 95 % of the kept keys are below, the share of keys
-that no query sees, and the loss.
+its tokens/s, the upper quartile of what was logged. With --attention the panels show, over the steps of one group, the
+loss and what was logged of the attention: of DMA the overlap with a window of as many keys, the age that 95 % of the
+kept keys are below and the share of keys that no query sees, of MSA the KL, recall and entropy of its indexers.
 """
 
 import argparse
@@ -110,24 +110,31 @@ def speed(at, title, runs):
     return out
 
 
-def kept_keys(runs):
-    """Panels of what the masks of DMA's layers keep, by step, a line a run."""
+def of_attention(runs):
+    """Panels of statistics of the attention by step, a line a run."""
     steps = {name: [row for row in rows_of(path) if row["kind"] == "step"] for name, path in runs}
     panels = {
-        "overlap with an equally long window, %": lambda row: 100 - 100 * row["attention"]["beyond_window"],
-        "age that 95 % are below, tokens": lambda row: row["attention"]["late_key_age"],
-        "keys that no query sees, %": lambda row: 100 * row["attention"]["never_active"],
-        "training loss, nats": lambda row: row["loss"],
+        "overlap with an equally long window, %": ("beyond_window", lambda share: 100 - 100 * share),
+        "age that 95 % are below, tokens": ("late_key_age", float),
+        "keys that no query sees, %": ("never_active", lambda share: 100 * share),
+        "KL of the indexers, nats": ("index_kl", float),
+        "recall of the indexers, %": ("index_recall", lambda share: 100 * share),
+        "entropy of the indexers, nats": ("index_entropy", float),
     }
-    curves = lambda value: {name: [(row["step"], [value(row)]) for row in rows] for name, rows in steps.items()}
-    return chart([(title, curves(value), "linear", "step", "{:g}") for title, value in panels.items()], list(steps))
+    curves = lambda key, shown: {name: [(row["step"], [shown(row["attention"][key])]) for row in rows
+                                        if key in (row["attention"] or {})] for name, rows in steps.items()}
+    found = {title: curves(*panel) for title, panel in panels.items()}
+    found = {title: lines for title, lines in found.items() if any(lines.values())}
+    losses = {name: [(row["step"], [row["loss"]]) for row in rows] for name, rows in steps.items()}
+    found["training loss, nats"] = losses
+    return chart([(title, lines, "linear", "step", "{:g}") for title, lines in found.items()], list(steps))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--speed", action="store_true", help="a panel of loss against tokens/s beside each")
-    parser.add_argument("--attention", action="store_true", help="what DMA keeps, in place of the losses")
+    parser.add_argument("--attention", action="store_true", help="statistics of DMA or MSA beside the loss")
     parser.add_argument("panels", nargs="+")
     args = parser.parse_args()
     if args.attention and (args.speed or len(args.panels) > 1):
@@ -139,7 +146,7 @@ def main():
             parser.error(f"{text!r}: a panel is TITLE: NAME=FILE,NAME=FILE…")
         at, runs = WIDTH * number * (1 + args.speed), [run.strip().split("=", 1) for run in runs.split(",")]
         if args.attention:
-            args.out.write_text(kept_keys(runs))
+            args.out.write_text(of_attention(runs))
             return
         parts += panel(at, title.strip(), {name: read(path) for name, path in runs})
         parts += speed(at + WIDTH, title.strip(), runs) if args.speed else []

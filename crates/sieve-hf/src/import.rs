@@ -215,7 +215,9 @@ fn has_own_output(from: &Path) -> Result<bool, CheckpointError> {
     let files = files.collect::<Result<Vec<_>, _>>()?;
     let find = |name: &str| files.iter().find_map(|file| file.find(name).transpose()).transpose();
     Ok(match (find(OUTPUT)?, find(EMBEDDING)?) {
-        (Some(output), Some(embedding)) => output != embedding,
+        (Some(output), Some(embedding)) => {
+            (output.dtype, output.shape, output.bytes) != (embedding.dtype, embedding.shape, embedding.bytes)
+        }
         _ => false,
     })
 }

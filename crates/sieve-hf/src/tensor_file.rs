@@ -1,7 +1,7 @@
 //! Reads and writes safetensors files.
 use crate::{CheckpointError, NamedTensor};
 use burn::tensor::{Bytes, DType, TensorData, bf16, f16};
-use memmap2::Mmap;
+use memmap2::{Mmap, UncheckedAdvice};
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
 use std::cmp::Reverse;
@@ -100,7 +100,7 @@ pub fn checksum<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
     sum.digest()
 }
 
-/// A memory-mapped safetensors file: only the tensors that are read take memory.
+/// A memory-mapped safetensors file: only the tensor that is being read takes memory.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
@@ -109,11 +109,12 @@ pub struct TensorFile {
 }
 
 /// A tensor in a memory-mapped file.
-#[derive(PartialEq, Eq)]
 pub(crate) struct Stored<'a> {
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
     pub(crate) bytes: &'a [u8],
+    /// The mapping that holds the bytes; `None` where they are in memory.
+    pub(crate) map: Option<&'a Mmap>,
 }
 
 impl TensorFile {
@@ -204,6 +205,7 @@ impl TensorFile {
             dtype,
             shape: view.shape().to_vec(),
             bytes: view.data(),
+            map: self.map.as_ref(),
         }))
     }
 
@@ -231,29 +233,46 @@ impl Stored<'_> {
     pub(crate) fn convert(&self, dtype: DType, to: &mut [u8]) {
         let [from_bytes, to_bytes] = [self.dtype, dtype].map(|dtype| PART_ELEMENTS * dtype.size());
         let parts = self.bytes.par_chunks(from_bytes).zip(to.par_chunks_mut(to_bytes));
-        parts.for_each(|(from, to)| match (self.dtype, dtype) {
-            (from_dtype, dtype) if from_dtype == dtype => to.copy_from_slice(from),
-            (DType::F32, DType::BF16) => {
-                convert_each(from, to, |bytes| {
-                    bf16::from_f32(f32::from_le_bytes(bytes)).to_le_bytes()
-                });
+        parts.for_each(|(from, to)| {
+            match (self.dtype, dtype) {
+                (from_dtype, dtype) if from_dtype == dtype => to.copy_from_slice(from),
+                (DType::F32, DType::BF16) => {
+                    convert_each(from, to, |bytes| {
+                        bf16::from_f32(f32::from_le_bytes(bytes)).to_le_bytes()
+                    });
+                }
+                (DType::BF16, DType::F32) => {
+                    convert_each(from, to, |bytes| bf16::from_le_bytes(bytes).to_f32().to_le_bytes());
+                }
+                (DType::F16, DType::F32) => {
+                    convert_each(from, to, |bytes| f16::from_le_bytes(bytes).to_f32().to_le_bytes());
+                }
+                _ => {
+                    let bytes = Bytes::from_bytes_vec(from.to_vec());
+                    let part = TensorData::from_bytes(bytes, [from.len() / self.dtype.size()], self.dtype);
+                    to.copy_from_slice(&part.convert_dtype(DType::F32).convert_dtype(dtype).bytes);
+                }
             }
-            (DType::BF16, DType::F32) => {
-                convert_each(from, to, |bytes| bf16::from_le_bytes(bytes).to_f32().to_le_bytes());
-            }
-            (DType::F16, DType::F32) => {
-                convert_each(from, to, |bytes| f16::from_le_bytes(bytes).to_f32().to_le_bytes());
-            }
-            _ => {
-                let bytes = Bytes::from_bytes_vec(from.to_vec());
-                let part = TensorData::from_bytes(bytes, [from.len() / self.dtype.size()], self.dtype);
-                to.copy_from_slice(&part.convert_dtype(DType::F32).convert_dtype(dtype).bytes);
-            }
+            self.release(from);
         });
+    }
+
+    /// Returns the pages of `bytes`, which were read, to the system: while they are mapped they count as memory of this
+    /// process, beside the copy.
+    pub(crate) fn release(&self, bytes: &[u8]) {
+        #[cfg(unix)]
+        if let Some(map) = self.map {
+            let offset = bytes.as_ptr() as usize - map.as_ptr() as usize;
+            // SAFETY: the mapping is shared and its file is never changed, so a later access reads the same bytes again.
+            let advised = unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, offset, bytes.len()) };
+            // Without the system's help the pages stay, as those of any file that is mapped.
+            advised.ok();
+        }
     }
 
     fn data(&self) -> TensorData {
         let bytes = Bytes::from_bytes_vec(self.bytes.to_vec());
+        self.release(self.bytes);
         TensorData::from_bytes(bytes, self.shape.clone(), self.dtype)
     }
 }
@@ -374,5 +393,37 @@ mod tests {
         assert_eq!(file.stored("t3").expect("there").bytes, [2; 12]);
         let error = stream_tensor_file(&path, &headers, None, read(1)).expect_err("a byte is missing");
         assert!(error.to_string().contains("tensor t1 has 3 bytes"), "{error}");
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn pages_that_were_read_do_not_stay_in_memory() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let path = dir.path().join("tensors");
+        let data = TensorData::new(vec![1f32; 4 << 20], [4 << 20]);
+        let name = "weights".to_owned();
+        write_tensor_file(&path, &[NamedTensor { name, data }], None).expect("writable");
+        let file = TensorFile::open(&path).expect("safetensors");
+        // KiB of the file's mapping that are in this process's memory.
+        let resident = || -> usize {
+            let maps = std::fs::read_to_string("/proc/self/smaps").expect("Linux has it");
+            let mut lines = maps
+                .lines()
+                .skip_while(|line| !line.ends_with(path.to_str().expect("Unicode")));
+            let line = lines.find_map(|line| line.strip_prefix("Rss:")).expect("it is mapped");
+            line.trim().trim_end_matches(" kB").parse().expect("a number")
+        };
+        let stored = file.stored("weights").expect("there");
+        assert_eq!(
+            stored.bytes.iter().map(|&byte| u64::from(byte == 0x3f)).sum::<u64>(),
+            4 << 20
+        );
+        assert!(resident() > 16 << 10, "the test reads all {} KiB", resident());
+        let mut rounded = vec![0; 8 << 20];
+        stored.convert(DType::BF16, &mut rounded);
+        assert!(resident() < 1 << 10, "{} KiB stay after a conversion", resident());
+        file.any_tensor("weights").expect("there");
+        assert!(resident() < 1 << 10, "{} KiB stay after a copy", resident());
+        assert!(rounded.as_chunks::<2>().0.iter().all(|x| *x == [0x80, 0x3f]));
     }
 }

@@ -17,6 +17,7 @@ pub(crate) fn rounded(data: TensorData, dtype: DType) -> TensorData {
         dtype: data.dtype,
         shape: data.shape.to_vec(),
         bytes: data.as_bytes(),
+        map: None,
     };
     stored.convert(dtype, &mut bytes);
     TensorData::from_bytes(Bytes::from_bytes_vec(bytes), stored.shape, dtype)
@@ -121,7 +122,9 @@ impl TensorFiles {
             // The elements of this piece that the wanted range covers.
             let from = wanted.start.clamp(start, start + len) - start;
             let to = wanted.end.clamp(start, start + len) - start;
-            bytes.extend_from_slice(&piece.bytes[from * dtype.size()..to * dtype.size()]);
+            let read = &piece.bytes[from * dtype.size()..to * dtype.size()];
+            bytes.extend_from_slice(read);
+            piece.release(read);
             start += len;
         }
         let shape = match range {
