@@ -195,11 +195,7 @@ impl Call {
     fn on<B: DeviceBackend>(&self, device: &B::Device, dtype: DType) -> Results {
         let (inputs, call) = self.inputs_on::<B>(device, dtype);
         let normed = self.norms.as_ref().map(|_| inputs.clone());
-        let documents = self.case.documents::<B>(device).bounds();
-        let attention = MlaCall {
-            documents,
-            spec: self.spec,
-        };
+        let attention = MlaCall::new(self.case.documents::<B>(device).bounds(), self.spec);
         let d_o = cast::<B, 4>(&self.case.d_o, self.case.shape.output(), dtype, device);
         let (packed, keys) = B::mla_pack(inputs, call.clone());
         let output = B::mla_attention(packed.clone(), &attention);

@@ -157,7 +157,7 @@ impl Inputs {
             softmax_scale: 1.0 / (self.case.shape.head_dim as f64).sqrt(),
             ..self.case.spec(None)
         };
-        NsaCall::new(&self.case.documents::<Flex>(&FlexDevice), spec, self.blocks)
+        NsaCall::new(self.case.documents::<Flex>(&FlexDevice).bounds(), spec, self.blocks)
     }
 
     /// The choices of InfLLM-V2 (by the compressed keys), MoBA (by a mean key of each block) and MSA (by each token's

@@ -88,16 +88,16 @@ impl AttentionSpec {
 
 /// Operands of attention other than the packed tensor.
 #[derive(Clone, Debug)]
-pub struct AttentionCall<B: Backend> {
+pub struct AttentionCall<B: Backend, S = AttentionSpec> {
     /// Document bounds.
     pub documents: DocumentBounds<B>,
-    /// Heads, scale and window.
-    pub spec: AttentionSpec,
+    /// Sizes and scale, and the window of dense attention.
+    pub spec: S,
 }
 
-impl<B: Backend> AttentionCall<B> {
+impl<B: Backend, S> AttentionCall<B, S> {
     /// Attention inside these documents.
-    pub fn new(documents: DocumentBounds<B>, spec: AttentionSpec) -> Self {
+    pub fn new(documents: DocumentBounds<B>, spec: S) -> Self {
         Self { documents, spec }
     }
 }

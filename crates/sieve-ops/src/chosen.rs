@@ -63,11 +63,7 @@ pub fn choose_key_blocks<B: SieveBackend>(
     choice: BlockChoice,
 ) -> Tensor<B, 4, Int> {
     let x = B::value(primitive(qkv));
-    let pooling = NsaCall {
-        documents: documents.bounds(),
-        spec,
-        blocks: choice.blocks,
-    };
+    let pooling = NsaCall::new(documents.bounds(), spec, choice.blocks);
     let pooled = B::Inner::nsa_mean_pool(x.clone(), &pooling);
     let call = ChoiceCall {
         documents: documents.bounds(),
@@ -167,14 +163,11 @@ impl<D: DeviceBackend> Reads<D> {
             num_kv_heads: spec.num_kv_heads,
             group: chosen.shape()[2] / spec.num_kv_heads,
         };
-        let call = NsaCall {
-            documents: self.documents.clone(),
-            spec: AttentionSpec {
-                num_kv_heads: spec.num_kv_heads * heads.group,
-                ..spec
-            },
-            blocks: self.blocks,
+        let repeated = AttentionSpec {
+            num_kv_heads: spec.num_kv_heads * heads.group,
+            ..spec
         };
+        let call = NsaCall::new(self.documents.clone(), repeated, self.blocks);
         Some((chosen, heads, call))
     }
 

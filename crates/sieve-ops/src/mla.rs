@@ -8,8 +8,7 @@ mod tests;
 
 use crate::tensors::{Float, Ints, primitive, tensor};
 use crate::{
-    AttentionCall, AttentionSpec, DeviceBackend, DocumentBounds, Documents, QkNorm, RopeTables, RotaryEmbedding,
-    SieveBackend,
+    AttentionCall, AttentionSpec, DeviceBackend, Documents, QkNorm, RopeTables, RotaryEmbedding, SieveBackend,
 };
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
@@ -78,8 +77,7 @@ pub fn mla_pack<B: SieveBackend>(
 /// - returns: `[batch, seq_len, num_heads, head_dim]`
 pub fn mla_attention<B: SieveBackend>(packed: Tensor<B, 3>, documents: &Documents<B>, spec: MlaSpec) -> Tensor<B, 4> {
     let packed = primitive(packed);
-    let documents = documents.bounds();
-    let (x, call) = (B::value(packed.clone()), MlaCall { documents, spec });
+    let (x, call) = (B::value(packed.clone()), MlaCall::new(documents.bounds(), spec));
     let output = B::Inner::mla_attention(x.clone(), &call);
     tensor(B::node([&packed], output.o.clone(), move |d_o| {
         [B::Inner::mla_attention_backward(x, &call, output, d_o)]
@@ -149,13 +147,7 @@ pub struct MlaPackCall<B: Backend> {
 }
 
 /// Operands of [`mla_attention`](crate::mla_attention) other than the packed tensor.
-#[derive(Clone, Debug)]
-pub struct MlaCall<B: Backend> {
-    /// Document bounds.
-    pub documents: DocumentBounds<B>,
-    /// Sizes and scale.
-    pub spec: MlaSpec,
-}
+pub type MlaCall<B> = AttentionCall<B, MlaSpec>;
 
 impl<B: Backend> MlaCall<B> {
     /// The same call in terms of dense attention.

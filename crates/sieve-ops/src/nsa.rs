@@ -13,7 +13,7 @@ pub use sieve_cpu::NsaBlocks;
 pub use sieve_cpu::nsa::{choose_blocks, overlap_weight};
 
 use crate::tensors::{Ints, primitive, tensor};
-use crate::{AttentionOutput, AttentionSpec, DeviceBackend, DocumentBounds, Documents, SieveBackend};
+use crate::{AttentionOutput, AttentionSpec, DeviceBackend, DocumentBounds, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
@@ -28,9 +28,9 @@ pub fn nsa_blocks<B: SieveBackend>(
     qkv: Tensor<B, 4>,
     k_positions: Tensor<B, 2>,
     v_positions: Tensor<B, 2>,
-    call: &NsaCall<B>,
+    call: &NsaCall<B::Inner>,
 ) -> Tensor<B, 3> {
-    let (dims, call) = (qkv.dims(), call.on::<B::Inner>());
+    let (dims, call) = (qkv.dims(), call.clone());
     let [qkv, k, v] = [primitive(qkv), primitive(k_positions), primitive(v_positions)];
     let positions = [B::value(k.clone()), B::value(v.clone())];
     let y = B::Inner::nsa_blocks(B::value(qkv.clone()), positions, &call);
@@ -44,8 +44,8 @@ pub fn nsa_blocks<B: SieveBackend>(
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
 /// - returns: `[2, batch * num_slots * num_kv_heads, head_dim]`, keys then values
-pub fn nsa_mean_pool<B: SieveBackend>(qkv: Tensor<B, 4>, call: &NsaCall<B>) -> Tensor<B, 3> {
-    let (dims, call) = (qkv.dims(), call.on::<B::Inner>());
+pub fn nsa_mean_pool<B: SieveBackend>(qkv: Tensor<B, 4>, call: &NsaCall<B::Inner>) -> Tensor<B, 3> {
+    let (dims, call) = (qkv.dims(), call.clone());
     let qkv = primitive(qkv);
     let y = B::Inner::nsa_mean_pool(B::value(qkv.clone()), &call);
     tensor(B::node([&qkv], y, move |dy| {
@@ -73,9 +73,9 @@ pub struct CompressedAttention<B: Backend> {
 pub fn nsa_compressed_attention<B: SieveBackend>(
     qkv: Tensor<B, 4>,
     compressed: Tensor<B, 3>,
-    call: &NsaCall<B>,
+    call: &NsaCall<B::Inner>,
 ) -> CompressedAttention<B> {
-    let (qkv, compressed, call) = (primitive(qkv), primitive(compressed), call.on::<B::Inner>());
+    let (qkv, compressed, call) = (primitive(qkv), primitive(compressed), call.clone());
     let (q, c) = (B::value(qkv.clone()), B::value(compressed.clone()));
     let NsaCompressed { output, block_indices } = B::Inner::nsa_compressed_attention(q.clone(), c.clone(), &call);
     let o = B::node([&qkv, &compressed], output.o.clone(), move |d_o| {
@@ -96,9 +96,9 @@ pub fn nsa_compressed_attention<B: SieveBackend>(
 pub fn nsa_selected_attention<B: SieveBackend>(
     qkv: Tensor<B, 4>,
     block_indices: Tensor<B, 4, Int>,
-    call: &NsaCall<B>,
+    call: &NsaCall<B::Inner>,
 ) -> Tensor<B, 4> {
-    let (qkv, chosen, call) = (primitive(qkv), block_indices.into_primitive(), call.on::<B::Inner>());
+    let (qkv, chosen, call) = (primitive(qkv), block_indices.into_primitive(), call.clone());
     let x = B::value(qkv.clone());
     let selected = B::Inner::nsa_selected_attention(x.clone(), chosen.clone(), &call);
     tensor(B::node([&qkv], selected.output.o.clone(), move |d_o| {
@@ -140,24 +140,12 @@ pub struct NsaCall<B: Backend> {
 }
 
 impl<B: Backend> NsaCall<B> {
-    /// The call on `documents`.
-    pub fn new(documents: &Documents<B>, spec: AttentionSpec, blocks: NsaBlocks) -> Self {
+    /// The call inside these documents.
+    pub fn new(documents: DocumentBounds<B>, spec: AttentionSpec, blocks: NsaBlocks) -> Self {
         Self {
-            documents: documents.bounds(),
+            documents,
             spec,
             blocks,
-        }
-    }
-
-    /// The same call on a backend with the same integers: an autodiff backend's inner one.
-    pub(crate) fn on<I>(&self) -> NsaCall<I>
-    where
-        I: Backend<IntTensorPrimitive = B::IntTensorPrimitive>,
-    {
-        NsaCall {
-            documents: self.documents.clone(),
-            spec: self.spec,
-            blocks: self.blocks,
         }
     }
 }

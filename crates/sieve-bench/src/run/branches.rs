@@ -119,7 +119,7 @@ fn leaf<B: Computes, const D: usize>(x: FloatTensor<B>) -> Tensor<Autodiff<B>, D
 fn pooled<B: Computes>(
     qkv: &Tensor<Autodiff<B>, 4>,
     weights: Option<&[[Tensor<Autodiff<B>, 2>; 3]; 2]>,
-    call: &NsaCall<Autodiff<B>>,
+    call: &NsaCall<B>,
 ) -> Tensor<Autodiff<B>, 3> {
     let Some([k, v]) = weights else {
         return sieve_ops::nsa_mean_pool(qkv.clone(), call);
@@ -224,9 +224,9 @@ pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B
         tensors.floats(&name, values, &sizes, DType::BF16);
     }
 
-    let documents = case.documents::<B>(device);
-    let call = NsaCall::new(&documents, case.spec(None), blocks);
-    let window = AttentionCall::new(documents.bounds(), case.spec(Some(case.window())));
+    let documents = case.documents::<B>(device).bounds();
+    let call = NsaCall::new(documents.clone(), case.spec(None), blocks);
+    let window = AttentionCall::new(documents, case.spec(Some(case.window())));
     let dims = packed_of(case.shape);
     let rows = crate::strided::packed(case, crate::strided::Layout::Contiguous).gathered();
     let qkv = typed::<B, 4>(&rows, dims, device);
@@ -238,8 +238,7 @@ pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B
         leaf(qkv.clone()),
         weights.as_ref().map(|weights| weights.on::<B>(device)),
     );
-    let of_pool = NsaCall::new(&case.documents::<Autodiff<B>>(device), case.spec(None), blocks);
-    let compressed_graph = pooled::<B>(&pooled_from, leaves.as_ref(), &of_pool);
+    let compressed_graph = pooled::<B>(&pooled_from, leaves.as_ref(), &call);
     let compressed = primitive(compressed_graph.clone().inner());
     let coarse = B::nsa_compressed_attention(qkv.clone(), compressed.clone(), &call);
     let chosen = coarse.block_indices;

@@ -58,7 +58,8 @@ impl<B: SieveBackend> Indexer<B> {
         let [batch, seq_len, _, d] = index.dims();
         let num_slots = blocks.num_slots(seq_len);
         // Index 1 of the means has the packed tensor's values: the keys before their norm.
-        let means = sieve_ops::nsa_mean_pool(index, &NsaCall::new(documents, spec, blocks)).narrow(0, 1, 1);
+        let call = NsaCall::new(documents.bounds(), spec, blocks);
+        let means = sieve_ops::nsa_mean_pool(index, &call).narrow(0, 1, 1);
         let positions = sieve_ops::block_positions(documents, blocks);
         self.keys_of(means.reshape([batch, num_slots, 1, d]), positions, rope)
     }

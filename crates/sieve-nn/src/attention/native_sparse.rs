@@ -128,9 +128,13 @@ impl<B: Backend> NativeSparseAttention<B> {
 
 impl<B: SieveBackend> NativeSparseAttention<B> {
     /// The attention call for a packed tensor of all heads, or of some KV heads with their query heads.
-    fn call(&self, packed: &Tensor<B, 4>, documents: &Documents<B>, policy: KernelPolicy) -> NsaCall<B> {
+    fn call(&self, packed: &Tensor<B, 4>, documents: &Documents<B>, policy: KernelPolicy) -> NsaCall<B::Inner> {
         let spec = AttentionSpec { policy, ..self.spec() };
-        NsaCall::new(documents, spec.of_packed_heads(packed.dims()[2]), self.blocks())
+        NsaCall::new(
+            documents.bounds(),
+            spec.of_packed_heads(packed.dims()[2]),
+            self.blocks(),
+        )
     }
 
     /// The gated sum after the output projection, shape of x, `[batch, seq_len, d_model]`.

@@ -119,7 +119,7 @@ fn attention_over_some_blocks_equals_the_reference() {
                     let choosers = chosen.dims()[2];
                     let of_head = |head| chosen.clone().narrow(2, head * choosers / call.spec.num_heads, 1);
                     let indices = Tensor::cat((0..call.spec.num_heads).map(of_head).collect(), 2);
-                    let call = NsaCall::new(&call.documents, spec, choice.attended());
+                    let call = NsaCall::new(call.documents.bounds(), spec, choice.attended());
                     reference::nsa_selected_attention::<Ad>(of_ad(qkv), indices.into_primitive(), &call)
                         .output
                         .o

@@ -68,8 +68,7 @@ fn run_reference(inputs: &[Float], lengths: &[usize], dims: [usize; 2], spec: Ml
     };
     let qkv = [0, 1, 2].map(|n| inputs[n].clone());
     let (packed, _) = reference::mla_pack::<Ad>(qkv, call);
-    let documents = documents.bounds();
-    reference::mla_attention::<Ad>(packed, &MlaCall { documents, spec }).o
+    reference::mla_attention::<Ad>(packed, &MlaCall::new(documents.bounds(), spec)).o
 }
 
 #[test]

@@ -7,6 +7,7 @@ use crate::testing::{
     check_parity, evaluate, float, ints,
 };
 use burn::tensor::DType;
+use burn::tensor::ops::IntTensor;
 use burn_flex::Flex;
 
 const BLOCKS: NsaBlocks = NsaBlocks {
@@ -17,8 +18,8 @@ const BLOCKS: NsaBlocks = NsaBlocks {
 };
 
 impl Call {
-    fn call(&self) -> NsaCall<Ad> {
-        NsaCall::new(&self.documents, self.spec, BLOCKS)
+    fn call<B: Backend<IntTensorPrimitive = IntTensor<Ad>>>(&self) -> NsaCall<B> {
+        NsaCall::new(self.documents.bounds(), self.spec, BLOCKS)
     }
 
     fn compressed(&self, seed: u64) -> Input {
@@ -150,7 +151,7 @@ fn nsa_choice_of_blocks_equals_the_reference() {
         for seed in 0..3 {
             let [qkv, compressed] =
                 [call.qkv(seed), call.compressed(seed + 9)].map(|input| input.tensor(burn::tensor::DType::F32));
-            let call = call.call().on::<Flex>();
+            let call = call.call::<Flex>();
             let run = |reference: bool| -> Vec<i64> {
                 let (qkv, compressed) = (qkv.clone(), compressed.clone());
                 let result = match reference {
