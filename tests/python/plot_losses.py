@@ -124,7 +124,8 @@ def of_attention(runs):
     curves = lambda key, shown: {name: [(row["step"], [shown(row["attention"][key])]) for row in rows
                                         if key in (row["attention"] or {})] for name, rows in steps.items()}
     found = {title: curves(*panel) for title, panel in panels.items()}
-    found = {title: lines for title, lines in found.items() if any(lines.values())}
+    has_values = lambda lines: any(value for points in lines.values() for _, values in points for value in values)
+    found = {title: lines for title, lines in found.items() if has_values(lines)}
     losses = {name: [(row["step"], [row["loss"]]) for row in rows] for name, rows in steps.items()}
     found["training loss, nats"] = losses
     return chart([(title, lines, "linear", "step", "{:g}") for title, lines in found.items()], list(steps))
