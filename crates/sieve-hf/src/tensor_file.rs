@@ -263,7 +263,7 @@ impl Stored<'_> {
         #[cfg(unix)]
         if let Some(map) = self.map {
             let offset = bytes.as_ptr() as usize - map.as_ptr() as usize;
-            // SAFETY: the mapping is shared and its file is never changed, so a later access reads the same bytes again.
+            // SAFETY: the mapping is shared and its file is never changed, so a later access reads the same bytes.
             let advised = unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, offset, bytes.len()) };
             // Without the system's help the pages stay, as those of any file that is mapped.
             advised.ok();
