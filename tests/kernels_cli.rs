@@ -81,13 +81,8 @@ impl Written {
             end.resize(document[1] as usize, document[1] - row);
         }
         let shape = AttentionShape {
-            batch,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_v: head_dim,
             softmax_scale: self.metadata["scale"].parse().expect("a number"),
+            ..AttentionShape::new([batch, seq_len], [num_heads, num_kv_heads], head_dim)
         };
         let call = AttentionCall {
             shape,

@@ -19,14 +19,20 @@ import pathlib
 import shutil
 import statistics
 
-from best_rates import KINDS as NAMES
+from best_rates import KINDS as NAMES, tried
 from learning_table import ROWS, WARMUP, base, recipe_of
 from runs import add_arguments, chart, finished, num_steps, parsed, prepare, train_missing, trained
 
-RUNS = [json.loads(line) for line in pathlib.Path("docs/rates.jsonl").read_text().splitlines()]
-BEST = {run["kind"]: run["rate"] for run in sorted(RUNS, key=lambda run: -run["loss"]) if run["seed"] == 0}
-# Kind: its best learning rate; a warm-up without runs takes MSA's.
-RATES = {kind: BEST.get(kind, BEST["MSA"]) for kind in NAMES if kind != "DMA as published"}
+RATE_RUNS = finished(pathlib.Path("docs/rates.jsonl"), ("kind", "rate", "seed", "steps"))
+
+
+def best_rate(kind):
+    """The learning rate with the lowest loss after 400 steps; MSA's for its warm-up as long as that has no runs."""
+    found = tried(RATE_RUNS, kind, argparse.Namespace(rate_steps=400))
+    return min(found, key=lambda pair: pair[1])[0] if found or kind != WARMUP else best_rate("MSA")
+
+
+RATES = {kind: best_rate(kind) for kind in NAMES if kind != "DMA as published"}
 KEY = ("kind", "length", "minutes", "seed")
 FAR = ["1024", "4096", "16384", "65536"]
 INDEXER = {"index_kl": "KL of the indexer, nats", "index_recall": "its recall", "index_entropy": "its entropy, nats"}

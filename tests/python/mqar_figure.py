@@ -217,7 +217,8 @@ def main():
     parser.add_argument("--samples", type=int, default=100, help="of the hard form that are asked")
     arguments = parsed(parser)
     if arguments.hard:
-        if unknown := [kind for kind in arguments.kinds if kind not in HARD and arguments.kinds != list(KINDS)]:
+        unknown = [kind for kind in arguments.kinds if kind not in HARD]
+        if unknown and arguments.kinds != list(KINDS):
             parser.error(f"--hard: no recipe of {', '.join(unknown)}; there are {', '.join(HARD)}")
         path = arguments.out / "mqar_hard.jsonl"
         rows = finished(path, ("kind", "seed", "steps", "step"))

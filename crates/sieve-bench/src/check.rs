@@ -14,7 +14,7 @@ use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
 use sieve_kernels::{
     Arrivals, AttentionNeeds, AttentionShape, DeviceReport, KernelFamilies, KernelPolicy, NeededKernels, NeededKeys,
-    ScoreBias, SourceKernel, SumOrder,
+    ScoreBias, SumOrder,
 };
 use sieve_ops::{Cuda, TrainBackend};
 use std::fmt;
@@ -381,10 +381,10 @@ pub fn short_check(
 /// Every specialisation that checks and benchmarks of one new token launch.
 fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = sparse::sparse_kernels(gpu);
+    // A token's rotation is compared with the kernel that rotates whole rows.
+    list.extend_kernels(step::rare_kernels(&[]));
     // Widths and groups do not depend on the numbers given here.
-    let widths = Extent::all(0, 0, 0).widths;
-    list.extend_kernels(rotations(widths));
-    for &(head_dim, head_dim_v) in widths {
+    for &(head_dim, head_dim_v) in Extent::all(0, 0, 0).widths {
         let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);
         let blocks = (head_dim == head_dim_v && [64, 128].contains(&head_dim)).then_some(NeededKeys::Blocks);
         for keys in [NeededKeys::Neighbours, exp, linear].into_iter().chain(blocks) {
@@ -399,12 +399,6 @@ fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
     list
 }
 
-/// The kernels that rotate whole rows, with which a token's rotation is compared.
-fn rotations(widths: &[(usize, usize)]) -> Vec<SourceKernel> {
-    let widths: Vec<usize> = widths.iter().map(|&(head_dim, _)| head_dim).collect();
-    NeededKernels::step_rarely(&widths, &[])
-}
-
 /// Every specialisation that ships or that the checks of all groups launch.
 fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = NeededKernels::shipped_for(&gpu.arch());
@@ -413,8 +407,7 @@ fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     list.extend(latent_kernels(gpu));
     list.extend(sparse::sparse_kernels(gpu));
     list.extend(nsa::nsa_check_kernels(gpu));
-    list.extend_kernels(step::rare_kernels());
-    list.extend_kernels(rotations(widths));
+    list.extend_kernels(step::rare_kernels(step::SCORED_KV_HEADS));
     for &(head_dim, head_dim_v) in widths {
         for &group in groups {
             let shape = AttentionShape::new(1, 1, [group, 1], [head_dim, head_dim_v]);

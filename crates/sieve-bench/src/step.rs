@@ -16,6 +16,7 @@ mod wrappers;
 pub(crate) use fp8::check_gemms as check_fp8_gemms;
 pub(crate) use gemms::check_gemms;
 pub(crate) use queue::check_order;
+pub(crate) use scores::KV_HEADS as SCORED_KV_HEADS;
 
 use crate::bench::Bench;
 use crate::device::Device;
@@ -30,11 +31,16 @@ const VOCAB: usize = 50280;
 /// Seed of the labels and token numbers of a timed call.
 const SEED: u64 = 20;
 
-/// Specialisations that no model of usual widths launches, for the checks; they are not among
-/// [`NeededKernels::shipped_for`].
-pub(crate) fn rare_kernels() -> Vec<SourceKernel> {
-    let head_dims = [16, 96];
-    NeededKernels::step_rarely(&head_dims, scores::KV_HEADS)
+/// Specialisations that no model of usual widths launches, for the checks: for heads of every checked width, and for
+/// DMA's scores with these numbers of KV heads. They are not among [`NeededKernels::shipped_for`].
+pub(crate) fn rare_kernels(kv_heads: &[usize]) -> Vec<SourceKernel> {
+    // Widths do not depend on the numbers given here.
+    let head_dims: Vec<usize> = Extent::all(0, 0, 0)
+        .widths
+        .iter()
+        .map(|&(head_dim, _)| head_dim)
+        .collect();
+    NeededKernels::step_rarely(&head_dims, kv_heads)
 }
 
 /// Checks every launch; on the emulator with small sizes only.

@@ -1,7 +1,7 @@
 //! Reads and writes safetensors files.
 use crate::{CheckpointError, NamedTensor};
 use burn::tensor::{Bytes, DType, TensorData, bf16, f16};
-use memmap2::{Mmap, UncheckedAdvice};
+use memmap2::Mmap;
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
 use std::cmp::Reverse;
@@ -234,38 +234,43 @@ impl Stored<'_> {
         let [from_bytes, to_bytes] = [self.dtype, dtype].map(|dtype| PART_ELEMENTS * dtype.size());
         let parts = self.bytes.par_chunks(from_bytes).zip(to.par_chunks_mut(to_bytes));
         parts.for_each(|(from, to)| {
-            match (self.dtype, dtype) {
-                (from_dtype, dtype) if from_dtype == dtype => to.copy_from_slice(from),
-                (DType::F32, DType::BF16) => {
-                    convert_each(from, to, |bytes| {
-                        bf16::from_f32(f32::from_le_bytes(bytes)).to_le_bytes()
-                    });
-                }
-                (DType::BF16, DType::F32) => {
-                    convert_each(from, to, |bytes| bf16::from_le_bytes(bytes).to_f32().to_le_bytes());
-                }
-                (DType::F16, DType::F32) => {
-                    convert_each(from, to, |bytes| f16::from_le_bytes(bytes).to_f32().to_le_bytes());
-                }
-                _ => {
-                    let bytes = Bytes::from_bytes_vec(from.to_vec());
-                    let part = TensorData::from_bytes(bytes, [from.len() / self.dtype.size()], self.dtype);
-                    to.copy_from_slice(&part.convert_dtype(DType::F32).convert_dtype(dtype).bytes);
-                }
-            }
+            self.convert_part(from, dtype, to);
             self.release(from);
         });
     }
 
-    /// Returns the pages of `bytes`, which were read, to the system: while they are mapped they count as memory of this
+    fn convert_part(&self, from: &[u8], dtype: DType, to: &mut [u8]) {
+        match (self.dtype, dtype) {
+            (from_dtype, dtype) if from_dtype == dtype => to.copy_from_slice(from),
+            (DType::F32, DType::BF16) => {
+                convert_each(from, to, |bytes| {
+                    bf16::from_f32(f32::from_le_bytes(bytes)).to_le_bytes()
+                });
+            }
+            (DType::BF16, DType::F32) => {
+                convert_each(from, to, |bytes| bf16::from_le_bytes(bytes).to_f32().to_le_bytes());
+            }
+            (DType::F16, DType::F32) => {
+                convert_each(from, to, |bytes| f16::from_le_bytes(bytes).to_f32().to_le_bytes());
+            }
+            _ => {
+                let bytes = Bytes::from_bytes_vec(from.to_vec());
+                let part = TensorData::from_bytes(bytes, [from.len() / self.dtype.size()], self.dtype);
+                to.copy_from_slice(&part.convert_dtype(DType::F32).convert_dtype(dtype).bytes);
+            }
+        }
+    }
+
+    /// Drops the resident pages of `bytes`, which have been copied. Resident pages of a mapping count as memory of this
     /// process, beside the copy.
     pub(crate) fn release(&self, bytes: &[u8]) {
         #[cfg(unix)]
         if let Some(map) = self.map {
             let offset = bytes.as_ptr() as usize - map.as_ptr() as usize;
             // SAFETY: the mapping is shared and its file is never changed, so a later access reads the same bytes.
-            let advised = unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, offset, bytes.len()) };
-            // Without the system's help the pages stay, as those of any file that is mapped.
+            let advised =
+                unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, offset, bytes.len()) };
+            // If the kernel refuses, the pages stay in memory, and the values are right all the same.
             advised.ok();
         }
     }

@@ -1,8 +1,9 @@
 //! Times selection and sparse prefill attention against dense attention, and how selection scales with the prompt.
 //!
-//! `cargo run --release -p sieve-select --example bench_select -- [tokens] [heads] [kv heads] [head_dim] [selector…]`;
-//! 32768 tokens, 2 heads on 1 KV head of 128 by default. The queries and keys are synthetic: a sink, keys that
-//! many queries attend to, and topics that last for 300 tokens and return. A trained model's may behave differently.
+//! `cargo run --release -p sieve-select --example bench_select -- [tokens] [heads] [kv heads] [head_dim]
+//! [selector…]`; 32768 tokens, 2 heads on 1 KV head of 128 by default. The queries and keys are synthetic: a sink, keys
+//! that many queries attend to, and topics that last for 300 tokens and return. A trained model's may behave
+//! differently.
 
 #![allow(clippy::print_stdout, reason = "an example")]
 
@@ -177,15 +178,8 @@ impl Operands {
     /// Time of dense attention on packed operands: q, k and v of each token side by side.
     fn packed_dense(&self, tokens: usize) -> Result<Time, sieve_select::SelectError> {
         let call = self.call(tokens)?;
-        let shape = AttentionShape {
-            batch: 1,
-            seq_len: tokens,
-            num_heads: call.shape.num_heads,
-            num_kv_heads: call.shape.num_kv_heads,
-            head_dim: call.shape.head_dim,
-            head_dim_v: call.shape.head_dim,
-            softmax_scale: call.shape.softmax_scale(),
-        };
+        let heads = [call.shape.num_heads, call.shape.num_kv_heads];
+        let shape = AttentionShape::new([1, tokens], heads, call.shape.head_dim);
         let (q_len, k_len) = (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim);
         let mut qkv = Vec::with_capacity(tokens * shape.token_len());
         for t in 0..tokens {

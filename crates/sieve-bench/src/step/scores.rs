@@ -12,7 +12,7 @@ use sieve_kernels::{PositionOrigin as Origin, Qkv, Recency as KernelRecency, Sco
 use sieve_ops::{AttentionSpec, DmaScoresCall, reference};
 
 /// Numbers of KV heads that are checked.
-pub(super) const KV_HEADS: &[usize] = &[1, 2, 3, 4, 8, 16, 32];
+pub(crate) const KV_HEADS: &[usize] = &[1, 2, 3, 4, 8, 16, 32];
 
 /// Checks the kernels with two query heads for each KV head.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
