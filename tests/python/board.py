@@ -23,7 +23,7 @@ import time
 from best_rates import KINDS as NAMES
 from equal_time import RATES, steps_of
 from learning_table import ROWS
-from runs import add_arguments, finished, metrics, on_devices, parsed, prepare, train
+from runs import add_arguments, device_name, finished, metrics, on_devices, output_of, parsed, prepare, train
 
 RECIPE = "recipes/board_80m.toml"
 PYTORCH = [sys.executable, "tests/gpu/rivals/board_torch.py"]
@@ -157,10 +157,6 @@ def table(rows, minutes):
     return text
 
 
-def output_of(command):
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, "board.jsonl", draws=False)
@@ -182,9 +178,7 @@ def main():
     path = arguments.out / "board.jsonl"
     rows = finished(path, KEY)
     if arguments.sieve:
-        of_gpu = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "-i"]
-        arguments.names = {device: device if device == "cpu" else output_of([*of_gpu, device.partition(":")[2]])
-                           for device in arguments.devices}
+        arguments.names = {device: device_name(device) for device in arguments.devices}
         arguments.version = output_of([arguments.sieve, "--version"])
         prepare(arguments, RECIPE, [*common(arguments), *arguments.set])
         jobs = [(entry, length, arguments.minutes, seed) for length in seeds for seed in seeds[length] for entry in arguments.entries]

@@ -21,7 +21,7 @@ import statistics
 
 from best_rates import KINDS as NAMES, tried
 from learning_table import ROWS, WARMUP, base, recipe_of
-from runs import add_arguments, chart, finished, num_steps, parsed, prepare, train_missing, trained
+from runs import add_arguments, chart, device_name, finished, num_steps, parsed, prepare, train_missing, trained
 
 RATE_RUNS = finished(pathlib.Path("docs/rates.jsonl"), ("kind", "rate", "seed", "steps"))
 
@@ -33,7 +33,7 @@ def best_rate(kind):
 
 
 RATES = {kind: best_rate(kind) for kind in NAMES if kind != "DMA as published"}
-KEY = ("kind", "length", "minutes", "seed")
+KEY = ("gpu", "kind", "length", "minutes", "seed")
 FAR = ["1024", "4096", "16384", "65536"]
 INDEXER = {"index_kl": "KL of the indexer, nats", "index_recall": "its recall", "index_entropy": "its entropy, nats"}
 
@@ -53,7 +53,7 @@ def seconds_a_token(kind, steps, count):
 
 def run(job, runs, arguments):
     """The line of one run, or None."""
-    kind, length, minutes, seed = job
+    _, kind, length, minutes, seed = job
     name = f"{kind.replace(' ', '-').replace(',', '')}-{length}-{minutes:g}-{seed}"
     folder, batch = arguments.out / name, max(32768 // length, 1)
     keys = [f"training.seq_len={length}", f"training.local_batch_size={batch}", f"training.seed={seed}",
@@ -103,24 +103,23 @@ def run(job, runs, arguments):
     curve = [means(part, lambda line: line["loss"]) for part in parts]
     of_indexer = {key: [means(part, lambda line: line["attention"][key]) for part in parts] for key in INDEXER
                   if all(key in (line["attention"] or {}) for line in steps)}
-    return {"kind": kind, "length": length, "minutes": minutes, "seed": seed, "steps": count, "tokens": count * length * batch,
-            "tokens_per_second": round(statistics.median(rates)), "seconds": round(seconds, 1),
+    return {**dict(zip(KEY, job)), "steps": count, "tokens": count * length * batch, "tokens_per_second": round(statistics.median(rates)), "seconds": round(seconds, 1),
             "loss": round(check["loss"], 4), "bits_per_byte": round(check["bits_per_byte"], 4), "far": far,
             "by_position": positions, "curve": curve, **of_indexer}
 
 
 def chosen(rows, arguments):
-    """The runs of this length and time, by kind."""
+    """The runs of this GPU, length and time, by kind."""
     found = {}
-    for (kind, length, minutes, _), row in sorted(rows.items(), key=lambda pair: pair[0][3]):
-        if (length, minutes) == (arguments.length, arguments.minutes):
+    for (gpu, kind, length, minutes, _), row in sorted(rows.items(), key=lambda pair: pair[0][-1]):
+        if (gpu, length, minutes) == (arguments.gpu, arguments.length, arguments.minutes):
             found.setdefault(kind, []).append(row)
     return {kind: found[kind] for kind in arguments.kinds if kind in found}
 
 
 def table(rows, arguments):
     far = FAR
-    print(f"rows of {arguments.length}, {arguments.minutes:g} minutes of training each\n")
+    print(f"{arguments.gpu}, rows of {arguments.length}, {arguments.minutes:g} minutes of training each\n")
     print("| attention | loss, a number a seed | bits per byte | tokens/s | tokens | " + " | ".join(f"far > {x}" for x in far) + " |")
     print("|---|" + "---|" * (4 + len(far)))
     order = sorted(chosen(rows, arguments).items(), key=lambda pair: statistics.mean(row["loss"] for row in pair[1]))
@@ -158,6 +157,7 @@ def main():
     parser.add_argument("--length", type=int, default=32768, help="tokens of a row")
     parser.add_argument("--minutes", type=float, default=3.0, help="of training steps, for each run")
     parser.add_argument("--probe-steps", type=int, default=40)
+    parser.add_argument("--gpu", default="NVIDIA H200", help="of the table; with --sieve it is that of --devices")
     parser.add_argument("--evaluate", action="store_true", help="also the loss on words last used far back")
     arguments = parsed(parser)
     path = arguments.out / "equal_time.jsonl"
@@ -166,7 +166,9 @@ def main():
         arguments.steps = 1600  # of `base`; a run sets its own
         recipe, settings = base("8192", arguments, arguments.out)
         prepare(arguments, recipe, settings + arguments.set)
-        jobs = [(kind, arguments.length, arguments.minutes, seed) for seed in arguments.seeds for kind in arguments.kinds]
+        arguments.gpu = device_name(arguments.devices[0])
+        jobs = [(arguments.gpu, kind, arguments.length, arguments.minutes, seed)
+                for seed in arguments.seeds for kind in arguments.kinds]
         train_missing(jobs, lambda job, runs: run(job, runs, arguments), arguments, path, rows)
     table(rows, arguments)
     if arguments.draw:

@@ -91,6 +91,17 @@ def finished(path, key):
     return {tuple(row[name] for name in key): row for row in rows}
 
 
+def output_of(command):
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def device_name(device):
+    """Of "cuda:1" the name of that GPU, as nvidia-smi prints it; "cpu" as it is."""
+    if device == "cpu":
+        return device
+    return output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "-i", device.partition(":")[2] or "0"])
+
+
 def prepare(arguments, recipe, settings):
     """Tokenises the text of a recipe with these settings, once before all runs."""
     subprocess.run([arguments.sieve, "data", "prepare", "--recipe", recipe]

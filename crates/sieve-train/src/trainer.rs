@@ -462,7 +462,7 @@ impl<B: TrainBackend> Trainer<B> {
             watch.step();
 
             let is_last = self.step == num_steps;
-            let is_logged = self.is_logged(self.step) || is_last;
+            let is_logged = self.is_logged(self.step);
             let interval = self.recipe.checkpoint.interval as u64;
             // A failed checkpoint is retried after a pause (`agreed.saves`) and not at each interval.
             is_due |= (is_last || self.step.is_multiple_of(interval)) && !self.saving.tries.has_failed();
@@ -706,9 +706,10 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(())
     }
 
-    /// Whether this step, counted from 1, is logged. The last step always is, which this does not consider.
+    /// Whether this step, counted from 1, is logged.
     fn is_logged(&self, step: u64) -> bool {
-        step.is_multiple_of(self.recipe.metrics.log_freq.max(1) as u64) || step == 1
+        let is_end = step == 1 || step == self.recipe.training.steps as u64;
+        is_end || step.is_multiple_of(self.recipe.metrics.log_freq.max(1) as u64)
     }
 
     /// Learning rate of the next step, by the schedule.
