@@ -3,9 +3,10 @@
 // Math       for each choice: part = sum_j softmax_j(softmax_scale * q . k_j) v_j over the block's keys j <= i,
 //            part_lse = log2 sum_j exp(softmax_scale * q . k_j)
 // Layout     as nsa_selected_attention_forward; a seq_len of q takes less than 32 GiB
-// Buffers    q, k, v, doc_start, doc_end, entries, items, num_items, parts, part_lse; the number behind num_items' last
-//            counts items taken
-// Defines    HEAD_DIM 64|128; ROW_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
+// Buffers    q, k, (KEYS_ONLY 0: v,) doc_start, doc_end, entries, items, num_items, (KEYS_ONLY 0: parts,) part_lse; the
+//            number behind num_items' last counts items taken
+// Defines    HEAD_DIM 64|128; KEYS_ONLY (0): 1: k has one head for all KV heads, and part_lse alone is computed;
+//            ROW_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; dynamic shared bytes = (256 +
 //            ROW_STAGES * 128) * HEAD_DIM * 2 + ROW_STAGES * 1040 + 80 + 1024
 // Numerics   P rounded to bf16, f32 sums, parts rounded to bf16; parts of unused choices (-1) stay unwritten
@@ -15,8 +16,8 @@
 #include "common/hopper_chosen.cuh"
 
 // Work of a consumer warpgroup: scores, softmax and parts of o.
-DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts, float* part_lse, u32 shared,
-                    int warpgroup) {
+DEVICE void consume(const NsaSelectedAttentionForwardParams& params, [[maybe_unused]] bf16* parts, float* part_lse,
+                    u32 shared, int warpgroup) {
   const int warp_row = (int)threadIdx.x % 128 / 32 * 16, lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
   RingPlace<ROW_STAGES> place;
@@ -39,8 +40,8 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts
     for (int tile = 0; tile < work; ++tile) {
       RingPlace<ROW_STAGES> next = place;
       if (tile + 1 < work) next.advance();
-      const u32 q = stage_at(shared, place.slot) + half * 64 * 128,
-                places = places_at(shared, place.slot) + half * 64 * 8;
+      [[maybe_unused]] const u32 q = stage_at(shared, place.slot) + half * 64 * 128;
+      const u32 places = places_at(shared, place.slot) + half * 64 * 8;
       int2 row[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) row[r] = load_shared_int2(places + (warp_row + g + 8 * r) * 8);
@@ -82,15 +83,17 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts
           score[4 * n + x] = exp2_fast(score[4 * n + x] * scale_log2 - largest[x / 2]);
           sum[x / 2][x % 2] += score[4 * n + x];
         }
+#if !KEYS_ONLY
       u32 weights[4][4];
       pack_columns(weights, score);
       float output[HEAD_DIM / 2];
       wgmma_fence();
       weigh_rows<KEYS>(output, weights, run.values(), false);
+#endif
       // The next tile's scores are computed while this one's output is stored. After the last tile its own again: a
       // branch around the GEMMs would keep them from overlapping.
       multiply(next);
-      float total[2], inverse[2];
+      float total[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) total[r] = sum[r][0] + sum[r][1];
 #pragma unroll
@@ -98,10 +101,10 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts
 #pragma unroll
         for (int r = 0; r < 2; ++r) total[r] += __shfl_xor_sync(~0u, total[r], step);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        inverse[r] = 1.0f / total[r];
+      for (int r = 0; r < 2; ++r)
         if (t == 0 && row[r].x >= 0) part_lse[(u32)row[r].y] = largest[r] + log2f(total[r]);
-      }
+#if !KEYS_ONLY
+      const float inverse[2] = {1.0f / total[0], 1.0f / total[1]};
       wgmma_wait<1>();
 #pragma unroll
       for (int i = 0; i < HEAD_DIM / 2; ++i) output[i] *= inverse[i % 4 / 2];
@@ -113,6 +116,7 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts
 #if HEAD_DIM == 128
       pack_columns<32>(packed, output);
       store_parts(parts + 64, q + ROWS * 128, places, packed);
+#endif
 #endif
       release_slot(barrier_at(shared, EMPTY_ROWS + place.slot));
       place = next;
@@ -129,10 +133,21 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    hopper_nsa_selected_attention_forward(const bf16* q, const bf16* k, const bf16* v, const i32* doc_start,
-                                          const i32* doc_end, const int2* entries, const int4* items, i32* num_items,
-                                          bf16* parts, float* part_lse,
+    hopper_nsa_selected_attention_forward(const bf16* q, const bf16* k,
+#if !KEYS_ONLY
+                                          const bf16* v,
+#endif
+                                          const i32* doc_start, const i32* doc_end, const int2* entries,
+                                          const int4* items, i32* num_items,
+#if !KEYS_ONLY
+                                          bf16* parts,
+#endif
+                                          float* part_lse,
                                           const __grid_constant__ NsaSelectedAttentionForwardParams params) {
+#if KEYS_ONLY
+  const bf16* v = nullptr;
+  bf16* parts = nullptr;
+#endif
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = start_block(shared_memory);
   __syncthreads();  // the barriers are set up

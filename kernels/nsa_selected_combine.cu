@@ -1,6 +1,6 @@
 // nsa_selected_combine: joins what a query's chosen blocks gave, in the order of the blocks.
 // Math       GRADIENT 0: o = sum_s w_s part_s / sum_s w_s, w_s = 2^part_lse_s, lse = log sum_s w_s; a query that chose
-//            nothing gets o = 0, lse = -inf;
+//            nothing gets o = 0, lse = -inf; LSE_ONLY 1: lse alone;
 //            GRADIENT 1: dq = softmax_scale * sum_s part_s
 // Layout     block_indices i32 [batch, seq_len, num_kv_heads, num_selected], none below 0 and behind the others; parts
 //            bf16 [batch, num_kv_heads, num_queries * num_selected, group, HEAD_DIM], part_lse f32 without HEAD_DIM, of
@@ -8,14 +8,19 @@
 //            and an element offset, all multiples of 8; lse f32 [batch, num_heads, seq_len]
 //            num_items i32 [num_lists + 1]: the last number, behind the lists', is set to 0: no piece of a list is
 //            taken any more, so that another pass can walk the lists
-// Buffers    block_indices, num_items, parts, (GRADIENT 0: part_lse,) o or dq, (GRADIENT 0: lse)
-// Defines    HEAD_DIM 64|128, GRADIENT 0|1
+// Buffers    block_indices, num_items, (LSE_ONLY 0: parts,) (GRADIENT 0: part_lse,) (LSE_ONLY 0: o or dq,)
+//            (GRADIENT 0: lse)
+// Defines    HEAD_DIM 64|128, GRADIENT 0|1, LSE_ONLY (0) 0|1
 // Tiling     grid (ceil(num_queries * num_heads / (2048 / HEAD_DIM)), batch); 256 threads, a lane 8 columns of a row;
 //            no shared memory
 // Numerics   f32 sums in a fixed order, one rounding; every element of these queries written; memory-bound
 // Edges      any num_selected
 #include "common/bf16x8.cuh"
 
+#ifndef LSE_ONLY
+#define LSE_ONLY 0
+#endif
+static_assert(!LSE_ONLY || !GRADIENT, "gradients have no log-sum-exp");
 constexpr u32 LANES = HEAD_DIM / 8, BLOCK_ROWS = 256 / LANES;
 
 struct NsaSelectedCombineParams {
@@ -26,11 +31,18 @@ struct NsaSelectedCombineParams {
 };
 
 extern "C" __global__ void __launch_bounds__(256)
-    nsa_selected_combine(const i32* block_indices, i32* num_items, const bf16* parts,
-#if GRADIENT
+    nsa_selected_combine(const i32* block_indices, i32* num_items,
+#if !LSE_ONLY
+                         const bf16* parts,
+#endif
+#if !GRADIENT
+                         const float* part_lse,
+#endif
+#if !LSE_ONLY
                          bf16* output,
-#else
-                         const float* part_lse, bf16* output, float* lse,
+#endif
+#if !GRADIENT
+                         float* lse,
 #endif
                          const __grid_constant__ NsaSelectedCombineParams params) {
   const u32 row = blockIdx.x * BLOCK_ROWS + threadIdx.x / LANES, lane = threadIdx.x % LANES,
@@ -69,33 +81,38 @@ extern "C" __global__ void __launch_bounds__(256)
   if (!inside) return;
 
   // Sum the parts of the row's chosen blocks, in the order of the blocks.
-  float sum[8] = {};
+  [[maybe_unused]] float sum[8] = {};
 #pragma unroll 4
   for (int s = 0; s < count; ++s) {
     const u64 at = first + (u64)s * group;
-    float part[8];
-    unpack_bf16x8(load_16_bytes(parts + at * HEAD_DIM + lane * 8), part);
 #if GRADIENT
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] += part[i];
+    const float weight = 1.0f;
 #else
     const float weight = exp2f(part_lse[at] - largest);
     total += weight;
+#endif
+#if !LSE_ONLY
+    float part[8];
+    unpack_bf16x8(load_16_bytes(parts + at * HEAD_DIM + lane * 8), part);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i] += weight * part[i];
 #endif
   }
+#if !GRADIENT
+  if (lane == 0)
+    lse[(blockIdx.y * params.num_heads + head) * params.seq_len + query] =
+        count > 0 ? (largest + log2f(total)) * LN_2 : -INFINITY_F32;
+#endif
+#if !LSE_ONLY
 #if GRADIENT
   const float factor = f32_word(params.softmax_scale);
 #else
   const float factor = count > 0 ? 1.0f / total : 0.0f;
-  if (lane == 0)
-    lse[(blockIdx.y * params.num_heads + head) * params.seq_len + query] =
-        count > 0 ? (largest + log2f(total)) * LN_2 : -INFINITY_F32;
 #endif
 #pragma unroll
   for (int i = 0; i < 8; ++i) sum[i] *= factor;
   store_16_bytes(output + params.offset + blockIdx.y * params.batch_stride + query * params.token_stride +
                      (u64)head * HEAD_DIM + lane * 8,
                  pack_bf16x8(sum));
+#endif
 }

@@ -4,7 +4,8 @@
 //            INDEXED (0): with GRADIENT, 0: output gradients are loaded beside the queries; 1: for the indexer's
 //            gradient, where a row is a query, a tile of queries is loaded once for each head of the group and then for
 //            the indexer's head, and the indexer's key head takes the place of the values; ORDERED (0): with GRADIENT,
-//            1: the items of a list add to its keys' gradients in a fixed order; ROW_STAGES tiles of rows;
+//            1: the items of a list add to its keys' gradients in a fixed order; KEYS_ONLY (0): without GRADIENT, 1:
+//            one key head is that of every KV head, and no values are loaded; ROW_STAGES tiles of rows;
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // An item is a part of the list of queries that chose the blocks of one cell; a run is the part of an item that is of
 // one document, so that all its queries chose the same block. Thread blocks are persistent and take items from a shared
@@ -23,6 +24,10 @@
 #ifndef ORDERED
 #define ORDERED 0
 #endif
+#ifndef KEYS_ONLY
+#define KEYS_ONLY 0
+#endif
+static_assert(!KEYS_ONLY || !GRADIENT, "gradients read values, or the indexer's key in their place");
 constexpr int NUM_CONSUMERS = 2, THREADS = 128 + NUM_CONSUMERS * 128;
 constexpr int KEYS = 64, ROWS = NUM_CONSUMERS * 64, KEY_SLOTS = 2;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "sums of 64 rows are 32 or 64 registers of a thread");
@@ -83,7 +88,7 @@ DEVICE ChosenInputs chosen_inputs(const bf16* q, const bf16* k, const bf16* v, c
   ChosenInputs inputs = {};
   inputs.q = q + params.q_offset;
   inputs.k = k + params.k_offset;
-  inputs.v = v + params.v_offset;
+  if (!KEYS_ONLY) inputs.v = v + params.v_offset;
   inputs.q_token_stride = params.q_token_stride;
   inputs.k_token_stride = params.k_token_stride;
   inputs.v_token_stride = params.v_token_stride;
@@ -234,10 +239,11 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
       barrier_wait(barrier_at(shared, EMPTY_KEYS + keys_place.slot), keys_place.phase ^ 1);
       const bool is_value = warp >= 2;
       const bf16* from = is_value ? inputs.v + batch * inputs.v_batch_stride : inputs.k + batch * inputs.k_batch_stride;
-      copy_key_rows<DIM_BLOCKS, true, KEYS>(shared + (keys_place.slot * 2 + is_value) * KEY_TILE_BYTES,
-                                            from + (INDEXED && is_value ? 0 : (u64)kv_head * HEAD_DIM),
-                                            (u32)(is_value ? inputs.v_token_stride : inputs.k_token_stride) * 2,
-                                            key < num_keys ? run.first_key + key : -1, warp % 2);
+      if (!KEYS_ONLY || !is_value)
+        copy_key_rows<DIM_BLOCKS, true, KEYS>(shared + (keys_place.slot * 2 + is_value) * KEY_TILE_BYTES,
+                                              from + (KEYS_ONLY || INDEXED && is_value ? 0 : (u64)kv_head * HEAD_DIM),
+                                              (u32)(is_value ? inputs.v_token_stride : inputs.k_token_stride) * 2,
+                                              key < num_keys ? run.first_key + key : -1, warp % 2);
       if (thread == 0) {
         int keys_and_turn = num_keys;
 #if ORDERED

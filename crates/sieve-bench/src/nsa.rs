@@ -507,11 +507,8 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     }
 
     // The index gradient has a kernel on Hopper alone; elsewhere it is computed by attention, which is checked above.
-    let [index, attended] = inputs.indexer();
+    let [index, _] = inputs.indexer();
     let index = bf16(&index, &[batch, seq_len, num_kv_heads + 2, d]);
-    let attended = bf16(&attended, &[batch, seq_len, 3 * num_kv_heads, d]);
-    let own = Qkv::packed(&attended, num_kv_heads, num_kv_heads);
-    let (indexer, _) = own.nsa_selected_attention_forward(documents, &given, blocks, scale)?;
     // Two runs show that the kernel leaves the lists unchanged.
     for (name, order) in [
         ("index gradient", SumOrder::Any),
@@ -521,7 +518,6 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
         let gradient = IndexGradient {
             index: &index,
             lse: &selected.lse,
-            index_lse: &indexer.lse,
             block_indices: &given,
             lists: &lists,
             weight: Inputs::INDEX_WEIGHT,
@@ -672,9 +668,6 @@ fn repeated(inputs: &Inputs, device: &dyn Device) -> Outcome {
     let (selected, lists) = qkv.nsa_selected_attention_forward(documents, &chosen, blocks, softmax_scale)?;
     let groups = shape.num_kv_heads;
     let index = bf16(&inputs.index, &[batch, seq_len, groups + 2, d]);
-    let attended = bf16(&attended_by(&inputs.index, groups, d), &[batch, seq_len, 3 * groups, d]);
-    let own = Qkv::packed(&attended, groups, groups);
-    let (indexer, _) = own.nsa_selected_attention_forward(documents, &chosen, blocks, softmax_scale)?;
     let gradients = |order| {
         let qkv = qkv.in_order(order);
         let [of_coarse, of_compressed] =
@@ -691,7 +684,6 @@ fn repeated(inputs: &Inputs, device: &dyn Device) -> Outcome {
         let of_index = IndexGradient {
             index: &index,
             lse: &selected.lse,
-            index_lse: &indexer.lse,
             block_indices: &chosen,
             lists: &lists,
             weight: Inputs::INDEX_WEIGHT,

@@ -32,7 +32,7 @@ use decode::{block_scores_kernel, nsa_compress_token_kernel, pooled_scores_kerne
 use gates::{NSA_GATES, NSA_GATES_BACKWARD};
 use lists::{nsa_list_counts_kernel, nsa_lists_kernel};
 use selected::{
-    nsa_selected_attention_backward_kernel, nsa_selected_attention_forward_kernel, nsa_selected_combine_kernel,
+    Joined, nsa_selected_attention_backward_kernel, nsa_selected_attention_forward_kernel, nsa_selected_combine_kernel,
 };
 
 use crate::KernelError;
@@ -139,11 +139,10 @@ pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
     ];
     kernels.extend(chosen_decode_kernels(head_dim));
     kernels.extend(RULES.map(|rule| nsa_importance_kernel(head_dim, rule)));
-    for flag in [false, true] {
-        let [is_mean, is_gradient] = [flag; 2];
+    kernels.extend([Joined::Output, Joined::QueryGradient].map(|joined| nsa_selected_combine_kernel(head_dim, joined)));
+    for is_mean in [false, true] {
         kernels.push(nsa_blocks_kernel(is_mean));
         kernels.push(nsa_blocks_backward_kernel(is_mean));
-        kernels.push(nsa_selected_combine_kernel(head_dim, is_gradient));
     }
     kernels
 }

@@ -43,8 +43,6 @@ pub struct IndexGradientCall<'a, B: Backend> {
     pub call: NsaCall<B>,
     /// The output of that attention.
     pub attention: &'a NsaSelected<B>,
-    /// Log-sum-exp of the indexer's scores over the same tokens, `[batch, num_kv_heads, seq_len]`.
-    pub index_lse: Float<B>,
     /// Weight of the divergence of one query and KV head in the loss.
     pub weight: f64,
 }

@@ -207,11 +207,9 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
         let flops = flops / 2.0 + 1.5 * forward_flops(indexer_shape, tokens);
         for (order, suffix) in ORDERS {
             bench.row(&format!("{name}loss{suffix}"), shape, Work::Flops(flops), || {
-                let (of_indexer, own_lists) = attend(&indexer)?;
                 let gradient = IndexGradient {
                     index: inputs.qkv.q.tensor(),
                     lse: &attention.lse,
-                    index_lse: &of_indexer.lse,
                     block_indices: &chosen,
                     lists: &lists,
                     weight: 1.0,
@@ -220,6 +218,7 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
                 if qkv.index_gradient(documents, gradient, blocks, read.scale)?.is_some() {
                     return Ok(());
                 }
+                let (of_indexer, own_lists) = attend(&indexer)?;
                 let call = indexer.call(&own, &of_indexer);
                 call.nsa_selected_attention_backward(documents, &chosen, blocks, &own_lists)?;
                 let (of_heads, lists) = attend(&read)?;

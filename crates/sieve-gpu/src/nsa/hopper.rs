@@ -9,9 +9,10 @@
 //! | importance by each token's score; blocks of 16, 32, 64 or a multiple of 128 tokens | `hopper_nsa_importance.cu` |
 //! | selected attention | `hopper_nsa_selected_attention_forward.cu` |
 //! | its gradients | `hopper_nsa_selected_attention_backward.cu` |
-//! | the gradient of an indexer's loss | `hopper_index_gradient.cu` |
+//! | the gradient of an indexer's loss | `hopper_nsa_selected_attention_forward.cu` for keys only, `hopper_index_gradient.cu` |
 //! | everything else | the portable kernels |
 use super::choose::rule_number;
+use super::selected::{Joined, nsa_selected_combine_kernel};
 use crate::attention::{AttentionShape, KernelFamily, KeySource};
 use crate::dma::dma_attention_backward_convert_kernel;
 use crate::runtime::{CudaTensor, SourceKernel, SumOrder};
@@ -63,6 +64,11 @@ pub(super) fn selected_forward_kernel(head_dim: usize) -> SourceKernel {
         .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 8 * TILE_ROWS + 16) + DESCRIPTIONS)
 }
 
+/// The kernel of the log-sum-exps of an indexer, which has one key head and whose values are not read.
+pub(super) fn index_lse_kernel(head_dim: usize) -> SourceKernel {
+    selected_forward_kernel(head_dim).define("KEYS_ONLY", 1)
+}
+
 /// The backward kernel of the selected branch. It also holds dS of 64 rows for each warpgroup in shared memory.
 pub(super) fn selected_backward_kernel(head_dim: usize, order: SumOrder) -> SourceKernel {
     let (stages, tile_bytes) = (2, 2 * TILE_ROWS * head_dim * 2);
@@ -104,12 +110,14 @@ fn selected(name: &'static str, head_dim: usize, stages: usize, [consumer, produ
 }
 
 /// Every kernel of this family for a head width.
-pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 9] {
+pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 11] {
     let joined = true;
     [
         nsa_importance_kernel(head_dim, ChoiceRule::WeightedProbability),
         nsa_importance_kernel(head_dim, ChoiceRule::LargestProbability),
         nsa_importance_kernel(head_dim, ChoiceRule::LargestScore),
+        index_lse_kernel(head_dim),
+        nsa_selected_combine_kernel(head_dim, Joined::LogSumExp),
         index_gradient_kernel(head_dim, SumOrder::Any),
         index_gradient_kernel(head_dim, SumOrder::Fixed),
         // In a fixed order each KV head has its own sums of the indexer's key, which this kernel adds up.

@@ -1,7 +1,7 @@
 //! Launch of `kernels/hopper_index_gradient.cu`: the gradient of an indexer's loss (MSA, arXiv:2606.13392) over chosen
 //! blocks.
 use super::hopper;
-use super::selected::Work;
+use super::selected::{Joined, Work};
 use super::{Bounds, lists::ChoiceLists};
 use crate::KernelError;
 use crate::attention::{AttentionShape, Heads, Qkv, arriving};
@@ -20,8 +20,6 @@ pub struct IndexGradient<'a> {
     pub index: &'a CudaTensor,
     /// Log-sum-exp of the attention over the chosen tokens, f32 `[batch, num_heads, seq_len]`.
     pub lse: &'a CudaTensor,
-    /// Log-sum-exp of the indexer's logits over the chosen tokens, f32 `[batch, num_kv_heads, seq_len]`.
-    pub index_lse: &'a CudaTensor,
     /// The blocks each query chose, i32 `[batch, seq_len, num_kv_heads, num_selected_blocks]`, ascending, then -1.
     pub block_indices: &'a CudaTensor,
     /// The lists of the chosen blocks from the forward pass of the attention.
@@ -61,7 +59,6 @@ impl Qkv {
         operands!(NAME,
             index: BF16[batch, seq_len, groups + 2, head_dim] aligned = call.index,
             lse: F32[batch, shape.num_heads, seq_len] = call.lse,
-            index_lse: F32[batch, groups, seq_len] = call.index_lse,
         );
         let got = || format!("{} of a row's ranges of queries", call.lists.len());
         require!(work.ranges().count() == call.lists.len(), NAME, "lists:": got(), "the lists of all ranges");
@@ -69,22 +66,34 @@ impl Qkv {
         let num_index_keys = 1;
         let out = Qkv::packed(&gradient, groups, num_index_keys);
         let [d_query, d_key, d_value] = out.head_words(NAME)?;
-        // The same work with the indexer's heads: one query head for each KV head, so one partial dq for each choice.
-        let index_work = Work {
+        // The same work with the indexer's heads: one query head for each KV head, so one part for each choice.
+        let scores = Work {
             shape: AttentionShape {
                 num_heads: groups,
                 ..shape
             },
-            softmax_scale: softmax_scale * call.weight,
+            qkv: Qkv::packed(&index, groups, num_index_keys),
             ..work.clone()
         };
+        let index_work = Work {
+            softmax_scale: softmax_scale * call.weight,
+            ..scores.clone()
+        };
+        let index_lse = index.empty_contiguous(&scores.shape.lse(), DType::F32);
         // In a fixed order each KV head has sums of its own.
         let sums = self.policy().sums;
         let is_fixed = sums == SumOrder::Fixed;
         let key_sum = empty_zero(&index, &[batch, if is_fixed { groups } else { 1 }, seq_len, head_dim])?;
         let token = (groups + 2) * head_dim;
-        let kernel = arriving(hopper::index_gradient_kernel(head_dim, sums), self.policy());
+        let [lse_kernel, kernel] = [hopper::index_lse_kernel(head_dim), hopper::index_gradient_kernel(head_dim, sums)]
+            .map(|kernel| arriving(kernel, self.policy()));
         for (range, lists) in work.ranges().zip(call.lists) {
+            let part_lse = scores.parts(lists, 1, DType::F32);
+            let (operands, params) = ([&index, &index], scores.params(lists)?);
+            // SAFETY: sizes, strides and types checked above.
+            unsafe { scores.launch((&lse_kernel, is_hopper), lists, &operands, &[&part_lse], &params) }?;
+            let no_output = [0; 3];
+            scores.combine(lists, (Joined::LogSumExp, &[&part_lse, &index_lse]), no_output, range)?;
             let parts = index_work.parts(lists, head_dim, DType::BF16);
             let [q, k] = [&work.qkv.q, &work.qkv.k].map(Heads::tensor);
             // Semaphores that order the adds to the gradient of each key and quarter of its columns.
@@ -106,8 +115,7 @@ impl Qkv {
             });
             // SAFETY: sizes, strides and types checked above; the sums were cleared.
             unsafe { work.launch((&kernel, is_hopper), lists, &operands, &results, &params) }?;
-            let no_lse = None;
-            index_work.combine(lists, [&parts, &gradient], no_lse, d_query, range)?;
+            index_work.combine(lists, (Joined::QueryGradient, &[&parts, &gradient]), d_query, range)?;
         }
         convert_rows(&key_sum, &out.k, d_key, index_work.softmax_scale)?;
         // A scale of 0 writes the zero gradient of the value.

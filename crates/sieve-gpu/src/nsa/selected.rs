@@ -141,13 +141,12 @@ impl Work {
         unsafe { kernel.launch(grid, &[operands, &bounds_and_lists, results].concat(), params) }
     }
 
-    /// Joins the partial results of a range in `output`: o, weighted by `lse` (partial log-sum-exps, and the joined
-    /// ones to write); or dq without `lse`. It also resets the lists' counter of fetched items for the next pass.
+    /// Joins the partial results of a range: `tensors` are the kernel's, from `parts` on, and `layout` is the offset,
+    /// token stride and batch stride of o or dq. It also resets the lists' counter of fetched items for the next pass.
     pub(super) fn combine(
         &self,
         lists: &ChoiceLists,
-        [parts, output]: [&CudaTensor; 2],
-        lse: Option<[&CudaTensor; 2]>,
+        (joined, tensors): (Joined, &[&CudaTensor]),
         layout: [u64; 3],
         (first, count): (usize, usize),
     ) -> Result<(), KernelError> {
@@ -161,18 +160,24 @@ impl Work {
             softmax_scale: self.softmax_scale,
             num_lists: shape.batch * shape.num_kv_heads,
         });
-        let (indices, taken) = (&self.indices, &lists.num_items);
-        let tensors: &[&CudaTensor] = match lse {
-            None => &[indices, taken, parts, output],
-            Some([part_lse, lse]) => &[indices, taken, parts, part_lse, output, lse],
-        };
+        let tensors = [&[&self.indices, &lists.num_items], tensors].concat();
         let rows = count * shape.num_heads;
         // A thread block of 256 threads joins 2048 columns, 8 a thread.
         let grid = [rows.div_ceil(2048 / shape.head_dim), shape.batch, 1];
-        let kernel = nsa_selected_combine_kernel(shape.head_dim, lse.is_none());
+        let kernel = nsa_selected_combine_kernel(shape.head_dim, joined);
         // SAFETY: every choice of these queries has a partial result; writes the range's rows of the outputs.
-        unsafe { kernel.launch(grid, tensors, &params) }
+        unsafe { kernel.launch(grid, &tensors, &params) }
     }
+}
+
+/// What nsa_selected_combine joins of a query's choices.
+#[derive(Clone, Copy)]
+pub(super) enum Joined {
+    /// o, weighted by the partial log-sum-exps, and these.
+    Output,
+    /// The partial log-sum-exps alone.
+    LogSumExp,
+    QueryGradient,
 }
 
 impl Qkv {
@@ -212,7 +217,8 @@ impl Qkv {
             let (results, params) = ([&parts, &part_lse], work.params(&lists)?);
             // SAFETY: sizes, strides and types checked above.
             unsafe { work.launch((&kernel, is_hopper), &lists, &operands, &results, &params) }?;
-            work.combine(&lists, [&parts, &o], Some([&part_lse, &lse]), layout, range)?;
+            let outputs: &[&CudaTensor] = &[&parts, &part_lse, &o, &lse];
+            work.combine(&lists, (Joined::Output, outputs), layout, range)?;
             all_lists.push(lists);
         }
         let result = AttentionResult {
@@ -278,8 +284,7 @@ impl AttentionGradients<'_> {
             // SAFETY: as in the forward pass; the sums were cleared.
             unsafe { work.launch((&kernel, is_hopper), &lists, &operands, &results, &params) }?;
             let grad = self.grads.q.tensor();
-            let no_lse = None;
-            work.combine(&lists, [&parts, grad], no_lse, dq, range)?;
+            work.combine(&lists, (Joined::QueryGradient, &[&parts, grad]), dq, range)?;
         }
         // The softmax scale is a factor of dk, not of dv.
         convert_rows(&dk_sum, &self.grads.k, dk, self.softmax_scale)?;
@@ -315,10 +320,14 @@ pub(super) fn nsa_selected_attention_backward_kernel(head_dim: usize) -> SourceK
         .shared_bytes(shared)
 }
 
-/// The kernel that joins the partial results of each query: of o, or of dq.
-pub(super) fn nsa_selected_combine_kernel(head_dim: usize, is_gradient: bool) -> SourceKernel {
-    SourceKernel::new("nsa_selected_combine")
+/// The kernel that joins the partial results of each query.
+pub(super) fn nsa_selected_combine_kernel(head_dim: usize, joined: Joined) -> SourceKernel {
+    let kernel = SourceKernel::new("nsa_selected_combine")
         .define("HEAD_DIM", head_dim)
-        .define("GRADIENT", u8::from(is_gradient))
-        .threads(256)
+        .define("GRADIENT", u8::from(matches!(joined, Joined::QueryGradient)))
+        .threads(256);
+    match joined {
+        Joined::LogSumExp => kernel.define("LSE_ONLY", 1),
+        Joined::Output | Joined::QueryGradient => kernel,
+    }
 }

@@ -61,13 +61,11 @@ pub(crate) fn index_gradient(
 ) -> Option<Float> {
     let (spec, attention) = (call.call.spec, call.attention);
     let [start, end] = bounds(&call.call.documents);
-    let [index, lse, index_lse, chosen] =
-        [index, attention.output.lse.clone(), call.index_lse.clone(), chosen].map(kernel_tensor);
+    let [index, lse, chosen] = [index, attention.output.lse.clone(), chosen].map(kernel_tensor);
     let lists: Vec<_> = attention.lists.iter().cloned().map(lists_of).collect();
     let gradient = IndexGradient {
         index: &index,
         lse: &lse,
-        index_lse: &index_lse,
         block_indices: &chosen,
         lists: &lists,
         weight: call.weight as f32,

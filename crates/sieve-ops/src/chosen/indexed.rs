@@ -8,8 +8,7 @@
 //! - `dk_j = s sum_i dS_ij q_i` is the gradient of these values when the gradient of the output is q.
 //!
 //! So the attention kernels compute the gradient, forward and backward, without storing probabilities. A device may
-//! have a fused kernel instead, which computes `I - mean_h P^h` over the chosen blocks and needs only the log-sum-exp
-//! of the indexer's attention.
+//! have fused kernels instead, which compute `I - mean_h P^h` over the chosen blocks.
 use super::{IndexGradientCall, Read, Reads, pooled};
 use crate::tensors::{Float, compute_dtype, primitive, split_heads, tensor, value};
 use crate::{AttentionSpec, DeviceBackend, Documents, SieveBackend};
@@ -90,12 +89,21 @@ fn index_gradient<D: DeviceBackend>(
     spec: AttentionSpec,
     weight: f64,
 ) -> Float<D> {
-    let packed = index.clone();
+    if weight == 0.0 {
+        return primitive(tensor::<D, 4>(index).zeros_like());
+    }
+    if let (Read::Chosen(attention), Some((chosen, _, call))) = (read, reads.call(spec)) {
+        let call = IndexGradientCall {
+            call,
+            attention,
+            weight,
+        };
+        if let Some(gradient) = D::index_gradient([qkv.clone(), index.clone()], chosen, &call) {
+            return gradient;
+        }
+    }
     let index = tensor::<D, 4>(index);
     let dtype = index.dtype();
-    if weight == 0.0 {
-        return primitive(index.zeros_like());
-    }
     let wide = |x: Float<D>| tensor::<D, 4>(x).cast(compute_dtype(dtype));
     let (groups, group, index_spec) = (spec.num_kv_heads, spec.group_size(), indexer_spec(spec));
     let [q_index, k_index, _] = split_heads(index, 1);
@@ -105,19 +113,6 @@ fn index_gradient<D: DeviceBackend>(
     let student = primitive(Tensor::cat(vec![q_index.clone(), k_index.clone(), k_index.clone()], 2));
     // For the gradient of q, the attention sums over keys.
     let of_student = reads.forward(student.clone(), index_spec);
-    if let (Read::Chosen(attention), Read::Chosen(indexer), Some((chosen, _, call))) =
-        (read, &of_student, reads.call(spec))
-    {
-        let call = IndexGradientCall {
-            call,
-            attention,
-            index_lse: indexer.output.lse.clone(),
-            weight,
-        };
-        if let Some(gradient) = D::index_gradient([qkv.clone(), packed], chosen, &call) {
-            return gradient;
-        }
-    }
     let teacher = primitive(Tensor::cat(vec![q, k, k_index.clone().repeat_dim(2, groups)], 2));
     let of_teacher = reads.forward(teacher.clone(), spec);
     let mean = wide(of_teacher.output().o.clone()).reshape([batch, seq_len, groups, group, d]);
