@@ -1,11 +1,13 @@
 // dma_backward_lists: key lists for a backward pass in a free order, in which a thread block holds keys for all queries
 // that see them where it can. Runs between dma_lists and dma_attention_backward; clears what the latter adds to.
-// Math       A chunk is 128 successive entries of a list: the keys of a block. q1 is the end of its super-block. A chunk
-//            whose keys all enter in its super-block has an end: if T > q1, its block takes the queries before T of the
-//            keys with expire <= T, and the later lists lose these keys; the others are in its block up to q1.
+// Math       A chunk is 128 successive entries of a list: the keys of a block. q1 is the end of its super-block. A
+//            chunk whose keys all enter in its super-block has an end: if T > q1, its block takes the queries before T
+//            of the keys with expire <= T, and the later lists lose these keys; the others are in its block up to q1.
 //            T = argmax sum_j (expire_j - q1 + worth) - 128 (T - q1) over the keys with q1 < expire_j <= T, at most
 //            REACH super-blocks after q1 and not after the launch; q1 if the maximum is not positive. The sum is what
-//            other lists have less of: queries of a key, and for each key its part of a block and of a sum.
+//            other lists have less of: queries of a key, and for each key its part of a block and of a sum. If all keys
+//            of the chunk leave until T + SLACK, T is the last expire: few keys in a later list are a block there, too.
+//            Chunks of the last row and KV head end at q1: their short blocks fill the end of the launch.
 //            Key j is summed, from several blocks, if expire_j > end of the chunk in which it enters (q1, if not all
 //            keys of the chunk enter); other keys have one block, or no query
 // Layout     list, list_len as dma_lists writes them; own_list, own_list_len alike; chunk_end i32
@@ -22,8 +24,9 @@
 constexpr int SUPER_BLOCK = 1024, CHUNK = 128, CHUNKS = SUPER_BLOCK / CHUNK;
 constexpr int REACH = 3;
 constexpr int STEP = REACH * SUPER_BLOCK / 32;  // queries between two ends that are tried, one a lane
+constexpr int SLACK = 160;                      // queries
 constexpr int LISTS = REACH + 1;
-static_assert(LISTS * CHUNKS == SUPER_BLOCK / 32, "a warp for each chunk of this list and of the REACH lists before it");
+static_assert(LISTS * CHUNKS == SUPER_BLOCK / 32, "a warp for each chunk of this list and of REACH lists before it");
 
 struct DmaBackwardListsParams {
   u64 seq_len, num_kv_heads;
@@ -73,7 +76,9 @@ extern "C" __global__ void __launch_bounds__(SUPER_BLOCK, 1)
   if (entered_at >= 0) {
     const int2* entries = list + (list_index - before) * params.list_capacity;
     const int num_entries = list_len[list_index - before];
-    const int last_end = min(own_end + REACH * SUPER_BLOCK, (entered_at / launch + 1) * launch);
+    const int last_end = list_row + 1 < gridDim.y * gridDim.z
+                             ? min(own_end + REACH * SUPER_BLOCK, (entered_at / launch + 1) * launch)
+                             : own_end;
     int expires[CHUNK / 32];
     lowest = 0x7fffffff;
 #pragma unroll
@@ -97,10 +102,15 @@ extern "C" __global__ void __launch_bounds__(SUPER_BLOCK, 1)
       lowest = -1;
     } else if (best >= 32) {
       const int limit = min(own_end + STEP * ((int)best % 32 + 1), last_end);
+      int latest = 0;
 #pragma unroll
-      for (int i = 0; i < CHUNK / 32; ++i)
+      for (int i = 0; i < CHUNK / 32; ++i) {
+        latest = max(latest, expires[i]);
         if (expires[i] <= limit) end = max(end, expires[i]);
+      }
+      latest = __reduce_max_sync(~0u, latest);
       end = __reduce_max_sync(~0u, end);
+      if (latest <= min(end + SLACK, last_end)) end = latest;
     }
   }
   if (lane == 0) {

@@ -334,7 +334,7 @@ const LONG: usize = 17_500;
 /// Compares the two sum orders on a row whose backward pass takes several launches. A reference of this length would be
 /// slow, and is not needed: short rows compare the fixed order with references.
 pub(crate) fn check_long_row(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
-    let shape = AttentionShape::new(1, LONG, [2, 1], [64, 64]);
+    let shape = AttentionShape::new(1, LONG, [4, 2], [64, 64]);
     for (keys, scores) in [
         (Keys::chosen(100), Scores::Independent),
         (Keys::chosen(1500), Scores::Rising),

@@ -199,8 +199,8 @@ pub(crate) fn listed_key_sums(
             }
             let blocks = count * list_capacity.div_ceil(tiles.block_kv);
             let grid = [blocks, kv_heads * shares.heads, batch];
-            // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; adds to the
-            // sums, which were cleared, or writes rows of the gradients; the maps read q and d_o, which are among the tensors.
+            // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; adds to sums
+            // that were cleared, or writes rows of the gradients; the maps read q and d_o, which are among the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
         }
         if let Some(dq_sum) = &dq_sum {
