@@ -5,17 +5,21 @@
 //            their order, for num_kv_heads 1), groups of 16 columns in the order {2t, 2t+1, 2t+8,
 //            2t+9}, t = 0 .. 3;
 //            grad bf16 [batch, seq_len, num_kv_heads, ROW_DIM], any strides that are multiples of 8
-// Buffers    sums, grad
-// Defines    ROW_DIM (HEAD_DIM for dk, HEAD_DIM_V for dv); JOINED (0) 0|1
+//            summed i32 [batch, num_kv_heads, seq_len]: rows of 0 are neither read nor written
+// Buffers    sums, (SOME_ROWS: summed,) grad
+// Defines    ROW_DIM (HEAD_DIM for dk, HEAD_DIM_V for dv); JOINED (0), SOME_ROWS (0) 0|1
 // Tiling     grid (ceil(batch * num_kv_heads * seq_len * (ROW_DIM / 16) / 256)); 256 threads; a warp turns 2 KiB of
 //            sums into 32 groups of 16 columns
-// Numerics   one rounding; memory-bound; writes every element of grad
+// Numerics   one rounding; memory-bound; without SOME_ROWS writes every element of grad
 // Edges      rows of never-active keys hold zeros and stay zeros
 #include "common/mma.cuh"
 #include "common/quad.cuh"
 
 #ifndef JOINED
 #define JOINED 0
+#endif
+#ifndef SOME_ROWS
+#define SOME_ROWS 0
 #endif
 
 struct DmaAttentionBackwardConvertParams {
@@ -26,7 +30,11 @@ struct DmaAttentionBackwardConvertParams {
 };
 
 extern "C" __global__ void __launch_bounds__(256)
-    dma_attention_backward_convert(const float* sums, bf16* grad,
+    dma_attention_backward_convert(const float* sums,
+#if SOME_ROWS
+                                   const i32* summed,
+#endif
+                                   bf16* grad,
                                    const __grid_constant__ DmaAttentionBackwardConvertParams params) {
   // A warp converts 32 groups of 16 columns, which lie in 2 KiB without gaps. In each of four rounds a quad loads one
   // group, a float4 a lane; after the transposes each of its lanes holds one whole group.
@@ -35,10 +43,15 @@ extern "C" __global__ void __launch_bounds__(256)
   const u64 first = (u64)blockIdx.x * 256 + threadIdx.x / 32 * 32, end = params.batch * num_heads * seq_len * GROUPS;
   const float4* from = (const float4*)sums + first * 4 + lane;
   const float scale = f32_word(params.scale);
+  const u64 at = first + lane % 4 * 8 + lane / 4;  // (batch, head, key, group)
+  bool wanted = at < end;
+#if SOME_ROWS
+  wanted = wanted && summed[at / GROUPS] != 0;
+#endif
   u32 low[4] = {}, high[4] = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if (first + i * 8 + lane / 4 >= end) continue;
+    if (!__shfl_sync(~0u, wanted, (lane & ~3u) + i)) continue;  // the lane that stores what is loaded here
 #if JOINED
     // The index counts (batch, key, group). The other sums of a batch row are stored after its first.
     const u32 batch = (u32)((first + i * 8 + lane / 4) / GROUPS) / seq_len;
@@ -56,8 +69,7 @@ extern "C" __global__ void __launch_bounds__(256)
   }
   quad_transpose(low);
   quad_transpose(high);
-  const u64 at = first + lane % 4 * 8 + lane / 4;  // (batch, head, key, group)
-  if (at >= end) return;
+  if (!wanted) return;
   const u32 row = (u32)(at / GROUPS), head_row = row / seq_len, key = row - head_row * seq_len,
             batch = head_row / num_heads, head = head_row - batch * num_heads;
   uint4* to = (uint4*)(grad + params.grad_offset + batch * params.grad_batch_stride + key * params.grad_token_stride +

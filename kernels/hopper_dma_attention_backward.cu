@@ -7,14 +7,16 @@
 //            += sum_i dS_ij, i over the queries of the launch's super-blocks
 // Layout     as dma_attention_backward
 // Buffers    q_map, do_map by value, q, k, v, do, row_stats, (HAS_BIAS: delta, base,)
-//            list, list_len, dq_sum, (ORDERED: dq_semaphores, key_semaphores,) dk_sum, dv_sum, (HAS_BIAS: ddelta).
+//            list, list_len, (WHOLE_KEYS: chunk_end,) dq_sum, (ORDERED: dq_semaphores, key_semaphores,)
+//            (WHOLE_KEYS: dk, dv,) dk_sum, dv_sum, (HAS_BIAS: ddelta).
 //            dq_semaphores i32 [batch, num_heads, dq_len / 64], zero before each launch; key_semaphores i32
 //            [batch, num_kv_heads, seq_len], zero before the first
 // Defines    as hopper_attention_backward, HAS_BIAS (1); SHARES (0; 1: head_shares blocks share a chunk of a list);
-//            SUPER_BLOCK (1024); ORDERED 0|1: a fixed order of all sums; launches are in ascending order
+//            SUPER_BLOCK (1024); ORDERED 0|1: a fixed order of all sums; launches are in ascending order;
+//            WHOLE_KEYS 0|1: as dma_attention_backward
 // Tiling     128 entries a block: grid (super_blocks * ceil(list_capacity / 128), num_kv_heads * head_shares, batch),
 //            super_blocks: number in this launch; blocks past a list's end leave at once; threads and dynamic shared
-//            bytes as hopper_attention_backward, and 1 KiB of static shared memory
+//            bytes as hopper_attention_backward, and at most 2 KiB of static shared memory
 // Numerics   as dma_attention_backward; never-active keys are not touched. ORDERED: to a tile of dq a list's chunks add
 //            one after the other, the last first, and to a key's rows its lists in ascending order, in each of them the
 //            shares. A block waits for blocks with smaller numbers alone, which have started before it
@@ -30,12 +32,16 @@
 #ifndef SUPER_BLOCK
 #define SUPER_BLOCK 1024
 #endif
+#ifndef WHOLE_KEYS
+#define WHOLE_KEYS 0
+#endif
 static_assert(SUPER_BLOCK % BLOCK_Q == 0, "a step stays inside one super-block");
+static_assert(!WHOLE_KEYS || (!ORDERED && !SHARES), "a whole key's rows are written by one block, in any order");
 
 // Up to 128 entries of a list, in shared memory; {0, 0} past their end.
 struct ListKeys {
   const int2* entries;
-  int first_query, end_query;  // queries of the super-block
+  int first_query, end_query;  // queries of the super-block; WHOLE_KEYS: of the chunk
 #if ORDERED
   const int* later_expires;  // [warps]: the largest expire that the warp has seen among the entries after these
   const int2* list;          // the entries before these end at this address
@@ -133,6 +139,28 @@ DEVICE void add_rows(float* to, const float (&sums)[SUM_REGISTERS], const int2 (
   }
 }
 
+#if WHOLE_KEYS
+// Writes 2 N columns of one gradient in bf16: of the thread's two rows, which its quad shares, those that are `whole`.
+// Not shared with hopper_attention_backward, which spills where it takes rows in this form.
+template <int N>
+DEVICE void store_whole_rows(bf16* to, u64 stride, float scale, const float (&sums)[N], const int2 (&entries)[2],
+                             const bool (&whole)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    bf16* row = to + (u64)(u32)entries[r].x * stride + threadIdx.x % 4 * 8;
+#pragma unroll
+    for (int n = 0; n < N / 16; ++n) {
+      u32 x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        x[i] = pack_bf16(sums[(4 * n + i) * 4 + 2 * r] * scale, sums[(4 * n + i) * 4 + 2 * r + 1] * scale);
+      quad_transpose(x);
+      if (whole[r]) *(uint4*)(row + n * 32) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+  }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_backward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
     const bf16* /*q*/, const bf16* k, const bf16* v, const bf16* /*do*/, const float2* row_stats,
@@ -140,9 +168,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
     const float* delta, const float* base,
 #endif
     const int2* list, const i32* list_len,
+#if WHOLE_KEYS
+    const i32* chunk_end,
+#endif
     float* dq_sum,
 #if ORDERED
     i32* dq_semaphores, i32* key_semaphores,
+#endif
+#if WHOLE_KEYS
+    bf16* dk, bf16* dv,
 #endif
     float* dk_sum, float* dv_sum,
 #if HAS_BIAS
@@ -150,6 +184,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
 #endif
     const __grid_constant__ DmaAttentionBackwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
+  __shared__ int2 entries[BLOCK_KV];
+#if WHOLE_KEYS
+  __shared__ bool is_whole[BLOCK_KV];  // this block has all queries of the key
+#endif
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
   const ListPlace place = list_place(params, blockIdx.x);
 #if SHARES
@@ -169,6 +207,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
   int2 entry = make_int2(0, 0);
   if (threadIdx.x < BLOCK_KV && at < (int)params.list_capacity) entry = list[list_index * params.list_capacity + at];
   const int length = list_len[list_index];
+  ListKeys keys;
+  keys.entries = entries;
+  keys.first_query = place.super_block * SUPER_BLOCK;
+  keys.end_query = min(keys.first_query + SUPER_BLOCK, seq_len);
+#if WHOLE_KEYS
+  constexpr int CHUNKS = SUPER_BLOCK / BLOCK_KV;
+  if (place.chunk < CHUNKS) keys.end_query = chunk_end[list_index * CHUNKS + place.chunk];
+#endif
 #if ORDERED
   // The largest expire after the chunk. Old keys are sorted by it, so after the entering ones the first is enough.
   __shared__ int later_expires[THREADS / 32];
@@ -185,13 +231,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
   const u32 shared = start_block(shared_memory);
   if (length <= first_entry) return;
   if (at >= length) entry = make_int2(0, 0);
-  __shared__ int2 entries[BLOCK_KV];
-  if (threadIdx.x < BLOCK_KV) entries[threadIdx.x] = entry;
+  if (threadIdx.x < BLOCK_KV) {
+#if WHOLE_KEYS
+    is_whole[threadIdx.x] = keys.first_query <= entry.x && 0 < entry.y && entry.y <= keys.end_query;
+    if (entry.y > keys.end_query) entry.y = keys.first_query + SUPER_BLOCK;  // later queries are in later lists
+#endif
+    entries[threadIdx.x] = entry;
+  }
   __syncthreads();  // the barriers are set up, and the entries stored
-  ListKeys keys;
-  keys.entries = entries;
-  keys.first_query = place.super_block * SUPER_BLOCK;
-  keys.end_query = min(keys.first_query + SUPER_BLOCK, seq_len);
 #if ORDERED
   keys.later_expires = later_expires;
   keys.list = list + list_index * params.list_capacity;
@@ -254,8 +301,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
              read_semaphore(semaphores + own[r].x) < 4 * (lists * head_shares + done.head % head_shares)) {}
     }
 #endif
-    add_rows(dk_sum + done_row * seq_len * HEAD_DIM, sums.dk, own);
-    add_rows(dv_sum + done_row * seq_len * HEAD_DIM, sums.dv, own);
+    int2 added[2] = {own[0], own[1]};
+#if WHOLE_KEYS
+    const bool whole[2] = {is_whole[first_row], is_whole[first_row + 8]};
+    store_whole_rows(dk + params.dk_offset + done.batch * params.dk_batch_stride + (u64)done.head * HEAD_DIM,
+                     params.dk_token_stride, f32_word(params.softmax_scale), sums.dk, own, whole);
+    store_whole_rows(dv + params.dv_offset + done.batch * params.dv_batch_stride + (u64)done.head * HEAD_DIM,
+                     params.dv_token_stride, 1.0f, sums.dv, own, whole);
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      if (whole[r]) added[r].y = 0;
+#endif
+    add_rows(dk_sum + done_row * seq_len * HEAD_DIM, sums.dk, added);
+    add_rows(dv_sum + done_row * seq_len * HEAD_DIM, sums.dv, added);
 #if HAS_BIAS
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -67,6 +67,9 @@ struct DmaAttentionBackwardQueryParams : AttentionParams {
 };
 
 struct DmaAttentionBackwardParams : AttentionParams {
+  u64 dk_offset, dv_offset;
+  u64 dk_token_stride, dv_token_stride;
+  u64 dk_batch_stride, dv_batch_stride;
   u64 softmax_scale;  // f32 bits
   u64 padded_len;     // rows of row_stats a head
   u64 list_capacity;  // capacity of a list in entries

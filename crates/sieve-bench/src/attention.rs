@@ -87,7 +87,7 @@ impl Draw {
             magnitude,
             seed: random.between(0, 1 << 30) as u64,
             policy: KernelPolicy {
-                blocks_per_tile: random.one_of(&[None, None, Some(2), Some(3), Some(2 * group)]),
+                blocks_per_tile: random.one_of(&[None, Some(1), Some(2), Some(3), Some(2 * group)]),
                 ..extent.policy
             },
         }
@@ -334,10 +334,19 @@ const LONG: usize = 17_500;
 /// Compares the two sum orders on a row whose backward pass takes several launches. A reference of this length would be
 /// slow, and is not needed: short rows compare the fixed order with references.
 pub(crate) fn check_long_row(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
-    let shape = AttentionShape::new(1, LONG, [2, 1], [64, 64]);
-    for keys in [Keys::chosen(100), Keys::local(400, 300)] {
+    let shape = AttentionShape::new(1, LONG, [4, 2], [64, 64]);
+    for (keys, scores) in [
+        (Keys::chosen(100), Scores::Independent),
+        (Keys::chosen(1500), Scores::Rising),
+        (Keys::local(400, 300), Scores::Independent),
+    ] {
         let cuts = Cuts::Count(2);
-        let case = Case::draw(shape, keys, cuts, &Scores::Independent, extent.seed)?;
+        // In a free order a single block for each key tile may hold a key's queries of several super-blocks.
+        let policy = KernelPolicy {
+            blocks_per_tile: Some(1),
+            ..extent.policy
+        };
+        let case = Case::draw(shape, keys, cuts, &scores, extent.seed)?.under(policy);
         let call = OnDevice::new(&case, device);
         let path = on_device::family(&case, device);
         let name = format!("dma_attention{}, long row", keys.suffix());

@@ -5,8 +5,8 @@ use crate::attention::{
     QueryShares, convert_dq, dq_sum_shape, padded_len, require_gradients, row_stats,
 };
 use crate::dma::oracle::SUPER_BLOCK;
-use crate::dma::{KeyLists, listed_bias, listed_source, require_lists};
-use crate::runtime::{CudaTensor, SourceKernel, SumOrder, params};
+use crate::dma::{BackwardLists, KeyLists, listed_bias, listed_source, require_lists, with_whole_keys};
+use crate::runtime::{CudaTensor, DType, SourceKernel, SumOrder, params};
 use crate::step::{empty_zero, fill_zero};
 
 const NAME: &str = "dma_attention_backward";
@@ -33,38 +33,43 @@ impl AttentionGradients<'_> {
     /// # Errors
     /// Types or sizes that do not fit the forward call; a width whose tiles do not fit the device's shared memory.
     pub fn dma_attention_backward(self, delta: &CudaTensor, lists: &KeyLists) -> Result<CudaTensor, KernelError> {
-        let gradient = listed_attention_backward(self, Some(delta), lists)?;
-        gradient.ok_or_else(|| KernelError::empty(NAME, "the gradient of the bias"))
+        let shape = self.qkv.shape(NAME)?;
+        let [batch, kv_heads, seq_len] = shape.per_key();
+        let sums = |width| {
+            let shape = [batch, kv_heads, seq_len, width];
+            self.d_o.empty_contiguous(&shape, DType::F32)
+        };
+        let (dk_sum, dv_sum) = (sums(shape.head_dim), sums(shape.head_dim_v));
+        let (ddelta, own_lists) = listed_key_sums(&self, Some(delta), lists, [&dk_sum, &dv_sum], SumRows::Undefined)?;
+        let summed = own_lists.as_ref().map(|lists| &lists.summed);
+        let [_, dk, dv] = self.grads.head_words(NAME)?;
+        // The softmax scale is a factor of dk, not of dv.
+        convert_rows(&dk_sum, summed, &self.grads.k, dk, self.softmax_scale)?;
+        convert_rows(&dv_sum, summed, &self.grads.v, dv, 1.0)?;
+        ddelta.ok_or_else(|| KernelError::empty(NAME, "the gradient of the bias"))
     }
 }
 
-/// [`dma_attention_backward`](crate::AttentionGradients::dma_attention_backward) with a bias or without.
-pub(crate) fn listed_attention_backward(
-    call: AttentionGradients,
-    delta: Option<&CudaTensor>,
-    lists: &KeyLists,
-) -> Result<Option<CudaTensor>, KernelError> {
-    let shape = call.qkv.shape(NAME)?;
-    let [batch, kv_heads, seq_len] = shape.per_key();
-    let sums = |width| empty_zero(call.d_o, &[batch, kv_heads, seq_len, width]);
-    let (dk_sum, dv_sum) = (sums(shape.head_dim)?, sums(shape.head_dim_v)?);
-    let ddelta = listed_key_sums(&call, delta, lists, [&dk_sum, &dv_sum])?;
-    let [_, dk, dv] = call.grads.head_words(NAME)?;
-    // The softmax scale is a factor of dk, not of dv.
-    convert_rows(&dk_sum, &call.grads.k, dk, call.softmax_scale)?;
-    convert_rows(&dv_sum, &call.grads.v, dv, 1.0)?;
-    Ok(ddelta)
+/// What f32 sums of dk and dv hold when a backward pass over lists begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SumRows {
+    /// Zeros in the rows of listed keys.
+    Cleared,
+    /// Anything. The pass clears the rows that it adds to. With a bias and in a free order it may also write gradients
+    /// of keys instead of adding to their sums; it then returns the lists that say which.
+    Undefined,
 }
 
 /// Writes dq, adds dk (without the softmax scale) and dv to f32 sums `[batch, num_kv_heads, seq_len, width]` in the
-/// column order of the kernels, and returns the gradient of the bias. The caller cleared the sums of listed keys; the
-/// sums of other keys are neither read nor written.
+/// column order of the kernels, and returns the gradient of the bias. The sums of keys that are not listed are neither
+/// read nor, if [`SumRows::Cleared`], written.
 pub(crate) fn listed_key_sums(
     call: &AttentionGradients,
     delta: Option<&CudaTensor>,
     lists: &KeyLists,
-    [dk_sum, dv_sum]: [&CudaTensor; 2],
-) -> Result<Option<CudaTensor>, KernelError> {
+    key_sums: [&CudaTensor; 2],
+    rows: SumRows,
+) -> Result<(Option<CudaTensor>, Option<BackwardLists>), KernelError> {
     let shape = call.qkv.shape(NAME)?;
     let qkv = call.qkv.with_kernel_strides();
     require_gradients(NAME, call, &shape)?;
@@ -100,11 +105,34 @@ pub(crate) fn listed_key_sums(
         }
         _ => None,
     };
-    let ddelta = bias.as_ref().map(|_| empty_zero(&d_o, &shape.per_key()));
-    let ddelta = ddelta.transpose()?;
+    let tiles = pass.key_tiles()?;
+    let group = shape.group_size();
+    // Thread blocks that share a chunk of a list, in a launch of so many super-blocks.
+    let shares_of = |super_blocks| match (&dq_sum, order, qkv.policy().blocks_per_tile) {
+        // The portable fixed order has one thread block for each key tile: shares would add in any order.
+        (None, _, _) => QueryShares::ONE,
+        (_, _, Some(blocks)) => QueryShares::of_count(blocks.min(group), group),
+        (_, SumOrder::Any, None) => QueryShares::of_lists(&shape, super_blocks, lists.capacity(), tiles),
+        (_, SumOrder::Fixed, None) => QueryShares::of_count(ORDERED_LISTS.div_ceil(batch * kv_heads).min(group), group),
+    };
+    let first_shares = shares_of(per_launch.min(num_super_blocks));
+    let ddelta = bias
+        .as_ref()
+        .map(|_| d_o.empty_contiguous(&shape.per_key(), DType::F32));
+    let own_lists = match (&ddelta, rows, order, first_shares) {
+        (Some(ddelta), SumRows::Undefined, SumOrder::Any, QueryShares::ONE) => {
+            Some(lists.backward_lists(call, per_launch * SUPER_BLOCK, key_sums, ddelta)?)
+        }
+        (ddelta, ..) => {
+            ddelta.iter().try_for_each(fill_zero)?;
+            if rows == SumRows::Undefined {
+                key_sums.into_iter().try_for_each(fill_zero)?;
+            }
+            None
+        }
+    };
     let mut inputs = vec![qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), &d_o, &stats];
     inputs.extend(bias.iter().flat_map(Bias::tensors));
-    inputs.push(&lists.list);
     let (base, softmax_scale) = (qkv.params(NAME, &shape)?, call.softmax_scale);
     let (padded_len, list_capacity) = (padded_len(seq_len), lists.capacity());
     let tile_queries = lists.tile_queries;
@@ -120,24 +148,19 @@ pub(crate) fn listed_key_sums(
             tile_queries,
         });
         let mut tensors = inputs.clone();
-        tensors.push(&lists.tile_window);
+        tensors.extend([&lists.list, &lists.tile_window]);
         let (kernel, grid, maps) = pass.by_query(QueryPass::RowSums)?;
         // SAFETY: sizes, strides and types checked above; overwrites the row sum of each query in `stats`.
         unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
     }
 
-    let tiles = pass.key_tiles()?;
+    let [dk_sum, dv_sum] = key_sums;
+    let [dq, dk, dv] = call.grads.head_words(NAME)?;
     for first in (0..num_super_blocks).step_by(per_launch) {
         let count = per_launch.min(num_super_blocks - first);
-        let group = shape.group_size();
-        let shares = match (&dq_sum, order, qkv.policy().blocks_per_tile) {
-            // The portable fixed order has one thread block for each key tile: shares would add in any order.
-            (None, _, _) => QueryShares::ONE,
-            (_, _, Some(blocks)) => QueryShares::of_count(blocks.min(group), group),
-            (_, SumOrder::Any, None) => QueryShares::of_lists(&shape, count, list_capacity, tiles),
-            (_, SumOrder::Fixed, None) => {
-                QueryShares::of_count(ORDERED_LISTS.div_ceil(batch * kv_heads).min(group), group)
-            }
+        let shares = match own_lists {
+            Some(_) => QueryShares::ONE,
+            None => shares_of(count),
         };
         if first > 0 {
             dq_sum.iter().try_for_each(fill_zero)?;
@@ -148,6 +171,8 @@ pub(crate) fn listed_key_sums(
         for set in BackwardTiling::launches(&shape, dq_sum.is_some()) {
             let params = params!(DmaAttentionBackwardParams {
                 base,
+                [dk_offset, dk_token_stride, dk_batch_stride]: dk,
+                [dv_offset, dv_token_stride, dv_batch_stride]: dv,
                 softmax_scale,
                 padded_len,
                 list_capacity,
@@ -156,17 +181,26 @@ pub(crate) fn listed_key_sums(
                 head_shares: shares.heads,
             });
             let mut tensors = inputs.clone();
-            tensors.push(&lists.list_len);
+            match &own_lists {
+                Some(own) => tensors.extend([&own.list, &own.list_len, &own.chunk_end]),
+                None => tensors.extend([&lists.list, &lists.list_len]),
+            }
             tensors.extend(dq_sum.as_ref().filter(|_| set.dq));
             tensors.extend(semaphores.iter().flatten());
+            if own_lists.is_some() {
+                tensors.extend([call.grads.k.tensor(), call.grads.v.tensor()]);
+            }
             tensors.extend(set.dk.then_some(dk_sum));
             tensors.extend(set.dv.then_some(dv_sum));
             tensors.extend(ddelta.as_ref().filter(|_| set.dk));
-            let (kernel, maps) = pass.by_key(set, shares)?;
+            let (mut kernel, maps) = pass.by_key(set, shares)?;
+            if own_lists.is_some() {
+                kernel = with_whole_keys(kernel);
+            }
             let blocks = count * list_capacity.div_ceil(tiles.block_kv);
             let grid = [blocks, kv_heads * shares.heads, batch];
-            // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; adds to the
-            // sums, which were cleared; the maps read q and d_o, which are among the tensors.
+            // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; adds to sums
+            // that were cleared, or writes rows of the gradients; the maps read q and d_o, which are among the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
         }
         if let Some(dq_sum) = &dq_sum {
@@ -174,7 +208,6 @@ pub(crate) fn listed_key_sums(
         }
     }
     if dq_sum.is_none() {
-        let [dq, _, _] = call.grads.head_words(NAME)?;
         let params = params!(DmaAttentionBackwardQueryParams {
             base,
             softmax_scale,
@@ -184,24 +217,46 @@ pub(crate) fn listed_key_sums(
             tile_queries,
         });
         let mut tensors = inputs.clone();
-        tensors.extend([&lists.tile_window, call.grads.q.tensor()]);
+        tensors.extend([&lists.list, &lists.tile_window, call.grads.q.tensor()]);
         let (kernel, grid, maps) = pass.by_query(QueryPass::Gradient)?;
         // SAFETY: as above; writes every element of dq.
         unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
     }
-    Ok(ddelta)
+    Ok((ddelta, own_lists))
 }
 
-/// The kernel that converts f32 sums of dk or dv to bf16 rows; if `joined`, it adds up the sums of several heads first.
-pub(crate) fn dma_attention_backward_convert_kernel(row_dim: usize, joined: bool) -> SourceKernel {
+/// Which of the f32 sums of dk or dv are converted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ConvertedSums {
+    /// Those of all keys.
+    All,
+    /// Those of the keys that [`BackwardLists::summed`] marks.
+    Marked,
+    /// Those of all keys, and the sums of several heads are added up first.
+    Joined,
+}
+
+/// The kernel that converts f32 sums of dk or dv to bf16 rows.
+pub(crate) fn dma_attention_backward_convert_kernel(row_dim: usize, sums: ConvertedSums) -> SourceKernel {
     let kernel = SourceKernel::new("dma_attention_backward_convert").define("ROW_DIM", row_dim);
-    if joined { kernel.define("JOINED", 1) } else { kernel }.threads(256)
+    let kernel = match sums {
+        ConvertedSums::All => kernel,
+        ConvertedSums::Marked => kernel.define("SOME_ROWS", 1),
+        ConvertedSums::Joined => kernel.define("JOINED", 1),
+    };
+    kernel.threads(256)
 }
 
-/// Converts a gradient's f32 sums to bf16 rows. The sums have as many heads as the gradient; or the gradient has one
-/// head and is the sum over the heads of `sums`, added in their order. `layout` is the gradient's `{offset, token
-/// stride, batch stride}`; `scale` is a factor on every sum.
-pub(crate) fn convert_rows(sums: &CudaTensor, grad: &Heads, layout: [u64; 3], scale: f32) -> Result<(), KernelError> {
+/// Converts a gradient's f32 sums to bf16 rows: all, or those that `summed` marks. The sums have as many heads as the
+/// gradient; or the gradient has one head and is the sum over the heads of `sums`, added in their order. `layout` is
+/// the gradient's `{offset, token stride, batch stride}`; `scale` is a factor on every sum.
+pub(crate) fn convert_rows(
+    sums: &CudaTensor,
+    summed: Option<&CudaTensor>,
+    grad: &Heads,
+    layout: [u64; 3],
+    scale: f32,
+) -> Result<(), KernelError> {
     let [batch, num_sums, seq_len, row_dim] = sums.dims(NAME, "sums")?;
     let kv_heads = grad.num_heads();
     // A thread converts 16 columns.
@@ -214,7 +269,15 @@ pub(crate) fn convert_rows(sums: &CudaTensor, grad: &Heads, layout: [u64; 3], sc
         scale,
         num_sums,
     });
-    let kernel = dma_attention_backward_convert_kernel(row_dim, kv_heads != num_sums);
-    // SAFETY: reads all sums, writes every element of the gradient's heads; require_gradients checked their shape.
-    unsafe { kernel.launch([threads.div_ceil(256), 1, 1], &[sums, grad.tensor()], &params) }
+    let converted = match summed {
+        Some(_) => ConvertedSums::Marked,
+        None if kv_heads != num_sums => ConvertedSums::Joined,
+        None => ConvertedSums::All,
+    };
+    let kernel = dma_attention_backward_convert_kernel(row_dim, converted);
+    let mut tensors = vec![sums];
+    tensors.extend(summed);
+    tensors.push(grad.tensor());
+    // SAFETY: reads the sums, writes their rows of the gradient's heads; require_gradients checked their shape.
+    unsafe { kernel.launch([threads.div_ceil(256), 1, 1], &tensors, &params) }
 }

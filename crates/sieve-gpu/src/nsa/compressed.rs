@@ -5,7 +5,7 @@ use super::{Bounds, no_gap, require_bounds, require_row, require_sizes};
 use crate::KernelError;
 use crate::attention::{AttentionGradients, AttentionResult, AttentionShape, Heads, Qkv};
 use crate::dma::oracle::SUPER_BLOCK;
-use crate::dma::{KeyLists, LIST_ALIGNMENT, listed_attention_forward, listed_key_sums};
+use crate::dma::{KeyLists, LIST_ALIGNMENT, SumRows, listed_attention_forward, listed_key_sums};
 use crate::runtime::{CudaTensor, DType, NsaPlaceParams, SourceKernel, operands, params};
 use sieve_core::{BlockChoice, NsaBlocks};
 
@@ -211,7 +211,7 @@ impl Qkv {
             softmax_scale,
         };
         let delta = None;
-        listed_key_sums(&call, delta, &placed.lists, sums)?;
+        listed_key_sums(&call, delta, &placed.lists, sums, SumRows::Cleared)?;
         let d_compressed = new(compressed.shape());
         let [start, end] = &documents;
         let tensors = [sums[0], sums[1], start, end, &d_compressed, &dqkv];

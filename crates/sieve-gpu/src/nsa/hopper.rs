@@ -14,7 +14,7 @@
 use super::choose::rule_number;
 use super::selected::{Joined, nsa_selected_combine_kernel};
 use crate::attention::{AttentionShape, KernelFamily, KeySource};
-use crate::dma::dma_attention_backward_convert_kernel;
+use crate::dma::{ConvertedSums, dma_attention_backward_convert_kernel};
 use crate::runtime::{CudaTensor, SourceKernel, SumOrder};
 use sieve_core::{BlockChoice, ChoiceRule};
 
@@ -111,7 +111,6 @@ fn selected(name: &'static str, head_dim: usize, stages: usize, [consumer, produ
 
 /// Every kernel of this family for a head width.
 pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 11] {
-    let joined = true;
     [
         nsa_importance_kernel(head_dim, ChoiceRule::WeightedProbability),
         nsa_importance_kernel(head_dim, ChoiceRule::LargestProbability),
@@ -121,7 +120,7 @@ pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 11] {
         index_gradient_kernel(head_dim, SumOrder::Any),
         index_gradient_kernel(head_dim, SumOrder::Fixed),
         // In a fixed order each KV head has its own sums of the indexer's key, which this kernel adds up.
-        dma_attention_backward_convert_kernel(head_dim, joined),
+        dma_attention_backward_convert_kernel(head_dim, ConvertedSums::Joined),
         selected_forward_kernel(head_dim),
         selected_backward_kernel(head_dim, SumOrder::Any),
         selected_backward_kernel(head_dim, SumOrder::Fixed),

@@ -117,9 +117,9 @@ impl Qkv {
             unsafe { work.launch((&kernel, is_hopper), lists, &operands, &results, &params) }?;
             index_work.combine(lists, (Joined::QueryGradient, &[&parts, &gradient]), d_query, range)?;
         }
-        convert_rows(&key_sum, &out.k, d_key, index_work.softmax_scale)?;
+        convert_rows(&key_sum, None, &out.k, d_key, index_work.softmax_scale)?;
         // A scale of 0 writes the zero gradient of the value.
-        convert_rows(&key_sum, &out.v, d_value, 0.0)?;
+        convert_rows(&key_sum, None, &out.v, d_value, 0.0)?;
         Ok(Some(gradient))
     }
 }

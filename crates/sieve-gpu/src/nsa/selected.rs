@@ -287,8 +287,8 @@ impl AttentionGradients<'_> {
             work.combine(&lists, (Joined::QueryGradient, &[&parts, grad]), dq, range)?;
         }
         // The softmax scale is a factor of dk, not of dv.
-        convert_rows(&dk_sum, &self.grads.k, dk, self.softmax_scale)?;
-        convert_rows(&dv_sum, &self.grads.v, dv, 1.0)
+        convert_rows(&dk_sum, None, &self.grads.k, dk, self.softmax_scale)?;
+        convert_rows(&dv_sum, None, &self.grads.v, dv, 1.0)
     }
 }
 

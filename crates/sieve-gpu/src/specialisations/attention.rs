@@ -8,8 +8,9 @@ use crate::attention::{
     sparse_attention_forward_kernel, sparse_attention_tiling,
 };
 use crate::dma::{
-    DMA_LAST_KEPT, ScoreBias, dma_attention_backward_convert_kernel, dma_border_keys_kernels, dma_decode_kernel,
-    dma_lists_kernel, dma_lists_prefix_kernel, dma_scores_backward_kernel, dma_scores_kernel, dma_select_kernels,
+    ConvertedSums, DMA_LAST_KEPT, ScoreBias, dma_attention_backward_convert_kernel, dma_backward_lists_kernel,
+    dma_border_keys_kernels, dma_decode_kernel, dma_lists_kernel, dma_lists_prefix_kernel, dma_scores_backward_kernel,
+    dma_scores_kernel, dma_select_kernels, with_whole_keys,
 };
 use crate::mla::{MLA_VALUES, mla_decode_join_kernel, mla_decode_kernel, mla_join_token_kernel, mla_pack_kernels};
 use crate::nsa::{chosen_decode_kernels, nsa_hopper_kernels, nsa_kernels};
@@ -202,9 +203,12 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
         Part::Around => {
             list.extend_kernels([FILL_ZERO, attention_backward_prepare_kernel(head_dim_v)]);
             if source == KeySource::Gathered {
-                let joined = false;
-                let convert = |dim| dma_attention_backward_convert_kernel(dim, joined);
-                list.extend_kernels([head_dim, head_dim_v].map(convert));
+                let convert = |sums| [head_dim, head_dim_v].map(|dim| dma_attention_backward_convert_kernel(dim, sums));
+                list.extend_kernels(convert(ConvertedSums::All));
+                if has_whole_keys(needs, needs.order) {
+                    list.extend_kernels(convert(ConvertedSums::Marked));
+                    list.extend_kernels([dma_backward_lists_kernel([head_dim, head_dim_v])]);
+                }
             }
         }
         Part::RowSums => list.add(query("attention_backward", QueryPass::RowSums)),
@@ -216,7 +220,7 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
                 match tiling.clone().map(|tiling| tiling.kernel(shape, source, set, order)) {
                     // Over key lists in a fixed order thread blocks never share a key tile.
                     Ok(kernel) if source.is_gathered() && order == SumOrder::Fixed => list.extend_kernels([kernel]),
-                    Ok(kernel) => list.extend_kernels(forms(kernel)),
+                    Ok(kernel) => list.extend_kernels(forms(kernel, has_whole_keys(needs, order))),
                     Err(error) => list.add(Err(error)),
                 }
             }
@@ -251,9 +255,17 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
     }
 }
 
+/// Whether one thread block for each key tile may write gradients of keys, summed in `order`
+/// (`dma_backward_lists.cu`).
+fn has_whole_keys(needs: &AttentionNeeds, order: SumOrder) -> bool {
+    matches!(needs.keys, NeededKeys::Chosen(_)) && order == SumOrder::Any
+}
+
 /// Both forms of a backward kernel: with one thread block for each key tile, and with several.
-fn forms(kernel: SourceKernel) -> [SourceKernel; 2] {
-    [kernel.clone(), sharing(kernel)]
+fn forms(kernel: SourceKernel, has_whole_keys: bool) -> [SourceKernel; 2] {
+    let alone = kernel.clone();
+    let alone = if has_whole_keys { with_whole_keys(alone) } else { alone };
+    [alone, sharing(kernel)]
 }
 
 impl NeededKernels {
@@ -318,9 +330,9 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
             list.extend_kernels([attention_backward_convert_kernel(shape.head_dim)]);
             let kernel = hopper_backward_kernel(shape, source, order);
             if order == SumOrder::Fixed && source == KeySource::Dense {
-                list.extend_kernels(forms(head_by_head(kernel.clone())));
+                list.extend_kernels(forms(head_by_head(kernel.clone()), false));
             }
-            list.extend_kernels(forms(kernel));
+            list.extend_kernels(forms(kernel, has_whole_keys(needs, order)));
         }
         // Hopper devices run the portable kernels for these parts.
         Part::Around | Part::RowSums | Part::Choose | Part::ConvertDq | Part::Decode => {}

@@ -54,7 +54,7 @@ const SHIPPED: &[(KernelFamily, NeededKeys, Widths, HeadCounts, &[Part])] = &[
     (Portable, DMA, USUAL, PAIRS, &[RowSums, Gradients(Any), Around, Decode]),
     (Portable, DMA, WIDE, PAIRS, &[Gradients(Fixed)]),
     (Portable, DMA, WIDE, MODELS, &[Choose]),
-    (Portable, Blocks, USUAL, PAIRS, &[Choose]),
+    (Portable, Blocks, USUAL, PAIRS, &[Choose, Gradients(Any)]),
     (
         Hopper,
         Neighbours,

@@ -317,7 +317,10 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
         }
         AttentionForm::Ranked(_) if form.num_kept() < Some(seq_len) => {
             let rows = batch * KeyLists::dq_sum_queries(seq_len) as u64;
-            row_stats + times(rows, F32 * q) + times(tokens, 2 * F32 * kv)
+            // A free order has lists of its own, and a mark for each key.
+            let lists = form.num_kept().map_or(0, |kept| key_list_bytes(shape, seq_len, kept));
+            let marks = F32 * shape.num_kv_heads as u64;
+            row_stats + times(rows, F32 * q) + times(tokens, 2 * F32 * kv + lists + marks)
         }
         AttentionForm::Grouped { window: Some(window) } => row_stats + times(tokens, F32 * q) + key_parts(0, window),
         _ => row_stats + times(tokens, F32 * q) + key_parts(0, seq_len),
