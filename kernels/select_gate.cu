@@ -4,8 +4,8 @@
 //            first probe: all, where they are at most k.
 //            Else the num_exact best so far, and of the others each score that exceeds mean + deviation * quantile(1 -
 //            slots left / scores left)
-// Layout     lse f32 [heads, probes, blocks] as select_cells writes it, of the heads from first_head on; chosen u32
-//            [num_heads, probes, ceil(blocks / 32)];
+// Layout     lse f32 [heads, blocks, probes] as sparse_attention_forward writes it, of the heads from first_head on;
+//            chosen u32 [num_heads, probes, ceil(blocks / 32)];
 //            nan i32 [num_heads], added to: probes with a score of a block they see that is no number or infinite
 // Buffers    lse, chosen, nan
 // Defines    none
@@ -55,11 +55,11 @@ extern "C" __global__ void __launch_bounds__(64)
   if (probe >= probes) return;
   const int gamma = (int)params.gamma, context = (int)params.context, tile = (int)params.tile,
             head = (int)params.first_head + (int)blockIdx.y, words = ceil_div(blocks, 32);
-  lse += ((u64)blockIdx.y * probes + probe) * blocks;
+  lse += (u64)blockIdx.y * blocks * probes + probe;
   chosen += ((u64)head * probes + probe) * words;
   for (int word = 0; word < words; ++word) chosen[word] = 0;
   bool bad = false;
-  for (int j = 0; j <= (context + probe * gamma) / block; ++j) bad |= !(lse[j] < INFINITY_F32);
+  for (int j = 0; j <= (context + probe * gamma) / block; ++j) bad |= !(lse[(u64)j * probes] < INFINITY_F32);
   if (bad) {
     atomicAdd(nan + head, 1);
     return;
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(64)
       if (best(i) < best(worst) || (best(i) == best(worst) && place(i) > place(worst))) worst = i;
   };
   for (int j = begin; j < end; ++j) {
-    float score = lse[j];
+    float score = lse[(u64)j * probes];
     int at = j;
     if (held < capacity) {
       best(held) = score, place(held) = at, held += 1;

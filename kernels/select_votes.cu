@@ -1,7 +1,7 @@
 // select_votes: the mean score of the blocks that a tile's probes chose (MOMO, algorithm 2).
 // Math       score[h, i, j] = mean of lse[h, p, j] over the probes p of tile i that chose block j; minus infinity where
 //            none did
-// Layout     lse f32 [heads, probes, blocks] of the heads from first_head on, chosen u32
+// Layout     lse f32 [heads, blocks, probes] of the heads from first_head on, chosen u32
 //            [num_heads, probes, ceil(blocks / 32)] as select_gate writes it;
 //            score f32 [heads, rows, blocks]
 // Buffers    lse, chosen, score
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(128)
   for (int probe = begin; probe < end; ++probe) {
     const u64 line = ((u64)(params.first_head + blockIdx.z) * probes + probe) * words;
     if (!(chosen[line + j / 32] >> j % 32 & 1)) continue;
-    sum += lse[((u64)blockIdx.z * probes + probe) * blocks + j];
+    sum += lse[((u64)blockIdx.z * blocks + j) * probes + probe];
     votes += 1;
   }
   score[((u64)blockIdx.z * gridDim.y + blockIdx.y) * blocks + j] = votes > 0 ? sum / (float)votes : -INFINITY_F32;

@@ -6,6 +6,7 @@
 //            MIN_BLOCKS per SM;
 //            HEADS_PER_TILE query heads of a group share a tile; Q_IN_REGISTERS; HAS_BIAS; GATHER
 #pragma once
+#include "common/block_lse.cuh"
 #include "common/query_tile.cuh"
 
 #ifndef Q_IN_REGISTERS
@@ -30,6 +31,9 @@ constexpr float NO_MAXIMUM = HAS_BIAS ? -16777216.0f : -3.0e38f;
 struct ForwardOutput {
   bf16* o;     // [batch, seq_len, num_heads, HEAD_DIM_V]
   float* lse;  // [batch, num_heads, seq_len]
+#if BLOCK_LSE
+  BlockLse block_lse;
+#endif
 };
 
 DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& out, KvStream& stream,
@@ -123,6 +127,16 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
 #pragma unroll
       for (int m = 0; m < ROW_TILES; ++m) mask_scores(tile, stream, it, warp_row + m * 16, score[m], -INFINITY_F32);
     }
+
+#if BLOCK_LSE
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m) {
+      const int row = warp_row + m * 16 + g;
+      const BlockLseRows rows =
+          block_lse_rows(out.block_lse, tile.head, row_query(tile, row), row_query(tile, row + 8), tile.end_query);
+      rows.store((const float(&)[4 * KEY_TILES])score[m], it * BLOCK_KV, logit_scale);
+    }
+#endif
 
     // Reference maximum: moved only when some row of the warp outgrows it, so that the output is seldom rescaled.
     float tile_maximum[ROW_TILES][2];

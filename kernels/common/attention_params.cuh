@@ -84,6 +84,8 @@ struct SparseAttentionForwardParams : AttentionParams {
   u64 heads_per_list, heads_per_order;  // query heads that share a list, an order of keys
   u64 tile_order, row_ptr, tile_idx, col_ptr, col_idx, key_order, query_order, windows;  // elements into mask
   u64 softmax_scale;  // f32 bits
+  u64 first_head, launch_heads, launch_kv_heads;  // the launch's query heads, and the KV heads that share their work
+  u64 num_blocks, num_probes, gamma;              // BLOCK_LSE (block_lse.cuh)
 };
 
 struct NsaSelectedAttentionForwardParams {

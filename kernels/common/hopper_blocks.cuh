@@ -62,8 +62,8 @@ struct BlockSchedule {
   DEVICE BlockSchedule(const SparseMask& mask)
       : mask(mask),
         parts(ceil_div(mask.query_tile, BLOCK_Q)),
-        all((u32)(PAIRS ? ceil_div(mask.num_query_tiles, 2) : mask.num_query_tiles * parts), (u32)mask.num_heads,
-            (u32)mask.num_kv_heads, 1, (u64)mask.num_keys * HEAD_DIM * 4, SECTION_BYTES),
+        all((u32)(PAIRS ? ceil_div(mask.num_query_tiles, 2) : mask.num_query_tiles * parts), (u32)mask.launch_heads,
+            (u32)mask.launch_kv_heads, 1, (u64)mask.num_keys * HEAD_DIM * 4, SECTION_BYTES),
         num_rounds(all.num_rounds) {}
 
   // The query tile of a consumer's rows.
@@ -77,7 +77,9 @@ struct BlockSchedule {
   }
 
   DEVICE bool find(u32 round, WorkPlace& place) const {
-    return all.find(round, place) && queries(place, 0).num_slots > 0;
+    if (!all.find(round, place)) return false;
+    place.head += mask.first_head;
+    return queries(place, 0).num_slots > 0;
   }
 };
 

@@ -9,6 +9,7 @@
 #endif
 #include "common/hopper_tiles.cuh"
 #include "common/bf16_rest.cuh"
+#include "common/block_lse.cuh"
 
 #ifndef RESIDUAL
 #define RESIDUAL 0
@@ -58,18 +59,32 @@ DEVICE bool outgrows(const float (&logit)[N]) {
   return __any_sync(~0u, max(max(largest[0], largest[1]), max(largest[2], largest[3])) > __float_as_int(RESCALE_AT));
 }
 
+// The largest of this thread's scores of a row, from the FIRST-th eight columns to before the END-th.
+template <int FIRST, int END, int N>
+DEVICE float lane_maximum(const float (&score)[N], int r) {
+  float largest = fmaxf(score[4 * FIRST + 2 * r], score[4 * FIRST + 2 * r + 1]);
+#pragma unroll
+  for (int n = FIRST + 1; n < END; ++n) largest = fmaxf(largest, fmaxf(score[4 * n + 2 * r], score[4 * n + 2 * r + 1]));
+  return largest;
+}
+
 // The largest of a row's scores, over the quad.
 template <int N>
 DEVICE float row_maximum(const float (&score)[N], int r) {
-  float largest = fmaxf(score[2 * r], score[2 * r + 1]);
-#pragma unroll
-  for (int n = 1; n < N / 4; ++n) largest = fmaxf(largest, fmaxf(score[4 * n + 2 * r], score[4 * n + 2 * r + 1]));
-  return quad_max(largest);
+  return quad_max(lane_maximum<0, N / 4>(score, r));
 }
 
 struct SoftmaxState {
   float maximum[2], total[2];  // RESIDUAL: the maximum of scores, else of scores times logit_scale
+#if BLOCK_LSE
+  BlockLseRows blocks;
+  int first_key;               // of the stage
+#endif
 };
+
+// A block's log-sum-exp is that of the weights where its largest logit is above the reference maximum minus this:
+// smaller weights would lose digits, and at 2^-126 become zero.
+[[maybe_unused]] constexpr float FAR_BELOW = 64.0f;
 
 // Replaces scores by weights 2^(S - maximum); `factor` is what earlier sums and outputs must be multiplied by. Returns
 // whether any of it differs from 1. `is_partial`: keys are masked, or the stage is the tile's first.
@@ -78,9 +93,15 @@ DEVICE bool softmax_stage(float (&score)[N], SoftmaxState& state, float (&factor
                           bool is_partial = true) {
   bool outgrown = false;
   factor[0] = factor[1] = 1.0f;
+  [[maybe_unused]] bool is_far = BLOCK_LSE != HALF_KV;  // whether weights cannot give the blocks' log-sum-exps
 #pragma unroll
   for (int r = 0; r < 2 && (is_partial || !LAZY_MAXIMUM); ++r) {
+#if BLOCK_LSE
+    const float halves[2] = {lane_maximum<0, N / 8>(score, r), lane_maximum<N / 8, N / 4>(score, r)},
+                largest = quad_max(fmaxf(halves[0], halves[1]));
+#else
     const float largest = row_maximum(score, r);
+#endif
 #if RESIDUAL
     const float grown = largest, old = state.maximum[r];
     const bool grows = grown > old;
@@ -92,7 +113,14 @@ DEVICE bool softmax_stage(float (&score)[N], SoftmaxState& state, float (&factor
 #endif
     state.maximum[r] = grows ? grown : old;
     outgrown |= grows;
+#if BLOCK_LSE
+    is_far |= fminf(halves[0], halves[1]) * logit_scale < state.maximum[r] - FAR_BELOW;
+#endif
   }
+#if BLOCK_LSE
+  is_far = __any_sync(~0u, is_far);
+  if (is_far) state.blocks.store(score, state.first_key, logit_scale);
+#endif
 #if RESIDUAL
   // Rounding S - maximum at the magnitude of a large maximum would make the largest weight differ from 1 in the row sum
   // only, and o would lose the accuracy that o_low keeps.
@@ -129,15 +157,19 @@ DEVICE bool softmax_stage(float (&score)[N], SoftmaxState& state, float (&factor
 #pragma unroll
     for (int i = 0; i < N; ++i) score[i] = exp2_fast(score[i]);
   }
+  float sum[2][2] = {};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int n = 0; n < N / 4; ++n)
 #pragma unroll
-      for (int x = 0; x < 2; ++x) sum[x] += score[4 * n + 2 * r + x];
-    state.total[r] = state.total[r] * factor[r] + (sum[0] + sum[1]);
+      for (int x = 0; x < 2; ++x) sum[r][BLOCK_LSE ? n / (N / 8) : x] += score[4 * n + 2 * r + x];
+    state.total[r] = state.total[r] * factor[r] + (sum[r][0] + sum[r][1]);
   }
+#if BLOCK_LSE
+  if (!is_far) state.blocks.store_sums(sum, state.maximum, state.first_key);
+  state.first_key += BLOCK_KV;
+#endif
   return __any_sync(~0u, outgrown);
 }
 
@@ -153,6 +185,9 @@ struct ForwardOutput {
   bf16* o;       // [batch, seq_len, num_heads, HEAD_DIM_V]
   float* lse;    // [batch, num_heads, seq_len]
   short* o_low;  // RESIDUAL: as o, the bits that o lacks (bf16_rest)
+#if BLOCK_LSE
+  BlockLse block_lse;
+#endif
 };
 
 // Divides, rounds and stores the warpgroup's rows.
@@ -358,6 +393,11 @@ struct ForwardConsumer {
       state.maximum[r] = NO_MAXIMUM;
       state.total[r] = 0.0f;
     }
+#if BLOCK_LSE
+    state.blocks = block_lse_rows(out.block_lse, load_shared_int(tile + 4), rows.query[0], rows.query[1],
+                                  load_shared_int(tile + 12));
+    state.first_key = 0;
+#endif
     RowsInWork work = {rows,
                        places,
                        shared,

@@ -17,7 +17,7 @@ struct SparseSchedule {
   DEVICE SparseSchedule(const SparseMask& mask)
       : mask(mask),
         parts(ceil_div(mask.query_tile, BLOCK_Q)),
-        all((u32)(mask.num_query_tiles * parts), (u32)mask.num_heads, (u32)mask.num_kv_heads, 1,
+        all((u32)(mask.num_query_tiles * parts), (u32)mask.launch_heads, (u32)mask.launch_kv_heads, 1,
             (u64)mask.num_keys * HEAD_DIM * 4, SECTION_BYTES),
         num_rounds(all.num_rounds) {}
 
@@ -27,7 +27,9 @@ struct SparseSchedule {
   DEVICE int query_tile(WorkPlace place) const { return mask.tile_of_rank(place.head, place.tile / parts); }
 
   DEVICE bool find(u32 round, WorkPlace& place) const {
-    return all.find(round, place) && queries(place, query_tile(place)).num_slots > 0;
+    if (!all.find(round, place)) return false;
+    place.head += mask.first_head;
+    return queries(place, query_tile(place)).num_slots > 0;
   }
 };
 

@@ -58,6 +58,7 @@ struct SparseQueries {
 struct SparseMask {
   const i32* data;
   int num_heads, num_kv_heads, num_keys, num_queries;
+  int first_head, launch_heads, launch_kv_heads;  // the heads of this launch
   int first_row, num_slots;               // rows of the call that this launch computes: all, or some
   int order_stride;                       // of heads in query_order: an order of some rows only is shared by all heads
   int query_tile, query_offset, key_tile, num_query_tiles;
@@ -71,6 +72,9 @@ struct SparseMask {
         num_kv_heads((int)params.num_kv_heads),
         num_keys((int)params.seq_len),
         num_queries((int)params.num_queries),
+        first_head((int)params.first_head),
+        launch_heads((int)params.launch_heads),
+        launch_kv_heads((int)params.launch_kv_heads),
         first_row((int)params.first_row),
         num_slots((int)params.num_slots),
         order_stride(num_slots == num_queries ? num_queries : 0),

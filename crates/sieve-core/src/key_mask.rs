@@ -85,6 +85,16 @@ pub struct MaskCounts<W> {
     pub nan_rows: W,
 }
 
+/// A mask that a device chose.
+#[derive(Clone, Debug)]
+pub struct ChosenKeys<W, O = W> {
+    /// The mask.
+    pub mask: KeyMask<W>,
+    /// Dense attention of the probe rows by whose scores blocks were chosen, `[1, num_queries, num_heads, head_dim]`;
+    /// other rows are not written. `None` if there are no probes.
+    pub probe_o: Option<O>,
+}
+
 /// A rule that hides keys inside the kept tiles of one list: key `j` is visible to position `a` only if `j < init` or
 /// `j > a - local`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -41,7 +41,7 @@ pub use block_selection::{
 };
 pub use call_shape::{CallShape, Tiles};
 pub use keeping::{KeepOLow, Keeping};
-pub use key_mask::{KeptRows, KeyMask, MaskCounts, MaskError, MaskPlaces, TokenWindow};
+pub use key_mask::{ChosenKeys, KeptRows, KeyMask, MaskCounts, MaskError, MaskPlaces, TokenWindow};
 pub use model::{
     Attention, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape, MlaShape,
     MobaShape, ModelShape, MsaShape, NsaCompression, NsaShape,

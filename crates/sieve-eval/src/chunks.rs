@@ -2,7 +2,7 @@
 //! The attention runs on the host or on the device; the selection may run on either.
 use crate::EvalError;
 use burn::tensor::{DType, Int, Tensor};
-use sieve_core::{BlockSelection, KeyMask};
+use sieve_core::{BlockSelection, ChosenKeys, KeyMask};
 use sieve_nn::{HostOperands, LayerOperands};
 use sieve_ops::{DeviceBackend, SparseOutput, correct_by_probes, select_blocks, sparse_attention, upload_mask};
 use sieve_select::{BlockMeans, Call, CallShape, Reads, SelectError, SelectStats, Selected, Selector, density};
@@ -212,9 +212,10 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
     let mut copied = None;
     for shape in calls_of(operands, chunk) {
         let qkv = operands.qkv.clone().narrow(1, 0, shape.num_keys);
-        if let Some(mask) = select_on_device(selector, operands, &qkv, shape, has_clock, &mut cost)? {
+        if let Some(chosen) = select_on_device(selector, operands, &qkv, shape, has_clock, &mut cost)? {
             let is_dense = false;
-            parts.push(attend(selector, layer, qkv, shape, &mask, is_dense)?);
+            let ChosenKeys { mask, probe_o } = chosen;
+            parts.push(attend(selector, layer, qkv, shape, &mask, probe_o, is_dense)?);
             cost.add_probes(shape, selector, layer);
             continue;
         }
@@ -226,7 +227,7 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
         if !is_dense {
             cost.add_probes(shape, selector, layer);
         }
-        parts.push(attend(selector, layer, qkv, shape, made.mask(), is_dense)?);
+        parts.push(attend(selector, layer, qkv, shape, made.mask(), None, is_dense)?);
     }
     let joined = match parts.len() {
         1 => parts.remove(0),
@@ -247,13 +248,13 @@ fn select_on_device<B: DeviceBackend>(
     shape: CallShape,
     has_clock: bool,
     cost: &mut Cost,
-) -> Result<Option<KeyMask<Tensor<B, 1, Int>>>, EvalError> {
+) -> Result<Option<ChosenKeys<Tensor<B, 1, Int>, Tensor<B, 4>>>, EvalError> {
     let Some(selection) = selector.block_selection(shape, operands.layer, operands.num_layers) else {
         return Ok(None);
     };
     let started = Instant::now();
     // An error, such as a head width without a kernel, is recorded by the op; the selection then runs on the host.
-    let Ok(mask) = select_blocks(qkv, &selection) else {
+    let Ok(chosen) = select_blocks(qkv, &selection) else {
         return Ok(None);
     };
     if has_clock {
@@ -261,17 +262,19 @@ fn select_on_device<B: DeviceBackend>(
         cost.select_seconds += started.elapsed().as_secs_f64();
     }
     // Before the attention is launched: reading the statistics waits for all launched work.
-    cost.add_selection(shape, &selection, &mask);
-    Ok(Some(mask))
+    cost.add_selection(shape, &selection, &chosen.mask);
+    Ok(Some(chosen))
 }
 
 /// Attention of one call under a mask, on the device, with the selector's correction unless the call is dense.
+/// `probe_o`: dense attention of its probe rows, if the selection has computed it.
 fn attend<B: DeviceBackend>(
     selector: &Selector,
     layer: usize,
     qkv: Tensor<B, 4>,
     shape: CallShape,
     mask: &KeyMask<Tensor<B, 1, Int>>,
+    probe_o: Option<Tensor<B, 4>>,
     is_dense: bool,
 ) -> Result<SparseOutput<B>, EvalError> {
     let refused = |reason: String| EvalError::kernel(selector.name(), reason);
@@ -280,7 +283,7 @@ fn attend<B: DeviceBackend>(
     let correction = selector.correction(shape, layer);
     if let Some(correction) = correction.filter(|_| !is_dense) {
         let dense = mask.dense_rows.first().cloned().unwrap_or(0..0);
-        output.o = correct_by_probes(qkv, output.o, correction, dense, scale).map_err(refused)?;
+        output.o = correct_by_probes(qkv, output.o, probe_o, correction, dense, scale).map_err(refused)?;
     }
     Ok(output)
 }

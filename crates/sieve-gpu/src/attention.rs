@@ -31,7 +31,8 @@ pub(crate) use hopper_tiling::{
 pub(crate) use launch::PassInputs;
 pub(crate) use query_shares::{KeyTiles, QueryShares, sharing};
 pub(crate) use sparse_forward::{
-    SparseKeyReads, hopper_sparse_attention_forward_kernel, sparse_attention_forward_kernel, sparse_attention_tiling,
+    BlockLse, SparseKeyReads, hopper_sparse_attention_forward_kernel, sparse_attention_forward_kernel,
+    sparse_attention_tiling,
 };
 pub(crate) use tiling::{
     KeySource, QueryPass, QueryTiling, define_bias, define_head_dims, list_entries_in_flight, query_kernel_names,

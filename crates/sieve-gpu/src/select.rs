@@ -17,7 +17,9 @@ use crate::step::FILL_ZERO;
 use order::{MOST_IN_SEGMENT, Orders};
 use probes::MOST_EXACT;
 use scores::CELL_SIDE;
-use sieve_core::{BlockScores, BlockSelection, HeadRule, KeepBlocks, KeyMask, KeyScores, MaskCounts, SlotOrder};
+use sieve_core::{
+    BlockScores, BlockSelection, ChosenKeys, HeadRule, KeepBlocks, KeyMask, KeyScores, MaskCounts, SlotOrder,
+};
 use std::iter::repeat;
 use std::ops::Range;
 
@@ -35,12 +37,12 @@ impl Qkv {
     /// Chooses the blocks of keys that each block of queries keeps. The host does not wait for the result.
     ///
     /// # Shapes
-    /// - q, k: bf16 `[1, num_keys, heads, head_dim]`
+    /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`; v is read for dense probe rows alone
     ///
     /// # Errors
     /// Sizes that do not fit the selection; blocks that are not 1, 2, 4, .. cells (runs of tokens scored as one); cells
     /// with a head width that is not a multiple of 64.
-    pub fn select_blocks(&self, selection: &BlockSelection) -> Result<KeyMask<CudaTensor>, KernelError> {
+    pub fn select_blocks(&self, selection: &BlockSelection) -> Result<ChosenKeys<CudaTensor>, KernelError> {
         let call = Call::new(self, selection)?;
         let layout = selection.layout();
         let most = layout.places.tile_idx.len().max(layout.places.col_idx.len());
@@ -59,7 +61,7 @@ impl Qkv {
         let (lines, others): (Vec<_>, Vec<_>) = rules
             .into_iter()
             .partition(|rule| matches!(rule.scores, BlockScores::Lines { .. }));
-        let mut single_columns = None;
+        let (mut single_columns, mut probe_o) = (None, None);
         if !lines.is_empty() {
             // This writes the bits of every head; the other heads' bits are overwritten below.
             single_columns = Some(call.lines(bits, &lines)?);
@@ -67,14 +69,15 @@ impl Qkv {
         match selection.scores.by {
             _ if others.is_empty() => {}
             BlockScores::Patterns { .. } => call.patterns(bits)?,
-            BlockScores::Probes { .. } => call.probes(bits)?,
+            BlockScores::Probes { .. } => probe_o = Some(call.probes(bits)?),
             BlockScores::Logits => {
                 let supported = "scores of blocks; keep_heavy_keys takes these";
                 return Err(KernelError::unsupported(NAME, "scores", "logits", supported));
             }
             _ => call.compare(bits, &orders, &others)?,
         }
-        call.lists(bits, mask, &orders, single_columns.as_ref())
+        let mask = call.lists(bits, mask, &orders, single_columns.as_ref())?;
+        Ok(ChosenKeys { mask, probe_o })
     }
 }
 

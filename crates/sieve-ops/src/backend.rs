@@ -14,7 +14,7 @@ use crate::{
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn_flex::Flex;
 use sieve_core::{
-    AdamWStep, BlockSelection, DmaBias, DmaWindow, HeavyKeys, KeepOLow, KeyMask, ProbeCorrection, TokenKeys,
+    AdamWStep, BlockSelection, ChosenKeys, DmaBias, DmaWindow, HeavyKeys, KeepOLow, KeyMask, ProbeCorrection, TokenKeys,
 };
 use sieve_kernels::Product;
 use std::fmt::Debug;
@@ -374,11 +374,12 @@ device_ops! {
         fn select_blocks(
             qkv: Float<Self>,
             selection: &BlockSelection,
-        ) -> Result<KeyMask<Ints<Self>>, String>;
+        ) -> Result<ChosenKeys<Ints<Self>, Float<Self>>, String>;
         /// The op [`crate::correct_by_probes`].
         fn correct_by_probes(
             qkv: Float<Self>,
             o: Float<Self>,
+            probe_o: Option<Float<Self>>,
             correction: ProbeCorrection,
             dense_rows: Range<usize>,
             softmax_scale: f64,

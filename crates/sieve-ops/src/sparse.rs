@@ -6,7 +6,7 @@ use crate::tensors::{primitive, tensor};
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaCache, Documents, SelectorCache};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::{BlockSelection, HeavyKeys, KeyMask, MaskError, ProbeCorrection, TokenKeys};
+use sieve_core::{BlockSelection, ChosenKeys, HeavyKeys, KeyMask, MaskError, ProbeCorrection, TokenKeys};
 use std::ops::Range;
 
 /// Copies a mask from the host to a device, in the form that kernels read.
@@ -82,28 +82,32 @@ pub fn attention_with_lse<B: DeviceBackend>(
 pub fn select_blocks<B: DeviceBackend>(
     qkv: &Tensor<B, 4>,
     selection: &BlockSelection,
-) -> Result<KeyMask<Tensor<B, 1, Int>>, String> {
+) -> Result<ChosenKeys<Tensor<B, 1, Int>, Tensor<B, 4>>, String> {
     let chosen = B::select_blocks(primitive(qkv.clone()), selection)?;
-    Ok(chosen.map(Tensor::from_primitive))
+    Ok(ChosenKeys {
+        mask: chosen.mask.map(Tensor::from_primitive),
+        probe_o: chosen.probe_o.map(tensor),
+    })
 }
 
-/// Corrects the output `o` of [`sparse_attention`] by rows of dense attention: one row in `correction.gamma`, which
-/// this function computes, and `dense_rows`, which are dense in `o` already.
+/// Corrects the output `o` of [`sparse_attention`] by rows of dense attention: one row in `correction.gamma`, which are
+/// rows of `probe_o` or computed here, and `dense_rows`, which are dense in `o` already.
 ///
 /// # Shapes
-/// - qkv, o: as [`sparse_attention`]
+/// - qkv, o: as [`sparse_attention`]; probe_o as o, from [`select_blocks`]
 ///
 /// # Errors
 /// The reason why the kernels refuse the call, or that the backend has none.
 pub fn correct_by_probes<B: DeviceBackend>(
     qkv: Tensor<B, 4>,
     o: Tensor<B, 4>,
+    probe_o: Option<Tensor<B, 4>>,
     correction: ProbeCorrection,
     dense_rows: Range<usize>,
     softmax_scale: f64,
 ) -> Result<Tensor<B, 4>, String> {
-    let (qkv, o) = (primitive(qkv), primitive(o));
-    B::correct_by_probes(qkv, o, correction, dense_rows, softmax_scale).map(tensor)
+    let (qkv, o, probe_o) = (primitive(qkv), primitive(o), probe_o.map(primitive));
+    B::correct_by_probes(qkv, o, probe_o, correction, dense_rows, softmax_scale).map(tensor)
 }
 
 /// Chooses the keys of a prompt that later tokens read: for each KV head the keys that received the most attention,

@@ -4,7 +4,7 @@ use super::operands::Operands;
 use crate::device::{Device, Gpu, upload_mask};
 use crate::error::{BenchError, Result, refused};
 use crate::shape::prompt_shape;
-use sieve_core::{BlockSelection, KeyMask};
+use sieve_core::{BlockSelection, ChosenKeys, KeyMask};
 use sieve_kernels::{AttentionResult, CudaTensor, KernelError};
 use sieve_select::{Call, CallShape, Reads, Selector, density};
 use std::time::Instant;
@@ -79,22 +79,26 @@ impl<'a> Method<'a> {
         }
     }
 
-    pub(super) fn select(&self) -> Result<KeyMask<CudaTensor>, KernelError> {
+    pub(super) fn select(&self) -> Result<ChosenKeys<CudaTensor>, KernelError> {
         match &self.kind {
-            Kind::Positions { mask, .. } => Ok(KeyMask::clone(mask)),
+            Kind::Positions { mask, .. } => Ok(ChosenKeys {
+                mask: KeyMask::clone(mask),
+                probe_o: None,
+            }),
             Kind::Chooses(selection) => self.operands.qkv.select_blocks(selection),
         }
     }
 
     /// Attention under the mask, with the selector's correction where it has one.
-    pub(super) fn attend(&self, mask: &KeyMask<CudaTensor>) -> Result<AttentionResult, KernelError> {
+    pub(super) fn attend(&self, chosen: &ChosenKeys<CudaTensor>) -> Result<AttentionResult, KernelError> {
+        let ChosenKeys { mask, probe_o } = chosen;
         let (qkv, scale) = (&self.operands.qkv, self.operands.scale());
         let done = qkv.sparse_attention_forward(mask, scale)?;
         if let Some(correction) = self.selector.correction(self.call, LAYER)
             && let Kind::Chooses(_) = &self.kind
         {
             let dense_rows = mask.dense_rows.first().cloned().unwrap_or(0..0);
-            qkv.correct_by_probes(&done.o, correction, dense_rows, scale)?;
+            qkv.correct_by_probes(&done.o, probe_o.as_ref(), correction, dense_rows, scale)?;
         }
         Ok(done)
     }

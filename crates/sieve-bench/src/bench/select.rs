@@ -161,14 +161,14 @@ fn methods(bench: &mut Bench<'_>, of: &str, operands: &Operands) -> Result<()> {
                 continue;
             }
         };
-        let lists = match method.select() {
-            Ok(lists) => lists,
+        let mask = match method.select() {
+            Ok(chosen) => chosen.mask,
             Err(error) => {
                 bench.skip(&row("whole"), shape, &error.to_string());
                 continue;
             }
         };
-        let density = method.density(&lists)?;
+        let density = method.density(&mask)?;
         let select_ms = match method.host_ms() {
             // The host's mask of positions serves every prompt.
             Some(_) => Some(0.0),

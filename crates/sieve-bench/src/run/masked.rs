@@ -61,7 +61,7 @@ pub(super) fn on_cuda(selector: &Selector, case: &Case, device: &Gpu) -> Result<
     let selection = selector.block_selection(prompt_shape(&case.shape), layer, num_layers);
     let chosen = selection.map(|of| qkv.select_blocks(&of)).transpose()?;
     let (mask, is_chosen) = match chosen {
-        Some(mask) => (mask, true),
+        Some(chosen) => (chosen.mask, true),
         None => {
             let mask = upload_mask(device, &on_host(selector, case)?.1.mask);
             (mask.or_else(|error| refused(error.to_string()))?, false)

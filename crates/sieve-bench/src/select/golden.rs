@@ -187,7 +187,7 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
         selection.scores.softmax_scale = shape.softmax_scale();
         let (q_on, k_on) = (q.upload(device, context, end), k.upload(device, 0, end));
         let qkv = Qkv::separate(&q_on, &k_on, &k_on);
-        let made = qkv.select_blocks(&selection)?;
+        let made = qkv.select_blocks(&selection)?.mask;
         let found = download_mask(device, made)?;
         let rows = found.tiles.num_query_tiles();
         let case = name.trim_end_matches("/ptr");

@@ -6,6 +6,7 @@ use crate::attention::{
 };
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
 use sieve_core::{KeyMask, MaskPlaces, Tiles};
+use std::ops::Range;
 
 const NAME: &str = "sparse_attention_forward";
 
@@ -44,6 +45,19 @@ impl SparseKeyReads {
     }
 }
 
+/// What a launch over probe rows stores beside their output, for some query heads.
+pub(crate) struct BlockLse<'a> {
+    /// Log-sum-exp of a probe's logits in each block of keys, in powers of two, f32 `[heads, num_blocks, num_probes]`.
+    /// Blocks after the last probe of a tile of probes are left as they are.
+    pub(crate) values: &'a CudaTensor,
+    /// The query heads that the launch computes.
+    pub(crate) heads: Range<usize>,
+    /// Keys of a block: 1, 2, 4, .. 128.
+    pub(crate) block: usize,
+    /// Distance between two probes, of which the first is the call's first row.
+    pub(crate) gamma: usize,
+}
+
 impl Qkv {
     /// Attention of the last `mask.shape.num_queries` tokens of `self` (one row) over the keys of the mask; queries in
     /// the mask's `dense_rows` see all keys up to their own. A query that sees no key gets `o = 0`, `lse = -inf`.
@@ -60,6 +74,35 @@ impl Qkv {
         mask: &KeyMask<CudaTensor>,
         softmax_scale: f32,
     ) -> Result<AttentionResult, KernelError> {
+        let result = self.new_sparse_output(mask)?;
+        self.sparse_attention_into(mask, softmax_scale, &result, None)?;
+        Ok(result)
+    }
+
+    /// Room for the output under a mask.
+    pub(crate) fn new_sparse_output<W>(&self, mask: &KeyMask<W>) -> Result<AttentionResult, KernelError> {
+        let outputs = AttentionShape {
+            seq_len: mask.shape.num_queries,
+            ..self.shape(NAME)?
+        };
+        let q = self.q.tensor();
+        Ok(AttentionResult {
+            o: q.empty_contiguous(&outputs.output(), DType::BF16),
+            lse: q.empty_contiguous(&outputs.lse(), DType::F32),
+            o_low: None,
+            base: None,
+        })
+    }
+
+    /// As [`sparse_attention_forward`](Self::sparse_attention_forward), into `result`; with `blocks` for some heads, and
+    /// with log-sum-exps of blocks, under a mask of probe rows.
+    pub(crate) fn sparse_attention_into(
+        &self,
+        mask: &KeyMask<CudaTensor>,
+        softmax_scale: f32,
+        result: &AttentionResult,
+        blocks: Option<&BlockLse<'_>>,
+    ) -> Result<(), KernelError> {
         let shape = self.shape(NAME)?;
         let qkv = self.with_kernel_strides();
         require_scale(NAME, softmax_scale)?;
@@ -73,14 +116,28 @@ impl Qkv {
             [shape.head_dim; 2],
         );
         require!(shape == expected, NAME, "shape": format!("{shape:?}"), "the mask's {expected:?}");
-        let outputs = AttentionShape {
-            seq_len: mask.shape.num_queries,
-            ..shape
-        };
         let q = qkv.q.tensor();
-        let o = q.empty_contiguous(&outputs.output(), DType::BF16);
-        let lse = q.empty_contiguous(&outputs.lse(), DType::F32);
-        let tensors = [q, qkv.k.tensor(), qkv.v.tensor(), &mask.words, &o, &lse];
+        let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &mask.words, &result.o, &result.lse];
+        let (mut heads, mut launch_kv_heads) = (0..num_heads, shape.num_kv_heads);
+        let [num_blocks, num_probes, gamma] = match blocks {
+            None => [0; 3],
+            Some(blocks) => {
+                heads = blocks.heads.clone();
+                // Heads that are not whole groups are scheduled as if one KV head had them all.
+                let group = num_heads / shape.num_kv_heads;
+                launch_kv_heads = if heads.len().is_multiple_of(group) {
+                    heads.len() / group
+                } else {
+                    1
+                };
+                let num_blocks = shape.seq_len.div_ceil(blocks.block);
+                let num_probes = mask.tiles.num_queries;
+                operands!(only NAME, lse: F32[heads.len(), num_blocks, num_probes] contiguous = blocks.values);
+                tensors.push(blocks.values);
+                [num_blocks, num_probes, blocks.gamma]
+            }
+        };
+        let block = blocks.map_or(0, |blocks| blocks.block);
         let family = KernelFamily::of(&shape, KeySource::Dense, q);
         let reads = SparseKeyReads::of(mask);
         let launch = |rows: &Rows<'_>| -> Result<(), KernelError> {
@@ -108,11 +165,17 @@ impl Qkv {
                 query_order: places.query_order.start,
                 windows: places.windows.start,
                 softmax_scale,
+                first_head: heads.start,
+                launch_heads: heads.len(),
+                launch_kv_heads,
+                num_blocks,
+                num_probes,
+                gamma,
             });
             let (kernel, grid, maps) = match family {
                 KernelFamily::Hopper => {
                     let tiles = [query_tile, key_tile];
-                    let kernel = hopper_sparse_attention_forward_kernel(&shape, reads, tiles);
+                    let kernel = hopper_sparse_attention_forward_kernel(&shape, reads, tiles, block);
                     let maps = match reads {
                         SparseKeyReads::Keys => Vec::new(),
                         SparseKeyReads::Tiles => {
@@ -129,13 +192,13 @@ impl Qkv {
                     let limit = q.hardware().max_shared_bytes;
                     let tiling = sparse_attention_tiling(&shape, limit)?;
                     let parts = query_tile.div_ceil(tiling.block_rows());
-                    let kernel = sparse_attention_forward_kernel(&shape, &tiling);
-                    (kernel, [num_tiles * parts, num_heads, 1], Vec::new())
+                    let kernel = sparse_attention_forward_kernel(&shape, &tiling, block);
+                    (kernel, [num_tiles * parts, heads.len(), 1], Vec::new())
                 }
             };
             // SAFETY: sizes, strides and types checked above; every index was checked when the mask was built; the
-            // mask's query tiles cover every query, so all of o and lse is written; the maps read k and v, which are
-            // among the tensors.
+            // mask's query tiles cover every query, so all of o and lse is written (with `blocks` the probe rows of its
+            // heads); the maps read k and v, which are among the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }
         };
         launch(&Rows {
@@ -156,12 +219,7 @@ impl Qkv {
                 places: &MaskPlaces::default(),
             })?;
         }
-        Ok(AttentionResult {
-            o,
-            lse,
-            o_low: None,
-            base: None,
-        })
+        Ok(())
     }
 }
 
@@ -188,20 +246,33 @@ pub(crate) fn sparse_attention_tiling(
     QueryTiling::choose(NAME, QueryPass::Output, shape, KeySource::Dense, limit)
 }
 
-/// The portable specialisation for a shape and tiling.
-pub(crate) fn sparse_attention_forward_kernel(shape: &AttentionShape, tiling: &QueryTiling) -> SourceKernel {
+/// The specialisation that also stores log-sum-exps of blocks of `block` keys; 0: none.
+fn with_block_lse(kernel: SourceKernel, block: usize) -> SourceKernel {
+    match block {
+        0 => kernel,
+        _ => kernel.define("BLOCK_LSE", block),
+    }
+}
+
+/// The portable specialisation for a shape and tiling; `block` as [`with_block_lse`].
+pub(crate) fn sparse_attention_forward_kernel(
+    shape: &AttentionShape,
+    tiling: &QueryTiling,
+    block: usize,
+) -> SourceKernel {
     let entries = tiling.block_kv * 8 * list_entries_in_flight(tiling.num_stages);
     tiling
-        .apply(SourceKernel::new(NAME), shape, KeySource::Dense)
+        .apply(with_block_lse(SourceKernel::new(NAME), block), shape, KeySource::Dense)
         .shared_bytes(tiling.shared_bytes(shape, KeySource::Dense) + entries)
 }
 
 /// The Hopper specialisation for a shape; `tiles`, the sizes of query and key tiles, matters only where keys are read
-/// by tiles.
+/// by tiles; `block` as [`with_block_lse`].
 pub(crate) fn hopper_sparse_attention_forward_kernel(
     shape: &AttentionShape,
     reads: SparseKeyReads,
     tiles: [usize; 2],
+    block: usize,
 ) -> SourceKernel {
     let d = shape.head_dim;
     let (k_stages, v_stages) = if d == 64 { (3, 3) } else { (2, 3) };
@@ -212,7 +283,7 @@ pub(crate) fn hopper_sparse_attention_forward_kernel(
     };
     // q of 128 rows; stages of 128 keys or values; list entries; two work items and their rows; barriers; alignment.
     let shared = 256 * d + stages * 256 * d + entries + 2 * (32 + 512) + (2 * stages + 2) * 8 + 1024;
-    let kernel = SourceKernel::new("hopper_sparse_attention_forward")
+    let kernel = with_block_lse(SourceKernel::new("hopper_sparse_attention_forward"), block)
         .define("HEAD_DIM", d)
         .define("NUM_CONSUMERS", 2)
         .define("BLOCK_KV", BLOCK_KV)

@@ -1,9 +1,8 @@
 //! Dense probe rows, every gamma-th query: the blocks that they choose for their tile (MOMO), and the correction of a
 //! sparse output by the probes' dense outputs.
-use super::scores::Cells;
 use super::{Call, Choice, KeptBits};
 use crate::KernelError;
-use crate::attention::Qkv;
+use crate::attention::{BlockLse, Qkv};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
 use sieve_core::{BlockScores, CallShape, KeyMask, MaskPlaces, ProbeCorrection, Tiles};
 use std::ops::Range;
@@ -15,8 +14,8 @@ pub(super) const MOST_EXACT: usize = 128;
 const SIDE: usize = 128;
 
 impl Call<'_> {
-    /// Marks the blocks that the probes of each tile chose.
-    pub(super) fn probes(&self, bits: KeptBits<'_>) -> Result<(), KernelError> {
+    /// Marks the blocks that the probes of each tile chose. Returns the probes' dense attention.
+    pub(super) fn probes(&self, bits: KeptBits<'_>) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let BlockScores::Probes {
             gamma,
@@ -30,19 +29,18 @@ impl Call<'_> {
         let words = columns.div_ceil(u32::BITS as usize);
         let [kept, nan_rows] = bits;
         let chosen = kept.empty_contiguous(&[s.shape.num_heads, num_probes, words], DType::I32);
-        let cells = Cells {
-            first: self.context(),
-            step: gamma,
-            cell: 1,
-            per_block: s.scores.block,
-            reversed: false,
-            scale: s.scores.softmax_scale,
-            is_lse: true,
-            rows: num_probes,
-            order: None,
-        };
+        let mask = probe_mask(s.shape, gamma, &kept)?;
+        let dense = self.qkv.new_sparse_output(&mask)?;
         for heads in self.slabs(self.heads(), num_probes * columns * DType::F32.size()) {
-            let lse = self.launch_cells(&cells, heads.clone())?;
+            let lse = self.new_f32(&[heads.len(), columns, num_probes]);
+            let blocks = BlockLse {
+                values: &lse,
+                heads: heads.clone(),
+                block: s.scores.block,
+                gamma,
+            };
+            let scale = s.scores.softmax_scale;
+            self.qkv.sparse_attention_into(&mask, scale, &dense, Some(&blocks))?;
             let params = params!(SelectGateParams {
                 num_probes,
                 num_blocks: columns,
@@ -82,23 +80,78 @@ impl Call<'_> {
                 drops_absent: true,
             })?;
         }
-        Ok(())
+        Ok(dense.o)
     }
+}
+
+/// The mask of dense attention of the probes alone: the call's first row and every position that is a multiple of
+/// `gamma`. It lies beside `like`.
+fn probe_mask(shape: CallShape, gamma: usize, like: &CudaTensor) -> Result<KeyMask<CudaTensor>, KernelError> {
+    let context = shape.num_keys - shape.num_queries;
+    let offset = context % gamma;
+    let num_probes = (shape.num_queries + offset).div_ceil(gamma);
+    let tiles = num_probes.div_ceil(SIDE);
+    // A tile of probes sees the keys up to its last probe, whose position in the call is `last * gamma - offset`.
+    let last = |tile: usize| ((tile + 1) * SIDE).min(num_probes) - 1;
+    let keys_of = |tile: usize| context + (last(tile) * gamma).saturating_sub(offset) + 1;
+    let entries: usize = (0..tiles).map(|tile| keys_of(tile).div_ceil(SIDE)).sum();
+    // The mask's first word stays unused, since a place of 0 marks an absent array; `row_ptr` has tiles + 1 words.
+    let [row_ptr_at, tile_idx_at, query_order_at] = [1, tiles + 2, tiles + 2 + entries];
+    let num_words = query_order_at + num_probes;
+    let words = like.empty_contiguous(&[num_words], DType::I32);
+    let params = params!(ProbeMaskParams {
+        num_probes,
+        context,
+        gamma,
+        offset,
+        row_ptr_at,
+        tile_idx_at,
+        query_order_at,
+    });
+    // SAFETY: the mask has room for the key tiles of every query tile; `keys_of` counts keys like the kernel.
+    unsafe { PROBE_MASK.launch([tiles, 1, 1], &[&words], &params) }?;
+    Ok(KeyMask {
+        shape,
+        // The queries of this mask are the probes.
+        tiles: Tiles {
+            num_queries: num_probes,
+            ..Tiles::new(shape, SIDE, SIDE)
+        },
+        heads_per_list: shape.num_heads,
+        heads_per_order: shape.num_heads,
+        causal: true,
+        dense_rows: Vec::new(),
+        places: MaskPlaces {
+            row_ptr: row_ptr_at..tile_idx_at,
+            tile_idx: tile_idx_at..query_order_at,
+            // An order of all rows would be one for each head; probes of all rows are in order.
+            query_order: if num_probes < shape.num_queries {
+                query_order_at..num_words
+            } else {
+                0..0
+            },
+            ..MaskPlaces::default()
+        },
+        words,
+        counts: None,
+    })
 }
 
 impl Qkv {
     /// Corrects the output `o` of attention under a mask in place. Every `gamma`-th position and the call's first row
-    /// are probes, whose dense attention is computed here. Rows in `dense_rows` are already dense and do not change.
+    /// are probes, whose dense attention is `probe_o`, or computed here. Rows in `dense_rows` are already dense and do
+    /// not change.
     ///
     /// # Shapes
     /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
-    /// - o: bf16 `[1, num_queries, num_heads, head_dim]` contiguous
+    /// - o, probe_o: bf16 `[1, num_queries, num_heads, head_dim]` contiguous; of probe_o only probes are read
     ///
     /// # Errors
     /// Sizes that do not fit, probes of every position.
     pub fn correct_by_probes(
         &self,
         o: &CudaTensor,
+        probe_o: Option<&CudaTensor>,
         correction: ProbeCorrection,
         dense_rows: Range<usize>,
         softmax_scale: f32,
@@ -114,29 +167,6 @@ impl Qkv {
             && num_queries > gamma;
         require!(fits, NAME, "shape": format!("{shape:?}, o of {:?}, {correction:?}", o.shape()),
             "the outputs of a call of more than gamma queries, gamma above 1");
-        let context = shape.seq_len - num_queries;
-        let offset = context % gamma;
-        let num_probes = (num_queries + offset).div_ceil(gamma);
-        let tiles = num_probes.div_ceil(SIDE);
-        // A tile of probes sees the keys up to its last probe, whose position in the call is `last * gamma - offset`.
-        let last = |tile: usize| ((tile + 1) * SIDE).min(num_probes) - 1;
-        let keys_of = |tile: usize| context + (last(tile) * gamma).saturating_sub(offset) + 1;
-        let entries: usize = (0..tiles).map(|tile| keys_of(tile).div_ceil(SIDE)).sum();
-        // The mask's first word stays unused, since a place of 0 marks an absent array; `row_ptr` has tiles + 1 words.
-        let [row_ptr_at, tile_idx_at, query_order_at] = [1, tiles + 2, tiles + 2 + entries];
-        let num_words = query_order_at + num_probes;
-        let words = o.empty_contiguous(&[num_words], DType::I32);
-        let params = params!(ProbeMaskParams {
-            num_probes,
-            context,
-            gamma,
-            offset,
-            row_ptr_at,
-            tile_idx_at,
-            query_order_at,
-        });
-        // SAFETY: the mask has room for the key tiles of every query tile; `keys_of` counts keys like the kernel.
-        unsafe { PROBE_MASK.launch([tiles, 1, 1], &[&words], &params) }?;
         let call = CallShape {
             num_queries,
             num_keys: shape.seq_len,
@@ -144,27 +174,17 @@ impl Qkv {
             num_kv_heads: shape.num_kv_heads,
             head_dim,
         };
-        let mask = KeyMask {
-            shape: call,
-            // The queries of this mask are the probes.
-            tiles: Tiles {
-                num_queries: num_probes,
-                ..Tiles::new(call, SIDE, SIDE)
-            },
-            heads_per_list: num_heads,
-            heads_per_order: num_heads,
-            causal: true,
-            dense_rows: Vec::new(),
-            places: MaskPlaces {
-                row_ptr: row_ptr_at..tile_idx_at,
-                tile_idx: tile_idx_at..query_order_at,
-                query_order: query_order_at..num_words,
-                ..MaskPlaces::default()
-            },
-            words,
-            counts: None,
+        let computed;
+        let probe_o = match probe_o {
+            Some(probe_o) => probe_o,
+            None => {
+                computed = self.sparse_attention_forward(&probe_mask(call, gamma, o)?, softmax_scale)?;
+                &computed.o
+            }
         };
-        let dense = self.sparse_attention_forward(&mask, softmax_scale)?;
+        operands!(only NAME, probe_o: BF16[batch, num_queries, num_heads, head_dim] contiguous);
+        let offset = call.context() % gamma;
+        let num_probes = (num_queries + offset).div_ceil(gamma);
         let width = num_heads * head_dim;
         let params = params!(ProbeCorrectParams {
             num_queries,
@@ -176,8 +196,8 @@ impl Qkv {
             replaces_only: correction.replaces_only,
         });
         let grid = [num_probes, width.div_ceil(1024), 1];
-        // SAFETY: `o` has num_queries rows and `dense.o` a row for each probe, all written before.
-        unsafe { PROBE_CORRECT.launch(grid, &[o, &dense.o], &params) }
+        // SAFETY: `o` and `probe_o` have num_queries rows; those of the probes are written before.
+        unsafe { PROBE_CORRECT.launch(grid, &[o, probe_o], &params) }
     }
 }
 

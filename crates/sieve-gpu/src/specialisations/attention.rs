@@ -18,6 +18,10 @@ use crate::runtime::{SourceKernel, SumOrder};
 use crate::select::{hopper_select_blocks_kernels, select_blocks_kernels};
 use crate::step::{COLUMN_SUMS, FILL_ZERO};
 
+/// Keys of a block that probes score in the shipped kernels: MOMO's default. Kernels of other sizes are compiled when
+/// they are first launched.
+const PROBED_BLOCK: usize = 64;
+
 /// The properties of a model's attention that decide which kernels it launches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AttentionNeeds {
@@ -197,7 +201,10 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
         }
         Part::Masked => {
             let tiling = sparse_attention_tiling(shape, shared_bytes);
-            list.add(tiling.map(|tiling| sparse_attention_forward_kernel(shape, &tiling)));
+            if let Ok(tiling) = &tiling {
+                list.extend_kernels([sparse_attention_forward_kernel(shape, tiling, PROBED_BLOCK)]);
+            }
+            list.add(tiling.map(|tiling| sparse_attention_forward_kernel(shape, &tiling, 0)));
             list.extend_kernels(select_blocks_kernels(&[head_dim], shared_bytes));
         }
         Part::Around => {
@@ -310,14 +317,15 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
         }
         Part::Masked => {
             use SparseKeyReads::{Keys, Tiles};
-            // How keys are read, and the sizes of query and key tiles.
+            // How keys are read, the sizes of query and key tiles, and keys of a block of probes.
             let forms = [
-                (Keys, [128, 128]),
-                (Tiles, [128, 128]),
-                (Tiles, [128, 64]),
-                (Tiles, [64, 64]),
+                (Keys, [128, 128], 0),
+                (Tiles, [128, 128], 0),
+                (Tiles, [128, 128], PROBED_BLOCK),
+                (Tiles, [128, 64], 0),
+                (Tiles, [64, 64], 0),
             ];
-            let attention = |(reads, tiles)| hopper_sparse_attention_forward_kernel(shape, reads, tiles);
+            let attention = |(reads, tiles, block)| hopper_sparse_attention_forward_kernel(shape, reads, tiles, block);
             list.extend_kernels(forms.map(attention));
             list.extend_kernels(hopper_select_blocks_kernels(&[shape.head_dim]));
         }

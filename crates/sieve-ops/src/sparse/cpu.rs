@@ -2,7 +2,7 @@
 //! slices.
 use crate::{DmaCache, SelectorCache};
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::{BlockSelection, HeavyKeys, KeyMask, ProbeCorrection, TokenKeys};
+use sieve_core::{BlockSelection, ChosenKeys, HeavyKeys, KeyMask, ProbeCorrection, TokenKeys};
 use std::ops::Range;
 
 pub(crate) fn has_sparse_attention(_qkv: &FlexTensor) -> bool {
@@ -17,13 +17,14 @@ pub(crate) fn sparse_attention(
     Err("the CPU computes it from slices (sieve_select::block_sparse_attention)".to_owned())
 }
 
-pub(crate) fn select_blocks(_qkv: FlexTensor, _selection: &BlockSelection) -> Result<KeyMask<FlexTensor>, String> {
+pub(crate) fn select_blocks(_qkv: FlexTensor, _selection: &BlockSelection) -> Result<ChosenKeys<FlexTensor>, String> {
     Err("the CPU selects from slices (sieve_select::Selector::select)".to_owned())
 }
 
 pub(crate) fn correct_by_probes(
     _qkv: FlexTensor,
     _o: FlexTensor,
+    _probe_o: Option<FlexTensor>,
     _correction: ProbeCorrection,
     _dense_rows: Range<usize>,
     _softmax_scale: f64,

@@ -5,7 +5,7 @@ use crate::device::kernel_or_refusal;
 use crate::{Cuda, DmaCache, SelectorCache};
 use burn::tensor::DType;
 use burn::tensor::ops::IntTensor;
-use sieve_core::{BlockSelection, HeavyKeys, KeyMask, ProbeCorrection, TokenKeys};
+use sieve_core::{BlockSelection, ChosenKeys, HeavyKeys, KeyMask, ProbeCorrection, TokenKeys};
 use sieve_kernels::{AttentionShape, CudaPrimitive as Float, CudaTensor, KernelError, ToBurn, kernel_tensor};
 use std::ops::Range;
 
@@ -25,29 +25,39 @@ pub(crate) fn sparse_attention(
     kernel_or_refusal("sparse_attention", result)
 }
 
-pub(crate) fn select_blocks(qkv: Float, selection: &BlockSelection) -> Result<KeyMask<IntTensor<Cuda>>, String> {
+pub(crate) fn select_blocks(
+    qkv: Float,
+    selection: &BlockSelection,
+) -> Result<ChosenKeys<IntTensor<Cuda>, Float>, String> {
     let heads = [selection.shape.num_heads, selection.shape.num_kv_heads];
     let flat = |tensor: CudaTensor| -> Result<Float, KernelError> {
         let size = tensor.num_elements();
         Ok(tensor.reshaped("select_blocks", "lists", &[size])?.burn())
     };
     let qkv = packed_heads(&qkv, heads);
-    let chosen = qkv.select_blocks(selection);
-    kernel_or_refusal("select_blocks", chosen.and_then(|chosen| chosen.try_map(flat)))
+    let chosen = qkv.select_blocks(selection).and_then(|chosen| {
+        Ok(ChosenKeys {
+            mask: chosen.mask.try_map(flat)?,
+            probe_o: chosen.probe_o.map(ToBurn::burn),
+        })
+    });
+    kernel_or_refusal("select_blocks", chosen)
 }
 
 pub(crate) fn correct_by_probes(
     qkv: Float,
     o: Float,
+    probe_o: Option<Float>,
     correction: ProbeCorrection,
     dense_rows: Range<usize>,
     softmax_scale: f64,
 ) -> Result<Float, String> {
     let o = kernel_tensor(o).contiguous();
+    let probe_o = probe_o.map(kernel_tensor);
     let heads = kernel_tensor(qkv.clone()).shape()[2];
     let num_heads = o.shape()[2];
     let qkv = packed_heads(&qkv, [num_heads, (heads - num_heads) / 2]);
-    let result = qkv.correct_by_probes(&o, correction, dense_rows, softmax_scale as f32);
+    let result = qkv.correct_by_probes(&o, probe_o.as_ref(), correction, dense_rows, softmax_scale as f32);
     kernel_or_refusal("correct_by_probes", result.map(|()| o.burn()))
 }
 
