@@ -11,15 +11,15 @@
 //            [lists * num_query_tiles + 1] and tile_idx (absent: every key up to a tile's last query), col_ptr and
 //            col_idx, key_order [num_heads / heads_per_order, seq_len], query_order [num_heads, num_queries] (or
 //            [num_slots], for some rows of all heads), windows {init, local} [lists], tile_order
-//            [lists, num_query_tiles]: query tiles by falling number of keys. lists = num_heads / heads_per_list
+//            [lists, num_query_tiles]: query tiles by falling number of keys. lists = num_heads / heads_per_list.
 //            block_lse f32 [heads of the launch, num_blocks, num_probes]
 // Buffers    q, k, v, mask, o, lse(, BLOCK_LSE: block_lse)
 // Defines    as attention_forward; HEADS_PER_TILE is always 1, HAS_BIAS is 0; BLOCK_LSE: 0, or keys of a block (1, 2,
 //            4 .. 128), for masks that list the key tiles 0, 1, 2 .. alone
 // Tiling     BLOCK_Q = NUM_WARPS * WARP_ROWS rows of one query tile; grid
-//            (num_query_tiles * ceil(query_tile / BLOCK_Q), heads of the launch, 1), tiles with most keys first; NUM_WARPS * 32
-//            threads; dynamic shared bytes = BLOCK_Q * HEAD_DIM * 2 + NUM_STAGES * BLOCK_KV * HEAD_DIM * 4
-//              + BLOCK_KV * 8 * (NUM_STAGES == 2 ? 4 : NUM_STAGES <= 4 ? 8 : 16)
+//            (num_query_tiles * ceil(query_tile / BLOCK_Q), heads of the launch, 1), tiles with most keys first;
+//            NUM_WARPS * 32 threads; dynamic shared bytes = BLOCK_Q * HEAD_DIM * 2
+//              + NUM_STAGES * BLOCK_KV * HEAD_DIM * 4 + BLOCK_KV * 8 * (NUM_STAGES == 2 ? 4 : NUM_STAGES <= 4 ? 8 : 16)
 // Numerics   as attention_forward; the order of a row's sums follows the list
 // Edges      any sizes of tiles; rows of K and V that no query of the block sees are never read (with permuted queries:
 //            rows of tiles that are not listed).

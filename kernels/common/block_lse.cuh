@@ -32,7 +32,7 @@ struct BlockLseRows {
     const int row = upper ? probe[1] : probe[0];
     if (block >= num_blocks || row >= num_probes) return;
     float* at = head + (u64)block * num_probes + row;
-    if (!begins && *at > -INFINITY_F32) {
+    if (!begins && *at != -INFINITY_F32) {  // a NaN stays NaN
       const float larger = fmaxf(*at, value);
       value = larger + log2f(exp2f(*at - larger) + exp2f(value - larger));
     }

@@ -82,8 +82,8 @@ struct SoftmaxState {
 #endif
 };
 
-// A block's log-sum-exp is that of the weights where its largest logit is above the reference maximum minus this:
-// smaller weights would lose digits, and at 2^-126 become zero.
+// A block's log-sum-exp comes from its weights if a logit of each lane is above the reference maximum minus this:
+// smaller weights would lose digits, and below 2^-126 they are zero.
 [[maybe_unused]] constexpr float FAR_BELOW = 64.0f;
 
 // Replaces scores by weights 2^(S - maximum); `factor` is what earlier sums and outputs must be multiplied by. Returns

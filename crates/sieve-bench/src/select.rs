@@ -53,6 +53,8 @@ const SELECTORS: &[&str] = &[
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=5,k_exact=4",
     // Streams of several chunks of 32 scores.
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=2,k=21,k_exact=3",
+    // Blocks of half a stage of Hopper's attention, whose scores come from its weights.
+    "momo:first_dense_layers=0,gamma=5,chi=10,beta=64,k=6,k_exact=2",
     "momo:first_dense_layers=0,gamma=8,chi=64,beta=16,k=6,topk=gauss,sink_blocks=2,gqa=union",
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=2,k=40,topk=exact",
     "delta:base=meanpool,base.block=32,base.tau=TAU,base.min_prefill_tokens=0",
@@ -100,6 +102,8 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     let groups = extent.pick(&[1, 2][..], &[1, 2, 3]);
     for &name in SELECTORS {
         let sizes = match name {
+            // So many keys that probes have blocks to choose from.
+            name if name.contains("beta=64,k=6") => &[[40, 1000], [30, 800]],
             // Chunks begin at multiples of gamma.
             name if name.contains("gamma=5,") => SIZES_OF_PROBES,
             name if name.starts_with("momo") => &SIZES_OF_PROBES[..1],

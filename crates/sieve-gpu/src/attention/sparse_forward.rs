@@ -94,8 +94,8 @@ impl Qkv {
         })
     }
 
-    /// As [`sparse_attention_forward`](Self::sparse_attention_forward), into `result`; with `blocks` for some heads, and
-    /// with log-sum-exps of blocks, under a mask of probe rows.
+    /// As [`sparse_attention_forward`](Self::sparse_attention_forward), into `result`. With `blocks` the mask is one of
+    /// probe rows, only some heads are computed, and log-sum-exps of blocks are stored too.
     pub(crate) fn sparse_attention_into(
         &self,
         mask: &KeyMask<CudaTensor>,
