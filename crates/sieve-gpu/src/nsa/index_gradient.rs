@@ -85,8 +85,11 @@ impl Qkv {
         let is_fixed = sums == SumOrder::Fixed;
         let key_sum = empty_zero(&index, &[batch, if is_fixed { groups } else { 1 }, seq_len, head_dim])?;
         let token = (groups + 2) * head_dim;
-        let [lse_kernel, kernel] = [hopper::index_lse_kernel(head_dim), hopper::index_gradient_kernel(head_dim, sums)]
-            .map(|kernel| arriving(kernel, self.policy()));
+        let [lse_kernel, kernel] = [
+            hopper::index_lse_kernel(head_dim),
+            hopper::index_gradient_kernel(head_dim, sums),
+        ]
+        .map(|kernel| arriving(kernel, self.policy()));
         for (range, lists) in work.ranges().zip(call.lists) {
             let part_lse = scores.parts(lists, 1, DType::F32);
             let (operands, params) = ([&index, &index], scores.params(lists)?);
