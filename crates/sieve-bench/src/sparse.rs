@@ -90,7 +90,9 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
 pub(crate) fn sparse_kernels(gpu: &DeviceReport) -> NeededKernels {
     let shared_bytes = NeededKernels::shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
     let is_hopper = (gpu.major, gpu.minor) == (9, 0);
-    NeededKernels::sparse(&WIDTHS, shared_bytes, is_hopper)
+    // MOMO's blocks among the checked selectors, beside the shipped size.
+    let probed_blocks = [2, 8, 16];
+    NeededKernels::sparse(&WIDTHS, &probed_blocks, shared_bytes, is_hopper)
 }
 
 impl Case {

@@ -239,6 +239,9 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
     Ok((joined, cost))
 }
 
+/// A mask that the device chose, with the output of its probe rows.
+type ChosenOnDevice<B> = ChosenKeys<Tensor<B, 1, Int>, Tensor<B, 4>>;
+
 /// Selects on the device and adds the selection's statistics to `cost`. `None` if there is no kernel for this call.
 /// `qkv` ends with the call's last key. With `has_clock`, waits for the device to time the selection.
 fn select_on_device<B: DeviceBackend>(
@@ -248,7 +251,7 @@ fn select_on_device<B: DeviceBackend>(
     shape: CallShape,
     has_clock: bool,
     cost: &mut Cost,
-) -> Result<Option<ChosenKeys<Tensor<B, 1, Int>, Tensor<B, 4>>>, EvalError> {
+) -> Result<Option<ChosenOnDevice<B>>, EvalError> {
     let Some(selection) = selector.block_selection(shape, operands.layer, operands.num_layers) else {
         return Ok(None);
     };

@@ -29,7 +29,7 @@ impl Call<'_> {
         let words = columns.div_ceil(u32::BITS as usize);
         let [kept, nan_rows] = bits;
         let chosen = kept.empty_contiguous(&[s.shape.num_heads, num_probes, words], DType::I32);
-        let mask = probe_mask(s.shape, gamma, &kept)?;
+        let mask = probe_mask(s.shape, gamma, kept)?;
         let dense = self.qkv.new_sparse_output(&mask)?;
         for heads in self.slabs(self.heads(), num_probes * columns * DType::F32.size()) {
             let lse = self.new_f32(&[heads.len(), columns, num_probes]);

@@ -276,8 +276,9 @@ fn forms(kernel: SourceKernel, has_whole_keys: bool) -> [SourceKernel; 2] {
 }
 
 impl NeededKernels {
-    /// The kernels of selectors for heads of these widths: attention under their masks, and dense attention.
-    pub fn sparse(head_dims: &[usize], shared_bytes: usize, is_hopper: bool) -> NeededKernels {
+    /// The kernels of selectors for heads of these widths: attention under their masks, attention of probes that also
+    /// scores blocks of `probed_blocks` keys, and dense attention.
+    pub fn sparse(head_dims: &[usize], probed_blocks: &[usize], shared_bytes: usize, is_hopper: bool) -> NeededKernels {
         let mut list = NeededKernels::default();
         for &head_dim in head_dims {
             // Only the widths decide which kernels these are.
@@ -288,7 +289,14 @@ impl NeededKernels {
                 order: SumOrder::Any,
             };
             portable(&mut list, &needs, Part::Masked, shared_bytes);
+            if let Ok(tiling) = sparse_attention_tiling(&shape, shared_bytes) {
+                let probes = |&block: &usize| sparse_attention_forward_kernel(&shape, &tiling, block);
+                list.extend_kernels(probed_blocks.iter().map(probes));
+            }
             if is_hopper && has_hopper_form(&shape, KeySource::Dense) {
+                let (reads, tiles) = (SparseKeyReads::Tiles, [128, 128]);
+                let probes = |&block: &usize| hopper_sparse_attention_forward_kernel(&shape, reads, tiles, block);
+                list.extend_kernels(probed_blocks.iter().map(probes));
                 hopper(&mut list, &needs, Part::Masked);
                 hopper(&mut list, &needs, Part::Forward);
             } else {
