@@ -16,8 +16,8 @@
 // Buffers    list, list_len, own_list, own_list_len, chunk_end, summed, dk_sum, dv_sum, ddelta, dk, dv
 // Defines    HEAD_DIM, HEAD_DIM_V
 // Tiling     grid (num_super_blocks, num_kv_heads, batch); 1024 threads; 10 KiB static shared memory, no dynamic
-// Numerics   exact; clears ddelta, the rows of dk_sum and dv_sum of summed keys, and those of dk and dv of keys without
-//            a query
+// Numerics   exact; clears ddelta, the rows of dk_sum and dv_sum of summed keys, and the rows of dk and dv of keys
+//            without a query
 // Edges      any seq_len >= 1; own_list is not written past own_list_len
 #include "common/block_scan.cuh"
 
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(SUPER_BLOCK, 1)
             list_index = list_row * gridDim.x + super_block;
   const int length = list_len[list_index];
 
-  // Find the ends of chunks: those of this list, and of the lists before it, whose keys this list may have.
+  // Find the ends of chunks, in this list and in the lists before it whose keys this list may have.
   const int before = warp / CHUNKS, chunk = warp % CHUNKS, entered_at = (super_block - before) * SUPER_BLOCK;
   const int own_end = min(entered_at + SUPER_BLOCK, seq_len), launch = (int)params.launch_queries;
   int lowest = -1, end = own_end;

@@ -27,7 +27,7 @@ struct BlockLseRows {
   int probe[2];  // num_probes: the row is empty
   int num_blocks, num_probes;
 
-  // `begins`: the block begins with these keys; else the value is joined to that of the keys before.
+  // `begins`: the block begins with these keys; else the value is joined to the value of the keys before.
   DEVICE void put(int block, bool upper, float value, bool begins = true) const {
     const int row = upper ? probe[1] : probe[0];
     if (block >= num_blocks || row >= num_probes) return;

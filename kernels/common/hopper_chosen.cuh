@@ -5,7 +5,7 @@
 //            gradient, where a row is a query, a tile of queries is loaded once for each head of the group and then for
 //            the indexer's head, and the indexer's key head takes the place of the values; ORDERED (0): with GRADIENT,
 //            1: the items of a list add to its keys' gradients in a fixed order; KEYS_ONLY (0): without GRADIENT, 1:
-//            one key head is that of every KV head, and no values are loaded; ROW_STAGES tiles of rows;
+//            all KV heads read the one key head, and no values are loaded; ROW_STAGES tiles of rows;
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // An item is a part of the list of queries that chose the blocks of one cell; a run is the part of an item that is of
 // one document, so that all its queries chose the same block. Thread blocks are persistent and take items from a shared

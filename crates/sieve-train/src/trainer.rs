@@ -708,8 +708,8 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Whether this step, counted from 1, is logged.
     fn is_logged(&self, step: u64) -> bool {
-        let is_end = step == 1 || step == self.recipe.training.steps as u64;
-        is_end || step.is_multiple_of(self.recipe.metrics.log_freq.max(1) as u64)
+        let interval = self.recipe.metrics.log_freq.max(1) as u64;
+        step == 1 || step == self.recipe.training.steps as u64 || step.is_multiple_of(interval)
     }
 
     /// Learning rate of the next step, by the schedule.

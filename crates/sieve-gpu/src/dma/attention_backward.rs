@@ -228,11 +228,11 @@ pub(crate) fn listed_key_sums(
 /// Which of the f32 sums of dk or dv are converted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ConvertedSums {
-    /// Those of all keys.
+    /// The sums of all keys.
     All,
-    /// Those of the keys that [`BackwardLists::summed`] marks.
+    /// The sums of the keys that [`BackwardLists::summed`] marks.
     Marked,
-    /// Those of all keys, and the sums of several heads are added up first.
+    /// The sums of all keys, after several heads' sums of a key are added up.
     Joined,
 }
 

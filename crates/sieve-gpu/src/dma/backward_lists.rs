@@ -22,7 +22,7 @@ pub(crate) struct BackwardLists {
     pub(crate) list: CudaTensor,
     /// As [`KeyLists::list_len`].
     pub(crate) list_len: CudaTensor,
-    /// The first query after those of each chunk, i32 `[batch, num_kv_heads, num_super_blocks, 8]`.
+    /// The first query that each chunk's block does not take, i32 `[batch, num_kv_heads, num_super_blocks, 8]`.
     pub(crate) chunk_end: CudaTensor,
     /// 1 for a key whose gradients are summed, i32 `[batch, num_kv_heads, seq_len]`.
     pub(crate) summed: CudaTensor,

@@ -9,7 +9,8 @@
 //! | importance by each token's score; blocks of 16, 32, 64 or a multiple of 128 tokens | `hopper_nsa_importance.cu` |
 //! | selected attention | `hopper_nsa_selected_attention_forward.cu` |
 //! | its gradients | `hopper_nsa_selected_attention_backward.cu` |
-//! | the gradient of an indexer's loss | `hopper_nsa_selected_attention_forward.cu` for keys only, `hopper_index_gradient.cu` |
+//! | log-sum-exps of an indexer's scores | `hopper_nsa_selected_attention_forward.cu`, keys alone |
+//! | the gradient of an indexer's loss | `hopper_index_gradient.cu` |
 //! | everything else | the portable kernels |
 use super::choose::rule_number;
 use super::selected::{Joined, nsa_selected_combine_kernel};

@@ -196,7 +196,7 @@ impl Qkv {
             replaces_only: correction.replaces_only,
         });
         let grid = [num_probes, width.div_ceil(1024), 1];
-        // SAFETY: `o` and `probe_o` have num_queries rows; those of the probes are written before.
+        // SAFETY: `o` and `probe_o` have num_queries rows; the probes' rows were written before.
         unsafe { PROBE_CORRECT.launch(grid, &[o, probe_o], &params) }
     }
 }
