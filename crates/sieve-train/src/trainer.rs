@@ -461,8 +461,7 @@ impl<B: TrainBackend> Trainer<B> {
             clock.step(self.stage.recipe.training.tokens_per_step() as u64);
             watch.step();
 
-            let is_last = self.step == num_steps;
-            let is_logged = self.is_logged(self.step);
+            let (is_last, is_logged) = (self.step == num_steps, self.is_logged(self.step));
             let interval = self.recipe.checkpoint.interval as u64;
             // A failed checkpoint is retried after a pause (`agreed.saves`) and not at each interval.
             is_due |= (is_last || self.step.is_multiple_of(interval)) && !self.saving.tries.has_failed();
