@@ -98,17 +98,15 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int i = 0; i < 8; ++i) sum[i] += weight * part[i];
 #endif
   }
-#if !GRADIENT
+#if GRADIENT
+  const float factor = f32_word(params.softmax_scale);
+#else
+  [[maybe_unused]] const float factor = count > 0 ? 1.0f / total : 0.0f;
   if (lane == 0)
     lse[(blockIdx.y * params.num_heads + head) * params.seq_len + query] =
         count > 0 ? (largest + log2f(total)) * LN_2 : -INFINITY_F32;
 #endif
 #if !LSE_ONLY
-#if GRADIENT
-  const float factor = f32_word(params.softmax_scale);
-#else
-  const float factor = count > 0 ? 1.0f / total : 0.0f;
-#endif
 #pragma unroll
   for (int i = 0; i < 8; ++i) sum[i] *= factor;
   store_16_bytes(output + params.offset + blockIdx.y * params.batch_stride + query * params.token_stride +
