@@ -1,12 +1,14 @@
-"""Each kind of attention at its own best learning rate, then further seeds there: an 80M model on rows of 8192 tokens.
+"""Each kind of attention at its own best learning rate, then further seeds there: an 80M model on rows of 8192 tokens
+or more.
 
     python3 tests/python/best_rates.py --sieve target/release/sieve --text data/crates.jsonl --out OUT \\
       --devices cuda:0 cuda:0 cuda:1 cuda:1
-    python3 tests/python/best_rates.py --out docs --steps 400 --draw docs/rates.svg
+    python3 tests/python/best_rates.py --out docs --steps 400 --draw docs/rates.svg [--length 32768]
 
 Run from the repository's root. Each kind is trained with --rate-steps steps and seed 0 at each rate of --rates, and at
 one further rate while the best one is an edge; then with --steps steps at its best rate with every seed. Text and rows
-are those of learning_table.py. OUT/rates.jsonl gets a line for each finished run; runs that have one are not repeated,
+are those of learning_table.py; every step holds 32,768 tokens. With --evaluate a line has the losses on words last used
+far back. OUT/rates.jsonl gets a line for each finished run; runs that have one are not repeated,
 so a call that was cut off resumes. A device named twice takes two runs at a time. docs/rates.jsonl holds the runs of docs/results.md. Needs nothing but Python.
 """
 
@@ -16,8 +18,10 @@ import shutil
 import statistics
 
 from learning_table import ROWS, WARMUP, base, recipe_of
-from runs import add_arguments, chart, finished, parsed, prepare, train, trained
+from runs import add_arguments, chart, far_losses, far_report, finished, parsed, prepare, train, trained
 
+KEY = ("kind", "length", "rate", "seed", "steps")
+FAR = ["1024", "4096", "16384"]
 KINDS = {
     "dense": "dense",
     "window": "window 1024",
@@ -37,8 +41,8 @@ KINDS = {
 
 def tried(rows, kind, arguments):
     """Rate and loss of the kind's short runs, from the lowest rate to the highest."""
-    losses = {key[1]: row["loss"] for key, row in rows.items() if key[0] == kind and key[2:] == (0, arguments.rate_steps)}
-    return sorted(losses.items())
+    of = (kind, arguments.length, 0, arguments.rate_steps)
+    return sorted((key[2], row["loss"]) for key, row in rows.items() if key[:2] + key[3:] == of)
 
 
 def best_rate(rows, kind, arguments):
@@ -57,62 +61,84 @@ def best_rate(rows, kind, arguments):
 
 
 def wanted(rows, arguments):
-    """The runs that can begin now: kind, rate, seed, steps."""
+    """The runs that can begin now, as `KEY` names them."""
     jobs = []
     for kind in arguments.kinds:
         best, rates = best_rate(rows, kind, arguments)
-        jobs += [(kind, rate, 0, arguments.rate_steps) for rate in rates]
-        jobs += [(kind, best, seed, arguments.steps) for seed in arguments.seeds if best]
-    return sorted((job for job in jobs if job not in rows), key=lambda job: (job[3] == arguments.steps, job[2]))
+        jobs += [(kind, arguments.length, rate, 0, arguments.rate_steps) for rate in rates]
+        jobs += [(kind, arguments.length, best, seed, arguments.steps) for seed in arguments.seeds if best]
+    return sorted((job for job in jobs if job not in rows), key=lambda job: (job[4] == arguments.steps, job[3]))
 
 
 def run(job, runs, arguments, out):
     """The line of one run, or None: at the deadline, or where training failed (its log says why)."""
-    kind, rate, seed, steps = job
-    folder = out / f"{kind.replace(' ', '-').replace(',', '')}-{rate}-{seed}-{steps}"
+    kind, length, rate, seed, steps = job
+    folder = out / f"{kind.replace(' ', '-').replace(',', '')}-{length}-{rate}-{seed}-{steps}"
     recipe, settings = base("8192", arguments, out)
+    settings += rows_of(length)
     settings += [*ROWS["8192"][KINDS[kind]], f"optimizer.lr={rate}", f"training.seed={seed}", f"training.steps={steps}",
                  f"checkpoint.interval={max(steps // 2, 1)}", f"validation.interval={steps}", *arguments.set]
     lines = trained(folder, recipe_of(KINDS[kind], recipe, steps, out), settings, runs, arguments)
     if lines is None:
         return None
+    report = far_report(folder, length, FAR, runs, arguments) if arguments.evaluate else None
+    if arguments.evaluate and report is None:
+        return None
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     check = [line for line in lines if line["kind"] == "validation"][-1]
-    return {"kind": kind, "rate": rate, "seed": seed, "steps": steps, "loss": round(check["loss"], 4),
-            "bits_per_byte": round(check["bits_per_byte"], 4)}
+    return {**dict(zip(KEY, job)), "loss": round(check["loss"], 4), "bits_per_byte": round(check["bits_per_byte"], 4),
+            **({"far": far_losses(report)} if report else {})}
+
+
+def rows_of(length):
+    """Rows of `length` tokens, 32,768 tokens a step."""
+    return [f"training.seq_len={length}", f"training.local_batch_size={max(32768 // length, 1)}",
+            f"model.max_position_embeddings={max(length, 8192)}"]
 
 
 def final(rows, kind, arguments):
-    """The kind's best rate, or None, and the losses of its long runs there."""
+    """The kind's best rate, or None, and its long runs there."""
     best, _ = best_rate(rows, kind, arguments)
-    losses = [rows[kind, best, seed, arguments.steps]["loss"] for seed in arguments.seeds
-              if (kind, best, seed, arguments.steps) in rows]
-    return best, losses
+    keys = [(kind, arguments.length, best, seed, arguments.steps) for seed in arguments.seeds]
+    return best, [rows[key] for key in keys if key in rows]
 
 
 def table(rows, arguments):
+    fars = [far for far in FAR if any(far in row.get("far", {}) for key, row in rows.items() if key[1] == arguments.length)]
     print(f"| attention | loss after {arguments.rate_steps} steps by rate | best rate | loss after {arguments.steps} steps, "
-          f"seeds {', '.join(map(str, arguments.seeds))} | mean | spread |\n|---|---|---|---|---|---|")
+          f"seeds {', '.join(map(str, arguments.seeds))} | mean | spread |"
+          + "".join(f" far > {far} |" for far in fars) + "\n|" + "---|" * (6 + len(fars)))
     for kind in arguments.kinds:
         rates = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in tried(rows, kind, arguments))
-        best, losses = final(rows, kind, arguments)
+        best, runs = final(rows, kind, arguments)
+        losses = [run["loss"] for run in runs]
         mean, spread = (f"{statistics.mean(losses):.3f}", f"{max(losses) - min(losses):.3f}") if losses else ("", "")
         cells = [kind, rates, f"{best:g}" if best else "", ", ".join(f"{loss:.3f}" for loss in losses), mean, spread]
+        for far in fars:
+            found = [run["far"][far] for run in runs if far in run.get("far", {})]
+            cells.append(f"{statistics.mean(found):.3f}" if found else "")
         print("| " + " | ".join(cells) + " |")
 
 
 def drawn(rows, arguments):
-    """Two panels: loss over rate after the short runs, a line a kind; losses of all seeds after the long ones."""
+    """Panels: loss over rate after the short runs, a line a kind; losses of all seeds after the long ones; and theirs on
+    words last used far back, where those were evaluated."""
     lines = {kind: [(rate, [loss]) for rate, loss in tried(rows, kind, arguments)] for kind in arguments.kinds}
     lines = {kind: found for kind, found in lines.items() if found}
-    ends = {kind: final(rows, kind, arguments)[1] for kind in lines}
-    ends = dict(sorted(((kind, found) for kind, found in ends.items() if found), key=lambda pair: statistics.mean(pair[1])))
-    return chart([
-        (f"nats after {arguments.rate_steps} steps", lines, sorted({rate for found in lines.values() for rate, _ in found}),
-         "learning rate"),
+    runs = {kind: final(rows, kind, arguments)[1] for kind in lines}
+    ends = {kind: [run["loss"] for run in found] for kind, found in runs.items() if found}
+    ends = dict(sorted(ends.items(), key=lambda pair: statistics.mean(pair[1])))
+    far = {kind: [(int(far), found) for far in FAR if (found := [run["far"][far] for run in runs[kind] if far in run.get("far", {})])]
+           for kind in ends}
+    panels = [
+        (f"nats after {arguments.rate_steps} steps, rows of {arguments.length}", lines,
+         sorted({rate for found in lines.values() for rate, _ in found}), "learning rate"),
         (f"nats after {arguments.steps} steps, best rate", {kind: [(kind, found)] for kind, found in ends.items()}, list(ends),
          "a dot a seed"),
-    ], list(lines))
+    ]
+    if any(far.values()):
+        panels.append(("nats on words used far back, best rate", far, None, "last used more than so many tokens back"))
+    return chart(panels, list(lines))
 
 
 def main():
@@ -121,15 +147,17 @@ def main():
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--rates", nargs="+", type=float, default=[7.5e-4, 1.5e-3, 3e-3])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--length", type=int, default=8192, help="tokens of a row")
+    parser.add_argument("--evaluate", action="store_true", help="also the loss on words last used far back")
     parser.add_argument("--rate-steps", type=int, default=400)
     parser.add_argument("--steps", type=int, default=800)
     arguments = parsed(parser)
     out = arguments.out
     path = out / "rates.jsonl"
-    rows = finished(path, ("kind", "rate", "seed", "steps"))
+    rows = finished(path, KEY)
     if arguments.sieve:
         recipe, settings = base("8192", arguments, out)
-        prepare(arguments, recipe, settings + arguments.set)
+        prepare(arguments, recipe, settings + rows_of(arguments.length) + arguments.set)
         train(lambda rows: wanted(rows, arguments), lambda job, runs: run(job, runs, arguments, out), arguments, path, rows)
     table(rows, arguments)
     if arguments.draw:

@@ -19,20 +19,23 @@ import pathlib
 import shutil
 import statistics
 
-from best_rates import KINDS as NAMES, tried
+from best_rates import KEY as RATE_KEY, KINDS as NAMES, tried
 from learning_table import ROWS, WARMUP, base, recipe_of
-from runs import add_arguments, chart, device_name, finished, num_steps, parsed, prepare, train_missing, trained
+from runs import add_arguments, chart, device_name, far_losses, far_report, finished, num_steps, parsed, prepare, train_missing, trained
 
-RATE_RUNS = finished(pathlib.Path("docs/rates.jsonl"), ("kind", "rate", "seed", "steps"))
-
-
-def best_rate(kind):
-    """The learning rate with the lowest loss after 400 steps; MSA's for its warm-up as long as that has no runs."""
-    found = tried(RATE_RUNS, kind, argparse.Namespace(rate_steps=400))
-    return min(found, key=lambda pair: pair[1])[0] if found or kind != WARMUP else best_rate("MSA")
+RATE_RUNS = finished(pathlib.Path("docs/rates.jsonl"), RATE_KEY)
 
 
-RATES = {kind: best_rate(kind) for kind in NAMES if kind != "DMA as published"}
+def best_rate(kind, length):
+    """The learning rate with the lowest loss after 400 steps of rows of `length`, or of 8192 where those have none;
+    MSA's for its warm-up as long as that has no runs."""
+    for tokens in (length, 8192):
+        if found := tried(RATE_RUNS, kind, argparse.Namespace(rate_steps=400, length=tokens)):
+            return min(found, key=lambda pair: pair[1])[0]
+    return best_rate("MSA", length)
+
+
+KINDS = [kind for kind in NAMES if kind != "DMA as published"]
 KEY = ("gpu", "kind", "length", "minutes", "seed")
 FAR = ["1024", "4096", "16384", "65536"]
 INDEXER = {"index_kl": "KL of the indexer, nats", "index_recall": "its recall", "index_entropy": "its entropy, nats"}
@@ -57,7 +60,7 @@ def run(job, runs, arguments):
     name = f"{kind.replace(' ', '-').replace(',', '')}-{length}-{minutes:g}-{seed}"
     folder, batch = arguments.out / name, max(32768 // length, 1)
     keys = [f"training.seq_len={length}", f"training.local_batch_size={batch}", f"training.seed={seed}",
-            f"model.max_position_embeddings={max(length, 8192)}", f"optimizer.lr={RATES[kind]}",
+            f"model.max_position_embeddings={max(length, 8192)}", f"optimizer.lr={best_rate(kind, length)}",
             *ROWS["8192"][NAMES[kind]]]
     recipe, settings = base("8192", arguments, arguments.out)
     in_steps = lambda count, saved: [
@@ -81,18 +84,13 @@ def run(job, runs, arguments):
     if lines is None:
         return None
     steps = steps_of(lines)
-    report, words = None, ["--recipe-validation", "--by-position", "--far", *FAR, "--stride", str(length // 2)]
-    if arguments.evaluate:
-        command = [arguments.sieve, "eval", "ppl", *words, "--checkpoint", str(folder), "--json"]
-        with open(f"{folder}.eval.json", "w", encoding="utf-8") as output, open(f"{folder}.log", "a") as log:
-            if runs.run(command, output, log) != 0:
-                return None
-        report = json.loads(pathlib.Path(f"{folder}.eval.json").read_text())
+    report = far_report(folder, length, FAR, runs, arguments) if arguments.evaluate else None
+    if arguments.evaluate and report is None:
+        return None
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     check = [line for line in lines if line["kind"] == "validation"][-1]
     rates = [line["tokens_per_second"] for line in steps]
-    far = {str(one["more_than"]): round(one["far"]["loss"], 4) for one in report["by_word"]["again"]
-           if one["far"]["num_tokens"]} if report else {}
+    far = far_losses(report) if report else {}
     positions = [[bin["from"], round(bin["loss"], 4)] for bin in report["by_position"]
                  if bin["num_tokens"]] if report else []
     seconds = count * length * batch * seconds_a_token(kind, steps, count)
@@ -152,7 +150,7 @@ def drawn(rows, arguments):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, "equal_time.jsonl")
-    parser.add_argument("--kinds", nargs="+", default=list(RATES), choices=list(RATES))
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--length", type=int, default=32768, help="tokens of a row")
     parser.add_argument("--minutes", type=float, default=3.0, help="of training steps, for each run")

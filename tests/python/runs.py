@@ -134,6 +134,23 @@ def trained(folder, recipe, settings, runs, arguments):
     return metrics(folder) if done() else None
 
 
+def far_report(folder, length, far, runs, arguments):
+    """What `sieve eval ppl` says of a trained run's held-out text, read half a row of `length` apart: also the loss by
+    position, and on words last used more than each of `far` tokens back. None where it failed or was cut off."""
+    words = ["--recipe-validation", "--by-position", "--far", *far, "--stride", str(length // 2)]
+    command = [arguments.sieve, "eval", "ppl", *words, "--checkpoint", str(folder), "--json"]
+    with open(f"{folder}.eval.json", "w", encoding="utf-8") as output, open(f"{folder}.log", "a") as log:
+        if runs.run(command, output, log) != 0:
+            return None
+    return json.loads(pathlib.Path(f"{folder}.eval.json").read_text())
+
+
+def far_losses(report):
+    """The loss on words last used more than N tokens back, by N as text."""
+    return {str(one["more_than"]): round(one["far"]["loss"], 4) for one in report["by_word"]["again"]
+            if one["far"]["num_tokens"]}
+
+
 def train_missing(jobs, run, arguments, path, rows):
     """Trains the jobs that have no line yet, in their order; see `train`."""
     train(lambda rows: [job for job in jobs if job not in rows], run, arguments, path, rows)
