@@ -52,7 +52,7 @@ pub use perplexity::{
     Extrapolation, LossByDistance, MeanLoss, PerplexityConfig, PerplexityReport, PositionLoss, RollingPerplexity,
     WordLoss, extrapolation, perplexity,
 };
-pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, recall};
+pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, ValuesRead, recall};
 pub use sampler::{Sampler, Sampling};
 pub use selection::{LayerPath, Selection, SelectionTotals};
 pub use selectors::{

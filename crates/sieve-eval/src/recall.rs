@@ -1,11 +1,15 @@
 //! Accuracy on multi-query associative recall (arXiv:2312.04927), by kind of sample and by distance.
 use crate::EvalError;
 use crate::input::{check_length, check_vocabulary, ids};
+use crate::weights::{attention_weights, fits};
 use burn::tensor::{Int, Tensor, TensorData};
 use serde::Serialize;
 use sieve_data::{Mqar, MqarConfig, MqarSplit};
 use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
+
+/// Samples of a kind in which the keys that the questions read are counted.
+const READ_SAMPLES: u64 = 8;
 
 /// Number of questions and of right answers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -60,6 +64,22 @@ pub struct RecallOfKind {
     pub accuracy: f64,
     /// Answers by distance, in powers of two; ranges without a question are left out.
     pub by_distance: Vec<DistanceAnswers>,
+    /// The keys that the questions of some samples read, one for each layer that chooses keys. Empty also where a layer
+    /// of a sample has more than 2^26 weights.
+    pub reads: Vec<ValuesRead>,
+}
+
+/// Which keys a layer chose for the questions of a sample: means over query heads and questions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct ValuesRead {
+    /// Index of the layer, from 0.
+    pub layer: usize,
+    /// Share of the keys read that are values of the sample's pairs.
+    pub values: f64,
+    /// The same share of all tokens up to the question: what a choice at random would read.
+    pub values_of_all: f64,
+    /// Share of heads and questions that read the value which is asked for.
+    pub answers: f64,
 }
 
 /// Answers to the samples of all kinds.
@@ -114,6 +134,7 @@ pub fn recall<B: DeviceBackend>(
             answers: counts.all,
             accuracy: counts.all.accuracy(),
             by_distance: counts.by_distance(),
+            reads: values_read(model, mqar, num_samples.min(READ_SAMPLES), device)?,
         });
     }
     Ok(RecallReport {
@@ -134,6 +155,46 @@ fn check<B: DeviceBackend>(model: &Qwen3<B>, config: &MqarConfig) -> Result<(), 
         ));
     }
     Ok(())
+}
+
+fn values_read<B: DeviceBackend>(
+    model: &Qwen3<B>,
+    mqar: &Mqar,
+    num_samples: u64,
+    device: &B::Device,
+) -> Result<Vec<ValuesRead>, EvalError> {
+    let MqarConfig { seq_len, num_pairs, .. } = *mqar.config();
+    let mut means: Vec<ValuesRead> = Vec::new();
+    if !fits(model.shape(), seq_len) {
+        return Ok(means);
+    }
+    for index in 0..num_samples {
+        let sample = mqar.sample(MqarSplit::Test, index);
+        let mut layers = attention_weights(model, &sample.tokens, &[], device, &mut |_| {})?;
+        layers.retain(|layer| layer.chosen.is_some());
+        if layers.is_empty() {
+            break;
+        }
+        means.resize(layers.len(), ValuesRead::default());
+        for (mean, layer) in means.iter_mut().zip(&layers) {
+            mean.layer = layer.layer;
+            let share = 1.0 / (num_samples as usize * layer.heads.len() * num_pairs) as f64;
+            for (head, query) in layer
+                .heads
+                .iter()
+                .flat_map(|head| sample.queries.iter().map(move |query| (head, query)))
+            {
+                let (row, value) = (query.position * seq_len, 2 * query.pair + 1);
+                let is_read = |key: usize| head.weights[row + key] > 0.0;
+                let num_read = (0..=query.position).filter(|&key| is_read(key)).count();
+                let values = (0..num_pairs).filter(|pair| is_read(2 * pair + 1)).count();
+                mean.values += share * values as f64 / num_read.max(1) as f64;
+                mean.values_of_all += share * num_pairs as f64 / (query.position + 1) as f64;
+                mean.answers += share * f64::from(u8::from(is_read(value)));
+            }
+        }
+    }
+    Ok(means)
 }
 
 /// Answers to one kind of sample: all of them, and by the binary logarithm of the distance, rounded down.
@@ -210,7 +271,7 @@ mod tests {
     use super::*;
     use crate::test_model::tiny_shape;
     use burn_flex::Flex;
-    use sieve_core::{Attention, ModelShape};
+    use sieve_core::{Attention, DmaShape, ModelShape};
 
     fn model(vocab_size: usize) -> Qwen3<Flex> {
         let shape = ModelShape {
@@ -263,6 +324,55 @@ mod tests {
         }
         let asked: u64 = of_kind.by_distance.iter().map(|bin| bin.answers.num_queries).sum();
         assert_eq!(asked, 15);
+    }
+
+    /// With A = 0 DMA keeps the newest keys, so what it reads is known without a model.
+    #[test]
+    fn values_read_are_those_among_the_kept_keys() {
+        let device = Default::default();
+        let dma = |window| {
+            let shape = ModelShape {
+                vocab_size: 80,
+                ..tiny_shape(Attention::Dma(DmaShape::published(window)), 64)
+            };
+            Qwen3::<Flex>::new(&shape, 3, &device)
+        };
+        let (config, num_samples) = (kind(32, 4), 3);
+        let run =
+            |model: &Qwen3<Flex>| recall(model, &[config], num_samples, 64, &device, &mut |_| {}).expect("it fits");
+        let mqar = Mqar::new(config).expect("valid");
+        for window in [6, 12, 32] {
+            let (mut values, mut of_all, mut answers) = (0.0, 0.0, 0.0);
+            for index in 0..num_samples {
+                for query in mqar.sample(MqarSplit::Test, index).queries {
+                    let kept = (query.position + 1).saturating_sub(window)..=query.position;
+                    let among = [1, 3, 5, 7].iter().filter(|value| kept.contains(value)).count();
+                    values += among as f64 / kept.clone().count() as f64 / 12.0;
+                    of_all += 4.0 / (query.position + 1) as f64 / 12.0;
+                    answers += f64::from(u8::from(kept.contains(&(2 * query.pair + 1)))) / 12.0;
+                }
+            }
+            let model = dma(window);
+            let report = run(&model);
+            let reads = &report.kinds[0].reads;
+            assert_eq!(reads.iter().map(|read| read.layer).collect::<Vec<_>>(), [0, 1]);
+            for read in reads {
+                let found = [read.values, read.values_of_all, read.answers];
+                let is_near = found
+                    .iter()
+                    .zip([values, of_all, answers])
+                    .all(|(a, b)| (a - b).abs() < 1e-9);
+                assert!(
+                    is_near,
+                    "window {window}: {found:?}, not {:?}",
+                    [values, of_all, answers]
+                );
+            }
+        }
+        assert!(
+            run(&model(80)).kinds[0].reads.is_empty(),
+            "dense attention chooses nothing"
+        );
     }
 
     #[test]

@@ -138,12 +138,8 @@ fn check(shape: &ModelShape, tokens: &[u32], layers: &[usize]) -> Result<(), Eva
             "layers are counted from 0",
         ));
     }
-    let scores = ScoreMatrix {
-        batch: 1,
-        num_heads: shape.num_heads,
-        seq_len: tokens.len(),
-    };
-    match scores.num_scores() <= MOST_REFERENCE_SCORES {
+    let scores = scores(shape, tokens.len());
+    match fits(shape, tokens.len()) {
         true => Ok(()),
         false => Err(EvalError::BadSetting {
             name: "length",
@@ -155,6 +151,19 @@ fn check(shape: &ModelShape, tokens: &[u32], layers: &[usize]) -> Result<(), Eva
             hint: "choose a shorter prompt",
         }),
     }
+}
+
+fn scores(shape: &ModelShape, seq_len: usize) -> ScoreMatrix {
+    ScoreMatrix {
+        batch: 1,
+        num_heads: shape.num_heads,
+        seq_len,
+    }
+}
+
+/// Whether the weights of a layer on a prompt of this length may be computed.
+pub(crate) fn fits(shape: &ModelShape, seq_len: usize) -> bool {
+    scores(shape, seq_len).num_scores() <= MOST_REFERENCE_SCORES
 }
 
 /// The statistics of one head's weights, `[num_tokens, num_tokens]`.

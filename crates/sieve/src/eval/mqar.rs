@@ -217,5 +217,19 @@ fn print<B: DeviceBackend>(args: &MqarArgs, loaded: &LoadedModel<B>, report: &Re
             100.0 * report.accuracy
         ));
     }
+    if report.kinds.iter().any(|kind| !kind.reads.is_empty()) {
+        terminal::line(
+            "\nwhat the questions read\nlength  pairs  layer  values among keys read  among all keys  own value read",
+        );
+    }
+    for kind in &report.kinds {
+        for read in &kind.reads {
+            let [values, of_all, answers] = [read.values, read.values_of_all, read.answers].map(|share| 100.0 * share);
+            terminal::line(&format!(
+                "{:>6}  {:>5}  {:>5}  {values:>20.1} %  {of_all:>12.1} %  {answers:>12.1} %",
+                kind.seq_len, kind.num_pairs, read.layer
+            ));
+        }
+    }
     Ok(())
 }

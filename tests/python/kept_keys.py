@@ -1,0 +1,60 @@
+"""What DMA keeps while it learns MQAR: answers, and the values that their questions read, over the steps of one run.
+
+    sieve train --recipe mqar_dma.toml --out RUN --set checkpoint.interval=500 --set checkpoint.keep_latest_k=0
+    python3 tests/python/kept_keys.py --sieve sieve --run RUN --draw docs/kept_keys.svg
+
+Prints a table and draws three panels: right answers and the share of questions whose own value each layer keeps; the
+share of values among the kept keys, beside their share of all keys; and from metrics.jsonl the share of kept keys out of
+a window's sight and of keys that no query sees. Needs nothing but Python.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+
+from runs import chart, metrics, output_of
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sieve", required=True)
+    parser.add_argument("--run", required=True, type=pathlib.Path, help="folder of a run with several checkpoints")
+    parser.add_argument("--kind", default="64:4", help="LENGTH:PAIRS")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--draw", type=pathlib.Path)
+    arguments = parser.parse_args()
+    checkpoints = [path for path in (arguments.run / "checkpoint").glob("step-*") if path.name[len("step-"):].isdigit()]
+    if not checkpoints:
+        parser.error(f"--run {arguments.run}: no checkpoint in it")
+    steps = sorted((int(path.name[len("step-"):]), path) for path in checkpoints)
+    answers, values, kept = {"right answers": []}, {"among all keys": []}, {}
+    print("| step | right answers | layer: own value kept; values among kept keys |\n|---|---|---|")
+    for step, path in steps:
+        words = ["--checkpoint", str(path), "--kinds", arguments.kind, "--samples", "200", "--json"]
+        of_kind = json.loads(output_of([arguments.sieve, "eval", "mqar", *words, "--device", arguments.device]))["kinds"][0]
+        answers["right answers"].append((step, [100 * of_kind["accuracy"]]))
+        cells = []
+        for read in of_kind["reads"]:
+            layer, own, among = f"layer {read['layer']}", 100 * read["answers"], 100 * read["values"]
+            answers.setdefault(layer, []).append((step, [own]))
+            values.setdefault(layer, []).append((step, [among]))
+            cells.append(f"{layer}: {own:.0f} %; {among:.1f} %")
+        values["among all keys"].append((step, [100 * of_kind["reads"][0]["values_of_all"]]))
+        print(f"| {step} | {100 * of_kind['accuracy']:.1f} % | {' · '.join(cells)} |")
+    logged = [line for line in metrics(arguments.run) if line["kind"] == "step" and line["attention"]]
+    for key, name in (("beyond_window", "out of a window's sight"), ("never_active", "seen by no query")):
+        size = max(len(logged) // 30, 1)
+        parts = [logged[at:at + size] for at in range(0, len(logged), size)]
+        kept[name] = [(statistics.mean(line["step"] for line in part),
+                       [100 * statistics.mean(line["attention"][key] for line in part)]) for part in parts]
+    if arguments.draw:
+        panels = [("questions answered; own value kept, %", answers, "linear", "steps"),
+                  ("values among the keys kept, %", values, "linear", "steps"),
+                  ("keys, %", kept, "linear", "steps")]
+        names = list(dict.fromkeys([*answers, *values, *kept]))
+        arguments.draw.write_text(chart(panels, names), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
