@@ -54,7 +54,7 @@ pub(crate) struct BlockLse<'a> {
     pub(crate) heads: Range<usize>,
     /// Keys of a block: 1, 2, 4, .. 128.
     pub(crate) block: usize,
-    /// Distance between two probes, of which the first is the call's first row.
+    /// Rows from one probe to the next; the first probe is the first row of the call.
     pub(crate) gamma: usize,
 }
 
