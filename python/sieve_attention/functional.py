@@ -472,13 +472,16 @@ def moba(q, k, v, *, block=512, num_selected=3, scale=None, documents=None, dete
     return _of_chosen(q, k, v, choice, (scale, documents, deterministic))
 
 
-def msa(q, k, v, index_q, index_k, *, block=128, num_selected=16, scale=None, documents=None, deterministic=False):
+def msa(
+    q, k, v, index_q, index_k, *, block=128, num_selected=16, local=1, scale=None, documents=None, deterministic=False
+):
     """MSA (arXiv:2606.13392): each group of heads reads the blocks in which its index query finds the best key.
 
     index_q: bf16 `[batch, tokens, KV heads, width]`, index_k: `[batch, tokens, 1, width]`; they choose and get no
-    gradient. num_selected counts the query's own block. Shapes, widths and settings as in `nsa`.
+    gradient. Of the num_selected blocks the last `local` up to the query's own are read in any case. Shapes, widths and
+    settings as in `nsa`.
     """
-    choice = (1, 1, block, num_selected), "largest_score", False, 1
+    choice = (1, 1, block, num_selected), "largest_score", False, local
     by = [x.detach() if x.requires_grad else x for x in (index_q, index_k)]
     return _of_chosen(q, k, v, choice, (scale, documents, deterministic), *by)
 

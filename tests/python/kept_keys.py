@@ -1,6 +1,6 @@
 """What DMA keeps while it learns MQAR: answers, and the values that their questions read, over the steps of one run.
 
-    sieve train --recipe mqar_dma.toml --out RUN --set checkpoint.interval=500 --set checkpoint.keep_latest_k=0
+    sieve train --recipe mqar_dma.toml --out RUN --set checkpoint.interval=200 --set checkpoint.keep_latest_k=0
     python3 tests/python/kept_keys.py --sieve sieve --run RUN --draw docs/kept_keys.svg
 
 Prints a table and draws three panels: right answers and the share of questions whose own value each layer keeps; the

@@ -89,7 +89,7 @@ const KINDS: &str = r"
         select_block_size = 16\nnum_selected_blocks = 4\nnum_local_blocks = 1
     moba => nsa => chosen => kind = 'moba'\nselect_block_size = 16\nnum_selected_blocks = 4
     moba in blocks of 128 => nsa => chosen => kind = 'moba'\nselect_block_size = 128\nnum_selected_blocks = 1
-    msa => nsa => chosen => kind = 'msa'\nselect_block_size = 16\nnum_selected_blocks = 4
+    msa => nsa => chosen => kind = 'msa'\nselect_block_size = 16\nnum_selected_blocks = 4\nnum_local_blocks = 2
     msa with QSA's scores => nsa => chosen => kind = 'msa'\nindexer = 'qsa'\nselect_block_size = 16\n\
         num_selected_blocks = 4
 ";

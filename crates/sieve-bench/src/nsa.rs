@@ -184,7 +184,10 @@ impl Inputs {
         let score = BlockChoice {
             blocks: pooled_by(1),
             rule: ChoiceRule::LargestScore,
-            ..mean
+            forced: ForcedBlocks {
+                first: false,
+                local: self.blocks.num_selected_blocks.min(2),
+            },
         };
         [
             ("choice by the largest", largest, &self.compressed),

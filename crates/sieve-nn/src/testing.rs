@@ -45,7 +45,7 @@ pub(crate) fn nsa(compress: NsaCompression, shared_kv: bool) -> Attention {
 
 /// The kinds, DMA with gates at `a_init`: MHA, SWA, DMA, MLA, NSA in three forms, MLA without norms of queries and
 /// keys, InfLLM-V2, MoBA and MSA, the last with QSA's scores too.
-pub(crate) fn kinds(a_init: f64) -> [Attention; 12] {
+pub(crate) fn kinds(a_init: f64) -> [Attention; 13] {
     let mla = MlaShape {
         kv_lora_rank: 10,
         qk_rope_head_dim: 4,
@@ -77,6 +77,12 @@ pub(crate) fn kinds(a_init: f64) -> [Attention; 12] {
         Attention::Msa(MsaShape {
             select_block_size: 4,
             num_selected_blocks: 3,
+            ..MsaShape::published()
+        }),
+        Attention::Msa(MsaShape {
+            select_block_size: 4,
+            num_selected_blocks: 3,
+            num_local_blocks: 2,
             ..MsaShape::published()
         }),
         Attention::Msa(MsaShape {

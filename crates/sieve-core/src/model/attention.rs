@@ -479,14 +479,15 @@ keys! {
     /// chooses blocks, and one exact attention reads their tokens.
     ///
     /// `q_i^r = RoPE(RMSNorm(x_i W_q^r))`, `k_j = RoPE(RMSNorm(x_j W_k))`, both of `model.head_dim`; a block's score
-    /// for KV head r is the largest `q_i^r . k_j` of its tokens up to i. A query reads its own block and those with the
-    /// largest scores. The choice has no gradient: the indexer learns from `index_loss_weight` times the mean, over
-    /// tokens and KV heads, of `KL(P || softmax_j(q_i^r . k_j / sqrt(head_dim)))` over the tokens that are read, P the
-    /// mean probabilities of the KV head's query heads. x and P take no gradient from it.
+    /// for KV head r is the largest `q_i^r . k_j` of its tokens up to i. A query reads its own block, those before it
+    /// up to `num_local_blocks`, and those with the largest scores. The choice has no gradient: the indexer learns from
+    /// `index_loss_weight` times the mean, over tokens and KV heads, of `KL(P || softmax_j(q_i^r . k_j /
+    /// sqrt(head_dim)))` over the tokens that are read, P the mean probabilities of the KV head's query heads. x and P
+    /// take no gradient from it.
     ///
     /// With `indexer = "qsa"` a complete block b has one key, `kb_b = RoPE(RMSNorm(mean of x_j W_k))` at the position
     /// of its first token, and the score `sum_r max(0, q_i^r . kb_b) / sqrt(head_dim)`: one choice for all KV heads.
-    /// The query's own block is read in any case. P is then the largest probability in a block, of probabilities summed
+    /// Local blocks are read in any case. P is then the largest probability in a block, of probabilities summed
     /// over all heads, normalised over the complete blocks that are read, and the loss the mean over tokens of `KL(P ||
     /// softmax_b(score))` over these.
     ///
@@ -494,8 +495,9 @@ keys! {
     /// `[(num_kv_heads + 1) * head_dim, d_model]` and two norms `[head_dim]`.
     #[derive(Copy)]
     pub struct MsaShape {
-        /// Sets `select_block_size` and `num_selected_blocks` to the values of arXiv:2606.13392: 16 blocks of 128. As
-        /// an override it replaces the recipe's values, and `model.layer_types`.
+        /// Sets `select_block_size`, `num_selected_blocks` and `num_local_blocks` to the values of arXiv:2606.13392: 16
+        /// blocks of 128, the query's own among them. As an override it replaces the recipe's values, and
+        /// `model.layer_types`.
         text preset: Option<AttentionPreset>,
         /// How the indexer scores a block: by each token's key (`"msa"`), or by one pooled key (`"qsa"`).
         pub indexer: IndexScores = IndexScores::Msa,
@@ -509,6 +511,10 @@ keys! {
             within(1, MAX_CHOSEN_BLOCKS, MOST_BLOCKS)
         )]
         pub num_selected_blocks: usize,
+        /// Of these, the last ones up to the query's own, which are selected whatever their scores. More than 1 is an
+        /// addition to the paper's form.
+        #[key(within(1, MAX_CHOSEN_BLOCKS, MOST_BLOCKS))]
+        pub num_local_blocks: usize = 1,
         /// Weight of the indexer's loss in each layer, beside a cross-entropy of weight 1. It reaches the indexer's
         /// parameters alone, so that with AdamW it matters through the clipping of gradients only.
         #[key(between(0.0, 1e6, "1.0 is the default of the published kernels; 0.0 trains no indexer"), may_change)]
@@ -527,6 +533,7 @@ impl MsaShape {
             indexer: IndexScores::Msa,
             select_block_size: 128,
             num_selected_blocks: 16,
+            num_local_blocks: 1,
             index_loss_weight: 1.0,
             index_warmup: false,
         }
@@ -542,7 +549,10 @@ impl MsaShape {
         BlockChoice {
             blocks: NsaBlocks::of([pooled, pooled, self.select_block_size, self.num_selected_blocks]),
             rule,
-            forced: ForcedBlocks { first: false, local: 1 },
+            forced: ForcedBlocks {
+                first: false,
+                local: self.num_local_blocks,
+            },
         }
     }
 }

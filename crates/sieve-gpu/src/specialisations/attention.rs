@@ -346,7 +346,7 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
             list.extend_kernels([attention_backward_convert_kernel(shape.head_dim)]);
             let kernel = hopper_backward_kernel(shape, source, order);
             if order == SumOrder::Fixed && source == KeySource::Dense {
-                list.extend_kernels(forms(head_by_head(kernel.clone()), false));
+                list.extend_kernels(forms(kernel.clone(), false).map(head_by_head));
             }
             list.extend_kernels(forms(kernel, has_whole_keys(needs, order)));
         }

@@ -58,7 +58,7 @@ DEFAULTS = {
     "rms_norm_eps": 1e-6, "residual_scale": False, "use_cache": True,
     # MLA; mla_qk_norm: whether each head's query and key go through RMSNorm before the rotation, all with one weight.
     "kv_lora_rank": 0, "qk_rope_head_dim": 0, "mla_qk_norm": False,
-    # NSA; window_size is that of a sliding window too, num_local_blocks InfLLM-V2's.
+    # NSA; window_size is that of a sliding window too, num_local_blocks InfLLM-V2's and MSA's.
     "compress_block_size": 32, "compress_stride": 16, "compress": "mlp", "compress_hidden_size": None,
     "select_block_size": 64, "num_selected_blocks": 16, "window_size": 512, "shared_kv": True, "num_local_blocks": 1,
     # MSA: how its indexer scores a block, "msa" or "qsa".
@@ -495,7 +495,7 @@ class IndexedAttention(BlocksAttention):
     def by_kernel(self, sieve, qkv, *inputs):
         index, config = (y.transpose(1, 2) for y in self.index_heads(*inputs)), self.config
         sizes = {"block": config.select_block_size, "num_selected": config.num_selected_blocks}
-        return by_kernel(sieve.msa, *qkv, *index, scale=self.scale, **sizes)
+        return by_kernel(sieve.msa, *qkv, *index, local=config.num_local_blocks, scale=self.scale, **sizes)
 
     def pooled_chooser(self, index_q, index_k, kv_heads):
         select, config = self.config.select_block_size, self.config
@@ -508,7 +508,7 @@ class IndexedAttention(BlocksAttention):
         def chosen(start, stop, query, end):
             scores = (index_q[:, :, start:stop].float() @ keys[..., : end // select]).relu().sum(1, keepdim=True)
             scores = nn.functional.pad(scores, (0, -(-end // select) - scores.shape[-1]))
-            return choose(scores, query, config, 0, 1).expand(-1, kv_heads, -1, -1)
+            return choose(scores, query, config, 0, config.num_local_blocks).expand(-1, kv_heads, -1, -1)
 
         return chosen
 
@@ -521,7 +521,8 @@ class IndexedAttention(BlocksAttention):
             select, later = self.config.select_block_size, (torch.arange(end, device=x.device) > query)[:, None]
             scores = (index_q[:, :, start:stop] @ index_k[:, :, :end].transpose(2, 3)).masked_fill(later, -math.inf)
             scores = nn.functional.pad(scores, (0, -end % select), value=-math.inf)
-            return choose(scores.unflatten(3, (-1, select)).amax(-1), query, self.config, 0, 1)
+            scores = scores.unflatten(3, (-1, select)).amax(-1)
+            return choose(scores, query, self.config, 0, self.config.num_local_blocks)
 
         return chosen
 

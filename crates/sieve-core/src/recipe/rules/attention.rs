@@ -177,6 +177,13 @@ fn check_infllm_v2(infllm: &InfllmV2Shape, rules: &mut Rules<'_>) {
 }
 
 fn check_msa(msa: &MsaShape, rules: &mut Rules<'_>) {
+    let (selected, local) = (msa.num_selected_blocks, msa.num_local_blocks);
+    rules.require(
+        local <= selected,
+        "attention.num_local_blocks",
+        format!("is {local}, more than num_selected_blocks = {selected}"),
+        "1 is the published form, the query's own block",
+    );
     if msa.indexer == IndexScores::Msa {
         return check_pieces(msa.select_block_size, rules);
     }

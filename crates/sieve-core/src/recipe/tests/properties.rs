@@ -105,6 +105,7 @@ impl Draw {
                 },
                 select_block_size: 64 * select,
                 num_selected_blocks: k,
+                num_local_blocks: (k / 2).max(1),
                 index_loss_weight: stride as f64 / 3.0,
                 index_warmup: false,
             }),
