@@ -167,7 +167,7 @@ CHOOSERS = {
     "infllm_v2": (sieve.NsaBlocks(16, 8, 32, 4), "largest_probability", True, 2),
     "moba": (sieve.NsaBlocks(32, 32, 32, 3), "mean_key", False, 1),
     "moba in pieces": (sieve.NsaBlocks(128, 128, 128, 2), "mean_key", False, 1),
-    "msa": (sieve.NsaBlocks(1, 1, 32, 3), "largest_score", False, 1),
+    "msa": (sieve.NsaBlocks(1, 1, 32, 3), "largest_score", False, 2),
     "msa of blocks of 64": (sieve.NsaBlocks(1, 1, 64, 2), "largest_score", False, 1),
     "msa in pieces": (sieve.NsaBlocks(1, 1, 128, 2), "largest_score", False, 1),
 }
@@ -189,7 +189,7 @@ def test_chosen_blocks(name, scale, device):
         ours = lambda q, k, v: sieve.moba(q, k, v, **settings)  # noqa: E731
         if rule == "largest_score":
             by = random(1, tokens, 2, 64, device=device, seed=4), random(1, tokens, 1, 64, device=device, seed=5)
-            ours = lambda q, k, v: sieve.msa(q, k, v, *by, **settings)  # noqa: E731
+            ours = lambda q, k, v: sieve.msa(q, k, v, *by, local=local, **settings)  # noqa: E731
     chosen = reference.chosen_blocks(*(x.float() for x in by), blocks, rule, first, local)
     (indices,) = sieve.functional.ops.choose_blocks(*by, None, None, 0.125, blocks.sizes(), rule, first, local)
     slots = indices.transpose(1, 2).long()

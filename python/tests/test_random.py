@@ -31,8 +31,8 @@ def drawn(seed):
         blocks = sieve.NsaBlocks(stride * draw.randint(1, 2), stride, size, count)
         return kind, (tokens, group * kv_heads, kv_heads, width), cuts, blocks, draw.randint(1, count - 1)
     size *= draw.choice([1, 1, 64 // size * 2])  # or 128, which attention reads in two pieces
-    pooled = size if kind == "moba" else 1
-    return kind, (tokens, group * kv_heads, kv_heads, width), cuts, sieve.NsaBlocks(pooled, pooled, size, count), 1
+    pooled, local = (size, 1) if kind == "moba" else (1, draw.randint(1, count))
+    return kind, (tokens, group * kv_heads, kv_heads, width), cuts, sieve.NsaBlocks(pooled, pooled, size, count), local
 
 
 def is_firm(importance, count):
@@ -57,6 +57,7 @@ def test_random_shape(seed, device):
     else:
         settings |= {"block": blocks.selected, "num_selected": blocks.num_selected}
         more = index if kind == "msa" else ()
+        settings |= {"local": local} if kind == "msa" else {}
         ours = lambda q, k, v: getattr(sieve, kind)(q, k, v, *more, **settings)  # noqa: E731
 
     choice = width**-0.5, blocks.sizes(), rule, first, local
