@@ -159,6 +159,9 @@ def main():
         recipe, settings = base("8192", arguments, out)
         prepare(arguments, recipe, settings + rows_of(arguments.length) + arguments.set)
         train(lambda rows: wanted(rows, arguments), lambda job, runs: run(job, runs, arguments, out), arguments, path, rows)
+    lengths = sorted({key[1] for key in rows})
+    if arguments.length not in lengths:
+        parser.error(f"--length {arguments.length}: {path} has runs of {', '.join(map(str, lengths)) or 'no length'}")
     table(rows, arguments)
     if arguments.draw:
         arguments.draw.write_text(drawn(rows, arguments), encoding="utf-8")

@@ -168,6 +168,9 @@ def main():
         jobs = [(arguments.gpu, kind, arguments.length, arguments.minutes, seed)
                 for seed in arguments.seeds for kind in arguments.kinds]
         train_missing(jobs, lambda job, runs: run(job, runs, arguments), arguments, path, rows)
+    if not chosen(rows, arguments):
+        known = sorted({f"{gpu}, {length} tokens, {minutes:g} minutes" for gpu, _, length, minutes, _ in rows})
+        parser.error(f"no run of this --gpu, --length, --minutes and --kinds; {path} has: {'; '.join(known) or 'nothing'}")
     table(rows, arguments)
     if arguments.draw:
         arguments.draw.write_text(drawn(rows, arguments), encoding="utf-8")

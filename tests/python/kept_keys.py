@@ -33,6 +33,8 @@ def main():
     for step, path in steps:
         words = ["--checkpoint", str(path), "--kinds", arguments.kind, "--samples", "200", "--json"]
         of_kind = json.loads(output_of([arguments.sieve, "eval", "mqar", *words, "--device", arguments.device]))["kinds"][0]
+        if not of_kind["reads"]:
+            parser.error(f"--run {arguments.run}: no layer of {path.name} chooses keys")
         answers["right answers"].append((step, [100 * of_kind["accuracy"]]))
         cells = []
         for read in of_kind["reads"]:
