@@ -13,12 +13,12 @@ so a call that was cut off resumes. A device named twice takes two runs at a tim
 """
 
 import argparse
-import json
 import shutil
 import statistics
 
 from learning_table import ROWS, WARMUP, base, recipe_of
-from runs import add_arguments, chart, far_losses, far_report, finished, parsed, prepare, train, trained
+from runs import (add_arguments, chart, evaluated, far_losses, finished, parsed, prepare, train, trained,
+                  words_of_far)
 
 KEY = ("kind", "length", "rate", "seed", "steps")
 FAR = ["1024", "4096", "16384"]
@@ -70,6 +70,12 @@ def wanted(rows, arguments):
     return sorted((job for job in jobs if job not in rows), key=lambda job: (job[4] == arguments.steps, job[3]))
 
 
+def rows_of(length):
+    """Rows of `length` tokens, 32,768 tokens a step."""
+    return [f"training.seq_len={length}", f"training.local_batch_size={max(32768 // length, 1)}",
+            f"model.max_position_embeddings={max(length, 8192)}"]
+
+
 def run(job, runs, arguments, out):
     """The line of one run, or None: at the deadline, or where training failed (its log says why)."""
     kind, length, rate, seed, steps = job
@@ -81,19 +87,13 @@ def run(job, runs, arguments, out):
     lines = trained(folder, recipe_of(KINDS[kind], recipe, steps, out), settings, runs, arguments)
     if lines is None:
         return None
-    report = far_report(folder, length, FAR, runs, arguments) if arguments.evaluate else None
+    report = evaluated(folder, words_of_far(length, FAR), runs, arguments) if arguments.evaluate else None
     if arguments.evaluate and report is None:
         return None
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     check = [line for line in lines if line["kind"] == "validation"][-1]
     return {**dict(zip(KEY, job)), "loss": round(check["loss"], 4), "bits_per_byte": round(check["bits_per_byte"], 4),
             **({"far": far_losses(report)} if report else {})}
-
-
-def rows_of(length):
-    """Rows of `length` tokens, 32,768 tokens a step."""
-    return [f"training.seq_len={length}", f"training.local_batch_size={max(32768 // length, 1)}",
-            f"model.max_position_embeddings={max(length, 8192)}"]
 
 
 def final(rows, kind, arguments):
@@ -103,8 +103,13 @@ def final(rows, kind, arguments):
     return best, [rows[key] for key in keys if key in rows]
 
 
+def far_of(runs, far):
+    """The runs' losses on words last used more than `far` tokens back, of runs that were evaluated."""
+    return [run["far"][far] for run in runs if far in run.get("far", {})]
+
+
 def table(rows, arguments):
-    fars = [far for far in FAR if any(far in row.get("far", {}) for key, row in rows.items() if key[1] == arguments.length)]
+    fars = [far for far in FAR if far_of([row for key, row in rows.items() if key[1] == arguments.length], far)]
     print(f"| attention | loss after {arguments.rate_steps} steps by rate | best rate | loss after {arguments.steps} steps, "
           f"seeds {', '.join(map(str, arguments.seeds))} | mean | spread |"
           + "".join(f" far > {far} |" for far in fars) + "\n|" + "---|" * (6 + len(fars)))
@@ -115,7 +120,7 @@ def table(rows, arguments):
         mean, spread = (f"{statistics.mean(losses):.3f}", f"{max(losses) - min(losses):.3f}") if losses else ("", "")
         cells = [kind, rates, f"{best:g}" if best else "", ", ".join(f"{loss:.3f}" for loss in losses), mean, spread]
         for far in fars:
-            found = [run["far"][far] for run in runs if far in run.get("far", {})]
+            found = far_of(runs, far)
             cells.append(f"{statistics.mean(found):.3f}" if found else "")
         print("| " + " | ".join(cells) + " |")
 
@@ -128,8 +133,7 @@ def drawn(rows, arguments):
     runs = {kind: final(rows, kind, arguments)[1] for kind in lines}
     ends = {kind: [run["loss"] for run in found] for kind, found in runs.items() if found}
     ends = dict(sorted(ends.items(), key=lambda pair: statistics.mean(pair[1])))
-    far = {kind: [(int(far), found) for far in FAR if (found := [run["far"][far] for run in runs[kind] if far in run.get("far", {})])]
-           for kind in ends}
+    far = {kind: [(int(far), found) for far in FAR if (found := far_of(runs[kind], far))] for kind in ends}
     panels = [
         (f"nats after {arguments.rate_steps} steps, rows of {arguments.length}", lines,
          sorted({rate for found in lines.values() for rate, _ in found}), "learning rate"),

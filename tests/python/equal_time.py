@@ -14,14 +14,14 @@ indexer's KL, recall and entropy, whose curves --draw adds. Needs nothing but Py
 """
 
 import argparse
-import json
 import pathlib
 import shutil
 import statistics
 
-from best_rates import KEY as RATE_KEY, KINDS as NAMES, tried
+from best_rates import KEY as RATE_KEY, KINDS as NAMES, rows_of, tried
 from learning_table import ROWS, WARMUP, base, recipe_of
-from runs import add_arguments, chart, device_name, far_losses, far_report, finished, num_steps, parsed, prepare, train_missing, trained
+from runs import (add_arguments, chart, device_name, evaluated, far_losses, finished, num_steps, parsed, prepare,
+                  train_missing, trained, words_of_far)
 
 RATE_RUNS = finished(pathlib.Path("docs/rates.jsonl"), RATE_KEY)
 
@@ -59,8 +59,7 @@ def run(job, runs, arguments):
     _, kind, length, minutes, seed = job
     name = f"{kind.replace(' ', '-').replace(',', '')}-{length}-{minutes:g}-{seed}"
     folder, batch = arguments.out / name, max(32768 // length, 1)
-    keys = [f"training.seq_len={length}", f"training.local_batch_size={batch}", f"training.seed={seed}",
-            f"model.max_position_embeddings={max(length, 8192)}", f"optimizer.lr={best_rate(kind, length)}",
+    keys = [*rows_of(length), f"training.seed={seed}", f"optimizer.lr={best_rate(kind, length)}",
             *ROWS["8192"][NAMES[kind]]]
     recipe, settings = base("8192", arguments, arguments.out)
     in_steps = lambda count, saved: [
@@ -84,7 +83,7 @@ def run(job, runs, arguments):
     if lines is None:
         return None
     steps = steps_of(lines)
-    report = far_report(folder, length, FAR, runs, arguments) if arguments.evaluate else None
+    report = evaluated(folder, words_of_far(length, FAR), runs, arguments) if arguments.evaluate else None
     if arguments.evaluate and report is None:
         return None
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)

@@ -21,14 +21,14 @@ import statistics
 import time
 
 from needle_corpus import document
-from runs import finished, metrics, num_steps, on_devices, prepare, trained
+from runs import evaluated, finished, metrics, num_steps, on_devices, prepare, trained, words_of_far
 
 SLOPE = ["attention.bias=linear", "attention.recency=slope"]
 PUBLISHED = ["attention.bias=exp", "attention.recency=none", "attention.local_window_size=0"]
 LONG = ["training.seq_len=8192", "training.local_batch_size=4"]
 STEPS = {"long": 3.815, "recall": 2.5}
 ONE_DENSE = ['model.layer_types=["sparse","sparse","sparse","mha"]']
-WORDS = ["ppl", "--recipe-validation", "--by-position", "--far", "256", "1024", "2048"]
+FAR = ["256", "1024", "2048"]
 # As nsa_80m.toml and mla_80m.toml: 85M parameters besides the embedding, as the other kinds have. The feed-forward layers
 # give up what NSA's compression takes, and what MLA takes for keys and values of every head.
 NSA = [
@@ -309,20 +309,11 @@ def train(job, runs, arguments, out):
     recipe, settings = base(kind, arguments, out)
     settings = settings + [f"training.seed={seed}"] + ROWS[kind][name] + arguments.set
     recipe = recipe_of(name, recipe, num_steps(settings), out)
-    is_done = trained(folder, recipe, settings, runs, arguments) is not None
-    with open(f"{folder}.log", "a", encoding="utf-8") as log:
-        report = pathlib.Path(f"{folder}.eval.json")
-        if arguments.evaluate and is_done and not report.exists():
-            lengths = [int(value.split("=")[1]) for value in settings if value.startswith("training.seq_len=")]
-            # Half a row apart, so that most predictions see much.
-            words = WORDS + ["--stride", str((lengths or [2048])[-1] // 2)]
-            needles = [*NEEDLES, ",".join(map(str, arguments.needle_lengths))]
-            what = needles if kind == "recall" else words
-            unfinished = report.with_suffix(".part")
-            with open(unfinished, "w", encoding="utf-8") as output:
-                status = runs.run([arguments.sieve, "eval", *what, "--checkpoint", str(folder), "--json"], output, log)
-            if status == 0:
-                unfinished.rename(report)
+    if trained(folder, recipe, settings, runs, arguments) is not None and arguments.evaluate:
+        lengths = [int(value.split("=")[1]) for value in settings if value.startswith("training.seq_len=")]
+        needles = [*NEEDLES, ",".join(map(str, arguments.needle_lengths))]
+        words = needles if kind == "recall" else words_of_far((lengths or [2048])[-1], FAR)
+        evaluated(folder, words, runs, arguments)
     return line(kind, f"{name}, seed {seed}", folder)
 
 

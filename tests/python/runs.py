@@ -134,15 +134,24 @@ def trained(folder, recipe, settings, runs, arguments):
     return metrics(folder) if done() else None
 
 
-def far_report(folder, length, far, runs, arguments):
-    """What `sieve eval ppl` says of a trained run's held-out text, read half a row of `length` apart: also the loss by
-    position, and on words last used more than each of `far` tokens back. None where it failed or was cut off."""
-    words = ["--recipe-validation", "--by-position", "--far", *far, "--stride", str(length // 2)]
-    command = [arguments.sieve, "eval", "ppl", *words, "--checkpoint", str(folder), "--json"]
-    with open(f"{folder}.eval.json", "w", encoding="utf-8") as output, open(f"{folder}.log", "a") as log:
-        if runs.run(command, output, log) != 0:
-            return None
-    return json.loads(pathlib.Path(f"{folder}.eval.json").read_text())
+def evaluated(folder, words, runs, arguments):
+    """The report of `sieve eval` with these words on a trained run, kept in FOLDER.eval.json, where an earlier call's is
+    read again. None where it failed or was cut off."""
+    path = pathlib.Path(f"{folder}.eval.json")
+    if not path.exists():
+        unfinished = path.with_suffix(".part")
+        command = [arguments.sieve, "eval", *words, "--checkpoint", str(folder), "--json"]
+        with open(unfinished, "w", encoding="utf-8") as output, open(f"{folder}.log", "a", encoding="utf-8") as log:
+            if runs.run(command, output, log) != 0:
+                return None
+        unfinished.rename(path)
+    return json.loads(path.read_text())
+
+
+def words_of_far(length, far):
+    """Words of `sieve eval` for the loss on held-out text, read half a row of `length` apart so that most predictions
+    see much: by position, and on words last used more than each of `far` tokens back."""
+    return ["ppl", "--recipe-validation", "--by-position", "--far", *far, "--stride", str(length // 2)]
 
 
 def far_losses(report):

@@ -1,9 +1,10 @@
 //! Accuracy on multi-query associative recall (arXiv:2312.04927), by kind of sample and by distance.
 use crate::EvalError;
 use crate::input::{check_length, check_vocabulary, ids};
-use crate::weights::{attention_weights, fits};
+use crate::weights::{attention_weights, check_length as check_weights};
 use burn::tensor::{Int, Tensor, TensorData};
 use serde::Serialize;
+use sieve_core::model::AttentionForm;
 use sieve_data::{Mqar, MqarConfig, MqarSplit};
 use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
@@ -163,34 +164,35 @@ fn values_read<B: DeviceBackend>(
     num_samples: u64,
     device: &B::Device,
 ) -> Result<Vec<ValuesRead>, EvalError> {
-    let MqarConfig { seq_len, num_pairs, .. } = *mqar.config();
-    let mut means: Vec<ValuesRead> = Vec::new();
-    if !fits(model.shape(), seq_len) {
-        return Ok(means);
+    let (shape, MqarConfig { seq_len, num_pairs, .. }) = (model.shape(), *mqar.config());
+    let chooses = |&layer: &usize| {
+        let form = shape.of_layer(layer).attention.form();
+        matches!(form, AttentionForm::Ranked(_) | AttentionForm::Blocks(_))
+    };
+    let choosing: Vec<usize> = (0..shape.num_layers).filter(chooses).collect();
+    if choosing.is_empty() || check_weights(shape, seq_len).is_err() {
+        return Ok(Vec::new());
     }
+    let of_layer = |&layer: &usize| ValuesRead {
+        layer,
+        ..ValuesRead::default()
+    };
+    let mut means: Vec<ValuesRead> = choosing.iter().map(of_layer).collect();
     for index in 0..num_samples {
         let sample = mqar.sample(MqarSplit::Test, index);
-        let mut layers = attention_weights(model, &sample.tokens, &[], device, &mut |_| {})?;
-        layers.retain(|layer| layer.chosen.is_some());
-        if layers.is_empty() {
-            break;
-        }
-        means.resize(layers.len(), ValuesRead::default());
+        let layers = attention_weights(model, &sample.tokens, &choosing, device, &mut |_| {})?;
         for (mean, layer) in means.iter_mut().zip(&layers) {
-            mean.layer = layer.layer;
             let share = 1.0 / (num_samples as usize * layer.heads.len() * num_pairs) as f64;
-            for (head, query) in layer
-                .heads
-                .iter()
-                .flat_map(|head| sample.queries.iter().map(move |query| (head, query)))
-            {
-                let (row, value) = (query.position * seq_len, 2 * query.pair + 1);
-                let is_read = |key: usize| head.weights[row + key] > 0.0;
-                let num_read = (0..=query.position).filter(|&key| is_read(key)).count();
-                let values = (0..num_pairs).filter(|pair| is_read(2 * pair + 1)).count();
-                mean.values += share * values as f64 / num_read.max(1) as f64;
-                mean.values_of_all += share * num_pairs as f64 / (query.position + 1) as f64;
-                mean.answers += share * f64::from(u8::from(is_read(value)));
+            for query in &sample.queries {
+                mean.values_of_all += share * (layer.heads.len() * num_pairs) as f64 / (query.position + 1) as f64;
+                for head in &layer.heads {
+                    let row = &head.weights[query.position * seq_len..][..=query.position];
+                    let is_read = |pair: usize| row[2 * pair + 1] > 0.0;
+                    let num_read = row.iter().filter(|&&weight| weight > 0.0).count();
+                    let values = (0..num_pairs).filter(|&pair| is_read(pair)).count();
+                    mean.values += share * values as f64 / num_read.max(1) as f64;
+                    mean.answers += share * f64::from(u8::from(is_read(query.pair)));
+                }
             }
         }
     }

@@ -138,32 +138,27 @@ fn check(shape: &ModelShape, tokens: &[u32], layers: &[usize]) -> Result<(), Eva
             "layers are counted from 0",
         ));
     }
-    let scores = scores(shape, tokens.len());
-    match fits(shape, tokens.len()) {
+    check_length(shape, tokens.len())
+}
+
+/// Refuses a prompt on which a layer has more than 2^26 weights.
+pub(crate) fn check_length(shape: &ModelShape, num_tokens: usize) -> Result<(), EvalError> {
+    let scores = ScoreMatrix {
+        batch: 1,
+        num_heads: shape.num_heads,
+        seq_len: num_tokens,
+    };
+    match scores.num_scores() <= MOST_REFERENCE_SCORES {
         true => Ok(()),
         false => Err(EvalError::BadSetting {
             name: "length",
             value: format!(
-                "{}, and a layer would have {} weights ({scores}), more than {MOST_REFERENCE_SCORES}",
-                tokens.len(),
+                "{num_tokens}, and a layer would have {} weights ({scores}), more than {MOST_REFERENCE_SCORES}",
                 scores.num_scores()
             ),
             hint: "choose a shorter prompt",
         }),
     }
-}
-
-fn scores(shape: &ModelShape, seq_len: usize) -> ScoreMatrix {
-    ScoreMatrix {
-        batch: 1,
-        num_heads: shape.num_heads,
-        seq_len,
-    }
-}
-
-/// Whether the weights of a layer on a prompt of this length may be computed.
-pub(crate) fn fits(shape: &ModelShape, seq_len: usize) -> bool {
-    scores(shape, seq_len).num_scores() <= MOST_REFERENCE_SCORES
 }
 
 /// The statistics of one head's weights, `[num_tokens, num_tokens]`.
