@@ -33,6 +33,8 @@ KINDS = {
     "MoBA": "MoBA",
     "MSA": "MSA",
     WARMUP: WARMUP,
+    "MSA, 8 local blocks": "MSA, 8 local blocks",
+    "InfLLM-V2, 1 local block": "InfLLM-V2, 1 local block",
     "MLA": "MLA",
     "window + slope, 1 of 4 dense": "window 1024 + slope, 1 of 4 dense",
     "DMA, 1 of 4 dense": "DMA 1024, slope, r 128, 1 of 4 dense",

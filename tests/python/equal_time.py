@@ -4,13 +4,14 @@
       --length 32768 --minutes 3 --devices cuda:0 cuda:1
     python3 tests/python/equal_time.py --out docs --length 32768 --minutes 3 --draw docs/equal_time.svg
 
-Run from the repository's root. A first run of --probe-steps steps, of five times as many with a warm-up, measures a
-kind's tokens/s, from which its steps and their learning-rate schedule follow; its rate is the kind's best of
-docs/rates.jsonl. Every step holds 32,768 tokens, or one row where that is longer. The time is that of training
-steps: starting, preparing data and validation are not counted, and the line says how long the steps took. OUT/equal_time.jsonl gets a line for each finished run; runs that
-have one are not repeated, and a run that was cut off goes on from its last checkpoint, one a minute. A line has the
-training loss over seconds, with --evaluate the loss by tokens seen and on words last used far back, and of MSA the
-indexer's KL, recall and entropy, whose curves --draw adds. Needs nothing but Python.
+Run from the repository's root. First a probe of --probe-steps steps, of five times as many with a warm-up, measures each
+kind's tokens/s alone on a GPU, from which its steps and their learning-rate schedule follow; its rate is the kind's best
+of docs/rates.jsonl. Every step holds 32,768 tokens, or one row where that is longer. The time is that of training
+steps: starting, preparing data and validation are not counted, and the line says how long the steps took. A device named
+twice takes two runs at a time; then speed and time are the probe's. OUT/equal_time.jsonl gets a line for each finished
+run; runs that have one are not repeated, and a run that was cut off resumes from its last checkpoint, one a minute. A
+line has the training loss over seconds, of MSA the indexer's KL, recall and entropy too, and with --evaluate the loss by
+tokens seen and on words last used far back. Needs nothing but Python.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import statistics
 
 from best_rates import KEY as RATE_KEY, KINDS as NAMES, rows_of, tried
 from learning_table import ROWS, WARMUP, base, recipe_of
-from runs import (add_arguments, chart, device_name, evaluated, far_losses, finished, num_steps, parsed, prepare,
+from runs import (add_arguments, chart, device_name, evaluated, far_losses, finished, on_devices, parsed, prepare,
                   train_missing, trained, words_of_far)
 
 RATE_RUNS = finished(pathlib.Path("docs/rates.jsonl"), RATE_KEY)
@@ -38,7 +39,7 @@ def best_rate(kind, length):
 KINDS = [kind for kind in NAMES if kind != "DMA as published"]
 KEY = ("gpu", "kind", "length", "minutes", "seed")
 FAR = ["1024", "4096", "16384", "65536"]
-INDEXER = {"index_kl": "KL of the indexer, nats", "index_recall": "its recall", "index_entropy": "its entropy, nats"}
+INDEXER = ["index_kl", "index_recall", "index_entropy"]
 
 
 def steps_of(lines):
@@ -54,32 +55,52 @@ def seconds_a_token(kind, steps, count):
     return sum(share / statistics.median(rates) for share, rates in stages) / sum(share for share, _ in stages)
 
 
-def run(job, runs, arguments):
-    """The line of one run, or None."""
+def settings_of(job, count, saved, arguments):
+    """Keys of a run of `count` steps that saves `saved` checkpoints."""
+    _, kind, length, _, seed = job
+    return [*base("8192", arguments, arguments.out)[1], *rows_of(length), f"training.seed={seed}",
+            f"optimizer.lr={best_rate(kind, length)}", *ROWS["8192"][NAMES[kind]], f"training.steps={count}",
+            f"checkpoint.interval={max(count // saved, 1)}", "checkpoint.keep_latest_k=1", f"validation.interval={count}",
+            f"lr_scheduler.warmup_steps={max(count // 8, 1)}", *arguments.set]
+
+
+def recipe_for(kind, count, arguments):
+    return recipe_of(NAMES[kind], base("8192", arguments, arguments.out)[0], count, arguments.out)
+
+
+def folder_of(job, arguments):
     _, kind, length, minutes, seed = job
-    name = f"{kind.replace(' ', '-').replace(',', '')}-{length}-{minutes:g}-{seed}"
-    folder, batch = arguments.out / name, max(32768 // length, 1)
-    keys = [*rows_of(length), f"training.seed={seed}", f"optimizer.lr={best_rate(kind, length)}",
-            *ROWS["8192"][NAMES[kind]]]
-    recipe, settings = base("8192", arguments, arguments.out)
-    in_steps = lambda count, saved: [
-        *settings, *keys, f"training.steps={count}", f"checkpoint.interval={max(count // saved, 1)}",
-        "checkpoint.keep_latest_k=1", f"validation.interval={count}", f"lr_scheduler.warmup_steps={max(count // 8, 1)}",
-        *arguments.set]
-    planned = pathlib.Path(f"{folder}.steps")  # a run that was cut off keeps the steps of its probe
-    if not planned.exists():
+    return arguments.out / f"{kind.replace(' ', '-').replace(',', '')}-{length}-{minutes:g}-{seed}"
+
+
+def probe(job, runs, arguments):
+    """Seconds a token of the job's kind alone on a GPU, from a file where another run of the kind was probed before;
+    None where the probe failed."""
+    _, kind, length, *_ = job
+    folder = folder_of((*job[:-1], "probe"), arguments)
+    known = pathlib.Path(f"{folder}.seconds")
+    if not known.exists():
         # Steps are logged as the run logs them, since statistics of the attention make a logged step slower. The first
         # logged step counts the start; of a warm-up another one has to be dense.
         count = arguments.probe_steps * (5 if NAMES[kind] == WARMUP else 1)
-        probe = recipe_of(NAMES[kind], recipe, count, arguments.out)
-        lines = trained(arguments.out / f"{name}-probe", probe, in_steps(count, 1), runs, arguments)
+        settings = settings_of(job, count, 1, arguments)
+        lines = trained(folder, recipe_for(kind, count, arguments), settings, runs, arguments)
         if lines is None:
             return None
-        seconds = seconds_a_token(kind, steps_of(lines)[1:], count)
-        planned.write_text(str(max(int(minutes * 60 / seconds / (length * batch)), 2)))
-    settings = in_steps(int(planned.read_text()), max(round(minutes), 1))
-    count = num_steps(settings)
-    lines = trained(folder, recipe_of(NAMES[kind], recipe, count, arguments.out), settings, runs, arguments)
+        known.write_text(repr(seconds_a_token(kind, steps_of(lines)[1:], count)))
+    return float(known.read_text())
+
+
+def run(job, runs, arguments):
+    """The line of one run, or None."""
+    _, kind, length, minutes, _ = job
+    folder, batch = folder_of(job, arguments), max(32768 // length, 1)
+    alone = probe(job, runs, arguments)
+    if alone is None:
+        return None
+    count = max(int(minutes * 60 / alone / (length * batch)), 2)
+    lines = trained(folder, recipe_for(kind, count, arguments),
+                    settings_of(job, count, max(round(minutes), 1), arguments), runs, arguments)
     if lines is None:
         return None
     steps = steps_of(lines)
@@ -88,11 +109,13 @@ def run(job, runs, arguments):
         return None
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     check = [line for line in lines if line["kind"] == "validation"][-1]
-    rates = [line["tokens_per_second"] for line in steps]
+    shared = len(set(arguments.devices)) < len(arguments.devices)
+    seconds = alone if shared else seconds_a_token(kind, steps, count)
+    rate = 1 / alone if shared else statistics.median(line["tokens_per_second"] for line in steps)
     far = far_losses(report) if report else {}
     positions = [[bin["from"], round(bin["loss"], 4)] for bin in report["by_position"]
                  if bin["num_tokens"]] if report else []
-    seconds = count * length * batch * seconds_a_token(kind, steps, count)
+    seconds *= count * length * batch
     size = -(-len(steps) // 24)  # means of that many logged steps, by the seconds that training had taken
     parts = [steps[at:at + size] for at in range(0, len(steps), size)]
     means = lambda part, value: [round(statistics.mean(line["step"] for line in part) * seconds / count, 1),
@@ -100,8 +123,8 @@ def run(job, runs, arguments):
     curve = [means(part, lambda line: line["loss"]) for part in parts]
     of_indexer = {key: [means(part, lambda line: line["attention"][key]) for part in parts] for key in INDEXER
                   if all(key in (line["attention"] or {}) for line in steps)}
-    return {**dict(zip(KEY, job)), "steps": count, "tokens": count * length * batch, "tokens_per_second": round(statistics.median(rates)), "seconds": round(seconds, 1),
-            "loss": round(check["loss"], 4), "bits_per_byte": round(check["bits_per_byte"], 4), "far": far,
+    return {**dict(zip(KEY, job)), "steps": count, "tokens": count * length * batch, "tokens_per_second": round(rate),
+            "seconds": round(seconds, 1), "loss": round(check["loss"], 4), "bits_per_byte": round(check["bits_per_byte"], 4), "far": far,
             "by_position": positions, "curve": curve, **of_indexer}
 
 
@@ -133,16 +156,13 @@ def drawn(rows, arguments):
     """Training loss over minutes and over tokens (the first seed), and the last validation losses."""
     found = chosen(rows, arguments)
     ends = sorted(found, key=lambda kind: statistics.mean(row["loss"] for row in found[kind]))
-    over = lambda key, last: {kind: [(last(runs[0]) * seconds / runs[0]["seconds"], [value])
-                                     for seconds, value in runs[0][key][2:]]
-                              for kind, runs in found.items() if key in runs[0]}
-    over_minutes = lambda key: over(key, lambda row: row["seconds"] / 60)
-    title, minutes = f"training loss, rows of {arguments.length}", "minutes of training"
-    panels = [(title, over_minutes("curve"), "linear", minutes),
-              (title, over("curve", lambda row: row["tokens"] / 1e6), "linear", "millions of tokens"),
-              (f"validation loss after {arguments.minutes:g} minutes",
+    over = lambda last: {kind: [(last(runs[0]) * seconds / runs[0]["seconds"], [value])
+                                for seconds, value in runs[0]["curve"][2:]] for kind, runs in found.items()}
+    title = f"training loss, rows of {arguments.length}"
+    panels = [(title, over(lambda row: row["seconds"] / 60), "linear", "minutes of training"),
+              (title, over(lambda row: row["tokens"] / 1e6), "linear", "millions of tokens"),
+              (f"validation loss after {arguments.minutes:g} min",
                {kind: [(kind, [row["loss"] for row in found[kind]])] for kind in ends}, ends, "a dot a seed")]
-    panels += [(title, over_minutes(key), "linear", minutes) for key, title in INDEXER.items() if over_minutes(key)]
     return chart(panels, list(found))
 
 
@@ -166,6 +186,10 @@ def main():
         arguments.gpu = device_name(arguments.devices[0])
         jobs = [(arguments.gpu, kind, arguments.length, arguments.minutes, seed)
                 for seed in arguments.seeds for kind in arguments.kinds]
+        # Probes alone on their GPUs, before all runs.
+        missing = {kind: job for job in jobs if job not in rows for kind in [job[1]]}
+        apart = argparse.Namespace(**{**vars(arguments), "devices": sorted(set(arguments.devices))})
+        on_devices(missing.values(), apart, arguments.out, lambda job, runs: probe(job, runs, arguments))
         train_missing(jobs, lambda job, runs: run(job, runs, arguments), arguments, path, rows)
     if not chosen(rows, arguments):
         known = sorted({f"{gpu}, {length} tokens, {minutes:g} minutes" for gpu, _, length, minutes, _ in rows})

@@ -105,6 +105,9 @@ ROWS = {
         "MoBA": MOBA,
         "MSA": MSA,
         WARMUP: MSA,
+        # What the near past is worth: MSA with InfLLM-V2's local blocks, InfLLM-V2 with MSA's, the query's own.
+        "MSA, 8 local blocks": [*MSA, "attention.num_local_blocks=8"],
+        "InfLLM-V2, 1 local block": [*INFLLM_V2, "attention.num_local_blocks=1"],
     },
     "2048": {
         "dense": ["attention.kind=mha"],

@@ -92,6 +92,12 @@ impl Extent {
         }
     }
 
+    /// Whether to check rows of thousands of tokens: not on the emulator, and not where the random rows are so short
+    /// that the check is meant to be a fast one (under compute-sanitizer, a long pass takes minutes).
+    pub(crate) fn has_long_rows(&self) -> bool {
+        self.longest > 200 && !self.is_emulated
+    }
+
     /// Returns `emulated` on the emulator, otherwise `all`.
     pub(crate) fn pick<T>(&self, emulated: T, all: T) -> T {
         if self.is_emulated { emulated } else { all }

@@ -584,8 +584,8 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Inputs, Expected, Stri
     let mut random = Random(extent.seed ^ 0x006e_7361);
     let extent = *extent;
     (0..extent.few()).map(move |case| {
-        // One long call, on a GPU only: its reference takes the CPU seconds, and the emulator would take hours.
-        let is_long = case == 0 && extent.longest > 200 && !extent.is_emulated;
+        // One long call: its reference takes the CPU seconds, and the emulator would take hours.
+        let is_long = case == 0 && extent.has_long_rows();
         let (mut inputs, label) = Inputs::draw(&mut random, &extent, case, is_long)?;
         let chosen = choice(&inputs);
         inputs.leave_out(&chosen);
@@ -620,10 +620,10 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
             Err(error) => report.add("nsa", "refused", &label, Err(Wrong::from(error))),
         }
     }
-    match extent.is_emulated {
-        // The emulator runs blocks of threads one after the other, so no run can differ from another.
-        true => Ok(()),
-        false => check_repeats(report, device, extent),
+    // The emulator runs blocks of threads one after the other, so no run can differ from another.
+    match extent.has_long_rows() {
+        true => check_repeats(report, device, extent),
+        false => Ok(()),
     }
 }
 

@@ -46,7 +46,7 @@ pub(crate) struct CheckArgs {
     /// Random calls of attention's kernels on a GPU, and a fifth as many of other kernels; the CPU checks models alone
     #[arg(long, default_value_t = 200)]
     pub(super) cases: usize,
-    /// Longest usual sequence; some of DMA's are longer than 1024 in any case
+    /// Longest usual sequence; some of DMA's are longer than 1024 in any case, some of NSA's where it is over 200
     #[arg(long, default_value_t = 700)]
     pub(super) longest: usize,
     /// Seed of the random shapes and inputs of calls
