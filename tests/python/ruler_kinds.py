@@ -1,0 +1,127 @@
+"""RULER's families (arXiv:2404.06654) by kind of attention: small models that train on the tasks, asked in 1, 2 and 4
+times the trained length.
+
+    python3 tests/python/ruler_kinds.py --sieve target/release/sieve --out OUT --devices cuda:0 cuda:0 cuda:0 cuda:1 cuda:1 cuda:1
+    python3 tests/python/ruler_kinds.py --out OUT --draw OUT/ruler.svg
+
+Run from the repository's root. The text is `sieve data generate`: retrieval (niah_multikey_1, niah_multivalue), tracing
+(vt) and aggregation (cwe) in texts of half to the whole trained length, with the tokenizer of checkpoints/tiny; RULER's
+fourth family, questions about documents, needs files that are not here, and kv_retrieval takes its place. A run trains
+recipes/quickstart.toml's model with one kind of attention that reads 128 keys a query, then `sieve eval ruler` asks
+--samples new texts a task and length. OUT/ruler.jsonl gets a line for each finished run; runs that have one are not
+repeated, so a call that was cut off resumes. Needs nothing but Python.
+"""
+
+import argparse
+import pathlib
+import statistics
+import subprocess
+
+from learning_table import ROWS, WARMUP
+from runs import add_arguments, chart, evaluated, finished, parsed, prepare, train_missing, trained
+
+TASKS = ["niah_multikey_1", "niah_multivalue", "vt", "cwe", "kv_retrieval"]
+KINDS = [name for name in ROWS["recall"] if name != WARMUP and "periods" not in name]
+KEY = ("kind", "trained", "steps", "seed")
+TOKENIZER = pathlib.Path("checkpoints/tiny/tokenizer.json")
+
+
+def samples(arguments):
+    """The text to train on, made once."""
+    path = arguments.out / f"ruler-{arguments.length}.jsonl"
+    if not path.exists():
+        unfinished = path.with_suffix(".part")
+        subprocess.run([arguments.sieve, "data", "generate", "--tasks", ",".join(TASKS), "--tokenizer", str(TOKENIZER),
+                        "--min-length", str(arguments.length // 2), "--max-length", str(arguments.length - 1),
+                        "--samples", str(arguments.texts), "--out", str(unfinished)], check=True)
+        unfinished.rename(path)
+    return path
+
+
+def settings(kind, seed, arguments):
+    """Keys of one run: 16,384 tokens a step."""
+    text, length = arguments.out / f"ruler-{arguments.length}.jsonl", arguments.length
+    return [
+        f'data.paths=["{text}"]', "data.format=jsonl", f'data.cache_dir="{arguments.out / f"tokens-{length}"}"',
+        f'tokenizer.path="{TOKENIZER.resolve()}"', 'model.layer_types=["sparse"]',
+        f"model.max_position_embeddings={4 * length}", f"training.seq_len={length}",
+        f"training.local_batch_size={max(16384 // length, 1)}", f"training.steps={arguments.steps}",
+        f"training.seed={seed}", "optimizer.lr=2e-3", f"lr_scheduler.warmup_steps={max(arguments.steps // 40, 1)}",
+        f"validation.interval={arguments.steps}", f"checkpoint.interval={max(arguments.steps // 2, 1)}",
+        *ROWS["recall"][kind], *arguments.set]
+
+
+def run(job, runs, arguments):
+    """The line of one run, or None."""
+    kind, length, steps, seed = job
+    folder = arguments.out / f"{kind.replace(' ', '-').replace(',', '')}-{length}-{steps}-{seed}"
+    lines = trained(folder, "recipes/quickstart.toml", settings(kind, seed, arguments), runs, arguments)
+    if lines is None:
+        return None
+    words = ["ruler", "--tasks", ",".join(TASKS), "--lengths", ",".join(str(times * length) for times in (1, 2, 4)),
+             "--samples", str(arguments.samples)]
+    report = evaluated(folder, words, runs, arguments)
+    if report is None:
+        return None
+    check = [line for line in lines if line["kind"] == "validation"][-1]
+    scores = {task["task"]: [[one["length"], round(one["score"], 1), round(one["mean_rank"], 2)] for one in task["lengths"]]
+              for task in report["methods"][0]["tasks"]}
+    return {**dict(zip(KEY, job)), "loss": round(check["loss"], 4), "scores": scores}
+
+
+def of_task(rows, kind, task, which):
+    """Numbers of a task by length, a value a seed: the score in % (`which` 1) or the mean rank of the answer (2)."""
+    found = {}
+    for key, row in sorted(rows.items(), key=lambda pair: pair[0][-1]):
+        for one in row["scores"][task] if key[0] == kind else []:
+            found.setdefault(one[0], []).append(one[which])
+    return found
+
+
+def table(rows, arguments):
+    print("Score in %, then mean rank of the answer among eleven, at 1, 2 and 4 times the trained length; means of seeds\n")
+    print("| attention | loss | " + " | ".join(TASKS) + " |\n|---|---|" + "---|" * len(TASKS))
+    for kind in arguments.kinds:
+        losses = [row["loss"] for key, row in rows.items() if key[0] == kind]
+        if losses:
+            cells = [", ".join(f"{statistics.mean(values):.{digits}f}" for values in of_task(rows, kind, task, which).values())
+                     for task in TASKS for which, digits in ((1, 0), (2, 1))]
+            pairs = [f"{score}; {rank}" for score, rank in zip(cells[::2], cells[1::2])]
+            print(f"| {kind} | {statistics.mean(losses):.3f} | " + " | ".join(pairs) + " |")
+
+
+def drawn(rows, arguments):
+    """A panel a task: score over length, a line a kind, a dot a seed."""
+    lines = lambda task: {kind: list(of_task(rows, kind, task, 1).items()) for kind in arguments.kinds}
+    lengths = [times * arguments.length for times in (1, 2, 4)]
+    return chart([(f"{task}: score in %", lines(task), lengths, "tokens", "{:.0f}") for task in TASKS],
+                 [kind for kind in arguments.kinds if any(key[0] == kind for key in rows)])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, "ruler.jsonl", reads_text=False)
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
+    parser.add_argument("--steps", type=int, default=6000, help="of 16,384 tokens")
+    parser.add_argument("--texts", type=int, default=60_000, help="samples to train on")
+    parser.add_argument("--samples", type=int, default=40, help="asked of each task and length")
+    arguments = parsed(parser)
+    path = arguments.out / "ruler.jsonl"
+    rows = finished(path, KEY)
+    if arguments.sieve:
+        samples(arguments)
+        prepare(arguments, "recipes/quickstart.toml", settings(arguments.kinds[0], 0, arguments))
+        jobs = [(kind, arguments.length, arguments.steps, seed) for seed in arguments.seeds for kind in arguments.kinds]
+        train_missing(jobs, lambda job, runs: run(job, runs, arguments), arguments, path, rows)
+    rows = {key: row for key, row in rows.items() if key[1:3] == (arguments.length, arguments.steps)}
+    if not rows:
+        parser.error(f"{path} has no run of --length {arguments.length} and --steps {arguments.steps}")
+    table(rows, arguments)
+    if arguments.draw:
+        arguments.draw.write_text(drawn(rows, arguments), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
