@@ -149,9 +149,9 @@ impl DmaShape {
     /// The same layer with another `keep_window_size`; the slopes stay.
     pub fn with_window(self, keep_window_size: usize) -> Self {
         let longest_period = match self.recency {
-            DmaRecency::None => self.longest_period,
             // An absent period would follow the new `keep_window_size`.
-            DmaRecency::Slope => Some(self.periods()[1]),
+            DmaRecency::Slope if keep_window_size != self.keep_window_size => Some(self.periods()[1]),
+            _ => self.longest_period,
         };
         Self {
             keep_window_size,
@@ -640,6 +640,8 @@ mod tests {
         assert_eq!(periods(given, 3), [10, 100, 1000]);
         // A stage with another window keeps the slopes.
         assert_eq!(slope.with_window(64).slopes(3), slope.slopes(3));
+        // A period that was not given stays so where the window does: a given one must not be under the shortest.
+        assert_eq!(slope.with_window(1024), slope);
     }
 
     #[test]
