@@ -1,7 +1,7 @@
 """RULER's families (arXiv:2404.06654) by kind of attention: small models that train on the tasks, asked in 1, 2 and 4
 times the trained length.
 
-    python3 tests/python/ruler_kinds.py --sieve target/release/sieve --out OUT --devices cuda:0 cuda:0 cuda:0 cuda:1 cuda:1 cuda:1
+    python3 tests/python/ruler_kinds.py --sieve target/release/sieve --out OUT --devices cuda:0 cuda:0 cuda:1 cuda:1
     python3 tests/python/ruler_kinds.py --out OUT --draw OUT/ruler.svg
 
 Run from the repository's root. The text is `sieve data generate`: retrieval (niah_multikey_1, niah_multivalue), tracing
@@ -31,9 +31,11 @@ def samples(arguments):
     path = arguments.out / f"ruler-{arguments.length}.jsonl"
     if not path.exists():
         unfinished = path.with_suffix(".part")
-        subprocess.run([arguments.sieve, "data", "generate", "--tasks", ",".join(TASKS), "--tokenizer", str(TOKENIZER),
-                        "--min-length", str(arguments.length // 2), "--max-length", str(arguments.length - 1),
-                        "--samples", str(arguments.texts), "--out", str(unfinished)], check=True)
+        done = subprocess.run([arguments.sieve, "data", "generate", "--tasks", ",".join(TASKS), "--tokenizer", str(TOKENIZER),
+                               "--min-length", str(arguments.length // 2), "--max-length", str(arguments.length - 1),
+                               "--samples", str(arguments.texts), "--out", str(unfinished)], check=False)
+        if done.returncode != 0:
+            raise SystemExit(1)
         unfinished.rename(path)
     return path
 
@@ -42,7 +44,8 @@ def settings(kind, seed, arguments):
     """Keys of one run: 16,384 tokens a step."""
     text, length = arguments.out / f"ruler-{arguments.length}.jsonl", arguments.length
     return [
-        f'data.paths=["{text}"]', "data.format=jsonl", f'data.cache_dir="{arguments.out / f"tokens-{length}"}"',
+        f'data.paths=["{text}"]', "data.format=jsonl", "data.max_bytes=1_000_000_000",
+        f'data.cache_dir="{arguments.out / f"tokens-{length}"}"',
         f'tokenizer.path="{TOKENIZER.resolve()}"', 'model.layer_types=["sparse"]',
         f"model.max_position_embeddings={4 * length}", f"training.seq_len={length}",
         f"training.local_batch_size={max(16384 // length, 1)}", f"training.steps={arguments.steps}",
