@@ -341,7 +341,7 @@ impl Mesh {
         failure.map_or(Ok(()), |failure| Err(CommError::Lost(failure)))
     }
 
-    /// Tells the other ranks the error with which this rank ends.
+    /// Sends the error with which this rank ends to the other ranks.
     pub fn fail(&self, text: &str) {
         self.watch.fail(text);
     }

@@ -169,7 +169,7 @@ impl Watch {
         state.failure.clone()
     }
 
-    /// Tells all ranks the error with which this one ends.
+    /// Sends the error with which this rank ends to all ranks.
     pub(crate) fn fail(&self, text: &str) {
         let failure = Failure {
             rank: self.rank,

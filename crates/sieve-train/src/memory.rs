@@ -82,7 +82,7 @@ fn group_room(group: &Path, names: GroupFiles) -> Option<u64> {
         let text = std::fs::read_to_string(group.join(name)).ok()?;
         text.trim().parse::<u64>().ok()
     };
-    // Without a limit the file holds "max", which is no number.
+    // Without a limit the file holds "max".
     let limit = number(names.limit)?;
     let usage = number(names.usage)?;
     let stat = std::fs::read_to_string(group.join("memory.stat")).unwrap_or_default();

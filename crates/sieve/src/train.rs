@@ -194,9 +194,9 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> R
     }
     let session = Session::open(args, &recipe, mesh, interrupt)?;
     text.iter()
-        .filter(|_| session.tells())
+        .filter(|_| session.prints())
         .for_each(|line| terminal::status(line));
-    if let Some(words) = learns_nothing(&recipe).filter(|_| session.tells()) {
+    if let Some(words) = learns_nothing(&recipe).filter(|_| session.prints()) {
         terminal::warning(words);
     }
     if let Some(num_steps) = args.profile {
@@ -317,7 +317,7 @@ impl<'a> Session<'a> {
     }
 
     /// Whether this process prints and writes files: it trains alone or is rank 0.
-    fn tells(&self) -> bool {
+    fn prints(&self) -> bool {
         self.mesh.as_ref().is_none_or(|mesh| mesh.world().rank == 0)
     }
 }
@@ -431,7 +431,7 @@ fn train<B: TrainBackend>(
 ) -> Result<Ending> {
     let (mut folder, origin) = ranks::open(session.mesh.as_deref(), out, start, recipe)?;
     let recipe = &origin.with_own_tokenizer(recipe)?;
-    let mut log = Log::new(session.tells());
+    let mut log = Log::new(session.prints());
     if is_finished(&mut folder, start, &origin, recipe, out, &log)? {
         return Ok(Ending::Finished);
     }
@@ -439,7 +439,7 @@ fn train<B: TrainBackend>(
     let [_, num_ranks] = session.sharers();
     TrainError::check_ranks(recipe, num_ranks)?;
     let keeping = admit(session, recipe, &origin, place, &log)?;
-    if let Some(dir) = session.args.checkpoint_fallback.as_ref().filter(|_| session.tells()) {
+    if let Some(dir) = session.args.checkpoint_fallback.as_ref().filter(|_| session.prints()) {
         let what = || format!("creating {} for --checkpoint-fallback", dir.display());
         std::fs::create_dir_all(dir).with_context(what)?;
     }
@@ -484,7 +484,7 @@ fn train<B: TrainBackend>(
         ..WriteLimits::default()
     });
     let exporter = Exporter::default();
-    let port = session.args.metrics_port.as_ref().filter(|_| session.tells());
+    let port = session.args.metrics_port.as_ref().filter(|_| session.prints());
     let address = port.map(|port| exporter.listen(port)).transpose()?;
     trainer.write_config()?;
     log.open(&log_path)?;
@@ -525,7 +525,7 @@ fn train<B: TrainBackend>(
     ));
     finish(&log, &summary, trainer.shape());
     // Training is complete, so a failed sample, for example of too long a prompt, is no error.
-    if session.tells()
+    if session.prints()
         && let Err(error) = samples(&log, recipe, &mut trainer, &device)
     {
         log.line(&format!("no sample: {error}"));
@@ -561,7 +561,7 @@ fn is_finished(
             recipe.training.steps
         );
     }
-    if matches!(start, Start::Resume | Start::ResumeAlone { .. }) && log.tells() {
+    if matches!(start, Start::Resume | Start::ResumeAlone { .. }) && log.prints() {
         // A kill right after the last checkpoint was written leaves older ones to delete.
         folder.claim(start)?;
         tidy_finished(folder, recipe)?;
@@ -614,7 +614,7 @@ fn run_steps<B: TrainBackend>(
     exporter: &Exporter,
 ) -> Result<TrainSummary> {
     let mut profile = profile(session, place, recipe, trainer)?;
-    let (bar, stalls) = match session.tells() {
+    let (bar, stalls) = match session.prints() {
         true => (
             terminal::progress_bar(recipe.training.steps as u64, "{bar:30} {pos}/{len} steps  {msg}"),
             Some(session.events.watch(ranks::long_patience(session.args.patience))?),
@@ -646,7 +646,7 @@ fn profile<B: TrainBackend>(
     recipe: &Recipe,
     trainer: &Trainer<B>,
 ) -> Result<Option<StepProfile>> {
-    let num_steps = session.args.profile.filter(|_| session.tells());
+    let num_steps = session.args.profile.filter(|_| session.prints());
     let (Some(num_steps), Device::Cuda(gpu)) = (num_steps, place) else {
         return Ok(None);
     };

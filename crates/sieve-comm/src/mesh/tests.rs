@@ -266,7 +266,7 @@ fn a_rank_that_lives_and_does_not_go_on_with_its_step_is_named() {
         });
         for (rank, met) in met.into_iter().enumerate() {
             let Err(CommError::Lost(failure)) = met else {
-                panic!("rank {rank} goes on without {late}: {met:?}");
+                panic!("rank {rank} continues without {late}: {met:?}");
             };
             assert_eq!((failure.rank, &failure.loss), (late, &Loss::Still(1)));
         }

@@ -9,28 +9,28 @@ use std::path::Path;
 /// Prints lines and appends them to the run's `log` file. Lines from before [`open`](Self::open) are written then.
 pub(super) struct Log {
     /// False on ranks other than 0, which neither print nor write.
-    tells: bool,
+    prints: bool,
     file: RefCell<Option<File>>,
     early: RefCell<String>,
 }
 
 impl Log {
-    pub(super) fn new(tells: bool) -> Self {
+    pub(super) fn new(prints: bool) -> Self {
         Self {
-            tells,
+            prints,
             file: RefCell::default(),
             early: RefCell::default(),
         }
     }
 
     /// Whether this process prints and logs.
-    pub(super) fn tells(&self) -> bool {
-        self.tells
+    pub(super) fn prints(&self) -> bool {
+        self.prints
     }
 
     /// Opens the log file and writes the earlier lines into it, on rank 0.
     pub(super) fn open(&mut self, path: &Path) -> Result<()> {
-        if !self.tells {
+        if !self.prints {
             return Ok(());
         }
         let mut file = OpenOptions::new()
@@ -51,7 +51,7 @@ impl Log {
 
     /// Prints a line even under `--quiet`, and logs it.
     pub(super) fn always(&self, text: &str) {
-        if self.tells {
+        if self.prints {
             terminal::line(text);
         }
         self.keep(text);
@@ -59,7 +59,7 @@ impl Log {
 
     /// Prints `short`, or with `--verbose` `whole`, and logs `whole`.
     pub(super) fn short(&self, short: &str, whole: &str) {
-        if self.tells {
+        if self.prints {
             terminal::status(if terminal::is_verbose() { whole } else { short });
         }
         self.keep(whole);
@@ -67,7 +67,7 @@ impl Log {
 
     /// Writes a line to the log without printing it.
     pub(super) fn keep(&self, text: &str) {
-        if !self.tells {
+        if !self.prints {
             return;
         }
         match self.file.borrow_mut().as_mut() {

@@ -39,7 +39,7 @@ const SPEC: AttentionSpec = AttentionSpec {
 /// Value of `expire` for a key that no query of the part sees.
 const GONE: i32 = -1;
 /// Tolerance of bf16 results whose sums have another order: relative error in the Euclidean norm.
-const BAR: f64 = 1e-2;
+const TOLERANCE: f64 = 1e-2;
 
 /// The kind of attention, A, and the lengths of the documents.
 struct Case {
@@ -335,7 +335,7 @@ fn four_gpus_choose_the_keys_that_one_chooses() {
             "{}: {compared} keys of parts are active for the same queries; o differs by {:.1e}, dqkv by {:.1e}",
             case.name, errors[0], errors[1]
         );
-        assert!(errors.iter().all(|&error| error <= BAR), "{}", case.name);
+        assert!(errors.iter().all(|&error| error <= TOLERANCE), "{}", case.name);
     }
     std::fs::remove_dir_all(folder).expect("it is removed");
 }
