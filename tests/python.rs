@@ -76,3 +76,49 @@ fn the_corpus_comes_back_byte_for_byte_from_its_lock() {
         run(&python, "test_make_corpus.py", &[]);
     }
 }
+
+/// Imports every script of the folder in its first argument whose imports, and theirs, are Python's own or scripts.
+const IMPORT_ALL: &str = r#"
+import ast, importlib, pathlib, sys
+
+folder = pathlib.Path(sys.argv[1])
+sys.path.insert(0, str(folder))
+scripts = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in folder.glob("*.py")}
+
+
+def imported(tree):
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield node.module.partition(".")[0]
+
+
+def is_plain(name):
+    found = imported(scripts[name])
+    return all(top in sys.stdlib_module_names or top in scripts and is_plain(top) for top in found)
+
+
+names = [name for name in scripts if is_plain(name)]
+for name in names:
+    importlib.import_module(name)
+print(len(names))
+"#;
+
+#[test]
+fn scripts_have_what_other_scripts_import_of_them() {
+    let test = "scripts_have_what_other_scripts_import_of_them";
+    // The set of Python's own modules is there since 3.10.
+    if let Some(python) = interpreter(test, "import sys; sys.stdlib_module_names") {
+        let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("python");
+        let output = Command::new(&python)
+            .args(["-B", "-c", IMPORT_ALL])
+            .arg(folder)
+            .output();
+        let output = output.expect("the interpreter ran before");
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{error}");
+        let count = String::from_utf8_lossy(&output.stdout).trim().parse::<usize>();
+        assert!(count.is_ok_and(|count| count > 20), "{error}");
+    }
+}

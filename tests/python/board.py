@@ -21,7 +21,7 @@ import sys
 import time
 
 from best_rates import KINDS as NAMES
-from equal_time import RATES, steps_of
+from equal_time import best_rate, steps_of
 from learning_table import ROWS
 from runs import add_arguments, device_name, finished, metrics, on_devices, output_of, parsed, prepare, train
 
@@ -29,12 +29,12 @@ RECIPE = "recipes/board_80m.toml"
 PYTORCH = [sys.executable, "tests/gpu/rivals/board_torch.py"]
 # Entry: its settings on top of RECIPE. The two hybrids are the best kinds of the longest runs in docs/results.md.
 SIEVE = {
-    **{kind: [*ROWS["8192"][NAMES[kind]], f"optimizer.lr={RATES[kind]}"]
+    **{kind: [*ROWS["8192"][NAMES[kind]], f"optimizer.lr={best_rate(kind, 8192)}"]
        for kind in ("dense", "window + slope, 1 of 4 dense", "DMA, 1 of 4 dense", "window + slope", "DMA")},
     "DMA, 1 of 4 dense, Muon": [*ROWS["8192"][NAMES["DMA, 1 of 4 dense"]], "optimizer.name=Muon", "optimizer.beta1=0.95",
                                 "optimizer.lr=3e-3"],
 }
-ENTRIES = SIEVE | {"PyTorch, dense": [f"optimizer.lr={RATES['dense']}"]}
+ENTRIES = SIEVE | {"PyTorch, dense": [f"optimizer.lr={best_rate('dense', 8192)}"]}
 DEFAULT = ["dense", "window + slope, 1 of 4 dense", "DMA, 1 of 4 dense", "PyTorch, dense"]
 SEEDS = {8192: [0, 1, 2], 32768: [0]}  # by tokens of a row; a step has 32,768 tokens
 TINY = ["model.hidden_size=64", "model.intermediate_size=128", "model.num_hidden_layers=4", "model.head_dim=32",

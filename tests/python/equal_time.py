@@ -24,7 +24,7 @@ from learning_table import ROWS, WARMUP, base, recipe_of
 from runs import (add_arguments, chart, device_name, evaluated, far_losses, finished, on_devices, parsed, prepare,
                   train_missing, trained, words_of_far)
 
-RATE_RUNS = finished(pathlib.Path("docs/rates.jsonl"), RATE_KEY)
+RATE_RUNS = finished(pathlib.Path(__file__).parents[2] / "docs/rates.jsonl", RATE_KEY)
 
 
 def best_rate(kind, length):
