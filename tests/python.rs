@@ -77,7 +77,7 @@ fn the_corpus_comes_back_byte_for_byte_from_its_lock() {
     }
 }
 
-/// Imports every script of the folder in its first argument whose imports, and theirs, are Python's own or scripts.
+/// Imports the scripts of a folder, its first argument, that need only Python's standard library and each other.
 const IMPORT_ALL: &str = r#"
 import ast, importlib, pathlib, sys
 

@@ -17,8 +17,8 @@ import shutil
 import statistics
 
 from learning_table import ROWS, WARMUP, base, recipe_of
-from runs import (add_arguments, chart, evaluated, far_losses, finished, parsed, prepare, train, trained,
-                  words_of_far)
+from runs import (add_arguments, chart, evaluated, far_losses, finished, named, parsed, prepare, train,
+                  trained, words_of_far)
 
 KEY = ("kind", "length", "rate", "seed", "steps")
 FAR = ["1024", "4096", "16384"]
@@ -81,7 +81,7 @@ def rows_of(length):
 def run(job, runs, arguments, out):
     """The line of one run, or None: at the deadline, or where training failed (its log says why)."""
     kind, length, rate, seed, steps = job
-    folder = out / f"{kind.replace(' ', '-').replace(',', '')}-{length}-{rate}-{seed}-{steps}"
+    folder = out / named(kind, length, rate, seed, steps)
     recipe, settings = base("8192", arguments, out)
     settings += rows_of(length)
     settings += [*ROWS["8192"][KINDS[kind]], f"optimizer.lr={rate}", f"training.seed={seed}", f"training.steps={steps}",

@@ -23,7 +23,7 @@ import time
 from best_rates import KINDS as NAMES
 from equal_time import best_rate, steps_of
 from learning_table import ROWS
-from runs import add_arguments, device_name, finished, metrics, on_devices, output_of, parsed, prepare, train
+from runs import add_arguments, device_name, finished, metrics, named, on_devices, output_of, parsed, prepare, train
 
 RECIPE = "recipes/board_80m.toml"
 PYTORCH = [sys.executable, "tests/gpu/rivals/board_torch.py"]
@@ -91,7 +91,7 @@ def inputs(job, arguments):
 def plan(job, arguments):
     """The file that holds the steps of an entry's runs, whatever their seed."""
     entry, length, minutes, _ = job
-    return arguments.out / f"{entry.replace(' ', '-').replace(',', '')}-{length}-{60 * minutes:.0f}s.steps"
+    return arguments.out / named(entry, length, f"{60 * minutes:.0f}s.steps")
 
 
 def probe(job, runs, arguments):

@@ -21,8 +21,8 @@ import statistics
 
 from best_rates import KEY as RATE_KEY, KINDS as NAMES, rows_of, tried
 from learning_table import ROWS, WARMUP, base, recipe_of
-from runs import (add_arguments, chart, device_name, evaluated, far_losses, finished, on_devices, parsed, prepare,
-                  train_missing, trained, words_of_far)
+from runs import (add_arguments, chart, device_name, evaluated, far_losses, finished, named, on_devices, parsed,
+                  prepare, train_missing, trained, words_of_far)
 
 RATE_RUNS = finished(pathlib.Path(__file__).parents[2] / "docs/rates.jsonl", RATE_KEY)
 
@@ -70,7 +70,7 @@ def recipe_for(kind, count, arguments):
 
 def folder_of(job, arguments):
     _, kind, length, minutes, seed = job
-    return arguments.out / f"{kind.replace(' ', '-').replace(',', '')}-{length}-{minutes:g}-{seed}"
+    return arguments.out / named(kind, length, f"{minutes:g}", seed)
 
 
 def probe(job, runs, arguments):

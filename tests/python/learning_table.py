@@ -21,7 +21,7 @@ import statistics
 import time
 
 from needle_corpus import document
-from runs import evaluated, finished, metrics, num_steps, on_devices, prepare, trained, words_of_far
+from runs import evaluated, finished, metrics, named, num_steps, on_devices, prepare, trained, words_of_far
 
 SLOPE = ["attention.bias=linear", "attention.recency=slope"]
 PUBLISHED = ["attention.bias=exp", "attention.recency=none", "attention.local_window_size=0"]
@@ -105,7 +105,7 @@ ROWS = {
         "MoBA": MOBA,
         "MSA": MSA,
         WARMUP: MSA,
-        # What the near past is worth: MSA with InfLLM-V2's local blocks, InfLLM-V2 with MSA's, the query's own.
+        # What recent tokens are worth: MSA with as many local blocks as InfLLM-V2, InfLLM-V2 with one, as MSA has.
         "MSA, 8 local blocks": [*MSA, "attention.num_local_blocks=8"],
         "InfLLM-V2, 1 local block": [*INFLLM_V2, "attention.num_local_blocks=1"],
     },
@@ -239,7 +239,7 @@ def evaluation(kind, folder):
 def folder_of(job, arguments, out):
     kind, name, seed = job
     label = f"recall-{arguments.recall_length}" if kind == "recall" else kind
-    return out / f"{label}-{name.replace(' ', '-').replace(',', '')}-{seed}"
+    return out / named(label, name, seed)
 
 
 def needles_by_depth(jobs, arguments, out):

@@ -24,7 +24,7 @@ import shutil
 import statistics
 import time
 
-from runs import add_arguments, chart, finished, parsed, train, train_missing
+from runs import add_arguments, chart, finished, named, parsed, train, train_missing
 
 LENGTHS, WIDTHS = [64, 256, 1024, 2048], [64, 128, 256]
 RATES = {64: 3e-3, 128: 2e-3, 256: 1e-3}
@@ -122,7 +122,7 @@ def of_run(rows, kind, seed, steps):
 def run_part(job, runs, arguments):
     """Trains a run of the hard form up to a step; the line of its answers, or None."""
     kind, seed, steps, step = job
-    folder = arguments.out / f"hard-{kind.replace(' ', '-')}-{steps}-{seed}"
+    folder = arguments.out / named("hard", kind, steps, seed)
     saved = [int(path.name[5:]) for path in folder.glob("checkpoint/step-*") if path.name[5:].isdigit()]
     if not saved:
         shutil.rmtree(folder, ignore_errors=True)
@@ -155,7 +155,7 @@ def hard_table(rows):
 def run(job, runs, arguments, out):
     """The line of one run, or None: at the deadline, or where a command failed (its log says why)."""
     kind, length, width, seed = job
-    folder = out / f"{kind.replace(' ', '-')}-{length}-{width}-{seed}"
+    folder = out / named(kind, length, width, seed)
     shutil.rmtree(folder, ignore_errors=True)  # cut off before
     began = time.monotonic()
     with open(f"{folder}.log", "a", encoding="utf-8") as log:

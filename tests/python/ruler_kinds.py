@@ -18,7 +18,7 @@ import statistics
 import subprocess
 
 from learning_table import ROWS, WARMUP
-from runs import add_arguments, chart, evaluated, finished, parsed, prepare, train_missing, trained
+from runs import add_arguments, chart, evaluated, finished, named, parsed, prepare, train_missing, trained
 
 TASKS = ["niah_multikey_1", "niah_multivalue", "vt", "cwe", "kv_retrieval"]
 KINDS = [name for name in ROWS["recall"] if name != WARMUP and "periods" not in name]
@@ -26,9 +26,13 @@ KEY = ("kind", "trained", "steps", "seed")
 TOKENIZER = pathlib.Path("checkpoints/tiny/tokenizer.json")
 
 
-def samples(arguments):
-    """The text to train on, made once."""
-    path = arguments.out / f"ruler-{arguments.length}.jsonl"
+def text_of(arguments):
+    return arguments.out / f"ruler-{arguments.length}.jsonl"
+
+
+def generate(arguments):
+    """Writes the text to train on, where an earlier call did not."""
+    path = text_of(arguments)
     if not path.exists():
         unfinished = path.with_suffix(".part")
         done = subprocess.run([arguments.sieve, "data", "generate", "--tasks", ",".join(TASKS), "--tokenizer", str(TOKENIZER),
@@ -37,14 +41,13 @@ def samples(arguments):
         if done.returncode != 0:
             raise SystemExit(1)
         unfinished.rename(path)
-    return path
 
 
 def settings(kind, seed, arguments):
     """Keys of one run: 16,384 tokens a step."""
-    text, length = arguments.out / f"ruler-{arguments.length}.jsonl", arguments.length
+    length = arguments.length
     return [
-        f'data.paths=["{text}"]', "data.format=jsonl", "data.max_bytes=1_000_000_000",
+        f'data.paths=["{text_of(arguments)}"]', "data.format=jsonl", "data.max_bytes=1_000_000_000",
         f'data.cache_dir="{arguments.out / f"tokens-{length}"}"',
         f'tokenizer.path="{TOKENIZER.resolve()}"', 'model.layer_types=["sparse"]',
         f"model.max_position_embeddings={4 * length}", f"training.seq_len={length}",
@@ -57,7 +60,7 @@ def settings(kind, seed, arguments):
 def run(job, runs, arguments):
     """The line of one run, or None."""
     kind, length, steps, seed = job
-    folder = arguments.out / f"{kind.replace(' ', '-').replace(',', '')}-{length}-{steps}-{seed}"
+    folder = arguments.out / named(kind, length, steps, seed)
     lines = trained(folder, "recipes/quickstart.toml", settings(kind, seed, arguments), runs, arguments)
     if lines is None:
         return None
@@ -114,7 +117,7 @@ def main():
     path = arguments.out / "ruler.jsonl"
     rows = finished(path, KEY)
     if arguments.sieve:
-        samples(arguments)
+        generate(arguments)
         prepare(arguments, "recipes/quickstart.toml", settings(arguments.kinds[0], 0, arguments))
         jobs = [(kind, arguments.length, arguments.steps, seed) for seed in arguments.seeds for kind in arguments.kinds]
         train_missing(jobs, lambda job, runs: run(job, runs, arguments), arguments, path, rows)

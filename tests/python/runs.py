@@ -116,6 +116,11 @@ def metrics(folder):
         return []
 
 
+def named(*parts):
+    """The name of a run's files, from its kind and the numbers that tell it from other runs."""
+    return "-".join(map(str, parts)).replace(" ", "-").replace(",", "")
+
+
 def num_steps(settings):
     return int([key.split("=")[1] for key in settings if key.startswith("training.steps=")][-1])
 

@@ -23,7 +23,7 @@ import statistics
 import subprocess
 
 from learning_table import INFLLM_V2, MOBA, MSA, PUBLISHED, SLOPE, dma, window
-from runs import add_arguments, chart, finished, metrics, parsed, prepare, train_missing, trained
+from runs import add_arguments, chart, finished, metrics, named, parsed, prepare, train_missing, trained
 
 # Size in millions: layers, width, heads of 64, rate.
 SIZES = {2: (4, 192, 3, 4e-3), 5: (6, 256, 4, 3e-3), 10: (8, 320, 5, 2e-3), 20: (10, 384, 6, 2e-3),
@@ -99,7 +99,7 @@ def text(arguments):
 def run(job, runs, arguments):
     """The line of one run, or None."""
     kind, size, seed = job
-    folder = arguments.out / f"{kind.replace(' ', '-')}-{size}-{seed}"
+    folder = arguments.out / named(kind, size, seed)
     keys = settings(kind, size, seed, arguments) + text(arguments)
     lines = trained(folder, "recipes/code_80m.toml", keys, runs, arguments)
     if lines is None:

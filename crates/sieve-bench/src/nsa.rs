@@ -620,8 +620,8 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
             Err(error) => report.add("nsa", "refused", &label, Err(Wrong::from(error))),
         }
     }
-    // The emulator runs blocks of threads one after the other, so no run can differ from another.
     match extent.has_long_rows() {
+        // Not on the emulator: it runs blocks of threads one after the other, so no run can differ from another.
         true => check_repeats(report, device, extent),
         false => Ok(()),
     }
