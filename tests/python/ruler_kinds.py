@@ -15,19 +15,18 @@ repeated, so a call that was cut off resumes. Needs nothing but Python.
 import argparse
 import pathlib
 import statistics
-import subprocess
 
 from learning_table import ROWS, WARMUP
-from runs import add_arguments, chart, evaluated, finished, named, parsed, prepare, train_missing, trained
+from runs import add_arguments, chart, evaluated, finished, named, parsed, prepare, succeed, train_missing, trained
 
 TASKS = ["niah_multikey_1", "niah_multivalue", "vt", "cwe", "kv_retrieval"]
 KINDS = [name for name in ROWS["recall"] if name != WARMUP and "periods" not in name]
-KEY = ("kind", "trained", "steps", "seed")
+KEY = ("kind", "trained", "texts", "steps", "seed")
 TOKENIZER = pathlib.Path("checkpoints/tiny/tokenizer.json")
 
 
 def text_of(arguments):
-    return arguments.out / f"ruler-{arguments.length}.jsonl"
+    return arguments.out / f"ruler-{arguments.length}-{arguments.texts}.jsonl"
 
 
 def generate(arguments):
@@ -35,11 +34,9 @@ def generate(arguments):
     path = text_of(arguments)
     if not path.exists():
         unfinished = path.with_suffix(".part")
-        done = subprocess.run([arguments.sieve, "data", "generate", "--tasks", ",".join(TASKS), "--tokenizer", str(TOKENIZER),
-                               "--min-length", str(arguments.length // 2), "--max-length", str(arguments.length - 1),
-                               "--samples", str(arguments.texts), "--out", str(unfinished)], check=False)
-        if done.returncode != 0:
-            raise SystemExit(1)
+        succeed([arguments.sieve, "data", "generate", "--tasks", ",".join(TASKS), "--tokenizer", str(TOKENIZER),
+                 "--min-length", str(arguments.length // 2), "--max-length", str(arguments.length - 1),
+                 "--samples", str(arguments.texts), "--out", str(unfinished)])
         unfinished.rename(path)
 
 
@@ -48,7 +45,7 @@ def settings(kind, seed, arguments):
     length = arguments.length
     return [
         f'data.paths=["{text_of(arguments)}"]', "data.format=jsonl", "data.max_bytes=1_000_000_000",
-        f'data.cache_dir="{arguments.out / f"tokens-{length}"}"',
+        f'data.cache_dir="{text_of(arguments).with_suffix(".tokens")}"',
         f'tokenizer.path="{TOKENIZER.resolve()}"', 'model.layer_types=["sparse"]',
         f"model.max_position_embeddings={4 * length}", f"training.seq_len={length}",
         f"training.local_batch_size={max(16384 // length, 1)}", f"training.steps={arguments.steps}",
@@ -59,8 +56,8 @@ def settings(kind, seed, arguments):
 
 def run(job, runs, arguments):
     """The line of one run, or None."""
-    kind, length, steps, seed = job
-    folder = arguments.out / named(kind, length, steps, seed)
+    kind, length, texts, steps, seed = job
+    folder = arguments.out / named(kind, length, texts, steps, seed)
     lines = trained(folder, "recipes/quickstart.toml", settings(kind, seed, arguments), runs, arguments)
     if lines is None:
         return None
@@ -114,16 +111,18 @@ def main():
     parser.add_argument("--texts", type=int, default=60_000, help="samples to train on")
     parser.add_argument("--samples", type=int, default=40, help="asked of each task and length")
     arguments = parsed(parser)
+    if arguments.samples < 1:  # refused here, since it is used after the training alone
+        parser.error(f"--samples {arguments.samples}: ask at least one")
     path = arguments.out / "ruler.jsonl"
-    rows = finished(path, KEY)
+    rows, same = finished(path, KEY), (arguments.length, arguments.texts, arguments.steps)
     if arguments.sieve:
         generate(arguments)
         prepare(arguments, "recipes/quickstart.toml", settings(arguments.kinds[0], 0, arguments))
-        jobs = [(kind, arguments.length, arguments.steps, seed) for seed in arguments.seeds for kind in arguments.kinds]
+        jobs = [(kind, *same, seed) for seed in arguments.seeds for kind in arguments.kinds]
         train_missing(jobs, lambda job, runs: run(job, runs, arguments), arguments, path, rows)
-    rows = {key: row for key, row in rows.items() if key[1:3] == (arguments.length, arguments.steps)}
+    rows = {key: row for key, row in rows.items() if key[1:-1] == same}
     if not rows:
-        parser.error(f"{path} has no run of --length {arguments.length} and --steps {arguments.steps}")
+        parser.error(f"{path} has no run of these --length, --texts and --steps: {', '.join(map(str, same))}")
     table(rows, arguments)
     if arguments.draw:
         arguments.draw.write_text(drawn(rows, arguments), encoding="utf-8")

@@ -102,10 +102,16 @@ def device_name(device):
     return output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "-i", device.partition(":")[2] or "0"])
 
 
+def succeed(command):
+    """Runs a command without which nothing can begin; ends this program where it fails, since it prints why."""
+    if status := subprocess.run(command, check=False).returncode:
+        raise SystemExit(status)
+
+
 def prepare(arguments, recipe, settings):
     """Tokenises the text of a recipe with these settings, once before all runs."""
-    subprocess.run([arguments.sieve, "data", "prepare", "--recipe", recipe]
-                   + [part for setting in settings for part in ("--set", setting)], check=True)
+    succeed([arguments.sieve, "data", "prepare", "--recipe", recipe]
+            + [part for setting in settings for part in ("--set", setting)])
 
 
 def metrics(folder):
