@@ -42,6 +42,8 @@ pub struct CheckSettings {
     pub arrivals: Arrivals,
     /// The part of the kernels to check.
     pub part: CheckPart,
+    /// Whether models are checked after the kernels.
+    pub models: bool,
 }
 
 /// A group of kernels to check.
@@ -315,7 +317,7 @@ fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSett
             progress.wrappers("Hopper kernels", both, &own, &extent)
         })?;
     }
-    if good {
+    if good && settings.models {
         stage(progress, "models", |progress| {
             progress.models::<Autodiff<Cuda>>((&portable.device, DType::BF16), models::has_fp8(gpu), settings)
         })?;
