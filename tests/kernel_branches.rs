@@ -150,7 +150,7 @@ fn a_file_of_two_ranks_agrees_with_its_definition() {
 }
 
 #[test]
-fn an_eight_bit_product_s_file_agrees_with_its_definition() {
+fn an_fp8_gemm_s_file_agrees_with_its_definition() {
     let tiny = TinyRun::dma();
     let (rows, inner, outer) = (48, 64, 32);
     let written = run(&tiny, "fp8 --shape batch=2,seq_len=24,heads=4,kv_heads=2,head_dim=16");
@@ -165,23 +165,20 @@ fn an_eight_bit_product_s_file_agrees_with_its_definition() {
     };
     let [x, weight, dy] = ["x", "weight", "dy"].map(operand);
     // The matrix `sum_c a[i, c] b[j, c]`, `[m, n]`. Each operand is given with its strides.
-    let product = |[m, n, k]: [usize; 3], a: (&[f64], [usize; 2]), b: (&[f64], [usize; 2])| -> Vec<f64> {
+    let gemm = |[m, n, k]: [usize; 3], a: (&[f64], [usize; 2]), b: (&[f64], [usize; 2])| -> Vec<f64> {
         let at = |(values, [row, column]): (&[f64], [usize; 2]), i: usize, c: usize| values[i * row + c * column];
         let entry = |i: usize, j: usize| (0..k).map(|c| at(a, i, c) * at(b, j, c)).sum();
         (0..m * n).map(|ij| entry(ij / n, ij % n)).collect()
     };
     for (name, expected) in [
-        (
-            "y",
-            product([rows, outer, inner], (&x, [inner, 1]), (&weight, [inner, 1])),
-        ),
+        ("y", gemm([rows, outer, inner], (&x, [inner, 1]), (&weight, [inner, 1]))),
         (
             "dx",
-            product([rows, inner, outer], (&dy, [outer, 1]), (&weight, [1, inner])),
+            gemm([rows, inner, outer], (&dy, [outer, 1]), (&weight, [1, inner])),
         ),
         (
             "dweight",
-            product([outer, inner, rows], (&dy, [1, outer]), (&x, [1, inner])),
+            gemm([outer, inner, rows], (&dy, [1, outer]), (&x, [1, inner])),
         ),
     ] {
         let gap = written.gap(name, &expected);

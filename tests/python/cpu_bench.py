@@ -5,8 +5,8 @@ usage: cpu_bench.py --sieve PATH --work FOLDER [--out FILE.json] [--only speed,g
 Each row trains the same recipe for few and for more steps and takes the difference, so that start, data and checkpoints
 cancel. Two rates: by the clock, and by processor time (tokens over processor seconds, times the number of threads), which
 says what the clock would say were nothing else running. "share" is executed FLOP/s by processor time over the rate of a
-2048 x 2048 x 2048 f32 product, which PyTorch's rows are divided by too; the product is measured by PyTorch and, through
-`sieve train`, by Sieve's own product library, at the start of every run. Memory is the largest resident size of the process,
+2048 x 2048 x 2048 f32 GEMM, which PyTorch's rows are divided by too; the GEMM is measured by PyTorch and, through
+`sieve train`, by Sieve's own GEMM library, at the start of every run. Memory is the largest resident size of the process,
 "start" the seconds from the start of the program to the end of its first step. PyTorch runs as it is and under
 torch.compile, each in a process of its own.
 
@@ -115,11 +115,11 @@ def train(args, text, steps):
     said = log.read_text()
     if status:
         raise SystemExit(f"{' '.join(map(str, command))} failed:\n{said[-2000:]}")
-    product = re.search(r"([\d.]+) GFLOP/s measured", said)
+    gemm = re.search(r"([\d.]+) GFLOP/s measured", said)
     start = re.search(r"started: ([\d.]+) s", said)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
-    extras = {"product_gflops_at_start": float(product.group(1)) if product else None,
+    extras = {"gemm_gflops_at_start": float(gemm.group(1)) if gemm else None,
               "start_seconds": float(start.group(1)) if start else None, "memory_mb": usage.ru_maxrss * 1024 / 1e6}
     return cpu_seconds() - before, steps, extras
 
@@ -142,8 +142,8 @@ def measure(args, sizes, kind, seq_len, batch, window=64, blocks=4, steps=(3, 15
     }
 
 
-def torch_product(threads):
-    """f32 rate of a 2048^3 product by clock (best) and by processor time (mean), GFLOP/s."""
+def torch_gemm(threads):
+    """f32 rate of a 2048^3 GEMM by clock (best) and by processor time (mean), GFLOP/s."""
     import torch
 
     torch.set_num_threads(threads)
@@ -319,8 +319,8 @@ def in_own_process(function, *args):
         return pool.submit(function, *args).result()
 
 
-def show(row, product=None):
-    share = f"{100 * row['gflops_cpu'] / product:5.1f} %" if product and "gflops_cpu" in row else "      -"
+def show(row, gemm=None):
+    share = f"{100 * row['gflops_cpu'] / gemm:5.1f} %" if gemm and "gflops_cpu" in row else "      -"
     how = f", {row['threads']} threads, {'compiled' if row['compiled'] else 'as it is'}" if "threads" in row else ""
     start = f" {row['start_seconds']:6.1f} s" if row.get("start_seconds") else "        -"
     print(f"{row['kind']:10} {row['seq_len']:6} x {row['batch']:<4} {row['tokens_per_second_clock']:9.0f} "
@@ -376,8 +376,8 @@ def main():
             args.out.write_text(json.dumps({"rows": rows}, indent=1))
         return
     make_text(args.work)
-    clock, by_cpu = torch_product(args.threads)
-    print(f"2048^3 f32 product, PyTorch: {clock:.0f} GFLOP/s by the clock (best), {by_cpu:.0f} by processor time\n"
+    clock, by_cpu = torch_gemm(args.threads)
+    print(f"2048^3 f32 GEMM, PyTorch: {clock:.0f} GFLOP/s by the clock (best), {by_cpu:.0f} by processor time\n"
           "kind       length x batch  tok/s clock, by cpu   share    memory    start")
     for name, sizes in (("tiny", TINY), ("wide", WIDE)):
         seq_len, batch = 256, 8
@@ -396,7 +396,7 @@ def main():
             rows.append(measure(args, TINY, kind, seq_len, batch, 128, 4, (1, 3)) | {"model": "tiny"})
             show(rows[-1], by_cpu)
     if args.out:
-        args.out.write_text(json.dumps({"torch_product_gflops": [clock, by_cpu], "rows": rows}, indent=1))
+        args.out.write_text(json.dumps({"torch_gemm_gflops": [clock, by_cpu], "rows": rows}, indent=1))
     if args.plot:
         args.plot.write_text(growth_svg(rows))
 

@@ -11,10 +11,12 @@ steps: starting, preparing data and validation are not counted, and the line say
 twice takes two runs at a time; then speed and time are the probe's. OUT/equal_time.jsonl gets a line for each finished
 run; runs that have one are not repeated, and a run that was cut off resumes from its last checkpoint, one a minute. A
 line has the training loss over seconds, of MSA the indexer's KL, recall and entropy too, and with --evaluate the loss by
-tokens seen and on words last used far back. Needs nothing but Python.
+tokens seen and on words last used far back. Texts are told apart by the names of their files; without --text the table is
+of crates.jsonl. Needs nothing but Python.
 """
 
 import argparse
+import collections
 import pathlib
 import shutil
 import statistics
@@ -37,7 +39,7 @@ def best_rate(kind, length):
 
 
 KINDS = [kind for kind in NAMES if kind != "DMA as published"]
-KEY = ("gpu", "kind", "length", "minutes", "seed")
+Job = collections.namedtuple("Job", "text gpu kind length minutes seed")
 FAR = ["1024", "4096", "16384", "65536"]
 INDEXER = ["index_kl", "index_recall", "index_entropy"]
 
@@ -57,8 +59,8 @@ def seconds_a_token(kind, steps, count):
 
 def settings_of(job, count, saved, arguments):
     """Keys of a run of `count` steps that saves `saved` checkpoints."""
-    _, kind, length, _, seed = job
-    return [*base("8192", arguments, arguments.out)[1], *rows_of(length), f"training.seed={seed}",
+    kind, length = job.kind, job.length
+    return [*base("8192", arguments, arguments.out)[1], *rows_of(length), f"training.seed={job.seed}",
             f"optimizer.lr={best_rate(kind, length)}", *ROWS["8192"][NAMES[kind]], f"training.steps={count}",
             f"checkpoint.interval={max(count // saved, 1)}", "checkpoint.keep_latest_k=1", f"validation.interval={count}",
             f"lr_scheduler.warmup_steps={max(count // 8, 1)}", *arguments.set]
@@ -69,15 +71,14 @@ def recipe_for(kind, count, arguments):
 
 
 def folder_of(job, arguments):
-    _, kind, length, minutes, seed = job
-    return arguments.out / named(kind, length, f"{minutes:g}", seed)
+    return arguments.out / named(job.text, job.kind, job.length, f"{job.minutes:g}", job.seed)
 
 
 def probe(job, runs, arguments):
     """Seconds a token of the job's kind alone on a GPU, from a file where another run of the kind was probed before;
     None where the probe failed."""
-    _, kind, length, *_ = job
-    folder = folder_of((*job[:-1], "probe"), arguments)
+    kind = job.kind
+    folder = folder_of(job._replace(seed="probe"), arguments)
     known = pathlib.Path(f"{folder}.seconds")
     if not known.exists():
         # Steps are logged as the run logs them, since statistics of the attention make a logged step slower. The first
@@ -93,7 +94,7 @@ def probe(job, runs, arguments):
 
 def run(job, runs, arguments):
     """The line of one run, or None."""
-    _, kind, length, minutes, _ = job
+    kind, length, minutes = job.kind, job.length, job.minutes
     folder, batch = folder_of(job, arguments), max(32768 // length, 1)
     alone = probe(job, runs, arguments)
     if alone is None:
@@ -123,17 +124,22 @@ def run(job, runs, arguments):
     curve = [means(part, lambda line: line["loss"]) for part in parts]
     of_indexer = {key: [means(part, lambda line: line["attention"][key]) for part in parts] for key in INDEXER
                   if all(key in (line["attention"] or {}) for line in steps)}
-    return {**dict(zip(KEY, job)), "steps": count, "tokens": count * length * batch, "tokens_per_second": round(rate),
+    return {**job._asdict(), "steps": count, "tokens": count * length * batch, "tokens_per_second": round(rate),
             "seconds": round(seconds, 1), "loss": round(check["loss"], 4), "bits_per_byte": round(check["bits_per_byte"], 4), "far": far,
             "by_position": positions, "curve": curve, **of_indexer}
 
 
+def of(arguments, kind, seed):
+    text = arguments.text.stem if arguments.text else "crates"
+    return Job(text, arguments.gpu, kind, arguments.length, arguments.minutes, seed)
+
+
 def chosen(rows, arguments):
-    """The runs of this GPU, length and time, by kind."""
+    """The runs of this text, GPU, length and time, by kind."""
     found = {}
-    for (gpu, kind, length, minutes, _), row in sorted(rows.items(), key=lambda pair: pair[0][-1]):
-        if (gpu, length, minutes) == (arguments.gpu, arguments.length, arguments.minutes):
-            found.setdefault(kind, []).append(row)
+    for job, row in sorted(rows.items(), key=lambda pair: pair[0].seed):
+        if job == of(arguments, job.kind, job.seed):
+            found.setdefault(job.kind, []).append(row)
     return {kind: found[kind] for kind in arguments.kinds if kind in found}
 
 
@@ -178,22 +184,21 @@ def main():
     parser.add_argument("--evaluate", action="store_true", help="also the loss on words last used far back")
     arguments = parsed(parser)
     path = arguments.out / "equal_time.jsonl"
-    rows = finished(path, KEY)
+    rows = {Job(*key): row for key, row in finished(path, Job._fields).items()}
     if arguments.sieve:
         arguments.steps = 1600  # of `base`; a run sets its own
         recipe, settings = base("8192", arguments, arguments.out)
         prepare(arguments, recipe, settings + arguments.set)
         arguments.gpu = device_name(arguments.devices[0])
-        jobs = [(arguments.gpu, kind, arguments.length, arguments.minutes, seed)
-                for seed in arguments.seeds for kind in arguments.kinds]
+        jobs = [of(arguments, kind, seed) for seed in arguments.seeds for kind in arguments.kinds]
         # Probes alone on their GPUs, before all runs.
-        missing = {kind: job for job in jobs if job not in rows for kind in [job[1]]}
+        missing = {kind: job for job in jobs if job not in rows for kind in [job.kind]}
         apart = argparse.Namespace(**{**vars(arguments), "devices": sorted(set(arguments.devices))})
         on_devices(missing.values(), apart, arguments.out, lambda job, runs: probe(job, runs, arguments))
         train_missing(jobs, lambda job, runs: run(job, runs, arguments), arguments, path, rows)
     if not chosen(rows, arguments):
-        known = sorted({f"{gpu}, {length} tokens, {minutes:g} minutes" for gpu, _, length, minutes, _ in rows})
-        parser.error(f"no run of this --gpu, --length, --minutes and --kinds; {path} has: {'; '.join(known) or 'nothing'}")
+        known = sorted({f"{job.text}, {job.gpu}, {job.length} tokens, {job.minutes:g} min" for job in rows})
+        parser.error(f"no run of this --text, --gpu, --length, --minutes and --kinds; {path} has: {'; '.join(known) or 'nothing'}")
     table(rows, arguments)
     if arguments.draw:
         arguments.draw.write_text(drawn(rows, arguments), encoding="utf-8")

@@ -181,7 +181,7 @@ def recipe_of(name, recipe, steps, out):
 def base(kind, arguments, out):
     """Recipe and settings that the rows of a set share."""
     facts = f"facts-{arguments.recall_length}" if kind == "recall" else ""
-    text, cache = (out / f"{facts}.jsonl", out / facts) if facts else (arguments.text, out / "code")
+    text, cache = (out / f"{facts}.jsonl", out / facts) if facts else (arguments.text, out / arguments.text.stem)
     settings = ['model.layer_types=["sparse"]', f'data.paths=["{text}"]', "data.format=jsonl", f'data.cache_dir="{cache}"']
     if kind != "recall":
         steps = arguments.steps

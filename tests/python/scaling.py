@@ -91,7 +91,7 @@ def settings(kind, size, seed, arguments):
 
 
 def text(arguments):
-    return [f'data.paths=["{arguments.text}"]', f'data.cache_dir="{arguments.out / "code"}"',
+    return [f'data.paths=["{arguments.text}"]', f'data.cache_dir="{arguments.out / f"{arguments.text.stem}-{arguments.vocabulary}"}"',
             f"tokenizer.train={{ vocab_size = {arguments.vocabulary}, sample_bytes = 40_000_000 }}"]
 
 

@@ -24,7 +24,7 @@ fn main() -> ExitCode {
         portable: true,
         arrivals: Arrivals::default(),
         part: CheckPart::All,
-        models: false,
+        gemms: false,
     };
     let mut print = |part| println!("{part}");
     match check_emulated(&settings, Path::new("target/emulator"), &mut print) {

@@ -31,7 +31,7 @@ use row::Sizes;
 use serde_json::{Value, json};
 use sieve_kernels::DType;
 use sieve_kernels::{
-    AttentionShape, Cublaslt, CudaTensor, DeviceReport, KernelError, MatmulOutput, Product, ToBurn, client_of, matmul,
+    AttentionShape, Cublaslt, CudaTensor, DeviceReport, GemmKind, KernelError, MatmulOutput, ToBurn, client_of, matmul,
 };
 use sieve_ops::Cuda;
 use sieve_select::Selector;
@@ -368,15 +368,15 @@ fn matmul_ceiling(clock: &Clock, device: &Gpu) -> Result<(f64, &'static str)> {
     let flops = 2.0 * (SIZE as f64).powi(3);
     let (times, by) = if Cublaslt::require().is_ok() {
         let output = MatmulOutput::New(DType::BF16);
-        let mut product = || matmul(Product::Nt, &x, &w, output).map(drop);
-        (clock.time(&mut product)?, "cuBLASLt")
+        let mut gemm = || matmul(GemmKind::Nt, &x, &w, output).map(drop);
+        (clock.time(&mut gemm)?, "cuBLASLt")
     } else {
         let [a, b] = [x, w].map(|x| Tensor::<Cuda, 2>::from_primitive(TensorPrimitive::Float(x.burn())));
-        let mut product = || {
+        let mut gemm = || {
             drop(a.clone().matmul(b.clone().transpose()));
             Ok(())
         };
-        (clock.time(&mut product)?, "Burn, since cuBLASLt is missing,")
+        (clock.time(&mut gemm)?, "Burn, since cuBLASLt is missing,")
     };
     Ok((flops / (times.median_ms * 1e-3), by))
 }

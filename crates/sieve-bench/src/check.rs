@@ -42,8 +42,8 @@ pub struct CheckSettings {
     pub arrivals: Arrivals,
     /// The part of the kernels to check.
     pub part: CheckPart,
-    /// Whether models are checked after the kernels.
-    pub models: bool,
+    /// Whether cuBLAS's GEMMs are checked, and then models, which run them.
+    pub gemms: bool,
 }
 
 /// A group of kernels to check.
@@ -304,10 +304,12 @@ fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSett
                 Ok(())
             })?;
             progress.wrappers("portable kernels", ONLY_PORTABLE, &portable, &extent)?;
-            progress.part("products".to_owned(), |report| {
-                check_gemms(report, &portable, &extent, gpu);
-                Ok(())
-            })?;
+            if settings.gemms {
+                progress.part("GEMMs".to_owned(), |report| {
+                    check_gemms(report, &portable, &extent, gpu);
+                    Ok(())
+                })?;
+            }
         }
         progress.wrappers("portable kernels", both, &portable, &extent)
     })?;
@@ -317,7 +319,7 @@ fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSett
             progress.wrappers("Hopper kernels", both, &own, &extent)
         })?;
     }
-    if good && settings.models {
+    if good && settings.gemms {
         stage(progress, "models", |progress| {
             progress.models::<Autodiff<Cuda>>((&portable.device, DType::BF16), models::has_fp8(gpu), settings)
         })?;

@@ -6,12 +6,10 @@ use serde::Serialize;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Keeping {
     /// In which rows `o_low` is kept: the low 16 bits of the f32 output that its bf16 `o` lacks.
-    #[serde(rename = "rest")]
     pub o_low: KeepOLow,
     /// Whether a block keeps the normed streams, rotated heads and gated activations that its backward pass would
     /// recompute. They take half as much memory as all other activations of a block, save 1 to 2 % of a step on a GPU,
     /// and do not change results.
-    #[serde(rename = "made_again")]
     pub recomputable: bool,
 }
 

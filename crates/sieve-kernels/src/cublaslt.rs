@@ -15,7 +15,7 @@ use crate::step_graph::{Work, tape_of};
 use cubecl::stream_id::StreamId;
 pub(crate) use library::Call;
 use library::Refusal;
-pub use problem::Product;
+pub use problem::GemmKind;
 use problem::{Operands, Problem, operand_rows, result_shape};
 use sieve_gpu::step::{Fp8Matrix, as_rows};
 use sieve_gpu::{CudaTensor, DType, KernelError};
@@ -53,14 +53,14 @@ pub struct Cublaslt;
 /// are not one stride apart, a GEMM that cuBLASLt has no algorithm for. A GEMM that fails after it was queued is
 /// reported by a later call.
 pub fn matmul(
-    product: Product,
+    kind: GemmKind,
     x: &CudaTensor,
     w: &CudaTensor,
     output: MatmulOutput<'_>,
 ) -> Result<CudaTensor, KernelError> {
     x.require_dtype(NAME, "x", DType::BF16)?;
     w.require_dtype(NAME, "w", DType::BF16)?;
-    queue_gemm((product, Operands::Bf16), [x, w], &[], output)
+    queue_gemm((kind, Operands::Bf16), [x, w], &[], output)
 }
 
 /// `x [m, k]` times the transpose of `w [n, k]`, times their scales, with f32 accumulation; at most one of the two
@@ -74,12 +74,12 @@ pub fn fp8_matmul(x: &Fp8Matrix, w: &Fp8Matrix, output: MatmulOutput<'_>) -> Res
         w: w.format,
     };
     let (values, scales) = ([&x.values, &w.values], [&x.scale, &w.scale]);
-    queue_gemm((Product::Nt, operands), values, &scales, output)
+    queue_gemm((GemmKind::Nt, operands), values, &scales, output)
 }
 
 /// Checks the sizes, queues the GEMM and returns its output tensor. `scales` belongs to fp8 operands.
 fn queue_gemm(
-    (product, operands): (Product, Operands),
+    (kind, operands): (GemmKind, Operands),
     [x, w]: [&CudaTensor; 2],
     scales: &[&CudaTensor],
     output: MatmulOutput<'_>,
@@ -87,11 +87,11 @@ fn queue_gemm(
     Cublaslt::require()?;
     let ((x, x_rows, x_stride), (w, w_rows, w_stride)) = (as_rows(x), as_rows(w));
     let width = |tensor: &CudaTensor| tensor.shape().last().copied().unwrap_or(0);
-    let sizes = operand_rows(product, [x_rows, width(&x)], [w_rows, width(&w)])?;
-    let shape = result_shape(product, x.shape(), sizes);
+    let sizes = operand_rows(kind, [x_rows, width(&x)], [w_rows, width(&w)])?;
+    let shape = result_shape(kind, x.shape(), sizes);
     let target = Target::of(output, &x, &shape, sizes)?;
     let problem = Problem {
-        product,
+        kind,
         operands,
         sizes,
         x_stride,
@@ -113,7 +113,7 @@ fn queue_gemm(
         factors: target.factors,
         stream: StreamId::current(),
     };
-    let noted = tape_of(&x).map(|tape| (tape, Work::Product(call.clone())));
+    let noted = tape_of(&x).map(|tape| (tape, Work::Gemm(call.clone())));
     submit(&x, call)?;
     if let Some((tape, work)) = noted {
         tape.note(work);
@@ -252,7 +252,7 @@ fn submit(like: &CudaTensor, call: Call) -> Result<(), KernelError> {
         }
         Ok(Err(Refusal::NoAlgorithm(reason))) => Err(KernelError::unsupported(
             NAME,
-            "product",
+            "GEMM",
             described,
             format!("what cuBLASLt has an algorithm for ({reason})"),
         )),

@@ -24,7 +24,7 @@ pub use sieve_gpu::*;
 
 pub use burn_memory::{CudaPrimitive, ToBurn, burn_dtype, client_of, device_of, kernel_dtype, kernel_tensor};
 pub use cache::KernelCache;
-pub use cublaslt::{Cublaslt, MatmulOutput, Product, fp8_matmul, matmul};
+pub use cublaslt::{Cublaslt, GemmKind, MatmulOutput, fp8_matmul, matmul};
 pub use host_copy::{HostCopy, HostReader};
 pub use kernel_trace::{KernelTrace, TraceResult};
 pub use launch::LaunchCounts;

@@ -1,6 +1,6 @@
 //! Projection to the vocabulary and cross-entropy, one block of tokens after another: GEMMs by cuBLASLt around
 //! `kernels/cross_entropy.cu`. Only one block's logits are in memory at a time.
-use crate::cublaslt::{MatmulOutput, Product, matmul};
+use crate::cublaslt::{GemmKind, MatmulOutput, matmul};
 use sieve_gpu::step::{FixedSum, LogitRows, cross_entropy, padded_width};
 use sieve_gpu::{CudaTensor, DType, KernelError, operand, require_non_empty};
 
@@ -60,13 +60,13 @@ pub fn linear_cross_entropy_with_gradients(
         let count = block.min(tokens - first);
         let [h, dlogits] = input.block_losses([first, count], &logits, &losses)?;
         let dh = dh.row_range(NAME, "dh", first, count)?;
-        matmul(Product::Nn, &dlogits, &input.weight, MatmulOutput::Into(&dh))?;
+        matmul(GemmKind::Nn, &dlogits, &input.weight, MatmulOutput::Into(&dh))?;
         // The first block overwrites dweight, so it needs no clearing.
         let into = match first {
             0 => MatmulOutput::Into(&dweight),
             _ => MatmulOutput::AddTo(&dweight),
         };
-        matmul(Product::Tn, &dlogits, &h, into)?;
+        matmul(GemmKind::Tn, &dlogits, &h, into)?;
     }
     Ok(LinearCrossEntropyGradients {
         loss: FixedSum::of(&losses)?,
@@ -112,7 +112,7 @@ impl Input {
     ) -> Result<[CudaTensor; 2], KernelError> {
         let rows = logits.matrix(count)?;
         let h = self.h.row_range(NAME, "h", first, count)?;
-        matmul(Product::Nt, &h, &self.weight, MatmulOutput::Into(&rows))?;
+        matmul(GemmKind::Nt, &h, &self.weight, MatmulOutput::Into(&rows))?;
         let labels = self.labels.row_range(NAME, "labels", first, count)?;
         let losses = losses.row_range(NAME, "losses", first, count)?;
         cross_entropy(logits, &labels, &losses)?;

@@ -27,14 +27,14 @@ const NAME: &str = "step_graph";
 #[derive(Clone)]
 pub(crate) enum Work {
     Launch(QueuedLaunch),
-    Product(Call),
+    Gemm(Call),
 }
 
 impl Work {
     fn bindings(&self) -> &[Binding] {
         match self {
             Self::Launch(launch) => &launch.bindings,
-            Self::Product(call) => &call.bindings,
+            Self::Gemm(call) => &call.bindings,
         }
     }
 }
@@ -355,7 +355,7 @@ fn capture(server: &mut Server, stream: StreamId, work: Vec<Work>) -> Result<Exe
     let queued = work.iter().cloned().try_for_each(|work| match work {
         // SAFETY: the launch was sound when it was recorded, and its bindings keep its buffers.
         Work::Launch(call) => unsafe { call.run(server, stream) }.map_err(|error| error.to_string()),
-        Work::Product(call) => call.run(server).map_err(|refusal| refusal.to_string()),
+        Work::Gemm(call) => call.run(server).map_err(|refusal| refusal.to_string()),
     });
     let mut graph = std::ptr::null_mut();
     // SAFETY: ends the capture begun above; the graph is ours, and the executable does not need it.

@@ -16,7 +16,7 @@ use burn_flex::Flex;
 use sieve_core::{
     AdamWStep, BlockSelection, ChosenKeys, DmaBias, DmaWindow, HeavyKeys, KeepOLow, KeyMask, ProbeCorrection, TokenKeys,
 };
-use sieve_kernels::Product;
+use sieve_kernels::GemmKind;
 use std::fmt::Debug;
 use std::ops::Range;
 
@@ -135,7 +135,7 @@ device_ops! {
         /// `a b`, or with a `sum` of `([alpha, beta], c)`, `alpha a b + beta c`; `kind` says which operand is
         /// transposed. All matrices have one dtype, and the kernel rounds once. It has no gradient.
         fn gemm(
-            kind: Product,
+            kind: GemmKind,
             x: Float<Self>,
             w: Float<Self>,
             sum: Option<([f64; 2], Float<Self>)>,

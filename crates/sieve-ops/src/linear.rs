@@ -9,7 +9,7 @@ use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_kernels::{CudaTensor, KernelError, MatmulOutput, Product, ToBurn, kernel_tensor};
+use sieve_kernels::{CudaTensor, GemmKind, KernelError, MatmulOutput, ToBurn, kernel_tensor};
 
 /// `y = x Wᵀ`.
 ///
@@ -121,12 +121,12 @@ pub(crate) mod reference {
     }
 
     /// `a b`; with `([alpha, beta], c)` `alpha a b + beta c`.
-    pub fn gemm<B: Backend>(kind: Product, x: Float<B>, w: Float<B>, sum: Option<([f64; 2], Float<B>)>) -> Float<B> {
+    pub fn gemm<B: Backend>(kind: GemmKind, x: Float<B>, w: Float<B>, sum: Option<([f64; 2], Float<B>)>) -> Float<B> {
         let (x, w) = (tensor::<B, 2>(x), tensor::<B, 2>(w));
         let y = match kind {
-            Product::Nt => x.matmul(w.transpose()),
-            Product::Nn => x.matmul(w),
-            Product::Tn => x.transpose().matmul(w),
+            GemmKind::Nt => x.matmul(w.transpose()),
+            GemmKind::Nn => x.matmul(w),
+            GemmKind::Tn => x.transpose().matmul(w),
         };
         primitive(match sum {
             Some(([alpha, beta], c)) => y * alpha + tensor::<B, 2>(c) * beta,
@@ -163,13 +163,18 @@ pub(crate) mod cpu {
         added::<Flex>(sum, from_vec(gradient, [last_dim(&dy), last_dim(&x)]))
     }
 
-    pub(crate) fn gemm(kind: Product, x: FlexTensor, w: FlexTensor, sum: Option<([f64; 2], FlexTensor)>) -> FlexTensor {
+    pub(crate) fn gemm(
+        kind: GemmKind,
+        x: FlexTensor,
+        w: FlexTensor,
+        sum: Option<([f64; 2], FlexTensor)>,
+    ) -> FlexTensor {
         unless_f32!(&x, "gemm": reference::gemm::<Flex>(kind, x, w, sum));
         let (x, w) = (contiguous(x), contiguous(w));
         let (a, b) = match kind {
-            Product::Nt => (rows(&x), rows(&w).t()),
-            Product::Nn => (rows(&x), rows(&w)),
-            Product::Tn => (rows(&x).t(), rows(&w)),
+            GemmKind::Nt => (rows(&x), rows(&w).t()),
+            GemmKind::Nn => (rows(&x), rows(&w)),
+            GemmKind::Tn => (rows(&x).t(), rows(&w)),
         };
         let sizes = [a.num_rows(), b.num_columns()];
         let y = match sum {
@@ -221,7 +226,7 @@ pub(crate) mod cuda {
     pub(crate) fn linear(x: CudaPrimitive, weight: CudaPrimitive, residual: Option<CudaPrimitive>) -> CudaPrimitive {
         let [a, b] = tensors([&x, &weight]);
         let (op, attempt) = match residual.clone().map(kernel_tensor) {
-            None => ("linear", matmul(Product::Nt, &a, &b, MatmulOutput::New(BF16))),
+            None => ("linear", matmul(GemmKind::Nt, &a, &b, MatmulOutput::New(BF16))),
             Some(residual) => ("linear_add", gemm_plus_residual([a, b, residual])),
         };
         kernel_or(op, attempt.map(ToBurn::burn), || {
@@ -231,7 +236,7 @@ pub(crate) mod cuda {
 
     pub(crate) fn linear_input_gradient(weight: CudaPrimitive, dy: CudaPrimitive) -> CudaPrimitive {
         let [a, b] = tensors([&dy, &weight]);
-        let attempt = matmul(Product::Nn, &a, &b, MatmulOutput::New(BF16));
+        let attempt = matmul(GemmKind::Nn, &a, &b, MatmulOutput::New(BF16));
         kernel_or("linear_input_gradient", attempt.map(ToBurn::burn), || {
             reference::linear_input_gradient::<Cuda>(weight, dy)
         })
@@ -246,14 +251,14 @@ pub(crate) mod cuda {
         let [a, b] = tensors([&dy, &x]);
         let total = sum.clone().map(kernel_tensor);
         let output = total.as_ref().map_or(MatmulOutput::New(F32), MatmulOutput::AddTo);
-        let attempt = matmul(Product::Tn, &a, &b, output);
+        let attempt = matmul(GemmKind::Tn, &a, &b, output);
         kernel_or("linear_weight_gradient", attempt.map(ToBurn::burn), || {
             added::<Cuda>(sum, reference::linear_weight_gradient::<Cuda>(x, dy))
         })
     }
 
     pub(crate) fn gemm(
-        kind: Product,
+        kind: GemmKind,
         x: CudaPrimitive,
         w: CudaPrimitive,
         sum: Option<([f64; 2], CudaPrimitive)>,
@@ -276,10 +281,10 @@ pub(crate) mod cuda {
         // Measured on an H200 at 16384 x 2048 x 6144: a GEMM that also adds a residual takes 0.1 ms longer, twice the
         // cost of a separate addition; a square one takes no longer.
         if inner > out {
-            let y = matmul(Product::Nt, &x, &weight, MatmulOutput::New(BF16))?;
+            let y = matmul(GemmKind::Nt, &x, &weight, MatmulOutput::New(BF16))?;
             return residual_add(&residual, &y);
         }
-        matmul(Product::Nt, &x, &weight, MatmulOutput::PlusC(&residual))
+        matmul(GemmKind::Nt, &x, &weight, MatmulOutput::PlusC(&residual))
     }
 }
 

@@ -19,7 +19,7 @@ use burn::tensor::{DType, FloatDType, Shape, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexDevice, FlexTensor};
 use sieve_cuda::CudaDevice;
 use sieve_kernels::step::{AdamwTensors, FixedSum, Term};
-use sieve_kernels::{CudaTensor, HostCopy, KernelError, Product, ToBurn, kernel_tensor};
+use sieve_kernels::{CudaTensor, GemmKind, HostCopy, KernelError, ToBurn, kernel_tensor};
 
 /// One update of one parameter, in the order of PyTorch's AdamW: decay, moments, step.
 ///
@@ -64,13 +64,13 @@ pub fn orthogonalised<B: DeviceBackend>(x: Tensor<B, 2>) -> Tensor<B, 2> {
         // Computes the smaller of x xᵀ and xᵀ x; `None`: nothing is added to it. It is symmetric, so that gram gramᵀ is
         // its square.
         let (old, is_wide) = (primitive(x), rows <= columns);
-        let kind = if is_wide { Product::Nt } else { Product::Tn };
+        let kind = if is_wide { GemmKind::Nt } else { GemmKind::Tn };
         let gram = B::gemm(kind, old.clone(), old.clone(), None);
-        let polynomial = B::gemm(Product::Nt, gram.clone(), gram.clone(), Some(([c, b], gram)));
+        let polynomial = B::gemm(GemmKind::Nt, gram.clone(), gram.clone(), Some(([c, b], gram)));
         let sum = Some(([1.0, a], old.clone()));
         x = tensor(match is_wide {
-            true => B::gemm(Product::Nn, polynomial, old, sum),
-            false => B::gemm(Product::Nt, old, polynomial, sum),
+            true => B::gemm(GemmKind::Nn, polynomial, old, sum),
+            false => B::gemm(GemmKind::Nt, old, polynomial, sum),
         });
     }
     x

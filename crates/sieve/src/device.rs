@@ -157,7 +157,7 @@ pub(crate) fn cpu_peak_flops() -> f64 {
     let a = Tensor::<Flex, 2>::random([SIZE, SIZE], Distribution::Default, &FlexDevice);
     let seconds = (0..5).map(|_| {
         let started = Instant::now();
-        let _product = sieve_ops::linear(a.clone(), a.clone());
+        let _gemm = sieve_ops::linear(a.clone(), a.clone());
         started.elapsed().as_secs_f64()
     });
     2.0 * (SIZE as f64).powi(3) / seconds.fold(f64::INFINITY, f64::min)

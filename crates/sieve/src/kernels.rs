@@ -104,7 +104,7 @@ fn check(args: &CheckArgs) -> Result<()> {
             false => Arrivals::Warp,
         },
         part: args.part(),
-        models: !args.without_models,
+        gemms: !args.without_gemms,
     };
     let started = Instant::now();
     let prepare = prepare(|gpu| settings.part.kernels(gpu));

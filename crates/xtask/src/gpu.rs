@@ -29,12 +29,12 @@ const TOOLS: &[Tool] = &[
     // Failing driver calls are not reported: CubeCL detects features by them, and `sieve` reports the others itself.
     tool("memcheck", "--report-api-errors no", ""),
     tool("synccheck", "", ""),
-    // Models are left out where a tool does not follow cuBLAS's kernels: initcheck takes for uninitialised what they
-    // write by TMA (PyTorch's matmul too), and racecheck takes 250 GB of host memory for them.
-    tool("initcheck", "", "--without-models"),
+    // cuBLAS's GEMMs, and models, which run them, are left out where a tool does not follow them: initcheck takes for
+    // uninitialised what they write by TMA (in PyTorch's matmul too), racecheck takes 250 GB of host memory for them.
+    tool("initcheck", "", "--without-gemms"),
     // racecheck orders only the arriving lane's accesses at a barrier, so every lane must arrive after it has read the
     // Hopper backward's row statistics.
-    tool("racecheck", "", "--every-lane-arrives --without-models"),
+    tool("racecheck", "", "--every-lane-arrives --without-gemms"),
 ];
 
 /// The name of the check without a tool, of every kernel against its reference.
@@ -136,7 +136,7 @@ mod tests {
         let words = TOOLS[3].words("/bin/sieve", &["--nsa"]).join(" ");
         let (tool, check) = words.split_once(" /bin/sieve ").expect("the program is named");
         assert!(tool.starts_with("--tool racecheck") && tool.contains("--error-exitcode 9"));
-        assert!(check.starts_with("kernels check") && check.ends_with("--every-lane-arrives --without-models --nsa"));
+        assert!(check.starts_with("kernels check") && check.ends_with("--every-lane-arrives --without-gemms --nsa"));
     }
 
     #[test]

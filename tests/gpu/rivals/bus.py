@@ -1,4 +1,4 @@
-"""Bus rates of NCCL at the sizes of a 1.7B step, and what NCCL's kernels cost a product and an attention beside them.
+"""Bus rates of NCCL at the sizes of a 1.7B step, and what NCCL's kernels cost a GEMM and an attention beside them.
 
     torchrun --nproc-per-node 4 tests/gpu/rivals/bus.py [--ctas 0,8,16]      (0: NCCL's own choice; else its maxCTAs)
 
@@ -57,12 +57,12 @@ def main():
     heads = torch.randn(TOKENS * PACKED, **of_device).to(torch.bfloat16)
     found = torch.empty_like(heads)
     numbers = torch.ones(2, **of_device)
-    # A product of a block's width, and dense attention of 8 rows.
+    # A GEMM of a block's width, and dense attention of 8 rows.
     left = torch.randn(16384, 2048, **of_device).to(torch.bfloat16)
     right = torch.randn(2048, 6144, **of_device).to(torch.bfloat16)
     q, k, v = (torch.randn(8, 16, 2048, 128, **of_device).to(torch.bfloat16) for _ in range(3))
     beside = {
-        "product": lambda: torch.matmul(left, right),
+        "GEMM": lambda: torch.matmul(left, right),
         "attention": lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
     alone = {name: milliseconds(work, 100) for name, work in beside.items()}
@@ -86,7 +86,7 @@ def main():
                 dist.barrier()
                 torch.cuda.synchronize()
                 with torch.cuda.stream(side):
-                    # So many that the products end first.
+                    # So many that the GEMMs end first.
                     for _ in range(160):
                         work()
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

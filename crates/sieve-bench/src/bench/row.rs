@@ -38,7 +38,7 @@ impl fmt::Display for Ceilings {
         )?;
         writeln!(
             out,
-            "ceilings in this run: copy {:.2} TB/s (read + write), bf16 product of 8192 x 8192 x 8192 by {} {:.0} \
+            "ceilings in this run: copy {:.2} TB/s (read + write), bf16 GEMM of 8192 x 8192 x 8192 by {} {:.0} \
              TFLOP/s",
             self.copy_bytes_per_s / 1e12,
             self.matmul_by,

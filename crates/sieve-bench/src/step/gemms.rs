@@ -11,11 +11,11 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorPrimitive};
 use sieve_kernels::DType;
 use sieve_kernels::{
-    Cublaslt, CudaTensor, KernelError, LaunchCounts, MatmulOutput, Product, ToBurn, kernel_tensor, matmul,
+    Cublaslt, CudaTensor, GemmKind, KernelError, LaunchCounts, MatmulOutput, ToBurn, kernel_tensor, matmul,
 };
 use sieve_ops::Cuda;
 
-const NAME: &str = "product, cuBLASLt";
+const NAME: &str = "GEMM, cuBLASLt";
 
 /// `[m, n, k]`, and the gap between rows in elements: 0, multiples of 8 that keep rows 16-byte aligned, and 1, which
 /// does not.
@@ -34,7 +34,7 @@ const BF16_SHARE: f32 = 1.0 / 256.0;
 /// Times the GEMMs of a training step, each with the kind of output that the step uses.
 pub(super) fn bench(bench: &mut Bench<'_>) {
     if let Err(error) = Cublaslt::require() {
-        bench.skip("product", &"all".to_owned(), &error.to_string());
+        bench.skip("GEMM", &"all".to_owned(), &error.to_string());
         return;
     }
     for [m, n, k] in [
@@ -50,20 +50,20 @@ pub(super) fn bench(bench: &mut Bench<'_>) {
         let dweight = bench.f32([n, k]);
         let shape = format!("{m}x{n}x{k}");
         let new = MatmulOutput::New(DType::BF16);
-        for (name, product, a, b, output) in [
-            ("product NT", Product::Nt, &x, &w, new),
-            ("product NT + residual", Product::Nt, &x, &w, MatmulOutput::PlusC(&dy)),
-            ("product NN", Product::Nn, &dy, &w, new),
+        for (name, kind, a, b, output) in [
+            ("GEMM NT", GemmKind::Nt, &x, &w, new),
+            ("GEMM NT + residual", GemmKind::Nt, &x, &w, MatmulOutput::PlusC(&dy)),
+            ("GEMM NN", GemmKind::Nn, &dy, &w, new),
             (
-                "product TN, added to f32",
-                Product::Tn,
+                "GEMM TN, added to f32",
+                GemmKind::Tn,
                 &dy,
                 &x,
                 MatmulOutput::AddTo(&dweight),
             ),
         ] {
             let work = Work::Flops(2.0 * (m * n * k) as f64);
-            bench.row(name, &shape, work, || matmul(product, a, b, output));
+            bench.row(name, &shape, work, || matmul(kind, a, b, output));
         }
     }
 }
@@ -74,10 +74,10 @@ pub(crate) fn check_gemms(report: &mut Report, device: &Gpu, extent: &Extent) {
         report.add_missing(NAME, &error.to_string());
         return;
     }
-    for product in [Product::Nt, Product::Nn, Product::Tn] {
+    for kind in [GemmKind::Nt, GemmKind::Nn, GemmKind::Tn] {
         for &([m, n, k], gap) in SIZES {
-            let case = format!("{product:?} {m} x {n} x {k}, gap {gap}");
-            let outcome = outputs(LaunchCheck::new(device, extent.seed), product, [m, n, k], gap);
+            let case = format!("{kind:?} {m} x {n} x {k}, gap {gap}");
+            let outcome = outputs(LaunchCheck::new(device, extent.seed), kind, [m, n, k], gap);
             report.add(NAME, path(), &case, outcome);
         }
     }
@@ -88,8 +88,8 @@ pub(crate) fn check_gemms(report: &mut Report, device: &Gpu, extent: &Extent) {
 }
 
 /// A GEMM whose result is rounded to bf16.
-fn rounded(product: Product, x: &CudaTensor, w: &CudaTensor) -> Result<CudaTensor, KernelError> {
-    matmul(product, x, w, MatmulOutput::New(DType::BF16))
+fn rounded(kind: GemmKind, x: &CudaTensor, w: &CudaTensor) -> Result<CudaTensor, KernelError> {
+    matmul(kind, x, w, MatmulOutput::New(DType::BF16))
 }
 
 /// The stream on which the GEMMs so far were queued.
@@ -101,17 +101,17 @@ fn path() -> &'static str {
     }
 }
 
-/// The GEMM in f64. `x` and `w` are transposed in memory as `product` says: `Tn` reads x as `[k, m]`, `Nt` reads w as
+/// The GEMM in f64. `x` and `w` are transposed in memory as `kind` says: `Tn` reads x as `[k, m]`, `Nt` reads w as
 /// `[n, k]`.
-fn definition(product: Product, x: &[f32], w: &[f32], [m, n, k]: [usize; 3]) -> Vec<f64> {
+fn definition(kind: GemmKind, x: &[f32], w: &[f32], [m, n, k]: [usize; 3]) -> Vec<f64> {
     let of = |i: usize, j: usize, l: usize| {
-        let a = match product {
-            Product::Tn => x[l * m + i],
-            Product::Nt | Product::Nn => x[i * k + l],
+        let a = match kind {
+            GemmKind::Tn => x[l * m + i],
+            GemmKind::Nt | GemmKind::Nn => x[i * k + l],
         };
-        let b = match product {
-            Product::Nt => w[j * k + l],
-            Product::Nn | Product::Tn => w[l * n + j],
+        let b = match kind {
+            GemmKind::Nt => w[j * k + l],
+            GemmKind::Nn | GemmKind::Tn => w[l * n + j],
         };
         f64::from(a) * f64::from(b)
     };
@@ -121,19 +121,19 @@ fn definition(product: Product, x: &[f32], w: &[f32], [m, n, k]: [usize; 3]) -> 
 }
 
 /// Compares a GEMM with its definition in each form of its output, into new and into given tensors.
-fn outputs(mut calls: LaunchCheck<'_>, product: Product, [m, n, k]: [usize; 3], gap: usize) -> Outcome {
-    let (x_shape, w_shape) = match product {
-        Product::Nt => ([m, k], [n, k]),
-        Product::Nn => ([m, k], [k, n]),
-        Product::Tn => ([k, m], [k, n]),
+fn outputs(mut calls: LaunchCheck<'_>, kind: GemmKind, [m, n, k]: [usize; 3], gap: usize) -> Outcome {
+    let (x_shape, w_shape) = match kind {
+        GemmKind::Nt => ([m, k], [n, k]),
+        GemmKind::Nn => ([m, k], [k, n]),
+        GemmKind::Tn => ([k, m], [k, n]),
     };
     let x = calls.with_gaps(x_shape, gap, DType::BF16)?;
     let w = calls.with_gaps(w_shape, 2 * gap, DType::BF16)?;
-    let exact = definition(product, &x.values, &w.values, [m, n, k]);
+    let exact = definition(kind, &x.values, &w.values, [m, n, k]);
     let alone = plus(&exact, &vec![0.0; m * n]);
-    let run = |into| matmul(product, &x.tensor, &w.tensor, into);
+    let run = |into| matmul(kind, &x.tensor, &w.tensor, into);
 
-    within(&mut calls, "bf16", &rounded(product, &x.tensor, &w.tensor)?, &alone)?;
+    within(&mut calls, "bf16", &rounded(kind, &x.tensor, &w.tensor)?, &alone)?;
     let wide = run(MatmulOutput::New(DType::F32))?;
     within(&mut calls, "f32", &wide, &alone)?;
 
@@ -169,7 +169,7 @@ fn in_order(mut calls: LaunchCheck<'_>, device: &Gpu) -> Outcome {
     let chain = |waits: bool| -> Result<Vec<f32>, Wrong> {
         let mut x = start.tensor.clone();
         for round in 0..60 {
-            let y = rounded(Product::Nt, &x, &w.tensor)?;
+            let y = rounded(GemmKind::Nt, &x, &w.tensor)?;
             let y = Tensor::<Cuda, 2>::from_primitive(TensorPrimitive::Float(y.burn()));
             // Each operation allocates, so the allocator reuses freed buffers at once.
             let y = y.mul_scalar(0.04).add_scalar(0.01 * f64::from(round % 3));
@@ -191,7 +191,7 @@ fn in_order(mut calls: LaunchCheck<'_>, device: &Gpu) -> Outcome {
 
 fn refused(mut calls: LaunchCheck<'_>) -> Outcome {
     let [a, b] = [[16, 24], [8, 8]].map(|sizes| calls.flat(&sizes, DType::BF16));
-    match rounded(Product::Nt, &a.tensor, &b.tensor) {
+    match rounded(GemmKind::Nt, &a.tensor, &b.tensor) {
         Ok(_) => wrong("they were taken"),
         Err(_) => Ok(0.0),
     }

@@ -324,7 +324,7 @@ fn check_fp8(training: &TrainingSection, parts: &Parts, rules: &mut Rules<'_>) {
         rules.require(
             size.is_multiple_of(16),
             &key,
-            format!("{is} {size}, but eight-bit products need a multiple of 16"),
+            format!("{is} {size}, but fp8 GEMMs need a multiple of 16"),
             "choose another size, or training.precision = \"bf16\"",
         );
     }

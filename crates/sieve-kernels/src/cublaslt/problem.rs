@@ -6,7 +6,7 @@ use std::fmt;
 
 /// Which operands of a row-major GEMM are transposed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Product {
+pub enum GemmKind {
     /// `x wᵀ`: `x [m, k]`, `w [n, k]`. A projection with a `[out, in]` weight.
     Nt,
     /// `x w`: `x [m, k]`, `w [k, n]`. The gradient of a projection's input.
@@ -19,7 +19,7 @@ pub enum Product {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Operands {
     Bf16,
-    /// fp8 values with one scale for each tensor; only with [`Product::Nt`].
+    /// fp8 values with one scale for each tensor; only with [`GemmKind::Nt`].
     Fp8 {
         x: Fp8Format,
         w: Fp8Format,
@@ -38,7 +38,7 @@ impl Operands {
 /// What the choice of an algorithm depends on, besides the alignment of the addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Problem {
-    pub(super) product: Product,
+    pub(super) kind: GemmKind,
     pub(super) operands: Operands,
     /// Sizes of the GEMM, `[m, n, k]`.
     pub(super) sizes: [usize; 3],
@@ -93,10 +93,10 @@ impl Problem {
             leading: leading as i64,
             is_transposed,
         };
-        let (a, b) = match self.product {
-            Product::Nt => (layout(k, n, self.w_stride, true), layout(k, m, self.x_stride, false)),
-            Product::Nn => (layout(n, k, self.w_stride, false), layout(k, m, self.x_stride, false)),
-            Product::Tn => (layout(n, k, self.w_stride, false), layout(m, k, self.x_stride, true)),
+        let (a, b) = match self.kind {
+            GemmKind::Nt => (layout(k, n, self.w_stride, true), layout(k, m, self.x_stride, false)),
+            GemmKind::Nn => (layout(n, k, self.w_stride, false), layout(k, m, self.x_stride, false)),
+            GemmKind::Tn => (layout(n, k, self.w_stride, false), layout(m, k, self.x_stride, true)),
         };
         let c = layout(n, m, self.c_stride, false);
         let d = layout(n, m, self.d_stride, false);
@@ -112,11 +112,11 @@ impl Problem {
         let [m, n, k] = self.sizes;
         let is_forward = matches!(self.operands, Operands::Bf16) || self.operands.sum_fast();
         let is_store_heavy = is_forward && m >= 4096 && (n > k || k < 1024);
-        match self.product {
-            Product::Nt if is_store_heavy && n >= 8192 => &[Tile::C176x128, Tile::C128x160],
-            Product::Nt if is_store_heavy => &[Tile::C128x160],
-            Product::Nn if is_store_heavy => &[Tile::C128x128, Tile::C128x160],
-            Product::Tn if m > n && m * n >= 1 << 23 => &[Tile::C256x128],
+        match self.kind {
+            GemmKind::Nt if is_store_heavy && n >= 8192 => &[Tile::C176x128, Tile::C128x160],
+            GemmKind::Nt if is_store_heavy => &[Tile::C128x160],
+            GemmKind::Nn if is_store_heavy => &[Tile::C128x128, Tile::C128x160],
+            GemmKind::Tn if m > n && m * n >= 1 << 23 => &[Tile::C256x128],
             _ => &[],
         }
     }
@@ -133,7 +133,7 @@ impl fmt::Display for Problem {
         write!(
             f,
             "{:?} m {m} n {n} k {k}, {operands} to {output}, strides {} {} {} {}",
-            self.product, self.x_stride, self.w_stride, self.c_stride, self.d_stride
+            self.kind, self.x_stride, self.w_stride, self.c_stride, self.d_stride
         )
     }
 }
@@ -142,11 +142,11 @@ impl fmt::Display for Problem {
 ///
 /// # Errors
 /// Inner sizes that differ, or a size of zero.
-pub(super) fn operand_rows(product: Product, x: [usize; 2], w: [usize; 2]) -> Result<[usize; 3], KernelError> {
-    let (sizes, inner, expected) = match product {
-        Product::Nt => ([x[0], w[0], x[1]], w[1], [w[0], x[1]]),
-        Product::Nn => ([x[0], w[1], x[1]], w[0], [x[1], w[1]]),
-        Product::Tn => ([x[1], w[1], x[0]], w[0], [x[0], w[1]]),
+pub(super) fn operand_rows(kind: GemmKind, x: [usize; 2], w: [usize; 2]) -> Result<[usize; 3], KernelError> {
+    let (sizes, inner, expected) = match kind {
+        GemmKind::Nt => ([x[0], w[0], x[1]], w[1], [w[0], x[1]]),
+        GemmKind::Nn => ([x[0], w[1], x[1]], w[0], [x[1], w[1]]),
+        GemmKind::Tn => ([x[1], w[1], x[0]], w[0], [x[0], w[1]]),
     };
     if inner != sizes[2] {
         return Err(KernelError::shape(NAME, "w", &w, &expected));
@@ -158,8 +158,8 @@ pub(super) fn operand_rows(product: Product, x: [usize; 2], w: [usize; 2]) -> Re
 }
 
 /// Shape of a new output: x's leading dimensions and n, or `[m, n]` when x is transposed.
-pub(super) fn result_shape(product: Product, x: &[usize], [m, n, _k]: [usize; 3]) -> Vec<usize> {
-    if product == Product::Tn {
+pub(super) fn result_shape(kind: GemmKind, x: &[usize], [m, n, _k]: [usize; 3]) -> Vec<usize> {
+    if kind == GemmKind::Tn {
         return vec![m, n];
     }
     let mut shape = x.to_vec();
@@ -202,14 +202,14 @@ mod tests {
     }
 
     #[test]
-    fn column_major_words_give_the_row_major_product() {
+    fn column_major_words_give_the_row_major_gemm() {
         let [m, n, k] = [3, 5, 4];
-        for product in [Product::Nt, Product::Nn, Product::Tn] {
-            let (x_rows, x_cols) = if product == Product::Tn { (k, m) } else { (m, k) };
-            let (w_rows, w_cols) = if product == Product::Nt { (n, k) } else { (k, n) };
+        for kind in [GemmKind::Nt, GemmKind::Nn, GemmKind::Tn] {
+            let (x_rows, x_cols) = if kind == GemmKind::Tn { (k, m) } else { (m, k) };
+            let (w_rows, w_cols) = if kind == GemmKind::Nt { (n, k) } else { (k, n) };
             // Pitched rows everywhere, each by another amount.
             let problem = Problem {
-                product,
+                kind,
                 operands: Operands::Bf16,
                 sizes: [m, n, k],
                 x_stride: x_cols + 1,
@@ -224,21 +224,21 @@ mod tests {
             let d = column_major(&problem, &x, &w, &c, 1.0);
             for i in 0..m {
                 for j in 0..n {
-                    let product: f64 = (0..k)
+                    let sum: f64 = (0..k)
                         .map(|l| {
-                            let x_at = match product {
-                                Product::Tn => x[l * problem.x_stride + i],
+                            let x_at = match kind {
+                                GemmKind::Tn => x[l * problem.x_stride + i],
                                 _ => x[i * problem.x_stride + l],
                             };
-                            let w_at = match product {
-                                Product::Nt => w[j * problem.w_stride + l],
+                            let w_at = match kind {
+                                GemmKind::Nt => w[j * problem.w_stride + l],
                                 _ => w[l * problem.w_stride + j],
                             };
                             x_at * w_at
                         })
                         .sum();
-                    let expected = product + c[i * problem.c_stride + j];
-                    assert_eq!(d[i * problem.d_stride + j], expected, "{:?} {i} {j}", problem.product);
+                    let expected = sum + c[i * problem.c_stride + j];
+                    assert_eq!(d[i * problem.d_stride + j], expected, "{:?} {i} {j}", problem.kind);
                 }
             }
         }
@@ -246,57 +246,57 @@ mod tests {
 
     #[test]
     fn cuts_are_preferred_where_they_were_measured() {
-        let cuts = |product, operands, sizes| {
+        let cuts = |kind, operands, sizes| {
             let problem = Problem {
-                product,
+                kind,
                 operands,
                 sizes,
                 x_stride: 0,
                 w_stride: 0,
                 c_stride: 0,
                 d_stride: 0,
-                is_f32: product == Product::Tn,
+                is_f32: kind == GemmKind::Tn,
             };
             problem.preferred_tiles().first().copied()
         };
         let fp8 = |x| Operands::Fp8 { x, w: Fp8Format::E4m3 };
         let forward = fp8(Fp8Format::E4m3);
-        for (product, operands, sizes, cut) in [
-            (Product::Nt, Operands::Bf16, [16384, 4096, 2048], Some(Tile::C128x160)),
-            (Product::Nt, Operands::Bf16, [16384, 12288, 2048], Some(Tile::C176x128)),
-            (Product::Nt, Operands::Bf16, [65536, 768, 768], Some(Tile::C128x160)),
-            (Product::Nt, Operands::Bf16, [16384, 2048, 6144], None),
+        for (kind, operands, sizes, cut) in [
+            (GemmKind::Nt, Operands::Bf16, [16384, 4096, 2048], Some(Tile::C128x160)),
+            (GemmKind::Nt, Operands::Bf16, [16384, 12288, 2048], Some(Tile::C176x128)),
+            (GemmKind::Nt, Operands::Bf16, [65536, 768, 768], Some(Tile::C128x160)),
+            (GemmKind::Nt, Operands::Bf16, [16384, 2048, 6144], None),
             // One token of decoding.
-            (Product::Nt, Operands::Bf16, [1, 12288, 2048], None),
-            (Product::Nn, Operands::Bf16, [16384, 6144, 2048], Some(Tile::C128x128)),
-            (Product::Nn, Operands::Bf16, [16384, 2048, 12288], None),
-            (Product::Tn, Operands::Bf16, [12288, 2048, 16384], Some(Tile::C256x128)),
-            (Product::Tn, Operands::Bf16, [2048, 6144, 16384], None),
+            (GemmKind::Nt, Operands::Bf16, [1, 12288, 2048], None),
+            (GemmKind::Nn, Operands::Bf16, [16384, 6144, 2048], Some(Tile::C128x128)),
+            (GemmKind::Nn, Operands::Bf16, [16384, 2048, 12288], None),
+            (GemmKind::Tn, Operands::Bf16, [12288, 2048, 16384], Some(Tile::C256x128)),
+            (GemmKind::Tn, Operands::Bf16, [2048, 6144, 16384], None),
             // Fewer tiles than an H200 has processors: the sum over k is cut instead.
-            (Product::Tn, Operands::Bf16, [2304, 768, 65536], None),
-            (Product::Nt, forward, [16384, 12288, 2048], Some(Tile::C176x128)),
-            (Product::Nt, fp8(Fp8Format::E5m2), [16384, 6144, 2048], None),
+            (GemmKind::Tn, Operands::Bf16, [2304, 768, 65536], None),
+            (GemmKind::Nt, forward, [16384, 12288, 2048], Some(Tile::C176x128)),
+            (GemmKind::Nt, fp8(Fp8Format::E5m2), [16384, 6144, 2048], None),
         ] {
-            assert_eq!(cuts(product, operands, sizes), cut, "{product:?} {sizes:?}");
+            assert_eq!(cuts(kind, operands, sizes), cut, "{kind:?} {sizes:?}");
         }
     }
 
     #[test]
     fn sizes_that_do_not_fit_are_named() {
-        assert_eq!(operand_rows(Product::Nt, [7, 4], [5, 4]), Ok([7, 5, 4]));
-        assert_eq!(operand_rows(Product::Nn, [7, 4], [4, 5]), Ok([7, 5, 4]));
-        assert_eq!(operand_rows(Product::Tn, [4, 7], [4, 5]), Ok([7, 5, 4]));
-        let error = operand_rows(Product::Nn, [7, 4], [5, 4])
+        assert_eq!(operand_rows(GemmKind::Nt, [7, 4], [5, 4]), Ok([7, 5, 4]));
+        assert_eq!(operand_rows(GemmKind::Nn, [7, 4], [4, 5]), Ok([7, 5, 4]));
+        assert_eq!(operand_rows(GemmKind::Tn, [4, 7], [4, 5]), Ok([7, 5, 4]));
+        let error = operand_rows(GemmKind::Nn, [7, 4], [5, 4])
             .expect_err("k differs")
             .to_string();
         assert!(error.contains("[5, 4]") && error.contains("[4, 4]"), "{error}");
-        assert!(operand_rows(Product::Nt, [0, 4], [5, 4]).is_err());
-        assert!(operand_rows(Product::Nt, [7, 0], [5, 0]).is_err());
+        assert!(operand_rows(GemmKind::Nt, [0, 4], [5, 4]).is_err());
+        assert!(operand_rows(GemmKind::Nt, [7, 0], [5, 0]).is_err());
     }
 
     #[test]
     fn leading_dimensions_stay() {
-        assert_eq!(result_shape(Product::Nt, &[2, 3, 4], [6, 5, 4]), [2, 3, 5]);
-        assert_eq!(result_shape(Product::Tn, &[2, 3, 4], [4, 5, 6]), [4, 5]);
+        assert_eq!(result_shape(GemmKind::Nt, &[2, 3, 4], [6, 5, 4]), [2, 3, 5]);
+        assert_eq!(result_shape(GemmKind::Tn, &[2, 3, 4], [4, 5, 6]), [4, 5]);
     }
 }

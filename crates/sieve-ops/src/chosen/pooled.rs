@@ -12,7 +12,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor};
 use sieve_core::block_choice::SCORES_AT_ONCE;
 use sieve_core::{BlockChoice, NsaBlocks};
-use sieve_kernels::Product;
+use sieve_kernels::GemmKind;
 
 /// The complete blocks of a batch's documents. A row has a fixed number of slots; [`NsaBlocks::first_slot`] says which
 /// slot a block has.
@@ -297,7 +297,7 @@ fn gradients<D: DeviceBackend>(
             let d_scores = d_scores.mask_fill(scores.lower_equal_elem(0.0), 0.0);
             let d_scores = primitive(d_scores.reshape([count * heads, seen]).cast(dtype));
             // Computes the gradients of the index queries and of the block keys; `None`: no earlier sum is added.
-            let d_query = D::gemm(Product::Nn, d_scores.clone(), primitive(keys), None);
+            let d_query = D::gemm(GemmKind::Nn, d_scores.clone(), primitive(keys), None);
             d_queries.push(tensor::<D, 2>(d_query).reshape([1, count, heads, d]));
             let q_index = primitive(q_index.reshape([count * heads, d]));
             let d_seen = tensor::<D, 2>(D::linear_weight_gradient(q_index, d_scores, None));

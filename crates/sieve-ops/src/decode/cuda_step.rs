@@ -14,8 +14,8 @@ use sieve_kernels::step::{
     swiglu_forward,
 };
 use sieve_kernels::{
-    AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, LatentToken,
-    MatmulOutput, MlaNorm, MlaPack, NsaToken, PooledStep, PositionOrigin, Product, Qkv, Recency, SelectorStep,
+    AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, GemmKind, KernelError, KvCache,
+    LatentToken, MatmulOutput, MlaNorm, MlaPack, NsaToken, PooledStep, PositionOrigin, Qkv, Recency, SelectorStep,
     StepGraph, StepInputs, StepPositions, StepTape, ToBurn, TokenRotation, device_of, kernel_tensor, matmul, nsa_gates,
     require_chosen_decode,
 };
@@ -676,10 +676,10 @@ fn project(rows: Vectors<'_>, weight: &CudaTensor, finish: Epilogue<'_>) -> Resu
         Vectors::Plain(x) => x.clone(),
         Vectors::Normed(x, norm, epsilon) => rms_norm_forward(x, norm, epsilon)?,
     };
-    let product = |h: &CudaTensor| matmul(Product::Nt, h, weight, MatmulOutput::New(DType::BF16));
+    let gemm = |h: &CudaTensor| matmul(GemmKind::Nt, h, weight, MatmulOutput::New(DType::BF16));
     match finish {
-        Epilogue::Stored => product(&h),
+        Epilogue::Stored => gemm(&h),
         Epilogue::Added(residual) => gemm_plus_residual([h, weight.clone(), residual.clone()]),
-        Epilogue::SwiGlu => swiglu_forward(&product(&h)?),
+        Epilogue::SwiGlu => swiglu_forward(&gemm(&h)?),
     }
 }

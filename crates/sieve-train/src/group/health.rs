@@ -88,7 +88,7 @@ fn probes<'a, B: TrainBackend>(
     let matrix = matrix.into_primitive().tensor();
     let gemm = move || {
         for _ in 0..repeats {
-            let _product = B::InnerBackend::linear(matrix.clone(), matrix.clone(), None);
+            let _gemm = B::InnerBackend::linear(matrix.clone(), matrix.clone(), None);
         }
         wait()
     };

@@ -159,7 +159,7 @@ impl StepProfile {
             format!(": {:.0} TFLOP/s{share}", achieved * 1e-12)
         };
         match group {
-            PRODUCTS => tflops(work.tokens * work.linear),
+            GEMMS => tflops(work.tokens * work.linear),
             ATTENTION => tflops(work.tokens * work.attention),
             OPTIMIZER => {
                 // The bf16 weights and the masters' low bits, 2 bytes each, and two f32 moments are read and written,
@@ -183,14 +183,14 @@ struct Work {
     parameters: f64,
 }
 
-const PRODUCTS: &str = "products with weights";
+const GEMMS: &str = "GEMMs with weights";
 const ATTENTION: &str = "attention";
 const OPTIMIZER: &str = "AdamW and the gradient norm";
 
 /// Groups of kernels with the beginnings of their names; after a `*`, any part of the name. The first group that fits
 /// counts.
 const GROUPS: [(&str, &[&str]); 10] = [
-    (PRODUCTS, &["*nvjet", "*cublas", "*gemm", "*cutlass", "*splitK"]),
+    (GEMMS, &["*nvjet", "*cublas", "*gemm", "*cutlass", "*splitK"]),
     (ATTENTION, &["attention_", "hopper_", "dma_attention", "nsa_"]),
     ("scores, selection and lists of DMA", &["dma_"]),
     (
@@ -202,7 +202,7 @@ const GROUPS: [(&str, &[&str]); 10] = [
     ("embedding", &["embedding"]),
     (OPTIMIZER, &["adamw", "sum_partials", "finish_sum"]),
     (
-        "sums, gatherings and exchanges with other GPUs, waiting included",
+        "NCCL: reductions, gathers and exchanges, waiting included",
         &["*ncclDevKernel"],
     ),
     ("the rest: residual gradients, copies, fills", &[""]),
@@ -224,17 +224,14 @@ mod tests {
     #[test]
     fn kernels_have_groups() {
         for (kernel, group) in [
-            (
-                "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT",
-                "products with weights",
-            ),
+            ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "GEMMs with weights"),
             ("hopper_dma_attention_backward", "attention"),
             ("dma_attention_row_sums", "attention"),
             ("dma_select", "scores, selection and lists of DMA"),
             ("adamw", "AdamW and the gradient norm"),
             (
                 "_Z43ncclDevKernel_ReduceScatter_Sum_f32_RING_LL24ncclDevKernelArgsStorageILm4096EE",
-                "sums, gatherings and exchanges with other GPUs, waiting included",
+                "NCCL: reductions, gathers and exchanges, waiting included",
             ),
             ("kernel_binop_c_bf16_n_8", "the rest: residual gradients, copies, fills"),
         ] {

@@ -1,6 +1,6 @@
-"""Times torch's products over the shapes of the 1.7B recipe, in the order of a step: forward, then gradients of inputs and of weights.
+"""Times torch's GEMMs over the shapes of the 1.7B recipe, in the order of a step: forward, then gradients of inputs and of weights.
 
-    python3 tests/gpu/rivals/products.py [--tokens 16384]
+    python3 tests/gpu/rivals/gemms.py [--tokens 16384]
 
 Nothing but GEMMs runs, so this is what cuBLAS takes for them on this GPU at the clocks it holds under such a load. Compare with the
 GEMMs in the table of `sieve train --profile N` from the same minutes.
@@ -52,7 +52,7 @@ def main():
     torch.cuda.synchronize()
     ms = statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:]))
     flops = 6.0 * args.tokens * (LAYERS * sum(a * b for a, b in WEIGHTS) + HIDDEN * VOCAB)
-    print(f"torch {torch.__version__}, products alone: {ms:.2f} ms a step, {flops / ms / 1e9:.0f} TFLOP/s")
+    print(f"torch {torch.__version__}, GEMMs alone: {ms:.2f} ms a step, {flops / ms / 1e9:.0f} TFLOP/s")
 
 
 if __name__ == "__main__":
