@@ -179,7 +179,7 @@ fn a_step_without_a_label_is_passed_over_by_all_ranks() {
         }
     }
     assert!(first.weights == second.weights && first.losses.len() == 10);
-    // If only one rank's rows lack labels, no step is passed over.
+    // If only one rank's rows lack labels, no step is skipped.
     let disturbances = [unlabelled(16..32), FaultInjection::default()];
     let [first, second] = two_ranks(steps, disturbances, Default::default(), &AtomicBool::default());
     assert!(first.weights == second.weights && first.losses.len() == 12);

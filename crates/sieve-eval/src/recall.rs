@@ -151,7 +151,7 @@ fn check<B: DeviceBackend>(model: &Qwen3<B>, config: &MqarConfig) -> Result<(), 
     if config.vocab_size > shape.vocab_size {
         return Err(EvalError::setting(
             "vocab-size",
-            format!("{}, the model knows {} tokens", config.vocab_size, shape.vocab_size),
+            format!("{}, the model has {} tokens", config.vocab_size, shape.vocab_size),
             "ask with the vocabulary that the model was trained on",
         ));
     }
@@ -387,7 +387,7 @@ mod tests {
             vocab_size: 82,
             ..kind(32, 3)
         };
-        assert!(error(large).contains("the model knows 80 tokens"));
+        assert!(error(large).contains("the model has 80 tokens"));
         assert!(error(kind(32, 9)).contains("do not fit"), "{}", error(kind(32, 9)));
     }
 }

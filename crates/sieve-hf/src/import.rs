@@ -99,7 +99,7 @@ pub fn import<B: Backend>(
         match &data {
             Some(data) if data.shape.to_vec() != wanted => {
                 misfit = Some(format!(
-                    "{name} is {:?}, the recipe's model wants {wanted:?}",
+                    "{name} is {:?}, the recipe's model expects {wanted:?}",
                     data.shape.to_vec()
                 ));
             }

@@ -210,7 +210,7 @@ impl TensorFile {
     }
 
     pub(crate) fn other_shape(&self, name: &str, found: &[usize], wanted: &[usize]) -> CheckpointError {
-        self.other_model(format!("tensor {name} is {found:?}, the model wants {wanted:?}"))
+        self.other_model(format!("tensor {name} is {found:?}, the model expects {wanted:?}"))
     }
 
     pub(crate) fn other_model(&self, problem: String) -> CheckpointError {

@@ -112,7 +112,7 @@ fn print_notes(report: &ImportReport, tokenizer: &Tokenizer) {
         ));
     }
     for name in &report.ignored {
-        terminal::line(&format!("note: {name} says nothing new and was passed over"));
+        terminal::line(&format!("note: {name} adds nothing and was ignored"));
     }
     let (tokens, rows) = (
         tokenizer.vocab_size(),

@@ -113,7 +113,7 @@ impl Place {
             None => number("JOB_COMPLETION_INDEX")?,
         };
         let node_rank = node_rank.with_context(|| {
-            format!("{nnodes} hosts take part, and nothing says which this is\n  hint: --node-rank, from 0")
+            format!("{nnodes} hosts take part, but this one has no rank\n  hint: --node-rank, from 0")
         })?;
         if node_rank >= nnodes {
             bail!("--node-rank {node_rank} is not a host of {nnodes}, counted from 0");
@@ -121,7 +121,7 @@ impl Place {
         let master = args.master.clone().or_else(|| variable("PET_MASTER_ADDR"));
         let master = master.with_context(|| {
             format!(
-                "{nnodes} hosts take part, and nothing says where rank 0 is\n  \
+                "{nnodes} hosts take part, but the address of rank 0 is missing\n  \
                 hint: --master HOST:PORT, the first host's name, the same for all"
             )
         })?;

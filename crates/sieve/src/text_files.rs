@@ -68,7 +68,7 @@ pub(crate) fn passed_over(corpus: &Corpus) -> Option<String> {
     let num_read = thousands(corpus.files().len() as u64);
     let words = || {
         let passed = thousands(total as u64);
-        format!("{num_read} files read, {passed} passed over: {}", names.join(", "))
+        format!("{num_read} files read, {passed} skipped: {}", names.join(", "))
     };
     (total > 0).then(words)
 }

@@ -144,7 +144,7 @@ fn missing(owner: &str, key: &Key, of: &str) -> Mistake {
 
 /// The mistake of a value whose type is not its key's.
 fn wrong_type(path: &str, wanted: &str, value: &Value) -> Mistake {
-    Mistake::new(path, format!("wanted {wanted}, got {}", describe(value)), "")
+    Mistake::new(path, format!("expected {wanted}, got {}", describe(value)), "")
 }
 
 /// Checks that a value has its key's type; whole numbers in a list of numbers become floats.
@@ -237,7 +237,7 @@ fn is_list_of_tables(value: &Value) -> bool {
         .is_some_and(|items| !items.is_empty() && items.iter().all(Value::is_table))
 }
 
-/// A type of values in words, for "wanted ...".
+/// A type of values in words, for "expected ...".
 fn wanted(kind: Kind) -> String {
     match kind {
         Kind::Integer => "a whole number of at least 0".to_owned(),

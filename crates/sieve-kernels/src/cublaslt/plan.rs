@@ -56,7 +56,7 @@ impl Plan {
         let found = plan.heuristic(library, alignments)?;
         let first = found
             .first()
-            .ok_or_else(|| Refusal::NoAlgorithm("the heuristic knows none".to_owned()))?;
+            .ok_or_else(|| Refusal::NoAlgorithm("the heuristic returned none".to_owned()))?;
         let with_tile = |tile: &Tile| found.iter().find(|algorithm| has_tile(algorithm, *tile));
         plan.algorithm = *tiles.iter().find_map(with_tile).unwrap_or(first);
         Ok(plan)

@@ -36,7 +36,7 @@ impl MemoryVerdict {
             Self::Fits => "fits",
             Self::MayNotFit => "may not fit",
             Self::DoesNotFit => "does not fit",
-            Self::Unknown => "may or may not fit: nothing says how much memory is free",
+            Self::Unknown => "may or may not fit: free memory is not known",
         }
     }
 

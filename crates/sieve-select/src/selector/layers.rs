@@ -57,7 +57,7 @@ impl LayerSelectors {
                 Some(next) if first == next => {}
                 Some(next) if first > next => {
                     let gap = shown(next, first - 1);
-                    return wrong(format!("nothing is said of {gap}"));
+                    return wrong(format!("no selector for {gap}"));
                 }
                 _ => return wrong(format!("{layers} names layer {first} a second time")),
             }
@@ -88,7 +88,7 @@ impl LayerSelectors {
         }
         if part.last.is_some() && named + 1 < num_layers {
             let gap = shown(named + 1, num_layers - 1);
-            return wrong(format!("nothing is said of {gap}"));
+            return wrong(format!("no selector for {gap}"));
         }
         Ok(self)
     }

@@ -280,12 +280,12 @@ fn read<T: DeserializeOwned>(name: &str, items: &[Item<'_>], defaults: Option<Va
 fn value_of(text: &str, default: &Value) -> Result<Value, String> {
     let float = |text: &str| {
         let number = text.parse::<f64>().ok().and_then(Number::from_f64);
-        number.map(Value::Number).ok_or_else(|| "wanted a number".to_owned())
+        number.map(Value::Number).ok_or_else(|| "expected a number".to_owned())
     };
     let whole = |text: &str| {
         text.parse::<u64>()
             .map(Value::from)
-            .map_err(|_| "wanted a whole number".to_owned())
+            .map_err(|_| "expected a whole number".to_owned())
     };
     match default {
         Value::Number(number) if number.is_f64() => float(text),
@@ -293,7 +293,7 @@ fn value_of(text: &str, default: &Value) -> Result<Value, String> {
         Value::Bool(_) => text
             .parse()
             .map(Value::Bool)
-            .map_err(|_| "wanted true or false".to_owned()),
+            .map_err(|_| "expected true or false".to_owned()),
         Value::Null if text == "none" => Ok(Value::Null),
         Value::Null => whole(text).or_else(|_| float(text)),
         _ => Ok(Value::String(text.to_owned())),

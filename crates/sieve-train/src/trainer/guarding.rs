@@ -267,7 +267,7 @@ impl<B: TrainBackend> Trainer<B> {
         let count = self.unlabelled.num_steps;
         if count.is_power_of_two() {
             reporter.emit(TrainEvent::Warning(&format!(
-                "warning: step {}: rows {first} to {} hold no token with a label and are passed over ({count} such \
+                "warning: step {}: rows {first} to {} hold no token with a label and are skipped ({count} such \
                  steps in this process)",
                 self.step,
                 first + num_rows - 1

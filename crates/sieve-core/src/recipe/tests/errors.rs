@@ -38,7 +38,7 @@ fn wrong_types_name_key_value_wish_and_line() {
     let text = Recipe::load("model = 3", "r.toml", &[])
         .expect_err("no section")
         .to_string();
-    says(&text, "line 1: model: wanted a section [model], got 3");
+    says(&text, "line 1: model: expected a section [model], got 3");
     assert_eq!(text.matches("model: ").count(), 1, "{text}");
 }
 

@@ -85,7 +85,7 @@ fn mistakes_in_stages_name_the_stage_and_the_line() {
     }
     refusal(
         load_replaced("[optimizer]", "[stage]\nsteps = 3\n[optimizer]"),
-        "stage: wanted one or more blocks [[stage]], got a table",
+        "stage: expected one or more blocks [[stage]], got a table",
     );
     refusal(
         load_replaced(

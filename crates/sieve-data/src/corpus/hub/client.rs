@@ -231,7 +231,7 @@ impl Client {
             num_fetched = 0;
             if response.status() != 200 {
                 let _ = fs::remove_file(&temporary);
-                return Err(Failure::passing("the server has another part than it was asked for"));
+                return Err(Failure::passing("the server sent another range than was requested"));
             }
         }
         let body = response.into_body();
