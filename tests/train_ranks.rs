@@ -102,7 +102,7 @@ fn two_ranks(
 }
 
 #[test]
-fn a_loss_that_is_no_number_in_one_rank_is_judged_alike_by_all() {
+fn a_nan_loss_of_one_rank_is_judged_alike_by_all() {
     for overrides in [
         &["training.steps=16", "lr_scheduler.decay_ratio=0"][..],
         &[

@@ -73,8 +73,8 @@ pub(crate) struct CheckArgs {
     /// Let each lane of Hopper's backward kernels arrive at barriers, not one a warp, for compute-sanitizer's racecheck
     #[arg(long, hide = true)]
     pub(super) every_lane_arrives: bool,
-    /// Leave out cuBLAS's GEMMs on a GPU, and models, which run them: compute-sanitizer's initcheck does not follow what
-    /// they write by TMA, and its racecheck takes more memory for them than the host has
+    /// Leave out cuBLAS's GEMMs on a GPU, and models, which run them: compute-sanitizer's initcheck does not follow
+    /// what they write by TMA, and its racecheck takes more memory for them than the host has
     #[arg(long, hide = true)]
     pub(super) without_gemms: bool,
     /// Also write the rows as JSON
