@@ -36,6 +36,7 @@ pub mod reference;
 pub mod rms_norm;
 mod simd;
 pub mod softmax;
+mod zeros;
 
 pub use adamw::adamw;
 pub use attention::decode::{DecodeShape, attention_decode};
@@ -53,3 +54,4 @@ pub use qk_norm_rope::{QkNormRope, qk_norm_rope_backward, qk_norm_rope_forward, 
 pub use reduce::sum_of_squares;
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use softmax::{exp_row, first_of_largest, max_of_row};
+pub use zeros::zeros;

@@ -80,7 +80,7 @@ pub(crate) mod cpu {
         unless_f32!(&dy, "embedding_backward": reference::embedding_backward::<Flex>(dy, ids, vocab_size));
         let (dy, ids) = (contiguous(dy), contiguous(ids));
         let d_model = last_dim(&dy);
-        let mut dweight = vec![0.0; vocab_size * d_model];
+        let mut dweight = sieve_cpu::zeros(vocab_size * d_model);
         sieve_cpu::embedding_backward(floats(&dy), ints(&ids), d_model, &mut dweight);
         from_vec(dweight, [vocab_size, d_model])
     }

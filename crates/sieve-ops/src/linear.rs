@@ -137,14 +137,14 @@ pub(crate) mod reference {
 
 pub(crate) mod cpu {
     use super::*;
-    use sieve_cpu::{Matrix, MatrixMut, Threads, matmul};
+    use sieve_cpu::{Matrix, MatrixMut, Threads, matmul, zeros};
 
     /// The weight may be f32 or bf16.
     pub(crate) fn linear(x: FlexTensor, weight: FlexTensor, residual: Option<FlexTensor>) -> FlexTensor {
         unless_f32!(&x, "linear": added::<Flex>(residual, reference::linear::<Flex>(x, weight)));
         let (x, weight) = (contiguous(x), contiguous(weight));
         let (tokens, inner, out) = (num_rows(&x), last_dim(&x), weight.shape()[0]);
-        let mut y = vec![0.0; tokens * out];
+        let mut y = zeros(tokens * out);
         sieve_cpu::linear(floats(&x), flex::weight(&weight), [tokens, inner, out], &mut y);
         added::<Flex>(residual, with_columns(&x, out, y))
     }
@@ -196,8 +196,7 @@ pub(crate) mod cpu {
 
     /// The GEMM `a b` as a row-major vector.
     fn gemm_to_vec(a: Matrix<'_>, b: Matrix<'_>) -> Vec<f32> {
-        let c = vec![0.0; a.num_rows() * b.num_columns()];
-        gemm_plus_c([1.0, 0.0], a, b, c)
+        gemm_plus_c([1.0, 0.0], a, b, zeros(a.num_rows() * b.num_columns()))
     }
 
     /// `alpha a b + beta c`, row-major.

@@ -69,7 +69,7 @@ pub(crate) mod cpu {
         let d_ff = last_dim(&gate_up) / 2;
         let last = shape.len() - 1;
         shape[last] = d_ff;
-        let mut y = vec![0.0; shape.iter().product()];
+        let mut y = sieve_cpu::zeros(shape.iter().product());
         sieve_cpu::activation::swiglu_forward(floats(&gate_up), d_ff, &mut y);
         from_vec(y, shape)
     }

@@ -1,5 +1,6 @@
 //! `sieve`: trains, evaluates and exports language models with learned sparse attention.
 
+mod allocator;
 mod compare;
 mod data;
 mod device;
@@ -30,15 +31,9 @@ mod train;
 use clap::error::{ContextKind, ErrorKind};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use exit::Exit;
-use mimalloc::MiMalloc;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use terminal::Loudness;
-
-/// mimalloc keeps freed buffers. The system's allocator returns large ones at once, and a step on the CPU then spends
-/// half its time in page faults.
-#[global_allocator]
-static ALLOCATOR: MiMalloc = MiMalloc;
 
 /// Trains, evaluates and exports language models whose attention is learned to be sparse.
 #[derive(Parser)]

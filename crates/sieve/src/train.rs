@@ -15,7 +15,7 @@ use crate::exit::Exit;
 use crate::interrupt::{Interrupt, respect_nohup};
 use crate::out_of_memory::{self, MemoryArgs};
 use crate::recipe::RecipeArgs;
-use crate::{room, startup, terminal, text_files};
+use crate::{allocator, room, startup, terminal, text_files};
 use anyhow::{Context, Result, anyhow, bail};
 use burn::backend::Autodiff;
 use burn_cuda::CudaDevice;
@@ -333,6 +333,7 @@ fn train_on(session: &Session<'_>, start: &Start, recipe: &Recipe, out: &Path) -
             bail!("--profile traces a GPU, and this run is on the CPU\n  hint: add --device cuda")
         }
         Device::Cpu => {
+            allocator::keep_freed_memory();
             let group = |mesh, _: &_| Ok(Group::on_host(mesh));
             train::<Autodiff<Flex>>((start, out), recipe, session, &device, on_cpu, group)
         }

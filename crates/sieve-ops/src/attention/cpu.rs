@@ -66,7 +66,7 @@ pub(crate) fn forward(
     let bounds = contiguous_bounds(bounds);
     let (batch, seq_len, heads) = (shape.batch, shape.seq_len, shape.num_heads);
     let mut lse = vec![0.0; batch * seq_len * heads];
-    let mut o = vec![0.0; lse.len() * shape.head_dim_v];
+    let mut o = sieve_cpu::zeros(lse.len() * shape.head_dim_v);
     sieve_cpu::attention_forward(shape, floats(qkv), documents(&bounds), mask, &mut o, &mut lse);
     AttentionOutput::new(
         from_vec(o, [batch, seq_len, heads, shape.head_dim_v]),

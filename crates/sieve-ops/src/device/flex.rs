@@ -68,7 +68,7 @@ pub(crate) fn from_vec(values: Vec<f32>, shape: impl Into<Shape>) -> FlexTensor 
 }
 
 pub(crate) fn zeros_like(x: &FlexTensor) -> Vec<f32> {
-    vec![0.0; x.shape().num_elements()]
+    sieve_cpu::zeros(x.shape().num_elements())
 }
 
 /// Size of a tensor's last dimension.
