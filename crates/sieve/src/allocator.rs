@@ -11,8 +11,8 @@ static ALLOCATOR: MiMalloc = MiMalloc;
 /// system, -1 for never.
 const PURGE_DELAY: mi_option_t = 15;
 
-/// From now on freed memory stays with the program, unless `MIMALLOC_PURGE_DELAY` says otherwise. A training step on the
-/// CPU frees and allocates the same buffers, and page faults of those that went back take a tenth of it.
+/// From now on freed memory stays with the program, unless `MIMALLOC_PURGE_DELAY` is set. A training step on the CPU
+/// frees and allocates the same buffers, and page faults of those that went back take a tenth of it.
 pub(crate) fn keep_freed_memory() {
     // SAFETY: stores one aligned number, which other threads only read; any number is a valid delay.
     unsafe { mi_option_set_default(PURGE_DELAY, -1) };
