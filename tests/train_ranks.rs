@@ -160,7 +160,7 @@ fn ranks_that_compute_with_other_weights_are_named_and_write_nothing() {
 }
 
 #[test]
-fn a_step_without_a_label_is_passed_over_by_all_ranks() {
+fn a_step_without_a_label_is_skipped_by_all_ranks() {
     let steps = &["training.steps=12", "lr_scheduler.decay_ratio=0"];
     let disturbances = [(); 2].map(|()| unlabelled(16..32));
     let [first, second] = two_ranks(steps, disturbances, Default::default(), &AtomicBool::default());

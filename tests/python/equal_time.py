@@ -129,7 +129,8 @@ def run(job, runs, arguments):
             "by_position": positions, "curve": curve, **of_indexer}
 
 
-def of(arguments, kind, seed):
+def job_of(arguments, kind, seed):
+    """The job of these arguments; without --text it is of crates.jsonl."""
     text = arguments.text.stem if arguments.text else "crates"
     return Job(text, arguments.gpu, kind, arguments.length, arguments.minutes, seed)
 
@@ -138,7 +139,7 @@ def chosen(rows, arguments):
     """The runs of this text, GPU, length and time, by kind."""
     found = {}
     for job, row in sorted(rows.items(), key=lambda pair: pair[0].seed):
-        if job == of(arguments, job.kind, job.seed):
+        if job == job_of(arguments, job.kind, job.seed):
             found.setdefault(job.kind, []).append(row)
     return {kind: found[kind] for kind in arguments.kinds if kind in found}
 
@@ -190,7 +191,7 @@ def main():
         recipe, settings = base("8192", arguments, arguments.out)
         prepare(arguments, recipe, settings + arguments.set)
         arguments.gpu = device_name(arguments.devices[0])
-        jobs = [of(arguments, kind, seed) for seed in arguments.seeds for kind in arguments.kinds]
+        jobs = [job_of(arguments, kind, seed) for seed in arguments.seeds for kind in arguments.kinds]
         # Probes alone on their GPUs, before all runs.
         missing = {kind: job for job in jobs if job not in rows for kind in [job.kind]}
         apart = argparse.Namespace(**{**vars(arguments), "devices": sorted(set(arguments.devices))})

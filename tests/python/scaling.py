@@ -91,7 +91,8 @@ def settings(kind, size, seed, arguments):
 
 
 def text(arguments):
-    return [f'data.paths=["{arguments.text}"]', f'data.cache_dir="{arguments.out / f"{arguments.text.stem}-{arguments.vocabulary}"}"',
+    cache = arguments.out / f"{arguments.text.stem}-{arguments.vocabulary}"
+    return [f'data.paths=["{arguments.text}"]', f'data.cache_dir="{cache}"',
             f"tokenizer.train={{ vocab_size = {arguments.vocabulary}, sample_bytes = 40_000_000 }}"]
 
 
