@@ -51,15 +51,11 @@ def best_rate(rows, kind, arguments):
     """The rate of the lowest loss with lower and higher rates beside it, or None where one has to be tried yet, and
     the rates to try."""
     found = tried(rows, kind, arguments)
+    best = min(found, key=lambda pair: pair[1])[0] if found else None
+    if found and found[0][0] < best < found[-1][0]:
+        return best, []
     missing = [rate for rate in arguments.rates if rate not in dict(found)]
-    if missing:
-        return None, missing
-    best = min(found, key=lambda pair: pair[1])[0]
-    if best == found[0][0]:
-        return None, [best / 2]
-    if best == found[-1][0]:
-        return None, [best * 2]
-    return best, []
+    return None, missing or [best / 2 if best == found[0][0] else best * 2]
 
 
 def wanted(rows, arguments):

@@ -74,9 +74,9 @@ KINDS = {
 }
 
 
-# Kind: the end of the name of its recipe of the hard form.
-HARD = {"dense": "mha", "window": "swa", "NSA": "nsa", "DMA as published": "dma", "InfLLM-V2": "infllm_v2",
-        "MoBA": "moba", "MSA": "msa"}
+# Kind of the hard form: the end of the name of its recipe, then settings.
+HARD = {"dense": ["mha"], "window": ["swa"], "NSA": ["nsa"], "DMA as published": ["dma"], "InfLLM-V2": ["infllm_v2"],
+        "MoBA": ["moba"], "MSA": ["msa"], "MSA, 4 local blocks": ["msa", "attention.num_local_blocks=4"]}
 
 
 def settings(kind, length, width, seed, steps):
@@ -122,14 +122,15 @@ def of_run(rows, kind, seed, steps):
 def run_part(job, runs, arguments):
     """Trains a run of the hard form up to a step; the line of its answers, or None."""
     kind, seed, steps, step = job
+    recipe, *of_kind = HARD[kind]
     folder = arguments.out / named("hard", kind, steps, seed)
     saved = [int(path.name[5:]) for path in folder.glob("checkpoint/step-*") if path.name[5:].isdigit()]
     if not saved:
         shutil.rmtree(folder, ignore_errors=True)
     keys = [f"training.steps={steps}", f"training.seed={seed}", "training.deterministic=false",
-            f"checkpoint.interval={steps}", f"validation.interval={steps}", *arguments.set]
+            f"checkpoint.interval={steps}", f"validation.interval={steps}", *of_kind, *arguments.set]
     with open(f"{folder}.log", "a", encoding="utf-8") as log, open(f"{folder}.json", "w+", encoding="utf-8") as report:
-        command = [arguments.sieve, "train", "--recipe", f"recipes/mqar_hard_{HARD[kind]}.toml", "--out", str(folder),
+        command = [arguments.sieve, "train", "--recipe", f"recipes/mqar_hard_{recipe}.toml", "--out", str(folder),
                    "--resume=auto", "--stop-after", str(step - max(saved, default=0))]
         command += [part for key in keys for part in ("--set", key)]
         if max(saved, default=0) < step and runs.run(command, log, log) != 0:
@@ -208,7 +209,7 @@ def drawn(rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, "mqar.jsonl", reads_text=False)
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS | HARD))
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, choices=LENGTHS)
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS, choices=WIDTHS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
@@ -227,6 +228,8 @@ def main():
             train(lambda rows: next_parts(rows, arguments), run_job, arguments, path, rows)
         hard_table(rows)
         return
+    if unknown := [kind for kind in arguments.kinds if kind not in KINDS]:
+        parser.error(f"--kinds: {', '.join(unknown)} is of --hard alone")
     path = arguments.out / "mqar.jsonl"
     rows = finished(path, ("kind", "length", "width", "seed"))
     jobs = [(kind, length, width, seed) for length in arguments.lengths for seed in arguments.seeds

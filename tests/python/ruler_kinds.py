@@ -67,7 +67,7 @@ def run(job, runs, arguments):
     if report is None:
         return None
     check = [line for line in lines if line["kind"] == "validation"][-1]
-    scores = {task["task"]: [[one["length"], round(one["score"], 1), round(one["mean_rank"], 2)] for one in task["lengths"]]
+    scores = {task["task"]: [[one["length"], round(100 * one["score"], 1), round(one["mean_rank"], 2)] for one in task["lengths"]]
               for task in report["methods"][0]["tasks"]}
     return {**dict(zip(KEY, job)), "loss": round(check["loss"], 4), "scores": scores}
 

@@ -148,12 +148,25 @@ def table(rows, arguments):
 
 
 def drawn(rows, arguments):
+    """Loss over parameters and over FLOPs, a dot a seed, and its distance to dense attention's mean, where the published
+    DMA would hide the other kinds."""
     found = cells(rows)
-    lines = lambda name, unit: {
-        kind: [(statistics.mean(row[name] for row in found[kind, size]) / unit, [row["loss"] for row in found[kind, size]])
-               for size in SIZES if (kind, size) in found] for kind in arguments.kinds}
-    return chart([("validation loss, nats", lines("parameters", 1e6), None, "millions of parameters besides the embedding"),
-                  ("validation loss, nats", lines("flops", 1e15), None, "PFLOPs of training")], arguments.kinds)
+
+    def lines(name, unit, loss=lambda row, size: row["loss"], kinds=arguments.kinds):
+        runs = {kind: {size: found[kind, size] for size in SIZES if (kind, size) in found} for kind in kinds}
+        return {kind: [(statistics.mean(row[name] for row in some) / unit, [loss(row, size) for row in some])
+                       for size, some in sizes.items()] for kind, sizes in runs.items()}
+
+    def behind(row, size):
+        return row["loss"] - statistics.mean(one["loss"] for one in found["dense", size])
+
+    words = "millions of parameters besides the embedding"
+    panels = [("validation loss, nats", lines("parameters", 1e6), None, words),
+              ("validation loss, nats", lines("flops", 1e15), None, "PFLOPs of training")]
+    near = [kind for kind in arguments.kinds if kind != "DMA as published"]
+    if all(("dense", size) in found for _, size in found):
+        panels.append(("nats behind dense attention", lines("parameters", 1e6, behind, near), None, words))
+    return chart(panels, arguments.kinds)
 
 
 def main():
