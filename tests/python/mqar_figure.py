@@ -19,12 +19,11 @@ line; a run that answers 99 % ends there. Needs nothing but Python.
 
 import argparse
 import json
-import pathlib
 import shutil
 import statistics
 import time
 
-from runs import add_arguments, chart, finished, named, parsed, train, train_missing
+from runs import add_arguments, chart, evaluated, finished, named, parsed, train, train_missing, trained
 
 LENGTHS, WIDTHS = [64, 256, 1024, 2048], [64, 128, 256]
 RATES = {64: 3e-3, 128: 2e-3, 256: 1e-3}
@@ -153,29 +152,19 @@ def hard_table(rows):
         print(f"| {kind} | {seed} | {shares} (of {steps}) | {reached[0]} |")
 
 
-def run(job, runs, arguments, out):
+def run(job, runs, arguments):
     """The line of one run, or None: at the deadline, or where a command failed (its log says why)."""
     kind, length, width, seed = job
-    folder = out / named(kind, length, width, seed)
-    shutil.rmtree(folder, ignore_errors=True)  # cut off before
+    folder, steps = arguments.out / named(*job), arguments.steps[LENGTHS.index(length)]
     began = time.monotonic()
-    with open(f"{folder}.log", "a", encoding="utf-8") as log:
-        command = [arguments.sieve, "train", "--recipe", "recipes/mqar_mha.toml", "--out", str(folder)]
-        steps = arguments.steps[LENGTHS.index(length)]
-        keys = settings(kind, length, width, seed, steps) + arguments.set
-        command += [part for key in keys for part in ("--set", key)]
-        if runs.run(command, log, log) != 0:
-            return None
-        seconds = time.monotonic() - began
-        report = pathlib.Path(f"{folder}.eval.json")
-        command = [arguments.sieve, "eval", "mqar", "--checkpoint", str(folder), "--kinds", f"{length}:{length // 16}",
-                   "--samples", "200", "--json"]
-        with open(report, "w", encoding="utf-8") as output:
-            if runs.run(command, output, log) != 0:
-                return None
-    answers = json.loads(report.read_text())
-    return {"kind": kind, "length": length, "width": width, "seed": seed, "steps": steps, "seconds": round(seconds, 1),
-            "accuracy": answers["kinds"][0]["accuracy"]}
+    keys = settings(kind, length, width, seed, steps) + arguments.set
+    if trained(folder, "recipes/mqar_mha.toml", keys, runs, arguments) is None:
+        return None
+    seconds = time.monotonic() - began
+    words = ["mqar", "--kinds", f"{length}:{length // 16}", "--samples", "200"]
+    report = evaluated(folder, words, runs, arguments)
+    return report and {"kind": kind, "length": length, "width": width, "seed": seed, "steps": steps,
+                       "seconds": round(seconds, 1), "accuracy": report["kinds"][0]["accuracy"]}
 
 
 def by_cell(rows):
@@ -236,7 +225,7 @@ def main():
             for width in arguments.widths for kind in arguments.kinds]
 
     if arguments.sieve:
-        train_missing(jobs, lambda job, runs: run(job, runs, arguments, arguments.out), arguments, path, rows)
+        train_missing(jobs, lambda job, runs: run(job, runs, arguments), arguments, path, rows)
     table(rows)
     missing = [job for job in jobs if job not in rows]
     if missing:
