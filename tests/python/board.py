@@ -161,6 +161,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, "board.jsonl", draws=False)
     parser.add_argument("--entries", nargs="+", default=DEFAULT, choices=list(ENTRIES))
+    parser.add_argument("--lengths", nargs="+", type=int, help="rows of these lengths alone")
     parser.add_argument("--minutes", type=float, default=9.0, help="of a run, from start to score")
     parser.add_argument("--probe-steps", type=int, default=100)
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, a minute a run at most: tries the script")
@@ -170,6 +171,8 @@ def main():
     if arguments.tiny:
         arguments.minutes, arguments.devices, arguments.probe_steps, arguments.margin = 1.0, ["cpu"], 10, TINY_MARGIN
         arguments.step_tokens, seeds, arguments.set = 512, {128: [0], 256: [0]}, TINY + arguments.set
+    if others := set(arguments.lengths or seeds) - set(seeds):
+        parser.error(f"--lengths {', '.join(map(str, sorted(others)))}: the board has rows of {', '.join(map(str, seeds))}")
     if arguments.tiny and arguments.sieve:
         text, arguments.text = arguments.text, arguments.out / "tiny.jsonl"
         if not arguments.text.exists():
@@ -181,7 +184,8 @@ def main():
         arguments.names = {device: device_name(device) for device in arguments.devices}
         arguments.version = output_of([arguments.sieve, "--version"])
         prepare(arguments, RECIPE, [*common(arguments), *arguments.set])
-        jobs = [(entry, length, arguments.minutes, seed) for length in seeds for seed in seeds[length] for entry in arguments.entries]
+        jobs = [(entry, length, arguments.minutes, seed) for length in arguments.lengths or seeds
+                for seed in seeds[length] for entry in arguments.entries]
         unknown = {plan(job, arguments): job for job in jobs if job not in rows and not plan(job, arguments).exists()}
         on_devices(unknown.values(), arguments, arguments.out, lambda job, runs: probe(job, runs, arguments))
         # No run begins that cannot end before the deadline.
