@@ -313,25 +313,34 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         // Sorted from the longest, so that the endings of one batch have similar lengths.
         let mut order: Vec<usize> = (0..endings.len()).collect();
         order.sort_by_key(|&n| std::cmp::Reverse(endings[n].len()));
-        for some in order.chunks(texts_together(self.cache.num_tokens)) {
+        // Copies of the text are one batch, but a selector that acts in decoding has caches for one text.
+        let together = match self.selection.as_ref().is_some_and(Selection::acts_in_decode) {
+            true => 1,
+            false => texts_together(self.cache.num_tokens),
+        };
+        for some in order.chunks(together) {
             // The other endings are single tokens, which `logits` has scored.
             if endings[some[0]].len() == 1 {
                 break;
             }
-            let mut texts = vec![self.clone().with_copy_of(self.selection.as_ref()); some.len()];
+            let mut copies = self.clone().with_copy_of(self.selection.as_ref());
+            if some.len() > 1 {
+                copies.repeat(some.len());
+            }
             for step in 1..endings[some[0]].len() {
+                // An ending that is complete repeats its last token, whose logits are not used.
+                let token = |&n: &usize| endings[n][step.min(endings[n].len()) - 1];
+                let tokens: Vec<u32> = some.iter().map(token).collect();
+                let logits = match tokens[..] {
+                    [_] => copies.read(&tokens)?,
+                    _ => copies.read_rows(&tokens),
+                };
                 let num_longer = some.partition_point(|&n| endings[n].len() > step);
-                let tokens: Vec<u32> = (some[..num_longer].iter()).map(|&n| endings[n][step - 1]).collect();
-                let mut longer: Vec<_> = texts[..num_longer].iter_mut().collect();
-                let mut rows = None;
-                let logits = Self::read_each(&mut longer, &tokens, &mut rows)?;
-                for (&n, logits) in some.iter().zip(&logits) {
+                for (&n, logits) in some[..num_longer].iter().zip(logits.chunks(vocab_size)) {
                     found[n] = found[n].and(logits, endings[n][step]);
                 }
             }
-            for text in &texts {
-                text.add_totals_to(self.selection.as_mut());
-            }
+            copies.add_totals_to(self.selection.as_mut());
         }
         match found.iter().all(|ending| ending.log_likelihood.is_finite()) {
             true => Ok(found),

@@ -2,7 +2,7 @@
 //! chosen, which are pooled keys or an indexer's keys.
 use crate::attention::chosen_blocks::Packed;
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Int, Tensor, TensorData, activation::softmax};
+use burn::tensor::{DType, Int, Tensor, activation::softmax};
 use sieve_core::{BlockChoice, ChoiceRule};
 use sieve_ops::{
     AttentionSpec, DeviceBackend, KeyCache, RowsOf, TokenBuffer, TokenCache, attention_decode, choose_blocks,
@@ -289,23 +289,26 @@ pub(super) fn keys_of_blocks<B: Backend>(
     spec: AttentionSpec,
 ) -> KeyCache<B> {
     let (len, k) = (keys.len(), keys.k.buffer());
-    let [batch, kv_heads, _, d] = k.dims();
+    let [batch, kv_heads, capacity, d] = k.dims();
     let size = choice.blocks.select_block_size;
-    let mut tokens = Vec::new();
-    for &block in chosen.iter().flatten().filter(|&&block| block >= 0) {
-        let first = block as usize * size;
-        tokens.extend((first..(first + size).min(len)).map(|token| token as i32));
+    let choosers = choice.choices_per_token([spec.num_heads, kv_heads]);
+    let mut rows = Vec::new();
+    for (list, blocks) in chosen.iter().enumerate() {
+        let first_row = list / (choosers / kv_heads) * capacity;
+        for &block in blocks.iter().filter(|&&block| block >= 0) {
+            let first = block as usize * size;
+            rows.extend((first..(first + size).min(len)).map(|token| (first_row + token) as i32));
+        }
     }
     // Every chooser reads the block of the token itself and the same number of complete blocks, so all read the same
     // number of tokens.
-    let choosers = choice.choices_per_token([spec.num_heads, kv_heads]);
-    let count = tokens.len() / (batch * choosers);
-    let rows = TensorData::new(tokens, [batch, kv_heads, choosers / kv_heads * count, 1]);
-    let rows = Tensor::<B, 4, Int>::from_data(rows, &k.device());
-    let rows = rows.expand([batch, kv_heads, choosers / kv_heads * count, d]);
+    let count = rows.len() / (batch * choosers);
+    let rows = Tensor::<B, 1, Int>::from_data(&rows[..], &k.device());
+    // Whole rows: on the CPU a gather would look up an index for each number.
     let [k, v] = [k, keys.v.buffer()].map(|x| {
         x.clone()
-            .gather(TOKENS, rows.clone())
+            .reshape([batch * kv_heads * capacity, d])
+            .select(0, rows.clone())
             .reshape([batch, choosers, count, d])
     });
     let capacity = Some(count);

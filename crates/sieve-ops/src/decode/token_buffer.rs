@@ -1,8 +1,11 @@
 //! Buffers that a cache adds tokens to.
+use crate::device::write_block;
+use crate::tensors::{primitive, tensor};
 use burn::tensor::backend::Backend;
-use burn::tensor::{BasicOps, DType, Float, Tensor};
+use burn::tensor::{BasicOps, DType, Float, Int, Tensor};
+use burn_flex::Flex;
+use std::any::Any;
 use std::fmt;
-use std::ops::Range;
 
 /// A full buffer gets room for one more token per `ROOM_SHARE` that it holds, and for at least `LEAST_ROOM`. Memory
 /// plans do not count this room.
@@ -40,7 +43,7 @@ pub struct TokenBuffer<B: Backend, const D: usize, K: BasicOps<B> = Float> {
     len: usize,
 }
 
-impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
+impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> {
     /// These tokens along `axis`, in a buffer of `room` tokens; `None`: with some spare room.
     pub fn new(tokens: Tensor<B, D, K>, axis: usize, room: Option<usize>) -> Self {
         let mut shape = tokens.dims();
@@ -90,11 +93,9 @@ impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
     pub fn append(&mut self, tokens: Tensor<B, D, K>) {
         let new = tokens.dims()[self.axis];
         self.reserve(new, self.len);
-        let ranges: [Range<usize>; D] = std::array::from_fn(|dim| match dim == self.axis {
-            true => self.len..self.len + new,
-            false => 0..tokens.dims()[dim],
-        });
-        self.write(|buffer| buffer.slice_assign(ranges, tokens));
+        let mut first = [0; D];
+        first[self.axis] = self.len;
+        self.write(|buffer| with_block(buffer, first, tokens));
         self.len += new;
     }
 
@@ -144,13 +145,10 @@ impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
         if text.is_empty() {
             return;
         }
-        let shape = text.buffer().dims();
-        let ranges: [Range<usize>; D] = std::array::from_fn(|dim| match dim {
-            0 => row..row + 1,
-            dim if dim == self.axis => end - text.len..end,
-            dim => 0..shape[dim],
-        });
-        self.write(|buffer| buffer.slice_assign(ranges, text.tokens()));
+        let mut first = [0; D];
+        first[0] = row;
+        first[self.axis] = end - text.len;
+        self.write(|buffer| with_block(buffer, first, text.tokens()));
     }
 
     /// A copy of the last `kept` tokens in a buffer with this room, each row `rows` times.
@@ -177,18 +175,42 @@ impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
     }
 }
 
+/// `buffer` with `values` from entry `first` of each dimension on, in place if it has no other handle.
+fn with_block<B: Backend, const D: usize, K: BasicOps<B> + 'static>(
+    buffer: Tensor<B, D, K>,
+    first: [usize; D],
+    values: Tensor<B, D, K>,
+) -> Tensor<B, D, K> {
+    let mut pair = [buffer, values];
+    let any: &mut dyn Any = &mut pair;
+    if let Some([buffer, values]) = any.downcast_mut::<[Tensor<Flex, D>; 2]>() {
+        let old = std::mem::replace(buffer, values.clone());
+        *buffer = tensor(write_block(primitive(old), first, primitive(values.clone())));
+    } else if let Some([buffer, values]) = any.downcast_mut::<[Tensor<Flex, D, Int>; 2]>() {
+        let old = std::mem::replace(buffer, values.clone()).into_primitive();
+        *buffer = Tensor::from_primitive(write_block(old, first, values.clone().into_primitive()));
+    } else {
+        let size = pair[1].dims();
+        let [buffer, values] = pair;
+        let ranges: [_; D] = std::array::from_fn(|dim| first[dim]..first[dim] + size[dim]);
+        return buffer.slice_assign(ranges, values);
+    }
+    let [buffer, _] = pair;
+    buffer
+}
+
 /// Room for new tokens that a buffer of `len` tokens gets.
 fn spare(len: usize) -> usize {
     LEAST_ROOM.max(len / ROOM_SHARE)
 }
 
-impl<B: Backend, const D: usize, K: BasicOps<B>> Clone for TokenBuffer<B, D, K> {
+impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> Clone for TokenBuffer<B, D, K> {
     fn clone(&self) -> Self {
         self.moved(self.len, self.room(), 1)
     }
 }
 
-impl<B: Backend, const D: usize, K: BasicOps<B>> fmt::Debug for TokenBuffer<B, D, K> {
+impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> fmt::Debug for TokenBuffer<B, D, K> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let shape = self.buffer().dims();
         write!(f, "TokenBuffer({} tokens of {shape:?}, axis {})", self.len, self.axis)
@@ -199,10 +221,14 @@ impl<B: Backend, const D: usize, K: BasicOps<B>> fmt::Debug for TokenBuffer<B, D
 mod tests {
     use super::*;
     use burn::tensor::{Distribution, TensorData};
-    use burn_flex::{Flex, FlexDevice};
+    use burn_flex::FlexDevice;
 
     fn data<const D: usize>(x: Tensor<Flex, D>) -> TensorData {
         x.into_data()
+    }
+
+    fn address<const D: usize>(buffer: &TokenBuffer<Flex, D>) -> *const u8 {
+        primitive(buffer.buffer().clone()).bytes().as_ptr()
     }
 
     #[test]
@@ -220,7 +246,9 @@ mod tests {
                 let count = (len - at).min(if at % 7 == 0 { 3 } else { 1 });
                 let mut other = buffer.clone();
                 other.append(part(0, count));
+                let before = address(&buffer);
                 buffer.append(part(at, count));
+                assert_eq!(address(&buffer) == before, buffer.room() == room);
                 assert_eq!([buffer.len(), other.len()], [at + count; 2]);
                 assert_eq!(data(buffer.tokens()), data(part(0, at + count)));
                 assert_eq!(data(other.tokens().narrow(axis, at, count)), data(part(0, count)));

@@ -7,6 +7,7 @@ use burn::tensor::{DType, Shape, TensorData, TensorMetadata, bf16};
 use burn_flex::FlexTensor;
 use sieve_core::ScoreMatrix;
 use sieve_cpu::Weight;
+use std::sync::Arc;
 
 /// The tensor, contiguous and at the beginning of its storage.
 pub(crate) fn contiguous(x: FlexTensor) -> FlexTensor {
@@ -69,6 +70,28 @@ pub(crate) fn from_vec(values: Vec<f32>, shape: impl Into<Shape>) -> FlexTensor 
 
 pub(crate) fn zeros_like(x: &FlexTensor) -> Vec<f32> {
     sieve_cpu::zeros(x.shape().num_elements())
+}
+
+/// Writes `values` into `x` from entry `first` of each dimension on: in place where no other handle shares a contiguous
+/// `x`. Burn's `slice_assign` holds a second handle itself, so that it copies all of `x`.
+pub(crate) fn write_block<const D: usize>(x: FlexTensor, first: [usize; D], values: FlexTensor) -> FlexTensor {
+    let (x, values) = (contiguous(x), contiguous(values));
+    let (dims, new): ([usize; D], [usize; D]) = (x.shape().dims(), values.shape().dims());
+    let (layout, dtype) = (x.layout().clone(), x.dtype());
+    let mut storage = x.data_arc();
+    drop(x);
+    let bytes = Arc::make_mut(&mut storage);
+    let width = new[D - 1] * dtype.size();
+    for (row, values) in values.bytes().chunks_exact(width.max(1)).enumerate() {
+        let (mut place, mut stride, mut rest) = (first[D - 1], dims[D - 1], row);
+        for dim in (0..D - 1).rev() {
+            place += (first[dim] + rest % new[dim]) * stride;
+            stride *= dims[dim];
+            rest /= new[dim];
+        }
+        bytes[place * dtype.size()..][..width].copy_from_slice(values);
+    }
+    FlexTensor::from_arc(storage, layout, dtype)
 }
 
 /// Size of a tensor's last dimension.
