@@ -78,6 +78,7 @@ pub(crate) fn write_block<const D: usize>(x: FlexTensor, first: [usize; D], valu
     let (x, values) = (contiguous(x), contiguous(values));
     let (dims, new): ([usize; D], [usize; D]) = (x.shape().dims(), values.shape().dims());
     let (layout, dtype) = (x.layout().clone(), x.dtype());
+    assert_eq!(dtype, values.dtype(), "bytes are copied as they are");
     let mut storage = x.data_arc();
     drop(x);
     let bytes = Arc::make_mut(&mut storage);
