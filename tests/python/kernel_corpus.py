@@ -58,7 +58,12 @@ def main():
     parser.add_argument("--out", required=True, type=pathlib.Path)
     parser.add_argument("--megabytes", type=float, default=120)
     arguments = parser.parse_args()
-    files = dict(sources(arguments.source))
+    if arguments.megabytes <= 0:
+        parser.error(f"--megabytes {arguments.megabytes:g}: how much text to write, above 0")
+    try:
+        files = dict(sources(arguments.source))
+    except (OSError, tarfile.TarError) as error:
+        parser.error(f"--from {arguments.source}: {str(error).splitlines()[0]}; take what `dpkg-deb --fsys-tarfile` writes")
     makefile = files[pathlib.PurePosixPath("Makefile")].decode()
     version = ".".join(line.split(" = ")[1] for line in makefile.splitlines()[1:4])
     data = "".join(json.dumps({"text": text}) + "\n" for text in documents(files.items(), arguments.megabytes * 1e6)).encode()

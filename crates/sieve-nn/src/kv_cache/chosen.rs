@@ -292,7 +292,11 @@ pub(super) fn keys_of_blocks<B: Backend>(
     let [batch, kv_heads, capacity, d] = k.dims();
     let size = choice.blocks.select_block_size;
     let choosers = choice.choices_per_token([spec.num_heads, kv_heads]);
-    assert_eq!(chosen.len(), batch * choosers, "a list of blocks for each row and chooser");
+    assert_eq!(
+        chosen.len(),
+        batch * choosers,
+        "a list of blocks for each row and chooser"
+    );
     let mut rows = Vec::new();
     for (list, blocks) in chosen.iter().enumerate() {
         let first_row = list / (choosers / kv_heads) * capacity;
