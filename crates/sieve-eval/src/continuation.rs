@@ -1,11 +1,11 @@
 //! A text with its KV cache: a prompt is read (in chunks, if all layers keep few keys), then one token after another.
 use crate::input::{check_vocabulary, ids};
-use crate::{EvalError, Selection, TaskModel};
+use crate::{EvalError, Selection};
 use burn::tensor::{DType, Tensor};
 use sieve_core::ModelShape;
 use sieve_core::model::AttentionForm;
 use sieve_nn::{KvCache, LayerCache, LayerOperands, Qwen3, TextRows};
-use sieve_ops::{DeviceBackend, RotaryEmbedding, first_of_largest};
+use sieve_ops::{DeviceBackend, RotaryEmbedding};
 
 /// Tokens in the caches of texts that are decoded as one batch, at most. More would take memory and save little time.
 const TOGETHER_TOKENS: usize = 65_536;
@@ -15,6 +15,30 @@ const TOGETHER: usize = 32;
 /// Number of texts of `num_tokens` tokens that are decoded as one batch. All their caches are in memory at once.
 pub fn texts_together(num_tokens: usize) -> usize {
     (TOGETHER_TOKENS / num_tokens.max(1)).clamp(1, TOGETHER)
+}
+
+/// How many texts of `num_tokens` tokens are decoded as one batch where `num_endings` of each text are scored too, and how
+/// many of these: together they have the caches of one batch.
+#[derive(Clone, Copy, Debug)]
+pub struct TextsWithEndings {
+    pub(crate) texts: usize,
+    pub(crate) endings: usize,
+}
+
+impl TextsWithEndings {
+    /// As many as the memory of one batch takes.
+    pub fn new(num_tokens: usize, num_endings: usize) -> Self {
+        let most = texts_together(num_tokens).min(num_endings);
+        Self {
+            texts: (most / 2).max(1),
+            endings: most.div_ceil(2),
+        }
+    }
+
+    /// Caches in memory at once. A prompt has a cache of its own before it moves to its row of the others' cache.
+    pub fn num_caches(self) -> usize {
+        self.texts + usize::from(self.texts > 1) + self.endings
+    }
 }
 
 /// Tokens of a chunk of a prompt, for models whose layers all have windows or DMA. It bounds the activations' memory,
@@ -169,36 +193,6 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         Ok(logits)
     }
 
-    /// The text of greedy decoding after `logits`, the logits of this text's next token. Decoding ends when
-    /// `is_enough` accepts the decoded text, before an end token of `model`, and after `max_tokens` tokens, which is at
-    /// least 1.
-    ///
-    /// # Errors
-    /// A NaN logit; operands that the selector refuses.
-    pub(crate) fn greedy_text(
-        &mut self,
-        model: &TaskModel<'_, B>,
-        mut logits: Vec<f32>,
-        max_tokens: usize,
-        mut is_enough: impl FnMut(&str) -> bool,
-    ) -> Result<String, EvalError> {
-        // Logits beyond the tokenizer's vocabulary are padding.
-        let num_tokens = model.tokenizer.vocab_size().min(self.vocab_size());
-        let (mut tokens, mut text) = (Vec::new(), String::new());
-        loop {
-            let token = first_of_largest(&logits[..num_tokens]).ok_or(EvalError::NotFinite(self.cache.num_tokens))?;
-            if model.ends.contains(&token) {
-                return Ok(text);
-            }
-            tokens.push(token);
-            text = model.tokenizer.decode(&tokens)?;
-            if is_enough(&text) || tokens.len() == max_tokens {
-                return Ok(text);
-            }
-            logits = self.read(&[token])?;
-        }
-    }
-
     /// Repeats the text `num_texts` times in the cache; then [`read_rows`](Self::read_rows) continues all copies.
     pub(crate) fn repeat(&mut self, num_texts: usize) {
         self.cache.repeat(num_texts);
@@ -298,11 +292,17 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         Ok((model.next_logits_of_rows(ids, &mut caches, &rope), in_order))
     }
 
-    /// The likelihood of each ending after this text. `logits` belong to the text's next token; no ending is empty.
+    /// The likelihood of each ending after this text, `together` of them as one batch. `logits` belong to the text's next
+    /// token; no ending is empty.
     ///
     /// # Errors
     /// A token outside the vocabulary, an output that is not finite, operands that the selector refuses.
-    pub(crate) fn endings(&mut self, logits: &[f32], endings: &[&[u32]]) -> Result<Vec<Ending>, EvalError> {
+    pub(crate) fn endings(
+        &mut self,
+        logits: &[f32],
+        endings: &[&[u32]],
+        together: usize,
+    ) -> Result<Vec<Ending>, EvalError> {
         let vocab_size = self.model.shape().vocab_size;
         for ending in endings {
             check_vocabulary(ending, vocab_size)?;
@@ -316,7 +316,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         // Copies of the text are one batch, but a selector that acts in decoding has caches for one text.
         let together = match self.selection.as_ref().is_some_and(Selection::acts_in_decode) {
             true => 1,
-            false => texts_together(self.cache.num_tokens),
+            false => together,
         };
         for some in order.chunks(together) {
             // The other endings are single tokens, which `logits` has scored.

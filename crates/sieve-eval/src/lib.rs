@@ -10,6 +10,7 @@ mod rows;
 
 mod continuation;
 mod generator;
+mod greedy;
 mod sampler;
 
 mod document;
@@ -35,7 +36,7 @@ mod together;
 mod trained;
 mod weights;
 
-pub use continuation::{prompt_part, texts_together};
+pub use continuation::{TextsWithEndings, prompt_part, texts_together};
 pub use document::{EvalDocument, TextSize, first_tokens, prepared_documents, text_documents};
 pub use error::EvalError;
 pub use generator::{GenerateConfig, Generator};

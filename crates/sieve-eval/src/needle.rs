@@ -10,8 +10,8 @@ mod sample;
 pub use haystack::Haystack;
 pub(crate) use haystack::made_up_sentences;
 
-use crate::continuation::Continuation;
-use crate::input::check_vocabulary;
+use crate::continuation::TextsWithEndings;
+use crate::greedy::Greedy;
 use crate::{EvalError, LayerPath, Selection, TaskModel};
 use sample::{Sample, samples, texts};
 use serde::Serialize;
@@ -197,15 +197,14 @@ pub fn needle<B: DeviceBackend>(
             num_found: 0,
             mean_rank: 0.0,
         };
-        for sample in of_cell {
-            let (rank, is_found) = reader.ask(sample, haystack, config.buffer)?;
+        let asked_before = num_asked;
+        for (rank, is_found) in reader.ask(of_cell, haystack, config.buffer, &mut |n| observe(asked_before + n))? {
             cell.num_found += usize::from(is_found);
             cell.mean_rank += rank / of_cell.len() as f64;
             num_first += usize::from(rank == 1.0);
             ranks += rank;
             num_found += usize::from(is_found);
             num_asked += 1;
-            observe(num_asked);
         }
         cells.push(cell);
     }
@@ -237,7 +236,7 @@ pub fn needle<B: DeviceBackend>(
     })
 }
 
-/// Asks the model one needle after another.
+/// Asks the model for needles.
 struct Reader<'a, B: DeviceBackend> {
     model: &'a TaskModel<'a, B>,
     /// The selector, with the statistics of its calls.
@@ -247,34 +246,48 @@ struct Reader<'a, B: DeviceBackend> {
 }
 
 impl<B: DeviceBackend> Reader<'_, B> {
-    /// The rank of the answer's likelihood, and whether the greedy continuation contains the answer.
-    fn ask(&mut self, sample: &Sample, haystack: &Haystack, buffer: usize) -> Result<(f64, bool), EvalError> {
-        let len = sample.length - buffer;
-        let TaskModel {
-            model,
-            tokenizer,
-            device,
-            ..
-        } = *self.model;
-        let (text, _place) = haystack.with_needle(len, sample.depth, &sample.statement);
-        let mut prompt: Vec<u32> = tokenizer.bos_id().into_iter().chain(text).collect();
-        prompt.extend_from_slice(&sample.question);
-        check_vocabulary(&prompt, model.shape().vocab_size)?;
-        let room = prompt.len() + sample.max_new_tokens();
-        let mut text = Continuation::new(model, room, device).with_copy_of(self.selection.as_ref());
-        let logits = text.read(&prompt)?;
-        if let Some(selection) = text.selection() {
-            let totals = selection.totals();
-            self.pairs[0] += totals.pairs;
-            self.pairs[1] += totals.dense_pairs;
-        }
-        let candidates: Vec<&[u32]> = sample.candidates.iter().map(Vec::as_slice).collect();
-        let endings = text.endings(&logits, &candidates)?;
-        let likelihoods: Vec<f64> = endings.iter().map(|x| x.log_likelihood).collect();
-        let is_said = |text: &str| text.contains(&sample.answer);
-        let said = text.greedy_text(self.model, logits, sample.max_new_tokens(), is_said)?;
-        text.add_totals_to(self.selection.as_mut());
-        Ok((rank(&likelihoods), is_said(&said)))
+    /// Of each of several needles at one place, the rank of the answer's likelihood, and whether the greedy continuation
+    /// contains the answer.
+    fn ask(
+        &mut self,
+        samples: &[Sample],
+        haystack: &Haystack,
+        buffer: usize,
+        observe: &mut dyn FnMut(usize),
+    ) -> Result<Vec<(f64, bool)>, EvalError> {
+        let prompt = |sample: &Sample| {
+            let (text, _place) = haystack.with_needle(sample.length - buffer, sample.depth, &sample.statement);
+            let bos_id = self.model.tokenizer.bos_id();
+            let prompt = bos_id.into_iter().chain(text).chain(sample.question.iter().copied());
+            prompt.collect::<Vec<u32>>()
+        };
+        let prompts: Vec<Vec<u32>> = samples.iter().map(prompt).collect();
+        let size = TextsWithEndings::new(samples[0].length, NUM_DISTRACTORS + 1);
+        let (mut ranks, pairs) = (Vec::new(), &mut self.pairs);
+        let greedy = Greedy {
+            max_new_tokens: &|n| samples[n].max_new_tokens(),
+            room: samples.iter().map(Sample::max_new_tokens).max().unwrap_or(0),
+            together: size.texts,
+            is_enough: &|n, text| text.contains(&samples[n].answer),
+            after_prompt: &mut |n, text, logits| {
+                if let Some(selection) = text.selection() {
+                    let totals = selection.totals();
+                    pairs[0] += totals.pairs;
+                    pairs[1] += totals.dense_pairs;
+                }
+                let candidates: Vec<&[u32]> = samples[n].candidates.iter().map(Vec::as_slice).collect();
+                let endings = text.endings(logits, &candidates, size.endings)?;
+                let likelihoods: Vec<f64> = endings.iter().map(|x| x.log_likelihood).collect();
+                ranks.push(rank(&likelihoods));
+                Ok(())
+            },
+        };
+        let answers = greedy.answers(self.model, &prompts, self.selection.as_mut(), observe)?;
+        let is_said = samples
+            .iter()
+            .zip(answers)
+            .map(|(sample, text)| text.contains(&sample.answer));
+        Ok(ranks.into_iter().zip(is_said).collect())
     }
 }
 

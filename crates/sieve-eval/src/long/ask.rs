@@ -1,7 +1,8 @@
 //! Asks a model the samples of long tasks, and sums up its scores.
-use super::{LongSource, LongTexts, NUM_WRONG};
-use crate::continuation::Continuation;
-use crate::input::{check_length, check_vocabulary};
+use super::{LongSample, LongSource, LongTexts, NUM_WRONG};
+use crate::continuation::TextsWithEndings;
+use crate::greedy::Greedy;
+use crate::input::check_length;
 use crate::needle::rank;
 use crate::{EvalError, LayerPath, Selection, TaskModel};
 use serde::Serialize;
@@ -89,46 +90,51 @@ pub struct LongReport {
 pub fn ask_long<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     texts: &LongTexts,
-    mut selection: Option<&mut Selection>,
+    selection: Option<&mut Selection>,
     observe: &mut dyn FnMut(usize),
 ) -> Result<Vec<SampleScore>, EvalError> {
     let shape = model.model.shape();
     check_length(texts.length, shape)?;
-    let tokenizer = model.tokenizer;
-    let mut scores = Vec::with_capacity(texts.samples.len());
-    for (sample, prompt) in &texts.samples {
-        check_vocabulary(prompt, shape.vocab_size)?;
-        // The first answer is the right one.
+    // Of each sample the right answer is the first one.
+    let endings = texts.samples.iter().map(|(sample, _)| {
         let answers = sample.references.iter().take(1).chain(&sample.wrong);
-        let endings = answers.map(|answer| tokenizer.encode(&format!(" {answer}")));
-        let endings: Vec<Vec<u32>> = endings.collect::<Result<_, _>>()?;
-        let longest = endings.iter().map(Vec::len).max().unwrap_or(0);
-        let longest = longest.max(texts.task.max_new_tokens());
-        let text = Continuation::new(model.model, prompt.len() + longest, model.device);
-        let mut text = text.with_copy_of(selection.as_deref());
-        let logits = text.read(prompt)?;
-        let slices: Vec<&[u32]> = endings.iter().map(Vec::as_slice).collect();
-        let found = text.endings(&logits, &slices)?;
-        let likelihoods: Vec<f64> = found.iter().map(|x| x.log_likelihood).collect();
-        let mut score = 0.0;
-        let answer = text.greedy_text(model, logits, texts.task.max_new_tokens(), |answer| {
-            score = sample.matching.score(answer, &sample.references);
-            score >= 1.0
-        })?;
-        text.add_totals_to(selection.as_deref_mut());
-        scores.push(SampleScore {
-            task: texts.task.name(),
-            length: texts.length,
-            depth: sample.depth,
-            score,
-            rank: rank(&likelihoods),
-            log_likelihood: likelihoods[0] / endings[0].len() as f64,
-            answer,
-            references: sample.references.clone(),
-        });
-        observe(scores.len());
-    }
-    Ok(scores)
+        let endings = answers.map(|answer| model.tokenizer.encode(&format!(" {answer}")));
+        endings.collect::<Result<Vec<Vec<u32>>, _>>()
+    });
+    let endings: Vec<_> = endings.collect::<Result<_, _>>()?;
+    let longest = endings.iter().flatten().map(Vec::len).max().unwrap_or(0);
+    let mut likelihoods = Vec::with_capacity(texts.samples.len());
+    let prompts: Vec<&Vec<u32>> = texts.samples.iter().map(|(_, prompt)| prompt).collect();
+    let size = TextsWithEndings::new(texts.length, NUM_WRONG + 1);
+    let greedy = Greedy {
+        max_new_tokens: &|_| texts.task.max_new_tokens(),
+        room: longest.max(texts.task.max_new_tokens()),
+        together: size.texts,
+        is_enough: &|n, answer| {
+            let (sample, _) = &texts.samples[n];
+            sample.matching.score(answer, &sample.references) >= 1.0
+        },
+        after_prompt: &mut |n, text, logits| {
+            let slices: Vec<&[u32]> = endings[n].iter().map(Vec::as_slice).collect();
+            let found = text.endings(logits, &slices, size.endings)?;
+            let of_endings: Vec<f64> = found.iter().map(|x| x.log_likelihood).collect();
+            likelihoods.push((rank(&of_endings), of_endings[0] / slices[0].len() as f64));
+            Ok(())
+        },
+    };
+    let answers = greedy.answers(model, &prompts, selection, observe)?;
+    let results = texts.samples.iter().zip(likelihoods).zip(answers);
+    let score = |(((sample, _), (rank, log_likelihood)), answer): ((&(LongSample, Vec<u32>), _), String)| SampleScore {
+        task: texts.task.name(),
+        length: texts.length,
+        depth: sample.depth,
+        score: sample.matching.score(&answer, &sample.references),
+        rank,
+        log_likelihood,
+        answer,
+        references: sample.references.clone(),
+    };
+    Ok(results.map(score).collect())
 }
 
 impl LongTaskReport {

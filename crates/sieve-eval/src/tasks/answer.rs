@@ -2,10 +2,9 @@
 use super::TaskModel;
 use super::spec::Matching;
 use super::text_scores::TextScore;
-use crate::continuation::{Continuation, rows_of_texts, texts_together};
-use crate::input::check_vocabulary;
+use crate::continuation::texts_together;
+use crate::greedy::Greedy;
 use crate::{EvalError, Selection};
-use sieve_data::DecodeStream;
 use sieve_ops::DeviceBackend;
 
 /// The result of [`number_after`] without a number, as in lm-evaluation-harness. No answer equals it.
@@ -17,106 +16,22 @@ pub(super) fn answers<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     prompts: &[Vec<u32>],
     matching: &Matching,
-    mut selection: Option<&mut Selection>,
+    selection: Option<&mut Selection>,
     observe: &mut dyn FnMut(usize),
 ) -> Result<Vec<String>, EvalError> {
-    let prefix_id = model.tokenizer.prefix_id()?;
-    // Logits beyond the tokenizer's vocabulary are padding.
-    let num_tokens = model.tokenizer.vocab_size().min(model.model.shape().vocab_size);
-    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0).max(1);
-    let room = longest + matching.max_new_tokens;
-    let empty = Continuation::new(model.model, room, model.device);
-    let num_rows = texts_together(room).min(prompts.len());
-    let acts_in_decode = selection.as_ref().is_some_and(|selection| selection.acts_in_decode());
-    let mut rows = match acts_in_decode {
-        // The texts then have caches of their own.
-        true => None,
-        false => rows_of_texts(model.model.shape(), num_rows, room),
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    let greedy = Greedy {
+        max_new_tokens: &|_| matching.max_new_tokens,
+        room: matching.max_new_tokens,
+        together: texts_together(longest.max(1) + matching.max_new_tokens),
+        is_enough: &|_, text| end(text, &matching.stop).is_some(),
+        after_prompt: &mut |_, _, _| Ok(()),
     };
-    let mut answers = vec![String::new(); prompts.len()];
-    let (mut open, mut num_done) = (Vec::<OpenAnswer<'_, '_, B>>::new(), 0);
-    let mut unread = prompts.iter().enumerate();
-    while num_done < prompts.len() {
-        let num_free = texts_together(room) - open.len();
-        for (prompt_idx, prompt) in unread.by_ref().take(num_free) {
-            let prompt = match prompt.is_empty() {
-                true => std::slice::from_ref(&prefix_id),
-                false => prompt,
-            };
-            check_vocabulary(prompt, model.model.shape().vocab_size)?;
-            let mut text = empty.clone().with_copy_of(selection.as_deref());
-            let next = text.read_likeliest(prompt, num_tokens)?;
-            text.join(&mut rows);
-            open.push(OpenAnswer {
-                prompt_idx,
-                text,
-                next,
-                stream: model.tokenizer.decode_stream(),
-                answer: String::new(),
-                num_tokens: 0,
-            });
-        }
-        let (mut tokens, mut still_open) = (Vec::new(), Vec::new());
-        for mut answer in open {
-            if let Some(token) = answer.next_token(model.ends, matching)? {
-                tokens.push(token);
-                still_open.push(answer);
-                continue;
-            }
-            answer.text.leave(&mut rows);
-            answer.text.add_totals_to(selection.as_deref_mut());
-            let prompt_idx = answer.prompt_idx;
-            answers[prompt_idx] = answer.finish(&matching.stop)?;
-            num_done += 1;
-            observe(num_done);
-        }
-        open = still_open;
-        if open.is_empty() {
-            continue;
-        }
-        let mut texts: Vec<_> = open.iter_mut().map(|answer| &mut answer.text).collect();
-        let next = Continuation::read_each_likeliest(&mut texts, &tokens, &mut rows, num_tokens)?;
-        for (answer, next) in open.iter_mut().zip(next) {
-            answer.next = next;
-        }
+    let mut answers = greedy.answers(model, prompts, selection, observe)?;
+    for answer in &mut answers {
+        answer.truncate(end(answer, &matching.stop).unwrap_or(answer.len()));
     }
     Ok(answers)
-}
-
-/// A text whose answer is still being generated.
-struct OpenAnswer<'a, 't, B: DeviceBackend> {
-    prompt_idx: usize,
-    /// Prompt and answer, without the answer's last token.
-    text: Continuation<'a, B>,
-    /// The likeliest next token; `None` after a NaN logit.
-    next: Option<u32>,
-    stream: DecodeStream<'t>,
-    answer: String,
-    /// Number of tokens generated so far.
-    num_tokens: usize,
-}
-
-impl<B: DeviceBackend> OpenAnswer<'_, '_, B> {
-    /// Appends the likeliest token to the answer and returns it; `None` if the answer is complete.
-    fn next_token(&mut self, ends: &[u32], matching: &Matching) -> Result<Option<u32>, EvalError> {
-        let token = self.next.ok_or(EvalError::NotFinite(self.text.cache().num_tokens))?;
-        if ends.contains(&token) || self.num_tokens == matching.max_new_tokens {
-            return Ok(None);
-        }
-        self.num_tokens += 1;
-        self.answer += &self.stream.push(token)?;
-        let continues = end(&self.answer, &matching.stop).is_none() && self.num_tokens < matching.max_new_tokens;
-        Ok(continues.then_some(token))
-    }
-
-    /// The answer up to the first stop string.
-    fn finish(mut self, stop: &[String]) -> Result<String, EvalError> {
-        self.answer += &self.stream.finish()?;
-        if let Some(end) = end(&self.answer, stop) {
-            self.answer.truncate(end);
-        }
-        Ok(self.answer)
-    }
 }
 
 /// Byte at which the first stop string begins.

@@ -240,7 +240,11 @@ pub(super) fn after_prompts<B: DeviceBackend>(
         let mut text = text.with_copy_of(selection.as_deref());
         let logits = text.read(same[0].context())?;
         let endings: Vec<&[u32]> = same.iter().map(Pair::ending).collect();
-        for (n, ending) in text.endings(&logits, &endings)?.into_iter().enumerate() {
+        for (n, ending) in text
+            .endings(&logits, &endings, texts_together(room))?
+            .into_iter()
+            .enumerate()
+        {
             keep(first + n, ending);
         }
         text.add_totals_to(selection.as_deref_mut());

@@ -7,8 +7,8 @@ use anyhow::{Result, bail};
 use clap::Args;
 use sieve_data::Tokenizer;
 use sieve_eval::{
-    Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, Selection, TaskModel, attention_label, linear_grid, needle,
-    prompt_part, text_documents, texts_together,
+    Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, Selection, TaskModel, TextsWithEndings, attention_label,
+    linear_grid, needle, prompt_part, text_documents,
 };
 use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
@@ -80,8 +80,7 @@ pub(crate) fn run(args: NeedleArgs) -> Result<()> {
         let part = prompt_part(shape, longest);
         InferenceSize {
             cached_tokens: longest,
-            // One cache holds the prompt, and each answer that is scored at the same time has one.
-            num_caches: 1 + texts_together(longest).min(NUM_DISTRACTORS + 1),
+            num_caches: TextsWithEndings::new(longest, NUM_DISTRACTORS + 1).num_caches(),
             ..InferenceSize::rows_of(part, part)
         }
     })?;

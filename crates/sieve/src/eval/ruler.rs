@@ -9,7 +9,7 @@ use indicatif::ProgressBar;
 use sieve_data::Tokenizer;
 use sieve_eval::{
     LONG_TASKS, LongCell, LongReport, LongSource, LongTask, LongTaskReport, LongText, LongTexts, NUM_WRONG, QaData,
-    SampleScore, Selection, Split, TaskModel, ask_long, attention_label, long_texts, prompt_part, texts_together,
+    SampleScore, Selection, Split, TaskModel, TextsWithEndings, ask_long, attention_label, long_texts, prompt_part,
 };
 use sieve_hf::{Kept, LoadedModel, peek_model, peek_tokenizer};
 use sieve_ops::DeviceBackend;
@@ -175,8 +175,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     let part = prompt_part(&shape, longest);
     (args.place.memory).check_inference(&checkpoint, &place, |_, _| InferenceSize {
         cached_tokens: longest,
-        // One cache holds the prompt, and each answer that is scored at the same time has one.
-        num_caches: 1 + texts_together(longest).min(NUM_WRONG + 1),
+        num_caches: TextsWithEndings::new(longest, NUM_WRONG + 1).num_caches(),
         ..InferenceSize::rows_of(part, part)
     })?;
     let tokenizer = loaded::tokenizer(&peek_tokenizer(&checkpoint)?, &recipe)?;
