@@ -17,16 +17,18 @@ pub fn texts_together(num_tokens: usize) -> usize {
     (TOGETHER_TOKENS / num_tokens.max(1)).clamp(1, TOGETHER)
 }
 
-/// How many texts of `num_tokens` tokens are decoded as one batch where `num_endings` of each text are scored too, and how
-/// many of these: together they have the caches of one batch.
+/// Sizes of batches where answers are decoded and endings of the same texts are scored.
 #[derive(Clone, Copy, Debug)]
 pub struct TextsWithEndings {
+    /// Texts whose answers are decoded as one batch.
     pub(crate) texts: usize,
+    /// Endings of a text that are scored as one batch.
     pub(crate) endings: usize,
 }
 
 impl TextsWithEndings {
-    /// As many as the memory of one batch takes.
+    /// For texts of `num_tokens` tokens with `num_endings` each: both batches together have no more caches than one text
+    /// and all its endings, or those of [`texts_together`].
     pub fn new(num_tokens: usize, num_endings: usize) -> Self {
         let most = texts_together(num_tokens).min(num_endings);
         Self {
@@ -292,8 +294,8 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         Ok((model.next_logits_of_rows(ids, &mut caches, &rope), in_order))
     }
 
-    /// The likelihood of each ending after this text, `together` of them as one batch. `logits` belong to the text's next
-    /// token; no ending is empty.
+    /// The likelihood of each ending after this text, `together` of them as one batch. `logits` belong to the text's
+    /// next token; no ending is empty.
     ///
     /// # Errors
     /// A token outside the vocabulary, an output that is not finite, operands that the selector refuses.
