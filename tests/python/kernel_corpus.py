@@ -4,9 +4,9 @@ on Rust crates holds elsewhere.
     apt-get download linux-source-6.1 && dpkg-deb --fsys-tarfile linux-source-6.1_*.deb > linux.tar
     python3 tests/python/kernel_corpus.py --from linux.tar --out data/linux.jsonl
 
-A document has a folder's files and those below its subfolders' subfolders, by make_corpus.py's rules, up to 2 MB; folders
-of less than 100 kB are left out. Documents are in the order of the hashes of the folders' names, up to --megabytes.
-Prints the version and what the text has. Needs nothing but Python.
+A document holds the files of one folder, chosen by make_corpus.py's rules, up to 2 MB. Folders below the third level join
+their folder of that level; folders of less than 100 kB are left out. Documents are sorted by the hashes of the folders'
+names, up to --megabytes. Prints the version of Linux and the size of the text. Needs nothing but Python.
 """
 
 import argparse

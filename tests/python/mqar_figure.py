@@ -21,7 +21,6 @@ import argparse
 import json
 import shutil
 import statistics
-import time
 
 from runs import add_arguments, chart, evaluated, finished, named, parsed, train, train_missing, trained
 
@@ -156,15 +155,13 @@ def run(job, runs, arguments):
     """The line of one run, or None: at the deadline, or where a command failed (its log says why)."""
     kind, length, width, seed = job
     folder, steps = arguments.out / named(*job), arguments.steps[LENGTHS.index(length)]
-    began = time.monotonic()
     keys = settings(kind, length, width, seed, steps) + arguments.set
     if trained(folder, "recipes/mqar_mha.toml", keys, runs, arguments) is None:
         return None
-    seconds = time.monotonic() - began
     words = ["mqar", "--kinds", f"{length}:{length // 16}", "--samples", "200"]
     report = evaluated(folder, words, runs, arguments)
     return report and {"kind": kind, "length": length, "width": width, "seed": seed, "steps": steps,
-                       "seconds": round(seconds, 1), "accuracy": report["kinds"][0]["accuracy"]}
+                       "accuracy": report["kinds"][0]["accuracy"]}
 
 
 def by_cell(rows):

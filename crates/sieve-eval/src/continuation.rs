@@ -27,8 +27,8 @@ pub struct TextsWithEndings {
 }
 
 impl TextsWithEndings {
-    /// For texts of `num_tokens` tokens with `num_endings` each: both batches together have no more caches than one
-    /// text and all its endings, or those of [`texts_together`].
+    /// For texts of `num_tokens` tokens with `num_endings` each. Both batches together hold at most one cache more than
+    /// the smaller of `num_endings` and [`texts_together`].
     pub fn new(num_tokens: usize, num_endings: usize) -> Self {
         let most = texts_together(num_tokens).min(num_endings);
         Self {

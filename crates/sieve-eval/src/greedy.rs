@@ -23,11 +23,12 @@ pub(crate) struct Greedy<'x, B: DeviceBackend> {
 }
 
 impl<B: DeviceBackend> Greedy<'_, B> {
-    /// The greedy continuation of each prompt, up to an answer that is complete, an end token of the model or
-    /// `max_new_tokens` of it. Prompts are read one by one; `observe` is called with the number of finished answers.
+    /// The greedy continuation of each prompt. It ends where the answer is complete, before an end token of the model,
+    /// or after `max_new_tokens` tokens. Prompts are read one by one; `observe` is called with the number of finished
+    /// answers.
     ///
     /// # Errors
-    /// Tokens outside the vocabulary, a NaN logit, operands that the selector refuses, and those of `after_prompt`.
+    /// Tokens outside the vocabulary, a NaN logit, operands that the selector refuses, an error of `after_prompt`.
     pub(crate) fn answers(
         self,
         model: &TaskModel<'_, B>,

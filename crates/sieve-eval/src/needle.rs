@@ -188,7 +188,7 @@ pub fn needle<B: DeviceBackend>(
         pairs: [0.0; 2],
     };
     let mut cells = Vec::new();
-    let (mut ranks, mut num_found, mut num_first, mut num_asked) = (0.0, 0, 0, 0);
+    let (mut ranks, mut num_found, mut num_first) = (0.0, 0, 0);
     for of_cell in samples.chunks(config.num_needles) {
         let mut cell = NeedleCell {
             length: of_cell[0].length,
@@ -197,14 +197,13 @@ pub fn needle<B: DeviceBackend>(
             num_found: 0,
             mean_rank: 0.0,
         };
-        let asked_before = num_asked;
-        for (rank, is_found) in reader.ask(of_cell, haystack, config.buffer, &mut |n| observe(asked_before + n))? {
+        let asked = cells.len() * config.num_needles;
+        for (rank, is_found) in reader.ask(of_cell, haystack, config.buffer, &mut |n| observe(asked + n))? {
             cell.num_found += usize::from(is_found);
             cell.mean_rank += rank / of_cell.len() as f64;
             num_first += usize::from(rank == 1.0);
             ranks += rank;
             num_found += usize::from(is_found);
-            num_asked += 1;
         }
         cells.push(cell);
     }
