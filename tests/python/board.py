@@ -2,7 +2,7 @@
 
     python3 tests/python/board.py --sieve target/release/sieve --text data/crates.jsonl --out OUT --devices cuda:0 cuda:1
     python3 tests/python/board.py --sieve target/release/sieve --text data/crates.jsonl --out OUT --tiny    (CPU, minutes)
-    python3 tests/python/board.py --out docs --fill docs/board.md    (the table, from docs/board.jsonl)
+    python3 tests/python/board.py --out docs --fill docs/board.md --draw docs/board.svg    (from docs/board.jsonl)
 
 Run from the repository's root with a Python that has torch and transformers. A probe of --probe-steps steps measures
 an entry's step and all else that it does, from which the steps of its runs follow. Of dense attention PyTorch scores the
@@ -21,9 +21,10 @@ import sys
 import time
 
 from best_rates import KINDS as NAMES
-from equal_time import best_rate, steps_of
+from equal_time import best_rate
 from learning_table import ROWS
-from runs import add_arguments, device_name, finished, metrics, named, on_devices, output_of, parsed, prepare, train
+from runs import (add_arguments, chart, curve, device_name, finished, metrics, named, on_devices, output_of, over_time,
+                  parsed, prepare, steps_of, train)
 
 RECIPE = "recipes/board_80m.toml"
 PYTORCH = [sys.executable, "tests/gpu/rivals/board_torch.py"]
@@ -135,7 +136,8 @@ def run(job, runs, arguments):
     if row["seconds"] > limit:
         plan(job, arguments).write_text(str(int(steps * (1 - arguments.margin) * limit / row["seconds"])))
         return print(f"{job}: void, it took {row['seconds']} s; from now on its entry takes fewer steps", flush=True)
-    return row | {"steps": steps, "tokens": steps * step_tokens}
+    losses = curve(steps_of(metrics(pathlib.Path(folder))), step_tokens / row["tokens_per_second"])
+    return row | {"steps": steps, "tokens": steps * step_tokens, "curve": losses}
 
 
 def common(arguments):
@@ -143,23 +145,43 @@ def common(arguments):
     return ['model.layer_types=["sparse"]', f'data.paths=["{arguments.text}"]', f'data.cache_dir="{arguments.out / "tokens"}"']
 
 
-def table(rows, minutes):
-    text = "| rows of | entry | bits per byte, a number a seed | mean | tokens/s | tokens | seconds | GPU |\n" + "|---" * 8 + "|\n"
+def by_entry(rows, minutes):
+    """The runs of each length and entry, best entries first; and the mean of one of their numbers."""
     groups = {}
     for row in sorted(rows.values(), key=lambda row: row["seed"]):
         if row["minutes"] == minutes:
             groups.setdefault((row["length"], row["entry"]), []).append(row)
     mean = lambda runs, key: statistics.mean(row[key] for row in runs)
-    for (length, entry), runs in sorted(groups.items(), key=lambda one: (one[0][0], mean(one[1], "bits_per_byte"))):
+    return sorted(groups.items(), key=lambda one: (one[0][0], mean(one[1], "bits_per_byte"))), mean
+
+
+def table(rows, minutes):
+    text = "| rows of | entry | bits per byte, a number a seed | mean | tokens/s | tokens | seconds | GPU |\n" + "|---" * 8 + "|\n"
+    groups, mean = by_entry(rows, minutes)
+    for (length, entry), runs in groups:
         seeds = ", ".join(f"{row['bits_per_byte']:.4f}" for row in runs)
         text += (f"| {length} | {entry} | {seeds} | {mean(runs, 'bits_per_byte'):.4f} | {mean(runs, 'tokens_per_second'):,.0f} | "
                  f"{mean(runs, 'tokens') / 1e6:.1f}M | {max(row['seconds'] for row in runs):.0f} | {runs[0]['device']} |\n")
     return text
 
 
+def drawn(rows, minutes):
+    """For each length the training loss over minutes (the first seed) and the scores."""
+    groups, _ = by_entry(rows, minutes)
+    lengths = sorted({length for (length, _), _ in groups})
+    of = lambda length, values: {entry: values(entry, runs) for (rows_of, entry), runs in groups if rows_of == length}
+    panels = []
+    for length in lengths:
+        scores = of(length, lambda entry, runs: [(entry, [row["bits_per_byte"] for row in runs])])
+        losses = of(length, lambda _, runs: over_time(runs[0], runs[0]["seconds"] / 60))
+        panels += [(f"training loss (nats), rows of {length}", losses, "linear", "minutes of training"),
+                   (f"bits per byte after {minutes:g} min", scores, list(scores), "a dot a seed", "{:.3f}")]
+    return chart(panels, list(dict.fromkeys(entry for (_, entry), _ in groups)))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, "board.jsonl", draws=False)
+    add_arguments(parser, "board.jsonl")
     parser.add_argument("--entries", nargs="+", default=DEFAULT, choices=list(ENTRIES))
     parser.add_argument("--lengths", nargs="+", type=int, help="rows of these lengths alone")
     parser.add_argument("--minutes", type=float, default=9.0, help="of a run, from start to score")
@@ -196,6 +218,8 @@ def main():
     if len(texts) > 1:
         sys.exit(f"{path}: runs were scored on different texts (tokens, bytes): {sorted(texts)}")
     print(table(rows, arguments.minutes))
+    if arguments.draw:
+        arguments.draw.write_text(drawn(rows, arguments.minutes), encoding="utf-8")
     if arguments.fill:
         page = arguments.fill.read_text(encoding="utf-8")
         heading = page.index("\n", page.rindex("\n## ") + 1)

@@ -23,8 +23,8 @@ import statistics
 
 from best_rates import KEY as RATE_KEY, KINDS as NAMES, rows_of, tried
 from learning_table import ROWS, WARMUP, base, recipe_of
-from runs import (add_arguments, chart, device_name, evaluated, far_losses, finished, named, on_devices, parsed,
-                  prepare, train_missing, trained, words_of_far)
+from runs import (add_arguments, chart, curve, device_name, evaluated, far_losses, finished, named, on_devices, over_time,
+                  parsed, prepare, steps_of, train_missing, trained, words_of_far)
 
 RATE_RUNS = finished(pathlib.Path(__file__).parents[2] / "docs/rates.jsonl", RATE_KEY)
 
@@ -42,10 +42,6 @@ KINDS = [kind for kind in NAMES if kind != "DMA as published"]
 Job = collections.namedtuple("Job", "text gpu kind length minutes seed")
 FAR = ["1024", "4096", "16384", "65536"]
 INDEXER = ["index_kl", "index_recall", "index_entropy"]
-
-
-def steps_of(lines):
-    return [line for line in lines if line["kind"] == "step"]
 
 
 def seconds_a_token(kind, steps, count):
@@ -117,16 +113,12 @@ def run(job, runs, arguments):
     positions = [[bin["from"], round(bin["loss"], 4)] for bin in report["by_position"]
                  if bin["num_tokens"]] if report else []
     seconds *= count * length * batch
-    size = -(-len(steps) // 24)  # means of that many logged steps, by the seconds that training had taken
-    parts = [steps[at:at + size] for at in range(0, len(steps), size)]
-    means = lambda part, value: [round(statistics.mean(line["step"] for line in part) * seconds / count, 1),
-                                 round(statistics.mean(map(value, part)), 4)]
-    curve = [means(part, lambda line: line["loss"]) for part in parts]
-    of_indexer = {key: [means(part, lambda line: line["attention"][key]) for part in parts] for key in INDEXER
+    means = lambda value: curve(steps, seconds / count, value)
+    of_indexer = {key: means(lambda line: line["attention"][key]) for key in INDEXER
                   if all(key in (line["attention"] or {}) for line in steps)}
     return {**job._asdict(), "steps": count, "tokens": count * length * batch, "tokens_per_second": round(rate),
             "seconds": round(seconds, 1), "loss": round(check["loss"], 4), "bits_per_byte": round(check["bits_per_byte"], 4), "far": far,
-            "by_position": positions, "curve": curve, **of_indexer}
+            "by_position": positions, "curve": means(lambda line: line["loss"]), **of_indexer}
 
 
 def job_of(arguments, kind, seed):
@@ -163,8 +155,7 @@ def drawn(rows, arguments):
     """Training loss over minutes and over tokens (the first seed), and the last validation losses."""
     found = chosen(rows, arguments)
     ends = sorted(found, key=lambda kind: statistics.mean(row["loss"] for row in found[kind]))
-    over = lambda last: {kind: [(last(runs[0]) * seconds / runs[0]["seconds"], [value])
-                                for seconds, value in runs[0]["curve"][2:]] for kind, runs in found.items()}
+    over = lambda last: {kind: over_time(runs[0], last(runs[0])) for kind, runs in found.items()}
     title = f"training loss, rows of {arguments.length}"
     panels = [(title, over(lambda row: row["seconds"] / 60), "linear", "minutes of training"),
               (title, over(lambda row: row["tokens"] / 1e6), "linear", "millions of tokens"),

@@ -59,7 +59,7 @@ def on_devices(jobs, arguments, out, work):
     return list(waiting.queue)
 
 
-def add_arguments(parser, lines, reads_text=True, draws=True):
+def add_arguments(parser, lines, reads_text=True):
     """The arguments of every script here; `lines` is the name of its file of finished runs."""
     if reads_text:
         parser.add_argument("--text", type=pathlib.Path, help="crates.jsonl")
@@ -68,8 +68,7 @@ def add_arguments(parser, lines, reads_text=True, draws=True):
     parser.add_argument("--out", required=True, type=pathlib.Path, help=f"folder of the runs and of {lines}")
     parser.add_argument("--seconds", type=float, default=1e6, help="stop after this time; the next call resumes")
     parser.add_argument("--devices", nargs="+", default=["cuda:0"], help="one run at a time each: cuda:0 cuda:1 …, or cpu")
-    if draws:
-        parser.add_argument("--draw", type=pathlib.Path, help="an SVG of what is finished")
+    parser.add_argument("--draw", type=pathlib.Path, help="an SVG of what is finished")
 
 
 def parsed(parser):
@@ -120,6 +119,24 @@ def metrics(folder):
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     except OSError:
         return []
+
+
+def steps_of(lines):
+    return [line for line in lines if line["kind"] == "step"]
+
+
+def curve(steps, seconds_a_step, value=lambda line: line["loss"]):
+    """A number of the logged steps as at most 24 means over equal parts of the run, each with the seconds of training so
+    far."""
+    size = -(-len(steps) // 24)
+    parts = [steps[at:at + size] for at in range(0, len(steps), size)]
+    return [[round(statistics.mean(line["step"] for line in part) * seconds_a_step, 1),
+             round(statistics.mean(map(value, part)), 4)] for part in parts]
+
+
+def over_time(row, last):
+    """The curve of a row as a series of `panel`, without the first steps' high losses; x ends at `last`."""
+    return [(last * seconds / row["seconds"], [value]) for seconds, value in row["curve"][2:]]
 
 
 def named(*parts):
