@@ -21,17 +21,10 @@ fn read(folder: &Path, kept: Kept) -> Qwen3<Flex> {
 /// An f32 copy of a model with bf16 weights, with the same values.
 fn widened(model: &Qwen3<Flex>) -> Qwen3<Flex> {
     let mut tensors = named_parameters(model).into_iter();
-    load_parameters(
-        Qwen3::new(model.shape(), 0, &Default::default()),
-        DType::F32,
-        &mut |name, _| {
-            let tensor = tensors
-                .next()
-                .filter(|tensor| tensor.name == name)
-                .ok_or("another order")?;
-            Ok::<_, &str>(tensor.data.convert_dtype(DType::F32))
-        },
-    )
+    load_parameters(Qwen3::new(model.shape(), 0, &Default::default()), DType::F32, &mut |name, _| {
+        let tensor = tensors.next().filter(|tensor| tensor.name == name).ok_or("another order")?;
+        Ok::<_, &str>(tensor.data.convert_dtype(DType::F32))
+    })
     .expect("the same parameters")
 }
 
@@ -51,10 +44,7 @@ fn logits_and_tokens_are_those_of_the_rounded_weights_in_f32() {
             let of_type = parameters.iter().filter(|tensor| tensor.data.dtype == dtype);
             of_type.map(|tensor| tensor.data.num_elements()).sum()
         };
-        assert!(
-            numbers(DType::BF16) > 4 * numbers(DType::F32),
-            "{kind}: what is f32 is small"
-        );
+        assert!(numbers(DType::BF16) > 4 * numbers(DType::F32), "{kind}: what is f32 is small");
         let wide = widened(&model);
         let (tokens, device) = (tokens(LEN, 1), Default::default());
         let [of_model, of_wide, unrounded] = [&model, &wide, &read(&checkpoint.path, Kept::All(DType::F32))]
@@ -62,10 +52,7 @@ fn logits_and_tokens_are_those_of_the_rounded_weights_in_f32() {
         let largest = of_wide.iter().fold(0.0, |largest: f32, logit| largest.max(logit.abs()));
         let difference = max_difference(&of_model, &of_wide);
         assert!(difference <= 1e-5 * largest, "{kind}: {difference} of {largest}");
-        assert!(
-            max_difference(&of_model, &unrounded) > 1e-4 * largest,
-            "{kind}: nothing was rounded"
-        );
+        assert!(max_difference(&of_model, &unrounded) > 1e-4 * largest, "{kind}: nothing was rounded");
         for prompt in [1, 20] {
             let [alone, expected] = [&model, &wide].map(|model| -> Vec<u32> {
                 let generator = Generator::new(model, &tokens[..prompt], greedy(24), &device).expect("it fits");
@@ -74,11 +61,7 @@ fn logits_and_tokens_are_those_of_the_rounded_weights_in_f32() {
             assert_eq!(alone, expected, "{kind}, prompt {prompt}");
             let together = BatchGenerator::new(&model, &tokens[..prompt], greedy(24), 3, &device).expect("it fits");
             for (at, step) in together.enumerate() {
-                assert_eq!(
-                    step.expect("finite"),
-                    [Some(expected[at]); 3],
-                    "{kind}, prompt {prompt}, {at}"
-                );
+                assert_eq!(step.expect("finite"), [Some(expected[at]); 3], "{kind}, prompt {prompt}, {at}");
             }
         }
     }

@@ -34,10 +34,7 @@ fn troubleshooting_names_messages_that_the_program_prints() {
             }
             let longest = parts.into_iter().max_by_key(|part| part.len()).expect("a part").trim();
             let longest = longest.strip_suffix(" 7.x").unwrap_or(longest);
-            assert!(
-                longest.len() > 4 && sources.contains(longest),
-                "{message}: {longest:?} is in no source"
-            );
+            assert!(longest.len() > 4 && sources.contains(longest), "{message}: {longest:?} is in no source");
             num_messages += 1;
         }
     }
@@ -48,12 +45,8 @@ fn troubleshooting_names_messages_that_the_program_prints() {
 fn commands_on_the_pages_have_the_flags_they_name() {
     let tiny = TinyRun::dma();
     let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs");
-    let pages = fs::read_dir(docs)
-        .expect("readable")
-        .map(|it| it.expect("readable").path());
-    let mut pages = pages
-        .filter(|path| path.extension().is_some_and(|ending| ending == "md"))
-        .collect::<Vec<_>>();
+    let pages = fs::read_dir(docs).expect("readable").map(|it| it.expect("readable").path());
+    let mut pages = pages.filter(|path| path.extension().is_some_and(|ending| ending == "md")).collect::<Vec<_>>();
     pages.push(concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md").into());
     let mut helps = std::collections::BTreeMap::new();
     let mut num_flags = 0;
@@ -61,13 +54,10 @@ fn commands_on_the_pages_have_the_flags_they_name() {
         let text = fs::read_to_string(&page).expect("readable");
         let fenced = text.split("```").skip(1).step_by(2).flat_map(str::lines);
         let inline = text.lines().flat_map(|line| line.split('`').skip(1).step_by(2));
-        let commands = fenced
-            .chain(inline)
-            .filter_map(|code| code.trim().strip_prefix("sieve "));
+        let commands = fenced.chain(inline).filter_map(|code| code.trim().strip_prefix("sieve "));
         for command in commands {
-            let words = command
-                .split_whitespace()
-                .take_while(|word| word.chars().all(|letter| letter.is_ascii_lowercase()));
+            let words =
+                command.split_whitespace().take_while(|word| word.chars().all(|letter| letter.is_ascii_lowercase()));
             let mut words = words.map(str::to_owned).collect::<Vec<_>>();
             let is_group =
                 ["eval", "data", "recipe", "tokenizer", "kernels"].contains(&words.first().map_or("", |word| word));
@@ -79,10 +69,7 @@ fn commands_on_the_pages_have_the_flags_they_name() {
             let help = helps.entry(words.clone()).or_insert_with(|| {
                 let mut command = tiny.sieve(&format!("{} --help", words.join(" ")));
                 let output = command.output().expect("it starts");
-                output
-                    .status
-                    .success()
-                    .then(|| String::from_utf8_lossy(&output.stdout).into_owned())
+                output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
             });
             let Some(help) = help else {
                 // `eval ppl|needle` stands for two commands; `…` stands for arguments.

@@ -84,9 +84,7 @@ fn damaged_recipes() {
         include_str!("../recipes/dma_1p7b.toml"),
         include_str!("../recipes/mqar_nsa.toml"),
     ] {
-        each(text, |bytes| {
-            std::str::from_utf8(bytes).is_ok_and(|text| loads(text, &[]))
-        });
+        each(text, |bytes| std::str::from_utf8(bytes).is_ok_and(|text| loads(text, &[])));
     }
 }
 
@@ -94,11 +92,9 @@ fn damaged_recipes() {
 fn damaged_overrides() {
     let quick = include_str!("../recipes/quickstart.toml");
     let staged = include_str!("../recipes/dma_1p7b.toml");
-    for (text, set) in [
-        (quick, "training.steps=125"),
-        (quick, "data.paths=[\"a\", \"b\"]"),
-        (staged, "stage.1.seq_len=128"),
-    ] {
+    for (text, set) in
+        [(quick, "training.steps=125"), (quick, "data.paths=[\"a\", \"b\"]"), (staged, "stage.1.seq_len=128")]
+    {
         each(set, |bytes| loads(text, &[String::from_utf8_lossy(bytes).into_owned()]));
     }
 }
@@ -110,16 +106,9 @@ fn damaged_tasks_and_their_rows() {
     fs::write(&letters, "The cat sees the dog.\n".repeat(50)).expect("writable");
     let corpus = CorpusConfig::text(vec![letters.display().to_string()]);
     let corpus = Corpus::open(corpus).expect("a file");
-    let bytes = BpeConfig {
-        vocab_size: 258,
-        sample_bytes: 1000,
-    };
+    let bytes = BpeConfig { vocab_size: 258, sample_bytes: 1000 };
     let tokenizer = Tokenizer::train(&corpus, bytes).expect("a tokenizer");
-    let run = TaskRun {
-        fewshot: 1,
-        limit: None,
-        truncate: false,
-    };
+    let run = TaskRun { fewshot: 1, limit: None, truncate: false };
     let path = dir.path().join("rows.jsonl");
     let rows = "{\"question\": \"1 2\", \"answerKey\": \"B\", \
                 \"choices\": {\"text\": [\"3\", \"4 5\"], \"label\": [\"A\", \"B\"]}}\n";
@@ -139,10 +128,9 @@ fn damaged_tasks_and_their_rows() {
         };
         let task = Task::parse("mine.toml", text);
         match task {
-            Ok(task) => is_read(
-                TaskTexts::new(&task, &data, run, &tokenizer, 4096),
-                &["mine.toml", "tokenizer", "token"],
-            ),
+            Ok(task) => {
+                is_read(TaskTexts::new(&task, &data, run, &tokenizer, 4096), &["mine.toml", "tokenizer", "token"])
+            }
             Err(error) => is_read(Err::<(), _>(error), &["mine.toml"]),
         }
     });
@@ -184,9 +172,7 @@ fn damaged_model_configurations() {
     // A safetensors file without tensors: the importer looks in it for an output layer, which a tied model lacks.
     fs::write(dir.path().join("model.safetensors"), b"\x02\0\0\0\0\0\0\0{}").expect("writable");
     imported_model(dir.path(), None, &[]).expect("as it is");
-    each_file(&path, || {
-        is_read(imported_model(dir.path(), None, &[]), &["config.json"])
-    });
+    each_file(&path, || is_read(imported_model(dir.path(), None, &[]), &["config.json"]));
 }
 
 #[test]
@@ -215,9 +201,7 @@ fn damaged_pattern_files_and_selectors() {
     fs::write(&path, patterns).expect("writable");
     let selector = format!("minference:pattern={}", path.display());
     Selector::parse(&selector).expect("as it is");
-    each_file(&path, || {
-        is_read(Selector::parse(&selector), &["patterns.json", "pattern"])
-    });
+    each_file(&path, || is_read(Selector::parse(&selector), &["patterns.json", "pattern"]));
     for text in [
         "momo:k=32,k_exact=8,first_dense_layers=1",
         "delta:base=streamingllm,base.n_local=64,gamma=8",

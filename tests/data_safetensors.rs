@@ -14,10 +14,7 @@ fn damaged_headers_are_refused_or_name_tensors_that_are_there() {
     let tensor = |name: &str, shape: [usize; 2]| {
         let values: Vec<f32> = (0..shape[0] * shape[1]).map(|n| n as f32).collect();
         let data = TensorData::new(values, shape);
-        NamedTensor {
-            name: name.to_owned(),
-            data,
-        }
+        NamedTensor { name: name.to_owned(), data }
     };
     let tensors = [
         tensor("model.embed_tokens.weight", [7, 4]),

@@ -26,11 +26,7 @@ fn nsa_s_file_agrees_with_its_definition() {
         assert_eq!([&written.metadata["blocks"], &written.metadata["pool"]], [sizes, pool]);
         let [block_size, count] = [2, 3].map(|at| sizes.split(' ').nth(at).expect("four").parse().expect("a number"));
         let indices = written.ints("block_indices");
-        let chosen = ChosenBlocks {
-            indices: &indices,
-            count,
-            block_size,
-        };
+        let chosen = ChosenBlocks { indices: &indices, count, block_size };
         let selected = written.defined(Mask::Chosen(chosen)).o;
         let window = written.defined(Mask::Window(40)).o;
         assert!(written.gap("selected_o", &selected) < 2e-5, "{words}");
@@ -42,21 +38,15 @@ fn nsa_s_file_agrees_with_its_definition() {
                 let at = at / 16 * 3 + branch;
                 1.0 / (1.0 + (-logits[at] - bias[at % bias.len()]).exp())
             };
-            let sum = |at: usize| {
-                (0..3)
-                    .map(|branch| of[branch].get(at).map_or(0.0, |x| gate(at, branch) * x))
-                    .sum()
-            };
+            let sum = |at: usize| (0..3).map(|branch| of[branch].get(at).map_or(0.0, |x| gate(at, branch) * x)).sum();
             (0..selected.len()).map(sum).collect()
         };
         let o = gated([written.values("compressed_o"), &selected, &window]);
         assert!(written.gap("o", &o) < 2e-5, "{words}");
         let d_o = written.values("do");
-        for (name, of) in [
-            ("compressed_do", [d_o, &[], &[]]),
-            ("selected_do", [&[], d_o, &[]]),
-            ("window_do", [&[], &[], d_o]),
-        ] {
+        for (name, of) in
+            [("compressed_do", [d_o, &[], &[]]), ("selected_do", [&[], d_o, &[]]), ("window_do", [&[], &[], d_o])]
+        {
             assert!(written.gap(name, &gated(of)) < 2e-5, "{words}: {name}");
         }
         let d_logits = written.values("dgate_logits").chunks_exact(bias.len());
@@ -81,10 +71,7 @@ fn a_file_of_two_ranks_agrees_with_its_definition() {
     let tiny = TinyRun::dma();
     let (n, kv_heads, d) = (96usize, 2, 16);
     let shape = format!("--shape seq_len={n},heads=4,kv_heads={kv_heads},head_dim={d} --documents 3");
-    for (words, num_parts) in [
-        ("dma --window 11 --local-window 3 --parts 2", 2),
-        ("swa --window 11 --parts 3", 3),
-    ] {
+    for (words, num_parts) in [("dma --window 11 --local-window 3 --parts 2", 2), ("swa --window 11 --parts 3", 3)] {
         let (written, len) = (run(&tiny, &format!("{words} {shape}")), n / num_parts);
         let (mut start, mut end) = (Vec::new(), Vec::new());
         for document in written.ints("cu_seqlens").windows(2) {
@@ -113,10 +100,7 @@ fn a_file_of_two_ranks_agrees_with_its_definition() {
         extend_expire(&mut expire, documents, kv_heads, n, local);
         let bias = |z: &f32| if is_dma { z.min(60.0).exp() } else { 0.0 };
         let delta: Vec<f32> = z.iter().map(bias).collect();
-        let all = written.defined(Mask::Expire {
-            expire: &expire,
-            delta: &delta,
-        });
+        let all = written.defined(Mask::Expire { expire: &expire, delta: &delta });
         for part in 0..num_parts {
             let (first, of) = (part * len, |name: &str| format!("part{part}.{name}"));
             for (name, whole) in [("o", &all.o), ("dq", &all.dq)] {
@@ -155,10 +139,8 @@ fn an_fp8_gemm_s_file_agrees_with_its_definition() {
     let (rows, inner, outer) = (48, 64, 32);
     let written = run(&tiny, "fp8 --shape batch=2,seq_len=24,heads=4,kv_heads=2,head_dim=16");
     let operand = |name: &str| -> Vec<f64> {
-        let (scale, largest) = (
-            written.values(&format!("{name}_scale"))[0],
-            if name == "dy" { 57344.0 } else { 448.0 },
-        );
+        let (scale, largest) =
+            (written.values(&format!("{name}_scale"))[0], if name == "dy" { 57344.0 } else { 448.0 });
         let numbers = written.values(&format!("{name}_rounded"));
         assert!(numbers.iter().any(|x| x.abs() == largest), "{name}");
         numbers.iter().map(|x| x * scale).collect()
@@ -172,14 +154,8 @@ fn an_fp8_gemm_s_file_agrees_with_its_definition() {
     };
     for (name, expected) in [
         ("y", gemm([rows, outer, inner], (&x, [inner, 1]), (&weight, [inner, 1]))),
-        (
-            "dx",
-            gemm([rows, inner, outer], (&dy, [outer, 1]), (&weight, [1, inner])),
-        ),
-        (
-            "dweight",
-            gemm([outer, inner, rows], (&dy, [1, outer]), (&x, [1, inner])),
-        ),
+        ("dx", gemm([rows, inner, outer], (&dy, [outer, 1]), (&weight, [1, inner]))),
+        ("dweight", gemm([outer, inner, rows], (&dy, [1, outer]), (&x, [1, inner]))),
     ] {
         let gap = written.gap(name, &expected);
         assert!(gap < 1e-4, "{name}: {gap}");
@@ -196,17 +172,10 @@ fn mla_s_file_has_a_gradient_of_each_input() {
     }
     // The first query sees only its own key, so its output is that key's value: the second half of its part of `kv`.
     for head in 0..3 {
-        let (o, v) = (
-            &written.values("o")[head * 16..][..16],
-            &written.values("kv")[head * 32 + 16..][..16],
-        );
+        let (o, v) = (&written.values("o")[head * 16..][..16], &written.values("kv")[head * 32 + 16..][..16]);
         assert!(o.iter().zip(v).all(|(o, v)| (o - v).abs() < 1e-6), "head {head}");
     }
-    assert!(
-        written.metadata["rope_theta"]
-            .parse::<f64>()
-            .is_ok_and(|theta| theta > 1.0)
-    );
+    assert!(written.metadata["rope_theta"].parse::<f64>().is_ok_and(|theta| theta > 1.0));
 }
 
 /// A row for each method: the selector, the arrays that its file must hold, and the least and the largest share of

@@ -59,19 +59,15 @@ impl Written {
     pub(crate) fn gap(&self, name: &str, expected: &[f64]) -> f64 {
         let pairs = self.values(name).iter().zip(expected);
         assert_eq!(pairs.len(), expected.len(), "{name}");
-        let gaps = pairs
-            .filter(|(_, own)| own.is_finite())
-            .map(|(found, own)| (found - own).abs());
+        let gaps = pairs.filter(|(_, own)| own.is_finite()).map(|(found, own)| (found - own).abs());
         gaps.fold(0.0, f64::max)
     }
 
     /// Attention and its gradients, computed by their definition from the inputs in the file.
     pub(crate) fn defined(&self, mask: Mask<'_>) -> Results {
         let [q, k, v, d_o] = ["q", "k", "v", "do"].map(|name| self.floats(name));
-        let (&[batch, seq_len, num_heads, head_dim], num_kv_heads) = (
-            <&[usize; 4]>::try_from(self.shape("q")).expect("q has four dimensions"),
-            self.shape("k")[2],
-        );
+        let (&[batch, seq_len, num_heads, head_dim], num_kv_heads) =
+            (<&[usize; 4]>::try_from(self.shape("q")).expect("q has four dimensions"), self.shape("k")[2]);
         let firsts = self.ints("cu_seqlens");
         let (mut start, mut end) = (Vec::new(), Vec::new());
         for document in firsts.windows(2) {
@@ -101,21 +97,12 @@ impl Written {
     fn errors(&self) -> [f64; 3] {
         let expire = self.ints("expire");
         let has_bias = self.tensors.contains_key("delta");
-        let delta = if has_bias {
-            self.floats("delta")
-        } else {
-            vec![0.0; expire.len()]
-        };
-        let all = self.defined(Mask::Expire {
-            expire: &expire,
-            delta: &delta,
-        });
+        let delta = if has_bias { self.floats("delta") } else { vec![0.0; expire.len()] };
+        let all = self.defined(Mask::Expire { expire: &expire, delta: &delta });
         let mut gradients = vec![("dq", &all.dq), ("dk", &all.dk), ("dv", &all.dv)];
         if has_bias {
             gradients.push(("ddelta", &all.d_delta));
-            let &[_, kv_heads, seq_len] = self.shape("expire") else {
-                panic!("expire has three dimensions")
-            };
+            let &[_, kv_heads, seq_len] = self.shape("expire") else { panic!("expire has three dimensions") };
             let starts = self.ints("cu_seqlens");
             for (at, &base) in self.values("base").iter().enumerate() {
                 let (row, i) = (at / seq_len, at % seq_len);
@@ -128,11 +115,7 @@ impl Written {
             }
         }
         let gaps = gradients.into_iter().map(|(name, own)| self.gap(name, own));
-        [
-            self.gap("o", &all.o),
-            self.gap("lse", &all.lse),
-            gaps.fold(0.0, f64::max),
-        ]
+        [self.gap("o", &all.o), self.gap("lse", &all.lse), gaps.fold(0.0, f64::max)]
     }
 }
 
@@ -140,9 +123,7 @@ impl Written {
     /// Checks DMA's mask with slopes by its definition: a query sees the last `local` keys and, of the older ones,
     /// those with the largest `rank`, `window` keys in all.
     fn check_sloped_mask(&self, window: usize, local: usize, periods: [f64; 2]) {
-        let [batch, kv_heads, seq_len] = *self.shape("rank") else {
-            panic!("rank has three dimensions")
-        };
+        let [batch, kv_heads, seq_len] = *self.shape("rank") else { panic!("rank has three dimensions") };
         let starts: Vec<usize> = self.values("cu_seqlens").iter().map(|&x| x as usize).collect();
         let [z, rank, delta, expire] = ["z", "rank", "delta", "expire"].map(|name| self.values(name));
         assert_eq!(rank, delta);
@@ -184,26 +165,17 @@ fn a_file_holds_inputs_outputs_and_gradients_that_agree() {
             q k v z rank delta do o lse base dq dk dv ddelta expire cu_seqlens
     "#,
     ) {
-        tiny.prints(&format!(
-            "kernels run {op} --shape {sizes} {more} --seed 5 --out {op}.safetensors --device cpu"
-        ));
+        tiny.prints(&format!("kernels run {op} --shape {sizes} {more} --seed 5 --out {op}.safetensors --device cpu"));
         let written = Written::read(&tiny.path(&format!("{op}.safetensors")));
         let mut expected: Vec<&str> = names.split(' ').collect();
         expected.sort_unstable();
-        assert!(
-            written.tensors.keys().eq(expected),
-            "{op}: {:?}",
-            written.tensors.keys()
-        );
+        assert!(written.tensors.keys().eq(expected), "{op}: {:?}", written.tensors.keys());
         assert_eq!(written.shape("dk"), [2, 61, 2, 32]);
         assert_eq!(written.shape("lse"), [2, 4, 61]);
         assert_eq!(written.shape("expire"), [2, 2, 61]);
         assert_eq!(written.metadata["op"], op);
         let [o, lse, gradients] = written.errors();
-        assert!(
-            o < 2e-5 && lse < 2e-5 && gradients < 2e-4,
-            "{op}: {o:.1e} {lse:.1e} {gradients:.1e}"
-        );
+        assert!(o < 2e-5 && lse < 2e-5 && gradients < 2e-4, "{op}: {o:.1e} {lse:.1e} {gradients:.1e}");
         if more.contains("periods") {
             written.check_sloped_mask(9, 3, [4.0, 30.0]);
         }

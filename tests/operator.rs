@@ -30,20 +30,14 @@ fn a_run_gives_its_numbers_and_tells_its_end() {
     // A port that is in use is refused before the run begins.
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let taken = format!("--metrics-port {}", listener.local_addr().expect("its address"));
-    refused(
-        &mut tiny.train("none", &taken),
-        "--metrics-port | nothing can listen there",
-    );
+    refused(&mut tiny.train("none", &taken), "--metrics-port | nothing can listen there");
     assert_eq!(tiny.names("none"), ["data", "run.lock"]);
     let port = format!("{LONG} --set validation.interval=1000000 --metrics-port 0");
     // With two ranks only rank 0 answers.
     for (out, command) in [("one", tiny.train("one", &port)), ("two", tiny.launch(2, "two", &port))] {
         let child = started(&mut telling(command), 3);
         let log = tiny.read(&format!("{out}/log"));
-        let address = log
-            .split("metrics: http://")
-            .nth(1)
-            .and_then(|rest| rest.split("/metrics").next());
+        let address = log.split("metrics: http://").nth(1).and_then(|rest| rest.split("/metrics").next());
         let asked = || {
             let mut stream = TcpStream::connect(address.expect(&log)).expect("it listens");
             stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").expect("it reads");
@@ -53,14 +47,10 @@ fn a_run_gives_its_numbers_and_tells_its_end() {
         };
         let number = |name: &str| {
             let answer = asked();
-            let value = answer
-                .lines()
-                .find_map(|line| line.strip_prefix(&format!("sieve_{name} ")));
+            let value = answer.lines().find_map(|line| line.strip_prefix(&format!("sieve_{name} ")));
             value.and_then(|value| value.parse::<f64>().ok())
         };
-        wait_until("steps are counted", || {
-            number("steps_total").is_some_and(|steps| steps > 5.0)
-        });
+        wait_until("steps are counted", || number("steps_total").is_some_and(|steps| steps > 5.0));
         assert_eq!(number("planned_steps"), Some(1e6));
         assert!(number("loss_nats").is_some_and(|loss| loss > 0.0 && loss < 10.0));
         assert_eq!(number("checkpoint_step"), None, "none was written");

@@ -47,11 +47,7 @@ fn step_by_step_decoding_equals_the_full_forward_pass() {
                     let next: Vec<f32> = next.into_data().to_vec().expect("f32");
                     let row = &rows[end - 1];
                     let difference = max_difference(&next, row);
-                    assert!(
-                        difference <= 1e-4,
-                        "{kind}, prompt {prompt}, row {}: {difference}",
-                        end - 1
-                    );
+                    assert!(difference <= 1e-4, "{kind}, prompt {prompt}, row {}: {difference}", end - 1);
                     assert_eq!(argmax(&next), argmax(row), "{kind}, prompt {prompt}, {end}");
                     assert_eq!(cache.num_tokens, end);
                     for (index, layer) in cache.layers.iter().enumerate() {
@@ -121,12 +117,7 @@ fn texts_that_grow_together_are_those_that_grow_alone() {
         let model = random_model(&recipe(model_lines, attention), 3);
         let (prompt, device) = (tokens(11, 4), Default::default());
         let config = |seed, eos_id| GenerateConfig {
-            sampling: Sampling {
-                temperature: 0.9,
-                top_p: 0.95,
-                top_k: None,
-                seed,
-            },
+            sampling: Sampling { temperature: 0.9, top_p: 0.95, top_k: None, seed },
             eos_id,
             ..greedy(24)
         };
@@ -166,12 +157,7 @@ fn texts_of_several_prompts_are_those_of_each_alone() {
         let (all, device) = (tokens(40, 4), Default::default());
         let prompts: Vec<Vec<u32>> = [0..29, 3..4, 5..5, 11..22].map(|range| all[range].to_vec()).into();
         let config = |eos_id| GenerateConfig {
-            sampling: Sampling {
-                temperature: 0.9,
-                top_p: 0.95,
-                top_k: None,
-                seed: 6,
-            },
+            sampling: Sampling { temperature: 0.9, top_p: 0.95, top_k: None, seed: 6 },
             eos_id,
             ..greedy(24)
         };
@@ -205,10 +191,7 @@ fn generation_ends_at_the_end_of_a_document_and_within_the_context() {
     let [_, model_lines, attention] = kinds()[2];
     let model = random_model(&recipe(model_lines, attention), 3);
     let device = Default::default();
-    let config = |max_new_tokens, eos_id| GenerateConfig {
-        eos_id,
-        ..greedy(max_new_tokens)
-    };
+    let config = |max_new_tokens, eos_id| GenerateConfig { eos_id, ..greedy(max_new_tokens) };
     let all = |generator: Generator<'_, Flex>| -> Vec<u32> { generator.collect::<Result<_, _>>().expect("finite") };
     let start = tokens(4, 9);
     let never = VOCAB_SIZE as u32;
@@ -222,10 +205,7 @@ fn generation_ends_at_the_end_of_a_document_and_within_the_context() {
     let several = Generator::new(&model, &start, config(30, never), &device).expect("fits");
     assert_eq!(all(several.ending_at(&[96, eos])), free[..first]);
     let together = BatchGenerator::new(&model, &start, config(30, never), 2, &device).expect("fits");
-    let steps: Vec<_> = together
-        .ending_at(&[96, eos])
-        .map(|step| step.expect("finite"))
-        .collect();
+    let steps: Vec<_> = together.ending_at(&[96, eos]).map(|step| step.expect("finite")).collect();
     assert_eq!((steps.len(), &steps[first]), (first + 1, &vec![None, None]));
 
     // With an empty prompt, generation starts from the end-of-document token.
@@ -234,9 +214,7 @@ fn generation_ends_at_the_end_of_a_document_and_within_the_context() {
     assert_eq!(empty, begun);
 
     let error = |prompt: usize, new| {
-        Generator::new(&model, &tokens(prompt, 1), config(new, 0), &device)
-            .expect_err("too long")
-            .to_string()
+        Generator::new(&model, &tokens(prompt, 1), config(new, 0), &device).expect_err("too long").to_string()
     };
     assert!(error(60, 5).contains("at most 4 new tokens"), "{}", error(60, 5));
     assert!(error(65, 1).contains("context of 64"), "{}", error(65, 1));

@@ -82,10 +82,7 @@ fn transformers_computes_the_same_logits() {
         ours.push((kind, out, report, our_logits(&run, &tokens), continued));
     }
     let printed = python::run(&python, "transformers_logits.py", &arguments);
-    let lines: Vec<serde_json::Value> = printed
-        .lines()
-        .filter_map(|line| serde_json::from_str(line).ok())
-        .collect();
+    let lines: Vec<serde_json::Value> = printed.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     assert_eq!(lines.len(), ours.len(), "{printed}");
     for ((kind, out, report, ours, continued), line) in ours.into_iter().zip(lines) {
         assert_eq!(line["model"], report.architecture);
@@ -124,19 +121,13 @@ fn transformers_computes_the_same_logits() {
 fn write_golden(kind: &str, tokens: &[u32], logits: Vec<f32>, generated: &serde_json::Value) {
     let tokens: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
     let rows: Option<Vec<Vec<i32>>> = serde_json::from_value(generated.clone()).expect("rows of tokens, or null");
-    let tensor = |name: &str, data| NamedTensor {
-        name: name.to_owned(),
-        data,
-    };
+    let tensor = |name: &str, data| NamedTensor { name: name.to_owned(), data };
     let mut tensors = vec![
         tensor("tokens", TensorData::new(tokens, [1, LEN])),
         tensor("logits", TensorData::new(logits, [1, LEN, VOCAB_SIZE])),
     ];
     if let Some(rows) = rows {
-        tensors.push(tensor(
-            "generated",
-            TensorData::new(rows.concat(), [PROMPTS.len(), NEW]),
-        ));
+        tensors.push(tensor("generated", TensorData::new(rows.concat(), [PROMPTS.len(), NEW])));
     }
     write_tensor_file(&golden_of_kind(kind), &tensors, None).expect("the folder is writable");
 }
@@ -155,9 +146,7 @@ fn stored_logits_and_generated_tokens_of_transformers_are_reproduced() {
         assert!(difference < TOLERANCE, "{kind}: {difference}");
         // Doge has no stored `generated` tensor, for the same reason.
         if golden.names().contains(&"generated".to_owned()) {
-            let stored = golden
-                .tensor("generated", &[PROMPTS.len(), NEW])
-                .expect("of this shape");
+            let stored = golden.tensor("generated", &[PROMPTS.len(), NEW]).expect("of this shape");
             let stored: Vec<u32> = stored.iter::<i32>().map(|token| token as u32).collect();
             assert_eq!(our_continuations(&model, &tokens).concat(), stored, "{kind}");
         }
@@ -187,10 +176,7 @@ fn our_expiry(ranks: &[f32], rows: &[[usize; 3]]) -> Vec<i32> {
     for (row, &[len, keep, local]) in rows.iter().enumerate() {
         let at = row * MASK_LEN;
         let rank = TensorData::new(ranks[at..at + len].to_vec(), [1, 1, len]);
-        let window = DmaWindow {
-            keep_window_size: keep,
-            local_window_size: local,
-        };
+        let window = DmaWindow { keep_window_size: keep, local_window_size: local };
         let documents = Documents::<Flex>::whole_rows([1, len], &Default::default());
         let rank = Tensor::<Flex, 3>::from_data(rank, &Default::default());
         let found = dma_select(rank, &documents, window).into_data();
@@ -215,10 +201,7 @@ fn the_exported_file_chooses_the_same_keys_as_the_program_where_ranks_tie() {
             ("rank", TensorData::new(ranks, [MASK_ROWS, MASK_LEN])),
             ("rows", TensorData::new(settings, [MASK_ROWS, 3])),
         ]
-        .map(|(name, data)| NamedTensor {
-            name: name.to_owned(),
-            data,
-        });
+        .map(|(name, data)| NamedTensor { name: name.to_owned(), data });
         write_tensor_file(&given, &tensors, None).expect("the folder is writable");
         let arguments = [&given, &found].map(|path| path.display().to_string());
         python::run(&python, "dma_expiry.py", &arguments);

@@ -117,15 +117,13 @@ fn randomise(model: Qwen3<Flex>, shape: &ModelShape, seed: u64) -> Qwen3<Flex> {
 /// results do not depend on the model's own initialisation.
 pub(crate) fn values(name: &str, dims: &[usize], seed: u64, centre: f64, spread: f64) -> TensorData {
     // FNV-1a hash of the name.
-    let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
-    });
+    let hash = name
+        .bytes()
+        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
     let mut random = ChaCha8Rng::seed_from_u64(hash ^ seed);
     let count: usize = dims.iter().product();
     let uniform = |random: &mut ChaCha8Rng| random.next_u32() as f64 / 2f64.powi(31) - 1.0;
-    let values: Vec<f32> = (0..count)
-        .map(|_| (centre + spread * uniform(&mut random)) as f32)
-        .collect();
+    let values: Vec<f32> = (0..count).map(|_| (centre + spread * uniform(&mut random)) as f32).collect();
     TensorData::new(values, dims.to_vec())
 }
 
@@ -164,10 +162,7 @@ pub(crate) fn tokenizer_json() -> String {
 
 /// Writes a checkpoint of `model` into `folder` and opens it.
 pub(crate) fn write_checkpoint(folder: &Path, recipe: &Recipe, model: &Qwen3<Flex>) -> Checkpoint {
-    let state = CheckpointState {
-        step: 1,
-        ..CheckpointState::untrained(VOCAB_SIZE)
-    };
+    let state = CheckpointState { step: 1, ..CheckpointState::untrained(VOCAB_SIZE) };
     let files = CheckpointFiles {
         model: named_parameters(model),
         optimizer: Vec::new(),
@@ -204,12 +199,7 @@ pub(crate) fn ids(tokens: &[u32]) -> Tensor<Flex, 2, Int> {
 
 /// Greedy decoding of exactly `max_new_tokens` tokens: the end-of-document id is outside the vocabulary.
 pub(crate) fn greedy(max_new_tokens: usize) -> GenerateConfig {
-    GenerateConfig {
-        max_new_tokens,
-        sampling: Sampling::GREEDY,
-        eos_id: VOCAB_SIZE as u32,
-        num_tokens: VOCAB_SIZE,
-    }
+    GenerateConfig { max_new_tokens, sampling: Sampling::GREEDY, eos_id: VOCAB_SIZE as u32, num_tokens: VOCAB_SIZE }
 }
 
 /// Options of an export into one file. Its end token is [`tokenizer_json`]'s.

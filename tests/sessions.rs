@@ -81,10 +81,7 @@ fn read(file: &str) -> Vec<Session> {
         let line = pieces.collect::<String>();
         if let Some(name) = line.strip_prefix("== ") {
             variables.clear();
-            sessions.push(Session {
-                name: name.to_owned(),
-                ..Session::default()
-            });
+            sessions.push(Session { name: name.to_owned(), ..Session::default() });
             continue;
         }
         let Some(session) = sessions.last_mut() else { continue };
@@ -102,11 +99,7 @@ fn read(file: &str) -> Vec<Session> {
                         None => format!("1|2: {words}"),
                     };
                     let line = format!("{variables}{command}");
-                    session.steps.push(Step {
-                        place,
-                        line,
-                        expected: vec![words],
-                    });
+                    session.steps.push(Step { place, line, expected: vec![words] });
                 }
                 None => session.steps.last_mut().expect(&place).expected.push(expected),
             }
@@ -122,15 +115,8 @@ fn read(file: &str) -> Vec<Session> {
                 Some(command) => format!("{variables}{command}"),
                 None => line,
             };
-            session.steps.push(Step {
-                place,
-                line,
-                expected: Vec::new(),
-            });
-        } else if line
-            .split_once('=')
-            .is_some_and(|(name, _)| !name.trim_start_matches("export ").contains(' '))
-        {
+            session.steps.push(Step { place, line, expected: Vec::new() });
+        } else if line.split_once('=').is_some_and(|(name, _)| !name.trim_start_matches("export ").contains(' ')) {
             variables += &format!("{line}\n");
         } else {
             assert!(line.is_empty() || line.starts_with('#'), "{place}: {line}");
@@ -159,11 +145,7 @@ fn run(file: &str) {
         if only.as_ref().is_some_and(|only| *only != session.name) {
             continue;
         }
-        let kinds = if session.kinds.is_empty() {
-            &usual
-        } else {
-            &session.kinds
-        };
+        let kinds = if session.kinds.is_empty() { &usual } else { &session.kinds };
         for kind in kinds {
             // One failed session does not stop the others.
             if std::panic::catch_unwind(|| run_session(session, kind)).is_err() {
@@ -219,8 +201,7 @@ fn assertion(tiny: &TinyRun, words: &str) {
         ["equal", out, reference, kind, ref keys @ ..] => {
             let expected = tiny.metrics(reference, kind);
             for (step, line) in tiny.metrics(out, kind) {
-                keys.iter()
-                    .for_each(|&key| assert_eq!(line[key], expected[&step][key], "{words}: {step}"));
+                keys.iter().for_each(|&key| assert_eq!(line[key], expected[&step][key], "{words}: {step}"));
             }
         }
         // `near OUT REFERENCE KIND:FIRST-LAST DIFFERENCE KEY…`: these keys of the metrics differ by at most this
@@ -329,17 +310,8 @@ fn compare(json: &Value, expected: &str, values: &mut BTreeMap<String, Value>) {
     for part in path.split('.').filter(|part| !part.is_empty()) {
         let inside = |value: Value| match part {
             "*" => value.as_array().cloned().unwrap_or_default(),
-            "#" => vec![
-                value
-                    .as_array()
-                    .map(Vec::len)
-                    .or(value.as_object().map(|it| it.len()))
-                    .into(),
-            ],
-            _ => vec![
-                part.parse::<usize>()
-                    .map_or(value[part].clone(), |at| value[at].clone()),
-            ],
+            "#" => vec![value.as_array().map(Vec::len).or(value.as_object().map(|it| it.len())).into()],
+            _ => vec![part.parse::<usize>().map_or(value[part].clone(), |at| value[at].clone())],
         };
         found = found.into_iter().flat_map(inside).collect();
     }
@@ -364,11 +336,7 @@ fn compare(json: &Value, expected: &str, values: &mut BTreeMap<String, Value>) {
         })
     };
     for found in found {
-        let number = || {
-            found
-                .as_f64()
-                .unwrap_or_else(|| panic!("{expected}: {found} in {json}"))
-        };
+        let number = || found.as_f64().unwrap_or_else(|| panic!("{expected}: {found} in {json}"));
         let other = || known(value).as_f64().expect(expected);
         let is_so = match operator {
             "=" => found == known(value) || found.as_f64().is_some_and(|it| Some(it) == known(value).as_f64()),

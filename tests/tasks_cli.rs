@@ -112,9 +112,7 @@ fn tasks_have_the_numbers_of_lm_evaluation_harness() {
     if let Some(python) = python::interpreter(test, "import lm_eval, accelerate, torch, transformers") {
         // Doge in transformers keeps an undefined one of equal keys, and the texts repeat tokens.
         let kinds = kinds().into_iter().filter(|[kind, ..]| *kind != "dma");
-        let runs: Vec<TinyRun> = kinds
-            .map(|[_, model, attention]| random_run_of(model, attention))
-            .collect();
+        let runs: Vec<TinyRun> = kinds.map(|[_, model, attention]| random_run_of(model, attention)).collect();
         // One Python process scores all models: it takes longer to start than to score a model.
         let mut arguments = vec!["score".to_owned(), "1".to_owned()];
         for tiny in &runs {
@@ -155,14 +153,8 @@ fn assert_same(tiny: &TinyRun, expected: &Value) {
             for (found, wanted) in found.iter().zip(wanted) {
                 let (value, other) = (found["log_likelihood"].as_f64(), wanted[0].as_f64());
                 let (value, other) = (value.expect("a number"), other.expect("a number"));
-                assert!(
-                    (value - other).abs() <= 1e-4 * other.abs().max(1.0),
-                    "{sample}: {other}"
-                );
-                assert!(
-                    found["is_greedy"].is_null() || found["is_greedy"] == wanted[1],
-                    "{sample}"
-                );
+                assert!((value - other).abs() <= 1e-4 * other.abs().max(1.0), "{sample}: {other}");
+                assert!(found["is_greedy"].is_null() || found["is_greedy"] == wanted[1], "{sample}");
             }
         }
         let scores = report["scores"].as_array().expect("a list");
@@ -189,18 +181,12 @@ fn answers_end_at_the_ends_that_the_model_names() {
         assert!(text.contains("<|endoftext|>"), "{text}");
         tiny.write(&path, text.replace("<|endoftext|>", "[END]"));
     }
-    tiny.write(
-        "mine.toml",
-        "measure = \"generation\"\nprompt = \"{q}\"\nanswers = \"a\"\nmax_new_tokens = 5\n",
-    );
+    tiny.write("mine.toml", "measure = \"generation\"\nprompt = \"{q}\"\nanswers = \"a\"\nmax_new_tokens = 5\n");
     tiny.write("mine.jsonl", json!({"q": "t5 t9 t11", "a": ["x"]}).to_string());
     let answer = || {
         let of_export = "eval tasks --checkpoint exported --device cpu --data mine.toml=mine.jsonl --samples s.jsonl";
         tiny.prints(of_export);
-        let answer = json(&tiny.read("s.jsonl"))["answer"]
-            .as_str()
-            .expect("a text")
-            .to_owned();
+        let answer = json(&tiny.read("s.jsonl"))["answer"].as_str().expect("a text").to_owned();
         answer.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
     };
     let whole = answer();

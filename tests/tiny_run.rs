@@ -25,10 +25,7 @@ impl TinyRun {
     /// A new folder, whose recipe has these `[attention]` lines.
     pub(crate) fn new(attention: &str) -> Self {
         let dir = tempfile::tempdir().expect("a temporary folder");
-        let this = Self {
-            dir: dir.path().to_owned(),
-            _owned: Some(dir),
-        };
+        let this = Self { dir: dir.path().to_owned(), _owned: Some(dir) };
         fs::create_dir(this.path("corpus")).expect("the folder is new");
         for (name, text) in corpus() {
             fs::write(this.path("corpus").join(name), text).expect("the folder is writable");
@@ -233,11 +230,8 @@ impl TinyRun {
         let before = self.snapshot("");
         let message = refused();
         let after = self.snapshot("");
-        let changed: Vec<_> = after
-            .iter()
-            .filter(|(path, file)| before.get(*path) != Some(*file))
-            .map(|(path, _)| path)
-            .collect();
+        let changed: Vec<_> =
+            after.iter().filter(|(path, file)| before.get(*path) != Some(*file)).map(|(path, _)| path).collect();
         assert!(changed.is_empty(), "{message}\nchanged {changed:?}");
         assert_eq!(before.len(), after.len(), "{message}\nremoved a file");
         message
@@ -318,10 +312,7 @@ pub(crate) fn ended(child: Child, code: i32) -> Output {
 
 /// Sends the signal of this name to a process.
 pub(crate) fn signal(child: &Child, name: &str) {
-    let sent = Command::new("kill")
-        .args(["-s", name, &child.id().to_string()])
-        .status()
-        .expect("kill starts");
+    let sent = Command::new("kill").args(["-s", name, &child.id().to_string()]).status().expect("kill starts");
     assert!(sent.success(), "kill -s {name}");
 }
 
@@ -372,26 +363,14 @@ fn is_fresh(program: &Path) -> bool {
         return false;
     };
     let sources = list.split_once(": ").map_or("", |(_, sources)| sources);
-    sources
-        .split_whitespace()
-        .all(|source| modified(Path::new(source)).is_none_or(|changed| changed <= built))
+    sources.split_whitespace().all(|source| modified(Path::new(source)).is_none_or(|changed| changed <= built))
 }
 
 /// Sixty documents of simple sentences, about 200 KB; they are the same on every machine.
 fn corpus() -> Vec<(String, String)> {
-    const SUBJECTS: [&str; 8] = [
-        "the cat",
-        "a dog",
-        "my aunt",
-        "the pilot",
-        "some child",
-        "the old king",
-        "a teacher",
-        "nobody",
-    ];
-    const VERBS: [&str; 8] = [
-        "sees", "follows", "paints", "forgets", "likes", "draws", "finds", "carries",
-    ];
+    const SUBJECTS: [&str; 8] =
+        ["the cat", "a dog", "my aunt", "the pilot", "some child", "the old king", "a teacher", "nobody"];
+    const VERBS: [&str; 8] = ["sees", "follows", "paints", "forgets", "likes", "draws", "finds", "carries"];
     const OBJECTS: [&str; 8] = [
         "the river",
         "a red apple",
@@ -410,9 +389,7 @@ fn corpus() -> Vec<(String, String)> {
             .map(|_| format!("{} {} {}.\n", pick(&SUBJECTS), pick(&VERBS), pick(&OBJECTS)))
             .collect::<String>()
     };
-    (0..60)
-        .map(|number| (format!("{number:02}.txt"), document(number)))
-        .collect()
+    (0..60).map(|number| (format!("{number:02}.txt"), document(number))).collect()
 }
 
 fn recipe(attention: &str) -> String {

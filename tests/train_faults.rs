@@ -70,9 +70,7 @@ const FAULTS: [Fault; 8] = [
 /// Number of faults in a test: one of each kind, or `SIEVE_TEST_FAULTS`.
 fn num_faults() -> usize {
     let count = std::env::var("SIEVE_TEST_FAULTS").ok();
-    count.map_or(FAULTS.len(), |count| {
-        count.parse().expect("SIEVE_TEST_FAULTS is a number")
-    })
+    count.map_or(FAULTS.len(), |count| count.parse().expect("SIEVE_TEST_FAULTS is a number"))
 }
 
 /// Sends a signal to a process, which may have ended already.
@@ -177,19 +175,14 @@ fn num_starts(tiny: &TinyRun, out: &str) -> usize {
 /// Steps of the undamaged checkpoints, in order.
 fn whole_checkpoints(tiny: &TinyRun, out: &str) -> Vec<u64> {
     let found = sieve_hf::list_checkpoints(&tiny.path(&format!("{out}/checkpoint"))).expect("a folder");
-    let whole = found
-        .into_iter()
-        .filter(|(_, path)| sieve_hf::Checkpoint::open(path).is_ok());
+    let whole = found.into_iter().filter(|(_, path)| sieve_hf::Checkpoint::open(path).is_ok());
     whole.map(|(step, _)| step).collect()
 }
 
 /// Asserts that a process continued from step `last`, or began the run if that is `None`. It may have ended before it
 /// printed either.
 fn went_on_from(said: &str, last: Option<u64>, what: &str) {
-    let from = said
-        .split("continuing at step ")
-        .nth(1)
-        .and_then(|rest| rest.split(' ').next());
+    let from = said.split("continuing at step ").nth(1).and_then(|rest| rest.split(' ').next());
     if let Some(from) = from {
         assert_eq!(from.parse().ok(), last, "{what}: {said}");
     } else if said.contains("step:     1 ") {
@@ -255,10 +248,7 @@ fn endure(num_ranks: usize, wanted: usize, faults: &[Fault], codes: &[Option<i32
         let steps = tiny.metrics(&out, "step").into_keys();
         assert!(steps.eq(1..=STEPS), "{out}: a step was lost or told twice");
         let left = tiny.names(&format!("{out}/checkpoint"));
-        assert!(
-            faults != [Fault::Kill] || left.len() == 3,
-            "{out}: something half written was left: {left:?}"
-        );
+        assert!(faults != [Fault::Kill] || left.len() == 3, "{out}: something half written was left: {left:?}");
         if struck >= wanted {
             break;
         }

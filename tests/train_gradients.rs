@@ -128,10 +128,7 @@ fn by_whole_graph(model: &Qwen3<B>, batch: &Batch) -> (f32, Vec<NamedTensor>) {
     let device = Default::default();
     let rope = model.rope(SEQ_LEN, &device);
     let on_device = DeviceBatch::<B>::new(batch, &device);
-    let context = LayerContext {
-        token_share: TOKEN_SHARE,
-        ..LayerContext::new(&on_device.documents, &rope)
-    };
+    let context = LayerContext { token_share: TOKEN_SHARE, ..LayerContext::new(&on_device.documents, &rope) };
     let x = model.hidden(on_device.tokens, &context);
     let loss = model.head.loss(x, on_device.labels, &model.embed_tokens);
     let loss = loss.mul_scalar(1.0 / batch.num_labels() as f64);
@@ -179,9 +176,7 @@ fn micro_batches_give_the_mean_over_all_labels() {
         let (whole_loss, whole) = by_segments(&model, &[batch(0, 8)]);
         assert!((split_loss - whole_loss).abs() <= 4.0 * f32::EPSILON * whole_loss);
         // The mean of the micro-batches' own means must differ, or the check above would prove nothing.
-        let means = parts
-            .iter()
-            .map(|part| by_segments(&model, std::slice::from_ref(part)).0);
+        let means = parts.iter().map(|part| by_segments(&model, std::slice::from_ref(part)).0);
         let mean_of_means = means.sum::<f32>() / 4.0;
         assert!((mean_of_means - whole_loss).abs() > 1e-5 * whole_loss);
 
@@ -302,18 +297,12 @@ fn a_dense_step_has_the_gradients_of_dense_attention() {
         let model = model(attention, true);
         for mode in [ActivationCheckpointMode::None, ActivationCheckpointMode::Full] {
             let of = |reads_all: bool| {
-                let settings = BlockSettings {
-                    reads_all,
-                    ..settings(mode, 0..0)
-                };
+                let settings = BlockSettings { reads_all, ..settings(mode, 0..0) };
                 computed(&model, &settings)
             };
             let (loss, gradients, _) = of(true);
             let [loss, expected, chosen] = [loss, dense.0, of(false).0].map(f32::from_bits);
-            assert!(
-                (loss - expected).abs() < 1e-5 * expected,
-                "{attention}: {loss}, {expected}"
-            );
+            assert!((loss - expected).abs() < 1e-5 * expected, "{attention}: {loss}, {expected}");
             // Three blocks hold all keys of these short documents; two blocks do not, so that their loss must differ.
             assert!(attention != KINDS[7] || chosen != expected, "{attention}: {chosen}");
             for (found, expected) in gradients.iter().zip(&dense.1) {
@@ -323,11 +312,7 @@ fn a_dense_step_has_the_gradients_of_dense_attention() {
                 for (a, b) in found_values.iter().zip(&expected_values) {
                     // The dense model computes half a block in one op, and the other kinds in several, so that rounding
                     // differs.
-                    assert!(
-                        (a - b).abs() <= 1e-4 * largest,
-                        "{attention}: {}: {a} and {b}",
-                        found.name
-                    );
+                    assert!((a - b).abs() <= 1e-4 * largest, "{attention}: {}: {a} and {b}", found.name);
                 }
             }
         }
@@ -335,16 +320,8 @@ fn a_dense_step_has_the_gradients_of_dense_attention() {
 }
 
 fn settings(mode: ActivationCheckpointMode, fp8: Range<usize>) -> BlockSettings {
-    let checkpointing = ActivationCheckpointSection {
-        mode,
-        ..Default::default()
-    };
-    BlockSettings {
-        checkpointing,
-        fp8,
-        token_share: TOKEN_SHARE,
-        ..BlockSettings::default()
-    }
+    let checkpointing = ActivationCheckpointSection { mode, ..Default::default() };
+    BlockSettings { checkpointing, fp8, token_share: TOKEN_SHARE, ..BlockSettings::default() }
 }
 
 /// Bits of the loss, gradients, and DMA's masks, for blocks computed with `settings`.
@@ -364,13 +341,8 @@ fn computed(model: &Qwen3<B>, settings: &BlockSettings) -> (u32, Vec<NamedTensor
 #[test]
 fn recomputing_blocks_or_keeping_more_changes_no_bit_of_a_gradient() {
     use ActivationCheckpointMode::{Full, None, Selective};
-    let keeps = BlockSettings {
-        keeping: Keeping {
-            o_low: KeepOLow::Always,
-            recomputable: true,
-        },
-        ..settings(None, 0..0)
-    };
+    let keeps =
+        BlockSettings { keeping: Keeping { o_low: KeepOLow::Always, recomputable: true }, ..settings(None, 0..0) };
     for attention in KINDS {
         let model = model(attention, true);
         let (loss, gradients, masks) = computed(&model, &settings(None, 0..0));
@@ -382,11 +354,7 @@ fn recomputing_blocks_or_keeping_more_changes_no_bit_of_a_gradient() {
             for (one, other) in gradients.iter().zip(&other) {
                 assert_eq!(one.name, other.name);
                 assert!(values(&one.data).iter().any(|value| *value != 0.0));
-                assert!(
-                    one.data.as_bytes() == other.data.as_bytes(),
-                    "{attention} {settings:?}: {}",
-                    one.name
-                );
+                assert!(one.data.as_bytes() == other.data.as_bytes(), "{attention} {settings:?}: {}", one.name);
             }
         }
     }

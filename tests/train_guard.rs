@@ -91,8 +91,7 @@ pub(crate) fn disturbed_rank(
     let data = DataSource::open(&recipe, &|_| None).expect("the corpus");
     let place = (run.path("data"), OnChange::Refuse);
     let mut data = data.prepare(&recipe, &place.0, place.1, &mut |_| {}).expect("prepared");
-    data.prepare_stages(&recipe, (&place.0, place.1), None, &|_| None, &mut |_| {})
-        .expect("prepared");
+    data.prepare_stages(&recipe, (&place.0, place.1), None, &|_| None, &mut |_| {}).expect("prepared");
     let name = &recipe.checkpoint.folder;
     let start = match RunFolder::holds_run(&run.path(out)) {
         true => Start::Resume,
@@ -132,11 +131,7 @@ pub(crate) fn disturbed_rank(
         _ => {}
     });
     let weights = named_parameters(trainer.model()).into_iter();
-    let last = result
-        .as_ref()
-        .ok()
-        .filter(|_| is_alone)
-        .and_then(|summary| summary.checkpoint.clone());
+    let last = result.as_ref().ok().filter(|_| is_alone).and_then(|summary| summary.checkpoint.clone());
     Outcome {
         skipped,
         notices,
@@ -168,17 +163,10 @@ pub(crate) fn unlabelled(rows: std::ops::Range<u64>) -> FaultInjection {
 #[test]
 fn text_without_a_label_ends_the_run() {
     // The run reads more rows than an epoch has.
-    let large = &[
-        "training.steps=400",
-        "training.global_batch_size=256",
-        "validation.interval=400",
-    ];
+    let large = &["training.steps=400", "training.global_batch_size=256", "validation.interval=400"];
     let found = disturbed(&TinyRun::dma(), "run", large, unlabelled(0..u64::MAX));
     let error = found.result.expect_err("nothing to learn").to_string();
-    assert!(
-        error.contains("no row of the text holds a token with a label"),
-        "{error}"
-    );
+    assert!(error.contains("no row of the text holds a token with a label"), "{error}");
 }
 
 #[test]
@@ -215,14 +203,9 @@ fn a_stage_that_cannot_begin_leaves_the_state_before_it() {
     let tiny = TinyRun::dma();
     let text = tiny.read("tiny.toml");
     let stages = "[[stage]]\nsteps = 13\n[[stage]]\nsteps = 5\npaths = [\"corpus/*.txt\"]\n[optimizer]";
-    tiny.write(
-        "tiny.toml",
-        text.replace("steps = 40\n", "").replace("[optimizer]", stages),
-    );
+    tiny.write("tiny.toml", text.replace("steps = 40\n", "").replace("[optimizer]", stages));
     let shards = tiny.path("data/stage-2");
-    let gone = at("step", 64, move || {
-        std::fs::remove_dir_all(&shards).expect("they were made")
-    });
+    let gone = at("step", 64, move || std::fs::remove_dir_all(&shards).expect("they were made"));
     let found = disturbed(&tiny, "run", &["lr_scheduler.decay_ratio=0"], gone);
     found.result.expect_err("its shards are gone");
     assert_eq!(found.checkpoints.last().map(String::as_str), Some("step-13"));
@@ -247,9 +230,7 @@ fn a_step_that_is_not_finite_leaves_weights_and_moments_alone() {
         assert_eq!(found.steps, (1..=10).collect::<Vec<_>>());
         let metrics = run.read(&format!("{out}/metrics.jsonl"));
         assert_eq!(metrics.matches("\"kind\":\"skipped\"").count(), 1, "{metrics}");
-        let [skipped] = found.skipped.as_slice() else {
-            panic!("{factor}: {:?}", found.skipped)
-        };
+        let [skipped] = found.skipped.as_slice() else { panic!("{factor}: {:?}", found.skipped) };
         assert_eq!((skipped.step, skipped.first_row, skipped.num_rows), (11, 80, 8));
         assert!(!skipped.loss.is_finite());
         assert!(skipped.num_documents > 0 && !skipped.documents.is_empty());
@@ -287,11 +268,7 @@ fn several_in_a_row_go_back_to_the_checkpoint_and_skip_the_rows() {
     let back = back.expect("a notice");
     says(back, "back from step 12 to | step-8, rows 64 to 95 are skipped");
     // After the return, steps 9 to 12 read the rows after the bad ones.
-    assert!(
-        found.steps.iter().copied().eq((1..=9).chain(9..=12)),
-        "{:?}",
-        found.steps
-    );
+    assert!(found.steps.iter().copied().eq((1..=9).chain(9..=12)), "{:?}", found.steps);
     let state = String::from_utf8(read(&run.path("out/checkpoint/step-12"), "state.json"));
     let state: serde_json::Value = serde_json::from_str(&state.expect("text")).expect("JSON");
     assert_eq!(state["next_sample"], 128);

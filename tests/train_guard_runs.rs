@@ -69,11 +69,7 @@ fn digits(seed: u64, len: usize) -> String {
     (0..len).map(|_| next()).collect()
 }
 
-const USUAL: &[&str] = &[
-    "training.steps=160",
-    "checkpoint.interval=40",
-    "validation.interval=1000",
-];
+const USUAL: &[&str] = &["training.steps=160", "checkpoint.interval=40", "validation.interval=1000"];
 
 fn train(run: &TinyRun, overrides: &[&str], disturbance: FaultInjection) -> Outcome {
     disturbed(run, "out", &[USUAL, overrides].concat(), disturbance)
@@ -99,14 +95,7 @@ fn healthy_run(name: &str, run: &TinyRun, overrides: &[&str]) {
 
 #[test]
 fn healthy_runs_of_every_kind_and_rate() {
-    let kinds = [
-        ("mha", MHA),
-        ("swa", SWA),
-        ("dma", DMA),
-        ("dma, linear", LINEAR),
-        ("nsa", NSA),
-        ("mla", MLA),
-    ];
+    let kinds = [("mha", MHA), ("swa", SWA), ("dma", DMA), ("dma, linear", LINEAR), ("nsa", NSA), ("mla", MLA)];
     for (name, attention) in kinds {
         for lr in ["optimizer.lr=3e-3", "optimizer.lr=1e-1"] {
             healthy(&format!("{name}, {lr}"), &run(attention), &[lr]);
@@ -124,11 +113,7 @@ fn healthy_runs_on_other_data() {
     documents(&mixed, "corpus", |n| digits(n, 900));
     let one_row = ["training.global_batch_size=1", "training.local_batch_size=1"];
     healthy("mixed", &mixed, &one_row);
-    let hasty = [
-        "lr_scheduler.warmup_steps=0",
-        "model.initializer_range=0.5",
-        "optimizer.lr=3e-2",
-    ];
+    let hasty = ["lr_scheduler.warmup_steps=0", "model.initializer_range=0.5", "optimizer.lr=3e-2"];
     healthy("hasty", &run(SWA), &hasty);
     for (name, attention, lr) in [
         ("mha", MHA, "optimizer.lr=5e-2"),
@@ -257,10 +242,7 @@ fn faults_are_not_missed() {
                 let loss = summary.last_validation.expect("a validation").loss;
                 assert!(loss < 1.0, "{name}: the run has not learned, {loss}");
             }
-            Err(error) => assert!(
-                expected.ends && error.to_string().contains("diverged"),
-                "{name}: {error}"
-            ),
+            Err(error) => assert!(expected.ends && error.to_string().contains("diverged"), "{name}: {error}"),
         }
     }
 }

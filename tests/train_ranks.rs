@@ -18,9 +18,7 @@ pub(crate) const UNTIED: &str = "--set model.tie_word_embeddings=false --set tra
 impl TinyRun {
     /// The command `sieve launch` with `nproc` processes that train the recipe into `out`.
     pub(crate) fn launch(&self, nproc: usize, out: &str, more: &str) -> Command {
-        self.sieve(&format!(
-            "launch --nproc {nproc} -- train --recipe tiny.toml --device cpu --out {out} {more}"
-        ))
+        self.sieve(&format!("launch --nproc {nproc} -- train --recipe tiny.toml --device cpu --out {out} {more}"))
     }
 }
 
@@ -48,12 +46,7 @@ pub(crate) struct Pair<'a> {
 
 impl<'a> Pair<'a> {
     pub(crate) fn new(tiny: &'a TinyRun, out: &'a str, overrides: &'a [&'a str]) -> Self {
-        Self {
-            tiny,
-            out,
-            overrides,
-            transport: |mesh| Box::new(HostCollectives(mesh)),
-        }
+        Self { tiny, out, overrides, transport: |mesh| Box::new(HostCollectives(mesh)) }
     }
 
     /// Connects `rank` with the other rank.
@@ -105,12 +98,7 @@ fn two_ranks(
 fn a_nan_loss_of_one_rank_is_judged_alike_by_all() {
     for overrides in [
         &["training.steps=16", "lr_scheduler.decay_ratio=0"][..],
-        &[
-            "training.steps=16",
-            "lr_scheduler.decay_ratio=0",
-            "parallelism.zero_stage=2",
-            "training.local_batch_size=2",
-        ],
+        &["training.steps=16", "lr_scheduler.decay_ratio=0", "parallelism.zero_stage=2", "training.local_batch_size=2"],
     ] {
         judged_alike(overrides);
     }
@@ -166,16 +154,9 @@ fn a_step_without_a_label_is_skipped_by_all_ranks() {
     let [first, second] = two_ranks(steps, disturbances, Default::default(), &AtomicBool::default());
     for outcome in [&first, &second] {
         assert_eq!(outcome.result.as_ref().expect("it continues").step, 12);
-        let passed = [
-            "step 3: rows 16 to 23 hold no token with a label",
-            "step 4: rows 24 to 31",
-        ];
+        let passed = ["step 3: rows 16 to 23 hold no token with a label", "step 4: rows 24 to 31"];
         for words in passed {
-            assert!(
-                outcome.notices.iter().any(|line| line.contains(words)),
-                "{:?}",
-                outcome.notices
-            );
+            assert!(outcome.notices.iter().any(|line| line.contains(words)), "{:?}", outcome.notices);
         }
     }
     assert!(first.weights == second.weights && first.losses.len() == 10);
@@ -239,9 +220,7 @@ fn a_rank_that_computes_other_gradients_is_named() {
         FaultInjection::new(move |row, moment| match moment {
             Moment::Replay if row == 72 => {
                 let one_less = |left: u32| left.checked_sub(1);
-                let is_wrong = left
-                    .fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less)
-                    .is_ok();
+                let is_wrong = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less).is_ok();
                 if is_wrong { 1.0 + 1e-6 } else { 1.0 }
             }
             _ => 1.0,
@@ -249,10 +228,7 @@ fn a_rank_that_computes_other_gradients_is_named() {
     };
     let overrides = &["training.steps=16", "training.guard_replay=5"];
     for (times, words) in [
-        (
-            1,
-            "the gradients of rank 1 of one micro-batch, which all ranks computed before step 10, are wrong",
-        ),
+        (1, "the gradients of rank 1 of one micro-batch, which all ranks computed before step 10, are wrong"),
         // If two ranks have different gradients, neither is known to be right.
         (2, "the gradients of ranks 0, 1 of one micro-batch"),
     ] {
@@ -270,12 +246,7 @@ fn a_rank_that_computes_other_gradients_is_named() {
     // A replay changes no weight.
     let steps = "training.steps=16";
     let [with, without] = [&[steps, "training.guard_replay=1"][..], &[steps]].map(|overrides| {
-        let [first, _] = two_ranks(
-            overrides,
-            Default::default(),
-            Default::default(),
-            &AtomicBool::default(),
-        );
+        let [first, _] = two_ranks(overrides, Default::default(), Default::default(), &AtomicBool::default());
         first.result.expect("all is well");
         first.weights
     });
@@ -285,14 +256,8 @@ fn a_rank_that_computes_other_gradients_is_named() {
 /// Cases of a rank that hangs: (place, number, limit in seconds), with place and number as in [`at`]. The limit is of a
 /// step's progress in ("step", 16), and of longer work otherwise: reading files in the first step, validation before
 /// the first step and after the fourth, and the first checkpoint's files and name.
-const STANDING: [(&str, u64, u64); 6] = [
-    ("step", 0, 2),
-    ("step", 16, 5),
-    ("validation", 0, 2),
-    ("validation", 4, 2),
-    ("files", 4, 2),
-    ("name", 4, 2),
-];
+const STANDING: [(&str, u64, u64); 6] =
+    [("step", 0, 2), ("step", 16, 5), ("validation", 0, 2), ("validation", 4, 2), ("files", 4, 2), ("name", 4, 2)];
 
 /// Asserts that both ranks end with an error that names the rank that hangs, before a checkpoint is written.
 fn assert_named(still: usize, (place, number, seconds): (&'static str, u64, u64)) {

@@ -28,12 +28,8 @@ const MODES: [(&str, &[&str]); 2] = [
 const DMA: &str = "kind = \"dma\"\nkeep_window_size = 8\na_init = 0.5";
 
 /// Settings with which two ranks reach the same bits as one process.
-const OVERRIDES: &[&str] = &[
-    "model.tie_word_embeddings=false",
-    "training.max_norm=1e9",
-    "training.steps=12",
-    "validation.interval=4",
-];
+const OVERRIDES: &[&str] =
+    &["model.tie_word_embeddings=false", "training.max_norm=1e9", "training.steps=12", "validation.interval=4"];
 
 fn told() -> Vec<String> {
     let told = std::env::var(TOLD).expect("the test that started this process has set it");
@@ -95,14 +91,7 @@ fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize, mode: usize) {
     let mut process = Command::new(std::env::current_exe().expect("a test has a path"));
     process
         .args(["--exact", own_name, "--ignored"])
-        .env(
-            TOLD,
-            format!(
-                "{}\n{out}\n{rank}\n{}\n{place}\n{mode}",
-                tiny.path("").display(),
-                port.number()
-            ),
-        )
+        .env(TOLD, format!("{}\n{out}\n{rank}\n{}\n{place}\n{mode}", tiny.path("").display(), port.number()))
         .stdin(Stdio::piped())
         .stdout(Stdio::null());
     let mut process = process.spawn().expect("it starts");
@@ -149,10 +138,7 @@ fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize, mode: usize) {
                     let file = format!("{run}/checkpoint/step-12/{file}-{part:05}-of-00002.safetensors");
                     fs::read(tiny.path(&file)).unwrap_or_else(|error| panic!("{file}: {error}"))
                 };
-                assert!(
-                    (1..=2).all(|part| of(&out, part) == of("reference", part)),
-                    "{out}: {file}"
-                );
+                assert!((1..=2).all(|part| of(&out, part) == of("reference", part)), "{out}: {file}");
             }
         }
     }

@@ -66,10 +66,7 @@ fn overwrite(tensor: &FlexTensor, value: impl Fn(usize) -> f32) {
 fn run(tiny: &TinyRun, out: &str, overrides: &[&str], transport: Transport) -> [Outcome; 2] {
     // Rows 64 to 87 are three steps in a row after the checkpoint of step 8; they are skipped.
     let wrong = wrong_loss(|row| if (64..88).contains(&row) { f64::NAN } else { 1.0 });
-    let pair = Pair {
-        transport,
-        ..Pair::new(tiny, out, overrides)
-    };
+    let pair = Pair { transport, ..Pair::new(tiny, out, overrides) };
     let disturbances = [FaultInjection::default(), wrong];
     pair.run(disturbances, Default::default(), &AtomicBool::default())
 }
@@ -89,12 +86,7 @@ fn travel_late(zero_stage: &str) {
     let stages = "[[stage]]\nsteps = 13\n[[stage]]\nsteps = 5\nwindow = 16\n";
     let staged = text.replace("[optimizer]", &format!("{stages}[optimizer]"));
     tiny.write("tiny.toml", staged.replace("steps = 40\n", ""));
-    let overrides = &[
-        "training.local_batch_size=2",
-        "lr_scheduler.decay_ratio=0",
-        "validation.interval=3",
-        zero_stage,
-    ];
+    let overrides = &["training.local_batch_size=2", "lr_scheduler.decay_ratio=0", "validation.interval=3", zero_stage];
     let [usual, late] = [
         ("usual", (|mesh| Box::new(HostCollectives(mesh))) as Transport),
         ("late", |mesh| Box::new(Late(HostCollectives(mesh)))),

@@ -42,8 +42,5 @@ fn data_batch_writes_what_the_loader_gives() {
         }
     }
     // A refused command leaves the run's data as they are.
-    tiny.refuses(
-        "data batch --recipe tiny.toml --step 1 --out b --set data.max_bytes=9000",
-        "out/tiny/data",
-    );
+    tiny.refuses("data batch --recipe tiny.toml --step 1 --out b --set data.max_bytes=9000", "out/tiny/data");
 }

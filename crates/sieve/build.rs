@@ -5,14 +5,8 @@ use std::process::Command;
 use std::{env, fs};
 
 /// Files and folders, relative to the repository, that are embedded as training text.
-const OWN_TEXT: [&str; 6] = [
-    "README.md",
-    "ARCHITECTURE.md",
-    "docs",
-    "crates/sieve-nn/src",
-    "crates/sieve-cpu/src",
-    "crates/sieve-core/src",
-];
+const OWN_TEXT: [&str; 6] =
+    ["README.md", "ARCHITECTURE.md", "docs", "crates/sieve-nn/src", "crates/sieve-cpu/src", "crates/sieve-core/src"];
 /// Bytes of embedded training text, at most: enough for a small model, little beside the program's size.
 const OWN_TEXT_BYTES: usize = 900_000;
 /// Files of more bytes are not embedded: `sieve train quickstart` on this folder leaves them out too.
@@ -75,10 +69,7 @@ fn collect(root: &Path, path: &Path, endings: &[&str], files: &mut Vec<(String, 
         for path in paths {
             collect(root, &path, endings, files);
         }
-    } else if path
-        .extension()
-        .is_some_and(|e| endings.iter().any(|&ending| e == ending))
-    {
+    } else if path.extension().is_some_and(|e| endings.iter().any(|&ending| e == ending)) {
         let relative = path.strip_prefix(root).expect("found below root");
         let name = relative.to_string_lossy().replace('\\', "/");
         let text = fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));

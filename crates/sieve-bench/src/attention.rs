@@ -32,13 +32,7 @@ pub(super) struct Prepared {
 
 impl Prepared {
     pub(super) fn new(case: Case, layout: Layout, label: String) -> Self {
-        Self {
-            exact: attention(&case, Rounding::None),
-            plain: attention(&case, Rounding::Bf16),
-            layout,
-            label,
-            case,
-        }
+        Self { exact: attention(&case, Rounding::None), plain: attention(&case, Rounding::Bf16), layout, label, case }
     }
 }
 
@@ -149,10 +143,7 @@ fn name(keys: Keys) -> String {
 /// orders, and two runs in the fixed order, whose bits must be equal.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let mut random = Random(extent.seed);
-    let drawn = Extent {
-        seed: extent.seed + 1,
-        ..*extent
-    };
+    let drawn = Extent { seed: extent.seed + 1, ..*extent };
     for_each_case(&drawn, |prepared| {
         let tile_queries = random.one_of(&[32, 64, 64, 128]);
         let name = name(prepared.case.keys);
@@ -247,26 +238,13 @@ fn check_nan(report: &mut Report, device: &dyn Device, extent: &Extent) -> Resul
 /// elements of q per token.
 fn all_nan(got: &Outputs, token: usize) -> Result<(), Wrong> {
     let late = NAN_KEY * token..;
-    for (name, values) in [
-        ("o", &got.o[late.clone()]),
-        ("dq", &got.dq[late]),
-        ("dk", &got.dk),
-        ("dv", &got.dv),
-    ] {
+    for (name, values) in [("o", &got.o[late.clone()]), ("dq", &got.dq[late]), ("dk", &got.dk), ("dv", &got.dv)] {
         if let Some(at) = values.iter().position(|x| !x.is_nan()) {
-            return wrong(format!(
-                "{name}: number {at} of those that a NaN reaches is {}",
-                values[at]
-            ));
+            return wrong(format!("{name}: number {at} of those that a NaN reaches is {}", values[at]));
         }
     }
     let is_late = |(at, _): &(usize, &f32)| at % NAN_TOKENS >= NAN_KEY;
-    let lse = got
-        .lse
-        .iter()
-        .enumerate()
-        .filter(is_late)
-        .find(|(_, lse)| !lse.is_nan());
+    let lse = got.lse.iter().enumerate().filter(is_late).find(|(_, lse)| !lse.is_nan());
     match lse {
         Some((at, lse)) => wrong(format!("lse: number {at}, which a NaN reaches, is {lse}")),
         None => Ok(()),
@@ -342,10 +320,7 @@ pub(crate) fn check_long_row(report: &mut Report, device: &dyn Device, extent: &
     ] {
         let cuts = Cuts::Count(2);
         // In a free order a single block for each key tile may hold a key's queries of several super-blocks.
-        let policy = KernelPolicy {
-            blocks_per_tile: Some(1),
-            ..extent.policy
-        };
+        let policy = KernelPolicy { blocks_per_tile: Some(1), ..extent.policy };
         let case = Case::draw(shape, keys, cuts, &scores, extent.seed)?.under(policy);
         let call = OnDevice::new(&case, device);
         let path = on_device::family(&case, device);
@@ -417,20 +392,17 @@ fn judge(prepared: &Prepared, got: &Outputs) -> Outcome {
         worst = worst.max(rows.judge(name, got, plain, exact, terms)?);
     }
     let is_long = prepared.case.shape.seq_len >= 64;
-    let tolerance = |floor: f32, share: f32, norm: bool| Tolerance {
-        norm: norm && is_long,
-        ..Tolerance::new(2.0, floor, share)
-    };
+    let tolerance =
+        |floor: f32, share: f32, norm: bool| Tolerance { norm: norm && is_long, ..Tolerance::new(2.0, floor, share) };
     // Kernels compute rowsum(do * o) from o rounded to bf16, so `ddelta` has an error of about a bf16 rounding.
     let gradient_share = if is_long { 1.0 / 256.0 } else { 1.0 / 128.0 };
     let (with_norm, without_norm) = (true, false);
     let lse = tolerance(1e-4, 1e-4, without_norm);
     let of_terms = (DDELTA_TERMS + lost_digits as f32) * prepared.exact.ddelta_terms;
     let ddelta = tolerance(Tolerance::FLOOR + of_terms, gradient_share, with_norm);
-    for (name, tolerance, got, plain, exact) in [
-        ("lse", lse, &got.lse, &plain.lse, &exact.lse),
-        ("ddelta", ddelta, &got.ddelta, &plain.ddelta, &exact.ddelta),
-    ] {
+    for (name, tolerance, got, plain, exact) in
+        [("lse", lse, &got.lse, &plain.lse, &exact.lse), ("ddelta", ddelta, &got.ddelta, &plain.ddelta, &exact.ddelta)]
+    {
         worst = worst.max(tolerance.judge(name, got, plain, exact)?);
     }
     if !got.expire.is_empty() && got.expire != exact.expire {
@@ -495,10 +467,7 @@ mod tests {
     #[test]
     fn plain_bf16_passes_its_own_tolerance() {
         // Rounded scores alone move large ones further than a kernel may.
-        let extent = Extent {
-            magnitude: Some(1.0),
-            ..Extent::all(10, 90, 11)
-        };
+        let extent = Extent { magnitude: Some(1.0), ..Extent::all(10, 90, 11) };
         for_each_case(&extent, |prepared| {
             let ratio = judge(prepared, &prepared.plain.outputs);
             assert!(ratio.is_ok(), "{}: {ratio:?}", prepared.label);

@@ -101,11 +101,7 @@ impl BenchSettings {
             [] => heads.to_vec(),
             _ => self.heads.iter().map(|BenchHeads(heads)| *heads).collect(),
         };
-        let lengths = if self.lengths.is_empty() {
-            lengths
-        } else {
-            &self.lengths
-        };
+        let lengths = if self.lengths.is_empty() { lengths } else { &self.lengths };
         let width = self.width.unwrap_or(width);
         let of_heads = |heads: [usize; 2]| lengths.iter().map(move |&len| rows::shape(1, len, heads, width));
         heads.into_iter().flat_map(of_heads).collect()
@@ -149,10 +145,7 @@ pub fn bench(settings: &BenchSettings, gpu: &DeviceReport, say: &mut dyn FnMut(B
         BenchRows::Decode => decode::rows(&mut bench)?,
         BenchRows::Nsa => nsa::rows(&mut bench)?,
     }
-    Ok(BenchResult {
-        json: bench.json,
-        failed: bench.failed,
-    })
+    Ok(BenchResult { json: bench.json, failed: bench.failed })
 }
 
 /// A running benchmark: device, clock, settings, and the rows so far as JSON.
@@ -276,11 +269,7 @@ impl<'a> Bench<'a> {
             Work::Bytes(bytes) => (bytes, 1e9, "GB/s", self.copy_bytes_per_s),
             Work::Time => return None,
         };
-        Some(Rate {
-            per_second: work / seconds / scale,
-            unit,
-            of_peak: work / seconds / peak,
-        })
+        Some(Rate { per_second: work / seconds / scale, unit, of_peak: work / seconds / peak })
     }
 
     /// Measures by the allocator's count how many bytes the result of `body` keeps in use, reports them as a row and
@@ -319,9 +308,7 @@ impl<'a> Bench<'a> {
     /// The tensors of a call of this shape; `None`, reported as a skipped row, when they do not fit into memory.
     pub(crate) fn inputs_or_skip(&mut self, shape: AttentionShape) -> Result<Option<Inputs>> {
         let bytes = Inputs::bytes(shape) as f64;
-        Ok(self
-            .fits("attention", shape, bytes)?
-            .then(|| Inputs::new(shape, &self.device)))
+        Ok(self.fits("attention", shape, bytes)?.then(|| Inputs::new(shape, &self.device)))
     }
 
     /// Whether `bytes` are free on the GPU; reports a skipped row when not.
@@ -342,11 +329,7 @@ impl<'a> Bench<'a> {
     }
 
     fn push(&mut self, name: &str, shape: impl Into<Sizes>, outcome: Outcome) {
-        let row = BenchRow {
-            name: name.to_owned(),
-            shape: shape.into().0,
-            outcome,
-        };
+        let row = BenchRow { name: name.to_owned(), shape: shape.into().0, outcome };
         if let Some((list, value)) = row.json()
             && let Some(list) = self.json[list].as_array_mut()
         {

@@ -77,18 +77,12 @@ pub fn prefill(cubins: &Cubins, arch: &str, needed: &NeededKernels, say: &mut dy
             return Err(error.into());
         }
     }
-    say(BuildEvent::Done(format!(
-        "{missing} kernels compiled in {:.1} s",
-        started.elapsed().as_secs_f64()
-    )));
+    say(BuildEvent::Done(format!("{missing} kernels compiled in {:.1} s", started.elapsed().as_secs_f64())));
     Ok(())
 }
 
 fn keys_of(kernels: &[SourceKernel]) -> Result<Vec<u128>> {
-    Ok(kernels
-        .iter()
-        .map(SourceKernel::code_key)
-        .collect::<std::result::Result<_, _>>()?)
+    Ok(kernels.iter().map(SourceKernel::code_key).collect::<std::result::Result<_, _>>()?)
 }
 
 /// Compiles one architecture's kernels into the cache and says what they use; returns how many failed.
@@ -127,11 +121,7 @@ fn build_one(arch: &str, needed: &NeededKernels, cubins: &Cubins, say: &mut dyn 
 
 /// A kernel's line of the table; "?" where the compiler reported no resources.
 fn row(arch: &str, kernel: &SourceKernel, compiled: &CompiledKernel) -> String {
-    let defines: Vec<String> = kernel
-        .defines()
-        .iter()
-        .map(|(name, value)| format!("{name}={value}"))
-        .collect();
+    let defines: Vec<String> = kernel.defines().iter().map(|(name, value)| format!("{name}={value}")).collect();
     let (registers, spills, stack, fixed) = match &compiled.resources {
         Some(r) => (
             r.registers.to_string(),
@@ -275,11 +265,7 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
         [model.num_attention_heads, model.num_key_value_heads],
         [model.head_dim, model.head_dim],
     );
-    let order = if recipe.training.deterministic {
-        SumOrder::Fixed
-    } else {
-        SumOrder::Any
-    };
+    let order = if recipe.training.deterministic { SumOrder::Fixed } else { SumOrder::Any };
     let mut keys = match recipe.attention.form() {
         AttentionForm::Grouped { .. } => vec![NeededKeys::Neighbours],
         AttentionForm::Latent(mla) => {
@@ -321,10 +307,7 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
     if recipe.dense_layers().contains(&true) {
         keys.push(NeededKeys::Neighbours);
     }
-    Ok(keys
-        .into_iter()
-        .map(|keys| AttentionNeeds { shape, keys, order })
-        .collect())
+    Ok(keys.into_iter().map(|keys| AttentionNeeds { shape, keys, order }).collect())
 }
 
 #[cfg(test)]

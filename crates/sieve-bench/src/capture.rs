@@ -72,10 +72,7 @@ fn operands<B: DeviceBackend>(
     })?;
     let named = ["q", "k", "v"].into_iter().zip(parts).map(|(name, part)| {
         let all = Tensor::cat(part, 1).cast(DType::F32);
-        NamedTensor {
-            name: name.to_owned(),
-            data: all.into_data(),
-        }
+        NamedTensor { name: name.to_owned(), data: all.into_data() }
     });
     let named: Vec<NamedTensor> = named.collect();
     let no_metadata = None;
@@ -109,10 +106,7 @@ fn scores<B: DeviceBackend>(
         }
     }
     let shape = [rows.len(), rows.first().map_or(0, Vec::len)];
-    let z = NamedTensor {
-        name: "z".to_owned(),
-        data: TensorData::new(rows.concat(), shape),
-    };
+    let z = NamedTensor { name: "z".to_owned(), data: TensorData::new(rows.concat(), shape) };
     let no_metadata = None;
     write_tensor_file(out, &[z], no_metadata)?;
     Ok(Captured::Scores(shape))

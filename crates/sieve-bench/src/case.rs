@@ -34,20 +34,14 @@ impl Keys {
 
     /// DMA's choice of this many keys, the last `local_window_size` of them whatever their score.
     pub(crate) fn local(keep_window_size: usize, local_window_size: usize) -> Self {
-        Self::Chosen(DmaWindow {
-            keep_window_size,
-            local_window_size,
-        })
+        Self::Chosen(DmaWindow { keep_window_size, local_window_size })
     }
 
     /// DMA's choice of this many keys, with a random local window: one key, half of them, all but one, or all.
     pub(crate) fn local_of(keep_window_size: usize, random: &mut Random) -> Self {
         let half = keep_window_size.div_ceil(2);
         let most = keep_window_size.saturating_sub(1).max(1);
-        Self::local(
-            keep_window_size,
-            random.one_of(&[1, half, half, most, keep_window_size]),
-        )
+        Self::local(keep_window_size, random.one_of(&[1, half, half, most, keep_window_size]))
     }
 
     /// What a report appends to the name of a kernel with these keys.
@@ -230,11 +224,7 @@ impl Case {
     pub(crate) fn cu_seqlens(&self) -> Vec<i32> {
         let seq_len = self.shape.seq_len;
         let is_first = |at: &usize| self.doc_start[*at] as usize == at % seq_len;
-        (0..self.doc_start.len())
-            .filter(is_first)
-            .chain([self.doc_start.len()])
-            .map(|at| at as i32)
-            .collect()
+        (0..self.doc_start.len()).filter(is_first).chain([self.doc_start.len()]).map(|at| at as i32).collect()
     }
 
     /// The largest bias among the keys that each query sees, `[batch, num_kv_heads, seq_len]`; 0 where it sees no key.
@@ -314,9 +304,7 @@ fn documents(shape: AttentionShape, cuts: Cuts, random: &mut Random) -> Result<(
     if let Cuts::Count(count) = cuts
         && !(1..=seq_len).contains(&count)
     {
-        return refused(format!(
-            "--documents {count}: a row of {seq_len} tokens holds 1 to {seq_len} documents"
-        ));
+        return refused(format!("--documents {count}: a row of {seq_len} tokens holds 1 to {seq_len} documents"));
     }
     let (mut starts, mut ends) = (Vec::new(), Vec::new());
     for _ in 0..shape.batch {

@@ -128,10 +128,7 @@ impl CheckSettings {
         Extent {
             is_part: self.part != CheckPart::All,
             magnitude: self.magnitude,
-            policy: KernelPolicy {
-                arrivals: self.arrivals,
-                ..portable_only(self.portable)
-            },
+            policy: KernelPolicy { arrivals: self.arrivals, ..portable_only(self.portable) },
             ..all
         }
     }
@@ -161,10 +158,8 @@ pub fn check_emulated(
 ) -> Result<(Report, Vec<&'static str>)> {
     let emulator = Emulator::new(programs).map_err(|e| BenchError::Refused(format!("{}: {e}", programs.display())))?;
     let mut progress = Progress::new(on_part);
-    let extent = Extent {
-        magnitude: settings.magnitude,
-        ..Extent::emulated(settings.cases, settings.longest, settings.seed)
-    };
+    let extent =
+        Extent { magnitude: settings.magnitude, ..Extent::emulated(settings.cases, settings.longest, settings.seed) };
     for parts in [&OF_A_FAMILY[1..], ONLY_PORTABLE] {
         progress.wrappers("emulated", parts, &emulator, &extent)?;
     }
@@ -234,12 +229,7 @@ pub struct CheckedPart {
 
 impl fmt::Display for CheckedPart {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            name,
-            cases,
-            failures,
-            seconds,
-        } = self;
+        let Self { name, cases, failures, seconds } = self;
         write!(out, "{seconds:7.1} s  {name}: {cases} cases, {failures} failed")
     }
 }
@@ -285,9 +275,7 @@ impl<'a> Progress<'a> {
         settings: &CheckSettings,
     ) -> Result<()> {
         let extent = settings.extent();
-        self.part("models".to_owned(), |report| {
-            models::check::<B>(report, on, (settings.part, with_fp8), &extent)
-        })
+        self.part("models".to_owned(), |report| models::check::<B>(report, on, (settings.part, with_fp8), &extent))
     }
 }
 
@@ -315,9 +303,7 @@ fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSett
     })?;
     if good && has_own_family {
         let own = Gpu::new(gpu.index, extent.policy);
-        good = stage(progress, "Hopper kernels", |progress| {
-            progress.wrappers("Hopper kernels", both, &own, &extent)
-        })?;
+        good = stage(progress, "Hopper kernels", |progress| progress.wrappers("Hopper kernels", both, &own, &extent))?;
     }
     if good && settings.gemms {
         stage(progress, "models", |progress| {
@@ -376,9 +362,7 @@ pub fn short_check(
         }
         parts.iter().try_for_each(|(_, check)| check(report, device, &extent))
     };
-    stage(&mut progress, "the check", |progress| {
-        progress.part("check before the times".to_owned(), check)
-    })?;
+    stage(&mut progress, "the check", |progress| progress.part("check before the times".to_owned(), check))?;
     Ok(progress.report)
 }
 
@@ -511,10 +495,7 @@ mod tests {
             ((9, 0), TOKENS, BenchRows::Decode.kernels(&gpu)),
         ] {
             let ahead = compiled.kernels.len();
-            let hardware = Hardware {
-                compute_capability,
-                ..Hardware::HOPPER
-            };
+            let hardware = Hardware { compute_capability, ..Hardware::HOPPER };
             let device = Noted {
                 recorder: Recorder::new(hardware),
                 kernels: RefCell::new(compiled),
@@ -538,11 +519,7 @@ mod tests {
 
     /// Names and defines of what the parts of a family launch on a Hopper GPU under a policy.
     fn launched(policy: KernelPolicy) -> Vec<String> {
-        let device = Noted {
-            recorder: Recorder::new(Hardware::HOPPER),
-            kernels: RefCell::default(),
-            policy,
-        };
+        let device = Noted { recorder: Recorder::new(Hardware::HOPPER), kernels: RefCell::default(), policy };
         let (mut report, extent) = (Report::default(), Extent::all(20, 60, 1));
         for (_, check) in [ATTENTION, SELECTIONS, MASKS, LATENT, NSA] {
             check(&mut report, &device, &extent).expect("cases can be drawn");
@@ -557,10 +534,7 @@ mod tests {
         let hopper = |kernels: &[String]| kernels.iter().filter(|kernel| kernel.contains("hopper_")).count();
         let [all, portable] = [false, true].map(|only| launched(portable_only(only)));
         assert!(hopper(&all) > 10 && hopper(&portable) == 0, "{all:#?} {portable:#?}");
-        let every_lane = launched(KernelPolicy {
-            arrivals: Arrivals::EveryLane,
-            ..KernelPolicy::default()
-        });
+        let every_lane = launched(KernelPolicy { arrivals: Arrivals::EveryLane, ..KernelPolicy::default() });
         let arriving = |kernels: &[String]| {
             let all = kernels.iter().filter(|kernel| kernel.contains("EVERY_LANE_ARRIVES"));
             all.count()

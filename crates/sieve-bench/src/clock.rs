@@ -104,9 +104,7 @@ impl Clock {
         let stamps = burn_cubecl::ops::into_data_sync(self.stamps.clone().burn());
         let stamps: Vec<i64> = stamps.to_vec().map_err(BenchError::gpu)?;
         let pairs = stamps.chunks_exact(2).skip(WARM);
-        Ok(of_samples(
-            pairs.map(|pair| (pair[1] - pair[0]) as f64 * 1e-6).collect(),
-        ))
+        Ok(of_samples(pairs.map(|pair| (pair[1] - pair[0]) as f64 * 1e-6).collect()))
     }
 
     /// The time between two stamps with no work between them.
@@ -151,14 +149,7 @@ fn of_samples(mut samples: Vec<f64>) -> Times {
     samples.sort_by(f64::total_cmp);
     let at = |share: f64| {
         let last = samples.len().saturating_sub(1) as f64;
-        samples
-            .get((share * last).round() as usize)
-            .copied()
-            .unwrap_or(f64::NAN)
+        samples.get((share * last).round() as usize).copied().unwrap_or(f64::NAN)
     };
-    Times {
-        median_ms: at(0.5),
-        p10_ms: at(0.1),
-        p90_ms: at(0.9),
-    }
+    Times { median_ms: at(0.5), p10_ms: at(0.1), p90_ms: at(0.9) }
 }

@@ -83,10 +83,7 @@ pub(crate) struct Gpu {
 impl Gpu {
     /// Opens the GPU number `index`.
     pub(crate) fn new(index: usize, policy: KernelPolicy) -> Self {
-        Self {
-            device: CudaDevice::new(index),
-            policy,
-        }
+        Self { device: CudaDevice::new(index), policy }
     }
 
     /// A Burn tensor as the kernels take it, under this GPU's policy.
@@ -97,8 +94,7 @@ impl Gpu {
     /// A one-dimensional Burn tensor, reshaped to `shape`.
     fn wrapped(&self, primitive: CudaPrimitive, shape: &[usize]) -> CudaTensor {
         let flat = self.tensor(primitive).contiguous();
-        flat.reshaped("upload", "the values", shape)
-            .expect("as many values as the shape has")
+        flat.reshaped("upload", "the values", shape).expect("as many values as the shape has")
     }
 }
 

@@ -21,14 +21,7 @@ const RUNNER: &str = include_str!("../../../tests/gpu/emulator/runner.h");
 
 /// Flags of g++. `-mfma` and `-ffp-contract` fuse multiply-adds as nvcc does, so that rounding errors are the same.
 /// `-U_FORTIFY_SOURCE`: a fortified longjmp would refuse the jumps between fibers' stacks.
-const FLAGS: [&str; 6] = [
-    "-std=c++17",
-    "-O1",
-    "-mfma",
-    "-ffp-contract=fast",
-    "-U_FORTIFY_SOURCE",
-    "-w",
-];
+const FLAGS: [&str; 6] = ["-std=c++17", "-O1", "-mfma", "-ffp-contract=fast", "-U_FORTIFY_SOURCE", "-w"];
 
 /// Size of a memory page in bytes.
 const PAGE: usize = 4096;
@@ -84,11 +77,7 @@ impl Emulator {
         let memory = programs.join(format!("memory-{}-{number}", std::process::id()));
         fs::create_dir_all(&memory)?;
         Ok(Self {
-            recorder: Recorder::new(Hardware {
-                compute_capability: (8, 9),
-                max_shared_bytes,
-                ..Hardware::AMPERE
-            }),
+            recorder: Recorder::new(Hardware { compute_capability: (8, 9), max_shared_bytes, ..Hardware::AMPERE }),
             programs: programs.to_owned(),
             memory,
             state: RefCell::default(),
@@ -117,13 +106,7 @@ impl Emulator {
                 let bytes = element.repeat(self.recorder.buffers()[*buffer] / element.len());
                 self.write(*buffer, &bytes).map_err(|e| failed("fill", &e))?;
             }
-            Step::Gather {
-                from,
-                to,
-                shape,
-                strides,
-                element_bytes,
-            } => {
+            Step::Gather { from, to, shape, strides, element_bytes } => {
                 let all = self.read(from.buffer).map_err(|e| failed("copy", &e))?;
                 let mut gathered = Vec::new();
                 for at in 0..shape.iter().product() {
@@ -202,12 +185,8 @@ impl Emulator {
         };
         let mut command = Command::new(self.program(launch)?);
         command.args(launch.grid.map(|size| size.to_string()));
-        let sizes = [
-            launch.kernel.block_threads(),
-            launch.kernel.dynamic_shared_bytes(),
-            seed as usize,
-            launch.words.len(),
-        ];
+        let sizes =
+            [launch.kernel.block_threads(), launch.kernel.dynamic_shared_bytes(), seed as usize, launch.words.len()];
         command.args(sizes.map(|size| size.to_string()));
         command.args(launch.words.iter().map(u64::to_string));
         let buffers = self.recorder.buffers();
@@ -234,9 +213,7 @@ impl Emulator {
         let (name, text) = (launch.kernel.name(), launch.kernel.text()?);
         let header = self.header().map_err(|e| failed(name, &e))?;
         let source = program_text(&header, launch.kernel.entry_point(), &text.text);
-        let program = self
-            .programs
-            .join(format!("{name}-{:016x}", fnv1a(&format!("{FLAGS:?}{source}"))));
+        let program = self.programs.join(format!("{name}-{:016x}", fnv1a(&format!("{FLAGS:?}{source}"))));
         if program.is_file() {
             return Ok(program);
         }
@@ -269,11 +246,7 @@ impl Emulator {
         }
         let [file, built] = ["emulator.h", "emulator.h.gch"].map(|part| self.memory.join(part));
         fs::write(&file, text)?;
-        let done = Command::new("g++")
-            .args(FLAGS)
-            .args(["-x", "c++-header", "-o"])
-            .args([&built, &file])
-            .output()?;
+        let done = Command::new("g++").args(FLAGS).args(["-x", "c++-header", "-o"]).args([&built, &file]).output()?;
         if done.status.success() {
             fs::rename(&built, header.with_extension("h.gch"))?;
         }
@@ -284,9 +257,7 @@ impl Emulator {
     fn put(&self, bytes: &[u8], shape: &[usize], dtype: DType) -> CudaTensor {
         let tensor = self.recorder.tensor(shape, dtype);
         let at = recorded_at(&tensor).expect("the recorder made it");
-        self.make_buffers()
-            .and_then(|()| self.write(at.buffer, bytes))
-            .expect("the folder of buffers can be written");
+        self.make_buffers().and_then(|()| self.write(at.buffer, bytes)).expect("the folder of buffers can be written");
         tensor
     }
 
@@ -365,9 +336,7 @@ fn place(mut at: usize, shape: &[usize], strides: &[usize]) -> usize {
 
 /// The FNV-1a hash of a text, which names its program in the cache.
 fn fnv1a(text: &str) -> u64 {
-    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
-    })
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
 }
 
 /// The C++ program of a kernel's text, after the header.
@@ -494,10 +463,7 @@ fn call_of(statement: &str) -> String {
     let operands = operands(rest);
     let named = |word: &str| -> String {
         let index = word.strip_prefix('%').and_then(|n| n.parse::<usize>().ok());
-        index
-            .and_then(|n| operands.get(n))
-            .cloned()
-            .unwrap_or_else(|| word.to_owned())
+        index.and_then(|n| operands.get(n)).cloned().unwrap_or_else(|| word.to_owned())
     };
     let function = |opcode: &str| opcode.replace("::", "_").replace('.', "_");
     if template.starts_with('{') {
@@ -505,10 +471,7 @@ fn call_of(statement: &str) -> String {
         // its predicate `@p`. All operands are passed in the order of their numbers.
         let lines: Vec<&str> = template.split("\\n").collect();
         let last = lines.iter().rev().nth(1).copied().unwrap_or_default();
-        let opcode = last
-            .split_whitespace()
-            .find(|word| !word.starts_with('@'))
-            .unwrap_or_default();
+        let opcode = last.split_whitespace().find(|word| !word.starts_with('@')).unwrap_or_default();
         return format!("ptx_block_{}({});", function(opcode), operands.join(", "));
     }
     let (opcode, arguments) = template.split_once(' ').unwrap_or((&template, ""));
@@ -516,9 +479,7 @@ fn call_of(statement: &str) -> String {
         // A barrier for the compiler alone.
         return ";".to_owned();
     }
-    let words = arguments
-        .split([',', ' ', '[', ']', '{', '}', ';'])
-        .filter(|word| !word.is_empty());
+    let words = arguments.split([',', ' ', '[', ']', '{', '}', ';']).filter(|word| !word.is_empty());
     let words: Vec<String> = words.map(named).collect();
     let opcode = opcode.trim_end_matches(';');
     format!("ptx_{}({});", function(opcode), words.join(", "))
@@ -585,26 +546,14 @@ pub(crate) mod tests {
     }
 
     /// A check of launch wrappers: its name, the check, its calls, shared memory of a block, rows at least.
-    type Part = (
-        &'static str,
-        fn(&mut Report, &dyn Device, &Extent) -> Result<()>,
-        Extent,
-        usize,
-        usize,
-    );
+    type Part = (&'static str, fn(&mut Report, &dyn Device, &Extent) -> Result<()>, Extent, usize, usize);
 
     #[test]
     fn emulated_wrappers_agree_with_their_definitions() {
         let of = Extent::emulated;
         let parts: [Part; 4] = [
             ("DMA's selection", selection::check_wrappers, of(20, 130, 5), AMPERE, 8),
-            (
-                "attention under masks",
-                sparse::check_wrappers,
-                of(40, 130, 3),
-                AMPERE,
-                8,
-            ),
+            ("attention under masks", sparse::check_wrappers, of(40, 130, 3), AMPERE, 8),
             ("selectors", select::check_wrappers, of(4, 130, 3), AMPERE, 14),
             // 99 KiB: blocks of two, four and eight warps.
             ("decoding", decode::check_wrappers, of(4, 130, 7), 99 << 10, 7),

@@ -2,15 +2,7 @@
 use sieve_kernels::KernelPolicy;
 
 /// Head widths of keys and of values.
-const WIDTHS: &[(usize, usize)] = &[
-    (16, 16),
-    (32, 32),
-    (64, 64),
-    (96, 96),
-    (128, 128),
-    (192, 128),
-    (256, 256),
-];
+const WIDTHS: &[(usize, usize)] = &[(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)];
 
 /// Numbers of query heads for each KV head.
 const GROUPS: &[usize] = &[1, 2, 3, 4, 7, 8, 16];
@@ -22,12 +14,7 @@ const LENGTHS: &[usize] = &[1, 2, 63, 1024, 1025, 3000, 8193, 20001, 131_073, 30
 
 /// Tokens, kept keys and local window of further selections: one short row, and rows of more than 16,384 tokens, whose
 /// key lists start from survivors; with a local window a second kernel finds these.
-const LOCAL_WINDOWS: &[[usize; 3]] = &[
-    [1500, 400, 300],
-    [16_385, 301, 300],
-    [20_001, 2048, 300],
-    [40_000, 300, 300],
-];
+const LOCAL_WINDOWS: &[[usize; 3]] = &[[1500, 400, 300], [16_385, 301, 300], [20_001, 2048, 300], [40_000, 300, 300]];
 
 /// Factors on queries and keys of successive calls. With 8, logits are as large as a trained model's (50 to 100); with
 /// 64 the softmax has one key; with 0.01 all keys have the same weight. Seven entries, since calls also cycle through

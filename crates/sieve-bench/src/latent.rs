@@ -82,10 +82,7 @@ impl Call {
         };
         let case = Case::draw(shape, Keys::Dense, cuts, &Scores::Independent, seed)?;
         let label = format!("{shape:?} rope {rope_dim} {size:?} {cuts:?} q, k x {magnitude} seed {seed}");
-        let policy = KernelPolicy {
-            blocks_per_tile: [None, Some(2), Some(3)][at % 3],
-            ..extent.policy
-        };
+        let policy = KernelPolicy { blocks_per_tile: [None, Some(2), Some(3)][at % 3], ..extent.policy };
         let case = case.under(policy).magnified(magnitude);
         let call = Self::of(case, size, seed, label);
         Ok(match random.chance(0.5) {
@@ -173,11 +170,7 @@ impl Call {
             rope: rope.tables(),
             norm: self.norms.as_ref().map(|[q_weight, k_weight]| {
                 let weight = |values: &[f32]| cast::<B, 1>(values, [values.len()], dtype, device);
-                sieve_ops::MlaNorm {
-                    q_weight: weight(q_weight),
-                    k_weight: weight(k_weight),
-                    epsilon: EPSILON.into(),
-                }
+                sieve_ops::MlaNorm { q_weight: weight(q_weight), k_weight: weight(k_weight), epsilon: EPSILON.into() }
             }),
             spec: self.spec,
         };
@@ -211,9 +204,7 @@ impl Call {
         ];
         if let (Some(keys), Some(weights)) = (keys, weights) {
             results.extend(
-                NORM_RESULTS
-                    .into_iter()
-                    .zip(norm_results(keys.map(floats::<B, 3>), weights.map(floats::<B, 1>))),
+                NORM_RESULTS.into_iter().zip(norm_results(keys.map(floats::<B, 3>), weights.map(floats::<B, 1>))),
             );
         }
         results
@@ -253,11 +244,7 @@ impl Call {
             positions: &device.int(&self.positions, &self.rows()),
             cos: &cos,
             sin: &sin,
-            norm: weights.as_ref().map(|[q_weight, k_weight]| MlaNorm {
-                q_weight,
-                k_weight,
-                epsilon: EPSILON,
-            }),
+            norm: weights.as_ref().map(|[q_weight, k_weight]| MlaNorm { q_weight, k_weight, epsilon: EPSILON }),
         };
         device.poison(self.case.shape);
         let (packed, keys) = args.mla_pack_forward(inputs.each_ref())?;
@@ -313,9 +300,7 @@ impl Call {
         let largest = |first: usize| {
             let tokens = packed.chunks_exact(packed.len() / (batch * seq_len));
             let heads = tokens.flat_map(|token| token[first..first + heads * key_dim].chunks_exact(key_dim));
-            heads
-                .flat_map(|head| &head[width..])
-                .fold(0.0, |most: f32, x| most.max(x.abs()))
+            heads.flat_map(|head| &head[width..]).fold(0.0, |most: f32, x| most.max(x.abs()))
         };
         let product = f64::from(largest(0)) * f64::from(largest(heads * key_dim));
         (product * self.spec.softmax_scale / 256.0).min(0.125)
@@ -352,16 +337,10 @@ impl Call {
                 let k_rope = &self.k_rope[at / heads * self.spec.rope_dim..][..self.spec.rope_dim];
                 [&kv[..widths[1]], k_rope].concat()
             });
-            dq.iter_mut()
-                .zip(q_rows)
-                .for_each(|(dq, q)| *dq *= norm_gain(&q, q_weight));
-            dk.iter_mut()
-                .zip(k_rows)
-                .for_each(|(dk, k)| *dk *= norm_gain(&k, k_weight));
+            dq.iter_mut().zip(q_rows).for_each(|(dq, q)| *dq *= norm_gain(&q, q_weight));
+            dk.iter_mut().zip(k_rows).for_each(|(dk, k)| *dk *= norm_gain(&k, k_weight));
         }
-        let of_keys = dk
-            .chunks_exact(heads)
-            .map(|dk| dk.iter().map(|x| x * x).sum::<f64>().sqrt());
+        let of_keys = dk.chunks_exact(heads).map(|dk| dk.iter().map(|x| x * x).sum::<f64>().sqrt());
         let dk_rope = of_keys.collect();
         let dkv = dk.iter().zip(&dv).map(|(dk, dv)| dk.hypot(*dv)).collect();
         [("o", o), ("dq", dq), ("dkv", dkv), ("dk_rope", dk_rope)]
@@ -414,12 +393,7 @@ struct Expected {
 
 impl Expected {
     fn of(call: &Call) -> Self {
-        Self {
-            exact: call.exact(),
-            plain: call.plain(),
-            terms: call.terms(),
-            of_a_row: call.moved_by_a_rounding(),
-        }
+        Self { exact: call.exact(), plain: call.plain(), terms: call.terms(), of_a_row: call.moved_by_a_rounding() }
     }
 
     /// Compares every result with the exact one; returns the largest ratio of error to tolerance.

@@ -48,10 +48,7 @@ const MOVED_AT: [usize; 2] = [72, 0];
 /// What tokens of a dense model read under selectors on a GPU: each time all keys, so that its own logits are expected.
 /// Which keys a smaller number gives is checked with the kernels' wrappers.
 const ALL_KEYS: [TokenKeys; 4] = [
-    TokenKeys::Ends {
-        first: SEQ_LEN - 7,
-        last: 7,
-    },
+    TokenKeys::Ends { first: SEQ_LEN - 7, last: 7 },
     TokenKeys::Pages { page: 16, count: 6 },
     TokenKeys::Pages { page: 8, count: 20 },
     TokenKeys::Largest(SEQ_LEN),
@@ -113,9 +110,7 @@ const FORMS: [Form; 2] = [
     (", recomputed", |settings| {
         settings.checkpointing.mode = ActivationCheckpointMode::Full;
     }),
-    (", recomputable activations kept", |settings| {
-        settings.keeping.recomputable = true
-    }),
+    (", recomputable activations kept", |settings| settings.keeping.recomputable = true),
 ];
 
 /// Models whose fp8 gradients are compared with the CPU's fp8 gradients. The other kinds use the same fp8 GEMMs. Where
@@ -164,9 +159,7 @@ struct On<'a, B: TrainBackend> {
 
 /// Whether a GPU and its libraries have GEMMs in fp8.
 pub(crate) fn has_fp8(gpu: &DeviceReport) -> bool {
-    Cublaslt::require()
-        .and_then(|()| Fp8Format::require((gpu.major, gpu.minor)))
-        .is_ok()
+    Cublaslt::require().and_then(|()| Fp8Format::require((gpu.major, gpu.minor))).is_ok()
 }
 
 /// Checks the models of a part on a backend that computes in `dtype`: the CPU in f32, a GPU in bf16. `with_fp8` also
@@ -189,10 +182,7 @@ pub(crate) fn check<B: TrainBackend>(
         let forms = FORMS.map(|(form, set)| (form, setup.gradients(&model, &on, set).0));
         // On the CPU sums have one order.
         let repeated = is_bf16.then(|| {
-            let fixed = KernelPolicy {
-                sums: SumOrder::Fixed,
-                ..policy
-            };
+            let fixed = KernelPolicy { sums: SumOrder::Fixed, ..policy };
             let fixed = On { policy: fixed, ..on };
             repeat(|| Ok::<_, Wrong>(setup.gradients(&model, &fixed, |_| {}).0))
         });
@@ -220,11 +210,7 @@ pub(crate) fn check<B: TrainBackend>(
         }
         let selectors = ALL_KEYS.iter().filter(|_| is_bf16 && kind[0] == "mha");
         for (keys, in_one_call) in selectors.flat_map(|&keys| [(keys, false), (keys, true)]) {
-            let form = if in_one_call {
-                "one call a token"
-            } else {
-                "a call for each layer"
-            };
+            let form = if in_one_call { "one call a token" } else { "a call for each layer" };
             let case = format!("logits under a selector, {keys:?}, {form}");
             let [plain, exact] = [&plain, &exact].map(|found| found.last().expect("logits through the cache"));
             let own = setup.under_selector(&decoder, on.dtype, device, (keys, in_one_call));
@@ -303,11 +289,7 @@ fn judge(kind: &Kind, is_bf16: bool, [own, plain, exact]: [&Found; 3]) -> Outcom
         "all biased" if is_bf16 && name.ends_with(".a") => [0.0, CANCELLING_SHARE],
         _ => [0.0; 2],
     };
-    let rows = RowTolerance {
-        most_of_plain: f64::INFINITY,
-        of_a_row,
-        ..RowTolerance::new(is_bf16, of_all)
-    };
+    let rows = RowTolerance { most_of_plain: f64::INFINITY, of_a_row, ..RowTolerance::new(is_bf16, of_all) };
     rows.judge(name, &own.2, &plain.2, exact, &row_norms(exact, *width))
 }
 
@@ -336,9 +318,7 @@ impl Setup {
         for NamedTensor { data, .. } in &mut weights {
             // Norm weights begin as ones: noise makes them different, so that swapped norms show.
             let spread = if data.shape.len() == 1 { 0.2 } else { 0.0 };
-            let values = data
-                .iter::<f32>()
-                .map(|x| round_bf16(x + spread * random.normal_with_tails()));
+            let values = data.iter::<f32>().map(|x| round_bf16(x + spread * random.normal_with_tails()));
             *data = TensorData::new(values.collect::<Vec<_>>(), data.shape.clone());
         }
         let mut ids = || -> Vec<i32> { (0..ROWS * SEQ_LEN).map(|_| random.below(VOCAB_SIZE) as i32).collect() };
@@ -353,14 +333,7 @@ impl Setup {
                 labels[bounds[0].len() - 1] = IGNORE_LABEL;
             }
         }
-        Ok(Self {
-            recipe,
-            shape,
-            weights,
-            tokens,
-            labels,
-            bounds,
-        })
+        Ok(Self { recipe, shape, weights, tokens, labels, bounds })
     }
 
     /// The model with weights of type `dtype`.
@@ -434,11 +407,7 @@ impl Setup {
             num_labels,
         };
         let share = 1.0 / num_labels as f64;
-        let mut settings = BlockSettings {
-            policy,
-            token_share: share,
-            ..BlockSettings::default()
-        };
+        let mut settings = BlockSettings { policy, token_share: share, ..BlockSettings::default() };
         form(&mut settings);
         let (rope, mut gradients) = (rope(model, SEQ_LEN, dtype, device), GradientBuffer::default());
         let result = accumulate_gradients_with(&settings, model, &batch, &rope, share, &mut gradients);
@@ -453,11 +422,7 @@ impl Setup {
     /// Compares loss and gradients in fp8 with the CPU's in fp8; returns the largest ratio of error to tolerance.
     fn in_fp8<B: TrainBackend>(&self, model: &Qwen3<B>, on: &On<'_, B>) -> Outcome {
         let (device, policy) = (&FlexDevice, KernelPolicy::default());
-        let on_cpu = On::<Autodiff<Flex>> {
-            device,
-            dtype: DType::F32,
-            policy,
-        };
+        let on_cpu = On::<Autodiff<Flex>> { device, dtype: DType::F32, policy };
         let fp8 = |settings: &mut BlockSettings| settings.fp8 = 0..LAYERS;
         let (own, _) = self.gradients(model, on, fp8);
         let cpu_model = self.model(DType::F32, device);
@@ -474,9 +439,7 @@ impl Setup {
                 FP8_SHARE_OF_DISTANCE * distance(expected, exact) + FP8_SHARE * norm(expected)
             };
             if error.is_nan() || error > tolerance {
-                return wrong(format!(
-                    "{name}: norm of the error {error:.3e}, tolerance {tolerance:.3e}"
-                ));
+                return wrong(format!("{name}: norm of the error {error:.3e}, tolerance {tolerance:.3e}"));
             }
             worst = worst.max(error / tolerance.max(f64::MIN_POSITIVE));
         }
@@ -493,14 +456,9 @@ impl Setup {
         let logits = floats(logits.into_data());
         let cached = match dtype {
             DType::F64 => logits[(PREFILLED - 1) * VOCAB_SIZE..].to_vec(),
-            _ => self
-                .through_the_cache(model, dtype, device, SEQ_LEN)
-                .expect("this thread alone"),
+            _ => self.through_the_cache(model, dtype, device, SEQ_LEN).expect("this thread alone"),
         };
-        vec![
-            ("logits".to_owned(), VOCAB_SIZE, logits),
-            ("logits through the cache".to_owned(), VOCAB_SIZE, cached),
-        ]
+        vec![("logits".to_owned(), VOCAB_SIZE, logits), ("logits through the cache".to_owned(), VOCAB_SIZE, cached)]
     }
 
     /// Logits of the first row through the cache. They are kept until the last is there; logits of tokens from
@@ -524,12 +482,7 @@ impl Setup {
         let (here, there) = parts.split_at((moved_at + 1).saturating_sub(PREFILLED));
         let kept: Vec<_> = here.iter().map(&mut next).collect();
         let mut found: Vec<f32> = kept.into_iter().flat_map(|logits| floats(logits.into_data())).collect();
-        let read = move || {
-            there
-                .iter()
-                .flat_map(|part| floats(next(part).into_data()))
-                .collect::<Vec<_>>()
-        };
+        let read = move || there.iter().flat_map(|part| floats(next(part).into_data())).collect::<Vec<_>>();
         let rest = std::thread::scope(|scope| scope.spawn(read).join());
         found.extend(rest.map_err(|_| Wrong::from("the other thread panicked".to_owned()))?);
         Ok(found)
@@ -571,15 +524,10 @@ impl Setup {
             }
             logits.push(match step {
                 Some(logits) => logits,
-                None => model
-                    .next_logits_attending(ids(at, 1), &mut cache, &rope, attend)
-                    .map_err(Wrong::from)?,
+                None => model.next_logits_attending(ids(at, 1), &mut cache, &rope, attend).map_err(Wrong::from)?,
             });
         }
-        Ok(logits
-            .into_iter()
-            .flat_map(|logits| floats(logits.into_data()))
-            .collect())
+        Ok(logits.into_iter().flat_map(|logits| floats(logits.into_data())).collect())
     }
 
     /// The decoded logits of the first row behind each of [`PROMPTS`], two such texts at a time in the three rows of
@@ -714,45 +662,20 @@ mod tests {
             setup.model(DType::F32, &FlexDevice)
         };
         let no_epsilon = other(|shape| shape.rms_norm_eps = 1e-6);
-        let whole_rows = Setup {
-            bounds: [vec![0; ROWS * SEQ_LEN], vec![SEQ_LEN as u32; ROWS * SEQ_LEN]],
-            ..draw()
-        };
+        let whole_rows = Setup { bounds: [vec![0; ROWS * SEQ_LEN], vec![SEQ_LEN as u32; ROWS * SEQ_LEN]], ..draw() };
         let mut one_wider = right.clone();
         one_wider.layers[1] = other(|shape| shape.attention = Attention::swa(17)).layers[1].clone();
         let mut sharper = right.clone();
-        let Attention::Swa { .. } = setup.shape.attention else {
-            panic!("windows")
-        };
+        let Attention::Swa { .. } = setup.shape.attention else { panic!("windows") };
         if let sieve_nn::Attention::Grouped(layer) = &mut sharper.layers[0].self_attn {
             let norm = layer.qkv.q_norm.as_mut().expect("norms of queries");
             norm.weight = norm.weight.clone().map(|weight| weight * 1.25);
         }
         for (what, setup, model, caught) in [
-            (
-                "a window that is one key wider",
-                &setup,
-                &one_wider,
-                ["gradient of layers.1", "logits through"],
-            ),
-            (
-                "rows that are one document",
-                &whole_rows,
-                &right,
-                ["gradient of embed_tokens", "gradient of layers.0"],
-            ),
-            (
-                "a softmax scale that is wrong",
-                &setup,
-                &sharper,
-                ["gradient of layers.0", "logits through"],
-            ),
-            (
-                "norms without their epsilon",
-                &setup,
-                &no_epsilon,
-                ["gradient of layers.0", "logits through"],
-            ),
+            ("a window that is one key wider", &setup, &one_wider, ["gradient of layers.1", "logits through"]),
+            ("rows that are one document", &whole_rows, &right, ["gradient of embed_tokens", "gradient of layers.0"]),
+            ("a softmax scale that is wrong", &setup, &sharper, ["gradient of layers.0", "logits through"]),
+            ("norms without their epsilon", &setup, &no_epsilon, ["gradient of layers.0", "logits through"]),
         ] {
             let failed = failed(&run(setup, model));
             for name in caught {

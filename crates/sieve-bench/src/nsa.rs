@@ -33,13 +33,7 @@ const GROUPS: [usize; 6] = [1, 2, 3, 4, 8, 16];
 const LONG_GROUPS: [usize; 6] = [1, 2, 3, 4, 2, 4];
 
 /// Tokens of a compressed block, its stride, tokens of a selected block, selected blocks a query.
-const BLOCKS: [[usize; 4]; 5] = [
-    [32, 16, 64, 16],
-    [8, 4, 8, 3],
-    [16, 8, 16, 8],
-    [32, 8, 64, 5],
-    [4, 4, 4, 2],
-];
+const BLOCKS: [[usize; 4]; 5] = [[32, 16, 64, 16], [8, 4, 8, 3], [16, 8, 16, 8], [32, 8, 64, 5], [4, 4, 4, 2]];
 
 /// Tokens of the long call on a GPU, whose lists of queries by block take several work items each.
 const LONG: usize = 12_345;
@@ -146,35 +140,25 @@ impl Inputs {
         self.chosen.clear();
         for row in chosen.chunks_exact(count) {
             let first = self.chosen.len();
-            self.chosen
-                .extend(row.iter().filter(|&&block| block >= 0 && block % 3 != 1));
+            self.chosen.extend(row.iter().filter(|&&block| block >= 0 && block % 3 != 1));
             self.chosen.resize(first + count, -1);
         }
     }
 
     fn call(&self) -> NsaCall<Flex> {
-        let spec = AttentionSpec {
-            softmax_scale: 1.0 / (self.case.shape.head_dim as f64).sqrt(),
-            ..self.case.spec(None)
-        };
+        let spec =
+            AttentionSpec { softmax_scale: 1.0 / (self.case.shape.head_dim as f64).sqrt(), ..self.case.spec(None) };
         NsaCall::new(self.case.documents::<Flex>(&FlexDevice).bounds(), spec, self.blocks)
     }
 
     /// The choices of InfLLM-V2 (by the compressed keys), MoBA (by a mean key of each block) and MSA (by each token's
     /// key): name, rule and pooled keys.
     fn choices(&self) -> [(&'static str, BlockChoice, &[f32]); 3] {
-        let pooled_by = |size| NsaBlocks {
-            compress_block_size: size,
-            compress_stride: size,
-            ..self.blocks
-        };
+        let pooled_by = |size| NsaBlocks { compress_block_size: size, compress_stride: size, ..self.blocks };
         let largest = BlockChoice {
             blocks: self.blocks,
             rule: ChoiceRule::LargestProbability,
-            forced: ForcedBlocks {
-                first: true,
-                local: (self.blocks.num_selected_blocks / 2).max(1),
-            },
+            forced: ForcedBlocks { first: true, local: (self.blocks.num_selected_blocks / 2).max(1) },
         };
         let mean = BlockChoice {
             blocks: pooled_by(self.blocks.select_block_size),
@@ -184,10 +168,7 @@ impl Inputs {
         let score = BlockChoice {
             blocks: pooled_by(1),
             rule: ChoiceRule::LargestScore,
-            forced: ForcedBlocks {
-                first: false,
-                local: self.blocks.num_selected_blocks.min(2),
-            },
+            forced: ForcedBlocks { first: false, local: self.blocks.num_selected_blocks.min(2) },
         };
         [
             ("choice by the largest", largest, &self.compressed),
@@ -203,15 +184,8 @@ impl Inputs {
         let of = |(name, choice, pooled): (&'static str, BlockChoice, &[f32])| {
             let rows = pooled.len() / 2 / shape.head_dim;
             let pooled = cast::<Flex, 3>(pooled, [2, rows, shape.head_dim], DType::F32, &FlexDevice);
-            let call = ChoiceCall {
-                documents: documents.clone(),
-                spec,
-                choice,
-            };
-            (
-                name,
-                indices::<Flex, 4>(Flex::choose_key_blocks(qkv.clone(), pooled, &call)),
-            )
+            let call = ChoiceCall { documents: documents.clone(), spec, choice };
+            (name, indices::<Flex, 4>(Flex::choose_key_blocks(qkv.clone(), pooled, &call)))
         };
         self.choices().map(of).into()
     }
@@ -369,15 +343,11 @@ impl Inputs {
     fn are_tied(&self, at: usize, rule: ChoiceRule, of: &[usize]) -> bool {
         let (probabilities, largest_logit) = self.probabilities(at);
         let importance = |&block: &usize| {
-            let weighted = probabilities
-                .iter()
-                .enumerate()
-                .map(|(c, p)| (overlap_weight(self.blocks, c, block) as f64, p));
+            let weighted =
+                probabilities.iter().enumerate().map(|(c, p)| (overlap_weight(self.blocks, c, block) as f64, p));
             match rule {
                 ChoiceRule::WeightedProbability => weighted.map(|(weight, p)| weight * p).sum(),
-                _ => weighted
-                    .filter(|(weight, _)| *weight > 0.0)
-                    .fold(0.0, |most, (_, &p)| p.max(most)),
+                _ => weighted.filter(|(weight, _)| *weight > 0.0).fold(0.0, |most, (_, &p)| p.max(most)),
             }
         };
         let all: Vec<f64> = of.iter().map(importance).collect();
@@ -429,13 +399,7 @@ fn attended_by(index: &[f32], groups: usize, d: usize) -> Vec<f32> {
 
 /// Runs every kernel and its backward pass on a device; the selected branch reads the blocks `inputs.chosen`.
 fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError> {
-    let Case {
-        shape,
-        d_o,
-        doc_start,
-        doc_end,
-        ..
-    } = &inputs.case;
+    let Case { shape, d_o, doc_start, doc_end, .. } = &inputs.case;
     let ([batch, seq_len, num_heads, d], num_kv_heads) = (shape.output(), shape.num_kv_heads);
     let (blocks, rows) = (inputs.blocks, inputs.rows());
     let bf16 = |values: &[f32], sizes: &[usize]| device.float(values, sizes, sieve_kernels::DType::BF16);
@@ -542,11 +506,7 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     }
     add("gates dlogits", &gradients.logits)?;
     add("gates dbias", &gradients.bias)?;
-    Ok(Found {
-        outputs,
-        chosen,
-        chosen_by,
-    })
+    Ok(Found { outputs, chosen, chosen_by })
 }
 
 /// Compares every output and every choice of a run with the expected ones.
@@ -561,12 +521,7 @@ fn judge(found: &Found, expected: &Expected, inputs: &Inputs) -> Vec<(&'static s
         })
         .collect();
     let count = inputs.blocks.num_selected_blocks;
-    let of_nsa = (
-        "choice",
-        &found.chosen,
-        expected.chosen.clone(),
-        ChoiceRule::WeightedProbability,
-    );
+    let of_nsa = ("choice", &found.chosen, expected.chosen.clone(), ChoiceRule::WeightedProbability);
     let others = found.chosen_by.iter().zip(inputs.chosen_by_cpu());
     let others = others.zip(inputs.choices());
     let others = others.map(|(((name, found), (_, expected)), (_, choice, _))| (*name, found, expected, choice.rule));
@@ -629,22 +584,14 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
 
 /// Repeats long backward passes in a fixed order, where work items wait for each other, and requires equal bits.
 fn check_repeats(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
-    for (heads, width, cuts) in [
-        ([8, 2], 128, Cuts::Count(1)),
-        ([3, 3], 64, Cuts::Count(4)),
-        ([16, 1], 128, Cuts::Few),
-    ] {
+    for (heads, width, cuts) in [([8, 2], 128, Cuts::Count(1)), ([3, 3], 64, Cuts::Count(4)), ([16, 1], 128, Cuts::Few)]
+    {
         let shape = AttentionShape::new(1, LONG / 2, heads, [width; 2]);
         let case = Case::draw(shape, Keys::Dense, cuts, &Scores::RANDOM[0], extent.seed)?;
         let blocks = NsaBlocks::of(BLOCKS[0]);
         let inputs = Inputs::of(case.under(extent.policy), blocks, &mut Random(extent.seed));
         let label = format!("{shape:?} {cuts:?}");
-        report.add_wrapper(
-            "nsa, fixed order, repeated",
-            inputs.family(device),
-            &label,
-            repeated(&inputs, device),
-        );
+        report.add_wrapper("nsa, fixed order, repeated", inputs.family(device), &label, repeated(&inputs, device));
     }
     Ok(())
 }
@@ -652,13 +599,7 @@ fn check_repeats(report: &mut Report, device: &dyn Device, extent: &Extent) -> R
 /// Repeats the backward passes of one call in the fixed order, whose gradients must have equal bits, and compares them
 /// with the gradients in any order.
 fn repeated(inputs: &Inputs, device: &dyn Device) -> Outcome {
-    let Case {
-        shape,
-        d_o,
-        doc_start,
-        doc_end,
-        ..
-    } = &inputs.case;
+    let Case { shape, d_o, doc_start, doc_end, .. } = &inputs.case;
     let ([batch, seq_len, num_heads, d], blocks) = (shape.output(), inputs.blocks);
     let bf16 = |values: &[f32], sizes: &[usize]| device.float(values, sizes, sieve_kernels::DType::BF16);
     let bounds = [doc_start, doc_end].map(|x| device.int(x, &[batch, seq_len]));

@@ -66,13 +66,7 @@ impl<'a> OnDevice<'a> {
             scale: case.scale,
             o_low: KeepOLow::default(),
         };
-        Self {
-            case,
-            inputs,
-            delta: per_key(&case.delta),
-            z: per_key(&case.z),
-            device,
-        }
+        Self { case, inputs, delta: per_key(&case.delta), z: per_key(&case.z), device }
     }
 
     /// The window of the dense kernels; `None`: no window.
@@ -121,10 +115,7 @@ impl<'a> OnDevice<'a> {
         result: &AttentionResult,
         order: SumOrder,
     ) -> Result<Outputs, KernelError> {
-        let inputs = Inputs {
-            grads: nan_like(&self.inputs.qkv, self.case.shape),
-            ..self.inputs.clone()
-        };
+        let inputs = Inputs { grads: nan_like(&self.inputs.qkv, self.case.shape), ..self.inputs.clone() };
         let ddelta = match lists {
             Some(lists) => Some(inputs.dma_backward(result, &self.delta, lists, order)?),
             None => inputs.backward(result, self.window(), self.bias(), order)?,
@@ -175,10 +166,7 @@ impl<'a> OnDevice<'a> {
         let scratch = DecodeScratch::new(like, shape, shape.seq_len)?;
         let mut rows = Vec::new();
         for at in 0..shape.seq_len {
-            let step = DecodeStep {
-                window: self.window(),
-                ..DecodeStep::new(at, self.case.scale)
-            };
+            let step = DecodeStep { window: self.window(), ..DecodeStep::new(at, self.case.scale) };
             let length = self.lengths(at);
             let o = cache.attention_decode(&self.token(at), &length, step, &scratch)?;
             rows.push(self.device.floats(&o)?);
@@ -227,8 +215,5 @@ fn nan_like(qkv: &Qkv, shape: AttentionShape) -> Qkv {
 /// Joins the outputs of decoded tokens, each `[batch, heads, width]`, into one list `[batch, seq_len, heads, width]`.
 fn by_token(rows: &[Vec<f32>], shape: AttentionShape) -> Vec<f32> {
     let width = shape.num_heads * shape.head_dim_v;
-    (0..shape.batch)
-        .flat_map(|b| rows.iter().flat_map(move |row| &row[b * width..][..width]))
-        .copied()
-        .collect()
+    (0..shape.batch).flat_map(|b| rows.iter().flat_map(move |row| &row[b * width..][..width])).copied().collect()
 }

@@ -31,10 +31,7 @@ pub(crate) fn attention(case: &Case, rounding: Rounding) -> Reference {
         v: Heads::new(&case.v, num_kv_heads, head_dim_v),
         d_o: Heads::new(&case.d_o, num_heads, head_dim_v),
         documents: Documents::new(&case.doc_start, &case.doc_end),
-        mask: Mask::Expire {
-            expire: &case.expire,
-            delta: if has_bias { &case.delta } else { &no_bias },
-        },
+        mask: Mask::Expire { expire: &case.expire, delta: if has_bias { &case.delta } else { &no_bias } },
     };
     let results = call.run(rounding);
     Reference {

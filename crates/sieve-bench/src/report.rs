@@ -108,11 +108,7 @@ impl Report {
     fn row(&mut self, name: &str, path: &str) -> &mut Row {
         let found = self.rows.iter().position(|row| row.name == name && row.path == path);
         let at = found.unwrap_or_else(|| {
-            self.rows.push(Row {
-                name: name.to_owned(),
-                path: path.to_owned(),
-                ..Row::default()
-            });
+            self.rows.push(Row { name: name.to_owned(), path: path.to_owned(), ..Row::default() });
             self.rows.len() - 1
         });
         &mut self.rows[at]
@@ -138,11 +134,7 @@ impl Report {
 /// The table, a line a row, with the first failures of each.
 impl fmt::Display for Report {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            out,
-            "{:6} {:34} {:>6} {:>7} {:>16}  path",
-            "", "kernel or op", "cases", "failed", "error / allowed"
-        )?;
+        write!(out, "{:6} {:34} {:>6} {:>7} {:>16}  path", "", "kernel or op", "cases", "failed", "error / allowed")?;
         for row in &self.rows {
             let verdict = if !row.failures.is_empty() {
                 "FAIL"
@@ -186,9 +178,7 @@ impl PathWatch {
         let on_gpu = op_paths().into_iter().filter(|((place, _), _)| *place == Place::Cuda);
         let calls_before = |key: &(Place, &'static str)| self.before.get(key).map_or(0, |was| was.reference_calls);
         let mut taken = on_gpu.filter(|(key, now)| now.reference_calls > calls_before(key));
-        taken
-            .next()
-            .map(|((_, op), now)| format!("{op}: {}", now.reason.unwrap_or_default()))
+        taken.next().map(|((_, op), now)| format!("{op}: {}", now.reason.unwrap_or_default()))
     }
 }
 

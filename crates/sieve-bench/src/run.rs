@@ -61,32 +61,12 @@ impl Op {
         (Self::Swa, "swa", "Sliding-window attention and its gradients"),
         (Self::Dma, "dma", "Dynamic mask attention and its gradients"),
         (Self::DmaSelect, "dma_select", "DMA's selection alone"),
-        (
-            Self::Decode,
-            "decode",
-            "One new token after the other against a key-value cache",
-        ),
+        (Self::Decode, "decode", "One new token after the other against a key-value cache"),
         (Self::DmaDecode, "dma_decode", "The same against DMA's slots"),
-        (
-            Self::Nsa,
-            "nsa",
-            "Native sparse attention, its gates, its choice and all gradients",
-        ),
-        (
-            Self::Mla,
-            "mla",
-            "Latent attention from the projections on, and its gradients",
-        ),
-        (
-            Self::BlockSparse,
-            "block_sparse",
-            "Attention under a selector's mask, without its correction, and the mask",
-        ),
-        (
-            Self::Fp8,
-            "fp8",
-            "A GEMM in fp8 from heads to KV heads, its rounded operands and its gradients",
-        ),
+        (Self::Nsa, "nsa", "Native sparse attention, its gates, its choice and all gradients"),
+        (Self::Mla, "mla", "Latent attention from the projections on, and its gradients"),
+        (Self::BlockSparse, "block_sparse", "Attention under a selector's mask, without its correction, and the mask"),
+        (Self::Fp8, "fp8", "A GEMM in fp8 from heads to KV heads, its rounded operands and its gradients"),
     ];
 
     fn name(self) -> &'static str {
@@ -236,14 +216,8 @@ fn case(settings: &RunSettings) -> Result<Case> {
     let one_document = matches!(op, Op::Decode | Op::DmaDecode | Op::BlockSparse | Op::Fp8);
     let in_parts = settings.parts != 1;
     for (is_wrong, reason) in [
-        (
-            !is_dma && settings.scores.is_some(),
-            "--scores are for dma, dma_select and dma_decode",
-        ),
-        (
-            !is_dma && settings.local_window > 0,
-            "--local-window is for dma, dma_select and dma_decode",
-        ),
+        (!is_dma && settings.scores.is_some(), "--scores are for dma, dma_select and dma_decode"),
+        (!is_dma && settings.local_window > 0, "--local-window is for dma, dma_select and dma_decode"),
         (
             op == Op::Mla && (rope_dim == 0 || !rope_dim.is_multiple_of(2)),
             "mla: keys are wider than values by their rotated part, an even number of columns\n  \
@@ -253,18 +227,10 @@ fn case(settings: &RunSettings) -> Result<Case> {
             op == Op::Mla && shape.num_heads != shape.num_kv_heads,
             "mla: every head has keys of its own\n  hint: leave kv_heads out",
         ),
-        (
-            op == Op::Nsa && rope_dim != 0,
-            "nsa: keys and values have one width\n  hint: leave head_dim_v out",
-        ),
+        (op == Op::Nsa && rope_dim != 0, "nsa: keys and values have one width\n  hint: leave head_dim_v out"),
         (
             settings.documents != 1 && one_document,
-            format!(
-                "--documents {}: {} reads one document a row",
-                settings.documents,
-                op.name()
-            )
-            .as_str(),
+            format!("--documents {}: {} reads one document a row", settings.documents, op.name()).as_str(),
         ),
         (
             in_parts && !matches!(op, Op::Dma | Op::Swa),
@@ -274,14 +240,8 @@ fn case(settings: &RunSettings) -> Result<Case> {
             in_parts && (settings.scores.is_some() || !settings.periods.is_empty()),
             "--parts: dma's scores come from the values\n  hint: leave --scores and --periods out",
         ),
-        (
-            op != Op::Nsa && settings.nsa.is_some(),
-            "--blocks and --pool are for nsa",
-        ),
-        (
-            op != Op::BlockSparse && settings.selector.is_some(),
-            "--selector is for block_sparse",
-        ),
+        (op != Op::Nsa && settings.nsa.is_some(), "--blocks and --pool are for nsa"),
+        (op != Op::BlockSparse && settings.selector.is_some(), "--selector is for block_sparse"),
     ] {
         if is_wrong {
             return refused(reason);
@@ -305,9 +265,7 @@ fn sloped(settings: &RunSettings, case: &mut Case) -> Result<Option<Vec<f32>>> {
     }
     if periods.len() != kv_heads {
         let given = periods.len();
-        return refused(format!(
-            "--periods names {given}, and there are {kv_heads} KV heads: one each"
-        ));
+        return refused(format!("--periods names {given}, and there are {kv_heads} KV heads: one each"));
     }
     if let Some(period) = periods.iter().find(|period| period.is_nan() || **period <= 0.0) {
         return refused(format!("--periods: {period} is not a positive number of tokens"));
@@ -338,14 +296,8 @@ fn on_cpu(op: Op, case: &Case) -> Outputs {
     let defined = || reference::attention(case, Rounding::None).outputs;
     match op {
         Op::Attention | Op::Swa | Op::Dma => defined(),
-        Op::DmaSelect => Outputs {
-            expire: case.expire.clone(),
-            ..Outputs::default()
-        },
-        Op::Decode | Op::DmaDecode => Outputs {
-            o: defined().o,
-            ..Outputs::default()
-        },
+        Op::DmaSelect => Outputs { expire: case.expire.clone(), ..Outputs::default() },
+        Op::Decode | Op::DmaDecode => Outputs { o: defined().o, ..Outputs::default() },
         // `run` computes these elsewhere.
         Op::Nsa | Op::Mla | Op::BlockSparse | Op::Fp8 => Outputs::default(),
     }
@@ -359,14 +311,8 @@ fn on_cuda(op: Op, case: &Case, device: &Gpu) -> Result<Outputs, KernelError> {
             call.run(lists.as_ref(), case.policy.sums)?
         }
         Op::DmaSelect | Op::Nsa | Op::Mla | Op::BlockSparse | Op::Fp8 => Outputs::default(),
-        Op::Decode => Outputs {
-            o: call.decode()?,
-            ..Outputs::default()
-        },
-        Op::DmaDecode => Outputs {
-            o: call.dma_decode()?,
-            ..Outputs::default()
-        },
+        Op::Decode => Outputs { o: call.decode()?, ..Outputs::default() },
+        Op::DmaDecode => Outputs { o: call.dma_decode()?, ..Outputs::default() },
     };
     if matches!(op, Op::Dma | Op::DmaSelect) {
         outputs.expire = device.ints(&call.select()?.expire)?;
@@ -437,10 +383,7 @@ fn metadata(settings: &RunSettings, case: &Case, device: &str) -> HashMap<String
     let more = match settings.op {
         Op::Nsa => settings.nsa.unwrap_or_default().words().to_vec(),
         Op::Mla => vec![("rope_theta", ROPE_THETA.to_string())],
-        Op::Dma => vec![(
-            "lse",
-            "of the logits less base, the largest bias that the query sees".to_owned(),
-        )],
+        Op::Dma => vec![("lse", "of the logits less base, the largest bias that the query sees".to_owned())],
         _ => Vec::new(),
     };
     let all = pairs.into_iter().chain(more);

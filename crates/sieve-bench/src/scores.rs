@@ -92,16 +92,10 @@ impl FromStr for Scores {
         if let Some(path) = text.strip_prefix("captured:") {
             return Ok(Self::Captured(path.into()));
         }
-        Self::RANDOM
-            .into_iter()
-            .find(|scores| scores.name() == text)
-            .ok_or_else(|| {
-                let names: Vec<_> = Self::RANDOM.iter().map(Self::name).collect();
-                format!(
-                    "there are no scores '{text}'; use {} or captured:FILE",
-                    names.join(", ")
-                )
-            })
+        Self::RANDOM.into_iter().find(|scores| scores.name() == text).ok_or_else(|| {
+            let names: Vec<_> = Self::RANDOM.iter().map(Self::name).collect();
+            format!("there are no scores '{text}'; use {} or captured:FILE", names.join(", "))
+        })
     }
 }
 
@@ -117,10 +111,8 @@ fn captured(path: &Path, rows: usize, seq_len: usize) -> Result<Vec<f32>> {
             path.display()
         ));
     }
-    let values = z
-        .convert::<f32>()
-        .to_vec::<f32>()
-        .map_err(|e| BenchError::Refused(format!("{}: z: {e:?}", path.display())))?;
+    let values =
+        z.convert::<f32>().to_vec::<f32>().map_err(|e| BenchError::Refused(format!("{}: z: {e:?}", path.display())))?;
     if !values.iter().all(|z| z.is_finite()) {
         return refused(format!("{}: z has numbers that are not finite", path.display()));
     }
@@ -128,9 +120,7 @@ fn captured(path: &Path, rows: usize, seq_len: usize) -> Result<Vec<f32>> {
     if stored == 0 {
         return refused(format!("{}: z is empty", path.display()));
     }
-    Ok((0..rows)
-        .flat_map(|row| values[(row % stored) * length..][..seq_len].to_vec())
-        .collect())
+    Ok((0..rows).flat_map(|row| values[(row % stored) * length..][..seq_len].to_vec()).collect())
 }
 
 #[cfg(test)]
@@ -144,9 +134,6 @@ mod tests {
         }
         assert_eq!("captured:a/b".parse(), Ok(Scores::Captured("a/b".into())));
         let error = "random".parse::<Scores>().expect_err("no such kind");
-        assert!(
-            error.contains("independent") && error.contains("captured:FILE"),
-            "{error}"
-        );
+        assert!(error.contains("independent") && error.contains("captured:FILE"), "{error}");
     }
 }

@@ -65,15 +65,9 @@ const MIXED: &str = "minference:first_dense_layers=0,last_dense_rows=0";
 
 /// Patterns of the query heads under [`MIXED`].
 const PATTERNS: [Pattern; 6] = [
-    Pattern::VerticalSlash {
-        vertical: 40,
-        slash: 60,
-    },
+    Pattern::VerticalSlash { vertical: 40, slash: 60 },
     Pattern::BlockSparse { topk: 2 },
-    Pattern::VerticalSlash {
-        vertical: 70,
-        slash: 110,
-    },
+    Pattern::VerticalSlash { vertical: 70, slash: 110 },
     Pattern::BlockSparseEighth,
     Pattern::BlockSparseEighth,
     Pattern::BlockSparse { topk: 1 },
@@ -197,15 +191,9 @@ fn long_choices(device: &dyn Device, extent: &Extent) -> [(&'static str, Outcome
     let top = by_number / 2 + 1;
     let equal = vec![0.25; by_number];
     [
-        (
-            "by mass",
-            judge(choice(&masses, [0, 0], goal), &|at| large(at) || first(at)),
-        ),
+        ("by mass", judge(choice(&masses, [0, 0], goal), &|at| large(at) || first(at))),
         ("by number", judge(choice(&equal, [top, 0], 0.0), &|at| at < top)),
-        (
-            "by number, the first in any case",
-            judge(choice(&equal, [top, 1], 0.0), &|at| at < top),
-        ),
+        ("by number, the first in any case", judge(choice(&equal, [top, 1], 0.0), &|at| at < top)),
     ]
 }
 
@@ -359,16 +347,13 @@ impl Case {
                 let kept = [tiles.len(), pairs(exact, list, i, tiles, columns)];
                 if counted != kept {
                     let ([tiles, pairs], [kept, of]) = (counted, kept);
-                    return wrong(format!(
-                        "{place}: {tiles} tiles, {pairs} pairs; {kept} and {of} are kept"
-                    ));
+                    return wrong(format!("{place}: {tiles} tiles, {pairs} pairs; {kept} and {of} are kept"));
                 }
             }
         }
-        for (what, order, expected) in [
-            ("keys", found.key_order(), exact.key_order()),
-            ("queries", found.query_order(), exact.query_order()),
-        ] {
+        for (what, order, expected) in
+            [("keys", found.key_order(), exact.key_order()), ("queries", found.query_order(), exact.query_order())]
+        {
             // The host leaves out an order that changes nothing.
             if !expected.is_empty() && order != expected {
                 let at = order.iter().zip(expected).position(|(a, b)| a != b);

@@ -35,11 +35,7 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
         let shape = AttentionShape::new(random.between(1, 3), seq_len, [2, 2], [16, 16]);
         let scores = &Scores::RANDOM[random.below(Scores::RANDOM.len())];
         let seed = random.between(0, 1 << 30) as u64;
-        let label = format!(
-            "batch={},seq_len={seq_len} {keys} {cuts:?} {} seed {seed}",
-            shape.batch,
-            scores.name()
-        );
+        let label = format!("batch={},seq_len={seq_len} {keys} {cuts:?} {} seed {seed}", shape.batch, scores.name());
         Ok((Case::draw(shape, keys, cuts, scores, seed)?, label))
     })
 }
@@ -74,15 +70,9 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         let rebuilt = Selection::of_expire(&selection.expire, &call.inputs.doc_start, case.window());
         for (kernel, outcome) in [
             ("dma_select", expire.and_then(|expire| same_as_heap(&case, &expire))),
-            (
-                "dma_border_keys",
-                border_keys(&selection.expire, &case, device, &mut random),
-            ),
+            ("dma_border_keys", border_keys(&selection.expire, &case, device, &mut random)),
             ("dma_lists", lists(&selection)),
-            (
-                "dma_lists from expire alone",
-                rebuilt.map_err(Wrong::from).and_then(|s| lists(&s)),
-            ),
+            ("dma_lists from expire alone", rebuilt.map_err(Wrong::from).and_then(|s| lists(&s))),
         ] {
             let name = format!("{kernel}{}", case.keys.suffix());
             report.add(&name, "kernel", &label, outcome);
@@ -177,9 +167,7 @@ fn compare(lists: &KeyLists, case: &Case, device: &dyn Device) -> Outcome {
             let at = row * blocks + block;
             let length = lengths[at] as usize;
             if length > capacity {
-                return wrong(format!(
-                    "row {row}, block {block}: {length} entries, room for {capacity}"
-                ));
+                return wrong(format!("row {row}, block {block}: {length} entries, room for {capacity}"));
             }
             let (got, _) = entries[at * capacity * 2..].as_chunks::<2>();
             // Kernels read whole tiles of 128 entries, so the last tile is padded with a real key that no query sees.

@@ -27,14 +27,7 @@ pub(crate) fn packed_of(shape: AttentionShape) -> [usize; 4] {
 
 /// All sizes: batch, tokens, query heads, KV heads, width of keys, width of values.
 pub(crate) fn sizes(shape: AttentionShape) -> [usize; 6] {
-    [
-        shape.batch,
-        shape.seq_len,
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        shape.head_dim_v,
-    ]
+    [shape.batch, shape.seq_len, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim_v]
 }
 
 /// The shape of a whole prompt for sieve-select.
@@ -65,9 +58,7 @@ impl FromStr for CaseShape {
     fn from_str(text: &str) -> Result<Self, String> {
         let mut sizes = [None; KEYS.len()];
         for pair in text.split(',').filter(|pair| !pair.trim().is_empty()) {
-            let (key, value) = pair
-                .split_once('=')
-                .ok_or_else(|| format!("'{pair}' is not of the form key=number"))?;
+            let (key, value) = pair.split_once('=').ok_or_else(|| format!("'{pair}' is not of the form key=number"))?;
             let place = KEYS.iter().position(|known| *known == key.trim());
             let place =
                 place.ok_or_else(|| format!("there is no key {}; the keys are {}", key.trim(), KEYS.join(", ")))?;
@@ -123,9 +114,7 @@ impl FromStr for BenchHeads {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let counts = text
-            .split_once('/')
-            .map(|(q, kv)| [q, kv].map(|count| count.trim().parse().unwrap_or(0)));
+        let counts = text.split_once('/').map(|(q, kv)| [q, kv].map(|count| count.trim().parse().unwrap_or(0)));
         match counts {
             Some([q, kv]) if kv > 0 && q > 0 && q % kv == 0 => Ok(Self([q, kv])),
             _ => Err("query heads and KV heads that divide them are needed, as in 32/4".to_owned()),
@@ -164,10 +153,7 @@ mod tests {
     #[test]
     fn a_shape_has_its_defaults() {
         let CaseShape(shape) = "seq_len=300, heads=4,head_dim=64".parse().expect("complete");
-        assert_eq!(
-            (shape.batch, shape.seq_len, shape.num_heads, shape.num_kv_heads),
-            (1, 300, 4, 4)
-        );
+        assert_eq!((shape.batch, shape.seq_len, shape.num_heads, shape.num_kv_heads), (1, 300, 4, 4));
         assert_eq!((shape.head_dim, shape.head_dim_v), (64, 64));
     }
 

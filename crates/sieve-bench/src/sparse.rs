@@ -130,14 +130,7 @@ impl Case {
             mask.tiles.key_tile,
             mask.heads_per_list,
         );
-        Self {
-            shape,
-            q,
-            k,
-            v,
-            mask,
-            label,
-        }
+        Self { shape, q, k, v, mask, label }
     }
 
     fn family(&self, device: &dyn Device) -> KernelFamily {
@@ -166,12 +159,7 @@ impl Case {
         let scale = self.shape.softmax_scale();
         let result = qkv.sparse_attention_forward(&mask, scale)?;
         let (o, lse) = (device.floats(&result.o)?, device.floats(&result.lse)?);
-        let tolerance = |floor, norm| Tolerance {
-            plain: 2.0,
-            floor,
-            share: 1e-4,
-            norm,
-        };
+        let tolerance = |floor, norm| Tolerance { plain: 2.0, floor, share: 1e-4, norm };
         let [exact_o, plain_o] = &expected.o;
         let [exact_lse, plain_lse] = &expected.lse;
         let o = tolerance(Tolerance::FLOOR, self.shape.num_queries >= 64).judge("o", &o, plain_o, exact_o)?;
@@ -204,13 +192,7 @@ impl Case {
     /// Expected results, and for each key and KV head whether some query sees it.
     fn expected(&self) -> (Expected, Vec<bool>) {
         let call = Call::new(self.shape, &self.q, &self.k, &self.v).expect("sizes fit");
-        let CallShape {
-            num_queries,
-            num_keys,
-            num_heads,
-            num_kv_heads,
-            head_dim: d,
-        } = self.shape;
+        let CallShape { num_queries, num_keys, num_heads, num_kv_heads, head_dim: d } = self.shape;
         let rows: Vec<_> = (0..num_heads * num_queries)
             .into_par_iter()
             .map(|at| {
@@ -222,10 +204,7 @@ impl Case {
             })
             .collect();
         let zeros = |width: usize| vec![0.0; num_queries * num_heads * width];
-        let mut all = Expected {
-            o: [zeros(d), zeros(d)],
-            lse: [zeros(1), zeros(1)],
-        };
+        let mut all = Expected { o: [zeros(d), zeros(d)], lse: [zeros(1), zeros(1)] };
         let mut seen = vec![false; num_keys * num_kv_heads];
         for (at, (rows, shown)) in rows.iter().enumerate() {
             let (head, row) = (at / num_queries, at % num_queries);
@@ -262,9 +241,7 @@ fn random_mask(shape: CallShape, random: &mut Random) -> KeyMask {
     let has_singles = !whole_tiles && random.chance(0.5);
     let density = random.one_of(&[0.02, 0.3, 0.8]);
     let mut row = |_| -> [Vec<i32>; 2] {
-        let kept: Vec<i32> = (0..tiles.num_key_tiles() as i32)
-            .filter(|_| random.chance(density))
-            .collect();
+        let kept: Vec<i32> = (0..tiles.num_key_tiles() as i32).filter(|_| random.chance(density)).collect();
         let singles = (0..shape.num_keys as i32).filter(|_| has_singles && random.chance(0.1));
         let singles = singles.collect();
         [kept, singles]

@@ -35,11 +35,7 @@ const SEED: u64 = 20;
 /// DMA's scores with these numbers of KV heads. They are not among [`NeededKernels::shipped_for`].
 pub(crate) fn rare_kernels(kv_heads: &[usize]) -> Vec<SourceKernel> {
     // Widths do not depend on the numbers given here.
-    let head_dims: Vec<usize> = Extent::all(0, 0, 0)
-        .widths
-        .iter()
-        .map(|&(head_dim, _)| head_dim)
-        .collect();
+    let head_dims: Vec<usize> = Extent::all(0, 0, 0).widths.iter().map(|&(head_dim, _)| head_dim).collect();
     NeededKernels::step_rarely(&head_dims, kv_heads)
 }
 

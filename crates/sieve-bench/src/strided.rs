@@ -18,13 +18,7 @@ pub(crate) enum Layout {
 }
 
 impl Layout {
-    pub(crate) const ALL: [Self; 5] = [
-        Self::Contiguous,
-        Self::Pitched,
-        Self::Sliced,
-        Self::Transposed,
-        Self::Expanded,
-    ];
+    pub(crate) const ALL: [Self; 5] = [Self::Contiguous, Self::Pitched, Self::Sliced, Self::Transposed, Self::Expanded];
 }
 
 /// A buffer with its shape and strides, in elements; elements that no index reaches are NaN.
@@ -55,11 +49,7 @@ impl Strided {
         };
         let ends = shape.iter().zip(strides);
         let last: usize = ends.map(|(size, stride)| (size - 1) * stride).sum();
-        let mut strided = Self {
-            buffer: vec![f32::NAN; last + 1],
-            shape,
-            strides,
-        };
+        let mut strided = Self { buffer: vec![f32::NAN; last + 1], shape, strides };
         // In reverse: the rows of an expanded batch share memory, and the first row must be written last.
         for (at, &value) in values.iter().enumerate().rev() {
             let place = strided.place(at);
@@ -71,12 +61,7 @@ impl Strided {
     /// Position in the buffer of the value with index `at` in index order.
     fn place(&self, at: usize) -> usize {
         let [_, seq_len, heads, width] = self.shape;
-        let index = [
-            at / (seq_len * heads * width),
-            at / (heads * width) % seq_len,
-            at / width % heads,
-            at % width,
-        ];
+        let index = [at / (seq_len * heads * width), at / (heads * width) % seq_len, at / width % heads, at % width];
         index.iter().zip(self.strides).map(|(i, stride)| i * stride).sum()
     }
 

@@ -18,12 +18,7 @@ pub(crate) struct Tolerance {
 impl Tolerance {
     /// A tolerance of the largest error alone, not of the norm.
     pub(crate) const fn new(plain: f32, floor: f32, share: f32) -> Self {
-        Self {
-            plain,
-            floor,
-            share,
-            norm: false,
-        }
+        Self { plain, floor, share, norm: false }
     }
 
     /// The largest ratio of error to tolerance; fails where it is over 1.
@@ -32,10 +27,7 @@ impl Tolerance {
     pub(crate) fn judge(&self, name: &str, got: &[f32], plain: &[f32], exact: &[f32]) -> Outcome {
         require_len(name, got, exact)?;
         let (error, at) = largest_gap(got, exact);
-        let largest = exact
-            .iter()
-            .filter(|x| x.is_finite())
-            .fold(0.0f32, |m, x| m.max(x.abs()));
+        let largest = exact.iter().filter(|x| x.is_finite()).fold(0.0f32, |m, x| m.max(x.abs()));
         let plain_error = match self.plain > 0.0 {
             true => largest_gap(plain, exact).0,
             false => 0.0,
@@ -49,10 +41,8 @@ impl Tolerance {
         }
         let mut ratio = error / allowed;
         if self.norm {
-            let (error, allowed) = (
-                norm(got, exact),
-                f64::from(self.plain) * norm(plain, exact) + self.norm_floor(exact),
-            );
+            let (error, allowed) =
+                (norm(got, exact), f64::from(self.plain) * norm(plain, exact) + self.norm_floor(exact));
             if exceeds(error, allowed) {
                 return wrong(format!("{name}: norm of the error {error:.3e}, allowed {allowed:.3e}"));
             }
@@ -117,12 +107,7 @@ impl RowTolerance {
 
     /// The tolerance beside a plain computation that rounds its scores to bf16.
     pub(crate) const fn new(is_bf16: bool, lost_digits: f64) -> Self {
-        Self {
-            is_bf16,
-            lost_digits,
-            most_of_plain: 1.0 / 128.0,
-            of_a_row: 0.0,
-        }
+        Self { is_bf16, lost_digits, most_of_plain: 1.0 / 128.0, of_a_row: 0.0 }
     }
 
     /// Smallest number of rows whose errors' norm is compared: the plain computation of fewer rows may be exact by
@@ -226,12 +211,7 @@ mod tests {
     use super::*;
     use sieve_testing::refusal;
 
-    const TOLERANCE: Tolerance = Tolerance {
-        plain: 2.0,
-        floor: 1e-4,
-        share: 0.0,
-        norm: true,
-    };
+    const TOLERANCE: Tolerance = Tolerance { plain: 2.0, floor: 1e-4, share: 0.0, norm: true };
 
     #[test]
     fn twice_the_plain_error_passes_and_thrice_fails() {
@@ -258,11 +238,7 @@ mod tests {
         let terms = row_norms(&exact, 4);
         let mut late = exact.clone();
         late[396..].iter_mut().for_each(|x| *x *= 0.95);
-        assert!(
-            Tolerance::new(0.0, Tolerance::FLOOR, 1.0 / 64.0)
-                .judge("x", &late, &exact, &exact)
-                .is_ok()
-        );
+        assert!(Tolerance::new(0.0, Tolerance::FLOOR, 1.0 / 64.0).judge("x", &late, &exact, &exact).is_ok());
         let row = |lost_digits| RowTolerance::new(true, lost_digits).judge("x", &late, &exact, &exact, &terms);
         refusal(row(0.0), "row 99");
         assert!(row(0.1).is_ok());
@@ -275,21 +251,14 @@ mod tests {
         refusal(judge(0.1, RowTolerance::new(true, 0.0)), "row");
         let mut nan = exact.clone();
         nan[7] = f32::NAN;
-        refusal(
-            RowTolerance::new(true, 1.0).judge("x", &nan, &exact, &exact, &terms),
-            "row 1",
-        );
+        refusal(RowTolerance::new(true, 1.0).judge("x", &nan, &exact, &exact, &terms), "row 1");
     }
 
     #[test]
     fn nan_and_missing_numbers_fail() {
         let exact = [1.0, f32::NEG_INFINITY];
         assert!(TOLERANCE.judge("x", &[1.0, f32::NEG_INFINITY], &exact, &exact).is_ok());
-        assert!(
-            TOLERANCE
-                .judge("x", &[f32::NAN, f32::NEG_INFINITY], &exact, &exact)
-                .is_err()
-        );
+        assert!(TOLERANCE.judge("x", &[f32::NAN, f32::NEG_INFINITY], &exact, &exact).is_err());
         assert!(TOLERANCE.judge("x", &[1.0, 3.0], &exact, &exact).is_err());
         assert!(TOLERANCE.judge("x", &[1.0], &exact, &exact).is_err());
     }

@@ -48,10 +48,7 @@ pub unsafe extern "C" fn sieve_plan(request_json: *const c_char, plan: *mut *mut
         }
         // SAFETY: the caller keeps the contract of this function.
         let text = unsafe { CStr::from_ptr(request_json) }.to_string_lossy();
-        let handle = PlanHandle {
-            plan: Plan::new(&text)?,
-            loaded: OnceLock::new(),
-        };
+        let handle = PlanHandle { plan: Plan::new(&text)?, loaded: OnceLock::new() };
         // SAFETY: the caller keeps the contract of this function.
         unsafe { *plan = Box::into_raw(Box::new(handle)) };
         Ok(())
@@ -150,9 +147,7 @@ fn guarded(work: impl FnOnce() -> Result<(), PlanError>) -> c_int {
         Ok(Err(error)) => error.to_string(),
         Err(panic) => {
             let text = panic.downcast_ref::<String>().map(String::as_str);
-            let text = text
-                .or_else(|| panic.downcast_ref::<&str>().copied())
-                .unwrap_or("no text");
+            let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no text");
             format!("a defect of sieve-attention, please report it: {text}")
         }
     };

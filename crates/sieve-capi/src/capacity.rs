@@ -30,11 +30,7 @@ impl Capacity {
         let input = request.tensors.iter().position(|tensor| tensor.name == "k_cache")?;
         let keys = *request.tensors[input].shape.get(KEYS_AXIS)?;
         let keys = keys.max(1).checked_next_multiple_of(PLANNED_KEYS)?;
-        let mut capacity = Self {
-            input,
-            keys,
-            words: Vec::new(),
-        };
+        let mut capacity = Self { input, keys, words: Vec::new() };
         capacity.resize(request, keys);
         Some(capacity)
     }
@@ -47,11 +43,7 @@ impl Capacity {
 
     /// Sets the number of keys of all caches of a request.
     fn resize(&mut self, request: &mut Request, keys: usize) {
-        for tensor in request
-            .tensors
-            .iter_mut()
-            .filter(|tensor| tensor.name.ends_with("_cache"))
-        {
+        for tensor in request.tensors.iter_mut().filter(|tensor| tensor.name.ends_with("_cache")) {
             if let Some(size) = tensor.shape.get_mut(KEYS_AXIS) {
                 *size = keys;
             }
@@ -65,11 +57,7 @@ impl Capacity {
             let (Step::Launch(launch), Step::Launch(less)) = pair else {
                 continue;
             };
-            assert_eq!(
-                (launch.grid, launch.words.len()),
-                (less.grid, less.words.len()),
-                "a grid of keys"
-            );
+            assert_eq!((launch.grid, launch.words.len()), (less.grid, less.words.len()), "a grid of keys");
             for (word, (&more, &less)) in launch.words.iter().zip(&less.words).enumerate() {
                 assert!(more == less || more == less + 1, "word {word} is no number of keys");
                 self.words.extend((more != less).then_some([index, word]));

@@ -81,10 +81,7 @@ struct Known<G> {
 
 impl<G> Default for Runs<G> {
     fn default() -> Self {
-        Self {
-            known: HashMap::new(),
-            misses: 0,
-        }
+        Self { known: HashMap::new(), misses: 0 }
     }
 }
 
@@ -133,14 +130,10 @@ impl Graph {
         // Without this, a capture of another thread in the global mode would be invalidated by these calls.
         let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: sets the calling thread's mode, and the earlier one again below.
-        unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) }
-            .result()
-            .map_err(failed)?;
+        unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) }.result().map_err(failed)?;
         let recorded = Self::record_relaxed(queue);
         // SAFETY: as above.
-        unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) }
-            .result()
-            .map_err(failed)?;
+        unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) }.result().map_err(failed)?;
         recorded
     }
 

@@ -85,11 +85,7 @@ impl Loaded {
             let launch = match step {
                 Step::Launch(launch) => launch,
                 Step::Fill { buffer, element } => {
-                    return Ok(Work::Fill {
-                        pointer: *buffer,
-                        byte: element[0],
-                        num_bytes: plan.buffers[*buffer],
-                    });
+                    return Ok(Work::Fill { pointer: *buffer, byte: element[0], num_bytes: plan.buffers[*buffer] });
                 }
                 Step::Gather { .. } => unreachable!("plans have none"),
             };
@@ -99,14 +95,9 @@ impl Loaded {
             };
             let shared_bytes = launch.kernel.dynamic_shared_bytes();
             let name = launch.kernel.name();
-            kernel
-                .allow_shared(shared_bytes)
-                .map_err(|reason| KernelError::Launch { kernel: name, reason })?;
-            let maps = launch.maps.iter().map(|map| MapLayout {
-                shape: map.shape,
-                strides: map.strides,
-                tile: map.tile,
-            });
+            kernel.allow_shared(shared_bytes).map_err(|reason| KernelError::Launch { kernel: name, reason })?;
+            let maps =
+                launch.maps.iter().map(|map| MapLayout { shape: map.shape, strides: map.strides, tile: map.tile });
             let places = launch.maps.iter().map(|map| map.at);
             Ok(Work::Launch {
                 kernel,
@@ -157,10 +148,7 @@ impl Loaded {
         let capacity = self.capacity.as_ref().zip(keys.first());
         let capacity = capacity.map(|(planned, &keys)| Ok::<_, PlanError>((planned, planned.checked(keys)?)));
         let capacity = capacity.transpose()?;
-        if let Some(at) = pointers
-            .iter()
-            .position(|pointer| !pointer.is_multiple_of(POINTER_ALIGNMENT))
-        {
+        if let Some(at) = pointers.iter().position(|pointer| !pointer.is_multiple_of(POINTER_ALIGNMENT)) {
             let address = pointers[at];
             return Err(PlanError::Call(format!(
                 "pointer {at} is {address:#x}: tensors must begin at a multiple of 16 bytes\n  hint: clone the tensor"
@@ -195,16 +183,7 @@ impl Work {
         stream: CUstream,
     ) -> Result<(), PlanError> {
         match self {
-            Self::Launch {
-                kernel,
-                name,
-                grid,
-                threads,
-                shared_bytes,
-                maps,
-                places,
-                words,
-            } => {
+            Self::Launch { kernel, name, grid, threads, shared_bytes, maps, places, words } => {
                 let resolved = places.iter().map(|at| pointers[at.buffer] + at.offset_bytes as u64);
                 let addresses: Vec<u64> = resolved.collect();
                 let mut words = Cow::Borrowed(words.as_slice());
@@ -225,11 +204,7 @@ impl Work {
                 let queued = unsafe { kernel.launch(stream, &launch) };
                 queued.map_err(|reason| KernelError::Launch { kernel: name, reason }.into())
             }
-            Self::Fill {
-                pointer,
-                byte,
-                num_bytes,
-            } => {
+            Self::Fill { pointer, byte, num_bytes } => {
                 // SAFETY: the whole buffer, by the caller's promise.
                 let queued = unsafe { driver::memset_d8_async(pointers[*pointer], *byte, *num_bytes, stream) };
                 queued.map_err(|e| PlanError::Call(format!("cuMemsetD8Async: {:?}", e.0)))
@@ -246,9 +221,8 @@ fn compile_at_once(plan: &Plan, device: usize, arch: &str, cubins: Option<&Cubin
         _ => None,
     });
     let keys = launches.filter_map(|kernel| Some((kernel.code_key().ok()?, kernel)));
-    let distinct: HashMap<u128, &SourceKernel> = keys
-        .filter(|&(key, _)| LoadedKernel::find(device, key).is_none())
-        .collect();
+    let distinct: HashMap<u128, &SourceKernel> =
+        keys.filter(|&(key, _)| LoadedKernel::find(device, key).is_none()).collect();
     std::thread::scope(|scope| {
         for kernel in distinct.into_values() {
             scope.spawn(move || {
@@ -271,14 +245,9 @@ fn open_for_all(path: &Path) -> Result<(), PlanError> {
 fn driver_version() -> Result<CudaVersion, KernelError> {
     let mut version = 0;
     // SAFETY: a valid pointer to an integer.
-    unsafe { sys::cuDriverGetVersion(&mut version) }
-        .result()
-        .map_err(|e| init_error(e.0))?;
+    unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(|e| init_error(e.0))?;
     // CUDA 13.1 is 13010.
-    Ok(CudaVersion {
-        major: version as u32 / 1000,
-        minor: version as u32 % 1000 / 10,
-    })
+    Ok(CudaVersion { major: version as u32 / 1000, minor: version as u32 % 1000 / 10 })
 }
 
 fn init_error(error: sys::CUresult) -> KernelError {

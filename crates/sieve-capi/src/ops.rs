@@ -64,11 +64,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let bias = bias.as_ref().map(|bias| (bias, o_low(only_o)));
             Ok(result(t.qkv()?.attention_forward(&start, window, scale, bias)?, only_o))
         }
-        &Call::AttentionBackward {
-            scale,
-            window,
-            fixed_order,
-        } => {
+        &Call::AttentionBackward { scale, window, fixed_order } => {
             let documents = t.documents()?;
             t.gradients(scale, fixed_order, |call| {
                 call.attention_backward([&documents[0], &documents[1]], window, t.maybe("bias").as_ref())
@@ -106,9 +102,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         }
         &Call::DmaAttentionBackward { scale, fixed_order } => {
             let (bias, lists) = (t.get("bias")?, t.lists()?);
-            t.gradients(scale, fixed_order, |call| {
-                call.dma_attention_backward(&bias, &lists).map(Some)
-            })
+            t.gradients(scale, fixed_order, |call| call.dma_attention_backward(&bias, &lists).map(Some))
         }
         Call::NsaMeanPool { blocks } => {
             let (k, v, [start, end]) = (t.get("k")?, t.get("v")?, t.documents()?);
@@ -135,11 +129,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let (forward, indices) = forward?;
             Ok(vec![("o", forward.o), ("lse", forward.lse), ("block_indices", indices)])
         }
-        Call::NsaCompressedBackward {
-            scale,
-            blocks,
-            fixed_order,
-        } => {
+        Call::NsaCompressedBackward { scale, blocks, fixed_order } => {
             let ([start, end], blocks) = (t.documents()?, blocks.checked()?);
             let compressed = t.compressed("compressed", blocks)?;
             let queries = t.queries_of_blocks(&t.q_in(*fixed_order)?, &compressed, blocks)?;
@@ -158,17 +148,11 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         Call::NsaSelectedForward { scale, blocks } => {
             let (indices, [start, end]) = (t.get("block_indices")?, t.documents()?);
             let blocks = blocks.checked()?;
-            let (forward, _) = t
-                .qkv()?
-                .nsa_selected_attention_forward([&start, &end], &indices, blocks, *scale)?;
+            let (forward, _) = t.qkv()?.nsa_selected_attention_forward([&start, &end], &indices, blocks, *scale)?;
             let only_o = false;
             Ok(result(forward, only_o))
         }
-        Call::NsaSelectedBackward {
-            scale,
-            blocks,
-            fixed_order,
-        } => {
+        Call::NsaSelectedBackward { scale, blocks, fixed_order } => {
             let (indices, [start, end]) = (t.get("block_indices")?, t.documents()?);
             let blocks = blocks.checked()?;
             t.gradients(*scale, *fixed_order, |call| {
@@ -189,12 +173,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             ]);
             Ok(outputs)
         }
-        &Call::NsaForward {
-            scale,
-            blocks,
-            window,
-            only_o,
-        } => {
+        &Call::NsaForward { scale, blocks, window, only_o } => {
             let (qkv, [start, end], blocks) = (t.qkv()?, t.documents()?, blocks.checked()?);
             let (documents, compressed) = ([&start, &end], t.compressed("compressed", blocks)?);
             let fixed_order = false;
@@ -217,14 +196,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             outputs.extend(kept.into_iter().filter(|_| !only_o));
             Ok(outputs)
         }
-        &Call::DmaForward {
-            scale,
-            keep,
-            local,
-            ref slopes,
-            linear,
-            only_o,
-        } => {
+        &Call::DmaForward { scale, keep, local, ref slopes, linear, only_o } => {
             let (qkv, w_dt, a, documents) = (t.qkv()?, t.get("w_dt")?, t.get("a")?, t.documents()?);
             let recency = recency(slopes, Some(&documents[0]))?;
             let (scores, bias) = qkv.dma_ranks_and_bias(&w_dt, &a, recency.as_ref(), score_bias(linear))?;
@@ -275,16 +247,10 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let (token, cache) = (t.qkv()?, t.cache()?);
             let shape = token.shape("attention_decode")?;
             let [_, _, capacity, _] = cache.k.dims("attention_decode", "k_cache")?;
-            let step = DecodeStep {
-                window,
-                ..DecodeStep::new(capacity.saturating_sub(1), scale)
-            };
+            let step = DecodeStep { window, ..DecodeStep::new(capacity.saturating_sub(1), scale) };
             let max_keys = window.unwrap_or(capacity).min(capacity);
             let scratch = DecodeScratch::new(&cache.k, shape, max_keys)?;
-            Ok(vec![(
-                "o",
-                cache.attention_decode(&token, &t.get("length")?, step, &scratch)?,
-            )])
+            Ok(vec![("o", cache.attention_decode(&token, &t.get("length")?, step, &scratch)?)])
         }
         &Call::CachedDecode { scale, window, block } => {
             let (q, cache, length) = (t.get("q")?, t.cache()?, t.get("length")?);
@@ -294,10 +260,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let unread = [head_dim, head_dim_v].map(|d| q.empty_contiguous(&[batch, tokens, kv_heads, d], DType::BF16));
             let token = Qkv::separate(&q, &unread[0], &unread[1]);
             let shape = token.shape("cached_decode")?;
-            let step = DecodeStep {
-                window,
-                ..DecodeStep::new(capacity, scale)
-            };
+            let step = DecodeStep { window, ..DecodeStep::new(capacity, scale) };
             let max_keys = window.unwrap_or(capacity).min(capacity);
             let o = match (t.maybe("chosen"), block) {
                 (None, None) => {
@@ -336,12 +299,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let shape = token.shape("dma_decode")?;
             let [_, _, capacity, _] = kv.k.dims("dma_decode", "k_cache")?;
             let scratch = DecodeScratch::new(&kv.k, shape, capacity)?;
-            let slots = DmaSlots {
-                kv,
-                z: t.get("z_cache")?,
-                positions: t.get("positions")?,
-                local_window_size: local,
-            };
+            let slots = DmaSlots { kv, z: t.get("z_cache")?, positions: t.get("positions")?, local_window_size: local };
             let bias = score_bias(linear);
             let o = slots.dma_decode(&token, &t.get("z")?, &t.get("length")?, scale, bias, &scratch)?;
             Ok(vec![("o", o)])
@@ -349,12 +307,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         &Call::MlaDecode { scale, rank } => {
             let (q, latents, key_scale) = (t.get("q")?, t.get("latents")?, t.maybe("key_scale"));
             let length = t.maybe("length");
-            let keys = LatentKeys {
-                latents: &latents,
-                rank,
-                key_scale: key_scale.as_ref(),
-                length: length.as_ref(),
-            };
+            let keys = LatentKeys { latents: &latents, rank, key_scale: key_scale.as_ref(), length: length.as_ref() };
             Ok(vec![("o", mla_decode(&q, keys, scale)?)])
         }
     }
@@ -405,10 +358,7 @@ fn selection(
     [start, end]: &[CudaTensor; 2],
 ) -> Result<(CudaTensor, Option<KeyLists>), PlanError> {
     rank.require_dtype("dma_select", "rank", DType::F32)?;
-    let window = DmaWindow {
-        keep_window_size: keep,
-        local_window_size: local,
-    };
+    let window = DmaWindow { keep_window_size: keep, local_window_size: local };
     let selection = dma_select(rank, start, end, window)?;
     let [_, _, seq_len] = rank.dims("dma_select", "rank")?;
     let lists = match keep < seq_len {
@@ -450,11 +400,8 @@ fn block_mask(
         let supported = format!("at least {}: 0, the rows' starts and the blocks", 1 + row_ptr_len);
         return Err(KernelError::unsupported("block_sparse", "number of words", num_words, supported).into());
     }
-    let places = MaskPlaces {
-        row_ptr: 1..1 + row_ptr_len,
-        tile_idx: 1 + row_ptr_len..num_words,
-        ..MaskPlaces::default()
-    };
+    let places =
+        MaskPlaces { row_ptr: 1..1 + row_ptr_len, tile_idx: 1 + row_ptr_len..num_words, ..MaskPlaces::default() };
     Ok(KeyMask {
         shape: call,
         tiles,
@@ -484,11 +431,7 @@ impl Inputs {
             if tensors.iter().any(|(name, ..)| *name == spec.name) {
                 return Err(wrong(op, &spec.name, "is given twice"));
             }
-            tensors.push((
-                spec.name.clone(),
-                gpu.strided(&spec.shape, &strides, dtype),
-                Cell::new(false),
-            ));
+            tensors.push((spec.name.clone(), gpu.strided(&spec.shape, &strides, dtype), Cell::new(false)));
         }
         Ok(Self { op, tensors })
     }
@@ -523,10 +466,7 @@ impl Inputs {
     /// A tensor by name. Ops on it sum in a fixed order if `fixed_order`, else in any.
     fn get_in(&self, fixed_order: bool, name: &str) -> Result<CudaTensor, PlanError> {
         let sums = if fixed_order { SumOrder::Fixed } else { SumOrder::Any };
-        let policy = KernelPolicy {
-            sums,
-            ..KernelPolicy::DEFAULT
-        };
+        let policy = KernelPolicy { sums, ..KernelPolicy::DEFAULT };
         Ok(self.get(name)?.under(policy))
     }
 
@@ -662,9 +602,5 @@ impl Inputs {
 }
 
 fn wrong(op: &'static str, tensor: &str, problem: &str) -> PlanError {
-    PlanError::Tensor {
-        op,
-        tensor: tensor.to_owned(),
-        problem: problem.to_owned(),
-    }
+    PlanError::Tensor { op, tensor: tensor.to_owned(), problem: problem.to_owned() }
 }

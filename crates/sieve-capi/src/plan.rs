@@ -61,14 +61,7 @@ impl Plan {
         let description = CString::new(described.to_string()).expect("JSON escapes NUL");
         let mut buffers = places.bytes;
         buffers.push(places.workspace_bytes);
-        Ok(Self {
-            hardware,
-            buffers,
-            num_inputs: inputs.len(),
-            steps,
-            capacity,
-            description,
-        })
+        Ok(Self { hardware, buffers, num_inputs: inputs.len(), steps, capacity, description })
     }
 
     /// The plan as JSON: `inputs` and `outputs` in the order of the pointers, `workspace_bytes`, `launches`.
@@ -101,10 +94,7 @@ impl Places {
             let mut end = 0;
             for (name, tensor) in parts {
                 let at = recorded_at(tensor).expect("a tensor of the recorder");
-                let place = BufferView {
-                    buffer: bytes.len(),
-                    offset_bytes: usize::next_multiple_of(end, ALIGNMENT),
-                };
+                let place = BufferView { buffer: bytes.len(), offset_bytes: usize::next_multiple_of(end, ALIGNMENT) };
                 assert!(
                     at.offset_bytes == 0 && of.insert(at.buffer, place).is_none(),
                     "{op}: {name} has no buffer of its own"
@@ -121,10 +111,7 @@ impl Places {
             }
             if let Step::Fill { buffer, .. } = step {
                 let is_whole = of.get(buffer).is_some_and(|at| bytes[at.buffer] == sizes[*buffer]);
-                assert!(
-                    is_whole,
-                    "{op}: a fill of what is not an output by itself would need a length"
-                );
+                assert!(is_whole, "{op}: a fill of what is not an output by itself would need a length");
             }
             for buffer in buffers_of(step).filter(|buffer| !of.contains_key(buffer)) {
                 match lives.iter_mut().find(|(known, _)| *known == buffer) {
@@ -138,11 +125,8 @@ impl Places {
         let mut workspace_bytes = 0;
         for (buffer, life) in lives {
             let size = sizes[buffer].next_multiple_of(ALIGNMENT);
-            let mut taken: Vec<[usize; 2]> = placed
-                .iter()
-                .filter(|(other, _)| other[1] >= life[0])
-                .map(|(_, range)| *range)
-                .collect();
+            let mut taken: Vec<[usize; 2]> =
+                placed.iter().filter(|(other, _)| other[1] >= life[0]).map(|(_, range)| *range).collect();
             taken.sort_unstable();
             let mut start = 0;
             for [from, to] in taken {
@@ -153,17 +137,10 @@ impl Places {
             }
             placed.push((life, [start, start + size]));
             workspace_bytes = workspace_bytes.max(start + size);
-            let place = BufferView {
-                buffer: bytes.len(),
-                offset_bytes: start,
-            };
+            let place = BufferView { buffer: bytes.len(), offset_bytes: start };
             of.insert(buffer, place);
         }
-        Ok(Self {
-            bytes,
-            of,
-            workspace_bytes,
-        })
+        Ok(Self { bytes, of, workspace_bytes })
     }
 
     /// Replaces the recorded buffers of a step by their places.
@@ -198,17 +175,12 @@ fn buffers_of(step: &Step) -> impl Iterator<Item = usize> {
 
 /// The error of an input that a launch wrapper would copy first, which is left to the caller.
 fn gathered(op: &'static str, inputs: &Named, buffer: usize) -> PlanError {
-    let found = inputs
-        .iter()
-        .find(|(_, tensor)| recorded_at(tensor).is_some_and(|at| at.buffer == buffer));
+    let found = inputs.iter().find(|(_, tensor)| recorded_at(tensor).is_some_and(|at| at.buffer == buffer));
     let (tensor, problem) = match found {
         Some((name, tensor)) => {
             let (shape, strides) = (tensor.shape(), tensor.strides());
             let problem = format!("of shape {shape:?} has strides {strides:?}, which the kernels cannot follow");
-            (
-                name.clone(),
-                format!("{problem}\n  hint: call .contiguous() on it first"),
-            )
+            (name.clone(), format!("{problem}\n  hint: call .contiguous() on it first"))
         }
         None => ("a tensor of the op's own".to_owned(), "would be copied".to_owned()),
     };

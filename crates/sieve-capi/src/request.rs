@@ -358,11 +358,7 @@ impl Gpu {
 impl TensorSpec {
     /// Type and strides, where the sizes are possible.
     pub(crate) fn checked(&self, op: &'static str) -> Result<(DType, Vec<usize>), PlanError> {
-        let wrong = |problem: String| PlanError::Tensor {
-            op,
-            tensor: self.name.clone(),
-            problem,
-        };
+        let wrong = |problem: String| PlanError::Tensor { op, tensor: self.name.clone(), problem };
         let dtype = match self.dtype.as_str() {
             "f32" => DType::F32,
             "bf16" => DType::BF16,
@@ -381,9 +377,9 @@ impl TensorSpec {
         if strides.len() != self.shape.len() {
             return Err(wrong(format!("has shape {:?} and strides {strides:?}", self.shape)));
         }
-        let extent = sizes.zip(&strides).try_fold(1usize, |all, (size, &stride)| {
-            all.checked_add((size - 1).checked_mul(stride)?)
-        });
+        let extent = sizes
+            .zip(&strides)
+            .try_fold(1usize, |all, (size, &stride)| all.checked_add((size - 1).checked_mul(stride)?));
         match extent {
             Some(extent) if extent <= MOST_ELEMENTS => Ok((dtype, strides)),
             _ => Err(too_large()),

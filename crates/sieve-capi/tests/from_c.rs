@@ -5,10 +5,7 @@ use std::process::Command;
 #[test]
 fn a_c_program_plans() {
     let built = std::env::current_exe().expect("a path");
-    let Some(library) = built
-        .ancestors()
-        .map(|folder| folder.join("libsieve_capi.so"))
-        .find(|path| path.is_file())
+    let Some(library) = built.ancestors().map(|folder| folder.join("libsieve_capi.so")).find(|path| path.is_file())
     else {
         panic!("libsieve_capi.so is not above {}", built.display());
     };
@@ -16,22 +13,10 @@ fn a_c_program_plans() {
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("from_c");
     let own = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut compile = Command::new("cc");
-    compile
-        .args(["-std=c99", "-Wall", "-Werror", "-I"])
-        .arg(own.join("include"));
-    compile
-        .args([&own.join("tests/from_c.c"), &library])
-        .arg("-o")
-        .arg(&program);
+    compile.args(["-std=c99", "-Wall", "-Werror", "-I"]).arg(own.join("include"));
+    compile.args([&own.join("tests/from_c.c"), &library]).arg("-o").arg(&program);
     let compiled = compile.output().expect("cc, which Rust links with");
-    assert!(
-        compiled.status.success(),
-        "{}",
-        String::from_utf8_lossy(&compiled.stderr)
-    );
-    let done = Command::new(&program)
-        .env("LD_LIBRARY_PATH", folder)
-        .output()
-        .expect("the program");
+    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+    let done = Command::new(&program).env("LD_LIBRARY_PATH", folder).output().expect("the program");
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stdout));
 }

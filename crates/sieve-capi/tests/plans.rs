@@ -6,11 +6,8 @@ use std::fs;
 use std::panic::catch_unwind;
 use std::path::Path;
 
-const GPUS: [(&str, [u32; 2], usize, usize); 3] = [
-    ("sm_80", [8, 0], 108, 163 << 10),
-    ("sm_89", [8, 9], 128, 99 << 10),
-    ("sm_90a", [9, 0], 132, 227 << 10),
-];
+const GPUS: [(&str, [u32; 2], usize, usize); 3] =
+    [("sm_80", [8, 0], 108, 163 << 10), ("sm_89", [8, 9], 128, 99 << 10), ("sm_90a", [9, 0], 132, 227 << 10)];
 
 fn tensor(name: &str, shape: &[usize], dtype: &str) -> Value {
     json!({ "name": name, "shape": shape, "dtype": dtype })
@@ -23,9 +20,7 @@ const REQUESTS: &str = include_str!("requests.txt");
 fn named(name: &str, rows: &[Vec<&str>]) -> Value {
     let (plain, width) = name.split_once('@').unwrap_or((name, "128"));
     let find = |name: &str| rows.iter().find(|row| row.first() == Some(&name));
-    let row = find(name)
-        .or_else(|| find(plain))
-        .unwrap_or_else(|| panic!("no tensor {name}"));
+    let row = find(name).or_else(|| find(plain)).unwrap_or_else(|| panic!("no tensor {name}"));
     let size = |word: &&str| match *word {
         "n" => 2500,
         "d" => width.parse().unwrap_or(128),
@@ -62,15 +57,9 @@ fn plans_of_three_gpus_are_as_stored() {
         for (call, tensors) in requests() {
             let plan = Plan::new(&request(&call, &tensors, gpu).to_string()).unwrap_or_else(|e| panic!("{call}: {e}"));
             let described: Value = serde_json::from_str(plan.description()).expect("JSON");
-            text.push_str(&format!(
-                "{} {call}\n  workspace {}\n",
-                gpu.0, described["workspace_bytes"]
-            ));
+            text.push_str(&format!("{} {call}\n  workspace {}\n", gpu.0, described["workspace_bytes"]));
             for output in described["outputs"].as_array().expect("a list") {
-                text.push_str(&format!(
-                    "  -> {} {} {}\n",
-                    output["name"], output["dtype"], output["shape"]
-                ));
+                text.push_str(&format!("  -> {} {} {}\n", output["name"], output["dtype"], output["shape"]));
             }
             for launch in described["launches"].as_array().expect("a list") {
                 let (grid, threads, shared) = (&launch["grid"], &launch["threads"], &launch["shared_bytes"]);
@@ -84,11 +73,7 @@ fn plans_of_three_gpus_are_as_stored() {
     }
     let stored = fs::read_to_string(&path).unwrap_or_default();
     let differs = stored.lines().zip(text.lines()).find(|(stored, now)| stored != now);
-    assert!(
-        stored == text,
-        "{}: first difference (stored, now): {differs:?}",
-        path.display()
-    );
+    assert!(stored == text, "{}: first difference (stored, now): {differs:?}", path.display());
 }
 
 #[test]
@@ -109,12 +94,7 @@ fn buffers_that_live_together_do_not_share_memory() {
                     starts.push(at.offset_bytes);
                 }
                 let distinct: std::collections::HashSet<_> = starts.iter().collect();
-                assert_eq!(
-                    distinct.len(),
-                    starts.len(),
-                    "{call}: {} reads one place twice",
-                    launch.kernel.name()
-                );
+                assert_eq!(distinct.len(), starts.len(), "{call}: {} reads one place twice", launch.kernel.name());
             }
         }
     }
@@ -139,18 +119,10 @@ fn a_plan_serves_caches_of_fewer_keys() {
     };
     let mut seen = 0;
     for gpu in GPUS {
-        for (call, tensors) in requests()
-            .iter()
-            .filter(|(call, _)| call.get("cached_decode").is_some())
-        {
+        for (call, tensors) in requests().iter().filter(|(call, _)| call.get("cached_decode").is_some()) {
             let whole = words(call, tensors, gpu, 256, 256);
             assert_eq!(words(call, tensors, gpu, 512, 256), whole, "{}: {call}", gpu.0);
-            assert_eq!(
-                words(call, tensors, gpu, 200, 200),
-                words(call, tensors, gpu, 500, 200),
-                "{}: {call}",
-                gpu.0
-            );
+            assert_eq!(words(call, tensors, gpu, 200, 200), words(call, tensors, gpu, 500, 200), "{}: {call}", gpu.0);
             assert_ne!(words(call, tensors, gpu, 200, 200), whole, "{}: {call}", gpu.0);
             seen += 1;
         }
@@ -159,9 +131,7 @@ fn a_plan_serves_caches_of_fewer_keys() {
     let (call, tensors) = requests().swap_remove(0);
     let plan = Plan::new(&request(&call, &tensors, GPUS[0]).to_string()).expect("a plan");
     assert!(plan.capacity.is_none() && plan.at_capacity(3).is_ok());
-    let cached = requests()
-        .into_iter()
-        .find(|(call, _)| call.get("cached_decode").is_some());
+    let cached = requests().into_iter().find(|(call, _)| call.get("cached_decode").is_some());
     let (call, tensors) = cached.expect("a request");
     for (keys, fits) in [(0, false), (1, true), (512, true), (513, false)] {
         let plan = Plan::new(&request(&call, &tensors, GPUS[0]).to_string()).expect("a plan");
@@ -171,9 +141,7 @@ fn a_plan_serves_caches_of_fewer_keys() {
 
 #[test]
 fn wrong_requests_say_what_is_wrong() {
-    let [(call, tensors), ..] = &requests()[..] else {
-        panic!("requests")
-    };
+    let [(call, tensors), ..] = &requests()[..] else { panic!("requests") };
     let error = |change: &dyn Fn(&mut Value)| {
         let mut changed = request(call, tensors, GPUS[2]);
         change(&mut changed);
@@ -185,32 +153,18 @@ fn wrong_requests_say_what_is_wrong() {
             &(|r: &mut Value| r["tensors"][0]["dtype"] = json!("f16")) as &dyn Fn(&mut Value),
         ),
         ("q is f32, expected bf16", &|r| r["tensors"][0]["dtype"] = json!("f32")),
-        ("k has shape [1, 7, 2, 128], expected [1, 2500, 2, 128]", &|r| {
-            r["tensors"][1]["shape"][1] = json!(7)
-        }),
-        ("call .contiguous()", &|r| {
-            r["tensors"][0]["strides"] = json!([1_280_000, 1, 2500, 10_000])
-        }),
-        ("head_dim 127 is not supported", &|r| {
-            (0..3).for_each(|n| r["tensors"][n]["shape"][3] = json!(127))
-        }),
+        ("k has shape [1, 7, 2, 128], expected [1, 2500, 2, 128]", &|r| r["tensors"][1]["shape"][1] = json!(7)),
+        ("call .contiguous()", &|r| r["tensors"][0]["strides"] = json!([1_280_000, 1, 2500, 10_000])),
+        ("head_dim 127 is not supported", &|r| (0..3).for_each(|n| r["tensors"][n]["shape"][3] = json!(127))),
         ("doc_start is missing", &|r| r["tensors"][3]["name"] = json!("start")),
         ("is not an input of this op", &|r| {
             let extra = tensor("delta", &[1], "f32");
             r["tensors"].as_array_mut().expect("a list").push(extra);
         }),
-        ("softmax_scale -1 is not supported", &|r| {
-            r["call"]["attention_forward"]["scale"] = json!(-1)
-        }),
-        ("unknown field `scales`", &|r| {
-            r["call"]["attention_forward"]["scales"] = json!(1)
-        }),
-        ("compute capability 7.5; the kernels need 8.0", &|r| {
-            r["gpu"]["capability"] = json!([7, 5])
-        }),
-        ("more than 2^40 elements", &|r| {
-            r["tensors"][0]["shape"][0] = json!(1u64 << 50)
-        }),
+        ("softmax_scale -1 is not supported", &|r| r["call"]["attention_forward"]["scale"] = json!(-1)),
+        ("unknown field `scales`", &|r| r["call"]["attention_forward"]["scales"] = json!(1)),
+        ("compute capability 7.5; the kernels need 8.0", &|r| r["gpu"]["capability"] = json!([7, 5])),
+        ("more than 2^40 elements", &|r| r["tensors"][0]["shape"][0] = json!(1u64 << 50)),
     ] {
         let text = error(change);
         assert!(text.contains(expected), "expected {expected:?} in {text:?}");

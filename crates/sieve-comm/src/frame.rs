@@ -87,9 +87,6 @@ mod tests {
     fn a_message_that_the_receiver_would_refuse_is_not_sent() {
         require_length(MAX_BYTES).expect("the longest");
         let error = require_length(MAX_BYTES + 1).expect_err("too long").to_string();
-        assert!(
-            error.starts_with("a message of 1073741825 bytes, more than 1073741824"),
-            "{error}"
-        );
+        assert!(error.starts_with("a message of 1073741825 bytes, more than 1073741824"), "{error}");
     }
 }

@@ -72,9 +72,7 @@ pub struct Mesh {
 
 impl fmt::Debug for Mesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Mesh")
-            .field("world", &self.world)
-            .finish_non_exhaustive()
+        f.debug_struct("Mesh").field("world", &self.world).finish_non_exhaustive()
     }
 }
 
@@ -119,13 +117,7 @@ impl Mesh {
         let peers = Arc::new(peers);
         let watch = Watch::start(world.rank, peers.clone(), timeouts, give_up);
         let watch = watch.map_err(|error| CommError::Refused(format!("starting threads: {error}")))?;
-        Ok(Self {
-            world,
-            peers,
-            watch,
-            timeouts,
-            exclusive: Mutex::new(()),
-        })
+        Ok(Self { world, peers, watch, timeouts, exclusive: Mutex::new(()) })
     }
 
     /// This rank's number, its group and its host.
@@ -324,10 +316,8 @@ impl Mesh {
     /// before may still be readable, and the collective would seem to succeed.
     fn begin(&self) -> Result<Collective<'_>, CommError> {
         self.check()?;
-        let collective = Collective {
-            watch: &self.watch,
-            _lock: self.exclusive.lock().unwrap_or_else(PoisonError::into_inner),
-        };
+        let collective =
+            Collective { watch: &self.watch, _lock: self.exclusive.lock().unwrap_or_else(PoisonError::into_inner) };
         self.watch.set_waiting(true);
         Ok(collective)
     }
@@ -432,11 +422,7 @@ fn out_of_step(peer: &Peer, theirs: u8, ours: u8) -> CommError {
         EXCHANGE => "values for some ranks".to_owned(),
         other => format!("message {other}"),
     };
-    CommError::OutOfStep {
-        rank: peer.rank,
-        theirs: name(theirs),
-        ours: name(ours),
-    }
+    CommError::OutOfStep { rank: peer.rank, theirs: name(theirs), ours: name(ours) }
 }
 
 #[cfg(test)]

@@ -26,10 +26,7 @@ impl ReservedPort {
         socket.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into())?;
         let address = socket.local_addr()?.as_socket();
         let number = address.map(|address| address.port());
-        Ok(Self {
-            number: number.ok_or_else(|| io::Error::other("a socket without a port"))?,
-            _socket: socket,
-        })
+        Ok(Self { number: number.ok_or_else(|| io::Error::other("a socket without a port"))?, _socket: socket })
     }
 
     /// Number of the reserved port.

@@ -96,10 +96,7 @@ struct LastBeat {
 
 impl LastBeat {
     fn new() -> Self {
-        Self {
-            words: Vec::new(),
-            since: Instant::now(),
-        }
+        Self { words: Vec::new(), since: Instant::now() }
     }
 
     /// Stores a heartbeat, the words of `Progress::to_bytes`. If the rank has a timeout and waits for no other, returns
@@ -118,10 +115,7 @@ impl LastBeat {
     /// The counts in the last heartbeat; 0 before the first.
     fn collectives(&self) -> CollectiveCounts {
         let word = |index: usize| self.words.get(index).copied().unwrap_or(0);
-        CollectiveCounts {
-            num_ended: word(0),
-            num_reached: word(1),
-        }
+        CollectiveCounts { num_ended: word(0), num_reached: word(1) }
     }
 }
 
@@ -162,20 +156,14 @@ impl Watch {
     /// The lost rank, if any. Waits up to `wait` for a report of it.
     pub(crate) fn failure(&self, wait: Duration) -> Option<Failure> {
         let state = self.lock();
-        let waited = self
-            .changed
-            .wait_timeout_while(state, wait, |state| state.failure.is_none());
+        let waited = self.changed.wait_timeout_while(state, wait, |state| state.failure.is_none());
         let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         state.failure.clone()
     }
 
     /// Sends the error with which this rank ends to all ranks.
     pub(crate) fn fail(&self, text: &str) {
-        let failure = Failure {
-            rank: self.rank,
-            place: String::new(),
-            loss: Loss::Error(text.to_owned()),
-        };
+        let failure = Failure { rank: self.rank, place: String::new(), loss: Loss::Error(text.to_owned()) };
         self.lock().has_left = true;
         self.tell(&failure);
         self.changed.notify_all();
@@ -247,10 +235,7 @@ impl Watch {
                         // Rank 0 need not be at fault: all ranks that notice this must report the same failure.
                         rank: 0,
                         place: String::new(),
-                        loss: Loss::AllStill {
-                            seconds: all_still.as_secs(),
-                            behind: self.behind(),
-                        },
+                        loss: Loss::AllStill { seconds: all_still.as_secs(), behind: self.behind() },
                     });
                 }
             }
@@ -266,11 +251,7 @@ impl Watch {
     /// Receives the heartbeats of a rank, until that rank says goodbye or is lost.
     fn listen(&self, index: usize, silence: Duration) {
         let peer = &self.peers[index];
-        let lost = |loss| Failure {
-            rank: peer.rank,
-            place: peer.place.clone(),
-            loss,
-        };
+        let lost = |loss| Failure { rank: peer.rank, place: peer.place.clone(), loss };
         let mut last = LastBeat::new();
         let failure = loop {
             match receive(&peer.control) {
@@ -405,10 +386,7 @@ fn read_failure(bytes: &[u8], from: &Peer) -> Failure {
             "still" => Loss::Still(text.parse().unwrap_or(0)),
             "all still" => {
                 let (seconds, behind) = text.split_once('\n').unwrap_or((&text, ""));
-                Loss::AllStill {
-                    seconds: seconds.parse().unwrap_or(0),
-                    behind: behind.to_owned(),
-                }
+                Loss::AllStill { seconds: seconds.parse().unwrap_or(0), behind: behind.to_owned() }
             }
             "error" => Loss::Error(text),
             _ => Loss::Ended,

@@ -89,10 +89,7 @@ impl World {
         if size == 1 {
             return Ok(Self::alone(rank));
         }
-        let missing = |missing| CommError::HalfSet {
-            set: "WORLD_SIZE",
-            missing,
-        };
+        let missing = |missing| CommError::HalfSet { set: "WORLD_SIZE", missing };
         let master_addr = read("MASTER_ADDR").ok_or_else(|| missing("MASTER_ADDR"))?;
         let mut master_port: u16 = number(read, "MASTER_PORT", "WORLD_SIZE")?;
         // The store of torchrun's agent already listens on MASTER_PORT.
@@ -132,10 +129,8 @@ impl World {
             return Ok(Self::alone(rank));
         }
         let job = number::<u64>(read, "SLURM_JOB_ID", "SLURM_PROCID")?;
-        let nodes = read("SLURM_STEP_NODELIST").ok_or(CommError::HalfSet {
-            set: "SLURM_PROCID",
-            missing: "SLURM_STEP_NODELIST",
-        })?;
+        let nodes = read("SLURM_STEP_NODELIST")
+            .ok_or(CommError::HalfSet { set: "SLURM_PROCID", missing: "SLURM_STEP_NODELIST" })?;
         let step = read("SLURM_STEP_ID").unwrap_or_default();
         // "4(x2),3" means 4 processes on each of two hosts and 3 on a third. The first number is used for all hosts,
         // but at least SLURM_LOCALID + 1: it only divides CPU threads. SLURM_LOCALID alone chooses the GPU.
@@ -259,16 +254,8 @@ mod tests {
             ("RANK", "8", "RANK=8 is not a rank of 8 processes (WORLD_SIZE)"),
             ("WORLD_SIZE", "1", "RANK=5 is not a rank of 1 processes (WORLD_SIZE)"),
             ("WORLD_SIZE", "0", "RANK=5 is not a rank of 0 processes (WORLD_SIZE)"),
-            (
-                "WORLD_SIZE",
-                "1000000000000",
-                "WORLD_SIZE=1000000000000 is more than 1048576 processes",
-            ),
-            (
-                "MASTER_PORT",
-                "0",
-                "MASTER_PORT=0 is no port that others can connect to",
-            ),
+            ("WORLD_SIZE", "1000000000000", "WORLD_SIZE=1000000000000 is more than 1048576 processes"),
+            ("MASTER_PORT", "0", "MASTER_PORT=0 is no port that others can connect to"),
             ("LOCAL_RANK", "4", "LOCAL_RANK=4 is not a rank of 4 on this host"),
         ] {
             let error = with(name, value).expect_err(problem).to_string();
@@ -288,10 +275,7 @@ mod tests {
             ("SLURM_STEP_TASKS_PER_NODE", "4(x2)"),
         ]);
         let found = found.unwrap().unwrap();
-        assert_eq!(
-            (found.rank, found.size, found.local_rank, found.local_size),
-            (3, 8, 3, 4)
-        );
+        assert_eq!((found.rank, found.size, found.local_rank, found.local_size), (3, 8, 3, 4));
         assert_eq!(found.address(), "gpu012:15007");
         for (list, host) in [("a", "a"), ("a,b", "a"), ("a1[7]", "a17"), ("a[1,3]", "a1")] {
             assert_eq!(first_host(list), host);

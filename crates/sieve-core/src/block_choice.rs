@@ -77,11 +77,7 @@ const ATTENDED_BLOCK: usize = 64;
 impl BlockChoice {
     /// How NSA's queries choose blocks.
     pub fn nsa(blocks: NsaBlocks) -> Self {
-        Self {
-            blocks,
-            rule: ChoiceRule::WeightedProbability,
-            forced: ForcedBlocks::NSA,
-        }
+        Self { blocks, rule: ChoiceRule::WeightedProbability, forced: ForcedBlocks::NSA }
     }
 
     /// Whether scores are computed with an indexer's queries and keys instead of the attention's.
@@ -149,11 +145,7 @@ impl BlockChoice {
     /// kernels take it.
     pub fn cuda_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
         // In MoBA each query head chooses for itself.
-        let group_size = if self.rule == ChoiceRule::MeanKey {
-            1
-        } else {
-            group_size
-        };
+        let group_size = if self.rule == ChoiceRule::MeanKey { 1 } else { group_size };
         let stride = self.blocks.compress_stride;
         // The kernels that score blocks count in strides instead of tokens, so a block may have any number of tokens.
         let scored = NsaBlocks {
@@ -212,10 +204,7 @@ mod tests {
     fn each_head_chooses_by_mean_keys_and_each_group_by_probabilities() {
         let by_group = choice(64, ForcedBlocks::NSA);
         assert_eq!(by_group.num_choosers(8, 2), 2);
-        let by_head = BlockChoice {
-            rule: ChoiceRule::MeanKey,
-            ..by_group
-        };
+        let by_head = BlockChoice { rule: ChoiceRule::MeanKey, ..by_group };
         assert_eq!(by_head.num_choosers(8, 2), 8);
         assert_eq!(by_head.cuda_gap(128, 100), None);
         assert!(by_group.cuda_gap(128, 100).is_some());

@@ -263,11 +263,7 @@ impl BlockSelection {
         if !self.head_rules.is_empty() {
             return self.head_rules.clone();
         }
-        vec![HeadRule {
-            heads: 0..self.shape.num_heads,
-            scores: self.scores.by,
-            keep: self.keep.by,
-        }]
+        vec![HeadRule { heads: 0..self.shape.num_heads, scores: self.scores.by, keep: self.keep.by }]
     }
 
     /// Makes rows dense to the call's end, from `first` or the first row that is dense already, the earlier of the two.
@@ -291,10 +287,7 @@ impl BlockSelection {
 
     /// Divides the call into tiles of these sizes, the first query tile shorter by `offset` rows.
     fn cut(&self, query_tile: usize, key_tile: usize) -> Tiles {
-        Tiles {
-            query_offset: self.scores.offset,
-            ..Tiles::new(self.shape, query_tile, key_tile)
-        }
+        Tiles { query_offset: self.scores.offset, ..Tiles::new(self.shape, query_tile, key_tile) }
     }
 
     /// Number of the mask's lists of key tiles.
@@ -346,24 +339,14 @@ impl BlockSelection {
             num_words += size;
             first..first + size
         };
-        let CallShape {
-            num_queries,
-            num_keys,
-            num_heads,
-            num_kv_heads,
-            ..
-        } = self.shape;
+        let CallShape { num_queries, num_keys, num_heads, num_kv_heads, .. } = self.shape;
         let moves_keys = self.order.is_some_and(|order| order.keys.is_some());
         let moves_queries = self.order.is_some_and(|order| order.moves_queries);
         KeyMask {
             shape: self.shape,
             tiles,
             heads_per_list: self.keep.heads_per_list,
-            heads_per_order: if moves_keys {
-                num_heads / num_kv_heads
-            } else {
-                num_heads
-            },
+            heads_per_order: if moves_keys { num_heads / num_kv_heads } else { num_heads },
             causal: true,
             dense_rows: self.keep.dense_rows.clone(),
             places: MaskPlaces {

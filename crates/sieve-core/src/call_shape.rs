@@ -23,13 +23,7 @@ impl CallShape {
         [num_heads, num_kv_heads]: [usize; 2],
         head_dim: usize,
     ) -> Self {
-        Self {
-            num_queries,
-            num_keys,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-        }
+        Self { num_queries, num_keys, num_heads, num_kv_heads, head_dim }
     }
 
     /// Query heads that share a KV head.
@@ -75,21 +69,12 @@ pub struct Tiles {
 impl Tiles {
     /// Divides the queries and keys of a call into tiles.
     pub fn new(shape: CallShape, query_tile: usize, key_tile: usize) -> Self {
-        Self {
-            num_queries: shape.num_queries,
-            num_keys: shape.num_keys,
-            query_tile,
-            key_tile,
-            query_offset: 0,
-        }
+        Self { num_queries: shape.num_queries, num_keys: shape.num_keys, query_tile, key_tile, query_offset: 0 }
     }
 
     /// Square tiles whose query tiles end at multiples of the tile in absolute positions.
     pub fn aligned(shape: CallShape, tile: usize) -> Self {
-        Self {
-            query_offset: shape.context() % tile,
-            ..Self::new(shape, tile, tile)
-        }
+        Self { query_offset: shape.context() % tile, ..Self::new(shape, tile, tile) }
     }
 
     /// Number of keys before the first query.
@@ -154,13 +139,7 @@ mod tests {
 
     #[test]
     fn a_misaligned_tile_straddles_two_key_tiles() {
-        let tiles = Tiles {
-            num_queries: 300,
-            num_keys: 400,
-            query_tile: 128,
-            key_tile: 128,
-            query_offset: 0,
-        };
+        let tiles = Tiles { num_queries: 300, num_keys: 400, query_tile: 128, key_tile: 128, query_offset: 0 };
         assert_eq!(tiles.num_query_tiles(), 3);
         assert_eq!((tiles.first(0), tiles.last(0)), (100, 227));
         assert_eq!(tiles.diagonal(0), 0..2);
@@ -168,10 +147,7 @@ mod tests {
         assert_eq!(tiles.diagonal(2), 2..4);
         assert_eq!(tiles.admissible(1), 3);
         assert_eq!(tiles.keys(3), 384..400);
-        let tiles = Tiles {
-            query_offset: 100,
-            ..tiles
-        };
+        let tiles = Tiles { query_offset: 100, ..tiles };
         assert_eq!(tiles.num_query_tiles(), 4);
         let rows: Vec<_> = (0..4).map(|i| tiles.rows(i)).collect();
         assert_eq!(rows, [0..28, 28..156, 156..284, 284..300]);

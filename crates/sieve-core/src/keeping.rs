@@ -15,10 +15,7 @@ pub struct Keeping {
 
 impl Keeping {
     /// Keeps nothing, for passes without a backward pass.
-    pub const NOTHING: Self = Self {
-        o_low: KeepOLow::Never,
-        recomputable: false,
-    };
+    pub const NOTHING: Self = Self { o_low: KeepOLow::Never, recomputable: false };
 }
 
 /// In which rows a forward pass with a bias also stores `o_low`. It takes as much memory as o itself, and saves the

@@ -125,11 +125,7 @@ impl<W> KeyMask<W> {
     /// The error of `put`.
     pub fn try_map<V, E>(self, mut put: impl FnMut(W) -> Result<V, E>) -> Result<KeyMask<V>, E> {
         let counts = self.counts.map(|counts| {
-            Ok(MaskCounts {
-                tiles: put(counts.tiles)?,
-                pairs: put(counts.pairs)?,
-                nan_rows: put(counts.nan_rows)?,
-            })
+            Ok(MaskCounts { tiles: put(counts.tiles)?, pairs: put(counts.pairs)?, nan_rows: put(counts.nan_rows)? })
         });
         Ok(KeyMask {
             counts: counts.transpose()?,
@@ -355,10 +351,7 @@ impl KeyMask {
 
     /// Whether every admissible tile is kept, so that attention under the mask is dense attention.
     pub fn keeps_everything(&self) -> bool {
-        let hides = |list| {
-            self.window_of(list)
-                .is_some_and(|window| (window.local as usize) < self.shape.num_keys)
-        };
+        let hides = |list| self.window_of(list).is_some_and(|window| (window.local as usize) < self.shape.num_keys);
         let in_order = self.places.key_order.is_empty() && self.places.query_order.is_empty();
         // A row is ascending, so it holds all admissible tiles if it has their number and its last one is admissible.
         let is_whole = |list: usize, i: usize| {
@@ -377,21 +370,13 @@ impl KeyMask {
     /// A mask that is not causal, which no kernel supports; a call without queries; a broken rule
     /// ([`check`](Self::check)).
     pub fn for_kernels(&self) -> Result<Self, MaskError> {
-        require(self.causal, "causal", || {
-            "no kernel takes a bidirectional mask".to_owned()
-        })?;
-        require(self.shape.num_queries > 0, "sizes", || {
-            "a call without queries".to_owned()
-        })?;
+        require(self.causal, "causal", || "no kernel takes a bidirectional mask".to_owned())?;
+        require(self.shape.num_queries > 0, "sizes", || "a call without queries".to_owned())?;
         self.check()?;
         if !self.keeps_everything() {
             return Ok(self.clone());
         }
-        Ok(Self {
-            places: MaskPlaces::default(),
-            words: vec![0],
-            ..self.clone()
-        })
+        Ok(Self { places: MaskPlaces::default(), words: vec![0], ..self.clone() })
     }
 
     /// Checks that every array fits the call, that every index is inside its array, and that no query tile holds a key
@@ -407,17 +392,10 @@ impl KeyMask {
             && tiles.key_tile > 0
             && [1, shape.group_size()].contains(&self.heads_per_list)
             && shape.num_keys < i32::MAX as usize / 2;
-        require(fits, "sizes", || {
-            format!("{shape:?}, {tiles:?}, {} heads a list", self.heads_per_list)
-        })?;
+        require(fits, "sizes", || format!("{shape:?}, {tiles:?}, {} heads a list", self.heads_per_list))?;
         let places = &self.places;
         let rows = self.num_lists() * tiles.num_query_tiles();
-        self.check_rows(
-            "row_ptr",
-            [&places.row_ptr, &places.tile_idx],
-            rows,
-            tiles.num_key_tiles(),
-        )?;
+        self.check_rows("row_ptr", [&places.row_ptr, &places.tile_idx], rows, tiles.num_key_tiles())?;
         if !(places.col_ptr.is_empty() && places.col_idx.is_empty()) {
             self.check_rows("col_ptr", [&places.col_ptr, &places.col_idx], rows, shape.num_keys)?;
         }
@@ -433,17 +411,9 @@ impl KeyMask {
         let heads = [shape.num_kv_heads, shape.num_heads];
         check_orders("key_order", self.key_order(), shape.num_keys, &heads)?;
         check_orders("query_order", self.query_order(), shape.num_queries, &heads[1..])?;
-        require(
-            [0, 2 * self.num_lists()].contains(&places.windows.len()),
-            "windows",
-            || {
-                format!(
-                    "{} words, not two of each of {} lists",
-                    places.windows.len(),
-                    self.num_lists()
-                )
-            },
-        )?;
+        require([0, 2 * self.num_lists()].contains(&places.windows.len()), "windows", || {
+            format!("{} words, not two of each of {} lists", places.windows.len(), self.num_lists())
+        })?;
         for range in &self.dense_rows {
             let inside = range.start < range.end && range.end <= shape.num_queries;
             require(inside, "dense_rows", || format!("{range:?} is not a range of rows"))?;
@@ -464,9 +434,7 @@ impl KeyMask {
             && ptr[0] == 0
             && ptr[rows] as usize == idx.len()
             && ptr.windows(2).all(|w| w[0] <= w[1]);
-        require(is_cut, array, || {
-            format!("it does not cut {} entries into {rows} rows", idx.len())
-        })?;
+        require(is_cut, array, || format!("it does not cut {} entries into {rows} rows", idx.len()))?;
         for row in 0..rows {
             let entries = &idx[ptr[row] as usize..ptr[row + 1] as usize];
             let inside = |&x: &i32| x >= 0 && (x as usize) < limit;
@@ -498,19 +466,14 @@ fn tile_order(tiles: Tiles, row_ptr: &[i32], col_ptr: &[i32]) -> Vec<i32> {
 fn require(fits: bool, array: &'static str, problem: impl FnOnce() -> String) -> Result<(), MaskError> {
     match fits {
         true => Ok(()),
-        false => Err(MaskError {
-            array,
-            problem: problem(),
-        }),
+        false => Err(MaskError { array, problem: problem() }),
     }
 }
 
 /// Checks that `order` is empty, or holds no index twice in each chunk of `len`, for one of the numbers of heads.
 fn check_orders(array: &'static str, order: &[i32], len: usize, heads: &[usize]) -> Result<(), MaskError> {
     let fits = order.is_empty() || heads.iter().any(|heads| order.len() == heads * len);
-    require(fits, array, || {
-        format!("{} entries for {heads:?} heads of {len}", order.len())
-    })?;
+    require(fits, array, || format!("{} entries for {heads:?} heads of {len}", order.len()))?;
     for (head, order) in order.chunks(len.max(1)).enumerate() {
         let mut named = vec![false; len];
         for &x in order {
@@ -545,10 +508,7 @@ mod tests {
             [&(1..5), &(5..10), &(10..17), &(0..0)]
         );
         assert_eq!(mask.words[1..], [1, 0, 0, 1, 0, 1, 4, 6, 7, 2, 0, 1, 3, 1, 2, 3]);
-        assert_eq!(
-            (mask.num_lists(), mask.row(0, 1), mask.row(1, 0)),
-            (2, &[0, 1, 3][..], &[1, 2][..])
-        );
+        assert_eq!((mask.num_lists(), mask.row(0, 1), mask.row(1, 0)), (2, &[0, 1, 3][..], &[1, 2][..]));
         assert_eq!((places.num_words(), mask.num_tiles()), (mask.words.len(), 7));
         assert_eq!(mask.for_kernels().expect("it fits"), mask);
     }
@@ -556,11 +516,7 @@ mod tests {
     #[test]
     fn single_slots_inside_kept_tiles_go() {
         let rows = [[vec![1], vec![6, 2, 0, 0]], [vec![], vec![]]];
-        let one = CallShape {
-            num_heads: 1,
-            num_kv_heads: 1,
-            ..SHAPE
-        };
+        let one = CallShape { num_heads: 1, num_kv_heads: 1, ..SHAPE };
         let mask = KeyMask::new(one, Tiles::new(one, 4, 2), 1, rows);
         assert_eq!((mask.columns(0, 0), mask.columns(0, 1)), (&[0, 6][..], &[][..]));
         mask.check().expect("it fits");
@@ -573,22 +529,15 @@ mod tests {
         let mut both = KeyMask::dense(SHAPE);
         both.causal = false;
         let error = both.for_kernels().expect_err("bidirectional");
-        assert!(
-            error.to_string().contains("no kernel takes a bidirectional mask"),
-            "{error}"
-        );
+        assert!(error.to_string().contains("no kernel takes a bidirectional mask"), "{error}");
     }
 
     #[test]
     fn no_index_leaves_its_array_and_no_key_counts_twice() {
         type Change = fn(&mut KeyMask);
         let wrong: [(&str, &str, Change); 9] = [
-            ("row_ptr", "does not cut 7 entries into 4 rows", |m| {
-                m.words[m.places.row_ptr.start + 4] = 6
-            }),
-            ("row_ptr", "list 1, query tile 1: not ascending below 4", |m| {
-                m.words[16] = 4
-            }),
+            ("row_ptr", "does not cut 7 entries into 4 rows", |m| m.words[m.places.row_ptr.start + 4] = 6),
+            ("row_ptr", "list 1, query tile 1: not ascending below 4", |m| m.words[16] = 4),
             ("row_ptr", "list 0, query tile 1: not ascending", |m| m.words[12] = 0),
             ("col_ptr", "not ascending below 7", |m| {
                 m.places.col_ptr = m.put(&[0, 0, 0, 0, 1]);
@@ -602,9 +551,7 @@ mod tests {
             ("key_order", "of head 1 is not a permutation: 3", |m| {
                 m.set_key_order(&[0, 1, 2, 3, 4, 5, 6, 0, 1, 3, 2, 3, 4, 5]);
             }),
-            ("query_order", "of head 0 is not a permutation: 5", |m| {
-                m.set_query_order(&[5; 20])
-            }),
+            ("query_order", "of head 0 is not a permutation: 5", |m| m.set_query_order(&[5; 20])),
             ("sizes", "3 heads a list", |m| m.heads_per_list = 3),
         ];
         for (array, told, change) in wrong {

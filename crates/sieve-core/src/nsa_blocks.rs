@@ -26,18 +26,8 @@ impl NsaBlocks {
 
     /// These sizes, in the order of the fields.
     pub const fn of(sizes: [usize; 4]) -> Self {
-        let [
-            compress_block_size,
-            compress_stride,
-            select_block_size,
-            num_selected_blocks,
-        ] = sizes;
-        Self {
-            compress_block_size,
-            compress_stride,
-            select_block_size,
-            num_selected_blocks,
-        }
+        let [compress_block_size, compress_stride, select_block_size, num_selected_blocks] = sizes;
+        Self { compress_block_size, compress_stride, select_block_size, num_selected_blocks }
     }
 
     /// Number of slots for compressed blocks in a row of `seq_len` tokens, enough for any documents in it.
@@ -85,16 +75,8 @@ impl NsaBlocks {
 
     /// Panics unless the sizes fit each other.
     pub fn check(&self) {
-        let Self {
-            compress_block_size,
-            compress_stride,
-            select_block_size,
-            num_selected_blocks,
-        } = *self;
-        assert!(
-            compress_stride > 0 && compress_block_size > 0 && select_block_size > 0,
-            "nsa: a block size is 0"
-        );
+        let Self { compress_block_size, compress_stride, select_block_size, num_selected_blocks } = *self;
+        assert!(compress_stride > 0 && compress_block_size > 0 && select_block_size > 0, "nsa: a block size is 0");
         assert!(
             compress_block_size.is_multiple_of(compress_stride) && select_block_size.is_multiple_of(compress_stride),
             "nsa: compress_stride does not divide both block sizes"

@@ -11,10 +11,7 @@ use crate::recipe::RecipeError;
 /// # Errors
 /// [`RecipeError::UndefinedVariable`] and [`RecipeError::BadVariable`].
 pub fn expand(path: &str, variable: &dyn Fn(&str) -> Option<String>) -> Result<String, RecipeError> {
-    let undefined = |name: &str| RecipeError::UndefinedVariable {
-        path: path.to_owned(),
-        variable: name.to_owned(),
-    };
+    let undefined = |name: &str| RecipeError::UndefinedVariable { path: path.to_owned(), variable: name.to_owned() };
     let mut expanded = String::with_capacity(path.len());
     let mut rest = path;
     if let Some(after) = rest.strip_prefix('~')
@@ -26,10 +23,7 @@ pub fn expand(path: &str, variable: &dyn Fn(&str) -> Option<String>) -> Result<S
     while let Some(dollar) = rest.find('$') {
         expanded.push_str(&rest[..dollar]);
         let position = path[..path.len() - rest.len() + dollar].chars().count() + 1;
-        let bad = || RecipeError::BadVariable {
-            path: path.to_owned(),
-            position,
-        };
+        let bad = || RecipeError::BadVariable { path: path.to_owned(), position };
         rest = &rest[dollar + 1..];
         if let Some(after) = rest.strip_prefix('$') {
             expanded.push('$');
@@ -68,8 +62,7 @@ fn name_len(text: &str) -> usize {
     if text.starts_with(|first: char| first.is_ascii_digit()) {
         return 0;
     }
-    text.find(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_')
-        .unwrap_or(text.len())
+    text.find(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_').unwrap_or(text.len())
 }
 
 #[cfg(test)]
@@ -114,22 +107,9 @@ mod tests {
         for path in ["$MISSING/x", "${MISSING}/x", "a${MISSING_2:-$MISSING}"] {
             refusal(expand(path, &lookup), "MISSING is not set");
         }
-        for (path, position) in [
-            ("a$/b", 2),
-            ("ü${HOME", 2),
-            ("${}", 1),
-            ("${HO ME}", 1),
-            ("$1", 1),
-            ("x$", 2),
-        ] {
+        for (path, position) in [("a$/b", 2), ("ü${HOME", 2), ("${}", 1), ("${HO ME}", 1), ("$1", 1), ("x$", 2)] {
             let error = expand(path, &lookup).expect_err(path);
-            assert_eq!(
-                error,
-                RecipeError::BadVariable {
-                    path: path.to_owned(),
-                    position
-                }
-            );
+            assert_eq!(error, RecipeError::BadVariable { path: path.to_owned(), position });
         }
         assert!(expand("~/x", &|_| None).is_err());
     }

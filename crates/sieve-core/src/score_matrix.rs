@@ -20,9 +20,7 @@ impl ScoreMatrix {
     /// Number of scores in the matrix.
     pub fn num_scores(&self) -> u64 {
         let sizes = [self.batch, self.num_heads, self.seq_len, self.seq_len];
-        sizes
-            .iter()
-            .fold(1, |product, &size| product.saturating_mul(size as u64))
+        sizes.iter().fold(1, |product, &size| product.saturating_mul(size as u64))
     }
 
     /// Refuses a matrix of more than [`MOST_REFERENCE_SCORES`]. `op` has no kernel on `device`, for `reason`.
@@ -44,11 +42,7 @@ impl ScoreMatrix {
 
 impl fmt::Display for ScoreMatrix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            batch,
-            num_heads,
-            seq_len,
-        } = self;
+        let Self { batch, num_heads, seq_len } = self;
         write!(f, "{batch} rows x {num_heads} heads x {seq_len} x {seq_len} tokens")
     }
 }
@@ -80,17 +74,10 @@ mod tests {
 
     #[test]
     fn a_matrix_is_refused_above_the_limit_with_what_where_and_a_way_out() {
-        let largest = ScoreMatrix {
-            batch: 4,
-            num_heads: 16,
-            seq_len: 1024,
-        };
+        let largest = ScoreMatrix { batch: 4, num_heads: 16, seq_len: 1024 };
         assert_eq!(largest.num_scores(), MOST_REFERENCE_SCORES);
         assert_eq!(largest.check("mla_attention", "cuda", "no kernel"), Ok(()));
-        let larger = ScoreMatrix {
-            seq_len: 1025,
-            ..largest
-        };
+        let larger = ScoreMatrix { seq_len: 1025, ..largest };
         let error = larger.check("mla_attention", "cuda", "no CUDA kernel yet");
         let text = error.expect_err("too large").to_string();
         for word in [
@@ -102,11 +89,7 @@ mod tests {
             assert!(text.contains(word), "no {word:?} in {text}");
         }
         // Sizes that no machine holds are refused too, and do not wrap around.
-        let huge = ScoreMatrix {
-            batch: 1 << 20,
-            num_heads: 1 << 20,
-            seq_len: 1 << 20,
-        };
+        let huge = ScoreMatrix { batch: 1 << 20, num_heads: 1 << 20, seq_len: 1 << 20 };
         assert!(huge.check("attention", "cuda", "no kernel").is_err());
     }
 }

@@ -59,9 +59,7 @@ fn shipped() -> BTreeMap<String, (String, Recipe)> {
 fn every_shipped_recipe_loads_and_is_complete() {
     let recipes = shipped();
     let kinds = AttentionKind::ALL.map(AttentionKind::name);
-    let expected = TABLE_4
-        .iter()
-        .flat_map(|row| kinds.map(|kind| format!("{kind}_{}", row.size)));
+    let expected = TABLE_4.iter().flat_map(|row| kinds.map(|kind| format!("{kind}_{}", row.size)));
     let synthetic = kinds.map(|kind| format!("mqar_{kind}"));
     for name in expected.chain(synthetic).chain(["quickstart".to_owned()]) {
         assert!(recipes.contains_key(&name), "recipes/{name}.toml is missing");
@@ -72,11 +70,7 @@ fn every_shipped_recipe_loads_and_is_complete() {
         let named = name.trim_start_matches("mqar_").trim_start_matches("hard_");
         let is_named = |kind: &&str| named == *kind || named.starts_with(&format!("{kind}_"));
         if let Some(kind) = kinds.into_iter().find(is_named) {
-            assert_eq!(
-                recipe.attention.kind().name(),
-                kind,
-                "{name}: named after another attention"
-            );
+            assert_eq!(recipe.attention.kind().name(), kind, "{name}: named after another attention");
         }
     }
 }
@@ -105,11 +99,7 @@ fn paper_recipes_follow_table_4() {
             assert_eq!(recipe.model.num_attention_heads, row.num_heads, "{name}");
             // The table rounds its batches; whole rows of 2048 tokens come within 5 %.
             let tokens = recipe.training.tokens_per_step() as f64 / 1e6;
-            assert!(
-                (tokens / row.batch - 1.0).abs() < 0.05,
-                "{name}: {tokens}M tokens a step, not {}M",
-                row.batch
-            );
+            assert!((tokens / row.batch - 1.0).abs() < 0.05, "{name}: {tokens}M tokens a step, not {}M", row.batch);
             let shape = recipe.model_shape(50_277).expect("the NeoX tokenizer fits");
             match shape.attention.form() {
                 AttentionForm::Grouped { window } => {
@@ -128,11 +118,7 @@ fn paper_recipes_follow_table_4() {
                 }
                 AttentionForm::Blocks(choice) => {
                     let blocks = choice.blocks;
-                    assert_eq!(
-                        (blocks.num_selected_blocks, blocks.select_block_size),
-                        (16, 64),
-                        "{name}"
-                    );
+                    assert_eq!((blocks.num_selected_blocks, blocks.select_block_size), (16, 64), "{name}");
                 }
                 AttentionForm::Ranked(dma) => {
                     assert_eq!(dma.keep_window_size, row.keep_window_size, "{name}")
@@ -158,10 +144,7 @@ fn paper_recipes_follow_table_4() {
                 assert_eq!(first.0 + warmup * steps, 32_000, "{name}");
                 assert_eq!(stage(warmup + 1), (8000, 8192, 1e5, 1 << 20), "{name}");
             }
-            assert!(
-                text.lines().all(|line| line.chars().count() <= 120),
-                "{name}: a line over 120 letters"
-            );
+            assert!(text.lines().all(|line| line.chars().count() <= 120), "{name}: a line over 120 letters");
         }
     }
 }
@@ -188,10 +171,7 @@ fn recipes_have_the_sizes_their_names_say() {
             let rows = recipe.stated_vocab_size().unwrap_or(50_277);
             let shape = recipe.model_shape(rows).expect("its tokenizer fits");
             let counted = shape.parameters().non_embedding() as f64 / 1e6;
-            assert!(
-                (counted / millions - 1.0).abs() < tolerance,
-                "{name}: {counted}M, not {millions}M"
-            );
+            assert!((counted / millions - 1.0).abs() < tolerance, "{name}: {counted}M, not {millions}M");
         }
     }
 }
@@ -261,10 +241,7 @@ fn mqar_recipes_differ_in_their_attention_alone() {
             let (_, other) = &recipes[&format!("{task}_{kind}")];
             let mut changes = mha.diff(other).expect("both can be written");
             changes.retain(|change| *kind != "msa" || change.key != "training.deterministic");
-            assert!(
-                changes.iter().all(|change| change.key.starts_with("attention.")),
-                "{task}_{kind}: {changes:?}"
-            );
+            assert!(changes.iter().all(|change| change.key.starts_with("attention.")), "{task}_{kind}: {changes:?}");
         }
     }
 }
@@ -272,13 +249,8 @@ fn mqar_recipes_differ_in_their_attention_alone() {
 #[test]
 fn quickstart_is_sparse_and_takes_one_override_to_compare() {
     let (text, recipe) = &shipped()["quickstart"];
-    let Attention::Dma(DmaShape { keep_window_size, .. }) = recipe.attention else {
-        panic!("not DMA")
-    };
-    assert!(
-        4 * keep_window_size <= recipe.training.seq_len,
-        "the window is more than a quarter of the length"
-    );
+    let Attention::Dma(DmaShape { keep_window_size, .. }) = recipe.attention else { panic!("not DMA") };
+    assert!(4 * keep_window_size <= recipe.training.seq_len, "the window is more than a quarter of the length");
     assert!(recipe.tokenizer.train.is_some(), "quickstart must need no file");
     let swa = Recipe::load(text, "quickstart", &["attention.kind=swa".to_owned()]);
     assert_eq!(swa.map(|recipe| recipe.attention.window()), Ok(Some(keep_window_size)));

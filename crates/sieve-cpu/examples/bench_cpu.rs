@@ -30,10 +30,7 @@ impl Reference {
     /// Prints a kernel's line of the table: its rate, and this rate in percent of the GEMM's.
     fn print(&self, kernel: &str, shape: &str, flops: f64, time: Time) {
         let (ms, rate) = (time.wall * 1e3, flops / time.wall / 1e9);
-        let (share, cpu_share) = (
-            100.0 * flops / time.wall / self.wall,
-            100.0 * flops / time.cpu / self.cpu,
-        );
+        let (share, cpu_share) = (100.0 * flops / time.wall / self.wall, 100.0 * flops / time.cpu / self.cpu);
         println!("{kernel} | {shape} | {ms:.1} | {rate:.0} GFLOP/s | {share:.0} | {cpu_share:.0}");
     }
 }
@@ -64,16 +61,10 @@ fn gemm_rate(n: usize) -> Reference {
         matmul(Threads::All, 1.0, Matrix::new(&a, n, n), Matrix::new(&b, n, n), 0.0, c);
     });
     let flops = 2.0 * (n as f64).powi(3);
-    let reference = Reference {
-        wall: flops / time.wall,
-        cpu: flops / time.cpu,
-    };
+    let reference = Reference { wall: flops / time.wall, cpu: flops / time.cpu };
     reference.print("gemm", "2048^3", flops, time);
     let (threads, rate) = (rayon::current_num_threads() as f64, reference.cpu / 1e9);
-    println!(
-        "its rate by CPU time, times {threads} threads: {:.0} GFLOP/s",
-        rate * threads
-    );
+    println!("its rate by CPU time, times {threads} threads: {:.0} GFLOP/s", rate * threads);
     reference
 }
 
@@ -88,11 +79,7 @@ fn attention(reference: Reference) {
             let (start, end) = (vec![0; TOKENS], vec![seq_len as i32; TOKENS]);
             let documents = Documents::new(&start, &end);
             let keys = TOKENS * num_kv_heads;
-            let z = if kind == "dma random" {
-                values(keys, 3)
-            } else {
-                vec![0.0; keys]
-            };
+            let z = if kind == "dma random" { values(keys, 3) } else { vec![0.0; keys] };
             let mut expire = vec![0; keys];
             let mut select_time = Time { wall: 0.0, cpu: 0.0 };
             let mask = match kind {
@@ -105,14 +92,7 @@ fn attention(reference: Reference) {
                     select_time = measure(|| {
                         dma_select(&z, documents, batch, num_kv_heads, seq_len, WINDOW, &mut expire);
                     });
-                    if kind == "window" {
-                        Mask::Window(WINDOW)
-                    } else {
-                        Mask::Expire {
-                            expire: &expire,
-                            delta: &z,
-                        }
-                    }
+                    if kind == "window" { Mask::Window(WINDOW) } else { Mask::Expire { expire: &expire, delta: &z } }
                 }
             };
             // The queries j..expire[j] see key j, in every query head of its KV head.
@@ -133,10 +113,7 @@ fn attention(reference: Reference) {
                 reference.print(&format!("{kind} {pass}"), &shape, flops * head_dim as f64 * pairs, time);
             }
             if kind.starts_with("dma") {
-                println!(
-                    "dma_select | batch {batch} seq_len {seq_len} | {:.1} | - | - | -",
-                    select_time.wall * 1e3
-                );
+                println!("dma_select | batch {batch} seq_len {seq_len} | {:.1} | - | - | -", select_time.wall * 1e3);
             }
         }
     }
@@ -167,10 +144,7 @@ fn chosen_blocks() {
             num_selected_blocks,
             num_local_blocks: num_selected_blocks / 2,
         };
-        let moba = MobaShape {
-            select_block_size: size,
-            num_selected_blocks,
-        };
+        let moba = MobaShape { select_block_size: size, num_selected_blocks };
         for (name, choice) in [("infllm_v2", infllm.choice()), ("moba", moba.choice())] {
             let blocks = choice.blocks;
             let num_choosers = choice.num_choosers(num_heads, shape.num_kv_heads);
@@ -180,19 +154,9 @@ fn chosen_blocks() {
             let mut chosen = vec![0; TOKENS * num_choosers * num_selected_blocks];
             let choose = measure(|| choose_key_blocks(shape, choice, &q, documents, &keys, &mut chosen));
             // Where each query head chooses, it has keys and values of its own.
-            let read = AttentionShape {
-                num_kv_heads: num_choosers,
-                ..shape
-            };
-            let (qkv, mut d_qkv) = (
-                values(TOKENS * read.token_len(), 6),
-                vec![0.0; TOKENS * read.token_len()],
-            );
-            let mask = Mask::Chosen(ChosenBlocks {
-                indices: &chosen,
-                count: num_selected_blocks,
-                block_size: size,
-            });
+            let read = AttentionShape { num_kv_heads: num_choosers, ..shape };
+            let (qkv, mut d_qkv) = (values(TOKENS * read.token_len(), 6), vec![0.0; TOKENS * read.token_len()]);
+            let mask = Mask::Chosen(ChosenBlocks { indices: &chosen, count: num_selected_blocks, block_size: size });
             let forward = measure(|| attention_forward(read, &qkv, documents, mask, &mut o, &mut lse));
             let backward =
                 measure(|| attention_backward(read, &qkv, documents, mask, &o, &lse, &d_o, &mut d_qkv, None));
@@ -232,11 +196,7 @@ fn cross_entropy(reference: Reference) {
 /// each: AdamW reads 4 tensors and writes 3.
 fn pointwise() {
     let report = |name: &str, shape: &str, time: Time, bytes: usize| {
-        println!(
-            "{name} | {shape} | {:.2} | {:.1} GB/s | - | -",
-            time.wall * 1e3,
-            bytes as f64 / time.wall / 1e9
-        );
+        println!("{name} | {shape} | {:.2} | {:.1} GB/s | - | -", time.wall * 1e3, bytes as f64 / time.wall / 1e9);
     };
     let len = 1 << 24;
     let (mut param, grad) = (values(len, 8), values(len, 9));
@@ -295,25 +255,12 @@ fn pointwise() {
     let time = measure(|| qk_norm_rope_forward(&op, &qkv, documents, &mut out));
     report("qk_norm_rope forward", "4096 x 16 x 64", time, 8 * rows * 1024);
     let time = measure(|| {
-        qk_norm_rope_backward(
-            &op,
-            &qkv,
-            documents,
-            &d_out,
-            &mut d_qkv,
-            &mut d_q_weight,
-            &mut d_k_weight,
-        );
+        qk_norm_rope_backward(&op, &qkv, documents, &d_out, &mut d_qkv, &mut d_q_weight, &mut d_k_weight);
     });
     report("qk_norm_rope backward", "4096 x 16 x 64", time, 12 * rows * 1024);
 
     let ids: Vec<i32> = (0..rows).map(|i| (i * 7919 % 8192) as i32).collect();
     let mut dweight = vec![0.0; 8192 * d];
     let time = measure(|| embedding_backward(&x, &ids, d, &mut dweight));
-    report(
-        "embedding backward",
-        "4096 x 512, 8192 ids",
-        time,
-        4 * (rows + 8192) * d,
-    );
+    report("embedding backward", "4096 x 512, 8192 ids", time, 4 * (rows + 8192) * d);
 }

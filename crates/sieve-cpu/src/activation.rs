@@ -16,15 +16,8 @@ const ROWS: usize = 16;
 /// # Panics
 /// When the lengths do not fit.
 pub fn swiglu_forward(gate_up: &[f32], d_ff: usize, y: &mut [f32]) {
-    assert!(
-        d_ff > 0 && y.len().is_multiple_of(d_ff),
-        "swiglu_forward: y is not [rows, {d_ff}]"
-    );
-    assert_eq!(
-        gate_up.len(),
-        2 * y.len(),
-        "swiglu_forward: gate_up is not [rows, 2 * d_ff]"
-    );
+    assert!(d_ff > 0 && y.len().is_multiple_of(d_ff), "swiglu_forward: y is not [rows, {d_ff}]");
+    assert_eq!(gate_up.len(), 2 * y.len(), "swiglu_forward: gate_up is not [rows, 2 * d_ff]");
     y.par_chunks_mut(ROWS * d_ff)
         .zip(gate_up.par_chunks(ROWS * 2 * d_ff))
         .for_each(|(y, gate_up)| forward_rows(gate_up, d_ff, y));
@@ -38,20 +31,9 @@ pub fn swiglu_forward(gate_up: &[f32], d_ff: usize, y: &mut [f32]) {
 /// # Panics
 /// When the lengths do not fit.
 pub fn swiglu_backward(gate_up: &[f32], d_ff: usize, dy: &[f32], d_gate_up: &mut [f32]) {
-    assert!(
-        d_ff > 0 && dy.len().is_multiple_of(d_ff),
-        "swiglu_backward: dy is not [rows, {d_ff}]"
-    );
-    assert_eq!(
-        gate_up.len(),
-        2 * dy.len(),
-        "swiglu_backward: gate_up is not [rows, 2 * d_ff]"
-    );
-    assert_eq!(
-        d_gate_up.len(),
-        gate_up.len(),
-        "swiglu_backward: d_gate_up is not as long as gate_up"
-    );
+    assert!(d_ff > 0 && dy.len().is_multiple_of(d_ff), "swiglu_backward: dy is not [rows, {d_ff}]");
+    assert_eq!(gate_up.len(), 2 * dy.len(), "swiglu_backward: gate_up is not [rows, 2 * d_ff]");
+    assert_eq!(d_gate_up.len(), gate_up.len(), "swiglu_backward: d_gate_up is not as long as gate_up");
     d_gate_up
         .par_chunks_mut(ROWS * 2 * d_ff)
         .zip(gate_up.par_chunks(ROWS * 2 * d_ff))

@@ -19,11 +19,7 @@ const BLOCK: usize = 1 << 14;
 /// When the lengths differ.
 pub fn adamw(param: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32], grad_scale: f32, step: &AdamWStep) {
     let len = param.len();
-    assert_eq!(
-        (grad.len(), m.len(), v.len()),
-        (len, len, len),
-        "adamw: grad, m, v must be as long as param"
-    );
+    assert_eq!((grad.len(), m.len(), v.len()), (len, len, len), "adamw: grad, m, v must be as long as param");
     param
         .par_chunks_mut(BLOCK)
         .zip(grad.par_chunks(BLOCK))

@@ -118,29 +118,16 @@ impl AttentionShape {
     /// # Panics
     /// Unless `0 < head_dim_v <= head_dim`.
     pub fn with_value_width(self, head_dim_v: usize) -> Self {
-        assert!(
-            0 < head_dim_v && head_dim_v <= self.head_dim,
-            "attention: head_dim_v must be in 1..=head_dim"
-        );
+        assert!(0 < head_dim_v && head_dim_v <= self.head_dim, "attention: head_dim_v must be in 1..=head_dim");
         Self { head_dim_v, ..self }
     }
 
     fn check(&self, documents: Documents<'_>, mask: Mask<'_>) {
-        assert!(
-            self.num_kv_heads > 0 && self.head_dim > 0,
-            "attention: num_kv_heads and head_dim must not be 0"
-        );
+        assert!(self.num_kv_heads > 0 && self.head_dim > 0, "attention: num_kv_heads and head_dim must not be 0");
         assert!(self.num_heads > 0, "attention: num_heads must not be 0");
-        assert_eq!(
-            self.num_heads % self.num_kv_heads,
-            0,
-            "attention: num_heads is not a multiple of num_kv_heads"
-        );
+        assert_eq!(self.num_heads % self.num_kv_heads, 0, "attention: num_heads is not a multiple of num_kv_heads");
         documents.check(self.batch, self.seq_len);
-        assert!(
-            !matches!(mask, Mask::Window(0)),
-            "attention: a window must hold at least the query's own key"
-        );
+        assert!(!matches!(mask, Mask::Window(0)), "attention: a window must hold at least the query's own key");
         if let Mask::Chosen(chosen) = mask {
             assert!(chosen.block_size > 0, "attention: a block must hold at least one key");
             assert_eq!(
@@ -151,27 +138,15 @@ impl AttentionShape {
         }
         if let Mask::Expire { expire, delta } = mask {
             let keys = self.batch * self.num_kv_heads * self.seq_len;
-            assert_eq!(
-                expire.len(),
-                keys,
-                "attention: expire is not [batch, num_kv_heads, seq_len]"
-            );
-            assert_eq!(
-                delta.len(),
-                keys,
-                "attention: delta is not [batch, num_kv_heads, seq_len]"
-            );
+            assert_eq!(expire.len(), keys, "attention: expire is not [batch, num_kv_heads, seq_len]");
+            assert_eq!(delta.len(), keys, "attention: delta is not [batch, num_kv_heads, seq_len]");
         }
     }
 
     fn check_operands(&self, op: &str, qkv: &[f32], o: &[f32], lse: &[f32]) {
         let tokens = self.batch * self.seq_len;
         assert_eq!(qkv.len(), tokens * self.token_len(), "{op}: qkv has another size");
-        assert_eq!(
-            o.len(),
-            tokens * self.num_heads * self.head_dim_v,
-            "{op}: o has another size"
-        );
+        assert_eq!(o.len(), tokens * self.num_heads * self.head_dim_v, "{op}: o has another size");
         assert_eq!(lse.len(), tokens * self.num_heads, "{op}: lse has another size");
     }
 }
@@ -257,10 +232,7 @@ pub fn attention_forward(
 ///
 /// # Panics
 /// When lengths do not fit or the documents are not consecutive ranges.
-#[allow(
-    clippy::too_many_arguments,
-    reason = "six operands, two results, all slices of one op"
-)]
+#[allow(clippy::too_many_arguments, reason = "six operands, two results, all slices of one op")]
 pub fn attention_backward(
     shape: AttentionShape,
     qkv: &[f32],
@@ -275,18 +247,10 @@ pub fn attention_backward(
     shape.check(documents, mask);
     shape.check_operands("attention_backward", qkv, o, lse);
     assert_eq!(d_o.len(), o.len(), "attention_backward: d_o is not as long as o");
-    assert_eq!(
-        d_qkv.len(),
-        qkv.len(),
-        "attention_backward: d_qkv is not as long as qkv"
-    );
+    assert_eq!(d_qkv.len(), qkv.len(), "attention_backward: d_qkv is not as long as qkv");
     if let Some(d_delta) = &d_delta {
         let keys = shape.batch * shape.num_kv_heads * shape.seq_len;
-        assert_eq!(
-            d_delta.len(),
-            keys,
-            "attention_backward: d_delta is not [batch, num_kv_heads, seq_len]"
-        );
+        assert_eq!(d_delta.len(), keys, "attention_backward: d_delta is not [batch, num_kv_heads, seq_len]");
     }
     if shape.seq_len == 0 || shape.batch == 0 {
         return;

@@ -26,12 +26,9 @@ pub fn dma_scores_forward(shape: AttentionShape, qkv: &[f32], w: &[f32], a: &[f3
     let (heads, seq_len) = (shape.num_kv_heads, shape.seq_len);
     // `[batch, seq_len, num_kv_heads]`, so that a task writes a slice of its own; z has the heads before the tokens.
     let mut by_token = vec![0.0; z.len()];
-    by_token
-        .par_chunks_mut(TOKENS * heads)
-        .zip(qkv.par_chunks(TOKENS * shape.token_len()))
-        .for_each(|(z, qkv)| {
-            forward_tokens(shape, qkv, w, a, z);
-        });
+    by_token.par_chunks_mut(TOKENS * heads).zip(qkv.par_chunks(TOKENS * shape.token_len())).for_each(|(z, qkv)| {
+        forward_tokens(shape, qkv, w, a, z);
+    });
     for (n, z) in z.iter_mut().enumerate() {
         let (row_and_head, key) = (n / seq_len, n % seq_len);
         let (row, head) = (row_and_head / heads, row_and_head % heads);
@@ -88,11 +85,7 @@ pub fn dma_scores_backward(
 fn check(shape: AttentionShape, op: &str, qkv: &[f32], w: &[f32], a: &[f32], z: &[f32]) {
     let (heads, tokens) = (shape.num_kv_heads, shape.batch * shape.seq_len);
     assert_eq!(qkv.len(), tokens * shape.token_len(), "{op}: qkv has another size");
-    assert_eq!(
-        w.len(),
-        heads * heads * shape.head_dim,
-        "{op}: w is not [num_kv_heads, num_kv_heads * head_dim]"
-    );
+    assert_eq!(w.len(), heads * heads * shape.head_dim, "{op}: w is not [num_kv_heads, num_kv_heads * head_dim]");
     assert_eq!(a.len(), heads, "{op}: a is not [num_kv_heads]");
     assert_eq!(z.len(), tokens * heads, "{op}: z is not [batch, num_kv_heads, seq_len]");
 }
@@ -254,11 +247,7 @@ mod tests {
         let Case { shape, qkv, w, a } = case(shape(2, 70, 16));
         let mut z = vec![0.0; 2 * 3 * 70];
         dma_scores_forward(shape, &qkv, &w, &a, &mut z);
-        let one = AttentionShape {
-            batch: 1,
-            seq_len: 1,
-            ..shape
-        };
+        let one = AttentionShape { batch: 1, seq_len: 1, ..shape };
         for token in [0, 63, 64, 69, 70, 139] {
             let mut alone = [0.0; 3];
             let its = &qkv[token * shape.token_len()..][..shape.token_len()];

@@ -14,11 +14,7 @@ use crate::simd::on_arch;
 /// On an id outside the vocabulary or slices of other lengths.
 pub fn embedding_forward<T: Copy + Send + Sync>(ids: &[i32], weight: &[T], d_model: usize, y: &mut [T]) {
     assert_eq!(y.len(), ids.len() * d_model, "embedding_forward: y is not [n, d_model]");
-    assert_eq!(
-        weight.len() % d_model,
-        0,
-        "embedding_forward: weight is not [vocab_size, d_model]"
-    );
+    assert_eq!(weight.len() % d_model, 0, "embedding_forward: weight is not [vocab_size, d_model]");
     let vocab_size = weight.len() / d_model;
     y.par_chunks_mut(d_model)
         .zip(ids)
@@ -40,29 +36,17 @@ fn row_of(id: i32, vocab_size: usize) -> usize {
 /// # Panics
 /// On an id outside the vocabulary or slices of other lengths.
 pub fn embedding_backward(dy: &[f32], ids: &[i32], d_model: usize, dweight: &mut [f32]) {
-    assert_eq!(
-        dy.len(),
-        ids.len() * d_model,
-        "embedding_backward: dy is not [n, d_model]"
-    );
-    assert_eq!(
-        dweight.len() % d_model,
-        0,
-        "embedding_backward: dweight is not [vocab_size, d_model]"
-    );
+    assert_eq!(dy.len(), ids.len() * d_model, "embedding_backward: dy is not [n, d_model]");
+    assert_eq!(dweight.len() % d_model, 0, "embedding_backward: dweight is not [vocab_size, d_model]");
     let vocab_size = dweight.len() / d_model;
     let (order, first) = tokens_by_id(ids, vocab_size);
-    dweight
-        .par_chunks_mut(d_model)
-        .enumerate()
-        .with_min_len(16)
-        .for_each(|(id, row)| {
-            row.fill(0.0);
-            let rows = &order[first[id]..first[id + 1]];
-            if !rows.is_empty() {
-                add_rows(dy, rows, row);
-            }
-        });
+    dweight.par_chunks_mut(d_model).enumerate().with_min_len(16).for_each(|(id, row)| {
+        row.fill(0.0);
+        let rows = &order[first[id]..first[id + 1]];
+        if !rows.is_empty() {
+            add_rows(dy, rows, row);
+        }
+    });
 }
 
 /// Sorts the tokens' indices by id, ascending within an id (counting sort). Returns them, and where each id's indices

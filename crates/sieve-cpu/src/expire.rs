@@ -37,17 +37,11 @@ pub fn dma_select(
     keep_window_size: usize,
     expire: &mut [i32],
 ) {
-    assert_eq!(
-        z.len(),
-        batch * num_kv_heads * seq_len,
-        "dma_select: z is not [batch, num_kv_heads, seq_len]"
-    );
+    assert_eq!(z.len(), batch * num_kv_heads * seq_len, "dma_select: z is not [batch, num_kv_heads, seq_len]");
     assert_eq!(expire.len(), z.len(), "dma_select: expire is not as long as z");
     documents.check(batch, seq_len);
     let mut tasks = Vec::new();
-    let heads = z
-        .chunks_exact(seq_len.max(1))
-        .zip(expire.chunks_exact_mut(seq_len.max(1)));
+    let heads = z.chunks_exact(seq_len.max(1)).zip(expire.chunks_exact_mut(seq_len.max(1)));
     for (row_and_head, (z, mut expire)) in heads.enumerate() {
         for document in documents.of_row(row_and_head / num_kv_heads, seq_len) {
             let (of_document, rest) = expire.split_at_mut(document.len());
@@ -55,9 +49,7 @@ pub fn dma_select(
             expire = rest;
         }
     }
-    tasks
-        .into_par_iter()
-        .for_each(|(z, start, expire)| expire_by_heap(z, start, keep_window_size, expire));
+    tasks.into_par_iter().for_each(|(z, start, expire)| expire_by_heap(z, start, keep_window_size, expire));
 }
 
 /// Adds a local window: every key expires `local_window_size` = r queries later, at most at its document's end.
@@ -150,9 +142,7 @@ mod tests {
         let (batch, num_kv_heads, seq_len) = (1 + random.below(3), 1 + random.below(3), 1 + random.below(70));
         let window = 1 + random.below(seq_len + 3);
         let local = random.below(2) * random.below(window + 1);
-        let z: Vec<f32> = (0..batch * num_kv_heads * seq_len)
-            .map(|_| score(&mut random))
-            .collect();
+        let z: Vec<f32> = (0..batch * num_kv_heads * seq_len).map(|_| score(&mut random)).collect();
         let (start, end) = random.documents(batch, seq_len);
         let documents = Documents::new(&start, &end);
         let mut all = vec![-7; z.len()];

@@ -51,10 +51,7 @@ fn extent(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> Opt
     }
     let last_row = (rows - 1).checked_mul(row_stride)?;
     let last_col = (cols - 1).checked_mul(col_stride)?;
-    last_row
-        .checked_add(last_col)?
-        .checked_add(1)
-        .filter(|&len| len <= isize::MAX as usize)
+    last_row.checked_add(last_col)?.checked_add(1).filter(|&len| len <= isize::MAX as usize)
 }
 
 impl<'a> Matrix<'a> {
@@ -63,11 +60,7 @@ impl<'a> Matrix<'a> {
     /// # Panics
     /// When `data` has another length.
     pub fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
-        assert_eq!(
-            data.len(),
-            rows * cols,
-            "Matrix::new: data does not hold [{rows}, {cols}]"
-        );
+        assert_eq!(data.len(), rows * cols, "Matrix::new: data does not hold [{rows}, {cols}]");
         Self::strided(data, rows, cols, cols, 1)
     }
 
@@ -77,17 +70,8 @@ impl<'a> Matrix<'a> {
     /// When an element lies outside `data`.
     pub fn strided(data: &'a [f32], rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> Self {
         let needed = extent(rows, cols, row_stride, col_stride);
-        assert!(
-            needed.is_some_and(|n| n <= data.len()),
-            "Matrix::strided: [{rows}, {cols}] leaves the slice"
-        );
-        Self {
-            data,
-            rows,
-            cols,
-            row_stride,
-            col_stride,
-        }
+        assert!(needed.is_some_and(|n| n <= data.len()), "Matrix::strided: [{rows}, {cols}] leaves the slice");
+        Self { data, rows, cols, row_stride, col_stride }
     }
 
     /// Number of rows of the view, which [`t`](Self::t) swaps with its columns.
@@ -119,18 +103,8 @@ impl<'a> MatrixMut<'a> {
     /// # Panics
     /// When `data` has another length.
     pub fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
-        assert_eq!(
-            data.len(),
-            rows * cols,
-            "MatrixMut::new: data does not hold [{rows}, {cols}]"
-        );
-        Self {
-            data,
-            rows,
-            cols,
-            row_stride: cols,
-            col_stride: 1,
-        }
+        assert_eq!(data.len(), rows * cols, "MatrixMut::new: data does not hold [{rows}, {cols}]");
+        Self { data, rows, cols, row_stride: cols, col_stride: 1 }
     }
 
     /// Rows of `cols` consecutive elements, `row_stride >= cols` apart.
@@ -140,17 +114,8 @@ impl<'a> MatrixMut<'a> {
     pub fn strided(data: &'a mut [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
         assert!(row_stride >= cols, "MatrixMut::strided: rows overlap");
         let needed = extent(rows, cols, row_stride, 1);
-        assert!(
-            needed.is_some_and(|n| n <= data.len()),
-            "MatrixMut::strided: [{rows}, {cols}] leaves the slice"
-        );
-        Self {
-            data,
-            rows,
-            cols,
-            row_stride,
-            col_stride: 1,
-        }
+        assert!(needed.is_some_and(|n| n <= data.len()), "MatrixMut::strided: [{rows}, {cols}] leaves the slice");
+        Self { data, rows, cols, row_stride, col_stride: 1 }
     }
 }
 
@@ -163,11 +128,7 @@ impl<'a> MatrixMut<'a> {
 /// When the shapes do not fit.
 pub fn matmul(threads: Threads, alpha: f32, a: Matrix<'_>, b: Matrix<'_>, beta: f32, c: MatrixMut<'_>) {
     assert_eq!(a.cols, b.rows, "matmul: a and b disagree in the inner size");
-    assert_eq!(
-        (a.rows, b.cols),
-        (c.rows, c.cols),
-        "matmul: c does not have the shape of a b"
-    );
+    assert_eq!((a.rows, b.cols), (c.rows, c.cols), "matmul: c does not have the shape of a b");
     let parallelism = match threads {
         Threads::One => Parallelism::None,
         // 0: all threads of the pool.
@@ -217,15 +178,7 @@ mod tests {
     #[test]
     fn equals_the_definition_for_any_strides() {
         let mut random = Random(1);
-        for (m, n, k) in [
-            (1, 1, 1),
-            (3, 5, 7),
-            (17, 2, 33),
-            (65, 129, 31),
-            (1, 40, 9),
-            (50, 1, 6),
-            (4, 6, 0),
-        ] {
+        for (m, n, k) in [(1, 1, 1), (3, 5, 7), (17, 2, 33), (65, 129, 31), (1, 40, 9), (50, 1, 6), (4, 6, 0)] {
             let (a, b) = (random.vector(m * (k + 3) + 2), random.vector(k * n + 2));
             let a = Matrix::strided(&a, m, k, k + 3, 1);
             // b is stored transposed.
@@ -279,9 +232,7 @@ mod tests {
         let zeros = [0.0; 10];
         sieve_testing::panics("leaves the slice", || Matrix::strided(&zeros, 3, 3, 4, 1));
         // An extent that overflows.
-        sieve_testing::panics("leaves the slice", || {
-            Matrix::strided(&zeros, usize::MAX, 2, usize::MAX, 1)
-        });
+        sieve_testing::panics("leaves the slice", || Matrix::strided(&zeros, usize::MAX, 2, usize::MAX, 1));
         sieve_testing::panics("rows overlap", || MatrixMut::strided(&mut [0.0; 10], 3, 3, 2).rows);
         let wrong = || gemm_of(Threads::One, &zeros[..4], &zeros[..6], [2, 2, 3, 2]);
         sieve_testing::panics("inner size", wrong);

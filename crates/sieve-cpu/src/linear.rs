@@ -215,10 +215,8 @@ mod tests {
                     let (x, weight) = (&x[r * d_in..][..d_in], &wide[o * d_in..][..d_in]);
                     x.iter().zip(weight).map(|(&x, &w)| f64::from(x) * f64::from(w)).sum()
                 };
-                let expected: Vec<f64> = (0..rows)
-                    .flat_map(|r| (0..d_out).map(move |o| (r, o)))
-                    .map(|(r, o)| at(r, o))
-                    .collect();
+                let expected: Vec<f64> =
+                    (0..rows).flat_map(|r| (0..d_out).map(move |o| (r, o))).map(|(r, o)| at(r, o)).collect();
                 for (what, weight) in [("f32", Weight::F32(&wide)), ("bf16", Weight::Bf16(&rounded))] {
                     let y = run(&x, weight, sizes);
                     assert_close_relative(&format!("{sizes:?} {what}"), &y, &expected, TOLERANCE);
@@ -230,33 +228,15 @@ mod tests {
     // [2048, 2100] is more than one panel.
     #[test]
     fn a_row_and_a_type_do_not_change_a_bit() {
-        for [d_in, d_out] in [
-            [64, 128],
-            [48, 40],
-            [192, 1024],
-            [3000, 200],
-            [768, 2304],
-            [2048, 2100],
-            [700, 40],
-            [96, 20],
-        ] {
+        for [d_in, d_out] in
+            [[64, 128], [48, 40], [192, 1024], [3000, 200], [768, 2304], [2048, 2100], [700, 40], [96, 20]]
+        {
             let rows = 300;
             let (x, rounded, wide) = operands([rows, d_in, d_out], 2);
             let all = run(&x, Weight::F32(&wide), [rows, d_in, d_out]);
-            for (first, count) in [
-                (0, 70),
-                (3, 1),
-                (5, 2),
-                (1, 7),
-                (0, 8),
-                (2, 9),
-                (0, 16),
-                (9, 17),
-                (4, 33),
-                (0, 64),
-                (2, 65),
-                (0, 257),
-            ] {
+            for (first, count) in
+                [(0, 70), (3, 1), (5, 2), (1, 7), (0, 8), (2, 9), (0, 16), (9, 17), (4, 33), (0, 64), (2, 65), (0, 257)]
+            {
                 let sizes = [count, d_in, d_out];
                 let x = &x[first * d_in..][..count * d_in];
                 let expected = &all[first * d_out..][..count * d_out];

@@ -79,16 +79,8 @@ pub fn linear_cross_entropy_with_gradients(
     dh: &mut [f32],
     dweight: &mut [f32],
 ) -> CrossEntropy {
-    assert_eq!(
-        dh.len(),
-        h.len(),
-        "linear_cross_entropy_with_gradients: dh is not as long as h"
-    );
-    assert_eq!(
-        dweight.len(),
-        weight.len(),
-        "linear_cross_entropy_with_gradients: dweight is not as long as weight"
-    );
+    assert_eq!(dh.len(), h.len(), "linear_cross_entropy_with_gradients: dh is not as long as h");
+    assert_eq!(dweight.len(), weight.len(), "linear_cross_entropy_with_gradients: dweight is not as long as weight");
     let gradients = Gradients { weight, dh, dweight };
     let nll = None;
     run(h, Weight::F32(weight), labels, d_model, Some(gradients), nll)
@@ -115,17 +107,10 @@ fn run(
         d_model > 0 && weight.len().is_multiple_of(d_model),
         "linear_cross_entropy: weight is not [vocab_size, {d_model}]"
     );
-    assert_eq!(
-        h.len(),
-        labels.len() * d_model,
-        "linear_cross_entropy: h is not [n, d_model]"
-    );
+    assert_eq!(h.len(), labels.len() * d_model, "linear_cross_entropy: h is not [n, d_model]");
     let vocab_size = weight.len() / d_model;
     for &label in labels {
-        assert!(
-            i64::from(label) < vocab_size as i64,
-            "linear_cross_entropy: label {label} is not below {vocab_size}"
-        );
+        assert!(i64::from(label) < vocab_size as i64, "linear_cross_entropy: label {label} is not below {vocab_size}");
     }
     let labelled = labels.iter().filter(|&&label| label >= FIRST_LABEL).count();
     let is_worth_it = (labels.len() - labelled) * MIN_UNLABELLED >= labels.len();
@@ -134,10 +119,7 @@ fn run(
     }
     let chunk_rows = chunk_rows(vocab_size);
     let mut logits = vec![0.0; chunk_rows.min(labels.len()) * vocab_size];
-    let mut total = CrossEntropy {
-        loss_sum: 0.0,
-        num_labels: 0,
-    };
+    let mut total = CrossEntropy { loss_sum: 0.0, num_labels: 0 };
     // Without rows there is no chunk that would write the weight's gradient.
     if labels.is_empty()
         && let Some(gradients) = &mut gradients
@@ -166,22 +148,11 @@ fn run(
         if let Some(Gradients { weight, dh, dweight }) = &mut gradients {
             let (h, w) = (Matrix::new(h, rows, d_model), Matrix::new(weight, vocab_size, d_model));
             let d_logits = Matrix::new(logits, rows, vocab_size);
-            let dh = MatrixMut::new(
-                &mut dh[first_row * d_model..(first_row + rows) * d_model],
-                rows,
-                d_model,
-            );
+            let dh = MatrixMut::new(&mut dh[first_row * d_model..(first_row + rows) * d_model], rows, d_model);
             matmul(Threads::All, 1.0, d_logits, w, 0.0, dh);
             // The first chunk overwrites the weight's gradient, the later ones add to it.
             let beta = if chunk == 0 { 0.0 } else { 1.0 };
-            matmul(
-                Threads::All,
-                1.0,
-                d_logits.t(),
-                h,
-                beta,
-                MatrixMut::new(dweight, vocab_size, d_model),
-            );
+            matmul(Threads::All, 1.0, d_logits.t(), h, beta, MatrixMut::new(dweight, vocab_size, d_model));
         }
     }
     total
@@ -207,17 +178,9 @@ fn run_labelled(
     let mut nll_of_rows = vec![0.0; rows.len()];
     let total = match gradients {
         None => run(h, weight, &labels, d_model, None, Some(&mut nll_of_rows)),
-        Some(Gradients {
-            weight: weight_f32,
-            dh,
-            dweight,
-        }) => {
+        Some(Gradients { weight: weight_f32, dh, dweight }) => {
             let mut dh_of_rows = vec![0.0; h.len()];
-            let gradients = Gradients {
-                weight: weight_f32,
-                dh: &mut dh_of_rows,
-                dweight,
-            };
+            let gradients = Gradients { weight: weight_f32, dh: &mut dh_of_rows, dweight };
             let nll = Some(nll_of_rows.as_mut_slice());
             let total = run(h, weight, &labels, d_model, Some(gradients), nll);
             dh.fill(0.0);
@@ -297,19 +260,10 @@ mod tests {
         fn new(n: usize, d_model: usize, vocab_size: usize, seed: u64) -> Self {
             let mut random = Random(seed);
             let mut label = |i: usize| {
-                if i % 5 == 3 {
-                    -100
-                } else {
-                    random.below(vocab_size) as i32
-                }
+                if i % 5 == 3 { -100 } else { random.below(vocab_size) as i32 }
             };
             let labels = (0..n).map(&mut label).collect();
-            Self {
-                h: random.vector(n * d_model),
-                weight: random.vector(vocab_size * d_model),
-                labels,
-                d_model,
-            }
+            Self { h: random.vector(n * d_model), weight: random.vector(vocab_size * d_model), labels, d_model }
         }
 
         /// Loss of each row.
@@ -318,10 +272,8 @@ mod tests {
                 if label < 0 {
                     return 0.0;
                 }
-                let logits: Vec<f64> = weight
-                    .chunks(self.d_model)
-                    .map(|w| w.iter().zip(h).map(|(w, h)| w * h).sum())
-                    .collect();
+                let logits: Vec<f64> =
+                    weight.chunks(self.d_model).map(|w| w.iter().zip(h).map(|(w, h)| w * h).sum()).collect();
                 let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let lse = max + logits.iter().map(|x| (x - max).exp()).sum::<f64>().ln();
                 lse - logits[label as usize]
@@ -335,12 +287,7 @@ mod tests {
 
         fn with_grad(&self) -> (CrossEntropy, Vec<f32>, Vec<f32>) {
             let (mut dh, mut dweight) = (vec![f32::NAN; self.h.len()], vec![f32::NAN; self.weight.len()]);
-            let Self {
-                h,
-                weight,
-                labels,
-                d_model,
-            } = self;
+            let Self { h, weight, labels, d_model } = self;
             let loss = linear_cross_entropy_with_gradients(h, weight, labels, *d_model, &mut dh, &mut dweight);
             (loss, dh, dweight)
         }
@@ -349,11 +296,7 @@ mod tests {
     #[track_caller]
     fn assert_sums(got: CrossEntropy, rows: &[f64], labels: &[i32]) {
         let loss: f64 = rows.iter().sum();
-        assert!(
-            (got.loss_sum - loss).abs() <= 1e-6 * (1.0 + loss),
-            "{} instead of {loss}",
-            got.loss_sum
-        );
+        assert!((got.loss_sum - loss).abs() <= 1e-6 * (1.0 + loss), "{} instead of {loss}", got.loss_sum);
         assert_eq!(got.num_labels, labels.iter().filter(|&&label| label >= 0).count());
     }
 
@@ -387,10 +330,7 @@ mod tests {
         let (mut expected_dh, mut expected_dweight) = (vec![0.0; dh.len()], vec![0.0; dweight.len()]);
         for (row, &label) in case.labels.iter().enumerate().filter(|(_, label)| **label >= 0) {
             let h = &h[row * 4..row * 4 + 4];
-            let logits: Vec<f64> = weight
-                .chunks(4)
-                .map(|w| w.iter().zip(h).map(|(w, h)| w * h).sum())
-                .collect();
+            let logits: Vec<f64> = weight.chunks(4).map(|w| w.iter().zip(h).map(|(w, h)| w * h).sum()).collect();
             let sum: f64 = logits.iter().map(|x| x.exp()).sum();
             for (id, x) in logits.iter().enumerate() {
                 let gradient = x.exp() / sum - f64::from(u8::from(id == label as usize));

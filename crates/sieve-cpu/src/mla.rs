@@ -37,31 +37,16 @@ pub struct MlaDecode {
 /// # Panics
 /// When lengths do not fit.
 pub fn mla_decode(shape: &MlaDecode, q: &[f32], latents: &[f32], key_scale: Option<&[f32]>, o: &mut [f32]) {
-    let MlaDecode {
-        batch,
-        num_queries,
-        num_heads,
-        len,
-        rank,
-        rope_dim,
-        ..
-    } = *shape;
+    let MlaDecode { batch, num_queries, num_heads, len, rank, rope_dim, .. } = *shape;
     let (width, rows) = (rank + rope_dim, batch * num_queries * num_heads);
-    assert!(
-        rank > 0 && num_heads > 0 && num_queries > 0 && num_queries <= len,
-        "mla_decode: impossible sizes"
-    );
+    assert!(rank > 0 && num_heads > 0 && num_queries > 0 && num_queries <= len, "mla_decode: impossible sizes");
     assert_eq!(
         (q.len(), latents.len(), o.len()),
         (rows * width, batch * len * width, rows * rank),
         "mla_decode: q, latents or o has another size"
     );
     if let Some(scale) = key_scale {
-        assert_eq!(
-            scale.len(),
-            batch * len * num_heads,
-            "mla_decode: key_scale has another size"
-        );
+        assert_eq!(scale.len(), batch * len * num_heads, "mla_decode: key_scale has another size");
     }
     let heads = o.par_chunks_exact_mut(rank).zip(q.par_chunks_exact(width)).enumerate();
     heads.for_each(|(at, (o, q))| {
@@ -113,14 +98,7 @@ mod tests {
 
     /// In f64, with each head's keys written out.
     fn definition(shape: &MlaDecode, q: &[f32], latents: &[f32], key_scale: Option<&[f32]>) -> Vec<f64> {
-        let MlaDecode {
-            num_queries,
-            num_heads,
-            len,
-            rank,
-            rope_dim,
-            ..
-        } = *shape;
+        let MlaDecode { num_queries, num_heads, len, rank, rope_dim, .. } = *shape;
         let width = rank + rope_dim;
         let mut o = Vec::new();
         for (at, q) in q.chunks(width).enumerate() {
@@ -132,17 +110,12 @@ mod tests {
                     let latent = &latents[key * width..(key + 1) * width];
                     let scale = key_scale.map_or(1.0, |scale| f64::from(scale[key * num_heads + head]));
                     let products = q.iter().zip(latent).map(|(&q, &k)| f64::from(q) * f64::from(k));
-                    (
-                        (f64::from(shape.softmax_scale) * scale * products.sum::<f64>()).exp(),
-                        latent,
-                    )
+                    ((f64::from(shape.softmax_scale) * scale * products.sum::<f64>()).exp(), latent)
                 })
                 .collect();
             let sum: f64 = weights.iter().map(|(weight, _)| weight).sum();
             o.extend((0..rank).map(|column| {
-                let parts = weights
-                    .iter()
-                    .map(|(weight, latent)| weight * f64::from(latent[column]));
+                let parts = weights.iter().map(|(weight, latent)| weight * f64::from(latent[column]));
                 parts.sum::<f64>() / sum
             }));
         }
@@ -153,15 +126,7 @@ mod tests {
     fn new_tokens_see_the_latents_up_to_their_own_each_key_with_its_factor() {
         on_every_arch(|| {
             for (num_queries, len, rank, rope_dim) in [(1, 1, 5, 2), (1, 37, 24, 8), (3, 3, 16, 4), (4, 30, 33, 16)] {
-                let shape = MlaDecode {
-                    batch: 2,
-                    num_queries,
-                    num_heads: 3,
-                    len,
-                    rank,
-                    rope_dim,
-                    softmax_scale: 0.2,
-                };
+                let shape = MlaDecode { batch: 2, num_queries, num_heads: 3, len, rank, rope_dim, softmax_scale: 0.2 };
                 let mut random = Random(len as u64);
                 let q = random.vector(2 * num_queries * 3 * (rank + rope_dim));
                 let latents = random.vector(2 * len * (rank + rope_dim));

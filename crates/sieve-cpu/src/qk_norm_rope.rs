@@ -52,25 +52,10 @@ impl QkNormRope<'_> {
 
     fn check(&self, qkv: &[f32], documents: Documents<'_>) {
         let tokens = self.batch * self.seq_len;
-        assert!(
-            self.head_dim > 0 && self.head_dim.is_multiple_of(2),
-            "qk_norm_rope: head_dim must be even"
-        );
-        assert_eq!(
-            self.cos.len(),
-            self.sin.len(),
-            "qk_norm_rope: cos and sin differ in length"
-        );
-        assert_eq!(
-            documents.start.len(),
-            tokens,
-            "qk_norm_rope: documents.start is not [batch, seq_len]"
-        );
-        assert_eq!(
-            qkv.len(),
-            tokens * self.token_len(),
-            "qk_norm_rope: qkv has another size"
-        );
+        assert!(self.head_dim > 0 && self.head_dim.is_multiple_of(2), "qk_norm_rope: head_dim must be even");
+        assert_eq!(self.cos.len(), self.sin.len(), "qk_norm_rope: cos and sin differ in length");
+        assert_eq!(documents.start.len(), tokens, "qk_norm_rope: documents.start is not [batch, seq_len]");
+        assert_eq!(qkv.len(), tokens * self.token_len(), "qk_norm_rope: qkv has another size");
     }
 
     fn check_weights(&self) {
@@ -109,10 +94,7 @@ pub fn qk_norm_rope_forward(op: &QkNormRope<'_>, qkv: &[f32], documents: Documen
     op.check_weights();
     let token_len = op.token_len();
     assert_eq!(out.len(), qkv.len(), "qk_norm_rope_forward: out is not as long as qkv");
-    let tasks = out
-        .par_chunks_mut(TOKENS * token_len)
-        .zip(qkv.par_chunks(TOKENS * token_len))
-        .enumerate();
+    let tasks = out.par_chunks_mut(TOKENS * token_len).zip(qkv.par_chunks(TOKENS * token_len)).enumerate();
     tasks.for_each(|(task, (out, qkv))| forward_tokens(op, documents, task * TOKENS, qkv, out));
 }
 
@@ -171,16 +153,7 @@ pub fn qk_norm_rope_backward(
         .map(|(task, ((d_qkv, qkv), d_out))| {
             let (mut d_q_weight, mut d_k_weight) = (vec![0.0; head_dim], vec![0.0; head_dim]);
             let first = task * TOKENS;
-            backward_tokens(
-                op,
-                documents,
-                first,
-                qkv,
-                d_out,
-                d_qkv,
-                &mut d_q_weight,
-                &mut d_k_weight,
-            );
+            backward_tokens(op, documents, first, qkv, d_out, d_qkv, &mut d_q_weight, &mut d_k_weight);
             (d_q_weight, d_k_weight)
         })
         .unzip();
@@ -351,11 +324,7 @@ mod tests {
         fn new(sizes: [usize; 5], offset: usize, packed: bool) -> Self {
             let [batch, seq_len, num_heads, num_kv_heads, head_dim] = sizes;
             let mut random = Random(head_dim as u64);
-            let (start, end) = if packed {
-                random.documents(batch, seq_len)
-            } else {
-                whole_rows(batch, seq_len)
-            };
+            let (start, end) = if packed { random.documents(batch, seq_len) } else { whole_rows(batch, seq_len) };
             let angle =
                 |position: usize, i: usize| position as f64 * 10_000_f64.powf(-2.0 * i as f64 / head_dim as f64);
             let table = |f: fn(f64) -> f64| {
@@ -408,15 +377,7 @@ mod tests {
         fn backward(&self) -> [Vec<f32>; 3] {
             let mut d_qkv = vec![f32::NAN; self.qkv.len()];
             let (mut dq, mut dk) = (vec![f32::NAN; self.q_weight.len()], vec![f32::NAN; self.q_weight.len()]);
-            qk_norm_rope_backward(
-                &self.op(),
-                &self.qkv,
-                self.documents(),
-                &self.d_out,
-                &mut d_qkv,
-                &mut dq,
-                &mut dk,
-            );
+            qk_norm_rope_backward(&self.op(), &self.qkv, self.documents(), &self.d_out, &mut d_qkv, &mut dq, &mut dk);
             [d_qkv, dq, dk]
         }
 
@@ -434,11 +395,7 @@ mod tests {
                 let position = token % seq_len - self.start[token] as usize + self.offset;
                 let weight = if head < num_heads { q_weight } else { k_weight };
                 let mean = x.iter().map(|x| x * x).sum::<f64>() / d as f64;
-                let x: Vec<f64> = x
-                    .iter()
-                    .zip(weight)
-                    .map(|(x, w)| w * x / (mean + 1e-6).sqrt())
-                    .collect();
+                let x: Vec<f64> = x.iter().zip(weight).map(|(x, w)| w * x / (mean + 1e-6).sqrt()).collect();
                 for c in 0..d {
                     let angle = position as f64 * 10_000_f64.powf(-2.0 * (c % (d / 2)) as f64 / d as f64);
                     let rotated = if c < d / 2 { -x[c + d / 2] } else { x[c - d / 2] };

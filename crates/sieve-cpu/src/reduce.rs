@@ -45,10 +45,7 @@ mod tests {
             let x = Random(len as u64).vector(len);
             let exact: f64 = x.iter().map(|&x| f64::from(x).powi(2)).sum();
             let sum = sum_of_squares(&x);
-            assert!(
-                (sum - exact).abs() <= 1e-12 * (1.0 + exact),
-                "{len}: {sum} instead of {exact}"
-            );
+            assert!((sum - exact).abs() <= 1e-12 * (1.0 + exact), "{len}: {sum} instead of {exact}");
             let pool = threads(3);
             assert_eq!(pool.install(|| sum_of_squares(&x)), sum);
         }

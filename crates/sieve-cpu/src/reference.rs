@@ -121,11 +121,7 @@ impl<'a> Heads<'a> {
     /// The heads of a tensor that is not packed.
     pub fn new(values: &'a [f32], heads: usize, width: usize) -> Self {
         let token_len = heads * width;
-        Self {
-            values,
-            token_len,
-            width,
-        }
+        Self { values, token_len, width }
     }
 
     fn of_token(&self, token: usize, head: usize) -> impl Iterator<Item = f64> + use<'a> {
@@ -200,11 +196,7 @@ impl<'a> AttentionCall<'a> {
         d_o: &'a [f32],
     ) -> Self {
         let (width, token_len) = (shape.head_dim, shape.token_len());
-        let heads = |first: usize| Heads {
-            values: &qkv[first * width..],
-            token_len,
-            width,
-        };
+        let heads = |first: usize| Heads { values: &qkv[first * width..], token_len, width };
         Self {
             shape,
             q: heads(0),
@@ -218,13 +210,7 @@ impl<'a> AttentionCall<'a> {
 
     /// Computes the results, query heads in parallel.
     pub fn run(&self, rounding: Rounding) -> Results {
-        let AttentionShape {
-            batch,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            ..
-        } = self.shape;
+        let AttentionShape { batch, seq_len, num_heads, num_kv_heads, .. } = self.shape;
         let group_size = self.shape.group_size();
         let heads: Vec<Results> = (0..batch * num_heads)
             .into_par_iter()
@@ -269,9 +255,7 @@ impl<'a> AttentionCall<'a> {
 
     /// The bias of key j for query i; `None` where the query does not see the key.
     fn bias(&self, row: usize, kv_head: usize, i: usize, j: usize) -> Option<f64> {
-        let AttentionShape {
-            seq_len, num_kv_heads, ..
-        } = self.shape;
+        let AttentionShape { seq_len, num_kv_heads, .. } = self.shape;
         let first = self.documents.start[row * seq_len + i] as usize;
         if j > i || j < first {
             return None;
@@ -311,12 +295,7 @@ impl Results {
             dv: vec![0.0; keys * call.v.width],
             d_delta: vec![0.0; keys],
             d_delta_terms: vec![0.0; keys],
-            terms: Terms {
-                o: vec![0.0; queries],
-                dq: vec![0.0; queries],
-                dk: vec![0.0; keys],
-                dv: vec![0.0; keys],
-            },
+            terms: Terms { o: vec![0.0; queries], dq: vec![0.0; queries], dk: vec![0.0; keys], dv: vec![0.0; keys] },
         }
     }
 }
@@ -351,12 +330,7 @@ fn query_head_on<S: Simd>(_simd: S, call: &AttentionCall<'_>, row: usize, head: 
         dv: zeros(width_v),
         d_delta: zeros(1),
         d_delta_terms: zeros(1),
-        terms: Terms {
-            o: zeros(1),
-            dq: zeros(1),
-            dk: zeros(1),
-            dv: zeros(1),
-        },
+        terms: Terms { o: zeros(1), dq: zeros(1), dk: zeros(1), dv: zeros(1) },
     };
     let of_squares = |x: &[f64]| dot(x, x);
     let squares_k: Vec<f64> = k.chunks_exact(width_k).map(of_squares).collect();
@@ -431,10 +405,7 @@ mod tests {
     fn a_single_key_has_no_gradient_of_its_bias() {
         let expire: Vec<i32> = (0..18).map(|at| at % 9 + 1).collect();
         let delta = Random(5).vector(18);
-        let mask = Mask::Expire {
-            expire: &expire,
-            delta: &delta,
-        };
+        let mask = Mask::Expire { expire: &expire, delta: &delta };
         let got = run(mask, Rounding::None);
         let largest = |x: &[f64]| x.iter().fold(0.0f64, |m, x| m.max(x.abs()));
         let (gradient, terms) = (largest(&got.d_delta), largest(&got.d_delta_terms));

@@ -17,14 +17,9 @@ const ROWS: usize = 64;
 /// When the lengths do not fit.
 pub fn rms_norm_forward(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
     let d = weight.len();
-    assert!(
-        d > 0 && x.len().is_multiple_of(d),
-        "rms_norm_forward: x is not [rows, {d}]"
-    );
+    assert!(d > 0 && x.len().is_multiple_of(d), "rms_norm_forward: x is not [rows, {d}]");
     assert_eq!(x.len(), y.len(), "rms_norm_forward: y is not as long as x");
-    y.par_chunks_mut(ROWS * d)
-        .zip(x.par_chunks(ROWS * d))
-        .for_each(|(y, x)| forward_rows(x, weight, eps, y));
+    y.par_chunks_mut(ROWS * d).zip(x.par_chunks(ROWS * d)).for_each(|(y, x)| forward_rows(x, weight, eps, y));
 }
 
 /// Gradients of [`rms_norm_forward`]; the row statistics are recomputed.
@@ -36,15 +31,8 @@ pub fn rms_norm_forward(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
 /// When the lengths do not fit.
 pub fn rms_norm_backward(x: &[f32], weight: &[f32], eps: f32, dy: &[f32], dx: &mut [f32], dweight: &mut [f32]) {
     let d = weight.len();
-    assert!(
-        d > 0 && x.len().is_multiple_of(d),
-        "rms_norm_backward: x is not [rows, {d}]"
-    );
-    assert_eq!(
-        (dy.len(), dx.len()),
-        (x.len(), x.len()),
-        "rms_norm_backward: dy and dx must be as long as x"
-    );
+    assert!(d > 0 && x.len().is_multiple_of(d), "rms_norm_backward: x is not [rows, {d}]");
+    assert_eq!((dy.len(), dx.len()), (x.len(), x.len()), "rms_norm_backward: dy and dx must be as long as x");
     assert_eq!(dweight.len(), d, "rms_norm_backward: dweight is not [{d}]");
     let partial: Vec<Vec<f32>> = dx
         .par_chunks_mut(ROWS * d)
@@ -155,9 +143,7 @@ mod tests {
         x.chunks(d)
             .flat_map(|x| {
                 let mean = x.iter().map(|x| x * x).sum::<f64>() / d as f64;
-                x.iter()
-                    .zip(weight)
-                    .map(move |(x, w)| w * x / (mean + f64::from(EPS)).sqrt())
+                x.iter().zip(weight).map(move |(x, w)| w * x / (mean + f64::from(EPS)).sqrt())
             })
             .collect()
     }

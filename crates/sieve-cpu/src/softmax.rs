@@ -24,11 +24,7 @@ fn max_of_row_simd<S: Simd>(_simd: S, row: &[f32]) -> f32 {
     let (chunks, tail) = row.as_chunks::<32>();
     for chunk in chunks {
         for lane in 0..32 {
-            lanes[lane] = if chunk[lane] > lanes[lane] {
-                chunk[lane]
-            } else {
-                lanes[lane]
-            };
+            lanes[lane] = if chunk[lane] > lanes[lane] { chunk[lane] } else { lanes[lane] };
             nans[lane] += if chunk[lane].is_nan() { 1.0 } else { 0.0 };
         }
     }

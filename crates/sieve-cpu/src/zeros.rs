@@ -26,14 +26,7 @@ mod tests {
 
     #[test]
     fn vectors_of_any_length_hold_zeros_alone() {
-        for len in [
-            0,
-            1,
-            MIN_SHARED - 1,
-            MIN_SHARED,
-            MIN_SHARED + 1,
-            3 * MIN_SHARED + PAGE - 1,
-        ] {
+        for len in [0, 1, MIN_SHARED - 1, MIN_SHARED, MIN_SHARED + 1, 3 * MIN_SHARED + PAGE - 1] {
             // Memory of this size that held other numbers before.
             drop(vec![f32::NAN; len]);
             let found = zeros(len);

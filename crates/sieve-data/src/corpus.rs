@@ -235,12 +235,7 @@ impl Corpus {
             hub::check_path(path)?;
             is_remote = true;
         }
-        let mut corpus = Self {
-            config,
-            files: Vec::new(),
-            passed_over: PassedOver::new(),
-            hub: None,
-        };
+        let mut corpus = Self { config, files: Vec::new(), passed_over: PassedOver::new(), hub: None };
         if !is_remote {
             let no_hub = None;
             corpus.list(no_hub)?;

@@ -132,10 +132,7 @@ pub struct Loader {
 #[derive(Debug)]
 enum Rows {
     Shard(ShardRows),
-    Mixture {
-        sources: Vec<ShardRows>,
-        schedule: Schedule,
-    },
+    Mixture { sources: Vec<ShardRows>, schedule: Schedule },
     Mqar(MqarMixture),
 }
 
@@ -167,10 +164,7 @@ impl Loader {
         let weights = sources.iter().map(|source| source.1).collect::<Vec<_>>();
         let schedule = Schedule::new(&weights)?;
         let sources = sources.into_iter().map(|(shard, _)| ShardRows::new(shard, &config));
-        let rows = Rows::Mixture {
-            sources: sources.collect::<Result<_, _>>()?,
-            schedule,
-        };
+        let rows = Rows::Mixture { sources: sources.collect::<Result<_, _>>()?, schedule };
         Ok(Self { rows, config })
     }
 
@@ -184,11 +178,7 @@ impl Loader {
         for (name, got, wanted) in [
             ("seq_len", config.seq_len, mixture.seq_len()),
             // A larger vocabulary than the samples' is allowed.
-            (
-                "vocab_size",
-                config.vocab_size,
-                mixture.vocab_size().max(config.vocab_size),
-            ),
+            ("vocab_size", config.vocab_size, mixture.vocab_size().max(config.vocab_size)),
         ] {
             if got != wanted {
                 let reason = format!("{got}, but the MQAR samples are made for {wanted}");
@@ -259,16 +249,10 @@ fn check(config: &LoaderConfig) -> Result<(), DataError> {
         return bad("seq_len", format!("{} is not a length of a row", config.seq_len));
     }
     if config.vocab_size > i32::MAX as usize {
-        return bad(
-            "vocab_size",
-            format!("{} is more than 31 bits can number", config.vocab_size),
-        );
+        return bad("vocab_size", format!("{} is more than 31 bits can number", config.vocab_size));
     }
     if config.pad_id as usize >= config.vocab_size {
-        return bad(
-            "pad_id",
-            format!("{} is outside the vocabulary of {}", config.pad_id, config.vocab_size),
-        );
+        return bad("pad_id", format!("{} is outside the vocabulary of {}", config.pad_id, config.vocab_size));
     }
     Ok(())
 }

@@ -32,9 +32,7 @@ impl Schedule {
             return bad(format!("{} sources cannot be mixed", weights.len()));
         }
         if let Some(weight) = weights.iter().find(|weight| !(weight.is_finite() && **weight > 0.0)) {
-            return bad(format!(
-                "{weight} is not a positive number\n  hint: remove a source that is not wanted"
-            ));
+            return bad(format!("{weight} is not a positive number\n  hint: remove a source that is not wanted"));
         }
         let counts = parts(weights);
         let period = counts.iter().sum::<u64>();
@@ -79,9 +77,8 @@ fn parts(weights: &[f64]) -> Vec<u64> {
     // The first power of ten that makes all weights whole numbers, if their sum is a period that is short enough.
     for scale in [1.0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6] {
         let scaled = weights.iter().map(|weight| weight * scale);
-        let exact = scaled
-            .clone()
-            .all(|part| (0.5..1e15).contains(&part) && (part - part.round()).abs() <= 1e-9 * part);
+        let exact =
+            scaled.clone().all(|part| (0.5..1e15).contains(&part) && (part - part.round()).abs() <= 1e-9 * part);
         if !exact {
             continue;
         }

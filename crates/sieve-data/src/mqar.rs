@@ -52,14 +52,7 @@ pub struct MqarConfig {
 impl MqarConfig {
     /// The paper's settings: vocabulary 8192, a = 0.01, zeros between the queries.
     pub fn new(seq_len: usize, num_pairs: usize, seed: u64) -> Self {
-        Self {
-            vocab_size: 8192,
-            seq_len,
-            num_pairs,
-            power: 0.01,
-            noise: MqarNoise::Zeros,
-            seed,
-        }
+        Self { vocab_size: 8192, seq_len, num_pairs, power: 0.01, noise: MqarNoise::Zeros, seed }
     }
 
     /// Checks that samples of these sizes can be drawn.
@@ -68,13 +61,7 @@ impl MqarConfig {
     /// An odd length, more pairs than fit (`4 D > L`) or than there are keys, a vocabulary that is odd or not larger
     /// than the length, a power that is not positive.
     pub fn validate(&self) -> Result<(), DataError> {
-        let Self {
-            vocab_size,
-            seq_len,
-            num_pairs,
-            power,
-            ..
-        } = *self;
+        let Self { vocab_size, seq_len, num_pairs, power, .. } = *self;
         let bad = |name, reason| Err(DataError::BadSetting { name, reason });
         if vocab_size % 2 != 0 || vocab_size <= seq_len || vocab_size > i32::MAX as usize {
             return bad(
@@ -188,10 +175,7 @@ impl Mqar {
     pub fn new(config: MqarConfig) -> Result<Self, DataError> {
         config.validate()?;
         let slots = 1..=config.num_slots();
-        Ok(Self {
-            config,
-            inverse_weights: slots.map(|slot| (slot as f64).powf(1.0 - config.power)).collect(),
-        })
+        Ok(Self { config, inverse_weights: slots.map(|slot| (slot as f64).powf(1.0 - config.power)).collect() })
     }
 
     /// Settings of the samples.
@@ -201,14 +185,7 @@ impl Mqar {
 
     /// Sample `index` of a split. The result depends on these two and the settings.
     pub fn sample(&self, split: MqarSplit, index: u64) -> MqarSample {
-        let MqarConfig {
-            vocab_size,
-            seq_len,
-            num_pairs,
-            noise,
-            seed,
-            ..
-        } = self.config;
+        let MqarConfig { vocab_size, seq_len, num_pairs, noise, seed, .. } = self.config;
         let shape = (vocab_size as u64) << 40 ^ (seq_len as u64) << 20 ^ num_pairs as u64;
         let mut draws = Draws::new([seed, shape, split.stream(), index]);
         let half = vocab_size as u64 / 2;
@@ -233,10 +210,7 @@ impl Mqar {
             let mut forbidden = keys.iter().map(|key| key + 1).collect::<Vec<_>>();
             forbidden.sort_unstable();
             // `index` of the numbers below `key` are forbidden too.
-            let allowed_before = (0..)
-                .zip(forbidden)
-                .map(|(index, key)| key - index)
-                .collect::<Vec<u64>>();
+            let allowed_before = (0..).zip(forbidden).map(|(index, key)| key - index).collect::<Vec<u64>>();
             for (token, _) in tokens.iter_mut().zip(is_set).filter(|(_, set)| !set) {
                 *token = match noise {
                     MqarNoise::Disjoint => draws.below_without(vocab_size as u64, &allowed_before) as u32,

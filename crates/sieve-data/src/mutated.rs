@@ -85,9 +85,7 @@ fn damaged_jsonl_is_read_as_it_stands_or_refused() {
                 return Ok(());
             }
         };
-        let wanted = values
-            .iter()
-            .map(|value| value["text"].as_str().expect("taken, so a string"));
+        let wanted = values.iter().map(|value| value["text"].as_str().expect("taken, so a string"));
         let wanted = wanted.filter(|text| !text.trim().is_empty()).collect::<Vec<_>>();
         assert_eq!(found, wanted);
         Ok(())
@@ -100,10 +98,7 @@ fn damaged_jsonl_is_read_as_it_stands_or_refused() {
 fn damaged_packed_files_are_the_original_or_refused() {
     let text = lines();
     let wanted = texts_of(&text);
-    for (name, bytes) in [
-        ("a.jsonl.gz", gzip(text.as_bytes())),
-        ("a.jsonl.zst", zstd(text.as_bytes())),
-    ] {
+    for (name, bytes) in [("a.jsonl.gz", gzip(text.as_bytes())), ("a.jsonl.zst", zstd(text.as_bytes()))] {
         each_read(name, &bytes, |path, _| {
             // The mutation changed the time or name in gzip's header, or doubled a complete part.
             assert_eq!(texts(CorpusConfig::jsonl(path_of(path), "text"))?, wanted);
@@ -113,9 +108,7 @@ fn damaged_packed_files_are_the_original_or_refused() {
 }
 
 fn texts_of(lines: &str) -> Vec<String> {
-    let values = lines
-        .lines()
-        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let values = lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
     values.map(|value| value["text"].as_str().unwrap().to_owned()).collect()
 }
 
@@ -197,11 +190,7 @@ fn damaged_tokens_are_read_as_they_stand_or_refused() {
                 false
             }
             Ok(documents) => {
-                let wanted = bytes
-                    .as_chunks()
-                    .0
-                    .iter()
-                    .map(|&two| u32::from(u16::from_le_bytes(two)));
+                let wanted = bytes.as_chunks().0.iter().map(|&two| u32::from(u16::from_le_bytes(two)));
                 assert_eq!(documents.concat(), wanted.collect::<Vec<_>>());
                 let shard = ShardReader::open(&path.with_extension("")).unwrap();
                 let in_vocabulary = documents.concat().iter().all(|&token| token < 1000);
@@ -217,10 +206,7 @@ fn damaged_tokens_are_read_as_they_stand_or_refused() {
 fn damaged_tokenizers_work_or_are_refused() {
     let merges = serde_json::json!([["a", "b"], ["ab", "c"], ["Ġ", "a"]]);
     let tokens = ["<|endoftext|>", "a", "b", "c", "Ġ", "ab", "abc", "Ġa"];
-    let vocab = tokens
-        .iter()
-        .enumerate()
-        .map(|(id, token)| ((*token).to_owned(), id.into()));
+    let vocab = tokens.iter().enumerate().map(|(id, token)| ((*token).to_owned(), id.into()));
     let tokenizer = serde_json::json!({
         "version": "1.0", "truncation": null, "padding": null,
         "added_tokens": [{"id": 0, "content": "<|endoftext|>", "single_word": false, "lstrip": false,

@@ -24,11 +24,7 @@ impl Permutation {
             state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
             mix(state)
         });
-        Self {
-            len,
-            half_bits: bits.div_ceil(2).max(1),
-            round_keys,
-        }
+        Self { len, half_bits: bits.div_ceil(2).max(1), round_keys }
     }
 
     /// Number of permuted elements.
@@ -46,11 +42,7 @@ impl Permutation {
     /// # Panics
     /// When `index >= len`.
     pub fn get(&self, index: u64) -> u64 {
-        assert!(
-            index < self.len,
-            "index {index} is outside a permutation of {}",
-            self.len
-        );
+        assert!(index < self.len, "index {index} is outside a permutation of {}", self.len);
         let mut value = self.encrypt(index);
         while value >= self.len {
             value = self.encrypt(value);
@@ -87,10 +79,7 @@ mod tests {
         let mut seen = vec![false; len as usize];
         for index in 0..len {
             let value = permutation.get(index) as usize;
-            assert!(
-                !std::mem::replace(&mut seen[value], true),
-                "{value} comes twice at len {len}, seed {seed}"
-            );
+            assert!(!std::mem::replace(&mut seen[value], true), "{value} comes twice at len {len}, seed {seed}");
         }
     }
 
@@ -131,15 +120,10 @@ mod tests {
         let mut orders = std::collections::HashMap::new();
         for epoch in 0..6_000 {
             let permutation = Permutation::new(3, 2, epoch);
-            *orders
-                .entry([permutation.get(0), permutation.get(1), permutation.get(2)])
-                .or_insert(0u32) += 1;
+            *orders.entry([permutation.get(0), permutation.get(1), permutation.get(2)]).or_insert(0u32) += 1;
         }
         assert_eq!(orders.len(), 6);
-        assert!(
-            orders.values().all(|&count| (850..1_150).contains(&count)),
-            "{orders:?}"
-        );
+        assert!(orders.values().all(|&count| (850..1_150).contains(&count)), "{orders:?}");
     }
 
     proptest! {

@@ -62,10 +62,7 @@ impl Prefetch {
         };
         let thread = std::thread::Builder::new().name("sieve-loader".into()).spawn(work);
         let thread = thread.map_err(|error| stopped(&error.to_string()))?;
-        Ok(Self {
-            receiver: Some(receiver),
-            thread: Some(thread),
-        })
+        Ok(Self { receiver: Some(receiver), thread: Some(thread) })
     }
 }
 

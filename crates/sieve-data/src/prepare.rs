@@ -118,11 +118,7 @@ impl Prepared {
     pub fn open(dir: &Path) -> Result<Self, DataError> {
         let meta = PreparedMeta::read(dir)?;
         meta.check_files(dir)?;
-        Ok(Self {
-            dir: dir.to_path_buf(),
-            meta,
-            reused: true,
-        })
+        Ok(Self { dir: dir.to_path_buf(), meta, reused: true })
     }
 
     /// Starts a thread that reads the shards and compares their checksums with the ones in `meta.json`; opening
@@ -249,11 +245,7 @@ fn prepare_at_pace(
         ValidationSource::Fraction(_) => None,
     };
     let has_prompts = |corpus: &Corpus| corpus.config().prompt_column.is_some();
-    if corpora
-        .iter()
-        .chain(own_validation)
-        .any(|corpus| has_prompts(corpus) != has_prompts(&corpora[0]))
-    {
+    if corpora.iter().chain(own_validation).any(|corpus| has_prompts(corpus) != has_prompts(&corpora[0])) {
         let reason = "some of the corpora have prompts and some have none";
         return Err(DataError::setting("prompt_column", reason));
     }
@@ -276,25 +268,14 @@ fn prepare_at_pace(
             if plan.lock.has_mark()? {
                 remove_leftovers(dir)?;
             }
-            return Ok(Prepared {
-                dir: dir.clone(),
-                meta: meta.clone(),
-                reused: true,
-            });
+            return Ok(Prepared { dir: dir.clone(), meta: meta.clone(), reused: true });
         }
         if meta.fingerprint != plan.fingerprint && config.on_change == OnChange::Refuse {
-            return Err(DataError::OtherPreparation {
-                dir: dir.clone(),
-                what: plan.difference(meta),
-            });
+            return Err(DataError::OtherPreparation { dir: dir.clone(), what: plan.difference(meta) });
         }
     }
     let meta = plan.run(progress)?;
-    Ok(Prepared {
-        dir: dir.clone(),
-        meta,
-        reused: false,
-    })
+    Ok(Prepared { dir: dir.clone(), meta, reused: false })
 }
 
 /// A hash of everything that the shards depend on, in hexadecimal.

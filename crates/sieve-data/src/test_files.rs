@@ -27,9 +27,7 @@ pub(crate) fn quick_dir() -> tempfile::TempDir {
 /// The texts of a corpus.
 pub(crate) fn texts(config: CorpusConfig) -> Result<Vec<String>, DataError> {
     let corpus = Corpus::open(config)?;
-    let texts = corpus
-        .documents()
-        .map(|document| document.map(|document| document.text));
+    let texts = corpus.documents().map(|document| document.map(|document| document.text));
     texts.collect()
 }
 
@@ -72,10 +70,7 @@ pub(crate) fn write_parquet(path: &Path, groups: &[&[Option<&[u8]>]], compressio
             (Vec::new(), vec![0; texts.len()], Some(vec![0; texts.len()])),
         ] {
             let mut column = group.next_column().unwrap().unwrap();
-            column
-                .typed::<ByteArrayType>()
-                .write_batch(&values, Some(&levels), repetition.as_deref())
-                .unwrap();
+            column.typed::<ByteArrayType>().write_batch(&values, Some(&levels), repetition.as_deref()).unwrap();
             column.close().unwrap();
         }
         group.close().unwrap();
@@ -96,10 +91,7 @@ pub(crate) fn write_parquet_of(path: &Path, columns: &[(&str, Vec<&str>)], compr
         let values = texts.iter().map(|text| ByteArray::from(text.as_bytes().to_vec()));
         let mut column = group.next_column().unwrap().unwrap();
         let values = values.collect::<Vec<_>>();
-        column
-            .typed::<ByteArrayType>()
-            .write_batch(&values, None, None)
-            .unwrap();
+        column.typed::<ByteArrayType>().write_batch(&values, None, None).unwrap();
         column.close().unwrap();
     }
     group.close().unwrap();

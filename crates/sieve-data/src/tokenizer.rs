@@ -25,15 +25,8 @@ const END_OF_TEXT: &str = "<|endoftext|>";
 const PAD: &str = "<|pad|>";
 
 /// Names of the end-of-document token in published tokenizers, most likely first.
-const END_OF_DOCUMENT_NAMES: [&str; 7] = [
-    END_OF_TEXT,
-    "<|end_of_text|>",
-    "<|end▁of▁sentence|>",
-    "</s>",
-    "<eos>",
-    "<|eot_id|>",
-    "<|im_end|>",
-];
+const END_OF_DOCUMENT_NAMES: [&str; 7] =
+    [END_OF_TEXT, "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>"];
 
 /// A BPE tokenizer. Threads can share it by reference.
 #[derive(Debug)]
@@ -196,11 +189,7 @@ impl Tokenizer {
     /// such a token.
     pub fn num_base_tokens(&self) -> usize {
         let with_added_tokens = false;
-        self.marked
-            .get_vocab(with_added_tokens)
-            .values()
-            .max()
-            .map_or(0, |&id| id as usize + 1)
+        self.marked.get_vocab(with_added_tokens).values().max().map_or(0, |&id| id as usize + 1)
     }
 
     /// The id of a token, special or not.
@@ -255,10 +244,7 @@ impl Tokenizer {
     /// Sets the name of the end-of-document token; with `None`, [`eos_id`](Self::eos_id) looks for a known name.
     #[must_use]
     pub fn with_eos_token(self, name: Option<&str>) -> Self {
-        Self {
-            eos_token: name.map(str::to_owned),
-            ..self
-        }
+        Self { eos_token: name.map(str::to_owned), ..self }
     }
 
     /// The id of the end-of-document token: of the name [given](Self::with_eos_token), or else of the first known name
@@ -322,9 +308,7 @@ fn encode(tokenizer: &HfTokenizer, text: &str) -> Result<Vec<u32>, DataError> {
     // encode_fast leaves out the character offsets, which Sieve does not use.
     let add_special_tokens = false;
     let encoding = tokenizer.encode_fast(text, add_special_tokens);
-    encoding
-        .map(|encoding| encoding.get_ids().to_vec())
-        .map_err(|error| encode_error(text, &*error))
+    encoding.map(|encoding| encoding.get_ids().to_vec()).map_err(|error| encode_error(text, &*error))
 }
 
 /// The error when training a tokenizer failed.
@@ -334,9 +318,7 @@ fn not_trained(reason: String) -> DataError {
 
 fn encode_error(text: &str, error: &dyn std::error::Error) -> DataError {
     let beginning = text.chars().take(40).collect::<String>();
-    DataError::Failed(format!(
-        "the tokenizer cannot encode the text that begins {beginning:?}: {error}"
-    ))
+    DataError::Failed(format!("the tokenizer cannot encode the text that begins {beginning:?}: {error}"))
 }
 
 #[cfg(test)]

@@ -43,12 +43,8 @@ impl<B: DeviceBackend> Captured<B> {
     /// Runs dense attention of a layer on the same path (device or host) as selectors. Also returns its output, which
     /// the model's next layer needs.
     pub(crate) fn of(operands: &LayerOperands<B>) -> Result<(Self, Tensor<B, 4>), EvalError> {
-        let captured = |dense, o: &Tensor<B, 4>, dense_ms| Self {
-            operands: operands.clone(),
-            dense,
-            o: o.clone(),
-            dense_ms,
-        };
+        let captured =
+            |dense, o: &Tensor<B, 4>, dense_ms| Self { operands: operands.clone(), dense, o: o.clone(), dense_ms };
         if has_sparse_attention(&operands.qkv) {
             let started = Instant::now();
             let dense = dense_on_device(operands)?;
@@ -120,11 +116,7 @@ impl<B: DeviceBackend> Captured<B> {
         let (output, cost) = prefill_on_device(selector, &self.operands, selection.chunk(), has_clock, &mut kept)?;
         // Reading a value back waits for the device, so that the clock measures the work.
         let _last = output.lse.clone().narrow(2, 0, 1).into_data();
-        Ok(Done {
-            output: Output::Device(output),
-            cost,
-            milliseconds: milliseconds(started),
-        })
+        Ok(Done { output: Output::Device(output), cost, milliseconds: milliseconds(started) })
     }
 
     /// Selection and attention on the host, from a copy of the operands.
@@ -150,11 +142,7 @@ impl<B: DeviceBackend> Captured<B> {
             };
             let milliseconds = milliseconds(started);
             let output = o.clone();
-            done = Some(Done {
-                output: Output::Host(o, lse),
-                cost,
-                milliseconds,
-            });
+            done = Some(Done { output: Output::Host(o, lse), cost, milliseconds });
             Ok::<_, EvalError>(output)
         })?;
         let mut done = done.expect("the layer was attended to");
@@ -218,11 +206,7 @@ fn dense_on_device<B: DeviceBackend>(operands: &LayerOperands<B>) -> Result<Spar
 /// `|a - b| / |b|` by Euclidean norms.
 fn relative_error(a: &[f32], b: &[f32]) -> f64 {
     let square = |x: f64| x * x;
-    let error: f64 = a
-        .iter()
-        .zip(b)
-        .map(|(a, b)| square(f64::from(*a) - f64::from(*b)))
-        .sum();
+    let error: f64 = a.iter().zip(b).map(|(a, b)| square(f64::from(*a) - f64::from(*b))).sum();
     let size: f64 = b.iter().map(|b| square(f64::from(*b))).sum();
     (error / size.max(f64::MIN_POSITIVE)).sqrt()
 }

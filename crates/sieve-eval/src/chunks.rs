@@ -42,11 +42,7 @@ pub(crate) struct Cost {
 impl Cost {
     /// For dense attention or a method that reads token by token, which have no tiles.
     pub(crate) fn of_density(density: f64) -> Self {
-        Self {
-            density,
-            tile_density: density,
-            ..Self::default()
-        }
+        Self { density, tile_density: density, ..Self::default() }
     }
 
     /// Adds a call whose mask was made on the host, with the arguments of [`add_shares`](Self::add_shares).
@@ -102,10 +98,7 @@ impl Cost {
         let pairs_share = match made.dense_rows.first() {
             None => density,
             Some(rows) => {
-                let dense = CallShape {
-                    num_queries: rows.len(),
-                    ..shape
-                };
+                let dense = CallShape { num_queries: rows.len(), ..shape };
                 let share = dense.causal_pairs() as f64 / causal;
                 share + density * (1.0 - share)
             }
@@ -189,11 +182,7 @@ pub(crate) fn calls_of<B: DeviceBackend>(
     let (whole, step) = (operands.shape(tokens), chunk.unwrap_or(tokens).max(1));
     (0..tokens).step_by(step).map(move |first| {
         let end = (first + step).min(tokens);
-        CallShape {
-            num_queries: end - first,
-            num_keys: end,
-            ..whole
-        }
+        CallShape { num_queries: end - first, num_keys: end, ..whole }
     })
 }
 
@@ -306,16 +295,10 @@ fn select_on_host<B: DeviceBackend>(
     copied: &mut Option<HostQueriesAndKeys>,
     cost: &mut Cost,
 ) -> Result<Arc<Made>, EvalError> {
-    let shape = CallShape {
-        num_queries: rows.len(),
-        num_keys: rows.end,
-        ..whole
-    };
+    let shape = CallShape { num_queries: rows.len(), num_keys: rows.end, ..whole };
     let reads = selector.reads(operands.layer, rows.len());
     let serves_others = reads == Reads::Nothing && operands.layer >= selector.first_alike_layer();
-    let mut fitting = kept
-        .iter()
-        .filter(|(by, _, mask)| mask.shape == shape && by == selector);
+    let mut fitting = kept.iter().filter(|(by, _, mask)| mask.shape == shape && by == selector);
     if serves_others && let Some((_, _, mask)) = fitting.next() {
         cost.add(shape, mask.shares, &mask.stats);
         return Ok(mask.clone());
@@ -352,12 +335,7 @@ fn select_on_host<B: DeviceBackend>(
     // A reused mask adds its statistics again, but no time.
     chosen.stats.select_seconds = 0.0;
     let on_device = upload_mask::<B>(&chosen.mask, &operands.qkv.device()).map_err(SelectError::from)?;
-    let made = Arc::new(Made {
-        shape,
-        shares,
-        stats: chosen.stats,
-        on_device: Box::new(on_device),
-    });
+    let made = Arc::new(Made { shape, shares, stats: chosen.stats, on_device: Box::new(on_device) });
     if serves_others {
         // Masks for prompts of another length are dropped.
         kept.retain(|(_, tokens, _)| *tokens == whole.num_queries);

@@ -31,10 +31,7 @@ impl TextsWithEndings {
     /// the smaller of `num_endings` and [`texts_together`].
     pub fn new(num_tokens: usize, num_endings: usize) -> Self {
         let most = texts_together(num_tokens).min(num_endings);
-        Self {
-            texts: (most / 2).max(1),
-            endings: most.div_ceil(2),
-        }
+        Self { texts: (most / 2).max(1), endings: most.div_ceil(2) }
     }
 
     /// Caches in memory at once. A prompt has a cache of its own before it moves to its row of the others' cache.
@@ -262,10 +259,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         rows: &mut Option<TextRows<B>>,
     ) -> Result<(Tensor<B, 2>, Vec<usize>), EvalError> {
         let in_order = (0..texts.len()).collect();
-        if texts
-            .iter()
-            .any(|text| text.selection.as_ref().is_some_and(Selection::acts_in_decode))
-        {
+        if texts.iter().any(|text| text.selection.as_ref().is_some_and(Selection::acts_in_decode)) {
             let each = texts.iter_mut().zip(tokens).map(|(text, token)| text.logits(&[*token]));
             return Ok((Tensor::cat(each.collect::<Result<_, _>>()?, 0), in_order));
         }
@@ -309,9 +303,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         for ending in endings {
             check_vocabulary(ending, vocab_size)?;
         }
-        let mut found: Vec<Ending> = (endings.iter())
-            .map(|ending| Ending::default().and(logits, ending[0]))
-            .collect();
+        let mut found: Vec<Ending> = (endings.iter()).map(|ending| Ending::default().and(logits, ending[0])).collect();
         // Sorted from the longest, so that the endings of one batch have similar lengths.
         let mut order: Vec<usize> = (0..endings.len()).collect();
         order.sort_by_key(|&n| std::cmp::Reverse(endings[n].len()));
@@ -368,10 +360,7 @@ pub(crate) struct Ending {
 
 impl Default for Ending {
     fn default() -> Self {
-        Self {
-            log_likelihood: 0.0,
-            is_greedy: true,
-        }
+        Self { log_likelihood: 0.0, is_greedy: true }
     }
 }
 
@@ -401,27 +390,15 @@ mod tests {
     fn a_long_prompt_of_a_dma_model_goes_through_in_parts_and_leaves_what_one_pass_leaves() {
         let dma = |kept| Attention::Dma(DmaShape::published(kept));
         let part = |attention, num_tokens| prompt_part(&tiny_shape(attention, 64), num_tokens);
-        assert_eq!(
-            [part(dma(5), 9000), part(dma(3000), 90_000), part(dma(5), 70)],
-            [8192, 12_000, 70]
-        );
-        assert_eq!(
-            [part(Attention::swa(7), 8193), part(Attention::Mha, 9000)],
-            [8192, 9000]
-        );
-        let hybrid = ModelShape {
-            dense_layers: vec![true, false],
-            ..tiny_shape(dma(5), 64)
-        };
+        assert_eq!([part(dma(5), 9000), part(dma(3000), 90_000), part(dma(5), 70)], [8192, 12_000, 70]);
+        assert_eq!([part(Attention::swa(7), 8193), part(Attention::Mha, 9000)], [8192, 9000]);
+        let hybrid = ModelShape { dense_layers: vec![true, false], ..tiny_shape(dma(5), 64) };
         assert_eq!(prompt_part(&hybrid, 9000), 9000);
 
         let (len, device) = (8192 + 300, Default::default());
         for attention in [dma(5), Attention::swa(7)] {
             let model = tiny_model(attention, len + 8);
-            let (mut text, rope) = (
-                Continuation::new(&model, len + 8, &device),
-                model.rope(len + 8, &device),
-            );
+            let (mut text, rope) = (Continuation::new(&model, len + 8, &device), model.rope(len + 8, &device));
             let mut cache = KvCache::new(model.layers.len());
             let prompt = words(len);
             let parted = text.read(&prompt).expect("a prompt");
@@ -474,10 +451,7 @@ mod tests {
             assert_eq!(totals.density() < 1.0, !keeps_all, "{selector} {totals:?}");
         }
         let whole = Selection::new(Selector::parse("meanpool").expect("valid"), &shape).expect("it fits");
-        sieve_testing::refusal(
-            whole.as_stream(),
-            "meanpool, which reads a prompt whole | hint: leave --stream out",
-        );
+        sieve_testing::refusal(whole.as_stream(), "meanpool, which reads a prompt whole | hint: leave --stream out");
     }
 
     #[test]
@@ -490,17 +464,9 @@ mod tests {
             let mut selection = Selection::new(selectors, &shape).expect("it fits");
             selection.count_call(&shape, &text.cache().layers, 30);
             let totals = selection.totals();
-            let counts = [
-                totals.calls,
-                totals.kernel_calls,
-                totals.device_selections,
-                totals.dense_calls,
-            ];
+            let counts = [totals.calls, totals.kernel_calls, totals.device_selections, totals.dense_calls];
             assert_eq!(counts, [2, 2, chosen, 0], "{selector}");
-            assert_eq!(
-                [totals.pairs, totals.dense_pairs],
-                [7, 30].map(|keys| (2 * keys * shape.num_heads) as f64)
-            );
+            assert_eq!([totals.pairs, totals.dense_pairs], [7, 30].map(|keys| (2 * keys * shape.num_heads) as f64));
         }
     }
 

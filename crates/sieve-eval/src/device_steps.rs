@@ -43,14 +43,8 @@ pub(crate) fn keep_prompt<B: DeviceBackend>(
             let kept = keep_heavy_keys(&operands.qkv, lse, &heavy);
             let kept = kept.map_err(|reason| refused(selector, reason))?;
             *cache = match heavy.slots {
-                Some(_) => LayerCache::Selected {
-                    cache: kept,
-                    next_position: num_tokens,
-                },
-                None => LayerCache::Recent {
-                    cache: kept.keys,
-                    window_size: None,
-                },
+                Some(_) => LayerCache::Selected { cache: kept, next_position: num_tokens },
+                None => LayerCache::Recent { cache: kept.keys, window_size: None },
             };
             return Ok(Some(o));
         }
@@ -114,10 +108,7 @@ fn selected<B: DeviceBackend>(
     let keys_of = |num_keys: usize| selector.token_keys(num_keys, operands.layer);
     let reads: Option<Vec<TokenKeys>> = seen.clone().map(keys_of).collect();
     let reads = reads.ok_or_else(|| refused(selector, "it decodes on the host".to_owned()))?;
-    let pairs = seen
-        .zip(&reads)
-        .map(|(num_keys, keys)| keys.num_read(num_keys) as f64)
-        .sum();
+    let pairs = seen.zip(&reads).map(|(num_keys, keys)| keys.num_read(num_keys) as f64).sum();
     let scale = operands.spec().softmax_scale;
     let o = selector_decode(cache, operands.qkv.clone(), &reads, scale, scratch);
     Ok((o.map_err(|reason| refused(selector, reason))?, pairs))

@@ -40,11 +40,7 @@ impl TextSize {
             0 => 1 + usize::from(ends[0]),
             words => words + ends.into_iter().filter(|is_space| *is_space).count(),
         };
-        Self {
-            num_tokens,
-            num_bytes,
-            num_words: num_words as u64,
-        }
+        Self { num_tokens, num_bytes, num_words: num_words as u64 }
     }
 }
 
@@ -88,11 +84,7 @@ pub fn prepared_documents<'a>(
         let first = first_token_bytes(tokenizer, &tokens, size.num_bytes as usize)?;
         Ok(EvalDocument {
             word_uses: word_uses(tokenizer, &tokens),
-            text: TextSize::new(
-                tokens.len().saturating_sub(1),
-                size.num_bytes,
-                &tokenizer.decode(&tokens)?,
-            ),
+            text: TextSize::new(tokens.len().saturating_sub(1), size.num_bytes, &tokenizer.decode(&tokens)?),
             tokens,
             num_bytes: size.num_bytes - first,
             num_words: size.num_words,
@@ -167,10 +159,7 @@ mod tests {
         }
         let paths = paths.map(|path| path.display().to_string()).to_vec();
         let corpus = Corpus::open(CorpusConfig::text(paths)).expect("two files");
-        let config = BpeConfig {
-            vocab_size: 262,
-            sample_bytes: 1 << 20,
-        };
+        let config = BpeConfig { vocab_size: 262, sample_bytes: 1 << 20 };
         let bytes = Tokenizer::train(&corpus, config).expect("enough text");
         let first = |word: &str| bytes.encode(word).expect("bytes")[0];
         let firsts = ["€", "abc"].map(|word| bytes.id_token(first(word)).expect("known").chars().count());
@@ -182,9 +171,8 @@ mod tests {
     /// `firsts` are the numbers of bytes of the texts' first tokens.
     fn check(tokenizer: &Tokenizer, corpus: &Corpus, texts: [&str; 2], firsts: [usize; 2]) {
         let eos_id = tokenizer.eos_id().expect("its own name");
-        let documents: Vec<EvalDocument> = text_documents(corpus.documents(), tokenizer, eos_id)
-            .collect::<Result<_, _>>()
-            .expect("readable");
+        let documents: Vec<EvalDocument> =
+            text_documents(corpus.documents(), tokenizer, eos_id).collect::<Result<_, _>>().expect("readable");
         assert_eq!(documents.len(), 2);
         for ((document, text), first) in documents.iter().zip(texts).zip(firsts) {
             assert_eq!(document.tokens.last(), Some(&eos_id));
@@ -224,15 +212,9 @@ mod tests {
     #[test]
     fn words_are_counted_as_python_splits() {
         // The numbers are Python's `len(re.split(r"\s+", text))`.
-        for (text, num_words) in [
-            ("", 1),
-            (" ", 2),
-            ("a", 1),
-            ("a b", 2),
-            (" a  b\n", 4),
-            ("a\u{a0}b\x1cc", 3),
-            ("\n\na", 2),
-        ] {
+        for (text, num_words) in
+            [("", 1), (" ", 2), ("a", 1), ("a b", 2), (" a  b\n", 4), ("a\u{a0}b\x1cc", 3), ("\n\na", 2)]
+        {
             assert_eq!(TextSize::new(0, 0, text).num_words, num_words, "{text:?}");
         }
     }

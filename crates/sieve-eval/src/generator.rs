@@ -61,10 +61,7 @@ impl<'a, B: DeviceBackend> Start<'a, B> {
         Ok(Self {
             text: Continuation::new(model, prompt.len() + config.max_new_tokens, device),
             prompt,
-            config: GenerateConfig {
-                num_tokens: config.num_tokens.min(model.shape().vocab_size),
-                ..config
-            },
+            config: GenerateConfig { num_tokens: config.num_tokens.min(model.shape().vocab_size), ..config },
             remaining: config.max_new_tokens,
             ends: vec![config.eos_id],
         })
@@ -91,10 +88,7 @@ impl<'a, B: DeviceBackend> Generator<'a, B> {
         config: GenerateConfig,
         device: &B::Device,
     ) -> Result<Self, EvalError> {
-        Ok(Self {
-            start: Start::new(model, prompt, config, device)?,
-            sampler: Sampler::new(config.sampling)?,
-        })
+        Ok(Self { start: Start::new(model, prompt, config, device)?, sampler: Sampler::new(config.sampling)? })
     }
 
     /// Adds a selector. A prefill method acts on the prompt, and later tokens attend to all keys; a decode method acts
@@ -124,9 +118,7 @@ impl<'a, B: DeviceBackend> Generator<'a, B> {
 
     /// Reads the tokens that the cache lacks and draws the next one.
     fn step(&mut self) -> Result<u32, EvalError> {
-        let Start {
-            text, prompt, config, ..
-        } = &mut self.start;
+        let Start { text, prompt, config, .. } = &mut self.start;
         let token = match self.sampler.is_greedy() {
             true => text.read_likeliest(prompt, config.num_tokens)?,
             false => self.sampler.sample(&text.read(prompt)?[..config.num_tokens]),

@@ -123,20 +123,12 @@ impl LongText {
             }
         }
         parts.retain(|part| !part.is_empty());
-        Self {
-            name,
-            parts,
-            joint: " ",
-        }
+        Self { name, parts, joint: " " }
     }
 
     /// A text of the lines of code in `text`.
     pub fn code(name: String, text: &str) -> Self {
-        Self {
-            name,
-            parts: text.lines().map(str::to_owned).collect(),
-            joint: "\n",
-        }
+        Self { name, parts: text.lines().map(str::to_owned).collect(), joint: "\n" }
     }
 
     /// The first `count` sentences or lines, repeated if there are fewer.

@@ -112,11 +112,9 @@ impl NeedleConfig {
     /// No cell; a length beyond the context or without haystack; a depth outside 0 to 100.
     pub fn check(&self, max_seq_len: usize) -> Result<(), EvalError> {
         let bad = |name, value, hint| Err(EvalError::BadSetting { name, value, hint });
-        for (name, count) in [
-            ("lengths", self.lengths.len()),
-            ("depths", self.depths.len()),
-            ("needles", self.num_needles),
-        ] {
+        for (name, count) in
+            [("lengths", self.lengths.len()), ("depths", self.depths.len()), ("needles", self.num_needles)]
+        {
             if count == 0 {
                 return bad(name, "none".to_owned(), "ask for at least one");
             }
@@ -140,11 +138,7 @@ impl NeedleConfig {
             );
         }
         match self.depths.iter().find(|d| !(0.0..=100.0).contains(*d)) {
-            Some(depth) => bad(
-                "depths",
-                depth.to_string(),
-                "depths are percent of the haystack, from 0 to 100",
-            ),
+            Some(depth) => bad("depths", depth.to_string(), "depths are percent of the haystack, from 0 to 100"),
             None => Ok(()),
         }
     }
@@ -176,17 +170,10 @@ pub fn needle<B: DeviceBackend>(
     if haystack.num_tokens() < config.haystack_tokens() {
         let [got, needed] = [haystack.num_tokens(), config.haystack_tokens()];
         let what = format!("the haystack has {got} tokens, and the longest length needs {needed}");
-        return Err(EvalError::refused(
-            what,
-            "give more text with --data, or shorter --lengths",
-        ));
+        return Err(EvalError::refused(what, "give more text with --data, or shorter --lengths"));
     }
     let samples = samples(config, tokenizer)?;
-    let mut reader = Reader {
-        model,
-        selection: selection.map(Selection::uncounted),
-        pairs: [0.0; 2],
-    };
+    let mut reader = Reader { model, selection: selection.map(Selection::uncounted), pairs: [0.0; 2] };
     let mut cells = Vec::new();
     let (mut ranks, mut num_found, mut num_first) = (0.0, 0, 0);
     for of_cell in samples.chunks(config.num_needles) {
@@ -282,10 +269,7 @@ impl<B: DeviceBackend> Reader<'_, B> {
             },
         };
         let answers = greedy.answers(self.model, &prompts, self.selection.as_mut(), observe)?;
-        let is_said = samples
-            .iter()
-            .zip(answers)
-            .map(|(sample, text)| text.contains(&sample.answer));
+        let is_said = samples.iter().zip(answers).map(|(sample, text)| text.contains(&sample.answer));
         Ok(ranks.into_iter().zip(is_said).collect())
     }
 }

@@ -49,9 +49,7 @@ pub(crate) fn layers_pass<B: DeviceBackend>(
     device: &B::Device,
     attend: &mut LayerAttention<'_, B, EvalError>,
 ) -> Result<Pass<B>, EvalError> {
-    pass(model, window, device, |ids, context| {
-        model.hidden_attending(ids, context, attend)
-    })
+    pass(model, window, device, |ids, context| model.hidden_attending(ids, context, attend))
 }
 
 /// As [`own_pass`]; `hidden` computes the last block's output.
@@ -74,17 +72,10 @@ fn pass<B: DeviceBackend>(
     // On a GPU the launches are only queued. Reading one row back waits for them.
     let _row = hidden.clone().narrow(1, num_tokens - 1, 1).into_data();
     let prefill_ms = milliseconds(started);
-    let losses = model
-        .head
-        .token_losses(hidden.clone(), labels, &model.embed_tokens)
-        .into_data();
+    let losses = model.head.token_losses(hidden.clone(), labels, &model.embed_tokens).into_data();
     let nats: f64 = losses.iter::<f64>().sum();
     match nats.is_finite() {
-        true => Ok(Pass {
-            hidden,
-            nats,
-            prefill_ms,
-        }),
+        true => Ok(Pass { hidden, nats, prefill_ms }),
         false => Err(EvalError::NotFinite(num_tokens)),
     }
 }

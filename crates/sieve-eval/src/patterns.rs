@@ -24,9 +24,7 @@ impl PatternSearch {
     /// The content of the file that `minference:pattern=FILE` reads.
     pub fn file(&self) -> PatternFile {
         let layer = |heads: &Vec<(Pattern, f64)>| heads.iter().map(|head| Some(head.0)).collect();
-        PatternFile {
-            layers: self.heads.iter().map(layer).collect(),
-        }
+        PatternFile { layers: self.heads.iter().map(layer).collect() }
     }
 }
 
@@ -46,18 +44,13 @@ pub fn search_minference<B: DeviceBackend>(
     let mut selector = Selector::parse("minference")?;
     (selector.common.min_prefill_tokens, selector.common.first_dense_layers) = (0, 0);
     let num_searched = model.shape().num_layers_of_dense_attention();
-    let mut found = PatternSearch {
-        heads: vec![Vec::new(); model.shape().num_layers],
-        density: 0.0,
-    };
+    let mut found = PatternSearch { heads: vec![Vec::new(); model.shape().num_layers], density: 0.0 };
     let mut done = 0;
     attending_pass(model, window, device, &mut |operands| {
         let call = call(operands)?;
         found.heads[operands.layer] = search_patterns(&call)?;
-        selector.method = Method::Minference(MinferenceConfig {
-            patterns: found.file(),
-            ..MinferenceConfig::default()
-        });
+        selector.method =
+            Method::Minference(MinferenceConfig { patterns: found.file(), ..MinferenceConfig::default() });
         found.density += density(&selector.select(&call)?).token / num_searched as f64;
         done += 1;
         observe(done);
@@ -104,10 +97,7 @@ pub fn calibrate_dam<B: DeviceBackend>(
         observe(read as u64 + 1);
     }
     Ok(DamMaps {
-        layers: captures
-            .iter()
-            .map(|capture| capture.as_ref().map(DamCapture::maps).unwrap_or_default())
-            .collect(),
+        layers: captures.iter().map(|capture| capture.as_ref().map(DamCapture::maps).unwrap_or_default()).collect(),
     })
 }
 
@@ -174,10 +164,7 @@ mod tests {
     #[test]
     fn dam_maps_are_of_the_mean_of_all_prompts() {
         let (model, device) = (model(Attention::Mha), Default::default());
-        let calibration = DamConfig {
-            capture: 24,
-            ..DamConfig::default()
-        };
+        let calibration = DamConfig { capture: 24, ..DamConfig::default() };
         let windows = [window(31), window(41)[10..].to_vec()];
         let of =
             |windows: &[Vec<u32>]| calibrate_dam(&model, windows, &calibration, &device, &mut |_| {}).expect("it fits");

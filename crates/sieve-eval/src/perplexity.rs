@@ -146,11 +146,8 @@ pub fn perplexity<B: DeviceBackend>(
             num_words: 0,
             num_bytes: 0,
         });
-    let mut pass = Pass {
-        selection,
-        sums: Breakdown::new(&config.far),
-        ..Pass::new(model, context, config.batch_tokens, device)
-    };
+    let mut pass =
+        Pass { selection, sums: Breakdown::new(&config.far), ..Pass::new(model, context, config.batch_tokens, device) };
     let (mut num_documents, mut num_words, mut num_bytes) = (0, 0, 0);
     for document in documents {
         let document = document?;

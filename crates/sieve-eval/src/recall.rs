@@ -138,11 +138,7 @@ pub fn recall<B: DeviceBackend>(
             reads: values_read(model, mqar, num_samples.min(READ_SAMPLES), device)?,
         });
     }
-    Ok(RecallReport {
-        kinds: report,
-        all,
-        accuracy: all.accuracy(),
-    })
+    Ok(RecallReport { kinds: report, all, accuracy: all.accuracy() })
 }
 
 fn check<B: DeviceBackend>(model: &Qwen3<B>, config: &MqarConfig) -> Result<(), EvalError> {
@@ -173,10 +169,7 @@ fn values_read<B: DeviceBackend>(
     if choosing.is_empty() || check_weights(shape, seq_len).is_err() {
         return Ok(Vec::new());
     }
-    let of_layer = |&layer: &usize| ValuesRead {
-        layer,
-        ..ValuesRead::default()
-    };
+    let of_layer = |&layer: &usize| ValuesRead { layer, ..ValuesRead::default() };
     let mut means: Vec<ValuesRead> = choosing.iter().map(of_layer).collect();
     for index in 0..num_samples {
         let sample = mqar.sample(MqarSplit::Test, index);
@@ -207,10 +200,7 @@ struct Counts {
 
 impl Counts {
     fn new(seq_len: usize) -> Self {
-        Self {
-            all: Answers::default(),
-            by_power: vec![Answers::default(); seq_len.ilog2() as usize + 1],
-        }
+        Self { all: Answers::default(), by_power: vec![Answers::default(); seq_len.ilog2() as usize + 1] }
     }
 
     fn count(&mut self, distance: usize, correct: bool) {
@@ -288,10 +278,7 @@ mod tests {
     }
 
     fn kind(seq_len: usize, num_pairs: usize) -> MqarConfig {
-        MqarConfig {
-            vocab_size: 80,
-            ..MqarConfig::new(seq_len, num_pairs, 1)
-        }
+        MqarConfig { vocab_size: 80, ..MqarConfig::new(seq_len, num_pairs, 1) }
     }
 
     #[test]
@@ -333,10 +320,7 @@ mod tests {
     fn values_read_are_those_among_the_kept_keys() {
         let device = Default::default();
         let dma = |window| {
-            let shape = ModelShape {
-                vocab_size: 80,
-                ..tiny_shape(Attention::Dma(DmaShape::published(window)), 64)
-            };
+            let shape = ModelShape { vocab_size: 80, ..tiny_shape(Attention::Dma(DmaShape::published(window)), 64) };
             Qwen3::<Flex>::new(&shape, 3, &device)
         };
         let (config, num_samples) = (kind(32, 4), 3);
@@ -360,21 +344,11 @@ mod tests {
             assert_eq!(reads.iter().map(|read| read.layer).collect::<Vec<_>>(), [0, 1]);
             for read in reads {
                 let found = [read.values, read.values_of_all, read.answers];
-                let is_near = found
-                    .iter()
-                    .zip([values, of_all, answers])
-                    .all(|(a, b)| (a - b).abs() < 1e-9);
-                assert!(
-                    is_near,
-                    "window {window}: {found:?}, not {:?}",
-                    [values, of_all, answers]
-                );
+                let is_near = found.iter().zip([values, of_all, answers]).all(|(a, b)| (a - b).abs() < 1e-9);
+                assert!(is_near, "window {window}: {found:?}, not {:?}", [values, of_all, answers]);
             }
         }
-        assert!(
-            run(&model(80)).kinds[0].reads.is_empty(),
-            "dense attention chooses nothing"
-        );
+        assert!(run(&model(80)).kinds[0].reads.is_empty(), "dense attention chooses nothing");
     }
 
     #[test]
@@ -383,10 +357,7 @@ mod tests {
         let run = |kind| recall(&model(80), &[kind], 1, 64, &device, &mut |_| {});
         let error = |kind| run(kind).expect_err("refused").to_string();
         assert!(error(kind(66, 3)).contains("context of 64"));
-        let large = MqarConfig {
-            vocab_size: 82,
-            ..kind(32, 3)
-        };
+        let large = MqarConfig { vocab_size: 82, ..kind(32, 3) };
         assert!(error(large).contains("the model has 80 tokens"));
         assert!(error(kind(32, 9)).contains("do not fit"), "{}", error(kind(32, 9)));
     }

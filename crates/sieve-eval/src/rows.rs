@@ -37,11 +37,7 @@ pub(crate) struct PackedRows<P> {
 
 impl<P: Copy> Rows<P> {
     pub(crate) fn new(row_len: usize, max_rows: usize) -> Self {
-        Self {
-            row_len,
-            max_rows,
-            rows: Vec::new(),
-        }
+        Self { row_len, max_rows, rows: Vec::new() }
     }
 
     /// Adds a part of a text to the first row with enough room, or to a new row. The tokens of `input` are read; from

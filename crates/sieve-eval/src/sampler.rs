@@ -23,12 +23,7 @@ pub struct Sampling {
 
 impl Sampling {
     /// Always the token with the largest logit.
-    pub const GREEDY: Self = Self {
-        temperature: 0.0,
-        top_p: 1.0,
-        top_k: None,
-        seed: 0,
-    };
+    pub const GREEDY: Self = Self { temperature: 0.0, top_p: 1.0, top_k: None, seed: 0 };
 }
 
 /// Draws the tokens of a text one after another.
@@ -84,10 +79,7 @@ impl Sampler {
         }
         let max = f64::from(logits[best as usize]);
         let weight = |logit: f32| ((f64::from(logit) - max) / self.sampling.temperature).exp();
-        let mut weights: Vec<(f64, u32)> = (0..)
-            .zip(logits)
-            .map(|(token, &logit)| (weight(logit), token))
-            .collect();
+        let mut weights: Vec<(f64, u32)> = (0..).zip(logits).map(|(token, &logit)| (weight(logit), token)).collect();
         if let Some(top_k) = self.sampling.top_k.filter(|top_k| *top_k < weights.len()) {
             weights.select_nth_unstable_by(top_k, likelier);
             weights.truncate(top_k);
@@ -155,12 +147,7 @@ mod tests {
     use super::*;
 
     fn new(temperature: f64, top_p: f64, top_k: Option<usize>, seed: u64) -> Result<Sampler, EvalError> {
-        Sampler::new(Sampling {
-            temperature,
-            top_p,
-            top_k,
-            seed,
-        })
+        Sampler::new(Sampling { temperature, top_p, top_k, seed })
     }
 
     fn sampler(temperature: f64, top_p: f64, seed: u64) -> Sampler {

@@ -68,11 +68,7 @@ pub struct SelectionTotals {
 impl SelectionTotals {
     /// Computed pairs over pairs of dense attention.
     pub fn density(&self) -> f64 {
-        if self.dense_pairs > 0.0 {
-            self.pairs / self.dense_pairs
-        } else {
-            1.0
-        }
+        if self.dense_pairs > 0.0 { self.pairs / self.dense_pairs } else { 1.0 }
     }
 
     /// Adds the statistics of the calls on one prompt.
@@ -184,10 +180,7 @@ impl Selection {
             selector.check_context(shape.max_seq_len)?;
         }
         let steps = selectors.clone().map(|selector| match selector.phase() {
-            Phase::Prefill => Selector {
-                method: Method::Dense,
-                ..selector
-            },
+            Phase::Prefill => Selector { method: Method::Dense, ..selector },
             Phase::Decode | Phase::Both => selector,
         });
         let selection = Self {
@@ -235,10 +228,7 @@ impl Selection {
                 );
             }
         }
-        Ok(Self {
-            chunk: Some(chunk),
-            ..self
-        })
+        Ok(Self { chunk: Some(chunk), ..self })
     }
 
     /// Lets decode methods also read prompts, token by token, as if the model had generated the prompt.
@@ -288,11 +278,7 @@ impl Selection {
                 Some(before) if before.path == path && before.last + 1 == layer => {
                     before.last = layer;
                 }
-                _ => paths.push(LayerPath {
-                    first: layer,
-                    last: layer,
-                    path,
-                }),
+                _ => paths.push(LayerPath { first: layer, last: layer, path }),
             }
         }
         paths

@@ -146,9 +146,7 @@ pub fn measure_selectors<B: DeviceBackend>(
         loss: dense_nats / (windows.len() * num_tokens) as f64,
     };
     let measures = selections.iter().zip(sums);
-    Ok(measures
-        .map(|(selection, sum)| Ok(sum?.measure(selection, &dense)))
-        .collect())
+    Ok(measures.map(|(selection, sum)| Ok(sum?.measure(selection, &dense))).collect())
 }
 
 /// Density and recall of a selector on one prompt, or why it failed there.

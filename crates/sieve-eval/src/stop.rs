@@ -11,10 +11,7 @@ impl StopTexts {
     /// Stops at the first of `texts`. Empty texts are ignored.
     pub fn new(texts: &[String]) -> Self {
         let texts = texts.iter().filter(|text| !text.is_empty());
-        Self {
-            texts: texts.cloned().collect(),
-            waiting: String::new(),
-        }
+        Self { texts: texts.cloned().collect(), waiting: String::new() }
     }
 
     /// Adds a piece. Returns the text that can be shown now, and whether a stop text follows it.
@@ -66,10 +63,7 @@ mod tests {
     fn text_ends_before_the_first_stop_text() {
         let strings = |texts: &[&str]| texts.iter().map(|t| (*t).to_owned()).collect::<Vec<_>>();
         assert_eq!(shown(&[], &["a", "b"]), (strings(&["a", "b", ""]), false));
-        assert_eq!(
-            shown(&["END"], &["one E", "N", "D two"]),
-            (strings(&["one ", "", ""]), true)
-        );
+        assert_eq!(shown(&["END"], &["one E", "N", "D two"]), (strings(&["one ", "", ""]), true));
         // Text that only began like a stop text is shown later, or by `finish` when the text ends.
         assert_eq!(shown(&["END"], &["EN", "EN"]), (strings(&["", "EN", "EN"]), false));
         assert_eq!(shown(&["\n\n", ".", ""], &["a b.c\n\n"]), (strings(&["a b"]), true));

@@ -161,13 +161,7 @@ impl<'a> TaskTexts<'a> {
     ) -> Result<Self, EvalError> {
         let num_rows = data.rows.len().min(run.limit.unwrap_or(usize::MAX));
         let questions = task.questions(&data.rows[..num_rows])?;
-        let mut encoder = Encoder {
-            task,
-            tokenizer,
-            context,
-            truncate: run.truncate,
-            num_truncated: 0,
-        };
+        let mut encoder = Encoder { task, tokenizer, context, truncate: run.truncate, num_truncated: 0 };
         let asked = questions.iter().zip(&data.rows).map(|(question, row)| {
             let shots = shots(task, data, run.fewshot, row)?;
             Ok(task.pairs(question, &shots))
@@ -185,13 +179,7 @@ impl<'a> TaskTexts<'a> {
                 Texts::Pairs(pairs.collect::<Result<_, _>>()?)
             }
         };
-        Ok(Self {
-            task,
-            fewshot: run.fewshot,
-            num_truncated: encoder.num_truncated,
-            questions,
-            texts,
-        })
+        Ok(Self { task, fewshot: run.fewshot, num_truncated: encoder.num_truncated, questions, texts })
     }
 
     /// Sizes of asking this task. A selector reads each prompt on its own instead of several in a forward pass.
@@ -390,11 +378,7 @@ fn mean_of(name: &'static str, values: Vec<f64>) -> Score {
     let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;
     let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
-    Score {
-        name,
-        value: mean,
-        stderr: (values.len() > 1).then(|| (squares / (count - 1.0) / count).sqrt()),
-    }
+    Score { name, value: mean, stderr: (values.len() > 1).then(|| (squares / (count - 1.0) / count).sqrt()) }
 }
 
 /// The scores that the task's measure has. `acc_norm` divides log-likelihoods by the choice's characters, `acc_bytes`
@@ -406,11 +390,7 @@ fn scores(task: &Task, questions: &[Question], rows: &[RowScore]) -> Vec<Score> 
     };
     let mean = |name, right: usize| {
         let (p, n) = (right as f64 / rows.len() as f64, rows.len() as f64);
-        Score {
-            name,
-            value: p,
-            stderr: (rows.len() > 1).then(|| (p * (1.0 - p) / (n - 1.0)).sqrt()),
-        }
+        Score { name, value: p, stderr: (rows.len() > 1).then(|| (p * (1.0 - p) / (n - 1.0)).sqrt()) }
     };
     let right = count(&|_, row| row.is_right);
     match task.measure {
@@ -420,11 +400,7 @@ fn scores(task: &Task, questions: &[Question], rows: &[RowScore]) -> Vec<Score> 
         },
         Measure::Continuation => {
             let nats: f64 = rows.iter().map(|row| -row.likelihoods[0].log_likelihood).sum();
-            let perplexity = Score {
-                name: "perplexity",
-                value: (nats / rows.len() as f64).exp(),
-                stderr: None,
-            };
+            let perplexity = Score { name: "perplexity", value: (nats / rows.len() as f64).exp(), stderr: None };
             vec![perplexity, mean("acc", right)]
         }
         // With a prompt per choice all endings are the same text, so dividing by its length would change nothing.
@@ -436,11 +412,7 @@ fn scores(task: &Task, questions: &[Question], rows: &[RowScore]) -> Vec<Score> 
                     Some(best(&row.likelihoods, length)) == row.label
                 })
             };
-            vec![
-                mean("acc", right),
-                mean("acc_norm", by(|text| text.chars().count())),
-                mean("acc_bytes", by(str::len)),
-            ]
+            vec![mean("acc", right), mean("acc_norm", by(|text| text.chars().count())), mean("acc_bytes", by(str::len))]
         }
     }
 }

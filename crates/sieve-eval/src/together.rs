@@ -68,9 +68,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         Ok(Self {
             starts,
             rows: rows_of_texts(model.shape(), num_texts, room),
-            samplers: (0..num_texts)
-                .map(|_| Sampler::new(config.sampling))
-                .collect::<Result<_, _>>()?,
+            samplers: (0..num_texts).map(|_| Sampler::new(config.sampling)).collect::<Result<_, _>>()?,
             last: Vec::new(),
             is_done: vec![false; num_texts],
         })
@@ -128,10 +126,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
             }
         }
         let mut logits = vec![Vec::new(); num_texts];
-        for (at, row) in open
-            .into_iter()
-            .zip(Continuation::read_each(&mut texts, &tokens, &mut self.rows)?)
-        {
+        for (at, row) in open.into_iter().zip(Continuation::read_each(&mut texts, &tokens, &mut self.rows)?) {
             logits[at] = row;
         }
         Ok(logits)

@@ -41,10 +41,9 @@ pub fn attention_label(shape: &ModelShape) -> String {
         label += &format!(", {sizes}");
     }
     let layers = shape.num_layers;
-    for (count, words) in [
-        (shape.num_dense_layers(), "dense"),
-        (shape.num_shared_layers(), "with an earlier layer's choice"),
-    ] {
+    for (count, words) in
+        [(shape.num_dense_layers(), "dense"), (shape.num_shared_layers(), "with an earlier layer's choice")]
+    {
         if count > 0 {
             label += &format!(", {count} of {layers} layers {words}");
         }
@@ -54,15 +53,8 @@ pub fn attention_label(shape: &ModelShape) -> String {
 
 /// One layer's attention in words: its kind and sizes, and whether it takes an earlier layer's choice.
 pub(crate) fn layer_label(shape: &ModelShape, layer: usize) -> String {
-    let own = ModelShape {
-        shared_layers: Vec::new(),
-        ..shape.of_layer(layer)
-    };
-    let others = if shape.is_shared_layer(layer) {
-        ", with an earlier layer's choice"
-    } else {
-        ""
-    };
+    let own = ModelShape { shared_layers: Vec::new(), ..shape.of_layer(layer) };
+    let others = if shape.is_shared_layer(layer) { ", with an earlier layer's choice" } else { "" };
     attention_label(&own) + others
 }
 
@@ -116,10 +108,7 @@ impl Counted {
     /// The share, from the numbers of pairs of one head.
     fn of(computed: f64, distinct: f64, num_tokens: usize) -> Self {
         let causal = num_tokens as f64 * (num_tokens + 1) as f64 / 2.0;
-        Self {
-            computed: computed / causal,
-            distinct: distinct / causal,
-        }
+        Self { computed: computed / causal, distinct: distinct / causal }
     }
 }
 
@@ -169,10 +158,8 @@ fn blocks_of<B: DeviceBackend>(
 fn count_by_expire(expire: &[i64], num_tokens: usize) -> Counted {
     let heads = expire.len() / num_tokens;
     let rows = expire.chunks(num_tokens);
-    let pairs: i64 = rows
-        .flat_map(|row| row.iter().enumerate())
-        .map(|(key, &expire)| (expire - key as i64).max(0))
-        .sum();
+    let pairs: i64 =
+        rows.flat_map(|row| row.iter().enumerate()).map(|(key, &expire)| (expire - key as i64).max(0)).sum();
     let pairs = pairs as f64 / heads as f64;
     Counted::of(pairs, pairs, num_tokens)
 }
@@ -246,12 +233,7 @@ mod tests {
         let window = measured(Attention::swa(10), &windows()).expect("valid");
         let pairs: usize = (0..100).map(|t: usize| (t + 1).min(10)).sum();
         assert!((window.density - pairs as f64 / causal).abs() < 1e-12);
-        let dma = |a_init| {
-            Attention::Dma(DmaShape {
-                a_init,
-                ..DmaShape::published(10)
-            })
-        };
+        let dma = |a_init| Attention::Dma(DmaShape { a_init, ..DmaShape::published(10) });
         // DMA reads as many keys for each query as the window does, whichever scores it has.
         for a_init in [0.0, 0.7] {
             let dma = measured(dma(a_init), &windows()).expect("valid");
@@ -264,10 +246,7 @@ mod tests {
         // Part of the window lies inside the chosen blocks.
         assert!(nsa.distinct_density < nsa.density);
         assert!(nsa.distinct_density > window.density);
-        let moba = sieve_core::MobaShape {
-            select_block_size: 8,
-            num_selected_blocks: 3,
-        };
+        let moba = sieve_core::MobaShape { select_block_size: 8, num_selected_blocks: 3 };
         let pairs = moba.choice().pairs(100);
         let moba = measured(Attention::Moba(moba), &windows()).expect("valid");
         assert!((moba.density - pairs / causal).abs() < 1e-12, "{moba:?}");
@@ -302,11 +281,7 @@ mod tests {
         let selected = 1 + 2 + 3 + 4 + 3;
         let (compressed, window) = (1 + 1 + 2 + 2, 1 + 2 + 2 + 2 + 2);
         // Chosen tokens before the window, query by query: none, none, token 0, tokens 0 and 1, tokens 0 and 1.
-        let expected = Counted::of(
-            f64::from(selected + compressed + window),
-            f64::from(window + 1 + 2 + 2),
-            5,
-        );
+        let expected = Counted::of(f64::from(selected + compressed + window), f64::from(window + 1 + 2 + 2), 5);
         assert_eq!(counted, expected);
     }
 

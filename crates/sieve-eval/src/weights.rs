@@ -111,9 +111,7 @@ pub fn attention_weights<B: DeviceBackend>(
             let of_layer = shape.of_layer(idx);
             let heads: Vec<HeadWeights> = heads.map(|head| head_weights(head, num_tokens)).collect();
             let group = heads.len() / of_layer.num_kv_heads.max(1);
-            let expire = output
-                .expire
-                .map(|expire| expire.into_data().iter::<i64>().collect::<Vec<i64>>());
+            let expire = output.expire.map(|expire| expire.into_data().iter::<i64>().collect::<Vec<i64>>());
             all.push(LayerWeights {
                 layer: idx,
                 attention: layer_label(shape, idx),
@@ -143,11 +141,7 @@ fn check(shape: &ModelShape, tokens: &[u32], layers: &[usize]) -> Result<(), Eva
 
 /// Refuses a prompt on which a layer has more than 2^26 weights.
 pub(crate) fn check_length(shape: &ModelShape, num_tokens: usize) -> Result<(), EvalError> {
-    let scores = ScoreMatrix {
-        batch: 1,
-        num_heads: shape.num_heads,
-        seq_len: num_tokens,
-    };
+    let scores = ScoreMatrix { batch: 1, num_heads: shape.num_heads, seq_len: num_tokens };
     match scores.num_scores() <= MOST_REFERENCE_SCORES {
         true => Ok(()),
         false => Err(EvalError::BadSetting {
@@ -225,20 +219,12 @@ fn chosen_keys(weights: &[f32], dense: &[f32], num_tokens: usize) -> ChosenKeys 
         mass += read().map(|key| f64::from(dense[key])).sum::<f64>() / all.max(f64::MIN_POSITIVE);
     }
     let num_rows = (weights.len() / num_tokens) as f64;
-    ChosenKeys {
-        age: age / num_rows,
-        in_window: in_window / num_rows,
-        mass: mass / num_rows,
-    }
+    ChosenKeys { age: age / num_rows, in_window: in_window / num_rows, mass: mass / num_rows }
 }
 
 /// [`LayerWeights::overlap`], from the first query head of each KV head. A key with a weight above 0 counts as seen.
 fn overlap(heads: &[HeadWeights], group: usize, num_tokens: usize) -> Option<f64> {
-    let of_kv: Vec<&[f32]> = heads
-        .iter()
-        .step_by(group.max(1))
-        .map(|head| head.weights.as_slice())
-        .collect();
+    let of_kv: Vec<&[f32]> = heads.iter().step_by(group.max(1)).map(|head| head.weights.as_slice()).collect();
     let (mut sum, mut num) = (0.0, 0_usize);
     for (idx, a) in of_kv.iter().enumerate() {
         for b in &of_kv[idx + 1..] {
@@ -325,19 +311,13 @@ mod tests {
     fn a_model_of_chosen_blocks_says_what_they_hold() {
         let device = Default::default();
         let moba = |num_selected_blocks| {
-            let moba = sieve_core::MobaShape {
-                select_block_size: 4,
-                num_selected_blocks,
-            };
+            let moba = sieve_core::MobaShape { select_block_size: 4, num_selected_blocks };
             let model = tiny_model(Attention::Moba(moba), 64);
             let all = attention_weights(&model, &words(40), &[1], &device, &mut |_| {}).expect("valid");
             all[0].chosen.expect("a kind that chooses")
         };
         let (few, all) = (moba(2), moba(10));
-        assert!(
-            (all.mass - 1.0).abs() < 1e-5 && (all.in_window - 1.0).abs() < 1e-5,
-            "{all:?}"
-        );
+        assert!((all.mass - 1.0).abs() < 1e-5 && (all.in_window - 1.0).abs() < 1e-5, "{all:?}");
         assert!(few.mass < 0.99 && few.in_window < 1.0 && few.age < all.age, "{few:?}");
     }
 
@@ -345,24 +325,12 @@ mod tests {
     #[test]
     fn a_layer_that_shares_a_choice_reads_those_blocks() {
         let device = Default::default();
-        let moba = sieve_core::MobaShape {
-            select_block_size: 4,
-            num_selected_blocks: 2,
-        };
-        let shape = ModelShape {
-            shared_layers: vec![false, true],
-            ..tiny_shape(Attention::Moba(moba), 64)
-        };
+        let moba = sieve_core::MobaShape { select_block_size: 4, num_selected_blocks: 2 };
+        let shape = ModelShape { shared_layers: vec![false, true], ..tiny_shape(Attention::Moba(moba), 64) };
         let model = Qwen3::new(&shape, 4, &device);
         let all = attention_weights::<burn_flex::Flex>(&model, &words(40), &[], &device, &mut |_| {}).expect("valid");
         let labels: Vec<_> = all.iter().map(|layer| layer.attention.as_str()).collect();
-        assert_eq!(
-            labels,
-            [
-                "moba, 2 x 4 selected",
-                "moba, 2 x 4 selected, with an earlier layer's choice"
-            ]
-        );
+        assert_eq!(labels, ["moba, 2 x 4 selected", "moba, 2 x 4 selected, with an earlier layer's choice"]);
         let read = |layer: &LayerWeights| -> Vec<Vec<bool>> {
             let of_head = |head: &HeadWeights| head.weights.iter().map(|&weight| weight > 0.0).collect();
             layer.heads.iter().map(of_head).collect()
@@ -373,14 +341,7 @@ mod tests {
     #[test]
     fn life_spans_of_known_keys() {
         let spans = life_spans(&[0, 3, 4, 4], 4);
-        assert_eq!(
-            spans,
-            KeyLifetimes {
-                never: 0.25,
-                to_the_end: 0.5,
-                percentiles: Some([2, 2, 2])
-            }
-        );
+        assert_eq!(spans, KeyLifetimes { never: 0.25, to_the_end: 0.5, percentiles: Some([2, 2, 2]) });
         assert_eq!(life_spans(&[4, 4, 4, 4], 4).percentiles, None);
     }
 
@@ -390,47 +351,29 @@ mod tests {
         let (model, device) = (tiny_model(dma, 64), Default::default());
         let mut steps = Vec::new();
         let all = attention_weights(&model, &words(40), &[1], &device, &mut |done| steps.push(done)).unwrap();
-        assert_eq!(
-            (all.len(), all[0].layer, all[0].heads.len(), steps),
-            (1, 1, 4, vec![1, 2])
-        );
+        assert_eq!((all.len(), all[0].layer, all[0].heads.len(), steps), (1, 1, 4, vec![1, 2]));
         for head in &all[0].heads {
             for row in head.weights.chunks(40) {
                 assert!(row.iter().filter(|&&weight| weight > 0.0).count() <= 5);
             }
         }
         let life = all[0].life.as_ref().unwrap();
-        assert!(
-            life.percentiles.is_some() && life.to_the_end <= 5.0 / 40.0 + 1e-12,
-            "{life:?}"
-        );
+        assert!(life.percentiles.is_some() && life.to_the_end <= 5.0 / 40.0 + 1e-12, "{life:?}");
         // With A = 0 all scores are equal, and a query keeps the last 5 keys, on average 2 tokens back.
         let chosen = all[0].chosen.expect("DMA chooses keys");
         let age = (0.0 + 0.5 + 1.0 + 1.5 + 36.0 * 2.0) / 40.0;
         assert!((chosen.age - age).abs() < 1e-9 && chosen.in_window == 1.0, "{chosen:?}");
-        let scored = DmaShape {
-            a_init: 3.0,
-            ..DmaShape::published(5)
-        };
+        let scored = DmaShape { a_init: 3.0, ..DmaShape::published(5) };
         let model = tiny_model(Attention::Dma(scored), 64);
         let all = attention_weights(&model, &words(40), &[1], &device, &mut |_| {}).expect("valid");
         let chosen = all[0].chosen.expect("DMA chooses keys");
-        assert!(
-            chosen.age > age && chosen.in_window < 1.0 && chosen.mass < 0.99,
-            "{chosen:?}"
-        );
+        assert!(chosen.age > age && chosen.in_window < 1.0 && chosen.mass < 0.99, "{chosen:?}");
     }
 
     #[test]
     fn a_layer_and_a_length_out_of_range_are_told() {
         let (model, device) = (tiny_model(Attention::Mha, 8192), Default::default());
-        refusal(
-            attention_weights(&model, &words(4), &[2], &device, &mut |_| {}),
-            "layers is 2 | 2 layers",
-        );
-        refusal(
-            attention_weights(&model, &words(5000), &[], &device, &mut |_| {}),
-            "length is 5000 | shorter prompt",
-        );
+        refusal(attention_weights(&model, &words(4), &[2], &device, &mut |_| {}), "layers is 2 | 2 layers");
+        refusal(attention_weights(&model, &words(5000), &[], &device, &mut |_| {}), "length is 5000 | shorter prompt");
     }
 }

@@ -45,10 +45,7 @@ fn uses(tokens: impl Iterator<Item = String>) -> Vec<WordUse> {
             let begins = !in_word;
             in_word = character.is_ascii_alphanumeric() || character == '_';
             if in_word && begins {
-                words.push(Word {
-                    text: String::new(),
-                    tokens: n..n,
-                });
+                words.push(Word { text: String::new(), tokens: n..n });
             }
             if let Some(word) = words.last_mut().filter(|_| in_word) {
                 word.text.push(character);
@@ -64,9 +61,7 @@ fn uses(tokens: impl Iterator<Item = String>) -> Vec<WordUse> {
         }
         let last = last_use.insert(text, tokens.start);
         for token in tokens {
-            uses[token] = last.map_or(WordUse::New, |last| WordUse::Again {
-                distance: (token - last) as u32,
-            });
+            uses[token] = last.map_or(WordUse::New, |last| WordUse::Again { distance: (token - last) as u32 });
         }
     }
     uses

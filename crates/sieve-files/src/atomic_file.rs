@@ -41,15 +41,8 @@ impl AtomicFile {
     pub fn create(path: &Path) -> Result<Self, FileError> {
         let temporary = temporary_name(path);
         let file = File::create(&temporary).map_err(FileError::on("create", &temporary))?;
-        let names = Names {
-            temporary,
-            path: path.to_path_buf(),
-            remove_on_drop: true,
-        };
-        Ok(Self {
-            writer: Some(BufWriter::with_capacity(1 << 20, file)),
-            names,
-        })
+        let names = Names { temporary, path: path.to_path_buf(), remove_on_drop: true };
+        Ok(Self { writer: Some(BufWriter::with_capacity(1 << 20, file)), names })
     }
 
     /// Reopens a temporary file that [`keep`](Self::keep) left, truncated to its first `num_bytes`. Dropping
@@ -59,10 +52,7 @@ impl AtomicFile {
     /// An error of the file system; a file shorter than `num_bytes`.
     pub fn resume(path: &Path, num_bytes: u64) -> Result<Self, FileError> {
         let temporary = temporary_name(path);
-        let mut file = File::options()
-            .write(true)
-            .open(&temporary)
-            .map_err(FileError::on("open", &temporary))?;
+        let mut file = File::options().write(true).open(&temporary).map_err(FileError::on("open", &temporary))?;
         let cut = file.metadata().and_then(|metadata| {
             if metadata.len() < num_bytes {
                 return Err(std::io::Error::other("the file is shorter than it was"));
@@ -71,15 +61,8 @@ impl AtomicFile {
             file.seek(SeekFrom::End(0))
         });
         cut.map_err(FileError::on("continue", &temporary))?;
-        let names = Names {
-            temporary,
-            path: path.to_path_buf(),
-            remove_on_drop: false,
-        };
-        Ok(Self {
-            writer: Some(BufWriter::with_capacity(1 << 20, file)),
-            names,
-        })
+        let names = Names { temporary, path: path.to_path_buf(), remove_on_drop: false };
+        Ok(Self { writer: Some(BufWriter::with_capacity(1 << 20, file)), names })
     }
 
     /// Syncs the data written so far. From now on, dropping `self` keeps the temporary file.
@@ -99,9 +82,7 @@ impl AtomicFile {
     /// An error of the file system.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), FileError> {
         let writer = self.writer.as_mut().expect("the writer is taken by finish alone");
-        writer
-            .write_all(bytes)
-            .map_err(FileError::on("write", &self.names.temporary))
+        writer.write_all(bytes).map_err(FileError::on("write", &self.names.temporary))
     }
 
     /// Flushes and fsyncs.
@@ -110,9 +91,8 @@ impl AtomicFile {
     /// An error of the file system.
     pub fn finish(mut self) -> Result<FinishedFile, FileError> {
         let writer = self.writer.take().expect("the writer is taken by finish alone");
-        let file = writer
-            .into_inner()
-            .map_err(|error| FileError::on("write", &self.names.temporary)(error.into_error()))?;
+        let file =
+            writer.into_inner().map_err(|error| FileError::on("write", &self.names.temporary)(error.into_error()))?;
         file.sync_all().map_err(FileError::on("sync", &self.names.temporary))?;
         Ok(FinishedFile { names: self.names })
     }

@@ -16,12 +16,7 @@ pub enum Taken {
 /// # Errors
 /// An error of the file system.
 pub fn try_lock(path: &Path) -> io::Result<Taken> {
-    let file = File::options()
-        .create(true)
-        .truncate(false)
-        .read(true)
-        .write(true)
-        .open(path)?;
+    let file = File::options().create(true).truncate(false).read(true).write(true).open(path)?;
     match file.try_lock() {
         Ok(()) => Ok(Taken::Yes(file)),
         Err(TryLockError::WouldBlock) => Ok(Taken::ByAnother(file)),

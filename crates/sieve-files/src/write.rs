@@ -90,9 +90,7 @@ pub fn sync_folder(folder: &Path) -> Result<(), FileError> {
         true => Path::new("."),
         false => folder,
     };
-    File::open(folder)
-        .and_then(|file| file.sync_all())
-        .map_err(FileError::on("sync", folder))
+    File::open(folder).and_then(|file| file.sync_all()).map_err(FileError::on("sync", folder))
 }
 
 /// Renames the folder `partial` to `path` and makes the rename durable. An existing folder is kept as `<path>.old`
@@ -128,18 +126,14 @@ mod tests {
     fn names(folder: &Path) -> Vec<String> {
         let entries = fs::read_dir(folder).unwrap();
         let name = |entry: io::Result<fs::DirEntry>| entry.unwrap().file_name();
-        let mut names: Vec<String> = entries
-            .map(|entry| name(entry).to_string_lossy().into_owned())
-            .collect();
+        let mut names: Vec<String> = entries.map(|entry| name(entry).to_string_lossy().into_owned()).collect();
         names.sort();
         names
     }
 
     #[test]
     fn a_missing_folder_is_named() {
-        let error = write_atomically(Path::new("/nonexistent/x"), b"")
-            .unwrap_err()
-            .to_string();
+        let error = write_atomically(Path::new("/nonexistent/x"), b"").unwrap_err().to_string();
         assert!(error.contains("/nonexistent/x"), "{error}");
     }
 

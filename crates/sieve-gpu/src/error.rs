@@ -74,10 +74,7 @@ impl KernelError {
 
     /// `what` is `got`, but `kernel` takes only `supported`.
     pub fn unsupported(kernel: &str, what: &str, got: impl Display, supported: impl Display) -> Self {
-        Self::refused(
-            kernel,
-            format!("{what} {got} is not supported (supported: {supported})"),
-        )
+        Self::refused(kernel, format!("{what} {got} is not supported (supported: {supported})"))
     }
 
     /// `tensor` has another shape than the other operands call for.
@@ -87,10 +84,7 @@ impl KernelError {
 
     /// An error about a size `what` that is 0.
     pub fn empty(kernel: &str, what: &str) -> Self {
-        Self::refused(
-            kernel,
-            format!("{what} is 0, nothing to compute\n  hint: skip the call for an empty input"),
-        )
+        Self::refused(kernel, format!("{what} is 0, nothing to compute\n  hint: skip the call for an empty input"))
     }
 
     /// A launch larger than the device takes: a grid axis, threads, shared memory in bytes.

@@ -48,10 +48,7 @@ fn require_bounds(
     [start, end]: Bounds,
     shape: [usize; 2],
 ) -> Result<[CudaTensor; 2], KernelError> {
-    Ok([
-        require_tokens(kernel, "doc_start", start, shape)?,
-        require_tokens(kernel, "doc_end", end, shape)?,
-    ])
+    Ok([require_tokens(kernel, "doc_start", start, shape)?, require_tokens(kernel, "doc_end", end, shape)?])
 }
 
 /// Most elements of a row of the batch: the Hopper kernels number its 16-byte words in 31 bits.
@@ -90,18 +87,12 @@ fn require_row(kernel: &'static str, shape: &AttentionShape, qkv: &Qkv) -> Resul
 /// Divides the queries of a row into ranges (first, count) of at most `most`, each for one launch.
 fn query_ranges(seq_len: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
     let most = most.clamp(1, seq_len);
-    (0..seq_len)
-        .step_by(most)
-        .map(move |first| (first, most.min(seq_len - first)))
+    (0..seq_len).step_by(most).map(move |first| (first, most.min(seq_len - first)))
 }
 
 /// The rules for choosing blocks that have kernels of their own.
-const RULES: [ChoiceRule; 4] = [
-    ChoiceRule::WeightedProbability,
-    ChoiceRule::LargestProbability,
-    ChoiceRule::MeanKey,
-    ChoiceRule::LargestScore,
-];
+const RULES: [ChoiceRule; 4] =
+    [ChoiceRule::WeightedProbability, ChoiceRule::LargestProbability, ChoiceRule::MeanKey, ChoiceRule::LargestScore];
 
 /// The decoding kernels that choose blocks for a new token by pooled keys, compressed keys or an indexer's keys,
 /// without the attention kernels.

@@ -58,9 +58,8 @@ impl Qkv {
         let orders = call.orders(&mask, &nan_rows)?;
         let bits = [&kept, &nan_rows];
         let rules = selection.rules();
-        let (lines, others): (Vec<_>, Vec<_>) = rules
-            .into_iter()
-            .partition(|rule| matches!(rule.scores, BlockScores::Lines { .. }));
+        let (lines, others): (Vec<_>, Vec<_>) =
+            rules.into_iter().partition(|rule| matches!(rule.scores, BlockScores::Lines { .. }));
         let (mut single_columns, mut probe_o) = (None, None);
         if !lines.is_empty() {
             // This writes the bits of every head; the other heads' bits are overwritten below.
@@ -157,10 +156,7 @@ impl<'a> LongChoice<'a> {
     /// When a choice by `goal` has `num_first` entries: the kernel does not know their sum.
     pub fn choose(&self) -> Result<(), KernelError> {
         let is_by_number = self.top > 0 || self.tops.is_some();
-        assert!(
-            is_by_number || self.num_first == 0,
-            "{NAME}: the first entries stay in choices by number alone"
-        );
+        assert!(is_by_number || self.num_first == 0, "{NAME}: the first entries stay in choices by number alone");
         let [first_head, num_heads] = self.heads;
         // To the kernel the row is one query's scores of blocks of one key.
         let params = params!(SelectChooseParams {
@@ -217,13 +213,7 @@ impl<'a> Call<'a> {
         require_cells(s, shape.head_dim)?;
         let qkv = qkv.with_kernel_strides();
         let [q, k, _] = qkv.head_words(NAME)?;
-        Ok(Self {
-            selection,
-            shape,
-            qkv,
-            q,
-            k,
-        })
+        Ok(Self { selection, shape, qkv, q, k })
     }
 
     /// Chooses the blocks that the rows of some heads keep, and sets their bits.
@@ -338,20 +328,12 @@ impl<'a> Call<'a> {
         let [col_ptr_at, col_idx_at] = [places.col_ptr.start, places.col_idx.start];
         let all_rows = lists * rows;
         let offsets = |counts: &CudaTensor, row_ptr_at: usize| {
-            let params = params!(SelectOffsetsParams {
-                rows: all_rows,
-                row_ptr_at,
-            });
+            let params = params!(SelectOffsetsParams { rows: all_rows, row_ptr_at });
             // SAFETY: the array has one word more than there are rows.
             unsafe { SELECT_OFFSETS.launch([1, 1, 1], &[counts, data], &params) }
         };
         offsets(&counts, row_ptr_at)?;
-        let params = params!(SelectFillParams {
-            rows: all_rows,
-            words: num_words,
-            row_ptr_at,
-            tile_idx_at,
-        });
+        let params = params!(SelectFillParams { rows: all_rows, words: num_words, row_ptr_at, tile_idx_at });
         let grid = [all_rows.div_ceil(4), 1, 1];
         // SAFETY: tile_idx has room for every tile that rows may keep.
         unsafe { SELECT_FILL.launch(grid, &[&bits, data], &params) }?;
@@ -376,14 +358,7 @@ impl<'a> Call<'a> {
             offsets(&singles, col_ptr_at)?;
             launch(true)?;
         }
-        Ok(KeyMask {
-            counts: Some(MaskCounts {
-                tiles: counts,
-                pairs,
-                nan_rows: nan_rows.clone(),
-            }),
-            ..mask
-        })
+        Ok(KeyMask { counts: Some(MaskCounts { tiles: counts, pairs, nan_rows: nan_rows.clone() }), ..mask })
     }
 }
 
@@ -441,10 +416,7 @@ fn require_cells(s: &BlockSelection, head_dim: usize) -> Result<(), KernelError>
     if let Some(cell) = cell {
         let per_block = s.scores.block / cell.max(1);
         let fits = s.scores.block.is_multiple_of(cell) && per_block.is_power_of_two();
-        let has_lines = s
-            .rules()
-            .iter()
-            .any(|rule| matches!(rule.scores, BlockScores::Lines { .. }));
+        let has_lines = s.rules().iter().any(|rule| matches!(rule.scores, BlockScores::Lines { .. }));
         let is_one_by_one = has_lines || matches!(s.scores.by, BlockScores::Patterns { .. });
         let fits = is_one_by_one || fits && per_block <= CELL_SIDE;
         let got = || format!("{cell} tokens of {}", s.scores.block);
@@ -522,12 +494,9 @@ pub(crate) fn select_blocks_kernels(head_dims: &[usize], max_shared_bytes: usize
         SELECT_COLUMNS,
         FILL_ZERO,
     ];
-    for [is_mass, is_forced, is_long] in [
-        [false, false, false],
-        [true, true, false],
-        [true, false, false],
-        [true, false, true],
-    ] {
+    for [is_mass, is_forced, is_long] in
+        [[false, false, false], [true, true, false], [true, false, false], [true, false, true]]
+    {
         kernels.push(select_choose_kernel(is_mass, is_forced, is_long));
     }
     kernels.extend(lines::lines_kernels());

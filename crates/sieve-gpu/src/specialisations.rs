@@ -44,10 +44,7 @@ impl NeededKernels {
     fn add(&mut self, kernel: Result<SourceKernel, KernelError>) {
         match kernel {
             Ok(kernel) => self.extend_kernels([kernel]),
-            Err(error) => self.extend(Self {
-                refused: vec![error],
-                ..Self::default()
-            }),
+            Err(error) => self.extend(Self { refused: vec![error], ..Self::default() }),
         }
     }
 }

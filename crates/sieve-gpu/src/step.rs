@@ -101,12 +101,9 @@ impl NeededKernels {
         kernels.extend([64, 128].into_iter().flat_map(qk_norm_rope_kernels));
         let (plain, normed, rows) = (0, 1, 1);
         for warps_per_row in [1, 2, 4, 8] {
-            for (input, output) in [
-                (plain, Form::Stored),
-                (plain, Form::Added),
-                (normed, Form::Stored),
-                (normed, Form::SwiGlu),
-            ] {
+            for (input, output) in
+                [(plain, Form::Stored), (plain, Form::Added), (normed, Form::Stored), (normed, Form::SwiGlu)]
+            {
                 kernels.push(matrix_vector::matrix_vector_kernel(input, output, rows, warps_per_row));
             }
         }
@@ -120,10 +117,7 @@ impl NeededKernels {
         let mut kernels = swiglu_kernels(vector).to_vec();
         kernels.extend(head_dims.iter().copied().flat_map(qk_norm_rope_kernels));
         for &kv_heads in kv_heads {
-            kernels.extend([
-                dma_scores_kernel(kv_heads, 64, &[]),
-                dma_scores_backward_kernel(kv_heads),
-            ]);
+            kernels.extend([dma_scores_kernel(kv_heads, 64, &[]), dma_scores_backward_kernel(kv_heads)]);
         }
         kernels
     }

@@ -318,10 +318,7 @@ impl Checkpoint {
         let all = list_checkpoints(folder)?;
         let Some((_, latest)) = all.last() else {
             if path.join("config.json").is_file() {
-                let what = format!(
-                    "{} is a model of transformers, and no checkpoint of a run",
-                    path.display()
-                );
+                let what = format!("{} is a model of transformers, and no checkpoint of a run", path.display());
                 let hint = "sieve import --from DIR --out RUN makes a run folder of it, with a checkpoint";
                 return Err(CheckpointError::refused(what, hint));
             }
@@ -355,11 +352,8 @@ impl Checkpoint {
     /// Reads and checks `state.json`. Errors name `previous`, the checkpoint before this one, if there is one.
     fn read_state(path: &Path, previous: &Option<PathBuf>) -> Result<Self, CheckpointError> {
         let file = path.join(STATE);
-        let damaged = |path: PathBuf, problem: String| CheckpointError::Damaged {
-            path,
-            problem,
-            previous: previous.clone(),
-        };
+        let damaged =
+            |path: PathBuf, problem: String| CheckpointError::Damaged { path, problem, previous: previous.clone() };
         let text = fs::read_to_string(&file).map_err(|error| unreadable(&file, error, previous))?;
         let no_state =
             |error: serde_json::Error| damaged(file.clone(), format!("it is not the state of a run ({error})"));
@@ -384,10 +378,7 @@ impl Checkpoint {
             let problem = "its values are not the ones it was written with".to_owned();
             return Err(damaged(file, problem));
         }
-        Ok(Self {
-            path: path.to_owned(),
-            state,
-        })
+        Ok(Self { path: path.to_owned(), state })
     }
 
     /// The weights.
@@ -465,10 +456,7 @@ fn checksum_without_own(state: &serde_json::Value) -> String {
 fn previous_of(path: &Path) -> Option<PathBuf> {
     let own = path.file_name()?.to_str()?.strip_prefix("step-")?.parse::<u64>().ok()?;
     let all = list_checkpoints(path.parent()?).ok()?;
-    all.into_iter()
-        .rev()
-        .find(|(step, _)| *step < own)
-        .map(|(_, path)| path)
+    all.into_iter().rev().find(|(step, _)| *step < own).map(|(_, path)| path)
 }
 
 #[cfg(test)]
@@ -506,14 +494,8 @@ mod tests {
         let file = Path::new("step-4/model.safetensors");
         let said = |kind: ErrorKind| unreadable(file, kind.into(), &None).to_string();
         let denied = said(ErrorKind::PermissionDenied);
-        sieve_testing::says(
-            &denied,
-            "reading step-4/model.safetensors: permission denied | hint: this user may not",
-        );
+        sieve_testing::says(&denied, "reading step-4/model.safetensors: permission denied | hint: this user may not");
         assert!(!denied.contains("damaged"), "{denied}");
-        sieve_testing::says(
-            &said(ErrorKind::NotFound),
-            "model.safetensors is damaged: it cannot be read",
-        );
+        sieve_testing::says(&said(ErrorKind::NotFound), "model.safetensors is damaged: it cannot be read");
     }
 }

@@ -65,10 +65,7 @@ pub enum CheckpointError {
 
 impl CheckpointError {
     pub(crate) fn refused(what: impl Into<String>, hint: &'static str) -> Self {
-        Self::Refused {
-            what: what.into(),
-            hint,
-        }
+        Self::Refused { what: what.into(), hint }
     }
 
     /// The error of a file or folder of `transformers` that no recipe can describe.
@@ -91,10 +88,7 @@ impl CheckpointError {
 
     /// For `map_err`: adds the path to an error of a recipe.
     pub(crate) fn bad_recipe(path: &Path) -> impl Fn(sieve_core::RecipeError) -> Self {
-        move |source| Self::BadRecipe {
-            path: path.to_owned(),
-            source: Box::new(source),
-        }
+        move |source| Self::BadRecipe { path: path.to_owned(), source: Box::new(source) }
     }
 
     /// For `map_err`: adds operation and path to an I/O error.

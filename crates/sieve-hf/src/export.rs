@@ -144,15 +144,8 @@ pub(crate) enum Windows {
 }
 
 impl Architecture {
-    pub(crate) const ALL: [Self; 7] = [
-        Self::Qwen3,
-        Self::Llama,
-        Self::Mistral,
-        Self::Qwen2,
-        Self::Doge,
-        Self::DeepseekV3,
-        Self::Sieve,
-    ];
+    pub(crate) const ALL: [Self; 7] =
+        [Self::Qwen3, Self::Llama, Self::Mistral, Self::Qwen2, Self::Doge, Self::DeepseekV3, Self::Sieve];
 
     /// The names and properties of the class.
     pub(crate) fn class(self) -> Class {
@@ -165,13 +158,7 @@ impl Architecture {
             Self::DeepseekV3 => ("DeepseekV3ForCausalLM", "deepseek_v3", true, false, Windows::None),
             Self::Sieve => ("SieveForCausalLM", "sieve", true, false, Windows::Named),
         };
-        Class {
-            name,
-            model_type,
-            qk_norm,
-            qkv_bias,
-            windows,
-        }
+        Class { name, model_type, qk_norm, qkv_bias, windows }
     }
 
     /// Whether the attention is grouped-query attention with or without a window.
@@ -297,9 +284,7 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
         let headers: Vec<_> = shard.tensors.iter().map(|tensor| tensor.header(dtype)).collect();
         let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
         let path = folder.partial(&shard.file);
-        stream_tensor_file(&path, &headers, Some(metadata), |n| {
-            Ok(shard.tensors[n].read(&weights, dtype)?.bytes)
-        })?;
+        stream_tensor_file(&path, &headers, Some(metadata), |n| Ok(shard.tensors[n].read(&weights, dtype)?.bytes))?;
         files.push(shard.file.clone());
     }
     if shards.len() > 1 {

@@ -98,10 +98,7 @@ pub fn import<B: Backend>(
         let data = read.tensors.remove(name);
         match &data {
             Some(data) if data.shape.to_vec() != wanted => {
-                misfit = Some(format!(
-                    "{name} is {:?}, the recipe's model expects {wanted:?}",
-                    data.shape.to_vec()
-                ));
+                misfit = Some(format!("{name} is {:?}, the recipe's model expects {wanted:?}", data.shape.to_vec()));
             }
             Some(_) => (),
             None => added.push(name.to_owned()),
@@ -140,10 +137,7 @@ pub fn import<B: Backend>(
         }
     }
     let generation = serde_json::Value::Object(tokenizer_files::generation(from)?);
-    write_synced(
-        &path.join(tokenizer_files::GENERATION),
-        generation.to_string().as_bytes(),
-    )?;
+    write_synced(&path.join(tokenizer_files::GENERATION), generation.to_string().as_bytes())?;
     Ok(ImportReport {
         path,
         num_parameters: shape.parameters().total(),
@@ -263,11 +257,7 @@ fn recipe_and_shape(
     let text = config.recipe_toml(residual_scale);
     // A model of another kind is imported as DMA in the published form. While A is 0, that form adds the same bias to
     // all logits, so that only dropped keys change the output; a slope would change all attention weights.
-    let published = [
-        "attention.bias=exp",
-        "attention.recency=none",
-        "attention.local_window_size=0",
-    ];
+    let published = ["attention.bias=exp", "attention.recency=none", "attention.local_window_size=0"];
     let becomes = |kind: AttentionKind| {
         let set = format!("attention.kind={}", kind.name());
         settings.contains(&set) && !config.is_of(kind)
@@ -279,10 +269,7 @@ fn recipe_and_shape(
             "grouped-query attention becomes dma, swa, nsa, infllm_v2, moba or msa",
         ));
     }
-    let published = published
-        .into_iter()
-        .filter(|_| becomes(AttentionKind::Dma))
-        .map(str::to_owned);
+    let published = published.into_iter().filter(|_| becomes(AttentionKind::Dma)).map(str::to_owned);
     let settings = published.chain(settings.iter().cloned()).collect::<Vec<_>>();
     let path = from.join("config.json");
     let recipe = Recipe::load(&text, "the imported model", &settings).map_err(by_set);
@@ -371,12 +358,7 @@ fn read_tensors(
                 problems.shapes.insert(format!("{name} {got:?} instead of {wanted:?}"));
                 continue;
             }
-            let Source::Rows {
-                name: ours,
-                rows,
-                num_rows,
-            } = &tensor.source
-            else {
+            let Source::Rows { name: ours, rows, num_rows } = &tensor.source else {
                 // The tensor is all ones, which the checkpoint does not store.
                 continue;
             };
@@ -388,28 +370,19 @@ fn read_tensors(
             let whole = packed.entry(ours.clone()).or_insert_with(|| Packed {
                 bytes: vec![0; num_rows * row_bytes],
                 dtype,
-                shape: std::iter::once(*num_rows)
-                    .chain(tensor.shape[1..].iter().copied())
-                    .collect(),
+                shape: std::iter::once(*num_rows).chain(tensor.shape[1..].iter().copied()).collect(),
             });
             stored.convert(dtype, &mut whole.bytes[rows.start * row_bytes..rows.end * row_bytes]);
         }
     }
-    problems.missing = by_name
-        .keys()
-        .filter(|name| !found.contains(**name))
-        .map(|name| (*name).to_owned())
-        .collect();
+    problems.missing = by_name.keys().filter(|name| !found.contains(**name)).map(|name| (*name).to_owned()).collect();
     problems.check(from)?;
     let tensors = packed.into_iter().map(|(name, packed)| {
         let bytes = Bytes::from_bytes_vec(packed.bytes);
         let data = TensorData::from_bytes(bytes, packed.shape, packed.dtype);
         (name, data)
     });
-    Ok(ReadTensors {
-        tensors: tensors.collect(),
-        ignored,
-    })
+    Ok(ReadTensors { tensors: tensors.collect(), ignored })
 }
 
 /// Names of tensors that do not fit the model, by kind of problem.
@@ -474,9 +447,7 @@ fn weight_files(from: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     let map = map.ok_or_else(|| malformed("it has no weight_map".to_owned()))?;
     let mut files = BTreeSet::new();
     for (tensor, file) in map {
-        let plain = file
-            .as_str()
-            .filter(|file| Path::new(file).file_name() == Some(file.as_ref()));
+        let plain = file.as_str().filter(|file| Path::new(file).file_name() == Some(file.as_ref()));
         let file = plain.ok_or_else(|| malformed(format!("{tensor} is in no file of its folder: {file}")))?;
         files.insert(from.join(file));
     }
@@ -488,12 +459,7 @@ fn weight_files(from: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
 fn all_tensors(path: &Path) -> Vec<crate::NamedTensor> {
     let file = TensorFile::open(path).expect("a file of tensors");
     let names = file.names().into_iter();
-    names
-        .map(|name| crate::NamedTensor {
-            data: file.any_tensor(&name).expect("it is named"),
-            name,
-        })
-        .collect()
+    names.map(|name| crate::NamedTensor { data: file.any_tensor(&name).expect("it is named"), name }).collect()
 }
 
 #[cfg(test)]

@@ -87,12 +87,7 @@ pub fn load_parameters<B: Backend, M: Module<B>, E>(
     kept: impl Into<Kept>,
     source: &mut TensorSource<'_, E>,
 ) -> Result<M, E> {
-    let mut writer = Writer {
-        path: Vec::new(),
-        kept: kept.into(),
-        source,
-        error: None,
-    };
+    let mut writer = Writer { path: Vec::new(), kept: kept.into(), source, error: None };
     let module = module.map(&mut writer);
     match writer.error {
         Some(error) => Err(error),

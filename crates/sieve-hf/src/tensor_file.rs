@@ -57,11 +57,7 @@ pub(crate) fn stream_tensor_file<D: Deref<Target = [u8]>>(
         let TensorHeader { name, dtype, shape } = &headers[n];
         let start = end;
         end += shape.iter().product::<usize>() * dtype.size();
-        let info = TensorInfo {
-            dtype: to_safetensors(*dtype),
-            shape: shape.clone(),
-            data_offsets: (start, end),
-        };
+        let info = TensorInfo { dtype: to_safetensors(*dtype), shape: shape.clone(), data_offsets: (start, end) };
         infos.push((name.clone(), info));
     }
     let sizes = infos.iter().map(|(_, info)| info.data_offsets.1 - info.data_offsets.0);
@@ -132,10 +128,7 @@ impl TensorFile {
             // removed.
             _ => Some(unsafe { Mmap::map(&file) }.map_err(CheckpointError::io("mapping", path))?),
         };
-        let file = Self {
-            path: path.to_owned(),
-            map,
-        };
+        let file = Self { path: path.to_owned(), map };
         SafeTensors::deserialize(file.bytes())
             .map_err(|error| CheckpointError::malformed(path, format!("not a safetensors file: {error}")))?;
         Ok(file)
@@ -156,12 +149,7 @@ impl TensorFile {
 
     /// Names of all tensors, sorted.
     pub fn names(&self) -> Vec<String> {
-        let mut names: Vec<String> = self
-            .tensors()
-            .names()
-            .into_iter()
-            .map(|name| name.to_string())
-            .collect();
+        let mut names: Vec<String> = self.tensors().names().into_iter().map(|name| name.to_string()).collect();
         names.sort();
         names
     }
@@ -201,12 +189,7 @@ impl TensorFile {
         let dtype = from_safetensors(view.dtype()).ok_or_else(|| {
             CheckpointError::malformed(&self.path, format!("tensor {name} has dtype {:?}", view.dtype()))
         })?;
-        Ok(Some(Stored {
-            dtype,
-            shape: view.shape().to_vec(),
-            bytes: view.data(),
-            map: self.map.as_ref(),
-        }))
+        Ok(Some(Stored { dtype, shape: view.shape().to_vec(), bytes: view.data(), map: self.map.as_ref() }))
     }
 
     pub(crate) fn other_shape(&self, name: &str, found: &[usize], wanted: &[usize]) -> CheckpointError {
@@ -243,9 +226,7 @@ impl Stored<'_> {
         match (self.dtype, dtype) {
             (from_dtype, dtype) if from_dtype == dtype => to.copy_from_slice(from),
             (DType::F32, DType::BF16) => {
-                convert_each(from, to, |bytes| {
-                    bf16::from_f32(f32::from_le_bytes(bytes)).to_le_bytes()
-                });
+                convert_each(from, to, |bytes| bf16::from_f32(f32::from_le_bytes(bytes)).to_le_bytes());
             }
             (DType::BF16, DType::F32) => {
                 convert_each(from, to, |bytes| bf16::from_le_bytes(bytes).to_f32().to_le_bytes());
@@ -327,10 +308,7 @@ mod tests {
             ("a", TensorData::new(vec![9f32], Vec::<usize>::new())),
             ("empty", TensorData::new(Vec::<f32>::new(), [0, 4])),
         ];
-        let named = tensors.map(|(name, data)| NamedTensor {
-            name: name.to_owned(),
-            data,
-        });
+        let named = tensors.map(|(name, data)| NamedTensor { name: name.to_owned(), data });
         named.to_vec()
     }
 
@@ -375,11 +353,8 @@ mod tests {
     fn one_tensor_is_held_at_a_time_and_a_short_one_is_named() {
         let dir = tempfile::tempdir().expect("a folder");
         let path = dir.path().join("tensors");
-        let header = |number: usize| TensorHeader {
-            name: format!("t{number}"),
-            dtype: DType::F32,
-            shape: vec![number],
-        };
+        let header =
+            |number: usize| TensorHeader { name: format!("t{number}"), dtype: DType::F32, shape: vec![number] };
         let headers = [4, 1, 3].map(header);
         let held = Cell::new([0, 0]);
         let read = |bytes_short: usize| {
@@ -412,17 +387,12 @@ mod tests {
         // KiB of the file's mapping that are in this process's memory.
         let resident = || -> usize {
             let maps = std::fs::read_to_string("/proc/self/smaps").expect("Linux has it");
-            let mut lines = maps
-                .lines()
-                .skip_while(|line| !line.ends_with(path.to_str().expect("Unicode")));
+            let mut lines = maps.lines().skip_while(|line| !line.ends_with(path.to_str().expect("Unicode")));
             let line = lines.find_map(|line| line.strip_prefix("Rss:")).expect("it is mapped");
             line.trim().trim_end_matches(" kB").parse().expect("a number")
         };
         let stored = file.stored("weights").expect("there");
-        assert_eq!(
-            stored.bytes.iter().map(|&byte| u64::from(byte == 0x3f)).sum::<u64>(),
-            4 << 20
-        );
+        assert_eq!(stored.bytes.iter().map(|&byte| u64::from(byte == 0x3f)).sum::<u64>(), 4 << 20);
         assert!(resident() > 16 << 10, "the test reads all {} KiB", resident());
         let mut rounded = vec![0; 8 << 20];
         stored.convert(DType::BF16, &mut rounded);

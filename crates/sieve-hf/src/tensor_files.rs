@@ -13,12 +13,7 @@ pub(crate) fn rounded(data: TensorData, dtype: DType) -> TensorData {
         return data;
     }
     let mut bytes = vec![0; data.num_elements() * dtype.size()];
-    let stored = Stored {
-        dtype: data.dtype,
-        shape: data.shape.to_vec(),
-        bytes: data.as_bytes(),
-        map: None,
-    };
+    let stored = Stored { dtype: data.dtype, shape: data.shape.to_vec(), bytes: data.as_bytes(), map: None };
     stored.convert(dtype, &mut bytes);
     TensorData::from_bytes(Bytes::from_bytes_vec(bytes), stored.shape, dtype)
 }
@@ -47,9 +42,7 @@ impl TensorFiles {
             let name = Self::name(stem, rank, count.max(1));
             TensorFile::open(&folder.join(name))
         });
-        Ok(Self {
-            files: files.collect::<Result<_, _>>()?,
-        })
+        Ok(Self { files: files.collect::<Result<_, _>>()? })
     }
 
     /// Path of the first file.
@@ -90,11 +83,7 @@ impl TensorFiles {
             (of_piece, rest) = rest.split_at_mut(piece.bytes.len() / stored.size() * dtype.size());
             piece.convert(dtype, of_piece);
         }
-        Ok(TensorData::from_bytes(
-            Bytes::from_bytes_vec(bytes),
-            shape.to_vec(),
-            dtype,
-        ))
+        Ok(TensorData::from_bytes(Bytes::from_bytes_vec(bytes), shape.to_vec(), dtype))
     }
 
     /// Reads a tensor of this shape, or a range of its flattened elements.
@@ -166,10 +155,7 @@ mod tests {
     use crate::{NamedTensor, write_tensor_file};
 
     fn written(folder: &Path, rank: usize, size: usize, tensors: &[(&str, TensorData)]) {
-        let tensors = tensors.iter().map(|(name, data)| NamedTensor {
-            name: (*name).to_owned(),
-            data: data.clone(),
-        });
+        let tensors = tensors.iter().map(|(name, data)| NamedTensor { name: (*name).to_owned(), data: data.clone() });
         let path = folder.join(TensorFiles::name("model", rank, size));
         write_tensor_file(&path, &tensors.collect::<Vec<_>>(), None).expect("written");
     }

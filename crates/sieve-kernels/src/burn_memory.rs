@@ -37,11 +37,7 @@ pub fn kernel_tensor(primitive: CudaPrimitive) -> CudaTensor {
     let dtype = kernel_dtype(primitive.dtype);
     let mut handle = primitive.handle;
     let offset = handle.offset_start.take().unwrap_or(0) as usize;
-    let memory = BurnMemory {
-        handle,
-        client: primitive.client,
-        device: primitive.device,
-    };
+    let memory = BurnMemory { handle, client: primitive.client, device: primitive.device };
     CudaTensor::new(Arc::new(memory), offset, [&shape, &strides], dtype)
 }
 
@@ -136,9 +132,7 @@ fn handle_of(tensor: &CudaTensor) -> Handle {
 
 impl fmt::Debug for BurnMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BurnMemory")
-            .field("handle", &self.handle)
-            .finish_non_exhaustive()
+        f.debug_struct("BurnMemory").field("handle", &self.handle).finish_non_exhaustive()
     }
 }
 
@@ -164,9 +158,7 @@ impl Memory for BurnMemory {
         let (x, y, z) = hardware.max_cube_count;
         Hardware {
             compute_capability: compute_capability(self.device.index).unwrap_or_default(),
-            num_multiprocessors: hardware
-                .num_streaming_multiprocessors
-                .map_or(DEFAULT_MULTIPROCESSORS, |n| n as usize),
+            num_multiprocessors: hardware.num_streaming_multiprocessors.map_or(DEFAULT_MULTIPROCESSORS, |n| n as usize),
             max_shared_bytes: hardware.max_shared_memory_size,
             max_threads: hardware.max_units_per_cube as usize,
             max_grid: [x, y, z].map(|n| n as usize),

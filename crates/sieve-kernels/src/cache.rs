@@ -43,11 +43,7 @@ impl KernelCache {
             }
         };
         repair_if_changed(&folder)?;
-        Ok(Self {
-            folder,
-            cubins,
-            _lock: lock,
-        })
+        Ok(Self { folder, cubins, _lock: lock })
     }
 
     /// The folder that CubeCL writes to, locked by this process.
@@ -118,20 +114,13 @@ fn total_bytes(folder: &Path) -> io::Result<u64> {
     for entry in entries {
         let entry = entry?;
         let metadata = entry.metadata()?;
-        total += if metadata.is_dir() {
-            total_bytes(&entry.path())?
-        } else {
-            metadata.len()
-        };
+        total += if metadata.is_dir() { total_bytes(&entry.path())? } else { metadata.len() };
     }
     Ok(total)
 }
 
 fn cache_error(path: &Path, reason: impl ToString) -> KernelError {
-    KernelError::Cache {
-        path: path.to_owned(),
-        reason: reason.to_string(),
-    }
+    KernelError::Cache { path: path.to_owned(), reason: reason.to_string() }
 }
 
 #[cfg(test)]
@@ -159,11 +148,7 @@ mod tests {
         let root = tempfile::tempdir().expect("a temporary folder");
         let open = || KernelCache::open(root.path(), "sm_80", "12.8").expect("writable");
         let folder = open().folder().to_owned();
-        let entry = CacheEntry {
-            entrypoint_name: "k".into(),
-            shared_mem_bytes: 0,
-            ptx: vec![1; 100],
-        };
+        let entry = CacheEntry { entrypoint_name: "k".into(), shared_mem_bytes: 0, ptx: vec![1; 100] };
         open_files(&folder).insert(7, entry.clone()).expect("new");
         let chunk = cubecl_folder(&folder).join("0.10.0/ptx/chunk0.cbor");
         let whole = fs::read(&chunk).expect("written");

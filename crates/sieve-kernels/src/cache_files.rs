@@ -31,10 +31,7 @@ pub(crate) fn cubecl_folder(folder: &Path) -> PathBuf {
 /// Rewrites the files without an entry that a killed process left half-written. CubeCL appends: it could not read the
 /// entries after half an entry, and every start would compile them again.
 pub(crate) fn repair(folder: &Path) -> Result<(), KernelError> {
-    let error = |e: io::Error| KernelError::Cache {
-        path: folder.to_owned(),
-        reason: e.to_string(),
-    };
+    let error = |e: io::Error| KernelError::Cache { path: folder.to_owned(), reason: e.to_string() };
     // In the same folder, hence on the same file system: the move below is one rename.
     let old = folder.join("before-repair");
     let _ = fs::remove_dir_all(&old);
@@ -68,22 +65,14 @@ mod tests {
     use std::io::Write;
 
     fn entry(byte: c_char) -> CacheEntry {
-        CacheEntry {
-            entrypoint_name: "k".into(),
-            shared_mem_bytes: 7,
-            ptx: vec![byte; 1000],
-        }
+        CacheEntry { entrypoint_name: "k".into(), shared_mem_bytes: 7, ptx: vec![byte; 1000] }
     }
 
     fn chunk_file(folder: &Path) -> PathBuf {
         let mut open = vec![cubecl_folder(folder)];
         while let Some(path) = open.pop() {
             if path.is_dir() {
-                open.extend(
-                    fs::read_dir(&path)
-                        .expect("readable")
-                        .map(|e| e.expect("readable").path()),
-                );
+                open.extend(fs::read_dir(&path).expect("readable").map(|e| e.expect("readable").path()));
             } else if path.extension().is_some_and(|e| e == "cbor") {
                 return path;
             }
@@ -97,10 +86,7 @@ mod tests {
         open_files(folder.path()).insert(1, entry(1)).expect("new");
         // The process is killed in the middle of writing a second entry.
         let whole = fs::read(chunk_file(folder.path())).expect("written");
-        let mut file = fs::File::options()
-            .append(true)
-            .open(chunk_file(folder.path()))
-            .expect("there");
+        let mut file = fs::File::options().append(true).open(chunk_file(folder.path())).expect("there");
         file.write_all(&whole[..whole.len() / 2]).expect("written");
 
         repair(folder.path()).expect("repaired");

@@ -69,10 +69,7 @@ pub fn matmul(
 /// # Errors
 /// The errors of [`matmul`].
 pub fn fp8_matmul(x: &Fp8Matrix, w: &Fp8Matrix, output: MatmulOutput<'_>) -> Result<CudaTensor, KernelError> {
-    let operands = Operands::Fp8 {
-        x: x.format,
-        w: w.format,
-    };
+    let operands = Operands::Fp8 { x: x.format, w: w.format };
     let (values, scales) = ([&x.values, &w.values], [&x.scale, &w.scale]);
     queue_gemm((GemmKind::Nt, operands), values, &scales, output)
 }
@@ -105,11 +102,7 @@ fn queue_gemm(
     let call = Call {
         problem,
         tiles: if is_hopper { problem.preferred_tiles() } else { &[] },
-        bindings: [&x, &w, &target.c, &target.d]
-            .iter()
-            .chain(scales)
-            .map(|tensor| binding_of(tensor))
-            .collect(),
+        bindings: [&x, &w, &target.c, &target.d].iter().chain(scales).map(|tensor| binding_of(tensor)).collect(),
         factors: target.factors,
         stream: StreamId::current(),
     };
@@ -130,11 +123,7 @@ impl Cublaslt {
         static PRESENT: OnceLock<bool> = OnceLock::new();
         // SAFETY: only tries to open the library.
         let present = *PRESENT.get_or_init(|| unsafe { cudarc::cublaslt::sys::is_culib_present() });
-        if present {
-            Ok(())
-        } else {
-            Err(KernelError::no_cublaslt())
-        }
+        if present { Ok(()) } else { Err(KernelError::no_cublaslt()) }
     }
 
     /// The version of cuBLASLt; `None` if it cannot be loaded.
@@ -169,13 +158,7 @@ impl Target {
             let (rows, stride) =
                 rows.ok_or_else(|| tensor.layout_error(NAME, "the output", "rows one stride apart are needed"))?;
             require_matrix("the output", tensor, rows, [m, n])?;
-            Ok(Self {
-                c: tensor.clone(),
-                d: tensor.clone(),
-                c_stride: stride,
-                d_stride: stride,
-                factors: [1.0, beta],
-            })
+            Ok(Self { c: tensor.clone(), d: tensor.clone(), c_stride: stride, d_stride: stride, factors: [1.0, beta] })
         };
         // With a beta of 0 the result overwrites D, with 1 it is added to D.
         let (factors, addend) = match output {
@@ -192,13 +175,7 @@ impl Target {
         let (c, rows, c_stride) = as_rows(addend);
         require_matrix("the addend", &c, rows, [m, n])?;
         let d = x.empty_contiguous(shape, c.dtype());
-        Ok(Self {
-            c,
-            d,
-            c_stride,
-            d_stride: n,
-            factors,
-        })
+        Ok(Self { c, d, c_stride, d_stride: n, factors })
     }
 }
 
@@ -256,14 +233,8 @@ fn submit(like: &CudaTensor, call: Call) -> Result<(), KernelError> {
             described,
             format!("what cuBLASLt has an algorithm for ({reason})"),
         )),
-        Ok(Err(failure)) => Err(KernelError::Launch {
-            kernel: NAME,
-            reason: format!("{described}: {failure}"),
-        }),
-        Err(_) => Err(KernelError::Launch {
-            kernel: NAME,
-            reason: format!("{described}: {DEVICE_THREAD_GONE}"),
-        }),
+        Ok(Err(failure)) => Err(KernelError::Launch { kernel: NAME, reason: format!("{described}: {failure}") }),
+        Err(_) => Err(KernelError::Launch { kernel: NAME, reason: format!("{described}: {DEVICE_THREAD_GONE}") }),
     }
 }
 
@@ -281,9 +252,7 @@ mod tests {
     fn outputs_are_bf16_or_f32() {
         assert!(require_output_type(DType::BF16).is_ok());
         assert!(require_output_type(DType::F32).is_ok());
-        let error = require_output_type(DType::Other("f16", 2))
-            .expect_err("no f16")
-            .to_string();
+        let error = require_output_type(DType::Other("f16", 2)).expect_err("no f16").to_string();
         assert!(error.contains("f16"), "{error}");
     }
 }

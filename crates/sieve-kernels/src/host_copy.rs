@@ -87,11 +87,7 @@ impl HostReader {
             let stream = driver::stream::create(driver::stream::StreamKind::NonBlocking)
                 .map_err(|e| refused("cuStreamCreate", e))?;
             let staging = driver::malloc_host(STAGING_BYTES, 0).map_err(|e| refused("cuMemHostAlloc", e))?;
-            Ok(Self {
-                device,
-                stream,
-                staging,
-            })
+            Ok(Self { device, stream, staging })
         }
     }
 

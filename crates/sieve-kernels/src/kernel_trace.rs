@@ -112,11 +112,7 @@ impl TraceResult {
         }
         let mut totals: Vec<KernelTotal> = by_name
             .into_iter()
-            .map(|(name, (count, total_ns))| KernelTotal {
-                name: name.to_owned(),
-                count,
-                total_ns,
-            })
+            .map(|(name, (count, total_ns))| KernelTotal { name: name.to_owned(), count, total_ns })
             .collect();
         totals.sort_by_key(|total| std::cmp::Reverse(total.total_ns));
         totals
@@ -128,11 +124,7 @@ impl TraceResult {
         let mut last_end = self.records.first().map_or(0, |first| first.start_ns);
         for record in &self.records {
             if record.start_ns > last_end {
-                gaps.push(KernelRecord {
-                    name: record.name.clone(),
-                    start_ns: last_end,
-                    end_ns: record.start_ns,
-                });
+                gaps.push(KernelRecord { name: record.name.clone(), start_ns: last_end, end_ns: record.start_ns });
             }
             last_end = last_end.max(record.end_ns);
         }
@@ -213,10 +205,7 @@ unsafe fn read_record(record: *const CUpti_Activity) -> Option<KernelRecord> {
     macro_rules! times {
         ($kind:ty) => {{
             let typed: *const $kind = record.cast();
-            [
-                addr_of!((*typed).start).read_unaligned(),
-                addr_of!((*typed).end).read_unaligned(),
-            ]
+            [addr_of!((*typed).start).read_unaligned(), addr_of!((*typed).end).read_unaligned()]
         }};
     }
     // SAFETY: by the caller's promise.
@@ -236,11 +225,7 @@ unsafe fn read_record(record: *const CUpti_Activity) -> Option<KernelRecord> {
             _ => return None,
         }
     };
-    Some(KernelRecord {
-        name: name.into_owned(),
-        start_ns,
-        end_ns,
-    })
+    Some(KernelRecord { name: name.into_owned(), start_ns, end_ns })
 }
 
 #[cfg(test)]
@@ -264,10 +249,7 @@ mod tests {
         assert_eq!(result.busy_ns(), 11);
         assert_eq!(result.span_ns(), 21);
         let totals = result.totals();
-        let names: Vec<_> = totals
-            .iter()
-            .map(|total| (total.name.as_str(), total.count, total.total_ns))
-            .collect();
+        let names: Vec<_> = totals.iter().map(|total| (total.name.as_str(), total.count, total.total_ns)).collect();
         assert_eq!(names, [("a", 2, 11), ("b", 1, 3)]);
         let gaps = result.idle_before();
         assert_eq!((gaps.len(), gaps[0].count, gaps[0].total_ns), (1, 1, 10));

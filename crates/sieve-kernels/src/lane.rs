@@ -50,11 +50,7 @@ enum Order {
     Inline,
     /// Our work is queued on another stream: it waits for `before`, recorded over the whole context, and the context
     /// waits for `after`.
-    Events {
-        context: CUcontext,
-        before: CUevent,
-        after: CUevent,
-    },
+    Events { context: CUcontext, before: CUevent, after: CUevent },
 }
 
 thread_local! {
@@ -150,10 +146,8 @@ pub(crate) fn on_lane_with(
     bindings: Vec<Binding>,
     work: impl FnOnce(CUstream, &[u64]) -> Result<(), String>,
 ) -> Result<(), String> {
-    let addresses: Vec<Address> = bindings
-        .into_iter()
-        .map(|binding| address_of(server, stream, binding))
-        .collect::<Result<_, _>>()?;
+    let addresses: Vec<Address> =
+        bindings.into_iter().map(|binding| address_of(server, stream, binding)).collect::<Result<_, _>>()?;
     let pointers: Vec<u64> = addresses.iter().map(|address| address.pointer).collect();
     on_lane(stream, |lane| work(lane, &pointers))?;
     let foreign: Vec<_> = addresses.into_iter().filter_map(|address| address.foreign).collect();
@@ -166,10 +160,7 @@ pub(crate) fn address_of(server: &mut Server, stream: StreamId, binding: Binding
     let is_foreign = binding.stream != stream;
     let resource = server.get_resource(binding, stream);
     let resource = resource.map_err(|error| format!("get_resource: {error}"))?;
-    Ok(Address {
-        pointer: resource.resource().ptr,
-        foreign: is_foreign.then(|| Box::new(resource) as Box<dyn Any>),
-    })
+    Ok(Address { pointer: resource.resource().ptr, foreign: is_foreign.then(|| Box::new(resource) as Box<dyn Any>) })
 }
 
 /// Runs `action` on the open lane of a stream. Runs on the device thread.
@@ -184,19 +175,13 @@ fn with_lane<T>(stream: StreamId, action: impl FnOnce(&mut Lane) -> Result<T, St
 /// [`Order::Inline`].
 fn open_lane(server: &mut Server, stream: StreamId, scratch: &Binding) -> Result<bool, String> {
     // Without the flush, errors and copies that are pending would appear during the capture below.
-    server
-        .flush(stream)
-        .map_err(|e| format!("an operation queued before: {e}"))?;
+    server.flush(stream).map_err(|e| format!("an operation queued before: {e}"))?;
     let found = stream_addresses(&format!("{server:?}"))
         .into_iter()
         .map(|address| address as CUstream)
         .find(|&candidate| copy_lands_on(server, candidate, stream, scratch));
     let lane = match found {
-        Some(stream) => Lane {
-            stream,
-            order: Order::Inline,
-            foreign: VecDeque::new(),
-        },
+        Some(stream) => Lane { stream, order: Order::Inline, foreign: VecDeque::new() },
         None => Lane::with_events()?,
     };
     let is_inline = lane.order == Order::Inline;
@@ -206,12 +191,8 @@ fn open_lane(server: &mut Server, stream: StreamId, scratch: &Binding) -> Result
 
 /// Whether the server queues the work of `stream` on the CUDA stream `candidate`: captures a copy to `scratch`.
 fn copy_lands_on(server: &mut Server, candidate: CUstream, stream: StreamId, scratch: &Binding) -> bool {
-    let copy = CopyDescriptor {
-        handle: scratch.clone(),
-        shape: [PROBE_BYTES].into(),
-        strides: [1].into(),
-        elem_size: 1,
-    };
+    let copy =
+        CopyDescriptor { handle: scratch.clone(), shape: [PROBE_BYTES].into(), strides: [1].into(), elem_size: 1 };
     let mode = cuda::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: the server printed this address as the address of a stream it owns.
     if unsafe { cuda::cuStreamBeginCapture_v2(candidate, mode) } != CUresult::CUDA_SUCCESS {
@@ -244,11 +225,7 @@ impl Lane {
         let stream =
             driver::stream::create(driver::stream::StreamKind::NonBlocking).map_err(|e| failed("cuStreamCreate", e))?;
         let order = Order::Events { context, before, after };
-        Ok(Self {
-            stream,
-            order,
-            foreign: VecDeque::new(),
-        })
+        Ok(Self { stream, order, foreign: VecDeque::new() })
     }
 
     /// Makes the lane's next work wait for everything that is queued in the context.
@@ -355,18 +332,13 @@ mod tests {
             #[allow(dead_code)]
             sys: CUstream,
         }
-        let stream = Stream {
-            sys: 0x1234_5678_u64 as CUstream,
-        };
+        let stream = Stream { sys: 0x1234_5678_u64 as CUstream };
         assert_eq!(stream_addresses(&format!("{stream:?}")), [0x1234_5678]);
     }
 
     #[test]
     fn an_error_of_queued_work_is_the_next_calls_error_once() {
-        let error = |kernel| KernelError::Launch {
-            kernel,
-            reason: "refused".to_owned(),
-        };
+        let error = |kernel| KernelError::Launch { kernel, reason: "refused".to_owned() };
         report_late(error("first"));
         report_late(error("second"));
         assert_eq!(late_error(), Err(error("first")));

@@ -84,13 +84,7 @@ pub(crate) fn count(launches: usize) {
 /// With these params, grid and block the kernel must access only the request's tensors, and must terminate.
 pub(crate) unsafe fn queue(request: &LaunchRequest<'_>) -> Result<QueuedLaunch, KernelError> {
     late_error()?;
-    let &LaunchRequest {
-        kernel,
-        grid,
-        maps,
-        tensors,
-        words,
-    } = request;
+    let &LaunchRequest { kernel, grid, maps, tensors, words } = request;
     let (first, key) = (tensors[0], kernel.code_key()?);
     let device_index = device_of(first).index;
     let known = LoadedKernel::find(device_index, key);
@@ -137,12 +131,8 @@ pub(crate) unsafe fn queue(request: &LaunchRequest<'_>) -> Result<QueuedLaunch, 
     }
     // SAFETY: the caller keeps the contract of this function.
     let outcome = queue.submit_blocking(move |server| unsafe { call.run(server, stream) });
-    let outcome = outcome.unwrap_or_else(|_| {
-        Err(KernelError::Launch {
-            kernel: kernel.name(),
-            reason: DEVICE_THREAD_GONE.to_owned(),
-        })
-    });
+    let outcome = outcome
+        .unwrap_or_else(|_| Err(KernelError::Launch { kernel: kernel.name(), reason: DEVICE_THREAD_GONE.to_owned() }));
     outcome.map(|()| queued)
 }
 

@@ -68,11 +68,7 @@ pub fn linear_cross_entropy_with_gradients(
         };
         matmul(GemmKind::Tn, &dlogits, &h, into)?;
     }
-    Ok(LinearCrossEntropyGradients {
-        loss: FixedSum::of(&losses)?,
-        dh,
-        dweight,
-    })
+    Ok(LinearCrossEntropyGradients { loss: FixedSum::of(&losses)?, dh, dweight })
 }
 
 /// Operands of the loss, checked and made contiguous.
@@ -131,11 +127,7 @@ fn block_tokens(tokens: usize, vocab_size: usize, logit_bytes: usize) -> usize {
     let most = (fitting / TOKEN_STEP * TOKEN_STEP).max(TOKEN_STEP);
     // Blocks of nearly equal size: a short last block would run at a fraction of the speed.
     let num_blocks = tokens.div_ceil(most);
-    tokens
-        .div_ceil(num_blocks)
-        .next_multiple_of(TOKEN_STEP)
-        .min(most)
-        .min(tokens)
+    tokens.div_ceil(num_blocks).next_multiple_of(TOKEN_STEP).min(most).min(tokens)
 }
 
 #[cfg(test)]

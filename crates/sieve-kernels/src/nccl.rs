@@ -117,9 +117,7 @@ impl NcclGroup {
     /// No library, or one that finds no network.
     pub fn new_id() -> Result<[u8; NCCL_ID_BYTES], KernelError> {
         let nccl = Nccl::get()?;
-        let mut id = sys::ncclUniqueId {
-            internal: [0; NCCL_ID_BYTES],
-        };
+        let mut id = sys::ncclUniqueId { internal: [0; NCCL_ID_BYTES] };
         // SAFETY: writes one id.
         let result = unsafe { (nccl.get_unique_id)(&mut id) };
         nccl.require("ncclGetUniqueId", result)?;
@@ -134,12 +132,8 @@ impl NcclGroup {
     /// No library; an id of another length; GPUs that cannot reach each other, or one GPU for two ranks.
     pub fn join(device_index: usize, id: &[u8], [rank, size]: [usize; 2], overlaps: bool) -> Result<Self, KernelError> {
         let nccl = Nccl::get()?;
-        let id: [u8; NCCL_ID_BYTES] = id
-            .try_into()
-            .map_err(|_| failed(format!("an id of {} bytes", id.len())))?;
-        let id = sys::ncclUniqueId {
-            internal: id.map(|byte| byte as _),
-        };
+        let id: [u8; NCCL_ID_BYTES] = id.try_into().map_err(|_| failed(format!("an id of {} bytes", id.len())))?;
+        let id = sys::ncclUniqueId { internal: id.map(|byte| byte as _) };
         let device =
             driver::device::get(device_index as i32).map_err(|error| failed(format!("cuDeviceGet: {error:?}")))?;
         let mut communicator = std::ptr::null_mut();
@@ -157,12 +151,7 @@ impl NcclGroup {
         };
         nccl.require("ncclCommInitRank", joined)?;
         Ok(Self {
-            link: Link {
-                nccl,
-                communicator,
-                stream,
-                context,
-            },
+            link: Link { nccl, communicator, stream, context },
             rank,
             size,
             late_error: Arc::default(),
@@ -357,14 +346,7 @@ impl NcclGroup {
 impl NcclWork {
     /// Makes Burn's stream wait for the work, and returns its results.
     pub fn finish(self) -> Vec<CudaTensor> {
-        let Self {
-            results,
-            queue,
-            bindings,
-            inputs,
-            end,
-            late_error,
-        } = self;
+        let Self { results, queue, bindings, inputs, end, late_error } = self;
         let Some(queue) = queue else {
             return results;
         };

@@ -73,18 +73,9 @@ impl CudaReport {
     /// [`KernelError::WrongDevice`] if there is none; a GPU of a compute capability below 8.0.
     pub fn device(&self, wanted: usize) -> Result<&DeviceReport, KernelError> {
         let count = self.devices.len();
-        let device = self
-            .devices
-            .get(wanted)
-            .ok_or(KernelError::WrongDevice { wanted, count })?;
+        let device = self.devices.get(wanted).ok_or(KernelError::WrongDevice { wanted, count })?;
         if device.major < 8 {
-            let DeviceReport {
-                index,
-                name,
-                major,
-                minor,
-                ..
-            } = device;
+            let DeviceReport { index, name, major, minor, .. } = device;
             return Err(KernelError::Installation(format!(
                 "device {index} ({name}) has compute capability {major}.{minor}; the kernels need 8.0 (Ampere) or \
                  newer\n  hint: use another GPU, or --device cpu"
@@ -112,12 +103,7 @@ impl CudaReport {
         check_versions(driver, nvrtc)?;
         let include_folder = check_headers(install::cuda_path().as_deref())?;
         let devices = (0..count as usize).map(describe).collect::<Result<_, _>>()?;
-        Ok(CudaReport {
-            driver,
-            nvrtc,
-            include_folder,
-            devices,
-        })
+        Ok(CudaReport { driver, nvrtc, include_folder, devices })
     }
 }
 
@@ -142,13 +128,8 @@ pub(crate) fn compute_capability(device: usize) -> Option<(u32, u32)> {
 fn driver_version() -> Result<CudaVersion, KernelError> {
     let mut version = 0;
     // SAFETY: a valid pointer to an integer.
-    unsafe { driver_sys::cuDriverGetVersion(&mut version) }
-        .result()
-        .map_err(init_error)?;
-    Ok(CudaVersion {
-        major: version as u32 / 1000,
-        minor: version as u32 % 1000 / 10,
-    })
+    unsafe { driver_sys::cuDriverGetVersion(&mut version) }.result().map_err(init_error)?;
+    Ok(CudaVersion { major: version as u32 / 1000, minor: version as u32 % 1000 / 10 })
 }
 
 /// Fails if NVRTC is newer than the driver, which loads only PTX of its own CUDA version or an older one.
@@ -187,14 +168,7 @@ fn describe(index: usize) -> Result<DeviceReport, KernelError> {
     let name = driver::device::get_name(device).map_err(init_error)?;
     // SAFETY: the handle comes from the driver.
     let total_memory_bytes = unsafe { driver::device::total_mem(device) }.map_err(init_error)? as u64;
-    Ok(DeviceReport {
-        index,
-        name,
-        major,
-        minor,
-        num_multiprocessors,
-        total_memory_bytes,
-    })
+    Ok(DeviceReport { index, name, major, minor, num_multiprocessors, total_memory_bytes })
 }
 
 fn init_error(error: cudarc::driver::DriverError) -> KernelError {
@@ -219,12 +193,7 @@ mod tests {
             total_memory_bytes: 1,
         };
         let devices = majors.iter().enumerate().map(device).collect();
-        CudaReport {
-            driver: version(13, 0),
-            nvrtc: version(13, 0),
-            include_folder: PathBuf::new(),
-            devices,
-        }
+        CudaReport { driver: version(13, 0), nvrtc: version(13, 0), include_folder: PathBuf::new(), devices }
     }
 
     #[test]
@@ -239,10 +208,7 @@ mod tests {
     #[test]
     fn a_wrong_device_number_tells_how_many_there_are() {
         let error = report(&[9, 9]).device(2).expect_err("two devices only").to_string();
-        assert!(
-            error.contains("no device 2") && error.contains("has 2") && error.contains("cuda:1"),
-            "{error}"
-        );
+        assert!(error.contains("no device 2") && error.contains("has 2") && error.contains("cuda:1"), "{error}");
         let old = report(&[7]).device(0).expect_err("Volta").to_string();
         assert!(old.contains("7.0") && old.contains("8.0"), "{old}");
         assert_eq!(report(&[9]).device(0).expect("Hopper").arch(), "sm_90a");
@@ -254,22 +220,14 @@ mod tests {
         assert_eq!(check_versions(version(13, 0), version(12, 9)), Ok(()));
         assert_eq!(check_versions(version(13, 0), version(13, 0)), Ok(()));
         let error = check_versions(version(12, 4), version(12, 8)).expect_err("PTX is too new");
-        assert!(
-            error.to_string().contains("12.8") && error.to_string().contains("12.4"),
-            "{error}"
-        );
+        assert!(error.to_string().contains("12.8") && error.to_string().contains("12.4"), "{error}");
     }
 
     #[test]
     fn headers_are_looked_for_where_they_will_be_used() {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        let missing = check_headers(Some(folder.path()))
-            .expect_err("empty folder")
-            .to_string();
-        assert!(
-            missing.contains("cuda_bf16.h") && missing.contains("CUDA_PATH"),
-            "{missing}"
-        );
+        let missing = check_headers(Some(folder.path())).expect_err("empty folder").to_string();
+        assert!(missing.contains("cuda_bf16.h") && missing.contains("CUDA_PATH"), "{missing}");
         std::fs::create_dir(folder.path().join("include")).expect("created");
         for header in HEADERS {
             std::fs::write(folder.path().join("include").join(header), "").expect("written");

@@ -111,9 +111,7 @@ impl Drop for Exec {
 
 impl fmt::Debug for StepGraph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("StepGraph")
-            .field("num_launches", &self.num_launches)
-            .finish_non_exhaustive()
+        f.debug_struct("StepGraph").field("num_launches", &self.num_launches).finish_non_exhaustive()
     }
 }
 
@@ -163,22 +161,11 @@ impl StepTape {
             _ => Some("launches beside Burn's stream"),
         };
         if let Some(what) = refused {
-            return Err(KernelError::unsupported(
-                NAME,
-                "work",
-                what,
-                "launches and GEMMs on Burn's stream",
-            ));
+            return Err(KernelError::unsupported(NAME, "work", what, "launches and GEMMs on Burn's stream"));
         }
         let num_launches = work.len();
         let exec = run_blocking(&output, NAME, move |server| capture(server, stream, work))?;
-        Ok(StepGraph {
-            exec: Arc::new(exec),
-            inputs,
-            output,
-            num_launches,
-            stream,
-        })
+        Ok(StepGraph { exec: Arc::new(exec), inputs, output, num_launches, stream })
     }
 }
 
@@ -230,16 +217,10 @@ impl StepInputs {
     /// [`KernelError::Launch`] if Burn's stream cannot be used; positions of another batch size.
     pub fn new(tape: &StepTape, ids: &CudaTensor, positions: &StepPositions) -> Result<Self, KernelError> {
         let new_input = || tape.noted(&ids.empty_contiguous(ids.shape(), DType::I32));
-        let inputs = Self {
-            ids: new_input(),
-            position: new_input(),
-            start: new_input(),
-        };
+        let inputs = Self { ids: new_input(), position: new_input(), start: new_input() };
         let (rows, stream) = (ids.num_elements(), lane::open(ids)?);
         let (bindings, same) = inputs.bindings(ids, positions)?;
-        submit(ids, stream, bindings, move |lane, pointers| {
-            set_inputs(lane, pointers, rows, same)
-        });
+        submit(ids, stream, bindings, move |lane, pointers| set_inputs(lane, pointers, rows, same));
         Ok(inputs)
     }
 
@@ -324,12 +305,7 @@ fn set_inputs(stream: CUstream, pointers: &[u64], rows: usize, same: Option<usiz
     // SAFETY: each of the buffers has `rows` words of 32 bits; `new_positions` has twice as many where it is read.
     unsafe {
         let copy = |to, from| check("cuMemcpyDtoDAsync", cuda::cuMemcpyDtoDAsync_v2(to, from, bytes, stream));
-        let set = |to, value: i32| {
-            check(
-                "cuMemsetD32Async",
-                cuda::cuMemsetD32Async(to, value as u32, rows, stream),
-            )
-        };
+        let set = |to, value: i32| check("cuMemsetD32Async", cuda::cuMemsetD32Async(to, value as u32, rows, stream));
         copy(ids, new_ids)?;
         match same.map(|position| position as i32) {
             Some(position) => {
@@ -349,9 +325,7 @@ fn capture(server: &mut Server, stream: StreamId, work: Vec<Work>) -> Result<Exe
     let lane = on_lane(stream, Ok)?;
     let mode = cuda::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: only this thread queues work on Burn's stream, and the capture is ended below in every case.
-    check("cuStreamBeginCapture", unsafe {
-        cuda::cuStreamBeginCapture_v2(lane, mode)
-    })?;
+    check("cuStreamBeginCapture", unsafe { cuda::cuStreamBeginCapture_v2(lane, mode) })?;
     let queued = work.iter().cloned().try_for_each(|work| match work {
         // SAFETY: the launch was sound when it was recorded, and its bindings keep its buffers.
         Work::Launch(call) => unsafe { call.run(server, stream) }.map_err(|error| error.to_string()),

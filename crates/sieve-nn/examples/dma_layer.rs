@@ -31,11 +31,7 @@ fn main() {
     // Key j is seen by the queries j <= i < expire[j].
     let expire = result.expire.expect("DMA returns its mask");
     let lifetimes = expire.into_data();
-    let pairs: i64 = lifetimes
-        .iter::<i64>()
-        .enumerate()
-        .map(|(key, expire)| expire - (key % seq_len) as i64)
-        .sum();
+    let pairs: i64 = lifetimes.iter::<i64>().enumerate().map(|(key, expire)| expire - (key % seq_len) as i64).sum();
     let causal = batch * 2 * seq_len * (seq_len + 1) / 2; // both KV heads have a mask
     println!("density {:.3}", pairs as f64 / causal as f64);
 

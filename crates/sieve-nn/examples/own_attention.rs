@@ -60,17 +60,12 @@ impl<B: SieveBackend> Model<B> {
         let init = &mut WeightInit::new(0, shape.initializer_range);
         let norm = |init: &mut WeightInit| RmsNorm::new(shape.d_model, shape.rms_norm_eps, init, device);
         Self {
-            embedding: TokenEmbedding {
-                weight: init.normal([shape.vocab_size, shape.d_model], device),
-            },
+            embedding: TokenEmbedding { weight: init.normal([shape.vocab_size, shape.d_model], device) },
             norm: norm(init),
             attention: GatedAttention::new(shape, init, device),
             mlp_norm: norm(init),
             mlp: SwigluMlp::new(shape.d_model, shape.d_ff, init, device),
-            head: LmHead {
-                norm: norm(init),
-                lm_head: None,
-            },
+            head: LmHead { norm: norm(init), lm_head: None },
         }
     }
 

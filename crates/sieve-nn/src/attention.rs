@@ -88,12 +88,7 @@ impl<'a, B: Backend> LayerContext<'a, B> {
 impl<B: Backend> LayerContext<'_, B> {
     /// Positions, RoPE tables and documents for [`sieve_ops::attention_layer`].
     pub(crate) fn tokens(&self) -> LayerTokens<'_, B> {
-        LayerTokens {
-            positions: self.positions.clone(),
-            rope: self.rope,
-            documents: self.documents,
-            parts: self.parts,
-        }
+        LayerTokens { positions: self.positions.clone(), rope: self.rope, documents: self.documents, parts: self.parts }
     }
 
     /// A copy of `spec` with this pass's kernel policy.
@@ -147,12 +142,7 @@ pub struct LayerOutput<B: SieveBackend> {
 impl<B: SieveBackend> LayerOutput<B> {
     /// The output of a kind without further results.
     fn of(x: Tensor<B, 3>) -> Self {
-        Self {
-            x,
-            expire: None,
-            clamped_scores: None,
-            indexer: None,
-        }
+        Self { x, expire: None, clamped_scores: None, indexer: None }
     }
 }
 

@@ -26,12 +26,7 @@ pub struct DecoderLayer<B: Backend> {
 impl<B: Backend> DecoderLayer<B> {
     /// Normal weights from `init`; norms and scales with weights of 1.
     pub fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
-        let ModelShape {
-            d_model,
-            d_ff,
-            rms_norm_eps,
-            ..
-        } = *shape;
+        let ModelShape { d_model, d_ff, rms_norm_eps, .. } = *shape;
         let input_layernorm = RmsNorm::new(d_model, rms_norm_eps, init, device);
         let self_attn = Attention::new(shape, init, device);
         let post_attention_layernorm = RmsNorm::new(d_model, rms_norm_eps, init, device);
@@ -55,16 +50,10 @@ impl<B: SieveBackend> DecoderLayer<B> {
             None => self.attention(x, Residual::Stream, context),
             scale => {
                 let output = self.attention(x.clone(), Residual::None, context);
-                LayerOutput {
-                    x: scaled(x, scale) + output.x,
-                    ..output
-                }
+                LayerOutput { x: scaled(x, scale) + output.x, ..output }
             }
         };
-        LayerOutput {
-            x: self.feed_forward(output.x, context),
-            ..output
-        }
+        LayerOutput { x: self.feed_forward(output.x, context), ..output }
     }
 
     /// Norm and attention, as one op where there is one; `residual` says whether x is added.
@@ -86,12 +75,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
         let spec = context.under_policy(spec);
         let (x, chosen) = sieve_ops::attention_layer(x, layer, context.tokens(), spec, residual);
         let (expire, scores) = chosen.unzip();
-        LayerOutput {
-            x,
-            expire,
-            clamped_scores: scores.filter(|_| clamps),
-            indexer: None,
-        }
+        LayerOutput { x, expire, clamped_scores: scores.filter(|_| clamps), indexer: None }
     }
 
     /// As [`forward`](Self::forward) with one cache of all rows, or one cache per row.

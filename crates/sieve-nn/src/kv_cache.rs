@@ -60,10 +60,7 @@ impl<B: DeviceBackend> KvCache<B> {
     /// The cache of one layer, for a pass through this layer alone.
     pub fn layer(&mut self, index: usize) -> LayerCaches<'_, B> {
         self.graph = Default::default();
-        LayerCaches {
-            caches: vec![&mut self.layers[index]],
-            scratch: &mut self.scratch,
-        }
+        LayerCaches { caches: vec![&mut self.layers[index]], scratch: &mut self.scratch }
     }
 }
 
@@ -150,10 +147,9 @@ impl<B: Backend> LayerCache<B> {
     fn rows(&self, rows: RowsOf) -> Self {
         match self {
             Self::Empty => Self::Empty,
-            Self::Recent { cache, window_size } => Self::Recent {
-                cache: cache.rows(rows, |tokens| [tokens; 2]),
-                window_size: *window_size,
-            },
+            Self::Recent { cache, window_size } => {
+                Self::Recent { cache: cache.rows(rows, |tokens| [tokens; 2]), window_size: *window_size }
+            }
             Self::Selected { cache, next_position } => Self::Selected {
                 cache: cache.rows(rows),
                 next_position: match rows {
@@ -198,9 +194,7 @@ impl<B: Backend> LayerCache<B> {
             Self::Latent(cache) => cache.append(new),
             _ => *self = Self::Latent(LatentCache::new(new)),
         }
-        let Self::Latent(cache) = self else {
-            unreachable!("just filled")
-        };
+        let Self::Latent(cache) = self else { unreachable!("just filled") };
         cache
     }
 }
@@ -228,10 +222,7 @@ fn still_seen<B: Backend>(
         keys.extend(alive.map(|(key, _)| key as i32));
     }
     let keys = Tensor::<B, 3, Int>::from_data(TensorData::new(keys, [batch, kv_heads, kept]), &device);
-    let of_heads = keys
-        .clone()
-        .unsqueeze_dim::<4>(3)
-        .expand([batch, kv_heads, kept, head_dim]);
+    let of_heads = keys.clone().unsqueeze_dim::<4>(3).expand([batch, kv_heads, kept, head_dim]);
     let gather = |x: Tensor<B, 4>| x.swap_dims(1, 2).gather(2, of_heads.clone());
     let rank = rank.gather(2, keys.clone());
     DmaCache::new([gather(k), gather(v)], rank, positions.gather(2, keys), window)
@@ -259,26 +250,19 @@ impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
     pub(crate) fn of_layer(caches: &'a mut [&mut KvCache<B>], index: usize) -> Self {
         let mut first_scratch = None;
         let caches = caches.iter_mut().map(|cache| {
-            let KvCache {
-                layers, scratch, graph, ..
-            } = &mut **cache;
+            let KvCache { layers, scratch, graph, .. } = &mut **cache;
             *graph = Default::default();
             first_scratch.get_or_insert(scratch);
             &mut layers[index]
         });
-        Self {
-            caches: caches.collect(),
-            scratch: first_scratch.expect("at least one cache"),
-        }
+        Self { caches: caches.collect(), scratch: first_scratch.expect("at least one cache") }
     }
 
     /// The one cache of all rows, and the buffers that decoding ops share.
     ///
     /// Panics where each row has its own cache.
     pub(crate) fn single(&mut self) -> (&mut LayerCache<B>, &mut B::DecodeScratch) {
-        let [cache] = &mut self.caches[..] else {
-            panic!("each row has its own cache")
-        };
+        let [cache] = &mut self.caches[..] else { panic!("each row has its own cache") };
         (cache, self.scratch)
     }
 
@@ -299,11 +283,7 @@ impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
         assert_eq!(rows_per_cache * self.caches.len(), batch, "one cache, or one per row");
         let caches = self.caches.iter_mut().enumerate();
         let rows = caches.map(|(n, cache)| {
-            each(CachedRows {
-                rows: [n * rows_per_cache, rows_per_cache],
-                cache,
-                scratch: self.scratch,
-            })
+            each(CachedRows { rows: [n * rows_per_cache, rows_per_cache], cache, scratch: self.scratch })
         });
         rows.collect()
     }
@@ -354,9 +334,7 @@ impl<B: DeviceBackend> CachedRows<'_, B> {
             return cached_attention(cache, qkv, spec, self.scratch);
         }
         // A window includes the query's own token, so the first new token sees one cached token fewer.
-        let earlier = spec
-            .window_size
-            .map_or(cache.len(), |window| cache.len().min(window - 1));
+        let earlier = spec.window_size.map_or(cache.len(), |window| cache.len().min(window - 1));
         let row = cache.before(&qkv, earlier);
         let documents = Documents::whole_rows([batch, earlier + new], &qkv.device());
         let o = sieve_ops::attention(row, &documents, spec);
@@ -379,23 +357,13 @@ impl<B: DeviceBackend> CachedRows<'_, B> {
         *next_position += new;
         let recency = dma.slopes(spec.num_kv_heads).map(|slopes| Recency {
             slopes,
-            origin: PositionOrigin::At {
-                position: first,
-                shape: [batch, new],
-                device: device.clone(),
-            },
+            origin: PositionOrigin::At { position: first, shape: [batch, new], device: device.clone() },
         });
         let rank = dma_ranks(qkv.clone(), &layer, spec, recency);
         if new == 1 {
             let one_token = |x: Tensor<B, 4>| x.squeeze_dim::<3>(1).into_primitive().tensor();
             let [q, k, v] = split_heads(qkv, spec.num_kv_heads).map(one_token);
-            let token = DmaToken {
-                q,
-                k,
-                v,
-                rank: rank.squeeze_dim::<2>(2).into_primitive().tensor(),
-                position: first,
-            };
+            let token = DmaToken { q, k, v, rank: rank.squeeze_dim::<2>(2).into_primitive().tensor(), position: first };
             let o = dma_decode(cache, token, spec.softmax_scale, dma.bias, self.scratch);
             return o.unsqueeze_dim(1);
         }

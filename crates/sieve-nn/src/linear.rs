@@ -23,9 +23,7 @@ pub fn may_be_bf16(name: &str) -> bool {
 impl<B: Backend> Linear<B> {
     /// A layer with normal random weights from `init`.
     pub fn new(d_in: usize, d_out: usize, init: &mut WeightInit, device: &B::Device) -> Self {
-        Self {
-            weight: init.normal([d_out, d_in], device),
-        }
+        Self { weight: init.normal([d_out, d_in], device) }
     }
 }
 

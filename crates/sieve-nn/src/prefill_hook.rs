@@ -241,13 +241,7 @@ fn dense<B: SieveBackend>(layer: &DecoderLayer<B>) -> Option<&MultiHeadAttention
 /// Documents as ranges of tokens of the concatenated rows.
 fn documents_of<B: SieveBackend>(documents: &Documents<B>) -> Vec<Range<usize>> {
     let [_, seq_len] = documents.end.dims();
-    let ends: Vec<usize> = documents
-        .end
-        .clone()
-        .into_data()
-        .iter::<i64>()
-        .map(|end| end as usize)
-        .collect();
+    let ends: Vec<usize> = documents.end.clone().into_data().iter::<i64>().map(|end| end as usize).collect();
     let mut ranges = Vec::new();
     let mut first = 0;
     while first < ends.len() {
@@ -293,10 +287,7 @@ mod tests {
         for kind in kinds(0.3) {
             let model = Qwen3::<Flex>::new(&shape(kind), 5, &Default::default());
             // Three documents in two rows.
-            let (start, end) = (
-                [vec![0; 5], vec![5; 6], vec![0; 11]].concat(),
-                [vec![5; 5], vec![11; 17]].concat(),
-            );
+            let (start, end) = ([vec![0; 5], vec![5; 6], vec![0; 11]].concat(), [vec![5; 5], vec![11; 17]].concat());
             let documents = Documents::new(&start, &end, [2, 11], &Default::default());
             let rope = model.rope(11, &Default::default());
             let context = LayerContext::new(&documents, &rope);

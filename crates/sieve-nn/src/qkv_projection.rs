@@ -28,13 +28,7 @@ pub struct QkvProjection<B: Backend> {
 impl<B: Backend> QkvProjection<B> {
     /// Normal weights from `init`, biases of zero, norms of one.
     pub fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
-        let ModelShape {
-            d_model,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            ..
-        } = *shape;
+        let ModelShape { d_model, num_heads, num_kv_heads, head_dim, .. } = *shape;
         let epsilon = shape.rms_norm_eps;
         let packed = (num_heads + 2 * num_kv_heads) * head_dim;
         let norm = |init: &mut WeightInit| shape.qk_norm.then(|| RmsNorm::new(head_dim, epsilon, init, device));
@@ -52,10 +46,7 @@ impl<B: Backend> QkvProjection<B> {
 
     /// Sizes and scale of the attention call that follows.
     pub fn spec(&self, window_size: Option<usize>) -> AttentionSpec {
-        AttentionSpec {
-            window_size,
-            ..AttentionSpec::dense([self.num_heads, self.num_kv_heads], self.head_dim)
-        }
+        AttentionSpec { window_size, ..AttentionSpec::dense([self.num_heads, self.num_kv_heads], self.head_dim) }
     }
 }
 
@@ -140,10 +131,6 @@ impl<B: SieveBackend> QkvProjection<B> {
     /// The per-head norms; `None` in models without them.
     pub(crate) fn qk_norm(&self) -> Option<QkNorm<B>> {
         let (q_norm, k_norm) = (self.q_norm.as_ref()?, self.k_norm.as_ref()?);
-        Some(QkNorm {
-            q_weight: q_norm.weight.val(),
-            k_weight: k_norm.weight.val(),
-            epsilon: self.epsilon,
-        })
+        Some(QkNorm { q_weight: q_norm.weight.val(), k_weight: k_norm.weight.val(), epsilon: self.epsilon })
     }
 }

@@ -76,26 +76,12 @@ impl<B: Backend> Qwen3<B> {
     pub fn new(shape: &ModelShape, seed: u64, device: &B::Device) -> Self {
         let mut init = WeightInit::new(seed, shape.initializer_range);
         let init = &mut init;
-        let ModelShape {
-            d_model,
-            vocab_size,
-            num_layers,
-            ..
-        } = *shape;
-        let embed_tokens = TokenEmbedding {
-            weight: init.normal([vocab_size, d_model], device),
-        };
-        let layers = (0..num_layers)
-            .map(|layer| DecoderLayer::new(&shape.of_layer(layer), init, device))
-            .collect();
+        let ModelShape { d_model, vocab_size, num_layers, .. } = *shape;
+        let embed_tokens = TokenEmbedding { weight: init.normal([vocab_size, d_model], device) };
+        let layers = (0..num_layers).map(|layer| DecoderLayer::new(&shape.of_layer(layer), init, device)).collect();
         let norm = RmsNorm::new(d_model, shape.rms_norm_eps, init, device);
         let lm_head = (!shape.tie_word_embeddings).then(|| Linear::new(d_model, vocab_size, init, device));
-        Self {
-            embed_tokens,
-            layers,
-            head: LmHead { norm, lm_head },
-            shape: shape.clone(),
-        }
+        Self { embed_tokens, layers, head: LmHead { norm, lm_head }, shape: shape.clone() }
     }
 
     /// The sizes this model was built from.
@@ -146,8 +132,7 @@ impl<B: SieveBackend> Qwen3<B> {
         labels: Tensor<B, 2, Int>,
         context: &LayerContext<'_, B>,
     ) -> Tensor<B, 2> {
-        self.head
-            .token_losses(self.hidden(ids, context), labels, &self.embed_tokens)
+        self.head.token_losses(self.hidden(ids, context), labels, &self.embed_tokens)
     }
 
     /// Logits of the last token, `[batch, vocab_size]`; adds the tokens to the cache. A text may be passed in chunks of

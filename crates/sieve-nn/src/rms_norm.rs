@@ -16,10 +16,7 @@ pub struct RmsNorm<B: Backend> {
 impl<B: Backend> RmsNorm<B> {
     /// A norm whose weights are all 1.
     pub fn new(d_model: usize, epsilon: f64, init: &mut WeightInit, device: &B::Device) -> Self {
-        Self {
-            weight: init.constant(1.0, [d_model], device),
-            epsilon,
-        }
+        Self { weight: init.constant(1.0, [d_model], device), epsilon }
     }
 }
 

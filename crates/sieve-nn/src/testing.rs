@@ -46,18 +46,11 @@ pub(crate) fn nsa(compress: NsaCompression, shared_kv: bool) -> Attention {
 /// The kinds, DMA with gates at `a_init`: MHA, SWA, DMA, MLA, NSA in three forms, MLA without norms of queries and
 /// keys, InfLLM-V2, MoBA and MSA, the last with QSA's scores too.
 pub(crate) fn kinds(a_init: f64) -> [Attention; 13] {
-    let mla = MlaShape {
-        kv_lora_rank: 10,
-        qk_rope_head_dim: 4,
-        qk_norm: true,
-    };
+    let mla = MlaShape { kv_lora_rank: 10, qk_rope_head_dim: 4, qk_norm: true };
     [
         Attention::Mha,
         Attention::swa(KEEP_WINDOW_SIZE),
-        Attention::Dma(DmaShape {
-            a_init,
-            ..DmaShape::published(KEEP_WINDOW_SIZE)
-        }),
+        Attention::Dma(DmaShape { a_init, ..DmaShape::published(KEEP_WINDOW_SIZE) }),
         Attention::Mla(mla),
         nsa(NsaCompression::Mlp, true),
         nsa(NsaCompression::Mean, false),
@@ -70,15 +63,8 @@ pub(crate) fn kinds(a_init: f64) -> [Attention; 13] {
             num_selected_blocks: 3,
             num_local_blocks: 1,
         }),
-        Attention::Moba(MobaShape {
-            select_block_size: 4,
-            num_selected_blocks: 3,
-        }),
-        Attention::Msa(MsaShape {
-            select_block_size: 4,
-            num_selected_blocks: 3,
-            ..MsaShape::published()
-        }),
+        Attention::Moba(MobaShape { select_block_size: 4, num_selected_blocks: 3 }),
+        Attention::Msa(MsaShape { select_block_size: 4, num_selected_blocks: 3, ..MsaShape::published() }),
         Attention::Msa(MsaShape {
             select_block_size: 4,
             num_selected_blocks: 3,
@@ -112,9 +98,7 @@ pub(crate) fn input<B: Backend, const D: usize>(dims: [usize; D], seed: u64) -> 
 
 /// Token ids below the vocabulary of [`shape`].
 pub(crate) fn ids<B: Backend>(dims: [usize; 2], seed: usize) -> Tensor<B, 2, Int> {
-    let ids: Vec<i32> = (0..dims[0] * dims[1])
-        .map(|n| ((n * 31 + seed * 17 + n * n) % 50) as i32)
-        .collect();
+    let ids: Vec<i32> = (0..dims[0] * dims[1]).map(|n| ((n * 31 + seed * 17 + n * n) % 50) as i32).collect();
     Tensor::from_data(TensorData::new(ids, dims), &Default::default())
 }
 

@@ -68,11 +68,7 @@ impl<B: DeviceBackend> Qwen3<B> {
             ids: ids.clone(),
             before,
             embedding: self.embed_tokens.weight.val(),
-            layers: self
-                .layers
-                .iter()
-                .map(DecoderLayer::for_token_step)
-                .collect::<Option<_>>()?,
+            layers: self.layers.iter().map(DecoderLayer::for_token_step).collect::<Option<_>>()?,
             caches,
             norm: self.head.norm.weight.val(),
             output: self.head.weight(&self.embed_tokens),

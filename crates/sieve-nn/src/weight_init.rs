@@ -22,11 +22,7 @@ pub struct WeightInit {
 impl WeightInit {
     /// Normal values of mean 0 and the given standard deviation.
     pub fn new(seed: u64, standard_deviation: f64) -> Self {
-        Self {
-            seed,
-            standard_deviation,
-            num_drawn: 0,
-        }
+        Self { seed, standard_deviation, num_drawn: 0 }
     }
 
     /// The next parameter, with normal random values.
@@ -52,11 +48,7 @@ impl WeightInit {
     /// A vector of `len` values that repeat `pattern`.
     pub fn repeated<B: Backend>(&mut self, pattern: &[f64], len: usize, device: &B::Device) -> Param<Tensor<B, 1>> {
         let pattern = pattern.iter().map(|&x| x as f32).collect::<Vec<_>>();
-        parameter(
-            move || pattern.iter().copied().cycle().take(len).collect(),
-            [len],
-            device,
-        )
+        parameter(move || pattern.iter().copied().cycle().take(len).collect(), [len], device)
     }
 
     /// A parameter filled with one value.

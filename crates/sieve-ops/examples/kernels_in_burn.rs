@@ -40,10 +40,7 @@ impl<B: SieveBackend> Mixer<B> {
         // Sieve's ops take queries, keys and values as one packed tensor.
         let heads = NUM_HEADS + 2 * NUM_KV_HEADS;
         let qkv = self.qkv.forward(x).reshape([batch, seq_len, heads, HEAD_DIM]);
-        let spec = AttentionSpec {
-            window_size: Some(24),
-            ..AttentionSpec::dense([NUM_HEADS, NUM_KV_HEADS], HEAD_DIM)
-        };
+        let spec = AttentionSpec { window_size: Some(24), ..AttentionSpec::dense([NUM_HEADS, NUM_KV_HEADS], HEAD_DIM) };
         self.out.forward(attention(qkv, documents, spec).flatten(2, 3))
     }
 }

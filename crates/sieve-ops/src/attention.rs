@@ -23,9 +23,7 @@ pub fn attention<B: SieveBackend>(qkv: Tensor<B, 4>, documents: &Documents<B>, s
     let qkv = primitive(qkv);
     let (x, call) = (B::value(qkv.clone()), AttentionCall::new(documents.bounds(), spec));
     let output = <B::Inner as DeviceBackend>::attention(x.clone(), &call);
-    tensor(B::node([&qkv], output.o.clone(), move |d_o| {
-        [B::Inner::attention_backward(x, &call, output, d_o)]
-    }))
+    tensor(B::node([&qkv], output.o.clone(), move |d_o| [B::Inner::attention_backward(x, &call, output, d_o)]))
 }
 
 /// Sizes and scale of one grouped-query attention call on a packed tensor.
@@ -67,17 +65,9 @@ impl AttentionSpec {
     /// When `packed_heads` is not a multiple of `group_size + 2`.
     pub fn of_packed_heads(self, packed_heads: usize) -> Self {
         let group = self.group_size();
-        assert_eq!(
-            packed_heads % (group + 2),
-            0,
-            "{packed_heads} heads in groups of {group}"
-        );
+        assert_eq!(packed_heads % (group + 2), 0, "{packed_heads} heads in groups of {group}");
         let num_kv_heads = packed_heads / (group + 2);
-        Self {
-            num_heads: num_kv_heads * group,
-            num_kv_heads,
-            ..self
-        }
+        Self { num_heads: num_kv_heads * group, num_kv_heads, ..self }
     }
 
     /// Query heads that share one KV head.
@@ -119,11 +109,6 @@ pub struct AttentionOutput<B: Backend> {
 impl<B: Backend> AttentionOutput<B> {
     /// Output for a backward pass that reads only o and the log-sum-exp.
     pub(crate) fn new(o: Float<B>, lse: Float<B>) -> Self {
-        Self {
-            o,
-            lse,
-            o_low: None,
-            base: None,
-        }
+        Self { o, lse, o_low: None, base: None }
     }
 }

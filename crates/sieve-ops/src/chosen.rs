@@ -63,11 +63,7 @@ pub fn choose_key_blocks<B: SieveBackend>(
     let x = B::value(primitive(qkv));
     let pooling = NsaCall::new(documents.bounds(), spec, choice.blocks);
     let pooled = B::Inner::nsa_mean_pool(x.clone(), &pooling);
-    let call = ChoiceCall {
-        documents: documents.bounds(),
-        spec,
-        choice,
-    };
+    let call = ChoiceCall { documents: documents.bounds(), spec, choice };
     let chosen = Tensor::from_primitive(B::Inner::choose_key_blocks(x, pooled, &call));
     attended_blocks(chosen, documents, choice)
 }
@@ -86,11 +82,7 @@ pub fn choose_scored_blocks<B: SieveBackend>(
     spec: AttentionSpec,
     choice: BlockChoice,
 ) -> Tensor<B, 4, Int> {
-    let call = ChoiceCall {
-        documents: documents.bounds(),
-        spec: indexer_spec(spec),
-        choice,
-    };
+    let call = ChoiceCall { documents: documents.bounds(), spec: indexer_spec(spec), choice };
     let [batch, num_slots, d] = block_keys.dims();
     let keys = B::value(primitive(block_keys.reshape([1, batch * num_slots, d])));
     let chosen = B::Inner::choose_key_blocks(B::value(primitive(index)), keys, &call);
@@ -114,9 +106,7 @@ pub fn chosen_attention<B: SieveBackend>(
     let qkv = primitive(qkv);
     let x = B::value(qkv.clone());
     let read = reads.forward(x.clone(), spec);
-    tensor(B::node([&qkv], read.output().o.clone(), move |d_o| {
-        [reads.backward(x, spec, read, d_o)]
-    }))
+    tensor(B::node([&qkv], read.output().o.clone(), move |d_o| [reads.backward(x, spec, read, d_o)]))
 }
 
 /// Which tokens of its document each query reads: all tokens up to itself, or the tokens of chosen blocks.
@@ -146,25 +136,15 @@ impl<D: DeviceBackend> Read<D> {
 
 impl<D: DeviceBackend> Reads<D> {
     fn new(documents: DocumentBounds<D>, chosen: Option<Ints<D>>, choice: BlockChoice) -> Self {
-        Self {
-            documents,
-            chosen,
-            blocks: choice.attended(),
-        }
+        Self { documents, chosen, blocks: choice.attended() }
     }
 
     /// The chosen blocks, the repetition of KV heads that gives each chooser keys of its own, and the attention call
     /// with the repeated heads. `None` where queries read all tokens.
     fn call(&self, spec: AttentionSpec) -> Option<(Ints<D>, Heads, NsaCall<D>)> {
         let chosen = self.chosen.clone()?;
-        let heads = Heads {
-            num_kv_heads: spec.num_kv_heads,
-            group: chosen.shape()[2] / spec.num_kv_heads,
-        };
-        let repeated = AttentionSpec {
-            num_kv_heads: spec.num_kv_heads * heads.group,
-            ..spec
-        };
+        let heads = Heads { num_kv_heads: spec.num_kv_heads, group: chosen.shape()[2] / spec.num_kv_heads };
+        let repeated = AttentionSpec { num_kv_heads: spec.num_kv_heads * heads.group, ..spec };
         let call = NsaCall::new(self.documents.clone(), repeated, self.blocks);
         Some((chosen, heads, call))
     }
@@ -172,10 +152,7 @@ impl<D: DeviceBackend> Reads<D> {
     /// Attention of a packed tensor.
     fn forward(&self, x: Float<D>, spec: AttentionSpec) -> Read<D> {
         match self.call(spec) {
-            None => Read::All(<D as DeviceBackend>::attention(
-                x,
-                &AttentionCall::new(self.documents.clone(), spec),
-            )),
+            None => Read::All(<D as DeviceBackend>::attention(x, &AttentionCall::new(self.documents.clone(), spec))),
             Some((chosen, heads, call)) => Read::Chosen(D::nsa_selected_attention(heads.repeat::<D>(x), chosen, &call)),
         }
     }
@@ -260,7 +237,5 @@ pub fn attended_blocks<B: Backend>(
     let own_piece = documents.positions.clone().div_scalar(size);
     let own_piece = own_piece.reshape([batch, seq_len, 1, 1, 1]).expand(all);
     let none = block.clone().greater(own_piece).bool_or(block.clone().lower_elem(0));
-    block
-        .mask_fill(none, -1)
-        .reshape([batch, seq_len, choosers, count * pieces])
+    block.mask_fill(none, -1).reshape([batch, seq_len, choosers, count * pieces])
 }

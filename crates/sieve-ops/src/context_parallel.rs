@@ -89,12 +89,7 @@ impl ContextParallel {
         let parts = links.num_parts();
         assert_eq!(seq_len % parts, 0, "{parts} parts of a row of {seq_len}");
         assert!(bounds.iter().all(|bounds| bounds.len() == batch * seq_len));
-        Self {
-            links,
-            bounds: Arc::new(bounds),
-            batch,
-            seq_len,
-        }
+        Self { links, bounds: Arc::new(bounds), batch, seq_len }
     }
 
     /// Tokens of a part.

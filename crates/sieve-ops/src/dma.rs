@@ -57,14 +57,8 @@ pub fn dynamic_mask_attention<B: SieveBackend>(
     };
     let found = forward::<B::Inner>(&inputs, o_low);
     let (rank, expire) = (found.rank.clone(), found.selection.expire.clone());
-    let o = B::node([&qkv, &w_dt, &a], found.output.o.clone(), move |d_o| {
-        backward(&inputs, found, d_o)
-    });
-    DmaAttention {
-        o: tensor(o),
-        rank: tensor(B::constant(rank)),
-        expire: Tensor::from_primitive(expire),
-    }
+    let o = B::node([&qkv, &w_dt, &a], found.output.o.clone(), move |d_o| backward(&inputs, found, d_o));
+    DmaAttention { o: tensor(o), rank: tensor(B::constant(rank)), expire: Tensor::from_primitive(expire) }
 }
 
 /// As [`dynamic_mask_attention`] with ranks that the caller computed, for new tokens after cached ones. Without
@@ -111,9 +105,7 @@ pub fn dma_attention<B: SieveBackend>(
         attention: AttentionCall::new(documents.bounds(), spec),
     };
     let output = B::Inner::dma_attention(&call, KeepOLow::Never);
-    tensor(B::node([&qkv, &delta], output.o.clone(), move |d_o| {
-        B::Inner::dma_attention_backward(&call, output, d_o)
-    }))
+    tensor(B::node([&qkv, &delta], output.o.clone(), move |d_o| B::Inner::dma_attention_backward(&call, output, d_o)))
 }
 
 /// DMA's mask `expire`, `[batch, num_kv_heads, seq_len]`, from ranks of the same shape.

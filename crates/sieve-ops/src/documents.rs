@@ -47,12 +47,7 @@ impl<B: Backend> Documents<B> {
 
     /// Documents that each fill a whole row.
     pub fn whole_rows([batch, seq_len]: [usize; 2], device: &B::Device) -> Self {
-        Self::new(
-            &vec![0; batch * seq_len],
-            &vec![seq_len as u32; batch * seq_len],
-            [batch, seq_len],
-            device,
-        )
+        Self::new(&vec![0; batch * seq_len], &vec![seq_len as u32; batch * seq_len], [batch, seq_len], device)
     }
 
     /// The bounds as backend primitives, `[start, end]`.
@@ -74,12 +69,7 @@ impl HostBounds {
         let [start, end] = documents.clone().map(Tensor::<B, 2, Int>::from_primitive);
         let [batch, seq_len] = start.dims();
         let read = |x: Tensor<B, 2, Int>| x.into_data().iter::<i32>().collect();
-        Self {
-            start: read(start),
-            end: read(end),
-            batch,
-            seq_len,
-        }
+        Self { start: read(start), end: read(end), batch, seq_len }
     }
 
     /// The bounds as slices, for ops of `sieve-cpu`.

@@ -19,9 +19,7 @@ pub fn embedding<B: SieveBackend>(weight: Tensor<B, 2>, ids: Tensor<B, 2, Int>) 
     let [vocab_size, _d_model] = weight.dims();
     let (weight, ids) = (primitive(weight), ids.into_primitive());
     let y = <B::Inner as DeviceBackend>::embedding(B::value(weight.clone()), ids.clone());
-    tensor(B::node([&weight], y, move |dy| {
-        [<B::Inner as DeviceBackend>::embedding_backward(dy, ids, vocab_size)]
-    }))
+    tensor(B::node([&weight], y, move |dy| [<B::Inner as DeviceBackend>::embedding_backward(dy, ids, vocab_size)]))
 }
 
 pub(crate) mod reference {
@@ -96,9 +94,7 @@ pub(crate) mod cuda {
     pub(crate) fn embedding(weight: CudaPrimitive, ids: CudaPrimitive) -> CudaPrimitive {
         let [table, rows] = tensors([&weight, &ids]);
         let attempt = sieve_kernels::step::embedding_forward(&table, &rows);
-        kernel_or("embedding", attempt.map(ToBurn::burn), || {
-            reference::embedding::<Cuda>(weight, ids)
-        })
+        kernel_or("embedding", attempt.map(ToBurn::burn), || reference::embedding::<Cuda>(weight, ids))
     }
 
     /// dweight in f32. The kernel sorts the ids instead of using atomics.
@@ -126,10 +122,7 @@ pub(crate) mod cuda {
         for first in (0..tokens).step_by(TOKENS) {
             let count = TOKENS.min(tokens - first);
             let here = ids.clone().narrow(1, first, count);
-            let one_hot = rows
-                .clone()
-                .expand([vocab_size, count])
-                .equal(here.expand([vocab_size, count]));
+            let one_hot = rows.clone().expand([vocab_size, count]).equal(here.expand([vocab_size, count]));
             let one_hot = one_hot.float().cast(DType::F32);
             sum = sum + one_hot.matmul(dy.clone().narrow(0, first, count));
         }

@@ -228,9 +228,7 @@ pub(crate) mod cuda {
             None => ("linear", matmul(GemmKind::Nt, &a, &b, MatmulOutput::New(BF16))),
             Some(residual) => ("linear_add", gemm_plus_residual([a, b, residual])),
         };
-        kernel_or(op, attempt.map(ToBurn::burn), || {
-            added::<Cuda>(residual, reference::linear::<Cuda>(x, weight))
-        })
+        kernel_or(op, attempt.map(ToBurn::burn), || added::<Cuda>(residual, reference::linear::<Cuda>(x, weight)))
     }
 
     pub(crate) fn linear_input_gradient(weight: CudaPrimitive, dy: CudaPrimitive) -> CudaPrimitive {
@@ -263,15 +261,9 @@ pub(crate) mod cuda {
         sum: Option<([f64; 2], CudaPrimitive)>,
     ) -> CudaPrimitive {
         let [a, b] = tensors([&x, &w]);
-        let c = sum
-            .clone()
-            .map(|(factors, c)| (factors.map(|factor| factor as f32), kernel_tensor(c)));
-        let output = c.as_ref().map_or(MatmulOutput::New(BF16), |(factors, c)| {
-            MatmulOutput::AlphaBeta(*factors, c)
-        });
-        kernel_or("gemm", matmul(kind, &a, &b, output).map(ToBurn::burn), || {
-            reference::gemm::<Cuda>(kind, x, w, sum)
-        })
+        let c = sum.clone().map(|(factors, c)| (factors.map(|factor| factor as f32), kernel_tensor(c)));
+        let output = c.as_ref().map_or(MatmulOutput::New(BF16), |(factors, c)| MatmulOutput::AlphaBeta(*factors, c));
+        kernel_or("gemm", matmul(kind, &a, &b, output).map(ToBurn::burn), || reference::gemm::<Cuda>(kind, x, w, sum))
     }
 
     /// `residual + x Wᵀ`; the GEMM adds the residual where that takes no longer.

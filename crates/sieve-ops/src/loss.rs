@@ -32,9 +32,7 @@ pub fn linear_cross_entropy<B: SieveBackend>(
     }
     let [loss, dh, dweight] = B::Inner::linear_cross_entropy_with_gradients(states, table, labels);
     // The forward pass has computed the gradients; the backward pass multiplies them by the loss's gradient.
-    tensor(B::node([&h, &weight], loss, move |dy| {
-        [dh, dweight].map(|gradient| B::Inner::scale(gradient, dy.clone()))
-    }))
+    tensor(B::node([&h, &weight], loss, move |dy| [dh, dweight].map(|gradient| B::Inner::scale(gradient, dy.clone()))))
 }
 
 /// Cross-entropy of every token in nats, `[tokens]`; 0 where the label is [`IGNORE_LABEL`]. Without gradient. The
@@ -73,14 +71,7 @@ pub(crate) mod reference {
         let lse = (logits.clone() - largest.clone()).exp().sum_dim(1).log() + largest;
         let ignored = labels.clone().lower_elem(0);
         let target = labels.mask_fill(ignored.clone(), 0);
-        Logits {
-            h,
-            weight,
-            logits,
-            lse,
-            ignored,
-            target,
-        }
+        Logits { h, weight, logits, lse, ignored, target }
     }
 
     fn losses<B: Backend>(all: &Logits<B>) -> Tensor<B, 2> {
@@ -110,23 +101,14 @@ pub(crate) mod reference {
         let loss = losses(&all).sum();
         let [tokens, vocab] = all.logits.dims();
         let classes = Tensor::<B, 1, Int>::arange(0..vocab as i64, &all.logits.device());
-        let onehot = all
-            .target
-            .clone()
-            .expand([tokens, vocab])
-            .equal(classes.reshape([1, vocab]).expand([tokens, vocab]));
+        let onehot =
+            all.target.clone().expand([tokens, vocab]).equal(classes.reshape([1, vocab]).expand([tokens, vocab]));
         let d_logits = (all.logits.clone() - all.lse.clone()).exp();
         let at_the_label = d_logits.clone() - 1.0;
-        let d_logits = d_logits
-            .mask_where(onehot, at_the_label)
-            .mask_fill(all.ignored.expand([tokens, vocab]), 0.0);
+        let d_logits = d_logits.mask_where(onehot, at_the_label).mask_fill(all.ignored.expand([tokens, vocab]), 0.0);
         let dh = d_logits.clone().matmul(all.weight);
         let dweight = d_logits.transpose().matmul(all.h);
-        [
-            primitive(loss),
-            primitive(dh.cast(dtypes[0])),
-            primitive(dweight.cast(dtypes[1])),
-        ]
+        [primitive(loss), primitive(dh.cast(dtypes[0])), primitive(dweight.cast(dtypes[1]))]
     }
 
     /// `x * factor` in the dtype of x; `factor` is `[1]`.
@@ -203,9 +185,7 @@ pub(crate) mod cuda {
     pub(crate) fn token_losses(h: CudaPrimitive, weight: CudaPrimitive, labels: CudaPrimitive) -> CudaPrimitive {
         let [states, table, ids] = tensors([&h, &weight, &labels]);
         let attempt = sieve_kernels::token_losses(&states, &table, &ids);
-        kernel_or("token_losses", attempt.map(ToBurn::burn), || {
-            reference::token_losses::<Cuda>(h, weight, labels)
-        })
+        kernel_or("token_losses", attempt.map(ToBurn::burn), || reference::token_losses::<Cuda>(h, weight, labels))
     }
 
     pub(crate) fn linear_cross_entropy(
@@ -214,9 +194,7 @@ pub(crate) mod cuda {
         labels: CudaPrimitive,
     ) -> CudaPrimitive {
         let attempt = summed([&h, &weight, &labels]);
-        kernel_or("linear_cross_entropy", attempt, || {
-            reference::linear_cross_entropy::<Cuda>(h, weight, labels)
-        })
+        kernel_or("linear_cross_entropy", attempt, || reference::linear_cross_entropy::<Cuda>(h, weight, labels))
     }
 
     /// The loss, dh and dweight; dweight is f32.

@@ -42,11 +42,7 @@ pub fn mla_pack<B: SieveBackend>(
         rope: rope.tables().values(),
         norm: norm.clone().map(|(weights, epsilon)| {
             let [q_weight, k_weight] = weights.map(B::value);
-            MlaNorm {
-                q_weight,
-                k_weight,
-                epsilon,
-            }
+            MlaNorm { q_weight, k_weight, epsilon }
         }),
         spec,
     };
@@ -64,10 +60,7 @@ pub fn mla_pack<B: SieveBackend>(
             [dq, dkv, dk_rope, dq_weight, dk_weight]
         }),
     };
-    (
-        tensor(packed),
-        keys.map(|keys| keys.map(|key| tensor(B::constant(key)))),
-    )
+    (tensor(packed), keys.map(|keys| keys.map(|key| tensor(B::constant(key)))))
 }
 
 /// Dense causal attention over the packed tensor of [`mla_pack`]; values are narrower than keys.
@@ -79,9 +72,7 @@ pub fn mla_attention<B: SieveBackend>(packed: Tensor<B, 3>, documents: &Document
     let packed = primitive(packed);
     let (x, call) = (B::value(packed.clone()), MlaCall::new(documents.bounds(), spec));
     let output = B::Inner::mla_attention(x.clone(), &call);
-    tensor(B::node([&packed], output.o.clone(), move |d_o| {
-        [B::Inner::mla_attention_backward(x, &call, output, d_o)]
-    }))
+    tensor(B::node([&packed], output.o.clone(), move |d_o| [B::Inner::mla_attention_backward(x, &call, output, d_o)]))
 }
 
 /// Sizes and scale of a latent attention call.

@@ -18,11 +18,7 @@ use sieve_kernels::{ToBurn, kernel_tensor};
 /// - returns: shape of x
 pub fn rms_norm<B: SieveBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor<B, 1>, epsilon: f64) -> Tensor<B, D> {
     let (x, weight) = (primitive(x), primitive(weight));
-    let call = RmsNormCall {
-        x: B::value(x.clone()),
-        weight: B::value(weight.clone()),
-        epsilon,
-    };
+    let call = RmsNormCall { x: B::value(x.clone()), weight: B::value(weight.clone()), epsilon };
     let y = B::Inner::rms_norm(call.clone());
     tensor(B::node([&x, &weight], y, |dy| {
         let d_residual = None;

@@ -34,9 +34,7 @@ pub fn nsa_blocks<B: SieveBackend>(
     let [qkv, k, v] = [primitive(qkv), primitive(k_positions), primitive(v_positions)];
     let positions = [B::value(k.clone()), B::value(v.clone())];
     let y = B::Inner::nsa_blocks(B::value(qkv.clone()), positions, &call);
-    tensor(B::node([&qkv, &k, &v], y, move |dy| {
-        B::Inner::nsa_blocks_backward(dims, &call, dy)
-    }))
+    tensor(B::node([&qkv, &k, &v], y, move |dy| B::Inner::nsa_blocks_backward(dims, &call, dy)))
 }
 
 /// Means of the keys, and means of the values, of every compressed block.
@@ -48,9 +46,7 @@ pub fn nsa_mean_pool<B: SieveBackend>(qkv: Tensor<B, 4>, call: &NsaCall<B::Inner
     let (dims, call) = (qkv.dims(), call.clone());
     let qkv = primitive(qkv);
     let y = B::Inner::nsa_mean_pool(B::value(qkv.clone()), &call);
-    tensor(B::node([&qkv], y, move |dy| {
-        [B::Inner::nsa_mean_pool_backward(dims, &call, dy)]
-    }))
+    tensor(B::node([&qkv], y, move |dy| [B::Inner::nsa_mean_pool_backward(dims, &call, dy)]))
 }
 
 /// Output of the compressed branch.
@@ -81,10 +77,7 @@ pub fn nsa_compressed_attention<B: SieveBackend>(
     let o = B::node([&qkv, &compressed], output.o.clone(), move |d_o| {
         B::Inner::nsa_compressed_attention_backward(q, c, &call, output, d_o)
     });
-    CompressedAttention {
-        o: tensor(o),
-        block_indices: Tensor::from_primitive(block_indices),
-    }
+    CompressedAttention { o: tensor(o), block_indices: Tensor::from_primitive(block_indices) }
 }
 
 /// Causal attention of each query over the tokens of its chosen blocks; the cost is proportional to their number.
@@ -102,9 +95,7 @@ pub fn nsa_selected_attention<B: SieveBackend>(
     let x = B::value(qkv.clone());
     let selected = B::Inner::nsa_selected_attention(x.clone(), chosen.clone(), &call);
     tensor(B::node([&qkv], selected.output.o.clone(), move |d_o| {
-        [B::Inner::nsa_selected_attention_backward(
-            x, chosen, &call, selected, d_o,
-        )]
+        [B::Inner::nsa_selected_attention_backward(x, chosen, &call, selected, d_o)]
     }))
 }
 
@@ -142,11 +133,7 @@ pub struct NsaCall<B: Backend> {
 impl<B: Backend> NsaCall<B> {
     /// The call inside these documents.
     pub fn new(documents: DocumentBounds<B>, spec: AttentionSpec, blocks: NsaBlocks) -> Self {
-        Self {
-            documents,
-            spec,
-            blocks,
-        }
+        Self { documents, spec, blocks }
     }
 }
 

@@ -174,12 +174,7 @@ pub(crate) mod cpu {
         if grad_scale == 0.0 || !grad_scale.is_finite() {
             return tensors;
         }
-        let AdamWTensors {
-            param,
-            exp_avg,
-            exp_avg_sq,
-            ..
-        } = tensors;
+        let AdamWTensors { param, exp_avg, exp_avg_sq, .. } = tensors;
         let [mut param, mut exp_avg, mut exp_avg_sq] = [param, exp_avg, exp_avg_sq].map(contiguous);
         // The update is in place if the tensor has no other owner; otherwise `storage_mut` copies.
         sieve_cpu::adamw(
@@ -190,12 +185,7 @@ pub(crate) mod cpu {
             grad_scale,
             &step,
         );
-        AdamWTensors {
-            param,
-            leaf: None,
-            exp_avg,
-            exp_avg_sq,
-        }
+        AdamWTensors { param, leaf: None, exp_avg, exp_avg_sq }
     }
 
     pub(crate) fn split_master(master: FlexTensor) -> (FlexTensor, FlexTensor) {
@@ -256,20 +246,14 @@ pub(crate) mod cuda {
             let whole = AdamWTensors { param, ..tensors };
             let next = reference::adamw::<Cuda>(whole, grad, grad_scale, step);
             let (leaf, param) = split_master(next.param);
-            AdamWTensors {
-                param,
-                leaf: Some(leaf),
-                ..next
-            }
+            AdamWTensors { param, leaf: Some(leaf), ..next }
         })
     }
 
     pub(crate) fn split_master(master: CudaPrimitive) -> (CudaPrimitive, CudaPrimitive) {
         let attempt = sieve_kernels::step::split_master(&kernel_tensor(master.clone()).contiguous());
         let attempt = attempt.map(|(leaf, rest)| (leaf.burn(), rest.burn()));
-        kernel_or("split_master", attempt, || {
-            (Cuda::float_cast(master.clone(), FloatDType::BF16), master)
-        })
+        kernel_or("split_master", attempt, || (Cuda::float_cast(master.clone(), FloatDType::BF16), master))
     }
 
     pub(crate) fn join_master(leaf: CudaPrimitive, rest: CudaPrimitive) -> CudaPrimitive {
@@ -285,9 +269,7 @@ pub(crate) mod cuda {
 
     pub(crate) fn sum_of_squares(x: CudaPrimitive) -> CudaPrimitive {
         let attempt = FixedSum::sum_of_squares(&kernel_tensor(x.clone()));
-        kernel_or("sum_of_squares", attempt.map(ToBurn::burn), || {
-            reference::sum_of_squares::<Cuda>(x)
-        })
+        kernel_or("sum_of_squares", attempt.map(ToBurn::burn), || reference::sum_of_squares::<Cuda>(x))
     }
 
     pub(crate) fn global_norm(tensors: Vec<CudaPrimitive>) -> CudaPrimitive {

@@ -53,9 +53,7 @@ pub fn qk_norm_rope<B: SieveBackend>(
     };
     let x = B::value(qkv.clone());
     let y = B::Inner::qk_norm_rope(x.clone(), call.clone());
-    tensor(B::node([&qkv, &q_weight, &k_weight], y, |dy| {
-        B::Inner::qk_norm_rope_backward(x, call, dy)
-    }))
+    tensor(B::node([&qkv, &q_weight, &k_weight], y, |dy| B::Inner::qk_norm_rope_backward(x, call, dy)))
 }
 
 /// Rotates q and k inside the packed tensor, without norms; v passes through. Shapes as in [`qk_norm_rope()`].
@@ -66,11 +64,7 @@ pub fn rope<B: SieveBackend>(
     num_kv_heads: usize,
 ) -> Tensor<B, 4> {
     let qkv = primitive(qkv);
-    let call = RopeCall {
-        positions: positions.into_primitive(),
-        rope: rope.tables().values(),
-        num_kv_heads,
-    };
+    let call = RopeCall { positions: positions.into_primitive(), rope: rope.tables().values(), num_kv_heads };
     let y = B::Inner::rope(B::value(qkv.clone()), call.clone());
     tensor(B::node([&qkv], y, |dy| [B::Inner::rope(dy, call.inverse())]))
 }
@@ -106,10 +100,7 @@ pub struct RopeCall<B: Backend> {
 impl<B: Backend> RopeCall<B> {
     /// The rotation by the negative angles: the backward pass of this one.
     pub(crate) fn inverse(self) -> Self {
-        let rope = RopeTables {
-            sin: B::float_neg(self.rope.sin),
-            ..self.rope
-        };
+        let rope = RopeTables { sin: B::float_neg(self.rope.sin), ..self.rope };
         Self { rope, ..self }
     }
 }
@@ -183,10 +174,7 @@ pub(crate) mod reference {
                 let rows = table.select(0, positions.clone());
                 rows.reshape([batch, seq_len, 1, half]).cast(dtype)
             };
-            Self {
-                cos: gather(&rope.cos),
-                sin: gather(&rope.sin),
-            }
+            Self { cos: gather(&rope.cos), sin: gather(&rope.sin) }
         }
 
         /// Rotates the pairs `(x[i], x[i + head_dim / 2])` by the angle, or by its negative for `sign = -1`.
@@ -242,20 +230,12 @@ pub(crate) mod cpu {
             sieve_cpu::qk_norm_rope_backward(op, x, documents, dy, &mut dqkv, &mut dq, &mut dk);
         });
         let shape = weights[0].shape();
-        [
-            from_vec(dqkv, qkv.shape()),
-            from_vec(dq, shape.clone()),
-            from_vec(dk, shape),
-        ]
+        [from_vec(dqkv, qkv.shape()), from_vec(dq, shape.clone()), from_vec(dk, shape)]
     }
 
     /// The contiguous norm weights of a call, its epsilon, and its rotation.
     fn parts(call: QkNormRopeCall<Flex>) -> ([FlexTensor; 2], f64, RopeCall<Flex>) {
-        let rotation = RopeCall {
-            positions: call.positions,
-            rope: call.rope,
-            num_kv_heads: call.num_kv_heads,
-        };
+        let rotation = RopeCall { positions: call.positions, rope: call.rope, num_kv_heads: call.num_kv_heads };
         ([call.q_weight, call.k_weight].map(contiguous), call.epsilon, rotation)
     }
 
@@ -303,9 +283,7 @@ pub(crate) mod cuda {
     pub(crate) fn qk_norm_rope(qkv: CudaPrimitive, call: QkNormRopeCall<Cuda>) -> CudaPrimitive {
         let x = kernel_tensor(qkv.clone());
         let attempt = with_kernel_call(&call, |call| call.qk_norm_rope_forward(&x));
-        kernel_or("qk_norm_rope", attempt.map(ToBurn::burn), || {
-            reference::qk_norm_rope(qkv, call)
-        })
+        kernel_or("qk_norm_rope", attempt.map(ToBurn::burn), || reference::qk_norm_rope(qkv, call))
     }
 
     pub(crate) fn rope(qkv: CudaPrimitive, call: RopeCall<Cuda>) -> CudaPrimitive {
@@ -327,9 +305,7 @@ pub(crate) mod cuda {
         let reuse = reuse(is_free && d.is_contiguous());
         let attempt = with_kernel_call(&call, |call| call.qk_norm_rope_backward(&x, &d, reuse));
         let attempt = attempt.map(|all| [all.dqkv, all.dq_weight, all.dk_weight].map(ToBurn::burn));
-        kernel_or("qk_norm_rope_backward", attempt, || {
-            reference::qk_norm_rope_backward(qkv, call, dy)
-        })
+        kernel_or("qk_norm_rope_backward", attempt, || reference::qk_norm_rope_backward(qkv, call, dy))
     }
 
     /// Calls `launch` with the kernels' form of the call.

@@ -50,10 +50,7 @@ pub fn sparse_attention<B: DeviceBackend>(
 ) -> Result<SparseOutput<B>, String> {
     let mask = mask.clone().map(Tensor::into_primitive);
     let [o, lse] = B::sparse_attention(primitive(qkv), mask, softmax_scale)?;
-    Ok(SparseOutput {
-        o: tensor(o),
-        lse: tensor(lse),
-    })
+    Ok(SparseOutput { o: tensor(o), lse: tensor(lse) })
 }
 
 /// Dense or sliding-window attention with its log-sum-exp, without gradient.
@@ -66,10 +63,7 @@ pub fn attention_with_lse<B: DeviceBackend>(
     spec: AttentionSpec,
 ) -> SparseOutput<B> {
     let output = <B as DeviceBackend>::attention(primitive(qkv), &AttentionCall::new(documents.bounds(), spec));
-    SparseOutput {
-        o: tensor(output.o),
-        lse: tensor(output.lse),
-    }
+    SparseOutput { o: tensor(output.o), lse: tensor(output.lse) }
 }
 
 /// Chooses the blocks that a selector keeps, from queries and keys, on the device; nothing is copied to the host.
@@ -84,10 +78,7 @@ pub fn select_blocks<B: DeviceBackend>(
     selection: &BlockSelection,
 ) -> Result<ChosenKeys<Tensor<B, 1, Int>, Tensor<B, 4>>, String> {
     let chosen = B::select_blocks(primitive(qkv.clone()), selection)?;
-    Ok(ChosenKeys {
-        mask: chosen.mask.map(Tensor::from_primitive),
-        probe_o: chosen.probe_o.map(tensor),
-    })
+    Ok(ChosenKeys { mask: chosen.mask.map(Tensor::from_primitive), probe_o: chosen.probe_o.map(tensor) })
 }
 
 /// Corrects the output `o` of [`sparse_attention`] by rows of dense attention: one row in `correction.gamma`, which are

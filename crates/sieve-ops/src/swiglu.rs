@@ -52,10 +52,7 @@ pub(crate) mod reference {
     fn halves<B: Backend>(gate_up: Tensor<B, 2>) -> [Tensor<B, 2>; 2] {
         let [rows, width] = gate_up.dims();
         let d_ff = width / 2;
-        [
-            gate_up.clone().slice([0..rows, 0..d_ff]),
-            gate_up.slice([0..rows, d_ff..width]),
-        ]
+        [gate_up.clone().slice([0..rows, 0..d_ff]), gate_up.slice([0..rows, d_ff..width])]
     }
 }
 
@@ -94,18 +91,14 @@ pub(crate) mod cuda {
 
     pub(crate) fn swiglu(gate_up: CudaPrimitive) -> CudaPrimitive {
         let attempt = sieve_kernels::step::swiglu_forward(&kernel_tensor(gate_up.clone()));
-        kernel_or("swiglu", attempt.map(ToBurn::burn), || {
-            reference::swiglu::<Cuda>(gate_up)
-        })
+        kernel_or("swiglu", attempt.map(ToBurn::burn), || reference::swiglu::<Cuda>(gate_up))
     }
 
     pub(crate) fn swiglu_backward(gate_up: CudaPrimitive, dy: CudaPrimitive) -> CudaPrimitive {
         let is_free = gate_up.can_mut();
         let [x, d] = tensors([&gate_up, &dy]);
         let attempt = sieve_kernels::step::swiglu_backward(&x, &d, reuse(is_free && x.is_contiguous()));
-        kernel_or("swiglu_backward", attempt.map(ToBurn::burn), || {
-            reference::swiglu_backward::<Cuda>(gate_up, dy)
-        })
+        kernel_or("swiglu_backward", attempt.map(ToBurn::burn), || reference::swiglu_backward::<Cuda>(gate_up, dy))
     }
 
     pub(crate) fn swiglu_backward_with_output(gate_up: CudaPrimitive, dy: CudaPrimitive) -> [CudaPrimitive; 2] {

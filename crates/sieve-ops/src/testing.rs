@@ -26,10 +26,7 @@ pub(crate) trait RandomInput {
 
 impl RandomInput for Random {
     fn input(&mut self, dims: &[usize]) -> Input {
-        Input {
-            values: wide(&self.vector(dims.iter().product())),
-            dims: dims.to_vec(),
-        }
+        Input { values: wide(&self.vector(dims.iter().product())), dims: dims.to_vec() }
     }
 }
 
@@ -52,10 +49,7 @@ impl Input {
     /// Row 0's values in every row of the first dimension.
     fn with_equal_rows(&self) -> Self {
         let row = self.values.len() / self.dims[0];
-        Self {
-            values: self.values[..row].repeat(self.dims[0]),
-            dims: self.dims.clone(),
-        }
+        Self { values: self.values[..row].repeat(self.dims[0]), dims: self.dims.clone() }
     }
 
     pub(crate) fn tensor(&self, dtype: DType) -> FlexTensor {
@@ -96,11 +90,7 @@ fn view(input: &Input, dtype: DType, view: View) -> FlexTensor {
         }
         View::Transposed => {
             let reversed: Vec<usize> = (0..rank).rev().collect();
-            input
-                .tensor(dtype)
-                .permute(&reversed)
-                .to_contiguous()
-                .permute(&reversed)
+            input.tensor(dtype).permute(&reversed).to_contiguous().permute(&reversed)
         }
         View::Expanded => {
             let row = input.tensor(dtype).narrow(0, 0, 1);
@@ -135,10 +125,7 @@ fn flat(x: Float) -> Tensor<Ad, 1> {
 
 fn leaves(inputs: &[Input], dtype: DType, how: View) -> Vec<Float> {
     let leaf = |input| Ad::from_inner(view(input, dtype, how));
-    inputs
-        .iter()
-        .map(|input| Ad::float_set_require_grad(leaf(input), true))
-        .collect()
+    inputs.iter().map(|input| Ad::float_set_require_grad(leaf(input), true)).collect()
 }
 
 /// The op's output, and the gradients of `sum(output * dy)` with dy drawn from the seed. In views other than
@@ -158,10 +145,7 @@ pub(crate) fn evaluate(op: Op, inputs: &[Input], seed: u64, dtype: DType, how: V
     let loss = (flat(swap(y)) * flat(swap(dy))).sum();
     let gradients = Ad::backward(primitive(loss));
     let gradient = |leaf| Ad::grad(leaf, &gradients).expect("every input has a gradient");
-    Evaluation {
-        output,
-        gradients: leaves.iter().map(|leaf| host(gradient(leaf))).collect(),
-    }
+    Evaluation { output, gradients: leaves.iter().map(|leaf| host(gradient(leaf))).collect() }
 }
 
 /// Largest absolute difference; infinite where a value is not finite.
@@ -312,10 +296,7 @@ pub(crate) type RowOp<'a> = &'a dyn Fn(&[Float], &Documents<Ad>) -> Float;
 /// Output rows of a batch of one with documents of these lengths, in f32.
 fn rows_of(inputs: &[Input], lengths: &[usize], op: RowOp) -> Vec<Vec<f64>> {
     let seq_len = inputs[0].dims[1];
-    let leaves: Vec<Float> = inputs
-        .iter()
-        .map(|input| Ad::from_inner(input.tensor(DType::F32)))
-        .collect();
+    let leaves: Vec<Float> = inputs.iter().map(|input| Ad::from_inner(input.tensor(DType::F32))).collect();
     let o = host(op(&leaves, &documents(lengths, [1, seq_len])).primitive);
     o.chunks(o.len() / seq_len).map(<[f64]>::to_vec).collect()
 }
@@ -377,12 +358,7 @@ pub(crate) struct Call {
 
 impl Call {
     pub(crate) fn new(dims: [usize; 2], heads: [usize; 2], head_dim: usize, lengths: &[usize]) -> Self {
-        Self {
-            dims,
-            spec: AttentionSpec::dense(heads, head_dim),
-            head_dim,
-            documents: documents(lengths, dims),
-        }
+        Self { dims, spec: AttentionSpec::dense(heads, head_dim), head_dim, documents: documents(lengths, dims) }
     }
 
     pub(crate) fn qkv(&self, seed: u64) -> Input {

@@ -66,10 +66,7 @@ fn of_kind(part: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
             // Only keys, half of `kv`.
             let open_block = kv / 2 * nsa.compress_block_size as u64;
             let growing = growing_copies * kv;
-            [
-                growing + kv / nsa.compress_stride as u64,
-                growing * tokens + window + blocks + open_block,
-            ]
+            [growing + kv / nsa.compress_stride as u64, growing * tokens + window + blocks + open_block]
         }
         // This layer uses an earlier layer's choice, so it has no pooled keys.
         AttentionForm::Blocks(_) if part.is_shared_layer(0) => [kv, kv * tokens],
@@ -77,24 +74,13 @@ fn of_kind(part: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
             // An indexer caches a key for each token instead of each pooled block.
             let (stride, num_pooled) = match choice.has_indexer() {
                 true => (1, seq_len),
-                false => (
-                    choice.blocks.compress_stride,
-                    choice.blocks.num_compressed_blocks(seq_len),
-                ),
+                false => (choice.blocks.compress_stride, choice.blocks.num_compressed_blocks(seq_len)),
             };
             let [_query_heads, key_heads] = choice.scored_heads([part.num_heads, part.num_kv_heads]);
             let pooled_key = (key_heads * part.head_dim) as u64 * value_bytes;
-            [
-                kv + pooled_key / stride as u64,
-                kv * tokens + num_pooled as u64 * pooled_key,
-            ]
+            [kv + pooled_key / stride as u64, kv * tokens + num_pooled as u64 * pooled_key]
         }
     };
     let layers = part.num_layers as u64;
-    CachePlan {
-        bytes_per_token: layers * per_token,
-        stops_at_tokens,
-        seq_len,
-        bytes_at_seq_len: layers * at_seq_len,
-    }
+    CachePlan { bytes_per_token: layers * per_token, stops_at_tokens, seq_len, bytes_at_seq_len: layers * at_seq_len }
 }

@@ -52,10 +52,7 @@ impl RowShare {
             _ if layer.num_kv_heads.is_multiple_of(self.degree) => return Some(Exchange::Heads),
             _ => self.seq_len,
         };
-        Some(Exchange::Halo {
-            slots: reach.min((self.degree - 1) * len),
-            share: reach.min(len),
-        })
+        Some(Exchange::Halo { slots: reach.min((self.degree - 1) * len), share: reach.min(len) })
     }
 
     /// The recipe with rows of one rank's length.

@@ -66,11 +66,7 @@ mod tests {
             let parameters = shape.parameters();
             let disk = DiskPlan::new(&recipe, &parameters);
             let bytes = 12 * parameters.total();
-            assert_eq!(
-                (disk.num_checkpoints, disk.checkpoint_bytes),
-                (count, bytes),
-                "{sets:?}"
-            );
+            assert_eq!((disk.num_checkpoints, disk.checkpoint_bytes), (count, bytes), "{sets:?}");
             let mut muon = recipe.clone();
             muon.optimizer.name = OptimizerName::Muon;
             let saved = bytes - DiskPlan::new(&muon, &parameters).checkpoint_bytes;

@@ -221,9 +221,7 @@ fn activations_by_mode(
         recipe.activation_checkpoint.mode = mode;
         (name, kept_by_blocks(&recipe, shape, target, keeping))
     };
-    [("none", None), ("selective", Selective), ("full", Full)]
-        .map(bytes)
-        .to_vec()
+    [("none", None), ("selective", Selective), ("full", Full)].map(bytes).to_vec()
 }
 
 /// Bytes that all blocks keep for their backward passes.
@@ -273,13 +271,7 @@ impl GradientBytes {
             (false, _) => (head, 0),
         };
         if !keeps_shards {
-            return Self {
-                loss,
-                new_in_loss,
-                last_block: loss,
-                first_block: all,
-                embedding: all,
-            };
+            return Self { loss, new_in_loss, last_block: loss, first_block: all, embedding: all };
         }
         // Sharded sums of earlier micro-batches exist in addition to the gradients being reduced.
         let reduced = |bytes: u64| match has_micro_batches {
@@ -339,10 +331,8 @@ fn points_of_step(
     };
     // Only a checkpoint before the last step is written while another step runs.
     let has_next_step = recipe.checkpoint.interval < training.steps;
-    let beside_step = MemoryParts {
-        checkpoint_bytes: if has_next_step { written } else { 0 },
-        ..MemoryParts::default()
-    };
+    let beside_step =
+        MemoryParts { checkpoint_bytes: if has_next_step { written } else { 0 }, ..MemoryParts::default() };
     let in_loss = MemoryParts {
         gradient_bytes: gradients.loss,
         activation_bytes: blocks + stream,
@@ -362,15 +352,8 @@ fn points_of_step(
         workspace_bytes: temporaries,
         ..beside_step
     };
-    let in_embedding = MemoryParts {
-        gradient_bytes: gradients.embedding,
-        workspace_bytes: stream,
-        ..beside_step
-    };
-    let in_checkpoint = MemoryParts {
-        checkpoint_bytes: written,
-        ..MemoryParts::default()
-    };
+    let in_embedding = MemoryParts { gradient_bytes: gradients.embedding, workspace_bytes: stream, ..beside_step };
+    let in_checkpoint = MemoryParts { checkpoint_bytes: written, ..MemoryParts::default() };
     let mut points = vec![
         ("the loss", in_loss),
         ("the last block's backward pass", in_last_block),
@@ -384,10 +367,7 @@ fn points_of_step(
             rows: rows.batch.min(recipe.validation.tokens.div_ceil(rows.seq_len.max(1))),
             ..InferenceSize::rows_of(rows.seq_len, 0)
         };
-        let in_validation = MemoryParts {
-            activation_bytes: forward_bytes(shape, size, target),
-            ..beside_step
-        };
+        let in_validation = MemoryParts { activation_bytes: forward_bytes(shape, size, target), ..beside_step };
         points.push(("validation", in_validation));
     }
     points
@@ -404,8 +384,7 @@ fn fp8_bytes(
     let tokens = RowShare::of(recipe).tokens() as u64;
     let blocks = recipe.training.fp8_blocks(shape.num_layers);
     let kept = blocks.filter(|&layer_idx| !recomputed(layer_idx));
-    kept.map(|layer_idx| fp8_kept(&shape.of_layer(layer_idx), target, tokens, keeping))
-        .sum()
+    kept.map(|layer_idx| fp8_kept(&shape.of_layer(layer_idx), target, tokens, keeping)).sum()
 }
 
 /// Bytes of a chunk of logits in the loss.

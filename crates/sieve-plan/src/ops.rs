@@ -41,10 +41,7 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
     let all = all.chain(rest.into_iter().map(|name| (name, false)));
     all.map(|(op, is_attention)| {
         let (path, reason) = match target {
-            Target::Cpu { .. } => (
-                "cpu kernel",
-                "f32, SIMD and all threads; sums in a fixed order".to_owned(),
-            ),
+            Target::Cpu { .. } => ("cpu kernel", "f32, SIMD and all threads; sums in a fixed order".to_owned()),
             Target::Gpu(gpu) if is_attention => cuda_attention(op, shape, &gpu.arch),
             Target::Gpu(_) => cuda_rest(op),
         };
@@ -126,11 +123,7 @@ pub fn check_gpu_attention(recipe: &Recipe, shape: &ModelShape, arch: &str) -> R
         let Some(reason) = of_any_row.clone().or_else(|| row_gap(shape, seq_len, arch)) else {
             continue;
         };
-        let scores = ScoreMatrix {
-            batch: stage.section.local_batch_size,
-            num_heads: shape.num_heads,
-            seq_len,
-        };
+        let scores = ScoreMatrix { batch: stage.section.local_batch_size, num_heads: shape.num_heads, seq_len };
         scores.check(&op, "a GPU", &reason)?;
     }
     Ok(())
@@ -189,10 +182,7 @@ fn cuda_attention(op: &str, shape: &ModelShape, arch: &str) -> (&'static str, St
 fn cuda_rest(op: &str) -> (&'static str, String) {
     let kernel = |reason: &str| ("cuda kernel", reason.to_owned());
     match op {
-        "GEMMs" => (
-            "cuda library",
-            "cuBLASLt, in the order of the other launches".to_owned(),
-        ),
+        "GEMMs" => ("cuda library", "cuBLASLt, in the order of the other launches".to_owned()),
         "loss" => kernel("logits by cuBLASLt in chunks, never all of them; the rest in one launch"),
         "adamw" => kernel("f32 masters, moments and bf16 weights in one pass"),
         _ => kernel("forward and backward in one launch each, sums in f32"),

@@ -190,9 +190,7 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
         let planned = stage_plan(&stage, &alone, &shape, target, together.as_ref());
         let tokens = (stage.section.steps * planned.tokens_per_step) as f64;
         total_flops += tokens * planned.executed_flops_per_token;
-        seconds = seconds
-            .zip(planned.tokens_per_second)
-            .map(|(seconds, speed)| seconds + tokens / speed);
+        seconds = seconds.zip(planned.tokens_per_second).map(|(seconds, speed)| seconds + tokens / speed);
         let mut needed = memory_plan(&alone, &shape, target, ranks.size);
         if !recipe.stage.is_empty() {
             let own = format!("local_batch_size of stage {}: ", stage.index + 1);
@@ -228,9 +226,7 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
         zero_stages,
         memory,
         cache: cache_plan(&last_shape, last.training.seq_len, target.value_bytes()),
-        assumption: seconds
-            .and(target.flops_per_second())
-            .map(|peak| assumption(target, peak, ranks.size)),
+        assumption: seconds.and(target.flops_per_second()).map(|peak| assumption(target, peak, ranks.size)),
         seconds,
         refused: match target {
             Target::Cpu { .. } => None,
@@ -319,11 +315,9 @@ fn assumption(target: &Target, peak: f64, num_devices: usize) -> String {
                 gpu.memory_bytes_per_second / 1e12
             )
         }
-        Target::Cpu { .. } => format!(
-            "{:.0} % of {:.0} GFLOP/s in executed operations, on {devices}",
-            100.0 * ASSUMED_MFU,
-            peak / 1e9
-        ),
+        Target::Cpu { .. } => {
+            format!("{:.0} % of {:.0} GFLOP/s in executed operations, on {devices}", 100.0 * ASSUMED_MFU, peak / 1e9)
+        }
     }
 }
 
@@ -392,10 +386,7 @@ fn stage_plan(
         seq_len: section.seq_len,
         tokens_per_step: section.global_batch_size * section.seq_len,
         micro_batches,
-        mean_active_keys: over_steps(
-            shape.mean_active_keys(section.seq_len),
-            dense.mean_active_keys(section.seq_len),
-        ),
+        mean_active_keys: over_steps(shape.mean_active_keys(section.seq_len), dense.mean_active_keys(section.seq_len)),
         executed_flops_per_token: executed_training,
         dense_flops_per_token: shape.dense_flops_per_token(section.seq_len).training() - spared,
         attention_share,
@@ -431,9 +422,7 @@ fn speed_alone(
     };
     let own = speed(shape);
     match recipe.training.dense_steps > 0.0 {
-        true => own
-            .zip(speed(&shape.dense()))
-            .map(|(own, dense)| 1.0 / over_steps(recipe, 1.0 / own, 1.0 / dense)),
+        true => own.zip(speed(&shape.dense())).map(|(own, dense)| 1.0 / over_steps(recipe, 1.0 / own, 1.0 / dense)),
         false => own,
     }
 }
@@ -443,10 +432,7 @@ const LONGEST_ROW: usize = 1 << 23;
 
 /// (kind, longest row that fits in a micro-batch of one row), for dense attention and for the recipe's kind.
 fn longest_rows(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> Vec<(&'static str, usize)> {
-    let dense = ModelShape {
-        attention: Attention::Mha,
-        ..shape.clone()
-    };
+    let dense = ModelShape { attention: Attention::Mha, ..shape.clone() };
     let own = recipe.attention.kind().name();
     let kinds = [("mha", &dense), (own, shape)].into_iter();
     let longest = kinds.map(|(name, shape)| {

@@ -95,11 +95,7 @@ impl RanksPlan {
     pub(crate) fn tokens_per_second(&self, step_tokens: f64, step_seconds: f64, update_seconds: f64) -> f64 {
         let size = self.ranks.size as f64;
         let divides_update = self.gather_bytes > 0.0;
-        let saved = if divides_update {
-            update_seconds * (1.0 - 1.0 / size)
-        } else {
-            0.0
-        };
+        let saved = if divides_update { update_seconds * (1.0 - 1.0 / size) } else { 0.0 };
         let together = LENGTHENING * (self.sum_seconds + self.gather_seconds);
         size * step_tokens / (step_seconds - saved + together)
     }

@@ -78,9 +78,7 @@ impl Suggestion {
         }
         sets += &format!(" --set training.steps={}", self.steps);
         let warmup = self.warmup_steps;
-        sets + &warmup.map_or(String::new(), |steps| {
-            format!(" --set lr_scheduler.warmup_steps={steps}")
-        })
+        sets + &warmup.map_or(String::new(), |steps| format!(" --set lr_scheduler.warmup_steps={steps}"))
     }
 }
 
@@ -100,10 +98,7 @@ mod tests {
     fn a_suggestion_follows_the_law_and_can_be_set() {
         let text = include_str!("../../../recipes/mha_80m.toml");
         let recipe = Recipe::load(text, "mha_80m", &[]).expect("shipped");
-        let target = Target::Cpu {
-            flops_per_second: None,
-            memory_bytes: 1 << 40,
-        };
+        let target = Target::Cpu { flops_per_second: None, memory_bytes: 1 << 40 };
         let planned = plan(&recipe, 50_304, &target).expect("a plan");
         let usual = Suggestion::new(&planned, &recipe, None);
         assert_eq!(usual.num_tokens, 20 * planned.num_non_embedding);
@@ -164,10 +159,7 @@ mod tests {
             (include_str!("../../../recipes/mha_1p7b.toml"), 40_000.0, 1e6, 1e-3),
         ] {
             let recipe = Recipe::load(text, "mha", &[]).expect("shipped");
-            let target = Target::Cpu {
-                flops_per_second: None,
-                memory_bytes: 1 << 40,
-            };
+            let target = Target::Cpu { flops_per_second: None, memory_bytes: 1 << 40 };
             let planned = plan(&recipe, 50_304, &target).expect("a plan");
             let suggestion = Suggestion::new(&planned, &recipe, Some((steps * tokens_per_step) as u64));
             let ratio = suggestion.lr / lr;

@@ -141,17 +141,9 @@ pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Optio
     let AttentionForm::Branches(_) = shape.attention.form() else {
         return None;
     };
-    let dense = ModelShape {
-        attention: Attention::Mha,
-        ..shape.clone()
-    };
+    let dense = ModelShape { attention: Attention::Mha, ..shape.clone() };
     let speed = |shape: &ModelShape, seq_len| {
-        let size = StepSize {
-            tokens: size.tokens.max(seq_len),
-            seq_len,
-            fp8: size.fp8.clone(),
-            ..*size
-        };
+        let size = StepSize { tokens: size.tokens.max(seq_len), seq_len, fp8: size.fp8.clone(), ..*size };
         let executed = shape.executed_flops_per_token(seq_len);
         let spared_flops = 0.0;
         tokens_per_second(shape, executed, spared_flops, &size, gpu)

@@ -57,9 +57,6 @@ impl ReportError {
     }
 
     pub(crate) fn content(path: &Path, what: impl Into<String>) -> Self {
-        Self::Content {
-            path: path.to_owned(),
-            what: what.into(),
-        }
+        Self::Content { path: path.to_owned(), what: what.into() }
     }
 }

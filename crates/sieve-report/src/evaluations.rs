@@ -10,9 +10,7 @@ const MOST_BYTES: u64 = 16 << 20;
 /// JSON arrays of more elements are not shown: they are lists of samples.
 const MOST_ROWS: usize = 64;
 /// Fields that may name an element of an array; the first one present is used.
-const LABELS: [&str; 9] = [
-    "task", "method", "selector", "name", "kind", "length", "tokens", "depth", "position",
-];
+const LABELS: [&str; 9] = ["task", "method", "selector", "name", "kind", "length", "tokens", "depth", "position"];
 
 /// The scores in one JSON file of an evaluation.
 #[derive(Debug)]
@@ -49,10 +47,7 @@ fn files(folder: &Path, endings: &[&str]) -> Result<Vec<(String, PathBuf)>, Repo
             let what = format!("{bytes} bytes are more than the {MOST_BYTES} of a result\n  hint: move it elsewhere");
             return Err(ReportError::content(&path, what));
         }
-        found.push((
-            path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-            path,
-        ));
+        found.push((path.file_name().unwrap_or_default().to_string_lossy().into_owned(), path));
     }
     found.sort();
     Ok(found)
@@ -64,16 +59,10 @@ pub(crate) fn scores(folder: &Path) -> Result<Vec<Scores>, ReportError> {
     for (name, path) in files(folder, &["json"])? {
         let text = std::fs::read_to_string(&path).map_err(ReportError::io(&path))?;
         let value: Value = serde_json::from_str(&text).map_err(|error| {
-            ReportError::content(
-                &path,
-                format!("no JSON result: {error}\n  hint: write it with `sieve eval … --save`"),
-            )
+            ReportError::content(&path, format!("no JSON result: {error}\n  hint: write it with `sieve eval … --save`"))
         })?;
-        let mut scores = Scores {
-            file: name.trim_end_matches(".json").to_owned(),
-            rows: Vec::new(),
-            curves: Vec::new(),
-        };
+        let mut scores =
+            Scores { file: name.trim_end_matches(".json").to_owned(), rows: Vec::new(), curves: Vec::new() };
         collect("", &value, &mut scores);
         all.push(scores);
     }
@@ -84,11 +73,7 @@ pub(crate) fn scores(folder: &Path) -> Result<Vec<Scores>, ReportError> {
 /// left out.
 fn collect(name: &str, value: &Value, scores: &mut Scores) {
     let below = |key: &str| {
-        if name.is_empty() {
-            key.to_owned()
-        } else {
-            format!("{name} / {key}")
-        }
+        if name.is_empty() { key.to_owned() } else { format!("{name} / {key}") }
     };
     match value {
         Value::Number(number) => scores.rows.push((name.to_owned(), number.as_f64().unwrap_or(f64::NAN))),
@@ -159,11 +144,7 @@ mod tests {
         let all = scores(folder.path()).unwrap();
         assert_eq!(all.len(), 1);
         assert_eq!(all[0].file, "tasks");
-        let rows: Vec<(&str, f64)> = all[0]
-            .rows
-            .iter()
-            .map(|(name, value)| (name.as_str(), *value))
-            .collect();
+        let rows: Vec<(&str, f64)> = all[0].rows.iter().map(|(name, value)| (name.as_str(), *value)).collect();
         assert_eq!(
             rows,
             [
@@ -177,10 +158,7 @@ mod tests {
                 ("by_position / 8 to 15", 1.25),
             ]
         );
-        assert_eq!(
-            all[0].curves,
-            [("by_position".to_owned(), vec![(4.0, 1.5), (8.0, 1.25)])]
-        );
+        assert_eq!(all[0].curves, [("by_position".to_owned(), vec![(4.0, 1.5), (8.0, 1.25)])]);
         let pictures = pictures(folder.path()).unwrap();
         assert_eq!(
             (pictures[0].file.as_str(), pictures[0].uri.as_str()),

@@ -12,19 +12,9 @@ pub(crate) type Difference<'a> = (&'a str, Vec<Option<&'a str>>);
 
 /// Keys whose values are not the same in all runs.
 pub(crate) fn differences(runs: &[Run]) -> Vec<Difference<'_>> {
-    let keys: BTreeSet<&str> = runs
-        .iter()
-        .flat_map(|run| run.config.keys().map(String::as_str))
-        .collect();
+    let keys: BTreeSet<&str> = runs.iter().flat_map(|run| run.config.keys().map(String::as_str)).collect();
     keys.into_iter()
-        .map(|key| {
-            (
-                key,
-                runs.iter()
-                    .map(|run| run.config.get(key).map(String::as_str))
-                    .collect::<Vec<_>>(),
-            )
-        })
+        .map(|key| (key, runs.iter().map(|run| run.config.get(key).map(String::as_str)).collect::<Vec<_>>()))
         .filter(|(_, values)| values.iter().any(|value| *value != values[0]))
         .collect()
 }
@@ -59,17 +49,10 @@ mod tests {
     #[test]
     fn seeds_of_one_recipe_are_a_group() {
         let dma = "[attention]\nkind = \"dma\"\n[training]\nseed = ";
-        let runs = [
-            run(&format!("{dma}0")),
-            run("[attention]\nkind = \"mha\"\n"),
-            run(&format!("{dma}1")),
-        ];
+        let runs = [run(&format!("{dma}0")), run("[attention]\nkind = \"mha\"\n"), run(&format!("{dma}1"))];
         assert_eq!(groups(&runs), [0, 1, 0]);
         let found = differences(&runs);
-        assert_eq!(
-            found[0],
-            ("attention.kind", vec![Some("dma"), Some("mha"), Some("dma")])
-        );
+        assert_eq!(found[0], ("attention.kind", vec![Some("dma"), Some("mha"), Some("dma")]));
         assert_eq!(found[1], ("training.seed", vec![Some("0"), None, Some("1")]));
         assert_eq!(found.len(), 2);
     }

@@ -39,11 +39,7 @@ pub fn page(runs: &[Run]) -> Result<String, ReportError> {
         }
     }
     let groups = groups(runs);
-    let charted: Vec<Charted<'_>> = runs
-        .iter()
-        .zip(&groups)
-        .map(|(run, &group)| charted(run, group))
-        .collect();
+    let charted: Vec<Charted<'_>> = runs.iter().zip(&groups).map(|(run, &group)| charted(run, group)).collect();
     // The data is inside a <script> element, which a "</script" in a name would end.
     let data = serde_json::to_string(&charted)
         .map_err(|error| ReportError::content("the page".as_ref(), error.to_string()))?
@@ -73,12 +69,7 @@ fn filled(template: &str, parts: &[(&str, String)]) -> String {
     while let Some((before, after)) = rest.split_once("{{") {
         html.push_str(before);
         let (name, after) = after.split_once("}}").unwrap_or((after, ""));
-        html.push_str(
-            parts
-                .iter()
-                .find(|(known, _)| *known == name)
-                .map_or("", |(_, text)| text),
-        );
+        html.push_str(parts.iter().find(|(known, _)| *known == name).map_or("", |(_, text)| text));
         rest = after;
     }
     html + rest
@@ -104,26 +95,14 @@ fn charted(run: &Run, group: usize) -> Charted<'_> {
             series.insert(name, Series::whole(&steps, &narrow(&values)));
         }
     };
-    add(
-        "validation loss",
-        run.validations.iter().map(|check| check.loss).collect(),
-    );
-    add(
-        "validation bits per byte",
-        run.validations.iter().map(|check| check.bits_per_byte).collect(),
-    );
+    add("validation loss", run.validations.iter().map(|check| check.loss).collect());
+    add("validation bits per byte", run.validations.iter().map(|check| check.bits_per_byte).collect());
     let of_file = |scores: &'_ Scores, name: &str| format!("{}: {}", scores.file, name.replace('_', " "));
     let curves = run.scores.iter().flat_map(|scores| {
         let of = scores.curves.iter();
         of.map(move |(name, points)| (of_file(scores, name), points.as_slice()))
     });
-    Charted {
-        name: &run.name,
-        group,
-        knots: Knots::new(&run.steps, &run.sums()),
-        series,
-        curves: curves.collect(),
-    }
+    Charted { name: &run.name, group, knots: Knots::new(&run.steps, &run.sums()), series, curves: curves.collect() }
 }
 
 #[cfg(test)]
@@ -150,10 +129,7 @@ mod tests {
         assert!(matches!(page(&[]), Err(ReportError::Nothing)));
         let open = || Run::open(folder("", STEP).path(), Some("a")).unwrap();
         let error = page(&[open(), open()]).unwrap_err().to_string();
-        assert!(
-            error.contains("two runs are called a") && error.contains("NAME=FOLDER"),
-            "{error}"
-        );
+        assert!(error.contains("two runs are called a") && error.contains("NAME=FOLDER"), "{error}");
     }
 
     #[test]

@@ -101,8 +101,7 @@ impl Run {
         flatten_config("", &toml::Value::Table(table), &mut config);
         let own_name = || {
             let full = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
-            full.file_name()
-                .map_or_else(|| "run".to_owned(), |name| name.to_string_lossy().into_owned())
+            full.file_name().map_or_else(|| "run".to_owned(), |name| name.to_string_lossy().into_owned())
         };
         let mut run = Self {
             name: name.map_or_else(own_name, str::to_owned),
@@ -192,11 +191,8 @@ impl Run {
     /// `[tokens, seconds, FLOPs of one device]` up to each logged step. Seconds are tokens divided by the logged speed,
     /// which leaves out validation and checkpoints.
     pub(crate) fn sums(&self) -> Vec<[f64; 3]> {
-        let (tokens, speed, tflops) = (
-            self.column("tokens_seen"),
-            self.column("tokens_per_second"),
-            self.column("tflops"),
-        );
+        let (tokens, speed, tflops) =
+            (self.column("tokens_seen"), self.column("tokens_per_second"), self.column("tflops"));
         let mut sums = Vec::with_capacity(self.steps.len());
         let (mut seconds, mut flops, mut last) = (0.0, 0.0, 0.0);
         for idx in 0..self.steps.len() {
@@ -256,11 +252,7 @@ fn flatten_config(name: &str, value: &toml::Value, into: &mut BTreeMap<String, S
     match value {
         toml::Value::Table(table) => {
             for (key, value) in table {
-                let full = if name.is_empty() {
-                    key.clone()
-                } else {
-                    format!("{name}.{key}")
-                };
+                let full = if name.is_empty() { key.clone() } else { format!("{name}.{key}") };
                 flatten_config(&full, value, into);
             }
         }
@@ -302,10 +294,7 @@ pub(crate) mod tests {
         let second = r#"{"kind":"step","step":20,"num_steps":20,"loss":2.0,"tokens_seen":300,
 "tokens_per_second":100,"tflops":1.0}"#;
         let check = r#"{"kind":"validation","step":20,"loss":2.1,"bits_per_byte":1.5}"#;
-        let run = folder(
-            "[training]\nseed = 3\n",
-            &format!("{STEP}\n{second}\n{check}\n{{\"kind\":\"st"),
-        );
+        let run = folder("[training]\nseed = 3\n", &format!("{STEP}\n{second}\n{check}\n{{\"kind\":\"st"));
         let run = Run::open(run.path(), Some("a")).unwrap();
         assert_eq!((run.name(), run.num_steps, run.num_skipped), ("a", 20, 0));
         assert_eq!(run.column("loss"), [2.5, 2.0]);
@@ -326,11 +315,7 @@ pub(crate) mod tests {
             fs::create_dir(&run).unwrap();
             fs::write(run.join(CONFIG), format!("[training]\nseed = {seed}\n")).unwrap();
             // The last one has been begun.
-            let metrics = if seed == 3 {
-                String::new()
-            } else {
-                STEP.replace(",\n\"", ",\"")
-            };
+            let metrics = if seed == 3 { String::new() } else { STEP.replace(",\n\"", ",\"") };
             fs::write(run.join(METRICS), metrics).unwrap();
         }
         fs::create_dir(sweep.path().join("data")).unwrap();
@@ -351,10 +336,7 @@ pub(crate) mod tests {
     fn a_folder_that_is_no_run_is_told() {
         let empty = tempfile::tempdir().unwrap();
         let error = Run::open(empty.path(), None).unwrap_err().to_string();
-        assert!(
-            error.contains("holds no run: there is no config.toml") && error.contains("hint"),
-            "{error}"
-        );
+        assert!(error.contains("holds no run: there is no config.toml") && error.contains("hint"), "{error}");
         let begun = folder("", "");
         let error = Run::open(begun.path(), None).unwrap_err().to_string();
         assert!(error.contains("no step has been logged yet"), "{error}");
@@ -362,28 +344,14 @@ pub(crate) mod tests {
         let error = Run::open(damaged.path(), None).unwrap_err().to_string();
         assert!(error.contains("line 2"), "{error}");
         let damaged = folder("[training", STEP);
-        assert!(
-            Run::open(damaged.path(), None)
-                .unwrap_err()
-                .to_string()
-                .contains("config.toml")
-        );
+        assert!(Run::open(damaged.path(), None).unwrap_err().to_string().contains("config.toml"));
     }
 
     #[test]
     fn stages_are_sections_of_their_own() {
-        let run = folder(
-            "[[stage]]\nsteps = 5\n[[stage]]\nsteps = 7\n[data]\npaths = [\"a\"]\n",
-            STEP,
-        );
+        let run = folder("[[stage]]\nsteps = 5\n[[stage]]\nsteps = 7\n[data]\npaths = [\"a\"]\n", STEP);
         let run = Run::open(run.path(), None).unwrap();
-        assert_eq!(
-            (
-                run.config["stage[1].steps"].as_str(),
-                run.config["stage[2].steps"].as_str()
-            ),
-            ("5", "7")
-        );
+        assert_eq!((run.config["stage[1].steps"].as_str(), run.config["stage[2].steps"].as_str()), ("5", "7"));
         assert_eq!(run.config["data.paths"], "[\"a\"]");
     }
 }

@@ -116,23 +116,13 @@ mod tests {
 
     fn unpacked(packed: &Packed) -> Vec<f32> {
         let bytes = STANDARD.decode(&packed.0).unwrap();
-        bytes
-            .chunks(4)
-            .map(|four| f32::from_le_bytes(four.try_into().unwrap()))
-            .collect()
+        bytes.chunks(4).map(|four| f32::from_le_bytes(four.try_into().unwrap())).collect()
     }
 
     #[test]
     fn a_bin_leaves_out_what_is_not_finite() {
         let bin = Bin::of(&[1.0, f32::NAN, 4.0, f32::INFINITY]);
-        assert_eq!(
-            bin,
-            Bin {
-                mean: 2.5,
-                low: 1.0,
-                high: 4.0
-            }
-        );
+        assert_eq!(bin, Bin { mean: 2.5, low: 1.0, high: 4.0 });
         assert!(Bin::of(&[f32::NAN]).mean.is_nan());
         assert!(Bin::of(&[f32::NAN]).low.is_nan());
     }

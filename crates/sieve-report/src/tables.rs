@@ -7,10 +7,7 @@ use std::fmt::Write;
 
 /// `text` with HTML's special characters escaped.
 pub(crate) fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
-        .replace('"', "&quot;")
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
 /// A number with four or five significant digits.
@@ -132,10 +129,7 @@ fn most(values: &[f64]) -> f64 {
 fn mean_and_spread(values: &[f64]) -> (f64, Option<f64>) {
     let mean = values.iter().sum::<f64>() / values.len() as f64;
     let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
-    (
-        mean,
-        (values.len() > 1).then(|| (squares / (values.len() - 1) as f64).sqrt()),
-    )
+    (mean, (values.len() > 1).then(|| (squares / (values.len() - 1) as f64).sqrt()))
 }
 
 /// Mean of the values of a group's runs, with their spread if they differ.
@@ -148,18 +142,13 @@ fn cell(values: &[f64]) -> String {
 
 /// Name of a run, after a mark in the run's colour.
 fn swatch(run: &Run, idx: usize) -> String {
-    format!(
-        "<span class=\"swatch\" data-run=\"{idx}\"></span>{}",
-        escaped(&run.name)
-    )
+    format!("<span class=\"swatch\" data-run=\"{idx}\"></span>{}", escaped(&run.name))
 }
 
 /// The indices of the runs in each group.
 fn members(groups: &[usize]) -> Vec<Vec<usize>> {
     let num = groups.iter().max().map_or(0, |most| most + 1);
-    (0..num)
-        .map(|group| (0..groups.len()).filter(|&idx| groups[idx] == group).collect())
-        .collect()
+    (0..num).map(|group| (0..groups.len()).filter(|&idx| groups[idx] == group).collect()).collect()
 }
 
 /// The table of runs: size, progress, loss, speed and memory. A group of several seeds has a further row of means, and
@@ -177,9 +166,7 @@ pub(crate) fn summary(runs: &[Run], groups: &[usize]) -> String {
     let best: Vec<f64> = COLUMNS
         .iter()
         .map(|column| {
-            let means = groups
-                .iter()
-                .map(|members| mean_and_spread(&values_of(column, members)).0);
+            let means = groups.iter().map(|members| mean_and_spread(&values_of(column, members)).0);
             let values: Vec<f64> = means.filter(|value| value.is_finite()).collect();
             let differ = values.iter().any(|value| *value != values[0]);
             let best = column.best.filter(|_| differ);
@@ -255,19 +242,11 @@ pub(crate) fn scores(runs: &[Run]) -> String {
                 names.push(name);
             }
         }
-        let _ = write!(
-            html,
-            "<details open><summary>{}</summary>{}",
-            escaped(file),
-            head("measure", runs)
-        );
+        let _ = write!(html, "<details open><summary>{}</summary>{}", escaped(file), head("measure", runs));
         for name in names {
             let _ = write!(html, "<tr><th>{}</th>", escaped(name));
             for rows in &of {
-                let value = rows
-                    .iter()
-                    .find(|(known, _)| known == name)
-                    .map_or(f64::NAN, |(_, value)| *value);
+                let value = rows.iter().find(|(known, _)| known == name).map_or(f64::NAN, |(_, value)| *value);
                 let _ = write!(html, "<td>{}</td>", digits(value));
             }
             html.push_str("</tr>");
@@ -342,11 +321,8 @@ mod tests {
     fn seeds_get_a_row_of_means_and_names_are_escaped() {
         let run = |seed: u32, loss: &str, name: &str| {
             let check = format!("{{\"kind\":\"validation\",\"step\":10,\"loss\":{loss}}}");
-            Run::open(
-                folder(&format!("[training]\nseed = {seed}\n"), &format!("{STEP}\n{check}\n")).path(),
-                Some(name),
-            )
-            .unwrap()
+            Run::open(folder(&format!("[training]\nseed = {seed}\n"), &format!("{STEP}\n{check}\n")).path(), Some(name))
+                .unwrap()
         };
         let runs = [run(0, "2.0", "a<b"), run(1, "3.0", "c")];
         let html = summary(&runs, &[0, 0]);
@@ -354,17 +330,9 @@ mod tests {
         assert!(html.contains("<td>2.5000 ± 0.7071</td>"), "{html}");
         assert!(!html.contains("<b>"), "no seed is best: {html}");
         let apart = summary(&runs, &[0, 1]);
-        assert!(
-            !apart.contains("mean of 2") && apart.contains("<td><b>2</b></td>"),
-            "{apart}"
-        );
+        assert!(!apart.contains("mean of 2") && apart.contains("<td><b>2</b></td>"), "{apart}");
         // A recipe is best by the mean of its seeds, though another has the lowest of all losses.
-        let runs = [
-            run(0, "1.0", "a"),
-            run(1, "4.0", "b"),
-            run(0, "2.0", "c"),
-            run(1, "2.5", "d"),
-        ];
+        let runs = [run(0, "1.0", "a"), run(1, "4.0", "b"), run(0, "2.0", "c"), run(1, "2.5", "d")];
         let html = summary(&runs, &[0, 0, 1, 1]);
         assert!(html.contains("<td><b>2.2500 ± 0.3536</b></td>"), "{html}");
         assert_eq!(html.matches("<b>").count(), 1, "{html}");

@@ -39,12 +39,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let flops = 4.0 * call.shape.causal_pairs() as f64 * (num_heads * head_dim) as f64;
     println!("seconds are on the clock; CPU seconds are of all threads, which a busy machine changes less");
     for (name, time) in [("dense, packed", packed), ("dense, all tiles", listed)] {
-        println!(
-            "{name:18} {:8.3} s {:8.3} CPU s {:7.1} GFLOP per CPU s",
-            time.wall,
-            time.cpu,
-            flops / time.cpu / 1e9
-        );
+        println!("{name:18} {:8.3} s {:8.3} CPU s {:7.1} GFLOP per CPU s", time.wall, time.cpu, flops / time.cpu / 1e9);
     }
     println!(
         "{:18} {:>8} {:>8} {:>9} {:>9} {:>8} {:>8} {:>8} {:>9} {:>9}",
@@ -107,12 +102,8 @@ fn growth(operands: &Operands, selector: &Selector) -> Result<(), Box<dyn std::e
 fn slope(points: &[(f64, f64)]) -> f64 {
     let n = points.len() as f64;
     let logs = points.iter().map(|(x, y)| (x.ln(), y.ln()));
-    let (x, y) = logs
-        .clone()
-        .fold((0.0, 0.0), |sum, (x, y)| (sum.0 + x / n, sum.1 + y / n));
-    let (xy, xx) = logs.fold((0.0, 0.0), |sum, (a, b)| {
-        (sum.0 + (a - x) * (b - y), sum.1 + (a - x).powi(2))
-    });
+    let (x, y) = logs.clone().fold((0.0, 0.0), |sum, (x, y)| (sum.0 + x / n, sum.1 + y / n));
+    let (xy, xx) = logs.fold((0.0, 0.0), |sum, (a, b)| (sum.0 + (a - x) * (b - y), sum.1 + (a - x).powi(2)));
     xy / xx
 }
 
@@ -138,9 +129,7 @@ impl Operands {
                 // Topics change every few hundred tokens and return.
                 let topic = &topics[(t / 300 * 7) % topics.len()];
                 for head in token.chunks_exact_mut(head_dim) {
-                    head.iter_mut()
-                        .zip(topic)
-                        .for_each(|(x, topic)| *x = 0.7 * *x + 0.8 * topic);
+                    head.iter_mut().zip(topic).for_each(|(x, topic)| *x = 0.7 * *x + 0.8 * topic);
                     // One channel for columns: a sink, and one key in 499 that many queries attend to.
                     head[0] = match (is_key, t) {
                         (false, _) => 6.0,
@@ -153,22 +142,14 @@ impl Operands {
             x
         };
         let is_key = true;
-        let (q, k, v) = (
-            fill(num_heads, !is_key),
-            fill(num_kv_heads, is_key),
-            fill(num_kv_heads, is_key),
-        );
+        let (q, k, v) = (fill(num_heads, !is_key), fill(num_kv_heads, is_key), fill(num_kv_heads, is_key));
         let shape = CallShape::new([tokens; 2], [num_heads, num_kv_heads], head_dim);
         Self { shape, q, k, v }
     }
 
     /// A selector's call with the first `tokens` tokens alone.
     fn call(&self, tokens: usize) -> Result<Call<'_>, sieve_select::SelectError> {
-        let shape = CallShape {
-            num_queries: tokens,
-            num_keys: tokens,
-            ..self.shape
-        };
+        let shape = CallShape { num_queries: tokens, num_keys: tokens, ..self.shape };
         let kv_len = tokens * shape.num_kv_heads * shape.head_dim;
         let q = &self.q[..tokens * shape.num_heads * shape.head_dim];
         // Layer 8 of 16: some methods are dense in the first layers.

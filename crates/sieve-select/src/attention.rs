@@ -54,10 +54,7 @@ pub fn block_sparse_attention(call: &Call<'_>, selected: &Selected) -> Result<At
 pub fn dense_rows_attention(call: &Call<'_>, rows: &[usize]) -> Vec<f32> {
     let width = call.shape.num_heads * call.shape.head_dim;
     let all = attend(call, &KeyMask::dense(call.shape), dense_tasks(call, rows)).o;
-    rows.iter()
-        .flat_map(|row| &all[row * width..][..width])
-        .copied()
-        .collect()
+    rows.iter().flat_map(|row| &all[row * width..][..width]).copied().collect()
 }
 
 /// A unit of work: query rows whose attention is computed together.
@@ -73,9 +70,7 @@ enum Task<'r> {
 fn dense_tasks<'r>(call: &Call<'_>, rows: &'r [usize]) -> Vec<Task<'r>> {
     let tile_tokens = (DENSE_TILE_ROWS / call.shape.group_size()).max(1);
     let tiles = rows.chunks(tile_tokens).rev();
-    tiles
-        .flat_map(|rows| (0..call.shape.num_kv_heads).map(move |kv_head| Task::Dense(kv_head, rows)))
-        .collect()
+    tiles.flat_map(|rows| (0..call.shape.num_kv_heads).map(move |kv_head| Task::Dense(kv_head, rows))).collect()
 }
 
 /// Attention of the rows of one task.
@@ -115,10 +110,7 @@ fn run_task(call: &Call<'_>, mask: &KeyMask, engine: &ListedAttention, task: &Ta
     let context = call.shape.context();
     let rows: Vec<(usize, usize)> = match *task {
         Task::Listed(list, i) => {
-            let slots = mask
-                .tiles
-                .rows(i)
-                .flat_map(|slot| mask.heads_of(list).map(move |head| (head, slot)));
+            let slots = mask.tiles.rows(i).flat_map(|slot| mask.heads_of(list).map(move |head| (head, slot)));
             let rows = slots.map(|(head, slot)| (head, mask.query_row(head, slot)));
             rows.filter(|&(_, row)| !mask.is_dense_row(row)).collect()
         }
@@ -150,9 +142,7 @@ fn run_task(call: &Call<'_>, mask: &KeyMask, engine: &ListedAttention, task: &Ta
         k: call.k,
         v: call.v,
         key_at: &keys.iter().map(|key| call.key_at(kv_head, key.0)).collect::<Vec<_>>(),
-        key_position: &(keys.iter())
-            .map(|key| if mask.causal { key.0 as i32 } else { i32::MIN })
-            .collect::<Vec<_>>(),
+        key_position: &(keys.iter()).map(|key| if mask.causal { key.0 as i32 } else { i32::MIN }).collect::<Vec<_>>(),
         key_expire: &keys.iter().map(|key| key.1).collect::<Vec<_>>(),
     };
     engine.run(tile, &mut o, &mut lse);
@@ -162,10 +152,7 @@ fn run_task(call: &Call<'_>, mask: &KeyMask, engine: &ListedAttention, task: &Ta
 /// Rows that a probe corrects: from its own to the one before the next probe.
 pub(crate) fn probe_window(correction: &Correction, index: usize, num_queries: usize) -> Range<usize> {
     let first = correction.probe_rows[index] as usize;
-    let end = correction
-        .probe_rows
-        .get(index + 1)
-        .map_or(num_queries, |&next| next as usize);
+    let end = correction.probe_rows.get(index + 1).map_or(num_queries, |&next| next as usize);
     first..end
 }
 

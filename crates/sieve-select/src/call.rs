@@ -15,10 +15,7 @@ fn check_shape(shape: &CallShape) -> Result<(), SelectError> {
             shape.num_heads, shape.num_kv_heads, shape.head_dim
         )
     } else if !shape.num_heads.is_multiple_of(shape.num_kv_heads) {
-        format!(
-            "num_heads {} is not a multiple of num_kv_heads {}",
-            shape.num_heads, shape.num_kv_heads
-        )
+        format!("num_heads {} is not a multiple of num_kv_heads {}", shape.num_heads, shape.num_kv_heads)
     } else if shape.num_queries > shape.num_keys {
         format!("{} queries but only {} keys", shape.num_queries, shape.num_keys)
     } else if shape.num_keys > i32::MAX as usize / 2 {
@@ -77,10 +74,7 @@ impl<'a> Call<'a> {
     /// As [`Call::new`].
     pub fn without_values(shape: CallShape, q: &'a [f32], k: &'a [f32]) -> Result<Self, SelectError> {
         // k takes the place of v in the checks of `new`.
-        Ok(Self {
-            v: &[],
-            ..Self::new(shape, q, k, k)?
-        })
+        Ok(Self { v: &[], ..Self::new(shape, q, k, k)? })
     }
 
     /// A call without operands, for methods that select by positions alone.
@@ -89,15 +83,7 @@ impl<'a> Call<'a> {
     /// Impossible sizes.
     pub fn of_shape(shape: CallShape) -> Result<Self, SelectError> {
         check_shape(&shape)?;
-        Ok(Self {
-            shape,
-            layer: 0,
-            num_layers: 0,
-            q: &[],
-            k: &[],
-            v: &[],
-            means: None,
-        })
+        Ok(Self { shape, layer: 0, num_layers: 0, q: &[], k: &[], v: &[], means: None })
     }
 
     /// A call with only the means of its blocks, for methods that select by them.
@@ -111,10 +97,7 @@ impl<'a> Call<'a> {
         let expected_k = elements(shape.num_keys, shape.num_kv_heads);
         check_operand("q's means", means.q.len(), expected_q)?;
         check_operand("k's means", means.k.len(), expected_k)?;
-        Ok(Self {
-            means: Some(means),
-            ..call
-        })
+        Ok(Self { means: Some(means), ..call })
     }
 
     /// A call of layer 0 of a model whose depth is not known.
@@ -134,11 +117,7 @@ impl<'a> Call<'a> {
     /// A copy of the call in another layer of a model of `num_layers`.
     #[must_use]
     pub fn in_layer(self, layer: usize, num_layers: usize) -> Self {
-        Self {
-            layer,
-            num_layers,
-            ..self
-        }
+        Self { layer, num_layers, ..self }
     }
 
     /// A call of some rows only, over the keys up to the last row's position.
@@ -147,17 +126,11 @@ impl<'a> Call<'a> {
     /// When the range leaves the call.
     #[must_use]
     pub fn chunk(&self, rows: Range<usize>) -> Self {
-        let (q_len, k_len) = (
-            self.shape.num_heads * self.shape.head_dim,
-            self.shape.num_kv_heads * self.shape.head_dim,
-        );
+        let (q_len, k_len) =
+            (self.shape.num_heads * self.shape.head_dim, self.shape.num_kv_heads * self.shape.head_dim);
         let num_keys = self.shape.context() + rows.end;
         Self {
-            shape: CallShape {
-                num_queries: rows.len(),
-                num_keys,
-                ..self.shape
-            },
+            shape: CallShape { num_queries: rows.len(), num_keys, ..self.shape },
             q: &self.q[rows.start * q_len..rows.end * q_len],
             k: &self.k[..num_keys * k_len],
             // A call without values has an empty v.
@@ -232,15 +205,8 @@ mod tests {
         let shape = CallShape::new([3, 2], [2, 1], 4);
         refusal(Call::new(shape, &[], &[], &[]), "3 queries but only 2 keys");
         let shape = CallShape { num_keys: 3, ..shape };
-        refusal(
-            Call::new(shape, &[0.0; 24], &[0.0; 12], &[0.0; 11]),
-            "v has 11 elements, expected 12",
-        );
-        let shape = CallShape {
-            num_heads: 3,
-            num_kv_heads: 2,
-            ..shape
-        };
+        refusal(Call::new(shape, &[0.0; 24], &[0.0; 12], &[0.0; 11]), "v has 11 elements, expected 12");
+        let shape = CallShape { num_heads: 3, num_kv_heads: 2, ..shape };
         assert!(Call::new(shape, &[], &[], &[]).is_err());
     }
 }

@@ -98,11 +98,9 @@ impl DecodeSession {
             Method::Infllm(config) => State::Infllm(infllm::Infllm::new(config.clone(), shape)?),
             Method::Dam(config) => State::Dam(dam::Dam::new(config, shape)?),
             Method::ExactTop(config) => State::ExactTop(config.clone()),
-            Method::Infinitehip(config) => State::Infinitehip(infinitehip::Infinitehip::new(
-                config.clone(),
-                selector.common.gqa,
-                shape,
-            )),
+            Method::Infinitehip(config) => {
+                State::Infinitehip(infinitehip::Infinitehip::new(config.clone(), selector.common.gqa, shape))
+            }
             Method::Dma(config) => State::Dma(dma::Dma::new(config.clone(), shape)?),
             _ => {
                 return Rules(selector.name()).fail(
@@ -112,12 +110,7 @@ impl DecodeSession {
             }
         };
         Ok(Self {
-            cache: Cache {
-                shape,
-                keys: Vec::new(),
-                values: Vec::new(),
-                len: 0,
-            },
+            cache: Cache { shape, keys: Vec::new(), values: Vec::new(), len: 0 },
             state: if dense { State::Dense } else { state },
             kept: Vec::new(),
             pairs_read: 0,
@@ -288,20 +281,11 @@ impl DecodeSession {
 impl LayerShape {
     /// The sizes in the order of the fields.
     pub const fn new([num_heads, num_kv_heads]: [usize; 2], head_dim: usize, layer: usize) -> Self {
-        Self {
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            layer,
-        }
+        Self { num_heads, num_kv_heads, head_dim, layer }
     }
 
     fn call(&self, num_queries: usize, num_keys: usize) -> CallShape {
-        CallShape::new(
-            [num_queries, num_keys],
-            [self.num_heads, self.num_kv_heads],
-            self.head_dim,
-        )
+        CallShape::new([num_queries, num_keys], [self.num_heads, self.num_kv_heads], self.head_dim)
     }
 
     pub(crate) fn group_size(&self) -> usize {
@@ -326,9 +310,7 @@ impl Cache {
 
     /// Logits of a query over a list.
     pub(crate) fn logits(&self, kv_head: usize, q: &[f32], list: &[u32]) -> Vec<f32> {
-        list.iter()
-            .map(|&j| self.scale() * dot(q, self.key(kv_head, j as usize)))
-            .collect()
+        list.iter().map(|&j| self.scale() * dot(q, self.key(kv_head, j as usize))).collect()
     }
 
     /// Attention of a query head over a list.

@@ -70,11 +70,7 @@ impl SelectError {
 
     /// The error about a file that a setting names.
     pub(crate) fn file(path: &Path, hint: &'static str, problem: impl ToString) -> Self {
-        Self::File {
-            path: path.display().to_string(),
-            problem: problem.to_string(),
-            hint,
-        }
+        Self::File { path: path.display().to_string(), problem: problem.to_string(), hint }
     }
 }
 

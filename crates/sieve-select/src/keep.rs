@@ -53,11 +53,8 @@ pub fn top_k(scores: &[f32], k: usize) -> Vec<usize> {
 /// As [`top_k`], but forced indices are kept first and count towards `k`; if more than `k` are forced, the
 /// lowest `k` of them are kept.
 pub fn top_k_forced(scores: &[f32], k: usize, forced: impl Fn(usize) -> bool) -> Vec<usize> {
-    let raised: Vec<f32> = scores
-        .iter()
-        .enumerate()
-        .map(|(j, &score)| if forced(j) { f32::INFINITY } else { score })
-        .collect();
+    let raised: Vec<f32> =
+        scores.iter().enumerate().map(|(j, &score)| if forced(j) { f32::INFINITY } else { score }).collect();
     top_k(&raised, k)
 }
 

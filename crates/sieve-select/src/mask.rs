@@ -56,11 +56,7 @@ pub struct Selected {
 
 impl From<KeyMask> for Selected {
     fn from(mask: KeyMask) -> Self {
-        Self {
-            mask,
-            correction: None,
-            stats: SelectStats::default(),
-        }
+        Self { mask, correction: None, stats: SelectStats::default() }
     }
 }
 
@@ -124,10 +120,7 @@ impl Selected {
             };
         }
         let kept: std::collections::HashSet<usize> = kept_keys(mask, list, i).collect();
-        for (head, slot) in mask
-            .heads_of(list)
-            .flat_map(|head| tiles.rows(i).map(move |slot| (head, slot)))
-        {
+        for (head, slot) in mask.heads_of(list).flat_map(|head| tiles.rows(i).map(move |slot| (head, slot))) {
             let position = mask.shape.context() + mask.query_row(head, slot);
             if !kept.contains(&position) {
                 return Err(format!("position {position} does not see itself"));

@@ -27,11 +27,7 @@ pub fn density(selected: &Selected) -> Density {
     let of_rows = |rows: &mut dyn Iterator<Item = usize>| (shape.num_heads * rows.map(row_pairs).sum::<usize>()) as f64;
     let total = of_rows(&mut (0..shape.num_queries));
     if total == 0.0 {
-        return Density {
-            token: 1.0,
-            tile: 1.0,
-            probes: 0.0,
-        };
+        return Density { token: 1.0, tile: 1.0, probes: 0.0 };
     }
     let (mut pairs, mut kept, mut admissible) = (0, 0, 0);
     for list in 0..mask.num_lists() {

@@ -14,9 +14,7 @@ pub fn expanded_row(mask: &KeyMask, head: usize, row: usize) -> Vec<bool> {
     }
     let list = mask.list_of(head);
     // The slot that holds the row; only permuted queries move.
-    let slot = (0..mask.shape.num_queries)
-        .find(|&slot| mask.query_row(head, slot) == row)
-        .unwrap_or(row);
+    let slot = (0..mask.shape.num_queries).find(|&slot| mask.query_row(head, slot) == row).unwrap_or(row);
     let i = mask.tiles.tile_of_row(slot);
     let mut shown = vec![false; num_keys];
     for key in kept_keys(mask, list, i) {
@@ -37,11 +35,7 @@ pub fn rounded_row(call: &Call<'_>, head: usize, row: usize, shown: &[bool], rou
     let q = call.query(head, row);
     let keys: Vec<Key<'_, f32>> = (0..call.shape.num_keys)
         .filter(|&j| shown[j])
-        .map(|j| Key {
-            k: call.key(kv_head, j),
-            v: call.value(kv_head, j),
-            bias: 0.0,
-        })
+        .map(|j| Key { k: call.key(kv_head, j), v: call.value(kv_head, j), bias: 0.0 })
         .collect();
     let mut o = vec![0.0; d];
     let Attended { lse, .. } = attend(q, &keys, scale, rounding, &mut o);
@@ -64,11 +58,7 @@ pub fn oracle_attention(call: &Call<'_>, selected: &Selected) -> AttentionOutput
             output.lse[head * shape.num_queries + row] = lse;
         }
     }
-    let Some(correction) = selected
-        .correction
-        .as_ref()
-        .filter(|c| c.mode != CorrectionMode::SparseOnly)
-    else {
+    let Some(correction) = selected.correction.as_ref().filter(|c| c.mode != CorrectionMode::SparseOnly) else {
         return output;
     };
     // The dense outputs of probes are computed here again, to check `probe_o` too.

@@ -135,13 +135,7 @@ pub(crate) fn select(
         true => segments.own(i).end,
         false => tiles.num_key_tiles(),
     };
-    let lists = gqa::mask_as_selected(
-        call,
-        tiles,
-        gqa,
-        |heads| rows(heads, &orders),
-        |i| (0..end(i)).collect(),
-    );
+    let lists = gqa::mask_as_selected(call, tiles, gqa, |heads| rows(heads, &orders), |i| (0..end(i)).collect());
     let mut chosen = orders.mask(lists, causal);
     chosen.stats.permute_seconds = permute_seconds;
     chosen
@@ -172,11 +166,7 @@ impl Orders {
         let lists = &selected.mask;
         let last_position = |list: usize, i: usize| {
             let rows = |head| lists.tiles.rows(i).map(move |slot| self.query_row(head, slot));
-            lists
-                .heads_of(list)
-                .flat_map(rows)
-                .max()
-                .map_or(0, |row| lists.shape.context() + row)
+            lists.heads_of(list).flat_map(rows).max().map_or(0, |row| lists.shape.context() + row)
         };
         let kept = |list: usize, i: usize| {
             let order = self.keys_of(lists.heads_of(list).start, lists.shape.num_heads);

@@ -42,10 +42,7 @@ where
 {
     let mean = mean_pool(blocks.clone(), head_dim);
     let mut variance = vec![0.0; mean.len()];
-    for ((block, mean), variance) in blocks
-        .zip(mean.chunks_exact(head_dim))
-        .zip(variance.chunks_exact_mut(head_dim))
-    {
+    for ((block, mean), variance) in blocks.zip(mean.chunks_exact(head_dim)).zip(variance.chunks_exact_mut(head_dim)) {
         let mut count = 0;
         for x in block {
             count += 1;
@@ -147,10 +144,7 @@ pub(crate) struct ProbeSums {
 /// Column and diagonal sums of the causal softmax of some rows, averaged over heads; `None` on NaN.
 pub(crate) fn probe_sums(call: &Call<'_>, heads: &[usize], rows: Range<usize>) -> Option<ProbeSums> {
     let n = call.shape.num_keys;
-    let mut sums = ProbeSums {
-        column: vec![0.0; n],
-        diagonal: vec![0.0; n],
-    };
+    let mut sums = ProbeSums { column: vec![0.0; n], diagonal: vec![0.0; n] };
     for &head in heads {
         let p = causal_probabilities(call, head, rows.clone())?;
         let cols = call.shape.context() + rows.end;

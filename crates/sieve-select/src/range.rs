@@ -9,11 +9,7 @@ pub(crate) struct Rules(pub(crate) &'static str);
 impl Rules {
     /// The error about a setting of this selector, and how to fix it.
     pub(crate) fn fail<T>(self, problem: String, hint: impl Into<String>) -> Result<T, SelectError> {
-        Err(SelectError::Value {
-            selector: self.0,
-            problem,
-            hint: hint.into(),
-        })
+        Err(SelectError::Value { selector: self.0, problem, hint: hint.into() })
     }
 
     /// Refuses a threshold or share outside [0, 1].
@@ -21,10 +17,7 @@ impl Rules {
         if (0.0..=1.0).contains(&value) {
             return Ok(());
         }
-        self.fail(
-            format!("{key}={value} is outside [0, 1]"),
-            format!("give {key} a value from 0 to 1"),
-        )
+        self.fail(format!("{key}={value} is outside [0, 1]"), format!("give {key} a value from 0 to 1"))
     }
 
     /// Refuses a base of a rotary embedding that is not finite and above 1; `None` passes.

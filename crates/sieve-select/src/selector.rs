@@ -243,9 +243,7 @@ impl Selector {
         let mut chosen = self.select_untimed(call)?;
         let rows = call.shape.num_queries;
         if self.common.last_dense_rows > 0 && !chosen.stats.dense_call {
-            chosen
-                .mask
-                .add_dense_rows(rows.saturating_sub(self.common.last_dense_rows)..rows);
+            chosen.mask.add_dense_rows(rows.saturating_sub(self.common.last_dense_rows)..rows);
         }
         chosen.stats.select_seconds = started.elapsed().as_secs_f64();
         Ok(chosen)
@@ -295,11 +293,7 @@ impl Selector {
         } else {
             block_sparse_attention(call, &selected)?
         };
-        Ok(Prefill {
-            output,
-            selected,
-            seconds: started.elapsed().as_secs_f64(),
-        })
+        Ok(Prefill { output, selected, seconds: started.elapsed().as_secs_f64() })
     }
 
     /// As [`prefill`](Self::prefill), in chunks of `chunk_tokens` rows, each over all keys before its end, as a server
@@ -325,9 +319,5 @@ impl Selector {
 
 /// Names of the methods that act in a phase.
 pub fn names_of(phase: Phase) -> Vec<&'static str> {
-    ENTRIES
-        .iter()
-        .filter(|entry| entry.phase == phase || entry.phase == Phase::Both)
-        .map(|entry| entry.name)
-        .collect()
+    ENTRIES.iter().filter(|entry| entry.phase == phase || entry.phase == Phase::Both).map(|entry| entry.name).collect()
 }

@@ -82,16 +82,10 @@ impl TestCall {
 
     fn cut(&self, rows: Range<usize>, first_key: usize) -> TestCall {
         let end = self.shape.context() + rows.end;
-        let (q_len, k_len) = (
-            self.shape.num_heads * self.shape.head_dim,
-            self.shape.num_kv_heads * self.shape.head_dim,
-        );
+        let (q_len, k_len) =
+            (self.shape.num_heads * self.shape.head_dim, self.shape.num_kv_heads * self.shape.head_dim);
         TestCall {
-            shape: CallShape {
-                num_queries: rows.len(),
-                num_keys: end - first_key,
-                ..self.shape
-            },
+            shape: CallShape { num_queries: rows.len(), num_keys: end - first_key, ..self.shape },
             q: self.q[rows.start * q_len..rows.end * q_len].to_vec(),
             k: self.k[first_key * k_len..end * k_len].to_vec(),
             v: self.v[first_key * k_len..end * k_len].to_vec(),
@@ -128,13 +122,7 @@ impl Inputs {
             .filter(|(at, _)| at % heads % step == 0)
             .flat_map(|(_, q)| q.iter().copied())
             .collect();
-        Self {
-            num_heads: heads / step,
-            num_kv_heads,
-            head_dim,
-            q,
-            k,
-        }
+        Self { num_heads: heads / step, num_kv_heads, head_dim, q, k }
     }
 
     /// Queries of the tokens `context..end` and all keys before `end`.
@@ -164,7 +152,5 @@ fn floats(file: &SafeTensors<'_>, name: &str) -> ([usize; 3], Vec<f32>) {
 }
 
 fn mix_in(x: &mut [f32], topic: &[f32]) {
-    x.iter_mut()
-        .zip(topic)
-        .for_each(|(x, topic)| *x = 0.6 * *x + 0.7 * topic);
+    x.iter_mut().zip(topic).for_each(|(x, topic)| *x = 0.6 * *x + 0.7 * topic);
 }

@@ -72,11 +72,8 @@ all_methods! { prefill_methods }
 
 #[test]
 fn every_prefill_method_is_checked() {
-    let tested: std::collections::BTreeSet<&str> = SMALL
-        .concat()
-        .iter()
-        .filter_map(|text| text.split(':').next())
-        .collect();
+    let tested: std::collections::BTreeSet<&str> =
+        SMALL.concat().iter().filter_map(|text| text.split(':').next()).collect();
     let known: std::collections::BTreeSet<&str> = crate::names_of(crate::Phase::Prefill).into_iter().collect();
     assert_eq!(tested, known);
 }
@@ -109,9 +106,7 @@ pub(super) fn attend(data: &TestCall, chosen: &crate::Selected) -> crate::Attent
 /// The mask of a method on a call.
 pub(super) fn select(text: &str, data: &TestCall) -> crate::Selected {
     let call = data.call();
-    let chosen = selector(text)
-        .select(&call)
-        .unwrap_or_else(|error| panic!("{text}: {error}"));
+    let chosen = selector(text).select(&call).unwrap_or_else(|error| panic!("{text}: {error}"));
     chosen.check(&call).unwrap_or_else(|error| panic!("{text}: {error}"));
     chosen
 }

@@ -16,10 +16,7 @@ pub struct Time {
 pub fn timed<T>(work: impl FnOnce() -> T) -> (T, Time) {
     let (started, cpu_before) = (Instant::now(), cpu_seconds());
     let result = work();
-    let time = Time {
-        wall: started.elapsed().as_secs_f64(),
-        cpu: cpu_seconds() - cpu_before,
-    };
+    let time = Time { wall: started.elapsed().as_secs_f64(), cpu: cpu_seconds() - cpu_before };
     (result, time)
 }
 
@@ -36,10 +33,7 @@ pub fn measure(mut work: impl FnMut()) -> Time {
         seconds.sort_by(f64::total_cmp);
         seconds[seconds.len() / 2]
     };
-    Time {
-        wall: median(|time| time.wall),
-        cpu: median(|time| time.cpu),
-    }
+    Time { wall: median(|time| time.wall), cpu: median(|time| time.cpu) }
 }
 
 /// CPU seconds of all threads of this process, from `/proc/self/task/*/schedstat`; NaN where there is no such folder.

@@ -42,10 +42,7 @@ where
     let mut worst = (0.0, 0);
     for (i, (&got, &expected)) in got.iter().zip(expected).enumerate() {
         let value: f64 = got.into();
-        assert!(
-            value.is_finite() && expected.is_finite(),
-            "{what}[{i}]: {got}, expected {expected}"
-        );
+        assert!(value.is_finite() && expected.is_finite(), "{what}[{i}]: {got}, expected {expected}");
         let error = (value - expected).abs() / unit(expected);
         if error > worst.0 {
             worst = (error, i);

@@ -35,16 +35,7 @@ const TEXTS: [&str; 25] = [
 const NUM_NUMBER_TEXTS: usize = 7;
 
 /// Integers at the ends of ranges, where sizes and offsets overflow.
-const NUMBERS: [u64; 8] = [
-    0,
-    1,
-    u64::MAX,
-    i64::MAX as u64,
-    u32::MAX as u64,
-    i32::MAX as u64,
-    1 << 31,
-    1 << 62,
-];
+const NUMBERS: [u64; 8] = [0, 1, u64::MAX, i64::MAX as u64, u32::MAX as u64, i32::MAX as u64, 1 << 31, 1 << 62];
 
 /// A copy of `bytes` with one to four random changes in its first `within` bytes; `number` is the seed.
 pub fn mutated(bytes: &[u8], within: usize, number: u64) -> Vec<u8> {
@@ -84,10 +75,7 @@ pub fn mutated(bytes: &[u8], within: usize, number: u64) -> Vec<u8> {
             8 => {
                 let number = random.one_of(&NUMBERS).to_le_bytes();
                 let width = random.one_of(&[1, 4, 8]);
-                bytes[at..]
-                    .iter_mut()
-                    .zip(&number[..width])
-                    .for_each(|(byte, &new)| *byte = new);
+                bytes[at..].iter_mut().zip(&number[..width]).for_each(|(byte, &new)| *byte = new);
             }
             // Removes a line.
             _ => {

@@ -10,8 +10,5 @@ pub fn whole_rows(batch: usize, seq_len: usize) -> (Vec<i32>, Vec<i32>) {
 /// # Panics
 /// When the system gives no threads.
 pub fn threads(count: usize) -> rayon::ThreadPool {
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(count)
-        .build()
-        .expect("a small thread pool can be made")
+    rayon::ThreadPoolBuilder::new().num_threads(count).build().expect("a small thread pool can be made")
 }

@@ -55,14 +55,8 @@ impl IndexerFit {
         // Reduced on the device first: every copy to the host waits for the device.
         let mean = Tensor::stack::<2>(layers.to_vec(), 0).mean_dim(0);
         let mean: Vec<f64> = mean.into_data().iter::<f64>().collect();
-        let [index_kl, index_recall, index_entropy] = mean[..] else {
-            unreachable!("three numbers a layer")
-        };
-        Some(Self {
-            index_kl,
-            index_recall,
-            index_entropy,
-        })
+        let [index_kl, index_recall, index_entropy] = mean[..] else { unreachable!("three numbers a layer") };
+        Some(Self { index_kl, index_recall, index_entropy })
     }
 }
 
@@ -118,11 +112,7 @@ struct Lifetimes {
 
 impl Lifetimes {
     fn new(seq_len: usize) -> Self {
-        Self {
-            keys: vec![0; seq_len + 1],
-            active_pairs: 0,
-            blind_queries: 0,
-        }
+        Self { keys: vec![0; seq_len + 1], active_pairs: 0, blind_queries: 0 }
     }
 
     /// Adds the key lifetimes of one row in one layer. `expire`, `[num_kv_heads, seq_len]`, has for each key the first
@@ -155,9 +145,7 @@ impl Lifetimes {
 /// Share of the scores above [`DMA_SCORE_CLAMP`], over all layers; `None` without scores.
 fn clamped_share<B: Backend>(scores: &[Tensor<B, 3>]) -> Option<f64> {
     let all: usize = scores.iter().map(|z| z.shape().num_elements()).sum();
-    let above = scores
-        .iter()
-        .map(|z| z.clone().greater_elem(DMA_SCORE_CLAMP).int().sum());
+    let above = scores.iter().map(|z| z.clone().greater_elem(DMA_SCORE_CLAMP).int().sum());
     let above = above.reduce(|sum, more| sum + more)?;
     // Reduced on the device first: every copy to the host waits for the device.
     let above = above.into_data().iter::<i64>().next()?;
@@ -202,11 +190,7 @@ impl AttentionStatistics {
                 .filter(|(token, (start, _))| token % batch.seq_len == **start as usize)
                 .map(|(_, (start, end))| (end - start) as usize);
             let mean_active_keys = mean_active_keys_of_documents(attention, lengths);
-            return Self {
-                density: mean_active_keys * tokens / causal as f64,
-                mean_active_keys,
-                ..Self::default()
-            };
+            return Self { density: mean_active_keys * tokens / causal as f64, mean_active_keys, ..Self::default() };
         }
         // All layers in one tensor: every copy to the host waits for the device.
         let all = Tensor::cat(expire.to_vec(), 0);
@@ -214,10 +198,7 @@ impl AttentionStatistics {
         let all = all.into_data().convert::<i32>();
         let all = all.as_slice::<i32>().expect("they were converted");
         let none = || Lifetimes::new(seq_len);
-        let counts = all
-            .par_chunks(kv_heads * seq_len)
-            .fold(none, Lifetimes::and_row)
-            .reduce(none, Lifetimes::and);
+        let counts = all.par_chunks(kv_heads * seq_len).fold(none, Lifetimes::and_row).reduce(none, Lifetimes::and);
         // Over all layers: `rows` counts the batch once for each layer.
         let num_heads = (rows / batch.batch * kv_heads) as f64;
         let num_kept = attention.form().num_kept();
@@ -272,11 +253,7 @@ mod tests {
         assert_eq!(found.never_active, 1.0 / 5.0);
         assert_eq!(found.not_self_visible, 1.0 / 5.0);
         // Ages by query: 0; 1; 0 and 2; 0; 0 and 1. A window of two keys lacks the age 2.
-        let ages = KeyAges {
-            median_key_age: 0,
-            late_key_age: 2,
-            beyond_window: 1.0 / 7.0,
-        };
+        let ages = KeyAges { median_key_age: 0, late_key_age: 2, beyond_window: 1.0 / 7.0 };
         assert_eq!(found.ages, Some(ages));
     }
 
@@ -327,11 +304,7 @@ mod tests {
         assert_eq!(found.not_self_visible, 1.0 / 10.0);
         // A batch with the same row twice has the same statistics.
         let one = batch();
-        let two = Batch {
-            batch: 2,
-            positions: one.positions.repeat(2),
-            ..batch()
-        };
+        let two = Batch { batch: 2, positions: one.positions.repeat(2), ..batch() };
         let layers = layers.map(|layer| Tensor::cat(vec![layer.clone(), layer], 0));
         assert_eq!(AttentionStatistics::of(kind, &two, &layers), found);
     }

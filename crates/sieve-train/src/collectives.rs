@@ -63,12 +63,7 @@ impl<B: TrainBackend> Collectives<B> for HostCollectives {
             let range = start..values.len();
             summands.push(Summand { range, pieces, shape });
         }
-        let ranges_of = |rank: usize| {
-            summands
-                .iter()
-                .map(|summand| summand.range_of(rank))
-                .collect::<Vec<_>>()
-        };
+        let ranges_of = |rank: usize| summands.iter().map(|summand| summand.range_of(rank)).collect::<Vec<_>>();
         let own = ranges_of(self.0.world().rank);
         let mut sums = self.0.sum_parts(values, &ranges_of)?.into_iter();
         let sums = summands.into_iter().zip(own).map(|(summand, own)| {

@@ -185,10 +185,7 @@ impl DataSource {
         let (tokenizer, tokenizer_json) = match (self.tokenizer, recipe.tokenizer.source()) {
             (Some(found), _) => found,
             (None, TokenizerSource::Train(training)) => {
-                let config = BpeConfig {
-                    vocab_size: training.vocab_size,
-                    sample_bytes: training.sample_bytes,
-                };
+                let config = BpeConfig { vocab_size: training.vocab_size, sample_bytes: training.sample_bytes };
                 trained_tokenizer(&text.whole, (config, recipe), dir, on_change, observe)?
             }
             (None, _) => return Err(TrainError::NoTokenizer),
@@ -200,20 +197,13 @@ impl DataSource {
         let prepared = text.prepare(recipe, &tokenizer, (dir, on_change), no_base, observe)?;
         let prepare_time = started.elapsed();
         let rows = RowSource::shards(recipe, prepared);
-        Ok(TrainingData {
-            tokenizer_time,
-            prepare_time,
-            ..TrainingData::new((tokenizer, tokenizer_json), rows)
-        })
+        Ok(TrainingData { tokenizer_time, prepare_time, ..TrainingData::new((tokenizer, tokenizer_json), rows) })
     }
 }
 
 impl RowSource {
     fn shards(recipe: &Recipe, prepared: Prepared) -> Self {
-        Self::Shards {
-            prepared: Box::new(prepared),
-            weights: recipe.data.weights.clone(),
-        }
+        Self::Shards { prepared: Box::new(prepared), weights: recipe.data.weights.clone() }
     }
 }
 
@@ -258,10 +248,7 @@ impl TextSource {
 
     /// Fetches the file lists of the hub's data sets that the recipe names, if any, into `dir`.
     fn connect(&mut self, dir: &Path) -> Result<(), TrainError> {
-        let config = HubConfig {
-            dir: dir.join("hub"),
-            ..self.hub.clone()
-        };
+        let config = HubConfig { dir: dir.join("hub"), ..self.hub.clone() };
         let corpora = self.train.iter_mut().chain([&mut self.whole]);
         for corpus in corpora.chain(&mut self.validation) {
             corpus.connect(&config)?;
@@ -395,25 +382,17 @@ fn trained_tokenizer(
     if found.as_ref() == Some(&mark) && path.is_file() {
         return read_tokenizer(&path, recipe);
     }
-    let in_use = |what: &str| TrainError::CacheInUse {
-        path: dir.to_owned(),
-        what: what.to_owned(),
-    };
+    let in_use = |what: &str| TrainError::CacheInUse { path: dir.to_owned(), what: what.to_owned() };
     // An empty tokenizer.origin means that a training of the tokenizer did not finish.
     let is_unfinished = found.as_deref() == Some("");
     if found.is_none() && path.exists() {
         return Err(in_use("holds a tokenizer.json that no preparation has written"));
     }
     if !is_unfinished && path.is_file() && on_change == OnChange::Refuse {
-        return Err(in_use(
-            "holds a tokenizer trained on other files or with other settings",
-        ));
+        return Err(in_use("holds a tokenizer trained on other files or with other settings"));
     }
     check_owner(dir).map_err(in_cache)?;
-    observe(DataEvent::TrainingTokenizer {
-        vocab_size: config.vocab_size,
-        sample_bytes: config.sample_bytes,
-    });
+    observe(DataEvent::TrainingTokenizer { vocab_size: config.vocab_size, sample_bytes: config.sample_bytes });
     let tokenizer = Tokenizer::train(corpus, config)?;
     // tokenizer.origin is emptied before the tokenizer is saved and written after it: if the process dies in between,
     // the next run finds an unfinished training rather than another tokenizer's origin.

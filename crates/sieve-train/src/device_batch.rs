@@ -27,10 +27,7 @@ impl<B: Backend> DeviceBatch<B> {
         let bounds = [batch.doc_start.clone(), batch.doc_end.clone()];
         let context_parallel = ContextParallel::new(links, bounds, [batch.batch, batch.seq_len]);
         let documents = Documents::of_part(&context_parallel, device);
-        Self {
-            parts: Some(context_parallel),
-            ..Self::with_documents(batch, part, documents, device)
-        }
+        Self { parts: Some(context_parallel), ..Self::with_documents(batch, part, documents, device) }
     }
 
     /// Copies a batch of the loader to `device`.

@@ -118,23 +118,13 @@ impl TrainError {
             return Ok(number);
         }
         let (global, local) = (training.global_batch_size, training.local_batch_size);
-        let share = if ranks > 1 {
-            format!(" x {ranks} ranks")
-        } else {
-            String::new()
-        };
+        let share = if ranks > 1 { format!(" x {ranks} ranks") } else { String::new() };
         let hint = match ranks > 1 && global > 0 && global.is_multiple_of(ranks) {
-            true => format!(
-                "training.local_batch_size={} shares the same steps among {ranks}",
-                global / ranks
-            ),
+            true => format!("training.local_batch_size={} shares the same steps among {ranks}", global / ranks),
             false => "choose multiples".to_owned(),
         };
         let what = "is not a multiple of training.local_batch_size";
-        Err(Self::refused(
-            format!("training.global_batch_size {global} {what} {local}{share}"),
-            hint,
-        ))
+        Err(Self::refused(format!("training.global_batch_size {global} {what} {local}{share}"), hint))
     }
 
     pub(crate) fn refused(what: impl Into<String>, hint: impl Into<Cow<'static, str>>) -> Self {
@@ -145,9 +135,7 @@ impl TrainError {
     /// Adds to an error the number, from 1, of the later stage that it concerns.
     pub(crate) fn in_stage(number: usize, error: Self) -> Self {
         let text = error.to_string();
-        let (what, hint) = text
-            .split_once("\n  hint: ")
-            .unwrap_or((text.as_str(), "change that stage"));
+        let (what, hint) = text.split_once("\n  hint: ").unwrap_or((text.as_str(), "change that stage"));
         Self::refused(format!("stage {number}: {what}"), hint.to_owned())
     }
 

@@ -40,12 +40,7 @@ impl<B: TrainBackend> Default for GradientBuffer<B> {
 impl<B: TrainBackend> GradientBuffer<B> {
     /// An empty buffer. Micro-batches are added in f32; sums of matrices are stored in `dtype`.
     pub fn kept_in(dtype: GradientDtype) -> Self {
-        Self {
-            by_id: HashMap::new(),
-            shards: HashMap::new(),
-            dtype,
-            are_reduced: false,
-        }
+        Self { by_id: HashMap::new(), shards: HashMap::new(), dtype, are_reduced: false }
     }
 
     /// Begins a micro-batch; `are_reduced` says whether its gradients will be summed over all ranks.
@@ -55,10 +50,7 @@ impl<B: TrainBackend> GradientBuffer<B> {
 
     /// Takes the gradients of `module`'s parameters out of a backward pass and adds them to the sums so far.
     pub fn collect<M: Module<B>>(&mut self, module: &M, gradients: &mut B::Gradients) {
-        module.visit(&mut Collector {
-            buffer: self,
-            gradients,
-        });
+        module.visit(&mut Collector { buffer: self, gradients });
     }
 
     /// Stores a gradient.
@@ -93,10 +85,7 @@ impl<B: TrainBackend> GradientBuffer<B> {
     /// so only in f32; with another dtype nothing is taken.
     pub(crate) fn take_sums<M: Module<B>>(&mut self, module: &M) -> Sums<B> {
         let is_f32 = self.dtype == GradientDtype::F32;
-        let mut taker = Taker {
-            buffer: self,
-            taken: HashMap::new(),
-        };
+        let mut taker = Taker { buffer: self, taken: HashMap::new() };
         if is_f32 {
             module.visit(&mut taker);
         }
@@ -106,10 +95,7 @@ impl<B: TrainBackend> GradientBuffer<B> {
     /// Puts the sums that no layer has taken back into the buffer.
     pub(crate) fn give_back(&mut self, sums: Sums<B>) {
         for (id, sum) in sums.into_inner() {
-            let gradient = Gradient {
-                values: sum.inner().into_primitive().tensor(),
-                is_piece: false,
-            };
+            let gradient = Gradient { values: sum.inner().into_primitive().tensor(), is_piece: false };
             self.put(id, gradient);
         }
     }
@@ -141,16 +127,11 @@ impl<B: TrainBackend> GradientBuffer<B> {
 
     /// Copies all gradients of `module` to the host, by parameter name, in module order.
     pub fn named<M: Module<B>>(&self, module: &M) -> Vec<NamedTensor> {
-        let mut reader = Reader {
-            buffer: self,
-            found: Vec::new(),
-        };
+        let mut reader = Reader { buffer: self, found: Vec::new() };
         module.visit(&mut reader);
         let names = sieve_hf::parameter_names(module).into_iter();
         let named = names.zip(reader.found);
-        named
-            .filter_map(|(name, data)| data.map(|data| NamedTensor { name, data }))
-            .collect()
+        named.filter_map(|(name, data)| data.map(|data| NamedTensor { name, data })).collect()
     }
 
     /// Adds a parameter's gradient of one micro-batch to its sum, and stores the sum in the buffer's dtype.
@@ -160,10 +141,7 @@ impl<B: TrainBackend> GradientBuffer<B> {
         // Vectors take little memory, and each of their elements is a sum over all tokens: they stay f32.
         let stays_f32 = self.are_reduced || D < 2;
         let dtype = if stays_f32 { GradientDtype::F32 } else { self.dtype };
-        let gradient = Gradient {
-            values: rounded::<B, D>(sum, dtype),
-            is_piece: false,
-        };
+        let gradient = Gradient { values: rounded::<B, D>(sum, dtype), is_piece: false };
         self.by_id.insert(id, gradient);
     }
 }

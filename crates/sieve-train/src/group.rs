@@ -76,19 +76,11 @@ pub(crate) struct Share {
 
 impl Share {
     /// The share of a run in one process: everything.
-    pub(crate) const ALL: Self = Self {
-        rank: 0,
-        size: 1,
-        cuts: true,
-    };
+    pub(crate) const ALL: Self = Self { rank: 0, size: 1, cuts: true };
 
     /// This rank's share of the rows where `degree` consecutive ranks share each row.
     pub(crate) fn of_rows(&self, degree: usize) -> Self {
-        Self {
-            rank: self.rank / degree,
-            size: (self.size / degree).max(1),
-            ..*self
-        }
+        Self { rank: self.rank / degree, size: (self.size / degree).max(1), ..*self }
     }
 
     /// The pieces of a parameter of this shape; `None` for vectors and small matrices, which every rank updates whole.
@@ -175,11 +167,7 @@ impl<B: TrainBackend> Group<B> {
 
     pub(crate) fn share(&self) -> Share {
         let world = self.mesh.world();
-        Share {
-            rank: world.rank,
-            size: world.size,
-            cuts: self.zero_stage > 0,
-        }
+        Share { rank: world.rank, size: world.size, cuts: self.zero_stage > 0 }
     }
 
     /// The `degree` ranks that share each row, this one among them; `None` if no row is shared.
@@ -329,12 +317,8 @@ impl<B: TrainBackend> Group<B> {
     /// # Errors
     /// A rank is lost, or is at another step.
     pub(crate) fn agree(&self, step: u64, mean_loss: f32, own: Agreement) -> Result<Agreement, TrainError> {
-        let message = StepMessage {
-            step,
-            mean_loss_bits: mean_loss.to_bits(),
-            step_time: self.step_times.borrow().own,
-            own,
-        };
+        let message =
+            StepMessage { step, mean_loss_bits: mean_loss.to_bits(), step_time: self.step_times.borrow().own, own };
         let messages = self.gather_data(&message)?;
         for (rank, theirs) in messages.iter().enumerate() {
             if theirs.step != step {
@@ -539,10 +523,7 @@ mod tests {
             let values = links.exchange(vec![vec![1.0], vec![2.0]], &[1, 1]);
             assert_eq!(values, [[0.0], [0.0]]);
             let error = group.tick_in_pass().expect_err("a message of another kind").to_string();
-            assert!(
-                error.contains("rank 1") && error.contains("values for some ranks"),
-                "{error}"
-            );
+            assert!(error.contains("rank 1") && error.contains("values for some ranks"), "{error}");
             mesh.fail(&error);
         });
     }

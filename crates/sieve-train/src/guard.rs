@@ -46,11 +46,7 @@ impl StepNumbers {
     /// Reads a [`GatedStep`]'s row, which waits for the device.
     pub(crate) fn read<B: TrainBackend>(row: &Tensor<B::InnerBackend, 1>) -> Self {
         let values = row.clone().into_data().iter::<f32>().collect::<Vec<_>>();
-        Self {
-            loss: values[0],
-            grad_norm: values[1],
-            is_taken: values[2] == 1.0,
-        }
+        Self { loss: values[0], grad_norm: values[1], is_taken: values[2] == 1.0 }
     }
 }
 
@@ -67,11 +63,7 @@ impl LossMean {
     pub(crate) fn new(training: &TrainingSection, state: GuardState) -> Self {
         let factor = training.guard_spike_factor;
         Self {
-            margin: if factor > 0.0 {
-                factor.ln() as f32
-            } else {
-                f32::INFINITY
-            },
+            margin: if factor > 0.0 { factor.ln() as f32 } else { f32::INFINITY },
             state: match state.mean_loss {
                 // An older version stored no mean, so its checkpoints read as 0.
                 0.0 => GuardState::default(),
@@ -126,11 +118,7 @@ mod tests {
     fn mean(spike_factor: f64) -> LossMean {
         let text = include_str!("../../../recipes/quickstart.toml");
         let recipe = sieve_core::Recipe::load(text, "quickstart", &[]).expect("a shipped recipe");
-        let training = TrainingSection {
-            guard_spike_factor: spike_factor,
-            guard_patience: 1,
-            ..recipe.training
-        };
+        let training = TrainingSection { guard_spike_factor: spike_factor, guard_patience: 1, ..recipe.training };
         LossMean::new(&training, GuardState::default())
     }
 

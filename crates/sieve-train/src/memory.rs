@@ -4,19 +4,13 @@ use std::path::Path;
 
 /// Resident memory of this process and total memory of the machine, in bytes; zero where unknown.
 pub(crate) fn process_memory() -> (u64, u64) {
-    (
-        field("/proc/self/status", "VmRSS:"),
-        field("/proc/meminfo", "MemTotal:"),
-    )
+    (field("/proc/self/status", "VmRSS:"), field("/proc/meminfo", "MemTotal:"))
 }
 
 /// Peak resident memory of this process.
 pub(crate) fn process_peak() -> Option<MemoryPeak> {
     let bytes = field("/proc/self/status", "VmHWM:");
-    (bytes > 0).then_some(MemoryPeak {
-        in_use_bytes: bytes,
-        reserved_bytes: bytes,
-    })
+    (bytes > 0).then_some(MemoryPeak { in_use_bytes: bytes, reserved_bytes: bytes })
 }
 
 /// Bytes of memory that this process can hold at most, including the bytes that it holds now. The machine's free
@@ -64,16 +58,9 @@ struct GroupFiles {
     droppable: &'static str,
 }
 
-const UNIFIED: GroupFiles = GroupFiles {
-    limit: "memory.max",
-    usage: "memory.current",
-    droppable: "inactive_file",
-};
-const LEGACY: GroupFiles = GroupFiles {
-    limit: "memory.limit_in_bytes",
-    usage: "memory.usage_in_bytes",
-    droppable: "total_inactive_file",
-};
+const UNIFIED: GroupFiles = GroupFiles { limit: "memory.max", usage: "memory.current", droppable: "inactive_file" };
+const LEGACY: GroupFiles =
+    GroupFiles { limit: "memory.limit_in_bytes", usage: "memory.usage_in_bytes", droppable: "total_inactive_file" };
 
 /// Bytes left in one cgroup: its limit, minus its usage without the file pages that the kernel can drop. `None` without
 /// a limit.
@@ -131,10 +118,7 @@ mod tests {
                 ("memory.stat", "anon 500\nfile 200\ninactive_file 150\n"),
             ],
         );
-        write(
-            &root.join("jobs/mine"),
-            &[("memory.max", "max\n"), ("memory.current", "600\n")],
-        );
+        write(&root.join("jobs/mine"), &[("memory.max", "max\n"), ("memory.current", "600\n")]);
         // 300 bytes are free, and 150 bytes of file pages can be dropped.
         assert_eq!(cgroup_room("0::/jobs/mine\n", root), Some(450));
         assert_eq!(cgroup_room("0::/others\n", root), None);

@@ -65,11 +65,7 @@ impl Metrics {
     /// process, are dropped.
     pub(crate) fn open(folder: &RunFolder, step: u64, enable_tensorboard: bool) -> Result<(Self, History), TrainError> {
         let path = folder.metrics_path();
-        let history = if path.exists() {
-            drop_later_lines(&path, step)?
-        } else {
-            History::default()
-        };
+        let history = if path.exists() { drop_later_lines(&path, step)? } else { History::default() };
         let opened = open_lines(&path, None);
         let (file, len) = opened.map_err(TrainError::io("opening", &path))?;
         let tb = folder.tensorboard_path();
@@ -79,13 +75,7 @@ impl Metrics {
         } else {
             TensorBoard::nowhere()
         };
-        let metrics = Self {
-            path: Some(path),
-            file: Some(file),
-            len,
-            tensorboard,
-            ..Self::nowhere()
-        };
+        let metrics = Self { path: Some(path), file: Some(file), len, tensorboard, ..Self::nowhere() };
         Ok((metrics, history))
     }
 
@@ -156,11 +146,7 @@ impl Metrics {
 
     /// Writes the peak memory of the steps up to `step`.
     pub(crate) fn memory(&mut self, step: u64, peak: MemoryPeak, in_use_bytes_by_rank: Vec<u64>) {
-        let line = MemoryLine {
-            step,
-            peak,
-            in_use_bytes_by_rank,
-        };
+        let line = MemoryLine { step, peak, in_use_bytes_by_rank };
         self.line(&Line::Memory(line));
     }
 
@@ -182,10 +168,7 @@ impl Metrics {
             return;
         }
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
-        let stamped = Stamped {
-            line,
-            unix_seconds: now.unwrap_or_default().as_secs_f64(),
-        };
+        let stamped = Stamped { line, unix_seconds: now.unwrap_or_default().as_secs_f64() };
         self.waiting += &serde_json::to_string(&stamped).expect("plain numbers serialise");
         self.waiting.push('\n');
         if !self.tries.has_failed() || self.tries.is_due() {
@@ -211,8 +194,7 @@ impl Metrics {
                 (self.file, self.len) = (Some(file), len);
                 self.waiting.clear();
                 if self.tries.succeed() {
-                    self.messages
-                        .push(format!("{} is written again, and lacks no line", path.display()));
+                    self.messages.push(format!("{} is written again, and lacks no line", path.display()));
                 }
             }
             // The next try opens the file again and cuts off an incomplete line that this write may have left.
@@ -257,8 +239,7 @@ impl Metrics {
         self.write_waiting();
         if let (Some(path), false) = (&self.path, self.waiting.is_empty()) {
             let count = self.waiting.lines().count();
-            self.messages
-                .push(format!("warning: {} lacks the last {count} lines", path.display()));
+            self.messages.push(format!("warning: {} lacks the last {count} lines", path.display()));
         }
     }
 }
@@ -361,21 +342,15 @@ mod tests {
 
     #[test]
     fn a_validation_that_is_not_finite_is_the_last_one_all_the_same() {
-        let spoilt = LINES[2].replace(
-            "1.0,\"perplexity\":2.7,\"bits_per_byte\":0.5",
-            "null,\"perplexity\":null,\"bits_per_byte\":null",
-        );
+        let spoilt = LINES[2]
+            .replace("1.0,\"perplexity\":2.7,\"bits_per_byte\":0.5", "null,\"perplexity\":null,\"bits_per_byte\":null");
         let text = [LINES[0], LINES[1], &spoilt, LINES[3]].join("\n") + "\n";
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("metrics.jsonl"), &text).unwrap();
         for last in [last_validation(dir.path()), reopened(&text, 9).1.last] {
             let last = last.unwrap();
             assert_eq!(last.step, 2);
-            assert!(
-                [last.loss, last.perplexity, last.bits_per_byte]
-                    .iter()
-                    .all(|number| number.is_nan())
-            );
+            assert!([last.loss, last.perplexity, last.bits_per_byte].iter().all(|number| number.is_nan()));
         }
     }
 
@@ -391,34 +366,23 @@ mod tests {
     #[test]
     fn lines_that_cannot_be_written_wait_and_a_half_one_goes() {
         use crate::trainer::WriteLimits;
-        const PEAK: MemoryPeak = MemoryPeak {
-            in_use_bytes: 1,
-            reserved_bytes: 2,
-        };
+        const PEAK: MemoryPeak = MemoryPeak { in_use_bytes: 1, reserved_bytes: 2 };
         let dir = tempfile::tempdir().unwrap();
         let folder = RunFolder::open(dir.path(), "checkpoint", &Start::New).unwrap();
         let path = folder.metrics_path();
         std::fs::write(&path, "{\"kind\":\"step\",\"step\":1}\n").unwrap();
         let (mut metrics, _) = Metrics::open(&folder, 1, false).unwrap();
-        metrics.tries.limits = WriteLimits {
-            first_pause: std::time::Duration::ZERO,
-            ..WriteLimits::default()
-        };
+        metrics.tries.limits = WriteLimits { first_pause: std::time::Duration::ZERO, ..WriteLimits::default() };
         // The disk is full, and half of a line was written.
         metrics.file = Some(OpenOptions::new().append(true).open("/dev/full").unwrap());
         metrics.memory(2, PEAK, vec![7]);
         std::fs::write(&path, "{\"kind\":\"step\",\"step\":1}\n{\"kind\":\"mem").unwrap();
         let messages = metrics.take_messages().join("\n");
-        assert!(
-            messages.contains("metrics.jsonl") && messages.contains("training continues"),
-            "{messages}"
-        );
+        assert!(messages.contains("metrics.jsonl") && messages.contains("training continues"), "{messages}");
         metrics.memory(3, PEAK, vec![7]);
         assert!(metrics.take_messages().concat().contains("written again"));
         let steps = |text: &str| {
-            let lines = text
-                .lines()
-                .map(|line| serde_json::from_str::<Written>(line).unwrap().step);
+            let lines = text.lines().map(|line| serde_json::from_str::<Written>(line).unwrap().step);
             lines.collect::<Vec<_>>()
         };
         assert_eq!(steps(&std::fs::read_to_string(&path).unwrap()), [1, 2, 3]);

@@ -127,10 +127,8 @@ impl<B: TrainBackend> Optimizer<B> {
             return;
         }
         let all = parameter_ids(module);
-        let num_columns: HashMap<&str, usize> = all
-            .iter()
-            .map(|(name, _, shape)| (name.as_str(), shape[shape.len() - 1]))
-            .collect();
+        let num_columns: HashMap<&str, usize> =
+            all.iter().map(|(name, _, shape)| (name.as_str(), shape[shape.len() - 1])).collect();
         let matrices = all.iter().filter(|(name, _, shape)| {
             let is_projection = name.contains("layers.") && !name.ends_with(".positions");
             is_projection && shape.len() == 2 && shape.iter().all(|&side| side >= 32)
@@ -141,27 +139,18 @@ impl<B: TrainBackend> Optimizer<B> {
                 let queries = num_columns[format!("{attention}o_proj.weight").as_str()];
                 return vec![queries, (rows - queries) / 2, (rows - queries) / 2];
             }
-            if let Some(indexer) = name
-                .strip_suffix("proj.weight")
-                .filter(|name| name.ends_with("indexer."))
-            {
+            if let Some(indexer) = name.strip_suffix("proj.weight").filter(|name| name.ends_with("indexer.")) {
                 // An indexer has one key head, as wide as the norm of its queries.
                 let key = num_columns[format!("{indexer}q_norm.weight").as_str()];
                 return vec![rows - key, key];
             }
-            let of_two = [
-                "gate_up_proj.weight",
-                "compress_kv_proj.weight",
-                "select_kv_proj.weight",
-            ];
+            let of_two = ["gate_up_proj.weight", "compress_kv_proj.weight", "select_kv_proj.weight"];
             match of_two.iter().any(|end| name.ends_with(end)) {
                 true => vec![rows / 2; 2],
                 false => vec![rows],
             }
         };
-        self.matrices = matrices
-            .map(|(name, id, shape)| (*id, projections(name, shape[0])))
-            .collect();
+        self.matrices = matrices.map(|(name, id, shape)| (*id, projections(name, shape[0]))).collect();
     }
 
     /// Begins an update: counts it, and computes the step's numbers but the weight decay, which differs by parameter.
@@ -244,17 +233,10 @@ const EXP_AVG_SQ: &str = "exp_avg_sq";
 
 /// Name, id and shape of every float parameter, in module order.
 fn parameter_ids<B: TrainBackend, M: Module<B>>(module: &M) -> Vec<(String, ParamId, Vec<usize>)> {
-    let mut ids = Ids {
-        found: Vec::new(),
-        backend: PhantomData,
-    };
+    let mut ids = Ids { found: Vec::new(), backend: PhantomData };
     module.visit(&mut ids);
     let names = sieve_hf::parameter_names(module);
-    names
-        .into_iter()
-        .zip(ids.found)
-        .map(|(name, (id, shape))| (name, id, shape))
-        .collect()
+    names.into_iter().zip(ids.found).map(|(name, (id, shape))| (name, id, shape)).collect()
 }
 
 struct Ids<B> {
@@ -298,20 +280,11 @@ impl<B: TrainBackend> Update<'_, B> {
             B::InnerBackend::float_zeros(param.shape(), &device, dtype.into())
         };
         let weight_decay = if decays { optimizer.settings.weight_decay } else { 0.0 };
-        let lr_scale = optimizer
-            .settings
-            .indexer_scale()
-            .filter(|_| optimizer.indexers.contains(&id));
-        let mut step = AdamWStep {
-            lr: self.step.lr * lr_scale.unwrap_or(1.0),
-            weight_decay,
-            ..self.step
-        };
+        let lr_scale = optimizer.settings.indexer_scale().filter(|_| optimizer.indexers.contains(&id));
+        let mut step = AdamWStep { lr: self.step.lr * lr_scale.unwrap_or(1.0), weight_decay, ..self.step };
         let (mut gradient, mut grad_scale) = (gradient, self.grad_scale.clone());
-        let mut moments = optimizer.moments.remove(&id).unwrap_or_else(|| Moments {
-            exp_avg: zeros(),
-            exp_avg_sq: None,
-        });
+        let mut moments =
+            optimizer.moments.remove(&id).unwrap_or_else(|| Moments { exp_avg: zeros(), exp_avg_sq: None });
         let mut momentum = None;
         if let Some(parts) = optimizer.matrices.get(&id) {
             let dtype = leaf.as_ref().map_or(param.dtype(), |leaf| leaf.dtype());
@@ -319,14 +292,7 @@ impl<B: TrainBackend> Update<'_, B> {
             let next = muon::<B>(old, gradient, grad_scale, step.beta1, dtype, parts);
             (gradient, grad_scale, momentum) = (next.update, next.gate, Some(next.momentum));
             // p -= lr (weight_decay p + update), by AdamW's kernel: the update as gradient and first moment, no second.
-            step = AdamWStep {
-                beta1: 0.0,
-                beta2: 1.0,
-                eps: 1.0,
-                bias_correction1: 1.0,
-                bias_correction2: 1.0,
-                ..step
-            };
+            step = AdamWStep { beta1: 0.0, beta2: 1.0, eps: 1.0, bias_correction1: 1.0, bias_correction2: 1.0, ..step };
         }
         let tensors = AdamWTensors {
             exp_avg: moments.exp_avg,
@@ -336,14 +302,8 @@ impl<B: TrainBackend> Update<'_, B> {
         };
         let next = B::InnerBackend::adamw(tensors, gradient, grad_scale, step);
         let moments = match momentum {
-            Some(exp_avg) => Moments {
-                exp_avg,
-                exp_avg_sq: None,
-            },
-            None => Moments {
-                exp_avg: next.exp_avg,
-                exp_avg_sq: Some(next.exp_avg_sq),
-            },
+            Some(exp_avg) => Moments { exp_avg, exp_avg_sq: None },
+            None => Moments { exp_avg: next.exp_avg, exp_avg_sq: Some(next.exp_avg_sq) },
         };
         optimizer.moments.insert(id, moments);
         match next.leaf {
@@ -378,10 +338,7 @@ fn muon<B: TrainBackend>(
 ) -> Orthogonal<B> {
     let tensor = |x| Tensor::<B::InnerBackend, 2>::from_primitive(TensorPrimitive::Float(x));
     let scale = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(scale));
-    let is_skipped = scale
-        .clone()
-        .equal_elem(0.0)
-        .bool_or(scale.clone().is_finite().bool_not());
+    let is_skipped = scale.clone().equal_elem(0.0).bool_or(scale.clone().is_finite().bool_not());
     let old = tensor(momentum);
     let (shape, master_dtype) = (old.dims(), old.dtype());
     assert_eq!(projections.iter().sum::<usize>(), shape[0], "projections of all rows");
@@ -487,9 +444,7 @@ mod tests {
         let all = parameter_ids(&model).into_iter();
         let parts = all.filter_map(|(name, id, _)| Some((name, optimizer.matrices.get(&id)?.clone())));
         let short = parts.map(|(name, parts)| (name.split("self_attn.").last().unwrap().to_owned(), parts));
-        short
-            .filter(|(name, parts)| parts.len() > 1 || name.contains("compress"))
-            .collect()
+        short.filter(|(name, parts)| parts.len() > 1 || name.contains("compress")).collect()
     }
 
     /// Every parameter's name and values after an update whose gradients are all 1.
@@ -498,20 +453,12 @@ mod tests {
         let mut gradients = GradientBuffer::default();
         for (_, id, shape) in parameter_ids(&model) {
             let values = <Flex as FloatTensorOps<Flex>>::float_ones(shape.into(), &FlexDevice, DType::F32.into());
-            gradients.put(
-                id,
-                Gradient {
-                    values,
-                    is_piece: false,
-                },
-            );
+            gradients.put(id, Gradient { values, is_piece: false });
         }
         let scale = Tensor::from_floats([1.0], &FlexDevice);
         let model = optimizer.step(model, &mut gradients, scale, 1e-3);
         let named = sieve_hf::named_parameters(&model).into_iter();
-        named
-            .map(|tensor| (tensor.name, tensor.data.iter::<f32>().collect()))
-            .collect()
+        named.map(|tensor| (tensor.name, tensor.data.iter::<f32>().collect())).collect()
     }
 
     #[test]

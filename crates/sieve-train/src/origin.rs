@@ -101,11 +101,7 @@ impl Origin {
             }
             None => notices.push("note: the run has no checkpoint yet; it starts over".to_owned()),
         }
-        Ok(Self {
-            checkpoint,
-            notices,
-            is_branch,
-        })
+        Ok(Self { checkpoint, notices, is_branch })
     }
 
     /// Writes `origin.json` into the folder of a run, or removes the file if the run begins with no other checkpoint.
@@ -158,20 +154,13 @@ impl Origin {
                 "--set optimizer.name=Muon; or sieve export, then sieve import, which begins with the weights alone",
             ));
         }
-        let mut notices = vec![format!(
-            "note: a new run that begins with {}",
-            checkpoint.path.display()
-        )];
+        let mut notices = vec![format!("note: a new run that begins with {}", checkpoint.path.display())];
         let changes = before.diff(recipe)?;
-        let (tokenizer, changes) = changes
-            .into_iter()
-            .partition::<Vec<_>, _>(|change| names_tokenizer(&change.key));
+        let (tokenizer, changes) = changes.into_iter().partition::<Vec<_>, _>(|change| names_tokenizer(&change.key));
         if !tokenizer.is_empty() {
             let path = checkpoint.tokenizer_path();
-            notices.push(format!(
-                "note: the tokenizer is the checkpoint's, {}; the recipe's is not read",
-                path.display()
-            ));
+            notices
+                .push(format!("note: the tokenizer is the checkpoint's, {}; the recipe's is not read", path.display()));
         }
         for change in changes {
             // `starts_with` also finds the keys of a table such as `model.rope_scaling`.
@@ -184,20 +173,12 @@ impl Origin {
                 notices.push(format!("note: {change}"));
             }
         }
-        Ok(Self {
-            checkpoint: Some(checkpoint),
-            notices,
-            is_branch: true,
-        })
+        Ok(Self { checkpoint: Some(checkpoint), notices, is_branch: true })
     }
 
     /// A new run with weights from the seed.
     pub fn seed() -> Self {
-        Self {
-            checkpoint: None,
-            notices: Vec::new(),
-            is_branch: false,
-        }
+        Self { checkpoint: None, notices: Vec::new(), is_branch: false }
     }
 
     /// The recipe with the tokenizer that the run reads. A branch whose recipe names another tokenizer reads the
@@ -320,9 +301,7 @@ fn of_this_run(path: &Path, folder: &RunFolder, recipe: &Recipe) -> Result<Check
         lines.collect::<Vec<_>>().join(" ")
     };
     let checkpoint = Checkpoint::open(path).map_err(|error| first_lines(error.to_string(), 1))?;
-    let saved = checkpoint
-        .recipe_toml()
-        .map_err(|error| first_lines(error.to_string(), 1))?;
+    let saved = checkpoint.recipe_toml().map_err(|error| first_lines(error.to_string(), 1))?;
     let saved = Recipe::load(&saved, &path.join("config.toml").display().to_string(), &[]);
     saved
         .and_then(|saved| {
@@ -365,10 +344,7 @@ fn latest_whole(folder: &Path, notices: &mut Vec<String>) -> Result<Checkpoint, 
     }
     match damaged.into_iter().next() {
         Some((_, error)) => Err(error.into()),
-        None => Err(CheckpointError::NotFound {
-            path: folder.to_owned(),
-        }
-        .into()),
+        None => Err(CheckpointError::NotFound { path: folder.to_owned() }.into()),
     }
 }
 

@@ -41,10 +41,7 @@ impl RunFolder {
     /// # Errors
     /// A folder that holds another run; nothing to resume; a path that is no folder.
     pub fn open(path: &Path, checkpoint_folder: &str, start: &Start) -> Result<Self, TrainError> {
-        let folder = Self {
-            is_claimed: false,
-            ..Self::of_group(path, checkpoint_folder)
-        };
+        let folder = Self { is_claimed: false, ..Self::of_group(path, checkpoint_folder) };
         folder.check(start)?;
         Ok(folder)
     }
@@ -56,12 +53,7 @@ impl RunFolder {
 
     /// The folder of a run that rank 0 of the same group has opened and writes to.
     pub fn of_group(path: &Path, checkpoint_folder: &str) -> Self {
-        Self {
-            path: path.to_owned(),
-            checkpoint_folder: checkpoint_folder.to_owned(),
-            is_claimed: true,
-            lock: None,
-        }
+        Self { path: path.to_owned(), checkpoint_folder: checkpoint_folder.to_owned(), is_claimed: true, lock: None }
     }
 
     /// Creates the folder if it is missing, and locks it for this process.

@@ -199,9 +199,7 @@ pub(crate) fn pass<B: TrainBackend>(
         None => Ok(()),
     };
     let input = Tensor::<B, 3>::from_inner(stream).require_grad();
-    let loss = model
-        .head
-        .loss(input.clone(), batch.labels.clone(), &model.embed_tokens);
+    let loss = model.head.loss(input.clone(), batch.labels.clone(), &model.embed_tokens);
     let loss = loss.mul_scalar(loss_scale);
     let value = loss.clone().inner();
     let mut computed = loss.backward();
@@ -209,9 +207,7 @@ pub(crate) fn pass<B: TrainBackend>(
     after(Segment::Head, gradients)?;
     // A tied embedding is a parameter of the head too.
     gradients.collect(&model.embed_tokens, &mut computed);
-    let mut dy = input
-        .grad_remove(&mut computed)
-        .expect("the loss depends on the stream");
+    let mut dy = input.grad_remove(&mut computed).expect("the loss depends on the stream");
 
     for (layer_idx, block) in blocks.into_iter().enumerate().rev() {
         let layer = &model.layers[layer_idx];
@@ -228,20 +224,13 @@ pub(crate) fn pass<B: TrainBackend>(
         let mut computed = seed_gradient(output, Tensor::from_inner(dy)).backward();
         gradients.collect(layer, &mut computed);
         after(Segment::Block(layer_idx), gradients)?;
-        dy = input
-            .grad_remove(&mut computed)
-            .expect("a block's output depends on its input");
+        dy = input.grad_remove(&mut computed).expect("a block's output depends on its input");
     }
     let mut computed = seed_gradient(embedded, Tensor::from_inner(dy)).backward();
     gradients.collect(&model.embed_tokens, &mut computed);
     after(Segment::Embedding, gradients)?;
 
-    Ok(MicroBatchResult {
-        loss: value,
-        expire,
-        clamped_scores,
-        indexers,
-    })
+    Ok(MicroBatchResult { loss: value, expire, clamped_scores, indexers })
 }
 
 /// A block's forward pass with a graph. Where possible, the GEMMs of its backward pass add directly to the gradients of
@@ -253,10 +242,7 @@ fn with_graph<B: TrainBackend>(
     gradients: &mut GradientBuffer<B>,
 ) -> LayerOutput<B> {
     let sums = gradients.take_sums(layer);
-    let context = LayerContext {
-        sums: Some(&sums),
-        ..context.clone()
-    };
+    let context = LayerContext { sums: Some(&sums), ..context.clone() };
     let output = layer.forward(x, &context);
     gradients.give_back(sums);
     output

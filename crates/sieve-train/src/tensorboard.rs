@@ -164,20 +164,11 @@ mod tests {
         let tags = found.iter().map(|(step, value)| (*step, value.get_tag()));
         assert_eq!(
             tags.collect::<Vec<_>>(),
-            [
-                (7, "lr"),
-                (7, "grad_norm"),
-                (0, "recipe"),
-                (0, "_hparams_/session_start_info"),
-                (9, "samples/1")
-            ]
+            [(7, "lr"), (7, "grad_norm"), (0, "recipe"), (0, "_hparams_/session_start_info"), (9, "samples/1")]
         );
         assert_eq!(found[1].1.get_simple_value(), 2.0);
         let plugin = |at: usize| found[at].1.get_metadata().get_plugin_data();
-        assert_eq!(
-            (plugin(2).get_plugin_name(), plugin(3).get_plugin_name()),
-            ("text", "hparams")
-        );
+        assert_eq!((plugin(2).get_plugin_name(), plugin(3).get_plugin_name()), ("text", "hparams"));
         let text = &found[2].1.get_tensor().string_val[0];
         assert_eq!(text, b"    [model]\n    x = \"<b>\"\n");
         let data: HParamsPluginData = protobuf::Message::parse_from_bytes(plugin(3).get_content()).unwrap();

@@ -144,13 +144,7 @@ impl<B: TrainBackend> Trainer<B> {
         if let Some(group) = &mut group {
             group.set_zero_stage(recipe.parallelism.zero_stage);
         }
-        let Hardware {
-            device,
-            precision,
-            peak_flops,
-            memory,
-            keeping,
-        } = hardware;
+        let Hardware { device, precision, peak_flops, memory, keeping } = hardware;
         let first_stage = recipe.stage_of_step(origin.step() as usize);
         let share = group.as_ref().map_or(Share::ALL, Group::share);
         TrainError::check_ranks(&recipe, share.size)?;
@@ -197,11 +191,7 @@ impl<B: TrainBackend> Trainer<B> {
             device,
         };
         if trainer.writes() {
-            trainer.shard_checks = trainer
-                .data
-                .shards()
-                .map(Prepared::check_beside)
-                .collect::<Result<_, _>>()?;
+            trainer.shard_checks = trainer.data.shards().map(Prepared::check_beside).collect::<Result<_, _>>()?;
         }
         if let Some(checkpoint) = &origin.checkpoint {
             trainer.restore(checkpoint)?;
@@ -292,10 +282,7 @@ impl<B: TrainBackend> Trainer<B> {
         let now = self.stage.shape.vocab_size;
         if state.vocab_size != now {
             return Err(TrainError::refused(
-                format!(
-                    "the tokenizer has {now} tokens, the run began with {}",
-                    state.vocab_size
-                ),
+                format!("the tokenizer has {now} tokens, the run began with {}", state.vocab_size),
                 "give the tokenizer.json of the run's checkpoint as tokenizer.path",
             ));
         }
@@ -304,10 +291,7 @@ impl<B: TrainBackend> Trainer<B> {
         self.optimizer = Optimizer::of_share(self.recipe.optimizer.clone(), self.share());
         if checkpoint.has_optimizer() {
             let moments = checkpoint.optimizer()?;
-            self.install(
-                &mut weights,
-                Some(&mut |name, shape, range| Ok(moments.part(name, shape, range)?)),
-            )?;
+            self.install(&mut weights, Some(&mut |name, shape, range| Ok(moments.part(name, shape, range)?)))?;
         } else {
             self.install(&mut weights, None)?; // without moments
         }
@@ -440,8 +424,7 @@ impl<B: TrainBackend> Trainer<B> {
             // A first step compiles kernels, so other ranks wait longer for it.
             self.set_work(if is_usual { Work::Step } else { Work::Long });
             let mut step_batches = self.take_batches(&mut batches)?;
-            self.disturbance
-                .at(self.next_sample, Moment::Batches(&mut step_batches));
+            self.disturbance.at(self.next_sample, Moment::Batches(&mut step_batches));
             let agreed = self.agree(&step_batches, stop)?;
             self.all_written = agreed.all_written;
             is_due |= agreed.saves;
@@ -580,9 +563,7 @@ impl<B: TrainBackend> Trainer<B> {
     fn stage_line(&self) -> String {
         let stage = &self.stage.stage;
         let section = &stage.section;
-        let window = section
-            .window
-            .map_or(String::new(), |window| format!(", window {window}"));
+        let window = section.window.map_or(String::new(), |window| format!(", window {window}"));
         format!(
             "stage {} of {}: steps {} to {}, rows of {} tokens, rope_theta {}{window}",
             stage.index + 1,
@@ -679,10 +660,9 @@ impl<B: TrainBackend> Trainer<B> {
         let lr = self.learning_rate();
         let training = &self.stage.recipe.training;
         let num_rows = training.global_batch_size as u64;
-        self.guard_log
-            .note(self.step + 1, lr, (self.next_sample, num_rows), batches, &gated, || {
-                norms_by_part(&model, &gradients, self.group.as_ref(), &self.device)
-            })?;
+        self.guard_log.note(self.step + 1, lr, (self.next_sample, num_rows), batches, &gated, || {
+            norms_by_part(&model, &gradients, self.group.as_ref(), &self.device)
+        })?;
         let scale = gated.grad_scale;
         self.model = Some(match &mut self.group {
             None => self.optimizer.step(model, &mut gradients, scale, lr),
@@ -781,10 +761,7 @@ impl<B: TrainBackend> Trainer<B> {
             &self.device,
             &|| self.tick(),
         )?;
-        let report = ValidationReport {
-            step: self.step,
-            ..report(&sums_of_shares(&self.gathered(sums)?))
-        };
+        let report = ValidationReport { step: self.step, ..report(&sums_of_shares(&self.gathered(sums)?)) };
         if !self.writes() {
             return Ok(None);
         }

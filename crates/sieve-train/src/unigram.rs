@@ -10,10 +10,7 @@ impl Unigram {
     /// A model of the frequencies with which tokens occur.
     pub fn new(counts: &[u64]) -> Self {
         let total: u64 = counts.iter().sum::<u64>() + counts.len() as u64;
-        let nats = counts
-            .iter()
-            .map(|&count| (total as f64 / (count + 1) as f64).ln())
-            .collect();
+        let nats = counts.iter().map(|&count| (total as f64 / (count + 1) as f64).ln()).collect();
         Self { nats }
     }
 

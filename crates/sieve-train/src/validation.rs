@@ -91,21 +91,14 @@ impl From<BatchSums> for [u64; 4] {
 
 impl From<[u64; 4]> for BatchSums {
     fn from([nats, unigram_nats, num_labels, num_bytes]: [u64; 4]) -> Self {
-        Self {
-            nats: f64::from_bits(nats),
-            unigram_nats: f64::from_bits(unigram_nats),
-            num_labels,
-            num_bytes,
-        }
+        Self { nats: f64::from_bits(nats), unigram_nats: f64::from_bits(unigram_nats), num_labels, num_bytes }
     }
 }
 
 /// The sums of all batches in order, from the shares of all ranks: rank r of N has the batches r, r + N, ….
 pub(crate) fn sums_of_shares(shares: &[Vec<BatchSums>]) -> Vec<BatchSums> {
     let (num_batches, size) = (shares.iter().map(Vec::len).sum::<usize>(), shares.len());
-    (0..num_batches)
-        .map(|batch| shares[batch % size][batch / size])
-        .collect()
+    (0..num_batches).map(|batch| shares[batch % size][batch / size]).collect()
 }
 
 /// Validates this rank's batches and returns the sums of each: of N ranks, rank r has the batches r, r + N, …. `tick`
@@ -178,11 +171,7 @@ mod tests {
     #[test]
     fn a_validation_without_labels_has_no_loss() {
         let found = report(&[BatchSums::default()]);
-        assert!(
-            [found.loss, found.perplexity, found.bits_per_byte]
-                .iter()
-                .all(|number| number.is_nan())
-        );
+        assert!([found.loss, found.perplexity, found.bits_per_byte].iter().all(|number| number.is_nan()));
     }
 
     /// Sums as another rank receives them.
@@ -192,10 +181,7 @@ mod tests {
 
     #[test]
     fn shares_are_put_together_in_the_order_of_the_batches() {
-        let nan = BatchSums {
-            nats: f64::NAN,
-            ..BatchSums::default()
-        };
+        let nan = BatchSums { nats: f64::NAN, ..BatchSums::default() };
         assert!(sent(&[nan])[0].nats.is_nan());
         let sums = |number: u64| BatchSums {
             nats: 0.1 * number as f64,

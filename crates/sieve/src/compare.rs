@@ -19,11 +19,7 @@ pub(crate) struct CompareArgs {
 /// Runs `sieve compare`: draws the metrics of several runs on one page.
 pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     crate::eval::output::check(args.out.as_path())?;
-    let mut named = args
-        .runs
-        .iter()
-        .filter(|text| !lies_beside_runs(Path::new(text)))
-        .peekable();
+    let mut named = args.runs.iter().filter(|text| !lies_beside_runs(Path::new(text))).peekable();
     let runs = match named.peek() {
         Some(_) => {
             let runs = named.map(|text| open(text)).collect::<Result<Vec<_>>>()?;
@@ -34,12 +30,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     };
     let html = page(&runs)?;
     crate::eval::output::write(&args.out, &html)?;
-    terminal::line(&format!(
-        "{}: {} runs, {}",
-        args.out.display(),
-        runs.len(),
-        terminal::bytes(html.len() as u64)
-    ));
+    terminal::line(&format!("{}: {} runs, {}", args.out.display(), runs.len(), terminal::bytes(html.len() as u64)));
     Ok(())
 }
 

@@ -198,14 +198,8 @@ mod tests {
         let nsa = shape(include_str!("../../../recipes/nsa_80m.toml"));
         let mla = shape(include_str!("../../../recipes/mla_80m.toml"));
         let dma = shape(include_str!("../../../recipes/dma_80m.toml"));
-        let narrow = ModelShape {
-            head_dim: 40,
-            ..dma.clone()
-        };
-        let narrow_nsa = ModelShape {
-            head_dim: 96,
-            ..nsa.clone()
-        };
+        let narrow = ModelShape { head_dim: 40, ..dma.clone() };
+        let narrow_nsa = ModelShape { head_dim: 96, ..nsa.clone() };
         for shape in [&narrow_nsa, &narrow] {
             assert_eq!(auto.for_model(&gpu, shape), Device::Cpu);
             // A GPU that the user names is used.

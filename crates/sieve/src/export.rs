@@ -72,12 +72,7 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
     }
     terminal::line(&format!(
         "next:\n  {}",
-        python_command(
-            &args.out,
-            report.is_remote_code,
-            report.replaces_tokenizer,
-            prompt(&recipe)
-        )
+        python_command(&args.out, report.is_remote_code, report.replaces_tokenizer, prompt(&recipe))
     ));
     Ok(())
 }
@@ -106,10 +101,7 @@ fn python_command(folder: &Path, is_remote_code: bool, replaces_tokenizer: bool,
     let [folder, prompt] = [folder.display().to_string(), prompt.to_owned()].map(serde_json::Value::from);
     let trust = if is_remote_code { ", trust_remote_code=True" } else { "" };
     let (import, tokenizer) = match replaces_tokenizer {
-        true => (
-            ", PreTrainedTokenizerFast",
-            format!(", tokenizer=PreTrainedTokenizerFast.from_pretrained({folder})"),
-        ),
+        true => (", PreTrainedTokenizerFast", format!(", tokenizer=PreTrainedTokenizerFast.from_pretrained({folder})")),
         false => ("", String::new()),
     };
     let code = format!(

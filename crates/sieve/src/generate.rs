@@ -127,12 +127,7 @@ fn run_on<B: DeviceBackend>((args, prompts): (&GenerateArgs, &[String]), device:
         tokens,
         config: GenerateConfig {
             max_new_tokens: args.max_new_tokens.unwrap_or(num_left.clamp(1, DEFAULT_NEW_TOKENS)),
-            sampling: Sampling {
-                temperature: args.temperature,
-                top_p: args.top_p,
-                top_k: args.top_k,
-                seed: args.seed,
-            },
+            sampling: Sampling { temperature: args.temperature, top_p: args.top_p, top_k: args.top_k, seed: args.seed },
             eos_id,
             num_tokens: tokenizer.vocab_size().min(loaded.shape.vocab_size),
         },
@@ -166,14 +161,8 @@ impl<B: DeviceBackend> Run<'_, B> {
     /// Generation settings of a sample, with a seed of its own.
     fn config(&self, sample: u64) -> GenerateConfig {
         let seed = self.args.seed.wrapping_add(sample);
-        let sampling = Sampling {
-            seed,
-            ..self.config.sampling
-        };
-        GenerateConfig {
-            sampling,
-            ..self.config
-        }
+        let sampling = Sampling { seed, ..self.config.sampling };
+        GenerateConfig { sampling, ..self.config }
     }
 
     /// Decodes up to [`MOST_TOGETHER`] texts at once: samples of one prompt, or one sample of several prompts.

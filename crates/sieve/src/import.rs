@@ -106,18 +106,12 @@ fn check_folder(from: &Path) -> Result<()> {
 /// Prints what differs between the imported model and the one in the folder.
 fn print_notes(report: &ImportReport, tokenizer: &Tokenizer) {
     if let [first, ..] = report.added.as_slice() {
-        terminal::line(&format!(
-            "{} parameters are new and start as in a new model: {first}, …",
-            report.added.len()
-        ));
+        terminal::line(&format!("{} parameters are new and start as in a new model: {first}, …", report.added.len()));
     }
     for name in &report.ignored {
         terminal::line(&format!("note: {name} adds nothing and was ignored"));
     }
-    let (tokens, rows) = (
-        tokenizer.vocab_size(),
-        report.recipe.model.vocab_size.unwrap_or(usize::MAX),
-    );
+    let (tokens, rows) = (tokenizer.vocab_size(), report.recipe.model.vocab_size.unwrap_or(usize::MAX));
     if tokens > rows {
         terminal::line(&format!(
             "note: tokenizer.json has {} tokens and the embedding {} rows: a text with a token beyond them is refused",
@@ -139,9 +133,7 @@ fn kind(name: &str) -> Result<AttentionKind> {
         Some(kind) => Ok(kind),
         None => {
             // A model of another kind cannot be turned into latent attention.
-            let kinds = AttentionKind::ALL
-                .into_iter()
-                .filter(|&kind| kind != AttentionKind::Mla);
+            let kinds = AttentionKind::ALL.into_iter().filter(|&kind| kind != AttentionKind::Mla);
             let names = kinds.map(AttentionKind::name).collect::<Vec<_>>().join(", ");
             bail!("--attention {name} is not known\n  hint: one of {names}")
         }

@@ -103,9 +103,7 @@ impl Info {
             no_gpu,
             driver: report.as_ref().map(|report| report.driver.to_string()),
             nvrtc: report.as_ref().map(|report| report.nvrtc.to_string()),
-            cuda_headers: report
-                .as_ref()
-                .map(|report| report.include_folder.display().to_string()),
+            cuda_headers: report.as_ref().map(|report| report.include_folder.display().to_string()),
             cublaslt: Cublaslt::version(),
             nccl: NcclGroup::version(),
             gpus: gpus.collect(),
@@ -204,17 +202,10 @@ fn paths(is_hopper: Option<bool>) -> Vec<(&'static str, Vec<&'static str>)> {
 /// `shape` with heads of another width. In latent attention the part with RoPE gets half that width.
 fn of_width(shape: &ModelShape, width: usize) -> ModelShape {
     let attention = match shape.attention {
-        Attention::Mla(mla) => Attention::Mla(sieve_core::MlaShape {
-            qk_rope_head_dim: width / 2,
-            ..mla
-        }),
+        Attention::Mla(mla) => Attention::Mla(sieve_core::MlaShape { qk_rope_head_dim: width / 2, ..mla }),
         other => other,
     };
-    ModelShape {
-        head_dim: width,
-        attention,
-        ..shape.clone()
-    }
+    ModelShape { head_dim: width, attention, ..shape.clone() }
 }
 
 /// The kernel family of a model's attention on a GPU, or "reference".
@@ -248,12 +239,7 @@ fn folders(folder: &Path) -> Vec<(String, u64)> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let folders = entries.filter(|entry| entry.path().is_dir());
     let mut folders = folders
-        .map(|entry| {
-            (
-                entry.file_name().to_string_lossy().into_owned(),
-                num_bytes(&entry.path()),
-            )
-        })
+        .map(|entry| (entry.file_name().to_string_lossy().into_owned(), num_bytes(&entry.path())))
         .collect::<Vec<_>>();
     folders.sort();
     folders
@@ -276,11 +262,7 @@ mod tests {
 
     #[test]
     fn every_kind_has_a_path_for_each_width() {
-        for (is_hopper, at_128) in [
-            (None, ["cpu"; 8]),
-            (Some(false), ["portable"; 8]),
-            (Some(true), ["hopper"; 8]),
-        ] {
+        for (is_hopper, at_128) in [(None, ["cpu"; 8]), (Some(false), ["portable"; 8]), (Some(true), ["hopper"; 8])] {
             let paths = paths(is_hopper);
             assert_eq!(paths.len(), 8);
             let found = paths.iter().map(|(_, paths)| paths[4]).collect::<Vec<_>>();

@@ -16,10 +16,7 @@ pub(crate) struct Interrupt {
 impl Interrupt {
     /// Installs the signal handler. With `prints`, as on one rank of a run, it prints what happens next.
     pub(crate) fn install(prints: bool) -> Result<Self> {
-        let this = Self {
-            stop: Arc::new(AtomicBool::new(false)),
-            has_state: Arc::new(AtomicBool::new(false)),
-        };
+        let this = Self { stop: Arc::new(AtomicBool::new(false)), has_state: Arc::new(AtomicBool::new(false)) };
         let (stop, has_state) = (this.stop.clone(), this.has_state.clone());
         let ask = move || {
             if !has_state.load(Ordering::Relaxed) {

@@ -184,10 +184,7 @@ fn write_json(path: &Path, value: &serde_json::Value) -> Result<()> {
 
 fn capture(args: &CaptureArgs) -> Result<()> {
     let (checkpoint, text, out) = (&args.checkpoint, args.text.as_deref(), &args.out);
-    on_device!(
-        Place::new(args.device.resolve()?, None)?,
-        capture_to(checkpoint, text, out)
-    )
+    on_device!(Place::new(args.device.resolve()?, None)?, capture_to(checkpoint, text, out))
 }
 
 fn capture_to<B: DeviceBackend>(

@@ -82,10 +82,7 @@ impl Place {
     /// Reads the flags, else the environment variables that their help texts name.
     fn of(args: &LaunchArgs) -> Result<Self> {
         let nnodes = args.nnodes.or(number("PET_NNODES")?).unwrap_or(1);
-        anyhow::ensure!(
-            nnodes > 0,
-            "PET_NNODES=0 is not a number of hosts\n  hint: 1 is this host alone"
-        );
+        anyhow::ensure!(nnodes > 0, "PET_NNODES=0 is not a number of hosts\n  hint: 1 is this host alone");
         if nnodes == 1 {
             anyhow::ensure!(
                 args.node_rank.is_none() && args.master.is_none(),
@@ -128,10 +125,7 @@ impl Place {
         let (host, port) = match master.rsplit_once(':') {
             Some((host, port)) => {
                 let port = port.parse().ok();
-                (
-                    host.to_owned(),
-                    port.with_context(|| format!("--master {master}: no port"))?,
-                )
+                (host.to_owned(), port.with_context(|| format!("--master {master}: no port"))?)
             }
             None => (master.clone(), number("PET_MASTER_PORT")?.unwrap_or(DEFAULT_PORT)),
         };
@@ -140,14 +134,7 @@ impl Place {
             "rank 0 cannot listen on port 0, which no other host finds\n  \
              hint: name one from 1 to 65535 with --master HOST:PORT or PET_MASTER_PORT"
         );
-        Ok(Self {
-            nnodes,
-            node_rank,
-            run_id: format!("launch-{host}:{port}"),
-            host,
-            port: Some(port),
-            token: None,
-        })
+        Ok(Self { nnodes, node_rank, run_id: format!("launch-{host}:{port}"), host, port: Some(port), token: None })
     }
 }
 
@@ -189,10 +176,7 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<Exit> {
             return Ok(exit);
         }
         restarts += 1;
-        terminal::note(&format!(
-            "start {restarts} of {} after a lost process, with --resume=auto",
-            args.max_restarts
-        ));
+        terminal::note(&format!("start {restarts} of {} after a lost process, with --resume=auto", args.max_restarts));
         command.retain(|word| !word.starts_with("--resume=") && word != "--resume");
         command.push("--resume=auto".to_owned());
     }
@@ -303,10 +287,7 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Opt
         }
         let signals = asked.load(Ordering::Relaxed);
         for _ in handed_on..signals {
-            ranks
-                .iter_mut()
-                .filter(|rank| rank.status.is_none())
-                .for_each(ask_to_stop);
+            ranks.iter_mut().filter(|rank| rank.status.is_none()).for_each(ask_to_stop);
         }
         handed_on = signals;
         // After a stop signal the last rank may still be writing its checkpoint and is not killed.
@@ -382,9 +363,7 @@ fn fault(rank: usize, child: &Child, status: ExitStatus) -> Option<String> {
     match status.code() {
         // The process has printed its own error.
         Some(1 | USAGE | INTERRUPTED) => None,
-        _ => Some(format!(
-            "error: rank {rank} (pid {pid}) ended with {status}; all ranks stop\n{hint}"
-        )),
+        _ => Some(format!("error: rank {rank} (pid {pid}) ended with {status}; all ranks stop\n{hint}")),
     }
 }
 

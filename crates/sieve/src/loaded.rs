@@ -126,10 +126,7 @@ mod tests {
         assert_eq!(kept(None), Kept::All(DType::F32));
         assert_eq!(kept(Some(DtypeArg::F32)), Kept::All(DType::F32));
         assert_eq!(kept(Some(DtypeArg::Bf16)), Kept::Bf16Weights);
-        assert_eq!(
-            Place::new(gpu.clone(), None).expect("bf16").kept,
-            Kept::All(DType::BF16)
-        );
+        assert_eq!(Place::new(gpu.clone(), None).expect("bf16").kept, Kept::All(DType::BF16));
         for dtype in [DtypeArg::F32, DtypeArg::Bf16] {
             let error = Place::new(gpu.clone(), Some(dtype)).expect_err("a GPU").to_string();
             assert!(error.contains("cuda:2") && error.contains("--device cpu"), "{error}");

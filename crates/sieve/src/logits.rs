@@ -52,11 +52,7 @@ fn run_on<B: DeviceBackend>(args: &LogitsArgs, tokens: &[u32], device: &B::Devic
     let shape = data.shape.to_vec();
     let name = "logits".to_owned();
     write_tensor_file(&args.out, &[NamedTensor { name, data }], None)?;
-    terminal::line(&format!(
-        "wrote logits {shape:?} of step {} to {}",
-        loaded.state.step,
-        args.out.display()
-    ));
+    terminal::line(&format!("wrote logits {shape:?} of step {} to {}", loaded.state.step, args.out.display()));
     Ok(())
 }
 

@@ -125,10 +125,7 @@ const ELSEWHERE: [(&str, &str); 12] = [
     ("init", "recipe new"),
     ("new", "recipe new"),
     ("config", "recipe show --all RECIPE"),
-    (
-        "selectors",
-        "eval selectors, and eval ppl --selector help for their names",
-    ),
+    ("selectors", "eval selectors, and eval ppl --selector help for their names"),
     ("doctor", "info"),
     ("env", "info"),
     ("version", "--version"),
@@ -136,10 +133,7 @@ const ELSEWHERE: [(&str, &str); 12] = [
     ("resume", "train --recipe R --resume"),
     ("finetune", "import, then train --branch-from"),
     ("chat", "generate --prompt TEXT; there is no chat"),
-    (
-        "serve",
-        "export: other programs serve the exported model (docs/export.md)",
-    ),
+    ("serve", "export: other programs serve the exported model (docs/export.md)"),
 ];
 
 /// Prints clap's error, or a hint from [`ELSEWHERE`], and ends the program.

@@ -88,12 +88,7 @@ impl MemoryArgs {
         };
         let mut size = size(&recipe, &shape);
         // The command itself refuses rows longer than the context, with a better message.
-        let InferenceSize {
-            seq_len,
-            cached_tokens,
-            logit_tokens,
-            ..
-        } = &mut size;
+        let InferenceSize { seq_len, cached_tokens, logit_tokens, .. } = &mut size;
         for tokens in [seq_len, cached_tokens, logit_tokens] {
             *tokens = (*tokens).min(shape.max_seq_len);
         }
@@ -101,12 +96,7 @@ impl MemoryArgs {
             Kept::All(dtype) => dtype.size(),
             Kept::Bf16Weights => DType::BF16.size(),
         };
-        self.warn(&inference_memory(
-            &shape,
-            size,
-            &target(&place.device, None),
-            weight_bytes as u64,
-        ))
+        self.warn(&inference_memory(&shape, size, &target(&place.device, None), weight_bytes as u64))
     }
 
     /// Refuses to import a model of `shape` if host memory is too small for it; warns if it may be.
@@ -149,10 +139,7 @@ impl MemoryArgs {
 /// The plan's description of a device, with the memory that is free now. `cpu_flops` is only needed to estimate time.
 pub(crate) fn target(device: &Device, cpu_flops: Option<f64>) -> Target {
     match device {
-        Device::Cpu => Target::Cpu {
-            flops_per_second: cpu_flops,
-            memory_bytes: MemoryProbe::Process.available(),
-        },
+        Device::Cpu => Target::Cpu { flops_per_second: cpu_flops, memory_bytes: MemoryProbe::Process.available() },
         Device::Cuda(gpu) => {
             let (in_use, total) = crate::device::cuda_memory(gpu.index);
             // Only memory is planned: the rates of an unlisted GPU do not matter.
@@ -229,9 +216,7 @@ pub(crate) fn message(panic: &str) -> Option<String> {
         _ => String::new(),
     };
     let advice = ADVICE.lock().unwrap_or_else(PoisonError::into_inner);
-    let advice = advice
-        .as_deref()
-        .unwrap_or("  hint: free memory on the GPU, or make the work smaller");
+    let advice = advice.as_deref().unwrap_or("  hint: free memory on the GPU, or make the work smaller");
     Some(format!("the GPU's memory is full{wanted}\n{advice}"))
 }
 

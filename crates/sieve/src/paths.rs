@@ -8,10 +8,7 @@ pub(crate) fn reference_lines() -> Vec<String> {
     let slow = paths.iter().filter(|(_, path)| path.reference_calls > 0);
     slow.map(|((place, op), path)| {
         let reason = path.reason.as_deref().unwrap_or("no reason given");
-        format!(
-            "kernels: {op} ran without its kernel on {place}, {} times: {reason}",
-            path.reference_calls
-        )
+        format!("kernels: {op} ran without its kernel on {place}, {} times: {reason}", path.reference_calls)
     })
     .collect()
 }

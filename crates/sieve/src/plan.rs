@@ -61,18 +61,13 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
     let recipe = source.load()?;
     let vocab_size = vocab_size(&recipe)?;
     let (target, name) = target(args.gpu.as_deref())?;
-    let ranks = Ranks {
-        size: usize::from(args.nproc) * usize::from(args.nnodes),
-        hosts: usize::from(args.nnodes),
-    };
+    let ranks = Ranks { size: usize::from(args.nproc) * usize::from(args.nnodes), hosts: usize::from(args.nnodes) };
     TrainError::check_ranks(&recipe, ranks.size)?;
     let plan = plan_of_ranks(&recipe, vocab_size, &target, ranks)?;
     // `folder` fails if data.cache_dir has a variable that is not set here; the plan does without the text then.
     let folder = crate::data::folder(&source, &recipe, None).ok();
     let found = folder.and_then(|folder| epochs::of_run(&recipe, &folder));
-    let suggestion = args
-        .suggest
-        .then(|| Suggestion::new(&plan, &recipe, args.budget_tokens));
+    let suggestion = args.suggest.then(|| Suggestion::new(&plan, &recipe, args.budget_tokens));
     if args.json {
         let mut json = serde_json::to_value(&plan)?;
         json["text"] = serde_json::to_value(&found)?;
@@ -88,10 +83,7 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
     }
     terminal::lines(text(&plan, &recipe, &name, found.as_deref()));
     terminal::line("");
-    terminal::line(&format!(
-        "disk          {}",
-        room::line(&recipe, plan.disk, &source.default_out())
-    ));
+    terminal::line(&format!("disk          {}", room::line(&recipe, plan.disk, &source.default_out())));
     if let Some(suggestion) = suggestion {
         terminal::line(&suggestion_text(&suggestion, &recipe, &plan));
     }
@@ -143,23 +135,16 @@ fn target(gpu: Option<&str>) -> Result<(Target, String)> {
             let name = format!("{}, bf16 over f32 masters", gpu.name);
             Ok((Target::Gpu(gpu), name))
         }
-        None if is_no_nvidia(name) => bail!(
-            "--gpu {name} is no NVIDIA GPU: the kernels are CUDA's\n  hint: one of {}",
-            gpu::names().join(", ")
-        ),
-        None => bail!(
-            "--gpu {name} is not known: {}\n  hint: one of {}",
-            gpu::why_not(name),
-            gpu::names().join(", ")
-        ),
+        None if is_no_nvidia(name) => {
+            bail!("--gpu {name} is no NVIDIA GPU: the kernels are CUDA's\n  hint: one of {}", gpu::names().join(", "))
+        }
+        None => bail!("--gpu {name} is not known: {}\n  hint: one of {}", gpu::why_not(name), gpu::names().join(", ")),
     }
 }
 
 /// Whether a name looks like a GPU of AMD, Intel, Apple or Google.
 fn is_no_nvidia(name: &str) -> bool {
-    let others = [
-        "mi", "rx", "radeon", "instinct", "amd", "arc", "gaudi", "intel", "apple", "tpu",
-    ];
+    let others = ["mi", "rx", "radeon", "instinct", "amd", "arc", "gaudi", "intel", "apple", "tpu"];
     let name = name.to_ascii_lowercase();
     others.iter().any(|other| name.starts_with(other))
 }
@@ -186,9 +171,7 @@ pub(crate) fn vocab_size(recipe: &Recipe) -> Result<usize> {
 fn text(plan: &Plan, recipe: &Recipe, target: &str, found: Option<&[TextEpochs]>) -> Vec<String> {
     let kind = recipe.attention.kind().name();
     let types = recipe.model.layer_types.iter().flatten();
-    let types: Vec<_> = types
-        .map(|name| if name == "sparse" { kind } else { name.as_str() })
-        .collect();
+    let types: Vec<_> = types.map(|name| if name == "sparse" { kind } else { name.as_str() }).collect();
     let layers = match types.iter().any(|&name| name != kind) && kind != "mha" {
         true => format!(" (layers {})", types.join(", ")),
         false => String::new(),
@@ -241,11 +224,7 @@ fn text(plan: &Plan, recipe: &Recipe, target: &str, found: Option<&[TextEpochs]>
 }
 
 fn stage_lines(number: usize, stage: &StagePlan, num_stages: usize) -> Vec<String> {
-    let name = if num_stages == 1 {
-        "steps".to_owned()
-    } else {
-        format!("stage {number}")
-    };
+    let name = if num_stages == 1 { "steps".to_owned() } else { format!("stage {number}") };
     let mut lines = vec![
         format!(
             "  {name:<10} {} steps of {} tokens, rows of {}, {} micro-batches",
@@ -273,20 +252,13 @@ fn stage_lines(number: usize, stage: &StagePlan, num_stages: usize) -> Vec<Strin
     }
     if let Some(seq_len) = stage.pays_from {
         let seq_len = terminal::thousands(seq_len as u64);
-        lines.push(format!(
-            "             nsa is faster than dense attention from about {seq_len} tokens a row on"
-        ));
+        lines.push(format!("             nsa is faster than dense attention from about {seq_len} tokens a row on"));
     }
     lines
 }
 
 fn context_parallel_lines(parts: &ContextParallelPlan) -> [String; 2] {
-    let ContextParallelPlan {
-        degree,
-        tokens,
-        exchange_seconds,
-        longest_rows,
-    } = parts;
+    let ContextParallelPlan { degree, tokens, exchange_seconds, longest_rows } = parts;
     let longest = longest_rows.iter().map(|(kind, seq_len)| match seq_len {
         0 => format!("{kind} none"),
         seq_len => format!("{kind} {}", terminal::thousands(*seq_len as u64)),
@@ -297,21 +269,12 @@ fn context_parallel_lines(parts: &ContextParallelPlan) -> [String; 2] {
             terminal::thousands(*tokens as u64),
             1e3 * exchange_seconds
         ),
-        format!(
-            "             longest rows that fit, one a micro-batch: {}",
-            longest.collect::<Vec<_>>().join(", ")
-        ),
+        format!("             longest rows that fit, one a micro-batch: {}", longest.collect::<Vec<_>>().join(", ")),
     ]
 }
 
 fn ranks_line(together: &RanksPlan) -> String {
-    let RanksPlan {
-        ranks,
-        sum_bytes,
-        gather_bytes,
-        sum_seconds,
-        gather_seconds,
-    } = together;
+    let RanksPlan { ranks, sum_bytes, gather_bytes, sum_seconds, gather_seconds } = together;
     let [sums, gathered] = [sum_seconds, gather_seconds].map(|seconds| 1e3 * seconds);
     let hosts = match ranks.hosts {
         1 => "on one host".to_owned(),
@@ -329,20 +292,14 @@ fn ranks_line(together: &RanksPlan) -> String {
 
 fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
     let memory = &plan.memory;
-    let mut lines = vec![format!(
-        "memory        {}: {}; fullest in {}",
-        need(memory),
-        memory.verdict.words(),
-        memory.moment
-    )];
+    let mut lines =
+        vec![format!("memory        {}: {}; fullest in {}", need(memory), memory.verdict.words(), memory.moment)];
     for (part, bytes) in memory.parts() {
         lines.push(format!("  {part:<20} {:>12}", gib(bytes)));
     }
     if memory.host_checkpoint_bytes > 0 {
         let bytes = gib(memory.host_checkpoint_bytes);
-        lines.push(format!(
-            "  and {bytes} of the machine's own memory while a checkpoint is written"
-        ));
+        lines.push(format!("  and {bytes} of the machine's own memory while a checkpoint is written"));
     }
     for fitting in &memory.would_fit {
         let (setting, total) = (&fitting.setting, gib(fitting.total_bytes));
@@ -351,14 +308,7 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
     if memory.verdict.needs_advice() && memory.would_fit.is_empty() {
         lines.push(format!("  {NOTHING_FITS}"));
     }
-    for ZeroPlan {
-        zero_stage,
-        gradient_dtype,
-        total_bytes,
-        sum_bytes,
-        verdict,
-    } in &plan.zero_stages
-    {
+    for ZeroPlan { zero_stage, gradient_dtype, total_bytes, sum_bytes, verdict } in &plan.zero_stages {
         lines.push(format!(
             "  zero_stage = {zero_stage}, gradients in {:<4}: {}, {}; {:.1} GB of gradients cross a step",
             format!("{gradient_dtype:?}").to_lowercase(),

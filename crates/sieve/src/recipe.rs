@@ -60,11 +60,7 @@ pub(crate) struct Found {
 impl RecipeArgs {
     /// Arguments for a recipe by path or name.
     pub(crate) fn new(recipe: String, overrides: Vec<String>) -> Self {
-        Self {
-            recipe,
-            overrides,
-            found: Arc::default(),
-        }
+        Self { recipe, overrides, found: Arc::default() }
     }
 
     /// Finds, reads and checks the recipe. If `--set` changes the kind of attention, warns of keys that only the old
@@ -156,10 +152,7 @@ fn find(recipe: &str) -> Result<Found> {
     }
     let given = PathBuf::from(recipe);
     if given.is_dir() {
-        bail!(
-            "--recipe {recipe} is a folder\n  hint: name one of its files: {}",
-            list(&in_folder(&given))
-        );
+        bail!("--recipe {recipe} is a folder\n  hint: name one of its files: {}", list(&in_folder(&given)));
     }
     let names = [recipe.to_owned(), format!("{recipe}.toml")];
     let beside = names.each_ref().map(|name| Path::new(FOLDER).join(name));
@@ -170,10 +163,7 @@ fn find(recipe: &str) -> Result<Found> {
         return read(file, origin);
     }
     let inside = names.iter().find_map(|name| {
-        Some(Found {
-            text: shipped::recipe(name)?.to_owned(),
-            origin: format!("{name} (inside the program)"),
-        })
+        Some(Found { text: shipped::recipe(name)?.to_owned(), origin: format!("{name} (inside the program)") })
     });
     inside.with_context(|| {
         let mut names = in_folder(Path::new(FOLDER));

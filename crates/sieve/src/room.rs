@@ -15,9 +15,7 @@ pub(crate) fn lines(recipe: &Recipe, parameters: &ParameterCounts, out: &Path) -
 /// A line about the checkpoints' size and the free space in the output folder.
 pub(crate) fn line(recipe: &Recipe, disk: DiskPlan, out: &Path) -> String {
     let free = sieve_files::free_bytes(out);
-    let free = free.map_or(String::new(), |free| {
-        format!("; {} are free in {}", terminal::bytes(free), out.display())
-    });
+    let free = free.map_or(String::new(), |free| format!("; {} are free in {}", terminal::bytes(free), out.display()));
     format!(
         "checkpoints of {} every {} steps, at most {} at a time: {}{free}",
         terminal::bytes(disk.checkpoint_bytes),
@@ -53,10 +51,7 @@ mod tests {
         let dir = std::env::temp_dir();
         let recipe = include_str!("../../../recipes/quickstart.toml");
         let recipe = Recipe::load(recipe, "quickstart", &[]).expect("a recipe");
-        let disk = |num_parameters: u64| DiskPlan {
-            checkpoint_bytes: 12 * num_parameters,
-            num_checkpoints: 1,
-        };
+        let disk = |num_parameters: u64| DiskPlan { checkpoint_bytes: 12 * num_parameters, num_checkpoints: 1 };
         assert_eq!(warning(&recipe, disk(1), &dir), None);
         let text = warning(&recipe, disk(1 << 50), &dir).expect("a petabyte");
         for part in ["are free in", "keep_latest_k", "checkpoint.interval"] {

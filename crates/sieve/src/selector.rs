@@ -167,12 +167,7 @@ mod tests {
 
     #[test]
     fn a_short_form_holds_what_was_asked_for() {
-        for asked in [
-            "meanpool",
-            "quest:budget=64",
-            "xattention:stride=16,tau=0.5",
-            "0-1=dense/2-=meanpool:tau=0.5",
-        ] {
+        for asked in ["meanpool", "quest:budget=64", "xattention:stride=16,tau=0.5", "0-1=dense/2-=meanpool:tau=0.5"] {
             let selector = LayerSelectors::parse(asked).expect("valid");
             let short = short(&selector.to_string());
             let again = LayerSelectors::parse(&short).expect("as valid");

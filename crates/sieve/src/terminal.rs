@@ -250,9 +250,8 @@ pub(crate) fn progress_bar(len: u64, template: &str) -> ProgressBar {
         return ProgressBar::hidden();
     }
     let bar = ProgressBar::new(len);
-    let style = ProgressStyle::with_template(template)
-        .unwrap_or_else(|_| ProgressStyle::default_bar())
-        .progress_chars("=> ");
+    let style =
+        ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> ");
     bar.set_style(style);
     bar.enable_steady_tick(Duration::from_millis(250));
     bar

@@ -54,13 +54,10 @@ pub(crate) fn passed_over(corpus: &Corpus) -> Option<String> {
     let mut endings = corpus.passed_over().iter().collect::<Vec<_>>();
     endings.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
     let total = endings.iter().map(|(_, count)| **count).sum::<usize>();
-    let names = endings
-        .iter()
-        .take(ENDINGS_NAMED)
-        .map(|(ending, _)| match ending.as_str() {
-            "" => "no ending".to_owned(),
-            ending => format!(".{ending}"),
-        });
+    let names = endings.iter().take(ENDINGS_NAMED).map(|(ending, _)| match ending.as_str() {
+        "" => "no ending".to_owned(),
+        ending => format!(".{ending}"),
+    });
     let mut names = names.collect::<Vec<_>>();
     if endings.len() > ENDINGS_NAMED {
         names.push("…".to_owned());

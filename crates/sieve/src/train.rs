@@ -193,9 +193,7 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> R
         ranks::check_recipe(mesh, &recipe)?;
     }
     let session = Session::open(args, &recipe, mesh, interrupt)?;
-    text.iter()
-        .filter(|_| session.prints())
-        .for_each(|line| terminal::status(line));
+    text.iter().filter(|_| session.prints()).for_each(|line| terminal::status(line));
     if let Some(words) = learns_nothing(&recipe).filter(|_| session.prints()) {
         terminal::warning(words);
     }
@@ -393,14 +391,9 @@ fn on_cuda(gpu: &DeviceReport, shape: &ModelShape) -> (Hardware<Autodiff<Cuda>>,
         }),
         keeping: Keeping::default(),
     };
-    let peak = peak.map_or("unknown peak".to_owned(), |peak| {
-        format!("{:.0} TFLOP/s peak", peak / 1e12)
-    });
+    let peak = peak.map_or("unknown peak".to_owned(), |peak| format!("{:.0} TFLOP/s peak", peak / 1e12));
     let attention = attention_path(shape, &gpu.arch());
-    let description = format!(
-        "cuda:{} ({}, {peak}) in bf16 over f32 masters, {attention}",
-        gpu.index, gpu.name
-    );
+    let description = format!("cuda:{} ({}, {peak}) in bf16 over f32 masters, {attention}", gpu.index, gpu.name);
     (hardware, description)
 }
 
@@ -444,9 +437,8 @@ fn train<B: TrainBackend>(
         let what = || format!("creating {} for --checkpoint-fallback", dir.display());
         std::fs::create_dir_all(dir).with_context(what)?;
     }
-    let data = ranks::first_then_others(session.mesh.as_deref(), || {
-        prepare(recipe, &mut folder, start, &origin, &log)
-    })?;
+    let data =
+        ranks::first_then_others(session.mesh.as_deref(), || prepare(recipe, &mut folder, start, &origin, &log))?;
     if let Some(mesh) = &session.mesh {
         ranks::check_shared(mesh, out)?;
     }
@@ -508,11 +500,7 @@ fn train<B: TrainBackend>(
     }
     if summary.interrupted {
         tell_references(&log);
-        log.always(&stopped_line(
-            recipe,
-            &summary,
-            session.args.checkpoint_fallback.as_deref(),
-        ));
+        log.always(&stopped_line(recipe, &summary, session.args.checkpoint_fallback.as_deref()));
         let is_as_asked = (session.args.stop_after).is_some_and(|n| summary.step - first_step >= n);
         return Ok(match is_as_asked {
             true => Ending::Finished,
@@ -576,11 +564,7 @@ fn is_finished(
             // This would be a new run, whose schedule also counts the steps before it.
             true => format!(
                 "{} with --set training.steps={more}, or another number above {}",
-                if origin.is_branch {
-                    "--branch-from"
-                } else {
-                    "--resume-from"
-                },
+                if origin.is_branch { "--branch-from" } else { "--resume-from" },
                 more / 2
             ),
             false => format!("--resume --extend {more}, with a learning-rate schedule of its own for the new steps"),
@@ -635,9 +619,7 @@ fn run_steps<B: TrainBackend>(
     });
     drop(stalls);
     bar.finish_and_clear();
-    result
-        .map_err(anyhow::Error::from)
-        .inspect_err(|error| log.keep(&terminal::error_text(error)))
+    result.map_err(anyhow::Error::from).inspect_err(|error| log.keep(&terminal::error_text(error)))
 }
 
 /// The profiler of `--profile`; `None` without the flag, on the CPU, and on ranks other than 0.
@@ -652,10 +634,7 @@ fn profile<B: TrainBackend>(
         return Ok(None);
     };
     let training = &recipe.training;
-    let run = StepRange {
-        first: trainer.step(),
-        last: training.steps as u64,
-    };
+    let run = StepRange { first: trainer.step(), last: training.steps as u64 };
     let size = (session.mesh.as_ref()).map_or(1, |mesh| mesh.world().size);
     let tokens = training.global_batch_size * training.seq_len / size;
     StepProfile::new(num_steps, run, trainer.shape(), tokens, &gpu.name).map(Some)
@@ -666,10 +645,7 @@ fn profile<B: TrainBackend>(
 fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Origin, log: &Log) -> Result<TrainingData> {
     let (dir, on_change) = match &recipe.data.cache_dir {
         // Other runs may be reading the shards in a shared folder.
-        Some(dir) => (
-            PathBuf::from(sieve_core::paths::expand(dir, &variable)?),
-            OnChange::Refuse,
-        ),
+        Some(dir) => (PathBuf::from(sieve_core::paths::expand(dir, &variable)?), OnChange::Refuse),
         None => (folder.data_path(), OnChange::Replace),
     };
     let source = match &origin.checkpoint {
@@ -733,9 +709,7 @@ fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
         TrainEvent::Skipped(report) => log.always(&skipped_line(report)),
         TrainEvent::Validation(report) => log.line(&validation_line(report)),
         TrainEvent::Checkpoint(path) => log.line(&format!("checkpoint: {}", path.display())),
-        TrainEvent::FirstStep => startup::elapsed_once()
-            .iter()
-            .for_each(|elapsed| log.line(&startup_line(*elapsed))),
+        TrainEvent::FirstStep => startup::elapsed_once().iter().for_each(|elapsed| log.line(&startup_line(*elapsed))),
         TrainEvent::Notice(text) => log.line(text),
         TrainEvent::Warning(text) => log.always(text),
     });

@@ -9,9 +9,7 @@ pub(crate) fn run(on_gpu: bool) -> Result<()> {
     }
     // A macro declares the selectors of prefill as modules, so `cargo fmt` does not find their files by itself.
     let files = workspace::files()?;
-    let selectors = files
-        .iter()
-        .filter(|file| file.starts_with("crates/sieve-select/src/prefill/"));
+    let selectors = files.iter().filter(|file| file.starts_with("crates/sieve-select/src/prefill/"));
     let mut fmt = vec!["fmt", "--all", "--", "--check"];
     fmt.extend(selectors.map(String::as_str));
     workspace::run("cargo", &fmt)?;

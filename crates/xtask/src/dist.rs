@@ -77,9 +77,7 @@ fn check(archive: &Path, name: &str, empty: &Path) -> Result<()> {
         let seconds = unaided(&folder, line)?.as_secs_f64();
         println!("dist: {seconds:>6.2} s  sieve {line}");
     }
-    let mut starts = (0..7)
-        .map(|_| unaided(&folder, "--version"))
-        .collect::<Result<Vec<_>>>()?;
+    let mut starts = (0..7).map(|_| unaided(&folder, "--version")).collect::<Result<Vec<_>>>()?;
     starts.sort();
     println!("dist: starts in {:.1} ms (median of 7)", 1e3 * starts[3].as_secs_f64());
     fs::remove_dir_all(empty).with_context(|| format!("removing {}", empty.display()))

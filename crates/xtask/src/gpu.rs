@@ -18,11 +18,7 @@ struct Tool {
 }
 
 const fn tool(name: &'static str, options: &'static str, check_options: &'static str) -> Tool {
-    Tool {
-        name,
-        options,
-        check_options,
-    }
+    Tool { name, options, check_options }
 }
 
 const TOOLS: &[Tool] = &[
@@ -67,15 +63,10 @@ pub(crate) fn run_program(program: &Path, words: &[&str]) -> Result<()> {
     let known = |name: &&str| *name == PLAIN || TOOLS.iter().any(|tool| tool.name == *name);
     if let Some(name) = only.iter().find(|name| !known(name)) {
         let names: Vec<&str> = TOOLS.iter().map(|tool| tool.name).collect();
-        bail!(
-            "check --gpu: there is no tool {name}; there are {PLAIN}, {}",
-            names.join(", ")
-        );
+        bail!("check --gpu: there is no tool {name}; there are {PLAIN}, {}", names.join(", "));
     }
     require()?;
-    let program = program
-        .canonicalize()
-        .with_context(|| format!("there is no program {}", program.display()))?;
+    let program = program.canonicalize().with_context(|| format!("there is no program {}", program.display()))?;
     let program = program.to_string_lossy();
     let is_wanted = |name: &str| only.is_empty() || only.contains(&name);
     if is_wanted(PLAIN) {

@@ -29,10 +29,7 @@ pub(crate) fn run(only_arch: Option<&str>) -> Result<()> {
         .filter(|(_, arch)| only_arch.is_none_or(|only| only == *arch))
         .collect();
     if jobs.is_empty() {
-        bail!(
-            "nothing to compile: no specialisation names {}",
-            only_arch.unwrap_or("an architecture")
-        );
+        bail!("nothing to compile: no specialisation names {}", only_arch.unwrap_or("an architecture"));
     }
     let compiled = jobs.par_iter().map(|&(specialisation, arch)| Compiled {
         specialisation,
@@ -78,21 +75,14 @@ fn report(shipped: &Shipped, results: &[Compiled]) -> Result<()> {
         }
         problems.extend(resources::warnings(log).map(|line| format!("{name}: {line}")));
     }
-    println!(
-        "kernels: {} specialisations, {} compilations",
-        shipped.specialisations.len(),
-        results.len()
-    );
+    println!("kernels: {} specialisations, {} compilations", shipped.specialisations.len(), results.len());
     if problems.is_empty() {
         return Ok(());
     }
     for problem in &problems {
         println!("kernels: {problem}");
     }
-    bail!(
-        "{} kernel problem(s); a spill needs an entry with its reason in kernels/allowances.toml",
-        problems.len()
-    )
+    bail!("{} kernel problem(s); a spill needs an entry with its reason in kernels/allowances.toml", problems.len())
 }
 
 /// The folder of the kernels' sources.

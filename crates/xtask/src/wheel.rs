@@ -10,12 +10,7 @@ const TAG: &str = "manylinux_2_28_x86_64";
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// Packages from PyPI: a linker for an old glibc, and what builds and tags wheels.
-const TOOLS: &[&str] = &[
-    "cargo-zigbuild==0.24.0",
-    "ziglang==0.15.2",
-    "setuptools>=77",
-    "wheel>=0.45",
-];
+const TOOLS: &[&str] = &["cargo-zigbuild==0.24.0", "ziglang==0.15.2", "setuptools>=77", "wheel>=0.45"];
 
 const MOST_BYTES: u64 = 6_000_000;
 
@@ -25,10 +20,7 @@ pub(crate) fn run() -> Result<()> {
     let bin = |venv: &Path, program: &str| venv.join("bin").join(program).display().to_string();
     if !venv.join("bin/cargo-zigbuild").is_file() {
         workspace::run("python3", &["-m", "venv", &venv.display().to_string()])?;
-        workspace::run(
-            &bin(&venv, "python"),
-            &[&["-m", "pip", "install", "-q"], TOOLS].concat(),
-        )?;
+        workspace::run(&bin(&venv, "python"), &[&["-m", "pip", "install", "-q"], TOOLS].concat())?;
     }
     let (major, minor) = GLIBC;
     let target = format!("{TARGET}.{major}.{minor}");
@@ -36,10 +28,7 @@ pub(crate) fn run() -> Result<()> {
     let python = format!("CARGO_ZIGBUILD_PYTHON_PATH={}", bin(&venv, "python"));
     let zigbuild = bin(&venv, "cargo-zigbuild");
     let build = "zigbuild --release -p sieve-capi --lib --target".split(' ');
-    let build = [python.as_str(), &zigbuild]
-        .into_iter()
-        .chain(build)
-        .chain([target.as_str()]);
+    let build = [python.as_str(), &zigbuild].into_iter().chain(build).chain([target.as_str()]);
     workspace::run("env", &build.collect::<Vec<_>>())?;
 
     let package = target_folder("wheel/package")?;
@@ -49,10 +38,7 @@ pub(crate) fn run() -> Result<()> {
     fs::copy(&built, &library).with_context(|| format!("copying {}", built.display()))?;
     workspace::run("strip", &["--strip-unneeded", &library.display().to_string()])?;
     let newest = newest_glibc(&fs::read(&library)?);
-    ensure!(
-        newest <= GLIBC,
-        "the library needs glibc {newest:?}, the wheel's tag promises {GLIBC:?}"
-    );
+    ensure!(newest <= GLIBC, "the library needs glibc {newest:?}, the wheel's tag promises {GLIBC:?}");
 
     let wheels = target_folder("wheel/made")?;
     for old in entries(&wheels)? {
@@ -69,13 +55,7 @@ pub(crate) fn run() -> Result<()> {
     workspace::run(&python, &tag)?;
     let wheel = the_only(&wheels)?;
     let size = wheel.metadata()?.len();
-    println!(
-        "wheel: {}, {:.2} MB, needs glibc {}.{}",
-        wheel.display(),
-        size as f64 / 1e6,
-        newest.0,
-        newest.1
-    );
+    println!("wheel: {}, {:.2} MB, needs glibc {}.{}", wheel.display(), size as f64 / 1e6, newest.0, newest.1);
     ensure!(size <= MOST_BYTES, "the wheel has {size} bytes, more than {MOST_BYTES}");
     check_in_empty_environment(&wheel, bin)
 }
@@ -100,10 +80,7 @@ fn check_in_empty_environment(wheel: &Path, bin: impl Fn(&Path, &str) -> String)
 /// The newest glibc version among the versioned symbols that a library imports.
 fn newest_glibc(library: &[u8]) -> (u32, u32) {
     const NAME: &[u8] = b"GLIBC_";
-    let found = library
-        .windows(NAME.len())
-        .enumerate()
-        .filter(|(_, word)| *word == NAME);
+    let found = library.windows(NAME.len()).enumerate().filter(|(_, word)| *word == NAME);
     let versions = found.filter_map(|(at, _)| {
         let rest = &library[at + NAME.len()..];
         let end = rest.iter().position(|byte| *byte == 0)?;
@@ -134,12 +111,7 @@ fn copy_package(from: &Path, to: &Path) -> Result<()> {
 /// The path of the only file in a folder.
 fn the_only(folder: &Path) -> Result<PathBuf> {
     let mut all = entries(folder)?;
-    ensure!(
-        all.len() == 1,
-        "{} holds {} files, expected one",
-        folder.display(),
-        all.len()
-    );
+    ensure!(all.len() == 1, "{} holds {} files, expected one", folder.display(), all.len());
     Ok(all.remove(0))
 }
 

@@ -61,11 +61,7 @@ pub(crate) fn packages(line: &str) -> Result<Vec<Value>> {
 /// The repository's files, tracked or new and not ignored, as paths from the root with forward slashes.
 pub(crate) fn files() -> Result<Vec<String>> {
     let listing = output("git ls-files -z --cached --others --exclude-standard")?;
-    let mut files: Vec<String> = listing
-        .split('\0')
-        .filter(|f| !f.is_empty())
-        .map(str::to_owned)
-        .collect();
+    let mut files: Vec<String> = listing.split('\0').filter(|f| !f.is_empty()).map(str::to_owned).collect();
     // git still lists a file whose deletion is not committed.
     files.retain(|file| root().join(file).is_file());
     files.sort();

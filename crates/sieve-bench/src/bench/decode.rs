@@ -65,9 +65,7 @@ fn selector(bench: &mut Bench<'_>, name: &str) -> Result<()> {
                 bounds: bounds.as_ref(),
             };
             let step = DecodeStep::new(TOKENS - 1, scale);
-            bench.row(name, shape, Work::Time, || {
-                kv.selector_decode(&token, step, choice, &scratch)
-            });
+            bench.row(name, shape, Work::Time, || kv.selector_decode(&token, step, choice, &scratch));
         }
         Some(heavy) => match (heavy.slots, heavy.selection.keep.by) {
             (Some(window), _) => {
@@ -76,9 +74,7 @@ fn selector(bench: &mut Bench<'_>, name: &str) -> Result<()> {
                 let scratch = DecodeScratch::new(like, shape, room)?;
                 let length = device.int(&[TOKENS as i32], &[1]);
                 let name = format!("{name}, {room} slots");
-                bench.row(&name, shape, Work::Time, || {
-                    slots.heavy_decode(&token, &length, TOKENS, scale, &scratch)
-                });
+                bench.row(&name, shape, Work::Time, || slots.heavy_decode(&token, &length, TOKENS, scale, &scratch));
             }
             // SnapKV: dense attention over the keys that it kept of the text.
             (None, KeepBlocks::Top(top)) => {

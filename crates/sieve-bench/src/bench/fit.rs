@@ -39,9 +39,7 @@ pub(super) fn fit(target: &[Masses], measure: &mut dyn FnMut(&[Weights]) -> Resu
         let masses = measure(&weights)?;
         let error = mean_error(target, &masses);
         let next = weights.iter().zip(target).zip(&masses);
-        let next: Vec<Weights> = next
-            .map(|((weights, target), now)| moved(weights, target, now))
-            .collect();
+        let next: Vec<Weights> = next.map(|((weights, target), now)| moved(weights, target, now)).collect();
         if best.as_ref().is_none_or(|best| error < best.0) {
             let weights = weights.clone();
             best = Some((error, Fit { weights, masses }));
@@ -80,21 +78,13 @@ mod tests {
     /// Masses of a head whose parts have `keys` keys, seen by probes that overlap as the real ones do.
     fn masses(weights: &Weights) -> Masses {
         let keys = [4.0, 64.0, 60.0, 300.0, 1000.0];
-        let part: Vec<f64> = (0..PARTS.len())
-            .map(|at| keys[at] * f64::from(weights[at]).exp())
-            .collect();
+        let part: Vec<f64> = (0..PARTS.len()).map(|at| keys[at] * f64::from(weights[at]).exp()).collect();
         let all = part.iter().sum::<f64>() + 30_000.0;
         let [sinks, lines, local, diagonals, regions] = part[..] else {
             unreachable!("five parts");
         };
-        [
-            sinks + local,
-            sinks + lines + local,
-            local,
-            0.5 * local + diagonals,
-            0.5 * (sinks + local) + regions,
-        ]
-        .map(|mass| mass / all)
+        [sinks + local, sinks + lines + local, local, 0.5 * local + diagonals, 0.5 * (sinks + local) + regions]
+            .map(|mass| mass / all)
     }
 
     #[test]

@@ -160,11 +160,7 @@ fn position_code<B: Backend>(seq_len: usize, frequencies: &[f64], shifts: &[f64]
         for (head, frequencies) in frequencies.chunks_exact(FREQUENCIES).enumerate() {
             for at in 0..count {
                 let position = (at * stride) as f64 - shifts[head];
-                values.extend(
-                    frequencies
-                        .iter()
-                        .map(|frequency| function(frequency * position) as f32),
-                );
+                values.extend(frequencies.iter().map(|frequency| function(frequency * position) as f32));
             }
         }
         Tensor::<B, 3>::from_data(TensorData::new(values, [heads, count, FREQUENCIES]), device)

@@ -78,14 +78,8 @@ impl Inputs {
 
     /// The same tensors for backward passes in which about `blocks` blocks of threads share a tile of keys.
     pub(crate) fn with_blocks_per_tile(&self, blocks: usize) -> Self {
-        let policy = KernelPolicy {
-            blocks_per_tile: Some(blocks),
-            ..self.qkv.policy()
-        };
-        Self {
-            qkv: self.qkv.under(policy),
-            ..self.clone()
-        }
+        let policy = KernelPolicy { blocks_per_tile: Some(blocks), ..self.qkv.policy() };
+        Self { qkv: self.qkv.under(policy), ..self.clone() }
     }
 
     /// Uploads the scores `z` and their biases, each `[batch, num_kv_heads, seq_len]`.
@@ -130,8 +124,7 @@ impl Inputs {
         window: Option<usize>,
         bias: Option<&CudaTensor>,
     ) -> Result<AttentionResult, KernelError> {
-        self.qkv
-            .attention_forward(&self.doc_start, window, self.scale, bias.map(|bias| (bias, self.o_low)))
+        self.qkv.attention_forward(&self.doc_start, window, self.scale, bias.map(|bias| (bias, self.o_low)))
     }
 
     /// Backward pass of [`forward`](Self::forward) into `grads`; returns the gradient of the bias.
@@ -142,8 +135,7 @@ impl Inputs {
         bias: Option<&CudaTensor>,
         order: SumOrder,
     ) -> Result<Option<CudaTensor>, KernelError> {
-        self.call(&self.qkv.in_order(order), result)
-            .attention_backward(self.documents(), window, bias)
+        self.call(&self.qkv.in_order(order), result).attention_backward(self.documents(), window, bias)
     }
 
     /// First position and end of each token's document.
@@ -164,18 +156,11 @@ impl Inputs {
         lists: &KeyLists,
         order: SumOrder,
     ) -> Result<CudaTensor, KernelError> {
-        self.call(&self.qkv.in_order(order), result)
-            .dma_attention_backward(delta, lists)
+        self.call(&self.qkv.in_order(order), result).dma_attention_backward(delta, lists)
     }
 
     /// The arguments of a backward pass; `qkv` are the inputs with a sum order ([`Qkv::in_order`]).
     pub(super) fn call<'a>(&'a self, qkv: &'a Qkv, result: &'a AttentionResult) -> AttentionGradients<'a> {
-        AttentionGradients {
-            qkv,
-            result,
-            d_o: &self.d_o,
-            grads: &self.grads,
-            softmax_scale: self.scale,
-        }
+        AttentionGradients { qkv, result, d_o: &self.d_o, grads: &self.grads, softmax_scale: self.scale }
     }
 }

@@ -46,17 +46,10 @@ fn pack(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     let table = || device.float(&vec![0.5; seq_len * half], &[seq_len, half], DType::F32);
     let (positions, cos, sin) = (device.int(&position_list, &[batch, seq_len]), table(), table());
     let [q_weight, k_weight] = [(); 2].map(|()| bench.bf16([HEAD_DIM + ROPE_DIM]));
-    let norm = MlaNorm {
-        q_weight: &q_weight,
-        k_weight: &k_weight,
-        epsilon: 1e-6,
-    };
+    let norm = MlaNorm { q_weight: &q_weight, k_weight: &k_weight, epsilon: 1e-6 };
     for (norm, names) in [
         (None, ["latent pack forward", "latent pack backward"]),
-        (
-            Some(norm),
-            ["latent pack forward, normed", "latent pack backward, normed"],
-        ),
+        (Some(norm), ["latent pack forward, normed", "latent pack backward, normed"]),
     ] {
         let args = MlaPack {
             num_heads: HEADS,
@@ -70,9 +63,7 @@ fn pack(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
         let (packed, _) = args.mla_pack_forward(inputs.each_ref())?;
         let read = inputs.iter().map(CudaTensor::num_elements).sum::<usize>();
         let bytes = 2.0 * (packed.num_elements() + read) as f64;
-        bench.row(names[0], shape, Work::Bytes(bytes), || {
-            args.mla_pack_forward(inputs.each_ref())
-        });
+        bench.row(names[0], shape, Work::Bytes(bytes), || args.mla_pack_forward(inputs.each_ref()));
         // The backward pass of a norm reads the inputs too.
         let again = if norm.is_some() { 2.0 * read as f64 } else { 0.0 };
         bench.row(names[1], shape, Work::Bytes(bytes + again), || {
@@ -89,9 +80,7 @@ fn decoding(bench: &mut Bench<'_>, batch: usize, len: usize) {
     let shape = AttentionShape::new(batch, len, [HEADS, 1], [width, RANK]);
     let q = bench.bf16([batch, 1, HEADS, width]);
     let latents = bench.bf16([batch, len, width]);
-    let factors = bench
-        .device
-        .float(&vec![0.5; batch * len * HEADS], &[batch, len, HEADS], DType::F32);
+    let factors = bench.device.float(&vec![0.5; batch * len * HEADS], &[batch, len, HEADS], DType::F32);
     for (name, key_scale) in [("latent decode", None), ("latent decode, normed", Some(&factors))] {
         let factor_bytes = key_scale.map_or(0, |scale| 4 * scale.num_elements());
         let work = Work::Bytes((2 * latents.num_elements() + factor_bytes) as f64);

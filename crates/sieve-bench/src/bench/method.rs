@@ -54,20 +54,10 @@ impl<'a> Method<'a> {
                 }
                 let mask = upload_mask(device, &chosen.mask).map_err(|error| refused(error.into()))?;
                 let host_ms = 1e3 * started.elapsed().as_secs_f64();
-                Kind::Positions {
-                    mask: Box::new(mask),
-                    density: density(&chosen).token,
-                    host_ms,
-                }
+                Kind::Positions { mask: Box::new(mask), density: density(&chosen).token, host_ms }
             }
         };
-        Ok(Some(Self {
-            operands,
-            device,
-            selector: selector.clone(),
-            call,
-            kind,
-        }))
+        Ok(Some(Self { operands, device, selector: selector.clone(), call, kind }))
     }
 
     /// Milliseconds that the host took for a mask of positions alone, which all prompts of this length share; `None`
@@ -81,10 +71,7 @@ impl<'a> Method<'a> {
 
     pub(super) fn select(&self) -> Result<ChosenKeys<CudaTensor>, KernelError> {
         match &self.kind {
-            Kind::Positions { mask, .. } => Ok(ChosenKeys {
-                mask: KeyMask::clone(mask),
-                probe_o: None,
-            }),
+            Kind::Positions { mask, .. } => Ok(ChosenKeys { mask: KeyMask::clone(mask), probe_o: None }),
             Kind::Chooses(selection) => self.operands.qkv.select_blocks(selection),
         }
     }

@@ -86,9 +86,7 @@ impl Call {
     /// Backward pass of all branches. Each branch gets the output's gradient in place of its gated one, which has the
     /// same size.
     pub(super) fn backward(&self, branches: &Branches, order: SumOrder) -> Result<(), KernelError> {
-        let Inputs {
-            shape, qkv, d_o, scale, ..
-        } = &self.inputs;
+        let Inputs { shape, qkv, d_o, scale, .. } = &self.inputs;
         let qkv = &qkv.in_order(order);
         let documents = self.inputs.documents();
         nsa_gates_backward(outputs(branches), &self.logits, &self.bias, d_o)?;
@@ -131,25 +129,12 @@ fn sparse(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
 /// InfLLM-V2, MoBA and MSA with the blocks of NSA's row, and each with its published budget.
 fn choices() -> [(&'static str, BlockChoice); 6] {
     let num_selected_blocks = BLOCKS.num_selected_blocks;
-    let infllm = InfllmV2Shape {
-        num_selected_blocks,
-        num_local_blocks: num_selected_blocks / 2,
-        ..InfllmV2Shape::published()
-    };
-    let moba = MobaShape {
-        select_block_size: BLOCKS.select_block_size,
-        num_selected_blocks,
-    };
-    let msa = MsaShape {
-        select_block_size: BLOCKS.select_block_size,
-        num_selected_blocks,
-        ..MsaShape::published()
-    };
+    let infllm =
+        InfllmV2Shape { num_selected_blocks, num_local_blocks: num_selected_blocks / 2, ..InfllmV2Shape::published() };
+    let moba = MobaShape { select_block_size: BLOCKS.select_block_size, num_selected_blocks };
+    let msa = MsaShape { select_block_size: BLOCKS.select_block_size, num_selected_blocks, ..MsaShape::published() };
     // As many keys as the published 16 blocks of 128: kernels read blocks of 64, so twice as many.
-    let as_many_keys = MsaShape {
-        num_selected_blocks: 2 * num_selected_blocks,
-        ..msa
-    };
+    let as_many_keys = MsaShape { num_selected_blocks: 2 * num_selected_blocks, ..msa };
     [
         ("infllm_v2 ", infllm.choice()),
         ("moba ", moba.choice()),
@@ -166,11 +151,7 @@ fn choices() -> [(&'static str, BlockChoice); 6] {
 /// gradient; elsewhere that gradient is two backward passes of attention.
 fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: BlockChoice) -> Result<()> {
     let heads = [shape.num_heads, shape.num_kv_heads];
-    let of_heads = |[num_heads, num_kv_heads]: [usize; 2]| AttentionShape {
-        num_heads,
-        num_kv_heads,
-        ..shape
-    };
+    let of_heads = |[num_heads, num_kv_heads]: [usize; 2]| AttentionShape { num_heads, num_kv_heads, ..shape };
     let (scored, choosers) = (of_heads(choice.scored_heads(heads)), choice.choices_per_token(heads));
     let attended = bench.inputs_or_skip(of_heads([shape.num_heads, choosers]))?;
     let (Some(inputs), Some(read)) = (bench.inputs_or_skip(scored)?, attended) else {
@@ -188,20 +169,15 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
     };
     // One GEMM of a forward pass's two: the scores.
     let scores = forward_flops(scored, shape.seq_len) / choice.blocks.compress_stride as f64 / 2.0;
-    bench.row(&format!("{name}choice"), shape, Work::Flops(scores), || {
-        choose().map(drop)
-    });
+    bench.row(&format!("{name}choice"), shape, Work::Flops(scores), || choose().map(drop));
     let tokens = blocks.num_selected_blocks * blocks.select_block_size;
     let flops = forward_flops(shape, tokens);
     let indexer_shape = of_heads([choosers; 2]);
     let indexer = bench.inputs_or_skip(indexer_shape)?.filter(|_| choice.has_indexer());
     if let Some(indexer) = indexer {
         let chosen = choose()?;
-        let attend = |inputs: &Inputs| {
-            inputs
-                .qkv
-                .nsa_selected_attention_forward(documents, &chosen, blocks, inputs.scale)
-        };
+        let attend =
+            |inputs: &Inputs| inputs.qkv.nsa_selected_attention_forward(documents, &chosen, blocks, inputs.scale);
         let (attention, lists) = attend(&read)?;
         // The scores of the heads and of the indexer, then two GEMMs with the difference of their probabilities.
         let flops = flops / 2.0 + 1.5 * forward_flops(indexer_shape, tokens);
@@ -234,9 +210,7 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
         &ORDERS,
         || {
             let chosen = choose()?;
-            let forward = read
-                .qkv
-                .nsa_selected_attention_forward(documents, &chosen, blocks, read.scale)?;
+            let forward = read.qkv.nsa_selected_attention_forward(documents, &chosen, blocks, read.scale)?;
             Ok((chosen, forward))
         },
         |(chosen, (result, lists)), order| {

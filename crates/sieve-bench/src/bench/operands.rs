@@ -68,8 +68,7 @@ impl Operands {
     /// Forward pass of dense attention over the same operands.
     pub(super) fn dense(&self) -> Result<AttentionResult, KernelError> {
         let (no_window, no_bias) = (None, None);
-        self.qkv
-            .attention_forward(&self.doc_start, no_window, self.scale(), no_bias)
+        self.qkv.attention_forward(&self.doc_start, no_window, self.scale(), no_bias)
     }
 }
 

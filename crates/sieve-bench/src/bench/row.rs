@@ -199,11 +199,9 @@ impl fmt::Display for BenchRow {
                     100.0 * kept as f64 / inputs
                 )
             }
-            Outcome::Growth(growth) => write!(
-                out,
-                "time grows as n^{:.2}, memory between the passes as n^{:.2}",
-                growth.time, growth.memory
-            ),
+            Outcome::Growth(growth) => {
+                write!(out, "time grows as n^{:.2}, memory between the passes as n^{:.2}", growth.time, growth.memory)
+            }
             Outcome::Skipped(reason) => write!(out, "skipped: {reason}"),
             Outcome::Failed(error) => write!(out, "FAILED {error}"),
         }

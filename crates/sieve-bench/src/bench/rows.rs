@@ -49,14 +49,9 @@ pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
     if bench.settings.has_sizes() {
         return asked(bench);
     }
-    for (batch, seq_len, width) in [
-        (2, 8192, 128),
-        (8, 2048, 128),
-        (1, 16384, 128),
-        (1, 32768, 128),
-        (2, 8192, 64),
-        (1, 32768, 64),
-    ] {
+    for (batch, seq_len, width) in
+        [(2, 8192, 128), (8, 2048, 128), (1, 16384, 128), (1, 32768, 128), (2, 8192, 64), (1, 32768, 64)]
+    {
         dense(bench, shape(batch, seq_len, HEADS, width), NO_WINDOW)?;
     }
     for (seq_len, width) in [(16384, 128), (65536, 128), (16384, 64)] {
@@ -251,9 +246,7 @@ fn dma(bench: &mut Bench<'_>, shape: AttentionShape, form: DmaShape, scores: &Sc
     let work = Work::Bytes(bytes);
     bench.row(&format!("{name}: select"), shape, work, || inputs.select(&z, window));
     let work = Work::Bytes(bytes);
-    bench.row(&format!("{name}: select and lists"), shape, work, || {
-        inputs.lists(&z, window)
-    });
+    bench.row(&format!("{name}: select and lists"), shape, work, || inputs.lists(&z, window));
     dma_passes(bench, &inputs, [&z, &delta], window, &name)?;
     if shape.seq_len > LONG_ROW {
         inputs.o_low = KeepOLow::Always;
@@ -332,9 +325,7 @@ pub(crate) fn decoding(bench: &mut Bench<'_>, name: &str, shape: AttentionShape)
     let step = DecodeStep::new(shape.seq_len - 1, 1.0 / (shape.head_dim as f32).sqrt());
     let length = vec![shape.seq_len as i32 - 1; shape.batch];
     let length = bench.device.int(&length, &[shape.batch]);
-    bench.row(name, shape, Work::Bytes(bytes), || {
-        cache.attention_decode(&token, &length, step, &scratch)
-    });
+    bench.row(name, shape, Work::Bytes(bytes), || cache.attention_decode(&token, &length, step, &scratch));
     Ok(())
 }
 
@@ -345,9 +336,7 @@ pub(crate) fn dma_decoding(bench: &mut Bench<'_>, shape: AttentionShape, kept: u
     let local_window_size = 0;
     let slots = slots(bench, shape, kept, local_window_size);
     // A score above the worst slot's, so that the new key evicts that slot's key.
-    let new_z = bench
-        .device
-        .float(&vec![0.5; batch * kv_heads], &[batch, kv_heads], DType::F32);
+    let new_z = bench.device.float(&vec![0.5; batch * kv_heads], &[batch, kv_heads], DType::F32);
     let scratch = DecodeScratch::new(token.q.tensor(), shape, kept)?;
     let length = bench.device.int(&vec![shape.seq_len as i32 - 1; batch], &[batch]);
     let scale = 1.0 / (shape.head_dim as f32).sqrt();

@@ -45,11 +45,9 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
         growth(bench, name, "tokens", long(points).collect());
     }
     let name = format!("dma w {KEPT}");
-    for (name, point) in [
-        (&name[..], (|bench, len| dma(bench, len, KEPT)) as PointOf),
-        ("nsa", sparse),
-        ("mla", latents),
-    ] {
+    for (name, point) in
+        [(&name[..], (|bench, len| dma(bench, len, KEPT)) as PointOf), ("nsa", sparse), ("mla", latents)]
+    {
         let points = points(lengths(), |len| point(bench, len))?;
         growth(bench, name, "tokens", long(points).collect());
     }
@@ -145,11 +143,7 @@ fn pass<R, D>(
     let milliseconds = bench.row(&both, shape, work, || backward(&forward()?));
     let kept = format!("{name}: kept for the backward pass");
     let bytes = bench.memory(&kept, shape, &forward)?;
-    Ok(milliseconds.map(|milliseconds| Point {
-        at: shape.seq_len,
-        milliseconds,
-        bytes,
-    }))
+    Ok(milliseconds.map(|milliseconds| Point { at: shape.seq_len, milliseconds, bytes }))
 }
 
 /// Reports by which power of the size time and memory grow; nothing where no point was measured.

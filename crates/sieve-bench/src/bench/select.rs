@@ -103,9 +103,7 @@ fn fitted(bench: &mut Bench<'_>, captured: &Operands, path: &Path) -> Result<Vec
     Cuda::seed(&device, 11);
     let heads = [of.num_heads, of.num_kv_heads];
     let drawn = Generated::<Cuda>::draw(of.seq_len, heads, &device);
-    let Fit { weights, masses } = fit(&target, &mut |weights| {
-        measure(&Operands::weighted(&drawn, weights, &device))
-    })?;
+    let Fit { weights, masses } = fit(&target, &mut |weights| measure(&Operands::weighted(&drawn, weights, &device)))?;
     let mean = |masses: &[Masses], at: usize| masses.iter().map(|of| of[at]).sum::<f64>() / masses.len() as f64;
     for (at, probe) in PROBES.iter().enumerate() {
         let [captured, generated] = [mean(&target, at), mean(&masses, at)];
@@ -210,9 +208,7 @@ fn asked(named: &[Selector], seq_len: usize) -> Vec<Selector> {
         "delta:base=xattention" if seq_len >= LONG => "delta:base=xattention,base.stride=16",
         name => name,
     });
-    usual
-        .map(|name| Selector::parse(name).expect("the names above are right"))
-        .to_vec()
+    usual.map(|name| Selector::parse(name).expect("the names above are right")).to_vec()
 }
 
 /// Median milliseconds on the GPU's clock; for operands longer than [`OFTEN_UP_TO`], one run on the host's clock.

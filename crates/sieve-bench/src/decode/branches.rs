@@ -41,10 +41,7 @@ impl Mlp {
             values.map(|x| round_bf16(x * scale)).collect::<Vec<_>>()
         });
         let on_device = [0, 1, 2].map(|n| calls.device.float(&weights[n], &shapes[n], DType::BF16));
-        Self {
-            on_device,
-            on_host: weights,
-        }
+        Self { on_device, on_host: weights }
     }
 
     /// The compressed key or value of a block, rounded to bf16 where the kernel rounds.
@@ -78,10 +75,7 @@ fn compressed(tokens: &[Vec<f32>], blocks: NsaBlocks, mlp: Option<&Mlp>) -> Vec<
 
 /// The key vectors and the value vectors of `keys`.
 fn halves(keys: &[Key]) -> [Vec<Vec<f32>>; 2] {
-    [
-        keys.iter().map(|key| key.k.clone()).collect(),
-        keys.iter().map(|key| key.v.clone()).collect(),
-    ]
+    [keys.iter().map(|key| key.k.clone()).collect(), keys.iter().map(|key| key.v.clone()).collect()]
 }
 
 /// Prefills the three branches' caches, decodes some tokens, and compares each token's compressed keys and values and
@@ -89,11 +83,7 @@ fn halves(keys: &[Key]) -> [Vec<Vec<f32>>; 2] {
 fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Result<(), Wrong> {
     let (shape, device) = (calls.shape, calls.device);
     let (batch, num_kv_heads, width) = (shape.batch, shape.num_kv_heads, shape.head_dim);
-    let (rows, size, steps) = (
-        batch * num_kv_heads,
-        blocks.compress_block_size,
-        2 * blocks.compress_stride,
-    );
+    let (rows, size, steps) = (batch * num_kv_heads, blocks.compress_block_size, 2 * blocks.compress_stride);
     let hidden = calls.random.one_of(&[24, width]);
     let mlp = has_mlp.then(|| [(); 2].map(|()| Mlp::draw(calls, [size, width, hidden])));
     // Rows of different lengths. The tail (the last keys of the compressed branch) and the window may have dropped all
@@ -109,9 +99,7 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
         (0..rows).map(|row| drawn(calls, lengths[row / num_kv_heads])).collect()
     });
     let placed = |keys: &[Vec<Key>], dropped: usize| -> Vec<Vec<(usize, Key)>> {
-        keys.iter()
-            .map(|keys| keys[dropped..].iter().cloned().enumerate().collect())
-            .collect()
+        keys.iter().map(|keys| keys[dropped..].iter().cloned().enumerate().collect()).collect()
     };
     let tail = calls.cache(capacity - num_dropped, &placed(&keys[0], num_dropped));
     let selected = calls.cache(capacity, &placed(&keys[1], 0));
@@ -156,9 +144,7 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
         };
         let start = device.int(&before.clone().map(|len| -len).collect::<Vec<_>>(), &[batch, 1]);
         let length = device.int(&before.collect::<Vec<_>>(), &[batch]);
-        let weights = mlp
-            .as_ref()
-            .map(|mlp| mlp.each_ref().map(|mlp| mlp.on_device.each_ref()));
+        let weights = mlp.as_ref().map(|mlp| mlp.each_ref().map(|mlp| mlp.on_device.each_ref()));
         let token = NsaToken {
             branches: [&tokens[0].on, &tokens[1].on, &tokens[2].on],
             caches: [&of_blocks, &selected, &recent],
@@ -175,20 +161,14 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
         for (row, pair) in ended(&keys[0]).iter().enumerate() {
             let of_row = (0..pair[0].len()).map(|c| {
                 let of = |which: usize| got[which][(row * room + c) * width..][..width].to_vec();
-                Key {
-                    k: of(0),
-                    v: of(1),
-                    ..calls.drawn_key(NO_BIAS, NO_RANK)
-                }
+                Key { k: of(0), v: of(1), ..calls.drawn_key(NO_BIAS, NO_RANK) }
             });
             let of_row: Vec<Key> = of_row.collect();
             for (c, key) in of_row.iter().enumerate() {
                 for (name, got, expected) in [("key", &key.k, &pair[0][c]), ("value", &key.v, &pair[1][c])] {
                     let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 0.01 + b.abs() / 64.0;
                     if !got.iter().zip(expected).all(near) {
-                        return wrong(format!(
-                            "compressed {name} {c} of row {row} is {got:?}, expected {expected:?}"
-                        ));
+                        return wrong(format!("compressed {name} {c} of row {row} is {got:?}, expected {expected:?}"));
                     }
                 }
             }
@@ -210,10 +190,8 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
             })
             .collect();
         calls.judge(&o[1], &tokens[1], &fine)?;
-        let near: Vec<Vec<Key>> = keys[2]
-            .iter()
-            .map(|keys| keys[keys.len().saturating_sub(window)..].to_vec())
-            .collect();
+        let near: Vec<Vec<Key>> =
+            keys[2].iter().map(|keys| keys[keys.len().saturating_sub(window)..].to_vec()).collect();
         calls.judge(&o[2], &tokens[2], &near)?;
     }
     Ok(())

@@ -53,10 +53,7 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let mut calls = TokenCheck::new(device, shape, extent.magnitude_of(at), seed);
         let has_local_window = at % 4 == 3;
         let (name, outcome) = match at % 4 {
-            0 | 2 => (
-                "decode, caches",
-                calls.dense([None, Some(true), Some(false)][at / 2 % 3]),
-            ),
+            0 | 2 => ("decode, caches", calls.dense([None, Some(true), Some(false)][at / 2 % 3])),
             1 => ("dma_decode, caches", calls.dma(has_local_window)),
             _ => ("dma_decode, local window, caches", calls.dma(has_local_window)),
         };
@@ -72,18 +69,9 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let magnitude = 1.0;
         let mut calls = TokenCheck::new(device, shape, magnitude, seed);
         let (blocks, rule, first, local) = CHOICES[at % 4];
-        let choice = BlockChoice {
-            blocks: NsaBlocks::of(blocks),
-            rule,
-            forced: ForcedBlocks { first, local },
-        };
+        let choice = BlockChoice { blocks: NsaBlocks::of(blocks), rule, forced: ForcedBlocks { first, local } };
         let outcome = calls.chosen(choice).map(|()| calls.worst);
-        report.add(
-            "chosen_decode",
-            "kernel",
-            &format!("{shape:?} {choice:?} seed {seed}"),
-            outcome,
-        );
+        report.add("chosen_decode", "kernel", &format!("{shape:?} {choice:?} seed {seed}"), outcome);
     }
 }
 
@@ -134,13 +122,7 @@ impl Rotation {
 
 impl<'a> TokenCheck<'a> {
     pub(super) fn new(device: &'a dyn Device, shape: AttentionShape, magnitude: f32, seed: u64) -> Self {
-        Self {
-            device,
-            shape,
-            magnitude,
-            random: Random(seed),
-            worst: 0.0,
-        }
+        Self { device, shape, magnitude, random: Random(seed), worst: 0.0 }
     }
 
     pub(super) fn scale(&self) -> f32 {
@@ -161,12 +143,7 @@ impl<'a> TokenCheck<'a> {
     pub(super) fn drawn_key(&mut self, bias: f32, rank: (f32, i32)) -> Key {
         let mut k = self.random.bf16_normals(self.shape.head_dim);
         magnify(&mut k, self.magnitude);
-        Key {
-            k,
-            v: self.random.bf16_normals(self.shape.head_dim_v),
-            bias,
-            rank,
-        }
+        Key { k, v: self.random.bf16_normals(self.shape.head_dim_v), bias, rank }
     }
 
     /// A cache of `room` keys a row and KV head: each key lies at the slot given with it, the other slots hold NaN.
@@ -182,10 +159,7 @@ impl<'a> TokenCheck<'a> {
             let sizes = [batch, kv_heads, room, width];
             self.device.float(&values, &sizes, DType::BF16)
         };
-        KvCache {
-            k: on(self.shape.head_dim, |key| &key.k),
-            v: on(width_v, |key| &key.v),
-        }
+        KvCache { k: on(self.shape.head_dim, |key| &key.k), v: on(width_v, |key| &key.v) }
     }
 
     /// The token's key for one row and KV head (`row` counts both).
@@ -231,13 +205,7 @@ impl<'a> TokenCheck<'a> {
     fn rotated_token(&mut self, positions: &CudaTensor, has_norm: bool) -> Result<(Token, Rotation), Wrong> {
         // Some texts are longer: positions past the tables take the last row.
         const POSITIONS: usize = 1200;
-        let AttentionShape {
-            batch,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            ..
-        } = self.shape;
+        let AttentionShape { batch, num_heads, num_kv_heads, head_dim, .. } = self.shape;
         let heads = num_heads + 2 * num_kv_heads;
         let mut packed = self.random.bf16_normals(batch * heads * head_dim);
         magnify(&mut packed, self.magnitude);
@@ -268,9 +236,7 @@ impl<'a> TokenCheck<'a> {
         let rotated = self.device.floats(&rotated)?;
         let of = |first: usize, count: usize| -> Vec<f32> {
             let rows = rotated.chunks_exact(heads * head_dim);
-            rows.flat_map(|row| &row[first * head_dim..][..count * head_dim])
-                .copied()
-                .collect()
+            rows.flat_map(|row| &row[first * head_dim..][..count * head_dim]).copied().collect()
         };
         let token = Token {
             on: Qkv::packed(&packed, num_heads, num_kv_heads),
@@ -339,11 +305,7 @@ impl<'a> TokenCheck<'a> {
         for row in 0..rows {
             let at = (row * capacity + lengths[row / num_kv_heads]) * head_dim;
             let (stored, expected) = (&after[at..at + head_dim], &token.k[row * head_dim..][..head_dim]);
-            if !stored
-                .iter()
-                .zip(expected)
-                .all(|(a, b)| (a - b).abs() <= tolerance * b.abs())
-            {
+            if !stored.iter().zip(expected).all(|(a, b)| (a - b).abs() <= tolerance * b.abs()) {
                 return wrong(format!("the new key of row {row} is not in the cache"));
             }
         }
@@ -370,10 +332,7 @@ impl<'a> TokenCheck<'a> {
         let [scored_heads, pooled_heads] = choice.scored_heads([self.shape.num_heads, num_kv_heads]);
         let mut pooled_keys = match choice.has_indexer() {
             false => Vec::new(),
-            true => lengths
-                .iter()
-                .map(|&len| (0..len).map(|_| self.drawn_key(NO_BIAS, NO_RANK)).collect())
-                .collect(),
+            true => lengths.iter().map(|&len| (0..len).map(|_| self.drawn_key(NO_BIAS, NO_RANK)).collect()).collect(),
         };
         let mut pooled = vec![f32::NAN; batch * pooled_heads * room * head_dim];
         let of_row: &[Vec<Key>] = if choice.has_indexer() { &pooled_keys } else { &keys };
@@ -410,11 +369,7 @@ impl<'a> TokenCheck<'a> {
             let lengths: Vec<i32> = lengths.iter().map(|&length| (length + at) as i32).collect();
             let starts: Vec<i32> = lengths.iter().map(|&length| -length).collect();
             let step = DecodeStep::new(lengths.iter().copied().max().unwrap_or(0) as usize, self.scale());
-            let of_pooled = PooledStep {
-                pooled: &pooled,
-                start: &self.device.int(&starts, &[batch, 1]),
-                choice,
-            };
+            let of_pooled = PooledStep { pooled: &pooled, start: &self.device.int(&starts, &[batch, 1]), choice };
             let length = self.device.int(&lengths, &[batch]);
             let index = choice.has_indexer().then_some(&choosing.on);
             let o = cache.chosen_decode(&token.on, index, &length, step, of_pooled, &scratch)?;
@@ -557,9 +512,7 @@ fn means(keys: &[Key], blocks: NsaBlocks) -> Vec<Vec<f32>> {
     let mean = |c: usize| {
         let of_block = &keys[c * stride..][..size];
         let sum = |at: usize| of_block.iter().map(|key| f64::from(key.k[at])).sum::<f64>();
-        (0..of_block[0].k.len())
-            .map(|at| round_bf16((sum(at) / size as f64) as f32))
-            .collect()
+        (0..of_block[0].k.len()).map(|at| round_bf16((sum(at) / size as f64) as f32)).collect()
     };
     (0..blocks.num_compressed_blocks(keys.len())).map(mean).collect()
 }

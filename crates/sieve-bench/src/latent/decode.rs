@@ -56,22 +56,9 @@ impl Call {
         let mut label = format!("{batch} rows, {new} of {len} tokens, {heads} heads, rank {rank} + {rope}, q x {size}");
         let key_scale = random.chance(0.5).then(|| {
             label += ", keys with factors";
-            (0..batch * len * heads)
-                .map(|_| 0.2 + 2.0 * random.unit() as f32)
-                .collect()
+            (0..batch * len * heads).map(|_| 0.2 + 2.0 * random.unit() as f32).collect()
         });
-        Self {
-            batch,
-            new,
-            heads,
-            len,
-            widths: [rank, rope],
-            q,
-            latents,
-            key_scale,
-            size,
-            label,
-        }
+        Self { batch, new, heads, len, widths: [rank, rope], q, latents, key_scale, size, label }
     }
 
     fn width(&self) -> usize {
@@ -100,9 +87,7 @@ impl Call {
     }
 
     fn wrapper(&self, device: &dyn Device) -> Result<Vec<f32>, KernelError> {
-        let Self {
-            batch, new, heads, len, ..
-        } = *self;
+        let Self { batch, new, heads, len, .. } = *self;
         let width = self.width();
         let q = device.float(&self.q, &[batch, new, heads, width], sieve_kernels::DType::BF16);
         // NaN behind each token's values, and one token of NaN behind each batch row.
@@ -120,9 +105,7 @@ impl Call {
         };
         let latents = apart(&self.latents, width, GAP, sieve_kernels::DType::BF16)?;
         let key_scale = self.key_scale.as_ref();
-        let key_scale = key_scale
-            .map(|values| apart(values, heads, 3, sieve_kernels::DType::F32))
-            .transpose()?;
+        let key_scale = key_scale.map(|values| apart(values, heads, 3, sieve_kernels::DType::F32)).transpose()?;
         let keys = LatentKeys {
             latents: &latents,
             rank: self.widths[0],
@@ -228,11 +211,8 @@ impl TokenCall {
         let f32s = |values: &[f32], shape: &[usize]| device.float(values, shape, sieve_kernels::DType::F32);
         let cache = bf16(&on_latents, &[batch, room, width]);
         let of_scales = f32s(&on_scales, &[batch, room, num_heads]);
-        let norms = [
-            bf16(&norm, &[key_dim]),
-            bf16(&rotated, &[batch, 1, rope]),
-            f32s(&key_scale, &[batch, 1, num_heads]),
-        ];
+        let norms =
+            [bf16(&norm, &[key_dim]), bf16(&rotated, &[batch, 1, rope]), f32s(&key_scale, &[batch, 1, num_heads])];
         let lengths: Vec<i32> = self.lengths.iter().map(|&length| length as i32).collect();
         let token = LatentToken {
             packed: &bf16(&packed, &[batch, 1, packed_width]),
@@ -243,9 +223,7 @@ impl TokenCall {
             heads: self.heads,
         };
         let scale = 1.0 / (key_dim as f32).sqrt();
-        let o = token
-            .decode(&cache, self.has_norm.then_some(&of_scales), scale)
-            .map_err(Wrong::from)?;
+        let o = token.decode(&cache, self.has_norm.then_some(&of_scales), scale).map_err(Wrong::from)?;
         let after = device.floats(&cache).map_err(Wrong::from)?;
 
         let (mut exact, mut plain) = (Vec::new(), Vec::new());
@@ -268,10 +246,7 @@ impl TokenCall {
                             true => round(f64::from(q[d]) * f64::from(norm[d])),
                             false => q[d].into(),
                         };
-                        folded
-                            .iter_mut()
-                            .zip(weights(0, d))
-                            .for_each(|(to, w)| *to += q * f64::from(*w));
+                        folded.iter_mut().zip(weights(0, d)).for_each(|(to, w)| *to += q * f64::from(*w));
                     }
                     folded.iter_mut().for_each(|x| *x = round(*x));
                     folded.extend(q[head_dim..].iter().map(|x| f64::from(*x)));

@@ -38,13 +38,7 @@ impl Expected {
                 "gates dlogits" | "gates dbias" => shape.num_heads * 3,
                 _ => shape.head_dim,
             };
-            Output {
-                terms: row_norms(&exact, width),
-                name,
-                exact,
-                plain,
-                lost_digits: 0.0,
-            }
+            Output { terms: row_norms(&exact, width), name, exact, plain, lost_digits: 0.0 }
         });
         let mut outputs: Vec<Output> = outputs.collect();
         outputs.extend(compressed(inputs));
@@ -75,11 +69,7 @@ fn shape_of(inputs: &Inputs) -> AttentionShape {
     let shape = inputs.case.shape;
     AttentionShape {
         softmax_scale: inputs.case.scale,
-        ..AttentionShape::new(
-            [shape.batch, shape.seq_len],
-            [shape.num_heads, shape.num_kv_heads],
-            shape.head_dim,
-        )
+        ..AttentionShape::new([shape.batch, shape.seq_len], [shape.num_heads, shape.num_kv_heads], shape.head_dim)
     }
 }
 
@@ -107,19 +97,14 @@ fn compressed(inputs: &Inputs) -> Vec<Output> {
     let num_slots = blocks.num_slots(n);
     // Pairs (slot, index in the batch of the last token of the slot's block).
     let ends = starts.iter().enumerate().filter(|(_, start)| **start >= 0);
-    let ends = ends.map(|(slot, &start)| {
-        (
-            slot,
-            slot / num_slots * n + start as usize + blocks.compress_block_size - 1,
-        )
-    });
+    let ends =
+        ends.map(|(slot, &start)| (slot, slot / num_slots * n + start as usize + blocks.compress_block_size - 1));
     let ends: Vec<(usize, usize)> = ends.collect();
     // A key expires at its own position, seen by no query, unless a block ends there.
     let mut expire: Vec<i32> = (0..shape.batch * kv_heads).flat_map(|_| 0..n as i32).collect();
     let mut qkv = inputs.qkv.clone();
     let (token_len, rows) = (shape.token_len(), inputs.rows());
-    qkv.chunks_exact_mut(token_len)
-        .for_each(|token| token[heads * d..].fill(0.0));
+    qkv.chunks_exact_mut(token_len).for_each(|token| token[heads * d..].fill(0.0));
     for &(slot, token) in &ends {
         for kv_head in 0..kv_heads {
             expire[(token / n * kv_heads + kv_head) * n + token % n] = inputs.case.doc_end[token];
@@ -131,10 +116,7 @@ fn compressed(inputs: &Inputs) -> Vec<Output> {
         }
     }
     let delta = vec![0.0; expire.len()];
-    let mask = Mask::Expire {
-        expire: &expire,
-        delta: &delta,
-    };
+    let mask = Mask::Expire { expire: &expire, delta: &delta };
     let call = AttentionCall::packed(shape, &qkv, documents(inputs), mask, &inputs.case.d_o);
     let [exact, plain] = [Rounding::None, Rounding::Bf16].map(|rounding| call.run(rounding));
     // Moves gradients from the blocks' last tokens back to the slots.
@@ -154,11 +136,8 @@ fn compressed(inputs: &Inputs) -> Vec<Output> {
     };
     let terms = &exact.terms;
     let of_queries = [queries(&exact.dq, d), queries(&plain.dq, d), queries(&terms.dq, 1)];
-    let of_slots = [
-        slots([&exact.dk, &exact.dv], d),
-        slots([&plain.dk, &plain.dv], d),
-        slots([&terms.dk, &terms.dv], 1),
-    ];
+    let of_slots =
+        [slots([&exact.dk, &exact.dv], d), slots([&plain.dk, &plain.dv], d), slots([&terms.dk, &terms.dv], 1)];
     let gradients = [("compressed dqkv", of_queries), ("dcompressed", of_slots)];
     branch(["compressed o", "compressed lse"], exact, plain, gradients)
 }
@@ -184,11 +163,7 @@ fn selected(inputs: &Inputs) -> Vec<Output> {
 /// tokens that a query reads, with I the indexer's probabilities and P^h head h's probabilities; then `dS k` and `dS^T
 /// q`. The plain computation rounds dS and the results to bf16.
 fn index_gradient(inputs: &Inputs) -> Output {
-    let (shape, count, size) = (
-        shape_of(inputs),
-        inputs.blocks.num_selected_blocks,
-        inputs.blocks.select_block_size,
-    );
+    let (shape, count, size) = (shape_of(inputs), inputs.blocks.num_selected_blocks, inputs.blocks.select_block_size);
     let (n, d, heads, groups) = (shape.seq_len, shape.head_dim, shape.num_heads, shape.num_kv_heads);
     let (group, width) = (heads / groups, groups + 2);
     let scale = f64::from(inputs.case.scale);
@@ -225,10 +200,7 @@ fn index_gradient(inputs: &Inputs) -> Output {
             for head in r * group..(r + 1) * group {
                 let q = qkv(token, head);
                 let p = probabilities(&mut keys.iter().map(|key| product(q, qkv(row + key, heads + r))));
-                teacher
-                    .iter_mut()
-                    .zip(p)
-                    .for_each(|(mean, p)| *mean += p / group as f64);
+                teacher.iter_mut().zip(p).for_each(|(mean, p)| *mean += p / group as f64);
             }
             for (at, key) in keys.iter().enumerate() {
                 let k = index(row + key, groups);
@@ -278,12 +250,6 @@ fn branch<const N: usize>(
             lost_digits,
         })
         .collect();
-    outputs.push(Output {
-        name: lse,
-        exact: exact_lse,
-        plain: narrow(plain.lse),
-        terms: Vec::new(),
-        lost_digits,
-    });
+    outputs.push(Output { name: lse, exact: exact_lse, plain: narrow(plain.lse), terms: Vec::new(), lost_digits });
     outputs
 }

@@ -6,17 +6,12 @@ fn another_choice_fails() {
     let none = |_, _: &[usize]| false;
     assert!(judge_choice(&[0, 1, 0, 2, 0, 3], &[0, 1, 0, 1, 0, 1], 2, none).is_ok());
     let judge = |found: [i32; 2], is_tied: bool| {
-        judge_choice(&[found; 20].concat(), &[[1, 2]; 20].concat(), 2, |_, _: &[usize]| {
-            is_tied
-        })
+        judge_choice(&[found; 20].concat(), &[[1, 2]; 20].concat(), 2, |_, _: &[usize]| is_tied)
     };
     assert!(judge([0, 2], false).is_err());
     assert!(judge([0, 2], true).is_ok());
     for wrong in [[2, 2], [0, 0], [2, -1], [2, 0]] {
-        assert!(
-            judge(wrong, true).is_err(),
-            "{wrong:?}: repeated, left out or not ascending"
-        );
+        assert!(judge(wrong, true).is_err(), "{wrong:?}: repeated, left out or not ascending");
     }
 }
 

@@ -28,10 +28,7 @@ pub struct NsaForm {
 /// The block sizes of arXiv:2502.11089, compressed by their mean.
 impl Default for NsaForm {
     fn default() -> Self {
-        Self {
-            blocks: NsaBlocks::PUBLISHED,
-            pool: NsaCompression::Mean,
-        }
+        Self { blocks: NsaBlocks::PUBLISHED, pool: NsaCompression::Mean }
     }
 }
 
@@ -39,20 +36,13 @@ impl NsaForm {
     /// The form as metadata of a file.
     pub(super) fn words(&self) -> [(&'static str, String); 2] {
         let NsaForm { blocks, pool } = self;
-        let sizes = [
-            blocks.compress_block_size,
-            blocks.compress_stride,
-            blocks.select_block_size,
-            blocks.num_selected_blocks,
-        ];
+        let sizes =
+            [blocks.compress_block_size, blocks.compress_stride, blocks.select_block_size, blocks.num_selected_blocks];
         let pool = match pool {
             NsaCompression::Mean => "mean",
             NsaCompression::Mlp => "mlp",
         };
-        [
-            ("blocks", sizes.map(|x| x.to_string()).join(" ")),
-            ("pool", pool.to_owned()),
-        ]
+        [("blocks", sizes.map(|x| x.to_string()).join(" ")), ("pool", pool.to_owned())]
     }
 }
 
@@ -216,11 +206,7 @@ pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B
     tensors.floats("gate_bias", &bias, &[num_heads, 3], DType::BF16);
     tensors.floats("do", &case.d_o, &output, DType::BF16);
     let weights = (pool == NsaCompression::Mlp).then(|| MlpWeights::draw(blocks, d, &mut random));
-    for (name, sizes, values) in weights
-        .iter()
-        .flat_map(|weights| [0, 1].map(|at| weights.named(at)))
-        .flatten()
-    {
+    for (name, sizes, values) in weights.iter().flat_map(|weights| [0, 1].map(|at| weights.named(at))).flatten() {
         tensors.floats(&name, values, &sizes, DType::BF16);
     }
 
@@ -234,10 +220,7 @@ pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B
     let logits = typed::<B, 3>(&logits, [batch, seq_len, gates], device);
     let bias = typed::<B, 1>(&bias, [gates], device);
 
-    let (pooled_from, leaves) = (
-        leaf(qkv.clone()),
-        weights.as_ref().map(|weights| weights.on::<B>(device)),
-    );
+    let (pooled_from, leaves) = (leaf(qkv.clone()), weights.as_ref().map(|weights| weights.on::<B>(device)));
     let compressed_graph = pooled::<B>(&pooled_from, leaves.as_ref(), &call);
     let compressed = primitive(compressed_graph.clone().inner());
     let coarse = B::nsa_compressed_attention(qkv.clone(), compressed.clone(), &call);

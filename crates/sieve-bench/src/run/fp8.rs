@@ -61,11 +61,7 @@ pub(super) fn tensors<B: Computes>(
     }
     let to_round = |values: &[f32], width| ToQuantise::new(typed::<B, 3>(values, [batch, seq_len, width], device));
     let (no_residual, no_earlier_dweight) = (None, None);
-    let (y, kept) = B::fp8_linear(
-        to_round(&x, inner),
-        typed::<B, 2>(&weight, [outer, inner], device),
-        no_residual,
-    );
+    let (y, kept) = B::fp8_linear(to_round(&x, inner), typed::<B, 2>(&weight, [outer, inner], device), no_residual);
     let [dx, dweight] = B::fp8_linear_backward(kept, to_round(&dy, outer), no_earlier_dweight);
     tensors.output("y", &floats::<B, 3>(y), &[rows, outer]);
     tensors.output("dx", &floats::<B, 3>(dx), &[rows, inner]);

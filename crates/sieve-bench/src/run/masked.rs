@@ -45,12 +45,7 @@ pub(super) fn on_cpu(selector: &Selector, case: &Case) -> Result<Masked> {
     let (call, chosen) = on_host(selector, case)?;
     let done = block_sparse_attention(&call, &chosen).and_then(|out| Ok((out, chosen.mask.for_kernels()?)));
     let (output, mask) = done.or_else(|error| refused(error.to_string()))?;
-    Ok(Masked {
-        mask,
-        o: output.o,
-        lse: output.lse,
-        on_device: [false; 2],
-    })
+    Ok(Masked { mask, o: output.o, lse: output.lse, on_device: [false; 2] })
 }
 
 /// Computes the attention on the GPU; its kernels also choose the keys if they have the selector's method, otherwise

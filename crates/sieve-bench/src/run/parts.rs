@@ -65,9 +65,8 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
         let own = |values: &[f32], heads: usize| {
             let token_len = heads * d;
             let rows = values.chunks_exact(shape.seq_len * token_len);
-            let own: Vec<f32> = rows
-                .flat_map(|row| row[rank * len * token_len..][..len * token_len].to_vec())
-                .collect();
+            let own: Vec<f32> =
+                rows.flat_map(|row| row[rank * len * token_len..][..len * token_len].to_vec()).collect();
             typed::<B, 4>(&own, [shape.batch, len, heads, d], device)
         };
         let [_, _, heads, _] = packed_of(shape);

@@ -65,11 +65,7 @@ fn heads(file: &SafeTensors<'_>, name: &str) -> Tokens {
     let tensor = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
     let halves = tensor.data().as_chunks::<2>().0;
     let values = halves.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32());
-    Tokens {
-        values: values.collect(),
-        heads: tensor.shape()[1],
-        width: tensor.shape()[2],
-    }
+    Tokens { values: values.collect(), heads: tensor.shape()[1], width: tensor.shape()[2] }
 }
 
 struct Tokens {
@@ -148,10 +144,7 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
         let mut selector = Selector::parse(text).expect("the file's selectors are valid");
         selector.common.min_prefill_tokens = 0;
         // The selection has the padded width; the softmax scale, set below, has the width without padding.
-        let wide = CallShape {
-            head_dim: q.width.max(NARROWEST),
-            ..shape
-        };
+        let wide = CallShape { head_dim: q.width.max(NARROWEST), ..shape };
         if let Some(token) = token {
             let keys = selector.token_keys(end, 0).expect("a device takes stored tokens");
             done.calls[0] += 1;
@@ -166,9 +159,7 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
                 let sizes = [1, 1, x.heads, wide.head_dim];
                 device.float(&x.padded(token..end), &sizes, DType::BF16)
             });
-            let found = text
-                .choose(&Qkv::separate(&q, &k, &k), token, keys)?
-                .expect("it chooses");
+            let found = text.choose(&Qkv::separate(&q, &k, &k), token, keys)?.expect("it chooses");
             let case = name.trim_end_matches("/ptr");
             let [ptr, idx] = ["ptr", "idx"].map(|array| ints(&lists, &format!("{case}/{array}")));
             for (row, found) in found.iter().enumerate() {
@@ -255,9 +246,7 @@ fn attention_of_keys(q: &Tokens, k: &Tokens, kv_head: usize, end: usize) -> Vec<
             let most = logits.iter().copied().fold(f64::MIN, f64::max);
             let weights = logits.iter().map(|x| (x - most).exp());
             let all: f64 = weights.clone().sum();
-            sums.iter_mut()
-                .zip(weights)
-                .for_each(|(sum, weight)| *sum += weight / all);
+            sums.iter_mut().zip(weights).for_each(|(sum, weight)| *sum += weight / all);
         }
     }
     sums

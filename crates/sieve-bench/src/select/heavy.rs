@@ -86,9 +86,7 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Out
             }
             found.sort_unstable();
             if found != *expected {
-                return wrong(format!(
-                    "token {token}, KV head {head}: {found:?}; the CPU reads {expected:?}"
-                ));
+                return wrong(format!("token {token}, KV head {head}: {found:?}; the CPU reads {expected:?}"));
             }
         }
     }
@@ -109,11 +107,7 @@ impl Text {
     /// Checks that the kept keys are rows of the prompt; returns them as slots for selectors whose later tokens evict
     /// keys.
     fn slots(&self, device: &dyn Device, kept: &KeptKeys, heavy: &HeavyKeys) -> Result<Option<DmaSlots>, Wrong> {
-        let [k, v, z] = [
-            device.floats(&kept.k)?,
-            device.floats(&kept.v)?,
-            device.floats(&kept.received)?,
-        ];
+        let [k, v, z] = [device.floats(&kept.k)?, device.floats(&kept.v)?, device.floats(&kept.received)?];
         let positions = device.ints(&kept.positions)?;
         let num_kept = positions.len() / KV_HEADS;
         for (at, &position) in positions.iter().enumerate() {

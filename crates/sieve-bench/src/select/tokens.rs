@@ -59,18 +59,13 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Out
         let expected = session.step(&q, &k, &v).expect("sizes fit");
         let keys = keys_of(token + 1);
         if session.kept().iter().any(|kept| kept.len() != keys.num_read(token + 1)) {
-            return wrong(format!(
-                "token {token}: {keys:?} read another number of keys on the CPU"
-            ));
+            return wrong(format!("token {token}: {keys:?} read another number of keys on the CPU"));
         }
         let new = separate(device, [&q, &k, &v], shape);
         if let Some(found) = cache.choose(&new, token, keys)?
             && found != session.kept()
         {
-            return wrong(format!(
-                "token {token} reads {found:?}; on the CPU {:?}",
-                session.kept()
-            ));
+            return wrong(format!("token {token} reads {found:?}; on the CPU {:?}", session.kept()));
         }
         let o = cache.decode(&new, token, keys, scale)?;
         worst = worst.max(NEAR.judge("output", &device.floats(&o)?, &expected, &expected)?);
@@ -80,15 +75,9 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Out
 
 /// Chooses among the scores of long rows, for one query and for each of two, whose kernels differ: (blocks, chosen).
 pub(super) fn long_rows(device: &dyn Device, random: &mut Random) -> Outcome {
-    for (num_blocks, num_chosen) in [
-        (1025, 4),
-        (8192, 1),
-        (8192, 16),
-        (8191, 700),
-        (8200, 8199),
-        (20_003, 33),
-        (131_072, 2000),
-    ] {
+    for (num_blocks, num_chosen) in
+        [(1025, 4), (8192, 1), (8192, 16), (8191, 700), (8200, 8199), (20_003, 33), (131_072, 2000)]
+    {
         for kind in 0..5 {
             let mut scores = random.bf16_normals(num_blocks);
             for (at, score) in scores.iter_mut().enumerate() {
@@ -104,26 +93,17 @@ pub(super) fn long_rows(device: &dyn Device, random: &mut Random) -> Outcome {
             // The last of the blocks is the query's own, or some blocks behind it have no score.
             let own = num_blocks - 1 - kind % 3 * (num_blocks / 5);
             scores[own + 1..].fill(f32::NAN);
-            let forced = ForcedBlocks {
-                first: kind % 2 == 1,
-                local: 1 + kind / 2,
-            };
+            let forced = ForcedBlocks { first: kind % 2 == 1, local: 1 + kind / 2 };
             let mut expected = vec![0; num_chosen];
             choose_blocks(&scores, own, forced, &mut expected);
             for num_queries in [1, 2] {
-                let importance = device.float(
-                    &scores.repeat(num_queries),
-                    &[1, 1, num_queries, num_blocks],
-                    DType::F32,
-                );
+                let importance =
+                    device.float(&scores.repeat(num_queries), &[1, 1, num_queries, num_blocks], DType::F32);
                 let start: Vec<i32> = (0..num_queries).map(|query| query as i32 - own as i32).collect();
                 let start = device.int(&start, &[1, num_queries]);
                 let indices = start.empty_contiguous(&[1, num_queries, 1, num_chosen], DType::I32);
-                let choice = BlockChoice {
-                    blocks: NsaBlocks::of([1, 1, 1, num_chosen]),
-                    rule: ChoiceRule::MeanKey,
-                    forced,
-                };
+                let choice =
+                    BlockChoice { blocks: NsaBlocks::of([1, 1, 1, num_chosen]), rule: ChoiceRule::MeanKey, forced };
                 choose_by_scores(&importance, &start, &indices, choice, 0)?;
                 if device.ints(&indices)? != expected.repeat(num_queries) {
                     let words = format!("{num_chosen} of {num_blocks} blocks, own {own}, {forced:?}");
@@ -182,13 +162,7 @@ impl<'a> Text<'a> {
             }
             device.float(&values, &[1, heads, pages, 2 * width], DType::F32)
         });
-        Self {
-            device,
-            cache: KvCache { k: put(k), v: put(v) },
-            bounds,
-            shape,
-            sizes,
-        }
+        Self { device, cache: KvCache { k: put(k), v: put(v) }, bounds, shape, sizes }
     }
 
     fn step<T>(
@@ -220,20 +194,13 @@ impl<'a> Text<'a> {
             TokenKeys::Pages { page, .. } => page,
             TokenKeys::Largest(_) => 1,
         };
-        let chosen = self.step(token, keys, |step, choice| {
-            self.cache.selected_blocks(new, step, choice)
-        })?;
+        let chosen = self.step(token, keys, |step, choice| self.cache.selected_blocks(new, step, choice))?;
         let count = chosen.shape()[2];
         let keys_of = |block: i32| {
             let first = block as usize * size;
             (first..(first + size).min(token + 1)).map(|key| key as u32)
         };
-        let list = |list: &[i32]| {
-            list.iter()
-                .filter(|&&block| block >= 0)
-                .flat_map(|&block| keys_of(block))
-                .collect()
-        };
+        let list = |list: &[i32]| list.iter().filter(|&&block| block >= 0).flat_map(|&block| keys_of(block)).collect();
         Ok(Some(self.device.ints(&chosen)?.chunks_exact(count).map(list).collect()))
     }
 
@@ -242,10 +209,7 @@ impl<'a> Text<'a> {
         let (shape, most) = SelectorStep::scratch(keys, self.shape, self.sizes[1]);
         let scratch = DecodeScratch::new(&self.cache.k, shape, most)?;
         self.step(token, keys, |step, choice| {
-            let step = DecodeStep {
-                softmax_scale: scale,
-                ..step
-            };
+            let step = DecodeStep { softmax_scale: scale, ..step };
             self.cache.selector_decode(new, step, choice, &scratch)
         })
     }

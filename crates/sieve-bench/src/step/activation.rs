@@ -29,9 +29,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, d_ff: usize) {
     let moved = |bytes: usize| Work::Bytes((bytes * tokens * d_ff) as f64);
     bench.row("swiglu forward", &shape, moved(6), || swiglu_forward(&gate_up));
     let name = "swiglu backward + output, in place";
-    bench.row(name, &shape, moved(12), || {
-        swiglu_backward_with_output(&gate_up, &dy, Reuse::InPlace)
-    });
+    bench.row(name, &shape, moved(12), || swiglu_backward_with_output(&gate_up, &dy, Reuse::InPlace));
 }
 
 fn swiglu_launches(mut calls: LaunchCheck<'_>, rows: usize, d_ff: usize) -> Outcome {

@@ -50,9 +50,7 @@ fn numbers(calls: &LaunchCheck<'_>, matrix: &Fp8Matrix) -> Result<Vec<f32>, Wron
 
 fn transposed(values: &[f32], width: usize) -> Vec<f32> {
     let rows = values.len() / width;
-    (0..values.len())
-        .map(|at| values[at % rows * width + at / rows])
-        .collect()
+    (0..values.len()).map(|at| values[at % rows * width + at / rows]).collect()
 }
 
 /// Compares quantised rows, columns and scale with the reference, and checks that a NaN reaches all numbers.
@@ -74,15 +72,9 @@ fn rounding(mut calls: LaunchCheck<'_>, [rows, width]: [usize; 2], format: Fp8Fo
     partial_maxima[rows % 512] = largest;
     let partial_maxima = calls.device.float(&partial_maxima, &[512], DType::F32);
     let known = fp8_quantise(&x.tensor, format, Some(&partial_maxima))?;
-    same(
-        "rows of a known largest",
-        &numbers(&calls, &known.rows)?,
-        &numbers(&calls, &pair.rows)?,
-    )?;
+    same("rows of a known largest", &numbers(&calls, &known.rows)?, &numbers(&calls, &pair.rows)?)?;
     // Magnitudes over 37 powers of two: some quantise to subnormal fp8 numbers or to 0.
-    let spread: Vec<f32> = (x.values.iter().enumerate())
-        .map(|(at, x)| x * 2f32.powi(-((at % 37) as i32)))
-        .collect();
+    let spread: Vec<f32> = (x.values.iter().enumerate()).map(|(at, x)| x * 2f32.powi(-((at % 37) as i32))).collect();
     let upload = |values: &[f32]| calls.device.float(values, &[rows, width], DType::BF16);
     checked(&upload(&spread), &spread)?;
     let zeros = vec![0.0; rows * width];

@@ -19,13 +19,8 @@ const NAME: &str = "GEMM, cuBLASLt";
 
 /// `[m, n, k]`, and the gap between rows in elements: 0, multiples of 8 that keep rows 16-byte aligned, and 1, which
 /// does not.
-const SIZES: &[([usize; 3], usize)] = &[
-    ([70, 56, 40], 8),
-    ([129, 64, 200], 16),
-    ([1, 24, 40], 8),
-    ([33, 7, 5], 1),
-    ([256, 512, 384], 0),
-];
+const SIZES: &[([usize; 3], usize)] =
+    &[([70, 56, 40], 8), ([129, 64, 200], 16), ([1, 24, 40], 8), ([33, 7, 5], 1), ([256, 512, 384], 0)];
 
 /// Tolerance as a share of the largest number: of f32 results, sums of a few hundred products, and of bf16 ones.
 const F32_SHARE: f32 = 1e-5;
@@ -54,13 +49,7 @@ pub(super) fn bench(bench: &mut Bench<'_>) {
             ("GEMM NT", GemmKind::Nt, &x, &w, new),
             ("GEMM NT + residual", GemmKind::Nt, &x, &w, MatmulOutput::PlusC(&dy)),
             ("GEMM NN", GemmKind::Nn, &dy, &w, new),
-            (
-                "GEMM TN, added to f32",
-                GemmKind::Tn,
-                &dy,
-                &x,
-                MatmulOutput::AddTo(&dweight),
-            ),
+            ("GEMM TN, added to f32", GemmKind::Tn, &dy, &x, MatmulOutput::AddTo(&dweight)),
         ] {
             let work = Work::Flops(2.0 * (m * n * k) as f64);
             bench.row(name, &shape, work, || matmul(kind, a, b, output));
@@ -115,9 +104,7 @@ fn definition(kind: GemmKind, x: &[f32], w: &[f32], [m, n, k]: [usize; 3]) -> Ve
         };
         f64::from(a) * f64::from(b)
     };
-    (0..m * n)
-        .map(|at| (0..k).map(|l| of(at / n, at % n, l)).sum())
-        .collect()
+    (0..m * n).map(|at| (0..k).map(|l| of(at / n, at % n, l)).sum()).collect()
 }
 
 /// Compares a GEMM with its definition in each form of its output, into new and into given tensors.

@@ -13,15 +13,7 @@ use sieve_kernels::step::{LogitRows, cross_entropy};
 use sieve_testing::{Random, round_bf16};
 
 /// Rows and vocabulary. The kernel keeps the first 28,672 bf16 columns in registers and reads later columns twice.
-const SIZES: &[[usize; 2]] = &[
-    [1, 1],
-    [7, 13],
-    [2, 50257],
-    [5, 4096],
-    [333, 50257],
-    [64, 50280],
-    [19, 151_936],
-];
+const SIZES: &[[usize; 2]] = &[[1, 1], [7, 13], [2, 50257], [5, 4096], [333, 50257], [64, 50280], [19, 151_936]];
 
 /// The emulator checks this many of the sizes.
 const EMULATED: usize = 3;
@@ -49,14 +41,10 @@ pub(super) fn bench(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> BenchRe
     // bf16 logits are read and overwritten; f32 logits are read.
     let bytes = (4 * rows * vocab) as f64;
     let logits = LogitRows::of(&bench.bf16([rows, width]), vocab)?;
-    bench.row("cross_entropy, in place", &shape, Work::Bytes(bytes), || {
-        cross_entropy(&logits, &labels, &losses)
-    });
+    bench.row("cross_entropy, in place", &shape, Work::Bytes(bytes), || cross_entropy(&logits, &labels, &losses));
     drop(logits);
     let logits = LogitRows::of(&bench.f32([rows, width]), vocab)?;
-    bench.row("cross_entropy losses, f32", &shape, Work::Bytes(bytes), || {
-        cross_entropy(&logits, &labels, &losses)
-    });
+    bench.row("cross_entropy losses, f32", &shape, Work::Bytes(bytes), || cross_entropy(&logits, &labels, &losses));
     Ok(())
 }
 
@@ -70,10 +58,7 @@ impl Row {
     fn new(logits: &[f32], label: i32) -> Self {
         let Ok(label) = usize::try_from(label) else {
             // A label below 0 is ignored.
-            return Self {
-                loss: 0.0,
-                gradients: vec![0.0; logits.len()],
-            };
+            return Self { loss: 0.0, gradients: vec![0.0; logits.len()] };
         };
         let wide = |x: f32| f64::from(x);
         let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -84,10 +69,7 @@ impl Row {
             let target = f64::from(u8::from(at == label));
             (p - target) as f32
         };
-        Self {
-            loss: (lse - wide(logits[label])) as f32,
-            gradients: logits.iter().enumerate().map(gradient).collect(),
-        }
+        Self { loss: (lse - wide(logits[label])) as f32, gradients: logits.iter().enumerate().map(gradient).collect() }
     }
 }
 
@@ -104,11 +86,8 @@ fn losses(mut calls: LaunchCheck<'_>, rows: usize, vocab: usize, dtype: DType) -
             _ => calls.random.below(vocab) as i32,
         })
         .collect();
-    let expected: Vec<Row> = values
-        .chunks_exact(vocab)
-        .zip(&labels)
-        .map(|(row, &label)| Row::new(row, label))
-        .collect();
+    let expected: Vec<Row> =
+        values.chunks_exact(vocab).zip(&labels).map(|(row, &label)| Row::new(row, label)).collect();
     let losses: Vec<f32> = expected.iter().map(|row| row.loss).collect();
     let gradients: Vec<f32> = expected.into_iter().flat_map(|row| row.gradients).collect();
     let rounded: Vec<f32> = gradients.iter().map(|&x| round_bf16(x)).collect();

@@ -29,12 +29,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     ]) {
         for form in ["plain", "normed", "swiglu"] {
             let outcome = launches(LaunchCheck::new(device, extent.seed), form, [rows, n, k]);
-            report.add(
-                "matrix_vector",
-                "kernel",
-                &format!("{form}, {rows} x {n} x {k}"),
-                outcome,
-            );
+            report.add("matrix_vector", "kernel", &format!("{form}, {rows} x {n} x {k}"), outcome);
         }
     }
 }
@@ -50,10 +45,7 @@ pub(super) fn check_likeliest(report: &mut Report, device: &dyn Device, extent: 
                 .chunks(width)
                 .map(|row| {
                     let largest = row[..count].iter().fold(f32::NEG_INFINITY, |a, b| a.max(*b));
-                    row[..count]
-                        .iter()
-                        .position(|x| *x == largest)
-                        .map_or(-1.0, |at| at as f32)
+                    row[..count].iter().position(|x| *x == largest).map_or(-1.0, |at| at as f32)
                 })
                 .collect();
             let ids = device.ints(&likeliest(&x.tensor, count)?)?;
@@ -73,13 +65,7 @@ pub(super) fn check_likeliest(report: &mut Report, device: &dyn Device, extent: 
 
 /// Times the GEMVs of a layer and of the logits.
 pub(super) fn bench(bench: &mut Bench<'_>, width: usize, d_ff: usize, vocab_size: usize) {
-    for (n, k) in [
-        (2 * width, width),
-        (width, width),
-        (2 * d_ff, width),
-        (width, d_ff),
-        (vocab_size, width),
-    ] {
+    for (n, k) in [(2 * width, width), (width, width), (2 * d_ff, width), (width, d_ff), (vocab_size, width)] {
         let (x, w) = (bench.bf16([1, k]), bench.bf16([n, k]));
         let work = Work::Bytes(2.0 * (n * k) as f64);
         bench.row("matrix_vector", &format!("{n}x{k}"), work, || {
@@ -107,18 +93,13 @@ fn launches(mut calls: LaunchCheck<'_>, form: &str, [rows, n, k]: [usize; 3]) ->
         _ => sums.flatten().collect(),
     };
     let alone: Vec<f32> = sums.iter().map(|sum| *sum as f32).collect();
-    let finish = if form == "swiglu" {
-        Epilogue::SwiGlu
-    } else {
-        Epilogue::Stored
-    };
+    let finish = if form == "swiglu" { Epilogue::SwiGlu } else { Epilogue::Stored };
     let y = matrix_vector(input, &w.tensor, finish)?;
     calls.within(TOLERANCE, "y", &y, [&alone, &alone])?;
     calls.equal("a second call", &matrix_vector(input, &w.tensor, finish)?, &y)?;
     if form != "swiglu" {
-        let added: Vec<f32> = (sums.iter().zip(&residual.values))
-            .map(|(sum, r)| (sum + f64::from(*r)) as f32)
-            .collect();
+        let added: Vec<f32> =
+            (sums.iter().zip(&residual.values)).map(|(sum, r)| (sum + f64::from(*r)) as f32).collect();
         let sum = matrix_vector(input, &w.tensor, Epilogue::Added(&residual.tensor))?;
         calls.within(TOLERANCE, "y + residual", &sum, [&added, &added])?;
     }

@@ -54,14 +54,7 @@ fn step(
     [grad, grad_scale]: [&CudaTensor; 2],
     leaf: Option<&CudaTensor>,
 ) -> Result<(), KernelError> {
-    let tensors = AdamwTensors {
-        param,
-        exp_avg,
-        exp_avg_sq,
-        grad,
-        grad_scale,
-        leaf,
-    };
+    let tensors = AdamwTensors { param, exp_avg, exp_avg_sq, grad, grad_scale, leaf };
     tensors.adamw(update)
 }
 
@@ -96,11 +89,9 @@ fn adamw_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
             list.push(value as f32);
         }
     }
-    for (name, got, exact) in [
-        ("param", &param, &exact[0]),
-        ("exp_avg", &exp_avg, &exact[1]),
-        ("exp_avg_sq", &exp_avg_sq, &exact[2]),
-    ] {
+    for (name, got, exact) in
+        [("param", &param, &exact[0]), ("exp_avg", &exp_avg, &exact[1]), ("exp_avg_sq", &exp_avg_sq, &exact[2])]
+    {
         calls.close(name, got, exact)?;
     }
     let whole = device.floats(&param)?;
@@ -157,10 +148,6 @@ fn sums_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
         sum.add(&upload(values))?;
         Ok(calls.device.floats(&sum.root()?)?[0])
     };
-    same(
-        "norms",
-        &[norm(&[3.0, 4.0])?, norm(&[1.0, f32::NAN])?],
-        &[5.0, f32::NAN],
-    )?;
+    same("norms", &[norm(&[3.0, 4.0])?, norm(&[1.0, f32::NAN])?], &[5.0, f32::NAN])?;
     Ok(calls.worst)
 }

@@ -53,16 +53,10 @@ fn factors_stay(mut calls: LaunchCheck<'_>, device: &Gpu) -> Outcome {
         for factor in receive {
             sieve_kernels::step::scale(&total.tensor, &factor)?;
         }
-        maker
-            .join()
-            .map_err(|_| Wrong::from("the second thread panicked".to_owned()))
+        maker.join().map_err(|_| Wrong::from("the second thread panicked".to_owned()))
     });
     made?;
-    same(
-        "what 10,000 factors of 1 scaled",
-        &calls.device.floats(&total.tensor)?,
-        &total.values,
-    )?;
+    same("what 10,000 factors of 1 scaled", &calls.device.floats(&total.tensor)?, &total.values)?;
     match LaunchCounts::so_far().foreign_buffers - before {
         LAUNCHES => Ok(0.0),
         kept => wrong(format!("{kept} buffers of another stream were kept, of {LAUNCHES}")),

@@ -15,14 +15,8 @@ const EPSILON: f64 = 1e-6;
 
 /// Checks the kernels at sizes `[tokens, query heads, KV heads, head_dim]`.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
-    let heads: &[[usize; 4]] = &[
-        [5, 3, 1, 64],
-        [1, 1, 1, 16],
-        [77, 5, 3, 96],
-        [1001, 12, 4, 64],
-        [4099, 16, 8, 128],
-        [33, 7, 2, 128],
-    ];
+    let heads: &[[usize; 4]] =
+        &[[5, 3, 1, 64], [1, 1, 1, 16], [77, 5, 3, 96], [1001, 12, 4, 64], [4099, 16, 8, 128], [33, 7, 2, 128]];
     for &[tokens, heads, kv_heads, head_dim] in extent.sizes(heads) {
         let case = format!("{tokens} tokens, {heads}/{kv_heads} heads of {head_dim}");
         let calls = LaunchCheck::new(device, extent.seed);
@@ -53,9 +47,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, [heads, kv_heads]: [us
     let rotated = (tokens * (heads + kv_heads) * head_dim) as f64;
     // All heads are read and written in bf16; the norms' backward pass reads queries and keys besides, and in place it
     // moves these alone.
-    bench.row("qk_norm_rope forward", &shape, Work::Bytes(4.0 * all), || {
-        args.qk_norm_rope_forward(&qkv)
-    });
+    bench.row("qk_norm_rope forward", &shape, Work::Bytes(4.0 * all), || args.qk_norm_rope_forward(&qkv));
     let backward = |reuse| args.qk_norm_rope_backward(&qkv, &dy, reuse);
     let work = Work::Bytes(4.0 * all + 2.0 * rotated);
     bench.row("qk_norm_rope backward", &shape, work, || backward(Reuse::Copy));
@@ -65,11 +57,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, [heads, kv_heads]: [us
 
 /// A copy of the call without the per-head norms.
 fn without_norms<B: DeviceBackend>(call: QkNormRopeCall<B>) -> RopeCall<B> {
-    RopeCall {
-        positions: call.positions,
-        rope: call.rope,
-        num_kv_heads: call.num_kv_heads,
-    }
+    RopeCall { positions: call.positions, rope: call.rope, num_kv_heads: call.num_kv_heads }
 }
 
 fn qk_norm_rope_launches(

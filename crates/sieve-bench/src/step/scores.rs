@@ -46,13 +46,7 @@ pub(super) fn bench(
     // Reads v, reads and writes dv in bf16; reads x and dz in f32.
     let work = Work::Bytes(keys * (6 * head_dim + 8) as f64);
     bench.row("dma_scores backward", &shape, work, || {
-        let call = ScoresBackward {
-            qkv: &qkv,
-            w_dt: &w_dt,
-            a: &a,
-            x: &scored.x,
-            dz: &dz,
-        };
+        let call = ScoresBackward { qkv: &qkv, w_dt: &w_dt, a: &a, x: &scored.x, dz: &dz };
         call.dma_scores_backward(&dqkv)
     });
     Ok(())
@@ -66,19 +60,11 @@ fn dma_scores_launches(mut calls: LaunchCheck<'_>, tokens: usize, kv_heads: usiz
     let w_dt: Vec<f32> = (0..kv_heads * head_dim * kv_heads)
         .map(|_| calls.random.normal_with_tails() / (kv_heads as f32 * head_dim as f32).sqrt())
         .collect();
-    let w_dt = Input {
-        tensor: calls.device.float(&w_dt, &w_shape, DType::F32),
-        values: w_dt,
-    };
+    let w_dt = Input { tensor: calls.device.float(&w_dt, &w_shape, DType::F32), values: w_dt };
     let a = calls.flat(&[kv_heads], DType::F32);
     let dz = calls.flat(&[BATCH, kv_heads, tokens], DType::F32);
     let spec = AttentionSpec::dense([2 * kv_heads, kv_heads], head_dim);
-    let on_host = DmaScoresCall::<Flex> {
-        qkv: qkv.host(shape),
-        w_dt: w_dt.host(w_shape),
-        a: a.host([kv_heads]),
-        spec,
-    };
+    let on_host = DmaScoresCall::<Flex> { qkv: qkv.host(shape), w_dt: w_dt.host(w_shape), a: a.host([kv_heads]), spec };
     let z = floats::<Flex, 3>(reference::dma_scores(&on_host));
     let heads = Qkv::packed(&qkv.tensor, 2 * kv_heads, kv_heads);
     let scores = heads.dma_scores(&w_dt.tensor, &a.tensor)?;
@@ -89,18 +75,10 @@ fn dma_scores_launches(mut calls: LaunchCheck<'_>, tokens: usize, kv_heads: usiz
     let slopes: Vec<f32> = (0..kv_heads).map(|head| 1.0 / (3.0 + head as f32)).collect();
     let starts: Vec<i32> = (0..BATCH * tokens).map(|at| (at % tokens / 100 * 100) as i32).collect();
     let start = calls.device.int(&starts, &[BATCH, tokens]);
-    for (what, origin) in [
-        ("ranks in documents", Origin::DocumentStart(&start)),
-        ("ranks from a position on", Origin::First(100_001)),
-    ] {
-        let ranks = heads.dma_ranks(
-            &w_dt.tensor,
-            &a.tensor,
-            Some(&KernelRecency {
-                slopes: &slopes,
-                origin,
-            }),
-        )?;
+    for (what, origin) in
+        [("ranks in documents", Origin::DocumentStart(&start)), ("ranks from a position on", Origin::First(100_001))]
+    {
+        let ranks = heads.dma_ranks(&w_dt.tensor, &a.tensor, Some(&KernelRecency { slopes: &slopes, origin }))?;
         let expected = z.iter().enumerate().map(|(at, z)| {
             let (row, token) = (at / tokens / kv_heads, at % tokens);
             let position = match origin {
@@ -114,13 +92,7 @@ fn dma_scores_launches(mut calls: LaunchCheck<'_>, tokens: usize, kv_heads: usiz
 
     let (dz_host, dqkv_host) = (dz.host([BATCH, kv_heads, tokens]), dqkv.host(shape));
     let [dqkv_exact, dw_exact, da_exact] = reference::dma_scores_backward(&on_host, dz_host, dqkv_host);
-    let call = ScoresBackward {
-        qkv: &heads,
-        w_dt: &w_dt.tensor,
-        a: &a.tensor,
-        x: &scores.x,
-        dz: &dz.tensor,
-    };
+    let call = ScoresBackward { qkv: &heads, w_dt: &w_dt.tensor, a: &a.tensor, x: &scores.x, dz: &dz.tensor };
     let into = Qkv::packed(&dqkv.tensor, 2 * kv_heads, kv_heads);
     let (dw, da) = call.dma_scores_backward(&into)?;
     calls.close("dv among dqkv", &dqkv.tensor, &floats::<Flex, 4>(dqkv_exact))?;

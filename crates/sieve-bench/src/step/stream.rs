@@ -15,15 +15,8 @@ const EPSILON: f64 = 1e-6;
 
 /// Checks RMS norm at sizes `[rows, width]`, and one residual sum.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
-    for &[rows, width] in extent.sizes(&[
-        [7, 64],
-        [5, 2056],
-        [1, 8],
-        [777, 1024],
-        [2049, 768],
-        [301, 5120],
-        [7, 8192],
-    ]) {
+    for &[rows, width] in extent.sizes(&[[7, 64], [5, 2056], [1, 8], [777, 1024], [2049, 768], [301, 5120], [7, 8192]])
+    {
         let outcome = rms_norm_launches(LaunchCheck::new(device, extent.seed), [rows, width]);
         report.add("rms_norm", "kernel", &format!("{rows} x {width}"), outcome);
     }
@@ -39,9 +32,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
     let epsilon = EPSILON as f32;
     // Two bytes for each bf16 tensor that is read or written.
     let moved = |bytes: usize| Work::Bytes((bytes * tokens * width) as f64);
-    bench.row("rms_norm forward", &shape, moved(4), || {
-        rms_norm_forward(&x, &weight, epsilon)
-    });
+    bench.row("rms_norm forward", &shape, moved(4), || rms_norm_forward(&x, &weight, epsilon));
     bench.row("rms_norm backward", &shape, moved(6), || {
         let no_residual = None;
         rms_norm_backward(&x, &weight, epsilon, &dy, no_residual)
@@ -50,9 +41,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
         rms_norm_backward(&x, &weight, epsilon, &dy, Some(&residual))
     });
     let name = "rms_norm backward + residual + output";
-    bench.row(name, &shape, moved(10), || {
-        rms_norm_backward_with_output(&x, &weight, epsilon, &dy, &residual)
-    });
+    bench.row(name, &shape, moved(10), || rms_norm_backward_with_output(&x, &weight, epsilon, &dy, &residual));
     bench.row("residual_add", &shape, moved(6), || residual_add(&x, &residual));
 }
 
@@ -61,11 +50,7 @@ fn rms_norm_launches(mut calls: LaunchCheck<'_>, shape: [usize; 2]) -> Outcome {
     let [x, dy, residual] = [drawn()?, drawn()?, drawn()?];
     let width = shape[1];
     let weight = calls.flat(&[width], DType::BF16);
-    let call = || RmsNormCall::<Flex> {
-        x: x.host(shape),
-        weight: weight.host([width]),
-        epsilon: EPSILON,
-    };
+    let call = || RmsNormCall::<Flex> { x: x.host(shape), weight: weight.host([width]), epsilon: EPSILON };
     let y_exact = floats::<Flex, 2>(reference::rms_norm::<Flex>(call()));
     let epsilon = EPSILON as f32;
     let y = rms_norm_forward(&x.tensor, &weight.tensor, epsilon)?;

@@ -36,11 +36,7 @@ impl Input {
 
 impl<'a> LaunchCheck<'a> {
     pub(super) fn new(device: &'a dyn Device, seed: u64) -> Self {
-        Self {
-            device,
-            random: Random(seed),
-            worst: 0.0,
-        }
+        Self { device, random: Random(seed), worst: 0.0 }
     }
 
     /// Draws rows with [`GAP`] NaN between them.

@@ -39,18 +39,9 @@ pub(super) struct Hello {
 impl Hello {
     /// The message of this process, one field per line; [`read`](Self::read) is the inverse.
     pub(super) fn text(world: &World, version: &str, is_control: bool) -> String {
-        let World {
-            run_id,
-            token,
-            size,
-            rank,
-            ..
-        } = world;
+        let World { run_id, token, size, rank, .. } = world;
         let role = if is_control { "control" } else { "data" };
-        format!(
-            "{MAGIC}\n{version}\n{run_id}\n{token}\n{size}\n{rank}\n{role}\n{}",
-            place()
-        )
+        format!("{MAGIC}\n{version}\n{run_id}\n{token}\n{size}\n{rank}\n{role}\n{}", place())
     }
 
     /// Reads a connection's first message; `None` if no rank sent it.
@@ -77,9 +68,7 @@ impl Hello {
         let Self { rank, place, .. } = self;
         if self.version != version {
             let theirs = &self.version;
-            return Some(format!(
-                "rank {rank} ({place}) runs version {theirs}, rank 0 version {version}"
-            ));
+            return Some(format!("rank {rank} ({place}) runs version {theirs}, rank 0 version {version}"));
         }
         if self.size != world.size {
             return Some(format!(
@@ -156,12 +145,7 @@ pub(super) fn accept_all(
         let _ = std::thread::Builder::new().name("sieve-hello".to_owned()).spawn(read);
     }
     let peers = (1..).zip(found).filter_map(|(rank, arrival)| {
-        Some(Peer {
-            rank,
-            place: arrival.place,
-            data: arrival.data?,
-            control: arrival.control?,
-        })
+        Some(Peer { rank, place: arrival.place, data: arrival.data?, control: arrival.control? })
     });
     let peers = peers.collect::<Vec<_>>();
     for peer in &peers {
@@ -183,10 +167,7 @@ fn admit(
     hello: Hello,
 ) -> Result<(), CommError> {
     if hello.run_id != world.run_id || hello.token != world.token {
-        let text = format!(
-            "rank 0 at {} belongs to another run, or was given another {TOKEN}",
-            world.address()
-        );
+        let text = format!("rank 0 at {} belongs to another run, or was given another {TOKEN}", world.address());
         let _ = send(&stream, REFUSED, text.as_bytes());
         return Ok(());
     }
@@ -210,9 +191,7 @@ fn admit(
             return Ok(());
         }
         let (rank, first, second) = (hello.rank, &arrival.place, &hello.place);
-        problem = Some(format!(
-            "two processes say that they are rank {rank}: {first}; {second}"
-        ));
+        problem = Some(format!("two processes say that they are rank {rank}: {first}; {second}"));
     }
     // A rank reads the answer on its data connection; a thread may still be reading the first message there.
     if hello.is_control {
@@ -252,18 +231,13 @@ pub(super) fn listen(world: &World) -> Result<TcpListener, CommError> {
         bound => bound,
     };
     let listener = bound.and_then(|listener| listener.set_nonblocking(true).map(|()| listener));
-    listener.map_err(|error| CommError::Listen {
-        address: world.address(),
-        problem: error.to_string(),
-    })
+    listener.map_err(|error| CommError::Listen { address: world.address(), problem: error.to_string() })
 }
 
 /// The error that names the ranks that have not joined in time.
 fn missing(world: &World, timeouts: Timeouts, found: &[Arrival]) -> CommError {
     let missing = (1..).zip(found).filter(|(_, arrival)| !arrival.is_complete());
-    let missing = missing
-        .map(|(rank, _): (usize, _)| rank.to_string())
-        .collect::<Vec<_>>();
+    let missing = missing.map(|(rank, _): (usize, _)| rank.to_string()).collect::<Vec<_>>();
     CommError::Missing {
         present: world.size - missing.len(),
         size: world.size,
@@ -350,9 +324,7 @@ fn is_ended(stream: &TcpStream) -> bool {
 
 /// Whether data arrives on a connection, or the other end closes it, within [`RETRY`].
 fn is_answered(stream: &TcpStream) -> bool {
-    let peeked = stream
-        .set_read_timeout(Some(RETRY))
-        .and_then(|()| stream.peek(&mut [0]));
+    let peeked = stream.set_read_timeout(Some(RETRY)).and_then(|()| stream.peek(&mut [0]));
     !peeked.is_err_and(|error| is_timeout(error.kind()))
 }
 

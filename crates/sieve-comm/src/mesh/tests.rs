@@ -196,31 +196,20 @@ fn an_error_of_one_rank_is_told_to_all_others() {
     });
     for rank in [0, 1] {
         let text = &errors[rank];
-        assert!(
-            text.contains("rank 2 (") && text.contains("shard 3 is damaged"),
-            "{text}"
-        );
+        assert!(text.contains("rank 2 (") && text.contains("shard 3 is damaged"), "{text}");
     }
 }
 
 #[test]
 fn a_rank_without_a_sign_is_lost_and_who_waits_elsewhere_is_ended() {
     let (listener, port) = host();
-    let timeouts = Timeouts {
-        silence: Duration::from_millis(300),
-        ..QUICK
-    };
+    let timeouts = Timeouts { silence: Duration::from_millis(300), ..QUICK };
     // This rank joins and sends no heartbeats, because it never starts its threads.
     let silent = thread::spawn(move || connect(&World::on_this_host(1, 2, port), "1", timeouts).unwrap());
     let (sender, receiver) = channel();
-    let mesh = join(
-        World::on_this_host(0, 2, port),
-        Some(listener),
-        timeouts,
-        move |failure| {
-            sender.send(failure.clone()).unwrap();
-        },
-    );
+    let mesh = join(World::on_this_host(0, 2, port), Some(listener), timeouts, move |failure| {
+        sender.send(failure.clone()).unwrap();
+    });
     let _mesh = mesh.unwrap();
     let _silent = silent.join().unwrap();
     // This rank does not use the mesh meanwhile, as if it waited for its device.
@@ -230,10 +219,7 @@ fn a_rank_without_a_sign_is_lost_and_who_waits_elsewhere_is_ended() {
 
 /// The results of a barrier of three ranks, which rank `late` enters after `work`.
 fn late_at_a_barrier(late: usize, work: impl Fn(&Mesh) + Clone + Send + 'static) -> Vec<Result<(), CommError>> {
-    let timeouts = Timeouts {
-        silence: Duration::from_secs(1),
-        ..QUICK
-    };
+    let timeouts = Timeouts { silence: Duration::from_secs(1), ..QUICK };
     ranks_of(timeouts, 3, move |mesh| {
         if mesh.world().rank == late {
             work(mesh);
@@ -276,28 +262,17 @@ fn a_rank_that_lives_and_does_not_go_on_with_its_step_is_named() {
 /// If one GPU hangs in a collective, each rank waits for its own GPU and none for another rank.
 #[test]
 fn ranks_that_all_stand_still_end_though_none_waits_for_another_and_the_one_behind_is_named() {
-    let timeouts = Timeouts {
-        silence: Duration::from_secs(1),
-        long: Duration::from_secs(1),
-        ..QUICK
-    };
+    let timeouts = Timeouts { silence: Duration::from_secs(1), long: Duration::from_secs(1), ..QUICK };
     side_by_side(&[0, 2, 3], |&behind| {
         let told = ranks_of(timeouts, 3, move |mesh| {
             let is_behind = mesh.world().rank == behind;
             mesh.set_work(Work::Step);
-            mesh.set_collective_counts(CollectiveCounts {
-                num_ended: 7,
-                num_reached: if is_behind { 7 } else { 8 },
-            });
+            mesh.set_collective_counts(CollectiveCounts { num_ended: 7, num_reached: if is_behind { 7 } else { 8 } });
             mesh.watch.failure(Duration::from_secs(60))
         });
         for failure in told {
             let failure = failure.expect("all stand still");
-            let Loss::AllStill {
-                seconds: 2,
-                behind: found,
-            } = &failure.loss
-            else {
+            let Loss::AllStill { seconds: 2, behind: found } = &failure.loss else {
                 panic!("{failure}");
             };
             let words = format!("rank {behind} (");
@@ -305,10 +280,7 @@ fn ranks_that_all_stand_still_end_though_none_waits_for_another_and_the_one_behi
                 3 => assert_eq!(found, "", "all are equally far"),
                 // A rank does not know its own place.
                 0 => assert!(found.starts_with("rank 0 has reached collective 7"), "{found}"),
-                _ => assert!(
-                    found.starts_with(&words) && found.contains("another waits in collective 8"),
-                    "{found}"
-                ),
+                _ => assert!(found.starts_with(&words) && found.contains("another waits in collective 8"), "{found}"),
             }
         }
     });
@@ -343,10 +315,7 @@ fn also_what_may_last_has_a_limit() {
 
 #[test]
 fn a_host_that_nobody_knows_is_named() {
-    let timeouts = Timeouts {
-        silence: Duration::from_millis(300),
-        ..QUICK
-    };
+    let timeouts = Timeouts { silence: Duration::from_millis(300), ..QUICK };
     for rank in [0, 1] {
         let mut world = World::on_this_host(rank, 2, 1);
         world.master_addr = "no-such-host.invalid".to_owned();
@@ -404,10 +373,7 @@ fn strangers_and_double_ranks_are_refused() {
 #[test]
 fn strangers_who_know_the_run_and_not_its_token_end_nothing() {
     let (listener, port) = host();
-    let world = |rank, token: &str| World {
-        token: token.to_owned(),
-        ..World::on_this_host(rank, 2, port)
-    };
+    let world = |rank, token: &str| World { token: token.to_owned(), ..World::on_this_host(rank, 2, port) };
     let first = world(0, "secret");
     let first = thread::spawn(move || join(first, Some(listener), QUICK, |_| {}));
     for (token, version) in [("", "1"), ("guess", "1"), ("guess", "9.9.9")] {
@@ -488,10 +454,7 @@ fn connect_quietly(port: u16, rank: usize) -> [TcpStream; 2] {
 
 #[test]
 fn another_version_or_size_ends_the_group_with_both_numbers() {
-    for (size, version, words) in [
-        (2, "2", ["version 2", "version 1"]),
-        (4, "1", ["WORLD_SIZE=4", "with 2"]),
-    ] {
+    for (size, version, words) in [(2, "2", ["version 2", "version 1"]), (4, "1", ["WORLD_SIZE=4", "with 2"])] {
         let (listener, port) = host();
         let first = thread::spawn(move || join(World::on_this_host(0, 2, port), Some(listener), QUICK, |_| {}));
         let own = Mesh::join(World::on_this_host(1, size, port), version, QUICK, |_| {}).unwrap_err();
@@ -511,16 +474,10 @@ fn a_rank_that_is_refused_before_its_second_connection_says_why() {
     send(&first, REFUSED, b"rank 1 runs version 2").unwrap();
     // Rank 0 ends, and another run may take the port.
     drop((first, listener));
-    let refused = World {
-        run_id: "refused".to_owned(),
-        ..World::on_this_host(1, 2, port)
-    };
+    let refused = World { run_id: "refused".to_owned(), ..World::on_this_host(1, 2, port) };
     let deadline = Instant::now() + QUICK.join;
     let answer = wait_for_all(&refused, "2", data, deadline).expect("an answer");
-    assert!(
-        matches!(&answer, Answer::Refused(text) if text.contains("version 2")),
-        "{answer:?}"
-    );
+    assert!(matches!(&answer, Answer::Refused(text) if text.contains("version 2")), "{answer:?}");
 }
 
 #[test]
@@ -545,15 +502,9 @@ fn a_port_that_is_taken_and_ranks_that_never_come_are_told() {
     let (taken, port) = host();
     let error = Mesh::join(World::on_this_host(0, 2, port), "1", QUICK, |_| {}).unwrap_err();
     assert!(error.to_string().contains(&format!("127.0.0.1:{port}")), "{error}");
-    let timeouts = Timeouts {
-        join: Duration::from_millis(50),
-        ..QUICK
-    };
+    let timeouts = Timeouts { join: Duration::from_millis(50), ..QUICK };
     let error = join(World::on_this_host(0, 3, port), Some(taken), timeouts, |_| {}).unwrap_err();
-    assert!(
-        error.to_string().contains("1 of 3") && error.to_string().contains("missing: 1, 2"),
-        "{error}"
-    );
+    assert!(error.to_string().contains("1 of 3") && error.to_string().contains("missing: 1, 2"), "{error}");
     // A port that is in use, but on which no program listens: the near end of a connection.
     let (other, port) = host();
     let held = TcpStream::connect(("127.0.0.1", port)).unwrap();

@@ -106,20 +106,14 @@ impl DmaWindow {
 impl From<usize> for DmaWindow {
     /// A DMA window without keys kept for their recency alone.
     fn from(keep_window_size: usize) -> Self {
-        Self {
-            keep_window_size,
-            local_window_size: 0,
-        }
+        Self { keep_window_size, local_window_size: 0 }
     }
 }
 
 impl DmaShape {
     /// Number of keys that a query keeps.
     pub fn window(&self) -> DmaWindow {
-        DmaWindow {
-            keep_window_size: self.keep_window_size,
-            local_window_size: self.local_window_size,
-        }
+        DmaWindow { keep_window_size: self.keep_window_size, local_window_size: self.local_window_size }
     }
 
     /// The form of arXiv:2508.02124: no recency, no local window, the exponential as bias, A starts at 0.
@@ -153,11 +147,7 @@ impl DmaShape {
             DmaRecency::Slope if keep_window_size != self.keep_window_size => Some(self.periods()[1]),
             _ => self.longest_period,
         };
-        Self {
-            keep_window_size,
-            longest_period,
-            ..self
-        }
+        Self { keep_window_size, longest_period, ..self }
     }
 
     /// How much a key's rank grows per token of its position, `[num_kv_heads]`; `None` without recency.
@@ -221,11 +211,7 @@ impl MlaShape {
 
     /// The sizes of arXiv:2405.04434, section 2.1, for heads of `head_dim`.
     pub fn published(head_dim: usize) -> Self {
-        Self {
-            kv_lora_rank: 4 * head_dim,
-            qk_rope_head_dim: Self::half_a_head(head_dim),
-            qk_norm: false,
-        }
+        Self { kv_lora_rank: 4 * head_dim, qk_rope_head_dim: Self::half_a_head(head_dim), qk_norm: false }
     }
 
     /// Default width of the rotated part: half a head, rounded up to an even number because rotation works on pairs.
@@ -337,11 +323,7 @@ impl NsaShape {
     /// whole blocks before it; and the window.
     pub fn pairs(&self, seq_len: usize) -> [f64; NUM_NSA_BRANCHES] {
         let blocks = self.blocks();
-        [
-            blocks.compressed_pairs(seq_len),
-            blocks.selected_pairs(seq_len),
-            window_pairs(self.window_size, seq_len),
-        ]
+        [blocks.compressed_pairs(seq_len), blocks.selected_pairs(seq_len), window_pairs(self.window_size, seq_len)]
     }
 }
 
@@ -412,10 +394,7 @@ impl InfllmV2Shape {
                 num_selected_blocks: self.num_selected_blocks,
             },
             rule: ChoiceRule::LargestProbability,
-            forced: ForcedBlocks {
-                first: true,
-                local: self.num_local_blocks,
-            },
+            forced: ForcedBlocks { first: true, local: self.num_local_blocks },
         }
     }
 }
@@ -444,10 +423,7 @@ keys! {
 impl MobaShape {
     /// The sizes of arXiv:2502.13189, section 3.1.
     pub fn published() -> Self {
-        Self {
-            select_block_size: 512,
-            num_selected_blocks: 3,
-        }
+        Self { select_block_size: 512, num_selected_blocks: 3 }
     }
 
     /// How a query chooses blocks.
@@ -549,10 +525,7 @@ impl MsaShape {
         BlockChoice {
             blocks: NsaBlocks::of([pooled, pooled, self.select_block_size, self.num_selected_blocks]),
             rule,
-            forced: ForcedBlocks {
-                first: false,
-                local: self.num_local_blocks,
-            },
+            forced: ForcedBlocks { first: false, local: self.num_local_blocks },
         }
     }
 }
@@ -622,21 +595,14 @@ mod tests {
     fn slopes_are_spaced_geometrically_between_two_periods() {
         let dma = DmaShape::published(1024);
         assert_eq!(dma.slopes(3), None);
-        let slope = DmaShape {
-            recency: DmaRecency::Slope,
-            ..dma
-        };
+        let slope = DmaShape { recency: DmaRecency::Slope, ..dma };
         let periods = |dma: DmaShape, heads| -> Vec<i64> {
             let slopes = dma.slopes(heads).expect("recency");
             slopes.iter().map(|slope| (1.0 / slope).round() as i64).collect()
         };
         assert_eq!(periods(slope, 3), [64, 512, 4096]);
         assert_eq!(periods(slope, 1), [4096]);
-        let given = DmaShape {
-            shortest_period: Some(10.0),
-            longest_period: Some(1000.0),
-            ..slope
-        };
+        let given = DmaShape { shortest_period: Some(10.0), longest_period: Some(1000.0), ..slope };
         assert_eq!(periods(given, 3), [10, 100, 1000]);
         // A stage with another window keeps the slopes.
         assert_eq!(slope.with_window(64).slopes(3), slope.slopes(3));
@@ -667,11 +633,7 @@ mod tests {
                     counted[1] += (own - first) * select + t % select + 1;
                     counted[2] += (t + 1).min(w);
                 }
-                assert_eq!(
-                    shape.pairs(seq_len),
-                    counted.map(|count| count as f64),
-                    "{shape:?} {seq_len}"
-                );
+                assert_eq!(shape.pairs(seq_len), counted.map(|count| count as f64), "{shape:?} {seq_len}");
             }
         }
     }

@@ -134,10 +134,7 @@ impl ModelShape {
     /// FLOPs per token of the dense equivalent: the same weights, attention over all causal pairs, no indexer's scores.
     pub fn dense_flops_per_token(&self, seq_len: usize) -> FlopsPerToken {
         let dense = self.flops_per_token(mean_active_keys(Attention::Mha, seq_len), 0.0);
-        FlopsPerToken {
-            index_gradient: 0.0,
-            ..dense
-        }
+        FlopsPerToken { index_gradient: 0.0, ..dense }
     }
 }
 
@@ -207,10 +204,7 @@ mod tests {
                 let expected = pairs as f64 / seq_len as f64;
                 for attention in [dma(window), Attention::swa(window)] {
                     let mean = mean_active_keys(attention, seq_len);
-                    assert!(
-                        (mean - expected).abs() < 1e-12,
-                        "n {seq_len} w {window}: {mean} is not {expected}"
-                    );
+                    assert!((mean - expected).abs() < 1e-12, "n {seq_len} w {window}: {mean} is not {expected}");
                 }
             }
             assert_eq!(mean_active_keys(Attention::Mha, seq_len), (seq_len as f64 + 1.0) / 2.0);
@@ -219,10 +213,7 @@ mod tests {
 
     #[test]
     fn chosen_blocks_count_their_tokens_and_half_of_each_pooled_key() {
-        let moba = crate::MobaShape {
-            select_block_size: 4,
-            num_selected_blocks: 2,
-        };
+        let moba = crate::MobaShape { select_block_size: 4, num_selected_blocks: 2 };
         for seq_len in 1..40usize {
             let mut pairs = 0.0;
             for t in 0..seq_len {
@@ -271,10 +262,7 @@ mod tests {
         // Weights: 12 x 32 (q) + 12 x 10 (down) + 8 x 48 (up) + 24 x 12 (out) + 720 (MLP). A pair: 4 heads of 8 and of
         // 6.
         let flops = tiny_mla().executed_flops_per_token(9);
-        assert_eq!(
-            flops.linear,
-            2.0 * (3.0 * (384.0 + 120.0 + 384.0 + 288.0 + 720.0) + 600.0)
-        );
+        assert_eq!(flops.linear, 2.0 * (3.0 * (384.0 + 120.0 + 384.0 + 288.0 + 720.0) + 600.0));
         assert_eq!(flops.attention, 3.0 * 2.0 * 4.0 * (8.0 + 6.0) * 5.0);
     }
 
@@ -283,10 +271,7 @@ mod tests {
         // Weights: q, o 576; k, v three times 864; gates 144; compression of 2 KV heads, keys and values, every 2
         // tokens: (5 x 24 + 5 x 6) x 2 x 2 / 2 = 300; MLP 720.
         let flops = tiny_nsa().executed_flops_per_token(20);
-        assert_eq!(
-            flops.linear,
-            2.0 * (3.0 * (576.0 + 864.0 + 144.0 + 300.0 + 720.0) + 600.0)
-        );
+        assert_eq!(flops.linear, 2.0 * (3.0 * (576.0 + 864.0 + 144.0 + 300.0 + 720.0) + 600.0));
         // Compressed: 9 blocks, seen by 17, 15, … 1 queries: 81. Window of 7: 21 + 7 x 14. Selected: all of the first
         // 18 (171), then 12 whole keys and 1 and 2 own ones.
         let pairs = 81.0 + (21.0 + 98.0) + (171.0 + 13.0 + 14.0);

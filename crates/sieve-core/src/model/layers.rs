@@ -166,10 +166,7 @@ mod tests {
         let (own, dense) = (all(shape.attention), all(Attention::Mha));
         let mix = |own: u64, dense: u64| (2 * own + dense) / 3;
         let found = shape.parameters();
-        assert_eq!(
-            found.attention,
-            mix(own.parameters().attention, dense.parameters().attention)
-        );
+        assert_eq!(found.attention, mix(own.parameters().attention, dense.parameters().attention));
         assert_eq!(found.mask, mix(own.parameters().mask, 0));
         assert_eq!(found.norms, own.parameters().norms);
         let flops = |shape: &ModelShape| shape.executed_flops_per_token(40);

@@ -96,15 +96,11 @@ impl ModelShape {
             ..ParameterCounts::default()
         };
         match self.attention.form() {
-            AttentionForm::Blocks(_) if self.has_indexer() => ParameterCounts {
-                indexer: d_model * (kv_width + head_dim) + 2 * head_dim,
-                ..counts
-            },
+            AttentionForm::Blocks(_) if self.has_indexer() => {
+                ParameterCounts { indexer: d_model * (kv_width + head_dim) + 2 * head_dim, ..counts }
+            }
             AttentionForm::Grouped { .. } | AttentionForm::Blocks(_) => counts,
-            AttentionForm::Ranked(_) => ParameterCounts {
-                mask: num_kv_heads * (1 + kv_width),
-                ..counts
-            },
+            AttentionForm::Ranked(_) => ParameterCounts { mask: num_kv_heads * (1 + kv_width), ..counts },
             AttentionForm::Latent(mla) => {
                 let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
                 let from_x = q_width + num_heads * rope + rank + rope;
@@ -119,14 +115,9 @@ impl ModelShape {
                 let gates = NUM_NSA_BRANCHES as u64 * num_heads * (d_model + 1);
                 let block = nsa.compress_block_size as u64 * head_dim;
                 // For keys and for values: the positions, and the two matrices of the MLP.
-                let compress = nsa
-                    .compress_hidden_size
-                    .map_or(0, |hidden| 2 * (block + hidden as u64 * (block + head_dim)));
-                ParameterCounts {
-                    attention: grouped + more_kv,
-                    branches: gates + compress,
-                    ..counts
-                }
+                let compress =
+                    nsa.compress_hidden_size.map_or(0, |hidden| 2 * (block + hidden as u64 * (block + head_dim)));
+                ParameterCounts { attention: grouped + more_kv, branches: gates + compress, ..counts }
             }
         }
     }
@@ -159,10 +150,7 @@ mod tests {
         assert_eq!(counts.mlp, 3 * 3 * 12 * 20);
         assert_eq!(counts.norms, 3 * (12 + 12 + 6 + 6) + 12);
         assert_eq!(counts.residual_scale, 3 * 2 * 12);
-        assert_eq!(
-            counts.total(),
-            counts.by_part().iter().map(|(_, count)| count).sum::<u64>()
-        );
+        assert_eq!(counts.total(), counts.by_part().iter().map(|(_, count)| count).sum::<u64>());
     }
 
     #[test]
@@ -174,9 +162,7 @@ mod tests {
         assert_eq!((counts.mask, counts.branches), (0, 0));
         assert_eq!(counts.norms, 3 * (12 + 12 + 8 + 2 * (6 + 2)) + 12);
         let mut shape = tiny_mla();
-        let Attention::Mla(mla) = &mut shape.attention else {
-            panic!("not MLA")
-        };
+        let Attention::Mla(mla) = &mut shape.attention else { panic!("not MLA") };
         mla.qk_norm = false;
         assert_eq!(shape.parameters().norms, 3 * (12 + 12 + 8) + 12);
     }
@@ -190,9 +176,7 @@ mod tests {
         assert_eq!(counts.attention, 3 * (2 * 12 * 24 + 6 * 12 * 12));
         assert_eq!(counts.branches, 3 * (12 * 12 + 12 + 2 * (24 + 120 + 30)));
         assert_eq!(counts.norms, 3 * (12 + 12 + 6 + 6) + 12);
-        let Attention::Nsa(nsa) = &mut shape.attention else {
-            panic!("not NSA")
-        };
+        let Attention::Nsa(nsa) = &mut shape.attention else { panic!("not NSA") };
         nsa.shared_kv = true;
         nsa.compress_hidden_size = None;
         let counts = shape.parameters();

@@ -79,10 +79,7 @@ impl RopeScaling {
     pub(crate) fn turns(&self) -> Option<[f64; 2]> {
         match self.rope_type {
             RopeType::Linear => None,
-            RopeType::Llama3 => Some([
-                self.low_freq_factor.unwrap_or(1.0),
-                self.high_freq_factor.unwrap_or(4.0),
-            ]),
+            RopeType::Llama3 => Some([self.low_freq_factor.unwrap_or(1.0), self.high_freq_factor.unwrap_or(4.0)]),
             RopeType::Yarn => Some([self.beta_slow.unwrap_or(1.0), self.beta_fast.unwrap_or(32.0)]),
         }
     }

@@ -55,11 +55,7 @@ pub fn tiny_mla() -> ModelShape {
     ModelShape {
         num_kv_heads: 4,
         residual_scale: false,
-        attention: Attention::Mla(MlaShape {
-            kv_lora_rank: 8,
-            qk_rope_head_dim: 2,
-            qk_norm: true,
-        }),
+        attention: Attention::Mla(MlaShape { kv_lora_rank: 8, qk_rope_head_dim: 2, qk_norm: true }),
         ..tiny_dma()
     }
 }
@@ -85,42 +81,21 @@ pub fn tiny_nsa() -> ModelShape {
 /// InfLLM-V2's choice by `[compress_block_size, compress_stride, select_block_size, num_selected_blocks]`.
 pub fn infllm_v2(sizes: [usize; 4], num_local_blocks: usize) -> BlockChoice {
     let published = InfllmV2Shape::published();
-    let shape = InfllmV2Shape {
-        num_local_blocks,
-        ..published
-    };
-    BlockChoice {
-        blocks: NsaBlocks::of(sizes),
-        ..shape.choice()
-    }
+    let shape = InfllmV2Shape { num_local_blocks, ..published };
+    BlockChoice { blocks: NsaBlocks::of(sizes), ..shape.choice() }
 }
 
 /// MoBA's choice.
 pub fn moba(select_block_size: usize, num_selected_blocks: usize) -> BlockChoice {
-    MobaShape {
-        select_block_size,
-        num_selected_blocks,
-    }
-    .choice()
+    MobaShape { select_block_size, num_selected_blocks }.choice()
 }
 
 /// QSA's choice.
 pub fn qsa(select_block_size: usize, num_selected_blocks: usize) -> BlockChoice {
-    MsaShape {
-        indexer: IndexScores::Qsa,
-        select_block_size,
-        num_selected_blocks,
-        ..MsaShape::published()
-    }
-    .choice()
+    MsaShape { indexer: IndexScores::Qsa, select_block_size, num_selected_blocks, ..MsaShape::published() }.choice()
 }
 
 /// MSA's choice.
 pub fn msa(select_block_size: usize, num_selected_blocks: usize) -> BlockChoice {
-    MsaShape {
-        select_block_size,
-        num_selected_blocks,
-        ..MsaShape::published()
-    }
-    .choice()
+    MsaShape { select_block_size, num_selected_blocks, ..MsaShape::published() }.choice()
 }

@@ -47,10 +47,7 @@ pub(super) fn unknown_section(name: &str) -> Mistake {
     if schema::PLANNED.contains(&name) {
         return not_built(name);
     }
-    let known = schema::sections()
-        .map(|section| section.name)
-        .chain([schema::STAGE])
-        .collect::<Vec<_>>();
+    let known = schema::sections().map(|section| section.name).chain([schema::STAGE]).collect::<Vec<_>>();
     let what = format!("there is no section [{name}]{}", did_you_mean(name, &known));
     Mistake::new(name, what, format!("the sections are {}", known.join(", ")))
 }
@@ -88,11 +85,7 @@ fn not_built(key: &str) -> Mistake {
 /// Checks a section. Returns `false` if the value is no table, so that the caller removes it.
 fn check_section(section: &'static Key, value: &mut Value, mistakes: &mut Vec<Mistake>) -> bool {
     let Some(table) = value.as_table_mut() else {
-        mistakes.push(wrong_type(
-            section.name,
-            &format!("a section [{}]", section.name),
-            value,
-        ));
+        mistakes.push(wrong_type(section.name, &format!("a section [{}]", section.name), value));
         return false;
     };
     check_keys(section.name, section.keys(), table, mistakes);
@@ -154,9 +147,9 @@ fn check_value(path: &str, kind: Kind, value: &mut Value, mistakes: &mut Vec<Mis
         (Kind::Number, Value::Integer(_) | Value::Float(_)) => true,
         (Kind::Bool, Value::Boolean(_)) | (Kind::String, Value::String(_)) => true,
         (Kind::Strings, Value::Array(items)) => items.iter().all(Value::is_str),
-        (Kind::Integers, Value::Array(items)) => items
-            .iter()
-            .all(|item| item.as_integer().is_some_and(|number| number >= 0)),
+        (Kind::Integers, Value::Array(items)) => {
+            items.iter().all(|item| item.as_integer().is_some_and(|number| number >= 0))
+        }
         (Kind::Numbers, Value::Array(items)) => {
             // Whole numbers among floats become floats: serde takes no integer for an f64.
             for item in items.iter_mut() {
@@ -232,9 +225,7 @@ fn check_tokenizer(table: &Table, mistakes: &mut Vec<Mistake>) {
 }
 
 fn is_list_of_tables(value: &Value) -> bool {
-    value
-        .as_array()
-        .is_some_and(|items| !items.is_empty() && items.iter().all(Value::is_table))
+    value.as_array().is_some_and(|items| !items.is_empty() && items.iter().all(Value::is_table))
 }
 
 /// A type of values in words, for "expected ...".
@@ -278,9 +269,5 @@ fn describe(value: &Value) -> String {
 
 fn shorten(text: &str) -> String {
     const LIMIT: usize = 60;
-    if text.chars().count() <= LIMIT {
-        text.to_owned()
-    } else {
-        text.chars().take(LIMIT).chain(['…']).collect()
-    }
+    if text.chars().count() <= LIMIT { text.to_owned() } else { text.chars().take(LIMIT).chain(['…']).collect() }
 }

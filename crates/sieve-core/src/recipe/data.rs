@@ -162,10 +162,7 @@ pub(super) fn check_data(data: &DataSection, parts: &Parts, rules: &mut Rules<'_
         }
     }
     if data.format == DataFormat::Mqar {
-        let given = [
-            ("data.paths", !data.paths.is_empty()),
-            ("data.fallback", data.fallback.is_some()),
-        ];
+        let given = [("data.paths", !data.paths.is_empty()), ("data.fallback", data.fallback.is_some())];
         for (key, is_given) in given {
             let what = "is given, but format = \"mqar\" reads no files";
             rules.require(!is_given, key, what, format!("leave {key} out"));
@@ -184,10 +181,7 @@ pub(super) fn check_data(data: &DataSection, parts: &Parts, rules: &mut Rules<'_
         rules.require(
             !column.is_empty() && *column != data.text_column,
             "data.prompt_column",
-            format!(
-                "is {column:?}, but must name another column than data.text_column = {:?}",
-                data.text_column
-            ),
+            format!("is {column:?}, but must name another column than data.text_column = {:?}", data.text_column),
             "name the field or column that holds the prompt, or leave it out",
         );
     }
@@ -258,10 +252,7 @@ fn check_mqar(mqar: &MqarSection, parts: &Parts, rules: &mut Rules<'_>) {
         rules.require(
             longest <= training.seq_len,
             "data.mqar.seq_lens",
-            format!(
-                "holds {longest}, which does not fit rows of training.seq_len = {}",
-                training.seq_len
-            ),
+            format!("holds {longest}, which does not fit rows of training.seq_len = {}", training.seq_len),
             format!("set training.seq_len = {longest}"),
         );
     }
@@ -272,12 +263,7 @@ fn check_mqar(mqar: &MqarSection, parts: &Parts, rules: &mut Rules<'_>) {
         format!("has {} entries, seq_lens {num_kinds}", vocab_sizes.len()),
         "give it one entry a kind of sample, or leave it out",
     );
-    let kinds = mqar
-        .seq_lens
-        .iter()
-        .zip(&mqar.num_pairs)
-        .zip(&mqar.num_samples)
-        .zip(&vocab_sizes);
+    let kinds = mqar.seq_lens.iter().zip(&mqar.num_pairs).zip(&mqar.num_samples).zip(&vocab_sizes);
     for (((&seq_len, &num_pairs), &num_samples), &of_kind) in kinds {
         rules.require(
             mqar.vocab_sizes.is_none() || (of_kind.is_multiple_of(2) && of_kind > seq_len && of_kind <= vocab_size),

@@ -130,10 +130,7 @@ impl Document {
         let [number, key] = names else {
             return Err(Box::new(override_form()));
         };
-        let stage = number
-            .parse::<usize>()
-            .ok()
-            .and_then(|number| stages.as_mut()?.get_mut(number.checked_sub(1)?));
+        let stage = number.parse::<usize>().ok().and_then(|number| stages.as_mut()?.get_mut(number.checked_sub(1)?));
         let Some(stage) = stage.and_then(Value::as_table_mut) else {
             let hint = format!("the recipe has {count} blocks [[stage]], counted from 1");
             let what = format!("there is no stage {number}");
@@ -154,8 +151,7 @@ impl Document {
     fn drop_replaced(&mut self, set: &BTreeSet<String>) {
         let tokenizer_source = |source: &str| {
             let prefix = format!("tokenizer.{source}");
-            set.iter()
-                .any(|key| *key == prefix || key.starts_with(&format!("{prefix}.")))
+            set.iter().any(|key| *key == prefix || key.starts_with(&format!("{prefix}.")))
         };
         let sources = TokenizerSection::SOURCES.into_iter();
         let chosen = sources.filter(|source| tokenizer_source(source));
@@ -229,10 +225,9 @@ impl Document {
         }
         // Only kinds whose queries choose blocks have dense steps and layers that share a choice; only MSA an indexer.
         let chooses = matches!(kind, AttentionKind::InfllmV2 | AttentionKind::Moba | AttentionKind::Msa);
-        for (section, name, is_of_kind) in [
-            ("training", "dense_steps", chooses),
-            ("optimizer", "indexer_lr", kind == AttentionKind::Msa),
-        ] {
+        for (section, name, is_of_kind) in
+            [("training", "dense_steps", chooses), ("optimizer", "indexer_lr", kind == AttentionKind::Msa)]
+        {
             let key = format!("{section}.{name}");
             if is_of_kind || !of_text(&key) {
                 continue;
@@ -250,10 +245,7 @@ impl Document {
             let is_dense = |name: &Value| name.as_str() == Some(AttentionKind::Mha.name());
             // A layer type that names the text's kind means the kind of `[attention]`: it becomes "sparse".
             let own = self.kind.map(|own| Value::String(own.name().to_owned()));
-            for name in names
-                .iter_mut()
-                .filter(|name| !is_dense(name) && own.as_ref() == Some(&**name))
-            {
+            for name in names.iter_mut().filter(|name| !is_dense(name) && own.as_ref() == Some(&**name)) {
                 *name = Value::String("sparse".to_owned());
             }
             let is_shared = |name: &&mut Value| name.as_str() == Some(SHARED_LAYER);
@@ -314,11 +306,7 @@ struct LineStarts(Vec<usize>);
 
 impl LineStarts {
     fn new(text: &str) -> Self {
-        Self(
-            std::iter::once(0)
-                .chain(text.match_indices('\n').map(|(offset, _)| offset + 1))
-                .collect(),
-        )
+        Self(std::iter::once(0).chain(text.match_indices('\n').map(|(offset, _)| offset + 1)).collect())
     }
 
     /// The line, from 1, of a byte offset.
@@ -330,11 +318,7 @@ impl LineStarts {
 /// Records the line of every key of `table` and of the tables inside it, by its path; `prefix` is the table's own path.
 fn record_lines(table: &DeTable<'_>, prefix: &str, lines: &LineStarts, locations: &mut BTreeMap<String, Location>) {
     for (name, value) in table {
-        let key = if prefix.is_empty() {
-            name.get_ref().to_string()
-        } else {
-            format!("{prefix}.{}", name.get_ref())
-        };
+        let key = if prefix.is_empty() { name.get_ref().to_string() } else { format!("{prefix}.{}", name.get_ref()) };
         match value.get_ref() {
             DeValue::Table(inner) => record_lines(inner, &key, lines, locations),
             // Blocks [[stage]] are located as stage.1, stage.2 and so on.

@@ -81,13 +81,9 @@ fn list(mistakes: &[Mistake]) -> String {
         1 => "1 mistake".to_owned(),
         count => format!("{count} mistakes"),
     };
-    mistakes
-        .iter()
-        .fold(count, |text, mistake| format!("{text}\n  {mistake}"))
+    mistakes.iter().fold(count, |text, mistake| format!("{text}\n  {mistake}"))
 }
 
 fn changes(refused: &[KeyChange]) -> String {
-    refused
-        .iter()
-        .fold(String::new(), |text, change| format!("{text}\n  {change}"))
+    refused.iter().fold(String::new(), |text, change| format!("{text}\n  {change}"))
 }

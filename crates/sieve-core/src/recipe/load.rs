@@ -60,10 +60,7 @@ impl Recipe {
             }
         }
         sort(&mut mistakes);
-        Err(RecipeError::Invalid {
-            origin: origin.to_owned(),
-            mistakes,
-        })
+        Err(RecipeError::Invalid { origin: origin.to_owned(), mistakes })
     }
 
     /// Checks every rule between the values, for a recipe built or changed in code.
@@ -76,10 +73,7 @@ impl Recipe {
         if mistakes.is_empty() {
             Ok(())
         } else {
-            Err(RecipeError::Invalid {
-                origin: "the recipe".to_owned(),
-                mistakes,
-            })
+            Err(RecipeError::Invalid { origin: "the recipe".to_owned(), mistakes })
         }
     }
 

@@ -102,13 +102,7 @@ mod tests {
         decay_type: DecayType,
         min_lr_factor: f64,
     ) -> LrSchedulerSection {
-        LrSchedulerSection {
-            warmup_steps,
-            decay_ratio,
-            decay_type,
-            min_lr_factor,
-            after_step: 0,
-        }
+        LrSchedulerSection { warmup_steps, decay_ratio, decay_type, min_lr_factor, after_step: 0 }
     }
 
     #[test]
@@ -121,34 +115,21 @@ mod tests {
                 schedule(3, 0.4, linear, 0.1),
                 "0.3333333333333333 0.6666666666666666 1 1 1 1 1 0.775 0.55 0.325",
             ),
-            (
-                "square root",
-                schedule(2, 0.5, sqrt, 0.0),
-                "0.5 1 1 1 1 1 0.5 0.2928932188134524 0.1339745962155614",
-            ),
+            ("square root", schedule(2, 0.5, sqrt, 0.0), "0.5 1 1 1 1 1 0.5 0.2928932188134524 0.1339745962155614"),
             (
                 "cosine over all that warm-up leaves",
                 schedule(3, 1.0, cosine, 0.02),
                 "0.3333333333333333 0.6666666666666666 1 1 0.9064183272437243 0.6614183272437243 0.35858167275627584 \
                  0.1135816727562758",
             ),
-            (
-                "half a step rounds to even",
-                schedule(1, 0.5, linear, 0.0),
-                "1 1 1 1 0.5",
-            ),
+            ("half a step rounds to even", schedule(1, 0.5, linear, 0.0), "1 1 1 1 0.5"),
             ("no decay and no warm-up", schedule(0, 0.0, linear, 0.0), "1 1 1 1"),
         ] {
-            let expected = expected
-                .split(' ')
-                .map(|factor| factor.parse::<f64>().expect("a number"));
+            let expected = expected.split(' ').map(|factor| factor.parse::<f64>().expect("a number"));
             let expected = expected.collect::<Vec<_>>();
             for (step, wanted) in expected.iter().enumerate() {
                 let factor = schedule.factor(step, expected.len());
-                assert!(
-                    (factor - wanted).abs() < 1e-12,
-                    "{what}, step {step}: {factor} is not {wanted}"
-                );
+                assert!((factor - wanted).abs() < 1e-12, "{what}, step {step}: {factor} is not {wanted}");
             }
         }
     }
@@ -175,10 +156,7 @@ mod tests {
     #[test]
     fn a_longer_run_has_a_second_schedule_of_the_same_shape() {
         let once = schedule(2, 0.5, DecayType::Linear, 0.1);
-        let twice = LrSchedulerSection {
-            after_step: 8,
-            ..once.clone()
-        };
+        let twice = LrSchedulerSection { after_step: 8, ..once.clone() };
         for step in 0..8 {
             assert_eq!(twice.factor(step, 20), once.factor(step, 8));
         }
@@ -195,10 +173,7 @@ mod tests {
                 let schedule = schedule(warmup_steps, decay_ratio, decay_type, 0.05);
                 let end = schedule.factor(399, 400);
                 for more in [1, 2, 4, 5, 40, 80, 170, 400, 1000] {
-                    let again = LrSchedulerSection {
-                        after_step: 400,
-                        ..schedule.clone()
-                    };
+                    let again = LrSchedulerSection { after_step: 400, ..schedule.clone() };
                     let rates = (400..400 + more).map(|step| again.factor(step, 400 + more));
                     let rates = rates.collect::<Vec<_>>();
                     let what = format!("{again:?}, {more} more steps: {rates:?}");
@@ -212,10 +187,7 @@ mod tests {
             }
         }
         let first = schedule(80, 0.2, DecayType::Linear, 0.0);
-        let again = LrSchedulerSection {
-            after_step: 400,
-            ..first.clone()
-        };
+        let again = LrSchedulerSection { after_step: 400, ..first.clone() };
         // Forty more: eight steps up instead of 80, so 32 down to the rate of step 400.
         let factor = |step: usize| again.factor(400 + step, 440);
         assert_eq!([factor(0), factor(7), factor(8)], [0.125, 1.0, 1.0]);

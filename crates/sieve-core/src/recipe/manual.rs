@@ -158,10 +158,7 @@ pub(super) fn one_line(doc: &str) -> String {
 /// The JSON schema of a table with these keys.
 fn object(keys: &[Key]) -> Value {
     let properties: Map<String, Value> = keys.iter().map(|key| (key.name.to_owned(), schema_of(key))).collect();
-    let required = keys
-        .iter()
-        .filter(|key| key.required && key.source.is_none())
-        .map(|key| key.name);
+    let required = keys.iter().filter(|key| key.required && key.source.is_none()).map(|key| key.name);
     json!({
         "type": "object",
         "additionalProperties": false,

@@ -17,12 +17,7 @@ pub struct Mistake {
 
 impl Mistake {
     pub(super) fn new(key: impl Into<String>, what: impl Into<String>, hint: impl Into<String>) -> Self {
-        Self {
-            location: None,
-            key: key.into(),
-            what: what.into(),
-            hint: hint.into(),
-        }
+        Self { location: None, key: key.into(), what: what.into(), hint: hint.into() }
     }
 }
 
@@ -59,9 +54,5 @@ impl fmt::Display for Location {
 
 /// The names in quotation marks, separated by commas: `"a", "b"`.
 pub(super) fn quoted(names: &[&str]) -> String {
-    names
-        .iter()
-        .map(|name| format!("{name:?}"))
-        .collect::<Vec<_>>()
-        .join(", ")
+    names.iter().map(|name| format!("{name:?}")).collect::<Vec<_>>().join(", ")
 }

@@ -15,10 +15,7 @@ impl Recipe {
     pub fn model_shape(&self, tokenizer_vocab_size: usize) -> Result<ModelShape, RecipeError> {
         let vocab_size = self.model.vocab_size.unwrap_or(tokenizer_vocab_size);
         if vocab_size < tokenizer_vocab_size {
-            return Err(RecipeError::VocabularyTooSmall {
-                model: vocab_size,
-                tokenizer: tokenizer_vocab_size,
-            });
+            return Err(RecipeError::VocabularyTooSmall { model: vocab_size, tokenizer: tokenizer_vocab_size });
         }
         let model = &self.model;
         Ok(ModelShape {

@@ -153,22 +153,16 @@ fn whole(size: usize) -> Option<i64> {
 
 fn mla_sizes(attention: &mut Table, sizes: Sizes) {
     derived(attention, "kv_lora_rank", || whole((sizes.hidden_size? / 4).max(1)));
-    derived(attention, "qk_rope_head_dim", || {
-        whole(MlaShape::half_a_head(sizes.head_dim?))
-    });
+    derived(attention, "qk_rope_head_dim", || whole(MlaShape::half_a_head(sizes.head_dim?)));
 }
 
 /// Sets missing sizes of pooled keys and selected blocks: a pooled key covers two strides, a selected block two, or
 /// four in long rows.
 fn pooled_sizes(attention: &mut Table, sizes: Sizes, most_blocks: usize) {
-    derived(attention, "compress_stride", || {
-        Some(if sizes.is_long() { 16 } else { 8 })
-    });
+    derived(attention, "compress_stride", || Some(if sizes.is_long() { 16 } else { 8 }));
     let stride = number(attention, "compress_stride");
     derived(attention, "compress_block_size", || stride?.checked_mul(2));
-    derived(attention, "select_block_size", || {
-        stride?.checked_mul(if sizes.is_long() { 4 } else { 2 })
-    });
+    derived(attention, "select_block_size", || stride?.checked_mul(if sizes.is_long() { 4 } else { 2 }));
     num_blocks(attention, sizes, most_blocks);
 }
 
@@ -192,26 +186,20 @@ fn infllm_v2_sizes(attention: &mut Table, sizes: Sizes) {
 }
 
 fn moba_sizes(attention: &mut Table, sizes: Sizes) {
-    derived(attention, "select_block_size", || {
-        Some(if sizes.is_long() { 64 } else { 16 })
-    });
+    derived(attention, "select_block_size", || Some(if sizes.is_long() { 64 } else { 16 }));
     num_blocks(attention, sizes, MOST_BLOCKS);
 }
 
 fn nsa_sizes(attention: &mut Table, sizes: Sizes) {
     pooled_sizes(attention, sizes, MOST_BLOCKS);
-    derived(attention, "window_size", || {
-        Some(sizes.part_of_row(8)?.min(MOST_WINDOW))
-    });
+    derived(attention, "window_size", || Some(sizes.part_of_row(8)?.min(MOST_WINDOW)));
     let compress = match attention.contains_key("compress_hidden_size") {
         true => NsaCompression::Mlp,
         false => NsaCompression::Mean,
     };
     choice(attention, "compress", compress);
     if attention.get("compress").and_then(Value::as_str) == Some("mlp") {
-        derived(attention, "compress_hidden_size", || {
-            whole(sizes.head_dim?.checked_mul(2)?)
-        });
+        derived(attention, "compress_hidden_size", || whole(sizes.head_dim?.checked_mul(2)?));
     }
 }
 
@@ -236,9 +224,7 @@ fn dma_form(attention: &mut Table, sizes: Sizes, gives_window: bool) {
     };
     choice(attention, "bias", bias);
     let window = number(attention, "keep_window_size");
-    derived(attention, "local_window_size", || {
-        if gives_window { Some(0) } else { Some(window? / 8) }
-    });
+    derived(attention, "local_window_size", || if gives_window { Some(0) } else { Some(window? / 8) });
 }
 
 /// Sets a missing key to a name.
@@ -279,14 +265,7 @@ pub(super) const PRESET: &str = "preset";
 pub(super) fn preset_keys(kind: AttentionKind) -> impl Iterator<Item = &'static str> {
     let names = kind.keys().iter().map(|key| key.name);
     names.filter(|name| {
-        ![
-            PRESET,
-            "keep_window_size",
-            "compress_hidden_size",
-            "index_loss_weight",
-            "index_warmup",
-        ]
-        .contains(name)
+        ![PRESET, "keep_window_size", "compress_hidden_size", "index_loss_weight", "index_warmup"].contains(name)
     })
 }
 
@@ -355,10 +334,8 @@ fn original_positions(table: &mut Table) {
 }
 
 /// Keys of a stage, each with the keys of `[attention]` that it replaces.
-pub(super) const OF_ATTENTION: [(&str, &[&str]); 2] = [
-    ("window", &["sliding_window", "keep_window_size", "window_size"]),
-    ("index_warmup", &["index_warmup"]),
-];
+pub(super) const OF_ATTENTION: [(&str, &[&str]); 2] =
+    [("window", &["sliding_window", "keep_window_size", "window_size"]), ("index_warmup", &["index_warmup"])];
 
 /// Whether `kind` has one of these keys, so that a stage may change it.
 pub(super) fn has_any(kind: AttentionKind, keys: &[&str]) -> bool {

@@ -65,11 +65,7 @@ impl Recipe {
         Ok(keys
             .into_iter()
             .filter(|key| saved.get(*key) != now.get(*key))
-            .map(|key| KeyChange {
-                key: key.clone(),
-                saved: saved.get(key).cloned(),
-                now: now.get(key).cloned(),
-            })
+            .map(|key| KeyChange { key: key.clone(), saved: saved.get(key).cloned(), now: now.get(key).cloned() })
             .collect())
     }
 
@@ -87,19 +83,14 @@ impl Recipe {
                     || (change.key == WARMUP
                         && [self, now].iter().all(|r| r.lr_scheduler.warmup_steps <= steps_done))
         });
-        if refused.is_empty() {
-            Ok(allowed)
-        } else {
-            Err(RecipeError::ResumeChanged { refused })
-        }
+        if refused.is_empty() { Ok(allowed) } else { Err(RecipeError::ResumeChanged { refused }) }
     }
 }
 
 /// The values of a recipe as TOML by `section.key`, defaults included.
 fn flatten(recipe: &Recipe) -> Result<BTreeMap<String, String>, RecipeError> {
-    let value = Value::try_from(recipe).map_err(|error| RecipeError::NotRepresentable {
-        message: error.to_string(),
-    })?;
+    let value =
+        Value::try_from(recipe).map_err(|error| RecipeError::NotRepresentable { message: error.to_string() })?;
     let mut leaves = BTreeMap::new();
     collect_leaves("", &value, &mut leaves);
     Ok(leaves)
@@ -115,11 +106,7 @@ fn collect_leaves(path: &str, value: &Value, leaves: &mut BTreeMap<String, Strin
         }
         Value::Table(table) => {
             for (name, inner) in table {
-                let path = if path.is_empty() {
-                    name.clone()
-                } else {
-                    format!("{path}.{name}")
-                };
+                let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
                 collect_leaves(&path, inner, leaves);
             }
         }

@@ -97,10 +97,7 @@ pub(super) fn check(parts: &Parts, mistakes: &mut Vec<Mistake>) {
             attention.is_none_or(|attention| matches!(attention, Attention::Msa(_))),
             "optimizer.indexer_lr",
             attention.map_or(String::new(), |attention| {
-                format!(
-                    "does not go with kind = {:?}, which has no indexer",
-                    attention.kind().name()
-                )
+                format!("does not go with kind = {:?}, which has no indexer", attention.kind().name())
             }),
             "leave it out, or set attention.kind = \"msa\"",
         );
@@ -182,15 +179,8 @@ fn check_model(model: &ModelSection, rules: &mut Rules<'_>) {
     rules.require(
         model.head_dim.is_multiple_of(2),
         "model.head_dim",
-        format!(
-            "is {}, but rotary embedding turns pairs and needs an even number",
-            model.head_dim
-        ),
-        format!(
-            "use {} or {}",
-            model.head_dim.saturating_sub(1).max(2),
-            model.head_dim.saturating_add(1)
-        ),
+        format!("is {}, but rotary embedding turns pairs and needs an even number", model.head_dim),
+        format!("use {} or {}", model.head_dim.saturating_sub(1).max(2), model.head_dim.saturating_add(1)),
     );
 }
 
@@ -198,12 +188,9 @@ fn check_tokenizer(tokenizer: &TokenizerSection, model: Option<&ModelSection>, r
     rules.bounds("tokenizer", tokenizer);
     match tokenizer.given() {
         None => {} // `check::check_tokenizer` reports it.
-        Some(TokenizerSource::Path(path)) => rules.require(
-            !path.trim().is_empty(),
-            "tokenizer.path",
-            "is empty",
-            "name a Hugging Face tokenizer.json",
-        ),
+        Some(TokenizerSource::Path(path)) => {
+            rules.require(!path.trim().is_empty(), "tokenizer.path", "is empty", "name a Hugging Face tokenizer.json")
+        }
         Some(TokenizerSource::Numbers(numbers)) => check_rows(model, numbers, "tokenizer.numbers", rules),
         Some(TokenizerSource::Train(train)) => {
             rules.bounds("tokenizer.train", train);
@@ -222,12 +209,7 @@ fn check_rows(model: Option<&ModelSection>, tokens: usize, key: &str, rules: &mu
 }
 
 pub(super) fn check_paths(key: &str, paths: &[String], rules: &mut Rules<'_>) {
-    rules.require(
-        !paths.is_empty(),
-        key,
-        "is an empty list",
-        "name at least one file or glob",
-    );
+    rules.require(!paths.is_empty(), key, "is an empty list", "name at least one file or glob");
     for (index, path) in paths.iter().enumerate() {
         rules.require(
             !path.trim().is_empty(),
@@ -259,10 +241,7 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
         rules.require(
             training.seq_len <= longest,
             "training.seq_len",
-            format!(
-                "is {}, above model.max_position_embeddings = {longest}",
-                training.seq_len
-            ),
+            format!("is {}, above model.max_position_embeddings = {longest}", training.seq_len),
             format!("set model.max_position_embeddings to {} or more", training.seq_len),
         );
     }
@@ -284,10 +263,7 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
 /// Checks that the sizes of fp8 GEMMs are multiples of 16: the model's widths, and the number of tokens that a process
 /// computes in a micro-batch, over which the GEMM of a weight's gradient sums.
 fn check_fp8(training: &TrainingSection, parts: &Parts, rules: &mut Rules<'_>) {
-    let degree = parts
-        .parallelism
-        .as_ref()
-        .map_or(1, |section| section.context_parallel_degree);
+    let degree = parts.parallelism.as_ref().map_or(1, |section| section.context_parallel_degree);
     // The words of the message between the key and the size.
     let is = match degree {
         0 | 1 => "times seq_len is",
@@ -355,9 +331,7 @@ fn check_lr_scheduler(section: &LrSchedulerSection, training: Option<&TrainingSe
 }
 
 fn check_folder(folder: &str, rules: &mut Rules<'_>) {
-    let plain = Path::new(folder)
-        .components()
-        .all(|part| matches!(part, Component::Normal(_)));
+    let plain = Path::new(folder).components().all(|part| matches!(part, Component::Normal(_)));
     rules.require(
         plain && !folder.trim().is_empty(),
         "checkpoint.folder",

@@ -30,10 +30,7 @@ pub(super) fn attention_kind(name: &str) -> Option<AttentionKind> {
 /// Names of the attention kinds that have a key called `name`.
 pub(super) fn attention_kinds_with(name: &str) -> Vec<&'static str> {
     let kinds = AttentionKind::ALL.into_iter();
-    kinds
-        .filter(|kind| key(kind.keys(), name).is_some())
-        .map(AttentionKind::name)
-        .collect()
+    kinds.filter(|kind| key(kind.keys(), name).is_some()).map(AttentionKind::name).collect()
 }
 
 /// The recipe section with this name.
@@ -59,19 +56,13 @@ pub(super) fn key_at(path: &str) -> Option<&'static Key> {
 
 /// The section that has a key called `name`, to help with keys written in the wrong section.
 pub(super) fn home_of(name: &str) -> Option<&'static str> {
-    sections()
-        .find(|section| key(section.keys(), name).is_some())
-        .map(|section| section.name)
+    sections().find(|section| key(section.keys(), name).is_some()).map(|section| section.name)
 }
 
 /// The candidate most similar to `name`, if any is similar enough to suggest.
 pub(super) fn nearest(name: &str, candidates: &[&'static str]) -> Option<&'static str> {
     let similarity = |candidate: &str| {
-        let (short, long) = if name.len() < candidate.len() {
-            (name, candidate)
-        } else {
-            (candidate, name)
-        };
+        let (short, long) = if name.len() < candidate.len() { (name, candidate) } else { (candidate, name) };
         // `window` is similar to `sliding_window`: a substring of at least two fifths of the longer name.
         let is_part = 5 * short.len() >= 2 * long.len() && long.contains(short);
         strsim::jaro_winkler(name, candidate).max(if is_part { 0.85 } else { 0.0 })

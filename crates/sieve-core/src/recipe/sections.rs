@@ -166,9 +166,7 @@ impl Attention {
     pub fn form(self) -> AttentionForm {
         match self {
             Self::Mha => AttentionForm::Grouped { window: None },
-            Self::Swa(SwaShape { sliding_window }) => AttentionForm::Grouped {
-                window: Some(sliding_window),
-            },
+            Self::Swa(SwaShape { sliding_window }) => AttentionForm::Grouped { window: Some(sliding_window) },
             Self::Mla(mla) => AttentionForm::Latent(mla),
             Self::Nsa(nsa) => AttentionForm::Branches(nsa),
             Self::Dma(dma) => AttentionForm::Ranked(dma),

@@ -111,11 +111,7 @@ impl Recipe {
             local_batch_size: self.training.local_batch_size,
             global_batch_size: self.training.global_batch_size,
         };
-        let sections = if self.stage.is_empty() {
-            vec![single()]
-        } else {
-            self.stage.clone()
-        };
+        let sections = if self.stage.is_empty() { vec![single()] } else { self.stage.clone() };
         let mut first = 0;
         let numbered = sections.into_iter().enumerate();
         numbered
@@ -172,11 +168,7 @@ impl Recipe {
     pub fn num_tokens(&self) -> u64 {
         self.stages().iter().fold(0, |sum: u64, Stage { section, .. }| {
             let sizes = [section.steps, section.global_batch_size, section.seq_len];
-            sum.saturating_add(
-                sizes
-                    .iter()
-                    .fold(1, |tokens: u64, &size| tokens.saturating_mul(size as u64)),
-            )
+            sum.saturating_add(sizes.iter().fold(1, |tokens: u64, &size| tokens.saturating_mul(size as u64)))
         })
     }
 

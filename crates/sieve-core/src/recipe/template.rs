@@ -16,9 +16,7 @@ impl Recipe {
     /// # Errors
     /// [`RecipeError::NotRepresentable`], as [`to_toml`](Self::to_toml).
     pub fn to_template(&self) -> Result<String, RecipeError> {
-        let not_representable = |error: toml::ser::Error| RecipeError::NotRepresentable {
-            message: error.to_string(),
-        };
+        let not_representable = |error: toml::ser::Error| RecipeError::NotRepresentable { message: error.to_string() };
         let table = Table::try_from(self).map_err(not_representable)?;
         // A warm-up that follows from the steps counts as a default, so that a user can change the steps alone.
         let warmup = resolve::default_warmup(self.training.steps as i64);
@@ -244,11 +242,7 @@ impl StartingSize {
         };
         let learnable = BYTE_TOKENS.saturating_add(num_bytes / BYTES_PER_MERGE);
         let vocab_size = usize::try_from(learnable).map_or(self.vocab_size, |most| self.vocab_size.min(most));
-        Some(Self {
-            steps,
-            vocab_size,
-            ..self
-        })
+        Some(Self { steps, vocab_size, ..self })
     }
 
     /// A recipe of this size for the text of `paths`, with a tokenizer trained on that text. `overrides` as in
@@ -306,9 +300,7 @@ mod tests {
                     };
                     for key in keys {
                         let start = format!("{} =", key.name);
-                        let is_there = text
-                            .lines()
-                            .any(|line| line.trim_start_matches("# ").starts_with(&start));
+                        let is_there = text.lines().any(|line| line.trim_start_matches("# ").starts_with(&start));
                         assert!(is_there, "{}.{} in\n{text}", section.name, key.name);
                     }
                 }
@@ -337,19 +329,11 @@ mod tests {
         let page = of(small.for_text(2_000).expect("any"));
         assert_eq!((page.0, page.1), (LEAST_STEPS, 289));
         for context in [1, 64, 300, 4096, 1 << 20] {
-            let recipe = small
-                .with_context(context)
-                .recipe(AttentionKind::Nsa, &["x".to_owned()], &[]);
+            let recipe = small.with_context(context).recipe(AttentionKind::Nsa, &["x".to_owned()], &[]);
             let recipe = recipe.expect("any context");
-            assert_eq!(
-                (recipe.training.seq_len, recipe.model.max_position_embeddings),
-                (context, context)
-            );
+            assert_eq!((recipe.training.seq_len, recipe.model.max_position_embeddings), (context, context));
             let tokens = recipe.training.tokens_per_step();
-            assert!(
-                tokens == context || (1800..=2048).contains(&tokens),
-                "{context}: {tokens}"
-            );
+            assert!(tokens == context || (1800..=2048).contains(&tokens), "{context}: {tokens}");
         }
     }
 

@@ -69,14 +69,8 @@ fn sizes_and_schedule_that_follow_from_others_may_be_left_out() {
     }
     let error = load(&["model.num_attention_heads=10"]).expect_err("4.8 columns a head");
     let error = error.to_string();
-    says(
-        &error,
-        "model.head_dim: is missing, and hidden_size = 48 is not an even number times",
-    );
-    assert!(
-        error.starts_with("short.toml is not a valid recipe: 1 mistake"),
-        "{error}"
-    );
+    says(&error, "model.head_dim: is missing, and hidden_size = 48 is not an even number times");
+    assert!(error.starts_with("short.toml is not a valid recipe: 1 mistake"), "{error}");
 }
 
 // All that may be left out, as the documentation has it.
@@ -103,12 +97,7 @@ fn every_required_key_is_really_required_and_no_other() {
         }
         let mut table = full.clone();
         table.remove(section.name);
-        assert_eq!(
-            Recipe::load(&table.to_string(), "r.toml", &[]).is_err(),
-            section.required,
-            "[{}]",
-            section.name
-        );
+        assert_eq!(Recipe::load(&table.to_string(), "r.toml", &[]).is_err(), section.required, "[{}]", section.name);
     }
 }
 
@@ -147,13 +136,7 @@ fn model_shape_translates_every_name() {
     recipe.model.vocab_size = Some(640);
     assert_eq!(recipe.model_shape(512).map(|shape| shape.vocab_size), Ok(640));
     let error = recipe.model_shape(641).expect_err("641 tokens do not fit");
-    assert_eq!(
-        error,
-        RecipeError::VocabularyTooSmall {
-            model: 640,
-            tokenizer: 641
-        }
-    );
+    assert_eq!(error, RecipeError::VocabularyTooSmall { model: 640, tokenizer: 641 });
 }
 
 #[test]

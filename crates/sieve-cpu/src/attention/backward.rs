@@ -72,37 +72,26 @@ pub(super) fn run<const W: usize>(
     d_delta: Option<&mut [f32]>,
 ) {
     let keys = Keys::new(shape, documents, mask);
-    let inputs = Inputs {
-        shape,
-        qkv,
-        o,
-        lse,
-        d_o,
-        keys: &keys,
-    };
+    let inputs = Inputs { shape, qkv, o, lse, d_o, keys: &keys };
     let mut groups = split_by_group(shape, d_qkv, d_delta);
     let pool = Pool::new(Scratch::<W>::new, shape.head_dim);
-    groups
-        .par_iter_mut()
-        .enumerate()
-        .with_max_len(1)
-        .for_each(|(group, rows)| {
-            let (row, kv_head) = (group / shape.num_kv_heads, group % shape.num_kv_heads);
-            let segments = segments_of(shape, &keys, row, kv_head);
-            let mut dq = rows.dq.as_mut_slice();
-            let mut work = Vec::with_capacity(segments.len());
-            for tokens in segments {
-                let (segment_dq, rest) = dq.split_at_mut(tokens.len() * shape.group_size());
-                dq = rest;
-                work.push((tokens, segment_dq));
-            }
-            let sums: Vec<KeySums> = work
-                .into_par_iter()
-                .with_max_len(1)
-                .map(|(tokens, dq)| pool.lend(|scratch| segment(inputs, row, kv_head, tokens, dq, scratch)))
-                .collect();
-            write_sums(shape, &sums, rows);
-        });
+    groups.par_iter_mut().enumerate().with_max_len(1).for_each(|(group, rows)| {
+        let (row, kv_head) = (group / shape.num_kv_heads, group % shape.num_kv_heads);
+        let segments = segments_of(shape, &keys, row, kv_head);
+        let mut dq = rows.dq.as_mut_slice();
+        let mut work = Vec::with_capacity(segments.len());
+        for tokens in segments {
+            let (segment_dq, rest) = dq.split_at_mut(tokens.len() * shape.group_size());
+            dq = rest;
+            work.push((tokens, segment_dq));
+        }
+        let sums: Vec<KeySums> = work
+            .into_par_iter()
+            .with_max_len(1)
+            .map(|(tokens, dq)| pool.lend(|scratch| segment(inputs, row, kv_head, tokens, dq, scratch)))
+            .collect();
+        write_sums(shape, &sums, rows);
+    });
 }
 
 impl<const W: usize> Scratch<W> {
@@ -155,18 +144,10 @@ fn segment_simd<S: Simd, const W: usize>(
         dv: vec![0.0; num_keys * d_v],
         d_delta: vec![0.0; num_keys],
     };
-    let tiles = tokens
-        .clone()
-        .step_by(keys.tile_tokens())
-        .zip(dq.chunks_mut(keys.tile_tokens() * group_size));
+    let tiles = tokens.clone().step_by(keys.tile_tokens()).zip(dq.chunks_mut(keys.tile_tokens() * group_size));
     for (first, dq) in tiles {
         let end = (first + keys.tile_tokens()).min(tokens.end);
-        let tile = Tile {
-            row,
-            kv_head,
-            first,
-            end,
-        };
+        let tile = Tile { row, kv_head, first, end };
         one_tile(simd, inputs, tile, scratch, &mut sums);
         let column_panels = d.div_ceil(W);
         for (query_row, dq) in dq.iter_mut().enumerate() {
@@ -235,15 +216,7 @@ fn one_panel<S: Simd, const W: usize>(
 ) {
     let Inputs { shape, keys, .. } = inputs;
     let (columns, columns_v) = (shape.head_dim.div_ceil(W), shape.head_dim_v.div_ceil(W));
-    let Scratch {
-        q,
-        d_o,
-        dq,
-        block,
-        dk,
-        dv,
-        ..
-    } = scratch;
+    let Scratch { q, d_o, dq, block, dk, dv, .. } = scratch;
     let Some(seen) = block.seen_by(positions) else {
         // No row sees a key of the block, so all its gradients are 0.
         return;
@@ -279,14 +252,7 @@ fn one_panel<S: Simd, const W: usize>(
 /// Fills the panels of q (times the softmax scale) and d_o, and the positions and statistics of their rows.
 #[inline(always)]
 fn load_rows<S: Simd, const W: usize>(simd: S, inputs: Inputs<'_>, tile: Tile, scratch: &mut Scratch<W>) {
-    let Inputs {
-        shape,
-        qkv,
-        o,
-        lse,
-        d_o,
-        ..
-    } = inputs;
+    let Inputs { shape, qkv, o, lse, d_o, .. } = inputs;
     let (d, d_v) = (shape.head_dim, shape.head_dim_v);
     let num_rows = tile.num_rows(shape);
     let token_idx = |token: usize| tile.row * shape.seq_len + token;
@@ -310,10 +276,7 @@ fn load_rows<S: Simd, const W: usize>(simd: S, inputs: Inputs<'_>, tile: Tile, s
     scratch.statistics.clear();
     scratch.statistics.resize(
         scratch.positions.len(),
-        RowStatistics {
-            lse: Aligned([0.0; LANES]),
-            o_dot_d_o: Aligned([0.0; LANES]),
-        },
+        RowStatistics { lse: Aligned([0.0; LANES]), o_dot_d_o: Aligned([0.0; LANES]) },
     );
     for query_row in 0..num_rows {
         let (token, head) = tile.token_and_head(shape, query_row);

@@ -31,23 +31,14 @@ pub struct DecodeShape {
 /// # Panics
 /// When lengths do not fit.
 pub fn attention_decode(shape: DecodeShape, q: &[f32], k: &[f32], v: &[f32], delta: Option<&[f32]>, o: &mut [f32]) {
-    let DecodeShape {
-        group_size,
-        head_dim,
-        capacity,
-        kv_len,
-        ..
-    } = shape;
+    let DecodeShape { group_size, head_dim, capacity, kv_len, .. } = shape;
     let group_len = group_size * head_dim;
     assert!(
         group_len > 0 && q.len().is_multiple_of(group_len),
         "attention_decode: q is not [heads, group_size, head_dim]"
     );
     assert_eq!(o.len(), q.len(), "attention_decode: o is not as long as q");
-    assert!(
-        kv_len <= capacity,
-        "attention_decode: kv_len {kv_len} exceeds the capacity {capacity}"
-    );
+    assert!(kv_len <= capacity, "attention_decode: kv_len {kv_len} exceeds the capacity {capacity}");
     if let Some(delta) = delta {
         let heads = q.len() / group_len;
         assert_eq!(delta.len(), heads * kv_len, "attention_decode: delta has another size");
@@ -149,13 +140,7 @@ mod tests {
     }
 
     fn decode_shape(head_dim: usize, kv_len: usize, capacity: usize) -> DecodeShape {
-        DecodeShape {
-            group_size: HEADS / KV_HEADS,
-            head_dim,
-            capacity,
-            kv_len,
-            softmax_scale: 0.3,
-        }
+        DecodeShape { group_size: HEADS / KV_HEADS, head_dim, capacity, kv_len, softmax_scale: 0.3 }
     }
 
     fn decode(shape: DecodeShape, [q, k, v]: [&[f32]; 3], delta: Option<&[f32]>) -> Vec<f32> {
@@ -175,21 +160,10 @@ mod tests {
                 let expire = vec![LEN as i32; KV_HEADS * LEN];
                 let (start, end) = whole_rows(1, LEN);
                 let documents = Documents::new(&start, &end);
-                let shape = AttentionShape {
-                    softmax_scale: 0.3,
-                    ..AttentionShape::new([1, LEN], [HEADS, KV_HEADS], d)
-                };
+                let shape =
+                    AttentionShape { softmax_scale: 0.3, ..AttentionShape::new([1, LEN], [HEADS, KV_HEADS], d) };
                 let (q, k, v) = split(&qkv, d);
-                let masks = [
-                    (None, Mask::Causal),
-                    (
-                        Some(&delta),
-                        Mask::Expire {
-                            expire: &expire,
-                            delta: &delta,
-                        },
-                    ),
-                ];
+                let masks = [(None, Mask::Causal), (Some(&delta), Mask::Expire { expire: &expire, delta: &delta })];
                 for (delta, mask) in masks {
                     let full = AttentionCall::packed(shape, &qkv, documents, mask, &d_o).run(Rounding::None);
                     let delta = delta.map(Vec::as_slice);

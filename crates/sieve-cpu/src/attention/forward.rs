@@ -58,8 +58,7 @@ impl<const W: usize> TileState<W> {
         self.softmax.resize(self.positions.len(), Softmax::new());
         self.columns_v = d_v.div_ceil(W);
         self.o.clear();
-        self.o
-            .resize(self.positions.len() * self.columns_v, Aligned([[0.0; W]; LANES]));
+        self.o.resize(self.positions.len() * self.columns_v, Aligned([[0.0; W]; LANES]));
     }
 
     /// Accumulates the attention of all rows over the block of keys. From a panel's positions, `readers` gives the same
@@ -127,21 +126,14 @@ struct Softmax {
 impl Softmax {
     /// The softmax state before the first key.
     fn new() -> Self {
-        Self {
-            max: Aligned([f32::NEG_INFINITY; LANES]),
-            sum: Aligned([0.0; LANES]),
-        }
+        Self { max: Aligned([f32::NEG_INFINITY; LANES]), sum: Aligned([0.0; LANES]) }
     }
 
     /// Log-sum-exp of a row's logits (-inf when it saw no key) and the softmax denominator. In the logits, the biases
     /// are relative to the row's base.
     fn finish(&self, lane: usize) -> (f32, f32) {
         let sum = self.sum[lane];
-        let lse = if sum == 0.0 {
-            f32::NEG_INFINITY
-        } else {
-            self.max[lane] + sum.ln()
-        };
+        let lse = if sum == 0.0 { f32::NEG_INFINITY } else { self.max[lane] + sum.ln() };
         (lse, sum)
     }
 }
@@ -170,22 +162,13 @@ pub(crate) fn run<const W: usize>(
     let keys = Keys::new(shape, documents, mask);
     let o_len = shape.num_heads * shape.head_dim_v;
     let mut tasks = Vec::new();
-    let rows = o
-        .chunks_exact_mut(shape.seq_len * o_len)
-        .zip(lse.chunks_exact_mut(shape.num_heads * shape.seq_len));
+    let rows = o.chunks_exact_mut(shape.seq_len * o_len).zip(lse.chunks_exact_mut(shape.num_heads * shape.seq_len));
     for (row, (o, lse)) in rows.enumerate() {
-        let mut lse: Vec<_> = lse
-            .chunks_exact_mut(shape.seq_len)
-            .map(|head| head.chunks_mut(keys.tile_tokens()))
-            .collect();
+        let mut lse: Vec<_> =
+            lse.chunks_exact_mut(shape.seq_len).map(|head| head.chunks_mut(keys.tile_tokens())).collect();
         for (tile, o) in o.chunks_mut(keys.tile_tokens() * o_len).enumerate() {
             let lse = lse.iter_mut().filter_map(Iterator::next).collect();
-            tasks.push(Task {
-                row,
-                first: tile * keys.tile_tokens(),
-                o,
-                lse,
-            });
+            tasks.push(Task { row, first: tile * keys.tile_tokens(), o, lse });
         }
     }
     let pool = Pool::new(|head_dim| (TileState::<W>::new(head_dim), Vec::new()), shape.head_dim);
@@ -217,12 +200,7 @@ fn forward_tile_simd<S: Simd, const W: usize>(
     let row_len = shape.seq_len * shape.token_len();
     let qkv_row = &qkv[row * row_len..(row + 1) * row_len];
     for kv_head in 0..shape.num_kv_heads {
-        let tile = Tile {
-            row,
-            kv_head,
-            first,
-            end,
-        };
+        let tile = Tile { row, kv_head, first, end };
         attend(simd, shape, qkv_row, keys, tile, state, list);
         for query_row in 0..tile.num_rows(shape) {
             let (token, head) = tile.token_and_head(shape, query_row);

@@ -52,15 +52,7 @@ impl<'a> Keys<'a> {
                 })
                 .collect(),
         };
-        let mut keys = Self {
-            shape,
-            documents,
-            mask,
-            expire,
-            bases: Vec::new(),
-            lists: Vec::new(),
-            tile_tokens,
-        };
+        let mut keys = Self { shape, documents, mask, expire, bases: Vec::new(), lists: Vec::new(), tile_tokens };
         if let Mask::Expire { delta, .. } = mask {
             keys.bases = keys
                 .expire
@@ -84,11 +76,7 @@ impl<'a> Keys<'a> {
     /// First position that no longer sees each key.
     pub(super) fn expire(&self, row: usize, kv_head: usize) -> &[i32] {
         let n = self.shape.seq_len;
-        let at = if matches!(self.mask, Mask::Expire { .. }) {
-            row * self.shape.num_kv_heads + kv_head
-        } else {
-            row
-        };
+        let at = if matches!(self.mask, Mask::Expire { .. }) { row * self.shape.num_kv_heads + kv_head } else { row };
         &self.expire[at * n..(at + 1) * n]
     }
 

@@ -53,11 +53,7 @@ impl ListedAttention {
             32 => Pools::Of32(Pool::new(TileState::new, head_dim)),
             _ => Pools::Of64(Pool::new(TileState::new, head_dim)),
         };
-        Self {
-            head_dim,
-            softmax_scale,
-            pools,
-        }
+        Self { head_dim, softmax_scale, pools }
     }
 
     /// Attention of one tile on the calling thread. A row that sees nothing has `o = 0` and `lse = -inf`.
@@ -69,12 +65,7 @@ impl ListedAttention {
     /// When lengths do not fit or a vector leaves its slice.
     pub fn run(&self, tile: ListedTile<'_>, o: &mut [f32], lse: &mut [f32]) {
         let (rows, keys) = (tile.query_at.len(), tile.key_at.len());
-        let lengths = [
-            tile.query_position.len(),
-            lse.len(),
-            tile.key_position.len(),
-            tile.key_expire.len(),
-        ];
+        let lengths = [tile.query_position.len(), lse.len(), tile.key_position.len(), tile.key_expire.len()];
         assert_eq!(lengths, [rows, rows, keys, keys], "listed_attention: lengths differ");
         let o_len = rows * self.head_dim;
         assert_eq!(o.len(), o_len, "listed_attention: o is not [rows, head_dim]");
@@ -190,13 +181,9 @@ mod tests {
     fn any_list_in_any_order_equals_the_definition() {
         on_every_arch(|| {
             let mut random = Random(7);
-            for (d, rows, keys, tokens) in [
-                (16, 1, 1, 5),
-                (40, 63, 97, 130),
-                (64, 65, 8, 200),
-                (96, 130, 205, 300),
-                (128, 64, 96, 96),
-            ] {
+            for (d, rows, keys, tokens) in
+                [(16, 1, 1, 5), (40, 63, 97, 130), (64, 65, 8, 200), (96, 130, 205, 300), (128, 64, 96, 96)]
+            {
                 let (q, k) = (random.vector(rows * d), random.vector(tokens * d));
                 let v = random.vector(tokens * d);
                 let query_at: Vec<usize> = (0..rows).rev().map(|r| r * d).collect();
@@ -208,10 +195,8 @@ mod tests {
                 order.truncate(keys);
                 let key_at: Vec<usize> = order.iter().map(|j| j * d).collect();
                 let key_position: Vec<i32> = order.iter().map(|&j| j as i32).collect();
-                let key_expire: Vec<i32> = order
-                    .iter()
-                    .map(|&j| if j % 3 == 0 { (j + 1 + j % 50) as i32 } else { i32::MAX })
-                    .collect();
+                let key_expire: Vec<i32> =
+                    order.iter().map(|&j| if j % 3 == 0 { (j + 1 + j % 50) as i32 } else { i32::MAX }).collect();
                 let tile = ListedTile {
                     q: &q,
                     query_at: &query_at,

@@ -12,11 +12,7 @@ pub(crate) struct Pool<T> {
 impl<T> Pool<T> {
     /// A pool whose buffers come from `make(head_dim)`.
     pub(crate) fn new(make: fn(usize) -> T, head_dim: usize) -> Self {
-        Self {
-            free: Mutex::new(Vec::new()),
-            make,
-            head_dim,
-        }
+        Self { free: Mutex::new(Vec::new()), make, head_dim }
     }
 
     /// Runs `work` with a buffer that no other task uses meanwhile; it holds what an earlier task left there.

@@ -49,25 +49,14 @@ fn shape(batch: usize, seq_len: usize, num_heads: usize, num_kv_heads: usize, he
 impl Case {
     fn new(shape: AttentionShape, packed: bool, keep_window_size: usize, seed: u64) -> Self {
         let mut random = Random(seed);
-        let (start, end) = if packed {
-            random.documents(shape.batch, shape.seq_len)
-        } else {
-            whole_rows(shape.batch, shape.seq_len)
-        };
+        let (start, end) =
+            if packed { random.documents(shape.batch, shape.seq_len) } else { whole_rows(shape.batch, shape.seq_len) };
         let keys = shape.batch * shape.num_kv_heads * shape.seq_len;
         // Few distinct scores, so that ties are common.
         let z: Vec<f32> = (0..keys).map(|_| random.below(40) as f32 / 20.0 - 1.0).collect();
         let mut expire = vec![0; keys];
         let documents = Documents::new(&start, &end);
-        dma_select(
-            &z,
-            documents,
-            shape.batch,
-            shape.num_kv_heads,
-            shape.seq_len,
-            keep_window_size,
-            &mut expire,
-        );
+        dma_select(&z, documents, shape.batch, shape.num_kv_heads, shape.seq_len, keep_window_size, &mut expire);
         let chosen = CHOSEN.map(|sizes| (sizes, some_blocks(shape, documents, sizes, seed)));
         Self {
             chosen: chosen.into(),
@@ -89,43 +78,22 @@ impl Case {
         match kind {
             Kind::Causal => Mask::Causal,
             Kind::Window(window_size) => Mask::Window(window_size),
-            Kind::Expire => Mask::Expire {
-                expire: &self.expire,
-                delta: &self.delta,
-            },
-            Kind::Chosen(sizes @ [block_size, count]) => Mask::Chosen(ChosenBlocks {
-                indices: &self.chosen[&sizes],
-                count,
-                block_size,
-            }),
+            Kind::Expire => Mask::Expire { expire: &self.expire, delta: &self.delta },
+            Kind::Chosen(sizes @ [block_size, count]) => {
+                Mask::Chosen(ChosenBlocks { indices: &self.chosen[&sizes], count, block_size })
+            }
         }
     }
 
     fn run(&self, kind: Kind) -> Results {
-        let AttentionShape {
-            batch,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            ..
-        } = self.shape;
+        let AttentionShape { batch, seq_len, num_heads, num_kv_heads, .. } = self.shape;
         let mut o = vec![f32::NAN; self.d_o.len()];
         let mut lse = vec![f32::NAN; batch * num_heads * seq_len];
         let mut d_qkv = vec![f32::NAN; self.qkv.len()];
         let mut d_delta = vec![f32::NAN; batch * num_kv_heads * seq_len];
         let (documents, mask) = (self.documents(), self.mask(kind));
         attention_forward(self.shape, &self.qkv, documents, mask, &mut o, &mut lse);
-        attention_backward(
-            self.shape,
-            &self.qkv,
-            documents,
-            mask,
-            &o,
-            &lse,
-            &self.d_o,
-            &mut d_qkv,
-            Some(&mut d_delta),
-        );
+        attention_backward(self.shape, &self.qkv, documents, mask, &o, &lse, &self.d_o, &mut d_qkv, Some(&mut d_delta));
         Results { o, lse, d_qkv, d_delta }
     }
 
@@ -287,11 +255,7 @@ fn later_tokens_leave_earlier_rows_bit_identical() {
             }
             let after = changed.run(kind);
             let o_len = case.shape.num_heads * case.shape.head_dim;
-            assert_eq!(
-                before.o[..(t + 1) * o_len],
-                after.o[..(t + 1) * o_len],
-                "{kind:?}, t = {t}"
-            );
+            assert_eq!(before.o[..(t + 1) * o_len], after.o[..(t + 1) * o_len], "{kind:?}, t = {t}");
         }
     }
 }
@@ -313,15 +277,7 @@ fn later_tokens_leave_earlier_rows_of_dma_within_rounding() {
                 z[head * shape.seq_len + j] = other.delta[head * shape.seq_len + j];
             }
         }
-        dma_select(
-            &z,
-            case.documents(),
-            1,
-            shape.num_kv_heads,
-            shape.seq_len,
-            20,
-            &mut changed.expire,
-        );
+        dma_select(&z, case.documents(), 1, shape.num_kv_heads, shape.seq_len, 20, &mut changed.expire);
         changed.delta = z.iter().map(|z| z.exp()).collect();
         let from = (t + 1) * shape.token_len();
         changed.qkv[from..].copy_from_slice(&other.qkv[from..]);
@@ -350,10 +306,7 @@ fn keys_that_nobody_sees_may_be_nan() {
                     count += 1;
                     assert_eq!(before.d_delta[at], 0.0);
                     poisoned.delta[at] = f32::NAN;
-                    for head in [
-                        shape.num_heads + kv_head,
-                        shape.num_heads + shape.num_kv_heads + kv_head,
-                    ] {
+                    for head in [shape.num_heads + kv_head, shape.num_heads + shape.num_kv_heads + kv_head] {
                         let first = (row * shape.seq_len + j) * shape.token_len() + head * shape.head_dim;
                         let values = first..first + shape.head_dim;
                         assert!(before.d_qkv[values.clone()].iter().all(|&x| x == 0.0));
@@ -408,10 +361,7 @@ fn the_definition_s_gradients_are_its_differences() {
     for kind in [Kind::Causal, Kind::Window(4), Kind::Expire, Kind::Chosen([4, 3])] {
         let loss = |qkv: &[f32], delta: &[f32]| {
             let mask = match kind {
-                Kind::Expire => Mask::Expire {
-                    expire: &case.expire,
-                    delta,
-                },
+                Kind::Expire => Mask::Expire { expire: &case.expire, delta },
                 _ => case.mask(kind),
             };
             inner(&case.definition(qkv, mask).o, &case.d_o)
@@ -434,12 +384,7 @@ fn the_definition_s_gradients_are_its_differences() {
         let narrow = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<f32>>();
         let got = case.definition(&case.qkv, case.mask(kind));
         let expected = differences(&case.qkv, &|qkv| loss(qkv, &case.delta));
-        assert_close_relative(
-            &format!("d_qkv, {kind:?}"),
-            &narrow(&packed(&got, case.shape)),
-            &expected,
-            1e-5,
-        );
+        assert_close_relative(&format!("d_qkv, {kind:?}"), &narrow(&packed(&got, case.shape)), &expected, 1e-5);
         if matches!(kind, Kind::Expire) {
             let expected = differences(&case.delta, &|delta| loss(&case.qkv, delta));
             assert_close_relative("d_delta", &narrow(&got.d_delta), &expected, 1e-5);
@@ -461,10 +406,7 @@ fn narrow_values_are_wide_values_cut_off() {
     on_every_arch(|| {
         for (n, heads, d, d_v) in [(70, 3, 24, 16), (130, 2, 192, 128), (33, 2, 96, 64)] {
             let mut random = Random(n as u64);
-            let shape = AttentionShape {
-                softmax_scale: 0.2,
-                ..AttentionShape::new([2, n], [heads; 2], d)
-            };
+            let shape = AttentionShape { softmax_scale: 0.2, ..AttentionShape::new([2, n], [heads; 2], d) };
             let narrow_shape = shape.with_value_width(d_v);
             let (start, end) = random.documents(2, n);
             let documents = Documents::new(&start, &end);
@@ -492,17 +434,7 @@ fn narrow_values_are_wide_values_cut_off() {
             assert_close_relative("lse", &lse_v, &wide(&lse), 1e-6);
             let mut d_narrow = vec![f32::NAN; narrow.len()];
             let d_o_v = cut(&d_o);
-            attention_backward(
-                narrow_shape,
-                &narrow,
-                documents,
-                mask,
-                &o_v,
-                &lse_v,
-                &d_o_v,
-                &mut d_narrow,
-                None,
-            );
+            attention_backward(narrow_shape, &narrow, documents, mask, &o_v, &lse_v, &d_o_v, &mut d_narrow, None);
             let mut expected = Vec::new();
             for token in d_full.chunks_exact(3 * heads * d) {
                 expected.extend_from_slice(&token[..2 * heads * d]);

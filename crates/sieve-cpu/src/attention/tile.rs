@@ -41,10 +41,7 @@ impl Tile {
     /// Token and query head of a row.
     pub(crate) fn token_and_head(&self, shape: AttentionShape, row: usize) -> (usize, usize) {
         let group_size = shape.group_size();
-        (
-            self.first + row / group_size,
-            self.kv_head * group_size + row % group_size,
-        )
+        (self.first + row / group_size, self.kv_head * group_size + row % group_size)
     }
 }
 
@@ -58,10 +55,7 @@ pub(crate) struct RowPanels<const W: usize> {
 
 impl<const W: usize> RowPanels<W> {
     pub(crate) fn new() -> Self {
-        Self {
-            transposed: Vec::new(),
-            natural: Vec::new(),
-        }
+        Self { transposed: Vec::new(), natural: Vec::new() }
     }
 
     /// Copies `scale * rows` into the natural panels.
@@ -228,17 +222,12 @@ impl<const W: usize> KeyBlock<W> {
     pub(crate) fn seen_by(&self, positions: &[i32; LANES]) -> Option<SeenKeys> {
         // The smallest position but -1, which as an unsigned number is the largest.
         let first = positions.iter().fold(u32::MAX, |first, &at| first.min(at as u32)) as i32;
-        let [least, last] = positions
-            .iter()
-            .fold([i32::MAX, -1], |[least, last], &at| [least.min(at), last.max(at)]);
+        let [least, last] = positions.iter().fold([i32::MAX, -1], |[least, last], &at| [least.min(at), last.max(at)]);
         let sees = |s: &usize| self.position[*s] <= last && self.expire[*s] > self.position[*s].max(first);
         let low = (0..self.len).find(sees)?;
         let high = (0..self.len).rfind(sees)?;
         let slots = low / KEY_STEP * KEY_STEP..(high + 1).next_multiple_of(KEY_STEP);
-        let masked = least < 0
-            || slots
-                .clone()
-                .any(|s| self.position[s] > first || self.expire[s] <= last);
+        let masked = least < 0 || slots.clone().any(|s| self.position[s] > first || self.expire[s] <= last);
         Some(SeenKeys { slots, masked })
     }
 

@@ -161,14 +161,7 @@ pub(super) fn few_rows<S: Transpose>(
 ) {
     let run = |(task, y): (usize, &mut [f32])| {
         let first = task * TASK_OUTPUTS;
-        simd.vectorize(Task {
-            simd,
-            x,
-            weight,
-            d_in,
-            first,
-            y,
-        });
+        simd.vectorize(Task { simd, x, weight, d_in, first, y });
     };
     // Runs the tasks; a task writes its outputs of all rows, `[rows, outputs]`, to one chunk.
     let run_tasks = |y: &mut [f32]| match weight.len() {
@@ -227,14 +220,7 @@ impl<S: Transpose> Task<'_, S> {
     /// Computes the task for at most `ROWS` rows.
     #[inline(always)]
     fn run<W: Element, const ROWS: usize>(self, weight: &[W]) {
-        let Self {
-            simd,
-            x,
-            d_in,
-            first,
-            y,
-            ..
-        } = self;
+        let Self { simd, x, d_in, first, y, .. } = self;
         let (lanes, step) = (S::F32_LANES, S::F32_LANES * W::IN_LANE);
         let (rows, last_output) = (x.len() / d_in, weight.len() / d_in - 1);
         let outputs = y.len() / rows;

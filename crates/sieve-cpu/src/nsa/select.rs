@@ -101,25 +101,22 @@ pub fn choose_key_blocks(
         tokens * choosers * k,
         "choose_key_blocks: block_indices is not [batch, seq_len, choosers, num_selected_blocks]"
     );
-    block_indices
-        .par_chunks_exact_mut(k)
-        .enumerate()
-        .for_each(|(at, chosen)| {
-            let (token, chooser) = (at / choosers, at % choosers);
-            let start = documents.start[token] as usize;
-            let position = token % shape.seq_len - start;
-            let first_slot = token / shape.seq_len * blocks.num_slots(shape.seq_len) + blocks.first_slot(start);
-            let scores = |head: usize| -> Vec<f64> {
-                let q = &q[(token * shape.num_heads + head) * shape.head_dim..][..shape.head_dim];
-                let kv_head = head / shape.group_size();
-                let key = |c: usize| &keys[((first_slot + c) * shape.num_kv_heads + kv_head) * shape.head_dim..];
-                let seen = 0..blocks.num_compressed_blocks(position + 1);
-                seen.map(|c| dot(q, &key(c)[..shape.head_dim])).collect()
-            };
-            let own = position / blocks.select_block_size;
-            let importance = importance(shape, choice, own, chooser, scores);
-            choose_blocks(&importance, own, choice.forced, chosen);
-        });
+    block_indices.par_chunks_exact_mut(k).enumerate().for_each(|(at, chosen)| {
+        let (token, chooser) = (at / choosers, at % choosers);
+        let start = documents.start[token] as usize;
+        let position = token % shape.seq_len - start;
+        let first_slot = token / shape.seq_len * blocks.num_slots(shape.seq_len) + blocks.first_slot(start);
+        let scores = |head: usize| -> Vec<f64> {
+            let q = &q[(token * shape.num_heads + head) * shape.head_dim..][..shape.head_dim];
+            let kv_head = head / shape.group_size();
+            let key = |c: usize| &keys[((first_slot + c) * shape.num_kv_heads + kv_head) * shape.head_dim..];
+            let seen = 0..blocks.num_compressed_blocks(position + 1);
+            seen.map(|c| dot(q, &key(c)[..shape.head_dim])).collect()
+        };
+        let own = position / blocks.select_block_size;
+        let importance = importance(shape, choice, own, chooser, scores);
+        choose_blocks(&importance, own, choice.forced, chosen);
+    });
 }
 
 /// Importance of the blocks `0..=own` for one chooser of a query. `scores(head)` is `q . k` of a query head with each
@@ -137,20 +134,14 @@ fn importance(
         // One pooled key per block, its mean (MoBA), or one per token (MSA). The own block is always chosen.
         let scores = scores(chooser);
         let of_block = scores.chunks_exact(blocks.select_block_size / blocks.compress_stride);
-        return of_block
-            .take(own)
-            .map(|scores| largest(scores) as f32)
-            .chain([0.0])
-            .collect();
+        return of_block.take(own).map(|scores| largest(scores) as f32).chain([0.0]).collect();
     }
     let group = shape.group_size();
     if rule == ChoiceRule::SumOfHeads {
         // One key per complete block. The own block is always chosen.
         let mut sums = vec![0.0; own + 1];
         for head in chooser * group..(chooser + 1) * group {
-            sums.iter_mut()
-                .zip(scores(head))
-                .for_each(|(sum, score)| *sum += score.max(0.0));
+            sums.iter_mut().zip(scores(head)).for_each(|(sum, score)| *sum += score.max(0.0));
         }
         return sums.into_iter().map(|sum| sum as f32).collect();
     }

@@ -34,18 +34,13 @@ pub struct CorpusReport {
 impl CorpusReport {
     /// Why documents were dropped, for an error message.
     fn summary(&self) -> String {
-        let mut summary = format!(
-            "{} blank, {} duplicates, {} invalid",
-            self.num_blank, self.num_duplicates, self.num_invalid
-        );
+        let mut summary =
+            format!("{} blank, {} duplicates, {} invalid", self.num_blank, self.num_duplicates, self.num_invalid);
         if self.reached_max_bytes {
             summary.push_str(", the next is larger than max_bytes");
         }
         if let Some(first) = &self.first_invalid {
-            summary.push_str(&format!(
-                "; the first invalid one: {}",
-                first.lines().next().unwrap_or_default()
-            ));
+            summary.push_str(&format!("; the first invalid one: {}", first.lines().next().unwrap_or_default()));
         }
         summary
     }
@@ -226,12 +221,7 @@ impl<'a> Documents<'a> {
                 }
                 report.num_documents += 1;
                 report.num_bytes = num_bytes;
-                return Ok(Some(Document {
-                    text,
-                    prompt,
-                    file_idx: self.cursor.file_idx,
-                    line,
-                }));
+                return Ok(Some(Document { text, prompt, file_idx: self.cursor.file_idx, line }));
             }
         }
         Ok(None)

@@ -34,11 +34,7 @@ pub(super) fn expand(config: &CorpusConfig, hub: Option<&Hub>) -> Result<(Vec<So
         let hint = "name at least one file, folder or glob";
         return Err(DataError::refused("no data paths are given", hint));
     }
-    let mut expansion = Expansion {
-        extensions: &config.extensions,
-        found: Vec::new(),
-        passed_over: PassedOver::new(),
-    };
+    let mut expansion = Expansion { extensions: &config.extensions, found: Vec::new(), passed_over: PassedOver::new() };
     for pattern in &config.paths {
         let before = expansion.found.len();
         match (is_remote(pattern), hub) {
@@ -52,16 +48,11 @@ pub(super) fn expand(config: &CorpusConfig, hub: Option<&Hub>) -> Result<(Vec<So
                 true => format!(" ending in one of {:?}", config.extensions),
                 false => String::new(),
             };
-            return Err(DataError::NoFiles {
-                pattern: pattern.clone(),
-                searched,
-            });
+            return Err(DataError::NoFiles { pattern: pattern.clone(), searched });
         }
         check_one_kind(pattern, &config.format, found)?;
     }
-    let Expansion {
-        mut found, passed_over, ..
-    } = expansion;
+    let Expansion { mut found, passed_over, .. } = expansion;
     found.sort_by(|a, b| a.path.cmp(&b.path).then_with(|| a.relative.cmp(&b.relative)));
     let mut found = each_once(found);
     if let FileOrder::Hashed { seed } = config.order {
@@ -155,32 +146,15 @@ fn kind_of(_: &Metadata) -> &'static str {
 
 /// Adds size and modification time to a file that was found; refuses what is not a file.
 fn stat(found: Found) -> Result<SourceFile, DataError> {
-    let Found {
-        path, remote, is_named, ..
-    } = found;
+    let Found { path, remote, is_named, .. } = found;
     if let Some(remote) = remote {
         // The path holds the commit, which distinguishes versions without a modification time.
-        return Ok(SourceFile {
-            path,
-            num_bytes: remote.num_bytes(),
-            modified_ns: 0,
-            remote: Some(remote),
-            is_named,
-        });
+        return Ok(SourceFile { path, num_bytes: remote.num_bytes(), modified_ns: 0, remote: Some(remote), is_named });
     }
     let metadata = require_file(&path)?;
-    let modified = metadata
-        .modified()
-        .ok()
-        .and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+    let modified = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
     let modified_ns = modified.map_or(0, |age| u64::try_from(age.as_nanos()).unwrap_or(u64::MAX));
-    Ok(SourceFile {
-        path,
-        num_bytes: metadata.len(),
-        modified_ns,
-        remote: None,
-        is_named,
-    })
+    Ok(SourceFile { path, num_bytes: metadata.len(), modified_ns, remote: None, is_named })
 }
 
 /// Collects the files that paths lead to.
@@ -215,10 +189,7 @@ impl Expansion<'_> {
             self.add_file(path, path.parent().unwrap_or(Path::new("")), is_named);
             return Ok(());
         }
-        let options = glob::MatchOptions {
-            require_literal_leading_dot: true,
-            ..Default::default()
-        };
+        let options = glob::MatchOptions { require_literal_leading_dot: true, ..Default::default() };
         let matches = glob::glob_with(pattern, options).map_err(|error| DataError::glob(pattern, &error))?;
         let base = literal_base(path);
         let is_named = false;
@@ -276,9 +247,7 @@ impl Expansion<'_> {
 
 /// Whether `path`, or a folder between it and `base`, is a link to a folder.
 fn is_below_link(path: &Path, base: &Path) -> bool {
-    let folders = path
-        .ancestors()
-        .take_while(|folder| *folder != base && folder.starts_with(base));
+    let folders = path.ancestors().take_while(|folder| *folder != base && folder.starts_with(base));
     folders.into_iter().any(|folder| folder.is_symlink() && folder.is_dir())
 }
 
@@ -286,13 +255,7 @@ fn is_below_link(path: &Path, base: &Path) -> bool {
 fn literal_base(pattern: &Path) -> PathBuf {
     pattern
         .components()
-        .take_while(|part| {
-            !part
-                .as_os_str()
-                .as_encoded_bytes()
-                .iter()
-                .any(|byte| b"*?[".contains(byte))
-        })
+        .take_while(|part| !part.as_os_str().as_encoded_bytes().iter().any(|byte| b"*?[".contains(byte)))
         .collect()
 }
 

@@ -126,12 +126,8 @@ pub fn hub_tokenizer(path: &str, mut config: HubConfig) -> Result<PathBuf, DataE
     // A model has one listing for all its folders.
     let listing = hub.listing(&format!("hf://{}@{}", remote.repo, remote.revision), &remote)?;
     let place = listing.siblings.iter().position(|sibling| sibling.name == name);
-    let place = place.ok_or_else(|| {
-        hub.failed(
-            &remote.url_repo(),
-            format!("there is no {name} at commit {}", listing.sha),
-        )
-    })?;
+    let place =
+        place.ok_or_else(|| hub.failed(&remote.url_repo(), format!("there is no {name} at commit {}", listing.sha)))?;
     hub.fetch(&hub.files(&remote, listing).swap_remove(place))
 }
 
@@ -217,9 +213,7 @@ impl RemotePath {
             let hint = "write hf://datasets/OWNER/NAME, with @REVISION and /FILES behind it if need be";
             DataError::refused(format!("{path:?} is no data set: {reason}"), hint)
         };
-        let rest = path
-            .strip_prefix(PREFIX)
-            .ok_or_else(|| bad("only data sets can be read"))?;
+        let rest = path.strip_prefix(PREFIX).ok_or_else(|| bad("only data sets can be read"))?;
         let mut parts = rest.split('/');
         let owner = parts.next().unwrap_or_default();
         let (name, revision) = match parts.next().unwrap_or_default().split_once('@') {
@@ -267,10 +261,7 @@ impl RemotePath {
             return Ok(has_extension(Path::new(file)));
         }
         let pattern = glob::Pattern::new(&self.files).map_err(|error| DataError::glob(&self.files, &error))?;
-        let options = glob::MatchOptions {
-            require_literal_separator: true,
-            ..Default::default()
-        };
+        let options = glob::MatchOptions { require_literal_separator: true, ..Default::default() };
         Ok(pattern.matches_with(file, options))
     }
 }
@@ -391,10 +382,7 @@ impl Hub {
         let answer = serde_json::from_str::<Answer>(&body)
             .map_err(|error| failed(format!("the answer is not a listing: {error}")))?;
         if !is_hex(&answer.sha, &[40, 64]) {
-            return Err(failed(format!(
-                "the answer's commit {} is none",
-                shortened(&answer.sha)
-            )));
+            return Err(failed(format!("the answer's commit {} is none", shortened(&answer.sha))));
         }
         let leads_elsewhere = |name: &str| {
             name.len() > MAX_NAME_BYTES
@@ -406,11 +394,7 @@ impl Hub {
             let name = shortened(&odd.name);
             return Err(failed(format!("the file name {name} leads elsewhere or is not a name")));
         }
-        let listing = Listing {
-            path: path.to_owned(),
-            sha: answer.sha,
-            siblings: answer.siblings,
-        };
+        let listing = Listing { path: path.to_owned(), sha: answer.sha, siblings: answer.siblings };
         let json = serde_json::to_vec(&listing).expect("names and numbers serialise");
         write_atomically(&kept, &json)?;
         Ok(listing)

@@ -36,11 +36,9 @@ pub(super) fn open(
     let max_bytes = max_document_bytes.unwrap_or(u64::MAX);
     Ok(match &format.of(path) {
         // `Format::of` returns the format that an ending names, never `ByEnding`.
-        Format::Text | Format::ByEnding { .. } => Box::new(TextSource {
-            path: path.to_path_buf(),
-            max_bytes,
-            done: false,
-        }),
+        Format::Text | Format::ByEnding { .. } => {
+            Box::new(TextSource { path: path.to_path_buf(), max_bytes, done: false })
+        }
         Format::Jsonl { text_column } => Box::new(JsonlSource::open(path, text_column, max_bytes)?),
         Format::Parquet { text_column } => Box::new(ParquetSource::open(path, text_column, max_bytes)?),
     })

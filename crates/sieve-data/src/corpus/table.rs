@@ -31,11 +31,7 @@ pub fn read_table(path: &Path) -> Result<Vec<TableRow>, DataError> {
         }
     };
     match rows.is_empty() {
-        true => Err(DataError::file(
-            path,
-            "there is no row in it",
-            "name a file with a row a line",
-        )),
+        true => Err(DataError::file(path, "there is no row in it", "name a file with a row a line")),
         false => Ok(rows),
     }
 }
@@ -58,8 +54,7 @@ fn parquet_rows(path: &Path) -> Result<Vec<TableRow>, DataError> {
         let column = |(name, field): (&String, &Field)| (name.clone(), field.to_json_value());
         let all_columns = None;
         let rows = reader.get_row_iter(all_columns)?;
-        rows.map(|row| Ok(row?.get_column_iter().map(column).collect()))
-            .collect()
+        rows.map(|row| Ok(row?.get_column_iter().map(column).collect())).collect()
     })
 }
 
@@ -98,9 +93,7 @@ mod tests {
         let texts = ["x", "y", "z"].map(ByteArray::from);
         let mut column = group.next_column().expect("it").expect("choices");
         let written_texts = column.typed::<ByteArrayType>();
-        written_texts
-            .write_batch(&texts, Some(&[1, 1, 1]), Some(&[0, 1, 0]))
-            .expect("three values");
+        written_texts.write_batch(&texts, Some(&[1, 1, 1]), Some(&[0, 1, 0])).expect("three values");
         column.close().expect("whole");
         let mut column = group.next_column().expect("it").expect("label");
         let labels = column.typed::<Int64Type>();

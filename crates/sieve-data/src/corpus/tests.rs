@@ -113,10 +113,7 @@ fn what_is_no_file_is_refused_by_name() {
     }
     refusal(read_table(Path::new(&at("c.jsonl"))), "c.jsonl: a device, not a file");
     // A socket or device whose ending is not read from folders is no error.
-    let config = CorpusConfig {
-        extensions: vec!["md".to_owned()],
-        ..text(&at(""))
-    };
+    let config = CorpusConfig { extensions: vec!["md".to_owned()], ..text(&at("")) };
     write(dir.path(), "d.md", "d");
     assert_eq!(texts(config).unwrap(), ["d"]);
 }
@@ -147,10 +144,7 @@ fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
     ];
     write(dir.path(), "4.txt", " \n\t");
     write(dir.path(), "5.txt", "\u{feff}good");
-    let strict = |path: &str| CorpusConfig {
-        max_document_bytes: Some(20),
-        ..text(path)
-    };
+    let strict = |path: &str| CorpusConfig { max_document_bytes: Some(20), ..text(path) };
     refusal(texts(strict(&latin)), "1.txt: not UTF-8 at byte 3");
     refusal(texts(strict(&nul)), "2.txt: NUL at byte 2");
     for (name, bytes, encoding) in wide {
@@ -164,10 +158,7 @@ fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
     let words = "3.txt: a document of 50 bytes is over the limit of 20\n | data.max_document_bytes | data.skip_invalid";
     refusal(texts(strict(&found)), words);
     assert_eq!(texts(strict(&large)).unwrap(), ["x".repeat(50)]);
-    let twice = CorpusConfig {
-        paths: vec![found.clone(), large.clone()],
-        ..strict(&large)
-    };
+    let twice = CorpusConfig { paths: vec![found.clone(), large.clone()], ..strict(&large) };
     assert_eq!(texts(twice.clone()).unwrap(), ["x".repeat(50)]);
     let fingerprint = |paths: &[&String]| {
         let paths = paths.iter().map(|path| (*path).clone()).collect();
@@ -176,18 +167,10 @@ fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
     };
     assert_ne!(fingerprint(&[&found]), fingerprint(&[&large]));
 
-    let lenient = CorpusConfig {
-        skip_invalid: true,
-        ..strict(dir.path().to_str().unwrap())
-    };
+    let lenient = CorpusConfig { skip_invalid: true, ..strict(dir.path().to_str().unwrap()) };
     let corpus = Corpus::open(lenient).unwrap();
     let mut documents = corpus.documents();
-    let wanted = Document {
-        prompt: None,
-        text: "good".into(),
-        file_idx: 4,
-        line: 1,
-    };
+    let wanted = Document { prompt: None, text: "good".into(), file_idx: 4, line: 1 };
     assert_eq!(documents.next().unwrap().unwrap(), wanted);
     assert!(documents.next().is_none());
     let report = documents.report();
@@ -204,9 +187,7 @@ fn jsonl_gives_one_document_a_line() {
     let path = write(dir.path(), "a.jsonl", lines);
     let corpus = Corpus::open(jsonl(&path)).unwrap();
     let documents = corpus.documents().map(|document| document.unwrap());
-    let found = documents
-        .map(|document| (document.text, document.line))
-        .collect::<Vec<_>>();
+    let found = documents.map(|document| (document.text, document.line)).collect::<Vec<_>>();
     assert_eq!(found, [("first\nline".to_owned(), 1), ("hé".to_owned(), 4)]);
 }
 
@@ -214,10 +195,7 @@ fn jsonl_gives_one_document_a_line() {
 fn bad_jsonl_lines_are_named_or_skipped() {
     let dir = tempfile::tempdir().unwrap();
     let cases: [(&[u8], &str); 9] = [
-        (
-            b"{\"body\": \"x\"}",
-            "line 2 has no column \"text\" (it has [\"body\"])",
-        ),
+        (b"{\"body\": \"x\"}", "line 2 has no column \"text\" (it has [\"body\"])"),
         (b"{\"text\": 7}", "line 2: column \"text\" is a number"),
         (b"{\"text\": null}", "line 2: column \"text\" is null"),
         (b"{\"text\": \"x\"", "line 2 is not a JSON object"),
@@ -225,18 +203,12 @@ fn bad_jsonl_lines_are_named_or_skipped() {
         (b"{\"text\": \"x\"} {\"text\": \"y\"}", "line 2 is not a JSON object"),
         (b"{\"text\": \"\xff\"}", "line 2: not UTF-8 at byte 27"),
         (b"{\"text\": \"\\u0000\"}", "line 2: NUL at byte 17"),
-        (
-            b"{\"text\": \"longer than seven\"}",
-            "line 2: a document of 17 bytes is over the limit of 7",
-        ),
+        (b"{\"text\": \"longer than seven\"}", "line 2: a document of 17 bytes is over the limit of 7"),
     ];
     for (bad, wanted) in cases {
         let bytes = [b"{\"text\": \"good\"}\n".as_slice(), bad, b"\n{\"text\": \"last\"}\n"].concat();
         let path = write(dir.path(), "a.jsonl", bytes);
-        let mut config = CorpusConfig {
-            max_document_bytes: Some(7),
-            ..jsonl(&path)
-        };
+        let mut config = CorpusConfig { max_document_bytes: Some(7), ..jsonl(&path) };
         refusal(texts(config.clone()), &format!("a.jsonl | {wanted}"));
         config.skip_invalid = true;
         assert_eq!(texts(config).unwrap(), ["good", "last"]);
@@ -360,16 +332,8 @@ fn text_that_looks_like_json_is_told() {
         ("object.json", "{\n  \"text\": \"a\"\n}\n", None),
         ("one.json", "{\"text\": \"a\"}\n", None),
         ("list.json", "[1]\n[2]\n", None),
-        (
-            "rows-in-list.json",
-            "[{\"text\": \"a\"}, {\"text\": \"b\"}]",
-            Some(List),
-        ),
-        (
-            "lines-in-list.json",
-            "\u{feff}[\n  {\n    \"text\": \"a\"\n  }\n]\n",
-            Some(List),
-        ),
+        ("rows-in-list.json", "[{\"text\": \"a\"}, {\"text\": \"b\"}]", Some(List)),
+        ("lines-in-list.json", "\u{feff}[\n  {\n    \"text\": \"a\"\n  }\n]\n", Some(List)),
         ("code.rs", "{ let a = 1; }\n{ let b = 2; }\n", None),
     ] {
         let path = write(dir.path(), name, bytes);
@@ -381,13 +345,8 @@ fn text_that_looks_like_json_is_told() {
 
 #[test]
 fn sizes_that_a_listing_names_do_not_overflow() {
-    let file = |num_bytes| SourceFile {
-        path: "hf://a.gz".into(),
-        num_bytes,
-        modified_ns: 0,
-        remote: None,
-        is_named: false,
-    };
+    let file =
+        |num_bytes| SourceFile { path: "hf://a.gz".into(), num_bytes, modified_ns: 0, remote: None, is_named: false };
     let corpus = Corpus {
         config: text("hf://a.gz"),
         files: vec![file(u64::MAX / 2), file(u64::MAX / 2)],

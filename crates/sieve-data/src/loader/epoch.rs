@@ -69,15 +69,7 @@ impl Epoch {
             Order::Shuffled { seed } => Some(Permutation::new(num_samples, seed ^ ROW_ORDER_SALT, number)),
             Order::Sequential => None,
         };
-        Self {
-            number,
-            permutation,
-            row_order,
-            packing: config.packing,
-            seq_len,
-            ends,
-            num_samples,
-        }
+        Self { number, permutation, row_order, packing: config.packing, seq_len, ends, num_samples }
     }
 
     pub(super) fn number(&self) -> u64 {
@@ -111,10 +103,7 @@ impl Epoch {
             let begin = self.ends[place] - shard.document_len(document);
             let piece_end = self.ends[place].min(row_end);
             if token < piece_end {
-                pieces.push(Piece {
-                    document,
-                    tokens: token - begin..piece_end - begin,
-                });
+                pieces.push(Piece { document, tokens: token - begin..piece_end - begin });
                 token = piece_end;
             }
         }
@@ -140,8 +129,6 @@ impl Epoch {
     }
 
     fn document(&self, place: usize) -> u64 {
-        self.permutation
-            .as_ref()
-            .map_or(place as u64, |permutation| permutation.get(place as u64))
+        self.permutation.as_ref().map_or(place as u64, |permutation| permutation.get(place as u64))
     }
 }

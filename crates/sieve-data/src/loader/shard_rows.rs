@@ -22,10 +22,7 @@ const MAX_EPOCHS_HELD: usize = 2;
 impl ShardRows {
     pub(super) fn new(shard: Arc<ShardReader>, config: &LoaderConfig) -> Result<Self, DataError> {
         if shard.num_documents() >= u64::from(PAD_DOCUMENT) {
-            let what = format!(
-                "{} documents; the loader numbers them with 32 bits",
-                shard.num_documents()
-            );
+            let what = format!("{} documents; the loader numbers them with 32 bits", shard.num_documents());
             return Err(DataError::shard(&with_ending(shard.prefix(), ".idx"), what));
         }
         let first = Epoch::new(&shard, config, 0);
@@ -37,11 +34,7 @@ impl ShardRows {
             let path = with_ending(shard.prefix(), ".bin");
             return Err(DataError::file(&path, what, "give more text or lower seq_len"));
         }
-        Ok(Self {
-            shard,
-            samples_per_epoch,
-            epochs: Mutex::new(vec![Arc::new(first)]),
-        })
+        Ok(Self { shard, samples_per_epoch, epochs: Mutex::new(vec![Arc::new(first)]) })
     }
 
     pub(super) fn samples_per_epoch(&self) -> u64 {
@@ -64,9 +57,7 @@ impl ShardRows {
             let prompt_len = self.shard.prompt_len(piece.document);
             // A token's label is the next token of the document; tokens of the prompt are not predicted.
             let label = |(next, &token): (u64, &u32)| if next < prompt_len { IGNORE_LABEL } else { token as i32 };
-            batch
-                .labels
-                .extend((piece.tokens.start + 1..).zip(&buffer[1..]).map(label));
+            batch.labels.extend((piece.tokens.start + 1..).zip(&buffer[1..]).map(label));
             if buffer.len() == len {
                 // The document ends here, so its last token has no label.
                 batch.labels.push(IGNORE_LABEL);

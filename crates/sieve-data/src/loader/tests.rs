@@ -29,24 +29,12 @@ fn shard(lengths: &[usize]) -> (tempfile::TempDir, Arc<ShardReader>) {
 }
 
 fn config(seq_len: usize, order: Order, packing: Packing) -> LoaderConfig {
-    LoaderConfig {
-        seq_len,
-        order,
-        packing,
-        vocab_size: VOCAB_SIZE,
-        pad_id: PAD,
-    }
+    LoaderConfig { seq_len, order, packing, vocab_size: VOCAB_SIZE, pad_id: PAD }
 }
 
 /// A plan whose batches begin `stride` samples apart.
 fn plan([first_sample, stride]: [u64; 2], batch: usize, num_batches: Option<u64>, depth: usize) -> PrefetchPlan {
-    PrefetchPlan {
-        first_sample,
-        batch,
-        stride,
-        num_batches,
-        depth,
-    }
+    PrefetchPlan { first_sample, batch, stride, num_batches, depth }
 }
 
 fn join(mut left: Batch, right: Batch) -> Batch {
@@ -147,10 +135,7 @@ fn prefetching_gives_the_same_batches_and_ends() {
 #[test]
 fn prefetching_gives_an_error_once() {
     let (_dir, shard) = shard(&[3, 4]);
-    let small = LoaderConfig {
-        vocab_size: 50,
-        ..config(7, Order::Sequential, Packing::Concatenated)
-    };
+    let small = LoaderConfig { vocab_size: 50, ..config(7, Order::Sequential, Packing::Concatenated) };
     let loader = Arc::new(Loader::new(shard, small).unwrap());
     let mut batches = Prefetch::new(loader, plan([0, 1], 1, None, 2)).unwrap();
     assert!(batches.next().unwrap().is_err());
@@ -217,10 +202,7 @@ fn brute_force_row(lengths: &[usize], config: LoaderConfig, sample: u64) -> Vec<
 }
 
 fn any_config() -> impl Strategy<Value = LoaderConfig> {
-    let order = prop_oneof![
-        any::<u64>().prop_map(|seed| Order::Shuffled { seed }),
-        Just(Order::Sequential)
-    ];
+    let order = prop_oneof![any::<u64>().prop_map(|seed| Order::Shuffled { seed }), Just(Order::Sequential)];
     let packing = prop_oneof![Just(Packing::Concatenated), Just(Packing::OneDocumentPerRow)];
     (1usize..20, order, packing).prop_map(|(seq_len, order, packing)| config(seq_len, order, packing))
 }
@@ -413,15 +395,9 @@ fn a_mixture_that_cannot_be_is_refused() {
 }
 
 fn mqar() -> (MqarMixture, LoaderConfig) {
-    let part = MqarPart {
-        config: MqarConfig::new(64, 4, 1),
-        num_samples: 10,
-    };
+    let part = MqarPart { config: MqarConfig::new(64, 4, 1), num_samples: 10 };
     let mixture = MqarMixture::shuffled(&[part], MqarSplit::Train, 128, 3).unwrap();
-    let settings = LoaderConfig {
-        vocab_size: 8192,
-        ..config(128, SHUFFLED, Packing::Concatenated)
-    };
+    let settings = LoaderConfig { vocab_size: 8192, ..config(128, SHUFFLED, Packing::Concatenated) };
     (mixture, settings)
 }
 
@@ -440,9 +416,6 @@ fn an_mqar_loader_gives_the_mixture_and_prefetches() {
     assert_eq!(made.reduce(join).unwrap(), loader.batch(0, 6).unwrap());
     let short = config(64, SHUFFLED, Packing::Concatenated);
     refusal(Loader::mqar(mixture.clone(), short), "seq_len: 64");
-    let few = LoaderConfig {
-        vocab_size: 100,
-        ..settings
-    };
+    let few = LoaderConfig { vocab_size: 100, ..settings };
     refusal(Loader::mqar(mixture, few), "vocab_size: 100");
 }

@@ -11,9 +11,7 @@ const GOLDEN_GAMMA: u64 = 0x9E37_79B9_7F4A_7C15;
 
 impl Draws {
     pub(crate) fn new(numbers: [u64; 4]) -> Self {
-        let state = numbers
-            .iter()
-            .fold(0, |state, &number| mix(mix(state ^ number).wrapping_add(GOLDEN_GAMMA)));
+        let state = numbers.iter().fold(0, |state, &number| mix(mix(state ^ number).wrapping_add(GOLDEN_GAMMA)));
         Self { state }
     }
 

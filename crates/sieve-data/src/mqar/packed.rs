@@ -22,14 +22,7 @@ impl MqarPart {
     pub fn fingerprint(parts: &[Self]) -> String {
         let mut hash = Xxh3::new();
         for part in parts {
-            let MqarConfig {
-                vocab_size,
-                seq_len,
-                num_pairs,
-                power,
-                noise,
-                seed,
-            } = part.config;
+            let MqarConfig { vocab_size, seq_len, num_pairs, power, noise, seed } = part.config;
             for number in [
                 vocab_size as u64,
                 seq_len as u64,
@@ -109,24 +102,12 @@ impl MqarMixture {
                 return bad(format!("0 samples of {len} tokens; leave the kind out"));
             }
             if len > seq_len {
-                return bad(format!(
-                    "samples of {len} tokens do not fit rows of {seq_len}\n  hint: raise seq_len"
-                ));
+                return bad(format!("samples of {len} tokens do not fit rows of {seq_len}\n  hint: raise seq_len"));
             }
-            checked.push(Part {
-                mqar,
-                num_samples: part.num_samples,
-                per_row: (seq_len / len) as u64,
-                first_document,
-            });
+            checked.push(Part { mqar, num_samples: part.num_samples, per_row: (seq_len / len) as u64, first_document });
             first_document += part.num_samples;
         }
-        Ok(Self {
-            parts: checked,
-            split,
-            seq_len,
-            shuffled: None,
-        })
+        Ok(Self { parts: checked, split, seq_len, shuffled: None })
     }
 
     /// Tokens of each row.

@@ -55,11 +55,7 @@ fn splits_seeds_and_numbers_give_other_samples_and_nothing_else_does() {
     let of = |seed, split, index| mqar(MqarConfig::new(64, 8, seed)).sample(split, index);
     let first = of(1, MqarSplit::Train, 5);
     assert_eq!(of(1, MqarSplit::Train, 5), first);
-    for (seed, split, index) in [
-        (2, MqarSplit::Train, 5),
-        (1, MqarSplit::Test, 5),
-        (1, MqarSplit::Train, 6),
-    ] {
+    for (seed, split, index) in [(2, MqarSplit::Train, 5), (1, MqarSplit::Test, 5), (1, MqarSplit::Train, 6)] {
         assert_ne!(of(seed, split, index), first);
     }
     // No sample of one split occurs in the other.
@@ -125,11 +121,7 @@ fn later_slots_are_drawn_from_those_left() {
 
 #[test]
 fn keys_values_and_noise_are_uniform() {
-    let config = MqarConfig {
-        vocab_size: 100,
-        noise: MqarNoise::Uniform,
-        ..MqarConfig::new(80, 4, 9)
-    };
+    let config = MqarConfig { vocab_size: 100, noise: MqarNoise::Uniform, ..MqarConfig::new(80, 4, 9) };
     let mqar = mqar(config);
     let (mut keys, mut values, mut noise) = (vec![0u64; 49], vec![0u64; 50], vec![0u64; 100]);
     for index in 0..5_000 {
@@ -157,11 +149,8 @@ fn keys_values_and_noise_are_uniform() {
 fn the_hard_variant_has_the_known_share_of_near_answers() {
     for (seq_len, one_window, two_windows) in [(2048, 2.0, 54.8), (4096, 5.0, 36.3), (8192, 5.1, 31.0)] {
         // Vocabulary 16384 is our reading of arXiv:2508.02124, which gives none.
-        let mqar = mqar(MqarConfig {
-            vocab_size: 16_384,
-            noise: MqarNoise::Uniform,
-            ..MqarConfig::new(seq_len, 512, 1)
-        });
+        let mqar =
+            mqar(MqarConfig { vocab_size: 16_384, noise: MqarNoise::Uniform, ..MqarConfig::new(seq_len, 512, 1) });
         let (mut near, mut twice, mut all) = (0, 0, 0);
         for index in 0..200 {
             for query in mqar.sample(MqarSplit::Test, index).queries {
@@ -195,16 +184,11 @@ fn settings_that_cannot_be_are_refused() {
         change(&mut config);
         refusal(Mqar::new(config), wanted);
     }
-    let part = MqarPart {
-        config: base,
-        num_samples: 3,
-    };
+    let part = MqarPart { config: base, num_samples: 3 };
     let none = MqarPart { num_samples: 0, ..part };
-    for (parts, seq_len, wanted) in [
-        (vec![], 64, "no kind"),
-        (vec![part], 62, "do not fit rows of 62"),
-        (vec![none], 64, "0 samples"),
-    ] {
+    for (parts, seq_len, wanted) in
+        [(vec![], 64, "no kind"), (vec![part], 62, "do not fit rows of 62"), (vec![none], 64, "0 samples")]
+    {
         refusal(MqarMixture::sequential(&parts, MqarSplit::Test, seq_len), wanted);
     }
 }

@@ -29,10 +29,7 @@ pub struct ShardCheck {
 impl ShardCheck {
     /// Starts the thread. Each file comes with the XXH3-128 that it must have, in hexadecimal.
     pub(super) fn start(files: Vec<(PathBuf, String)>) -> Result<Self, DataError> {
-        let this = Self {
-            found: Arc::default(),
-            stops: Arc::default(),
-        };
+        let this = Self { found: Arc::default(), stops: Arc::default() };
         let (found, stops) = (this.found.clone(), this.stops.clone());
         let first = files.first().map_or_else(PathBuf::new, |(path, _)| path.clone());
         let read = move || {
@@ -50,9 +47,7 @@ impl ShardCheck {
             }
         };
         let thread = std::thread::Builder::new().name("sieve-shard-check".to_owned());
-        thread
-            .spawn(read)
-            .map_err(DataError::io("start a thread to read", &first))?;
+        thread.spawn(read).map_err(DataError::io("start a thread to read", &first))?;
         Ok(this)
     }
 

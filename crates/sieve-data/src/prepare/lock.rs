@@ -35,17 +35,12 @@ impl Lock {
     /// Writes the mark durably: files of a preparation's names are Sieve's, even if some of them are missing.
     pub(super) fn mark(&self) -> Result<(), DataError> {
         let mut file = &self.file;
-        let written = file
-            .seek(SeekFrom::Start(0))
-            .and_then(|_| file.write_all(MARK))
-            .and_then(|()| file.sync_all());
+        let written = file.seek(SeekFrom::Start(0)).and_then(|_| file.write_all(MARK)).and_then(|()| file.sync_all());
         written.map_err(DataError::io("write", &self.path))
     }
 
     pub(super) fn has_mark(&self) -> Result<bool, DataError> {
-        Ok(is_mark(
-            &fs::read(&self.path).map_err(DataError::io("read", &self.path))?,
-        ))
+        Ok(is_mark(&fs::read(&self.path).map_err(DataError::io("read", &self.path))?))
     }
 }
 

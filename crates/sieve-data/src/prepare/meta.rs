@@ -155,10 +155,7 @@ impl PreparedMeta {
             Some(version) if version == u64::from(FORMAT_VERSION) => {}
             Some(version) => {
                 let what = format!("holds a meta.json of format_version {version}; only {FORMAT_VERSION} is known");
-                return Err(DataError::OtherPreparation {
-                    dir: dir.to_path_buf(),
-                    what,
-                });
+                return Err(DataError::OtherPreparation { dir: dir.to_path_buf(), what });
             }
             None => {
                 return Err(bad("is not the meta.json of a preparation: no format_version".into()));
@@ -216,10 +213,7 @@ pub struct DocumentSize {
 
 impl DocumentSize {
     pub(super) fn of(text: &str) -> Self {
-        Self {
-            num_bytes: text.len() as u64,
-            num_words: text.split_whitespace().count() as u64,
-        }
+        Self { num_bytes: text.len() as u64, num_words: text.split_whitespace().count() as u64 }
     }
 }
 
@@ -249,20 +243,11 @@ pub fn read_document_sizes(path: &Path) -> Result<Vec<DocumentSize>, DataError> 
     let bad = |what: String| DataError::meta(path, what);
     let sizes: DocumentSizes = serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
     if sizes.format_version != FORMAT_VERSION {
-        return Err(bad(format!(
-            "format_version {}; only {FORMAT_VERSION} is known",
-            sizes.format_version
-        )));
+        return Err(bad(format!("format_version {}; only {FORMAT_VERSION} is known", sizes.format_version)));
     }
     if sizes.num_bytes.len() != sizes.num_words.len() {
-        return Err(bad(format!(
-            "{} sizes in bytes, {} in words",
-            sizes.num_bytes.len(),
-            sizes.num_words.len()
-        )));
+        return Err(bad(format!("{} sizes in bytes, {} in words", sizes.num_bytes.len(), sizes.num_words.len())));
     }
     let pairs = sizes.num_bytes.into_iter().zip(sizes.num_words);
-    Ok(pairs
-        .map(|(num_bytes, num_words)| DocumentSize { num_bytes, num_words })
-        .collect())
+    Ok(pairs.map(|(num_bytes, num_words)| DocumentSize { num_bytes, num_words }).collect())
 }

@@ -33,10 +33,7 @@ struct Header {
 
 impl Header {
     fn of(fingerprint: &str) -> Self {
-        Self {
-            format_version: FORMAT_VERSION,
-            fingerprint: fingerprint.to_owned(),
-        }
+        Self { format_version: FORMAT_VERSION, fingerprint: fingerprint.to_owned() }
     }
 }
 

@@ -320,16 +320,10 @@ impl Plan<'_> {
         }
         let before = match earlier.sources.as_slice() {
             [] => vec![(&earlier.settings, &earlier.sources_hash)],
-            sources => sources
-                .iter()
-                .map(|source| (&source.settings, &source.sources_hash))
-                .collect(),
+            sources => sources.iter().map(|source| (&source.settings, &source.sources_hash)).collect(),
         };
         let same_settings = before.len() == self.corpora.len()
-            && before
-                .iter()
-                .zip(self.corpora)
-                .all(|((settings, _), corpus)| *settings == corpus.config());
+            && before.iter().zip(self.corpora).all(|((settings, _), corpus)| *settings == corpus.config());
         let mut pairs = before.iter().zip(self.corpora);
         if !same_settings {
             changed.push("the corpus's settings");
@@ -388,14 +382,8 @@ pub(super) fn refuse_foreign_files(dir: &Path, has_mark: bool) -> Result<(), Dat
     files.retain(|name| !name.ends_with(".tmp"));
     match files.first() {
         Some(name) => {
-            let what = format!(
-                "holds {} without the meta.json of a preparation",
-                dir.join(name).display()
-            );
-            Err(DataError::OtherPreparation {
-                dir: dir.to_path_buf(),
-                what,
-            })
+            let what = format!("holds {} without the meta.json of a preparation", dir.join(name).display());
+            Err(DataError::OtherPreparation { dir: dir.to_path_buf(), what })
         }
         None => Ok(()),
     }

@@ -123,11 +123,7 @@ pub(super) fn cuts(corpora: &[Corpus], fraction: f64, base: Option<&Prepared>) -
             && let Some(document) = documents.next().transpose()?
         {
             let hash = content_hash(&document);
-            found.push(Found {
-                hash,
-                size: DocumentSize::of(&document.text),
-                has_prompt: document.prompt.is_some(),
-            });
+            found.push(Found { hash, size: DocumentSize::of(&document.text), has_prompt: document.prompt.is_some() });
             match is_held_out(hash, fraction) {
                 true => any_held_out = true,
                 false => any_train = true,
@@ -164,10 +160,7 @@ pub(super) fn cuts(corpora: &[Corpus], fraction: f64, base: Option<&Prepared>) -
 fn check_beside(corpus: &Corpus, base: &Prepared, found: &[Found]) -> Result<(), DataError> {
     let validates = base.validation_sizes()?;
     let is_cut = |hash: u128| base.meta.train_bytes.contains_key(&hex(hash));
-    if found
-        .iter()
-        .any(|document| validates.contains(&document.size) && !is_cut(document.hash))
-    {
+    if found.iter().any(|document| validates.contains(&document.size) && !is_cut(document.hash)) {
         let paths = &corpus.config().paths;
         let what = format!("a stage would train on text that the run validates on, in {paths:?}");
         let hint = "name text to validate on with [validation] paths, or give the stage other text";

@@ -20,10 +20,7 @@ impl Place {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("text")).unwrap();
-        let place = Self {
-            dir,
-            tokenizer: Tokenizer::train_on(["fn main() { Grüße }"].into_iter(), 262).unwrap(),
-        };
+        let place = Self { dir, tokenizer: Tokenizer::train_on(["fn main() { Grüße }"].into_iter(), 262).unwrap() };
         for number in 0..200 {
             let text = format!("fn number_{} () {{\n Grüße }}\n", number % 150);
             place.write(&format!("{number:03}.txt"), &text);
@@ -71,20 +68,12 @@ impl Place {
 
 /// Settings that hold this fraction of the documents out, and refuse another preparation in the folder.
 fn holding_out<'a>(dir: PathBuf, fraction: f64) -> PrepareConfig<'a> {
-    PrepareConfig {
-        dir,
-        validation: ValidationSource::Fraction(fraction),
-        on_change: OnChange::Refuse,
-        base: None,
-    }
+    PrepareConfig { dir, validation: ValidationSource::Fraction(fraction), on_change: OnChange::Refuse, base: None }
 }
 
 /// Like [`holding_out`], but another preparation in the folder is replaced.
 fn replacing<'a>(dir: PathBuf, fraction: f64) -> PrepareConfig<'a> {
-    PrepareConfig {
-        on_change: OnChange::Replace,
-        ..holding_out(dir, fraction)
-    }
+    PrepareConfig { on_change: OnChange::Replace, ..holding_out(dir, fraction) }
 }
 
 /// The documents of a shard as text.
@@ -97,9 +86,7 @@ fn decoded(tokenizer: &Tokenizer, shard: &ShardReader) -> Vec<String> {
 fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
     let entries = fs::read_dir(dir).unwrap().map(Result::unwrap);
     let named = entries.map(|entry| (entry.file_name().into_string().unwrap(), entry.path()));
-    let mut files = named
-        .map(|(name, path)| (name, fs::read(path).unwrap()))
-        .collect::<Vec<_>>();
+    let mut files = named.map(|(name, path)| (name, fs::read(path).unwrap())).collect::<Vec<_>>();
     files.sort();
     files
 }
@@ -123,10 +110,7 @@ fn every_document_lands_in_one_split_ended_by_eos_with_its_size() {
     }
     texts.sort();
     let corpus = place.corpus();
-    let mut wanted = corpus
-        .documents()
-        .map(|document| document.unwrap().text)
-        .collect::<Vec<_>>();
+    let mut wanted = corpus.documents().map(|document| document.unwrap().text).collect::<Vec<_>>();
     wanted.sort();
     assert_eq!(texts, wanted);
 
@@ -179,10 +163,7 @@ fn an_unchanged_preparation_is_reused_and_a_changed_one_told_apart() {
         refusal(prepare(&corpora, tokenizer, config, &|_| {}), words);
     };
     let (own, usual) = (&place.tokenizer, place.config());
-    let deduplicated = CorpusConfig {
-        deduplicate: true,
-        ..place.text()
-    };
+    let deduplicated = CorpusConfig { deduplicate: true, ..place.text() };
     refused(deduplicated, own, &usual, "the corpus's settings changed | out");
     let other = Tokenizer::train_on(["other words here"].into_iter(), 260).unwrap();
     refused(place.text(), &other, &usual, "the tokenizer changed");
@@ -245,11 +226,8 @@ fn foreign_files_are_left_alone() {
     assert_eq!(fs::read(place.out().join("train.bin")).unwrap(), b"somebody else's");
 
     fs::remove_file(place.out().join("train.bin")).unwrap();
-    for (content, wanted) in [
-        ("{\"format_version\": 9}", "format_version 9"),
-        ("{}", "no format_version"),
-        ("", "EOF"),
-    ] {
+    for (content, wanted) in [("{\"format_version\": 9}", "format_version 9"), ("{}", "no format_version"), ("", "EOF")]
+    {
         fs::write(place.out().join("meta.json"), content).unwrap();
         refusal(place.prepare(&place.config()), &format!("meta.json | {wanted}"));
         assert!(Prepared::open(&place.out()).is_err());
@@ -286,10 +264,7 @@ fn a_full_disk_is_told_and_leaves_nothing() {
 fn text_that_only_validates_trains_nothing() {
     let place = Place::new();
     let corpus = place.corpus();
-    let config = PrepareConfig {
-        validation: ValidationSource::Corpus(&corpus),
-        ..place.config()
-    };
+    let config = PrepareConfig { validation: ValidationSource::Corpus(&corpus), ..place.config() };
     let words =
         "the train split holds no document: 200 documents, all of which are among [validation] paths | other text";
     refusal(place.prepare(&config), words);
@@ -302,10 +277,7 @@ fn an_own_validation_corpus_is_kept_out_of_training() {
     let lines = "{\"text\": \"fn number_7 () {\\n Grüße }\\n\"}\n{\"text\": \"fresh words\"}\n";
     fs::write(&path, lines).unwrap();
     let held = Corpus::open(CorpusConfig::jsonl(vec![path.to_str().unwrap().into()], "text")).unwrap();
-    let config = PrepareConfig {
-        validation: ValidationSource::Corpus(&held),
-        ..place.config()
-    };
+    let config = PrepareConfig { validation: ValidationSource::Corpus(&held), ..place.config() };
     let prepared = place.prepare(&config).unwrap();
     let (train, validation) = (prepared.train().unwrap(), prepared.validation().unwrap());
     assert_eq!(validation.num_documents(), 2);
@@ -342,13 +314,7 @@ fn progress_ends_at_the_whole() {
     let note = |progress| calls.borrow_mut().push(progress);
     prepare(&[place.corpus()], &place.tokenizer, &place.config(), &note).unwrap();
     let calls = calls.into_inner();
-    let Progress::Tokenising {
-        bytes_done,
-        bytes_total,
-        num_documents,
-        ..
-    } = calls[calls.len() - 2]
-    else {
+    let Progress::Tokenising { bytes_done, bytes_total, num_documents, .. } = calls[calls.len() - 2] else {
         panic!("{calls:?}");
     };
     assert_eq!((bytes_done, num_documents), (bytes_total, 200));

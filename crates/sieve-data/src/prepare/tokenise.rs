@@ -39,10 +39,7 @@ pub(super) struct Pace {
 
 impl Default for Pace {
     fn default() -> Self {
-        Self {
-            batch_bytes: 8 << 20,
-            keep_bytes: 128 << 20,
-        }
+        Self { batch_bytes: 8 << 20, keep_bytes: 128 << 20 }
     }
 }
 
@@ -116,13 +113,7 @@ pub(super) fn encode(
         let mut ids = tokenizer.encode(&text)?;
         ids.push(eos_id);
         let size = DocumentSize::of(&text);
-        Ok(Encoded {
-            target,
-            prompt,
-            ids,
-            size,
-            hash,
-        })
+        Ok(Encoded { target, prompt, ids, size, hash })
     };
     let starts = documents.iter().scan(start, |end, document| {
         let start = *end;

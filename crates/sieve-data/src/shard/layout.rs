@@ -36,9 +36,7 @@ impl Layout {
             4 => TokenDtype::I32,
             8 => TokenDtype::U16,
             code => {
-                return Err(format!(
-                    "dtype code {code}; only 4 (int32) and 8 (uint16) hold token ids"
-                ));
+                return Err(format!("dtype code {code}; only 4 (int32) and 8 (uint16) hold token ids"));
             }
         };
         let (num_sequences, num_boundaries) = (read_u64(idx, 18), read_u64(idx, 26));
@@ -57,12 +55,7 @@ impl Layout {
             return Err("no document boundaries; even an empty shard has one".into());
         }
         // From here on every table lies inside `idx`.
-        let mut layout = Self {
-            dtype,
-            num_sequences,
-            num_documents: num_boundaries - 1,
-            num_tokens: 0,
-        };
+        let mut layout = Self { dtype, num_sequences, num_documents: num_boundaries - 1, num_tokens: 0 };
         layout.num_tokens = layout.check_sequences(idx)?;
         layout.check_documents(idx)?;
         // No overflow: `check_sequences` has computed this product.
@@ -91,9 +84,7 @@ impl Layout {
                 ));
             }
             let bytes = i64::from(length) * self.dtype.num_bytes() as i64;
-            next_byte = next_byte
-                .checked_add(bytes)
-                .ok_or("the lengths add up to more than can be")?;
+            next_byte = next_byte.checked_add(bytes).ok_or("the lengths add up to more than can be")?;
         }
         Ok(next_byte as u64 / self.dtype.num_bytes())
     }
@@ -107,17 +98,12 @@ impl Layout {
                 return Err(format!("the first document begins at sequence {boundary}, not 0"));
             }
             if boundary < before {
-                return Err(format!(
-                    "document boundary {document} is {boundary}, below the one before ({before})"
-                ));
+                return Err(format!("document boundary {document} is {boundary}, below the one before ({before})"));
             }
             before = boundary;
         }
         if before as u64 != self.num_sequences {
-            return Err(format!(
-                "the last document ends at sequence {before} of {}",
-                self.num_sequences
-            ));
+            return Err(format!("the last document ends at sequence {before} of {}", self.num_sequences));
         }
         Ok(())
     }

@@ -32,13 +32,7 @@ impl ShardReader {
         let idx = MappedFile::open(&idx_path)?;
         let bin = MappedFile::open(&with_ending(prefix, ".bin"))?;
         let layout = Layout::check(&idx, bin.len() as u64).map_err(|what| DataError::shard(&idx_path, what))?;
-        Ok(Self {
-            prefix: prefix.to_path_buf(),
-            bin,
-            idx,
-            layout,
-            has_prompts: false,
-        })
+        Ok(Self { prefix: prefix.to_path_buf(), bin, idx, layout, has_prompts: false })
     }
 
     /// Takes the first of a document's two sequences as its prompt.
@@ -52,10 +46,7 @@ impl ShardReader {
             let what = format!("document {document} has {found} sequences, not a prompt and a text");
             return Err(DataError::shard(&with_ending(&self.prefix, ".idx"), what));
         }
-        Ok(Self {
-            has_prompts: true,
-            ..self
-        })
+        Ok(Self { has_prompts: true, ..self })
     }
 
     /// Number of tokens in a document's prompt, which the model reads but is not trained to predict; 0 without prompts.
@@ -153,22 +144,13 @@ impl ShardReader {
         out: &mut Vec<u32>,
     ) -> Result<(), DataError> {
         let tokens = self.document_tokens(document);
-        assert!(
-            range.start <= range.end && range.end <= tokens.end - tokens.start,
-            "token range outside the document"
-        );
+        assert!(range.start <= range.end && range.end <= tokens.end - tokens.start, "token range outside the document");
         let size = self.layout.dtype.num_bytes();
         let bytes =
             &self.bin[((tokens.start + range.start) * size) as usize..((tokens.start + range.end) * size) as usize];
         let already = out.len();
         match self.layout.dtype {
-            TokenDtype::U16 => out.extend(
-                bytes
-                    .as_chunks()
-                    .0
-                    .iter()
-                    .map(|&two| u32::from(u16::from_le_bytes(two))),
-            ),
+            TokenDtype::U16 => out.extend(bytes.as_chunks().0.iter().map(|&two| u32::from(u16::from_le_bytes(two)))),
             // A negative id becomes 2^31 or more, which the check below refuses.
             TokenDtype::I32 => out.extend(bytes.as_chunks().0.iter().map(|&four| u32::from_le_bytes(four))),
         }
@@ -186,11 +168,7 @@ impl ShardReader {
     }
 
     fn document_tokens(&self, document: u64) -> Range<u64> {
-        assert!(
-            document < self.num_documents(),
-            "document {document} of {}",
-            self.num_documents()
-        );
+        assert!(document < self.num_documents(), "document {document} of {}", self.num_documents());
         self.layout.document_tokens(&self.idx, document)
     }
 }

@@ -94,25 +94,16 @@ fn malformed_indices_are_told_apart() {
         (&|idx| idx[0] = b'X', "does not begin with MMIDIDX"),
         (&|idx| idx[9] = 2, "version 2"),
         (&|idx| idx[17] = 5, "dtype code 5"),
-        (
-            &|idx| idx[17] = 4,
-            "sequence 1 begins at byte 6, but the one before ends at 12",
-        ),
+        (&|idx| idx[17] = 4, "sequence 1 begins at byte 6, but the one before ends at 12"),
         (&|idx| idx[18] = 4, "102 bytes, but 4 sequences"),
         (&|idx| idx[25] = 0xFF, "more than can be"),
-        (
-            &|idx| idx.push(0),
-            "103 bytes, but 3 sequences and 4 document boundaries take 102",
-        ),
+        (&|idx| idx.push(0), "103 bytes, but 3 sequences and 4 document boundaries take 102"),
         (&|idx| idx[37] = 0xFF, "sequence 0 has length"),
         (&|idx| idx[54] = 4, "sequence 1 begins at byte 4"),
         (&|idx| idx[70] = 1, "the first document begins at sequence 1"),
         (&|idx| idx[78] = 3, "document boundary 2 is 2, below"),
         (&|idx| idx[94] = 2, "the last document ends at sequence 2 of 3"),
-        (
-            &|idx| idx[42] = 3,
-            "7 tokens of 2 bytes, but the .bin file has 12 bytes",
-        ),
+        (&|idx| idx[42] = 3, "7 tokens of 2 bytes, but the .bin file has 12 bytes"),
     ];
     for (change, wanted) in cases {
         let error = check(change);
@@ -148,10 +139,7 @@ fn tokens_outside_the_vocabulary_are_refused() {
     let reader = ShardReader::open(&prefix).unwrap();
     assert_eq!(reader.num_documents(), 2);
     assert_eq!(reader.token_counts(10).unwrap(), [0, 1, 1, 0, 0, 0, 0, 0, 0, 1]);
-    refusal(
-        reader.token_counts(9),
-        "document 0 holds token 9, outside a vocabulary of 9\n",
-    );
+    refusal(reader.token_counts(9), "document 0 holds token 9, outside a vocabulary of 9\n");
 
     // A negative id in an i32 shard.
     let prefix = write_shard(dir.path(), "n", 70_000, &[vec![1, 2]]);

@@ -56,10 +56,7 @@ impl ShardWriter {
     /// Makes documents two sequences, a prompt and a text.
     #[must_use]
     pub fn with_prompts(self) -> Self {
-        Self {
-            sequences_per_document: 2,
-            ..self
-        }
+        Self { sequences_per_document: 2, ..self }
     }
 
     /// Continues a shard after sequences of these lengths, which [`keep`](Self::keep) made durable.
@@ -126,15 +123,10 @@ impl ShardWriter {
         let bad = |reason: String| DataError::setting("document", reason);
         let num_tokens = sequence.len();
         let length = i32::try_from(num_tokens).map_err(|_| {
-            bad(format!(
-                "{num_tokens} tokens are more than a Megatron-LM shard can hold in one sequence"
-            ))
+            bad(format!("{num_tokens} tokens are more than a Megatron-LM shard can hold in one sequence"))
         })?;
         if let Some(&token) = sequence.iter().find(|&&token| token as usize >= self.vocab_size) {
-            return Err(bad(format!(
-                "token {token} is outside the vocabulary of {}",
-                self.vocab_size
-            )));
+            return Err(bad(format!("token {token} is outside the vocabulary of {}", self.vocab_size)));
         }
         self.bytes.clear();
         for token in sequence {

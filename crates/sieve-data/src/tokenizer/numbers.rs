@@ -17,10 +17,7 @@ impl Tokenizer {
             return Err(DataError::setting("numbers", reason));
         }
         let words = (1..count).map(|number| (number.to_string(), Value::from(number)));
-        let vocab = [(END_OF_TEXT.to_owned(), Value::from(0))]
-            .into_iter()
-            .chain(words)
-            .collect::<Map<_, _>>();
+        let vocab = [(END_OF_TEXT.to_owned(), Value::from(0))].into_iter().chain(words).collect::<Map<_, _>>();
         let end = json!({
             "id": 0, "content": END_OF_TEXT, "single_word": false, "lstrip": false, "rstrip": false,
             "normalized": false, "special": true

@@ -27,12 +27,7 @@ const PENDING_TAIL: usize = 8;
 
 impl<'a> DecodeStream<'a> {
     pub(super) fn new(tokenizer: &'a Tokenizer) -> Self {
-        Self {
-            tokenizer,
-            ids: Vec::new(),
-            num_context: 0,
-            num_shown: 0,
-        }
+        Self { tokenizer, ids: Vec::new(), num_context: 0, num_shown: 0 }
     }
 
     /// Takes the next id and returns the text that later ids cannot change any more, which may be empty.

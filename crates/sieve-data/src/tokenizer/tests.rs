@@ -145,13 +145,7 @@ fn training_on_a_corpus_takes_a_bounded_repeatable_sample() {
     let corpus = Corpus::open(CorpusConfig::text(vec![dir.path().to_str().unwrap().into()])).unwrap();
     let train = |sample_bytes| {
         let vocab_size = 300;
-        Tokenizer::train(
-            &corpus,
-            BpeConfig {
-                vocab_size,
-                sample_bytes,
-            },
-        )
+        Tokenizer::train(&corpus, BpeConfig { vocab_size, sample_bytes })
     };
     assert_eq!(json(&train(9_000).unwrap()), json(&train(9_000).unwrap()));
     // With a bound above its size, all of the text is trained on.
@@ -215,9 +209,7 @@ fn the_first_token_of_a_template_is_found() {
     let text = llama.encode("the").unwrap();
     assert_eq!(llama.encode_with_bos("the").unwrap(), [&[1], &text[..]].concat());
     // A template that puts a token after the text puts none before it.
-    let behind = changed(&llama, |json| {
-        json["post_processor"]["single"].as_array_mut().unwrap().reverse()
-    });
+    let behind = changed(&llama, |json| json["post_processor"]["single"].as_array_mut().unwrap().reverse());
     assert_eq!(ids(&behind), (None, Some(2)));
     assert_eq!(behind.encode_with_bos("the").unwrap(), text);
     assert_eq!(ids(&small()), (None, Some(0)));

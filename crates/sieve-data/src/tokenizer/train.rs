@@ -75,9 +75,7 @@ impl Tokenizer {
         let byte_chars = byte_chars();
         let mut model = BPE::default();
         trainer
-            .feed(texts, |text| {
-                Ok(words(text).map(|word| in_byte_chars(word, &byte_chars)).collect())
-            })
+            .feed(texts, |text| Ok(words(text).map(|word| in_byte_chars(word, &byte_chars)).collect()))
             .and_then(|()| trainer.train(&mut model))
             .map_err(|error| not_trained(error.to_string()))?;
 

@@ -83,9 +83,7 @@ const MAX_WORD_BYTES: usize = 64;
 
 impl WordCache {
     fn new() -> Self {
-        Self {
-            slots: std::iter::repeat_with(|| None).take(NUM_SLOTS as usize).collect(),
-        }
+        Self { slots: std::iter::repeat_with(|| None).take(NUM_SLOTS as usize).collect() }
     }
 
     /// Appends the ids of `word`, which `encode` computes if they are not in the cache.
@@ -106,11 +104,7 @@ impl WordCache {
             _ => {
                 let new = encode(word)?;
                 ids.extend_from_slice(&new);
-                *slot = Some(Slot {
-                    hash,
-                    word: word.into(),
-                    ids: new.into(),
-                });
+                *slot = Some(Slot { hash, word: word.into(), ids: new.into() });
             }
         }
         Ok(())

@@ -23,16 +23,10 @@ const NUM_CHARS: usize = 0x11_0000;
 static CLASSES: LazyLock<Vec<Class>> = LazyLock::new(|| {
     let every_char = (0..NUM_CHARS as u32).filter_map(char::from_u32).collect::<String>();
     let mut classes = vec![Class::Other; NUM_CHARS];
-    for (pattern, class) in [
-        (r"\p{L}+", Class::Letter),
-        (r"\p{N}+", Class::Number),
-        (r"\s+", Class::Space),
-    ] {
+    for (pattern, class) in [(r"\p{L}+", Class::Letter), (r"\p{N}+", Class::Number), (r"\s+", Class::Space)] {
         let regex = SysRegex::new(pattern).expect("a valid pattern");
         for (start, end) in regex.find_iter(&every_char) {
-            every_char[start..end]
-                .chars()
-                .for_each(|char| classes[char as usize] = class);
+            every_char[start..end].chars().for_each(|char| classes[char as usize] = class);
         }
     }
     classes
@@ -57,9 +51,8 @@ fn word_len(text: &str, classes: &[Class]) -> usize {
         return 0;
     };
     if first == '\''
-        && let Some(ending) = ["s", "t", "re", "ve", "m", "ll", "d"]
-            .iter()
-            .find(|&ending| chars.as_str().starts_with(ending))
+        && let Some(ending) =
+            ["s", "t", "re", "ve", "m", "ll", "d"].iter().find(|&ending| chars.as_str().starts_with(ending))
     {
         return 1 + ending.len();
     }
@@ -139,9 +132,7 @@ mod tests {
     #[test]
     fn every_character_is_split_as_by_the_regex() {
         let all = (1..NUM_CHARS as u32).filter_map(char::from_u32);
-        let text = all
-            .flat_map(|char| [' ', char, 'a', char, ' ', ' ', char, '1'])
-            .collect::<String>();
+        let text = all.flat_map(|char| [' ', char, 'a', char, ' ', ' ', char, '1']).collect::<String>();
         let regex = SysRegex::new(PATTERN).unwrap();
         let wanted = regex.find_iter(&text).map(|(start, end)| &text[start..end]);
         assert!(words(&text).eq(wanted));

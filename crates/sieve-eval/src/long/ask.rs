@@ -162,9 +162,7 @@ impl LongTaskReport {
             score: whole.score,
             mean_rank: whole.mean_rank,
             chance_rank: 1.0 + NUM_WRONG as f64 / 2.0,
-            lengths: (lengths.iter())
-                .filter_map(|&length| LongCell::new(length, None, of(length)))
-                .collect(),
+            lengths: (lengths.iter()).filter_map(|&length| LongCell::new(length, None, of(length))).collect(),
             cells,
         }
     }

@@ -36,14 +36,7 @@ pub fn long_texts(
         let hint = format!("give the file with {option}, or leave the task out of --tasks");
         return Err(EvalError::refused(what, hint));
     }
-    let maker = Maker {
-        task,
-        source,
-        tokenizer,
-        split,
-        seed,
-        length,
-    };
+    let maker = Maker { task, source, tokenizer, split, seed, length };
     let room = length.saturating_sub(task.max_new_tokens());
     let [fewest, most] = task.bounds(source);
     let parts = maker.largest(numbers.start, room, fewest, most)?;
@@ -79,10 +72,7 @@ impl Maker<'_> {
     fn make(&self, number: u64, parts: usize) -> Result<(LongSample, Vec<u32>), EvalError> {
         let name = self.task.name();
         let mut random = Random::new(self.split, self.seed, name, self.length, number);
-        let size = Size {
-            parts,
-            length: self.length,
-        };
+        let size = Size { parts, length: self.length };
         let sample = self.task.sample(self.source, &mut random, size);
         let tokens = match self.split {
             Split::Test => self.tokenizer.encode_with_bos(&sample.prompt)?,

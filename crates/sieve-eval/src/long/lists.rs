@@ -27,13 +27,7 @@ pub(super) fn variable_tracking(random: &mut Random, size: Size) -> LongSample {
     };
     let prompt = format!("{example}{text}");
     let wrong = wrong(&prompt, || random.letters(b'A', 5));
-    LongSample {
-        prompt,
-        references: variables,
-        matching: Match::All,
-        depth: None,
-        wrong,
-    }
+    LongSample { prompt, references: variables, matching: Match::All, depth: None, wrong }
 }
 
 /// A text of `noises` filler sentences with its question, and the variables of `letters` letters that answer it.
@@ -87,13 +81,7 @@ pub(super) fn common_words(random: &mut Random, size: Size) -> LongSample {
     let prompt = format!("{example}{text}");
     let mut others = random.words(20 * NUM_COMMON + NUM_COMMON).into_iter();
     let wrong = wrong(&prompt, || others.next().unwrap_or_else(|| random.letters(b'a', 6)));
-    LongSample {
-        prompt,
-        references: common,
-        matching: Match::All,
-        depth: None,
-        wrong,
-    }
+    LongSample { prompt, references: common, matching: Match::All, depth: None, wrong }
 }
 
 /// The shuffled list of `words` words with its question, and the common words. These occur `often` times, others
@@ -136,9 +124,8 @@ pub(super) fn frequent_words(random: &mut Random, size: Size) -> LongSample {
         parts -= 1;
     }
     let ranked = words.iter().enumerate();
-    let mut coded: Vec<&str> = ranked
-        .flat_map(|(n, word)| std::iter::repeat_n(word.as_str(), count(parts, n + 1)))
-        .collect();
+    let mut coded: Vec<&str> =
+        ranked.flat_map(|(n, word)| std::iter::repeat_n(word.as_str(), count(parts, n + 1))).collect();
     random.shuffle(&mut coded);
     let prompt = format!(
         "Read the following coded text and track the frequency of each coded word. Find the three most frequently \
@@ -148,11 +135,5 @@ pub(super) fn frequent_words(random: &mut Random, size: Size) -> LongSample {
         coded.join(" ")
     );
     let wrong = wrong(&prompt, || random.letters(b'a', 6));
-    LongSample {
-        prompt,
-        references: words[1..4].to_vec(),
-        matching: Match::All,
-        depth: None,
-        wrong,
-    }
+    LongSample { prompt, references: words[1..4].to_vec(), matching: Match::All, depth: None, wrong }
 }

@@ -66,14 +66,7 @@ impl Needles {
             "niah_multiquery" => (Hay::Essay, [Words, Numbers], [4, 1, 4]),
             other => panic!("{other} is no needle task"),
         };
-        Self {
-            hay,
-            keys,
-            values,
-            num_keys,
-            num_values,
-            num_queries,
-        }
+        Self { hay, keys, values, num_keys, num_values, num_queries }
     }
 
     pub(super) fn haystack(self, source: &LongSource) -> &str {
@@ -136,13 +129,7 @@ impl Needles {
         let references: Vec<String> = asked.iter().flat_map(|&n| values[n].clone()).collect();
         let queries: Vec<&str> = asked.iter().map(|&n| keys[n].as_str()).collect();
         let wrong = wrong(&context, || self.values.draw(random));
-        LongSample {
-            prompt: self.prompt(&context, &queries),
-            references,
-            matching: Match::All,
-            depth,
-            wrong,
-        }
+        LongSample { prompt: self.prompt(&context, &queries), references, matching: Match::All, depth, wrong }
     }
 
     fn needle(self, key: &str, value: &str) -> String {

@@ -122,10 +122,7 @@ impl QaData {
             gold: one.context.iter().map(|part| numbers[&text(part)]).collect(),
             near: Vec::new(),
         };
-        Self {
-            questions: hotpot.iter().map(question).collect(),
-            documents,
-        }
+        Self { questions: hotpot.iter().map(question).collect(), documents }
     }
 
     /// A random question with `parts` documents: the one with its answer, then others.
@@ -135,10 +132,7 @@ impl QaData {
         let mut chosen = question.gold.clone();
         let mut near = question.near.clone();
         random.shuffle(&mut near);
-        for other in near
-            .into_iter()
-            .chain(random.sample(self.documents.len(), self.documents.len()))
-        {
+        for other in near.into_iter().chain(random.sample(self.documents.len(), self.documents.len())) {
             if chosen.len() >= parts {
                 break;
             }

@@ -61,10 +61,7 @@ impl Random {
         for byte in task.bytes().chain(split_byte) {
             hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         }
-        Self {
-            random: seeded([seed, hash, length as u64, number]),
-            split,
-        }
+        Self { random: seeded([seed, hash, length as u64, number]), split }
     }
 
     /// A uniform number below `count`, which is above 0. The modulo's bias is negligible: `count / 2^64`.

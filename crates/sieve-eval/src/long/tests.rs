@@ -28,10 +28,7 @@ fn source() -> LongSource {
     let parse = |value: String| Some(QaData::parse("a file", &value).expect("published form"));
     LongSource {
         text: LongText::made_up(Split::Test),
-        qa: [
-            parse(squad.to_string()),
-            parse(serde_json::Value::from(hotpot).to_string()),
-        ],
+        qa: [parse(squad.to_string()), parse(serde_json::Value::from(hotpot).to_string())],
     }
 }
 
@@ -61,11 +58,7 @@ fn oracle(name: &str, prompt: &str) -> String {
             let mut names = Vec::new();
             for at in 0..words.len() {
                 if words[at] == "VAR" && words.get(at + 2) == Some(&"=") {
-                    let from = if words[at + 3] == "VAR" {
-                        words[at + 4]
-                    } else {
-                        words[at + 3]
-                    };
+                    let from = if words[at + 3] == "VAR" { words[at + 4] } else { words[at + 3] };
                     if known.contains(&from) {
                         known.push(words[at + 1]);
                         names.push(words[at + 1]);
@@ -159,10 +152,7 @@ fn wrong_answers_are_ten_others_that_the_text_does_not_hold() {
             for wrong in &sample.wrong {
                 assert!(!sample.references.contains(wrong), "{name}: {wrong}");
                 // In question tasks, the documents may hold the answers of other questions.
-                assert!(
-                    name.starts_with("qa") || !sample.prompt.contains(wrong),
-                    "{name}: {wrong}"
-                );
+                assert!(name.starts_with("qa") || !sample.prompt.contains(wrong), "{name}: {wrong}");
             }
         }
     }
@@ -256,9 +246,8 @@ fn words_are_as_frequent_as_their_task_says() {
     }
     let size = size(1000, 4000);
     for sample in samples("fwe", Split::Test, size, 5) {
-        let mut found: Vec<(String, usize)> = counts(between(&sample.prompt, "coded words. ", "\nQuestion"))
-            .into_iter()
-            .collect();
+        let mut found: Vec<(String, usize)> =
+            counts(between(&sample.prompt, "coded words. ", "\nQuestion")).into_iter().collect();
         found.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
         // The word of rank k occurs 1000 k^-2 6/pi^2 times, rounded down: 0 times beyond rank 24.
         let top: Vec<usize> = found.iter().take(5).map(|(_, count)| *count).collect();
@@ -272,13 +261,8 @@ fn words_are_as_frequent_as_their_task_says() {
         for sample in samples("fwe", Split::Test, Size { parts, ..size }, 2) {
             let counts = counts(between(&sample.prompt, "coded words. ", "\nQuestion"));
             let asked = sample.references.iter().map(|word| counts[word]).min().expect("three");
-            let others = counts
-                .iter()
-                .filter(|(word, _)| !sample.references.contains(word) && *word != "...");
-            assert!(
-                others.map(|(_, count)| *count).max() < Some(asked),
-                "{parts}: {counts:?}"
-            );
+            let others = counts.iter().filter(|(word, _)| !sample.references.contains(word) && *word != "...");
+            assert!(others.map(|(_, count)| *count).max() < Some(asked), "{parts}: {counts:?}");
         }
     }
 }
@@ -402,10 +386,7 @@ fn scores_are_the_harnesss() {
         };
         let score = matching.score(&case.text, &case.references);
         let (task, text, references) = (case.task, case.text, case.references);
-        assert!(
-            (score - case.value).abs() < 1e-12,
-            "{task} {text:?} {references:?} {score}"
-        );
+        assert!((score - case.value).abs() < 1e-12, "{task} {text:?} {references:?} {score}");
     }
 }
 

@@ -8,9 +8,8 @@ use std::collections::HashMap;
 /// Sentences of a paragraph of made-up text.
 const PARAGRAPH: usize = 6;
 
-const ADJECTIVES: [&str; 12] = [
-    "quiet", "old", "narrow", "bright", "distant", "wooden", "gentle", "heavy", "early", "pale", "busy", "empty",
-];
+const ADJECTIVES: [&str; 12] =
+    ["quiet", "old", "narrow", "bright", "distant", "wooden", "gentle", "heavy", "early", "pale", "busy", "empty"];
 const NOUNS: [&str; 16] = [
     "harbour",
     "teacher",

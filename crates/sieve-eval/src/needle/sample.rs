@@ -6,9 +6,8 @@ use crate::sampler::seeded;
 use chacha20::rand_core::Rng;
 use sieve_data::Tokenizer;
 
-const COLOURS: [&str; 10] = [
-    "red", "blue", "green", "yellow", "orange", "purple", "silver", "golden", "white", "black",
-];
+const COLOURS: [&str; 10] =
+    ["red", "blue", "green", "yellow", "orange", "purple", "silver", "golden", "white", "black"];
 const ANIMALS: [&str; 12] = [
     "falcon", "tiger", "rabbit", "salmon", "beetle", "badger", "camel", "dolphin", "spider", "parrot", "lizard",
     "otter",
@@ -64,9 +63,8 @@ pub(super) fn texts(seed: u64, length: usize, depth: f64, number: usize) -> Text
 impl Sample {
     fn new(texts: Texts, length: usize, depth: f64, tokenizer: &Tokenizer) -> Result<Self, EvalError> {
         let numbers = std::iter::once(&texts.answer).chain(&texts.distractors);
-        let candidates = numbers
-            .map(|number| Ok(tokenizer.encode(&format!(" {number}"))?))
-            .collect::<Result<_, EvalError>>()?;
+        let candidates =
+            numbers.map(|number| Ok(tokenizer.encode(&format!(" {number}"))?)).collect::<Result<_, EvalError>>()?;
         Ok(Self {
             length,
             depth,
@@ -103,10 +101,7 @@ pub(super) fn samples(config: &NeedleConfig, tokenizer: &Tokenizer) -> Result<Ve
     let longest = samples.iter().map(Sample::num_tokens).max().unwrap_or(0);
     let needed = longest + usize::from(tokenizer.bos_id().is_some());
     if needed > config.buffer {
-        return Err(EvalError::NeedleTooLong {
-            needed,
-            buffer: config.buffer,
-        });
+        return Err(EvalError::NeedleTooLong { needed, buffer: config.buffer });
     }
     Ok(samples)
 }
@@ -136,21 +131,12 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_the_room_is_told_with_what_it_needs() {
-        let config = NeedleConfig {
-            lengths: vec![300],
-            depths: vec![0.0],
-            num_needles: 1,
-            buffer: 30,
-            seed: 0,
-        };
+        let config = NeedleConfig { lengths: vec![300], depths: vec![0.0], num_needles: 1, buffer: 30, seed: 0 };
         let error = samples(&config, &tokenizer()).err().expect("too little");
         let EvalError::NeedleTooLong { needed, buffer: 30 } = error else {
             panic!("{error}");
         };
-        let enough = NeedleConfig {
-            buffer: needed,
-            ..config
-        };
+        let enough = NeedleConfig { buffer: needed, ..config };
         assert_eq!(samples(&enough, &tokenizer()).expect("it fits").len(), 1);
     }
 }

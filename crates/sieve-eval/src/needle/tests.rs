@@ -25,27 +25,15 @@ fn model(attention: Attention) -> Qwen3<Flex> {
 }
 
 fn task_model<'a>(model: &'a Qwen3<Flex>, tokenizer: &'a Tokenizer) -> TaskModel<'a, Flex> {
-    TaskModel {
-        model,
-        tokenizer,
-        ends: &[0],
-        device: &FlexDevice,
-    }
+    TaskModel { model, tokenizer, ends: &[0], device: &FlexDevice }
 }
 
 fn kinds() -> [Attention; 8] {
     [
         Attention::Mha,
         Attention::swa(20),
-        Attention::Dma(DmaShape {
-            a_init: 0.5,
-            ..DmaShape::published(20)
-        }),
-        Attention::Mla(MlaShape {
-            kv_lora_rank: 12,
-            qk_rope_head_dim: 4,
-            qk_norm: true,
-        }),
+        Attention::Dma(DmaShape { a_init: 0.5, ..DmaShape::published(20) }),
+        Attention::Mla(MlaShape { kv_lora_rank: 12, qk_rope_head_dim: 4, qk_norm: true }),
         Attention::Nsa(NsaShape {
             compress_block_size: 8,
             compress_stride: 4,
@@ -63,10 +51,7 @@ fn kinds() -> [Attention; 8] {
             num_selected_blocks: 4,
             num_local_blocks: 2,
         }),
-        Attention::Moba(sieve_core::MobaShape {
-            select_block_size: 8,
-            num_selected_blocks: 3,
-        }),
+        Attention::Moba(sieve_core::MobaShape { select_block_size: 8, num_selected_blocks: 3 }),
         Attention::Msa(sieve_core::MsaShape {
             select_block_size: 8,
             num_selected_blocks: 3,
@@ -76,13 +61,7 @@ fn kinds() -> [Attention; 8] {
 }
 
 fn config() -> NeedleConfig {
-    NeedleConfig {
-        lengths: vec![160, 250],
-        depths: vec![0.0, 60.0, 100.0],
-        num_needles: 2,
-        buffer: 130,
-        seed: 5,
-    }
+    NeedleConfig { lengths: vec![160, 250], depths: vec![0.0, 60.0, 100.0], num_needles: 2, buffer: 130, seed: 5 }
 }
 
 fn asked(attention: Attention, config: &NeedleConfig, selector: Option<&str>) -> Result<NeedleReport, EvalError> {
@@ -97,9 +76,8 @@ fn asked_in(
 ) -> Result<NeedleReport, EvalError> {
     let model = model(attention);
     let haystack = Haystack::made_up(config.haystack_tokens(), tokenizer)?;
-    let selection = selector
-        .map(|text| Selection::new(Selector::parse(text).expect("a selector"), model.shape()))
-        .transpose()?;
+    let selection =
+        selector.map(|text| Selection::new(Selector::parse(text).expect("a selector"), model.shape())).transpose()?;
     let mut heard = Vec::new();
     let model = task_model(&model, tokenizer);
     let report = needle(&model, &haystack, config, selection.as_ref(), &mut |n| heard.push(n))?;
@@ -147,12 +125,7 @@ fn ranks_are_those_of_whole_passes_for_every_kind() {
 
 #[test]
 fn a_model_that_knows_nothing_ranks_as_a_guess_does() {
-    let config = NeedleConfig {
-        lengths: vec![140],
-        depths: linear_grid(0.0, 100.0, 5),
-        num_needles: 20,
-        ..config()
-    };
+    let config = NeedleConfig { lengths: vec![140], depths: linear_grid(0.0, 100.0, 5), num_needles: 20, ..config() };
     let report = asked(Attention::Mha, &config, None).expect("it fits");
     assert_eq!((report.num_needles, report.chance_rank), (100, 6.0));
     assert!(report.sigmas.abs() < 4.0 && report.found == 0.0, "{report:?}");
@@ -192,9 +165,6 @@ fn grids_reach_from_end_to_end() {
 // The command line's tests have the other refusals.
 #[test]
 fn no_lengths_are_refused() {
-    let none = NeedleConfig {
-        lengths: Vec::new(),
-        ..config()
-    };
+    let none = NeedleConfig { lengths: Vec::new(), ..config() };
     refusal(asked(Attention::Mha, &none, None), "at least one");
 }

@@ -60,10 +60,7 @@ impl Sum {
     }
 
     fn mean(self) -> MeanLoss {
-        MeanLoss {
-            num_tokens: self.num_tokens,
-            loss: self.nats / self.num_tokens.max(1) as f64,
-        }
+        MeanLoss { num_tokens: self.num_tokens, loss: self.nats / self.num_tokens.max(1) as f64 }
     }
 }
 
@@ -122,13 +119,7 @@ impl Breakdown {
     /// The loss by the number of tokens seen, from each power of two to the next. Empty ranges are left out.
     pub(super) fn by_position(&self) -> Vec<PositionLoss> {
         let filled = self.by_power.iter().enumerate().filter(|(_, sum)| sum.num_tokens > 0);
-        filled
-            .map(|(power, sum)| PositionLoss {
-                from: 1 << power,
-                to: 2 << power,
-                mean: sum.mean(),
-            })
-            .collect()
+        filled.map(|(power, sum)| PositionLoss { from: 1 << power, to: 2 << power, mean: sum.mean() }).collect()
     }
 
     /// The loss of words used before (near or far, at each border), of new words, and of tokens that are no words.
@@ -136,11 +127,7 @@ impl Breakdown {
         let used_before = self.again.iter().zip(&self.borders);
         WordLoss {
             again: used_before
-                .map(|([near, far], &more_than)| LossByDistance {
-                    more_than,
-                    far: far.mean(),
-                    near: near.mean(),
-                })
+                .map(|([near, far], &more_than)| LossByDistance { more_than, far: far.mean(), near: near.mean() })
                 .collect(),
             new: self.new.mean(),
             no_word: self.no_word.mean(),

@@ -62,10 +62,8 @@ pub fn extrapolation<B: DeviceBackend>(
         }
     }
     if pieces.is_empty() {
-        let what = format!(
-            "none of {num_documents} documents has {} tokens; the longest has {longest_document}",
-            longest + 1
-        );
+        let what =
+            format!("none of {num_documents} documents has {} tokens; the longest has {longest_document}", longest + 1);
         return Err(EvalError::refused(what, "give longer documents, or shorter contexts"));
     }
     let num_scored = first.div_ceil(2);
@@ -74,10 +72,7 @@ pub fn extrapolation<B: DeviceBackend>(
     let mut num_done = 0;
     for &context in contexts {
         let mut pass = Pass::new(model, context, batch_tokens, device);
-        let window = Window {
-            input: longest - context..longest,
-            first_scored: longest - num_scored,
-        };
+        let window = Window { input: longest - context..longest, first_scored: longest - num_scored };
         for piece in &pieces {
             if pass.predict(piece, &uses, &window)? {
                 observe(num_done + pass.sums.num_tokens());
@@ -88,13 +83,7 @@ pub fn extrapolation<B: DeviceBackend>(
         num_done += num_tokens;
         let loss = pass.sums.nats() / num_tokens as f64;
         let base = measured.first().map_or(loss, |first| first.loss);
-        measured.push(Extrapolation {
-            context,
-            num_tokens,
-            loss,
-            perplexity: loss.exp(),
-            ratio: (loss - base).exp(),
-        });
+        measured.push(Extrapolation { context, num_tokens, loss, perplexity: loss.exp(), ratio: (loss - base).exp() });
     }
     Ok(measured)
 }

@@ -29,11 +29,7 @@ fn documents(lengths: &[usize]) -> Vec<EvalDocument> {
             tokens: (0..len).map(|i| token(i + 31 * n)).collect(),
             num_bytes: 3 * len as u64,
             num_words: len as u64,
-            text: TextSize {
-                num_tokens: len.saturating_sub(1),
-                num_bytes: 3 * len as u64 + 2,
-                num_words: len as u64,
-            },
+            text: TextSize { num_tokens: len.saturating_sub(1), num_bytes: 3 * len as u64 + 2, num_words: len as u64 },
             // Words have two tokens, and each is used again ten tokens later.
             word_uses: (0..len)
                 .map(|i| match i {
@@ -107,20 +103,13 @@ const ONE_BY_ONE: PerplexityConfig = PerplexityConfig {
 
 #[test]
 fn packed_windows_equal_windows_alone_for_every_kind() {
-    let dma = Attention::Dma(DmaShape {
-        a_init: 0.7,
-        ..DmaShape::published(3)
-    });
+    let dma = Attention::Dma(DmaShape { a_init: 0.7, ..DmaShape::published(3) });
     let swa = Attention::swa(4);
     let lengths = [5, 2, 30, 1, 9, 10, 3, 17];
     for attention in [Attention::Mha, swa, dma] {
         let model = model(attention);
         for (batch_tokens, rolling_bos) in [(9, None), (40, Some(5))] {
-            let config = PerplexityConfig {
-                batch_tokens,
-                rolling_bos,
-                ..ONE_BY_ONE
-            };
+            let config = PerplexityConfig { batch_tokens, rolling_bos, ..ONE_BY_ONE };
             let report = run(&model, &config, &lengths);
             let expected = expected_nats(&model, &config, &lengths);
             assert_eq!(report.num_tokens, 77 - 8);
@@ -139,11 +128,7 @@ fn packed_windows_equal_windows_alone_for_every_kind() {
             ] {
                 assert!((nats + rolling.log_likelihood).abs() < 1e-9 * nats);
             }
-            assert!(
-                (report.nats - expected).abs() < 1e-4 * expected,
-                "{} is not {expected}",
-                report.nats
-            );
+            assert!((report.nats - expected).abs() < 1e-4 * expected, "{} is not {expected}", report.nats);
         }
     }
 }
@@ -167,12 +152,7 @@ fn the_units_agree() {
 fn the_parts_sum_to_the_whole_and_a_use_out_of_sight_is_none() {
     let model = model(Attention::Mha);
     let far = |context, far: &[usize]| {
-        let config = PerplexityConfig {
-            context,
-            stride: 4,
-            far: far.to_vec(),
-            ..ONE_BY_ONE
-        };
+        let config = PerplexityConfig { context, stride: 4, far: far.to_vec(), ..ONE_BY_ONE };
         run(&model, &config, &[30, 12])
     };
     let report = far(16, &[9, 10]);
@@ -200,11 +180,7 @@ fn the_parts_sum_to_the_whole_and_a_use_out_of_sight_is_none() {
 #[test]
 fn refuses_settings_and_documents_that_mean_nothing() {
     let model = model(Attention::Mha);
-    let with = |context, stride| PerplexityConfig {
-        context,
-        stride,
-        ..ONE_BY_ONE
-    };
+    let with = |context, stride| PerplexityConfig { context, stride, ..ONE_BY_ONE };
     for (config, lengths, words) in [
         (with(17, 4), &[9][..], "16"),
         (with(0, 0), &[9], "context"),
@@ -223,14 +199,7 @@ fn longer_contexts_predict_the_same_tokens() {
     let model = model(Attention::Mha);
     let run = |lengths: &[usize], contexts: &[usize]| {
         let documents = documents(lengths).into_iter().map(Ok);
-        extrapolation(
-            &model,
-            documents,
-            contexts,
-            (32, usize::MAX),
-            &Default::default(),
-            &mut |_| {},
-        )
+        extrapolation(&model, documents, contexts, (32, usize::MAX), &Default::default(), &mut |_| {})
     };
     let found = run(&[40, 9, 17], &[4, 8, 16]).expect("two pieces of 17 and one");
     assert_eq!(found.len(), 3);
@@ -267,9 +236,6 @@ fn longer_contexts_predict_the_same_tokens() {
     assert_eq!(found[0].num_tokens, 2);
     let piece = run(&[17], &[4, 8, 16]).expect("one piece");
     assert!((piece[1].loss - by_hand / 2.0).abs() < 1e-5, "{piece:?} {by_hand}");
-    refusal(
-        run(&[9, 16], &[4, 16]),
-        "none of 2 documents has 17 tokens; the longest has 16",
-    );
+    refusal(run(&[9, 16], &[4, 16]), "none of 2 documents has 17 tokens; the longest has 16");
     assert!(run(&[40], &[4, 17]).is_err());
 }

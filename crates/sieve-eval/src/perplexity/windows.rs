@@ -31,10 +31,7 @@ pub(super) fn windows(len: usize, context: usize, stride: usize) -> impl Iterato
             return None;
         }
         let end = (start + context).min(num_inputs);
-        let window = Window {
-            input: start..end,
-            first_scored,
-        };
+        let window = Window { input: start..end, first_scored };
         first_scored = end;
         start += stride;
         Some(window)
@@ -49,10 +46,7 @@ pub(super) fn rolling_windows(len: usize, context: usize) -> impl Iterator<Item 
     let num_inputs = len.saturating_sub(1);
     (0..num_inputs).step_by(context).map(move |first_scored| {
         let end = (first_scored + context).min(num_inputs);
-        Window {
-            input: end.saturating_sub(context)..end,
-            first_scored,
-        }
+        Window { input: end.saturating_sub(context)..end, first_scored }
     })
 }
 
@@ -120,12 +114,7 @@ mod tests {
         let cases = include_str!("../../../../tests/golden/rolling_windows.json");
         let cases: Vec<Rolling> = serde_json::from_str(cases).expect("its form");
         assert_eq!(cases.len(), 65);
-        for Rolling {
-            num_tokens,
-            context,
-            windows,
-        } in cases
-        {
+        for Rolling { num_tokens, context, windows } in cases {
             let ours = rolling_windows(num_tokens + 1, context).map(|window| {
                 let seen = window.input.start..window.first_scored + 1;
                 let predicted = window.first_scored + 1..window.input.end + 1;

@@ -28,14 +28,7 @@ fn measured_with(selections: &[Selection]) -> Vec<SelectorMeasure> {
 
 fn measured_each(selections: &[Selection]) -> Vec<Result<SelectorMeasure, EvalError>> {
     let windows = [window(301), window(301)[1..].iter().chain(&[3]).copied().collect()];
-    measure_selectors(
-        &model(Attention::Mha),
-        &windows,
-        selections,
-        &Default::default(),
-        &mut |_| {},
-    )
-    .expect("valid")
+    measure_selectors(&model(Attention::Mha), &windows, selections, &Default::default(), &mut |_| {}).expect("valid")
 }
 
 #[test]
@@ -73,10 +66,7 @@ fn everything_kept_is_the_model_itself_and_less_is_less() {
     ]);
     for full in [&all[0], &all[2]] {
         assert!((full.loss - full.dense_loss).abs() < 1e-5, "{full:?}");
-        assert!(
-            (full.density - 1.0).abs() < 1e-9 && full.output_error < 1e-5,
-            "{full:?}"
-        );
+        assert!((full.density - 1.0).abs() < 1e-9 && full.output_error < 1e-5, "{full:?}");
     }
     assert!((all[0].recall.expect("prefill") - 1.0).abs() < 1e-5);
     assert_eq!(all[2].recall, None);
@@ -112,9 +102,7 @@ fn predictions_and_layers_are_compared_with_the_dense_model() {
     let cosine = |a: &[f64], b: &[f64]| {
         let rows = a.chunks(a.len() / 300).zip(b.chunks(b.len() / 300));
         let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
-        rows.map(|(a, b)| dot(a, b) / (dot(a, a) * dot(b, b)).sqrt())
-            .sum::<f64>()
-            / 300.0
+        rows.map(|(a, b)| dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()).sum::<f64>() / 300.0
     };
     let first = |row: &[f64]| (0..row.len()).fold(0, |best, n| if row[n] > row[best] { n } else { best });
     let (p, hidden, layers) = pass(&mut selection("dense"));
@@ -146,13 +134,10 @@ fn predictions_and_layers_are_compared_with_the_dense_model() {
 fn the_first_prompt_runs_once_before_the_clocks() {
     let selections = ["meanpool:tau=1", "exact_top:k=1000"].map(selection);
     let mut seen = Vec::new();
-    let found = measure_selectors(
-        &model(Attention::Mha),
-        &[window(301)],
-        &selections,
-        &Default::default(),
-        &mut |name| seen.push(name.to_owned()),
-    );
+    let found =
+        measure_selectors(&model(Attention::Mha), &[window(301)], &selections, &Default::default(), &mut |name| {
+            seen.push(name.to_owned())
+        });
     assert_eq!(seen, ["meanpool", "exact_top"].repeat(2));
     for measure in found.expect("valid") {
         let measure = measure.expect("valid");
@@ -173,29 +158,20 @@ fn the_seconds_of_the_host_hold_its_dense_layers_too() {
         let pass = layers_pass(&model, &window(301), &Default::default(), attend);
         let (all, totals) = (pass.expect("valid").prefill_ms, selection.totals());
         let [least, most] = [totals.select_seconds, 1e-3 * all];
-        assert!(
-            totals.seconds > 0.0 && (least..most).contains(&totals.seconds),
-            "{text}: {totals:?}, {all} ms"
-        );
+        assert!(totals.seconds > 0.0 && (least..most).contains(&totals.seconds), "{text}: {totals:?}, {all} ms");
     }
 }
 
 #[test]
 fn a_selector_of_some_layers_leaves_the_others_as_they_are() {
-    let found = measured(&[
-        "streamingllm:n_init=2,n_local=40",
-        "0=dense/1-=streamingllm:n_init=2,n_local=40",
-    ]);
+    let found = measured(&["streamingllm:n_init=2,n_local=40", "0=dense/1-=streamingllm:n_init=2,n_local=40"]);
     let [every, last] = &found[..] else {
         panic!("two rows");
     };
     assert_eq!(last.layers[0].density, 1.0);
     assert!(last.layers[0].output_error < 1e-6 && last.layers[0].recall.expect("prefill") > 0.999_999);
     // Only the cosine depends on the layers before, since it is measured in the whole model: here layer 0 is dense.
-    let [own, below_sparse] = [last, every].map(|measure| LayerMeasure {
-        cosine: None,
-        ..measure.layers[1]
-    });
+    let [own, below_sparse] = [last, every].map(|measure| LayerMeasure { cosine: None, ..measure.layers[1] });
     assert_eq!(own, below_sparse);
     assert!(last.layers[1].cosine > every.layers[1].cosine, "{found:?}");
     assert!(last.density > every.density && last.name == "streamingllm");
@@ -209,10 +185,7 @@ fn a_sweep_moves_density_and_recall_together() {
     let points = sweep_selectors(&model(Attention::Mha), &window(301), &selections, &Default::default());
     let points: Result<Vec<(f64, f64)>, EvalError> = points.expect("valid").into_iter().collect();
     let points = points.expect("valid");
-    assert!(
-        points.windows(2).all(|w| w[0].0 < w[1].0 && w[0].1 < w[1].1),
-        "{points:?}"
-    );
+    assert!(points.windows(2).all(|w| w[0].0 < w[1].0 && w[0].1 < w[1].1), "{points:?}");
 }
 
 #[test]
@@ -267,10 +240,7 @@ fn keys_are_not_moved_by_the_plain_angles_of_scaled_frequencies() {
         "streamingllm:reindex=true",
         "0=dense/1-=streamingllm:reindex=true,rope_theta=10000",
     ] {
-        refusal(
-            new(text),
-            "rotates keys to other positions | scaled (model.rope_scaling)",
-        );
+        refusal(new(text), "rotates keys to other positions | scaled (model.rope_scaling)");
     }
     new("streamingllm").expect("keys stay where they are");
 }

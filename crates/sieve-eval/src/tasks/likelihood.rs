@@ -165,18 +165,12 @@ pub(super) fn likelihoods<B: DeviceBackend>(
         observe(done);
         rest = others;
     }
-    Ok(found
-        .into_iter()
-        .map(|found| found.expect("every pair was asked"))
-        .collect())
+    Ok(found.into_iter().map(|found| found.expect("every pair was asked")).collect())
 }
 
 /// Sizes of [`likelihoods`], for an estimate of its memory.
 pub(super) fn size(questions: &[Vec<Pair>], with_selector: bool) -> TaskSize {
-    let mut size = TaskSize {
-        num_caches: 1,
-        ..TaskSize::default()
-    };
+    let mut size = TaskSize { num_caches: 1, ..TaskSize::default() };
     for pairs in questions {
         let unused_index = 0;
         let question = Question::new(pairs, unused_index);
@@ -240,11 +234,7 @@ pub(super) fn after_prompts<B: DeviceBackend>(
         let mut text = text.with_copy_of(selection.as_deref());
         let logits = text.read(same[0].context())?;
         let endings: Vec<&[u32]> = same.iter().map(Pair::ending).collect();
-        for (n, ending) in text
-            .endings(&logits, &endings, texts_together(room))?
-            .into_iter()
-            .enumerate()
-        {
+        for (n, ending) in text.endings(&logits, &endings, texts_together(room))?.into_iter().enumerate() {
             keep(first + n, ending);
         }
         text.add_totals_to(selection.as_deref_mut());
@@ -363,9 +353,7 @@ impl Layout {
             };
             model.hidden(ids(&self.tokens, shape, device), &context)
         } else {
-            let tokens: Vec<u32> = (batch.tokens.iter())
-                .map(|&token| self.tokens[token as usize])
-                .collect();
+            let tokens: Vec<u32> = (batch.tokens.iter()).map(|&token| self.tokens[token as usize]).collect();
             let context = LayerContext::new(&documents, rope);
             model.hidden(ids(&tokens, batch.shape, device), &context)
         };

@@ -32,9 +32,7 @@ impl LongBenchAverage {
     /// Averages the reports of LongBench's tasks; `None` without any.
     pub fn new(reports: &[TaskReport]) -> Option<Self> {
         let score = |name: &&str| {
-            let report = reports
-                .iter()
-                .find(|report| report.task.strip_prefix(PREFIX) == Some(*name))?;
+            let report = reports.iter().find(|report| report.task.strip_prefix(PREFIX) == Some(*name))?;
             Some(report.scores.first()?.value)
         };
         let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
@@ -79,9 +77,7 @@ mod tests {
         assert_eq!(found.overall, (1.0 + 0.125) / 2.0);
         assert_eq!(LongBenchAverage::new(&[]), None);
         // Every LongBench task of the program has a category.
-        let names = CATEGORIES
-            .iter()
-            .flat_map(|(_, names)| names.iter().map(|name| format!("{PREFIX}{name}")));
+        let names = CATEGORIES.iter().flat_map(|(_, names)| names.iter().map(|name| format!("{PREFIX}{name}")));
         let mut names: Vec<String> = names.collect();
         names.sort_unstable();
         let ready = READY_TASKS.iter().filter(|(name, _)| name.starts_with(PREFIX));

@@ -249,11 +249,7 @@ impl Task {
             endings,
             labels: file.labels.as_ref().map(Texts::compile).transpose()?,
             label: template(&file.label)?,
-            filters: file
-                .filters
-                .iter()
-                .map(|name| Filter::parse(name))
-                .collect::<Result<_, _>>()?,
+            filters: file.filters.iter().map(|name| Filter::parse(name)).collect::<Result<_, _>>()?,
             delimiter: file.delimiter.unwrap_or_else(|| " ".to_owned()),
             classes: file.classes,
             cut_middle: file.cut_middle,
@@ -292,8 +288,7 @@ impl Task {
     /// The questions of a table; rows count from 1 in errors.
     pub(super) fn questions(&self, rows: &[TableRow]) -> Result<Vec<Question>, EvalError> {
         let questions = rows.iter().enumerate().map(|(n, row)| {
-            self.question(row)
-                .map_err(|what| EvalError::task(&self.name, format!("row {} {what}", n + 1)))
+            self.question(row).map_err(|what| EvalError::task(&self.name, format!("row {} {what}", n + 1)))
         });
         questions.collect()
     }
@@ -308,9 +303,8 @@ impl Task {
             Source::Column(column) => texts(row, column),
             Source::Templates(list) => list.iter().map(|text| text.render(row)).collect(),
         };
-        let prompts: Vec<String> = (self.prompts.iter())
-            .map(|prompt| prompt.render(row).and_then(filtered))
-            .collect::<Result<_, _>>()?;
+        let prompts: Vec<String> =
+            (self.prompts.iter()).map(|prompt| prompt.render(row).and_then(filtered)).collect::<Result<_, _>>()?;
         let endings = list(&self.endings)?;
         let endings: Vec<String> = endings.into_iter().map(filtered).collect::<Result<_, _>>()?;
         // One prompt has several endings, or several prompts have one.
@@ -347,18 +341,11 @@ impl Task {
 
     /// A row with its answer, as a solved example.
     pub(super) fn shot(&self, row: &TableRow) -> Result<String, EvalError> {
-        let question = self
-            .question(row)
-            .map_err(|what| EvalError::task(&self.name, format!("an example {what}")))?;
+        let question = self.question(row).map_err(|what| EvalError::task(&self.name, format!("an example {what}")))?;
         let right = question.label.unwrap_or(0);
         // A single prompt or ending serves all choices.
         let of = |list: &[String]| list[right.min(list.len() - 1)].clone();
-        Ok(format!(
-            "{}{}{}\n\n",
-            of(&question.prompts),
-            self.delimiter,
-            of(&question.endings)
-        ))
+        Ok(format!("{}{}{}\n\n", of(&question.prompts), self.delimiter, of(&question.endings)))
     }
 
     /// The (context, continuation) pairs of a question: one for each choice, or a single one in tasks without choices.
@@ -370,12 +357,8 @@ impl Task {
                 let ending = |ending: &String| format!("{}{ending}", self.delimiter);
                 let (prompts, endings) = (question.prompts.iter(), question.endings.iter());
                 match self.has_prompt_per_choice() {
-                    true => prompts
-                        .map(|prompt| (context(prompt), ending(&question.endings[0])))
-                        .collect(),
-                    false => endings
-                        .map(|choice| (context(&question.prompts[0]), ending(choice)))
-                        .collect(),
+                    true => prompts.map(|prompt| (context(prompt), ending(&question.endings[0]))).collect(),
+                    false => endings.map(|choice| (context(&question.prompts[0]), ending(choice))).collect(),
                 }
             }
             Measure::Continuation | Measure::Generation => {
@@ -393,11 +376,9 @@ fn counted(number: usize, what: &str) -> String {
 /// The index of the choice that a label names: its index in `labels`, or without `labels` a number from 0.
 fn position(label: &str, labels: Option<&[String]>, num_choices: usize) -> Result<usize, String> {
     match labels {
-        Some(labels) if labels.len() != num_choices => Err(format!(
-            "has {} and {}",
-            counted(num_choices, "choice"),
-            counted(labels.len(), "label")
-        )),
+        Some(labels) if labels.len() != num_choices => {
+            Err(format!("has {} and {}", counted(num_choices, "choice"), counted(labels.len(), "label")))
+        }
         Some(labels) => labels
             .iter()
             .position(|known| known == label)
@@ -449,10 +430,7 @@ mod tests {
         let pair = |a: &str, b: &str| (a.to_owned(), b.to_owned());
         assert_eq!(
             task.pairs(&blank[0], ""),
-            [
-                pair("Ann met Eve, and Ann", " smiled."),
-                pair("Ann met Eve, and Eve", " smiled.")
-            ]
+            [pair("Ann met Eve, and Ann", " smiled."), pair("Ann met Eve, and Eve", " smiled.")]
         );
         let shot = task.shot(&rows(row)[0]).expect("an example");
         assert_eq!(shot, "Ann met Eve, and Eve smiled.\n\n");

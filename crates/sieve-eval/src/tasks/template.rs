@@ -44,18 +44,12 @@ impl Filter {
         let found = FILTERS.iter().find(|(known, _)| *known == name);
         found.map(|(_, filter)| *filter).ok_or_else(|| {
             let known: Vec<&str> = FILTERS.iter().map(|(name, _)| *name).collect();
-            format!(
-                "there is no filter {name:?}\n  hint: the filters are {}",
-                known.join(", ")
-            )
+            format!("there is no filter {name:?}\n  hint: the filters are {}", known.join(", "))
         })
     }
 
     pub(super) fn apply(self, text: &str) -> Result<String, String> {
-        let blank = || {
-            text.split_once('_')
-                .ok_or_else(|| format!("has no blank (_) in {text:?}"))
-        };
+        let blank = || text.split_once('_').ok_or_else(|| format!("has no blank (_) in {text:?}"));
         Ok(match self {
             Self::Strip => text.trim().to_owned(),
             Self::StripStart => text.trim_start().to_owned(),
@@ -141,9 +135,7 @@ impl Template {
                 Part::Place { column, filters } => {
                     let mut value = text_of(column, look_up(row, column)?)?;
                     for filter in filters {
-                        value = filter
-                            .apply(&value)
-                            .map_err(|what| format!("{what}, its column {column:?}"))?;
+                        value = filter.apply(&value).map_err(|what| format!("{what}, its column {column:?}"))?;
                     }
                     text += &value;
                 }

@@ -34,10 +34,7 @@ fn piqa(num_rows: usize) -> Vec<TableRow> {
     let text = |n: usize, len: usize| text_of((0..len).map(|k| (n * 7 + k * k * 3 + k) % 30));
     let row = |n: usize| {
         let (goal, one, two) = (text(n, 1 + n % 9), text(n + 1, 1 + n % 4), text(n + 2, 2 + n % 3));
-        format!(
-            r#"{{"goal": "{goal}", "sol1": "{one}", "sol2": "{two}", "label": {}}}"#,
-            n % 2
-        )
+        format!(r#"{{"goal": "{goal}", "sol1": "{one}", "sol2": "{two}", "label": {}}}"#, n % 2)
     };
     rows(&(0..num_rows).map(row).collect::<Vec<_>>())
 }
@@ -52,23 +49,11 @@ fn ask(attention: Attention, task: &str, data: &TaskRows, run: TaskRun) -> Resul
 }
 
 fn asked<'a>(model: &'a Qwen3<Flex>, tokenizer: &'a Tokenizer, device: &'a FlexDevice) -> TaskModel<'a, Flex> {
-    TaskModel {
-        model,
-        tokenizer,
-        ends: &[30],
-        device,
-    }
+    TaskModel { model, tokenizer, ends: &[30], device }
 }
 
-const ZERO_SHOT: TaskRun = TaskRun {
-    fewshot: 0,
-    limit: None,
-    truncate: false,
-};
-const CUT: TaskRun = TaskRun {
-    truncate: true,
-    ..ZERO_SHOT
-};
+const ZERO_SHOT: TaskRun = TaskRun { fewshot: 0, limit: None, truncate: false };
+const CUT: TaskRun = TaskRun { truncate: true, ..ZERO_SHOT };
 
 fn only(rows: Vec<TableRow>) -> TaskRows {
     TaskRows { rows, examples: None }
@@ -127,19 +112,14 @@ fn scores_are_those_of_the_rows() {
     let names: Vec<&str> = report.scores.iter().map(|score| score.name).collect();
     assert_eq!(names, ["acc", "acc_norm", "acc_bytes"]);
     let right = report.rows.iter().filter(|row| {
-        let [one, two] = &row.likelihoods[..] else {
-            panic!("two choices")
-        };
+        let [one, two] = &row.likelihoods[..] else { panic!("two choices") };
         usize::from(two.log_likelihood > one.log_likelihood) == row.label.expect("a label")
     });
     let acc = right.count() as f64 / 60.0;
     assert!(acc > 0.0 && acc < 1.0, "{acc}");
     assert_eq!(report.scores[0].value, acc);
     assert_ne!(report.scores[1].value, acc);
-    let limited = TaskRun {
-        limit: Some(7),
-        ..ZERO_SHOT
-    };
+    let limited = TaskRun { limit: Some(7), ..ZERO_SHOT };
     let first = ask(Attention::Mha, "piqa", &data, limited).expect("scores");
     assert_eq!(first.num_rows, 7);
     for (found, expected) in first.rows.iter().zip(&report.rows) {
@@ -159,10 +139,7 @@ fn examples_are_the_first_rows_and_never_the_row_asked() {
     assert_eq!(before(0, 2).expect("two"), shot(1) + &shot(2));
     assert_eq!(before(0, 0).expect("none"), "");
     refusal(before(0, 3), "3 examples | 2 rows");
-    let other = TaskRows {
-        rows: piqa(1),
-        examples: Some(piqa(3)),
-    };
+    let other = TaskRows { rows: piqa(1), examples: Some(piqa(3)) };
     let found = shots(&task, &other, 2, &rows[0]).expect("two");
     assert_eq!(found, shot(0) + &shot(1));
 }
@@ -196,9 +173,7 @@ fn long_prompts_lose_their_middle_and_texts_are_scored() {
     let task = Task::ready("longbench_hotpotqa").expect("ready");
     let row = row(&text_of((0..200).map(|n| n % 30)));
     let texts = TaskTexts::new(&task, &row, CUT, &tokenizer, context).expect("cut");
-    let Texts::Prompts(prompts) = &texts.texts else {
-        panic!("prompts")
-    };
+    let Texts::Prompts(prompts) = &texts.texts else { panic!("prompts") };
     let question = task.questions(&row.rows).expect("columns");
     let whole = tokenizer.encode(&question[0].prompts[0]).expect("words");
     let ends = [&whole[..32], &whole[whole.len() - 32..]].concat();
@@ -235,9 +210,7 @@ fn every_longbench_task_takes_short_and_long_prompts() {
         let lengths = [1, room * 2 / 3, room + 70];
         let data = only(rows(&lengths.map(row)));
         let texts = TaskTexts::new(&task, &data, CUT, &tokenizer, 1024).expect(name);
-        let Texts::Prompts(prompts) = &texts.texts else {
-            panic!("{name}: prompts")
-        };
+        let Texts::Prompts(prompts) = &texts.texts else { panic!("{name}: prompts") };
         let questions = task.questions(&data.rows).expect("columns");
         for (prompt, question) in prompts.iter().zip(&questions).take(2) {
             let whole = tokenizer.encode(&question.prompts[0]).expect("words");
@@ -259,10 +232,7 @@ fn a_context_and_its_ending_are_split_where_the_harness_splits_them() {
     let path = folder.path().join("a.txt");
     std::fs::write(&path, text).expect("writable");
     let corpus = Corpus::open(CorpusConfig::text(vec![path.display().to_string()])).expect("a file");
-    let config = BpeConfig {
-        vocab_size: 270,
-        sample_bytes: 1 << 20,
-    };
+    let config = BpeConfig { vocab_size: 270, sample_bytes: 1 << 20 };
     let tokenizer = Tokenizer::train(&corpus, config).expect("enough text");
     let eos_id = tokenizer.eos_id().expect("its own name");
     let encode = |context: &str, ending: &str| Pair::encode(&tokenizer, eos_id, context, ending).expect("text");
@@ -290,10 +260,7 @@ fn a_context_and_its_ending_are_split_where_the_harness_splits_them() {
 }
 
 fn kinds() -> [Attention; 3] {
-    let dma = DmaShape {
-        a_init: 0.5,
-        ..DmaShape::published(5)
-    };
+    let dma = DmaShape { a_init: 0.5, ..DmaShape::published(5) };
     [Attention::Mha, Attention::swa(6), Attention::Dma(dma)]
 }
 
@@ -355,35 +322,21 @@ fn answers_of_many_prompts_are_those_of_each_alone() {
     let text = "measure = \"generation\"\nprompt = \"{q}\"\nanswers = \"a\"\nmax_new_tokens = 9\nstop = [\"t1\", \
         \"t2\"]";
     let task = Task::parse("mine.toml", text).expect("a task");
-    let prompts: Vec<Vec<u32>> = (0..70usize)
-        .map(|n| (0..n % 13).map(|k| ((n * 5 + k * k) % 30) as u32).collect())
-        .collect();
+    let prompts: Vec<Vec<u32>> =
+        (0..70usize).map(|n| (0..n % 13).map(|k| ((n * 5 + k * k) % 30) as u32).collect()).collect();
     // Every end token ends a text; chat models have several.
     let ends = [vec![30], vec![30, 3, 8, 11, 20, 27]];
-    for (attention, ends) in kinds()
-        .into_iter()
-        .flat_map(|kind| ends.each_ref().map(|ends| (kind, ends)))
-    {
+    for (attention, ends) in kinds().into_iter().flat_map(|kind| ends.each_ref().map(|ends| (kind, ends))) {
         let model = tiny_model(attention, 64);
-        let asked = TaskModel {
-            ends,
-            ..asked(&model, &tokenizer, &device)
-        };
+        let asked = TaskModel { ends, ..asked(&model, &tokenizer, &device) };
         let mut heard = Vec::new();
         let found = answers(&asked, &prompts, &task.matching, None, &mut |n| heard.push(n));
         let found = found.expect("answers");
         assert_eq!(heard, (1..=70).collect::<Vec<_>>());
         let (mut num_stopped, mut num_ended) = (0, 0);
         for (prompt, found) in prompts.iter().zip(&found) {
-            let config = GenerateConfig {
-                max_new_tokens: 9,
-                sampling: Sampling::GREEDY,
-                eos_id: 30,
-                num_tokens: 31,
-            };
-            let generator = Generator::new(&model, prompt, config, &device)
-                .expect("room")
-                .ending_at(ends);
+            let config = GenerateConfig { max_new_tokens: 9, sampling: Sampling::GREEDY, eos_id: 30, num_tokens: 31 };
+            let generator = Generator::new(&model, prompt, config, &device).expect("room").ending_at(ends);
             let tokens: Vec<u32> = generator.collect::<Result<_, _>>().expect("finite");
             let mut stream = tokenizer.decode_stream();
             let pushed = tokens.iter().map(|&token| stream.push(token).expect("known"));

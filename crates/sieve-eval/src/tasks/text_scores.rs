@@ -110,9 +110,7 @@ fn f1(text: &[String], answer: &[String]) -> f64 {
 fn sentences(text: &str) -> Vec<Vec<&str>> {
     let parts = text.split('.').filter(|part| !part.is_empty());
     let words = parts.map(|part| -> Vec<&str> { part.split_whitespace().collect() });
-    words
-        .map(|words| if words.is_empty() { vec![""] } else { words })
-        .collect()
+    words.map(|words| if words.is_empty() { vec![""] } else { words }).collect()
 }
 
 /// ROUGE-L F1. Each word counts once, as `rouge` works on sets.

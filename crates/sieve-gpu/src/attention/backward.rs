@@ -61,13 +61,7 @@ impl AttentionGradients<'_> {
             .transpose()?;
         let source = KeySource::of_neighbours(bias.is_some());
         let d_o = self.d_o.contiguous();
-        let pass = PassInputs {
-            name: NAME,
-            qkv: &qkv,
-            d_o: Some(&d_o),
-            shape: &shape,
-            source,
-        };
+        let pass = PassInputs { name: NAME, qkv: &qkv, d_o: Some(&d_o), shape: &shape, source };
         let stats = row_stats(&self, &d_o, &shape)?;
         let [dq_sum, dq_semaphores] = dq_buffers(&pass, &d_o)?;
         let tiles = pass.key_tiles()?;
@@ -90,20 +84,14 @@ impl AttentionGradients<'_> {
             None => [self.grads.k.tensor(), self.grads.v.tensor()],
         };
         let dbias = bias.as_ref().map(|bias| match &parts {
-            Some(_) => bias
-                .delta
-                .empty_contiguous(&[shares.count(), bias.delta.num_elements()], DType::F32),
+            Some(_) => bias.delta.empty_contiguous(&[shares.count(), bias.delta.num_elements()], DType::F32),
             None => bias.delta.empty_contiguous(bias.delta.shape(), DType::F32),
         });
         let inputs = [qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), &d_o, &stats];
         let (base, softmax_scale) = (qkv.params(NAME, &shape)?, self.softmax_scale);
         let padded_len = padded_len(shape.seq_len);
         let by_query = params!(AttentionRowSumsParams {
-            base: params!(AttentionForwardParams {
-                base,
-                window,
-                softmax_scale
-            }),
+            base: params!(AttentionForwardParams { base, window, softmax_scale }),
             padded_len,
         });
         let [dq, dk, dv] = self.grads.head_words(NAME)?;
@@ -201,16 +189,12 @@ fn dq_buffers(pass: &PassInputs<'_>, d_o: &CudaTensor) -> Result<[Option<CudaTen
 
 /// The kernel that computes `stats`, see [`row_stats`].
 pub(crate) fn attention_backward_prepare_kernel(head_dim_v: usize) -> SourceKernel {
-    SourceKernel::new("attention_backward_prepare")
-        .define("HEAD_DIM_V", head_dim_v)
-        .threads(256)
+    SourceKernel::new("attention_backward_prepare").define("HEAD_DIM_V", head_dim_v).threads(256)
 }
 
 /// The kernel that converts f32 sums of dq to bf16 rows.
 pub(crate) fn attention_backward_convert_kernel(head_dim: usize) -> SourceKernel {
-    SourceKernel::new("attention_backward_convert")
-        .define("HEAD_DIM", head_dim)
-        .threads(256)
+    SourceKernel::new("attention_backward_convert").define("HEAD_DIM", head_dim).threads(256)
 }
 
 /// The form of a fixed-order Hopper kernel for sliding windows: it finishes one query head before the next, so that the

@@ -39,22 +39,14 @@ impl BackwardTiling {
         source: KeySource,
         max_shared_bytes: usize,
     ) -> Result<Self, KernelError> {
-        let of = |num_warps, block_q, min_blocks| Self {
-            num_warps,
-            block_q,
-            min_blocks,
-        };
+        let of = |num_warps, block_q, min_blocks| Self { num_warps, block_q, min_blocks };
         let small = of(4, 32, 1);
         let tiling = match shape.head_dim {
             ..=64 => of(4, 64, 2),
             65..=128 => of(8, 64, 1),
             _ => small,
         };
-        let all = GradientSet {
-            dq: true,
-            dk: true,
-            dv: true,
-        };
+        let all = GradientSet { dq: true, dk: true, dv: true };
         // Steps of 32 queries fit the shared memory of an A100 (163 KiB); with tiles of 64 keys they also fit the
         // shared memory of consumer GPUs (99 KiB).
         for candidate in [tiling, of(8, 32, 1), small] {
@@ -136,10 +128,7 @@ mod tests {
         for head_dim in [16, 32, 64, 96, 128] {
             for source in [KeySource::Dense, KeySource::Biased, KeySource::Gathered] {
                 let shape = shape(head_dim, head_dim);
-                assert!(
-                    BackwardTiling::choose("k", &shape, source, 99 * 1024).is_ok(),
-                    "{head_dim}"
-                );
+                assert!(BackwardTiling::choose("k", &shape, source, 99 * 1024).is_ok(), "{head_dim}");
             }
         }
         let latent = BackwardTiling::choose("k", &shape(192, 128), KeySource::Dense, 99 * 1024);

@@ -44,19 +44,13 @@ impl Bias {
             SeenKeys::Neighbours(doc_start, window) => {
                 (bias_base_kernel(KeySource::Biased), vec![&delta, doc_start], window)
             }
-            SeenKeys::Listed(lists) => (
-                bias_base_kernel(KeySource::Gathered),
-                vec![&delta, &lists.list, &lists.list_len],
-                lists.capacity(),
-            ),
+            SeenKeys::Listed(lists) => {
+                (bias_base_kernel(KeySource::Gathered), vec![&delta, &lists.list, &lists.list_len], lists.capacity())
+            }
         };
         tensors.push(&base);
         let grid = [seq_len.div_ceil(SUPER_BLOCK), heads, batch];
-        let params = params!(BiasBaseParams {
-            seq_len,
-            padded_len: padded,
-            reach
-        });
+        let params = params!(BiasBaseParams { seq_len, padded_len: padded, reach });
         // SAFETY: the caller checked sizes and types; lists name positions below seq_len; writes every element of base.
         unsafe { kernel.launch(grid, &tensors, &params) }?;
         Ok(Self { delta, base })
@@ -70,7 +64,5 @@ impl Bias {
 
 /// The specialisation for a source of keys with a bias.
 pub(crate) fn bias_base_kernel(source: KeySource) -> SourceKernel {
-    SourceKernel::new("bias_base")
-        .define("GATHER", (source == KeySource::Gathered) as u8)
-        .threads(SUPER_BLOCK)
+    SourceKernel::new("bias_base").define("GATHER", (source == KeySource::Gathered) as u8).threads(SUPER_BLOCK)
 }

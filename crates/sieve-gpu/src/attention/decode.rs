@@ -34,13 +34,7 @@ pub struct DecodeStep {
 impl DecodeStep {
     /// A query sees all keys; the cache holds them all, at most `max_length` before this token.
     pub const fn new(max_length: usize, softmax_scale: f32) -> Self {
-        Self {
-            window: None,
-            softmax_scale,
-            num_first: 0,
-            max_length,
-            num_dropped: 0,
-        }
+        Self { window: None, softmax_scale, num_first: 0, max_length, num_dropped: 0 }
     }
 }
 
@@ -58,10 +52,7 @@ impl KvCache {
     /// An empty cache of `capacity` keys a row; `like` is any tensor on the device.
     pub fn new(like: &CudaTensor, shape: &AttentionShape, capacity: usize) -> Self {
         let new = |width| like.empty_contiguous(&[shape.batch, shape.num_kv_heads, capacity, width], DType::BF16);
-        Self {
-            k: new(shape.head_dim),
-            v: new(shape.head_dim_v),
-        }
+        Self { k: new(shape.head_dim), v: new(shape.head_dim_v) }
     }
 
     /// Checks a cache against a call and returns its capacity.

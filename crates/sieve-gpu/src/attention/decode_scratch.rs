@@ -26,10 +26,7 @@ impl DecodeTiling {
     /// block has eight warps where they fit: two blocks of four would have more partial results to join. For heads
     /// wider than 128 it has two.
     pub(crate) fn new(head_dims: [usize; 2], max_shared_bytes: usize) -> Self {
-        let mut tiling = Self {
-            head_dims,
-            num_warps: WARPS_PER_MULTIPROCESSOR,
-        };
+        let mut tiling = Self { head_dims, num_warps: WARPS_PER_MULTIPROCESSOR };
         if head_dims.iter().any(|dim| *dim > 128) {
             tiling.num_warps = 2;
         } else if tiling.shared_bytes() > max_shared_bytes {
@@ -40,11 +37,7 @@ impl DecodeTiling {
 
     /// Tiles of keys and values in a warp's shared memory at a time.
     fn num_stages(&self) -> usize {
-        if self.head_dims.iter().all(|dim| *dim <= 64) {
-            4
-        } else {
-            2
-        }
+        if self.head_dims.iter().all(|dim| *dim <= 64) { 4 } else { 2 }
     }
 
     /// Dynamic shared memory of a block, in bytes: bf16 rows of queries, and for each warp and stage 16 rows of keys
@@ -101,13 +94,7 @@ impl DecodeScratch {
         let partials = like.empty_contiguous(&partials, DType::F32);
         // The counters are 32-bit integers; zero has the same bits as an f32.
         let counters = empty_zero(like, &[shape.batch, shape.num_kv_heads])?;
-        Ok(Self {
-            partials,
-            counters,
-            num_splits,
-            tiling,
-            shape,
-        })
+        Ok(Self { partials, counters, num_splits, tiling, shape })
     }
 
     /// Refuses buffers that were made for another batch or other heads; `seq_len` is ignored.

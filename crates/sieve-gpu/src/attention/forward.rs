@@ -53,26 +53,13 @@ impl Qkv {
             .transpose()?;
         let q = qkv.q.tensor();
         let source = KeySource::of_neighbours(bias.is_some());
-        let params = params!(AttentionForwardParams {
-            base: qkv.params(NAME, &shape)?,
-            window,
-            softmax_scale,
-        });
+        let params = params!(AttentionForwardParams { base: qkv.params(NAME, &shape)?, window, softmax_scale });
         let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &doc_start];
         tensors.extend(bias.iter().flat_map(Bias::tensors));
-        let pass = PassInputs {
-            name: NAME,
-            qkv: &qkv,
-            d_o: None,
-            shape: &shape,
-            source,
-        };
+        let pass = PassInputs { name: NAME, qkv: &qkv, d_o: None, shape: &shape, source };
         // SAFETY: sizes, strides and types checked above; q, k and v are among the tensors.
         let result = unsafe { launch_forward(&pass, tensors, &params, o_low) }?;
-        Ok(AttentionResult {
-            base: bias.map(|bias| bias.base),
-            ..result
-        })
+        Ok(AttentionResult { base: bias.map(|bias| bias.base), ..result })
     }
 }
 
@@ -97,12 +84,7 @@ pub(crate) unsafe fn launch_forward(
     tensors.extend([&o, &lse].into_iter().chain(&o_low));
     // SAFETY: the caller checked the inputs; every element of o and lse is written; the maps read q, k and v.
     unsafe { kernel.launch_with_maps(grid, &maps, &tensors, params) }?;
-    Ok(AttentionResult {
-        o,
-        lse,
-        o_low,
-        base: None,
-    })
+    Ok(AttentionResult { o, lse, o_low, base: None })
 }
 
 /// Checks an f32 tensor `[batch, num_kv_heads, seq_len]` and returns it contiguous.

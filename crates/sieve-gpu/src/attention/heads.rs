@@ -58,14 +58,7 @@ impl AttentionShape {
         [num_heads, num_kv_heads]: [usize; 2],
         [head_dim, head_dim_v]: [usize; 2],
     ) -> Self {
-        Self {
-            batch,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_v,
-        }
+        Self { batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v }
     }
 
     /// Whether the attention kernels take heads of this width.
@@ -103,11 +96,7 @@ impl Heads {
 
     /// `num_heads` heads of a tensor, from `first_head` on.
     pub fn some(tensor: &CudaTensor, first_head: usize, num_heads: usize) -> Self {
-        Self {
-            tensor: tensor.clone(),
-            first_head,
-            num_heads,
-        }
+        Self { tensor: tensor.clone(), first_head, num_heads }
     }
 
     /// The tensor that the heads are part of.
@@ -159,11 +148,7 @@ impl Qkv {
 
     /// q, k and v from three tensors `[batch, seq_len, heads, head_dim]`.
     pub fn separate(q: &CudaTensor, k: &CudaTensor, v: &CudaTensor) -> Self {
-        Self {
-            q: Heads::all(q),
-            k: Heads::all(k),
-            v: Heads::all(v),
-        }
+        Self { q: Heads::all(q), k: Heads::all(k), v: Heads::all(v) }
     }
 
     /// Checks the three inputs against each other.
@@ -205,16 +190,9 @@ impl Qkv {
     pub(crate) fn with_kernel_strides(&self) -> Self {
         let with_kernel_strides = |heads: &Heads| match heads.words() {
             Some(_) => heads.clone(),
-            None => Heads {
-                tensor: heads.tensor.contiguous(),
-                ..heads.clone()
-            },
+            None => Heads { tensor: heads.tensor.contiguous(), ..heads.clone() },
         };
-        Self {
-            q: with_kernel_strides(&self.q),
-            k: with_kernel_strides(&self.k),
-            v: with_kernel_strides(&self.v),
-        }
+        Self { q: with_kernel_strides(&self.q), k: with_kernel_strides(&self.k), v: with_kernel_strides(&self.v) }
     }
 
     /// The first fields of every attention kernel's params struct; `shape` is the shape of these heads.

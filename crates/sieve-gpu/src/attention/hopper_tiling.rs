@@ -53,11 +53,7 @@ impl KernelFamily {
 
     /// The family that attention of this shape takes on a Hopper device (compute capability 9.0), or on any other.
     pub fn best(shape: &AttentionShape, source: KeySource, is_hopper: bool) -> KernelFamily {
-        if is_hopper && has_hopper_form(shape, source) {
-            KernelFamily::Hopper
-        } else {
-            KernelFamily::Portable
-        }
+        if is_hopper && has_hopper_form(shape, source) { KernelFamily::Hopper } else { KernelFamily::Portable }
     }
 
     /// Whether a forward pass with a bias on each key of a row also returns `o_low`.
@@ -107,11 +103,7 @@ impl HopperTiling {
             head_dim_v: shape.head_dim_v,
             num_consumers: if has_three_consumers { 3 } else { 2 },
             k_stages: if is_wide { 2 } else { 3 },
-            v_stages: if is_wide && (reads_gradient || shape.head_dim > 128) {
-                2
-            } else {
-                3
-            },
+            v_stages: if is_wide && (reads_gradient || shape.head_dim > 128) { 2 } else { 3 },
             heads_per_tile: if heads_share_tile { 2 } else { 1 },
             take_turns: if reads_gradient { 0 } else { 2 },
             registers: if has_three_consumers { [160, 32] } else { [216, 72] },
@@ -133,11 +125,7 @@ impl HopperTiling {
         };
         // The bias enters Q K^T as one more K step of the GEMM: four buffers of 128 keys and two of the tile's rows, 16
         // bytes for each key and row.
-        let bias = if self.source.has_bias() {
-            8192 + 2 * rows * 16
-        } else {
-            0
-        };
+        let bias = if self.source.has_bias() { 8192 + 2 * rows * 16 } else { 0 };
         // Bytes of the list entries of gathered keys, or of the queries' document starts.
         let (entries, starts) = match self.source.is_gathered() {
             true => (4096, 0),
@@ -260,10 +248,7 @@ pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, 
         .shared_bytes(shared);
     let kernel = match order {
         SumOrder::Any => kernel,
-        SumOrder::Fixed => kernel
-            .define("ORDERED", 1)
-            .define("DQ_STAGES", dq_stages)
-            .define("SENDERS", senders),
+        SumOrder::Fixed => kernel.define("ORDERED", 1).define("DQ_STAGES", dq_stages).define("SENDERS", senders),
     };
     define_bias(kernel, source)
 }
@@ -287,9 +272,7 @@ pub(crate) fn backward_maps<'a>(
 
 /// The kernel that computes each query's log-sum-exp in base 2 and row sum from o and `o_low`.
 pub(crate) fn hopper_attention_backward_prepare_kernel(head_dim_v: usize) -> SourceKernel {
-    SourceKernel::new("hopper_attention_backward_prepare")
-        .define("HEAD_DIM_V", head_dim_v)
-        .threads(256)
+    SourceKernel::new("hopper_attention_backward_prepare").define("HEAD_DIM_V", head_dim_v).threads(256)
 }
 
 /// A tensor map of a contiguous `[batch, seq_len, num_heads, head_dim_v]`, in tiles of `rows` tokens.
@@ -330,10 +313,7 @@ mod tests {
     }
 
     fn latent() -> AttentionShape {
-        AttentionShape {
-            head_dim_v: 128,
-            ..shape(192, 1)
-        }
+        AttentionShape { head_dim_v: 128, ..shape(192, 1) }
     }
 
     #[test]
@@ -345,10 +325,7 @@ mod tests {
                 assert_eq!(form, expected, "{width}");
             }
         }
-        let narrow = AttentionShape {
-            head_dim_v: 64,
-            ..shape(128, 2)
-        };
+        let narrow = AttentionShape { head_dim_v: 64, ..shape(128, 2) };
         assert!(!has_hopper_form(&narrow, KeySource::Dense));
         assert!(has_hopper_form(&latent(), KeySource::Dense));
         assert!(!has_hopper_form(&latent(), KeySource::Biased));
@@ -363,12 +340,7 @@ mod tests {
         assert!(kernel.dynamic_shared_bytes() <= LIMIT);
         for width in [64, 128] {
             for source in [KeySource::Dense, KeySource::Biased, KeySource::Gathered] {
-                for pass in [
-                    QueryPass::Output,
-                    QueryPass::OutputAndOLow,
-                    QueryPass::RowSums,
-                    QueryPass::Gradient,
-                ] {
+                for pass in [QueryPass::Output, QueryPass::OutputAndOLow, QueryPass::RowSums, QueryPass::Gradient] {
                     let tiling = HopperTiling::new(pass, &shape(width, 2), source);
                     assert!(tiling.shared_bytes() <= LIMIT, "{tiling:?}");
                 }
@@ -393,10 +365,7 @@ mod tests {
     #[test]
     fn two_heads_share_a_gathered_tile_where_the_group_is_even() {
         let heads = |group, source| HopperTiling::new(QueryPass::Output, &shape(128, group), source).heads_per_tile;
-        assert_eq!(
-            [1, 2, 3, 4].map(|group| heads(group, KeySource::Gathered)),
-            [1, 2, 1, 2]
-        );
+        assert_eq!([1, 2, 3, 4].map(|group| heads(group, KeySource::Gathered)), [1, 2, 1, 2]);
         assert_eq!(heads(4, KeySource::Dense), 1);
     }
 }

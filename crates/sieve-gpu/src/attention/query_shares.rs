@@ -69,10 +69,7 @@ impl QueryShares {
     /// At least `count` shares, and at least one. More where heads and queries cannot be divided into exactly `count`.
     pub(crate) fn of_count(count: usize, group_size: usize) -> Self {
         let heads = count.clamp(1, group_size);
-        Self {
-            heads,
-            queries: count.div_ceil(heads).max(1),
-        }
+        Self { heads, queries: count.div_ceil(heads).max(1) }
     }
 
     /// The shares with which a pass over consecutive keys takes the least time, where queries see at most `window`
@@ -82,11 +79,7 @@ impl QueryShares {
         let most_shares = usize::MAX;
         first_to_end(shape.group_size(), most_shares, num_tiles, tiles, |shares| {
             let end = makespan(tiles.at_once, neighbour_blocks(shape, window, tiles.block_kv, shares));
-            let join = if shares == Self::ONE {
-                0
-            } else {
-                JOIN_COST + PART_COST * num_tiles * shares.count()
-            };
+            let join = if shares == Self::ONE { 0 } else { JOIN_COST + PART_COST * num_tiles * shares.count() };
             1024 * end + join
         })
     }
@@ -101,11 +94,8 @@ impl QueryShares {
         first_to_end(group, most_shares, lists * chunks, tiles, |shares| {
             // Steps of a chunk of keys. Keys enter and leave the list one by one, so most queries of the super-block
             // see the middle of the list, and few see its ends.
-            let steps_of = |chunk: usize| {
-                SUPER_BLOCK
-                    .min(tiles.block_kv * (chunk + 1).min(chunks - chunk))
-                    .div_ceil(STEP)
-            };
+            let steps_of =
+                |chunk: usize| SUPER_BLOCK.min(tiles.block_kv * (chunk + 1).min(chunks - chunk)).div_ceil(STEP);
             let blocks =
                 (0..lists * shares.heads).flat_map(|list_share| (0..chunks).map(move |chunk| (list_share, chunk)));
             let times = blocks.map(|(list_share, chunk)| {
@@ -126,10 +116,7 @@ impl AttentionShape {
     /// Bytes of the partial dk and dv of blocks that share key tiles, in a backward pass with `window` consecutive
     /// keys a query on a Hopper GPU.
     pub fn key_part_bytes(&self, window: usize, num_multiprocessors: usize) -> usize {
-        let tiles = KeyTiles {
-            block_kv: BLOCK_KV,
-            at_once: num_multiprocessors,
-        };
+        let tiles = KeyTiles { block_kv: BLOCK_KV, at_once: num_multiprocessors };
         match QueryShares::of_neighbours(self, window.min(self.seq_len), tiles) {
             QueryShares::ONE => 0,
             shares => {
@@ -164,10 +151,7 @@ fn first_to_end(
     // A single way is one share for each tile, which needs no slow simulation.
     match ways[..] {
         [] | [_] => QueryShares::ONE,
-        _ => ways
-            .into_iter()
-            .min_by_key(|&shares| cost(shares))
-            .unwrap_or(QueryShares::ONE),
+        _ => ways.into_iter().min_by_key(|&shares| cost(shares)).unwrap_or(QueryShares::ONE),
     }
 }
 
@@ -217,10 +201,7 @@ fn makespan(at_once: usize, blocks: impl Iterator<Item = usize>) -> usize {
 mod tests {
     use super::*;
 
-    const H200: KeyTiles = KeyTiles {
-        block_kv: 128,
-        at_once: 132,
-    };
+    const H200: KeyTiles = KeyTiles { block_kv: 128, at_once: 132 };
 
     fn neighbours(batch: usize, seq_len: usize, heads: [usize; 2], width: usize, window: usize) -> [usize; 2] {
         let shape = AttentionShape::new(batch, seq_len, heads, [width, width]);
@@ -244,11 +225,7 @@ mod tests {
             let got = neighbours(batch, seq_len, heads, width, window);
             assert_eq!(got, expected, "{batch} x {seq_len} {heads:?}");
         }
-        assert_eq!(
-            neighbours(1, 1, [2, 1], 64, 1),
-            [1, 1],
-            "a join costs more than one step"
-        );
+        assert_eq!(neighbours(1, 1, [2, 1], 64, 1), [1, 1], "a join costs more than one step");
     }
 
     #[test]

@@ -81,10 +81,7 @@ impl Qkv {
 
     /// Room for the output under a mask.
     pub(crate) fn new_sparse_output<W>(&self, mask: &KeyMask<W>) -> Result<AttentionResult, KernelError> {
-        let outputs = AttentionShape {
-            seq_len: mask.shape.num_queries,
-            ..self.shape(NAME)?
-        };
+        let outputs = AttentionShape { seq_len: mask.shape.num_queries, ..self.shape(NAME)? };
         let q = self.q.tensor();
         Ok(AttentionResult {
             o: q.empty_contiguous(&outputs.output(), DType::BF16),
@@ -125,11 +122,7 @@ impl Qkv {
                 heads = blocks.heads.clone();
                 // Heads that are not whole groups are scheduled as if one KV head had them all.
                 let group = num_heads / shape.num_kv_heads;
-                launch_kv_heads = if heads.len().is_multiple_of(group) {
-                    heads.len() / group
-                } else {
-                    1
-                };
+                launch_kv_heads = if heads.len().is_multiple_of(group) { heads.len() / group } else { 1 };
                 let num_blocks = shape.seq_len.div_ceil(blocks.block);
                 let num_probes = mask.tiles.num_queries;
                 operands!(only NAME, lse: F32[heads.len(), num_blocks, num_probes] contiguous = blocks.values);
@@ -141,9 +134,7 @@ impl Qkv {
         let family = KernelFamily::of(&shape, KeySource::Dense, q);
         let reads = SparseKeyReads::of(mask);
         let launch = |rows: &Rows<'_>| -> Result<(), KernelError> {
-            let Tiles {
-                query_tile, key_tile, ..
-            } = rows.tiles;
+            let Tiles { query_tile, key_tile, .. } = rows.tiles;
             let (num_tiles, places) = (rows.tiles.num_query_tiles(), rows.places);
             let params = params!(SparseAttentionForwardParams {
                 base: qkv.params(NAME, &shape)?,
@@ -201,20 +192,12 @@ impl Qkv {
             // heads); the maps read k and v, which are among the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }
         };
-        launch(&Rows {
-            first: 0,
-            tiles: mask.tiles,
-            heads_per_list: mask.heads_per_list,
-            places: &mask.places,
-        })?;
+        launch(&Rows { first: 0, tiles: mask.tiles, heads_per_list: mask.heads_per_list, places: &mask.places })?;
         // Without lists (default places) the kernel takes all keys up to each query's own.
         for rows in &mask.dense_rows {
             launch(&Rows {
                 first: rows.start,
-                tiles: Tiles {
-                    num_queries: rows.len(),
-                    ..Tiles::new(mask.shape, HOPPER_ROWS, HOPPER_ROWS)
-                },
+                tiles: Tiles { num_queries: rows.len(), ..Tiles::new(mask.shape, HOPPER_ROWS, HOPPER_ROWS) },
                 heads_per_list: 1,
                 places: &MaskPlaces::default(),
             })?;
@@ -300,10 +283,7 @@ pub(crate) fn hopper_sparse_attention_forward_kernel(
     }
     let (pairs, keys) = pairs_and_box(tiles);
     // Without paired query tiles the kernel is a few percent faster if warpgroups do not take turns at the GEMMs.
-    kernel
-        .define("TAKE_TURNS", if pairs { 2 } else { 0 })
-        .define("PAIRS", pairs as u8)
-        .define("KEY_BOX", keys)
+    kernel.define("TAKE_TURNS", if pairs { 2 } else { 0 }).define("PAIRS", pairs as u8).define("KEY_BOX", keys)
 }
 
 #[cfg(test)]

@@ -103,15 +103,7 @@ impl QueryTiling {
             (_, 129..=192) => (16, 8, 64, 1),
             _ => (16, 8, 32, 1),
         };
-        let mut tiling = Self {
-            pass,
-            warp_rows,
-            num_warps,
-            block_kv,
-            num_stages: 2,
-            min_blocks,
-            heads_per_tile: 1,
-        };
+        let mut tiling = Self { pass, warp_rows, num_warps, block_kv, num_stages: 2, min_blocks, heads_per_tile: 1 };
         // Blocks of fewer warps take less shared memory (consumer Ampere and Ada have 99 KiB).
         while tiling.shared_bytes(shape, source) > max_shared_bytes {
             if tiling.num_warps > 2 {
@@ -191,9 +183,9 @@ impl QueryTiling {
             QueryPass::Gradient => None,
         };
         let kernel = match widest_in_registers {
-            Some(widest) => kernel
-                .define("WARP_ROWS", self.warp_rows)
-                .define("Q_IN_REGISTERS", (shape.head_dim <= widest) as u8),
+            Some(widest) => {
+                kernel.define("WARP_ROWS", self.warp_rows).define("Q_IN_REGISTERS", (shape.head_dim <= widest) as u8)
+            }
             None => kernel,
         };
         match source.is_gathered() {
@@ -281,13 +273,8 @@ mod tests {
     #[test]
     fn a_group_shares_a_gathered_tile() {
         let heads = |group| {
-            let tiling = QueryTiling::choose(
-                "k",
-                QueryPass::Output,
-                &shape(128, 128, group),
-                KeySource::Gathered,
-                HOPPER,
-            );
+            let tiling =
+                QueryTiling::choose("k", QueryPass::Output, &shape(128, 128, group), KeySource::Gathered, HOPPER);
             tiling.expect("fits").heads_per_tile
         };
         assert_eq!([1, 2, 3, 4, 6, 8, 16].map(heads), [1, 2, 1, 4, 2, 8, 8]);
@@ -307,10 +294,7 @@ mod tests {
     fn shared_memory_is_the_sum_of_its_parts() {
         let shape = shape(192, 128, 2);
         let tiling = QueryTiling::choose("k", QueryPass::Output, &shape, KeySource::Gathered, HOPPER).expect("fits");
-        assert_eq!(
-            tiling.shared_bytes(&shape, KeySource::Dense),
-            128 * 192 * 2 + 2 * 64 * 320 * 2
-        );
+        assert_eq!(tiling.shared_bytes(&shape, KeySource::Dense), 128 * 192 * 2 + 2 * 64 * 320 * 2);
         assert_eq!(
             tiling.shared_bytes(&shape, KeySource::Gathered),
             128 * 192 * 2 + 2 * 64 * (320 * 2 + 4) + 64 * 8 * 4

@@ -116,9 +116,7 @@ pub(crate) fn listed_key_sums(
         (_, SumOrder::Fixed, None) => QueryShares::of_count(ORDERED_LISTS.div_ceil(batch * kv_heads).min(group), group),
     };
     let first_shares = shares_of(per_launch.min(num_super_blocks));
-    let ddelta = bias
-        .as_ref()
-        .map(|_| d_o.empty_contiguous(&shape.per_key(), DType::F32));
+    let ddelta = bias.as_ref().map(|_| d_o.empty_contiguous(&shape.per_key(), DType::F32));
     let own_lists = match (&ddelta, rows, order, first_shares) {
         (Some(ddelta), SumRows::Undefined, SumOrder::Any, QueryShares::ONE) => {
             Some(lists.backward_lists(call, per_launch * SUPER_BLOCK, key_sums, ddelta)?)
@@ -140,13 +138,8 @@ pub(crate) fn listed_key_sums(
     // Without `o_low` the row sums are recomputed as sum P dP. Their other form, do . o, has the rounding error of o,
     // which would dominate the gradients where a bias makes the softmax peaked.
     if call.result.o_low.is_none() && delta.is_some() {
-        let params = params!(DmaAttentionRowSumsParams {
-            base,
-            softmax_scale,
-            list_capacity,
-            padded_len,
-            tile_queries,
-        });
+        let params =
+            params!(DmaAttentionRowSumsParams { base, softmax_scale, list_capacity, padded_len, tile_queries });
         let mut tensors = inputs.clone();
         tensors.extend([&lists.list, &lists.tile_window]);
         let (kernel, grid, maps) = pass.by_query(QueryPass::RowSums)?;
@@ -164,9 +157,7 @@ pub(crate) fn listed_key_sums(
         };
         if first > 0 {
             dq_sum.iter().try_for_each(fill_zero)?;
-            semaphores
-                .iter()
-                .try_for_each(|[of_queries, _]| fill_zero(of_queries))?;
+            semaphores.iter().try_for_each(|[of_queries, _]| fill_zero(of_queries))?;
         }
         for set in BackwardTiling::launches(&shape, dq_sum.is_some()) {
             let params = params!(DmaAttentionBackwardParams {

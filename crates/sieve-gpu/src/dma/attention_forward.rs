@@ -91,10 +91,7 @@ pub(crate) fn listed_attention_forward(
     tensors.extend([&lists.list, &lists.tile_window]);
     // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only.
     let result = unsafe { launch_forward(&pass, tensors, &params, o_low) }?;
-    Ok(AttentionResult {
-        base: bias.map(|bias| bias.base),
-        ..result
-    })
+    Ok(AttentionResult { base: bias.map(|bias| bias.base), ..result })
 }
 
 /// Checks that lists were made for a shape.

@@ -22,11 +22,7 @@ pub fn dma_last_kept(expire: &CudaTensor, slots: usize) -> Result<CudaTensor, Ke
     require_non_empty(LAST, "slots", slots)?;
     require_non_empty(LAST, "the number of tokens", batch * num_kv_heads * seq_len)?;
     let kept = expire.empty_contiguous(&[batch, num_kv_heads, slots], DType::I32);
-    let params = params!(DmaLastKeptParams {
-        seq_len,
-        num_kv_heads,
-        slots,
-    });
+    let params = params!(DmaLastKeptParams { seq_len, num_kv_heads, slots });
     let grid = [num_kv_heads, batch, 1];
     // SAFETY: reads expire, writes every element of kept and nothing else.
     unsafe { DMA_LAST_KEPT.launch(grid, &[&expire, &kept], &params) }?;
@@ -108,14 +104,7 @@ impl Sizes {
         let fits = head_dim.is_multiple_of(VECTOR) && num_heads >= 2 * num_kv_heads;
         require!(fits, kernel, "heads": format!("{num_heads} of {head_dim} columns, {num_kv_heads} KV heads"),
             "two for each KV head, of multiples of {VECTOR} columns");
-        Ok(Self {
-            batch,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            slots,
-        })
+        Ok(Self { batch, seq_len, num_heads, num_kv_heads, head_dim, slots })
     }
 
     fn keys(&self) -> [usize; 4] {
@@ -132,10 +121,5 @@ pub(crate) const DMA_LAST_KEPT: SourceKernel = SourceKernel::new(LAST).threads(1
 
 /// The kernels that copy halo keys, and that add their gradients.
 pub(crate) fn dma_border_keys_kernels() -> [SourceKernel; 2] {
-    [FORWARD, BACKWARD].map(|name| {
-        SourceKernel::new(name)
-            .define("IS_BF16", 1)
-            .define("VECTOR", VECTOR)
-            .threads(256)
-    })
+    [FORWARD, BACKWARD].map(|name| SourceKernel::new(name).define("IS_BF16", 1).define("VECTOR", VECTOR).threads(256))
 }

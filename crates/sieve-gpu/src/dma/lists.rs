@@ -44,9 +44,7 @@ impl KeyLists {
 /// The most entries of a list, padded: the keys that are kept when its super-block begins, and the keys of the
 /// super-block.
 pub(crate) fn list_capacity(seq_len: usize, keep_window_size: usize) -> usize {
-    (keep_window_size + SUPER_BLOCK)
-        .min(seq_len)
-        .next_multiple_of(LIST_ALIGNMENT)
+    (keep_window_size + SUPER_BLOCK).min(seq_len).next_multiple_of(LIST_ALIGNMENT)
 }
 
 impl KeyLists {
@@ -88,31 +86,13 @@ impl Selection {
         let list = new(&[batch, num_kv_heads, blocks, capacity, pair]);
         let list_len = new(&[batch, num_kv_heads, blocks]);
         let tile_window = new(&[batch, num_kv_heads, tiles, 2]);
-        let tensors = [
-            expire,
-            &doc_start,
-            &doc_end,
-            &self.survivors,
-            &list,
-            &list_len,
-            &tile_window,
-        ];
-        let params = params!(DmaListsParams {
-            seq_len,
-            num_kv_heads,
-            keep_window_size: window,
-            capacity,
-            tile_queries,
-        });
+        let tensors = [expire, &doc_start, &doc_end, &self.survivors, &list, &list_len, &tile_window];
+        let params =
+            params!(DmaListsParams { seq_len, num_kv_heads, keep_window_size: window, capacity, tile_queries });
         // SAFETY: reads the selection and the bounds, writes the three new tensors within their shapes; entries past a
         // list's padding stay undefined, and no kernel reads them.
         unsafe { dma_lists_kernel().launch([blocks, num_kv_heads, batch], &tensors, &params) }?;
-        Ok(KeyLists {
-            list,
-            list_len,
-            tile_window,
-            tile_queries,
-        })
+        Ok(KeyLists { list, list_len, tile_window, tile_queries })
     }
 
     /// A [`Selection`] from an `expire`, i32 `[batch, num_kv_heads, seq_len]`, that did not come from
@@ -136,35 +116,23 @@ impl Selection {
         let window = keep_window_size.min(seq_len);
         let shape = survivors_shape(batch, num_kv_heads, seq_len, window);
         let survivors = expire.empty_contiguous(&shape, DType::I64);
-        let params = params!(DmaListsPrefixParams {
-            seq_len,
-            num_kv_heads,
-            keep_window_size: window,
-        });
+        let params = params!(DmaListsPrefixParams { seq_len, num_kv_heads, keep_window_size: window });
         let [_, _, boundaries, _] = shape;
         let grid = [boundaries, num_kv_heads, batch];
         // SAFETY: reads expire and the bounds, writes within survivors.
         unsafe { dma_lists_prefix_kernel().launch(grid, &[&expire, &doc_start, &survivors], &params) }?;
-        Ok(Selection {
-            expire,
-            survivors,
-            keep_window_size: window,
-        })
+        Ok(Selection { expire, survivors, keep_window_size: window })
     }
 }
 
 /// The entry kernel that builds the key lists.
 pub(crate) fn dma_lists_kernel() -> SourceKernel {
-    SourceKernel::new(NAME)
-        .define("PREFIX_BLOCK", PREFIX_BLOCK)
-        .threads(SUPER_BLOCK)
+    SourceKernel::new(NAME).define("PREFIX_BLOCK", PREFIX_BLOCK).threads(SUPER_BLOCK)
 }
 
 /// The kernel that finds the survivors, the keys that are kept at each multiple of 8192 tokens, in a given `expire`.
 pub(crate) fn dma_lists_prefix_kernel() -> SourceKernel {
-    SourceKernel::new("dma_lists_prefix")
-        .define("PREFIX_BLOCK", PREFIX_BLOCK)
-        .threads(1024)
+    SourceKernel::new("dma_lists_prefix").define("PREFIX_BLOCK", PREFIX_BLOCK).threads(1024)
 }
 
 #[cfg(test)]
@@ -175,10 +143,7 @@ pub(crate) mod tests {
     /// `expire` of one row and KV head, computed by sieve-cpu.
     pub(crate) fn expire_of_one_document(scores: &[f32], keep_window_size: usize) -> Vec<i32> {
         let len = scores.len();
-        let documents = sieve_cpu::Documents {
-            start: &vec![0; len],
-            end: &vec![len as i32; len],
-        };
+        let documents = sieve_cpu::Documents { start: &vec![0; len], end: &vec![len as i32; len] };
         let mut expire = vec![0; len];
         sieve_cpu::dma_select(scores, documents, 1, 1, len, keep_window_size, &mut expire);
         expire
@@ -192,10 +157,7 @@ pub(crate) mod tests {
         let expire = expire_of_one_document(&scores, window);
         let longest = (0..3).map(|block| oracle::key_list(&expire, block).entries.len()).max();
         let capacity = list_capacity(seq_len, window);
-        assert!(
-            longest.is_some_and(|longest| longest <= capacity),
-            "{longest:?} entries, room for {capacity}"
-        );
+        assert!(longest.is_some_and(|longest| longest <= capacity), "{longest:?} entries, room for {capacity}");
         assert_eq!(capacity, 1280);
         assert_eq!(list_capacity(100, 4096), 128);
     }

@@ -32,10 +32,7 @@ pub fn key_list(expire: &[i32], block: usize) -> KeyList {
 /// The range `[begin, end)` of list entries that holds every key which a query of `first_query..=last_query` may see.
 pub fn tile_window(list: &KeyList, first_query: usize, last_query: usize) -> [i32; 2] {
     let (entering, old) = list.entries.split_at(list.num_entering);
-    let begin = entering
-        .iter()
-        .filter(|[position, _]| *position > last_query as i32)
-        .count();
+    let begin = entering.iter().filter(|[position, _]| *position > last_query as i32).count();
     let alive = old.iter().filter(|[_, expire]| *expire > first_query as i32).count();
     [begin as i32, (list.num_entering + alive) as i32]
 }
@@ -60,10 +57,7 @@ mod tests {
                 let window: Vec<i32> = list.entries[begin..end].iter().map(|e| e[0]).collect();
                 let active = |j: usize| j <= last && expire[j] > first.max(j) as i32;
                 let needed: Vec<usize> = (0..=last).filter(|&j| active(j)).collect();
-                assert!(
-                    needed.iter().all(|&j| window.contains(&(j as i32))),
-                    "block {block} tile {first}"
-                );
+                assert!(needed.iter().all(|&j| window.contains(&(j as i32))), "block {block} tile {first}");
             }
         }
     }

@@ -43,10 +43,7 @@ pub fn dma_select(
     doc_end: &CudaTensor,
     window: DmaWindow,
 ) -> Result<Selection, KernelError> {
-    let DmaWindow {
-        keep_window_size,
-        local_window_size,
-    } = window;
+    let DmaWindow { keep_window_size, local_window_size } = window;
     let [batch, num_kv_heads, seq_len] = z.dims(NAME, "z")?;
     operands!(NAME, z: F32[batch, num_kv_heads, seq_len]);
     require_non_empty(NAME, "the number of KV heads", num_kv_heads)?;
@@ -68,22 +65,13 @@ pub fn dma_select(
     let [prefix, select] = dma_select_kernels();
     if seq_len > SHORT_SEQUENCE && num_ranked > 0 {
         let grid = [seq_len.div_ceil(PREFIX_BLOCK) - 1, num_kv_heads, batch];
-        let params = params!(DmaSelectPrefixParams {
-            seq_len,
-            num_kv_heads,
-            keep_window_size: num_ranked,
-        });
+        let params = params!(DmaSelectPrefixParams { seq_len, num_kv_heads, keep_window_size: num_ranked });
         // SAFETY: reads z and the documents' starts, writes some of survivors; sizes checked above.
         unsafe { prefix.launch(grid, &[&z, &doc_start, &survivors], &params) }?;
     }
     let grid = [seq_len.div_ceil(BLOCK), num_kv_heads, batch];
     let tensors = [&z, &doc_start, &doc_end, &survivors, &expire];
-    let params = params!(DmaSelectParams {
-        seq_len,
-        num_kv_heads,
-        keep_window_size: num_ranked,
-        local_window_size,
-    });
+    let params = params!(DmaSelectParams { seq_len, num_kv_heads, keep_window_size: num_ranked, local_window_size });
     // SAFETY: reads z, the bounds and what the launch before wrote, writes every element of expire.
     unsafe { select.launch(grid, &tensors, &params) }?;
     let survivors = match local_window_size {
@@ -94,11 +82,7 @@ pub fn dma_select(
         // Nothing reads the survivors of a short sequence; only their shape must fit.
         _ => survivors_of(kept),
     };
-    Ok(Selection {
-        expire,
-        survivors,
-        keep_window_size: kept,
-    })
+    Ok(Selection { expire, survivors, keep_window_size: kept })
 }
 
 /// The two kernels of a selection, in the order of their launches; short sequences need the second alone.
@@ -106,10 +90,7 @@ pub(crate) fn dma_select_kernels() -> [SourceKernel; 2] {
     // The second kernel holds the scores of all keys before its thread block in shared memory.
     const STAGED_BYTES: usize = 4 * (SHORT_SEQUENCE - BLOCK);
     [("dma_select_prefix", 0), (NAME, STAGED_BYTES)].map(|(name, shared_bytes)| {
-        SourceKernel::new(name)
-            .define("PREFIX_BLOCK", PREFIX_BLOCK)
-            .threads(BLOCK)
-            .shared_bytes(shared_bytes)
+        SourceKernel::new(name).define("PREFIX_BLOCK", PREFIX_BLOCK).threads(BLOCK).shared_bytes(shared_bytes)
     })
 }
 
@@ -144,11 +125,7 @@ mod tests {
 
     #[test]
     fn survivors_have_room_for_every_boundary() {
-        assert_eq!(
-            survivors_shape(2, 3, 8192, 7),
-            [2, 3, 1, 7],
-            "one block: a place that no kernel writes"
-        );
+        assert_eq!(survivors_shape(2, 3, 8192, 7), [2, 3, 1, 7], "one block: a place that no kernel writes");
         assert_eq!(survivors_shape(2, 3, 8193, 7), [2, 3, 1, 7]);
         assert_eq!(survivors_shape(2, 3, 16385, 7), [2, 3, 2, 7]);
     }

@@ -41,23 +41,14 @@ pub struct LatentKeys<'a> {
 /// # Errors
 /// Other types or shapes, more new tokens than latents, widths that are not multiples of 16 or above 576.
 pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> Result<CudaTensor, KernelError> {
-    let LatentKeys {
-        latents,
-        rank,
-        key_scale,
-        length,
-    } = keys;
+    let LatentKeys { latents, rank, key_scale, length } = keys;
     let [batch, new, num_heads, width] = q.dims(NAME, "q")?;
     let [_, len, _] = latents.dims(NAME, "latents")?;
     operands!(NAME,
         q: BF16[batch, new, num_heads, width] aligned,
         latents: BF16[batch, len, width] strided,
     );
-    for (what, size) in [
-        ("batch", batch),
-        ("the number of heads", num_heads),
-        ("new tokens", new),
-    ] {
+    for (what, size) in [("batch", batch), ("the number of heads", num_heads), ("new tokens", new)] {
         require_non_empty(NAME, what, size)?;
     }
     require_scale(NAME, softmax_scale)?;
@@ -216,19 +207,10 @@ impl LatentToken<'_> {
         // SAFETY: sizes and types checked above; the kernel clamps lengths to the room, writes one row of the cache and
         // every folded query.
         unsafe { kernel.launch([num_heads, rank.div_ceil(JOINED_COLUMNS), batch], &tensors, &params) }?;
-        let keys = LatentKeys {
-            latents,
-            rank,
-            key_scale: scales,
-            length: Some(self.length),
-        };
+        let keys = LatentKeys { latents, rank, key_scale: scales, length: Some(self.length) };
         let attended = mla_decode(&folded, keys, softmax_scale)?;
         let o = latents.empty_contiguous(&[batch, 1, num_heads * head_dim], DType::BF16);
-        let params = params!(MlaValuesParams {
-            num_heads,
-            head_dim,
-            rank,
-        });
+        let params = params!(MlaValuesParams { num_heads, head_dim, rank });
         let grid = [num_heads, head_dim.div_ceil(VALUE_ROWS), batch];
         // SAFETY: sizes as checked above; writes every element of o.
         unsafe { MLA_VALUES.launch(grid, &[&attended, self.up, &o], &params) }?;
@@ -276,10 +258,7 @@ pub(crate) fn mla_decode_kernel(
 
 /// The kernel that joins the splits' partial results.
 pub(crate) fn mla_decode_join_kernel(rank: usize) -> SourceKernel {
-    SourceKernel::new("mla_decode_join")
-        .define("VALUE_DIM", rank)
-        .threads(256)
-        .starts_early()
+    SourceKernel::new("mla_decode_join").define("VALUE_DIM", rank).threads(256).starts_early()
 }
 
 /// KV splits of each row: as many as fill the device with one thread block for each multiprocessor, as a block takes
@@ -313,10 +292,7 @@ mod tests {
     #[test]
     fn sizes_are_checked_and_widths_fit_small_devices() {
         assert!(require_sizes([1, 1], [576, 512]).is_ok());
-        assert!(
-            require_sizes([3, 2], [64, 48]).is_err(),
-            "new tokens are among the latents"
-        );
+        assert!(require_sizes([3, 2], [64, 48]).is_err(), "new tokens are among the latents");
         for (width, rank) in [(8, 8), (592, 512), (64, 80), (64, 0), (576, 528), (72, 48)] {
             assert!(require_sizes([1, 5], [width, rank]).is_err(), "{width} {rank}");
         }
@@ -324,9 +300,6 @@ mod tests {
             let small = mla_decode_kernel(width, 16, false, 99 * 1024);
             assert!(small.dynamic_shared_bytes() <= 99 * 1024, "{width}");
         }
-        assert_eq!(
-            mla_decode_kernel(576, 512, false, 227 * 1024).dynamic_shared_bytes(),
-            171_008
-        );
+        assert_eq!(mla_decode_kernel(576, 512, false, 227 * 1024).dynamic_shared_bytes(), 171_008);
     }
 }

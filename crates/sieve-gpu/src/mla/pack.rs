@@ -184,12 +184,7 @@ impl MlaPack<'_> {
         let positions = require_tokens(BACKWARD, "positions", self.positions, [batch, seq_len])?;
         let tables = RotaryTables::of(BACKWARD, [self.cos, self.sin], self.rope_dim)?;
         let (norm_dim, [q_weight, k_weight]) = self.norms(BACKWARD, &dy.tensor)?;
-        let grads = [
-            self.num_heads * self.key_dim(),
-            self.num_heads * 2 * self.head_dim,
-            self.rope_dim,
-        ]
-        .map(|width| {
+        let grads = [self.num_heads * self.key_dim(), self.num_heads * 2 * self.head_dim, self.rope_dim].map(|width| {
             let shape = [batch, seq_len, width];
             dy.tensor.empty_contiguous(&shape, DType::BF16)
         });

@@ -170,9 +170,7 @@ pub(super) fn nsa_blocks_kernel(is_mean: bool) -> SourceKernel {
 
 /// The gradient kernel for keys and values.
 pub(super) fn nsa_blocks_backward_kernel(is_mean: bool) -> SourceKernel {
-    SourceKernel::new("nsa_blocks_backward")
-        .define("MEAN", u8::from(is_mean))
-        .threads(128)
+    SourceKernel::new("nsa_blocks_backward").define("MEAN", u8::from(is_mean)).threads(128)
 }
 
 /// The gradient kernel for position embeddings, which writes partial sums.

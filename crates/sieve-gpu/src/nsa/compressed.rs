@@ -43,11 +43,7 @@ impl Placed {
         // are read later.
         unsafe { kernel.launch(grid, &tensors, &params) }?;
         Ok(Self {
-            qkv: Qkv {
-                q: qkv.q.clone(),
-                k: Heads::all(&k),
-                v: Heads::all(&v),
-            },
+            qkv: Qkv { q: qkv.q.clone(), k: Heads::all(&k), v: Heads::all(&v) },
             lists: lists(shape, documents, blocks)?,
         })
     }
@@ -86,12 +82,7 @@ fn lists(shape: &AttentionShape, [start, end]: &[CudaTensor; 2], blocks: NsaBloc
     // SAFETY: reads the bounds, writes the new tensors within their shapes; entries past a list's padding stay
     // undefined and are never read.
     unsafe { NSA_COMPRESSED_LISTS.launch(grid, &tensors, &params) }?;
-    Ok(KeyLists {
-        list,
-        list_len,
-        tile_window,
-        tile_queries: KeyLists::TILE_QUERIES,
-    })
+    Ok(KeyLists { list, list_len, tile_window, tile_queries: KeyLists::TILE_QUERIES })
 }
 
 /// Checks the operands of the compressed branch; returns their sizes, and the documents' bounds made contiguous.
@@ -133,14 +124,8 @@ impl Qkv {
         let placed = Placed::new(self, &shape, &documents, &compressed, blocks, sums)?;
         let result = listed_attention_forward(&placed.qkv, delta, &placed.lists, softmax_scale)?;
         let [start, end] = &documents;
-        let indices = nsa_choose(
-            self,
-            &compressed,
-            &result.lse,
-            [start, end],
-            BlockChoice::nsa(blocks),
-            softmax_scale,
-        )?;
+        let indices =
+            nsa_choose(self, &compressed, &result.lse, [start, end], BlockChoice::nsa(blocks), softmax_scale)?;
         Ok((result, indices))
     }
 
@@ -203,13 +188,7 @@ impl Qkv {
         let sums = [&sums(), &sums()];
         let placed = Placed::new(self, &shape, &documents, &compressed, blocks, Some(sums))?;
         let grads = Qkv::packed(&dqkv, heads, kv_heads);
-        let call = AttentionGradients {
-            qkv: &placed.qkv,
-            result,
-            d_o,
-            grads: &grads,
-            softmax_scale,
-        };
+        let call = AttentionGradients { qkv: &placed.qkv, result, d_o, grads: &grads, softmax_scale };
         let delta = None;
         listed_key_sums(&call, delta, &placed.lists, sums, SumRows::Cleared)?;
         let d_compressed = new(compressed.shape());
@@ -228,10 +207,7 @@ impl Qkv {
 /// keys and values to these positions, and with `sums` clears the gradient sums there; with `take` it copies gradients
 /// back.
 pub(super) fn nsa_place_kernel(take: bool, sums: bool) -> SourceKernel {
-    SourceKernel::new("nsa_place")
-        .define("TAKE", u8::from(take))
-        .define("SUMS", u8::from(sums))
-        .threads(128)
+    SourceKernel::new("nsa_place").define("TAKE", u8::from(take)).define("SUMS", u8::from(sums)).threads(128)
 }
 
 /// The kernel that builds the compressed branch's key lists.

@@ -69,17 +69,10 @@ impl NsaToken<'_> {
         let shape = one_token(COMPRESS, coarse)?;
         require_chosen_decode(choice, [shape.head_dim, shape.head_dim_v], shape.group_size())?;
         let count = self.compress(length, step.max_length)?;
-        let in_compressed = DecodeStep {
-            max_length: compressed.capacity(COMPRESS, &shape)?,
-            ..step
-        };
+        let in_compressed = DecodeStep { max_length: compressed.capacity(COMPRESS, &shape)?, ..step };
         let by_blocks = compressed.attention_decode_cached(coarse, &count, in_compressed, scratch[0])?;
         // One launch appends the selected branch's key and value, and scores compressed keys by the compressed queries.
-        let joined = Qkv {
-            q: coarse.q.clone(),
-            k: fine.k.clone(),
-            v: fine.v.clone(),
-        };
+        let joined = Qkv { q: coarse.q.clone(), k: fine.k.clone(), v: fine.v.clone() };
         let pooled = Pooled {
             keys: &compressed.k,
             size: self.blocks.compress_block_size,
@@ -184,9 +177,7 @@ impl Pooled<'_> {
             pooled: BF16[batch, num_kv_heads, room, head_dim] contiguous = self.keys,
             length: I32[batch] strided,
         );
-        let ended = (step.max_length + 1)
-            .checked_sub(self.size)
-            .map_or(0, |left| left / self.stride + 1);
+        let ended = (step.max_length + 1).checked_sub(self.size).map_or(0, |left| left / self.stride + 1);
         let fits = step.max_length < capacity && ended <= room;
         require!(fits, NAME, "length": format!("{} with {ended} pooled keys", step.max_length),
             "below the cache's capacity of {capacity}, {room} pooled keys");
@@ -226,16 +217,8 @@ pub(crate) fn key_logits(
     let head_dim = one_token(NAME, token)?.head_dim;
     require!([64, 128].contains(&head_dim), NAME, "head_dim": head_dim, "64 or 128");
     // Each key is its own pooled key. The launch writes the token's key to the same place twice, with equal bits.
-    let keys = Pooled {
-        keys: &cache.k,
-        size: 1,
-        stride: 1,
-        is_written: true,
-    };
-    let unscaled = DecodeStep {
-        softmax_scale: 1.0,
-        ..step
-    };
+    let keys = Pooled { keys: &cache.k, size: 1, stride: 1, is_written: true };
+    let unscaled = DecodeStep { softmax_scale: 1.0, ..step };
     keys.scores(token, cache, length, unscaled)
 }
 
@@ -305,10 +288,7 @@ impl KvCache {
         };
         // Rules that compare scores instead of probabilities compare unscaled dot products.
         let scored = match choice.rule.takes_scores() {
-            true => DecodeStep {
-                softmax_scale: 1.0,
-                ..step
-            },
+            true => DecodeStep { softmax_scale: 1.0, ..step },
             false => step,
         };
         let scores = match index {
@@ -316,32 +296,15 @@ impl KvCache {
             // A first launch only appends the token. A second launch appends the indexer's key to `pooled` and scores
             // it; the kernel also appends a value, so key and cache stand in for it.
             Some(indexer) => {
-                let append_only = Pooled {
-                    keys: &self.k,
-                    size: NO_POOLED,
-                    stride: NO_POOLED,
-                    is_written: false,
-                };
+                let append_only = Pooled { keys: &self.k, size: NO_POOLED, stride: NO_POOLED, is_written: false };
                 append_only.scores(token, self, length, step)?;
-                let indexer = Qkv {
-                    v: indexer.k.clone(),
-                    ..indexer.clone()
-                };
-                let index = KvCache {
-                    k: pooled.pooled.clone(),
-                    v: pooled.pooled.clone(),
-                };
+                let indexer = Qkv { v: indexer.k.clone(), ..indexer.clone() };
+                let index = KvCache { k: pooled.pooled.clone(), v: pooled.pooled.clone() };
                 keys.scores(&indexer, &index, length, scored)?
             }
         };
         let choosers = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
-        let chosen = choose(
-            &scores,
-            choosers,
-            [length, pooled.start],
-            choice,
-            self.capacity(NAME, &shape)?,
-        )?;
+        let chosen = choose(&scores, choosers, [length, pooled.start], choice, self.capacity(NAME, &shape)?)?;
         self.attention_decode_chosen(token, length, step, scratch, &chosen, blocks.select_block_size)
     }
 }
@@ -371,16 +334,10 @@ pub(super) fn pooled_scores_kernel(head_dim: usize, group_size: usize) -> Source
 
 /// The kernel that scores blocks by pooled keys.
 pub(super) fn block_scores_kernel(rule: ChoiceRule) -> SourceKernel {
-    SourceKernel::new("block_scores")
-        .define("RULE", rule_number(rule))
-        .threads(512)
-        .starts_early()
+    SourceKernel::new("block_scores").define("RULE", rule_number(rule)).threads(512).starts_early()
 }
 
 /// The kernel that appends a token to the compressed branch and compresses a block by an MLP or by its mean.
 pub(super) fn nsa_compress_token_kernel(mlp: bool) -> SourceKernel {
-    SourceKernel::new(COMPRESS)
-        .define("MLP", u8::from(mlp))
-        .threads(512)
-        .starts_early()
+    SourceKernel::new(COMPRESS).define("MLP", u8::from(mlp)).threads(512).starts_early()
 }

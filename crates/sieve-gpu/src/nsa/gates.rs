@@ -47,12 +47,7 @@ impl Inputs {
         require_words(NAME, width)?;
         require!(width <= MAX_WIDTH, NAME, "head_dim": width, "up to {MAX_WIDTH}");
         require_non_empty(NAME, "the number of rows", batch * seq_len * heads)?;
-        Ok(Self {
-            branches: branches.map(CudaTensor::contiguous),
-            logits,
-            bias,
-            dims,
-        })
+        Ok(Self { branches: branches.map(CudaTensor::contiguous), logits, bias, dims })
     }
 
     fn rows(&self) -> usize {
@@ -77,11 +72,7 @@ pub fn nsa_gates(
     let tensors = [a, b, c, &inputs.logits, &inputs.bias, &o];
     let words = o.num_elements() / 8;
     let [_, _, num_heads, width] = inputs.dims;
-    let params = params!(NsaGatesParams {
-        rows: inputs.rows(),
-        num_heads,
-        width
-    });
+    let params = params!(NsaGatesParams { rows: inputs.rows(), num_heads, width });
     // SAFETY: sizes and types checked above; writes every element of o.
     unsafe { NSA_GATES.launch([words.div_ceil(256), 1, 1], &tensors, &params) }?;
     Ok(o)
@@ -107,36 +98,15 @@ pub fn nsa_gates_backward(
     // The gradient of the bias is the sum of the logits' gradients before their rounding to bf16.
     let exact = d_o.empty_contiguous(&[batch * seq_len, num_gates], DType::F32);
     let lanes = (width / 8).next_power_of_two();
-    let params = params!(NsaGatesBackwardParams {
-        rows: inputs.rows(),
-        num_heads: heads,
-        width,
-        lanes,
-    });
+    let params = params!(NsaGatesBackwardParams { rows: inputs.rows(), num_heads: heads, width, lanes });
     let [a, b, c] = &inputs.branches;
     let [da, db, dc] = &gradients;
-    let tensors = [
-        a,
-        b,
-        c,
-        &inputs.logits,
-        &inputs.bias,
-        &d_o,
-        da,
-        db,
-        dc,
-        &d_logits,
-        &exact,
-    ];
+    let tensors = [a, b, c, &inputs.logits, &inputs.bias, &d_o, da, db, dc, &d_logits, &exact];
     let grid = [inputs.rows().div_ceil(256 / lanes), 1, 1];
     // SAFETY: sizes and types checked above; writes every element of the outputs.
     unsafe { NSA_GATES_BACKWARD.launch(grid, &tensors, &params) }?;
     let bias = sum_rows(&exact, num_gates)?;
-    Ok(GateGradients {
-        branches: gradients,
-        logits: d_logits,
-        bias,
-    })
+    Ok(GateGradients { branches: gradients, logits: d_logits, bias })
 }
 
 /// Column sums of f32 `[rows, width]`. A thread sums a column, so a launch over few columns would have few threads: the

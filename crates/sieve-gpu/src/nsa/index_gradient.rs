@@ -49,13 +49,7 @@ impl Qkv {
         if !is_hopper {
             return Ok(None);
         }
-        let AttentionShape {
-            batch,
-            seq_len,
-            num_kv_heads: groups,
-            head_dim,
-            ..
-        } = shape;
+        let AttentionShape { batch, seq_len, num_kv_heads: groups, head_dim, .. } = shape;
         operands!(NAME,
             index: BF16[batch, seq_len, groups + 2, head_dim] aligned = call.index,
             lse: F32[batch, shape.num_heads, seq_len] = call.lse,
@@ -68,28 +62,19 @@ impl Qkv {
         let [d_query, d_key, d_value] = out.head_words(NAME)?;
         // The same work with the indexer's heads: one query head for each KV head, so one part for each choice.
         let scores = Work {
-            shape: AttentionShape {
-                num_heads: groups,
-                ..shape
-            },
+            shape: AttentionShape { num_heads: groups, ..shape },
             qkv: Qkv::packed(&index, groups, num_index_keys),
             ..work.clone()
         };
-        let index_work = Work {
-            softmax_scale: softmax_scale * call.weight,
-            ..scores.clone()
-        };
+        let index_work = Work { softmax_scale: softmax_scale * call.weight, ..scores.clone() };
         let index_lse = index.empty_contiguous(&scores.shape.lse(), DType::F32);
         // In a fixed order each KV head has sums of its own.
         let sums = self.policy().sums;
         let is_fixed = sums == SumOrder::Fixed;
         let key_sum = empty_zero(&index, &[batch, if is_fixed { groups } else { 1 }, seq_len, head_dim])?;
         let token = (groups + 2) * head_dim;
-        let [lse_kernel, kernel] = [
-            hopper::index_lse_kernel(head_dim),
-            hopper::index_gradient_kernel(head_dim, sums),
-        ]
-        .map(|kernel| arriving(kernel, self.policy()));
+        let [lse_kernel, kernel] = [hopper::index_lse_kernel(head_dim), hopper::index_gradient_kernel(head_dim, sums)]
+            .map(|kernel| arriving(kernel, self.policy()));
         for (range, lists) in work.ranges().zip(call.lists) {
             let part_lse = scores.parts(lists, 1, DType::F32);
             let (operands, params) = ([&index, &index], scores.params(lists)?);

@@ -62,14 +62,7 @@ impl ChoiceLists {
         // SAFETY: indices name blocks of the query's document at or before it, whose cells are below `cells`; writes
         // all counts.
         unsafe { nsa_list_counts_kernel(cells, shared_bytes).launch(grid, &tensors, &params) }?;
-        let tensors = [
-            indices,
-            doc_start,
-            &counts,
-            &lists.entries,
-            &lists.items,
-            &lists.num_items,
-        ];
+        let tensors = [indices, doc_start, &counts, &lists.entries, &lists.items, &lists.num_items];
         // SAFETY: as above; there is room for every choice and every item.
         unsafe { nsa_lists_kernel(cells, shared_bytes).launch(grid, &tensors, &params) }?;
         Ok(lists)
@@ -107,16 +100,12 @@ fn cells_with_room(num_cells: usize, shared_bytes: usize) -> usize {
 /// The kernel that counts the choices of each cell, for rows of `num_cells` cells, on a device whose thread blocks have
 /// at most `shared_bytes` of shared memory.
 pub(super) fn nsa_list_counts_kernel(num_cells: usize, shared_bytes: usize) -> SourceKernel {
-    SourceKernel::new("nsa_list_counts")
-        .threads(256)
-        .shared_bytes(cells_with_room(num_cells, shared_bytes) * 4)
+    SourceKernel::new("nsa_list_counts").threads(256).shared_bytes(cells_with_room(num_cells, shared_bytes) * 4)
 }
 
 /// The kernel that builds the lists, with the same arguments.
 pub(super) fn nsa_lists_kernel(num_cells: usize, shared_bytes: usize) -> SourceKernel {
-    SourceKernel::new("nsa_lists")
-        .threads(512)
-        .shared_bytes(cells_with_room(num_cells, shared_bytes) * CELL_BYTES)
+    SourceKernel::new("nsa_lists").threads(512).shared_bytes(cells_with_room(num_cells, shared_bytes) * CELL_BYTES)
 }
 
 #[cfg(test)]
@@ -135,18 +124,14 @@ mod tests {
 
     #[test]
     fn rows_of_more_than_a_million_tokens_have_lists_and_longer_ones_are_refused_by_name() {
-        for (hardware, fits) in [
-            (Hardware::HOPPER, 1 << 20),
-            (Hardware::HOPPER, 1_800_000),
-            (Hardware::AMPERE, 1 << 20),
-        ] {
+        for (hardware, fits) in
+            [(Hardware::HOPPER, 1 << 20), (Hardware::HOPPER, 1_800_000), (Hardware::AMPERE, 1 << 20)]
+        {
             lists(hardware, fits).expect("room for every cell");
         }
         let most = ChoiceLists::most_tokens(64, Hardware::HOPPER.max_shared_bytes);
         lists(Hardware::HOPPER, most).expect("exactly");
-        let error = lists(Hardware::HOPPER, most + 1)
-            .expect_err("one cell more")
-            .to_string();
+        let error = lists(Hardware::HOPPER, most + 1).expect_err("one cell more").to_string();
         assert!(error.contains(&format!("up to {most} tokens")), "{error}");
     }
 }

@@ -67,13 +67,7 @@ impl Work {
     /// Ranges (first, count) of queries; a launch takes one, so that its partial results fit
     /// [`ChoiceLists::PART_BYTES`].
     pub(super) fn ranges(&self) -> impl Iterator<Item = (usize, usize)> {
-        let AttentionShape {
-            batch,
-            seq_len,
-            num_heads,
-            head_dim,
-            ..
-        } = self.shape;
+        let AttentionShape { batch, seq_len, num_heads, head_dim, .. } = self.shape;
         // A query has a bf16 partial result for each head and choice.
         let query_bytes = batch * num_heads * self.blocks.num_selected_blocks * head_dim * 2;
         query_ranges(seq_len, ChoiceLists::PART_BYTES / query_bytes)
@@ -91,9 +85,7 @@ impl Work {
 
     /// A tensor for partial results, `[batch, num_kv_heads, choices, group_size, width]`.
     pub(super) fn parts(&self, lists: &ChoiceLists, width: usize, dtype: DType) -> CudaTensor {
-        let AttentionShape {
-            batch, num_kv_heads, ..
-        } = self.shape;
+        let AttentionShape { batch, num_kv_heads, .. } = self.shape;
         let [choices, _] = lists.capacity();
         let sizes = [batch, num_kv_heads, choices, self.shape.group_size(), width];
         self.indices.empty_contiguous(&sizes, dtype)
@@ -221,12 +213,7 @@ impl Qkv {
             work.combine(&lists, (Joined::Output, outputs), layout, range)?;
             all_lists.push(lists);
         }
-        let result = AttentionResult {
-            o,
-            lse,
-            o_low: None,
-            base: None,
-        };
+        let result = AttentionResult { o, lse, o_low: None, base: None };
         Ok((result, all_lists))
     }
 }

@@ -26,13 +26,8 @@ pub fn installed_nvrtc() -> Result<CudaVersion, KernelError> {
     let (mut major, mut minor) = (0, 0);
     // SAFETY: two valid pointers to integers.
     let status = unsafe { sys::nvrtcVersion(&mut major, &mut minor) };
-    status
-        .result()
-        .map_err(|e| KernelError::driver(format!("nvrtcVersion: {e}")))?;
-    Ok(CudaVersion {
-        major: major as u32,
-        minor: minor as u32,
-    })
+    status.result().map_err(|e| KernelError::driver(format!("nvrtcVersion: {e}")))?;
+    Ok(CudaVersion { major: major as u32, minor: minor as u32 })
 }
 
 fn require_nvrtc() -> Result<(), KernelError> {
@@ -50,10 +45,7 @@ fn require_nvrtc() -> Result<(), KernelError> {
 /// [`KernelError::Installation`] without NVRTC, or [`KernelError::Compile`] with the compiler's log.
 pub fn compile_with_nvrtc(kernel: &SourceKernel, arch: &str) -> Result<CompiledKernel, KernelError> {
     require_nvrtc()?;
-    let error = |log| KernelError::Compile {
-        kernel: kernel.name(),
-        log,
-    };
+    let error = |log| KernelError::Compile { kernel: kernel.name(), log };
     let failed = |e: nvrtc::NvrtcError| error(e.to_string());
     let source = CString::new(kernel.text()?.text.as_str());
     let source = source.map_err(|_| error("the source contains a NUL byte".to_owned()))?;
@@ -74,14 +66,10 @@ pub fn compile_with_nvrtc(kernel: &SourceKernel, arch: &str) -> Result<CompiledK
     }
     let mut size = 0;
     // SAFETY: the program is compiled; `size` is a valid pointer.
-    unsafe { sys::nvrtcGetCUBINSize(program.0, &mut size) }
-        .result()
-        .map_err(failed)?;
+    unsafe { sys::nvrtcGetCUBINSize(program.0, &mut size) }.result().map_err(failed)?;
     let mut cubin = vec![0u8; size];
     // SAFETY: the buffer has the size that NVRTC returned.
-    unsafe { sys::nvrtcGetCUBIN(program.0, cubin.as_mut_ptr().cast()) }
-        .result()
-        .map_err(failed)?;
+    unsafe { sys::nvrtcGetCUBIN(program.0, cubin.as_mut_ptr().cast()) }.result().map_err(failed)?;
     let resources = resources::parse(&log, kernel.entry_point());
     Ok(CompiledKernel { cubin, resources })
 }

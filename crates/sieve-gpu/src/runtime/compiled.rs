@@ -119,10 +119,7 @@ impl LoadedKernel {
                 .map_err(|e| refused(kernel, "cuModuleLoadData", e.0))?;
             driver::module::get_function(module, entry).map_err(|e| refused(kernel, "cuModuleGetFunction", e.0))?
         };
-        Ok(Self {
-            function,
-            shared_bytes: AtomicUsize::new(0),
-        })
+        Ok(Self { function, shared_bytes: AtomicUsize::new(0) })
     }
 
     /// Queues one launch on `stream` of the current context.
@@ -136,9 +133,7 @@ impl LoadedKernel {
     pub unsafe fn launch(&self, stream: CUstream, call: &DeviceLaunch<'_>) -> Result<(), String> {
         let (map_addresses, pointers) = call.pointers.split_at(call.maps.len());
         let maps = call.maps.iter().zip(map_addresses);
-        let maps = maps
-            .map(|(map, &address)| map.encoded(address))
-            .collect::<Result<Vec<_>, _>>()?;
+        let maps = maps.map(|(map, &address)| map.encoded(address)).collect::<Result<Vec<_>, _>>()?;
         self.allow_shared(call.shared_bytes)?;
         let map_arguments = maps.iter().map(|map| (&raw const *map).cast_mut().cast::<c_void>());
         let pointer_arguments = pointers.iter().map(|pointer| (&raw const *pointer).cast_mut().cast());
@@ -147,9 +142,7 @@ impl LoadedKernel {
         let mut early = CUlaunchAttribute {
             id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: Default::default(),
-            value: CUlaunchAttributeValue {
-                programmaticStreamSerializationAllowed: 1,
-            },
+            value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
         let [x, y, z] = call.grid;
         let config = CUlaunchConfig {
@@ -292,8 +285,5 @@ fn context_of(device: usize) -> Result<cuda::CUcontext, CUresult> {
 }
 
 fn refused(kernel: &SourceKernel, call: &str, error: CUresult) -> KernelError {
-    KernelError::Launch {
-        kernel: kernel.name(),
-        reason: format!("{call}: {error:?}"),
-    }
+    KernelError::Launch { kernel: kernel.name(), reason: format!("{call}: {error:?}") }
 }

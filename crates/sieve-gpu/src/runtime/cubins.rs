@@ -51,10 +51,7 @@ impl Cubins {
     /// # Errors
     /// [`KernelError::Cache`] when the folder cannot be created or written.
     pub fn write(&self, key: u128, cubin: &[u8]) -> Result<(), KernelError> {
-        let error = |e: std::io::Error| KernelError::Cache {
-            path: self.folder.clone(),
-            reason: e.to_string(),
-        };
+        let error = |e: std::io::Error| KernelError::Cache { path: self.folder.clone(), reason: e.to_string() };
         fs::create_dir_all(&self.folder).map_err(error)?;
         let mut file = tempfile::NamedTempFile::new_in(&self.folder).map_err(error)?;
         file.write_all(cubin).map_err(error)?;
@@ -95,9 +92,7 @@ mod tests {
         cubins.write(7, &[]).expect("writable");
         assert_eq!(cubins.read(7), None);
         let file = tempfile::NamedTempFile::new().expect("a temporary file");
-        let error = Cubins::below(file.path(), "sm_80", "13.0")
-            .write(7, &[1])
-            .expect_err("a file is no folder");
+        let error = Cubins::below(file.path(), "sm_80", "13.0").write(7, &[1]).expect_err("a file is no folder");
         assert!(error.to_string().contains("sm_80-nvrtc13.0"), "{error}");
     }
 }

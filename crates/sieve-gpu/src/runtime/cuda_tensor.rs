@@ -190,12 +190,7 @@ impl CudaTensor {
     ) -> Result<Self, KernelError> {
         let capacity = (self.memory.num_bytes() - self.offset_bytes) / self.dtype.size();
         if first + required_elements(shape, strides) > capacity {
-            return Err(layout_error(
-                kernel,
-                tensor,
-                [shape, strides],
-                "the buffer is too small for this view",
-            ));
+            return Err(layout_error(kernel, tensor, [shape, strides], "the buffer is too small for this view"));
         }
         Ok(self.part(first * self.dtype().size(), shape, strides))
     }

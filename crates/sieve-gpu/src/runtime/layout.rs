@@ -16,11 +16,7 @@ pub(crate) fn strides_are_contiguous(shape: &[usize], strides: &[usize]) -> bool
         return true;
     }
     let expected = contiguous_strides(shape);
-    shape
-        .iter()
-        .zip(strides)
-        .zip(expected)
-        .all(|((&size, &stride), expected)| size == 1 || stride == expected)
+    shape.iter().zip(strides).zip(expected).all(|((&size, &stride), expected)| size == 1 || stride == expected)
 }
 
 /// The number of elements that a buffer needs for every index of a strided tensor.
@@ -28,11 +24,7 @@ pub(crate) fn required_elements(shape: &[usize], strides: &[usize]) -> usize {
     if shape.contains(&0) {
         return 0;
     }
-    let last: usize = shape
-        .iter()
-        .zip(strides)
-        .map(|(size, stride)| (size - 1) * stride)
-        .sum();
+    let last: usize = shape.iter().zip(strides).map(|(size, stride)| (size - 1) * stride).sum();
     last + 1
 }
 
@@ -58,10 +50,7 @@ pub(crate) fn row_layout(shape: [usize; 4], strides: [usize; 4], align: usize) -
     let apart =
         token_stride >= heads * width && (batch == 1 || batch_stride >= (seq_len - 1) * token_stride + heads * width);
     let aligned = token_stride.is_multiple_of(align) && batch_stride.is_multiple_of(align);
-    (columns_fit && heads_fit && apart && aligned).then_some(RowLayout {
-        batch_stride,
-        token_stride,
-    })
+    (columns_fit && heads_fit && apart && aligned).then_some(RowLayout { batch_stride, token_stride })
 }
 
 #[cfg(test)]
@@ -89,10 +78,7 @@ mod tests {
         assert!(!strides_are_contiguous(&[2, 3, 96], &[384, 128, 1]), "pitched rows");
         assert!(!strides_are_contiguous(&[4, 7], &[0, 1]), "expanded");
         assert!(!strides_are_contiguous(&[4, 7], &[1, 4]), "transposed");
-        assert!(
-            strides_are_contiguous(&[1, 7], &[999, 1]),
-            "a size of 1 has no neighbour"
-        );
+        assert!(strides_are_contiguous(&[1, 7], &[999, 1]), "a size of 1 has no neighbour");
         assert!(strides_are_contiguous(&[0, 7], &[3, 2]), "nothing to read");
     }
 
@@ -100,35 +86,14 @@ mod tests {
     fn a_slice_of_packed_heads_has_a_row_layout() {
         // Two KV heads of width 64 out of a packed row of 8 heads.
         let layout = row_layout([3, 10, 2, 64], [10 * 512, 512, 64, 1], 8);
-        assert_eq!(
-            layout,
-            Some(RowLayout {
-                batch_stride: 5120,
-                token_stride: 512
-            })
-        );
-        assert_eq!(
-            row_layout([3, 10, 2, 96], [10 * 256, 256, 128, 1], 8),
-            None,
-            "pitched heads"
-        );
+        assert_eq!(layout, Some(RowLayout { batch_stride: 5120, token_stride: 512 }));
+        assert_eq!(row_layout([3, 10, 2, 96], [10 * 256, 256, 128, 1], 8), None, "pitched heads");
         assert_eq!(row_layout([3, 10, 2, 64], [0, 128, 64, 1], 8), None, "expanded batch");
-        assert_eq!(
-            row_layout([3, 10, 2, 64], [64, 192, 1920, 1], 8),
-            None,
-            "heads outermost"
-        );
-        assert_eq!(
-            row_layout([1, 10, 1, 12], [120, 12, 12, 1], 8),
-            None,
-            "rows of 24 bytes are not 16-byte aligned"
-        );
+        assert_eq!(row_layout([3, 10, 2, 64], [64, 192, 1920, 1], 8), None, "heads outermost");
+        assert_eq!(row_layout([1, 10, 1, 12], [120, 12, 12, 1], 8), None, "rows of 24 bytes are not 16-byte aligned");
         assert_eq!(
             row_layout([1, 1, 2, 64], [7, 9, 64, 1], 8),
-            Some(RowLayout {
-                batch_stride: 128,
-                token_stride: 128
-            })
+            Some(RowLayout { batch_stride: 128, token_stride: 128 })
         );
     }
 }

@@ -120,11 +120,7 @@ mod tests {
             batch: 1usize,
         });
         let softmax_scale = 1.0f32;
-        let params = params!(AttentionForwardParams {
-            softmax_scale,
-            window: 14usize,
-            base
-        });
+        let params = params!(AttentionForwardParams { softmax_scale, window: 14usize, base });
         let words = words_for("attention_forward", &params).expect("its own struct");
         assert_eq!(words[..14], (1..=14).collect::<Vec<u64>>());
         assert_eq!(words[14..], [0x3f80_0000], "an f32's bits are the low half of a word");
@@ -133,13 +129,8 @@ mod tests {
     #[test]
     fn another_kernels_struct_is_refused() {
         let params = params!(FillZeroParams { num_elements: 4usize });
-        let error = words_for("split_master", &params)
-            .expect_err("another struct")
-            .to_string();
-        assert!(
-            error.contains("SplitMasterParams") && error.contains("FillZeroParams"),
-            "{error}"
-        );
+        let error = words_for("split_master", &params).expect_err("another struct").to_string();
+        assert!(error.contains("SplitMasterParams") && error.contains("FillZeroParams"), "{error}");
     }
 
     #[test]

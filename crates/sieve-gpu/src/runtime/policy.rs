@@ -17,12 +17,8 @@ pub struct KernelPolicy {
 
 impl KernelPolicy {
     /// The fastest kernels of the device, in a constant.
-    pub const DEFAULT: Self = Self {
-        sums: SumOrder::Any,
-        families: KernelFamilies::All,
-        arrivals: Arrivals::Warp,
-        blocks_per_tile: None,
-    };
+    pub const DEFAULT: Self =
+        Self { sums: SumOrder::Any, families: KernelFamilies::All, arrivals: Arrivals::Warp, blocks_per_tile: None };
 }
 
 /// The order of sums over many keys or queries.

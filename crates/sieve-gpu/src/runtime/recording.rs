@@ -37,12 +37,8 @@ impl Hardware {
     };
 
     /// An H100 or H200, which takes the Hopper kernels where there are any.
-    pub const HOPPER: Self = Self {
-        compute_capability: (9, 0),
-        num_multiprocessors: 132,
-        max_shared_bytes: 227 << 10,
-        ..Self::AMPERE
-    };
+    pub const HOPPER: Self =
+        Self { compute_capability: (9, 0), num_multiprocessors: 132, max_shared_bytes: 227 << 10, ..Self::AMPERE };
 
     /// The architecture's name for compilers: `sm_80`, `sm_90a`. The `a` permits instructions of that one alone.
     pub fn arch(&self) -> String {
@@ -167,11 +163,7 @@ impl Recorder {
     fn buffer(&self, num_bytes: usize) -> Arc<RecordedMemory> {
         let mut recording = self.recording();
         recording.buffers.push(num_bytes);
-        Arc::new(RecordedMemory {
-            recorder: self.clone(),
-            buffer: recording.buffers.len() - 1,
-            num_bytes,
-        })
+        Arc::new(RecordedMemory { recorder: self.clone(), buffer: recording.buffers.len() - 1, num_bytes })
     }
 
     fn push(&self, step: Step) {
@@ -195,10 +187,9 @@ impl Recorder {
 
 /// The position of a recorded tensor; `None` for a tensor in GPU memory.
 pub fn recorded_at(tensor: &CudaTensor) -> Option<BufferView> {
-    tensor.memory::<RecordedMemory>().map(|memory| BufferView {
-        buffer: memory.buffer,
-        offset_bytes: tensor.offset_bytes(),
-    })
+    tensor
+        .memory::<RecordedMemory>()
+        .map(|memory| BufferView { buffer: memory.buffer, offset_bytes: tensor.offset_bytes() })
 }
 
 impl Memory for RecordedMemory {
@@ -231,10 +222,7 @@ impl Memory for RecordedMemory {
         let element_bytes = tensor.dtype().size();
         let copy = self.recorder.buffer(tensor.num_elements() * element_bytes);
         self.recorder.push(Step::Gather {
-            from: BufferView {
-                buffer: self.buffer,
-                offset_bytes: tensor.offset_bytes(),
-            },
+            from: BufferView { buffer: self.buffer, offset_bytes: tensor.offset_bytes() },
             to: copy.buffer,
             shape: tensor.shape().to_vec(),
             strides: tensor.strides().to_vec(),
@@ -269,12 +257,7 @@ impl MapData {
     fn of(map: &TileMap<'_>) -> Option<Self> {
         let mut at = recorded_at(map.tensor)?;
         at.offset_bytes += map.offset * map.tensor.dtype().size();
-        Some(Self {
-            at,
-            shape: map.shape,
-            strides: map.strides,
-            tile: map.tile,
-        })
+        Some(Self { at, shape: map.shape, strides: map.strides, tile: map.tile })
     }
 }
 
@@ -289,9 +272,7 @@ mod tests {
         let of = |heads| gpu.tensor(&[2, 70, heads, 64], DType::BF16);
         let qkv = Qkv::separate(&of(4), &of(2), &of(2));
         let doc_start = gpu.tensor(&[2, 70], DType::I32);
-        let result = qkv
-            .attention_forward(&doc_start, None, 0.125, None)
-            .expect("a usual call");
+        let result = qkv.attention_forward(&doc_start, None, 0.125, None).expect("a usual call");
         assert_eq!(result.o.shape(), [2, 70, 4, 64]);
         let steps = gpu.take_steps();
         let [Step::Launch(launch)] = &steps[..] else {
@@ -312,8 +293,7 @@ mod tests {
         let of = |heads| gpu.tensor(&[1, 300, heads, 128], DType::BF16);
         let qkv = Qkv::separate(&of(4), &of(2), &of(2));
         let doc_start = gpu.tensor(&[1, 300], DType::I32);
-        qkv.attention_forward(&doc_start, None, 0.1, None)
-            .expect("a usual call");
+        qkv.attention_forward(&doc_start, None, 0.1, None).expect("a usual call");
         let steps = gpu.take_steps();
         let [Step::Launch(launch)] = &steps[..] else {
             panic!("{steps:?}");

@@ -30,13 +30,10 @@ impl KernelText {
     /// # Errors
     /// [`KernelError::Refused`] when the file did not exist at compile time.
     pub fn of_file(name: &str) -> Result<&'static str, KernelError> {
-        KERNEL_FILES
-            .binary_search_by(|(known, _)| (*known).cmp(name))
-            .map(|at| KERNEL_FILES[at].1)
-            .map_err(|_| {
-                let words = "no such file among the kernels built into this program\n  hint: kernels/";
-                KernelError::refused(name, format!("{words}{name} must exist when sieve-gpu is compiled"))
-            })
+        KERNEL_FILES.binary_search_by(|(known, _)| (*known).cmp(name)).map(|at| KERNEL_FILES[at].1).map_err(|_| {
+            let words = "no such file among the kernels built into this program\n  hint: kernels/";
+            KernelError::refused(name, format!("{words}{name} must exist when sieve-gpu is compiled"))
+        })
     }
 }
 
@@ -162,17 +159,12 @@ mod tests {
         let other_define = assemble_text("a.cu", "x", &[("A", "2".into())]).expect("no include");
         assert_ne!(base.hash, other_text.hash);
         assert_ne!(base.hash, other_define.hash);
-        assert_eq!(
-            base,
-            assemble_text("a.cu", "x", &[("A", "1".into())]).expect("no include")
-        );
+        assert_eq!(base, assemble_text("a.cu", "x", &[("A", "1".into())]).expect("no include"));
     }
 
     #[test]
     fn an_include_is_pasted_once_and_lines_are_kept() {
-        let header = KernelText::files()
-            .find(|f| f.ends_with(".cuh"))
-            .expect("a shared header exists");
+        let header = KernelText::files().find(|f| f.ends_with(".cuh")).expect("a shared header exists");
         let source = format!("#include \"{header}\"\n#include \"{header}\"\nlast\n");
         let text = assemble_text("a.cu", &source, &[]).expect("header exists").text;
         assert_eq!(text.matches(&format!("#line 1 \"kernels/{header}\"")).count(), 1);
@@ -182,10 +174,7 @@ mod tests {
     #[test]
     fn a_missing_include_names_file_and_line() {
         let error = assemble_text("a.cu", "\n#include \"nowhere.cuh\"\n", &[]).expect_err("no such file");
-        assert!(
-            error.to_string().starts_with("a.cu, line 2: include \"nowhere.cuh\""),
-            "{error}"
-        );
+        assert!(error.to_string().starts_with("a.cu, line 2: include \"nowhere.cuh\""), "{error}");
         let inside = assemble_text("a.cu", "#if 1\n#include \"nowhere.cuh\"\n#endif\n", &[]).expect_err("inside #if");
         assert!(inside.to_string().contains("inside #if"), "{inside}");
     }

@@ -28,9 +28,7 @@ pub struct TileMap<'a> {
 impl TileMap<'_> {
     /// The map's sizes, without the tensor's address.
     pub fn layout(&self) -> MapLayout {
-        let Self {
-            shape, strides, tile, ..
-        } = *self;
+        let Self { shape, strides, tile, .. } = *self;
         MapLayout { shape, strides, tile }
     }
 }
@@ -75,23 +73,12 @@ pub struct SourceKernel {
 impl SourceKernel {
     /// The kernel in `kernels/<name>.cu`, whose entry point has the same name.
     pub const fn new(name: &'static str) -> Self {
-        Self {
-            name,
-            entry: name,
-            text: None,
-            defines: Vec::new(),
-            threads: 128,
-            shared_bytes: 0,
-            starts_early: false,
-        }
+        Self { name, entry: name, text: None, defines: Vec::new(), threads: 128, shared_bytes: 0, starts_early: false }
     }
 
     /// A kernel given as text, for tests and experiments. Its includes come from the embedded files.
     pub fn from_text(name: &'static str, text: impl Into<Arc<str>>) -> Self {
-        Self {
-            text: Some(text.into()),
-            ..Self::new(name)
-        }
+        Self { text: Some(text.into()), ..Self::new(name) }
     }
 
     /// Selects another entry point of the same file.
@@ -256,13 +243,7 @@ impl SourceKernel {
             return Err(KernelError::empty(self.name, "the list of tensors"));
         };
         self.check_limits(grid, words.len(), &first.hardware())?;
-        let request = LaunchRequest {
-            kernel: self,
-            grid,
-            maps,
-            tensors,
-            words,
-        };
+        let request = LaunchRequest { kernel: self, grid, maps, tensors, words };
         // SAFETY: the caller fulfils the conditions; the launch is within the device's limits, checked above.
         unsafe { first.gpu().launch(&request) }
     }
@@ -321,14 +302,9 @@ mod tests {
 
     #[test]
     fn limits_are_checked_before_the_launch() {
-        let device = Hardware {
-            max_shared_bytes: 1000,
-            ..Hardware::AMPERE
-        };
+        let device = Hardware { max_shared_bytes: 1000, ..Hardware::AMPERE };
         assert_eq!(kernel().check_limits([1, 1, 1], 3, &device), Ok(()));
-        let too_tall = kernel()
-            .check_limits([1, 65536, 1], 3, &device)
-            .expect_err("y is 16 bits");
+        let too_tall = kernel().check_limits([1, 65536, 1], 3, &device).expect_err("y is 16 bits");
         assert!(too_tall.to_string().contains("grid size y 65536"), "{too_tall}");
         assert!(kernel().shared_bytes(1001).check_limits([1, 1, 1], 3, &device).is_err());
         assert!(kernel().check_limits([1, 1, 0], 3, &device).is_err());

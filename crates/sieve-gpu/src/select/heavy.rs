@@ -214,13 +214,7 @@ impl DmaSlots {
         // Counts are 32-bit integers; zero has the same bits as an f32.
         let nan_rows = empty_zero(&z, &[shape.num_heads])?;
         let columns = self.z.reshaped(NAME, "received", &[num_kv_heads, room])?;
-        let sums = ProbeSums {
-            group,
-            factor: 1.0,
-            adds: true,
-            columns: &columns,
-            diagonals: None,
-        };
+        let sums = ProbeSums { group, factor: 1.0, adds: true, columns: &columns, diagonals: None };
         // As the last of `used` positions, the query sees all slots in use.
         let (position, first_head) = (used - 1, 0);
         sums.add(&logits, position, first_head, &nan_rows)?;
@@ -250,9 +244,7 @@ const SLOT_LOGITS: SourceKernel = SourceKernel::new("slot_logits").threads(256);
 
 pub(super) fn heavy_kernels(head_dims: &[usize], max_shared_bytes: usize) -> Vec<SourceKernel> {
     let mut kernels = vec![SELECT_SMOOTH, SELECT_GATHER, SLOT_LOGITS];
-    let tilings = head_dims
-        .iter()
-        .map(|&dim| DecodeTiling::new([dim, dim], max_shared_bytes));
+    let tilings = head_dims.iter().map(|&dim| DecodeTiling::new([dim, dim], max_shared_bytes));
     let bias = None;
     kernels.extend(tilings.map(|tiling| dma_decode_kernel(tiling, bias)));
     let receiving = head_dims.iter().filter(|&&dim| dim <= WIDEST_RECEIVING);

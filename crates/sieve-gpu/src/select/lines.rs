@@ -35,12 +35,7 @@ impl ProbeSums<'_> {
     ) -> Result<(), KernelError> {
         let [heads, rows, num_keys] = logits.dims(NAME, "logits")?;
         let scale = logits.empty_contiguous(&[heads, rows, 2], DType::F32);
-        let params = params!(SelectProbeRowsParams {
-            rows,
-            num_keys,
-            first_position,
-            first_head,
-        });
+        let params = params!(SelectProbeRowsParams { rows, num_keys, first_position, first_head });
         let grid = [rows, heads, 1];
         // SAFETY: reads logits of keys not after each query; writes every scale.
         unsafe { SELECT_PROBE_ROWS.launch(grid, &[logits, &scale, nan_rows], &params) }?;
@@ -80,13 +75,7 @@ impl Call<'_> {
         let group = self.selection.shape.num_heads / self.selection.shape.num_kv_heads;
         for kv_heads in self.groups_at_once(positions.len()) {
             let columns = all.row_range(NAME, "attention", kv_heads.start, kv_heads.len())?;
-            let sums = ProbeSums {
-                group,
-                factor: 1.0,
-                adds,
-                columns: &columns,
-                diagonals: None,
-            };
+            let sums = ProbeSums { group, factor: 1.0, adds, columns: &columns, diagonals: None };
             let heads = kv_heads.start * group..kv_heads.end * group;
             self.probe_sums(positions.clone(), heads, nan_rows, &sums)?;
         }
@@ -116,13 +105,7 @@ impl Call<'_> {
             let heads = kv_heads.start * group..kv_heads.end * group;
             let part = |sums: &CudaTensor| sums.row_range(NAME, "sums", heads.start, heads.len());
             let parts = [part(&sums[0])?, part(&sums[1])?];
-            let sums = ProbeSums {
-                group: 1,
-                factor,
-                adds: false,
-                columns: &parts[0],
-                diagonals: Some(&parts[1]),
-            };
+            let sums = ProbeSums { group: 1, factor, adds: false, columns: &parts[0], diagonals: Some(&parts[1]) };
             self.probe_sums(s.shape.num_keys - rows..s.shape.num_keys, heads, nan_rows, &sums)?;
         }
         Ok(sums)
@@ -131,20 +114,14 @@ impl Call<'_> {
     /// Bits of the chosen entries of each head.
     fn best_of(&self, choice: LongChoice<'_>) -> Result<CudaTensor, KernelError> {
         let words = choice.length.div_ceil(u32::BITS as usize);
-        let kept = choice
-            .nan_rows
-            .empty_contiguous(&[self.selection.shape.num_heads, words], DType::I32);
+        let kept = choice.nan_rows.empty_contiguous(&[self.selection.shape.num_heads, words], DType::I32);
         LongChoice { kept: &kept, ..choice }.choose()?;
         Ok(kept)
     }
 
     /// A choice among `length` scores of every head; [`Self::best_of`] sets its output.
     fn of_all_heads<'a>(&self, scores: &'a CudaTensor, nan_rows: &'a CudaTensor, length: usize) -> LongChoice<'a> {
-        LongChoice::new(
-            [scores, nan_rows, nan_rows],
-            [0, self.selection.shape.num_heads],
-            length,
-        )
+        LongChoice::new([scores, nan_rows, nan_rows], [0, self.selection.shape.num_heads], length)
     }
 
     /// Marks in `kept` the blocks that the kept columns and diagonals meet, and the blocks of `map`. With `by_token` a
@@ -174,11 +151,7 @@ impl Call<'_> {
     pub(super) fn lines(&self, [kept, nan_rows]: KeptBits<'_>, rules: &[HeadRule]) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let numbers = |rule: &HeadRule| match rule.scores {
-            BlockScores::Lines {
-                rows,
-                columns,
-                diagonals,
-            } => (rows.min(s.shape.num_queries), [columns, diagonals]),
+            BlockScores::Lines { rows, columns, diagonals } => (rows.min(s.shape.num_queries), [columns, diagonals]),
             _ => unreachable!("the caller matched this variant"),
         };
         let (rows, _) = numbers(&rules[0]);
@@ -193,12 +166,7 @@ impl Call<'_> {
                 let (_, numbers) = numbers(rule);
                 let [top, num_first] = numbers[kind];
                 let choice = LongChoice::new([&scores, &kept, nan_rows], heads, s.shape.num_keys);
-                LongChoice {
-                    top,
-                    num_first,
-                    ..choice
-                }
-                .choose()?;
+                LongChoice { top, num_first, ..choice }.choose()?;
             }
             Ok(kept)
         };
@@ -213,12 +181,7 @@ impl Call<'_> {
     /// block map.
     pub(super) fn patterns(&self, [kept, nan_rows]: KeptBits<'_>) -> Result<(), KernelError> {
         let s = self.selection;
-        let BlockScores::Patterns {
-            gamma,
-            tau,
-            blocks: [least, most],
-        } = s.scores.by
-        else {
+        let BlockScores::Patterns { gamma, tau, blocks: [least, most] } = s.scores.by else {
             unreachable!("the caller matched this variant")
         };
         let rows = s.scores.block.min(s.shape.num_queries);
@@ -239,12 +202,7 @@ impl Call<'_> {
         let [probe, _] = self.pool(&probe, has_variance)?;
         let [k, _] = self.pool(&self.pooled_keys(order), has_variance)?;
         let estimate = self.new_f32(&[s.shape.num_heads, 1, columns]);
-        let last = Cut {
-            num_queries: rows,
-            block: s.scores.block,
-            query_block: s.scores.block,
-            offset: 0,
-        };
+        let last = Cut { num_queries: rows, block: s.scores.block, query_block: s.scores.block, offset: 0 };
         let means = [probe, k];
         let scale = s.scores.softmax_scale;
         let adds = false;
@@ -254,11 +212,7 @@ impl Call<'_> {
             let all = self.of_all_heads(sums, nan_rows, s.shape.num_keys);
             // A gamma of 1 keeps all: a rounded sum may exceed 1 before the last entry.
             let goal = if gamma < 1.0 { gamma as f32 } else { f32::INFINITY };
-            self.best_of(LongChoice {
-                goal,
-                strict: true,
-                ..all
-            })
+            self.best_of(LongChoice { goal, strict: true, ..all })
         };
         let tokens = [passes(&sums[0])?, passes(&sums[1])?];
         let new = || self.new_f32(&[s.shape.num_heads, columns]);
@@ -272,27 +226,14 @@ impl Call<'_> {
             most,
             tau: tau.to_bits(),
         });
-        let tensors = [
-            &sums[0],
-            &sums[1],
-            &estimate,
-            &tokens[0],
-            &tokens[1],
-            &by_block[0],
-            &by_block[1],
-            &tops,
-            nan_rows,
-        ];
+        let tensors =
+            [&sums[0], &sums[1], &estimate, &tokens[0], &tokens[1], &by_block[0], &by_block[1], &tops, nan_rows];
         // SAFETY: sums, bits and estimates have a row for each head; writes all of by_block and tops.
         unsafe { SELECT_PATTERNS.launch([s.shape.num_heads, 1, 1], &tensors, &params) }?;
         let best = |at: usize| {
             let tops = tops.row_range(NAME, "tops", at, 1)?;
             let all = self.of_all_heads(&by_block[at], nan_rows, columns);
-            self.best_of(LongChoice {
-                tops: Some(&tops),
-                num_first: 1,
-                ..all
-            })
+            self.best_of(LongChoice { tops: Some(&tops), num_first: 1, ..all })
         };
         let lines = [best(0)?, best(1)?];
         let wanted = tops.row_range(NAME, "tops", 2, 1)?;
@@ -320,11 +261,7 @@ impl Call<'_> {
             let tensors = [&scores, wanted, nan_rows];
             // SAFETY: writes the rows of the scores in place.
             unsafe { SELECT_SOFTMAX.launch(grid, &tensors, &params) }?;
-            let goal = if gamma < 1.0 {
-                (gamma * rows as f64) as f32
-            } else {
-                f32::INFINITY
-            };
+            let goal = if gamma < 1.0 { (gamma * rows as f64) as f32 } else { f32::INFINITY };
             let tops = Some(wanted);
             let all = LongChoice::new([&scores, &kept, nan_rows], [heads.start, heads.len()], length);
             LongChoice { tops, goal, ..all }.choose()?;
@@ -340,11 +277,5 @@ const SELECT_PATTERNS: SourceKernel = SourceKernel::new("select_patterns").threa
 const SELECT_SOFTMAX: SourceKernel = SourceKernel::new("select_softmax").threads(128);
 
 pub(super) fn lines_kernels() -> [SourceKernel; 5] {
-    [
-        SELECT_PROBE_ROWS,
-        SELECT_PROBE_SUMS,
-        SELECT_SLASHES,
-        SELECT_PATTERNS,
-        SELECT_SOFTMAX,
-    ]
+    [SELECT_PROBE_ROWS, SELECT_PROBE_SUMS, SELECT_SLASHES, SELECT_PATTERNS, SELECT_SOFTMAX]
 }

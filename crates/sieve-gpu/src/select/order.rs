@@ -43,8 +43,7 @@ impl Call<'_> {
             return Ok(Orders::default());
         };
         let part = |place: &Range<usize>, sets: usize, count: usize| {
-            mask.words
-                .view_at(NAME, "order", place.start, &[sets, count], &[count, 1])
+            mask.words.view_at(NAME, "order", place.start, &[sets, count], &[count, 1])
         };
         let mut orders = Orders::default();
         if let Some(by) = order.keys {

@@ -17,11 +17,7 @@ impl Call<'_> {
     /// Marks the blocks that the probes of each tile chose. Returns the probes' dense attention.
     pub(super) fn probes(&self, bits: KeptBits<'_>) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
-        let BlockScores::Probes {
-            gamma,
-            chosen: [k, num_exact],
-        } = s.scores.by
-        else {
+        let BlockScores::Probes { gamma, chosen: [k, num_exact] } = s.scores.by else {
             unreachable!("the caller matched this variant")
         };
         let [rows, columns] = s.blocks();
@@ -33,12 +29,7 @@ impl Call<'_> {
         let dense = self.qkv.new_sparse_output(&mask)?;
         for heads in self.slabs(self.heads(), num_probes * columns * DType::F32.size()) {
             let lse = self.new_f32(&[heads.len(), columns, num_probes]);
-            let blocks = BlockLse {
-                values: &lse,
-                heads: heads.clone(),
-                block: s.scores.block,
-                gamma,
-            };
+            let blocks = BlockLse { values: &lse, heads: heads.clone(), block: s.scores.block, gamma };
             let scale = s.scores.softmax_scale;
             self.qkv.sparse_attention_into(&mask, scale, &dense, Some(&blocks))?;
             let params = params!(SelectGateParams {
@@ -99,24 +90,14 @@ fn probe_mask(shape: CallShape, gamma: usize, like: &CudaTensor) -> Result<KeyMa
     let [row_ptr_at, tile_idx_at, query_order_at] = [1, tiles + 2, tiles + 2 + entries];
     let num_words = query_order_at + num_probes;
     let words = like.empty_contiguous(&[num_words], DType::I32);
-    let params = params!(ProbeMaskParams {
-        num_probes,
-        context,
-        gamma,
-        offset,
-        row_ptr_at,
-        tile_idx_at,
-        query_order_at,
-    });
+    let params =
+        params!(ProbeMaskParams { num_probes, context, gamma, offset, row_ptr_at, tile_idx_at, query_order_at });
     // SAFETY: the mask has room for the key tiles of every query tile; `keys_of` counts keys like the kernel.
     unsafe { PROBE_MASK.launch([tiles, 1, 1], &[&words], &params) }?;
     Ok(KeyMask {
         shape,
         // The queries of this mask are the probes.
-        tiles: Tiles {
-            num_queries: num_probes,
-            ..Tiles::new(shape, SIDE, SIDE)
-        },
+        tiles: Tiles { num_queries: num_probes, ..Tiles::new(shape, SIDE, SIDE) },
         heads_per_list: shape.num_heads,
         heads_per_order: shape.num_heads,
         causal: true,
@@ -125,11 +106,7 @@ fn probe_mask(shape: CallShape, gamma: usize, like: &CudaTensor) -> Result<KeyMa
             row_ptr: row_ptr_at..tile_idx_at,
             tile_idx: tile_idx_at..query_order_at,
             // An order of all rows would be one for each head; probes of all rows are in order.
-            query_order: if num_probes < shape.num_queries {
-                query_order_at..num_words
-            } else {
-                0..0
-            },
+            query_order: if num_probes < shape.num_queries { query_order_at..num_words } else { 0..0 },
             ..MaskPlaces::default()
         },
         words,
@@ -167,13 +144,8 @@ impl Qkv {
             && num_queries > gamma;
         require!(fits, NAME, "shape": format!("{shape:?}, o of {:?}, {correction:?}", o.shape()),
             "the outputs of a call of more than gamma queries, gamma above 1");
-        let call = CallShape {
-            num_queries,
-            num_keys: shape.seq_len,
-            num_heads,
-            num_kv_heads: shape.num_kv_heads,
-            head_dim,
-        };
+        let call =
+            CallShape { num_queries, num_keys: shape.seq_len, num_heads, num_kv_heads: shape.num_kv_heads, head_dim };
         let computed;
         let probe_o = match probe_o {
             Some(probe_o) => probe_o,

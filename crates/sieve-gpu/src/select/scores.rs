@@ -156,10 +156,7 @@ impl Call<'_> {
         };
         let [q, q_variance] = self.pool(&queries, has_variance)?;
         let [k, k_variance] = self.pool(&self.pooled_keys(orders.keys.as_ref()), has_variance)?;
-        Ok(Means {
-            means: [q, k],
-            variances: has_variance.then_some([q_variance, k_variance]),
-        })
+        Ok(Means { means: [q, k], variances: has_variance.then_some([q_variance, k_variance]) })
     }
 
     /// Scores of each query block with each key block, f32 `[heads, rows, columns]`: the scaled dot product of their
@@ -203,11 +200,7 @@ impl Call<'_> {
             adds,
         });
         let rows = (cut.num_queries + cut.offset).div_ceil(cut.query_block);
-        let grid = [
-            s.shape.num_keys.div_ceil(cut.block).div_ceil(SCORE_SIDE),
-            rows.div_ceil(SCORE_SIDE),
-            heads.len(),
-        ];
+        let grid = [s.shape.num_keys.div_ceil(cut.block).div_ceil(SCORE_SIDE), rows.div_ceil(SCORE_SIDE), heads.len()];
         // SAFETY: the means have these sizes; writes within the scores.
         unsafe { SELECT_SCORES.launch(grid, &[q, k, scores], &params) }
     }
@@ -231,11 +224,8 @@ impl Call<'_> {
         // Query cells that the rows of scores need; a row is a query cell, or a block of `per_block` of them.
         let most = cells.rows * if cells.is_lse { 1 } else { cells.per_block };
         let query_cells = (s.shape.num_keys - cells.first).div_ceil(cells.step).min(most);
-        let grid = [
-            s.shape.num_keys.div_ceil(cells.cell).div_ceil(CELL_SIDE),
-            query_cells.div_ceil(CELL_SIDE),
-            heads.len(),
-        ];
+        let grid =
+            [s.shape.num_keys.div_ceil(cells.cell).div_ceil(CELL_SIDE), query_cells.div_ceil(CELL_SIDE), heads.len()];
         let [q, k] = [self.qkv.q.tensor(), self.qkv.k.tensor()];
         // The kernel does not read the order of keys that keep their order.
         let tensors = [q, k, cells.order.unwrap_or(k), &scores];

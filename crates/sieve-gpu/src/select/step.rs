@@ -56,11 +56,7 @@ impl KvCache {
     ) -> Result<CudaTensor, KernelError> {
         let (chosen, size) = match choice.keys {
             TokenKeys::Ends { first, last } => {
-                let step = DecodeStep {
-                    window: Some(last),
-                    num_first: first,
-                    ..step
-                };
+                let step = DecodeStep { window: Some(last), num_first: first, ..step };
                 return self.attention_decode(token, choice.length, step, scratch);
             }
             TokenKeys::Pages { page, .. } => (self.selected_blocks(token, step, choice)?, page),
@@ -98,13 +94,7 @@ impl KvCache {
         let importance = scores.reshaped(NAME, "scores", &[batch, heads, 1, num_blocks])?;
         let chosen = scores.empty_contiguous(&[batch, 1, heads, count], DType::I32);
         let (num_first, queries) = (0, [0, 1]);
-        take_largest(
-            &importance,
-            choice.start,
-            &chosen,
-            [size, num_first, num_local],
-            queries,
-        )?;
+        take_largest(&importance, choice.start, &chosen, [size, num_first, num_local], queries)?;
         chosen.reshaped(NAME, "chosen", &[batch, heads, count])
     }
 
@@ -171,10 +161,7 @@ mod tests {
     fn decode(keys: TokenKeys, head_dim: usize) -> Result<Vec<&'static str>, KernelError> {
         let gpu = Recorder::new(Hardware::HOPPER);
         let bf16 = |heads: usize, tokens: usize| gpu.tensor(&[1, heads, tokens, head_dim], DType::BF16);
-        let cache = KvCache {
-            k: bf16(2, 64),
-            v: bf16(2, 64),
-        };
+        let cache = KvCache { k: bf16(2, 64), v: bf16(2, 64) };
         let packed = gpu.tensor(&[1, 1, 8, head_dim], DType::BF16);
         let token = Qkv::packed(&packed, 4, 2);
         let (shape, most) = SelectorStep::scratch(keys, token.shape("test")?, 64);
@@ -214,24 +201,14 @@ mod tests {
     #[test]
     fn keys_of_a_long_prompt_are_kept_though_no_mask_of_them_has_room() {
         let shape = CallShape::new([126_334, 126_334], [6, 3], 64);
-        let cells = BlockScores::Cells {
-            stride: 1,
-            reversed: false,
-            norm: 1.0,
-        };
+        let cells = BlockScores::Cells { stride: 1, reversed: false, norm: 1.0 };
         let selection = BlockSelection::new(shape, 1, cells, KeepBlocks::Top(1_000));
         let refused = choose(&selection).map_err(|error| error.to_string());
         assert!(refused.is_err_and(|text| text.contains("2^31")));
         let gpu = Recorder::new(Hardware::HOPPER);
         let packed = gpu.tensor(&[1, shape.num_keys, 12, 64], DType::BF16);
         let lse = gpu.tensor(&[1, 6, shape.num_keys], DType::F32);
-        let heavy = HeavyKeys {
-            selection,
-            last: 1_000,
-            width: 1,
-            by_largest: false,
-            slots: None,
-        };
+        let heavy = HeavyKeys { selection, last: 1_000, width: 1, by_largest: false, slots: None };
         let kept = Qkv::packed(&packed, 6, 3).keep_heavy_keys(&heavy, &lse).expect("kept");
         assert_eq!(kept.k.shape(), [1, 3, 2_000, 64]);
     }
@@ -244,20 +221,13 @@ mod tests {
             let mut selection = BlockSelection::new(shape, 64, means, KeepBlocks::Mass(0.9));
             selection.order = Some(SlotOrder {
                 segment: 128,
-                keys: Some(if by_attention {
-                    KeyScores::Attention(64)
-                } else {
-                    KeyScores::Length
-                }),
+                keys: Some(if by_attention { KeyScores::Attention(64) } else { KeyScores::Length }),
                 moves_queries: false,
                 keeps_first: false,
             });
             let chosen = choose(&selection).map_err(|error| error.to_string());
             assert_eq!(chosen.is_ok(), fits, "{head_dim} {by_attention}: {chosen:?}");
-            assert!(
-                fits || chosen.is_err_and(|text| text.contains("head_dim 80")),
-                "{head_dim}"
-            );
+            assert!(fits || chosen.is_err_and(|text| text.contains("head_dim 80")), "{head_dim}");
         }
     }
 }

@@ -68,13 +68,7 @@ impl AttentionNeeds {
             return list;
         };
         let source = key_source(self.keys);
-        let mut parts = vec![
-            Part::Choose,
-            Part::Forward,
-            Part::Around,
-            Part::Gradients(self.order),
-            Part::Decode,
-        ];
+        let mut parts = vec![Part::Choose, Part::Forward, Part::Around, Part::Gradients(self.order), Part::Decode];
         if source != KeySource::Dense {
             parts.push(Part::RowSums);
         }
@@ -118,11 +112,7 @@ impl NeededKernels {
     /// `norm_dim` is 0.
     pub fn mla_decode(rank: usize, rope_dim: usize, norm_dim: usize, shared_bytes: usize) -> [SourceKernel; 3] {
         let decode = mla_decode_kernel(rank + rope_dim, rank, norm_dim > 0, shared_bytes);
-        [
-            decode.clone().define("LENGTHS", 1),
-            decode,
-            mla_decode_join_kernel(rank),
-        ]
+        [decode.clone().define("LENGTHS", 1), decode, mla_decode_join_kernel(rank)]
     }
 
     /// The kernels that a captured decoding step launches beside the kernels of [`mla_decode`](Self::mla_decode), for
@@ -163,12 +153,7 @@ pub(super) enum Part {
 
 /// Adds the portable kernels of one part of attention.
 pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: Part, shared_bytes: usize) {
-    let AttentionShape {
-        head_dim,
-        head_dim_v,
-        num_kv_heads,
-        ..
-    } = needs.shape;
+    let AttentionShape { head_dim, head_dim_v, num_kv_heads, .. } = needs.shape;
     let (shape, source) = (&needs.shape, key_source(needs.keys));
     let query = |op, pass| {
         let tiling = QueryTiling::choose(op, pass, shape, source, shared_bytes);
@@ -283,11 +268,7 @@ impl NeededKernels {
         for &head_dim in head_dims {
             // Only the widths decide which kernels these are.
             let shape = AttentionShape::new(1, 1, [1, 1], [head_dim, head_dim]);
-            let needs = AttentionNeeds {
-                shape,
-                keys: NeededKeys::Neighbours,
-                order: SumOrder::Any,
-            };
+            let needs = AttentionNeeds { shape, keys: NeededKeys::Neighbours, order: SumOrder::Any };
             portable(&mut list, &needs, Part::Masked, shared_bytes);
             if let Ok(tiling) = sparse_attention_tiling(&shape, shared_bytes) {
                 let probes = |&block: &usize| sparse_attention_forward_kernel(&shape, &tiling, block);
@@ -422,11 +403,9 @@ mod tests {
         for (width, expected) in [(128, true), (96, false)] {
             let needed = names(&needs(width, dma, SumOrder::Any).kernels("sm_90a"));
             assert!(needed.contains("dma_attention_forward"), "{width}");
-            for name in [
-                "hopper_dma_attention_forward",
-                "hopper_dma_attention_row_sums",
-                "hopper_dma_attention_backward",
-            ] {
+            for name in
+                ["hopper_dma_attention_forward", "hopper_dma_attention_row_sums", "hopper_dma_attention_backward"]
+            {
                 assert_eq!(needed.contains(name), expected, "{width} {name}");
             }
         }
@@ -437,10 +416,7 @@ mod tests {
         let needed = needs(256, NeededKeys::Neighbours, SumOrder::Any).kernels("sm_86");
         assert!(names(&needed).contains("attention_forward"));
         let reason = needed.refused.first().expect("no tile of 256 fits").to_string();
-        assert!(
-            reason.contains("attention_backward") && reason.contains("shared memory"),
-            "{reason}"
-        );
+        assert!(reason.contains("attention_backward") && reason.contains("shared memory"), "{reason}");
         assert_eq!(NeededKernels::shared_bytes_of("sm_75"), None);
     }
 

@@ -14,15 +14,7 @@ const ARCHITECTURES: [&str; 6] = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a"
 
 /// Widths of queries and keys, and of values.
 type Widths = &'static [(usize, usize)];
-const ALL: Widths = &[
-    (16, 16),
-    (32, 32),
-    (64, 64),
-    (96, 96),
-    (128, 128),
-    (192, 128),
-    (256, 256),
-];
+const ALL: Widths = &[(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)];
 const TRAINED: Widths = &[(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)];
 const USUAL: Widths = &[(64, 64), (128, 128)];
 const WIDE: Widths = &[(128, 128)];
@@ -55,34 +47,10 @@ const SHIPPED: &[(KernelFamily, NeededKeys, Widths, HeadCounts, &[Part])] = &[
     (Portable, DMA, WIDE, PAIRS, &[Gradients(Fixed)]),
     (Portable, DMA, WIDE, MODELS, &[Choose]),
     (Portable, Blocks, USUAL, PAIRS, &[Choose, Gradients(Any)]),
-    (
-        Hopper,
-        Neighbours,
-        LATENT,
-        SINGLE,
-        &[Forward, Gradients(Any), Gradients(Fixed)],
-    ),
-    (
-        Hopper,
-        Neighbours,
-        USUAL,
-        PAIRS,
-        &[Forward, Gradients(Any), Gradients(Fixed), Masked],
-    ),
-    (
-        Hopper,
-        AllBiased,
-        USUAL,
-        PAIRS,
-        &[Forward, RowSums, Gradients(Any), Gradients(Fixed), Around],
-    ),
-    (
-        Hopper,
-        DMA,
-        USUAL,
-        ONE_OR_TWO,
-        &[Forward, RowSums, Gradients(Any), Gradients(Fixed)],
-    ),
+    (Hopper, Neighbours, LATENT, SINGLE, &[Forward, Gradients(Any), Gradients(Fixed)]),
+    (Hopper, Neighbours, USUAL, PAIRS, &[Forward, Gradients(Any), Gradients(Fixed), Masked]),
+    (Hopper, AllBiased, USUAL, PAIRS, &[Forward, RowSums, Gradients(Any), Gradients(Fixed), Around]),
+    (Hopper, DMA, USUAL, ONE_OR_TWO, &[Forward, RowSums, Gradients(Any), Gradients(Fixed)]),
     (Hopper, Blocks, USUAL, ONE_OR_TWO, &[Forward]),
     (Hopper, Blocks, USUAL, PAIRS, &[Choose, Gradients(Any)]),
 ];
@@ -170,10 +138,7 @@ mod tests {
             let refused: Vec<String> = list.refused.iter().map(ToString::to_string).collect();
             match limit / 1024 {
                 // The backward pass of heads of 256.
-                99 => assert!(
-                    refused.len() == 1 && refused[0].contains("attention_backward"),
-                    "{refused:?}"
-                ),
+                99 => assert!(refused.len() == 1 && refused[0].contains("attention_backward"), "{refused:?}"),
                 _ => assert_eq!(refused, [""; 0], "{arch}"),
             }
         }

@@ -22,11 +22,7 @@ pub(crate) fn column_sums<const N: usize>(
     let outputs = shapes.map(|shape| partials.empty_contiguous(shape, DType::F32));
     let (split, sizes) = (outputs[0].num_elements(), outputs.iter().map(CudaTensor::num_elements));
     debug_assert_eq!(sizes.sum::<usize>(), width, "the gradients divide the columns");
-    let params = params!(ColumnSumsParams {
-        num_partials,
-        width,
-        split
-    });
+    let params = params!(ColumnSumsParams { num_partials, width, split });
     // A single output is passed twice; all its columns come before `split`.
     let tensors = [partials, &outputs[0], &outputs[N - 1]];
     let grid = [width.div_ceil(COLUMNS), 1, 1];

@@ -17,10 +17,7 @@ impl LogitRows {
     /// Allocates logits of so many rows; contents undefined.
     pub fn new(like: &CudaTensor, rows: usize, vocab_size: usize, dtype: DType) -> Self {
         let shape = [rows, padded_width(vocab_size)];
-        Self {
-            tensor: like.empty_contiguous(&shape, dtype),
-            vocab_size,
-        }
+        Self { tensor: like.empty_contiguous(&shape, dtype), vocab_size }
     }
 
     /// The rows of a contiguous tensor `[rows, vocab_size rounded up to 8]`.
@@ -32,10 +29,7 @@ impl LogitRows {
         require_non_empty(NAME, "vocab_size", vocab_size)?;
         tensor.require_shape(NAME, "logits", &[rows, padded_width(vocab_size)])?;
         tensor.require_contiguous(NAME, "logits")?;
-        Ok(Self {
-            tensor: tensor.clone(),
-            vocab_size,
-        })
+        Ok(Self { tensor: tensor.clone(), vocab_size })
     }
 
     /// A view of the first rows without their padding.
@@ -61,10 +55,7 @@ pub fn cross_entropy(logits: &LogitRows, labels: &CudaTensor, losses: &CudaTenso
     let [rows] = labels.dims(NAME, "labels")?;
     operands!(only NAME, labels: I32[rows] contiguous, losses: F32[rows] contiguous);
     require_rows(logits, rows)?;
-    let params = params!(CrossEntropyParams {
-        vocab_size: logits.vocab_size,
-        stride: padded_width(logits.vocab_size),
-    });
+    let params = params!(CrossEntropyParams { vocab_size: logits.vocab_size, stride: padded_width(logits.vocab_size) });
     let kernel = cross_entropy_kernel(has_gradient);
     // SAFETY: reads `rows` padded rows and labels, writes as many losses and, with gradients, the padded rows: all
     // checked above.
@@ -79,9 +70,7 @@ fn require_rows(logits: &LogitRows, rows: usize) -> Result<(), KernelError> {
 
 /// The specialisation for bf16 logits with their gradients, or for f32 logits.
 pub(crate) fn cross_entropy_kernel(has_gradient: bool) -> SourceKernel {
-    SourceKernel::new(NAME)
-        .define("GRADIENT", has_gradient as u8)
-        .threads(512)
+    SourceKernel::new(NAME).define("GRADIENT", has_gradient as u8).threads(512)
 }
 
 #[cfg(test)]

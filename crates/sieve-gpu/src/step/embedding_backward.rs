@@ -43,12 +43,7 @@ pub fn embedding_backward(dy: &CudaTensor, ids: &CudaTensor, vocab_size: usize) 
     let tensors = [&dy.tensor, &order, &dweight, &begun, &ended];
     // SAFETY: reads every row of dy, adds to rows of dweight, writes rows of the partial sums; sizes checked above.
     unsafe { EMBEDDING_BACKWARD.launch(grid, &tensors, &params) }?;
-    let params = params!(EmbeddingCarryParams {
-        tokens: dy.rows,
-        vocab_size,
-        width,
-        dweight_stride: width,
-    });
+    let params = params!(EmbeddingCarryParams { tokens: dy.rows, vocab_size, width, dweight_stride: width });
     // SAFETY: reads the partial sums that the launch before wrote, adds to rows of dweight.
     unsafe { EMBEDDING_CARRY.launch(grid, &[&order, &begun, &ended, &dweight], &params) }?;
     Ok(dweight)
@@ -60,11 +55,7 @@ fn token_order(ids: &CudaTensor, vocab_size: usize) -> Result<CudaTensor, Kernel
     let new = || ids.empty_contiguous(&[tokens, 2], DType::I32);
     let (order, scratch) = (new(), new());
     let num_bits = num_bits(vocab_size);
-    let params = params!(EmbeddingOrderParams {
-        tokens,
-        vocab_size,
-        num_bits
-    });
+    let params = params!(EmbeddingOrderParams { tokens, vocab_size, num_bits });
     // SAFETY: reads the ids, writes both lists.
     unsafe { EMBEDDING_ORDER.launch([1, 1, 1], &[ids, &order, &scratch], &params) }?;
     Ok(order)

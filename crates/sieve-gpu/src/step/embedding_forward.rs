@@ -19,12 +19,8 @@ pub fn embedding_forward(weight: &CudaTensor, ids: &CudaTensor) -> Result<CudaTe
     let weight = VectorRows::of(NAME, "weight", weight)?;
     let y = ids.empty_contiguous(&[batch, seq_len, width], DType::BF16);
     let width_words = width / WORD_ELEMENTS;
-    let params = params!(EmbeddingForwardParams {
-        tokens,
-        vocab_size,
-        width_words,
-        row_words: weight.stride / WORD_ELEMENTS,
-    });
+    let params =
+        params!(EmbeddingForwardParams { tokens, vocab_size, width_words, row_words: weight.stride / WORD_ELEMENTS });
     let grid = [(tokens * width_words).div_ceil(256), 1, 1];
     // SAFETY: reads rows of the table (the kernel checks ids), writes every element of y.
     unsafe { EMBEDDING_FORWARD.launch(grid, &[&weight.tensor, &ids, &y], &params) }?;

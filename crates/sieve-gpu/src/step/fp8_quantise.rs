@@ -75,25 +75,14 @@ pub fn fp8_quantise(x: &CudaTensor, format: Fp8Format, amax: Option<&CudaTensor>
     let (values, transposed) = (new(&[rows, width], DType::U8), new(&[width, rows], DType::U8));
     let scale = new(&[1], DType::F32);
     let grid = [width.div_ceil(TILE), rows.div_ceil(TILE), 1];
-    let params = params!(Fp8QuantiseParams {
-        num_rows: rows,
-        width,
-        num_partials: amax.num_elements()
-    });
+    let params = params!(Fp8QuantiseParams { num_rows: rows, width, num_partials: amax.num_elements() });
     // SAFETY: reads all elements and maxima, writes every byte of both copies and the scale.
     unsafe {
         let tensors = [&x, &amax, &values, &transposed, &scale];
         fp8_quantise_kernel(format).launch(grid, &tensors, &params)
     }?;
-    let matrix = |values| Fp8Matrix {
-        values,
-        scale: scale.clone(),
-        format,
-    };
-    Ok(Fp8Pair {
-        rows: matrix(values),
-        columns: matrix(transposed),
-    })
+    let matrix = |values| Fp8Matrix { values, scale: scale.clone(), format };
+    Ok(Fp8Pair { rows: matrix(values), columns: matrix(transposed) })
 }
 
 /// Partial maxima of |x| of a contiguous tensor, one for each thread block.
@@ -151,9 +140,7 @@ pub(crate) const FP8_AMAX: SourceKernel = SourceKernel::new(AMAX).threads(256);
 
 /// The kernel that quantises to an fp8 format.
 pub(crate) fn fp8_quantise_kernel(format: Fp8Format) -> SourceKernel {
-    SourceKernel::new(NAME)
-        .define("E5M2", (format == Fp8Format::E5m2) as u8)
-        .threads(256)
+    SourceKernel::new(NAME).define("E5M2", (format == Fp8Format::E5m2) as u8).threads(256)
 }
 
 #[cfg(test)]
@@ -163,10 +150,7 @@ mod tests {
 
     #[test]
     fn sizes_and_devices_that_cannot_are_named() {
-        let ada = Hardware {
-            compute_capability: (8, 9),
-            ..Hardware::AMPERE
-        };
+        let ada = Hardware { compute_capability: (8, 9), ..Hardware::AMPERE };
         let text = |hardware, shape: &[usize]| {
             let x = Recorder::new(hardware).tensor(shape, DType::BF16);
             fp8_quantise(&x, Fp8Format::E4m3, None).map_or_else(|e| e.to_string(), |_| "taken".to_owned())

@@ -35,10 +35,7 @@ impl QkNormRope<'_> {
         let dy = PackedTokens::of(NAME, "dy", dy, reuse)?;
         let args = Checked::of(NAME, &qkv, self)?;
         let (dqkv, out_stride) = match reuse {
-            Reuse::Copy => (
-                qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16),
-                qkv.row_elements(),
-            ),
+            Reuse::Copy => (qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16), qkv.row_elements()),
             Reuse::InPlace => (dy.tensor.clone(), dy.token_stride),
         };
         let blocks = qkv.tokens.div_ceil(BLOCK_TOKENS).min(MAX_PARTIALS);
@@ -51,32 +48,15 @@ impl QkNormRope<'_> {
             out_stride,
         });
         let [q_weight, k_weight, positions, cos, sin] = &args.tensors;
-        let tensors = [
-            &qkv.tensor,
-            q_weight,
-            k_weight,
-            positions,
-            cos,
-            sin,
-            &dy.tensor,
-            &dqkv,
-            &partials,
-        ];
+        let tensors = [&qkv.tensor, q_weight, k_weight, positions, cos, sin, &dy.tensor, &dqkv, &partials];
         // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
         unsafe { qk_norm_rope_backward_kernel(qkv.head_dim, reuse).launch([blocks, 1, 1], &tensors, &params) }?;
         let [dq_weight, dk_weight] = column_sums(&partials, [&[qkv.head_dim]; 2])?;
-        Ok(QkNormRopeGradients {
-            dqkv,
-            dq_weight,
-            dk_weight,
-        })
+        Ok(QkNormRopeGradients { dqkv, dq_weight, dk_weight })
     }
 }
 
 /// The specialisation for a head width and a way of output.
 pub(crate) fn qk_norm_rope_backward_kernel(head_dim: usize, reuse: Reuse) -> SourceKernel {
-    SourceKernel::new(NAME)
-        .define("HEAD_DIM", head_dim)
-        .define("COPY_V", (reuse == Reuse::Copy) as u8)
-        .threads(256)
+    SourceKernel::new(NAME).define("HEAD_DIM", head_dim).define("COPY_V", (reuse == Reuse::Copy) as u8).threads(256)
 }

@@ -105,15 +105,7 @@ pub fn rope(
     unsafe {
         rope_kernel(qkv.head_dim).launch(
             grid(qkv.tokens, num_heads + num_kv_heads),
-            &[
-                &qkv.tensor,
-                &qkv.tensor,
-                &qkv.tensor,
-                &positions,
-                &tables.cos,
-                &tables.sin,
-                &out,
-            ],
+            &[&qkv.tensor, &qkv.tensor, &qkv.tensor, &positions, &tables.cos, &tables.sin, &out],
             &params,
         )
     }?;
@@ -122,11 +114,7 @@ pub fn rope(
 
 /// With few tokens the heads of a token are divided among thread blocks, as one warp would take long for all of them.
 fn grid(tokens: usize, rotated_heads: usize) -> [usize; 3] {
-    let slices = if tokens <= FEW_TOKENS {
-        rotated_heads.div_ceil(HEADS_AT_ONCE)
-    } else {
-        1
-    };
+    let slices = if tokens <= FEW_TOKENS { rotated_heads.div_ceil(HEADS_AT_ONCE) } else { 1 };
     [tokens.div_ceil(BLOCK_TOKENS), slices, 1]
 }
 
@@ -137,10 +125,7 @@ pub(crate) fn rope_kernel(head_dim: usize) -> SourceKernel {
 
 /// The specialisation for a head width with norms.
 pub(crate) fn qk_norm_rope_forward_kernel(head_dim: usize) -> SourceKernel {
-    SourceKernel::new(NAME)
-        .define("HEAD_DIM", head_dim)
-        .threads(256)
-        .starts_early()
+    SourceKernel::new(NAME).define("HEAD_DIM", head_dim).threads(256).starts_early()
 }
 
 /// A packed `[batch, seq_len, heads, head_dim]` tensor with the same stride between any two consecutive tokens, also
@@ -182,13 +167,7 @@ impl PackedTokens {
             }
         };
         require_alignment(kernel, name, &tensor)?;
-        Ok(Self {
-            tensor,
-            tokens: batch * seq_len,
-            heads,
-            head_dim,
-            token_stride,
-        })
+        Ok(Self { tensor, tokens: batch * seq_len, heads, head_dim, token_stride })
     }
 
     /// Elements of a packed token: q, k and v heads, without gaps.
@@ -264,12 +243,7 @@ impl RotaryTables {
         for (name, table) in [("cos", &cos), ("sin", &sin)] {
             require_alignment(kernel, name, table)?;
         }
-        Ok(Self {
-            cos,
-            sin,
-            max_positions,
-            stride,
-        })
+        Ok(Self { cos, sin, max_positions, stride })
     }
 }
 
@@ -301,11 +275,7 @@ mod tests {
 
     #[test]
     fn widths_of_heads() {
-        assert!(
-            [16, 48, 64, 96, 128, 192, 256]
-                .iter()
-                .all(|&d| require_head_dim("k", d).is_ok())
-        );
+        assert!([16, 48, 64, 96, 128, 192, 256].iter().all(|&d| require_head_dim("k", d).is_ok()));
         assert!([0, 8, 40, 272].iter().all(|&d| require_head_dim("k", d).is_err()));
     }
 }

@@ -19,11 +19,7 @@ pub fn residual_add(a: &CudaTensor, b: &CudaTensor) -> Result<CudaTensor, Kernel
     let is_bf16 = true;
     let vector = vector_width(is_bf16, &[width, a_stride, b_stride]);
     let grid = [rows, width.div_ceil(THREADS * vector), 1];
-    let params = params!(ResidualAddParams {
-        width,
-        a_stride,
-        b_stride
-    });
+    let params = params!(ResidualAddParams { width, a_stride, b_stride });
     // SAFETY: reads rows of `width` columns of both, writes every element of y; sizes were read off the tensors.
     unsafe { residual_add_kernel(vector).launch(grid, &[&a, &b, &y], &params) }?;
     Ok(y)
@@ -31,8 +27,5 @@ pub fn residual_add(a: &CudaTensor, b: &CudaTensor) -> Result<CudaTensor, Kernel
 
 /// The specialisation for a vector width, 1 or 8.
 pub(crate) fn residual_add_kernel(vector: usize) -> SourceKernel {
-    SourceKernel::new(NAME)
-        .define("IS_BF16", 1)
-        .define("VECTOR", vector)
-        .threads(THREADS)
+    SourceKernel::new(NAME).define("IS_BF16", 1).define("VECTOR", vector).threads(THREADS)
 }

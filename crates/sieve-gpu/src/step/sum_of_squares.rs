@@ -32,11 +32,7 @@ impl FixedSum {
     /// An empty sum with room for tensors of `sizes` elements, on the device of `like`.
     pub fn new(like: &CudaTensor, term: Term, sizes: impl IntoIterator<Item = usize>) -> Self {
         let room: usize = sizes.into_iter().map(num_partials).sum();
-        Self {
-            term,
-            partials: like.empty_contiguous(&[room.max(1)], DType::F32),
-            used: 0,
-        }
+        Self { term, partials: like.empty_contiguous(&[room.max(1)], DType::F32), used: 0 }
     }
 
     /// Adds a tensor, f32 or bf16, of any shape.
@@ -51,17 +47,9 @@ impl FixedSum {
         require_alignment(NAME, "the tensor", &x)?;
         let (count, room) = (num_partials(size), self.partials.num_elements());
         if self.used + count > room {
-            return Err(KernelError::over_limit(
-                NAME,
-                "number of partial sums",
-                self.used + count,
-                room,
-            ));
+            return Err(KernelError::over_limit(NAME, "number of partial sums", self.used + count, room));
         }
-        let params = params!(SumPartialsParams {
-            num_elements: size,
-            first_partial: self.used
-        });
+        let params = params!(SumPartialsParams { num_elements: size, first_partial: self.used });
         // SAFETY: reads the tensor, writes `count` partial sums, for which there is room.
         unsafe { sum_partials_kernel(self.term, is_bf16).launch([count, 1, 1], &[&x, &self.partials], &params) }?;
         self.used += count;
@@ -89,9 +77,7 @@ impl FixedSum {
     fn finish(self, root: bool) -> Result<CudaTensor, KernelError> {
         require_non_empty(FINISH, "the number of tensors", self.used)?;
         let out = self.partials.empty_contiguous(&[1], DType::F32);
-        let params = params!(FinishSumParams {
-            num_partials: self.used
-        });
+        let params = params!(FinishSumParams { num_partials: self.used });
         // SAFETY: reads the partial sums that were written, writes one element.
         unsafe { finish_sum_kernel(root).launch([1, 1, 1], &[&self.partials, &out], &params) }?;
         Ok(out)
@@ -122,10 +108,7 @@ impl FixedSum {
 
 /// The specialisation for a term and an element type.
 pub(crate) fn sum_partials_kernel(term: Term, is_bf16: bool) -> SourceKernel {
-    SourceKernel::new(NAME)
-        .define("SQUARE", (term == Term::Square) as u8)
-        .define("IS_BF16", is_bf16 as u8)
-        .threads(256)
+    SourceKernel::new(NAME).define("SQUARE", (term == Term::Square) as u8).define("IS_BF16", is_bf16 as u8).threads(256)
 }
 
 /// The specialisation for a sum or its root.

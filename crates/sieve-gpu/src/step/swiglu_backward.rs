@@ -69,11 +69,7 @@ fn launch(
     let mut buffers = vec![&gate_up, &dy, &dgate_up];
     buffers.extend(amax.into_iter().chain(y));
     let grid = [rows, d_ff.div_ceil(THREADS * vector), 1];
-    let params = params!(SwigluBackwardParams {
-        d_ff,
-        row_stride,
-        dy_stride,
-    });
+    let params = params!(SwigluBackwardParams { d_ff, row_stride, dy_stride });
     // SAFETY: reads rows of 2*d_ff and d_ff columns, writes every element of dgate_up and y; sizes were read off the
     // tensors. dgate_up may overwrite gate_up and y may overwrite dy: a thread writes only columns that no other thread
     // reads. `amax`, if any, has the number of partial maxima for which the kernel was compiled.
@@ -91,10 +87,7 @@ fn output_at(x: &CudaTensor, what: &'static str, reuse: Reuse) -> Result<CudaTen
 
 /// The specialisation for a vector width, 1 or 8.
 pub(crate) fn swiglu_backward_kernel(vector: usize) -> SourceKernel {
-    SourceKernel::new(NAME)
-        .define("IS_BF16", 1)
-        .define("VECTOR", vector)
-        .threads(THREADS)
+    SourceKernel::new(NAME).define("IS_BF16", 1).define("VECTOR", vector).threads(THREADS)
 }
 
 /// The specialisation for a vector width that also recomputes the output.

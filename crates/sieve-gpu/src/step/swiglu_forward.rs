@@ -54,10 +54,7 @@ fn launch(gate_up: &CudaTensor, amax: Option<&CudaTensor>) -> Result<CudaTensor,
 
 /// The specialisation for a vector width, 1 or 8.
 pub(crate) fn swiglu_forward_kernel(vector: usize) -> SourceKernel {
-    SourceKernel::new(NAME)
-        .define("IS_BF16", 1)
-        .define("VECTOR", vector)
-        .threads(THREADS)
+    SourceKernel::new(NAME).define("IS_BF16", 1).define("VECTOR", vector).threads(THREADS)
 }
 
 /// `d_ff`, half the width of a packed tensor.
@@ -92,9 +89,5 @@ pub fn as_rows(tensor: &CudaTensor) -> (CudaTensor, usize, usize) {
 /// Elements of a 16-byte access if every size allows it, else 1.
 pub(crate) fn vector_width(is_bf16: bool, sizes: &[usize]) -> usize {
     let widest = if is_bf16 { 8 } else { 4 };
-    if sizes.iter().all(|size| size.is_multiple_of(widest)) {
-        widest
-    } else {
-        1
-    }
+    if sizes.iter().all(|size| size.is_multiple_of(widest)) { widest } else { 1 }
 }

@@ -33,12 +33,7 @@ impl VectorRows {
             stride = width;
         }
         require_alignment(kernel, name, &tensor)?;
-        Ok(Self {
-            tensor,
-            rows,
-            width,
-            stride,
-        })
+        Ok(Self { tensor, rows, width, stride })
     }
 
     /// The rows of another tensor, which must have the same shape.
@@ -86,10 +81,7 @@ mod tests {
     fn widths_are_whole_words() {
         assert!(require_words("k", 768).is_ok());
         let error = require_words("k", 100).expect_err("not whole").to_string();
-        assert!(
-            error.contains("width 100") && error.contains("multiples of 8"),
-            "{error}"
-        );
+        assert!(error.contains("width 100") && error.contains("multiples of 8"), "{error}");
         assert!(require_words("k", 0).is_err());
     }
 }

@@ -26,10 +26,7 @@ impl OutFolder {
     pub(super) fn claim(path: &Path) -> Result<Self, CheckpointError> {
         fs::create_dir_all(path).map_err(CheckpointError::io("creating", path))?;
         let earlier = listed_files(&path.join(MARKER));
-        let folder = Self {
-            path: path.to_owned(),
-            earlier: earlier.unwrap_or_default(),
-        };
+        let folder = Self { path: path.to_owned(), earlier: earlier.unwrap_or_default() };
         if folder.earlier.is_empty() {
             let entries = fs::read_dir(path).map_err(CheckpointError::io("reading", path))?;
             for entry in entries {
@@ -105,12 +102,5 @@ fn listed_files(marker: &Path) -> Option<BTreeSet<String>> {
     let files = marker["files"].as_array()?;
     // A name with a folder in it would lead to files outside of the export.
     let plain = |name: &&str| Path::new(name).file_name().is_some_and(|file| file == *name);
-    Some(
-        files
-            .iter()
-            .filter_map(Value::as_str)
-            .filter(plain)
-            .map(str::to_owned)
-            .collect(),
-    )
+    Some(files.iter().filter_map(Value::as_str).filter(plain).map(str::to_owned).collect())
 }

@@ -47,14 +47,11 @@ pub(super) fn index(shards: &[Shard<'_>], dtype: DType) -> String {
         all.flat_map(|shard| shard.tensors.iter().map(move |tensor| (shard, tensor)))
     };
     let total_size: u64 = tensors().map(|(_, tensor)| tensor.num_bytes(dtype)).sum();
-    let mut places: Vec<(&str, &str)> = tensors()
-        .map(|(shard, tensor)| (tensor.name.as_str(), shard.file.as_str()))
-        .collect();
+    let mut places: Vec<(&str, &str)> =
+        tensors().map(|(shard, tensor)| (tensor.name.as_str(), shard.file.as_str())).collect();
     places.sort_unstable();
-    let weight_map: Map<String, Value> = places
-        .into_iter()
-        .map(|(name, file)| (name.to_owned(), file.into()))
-        .collect();
+    let weight_map: Map<String, Value> =
+        places.into_iter().map(|(name, file)| (name.to_owned(), file.into())).collect();
     super::config::to_text(&json!({
         "metadata": { "total_size": total_size },
         "weight_map": weight_map,

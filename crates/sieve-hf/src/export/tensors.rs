@@ -21,11 +21,7 @@ pub(crate) struct ExportTensor {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
     /// `rows` of a checkpoint's tensor, which has `num_rows` rows.
-    Rows {
-        name: String,
-        rows: Range<usize>,
-        num_rows: usize,
-    },
+    Rows { name: String, rows: Range<usize>, num_rows: usize },
     /// All ones: the class multiplies by a tensor that the model does not have.
     Ones,
 }
@@ -37,15 +33,7 @@ impl ExportTensor {
 
     /// A tensor that is `rows` of the tensor `source` of the checkpoint, which has `num_rows` rows.
     fn rows(name: String, shape: &[usize], source: String, rows: Range<usize>, num_rows: usize) -> Self {
-        Self {
-            name,
-            shape: shape.to_vec(),
-            source: Source::Rows {
-                name: source,
-                rows,
-                num_rows,
-            },
-        }
+        Self { name, shape: shape.to_vec(), source: Source::Rows { name: source, rows, num_rows } }
     }
 
     pub(super) fn num_elements(&self) -> u64 {
@@ -58,11 +46,7 @@ impl ExportTensor {
 
     /// Name, type and shape for the header of a file.
     pub(super) fn header(&self, dtype: DType) -> TensorHeader {
-        TensorHeader {
-            name: self.name.clone(),
-            dtype,
-            shape: self.shape.clone(),
-        }
+        TensorHeader { name: self.name.clone(), dtype, shape: self.shape.clone() }
     }
 
     /// Reads the values as `dtype`; other rows of the checkpoint's tensor are not read.
@@ -86,19 +70,12 @@ impl ExportTensor {
 pub(crate) fn tensors_of(shape: &ModelShape, architecture: Architecture) -> Vec<ExportTensor> {
     let (d_model, vocab_size) = (shape.d_model, shape.vocab_size);
     let embedding = "embed_tokens.weight";
-    let mut tensors = vec![ExportTensor::whole(
-        format!("model.{embedding}"),
-        &[vocab_size, d_model],
-        embedding.to_owned(),
-    )];
+    let mut tensors =
+        vec![ExportTensor::whole(format!("model.{embedding}"), &[vocab_size, d_model], embedding.to_owned())];
     for layer_idx in 0..shape.num_layers {
         push_layer(&mut tensors, &shape.of_layer(layer_idx), architecture, layer_idx);
     }
-    tensors.push(ExportTensor::whole(
-        "model.norm.weight".to_owned(),
-        &[d_model],
-        "head.norm.weight".to_owned(),
-    ));
+    tensors.push(ExportTensor::whole("model.norm.weight".to_owned(), &[d_model], "head.norm.weight".to_owned()));
     if !shape.tie_word_embeddings {
         tensors.push(ExportTensor::whole(
             "lm_head.weight".to_owned(),
@@ -175,10 +152,7 @@ fn push_layer(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, architecture:
         AttentionForm::Blocks(_) if shape.has_indexer() => {
             tensors.extend(split(
                 "self_attn.indexer.proj.weight",
-                &[
-                    ("self_attn.index_q_proj.weight", kv_width),
-                    ("self_attn.index_k_proj.weight", head_dim),
-                ],
+                &[("self_attn.index_q_proj.weight", kv_width), ("self_attn.index_k_proj.weight", head_dim)],
             ));
             for norm in ["q_norm", "k_norm"] {
                 tensors.push(whole(
@@ -206,10 +180,7 @@ fn push_layer(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, architecture:
     tensors.push(whole(o_proj, o_proj, &[d_model, q_width]));
     let norm = "post_attention_layernorm.weight";
     tensors.push(whole(norm, norm, &[d_model]));
-    tensors.extend(split(
-        "mlp.gate_up_proj.weight",
-        &[("mlp.gate_proj.weight", d_ff), ("mlp.up_proj.weight", d_ff)],
-    ));
+    tensors.extend(split("mlp.gate_up_proj.weight", &[("mlp.gate_proj.weight", d_ff), ("mlp.up_proj.weight", d_ff)]));
     let down_proj = "mlp.down_proj.weight";
     tensors.push(whole(down_proj, down_proj, &[d_model, d_ff]));
     let has_scales = architecture == Architecture::Sieve && shape.residual_scale;
@@ -230,11 +201,7 @@ type Whole<'a> = dyn Fn(&str, &str, &[usize]) -> ExportTensor + 'a;
 /// MLA's projections and norms without the output projection, in DeepSeek's names.
 fn push_latent(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, mla: MlaShape, whole: &Whole<'_>) {
     let (d_model, num_heads, head_dim) = (shape.d_model, shape.num_heads, shape.head_dim);
-    let MlaShape {
-        kv_lora_rank: rank,
-        qk_rope_head_dim: rope,
-        qk_norm,
-    } = mla;
+    let MlaShape { kv_lora_rank: rank, qk_rope_head_dim: rope, qk_norm } = mla;
     let norm_dim = mla.qk_norm_dim(head_dim);
     let parts: [(&str, &str, &[usize]); 6] = [
         ("q_proj", "q_proj", &[num_heads * (head_dim + rope), d_model]),

@@ -42,12 +42,7 @@ pub(crate) fn changed_checkpoint(
     let recipe = sieve_core::Recipe::load(&text, "test", &[]).expect("the recipe is valid");
     let shape = recipe.model_shape(11).expect("no vocab_size is given");
     let model = Qwen3::<Flex>::new(&shape, 7, &Default::default());
-    let state = CheckpointState {
-        step: 4,
-        next_sample: 8,
-        tokens_seen: 64,
-        ..CheckpointState::untrained(11)
-    };
+    let state = CheckpointState { step: 4, next_sample: 8, tokens_seen: 64, ..CheckpointState::untrained(11) };
     let mut weights = named_parameters(&model);
     for (number, tensor) in weights.iter_mut().enumerate() {
         change(number, tensor);
@@ -75,12 +70,7 @@ fn exported(model: &str, attention: &str, options: &ExportOptions) -> Exported {
     let checkpoint = checkpoint(&folder.path().join("run"), model, attention);
     let out = folder.path().join("hf");
     let report = export(&checkpoint, &out, options).expect("exports");
-    Exported {
-        checkpoint,
-        out,
-        report,
-        _folder: folder,
-    }
+    Exported { checkpoint, out, report, _folder: folder }
 }
 
 impl Exported {
@@ -228,10 +218,7 @@ fn the_same_checkpoint_gives_the_same_bytes_and_replaces_an_earlier_export_alone
     let checkpoint = checkpoint(&folder.path().join("run"), TIED, DMA);
     let (first, second) = (folder.path().join("a"), folder.path().join("b"));
     // The second folder first holds an export in several files. These are removed; a user's file beside them stays.
-    let small = ExportOptions {
-        max_shard_bytes: 4000,
-        ..options()
-    };
+    let small = ExportOptions { max_shard_bytes: 4000, ..options() };
     let sharded = export(&checkpoint, &second, &small).expect("exports");
     let index = json(second.join("model.safetensors.index.json"));
     let map = index["weight_map"].as_object().expect("a map");
@@ -254,10 +241,7 @@ fn the_same_checkpoint_gives_the_same_bytes_and_replaces_an_earlier_export_alone
 
 #[test]
 fn bf16_halves_the_bytes_and_rounds_to_nearest() {
-    let bf16 = ExportOptions {
-        dtype: ExportDtype::Bf16,
-        ..options()
-    };
+    let bf16 = ExportOptions { dtype: ExportDtype::Bf16, ..options() };
     let model = exported(TIED, DMA, &bf16);
     assert_eq!(model.report.num_bytes, 2 * model.report.num_parameters);
     assert_eq!(model.config()["dtype"], "bfloat16");
@@ -267,10 +251,7 @@ fn bf16_halves_the_bytes_and_rounds_to_nearest() {
     let mut changed = 0;
     for (exact, rounded) in exact.iter().zip(&rounded) {
         // The tolerance is half a unit in the last of bf16's 8 bits.
-        assert!(
-            (exact - rounded).abs() <= exact.abs() / 256.0,
-            "{exact} became {rounded}"
-        );
+        assert!((exact - rounded).abs() <= exact.abs() / 256.0, "{exact} became {rounded}");
         changed += usize::from(exact != rounded);
     }
     assert!(changed > exact.len() / 2, "only {changed} values changed");
@@ -321,14 +302,8 @@ fn refuses_what_it_cannot_express_and_folders_of_others() {
     let folder = tempfile::tempdir().expect("a folder");
     let checkpoint = checkpoint(&folder.path().join("run"), TIED, MHA);
     let out = folder.path().join("refused");
-    let doge = ExportOptions {
-        form: Some(ExportForm::Doge),
-        ..options()
-    };
-    sieve_testing::refusal(
-        export(&checkpoint, &out, &doge),
-        "this model as Doge | leave the form out",
-    );
+    let doge = ExportOptions { form: Some(ExportForm::Doge), ..options() };
+    sieve_testing::refusal(export(&checkpoint, &out, &doge), "this model as Doge | leave the form out");
     assert!(!out.exists(), "nothing is written before the checks");
     let out = folder.path().join("thesis");
     fs::create_dir(&out).expect("writable");

@@ -16,14 +16,8 @@ pub(crate) const GENERATION: &str = "generation_config.json";
 /// Files next to a `tokenizer.json` that an import copies unchanged and an export reads.
 pub(crate) const BESIDE: [&str; 2] = [CONFIG, CHAT_TEMPLATE];
 /// Keys of an imported `tokenizer_config.json` that are exported unchanged.
-const CARRIED: [&str; 6] = [
-    "chat_template",
-    "bos_token",
-    "unk_token",
-    "additional_special_tokens",
-    "extra_special_tokens",
-    "padding_side",
-];
+const CARRIED: [&str; 6] =
+    ["chat_template", "bos_token", "unk_token", "additional_special_tokens", "extra_special_tokens", "padding_side"];
 
 /// Names and texts of the tokenizer's files; `beside` is the result of [`folder`].
 pub(super) fn read(
@@ -75,13 +69,8 @@ const QWEN2_WORDS: &str =
 /// Whether the `tokenizer.json` among `files` normalises and splits texts as Qwen2's own does: transformers 5 uses the
 /// latter regardless of `tokenizer_config.json`.
 pub(super) fn splits_as_qwen2(files: &[(&'static str, String)]) -> bool {
-    let text = files
-        .iter()
-        .find(|(name, _)| *name == "tokenizer.json")
-        .map(|(_, text)| text);
-    let tokenizer: Value = text
-        .and_then(|text| serde_json::from_str(text).ok())
-        .unwrap_or_default();
+    let text = files.iter().find(|(name, _)| *name == "tokenizer.json").map(|(_, text)| text);
+    let tokenizer: Value = text.and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default();
     let words = &tokenizer["pre_tokenizer"]["pretokenizers"][0];
     tokenizer["normalizer"]["type"] == "NFC"
         && words["behavior"] == "Isolated"
@@ -155,9 +144,7 @@ pub(crate) fn eos_token(from: &Path) -> Result<Option<String>, CheckpointError> 
         return Ok(None);
     };
     let config = object(&Some(from.to_owned()), CONFIG)?;
-    let name = config
-        .get("eos_token")
-        .and_then(|name| name.as_str().or(name["content"].as_str()));
+    let name = config.get("eos_token").and_then(|name| name.as_str().or(name["content"].as_str()));
     if let Some(name) = name
         && has_token(&tokenizer, name)
     {
@@ -189,10 +176,9 @@ fn content(tokenizer: &Value, id: u32, path: &Path) -> Result<Value, CheckpointE
         Some(token) => token["content"].clone(),
         // Looks in the vocabulary, which is an object from text to id, or a list of (text, score).
         None => match &tokenizer["model"]["vocab"] {
-            Value::Object(vocab) => vocab
-                .iter()
-                .find(|(_, found)| **found == id)
-                .map_or(Value::Null, |(text, _)| text.as_str().into()),
+            Value::Object(vocab) => {
+                vocab.iter().find(|(_, found)| **found == id).map_or(Value::Null, |(text, _)| text.as_str().into())
+            }
             list => list[id as usize][0].clone(),
         },
     };

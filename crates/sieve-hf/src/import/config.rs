@@ -57,9 +57,7 @@ impl Reader {
     }
 
     fn number(&self, key: &str) -> Result<f64, CheckpointError> {
-        self.value[key]
-            .as_f64()
-            .ok_or_else(|| self.refuse(format!("{key} is {}, not a number", self.value[key])))
+        self.value[key].as_f64().ok_or_else(|| self.refuse(format!("{key} is {}, not a number", self.value[key])))
     }
 
     /// Refuses any value of `key` but `false`, null and absent.
@@ -72,10 +70,7 @@ impl Reader {
 
     /// The rotary base: in `rope_parameters` as of transformers 5, otherwise `rope_theta`.
     fn rope_theta(&self) -> Result<f64, CheckpointError> {
-        match (
-            self.value["rope_parameters"]["rope_theta"].as_f64(),
-            &self.value["rope_theta"],
-        ) {
+        match (self.value["rope_parameters"]["rope_theta"].as_f64(), &self.value["rope_theta"]) {
             (Some(theta), _) => Ok(theta),
             (None, Value::Null) => Ok(USUAL_THETA),
             (None, _) => self.number("rope_theta"),
@@ -91,9 +86,9 @@ impl Reader {
                 Value::Null => {}
                 whole if whole.as_f64() == Some(1.0) => {}
                 part => {
-                    return Err(self.refuse(format!(
-                        "partial_rotary_factor is {part}, and a recipe rotates whole heads"
-                    )));
+                    return Err(
+                        self.refuse(format!("partial_rotary_factor is {part}, and a recipe rotates whole heads"))
+                    );
                 }
             }
         }
@@ -152,40 +147,23 @@ impl Reader {
         self.must_be_off("q_lora_rank")?;
         let (v_head_dim, epsilon) = (self.integer("v_head_dim")?, self.number("rms_norm_eps")?);
         let rules = [
-            (
-                self.integer("first_k_dense_replace")? >= num_layers,
-                "some layers have experts (first_k_dense_replace)",
-            ),
-            (
-                self.value["rope_interleave"] == Value::Bool(false),
-                "rotated pairs lie side by side (rope_interleave)",
-            ),
-            (
-                self.integer("qk_nope_head_dim")? == v_head_dim,
-                "qk_nope_head_dim is not v_head_dim",
-            ),
-            (
-                epsilon == DEEPSEEK_LATENT_EPS,
-                "rms_norm_eps is not the 1e-6 of its latents",
-            ),
+            (self.integer("first_k_dense_replace")? >= num_layers, "some layers have experts (first_k_dense_replace)"),
+            (self.value["rope_interleave"] == Value::Bool(false), "rotated pairs lie side by side (rope_interleave)"),
+            (self.integer("qk_nope_head_dim")? == v_head_dim, "qk_nope_head_dim is not v_head_dim"),
+            (epsilon == DEEPSEEK_LATENT_EPS, "rms_norm_eps is not the 1e-6 of its latents"),
         ];
         if let Some((_, problem)) = rules.into_iter().find(|(holds, _)| !holds) {
             return Err(self.refuse(problem));
         }
         let [rank, rope] = ["kv_lora_rank", "qk_rope_head_dim"].map(|key| self.integer(key));
-        Ok(format!(
-            "kind = \"mla\"\nkv_lora_rank = {}\nqk_rope_head_dim = {}\nqk_norm = false",
-            rank?, rope?
-        ))
+        Ok(format!("kind = \"mla\"\nkv_lora_rank = {}\nqk_rope_head_dim = {}\nqk_norm = false", rank?, rope?))
     }
 
     /// A pattern of layers in an export of Sieve: `dense_layers` or `shared_layers`.
     fn sieve_layers(&self, key: &str) -> Result<Vec<bool>, CheckpointError> {
         let pattern = match &self.value[key] {
             Value::Null => Some(Vec::new()),
-            value => value
-                .as_array()
-                .and_then(|pattern| pattern.iter().map(Value::as_bool).collect()),
+            value => value.as_array().and_then(|pattern| pattern.iter().map(Value::as_bool).collect()),
         };
         pattern.ok_or_else(|| self.refuse(format!("{key} is {}", self.value[key])))
     }
@@ -196,9 +174,7 @@ fn keys_of_kind(kind: &str) -> Option<Vec<String>> {
     let schema: Value = serde_json::from_str(&json_schema()).expect("sieve-core writes it as JSON");
     let kinds = schema["properties"]["attention"]["oneOf"].as_array()?;
     let properties = kinds.iter().map(|of_kind| &of_kind["properties"]);
-    let own = properties
-        .filter(|own| own["kind"]["enum"][0] == kind)
-        .find_map(Value::as_object);
+    let own = properties.filter(|own| own["kind"]["enum"][0] == kind).find_map(Value::as_object);
     own.map(|own| own.keys().cloned().collect())
 }
 
@@ -238,18 +214,13 @@ impl HfConfig {
     pub(super) fn read(path: &Path) -> Result<Self, CheckpointError> {
         let text = fs::read_to_string(path).map_err(CheckpointError::io("reading", path))?;
         let value = serde_json::from_str(&text).map_err(|error| CheckpointError::malformed(path, error))?;
-        let reader = Reader {
-            path: path.to_owned(),
-            value,
-        };
+        let reader = Reader { path: path.to_owned(), value };
         let num_layers = reader.integer("num_hidden_layers")?;
         for key in ["num_experts", "num_local_experts", "alibi", "mlp_bias"] {
             reader.must_be_off(key)?;
         }
         let model_type = reader.value["model_type"].as_str();
-        let architecture = Architecture::ALL
-            .into_iter()
-            .find(|known| Some(known.class().model_type) == model_type);
+        let architecture = Architecture::ALL.into_iter().find(|known| Some(known.class().model_type) == model_type);
         let Some(architecture) = architecture else {
             return Err(reader.refuse(format!("model_type is {}", reader.value["model_type"])));
         };

@@ -23,11 +23,7 @@ fn exported(folder: &Path, model: &str, attention: &str, options: ExportOptions)
 }
 
 fn options(dtype: ExportDtype, max_shard_bytes: u64) -> ExportOptions {
-    ExportOptions {
-        dtype,
-        max_shard_bytes,
-        ..tests::options()
-    }
+    ExportOptions { dtype, max_shard_bytes, ..tests::options() }
 }
 
 fn whole() -> ExportOptions {
@@ -109,11 +105,7 @@ fn export_import_export_gives_the_same_bytes() {
     ] {
         let model = format!("tie_word_embeddings = {tied}\n{model}");
         let (model, attention) = (model.as_str(), format!("{kind}\n{more}"));
-        for options in [
-            whole(),
-            options(ExportDtype::Bf16, DEFAULT_SHARD_BYTES),
-            options(ExportDtype::F32, 1500),
-        ] {
+        for options in [whole(), options(ExportDtype::Bf16, DEFAULT_SHARD_BYTES), options(ExportDtype::F32, 1500)] {
             let folder = tempfile::tempdir().expect("a folder");
             let first = exported(folder.path(), model, &attention, options);
             let back = folder.path().join("back");
@@ -238,14 +230,9 @@ fn what_says_nothing_new_is_passed_over() {
     let (folder, hf) = dense(TIED);
     rewrite(&hf, |tensors| {
         let frequencies = TensorData::new(vec![0f32; 3], [3]);
-        let added = [
-            ("lm_head.weight", embedding_of(tensors)),
-            ("model.layers.0.self_attn.rotary_emb.inv_freq", frequencies),
-        ];
-        tensors.extend(added.map(|(name, data)| NamedTensor {
-            name: name.to_owned(),
-            data,
-        }));
+        let added =
+            [("lm_head.weight", embedding_of(tensors)), ("model.layers.0.self_attn.rotary_emb.inv_freq", frequencies)];
+        tensors.extend(added.map(|(name, data)| NamedTensor { name: name.to_owned(), data }));
     });
     let report = imported(&hf, &folder.path().join("out"), None, &[]).expect("imports");
     assert_eq!(report.ignored.len(), 2);
@@ -303,10 +290,7 @@ fn chat_templates_and_special_tokens_come_back_out() {
     assert_eq!(found["chat_template"], "{{ messages }}");
     assert_eq!(found["bos_token"], "a");
     assert_eq!(found["tokenizer_class"], "PreTrainedTokenizerFast");
-    assert_eq!(
-        fs::read_to_string(out.join("chat_template.jinja")).expect("carried"),
-        "{{ all }}"
-    );
+    assert_eq!(fs::read_to_string(out.join("chat_template.jinja")).expect("carried"), "{{ all }}");
 }
 
 #[test]
@@ -326,10 +310,7 @@ fn tokens_that_generation_ends_and_begins_at_come_back_out() {
     change("config.json", json!({ "bos_token_id": 0, "eos_token_id": 0 }));
     change("tokenizer_config.json", json!({ "eos_token": null }));
     // A run that continues from here ends its documents with token 1.
-    for (number, (theirs, expected)) in [(json!([0, 1]), json!([0, 1])), (json!(0), json!(1))]
-        .into_iter()
-        .enumerate()
-    {
+    for (number, (theirs, expected)) in [(json!([0, 1]), json!([0, 1])), (json!(0), json!(1))].into_iter().enumerate() {
         change("generation_config.json", json!({ "eos_token_id": theirs }));
         let back = folder.path().join(format!("back-{number}"));
         let report = imported(&hf, &back, None, &[]).expect("imports");
@@ -347,16 +328,10 @@ fn tokens_that_generation_ends_and_begins_at_come_back_out() {
             "temperature": 0.5, "bos_token_id": 0 });
         assert_eq!(read(&out, "generation_config.json"), generation);
         let config = read(&out, "config.json");
-        assert_eq!(
-            [&config["bos_token_id"], &config["eos_token_id"]],
-            [&json!(0), &expected]
-        );
+        assert_eq!([&config["bos_token_id"], &config["eos_token_id"]], [&json!(0), &expected]);
     }
     // A name in tokenizer_config.json comes first, and one that the user gives before it.
-    change(
-        "tokenizer_config.json",
-        json!({ "eos_token": { "content": "<|endoftext|>" } }),
-    );
+    change("tokenizer_config.json", json!({ "eos_token": { "content": "<|endoftext|>" } }));
     let eos = |out: &str, overrides: &[&str]| {
         let report = imported(&hf, &folder.path().join(out), None, overrides).expect("imports");
         report.recipe.tokenizer.eos_token
@@ -405,10 +380,7 @@ fn configurations_without_a_recipe_are_refused() {
         refusal(imported(from, &out, None, &[]), word);
         fs::write(&path, whole).expect("writable");
     }
-    refusal(
-        imported(&hf, &out, None, &["model.intermediate_size=24"]),
-        "only the attention may change",
-    );
+    refusal(imported(&hf, &out, None, &["model.intermediate_size=24"]), "only the attention may change");
     fs::remove_file(hf.join(SINGLE)).expect("there");
     refusal(imported(&hf, &out, None, &[]), "neither model.safetensors");
     fs::write(hf.join(INDEX), r#"{"weight_map":{"a":"../secret"}}"#).expect("writable");
@@ -418,11 +390,7 @@ fn configurations_without_a_recipe_are_refused() {
 #[test]
 fn a_dense_model_takes_sparse_layers_between_its_dense_ones() {
     let (folder, hf) = dense(TIED);
-    let settings = [
-        "attention.keep_window_size=16",
-        "attention.bias=linear",
-        "model.layer_types=[\"sparse\",\"mha\"]",
-    ];
+    let settings = ["attention.keep_window_size=16", "attention.bias=linear", "model.layer_types=[\"sparse\",\"mha\"]"];
     let out = folder.path().join("out");
     let report = imported(&hf, &out, Some(AttentionKind::Dma), &settings).expect("imports");
     assert_eq!(report.recipe.dense_layers(), [false, true]);

@@ -54,9 +54,7 @@ impl Plan {
     ) -> Result<Self, Refusal> {
         let mut plan = Self::describe(problem)?;
         let found = plan.heuristic(library, alignments)?;
-        let first = found
-            .first()
-            .ok_or_else(|| Refusal::NoAlgorithm("the heuristic returned none".to_owned()))?;
+        let first = found.first().ok_or_else(|| Refusal::NoAlgorithm("the heuristic returned none".to_owned()))?;
         let with_tile = |tile: &Tile| found.iter().find(|algorithm| has_tile(algorithm, *tile));
         plan.algorithm = *tiles.iter().find_map(with_tile).unwrap_or(first);
         Ok(plan)
@@ -112,11 +110,7 @@ impl Plan {
             OperandTypes::Bf16 => [bf16; 2],
             OperandTypes::Fp8 { x, w } => [x, w].map(fp8),
         };
-        let output = if problem.is_f32 {
-            cudaDataType_t::CUDA_R_32F
-        } else {
-            bf16
-        };
+        let output = if problem.is_f32 { cudaDataType_t::CUDA_R_32F } else { bf16 };
         let operation = lt::create_matmul_desc(cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType_t::CUDA_R_32F)
             .map_err(failed("cublasLtMatmulDescCreate"))?;
         // The layouts are created one by one below: if one fails, dropping `plan` destroys those before it.
@@ -132,14 +126,9 @@ impl Plan {
         if problem.operands.sum_fast() {
             plan.set(Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &1i8)?;
         }
-        for (slot, (layout, dtype)) in plan
-            .layouts
-            .iter_mut()
-            .zip([(a, w_type), (b, x_type), (c, output), (d, output)])
+        for (slot, (layout, dtype)) in plan.layouts.iter_mut().zip([(a, w_type), (b, x_type), (c, output), (d, output)])
         {
-            let Layout {
-                rows, cols, leading, ..
-            } = layout;
+            let Layout { rows, cols, leading, .. } = layout;
             *slot =
                 lt::create_matrix_layout(dtype, rows, cols, leading).map_err(failed("cublasLtMatrixLayoutCreate"))?;
         }
@@ -196,10 +185,7 @@ impl Plan {
         let found = found.iter().take(count.max(0) as usize);
         // SAFETY: the call filled the first `count`.
         let found = found.map(|result| unsafe { result.assume_init_ref() });
-        Ok(found
-            .filter(|result| result.state.result().is_ok())
-            .map(|result| result.algo)
-            .collect())
+        Ok(found.filter(|result| result.state.result().is_ok()).map(|result| result.algo).collect())
     }
 }
 
@@ -246,9 +232,7 @@ struct Preference(cublasLtMatmulPreference_t);
 
 impl Preference {
     fn new() -> Result<Self, Refusal> {
-        lt::create_matmul_pref()
-            .map(Self)
-            .map_err(failed("cublasLtMatmulPreferenceCreate"))
+        lt::create_matmul_pref().map(Self).map_err(failed("cublasLtMatmulPreferenceCreate"))
     }
 
     /// Sets a limit; `value` must be of the limit's type.

@@ -87,12 +87,8 @@ impl Problem {
     /// A, B, C and D of the column-major GEMM `Dᵀ = op(A) op(B) + beta Cᵀ`: A is w and B is x.
     pub(super) fn layouts(&self) -> [Layout; 4] {
         let [m, n, k] = self.sizes.map(|size| size as u64);
-        let layout = |rows, cols, leading: usize, is_transposed| Layout {
-            rows,
-            cols,
-            leading: leading as i64,
-            is_transposed,
-        };
+        let layout =
+            |rows, cols, leading: usize, is_transposed| Layout { rows, cols, leading: leading as i64, is_transposed };
         let (a, b) = match self.kind {
             GemmKind::Nt => (layout(k, n, self.w_stride, true), layout(k, m, self.x_stride, false)),
             GemmKind::Nn => (layout(n, k, self.w_stride, false), layout(k, m, self.x_stride, false)),
@@ -186,11 +182,7 @@ mod tests {
         for col in 0..d.cols {
             for row in 0..d.rows {
                 let sum: f64 = (0..inner).map(|i| at(w, a, row, i) * at(x, b, i, col)).sum();
-                let old = if beta == 0.0 {
-                    0.0
-                } else {
-                    beta * at(c, c_layout, row, col)
-                };
+                let old = if beta == 0.0 { 0.0 } else { beta * at(c, c_layout, row, col) };
                 out[row as usize + col as usize * d.leading as usize] = sum + old;
             }
         }
@@ -286,9 +278,7 @@ mod tests {
         assert_eq!(operand_rows(GemmKind::Nt, [7, 4], [5, 4]), Ok([7, 5, 4]));
         assert_eq!(operand_rows(GemmKind::Nn, [7, 4], [4, 5]), Ok([7, 5, 4]));
         assert_eq!(operand_rows(GemmKind::Tn, [4, 7], [4, 5]), Ok([7, 5, 4]));
-        let error = operand_rows(GemmKind::Nn, [7, 4], [5, 4])
-            .expect_err("k differs")
-            .to_string();
+        let error = operand_rows(GemmKind::Nn, [7, 4], [5, 4]).expect_err("k differs").to_string();
         assert!(error.contains("[5, 4]") && error.contains("[4, 4]"), "{error}");
         assert!(operand_rows(GemmKind::Nt, [0, 4], [5, 4]).is_err());
         assert!(operand_rows(GemmKind::Nt, [7, 0], [5, 0]).is_err());

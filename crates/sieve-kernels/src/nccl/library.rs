@@ -145,9 +145,6 @@ mod tests {
     fn a_library_without_the_functions_is_named() {
         // Every program has it open.
         let error = Nccl::open(&["libc.so.6"]).expect_err("no NCCL");
-        assert!(
-            error.contains("libc.so.6") && error.contains("ncclGetUniqueId"),
-            "{error}"
-        );
+        assert!(error.contains("libc.so.6") && error.contains("ncclGetUniqueId"), "{error}");
     }
 }

@@ -57,11 +57,7 @@ pub struct NcclWatch {
 
 impl NcclWatch {
     pub(super) fn new(link: Link, marks: Arc<Marks>) -> Self {
-        Self {
-            link,
-            marks,
-            num_ended: 0,
-        }
+        Self { link, marks, num_ended: 0 }
     }
 
     /// Numbers of collectives that have ended and that have started on this GPU. One that has started and not ended may
@@ -70,12 +66,7 @@ impl NcclWatch {
     /// # Errors
     /// NCCL has detected an error, such as a broken link: the collectives will never end.
     pub fn look(&mut self) -> Result<[u64; 2], KernelError> {
-        let Link {
-            nccl,
-            communicator,
-            context,
-            ..
-        } = self.link;
+        let Link { nccl, communicator, context, .. } = self.link;
         let mut async_error = 0;
         // SAFETY: only `abort`, which consumes the watch, frees the communicator; NCCL allows the call from any thread.
         let result = unsafe { (nccl.get_async_error)(communicator, &mut async_error) };

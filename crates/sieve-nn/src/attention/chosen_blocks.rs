@@ -109,10 +109,7 @@ pub(crate) struct Packed<B: Backend> {
 
 impl<B: Backend> Packed<B> {
     fn map(self, change: impl Fn(Tensor<B, 4>) -> Tensor<B, 4>) -> Self {
-        Self {
-            qkv: change(self.qkv),
-            index: self.index.map(&change),
-        }
+        Self { qkv: change(self.qkv), index: self.index.map(&change) }
     }
 }
 
@@ -160,10 +157,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
                 (shared.once(o), statistics)
             }
         };
-        LayerOutput {
-            indexer: statistics,
-            ..LayerOutput::of(self.o_proj.forward_add(o.flatten(2, 3), residual))
-        }
+        LayerOutput { indexer: statistics, ..LayerOutput::of(self.o_proj.forward_add(o.flatten(2, 3), residual)) }
     }
 
     /// The blocks whose tokens each query reads, `[batch, seq_len, choosers, attended blocks]`, as
@@ -298,11 +292,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
                 Some(chosen)
             }
         };
-        let Packed {
-            qkv,
-            index: Some(index),
-        } = packed.clone()
-        else {
+        let Packed { qkv, index: Some(index) } = packed.clone() else {
             let qkv = packed.qkv;
             let o = match chosen {
                 Some(chosen) => sieve_ops::chosen_attention(qkv, chosen, documents, spec, self.choice),
@@ -343,10 +333,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         let Packed { qkv, index } = self.packed(x, context);
         let o = caches.attend(qkv, |cached, qkv| {
             let [first, count] = cached.rows;
-            let packed = Packed {
-                qkv,
-                index: index.as_ref().map(|index| index.clone().narrow(0, first, count)),
-            };
+            let packed = Packed { qkv, index: index.as_ref().map(|index| index.clone().narrow(0, first, count)) };
             let LayerCache::Chosen(cache) = cached.cache else {
                 // A layer that reads another layer's blocks needs no pooled keys.
                 let pools = !self.shares;

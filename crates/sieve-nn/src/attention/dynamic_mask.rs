@@ -29,11 +29,7 @@ impl AttentionConfig {
     /// `keep_window_size` is 0.
     pub fn dynamic_mask<B: Backend>(&self, keep_window_size: usize, device: &B::Device) -> DynamicMaskAttention<B> {
         assert!(keep_window_size > 0, "a query keeps at least one key");
-        let dma = DmaShape {
-            bias: self.dma_bias,
-            a_init: self.dma_a_init,
-            ..DmaShape::published(keep_window_size)
-        };
+        let dma = DmaShape { bias: self.dma_bias, a_init: self.dma_a_init, ..DmaShape::published(keep_window_size) };
         let shape = self.shape(Attention::Dma(dma));
         DynamicMaskAttention::new(&shape, dma, &mut self.weights(), device)
     }
@@ -42,13 +38,7 @@ impl AttentionConfig {
 impl<B: Backend> DynamicMaskAttention<B> {
     /// Normal weights from `init`; A filled with `dma.a_init`.
     pub fn new(shape: &ModelShape, dma: DmaShape, init: &mut WeightInit, device: &B::Device) -> Self {
-        let ModelShape {
-            d_model,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            ..
-        } = *shape;
+        let ModelShape { d_model, num_heads, num_kv_heads, head_dim, .. } = *shape;
         Self {
             qkv: QkvProjection::new(shape, init, device),
             o_proj: Linear::new(num_heads * head_dim, d_model, init, device),
@@ -87,19 +77,12 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
 
     /// The layer's weights and sizes for [`sieve_ops::token_step`].
     pub(super) fn for_token_step(&self) -> TokenAttention<B> {
-        TokenAttention {
-            dma: Some(self.dma_layer()),
-            ..self.qkv.for_token_step(&self.o_proj, self.spec())
-        }
+        TokenAttention { dma: Some(self.dma_layer()), ..self.qkv.for_token_step(&self.o_proj, self.spec()) }
     }
 
     /// The parameters w_dt and a, which rank keys.
     pub fn dma_layer(&self) -> DmaLayer<B> {
-        DmaLayer {
-            w_dt: self.dt_proj.weight.val().transpose(),
-            a: self.a.val(),
-            spec: self.dma,
-        }
+        DmaLayer { w_dt: self.dt_proj.weight.val().transpose(), a: self.a.val(), spec: self.dma }
     }
 
     pub(super) fn attend(

@@ -59,18 +59,8 @@ impl AttentionConfig {
 impl<B: Backend> LatentAttention<B> {
     /// Normal weights from `init`; norms with weights of 1.
     pub fn new(shape: &ModelShape, mla: MlaShape, init: &mut WeightInit, device: &B::Device) -> Self {
-        let ModelShape {
-            d_model,
-            num_heads,
-            head_dim,
-            rms_norm_eps,
-            ..
-        } = *shape;
-        let MlaShape {
-            kv_lora_rank,
-            qk_rope_head_dim: rope_dim,
-            ..
-        } = mla;
+        let ModelShape { d_model, num_heads, head_dim, rms_norm_eps, .. } = *shape;
+        let MlaShape { kv_lora_rank, qk_rope_head_dim: rope_dim, .. } = mla;
         let qk_norm_dim = mla.qk_norm_dim(head_dim);
         let mut qk_norm = || (qk_norm_dim > 0).then(|| RmsNorm::new(qk_norm_dim, rms_norm_eps, init, device));
         let (q_norm, k_norm) = (qk_norm(), qk_norm());
@@ -104,17 +94,13 @@ impl<B: SieveBackend> LatentAttention<B> {
     /// The attention's output after the output projection, shape of x, `[batch, seq_len, d_model]`. The context's
     /// rotary tables must be `qk_rope_head_dim` wide.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        let spec = MlaSpec {
-            policy: context.policy,
-            ..self.spec()
-        };
+        let spec = MlaSpec { policy: context.policy, ..self.spec() };
         if let Some(parts) = context.parts {
             return self.forward_of_part(x, context, parts, spec);
         }
         let packed = self.packed_of(x, context).unsqueeze_dim(2);
-        let o = context.attend(packed, |packed, documents| {
-            sieve_ops::mla_attention(packed.squeeze_dim(2), documents, spec)
-        });
+        let o = context
+            .attend(packed, |packed, documents| sieve_ops::mla_attention(packed.squeeze_dim(2), documents, spec));
         self.o_proj.forward(o.flatten(2, 3))
     }
 
@@ -130,15 +116,9 @@ impl<B: SieveBackend> LatentAttention<B> {
         let ([batch, len, _], device) = (x.dims(), x.device());
         let rows = parts.whole_rows::<B>(&device);
         let heads = parts.own_heads(self.num_heads);
-        let own = MlaSpec {
-            num_heads: heads.len(),
-            ..spec
-        };
+        let own = MlaSpec { num_heads: heads.len(), ..spec };
         let (latent, k_rope) = self.latent(x.clone());
-        let q = self
-            .q_proj
-            .forward(x)
-            .reshape([batch, len, self.num_heads, spec.key_dim()]);
+        let q = self.q_proj.forward(x).reshape([batch, len, self.num_heads, spec.key_dim()]);
         let q = parts.to_heads(q, &[Heads::Split(self.num_heads)]).flatten(2, 3);
         let shared = Tensor::cat(vec![latent, k_rope], 2).unsqueeze_dim(2);
         let shared = parts.to_heads(shared, &[Heads::Shared(1)]).squeeze_dim::<3>(2);
@@ -188,10 +168,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         // zeros. Normed keys are needed for their 1 / rms.
         let kv = match &self.k_norm {
             Some(_) => self.kv_b_proj.forward(latent.clone()),
-            None => Tensor::zeros(
-                [batch, new, self.num_heads * 2 * self.head_dim],
-                (&x.device(), x.dtype()),
-            ),
+            None => Tensor::zeros([batch, new, self.num_heads * 2 * self.head_dim], (&x.device(), x.dtype())),
         };
         let (packed, keys) = self.packed(x, kv, k_rope, context);
         let cached = self.cached(latent, &packed, keys);
@@ -290,11 +267,7 @@ impl<B: SieveBackend> LatentAttention<B> {
                 (k_rope, None)
             }
         };
-        NewLatents {
-            latent,
-            k_rope,
-            key_scale,
-        }
+        NewLatents { latent, k_rope, key_scale }
     }
 
     /// Attention of new tokens to the cached latents, `[batch, new, num_heads, head_dim]`.
@@ -305,9 +278,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         let (heads, d, rank) = (self.num_heads, self.head_dim, self.kv_lora_rank);
         let [batch, new, _] = packed.dims();
         let key_dim = self.spec().key_dim();
-        let q = packed
-            .narrow(2, 0, heads * key_dim)
-            .reshape([batch * new, heads, key_dim]);
+        let q = packed.narrow(2, 0, heads * key_dim).reshape([batch * new, heads, key_dim]);
         let up = self.kv_b_proj.weight.val().reshape([heads, 2 * d, rank]);
         let (w_uk, w_uv) = (up.clone().narrow(1, 0, d), up.narrow(1, d, d));
         let q_c = q.clone().narrow(2, 0, d);

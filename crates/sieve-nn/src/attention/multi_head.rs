@@ -59,9 +59,8 @@ impl<B: SieveBackend> MultiHeadAttention<B> {
     /// `residual` plus the attention's output; both `[batch, seq_len, d_model]`.
     pub fn forward(&self, x: Tensor<B, 3>, residual: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let qkv = self.qkv.forward(x, context);
-        let o = context.attend(qkv, |qkv, documents| {
-            sieve_ops::attention(qkv, documents, context.under_policy(self.spec()))
-        });
+        let o = context
+            .attend(qkv, |qkv, documents| sieve_ops::attention(qkv, documents, context.under_policy(self.spec())));
         self.o_proj.forward_add(o.flatten(2, 3), residual)
     }
 
@@ -76,9 +75,7 @@ impl<B: SieveBackend> MultiHeadAttention<B> {
         B: DeviceBackend,
     {
         let qkv = self.qkv.forward(x, context);
-        let o = caches.attend(qkv, |cached, qkv| {
-            cached.attend_recent(qkv, context.documents, self.spec())
-        });
+        let o = caches.attend(qkv, |cached, qkv| cached.attend_recent(qkv, context.documents, self.spec()));
         self.o_proj.forward(o.flatten(2, 3))
     }
 }

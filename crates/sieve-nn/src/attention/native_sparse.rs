@@ -67,11 +67,7 @@ impl<B: Backend> Branches<B> {
     /// `count` rows (`dim` 0) or tokens (`dim` 1) of the branches, from `first` on.
     fn part(&self, dim: usize, [first, count]: [usize; 2]) -> Self {
         let part = |x: &Tensor<B, 4>| x.clone().narrow(dim, first, count);
-        Self {
-            compressed: part(&self.compressed),
-            selected: part(&self.selected),
-            window: part(&self.window),
-        }
+        Self { compressed: part(&self.compressed), selected: part(&self.selected), window: part(&self.window) }
     }
 }
 
@@ -86,12 +82,7 @@ impl AttentionConfig {
 impl<B: Backend> NativeSparseAttention<B> {
     /// Normal weights from `init`. The gates have weights of 0 and a bias that favours the window branch.
     pub fn new(shape: &ModelShape, nsa: NsaShape, init: &mut WeightInit, device: &B::Device) -> Self {
-        let ModelShape {
-            d_model,
-            num_heads,
-            head_dim,
-            ..
-        } = *shape;
+        let ModelShape { d_model, num_heads, head_dim, .. } = *shape;
         let qkv = QkvProjection::new(shape, init, device);
         let mut kv_proj = || (!nsa.shared_kv).then(|| Linear::new(d_model, 2 * shape.kv_width(), init, device));
         let (compress_kv_proj, select_kv_proj) = (kv_proj(), kv_proj());
@@ -108,9 +99,7 @@ impl<B: Backend> NativeSparseAttention<B> {
             select_kv_proj,
             k_compress,
             v_compress,
-            gate_proj: Linear {
-                weight: init.constant(0.0, [num_gates, d_model], device),
-            },
+            gate_proj: Linear { weight: init.constant(0.0, [num_gates, d_model], device) },
             gate_bias: init.repeated(&GATE_BIAS, num_gates, device),
             o_proj: Linear::new(num_heads * head_dim, d_model, init, device),
             nsa,
@@ -130,11 +119,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     /// The attention call for a packed tensor of all heads, or of some KV heads with their query heads.
     fn call(&self, packed: &Tensor<B, 4>, documents: &Documents<B>, policy: KernelPolicy) -> NsaCall<B::Inner> {
         let spec = AttentionSpec { policy, ..self.spec() };
-        NsaCall::new(
-            documents.bounds(),
-            spec.of_packed_heads(packed.dims()[2]),
-            self.blocks(),
-        )
+        NsaCall::new(documents.bounds(), spec.of_packed_heads(packed.dims()[2]), self.blocks())
     }
 
     /// The gated sum after the output projection, shape of x, `[batch, seq_len, d_model]`.
@@ -179,11 +164,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         let compressed_is_window = self.nsa.compress == NsaCompression::Mean && self.compress_kv_proj.is_none();
         let compressed = exchanged(branches.compressed, compressed_is_window);
         let rows = parts.whole_rows(&x.device());
-        let branches = Branches {
-            compressed,
-            selected,
-            window,
-        };
+        let branches = Branches { compressed, selected, window };
         let o = self.attend_compressing(branches, &rows, policy);
         // The gates are applied before the exchange back to tokens, so one output is exchanged and not three.
         let (heads, own) = (spec.num_heads, parts.own_heads(spec.num_heads));
@@ -258,10 +239,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             gate: self.gate_proj.weight.val(),
             gate_bias: self.gate_bias.val(),
         };
-        TokenAttention {
-            extra: TokenExtra::Branches(branches),
-            ..self.qkv.for_token_step(&self.o_proj, self.spec())
-        }
+        TokenAttention { extra: TokenExtra::Branches(branches), ..self.qkv.for_token_step(&self.o_proj, self.spec()) }
     }
 
     /// The weight of each key for each query of one document, `[num_heads, seq_len, seq_len]`.
@@ -289,10 +267,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             let values = means.reshape([1, rows, head_dim]);
             let compressed = Tensor::cat(vec![keys.clone(), values], 0);
             let branches = branches.with_values(one_hot, kv_heads);
-            self.gated(
-                x.clone(),
-                self.attend(branches, compressed, context.documents, context.policy),
-            )
+            self.gated(x.clone(), self.attend(branches, compressed, context.documents, context.policy))
         })
     }
 
@@ -351,21 +326,13 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             (NsaCompression::Mean, Some(_)) => rotated(with(&self.compress_kv_proj)),
             (NsaCompression::Mlp, _) => self.qkv.norm(with(&self.compress_kv_proj), context),
         };
-        Branches {
-            compressed,
-            selected,
-            window,
-        }
+        Branches { compressed, selected, window }
     }
 
     /// The packed tensor with other keys and values, `kv` `[batch, seq_len, 2 * num_kv_heads * head_dim]`.
     fn with_kv(&self, raw: Tensor<B, 4>, kv: Tensor<B, 3>) -> Tensor<B, 4> {
         let [batch, seq_len, heads, head_dim] = raw.dims();
-        let AttentionSpec {
-            num_heads,
-            num_kv_heads,
-            ..
-        } = self.spec();
+        let AttentionSpec { num_heads, num_kv_heads, .. } = self.spec();
         debug_assert_eq!(heads, num_heads + 2 * num_kv_heads);
         let kv = kv.reshape([batch, seq_len, 2 * num_kv_heads, head_dim]);
         Tensor::cat(vec![raw.narrow(2, 0, num_heads), kv], 2)

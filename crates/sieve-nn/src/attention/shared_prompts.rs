@@ -55,7 +55,5 @@ impl<B: Backend> SharedPrompts<B> {
 /// The tokens of x at the flat indices `tokens`, as `rows` rows of `row_len`.
 fn select<B: Backend>(x: Tensor<B, 4>, tokens: &Tensor<B, 1, Int>, [rows, row_len]: [usize; 2]) -> Tensor<B, 4> {
     let [batch, seq_len, heads, width] = x.dims();
-    x.reshape([batch * seq_len, heads * width])
-        .select(0, tokens.clone())
-        .reshape([rows, row_len, heads, width])
+    x.reshape([batch * seq_len, heads * width]).select(0, tokens.clone()).reshape([rows, row_len, heads, width])
 }

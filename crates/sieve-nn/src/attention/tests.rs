@@ -46,10 +46,7 @@ fn every_kind_keeps_the_shape_and_dma_returns_its_mask() {
             let result = layer::<Flex>(attention).forward(x.clone(), x.zeros_like(), &rows.context());
             assert_eq!(result.x.dims(), [dims[0], dims[1], 24]);
             let is_dma = matches!(attention, sieve_core::Attention::Dma(_));
-            assert_eq!(
-                result.expire.map(|expire| expire.dims()),
-                is_dma.then_some([dims[0], 3, dims[1]])
-            );
+            assert_eq!(result.expire.map(|expire| expire.dims()), is_dma.then_some([dims[0], 3, dims[1]]));
         }
     }
 }
@@ -82,11 +79,7 @@ fn dma_starts_as_the_sliding_window_of_the_same_weights() {
     let x = input::<Flex, 3>([2, 17, 24], 3);
     let [mha, swa, dma, ..] = kinds(0.0).map(|kind| {
         let rows = Rows::new([2, 17], &shape(kind));
-        values(
-            layer::<Flex>(kind)
-                .forward(x.clone(), x.zeros_like(), &rows.context())
-                .x,
-        )
+        values(layer::<Flex>(kind).forward(x.clone(), x.zeros_like(), &rows.context()).x)
     });
     assert_close("dma at A = 0", &dma, &swa, 4e-6);
     // Up to the window's length dense attention sees the same keys; after it, others.
@@ -106,19 +99,9 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
             ..DmaShape::published(keep_window_size)
         })
     };
-    let more = [
-        msa_in_warmup(),
-        ranked(9, 4, DmaBias::Linear),
-        ranked(6, 0, DmaBias::Exp),
-        ranked(40, 7, DmaBias::Linear),
-    ];
-    let several = [
-        vec![3, 7, 1, 12],
-        vec![1, 2, 2, 18],
-        vec![10, 13],
-        vec![2; 11],
-        vec![22, 1],
-    ];
+    let more =
+        [msa_in_warmup(), ranked(9, 4, DmaBias::Linear), ranked(6, 0, DmaBias::Exp), ranked(40, 7, DmaBias::Linear)];
+    let several = [vec![3, 7, 1, 12], vec![1, 2, 2, 18], vec![10, 13], vec![2; 11], vec![22, 1]];
     // A prompt, then token by token.
     let steps = [1, 3, 4, 9, 14].map(|prompt| [vec![prompt], vec![1; 23 - prompt]].concat());
     assert_eq!(KvCache::<Flex>::new(1).layers[0].num_keys(), 0);
@@ -154,9 +137,7 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
 
 /// Checks that the slots hold the keys that the mask shows to the last query, with exactly equal ranks.
 fn holds_what_is_seen(what: &str, cache: &LayerCache<Flex>, whole: sieve_ops::DmaAttention<Flex>) {
-    let LayerCache::Selected { cache, next_position } = cache else {
-        panic!("no slots")
-    };
+    let LayerCache::Selected { cache, next_position } = cache else { panic!("no slots") };
     let len = whole.rank.dims()[2];
     assert_eq!(*next_position, len);
     let slots = cache.len();
@@ -168,11 +149,7 @@ fn holds_what_is_seen(what: &str, cache: &LayerCache<Flex>, whole: sieve_ops::Dm
     for (head, (positions, held)) in positions.chunks(slots).zip(held.chunks(slots)).enumerate() {
         let of_head = |at: usize| head * len + at;
         for (&at, held) in positions.iter().zip(held) {
-            assert_eq!(
-                held.to_bits(),
-                ranks[of_head(at)].to_bits(),
-                "{what}: head {head}, key {at}"
-            );
+            assert_eq!(held.to_bits(), ranks[of_head(at)].to_bits(), "{what}: head {head}, key {at}");
         }
         let mut positions = positions.to_vec();
         positions.sort_unstable();
@@ -224,9 +201,7 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
     };
     let attention = sieve_core::Attention::Dma(dma);
     let layer = layer::<Flex>(attention);
-    let Attention::Dma(inner) = &layer else {
-        panic!("not DMA")
-    };
+    let Attention::Dma(inner) = &layer else { panic!("not DMA") };
     let rows = Rows::new([1, len], &shape(attention));
     let x = input::<Flex, 3>([1, len, 24], 4);
     let all = layer.forward(x.clone(), x.zeros_like(), &rows.context());
@@ -240,9 +215,7 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
     let last = all.x.narrow(1, len - new - 1, new + 1);
     assert_close("the last rows", &got, &values(last), 1e-5);
     holds_what_is_seen("131072 tokens", &cache.layers[0], whole);
-    let LayerCache::Selected { cache, .. } = &cache.layers[0] else {
-        panic!("no slots")
-    };
+    let LayerCache::Selected { cache, .. } = &cache.layers[0] else { panic!("no slots") };
     let positions: Vec<i64> = cache.positions.tokens().into_data().iter().collect();
     for head in positions.chunks(64) {
         let first = *head.iter().min().expect("64 keys") as usize;

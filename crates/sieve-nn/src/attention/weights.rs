@@ -29,9 +29,7 @@ pub(super) fn dense<B: SieveBackend>(
     context: &LayerContext<'_, B>,
 ) -> Tensor<B, 3> {
     let qkv = qkv.forward(x, context);
-    by_key(&qkv, |one_hot| {
-        sieve_ops::attention(with_values(&qkv, one_hot, spec.num_kv_heads), context.documents, spec)
-    })
+    by_key(&qkv, |one_hot| sieve_ops::attention(with_values(&qkv, one_hot, spec.num_kv_heads), context.documents, spec))
 }
 
 /// The packed tensor with `values`, `[1, seq_len, head_dim]`, in place of every KV head's values.
@@ -135,14 +133,8 @@ mod tests {
             for row in values(weights).chunks(21).enumerate() {
                 let (query, row) = (row.0 % 21, row.1);
                 let sum: f64 = row.iter().sum();
-                assert!(
-                    is_nsa && sum > 0.0 && sum < 3.0 || (sum - 1.0).abs() < 1e-5,
-                    "{attention:?} {query} {sum}"
-                );
-                assert!(
-                    row[query + 1..].iter().all(|&weight| weight == 0.0),
-                    "{attention:?} {query}"
-                );
+                assert!(is_nsa && sum > 0.0 && sum < 3.0 || (sum - 1.0).abs() < 1e-5, "{attention:?} {query} {sum}");
+                assert!(row[query + 1..].iter().all(|&weight| weight == 0.0), "{attention:?} {query}");
             }
         }
     }

@@ -62,20 +62,8 @@ impl<B: Backend> BlockCache<B> {
 
     /// The cache as an operand of [`sieve_ops::token_step`].
     pub(super) fn for_token_step(&mut self) -> TokenCache<'_, B> {
-        let Self {
-            selected,
-            window,
-            compressed,
-            tail,
-            blocks,
-        } = self;
-        TokenCache::Branches {
-            compressed,
-            selected,
-            window,
-            tail,
-            blocks: *blocks,
-        }
+        let Self { selected, window, compressed, tail, blocks } = self;
+        TokenCache::Branches { compressed, selected, window, tail, blocks: *blocks }
     }
 
     /// Counts the token that [`sieve_ops::token_step`] has written, and the compressed block that ends with it, if any.

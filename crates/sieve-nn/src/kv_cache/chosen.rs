@@ -62,11 +62,7 @@ impl<B: Backend> ChosenCache<B> {
 
     /// The cache as an operand of [`sieve_ops::token_step`].
     pub(super) fn for_token_step(&mut self) -> TokenCache<'_, B> {
-        TokenCache::Chosen {
-            keys: &mut self.keys,
-            pooled: &mut self.pooled,
-            choice: self.choice,
-        }
+        TokenCache::Chosen { keys: &mut self.keys, pooled: &mut self.pooled, choice: self.choice }
     }
 
     /// Counts the token that [`sieve_ops::token_step`] has written, and the pooled key that ends with it, if any.
@@ -109,10 +105,7 @@ impl<B: Backend> ChosenCache<B> {
             let earlier = Tensor::cat(vec![queries, keys.clone(), keys], 2);
             Tensor::cat(vec![earlier, new.clone()], 1)
         });
-        Packed {
-            qkv: self.keys.before(&packed.qkv, self.keys.len()),
-            index,
-        }
+        Packed { qkv: self.keys.before(&packed.qkv, self.keys.len()), index }
     }
 
     /// Appends keys and values of new tokens.
@@ -150,10 +143,7 @@ impl<B: Backend> ChosenCache<B> {
         }
         let keys = self.pooled.tokens().narrow(TOKENS, 0, blocks * size);
         let ([batch, _, _, d], dtype) = (keys.dims(), keys.dtype());
-        let means = at_least_f32(keys)
-            .reshape([batch, blocks, size, d])
-            .mean_dim(2)
-            .cast(dtype);
+        let means = at_least_f32(keys).reshape([batch, blocks, size, d]).mean_dim(2).cast(dtype);
         let first = Tensor::<B, 1, Int>::arange(0..blocks as i64, &means.device()) * size as i64;
         Some((means, first.unsqueeze_dim::<2>(0).repeat_dim(0, batch)))
     }
@@ -170,11 +160,7 @@ impl<B: Backend> ChosenCache<B> {
         // A pooled key is the mean of consecutive strides' means, so these are computed first.
         let (count, strides) = (end - first, size / stride);
         let num_strides = count + strides - 1;
-        let keys = self
-            .keys
-            .k
-            .tokens()
-            .narrow(TOKENS, first * stride, num_strides * stride);
+        let keys = self.keys.k.tokens().narrow(TOKENS, first * stride, num_strides * stride);
         let ([batch, heads, _, d], dtype) = (keys.dims(), keys.dtype());
         let keys = at_least_f32(keys).reshape([batch, heads, num_strides, stride, d]);
         let means = keys.mean_dim(3).reshape([batch, heads, num_strides, d]);
@@ -255,29 +241,21 @@ pub(super) fn chosen_blocks<B: Backend>(
         choose_blocks(&importance, own_block, choice.forced, &mut chosen);
         chosen
     };
-    let copies = if choice.rule == ChoiceRule::SumOfHeads {
-        num_heads
-    } else {
-        1
-    };
+    let copies = if choice.rule == ChoiceRule::SumOfHeads { num_heads } else { 1 };
     let Some(pooled) = pooled else {
         return vec![choose(vec![0.0; own_block + 1]); batch * choice.num_choosers(num_heads, kv_heads) * copies];
     };
     let num_pooled = pooled.dims()[TOKENS];
     // Scores are f32: bf16 scores of nearly equal blocks would give other choices than a pass over all tokens.
     let (q, k) = (at_least_f32(q), at_least_f32(pooled));
-    let scores = q
-        .reshape([batch, kv_heads, num_heads / kv_heads, d])
-        .matmul(k.swap_dims(2, 3));
+    let scores = q.reshape([batch, kv_heads, num_heads / kv_heads, d]).matmul(k.swap_dims(2, 3));
     let scores = match choice.rule {
         ChoiceRule::MeanKey | ChoiceRule::LargestScore => scores,
         ChoiceRule::SumOfHeads => scores.clamp_min(0.0).sum_dim(2),
         _ => softmax(scores * spec.softmax_scale, 3).sum_dim(2),
     };
     let scores: Vec<f32> = scores.into_data().iter::<f32>().collect();
-    let rows = scores
-        .chunks_exact(num_pooled)
-        .map(|row| choose(block_scores(row, choice, own_block + 1)));
+    let rows = scores.chunks_exact(num_pooled).map(|row| choose(block_scores(row, choice, own_block + 1)));
     rows.flat_map(|chosen| vec![chosen; copies]).collect()
 }
 
@@ -292,11 +270,7 @@ pub(super) fn keys_of_blocks<B: Backend>(
     let [batch, kv_heads, capacity, d] = k.dims();
     let size = choice.blocks.select_block_size;
     let choosers = choice.choices_per_token([spec.num_heads, kv_heads]);
-    assert_eq!(
-        chosen.len(),
-        batch * choosers,
-        "a list of blocks for each row and chooser"
-    );
+    assert_eq!(chosen.len(), batch * choosers, "a list of blocks for each row and chooser");
     let mut rows = Vec::new();
     for (list, blocks) in chosen.iter().enumerate() {
         let first_row = list / (choosers / kv_heads) * capacity;
@@ -311,10 +285,7 @@ pub(super) fn keys_of_blocks<B: Backend>(
     let rows = Tensor::<B, 1, Int>::from_data(&rows[..], &k.device());
     // Whole rows: on the CPU a gather would look up an index for each number.
     let [k, v] = [k, keys.v.buffer()].map(|x| {
-        x.clone()
-            .reshape([batch * kv_heads * capacity, d])
-            .select(0, rows.clone())
-            .reshape([batch, choosers, count, d])
+        x.clone().reshape([batch * kv_heads * capacity, d]).select(0, rows.clone()).reshape([batch, choosers, count, d])
     });
     let capacity = Some(count);
     KeyCache::with_capacity(k, v, capacity)

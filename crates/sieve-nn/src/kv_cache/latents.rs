@@ -18,11 +18,7 @@ impl<B: Backend> NewLatents<B> {
     /// The entries of `rows` rows from `row` on.
     pub(crate) fn rows(&self, row: usize, rows: usize) -> Self {
         let of = |x: &Tensor<B, 3>| x.clone().narrow(0, row, rows);
-        Self {
-            latent: of(&self.latent),
-            k_rope: of(&self.k_rope),
-            key_scale: self.key_scale.as_ref().map(of),
-        }
+        Self { latent: of(&self.latent), k_rope: of(&self.k_rope), key_scale: self.key_scale.as_ref().map(of) }
     }
 }
 
@@ -40,10 +36,7 @@ impl<B: Backend> LatentCache<B> {
     pub(super) fn new(new: NewLatents<B>) -> Self {
         let (token_axis, room) = (1, None);
         let buffer = |x| TokenBuffer::new(x, token_axis, room);
-        Self {
-            latents: buffer(Tensor::cat(vec![new.latent, new.k_rope], 2)),
-            key_scale: new.key_scale.map(buffer),
-        }
+        Self { latents: buffer(Tensor::cat(vec![new.latent, new.k_rope], 2)), key_scale: new.key_scale.map(buffer) }
     }
 
     /// Number of tokens processed so far.
@@ -54,10 +47,7 @@ impl<B: Backend> LatentCache<B> {
     /// A copy with the rows that `rows` names. `[tokens; 2]`: entries of a text of `tokens` tokens, and their room.
     pub(super) fn rows(&self, rows: RowsOf) -> Self {
         let of = |buffer: &TokenBuffer<B, 3>| buffer.rows(rows, |tokens| [tokens; 2]);
-        Self {
-            latents: of(&self.latents),
-            key_scale: self.key_scale.as_ref().map(of),
-        }
+        Self { latents: of(&self.latents), key_scale: self.key_scale.as_ref().map(of) }
     }
 
     /// Writes a text of `tokens` tokens into a row.

@@ -16,11 +16,7 @@ pub struct TextRows<B: DeviceBackend> {
 impl<B: DeviceBackend> TextRows<B> {
     /// Free rows for `num_rows` texts of at most `room` tokens each.
     pub fn new(num_rows: usize, room: usize) -> Self {
-        Self {
-            cache: KvCache::new(0),
-            lengths: vec![0; num_rows],
-            room,
-        }
+        Self { cache: KvCache::new(0), lengths: vec![0; num_rows], room }
     }
 
     /// Number of rows, one for each text.
@@ -45,10 +41,7 @@ impl<B: DeviceBackend> TextRows<B> {
             rows.put(row, text, tokens);
         }
         self.lengths[row] = tokens;
-        *text = KvCache {
-            num_tokens: tokens,
-            ..KvCache::new(text.layers.len())
-        };
+        *text = KvCache { num_tokens: tokens, ..KvCache::new(text.layers.len()) };
         row
     }
 
@@ -62,11 +55,7 @@ impl<B: DeviceBackend> TextRows<B> {
         let tokens = std::mem::take(&mut self.lengths[row]);
         let of_row = RowsOf::Text { row, tokens };
         let layers = self.cache.layers.iter().map(|layer| layer.rows(of_row)).collect();
-        KvCache {
-            layers,
-            num_tokens: tokens,
-            ..KvCache::new(0)
-        }
+        KvCache { layers, num_tokens: tokens, ..KvCache::new(0) }
     }
 
     /// Counts the token that a step has written to each text.

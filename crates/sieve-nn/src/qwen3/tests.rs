@@ -46,10 +46,7 @@ fn labels() -> Tensor<Flex, 2, Int> {
 fn losses_are_those_of_the_logits() {
     for attention in kinds(0.5) {
         for tie_word_embeddings in [true, false] {
-            let shape = ModelShape {
-                tie_word_embeddings,
-                ..shape(attention)
-            };
+            let shape = ModelShape { tie_word_embeddings, ..shape(attention) };
             let model = Qwen3::<Flex>::new(&shape, 1, &Default::default());
             assert_eq!(model.head.lm_head.is_none(), tie_word_embeddings);
             let rows = Rows::new(DIMS, &shape);
@@ -78,24 +75,15 @@ fn losses_are_those_of_the_logits() {
 
 #[test]
 fn layers_that_share_a_choice_read_the_blocks_of_the_layer_before() {
-    for attention in kinds(0.0)
-        .into_iter()
-        .filter(|kind| matches!(kind.form(), AttentionForm::Blocks(_)))
-    {
-        let shape = ModelShape {
-            num_layers: 4,
-            shared_layers: vec![false, true],
-            ..shape(attention)
-        };
+    for attention in kinds(0.0).into_iter().filter(|kind| matches!(kind.form(), AttentionForm::Blocks(_))) {
+        let shape = ModelShape { num_layers: 4, shared_layers: vec![false, true], ..shape(attention) };
         let model = Qwen3::<Flex>::new(&shape, 3, &Default::default());
         let rows = Rows::new(DIMS, &shape);
         let context = rows.context();
         let mut chosen = None;
         let mut x = model.embed_tokens.forward(ids(DIMS, 1));
         for (at, layer) in model.layers.iter().enumerate() {
-            let Attention::Chosen(chosen_blocks) = &layer.self_attn else {
-                panic!("a kind of chosen blocks")
-            };
+            let Attention::Chosen(chosen_blocks) = &layer.self_attn else { panic!("a kind of chosen blocks") };
             let normed = layer.input_layernorm.forward(x.clone());
             assert_eq!(chosen_blocks.indexer.is_some(), shape.of_layer(at).has_indexer());
             x = match at % 2 {
@@ -140,25 +128,14 @@ fn every_parameter_gets_a_gradient() {
     }
 
     for attention in kinds(0.5) {
-        let shape = ModelShape {
-            residual_scale: true,
-            tie_word_embeddings: false,
-            ..shape(attention)
-        };
+        let shape = ModelShape { residual_scale: true, tie_word_embeddings: false, ..shape(attention) };
         let model = Qwen3::<Ad>::new(&shape, 1, &Default::default());
         let rows = Rows::new(DIMS, &shape);
-        let context = LayerContext {
-            token_share: 0.1,
-            ..rows.context()
-        };
+        let context = LayerContext { token_share: 0.1, ..rows.context() };
         let x = model.hidden(ids(DIMS, 1), &context);
         let labels = Tensor::from_inner(labels());
         let gradients = model.head.loss(x, labels, &model.embed_tokens).backward();
-        let mut missing = Missing {
-            gradients: &gradients,
-            seen: 0,
-            zero: 0,
-        };
+        let mut missing = Missing { gradients: &gradients, seen: 0, zero: 0 };
         model.visit(&mut missing);
         // Embedding, final norm, projection; per layer 2 norms, qkv, 2 head norms, o, gate_up, down, 2 scales, A and
         // W_dt.
@@ -182,10 +159,7 @@ fn every_parameter_gets_a_gradient() {
 #[test]
 fn residual_scales_of_one_change_nothing_and_others_do() {
     let plain = shape(kinds(0.5)[2]);
-    let scaled = ModelShape {
-        residual_scale: true,
-        ..plain.clone()
-    };
+    let scaled = ModelShape { residual_scale: true, ..plain.clone() };
     let rows = Rows::new(DIMS, &plain);
     let x = input::<Flex, 3>([2, 13, 24], 3);
     let layer =
@@ -207,9 +181,8 @@ fn tokens_beyond_the_rotary_tables_are_refused() {
     let mut cache = crate::KvCache::new(2);
     model.next_logits(ids([1, 5], 1), &mut cache, &rope);
     assert_eq!((cache.num_tokens, cache.layers[0].num_keys()), (5, 5));
-    let beyond = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        model.next_logits(ids([1, 1], 1), &mut cache, &rope)
-    }));
+    let beyond =
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| model.next_logits(ids([1, 1], 1), &mut cache, &rope)));
     assert!(beyond.is_err());
 }
 
@@ -246,10 +219,7 @@ fn rows_with_their_own_caches_go_on_alone() {
 fn a_shared_prompt_is_one_before_each_ending() {
     for attention in kinds(0.5) {
         for residual_scale in [false, true] {
-            let shape = ModelShape {
-                residual_scale,
-                ..shape(attention)
-            };
+            let shape = ModelShape { residual_scale, ..shape(attention) };
             let model = Qwen3::<Flex>::new(&shape, 3, &Default::default());
             let device = Default::default();
             let rope = model.rope(30, &device);
@@ -270,10 +240,7 @@ fn a_shared_prompt_is_one_before_each_ending() {
             let expected = model.hidden(repeated, &LayerContext::new(&documents, &rope));
             let expected = values(expected.reshape([32, 24]).select(
                 0,
-                Tensor::from_data(
-                    TensorData::new(place.iter().map(|&p| p as i32).collect::<Vec<_>>(), [19]),
-                    &device,
-                ),
+                Tensor::from_data(TensorData::new(place.iter().map(|&p| p as i32).collect::<Vec<_>>(), [19]), &device),
             ));
             let positions: Vec<i32> = (0..10).chain(7..11).chain(0..5).collect();
             let whole = Documents::whole_rows([1, 19], &device);

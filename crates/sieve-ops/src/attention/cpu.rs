@@ -9,12 +9,7 @@ use sieve_cpu::{AttentionShape, Mask};
 pub(crate) fn attention(qkv: FlexTensor, call: &AttentionCall<Flex>) -> AttentionOutput<Flex> {
     unless_f32!(&qkv, call.spec.num_heads, "attention": reference::attention::<Flex>(qkv, call));
     let qkv = contiguous(qkv);
-    forward(
-        &qkv,
-        attention_shape(&qkv, call.spec),
-        window(call.spec),
-        &call.documents,
-    )
+    forward(&qkv, attention_shape(&qkv, call.spec), window(call.spec), &call.documents)
 }
 
 pub(crate) fn attention_backward(
@@ -68,10 +63,7 @@ pub(crate) fn forward(
     let mut lse = vec![0.0; batch * seq_len * heads];
     let mut o = sieve_cpu::zeros(lse.len() * shape.head_dim_v);
     sieve_cpu::attention_forward(shape, floats(qkv), documents(&bounds), mask, &mut o, &mut lse);
-    AttentionOutput::new(
-        from_vec(o, [batch, seq_len, heads, shape.head_dim_v]),
-        from_vec(lse, [batch, heads, seq_len]),
-    )
+    AttentionOutput::new(from_vec(o, [batch, seq_len, heads, shape.head_dim_v]), from_vec(lse, [batch, heads, seq_len]))
 }
 
 /// `dqkv` of [`forward`]. For a mask with a bias per key, writes the biases' gradient to `d_delta`.

@@ -11,9 +11,7 @@ use sieve_kernels::{
 pub(crate) fn attention(qkv: Float, call: &AttentionCall<Cuda>) -> AttentionOutput<Cuda> {
     let (bias, score_matrix) = (None, scores(&qkv, call.spec.num_heads));
     let attempt = forward(&qkv, call, bias);
-    kernel_or_scores("attention", attempt, score_matrix, || {
-        reference::attention::<Cuda>(qkv, call)
-    })
+    kernel_or_scores("attention", attempt, score_matrix, || reference::attention::<Cuda>(qkv, call))
 }
 
 pub(crate) fn attention_backward(
@@ -94,9 +92,7 @@ pub(crate) fn forward(
 ) -> Result<AttentionOutput<Cuda>, KernelError> {
     let ([start, _], spec) = (bounds(&call.documents), call.spec);
     let scale = spec.softmax_scale as f32;
-    packed(qkv, spec)
-        .attention_forward(&start, spec.window_size, scale, bias)
-        .map(output)
+    packed(qkv, spec).attention_forward(&start, spec.window_size, scale, bias).map(output)
 }
 
 /// Gradients `(dqkv, dbias)` of an attention call; dbias is `None` without a bias.
@@ -108,7 +104,5 @@ pub(crate) fn backward(
     d_o: &Float,
 ) -> Result<(Float, Option<CudaTensor>), KernelError> {
     let ([start, end], window) = (bounds(&call.documents), call.spec.window_size);
-    with_gradients(qkv, call.spec, output, d_o, |gradients| {
-        gradients.attention_backward([&start, &end], window, bias)
-    })
+    with_gradients(qkv, call.spec, output, d_o, |gradients| gradients.attention_backward([&start, &end], window, bias))
 }

@@ -8,10 +8,7 @@ use burn::tensor::{Bool, Int, Tensor};
 /// Positions of queries, `[1, seq_len, 1]`, and of keys, `[1, 1, seq_len]`.
 fn grid<B: Backend>(seq_len: usize, device: &B::Device) -> (Tensor<B, 3, Int>, Tensor<B, 3, Int>) {
     let positions = Tensor::<B, 1, Int>::arange(0..seq_len as i64, device);
-    (
-        positions.clone().reshape([1, seq_len, 1]),
-        positions.reshape([1, 1, seq_len]),
-    )
+    (positions.clone().reshape([1, seq_len, 1]), positions.reshape([1, 1, seq_len]))
 }
 
 /// True for pairs that documents, causality or the call's window hide, `[batch, 1, 1, seq_len, seq_len]`.
@@ -40,8 +37,5 @@ pub(crate) fn hidden_by_expiry<B: Backend>(documents: &DocumentBounds<B>, expire
     let j = j.reshape([1, 1, 1, 1, seq_len]).expand(full);
     let expire = expire.reshape([batch, kv_heads, 1, 1, seq_len]).expand(full);
     let start = start.reshape([batch, 1, 1, seq_len, 1]).expand(full);
-    j.clone()
-        .greater(i.clone())
-        .bool_or(i.greater_equal(expire))
-        .bool_or(j.lower(start))
+    j.clone().greater(i.clone()).bool_or(i.greater_equal(expire)).bool_or(j.lower(start))
 }

@@ -21,26 +21,20 @@ impl<B: Backend> Grouped<B> {
 
     /// Groups q, k and v `[batch, seq_len, heads, width]` by KV head.
     pub(crate) fn of([q, k, v]: [Tensor<B, 4>; 3], spec: AttentionSpec) -> Self {
-        Self {
-            q: group(q, spec),
-            k: group(k, spec),
-            v: group(v, spec),
-        }
+        Self { q: group(q, spec), k: group(k, spec), v: group(v, spec) }
     }
 }
 
 /// `[batch, seq_len, heads, head_dim]` to `[batch, num_kv_heads, heads / num_kv_heads, seq_len, head_dim]`.
 fn group<B: Backend>(x: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 5> {
     let [batch, seq_len, heads, head_dim] = x.dims();
-    x.reshape([batch, seq_len, spec.num_kv_heads, heads / spec.num_kv_heads, head_dim])
-        .permute([0, 2, 3, 1, 4])
+    x.reshape([batch, seq_len, spec.num_kv_heads, heads / spec.num_kv_heads, head_dim]).permute([0, 2, 3, 1, 4])
 }
 
 /// The inverse of [`group`]: joins group and KV head to query heads.
 fn ungroup<B: Backend>(x: Tensor<B, 5>) -> Tensor<B, 4> {
     let [batch, kv_heads, group_size, seq_len, head_dim] = x.dims();
-    x.permute([0, 3, 1, 2, 4])
-        .reshape([batch, seq_len, kv_heads * group_size, head_dim])
+    x.permute([0, 3, 1, 2, 4]).reshape([batch, seq_len, kv_heads * group_size, head_dim])
 }
 
 /// Scaled logits plus biases; [`MASKED`] for hidden pairs.
@@ -53,11 +47,8 @@ fn logits<B: Backend>(
     let Grouped { q, k, .. } = grouped;
     let [batch, kv_heads, group_size, seq_len, _] = q.dims();
     let full = [batch, kv_heads, group_size, seq_len, seq_len];
-    let mut s = q.clone().matmul(
-        k.clone()
-            .swap_dims(3, 4)
-            .expand([batch, kv_heads, group_size, k.dims()[4], seq_len]),
-    ) * spec.softmax_scale;
+    let mut s = q.clone().matmul(k.clone().swap_dims(3, 4).expand([batch, kv_heads, group_size, k.dims()[4], seq_len]))
+        * spec.softmax_scale;
     if let Some(delta) = delta {
         // The largest bias that a row sees is subtracted: next to a large bias q . k would lose its digits.
         let delta = tensor::<B, 3>(delta).cast(s.dtype());
@@ -106,9 +97,7 @@ pub(crate) struct Gradients<B: Backend> {
 /// The log-sum-exp in the shape and dtype of the logits, 0 where a row sees nothing.
 fn finite_lse<B: Backend>(lse: Float<B>, logits: &Tensor<B, 5>) -> Tensor<B, 5> {
     let [batch, kv_heads, group_size, seq_len, _] = logits.dims();
-    let lse = tensor::<B, 3>(lse)
-        .cast(logits.dtype())
-        .reshape([batch, kv_heads, group_size, seq_len, 1]);
+    let lse = tensor::<B, 3>(lse).cast(logits.dtype()).reshape([batch, kv_heads, group_size, seq_len, 1]);
     let empty = lse.clone().equal_elem(f64::NEG_INFINITY);
     lse.mask_fill(empty, 0.0)
 }
@@ -133,21 +122,11 @@ pub(crate) fn backward<B: Backend>(
     let lse = finite_lse(output.lse, &s);
     let p = (s - lse).exp().mask_fill(hidden.expand(full), 0.0);
     let dv = p.clone().swap_dims(3, 4).matmul(d_o.clone()).sum_dim(2);
-    let dp = d_o.clone().matmul(
-        grouped
-            .v
-            .swap_dims(3, 4)
-            .expand([batch, kv_heads, group_size, value_width, seq_len]),
-    );
+    let dp = d_o.clone().matmul(grouped.v.swap_dims(3, 4).expand([batch, kv_heads, group_size, value_width, seq_len]));
     let row_sum = (d_o * o).sum_dim(4);
     let ds = p * (dp - row_sum);
     let dq = ds.clone().matmul(grouped.k.expand(like_q)) * spec.softmax_scale;
     let dk = ds.clone().swap_dims(3, 4).matmul(grouped.q).sum_dim(2) * spec.softmax_scale;
     let d_delta = ds.sum_dim(3).sum_dim(2).reshape([batch, kv_heads, seq_len]);
-    Gradients {
-        dq: ungroup(dq),
-        dk: ungroup(dk),
-        dv: ungroup(dv),
-        d_delta,
-    }
+    Gradients { dq: ungroup(dq), dk: ungroup(dk), dv: ungroup(dv), d_delta }
 }

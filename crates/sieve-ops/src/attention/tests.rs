@@ -9,10 +9,7 @@ use burn::tensor::backend::AutodiffBackend;
 use burn_flex::Flex;
 
 fn spec(group_size: usize, head_dim: usize, window_size: Option<usize>) -> AttentionSpec {
-    AttentionSpec {
-        window_size,
-        ..AttentionSpec::dense([3 * group_size, 3], head_dim)
-    }
+    AttentionSpec { window_size, ..AttentionSpec::dense([3 * group_size, 3], head_dim) }
 }
 
 fn packed(spec: AttentionSpec, [batch, seq_len, head_dim]: [usize; 3], seed: u64) -> Input {
@@ -34,9 +31,7 @@ fn check(spec: AttentionSpec, dims: [usize; 3], lengths: &[usize]) {
     let documents = documents::<Ad>(lengths, [dims[0], dims[1]]);
     let what = format!("attention {spec:?} {dims:?} {lengths:?}");
     let op = |inputs: &[Float]| run(&inputs[0], &documents, spec);
-    check_parity(&what, &inputs, &op, &|inputs| {
-        reference_run(&inputs[0], &documents, spec)
-    });
+    check_parity(&what, &inputs, &op, &|inputs| reference_run(&inputs[0], &documents, spec));
     check_views(&what, &inputs, &op);
 }
 
@@ -92,10 +87,7 @@ fn document_bounds_may_be_views() {
         positions: stored.positions.clone(),
     };
     let qkv = Ad::from_inner(packed(spec, [2, 37, 16], 5).tensor(DType::F32));
-    assert_eq!(
-        host(run(&qkv, &viewed, spec).primitive),
-        host(run(&qkv, &stored, spec).primitive)
-    );
+    assert_eq!(host(run(&qkv, &viewed, spec).primitive), host(run(&qkv, &stored, spec).primitive));
 }
 
 #[test]

@@ -43,11 +43,8 @@ pub fn feed_forward<B: SieveBackend, const D: usize>(
     residual: Residual,
 ) -> Tensor<B, D> {
     let x = primitive(x);
-    let [norm, gate_up, down] = [
-        primitive(layer.norm.clone()),
-        primitive(layer.gate_up.clone()),
-        primitive(layer.down.clone()),
-    ];
+    let [norm, gate_up, down] =
+        [primitive(layer.norm.clone()), primitive(layer.gate_up.clone()), primitive(layer.down.clone())];
     let layer = layer.values();
     let (y, kept) = forward::<B::Inner>(B::value(x.clone()), layer, residual);
     tensor(B::node([&x, &norm, &gate_up, &down], y, |dy| backward(kept, dy)))
@@ -95,26 +92,14 @@ fn forward<B: DeviceBackend>(x: Float<B>, layer: FeedForward<B>, residual: Resid
     };
     let added = (residual == Residual::Stream).then(|| x.clone());
     let (y, second) = gemm::<B>(how, hidden, primitive(layer.down.clone()), added);
-    let kept = Kept {
-        x,
-        gate_up,
-        operands: [first, second],
-        layer,
-        residual,
-    };
+    let kept = Kept { x, gate_up, operands: [first, second], layer, residual };
     (y, kept)
 }
 
 /// Gradients of x, norm, gate_up and down.
 // Memory of a step peaks here, so each tensor is moved into its last use, which frees it.
 fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> [Float<B>; 4] {
-    let Kept {
-        x,
-        gate_up,
-        operands: [first, second],
-        layer,
-        residual,
-    } = kept;
+    let Kept { x, gate_up, operands: [first, second], layer, residual } = kept;
     let FeedForward {
         norm,
         gate_up: gate_up_weight,
@@ -136,17 +121,10 @@ fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> [Float<B>; 4] {
             let Weight(down, sum) = down;
             let d_hidden = B::linear_input_gradient(down, dy.clone());
             let [d_gate_up, hidden] = B::swiglu_backward_with_output(gate_up, d_hidden);
-            (
-                ToQuantise::new(d_gate_up),
-                B::linear_weight_gradient(hidden, dy.clone(), sum),
-            )
+            (ToQuantise::new(d_gate_up), B::linear_weight_gradient(hidden, dy.clone(), sum))
         }
     };
-    let norm = RmsNormCall {
-        x,
-        weight: primitive(norm),
-        epsilon,
-    };
+    let norm = RmsNormCall { x, weight: primitive(norm), epsilon };
     let first = (first, Weight::new(gate_up_weight, gate_up_sum));
     let [dx, d_norm, d_gate_up_weight] = begin_gradients::<B>(norm, first, d_gate_up, (residual, dy));
     [dx, d_norm, d_gate_up_weight, d_down]

@@ -38,10 +38,7 @@ fn choose_scored(index: Float, block_keys: Float, call: &ChoiceCall<Cuda>) -> Fl
         let shape = [1, n, 1, choice.blocks.num_selected_blocks];
         // The kernel writes the chosen blocks to `indices` through `chosen`, a view of the same memory.
         let indices = Tensor::<Cuda, 4, Int>::zeros(shape, &index.device());
-        let (start, chosen) = (
-            start.clone().narrow(0, row, 1),
-            kernel_tensor(indices.clone().into_primitive()),
-        );
+        let (start, chosen) = (start.clone().narrow(0, row, 1), kernel_tensor(indices.clone().into_primitive()));
         let start = kernel_tensor(start.into_primitive());
         block_scores(&index, &keys, &slots, row, |first, scores| {
             let scores = kernel_tensor(primitive(scores.unsqueeze_dims::<4>(&[0, 0])));
@@ -63,13 +60,8 @@ pub(crate) fn index_gradient(
     let [start, end] = bounds(&call.call.documents);
     let [index, lse, chosen] = [index, attention.output.lse.clone(), chosen].map(kernel_tensor);
     let lists: Vec<_> = attention.lists.iter().cloned().map(lists_of).collect();
-    let gradient = IndexGradient {
-        index: &index,
-        lse: &lse,
-        block_indices: &chosen,
-        lists: &lists,
-        weight: call.weight as f32,
-    };
+    let gradient =
+        IndexGradient { index: &index, lse: &lse, block_indices: &chosen, lists: &lists, weight: call.weight as f32 };
     let attempt =
         packed(&qkv, spec).index_gradient([&start, &end], gradient, call.call.blocks, spec.softmax_scale as f32);
     match attempt {

@@ -44,12 +44,7 @@ impl<B: SieveBackend> IndexedCall<'_, B> {
 
 /// The heads of an indexer for the attention of `spec`.
 pub fn indexer_spec(spec: AttentionSpec) -> AttentionSpec {
-    AttentionSpec {
-        num_heads: spec.num_kv_heads,
-        num_kv_heads: 1,
-        window_size: None,
-        ..spec
-    }
+    AttentionSpec { num_heads: spec.num_kv_heads, num_kv_heads: 1, window_size: None, ..spec }
 }
 
 /// Causal attention over the tokens of `call.chosen`. Its backward pass gives `index` the gradient of the indexer's
@@ -93,11 +88,7 @@ fn index_gradient<D: DeviceBackend>(
         return primitive(tensor::<D, 4>(index).zeros_like());
     }
     if let (Read::Chosen(attention), Some((chosen, _, call))) = (read, reads.call(spec)) {
-        let call = IndexGradientCall {
-            call,
-            attention,
-            weight,
-        };
+        let call = IndexGradientCall { call, attention, weight };
         if let Some(gradient) = D::index_gradient([qkv.clone(), index.clone()], chosen, &call) {
             return gradient;
         }
@@ -172,17 +163,13 @@ pub fn index_statistics<B: SieveBackend>(
     let starts = Tensor::<B::Inner, 2, Int>::from_primitive(call.documents.start.clone().into_primitive());
     let starts = starts.narrow(0, 0, 1).select(1, queries.clone()).swap_dims(0, 1);
     let position = queries.clone().unsqueeze_dim::<2>(1) - starts.clone();
-    let key = (range(tokens) + starts.clone())
-        .clamp_max(n as i64 - 1)
-        .unsqueeze_dim::<3>(0);
+    let key = (range(tokens) + starts.clone()).clamp_max(n as i64 - 1).unsqueeze_dim::<3>(0);
     let of_document = |scores: Tensor<B::Inner, 3>, heads: usize| {
         let scores = scores.reshape([groups * heads, count, n]);
         let scores = scores.gather(2, key.clone().expand([groups * heads, count, tokens]));
         (scores * call.spec.softmax_scale).reshape(all(heads))
     };
-    let hidden = range(tokens)
-        .greater(position.clone())
-        .reshape([1, 1, count, num_blocks, size]);
+    let hidden = range(tokens).greater(position.clone()).reshape([1, 1, count, num_blocks, size]);
     let log_softmax = |scores: Tensor<B::Inner, 5>, hidden: Tensor<B::Inner, 5, Bool>| {
         let scores = scores.mask_fill(hidden, f32::NEG_INFINITY);
         let shifted = scores.clone() - scores.max_dim(4).max_dim(3);
@@ -202,10 +189,7 @@ pub fn index_statistics<B: SieveBackend>(
         let chosen = Tensor::<B::Inner, 4, Int>::from_primitive(chosen.into_primitive()).narrow(0, 0, 1);
         let chosen = chosen.select(1, queries.clone()).permute([2, 1, 0, 3]);
         let num_pieces = num_blocks * call.choice.pieces();
-        let is_chosen = range(num_pieces)
-            .reshape([1, 1, num_pieces, 1])
-            .equal(chosen)
-            .any_dim(3);
+        let is_chosen = range(num_pieces).reshape([1, 1, num_pieces, 1]).equal(chosen).any_dim(3);
         let is_chosen = is_chosen.expand([groups, count, num_pieces, tokens / num_pieces]);
         hidden.clone().bool_or(is_chosen.reshape(all(1)).bool_not())
     };
@@ -213,9 +197,7 @@ pub fn index_statistics<B: SieveBackend>(
     let recall = {
         let of_blocks = dense.clone().sum_dim(4).reshape([groups, count, num_blocks]);
         // With 1 added, the own block is the largest.
-        let is_own = range(num_blocks)
-            .equal(position.div_scalar(size as i64))
-            .unsqueeze_dim::<3>(0);
+        let is_own = range(num_blocks).equal(position.div_scalar(size as i64)).unsqueeze_dim::<3>(0);
         let best = match blocks.num_selected_blocks {
             most if most < num_blocks => (of_blocks + is_own.float()).topk(most, 2).sum() - (groups * count) as f64,
             _ => of_blocks.sum(),

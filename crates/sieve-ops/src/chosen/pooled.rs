@@ -83,29 +83,17 @@ impl<B: Backend> Slots<B> {
         let of_row = of_row.reshape([n, count]).select(0, queries.clone());
         let slot = of_row.clone() + self.first_slots(row, queries).expand(of_row.dims());
         // Slot s is marked at index s + 1. Index 0 stands for no block, and for incomplete blocks, which have no slot.
-        let outside = of_row
-            .lower_elem(0)
-            .bool_or(slot.clone().greater_equal_elem(num_slots as i64));
+        let outside = of_row.lower_elem(0).bool_or(slot.clone().greater_equal_elem(num_slots as i64));
         let place = (slot + 1).mask_fill(outside, 0);
         let device = place.device();
         let marks = Tensor::<B, 2>::zeros([all[0], num_slots + 1], &device);
-        let marks = marks.scatter(
-            1,
-            place.clone(),
-            Tensor::ones(place.dims(), &device),
-            IndexingUpdateOp::Add,
-        );
+        let marks = marks.scatter(1, place.clone(), Tensor::ones(place.dims(), &device), IndexingUpdateOp::Add);
         visible.bool_and(marks.narrow(1, 1, num_slots).greater_elem(0.0))
     }
 
     /// Tokens of the blocks in the first `num_slots` slots of a row, `[num_slots * size]`; for empty slots, any tokens.
     pub(super) fn tokens(&self, row: usize, num_slots: usize) -> Tensor<B, 1, Int> {
-        let first = self
-            .first
-            .clone()
-            .narrow(0, row, 1)
-            .narrow(1, 0, num_slots)
-            .clamp_min(0);
+        let first = self.first.clone().narrow(0, row, 1).narrow(1, 0, num_slots).clamp_min(0);
         let all = [num_slots, self.size];
         let offset = Tensor::<B, 1, Int>::arange(0..self.size as i64, &first.device());
         let tokens = first.reshape([num_slots, 1]).expand(all) + offset.unsqueeze_dim::<2>(0).expand(all);
@@ -118,11 +106,7 @@ impl<B: Backend> Slots<B> {
 /// For each slot, the position in its document of the block's first token, `[batch, num_slots]`; 0 in empty slots.
 pub fn block_positions<B: Backend>(documents: &Documents<B>, blocks: NsaBlocks) -> Tensor<B, 2, Int> {
     let first = Slots::<B>::new(&documents.bounds(), blocks).first;
-    documents
-        .positions
-        .clone()
-        .gather(1, first.clone().clamp_min(0))
-        .mask_fill(first.lower_elem(0), 0)
+    documents.positions.clone().gather(1, first.clone().clamp_min(0)).mask_fill(first.lower_elem(0), 0)
 }
 
 /// `q . k`, `[queries, heads, keys]`, in f32 (f64 for f64 operands), from q `[queries, heads, d]` and k `[keys, d]`.
@@ -141,9 +125,7 @@ fn scores_of<D: DeviceBackend>(q: Tensor<D, 3>, k: Tensor<D, 2>) -> Tensor<D, 3>
 /// at most [`SCORES_AT_ONCE`] scores.
 fn query_ranges(seq_len: usize, per_query: usize) -> impl Iterator<Item = [usize; 2]> {
     let at_once = (SCORES_AT_ONCE / per_query.max(1)).clamp(1, seq_len);
-    (0..seq_len)
-        .step_by(at_once)
-        .map(move |first| [first, (first + at_once).min(seq_len)])
+    (0..seq_len).step_by(at_once).map(move |first| [first, (first + at_once).min(seq_len)])
 }
 
 fn indices<B: Backend>([first, end]: [usize; 2], device: &B::Device) -> Tensor<B, 1, Int> {
@@ -154,11 +136,7 @@ fn indices<B: Backend>([first, end]: [usize; 2], device: &B::Device) -> Tensor<B
 /// the value.
 fn queries_of_row<B: Backend>(index: &Tensor<B, 4>, row: usize) -> Tensor<B, 3> {
     let [_, _, heads, _] = index.dims();
-    index
-        .clone()
-        .narrow(0, row, 1)
-        .narrow(2, 0, heads - 2)
-        .squeeze_dim::<3>(0)
+    index.clone().narrow(0, row, 1).narrow(2, 0, heads - 2).squeeze_dim::<3>(0)
 }
 
 fn row_of<B: Backend>(keys: &Tensor<B, 3>, row: usize) -> Tensor<B, 2> {
@@ -271,18 +249,10 @@ fn gradients<D: DeviceBackend>(
             let mut summed = Tensor::<D, 2>::zeros([count, seen * slots.size], (&device, compute_dtype(dtype)));
             for (kv_head, k) in k_slots.iter().enumerate() {
                 let first_head = kv_head * group;
-                let q = q
-                    .clone()
-                    .narrow(0, row, 1)
-                    .narrow(1, first, count)
-                    .narrow(2, first_head, group);
+                let q = q.clone().narrow(0, row, 1).narrow(1, first, count).narrow(2, first_head, group);
                 let k = k.clone().narrow(0, 0, seen * slots.size);
                 let logits = scores_of(q.squeeze_dim::<3>(0), k) * spec.softmax_scale;
-                let lse = lse
-                    .clone()
-                    .narrow(0, row, 1)
-                    .narrow(1, first_head, group)
-                    .narrow(2, first, count);
+                let lse = lse.clone().narrow(0, row, 1).narrow(1, first_head, group).narrow(2, first, count);
                 let lse = lse.squeeze_dim::<2>(0).transpose().unsqueeze_dim::<3>(2);
                 let p = (logits - lse.cast(compute_dtype(dtype))).exp().sum_dim(1);
                 summed = summed + p.reshape([count, seen * slots.size]);
@@ -324,21 +294,12 @@ pub(super) fn measured<B: SieveBackend>(
     call: &IndexedCall<'_, B>,
 ) -> [Tensor<B::Inner, 2>; 2] {
     let slots = Slots::<B::Inner>::new(&call.documents.bounds(), call.choice.blocks);
-    let chosen = call
-        .chosen
-        .clone()
-        .map(|chosen| Tensor::from_primitive(chosen.into_primitive()));
+    let chosen = call.chosen.clone().map(|chosen| Tensor::from_primitive(chosen.into_primitive()));
     let (index, block_keys) = (value::<B, 4>(index.clone()), value::<B, 3>(block_keys.clone()));
     let (num_slots, count) = (block_keys.dims()[1], queries.dims()[0]);
-    let q = queries_of_row(&index, 0)
-        .cast(DType::F32)
-        .select(0, queries.clone())
-        .swap_dims(0, 1);
+    let q = queries_of_row(&index, 0).cast(DType::F32).select(0, queries.clone()).swap_dims(0, 1);
     let [heads, _, d] = q.dims();
-    let keys = block_keys
-        .narrow(0, 0, 1)
-        .cast(DType::F32)
-        .expand([heads, num_slots, d]);
+    let keys = block_keys.narrow(0, 0, 1).cast(DType::F32).expand([heads, num_slots, d]);
     let scores = q.matmul(keys.swap_dims(1, 2)).clamp_min(0.0).sum_dim(0) * call.spec.softmax_scale;
     // Slots of other documents are not read.
     let position = (slots.tokens(0, num_slots).unsqueeze_dim::<2>(0) - starts).clamp_min(0);

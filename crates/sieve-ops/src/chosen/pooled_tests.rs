@@ -13,11 +13,7 @@ use sieve_core::model::test_shapes::qsa;
 fn inputs_of(call: &Call, choice: BlockChoice, seed: u64) -> [Input; 3] {
     let ([batch, n], num_slots) = (call.dims, choice.blocks.num_slots(call.dims[1]));
     let index = Random(seed + 1).input(&[batch, n, call.spec.num_kv_heads + 2, call.head_dim]);
-    [
-        call.qkv(seed),
-        index,
-        Random(seed + 2).input(&[batch, num_slots, call.head_dim]),
-    ]
+    [call.qkv(seed), index, Random(seed + 2).input(&[batch, num_slots, call.head_dim])]
 }
 
 /// The call of the inputs' attention.
@@ -29,14 +25,7 @@ fn indexed<'a>(
 ) -> IndexedCall<'a, Ad> {
     let (index, keys) = (float::<4>(index), float::<3>(keys));
     let chosen = (!is_warmup).then(|| choose_scored_blocks(index, keys.clone(), &call.documents, call.spec, choice));
-    IndexedCall {
-        documents: &call.documents,
-        spec: call.spec,
-        choice,
-        chosen,
-        block_keys: Some(keys),
-        loss_weight,
-    }
+    IndexedCall { documents: &call.documents, spec: call.spec, choice, chosen, block_keys: Some(keys), loss_weight }
 }
 
 /// The first token of each slot's block, or -1.
@@ -46,34 +35,18 @@ fn slot_starts(call: &Call, choice: BlockChoice) -> Vec<i32> {
 
 /// The output's reference, and the sum of the divergences from all scores, for the blocks that `indexed` reads.
 fn defined(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> Tensor<Ad, 1> {
-    let ([batch, n], groups, size) = (
-        call.dims,
-        call.spec.num_kv_heads,
-        indexed.choice.blocks.select_block_size,
-    );
+    let ([batch, n], groups, size) = (call.dims, call.spec.num_kv_heads, indexed.choice.blocks.select_block_size);
     let (starts, group) = (slot_starts(call, indexed.choice), call.spec.group_size());
     let (num_slots, tokens) = (starts.len() / batch, tokens_read(call, indexed));
     let [q, k, _] = split_heads::<Ad>(float(&inputs[0]), groups).map(|x| x.swap_dims(1, 2));
-    let k = Tensor::cat(
-        (0..groups * group)
-            .map(|head| k.clone().narrow(1, head / group, 1))
-            .collect(),
-        1,
-    );
+    let k = Tensor::cat((0..groups * group).map(|head| k.clone().narrow(1, head / group, 1)).collect(), 1);
     let unread = |heads: usize| {
-        let of_row = |row: usize| {
-            tokens[row * groups * n * n..][..n * n]
-                .iter()
-                .map(|read| !read)
-                .collect::<Vec<_>>()
-        };
+        let of_row = |row: usize| tokens[row * groups * n * n..][..n * n].iter().map(|read| !read).collect::<Vec<_>>();
         let all: Vec<bool> = (0..batch).flat_map(|row| vec![of_row(row); heads].concat()).collect();
         Tensor::<Ad, 4, burn::tensor::Bool>::from_data(TensorData::new(all, [batch, heads, n, n]), &Default::default())
     };
     let logits = q.matmul(k.swap_dims(2, 3)) * call.spec.softmax_scale;
-    let p = log_softmax(logits.mask_fill(unread(groups * group), -1e9), 3)
-        .exp()
-        .sum_dim(1);
+    let p = log_softmax(logits.mask_fill(unread(groups * group), -1e9), 3).exp().sum_dim(1);
     let p: Vec<f64> = p.detach().into_data().iter::<f64>().collect();
     // The largest probability of each complete block that the query reads.
     let (mut teacher, mut read) = (vec![0.0; batch * n * num_slots], vec![false; batch * n * num_slots]);
@@ -108,12 +81,7 @@ fn defined(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> Te
 /// Calls with chosen blocks, and calls in the warm-up.
 fn all_calls() -> Vec<(Call, BlockChoice, bool)> {
     let mut all = Vec::new();
-    for (choice, is_warmup) in [
-        (qsa(4, 3), false),
-        (qsa(3, 64), false),
-        (qsa(1, 4), false),
-        (qsa(4, 3), true),
-    ] {
+    for (choice, is_warmup) in [(qsa(4, 3), false), (qsa(3, 64), false), (qsa(1, 4), false), (qsa(4, 3), true)] {
         all.extend(calls().into_iter().map(|call| (call, choice, is_warmup)));
     }
     all
@@ -124,20 +92,13 @@ fn gemms_choose_as_the_definition_does_and_each_query_reads_its_own_block() {
     for (call, choice, _) in all_calls() {
         let [batch, n] = call.dims;
         let inputs = inputs_of(&call, choice, 20).map(|input| of_leaf(&input));
-        let chosen = indexed(&call, choice, &inputs, (false, 0.0))
-            .chosen
-            .expect("no warm-up");
+        let chosen = indexed(&call, choice, &inputs, (false, 0.0)).chosen.expect("no warm-up");
         let defined = choices_of(&chosen);
         let (count, groups) = (choice.blocks.num_selected_blocks, call.spec.num_kv_heads);
         let positions: Vec<i64> = call.documents.positions.clone().into_data().iter::<i64>().collect();
         for (at, blocks) in defined.chunks(count).enumerate() {
             let own = positions[at / groups] / choice.blocks.select_block_size as i64;
-            assert_eq!(
-                blocks.iter().filter(|&&block| block >= 0).max(),
-                Some(&own),
-                "{:?}",
-                call.dims
-            );
+            assert_eq!(blocks.iter().filter(|&&block| block >= 0).max(), Some(&own), "{:?}", call.dims);
         }
         let [_, index, keys] = inputs.map(|x| x.primitive);
         let (index, keys) = (tensor::<Flex, 4>(index), tensor::<Flex, 3>(keys));
@@ -152,12 +113,7 @@ fn gemms_choose_as_the_definition_does_and_each_query_reads_its_own_block() {
                     sieve_cpu::nsa::choose_blocks(scores, own, choice.forced, &mut found);
                     let found: Vec<i64> = found.into_iter().map(i64::from).collect();
                     let expected = &defined[(row * n + query) * groups * count..][..groups * count];
-                    assert_eq!(
-                        found.repeat(groups),
-                        expected,
-                        "{:?} {choice:?} {row} {query}",
-                        call.dims
-                    );
+                    assert_eq!(found.repeat(groups), expected, "{:?} {choice:?} {row} {query}", call.dims);
                 }
             });
         }
@@ -175,12 +131,7 @@ fn keys_of_blocks_stand_at_the_first_token_s_position() {
             -1 => 0,
             _ => in_document[at / (starts.len() / call.dims[0]) * call.dims[1] + first as usize],
         };
-        assert_eq!(
-            positions,
-            starts.iter().enumerate().map(of).collect::<Vec<_>>(),
-            "{:?} {choice:?}",
-            call.dims
-        );
+        assert_eq!(positions, starts.iter().enumerate().map(of).collect::<Vec<_>>(), "{:?} {choice:?}", call.dims);
     }
 }
 
@@ -191,10 +142,7 @@ fn attention_and_the_loss_of_pooled_scores_equal_the_definition() {
         let leaves = inputs.clone().map(|input| of_leaf(&input));
         let given = indexed(&call, choice, &leaves, (is_warmup, 0.3));
         let op = |inputs: &[AdFloat]| {
-            let call = IndexedCall {
-                block_keys: Some(float(&inputs[2])),
-                ..given.clone()
-            };
+            let call = IndexedCall { block_keys: Some(float(&inputs[2])), ..given.clone() };
             of_ad(indexed_attention(float(&inputs[0]), float(&inputs[1]), &call))
         };
         check_parity("pooled indexed_attention", &inputs, &op, &|inputs| {
@@ -218,16 +166,9 @@ fn statistics_of_pooled_scores_are_those_of_every_score() {
     // As many tokens as the number of queries that are measured, so that the mean is over all queries.
     for (lengths, heads) in [(&[][..], [4, 2]), (&[5][..], [3, 3]), (&[1, 9][..], [2, 1])] {
         let call = Call::new([1, 16], heads, 8, lengths);
-        for (choice, is_warmup) in [
-            (qsa(2, 2), false),
-            (qsa(3, 1), false),
-            (qsa(2, 64), false),
-            (qsa(2, 2), true),
-        ] {
+        for (choice, is_warmup) in [(qsa(2, 2), false), (qsa(3, 1), false), (qsa(2, 64), false), (qsa(2, 2), true)] {
             let leaves = inputs_of(&call, choice, 50).map(|input| of_leaf(&input));
-            let chosen = indexed(&call, choice, &leaves, (false, 1.0))
-                .chosen
-                .expect("no warm-up");
+            let chosen = indexed(&call, choice, &leaves, (false, 1.0)).chosen.expect("no warm-up");
             let given = indexed(&call, choice, &leaves, (is_warmup, 1.0));
             let measured = index_statistics(float::<4>(&leaves[0]), float::<4>(&leaves[1]), chosen, &given);
             let measured: Vec<f64> = measured.into_data().iter::<f64>().collect();

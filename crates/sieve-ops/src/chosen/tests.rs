@@ -99,44 +99,30 @@ fn attention_over_some_blocks_equals_the_reference() {
         for choice in [infllm(3), moba(4, 2)] {
             let inputs = [call.qkv(4)];
             let chosen = choose_key_blocks(float::<4>(&of_leaf(&inputs[0])), &call.documents, call.spec, choice);
-            check_parity(
-                "chosen_attention",
-                &inputs,
-                &|inputs| op(&call, choice, &chosen, inputs),
-                &|inputs| {
-                    // A KV head for each query head.
-                    let spec = AttentionSpec {
-                        num_kv_heads: call.spec.num_heads,
-                        ..call.spec
-                    };
-                    let [q, k, v] = split_heads::<Ad>(float(&inputs[0]), call.spec.num_kv_heads);
-                    let group = call.spec.num_heads / call.spec.num_kv_heads;
-                    let heads = |x: Tensor<Ad, 4>| {
-                        let one = |head| x.clone().narrow(2, head / group, 1);
-                        Tensor::cat((0..call.spec.num_heads).map(one).collect(), 2)
-                    };
-                    let qkv = Tensor::cat(vec![q, heads(k), heads(v)], 2);
-                    let choosers = chosen.dims()[2];
-                    let of_head = |head| chosen.clone().narrow(2, head * choosers / call.spec.num_heads, 1);
-                    let indices = Tensor::cat((0..call.spec.num_heads).map(of_head).collect(), 2);
-                    let call = NsaCall::new(call.documents.bounds(), spec, choice.attended());
-                    reference::nsa_selected_attention::<Ad>(of_ad(qkv), indices.into_primitive(), &call)
-                        .output
-                        .o
-                },
-            );
-            check_views("chosen_attention", &inputs, &|inputs| {
-                op(&call, choice, &chosen, inputs)
+            check_parity("chosen_attention", &inputs, &|inputs| op(&call, choice, &chosen, inputs), &|inputs| {
+                // A KV head for each query head.
+                let spec = AttentionSpec { num_kv_heads: call.spec.num_heads, ..call.spec };
+                let [q, k, v] = split_heads::<Ad>(float(&inputs[0]), call.spec.num_kv_heads);
+                let group = call.spec.num_heads / call.spec.num_kv_heads;
+                let heads = |x: Tensor<Ad, 4>| {
+                    let one = |head| x.clone().narrow(2, head / group, 1);
+                    Tensor::cat((0..call.spec.num_heads).map(one).collect(), 2)
+                };
+                let qkv = Tensor::cat(vec![q, heads(k), heads(v)], 2);
+                let choosers = chosen.dims()[2];
+                let of_head = |head| chosen.clone().narrow(2, head * choosers / call.spec.num_heads, 1);
+                let indices = Tensor::cat((0..call.spec.num_heads).map(of_head).collect(), 2);
+                let call = NsaCall::new(call.documents.bounds(), spec, choice.attended());
+                reference::nsa_selected_attention::<Ad>(of_ad(qkv), indices.into_primitive(), &call).output.o
             });
+            check_views("chosen_attention", &inputs, &|inputs| op(&call, choice, &chosen, inputs));
         }
     }
     let call = Call::new([2, 13], [4, 2], 3, &[6]);
     for choice in [infllm(3), moba(4, 2)] {
         let input = call.qkv(4);
         let chosen = choose_key_blocks(float::<4>(&of_leaf(&input)), &call.documents, call.spec, choice);
-        check_finite_differences("chosen_attention", &[input], &|inputs| {
-            op(&call, choice, &chosen, inputs)
-        });
+        check_finite_differences("chosen_attention", &[input], &|inputs| op(&call, choice, &chosen, inputs));
     }
 }
 
@@ -152,14 +138,7 @@ impl Call {
             let (index, spec) = (float::<4>(&of_leaf(index)), indexer_spec(self.spec));
             choose_key_blocks(index, &self.documents, spec, choice)
         });
-        IndexedCall {
-            documents: &self.documents,
-            spec: self.spec,
-            choice,
-            chosen,
-            block_keys: None,
-            loss_weight,
-        }
+        IndexedCall { documents: &self.documents, spec: self.spec, choice, chosen, block_keys: None, loss_weight }
     }
 }
 
@@ -213,15 +192,10 @@ fn defined(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> (T
     };
     let log_p = log_softmax(logits(q, of_groups(k), all), 4);
     let p = log_p.exp();
-    let o = p
-        .clone()
-        .matmul(of_groups(v))
-        .reshape([batch, groups * group, n, call.head_dim]);
+    let o = p.clone().matmul(of_groups(v)).reshape([batch, groups * group, n, call.head_dim]);
     let p = p.detach().mean_dim(2);
     let one = [batch, groups, 1, n, n];
-    let k_index = k_index
-        .unsqueeze_dim::<5>(2)
-        .expand([batch, groups, 1, n, call.head_dim]);
+    let k_index = k_index.unsqueeze_dim::<5>(2).expand([batch, groups, 1, n, call.head_dim]);
     let log_index = log_softmax(logits(q_index.unsqueeze_dim::<5>(2), k_index, one), 4);
     let log_p = p.clone().clamp_min(1e-300).log();
     let divergence = (p * (log_p - log_index)).mask_fill(unread, 0.0).sum();
@@ -309,9 +283,8 @@ fn defined_statistics(
         let start = starts[query] as usize;
         let position = query - start;
         let chosen = &all_chosen[(query * groups + kv_head) * k..][..k];
-        let is_chosen: Vec<bool> = (0..=position)
-            .map(|at| chosen.contains(&((at / attended.select_block_size) as i64)))
-            .collect();
+        let is_chosen: Vec<bool> =
+            (0..=position).map(|at| chosen.contains(&((at / attended.select_block_size) as i64))).collect();
         // Probabilities of a query of tensor `x` over the keys of head `key` that are read.
         let softmax = |x: &Input, head: usize, key: usize, read: &dyn Fn(usize) -> bool| -> Vec<f64> {
             let q = row(x, query, head);
@@ -332,10 +305,7 @@ fn defined_statistics(
             mean
         };
         let dense = mean(&|_| true);
-        found += (0..=position)
-            .filter(|&at| is_chosen[at])
-            .map(|at| dense[at])
-            .sum::<f64>();
+        found += (0..=position).filter(|&at| is_chosen[at]).map(|at| dense[at]).sum::<f64>();
         let mut of_blocks: Vec<f64> = dense.chunks(blocks.select_block_size).map(|x| x.iter().sum()).collect();
         best += of_blocks.pop().expect("the own block");
         of_blocks.sort_by(|a, b| b.total_cmp(a));
@@ -357,17 +327,10 @@ fn statistics_are_those_of_every_score() {
         for (lengths, heads) in lengths.into_iter().zip([[4, 2], [3, 3], [2, 1], [6, 2]]) {
             let call = Call::new([2, n], heads, 8, lengths);
             // With scores of 0 all blocks of a size have equal probabilities.
-            for (scale, choice) in [
-                (1.0, msa(2, 2)),
-                (1.0, msa(3, 1)),
-                (1.0, msa(2, 64)),
-                (0.0, msa(7, 3)),
-                (1.0, msa(128, 2)),
-            ] {
-                let inputs = [
-                    call.qkv(seed).affine(scale, 0.0),
-                    call.index(seed + 1).affine(scale, 0.0),
-                ];
+            for (scale, choice) in
+                [(1.0, msa(2, 2)), (1.0, msa(3, 1)), (1.0, msa(2, 64)), (0.0, msa(7, 3)), (1.0, msa(128, 2))]
+            {
+                let inputs = [call.qkv(seed).affine(scale, 0.0), call.index(seed + 1).affine(scale, 0.0)];
                 let leaves = inputs.clone().map(|input| of_leaf(&input));
                 let read = call.indexed(choice, Some(&inputs[1]), 1.0);
                 let chosen = read.chosen.clone().expect("it chooses");

@@ -47,10 +47,7 @@ impl<B: Backend> Parted<B> {
             return None;
         };
         let selection = with_halo.selection.as_ref();
-        Some((
-            &with_halo.halo,
-            selection.map(|(selection, _)| selection.expire.clone()),
-        ))
+        Some((&with_halo.halo, selection.map(|(selection, _)| selection.expire.clone())))
     }
 }
 
@@ -69,10 +66,7 @@ pub(crate) fn forward<B: DeviceBackend>(
         let output = <B as DeviceBackend>::attention(own.clone(), &whole::<B>(parts, &own, spec));
         let o = tensor::<B, 4>(output.o.clone());
         let o = to_tokens(&*parts.links, o, &[Heads::Split(spec.num_heads)]);
-        return Parted {
-            o: primitive(o),
-            way: Way::Heads(output),
-        };
+        return Parted { o: primitive(o), way: Way::Heads(output) };
     }
     // A window includes the query's own token, so it reaches one key fewer before the part.
     let reach = match (&dma, spec.window_size) {
@@ -94,26 +88,14 @@ pub(crate) fn forward<B: DeviceBackend>(
             let rank = halo.with_ranks(rank);
             let delta = primitive(dma_bias(tensor::<B, 3>(rank.clone()), dma.bias));
             let selection = B::dma_select(rank.clone(), &attention.documents, dma.window());
-            let call = DmaCall {
-                qkv: longer,
-                delta,
-                selection: selection.clone(),
-                attention,
-            };
+            let call = DmaCall { qkv: longer, delta, selection: selection.clone(), attention };
             (B::dma_attention(&call, o_low), Some((selection, rank)))
         }
         None => (<B as DeviceBackend>::attention(longer, &attention), None),
     };
     let o = tensor::<B, 4>(output.o.clone()).narrow(1, halo.slots, len);
-    let with_halo = WithHalo {
-        halo,
-        output,
-        selection,
-    };
-    Parted {
-        o: primitive(o),
-        way: Way::Halo(Box::new(with_halo)),
-    }
+    let with_halo = WithHalo { halo, output, selection };
+    Parted { o: primitive(o), way: Way::Halo(Box::new(with_halo)) }
 }
 
 /// `dqkv` of this part, and the gradients of w_dt and a; `None` without DMA.
@@ -136,11 +118,7 @@ pub(crate) fn backward<B: DeviceBackend>(
         }
         Way::Halo(with_halo) => with_halo,
     };
-    let WithHalo {
-        halo,
-        output,
-        selection,
-    } = *with_halo;
+    let WithHalo { halo, output, selection } = *with_halo;
     let (slots, len) = (halo.slots, parts.len());
     let longer = halo.with_keys(qkv.clone());
     let attention = halo.call(own_call);
@@ -160,12 +138,7 @@ pub(crate) fn backward<B: DeviceBackend>(
     };
     let rank = tensor::<B, 3>(rank);
     let delta = dma_bias(rank.clone(), dma.spec.bias);
-    let call = DmaCall {
-        qkv: longer,
-        delta: primitive(delta.clone()),
-        selection,
-        attention,
-    };
+    let call = DmaCall { qkv: longer, delta: primitive(delta.clone()), selection, attention };
     let [d_longer, d_delta] = B::dma_attention_backward(&call, output, d_o);
     let (d_qkv, d_delta) = halo.own_gradients(parts, d_longer, Some(d_delta));
     let d_delta = tensor::<B, 3>(d_delta.expect("given above"));

@@ -20,9 +20,7 @@ pub(crate) fn dma_border_keys(packed: Float, rank: Float, kept: Float, spec: Att
     let [packed_view, rank_view, kept_view] = tensors([&packed, &rank, &kept]);
     let attempt = sieve_kernels::dma_border_keys_forward(&packed_view, &rank_view, &kept_view);
     let attempt = attempt.map(|results| results.map(ToBurn::burn));
-    kernel_or("dma_border_keys", attempt, || {
-        reference::dma_border_keys::<Cuda>(packed, rank, kept, spec)
-    })
+    kernel_or("dma_border_keys", attempt, || reference::dma_border_keys::<Cuda>(packed, rank, kept, spec))
 }
 
 /// The kernel adds the gradients of the halo's keys to `totals` in place, at the keys in `kept`.
@@ -35,12 +33,9 @@ pub(crate) fn dma_border_keys_backward(
     let totals = totals.map(writable);
     let [d_keys, d_ranks, kept_view] = tensors([&halo_gradients[0], &halo_gradients[1], &kept]);
     let outcome = sieve_kernels::dma_border_keys_backward(totals.each_ref(), &kept_view, [&d_keys, &d_ranks]);
-    kernel_on(
-        "dma_border_keys_backward",
-        totals.map(ToBurn::burn),
-        outcome,
-        |totals| reference::dma_border_keys_backward::<Cuda>(totals, kept, halo_gradients, spec),
-    )
+    kernel_on("dma_border_keys_backward", totals.map(ToBurn::burn), outcome, |totals| {
+        reference::dma_border_keys_backward::<Cuda>(totals, kept, halo_gradients, spec)
+    })
 }
 
 pub(crate) fn exchange(links: &dyn RankGroup, parcel: SendRecv<Cuda>) -> Vec<Float> {

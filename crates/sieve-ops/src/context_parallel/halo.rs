@@ -160,12 +160,7 @@ impl<B: DeviceBackend> Halo<B> {
         like: &Float<B>,
     ) -> Vec<Float<B>> {
         let given = self.to.clone().filter_map(|part| Some((part, own.clone()?)));
-        let parcel = SendRecv {
-            given: given.collect(),
-            from: self.from.clone(),
-            shape,
-            like: like.clone(),
-        };
+        let parcel = SendRecv { given: given.collect(), from: self.from.clone(), shape, like: like.clone() };
         B::exchange(&*parts.links, parcel)
     }
 
@@ -286,12 +281,7 @@ impl<B: DeviceBackend> Halo<B> {
             let own = gradients.clone()?.narrow(dim, at * self.share, self.share);
             Some((part, primitive(own)))
         });
-        let parcel = SendRecv {
-            given: given.collect(),
-            from: self.to.clone(),
-            shape,
-            like: like.clone(),
-        };
+        let parcel = SendRecv { given: given.collect(), from: self.to.clone(), shape, like: like.clone() };
         let found = B::exchange(&*parts.links, parcel).into_iter();
         let sums = found.map(|found| tensor::<B, D>(found).cast(DType::F32));
         Some(sums.reduce(|sum, more| sum + more)?.cast(like.dtype()))

@@ -59,9 +59,7 @@ impl ContextParallel {
         let (x, links, kinds) = (primitive(x), self.links.clone(), [Heads::Split(num_heads)]);
         let value = tensor::<B::Inner, 4>(B::value(x.clone()));
         let part = primitive(to_tokens(&*links, value, &kinds));
-        tensor(B::node([&x], part, move |d_part| {
-            [primitive(to_heads(&*links, tensor::<B::Inner, 4>(d_part), &kinds))]
-        }))
+        tensor(B::node([&x], part, move |d_part| [primitive(to_heads(&*links, tensor::<B::Inner, 4>(d_part), &kinds))]))
     }
 
     /// This rank's share of `count` heads.
@@ -148,12 +146,7 @@ fn shares(kinds: &[Heads], parts: usize) -> Vec<Share> {
         let is_shared = matches!(kind, Heads::Shared(_));
         shares.extend((0..parts).map(|part| {
             let from = if is_shared { first } else { first + part * own };
-            Share {
-                part,
-                among_all: from..from + own,
-                among_own: first_own..first_own + own,
-                is_shared,
-            }
+            Share { part, among_all: from..from + own, among_own: first_own..first_own + own, is_shared }
         }));
         first += kind.all();
         first_own += own;

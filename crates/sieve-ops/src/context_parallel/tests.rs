@@ -25,10 +25,7 @@ struct Case {
 }
 
 fn case(num_kv_heads: usize, window_size: Option<usize>, dma: Option<DmaShape>) -> Case {
-    let spec = AttentionSpec {
-        window_size,
-        ..AttentionSpec::dense([2 * num_kv_heads, num_kv_heads], WIDTH)
-    };
+    let spec = AttentionSpec { window_size, ..AttentionSpec::dense([2 * num_kv_heads, num_kv_heads], WIDTH) };
     Case { spec, dma }
 }
 
@@ -61,11 +58,8 @@ fn cases() -> Vec<Case> {
 
 /// Lengths of the documents of the two rows. Documents begin and end at the borders of parts, before and after them;
 /// some have one token.
-const ROWS: [[&[usize]; BATCH]; 3] = [
-    [&[ROW], &[12, 12]],
-    [&[1, 10, 2, 11], &[5, 1, 18]],
-    [&[13, 1, 1, 9], &[6, 6, 6, 6]],
-];
+const ROWS: [[&[usize]; BATCH]; 3] =
+    [[&[ROW], &[12, 12]], [&[1, 10, 2, 11], &[5, 1, 18]], [&[13, 1, 1, 9], &[6, 6, 6, 6]]];
 
 /// Start and end of the document of each token, by the lengths of each row's documents.
 fn bounds<'a>(rows: impl IntoIterator<Item = &'a [usize]>, row_len: usize) -> [Vec<u32>; 2] {
@@ -86,11 +80,8 @@ fn bounds<'a>(rows: impl IntoIterator<Item = &'a [usize]>, row_len: usize) -> [V
 fn inputs(case: Case, a: f64) -> [FlexTensor; 4] {
     let mut random = Random(3);
     let kv = case.spec.num_kv_heads;
-    let shapes: [&[usize]; 3] = [
-        &[BATCH, ROW, case.spec.packed_heads(), WIDTH],
-        &[BATCH, ROW, case.spec.num_heads, WIDTH],
-        &[kv * WIDTH, kv],
-    ];
+    let shapes: [&[usize]; 3] =
+        [&[BATCH, ROW, case.spec.packed_heads(), WIDTH], &[BATCH, ROW, case.spec.num_heads, WIDTH], &[kv * WIDTH, kv]];
     let [qkv, d_o, w_dt] = shapes.map(|shape| random.input(shape).tensor(DType::F32));
     let a = random.input(&[kv]).affine(a, a).tensor(DType::F32);
     [qkv, d_o, w_dt, a]
@@ -142,11 +133,7 @@ fn whole(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found 
     let device = Default::default();
     let documents = Documents::<Flex>::new(&bounds[0], &bounds[1], [BATCH, ROW], &device).bounds();
     let (o, d_qkv, dma) = attend::<Flex>(inputs.clone(), documents, case.spec, case.dma, KeepOLow::Never);
-    let mut found = Found {
-        o: values::<4>(o),
-        d_qkv: values::<4>(d_qkv),
-        ..Found::default()
-    };
+    let mut found = Found { o: values::<4>(o), d_qkv: values::<4>(d_qkv), ..Found::default() };
     if let Some((expire, [d_w_dt, d_a])) = dma {
         (found.d_w_dt, found.d_a) = (values::<2>(d_w_dt), values::<1>(d_a));
         for head in expire_of(expire).chunks(ROW) {
@@ -184,17 +171,8 @@ fn part(case: Case, parts: ContextParallel, inputs: &[FlexTensor; 4]) -> Found {
     let slots = parted.halo().map(|(halo, _)| halo.slots);
     let o = values::<4>(parted.o.clone());
     let (d_qkv, d_dma) = backward::<Flex>(parted, own(qkv), dma(), place, own(d_o));
-    let (d_w_dt, d_a) = d_dma.map_or((Vec::new(), Vec::new()), |[d_w_dt, d_a]| {
-        (values::<2>(d_w_dt), values::<1>(d_a))
-    });
-    Found {
-        o,
-        d_qkv: values::<4>(d_qkv),
-        d_w_dt,
-        d_a,
-        active,
-        slots,
-    }
+    let (d_w_dt, d_a) = d_dma.map_or((Vec::new(), Vec::new()), |[d_w_dt, d_a]| (values::<2>(d_w_dt), values::<1>(d_a)));
+    Found { o, d_qkv: values::<4>(d_qkv), d_w_dt, d_a, active, slots }
 }
 
 /// The keys that each query of a part sees, by their positions in the whole row.

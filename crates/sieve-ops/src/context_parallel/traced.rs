@@ -46,14 +46,6 @@ impl<B: DeviceBackend> TracedPart<B> {
         let ranks = halo.and_then(|halo| halo.ranks.clone());
         let (expire, o) = (expire.flatten(), parted.o.clone());
         let (d_qkv, d_dma) = backward::<B>(parted, qkv, dma, place, d_o);
-        Self {
-            halo: keys,
-            halo_ranks: ranks,
-            documents,
-            expire,
-            o,
-            d_qkv,
-            d_dma,
-        }
+        Self { halo: keys, halo_ranks: ranks, documents, expire, o, d_qkv, d_dma }
     }
 }

@@ -125,12 +125,7 @@ impl<B: Backend> SelectorCache<B> {
             TokenKeys::Pages { page, .. } => Some(page_bounds(k.clone().swap_dims(1, KEY_AXIS), page)),
             TokenKeys::Ends { .. } | TokenKeys::Largest(_) => None,
         };
-        Self {
-            keys: KeyCache::new(k, v),
-            bounds,
-            reads,
-            is_fixed,
-        }
+        Self { keys: KeyCache::new(k, v), bounds, reads, is_fixed }
     }
 
     /// Makes room for one more token. Returns how many further tokens fit before a buffer must grow.
@@ -290,10 +285,7 @@ mod tests {
             for len in tokens + 1..tokens + 1200 {
                 let left = cache.reserve_token();
                 cache.count_token();
-                let found = cache
-                    .bounds
-                    .as_ref()
-                    .map(|bounds| [bounds.len(), bounds.room() * page - len]);
+                let found = cache.bounds.as_ref().map(|bounds| [bounds.len(), bounds.room() * page - len]);
                 let [pages, room] = found.expect("pages");
                 assert_eq!((cache.keys.len(), pages), (len, len.div_ceil(page)));
                 assert_eq!(left, room.min(cache.keys.k.room() - len), "{len}");

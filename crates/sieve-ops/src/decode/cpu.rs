@@ -98,9 +98,7 @@ fn replace_lightest(cache: &mut DmaCache<Flex>, token: &DmaToken<Flex>) {
     let [k, v, rank] = [&token.k, &token.v, &token.rank].map(|x| contiguous(x.clone()));
     let (held, positions) = (cache.rank.buffer().clone(), cache.positions.buffer().clone());
     let (held, positions) = (contiguous(primitive(held)), contiguous(positions.into_primitive()));
-    let heads = floats(&held)
-        .chunks_exact(slots)
-        .zip(ints(&positions).chunks_exact(slots));
+    let heads = floats(&held).chunks_exact(slots).zip(ints(&positions).chunks_exact(slots));
     let evicted = |((ranks, positions), rank): ((&[f32], &[i32]), &f32)| {
         let candidates = (0..slots).filter(|&slot| positions[slot] as usize + local <= token.position);
         // `+ 0.0` makes -0 equal to +0.

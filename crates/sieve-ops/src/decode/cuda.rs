@@ -13,9 +13,7 @@ use sieve_kernels::{
 
 pub(crate) fn likeliest(logits: Float, num_tokens: usize) -> Float {
     let attempt = sieve_kernels::step::likeliest(&kernel_tensor(logits.clone()), num_tokens);
-    kernel_or("likeliest", attempt.map(ToBurn::burn), || {
-        reference::likeliest::<Cuda>(logits, num_tokens)
-    })
+    kernel_or("likeliest", attempt.map(ToBurn::burn), || reference::likeliest::<Cuda>(logits, num_tokens))
 }
 
 pub(crate) fn attention_decode(
@@ -38,20 +36,13 @@ pub(crate) fn cached_attention(
     scratch: &mut CudaDecodeScratch,
 ) -> Float {
     let attempt = append(cache, &qkv, spec, scratch);
-    kernel_or("attention_decode", attempt, || {
-        reference::cached_attention(cache, qkv, spec)
-    })
+    kernel_or("attention_decode", attempt, || reference::cached_attention(cache, qkv, spec))
 }
 
 pub(crate) fn mla_decode(q: Float, latents: Float, key_scale: Option<Float>, rank: usize, softmax_scale: f64) -> Float {
     let [on_q, on_latents] = tensors([&q, &latents]);
     let on_key_scale = key_scale.clone().map(kernel_tensor);
-    let keys = LatentKeys {
-        latents: &on_latents,
-        rank,
-        key_scale: on_key_scale.as_ref(),
-        length: None,
-    };
+    let keys = LatentKeys { latents: &on_latents, rank, key_scale: on_key_scale.as_ref(), length: None };
     let attempt = sieve_kernels::mla_decode(&on_q, keys, softmax_scale as f32);
     kernel_or("mla_decode", attempt.map(ToBurn::burn), || {
         reference::mla_decode::<Cuda>(q, latents, key_scale, rank, softmax_scale)
@@ -66,9 +57,7 @@ pub(crate) fn dma_decode(
     scratch: &mut CudaDecodeScratch,
 ) -> Float {
     let attempt = dma_step(cache, &token, softmax_scale, bias, scratch);
-    kernel_or("dma_decode", attempt, || {
-        reference::dma_decode(cache, token, softmax_scale, bias, scratch)
-    })
+    kernel_or("dma_decode", attempt, || reference::dma_decode(cache, token, softmax_scale, bias, scratch))
 }
 
 pub(crate) use super::cuda_step::{CudaStepGraph, repeat_token_step, token_step};
@@ -165,10 +154,7 @@ fn without_token_dimension(o: CudaTensor) -> Result<Float, KernelError> {
 }
 
 fn buffers(cache: &KeyCache<Cuda>) -> KvCache {
-    KvCache {
-        k: kernel_of(cache.k.buffer()),
-        v: kernel_of(cache.v.buffer()),
-    }
+    KvCache { k: kernel_of(cache.k.buffer()), v: kernel_of(cache.v.buffer()) }
 }
 
 /// The cache's buffers, contiguous, for kernels that write to them in place. Burn may have replaced a buffer by a copy
@@ -219,10 +205,7 @@ fn append(
     let token = packed(qkv, spec);
     let shape = token.shape(NAME)?;
     let (len, kv) = (cache.len(), writable(cache));
-    let step = DecodeStep {
-        window: spec.window_size,
-        ..DecodeStep::new(len, spec.softmax_scale as f32)
-    };
+    let step = DecodeStep { window: spec.window_size, ..DecodeStep::new(len, spec.softmax_scale as f32) };
     let seen = spec.window_size.unwrap_or(len + 1).min(len + 1);
     let (length, buffers) = scratch.for_call(&kv.k, shape, len, seen)?;
     let o = kv.attention_decode(&token, length, step, buffers)?;
@@ -331,13 +314,7 @@ pub(crate) fn selector_steps(
     for (at, &keys) in reads.iter().enumerate() {
         cache.reads = keys;
         cache.reserve_token();
-        let token = packed.view_at(
-            NAME,
-            "token",
-            at * row,
-            &[1, 1, heads, head_dim],
-            &[row, row, head_dim, 1],
-        )?;
+        let token = packed.view_at(NAME, "token", at * row, &[1, 1, heads, head_dim], &[row, row, head_dim, 1])?;
         let token = Qkv::packed(&token, heads - 2 * num_kv_heads, num_kv_heads);
         let (shape, most) = SelectorStep::scratch(keys, token.shape(NAME)?, cache.keys.len() + 1);
         let buffers = scratch.buffers.for_call(&packed, shape, most)?;

@@ -43,9 +43,7 @@ pub(crate) fn repeat_token_step(
     *left = left.checked_sub(1)?;
     let ids = kernel_tensor(ids);
     let logits = step.replay(&ids, &positions_of(before, &ids));
-    Some(kernel_or(NAME, logits.map(ToBurn::burn), || {
-        unreachable!("the graph took these rows")
-    }))
+    Some(kernel_or(NAME, logits.map(ToBurn::burn), || unreachable!("the graph took these rows")))
 }
 
 /// `None` where launches would differ from token to token, or a kernel refuses the model.
@@ -104,9 +102,7 @@ fn require_kernels(step: &TokenStep<'_, Cuda>) -> Result<(), KernelError> {
     bf16(&of(&step.output))?;
     step.layers.iter().zip(&step.caches).try_for_each(|(layer, cache)| {
         let (gate_up, down) = (&layer.gate_up, &layer.down);
-        let TokenAttention {
-            qkv, o, spec, extra, ..
-        } = &layer.attention;
+        let TokenAttention { qkv, o, spec, extra, .. } = &layer.attention;
         let group = spec.num_heads / spec.num_kv_heads;
         let head_dims = |keys: &KeyCache<Cuda>| [&keys.k, &keys.v].map(|x| x.buffer().dims()[3]);
         match cache {
@@ -121,21 +117,12 @@ fn require_kernels(step: &TokenStep<'_, Cuda>) -> Result<(), KernelError> {
             TokenExtra::Indexer { proj, .. } => vec![proj],
             TokenExtra::Latent { down, up, .. } => vec![down, up],
             TokenExtra::Branches(branches) => {
-                let TokenBranches {
-                    compress_kv,
-                    select_kv,
-                    mlp,
-                    gate,
-                    ..
-                } = branches;
+                let TokenBranches { compress_kv, select_kv, mlp, gate, .. } = branches;
                 let weights = [compress_kv, select_kv].into_iter().flatten().chain([gate]);
                 weights.chain(mlp.iter().flatten().flatten()).collect()
             }
         };
-        [qkv, o, gate_up, down]
-            .into_iter()
-            .chain(of_kind)
-            .try_for_each(|weight| bf16(&of(weight)))?;
+        [qkv, o, gate_up, down].into_iter().chain(of_kind).try_for_each(|weight| bf16(&of(weight)))?;
         layer.norms.iter().try_for_each(|weight| bf16(&of(weight)))
     })
 }
@@ -181,13 +168,7 @@ fn tokens_until_growth(layer: &TokenLayer<Cuda>, cache: &mut TokenCache<'_, Cuda
             pooled.reserve(1, pooled.len());
             recent_room(keys, None).min(pooled_room(pooled.room(), choice.blocks, keys.len() + 1))
         }
-        TokenCache::Branches {
-            compressed,
-            selected,
-            window,
-            tail,
-            blocks,
-        } => {
+        TokenCache::Branches { compressed, selected, window, tail, blocks } => {
             let size = layer.attention.spec.window_size;
             compressed.reserve(1, compressed.len());
             let seen = selected.len() + 1;
@@ -376,10 +357,9 @@ impl Layer<'_> {
                 let (w_dt, a) = (self.f32s(&dma.w_dt), self.f32s(&dma.a));
                 let slopes = dma.spec.slopes(num_kv_heads);
                 let slopes = slopes.map(|slopes| slopes.iter().map(|&slope| slope as f32).collect::<Vec<_>>());
-                let recency = slopes.as_deref().map(|slopes| Recency {
-                    slopes,
-                    origin: PositionOrigin::DocumentStart(&self.inputs.start),
-                });
+                let recency = slopes
+                    .as_deref()
+                    .map(|slopes| Recency { slopes, origin: PositionOrigin::DocumentStart(&self.inputs.start) });
                 let rank = token.dma_ranks(&w_dt, &a, recency.as_ref())?.z;
                 let rank = rank.reshaped(NAME, "rank", &[batch, num_kv_heads])?;
                 slots.dma_decode(&token, &rank, &length, scale, score_bias(dma.spec.bias), &buffers)?
@@ -404,16 +384,10 @@ impl Layer<'_> {
             }
             (TokenCache::Chosen { keys, pooled, choice }, _) => {
                 let (len, kv) = (self.held(keys)[0], self.cache(keys));
-                let pooled = PooledStep {
-                    pooled: &self.buffer(pooled),
-                    start: &self.inputs.start,
-                    choice: *choice,
-                };
+                let pooled = PooledStep { pooled: &self.buffer(pooled), start: &self.inputs.start, choice: *choice };
                 let blocks = choice.blocks;
-                let choosers = AttentionShape {
-                    num_kv_heads: choice.choices_per_token([num_heads, num_kv_heads]),
-                    ..shape
-                };
+                let choosers =
+                    AttentionShape { num_kv_heads: choice.choices_per_token([num_heads, num_kv_heads]), ..shape };
                 let seen = blocks.num_selected_blocks * blocks.select_block_size;
                 let buffers = scratch_of(scratch, &kv.k, choosers, seen)?;
                 let index = match &self.attention.extra {
@@ -431,31 +405,16 @@ impl Layer<'_> {
                 };
                 kv.chosen_decode(&token, index.as_ref(), &length, step(len), pooled, &buffers)?
             }
-            (
-                TokenCache::Branches {
-                    compressed,
-                    selected,
-                    window,
-                    tail,
-                    blocks,
-                },
-                _,
-            ) => {
+            (TokenCache::Branches { compressed, selected, window, tail, blocks }, _) => {
                 let TokenExtra::Branches(weights) = &self.attention.extra else {
                     unreachable!("NSA's caches are its layers'")
                 };
-                let (fine, coarse) = (
-                    self.fine(&token, normed, weights)?,
-                    self.coarse(&token, qkv, normed, weights)?,
-                );
+                let (fine, coarse) = (self.fine(&token, normed, weights)?, self.coarse(&token, qkv, normed, weights)?);
                 let (near_step, near, near_seen) = self.recent(window);
                 let ([len, _], [_, dropped], all) = (self.held(selected), self.held(tail), self.cache(selected));
                 let room = compressed.k.room();
                 let (compressed, tail) = (self.cache(compressed), self.cache(tail));
-                let mlp = weights
-                    .mlp
-                    .as_ref()
-                    .map(|mlp| mlp.each_ref().map(|w| w.each_ref().map(|w| self.whole(w))));
+                let mlp = weights.mlp.as_ref().map(|mlp| mlp.each_ref().map(|w| w.each_ref().map(|w| self.whole(w))));
                 let chosen = blocks.num_selected_blocks * blocks.select_block_size;
                 let buffers = [room, chosen, near_seen].map(|keys| scratch_of(scratch, &all.k, shape, keys));
                 let [a, b, c] = buffers;
@@ -480,11 +439,7 @@ impl Layer<'_> {
     /// The step of a cache of a window or of all keys, the cache's buffers, and the most keys that the step sees.
     fn recent(&self, keys: &mut KeyCache<Cuda>) -> (DecodeStep, KvCache, usize) {
         let ([len, num_dropped], window) = (self.held(keys), self.attention.spec.window_size);
-        let step = DecodeStep {
-            window,
-            num_dropped,
-            ..DecodeStep::new(len, self.attention.spec.softmax_scale as f32)
-        };
+        let step = DecodeStep { window, num_dropped, ..DecodeStep::new(len, self.attention.spec.softmax_scale as f32) };
         (step, self.cache(keys), window.unwrap_or(len + 1).min(len + 1))
     }
 
@@ -503,10 +458,7 @@ impl Layer<'_> {
         let token = Qkv::packed(&qkv, spec.num_heads, spec.num_kv_heads);
         let weights = norm.map(|norm| [&norm.q_weight, &norm.k_weight].map(|w| self.noted(w)));
         let weights = weights.as_ref().map(|weights| weights.each_ref());
-        let rotation = TokenRotation {
-            norm: weights.zip(norm.map(|norm| norm.epsilon as f32)),
-            tables: self.tables,
-        };
+        let rotation = TokenRotation { norm: weights.zip(norm.map(|norm| norm.epsilon as f32)), tables: self.tables };
         let (step, kv, seen) = self.recent(keys);
         let buffers = scratch_of(scratch, &kv.k, token.shape(NAME)?, seen)?;
         let length = self.length()?;
@@ -540,10 +492,7 @@ impl Layer<'_> {
         weights: &TokenBranches<Cuda>,
     ) -> Result<Qkv, KernelError> {
         let spec = self.attention.spec;
-        let kv = weights
-            .compress_kv
-            .as_ref()
-            .map(|kv| project(normed, &self.noted(kv), Epilogue::Stored));
+        let kv = weights.compress_kv.as_ref().map(|kv| project(normed, &self.noted(kv), Epilogue::Stored));
         let kv = kv.transpose()?;
         let (token, positions) = match &weights.mlp {
             None => (token.clone(), self.inputs.position.clone()),
@@ -567,10 +516,7 @@ impl Layer<'_> {
         let kv = self.rotated(kv, self.attention.qk_norm.as_ref(), positions, num_kv_heads)?;
         let num_heads = 0;
         let kv = Qkv::packed(&kv, num_heads, num_kv_heads);
-        Ok(Qkv {
-            q: token.q.clone(),
-            ..kv
-        })
+        Ok(Qkv { q: token.q.clone(), ..kv })
     }
 
     /// Latent attention of queries `q`, `[batch, 1, num_heads * key_dim]`.
@@ -581,13 +527,7 @@ impl Layer<'_> {
         latents: &mut TokenBuffer<Cuda, 3>,
         scales: Option<&mut TokenBuffer<Cuda, 3>>,
     ) -> Result<CudaTensor, KernelError> {
-        let TokenExtra::Latent {
-            down,
-            norm,
-            up,
-            rope_dim,
-        } = &self.attention.extra
-        else {
+        let TokenExtra::Latent { down, norm, up, rope_dim } = &self.attention.extra else {
             unreachable!("a cache of latents is a latent layer's")
         };
         let (spec, batch) = (self.attention.spec, self.batch());
@@ -609,14 +549,11 @@ impl Layer<'_> {
             positions: &self.inputs.position,
             cos: self.tables[0],
             sin: self.tables[1],
-            norm: weights
-                .as_ref()
-                .zip(self.attention.qk_norm.as_ref())
-                .map(|([q_weight, k_weight], norm)| MlaNorm {
-                    q_weight,
-                    k_weight,
-                    epsilon: norm.epsilon as f32,
-                }),
+            norm: weights.as_ref().zip(self.attention.qk_norm.as_ref()).map(|([q_weight, k_weight], norm)| MlaNorm {
+                q_weight,
+                k_weight,
+                epsilon: norm.epsilon as f32,
+            }),
         };
         let (packed, keys) = pack.mla_pack_forward([q, &kv, &k_rope?])?;
         let keys = weights.as_ref().zip(keys.as_ref());

@@ -126,8 +126,7 @@ impl<B: Backend> DmaCache<B> {
         let all = replaced.dims();
         let here = here(all[2]);
         self.keys.replace(replaced.clone(), k, v);
-        self.rank
-            .write(|ranks| ranks.mask_where(replaced.clone(), rank.expand(all)));
+        self.rank.write(|ranks| ranks.mask_where(replaced.clone(), rank.expand(all)));
         self.positions.write(|positions| positions.mask_where(replaced, here));
     }
 

@@ -26,10 +26,7 @@ fn last_query(qkv: &Tensor<Flex, 4>, at: usize, spec: AttentionSpec) -> (Tensor<
     let keys = qkv.clone().narrow(1, 0, at + 1);
     (
         q.reshape([batch, heads, HEAD_DIM]),
-        KeyCache::new(
-            keys.clone().narrow(2, heads, KV_HEADS),
-            keys.narrow(2, heads + KV_HEADS, KV_HEADS),
-        ),
+        KeyCache::new(keys.clone().narrow(2, heads, KV_HEADS), keys.narrow(2, heads + KV_HEADS, KV_HEADS)),
     )
 }
 
@@ -86,16 +83,10 @@ fn bits(x: Tensor<Flex, 3, Int>) -> Vec<i64> {
 #[test]
 fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
     let (seq_len, keep_window_size) = (48, 5);
-    for (group_size, bias, local_window_size) in [
-        (1, DmaBias::Exp, 0),
-        (2, DmaBias::Linear, 2),
-        (4, DmaBias::Exp, 1),
-        (1, DmaBias::Linear, 5),
-    ] {
-        let window = DmaWindow {
-            keep_window_size,
-            local_window_size,
-        };
+    for (group_size, bias, local_window_size) in
+        [(1, DmaBias::Exp, 0), (2, DmaBias::Linear, 2), (4, DmaBias::Exp, 1), (1, DmaBias::Linear, 5)]
+    {
+        let window = DmaWindow { keep_window_size, local_window_size };
         let spec = spec(group_size);
         let heads = spec.num_heads;
         let qkv = Random(4).input(&[2, seq_len, spec.packed_heads(), HEAD_DIM]);
@@ -121,12 +112,8 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
         for at in 1..seq_len {
             let offered = DmaToken {
                 q: token(at).narrow(2, 0, heads).reshape([2, heads, HEAD_DIM].into()),
-                k: token(at)
-                    .narrow(2, heads, KV_HEADS)
-                    .reshape([2, KV_HEADS, HEAD_DIM].into()),
-                v: token(at)
-                    .narrow(2, heads + KV_HEADS, KV_HEADS)
-                    .reshape([2, KV_HEADS, HEAD_DIM].into()),
+                k: token(at).narrow(2, heads, KV_HEADS).reshape([2, KV_HEADS, HEAD_DIM].into()),
+                v: token(at).narrow(2, heads + KV_HEADS, KV_HEADS).reshape([2, KV_HEADS, HEAD_DIM].into()),
                 rank: z.narrow(2, at, 1).reshape([2, KV_HEADS].into()),
                 position: at,
             };
@@ -134,11 +121,7 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
             let o = dma_decode(&mut cache, offered, spec.softmax_scale, bias, &mut ());
             let o_host = host(o.clone().into_primitive().tensor());
             assert_close(&format!("plain row {at}, {bias:?}"), &o_host, &host(plain_o), 4e-6);
-            assert_eq!(
-                bits(cache.positions.tokens()),
-                bits(plain.positions.tokens()),
-                "row {at}"
-            );
+            assert_eq!(bits(cache.positions.tokens()), bits(plain.positions.tokens()), "row {at}");
             assert_close(
                 &format!("row {at}, {bias:?}"),
                 &host(o.into_primitive().tensor()),

@@ -57,11 +57,7 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
     pub fn empty(shape: [usize; D], axis: usize, options: (&B::Device, DType)) -> Self {
         // A CUDA tensor of several dimensions may have gaps between its rows; one of a single dimension has none.
         let buffer = Tensor::<B, 1, K>::empty([shape.iter().product::<usize>()], options);
-        Self {
-            buffer: Some(buffer.reshape(shape)),
-            axis,
-            len: 0,
-        }
+        Self { buffer: Some(buffer.reshape(shape)), axis, len: 0 }
     }
 
     /// Tokens in use; they come first in the buffer.

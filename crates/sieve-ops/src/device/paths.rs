@@ -127,11 +127,7 @@ fn kernel_result<T>(op: &'static str, attempt: Result<T, KernelError>) -> Result
 /// The score matrix of attention with `num_heads` on a tensor whose first dimensions are rows and tokens.
 pub(crate) fn scores(x: &impl TensorMetadata, num_heads: usize) -> ScoreMatrix {
     let shape = x.shape();
-    ScoreMatrix {
-        batch: shape[0],
-        num_heads,
-        seq_len: shape[1],
-    }
+    ScoreMatrix { batch: shape[0], num_heads, seq_len: shape[1] }
 }
 
 fn count_refusal((place, op): (Place, &'static str), reason: &str) {
@@ -181,20 +177,13 @@ mod tests {
     #[test]
     #[should_panic(expected = "broken stream")]
     fn a_failed_launch_is_not_papered_over() {
-        let error = KernelError::Launch {
-            kernel: "test_launch",
-            reason: "broken stream".into(),
-        };
+        let error = KernelError::Launch { kernel: "test_launch", reason: "broken stream".into() };
         kernel_or("test_launch", Err(error), || ());
     }
 
     #[test]
     fn a_reference_with_too_many_scores_does_not_run() {
-        let scores = ScoreMatrix {
-            batch: 16,
-            num_heads: 6,
-            seq_len: 2048,
-        };
+        let scores = ScoreMatrix { batch: 16, num_heads: 6, seq_len: 2048 };
         let run = || unreachable!("it would take the memory");
         let call = || {
             let op = (Place::Cuda, "test_scores");

@@ -44,11 +44,7 @@ pub(crate) struct DmaForward<B: Backend> {
 impl<B: SieveBackend> DmaLayer<B> {
     /// The parameters' values, without their place in the graph.
     pub(crate) fn values(self) -> DmaLayer<B::Inner> {
-        DmaLayer {
-            w_dt: value::<B, 2>(self.w_dt),
-            a: value::<B, 1>(self.a),
-            spec: self.spec,
-        }
+        DmaLayer { w_dt: value::<B, 2>(self.w_dt), a: value::<B, 1>(self.a), spec: self.spec }
     }
 }
 
@@ -66,33 +62,23 @@ impl<B: Backend> DmaLayer<B> {
 
     /// The operands of scores, selection and attention.
     pub(crate) fn inputs(self, qkv: Float<B>, call: &AttentionCall<B>) -> DmaInputs<B> {
-        DmaInputs {
-            scores: self.scores(qkv, call.spec),
-            attention: call.clone(),
-            dma: self.spec,
-        }
+        DmaInputs { scores: self.scores(qkv, call.spec), attention: call.clone(), dma: self.spec }
     }
 }
 
 impl<B: Backend> DmaInputs<B> {
     /// The call of attention over the selected keys, with the bias `delta` of each key.
     fn attention(&self, delta: Float<B>, selection: DmaSelection<B>) -> DmaCall<B> {
-        DmaCall {
-            qkv: self.scores.qkv.clone(),
-            delta,
-            selection,
-            attention: self.attention.clone(),
-        }
+        DmaCall { qkv: self.scores.qkv.clone(), delta, selection, attention: self.attention.clone() }
     }
 }
 
 /// Ranks the keys, selects keys by rank, and attends over them.
 pub(crate) fn forward<B: DeviceBackend>(inputs: &DmaInputs<B>, o_low: KeepOLow) -> DmaForward<B> {
     let dma = inputs.dma;
-    let recency = dma.slopes(inputs.scores.spec.num_kv_heads).map(|slopes| Recency {
-        slopes,
-        origin: PositionOrigin::DocumentStart(inputs.attention.documents[0].clone()),
-    });
+    let recency = dma
+        .slopes(inputs.scores.spec.num_kv_heads)
+        .map(|slopes| Recency { slopes, origin: PositionOrigin::DocumentStart(inputs.attention.documents[0].clone()) });
     let rank = B::dma_ranks(&inputs.scores, recency);
     by_rank(inputs.scores.qkv.clone(), rank, inputs.attention.clone(), dma, o_low)
 }
@@ -111,11 +97,7 @@ pub(crate) fn by_rank<B: DeviceBackend>(
         selection: B::dma_select(rank.clone(), &attention.documents, dma.window()),
         attention,
     };
-    DmaForward {
-        output: B::dma_attention(&call, o_low),
-        selection: call.selection,
-        rank,
-    }
+    DmaForward { output: B::dma_attention(&call, o_low), selection: call.selection, rank }
 }
 
 /// Gradients `[dqkv, dw_dt, da]` of the DMA layer.

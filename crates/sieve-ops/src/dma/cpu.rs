@@ -54,15 +54,7 @@ pub(crate) fn dma_select(rank: FlexTensor, bounds: &DocumentBounds<Flex>, window
     let shape = rank.shape();
     let mut expire = vec![0i32; shape.num_elements()];
     let documents = documents(&bounds);
-    sieve_cpu::dma_select(
-        floats(&rank),
-        documents,
-        shape[0],
-        shape[1],
-        shape[2],
-        window.num_ranked(),
-        &mut expire,
-    );
+    sieve_cpu::dma_select(floats(&rank), documents, shape[0], shape[1], shape[2], window.num_ranked(), &mut expire);
     let local = window.local_window_size;
     sieve_cpu::extend_expire(&mut expire, documents, shape[1], shape[2], local);
     let expire = FlexTensor::from_data(TensorData::new(expire, shape));
@@ -97,8 +89,5 @@ fn keys(call: &DmaCall<Flex>) -> [FlexTensor; 3] {
 }
 
 fn mask<'a>(delta: &'a FlexTensor, expire: &'a FlexTensor) -> sieve_cpu::Mask<'a> {
-    sieve_cpu::Mask::Expire {
-        expire: ints(expire),
-        delta: floats(delta),
-    }
+    sieve_cpu::Mask::Expire { expire: ints(expire), delta: floats(delta) }
 }

@@ -24,24 +24,18 @@ pub(crate) fn dma_scores_backward(call: &DmaScoresCall<Cuda>, dz: Float, dqkv: F
     let dqkv = if dqkv.can_mut() { dqkv } else { dqkv.copy() };
     let attempt = launch_scores_backward(call, &dz, &dqkv);
     let attempt = attempt.map(|[dw_dt, da]| [dqkv.clone(), dw_dt, da]);
-    kernel_or("dma_scores_backward", attempt, || {
-        reference::dma_scores_backward(call, dz, dqkv)
-    })
+    kernel_or("dma_scores_backward", attempt, || reference::dma_scores_backward(call, dz, dqkv))
 }
 
 pub(crate) fn dma_select(rank: Float, documents: &DocumentBounds<Cuda>, window: DmaWindow) -> DmaSelection<Cuda> {
     let attempt = launch_select(&rank, documents, window);
-    kernel_or("dma_select", attempt, || {
-        reference::dma_select::<Cuda>(rank, documents, window)
-    })
+    kernel_or("dma_select", attempt, || reference::dma_select::<Cuda>(rank, documents, window))
 }
 
 pub(crate) fn dma_attention(call: &DmaCall<Cuda>, o_low: KeepOLow) -> AttentionOutput<Cuda> {
     let attempt = launch(call, o_low);
     let score_matrix = scores(&call.qkv, call.attention.spec.num_heads);
-    kernel_or_scores("dma_attention", attempt, score_matrix, || {
-        reference::dma_attention(call)
-    })
+    kernel_or_scores("dma_attention", attempt, score_matrix, || reference::dma_attention(call))
 }
 
 pub(crate) fn dma_attention_backward(call: &DmaCall<Cuda>, output: AttentionOutput<Cuda>, d_o: Float) -> [Float; 2] {
@@ -67,14 +61,8 @@ fn launch_ranks(call: &DmaScoresCall<Cuda>, recency: Option<&Recency<Cuda>>) -> 
             sieve_kernels::PositionOrigin::DocumentStart(&start)
         }
     };
-    let recency = sieve_kernels::Recency {
-        slopes: &slopes,
-        origin,
-    };
-    Ok(packed(&call.qkv, call.spec)
-        .dma_ranks(&w_dt, &a, Some(&recency))?
-        .z
-        .burn())
+    let recency = sieve_kernels::Recency { slopes: &slopes, origin };
+    Ok(packed(&call.qkv, call.spec).dma_ranks(&w_dt, &a, Some(&recency))?.z.burn())
 }
 
 /// Adds the path through the scores to `dqkv` in place; returns `[dw_dt, da]` in f32.
@@ -84,13 +72,7 @@ fn launch_scores_backward(call: &DmaScoresCall<Cuda>, dz: &Float, dqkv: &Float) 
     // x, the argument of the softplus, is recomputed: reading v once more is cheaper than keeping x of every layer.
     let scores = qkv.dma_scores(&w_dt, &a)?;
     let dz = cast(dz, DType::F32).contiguous();
-    let backward = ScoresBackward {
-        qkv: &qkv,
-        w_dt: &w_dt,
-        a: &a,
-        x: &scores.x,
-        dz: &dz,
-    };
+    let backward = ScoresBackward { qkv: &qkv, w_dt: &w_dt, a: &a, x: &scores.x, dz: &dz };
     let (dw_dt, da) = backward.dma_scores_backward(&packed(dqkv, call.spec))?;
     Ok([dw_dt, da].map(ToBurn::burn))
 }
@@ -163,10 +145,7 @@ fn launch_backward(
 /// The call without its window: DMA's selection is the whole mask.
 fn without_window(call: &AttentionCall<Cuda>) -> AttentionCall<Cuda> {
     let window_size = None;
-    let spec = AttentionSpec {
-        window_size,
-        ..call.spec
-    };
+    let spec = AttentionSpec { window_size, ..call.spec };
     AttentionCall::new(call.documents.clone(), spec)
 }
 

@@ -71,11 +71,7 @@ impl<B: Backend> PositionOrigin<B> {
                 let in_row = Tensor::<B, 1, Int>::arange(0..seq_len, &start.device());
                 in_row.unsqueeze::<2>() - start
             }
-            Self::At {
-                position,
-                shape,
-                device,
-            } => {
+            Self::At { position, shape, device } => {
                 let first = position as i64;
                 let in_row = Tensor::<B, 1, Int>::arange(first..first + shape[1] as i64, &device);
                 in_row.unsqueeze::<2>().expand(shape)

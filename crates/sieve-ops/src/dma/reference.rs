@@ -55,11 +55,7 @@ pub fn dma_scores_backward<B: Backend>(call: &DmaScoresCall<B>, dz: Float<B>, dq
     let dqkv = tensor::<B, 4>(dqkv);
     let values = dqkv.clone().narrow(2, first_value, spec.num_kv_heads).cast(compute) + dv;
     let dqkv = Tensor::cat(vec![dqkv.narrow(2, 0, first_value), values.cast(dtype)], 2);
-    [
-        primitive(dqkv),
-        primitive(dw.cast(w_dtype)),
-        primitive(da.cast(a_dtype)),
-    ]
+    [primitive(dqkv), primitive(dw.cast(w_dtype)), primitive(da.cast(a_dtype))]
 }
 
 /// `expire` by its definition, on the host, in O(n² log n): for each query the last keys are kept, and the best of the
@@ -98,9 +94,7 @@ pub fn dma_select<B: Backend>(rank: Float<B>, documents: &DocumentBounds<B>, win
 
 /// Attention over the keys with `j <= i < expire[j]`, plus `delta` per key.
 pub fn dma_attention<B: Backend>(call: &DmaCall<B>) -> AttentionOutput<B> {
-    let DmaCall {
-        qkv, delta, attention, ..
-    } = call.clone();
+    let DmaCall { qkv, delta, attention, .. } = call.clone();
     masked_attention::<B>(qkv, Some(delta), hidden(call), attention.spec)
 }
 
@@ -110,9 +104,7 @@ pub fn dma_attention_backward<B: Backend>(
     output: AttentionOutput<B>,
     d_o: Float<B>,
 ) -> [Float<B>; 2] {
-    let DmaCall {
-        qkv, delta, attention, ..
-    } = call.clone();
+    let DmaCall { qkv, delta, attention, .. } = call.clone();
     masked_attention_backward::<B>(qkv, Some(delta), hidden(call), attention.spec, output, d_o)
 }
 

@@ -14,10 +14,7 @@ fn spec(group_size: usize, head_dim: usize) -> AttentionSpec {
 }
 
 fn dma(keep_window_size: usize, bias: DmaBias) -> DmaShape {
-    DmaShape {
-        bias,
-        ..DmaShape::published(keep_window_size)
-    }
+    DmaShape { bias, ..DmaShape::published(keep_window_size) }
 }
 
 /// DMA with a recency term and a local window of a third of the keys.
@@ -38,9 +35,7 @@ fn inputs(spec: AttentionSpec, [batch, seq_len, head_dim]: [usize; 3], seed: u64
     let width = spec.num_kv_heads * head_dim;
     [
         random.input(&[batch, seq_len, spec.packed_heads(), head_dim]),
-        random
-            .input(&[width, spec.num_kv_heads])
-            .affine(1.0 / (width as f64).sqrt(), 0.0),
+        random.input(&[width, spec.num_kv_heads]).affine(1.0 / (width as f64).sqrt(), 0.0),
         random.input(&[spec.num_kv_heads]).affine(0.5, 0.0),
     ]
 }
@@ -88,9 +83,6 @@ fn at_131072_tokens_a_rank_is_off_by_two_roundings() {
         let share = len as f64 / period;
         let bound = 1.5 * share * f64::from(f32::EPSILON);
         let largest = off.fold(0.0, f64::max);
-        assert!(
-            largest <= bound && largest > bound / 8.0,
-            "head {head}: {largest} of {bound}"
-        );
+        assert!(largest <= bound && largest > bound / 8.0, "head {head}: {largest} of {bound}");
     }
 }

@@ -29,9 +29,7 @@ pub(crate) fn fp8_linear_backward(kept: Fp8Kept<Cuda>, dy: ToQuantise<Cuda>, sum
         None => reference(kept),
         Some(scales) => {
             let attempt = backward(&kept, scales, &dy, total.as_ref());
-            kernel_or("fp8_linear_backward", attempt, || {
-                reference(reference::unpacked::<Cuda>(kept, &dy.0))
-            })
+            kernel_or("fp8_linear_backward", attempt, || reference(reference::unpacked::<Cuda>(kept, &dy.0)))
         }
     }
 }
@@ -48,9 +46,7 @@ pub(crate) fn fp8_swiglu_backward(gate_up: Float, dy: Float) -> ToQuantise<Cuda>
     let [x, d] = tensors([&gate_up, &dy]);
     let attempt = swiglu_backward_with_amax(&x, &d, reuse(is_free && x.is_contiguous()));
     let attempt = attempt.map(|(dx, amax)| ToQuantise(dx.burn(), Some(amax.burn())));
-    kernel_or("fp8_swiglu_backward", attempt, || {
-        ToQuantise::new(swiglu::cuda::swiglu_backward(gate_up, dy))
-    })
+    kernel_or("fp8_swiglu_backward", attempt, || ToQuantise::new(swiglu::cuda::swiglu_backward(gate_up, dy)))
 }
 
 /// The tensor rounded to fp8, row-major and column-major.

@@ -91,11 +91,7 @@ fn rounded<B: Backend>(x: Float<B>, format: Fp8Format) -> Float<B> {
 pub fn fp8_linear<B: Backend>(x: Float<B>, weight: Float<B>, residual: Option<Float<B>>) -> (Float<B>, Fp8Kept<B>) {
     let [x, weight] = [x, weight].map(|operand| rounded::<B>(operand, Fp8Format::E4m3));
     let y = added::<B>(residual, linear::<B>(x.clone(), weight.clone()));
-    let kept = Fp8Kept {
-        x,
-        weight,
-        scales: None,
-    };
+    let kept = Fp8Kept { x, weight, scales: None };
     (y, kept)
 }
 

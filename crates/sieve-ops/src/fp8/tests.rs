@@ -104,13 +104,7 @@ fn gemms_and_gradients_have_rounded_operands() {
             assert!((found - expected).abs() < 1e-4, "{found} {expected}");
         }
     };
-    close(host(y), d_out, &|i, j| {
-        residual.values[i * d_out + j] + sum(d_in, &|k| xr[i * d_in + k] * wr[j * d_in + k])
-    });
-    close(host(dx), d_in, &|i, j| {
-        sum(d_out, &|k| dyr[i * d_out + k] * wr[k * d_in + j])
-    });
-    close(host(dw), d_in, &|i, j| {
-        sum(tokens, &|k| dyr[k * d_out + i] * xr[k * d_in + j])
-    });
+    close(host(y), d_out, &|i, j| residual.values[i * d_out + j] + sum(d_in, &|k| xr[i * d_in + k] * wr[j * d_in + k]));
+    close(host(dx), d_in, &|i, j| sum(d_out, &|k| dyr[i * d_out + k] * wr[k * d_in + j]));
+    close(host(dw), d_in, &|i, j| sum(tokens, &|k| dyr[k * d_out + i] * xr[k * d_in + j]));
 }

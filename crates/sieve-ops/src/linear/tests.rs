@@ -16,14 +16,7 @@ fn equals_the_reference_and_differences_for_any_sizes() {
         let x = Random(1).input(&[batch, seq_len, d_in]);
         [x, Random(2).input(&[d_out, d_in])]
     };
-    let sizes = [
-        [2, 63, 48, 40],
-        [1, 1, 5, 3],
-        [3, 1, 33, 65],
-        [1, 129, 17, 1],
-        [2, 5, 1, 7],
-        [2, 19, 24, 36],
-    ];
+    let sizes = [[2, 63, 48, 40], [1, 1, 5, 3], [3, 1, 33, 65], [1, 129, 17, 1], [2, 5, 1, 7], [2, 19, 24, 36]];
     check_op("linear", sizes.map(inputs), &inputs([2, 3, 5, 4]), &op, &reference_op);
 }
 

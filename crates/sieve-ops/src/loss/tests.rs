@@ -9,10 +9,7 @@ use burn::tensor::{DType, Int, Tensor};
 
 fn inputs([tokens, d_model, vocab_size]: [usize; 3]) -> [Input; 2] {
     let mut random = Random(1);
-    [
-        random.input(&[tokens, d_model]),
-        random.input(&[vocab_size, d_model]).affine(0.5, 0.0),
-    ]
+    [random.input(&[tokens, d_model]), random.input(&[vocab_size, d_model]).affine(0.5, 0.0)]
 }
 
 /// Every third token has no label.
@@ -37,14 +34,7 @@ fn reference_run(inputs: &[Float], labels: &Tensor<Ad, 1, Int>) -> Float {
 
 #[test]
 fn equals_the_reference_and_differences_for_any_sizes() {
-    for dims in [
-        [63, 24, 40],
-        [1, 5, 3],
-        [300, 16, 700],
-        [7, 3, 1],
-        [21, 16, 30],
-        [8, 5, 6],
-    ] {
+    for dims in [[63, 24, 40], [1, 5, 3], [300, 16, 700], [7, 3, 1], [21, 16, 30], [8, 5, 6]] {
         let (inputs, labels) = (inputs(dims), labels(dims[0], dims[2]));
         let op = |inputs: &[Float]| run(inputs, &labels);
         let what = format!("linear_cross_entropy {dims:?}");

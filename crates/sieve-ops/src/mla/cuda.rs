@@ -17,9 +17,7 @@ pub(crate) fn mla_pack(inputs: [Float; 3], call: MlaPackCall<Cuda>) -> (Float, O
 pub(crate) fn mla_attention(packed: Float, call: &MlaCall<Cuda>) -> AttentionOutput<Cuda> {
     let attempt = attend(&packed, call);
     let score_matrix = scores(&packed, call.spec.num_heads);
-    kernel_or_scores("mla_attention", attempt, score_matrix, || {
-        reference::mla_attention::<Cuda>(packed, call)
-    })
+    kernel_or_scores("mla_attention", attempt, score_matrix, || reference::mla_attention::<Cuda>(packed, call))
 }
 
 pub(crate) fn mla_pack_backward(
@@ -35,9 +33,7 @@ pub(crate) fn mla_pack_backward(
         let weights = weights.map(|weights| weights.map(ToBurn::burn));
         (gradients.map(ToBurn::burn), weights)
     });
-    kernel_or("mla_pack_backward", attempt, || {
-        reference::mla_pack_backward(call, normed, dy)
-    })
+    kernel_or("mla_pack_backward", attempt, || reference::mla_pack_backward(call, normed, dy))
 }
 
 pub(crate) fn mla_attention_backward(

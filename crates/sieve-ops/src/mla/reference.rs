@@ -10,10 +10,7 @@ use burn::tensor::{Tensor, TensorMetadata};
 
 /// Splits `[.., head_dim + rope_dim]` into the unrotated and the rotated columns.
 fn parts<B: Backend>(x: Tensor<B, 4>, spec: MlaSpec) -> [Tensor<B, 4>; 2] {
-    [
-        x.clone().narrow(3, 0, spec.head_dim),
-        x.narrow(3, spec.head_dim, spec.rope_dim),
-    ]
+    [x.clone().narrow(3, 0, spec.head_dim), x.narrow(3, spec.head_dim, spec.rope_dim)]
 }
 
 /// `[dx, dweight]` of `x / rms(x) * weight` over the last dimension.
@@ -33,12 +30,7 @@ fn norm_backward<B: Backend>(
 
 /// q, k, v before norms and rotation, `[batch, seq_len, num_heads, width]`; k_rope is repeated for each head.
 fn heads<B: Backend>([q, kv, k_rope]: [Tensor<B, 3>; 3], spec: MlaSpec) -> [Tensor<B, 4>; 3] {
-    let MlaSpec {
-        num_heads,
-        head_dim,
-        rope_dim,
-        ..
-    } = spec;
+    let MlaSpec { num_heads, head_dim, rope_dim, .. } = spec;
     let [batch, n, _] = q.dims();
     let kv = kv.reshape([batch, n, num_heads, 2 * head_dim]);
     let k_rope = k_rope.reshape([batch, n, 1, rope_dim]);
@@ -125,19 +117,13 @@ fn join<B: Backend>(qkv: [Tensor<B, 4>; 3]) -> Tensor<B, 3> {
 /// The inverse of [`join`]: q, k and v of the packed tensor.
 fn split<B: Backend>(packed: Tensor<B, 3>, spec: MlaSpec) -> [Tensor<B, 4>; 3] {
     let [batch, n, _] = packed.dims();
-    let MlaSpec {
-        num_heads, head_dim, ..
-    } = spec;
+    let MlaSpec { num_heads, head_dim, .. } = spec;
     let wide = num_heads * spec.key_dim();
     let part = |first: usize, len: usize, width: usize| {
         let x = packed.clone().narrow(2, first, len);
         x.reshape([batch, n, num_heads, width])
     };
-    [
-        part(0, wide, spec.key_dim()),
-        part(wide, wide, spec.key_dim()),
-        part(2 * wide, num_heads * head_dim, head_dim),
-    ]
+    [part(0, wide, spec.key_dim()), part(wide, wide, spec.key_dim()), part(2 * wide, num_heads * head_dim, head_dim)]
 }
 
 /// Reference of [`crate::mla_attention`].

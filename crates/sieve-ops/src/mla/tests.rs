@@ -20,11 +20,7 @@ fn spec(num_heads: usize, head_dim: usize, rope_dim: usize) -> MlaSpec {
 /// q, kv and k_rope, and with norms the weights of queries and keys.
 fn inputs(spec: MlaSpec, [batch, n]: [usize; 2], is_normed: bool, seed: u64) -> Vec<Input> {
     let mut random = Random(seed);
-    let widths = [
-        spec.num_heads * spec.key_dim(),
-        spec.num_heads * 2 * spec.head_dim,
-        spec.rope_dim,
-    ];
+    let widths = [spec.num_heads * spec.key_dim(), spec.num_heads * 2 * spec.head_dim, spec.rope_dim];
     let mut inputs: Vec<Input> = widths.map(|width| random.input(&[batch, n, width])).into();
     if is_normed {
         inputs.extend([(); 2].map(|()| random.input(&[spec.key_dim()]).affine(0.3, 1.0)));

@@ -9,11 +9,7 @@ fn op(inputs: &[Float]) -> Float {
 }
 
 fn reference_op(inputs: &[Float]) -> Float {
-    reference::rms_norm::<Ad>(RmsNormCall {
-        x: inputs[0].clone(),
-        weight: inputs[1].clone(),
-        epsilon: EPSILON,
-    })
+    reference::rms_norm::<Ad>(RmsNormCall { x: inputs[0].clone(), weight: inputs[1].clone(), epsilon: EPSILON })
 }
 
 #[test]

@@ -10,9 +10,7 @@ pub(crate) fn nsa_blocks(qkv: Float, positions: [Float; 2], call: &NsaCall<Cuda>
     let [k, v] = positions.each_ref().map(|x| kernel_tensor(x.clone()));
     let [start, end] = bounds(&call.documents);
     let input = packed(&qkv, call.spec);
-    let attempt = input
-        .nsa_blocks([&k, &v], [&start, &end], call.blocks)
-        .map(ToBurn::burn);
+    let attempt = input.nsa_blocks([&k, &v], [&start, &end], call.blocks).map(ToBurn::burn);
     kernel_or("nsa_blocks", attempt, || reference::nsa_blocks(qkv, positions, call))
 }
 
@@ -20,9 +18,7 @@ pub(crate) fn nsa_mean_pool(qkv: Float, call: &NsaCall<Cuda>) -> Float {
     let [start, end] = bounds(&call.documents);
     let input = packed(&qkv, call.spec);
     let attempt = input.nsa_mean_pool([&start, &end], call.blocks);
-    kernel_or("nsa_mean_pool", attempt.map(ToBurn::burn), || {
-        reference::nsa_mean_pool(qkv, call)
-    })
+    kernel_or("nsa_mean_pool", attempt.map(ToBurn::burn), || reference::nsa_mean_pool(qkv, call))
 }
 
 pub(crate) fn nsa_compressed_attention(qkv: Float, compressed: Float, call: &NsaCall<Cuda>) -> NsaCompressed<Cuda> {
@@ -55,9 +51,7 @@ pub(crate) fn nsa_gates(branches: [Float; 3], logits: Float, bias: Float) -> Flo
     let [a, b, c] = tensors(branches.each_ref());
     let bias_f32 = cast(&bias, DType::F32);
     let attempt = sieve_kernels::nsa_gates([&a, &b, &c], &kernel_tensor(logits.clone()), &bias_f32);
-    kernel_or("nsa_gates", attempt.map(ToBurn::burn), || {
-        reference::nsa_gates::<Cuda>(branches, logits, bias)
-    })
+    kernel_or("nsa_gates", attempt.map(ToBurn::burn), || reference::nsa_gates::<Cuda>(branches, logits, bias))
 }
 
 pub(crate) fn nsa_blocks_backward(dims: [usize; 4], call: &NsaCall<Cuda>, dy: Float) -> [Float; 3] {
@@ -66,9 +60,7 @@ pub(crate) fn nsa_blocks_backward(dims: [usize; 4], call: &NsaCall<Cuda>, dy: Fl
     let gradient = kernel_tensor(dy.clone());
     let attempt = sieve_kernels::nsa_blocks_backward(&shape, [&start, &end], call.blocks, &gradient);
     let attempt = attempt.map(|gradients| gradients.map(ToBurn::burn));
-    kernel_or("nsa_blocks_backward", attempt, || {
-        reference::nsa_blocks_backward(dims, call, dy)
-    })
+    kernel_or("nsa_blocks_backward", attempt, || reference::nsa_blocks_backward(dims, call, dy))
 }
 
 pub(crate) fn nsa_mean_pool_backward(dims: [usize; 4], call: &NsaCall<Cuda>, dy: Float) -> Float {
@@ -76,9 +68,7 @@ pub(crate) fn nsa_mean_pool_backward(dims: [usize; 4], call: &NsaCall<Cuda>, dy:
     let shape = shape(dims, call);
     let gradient = kernel_tensor(dy.clone());
     let attempt = sieve_kernels::nsa_mean_pool_backward(&shape, [&start, &end], call.blocks, &gradient);
-    kernel_or("nsa_mean_pool_backward", attempt.map(ToBurn::burn), || {
-        reference::nsa_mean_pool_backward(dims, call, dy)
-    })
+    kernel_or("nsa_mean_pool_backward", attempt.map(ToBurn::burn), || reference::nsa_mean_pool_backward(dims, call, dy))
 }
 
 pub(crate) fn nsa_compressed_attention_backward(
@@ -124,9 +114,7 @@ pub(crate) fn nsa_gates_backward(branches: [Float; 3], logits: Float, bias: Floa
         let [a, b, c] = gradients.branches;
         [a, b, c, gradients.logits, gradients.bias].map(ToBurn::burn)
     });
-    kernel_or("nsa_gates_backward", attempt, || {
-        reference::nsa_gates_backward::<Cuda>(branches, logits, bias, d_o)
-    })
+    kernel_or("nsa_gates_backward", attempt, || reference::nsa_gates_backward::<Cuda>(branches, logits, bias, d_o))
 }
 
 /// The lists of queries that chose each block, as Burn tensors.
@@ -137,22 +125,13 @@ fn of_lists(lists: ChoiceLists) -> [Float; 3] {
 /// The inverse of [`of_lists`].
 pub(crate) fn lists_of(lists: [Float; 3]) -> ChoiceLists {
     let [entries, items, num_items] = lists.map(kernel_tensor);
-    ChoiceLists {
-        entries,
-        items,
-        num_items,
-    }
+    ChoiceLists { entries, items, num_items }
 }
 
 /// Sizes of attention on a packed tensor of these dimensions.
 fn shape([batch, seq_len, heads, head_dim]: [usize; 4], call: &NsaCall<Cuda>) -> AttentionShape {
     let num_kv_heads = call.spec.num_kv_heads;
-    AttentionShape::new(
-        batch,
-        seq_len,
-        [heads - 2 * num_kv_heads, num_kv_heads],
-        [head_dim, head_dim],
-    )
+    AttentionShape::new(batch, seq_len, [heads - 2 * num_kv_heads, num_kv_heads], [head_dim, head_dim])
 }
 
 /// Attention of the compressed branch, and the blocks that it chooses.
@@ -168,10 +147,7 @@ fn compressed_forward(
         call.blocks,
         call.spec.softmax_scale as f32,
     )?;
-    Ok(NsaCompressed {
-        output: output(result),
-        block_indices: indices.burn(),
-    })
+    Ok(NsaCompressed { output: output(result), block_indices: indices.burn() })
 }
 
 /// Gradients `[dqkv, dcompressed]` of the compressed branch.

@@ -10,12 +10,8 @@ use burn::tensor::DType;
 use burn::tensor::ops::IntTensor;
 use burn_flex::Flex;
 
-const BLOCKS: NsaBlocks = NsaBlocks {
-    compress_block_size: 4,
-    compress_stride: 2,
-    select_block_size: 4,
-    num_selected_blocks: 3,
-};
+const BLOCKS: NsaBlocks =
+    NsaBlocks { compress_block_size: 4, compress_stride: 2, select_block_size: 4, num_selected_blocks: 3 };
 
 impl Call {
     fn call<B: Backend<IntTensorPrimitive = IntTensor<Ad>>>(&self) -> NsaCall<B> {
@@ -104,19 +100,12 @@ fn nsa_blocks_equal_the_reference() {
         let of = |op: &dyn Fn(&[Float]) -> Float, inputs: &[Input]| {
             evaluate(op, inputs, 1, DType::F64, View::Contiguous).output
         };
-        assert_close(
-            "nsa_blocks",
-            &of(&|inputs| blocks_op(&call, inputs), &inputs),
-            &defined,
-            1e-12,
-        );
+        assert_close("nsa_blocks", &of(&|inputs| blocks_op(&call, inputs), &inputs), &defined, 1e-12);
         inputs[1..].iter_mut().for_each(|position| position.values.fill(0.0));
         let (l, d) = (BLOCKS.compress_block_size, call.head_dim);
         let defined = defined_blocks(&call, &inputs);
         let mean = |block: &[f64], c: usize| block[c..].iter().step_by(d).sum::<f64>() / l as f64;
-        let means = defined
-            .chunks_exact(l * d)
-            .flat_map(|block| (0..d).map(move |c| mean(block, c)));
+        let means = defined.chunks_exact(l * d).flat_map(|block| (0..d).map(move |c| mean(block, c)));
         assert_close(
             "nsa_mean_pool",
             &of(&|inputs| pool(&call, inputs), &inputs[..1]),
@@ -138,9 +127,7 @@ fn nsa_compressed_attention_equals_the_reference() {
         op,
         |call, inputs| {
             let (qkv, compressed) = (inputs[0].clone(), inputs[1].clone());
-            reference::nsa_compressed_attention::<Ad>(qkv, compressed, &call.call())
-                .output
-                .o
+            reference::nsa_compressed_attention::<Ad>(qkv, compressed, &call.call()).output.o
         },
     );
 }
@@ -178,9 +165,7 @@ fn nsa_selected_attention_equals_the_reference() {
         op,
         |call, inputs| {
             let (qkv, indices) = (inputs[0].clone(), call.chosen(2).into_primitive());
-            reference::nsa_selected_attention::<Ad>(qkv, indices, &call.call())
-                .output
-                .o
+            reference::nsa_selected_attention::<Ad>(qkv, indices, &call.call()).output.o
         },
     );
 }

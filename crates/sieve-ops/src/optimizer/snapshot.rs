@@ -59,10 +59,6 @@ impl SnapshotReader {
             none => none.insert(HostReader::open(copy.device_index())?),
         };
         let bytes = reader.read(&copy)?;
-        Ok(TensorData::from_bytes_vec(
-            bytes,
-            copy.shape().to_vec(),
-            sieve_kernels::burn_dtype(copy.dtype()),
-        ))
+        Ok(TensorData::from_bytes_vec(bytes, copy.shape().to_vec(), sieve_kernels::burn_dtype(copy.dtype())))
     }
 }

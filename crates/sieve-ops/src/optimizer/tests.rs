@@ -23,12 +23,7 @@ fn tensor<const D: usize>(x: FlexTensor) -> Tensor<Flex, D> {
 
 fn start(param: FlexTensor) -> AdamWTensors<Flex> {
     let zeros = || FlexTensor::zeros(param.layout().shape().clone(), param.dtype());
-    AdamWTensors {
-        exp_avg: zeros(),
-        exp_avg_sq: zeros(),
-        leaf: None,
-        param,
-    }
+    AdamWTensors { exp_avg: zeros(), exp_avg_sq: zeros(), leaf: None, param }
 }
 
 fn scale(value: f64, dtype: DType) -> Tensor<Flex, 1> {
@@ -82,12 +77,8 @@ fn a_scale_of_zero_or_nan_changes_nothing() {
     for dtype in [DType::F32, DType::F64] {
         let tensors = || start(Random(2).input(&[30, 7]).tensor(dtype));
         let gradient = tensor::<2>(Random(3).input(&[30, 7]).tensor(dtype)) / 0.0;
-        let once = adamw(
-            tensors(),
-            tensor::<2>(Random(4).input(&[30, 7]).tensor(dtype)),
-            scale(1.0, dtype),
-            step_number(1),
-        );
+        let once =
+            adamw(tensors(), tensor::<2>(Random(4).input(&[30, 7]).tensor(dtype)), scale(1.0, dtype), step_number(1));
         for gate in [0.0, f64::NAN, f64::INFINITY] {
             let after = adamw(once.clone(), gradient.clone(), scale(gate, dtype), step_number(2));
             assert_eq!(host(after.param), host(once.param.clone()), "{dtype:?}");
@@ -135,14 +126,8 @@ fn orthogonalised_maps_the_singular_values() {
         let count = rows.min(columns);
         let values: Vec<f64> = (0..count).map(|k| 5.0 * 0.75_f64.powi(k as i32)).collect();
         let norm = values.iter().map(|s| s * s).sum::<f64>().sqrt();
-        let mapped: Vec<f64> = values
-            .iter()
-            .map(|s| (0..5).fold(s / norm, |x, _| quintic(x)))
-            .collect();
-        assert!(
-            count > 1 || (mapped[0] - 1.0).abs() < 0.35,
-            "one value comes out near 1"
-        );
+        let mapped: Vec<f64> = values.iter().map(|s| (0..5).fold(s / norm, |x, _| quintic(x))).collect();
+        assert!(count > 1 || (mapped[0] - 1.0).abs() < 0.35, "one value comes out near 1");
         let expected = of_singular_values(&mapped, rows, columns);
         let x = of_singular_values(&values, rows, columns);
         for (dtype, tolerance) in [(DType::F32, 2e-5), (DType::F64, 1e-12)] {
@@ -151,12 +136,7 @@ fn orthogonalised_maps_the_singular_values() {
                 (&Default::default(), dtype),
             );
             let got = orthogonalised(x).into_primitive().tensor();
-            assert_close(
-                &format!("{rows} x {columns} {dtype:?}"),
-                &host(got),
-                &expected,
-                tolerance,
-            );
+            assert_close(&format!("{rows} x {columns} {dtype:?}"), &host(got), &expected, tolerance);
         }
     }
 }
@@ -200,10 +180,7 @@ fn gradients_may_be_views() {
     assert_eq!(run(param.clone(), transposed), run(param, gradient.clone()));
     // A parameter that is a slice of a larger tensor.
     let narrow = Random(6).input(&[8, 10]).tensor(DType::F32).narrow(0, 1, 6);
-    assert_eq!(
-        run(narrow.clone(), gradient.clone()),
-        run(narrow.to_contiguous(), gradient)
-    );
+    assert_eq!(run(narrow.clone(), gradient.clone()), run(narrow.to_contiguous(), gradient));
 }
 
 #[test]
@@ -214,10 +191,7 @@ fn squares_add_up_in_any_view() {
     let sum = |x: FlexTensor| -> f64 { sum_of_squares(tensor::<2>(x)).into_scalar().into() };
     assert_close("sum", &[sum(x.clone())], &[exact], 2e-7 * exact);
     assert_close("transposed", &[sum(x.transpose(0, 1))], &[exact], 2e-7 * exact);
-    let f64s: Vec<f64> = sum_of_squares(tensor::<2>(input.tensor(DType::F64)))
-        .into_data()
-        .iter::<f64>()
-        .collect();
+    let f64s: Vec<f64> = sum_of_squares(tensor::<2>(input.tensor(DType::F64))).into_data().iter::<f64>().collect();
     assert_close("in f64", &f64s, &[exact], 1e-11 * exact);
     assert!(sum(FlexTensor::filled_typed([3, 4].into(), DType::F32, f32::NAN)).is_nan());
 }

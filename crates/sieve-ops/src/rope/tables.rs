@@ -36,18 +36,13 @@ impl<B: Backend> RotaryEmbedding<B> {
         dtype: DType,
     ) -> Self {
         let half = frequencies.len();
-        let angles: Vec<f64> = (0..max_positions * half)
-            .map(|n| (n / half) as f64 * frequencies[n % half])
-            .collect();
+        let angles: Vec<f64> = (0..max_positions * half).map(|n| (n / half) as f64 * frequencies[n % half]).collect();
         let table = |f: fn(f64) -> f64| {
             let values: Vec<f64> = angles.iter().map(|&angle| amplitude * f(angle)).collect();
             let data = TensorData::new(values, [max_positions, half]).convert_dtype(dtype);
             Tensor::from_data(data, (device, dtype))
         };
-        Self {
-            cos: table(f64::cos),
-            sin: table(f64::sin),
-        }
+        Self { cos: table(f64::cos), sin: table(f64::sin) }
     }
 
     /// Number of positions that the tables hold.
@@ -57,10 +52,7 @@ impl<B: Backend> RotaryEmbedding<B> {
 
     /// The two tables as backend primitives.
     pub fn tables(&self) -> RopeTables<B> {
-        RopeTables {
-            cos: primitive(self.cos.clone()),
-            sin: primitive(self.sin.clone()),
-        }
+        RopeTables { cos: primitive(self.cos.clone()), sin: primitive(self.sin.clone()) }
     }
 }
 
@@ -76,9 +68,6 @@ pub struct RopeTables<B: Backend> {
 impl<B: SieveBackend> RopeTables<B> {
     /// The tables' values, without their place in a graph.
     pub(crate) fn values(&self) -> RopeTables<B::Inner> {
-        RopeTables {
-            cos: B::value(self.cos.clone()),
-            sin: B::value(self.sin.clone()),
-        }
+        RopeTables { cos: B::value(self.cos.clone()), sin: B::value(self.sin.clone()) }
     }
 }

@@ -18,11 +18,7 @@ fn rope(qkv: &Float, max_positions: usize) -> RotaryEmbedding<Ad> {
 
 fn run(inputs: &[Float], positions: Tensor<Ad, 2, Int>, num_kv_heads: usize) -> Float {
     let rope = rope(&inputs[0], 64);
-    let norm = QkNorm {
-        q_weight: float(&inputs[1]),
-        k_weight: float(&inputs[2]),
-        epsilon: EPSILON,
-    };
+    let norm = QkNorm { q_weight: float(&inputs[1]), k_weight: float(&inputs[2]), epsilon: EPSILON };
     let y = qk_norm_rope(float(&inputs[0]), norm, positions, &rope, num_kv_heads);
     primitive(y)
 }
@@ -41,21 +37,12 @@ fn reference_run(inputs: &[Float], positions: Tensor<Ad, 2, Int>, num_kv_heads: 
 
 fn inputs(dims: [usize; 4]) -> [Input; 3] {
     let mut random = Random(1);
-    [
-        random.input(&dims),
-        random.input(&[dims[3]]).affine(0.5, 1.0),
-        random.input(&[dims[3]]).affine(0.5, 1.0),
-    ]
+    [random.input(&dims), random.input(&[dims[3]]).affine(0.5, 1.0), random.input(&[dims[3]]).affine(0.5, 1.0)]
 }
 
 #[test]
 fn equals_the_reference_for_groups_and_documents() {
-    for (dims, num_kv_heads) in [
-        ([2, 63, 9, 16], 3),
-        ([2, 63, 12, 6], 3),
-        ([1, 1, 18, 10], 3),
-        ([2, 5, 6, 4], 2),
-    ] {
+    for (dims, num_kv_heads) in [([2, 63, 9, 16], 3), ([2, 63, 12, 6], 3), ([1, 1, 18, 10], 3), ([2, 5, 6, 4], 2)] {
         let positions = documents::<Ad>(&[2, 18, 1, 30], [dims[0], dims[1]]).positions;
         let op = |inputs: &[Float]| run(inputs, positions.clone(), num_kv_heads);
         let reference = |inputs: &[Float]| reference_run(inputs, positions.clone(), num_kv_heads);

@@ -36,10 +36,7 @@ pub(crate) fn select_blocks(
     };
     let qkv = packed_heads(&qkv, heads);
     let chosen = qkv.select_blocks(selection).and_then(|chosen| {
-        Ok(ChosenKeys {
-            mask: chosen.mask.try_map(flat)?,
-            probe_o: chosen.probe_o.map(ToBurn::burn),
-        })
+        Ok(ChosenKeys { mask: chosen.mask.try_map(flat)?, probe_o: chosen.probe_o.map(ToBurn::burn) })
     });
     kernel_or_refusal("select_blocks", chosen)
 }

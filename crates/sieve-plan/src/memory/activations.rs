@@ -44,11 +44,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
         // Keeps also each key's score z (f32) and expire (i32: the first query that no longer sees the key), key lists
         // and `o_low`.
         form @ AttentionForm::Ranked(_) => {
-            let o_low = if keeps_o_low(shape, target, seq_len, keeping.o_low) {
-                q
-            } else {
-                0
-            };
+            let o_low = if keeps_o_low(shape, target, seq_len, keeping.o_low) { q } else { 0 };
             let lists = match (target, form.num_kept()) {
                 (Target::Gpu(_), Some(kept)) if kept < seq_len => key_list_bytes(shape, seq_len, kept),
                 _ => 0,
@@ -105,10 +101,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
                 Target::Gpu(_) if gpu_attention_gap(shape).is_none() => 2 * choices,
                 _ => 0,
             };
-            (
-                common + normed + 2 * packed + indexer + q,
-                lse + F32 * (choices + lists),
-            )
+            (common + normed + 2 * packed + indexer + q, lse + F32 * (choices + lists))
         }
     };
     values * target.value_bytes() + f32_bytes
@@ -262,10 +255,7 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
     let row_stats = times(tokens, 2 * F32 * heads);
     // Parts of dk and dv, where several thread blocks share a tile of keys. The GPU is assumed to be an H100 or H200.
     let key_parts = |rope_dim: usize, window: usize| {
-        let (heads, widths) = (
-            [shape.num_heads, shape.num_kv_heads],
-            [shape.head_dim + rope_dim, shape.head_dim],
-        );
+        let (heads, widths) = ([shape.num_heads, shape.num_kv_heads], [shape.head_dim + rope_dim, shape.head_dim]);
         let call = AttentionShape::new(num_rows, seq_len, heads, widths);
         call.key_part_bytes(window, Hardware::HOPPER.num_multiprocessors) as u64
     };

@@ -27,10 +27,7 @@ pub(super) fn settings_that_fit(
         let plan = needed(recipe);
         let fits = plan.total_bytes <= plan.available_bytes / 10 * 9;
         if fits {
-            found.push(FittingSetting {
-                setting,
-                total_bytes: plan.total_bytes,
-            });
+            found.push(FittingSetting { setting, total_bytes: plan.total_bytes });
         }
         fits
     };
@@ -100,9 +97,7 @@ fn mode_setting(name: &str) -> String {
 fn smaller_batches(recipe: &Recipe, ranks: usize) -> impl Iterator<Item = usize> {
     let rows = recipe.training.global_batch_size;
     let local = recipe.training.local_batch_size;
-    (1..local)
-        .rev()
-        .filter(move |batch| rows.is_multiple_of(*batch * ranks))
+    (1..local).rev().filter(move |batch| rows.is_multiple_of(*batch * ranks))
 }
 
 fn with_batch(recipe: &Recipe, batch: usize) -> Recipe {

@@ -24,13 +24,7 @@ pub struct InferenceSize {
 impl InferenceSize {
     /// Forward passes of `tokens / seq_len` rows (at least one) of `seq_len` tokens, without decoding.
     pub fn rows_of(seq_len: usize, tokens: usize) -> Self {
-        Self {
-            rows: (tokens / seq_len.max(1)).max(1),
-            seq_len,
-            cached_tokens: 0,
-            num_caches: 1,
-            logit_tokens: 0,
-        }
+        Self { rows: (tokens / seq_len.max(1)).max(1), seq_len, cached_tokens: 0, num_caches: 1, logit_tokens: 0 }
     }
 }
 
@@ -82,9 +76,7 @@ pub(super) fn forward_bytes(shape: &ModelShape, size: InferenceSize, target: &Ta
     // and up, plus the sum with the residual and the rotated packed heads.
     let feed_forward = (3 * d_model + 3 * d_ff) * value_bytes;
     let kinds = shape.by_kind();
-    let kept = kinds
-        .iter()
-        .map(|part| block_kept(part, target, size.seq_len, Keeping::NOTHING));
+    let kept = kinds.iter().map(|part| block_kept(part, target, size.seq_len, Keeping::NOTHING));
     let kept = kept.max().unwrap_or(0);
     let kept_by_feed_forward = (d_model + 2 * d_ff) * value_bytes;
     let sum_and_rotated = (d_model + packed) * value_bytes;
@@ -110,11 +102,7 @@ fn returned_logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64
 /// Memory of importing a model: the weights that were read, a new model, and a copy of its weights.
 pub fn import_memory(shape: &ModelShape, target: &Target) -> MemoryPlan {
     let parameter_bytes = times(shape.parameters().total(), F32);
-    let peak = MemoryParts {
-        parameter_bytes,
-        workspace_bytes: 2 * parameter_bytes,
-        ..MemoryParts::default()
-    };
+    let peak = MemoryParts { parameter_bytes, workspace_bytes: 2 * parameter_bytes, ..MemoryParts::default() };
     let moment = "the exchange of a new model's weights for those that were read";
     peak.plan(moment, target, 1)
 }

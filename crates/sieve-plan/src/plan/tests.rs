@@ -20,10 +20,7 @@ const NSA_80M: &str = include_str!("../../../../recipes/nsa_80m.toml");
 const MLA_80M: &str = include_str!("../../../../recipes/mla_80m.toml");
 
 /// A CPU whose speed and memory are not known.
-const CPU: Target = Target::Cpu {
-    flops_per_second: None,
-    memory_bytes: 0,
-};
+const CPU: Target = Target::Cpu { flops_per_second: None, memory_bytes: 0 };
 
 fn h200() -> Target {
     target("h200")
@@ -95,10 +92,7 @@ fn memory_of_dma_80m_on_an_h200() {
     assert_eq!(memory.peak.master_bytes, 2 * parameters);
     assert_eq!(memory.peak.moment_bytes, 8 * parameters);
     // A checkpoint has f32 weights and moments; its files are written tensor by tensor.
-    assert_eq!(
-        (memory.peak.checkpoint_bytes, memory.host_checkpoint_bytes),
-        (0, 12 * parameters)
-    );
+    assert_eq!((memory.peak.checkpoint_bytes, memory.host_checkpoint_bytes), (0, 12 * parameters));
     // With four micro-batches the gradients of earlier ones exist.
     assert_eq!(memory.peak.gradient_bytes, 4 * parameters);
     // A token in a block: the stream twice, gate and up, q, k and v, the output and its lower 16 bits, and, as they
@@ -204,19 +198,13 @@ fn memory_of_a_1p7b_step_of_one_micro_batch() {
     assert_eq!(memory.peak.workspace_bytes, 2 * stream + 8192 * 50_304 * 2);
     let sum: u64 = memory.parts().iter().map(|(_, bytes)| bytes).sum();
     assert_eq!(sum, memory.total_bytes);
-    assert_eq!(
-        memory.peak.parameter_bytes + memory.peak.master_bytes + memory.peak.moment_bytes,
-        12 * parameters
-    );
+    assert_eq!(memory.peak.parameter_bytes + memory.peak.master_bytes + memory.peak.moment_bytes, 12 * parameters);
     let gib = memory.total_bytes as f64 / (1u64 << 30) as f64;
     assert!((37.0..38.5).contains(&gib), "{gib}");
     // With more memory, two normed streams, rotated heads and the gated activation are kept too.
     let roomy = memory_plan(&alone, &shape, &h200(), 1);
     let more = 2 * (2 * 2048 + 4096 + 6144);
-    assert_eq!(
-        roomy.peak.activation_bytes,
-        memory.peak.activation_bytes + 16_384 * 28 * more
-    );
+    assert_eq!(roomy.peak.activation_bytes, memory.peak.activation_bytes + 16_384 * 28 * more);
     assert!(roomy.keeping.recomputable && !memory.keeping.recomputable);
 
     // With few tokens the gradients take most memory, and at the end all of them exist.
@@ -318,10 +306,7 @@ fn sizes_that_no_machine_has_do_not_overflow() {
         lr_scheduler.warmup_steps=0";
     for kind in ["attention.kind=mha", "attention.keep_window_size=1024"] {
         let recipe = recipe(DMA_80M, &[largest, kind]);
-        let cpu = Target::Cpu {
-            flops_per_second: None,
-            memory_bytes: 1 << 40,
-        };
+        let cpu = Target::Cpu { flops_per_second: None, memory_bytes: 1 << 40 };
         for target in [cpu, h200()] {
             let shape = recipe.model_shape(50_277).expect("a shape");
             let memory = memory_plan(&recipe, &shape, &target, 1);
@@ -335,41 +320,23 @@ fn sizes_that_no_machine_has_do_not_overflow() {
 fn a_loaded_model_needs_its_weights_and_its_caches() {
     let shape = dma_80m();
     let parameters = shape.parameters().total();
-    let size = InferenceSize {
-        rows: 1,
-        seq_len: 16,
-        cached_tokens: 2048,
-        num_caches: 1,
-        logit_tokens: 0,
-    };
+    let size = InferenceSize { rows: 1, seq_len: 16, cached_tokens: 2048, num_caches: 1, logit_tokens: 0 };
     // The file is in memory beside the model while it is read; a few tokens need less.
     let memory = inference_memory(&shape, size, &CPU, CPU.value_bytes());
     assert_eq!(memory.moment, "reading the weights");
-    assert_eq!(
-        memory.peak.parameter_bytes + memory.peak.workspace_bytes,
-        8 * parameters
-    );
+    assert_eq!(memory.peak.parameter_bytes + memory.peak.workspace_bytes, 8 * parameters);
     // A GPU holds f32 weights before they are rounded; many tokens need more than that.
     let memory = inference_memory(&shape, size, &h200(), h200().value_bytes());
     assert_eq!(memory.moment, "reading the weights");
     assert_eq!(memory.peak.parameter_bytes, 4 * parameters);
-    let memory = inference_memory(
-        &shape,
-        InferenceSize::rows_of(2048, 1 << 20),
-        &h200(),
-        h200().value_bytes(),
-    );
+    let memory = inference_memory(&shape, InferenceSize::rows_of(2048, 1 << 20), &h200(), h200().value_bytes());
     assert_eq!(memory.moment, "a forward pass");
     assert_eq!(memory.peak.parameter_bytes, 2 * parameters);
     // Three streams, gate and up and the activation, two bytes each, are less than the attention's.
     assert!(memory.peak.activation_bytes >= (1 << 20) * 2 * (3 * 768 + 3 * 2304));
     let caches = InferenceSize::rows_of(2048, 1 << 20).num_caches;
     let [decoded, eleven] = [caches, 11].map(|num_caches| {
-        let size = InferenceSize {
-            num_caches,
-            cached_tokens: 2048,
-            ..InferenceSize::rows_of(2048, 1 << 20)
-        };
+        let size = InferenceSize { num_caches, cached_tokens: 2048, ..InferenceSize::rows_of(2048, 1 << 20) };
         inference_memory(&shape, size, &h200(), h200().value_bytes())
     });
     let cache = cache_plan(&shape, 2048, 2).bytes_at_seq_len;
@@ -383,18 +350,12 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
 fn logits_that_are_returned_together_are_held_together() {
     let shape = dma_80m();
     let tokens = 8192;
-    let size = InferenceSize {
-        logit_tokens: tokens,
-        ..InferenceSize::rows_of(tokens, tokens)
-    };
+    let size = InferenceSize { logit_tokens: tokens, ..InferenceSize::rows_of(tokens, tokens) };
     let (streams, logits) = (2 * 8192 * 768, 8192 * 50_304);
     let memory = inference_memory(&shape, size, &h200(), h200().value_bytes());
     assert_eq!(memory.peak.activation_bytes, 2 * (streams + logits));
     // A CPU's values are f32.
-    let wide = ModelShape {
-        vocab_size: 1 << 20,
-        ..shape
-    };
+    let wide = ModelShape { vocab_size: 1 << 20, ..shape };
     let memory = inference_memory(&wide, size, &CPU, CPU.value_bytes());
     assert_eq!(memory.moment, "a forward pass");
     assert_eq!(memory.peak.activation_bytes, 4 * (streams + (8192 << 20)));
@@ -405,12 +366,7 @@ fn rows_without_a_token_need_no_less_than_one_token() {
     let shape = dma_80m();
     for target in [CPU, h200()] {
         let [none, one] = [0, 1].map(|seq_len| {
-            inference_memory(
-                &shape,
-                InferenceSize::rows_of(seq_len, seq_len),
-                &target,
-                target.value_bytes(),
-            )
+            inference_memory(&shape, InferenceSize::rows_of(seq_len, seq_len), &target, target.value_bytes())
         });
         assert_eq!(none, one);
     }
@@ -426,13 +382,8 @@ fn a_gpu_that_is_too_small_is_told_with_what_would_fit() {
     let wide = ["training.local_batch_size=64"];
     let wide = planned(DMA_80M, &wide, &target("a30"));
     assert_eq!(wide.memory.verdict, MemoryVerdict::DoesNotFit);
-    let settings: Vec<&str> = (wide.memory.would_fit.iter())
-        .map(|fitting| fitting.setting.as_str())
-        .collect();
-    assert_eq!(
-        settings,
-        ["activation_checkpoint.mode=selective", "training.local_batch_size=32"]
-    );
+    let settings: Vec<&str> = (wide.memory.would_fit.iter()).map(|fitting| fitting.setting.as_str()).collect();
+    assert_eq!(settings, ["activation_checkpoint.mode=selective", "training.local_batch_size=32"]);
     for fitting in &wide.memory.would_fit {
         assert!(fitting.total_bytes * 10 <= 24_000_000_000 * 9, "{fitting:?}");
         let set = [fitting.setting.as_str(), "training.global_batch_size=64"];
@@ -465,10 +416,7 @@ fn ops_say_their_path_and_why() {
     assert_eq!(way, "plain");
     assert!(reason.contains("heads of 40"), "{reason}");
     // The backward pass of so wide heads does not fit the 99 KiB of a block there.
-    let wide = ModelShape {
-        head_dim: 256,
-        ..qwen3_0_6b()
-    };
+    let wide = ModelShape { head_dim: 256, ..qwen3_0_6b() };
     assert_eq!(path(&wide, &h200(), "attention").0, "cuda kernel");
     for (name, way) in [("a100", "cuda kernel"), ("rtx 4090", "plain")] {
         let target = target(name);
@@ -532,10 +480,7 @@ fn no_speed_is_told_where_nothing_was_measured() {
     assert_eq!(planned(MLA_80M, &short, &target("h100")).refused, None);
     let told = planned(NSA_80M, &[], &target("h100"));
     assert!(told.seconds.is_some() && told.refused.is_none());
-    let cpu = Target::Cpu {
-        flops_per_second: Some(1e11),
-        memory_bytes: 0,
-    };
+    let cpu = Target::Cpu { flops_per_second: Some(1e11), memory_bytes: 0 };
     let on_cpu = planned(NSA_80M, &[], &cpu);
     assert_eq!(on_cpu.refused, None);
     assert!(on_cpu.seconds.is_some());
@@ -569,10 +514,7 @@ fn several_processes_share_masters_and_moments() {
     let (alone, four, two_hosts) = (planned(1, 1), planned(4, 1), planned(8, 2));
     assert_eq!(alone, plan(&whole, 50_304, &h200()).expect("plans"));
     assert_eq!(four.memory.peak.moment_bytes, alone.memory.peak.moment_bytes / 4);
-    assert_eq!(
-        four.memory.host_checkpoint_bytes,
-        alone.memory.host_checkpoint_bytes / 4
-    );
+    assert_eq!(four.memory.host_checkpoint_bytes, alone.memory.host_checkpoint_bytes / 4);
     assert_eq!(four.memory.peak.parameter_bytes, alone.memory.peak.parameter_bytes);
     // A rank holds a shard of the masters' low bits and a copy of that shard of the parameters.
     assert_eq!(four.memory.peak.master_bytes, alone.memory.peak.master_bytes / 2);
@@ -615,11 +557,8 @@ fn rows_in_parts_need_what_was_measured() {
         let ratio: f64 = tensors / measured;
         assert!((ratio - 1.0).abs() < 0.03, "{ratio}");
     }
-    let forms: [(&[&str], f64); 3] = [
-        (&["model.layer_types=[\"sparse\"]"], 186_000.0),
-        (&[], 91_800.0),
-        (&["attention.kind=mha"], 36_200.0),
-    ];
+    let forms: [(&[&str], f64); 3] =
+        [(&["model.layer_types=[\"sparse\"]"], 186_000.0), (&[], 91_800.0), (&["attention.kind=mha"], 36_200.0)];
     for (form, measured) in forms {
         let speed = planned(4, form).stages[0].tokens_per_second;
         let ratio = speed.expect("a GPU") / measured;

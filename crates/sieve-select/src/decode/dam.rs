@@ -78,11 +78,7 @@ impl DamCapture {
     pub fn new(calibration: DamConfig, num_heads: usize) -> Result<Self, SelectError> {
         calibration.check()?;
         let n = calibration.capture;
-        Ok(Self {
-            sums: vec![vec![0.0; n * n]; num_heads],
-            rows: vec![0; n],
-            calibration,
-        })
+        Ok(Self { sums: vec![vec![0.0; n * n]; num_heads], rows: vec![0; n], calibration })
     }
 
     /// Adds a sequence of one layer; tokens past the capture length are left out.
@@ -137,26 +133,17 @@ impl DamCapture {
         let (side, settings) = (self.calibration.capture, &self.calibration);
         let n = self.rows.iter().take_while(|&&rows| rows > 0).count();
         let box_cox = |x: f64| {
-            if settings.lambda == 0.0 {
-                x.ln()
-            } else {
-                (x.powf(settings.lambda) - 1.0) / settings.lambda
-            }
+            if settings.lambda == 0.0 { x.ln() } else { (x.powf(settings.lambda) - 1.0) / settings.lambda }
         };
         let pairs: Vec<(usize, usize)> = (0..n).flat_map(|i| (0..=i).map(move |j| (i, j))).collect();
         let transformed: Vec<f64> = pairs
             .iter()
             .map(|&(i, j)| box_cox((sums[i * side + j] / self.rows[i] as f64).max(settings.floor)))
             .collect();
-        let (low, high) = transformed
-            .iter()
-            .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &x| {
-                (low.min(x), high.max(x))
-            });
-        let scaled: Vec<f32> = transformed
-            .iter()
-            .map(|x| ((x - low) / (high - low).max(f64::MIN_POSITIVE)) as f32)
-            .collect();
+        let (low, high) =
+            transformed.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &x| (low.min(x), high.max(x)));
+        let scaled: Vec<f32> =
+            transformed.iter().map(|x| ((x - low) / (high - low).max(f64::MIN_POSITIVE)) as f32).collect();
         let wanted = (settings.density * scaled.len() as f64).ceil() as usize;
         let mut rows: Vec<Vec<u32>> = vec![Vec::new(); n];
         for at in falling(&scaled).into_iter().take(wanted) {
@@ -282,10 +269,7 @@ impl Dam {
         // Without a file the text calibrates itself.
         let Some(maps) = &config.maps else {
             let capture = DamCapture::new(config.clone(), shape.num_heads)?;
-            return Ok(Self {
-                sink: config.sink,
-                source: Source::Text(capture),
-            });
+            return Ok(Self { sink: config.sink, source: Source::Text(capture) });
         };
         let maps = maps.layers.get(shape.layer).cloned().unwrap_or_default();
         if maps.len() != shape.num_heads {
@@ -299,10 +283,7 @@ impl Dam {
                 "calibrate on this model",
             );
         }
-        Ok(Self {
-            sink: config.sink,
-            source: Source::Maps(maps),
-        })
+        Ok(Self { sink: config.sink, source: Source::Maps(maps) })
     }
 
     /// Adds the first rows of a prompt, if the text calibrates itself.
@@ -345,11 +326,7 @@ mod tests {
 
     #[test]
     fn dam_rows_beyond_the_map_have_columns_distances_sink_and_themselves() {
-        let map = DamMap {
-            rows: vec![vec![0], vec![1]],
-            columns: vec![5],
-            offsets: vec![2, 4],
-        };
+        let map = DamMap { rows: vec![vec![0], vec![1]], columns: vec![5], offsets: vec![2, 4] };
         assert_eq!(map.keys(1, 3), [1]);
         assert_eq!(map.keys(10, 3), [0, 1, 2, 5, 6, 8, 10]);
     }

@@ -86,10 +86,7 @@ impl DmaWeights {
             let read = |tensor: safetensors::tensor::TensorView<'_>| {
                 floats(&tensor).ok_or_else(|| problem(format!("layer {layer}: scores of {:?}", tensor.dtype())))
             };
-            weights.layers.push(DmaLayerWeights {
-                a: read(a)?,
-                w_dt: read(w_dt)?,
-            });
+            weights.layers.push(DmaLayerWeights { a: read(a)?, w_dt: read(w_dt)? });
         }
         if weights.layers.is_empty() {
             return Err(problem("it has no layers.0.self_attn.a".to_owned()));
@@ -132,10 +129,7 @@ impl Dma {
     /// The state before the first token. Without weights all scores are 0; weights of another shape are refused.
     pub(crate) fn new(config: DmaConfig, shape: LayerShape) -> Result<Self, SelectError> {
         let (heads, width) = (shape.num_kv_heads, shape.num_kv_heads * shape.head_dim);
-        let untrained = DmaLayerWeights {
-            a: vec![0.0; heads],
-            w_dt: vec![0.0; heads * width],
-        };
+        let untrained = DmaLayerWeights { a: vec![0.0; heads], w_dt: vec![0.0; heads * width] };
         let weights = match &config.weights {
             None => untrained,
             Some(all) => match all.layers.get(shape.layer) {
@@ -153,12 +147,7 @@ impl Dma {
                 }
             },
         };
-        Ok(Self {
-            config,
-            weights,
-            slots: vec![BinaryHeap::new(); heads],
-            z: Vec::new(),
-        })
+        Ok(Self { config, weights, slots: vec![BinaryHeap::new(); heads], z: Vec::new() })
     }
 
     /// Scores the cache's keys that have no score yet, in the order of their positions, and evicts.

@@ -35,14 +35,8 @@ impl H2oConfig {
         let (heavy, recent) = (amount(self.heavy, n), amount(self.recent, n));
         // One slot more than heavy + recent, as the key with the least attention leaves only when the next token comes;
         // that token is recent too.
-        let slots = DmaWindow {
-            keep_window_size: heavy + recent + 1,
-            local_window_size: recent + 1,
-        };
-        HeavyKeys {
-            slots: Some(slots),
-            ..most_attended(shape, n, [slots.keep_window_size, recent])
-        }
+        let slots = DmaWindow { keep_window_size: heavy + recent + 1, local_window_size: recent + 1 };
+        HeavyKeys { slots: Some(slots), ..most_attended(shape, n, [slots.keep_window_size, recent]) }
     }
 }
 
@@ -57,11 +51,7 @@ pub(crate) struct H2o {
 
 impl H2o {
     pub(crate) fn new(config: H2oConfig, shape: LayerShape) -> Self {
-        Self {
-            config,
-            kept: vec![Vec::new(); shape.num_kv_heads],
-            prompt_tokens: 0,
-        }
+        Self { config, kept: vec![Vec::new(); shape.num_kv_heads], prompt_tokens: 0 }
     }
 
     /// Sums the attention that each key received from all rows of the prompt, then evicts.
@@ -84,10 +74,7 @@ impl H2o {
         for kept in &mut self.kept {
             kept.push((newest, 0.0));
         }
-        self.kept
-            .iter()
-            .map(|kept| kept.iter().map(|key| key.0).collect())
-            .collect()
+        self.kept.iter().map(|kept| kept.iter().map(|key| key.0).collect()).collect()
     }
 
     /// Adds the attention of the new token to the kept keys, then evicts.
@@ -105,11 +92,7 @@ impl H2o {
 
     /// Evicts the keys with the least attention that are not recent; of equal ones the older.
     fn evict(&mut self, kv_head: usize, tokens: usize) {
-        let whole = if self.prompt_tokens > 0 {
-            self.prompt_tokens
-        } else {
-            tokens
-        };
+        let whole = if self.prompt_tokens > 0 { self.prompt_tokens } else { tokens };
         let (heavy, recent) = (amount(self.config.heavy, whole), amount(self.config.recent, whole));
         let kept = &mut self.kept[kv_head];
         let surplus = kept.len().saturating_sub(heavy + recent);
@@ -131,10 +114,7 @@ mod tests {
     #[test]
     fn h2o_of_equal_attention_the_older_goes() {
         let shape = LayerShape::new([1, 1], 4, 0);
-        let config = H2oConfig {
-            heavy: 2.0,
-            recent: 1.0,
-        };
+        let config = H2oConfig { heavy: 2.0, recent: 1.0 };
         let mut state = H2o::new(config, shape);
         state.kept[0] = vec![(3, 0.5), (4, 0.25), (6, 0.25), (7, 0.25), (9, 0.0)];
         state.evict(0, 10);
@@ -150,10 +130,7 @@ mod tests {
             state.evict(0, 9);
             assert_eq!(state.kept[0].len(), 9, "{heavy} {recent}");
             let slots = config.heavy_keys(CallShape::new([1, 9], [1, 1], 4)).slots;
-            assert!(
-                slots.is_some_and(|slots| slots.keep_window_size > 9),
-                "{heavy} {recent}"
-            );
+            assert!(slots.is_some_and(|slots| slots.keep_window_size > 9), "{heavy} {recent}");
         }
     }
 }

@@ -42,10 +42,7 @@ impl Infinitehip {
     pub(crate) fn choose(&mut self, cache: &Cache, q: &[f32]) -> Vec<Vec<u32>> {
         let position = cache.len - 1;
         let stages = self.config.stages();
-        let due: Vec<bool> = stages
-            .iter()
-            .map(|stage| self.steps.is_multiple_of(stage.refresh))
-            .collect();
+        let due: Vec<bool> = stages.iter().map(|stage| self.steps.is_multiple_of(stage.refresh)).collect();
         if due[0] {
             // The first stage ranks the keys from the sink to here; later keys are in the window.
             self.end = self.config.candidates(position).1;

@@ -33,12 +33,7 @@ settings! {
 impl InfllmConfig {
     pub(crate) fn check(&self) -> Result<(), SelectError> {
         let rules = Rules("infllm");
-        for (key, value) in [
-            ("local", self.local),
-            ("block", self.block),
-            ("repr", self.repr),
-            ("chunk", self.chunk),
-        ] {
+        for (key, value) in [("local", self.local), ("block", self.block), ("repr", self.repr), ("chunk", self.chunk)] {
             rules.positive(key, value)?;
         }
         rules.rope_theta(self.rope_theta)
@@ -96,8 +91,7 @@ impl Infllm {
         }
         let (d, heads) = (call.shape.head_dim, call.shape.num_kv_heads);
         for (at, k) in call.k.chunks_exact(d).enumerate() {
-            self.unrotated
-                .extend(rotate(k, -((at / heads) as f64), self.rope_theta));
+            self.unrotated.extend(rotate(k, -((at / heads) as f64), self.rope_theta));
         }
     }
 
@@ -183,9 +177,7 @@ impl Infllm {
     /// A query at `position`, rotated to position `local`: keys at position 0 are then `local` tokens away.
     fn at_distance(&self, q: &[f32], position: usize) -> Vec<f32> {
         let shift = self.config.local as f64 - position as f64;
-        q.chunks_exact(self.shape.head_dim)
-            .flat_map(|q| rotate(q, shift, self.rope_theta))
-            .collect()
+        q.chunks_exact(self.shape.head_dim).flat_map(|q| rotate(q, shift, self.rope_theta)).collect()
     }
 
     /// Forms blocks of the keys that have left the local window of the `n`-th token. The mean of the `repr` keys that
@@ -204,9 +196,7 @@ impl Infllm {
                 let mut mean = vec![0.0_f32; self.shape.head_dim];
                 for &at in &most {
                     let key = self.unrotated_key(kv_head, keys.start + at);
-                    mean.iter_mut()
-                        .zip(key)
-                        .for_each(|(mean, k)| *mean += k / most.len() as f32);
+                    mean.iter_mut().zip(key).for_each(|(mean, k)| *mean += k / most.len() as f32);
                 }
                 self.representatives.extend(mean);
             }

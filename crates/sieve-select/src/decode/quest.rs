@@ -46,13 +46,7 @@ pub(crate) struct Quest {
 
 impl Quest {
     pub(crate) fn new(config: QuestConfig, shape: LayerShape) -> Self {
-        Self {
-            dense: shape.layer < config.dense_layers,
-            config,
-            min: Vec::new(),
-            max: Vec::new(),
-            len: 0,
-        }
+        Self { dense: shape.layer < config.dense_layers, config, min: Vec::new(), max: Vec::new(), len: 0 }
     }
 
     /// Updates the minima and maxima with the cache's new keys.
@@ -110,9 +104,7 @@ impl Quest {
                 let pages = self.config.num_pages(n);
                 // Of equal scores the later page is read, so the order is turned round.
                 let turned: Vec<f32> = scores.into_iter().rev().collect();
-                let kept = top_k_forced(&turned, pages, |at| at == 0)
-                    .into_iter()
-                    .map(|at| last - at);
+                let kept = top_k_forced(&turned, pages, |at| at == 0).into_iter().map(|at| last - at);
                 let tokens = |page: usize| page * self.config.page..((page + 1) * self.config.page).min(n);
                 ascending(kept.flat_map(tokens))
             })
@@ -130,12 +122,7 @@ mod tests {
     fn quest_score_bounds_every_product_in_the_page() {
         let mut random = Random(4);
         let shape = LayerShape::new([2, 2], 12, 5);
-        let cache = Cache {
-            shape,
-            keys: random.vector(50 * 24),
-            values: random.vector(50 * 24),
-            len: 50,
-        };
+        let cache = Cache { shape, keys: random.vector(50 * 24), values: random.vector(50 * 24), len: 50 };
         let mut quest = Quest::new(QuestConfig::default(), shape);
         quest.extend(&cache);
         for _ in 0..20 {

@@ -39,10 +39,7 @@ impl SnapkvConfig {
         rules.positive("window", self.window)?;
         if self.capacity <= self.window {
             return rules.fail(
-                format!(
-                    "capacity={} leaves no room besides window={}",
-                    self.capacity, self.window
-                ),
+                format!("capacity={} leaves no room besides window={}", self.capacity, self.window),
                 "capacity counts the window too; make it larger",
             );
         }
@@ -76,13 +73,7 @@ pub(crate) struct Snapkv {
 
 impl Snapkv {
     pub(crate) fn new(config: SnapkvConfig, shape: LayerShape) -> Self {
-        Self {
-            config,
-            shape,
-            kept: vec![Vec::new(); shape.num_kv_heads],
-            queries: Vec::new(),
-            acted: false,
-        }
+        Self { config, shape, kept: vec![Vec::new(); shape.num_kv_heads], queries: Vec::new(), acted: false }
     }
 
     /// Chooses the keys of a prompt that stay, by the votes of its last queries. Heads with a NaN do not vote; a prompt
@@ -177,11 +168,7 @@ mod tests {
     fn snapkv_smoothing_at_the_ends() {
         let shape = LayerShape::new([1, 1], 4, 0);
         let smooth = |pool: Pool| {
-            let config = SnapkvConfig {
-                kernel: 3,
-                pool,
-                ..SnapkvConfig::default()
-            };
+            let config = SnapkvConfig { kernel: 3, pool, ..SnapkvConfig::default() };
             Snapkv::new(config, shape).smooth(&[-3.0, -6.0, 9.0, -12.0])
         };
         // At the ends the mean counts missing keys as zero; the maximum leaves them out.

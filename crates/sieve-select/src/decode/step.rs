@@ -20,14 +20,10 @@ impl Selector {
             return None;
         }
         match &self.method {
-            Method::Streamingllm(config) if !config.reindex => Some(TokenKeys::Ends {
-                first: config.n_init,
-                last: config.n_local,
-            }),
-            Method::Quest(config) => Some(TokenKeys::Pages {
-                page: config.page,
-                count: config.num_pages(num_keys),
-            }),
+            Method::Streamingllm(config) if !config.reindex => {
+                Some(TokenKeys::Ends { first: config.n_init, last: config.n_local })
+            }
+            Method::Quest(config) => Some(TokenKeys::Pages { page: config.page, count: config.num_pages(num_keys) }),
             Method::ExactTop(config) => Some(TokenKeys::Largest(amount(config.k, num_keys))),
             _ => None,
         }
@@ -73,10 +69,7 @@ impl Selector {
 /// from its last `num_queries` queries. A prompt of at most `num_kept` keys keeps all.
 pub(super) fn most_attended(shape: CallShape, num_queries: usize, [num_kept, num_last]: [usize; 2]) -> HeavyKeys {
     let num_keys = shape.num_keys;
-    let shape = CallShape {
-        num_queries: num_queries.min(num_keys),
-        ..shape
-    };
+    let shape = CallShape { num_queries: num_queries.min(num_keys), ..shape };
     let [num_ranked, last] = match num_keys <= num_kept {
         true => [num_keys, 0],
         false => [num_kept - num_last, num_last],
@@ -134,9 +127,6 @@ mod tests {
         // Of a prompt within the capacity all keys are kept.
         assert_eq!(kept("snapkv"), (32, KeepBlocks::Top(300), 0));
         let selector = Selector::parse(h2o).expect("valid");
-        assert_eq!(
-            [64, 96, 128].map(|width| selector.steps_on_device(width)),
-            [true, false, true]
-        );
+        assert_eq!([64, 96, 128].map(|width| selector.steps_on_device(width)), [true, false, true]);
     }
 }

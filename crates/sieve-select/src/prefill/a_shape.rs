@@ -53,10 +53,7 @@ pub(crate) fn ranges(call: &Call<'_>, n_init: usize, n_local: usize) -> KeyMask 
 /// The two ranges as the rule by which a query sees single keys of the kept tiles.
 pub(crate) fn window(n_init: usize, n_local: usize) -> TokenWindow {
     let word = |tokens: usize| i32::try_from(tokens).unwrap_or(i32::MAX);
-    TokenWindow {
-        init: word(n_init),
-        local: word(n_local),
-    }
+    TokenWindow { init: word(n_init), local: word(n_local) }
 }
 
 /// For each query tile, the key tiles that hold the first `n_init` keys or the last `n_local` keys of one of its rows.

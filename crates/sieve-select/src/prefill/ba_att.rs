@@ -102,10 +102,7 @@ impl PrefillMethod for BaAttConfig {
             return Selected::dense(call.shape);
         }
         let segments = Segments::new(call, self.segment, self.block);
-        let orders = || Orders {
-            keys: self.key_orders(call, segments),
-            queries: self.query_orders(call, segments),
-        };
+        let orders = || Orders { keys: self.key_orders(call, segments), queries: self.query_orders(call, segments) };
         let rows = |heads: &[usize], orders: &Orders| self.rows(call, segments, heads, orders);
         permute::select(call, segments, gqa, self.causal, orders, rows)
     }
@@ -114,9 +111,9 @@ impl PrefillMethod for BaAttConfig {
     fn steps(&self, call: &Call<'_>, gqa: GqaPolicy) -> Option<BlockSelection> {
         let scores = match self.compensates(call.layer, call.num_layers) {
             false => BlockScores::Means { variances: 0.0 },
-            true if self.compensation == Compensation::Covariance => BlockScores::Means {
-                variances: self.beta as f32 / call.shape.head_dim as f32,
-            },
+            true if self.compensation == Compensation::Covariance => {
+                BlockScores::Means { variances: self.beta as f32 / call.shape.head_dim as f32 }
+            }
             // Only the host computes the compensation by the variance.
             true => return None,
         };

@@ -123,11 +123,7 @@ impl BflaConfig {
         // A block or group longer than the call is cut to the call's tokens: the rest would be padding with zeros,
         // which takes memory and adds nothing to a product.
         let (tokens, group) = (call.shape.num_keys.max(1), self.group.min(call.shape.num_keys.max(1)));
-        let this = Self {
-            group,
-            block: self.block.min(tokens.next_multiple_of(group)),
-            ..self.clone()
-        };
+        let this = Self { group, block: self.block.min(tokens.next_multiple_of(group)), ..self.clone() };
         let (d, kv_head) = (call.shape.head_dim, call.kv_head(heads[0]));
         let key = |key| call.key(kv_head, key);
         let (k, width) = this.pool(d, blocks.num_key_tiles(), |j| blocks.keys(j), key);
@@ -174,10 +170,7 @@ impl BflaConfig {
             }
             Pooling::Center => {
                 let middle = |i: usize| (range(i).start + range(i).end) / 2;
-                (
-                    (0..num_blocks).flat_map(|i| token(middle(i)).iter().copied()).collect(),
-                    d,
-                )
+                ((0..num_blocks).flat_map(|i| token(middle(i)).iter().copied()).collect(), d)
             }
             Pooling::Maxabs => {
                 let mut out = vec![0.0_f32; num_blocks * d];
@@ -247,13 +240,9 @@ impl BflaConfig {
 /// Whether a dropped tile or block is kept after all: by the stride, or by its hash, a number that depends on the
 /// coordinates and the seed alone.
 fn is_rescued(rescue: Rescue, list: u64, row: u64, column: u64) -> bool {
-    let Rescue {
-        stride, limit, seed, ..
-    } = rescue;
-    let strided = stride > 0
-        && (131_u64.wrapping_mul(row).wrapping_add(17 * column))
-            .wrapping_add(seed)
-            .is_multiple_of(stride);
+    let Rescue { stride, limit, seed, .. } = rescue;
+    let strided =
+        stride > 0 && (131_u64.wrapping_mul(row).wrapping_add(17 * column)).wrapping_add(seed).is_multiple_of(stride);
     let hash = || match rescue.is_linear {
         false => mix(mix(mix(mix(list).wrapping_add(row)).wrapping_add(column)).wrapping_add(seed)) >> 40,
         true => {
@@ -293,18 +282,9 @@ mod tests {
             .flat_map(|prob| [(prob, RescueHash::Mix), (prob, RescueHash::Linear)])
         {
             let of = if hash == RescueHash::Mix { 1 << 24 } else { 1_000_000 };
-            let limit = BflaConfig {
-                prob,
-                hash,
-                ..BflaConfig::default()
-            }
-            .rescue()
-            .limit;
+            let limit = BflaConfig { prob, hash, ..BflaConfig::default() }.rescue().limit;
             let near = limit.saturating_sub(2)..(limit + 2).min(of);
-            assert!(
-                near.clone().all(|x| (x < limit) == (x as f64 / (of as f64) < prob)),
-                "{prob}: {limit}"
-            );
+            assert!(near.clone().all(|x| (x < limit) == (x as f64 / (of as f64) < prob)), "{prob}: {limit}");
         }
     }
 }

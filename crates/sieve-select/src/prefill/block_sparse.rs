@@ -28,12 +28,7 @@ impl PrefillMethod for BlockSparseConfig {
 
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let means = BlockScores::Means { variances: 0.0 };
-        Some(BlockSelection::new(
-            call.shape,
-            self.block,
-            means,
-            KeepBlocks::Top(self.topk),
-        ))
+        Some(BlockSelection::new(call.shape, self.block, means, KeepBlocks::Top(self.topk)))
     }
 
     fn reads(&self) -> Reads {

@@ -50,7 +50,5 @@ impl DeltaConfig {
 /// Rows whose position is a multiple of gamma, and the first row of the call.
 pub(crate) fn probe_rows(call: &Call<'_>, gamma: usize) -> Vec<usize> {
     let context = call.shape.context();
-    (0..call.shape.num_queries)
-        .filter(|row| *row == 0 || (context + row).is_multiple_of(gamma))
-        .collect()
+    (0..call.shape.num_queries).filter(|row| *row == 0 || (context + row).is_multiple_of(gamma)).collect()
 }

@@ -73,10 +73,7 @@ impl PrefillMethod for FlexprefillConfig {
         let scores = BlockScores::Patterns {
             gamma: self.gamma,
             tau: self.tau,
-            blocks: [
-                self.min_budget / self.block,
-                self.max_budget.map_or(n, |most| most / self.block),
-            ],
+            blocks: [self.min_budget / self.block, self.max_budget.map_or(n, |most| most / self.block)],
         };
         let ignored = KeepBlocks::Mass(1.0);
         (!self.is_short(n)).then(|| BlockSelection::new(call.shape, self.block, scores, ignored))
@@ -99,10 +96,7 @@ impl FlexprefillConfig {
         let probe = last_rows(call, self.block);
         let factor = 1.0 / probe.len() as f32;
         let mut sums = probe_sums(call, &[head], probe.clone())?;
-        sums.column
-            .iter_mut()
-            .chain(&mut sums.diagonal)
-            .for_each(|x| *x *= factor);
+        sums.column.iter_mut().chain(&mut sums.diagonal).for_each(|x| *x *= factor);
         let column = block_sums(&sums.column, self.block);
         let diagonal = block_sums(&sums.diagonal, self.block);
 
@@ -157,11 +151,7 @@ impl FlexprefillConfig {
                 return None;
             }
         }
-        let goal = if self.gamma < 1.0 {
-            self.gamma * tiles.num_query_tiles() as f64
-        } else {
-            f64::INFINITY
-        };
+        let goal = if self.gamma < 1.0 { self.gamma * tiles.num_query_tiles() as f64 } else { f64::INFINITY };
         let mut sum = 0.0_f64;
         for at in falling(&map) {
             if sum >= goal {
@@ -235,21 +225,13 @@ mod tests {
 
     #[test]
     fn flexprefill_budget_counts_tokens_to_pass_gamma() {
-        let config = FlexprefillConfig {
-            block: 4,
-            gamma: 0.75,
-            min_budget: 4,
-            ..Default::default()
-        };
+        let config = FlexprefillConfig { block: 4, gamma: 0.75, min_budget: 4, ..Default::default() };
         // 0.5 + 0.25 is within gamma 0.75, and a third token exceeds it: 3 tokens fill 0 blocks, and one is added.
         assert_eq!(config.num_blocks(&[0.125, 0.5, 0.125, 0.25]), 1);
         let even = [1.0 / 16.0; 16];
         // 12 tokens are within gamma, and one more exceeds it: 13 / 4 + 1 blocks.
         assert_eq!(config.num_blocks(&even), 4);
-        let config = FlexprefillConfig {
-            max_budget: Some(8),
-            ..config
-        };
+        let config = FlexprefillConfig { max_budget: Some(8), ..config };
         assert_eq!(config.num_blocks(&even), 2);
     }
 }

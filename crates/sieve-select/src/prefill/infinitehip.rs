@@ -103,9 +103,7 @@ impl PrefillMethod for InfinitehipConfig {
             return Selected::dense(call.shape);
         }
         let tiles = Tiles::new(call.shape, self.block, self.chunk_3);
-        gqa::mask(call, tiles, gqa, |heads| {
-            gqa::rows_or_nan(tiles, |i| self.row(call, tiles, heads[0], i))
-        })
+        gqa::mask(call, tiles, gqa, |heads| gqa::rows_or_nan(tiles, |i| self.row(call, tiles, heads[0], i)))
     }
 
     fn knob(&self) -> Option<Knob> {
@@ -158,11 +156,8 @@ impl InfinitehipConfig {
         kept.extend(candidates.1 / self.chunk_3..admissible);
         let mut chunks = self.first_chunks(candidates);
         for stage in self.stages() {
-            let queries: Vec<f32> = tiles
-                .rows(i)
-                .step_by(stage.stride)
-                .flat_map(|row| call.query(head, row).iter().copied())
-                .collect();
+            let queries: Vec<f32> =
+                tiles.rows(i).step_by(stage.stride).flat_map(|row| call.query(head, row).iter().copied()).collect();
             chunks = stage.run(&chunks, |keys| best_products(call, head, &queries, keys))?;
         }
         kept.extend(chunks.into_iter().map(|(start, _)| start / self.chunk_3));
@@ -187,9 +182,7 @@ impl Stage {
 
 /// Cuts ranges of keys into chunks.
 fn cut(ranges: impl Iterator<Item = Chunk>, chunk: usize) -> Vec<Chunk> {
-    ranges
-        .flat_map(|(start, end)| (start..end).step_by(chunk).map(move |at| (at, (at + chunk).min(end))))
-        .collect()
+    ranges.flat_map(|(start, end)| (start..end).step_by(chunk).map(move |at| (at, (at + chunk).min(end)))).collect()
 }
 
 /// The score of each chunk's representative. A chunk is halved until one key is left; of two halves stays the one whose
@@ -222,10 +215,7 @@ fn representatives(chunks: &[Chunk], scores_of: impl Fn(&[usize]) -> Vec<f32>) -
 /// The largest product of each key with any of the queries `[queries, head_dim]`; NaN if any product is NaN.
 fn best_products(call: &Call<'_>, head: usize, queries: &[f32], keys: &[usize]) -> Vec<f32> {
     let (d, kv_head) = (call.shape.head_dim, call.kv_head(head));
-    let keys: Vec<f32> = keys
-        .iter()
-        .flat_map(|&key| call.key(kv_head, key).iter().copied())
-        .collect();
+    let keys: Vec<f32> = keys.iter().flat_map(|&key| call.key(kv_head, key).iter().copied()).collect();
     let num_queries = queries.len() / d;
     let products = scores(&keys, queries, d, 1.0);
     products.chunks_exact(num_queries).map(max_of_row).collect()

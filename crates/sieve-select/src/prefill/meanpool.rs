@@ -84,10 +84,7 @@ pub(crate) fn pooled_scores(call: &Call<'_>, tiles: Tiles, heads: &[usize]) -> V
             Some(means) => of_head(means.q, call.shape.num_heads, head),
             None => query_means(call, head, tiles, |row| row),
         };
-        add(
-            &mut sum,
-            scores(&q, &k, d, call.shape.softmax_scale() / heads.len() as f32),
-        );
+        add(&mut sum, scores(&q, &k, d, call.shape.softmax_scale() / heads.len() as f32));
     }
     sum
 }

@@ -62,41 +62,21 @@ pub struct PatternFile {
 }
 
 /// Pattern of heads that the file does not name.
-const DEFAULT: Pattern = Pattern::VerticalSlash {
-    vertical: 1000,
-    slash: 6096,
-};
+const DEFAULT: Pattern = Pattern::VerticalSlash { vertical: 1000, slash: 6096 };
 
 /// Patterns that the search compares for each head.
 const CANDIDATES: [Pattern; 6] = [
-    Pattern::AShape {
-        n_init: 100,
-        n_local: 800,
-    },
-    Pattern::VerticalSlash {
-        vertical: 30,
-        slash: 800,
-    },
-    Pattern::VerticalSlash {
-        vertical: 100,
-        slash: 750,
-    },
-    Pattern::VerticalSlash {
-        vertical: 500,
-        slash: 700,
-    },
-    Pattern::VerticalSlash {
-        vertical: 3500,
-        slash: 100,
-    },
+    Pattern::AShape { n_init: 100, n_local: 800 },
+    Pattern::VerticalSlash { vertical: 30, slash: 800 },
+    Pattern::VerticalSlash { vertical: 100, slash: 750 },
+    Pattern::VerticalSlash { vertical: 500, slash: 700 },
+    Pattern::VerticalSlash { vertical: 3500, slash: 100 },
     Pattern::BlockSparseEighth,
 ];
 
 impl PrefillMethod for MinferenceConfig {
     fn select(&self, call: &Call<'_>, _: GqaPolicy) -> Selected {
-        let patterns: Vec<Pattern> = (0..call.shape.num_heads)
-            .map(|head| self.patterns.of(call.layer, head))
-            .collect();
+        let patterns: Vec<Pattern> = (0..call.shape.num_heads).map(|head| self.patterns.of(call.layer, head)).collect();
         of_patterns(call, &patterns)
     }
 
@@ -104,9 +84,7 @@ impl PrefillMethod for MinferenceConfig {
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let means = BlockScores::Means { variances: 0.0 };
         let mut selection = BlockSelection::new(call.shape, TILE, means, KeepBlocks::Mass(1.0));
-        let patterns: Vec<Pattern> = (0..call.shape.num_heads)
-            .map(|head| self.patterns.of(call.layer, head))
-            .collect();
+        let patterns: Vec<Pattern> = (0..call.shape.num_heads).map(|head| self.patterns.of(call.layer, head)).collect();
         for same in patterns.chunk_by(|a, b| a == b) {
             let (scores, keep) = match same[0] {
                 Pattern::VerticalSlash { vertical, slash } => {
@@ -138,10 +116,7 @@ fn of_patterns(call: &Call<'_>, patterns: &[Pattern]) -> Selected {
         Pattern::BlockSparse { topk } => best_blocks(call, tiles, heads, |_| topk),
         Pattern::BlockSparseEighth => best_blocks(call, tiles, heads, |blocks| blocks.div_ceil(8)),
     });
-    let everything = TokenWindow {
-        init: 0,
-        local: i32::MAX,
-    };
+    let everything = TokenWindow { init: 0, local: i32::MAX };
     let windows: Vec<TokenWindow> = patterns
         .iter()
         .map(|pattern| match *pattern {
@@ -156,10 +131,7 @@ fn of_patterns(call: &Call<'_>, patterns: &[Pattern]) -> Selected {
     chosen.stats.patterns = vec![
         ("a_shape", count(|p| matches!(p, Pattern::AShape { .. }))),
         ("vertical_slash", count(|p| matches!(p, Pattern::VerticalSlash { .. }))),
-        (
-            "block_sparse",
-            count(|p| matches!(p, Pattern::BlockSparse { .. } | Pattern::BlockSparseEighth)),
-        ),
+        ("block_sparse", count(|p| matches!(p, Pattern::BlockSparse { .. } | Pattern::BlockSparseEighth))),
     ];
     chosen
 }
@@ -191,9 +163,7 @@ pub fn search_patterns(call: &Call<'_>) -> Result<Vec<(Pattern, f64)>, SelectErr
 impl PatternFile {
     fn of(&self, layer: usize, head: usize) -> Pattern {
         let patterns = self.layers.get(layer);
-        patterns
-            .and_then(|layer| layer.get(head).copied().flatten())
-            .unwrap_or(DEFAULT)
+        patterns.and_then(|layer| layer.get(head).copied().flatten()).unwrap_or(DEFAULT)
     }
 
     /// Reads a file as MInference writes it: per layer an object from head to `[type, v, s, …]`.
@@ -213,9 +183,7 @@ impl PatternFile {
             let mut heads = Vec::new();
             for (head, value) in layer {
                 let place = || format!("layer {index}, head {head}: {value}");
-                let at: usize = head
-                    .parse()
-                    .map_err(|_| problem(format!("{} has no head number", place())))?;
+                let at: usize = head.parse().map_err(|_| problem(format!("{} has no head number", place())))?;
                 if at > 4096 {
                     return Err(problem(format!("{} is beyond any model", place())));
                 }
@@ -252,14 +220,12 @@ impl PatternFile {
 fn pattern_of(value: &Value) -> Option<Pattern> {
     let number = |at: usize| value.get(at)?.as_u64().map(|x| x as usize);
     match value.get(0)?.as_str()? {
-        "vertical_and_slash" | "vertical_slash" => Some(Pattern::VerticalSlash {
-            vertical: number(1)?,
-            slash: number(2)?,
-        }),
-        "stream_llm" | "a_shape" => Some(Pattern::AShape {
-            n_init: number(1)?,
-            n_local: number(2).filter(|&n| n > 0)?,
-        }),
+        "vertical_and_slash" | "vertical_slash" => {
+            Some(Pattern::VerticalSlash { vertical: number(1)?, slash: number(2)? })
+        }
+        "stream_llm" | "a_shape" => {
+            Some(Pattern::AShape { n_init: number(1)?, n_local: number(2).filter(|&n| n > 0)? })
+        }
         "block_sparse" => Some(Pattern::BlockSparse { topk: number(1)? }),
         "block_sparse_eighth" => Some(Pattern::BlockSparseEighth),
         _ => None,

@@ -77,12 +77,7 @@ const MOST_EXACT: usize = 128;
 impl PrefillMethod for MomoConfig {
     fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
         let rules = Rules("momo");
-        for (key, value) in [
-            ("gamma", self.gamma),
-            ("beta", self.beta),
-            ("chi", self.chi),
-            ("k", self.k),
-        ] {
+        for (key, value) in [("gamma", self.gamma), ("beta", self.beta), ("chi", self.chi), ("k", self.k)] {
             rules.positive(key, value)?;
         }
         // The smaller of the two must divide the larger.
@@ -91,10 +86,8 @@ impl PrefillMethod for MomoConfig {
         let [(small_key, small), (large_key, large)] = pair;
         rules.divides(small_key, small, large_key, large)?;
         if self.topk == TopK::Hybrid && self.k_exact > self.k {
-            return rules.fail(
-                format!("k_exact={} is more than k={}", self.k_exact, self.k),
-                "k counts the exact ones too",
-            );
+            return rules
+                .fail(format!("k_exact={} is more than k={}", self.k_exact, self.k), "k counts the exact ones too");
         }
         if gqa == GqaPolicy::Mean {
             return rules.fail(
@@ -110,9 +103,8 @@ impl PrefillMethod for MomoConfig {
         let probes = probe_rows(call, self.gamma);
         let mut chosen = gqa::mask(call, tiles, gqa, |heads| {
             let chunks = probes.par_chunks(CHUNK_PROBES);
-            let found: Option<Vec<Vec<Chosen>>> = chunks
-                .map(|rows| self.choices(call, tiles, heads[0], rows, &probes))
-                .collect();
+            let found: Option<Vec<Vec<Chosen>>> =
+                chunks.map(|rows| self.choices(call, tiles, heads[0], rows, &probes)).collect();
             let found = found?.concat();
             Some(gqa::rows(tiles, |i| self.tile_row(tiles, i, &probes, &found)))
         });
@@ -138,10 +130,7 @@ impl PrefillMethod for MomoConfig {
             && self.beta.is_power_of_two()
             && self.beta <= 128
             && call.shape.head_dim.is_multiple_of(64);
-        let probes = BlockScores::Probes {
-            gamma: self.gamma,
-            chosen: [self.k, num_exact],
-        };
+        let probes = BlockScores::Probes { gamma: self.gamma, chosen: [self.k, num_exact] };
         let keep = KeepBlocks::Top(self.k_trim.unwrap_or(self.k));
         let mut selection = BlockSelection::new(call.shape, self.beta, probes, keep);
         selection.scores.query_block = self.chi;
@@ -182,10 +171,7 @@ impl MomoConfig {
     ) -> Option<Vec<Chosen>> {
         let (d, context) = (call.shape.head_dim, call.shape.context());
         let end = context + rows.last()? + 1;
-        let q: Vec<f32> = rows
-            .iter()
-            .flat_map(|&row| call.query(head, row).iter().copied())
-            .collect();
+        let q: Vec<f32> = rows.iter().flat_map(|&row| call.query(head, row).iter().copied()).collect();
         let mut x = logits(call, head, Matrix::new(&q, rows.len(), d), end);
         let choice = |(&row, x): (&usize, &mut [f32])| {
             let blocks = x[..=context + row].chunks_mut(self.beta);
@@ -197,11 +183,7 @@ impl MomoConfig {
             };
             let candidates = &scores[stream.clone()];
             let best = self.best(candidates);
-            Some(
-                best.into_iter()
-                    .map(|j| (stream.start + j, candidates[j] - lse))
-                    .collect(),
-            )
+            Some(best.into_iter().map(|j| (stream.start + j, candidates[j] - lse)).collect())
         };
         rows.iter().zip(x.chunks_exact_mut(end)).map(choice).collect()
     }
@@ -237,11 +219,8 @@ impl MomoConfig {
         }
         let chosen: Vec<usize> = (0..blocks).filter(|&j| votes[j] > 0).collect();
         let mean: Vec<f32> = chosen.iter().map(|&j| sum[j] / votes[j] as f32).collect();
-        let mut kept: Vec<usize> = falling(&mean)
-            .into_iter()
-            .take(self.k_trim.unwrap_or(self.k))
-            .map(|at| chosen[at])
-            .collect();
+        let mut kept: Vec<usize> =
+            falling(&mean).into_iter().take(self.k_trim.unwrap_or(self.k)).map(|at| chosen[at]).collect();
         kept.extend(0..self.sink_blocks.min(blocks));
         // From the last block that is complete at the first probe to the diagonal.
         let complete = (tiles.context() + probes[first] + 1) / self.beta;
@@ -254,11 +233,7 @@ impl MomoConfig {
 fn first_probe(tiles: Tiles, i: usize, probes: &[usize]) -> usize {
     let rows = tiles.rows(i);
     let inside = probes.partition_point(|&row| row < rows.start);
-    if probes.get(inside).is_some_and(|&row| row < rows.end) {
-        inside
-    } else {
-        inside.saturating_sub(1)
-    }
+    if probes.get(inside).is_some_and(|&row| row < rows.end) { inside } else { inside.saturating_sub(1) }
 }
 
 /// Log-sum-exp of a row of logits, which is overwritten; `None` if one is NaN or +inf.

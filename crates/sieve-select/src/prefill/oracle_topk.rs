@@ -39,11 +39,7 @@ impl PrefillMethod for OracleTopkConfig {
     }
 
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
-        let tokens = BlockScores::Cells {
-            stride: 1,
-            reversed: false,
-            norm: 1.0,
-        };
+        let tokens = BlockScores::Cells { stride: 1, reversed: false, norm: 1.0 };
         let keep = self.tau.map_or(KeepBlocks::Top(self.k), KeepBlocks::Mass);
         Some(BlockSelection::new(call.shape, self.block, tokens, keep))
     }

@@ -124,11 +124,7 @@ impl PrefillMethod for PbsConfig {
         };
         let scores = match self.select {
             PbsSelect::Meanpool => BlockScores::Means { variances: 0.0 },
-            PbsSelect::Xattention => BlockScores::Cells {
-                stride: self.stride,
-                reversed: true,
-                norm: 1.0,
-            },
+            PbsSelect::Xattention => BlockScores::Cells { stride: self.stride, reversed: true, norm: 1.0 },
         };
         let mut selection = BlockSelection::new(call.shape, self.block, scores, KeepBlocks::Mass(self.tau));
         selection.order = Some(SlotOrder {
@@ -161,9 +157,7 @@ impl PbsConfig {
             }
             let order = |heads: &Vec<usize>| key_order(call, segments, heads, queries);
             let heads = importance_heads.par_iter();
-            heads
-                .map(|heads| order(heads).unwrap_or_else(|| identity.clone()))
-                .collect()
+            heads.map(|heads| order(heads).unwrap_or_else(|| identity.clone())).collect()
         };
         let queries = |keys: &[Vec<i32>]| -> Vec<Vec<i32>> {
             if matches!(self.permute, Permute::Keys | Permute::None) {
@@ -244,11 +238,7 @@ impl PbsConfig {
         orders: &Orders,
     ) -> Option<Vec<Vec<f32>>> {
         let (tiles, order) = (segments.tiles, orders.keys_of(head, call.shape.num_heads));
-        let cells = XattentionConfig {
-            block: self.block,
-            stride: self.stride,
-            ..XattentionConfig::default()
-        };
+        let cells = XattentionConfig { block: self.block, stride: self.stride, ..XattentionConfig::default() };
         let (stride, width) = (self.stride, self.stride * call.shape.head_dim);
         let keys = cells.cells_of_keys(call, head, |slot| order[slot] as usize);
         (0..tiles.num_query_tiles())

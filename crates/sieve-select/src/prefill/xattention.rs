@@ -81,11 +81,7 @@ impl PrefillMethod for XattentionConfig {
         if layers == 0 || found == heads && (!knows_depth || layers == call.num_layers) {
             return Ok(());
         }
-        let of_model = if knows_depth {
-            format!("{} layers", call.num_layers)
-        } else {
-            "a model".to_owned()
-        };
+        let of_model = if knows_depth { format!("{} layers", call.num_layers) } else { "a model".to_owned() };
         let layer = call.layer;
         Rules("xattention").fail(
             format!(
@@ -136,10 +132,7 @@ impl PrefillMethod for XattentionConfig {
 
 /// Reads a file of thresholds, `[layers][query heads]`.
 pub(crate) fn read_taus(path: &Path) -> Result<Vec<Vec<f64>>, SelectError> {
-    read_json(
-        path,
-        "the file is a JSON list with one list per layer: [[0.9, 0.85, …], …]",
-    )
+    read_json(path, "the file is a JSON list with one list per layer: [[0.9, 0.85, …], …]")
 }
 
 impl XattentionConfig {

@@ -24,11 +24,7 @@ struct Part {
 
 impl From<Selector> for LayerSelectors {
     fn from(selector: Selector) -> Self {
-        let parts = vec![Part {
-            first: 0,
-            last: None,
-            selector,
-        }];
+        let parts = vec![Part { first: 0, last: None, selector }];
         Self { parts }
     }
 }
@@ -61,11 +57,7 @@ impl LayerSelectors {
                 }
                 _ => return wrong(format!("{layers} names layer {first} a second time")),
             }
-            parts.push(Part {
-                first,
-                last,
-                selector: Selector::parse(selector)?,
-            });
+            parts.push(Part { first, last, selector: Selector::parse(selector)? });
         }
         Ok(Self { parts })
     }
@@ -81,10 +73,7 @@ impl LayerSelectors {
         };
         let named = part.last.unwrap_or(part.first);
         if named >= num_layers {
-            return wrong(format!(
-                "layer {named} is beyond the model's last, {}",
-                num_layers.saturating_sub(1)
-            ));
+            return wrong(format!("layer {named} is beyond the model's last, {}", num_layers.saturating_sub(1)));
         }
         if part.last.is_some() && named + 1 < num_layers {
             let gap = shown(named + 1, num_layers - 1);
@@ -115,10 +104,7 @@ impl LayerSelectors {
     /// A copy in which `change` has replaced every selector.
     #[must_use]
     pub fn map(self, change: impl Fn(Selector) -> Selector) -> Self {
-        let parts = self.parts.into_iter().map(|part| Part {
-            selector: change(part.selector),
-            ..part
-        });
+        let parts = self.parts.into_iter().map(|part| Part { selector: change(part.selector), ..part });
         Self { parts: parts.collect() }
     }
 
@@ -229,9 +215,7 @@ fn range(text: &str) -> Result<(usize, Option<usize>), SelectError> {
             .filter(|(first, last)| first <= last)
             .map(|(first, last)| (first, Some(last))),
     };
-    found.ok_or_else(|| SelectError::Layers {
-        problem: format!("{text:?} names no layers"),
-    })
+    found.ok_or_else(|| SelectError::Layers { problem: format!("{text:?} names no layers") })
 }
 
 #[cfg(test)]

@@ -66,10 +66,8 @@ impl Selector {
             Method::Delta(config, base) if !base.is_dense(layer, shape.num_queries) => (config.gamma, config.mode),
             _ => return None,
         };
-        (mode != CorrectionMode::SparseOnly).then_some(ProbeCorrection {
-            gamma,
-            replaces_only: mode == CorrectionMode::Recompute,
-        })
+        (mode != CorrectionMode::SparseOnly)
+            .then_some(ProbeCorrection { gamma, replaces_only: mode == CorrectionMode::Recompute })
     }
 }
 
@@ -108,11 +106,7 @@ mod tests {
         }
         let of = |text| selection(text).expect("a device takes it");
         assert_eq!(of("bfla:stride=16,prob=0.1").keep.rescue.limit, 1_677_722);
-        let segments = [
-            "pbs:permute=none",
-            "pbs:perm=query,permute=none",
-            "ba_att:segment=256,sort=none",
-        ];
+        let segments = ["pbs:permute=none", "pbs:perm=query,permute=none", "ba_att:segment=256,sort=none"];
         for text in segments {
             let layout = of(text).layout();
             assert!(of(text).order.is_some() && layout.places.key_order.is_empty(), "{text}");
@@ -127,18 +121,10 @@ mod tests {
         // MInference: heads that follow each other with one pattern share a rule; a-shape is the host's.
         let mut mixed = Selector::parse("minference").expect("valid");
         let mut rules_of = |patterns: [Pattern; 4]| {
-            let Method::Minference(config) = &mut mixed.method else {
-                unreachable!("parsed above")
-            };
+            let Method::Minference(config) = &mut mixed.method else { unreachable!("parsed above") };
             config.patterns.layers = vec![patterns.map(Some).to_vec()];
             let selection = mixed.block_selection(shape, 0, 2)?;
-            Some(
-                selection
-                    .head_rules
-                    .into_iter()
-                    .map(|rule| rule.heads)
-                    .collect::<Vec<_>>(),
-            )
+            Some(selection.head_rules.into_iter().map(|rule| rule.heads).collect::<Vec<_>>())
         };
         let [eighth, best] = [Pattern::BlockSparseEighth, Pattern::BlockSparse { topk: 3 }];
         let local = Pattern::AShape { n_init: 1, n_local: 9 };

@@ -48,10 +48,7 @@ impl Selector {
                 problem: "the key is given twice".to_owned(),
             });
         }
-        let mut selector = Self {
-            method: method_of(name, &mut items)?,
-            common: method_common(name),
-        };
+        let mut selector = Self { method: method_of(name, &mut items)?, common: method_common(name) };
         selector.refuse_others(&items)?;
         let defaults = serde_json::to_value(&selector.common).ok();
         selector.common = read(name, &items, defaults)?;
@@ -68,10 +65,8 @@ impl Selector {
         let (selector, key) = (self.name(), *key);
         let known: Vec<String> = self.all_items().into_iter().map(|item| item.0).collect();
         if known.is_empty() {
-            return Rules(selector).fail(
-                format!("{key} is given, and it has no settings"),
-                "leave the colon and what follows out",
-            );
+            return Rules(selector)
+                .fail(format!("{key} is given, and it has no settings"), "leave the colon and what follows out");
         }
         let problem = match common_items(&self.common).any(|item| item.0 == key) {
             true => format!("{selector} takes no {key}: it would change nothing"),
@@ -80,10 +75,7 @@ impl Selector {
                 format!("{selector} has no key {key:?}, did you mean {nearest}?")
             }
         };
-        Err(SelectError::refused(
-            problem,
-            format!("its keys are {}", known.join(", ")),
-        ))
+        Err(SelectError::refused(problem, format!("its keys are {}", known.join(", "))))
     }
 
     /// The same selector with one setting changed.
@@ -102,15 +94,10 @@ impl Selector {
         let mut text = String::from("--selector NAME:key=value,key=value\n");
         for (phase, title) in [(Phase::Prefill, "prefill"), (Phase::Decode, "decode")] {
             text += &format!("\n{title}\n");
-            for entry in ENTRIES
-                .iter()
-                .filter(|e| e.phase == phase || (e.phase == Phase::Both && phase == Phase::Prefill))
+            for entry in
+                ENTRIES.iter().filter(|e| e.phase == phase || (e.phase == Phase::Both && phase == Phase::Prefill))
             {
-                let both = if entry.phase == Phase::Both {
-                    " (decode too)"
-                } else {
-                    ""
-                };
+                let both = if entry.phase == Phase::Both { " (decode too)" } else { "" };
                 text += &format!("  {:15} {}{both}  [{}]\n", entry.name, entry.about, entry.paper);
                 let keys = Self::parse(entry.name).map(|selector| text_of_items("", selector.own_items()));
                 if let Some((_, keys)) = keys.unwrap_or_default().split_once(':') {
@@ -194,10 +181,8 @@ pub(super) fn delta(items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
         items.drain(..).partition(|item| item.0.starts_with("base."));
     *items = rest;
     let config: DeltaConfig = own("delta", items)?;
-    let keys: Vec<String> = base_items
-        .iter()
-        .map(|(key, value)| format!("{}={value}", key.trim_start_matches("base.")))
-        .collect();
+    let keys: Vec<String> =
+        base_items.iter().map(|(key, value)| format!("{}={value}", key.trim_start_matches("base."))).collect();
     let base = Selector::parse(&format!("{}:{}", config.base, keys.join(",")))?;
     let reason = match &base.method {
         Method::Delta(..) | Method::Momo(_) => Some("it corrects itself"),
@@ -220,11 +205,7 @@ fn method_common(name: &str) -> Common {
         min_prefill_tokens: 256,
         first_dense_layers: if matches!(name, "momo" | "infinitehip") { 3 } else { 0 },
         last_dense_rows: 0,
-        gqa: if name == "bfla" {
-            GqaPolicy::Union
-        } else {
-            GqaPolicy::PerQuery
-        },
+        gqa: if name == "bfla" { GqaPolicy::Union } else { GqaPolicy::PerQuery },
     }
 }
 
@@ -282,18 +263,11 @@ fn value_of(text: &str, default: &Value) -> Result<Value, String> {
         let number = text.parse::<f64>().ok().and_then(Number::from_f64);
         number.map(Value::Number).ok_or_else(|| "expected a number".to_owned())
     };
-    let whole = |text: &str| {
-        text.parse::<u64>()
-            .map(Value::from)
-            .map_err(|_| "expected a whole number".to_owned())
-    };
+    let whole = |text: &str| text.parse::<u64>().map(Value::from).map_err(|_| "expected a whole number".to_owned());
     match default {
         Value::Number(number) if number.is_f64() => float(text),
         Value::Number(_) => whole(text),
-        Value::Bool(_) => text
-            .parse()
-            .map(Value::Bool)
-            .map_err(|_| "expected true or false".to_owned()),
+        Value::Bool(_) => text.parse().map(Value::Bool).map_err(|_| "expected true or false".to_owned()),
         Value::Null if text == "none" => Ok(Value::Null),
         Value::Null => whole(text).or_else(|_| float(text)),
         _ => Ok(Value::String(text.to_owned())),
@@ -323,10 +297,7 @@ fn text_of(value: &Value) -> String {
 /// The known name that is most similar to `name`.
 fn nearest<'k>(name: &str, known: impl Iterator<Item = &'k str>) -> String {
     let likeness = |candidate: &str| strsim::jaro_winkler(&name.to_lowercase(), candidate);
-    known
-        .max_by(|a, b| likeness(a).total_cmp(&likeness(b)))
-        .unwrap_or_default()
-        .to_owned()
+    known.max_by(|a, b| likeness(a).total_cmp(&likeness(b))).unwrap_or_default().to_owned()
 }
 
 #[cfg(test)]
@@ -339,11 +310,7 @@ mod tests {
             let selector = Selector::parse(entry.name).expect("defaults are valid");
             assert_eq!(selector.name(), entry.name);
             let text = selector.to_string();
-            assert_eq!(
-                Selector::parse(&text).expect("what it prints it reads"),
-                selector,
-                "{text}"
-            );
+            assert_eq!(Selector::parse(&text).expect("what it prints it reads"), selector, "{text}");
         }
     }
 
@@ -358,11 +325,7 @@ mod tests {
         assert_eq!(selector.common.gqa, GqaPolicy::Union);
         let selector = Selector::parse("delta:base=a_shape,base.n_local=77,gamma=8").expect("valid");
         assert!(selector.to_string().contains("base.n_local=77"));
-        let moved = selector
-            .with("gamma", "4")
-            .and_then(|s| s.with("base.n_init", "3"))
-            .expect("valid")
-            .to_string();
+        let moved = selector.with("gamma", "4").and_then(|s| s.with("base.n_init", "3")).expect("valid").to_string();
         assert!(moved.contains("gamma=4") && moved.contains("base.n_local=77") && moved.contains("base.n_init=3"));
         assert!(selector.with("gama", "4").is_err());
         let selector = Selector::parse("meanpool:top_k=5").expect("valid");
@@ -386,19 +349,14 @@ mod tests {
             let wanted = format!("{name} takes no {key}: it would change nothing\n  hint: its keys are ");
             assert!(error.starts_with(&wanted), "{error}");
             let keys = error.trim_start_matches(&wanted).split(", ");
-            assert!(
-                keys.clone().count() > 1 && !keys.clone().any(|known| known == key),
-                "{error}"
-            );
+            assert!(keys.clone().count() > 1 && !keys.clone().any(|known| known == key), "{error}");
         }
         // `parse` accepts the common keys that a selector prints, and refuses the others.
         for entry in ENTRIES {
             let printed = Selector::parse(entry.name).expect("defaults").to_string();
             for (key, value) in common_items(&method_common("bfla")) {
                 let taken = Selector::parse(&format!("{}:{key}={value}", entry.name));
-                let is_printed = printed
-                    .split([':', ','])
-                    .any(|item| item.starts_with(&format!("{key}=")));
+                let is_printed = printed.split([':', ',']).any(|item| item.starts_with(&format!("{key}=")));
                 assert_eq!(taken.is_ok(), is_printed, "{}: {key}", entry.name);
             }
         }
@@ -408,11 +366,7 @@ mod tests {
     fn help_lists_every_name_with_its_keys() {
         let help = Selector::help();
         for entry in ENTRIES {
-            assert!(
-                help.contains(entry.name) && help.contains(entry.paper),
-                "{}",
-                entry.name
-            );
+            assert!(help.contains(entry.name) && help.contains(entry.paper), "{}", entry.name);
         }
         assert!(help.contains("tau=0.9"));
     }

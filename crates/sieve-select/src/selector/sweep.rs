@@ -60,10 +60,7 @@ impl Selector {
             defaults.extend(base);
         }
         let own = self.all_items().into_iter();
-        text_of_items(
-            self.name(),
-            own.filter(|item| item.0 != key && !defaults.contains(item)),
-        )
+        text_of_items(self.name(), own.filter(|item| item.0 != key && !defaults.contains(item)))
     }
 }
 

@@ -9,10 +9,7 @@ use sieve_testing::{Random, assert_close_relative, refusal, wide};
 
 /// Methods that keep the same lists in chunks as in one call, and a chunk size for which they do.
 const SAME: &[(&str, usize)] = &[
-    (
-        "bfla:block=32,group=8,tile=8,local_tokens=16,keep_mass=0.6,stride=7,prob=0.1",
-        32,
-    ),
+    ("bfla:block=32,group=8,tile=8,local_tokens=16,keep_mass=0.6,stride=7,prob=0.1", 32),
     ("momo:gamma=4,beta=8,chi=16,k=3,k_exact=1,first_dense_layers=0", 16),
     ("xattention:block=16,stride=4,tau=0.5", 16),
     ("meanpool:block=16,tau=0.5", 16),
@@ -32,11 +29,7 @@ const SAME: &[(&str, usize)] = &[
 /// The kept key tiles of each list and query tile, one list after another.
 fn rows(chosen: &Selected) -> Vec<Vec<Vec<i32>>> {
     (0..chosen.mask.num_lists())
-        .map(|list| {
-            (0..chosen.mask.tiles.num_query_tiles())
-                .map(|i| chosen.mask.row(list, i).to_vec())
-                .collect()
-        })
+        .map(|list| (0..chosen.mask.tiles.num_query_tiles()).map(|i| chosen.mask.row(list, i).to_vec()).collect())
         .collect()
 }
 
@@ -44,23 +37,14 @@ fn rows(chosen: &Selected) -> Vec<Vec<Vec<i32>>> {
 /// promise this.
 pub(super) fn chunks_agree_as_far_as_promised(method: &&str) {
     let promised = "bfla momo xattention meanpool block_sparse a_shape streamingllm infinitehip oracle_topk";
-    let cases: Vec<_> = SAME
-        .iter()
-        .filter(|(text, _)| text.split(':').next() == Some(*method))
-        .collect();
-    assert_eq!(
-        !cases.is_empty(),
-        promised.split(' ').any(|name| name == *method),
-        "{method}"
-    );
+    let cases: Vec<_> = SAME.iter().filter(|(text, _)| text.split(':').next() == Some(*method)).collect();
+    assert_eq!(!cases.is_empty(), promised.split(' ').any(|name| name == *method), "{method}");
     let data = TestCall::structured(&mut Random(71), 275, [4, 2], 16);
     let call = data.call();
     for &&(text, step) in &cases {
         let whole = prefill(text, &call);
         for chunk in [step, 3 * step] {
-            let parts = selector(text)
-                .prefill_in_chunks(&call, chunk)
-                .unwrap_or_else(|e| panic!("{text}: {e}"));
+            let parts = selector(text).prefill_in_chunks(&call, chunk).unwrap_or_else(|e| panic!("{text}: {e}"));
             assert_eq!(parts.len(), 275_usize.div_ceil(chunk));
             let mut joined: Vec<Vec<Vec<i32>>> = vec![Vec::new(); whole.selected.mask.num_lists()];
             for part in &parts {

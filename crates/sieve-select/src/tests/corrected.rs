@@ -9,10 +9,7 @@ use sieve_testing::Random;
 #[test]
 fn momo_probe_rows_are_dense_and_the_windows_shifted() {
     let data = TestCall::random(&mut Random(45), 130, 203, [2, 1], 16);
-    let (call, chosen) = (
-        data.call(),
-        select("momo:gamma=8,beta=8,chi=16,k=2,k_exact=1,first_dense_layers=0", &data),
-    );
+    let (call, chosen) = (data.call(), select("momo:gamma=8,beta=8,chi=16,k=2,k_exact=1,first_dense_layers=0", &data));
     let correction = chosen.correction.clone().expect("momo corrects");
     // The context is 73: probes are the first row, and rows 7, 15, … at positions 80, 88, ….
     assert_eq!(&correction.probe_rows[..3], [0, 7, 15]);
@@ -24,12 +21,7 @@ fn momo_probe_rows_are_dense_and_the_windows_shifted() {
     for row in 0..130 {
         for c in 0..32 {
             let at = row * 32 + c;
-            let probe = correction
-                .probe_rows
-                .iter()
-                .rev()
-                .find(|p| **p as usize <= row)
-                .expect("row 0 is one");
+            let probe = correction.probe_rows.iter().rev().find(|p| **p as usize <= row).expect("row 0 is one");
             let of_probe = *probe as usize * 32 + c;
             let expected = f64::from(sparse.o[at]) + dense.o[of_probe] - f64::from(sparse.o[of_probe]);
             assert!((f64::from(output.o[at]) - expected).abs() < 1e-5);
@@ -44,10 +36,7 @@ fn momo_probe_rows_are_dense_and_the_windows_shifted() {
 fn momo_hybrid_with_all_slots_exact_equals_exact_and_tree() {
     let data = TestCall::structured(&mut Random(46), 400, [2, 1], 16);
     let of = |extra: &str| {
-        let chosen = select(
-            &format!("momo:gamma=8,beta=8,chi=16,k=6,first_dense_layers=0,{extra}"),
-            &data,
-        );
+        let chosen = select(&format!("momo:gamma=8,beta=8,chi=16,k=6,first_dense_layers=0,{extra}"), &data);
         chosen.mask
     };
     assert_eq!(of("topk=hybrid,k_exact=6"), of("topk=exact"));
@@ -59,10 +48,7 @@ fn momo_hybrid_with_all_slots_exact_equals_exact_and_tree() {
 fn momo_row_cost_is_that_of_equation_9() {
     let (n, beta, k, gamma) = (4096, 16, 6, 16);
     let data = TestCall::random(&mut Random(160), n, n, [1, 1], 8);
-    let chosen = select(
-        &format!("momo:gamma={gamma},beta={beta},chi=16,k={k},k_exact=2,first_dense_layers=0"),
-        &data,
-    );
+    let chosen = select(&format!("momo:gamma={gamma},beta={beta},chi=16,k={k},k_exact=2,first_dense_layers=0"), &data);
     // A tile keeps k chosen blocks, one sink block, the last complete block before the probe, and the diagonal block.
     for i in 64..chosen.mask.tiles.num_query_tiles() {
         assert_eq!(chosen.mask.row(0, i).len(), k + 1 + 2, "tile {i}");
@@ -95,10 +81,7 @@ fn momo_trims_the_union_of_its_probes() {
 #[test]
 fn momo_list_of_a_probe_serves_the_tiles_up_to_the_next() {
     let data = TestCall::random(&mut Random(162), 512, 512, [1, 1], 16);
-    let chosen = select(
-        "momo:gamma=64,beta=16,chi=16,k=3,topk=exact,first_dense_layers=0",
-        &data,
-    );
+    let chosen = select("momo:gamma=64,beta=16,chi=16,k=3,topk=exact,first_dense_layers=0", &data);
     for probe in 1..8 {
         let far = |i: usize| -> Vec<i32> {
             let row = chosen.mask.row(0, i).iter().copied();
@@ -157,10 +140,7 @@ fn delta_probe_rows_are_the_dense_output_itself() {
 #[test]
 fn delta_of_a_chunk_between_probes_adds_one_at_its_first_row() {
     let data = TestCall::random(&mut Random(164), 60, 101, [2, 1], 16);
-    let chosen = select(
-        "delta:base=streamingllm,base.n_local=20,gamma=16,base.min_prefill_tokens=0",
-        &data,
-    );
+    let chosen = select("delta:base=streamingllm,base.n_local=20,gamma=16,base.min_prefill_tokens=0", &data);
     // The context is 41: probes are the first row, and the rows at positions 48, 64, 80 and 96.
     let rows = chosen.correction.expect("delta corrects").probe_rows;
     assert_eq!(rows, [0, 7, 23, 39, 55]);

@@ -86,10 +86,7 @@ fn session(text: &str, data: &TestCall) -> DecodeSession {
 
 /// q, k and v of the tokens `range`.
 pub(super) fn tokens(data: &TestCall, range: std::ops::Range<usize>) -> [&[f32]; 3] {
-    let (q, k) = (
-        data.shape.num_heads * data.shape.head_dim,
-        data.shape.num_kv_heads * data.shape.head_dim,
-    );
+    let (q, k) = (data.shape.num_heads * data.shape.head_dim, data.shape.num_kv_heads * data.shape.head_dim);
     [
         &data.q[range.start * q..range.end * q],
         &data.k[range.start * k..range.end * k],
@@ -150,10 +147,7 @@ fn stream_is_causal_and_reads_no_more_than_its_budget(texts: &[&str]) {
             for list in lists {
                 assert!(list.windows(2).all(|w| w[0] < w[1]), "{text}, token {t}");
                 // The token's own logit need not be among the largest, which `exact_top` keeps.
-                assert!(
-                    list.contains(&(t as u32)) || text.starts_with("exact_top"),
-                    "{text}, token {t}"
-                );
+                assert!(list.contains(&(t as u32)) || text.starts_with("exact_top"), "{text}, token {t}");
                 let most = match text.split(':').next() {
                     Some("h2o") if text.contains("heavy=6") => 11,
                     Some("snapkv") => 16,
@@ -303,14 +297,8 @@ fn dam_maps(calibration: DamConfig, data: &TestCall) -> Vec<DamMap> {
 #[test]
 fn dam_maps_meet_their_density_and_extend() {
     let data = TestCall::structured(&mut Random(100), 64, [2, 1], 8);
-    let calibration = DamConfig {
-        capture: 64,
-        density: 0.3,
-        ..DamConfig::default()
-    };
-    let maps = DamMaps {
-        layers: vec![dam_maps(calibration, &data)],
-    };
+    let calibration = DamConfig { capture: 64, density: 0.3, ..DamConfig::default() };
+    let maps = DamMaps { layers: vec![dam_maps(calibration, &data)] };
     for map in &maps.layers[0] {
         let on: usize = map.rows.iter().map(Vec::len).sum();
         // The sink's four keys and each row's own key are added to the density's pairs.
@@ -335,10 +323,7 @@ fn dam_maps_meet_their_density_and_extend() {
     assert!(o.iter().all(|x| x.is_finite()));
     assert_eq!(session.kept()[0], maps.layers[0][0].keys(89, 4));
     let four_heads = TestCall::structured(&mut Random(101), 90, [4, 2], 8);
-    refusal(
-        DecodeSession::new(&selector, layer(&four_heads)),
-        "the maps of layer 0 are of 2 heads, the model has 4",
-    );
+    refusal(DecodeSession::new(&selector, layer(&four_heads)), "the maps of layer 0 are of 2 heads, the model has 4");
 }
 
 #[test]
@@ -362,20 +347,11 @@ fn dam_maps_that_name_keys_outside_their_rows_are_refused() {
 fn dam_of_a_text_that_calibrates_itself() {
     let data = TestCall::structured(&mut Random(115), 80, [2, 1], 8);
     let (_, kept) = stream("dam:capture=32,density=0.3,sink=3", &data);
-    let calibration = DamConfig {
-        capture: 32,
-        density: 0.3,
-        sink: 3,
-        ..DamConfig::default()
-    };
+    let calibration = DamConfig { capture: 32, density: 0.3, sink: 3, ..DamConfig::default() };
     let maps = dam_maps(calibration, &data.chunk(0, 32));
     for (t, kept) in kept.iter().enumerate() {
         for (map, kept) in maps.iter().zip(kept) {
-            let expected = if t < 32 {
-                (0..=t as u32).collect()
-            } else {
-                map.keys(t, 3)
-            };
+            let expected = if t < 32 { (0..=t as u32).collect() } else { map.keys(t, 3) };
             assert_eq!(*kept, expected, "token {t}");
         }
     }
@@ -385,16 +361,11 @@ fn dam_of_a_text_that_calibrates_itself() {
 #[test]
 fn decode_mistakes_are_told() {
     let data = TestCall::random(&mut Random(102), 10, 10, [2, 1], 8);
-    refusal(
-        DecodeSession::new(&Selector::parse("pbs").expect("valid"), layer(&data)),
-        "pbs: acts in prefill",
-    );
+    refusal(DecodeSession::new(&Selector::parse("pbs").expect("valid"), layer(&data)), "pbs: acts in prefill");
     for text in ["infllm", "streamingllm:reindex=true"] {
         let selector = Selector::parse(text).expect("valid");
         refusal(DecodeSession::new(&selector, layer(&data)), "give rope_theta");
-        let given = Selector::parse("infllm:rope_theta=500")
-            .expect("valid")
-            .for_rope_theta(9.0);
+        let given = Selector::parse("infllm:rope_theta=500").expect("valid").for_rope_theta(9.0);
         assert!(given.to_string().contains("rope_theta=500"));
     }
     let mut session = session("h2o", &data);
@@ -405,10 +376,7 @@ fn decode_mistakes_are_told() {
     session.step(&data.q[..16], &data.k[..8], &data.v[..8]).expect("valid");
     // Of the ten keys one heavy and one recent stay, and the new key is read too, by two query heads.
     assert_eq!(session.pairs_read(), 2 * 3);
-    refusal(
-        session.prompt(&data.q, &data.k, &data.v),
-        "a prompt for a session that has 11 tokens",
-    );
+    refusal(session.prompt(&data.q, &data.k, &data.v), "a prompt for a session that has 11 tokens");
     for text in [
         "snapkv:kernel=4",
         "snapkv:capacity=32",
@@ -448,9 +416,7 @@ fn infllm_equals_a_naive_version() {
             keys.sort_by(|&a, &b| received[b].total_cmp(&received[a]).then(a.cmp(&b)));
             let mut mean = vec![0.0; 8];
             for &j in &keys[..repr] {
-                mean.iter_mut()
-                    .zip(flat(j))
-                    .for_each(|(mean, x)| *mean += x / repr as f64);
+                mean.iter_mut().zip(flat(j)).for_each(|(mean, x)| *mean += x / repr as f64);
             }
             representatives.push(mean);
         }
@@ -481,15 +447,9 @@ fn infllm_equals_a_naive_version() {
                 received[j as usize] += p / sum;
             }
             for c in 0..8 {
-                let expected: f64 = list
-                    .iter()
-                    .zip(&logits)
-                    .map(|(&j, p)| p / sum * f64::from(call.value(0, j as usize)[c]))
-                    .sum();
-                assert!(
-                    (f64::from(o[(t * 2 + head) * 8 + c]) - expected).abs() < 1e-4,
-                    "token {t}"
-                );
+                let expected: f64 =
+                    list.iter().zip(&logits).map(|(&j, p)| p / sum * f64::from(call.value(0, j as usize)[c])).sum();
+                assert!((f64::from(o[(t * 2 + head) * 8 + c]) - expected).abs() < 1e-4, "token {t}");
             }
         }
     }
@@ -500,23 +460,12 @@ fn dam_threshold_of_a_density_is_the_same_for_every_transform() {
     // Box-Cox keeps the order, so the pairs above a density's threshold are those with the most attention.
     let data = TestCall::structured(&mut Random(114), 48, [1, 1], 8);
     let maps = |lambda: f64| {
-        let calibration = DamConfig {
-            capture: 48,
-            density: 0.2,
-            lambda,
-            floor: 1e-12,
-            ..DamConfig::default()
-        };
+        let calibration = DamConfig { capture: 48, density: 0.2, lambda, floor: 1e-12, ..DamConfig::default() };
         dam_maps(calibration, &data)
     };
     let (log, root) = (&maps(0.0)[0], &maps(0.5)[0]);
     let pairs = |map: &DamMap| -> usize { map.rows.iter().map(Vec::len).sum() };
-    let both: usize = log
-        .rows
-        .iter()
-        .zip(&root.rows)
-        .map(|(a, b)| a.iter().filter(|j| b.contains(j)).count())
-        .sum();
+    let both: usize = log.rows.iter().zip(&root.rows).map(|(a, b)| a.iter().filter(|j| b.contains(j)).count()).sum();
     // Scaling to [0, 1] in f32 may make a few different scores equal.
     let (log, root) = (pairs(log), pairs(root));
     assert!(both + 4 >= log && log.abs_diff(root) <= 4, "{both} {log} {root}");

@@ -15,10 +15,7 @@ fn agrees_with_the_oracle(text: &str, data: &TestCall) {
 fn threshold_zero_keeps_the_forced_blocks_only() {
     let data = TestCall::random(&mut Random(31), 200, 200, [2, 1], 16);
     for (text, most) in [
-        (
-            "bfla:keep_mass=0,local_tokens=0,sink_tiles=1,block=16,group=8,tile=16",
-            4,
-        ),
+        ("bfla:keep_mass=0,local_tokens=0,sink_tiles=1,block=16,group=8,tile=16", 4),
         ("xattention:tau=0,block=16,stride=4", 2),
         ("meanpool:tau=0,block=16", 3),
         ("meanpool:top_k=0,block=16", 2),
@@ -28,11 +25,7 @@ fn threshold_zero_keeps_the_forced_blocks_only() {
         let chosen = select(text, &data);
         for list in 0..chosen.mask.num_lists() {
             for i in 0..chosen.mask.tiles.num_query_tiles() {
-                assert!(
-                    chosen.mask.row(list, i).len() <= most,
-                    "{text}: {:?}",
-                    chosen.mask.row(list, i)
-                );
+                assert!(chosen.mask.row(list, i).len() <= most, "{text}: {:?}", chosen.mask.row(list, i));
             }
         }
         agrees_with_the_oracle(text, &data);
@@ -120,15 +113,10 @@ fn density_grows_with_every_threshold() {
         oracle_topk:block=16,k= => 2 6 12
     "#,
     ) {
-        let densities = values
-            .split(' ')
-            .map(|v| density(&select(&format!("{form}{v}"), &data)).token);
+        let densities = values.split(' ').map(|v| density(&select(&format!("{form}{v}"), &data)).token);
         let densities: Vec<f64> = densities.collect();
         assert_eq!(densities.len(), 3, "{form}");
-        assert!(
-            densities[0] < densities[1] && densities[1] < densities[2],
-            "{form}: {densities:?}"
-        );
+        assert!(densities[0] < densities[1] && densities[1] < densities[2], "{form}: {densities:?}");
     }
 }
 

@@ -58,15 +58,9 @@ pub(super) fn is_sparse_and_its_density_is_that_of_the_expanded_mask(texts: &[&s
         }
         let expected = pairs as f64 / (4 * data.shape.causal_pairs()) as f64;
         let density = density(&chosen);
-        assert!(
-            (density.token - expected).abs() < 1e-12,
-            "{text}: {density:?}, {expected}"
-        );
+        assert!((density.token - expected).abs() < 1e-12, "{text}: {density:?}, {expected}");
         // minference's default pattern keeps all of so short a prompt.
-        assert!(
-            density.token < 0.95 || text.starts_with("minference"),
-            "{text}: {density:?}"
-        );
+        assert!(density.token < 0.95 || text.starts_with("minference"), "{text}: {density:?}");
     }
 }
 
@@ -139,10 +133,8 @@ fn order_of_tiles_changes_nothing_but_rounding() {
         true => tiles as i32 - 2 - j,
         false => j,
     };
-    let order: Vec<i32> = (0..tiles as i32)
-        .flat_map(|j| chosen.mask.tiles.keys(place(j) as usize))
-        .map(|k| k as i32)
-        .collect();
+    let order: Vec<i32> =
+        (0..tiles as i32).flat_map(|j| chosen.mask.tiles.keys(place(j) as usize)).map(|k| k as i32).collect();
     let rows = (0..2).flat_map(|list| {
         let row = |i| chosen.mask.row(list, i).iter().map(|&j| place(j)).collect();
         let rows = (0..chosen.mask.tiles.num_query_tiles()).map(row);
@@ -168,17 +160,11 @@ pub(super) fn threads_do_not_change_a_bit(texts: &[&str]) {
 
 pub(super) fn batches_of_different_lengths_with_an_empty_document_between(texts: &[&str]) {
     let mut random = Random(27);
-    let data: Vec<TestCall> = [70, 0, 133]
-        .iter()
-        .map(|&n| TestCall::random(&mut random, n, n, [2, 1], 16))
-        .collect();
+    let data: Vec<TestCall> = [70, 0, 133].iter().map(|&n| TestCall::random(&mut random, n, n, [2, 1], 16)).collect();
     for text in texts {
         let calls: Vec<_> = data.iter().map(TestCall::call).collect();
         let done = calls.iter().map(|call| prefill(text, call)).collect::<Vec<_>>();
-        assert!(
-            done[1].output.o.is_empty() && done[1].selected.mask.num_tiles() == 0,
-            "{text}"
-        );
+        assert!(done[1].output.o.is_empty() && done[1].selected.mask.num_tiles() == 0, "{text}");
         for (done, call) in done.iter().zip(&calls) {
             assert_close_relative(text, &done.output.o, &oracle_attention(call, &done.selected).o, 2e-5);
         }

@@ -44,11 +44,8 @@ fn masks(method: &str, count: usize, check: impl Fn(&SafeTensors<'_>, &str, &Sel
         let inputs = Inputs::stored(&name);
         let (context, end) = place.split_once('-').expect("a range");
         let (context, end): (usize, usize) = (context.parse().expect("a number"), end.parse().expect("a number"));
-        let shape = sieve_core::CallShape::new(
-            [end - context, end],
-            [inputs.num_heads, inputs.num_kv_heads],
-            inputs.head_dim,
-        );
+        let shape =
+            sieve_core::CallShape::new([end - context, end], [inputs.num_heads, inputs.num_kv_heads], inputs.head_dim);
         let [q, k] = inputs.tokens(context, end);
         let call = Call::new(shape, q, k, k).expect("the sizes fit");
         let mut selector = Selector::parse(&text).unwrap_or_else(|e| panic!("{text}: {e}"));
@@ -73,18 +70,10 @@ fn same_rows<'m>(
 ) {
     let [ptr, idx] = ["ptr", "idx"].map(|part| i32s(file, &format!("{case}/{array}{part}")));
     let tiles = mask.tiles.num_query_tiles();
-    assert_eq!(
-        ptr.len() - 1,
-        mask.num_lists() * tiles,
-        "{case}: another number of rows"
-    );
+    assert_eq!(ptr.len() - 1, mask.num_lists() * tiles, "{case}: another number of rows");
     for row in 0..ptr.len() - 1 {
         let expected = &idx[ptr[row] as usize..ptr[row + 1] as usize];
-        assert_eq!(
-            row_of(row / tiles, row % tiles),
-            expected,
-            "{case}: {array} of row {row}"
-        );
+        assert_eq!(row_of(row / tiles, row % tiles), expected, "{case}: {array} of row {row}");
     }
 }
 
@@ -130,10 +119,7 @@ fn same_order(found: &[i32], stored: &[i32], call: &Call<'_>, case: &str) {
     let orders = found.chunks(num_keys).zip(stored.chunks(num_keys));
     for (list, (found, stored)) in orders.enumerate().filter(|(_, (found, stored))| found != stored) {
         // With permuted queries or an order per query head, `importance` below would need other rows and heads.
-        assert!(
-            !case.contains("permute=") && !case.contains("perm="),
-            "{case}: another order"
-        );
+        assert!(!case.contains("permute=") && !case.contains("perm="), "{case}: another order");
         let heads = call.shape.num_heads / call.shape.num_kv_heads;
         let block = case.split("block=").nth(1).and_then(|text| text.split(',').next());
         let block = block.and_then(|text| text.parse().ok()).expect("a block");
@@ -161,9 +147,7 @@ fn importance(call: &Call<'_>, heads: std::ops::Range<usize>, block: usize) -> V
             };
             let weights: Vec<f64> = (0..=call.shape.context() + row).map(|key| logit(key).exp()).collect();
             let total: f64 = weights.iter().sum();
-            sum.iter_mut()
-                .zip(weights)
-                .for_each(|(sum, weight)| *sum += weight / total);
+            sum.iter_mut().zip(weights).for_each(|(sum, weight)| *sum += weight / total);
         }
     }
     sum
@@ -212,11 +196,7 @@ fn tokens(method: &str, count: usize) {
         assert_eq!(session.kept().len(), ptr.len() - 1, "{case}");
         for (list, kept) in session.kept().iter().enumerate() {
             let kept: Vec<i32> = kept.iter().map(|&key| key as i32).collect();
-            assert_eq!(
-                kept,
-                idx[ptr[list] as usize..ptr[list + 1] as usize],
-                "{case}, list {list}"
-            );
+            assert_eq!(kept, idx[ptr[list] as usize..ptr[list + 1] as usize], "{case}, list {list}");
         }
     }
 }
@@ -238,9 +218,7 @@ fn golden_dam() {
         }
         let [ptr, idx] = ["ptr", "idx"].map(|part| i32s(&file, &format!("{case}/{part}")));
         let maps = capture.maps();
-        let found = maps
-            .iter()
-            .flat_map(|map| map.rows.iter().chain([&map.columns, &map.offsets]));
+        let found = maps.iter().flat_map(|map| map.rows.iter().chain([&map.columns, &map.offsets]));
         for (at, found) in found.enumerate() {
             let found: Vec<i32> = found.iter().map(|&key| key as i32).collect();
             assert_eq!(found, idx[ptr[at] as usize..ptr[at + 1] as usize], "{case}, row {at}");

@@ -21,13 +21,9 @@ const BFLA: &str = "bfla:block=32,group=8,tile=8,keep_mass=0,local_tokens=0";
 fn bfla_stride_rescues_one_of_eta_and_random_the_given_share() {
     let data = TestCall::random(&mut Random(42), 1024, 1024, [1, 1], 8);
     let dropped = 1.0 - density(&select(BFLA, &data)).tile;
-    for (extra, expected) in [
-        ("stride=4", 0.25),
-        ("stride=8", 0.125),
-        ("stride=16", 0.0625),
-        ("prob=0.1", 0.1),
-        ("prob=0.3", 0.3),
-    ] {
+    for (extra, expected) in
+        [("stride=4", 0.25), ("stride=8", 0.125), ("stride=16", 0.0625), ("prob=0.1", 0.1), ("prob=0.3", 0.3)]
+    {
         let rescued = density(&select(&format!("{BFLA},{extra}"), &data)).tile - (1.0 - dropped);
         let share = rescued / dropped;
         assert!((share - expected).abs() < 0.02 * (1.0 + expected), "{extra}: {share}");
@@ -38,10 +34,7 @@ fn bfla_stride_rescues_one_of_eta_and_random_the_given_share() {
 fn bfla_random_rescue_does_not_come_in_runs() {
     let neighbours = |hash: &str| {
         let data = TestCall::random(&mut Random(43), 1024, 1024, [1, 1], 8);
-        let (plain, chosen) = (
-            select(BFLA, &data),
-            select(&format!("{BFLA},prob=0.3,hash={hash}"), &data),
-        );
+        let (plain, chosen) = (select(BFLA, &data), select(&format!("{BFLA},prob=0.3,hash={hash}"), &data));
         let (mut both, mut one) = (0.0, 0.0);
         for i in 60..chosen.mask.tiles.num_query_tiles() {
             let row = chosen.mask.row(0, i);
@@ -86,10 +79,7 @@ fn flexprefill_takes_the_estimate_when_it_is_close() {
     data.q.iter_mut().for_each(|x| *x *= 0.01);
     let patterns = |text: &str| select(text, &data).stats.patterns;
     assert_eq!(patterns("flexprefill:block=16,min_budget=16")[0], ("query_aware", 2));
-    assert_eq!(
-        patterns("flexprefill:block=16,min_budget=16,tau=0")[1],
-        ("vertical_slash", 2)
-    );
+    assert_eq!(patterns("flexprefill:block=16,min_budget=16,tau=0")[1], ("vertical_slash", 2));
     let small = TestCall::random(&mut Random(61), 32, 32, [1, 1], 8);
     assert!(select("flexprefill:block=16,min_budget=16", &small).stats.dense_call);
 }
@@ -99,10 +89,7 @@ fn minference_patterns_of_a_file_and_the_search() {
     let patterns = PatternFile {
         layers: vec![vec![
             Some(Pattern::AShape { n_init: 8, n_local: 40 }),
-            Some(Pattern::VerticalSlash {
-                vertical: 30,
-                slash: 50,
-            }),
+            Some(Pattern::VerticalSlash { vertical: 30, slash: 50 }),
             None,
             Some(Pattern::BlockSparse { topk: 2 }),
         ]],
@@ -180,29 +167,16 @@ fn xattention_thresholds_of_a_file_and_the_norm() {
     let select_in = |text: &str, layer: usize| selector(text).select(&data.call().in_layer(layer, 3)).expect("valid");
     let chosen = select_in(&text, 0);
     assert!((0..16).all(|i| chosen.mask.row(0, i).len() <= 2 && chosen.mask.row(1, i).len() == i + 1));
-    let (chosen, plain) = (
-        select_in(&text, 1),
-        select_in("xattention:block=16,stride=4,tau=0.3", 1),
-    );
+    let (chosen, plain) = (select_in(&text, 1), select_in("xattention:block=16,stride=4,tau=0.3", 1));
     assert!((0..16).all(|i| chosen.mask.row(0, i) == plain.mask.row(0, i)));
     let plain = select_in("xattention:block=16,stride=4,tau=0.5", 2);
     assert_eq!(select_in(&text, 2).mask, plain.mask);
     // Files of thresholds for another model are refused.
     for (layers, layer, wanted) in [
-        (
-            2,
-            0,
-            "taus has 3 layers and 2 heads in layer 0, for 2 layers of 2 query heads",
-        ),
-        (
-            4,
-            3,
-            "taus has 3 layers and 0 heads in layer 3, for 4 layers of 2 query heads",
-        ),
+        (2, 0, "taus has 3 layers and 2 heads in layer 0, for 2 layers of 2 query heads"),
+        (4, 3, "taus has 3 layers and 0 heads in layer 3, for 4 layers of 2 query heads"),
     ] {
-        let error = selector(&text)
-            .select(&data.call().in_layer(layer, layers))
-            .expect_err(wanted);
+        let error = selector(&text).select(&data.call().in_layer(layer, layers)).expect_err(wanted);
         assert!(error.to_string().contains(wanted), "{error}");
     }
     let wide = TestCall::structured(&mut Random(143), 256, [4, 1], 16);
@@ -210,10 +184,7 @@ fn xattention_thresholds_of_a_file_and_the_norm() {
     let wanted = "taus has 3 layers and 2 heads in layer 0, for a model of 4 query heads";
     assert!(error.to_string().contains(wanted), "{error}");
     std::fs::write(&path, "[[1.5]]").expect("a temporary file");
-    for (text, wanted) in [
-        (text.clone(), "outside [0, 1]"),
-        (format!("{text},gqa=mean"), "outside [0, 1]"),
-    ] {
+    for (text, wanted) in [(text.clone(), "outside [0, 1]"), (format!("{text},gqa=mean"), "outside [0, 1]")] {
         refusal(crate::Selector::parse(&text), wanted);
     }
     std::fs::write(&path, "{}").expect("a temporary file");
@@ -221,13 +192,7 @@ fn xattention_thresholds_of_a_file_and_the_norm() {
     taus.close().expect("it was there");
     refusal(crate::Selector::parse(&text), "one list per layer");
     // A larger norm flattens the estimate, so that the same mass needs more blocks.
-    let kept = |norm: &str| {
-        density(&select_in(
-            &format!("xattention:block=16,stride=4,tau=0.7,norm={norm}"),
-            0,
-        ))
-        .tile
-    };
+    let kept = |norm: &str| density(&select_in(&format!("xattention:block=16,stride=4,tau=0.7,norm={norm}"), 0)).tile;
     assert!(kept("4") > kept("1") && kept("1") > kept("0.1"));
 }
 
@@ -264,10 +229,7 @@ fn flexprefill_with_gamma_1_keeps_everything_however_sums_round() {
 fn infinitehip_short_prompts_are_dense() {
     let data = TestCall::random(&mut Random(146), 300, 300, [1, 1], 8);
     for (below, dense) in [("300", false), ("301", true)] {
-        let chosen = select(
-            &format!("infinitehip:first_dense_layers=0,prefill_dense_below={below}"),
-            &data,
-        );
+        let chosen = select(&format!("infinitehip:first_dense_layers=0,prefill_dense_below={below}"), &data);
         assert_eq!(chosen.stats.dense_call, dense);
     }
 }
@@ -310,13 +272,7 @@ fn minference_search_finds_the_candidate_with_the_most_mass() {
     let candidates = slashes
         .map(|(vertical, slash)| Pattern::VerticalSlash { vertical, slash })
         .into_iter()
-        .chain([
-            Pattern::AShape {
-                n_init: 100,
-                n_local: 800,
-            },
-            Pattern::BlockSparseEighth,
-        ]);
+        .chain([Pattern::AShape { n_init: 100, n_local: 800 }, Pattern::BlockSparseEighth]);
     let mut masses: [Vec<f64>; 3] = Default::default();
     for pattern in candidates {
         let mut selector = selector("minference");
@@ -345,22 +301,14 @@ fn minference_search_finds_the_candidate_with_the_most_mass() {
 #[test]
 fn minference_gives_each_head_the_keys_of_its_pattern() {
     let data = TestCall::structured(&mut Random(163), 700, [4, 2], 8);
-    let vertical_slash = Pattern::VerticalSlash {
-        vertical: 40,
-        slash: 60,
-    };
+    let vertical_slash = Pattern::VerticalSlash { vertical: 40, slash: 60 };
     let patterns = [
         (Pattern::BlockSparse { topk: 3 }, "block_sparse:topk=3"),
         (vertical_slash, "vertical_slash:vertical=40,slash=60"),
-        (
-            Pattern::AShape { n_init: 9, n_local: 70 },
-            "a_shape:n_init=9,n_local=70",
-        ),
+        (Pattern::AShape { n_init: 9, n_local: 70 }, "a_shape:n_init=9,n_local=70"),
         (Pattern::BlockSparse { topk: 2 }, "block_sparse:topk=2"),
     ];
-    let pattern_file = PatternFile {
-        layers: vec![patterns.iter().map(|(pattern, _)| Some(*pattern)).collect()],
-    };
+    let pattern_file = PatternFile { layers: vec![patterns.iter().map(|(pattern, _)| Some(*pattern)).collect()] };
     let written = file(&pattern_file.to_json());
     let chosen = select(&format!("minference:pattern={}", written.path().display()), &data);
     for (head, (_, text)) in patterns.iter().enumerate() {

@@ -79,10 +79,7 @@ fn rank_correlation(q: &[f32], k: &[f32], d: usize, compensation: Option<Compens
             .map(|k| {
                 let pairs = q.chunks_exact(d).flat_map(|q| k.chunks_exact(d).map(move |k| (q, k)));
                 let scale = f64::from(call.shape.softmax_scale());
-                pairs
-                    .map(|(q, k)| (scale * f64::from(dot(q, k))).exp())
-                    .sum::<f64>()
-                    .ln()
+                pairs.map(|(q, k)| (scale * f64::from(dot(q, k))).exp()).sum::<f64>().ln()
             })
             .collect();
         let estimate = wide(&logits[i * blocks..(i + 1) * blocks]);
@@ -124,11 +121,7 @@ fn ba_att_compensates_the_first_and_the_last_layer() {
     assert_ne!(lists(&with, 0), lists(&without, 0));
     for (layer, compensated) in [(0, true), (1, false), (2, false), (3, true)] {
         let expected = if compensated { &with } else { &without };
-        assert_eq!(
-            lists(base.trim_end_matches(','), layer),
-            lists(expected, layer),
-            "layer {layer}"
-        );
+        assert_eq!(lists(base.trim_end_matches(','), layer), lists(expected, layer), "layer {layer}");
     }
     assert_eq!(lists(&with.replace("beta=300", "beta=0"), 0), lists(&without, 0));
 }
@@ -163,10 +156,7 @@ fn pbs_permuted_keys_need_fewer_blocks() {
         token[0] = if t % 16 == 3 { 6.0 } else { 0.0 };
     }
     let density = |text: &str| crate::density(&select(text, &data)).tile;
-    let (plain, permuted) = (
-        density("meanpool:block=16,tau=0.9"),
-        density("pbs:block=16,segment=256,tau=0.9"),
-    );
+    let (plain, permuted) = (density("meanpool:block=16,tau=0.9"), density("pbs:block=16,segment=256,tau=0.9"));
     assert!(permuted < 0.75 * plain, "{permuted} {plain}");
 }
 
@@ -192,10 +182,7 @@ fn pbs_without_a_permutation_keeps_the_order_and_its_rule() {
     let plain = select("meanpool:block=16,tau=0.4", &data);
     for i in 0..chosen.mask.tiles.num_query_tiles() {
         let own = i as i32 / 4 * 4..=i as i32;
-        assert!(
-            own.clone().chain([0]).all(|j| chosen.mask.row(0, i).contains(&j)),
-            "{i}"
-        );
+        assert!(own.clone().chain([0]).all(|j| chosen.mask.row(0, i).contains(&j)), "{i}");
         // At the start of a segment, the competing blocks are the ones that meanpool has before the diagonal.
         if i % 4 == 0 && i > 0 {
             assert!(chosen.mask.row(0, i).len() <= plain.mask.row(0, i).len() + 4);
@@ -212,11 +199,7 @@ fn density_counts_rows_in_the_order_of_each_head() {
     let rows = |head: i32| (0..100).map(move |slot| (slot + 9 * head) % 100);
     let order: Vec<i32> = (0..4).flat_map(rows).collect();
     chosen.mask.set_query_order(&order);
-    let seen = |at: usize| {
-        expanded_row(&chosen.mask, at / 100, at % 100)
-            .into_iter()
-            .filter(|&seen| seen)
-    };
+    let seen = |at: usize| expanded_row(&chosen.mask, at / 100, at % 100).into_iter().filter(|&seen| seen);
     let pairs: usize = (0..400).map(|at| seen(at).count()).sum();
     let expected = pairs as f64 / (4 * data.shape.causal_pairs()) as f64;
     let found = crate::density(&chosen).token;

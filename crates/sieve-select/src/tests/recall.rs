@@ -35,10 +35,8 @@ fn recall_of_everything_is_one_and_of_a_mask_is_its_dense_mass() {
 #[test]
 fn momo_exact_choice_is_close_to_the_oracle() {
     let data = TestCall::structured(&mut Random(84), 512, [2, 1], 16);
-    let (density, kept) = measured(
-        "momo:gamma=4,beta=16,chi=16,k=8,topk=exact,first_dense_layers=0,mode=sparse_only",
-        &data,
-    );
+    let (density, kept) =
+        measured("momo:gamma=4,beta=16,chi=16,k=8,topk=exact,first_dense_layers=0,mode=sparse_only", &data);
     let oracle = (1..=32)
         .map(|k| measured(&format!("oracle_topk:block=16,k={k}"), &data))
         .find(|oracle| oracle.0 >= density)
@@ -58,8 +56,5 @@ fn estimates_beat_ranges_at_equal_density_where_topics_return() {
     assert!(estimate.1 > ranges.1, "{estimate:?} {ranges:?}");
     // A selector's printed text reads back as the same selector.
     let text = selector("xattention:block=16,stride=4,tau=0.6").to_string();
-    assert_eq!(
-        select(&text, &data).mask,
-        select("xattention:block=16,stride=4,tau=0.6", &data).mask
-    );
+    assert_eq!(select(&text, &data).mask, select("xattention:block=16,stride=4,tau=0.6", &data).mask);
 }

@@ -53,9 +53,7 @@ fn as_many_tiles(data: &TestCall, chosen: &Selected, order: &dyn Fn(&[f32]) -> V
             let mass = |j: usize| -> f32 {
                 let slots = tiles.keys(j);
                 let keys = slots.map(|slot| key_of(&chosen.mask, list, slot));
-                keys.filter(|&key| key < end)
-                    .map(|key| p.chunks_exact(end).map(|row| row[key]).sum::<f32>())
-                    .sum()
+                keys.filter(|&key| key < end).map(|key| p.chunks_exact(end).map(|row| row[key]).sum::<f32>()).sum()
             };
             let masses: Vec<f32> = (0..tiles.num_key_tiles()).map(mass).collect();
             // Every mask must keep the tiles with a row's own keys, also where keys are permuted. They count.
@@ -68,11 +66,7 @@ fn as_many_tiles(data: &TestCall, chosen: &Selected, order: &dyn Fn(&[f32]) -> V
                 .collect();
             let mut row = own.clone();
             let order = order(&masses).into_iter().map(|j| j as i32);
-            row.extend(
-                order
-                    .filter(|j| !own.contains(j))
-                    .take(chosen.mask.row(list, i).len() - own.len()),
-            );
+            row.extend(order.filter(|j| !own.contains(j)).take(chosen.mask.row(list, i).len() - own.len()));
             [row, Vec::new()]
         });
         rows.collect::<Vec<_>>()
@@ -94,10 +88,8 @@ fn oracle_on_the_tiles_of_a_method_keeps_at_least_as_much() {
         for text in SAME_BLOCKS {
             let mut chosen = select(text, &data);
             chosen.correction = None;
-            let (kept, best) = (
-                recall_of(&data, &chosen),
-                recall_of(&data, &as_many_tiles(&data, &chosen, &crate::keep::falling)),
-            );
+            let (kept, best) =
+                (recall_of(&data, &chosen), recall_of(&data, &as_many_tiles(&data, &chosen, &crate::keep::falling)));
             assert!(best >= kept - 1e-6, "{text}: {kept}, oracle {best}");
             assert!(kept > 0.3, "{text}: {kept}");
         }
@@ -109,9 +101,7 @@ fn oracle_topk_bounds_the_methods_on_its_blocks_at_equal_density() {
     for data in trained() {
         // The oracle keeps a number of blocks in each row, or a mass, which gives some rows more blocks than others.
         let forms: [Vec<(f64, f64)>; 2] = [
-            (1..=16)
-                .map(|k| measured(&data, &format!("oracle_topk:block=32,k={k}")))
-                .collect(),
+            (1..=16).map(|k| measured(&data, &format!("oracle_topk:block=32,k={k}"))).collect(),
             (1..=50)
                 .map(|t| {
                     let tau = f64::from(t) / 50.0;

@@ -61,9 +61,7 @@ pub(super) fn weighted_configs(recipe: &Recipe, whole: &CorpusConfig) -> Vec<Cor
     let total = weights.iter().sum::<f64>();
     let one = |(path, weight): (&String, &f64)| CorpusConfig {
         paths: vec![path.clone()],
-        max_bytes: whole
-            .max_bytes
-            .map(|max_bytes| (max_bytes as f64 * weight / total) as u64),
+        max_bytes: whole.max_bytes.map(|max_bytes| (max_bytes as f64 * weight / total) as u64),
         ..whole.clone()
     };
     whole.paths.iter().zip(weights).map(one).collect()

@@ -53,15 +53,10 @@ impl TrainingData {
             let alone = recipe.at_stage(&stage);
             let dir = dir.join(format!("stage-{}", stage.index + 1));
             let text = |stage: &Stage| (stage.section.paths.clone(), stage.section.weights.clone());
-            let is_same = before
-                .get(stage.index)
-                .is_some_and(|before| text(before) == text(&stage));
+            let is_same = before.get(stage.index).is_some_and(|before| text(before) == text(&stage));
             let saved = resumed.filter(|_| is_same).and_then(|resumed| {
                 let [fingerprint, tokens] = [&resumed.state.data_fingerprint, &resumed.state.data_tokens];
-                Some([
-                    part(fingerprint, stage.index)?,
-                    part(tokens, stage.index).unwrap_or_default(),
-                ])
+                Some([part(fingerprint, stage.index)?, part(tokens, stage.index).unwrap_or_default()])
             });
             let on_change = saved.map_or(on_change, |_| OnChange::Refuse);
             // The text files may have disappeared since; the shards that were made from them decide.

@@ -107,18 +107,9 @@ fn probes<'a, B: TrainBackend>(
     // An f32 is read and written by a copy, 8 bytes; in a ring all-reduce, each link carries this share of the tensor.
     let share_per_link = 2.0 * (num_ranks as f64 - 1.0) / num_ranks as f64;
     [
-        Probe {
-            amount: 2.0 * (width as f64).powi(3) * f64::from(repeats),
-            work: Box::new(gemm),
-        },
-        Probe {
-            amount: 8.0 * num_copied as f64 * f64::from(repeats),
-            work: Box::new(copy),
-        },
-        Probe {
-            amount: 4.0 * num_summed as f64 * share_per_link,
-            work: Box::new(sum),
-        },
+        Probe { amount: 2.0 * (width as f64).powi(3) * f64::from(repeats), work: Box::new(gemm) },
+        Probe { amount: 8.0 * num_copied as f64 * f64::from(repeats), work: Box::new(copy) },
+        Probe { amount: 4.0 * num_summed as f64 * share_per_link, work: Box::new(sum) },
     ]
 }
 
@@ -150,13 +141,7 @@ fn measure(
     mut probes: [Probe<'_>; 3],
     state: &dyn Fn() -> Option<GpuState>,
 ) -> Result<Health, TrainError> {
-    let mut own = Rates {
-        gemm: 0.0,
-        copy: 0.0,
-        sum: 0.0,
-        place: sieve_comm::place(),
-        state: None,
-    };
+    let mut own = Rates { gemm: 0.0, copy: 0.0, sum: 0.0, place: sieve_comm::place(), state: None };
     for round in 0.. {
         let [gemm, copy, sum] = &mut probes;
         own.gemm = own.gemm.max(gemm.rate(mesh)?);
@@ -167,10 +152,7 @@ fn measure(
         let all = super::gather_data(mesh, &own)?;
         // All ranks see the same rates, so all of them measure again or none does.
         if round == MORE_ROUNDS || slow(&all).is_empty() {
-            return Ok(Health {
-                line: line_of(&all),
-                warnings: warnings_of(&all),
-            });
+            return Ok(Health { line: line_of(&all), warnings: warnings_of(&all) });
         }
     }
     unreachable!("the rounds end above")
@@ -179,10 +161,7 @@ fn measure(
 /// The slow ranks, each with its rate and the median rate in words.
 fn slow(all: &[Rates]) -> Vec<(usize, String)> {
     type Rate = fn(&Rates) -> f64;
-    let kinds = [
-        ("GEMM", (|rates| rates.gemm / 1e12) as Rate, "TFLOP/s"),
-        ("copy", |rates| rates.copy / 1e9, "GB/s"),
-    ];
+    let kinds = [("GEMM", (|rates| rates.gemm / 1e12) as Rate, "TFLOP/s"), ("copy", |rates| rates.copy / 1e9, "GB/s")];
     let mut found = Vec::new();
     for (what, rate, unit) in kinds {
         let mut sorted = all.iter().map(rate).collect::<Vec<_>>();
@@ -205,9 +184,7 @@ fn warnings_of(all: &[Rates]) -> Vec<String> {
     for (rank, words) in slow(all) {
         let Rates { place, state, .. } = &all[rank];
         let state = state.map(|state| words_of(&state)).unwrap_or_default();
-        warnings.push(format!(
-            "warning: rank {rank} ({place}) is slow: {words}{state}; every step waits for it"
-        ));
+        warnings.push(format!("warning: rank {rank} ({place}) is slow: {words}{state}; every step waits for it"));
     }
     for (rank, rates) in all.iter().enumerate() {
         let errors = rates.state.and_then(|state| state.uncorrected_ecc_errors).unwrap_or(0);
@@ -224,9 +201,7 @@ fn warnings_of(all: &[Rates]) -> Vec<String> {
 
 /// Clock and temperature as the end of a sentence; a value that the driver does not report is left out.
 fn words_of(state: &GpuState) -> String {
-    let clocks = state
-        .clocks_mhz
-        .map(|[now, most]| format!(", clock {now} of {most} MHz"));
+    let clocks = state.clocks_mhz.map(|[now, most]| format!(", clock {now} of {most} MHz"));
     let degrees = state.temperature.map(|degrees| format!(", {degrees} degrees C"));
     clocks.unwrap_or_default() + &degrees.unwrap_or_default()
 }
@@ -235,9 +210,7 @@ fn words_of(state: &GpuState) -> String {
 fn line_of(all: &[Rates]) -> String {
     let range = |rate: &dyn Fn(&Rates) -> f64, digits: usize| {
         let rates = all.iter().map(rate);
-        let (least, most) = rates.fold((f64::INFINITY, 0.0), |(least, most), rate| {
-            (rate.min(least), rate.max(most))
-        });
+        let (least, most) = rates.fold((f64::INFINITY, 0.0), |(least, most), rate| (rate.min(least), rate.max(most)));
         format!("{least:.digits$} to {most:.digits$}")
     };
     let first = all.first().and_then(|rates| rates.state).unwrap_or_default();
@@ -293,15 +266,8 @@ mod tests {
     #[test]
     fn a_rank_whose_gemms_are_slow_is_named() {
         let health = of_three(Duration::from_millis(100));
-        let slow = health
-            .warnings
-            .iter()
-            .filter(|line| line.contains("GEMM"))
-            .collect::<Vec<_>>();
-        assert!(
-            slow.len() == 1 && slow[0].starts_with("warning: rank 1 ("),
-            "{health:?}"
-        );
+        let slow = health.warnings.iter().filter(|line| line.contains("GEMM")).collect::<Vec<_>>();
+        assert!(slow.len() == 1 && slow[0].starts_with("warning: rank 1 ("), "{health:?}");
         assert!(health.line.starts_with("health: 3 ranks, each GEMM 0."), "{health:?}");
     }
 
@@ -341,9 +307,6 @@ mod tests {
             "warning: rank 1 (host a, pid 7) is slow: GEMM 300.000 TFLOP/s, the median 600.000 (0.50), clock 1200 of \
              1980 MHz, 81 degrees C; every step waits for it"
         );
-        assert!(
-            errors.starts_with("warning: rank 1 (host a, pid 7): 2 memory errors"),
-            "{errors}"
-        );
+        assert!(errors.starts_with("warning: rank 1 (host a, pid 7): 2 memory errors"), "{errors}");
     }
 }

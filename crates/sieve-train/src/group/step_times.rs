@@ -50,11 +50,8 @@ impl StepTimes {
             return None;
         }
         let num_steps = std::mem::take(&mut self.num_steps);
-        let mut means = std::mem::take(&mut self.sums)
-            .into_iter()
-            .map(|sum| sum / num_steps)
-            .zip(0..)
-            .collect::<Vec<_>>();
+        let mut means =
+            std::mem::take(&mut self.sums).into_iter().map(|sum| sum / num_steps).zip(0..).collect::<Vec<_>>();
         means.sort();
         let (slowest, rank) = *means.last()?;
         let (median, _) = means[(means.len() - 1) / 2];
@@ -79,9 +76,7 @@ mod tests {
         let millis = Duration::from_millis;
         let look = |times: &mut StepTimes, of_ranks: [u64; 4]| {
             for _ in 0..LEAST_STEPS {
-                (0..)
-                    .zip(of_ranks)
-                    .for_each(|(rank, time)| times.add(rank, millis(time)));
+                (0..).zip(of_ranks).for_each(|(rank, time)| times.add(rank, millis(time)));
             }
             times.slow_rank()
         };
@@ -89,10 +84,7 @@ mod tests {
         assert_eq!(look(&mut times, [1000, 1010, 1090, 990]), None);
         assert_eq!(look(&mut times, [10, 10, 19, 10]), None, "noise");
         let told = look(&mut times, [1000, 1010, 1250, 990]).unwrap();
-        assert!(
-            told.contains("rank 2 takes 1.250 s") && told.contains("1.000 s"),
-            "{told}"
-        );
+        assert!(told.contains("rank 2 takes 1.250 s") && told.contains("1.000 s"), "{told}");
         assert_eq!(look(&mut times, [1000, 1010, 1250, 990]), None, "it was told just now");
     }
 

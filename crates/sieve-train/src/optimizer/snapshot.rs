@@ -59,10 +59,7 @@ impl<B: TrainBackend> Optimizer<B> {
         let names = parameters.into_iter();
         OptimizerSnapshot {
             num_updates: (share.rank == 0).then_some(self.num_updates),
-            weights: names
-                .zip(weights)
-                .map(|((name, _, shape), values)| (name, shape, values))
-                .collect(),
+            weights: names.zip(weights).map(|((name, _, shape), values)| (name, shape, values)).collect(),
             moments,
             replica,
         }
@@ -188,9 +185,7 @@ impl<B: TrainBackend> Taker<'_, B> {
 impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
     /// Takes one weight: for the checksums of several ranks, and its f32 master for this rank's part of the checkpoint.
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        let Optimizer {
-            share, masters, pieces, ..
-        } = self.optimizer;
+        let Optimizer { share, masters, pieces, .. } = self.optimizer;
         let tensor = param.val();
         let cuts = share.pieces(&tensor.dims());
         let range = cuts.map(|cuts| cuts.of(share.rank));

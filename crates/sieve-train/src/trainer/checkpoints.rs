@@ -57,12 +57,7 @@ impl<B: TrainBackend> Trainer<B> {
         let files = move || {
             disturbance.at(step, Moment::Writing);
             let (model, optimizer, replica) = snapshot.read()?;
-            let files = CheckpointFiles {
-                model,
-                optimizer,
-                recipe_toml,
-                tokenizer_json,
-            };
+            let files = CheckpointFiles { model, optimizer, recipe_toml, tokenizer_json };
             Ok((files, replica))
         };
         let share = self.share();
@@ -271,10 +266,7 @@ impl<B: TrainBackend> Trainer<B> {
             };
             let next = match (goes_to_fallback, is_over) {
                 (true, _) => "it goes to the folder of --checkpoint-fallback".to_owned(),
-                (false, false) => format!(
-                    "the weights are kept in memory, the next try is in {} s",
-                    pause.as_secs()
-                ),
+                (false, false) => format!("the weights are kept in memory, the next try is in {} s", pause.as_secs()),
                 (false, true) => {
                     let last = match self.last_checkpoint_path() {
                         Some(path) => format!("the last one is {}", path.display()),

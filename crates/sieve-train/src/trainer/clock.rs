@@ -12,12 +12,7 @@ pub(super) struct Clock {
 
 impl Clock {
     pub(super) fn start() -> Self {
-        Self {
-            since: Instant::now(),
-            paused: Duration::ZERO,
-            tokens: 0,
-            steps: 0,
-        }
+        Self { since: Instant::now(), paused: Duration::ZERO, tokens: 0, steps: 0 }
     }
 
     /// Counts a step that was queued on the device.

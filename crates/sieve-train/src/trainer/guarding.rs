@@ -108,10 +108,7 @@ struct DevicePace {
 
 impl DevicePace {
     fn start() -> Self {
-        Self {
-            caught_up: Instant::now(),
-            step_time: Duration::ZERO,
-        }
+        Self { caught_up: Instant::now(), step_time: Duration::ZERO }
     }
 
     /// Records that the device has just done the last of its queued steps, `num_steps` after the previous call.
@@ -417,9 +414,7 @@ impl<B: TrainBackend> Trainer<B> {
             Some(_) => Vec::new(),
         };
         let documents = documents.into_iter();
-        let documents = documents
-            .filter(|document| *document != PAD_DOCUMENT)
-            .collect::<BTreeSet<_>>();
+        let documents = documents.filter(|document| *document != PAD_DOCUMENT).collect::<BTreeSet<_>>();
         Ok(SkippedStep {
             step: unread.step,
             loss: f64::from(numbers.loss),

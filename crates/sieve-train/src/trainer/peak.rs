@@ -86,12 +86,7 @@ mod tests {
             unwatch: || {
                 STOPPED.fetch_add(1, Ordering::Relaxed);
             },
-            peak: || {
-                Some(MemoryPeak {
-                    in_use_bytes: 3,
-                    reserved_bytes: 4,
-                })
-            },
+            peak: || Some(MemoryPeak { in_use_bytes: 3, reserved_bytes: 4 }),
         });
         let mut watch = PeakWatch::start(memory);
         assert_eq!(counts(), (1, 0));

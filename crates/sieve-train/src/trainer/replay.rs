@@ -89,10 +89,7 @@ impl<B: TrainBackend> Trainer<B> {
         let batch = self.stage.loader.batch(self.next_sample, rows)?;
         let settings = BlockSettings {
             keeping: self.keeping,
-            policy: KernelPolicy {
-                sums: SumOrder::Fixed,
-                ..KernelPolicy::default()
-            },
+            policy: KernelPolicy { sums: SumOrder::Fixed, ..KernelPolicy::default() },
             ..BlockSettings::from(&self.recipe)
         };
         let loss_scale = self.disturbance.at(self.next_sample, Moment::Replay) / batch.num_labels().max(1) as f64;

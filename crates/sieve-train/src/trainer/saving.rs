@@ -51,15 +51,9 @@ impl Tries {
 
     /// Records a failed write. Returns the pause until the next try.
     pub(crate) fn fail(&mut self) -> Duration {
-        let WriteLimits {
-            first_pause,
-            longest_pause,
-            ..
-        } = self.limits;
+        let WriteLimits { first_pause, longest_pause, .. } = self.limits;
         // Doubles with each failure; the exponent is limited, so that the shift cannot overflow.
-        let pause = first_pause
-            .saturating_mul(1 << self.num_failed.min(16))
-            .min(longest_pause);
+        let pause = first_pause.saturating_mul(1 << self.num_failed.min(16)).min(longest_pause);
         self.num_failed += 1;
         self.next = Some(Instant::now() + pause);
         pause

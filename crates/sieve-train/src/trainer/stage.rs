@@ -41,17 +41,9 @@ pub fn loader_config(recipe: &Recipe, shape: &ModelShape, data: &TrainingData) -
     LoaderConfig {
         seq_len: training.seq_len,
         order: Order::Shuffled { seed: training.seed },
-        packing: if training.one_document_per_row {
-            Packing::OneDocumentPerRow
-        } else {
-            Packing::Concatenated
-        },
+        packing: if training.one_document_per_row { Packing::OneDocumentPerRow } else { Packing::Concatenated },
         vocab_size: shape.vocab_size,
-        pad_id: data
-            .tokenizer
-            .pad_id()
-            .filter(|&id| (id as usize) < shape.vocab_size)
-            .unwrap_or(0),
+        pad_id: data.tokenizer.pad_id().filter(|&id| (id as usize) < shape.vocab_size).unwrap_or(0),
     }
 }
 
@@ -67,10 +59,7 @@ impl StageState {
             // Without this every stage would begin with the same rows.
             *seed ^= STAGE_SALT.wrapping_mul(stage.index as u64);
         }
-        let sequential = LoaderConfig {
-            order: Order::Sequential,
-            ..config
-        };
+        let sequential = LoaderConfig { order: Order::Sequential, ..config };
         Ok(Self {
             loader: Arc::new(data.stage_loader(&stage, config)?),
             validation_loader: data.validation_loader(sequential)?,
@@ -101,10 +90,7 @@ impl StageState {
 
     /// Tokens and batch size of a validation.
     pub(super) fn validation_size(&self) -> ValidationSize {
-        ValidationSize {
-            num_tokens: self.recipe.validation.tokens,
-            batch_size: self.recipe.training.local_batch_size,
-        }
+        ValidationSize { num_tokens: self.recipe.validation.tokens, batch_size: self.recipe.training.local_batch_size }
     }
 
     /// The stage's batches from row `first_sample` on. Of N shares, share r reads the micro-batches r, r + N, …, so
@@ -138,10 +124,7 @@ pub(super) struct Ropes<B: TrainBackend> {
 
 impl<B: TrainBackend> Ropes<B> {
     pub(super) fn new(model: &Qwen3<B>, seq_len: usize, device: &B::Device) -> Self {
-        Self {
-            training: model.rope(seq_len, device),
-            validation: model.valid().rope(seq_len, device),
-        }
+        Self { training: model.rope(seq_len, device), validation: model.valid().rope(seq_len, device) }
     }
 }
 

@@ -64,11 +64,7 @@ impl CheckpointWriter {
                 written
             })
             .map_err(TrainError::io("starting a thread to write", folder))?;
-        self.job = Some(Job {
-            folder: folder.to_owned(),
-            state,
-            thread,
-        });
+        self.job = Some(Job { folder: folder.to_owned(), state, thread });
         Ok(())
     }
 
@@ -106,11 +102,7 @@ impl CheckpointWriter {
         }
         match thread.join() {
             Ok(Err(error @ TrainError::Device(_))) => Err(error),
-            Ok(shard) => Ok(Some(Written {
-                folder,
-                state,
-                shard: shard.map_err(|error| error.to_string()),
-            })),
+            Ok(shard) => Ok(Some(Written { folder, state, shard: shard.map_err(|error| error.to_string()) })),
             Err(panic) => std::panic::resume_unwind(panic),
         }
     }

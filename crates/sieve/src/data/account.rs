@@ -19,12 +19,7 @@ pub(crate) fn lines(start: &str, data: &TrainingData, has_changed: bool) -> Vec<
     for (index, text) in &data.stages {
         let part = format!("{start}stage {}: ", index + 1);
         // The run validates on its own text in all stages.
-        lines_of(
-            &part,
-            &text.prepared.meta,
-            ["are not trained on", "is not trained on"],
-            &mut lines,
-        );
+        lines_of(&part, &text.prepared.meta, ["are not trained on", "is not trained on"], &mut lines);
     }
     lines
 }

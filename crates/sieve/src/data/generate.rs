@@ -59,9 +59,8 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     let tasks = args.source.tasks(&args.tasks)?;
     let source = args.source.source(Split::Train)?;
     let tokenizer = Tokenizer::from_file(&args.tokenizer)?;
-    let lengths: Vec<usize> = (args.min_length..=args.max_length)
-        .filter(|length| !length.is_multiple_of(256))
-        .collect();
+    let lengths: Vec<usize> =
+        (args.min_length..=args.max_length).filter(|length| !length.is_multiple_of(256)).collect();
     if lengths.is_empty() {
         bail!("all lengths asked for are multiples of 256\n  hint: give a wider range");
     }

@@ -109,23 +109,14 @@ const BETWEEN_LINES: Duration = Duration::from_secs(15);
 
 impl<'a> Watch<'a> {
     pub(crate) fn new(starts: [&'static str; 2], has_lines: bool, say: &'a dyn Fn(&str)) -> Self {
-        Self {
-            starts,
-            has_lines,
-            say,
-            bar: None,
-            last_line: None,
-        }
+        Self { starts, has_lines, say, bar: None, last_line: None }
     }
 
     /// Shows an event: prints a line, or moves the bar.
     pub(crate) fn see(&mut self, event: DataEvent) {
         let ([tokenizer, data], say) = (self.starts, self.say);
         match event {
-            DataEvent::TrainingTokenizer {
-                vocab_size,
-                sample_bytes,
-            } => say(&format!(
+            DataEvent::TrainingTokenizer { vocab_size, sample_bytes } => say(&format!(
                 "{tokenizer}training a byte-level BPE of {vocab_size} tokens on up to {}",
                 terminal::bytes(sample_bytes)
             )),

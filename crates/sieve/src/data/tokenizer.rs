@@ -64,9 +64,8 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
         }
         None => {
             let expanded = args.data.iter();
-            let paths = expanded
-                .map(|path| sieve_core::paths::expand(path, variable))
-                .collect::<Result<Vec<_>, _>>()?;
+            let paths =
+                expanded.map(|path| sieve_core::paths::expand(path, variable)).collect::<Result<Vec<_>, _>>()?;
             let config = text_files::config(paths, args.format, &args.text_column);
             (config, None)
         }
@@ -95,10 +94,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
         terminal::bytes(sample_bytes),
         terminal::thousands(corpus.files().len() as u64)
     ));
-    let config = BpeConfig {
-        vocab_size,
-        sample_bytes,
-    };
+    let config = BpeConfig { vocab_size, sample_bytes };
     let tokenizer = Tokenizer::train(&corpus, config)?;
     tokenizer.save(&args.out)?;
     let (num_bytes, num_tokens) = measure(&corpus, &tokenizer)?;

@@ -133,11 +133,9 @@ fn lines(layers: &[LayerWeights], length: usize) -> Vec<String> {
             ));
         }
         if let Some(life) = &layer.life {
-            let spans = life
-                .percentiles
-                .map_or("no key has left".to_owned(), |[low, middle, high]| {
-                    format!("of those that left, half stayed {middle} queries or fewer (10 %: {low}, 90 %: {high})")
-                });
+            let spans = life.percentiles.map_or("no key has left".to_owned(), |[low, middle, high]| {
+                format!("of those that left, half stayed {middle} queries or fewer (10 %: {low}, 90 %: {high})")
+            });
             lines.push(format!(
                 "      keys: {:.1} % seen by no query, {:.1} % kept to the end; {spans}",
                 100.0 * life.never,
@@ -165,13 +163,7 @@ fn picture(layers: &[LayerWeights], model: &str, length: usize) -> String {
         about: format!("{model}; black is 1, by the logarithm"),
         num_tokens: length,
         layers: layers.iter().map(squares).collect(),
-        legend: Legend::Scale(&[
-            (0.0, "1"),
-            (0.25, "0.1"),
-            (0.5, "0.01"),
-            (0.75, "0.001"),
-            (1.0, "≤ 1e-4"),
-        ]),
+        legend: Legend::Scale(&[(0.0, "1"), (0.25, "0.1"), (0.5, "0.01"), (0.75, "0.001"), (1.0, "≤ 1e-4")]),
     };
     picture.svg()
 }
@@ -191,10 +183,7 @@ fn square(weights: &[f32], length: usize) -> Square {
         let depth = 1.0 - (f64::from(weight).max(FAINTEST).ln() / FAINTEST.ln());
         255 - (255.0 * depth.clamp(0.0, 1.0)).round() as u8
     };
-    Square {
-        side,
-        pixels: largest.iter().map(grey).collect(),
-    }
+    Square { side, pixels: largest.iter().map(grey).collect() }
 }
 
 #[cfg(test)]

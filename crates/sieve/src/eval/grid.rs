@@ -264,12 +264,7 @@ mod tests {
     }
 
     fn svg(maps: Vec<Map>, trained_len: usize) -> String {
-        Picture {
-            title: "a & b".to_owned(),
-            trained_len,
-            maps,
-        }
-        .svg()
+        Picture { title: "a & b".to_owned(), trained_len, maps }.svg()
     }
 
     #[test]
@@ -304,13 +299,7 @@ mod tests {
         assert_eq!(colour(1.0), "#08519c");
         assert_eq!(colour(-1.0), "#b35806");
         assert_eq!(colour(2.0), colour(1.0));
-        let cell = |mean_rank| MapCell {
-            column: 0,
-            row: 0,
-            score: 0.0,
-            mean_rank,
-            title: String::new(),
-        };
+        let cell = |mean_rank| MapCell { column: 0, row: 0, score: 0.0, mean_rank, title: String::new() };
         let values = [1.0, 6.0, 11.0].map(|rank| Score::Rank.value(&cell(rank)));
         assert_eq!(values, [1.0, 0.0, -1.0]);
     }

@@ -143,9 +143,7 @@ fn png(square: &Square) -> Vec<u8> {
     let mut encoder = png::Encoder::new(&mut png, square.side as u32, square.side as u32);
     encoder.set_color(png::ColorType::Grayscale);
     encoder.set_depth(png::BitDepth::Eight);
-    let written = encoder
-        .write_header()
-        .and_then(|mut writer| writer.write_image_data(&square.pixels));
+    let written = encoder.write_header().and_then(|mut writer| writer.write_image_data(&square.pixels));
     written.expect("memory takes a picture of at least one pixel");
     png
 }
@@ -174,17 +172,12 @@ mod tests {
     #[test]
     fn nothing_is_cut_off_and_axes_have_names_and_numbers() {
         for (heads, layers, num_tokens) in [(1, 1, 4), (2, 3, 256), (16, 2, 131_072)] {
-            let square = |_| Square {
-                side: 2,
-                pixels: vec![0, 255, 0, 0],
-            };
+            let square = |_| Square { side: 2, pixels: vec![0, 255, 0, 0] };
             let picture = Heads {
                 title: "A title that is longer than one small square is wide".to_owned(),
                 about: "and & a line".to_owned(),
                 num_tokens,
-                layers: (0..layers)
-                    .map(|layer| (layer, (0..heads).map(square).collect()))
-                    .collect(),
+                layers: (0..layers).map(|layer| (layer, (0..heads).map(square).collect())).collect(),
                 legend: Legend::Boxes(&[(0, "kept"), (200, "after the query")]),
             };
             let svg = picture.svg();

@@ -198,10 +198,7 @@ mod tests {
 
     #[test]
     fn exponents_of_two_are_written_as_numbers() {
-        let line = |name: &str, points| Curve {
-            name: name.to_owned(),
-            points,
-        };
+        let line = |name: &str, points| Curve { name: name.to_owned(), points };
         let curves = vec![line("first", vec![(2.0, 1.0), (5.0, 0.5)]), line("second", vec![])];
         let svg = svg(&Plot {
             title: "a <b> & c",
@@ -231,23 +228,10 @@ mod tests {
     #[test]
     fn a_picture_holds_every_curve_and_point_inside_its_frame() {
         let curves: Vec<Curve> = (0..10)
-            .map(|n| Curve {
-                name: format!("a<b {n}"),
-                points: vec![(0.1 * f64::from(n), 0.55), (1.0, 2.0)],
-            })
+            .map(|n| Curve { name: format!("a<b {n}"), points: vec![(0.1 * f64::from(n), 0.55), (1.0, 2.0)] })
             .collect();
-        let axis = |label| Axis {
-            label,
-            range: 0.0..1.0,
-            most_numbers: 6,
-            text: &|value| format!("{value:.1}"),
-        };
-        let plot = Plot {
-            title: "t & u",
-            x: axis("over"),
-            y: axis("up"),
-            curves,
-        };
+        let axis = |label| Axis { label, range: 0.0..1.0, most_numbers: 6, text: &|value| format!("{value:.1}") };
+        let plot = Plot { title: "t & u", x: axis("over"), y: axis("up"), curves };
         let svg = svg(&plot);
         assert!(svg.contains("a&lt;b 9") && svg.contains("t &amp; u") && svg.contains("0.4"));
         // A mark is drawn at each point and in the legend; the test looks for its first corner.

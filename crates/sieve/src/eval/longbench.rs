@@ -33,10 +33,7 @@ pub(crate) fn run(args: LongbenchArgs) -> Result<()> {
     let names = READY_TASKS.iter().filter_map(|(name, _)| name.strip_prefix(PREFIX));
     let names: Vec<&str> = names.collect();
     if let Some(unknown) = args.only.iter().find(|name| !names.contains(&name.as_str())) {
-        bail!(
-            "{unknown} is not a data set of LongBench that is read here\n  hint: these are {}",
-            names.join(", ")
-        );
+        bail!("{unknown} is not a data set of LongBench that is read here\n  hint: these are {}", names.join(", "));
     }
     let mut data = Vec::new();
     for name in names {
@@ -49,10 +46,7 @@ pub(crate) fn run(args: LongbenchArgs) -> Result<()> {
             Some(file) => data.push(format!("{PREFIX}{name}={}", file.display())),
             // Without --only, a data set without a file is left out.
             None if args.only.is_empty() => {}
-            None => bail!(
-                "there is no {}\n  hint: unpack LongBench's data.zip there",
-                files[0].display()
-            ),
+            None => bail!("there is no {}\n  hint: unpack LongBench's data.zip there", files[0].display()),
         }
     }
     if data.is_empty() {

@@ -106,25 +106,17 @@ fn run_on<B: DeviceBackend>(args: &MqarArgs, device: &B::Device, kept: Kept) -> 
 
 /// Whether kinds of samples are drawn from vocabularies of different sizes.
 fn differ_in_vocabulary(report: &RecallReport) -> bool {
-    report
-        .kinds
-        .windows(2)
-        .any(|pair| pair[0].vocab_size != pair[1].vocab_size)
+    report.kinds.windows(2).any(|pair| pair[0].vocab_size != pair[1].vocab_size)
 }
 
 /// An SVG of accuracy over the distance from value to question, with one line for each kind of sample.
 fn accuracy_by_distance(title: &str, report: &RecallReport) -> String {
     let curve = |kind: &RecallOfKind| Curve {
         name: match differ_in_vocabulary(report) {
-            true => format!(
-                "{} tokens, {} pairs of {}",
-                kind.seq_len, kind.num_pairs, kind.vocab_size
-            ),
+            true => format!("{} tokens, {} pairs of {}", kind.seq_len, kind.num_pairs, kind.vocab_size),
             false => format!("{} tokens, {} pairs", kind.seq_len, kind.num_pairs),
         },
-        points: (kind.by_distance.iter())
-            .map(|bin| (bin.from.ilog2().into(), bin.accuracy))
-            .collect(),
+        points: (kind.by_distance.iter()).map(|bin| (bin.from.ilog2().into(), bin.accuracy)).collect(),
     };
     let curves: Vec<Curve> = report.kinds.iter().map(curve).collect();
     line_chart::svg(&Plot {
@@ -169,9 +161,7 @@ fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Ve
             noise,
             ..MqarConfig::new(seq_len, num_pairs, trained.map_or(0, |mqar| mqar.seed))
         };
-        config
-            .validate()
-            .map_err(|error| anyhow!(error).context(format!("--kinds {seq_len}:{num_pairs}")))?;
+        config.validate().map_err(|error| anyhow!(error).context(format!("--kinds {seq_len}:{num_pairs}")))?;
         Ok(config)
     };
     sizes.into_iter().zip(vocab_sizes).map(config).collect()
@@ -184,11 +174,7 @@ fn print<B: DeviceBackend>(args: &MqarArgs, loaded: &LoadedModel<B>, report: &Re
     }
     let has_vocabulary = differ_in_vocabulary(report);
     let column = |text: &str| {
-        if has_vocabulary {
-            format!("  {text:>10}")
-        } else {
-            String::new()
-        }
+        if has_vocabulary { format!("  {text:>10}") } else { String::new() }
     };
     terminal::line(&format!(
         "{}\nlength  pairs{}  questions  accuracy  by distance",

@@ -67,10 +67,7 @@ pub(crate) fn run(args: NeedleArgs) -> Result<()> {
         bail!("--lengths must be positive\n  hint: a text also has to be longer than --buffer");
     }
     if !(1..=MOST_STEPS).contains(&args.grid) {
-        bail!(
-            "--grid is {}\n  hint: ask for 1 to {MOST_STEPS} lengths and depths",
-            args.grid
-        );
+        bail!("--grid is {}\n  hint: ask for 1 to {MOST_STEPS} lengths and depths", args.grid);
     }
     output::check(args.plot.as_deref())?;
     args.result.check(&args.checkpoint, COMMAND)?;
@@ -93,12 +90,8 @@ fn run_on<B: DeviceBackend>(args: &NeedleArgs, device: &B::Device, kept: Kept) -
     config.check(loaded.shape.max_seq_len)?;
     let selections = args.sparse.own_and_each(&loaded.shape)?;
     let haystack = haystack(args, &config, &tokenizer)?;
-    let model = TaskModel {
-        model: &loaded.model,
-        tokenizer: &tokenizer,
-        ends: &loaded.end_ids(tokenizer.eos_id()?)?,
-        device,
-    };
+    let model =
+        TaskModel { model: &loaded.model, tokenizer: &tokenizer, ends: &loaded.end_ids(tokenizer.eos_id()?)?, device };
     let per_method = config.lengths.len() * config.depths.len() * config.num_needles;
     let total = (per_method * selections.len()) as u64;
     let template = "{bar:30} {human_pos}/{human_len} needles, {eta} left";
@@ -177,13 +170,7 @@ fn config(args: &NeedleArgs, context: usize) -> Result<NeedleConfig> {
             args.needles
         );
     }
-    Ok(NeedleConfig {
-        lengths,
-        depths,
-        num_needles: args.needles,
-        buffer: args.buffer,
-        seed: args.seed,
-    })
+    Ok(NeedleConfig { lengths, depths, num_needles: args.needles, buffer: args.buffer, seed: args.seed })
 }
 
 fn haystack(args: &NeedleArgs, config: &NeedleConfig, tokenizer: &Tokenizer) -> Result<Haystack> {
@@ -229,16 +216,11 @@ fn print<B: DeviceBackend>(
     ));
     if let Some(report) = reports.first() {
         let example = &report.example;
-        terminal::line(&format!(
-            "the first one: \"{}\" hidden, \"{} …\" asked",
-            example.statement, example.question
-        ));
+        terminal::line(&format!("the first one: \"{}\" hidden, \"{} …\" asked", example.statement, example.question));
     }
     for report in reports {
         let name = selector::method(report.selector.as_deref(), &loaded.shape);
-        let density = report
-            .density
-            .map_or(String::new(), |x| format!(", {:.1} % of the pairs", 100.0 * x));
+        let density = report.density.map_or(String::new(), |x| format!(", {:.1} % of the pairs", 100.0 * x));
         terminal::line(&format!(
             "\n{name}{density}\n{}: {:.1} % found, mean rank {:.2} ({}), {:.1} % first",
             count(report.num_needles),

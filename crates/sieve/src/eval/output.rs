@@ -101,9 +101,7 @@ pub(super) fn run_folder(checkpoint: &Path, folder: &str) -> Option<PathBuf> {
     // A relative path such as `step-9` has fewer parents than levels.
     let absolute = std::path::absolute(checkpoint).unwrap_or_else(|_| checkpoint.to_owned());
     let levels = Path::new(folder).components().count();
-    let parent = absolute
-        .parent()
-        .filter(|parent| levels > 0 && parent.ends_with(folder))?;
+    let parent = absolute.parent().filter(|parent| levels > 0 && parent.ends_with(folder))?;
     parent.ancestors().nth(levels).map(Path::to_owned)
 }
 
@@ -121,10 +119,7 @@ pub(crate) fn check<'a>(path: impl Into<Option<&'a Path>>) -> Result<()> {
     };
     check_place(path)?;
     if path.file_name().is_none() || (path.exists() && !path.is_file()) {
-        bail!(
-            "cannot write {}: it is not a file\n  hint: name a new file, or one to replace",
-            path.display()
-        );
+        bail!("cannot write {}: it is not a file\n  hint: name a new file, or one to replace", path.display());
     }
     sieve_files::check_replaceable(path).with_context(|| format!("cannot write {}", path.display()))
 }
@@ -132,17 +127,12 @@ pub(crate) fn check<'a>(path: impl Into<Option<&'a Path>>) -> Result<()> {
 /// Fails if `path` is a folder or lies in a folder that does not exist. A device or a pipe may be written in place.
 pub(crate) fn check_place(path: &Path) -> Result<()> {
     if path.is_dir() {
-        bail!(
-            "cannot write {}: it is a folder\n  hint: name a file in it",
-            path.display()
-        );
+        bail!("cannot write {}: it is a folder\n  hint: name a file in it", path.display());
     }
     match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() && !parent.is_dir() => bail!(
-            "cannot write {}: there is no folder {}\n  hint: make it first",
-            path.display(),
-            parent.display()
-        ),
+        Some(parent) if !parent.as_os_str().is_empty() && !parent.is_dir() => {
+            bail!("cannot write {}: there is no folder {}\n  hint: make it first", path.display(), parent.display())
+        }
         _ => Ok(()),
     }
 }

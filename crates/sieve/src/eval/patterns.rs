@@ -81,11 +81,9 @@ fn search(text: &str) -> std::result::Result<Search, String> {
         Method::Dam(dam) if dam.map.is_empty() && selector.common == defaults.common => Ok(Search::Dam(dam)),
         Method::Minference(_) if !text.contains('=') => Ok(Search::Minference),
         Method::Minference(_) => Err("minference's search has no settings\n  hint: use --method minference".to_owned()),
-        _ => Err(
-            "a calibration has the settings capture, density, lambda, floor, matching and sink\n  \
+        _ => Err("a calibration has the settings capture, density, lambda, floor, matching and sink\n  \
              hint: leave the others out"
-                .to_owned(),
-        ),
+            .to_owned()),
     }
 }
 
@@ -173,10 +171,7 @@ fn length(args: &PatternsArgs, shape: &ModelShape, trained: usize) -> Result<usi
         (Search::Dam(dam), None) => dam.capture.min(context),
     };
     if length > context {
-        let error = EvalError::TooLong {
-            num_tokens: length,
-            context,
-        };
+        let error = EvalError::TooLong { num_tokens: length, context };
         return Err(error).context("--length");
     }
     if let Search::Dam(dam) = &args.method
@@ -219,10 +214,7 @@ fn minference_report(found: &PatternSearch, length: usize) -> Report {
         }
     }
     counts.sort_by_key(|(_, masses)| std::cmp::Reverse(masses.len()));
-    let mut lines = vec![format!(
-        "{:26} {:>5}  {:>19} {:>8}",
-        "pattern", "heads", "dense mass it keeps", "at least"
-    )];
+    let mut lines = vec![format!("{:26} {:>5}  {:>19} {:>8}", "pattern", "heads", "dense mass it keeps", "at least")];
     let mut patterns = Vec::new();
     let mut all = 0.0;
     for (label, masses) in &counts {
@@ -230,12 +222,7 @@ fn minference_report(found: &PatternSearch, length: usize) -> Report {
         let mean = sum / masses.len() as f64;
         let least = masses.iter().copied().fold(f64::INFINITY, f64::min);
         all += sum;
-        lines.push(format!(
-            "{label:26} {:>5}  {:>17.2} % {:>6.2} %",
-            masses.len(),
-            100.0 * mean,
-            100.0 * least
-        ));
+        lines.push(format!("{label:26} {:>5}  {:>17.2} % {:>6.2} %", masses.len(), 100.0 * mean, 100.0 * least));
         patterns.push(json!({"pattern": label, "heads": masses.len(), "recall": mean, "least_recall": least}));
     }
     let heads: usize = counts.iter().map(|(_, masses)| masses.len()).sum();
@@ -251,10 +238,7 @@ fn minference_report(found: &PatternSearch, length: usize) -> Report {
              (--length)"
         ));
     }
-    Report {
-        lines,
-        json: json!({"patterns": patterns, "recall": recall, "density": found.density}),
-    }
+    Report { lines, json: json!({"patterns": patterns, "recall": recall, "density": found.density}) }
 }
 
 /// For each layer, the density of its maps, and how many columns and distances continue beyond them.
@@ -281,10 +265,7 @@ fn dam_report(maps: &DamMaps, length: usize) -> Report {
         );
     }
     lines.push("means over the heads of a layer".to_owned());
-    Report {
-        lines,
-        json: json!({"layers": layers}),
-    }
+    Report { lines, json: json!({"layers": layers}) }
 }
 
 /// Prints what was found, and the `flag` by which other commands read the written file.

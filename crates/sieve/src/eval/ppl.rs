@@ -47,12 +47,7 @@ pub(crate) struct PplArgs {
     #[arg(long, value_enum, conflicts_with = "recipe_validation")]
     format: Option<FormatArg>,
     /// JSONL and Parquet: the column that holds a document's text
-    #[arg(
-        long,
-        default_value = "text",
-        value_name = "NAME",
-        conflicts_with = "recipe_validation"
-    )]
+    #[arg(long, default_value = "text", value_name = "NAME", conflicts_with = "recipe_validation")]
     text_column: String,
     /// Leave out documents that cannot be read (not UTF-8, no such column), and say how many
     #[arg(long, conflicts_with = "recipe_validation")]
@@ -156,17 +151,12 @@ impl PplArgs {
 /// loss.
 fn loss_by_position(title: &str, report: &PerplexityReport) -> String {
     let bins = (report.by_position.iter()).filter(|bin| bin.mean.num_tokens > 0);
-    let points: Vec<_> = bins
-        .map(|bin| (f64::from(bin.from.max(1).ilog2()), bin.mean.loss))
-        .collect();
+    let points: Vec<_> = bins.map(|bin| (f64::from(bin.from.max(1).ilog2()), bin.mean.loss)).collect();
     let mean = (points.iter()).map(|(power, _)| (*power, report.loss));
     let losses = points.iter().map(|(_, loss)| *loss);
     let low = losses.clone().fold(report.loss, f64::min).floor();
     let high = losses.fold(report.loss, f64::max).ceil().max(low + 1.0);
-    let curve = |name: &str, points| Curve {
-        name: name.to_owned(),
-        points,
-    };
+    let curve = |name: &str, points| Curve { name: name.to_owned(), points };
     let mean = curve("all tokens", mean.collect());
     let curves = vec![curve("by tokens seen", points), mean];
     line_chart::svg(&Plot {
@@ -296,9 +286,7 @@ fn print_totals<B: DeviceBackend>(loaded: &LoadedModel<B>, report: &PerplexityRe
     ));
     if let Some(speed) = report.tokens_per_second {
         let speed = count(speed as u64);
-        terminal::line(&format!(
-            "tokens a second   {speed:>14}  from the second forward pass on"
-        ));
+        terminal::line(&format!("tokens a second   {speed:>14}  from the second forward pass on"));
     }
 }
 

@@ -108,10 +108,7 @@ impl SourceArgs {
             };
             path.as_ref().map(read).transpose()
         };
-        Ok(LongSource {
-            text,
-            qa: [qa(&self.qa_1)?, qa(&self.qa_2)?],
-        })
+        Ok(LongSource { text, qa: [qa(&self.qa_1)?, qa(&self.qa_2)?] })
     }
 
     fn text(&self) -> Result<String> {
@@ -179,10 +176,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
         ..InferenceSize::rows_of(part, part)
     })?;
     let tokenizer = loaded::tokenizer(&peek_tokenizer(&checkpoint)?, &recipe)?;
-    let asked = Asked {
-        texts: texts(&args, &tasks, &source, &tokenizer)?,
-        source,
-    };
+    let asked = Asked { texts: texts(&args, &tasks, &source, &tokenizer)?, source };
     on_device!(place, run_on(&args, &checkpoint, &asked))
 }
 
@@ -205,9 +199,7 @@ fn texts(
     lengths.dedup();
     let (seed, numbers) = ((Split::Test, args.seed), 0..u64::from(args.samples));
     let of_task = |&task: &LongTask| {
-        let texts = lengths
-            .iter()
-            .map(|&length| long_texts(task, source, tokenizer, seed, length, numbers.clone()));
+        let texts = lengths.iter().map(|&length| long_texts(task, source, tokenizer, seed, length, numbers.clone()));
         texts.collect::<Result<Vec<_>, _>>()
     };
     Ok(tasks.iter().map(of_task).collect::<Result<_, _>>()?)
@@ -221,12 +213,8 @@ fn run_on<B: DeviceBackend>(
     kept: Kept,
 ) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(checkpoint, device, kept)?;
-    let model = TaskModel {
-        model: &loaded.model,
-        tokenizer: &tokenizer,
-        ends: &loaded.end_ids(tokenizer.eos_id()?)?,
-        device,
-    };
+    let model =
+        TaskModel { model: &loaded.model, tokenizer: &tokenizer, ends: &loaded.end_ids(tokenizer.eos_id()?)?, device };
     let selections = args.sparse.own_and_each(&loaded.shape)?;
     let all = asked.texts.iter().flatten().map(|texts| texts.samples.len());
     let total = (all.sum::<usize>() * selections.len()) as u64;
@@ -266,11 +254,7 @@ fn ask<B: DeviceBackend>(
             let report = |texts| LongTaskReport::new(texts, &asked.source, &scores);
             tasks.extend(of_task.first().map(report));
         }
-        reports.push(LongReport {
-            selector,
-            paths: selection.map_or(Vec::new(), |counted| counted.paths()),
-            tasks,
-        });
+        reports.push(LongReport { selector, paths: selection.map_or(Vec::new(), |counted| counted.paths()), tasks });
     }
     Ok((reports, lines))
 }

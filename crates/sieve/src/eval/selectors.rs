@@ -117,23 +117,14 @@ fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, kept: Kept
         })?;
         for (label, measure) in labels.iter().zip(found) {
             match measure {
-                Ok(measure) => rows.push(table::Row {
-                    label: label.clone(),
-                    measure,
-                }),
+                Ok(measure) => rows.push(table::Row { label: label.clone(), measure }),
                 Err(error) => failed.add(label, &format!("{length} tokens"), &error.into()),
             }
         }
         trained.extend(compare::measure(&compared, &windows, device)?);
     }
-    let run = Run {
-        args,
-        loaded: &loaded,
-        tokens: &tokens[..=longest],
-        selectors: &selectors,
-        labels: &labels,
-        device,
-    };
+    let run =
+        Run { args, loaded: &loaded, tokens: &tokens[..=longest], selectors: &selectors, labels: &labels, device };
     if !args.result.json {
         table::print(&run, &rows, &trained, &left_out);
     }
@@ -180,10 +171,7 @@ impl Failures {
 
     /// Returns an error that lists the failures, if there are any.
     fn end(&self, json: bool) -> Result<()> {
-        let lines = self
-            .0
-            .iter()
-            .map(|failure| format!("{} ({}): {}", failure.label, failure.wanted, failure.error));
+        let lines = self.0.iter().map(|failure| format!("{} ({}): {}", failure.label, failure.wanted, failure.error));
         let lines: Vec<String> = lines.collect();
         match lines.first() {
             None => Ok(()),
@@ -313,16 +301,9 @@ impl<B: DeviceBackend> Run<'_, B> {
                     Err(error) => failed.add(&sweep.label, "curve", &error.into()),
                 }
             }
-            curves.push(Curve {
-                name: sweep.label,
-                points,
-            });
+            curves.push(Curve { name: sweep.label, points });
         }
-        let title = format!(
-            "Selectors at {} tokens: {}",
-            self.tokens.len() - 1,
-            output::model_name(self.loaded)
-        );
+        let title = format!("Selectors at {} tokens: {}", self.tokens.len() - 1, output::model_name(self.loaded));
         output::write(path, &plot::svg(&title, curves))?;
         self.say(&format!("wrote {}", path.display()));
         Ok(())

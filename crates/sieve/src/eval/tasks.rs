@@ -67,12 +67,7 @@ const COMMAND: &str = "tasks";
 impl TasksArgs {
     /// The arguments with the data of a benchmark. Its prompts are cut if they are too long.
     pub(super) fn with_data(self, benchmark: &'static str, data: Vec<String>) -> Self {
-        Self {
-            data,
-            truncate: true,
-            benchmark: Some(benchmark),
-            ..self
-        }
+        Self { data, truncate: true, benchmark: Some(benchmark), ..self }
     }
 
     /// Whether flags name tasks, list them or print one.
@@ -154,10 +149,7 @@ fn asked(args: &TasksArgs) -> Result<Vec<Asked>> {
         if asked.iter().any(|asked| asked.task.name() == name) {
             bail!("the task {name} is named twice\n  hint: one file a task");
         }
-        let rows = TaskRows {
-            rows: read_table(Path::new(file))?,
-            examples: None,
-        };
+        let rows = TaskRows { rows: read_table(Path::new(file))?, examples: None };
         let file = file.to_owned();
         asked.push(Asked { task, rows, file });
     }
@@ -175,9 +167,7 @@ fn asked(args: &TasksArgs) -> Result<Vec<Asked>> {
 /// Splits each argument `TASK=FILE` at its first `=`.
 fn pairs(arguments: &[String]) -> Result<Vec<(&str, &str)>> {
     let pairs = arguments.iter().map(|argument| {
-        let pair = argument
-            .split_once('=')
-            .filter(|(name, file)| !name.is_empty() && !file.is_empty());
+        let pair = argument.split_once('=').filter(|(name, file)| !name.is_empty() && !file.is_empty());
         pair.with_context(|| {
             format!("{argument:?} is no TASK=FILE\n  hint: write for example --data piqa=validation.jsonl")
         })
@@ -194,12 +184,8 @@ fn run_on<B: DeviceBackend>(
 ) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(checkpoint, device, kept)?;
     let mut selection = args.sparse.selection(&loaded.shape)?;
-    let model = TaskModel {
-        model: &loaded.model,
-        tokenizer: &tokenizer,
-        ends: &loaded.end_ids(tokenizer.eos_id()?)?,
-        device,
-    };
+    let model =
+        TaskModel { model: &loaded.model, tokenizer: &tokenizer, ends: &loaded.end_ids(tokenizer.eos_id()?)?, device };
     let (mut reports, mut seconds) = (Vec::new(), Vec::new());
     for texts in texts {
         let started = Instant::now();
@@ -307,9 +293,7 @@ fn print_table<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[TaskReport]
                 ),
                 _ => ("", String::new(), String::new(), String::new()),
             };
-            let stderr = score
-                .stderr
-                .map_or_else(|| "-".to_owned(), |stderr| format!("{stderr:.4}"));
+            let stderr = score.stderr.map_or_else(|| "-".to_owned(), |stderr| format!("{stderr:.4}"));
             terminal::line(&format!(
                 "{task:<width$}{rows:>8} {shots:>5}  {:<SCORE$}{:>14.4}  {stderr:>7}{seconds:>10}",
                 score.name, score.value
@@ -317,11 +301,7 @@ fn print_table<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[TaskReport]
         }
         if report.num_truncated > 0 {
             let cut = terminal::thousands(report.num_truncated as u64);
-            let place = if report.cuts_middle {
-                "in their middle"
-            } else {
-                "at their beginning"
-            };
+            let place = if report.cuts_middle { "in their middle" } else { "at their beginning" };
             terminal::line(&format!("{:<width$}{cut} texts were cut {place}", ""));
         }
     }

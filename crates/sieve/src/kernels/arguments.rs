@@ -302,10 +302,9 @@ fn positive(text: &str) -> Result<usize, String> {
 fn prefill(text: &str) -> Result<Selector, String> {
     let selector = selector::parse_one(text)?;
     match selector.phase() {
-        Phase::Decode => Err(format!(
-            "{} acts while decoding\n  hint: kernels bench --decode times those methods",
-            selector.name()
-        )),
+        Phase::Decode => {
+            Err(format!("{} acts while decoding\n  hint: kernels bench --decode times those methods", selector.name()))
+        }
         _ => Ok(selector),
     }
 }

@@ -52,11 +52,7 @@ pub(super) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
 /// shards do not exist.
 fn unread(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     let meta = Prepared::open(dir).ok()?.meta;
-    let text = |text: String, num_tokens: u64| TextEpochs {
-        text,
-        num_tokens,
-        epochs: 0.0,
-    };
+    let text = |text: String, num_tokens: u64| TextEpochs { text, num_tokens, epochs: 0.0 };
     let sources = meta.sources.iter().zip(&recipe.data.paths);
     let sources = sources.map(|(source, path)| text(path.clone(), source.train.num_tokens));
     let sources = sources.collect::<Vec<_>>();
@@ -87,17 +83,12 @@ pub(super) fn lines(found: Option<&[TextEpochs]>, recipe: &Recipe) -> Vec<String
     let mut lines = match found {
         None => vec![format!(
             "  text       not tokenised yet{}; sieve data prepare does it, then this says how often the run reads it",
-            most.map_or(String::new(), |most| format!(
-                ", read about {most:.1} times by its size"
-            )),
+            most.map_or(String::new(), |most| format!(", read about {most:.1} times by its size")),
         )],
         Some(found) => {
             let line = |part: &TextEpochs| {
                 let tokens = terminal::thousands(part.num_tokens);
-                format!(
-                    "  text       {tokens} training tokens of {}, read {:.2} times",
-                    part.text, part.epochs
-                )
+                format!("  text       {tokens} training tokens of {}, read {:.2} times", part.text, part.epochs)
             };
             found.iter().map(line).collect()
         }

@@ -18,10 +18,7 @@ use std::path::{Path, PathBuf};
 /// Sizes for which the program holds recipes of all kinds.
 const SHIPPED_SIZES: [&str; 4] = ["80m", "200m", "680m", "1p7b"];
 /// The tokenizer to train for a recipe of [`SHIPPED_SIZES`].
-const TRAINED: TokenizerTraining = TokenizerTraining {
-    vocab_size: 32_768,
-    sample_bytes: 64 << 20,
-};
+const TRAINED: TokenizerTraining = TokenizerTraining { vocab_size: 32_768, sample_bytes: 64 << 20 };
 /// Path of the text in a recipe made without `--data`.
 const USUAL_TEXT: &str = "text.txt";
 /// The first characters of the text become the prompt of a run's samples: this many at most.
@@ -114,10 +111,7 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
             write_new(out, &text)?;
             terminal::line(&format!("wrote {}", out.display()));
             let file = terminal::quoted(out);
-            terminal::line(&terminal::next(&[
-                format!("plan --recipe {file}"),
-                format!("train --recipe {file}"),
-            ]));
+            terminal::line(&terminal::next(&[format!("plan --recipe {file}"), format!("train --recipe {file}")]));
         }
     }
     // USUAL_TEXT is a name for a file that the user adds later, so it may be missing.
@@ -143,10 +137,9 @@ fn check_tokenizer(path: &str) -> Result<()> {
 pub(crate) fn write_new(path: &Path, text: &str) -> Result<()> {
     let created = OpenOptions::new().write(true).create_new(true).open(path);
     match created {
-        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => bail!(
-            "{} is there already\n  hint: name another file with --out, or remove this one",
-            path.display()
-        ),
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+            bail!("{} is there already\n  hint: name another file with --out, or remove this one", path.display())
+        }
         created => created.and_then(|mut file| {
             let written = file.write_all(text.as_bytes());
             // Half a file would be in the way of the next attempt.

@@ -43,15 +43,9 @@ pub(super) fn finish(log: &Log, summary: &TrainSummary, shape: &ModelShape) {
         && shape.attention.kind() != AttentionKind::Mha
     {
         let attention = &step.attention;
-        let keys = format!(
-            "mask: density {:.3}, {:.1} keys a query",
-            attention.density, attention.mean_active_keys
-        );
+        let keys = format!("mask: density {:.3}, {:.1} keys a query", attention.density, attention.mean_active_keys);
         let clamped = attention.clamped.map_or(String::new(), |share| {
-            format!(
-                ", {:.1} % of scores above the bias's clamp of {DMA_SCORE_CLAMP}",
-                100.0 * share
-            )
+            format!(", {:.1} % of scores above the bias's clamp of {DMA_SCORE_CLAMP}", 100.0 * share)
         });
         // `ages` is there only for a learned mask, which can hide a key from all queries.
         log.line(&match attention.ages {
@@ -87,12 +81,7 @@ pub(super) fn samples<B: TrainBackend>(
         let positions_left = trainer.shape().max_seq_len.saturating_sub(ids.len().max(1));
         let config = GenerateConfig {
             max_new_tokens: recipe.generation.max_new_tokens.min(positions_left),
-            sampling: Sampling {
-                temperature: 0.7,
-                top_p: 0.95,
-                top_k: None,
-                seed: recipe.training.seed,
-            },
+            sampling: Sampling { temperature: 0.7, top_p: 0.95, top_k: None, seed: recipe.training.seed },
             eos_id: tokenizer.eos_id()?,
             num_tokens: tokenizer.vocab_size().min(trainer.shape().vocab_size),
         };
@@ -115,10 +104,7 @@ pub(super) fn next_steps(log: &Log, recipe: &Recipe, summary: &TrainSummary, dat
             let prompt = recipe.generation.prompts.first().cloned();
             let prompt = prompt.or_else(|| held_out_words(prepared, &data.tokenizer));
             let prompt = terminal::shell_word(&prompt.unwrap_or_default());
-            vec![
-                format!("generate --prompt {prompt}"),
-                "eval ppl --recipe-validation".to_owned(),
-            ]
+            vec![format!("generate --prompt {prompt}"), "eval ppl --recipe-validation".to_owned()]
         }
         None => vec!["eval mqar".to_owned()],
     };

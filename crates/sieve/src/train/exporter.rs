@@ -65,10 +65,7 @@ impl Numbers {
                 value => value.to_string(),
             };
             // Writing to a String does not fail.
-            let _ = write!(
-                text,
-                "# HELP sieve_{name} {help}\n# TYPE sieve_{name} {kind}\nsieve_{name} {value}\n"
-            );
+            let _ = write!(text, "# HELP sieve_{name} {help}\n# TYPE sieve_{name} {kind}\nsieve_{name} {value}\n");
         }
         text
     }
@@ -151,29 +148,13 @@ impl Exporter {
         match event {
             TrainEvent::Step(report) => {
                 put("steps_total", "Optimizer steps done", report.step as f64);
-                put(
-                    "planned_steps",
-                    "Optimizer steps of the whole run",
-                    report.num_steps as f64,
-                );
+                put("planned_steps", "Optimizer steps of the whole run", report.num_steps as f64);
                 put("tokens_total", "Tokens trained on", report.tokens_seen as f64);
                 put("loss_nats", "Mean cross-entropy of the last logged step", report.loss);
-                put(
-                    "gradient_norm",
-                    "Global gradient norm before clipping",
-                    report.grad_norm,
-                );
+                put("gradient_norm", "Global gradient norm before clipping", report.grad_norm);
                 put("learning_rate", "Learning rate", report.lr);
-                put(
-                    "tokens_per_second",
-                    "Tokens a second of all processes",
-                    report.tokens_per_second,
-                );
-                put(
-                    "memory_bytes",
-                    "Memory in use by rank 0's device",
-                    report.memory_bytes as f64,
-                );
+                put("tokens_per_second", "Tokens a second of all processes", report.tokens_per_second);
+                put("memory_bytes", "Memory in use by rank 0's device", report.memory_bytes as f64);
                 put("seconds_left", "Seconds left at the present speed", report.eta_seconds);
                 if let Some(mfu) = report.mfu_percent {
                     put("mfu_ratio", "Model FLOPs as a share of the device's peak", mfu / 100.0);
@@ -181,26 +162,15 @@ impl Exporter {
             }
             TrainEvent::Validation(report) => {
                 put("validation_loss_nats", "Cross-entropy on held-out text", report.loss);
-                put(
-                    "validation_bits_per_byte",
-                    "The same in bits per byte",
-                    report.bits_per_byte,
-                );
+                put("validation_bits_per_byte", "The same in bits per byte", report.bits_per_byte);
             }
             TrainEvent::Checkpoint(path) => {
                 let name = path.file_name().unwrap_or_default().to_string_lossy();
                 let step = name.strip_prefix("step-").and_then(|step| step.parse().ok());
-                put(
-                    "checkpoint_step",
-                    "Step of the last checkpoint on disk",
-                    step.unwrap_or(0.0),
-                );
+                put("checkpoint_step", "Step of the last checkpoint on disk", step.unwrap_or(0.0));
             }
             TrainEvent::Skipped(_) => {
-                numbers.count(
-                    "skipped_steps_total",
-                    "Steps that were not taken: loss or gradient not finite",
-                );
+                numbers.count("skipped_steps_total", "Steps that were not taken: loss or gradient not finite");
             }
             TrainEvent::Warning(_) => numbers.count("warnings_total", "Warnings that were logged"),
             TrainEvent::FirstStep | TrainEvent::Notice(_) => {}
@@ -235,10 +205,7 @@ mod tests {
         let _ = long.write_all(&[b'x'; 4 * MAX_REQUEST]);
         let answer = asked(address, "GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n");
         let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
-        assert!(
-            head.starts_with("HTTP/1.1 200 OK") && head.contains("version=0.0.4"),
-            "{head}"
-        );
+        assert!(head.starts_with("HTTP/1.1 200 OK") && head.contains("version=0.0.4"), "{head}");
         assert!(head.contains(&format!("Content-Length: {}\r\n", body.len())), "{head}");
         for line in [
             "# TYPE sieve_checkpoint_step gauge",
@@ -252,39 +219,25 @@ mod tests {
         assert!(asked(address, "POST /metrics HTTP/1.0\r\n\r\n").starts_with("HTTP/1.1 405"));
         let taken = exporter.listen(&address.to_string().parse().expect("an address"));
         let error = format!("{:#}", taken.expect_err("it is taken"));
-        assert!(
-            error.contains(&address.to_string()) && error.contains("hint"),
-            "{error}"
-        );
+        assert!(error.contains(&address.to_string()) && error.contains("hint"), "{error}");
     }
 
     #[test]
     fn numbers_that_are_not_finite_have_their_own_words() {
         let mut numbers = Numbers::default();
-        for (name, value) in [
-            ("a", f64::NAN),
-            ("b", f64::INFINITY),
-            ("c", f64::NEG_INFINITY),
-            ("d", 1.5e-7),
-        ] {
+        for (name, value) in [("a", f64::NAN), ("b", f64::INFINITY), ("c", f64::NEG_INFINITY), ("d", 1.5e-7)] {
             numbers.put(name, "help", value);
         }
         let text = numbers.text();
         let values = text.lines().filter(|line| !line.starts_with('#')).collect::<Vec<_>>();
-        assert_eq!(
-            values,
-            ["sieve_a NaN", "sieve_b +Inf", "sieve_c -Inf", "sieve_d 0.00000015"]
-        );
+        assert_eq!(values, ["sieve_a NaN", "sieve_b +Inf", "sieve_c -Inf", "sieve_d 0.00000015"]);
     }
 
     #[test]
     fn a_port_alone_is_of_this_machine() {
         let parsed = |text: &str| text.parse::<MetricsPort>();
         assert_eq!(parsed("9100").expect("a port").0[0].to_string(), "127.0.0.1:9100");
-        assert_eq!(
-            parsed("0.0.0.0:9100").expect("an address").0[0].to_string(),
-            "0.0.0.0:9100"
-        );
+        assert_eq!(parsed("0.0.0.0:9100").expect("an address").0[0].to_string(), "0.0.0.0:9100");
         for wrong in ["", "65536", "a", "a:b", "-1"] {
             assert!(parsed(wrong).is_err(), "{wrong}");
         }

@@ -29,9 +29,7 @@ pub(super) fn describe<B: TrainBackend>(recipe: &Recipe, trainer: &Trainer<B>, h
 
 /// A logged step, in at most 80 columns.
 pub(super) fn step_line(report: &StepReport) -> String {
-    let mfu = report
-        .mfu_percent
-        .map_or(String::new(), |mfu| format!("  mfu {mfu:.0}%"));
+    let mfu = report.mfu_percent.map_or(String::new(), |mfu| format!("  mfu {mfu:.0}%"));
     format!(
         "step: {:>5}  loss {:>7.4}  grad {:>5}  lr {:.2e}  tps {}{mfu}  {} left",
         report.step,
@@ -69,16 +67,12 @@ pub(super) fn whole_step_line(report: &StepReport) -> String {
     let gib = report.memory_bytes as f64 / (1u64 << 30) as f64;
     let share = 100.0 * report.memory_bytes as f64 / report.memory_total_bytes.max(1) as f64;
     let mfu = report.mfu_percent.zip(report.dense_mfu_percent);
-    let mfu = mfu.map_or(String::new(), |(executed, dense)| {
-        format!("  mfu: {executed:.2}% (dense equivalent {dense:.2}%)")
-    });
+    let mfu =
+        mfu.map_or(String::new(), |(executed, dense)| format!("  mfu: {executed:.2}% (dense equivalent {dense:.2}%)"));
     let clamped = report.attention.clamped;
     let clamped = clamped.map_or(String::new(), |share| format!("  clamped: {:.2}%", 100.0 * share));
     let fit = report.attention.indexer.map_or(String::new(), |fit| {
-        format!(
-            "  index KL: {:.4} (recall {:.3}, entropy {:.2})",
-            fit.index_kl, fit.index_recall, fit.index_entropy
-        )
+        format!("  index KL: {:.4} (recall {:.3}, entropy {:.2})", fit.index_kl, fit.index_recall, fit.index_entropy)
     });
     format!(
         "step: {:>5}  loss: {:>8.5}  grad_norm: {:>7.4}  lr: {:.3e}  memory: {gib:>5.2}GiB({share:.2}%)  tps: {}  \
@@ -98,10 +92,7 @@ pub(super) fn whole_step_line(report: &StepReport) -> String {
 
 /// The line that says how long the start took.
 pub(super) fn startup_line(elapsed: Duration) -> String {
-    format!(
-        "started: {:.1} s from the start of the program to the end of the first step",
-        elapsed.as_secs_f64()
-    )
+    format!("started: {:.1} s from the start of the program to the end of the first step", elapsed.as_secs_f64())
 }
 
 /// Lines about a run's peak memory and, with `--verbose` or if they took the slow path, its launches of Sieve's
@@ -111,10 +102,9 @@ pub(super) fn cost_lines(peak: Option<MemoryPeak>, memory: MemoryProbe) -> Vec<S
         let in_use = gib(peak.in_use_bytes);
         match memory {
             MemoryProbe::Process => format!("peak memory: {in_use} resident"),
-            MemoryProbe::Device(_) => format!(
-                "peak memory: {in_use} in use by tensors, {} reserved for them",
-                gib(peak.reserved_bytes)
-            ),
+            MemoryProbe::Device(_) => {
+                format!("peak memory: {in_use} in use by tensors, {} reserved for them", gib(peak.reserved_bytes))
+            }
         }
     });
     let counts = LaunchCounts::so_far();
@@ -136,11 +126,7 @@ pub(super) fn cost_lines(peak: Option<MemoryPeak>, memory: MemoryProbe) -> Vec<S
 pub(super) fn skipped_line(report: &SkippedStep) -> String {
     let documents = report.documents.iter().map(u32::to_string);
     let more = report.num_documents - report.documents.len();
-    let more = if more > 0 {
-        format!(" and {more} more")
-    } else {
-        String::new()
-    };
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     let norms = report.grad_norms.iter();
     let norms = norms.map(|(part, norm)| format!("{part} {norm:.4}"));
     let norms = norms.collect::<Vec<_>>().join(", ");
@@ -154,11 +140,7 @@ pub(super) fn skipped_line(report: &SkippedStep) -> String {
         report.first_row,
         report.first_row + report.num_rows.max(1) - 1,
         documents.collect::<Vec<_>>().join(", "),
-        if norms.is_empty() {
-            String::new()
-        } else {
-            format!("\n  gradient norms: {norms}")
-        }
+        if norms.is_empty() { String::new() } else { format!("\n  gradient norms: {norms}") }
     )
 }
 
@@ -214,10 +196,7 @@ mod tests {
             attention: sieve_train::AttentionStatistics::default(),
         };
         let line = step_line(&report(10.8785, 0.2512, 555_000.0, 7800.0));
-        assert_eq!(
-            line,
-            "step: 13500  loss 10.8785  grad 0.251  lr 2.25e-3  tps 555.0K  mfu 41%  2h left"
-        );
+        assert_eq!(line, "step: 13500  loss 10.8785  grad 0.251  lr 2.25e-3  tps 555.0K  mfu 41%  2h left");
         for report in [
             report(10.8785, 0.2512, 999_900.0, 350_000.0),
             report(2.5, 99_999.0, 12.0, 99.0),

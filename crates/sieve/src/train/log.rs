@@ -16,11 +16,7 @@ pub(super) struct Log {
 
 impl Log {
     pub(super) fn new(prints: bool) -> Self {
-        Self {
-            prints,
-            file: RefCell::default(),
-            early: RefCell::default(),
-        }
+        Self { prints, file: RefCell::default(), early: RefCell::default() }
     }
 
     /// Whether this process prints and logs.
@@ -38,8 +34,7 @@ impl Log {
             .append(true)
             .open(path)
             .with_context(|| format!("opening {}", path.display()))?;
-        file.write_all(self.early.take().as_bytes())
-            .with_context(|| format!("writing {}", path.display()))?;
+        file.write_all(self.early.take().as_bytes()).with_context(|| format!("writing {}", path.display()))?;
         *self.file.borrow_mut() = Some(file);
         Ok(())
     }

@@ -49,11 +49,7 @@ pub(super) struct OnEvent {
 
 impl OnEvent {
     pub(super) fn new(command: Option<String>, out: &Path) -> Self {
-        Self {
-            command,
-            out: out.to_owned(),
-            limit: LIMIT,
-        }
+        Self { command, out: out.to_owned(), limit: LIMIT }
     }
 
     /// Runs the command and waits for it. If it fails, prints a warning; the run is not affected.
@@ -170,23 +166,14 @@ mod tests {
         for exit in [Exit::Done, Exit::StoppedEarly, Exit::Interrupted] {
             assert_eq!(events.ended(Ok(exit)).expect("as it was"), exit);
         }
-        events
-            .ended(Err(anyhow::anyhow!("$(no command)")))
-            .expect_err("as it was");
-        let expected = [
-            "finished out/a b ",
-            "stopped out/a b ",
-            "failed out/a b ",
-            "failed out/a b error: $(no command)",
-        ];
+        events.ended(Err(anyhow::anyhow!("$(no command)"))).expect_err("as it was");
+        let expected =
+            ["finished out/a b ", "stopped out/a b ", "failed out/a b ", "failed out/a b error: $(no command)"];
         assert_eq!(lines(&kept), expected);
         // A command may fail, or last longer than the limit.
         let fails = OnEvent::new(Some("exit 3".to_owned()), &dir);
         assert_eq!(fails.ended(Ok(Exit::Done)).expect("as it was"), Exit::Done);
-        let lasts = OnEvent {
-            limit: Duration::from_millis(100),
-            ..OnEvent::new(None, &dir)
-        };
+        let lasts = OnEvent { limit: Duration::from_millis(100), ..OnEvent::new(None, &dir) };
         let error = lasts.run("exec sleep 600", Event::Stopped, "").expect_err("it lasts");
         assert!(error.to_string().contains("was ended after 0.1 s"), "{error}");
         std::fs::remove_dir_all(&dir).expect("writable");
@@ -214,10 +201,7 @@ mod tests {
         watch.restart();
         wait_for(2);
         let told = lines(&kept);
-        assert!(
-            told.iter().all(|line| line.starts_with("stalled out/a b nothing has")),
-            "{told:?}"
-        );
+        assert!(told.iter().all(|line| line.starts_with("stalled out/a b nothing has")), "{told:?}");
         std::fs::remove_dir_all(&dir).expect("writable");
     }
 }

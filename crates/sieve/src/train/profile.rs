@@ -153,9 +153,8 @@ impl StepProfile {
         let seconds = ns as f64 * 1e-9;
         let tflops = |flops: f64| {
             let achieved = flops / seconds;
-            let share = self.peak_flops.map_or(String::new(), |peak| {
-                format!(", {:.0} % of the peak", 100.0 * achieved / peak)
-            });
+            let share =
+                self.peak_flops.map_or(String::new(), |peak| format!(", {:.0} % of the peak", 100.0 * achieved / peak));
             format!(": {:.0} TFLOP/s{share}", achieved * 1e-12)
         };
         match group {
@@ -193,18 +192,12 @@ const GROUPS: [(&str, &[&str]); 10] = [
     (GEMMS, &["*nvjet", "*cublas", "*gemm", "*cutlass", "*splitK"]),
     (ATTENTION, &["attention_", "hopper_", "dma_attention", "nsa_"]),
     ("scores, selection and lists of DMA", &["dma_"]),
-    (
-        "norms and rotary positions",
-        &["rms_norm", "qk_norm_rope", "column_sums"],
-    ),
+    ("norms and rotary positions", &["rms_norm", "qk_norm_rope", "column_sums"]),
     ("SwiGLU", &["swiglu"]),
     ("cross-entropy", &["cross_entropy", "scale"]),
     ("embedding", &["embedding"]),
     (OPTIMIZER, &["adamw", "sum_partials", "finish_sum"]),
-    (
-        "NCCL: reductions, gathers and exchanges, waiting included",
-        &["*ncclDevKernel"],
-    ),
+    ("NCCL: reductions, gathers and exchanges, waiting included", &["*ncclDevKernel"]),
     ("the rest: residual gradients, copies, fills", &[""]),
 ];
 

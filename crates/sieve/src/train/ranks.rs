@@ -141,10 +141,7 @@ fn tell(rank: usize, failure: &Failure, events: &OnEvent) {
     }
     let (event, hint) = match failure.loss {
         Loss::Error(_) => (Event::Failed, ""),
-        _ => (
-            Event::Lost,
-            "\n  hint: the same command with --resume=auto continues from the last checkpoint",
-        ),
+        _ => (Event::Lost, "\n  hint: the same command with --resume=auto continues from the last checkpoint"),
     };
     let text = format!("error: {failure}");
     if !is_printed {
@@ -558,12 +555,7 @@ mod tests {
             mesh.leave();
             error.to_string()
         });
-        for part in [
-            "rank 1 (",
-            "libnccl.so.2: cannot open",
-            "pip install",
-            "LD_LIBRARY_PATH",
-        ] {
+        for part in ["rank 1 (", "libnccl.so.2: cannot open", "pip install", "LD_LIBRARY_PATH"] {
             assert!(first.contains(part), "{first}");
         }
     }

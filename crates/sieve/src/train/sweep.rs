@@ -156,20 +156,12 @@ fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
             recipe.data.cache_dir = Some(shared.replace('$', "$$"));
         }
         let out = base.join(folder_name(&overrides));
-        Ok(Run {
-            overrides,
-            recipe,
-            text,
-            out,
-        })
+        Ok(Run { overrides, recipe, text, out })
     });
     let runs = runs.collect::<Result<Vec<_>>>()?;
     for (index, run) in runs.iter().enumerate() {
         if runs[..index].iter().any(|other| other.out == run.out) {
-            bail!(
-                "--sweep names {} twice\n  hint: give each value once",
-                run.overrides.join(" ")
-            );
+            bail!("--sweep names {} twice\n  hint: give each value once", run.overrides.join(" "));
         }
     }
     Ok(runs)
@@ -206,9 +198,7 @@ fn folder_name(overrides: &[String]) -> String {
     });
     let name = short.collect::<Vec<_>>().join(",");
     let plain = |letter: char| letter.is_alphanumeric() || "=,.-+_".contains(letter);
-    name.chars()
-        .map(|letter| if plain(letter) { letter } else { '_' })
-        .collect()
+    name.chars().map(|letter| if plain(letter) { letter } else { '_' }).collect()
 }
 
 /// Runs that differ only in their seed.
@@ -269,9 +259,7 @@ fn table(rows: &[Row]) -> Vec<String> {
     for row in rows {
         let name = name_of(row);
         // Without several seeds each group is one run.
-        let group = groups
-            .iter()
-            .find(|group| !has_seeds && std::ptr::eq(group.rows[0], row));
+        let group = groups.iter().find(|group| !has_seeds && std::ptr::eq(group.rows[0], row));
         let mark = group.map_or("", mark);
         lines.push(match (row.loss, row.perplexity) {
             (Some(loss), Some(perplexity)) => format!("{name:<width$}  {loss:>10.5}  {perplexity:>12.3}{mark}"),
@@ -344,12 +332,7 @@ mod tests {
         let [low, high] = ["training.seed=0 optimizer.lr=1e-3", "training.seed=1 optimizer.lr=1e-3"];
         let [other, another] = ["training.seed=0 optimizer.lr=3e-3", "training.seed=1 optimizer.lr=3e-3"];
         // The lowest of the four losses belongs to the value with the higher mean.
-        let rows = [
-            row(low, Some(1.0)),
-            row(high, Some(3.0)),
-            row(other, Some(1.4)),
-            row(another, Some(1.6)),
-        ];
+        let rows = [row(low, Some(1.0)), row(high, Some(3.0)), row(other, Some(1.4)), row(another, Some(1.6))];
         let text = table(&rows).join("\n");
         for words in [
             "optimizer.lr=1e-3                     2.00000       1.41421\n",
@@ -364,23 +347,12 @@ mod tests {
 
         let rows = [row("training.seed=0", Some(1.0)), row("training.seed=1", Some(1.5))];
         let text = table(&rows).join("\n");
-        assert!(
-            text.ends_with("all                 1.25000       0.35355") && !text.contains("best"),
-            "{text}"
-        );
+        assert!(text.ends_with("all                 1.25000       0.35355") && !text.contains("best"), "{text}");
 
         // A value with a diverged run has no mean and is not best.
-        let rows = [
-            row(low, Some(1.0)),
-            row(high, None),
-            row(other, Some(2.0)),
-            row(another, Some(2.0)),
-        ];
+        let rows = [row(low, Some(1.0)), row(high, None), row(other, Some(2.0)), row(another, Some(2.0))];
         let text = table(&rows).join("\n");
-        assert!(
-            text.contains("diverged for a seed\n") && text.contains("best: optimizer.lr=3e-3"),
-            "{text}"
-        );
+        assert!(text.contains("diverged for a seed\n") && text.contains("best: optimizer.lr=3e-3"), "{text}");
 
         let rows = [row("optimizer.lr=1e-3", Some(2.0)), row("optimizer.lr=3e-3", Some(1.0))];
         let text = table(&rows).join("\n");

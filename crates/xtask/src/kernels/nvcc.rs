@@ -42,11 +42,7 @@ impl Nvcc {
         let output = Command::new(&program).arg("--version").output();
         let output = output.with_context(|| format!("cannot start {}", program.display()))?;
         let version = String::from_utf8_lossy(&output.stdout).into_owned();
-        Ok(Self {
-            program,
-            version,
-            results: workspace::target_folder("cuda-kernels")?,
-        })
+        Ok(Self { program, version, results: workspace::target_folder("cuda-kernels")? })
     }
 
     /// Compiles a specialisation for an architecture and returns nvcc's messages. If no source, define or version has
@@ -54,19 +50,13 @@ impl Nvcc {
     pub(crate) fn compile(&self, specialisation: &Specialisation, arch: &str) -> Result<String> {
         let source = super::folder().join(&specialisation.file);
         let key = self.key(&source, specialisation, arch)?;
-        let stem = self.results.join(format!(
-            "{}-{arch}-{key:032x}",
-            specialisation.file.trim_end_matches(".cu")
-        ));
+        let stem = self.results.join(format!("{}-{arch}-{key:032x}", specialisation.file.trim_end_matches(".cu")));
         let (log_file, cubin) = (stem.with_extension("log"), stem.with_extension("cubin"));
         if let (Ok(log), true) = (fs::read_to_string(&log_file), cubin.is_file()) {
             return Ok(log);
         }
         let output = Command::new(&self.program)
-            .arg(format!(
-                "-gencode=arch={},code={arch}",
-                arch.replacen("sm_", "compute_", 1)
-            ))
+            .arg(format!("-gencode=arch={},code={arch}", arch.replacen("sm_", "compute_", 1)))
             .args(["-std=c++17", "-Xptxas", "-v", "-cubin", "-I"])
             .arg(super::folder())
             .args(
@@ -117,20 +107,15 @@ fn install(venv: &Path) -> Result<()> {
         .context("a Python virtual environment is needed for nvcc; on Debian: apt-get install python3-venv")?;
     let pip = venv.join("bin/pip");
     let pip = pip.to_str().context("the path of target/ is not UTF-8")?;
-    let arguments: Vec<&str> = ["install", "--quiet", "--disable-pip-version-check"]
-        .iter()
-        .chain(WHEELS)
-        .copied()
-        .collect();
+    let arguments: Vec<&str> =
+        ["install", "--quiet", "--disable-pip-version-check"].iter().chain(WHEELS).copied().collect();
     workspace::run(pip, &arguments).context("nvcc could not be installed from its wheels")
 }
 
 /// Adds to `files` the file and, recursively, the files that it includes in quotes; an include is a path from the
 /// file's folder or from `root`.
 fn collect_includes(file: &Path, root: &Path, files: &mut BTreeSet<PathBuf>) -> Result<()> {
-    let file = file
-        .canonicalize()
-        .with_context(|| format!("cannot find {}", file.display()))?;
+    let file = file.canonicalize().with_context(|| format!("cannot find {}", file.display()))?;
     if !files.insert(file.clone()) {
         return Ok(());
     }

@@ -23,10 +23,7 @@ pub(crate) fn parse(log: &str) -> Result<Vec<Resources>> {
     let mut functions: Vec<Resources> = Vec::new();
     for line in log.lines() {
         if let Some((_, name)) = line.split_once("Function properties for ") {
-            functions.push(Resources {
-                name: name.trim().to_owned(),
-                ..Resources::default()
-            });
+            functions.push(Resources { name: name.trim().to_owned(), ..Resources::default() });
             continue;
         }
         let Some(function) = functions.last_mut() else {
@@ -80,14 +77,8 @@ ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions
         let functions = parse(LOG).expect("ptxas' format");
         assert_eq!(functions.len(), 2);
         let decode = &functions[0];
-        assert_eq!(
-            (decode.name.as_str(), decode.registers, decode.shared_bytes),
-            ("decode", 168, 49152)
-        );
-        assert_eq!(
-            (decode.stack_bytes, decode.spill_store_bytes, decode.spill_load_bytes),
-            (16, 12, 24)
-        );
+        assert_eq!((decode.name.as_str(), decode.registers, decode.shared_bytes), ("decode", 168, 49152));
+        assert_eq!((decode.stack_bytes, decode.spill_store_bytes, decode.spill_load_bytes), (16, 12, 24));
         assert_eq!(functions[1].registers, 31);
     }
 

@@ -68,16 +68,10 @@ impl Shipped {
         let Allowances { allow: allowances } = toml::from_str(allowed)?;
         for allowance in &allowances {
             if allowance.reason.trim().len() < 20 {
-                bail!(
-                    "the allowance for {} needs its reason, with a measurement",
-                    allowance.entry
-                );
+                bail!("the allowance for {} needs its reason, with a measurement", allowance.entry);
             }
         }
-        Ok(Self {
-            specialisations,
-            allowances,
-        })
+        Ok(Self { specialisations, allowances })
     }
 
     /// A message if a compiled function uses more than its allowance.
@@ -158,33 +152,13 @@ mod tests {
     fn only_the_allowed_spill_passes() {
         let shipped = Shipped::parse(TEXT, ALLOWED).expect("well formed");
         let all = &shipped.specialisations;
-        let spilling = |bytes| Resources {
-            name: "a".into(),
-            spill_store_bytes: bytes,
-            ..Resources::default()
-        };
+        let spilling = |bytes| Resources { name: "a".into(), spill_store_bytes: bytes, ..Resources::default() };
         assert_eq!(shipped.over_allowance(&all[0], &spilling(16), "sm_80"), None);
-        assert!(
-            shipped.over_allowance(&all[0], &spilling(20), "sm_80").is_some(),
-            "more than allowed"
-        );
-        assert!(
-            shipped.over_allowance(&all[0], &spilling(16), "sm_90a").is_some(),
-            "another architecture"
-        );
-        assert!(
-            shipped.over_allowance(&all[1], &spilling(4), "sm_80").is_some(),
-            "another variant"
-        );
-        let stack = Resources {
-            name: "a".into(),
-            stack_bytes: 8,
-            ..Resources::default()
-        };
-        assert!(
-            shipped.over_allowance(&all[0], &stack, "sm_80").is_some(),
-            "no stack was allowed"
-        );
+        assert!(shipped.over_allowance(&all[0], &spilling(20), "sm_80").is_some(), "more than allowed");
+        assert!(shipped.over_allowance(&all[0], &spilling(16), "sm_90a").is_some(), "another architecture");
+        assert!(shipped.over_allowance(&all[1], &spilling(4), "sm_80").is_some(), "another variant");
+        let stack = Resources { name: "a".into(), stack_bytes: 8, ..Resources::default() };
+        assert!(shipped.over_allowance(&all[0], &stack, "sm_80").is_some(), "no stack was allowed");
     }
 
     #[test]

@@ -65,10 +65,7 @@ impl<'a> Map<'a> {
             let (name, uses) = arrow.split_once('→')?;
             Some((long(name), uses.split(',').map(long).collect()))
         });
-        Some(Self {
-            crates: crates.collect(),
-            arrows: arrows.collect(),
-        })
+        Some(Self { crates: crates.collect(), arrows: arrows.collect() })
     }
 }
 
@@ -83,14 +80,10 @@ fn check_package(map: &Map, name: &str, uses: &[&str], problems: &mut Vec<String
         let allowed = arrows.map_or(&[][..], |(_, allowed)| allowed);
         let ours = uses.iter().filter(|used| used.starts_with("sieve"));
         for dependency in ours.filter(|used| !allowed.iter().any(|arrow| arrow == *used)) {
-            problems.push(format!(
-                "crate {name} must not use {dependency}: the crate map of {PAGE} has no such arrow"
-            ));
+            problems.push(format!("crate {name} must not use {dependency}: the crate map of {PAGE} has no such arrow"));
         }
         for dependency in allowed.iter().filter(|arrow| !uses.contains(&arrow.as_str())) {
-            problems.push(format!(
-                "crate {name} does not use {dependency}: take the arrow out of {PAGE}"
-            ));
+            problems.push(format!("crate {name} does not use {dependency}: take the arrow out of {PAGE}"));
         }
     }
     if WITHOUT_BURN.contains(&name) {
@@ -99,9 +92,7 @@ fn check_package(map: &Map, name: &str, uses: &[&str], problems: &mut Vec<String
             false => dependency.starts_with("burn") || dependency.starts_with("cube"),
         };
         for dependency in uses.iter().filter(|dependency| is_forbidden(dependency)) {
-            problems.push(format!(
-                "crate {name} must build without Burn and CUDA, but uses {dependency}"
-            ));
+            problems.push(format!("crate {name} must build without Burn and CUDA, but uses {dependency}"));
         }
     }
 }
@@ -114,9 +105,7 @@ fn check_features(tree: &str, problems: &mut Vec<String>) {
         .filter_map(|line| {
             let (package, rest) = line.split_once(" feature \"")?;
             let (feature, _) = rest.split_once('"')?;
-            let library = ["burn", "cubecl", "cubek"]
-                .iter()
-                .any(|start| package.starts_with(start));
+            let library = ["burn", "cubecl", "cubek"].iter().any(|start| package.starts_with(start));
             (library && FORBIDDEN_FEATURES.contains(&feature)).then(|| {
                 format!(
                     "{package} has the feature \"{feature}\" on; every Burn and CubeCL crate needs \

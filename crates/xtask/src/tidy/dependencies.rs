@@ -68,9 +68,7 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
             named.insert(dependency);
             let is_named = sources.contains(&dependency.replace('-', "_"));
             if !is_named && !NAMED_NOWHERE.contains(&(name, dependency)) {
-                problems.push(format!(
-                    "crate {name} depends on {dependency}, which no file of it names"
-                ));
+                problems.push(format!("crate {name} depends on {dependency}, which no file of it names"));
             }
         }
     }
@@ -100,10 +98,7 @@ fn check_versions(versions: &BTreeMap<&str, Vec<&str>>, named: &BTreeSet<&str>, 
     let is_listed = |name: &str| SECOND_VERSIONS.iter().any(|(listed, _)| *listed == name);
     for (name, versions) in versions {
         if versions.len() > 1 && named.contains(name) && !is_listed(name) {
-            problems.push(format!(
-                "{name} is in the lock file in versions {}",
-                versions.join(" and ")
-            ));
+            problems.push(format!("{name} is in the lock file in versions {}", versions.join(" and ")));
         }
     }
     for (name, _) in SECOND_VERSIONS {
@@ -137,13 +132,9 @@ mod tests {
 
     #[test]
     fn an_expression_needs_all_of_one_choice() {
-        for good in [
-            "MIT",
-            "GPL-3.0 OR MIT",
-            "MIT/Apache-2.0",
-            "(MIT OR GPL-3.0) AND Unicode-3.0",
-            "Apache-2.0 AND ISC",
-        ] {
+        for good in
+            ["MIT", "GPL-3.0 OR MIT", "MIT/Apache-2.0", "(MIT OR GPL-3.0) AND Unicode-3.0", "Apache-2.0 AND ISC"]
+        {
             assert!(is_allowed(good), "{good}");
         }
         for bad in ["", "GPL-3.0", "MIT AND GPL-3.0", "(GPL-2.0 OR GPL-3.0) AND MIT", "(MIT"] {

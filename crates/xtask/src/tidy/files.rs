@@ -22,9 +22,7 @@ const LONG_LINE: &str = "// Long line: ";
 const SOURCES: &[&str] = &[".rs", ".cu", ".cuh", ".py", ".sh"];
 
 /// Endings of files that are searched for forbidden words.
-const TEXTS: &[&str] = &[
-    ".rs", ".cu", ".cuh", ".py", ".sh", ".md", ".toml", ".yml", ".yaml", "run",
-];
+const TEXTS: &[&str] = &[".rs", ".cu", ".cuh", ".py", ".sh", ".md", ".toml", ".yml", ".yaml", "run"];
 
 /// Paths and addresses of the machines on which files were made. Each is written in two parts, so that this file itself
 /// does not contain it.
@@ -63,10 +61,7 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
         let longer = LONGER.iter().find(|(name, _)| *name == file);
         let most = longer.map_or(MAX_LINES, |(_, most)| *most);
         if is(SOURCES) && text.lines().count() > most {
-            problems.push(format!(
-                "{file}: {} lines, at most {most}; split it by topic",
-                text.lines().count()
-            ));
+            problems.push(format!("{file}: {} lines, at most {most}; split it by topic", text.lines().count()));
         }
         if is(WRAPPED) {
             problems.extend(long_lines(&text).map(|line| {
@@ -77,10 +72,7 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
         }
         for (index, line) in text.lines().enumerate() {
             if let Some(word) = forbidden_in(line) {
-                problems.push(format!(
-                    "{file}:{}: \"{word}\" does not belong into the repository",
-                    index + 1
-                ));
+                problems.push(format!("{file}:{}: \"{word}\" does not belong into the repository", index + 1));
             }
         }
     }

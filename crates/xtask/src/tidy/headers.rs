@@ -18,9 +18,7 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
 pub(crate) fn not_shipped(shipped: &Shipped) -> Result<Vec<String>> {
     let ships = |name: &str| shipped.specialisations.iter().any(|s| s.file == name);
     let missing = kernels()?.into_iter().filter(|(name, _)| !ships(name));
-    Ok(missing
-        .map(|(name, _)| format!("kernels/{name}: does not ship, so CI never compiles it"))
-        .collect())
+    Ok(missing.map(|(name, _)| format!("kernels/{name}: does not ship, so CI never compiles it")).collect())
 }
 
 /// Names and texts of all kernels.
@@ -39,13 +37,8 @@ fn kernels() -> Result<Vec<(String, String)>> {
 fn check_header(name: &str, text: &str, problems: &mut Vec<String>) {
     let header = header_of(text);
     let stem = name.trim_end_matches(".cu");
-    if !header
-        .first()
-        .is_some_and(|line| line.starts_with(&format!("// {stem}: ")))
-    {
-        problems.push(format!(
-            "kernels/{name}: the first line must be `// {stem}: what it computes`"
-        ));
+    if !header.first().is_some_and(|line| line.starts_with(&format!("// {stem}: "))) {
+        problems.push(format!("kernels/{name}: the first line must be `// {stem}: what it computes`"));
     }
     let mut next = 0;
     for field in FIELDS {
@@ -54,10 +47,8 @@ fn check_header(name: &str, text: &str, problems: &mut Vec<String>) {
             .position(|line| line.trim_start_matches("//").trim_start().starts_with(field))
         {
             Some(at) => next += at + 1,
-            None => problems.push(format!(
-                "kernels/{name}: the header has no field `{field}` (order: {})",
-                FIELDS.join(", ")
-            )),
+            None => problems
+                .push(format!("kernels/{name}: the header has no field `{field}` (order: {})", FIELDS.join(", "))),
         }
     }
 }

@@ -63,10 +63,7 @@ fn links(text: &str) -> impl Iterator<Item = &str> {
 
 /// The added lines of the diffs on a page, each after its file.
 fn shown_lines(text: &str) -> Vec<(&str, &str)> {
-    let blocks = text
-        .split("```diff\n")
-        .skip(1)
-        .filter_map(|rest| rest.split("```").next());
+    let blocks = text.split("```diff\n").skip(1).filter_map(|rest| rest.split("```").next());
     let mut shown = Vec::new();
     for block in blocks {
         let mut file = "";
@@ -82,9 +79,7 @@ fn shown_lines(text: &str) -> Vec<(&str, &str)> {
 
 /// A message if a link on a page leads nowhere.
 fn broken(page: &str, link: &str, known: &BTreeSet<&str>, read: &dyn Fn(&str) -> String) -> Option<String> {
-    let is_elsewhere = ["http://", "https://", "mailto:"]
-        .iter()
-        .any(|start| link.starts_with(start));
+    let is_elsewhere = ["http://", "https://", "mailto:"].iter().any(|start| link.starts_with(start));
     // Code such as `a[i](x)` looks like a link.
     let is_path = link.starts_with('#') || link.contains('.') || link.contains('/');
     if is_elsewhere || !is_path || link.contains(char::is_whitespace) {
@@ -96,9 +91,7 @@ fn broken(page: &str, link: &str, known: &BTreeSet<&str>, read: &dyn Fn(&str) ->
         "" => page.to_owned(),
         path => folder.join(path).to_string_lossy().into_owned(),
     };
-    let is_folder = known
-        .iter()
-        .any(|file| file.starts_with(&format!("{}/", target.trim_end_matches('/'))));
+    let is_folder = known.iter().any(|file| file.starts_with(&format!("{}/", target.trim_end_matches('/'))));
     if !known.contains(target.as_str()) && !is_folder {
         return Some(format!("the link {link} leads nowhere"));
     }
@@ -111,9 +104,7 @@ fn broken(page: &str, link: &str, known: &BTreeSet<&str>, read: &dyn Fn(&str) ->
 /// The anchor of a heading, as links name it.
 fn slug(heading: &str) -> String {
     let text = heading.trim_start_matches('#').trim().to_lowercase();
-    let kept = text
-        .chars()
-        .filter(|letter| letter.is_alphanumeric() || " -_".contains(*letter));
+    let kept = text.chars().filter(|letter| letter.is_alphanumeric() || " -_".contains(*letter));
     kept.map(|letter| if letter == ' ' { '-' } else { letter }).collect()
 }
 

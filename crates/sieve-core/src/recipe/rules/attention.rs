@@ -101,10 +101,9 @@ fn check_dma(dma: &DmaShape, rules: &mut Rules<'_>) {
         "is \"exp\", but recency = \"slope\" adds to the logit itself",
         "set attention.bias = \"linear\"",
     );
-    for (key, period) in [
-        ("attention.shortest_period", dma.shortest_period),
-        ("attention.longest_period", dma.longest_period),
-    ] {
+    for (key, period) in
+        [("attention.shortest_period", dma.shortest_period), ("attention.longest_period", dma.longest_period)]
+    {
         rules.require(
             has_slopes || period.is_none(),
             key,
@@ -156,17 +155,8 @@ fn check_mla(mla: &MlaShape, model: Option<&ModelSection>, rules: &mut Rules<'_>
 }
 
 fn check_infllm_v2(infllm: &InfllmV2Shape, rules: &mut Rules<'_>) {
-    let InfllmV2Shape {
-        num_selected_blocks: selected,
-        num_local_blocks: local,
-        ..
-    } = *infllm;
-    check_strides(
-        infllm.compress_stride,
-        infllm.compress_block_size,
-        infllm.select_block_size,
-        rules,
-    );
+    let InfllmV2Shape { num_selected_blocks: selected, num_local_blocks: local, .. } = *infllm;
+    check_strides(infllm.compress_stride, infllm.compress_block_size, infllm.select_block_size, rules);
     check_pieces(infllm.select_block_size, rules);
     rules.require(
         local < selected,
@@ -190,10 +180,7 @@ fn check_msa(msa: &MsaShape, rules: &mut Rules<'_>) {
     rules.require(
         msa.select_block_size <= 64,
         "attention.select_block_size",
-        format!(
-            "is {}, and indexer = \"qsa\" scores blocks of up to 64 tokens",
-            msa.select_block_size
-        ),
+        format!("is {}, and indexer = \"qsa\" scores blocks of up to 64 tokens", msa.select_block_size),
         "64 is the largest, or set attention.indexer = \"msa\"",
     );
 }
@@ -204,18 +191,14 @@ fn check_pieces(select_block_size: usize, rules: &mut Rules<'_>) {
         select_block_size <= 64 || select_block_size.is_multiple_of(64),
         "attention.select_block_size",
         format!("is {select_block_size}, more than 64 and no multiple of it"),
-        format!(
-            "{} is; larger blocks are read 64 tokens at a time",
-            select_block_size / 64 * 64
-        ),
+        format!("{} is; larger blocks are read 64 tokens at a time", select_block_size / 64 * 64),
     );
 }
 
 fn check_strides(stride: usize, compress_block_size: usize, select_block_size: usize, rules: &mut Rules<'_>) {
-    for (key, size) in [
-        ("attention.compress_block_size", compress_block_size),
-        ("attention.select_block_size", select_block_size),
-    ] {
+    for (key, size) in
+        [("attention.compress_block_size", compress_block_size), ("attention.select_block_size", select_block_size)]
+    {
         rules.require(
             stride == 0 || size.is_multiple_of(stride),
             key,
@@ -229,12 +212,7 @@ fn check_strides(stride: usize, compress_block_size: usize, select_block_size: u
 }
 
 fn check_nsa(nsa: &NsaShape, rules: &mut Rules<'_>) {
-    check_strides(
-        nsa.compress_stride,
-        nsa.compress_block_size,
-        nsa.select_block_size,
-        rules,
-    );
+    check_strides(nsa.compress_stride, nsa.compress_block_size, nsa.select_block_size, rules);
     match (nsa.compress, nsa.compress_hidden_size) {
         (NsaCompression::Mlp, hidden) => rules.require(
             hidden.is_some(),

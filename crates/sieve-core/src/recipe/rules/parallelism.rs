@@ -12,10 +12,7 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts, rul
     if degree < 2 {
         return; // Each process computes whole rows, for which there are no rules.
     }
-    let rows = parts
-        .training
-        .as_ref()
-        .map(|training| ("training.seq_len".to_owned(), training.seq_len));
+    let rows = parts.training.as_ref().map(|training| ("training.seq_len".to_owned(), training.seq_len));
     let stages = (1..).zip(parts.stage.as_deref().unwrap_or_default());
     let stages = stages.map(|(number, stage)| (format!("stage.{number}.seq_len"), stage.seq_len));
     for (key, seq_len) in rows.into_iter().chain(stages) {
@@ -27,10 +24,7 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts, rul
         );
     }
     rules.require(
-        parts
-            .training
-            .as_ref()
-            .is_none_or(|training| training.guard_replay == 0),
+        parts.training.as_ref().is_none_or(|training| training.guard_replay == 0),
         "training.guard_replay",
         format!("computes whole rows in each process, and {DEGREE} = {degree} cuts them into parts"),
         "leave out one of the two",

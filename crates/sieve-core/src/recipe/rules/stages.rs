@@ -28,10 +28,7 @@ pub(super) fn check_dense_steps(parts: &Parts, rules: &mut Rules<'_>) {
     rules.require(
         training.dense_steps == 0.0 || matches!(attention.form(), AttentionForm::Blocks(_)),
         "training.dense_steps",
-        format!(
-            "does not go with kind = {:?}, whose queries choose no blocks",
-            attention.kind().name()
-        ),
+        format!("does not go with kind = {:?}, whose queries choose no blocks", attention.kind().name()),
         "leave it out, or set attention.kind to infllm_v2, moba or msa",
     );
 }
@@ -77,10 +74,7 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts, rules: &mut R
         rules.require(
             attention.window().is_some(),
             &key("window"),
-            format!(
-                "does not go with kind = {:?}, which has no window",
-                attention.kind().name()
-            ),
+            format!("does not go with kind = {:?}, which has no window", attention.kind().name()),
             "leave it out",
         );
     }
@@ -88,22 +82,14 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts, rules: &mut R
         rules.require(
             attention.index_warmup().is_some(),
             &key("index_warmup"),
-            format!(
-                "does not go with kind = {:?}, which has no indexer",
-                attention.kind().name()
-            ),
+            format!("does not go with kind = {:?}, which has no indexer", attention.kind().name()),
             "leave it out, or set attention.kind = \"msa\"",
         );
     }
     if let Some(paths) = &stage.paths {
         check_paths(&key("paths"), paths, rules);
         let is_text = parts.data.as_ref().is_none_or(|data| data.format != DataFormat::Mqar);
-        rules.require(
-            is_text,
-            &key("paths"),
-            "is given, but format = \"mqar\" reads no files",
-            "leave it out",
-        );
+        rules.require(is_text, &key("paths"), "is given, but format = \"mqar\" reads no files", "leave it out");
     }
     if let (Some(weights), Some(data)) = (&stage.weights, &parts.data) {
         let own = key("paths");

@@ -35,9 +35,7 @@ fn wrong_types_name_key_value_wish_and_line() {
         let text = message(from, to);
         assert!(text.contains(expected), "{to}: {text}");
     }
-    let text = Recipe::load("model = 3", "r.toml", &[])
-        .expect_err("no section")
-        .to_string();
+    let text = Recipe::load("model = 3", "r.toml", &[]).expect_err("no section").to_string();
     says(&text, "line 1: model: expected a section [model], got 3");
     assert_eq!(text.matches("model: ").count(), 1, "{text}");
 }
@@ -69,10 +67,7 @@ fn the_tokens_of_a_process_suit_eight_bit_floats_in_every_stage() {
         (stages(48), None),
         (stages(24), Some("stage.2.local_batch_size: times seq_len is 120, but")),
         (parts(4), None),
-        (
-            parts(8),
-            Some("training.local_batch_size: times seq_len / context_parallel_degree is 40, but"),
-        ),
+        (parts(8), Some("training.local_batch_size: times seq_len / context_parallel_degree is 40, but")),
     ] {
         let error = Recipe::load(&text, "r.toml", &[]).err().map(|error| error.to_string());
         let is_expected = match expected {
@@ -133,10 +128,7 @@ fn validate_reports_the_rules_for_a_recipe_changed_in_code() {
     let error = recipe.validate().expect_err("three broken rules");
     assert_eq!(keys(&error), "model.head_dim training.seed optimizer.lr");
     assert!(matches!(recipe.to_toml(), Err(RecipeError::NotRepresentable { .. })));
-    assert!(matches!(
-        recipe.diff(&minimal()),
-        Err(RecipeError::NotRepresentable { .. })
-    ));
+    assert!(matches!(recipe.diff(&minimal()), Err(RecipeError::NotRepresentable { .. })));
 }
 
 #[test]
@@ -153,12 +145,7 @@ fn text_that_is_not_toml_says_where() {
     ] {
         let error = Recipe::load(text, "bad.toml", &[]).expect_err("not TOML");
         assert!(matches!(error, RecipeError::Syntax { .. }), "{error}");
-        assert!(
-            error
-                .to_string()
-                .starts_with("bad.toml is not valid TOML\nTOML parse error at line "),
-            "{error}"
-        );
+        assert!(error.to_string().starts_with("bad.toml is not valid TOML\nTOML parse error at line "), "{error}");
     }
 }
 
@@ -211,14 +198,8 @@ fn rules_of_mla_and_nsa() {
         assert!(text.contains(expected), "{to}: {text}");
     }
     let text = attention_message("kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 3");
-    says(
-        &text,
-        "qk_rope_head_dim: is 3, but rotary embedding turns pairs\n    hint: use 4",
-    );
-    says(
-        &text,
-        "num_key_value_heads: is 2, but kind = \"mla\" has keys and values for each of its 6 heads",
-    );
+    says(&text, "qk_rope_head_dim: is 3, but rotary embedding turns pairs\n    hint: use 4");
+    says(&text, "num_key_value_heads: is 2, but kind = \"mla\" has keys and values for each of its 6 heads");
 }
 
 #[test]
@@ -251,9 +232,7 @@ fn mixtures_and_synthetic_data_are_checked() {
         = { vocab_size = 512, seq_lens = [64, 32], num_pairs = [4, 8], num_samples = [10, 5] }";
     let load = |data: &str, tokenizer: &str| {
         let text =
-            MINIMAL
-                .replacen("paths = [\"text/*.md\"]", data, 1)
-                .replacen("train = { vocab_size = 512 }", tokenizer, 1);
+            MINIMAL.replacen("paths = [\"text/*.md\"]", data, 1).replacen("train = { vocab_size = 512 }", tokenizer, 1);
         Recipe::load(&text, "r.toml", &[])
     };
     let recipe = load(MQAR, "numbers = 512").expect("a synthetic task");

@@ -42,25 +42,22 @@ fn a_pattern_of_layers_fits_the_model() {
 #[test]
 fn dense_steps_are_spread_evenly_and_of_kinds_that_choose_blocks() {
     let load = |attention: &str, share: f64| {
-        let text = MINIMAL
-            .replacen("kind = \"dma\"\nkeep_window_size = 16", attention, 1)
-            .replacen("[training]", &format!("[training]\ndense_steps = {share}"), 1);
+        let text = MINIMAL.replacen("kind = \"dma\"\nkeep_window_size = 16", attention, 1).replacen(
+            "[training]",
+            &format!("[training]\ndense_steps = {share}"),
+            1,
+        );
         Recipe::load(&text, "r.toml", &[])
     };
     let dense = |share: f64| {
         let training = load("kind = \"moba\"", share).expect("valid").training;
-        (0..8)
-            .map(|step| usize::from(training.reads_all(step)))
-            .collect::<Vec<_>>()
+        (0..8).map(|step| usize::from(training.reads_all(step))).collect::<Vec<_>>()
     };
     assert_eq!(dense(0.5), [0, 1, 0, 1, 0, 1, 0, 1]);
     assert_eq!(dense(0.25), [0, 0, 0, 1, 0, 0, 0, 1]);
     assert_eq!(dense(0.75), [0, 1, 1, 1, 0, 1, 1, 1]);
     assert_eq!(dense(0.0), [0; 8]);
-    refusal(
-        load("kind = \"moba\"", 1.0),
-        "training.dense_steps: is 1, outside 0 to 0.999",
-    );
+    refusal(load("kind = \"moba\"", 1.0), "training.dense_steps: is 1, outside 0 to 0.999");
     refusal(load("kind = \"moba\"", -0.5), "training.dense_steps: is -0.5");
     refusal(
         load("kind = \"swa\"\nsliding_window = 8", 0.5),

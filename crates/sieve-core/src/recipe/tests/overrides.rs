@@ -23,10 +23,7 @@ fn values_are_toml_or_bare_strings() {
     assert_eq!(loaded(&["data.text_column=a = b"]).data.text_column, "a = b");
     assert_eq!(loaded(&["data.text_column=12"]).data.text_column, "12");
     assert_eq!(loaded(&[" training.steps = 50 "]).training.steps, 50);
-    assert_eq!(
-        loaded(&["data.cache_dir=x\n[model]\nhidden_size=3"]).model.hidden_size,
-        48
-    );
+    assert_eq!(loaded(&["data.cache_dir=x\n[model]\nhidden_size=3"]).model.hidden_size, 48);
 }
 
 #[test]
@@ -51,10 +48,7 @@ fn another_kind_drops_the_keys_of_the_texts_kind_only() {
     assert_eq!(swa.attention, Attention::Swa(SwaShape { sliding_window: 9 }));
     let same = loaded(&["attention.kind=dma"]);
     assert_eq!(same.attention, minimal().attention);
-    refusal(
-        load(&["attention.sliding_window=4"]),
-        "attention.sliding_window: does not go with kind = \"dma\"",
-    );
+    refusal(load(&["attention.sliding_window=4"]), "attention.sliding_window: does not go with kind = \"dma\"");
 }
 
 #[test]
@@ -64,11 +58,7 @@ fn one_key_chooses_a_kind_and_what_is_left_out_is_named() {
         let loaded = Recipe::load_and_left_out(text, "r.toml", &overrides);
         loaded.unwrap_or_else(|error| panic!("{overrides:?}: {error}"))
     };
-    let patterned = MINIMAL.replacen(
-        "[attention]",
-        "layer_types = [\"dma\", \"mha\", \"dma\"]\n[attention]",
-        1,
-    );
+    let patterned = MINIMAL.replacen("[attention]", "layer_types = [\"dma\", \"mha\", \"dma\"]\n[attention]", 1);
     let staged = format!("{patterned}[[stage]]\nsteps = 40\nwindow = 8\n").replacen("steps = 40\n", "", 1);
     for [kind, more, gone] in rows("another kind by one key") {
         let sets = format!("attention.kind={kind} {more}");
@@ -107,11 +97,7 @@ fn sizes_of_a_kind_follow_from_the_row_and_the_model() {
             format!("training.seq_len={seq_len}"),
             format!("model.max_position_embeddings={seq_len}"),
         ];
-        let own = own
-            .iter()
-            .map(String::as_str)
-            .chain(more.iter().copied())
-            .collect::<Vec<_>>();
+        let own = own.iter().map(String::as_str).chain(more.iter().copied()).collect::<Vec<_>>();
         let recipe = load_with(&dense, &own).unwrap_or_else(|error| panic!("{own:?}: {error}"));
         // The text of a recipe of that kind alone says the same.
         if more.is_empty() {
@@ -130,9 +116,7 @@ fn sizes_of_a_kind_follow_from_the_row_and_the_model() {
         let heads = if kind == "mla" { 6 } else { 2 };
         let heads = format!("model.num_key_value_heads={heads}");
         let loaded = load_with(&text, &[&lengths[0], &lengths[1], &heads]);
-        loaded
-            .unwrap_or_else(|error| panic!("{kind} {seq_len}: {error}"))
-            .attention
+        loaded.unwrap_or_else(|error| panic!("{kind} {seq_len}: {error}")).attention
     };
     for [kind, lengths, keys] in rows("sizes of kinds") {
         for seq_len in lengths.split(' ').map(|length| length.parse().expect("a length")) {
@@ -144,18 +128,11 @@ fn sizes_of_a_kind_follow_from_the_row_and_the_model() {
     let third = "keep_window_size = 24, bias = \"linear\", recency = \"slope\", local_window_size = 3";
     let given = of("dma", 256, &["attention.keep_window_size=24"]);
     assert_eq!(given, written("dma", 256, third));
-    let Attention::Dma(exp) = of("dma", 256, &["attention.bias=exp"]) else {
-        panic!("not DMA")
-    };
+    let Attention::Dma(exp) = of("dma", 256, &["attention.bias=exp"]) else { panic!("not DMA") };
     assert_eq!((exp.recency, exp.bias), (DmaRecency::None, DmaBias::Exp));
     for (set, hidden) in [("compress=mlp", 20), ("compress_hidden_size=7", 7)] {
-        let Attention::Nsa(mlp) = of("nsa", 256, &[&format!("attention.{set}")]) else {
-            panic!("not NSA")
-        };
-        assert_eq!(
-            (mlp.compress, mlp.compress_hidden_size),
-            (NsaCompression::Mlp, Some(hidden))
-        );
+        let Attention::Nsa(mlp) = of("nsa", 256, &[&format!("attention.{set}")]) else { panic!("not NSA") };
+        assert_eq!((mlp.compress, mlp.compress_hidden_size), (NsaCompression::Mlp, Some(hidden)));
     }
 }
 
@@ -174,10 +151,7 @@ fn each_kind_that_a_paper_gives_sizes_has_them_as_a_preset() {
         assert_eq!(found.attention, published, "{kind}");
     }
     let msa = loaded(&["attention.kind=msa", paper, "attention.index_loss_weight=0.5"]).attention;
-    let published = MsaShape {
-        index_loss_weight: 0.5,
-        ..MsaShape::published()
-    };
+    let published = MsaShape { index_loss_weight: 0.5, ..MsaShape::published() };
     assert_eq!(msa, Attention::Msa(published));
     // The indexer's learning rate goes with its kind.
     let text = with_attention("kind = \"msa\"").replacen("lr = 1e-3", "lr = 1e-3\nindexer_lr = 2e-3", 1);
@@ -191,10 +165,7 @@ fn each_kind_that_a_paper_gives_sizes_has_them_as_a_preset() {
         assert!(names.contains(&"attention.preset".to_owned()), "{names:?}");
     }
     let text = with_attention("kind = \"nsa\"\npreset = \"paper\"\nwindow_size = 8");
-    refusal(
-        load_with(&text, &[]),
-        "attention.window_size: is 8, but preset = \"paper\" sets it to 512",
-    );
+    refusal(load_with(&text, &[]), "attention.window_size: is 8, but preset = \"paper\" sets it to 512");
     let replaced = load_with(&with_attention("kind = \"nsa\"\nwindow_size = 8"), &[paper]);
     assert_eq!(replaced.expect("the text's is replaced").attention, nsa);
 }
@@ -205,10 +176,7 @@ fn another_number_of_paths_drops_the_weights() {
     let weights = |overrides: &[&str]| load_with(text, overrides).map(|recipe| recipe.data.weights);
     let four = Some(vec![0.7, 0.2, 0.05, 0.05]);
     assert_eq!(weights(&[]).expect("valid"), four);
-    assert_eq!(
-        weights(&["data.paths=[\"w\", \"t\", \"c\", \"m\"]"]).expect("valid"),
-        four
-    );
+    assert_eq!(weights(&["data.paths=[\"w\", \"t\", \"c\", \"m\"]"]).expect("valid"), four);
     assert_eq!(weights(&["data.paths=[\"text\"]"]).expect("valid"), None);
     let two = ["data.paths=[\"text\"]", "data.weights=[1, 2]"];
     assert!(weights(&two).is_err());
@@ -249,10 +217,8 @@ fn with_attention(keys: &str) -> String {
 
 #[test]
 fn one_preset_replaces_all_that_departs_from_the_paper() {
-    let text = with_attention(SLOPED).replace(
-        "num_hidden_layers = 3",
-        "num_hidden_layers = 3\nlayer_types = [\"sparse\", \"sparse\", \"mha\"]",
-    );
+    let text = with_attention(SLOPED)
+        .replace("num_hidden_layers = 3", "num_hidden_layers = 3\nlayer_types = [\"sparse\", \"sparse\", \"mha\"]");
     let published = Attention::Dma(DmaShape::published(7));
     let load = |overrides: &[&str]| load_with(&text, overrides);
     let recipe = load(&["attention.preset=paper"]).unwrap_or_else(|error| panic!("{error}"));
@@ -274,9 +240,6 @@ fn one_preset_replaces_all_that_departs_from_the_paper() {
          attention.longest_period: is 9.0, but preset = \"paper\" has no slope | attention.a_init: is 0.5, but | \
          hint: leave attention.bias or attention.preset out",
     );
-    refusal(
-        load(&["attention.preset=paper", "attention.bias=linear"]),
-        "attention.bias",
-    );
+    refusal(load(&["attention.preset=paper", "attention.bias=linear"]), "attention.bias");
     refusal(load(&["attention.preset=papers"]), "paper");
 }

@@ -93,16 +93,9 @@ impl Draw {
                     shared_kv: self.coin(),
                 })
             }
-            3 => Attention::Moba(MobaShape {
-                select_block_size: 64 * select,
-                num_selected_blocks: k,
-            }),
+            3 => Attention::Moba(MobaShape { select_block_size: 64 * select, num_selected_blocks: k }),
             4 => Attention::Msa(MsaShape {
-                indexer: if select == 1 {
-                    IndexScores::Qsa
-                } else {
-                    IndexScores::Msa
-                },
+                indexer: if select == 1 { IndexScores::Qsa } else { IndexScores::Msa },
                 select_block_size: 64 * select,
                 num_selected_blocks: k,
                 num_local_blocks: (k / 2).max(1),
@@ -157,10 +150,8 @@ impl Draw {
                 tokenizer.eos_token = self.maybe(Self::path);
             }
             false => {
-                tokenizer.train = Some(TokenizerTraining {
-                    vocab_size: self.between(258, 70_000),
-                    sample_bytes: self.bytes(),
-                });
+                tokenizer.train =
+                    Some(TokenizerTraining { vocab_size: self.between(258, 70_000), sample_bytes: self.bytes() });
             }
         }
         let data = &mut recipe.data;
@@ -238,18 +229,14 @@ impl Draw {
 
 #[test]
 fn valid_recipes_round_trip() {
-    TestRunner::new(Config {
-        cases: 2000,
-        failure_persistence: None,
-        ..Config::default()
-    })
-    .run(&any::<u64>().no_shrink(), |seed| {
-        let recipe = Draw(Random(seed)).recipe();
-        prop_assert_eq!(recipe.validate(), Ok(()));
-        let text = recipe.to_toml().expect("a valid recipe can be written");
-        let loaded = Recipe::load(&text, "round trip", &[]);
-        prop_assert_eq!(loaded, Ok(recipe));
-        Ok(())
-    })
-    .unwrap_or_else(|error| panic!("{error}"));
+    TestRunner::new(Config { cases: 2000, failure_persistence: None, ..Config::default() })
+        .run(&any::<u64>().no_shrink(), |seed| {
+            let recipe = Draw(Random(seed)).recipe();
+            prop_assert_eq!(recipe.validate(), Ok(()));
+            let text = recipe.to_toml().expect("a valid recipe can be written");
+            let loaded = Recipe::load(&text, "round trip", &[]);
+            prop_assert_eq!(loaded, Ok(recipe));
+            Ok(())
+        })
+        .unwrap_or_else(|error| panic!("{error}"));
 }

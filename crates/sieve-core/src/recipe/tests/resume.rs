@@ -67,11 +67,7 @@ fn refused_changes_are_all_named() {
 
 #[test]
 fn keys_that_change_no_step_taken_may_change() {
-    let change = |key: &str| KeyChange {
-        key: key.to_owned(),
-        saved: None,
-        now: None,
-    };
+    let change = |key: &str| KeyChange { key: key.to_owned(), saved: None, now: None };
     let allowed = "training.steps model.max_position_embeddings training.local_batch_size training.deterministic \
         training.precision training.bf16_end_blocks training.gradient_dtype training.guard_spike_factor \
         training.guard_patience training.guard_replay lr_scheduler.decay_ratio lr_scheduler.decay_type \
@@ -128,15 +124,9 @@ fn stages_may_change_where_no_step_was_taken() {
     let now = load_replaced("[optimizer]", STAGES).expect("two stages of 40 steps");
     // 30 steps at the lengths of the recipe without stages: the rest is still to come.
     let changes = minimal().check_resume(&now, 30).expect("the same past");
-    assert!(
-        changes
-            .iter()
-            .any(|change| change.to_string() == "stage.2.seq_len was absent, is now 128"),
-        "{changes:?}"
-    );
-    let RecipeError::ResumeChanged { refused } = minimal()
-        .check_resume(&now, 31)
-        .expect_err("step 31 had another length")
+    assert!(changes.iter().any(|change| change.to_string() == "stage.2.seq_len was absent, is now 128"), "{changes:?}");
+    let RecipeError::ResumeChanged { refused } =
+        minimal().check_resume(&now, 31).expect_err("step 31 had another length")
     else {
         panic!("wrong error")
     };

@@ -68,9 +68,7 @@ fn steps_and_states_find_their_stage() {
     assert_eq!(second.training.steps, 36);
     let shape = second.model_shape(512).expect("fits");
     assert_eq!(shape.rope_theta, 5e4);
-    let Attention::Dma(DmaShape { keep_window_size, .. }) = shape.attention else {
-        panic!("not DMA")
-    };
+    let Attention::Dma(DmaShape { keep_window_size, .. }) = shape.attention else { panic!("not DMA") };
     assert_eq!(keep_window_size, 32);
     let single = minimal();
     assert_eq!(single.at_stage(&single.stage_of_step(3)), single);
@@ -88,10 +86,7 @@ fn mistakes_in_stages_name_the_stage_and_the_line() {
         "stage: expected one or more blocks [[stage]], got a table",
     );
     refusal(
-        load_replaced(
-            "kind = \"dma\"\nkeep_window_size = 16",
-            "kind = \"mha\"\n[[stage]]\nsteps = 40\nwindow = 8",
-        ),
+        load_replaced("kind = \"dma\"\nkeep_window_size = 16", "kind = \"mha\"\n[[stage]]\nsteps = 40\nwindow = 8"),
         "stage.1.window: does not go with kind = \"mha\"",
     );
     // Another kind by --set has no windows of the text's.
@@ -106,9 +101,7 @@ fn an_indexer_warms_up_in_stages_before_the_last() {
     let load = |text: &str| load(text, &["attention.kind=msa", "attention.select_block_size=8"]);
     let warmup = |recipe: &Recipe| -> Vec<_> {
         let stages = recipe.stages().into_iter();
-        stages
-            .map(|stage| recipe.at_stage(&stage).attention.index_warmup())
-            .collect()
+        stages.map(|stage| recipe.at_stage(&stage).attention.index_warmup()).collect()
     };
     let plain = STAGED.replacen("window = 32\n", "", 1);
     let recipe = load(&plain).unwrap_or_else(|error| panic!("{error}"));
@@ -126,9 +119,7 @@ fn an_indexer_warms_up_in_stages_before_the_last() {
     let warm = plain.replacen("steps = 30", "steps = 30\nindex_warmup = true", 1);
     let warm = warm.replacen("local_batch_size = 5", "local_batch_size = 5\n", 1);
     let text = MINIMAL.replacen("kind = \"dma\"\nkeep_window_size = 16", "kind = \"msa\"", 1);
-    let text = text
-        .replacen("steps = 40\n", "", 1)
-        .replacen("local_batch_size = 5", &warm, 1);
+    let text = text.replacen("steps = 40\n", "", 1).replacen("local_batch_size = 5", &warm, 1);
     let mha = load_with(&text, &["attention.kind=mha"]).unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(mha.stage[0].index_warmup, None);
     refusal(
@@ -146,10 +137,7 @@ fn a_stage_weights_its_own_paths_or_those_of_the_run() {
     let two = |weights: [f64; 2]| Some(weights.to_vec());
     let run = ["data.paths=[\"a\", \"b\"]", "data.weights=[1, 2]"];
     assert_eq!(weighted("weights = [3, 1]", &run), [two([1.0, 2.0]), two([3.0, 1.0])]);
-    assert_eq!(
-        weighted("paths = [\"c\", \"d\"]\nweights = [3, 1]", &[]),
-        [None, two([3.0, 1.0])]
-    );
+    assert_eq!(weighted("paths = [\"c\", \"d\"]\nweights = [3, 1]", &[]), [None, two([3.0, 1.0])]);
     assert_eq!(weighted("paths = [\"c\", \"d\"]", &run), [two([1.0, 2.0]), None]);
 }
 
@@ -159,10 +147,7 @@ fn stages_are_overridden_by_number() {
     let recipe = load(&["stage.1.steps=3", "stage.2.steps=4", "stage.2.window=8"]).expect("valid");
     assert_eq!((recipe.training.steps, recipe.stage[1].steps), (7, 4));
     assert_eq!(recipe.stage[1].window, Some(8));
-    refusal(
-        load(&["stage.3.steps=3"]),
-        "--set stage.3.steps=3: stage.3.steps: there is no stage 3",
-    );
+    refusal(load(&["stage.3.steps=3"]), "--set stage.3.steps=3: stage.3.steps: there is no stage 3");
     refusal(load(&["stage.1.step=3"]), "did you mean steps?");
     refusal(load(&["stage=3"]), "section.key=value");
 }

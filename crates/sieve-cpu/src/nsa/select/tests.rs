@@ -32,19 +32,12 @@ impl<'a> Packed<'a> {
 /// Scores of the blocks `0..=own` of each (row, token, chooser), as the papers write them.
 fn importance(packed: Packed<'_>, choice: BlockChoice, documents: Documents<'_>) -> Vec<Vec<f64>> {
     let (shape, blocks) = (packed.shape, choice.blocks);
-    let (l, s, size) = (
-        blocks.compress_block_size,
-        blocks.compress_stride,
-        blocks.select_block_size,
-    );
+    let (l, s, size) = (blocks.compress_block_size, blocks.compress_stride, blocks.select_block_size);
     let group = shape.group_size();
     let mut all = Vec::new();
     for token in 0..shape.batch * shape.seq_len {
         let start = documents.start[token] as usize;
-        let (t, first) = (
-            token % shape.seq_len - start,
-            token / shape.seq_len * shape.seq_len + start,
-        );
+        let (t, first) = (token % shape.seq_len - start, token / shape.seq_len * shape.seq_len + start);
         let mean = |kv_head: usize, at: usize, len: usize| packed.mean_key(kv_head, first + at, len);
         let dot = |head: usize, key: &[f64]| -> f64 {
             let q = packed.head(token, head);
@@ -111,13 +104,7 @@ impl Case {
             _ => whole_rows(batch, seq_len),
         };
         let qkv = random.vector(batch * seq_len * shape.token_len());
-        Self {
-            shape,
-            choice,
-            qkv,
-            start,
-            end,
-        }
+        Self { shape, choice, qkv, start, end }
     }
 
     fn documents(&self) -> Documents<'_> {
@@ -144,10 +131,7 @@ impl Case {
             })
             .collect();
         let heads = (0..tokens).flat_map(|token| (0..shape.num_heads).map(move |head| (token, head)));
-        let q: Vec<f64> = heads
-            .flat_map(|(token, head)| packed.head(token, head))
-            .copied()
-            .collect();
+        let q: Vec<f64> = heads.flat_map(|(token, head)| packed.head(token, head)).copied().collect();
         let choosers = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
         let mut chosen = vec![i32::MIN; tokens * choosers * blocks.num_selected_blocks];
         choose_key_blocks(shape, choice, &q, self.documents(), &pooled, &mut chosen);
@@ -166,10 +150,7 @@ impl Case {
             let own = importance.len() - 1;
             let count = k.min(own + 1);
             let kept: Vec<usize> = chosen[..count].iter().map(|&block| block as usize).collect();
-            assert!(
-                kept.is_sorted_by(|a, b| a < b) && kept[count - 1] == own,
-                "{what}: {kept:?} of {own}"
-            );
+            assert!(kept.is_sorted_by(|a, b| a < b) && kept[count - 1] == own, "{what}: {kept:?} of {own}");
             assert!(chosen[count..].iter().all(|&block| block == -1), "{what}: {chosen:?}");
             let free = self.choice.forced.free(own);
             let forced = (0..=own).filter(|block| !free.contains(block));
@@ -177,20 +158,10 @@ impl Case {
                 forced.for_each(|block| assert!(kept.contains(&block), "{what}: {kept:?} without {block}"));
             }
             let of = |block: &usize| importance[*block];
-            let worst = kept
-                .iter()
-                .filter(|block| free.contains(block))
-                .map(of)
-                .fold(f64::INFINITY, f64::min);
-            let best = free
-                .clone()
-                .filter(|block| !kept.contains(block))
-                .map(|block| importance[block]);
+            let worst = kept.iter().filter(|block| free.contains(block)).map(of).fold(f64::INFINITY, f64::min);
+            let best = free.clone().filter(|block| !kept.contains(block)).map(|block| importance[block]);
             let best = best.fold(f64::NEG_INFINITY, f64::max);
-            assert!(
-                best <= worst + 1e-9 * (1.0 + worst.abs()),
-                "{what}: {best} above {worst}"
-            );
+            assert!(best <= worst + 1e-9 * (1.0 + worst.abs()), "{what}: {best} above {worst}");
         }
     }
 }
@@ -234,25 +205,14 @@ fn choices_equal_the_definition() {
     let mut random = Random(5);
     for seed in 0..120 {
         let kv_heads = 1 + random.below(3);
-        let sizes = [
-            1 + random.below(2),
-            1 + random.below(150),
-            kv_heads * (1 + random.below(4)),
-            kv_heads,
-            8,
-        ];
+        let sizes = [1 + random.below(2), 1 + random.below(150), kv_heads * (1 + random.below(4)), kv_heads, 8];
         let k = 1 + random.below(6);
         let choice = match seed % 3 {
             0 => moba(1 + random.below(20), k),
             1 => msa(1 + random.below(20), k),
             _ => {
                 let stride = 1 + random.below(4);
-                let blocks = [
-                    stride * (1 + random.below(4)),
-                    stride,
-                    stride * (1 + random.below(4)),
-                    k + 1,
-                ];
+                let blocks = [stride * (1 + random.below(4)), stride, stride * (1 + random.below(4)), k + 1];
                 infllm_v2(blocks, 1 + random.below(k))
             }
         };
@@ -268,14 +228,8 @@ fn a_choice_neither_sees_later_tokens_nor_depends_on_threads() {
         let per_token = chosen.len() / 230;
         for from in [1, 8, 64, 200, 229] {
             let mut other = Case::new([1, 230, 4, 2, 16], choice, 9);
-            other.qkv[from * case.shape.token_len()..]
-                .iter_mut()
-                .for_each(|x| *x = 3.0 - 2.0 * *x);
-            assert_eq!(
-                other.run()[..from * per_token],
-                chosen[..from * per_token],
-                "{choice:?} from {from}"
-            );
+            other.qkv[from * case.shape.token_len()..].iter_mut().for_each(|x| *x = 3.0 - 2.0 * *x);
+            assert_eq!(other.run()[..from * per_token], chosen[..from * per_token], "{choice:?} from {from}");
         }
         for num_threads in [1, 3] {
             assert_eq!(threads(num_threads).install(|| case.run()), chosen, "{choice:?}");

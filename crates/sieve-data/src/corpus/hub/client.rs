@@ -43,10 +43,7 @@ enum ChecksumKind {
 impl Checksum {
     /// The checksum from a listing; `None` if the listing has neither kind.
     pub(super) fn of(sha256: Option<&str>, git_blob: Option<&str>) -> Option<Self> {
-        let kinds = [
-            (ChecksumKind::Sha256, 64, sha256),
-            (ChecksumKind::GitBlob, 40, git_blob),
-        ];
+        let kinds = [(ChecksumKind::Sha256, 64, sha256), (ChecksumKind::GitBlob, 40, git_blob)];
         kinds.into_iter().find_map(|(kind, len, hex)| {
             let hex = hex.filter(|hex| is_hex(hex, &[len]))?;
             let hex = hex.to_ascii_lowercase();
@@ -205,12 +202,10 @@ impl Client {
         self.insist(&what, num_bytes, failed, &mut |budget, has_progressed| {
             self.fetch_rest(file, budget, has_progressed)?;
             // A wrong checksum is the only temporary problem of `publish`.
-            self.publish(file)
-                .inspect_err(|_| num_damaged += 1)
-                .map_err(|error| match error {
-                    Failure::Passing(reason, _) if num_damaged == MAX_DAMAGED => Failure::Lasting(reason),
-                    error => error,
-                })
+            self.publish(file).inspect_err(|_| num_damaged += 1).map_err(|error| match error {
+                Failure::Passing(reason, _) if num_damaged == MAX_DAMAGED => Failure::Lasting(reason),
+                error => error,
+            })
         })
     }
 
@@ -239,17 +234,12 @@ impl Client {
             (Some(wanted), Some(rest)) if num_fetched.saturating_add(rest) != wanted => {
                 let _ = fs::remove_file(&temporary);
                 let found = num_fetched.saturating_add(rest);
-                return Err(Failure::Lasting(format!(
-                    "{} came with {found} bytes, not {wanted}",
-                    file.name
-                )));
+                return Err(Failure::Lasting(format!("{} came with {found} bytes, not {wanted}", file.name)));
             }
             (Some(wanted), _) => wanted,
             (None, Some(rest)) => num_fetched.saturating_add(rest),
             (None, None) => {
-                return Err(Failure::Lasting(
-                    "neither listing nor answer says how long it is".to_owned(),
-                ));
+                return Err(Failure::Lasting("neither listing nor answer says how long it is".to_owned()));
             }
         };
         let mut out = match num_fetched {
@@ -273,12 +263,8 @@ impl Client {
         out.keep()?;
         match ended {
             None if num_fetched == total => Ok(()),
-            None => Err(Failure::passing(format!(
-                "the connection ended after {num_fetched} of {total} bytes"
-            ))),
-            Some(reason) => Err(Failure::passing(format!(
-                "{reason} after {num_fetched} of {total} bytes"
-            ))),
+            None => Err(Failure::passing(format!("the connection ended after {num_fetched} of {total} bytes"))),
+            Some(reason) => Err(Failure::passing(format!("{reason} after {num_fetched} of {total} bytes"))),
         }
     }
 
@@ -291,14 +277,10 @@ impl Client {
             if found != checksum.hex {
                 fs::remove_file(&temporary).map_err(Failure::here("remove", &temporary))?;
                 let (kind, wanted) = (checksum.name(), &checksum.hex);
-                return Err(Failure::passing(format!(
-                    "its {kind} is {found}, the listing says {wanted}"
-                )));
+                return Err(Failure::passing(format!("its {kind} is {found}, the listing says {wanted}")));
             }
         }
-        let len = fs::metadata(&temporary)
-            .map_err(Failure::here("read", &temporary))?
-            .len();
+        let len = fs::metadata(&temporary).map_err(Failure::here("read", &temporary))?.len();
         AtomicFile::resume(&file.path, len)?.finish()?.publish()?;
         Ok(())
     }
@@ -336,9 +318,8 @@ impl Client {
             // The server may request any pause, so these sums must not overflow.
             let silence = last_byte.elapsed().saturating_add(wait);
             if silence > outage || started.elapsed().saturating_add(wait) > longest {
-                let asked = asked.map_or(String::new(), |wait| {
-                    format!("; the server asks to wait for {} s", wait.as_secs())
-                });
+                let asked =
+                    asked.map_or(String::new(), |wait| format!("; the server asks to wait for {} s", wait.as_secs()));
                 let seconds = started.elapsed().as_secs();
                 return Err(failed(format!("{what}: {reason}{asked}; given up after {seconds} s")));
             }
@@ -380,10 +361,7 @@ impl Client {
             408 | 429 | 500.. => {
                 let asked = response.headers().get(header::RETRY_AFTER);
                 let asked = asked.and_then(|seconds| seconds.to_str().ok()?.trim().parse().ok());
-                Err(Failure::Passing(
-                    format!("http status {status}"),
-                    asked.map(Duration::from_secs),
-                ))
+                Err(Failure::Passing(format!("http status {status}"), asked.map(Duration::from_secs)))
             }
             _ => Err(Failure::Lasting(format!("http status {status}"))),
         }
@@ -453,10 +431,9 @@ mod tests {
         fs::write(&path, "hello\n").unwrap();
         let sha256 = "5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03";
         let git_blob = "ce013625030ba8dba906f756967f9e9ca394464a";
-        for (checksum, wanted) in [
-            (Checksum::of(Some(sha256), Some(git_blob)), sha256),
-            (Checksum::of(None, Some(git_blob)), git_blob),
-        ] {
+        for (checksum, wanted) in
+            [(Checksum::of(Some(sha256), Some(git_blob)), sha256), (Checksum::of(None, Some(git_blob)), git_blob)]
+        {
             assert_eq!(checksum.unwrap().measure(&path).unwrap(), wanted);
         }
         assert_eq!(Checksum::of(Some("x"), Some("x")), None);

@@ -47,10 +47,7 @@ impl Server {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let endpoint = format!("http://{}", listener.local_addr().unwrap());
         let files = files.iter().map(|(name, bytes)| ((*name).to_owned(), bytes.clone()));
-        let state = Arc::new(Mutex::new(State {
-            files: files.collect(),
-            ..State::default()
-        }));
+        let state = Arc::new(Mutex::new(State { files: files.collect(), ..State::default() }));
         let shared = Arc::clone(&state);
         // The thread ends with the test's process.
         std::thread::spawn(move || {
@@ -220,9 +217,7 @@ fn corpus(path: &str) -> Corpus {
 }
 
 fn texts(corpus: &Corpus) -> Result<Vec<String>, DataError> {
-    let texts = corpus
-        .documents()
-        .map(|document| document.map(|document| document.text));
+    let texts = corpus.documents().map(|document| document.map(|document| document.text));
     texts.collect()
 }
 
@@ -232,10 +227,7 @@ fn a_data_set_is_read_by_name_folder_and_glob() {
     for (path, wanted) in [
         ("hf://datasets/me/texts", vec!["first", "second", "third", "other"]),
         ("hf://datasets/me/texts/one", vec!["first", "second", "third"]),
-        (
-            "hf://datasets/me/texts@main/*/train-00000.parquet",
-            vec!["first", "second", "other"],
-        ),
+        ("hf://datasets/me/texts@main/*/train-00000.parquet", vec!["first", "second", "other"]),
         ("hf://datasets/me/texts@refs/convert/parquet/two", vec!["other"]),
     ] {
         assert_eq!(texts(&server.corpus(path, dir.path())).unwrap(), wanted, "{path}");
@@ -264,10 +256,7 @@ fn what_is_there_needs_no_network() {
     assert_eq!(read().unwrap(), ["first", "second", "third"]);
     // Another path needs a listing of its own, which must be fetched.
     let mut other = corpus("hf://datasets/me/texts/two");
-    refusal(
-        other.connect(&server.config(dir.path())),
-        "data set me/texts at http://127.0.0.1 | 503 | HF_TOKEN",
-    );
+    refusal(other.connect(&server.config(dir.path())), "data set me/texts at http://127.0.0.1 | 503 | HF_TOKEN");
 }
 
 #[test]
@@ -370,10 +359,7 @@ fn paths_that_are_none_are_refused_before_anything_is_asked() {
         let error = Corpus::open(CorpusConfig::parquet(vec![path.to_owned()], "text"));
         refusal(error, wanted);
     }
-    refusal(
-        texts(&corpus("hf://datasets/me/texts")),
-        "lies on the Hugging Face hub, which is not read here",
-    );
+    refusal(texts(&corpus("hf://datasets/me/texts")), "lies on the Hugging Face hub, which is not read here");
 }
 
 #[test]
@@ -383,10 +369,7 @@ fn answers_that_are_none_are_told() {
     let mut missing = corpus("hf://datasets/me/nothing");
     refusal(missing.connect(&server.config(dir.path())), "data set me/nothing | 404");
     let mut empty = corpus("hf://datasets/me/texts/three");
-    refusal(
-        empty.connect(&server.config(dir.path())),
-        "matches no file ending in one of [\"parquet\"]",
-    );
+    refusal(empty.connect(&server.config(dir.path())), "matches no file ending in one of [\"parquet\"]");
     let config = HubConfig {
         endpoint: "http://127.0.0.1:1".to_owned(),
         token: Some("secret".to_owned()),
@@ -413,10 +396,7 @@ fn answers_that_are_none_are_told() {
     let length = format!("Content-Length: {}\r\n", MAX_ANSWER_BYTES + 1);
     let head = format!("HTTP/1.1 200 OK\r\n{length}\r\n");
     let endless = raw_server(head, MAX_ANSWER_BYTES as usize + 1);
-    let config = HubConfig {
-        endpoint: endless,
-        ..server.config(&dir.path().join("y"))
-    };
+    let config = HubConfig { endpoint: endless, ..server.config(&dir.path().join("y")) };
     refusal(corpus("hf://datasets/me/texts").connect(&config), "longer than 64 MiB");
 }
 
@@ -473,10 +453,7 @@ fn a_server_does_not_choose_where_a_file_is_written() {
 #[test]
 fn the_token_goes_nowhere_over_plain_http_and_not_along_a_redirect() {
     let (server, other, dir) = (server(), server(), tempfile::tempdir().unwrap());
-    let config = HubConfig {
-        token: Some("hf_secret".to_owned()),
-        ..server.config(dir.path())
-    };
+    let config = HubConfig { token: Some("hf_secret".to_owned()), ..server.config(dir.path()) };
     let mut corpus = corpus("hf://datasets/me/texts/two");
     corpus.connect(&config).unwrap();
     let location = format!("Location: {}/elsewhere/two/train-00000.parquet\r\n", other.endpoint);
@@ -548,10 +525,7 @@ fn certificates_that_are_none_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("roots.pem");
     let connect = || {
-        let config = HubConfig {
-            certificates: Some(path.clone()),
-            ..server().config(dir.path())
-        };
+        let config = HubConfig { certificates: Some(path.clone()), ..server().config(dir.path()) };
         corpus("hf://datasets/me/texts").connect(&config)
     };
     refusal(connect(), "roots.pem");

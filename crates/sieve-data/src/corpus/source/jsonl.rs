@@ -139,11 +139,7 @@ impl DocumentSource for JsonlSource {
 
 impl JsonlSource {
     pub(super) fn open(path: &Path, column: &str, max_bytes: u64) -> Result<Self, DataError> {
-        Ok(Self {
-            lines: JsonLines::open(path, max_bytes)?,
-            column: column.to_owned(),
-            max_bytes,
-        })
+        Ok(Self { lines: JsonLines::open(path, max_bytes)?, column: column.to_owned(), max_bytes })
     }
 
     /// The text in the current line's column; an error if it is missing, not a string, too large, or holds a NUL.
@@ -236,10 +232,7 @@ mod tests {
         let mut source = JsonlSource::open(&path, "text", 1 << 16).unwrap();
         let error = source.next_document().unwrap();
         assert!(error.as_ref().is_err_and(DataError::is_invalid_document));
-        refusal(
-            error,
-            "bomb.jsonl.zst | line 1 | longer than 17170432 bytes | max_document_bytes",
-        );
+        refusal(error, "bomb.jsonl.zst | line 1 | longer than 17170432 bytes | max_document_bytes");
         assert!(
             source.lines.reader.fill_buf().unwrap().len() > 1 && source.lines.offset < 1 << 25,
             "{}",
@@ -249,15 +242,8 @@ mod tests {
         assert_eq!(source.lines.buffer.capacity() >> 20, 0);
         assert!(source.next_document().is_none());
         // A line below its own limit can hold a document above the document's limit.
-        std::fs::write(
-            &path,
-            zstd(format!("{{\"text\": \"{}\"}}", "x".repeat(1 << 17)).as_bytes()),
-        )
-        .unwrap();
+        std::fs::write(&path, zstd(format!("{{\"text\": \"{}\"}}", "x".repeat(1 << 17)).as_bytes())).unwrap();
         let mut source = JsonlSource::open(&path, "text", 1 << 16).unwrap();
-        refusal(
-            source.next_document().unwrap(),
-            "131072 bytes is over the limit of 65536",
-        );
+        refusal(source.next_document().unwrap(), "131072 bytes is over the limit of 65536");
     }
 }

@@ -106,10 +106,7 @@ impl ParquetSource {
             let mut values = values.into_iter();
             self.rows = match self.max_level {
                 0 => values.map(Some).collect(),
-                level => levels
-                    .iter()
-                    .map(|&found| if found == level { values.next() } else { None })
-                    .collect(),
+                level => levels.iter().map(|&found| if found == level { values.next() } else { None }).collect(),
             };
             let num_found = self.rows.iter().flatten().count();
             if self.rows.len() != num_rows || num_found != num_values {
@@ -145,11 +142,7 @@ impl ParquetSource {
             Err(error) => format!("is not UTF-8 at its byte {}", error.valid_up_to()),
         };
         let hint = "leave the row out, or all such rows: skip_invalid";
-        Err(DataError::document(
-            &self.path,
-            format!("row {} {what}", self.row),
-            hint,
-        ))
+        Err(DataError::document(&self.path, format!("row {} {what}", self.row), hint))
     }
 }
 

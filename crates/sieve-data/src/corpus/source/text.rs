@@ -62,10 +62,7 @@ impl TextSource {
         }
         // Reading one byte more than allowed detects a file that is too large, without decompressing all of it.
         let mut bytes = Vec::new();
-        let read = reader
-            .by_ref()
-            .take(self.max_bytes.saturating_add(1))
-            .read_to_end(&mut bytes);
+        let read = reader.by_ref().take(self.max_bytes.saturating_add(1)).read_to_end(&mut bytes);
         read.map_err(|error| reader.error(path, error))?;
         check_size(path, bytes.len() as u64, self.max_bytes)?;
         check_encoding(path, &bytes)?;

@@ -64,12 +64,7 @@ impl Unpacked {
                 zstd::stream::read::Decoder::with_buffer(file).map_err(DataError::io("unpack", path))?,
             )),
         };
-        let unpacked = Self {
-            reader,
-            packed,
-            offset: 0,
-            file_bytes,
-        };
+        let unpacked = Self { reader, packed, offset: 0, file_bytes };
         // Both decoders accept an empty file as an empty archive, but it is a truncated one.
         match packed {
             Some(_) if file_bytes == 0 => {

@@ -51,10 +51,9 @@ fn many_lines() -> String {
 fn a_packed_file_that_is_cut_or_damaged_is_an_error_also_when_invalid_documents_are_skipped() {
     let dir = tempfile::tempdir().unwrap();
     let lines = many_lines();
-    for (name, packing, whole) in [
-        ("a.jsonl.gz", "gzip", gzip(lines.as_bytes())),
-        ("a.jsonl.zst", "zstd", zstd(lines.as_bytes())),
-    ] {
+    for (name, packing, whole) in
+        [("a.jsonl.gz", "gzip", gzip(lines.as_bytes())), ("a.jsonl.zst", "zstd", zstd(lines.as_bytes()))]
+    {
         let middle = whole.len() / 2;
         let mut damaged = whole.clone();
         damaged[middle..middle + 64].iter_mut().for_each(|byte| *byte ^= 0x5A);
@@ -168,12 +167,7 @@ fn a_reading_goes_on_from_its_cursor() {
     write(dir.path(), "2.jsonl.gz", gzip(other.as_bytes()));
     write(dir.path(), "3.jsonl", "{\"text\": \"eeee\"}\n{\"text\": \"f\"}\n");
     for max_bytes in [None, Some(6)] {
-        let config = CorpusConfig {
-            deduplicate: true,
-            skip_invalid: true,
-            max_bytes,
-            ..jsonl(&folder)
-        };
+        let config = CorpusConfig { deduplicate: true, skip_invalid: true, max_bytes, ..jsonl(&folder) };
         let corpus = Corpus::open(config).unwrap();
         let mut whole = corpus.documents();
         let all = whole.by_ref().map(Result::unwrap).collect::<Vec<_>>();

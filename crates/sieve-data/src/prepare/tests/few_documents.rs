@@ -118,22 +118,14 @@ fn text_that_a_cut_holds_out_is_trained_on_nowhere() {
     let few = Few::new();
     let folder = few.dir.path().join("all");
     fs::create_dir(&folder).unwrap();
-    let text = |n| {
-        format!(
-            "{n} {}",
-            (0..40).map(|k| format!("{} ", n * 40 + k)).collect::<String>()
-        )
-    };
+    let text = |n| format!("{n} {}", (0..40).map(|k| format!("{} ", n * 40 + k)).collect::<String>());
     (0..60).for_each(|n| fs::write(folder.join(format!("{n:02}.txt")), text(n)).unwrap());
     let open = |path: &Path| Corpus::open(CorpusConfig::text(vec![path.to_str().unwrap().to_owned()])).unwrap();
     let all = open(&folder);
     let whole = few.prepare(std::slice::from_ref(&all), 0.2).unwrap();
     let held_out = few.texts(&whole.validation().unwrap());
     let is_held_out = |n: &usize| held_out.contains(&text(*n));
-    let numbers = [
-        (0..60).find(is_held_out).unwrap(),
-        (0..60).find(|n| !is_held_out(n)).unwrap(),
-    ];
+    let numbers = [(0..60).find(is_held_out).unwrap(), (0..60).find(|n| !is_held_out(n)).unwrap()];
     let check = |name: &str, trains: &[Prepared], validates: &Prepared| {
         let train = trains.iter().flat_map(|prepared| prepared.train_shards().unwrap());
         let train = train.flat_map(|shard| few.texts(&shard)).collect::<Vec<_>>();
@@ -145,20 +137,15 @@ fn text_that_a_cut_holds_out_is_trained_on_nowhere() {
     let mut fates = Vec::new();
     for (number, fate) in numbers.into_iter().zip(["held out by its hash", "trained on"]) {
         let one = open(&folder.join(format!("{number:02}.txt")));
-        for (name, corpora) in [
-            ("behind", [all.clone(), one.clone()]),
-            ("before", [one.clone(), all.clone()]),
-        ] {
+        for (name, corpora) in [("behind", [all.clone(), one.clone()]), ("before", [one.clone(), all.clone()])] {
             let prepared = few.prepare(&corpora, 0.2).unwrap();
             let train = check(&format!("{fate}, {name}"), std::slice::from_ref(&prepared), &prepared);
             assert!(prepared.meta.is_cut && train.len() > 40, "{fate}, {name}");
         }
         // The documents are the run's own text, and then the text of a stage.
         let stage = |base: &Prepared, corpus: &Corpus, name: &str| {
-            let config = PrepareConfig {
-                base: Some(base),
-                ..replacing(few.dir.path().join(format!("{fate}-{name}")), 0.2)
-            };
+            let config =
+                PrepareConfig { base: Some(base), ..replacing(few.dir.path().join(format!("{fate}-{name}")), 0.2) };
             prepare(std::slice::from_ref(corpus), &few.tokenizer, &config, &|_| {})
         };
         let base = prepare(
@@ -173,10 +160,7 @@ fn text_that_a_cut_holds_out_is_trained_on_nowhere() {
         fates.push(stage(&whole, &one, "one").map(|_| ()));
     }
     // Nothing may be trained on of a document that is validated on as a whole.
-    refusal(
-        fates.remove(0),
-        "a stage would train on text that the run validates on | [validation] paths",
-    );
+    refusal(fates.remove(0), "a stage would train on text that the run validates on | [validation] paths");
     fates.remove(0).unwrap();
     // The same document occurs twice in one corpus.
     let twice = Corpus::open(CorpusConfig::by_ending(

@@ -6,12 +6,7 @@ use crate::test_files::write_parquet_of;
 use parquet::basic::Compression;
 
 /// Prompt and text of each document, by the numbers of their tokens; the third prompt is empty.
-const ROWS: [(&str, &str); 4] = [
-    ("3 2 1", "11 12"),
-    ("4", "13"),
-    ("", "14 15 16"),
-    ("5 <|endoftext|> 6", "17"),
-];
+const ROWS: [(&str, &str); 4] = [("3 2 1", "11 12"), ("4", "13"), ("", "14 15 16"), ("5 <|endoftext|> 6", "17")];
 
 struct Prompted {
     dir: tempfile::TempDir,
@@ -75,10 +70,7 @@ fn labels_of_prompts_are_ignored_in_packed_rows_as_counted_by_hand() {
         assert_eq!(batch.tokens, [3, 2, 1, 11, 12, 0, 4, 13, 0, 14, 15, 16, 0, 0, 0]);
         assert_eq!(batch.labels, [no, no, 11, 12, 0, no, 13, 0, no, 15, 16, 0, no, no, no]);
         assert_eq!(batch.num_labels(), 8);
-        let one = LoaderConfig {
-            packing: Packing::OneDocumentPerRow,
-            ..config
-        };
+        let one = LoaderConfig { packing: Packing::OneDocumentPerRow, ..config };
         let batch = Loader::new(validation.into(), one).unwrap().batch(0, 1).unwrap();
         assert_eq!(batch.tokens, [5, 0, 6, 17, 0]);
         assert_eq!(batch.labels, [no, no, 17, 0, no]);
@@ -88,11 +80,7 @@ fn labels_of_prompts_are_ignored_in_packed_rows_as_counted_by_hand() {
 #[test]
 fn equal_answers_to_other_prompts_are_other_documents() {
     let place = Prompted::new(&[("1", "7"), ("2", "7"), ("1", "7"), ("3", "8")]);
-    let config = CorpusConfig {
-        deduplicate: true,
-        order: FileOrder::Sorted,
-        ..place.config("a.jsonl")
-    };
+    let config = CorpusConfig { deduplicate: true, order: FileOrder::Sorted, ..place.config("a.jsonl") };
     let prepared = place.prepare(config, 0.3).unwrap();
     assert_eq!(prepared.meta.report.num_duplicates, 1);
     assert_eq!(prepared.meta.report.num_documents, 3);
@@ -101,10 +89,8 @@ fn equal_answers_to_other_prompts_are_other_documents() {
 #[test]
 fn prompts_that_are_not_there_are_refused() {
     let place = Prompted::new(&ROWS);
-    let config = |column: &str, name: &str| CorpusConfig {
-        prompt_column: Some(column.to_owned()),
-        ..place.config(name)
-    };
+    let config =
+        |column: &str, name: &str| CorpusConfig { prompt_column: Some(column.to_owned()), ..place.config(name) };
     let missing = "no column \"asks\" | prompt_column";
     refusal(place.prepare(config("asks", "a.jsonl"), 0.3), missing);
     refusal(place.prepare(config("asks", "a.parquet"), 0.3), missing);
@@ -112,10 +98,7 @@ fn prompts_that_are_not_there_are_refused() {
     let words = "b.txt | plain text has no column \"ask\"";
     refusal(place.prepare(config("ask", "b.txt"), 0.3), words);
     // A shard without prompts is refused where documents have prompts.
-    let plain = CorpusConfig {
-        prompt_column: None,
-        ..place.config("a.jsonl")
-    };
+    let plain = CorpusConfig { prompt_column: None, ..place.config("a.jsonl") };
     let prepared = place.prepare(plain.clone(), 0.3).unwrap();
     refusal(prepared.train().unwrap().with_prompts(), "document 0 has 1 sequences");
     let corpora = [plain, place.config("a.jsonl")].map(|config| Corpus::open(config).unwrap());

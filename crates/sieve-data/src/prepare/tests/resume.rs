@@ -8,10 +8,7 @@ use std::cell::Cell;
 const JOURNAL: &str = "prepare.journal.tmp";
 
 /// Small steps, so that a small corpus has many of them.
-const PACE: Pace = Pace {
-    batch_bytes: 100,
-    keep_bytes: 350,
-};
+const PACE: Pace = Pace { batch_bytes: 100, keep_bytes: 350 };
 
 /// Two corpora of several files, with duplicates within and across them.
 struct Mixture {
@@ -48,12 +45,7 @@ impl Mixture {
     }
 
     fn config<'a>(&self, out: &str, validation: ValidationSource<'a>) -> PrepareConfig<'a> {
-        PrepareConfig {
-            dir: self.dir.path().join(out),
-            validation,
-            on_change: OnChange::Refuse,
-            base: None,
-        }
+        PrepareConfig { dir: self.dir.path().join(out), validation, on_change: OnChange::Refuse, base: None }
     }
 
     /// The settings of most tests: a fifth of the documents is held out.
@@ -150,9 +142,8 @@ fn several_corpora_get_a_shard_each_and_share_what_is_held_out() {
 fn interrupted_anywhere_it_goes_on_and_ends_the_same() {
     let mixture = Mixture::new();
     let held = mixture.corpus("held.jsonl");
-    for (number, validation) in [ValidationSource::Fraction(0.2), ValidationSource::Corpus(&held)]
-        .into_iter()
-        .enumerate()
+    for (number, validation) in
+        [ValidationSource::Fraction(0.2), ValidationSource::Corpus(&held)].into_iter().enumerate()
     {
         let whole = format!("whole{number}");
         let num_calls = mixture.prepare_counted(&mixture.config(&whole, validation), u32::MAX);

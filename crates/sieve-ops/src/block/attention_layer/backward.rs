@@ -8,15 +8,7 @@ use burn::tensor::TensorMetadata;
 
 /// Gradients of x, norm, qkv, q_norm, k_norm and o and, with DMA, of w_dt and a.
 pub(super) fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float<B>; 6], Option<[Float<B>; 2]>) {
-    let Kept {
-        x,
-        qkv,
-        rotated,
-        attended,
-        operands: [first, second],
-        layer,
-        call,
-    } = kept;
+    let Kept { x, qkv, rotated, attended, operands: [first, second], layer, call } = kept;
     let o = attended.o();
     let o_shape = o.shape();
     // The second GEMM, the output projection, reads the attention's output, which is always kept.
@@ -48,11 +40,7 @@ pub(super) fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float
     let rotation = rotation(layer.qk_norm, &call);
     let [dqkv, d_q_norm, d_k_norm] = B::qk_norm_rope_backward(qkv, rotation, d_rotated);
     let dqkv = ToQuantise::new(merge_heads::<B>(dqkv));
-    let norm = RmsNormCall {
-        x,
-        weight: primitive(layer.norm),
-        epsilon: layer.epsilon,
-    };
+    let norm = RmsNormCall { x, weight: primitive(layer.norm), epsilon: layer.epsilon };
     let first = (first, Weight::new(layer.qkv, qkv_sum));
     let [dx, d_norm, d_qkv_weight] = begin_gradients::<B>(norm, first, dqkv, (call.residual, dy));
     ([dx, d_norm, d_qkv_weight, d_q_norm, d_k_norm, d_o_weight], d_dma)

@@ -118,15 +118,7 @@ pub(super) fn forward<B: DeviceBackend>(
     let heads = ToQuantise::new(merge_heads::<B>(attended.o()));
     let added = (call.residual == Residual::Stream).then(|| x.clone());
     let (y, second) = gemm::<B>(how, heads, primitive(layer.o.clone()), added);
-    let kept = Kept {
-        x,
-        qkv,
-        rotated: kept_rotated,
-        attended,
-        operands: [first, second],
-        layer,
-        call,
-    };
+    let kept = Kept { x, qkv, rotated: kept_rotated, attended, operands: [first, second], layer, call };
     (y, kept)
 }
 

@@ -21,10 +21,7 @@ const EPSILON: f64 = 1e-5;
 const QK_EPSILON: f64 = 1e-4;
 const HEAD_DIM: usize = 8;
 const NUM_KV_HEADS: usize = 3;
-const ALL: Keeping = Keeping {
-    o_low: KeepOLow::Always,
-    recomputable: true,
-};
+const ALL: Keeping = Keeping { o_low: KeepOLow::Always, recomputable: true };
 
 /// Kind of attention and documents of a call.
 struct Case {
@@ -53,12 +50,7 @@ impl Case {
             }),
             _ => None,
         };
-        Self {
-            spec,
-            dma,
-            documents: documents(&[dims[1] / 3, 1], dims),
-            residual,
-        }
+        Self { spec, dma, documents: documents(&[dims[1] / 3, 1], dims), residual }
     }
 
     fn rope(&self, like: &Float) -> RotaryEmbedding<Ad> {
@@ -72,11 +64,7 @@ impl Case {
             qkv: float(&inputs[2]),
             qk_norm: self.qk_norm(inputs),
             o: float(&inputs[5]),
-            dma: self.dma.map(|spec| DmaLayer {
-                w_dt: float(&inputs[6]),
-                a: float(&inputs[7]),
-                spec,
-            }),
+            dma: self.dma.map(|spec| DmaLayer { w_dt: float(&inputs[6]), a: float(&inputs[7]), spec }),
             precision: GemmPrecision::Tensors,
             keeping,
             sums: [None, None],
@@ -105,11 +93,8 @@ impl Case {
     fn reference(&self, inputs: &[Float]) -> Float {
         let (x, spec, bounds) = (inputs[0].clone(), self.spec, self.documents.bounds());
         let [batch, seq_len, _] = float::<3>(&x).dims();
-        let normed = reference::rms_norm::<Ad>(RmsNormCall {
-            x: x.clone(),
-            weight: inputs[1].clone(),
-            epsilon: EPSILON,
-        });
+        let normed =
+            reference::rms_norm::<Ad>(RmsNormCall { x: x.clone(), weight: inputs[1].clone(), epsilon: EPSILON });
         let packed = float::<3>(&reference::linear::<Ad>(normed, inputs[2].clone()));
         let packed = packed.reshape([batch, seq_len, spec.packed_heads(), HEAD_DIM]);
         let rotation = QkNormRopeCall {
@@ -156,11 +141,7 @@ impl Case {
     }
 
     fn qk_norm(&self, inputs: &[Float]) -> QkNorm<Ad> {
-        QkNorm {
-            q_weight: float(&inputs[3]),
-            k_weight: float(&inputs[4]),
-            epsilon: QK_EPSILON,
-        }
+        QkNorm { q_weight: float(&inputs[3]), k_weight: float(&inputs[4]), epsilon: QK_EPSILON }
     }
 
     /// x and the weights, in the order of the gradients.
@@ -192,22 +173,14 @@ enum Kind {
     Recency(usize),
 }
 
-const KINDS: [Kind; 5] = [
-    Kind::Dense,
-    Kind::Window(5),
-    Kind::Dma(4),
-    Kind::Dma(99),
-    Kind::Recency(6),
-];
+const KINDS: [Kind; 5] = [Kind::Dense, Kind::Window(5), Kind::Dma(4), Kind::Dma(99), Kind::Recency(6)];
 
 #[test]
 fn equals_the_reference_and_differences_for_kinds_groups_and_documents() {
     for kind in KINDS {
-        for (group_size, dims, residual) in [
-            (2, [2, 37], Residual::Stream),
-            (1, [1, 13], Residual::None),
-            (4, [1, 1], Residual::Stream),
-        ] {
+        for (group_size, dims, residual) in
+            [(2, [2, 37], Residual::Stream), (1, [1, 13], Residual::None), (4, [1, 1], Residual::Stream)]
+        {
             let case = Case::new(group_size, kind, dims, residual);
             let (inputs, op) = (case.inputs(dims, 20), |inputs: &[Float]| case.op(inputs));
             let what = format!("attention_layer {kind:?} group {group_size} {dims:?}");

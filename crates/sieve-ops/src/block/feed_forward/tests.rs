@@ -9,10 +9,7 @@ use burn_flex::Flex;
 use sieve_core::{KeepOLow, Keeping};
 
 const EPSILON: f64 = 1e-5;
-const ALL: Keeping = Keeping {
-    o_low: KeepOLow::Always,
-    recomputable: true,
-};
+const ALL: Keeping = Keeping { o_low: KeepOLow::Always, recomputable: true };
 
 fn inputs([batch, seq_len, d_model, d_ff]: [usize; 4], seed: u64) -> [Input; 4] {
     let mut random = Random(seed);
@@ -48,11 +45,7 @@ fn op_that_keeps(residual: Residual, keeping: Keeping) -> impl Fn(&[Float]) -> F
 fn reference_op(residual: Residual) -> impl Fn(&[Float]) -> Float {
     move |inputs| {
         let [x, weight, gate_up, down] = [0, 1, 2, 3].map(|n| inputs[n].clone());
-        let norm = RmsNormCall {
-            x: x.clone(),
-            weight,
-            epsilon: EPSILON,
-        };
+        let norm = RmsNormCall { x: x.clone(), weight, epsilon: EPSILON };
         let hidden = reference::linear::<Ad>(reference::rms_norm::<Ad>(norm), gate_up);
         let y = reference::linear::<Ad>(reference::swiglu::<Ad>(hidden), down);
         added::<Ad>((residual == Residual::Stream).then_some(x), y)

@@ -51,22 +51,13 @@ struct Case {
 
 fn cases() -> Vec<Case> {
     let published = DmaShape::published(KEPT);
-    let recent = DmaShape {
-        bias: DmaBias::Linear,
-        recency: DmaRecency::Slope,
-        local_window_size: KEPT / 8,
-        ..published
-    };
+    let recent =
+        DmaShape { bias: DmaBias::Linear, recency: DmaRecency::Slope, local_window_size: KEPT / 8, ..published };
     // Documents begin and end at the borders of parts, before and after them; some have one token, some three parts.
     let cut = [LEN - 1, 1, 1, LEN - 9, 8, LEN - 3, 4, 1999];
     let rest = ROW - cut.iter().sum::<usize>();
     let many = [&cut[..], &[rest]].concat();
-    let case = |name, dma, a, documents: &[usize]| Case {
-        name,
-        dma,
-        a,
-        documents: documents.to_vec(),
-    };
+    let case = |name, dma, a, documents: &[usize]| Case { name, dma, a, documents: documents.to_vec() };
     vec![
         case("dense", None, 0.0, &many),
         case("slope", Some(recent), 0.5, &[ROW]),
@@ -102,11 +93,7 @@ impl Gpu {
             let rows = upload(values, [1, len, heads, WIDTH], &device);
             primitive(rows.cast(DType::BF16))
         };
-        Self {
-            qkv: rows(1, SPEC.packed_heads()),
-            d_o: rows(2, SPEC.num_heads),
-            device,
-        }
+        Self { qkv: rows(1, SPEC.packed_heads()), d_o: rows(2, SPEC.num_heads), device }
     }
 
     /// w_dt and a.
@@ -114,10 +101,7 @@ impl Gpu {
         let kv = SPEC.num_kv_heads;
         let w_dt = (0..kv * WIDTH * kv).map(|at| 0.1 * value(7, at)).collect();
         let a = (0..kv).map(|head| case.a * (1.0 + 0.1 * head as f32)).collect();
-        [
-            primitive(upload(w_dt, [kv * WIDTH, kv], &self.device)),
-            primitive(upload(a, [kv], &self.device)),
-        ]
+        [primitive(upload(w_dt, [kv * WIDTH, kv], &self.device)), primitive(upload(a, [kv], &self.device))]
     }
 }
 
@@ -160,11 +144,7 @@ fn whole(gpu: &Gpu, case: &Case) -> Found {
     let [w_dt, a] = gpu.weights(case);
     let inputs = [gpu.qkv.clone(), gpu.d_o.clone(), w_dt, a];
     let (o, d_qkv, dma) = attend::<Cuda>(inputs, documents, SPEC, case.dma, KeepOLow::default());
-    Found {
-        o: some(o),
-        d_qkv: some(d_qkv),
-        expire: dma.map_or(Vec::new(), |(expire, _)| ints(expire)),
-    }
+    Found { o: some(o), d_qkv: some(d_qkv), expire: dma.map_or(Vec::new(), |(expire, _)| ints(expire)) }
 }
 
 fn part(gpu: &Gpu, links: &Arc<NcclGroup>, case: &Case, keys: &HashMap<[u32; 4], usize>) -> Found {
@@ -213,11 +193,7 @@ fn part(gpu: &Gpu, links: &Arc<NcclGroup>, case: &Case, keys: &HashMap<[u32; 4],
     }
     let o = some(parted.o.clone());
     let (d_qkv, _) = backward::<Cuda>(parted, qkv, dma(), place, d_o);
-    Found {
-        o,
-        d_qkv: some(d_qkv),
-        expire,
-    }
+    Found { o, d_qkv: some(d_qkv), expire }
 }
 
 /// The bits of a key, which no other key has.
@@ -309,9 +285,7 @@ fn four_gpus_choose_the_keys_that_one_chooses() {
         };
         let joined = |what: &str| {
             let bytes = (0..PARTS).flat_map(|part| read(part, what)).collect::<Vec<_>>();
-            let values = bytes
-                .chunks_exact(4)
-                .map(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]]));
+            let values = bytes.chunks_exact(4).map(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]]));
             values.collect::<Vec<_>>()
         };
         let (o, d_qkv) = (joined("o"), joined("d_qkv"));
@@ -319,9 +293,7 @@ fn four_gpus_choose_the_keys_that_one_chooses() {
         for part in 0..PARTS {
             let (first, all) = ((part * LEN) as i32, (part + 1) * LEN);
             let bytes = read(part, "expire");
-            let found = bytes
-                .chunks_exact(4)
-                .map(|x| i32::from_le_bytes([x[0], x[1], x[2], x[3]]));
+            let found = bytes.chunks_exact(4).map(|x| i32::from_le_bytes([x[0], x[1], x[2], x[3]]));
             for (at, found) in found.enumerate() {
                 let (head, key) = (at / all, at % all);
                 let whole = expected.expire[head * ROW + key].min(all as i32);

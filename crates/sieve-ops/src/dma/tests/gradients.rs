@@ -9,11 +9,9 @@ use burn::tensor::DType;
 fn check(group_size: usize, dims: [usize; 3], keep_window_size: usize, lengths: &[usize]) {
     let spec = spec(group_size, dims[2]);
     let documents = documents::<Ad>(lengths, [dims[0], dims[1]]);
-    for dma in [
-        dma(keep_window_size, DmaBias::Exp),
-        dma(keep_window_size, DmaBias::Linear),
-        with_recency(keep_window_size),
-    ] {
+    for dma in
+        [dma(keep_window_size, DmaBias::Exp), dma(keep_window_size, DmaBias::Linear), with_recency(keep_window_size)]
+    {
         // The gradient of A is a sum of products of biases and their gradients that cancel: an error of up to 63
         // epsilons was measured. The error of the reference, which subtracts each row's largest bias too, is 8
         // epsilons.
@@ -110,19 +108,9 @@ fn above_the_clamp_the_bias_is_flat() {
     }
     // Scores on both sides of the clamp; scores above it have no gradient. exp(60) is too large for finite differences,
     // so the clamp is checked only in the bias.
-    let z = [
-        0.0,
-        DMA_SCORE_CLAMP - 1e-3,
-        DMA_SCORE_CLAMP,
-        DMA_SCORE_CLAMP + 1e-3,
-        88.0,
-        1e6,
-    ];
+    let z = [0.0, DMA_SCORE_CLAMP - 1e-3, DMA_SCORE_CLAMP, DMA_SCORE_CLAMP + 1e-3, 88.0, 1e6];
     for dtype in [DType::F32, DType::F64] {
-        let z = Input {
-            values: z.to_vec(),
-            dims: vec![1, 1, z.len()],
-        };
+        let z = Input { values: z.to_vec(), dims: vec![1, 1, z.len()] };
         let z: burn::tensor::Tensor<burn_flex::Flex, 3> =
             burn::tensor::Tensor::from_primitive(burn::tensor::TensorPrimitive::Float(z.tensor(dtype)));
         let delta = super::dma_bias(z.clone(), DmaBias::Exp);

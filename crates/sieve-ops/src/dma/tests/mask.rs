@@ -105,11 +105,7 @@ fn attend(
     let o_dims = [batch, seq_len, spec.num_heads, head_dim];
     let d_o = Random(9).input(&o_dims);
     let [dqkv, d_delta] = Flex::dma_attention_backward(&call, output.clone(), d_o.tensor(dtype));
-    Attended {
-        output,
-        dqkv: host(dqkv),
-        d_delta: host(d_delta),
-    }
+    Attended { output, dqkv: host(dqkv), d_delta: host(d_delta) }
 }
 
 #[test]

@@ -57,12 +57,7 @@ fn place<B: Backend>(qkv: Tensor<B, 4>, compressed: Tensor<B, 3>, call: &NsaCall
         (x.select(0, slots.clone()) * used.clone()).reshape([batch, n, kv_heads, d])
     });
     let [q, _, _] = split_heads(qkv, kv_heads);
-    Placed {
-        qkv: Tensor::cat(vec![q, k, v], 2),
-        expire: ints(expire, [batch, kv_heads, n], &device),
-        slots,
-        used,
-    }
+    Placed { qkv: Tensor::cat(vec![q, k, v], 2), expire: ints(expire, [batch, kv_heads, n], &device), slots, used }
 }
 
 /// The call of attention over the placed keys, without a bias.
@@ -93,21 +88,15 @@ pub(crate) fn compressed_attention<B: Backend>(
     call: &NsaCall<B>,
     attend: impl FnOnce(&DmaCall<B>) -> AttentionOutput<B>,
 ) -> NsaCompressed<B> {
-    let choice = ChoiceCall {
-        documents: call.documents.clone(),
-        spec: call.spec,
-        choice: BlockChoice::nsa(call.blocks),
-    };
+    let choice =
+        ChoiceCall { documents: call.documents.clone(), spec: call.spec, choice: BlockChoice::nsa(call.blocks) };
     let block_indices = choose_key_blocks::<B>(qkv.clone(), compressed.clone(), &choice);
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let (compressed, _) = upcast::<B, 3>(compressed);
     let placed = place::<B>(qkv, compressed, call);
     let output = attend(&placed_call(&placed, call));
     let o = tensor::<B, 4>(output.o).cast(dtype);
-    NsaCompressed {
-        output: AttentionOutput::new(primitive(o), output.lse),
-        block_indices,
-    }
+    NsaCompressed { output: AttentionOutput::new(primitive(o), output.lse), block_indices }
 }
 
 /// Gradients `[dqkv, dcompressed]` of [`nsa_compressed_attention`].
@@ -142,15 +131,14 @@ pub(crate) fn compressed_attention_backward<B: Backend>(
     let d_compressed = [dk.clone(), dv.clone()].map(|dx| {
         let zeros = Tensor::<B, 2>::zeros([batch * num_slots, kv_heads * d], (&dx.device(), compute));
         let dx = dx.reshape([batch * n, kv_heads * d]) * placed.used.clone();
-        zeros
-            .select_assign(0, placed.slots.clone(), dx, IndexingUpdateOp::Add)
-            .reshape([1, batch * num_slots * kv_heads, d])
+        zeros.select_assign(0, placed.slots.clone(), dx, IndexingUpdateOp::Add).reshape([
+            1,
+            batch * num_slots * kv_heads,
+            d,
+        ])
     });
     let dqkv = Tensor::cat(vec![dq, dk.zeros_like(), dv.zeros_like()], 2);
-    [
-        primitive(dqkv.cast(dtype)),
-        primitive(Tensor::cat(d_compressed.into(), 0).cast(compressed_dtype)),
-    ]
+    [primitive(dqkv.cast(dtype)), primitive(Tensor::cat(d_compressed.into(), 0).cast(compressed_dtype))]
 }
 
 /// True where a query does not attend to a key, `[batch, num_kv_heads, 1, seq_len, seq_len]`.

@@ -89,10 +89,7 @@ pub fn nsa_mean_pool<B: Backend>(qkv: Float<B>, call: &NsaCall<B>) -> Float<B> {
 pub fn nsa_mean_pool_backward<B: Backend>(dims: [usize; 4], call: &NsaCall<B>, dy: Float<B>) -> Float<B> {
     let (dy, dtype) = upcast::<B, 3>(dy);
     let (size, [_, rows, d]) = (call.blocks.compress_block_size, dy.dims());
-    let dy = (dy / size as f64)
-        .reshape([2, rows, 1, d])
-        .expand([2, rows, size, d])
-        .reshape([2, rows, size * d]);
+    let dy = (dy / size as f64).reshape([2, rows, 1, d]).expand([2, rows, size, d]).reshape([2, rows, size * d]);
     let [dqkv, _, _] = nsa_blocks_backward::<B>(dims, call, primitive(dy));
     primitive(tensor::<B, 4>(dqkv).cast(dtype))
 }

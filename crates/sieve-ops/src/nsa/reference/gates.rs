@@ -33,9 +33,7 @@ pub fn nsa_gates_backward<B: Backend>(
     let [batch, n, width] = tensor::<B, 3>(logits.clone()).dims();
     let (d_o, dtype, shape) = rows::<B>(d_o);
     let gates = gates::<B>(logits, bias);
-    let d_branches = gates
-        .clone()
-        .map(|gate| unrows::<B>(d_o.clone() * gate, dtype, shape.clone()));
+    let d_branches = gates.clone().map(|gate| unrows::<B>(d_o.clone() * gate, dtype, shape.clone()));
     let d_logits = branches.into_iter().zip(gates).map(|(x, gate)| {
         let slope = gate.clone() * (gate.ones_like() - gate);
         (rows::<B>(x).0 * d_o.clone()).sum_dim(1) * slope

@@ -40,10 +40,7 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
         plan.memory.peak.checkpoint_bytes
     };
     let [one, four] = [1, 4].map(|size| written("parallelism.zero_stage=0", size));
-    assert_eq!(
-        (one, written("parallelism.zero_stage=1", 4)),
-        (four, 4 * four.div_ceil(16))
-    );
+    assert_eq!((one, written("parallelism.zero_stage=1", 4)), (four, 4 * four.div_ceil(16)));
     assert_eq!(muon.memory.host_checkpoint_bytes, muon.disk.checkpoint_bytes);
     let bytes = |way: usize| whole.zero_stages[way].total_bytes;
     let parameters = whole.num_parameters;
@@ -82,10 +79,7 @@ fn settings_that_keep_fewer_gradients_are_named_where_they_fit() {
     let named = |gib: f64| {
         let plan = planned_of_ranks(&recipe, 8, 1, &h200_of(gib));
         let settings = plan.memory.would_fit.into_iter().map(|fitting| fitting.setting);
-        (
-            plan.memory.total_bytes as f64 / (1u64 << 30) as f64,
-            settings.collect::<Vec<_>>(),
-        )
+        (plan.memory.total_bytes as f64 / (1u64 << 30) as f64, settings.collect::<Vec<_>>())
     };
     let (needed, _) = named(1000.0);
     assert_eq!(named(needed * 0.97).1, ["parallelism.zero_stage=2"]);
@@ -116,18 +110,9 @@ fn kinds_that_exchange_heads_need_a_share_of_their_memory() {
         let activations = |plan: &Plan| plan.memory.activations_by_mode[0].1 as f64;
         let shares = [&two, &four].map(|plan| activations(plan) / activations(&whole));
         let kind = whole.attention;
-        assert!(
-            (0.5..0.6).contains(&shares[0]) && (0.25..0.37).contains(&shares[1]),
-            "{kind} {shares:?}"
-        );
+        assert!((0.5..0.6).contains(&shares[0]) && (0.25..0.37).contains(&shares[1]), "{kind} {shares:?}");
         // The exchanged values beside a process's own share of the heads grow more slowly than its tokens.
-        let seconds = |plan: &Plan| {
-            plan.stages[0]
-                .context_parallel
-                .clone()
-                .expect("in parts")
-                .exchange_seconds
-        };
+        let seconds = |plan: &Plan| plan.stages[0].context_parallel.clone().expect("in parts").exchange_seconds;
         assert!(seconds(&two) > 0.0 && seconds(&four) > 0.0, "{kind}");
         let speed = |plan: &Plan| plan.stages[0].tokens_per_second.expect("a GPU");
         let share = speed(&four) / speed(&whole);
@@ -158,9 +143,6 @@ fn a_model_of_8b_needs_what_was_measured() {
         recipe.stage.truncate(1);
         let plan = plan_of_ranks(&recipe, 151_936, &h200(), Ranks { size, hosts: 1 }).expect("plans");
         let tensors = (plan.memory.total_bytes - plan.memory.program_bytes) as f64 / f64::from(1 << 30);
-        assert!(
-            (tensors / measured - 1.0).abs() < 0.01,
-            "{size} {micro_batches} {more:?}: {tensors}, {measured}"
-        );
+        assert!((tensors / measured - 1.0).abs() < 0.01, "{size} {micro_batches} {more:?}: {tensors}, {measured}");
     }
 }

@@ -18,10 +18,7 @@ fn says_and_does(text: &str, num_tokens: usize, at: usize) -> (bool, bool) {
     let selector = selector.for_rope_theta(1e4);
     let [a, b] = [&data, &other].map(|data| {
         // Layer 9 is not dense in any method's defaults.
-        let shape = LayerShape {
-            layer: 9,
-            ..layer(data)
-        };
+        let shape = LayerShape { layer: 9, ..layer(data) };
         let mut session = DecodeSession::new(&selector, shape).unwrap_or_else(|e| panic!("{text}: {e}"));
         let o = session.stream(&data.q, &data.k, &data.v);
         o.unwrap_or_else(|e| panic!("{text}: {e}"))

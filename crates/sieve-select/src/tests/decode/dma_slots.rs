@@ -13,25 +13,17 @@ use sieve_testing::{Random, assert_close, assert_close_relative, refusal, wide};
 fn dma_decode_equals_a_sort_of_all_keys() {
     let data = TestCall::structured(&mut Random(108), 70, [4, 2], 8);
     let mut random = Random(109);
-    let weights = DmaLayerWeights {
-        a: vec![0.4, -0.7],
-        w_dt: random.vector(2 * 16),
-    };
+    let weights = DmaLayerWeights { a: vec![0.4, -0.7], w_dt: random.vector(2 * 16) };
     let z = |t: usize, head: usize| -> f64 {
         let v = &data.v[t * 16..(t + 1) * 16];
-        let x: f64 = v
-            .iter()
-            .zip(&weights.w_dt[head * 16..(head + 1) * 16])
-            .map(|(v, w)| f64::from(*v) * f64::from(*w))
-            .sum();
+        let x: f64 =
+            v.iter().zip(&weights.w_dt[head * 16..(head + 1) * 16]).map(|(v, w)| f64::from(*v) * f64::from(*w)).sum();
         f64::from(weights.a[head]) * x.exp().ln_1p()
     };
     for (bias, w) in [("exp", 9), ("linear", 9), ("exp", 1)] {
         let mut selector = Selector::parse(&format!("dma:keep_window_size={w},bias={bias}")).expect("valid");
         if let Method::Dma(config) = &mut selector.method {
-            config.weights = Some(DmaWeights {
-                layers: vec![weights.clone()],
-            });
+            config.weights = Some(DmaWeights { layers: vec![weights.clone()] });
         }
         let mut session = DecodeSession::new(&selector, layer(&data)).expect("valid");
         let mut unseen = 0;
@@ -89,10 +81,7 @@ fn dma_scores_come_from_a_checkpoint_or_its_export() {
         };
         let tensors = [
             (format!("{prefix}layers.0.self_attn.{name}"), view(vec![2], &a)),
-            (
-                format!("{prefix}layers.0.self_attn.dt_proj.weight"),
-                view(vec![2, 16], &w_dt),
-            ),
+            (format!("{prefix}layers.0.self_attn.dt_proj.weight"), view(vec![2, 16], &w_dt)),
         ];
         std::fs::write(&path, safetensors::serialize(tensors, None).expect("small")).expect("a temporary file");
         let selector = Selector::parse(&text).expect("valid");
@@ -100,19 +89,13 @@ fn dma_scores_come_from_a_checkpoint_or_its_export() {
             panic!("another method");
         };
         let layers = &config.weights.as_ref().expect("read").layers;
-        assert_eq!(
-            (layers.len(), &layers[0].a[..], layers[0].w_dt[31]),
-            (1, &[0.5, -1.0][..], 31.0)
-        );
+        assert_eq!((layers.len(), &layers[0].a[..], layers[0].w_dt[31]), (1, &[0.5, -1.0][..], 31.0));
         let data = TestCall::random(&mut Random(111), 20, 20, [4, 2], 8);
         let mut session = DecodeSession::new(&selector, layer(&data)).expect("valid");
         session.stream(&data.q, &data.k, &data.v).expect("valid");
         assert_ne!(session.kept()[0], session.kept()[1]);
         let wrong = TestCall::random(&mut Random(112), 20, 20, [2, 1], 8);
-        refusal(
-            DecodeSession::new(&selector, layer(&wrong)),
-            "are of 2 KV heads, the model has 1 of 8",
-        );
+        refusal(DecodeSession::new(&selector, layer(&wrong)), "are of 2 KV heads, the model has 1 of 8");
     }
     std::fs::write(&path, [0; 8]).expect("a temporary file");
     assert!(Selector::parse(&text).is_err());

@@ -7,10 +7,7 @@ use sieve_testing::{Random, refusal};
 
 #[test]
 fn infinitehip_decode_chooses_as_its_prefill_with_blocks_of_one() {
-    let text = SMALL
-        .iter()
-        .find(|text| text.starts_with("infinitehip:block=1,"))
-        .expect("it is there");
+    let text = SMALL.iter().find(|text| text.starts_with("infinitehip:block=1,")).expect("it is there");
     let data = TestCall::structured(&mut Random(105), 120, [4, 2], 8);
     let (_, kept) = stream(text, &data);
     let prefill = Selector::parse(&format!("{text},prefill_dense_below=0,min_prefill_tokens=0"))
@@ -63,11 +60,7 @@ fn infinitehip_decode_refreshes_each_stage_at_its_own_steps() {
     assert!(changes(&third, 8) > 5);
     assert_eq!(changes(&first, 16), 0);
     // At steps that refresh all stages, the choice equals that of refreshing at every step.
-    assert!(
-        (96..200)
-            .step_by(16)
-            .all(|t| first[t] == fresh[t] && third[t] == fresh[t])
-    );
+    assert!((96..200).step_by(16).all(|t| first[t] == fresh[t] && third[t] == fresh[t]));
     for (text, wanted) in [
         ("infinitehip:refresh_2=5", "refresh_2=5 does not divide refresh_1=32"),
         ("infinitehip:refresh_3=0", "refresh_3=0 makes no sense"),
@@ -80,10 +73,7 @@ fn infinitehip_decode_refreshes_each_stage_at_its_own_steps() {
 fn infinitehip_decode_reads_everything_when_a_score_is_nan() {
     let mut data = TestCall::random(&mut Random(107), 80, 80, [2, 1], 8);
     data.q[(60 * 2 + 1) * 8] = f32::NAN;
-    let text = SMALL
-        .iter()
-        .find(|text| text.contains("refresh_1=1,"))
-        .expect("it is there");
+    let text = SMALL.iter().find(|text| text.contains("refresh_1=1,")).expect("it is there");
     let (_, kept) = stream(text, &data);
     assert_eq!(kept[60][1].len(), 61);
     assert!(kept[60][0].len() < 30 && kept[61][1].len() < 30);

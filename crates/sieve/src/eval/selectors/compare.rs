@@ -63,11 +63,7 @@ pub(super) fn measure<B: DeviceBackend>(
         .map(|loaded| {
             let measure = measure_trained(&loaded.model, windows, device)
                 .with_context(|| format!("--compare {}", loaded.path.display()))?;
-            Ok(Trained {
-                checkpoint: loaded.path.display().to_string(),
-                step: loaded.state.step,
-                measure,
-            })
+            Ok(Trained { checkpoint: loaded.path.display().to_string(), step: loaded.state.step, measure })
         })
         .collect()
 }

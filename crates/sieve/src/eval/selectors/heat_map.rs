@@ -14,10 +14,7 @@ pub(super) fn svg(label: &str, model: &str, chosen: &[Selected]) -> String {
     let num_tokens = masks.first().map_or(0, |mask| mask.shape.num_queries);
     let square = |mask: &KeyMask, head| {
         let side = mask.tiles.num_query_tiles().clamp(1, SIDE);
-        Square {
-            side,
-            pixels: cells(mask, head, side),
-        }
+        Square { side, pixels: cells(mask, head, side) }
     };
     let layer = |(layer, mask): (usize, &&KeyMask)| {
         let heads = (0..mask.shape.num_heads).map(|head| square(mask, head));
@@ -66,20 +63,10 @@ mod tests {
         let shape = CallShape::new([512; 2], [2, 1], 4);
         let chosen = Selected::dense(shape);
         let o = LATER;
-        assert_eq!(
-            cells(&chosen.mask, 1, 4),
-            [0, o, o, o, 0, 0, o, o, 0, 0, 0, o, 0, 0, 0, 0]
-        );
+        assert_eq!(cells(&chosen.mask, 1, 4), [0, o, o, o, 0, 0, o, o, 0, 0, 0, o, 0, 0, 0, 0]);
         let svg = svg("a<b", "run, step 3", &[chosen.clone(), chosen]);
         assert_eq!(svg.matches("<image").count(), 4);
-        for words in [
-            ">Kept blocks of a&lt;b<",
-            "512 tokens",
-            ">layer 1<",
-            ">head 1<",
-            ">512<",
-            ">dropped<",
-        ] {
+        for words in [">Kept blocks of a&lt;b<", "512 tokens", ">layer 1<", ">head 1<", ">512<", ">dropped<"] {
             assert!(svg.contains(words), "{words}");
         }
     }

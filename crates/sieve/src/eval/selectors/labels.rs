@@ -16,11 +16,7 @@ pub(super) fn file_names(labels: &[String]) -> Vec<String> {
         true => x,
         false => '-',
     };
-    distinct(
-        labels
-            .iter()
-            .map(|label| label.chars().map(plain).take(LONGEST).collect()),
-    )
+    distinct(labels.iter().map(|label| label.chars().map(plain).take(LONGEST).collect()))
 }
 
 fn distinct(names: impl Iterator<Item = String>) -> Vec<String> {
@@ -39,24 +35,12 @@ mod tests {
 
     #[test]
     fn every_setting_has_a_label_and_a_file_of_its_own() {
-        let texts = [
-            "pbs",
-            "pbs:segment=512,tau=0.5",
-            "pbs",
-            "pbs:tau=0.5,segment=512",
-            "a_shape:n_local=77",
-        ];
+        let texts = ["pbs", "pbs:segment=512,tau=0.5", "pbs", "pbs:tau=0.5,segment=512", "a_shape:n_local=77"];
         let selectors = texts.map(|text| LayerSelectors::parse(text).expect("valid"));
         let labels = of(&selectors);
         assert_eq!(
             labels,
-            [
-                "pbs",
-                "pbs:segment=512,tau=0.5",
-                "pbs-2",
-                "pbs:segment=512,tau=0.5-2",
-                "a_shape:n_local=77"
-            ]
+            ["pbs", "pbs:segment=512,tau=0.5", "pbs-2", "pbs:segment=512,tau=0.5-2", "a_shape:n_local=77"]
         );
         let files = file_names(&labels);
         assert_eq!(files[1], "pbs-segment=512-tau=0.5");

@@ -34,9 +34,7 @@ const BLUE: RGBColor = RGBColor(0x00, 0x72, 0xb2);
 pub(super) fn svg(title: &str, sections: &[Section<'_>]) -> String {
     let mut svg = String::new();
     let rows = |section: &Section<'_>| section.panels.len().div_ceil(COLUMNS) as i32;
-    let heights: Vec<i32> = (sections.iter())
-        .map(|section| HEADING + HEIGHT * rows(section))
-        .collect();
+    let heights: Vec<i32> = (sections.iter()).map(|section| HEADING + HEIGHT * rows(section)).collect();
     let size = (WIDTH * COLUMNS as i32, HEADING + heights.iter().sum::<i32>());
     let root = SVGBackend::with_string(&mut svg, (size.0 as u32, size.1 as u32));
     let root = root.into_drawing_area();
@@ -103,12 +101,7 @@ mod tests {
 
     #[test]
     fn a_panel_a_method_shows_its_points_before_those_of_all() {
-        let axis = |label| Axis {
-            label,
-            range: 0.0..1.0,
-            most_numbers: 3,
-            text: &|value| format!("{value:.1}"),
-        };
+        let axis = |label| Axis { label, range: 0.0..1.0, most_numbers: 3, text: &|value| format!("{value:.1}") };
         let panel = |name: &str, points: &[(f64, f64)]| Panel {
             name: name.to_owned(),
             says: format!("says {name}"),

@@ -44,11 +44,7 @@ pub(super) fn svg<B: DeviceBackend>(run: &Run<'_, B>, rows: &[Row], trained: &[T
         };
         match curves.iter_mut().find(|curve| curve.name == name) {
             Some(curve) => curve.points.push(point),
-            None => curves.push(Curve {
-                name,
-                key,
-                points: vec![point],
-            }),
+            None => curves.push(Curve { name, key, points: vec![point] }),
         }
     }
     for Trained { measure, .. } in trained.iter().filter(|row| row.measure.num_tokens == longest) {
@@ -59,18 +55,10 @@ pub(super) fn svg<B: DeviceBackend>(run: &Run<'_, B>, rows: &[Row], trained: &[T
             added: measure.loss - dense_loss.unwrap_or(measure.loss),
         };
         let (name, key) = measure.attention.split_once(", ").unwrap_or((&measure.attention, ""));
-        curves.push(Curve {
-            name: format!("trained: {name}"),
-            key: key.to_owned(),
-            points: vec![point],
-        });
+        curves.push(Curve { name: format!("trained: {name}"), key: key.to_owned(), points: vec![point] });
     }
     let model = output::model_name(run.loaded);
-    drawn(
-        &format!("Nats per token more than dense at {longest} tokens: {model}"),
-        dense_ms,
-        curves,
-    )
+    drawn(&format!("Nats per token more than dense at {longest} tokens: {model}"), dense_ms, curves)
 }
 
 /// `[curve, key, value]` of a selector's label: the label without its knob, the knob, and the knob's value. A selector
@@ -84,11 +72,7 @@ fn place_of(label: &str) -> [String; 3] {
     let settings = label.split_once(':').map_or("", |(_, settings)| settings);
     let values = settings.split(',').filter_map(|one| one.split_once('='));
     let value = values.filter(|(name, _)| *name == key).map(|(_, value)| value).next();
-    [
-        selector.label_without(key),
-        key.to_owned(),
-        value.unwrap_or("default").to_owned(),
-    ]
+    [selector.label_without(key), key.to_owned(), value.unwrap_or("default").to_owned()]
 }
 
 /// Draws two sections with a panel for each curve: the added loss over density, and over the prompt's time.
@@ -96,25 +80,12 @@ fn drawn(title: &str, dense_ms: f64, curves: Vec<Curve>) -> String {
     let all = || curves.iter().flat_map(|curve| &curve.points);
     let densest = all().map(|point| point.density).fold(1.0, f64::max);
     // Points slower than three times dense attention are drawn at the edge.
-    let slowest = all()
-        .map(|point| point.prefill_ms)
-        .fold(dense_ms, f64::max)
-        .min(3.0 * dense_ms);
+    let slowest = all().map(|point| point.prefill_ms).fold(dense_ms, f64::max).min(3.0 * dense_ms);
     let added = added_range(all().map(|point| point.added).collect());
     let section = |heading, end: f64, text, dense: f64, of: fn(&Point) -> f64| Section {
         heading,
-        x: Axis {
-            label: "",
-            range: 0.0..end.max(1e-9),
-            most_numbers: 6,
-            text,
-        },
-        y: Axis {
-            label: "",
-            range: added.clone(),
-            most_numbers: 5,
-            text: &|value| format!("{value:.3}"),
-        },
+        x: Axis { label: "", range: 0.0..end.max(1e-9), most_numbers: 6, text },
+        y: Axis { label: "", range: added.clone(), most_numbers: 5, text: &|value| format!("{value:.3}") },
         dense: (dense, 0.0),
         panels: curves.iter().map(|curve| panel(curve, of)).collect(),
     };
@@ -184,11 +155,7 @@ mod tests {
             prefill_ms: 100.0 * density,
             added,
         };
-        let curve = |name: &str, points| Curve {
-            name: name.to_owned(),
-            key: "k".to_owned(),
-            points,
-        };
+        let curve = |name: &str, points| Curve { name: name.to_owned(), key: "k".to_owned(), points };
         let curves = vec![
             curve("a", vec![point("8", 0.5, 0.01), point("4", 0.2, 0.02)]),
             curve("b", vec![point("2", 0.1, 5.0)]),

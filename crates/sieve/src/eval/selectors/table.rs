@@ -132,11 +132,7 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
         }
     }
     if !on_cpu.is_empty() {
-        let which = if on_cpu.len() == rows.len() {
-            "all of these"
-        } else {
-            "the others"
-        };
+        let which = if on_cpu.len() == rows.len() { "all of these" } else { "the others" };
         terminal::line(&format!("{which} chose and attended on the CPU in every layer"));
     }
 }
