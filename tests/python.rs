@@ -13,11 +13,7 @@ pub(crate) fn interpreter(test: &str, imports: &str) -> Option<PathBuf> {
     match output {
         Ok(output) if output.status.success() => Some(python),
         failed => {
-            assert!(
-                named.is_none(),
-                "SIEVE_PYTHON={} cannot `{imports}`: {failed:?}",
-                python.display()
-            );
+            assert!(named.is_none(), "SIEVE_PYTHON={} cannot `{imports}`: {failed:?}", python.display());
             eprintln!("{test}: skipped, python3 cannot `{imports}`; set SIEVE_PYTHON to one that can");
             None
         }
@@ -36,11 +32,7 @@ pub(crate) fn run(python: &Path, script: &str, arguments: &[String]) -> String {
         .env("HF_MODULES_CACHE", env!("CARGO_TARGET_TMPDIR"))
         .output()
         .expect("the interpreter ran before");
-    assert!(
-        output.status.success(),
-        "{script} failed:\n{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
+    assert!(output.status.success(), "{script} failed:\n{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).expect("the scripts print UTF-8")
 }
 
@@ -74,6 +66,15 @@ fn the_corpus_comes_back_byte_for_byte_from_its_lock() {
     let test = "the_corpus_comes_back_byte_for_byte_from_its_lock";
     if let Some(python) = interpreter(test, "import hashlib, tarfile") {
         run(&python, "test_make_corpus.py", &[]);
+    }
+}
+
+#[test]
+fn stored_faults_are_still_in_the_code() {
+    let test = "stored_faults_are_still_in_the_code";
+    if let Some(python) = interpreter(test, "import tomllib") {
+        let root = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
+        run(&python, "mutants.py", &["check".into(), root.into()]);
     }
 }
 
@@ -111,10 +112,7 @@ fn scripts_have_what_other_scripts_import_of_them() {
     // The set of Python's own modules is there since 3.10.
     if let Some(python) = interpreter(test, "import sys; sys.stdlib_module_names") {
         let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("python");
-        let output = Command::new(&python)
-            .args(["-B", "-c", IMPORT_ALL])
-            .arg(folder)
-            .output();
+        let output = Command::new(&python).args(["-B", "-c", IMPORT_ALL]).arg(folder).output();
         let output = output.expect("the interpreter ran before");
         let error = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{error}");
