@@ -8,9 +8,9 @@ use std::sync::Arc;
 use flate2::Compression as GzipLevel;
 use flate2::write::GzEncoder;
 use parquet::basic::Compression;
-use parquet::data_type::{ByteArray, ByteArrayType, Int64Type};
+use parquet::data_type::{ByteArray, ByteArrayType, DataType, Int64Type};
 use parquet::file::properties::WriterProperties;
-use parquet::file::writer::SerializedFileWriter;
+use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
 use parquet::schema::parser::parse_message_type;
 
 use crate::{Corpus, CorpusConfig, DataError};
@@ -24,11 +24,14 @@ pub(crate) fn quick_dir() -> tempfile::TempDir {
     }
 }
 
-/// The texts of a corpus.
+/// The texts of the corpus with these settings.
 pub(crate) fn texts(config: CorpusConfig) -> Result<Vec<String>, DataError> {
-    let corpus = Corpus::open(config)?;
-    let texts = corpus.documents().map(|document| document.map(|document| document.text));
-    texts.collect()
+    texts_of(&Corpus::open(config)?)
+}
+
+/// The texts of a corpus.
+pub(crate) fn texts_of(corpus: &Corpus) -> Result<Vec<String>, DataError> {
+    corpus.documents().map(|document| document.map(|document| document.text)).collect()
 }
 
 pub(crate) fn gzip(bytes: &[u8]) -> Vec<u8> {
@@ -61,21 +64,29 @@ pub(crate) fn write_parquet(path: &Path, groups: &[&[Option<&[u8]>]], compressio
         let values = values.collect::<Vec<_>>();
         let mut group = writer.next_row_group().unwrap();
         let ids = (0..texts.len() as i64).collect::<Vec<_>>();
-        let mut column = group.next_column().unwrap().unwrap();
-        column.typed::<Int64Type>().write_batch(&ids, None, None).unwrap();
-        column.close().unwrap();
+        write_column::<Int64Type>(&mut group, &ids, None, None);
         for (values, levels, repetition) in [
             (values.clone(), levels.clone(), None),
             (values, levels, None),
             (Vec::new(), vec![0; texts.len()], Some(vec![0; texts.len()])),
         ] {
-            let mut column = group.next_column().unwrap().unwrap();
-            column.typed::<ByteArrayType>().write_batch(&values, Some(&levels), repetition.as_deref()).unwrap();
-            column.close().unwrap();
+            write_column::<ByteArrayType>(&mut group, &values, Some(&levels), repetition.as_deref());
         }
         group.close().unwrap();
     }
     writer.close().unwrap();
+}
+
+/// Writes the next column of a row group, with its definition and repetition levels.
+pub(crate) fn write_column<T: DataType>(
+    group: &mut SerializedRowGroupWriter<'_, impl Write + Send>,
+    values: &[T::T],
+    levels: Option<&[i16]>,
+    repetition: Option<&[i16]>,
+) {
+    let mut column = group.next_column().unwrap().unwrap();
+    column.typed::<T>().write_batch(values, levels, repetition).unwrap();
+    column.close().unwrap();
 }
 
 /// Writes a Parquet file with columns of texts in one row group.
@@ -89,10 +100,7 @@ pub(crate) fn write_parquet_of(path: &Path, columns: &[(&str, Vec<&str>)], compr
     let mut group = writer.next_row_group().unwrap();
     for (_, texts) in columns {
         let values = texts.iter().map(|text| ByteArray::from(text.as_bytes().to_vec()));
-        let mut column = group.next_column().unwrap().unwrap();
-        let values = values.collect::<Vec<_>>();
-        column.typed::<ByteArrayType>().write_batch(&values, None, None).unwrap();
-        column.close().unwrap();
+        write_column::<ByteArrayType>(&mut group, &values.collect::<Vec<_>>(), None, None);
     }
     group.close().unwrap();
     writer.close().unwrap();

@@ -10,7 +10,7 @@ use parquet::basic::Compression;
 
 use super::*;
 use crate::corpus::{Corpus, CorpusConfig};
-use crate::test_files::{gzip, write_parquet};
+use crate::test_files::{gzip, texts_of as texts, write_parquet};
 
 /// Answers `GET`s for the listing and the files of one data set.
 struct Server {
@@ -214,11 +214,6 @@ fn server() -> Server {
 
 fn corpus(path: &str) -> Corpus {
     Corpus::open(CorpusConfig::parquet(vec![path.to_owned()], "text")).unwrap()
-}
-
-fn texts(corpus: &Corpus) -> Result<Vec<String>, DataError> {
-    let texts = corpus.documents().map(|document| document.map(|document| document.text));
-    texts.collect()
 }
 
 #[test]
