@@ -13,7 +13,7 @@ use std::sync::Arc;
 use crate::error::DataError;
 use crate::mixture::Schedule;
 use crate::mqar::MqarMixture;
-use crate::shard::ShardReader;
+use crate::shard::{ShardReader, check_vocab_size};
 use shard_rows::ShardRows;
 
 /// The label of a token without a prediction: before another token of a prompt, at a document's end, and in padding.
@@ -119,6 +119,14 @@ impl Batch {
         self.positions.extend(0..len as u32);
         self.documents.extend(std::iter::repeat_n(document, len));
     }
+
+    /// Fills the current row up from column `start`.
+    pub(crate) fn push_padding(&mut self, pad_id: u32, start: usize) {
+        let len = self.seq_len - start;
+        self.tokens.extend(std::iter::repeat_n(pad_id, len));
+        self.labels.extend(std::iter::repeat_n(IGNORE_LABEL, len));
+        self.push_segment(PAD_DOCUMENT, start, len);
+    }
 }
 
 /// Makes batches from shards or from a generator. Threads can share it by reference.
@@ -197,8 +205,8 @@ impl Loader {
     /// Number of samples of an epoch; for a mixture, the sum over its shards.
     pub fn samples_per_epoch(&self) -> u64 {
         match &self.rows {
-            Rows::Shard(rows) => rows.samples_per_epoch(),
-            Rows::Mixture { sources, .. } => sources.iter().map(ShardRows::samples_per_epoch).sum(),
+            Rows::Shard(rows) => rows.samples_per_epoch,
+            Rows::Mixture { sources, .. } => sources.iter().map(|rows| rows.samples_per_epoch).sum(),
             Rows::Mqar(mixture) => mixture.rows_per_epoch(),
         }
     }
@@ -248,9 +256,7 @@ fn check(config: &LoaderConfig) -> Result<(), DataError> {
     if config.seq_len == 0 || config.seq_len >= u32::MAX as usize {
         return bad("seq_len", format!("{} is not a length of a row", config.seq_len));
     }
-    if config.vocab_size > i32::MAX as usize {
-        return bad("vocab_size", format!("{} is more than 31 bits can number", config.vocab_size));
-    }
+    check_vocab_size(config.vocab_size)?;
     if config.pad_id as usize >= config.vocab_size {
         return bad("pad_id", format!("{} is outside the vocabulary of {}", config.pad_id, config.vocab_size));
     }

@@ -25,8 +25,8 @@ mod writer;
 use serde::{Deserialize, Serialize};
 
 pub use reader::ShardReader;
-pub(crate) use writer::FinishedShard;
 pub use writer::ShardWriter;
+pub(crate) use writer::{FinishedShard, check_vocab_size};
 
 const MAGIC: &[u8; 9] = b"MMIDIDX\0\0";
 const VERSION: u64 = 1;

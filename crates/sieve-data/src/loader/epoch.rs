@@ -14,7 +14,7 @@ const ROW_ORDER_SALT: u64 = 0x726F_775F_6F72_6465;
 /// The order of documents and rows of one epoch.
 #[derive(Debug)]
 pub(super) struct Epoch {
-    number: u64,
+    pub(super) number: u64,
     /// Order of the documents; `None` for the shard's order.
     permutation: Option<Permutation>,
     /// Order of the rows, so that the rows of a batch come from many documents; `None` for the order of their tokens.
@@ -24,7 +24,7 @@ pub(super) struct Epoch {
     /// For each place in the order of documents, the number of tokens (concatenated) or rows (one document per row) up
     /// to the end of that document.
     ends: Vec<u64>,
-    num_samples: u64,
+    pub(super) num_samples: u64,
 }
 
 /// A piece of a document in a row.
@@ -39,10 +39,12 @@ impl Epoch {
     /// Permutes the documents and rows of epoch `number`, and adds up the documents' lengths in their order.
     pub(super) fn new(shard: &ShardReader, config: &LoaderConfig, number: u64) -> Self {
         let seq_len = config.seq_len as u64;
-        let permutation = match config.order {
-            Order::Shuffled { seed } => Some(Permutation::new(shard.num_documents(), seed, number)),
+        let order = |len: u64, salt: u64| match config.order {
+            Order::Shuffled { seed } => Some(Permutation::new(len, seed ^ salt, number)),
             Order::Sequential => None,
         };
+        let no_salt = 0;
+        let permutation = order(shard.num_documents(), no_salt);
         let lengths = (0..shard.num_documents()).into_par_iter().map(|place| {
             let document = permutation.as_ref().map_or(place, |permutation| permutation.get(place));
             let len = shard.document_len(document);
@@ -65,19 +67,8 @@ impl Epoch {
             // The last token ends a document, so it has no label and needs no row of its own.
             (Packing::Concatenated, Order::Sequential) => total.saturating_sub(1).div_ceil(seq_len),
         };
-        let row_order = match config.order {
-            Order::Shuffled { seed } => Some(Permutation::new(num_samples, seed ^ ROW_ORDER_SALT, number)),
-            Order::Sequential => None,
-        };
+        let row_order = order(num_samples, ROW_ORDER_SALT);
         Self { number, permutation, row_order, packing: config.packing, seq_len, ends, num_samples }
-    }
-
-    pub(super) fn number(&self) -> u64 {
-        self.number
-    }
-
-    pub(super) fn num_samples(&self) -> u64 {
-        self.num_samples
     }
 
     /// The pieces of one row, which have at most `seq_len` tokens together.

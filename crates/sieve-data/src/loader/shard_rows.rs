@@ -11,7 +11,7 @@ use crate::shard::{ShardReader, with_ending};
 #[derive(Debug)]
 pub(super) struct ShardRows {
     shard: Arc<ShardReader>,
-    samples_per_epoch: u64,
+    pub(super) samples_per_epoch: u64,
     /// The epochs used last, of eight bytes per document each.
     epochs: Mutex<Vec<Arc<Epoch>>>,
 }
@@ -26,7 +26,7 @@ impl ShardRows {
             return Err(DataError::shard(&with_ending(shard.prefix(), ".idx"), what));
         }
         let first = Epoch::new(&shard, config, 0);
-        let samples_per_epoch = first.num_samples();
+        let samples_per_epoch = first.num_samples;
         if samples_per_epoch == 0 {
             let [tokens, documents] = [shard.num_tokens(), shard.num_documents()];
             let seq_len = config.seq_len;
@@ -35,10 +35,6 @@ impl ShardRows {
             return Err(DataError::file(&path, what, "give more text or lower seq_len"));
         }
         Ok(Self { shard, samples_per_epoch, epochs: Mutex::new(vec![Arc::new(first)]) })
-    }
-
-    pub(super) fn samples_per_epoch(&self) -> u64 {
-        self.samples_per_epoch
     }
 
     /// Appends row `sample`, counted over all epochs, to the batch.
@@ -65,10 +61,7 @@ impl ShardRows {
             batch.push_segment(piece.document as u32, filled, len);
             filled += len;
         }
-        let num_pads = config.seq_len - filled;
-        batch.tokens.extend(std::iter::repeat_n(config.pad_id, num_pads));
-        batch.labels.extend(std::iter::repeat_n(IGNORE_LABEL, num_pads));
-        batch.push_segment(PAD_DOCUMENT, filled, num_pads);
+        batch.push_padding(config.pad_id, filled);
         Ok(())
     }
 
@@ -81,7 +74,7 @@ impl ShardRows {
         };
         // A poisoned lock is harmless: no code can panic while an entry is half written.
         let mut epochs = self.epochs.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        if let Some(epoch) = epochs.iter().find(|epoch| epoch.number() == number) {
+        if let Some(epoch) = epochs.iter().find(|epoch| epoch.number == number) {
             return Arc::clone(epoch);
         }
         let epoch = Arc::new(Epoch::new(&self.shard, config, number));

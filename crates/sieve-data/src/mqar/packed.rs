@@ -4,7 +4,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::{Mqar, MqarConfig, MqarSplit, push_sample};
 use crate::error::DataError;
-use crate::loader::{Batch, IGNORE_LABEL, PAD_DOCUMENT};
+use crate::loader::Batch;
 use crate::mixture::Schedule;
 use crate::permutation::Permutation;
 
@@ -133,17 +133,8 @@ impl MqarMixture {
         batch
     }
 
-    /// Appends one row with its padding to the batch.
+    /// Appends the samples of one row, and its padding, to the batch.
     pub(crate) fn push(&self, row: u64, pad_id: u32, batch: &mut Batch) {
-        let filled = self.push_row(row, batch);
-        let num_pads = self.seq_len - filled;
-        batch.tokens.extend(std::iter::repeat_n(pad_id, num_pads));
-        batch.labels.extend(std::iter::repeat_n(IGNORE_LABEL, num_pads));
-        batch.push_segment(PAD_DOCUMENT, filled, num_pads);
-    }
-
-    /// Appends the samples of one row to the batch. Returns the number of their tokens.
-    fn push_row(&self, row: u64, batch: &mut Batch) -> usize {
         let (part, samples) = match &self.shuffled {
             Some(shuffled) => {
                 let (part, row_of_part) = shuffled.schedule.get(row);
@@ -174,7 +165,7 @@ impl MqarMixture {
             let sample = part.mqar.sample(self.split, index);
             push_sample(&sample, (part.first_document + index) as u32, place * len, batch);
         }
-        samples.len() * len
+        batch.push_padding(pad_id, samples.len() * len);
     }
 }
 

@@ -190,7 +190,8 @@ impl FinishedShard {
     }
 }
 
-fn check_vocab_size(vocab_size: usize) -> Result<(), DataError> {
+/// Refuses a vocabulary whose ids do not fit 31 bits.
+pub(crate) fn check_vocab_size(vocab_size: usize) -> Result<(), DataError> {
     if vocab_size > i32::MAX as usize {
         let reason = format!("{vocab_size} is more than 31 bits can number");
         return Err(DataError::setting("vocab_size", reason));
