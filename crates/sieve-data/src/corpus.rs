@@ -7,7 +7,6 @@ mod source;
 mod table;
 
 use std::collections::BTreeMap;
-use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -54,11 +53,8 @@ impl Format {
         let Self::ByEnding { text_column } = self else {
             return self.clone();
         };
-        let (_, without_packing) = source::Packed::of(path);
-        let ending = without_packing.extension();
-        let ending = ending.and_then(OsStr::to_str).unwrap_or_default();
         let text_column = text_column.clone();
-        match ending.to_ascii_lowercase().as_str() {
+        match files::ending(path).to_ascii_lowercase().as_str() {
             "jsonl" | "ndjson" => Self::Jsonl { text_column },
             "parquet" => Self::Parquet { text_column },
             _ => Self::Text,

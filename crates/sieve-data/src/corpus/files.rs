@@ -265,7 +265,7 @@ fn has_extension(path: &Path, extensions: &[String]) -> bool {
 }
 
 /// The ending of a file's name, before `.gz` or `.zst` if it has one of these.
-fn ending(path: &Path) -> &str {
+pub(super) fn ending(path: &Path) -> &str {
     let ending = Packed::of(path).1.extension();
     ending.and_then(OsStr::to_str).unwrap_or_default()
 }

@@ -7,8 +7,8 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Field;
 use serde_json::{Map, Value};
 
-use super::files::require_file;
-use super::source::{JsonLines, Packed, guarded};
+use super::files::{ending, require_file};
+use super::source::{JsonLines, guarded};
 use crate::error::DataError;
 
 /// The columns of a row by name, in the file's order.
@@ -21,10 +21,9 @@ pub type TableRow = Map<String, Value>;
 /// Another ending; a file that cannot be read, a line that is not a JSON object; a file without rows.
 pub fn read_table(path: &Path) -> Result<Vec<TableRow>, DataError> {
     require_file(path)?;
-    let ending = Packed::of(path).1.extension().unwrap_or_default();
-    let rows = match ending.to_ascii_lowercase().to_str() {
-        Some("jsonl" | "ndjson") => json_rows(path).map_err(DataError::of_table)?,
-        Some("parquet") => parquet_rows(path)?,
+    let rows = match ending(path).to_ascii_lowercase().as_str() {
+        "jsonl" | "ndjson" => json_rows(path).map_err(DataError::of_table)?,
+        "parquet" => parquet_rows(path)?,
         _ => {
             let hint = "name it .jsonl (one JSON object a line) or .parquet; .jsonl.gz and .jsonl.zst are read too";
             return Err(DataError::file(path, "neither JSONL nor Parquet by its ending", hint));
@@ -61,6 +60,7 @@ fn parquet_rows(path: &Path) -> Result<Vec<TableRow>, DataError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::test_files::write_column;
 
     fn written(name: &str, bytes: &[u8]) -> (tempfile::TempDir, std::path::PathBuf) {
         let folder = tempfile::tempdir().expect("a folder");
@@ -91,14 +91,8 @@ mod tests {
         let mut writer = SerializedFileWriter::new(&mut bytes, schema, Default::default()).expect("a writer");
         let mut group = writer.next_row_group().expect("a group");
         let texts = ["x", "y", "z"].map(ByteArray::from);
-        let mut column = group.next_column().expect("it").expect("choices");
-        let written_texts = column.typed::<ByteArrayType>();
-        written_texts.write_batch(&texts, Some(&[1, 1, 1]), Some(&[0, 1, 0])).expect("three values");
-        column.close().expect("whole");
-        let mut column = group.next_column().expect("it").expect("label");
-        let labels = column.typed::<Int64Type>();
-        labels.write_batch(&[1, 0], None, None).expect("two values");
-        column.close().expect("whole");
+        write_column::<ByteArrayType>(&mut group, &texts, Some(&[1, 1, 1]), Some(&[0, 1, 0]));
+        write_column::<Int64Type>(&mut group, &[1, 0], None, None);
         group.close().expect("whole");
         writer.close().expect("whole");
         let (_folder, path) = written("rows.parquet", &bytes);

@@ -112,15 +112,10 @@ impl Failure {
     fn passing(reason: impl ToString) -> Self {
         Self::Passing(reason.to_string(), None)
     }
-
-    fn here(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
-        let wrap = DataError::io(action, path);
-        move |error| Self::Here(wrap(error))
-    }
 }
 
-impl From<sieve_files::FileError> for Failure {
-    fn from(error: sieve_files::FileError) -> Self {
+impl<E: Into<DataError>> From<E> for Failure {
+    fn from(error: E) -> Self {
         Self::Here(error.into())
     }
 }
@@ -272,15 +267,14 @@ impl Client {
     fn publish(&self, file: &Download<'_>) -> Result<(), Failure> {
         let temporary = temporary_name(&file.path);
         if let Some(checksum) = file.checksum {
-            let found = checksum.measure(&temporary);
-            let found = found.map_err(Failure::here("read", &temporary))?;
+            let found = checksum.measure(&temporary).map_err(DataError::io("read", &temporary))?;
             if found != checksum.hex {
-                fs::remove_file(&temporary).map_err(Failure::here("remove", &temporary))?;
+                fs::remove_file(&temporary).map_err(DataError::io("remove", &temporary))?;
                 let (kind, wanted) = (checksum.name(), &checksum.hex);
                 return Err(Failure::passing(format!("its {kind} is {found}, the listing says {wanted}")));
             }
         }
-        let len = fs::metadata(&temporary).map_err(Failure::here("read", &temporary))?.len();
+        let len = fs::metadata(&temporary).map_err(DataError::io("read", &temporary))?.len();
         AtomicFile::resume(&file.path, len)?.finish()?.publish()?;
         Ok(())
     }
