@@ -51,6 +51,16 @@ pub enum ValidationSource<'a> {
     Corpus(&'a Corpus),
 }
 
+impl<'a> ValidationSource<'a> {
+    /// The corpus of validation documents; `None` if they come from the training corpora.
+    fn corpus(self) -> Option<&'a Corpus> {
+        match self {
+            Self::Corpus(corpus) => Some(corpus),
+            Self::Fraction(_) => None,
+        }
+    }
+}
+
 /// What to do with a folder that holds data prepared from other sources or settings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnChange {
@@ -240,12 +250,8 @@ fn prepare_at_pace(
         let reason = format!("{fraction} does not lie between 0 and 1");
         return Err(DataError::setting("validation_fraction", reason));
     }
-    let own_validation = match config.validation {
-        ValidationSource::Corpus(corpus) => Some(corpus),
-        ValidationSource::Fraction(_) => None,
-    };
     let has_prompts = |corpus: &Corpus| corpus.config().prompt_column.is_some();
-    if corpora.iter().chain(own_validation).any(|corpus| has_prompts(corpus) != has_prompts(&corpora[0])) {
+    if corpora.iter().chain(config.validation.corpus()).any(|corpus| has_prompts(corpus) != has_prompts(&corpora[0])) {
         let reason = "some of the corpora have prompts and some have none";
         return Err(DataError::setting("prompt_column", reason));
     }

@@ -132,16 +132,21 @@ impl PreparedMeta {
     pub fn is_made_of(&self, train: &[Corpus], validation: Option<&Corpus>) -> bool {
         let is_same =
             |hash: &String, corpus: &Corpus| corpus.check_connected().is_err() || *hash == hex(corpus.fingerprint());
-        let hashes = match self.sources.as_slice() {
-            [] => vec![&self.sources_hash],
-            sources => sources.iter().map(|source| &source.sources_hash).collect(),
-        };
         let held_out = match (&self.validation_settings, validation) {
             (ValidationSettings::Corpus { sources_hash, .. }, Some(corpus)) => is_same(sources_hash, corpus),
             _ => true,
         };
-        let mut pairs = hashes.iter().zip(train);
-        held_out && hashes.len() == train.len() && pairs.all(|(hash, corpus)| is_same(hash, corpus))
+        let corpora = self.corpora();
+        let mut pairs = corpora.iter().zip(train);
+        held_out && corpora.len() == train.len() && pairs.all(|((hash, ..), corpus)| is_same(hash, corpus))
+    }
+
+    /// Hash, settings and training shard of each corpus, be it one or several.
+    pub(super) fn corpora(&self) -> Vec<(&String, &CorpusConfig, &SplitMeta)> {
+        match self.sources.as_slice() {
+            [] => vec![(&self.sources_hash, &self.settings, &self.train)],
+            sources => sources.iter().map(|source| (&source.sources_hash, &source.settings, &source.train)).collect(),
+        }
     }
 
     /// Reads the `meta.json` of a folder; refuses one of another format version.
@@ -172,11 +177,9 @@ impl PreparedMeta {
 
     /// Name and contents of every shard, the validation shard last.
     pub(super) fn shards(&self) -> Vec<(String, &SplitMeta)> {
-        let trains = match self.sources.as_slice() {
-            [] => vec![&self.train],
-            sources => sources.iter().map(|source| &source.train).collect(),
-        };
-        let trains = super::train_names(trains.len()).into_iter().zip(trains);
+        let corpora = self.corpora();
+        let names = super::train_names(corpora.len()).into_iter();
+        let trains = names.zip(corpora).map(|(name, (.., train))| (name, train));
         trains.chain([(VALIDATION.to_owned(), &self.validation)]).collect()
     }
 

@@ -50,10 +50,7 @@ impl Plan<'_> {
                 (partial, HashSet::new())
             }
         };
-        let own_validation = match self.config.validation {
-            ValidationSource::Corpus(corpus) => Some(corpus),
-            ValidationSource::Fraction(_) => None,
-        };
+        let own_validation = self.config.validation.corpus();
         if let Some(corpus) = own_validation
             && partial.place.done.is_empty()
         {
@@ -222,10 +219,7 @@ impl Plan<'_> {
         let mut names = splits.iter().map(|split| split.name.clone()).collect::<Vec<_>>();
         let cuts = place.cuts.clone().unwrap_or_default();
         let mut reports = place.done.clone();
-        let validation_report = match self.config.validation {
-            ValidationSource::Corpus(_) => Some(reports.remove(0)),
-            ValidationSource::Fraction(_) => None,
-        };
+        let validation_report = self.config.validation.corpus().map(|_| reports.remove(0));
         let (shards, mut metas) = finish(partial)?;
         let validation = metas.pop().expect("the validation split is the last");
         let meta = PreparedMeta {
@@ -318,16 +312,13 @@ impl Plan<'_> {
         if earlier.tokenizer_hash != hex(self.tokenizer.hash()) || earlier.eos_id != self.eos_id {
             changed.push("the tokenizer");
         }
-        let before = match earlier.sources.as_slice() {
-            [] => vec![(&earlier.settings, &earlier.sources_hash)],
-            sources => sources.iter().map(|source| (&source.settings, &source.sources_hash)).collect(),
-        };
+        let before = earlier.corpora();
         let same_settings = before.len() == self.corpora.len()
-            && before.iter().zip(self.corpora).all(|((settings, _), corpus)| *settings == corpus.config());
+            && before.iter().zip(self.corpora).all(|((_, settings, _), corpus)| *settings == corpus.config());
         let mut pairs = before.iter().zip(self.corpora);
         if !same_settings {
             changed.push("the corpus's settings");
-        } else if pairs.any(|((_, hash), corpus)| **hash != hex(corpus.fingerprint())) {
+        } else if pairs.any(|((hash, ..), corpus)| **hash != hex(corpus.fingerprint())) {
             changed.push("the source files");
         }
         if changed.is_empty() {
