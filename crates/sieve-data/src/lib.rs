@@ -69,7 +69,6 @@ pub use error::DataError;
 pub use guard::expects_panic;
 pub use loader::{Batch, IGNORE_LABEL, Loader, LoaderConfig, Order, PAD_DOCUMENT, Packing};
 pub use mqar::{Mqar, MqarConfig, MqarMixture, MqarNoise, MqarPart, MqarQuery, MqarSample, MqarSplit};
-pub use permutation::Permutation;
 pub use prefetch::{Prefetch, PrefetchPlan};
 pub use prepare::{
     DocumentSize, OnChange, PrepareConfig, Prepared, PreparedMeta, Progress, ShardCheck, SourceMeta, SplitMeta,

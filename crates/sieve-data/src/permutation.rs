@@ -6,7 +6,7 @@
 /// A balanced Feistel network permutes `0..4^k`, with the smallest `4^k >= len`. A value outside `0..len` is permuted
 /// again until it falls inside (cycle walking; Black and Rogaway, 2002), fewer than four times on average.
 #[derive(Debug, Clone)]
-pub struct Permutation {
+pub(crate) struct Permutation {
     len: u64,
     half_bits: u32,
     round_keys: [u64; NUM_ROUNDS],
@@ -17,7 +17,7 @@ const NUM_ROUNDS: usize = 8;
 
 impl Permutation {
     /// The permutation of `0..len` for this seed and epoch.
-    pub fn new(len: u64, seed: u64, epoch: u64) -> Self {
+    pub(crate) fn new(len: u64, seed: u64, epoch: u64) -> Self {
         let bits = u64::BITS - len.saturating_sub(1).leading_zeros();
         let mut state = mix(seed ^ mix(epoch ^ mix(len)));
         let round_keys = std::array::from_fn(|_| {
@@ -27,21 +27,11 @@ impl Permutation {
         Self { len, half_bits: bits.div_ceil(2).max(1), round_keys }
     }
 
-    /// Number of permuted elements.
-    pub fn len(&self) -> u64 {
-        self.len
-    }
-
-    /// Whether the permutation has no elements.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
     /// The image of `index`.
     ///
     /// # Panics
     /// When `index >= len`.
-    pub fn get(&self, index: u64) -> u64 {
+    pub(crate) fn get(&self, index: u64) -> u64 {
         assert!(index < self.len, "index {index} is outside a permutation of {}", self.len);
         let mut value = self.encrypt(index);
         while value >= self.len {
