@@ -76,6 +76,12 @@ pub enum RecipeError {
     },
 }
 
+impl From<toml::ser::Error> for RecipeError {
+    fn from(error: toml::ser::Error) -> Self {
+        Self::NotRepresentable { message: error.to_string() }
+    }
+}
+
 fn list(mistakes: &[Mistake]) -> String {
     let count = match mistakes.len() {
         1 => "1 mistake".to_owned(),

@@ -36,11 +36,6 @@ impl Recipe {
     ) -> Result<(Self, Vec<String>), RecipeError> {
         let mut document = Document::parse(text, origin)?;
         document.apply(overrides);
-        Self::of_document(document, origin)
-    }
-
-    /// The checked recipe of a document, and the keys that an overridden kind removed.
-    fn of_document(mut document: Document, origin: &str) -> Result<(Self, Vec<String>), RecipeError> {
         let mut mistakes = std::mem::take(&mut document.mistakes);
         resolve::steps_of_stages(&mut document.table, &mut mistakes);
         check::check_table(&mut document.table, &mut mistakes);
@@ -83,10 +78,8 @@ impl Recipe {
     /// [`RecipeError::NotRepresentable`] for a whole number above `i64::MAX`.
     pub fn to_toml(&self) -> Result<String, RecipeError> {
         // `toml::to_string` writes whole numbers above i64::MAX, which no TOML reader accepts; `try_from` refuses them.
-        Table::try_from(self)
-            .map_err(|error| error.to_string())
-            .and_then(|_| toml::to_string(self).map_err(|error| error.to_string()))
-            .map_err(|message| RecipeError::NotRepresentable { message })
+        Table::try_from(self)?;
+        Ok(toml::to_string(self)?)
     }
 }
 

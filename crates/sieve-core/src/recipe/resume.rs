@@ -89,10 +89,8 @@ impl Recipe {
 
 /// The values of a recipe as TOML by `section.key`, defaults included.
 fn flatten(recipe: &Recipe) -> Result<BTreeMap<String, String>, RecipeError> {
-    let value =
-        Value::try_from(recipe).map_err(|error| RecipeError::NotRepresentable { message: error.to_string() })?;
     let mut leaves = BTreeMap::new();
-    collect_leaves("", &value, &mut leaves);
+    collect_leaves("", &Value::try_from(recipe)?, &mut leaves);
     Ok(leaves)
 }
 

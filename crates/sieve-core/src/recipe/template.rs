@@ -16,8 +16,7 @@ impl Recipe {
     /// # Errors
     /// [`RecipeError::NotRepresentable`], as [`to_toml`](Self::to_toml).
     pub fn to_template(&self) -> Result<String, RecipeError> {
-        let not_representable = |error: toml::ser::Error| RecipeError::NotRepresentable { message: error.to_string() };
-        let table = Table::try_from(self).map_err(not_representable)?;
+        let table = Table::try_from(self)?;
         // A warm-up that follows from the steps counts as a default, so that a user can change the steps alone.
         let warmup = resolve::default_warmup(self.training.steps as i64);
         let follows = Table::from_iter([("warmup_steps".to_owned(), Value::Integer(warmup))]);
@@ -33,6 +32,7 @@ impl Recipe {
                         comment(&mut text, section.doc);
                         text += &format!("[[{}]]\n", section.name);
                         write_keys(&mut text, keys, stage, &follows);
+                        text.push('\n');
                     }
                 }
                 (Kind::Table(keys), Some(Value::Table(table))) => {
@@ -41,11 +41,12 @@ impl Recipe {
                     match section.name {
                         "attention" => {
                             // The first key is `kind`; then come the keys of this kind alone.
-                            write_keys_with(&mut text, &keys[..1], table, &follows);
+                            write_keys(&mut text, &keys[..1], table, &follows);
                             write_keys(&mut text, self.attention.kind().keys(), table, &follows);
                         }
                         _ => write_keys(&mut text, keys, table, &follows),
                     }
+                    text.push('\n');
                 }
                 _ => unreachable!("a recipe holds every section, and sections alone"),
             }
@@ -56,14 +57,8 @@ impl Recipe {
     }
 }
 
-/// Writes the keys of one table and an empty line.
-fn write_keys(text: &mut String, keys: &[Key], table: &Table, follows: &Table) {
-    write_keys_with(text, keys, table, follows);
-    text.push('\n');
-}
-
 /// Writes the keys of one table; `follows` holds defaults that follow from other values.
-fn write_keys_with(text: &mut String, keys: &[Key], table: &Table, follows: &Table) {
+fn write_keys(text: &mut String, keys: &[Key], table: &Table, follows: &Table) {
     for key in keys {
         let default = key.default.and_then(|default| default());
         let default = default.or_else(|| follows.get(key.name).cloned());
