@@ -142,11 +142,8 @@ impl<W> KeyMask<W> {
 
     /// Like [`try_map`](Self::try_map), with a `put` that cannot fail.
     pub fn map<V>(self, mut put: impl FnMut(W) -> V) -> KeyMask<V> {
-        let mapped = self.try_map(|words| Ok::<V, std::convert::Infallible>(put(words)));
-        match mapped {
-            Ok(mask) => mask,
-            Err(never) => match never {},
-        }
+        let Ok(mask) = self.try_map(|words| Ok::<V, std::convert::Infallible>(put(words)));
+        mask
     }
 
     /// Number of the mask's lists of key tiles.

@@ -11,10 +11,6 @@ pub(super) fn check_table(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     table.retain(|name, value| match schema::section(name) {
         Some(section) => check_section(section, value, mistakes),
         None if name == schema::STAGE => check_stages(value, mistakes),
-        None if schema::PLANNED.contains(&name) => {
-            mistakes.push(not_built(name));
-            false
-        }
         None if value.is_table() || is_list_of_tables(value) => {
             mistakes.push(unknown_section(name));
             false

@@ -66,10 +66,9 @@ pub(super) fn check_layer_types(model: &ModelSection, attention: &Attention, rul
         "begins with \"shared\", and no layer before it chooses blocks",
         "[\"sparse\", \"shared\"] makes every second layer read the blocks of the one before",
     );
-    let names_a_layer = !types.is_empty();
-    if !names_a_layer {
+    if types.is_empty() {
         let hint = "leave it out: every layer then has the kind of [attention]";
-        return rules.require(names_a_layer, KEY, "is an empty list", hint);
+        return rules.require(false, KEY, "is an empty list", hint);
     }
     rules.require(
         types.iter().any(is_own),
