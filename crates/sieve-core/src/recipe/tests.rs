@@ -15,6 +15,15 @@ use sieve_testing::says;
 /// A small valid recipe that leaves every optional key out.
 pub(super) const MINIMAL: &str = include_str!("tests/minimal.toml");
 
+/// The minimal recipe's `[attention]`.
+pub(super) const DMA: &str = "kind = \"dma\"\nkeep_window_size = 16";
+
+/// The text of the minimal recipe with another `[attention]`.
+pub(super) fn with_attention(keys: &str) -> String {
+    assert!(MINIMAL.contains(DMA));
+    MINIMAL.replacen(DMA, keys, 1)
+}
+
 /// A table of `mistakes.txt`.
 pub(super) fn rows<const COLUMNS: usize>(name: &str) -> Vec<[&'static str; COLUMNS]> {
     let (_, text) = include_str!("tests/mistakes.txt")
@@ -52,10 +61,7 @@ fn sizes_and_schedule_that_follow_from_others_may_be_left_out() {
         assert!(text.contains(line), "{line}");
         text.replacen(line, "", 1)
     });
-    let load = |sets: &[&str]| {
-        let sets = sets.iter().map(|set| (*set).to_owned()).collect::<Vec<_>>();
-        Recipe::load(&text, "short.toml", &sets)
-    };
+    let load = |sets: &[&str]| load_with(&text, sets);
     let recipe = load(&[]).expect("short");
     let model = &recipe.model;
     assert_eq!((model.intermediate_size, model.head_dim), (144, 8));
@@ -70,7 +76,7 @@ fn sizes_and_schedule_that_follow_from_others_may_be_left_out() {
     let error = load(&["model.num_attention_heads=10"]).expect_err("4.8 columns a head");
     let error = error.to_string();
     says(&error, "model.head_dim: is missing, and hidden_size = 48 is not an even number times");
-    assert!(error.starts_with("short.toml is not a valid recipe: 1 mistake"), "{error}");
+    assert!(error.starts_with("r.toml is not a valid recipe: 1 mistake"), "{error}");
 }
 
 // All that may be left out, as the documentation has it.

@@ -149,9 +149,6 @@ fn text_that_is_not_toml_says_where() {
     }
 }
 
-/// The minimal recipe's `[attention]`.
-const DMA: &str = "kind = \"dma\"\nkeep_window_size = 16";
-
 /// The minimal recipe with another `[attention]`.
 fn attention_message(lines: &str) -> String {
     message(DMA, lines)
@@ -221,8 +218,7 @@ fn rules_of_norms_biases_and_scaled_rotation() {
         ("parallelism.context_parallel_degree=2", "needs whole rows"),
         ("attention.kind=mla", "model.qkv_bias: does not go with kind = \"mla\""),
     ] {
-        let sets = ["model.qkv_bias=true", other].map(str::to_owned);
-        refusal(Recipe::load(MINIMAL, "r.toml", &sets), wanted);
+        refusal(load_with(MINIMAL, &["model.qkv_bias=true", other]), wanted);
     }
 }
 

@@ -1,16 +1,11 @@
-use super::{MINIMAL, rows};
-use crate::recipe::Recipe;
+use super::{DMA, load_replaced, load_with, rows, with_attention};
 use sieve_testing::refusal;
 
 #[test]
 fn a_pattern_of_layers_fits_the_model() {
     let dma = "kind = \"dma\"\nkeep_window_size = 8";
     let load = |types: &str, attention: &str| {
-        let dma = "\n[attention]\nkind = \"dma\"\nkeep_window_size = 16";
-        let pattern = format!("layer_types = {types}\n[attention]\n{attention}");
-        let text = MINIMAL.replacen(dma, &pattern, 1);
-        assert_ne!(text, MINIMAL);
-        Recipe::load(&text, "r.toml", &[])
+        load_replaced(&format!("\n[attention]\n{DMA}"), &format!("layer_types = {types}\n[attention]\n{attention}"))
     };
     let recipe = load("[\"dma\", \"mha\", \"dma\"]", dma).expect("the second layer is dense");
     assert_eq!(recipe.dense_layers(), [false, true, false]);
@@ -42,12 +37,8 @@ fn a_pattern_of_layers_fits_the_model() {
 #[test]
 fn dense_steps_are_spread_evenly_and_of_kinds_that_choose_blocks() {
     let load = |attention: &str, share: f64| {
-        let text = MINIMAL.replacen("kind = \"dma\"\nkeep_window_size = 16", attention, 1).replacen(
-            "[training]",
-            &format!("[training]\ndense_steps = {share}"),
-            1,
-        );
-        Recipe::load(&text, "r.toml", &[])
+        let steps = format!("[training]\ndense_steps = {share}");
+        load_with(&with_attention(attention).replacen("[training]", &steps, 1), &[])
     };
     let dense = |share: f64| {
         let training = load("kind = \"moba\"", share).expect("valid").training;

@@ -209,12 +209,6 @@ fn bad_overrides_are_refused_by_name() {
 const SLOPED: &str = "kind = \"dma\"\nkeep_window_size = 7\nbias = \"linear\"\nrecency = \"slope\"\n\
     local_window_size = 2\nlongest_period = 9.0\na_init = 0.5";
 
-fn with_attention(keys: &str) -> String {
-    let own = "kind = \"dma\"\nkeep_window_size = 16";
-    assert!(MINIMAL.contains(own));
-    MINIMAL.replacen(own, keys, 1)
-}
-
 #[test]
 fn one_preset_replaces_all_that_departs_from_the_paper() {
     let text = with_attention(SLOPED)

@@ -86,7 +86,7 @@ fn mistakes_in_stages_name_the_stage_and_the_line() {
         "stage: expected one or more blocks [[stage]], got a table",
     );
     refusal(
-        load_replaced("kind = \"dma\"\nkeep_window_size = 16", "kind = \"mha\"\n[[stage]]\nsteps = 40\nwindow = 8"),
+        load_replaced(DMA, "kind = \"mha\"\n[[stage]]\nsteps = 40\nwindow = 8"),
         "stage.1.window: does not go with kind = \"mha\"",
     );
     // Another kind by --set has no windows of the text's.
@@ -118,8 +118,8 @@ fn an_indexer_warms_up_in_stages_before_the_last() {
     // Another kind by --set has no warm-up of the text's.
     let warm = plain.replacen("steps = 30", "steps = 30\nindex_warmup = true", 1);
     let warm = warm.replacen("local_batch_size = 5", "local_batch_size = 5\n", 1);
-    let text = MINIMAL.replacen("kind = \"dma\"\nkeep_window_size = 16", "kind = \"msa\"", 1);
-    let text = text.replacen("steps = 40\n", "", 1).replacen("local_batch_size = 5", &warm, 1);
+    let text =
+        with_attention("kind = \"msa\"").replacen("steps = 40\n", "", 1).replacen("local_batch_size = 5", &warm, 1);
     let mha = load_with(&text, &["attention.kind=mha"]).unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(mha.stage[0].index_warmup, None);
     refusal(
