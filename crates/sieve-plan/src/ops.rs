@@ -85,22 +85,13 @@ fn refused_tiles(shape: &ModelShape, arch: &str) -> Option<String> {
     shape.by_kind().iter().find_map(|part| {
         let (head_dim, keys): (_, &[NeededKeys]) = match part.attention.form() {
             AttentionForm::Grouped { .. } => (part.head_dim, &[NeededKeys::Neighbours]),
-            AttentionForm::Latent(mla) => {
-                let width = part.head_dim + mla.qk_rope_head_dim;
-                (width, &[NeededKeys::Neighbours])
-            }
+            AttentionForm::Latent(mla) => (part.head_dim + mla.qk_rope_head_dim, &[NeededKeys::Neighbours]),
             AttentionForm::Ranked(_) => (part.head_dim, &[NeededKeys::Chosen(ScoreBias::Exp)]),
             AttentionForm::Branches(_) => (part.head_dim, &[NeededKeys::Blocks, NeededKeys::Neighbours]),
             AttentionForm::Blocks(_) => (part.head_dim, &[NeededKeys::Blocks]),
         };
-        let shape = AttentionShape {
-            batch: 1,
-            seq_len: part.max_seq_len,
-            num_heads: part.num_heads,
-            num_kv_heads: part.num_kv_heads,
-            head_dim,
-            head_dim_v: part.head_dim,
-        };
+        let heads = [part.num_heads, part.num_kv_heads];
+        let shape = AttentionShape::new(1, part.max_seq_len, heads, [head_dim, part.head_dim]);
         let order = SumOrder::Any;
         keys.iter().find_map(|&keys| {
             let needed = AttentionNeeds { shape, keys, order }.kernels(arch);

@@ -88,15 +88,10 @@ pub(super) fn forward_bytes(shape: &ModelShape, size: InferenceSize, target: &Ta
     let block = times(tokens, feed_forward).max(times(tokens, attention) + scores);
     let logits = match size.logit_tokens {
         0 => logit_bytes(shape, tokens, target),
-        returned => returned_logit_bytes(shape, returned as u64, target),
+        returned => times(returned as u64, shape.vocab_size as u64 * value_bytes),
     };
     let loss = times(tokens, 2 * d_model * value_bytes) + logits;
     block.max(loss)
-}
-
-/// Bytes of logits that are returned together.
-fn returned_logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64 {
-    times(tokens, shape.vocab_size as u64 * target.value_bytes())
 }
 
 /// Memory of importing a model: the weights that were read, a new model, and a copy of its weights.

@@ -102,9 +102,8 @@ fn kinds_that_exchange_heads_need_a_share_of_their_memory() {
             );
             let mut recipe = recipe(text, &[&settings]);
             recipe.stage.truncate(1);
-            let ranks = Ranks { size: 8, hosts: 1 };
             // The memory suffices for everything that may be kept.
-            plan_of_ranks(&recipe, 50_304, &h200_of(4000.0), ranks).expect("plans")
+            planned_of_ranks(&recipe, 8, 1, &h200_of(4000.0))
         };
         let [whole, two, four] = [1, 2, 4].map(planned);
         let activations = |plan: &Plan| plan.memory.activations_by_mode[0].1 as f64;
