@@ -31,6 +31,16 @@ impl RowShare {
         }
     }
 
+    /// Groups of `ranks` ranks with different rows: ranks that share a row count as one.
+    pub(crate) fn groups(&self, ranks: usize) -> usize {
+        (ranks / self.degree).max(1)
+    }
+
+    /// Micro-batches of a step of `global_batch_size` rows on each of `ranks` ranks.
+    pub(crate) fn micro_batches(&self, global_batch_size: usize, ranks: usize) -> usize {
+        global_batch_size / self.batch / self.groups(ranks)
+    }
+
     /// Tokens of a micro-batch on one rank.
     pub(crate) fn tokens(&self) -> usize {
         self.batch * self.seq_len / self.degree
@@ -53,13 +63,6 @@ impl RowShare {
             _ => self.seq_len,
         };
         Some(Exchange::Halo { slots: reach.min((self.degree - 1) * len), share: reach.min(len) })
-    }
-
-    /// The recipe with rows of one rank's length.
-    pub(crate) fn recipe_of_part(&self, recipe: &Recipe) -> Recipe {
-        let mut part = recipe.clone();
-        part.training.seq_len = (self.seq_len / self.degree).max(1);
-        part
     }
 
     /// The layer's shape with the heads that one rank computes, and the tokens of its rows in attention:

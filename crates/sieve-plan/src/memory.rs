@@ -84,6 +84,11 @@ impl MemoryPlan {
         ];
         parts.into_iter().filter(|(_, bytes)| *bytes > 0).collect()
     }
+
+    /// Whether the run needs at most nine tenths of the free memory.
+    fn leaves_a_tenth(&self) -> bool {
+        self.total_bytes <= self.available_bytes / 10 * 9
+    }
 }
 
 /// Memory at one point of a training step or of another command, by part.
@@ -148,15 +153,12 @@ pub fn memory_plan(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: 
         // `o_low` of short rows.
         let is_gpu = matches!(target, Target::Gpu(_));
         let more = [is_gpu, false].map(|recomputable| with(recomputable, KeepOLow::Always));
-        let fits = |plan: &MemoryPlan| plan.total_bytes <= plan.available_bytes / 10 * 9;
-        let more = more.into_iter().find(fits);
+        let more = more.into_iter().find(MemoryPlan::leaves_a_tenth);
         more.unwrap_or_else(|| with(false, KeepOLow::ShortRows))
     };
     let mut plan = needed(recipe);
     if plan.verdict.needs_advice() {
-        // Ranks that share a row count as one.
-        let row_groups = ranks / RowShare::of(recipe).degree;
-        plan.would_fit = advice::settings_that_fit(recipe, row_groups.max(1), needed);
+        plan.would_fit = advice::settings_that_fit(recipe, RowShare::of(recipe).groups(ranks), needed);
     }
     plan
 }
@@ -216,11 +218,7 @@ fn activations_by_mode(
     keeping: Keeping,
 ) -> Vec<(&'static str, u64)> {
     use sieve_core::recipe::ActivationCheckpointMode::{Full, None, Selective};
-    let bytes = |(name, mode)| {
-        let mut recipe = recipe.clone();
-        recipe.activation_checkpoint.mode = mode;
-        (name, kept_by_blocks(&recipe, shape, target, keeping))
-    };
+    let bytes = |(name, mode)| (name, kept_by_blocks(&advice::with_mode(recipe, mode), shape, target, keeping));
     [("none", None), ("selective", Selective), ("full", Full)].map(bytes).to_vec()
 }
 
@@ -311,8 +309,7 @@ fn points_of_step(
     let stream = times(tokens, shape.d_model as u64 * target.value_bytes());
     let exchanged = shape.by_kind().into_iter();
     let exchanged = exchanged.map(|part| rows.temporary_bytes(&part, target.value_bytes()));
-    let temporaries =
-        block_temporaries(shape, target, &rows.recipe_of_part(recipe).training, &rows) + exchanged.max().unwrap_or(0);
+    let temporaries = block_temporaries(shape, target, training, &rows) + exchanged.max().unwrap_or(0);
     // All activations of a recomputed block exist while its backward pass runs.
     let kept_by = |layer_idx: usize| {
         let layer = shape.of_layer(layer_idx);

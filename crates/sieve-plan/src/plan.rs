@@ -177,11 +177,7 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
         // `alone`: the recipe of this stage alone. `together`: the ranks' communication in it.
         let alone = recipe.at_stage(&stage);
         let shape = alone.model_shape(vocab_size)?;
-        let together = (ranks.size > 1).then(|| {
-            let num_sums = num_sums(&alone, ranks.size);
-            let zero_stage = alone.parallelism.zero_stage;
-            ranks.together(counts.total(), target.value_bytes(), num_sums, zero_stage)
-        });
+        let together = (ranks.size > 1).then(|| communication(&alone, counts.total(), target, ranks));
         if let Some(together) = together
             && most_together.is_none_or(|most| most.sum_bytes < together.sum_bytes)
         {
@@ -239,16 +235,16 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
     })
 }
 
-/// How many times a step of one training stage reduces its gradients over all ranks.
-fn num_sums(recipe: &Recipe, ranks: usize) -> usize {
-    // Ranks that share a row count as one.
-    let row_groups = (ranks / RowShare::of(recipe).degree).max(1);
-    let training = &recipe.training;
-    match recipe.parallelism.zero_stage {
+/// The ranks' communication in one training stage of a model of `num_parameters`.
+fn communication(recipe: &Recipe, num_parameters: u64, target: &Target, ranks: Ranks) -> RanksPlan {
+    let zero_stage = recipe.parallelism.zero_stage;
+    // How many times a step reduces its gradients over all ranks.
+    let num_sums = match zero_stage {
         0 | 1 => 1,
         // ZeRO-2 reduces them after every micro-batch.
-        _ => training.global_batch_size / training.local_batch_size / row_groups,
-    }
+        _ => RowShare::of(recipe).micro_batches(recipe.training.global_batch_size, ranks.size),
+    };
+    ranks.together(num_parameters, target.value_bytes(), num_sums, zero_stage)
 }
 
 /// A plan for every sharding and type of gradients in one stage.
@@ -267,14 +263,11 @@ fn zero_stages(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Rank
         recipe.parallelism.zero_stage = zero_stage;
         recipe.training.gradient_dtype = gradient_dtype;
         let memory = memory_plan(&recipe, shape, target, ranks.size);
-        let num_sums = num_sums(&recipe, ranks.size);
-        let num_parameters = shape.parameters().total();
-        let together = ranks.together(num_parameters, target.value_bytes(), num_sums, zero_stage);
         ZeroPlan {
             zero_stage,
             gradient_dtype,
             total_bytes: memory.total_bytes,
-            sum_bytes: together.sum_bytes,
+            sum_bytes: communication(&recipe, shape.parameters().total(), target, ranks).sum_bytes,
             verdict: memory.verdict,
         }
     });
@@ -339,9 +332,7 @@ fn stage_plan(
     let section = &stage.section;
     let ranks = together.map_or(1, |together| together.ranks.size);
     let rows = RowShare::of(recipe);
-    // Ranks that share a row count as one.
-    let row_groups = (ranks / rows.degree).max(1);
-    let micro_batches = section.global_batch_size / section.local_batch_size / row_groups;
+    let micro_batches = rows.micro_batches(section.global_batch_size, ranks);
     let dense = shape.dense();
     let over_steps = |own: f64, dense: f64| over_steps(recipe, own, dense);
     let mut executed = shape.executed_flops_per_token(section.seq_len);
@@ -416,10 +407,7 @@ fn speed_alone(
     size: &time::StepSize,
     gpu: &gpu::Gpu,
 ) -> Option<f64> {
-    let speed = |shape: &ModelShape| {
-        let executed = shape.executed_flops_per_token(size.seq_len);
-        time::tokens_per_second(shape, executed, spared_flops, size, gpu)
-    };
+    let speed = |shape: &ModelShape| time::tokens_per_second(shape, spared_flops, size, gpu);
     let own = speed(shape);
     match recipe.training.dense_steps > 0.0 {
         true => own.zip(speed(&shape.dense())).map(|(own, dense)| 1.0 / over_steps(recipe, 1.0 / own, 1.0 / dense)),

@@ -4,6 +4,7 @@ use serde::Serialize;
 use sieve_core::Recipe;
 
 use crate::Plan;
+use crate::context_parallel::RowShare;
 
 /// Default budget: tokens per parameter without the embedding (arXiv:2203.15556, table 3).
 const TOKENS_PER_PARAMETER: u64 = 20;
@@ -41,8 +42,7 @@ impl Suggestion {
         let total_flops = plan.total_flops / plan.num_tokens.max(1) as f64 * num_tokens as f64;
         let (lr, tokens_per_step) = step_law(plan.num_non_embedding as f64, num_tokens as f64);
         let ranks = plan.ranks.map_or(1, |together| together.ranks.size);
-        // Ranks that share a row count as one.
-        let row_groups = (ranks / recipe.parallelism.context_parallel_degree).max(1);
+        let row_groups = RowShare::of(recipe).groups(ranks);
         let stages = recipe.stages().into_iter().map(|stage| {
             let section = stage.section;
             let rows = section.local_batch_size * row_groups;

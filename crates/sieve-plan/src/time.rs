@@ -7,7 +7,7 @@
 use crate::gpu_training_gap;
 use crate::memory::fp8_gemms;
 use sieve_core::model::gpu::Gpu;
-use sieve_core::model::{Attention, AttentionForm, FlopsPerToken, ModelShape};
+use sieve_core::model::{Attention, AttentionForm, ModelShape};
 use std::ops::Range;
 
 /// Share of the peak that GEMMs with weights reach.
@@ -82,14 +82,8 @@ pub(super) fn is_measured(gpu: &Gpu) -> bool {
 }
 
 /// Estimated tokens per second; `None` if attention has no kernel on this GPU, since its reference was not measured.
-/// Training spares `spared_flops` of a token's `executed` FLOPs.
-pub(super) fn tokens_per_second(
-    shape: &ModelShape,
-    executed: FlopsPerToken,
-    spared_flops: f64,
-    size: &StepSize,
-    gpu: &Gpu,
-) -> Option<f64> {
+/// Training spares `spared_flops` of a token's executed FLOPs.
+pub(super) fn tokens_per_second(shape: &ModelShape, spared_flops: f64, size: &StepSize, gpu: &Gpu) -> Option<f64> {
     if gpu_training_gap(shape, &gpu.arch).is_some() {
         return None;
     }
@@ -99,7 +93,7 @@ pub(super) fn tokens_per_second(
     // Seconds of attention and bytes of memory traffic, per token.
     let (mut pairs, mut bytes) = (0.0, 0.0);
     for part in shape.by_kind() {
-        let (rate, is_dma) = pairs_rate(&part, size.seq_len);
+        let rate = pairs_rate(&part, size.seq_len);
         let flops = part.executed_flops_per_token(size.seq_len);
         pairs += passes * flops.attention / (rate * gpu.bf16_flops);
         if part.has_indexer() {
@@ -115,11 +109,12 @@ pub(super) fn tokens_per_second(
                 bytes += QSA_SCORE_BYTES * keys;
             }
         }
-        bytes += block_bytes_per_token(&part, is_dma);
+        bytes += block_bytes_per_token(&part);
     }
     // bf16 logits and their gradients are written and read once each.
     bytes += 2.0 * 4.0 * shape.vocab_size as f64;
-    let mut gemms = (passes * executed.linear - spared_flops) / (GEMMS * gpu.bf16_flops);
+    let linear = shape.executed_flops_per_token(size.seq_len).linear;
+    let mut gemms = (passes * linear - spared_flops) / (GEMMS * gpu.bf16_flops);
     for layer_idx in size.fp8.clone() {
         let (weights, [inner, outer]) = fp8_gemms(&shape.of_layer(layer_idx));
         let seconds = passes * 2.0 * weights as f64 / (GEMMS * gpu.bf16_flops);
@@ -144,9 +139,8 @@ pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Optio
     let dense = ModelShape { attention: Attention::Mha, ..shape.clone() };
     let speed = |shape: &ModelShape, seq_len| {
         let size = StepSize { tokens: size.tokens.max(seq_len), seq_len, fp8: size.fp8.clone(), ..*size };
-        let executed = shape.executed_flops_per_token(seq_len);
         let spared_flops = 0.0;
-        tokens_per_second(shape, executed, spared_flops, &size, gpu)
+        tokens_per_second(shape, spared_flops, &size, gpu)
     };
     let lengths = (9..=20).map(|power| 1 << power);
     lengths.into_iter().find(|&seq_len| {
@@ -155,20 +149,19 @@ pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Optio
     })
 }
 
-/// Share of the peak FLOP/s that a kind's attention reaches, and whether the kind is DMA.
-fn pairs_rate(shape: &ModelShape, seq_len: usize) -> (f64, bool) {
+/// Share of the peak FLOP/s that a kind's attention reaches.
+fn pairs_rate(shape: &ModelShape, seq_len: usize) -> f64 {
     let leaves_keys_out = shape.attention.form().num_kept().is_some_and(|kept| kept < seq_len);
     match shape.attention.form() {
-        AttentionForm::Grouped { .. } if leaves_keys_out => (WINDOW_PAIRS, false),
-        AttentionForm::Grouped { .. } => (dense_pairs_rate(seq_len), false),
-        AttentionForm::Ranked(_) if leaves_keys_out => (GATHERED_PAIRS, true),
-        AttentionForm::Ranked(_) => (dense_pairs_rate(seq_len), true),
-        AttentionForm::Latent(_) => (LATENT_PAIRS, false),
-        AttentionForm::Branches(_) => (BLOCK_PAIRS, false),
-        AttentionForm::Blocks(_) if shape.attention.index_warmup() == Some(true) => (dense_pairs_rate(seq_len), false),
+        AttentionForm::Grouped { .. } if leaves_keys_out => WINDOW_PAIRS,
+        AttentionForm::Ranked(_) if leaves_keys_out => GATHERED_PAIRS,
+        AttentionForm::Grouped { .. } | AttentionForm::Ranked(_) => dense_pairs_rate(seq_len),
+        AttentionForm::Latent(_) => LATENT_PAIRS,
+        AttentionForm::Branches(_) => BLOCK_PAIRS,
+        AttentionForm::Blocks(_) if shape.attention.index_warmup() == Some(true) => dense_pairs_rate(seq_len),
         AttentionForm::Blocks(choice) => {
             let by_head = choice.rule == sieve_core::ChoiceRule::MeanKey;
-            (CHOSEN_PAIRS[usize::from(by_head)], false)
+            CHOSEN_PAIRS[usize::from(by_head)]
         }
     }
 }
@@ -182,14 +175,14 @@ fn dense_pairs_rate(seq_len: usize) -> f64 {
 
 /// Bytes per token that norms, RoPE, SwiGLU, residuals and the preparation of attention read and write, over all
 /// layers.
-fn block_bytes_per_token(shape: &ModelShape, is_dma: bool) -> f64 {
+fn block_bytes_per_token(shape: &ModelShape) -> f64 {
     let (width, ff) = (shape.d_model as f64, shape.d_ff as f64);
     let (q, kv) = (shape.q_width() as f64, shape.kv_width() as f64);
     // In bf16 values. 9 d_ff: SwiGLU, 3 forward and 6 backward. 17 d_model: two norms, 4 forward and 10 backward, and 3
     // for residuals. 7 (q + 2 kv): RoPE. 30 q: f32 sums of dq, which are cleared, added to and read. DMA, 18 kv:
     // scores, and f32 sums of dk and dv.
     let mut values = 9.0 * ff + 17.0 * width + 7.0 * (q + 2.0 * kv) + 30.0 * q;
-    if is_dma {
+    if let AttentionForm::Ranked(_) = shape.attention.form() {
         values += 18.0 * kv;
     }
     // NSA: K and V before and after RoPE, the sum of their three gradients, compressed blocks, three branches and their

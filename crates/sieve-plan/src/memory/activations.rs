@@ -38,6 +38,8 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
     // The norm's output is kept, unless attention is one op, which recomputes it.
     let normed = if joins_attention(shape) { 0 } else { d_model };
     let lse = F32 * heads;
+    // Where queries choose blocks, lists of the queries that chose each block. (A deterministic run keeps none.)
+    let keeps_lists = matches!(target, Target::Gpu(_)) && gpu_attention_gap(shape).is_none();
     let (values, f32_bytes) = match shape.attention.form() {
         // Keeps q, k and v (before norm and rotation if these are in the same op), and the output.
         AttentionForm::Grouped { .. } => (common + normed + packed + q, lse),
@@ -80,13 +82,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
             let compressed = 4 * kv / stride + blocks;
             let packs = 2 * pairs * packed;
             let attention = packs + branches * (q + heads) + q + compressed;
-            // Keeps lists of the queries that chose each block. (A deterministic run keeps none.)
-            let lists = match target {
-                Target::Gpu(_) if gpu_attention_gap(shape).is_none() => {
-                    2 * F32 * kv_heads * nsa.num_selected_blocks as u64
-                }
-                _ => 0,
-            };
+            let lists = if keeps_lists { 2 * F32 * kv_heads * nsa.num_selected_blocks as u64 } else { 0 };
             (common + normed + attention, branches * lse + lists)
         }
         // Keeps packed q, k, v before and after norm and rotation, and the output; the chosen blocks, and on a GPU
@@ -97,10 +93,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
                 true => 3 * (kv + 2 * shape.head_dim as u64),
                 false => 0,
             };
-            let lists = match target {
-                Target::Gpu(_) if gpu_attention_gap(shape).is_none() => 2 * choices,
-                _ => 0,
-            };
+            let lists = if keeps_lists { 2 * choices } else { 0 };
             (common + normed + 2 * packed + indexer + q, lse + F32 * (choices + lists))
         }
     };
@@ -159,14 +152,8 @@ fn keeps_o_low(shape: &ModelShape, target: &Target, seq_len: usize, o_low: KeepO
     let Target::Gpu(gpu) = target else {
         return false;
     };
-    let attention = AttentionShape {
-        batch: 1,
-        seq_len,
-        num_heads: shape.num_heads,
-        num_kv_heads: shape.num_kv_heads,
-        head_dim: shape.head_dim,
-        head_dim_v: shape.head_dim,
-    };
+    let (heads, widths) = ([shape.num_heads, shape.num_kv_heads], [shape.head_dim; 2]);
+    let attention = AttentionShape::new(1, seq_len, heads, widths);
     let family = KernelFamily::best(&attention, KeySource::Biased, gpu.is_hopper());
     family.keeps_o_low(o_low, seq_len)
 }
@@ -204,7 +191,7 @@ pub(super) fn block_temporaries(
     rows: &RowShare,
 ) -> u64 {
     let bytes = target.value_bytes();
-    let tokens = (training.local_batch_size * training.seq_len) as u64;
+    let tokens = rows.tokens() as u64;
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
     let matrix = F32 * d_model * d_ff;
@@ -234,7 +221,7 @@ pub(super) fn block_temporaries(
     let dense = (training.dense_steps > 0.0).then(|| shape.dense());
     let sums = kinds.iter().chain(&dense).map(|part| {
         let (own, seq_len) = rows.attention(part);
-        attention_sums(&own, target, [training.local_batch_size, seq_len])
+        attention_sums(&own, target, [rows.batch, seq_len])
     });
     let sums = sums.max().unwrap_or(0);
     let attention = 3 * matrix + times(tokens, (d_model + q + 2 * packed) * bytes) + sums;

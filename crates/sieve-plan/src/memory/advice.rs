@@ -25,7 +25,7 @@ pub(super) fn settings_that_fit(
     let mut found = Vec::new();
     let mut consider = |recipe: &Recipe, setting: String| {
         let plan = needed(recipe);
-        let fits = plan.total_bytes <= plan.available_bytes / 10 * 9;
+        let fits = plan.leaves_a_tenth();
         if fits {
             found.push(FittingSetting { setting, total_bytes: plan.total_bytes });
         }
@@ -83,7 +83,7 @@ fn modes_after(mode: ActivationCheckpointMode) -> Vec<(&'static str, ActivationC
     }
 }
 
-fn with_mode(recipe: &Recipe, mode: ActivationCheckpointMode) -> Recipe {
+pub(super) fn with_mode(recipe: &Recipe, mode: ActivationCheckpointMode) -> Recipe {
     let mut changed = recipe.clone();
     changed.activation_checkpoint.mode = mode;
     changed
