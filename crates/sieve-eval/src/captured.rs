@@ -4,7 +4,7 @@ use crate::EvalError;
 use crate::chunks::{Cost, KeptMasks, call, prefill, prefill_on_device};
 use crate::device_steps;
 use crate::pass::{cosine, milliseconds, number};
-use crate::selection::{Selection, dense_pairs, layer_shape};
+use crate::selection::{Selection, copied_bytes, dense_pairs, layer_shape};
 use crate::selectors::LayerMeasure;
 use burn::tensor::{DType, Tensor};
 use sieve_core::KeyMask;
@@ -72,8 +72,8 @@ impl<B: DeviceBackend> Captured<B> {
     /// Runs a selector's attention on the layer's operands: on the device if [`Selection::attends_on_device`].
     pub(crate) fn run(&self, selection: &Selection) -> Result<Done<B>, EvalError> {
         let operands = &self.operands;
-        let is_dense = selection.selectors().of(operands.layer).is_dense_layer(operands.layer);
-        if is_dense && has_sparse_attention(&operands.qkv) {
+        let selector = selection.selectors().of(operands.layer);
+        if selector.is_dense_layer(operands.layer) && has_sparse_attention(&operands.qkv) {
             let started = Instant::now();
             return Ok(Done {
                 output: Output::Device(dense_on_device(operands)?),
@@ -81,7 +81,6 @@ impl<B: DeviceBackend> Captured<B> {
                 milliseconds: milliseconds(started),
             });
         }
-        let selector = selection.selectors().of(operands.layer);
         if selector.is_token_by_token() && device_steps::streams(selector, operands) {
             return self.stream_on_device(selector);
         }
@@ -121,7 +120,6 @@ impl<B: DeviceBackend> Captured<B> {
 
     /// Selection and attention on the host, from a copy of the operands.
     fn run_on_host(&self, selection: &Selection) -> Result<Done<B>, EvalError> {
-        let qkv = &self.operands.qkv;
         let selector = selection.selectors().of(self.operands.layer);
         let mut done = None;
         self.operands.on_host(|operands| {
@@ -146,11 +144,7 @@ impl<B: DeviceBackend> Captured<B> {
             Ok::<_, EvalError>(output)
         })?;
         let mut done = done.expect("the layer was attended to");
-        // The CPU backend's operands are in host memory already, so only a GPU's count as copied.
-        if has_sparse_attention(qkv) {
-            let elements: usize = qkv.dims().into_iter().product();
-            done.cost.host_bytes += (elements * qkv.dtype().size()) as u64;
-        }
+        done.cost.host_bytes += copied_bytes(&self.operands);
         Ok(done)
     }
 

@@ -91,7 +91,7 @@ impl SelectionTotals {
         Ok(o)
     }
 
-    /// Adds the statistics of one generated token.
+    /// Adds the statistics of one generated token, or of a prompt in a dense layer.
     fn add_step(&mut self, pairs: f64, dense_pairs: f64) {
         self.calls += 1;
         self.dense_calls += u64::from(pairs >= dense_pairs);
@@ -342,14 +342,11 @@ impl Selection {
             let o = dense(operands).o;
             let pairs = dense_pairs(tokens, operands.num_heads);
             let totals = &mut self.totals[layer];
-            totals.calls += 1;
-            totals.dense_calls += 1;
+            totals.add_step(pairs, pairs);
             match has_sparse_attention(&operands.qkv) {
                 true => totals.kernel_calls += 1,
                 false => totals.seconds += started.elapsed().as_secs_f64(),
             }
-            totals.pairs += pairs;
-            totals.dense_pairs += pairs;
             return Ok(o);
         }
         let selector = self.selectors.of(layer);
@@ -360,7 +357,7 @@ impl Selection {
             return Ok(o);
         }
         if !self.attends_on_device(operands) {
-            self.count_copied(operands);
+            self.totals[layer].host_bytes += copied_bytes(operands);
             return operands.on_host(|operands| self.attend_on_host(operands));
         }
         let selector = self.selectors.of(layer);
@@ -397,16 +394,6 @@ impl Selection {
         Ok(o)
     }
 
-    /// Counts the bytes of operands that are about to be copied to the host.
-    fn count_copied<B: DeviceBackend>(&mut self, operands: &LayerOperands<B>) {
-        // The CPU backend's operands are in host memory already.
-        if has_sparse_attention(&operands.qkv) {
-            let elements: usize = operands.qkv.dims().into_iter().product();
-            let totals = &mut self.totals[operands.layer];
-            totals.host_bytes += (elements * operands.qkv.dtype().size()) as u64;
-        }
-    }
-
     /// Attention of the next tokens of one text, in a layer with a decode method: first its prompt, then one token at a
     /// time. `num_tokens` is the length of the text with `operands`' tokens. The prompt is dense, unless the method
     /// also acts on prompts or [`as_stream`](Self::as_stream) was asked for. `cache` receives the layer's keys if it
@@ -426,7 +413,7 @@ impl Selection {
         let on_device = steps.steps_on_device(width) && has_sparse_attention(&operands.qkv);
         let streams = self.streams_prompts(layer);
         if !on_device || (streams && !device_steps::streams(steps, operands)) {
-            self.count_copied(operands);
+            self.totals[layer].host_bytes += copied_bytes(operands);
             return operands.on_host(|operands| self.continue_on_host(operands));
         }
         // Without keys so far, these tokens are the prompt.
@@ -494,6 +481,15 @@ impl Selection {
         totals.add_step(read, dense);
         totals.seconds += started.elapsed().as_secs_f64();
         Ok(o)
+    }
+}
+
+/// Bytes that a layer's operands take when they are copied to the host.
+pub(crate) fn copied_bytes<B: DeviceBackend>(operands: &LayerOperands<B>) -> u64 {
+    match has_sparse_attention(&operands.qkv) {
+        true => (operands.qkv.shape().num_elements() * operands.qkv.dtype().size()) as u64,
+        // The CPU backend's operands are in host memory already.
+        false => 0,
     }
 }
 

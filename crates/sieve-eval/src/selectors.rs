@@ -7,7 +7,7 @@ use crate::EvalError;
 use crate::captured::Captured;
 use crate::chunks::call;
 use crate::input::{check_vocabulary, check_windows};
-use crate::pass::{Agreement, attending_pass, layers_pass, own_pass};
+use crate::pass::{Agreement, Pass, attending_pass, layers_pass, own_pass};
 use crate::selection::{LayerPath, Selection};
 use burn::tensor::Tensor;
 use serde::Serialize;
@@ -113,16 +113,11 @@ pub fn measure_selectors<B: DeviceBackend>(
             (dense_nats, dense_ms, dense_prefill_ms) = (0.0, 0.0, f64::INFINITY);
             sums.iter_mut().flatten().for_each(|sum| *sum = Sums::default());
         }
-        let mut captured = Vec::new();
         // The first pass times the model's own dense prefill. The second stops at each layer's attention: it captures
         // the operands for the selectors, and times dense attention by the code that they use.
         dense_prefill_ms = own_pass(model, window, device)?.prefill_ms.min(dense_prefill_ms);
-        let dense = layers_pass(model, window, device, &mut |operands| {
-            let (layer, o) = Captured::of(operands)?;
-            dense_ms += layer.dense_ms;
-            captured.push(layer);
-            Ok(o)
-        })?;
+        let (dense, captured) = captured_pass(model, window, device)?;
+        dense_ms += captured.iter().map(|layer| layer.dense_ms).sum::<f64>();
         dense_nats += dense.nats;
         for (selection, total) in selections.iter_mut().zip(&mut sums) {
             observe(&selection.selectors().name());
@@ -164,12 +159,7 @@ pub fn sweep_selectors<B: DeviceBackend>(
     device: &B::Device,
 ) -> Result<Vec<DensityAndRecall>, EvalError> {
     check_vocabulary(window, model.shape().vocab_size)?;
-    let mut captured = Vec::new();
-    layers_pass(model, window, device, &mut |operands| {
-        let (layer, o) = Captured::of(operands)?;
-        captured.push(layer);
-        Ok(o)
-    })?;
+    let (_, captured) = captured_pass(model, window, device)?;
     let point = |selection: &Selection| {
         let mut sum = Sums::default();
         let (mut density, mut recall) = (0.0, 0.0);
@@ -211,6 +201,21 @@ pub fn selector_masks<B: DeviceBackend>(
         Ok(dense_attention(&call)?.o)
     })?;
     Ok(masks)
+}
+
+/// A dense pass over a window, and each dense layer's operands and attention in it.
+fn captured_pass<B: DeviceBackend>(
+    model: &Qwen3<B>,
+    window: &[u32],
+    device: &B::Device,
+) -> Result<(Pass<B>, Vec<Captured<B>>), EvalError> {
+    let mut captured = Vec::new();
+    let pass = layers_pass(model, window, device, &mut |operands| {
+        let (layer, o) = Captured::of(operands)?;
+        captured.push(layer);
+        Ok(o)
+    })?;
+    Ok((pass, captured))
 }
 
 /// The prompts, and the dense model's measures on them; see [`SelectorMeasure`].
@@ -277,10 +282,7 @@ impl Sums {
         self.agreement.kl += agreement.kl;
         self.agreement.same_first += agreement.same_first;
         self.agreement.cosine += agreement.cosine;
-        self.prefill_ms = match self.prefill_ms {
-            Some(fastest) => Some(pass.prefill_ms.min(fastest)),
-            None => Some(pass.prefill_ms),
-        };
+        self.prefill_ms = Some(self.prefill_ms.map_or(pass.prefill_ms, |fastest| pass.prefill_ms.min(fastest)));
         Ok(())
     }
 
