@@ -100,21 +100,6 @@ pub struct RollingPerplexity {
     pub bits_per_byte: f64,
 }
 
-impl RollingPerplexity {
-    fn new(sums: &Breakdown, num_words: u64, num_bytes: u64) -> Self {
-        let per = |count: u64| sums.nats() / count.max(1) as f64;
-        Self {
-            num_tokens: sums.num_tokens(),
-            num_words,
-            num_bytes,
-            log_likelihood: -sums.nats(),
-            word_perplexity: per(num_words).exp(),
-            byte_perplexity: per(num_bytes).exp(),
-            bits_per_byte: per(num_bytes) / std::f64::consts::LN_2,
-        }
-    }
-}
-
 /// Predicts every document of `documents`; `observe` is called after each forward pass with the number of tokens
 /// predicted so far.
 ///
@@ -133,8 +118,8 @@ pub fn perplexity<B: DeviceBackend>(
     observe: &mut dyn FnMut(u64),
 ) -> Result<PerplexityReport, EvalError> {
     let vocab_size = model.shape().vocab_size;
-    check(config, model.shape().max_seq_len)?;
     let PerplexityConfig { context, stride, .. } = *config;
+    check(context, stride, model.shape().max_seq_len)?;
     let with_bos = |prefix: u32| [prefix].into_iter().chain(config.rolling_bos).collect::<Vec<_>>();
     let mut rolling = config
         .rolling_prefix
@@ -193,18 +178,18 @@ pub fn perplexity<B: DeviceBackend>(
     })
 }
 
-fn check(config: &PerplexityConfig, max_seq_len: usize) -> Result<(), EvalError> {
-    if config.context == 0 || config.context > max_seq_len {
+fn check(context: usize, stride: usize, max_seq_len: usize) -> Result<(), EvalError> {
+    if context == 0 || context > max_seq_len {
         return Err(EvalError::setting(
             "context",
-            format!("{}, the model's positions end at {max_seq_len}", config.context),
+            format!("{context}, the model's positions end at {max_seq_len}"),
             "use 1 up to the model's max_position_embeddings",
         ));
     }
-    if config.stride == 0 || config.stride > config.context {
+    if stride == 0 || stride > context {
         return Err(EvalError::setting(
             "stride",
-            format!("{} with a context of {}", config.stride, config.context),
+            format!("{stride} with a context of {context}"),
             "use 1 up to the context; smaller is slower and sees more",
         ));
     }
@@ -268,7 +253,17 @@ impl<B: DeviceBackend> Rolling<'_, B> {
 
     fn finish(mut self) -> Result<RollingPerplexity, EvalError> {
         self.pass.run()?;
-        Ok(RollingPerplexity::new(&self.pass.sums, self.num_words, self.num_bytes))
+        let Self { pass: Pass { sums, .. }, num_words, num_bytes, .. } = self;
+        let per = |count: u64| sums.nats() / count.max(1) as f64;
+        Ok(RollingPerplexity {
+            num_tokens: sums.num_tokens(),
+            num_words,
+            num_bytes,
+            log_likelihood: -sums.nats(),
+            word_perplexity: per(num_words).exp(),
+            byte_perplexity: per(num_bytes).exp(),
+            bits_per_byte: per(num_bytes) / std::f64::consts::LN_2,
+        })
     }
 }
 

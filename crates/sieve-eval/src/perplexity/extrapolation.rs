@@ -1,6 +1,6 @@
 //! The loss on the same tokens after contexts of different lengths, up to more tokens than a training row has.
 use super::windows::Window;
-use super::{EvalDocument, EvalError, Pass, PerplexityConfig, check, check_vocabulary};
+use super::{EvalDocument, EvalError, Pass, check, check_vocabulary};
 use crate::words::WordUse;
 use serde::Serialize;
 use sieve_nn::Qwen3;
@@ -39,15 +39,8 @@ pub fn extrapolation<B: DeviceBackend>(
 ) -> Result<Vec<Extrapolation>, EvalError> {
     let longest = contexts.iter().copied().max().unwrap_or(0);
     let first = contexts.first().copied().unwrap_or(0);
-    let config = PerplexityConfig {
-        context: longest,
-        stride: longest,
-        batch_tokens,
-        far: Vec::new(),
-        rolling_prefix: None,
-        rolling_bos: None,
-    };
-    check(&config, model.shape().max_seq_len)?;
+    let stride = longest;
+    check(longest, stride, model.shape().max_seq_len)?;
     let mut pieces: Vec<Vec<u32>> = Vec::new();
     let (mut num_documents, mut longest_document) = (0, 0);
     for document in documents {

@@ -47,6 +47,12 @@ fn run(model: &Qwen3<Flex>, config: &PerplexityConfig, lengths: &[usize]) -> Per
     perplexity(model, documents, config, &Default::default(), None, &mut |_| {}).expect("valid")
 }
 
+/// Logits `[input, VOCAB_SIZE]` of one full forward pass.
+fn logits(model: &Qwen3<Flex>, input: &[u32]) -> Vec<f64> {
+    let logits = crate::logits(model, input, &Default::default()).expect("valid");
+    logits.iter().collect()
+}
+
 /// Cross-entropy of a token under logits, in nats.
 fn loss(logits: &[f64], token: u32) -> f64 {
     let sum: f64 = logits.iter().map(|logit| logit.exp()).sum();
@@ -64,9 +70,7 @@ fn expected_rolling(model: &Qwen3<Flex>, config: &PerplexityConfig, lengths: &[u
         for target in 1..tokens.len() {
             let end = (target.div_ceil(config.context) * config.context).min(text.len());
             let input = &tokens[end.saturating_sub(config.context)..target];
-            let logits = crate::logits(model, input, &Default::default()).expect("valid");
-            let logits: Vec<f64> = logits.iter::<f64>().collect();
-            let row = &logits[(input.len() - 1) * VOCAB_SIZE..];
+            let row = &logits(model, input)[(input.len() - 1) * VOCAB_SIZE..];
             nats += loss(row, tokens[target]);
         }
     }
@@ -79,9 +83,7 @@ fn expected_nats(model: &Qwen3<Flex>, config: &PerplexityConfig, lengths: &[usiz
     for document in documents(lengths) {
         let tokens = document.tokens;
         for window in windows(tokens.len(), config.context, config.stride) {
-            let input = &tokens[window.input.clone()];
-            let logits = crate::logits(model, input, &Default::default()).expect("valid");
-            let logits: Vec<f64> = logits.iter::<f64>().collect();
+            let logits = logits(model, &tokens[window.input.clone()]);
             for (row, position) in logits.chunks(VOCAB_SIZE).zip(window.input.clone()) {
                 if position >= window.first_scored {
                     nats += loss(row, tokens[position + 1]);
@@ -212,14 +214,7 @@ fn longer_contexts_predict_the_same_tokens() {
     assert!(found[1].loss != found[0].loss && found[2].loss != found[1].loss);
     // The loss on the document's last two tokens after a context of eight, computed as a difference.
     let document = &documents(&[17])[0];
-    let config = PerplexityConfig {
-        context: 8,
-        stride: 8,
-        batch_tokens: 8,
-        far: Vec::new(),
-        rolling_prefix: None,
-        rolling_bos: None,
-    };
+    let config = PerplexityConfig { context: 8, stride: 8, batch_tokens: 8, rolling_prefix: None, ..ONE_BY_ONE };
     let of = |tokens: &[u32]| {
         let part = EvalDocument {
             tokens: tokens.to_vec(),
