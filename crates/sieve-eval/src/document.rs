@@ -146,7 +146,7 @@ fn first_token_bytes(tokenizer: &Tokenizer, tokens: &[u32], limit: usize) -> Res
 mod tests {
     use super::*;
     use crate::test_model::llama_tokenizer;
-    use sieve_data::{BpeConfig, Corpus, CorpusConfig};
+    use sieve_data::{Corpus, CorpusConfig};
 
     #[test]
     fn bytes_are_those_of_all_tokens_but_the_first() {
@@ -159,8 +159,7 @@ mod tests {
         }
         let paths = paths.map(|path| path.display().to_string()).to_vec();
         let corpus = Corpus::open(CorpusConfig::text(paths)).expect("two files");
-        let config = BpeConfig { vocab_size: 262, sample_bytes: 1 << 20 };
-        let bytes = Tokenizer::train(&corpus, config).expect("enough text");
+        let bytes = Tokenizer::train_on(texts.into_iter(), 262).expect("enough text");
         let first = |word: &str| bytes.encode(word).expect("bytes")[0];
         let firsts = ["€", "abc"].map(|word| bytes.id_token(first(word)).expect("known").chars().count());
         check(&bytes, &corpus, texts, firsts);

@@ -55,11 +55,12 @@ pub(super) enum Measure {
     Generation,
 }
 
+/// Texts of a row: a column that holds a list, or one template for each text.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]
-enum Texts {
+enum Texts<T> {
     Column(String),
-    Templates(Vec<String>),
+    Templates(Vec<T>),
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -71,11 +72,11 @@ struct File {
     prompt: Option<String>,
     #[serde(default)]
     prompts: Vec<String>,
-    choices: Option<Texts>,
-    labels: Option<Texts>,
+    choices: Option<Texts<String>>,
+    labels: Option<Texts<String>>,
     label: Option<String>,
     target: Option<String>,
-    answers: Option<Texts>,
+    answers: Option<Texts<String>>,
     #[serde(default)]
     filters: Vec<String>,
     #[serde(default)]
@@ -98,20 +99,20 @@ struct File {
     cut_middle: bool,
 }
 
-impl Texts {
-    fn compile(&self) -> Result<Source, String> {
+impl Texts<String> {
+    fn compile(&self) -> Result<Texts<Template>, String> {
         Ok(match self {
-            Self::Column(column) => Source::Column(column.clone()),
-            Self::Templates(texts) => Source::Templates(templates(texts)?),
+            Self::Column(column) => Texts::Column(column.clone()),
+            Self::Templates(texts) => Texts::Templates(templates(texts)?),
         })
     }
 }
 
 impl File {
     /// The choices, the continuation or the right answers. Fails if the keys do not fit the measure.
-    fn endings(&self) -> Result<Source, String> {
+    fn endings(&self) -> Result<Texts<Template>, String> {
         let target = self.target.as_deref().map(Template::parse).transpose()?;
-        let target = target.map(|target| Source::Templates(vec![target]));
+        let target = target.map(|target| Texts::Templates(vec![target]));
         let [choices, answers] = [&self.choices, &self.answers].map(|texts| texts.as_ref().map(Texts::compile));
         let (choices, answers) = (choices.transpose()?, answers.transpose()?);
         let has_label = self.label.is_some();
@@ -143,13 +144,6 @@ fn templates<'a>(texts: impl IntoIterator<Item = &'a String>) -> Result<Vec<Temp
     texts.into_iter().map(|text| Template::parse(text)).collect()
 }
 
-/// Texts of a row: a column that holds a list, or one template for each text.
-#[derive(Clone, Debug)]
-enum Source {
-    Column(String),
-    Templates(Vec<Template>),
-}
-
 /// A benchmark: how a row becomes a question, and what is measured.
 #[derive(Clone, Debug)]
 pub struct Task {
@@ -159,8 +153,8 @@ pub struct Task {
     pub(super) measure: Measure,
     description: Option<Template>,
     prompts: Vec<Template>,
-    endings: Source,
-    labels: Option<Source>,
+    endings: Texts<Template>,
+    labels: Option<Texts<Template>>,
     label: Option<Template>,
     filters: Vec<Filter>,
     delimiter: String,
@@ -299,9 +293,9 @@ impl Task {
             let mut all = self.filters.iter();
             all.try_fold(text, |text, filter| filter.apply(&text))
         };
-        let list = |source: &Source| match source {
-            Source::Column(column) => texts(row, column),
-            Source::Templates(list) => list.iter().map(|text| text.render(row)).collect(),
+        let list = |source: &Texts<Template>| match source {
+            Texts::Column(column) => texts(row, column),
+            Texts::Templates(list) => list.iter().map(|text| text.render(row)).collect(),
         };
         let prompts: Vec<String> =
             (self.prompts.iter()).map(|prompt| prompt.render(row).and_then(filtered)).collect::<Result<_, _>>()?;
@@ -310,8 +304,7 @@ impl Task {
         // One prompt has several endings, or several prompts have one.
         let num_choices = prompts.len().max(endings.len());
         if self.measure == Measure::Choices && num_choices < 2 {
-            let choices = if num_choices == 1 { "choice" } else { "choices" };
-            return Err(format!("has {num_choices} {choices}, and two are the least"));
+            return Err(format!("has {}, and two are the least", counted(num_choices, "choice")));
         }
         if endings.is_empty() {
             return Err("has no answer".to_owned());

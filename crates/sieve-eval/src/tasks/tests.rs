@@ -4,7 +4,6 @@ use crate::test_model::{llama_tokenizer, tiny_model};
 use crate::{GenerateConfig, Generator, Sampling, logits};
 use burn_flex::{Flex, FlexDevice};
 use sieve_core::{Attention, DmaShape};
-use sieve_data::{BpeConfig, Corpus, CorpusConfig};
 use sieve_testing::refusal;
 
 /// A tokenizer of 31 tokens, too few for bytes: its tokens are words, separated by white space.
@@ -152,9 +151,8 @@ fn long_texts_are_refused_or_cut_at_their_beginning() {
     };
     let fits = ask(Attention::Mha, "lambada_openai", &long(65), ZERO_SHOT).expect("64 go in");
     assert_eq!(fits.num_truncated, 0);
-    let error = ask(Attention::Mha, "lambada_openai", &long(90), ZERO_SHOT).expect_err("too long");
     let words = "row 1 has a text of 89 tokens, and the model's context has room for 64";
-    assert!(error.to_string().contains(words), "{error}");
+    refusal(ask(Attention::Mha, "lambada_openai", &long(90), ZERO_SHOT), words);
     let report = ask(Attention::Mha, "lambada_openai", &long(90), CUT).expect("cut");
     assert_eq!(report.num_truncated, 1);
     let nats = -report.rows[0].likelihoods[0].log_likelihood;
@@ -227,13 +225,8 @@ fn every_longbench_task_takes_short_and_long_prompts() {
 
 #[test]
 fn a_context_and_its_ending_are_split_where_the_harness_splits_them() {
-    let folder = tempfile::tempdir().expect("a folder");
     let text = "the cat sat on the mat and the cat ran to the cat on the mat ".repeat(40);
-    let path = folder.path().join("a.txt");
-    std::fs::write(&path, text).expect("writable");
-    let corpus = Corpus::open(CorpusConfig::text(vec![path.display().to_string()])).expect("a file");
-    let config = BpeConfig { vocab_size: 270, sample_bytes: 1 << 20 };
-    let tokenizer = Tokenizer::train(&corpus, config).expect("enough text");
+    let tokenizer = Tokenizer::train_on(std::iter::once(text.as_str()), 270).expect("enough text");
     let eos_id = tokenizer.eos_id().expect("its own name");
     let encode = |context: &str, ending: &str| Pair::encode(&tokenizer, eos_id, context, ending).expect("text");
     let whole = tokenizer.encode("the cat sat").expect("text");

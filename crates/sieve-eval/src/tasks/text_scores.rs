@@ -50,7 +50,7 @@ impl TextScore {
             Self::QaF1 => f1(&qa_words(text), &qa_words(answer)),
             Self::RougeL => rouge_l(text, answer),
             Self::Classification => classification(text, answer, classes),
-            Self::Retrieval => share_of_numbers(text, &numbers(answer).next().unwrap_or_default()),
+            Self::Retrieval => share_of_numbers(text, numbers(answer).next().unwrap_or_default()),
             Self::Count => share_of_numbers(text, answer),
             Self::CodeSimilarity => code_similarity(text, answer),
         };
@@ -183,15 +183,13 @@ fn classification(text: &str, answer: &str, classes: &[String]) -> f64 {
 }
 
 /// The runs of digits in a text.
-fn numbers(text: &str) -> impl Iterator<Item = String> {
-    let runs = text.split(|c: char| !c.is_ascii_digit());
-    let runs: Vec<String> = runs.filter(|run| !run.is_empty()).map(str::to_owned).collect();
-    runs.into_iter()
+fn numbers(text: &str) -> impl Iterator<Item = &str> {
+    text.split(|c: char| !c.is_ascii_digit()).filter(|run| !run.is_empty())
 }
 
 fn share_of_numbers(text: &str, answer: &str) -> f64 {
-    let all: Vec<String> = numbers(text).collect();
-    let right = all.iter().filter(|number| *number == answer).count();
+    let all: Vec<&str> = numbers(text).collect();
+    let right = all.iter().filter(|number| **number == answer).count();
     right as f64 / all.len().max(1) as f64
 }
 
