@@ -6,17 +6,14 @@ use sieve_core::ModelShape;
 
 /// Fails if an id has no row in the embedding.
 pub(crate) fn check_vocabulary(tokens: &[u32], vocab_size: usize) -> Result<(), EvalError> {
-    match tokens.iter().position(|&token| token as usize >= vocab_size) {
-        None => Ok(()),
-        Some(position) => {
-            let token = tokens[position];
-            let what =
-                format!("token {token} at position {position} is outside the model's vocabulary of {vocab_size}");
-            let hint = "leave the token out, if it was added to the tokenizer without a row of the embedding; else use \
-                        the tokenizer.json of the checkpoint";
-            Err(EvalError::refused(what, hint))
-        }
-    }
+    let Some(position) = tokens.iter().position(|&token| token as usize >= vocab_size) else {
+        return Ok(());
+    };
+    let token = tokens[position];
+    let what = format!("token {token} at position {position} is outside the model's vocabulary of {vocab_size}");
+    let hint = "leave the token out, if it was added to the tokenizer without a row of the embedding; else use the \
+                tokenizer.json of the checkpoint";
+    Err(EvalError::refused(what, hint))
 }
 
 /// Fails if the model cannot read a row: of its `tokens`, the `num_inputs` inputs must be at least one and at most the

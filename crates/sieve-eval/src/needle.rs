@@ -111,7 +111,7 @@ impl NeedleConfig {
     /// # Errors
     /// No cell; a length beyond the context or without haystack; a depth outside 0 to 100.
     pub fn check(&self, max_seq_len: usize) -> Result<(), EvalError> {
-        let bad = |name, value, hint| Err(EvalError::BadSetting { name, value, hint });
+        let bad = |name, value: String, hint| Err(EvalError::setting(name, value, hint));
         for (name, count) in
             [("lengths", self.lengths.len()), ("depths", self.depths.len()), ("needles", self.num_needles)]
         {
@@ -175,7 +175,7 @@ pub fn needle<B: DeviceBackend>(
     let samples = samples(config, tokenizer)?;
     let mut reader = Reader { model, selection: selection.map(Selection::uncounted), pairs: [0.0; 2] };
     let mut cells = Vec::new();
-    let (mut ranks, mut num_found, mut num_first) = (0.0, 0, 0);
+    let (mut ranks, mut num_first) = (0.0, 0);
     for of_cell in samples.chunks(config.num_needles) {
         let mut cell = NeedleCell {
             length: of_cell[0].length,
@@ -190,11 +190,11 @@ pub fn needle<B: DeviceBackend>(
             cell.mean_rank += rank / of_cell.len() as f64;
             num_first += usize::from(rank == 1.0);
             ranks += rank;
-            num_found += usize::from(is_found);
         }
         cells.push(cell);
     }
     let count = samples.len() as f64;
+    let num_found: usize = cells.iter().map(|cell| cell.num_found).sum();
     let mean_rank = ranks / count;
     let num_ranks = (NUM_DISTRACTORS + 1) as f64;
     let chance_rank = (num_ranks + 1.0) / 2.0;

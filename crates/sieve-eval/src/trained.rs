@@ -204,6 +204,7 @@ mod tests {
     use crate::test_model::tiny_model;
     use sieve_core::model::{NsaCompression, NsaShape};
     use sieve_core::{Attention, DmaShape};
+    use sieve_testing::refusal;
 
     const NSA: NsaShape = NsaShape {
         compress_block_size: 8,
@@ -287,12 +288,12 @@ mod tests {
 
     #[test]
     fn what_cannot_be_measured_is_told() {
-        let error = |windows: &[Vec<u32>]| {
-            let error = measured(Attention::Mha, windows).expect_err("refused");
-            error.to_string()
-        };
-        assert!(error(&[]).contains("no token"));
-        assert!(error(&[vec![0; 130]]).contains("context of 128"));
-        assert!(error(&[vec![31; 5]]).contains("outside the model's vocabulary"));
+        for (windows, words) in [
+            (&[][..], "no token"),
+            (&[vec![0; 130]], "context of 128"),
+            (&[vec![31; 5]], "outside the model's vocabulary"),
+        ] {
+            refusal(measured(Attention::Mha, windows), words);
+        }
     }
 }

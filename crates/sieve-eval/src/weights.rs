@@ -144,14 +144,14 @@ pub(crate) fn check_length(shape: &ModelShape, num_tokens: usize) -> Result<(), 
     let scores = ScoreMatrix { batch: 1, num_heads: shape.num_heads, seq_len: num_tokens };
     match scores.num_scores() <= MOST_REFERENCE_SCORES {
         true => Ok(()),
-        false => Err(EvalError::BadSetting {
-            name: "length",
-            value: format!(
+        false => Err(EvalError::setting(
+            "length",
+            format!(
                 "{num_tokens}, and a layer would have {} weights ({scores}), more than {MOST_REFERENCE_SCORES}",
                 scores.num_scores()
             ),
-            hint: "choose a shorter prompt",
-        }),
+            "choose a shorter prompt",
+        )),
     }
 }
 

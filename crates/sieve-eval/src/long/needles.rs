@@ -100,7 +100,7 @@ impl Needles {
         }
         random.shuffle(&mut needles);
         let asked = random.sample(self.num_keys, self.num_queries);
-        let (sentences, joint) = self.sentences(text, random, parts, &keys);
+        let (mut sentences, joint) = self.sentences(text, random, parts, &keys);
         // The n-th needle is placed before part `places[n]`.
         let places = match self.hay {
             Hay::Essay => {
@@ -117,15 +117,10 @@ impl Needles {
             1 => depth(places[at.expect("the asked key has a needle")], parts),
             _ => None,
         };
-        let mut context = Vec::with_capacity(parts + needles.len());
-        let mut next = 0;
-        for (place, (needle, _)) in places.iter().zip(&needles) {
-            context.extend(sentences[next..*place].iter().map(String::as_str));
-            context.push(needle);
-            next = *place;
+        for (place, (needle, _)) in places.into_iter().zip(needles).rev() {
+            sentences.insert(place, needle);
         }
-        context.extend(sentences[next..].iter().map(String::as_str));
-        let context = context.join(joint);
+        let context = sentences.join(joint);
         let references: Vec<String> = asked.iter().flat_map(|&n| values[n].clone()).collect();
         let queries: Vec<&str> = asked.iter().map(|&n| keys[n].as_str()).collect();
         let wrong = wrong(&context, || self.values.draw(random));

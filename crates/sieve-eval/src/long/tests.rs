@@ -1,7 +1,7 @@
 use super::*;
 use crate::needle::tests::tokenizer;
 use crate::test_model::llama_tokenizer;
-use sieve_testing::{refusal, says};
+use sieve_testing::refusal;
 use std::collections::{BTreeMap, HashSet};
 
 /// The text between two marks.
@@ -30,10 +30,6 @@ fn source() -> LongSource {
         text: LongText::made_up(Split::Test),
         qa: [parse(squad.to_string()), parse(serde_json::Value::from(hotpot).to_string())],
     }
-}
-
-fn size(parts: usize, length: usize) -> Size {
-    Size { parts, length }
 }
 
 fn samples(name: &str, split: Split, size: Size, count: u64) -> Vec<LongSample> {
@@ -144,7 +140,7 @@ fn every_task_is_solved_by_who_reads_its_text() {
 
 #[test]
 fn wrong_answers_are_ten_others_that_the_text_does_not_hold() {
-    let size = size(60, 2048);
+    let size = Size { parts: 60, length: 2048 };
     for name in LONG_TASKS {
         for sample in samples(name, Split::Test, size, 8) {
             let different: HashSet<&String> = sample.wrong.iter().chain(&sample.references[..1]).collect();
@@ -160,7 +156,7 @@ fn wrong_answers_are_ten_others_that_the_text_does_not_hold() {
 
 #[test]
 fn samples_repeat_and_differ_by_number_and_split() {
-    let size = size(50, 1024);
+    let size = Size { parts: 50, length: 1024 };
     for name in LONG_TASKS {
         let (a, b) = (samples(name, Split::Test, size, 5), samples(name, Split::Test, size, 5));
         assert_eq!(a, b, "{name}");
@@ -173,7 +169,7 @@ fn samples_repeat_and_differ_by_number_and_split() {
 
 #[test]
 fn needles_are_as_many_as_their_task_says_and_lie_everywhere() {
-    let size = size(100, 2048);
+    let size = Size { parts: 100, length: 2048 };
     // Each case: a task and its numbers of needles, keys and references.
     for (name, needles, keys, references) in [
         ("niah_single_1", 1, 1, 1),
@@ -244,7 +240,7 @@ fn words_are_as_frequent_as_their_task_says() {
             assert_eq!(sample.references.len(), 10);
         }
     }
-    let size = size(1000, 4000);
+    let size = Size { parts: 1000, length: 4000 };
     for sample in samples("fwe", Split::Test, size, 5) {
         let mut found: Vec<(String, usize)> =
             counts(between(&sample.prompt, "coded words. ", "\nQuestion")).into_iter().collect();
@@ -287,7 +283,7 @@ fn variables_form_one_chain_in_order() {
 
 #[test]
 fn the_other_tasks_hold_what_they_say() {
-    let size = size(75, 4096);
+    let size = Size { parts: 75, length: 4096 };
     for sample in samples("kv_retrieval", Split::Test, size, 10) {
         assert_eq!(sample.prompt.matches("\": \"").count(), 75);
         assert_eq!(sample.references[0].len(), 36);
@@ -392,16 +388,13 @@ fn scores_are_the_harnesss() {
 
 #[test]
 fn what_cannot_be_made_is_told() {
-    let error = LongTask::new("niah_singel_1").expect_err("unknown").to_string();
-    assert!(error.contains("did you mean niah_single_1?"), "{error}");
+    refusal(LongTask::new("niah_singel_1"), "did you mean niah_single_1?");
     let (tokenizer, mut source) = (tokenizer(), source());
     let made = |name: &str, source: &LongSource, length| {
         let task = LongTask::new(name).expect("a task");
-        let texts = long_texts(task, source, &tokenizer, (Split::Test, 1), length, 0..1);
-        texts.map(|_| ()).map_err(|error| error.to_string())
+        long_texts(task, source, &tokenizer, (Split::Test, 1), length, 0..1)
     };
-    let error = made("cwe", &source, 200).expect_err("too short");
-    says(&error, "the length is 200 | --lengths");
+    let error = refusal(made("cwe", &source, 200), "the length is 200 | --lengths");
     let needed = error.split("takes ").nth(1).and_then(|rest| rest.split(' ').next());
     let needed: usize = needed.and_then(|n| n.parse().ok()).expect("a number");
     // 40 tokens more than the shortest, since samples differ in length.
