@@ -30,7 +30,7 @@ use lines::{
 };
 use log::Log;
 use on_event::{OnEvent, StallWatch};
-use profile::{StepProfile, StepRange};
+use profile::StepProfile;
 use sieve_comm::{Mesh, World};
 use sieve_core::recipe::TrainingPrecision;
 use sieve_core::{Keeping, ModelShape, Recipe};
@@ -135,23 +135,6 @@ struct Session<'a> {
     mesh: Option<Arc<Mesh>>,
 }
 
-/// How one run of the trainer ended.
-enum Ending {
-    /// All steps of the run are done.
-    Finished,
-    /// A signal stopped the run before its last step.
-    Interrupted,
-}
-
-impl From<Ending> for Exit {
-    fn from(ending: Ending) -> Self {
-        match ending {
-            Ending::Finished => Self::Done,
-            Ending::Interrupted => Self::StoppedEarly,
-        }
-    }
-}
-
 /// Runs `sieve train`: as one process, as one rank of several, or as a sweep over settings.
 pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
     args.check();
@@ -159,18 +142,18 @@ pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
     let events = args.events();
     match World::from_env(&variable)? {
         Some(world) => ranks::run(&args, world, &events),
-        None if !args.sweep.is_empty() => events.ended(sweep::run(args).map(Exit::from)),
+        None if !args.sweep.is_empty() => events.ended(sweep::run(args)),
         None => {
             let (prints, mesh) = (true, None);
-            let ending = Interrupt::install(prints).and_then(|interrupt| run_one(&args, mesh, interrupt));
-            events.ended(exit_of(ending, prints))
+            let exit = Interrupt::install(prints).and_then(|interrupt| run_one(&args, mesh, interrupt));
+            events.ended(exit_of(exit, prints))
         }
     }
 }
 
 /// The exit code of a run. If its last checkpoint could not be written, `prints` says whether to print the error;
 /// the code means that the run can be continued from the checkpoint before.
-fn exit_of(result: Result<Ending>, prints: bool) -> Result<Exit> {
+fn exit_of(result: Result<Exit>, prints: bool) -> Result<Exit> {
     match result {
         Err(error) if matches!(error.downcast_ref(), Some(TrainError::Unsaved(_))) => {
             if prints {
@@ -178,12 +161,12 @@ fn exit_of(result: Result<Ending>, prints: bool) -> Result<Exit> {
             }
             Ok(Exit::StoppedEarly)
         }
-        result => Ok(result?.into()),
+        result => result,
     }
 }
 
 /// Trains one run, in this process alone or as a rank of `mesh`.
-fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> Result<Ending> {
+fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> Result<Exit> {
     let (mut recipe, text) = args.recipe.load_with_text()?;
     let out = args.out_folder();
     if let Some(steps) = args.extend {
@@ -201,7 +184,6 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> R
         // Logging a step reads the loss back and so waits for the GPU. No step between the traced ones may be logged.
         recipe.metrics.log_freq = num_steps as usize;
     }
-    let out = args.out_folder();
     let start = args.start(&out, session.mesh.as_deref())?;
     train_on(&session, &start, &recipe, &out)
 }
@@ -322,7 +304,7 @@ impl<'a> Session<'a> {
 
 /// Trains `recipe` on the session's device; on the CPU if `--device auto` found a GPU without kernels for its
 /// attention.
-fn train_on(session: &Session<'_>, start: &Start, recipe: &Recipe, out: &Path) -> Result<Ending> {
+fn train_on(session: &Session<'_>, start: &Start, recipe: &Recipe, out: &Path) -> Result<Exit> {
     // The choice of the device does not depend on the vocabulary, so its size can be 0 here.
     let shape = recipe.model_shape(0)?;
     let device = session.args.device.for_model(&session.found, &shape);
@@ -422,12 +404,12 @@ fn train<B: TrainBackend>(
     place: &Device,
     hardware: impl FnOnce() -> (Hardware<B>, String),
     group: impl FnOnce(Arc<Mesh>, &B::Device) -> Result<Group<B>>,
-) -> Result<Ending> {
+) -> Result<Exit> {
     let (mut folder, origin) = ranks::open(session.mesh.as_deref(), out, start, recipe)?;
     let recipe = &origin.with_own_tokenizer(recipe)?;
     let mut log = Log::new(session.prints());
     if is_finished(&mut folder, start, &origin, recipe, out, &log)? {
-        return Ok(Ending::Finished);
+        return Ok(Exit::Done);
     }
     // Memory is checked before text is tokenised, which may take hours.
     let [_, num_ranks] = session.sharers();
@@ -503,8 +485,8 @@ fn train<B: TrainBackend>(
         log.always(&stopped_line(recipe, &summary, session.args.checkpoint_fallback.as_deref()));
         let is_as_asked = (session.args.stop_after).is_some_and(|n| summary.step - first_step >= n);
         return Ok(match is_as_asked {
-            true => Ending::Finished,
-            false => Ending::Interrupted,
+            true => Exit::Done,
+            false => Exit::StoppedEarly,
         });
     }
     log.line(&format!(
@@ -521,7 +503,7 @@ fn train<B: TrainBackend>(
     }
     tell_references(&log);
     next_steps(&log, recipe, &summary, trainer.data());
-    Ok(Ending::Finished)
+    Ok(Exit::Done)
 }
 
 /// Whether the checkpoint to continue from has all of the run's steps. If so, prints that and how to train further.
@@ -634,10 +616,10 @@ fn profile<B: TrainBackend>(
         return Ok(None);
     };
     let training = &recipe.training;
-    let run = StepRange { first: trainer.step(), last: training.steps as u64 };
+    let steps = trainer.step()..training.steps as u64;
     let size = (session.mesh.as_ref()).map_or(1, |mesh| mesh.world().size);
     let tokens = training.global_batch_size * training.seq_len / size;
-    StepProfile::new(num_steps, run, trainer.shape(), tokens, &gpu.name).map(Some)
+    StepProfile::new(num_steps, steps, trainer.shape(), tokens, &gpu.name).map(Some)
 }
 
 /// Prepares the shards and the tokenizer, with a progress bar or lines. Locks the output folder (`claim`) once the

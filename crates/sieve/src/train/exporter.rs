@@ -35,16 +35,16 @@ impl FromStr for MetricsPort {
 /// The metrics served, with their current values.
 #[derive(Debug, Default)]
 struct Numbers {
-    /// (name without the prefix `sieve_`, help text, whether it is a counter, value).
-    all: Vec<(&'static str, &'static str, bool, f64)>,
+    /// (name without the prefix `sieve_`, help text, value). Names that end with `_total` are counters.
+    all: Vec<(&'static str, &'static str, f64)>,
 }
 
 impl Numbers {
-    /// Sets a number. Names that end with `_total` are counters.
+    /// Sets a number.
     fn put(&mut self, name: &'static str, help: &'static str, value: f64) {
         match self.all.iter_mut().find(|(found, ..)| *found == name) {
             Some((.., found)) => *found = value,
-            None => self.all.push((name, help, name.ends_with("_total"), value)),
+            None => self.all.push((name, help, value)),
         }
     }
 
@@ -57,8 +57,8 @@ impl Numbers {
     /// The numbers in Prometheus' text format, version 0.0.4.
     fn text(&self) -> String {
         let mut text = String::new();
-        for (name, help, only_grows, value) in &self.all {
-            let kind = if *only_grows { "counter" } else { "gauge" };
+        for (name, help, value) in &self.all {
+            let kind = if name.ends_with("_total") { "counter" } else { "gauge" };
             let value = match value {
                 value if value.is_nan() => "NaN".to_owned(),
                 value if value.is_infinite() => format!("{}Inf", if *value > 0.0 { '+' } else { '-' }),

@@ -5,6 +5,7 @@ use sieve_core::model::peak_bf16_flops;
 use sieve_kernels::{KernelTrace, TraceResult};
 use sieve_train::StepReport;
 use std::fmt::Write;
+use std::ops::Range;
 
 /// Steps before the trace. In the first steps kernels are compiled and memory is allocated.
 const WARM_UP_STEPS: u64 = 4;
@@ -12,12 +13,6 @@ const WARM_UP_STEPS: u64 = 4;
 const LISTED: usize = 24;
 /// Number of kernels that are listed by the idle time before them.
 const LISTED_GAPS: usize = 6;
-
-/// The steps of a run: those done before it (`first`), and its last.
-pub(super) struct StepRange {
-    pub(super) first: u64,
-    pub(super) last: u64,
-}
 
 /// Traces the steps between two logged steps of a run.
 pub(super) struct StepProfile {
@@ -37,22 +32,24 @@ enum State {
 }
 
 impl StepProfile {
+    /// `steps` are the steps of the run, without those done before it.
+    ///
     /// # Errors
     /// A run that ends before the steps are traced.
     pub(super) fn new(
         num_steps: u64,
-        run: StepRange,
+        steps: Range<u64>,
         shape: &ModelShape,
         tokens_per_step: usize,
         gpu_name: &str,
     ) -> Result<Self> {
-        let first_traced = (run.first + WARM_UP_STEPS).next_multiple_of(num_steps);
+        let first_traced = (steps.start + WARM_UP_STEPS).next_multiple_of(num_steps);
         let needed = first_traced + num_steps;
-        if run.last < needed {
+        if steps.end < needed {
             bail!(
                 "--profile {num_steps} needs a run that goes to step {needed}, this one ends at {}\n  \
                  hint: raise training.steps or profile fewer steps",
-                run.last
+                steps.end
             );
         }
         Ok(Self {
@@ -102,11 +99,22 @@ impl StepProfile {
         let keys = report.attention.mean_active_keys;
         // Keys that a query sees, and keys up to it: density is the former over the latter.
         let flops = self.shape.flops_per_token(keys, keys / report.attention.density);
-        let work = Work {
-            tokens: self.tokens_per_step * steps_f,
-            linear: 3.0 * flops.linear,
-            attention: 3.0 * flops.attention + flops.index_scores + flops.index_gradient,
-            parameters: self.shape.parameters().total() as f64 * steps_f,
+        let tokens = self.tokens_per_step * steps_f;
+        let parameters = self.shape.parameters().total() as f64 * steps_f;
+        // TFLOP/s or GB/s of a group whose operations or bytes are known.
+        let rate = |group: &str, seconds: f64| match group {
+            GEMMS => self.tflops(tokens * (3.0 * flops.linear), seconds),
+            ATTENTION => {
+                let attention = 3.0 * flops.attention + flops.index_scores + flops.index_gradient;
+                self.tflops(tokens * attention, seconds)
+            }
+            OPTIMIZER => {
+                // The bf16 weights and the masters' low bits, 2 bytes each, and two f32 moments are read and written,
+                // the f32 gradient is read; the norm reads it once more.
+                let bytes = parameters * (2.0 * (2.0 + 2.0 + 2.0 * 4.0) + 4.0 + 4.0);
+                format!(": {:.0} GB/s", bytes / seconds * 1e-9)
+            }
+            _ => String::new(),
         };
         let totals = result.totals();
         let _ = writeln!(text, "  share        ms  launches");
@@ -124,7 +132,7 @@ impl StepProfile {
                 ns as f64 / steps_f * 1e-6,
                 launches as f64 / steps_f,
                 group,
-                self.rate(group, &work, ns)
+                rate(group, ns as f64 * 1e-9)
             );
         }
         let _ = writeln!(text, "  kernel by kernel");
@@ -148,38 +156,13 @@ impl StepProfile {
         text
     }
 
-    /// TFLOP/s or GB/s of a group whose operations or bytes are known.
-    fn rate(&self, group: &str, work: &Work, ns: u64) -> String {
-        let seconds = ns as f64 * 1e-9;
-        let tflops = |flops: f64| {
-            let achieved = flops / seconds;
-            let share =
-                self.peak_flops.map_or(String::new(), |peak| format!(", {:.0} % of the peak", 100.0 * achieved / peak));
-            format!(": {:.0} TFLOP/s{share}", achieved * 1e-12)
-        };
-        match group {
-            GEMMS => tflops(work.tokens * work.linear),
-            ATTENTION => tflops(work.tokens * work.attention),
-            OPTIMIZER => {
-                // The bf16 weights and the masters' low bits, 2 bytes each, and two f32 moments are read and written,
-                // the f32 gradient is read; the norm reads it once more.
-                let bytes = work.parameters * (2.0 * (2.0 + 2.0 + 2.0 * 4.0) + 4.0 + 4.0);
-                format!(": {:.0} GB/s", bytes / seconds * 1e-9)
-            }
-            _ => String::new(),
-        }
+    /// The speed of `flops` operations in `seconds`, and its share of the peak.
+    fn tflops(&self, flops: f64, seconds: f64) -> String {
+        let achieved = flops / seconds;
+        let share =
+            self.peak_flops.map_or(String::new(), |peak| format!(", {:.0} % of the peak", 100.0 * achieved / peak));
+        format!(": {:.0} TFLOP/s{share}", achieved * 1e-12)
     }
-}
-
-/// FLOPs and tokens of the traced steps.
-struct Work {
-    tokens: f64,
-    /// FLOPs per token of GEMMs with weights.
-    linear: f64,
-    /// Attention's FLOPs per token.
-    attention: f64,
-    /// Number of parameters times number of traced steps.
-    parameters: f64,
 }
 
 const GEMMS: &str = "GEMMs with weights";
@@ -241,11 +224,10 @@ mod tests {
                     [lr_scheduler]\nwarmup_steps = 0\ndecay_ratio = 0.0\n";
         let recipe = sieve_core::Recipe::load(text, "a test's recipe", &[]).expect("valid");
         let shape = recipe.model_shape(100).expect("it fits");
-        let profile =
-            |num_steps, first, last| StepProfile::new(num_steps, StepRange { first, last }, &shape, 32, "NVIDIA H200");
-        assert!(profile(3, 0, 9).is_ok());
-        let error = profile(3, 0, 8).err().expect("too short").to_string();
+        let profile = |num_steps, steps| StepProfile::new(num_steps, steps, &shape, 32, "NVIDIA H200");
+        assert!(profile(3, 0..9).is_ok());
+        let error = profile(3, 0..8).err().expect("too short").to_string();
         assert!(error.contains("step 9") && error.contains("ends at 8"), "{error}");
-        assert!(profile(3, 100, 105).is_err(), "a resumed run warms up too");
+        assert!(profile(3, 100..105).is_err(), "a resumed run warms up too");
     }
 }

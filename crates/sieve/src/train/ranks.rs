@@ -326,7 +326,7 @@ pub(super) fn on_cuda(
     all_have_nccl(&mesh, NcclGroup::require())?;
     let (rank, size) = (mesh.world().rank, mesh.world().size);
     let (late, late_events) = (mesh.clone(), events.clone());
-    let _limit = Limit::start(CONNECTING, NCCL_START, move |is_over| match is_over {
+    let _limit = limit_time(CONNECTING, NCCL_START, move |is_over| match is_over {
         false if rank == 0 => terminal::note(&format!("NCCL connects the GPUs of {size} ranks; still waiting")),
         false => {}
         true => {
@@ -414,29 +414,22 @@ fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>, events: OnEvent) ->
     thread.spawn(look).map(drop).context("starting a thread")
 }
 
-/// A time limit on work that cannot be interrupted. Drop it when the work is done.
-struct Limit {
-    /// The watching thread ends when this sender is dropped.
-    _work: Sender<()>,
-}
-
-impl Limit {
-    /// Calls `report(false)` if the work still lasts after `soon`, and `report(true)` after `limit`.
-    fn start(soon: Duration, limit: Duration, report: impl Fn(bool) + Send + 'static) -> Result<Self> {
-        let (work, ended) = channel::<()>();
-        let lasts = move |time| ended.recv_timeout(time) == Err(RecvTimeoutError::Timeout);
-        let watch = move || {
-            if lasts(soon) {
-                report(false);
-                if lasts(limit.saturating_sub(soon)) {
-                    report(true);
-                }
+/// A time limit on work that cannot be interrupted: calls `report(false)` if the work still lasts after `soon`, and
+/// `report(true)` after `limit`. Drop the returned sender when the work is done; the watching thread then ends.
+fn limit_time(soon: Duration, limit: Duration, report: impl Fn(bool) + Send + 'static) -> Result<Sender<()>> {
+    let (work, ended) = channel::<()>();
+    let lasts = move |time| ended.recv_timeout(time) == Err(RecvTimeoutError::Timeout);
+    let watch = move || {
+        if lasts(soon) {
+            report(false);
+            if lasts(limit.saturating_sub(soon)) {
+                report(true);
             }
-        };
-        let thread = std::thread::Builder::new().name("sieve-limit".to_owned());
-        thread.spawn(watch).context("starting a thread")?;
-        Ok(Self { _work: work })
-    }
+        }
+    };
+    let thread = std::thread::Builder::new().name("sieve-limit".to_owned());
+    thread.spawn(watch).context("starting a thread")?;
+    Ok(work)
 }
 
 /// Waits until all ranks have loaded NCCL. If one has not, all fail here instead of waiting for it inside NCCL.
@@ -500,16 +493,7 @@ mod tests {
 
     #[test]
     fn more_processes_than_gpus_are_told_in_both_numbers() {
-        let world = World {
-            rank: 12,
-            size: 16,
-            local_rank: 4,
-            local_size: 8,
-            master_addr: "a".to_owned(),
-            master_port: 1,
-            run_id: String::new(),
-            token: String::new(),
-        };
+        let world = World { rank: 12, size: 16, ..World::on_this_host(4, 8, 1) };
         let error = |count| without_gpu(KernelError::WrongDevice { wanted: 4, count }.into(), &world);
         let text = error(4).to_string();
         for part in ["LOCAL_RANK 4", "has 4, and 8 processes", "start 4 processes"] {
@@ -525,7 +509,7 @@ mod tests {
         let spoken = |work: Duration, limit: Duration| {
             let (sender, receiver) = channel();
             let speak = move |is_over| sender.send(is_over).expect("somebody listens");
-            let limit = Limit::start(millis(50), limit, speak).expect("a thread");
+            let limit = limit_time(millis(50), limit, speak).expect("a thread");
             std::thread::sleep(work);
             drop(limit);
             receiver.into_iter().collect::<Vec<_>>()

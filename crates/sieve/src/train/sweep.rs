@@ -1,5 +1,6 @@
 //! `sieve train --sweep`: one run for each value, and a table.
-use super::{Ending, Session, TrainArgs, train_on};
+use super::{Session, TrainArgs, train_on};
+use crate::exit::Exit;
 use crate::interrupt::Interrupt;
 use crate::terminal;
 use anyhow::{Context, Result, bail};
@@ -55,7 +56,7 @@ impl Row {
 }
 
 /// Trains one run after the other, then writes sweep.json and prints the table.
-pub(super) fn run(args: TrainArgs) -> Result<Ending> {
+pub(super) fn run(args: TrainArgs) -> Result<Exit> {
     let base = args.out_folder();
     // Every recipe is read before the first run begins: a mistake in the last value costs nothing.
     let runs = runs(&args, &base)?;
@@ -88,10 +89,10 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
             start => start,
         };
         let error = match train_on(&session, &start, &run.recipe, &run.out) {
-            Ok(Ending::Finished) => None,
-            Ok(Ending::Interrupted) => {
+            Ok(Exit::Done) => None,
+            Ok(stopped) => {
                 terminal::line("the sweep stops here; the same command with --resume continues");
-                return Ok(Ending::Interrupted);
+                return Ok(stopped);
             }
             // A run that diverges is a result of the sweep, not an error.
             Err(error) => match error.downcast_ref::<TrainError>() {
@@ -110,7 +111,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
     }
     let compare = format!("compare {}", terminal::quoted(&base));
     terminal::status(&terminal::next(&[compare]));
-    Ok(Ending::Finished)
+    Ok(Exit::Done)
 }
 
 /// The runs of a sweep, one for each combination of values.
