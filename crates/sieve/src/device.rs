@@ -175,9 +175,21 @@ pub(crate) fn num_threads() -> usize {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use sieve_core::Recipe;
+
+    /// The GPU of this index of a host of H200s.
+    pub(crate) fn h200(index: usize) -> Device {
+        Device::Cuda(DeviceReport {
+            index,
+            name: "NVIDIA H200".to_owned(),
+            major: 9,
+            minor: 0,
+            num_multiprocessors: 132,
+            total_memory_bytes: 141_000_000_000,
+        })
+    }
 
     fn shape(recipe: &str) -> ModelShape {
         let recipe = Recipe::load(recipe, "a recipe", &[]).expect("a shipped recipe");
@@ -186,14 +198,7 @@ mod tests {
 
     #[test]
     fn auto_never_takes_a_gpu_for_a_reference_of_attention() {
-        let gpu = Device::Cuda(DeviceReport {
-            index: 1,
-            name: "NVIDIA H200".to_owned(),
-            major: 9,
-            minor: 0,
-            num_multiprocessors: 132,
-            total_memory_bytes: 141_000_000_000,
-        });
+        let gpu = h200(1);
         let [auto, cuda] = [DeviceChoice::Auto, DeviceChoice::Cuda(1)];
         let nsa = shape(include_str!("../../../recipes/nsa_80m.toml"));
         let mla = shape(include_str!("../../../recipes/mla_80m.toml"));

@@ -78,9 +78,8 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let prompt = prompts.iter().map(String::len).max().unwrap_or(0) / BYTES_A_TOKEN + 1;
         let new = args.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS);
+        let part = prompt_part(shape, prompt);
         InferenceSize {
-            rows: 1,
-            seq_len: prompt_part(shape, prompt),
             cached_tokens: prompt.saturating_add(new),
             num_caches: match args.sparse.selector {
                 None if is_single => args.samples.min(MOST_TOGETHER) as usize,
@@ -88,10 +87,10 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
                 None => prompts.len().min(MOST_TOGETHER as usize) + 1,
                 Some(_) => 1,
             },
-            logit_tokens: 0,
+            ..InferenceSize::rows_of(part, part)
         }
     })?;
-    on_device!(place, run_on((&args, &prompts)))
+    on_device!(place, run_on(&args, &prompts))
 }
 
 /// The texts that the flags say to continue.
@@ -113,7 +112,7 @@ fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
     Ok(vec![text?])
 }
 
-fn run_on<B: DeviceBackend>((args, prompts): (&GenerateArgs, &[String]), device: &B::Device, kept: Kept) -> Result<()> {
+fn run_on<B: DeviceBackend>(args: &GenerateArgs, prompts: &[String], device: &B::Device, kept: Kept) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let tokens = prompts.iter().map(|prompt| tokenizer.encode_marked(prompt));
     let tokens = tokens.collect::<Result<Vec<_>, _>>()?;
@@ -186,7 +185,7 @@ impl<B: DeviceBackend> Run<'_, B> {
                 1 => BatchGenerator::new(model, &self.tokens[0], config, count, self.device)?,
                 _ => BatchGenerator::of_prompts(model, &self.tokens[prompt..prompt + count], config, self.device)?,
             };
-            let texts = write_together(self.args, self.tokenizer, generator.ending_at(&self.ends), count)?;
+            let texts = self.write_together(generator.ending_at(&self.ends), count)?;
             for (text, written) in (first..).zip(&texts) {
                 let (prompt, sample) = place(text);
                 self.print_head(prompt, sample);
@@ -216,7 +215,7 @@ impl<B: DeviceBackend> Run<'_, B> {
                 generator = generator.with_selection(selection);
             }
             self.print_head(0, sample);
-            let written = write(self.args, &self.prompts[0], self.tokenizer, &mut generator)?;
+            let written = self.write(&mut generator)?;
             self.print_numbers(0, sample, &written, generator.selection());
             let Some(selection) = generator.selection() else {
                 continue;
@@ -234,6 +233,55 @@ impl<B: DeviceBackend> Run<'_, B> {
             }
         }
         Ok(())
+    }
+
+    /// Generates `count` samples of a prompt in one batch.
+    fn write_together(&self, mut generator: BatchGenerator<'_, B>, count: usize) -> Result<Vec<Written>> {
+        let mut texts: Vec<_> = (0..count).map(|_| Growing::new(self.args, self.tokenizer)).collect();
+        while let Some(tokens) = generator.next() {
+            for (at, token) in tokens?.into_iter().enumerate() {
+                let text = &mut texts[at];
+                match token {
+                    Some(token) if text.push(token)?.1 => generator.end(at),
+                    None if text.written.stopped != "stop text" => {
+                        text.written.stopped = "end of document";
+                    }
+                    _ => {}
+                }
+            }
+        }
+        let finished = texts.into_iter().map(Growing::finish);
+        finished.map(|text| Ok(text?.0)).collect()
+    }
+
+    /// Generates one sample of the only prompt. Without `--json`, prints its text token by token.
+    fn write(&self, generator: &mut Generator<'_, B>) -> Result<Written> {
+        let show = |text: &str| {
+            if !self.args.json {
+                terminal::text(text);
+            }
+        };
+        show(&self.prompts[0]);
+        let mut growing = Growing::new(self.args, self.tokenizer);
+        let result = loop {
+            let token = match generator.next() {
+                Some(Ok(token)) => token,
+                Some(Err(error)) => break Err(error.into()),
+                None if growing.written.token_times.len() < generator.max_new_tokens() => {
+                    growing.written.stopped = "end of document";
+                    break Ok(());
+                }
+                None => break Ok(()),
+            };
+            let (text, is_met) = growing.push(token)?;
+            show(&text);
+            if is_met {
+                break Ok(());
+            }
+        };
+        let (written, rest) = growing.finish()?;
+        show(&format!("{rest}\n"));
+        result.map(|()| written)
     }
 
     /// Prints the line above a text, if there are several texts.
@@ -356,63 +404,4 @@ impl<'t> Growing<'t> {
         self.written.text += &text;
         Ok((self.written, text))
     }
-}
-
-/// Generates `count` samples of a prompt in one batch.
-fn write_together<B: DeviceBackend>(
-    args: &GenerateArgs,
-    tokenizer: &Tokenizer,
-    mut generator: BatchGenerator<'_, B>,
-    count: usize,
-) -> Result<Vec<Written>> {
-    let mut texts: Vec<_> = (0..count).map(|_| Growing::new(args, tokenizer)).collect();
-    while let Some(tokens) = generator.next() {
-        for (at, token) in tokens?.into_iter().enumerate() {
-            let text = &mut texts[at];
-            match token {
-                Some(token) if text.push(token)?.1 => generator.end(at),
-                None if text.written.stopped != "stop text" => {
-                    text.written.stopped = "end of document";
-                }
-                _ => {}
-            }
-        }
-    }
-    let finished = texts.into_iter().map(Growing::finish);
-    finished.map(|text| Ok(text?.0)).collect()
-}
-
-/// Generates one sample. Without `--json`, prints its text token by token.
-fn write<B: DeviceBackend>(
-    args: &GenerateArgs,
-    prompt: &str,
-    tokenizer: &Tokenizer,
-    generator: &mut Generator<'_, B>,
-) -> Result<Written> {
-    let show = |text: &str| {
-        if !args.json {
-            terminal::text(text);
-        }
-    };
-    show(prompt);
-    let mut growing = Growing::new(args, tokenizer);
-    let result = loop {
-        let token = match generator.next() {
-            Some(Ok(token)) => token,
-            Some(Err(error)) => break Err(error.into()),
-            None if growing.written.token_times.len() < generator.max_new_tokens() => {
-                growing.written.stopped = "end of document";
-                break Ok(());
-            }
-            None => break Ok(()),
-        };
-        let (text, is_met) = growing.push(token)?;
-        show(&text);
-        if is_met {
-            break Ok(());
-        }
-    };
-    let (written, rest) = growing.finish()?;
-    show(&format!("{rest}\n"));
-    result.map(|()| written)
 }

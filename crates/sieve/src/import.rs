@@ -129,15 +129,12 @@ fn print_notes(report: &ImportReport, tokenizer: &Tokenizer) {
 
 fn kind(name: &str) -> Result<AttentionKind> {
     let found = AttentionKind::ALL.into_iter().find(|kind| kind.name() == name);
-    match found {
-        Some(kind) => Ok(kind),
-        None => {
-            // A model of another kind cannot be turned into latent attention.
-            let kinds = AttentionKind::ALL.into_iter().filter(|&kind| kind != AttentionKind::Mla);
-            let names = kinds.map(AttentionKind::name).collect::<Vec<_>>().join(", ");
-            bail!("--attention {name} is not known\n  hint: one of {names}")
-        }
-    }
+    found.with_context(|| {
+        // A model of another kind cannot be turned into latent attention.
+        let kinds = AttentionKind::ALL.into_iter().filter(|&kind| kind != AttentionKind::Mla);
+        let names = kinds.map(AttentionKind::name).collect::<Vec<_>>().join(", ");
+        format!("--attention {name} is not known\n  hint: one of {names}")
+    })
 }
 
 /// The GGUF file at `from`: the path itself, or a file in a folder without a config.json.

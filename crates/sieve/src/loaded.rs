@@ -110,18 +110,11 @@ pub(crate) fn load<B: Backend>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sieve_kernels::DeviceReport;
+    use crate::device::tests::h200;
 
     #[test]
     fn only_a_cpu_has_a_choice_of_type() {
-        let gpu = Device::Cuda(DeviceReport {
-            index: 2,
-            name: "NVIDIA H200".to_owned(),
-            major: 9,
-            minor: 0,
-            num_multiprocessors: 132,
-            total_memory_bytes: 141_000_000_000,
-        });
+        let gpu = h200(2);
         let kept = |dtype| Place::new(Device::Cpu, dtype).expect("a CPU takes any").kept;
         assert_eq!(kept(None), Kept::All(DType::F32));
         assert_eq!(kept(Some(DtypeArg::F32)), Kept::All(DType::F32));

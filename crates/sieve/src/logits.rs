@@ -33,9 +33,8 @@ pub(crate) fn run(args: LogitsArgs) -> Result<()> {
     crate::eval::output::check_place(&args.out)?;
     let tokens = match &args.tokens_file {
         Some(path) => {
-            let text =
-                std::fs::read_to_string(path).with_context(|| format!("reading token ids from {}", path.display()))?;
-            parse(&text).with_context(|| format!("reading token ids from {}", path.display()))?
+            let reading = || format!("reading token ids from {}", path.display());
+            parse(&std::fs::read_to_string(path).with_context(reading)?).with_context(reading)?
         }
         None => args.tokens.clone(),
     };

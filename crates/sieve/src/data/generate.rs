@@ -90,33 +90,30 @@ fn write(
 ) -> Result<()> {
     let cannot = || format!("cannot write {}", args.out.display());
     let mut file = BufWriter::new(File::create(path).with_context(cannot)?);
-    let bar = terminal::progress_bar(args.samples, "{bar:30} {human_pos}/{human_len} samples, {eta} left");
-    for number in 0..args.samples {
-        let task = tasks[(number % tasks.len() as u64) as usize];
-        // Multiples of the golden ratio, modulo 1, spread evenly over the lengths. The seed shifts them.
-        let share = (number as f64 * 0.618_033_988_749_895 + args.seed as f64 * 0.37).fract();
-        let length = lengths[(share * lengths.len() as f64) as usize];
-        let split = (Split::Train, args.seed);
-        let texts = long_texts(task, source, tokenizer, split, length, number..number + 1);
-        if texts.is_err() {
-            bar.finish_and_clear();
+    let template = "{bar:30} {human_pos}/{human_len} samples, {eta} left";
+    terminal::with_bar(args.samples, template, |bar| {
+        for number in 0..args.samples {
+            let task = tasks[(number % tasks.len() as u64) as usize];
+            // Multiples of the golden ratio, modulo 1, spread evenly over the lengths. The seed shifts them.
+            let share = (number as f64 * 0.618_033_988_749_895 + args.seed as f64 * 0.37).fract();
+            let length = lengths[(share * lengths.len() as f64) as usize];
+            let split = (Split::Train, args.seed);
+            for (sample, _) in long_texts(task, source, tokenizer, split, length, number..number + 1)?.samples {
+                let answer = match sample.matching {
+                    Match::All => sample.references.join(" "),
+                    Match::Any => sample.references.into_iter().next().unwrap_or_default(),
+                };
+                let line = serde_json::json!({
+                    "text": format!("{} {answer}", sample.prompt),
+                    "prompt": sample.prompt,
+                    "answer": answer,
+                    "task": task.name(),
+                    "length": length,
+                });
+                writeln!(file, "{line}").with_context(cannot)?;
+            }
+            bar.set_position(number + 1);
         }
-        for (sample, _) in texts?.samples {
-            let answer = match sample.matching {
-                Match::All => sample.references.join(" "),
-                Match::Any => sample.references.into_iter().next().unwrap_or_default(),
-            };
-            let line = serde_json::json!({
-                "text": format!("{} {answer}", sample.prompt),
-                "prompt": sample.prompt,
-                "answer": answer,
-                "task": task.name(),
-                "length": length,
-            });
-            writeln!(file, "{line}").with_context(cannot)?;
-        }
-        bar.set_position(number + 1);
-    }
-    bar.finish_and_clear();
-    file.flush().with_context(cannot)
+        file.flush().with_context(cannot)
+    })
 }

@@ -187,10 +187,7 @@ fn length(args: &PatternsArgs, shape: &ModelShape, trained: usize) -> Result<usi
 }
 
 /// The result as printed lines and as JSON.
-struct Report {
-    lines: Vec<String>,
-    json: Value,
-}
+type Report = (Vec<String>, Value);
 
 fn label(pattern: &Pattern) -> String {
     match *pattern {
@@ -238,7 +235,7 @@ fn minference_report(found: &PatternSearch, length: usize) -> Report {
              (--length)"
         ));
     }
-    Report { lines, json: json!({"patterns": patterns, "recall": recall, "density": found.density}) }
+    (lines, json!({"patterns": patterns, "recall": recall, "density": found.density}))
 }
 
 /// For each layer, the density of its maps, and how many columns and distances continue beyond them.
@@ -265,7 +262,7 @@ fn dam_report(maps: &DamMaps, length: usize) -> Report {
         );
     }
     lines.push("means over the heads of a layer".to_owned());
-    Report { lines, json: json!({"layers": layers}) }
+    (lines, json!({"layers": layers}))
 }
 
 /// Prints what was found, and the `flag` by which other commands read the written file.
@@ -273,7 +270,7 @@ fn print<B: DeviceBackend>(
     args: &PatternsArgs,
     loaded: &LoadedModel<B>,
     [count, length]: [usize; 2],
-    report: Report,
+    (lines, found): Report,
     flag: &str,
 ) -> Result<()> {
     let json = json!({
@@ -281,7 +278,7 @@ fn print<B: DeviceBackend>(
         "data": args.data,
         "num_windows": count,
         "num_tokens": length,
-        "found": report.json,
+        "found": found,
         "out": args.out.display().to_string(),
         "flag": flag,
     });
@@ -294,7 +291,7 @@ fn print<B: DeviceBackend>(
         output::heading(loaded),
         args.method.name(),
     ));
-    terminal::lines(&report.lines);
+    terminal::lines(lines);
     terminal::line(&format!("wrote {}; use it with {flag}", args.out.display()));
     Ok(())
 }

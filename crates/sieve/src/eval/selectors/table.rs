@@ -1,6 +1,7 @@
 //! The measured rows as printed lines and as one JSON object.
 use super::compare::Trained;
 use super::{Failures, Run};
+use crate::eval::output;
 use crate::{selector, terminal};
 use anyhow::Result;
 use serde::Serialize;
@@ -38,20 +39,19 @@ pub(super) fn report<B: DeviceBackend>(
 
 /// Prints a legend, then a table for each length.
 pub(super) fn print<B: DeviceBackend>(run: &Run<'_, B>, rows: &[Row], trained: &[Trained], left_out: &[anyhow::Error]) {
-    let (args, loaded) = (run.args, run.loaded);
+    let args = run.args;
     let chunks = match args.chunk {
         Some(chunk) => format!(", read in chunks of {chunk} tokens"),
         None => String::new(),
     };
     terminal::line(&format!(
-        "{} (step {}), {} prompts of each length{chunks}, {} threads\n\
+        "{}, {} prompts of each length{chunks}, {} threads\n\
          density: computed pairs over causal pairs, probes included; error: of the layers' output; select and \
          attention ms:\n\
          all layers of one prompt; prefill ms: the whole model without its head, the fastest prompt; loss: nats\n\
          per token, * where it is no likelihood (prefill loss); KL: of the predictions from the dense ones, nats per\n\
          token; top-1: the likeliest token is the dense one; cosine: of the last block's output to the dense one",
-        loaded.path.display(),
-        loaded.state.step,
+        output::heading(run.loaded),
         args.windows,
         crate::device::num_threads(),
     ));
