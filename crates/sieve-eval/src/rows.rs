@@ -7,16 +7,8 @@ use std::ops::Range;
 pub(crate) struct Rows<P> {
     row_len: usize,
     max_rows: usize,
-    rows: Vec<Row<P>>,
-}
-
-#[derive(Debug)]
-struct Row<P> {
-    tokens: Vec<u32>,
-    labels: Vec<i32>,
-    start: Vec<u32>,
-    end: Vec<u32>,
-    places: Vec<P>,
+    /// Each row by itself, without padding.
+    rows: Vec<PackedRows<P>>,
 }
 
 /// The rows, padded to equal length and concatenated.
@@ -35,6 +27,12 @@ pub(crate) struct PackedRows<P> {
     pub(crate) places: Vec<P>,
 }
 
+impl<P> PackedRows<P> {
+    fn empty(shape: [usize; 2]) -> Self {
+        Self { shape, tokens: Vec::new(), labels: Vec::new(), start: Vec::new(), end: Vec::new(), places: Vec::new() }
+    }
+}
+
 impl<P: Copy> Rows<P> {
     pub(crate) fn new(row_len: usize, max_rows: usize) -> Self {
         Self { row_len, max_rows, rows: Vec::new() }
@@ -50,25 +48,20 @@ impl<P: Copy> Rows<P> {
         places: impl Iterator<Item = P>,
     ) -> bool {
         let len = input.len();
-        let fits = |row: &Row<P>| row.tokens.len() + len <= self.row_len;
+        let fits = |row: &PackedRows<P>| row.shape[1] + len <= self.row_len;
         let row = self.rows.iter().position(fits);
         if row.is_none() {
             // No row has room: the caller runs these rows first.
             if self.rows.len() == self.max_rows || len > self.row_len {
                 return false;
             }
-            self.rows.push(Row {
-                tokens: Vec::new(),
-                labels: Vec::new(),
-                start: Vec::new(),
-                end: Vec::new(),
-                places: Vec::new(),
-            });
+            self.rows.push(PackedRows::empty([1, 0]));
         }
         let row = row.unwrap_or(self.rows.len() - 1);
         let row = &mut self.rows[row];
-        let start = row.tokens.len() as u32;
+        let start = row.shape[1] as u32;
         let end = start + len as u32;
+        row.shape[1] += len;
         row.tokens.extend_from_slice(&tokens[input.clone()]);
         row.labels.extend(input.map(|position| match position >= first_scored {
             true => tokens[position + 1] as i32,
@@ -86,17 +79,10 @@ impl<P: Copy> Rows<P> {
 
     /// All rows, padded to the longest one; `None` without rows. Padding is a document of its own without labels.
     pub(crate) fn batch(&self) -> Option<PackedRows<P>> {
-        let row_len = self.rows.iter().map(|row| row.tokens.len()).max()?;
-        let mut batch = PackedRows {
-            shape: [self.rows.len(), row_len],
-            tokens: Vec::new(),
-            labels: Vec::new(),
-            start: Vec::new(),
-            end: Vec::new(),
-            places: Vec::new(),
-        };
+        let row_len = self.rows.iter().map(|row| row.shape[1]).max()?;
+        let mut batch = PackedRows::empty([self.rows.len(), row_len]);
         for row in &self.rows {
-            let filled = row.tokens.len();
+            let filled = row.shape[1];
             let padding = row_len - filled;
             let pad = |values: &mut Vec<u32>, row: &[u32], value: u32| {
                 values.extend_from_slice(row);

@@ -94,7 +94,6 @@ pub(super) fn induce(random: &mut Random, parts: usize) -> LongSample {
     let (words, others) = words.split_at(parts + 1);
     let place = random.below(parts);
     let context = words.join(" ");
-    let padded = format!(" {context} ");
     let (mut others, mut more) = (others.iter().cloned(), 0);
     let wrong = wrong(&context, || {
         others.next().unwrap_or_else(|| {
@@ -102,7 +101,7 @@ pub(super) fn induce(random: &mut Random, parts: usize) -> LongSample {
             format!("{}{more}", random.letters(b'a', 5))
         })
     });
-    debug_assert!(padded.contains(&format!(" {} ", words[place])));
+    debug_assert!(format!(" {context} ").contains(&format!(" {} ", words[place])));
     LongSample {
         prompt: format!("{context} {}", words[place]),
         references: vec![words[place + 1].clone()],
