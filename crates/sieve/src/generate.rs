@@ -128,7 +128,7 @@ fn run_on<B: DeviceBackend>(args: &GenerateArgs, prompts: &[String], device: &B:
             max_new_tokens: args.max_new_tokens.unwrap_or(num_left.clamp(1, DEFAULT_NEW_TOKENS)),
             sampling: Sampling { temperature: args.temperature, top_p: args.top_p, top_k: args.top_k, seed: args.seed },
             eos_id,
-            num_tokens: tokenizer.vocab_size().min(loaded.shape.vocab_size),
+            num_tokens: tokenizer.vocab_size(),
         },
         ends: loaded.end_ids(eos_id)?,
         loaded: &loaded,

@@ -83,7 +83,7 @@ pub(super) fn samples<B: TrainBackend>(
             max_new_tokens: recipe.generation.max_new_tokens.min(positions_left),
             sampling: Sampling { temperature: 0.7, top_p: 0.95, top_k: None, seed: recipe.training.seed },
             eos_id: tokenizer.eos_id()?,
-            num_tokens: tokenizer.vocab_size().min(trainer.shape().vocab_size),
+            num_tokens: tokenizer.vocab_size(),
         };
         let tokens: Vec<u32> = Generator::new(&model, &ids, config, device)?.collect::<Result<_, _>>()?;
         let text = format!("{prompt}{}", tokenizer.decode(&tokens)?);
