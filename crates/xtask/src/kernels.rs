@@ -10,19 +10,14 @@ use nvcc::Nvcc;
 use rayon::prelude::*;
 use shipped::{Shipped, Specialisation};
 
-/// A specialisation compiled for an architecture.
-struct Compiled<'a> {
-    specialisation: &'a Specialisation,
-    arch: &'a str,
-    /// nvcc's messages.
-    log: Result<String>,
-}
+/// A specialisation to compile for an architecture.
+type Job<'a> = (&'a Specialisation, &'a str);
 
 /// Compiles the shipped kernels for all their architectures, or only for one.
 pub(crate) fn run(only_arch: Option<&str>) -> Result<()> {
     let shipped = Shipped::load()?;
     let nvcc = Nvcc::find_or_install()?;
-    let jobs: Vec<(&Specialisation, &str)> = shipped
+    let jobs: Vec<Job> = shipped
         .specialisations
         .iter()
         .flat_map(|s| s.arch.iter().map(move |arch| (s, arch.as_str())))
@@ -31,25 +26,20 @@ pub(crate) fn run(only_arch: Option<&str>) -> Result<()> {
     if jobs.is_empty() {
         bail!("nothing to compile: no specialisation names {}", only_arch.unwrap_or("an architecture"));
     }
-    let compiled = jobs.par_iter().map(|&(specialisation, arch)| Compiled {
-        specialisation,
-        arch,
-        log: nvcc.compile(specialisation, arch),
-    });
-    report(&shipped, &compiled.collect::<Vec<_>>())
+    let logs = jobs.par_iter().map(|&(specialisation, arch)| nvcc.compile(specialisation, arch));
+    report(&shipped, &jobs, &logs.collect::<Vec<_>>())
 }
 
-/// Prints a table of what each kernel uses, then the problems.
-fn report(shipped: &Shipped, results: &[Compiled]) -> Result<()> {
+/// Prints a table of what each kernel uses, then the problems; `logs` are nvcc's messages for each of `jobs`.
+fn report(shipped: &Shipped, jobs: &[Job], logs: &[Result<String>]) -> Result<()> {
     let mut problems = headers::not_shipped(shipped)?;
     println!(
         "{:7} {:44} {:>9} {:>15} {:>6} {:>7}  defines",
         "arch", "entry point", "registers", "spills st/ld B", "stack", "smem B"
     );
-    for compiled in results {
-        let (specialisation, arch) = (compiled.specialisation, compiled.arch);
+    for (&(specialisation, arch), log) in jobs.iter().zip(logs) {
         let name = format!("{} [{}] {arch}", specialisation.file, specialisation.text());
-        let log = match &compiled.log {
+        let log = match log {
             Ok(log) => log,
             Err(error) => {
                 problems.push(format!("{name}: {error:#}"));
@@ -75,7 +65,7 @@ fn report(shipped: &Shipped, results: &[Compiled]) -> Result<()> {
         }
         problems.extend(resources::warnings(log).map(|line| format!("{name}: {line}")));
     }
-    println!("kernels: {} specialisations, {} compilations", shipped.specialisations.len(), results.len());
+    println!("kernels: {} specialisations, {} compilations", shipped.specialisations.len(), jobs.len());
     if problems.is_empty() {
         return Ok(());
     }

@@ -35,7 +35,8 @@ fn kernels() -> Result<Vec<(String, String)>> {
 
 /// Checks that a kernel's first line names it, and that its header has all fields in their order.
 fn check_header(name: &str, text: &str, problems: &mut Vec<String>) {
-    let header = header_of(text);
+    // The comment lines at the start of the file.
+    let header: Vec<&str> = text.lines().take_while(|line| line.starts_with("//")).collect();
     let stem = name.trim_end_matches(".cu");
     if !header.first().is_some_and(|line| line.starts_with(&format!("// {stem}: "))) {
         problems.push(format!("kernels/{name}: the first line must be `// {stem}: what it computes`"));
@@ -51,11 +52,6 @@ fn check_header(name: &str, text: &str, problems: &mut Vec<String>) {
                 .push(format!("kernels/{name}: the header has no field `{field}` (order: {})", FIELDS.join(", "))),
         }
     }
-}
-
-/// The comment lines at the start of a file.
-fn header_of(text: &str) -> Vec<&str> {
-    text.lines().take_while(|line| line.starts_with("//")).collect()
 }
 
 #[cfg(test)]
