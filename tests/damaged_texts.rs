@@ -14,11 +14,16 @@ use tempfile::TempDir;
 
 const NUM_INPUTS: u64 = 10_000;
 
-/// Calls `read` with [`NUM_INPUTS`] mutations of `text`; `read` returns whether it accepted the input. Fails if it
-/// accepts all or none of them, since the mutations then test nothing.
-fn each(text: &str, mut read: impl FnMut(&[u8]) -> bool) {
-    assert!(read(text.as_bytes()), "{text} as it is");
-    let taken = (0..NUM_INPUTS).filter(|&number| read(&mutated(text.as_bytes(), usize::MAX, number)));
+/// Calls `read` with [`NUM_INPUTS`] mutations of `text`; see [`each_within`].
+fn each(text: &str, read: impl FnMut(&[u8]) -> bool) {
+    each_within(text.as_bytes(), usize::MAX, read);
+}
+
+/// Calls `read` with [`NUM_INPUTS`] mutations of the first `within` bytes of `whole`; `read` returns whether it
+/// accepted the input. Fails if it accepts all or none of them, since the mutations then test nothing.
+pub(crate) fn each_within(whole: &[u8], within: usize, mut read: impl FnMut(&[u8]) -> bool) {
+    assert!(read(whole), "{} as it is", String::from_utf8_lossy(whole));
+    let taken = (0..NUM_INPUTS).filter(|&number| read(&mutated(whole, within, number)));
     let num_taken = taken.count() as u64;
     assert!((1..NUM_INPUTS).contains(&num_taken), "{num_taken} were taken");
 }
@@ -185,10 +190,8 @@ fn damaged_questions() {
                   [\"B\", [\"Bob is.\"]]], \"supporting_facts\": [[\"A\", 0]]}]";
     for text in [squad, hotpot] {
         QaData::parse("qa.json", text).expect("as it is");
-        each(text, |bytes| match std::str::from_utf8(bytes) {
-            Ok(text) => is_read(QaData::parse("qa.json", text), &["qa.json"]),
-            Err(_) => false,
-        });
+        let read = |text: &str| is_read(QaData::parse("qa.json", text), &["qa.json"]);
+        each(text, |bytes| std::str::from_utf8(bytes).is_ok_and(read));
     }
 }
 
