@@ -1,7 +1,7 @@
 //! On the CPU, `--dtype bf16` keeps the weights of GEMMs in bf16. Such a model computes the same as an f32 model whose
 //! weights were rounded to bf16.
 use crate::random_model::{
-    export_options, greedy, kinds, max_difference, random_model, recipe, tokens, write_checkpoint,
+    export_options, generated, greedy, kinds, max_difference, random_model, recipe, tokens, write_checkpoint,
 };
 use burn::tensor::{DType, TensorData};
 use burn_flex::Flex;
@@ -54,10 +54,7 @@ fn logits_and_tokens_are_those_of_the_rounded_weights_in_f32() {
         assert!(difference <= 1e-5 * largest, "{kind}: {difference} of {largest}");
         assert!(max_difference(&of_model, &unrounded) > 1e-4 * largest, "{kind}: nothing was rounded");
         for prompt in [1, 20] {
-            let [alone, expected] = [&model, &wide].map(|model| -> Vec<u32> {
-                let generator = Generator::new(model, &tokens[..prompt], greedy(24), &device).expect("it fits");
-                generator.collect::<Result<_, _>>().expect("finite")
-            });
+            let [alone, expected] = [&model, &wide].map(|model| generated(model, &tokens[..prompt], greedy(24)));
             assert_eq!(alone, expected, "{kind}, prompt {prompt}");
             let together = BatchGenerator::new(&model, &tokens[..prompt], greedy(24), 3, &device).expect("it fits");
             for (at, step) in together.enumerate() {

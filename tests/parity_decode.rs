@@ -1,5 +1,5 @@
 //! Decoding token by token with the KV cache gives the same logits as the full forward pass.
-use crate::random_model::{VOCAB_SIZE, greedy, ids, kinds, max_difference, random_model, recipe, tokens};
+use crate::random_model::{VOCAB_SIZE, generated, greedy, ids, kinds, max_difference, random_model, recipe, tokens};
 use burn_flex::Flex;
 use sieve_core::Attention;
 use sieve_core::model::AttentionForm;
@@ -98,10 +98,7 @@ fn greedy_generation_takes_the_tokens_of_the_full_forward_pass() {
         let model = random_model(&recipe(model_lines, attention), 3);
         for prompt in [1, 20] {
             let mut text = tokens(prompt, 4);
-            let generated: Vec<u32> = Generator::new(&model, &text, greedy(24), &Default::default())
-                .expect("it fits")
-                .collect::<Result<_, _>>()
-                .expect("finite");
+            let generated = generated(&model, &text, greedy(24));
             for _ in 0..24 {
                 let rows = full_rows(&model, &text);
                 text.push(argmax(&rows[text.len() - 1]) as u32);
@@ -111,36 +108,38 @@ fn greedy_generation_takes_the_tokens_of_the_full_forward_pass() {
     }
 }
 
+/// 24 new tokens at most, drawn from a seed.
+fn sampled(seed: u64, eos_id: u32) -> GenerateConfig {
+    let sampling = Sampling { temperature: 0.9, top_p: 0.95, top_k: None, seed };
+    GenerateConfig { sampling, eos_id, ..greedy(24) }
+}
+
+/// The tokens of each of `N` texts that grow together.
+fn texts_of<const N: usize>(together: BatchGenerator<'_, Flex>) -> [Vec<u32>; N] {
+    let mut texts = [const { Vec::new() }; N];
+    for step in together {
+        for (text, token) in texts.iter_mut().zip(step.expect("finite")) {
+            text.extend(token);
+        }
+    }
+    texts
+}
+
 #[test]
 fn texts_that_grow_together_are_those_that_grow_alone() {
     for [kind, model_lines, attention] in kinds() {
         let model = random_model(&recipe(model_lines, attention), 3);
         let (prompt, device) = (tokens(11, 4), Default::default());
-        let config = |seed, eos_id| GenerateConfig {
-            sampling: Sampling { temperature: 0.9, top_p: 0.95, top_k: None, seed },
-            eos_id,
-            ..greedy(24)
-        };
-        let alone = |seed, eos_id| -> Vec<u32> {
-            Generator::new(&model, &prompt, config(seed, eos_id), &device)
-                .expect("it fits")
-                .collect::<Result<_, _>>()
-                .expect("finite")
-        };
+        let alone = |seed, eos_id| generated(&model, &prompt, sampled(seed, eos_id));
         // One of the texts ends early: its end-of-document token is one that it generates.
         let eos = alone(7, VOCAB_SIZE as u32)[9];
         let expected = [6, 7, 8].map(|seed| alone(seed, eos));
-        let together = BatchGenerator::new(&model, &prompt, config(6, eos), 3, &device);
-        let mut texts = [const { Vec::new() }; 3];
-        for step in together.expect("it fits") {
-            for (text, token) in texts.iter_mut().zip(step.expect("finite")) {
-                text.extend(token);
-            }
-        }
+        let together = BatchGenerator::new(&model, &prompt, sampled(6, eos), 3, &device);
+        let texts = texts_of(together.expect("it fits"));
         assert_eq!(texts, expected, "{kind}");
         assert!(texts[1].len() < 10, "{kind}");
 
-        let mut cut = BatchGenerator::new(&model, &prompt, config(6, VOCAB_SIZE as u32), 2, &device).expect("it fits");
+        let mut cut = BatchGenerator::new(&model, &prompt, sampled(6, VOCAB_SIZE as u32), 2, &device).expect("it fits");
         assert!(cut.next().expect("a token").expect("finite")[0].is_some());
         cut.end(0);
         let step = cut.next().expect("the other goes on").expect("finite");
@@ -155,28 +154,12 @@ fn texts_of_several_prompts_are_those_of_each_alone() {
     for [kind, model_lines, attention] in kinds() {
         let model = random_model(&recipe(model_lines, attention), 3);
         let (all, device) = (tokens(40, 4), Default::default());
-        let prompts: Vec<Vec<u32>> = [0..29, 3..4, 5..5, 11..22].map(|range| all[range].to_vec()).into();
-        let config = |eos_id| GenerateConfig {
-            sampling: Sampling { temperature: 0.9, top_p: 0.95, top_k: None, seed: 6 },
-            eos_id,
-            ..greedy(24)
-        };
-        let alone = |prompt, eos_id| -> Vec<u32> {
-            Generator::new(&model, prompt, config(eos_id), &device)
-                .expect("it fits")
-                .collect::<Result<_, _>>()
-                .expect("finite")
-        };
+        let prompts = [0..29, 3..4, 5..5, 11..22].map(|range| all[range].to_vec());
         // One of the texts ends before the others.
-        let eos = alone(&prompts[0], VOCAB_SIZE as u32)[9];
-        let expected: Vec<_> = prompts.iter().map(|prompt| alone(prompt, eos)).collect();
-        let together = BatchGenerator::of_prompts(&model, &prompts, config(eos), &device);
-        let mut texts = vec![Vec::new(); prompts.len()];
-        for step in together.expect("they fit") {
-            for (text, token) in texts.iter_mut().zip(step.expect("finite")) {
-                text.extend(token);
-            }
-        }
+        let eos = generated(&model, &prompts[0], sampled(6, VOCAB_SIZE as u32))[9];
+        let expected = prompts.each_ref().map(|prompt| generated(&model, prompt, sampled(6, eos)));
+        let together = BatchGenerator::of_prompts(&model, &prompts, sampled(6, eos), &device);
+        let texts = texts_of(together.expect("they fit"));
         assert_eq!(texts, expected, "{kind}");
         assert!(texts[0].len() < 10, "{kind}");
     }
@@ -192,26 +175,23 @@ fn generation_ends_at_the_end_of_a_document_and_within_the_context() {
     let model = random_model(&recipe(model_lines, attention), 3);
     let device = Default::default();
     let config = |max_new_tokens, eos_id| GenerateConfig { eos_id, ..greedy(max_new_tokens) };
-    let all = |generator: Generator<'_, Flex>| -> Vec<u32> { generator.collect::<Result<_, _>>().expect("finite") };
     let start = tokens(4, 9);
     let never = VOCAB_SIZE as u32;
-    let free = all(Generator::new(&model, &start, config(30, never), &device).expect("fits"));
+    let free = generated(&model, &start, config(30, never));
     assert_eq!(free.len(), 30);
     let eos = free[12];
     let first = free.iter().position(|&token| token == eos).expect("there");
-    let ended = all(Generator::new(&model, &start, config(30, eos), &device).expect("fits"));
-    assert_eq!(ended, free[..first]);
+    assert_eq!(generated(&model, &start, config(30, eos)), free[..first]);
     // Several tokens may end a text, for one text and for a batch of texts.
     let several = Generator::new(&model, &start, config(30, never), &device).expect("fits");
-    assert_eq!(all(several.ending_at(&[96, eos])), free[..first]);
+    let ended: Result<Vec<u32>, _> = several.ending_at(&[96, eos]).collect();
+    assert_eq!(ended.expect("finite"), free[..first]);
     let together = BatchGenerator::new(&model, &start, config(30, never), 2, &device).expect("fits");
     let steps: Vec<_> = together.ending_at(&[96, eos]).map(|step| step.expect("finite")).collect();
     assert_eq!((steps.len(), &steps[first]), (first + 1, &vec![None, None]));
 
     // With an empty prompt, generation starts from the end-of-document token.
-    let empty = all(Generator::new(&model, &[], config(5, 6), &device).expect("fits"));
-    let begun = all(Generator::new(&model, &[6], config(5, 6), &device).expect("fits"));
-    assert_eq!(empty, begun);
+    assert_eq!(generated(&model, &[], config(5, 6)), generated(&model, &[6], config(5, 6)));
 
     let error = |prompt: usize, new| {
         Generator::new(&model, &tokens(prompt, 1), config(new, 0), &device).expect_err("too long").to_string()

@@ -5,12 +5,13 @@
 #![allow(clippy::print_stderr, reason = "the largest difference is worth a line")]
 use crate::python;
 use crate::random_model::{
-    VOCAB_SIZE, distinct_tokens, export_options, greedy, kinds, max_difference, random_model, recipe, write_checkpoint,
+    VOCAB_SIZE, distinct_tokens, export_options, generated, greedy, kinds, max_difference, random_model, recipe,
+    write_checkpoint,
 };
 use burn::tensor::{DType, Tensor, TensorData};
 use burn_flex::Flex;
 use sieve_core::DmaWindow;
-use sieve_eval::{Generator, logits};
+use sieve_eval::logits;
 use sieve_hf::{ExportDtype, NamedTensor, TensorFile, export, load_model, write_tensor_file};
 use sieve_nn::Qwen3;
 use sieve_ops::{Documents, dma_select};
@@ -47,11 +48,7 @@ fn our_logits(checkpoint: &Path, tokens: &[u32]) -> Vec<f32> {
 
 /// Greedy tokens after each prompt, decoded with a cache, concatenated.
 fn our_continuations(model: &Qwen3<Flex>, tokens: &[u32]) -> Vec<Vec<u32>> {
-    let continued = |len: usize| {
-        let generator = Generator::new(model, &tokens[..len], greedy(NEW), &Default::default()).expect("it fits");
-        generator.map(|token| token.expect("finite logits")).collect()
-    };
-    PROMPTS.map(continued).to_vec()
+    PROMPTS.map(|len| generated(model, &tokens[..len], greedy(NEW))).to_vec()
 }
 
 #[test]

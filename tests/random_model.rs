@@ -4,7 +4,7 @@ use burn_flex::Flex;
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_core::{ModelShape, Recipe};
-use sieve_eval::{GenerateConfig, Sampling};
+use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_hf::{
     Checkpoint, CheckpointFiles, CheckpointState, DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, load_parameters,
     named_parameters,
@@ -102,12 +102,8 @@ pub(crate) fn recipe(model: &str, attention: &str) -> Recipe {
 /// A model of `recipe` with random values in every parameter.
 pub(crate) fn random_model(recipe: &Recipe, seed: u64) -> Qwen3<Flex> {
     let shape = recipe.model_shape(VOCAB_SIZE).expect("the recipe gives the vocabulary");
-    randomise(Qwen3::new(&shape, 0, &Default::default()), &shape, seed)
-}
-
-fn randomise(model: Qwen3<Flex>, shape: &ModelShape, seed: u64) -> Qwen3<Flex> {
-    load_parameters(model, DType::F32, &mut |name, dims| {
-        let (centre, spread) = distribution(name, shape);
+    load_parameters(Qwen3::new(&shape, 0, &Default::default()), DType::F32, &mut |name, dims| {
+        let (centre, spread) = distribution(name, &shape);
         Ok::<_, String>(values(name, dims, seed, centre, spread))
     })
     .expect("every name has values")
@@ -195,6 +191,12 @@ pub(crate) fn distinct_tokens(len: usize, seed: u64) -> Vec<u32> {
 pub(crate) fn ids(tokens: &[u32]) -> Tensor<Flex, 2, Int> {
     let ids: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
     Tensor::from_data(TensorData::new(ids, [1, tokens.len()]), &Default::default())
+}
+
+/// The tokens that a model generates after `prompt`.
+pub(crate) fn generated(model: &Qwen3<Flex>, prompt: &[u32], config: GenerateConfig) -> Vec<u32> {
+    let generator = Generator::new(model, prompt, config, &Default::default()).expect("it fits");
+    generator.collect::<Result<_, _>>().expect("finite")
 }
 
 /// Greedy decoding of exactly `max_new_tokens` tokens: the end-of-document id is outside the vocabulary.
