@@ -73,11 +73,7 @@ fn a_file_of_two_ranks_agrees_with_its_definition() {
     let shape = format!("--shape seq_len={n},heads=4,kv_heads={kv_heads},head_dim={d} --documents 3");
     for (words, num_parts) in [("dma --window 11 --local-window 3 --parts 2", 2), ("swa --window 11 --parts 3", 3)] {
         let (written, len) = (run(&tiny, &format!("{words} {shape}")), n / num_parts);
-        let (mut start, mut end) = (Vec::new(), Vec::new());
-        for document in written.ints("cu_seqlens").windows(2) {
-            start.resize(document[1] as usize, document[0]);
-            end.resize(document[1] as usize, document[1]);
-        }
+        let [start, end] = written.bounds(n);
         let documents = Documents::new(&start, &end);
         // z = a softplus(v w_dt) is the score by which DMA chooses keys.
         let is_dma = words.starts_with("dma");

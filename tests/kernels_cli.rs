@@ -63,19 +63,23 @@ impl Written {
         gaps.fold(0.0, f64::max)
     }
 
+    /// First position and end of each token's document, counted from the first token of their row.
+    pub(crate) fn bounds(&self, seq_len: usize) -> [Vec<i32>; 2] {
+        let (mut start, mut end) = (Vec::new(), Vec::new());
+        for document in self.ints("cu_seqlens").windows(2) {
+            let row = document[0] / seq_len as i32 * seq_len as i32;
+            start.resize(document[1] as usize, document[0] - row);
+            end.resize(document[1] as usize, document[1] - row);
+        }
+        [start, end]
+    }
+
     /// Attention and its gradients, computed by their definition from the inputs in the file.
     pub(crate) fn defined(&self, mask: Mask<'_>) -> Results {
         let [q, k, v, d_o] = ["q", "k", "v", "do"].map(|name| self.floats(name));
         let (&[batch, seq_len, num_heads, head_dim], num_kv_heads) =
             (<&[usize; 4]>::try_from(self.shape("q")).expect("q has four dimensions"), self.shape("k")[2]);
-        let firsts = self.ints("cu_seqlens");
-        let (mut start, mut end) = (Vec::new(), Vec::new());
-        for document in firsts.windows(2) {
-            // Documents' bounds count from the first token of their row.
-            let row = document[0] / seq_len as i32 * seq_len as i32;
-            start.resize(document[1] as usize, document[0] - row);
-            end.resize(document[1] as usize, document[1] - row);
-        }
+        let [start, end] = self.bounds(seq_len);
         let shape = AttentionShape {
             softmax_scale: self.metadata["scale"].parse().expect("a number"),
             ..AttentionShape::new([batch, seq_len], [num_heads, num_kv_heads], head_dim)
@@ -103,12 +107,10 @@ impl Written {
         if has_bias {
             gradients.push(("ddelta", &all.d_delta));
             let &[_, kv_heads, seq_len] = self.shape("expire") else { panic!("expire has three dimensions") };
-            let starts = self.ints("cu_seqlens");
+            let [start, _] = self.bounds(seq_len);
             for (at, &base) in self.values("base").iter().enumerate() {
                 let (row, i) = (at / seq_len, at % seq_len);
-                let token = row / kv_heads * seq_len;
-                let first = starts.iter().rev().find(|&&start| start as usize <= token + i);
-                let seen = *first.expect("0 is one") as usize - token..=i;
+                let seen = start[row / kv_heads * seq_len + i] as usize..=i;
                 let seen = seen.filter(|&j| (i as i32) < expire[row * seq_len + j]);
                 let largest = seen.map(|j| delta[row * seq_len + j]).reduce(f32::max);
                 assert_eq!(base, f64::from(largest.unwrap_or(0.0)), "row {row}, token {i}");
@@ -117,21 +119,18 @@ impl Written {
         let gaps = gradients.into_iter().map(|(name, own)| self.gap(name, own));
         [self.gap("o", &all.o), self.gap("lse", &all.lse), gaps.fold(0.0, f64::max)]
     }
-}
 
-impl Written {
     /// Checks DMA's mask with slopes by its definition: a query sees the last `local` keys and, of the older ones,
     /// those with the largest `rank`, `window` keys in all.
     fn check_sloped_mask(&self, window: usize, local: usize, periods: [f64; 2]) {
         let [batch, kv_heads, seq_len] = *self.shape("rank") else { panic!("rank has three dimensions") };
-        let starts: Vec<usize> = self.values("cu_seqlens").iter().map(|&x| x as usize).collect();
+        let [start, _] = self.bounds(seq_len);
         let [z, rank, delta, expire] = ["z", "rank", "delta", "expire"].map(|name| self.values(name));
         assert_eq!(rank, delta);
         for row in 0..batch * kv_heads {
             let (at, token) = (row * seq_len, row / kv_heads * seq_len);
             for i in 0..seq_len {
-                let first = starts.iter().rev().find(|&&start| start <= token + i);
-                let first = first.expect("0 is one") - token;
+                let first = start[token + i] as usize;
                 let slope = (1.0 / periods[row % kv_heads]) as f32;
                 assert_eq!(rank[at + i], f64::from(z[at + i] as f32 + (i - first) as f32 * slope));
                 let older = (i + 1).saturating_sub(local).max(first);
