@@ -143,6 +143,28 @@ fn values(data: &TensorData) -> Vec<f32> {
     data.to_vec().expect("f32")
 }
 
+/// Asserts that gradients are equal to the last bit, and that none of them is zero.
+fn assert_same(found: &[NamedTensor], expected: &[NamedTensor], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (found, expected) in found.iter().zip(expected) {
+        assert_eq!(found.name, expected.name);
+        assert!(values(&expected.data).iter().any(|x| *x != 0.0), "{} is zero", expected.name);
+        assert!(found.data.as_bytes() == expected.data.as_bytes(), "{what}: {}", expected.name);
+    }
+}
+
+/// Asserts that gradients differ by at most this share of the largest number of their tensor.
+fn assert_close(found: &[NamedTensor], expected: &[NamedTensor], share: f32, what: &str) {
+    for (found, expected) in found.iter().zip(expected) {
+        assert_eq!(found.name, expected.name);
+        let expected = values(&expected.data);
+        let largest = expected.iter().fold(0f32, |max, x| max.max(x.abs()));
+        for (a, b) in values(&found.data).iter().zip(&expected) {
+            assert!((a - b).abs() <= share * largest, "{what}: {}: {a} and {b}", found.name);
+        }
+    }
+}
+
 #[test]
 fn segments_give_the_gradients_of_the_whole_graph_to_the_bit() {
     for attention in KINDS {
@@ -153,14 +175,7 @@ fn segments_give_the_gradients_of_the_whole_graph_to_the_bit() {
             let (whole_loss, whole) = by_whole_graph(&model, &batch);
             assert_eq!(loss.to_bits(), whole_loss.to_bits(), "{attention}");
             assert_eq!(segments.len(), sieve_hf::parameter_names(&model).len());
-            assert_eq!(segments.len(), whole.len());
-            for (segment, whole) in segments.iter().zip(&whole) {
-                assert_eq!(segment.name, whole.name);
-                let (found, expected) = (values(&segment.data), values(&whole.data));
-                assert!(expected.iter().any(|x| *x != 0.0), "{} is zero", whole.name);
-                let same = found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
-                assert!(same, "{attention}, tied {tied}: {}", whole.name);
-            }
+            assert_same(&segments, &whole, &format!("{attention}, tied {tied}"));
         }
     }
 }
@@ -180,15 +195,8 @@ fn micro_batches_give_the_mean_over_all_labels() {
         let mean_of_means = means.sum::<f32>() / 4.0;
         assert!((mean_of_means - whole_loss).abs() > 1e-5 * whole_loss);
 
-        for (split, whole) in split.iter().zip(&whole) {
-            let (found, expected) = (values(&split.data), values(&whole.data));
-            let largest = expected.iter().fold(0f32, |max, x| max.max(x.abs()));
-            for (a, b) in found.iter().zip(&expected) {
-                // The two sides add a few hundred terms in different orders.
-                let close = (a - b).abs() <= 64.0 * f32::EPSILON * largest;
-                assert!(close, "{attention}: {}: {a} and {b}", whole.name);
-            }
-        }
+        // The two sides add a few hundred terms in different orders.
+        assert_close(&split, &whole, 64.0 * f32::EPSILON, attention);
     }
 }
 
@@ -305,16 +313,9 @@ fn a_dense_step_has_the_gradients_of_dense_attention() {
             assert!((loss - expected).abs() < 1e-5 * expected, "{attention}: {loss}, {expected}");
             // Three blocks hold all keys of these short documents; two blocks do not, so that their loss must differ.
             assert!(attention != KINDS[7] || chosen != expected, "{attention}: {chosen}");
-            for (found, expected) in gradients.iter().zip(&dense.1) {
-                assert_eq!(found.name, expected.name);
-                let (found_values, expected_values) = (values(&found.data), values(&expected.data));
-                let largest = expected_values.iter().fold(0f32, |max, x| max.max(x.abs()));
-                for (a, b) in found_values.iter().zip(&expected_values) {
-                    // The dense model computes half a block in one op, and the other kinds in several, so that rounding
-                    // differs.
-                    assert!((a - b).abs() <= 1e-4 * largest, "{attention}: {}: {a} and {b}", found.name);
-                }
-            }
+            // The dense model computes half a block in one op, and the other kinds in several, so that rounding
+            // differs.
+            assert_close(&gradients, &dense.1, 1e-4, attention);
         }
     }
 }
@@ -351,11 +352,7 @@ fn recomputing_blocks_or_keeping_more_changes_no_bit_of_a_gradient() {
             let (other_loss, other, other_masks) = computed(&model, &settings);
             assert_eq!(loss, other_loss, "{attention} {settings:?}");
             assert_eq!(masks, other_masks, "{attention} {settings:?}");
-            for (one, other) in gradients.iter().zip(&other) {
-                assert_eq!(one.name, other.name);
-                assert!(values(&one.data).iter().any(|value| *value != 0.0));
-                assert!(one.data.as_bytes() == other.data.as_bytes(), "{attention} {settings:?}: {}", one.name);
-            }
+            assert_same(&other, &gradients, &format!("{attention} {settings:?}"));
         }
     }
 }
