@@ -12,7 +12,6 @@ use sieve_train::{
     Collectives, DataSource, FaultInjection, Group, Hardware, MemoryProbe, Moment, Origin, Precision, RunFolder,
     SkippedStep, Start, TrainError, TrainEvent, TrainSummary, Trainer,
 };
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -139,14 +138,9 @@ pub(crate) fn disturbed_rank(
         losses,
         checkpoints,
         weights: weights.map(|tensor| tensor.data.as_bytes().to_vec()).collect(),
-        moments: last.map_or(Vec::new(), |path| read(&path, "optimizer.safetensors")),
+        moments: last.map_or(Vec::new(), |path| std::fs::read(path.join("optimizer.safetensors")).expect("written")),
         result,
     }
-}
-
-fn read(folder: &Path, name: &str) -> Vec<u8> {
-    let path = folder.join(name);
-    std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
 /// A fault that removes all labels from the steps that begin with one of `rows`.
@@ -269,8 +263,8 @@ fn several_in_a_row_go_back_to_the_checkpoint_and_skip_the_rows() {
     says(back, "back from step 12 to | step-8, rows 64 to 95 are skipped");
     // After the return, steps 9 to 12 read the rows after the bad ones.
     assert!(found.steps.iter().copied().eq((1..=9).chain(9..=12)), "{:?}", found.steps);
-    let state = String::from_utf8(read(&run.path("out/checkpoint/step-12"), "state.json"));
-    let state: serde_json::Value = serde_json::from_str(&state.expect("text")).expect("JSON");
+    let state = run.read("out/checkpoint/step-12/state.json");
+    let state: serde_json::Value = serde_json::from_str(&state).expect("JSON");
     assert_eq!(state["next_sample"], 128);
     // In the metrics each step occurs once.
     let metrics = run.read("out/metrics.jsonl");

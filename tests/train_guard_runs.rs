@@ -32,10 +32,9 @@ fn run(attention: &str) -> TinyRun {
 
 /// Replaces the first `from` in the recipe.
 fn rewrite(run: &TinyRun, from: &str, to: &str) {
-    let path = run.path("tiny.toml");
-    let text = fs::read_to_string(&path).expect("the recipe");
+    let text = run.read("tiny.toml");
     assert!(text.contains(from), "{from}");
-    fs::write(path, text.replacen(from, to, 1)).expect("writable");
+    run.write("tiny.toml", text.replacen(from, to, 1));
 }
 
 /// As [`run`], with MQAR as its data.
@@ -50,10 +49,9 @@ fn mqar(attention: &str) -> TinyRun {
 
 /// Writes 80 documents into `folder`; `text` gets a document's number.
 fn documents(run: &TinyRun, folder: &str, text: impl Fn(u64) -> String) {
-    let folder = run.path(folder);
-    fs::create_dir_all(&folder).expect("new");
+    fs::create_dir_all(run.path(folder)).expect("new");
     for number in 0..80 {
-        fs::write(folder.join(format!("other-{number}.txt")), text(number)).expect("writable");
+        run.write(&format!("{folder}/other-{number}.txt"), text(number));
     }
 }
 
@@ -148,15 +146,9 @@ fn healthy_runs_in_stages() {
     healthy_run("digits later", &digits_later, &["checkpoint.interval=40"]);
 }
 
-/// What the guard must do about a fault.
-struct Expected {
-    /// Number of skipped steps; `None` if it depends on when the weights overflow.
-    skipped: Option<usize>,
-    /// Number of returns to a checkpoint.
-    returns: usize,
-    /// Whether the run ends with an error.
-    ends: bool,
-}
+/// A fault with its name, and what the guard must do about it: number of skipped steps (`None` if it depends on when
+/// the weights overflow), number of returns to a checkpoint, and whether the run ends with an error.
+type Fault = (&'static str, FaultInjection, Option<usize>, usize, bool);
 
 /// The rows of 40 steps, from step 51 on.
 const MIDDLE: Range<u64> = 400..720;
@@ -190,14 +182,8 @@ fn poison(row: u64, batches: &mut [Batch]) {
     }
 }
 
-macro_rules! faults {
-    ($($name:literal: $fault:expr => $skipped:expr, $returns:expr, $ends:expr;)+) => {
-        vec![$(($name, $fault, Expected { skipped: $skipped, returns: $returns, ends: $ends })),+]
-    };
-}
-
-/// The faults with their names. Functions of a row get the first row of a step; steps have 8 rows.
-fn faults() -> Vec<(&'static str, FaultInjection, Expected)> {
+/// The faults. Functions of a row get the first row of a step; steps have 8 rows.
+fn faults() -> Vec<Fault> {
     const NAN: f64 = f64::NAN;
     // A factor for all rows from `first` on, or for `rows`.
     let from = |first: u64, factor: f64| move |row: u64| if row >= first { factor } else { 1.0 };
@@ -208,41 +194,41 @@ fn faults() -> Vec<(&'static str, FaultInjection, Expected)> {
         400..448 => 12.0,
         _ => 1.0,
     };
-    faults! {
-        "one NaN loss": wrong_loss(one(NAN)) => Some(1), 0, false;
-        "one infinite loss": wrong_loss(one(f64::INFINITY)) => Some(1), 0, false;
-        "one infinite gradient": wrong_loss(one(1e30)) => Some(1), 0, false;
-        "two NaN losses in a row": wrong_loss(within(400..416, NAN)) => Some(2), 0, false;
-        "three NaN losses in a row": wrong_loss(within(480..504, NAN)) => Some(3), 1, false;
-        "NaN to the end": wrong_loss(from(400, NAN)) => Some(9), 2, true;
-        "NaN before the first checkpoint": wrong_loss(from(80, NAN)) => Some(3), 0, true;
-        "a high loss": wrong_loss(within(MIDDLE, 12.0)) => Some(0), 1, false;
-        "a high loss to the end": wrong_loss(from(400, 12.0)) => Some(0), 2, true;
-        "a high loss and NaN in turn": wrong_loss(in_turn) => Some(3), 1, false;
-        "poisoned data": poisoned(MIDDLE) => Some(0), 1, false;
-        "poisoned data to the end": poisoned(400..u64::MAX) => Some(0), 2, true;
-        "spoilt weights": wrong_rate(one(1e3)) => None, 1, false;
-        "weights of NaN": wrong_rate(one(NAN)) => Some(3), 1, false;
-        "a rate that diverges for a while": wrong_rate(within(MIDDLE, 300.0)) => None, 2, false;
-        "a rate that diverges": wrong_rate(from(400, 300.0)) => None, 2, true;
-    }
+    vec![
+        ("one NaN loss", wrong_loss(one(NAN)), Some(1), 0, false),
+        ("one infinite loss", wrong_loss(one(f64::INFINITY)), Some(1), 0, false),
+        ("one infinite gradient", wrong_loss(one(1e30)), Some(1), 0, false),
+        ("two NaN losses in a row", wrong_loss(within(400..416, NAN)), Some(2), 0, false),
+        ("three NaN losses in a row", wrong_loss(within(480..504, NAN)), Some(3), 1, false),
+        ("NaN to the end", wrong_loss(from(400, NAN)), Some(9), 2, true),
+        ("NaN before the first checkpoint", wrong_loss(from(80, NAN)), Some(3), 0, true),
+        ("a high loss", wrong_loss(within(MIDDLE, 12.0)), Some(0), 1, false),
+        ("a high loss to the end", wrong_loss(from(400, 12.0)), Some(0), 2, true),
+        ("a high loss and NaN in turn", wrong_loss(in_turn), Some(3), 1, false),
+        ("poisoned data", poisoned(MIDDLE), Some(0), 1, false),
+        ("poisoned data to the end", poisoned(400..u64::MAX), Some(0), 2, true),
+        ("spoilt weights", wrong_rate(one(1e3)), None, 1, false),
+        ("weights of NaN", wrong_rate(one(NAN)), Some(3), 1, false),
+        ("a rate that diverges for a while", wrong_rate(within(MIDDLE, 300.0)), None, 2, false),
+        ("a rate that diverges", wrong_rate(from(400, 300.0)), None, 2, true),
+    ]
 }
 
 #[test]
 fn faults_are_not_missed() {
-    for (number, (name, disturbance, expected)) in faults().into_iter().enumerate() {
+    for (number, (name, disturbance, expected_skips, returns, ends)) in faults().into_iter().enumerate() {
         let run = run([MHA, DMA][number % 2]);
         let found = train(&run, &["optimizer.lr=1e-2", "training.steps=120"], disturbance);
         let skipped = found.skipped.len();
-        assert_eq!(skipped, expected.skipped.unwrap_or(skipped), "{name}");
-        assert_eq!(alarms(&found).len(), expected.returns, "{name}: {:?}", found.notices);
+        assert_eq!(skipped, expected_skips.unwrap_or(skipped), "{name}");
+        assert_eq!(alarms(&found).len(), returns, "{name}: {:?}", found.notices);
         match found.result {
             Ok(summary) => {
-                assert!(!expected.ends, "{name}");
+                assert!(!ends, "{name}");
                 let loss = summary.last_validation.expect("a validation").loss;
                 assert!(loss < 1.0, "{name}: the run has not learned, {loss}");
             }
-            Err(error) => assert!(expected.ends && error.to_string().contains("diverged"), "{name}: {error}"),
+            Err(error) => assert!(ends && error.to_string().contains("diverged"), "{name}: {error}"),
         }
     }
 }

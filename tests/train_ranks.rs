@@ -61,8 +61,13 @@ impl<'a> Pair<'a> {
         disturbed_rank(self.tiny, self.out, self.overrides, disturbance, group)
     }
 
-    /// Trains with two threads as ranks; each has its own fault and timeouts. Sets `ended` when the first rank ends.
-    pub(crate) fn run(
+    /// Trains with two threads as ranks; each has its own fault.
+    pub(crate) fn run(&self, disturbances: [FaultInjection; 2]) -> [Outcome; 2] {
+        self.run_within(disturbances, Default::default(), &AtomicBool::default())
+    }
+
+    /// As [`run`](Self::run), with timeouts for each rank. Sets `ended` when the first rank ends.
+    fn run_within(
         &self,
         disturbances: [FaultInjection; 2],
         timeouts: [Timeouts; 2],
@@ -85,13 +90,8 @@ impl<'a> Pair<'a> {
 }
 
 /// As [`Pair::run`], in a new folder.
-fn two_ranks(
-    overrides: &[&str],
-    disturbances: [FaultInjection; 2],
-    timeouts: [Timeouts; 2],
-    ended: &AtomicBool,
-) -> [Outcome; 2] {
-    Pair::new(&TinyRun::dma(), "run", overrides).run(disturbances, timeouts, ended)
+fn two_ranks(overrides: &[&str], disturbances: [FaultInjection; 2]) -> [Outcome; 2] {
+    Pair::new(&TinyRun::dma(), "run", overrides).run(disturbances)
 }
 
 #[test]
@@ -111,8 +111,7 @@ fn judged_alike(overrides: &[&str]) {
         48 | 72..=88 => f64::NAN,
         _ => 1.0,
     });
-    let disturbances = [FaultInjection::default(), wrong];
-    let [first, second] = two_ranks(overrides, disturbances, Default::default(), &AtomicBool::default());
+    let [first, second] = two_ranks(overrides, [FaultInjection::default(), wrong]);
     for outcome in [&first, &second] {
         let summary = outcome.result.as_ref().expect("it goes on");
         assert_eq!(summary.step, 16);
@@ -138,8 +137,7 @@ fn ranks_that_compute_with_other_weights_are_named_and_write_nothing() {
     for disturbed in [0, 1] {
         let mut disturbances = <[FaultInjection; 2]>::default();
         disturbances[disturbed] = wrong.clone();
-        let ended = AtomicBool::default();
-        for outcome in two_ranks(&["training.steps=12"], disturbances, Default::default(), &ended) {
+        for outcome in two_ranks(&["training.steps=12"], disturbances) {
             let error = outcome.result.expect_err("their weights differ").to_string();
             assert!(error.contains("ranks 0 and 1 differ at step 8"), "{error}");
             assert!(outcome.checkpoints.iter().all(|name| name == "step-4"));
@@ -150,8 +148,7 @@ fn ranks_that_compute_with_other_weights_are_named_and_write_nothing() {
 #[test]
 fn a_step_without_a_label_is_skipped_by_all_ranks() {
     let steps = &["training.steps=12", "lr_scheduler.decay_ratio=0"];
-    let disturbances = [(); 2].map(|()| unlabelled(16..32));
-    let [first, second] = two_ranks(steps, disturbances, Default::default(), &AtomicBool::default());
+    let [first, second] = two_ranks(steps, [(); 2].map(|()| unlabelled(16..32)));
     for outcome in [&first, &second] {
         assert_eq!(outcome.result.as_ref().expect("it continues").step, 12);
         let passed = ["step 3: rows 16 to 23 hold no token with a label", "step 4: rows 24 to 31"];
@@ -161,8 +158,7 @@ fn a_step_without_a_label_is_skipped_by_all_ranks() {
     }
     assert!(first.weights == second.weights && first.losses.len() == 10);
     // If only one rank's rows lack labels, no step is skipped.
-    let disturbances = [unlabelled(16..32), FaultInjection::default()];
-    let [first, second] = two_ranks(steps, disturbances, Default::default(), &AtomicBool::default());
+    let [first, second] = two_ranks(steps, [unlabelled(16..32), FaultInjection::default()]);
     assert!(first.weights == second.weights && first.losses.len() == 12);
 }
 
@@ -232,8 +228,7 @@ fn a_rank_that_computes_other_gradients_is_named() {
         // If two ranks have different gradients, neither is known to be right.
         (2, "the gradients of ranks 0, 1 of one micro-batch"),
     ] {
-        let disturbances = [FaultInjection::default(), wrong(times)];
-        for outcome in two_ranks(overrides, disturbances, Default::default(), &AtomicBool::default()) {
+        for outcome in two_ranks(overrides, [FaultInjection::default(), wrong(times)]) {
             let error = outcome.result.expect_err("a device computes wrong").to_string();
             assert!(error.contains(words), "{error}");
             assert_eq!(outcome.checkpoints.last().map_or("step-8", String::as_str), "step-8");
@@ -246,7 +241,7 @@ fn a_rank_that_computes_other_gradients_is_named() {
     // A replay changes no weight.
     let steps = "training.steps=16";
     let [with, without] = [&[steps, "training.guard_replay=1"][..], &[steps]].map(|overrides| {
-        let [first, _] = two_ranks(overrides, Default::default(), Default::default(), &AtomicBool::default());
+        let [first, _] = two_ranks(overrides, Default::default());
         first.result.expect("all is well");
         first.weights
     });
@@ -276,7 +271,7 @@ fn assert_named(still: usize, (place, number, seconds): (&'static str, u64, u64)
     };
     *limit = Duration::from_secs(seconds);
     let overrides = &["training.steps=12", "validation.interval=4"];
-    for outcome in two_ranks(overrides, disturbances, timeouts, &ended) {
+    for outcome in Pair::new(&TinyRun::dma(), "run", overrides).run_within(disturbances, timeouts, &ended) {
         let error = outcome.result.expect_err("a rank does not go on").to_string();
         let words = [format!("rank {still} ("), format!("stood still for {seconds} s")];
         let case = format!("{place} {number}, rank {still}");

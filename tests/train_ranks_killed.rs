@@ -8,7 +8,6 @@ use sieve_train::FaultInjection;
 use std::fs;
 use std::io::Read;
 use std::process::{Command, Stdio};
-use std::sync::atomic::AtomicBool;
 
 /// Environment variable with the arguments of the process to be killed, one on each line: folder, output folder, rank,
 /// port, place and mode.
@@ -17,15 +16,14 @@ const TOLD: &str = "SIEVE_TEST_KILLED_RANK";
 /// Places at which a rank is killed.
 const PLACES: [&str; 5] = ["start", "step", "validation", "files", "name"];
 
-/// The recipe's attention, and settings in addition to [`OVERRIDES`]. In the first mode a rank is killed at each place,
-/// in the second in a step and during a checkpoint.
-const MODES: [(&str, &[&str]); 2] = [
-    (DMA, &[]),
+/// Settings in addition to [`OVERRIDES`]. In the first mode a rank is killed at each place, in the second in a step and
+/// during a checkpoint.
+const MODES: [&[&str]; 2] = [
+    &[],
     // Context parallelism is not tested here: it exchanges keys inside a backward pass, and ranks that are threads of
     // one process share autodiff's lock.
-    (DMA, &["parallelism.zero_stage=2", "training.local_batch_size=2"]),
+    &["parallelism.zero_stage=2", "training.local_batch_size=2"],
 ];
-const DMA: &str = "kind = \"dma\"\nkeep_window_size = 8\na_init = 0.5";
 
 /// Settings with which two ranks reach the same bits as one process.
 const OVERRIDES: &[&str] =
@@ -37,7 +35,7 @@ fn told() -> Vec<String> {
 }
 
 fn overrides(mode: usize) -> Vec<&'static str> {
-    [OVERRIDES, MODES[mode].1].concat()
+    [OVERRIDES, MODES[mode]].concat()
 }
 
 /// Creates a file by which the test knows that this process is at its place, then waits to be killed.
@@ -125,7 +123,7 @@ fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize, mode: usize) {
     let steps = found.iter().map(|(step, _)| format!("step-{step}"));
     assert!(steps.eq(named.iter().copied()), "{out}: {found:?}");
 
-    for outcome in pair.run(Default::default(), Default::default(), &AtomicBool::default()) {
+    for outcome in pair.run(Default::default()) {
         assert_eq!(outcome.result.expect("it goes on").step, 12, "{out}");
     }
     match mode {
@@ -161,7 +159,7 @@ fn a_rank_killed_with_sharded_gradients_is_named_and_the_run_goes_on() {
     let tiny = TinyRun::dma();
     let overrides = overrides(1);
     let pair = Pair::new(&tiny, "reference", &overrides);
-    for outcome in pair.run(Default::default(), Default::default(), &AtomicBool::default()) {
+    for outcome in pair.run(Default::default()) {
         outcome.result.expect("it ends");
     }
     kill_in(&tiny, &["step", "files"], 1);

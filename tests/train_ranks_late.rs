@@ -7,7 +7,6 @@ use burn::tensor::{DType, TensorMetadata};
 use burn_flex::FlexTensor;
 use sieve_comm::Pieces;
 use sieve_train::{Collectives, FaultInjection, Gathered, HostCollectives, Pending, TrainError};
-use std::sync::atomic::AtomicBool;
 
 /// A transport that behaves as a GPU's may. Values are sent when the work is waited for, and the gradients' memory is
 /// overwritten then. Gathered weights are written into their own memory, which holds NaN while the work is under way.
@@ -67,8 +66,7 @@ fn run(tiny: &TinyRun, out: &str, overrides: &[&str], transport: Transport) -> [
     // Rows 64 to 87 are three steps in a row after the checkpoint of step 8; they are skipped.
     let wrong = wrong_loss(|row| if (64..88).contains(&row) { f64::NAN } else { 1.0 });
     let pair = Pair { transport, ..Pair::new(tiny, out, overrides) };
-    let disturbances = [FaultInjection::default(), wrong];
-    pair.run(disturbances, Default::default(), &AtomicBool::default())
+    pair.run([FaultInjection::default(), wrong])
 }
 
 #[test]
