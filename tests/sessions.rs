@@ -183,7 +183,7 @@ fn prepare(tiny: &TinyRun, name: &str) {
     match name {
         "formats" => crate::data_commands::formats(tiny),
         "mixture" => crate::data_commands::mixture(tiny),
-        "random_run" => crate::tasks_cli::random_run_in(tiny),
+        "random_run" => crate::tasks_cli::random_run_in(tiny, crate::tasks_cli::DENSE),
         _ => panic!("nothing is called {name}"),
     }
 }

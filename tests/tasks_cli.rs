@@ -72,24 +72,19 @@ fn read(path: &Path) -> Value {
     serde_json::from_str(&text).expect("JSON")
 }
 
-/// A folder with a dense model of random weights in `run`, and in `rows` two examples and more of each of [`TASKS`].
-fn random_run() -> TinyRun {
-    random_run_of("tie_word_embeddings = true", "kind = \"mha\"")
-}
+/// The `[model]` and `[attention]` lines of a dense model.
+pub(crate) const DENSE: [&str; 2] = ["tie_word_embeddings = true", "kind = \"mha\""];
 
-/// As [`random_run`], for a model with these `[model]` and `[attention]` lines.
-fn random_run_of(model: &str, attention: &str) -> TinyRun {
+/// [`random_run_in`] a new folder.
+fn random_run(lines: [&str; 2]) -> TinyRun {
     let tiny = TinyRun::new("kind = \"mha\"");
-    write_run(&tiny, model, attention);
+    random_run_in(&tiny, lines);
     tiny
 }
 
-/// As [`random_run`], in the folder of `tiny`.
-pub(crate) fn random_run_in(tiny: &TinyRun) {
-    write_run(tiny, "tie_word_embeddings = true", "kind = \"mha\"");
-}
-
-fn write_run(tiny: &TinyRun, model: &str, attention: &str) {
+/// Writes a model of random weights, with these `[model]` and `[attention]` lines, into `run`, and two examples and
+/// more of each of [`TASKS`] into `rows`.
+pub(crate) fn random_run_in(tiny: &TinyRun, [model, attention]: [&str; 2]) {
     let recipe = recipe(model, attention);
     write_checkpoint(&tiny.path("run"), &recipe, &random_model(&recipe, 11));
     fs::create_dir(tiny.path("rows")).expect("it is new");
@@ -112,7 +107,7 @@ fn tasks_have_the_numbers_of_lm_evaluation_harness() {
     if let Some(python) = python::interpreter(test, "import lm_eval, accelerate, torch, transformers") {
         // Doge in transformers keeps an undefined one of equal keys, and the texts repeat tokens.
         let kinds = kinds().into_iter().filter(|[kind, ..]| *kind != "dma");
-        let runs: Vec<TinyRun> = kinds.map(|[_, model, attention]| random_run_of(model, attention)).collect();
+        let runs: Vec<TinyRun> = kinds.map(|[_, model, attention]| random_run([model, attention])).collect();
         // One Python process scores all models: it takes longer to start than to score a model.
         let mut arguments = vec!["score".to_owned(), "1".to_owned()];
         for tiny in &runs {
@@ -128,7 +123,7 @@ fn tasks_have_the_numbers_of_lm_evaluation_harness() {
             assert_same(tiny, &read(&tiny.path("out.json")));
         }
     }
-    assert_same(&random_run(), &read(&golden()));
+    assert_same(&random_run(DENSE), &read(&golden()));
 }
 
 fn assert_same(tiny: &TinyRun, expected: &Value) {
@@ -173,7 +168,7 @@ fn assert_same(tiny: &TinyRun, expected: &Value) {
 /// Models of transformers may name their end token otherwise, and may end a text at further tokens.
 #[test]
 fn answers_end_at_the_ends_that_the_model_names() {
-    let tiny = random_run();
+    let tiny = random_run(DENSE);
     tiny.prints("export --checkpoint run --out exported");
     for name in ["tokenizer.json", "tokenizer_config.json"] {
         let path = format!("exported/{name}");

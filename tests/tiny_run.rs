@@ -71,9 +71,10 @@ impl TinyRun {
         succeed(&mut self.sieve(args))
     }
 
-    /// As [`refuse`](Self::refuse), with the program's arguments as one text.
+    /// Runs the program with `args`, split at white space. It must fail: its message must contain each of `words`
+    /// (separated by ` | `), and no file may be created, changed or removed.
     pub(crate) fn refuses(&self, args: &str, words: &str) -> String {
-        self.refuse(&mut self.sieve(args), words)
+        self.unchanged(|| refused(&mut self.sieve(args), words))
     }
 
     /// A command that runs the program in the folder, with `args` split at white space.
@@ -199,11 +200,11 @@ impl TinyRun {
         assert!(steps.into_keys().eq(1..=STEPS));
     }
 
-    /// Every path below `name`, with the bytes and the time of the last change of each file. Folders, pipes and devices
-    /// are listed without these.
-    pub(crate) fn snapshot(&self, name: &str) -> BTreeMap<PathBuf, (Vec<u8>, Option<SystemTime>)> {
+    /// Every path below the folder, with the bytes and the time of the last change of each file. Folders, pipes and
+    /// devices are listed without these.
+    fn snapshot(&self) -> BTreeMap<PathBuf, (Vec<u8>, Option<SystemTime>)> {
         let mut found = BTreeMap::new();
-        let mut open = vec![self.path(name)];
+        let mut open = vec![self.path("")];
         while let Some(path) = open.pop() {
             if let Ok(entries) = fs::read_dir(&path) {
                 open.extend(entries.map(|entry| entry.expect("readable").path()));
@@ -219,17 +220,11 @@ impl TinyRun {
         found
     }
 
-    /// Runs `command`, which must fail: its message must contain each of `words` (separated by ` | `), and no file may
-    /// be created, changed or removed.
-    pub(crate) fn refuse(&self, command: &mut Command, words: &str) -> String {
-        self.unchanged(|| refused(command, words))
-    }
-
     /// Calls `refused`, which returns a message, and asserts that no file was made, changed or removed meanwhile.
     pub(crate) fn unchanged(&self, refused: impl FnOnce() -> String) -> String {
-        let before = self.snapshot("");
+        let before = self.snapshot();
         let message = refused();
-        let after = self.snapshot("");
+        let after = self.snapshot();
         let changed: Vec<_> =
             after.iter().filter(|(path, file)| before.get(*path) != Some(*file)).map(|(path, _)| path).collect();
         assert!(changed.is_empty(), "{message}\nchanged {changed:?}");
@@ -240,17 +235,11 @@ impl TinyRun {
 
 /// Runs `command`, which must succeed. Returns what it printed.
 pub(crate) fn succeed(command: &mut Command) -> String {
-    let text = written(command);
-    // No progress bar is drawn when the output is not a terminal.
-    assert!(!text.contains(['\r', '\u{1b}']), "{text:?}");
-    text
-}
-
-/// As [`succeed`], for a command that prints generated text, which may hold control characters.
-pub(crate) fn written(command: &mut Command) -> String {
     let output = command.output().expect("the program starts");
     let text = text(&output);
     assert!(output.status.success(), "{command:?}: {text}");
+    // No progress bar is drawn when the output is not a terminal.
+    assert!(!text.contains(['\r', '\u{1b}']), "{text:?}");
     text
 }
 
