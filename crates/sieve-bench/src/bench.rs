@@ -24,14 +24,13 @@ use crate::error::{BenchError, Result};
 use crate::scores::Scores;
 use crate::shape::BenchHeads;
 use crate::step;
-use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorPrimitive};
 use inputs::normal;
 use row::Sizes;
 use serde_json::{Value, json};
-use sieve_kernels::DType;
 use sieve_kernels::{
-    AttentionShape, Cublaslt, CudaTensor, DeviceReport, GemmKind, KernelError, MatmulOutput, ToBurn, client_of, matmul,
+    AttentionShape, Cublaslt, CudaTensor, DType, DeviceReport, GemmKind, KernelError, MatmulOutput, ToBurn, client_of,
+    matmul,
 };
 use sieve_ops::Cuda;
 use sieve_select::Selector;
@@ -245,13 +244,8 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Adds `entry` to the JSON. A selector's `[density, kept attention mass]`, where given, is a row without a time,
-    /// which shows it where a skipped row shows its reason.
-    pub(crate) fn say_kept(&mut self, name: &str, shape: AttentionShape, kept: Option<[f64; 2]>, entry: Value) {
-        if let Some([density, mass]) = kept {
-            let text = format!("keeps {density:.4} of the pairs, {mass:.4} of the mass");
-            self.skip(name, shape, &text);
-        }
+    /// Adds a method's entry to the JSON.
+    pub(crate) fn add_selector(&mut self, entry: Value) {
         if let Some(rows) = self.json["selectors"].as_array_mut() {
             rows.push(entry);
         }
@@ -283,7 +277,7 @@ impl<'a> Bench<'a> {
         let client = client_of(&self.any_tensor()).clone();
         let in_use = || -> Result<u64> {
             // The allocator frees dropped tensors when the device thread reaches them.
-            Cuda::sync(&self.device).map_err(BenchError::gpu)?;
+            operands::wait(&self.device)?;
             let usage = client.memory_usage();
             let usage = usage.map_err(BenchError::gpu)?;
             Ok(usage.bytes_in_use)

@@ -3,10 +3,9 @@ use crate::device::{Device, Gpu};
 use crate::shape::{packed_of, queries_of};
 use burn::tensor::{Distribution, Tensor};
 use sieve_core::{DmaBias, DmaWindow, KeepOLow};
-use sieve_kernels::DType;
 use sieve_kernels::{
-    AttentionGradients, AttentionResult, AttentionShape, CudaTensor, KernelError, KernelPolicy, KeyLists, MlaPack, Qkv,
-    Selection, SumOrder, burn_dtype, dma_select,
+    AttentionGradients, AttentionResult, AttentionShape, CudaTensor, DType, KernelError, KernelPolicy, KeyLists,
+    MlaPack, Qkv, Selection, SumOrder, burn_dtype, dma_select,
 };
 use sieve_ops::Cuda;
 

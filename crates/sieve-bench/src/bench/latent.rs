@@ -4,8 +4,7 @@ use super::rows::dense;
 use super::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result;
-use sieve_kernels::DType;
-use sieve_kernels::{AttentionShape, CudaTensor, LatentKeys, MlaNorm, MlaPack, mla_decode};
+use sieve_kernels::{AttentionShape, CudaTensor, DType, LatentKeys, MlaNorm, MlaPack, mla_decode};
 
 const HEADS: usize = 16;
 const HEAD_DIM: usize = 128;

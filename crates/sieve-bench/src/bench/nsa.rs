@@ -6,9 +6,8 @@ use super::{Bench, Work};
 use crate::error::Result;
 use burn::tensor::Tensor;
 use sieve_core::{BlockChoice, InfllmV2Shape, MobaShape, MsaShape};
-use sieve_kernels::DType;
 use sieve_kernels::{
-    AttentionResult, AttentionShape, ChoiceLists, CudaTensor, IndexGradient, KernelError, SumOrder, ToBurn,
+    AttentionResult, AttentionShape, ChoiceLists, CudaTensor, DType, IndexGradient, KernelError, SumOrder, ToBurn,
     kernel_tensor, nsa_blocks_backward, nsa_gates, nsa_gates_backward,
 };
 use sieve_ops::{Cuda, Documents, NsaBlocks, attended_blocks};
@@ -167,6 +166,14 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
             _ => kernel_tensor(attended_blocks(Tensor::from_primitive(chosen.burn()), &rows, choice).into_primitive()),
         })
     };
+    let attend = |inputs: &Inputs, chosen: &CudaTensor| {
+        inputs.qkv.nsa_selected_attention_forward(documents, chosen, blocks, inputs.scale)
+    };
+    let backward =
+        |inputs: &Inputs, chosen: &CudaTensor, (result, lists): &(AttentionResult, Vec<ChoiceLists>), order| {
+            let qkv = inputs.qkv.in_order(order);
+            inputs.call(&qkv, result).nsa_selected_attention_backward(documents, chosen, blocks, lists)
+        };
     // One GEMM of a forward pass's two: the scores.
     let scores = forward_flops(scored, shape.seq_len) / choice.blocks.compress_stride as f64 / 2.0;
     bench.row(&format!("{name}choice"), shape, Work::Flops(scores), || choose().map(drop));
@@ -176,9 +183,7 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
     let indexer = bench.inputs_or_skip(indexer_shape)?.filter(|_| choice.has_indexer());
     if let Some(indexer) = indexer {
         let chosen = choose()?;
-        let attend =
-            |inputs: &Inputs| inputs.qkv.nsa_selected_attention_forward(documents, &chosen, blocks, inputs.scale);
-        let (attention, lists) = attend(&read)?;
+        let (attention, lists) = attend(&read, &chosen)?;
         // The scores of the heads and of the indexer, then two GEMMs with the difference of their probabilities.
         let flops = flops / 2.0 + 1.5 * forward_flops(indexer_shape, tokens);
         for (order, suffix) in ORDERS {
@@ -190,16 +195,11 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
                     lists: &lists,
                     weight: 1.0,
                 };
-                let [qkv, own] = [&read, &indexer].map(|inputs| inputs.qkv.in_order(order));
-                if qkv.index_gradient(documents, gradient, blocks, read.scale)?.is_some() {
+                if read.qkv.in_order(order).index_gradient(documents, gradient, blocks, read.scale)?.is_some() {
                     return Ok(());
                 }
-                let (of_indexer, own_lists) = attend(&indexer)?;
-                let call = indexer.call(&own, &of_indexer);
-                call.nsa_selected_attention_backward(documents, &chosen, blocks, &own_lists)?;
-                let (of_heads, lists) = attend(&read)?;
-                let call = read.call(&qkv, &of_heads);
-                call.nsa_selected_attention_backward(documents, &chosen, blocks, &lists)
+                backward(&indexer, &chosen, &attend(&indexer, &chosen)?, order)?;
+                backward(&read, &chosen, &attend(&read, &chosen)?, order)
             });
         }
     }
@@ -210,13 +210,9 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
         &ORDERS,
         || {
             let chosen = choose()?;
-            let forward = read.qkv.nsa_selected_attention_forward(documents, &chosen, blocks, read.scale)?;
+            let forward = attend(&read, &chosen)?;
             Ok((chosen, forward))
         },
-        |(chosen, (result, lists)), order| {
-            let qkv = read.qkv.in_order(order);
-            let call = read.call(&qkv, result);
-            call.nsa_selected_attention_backward(documents, chosen, blocks, lists)
-        },
+        |(chosen, forward), order| backward(&read, chosen, forward, order),
     )
 }

@@ -5,9 +5,9 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::scores::Scores;
 use sieve_core::{DmaBias, DmaRecency, DmaShape, DmaWindow, KeepOLow};
-use sieve_kernels::DType;
 use sieve_kernels::{
-    AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv, ScoreBias, SumOrder,
+    AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv, ScoreBias,
+    SumOrder,
 };
 use sieve_testing::Random;
 use std::result::Result as StdResult;

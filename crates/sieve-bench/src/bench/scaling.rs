@@ -1,6 +1,6 @@
 //! How time and memory of a forward and backward pass grow: every kind with the length of a row, DMA with the keys it
 //! keeps.
-use super::inputs::{Inputs, NO_BIAS, NO_WINDOW};
+use super::inputs::{NO_BIAS, NO_WINDOW};
 use super::row::Growth;
 use super::rows::{BACKWARD, HEADS, SEED, forward_flops, shape};
 use super::{Bench, Work, latent, nsa};
@@ -41,13 +41,15 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     let lengths = || LENGTHS.map(|power| 1 << power);
     let long = |points: Vec<Point>| points.into_iter().filter(|point| point.at >= FIT_FROM);
     for (name, window) in [("dense", NO_WINDOW), ("window 1024", Some(KEPT))] {
-        let points = points(lengths(), |len| neighbours(bench, name, len, window))?;
+        let points = points(lengths(), |len| dense(bench, name, shape(1, len, HEADS, WIDTH), window))?;
         growth(bench, name, "tokens", long(points).collect());
     }
     let name = format!("dma w {KEPT}");
-    for (name, point) in
-        [(&name[..], (|bench, len| dma(bench, len, KEPT)) as PointOf), ("nsa", sparse), ("mla", latents)]
-    {
+    for (name, point) in [
+        (&name[..], (|bench, len| dma(bench, len, KEPT)) as PointOf),
+        ("nsa", sparse),
+        ("mla", |bench, len| dense(bench, "mla", latent::shape(1, len), NO_WINDOW)),
+    ] {
         let points = points(lengths(), |len| point(bench, len))?;
         growth(bench, name, "tokens", long(points).collect());
     }
@@ -68,23 +70,10 @@ fn points(
     Ok(points?.into_iter().flatten().collect())
 }
 
-fn neighbours(bench: &mut Bench<'_>, name: &str, len: usize, window: Option<usize>) -> Result<Option<Point>> {
-    let shape = shape(1, len, HEADS, WIDTH);
+fn dense(bench: &mut Bench<'_>, name: &str, shape: AttentionShape, window: Option<usize>) -> Result<Option<Point>> {
     let Some(inputs) = bench.inputs_or_skip(shape)? else {
         return Ok(None);
     };
-    dense(bench, name, &inputs, window)
-}
-
-fn latents(bench: &mut Bench<'_>, len: usize) -> Result<Option<Point>> {
-    let Some(inputs) = bench.inputs_or_skip(latent::shape(1, len))? else {
-        return Ok(None);
-    };
-    dense(bench, "mla", &inputs, NO_WINDOW)
-}
-
-fn dense(bench: &mut Bench<'_>, name: &str, inputs: &Inputs, window: Option<usize>) -> Result<Option<Point>> {
-    let shape = inputs.shape;
     let flops = forward_flops(shape, window.unwrap_or(shape.seq_len));
     let forward = || inputs.forward(window, NO_BIAS);
     let backward = |result: &_| inputs.backward(result, window, NO_BIAS, SumOrder::Any);

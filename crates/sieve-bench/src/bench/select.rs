@@ -135,16 +135,10 @@ fn methods(bench: &mut Bench<'_>, of: &str, operands: &Operands) -> Result<()> {
         return Ok(());
     };
     let dense_lse = device.floats(&lse)?;
-    let nothing_kept = None;
-    bench.say_kept(
-        &dense_row,
-        shape,
-        nothing_kept,
-        json!({
-            "operands": of, "tokens": seq_len, "heads": shape.num_heads, "method": "dense", "whole_ms": dense_ms,
-            "tflops": dense_ms.map(|ms| forward_flops(shape, seq_len) / ms * 1e-9),
-        }),
-    );
+    bench.add_selector(json!({
+        "operands": of, "tokens": seq_len, "heads": shape.num_heads, "method": "dense", "whole_ms": dense_ms,
+        "tflops": dense_ms.map(|ms| forward_flops(shape, seq_len) / ms * 1e-9),
+    }));
     for selector in asked(&bench.settings.selectors, seq_len) {
         let name = selector.label();
         let row = |part: &str| format!("{of}, {name}: {part}");
@@ -184,16 +178,14 @@ fn methods(bench: &mut Bench<'_>, of: &str, operands: &Operands) -> Result<()> {
         };
         let mass = masses(&device, &lse, &dense_lse, shape.num_heads)?;
         let mass = mass.iter().sum::<f64>() / mass.len() as f64;
-        bench.say_kept(
-            &row("whole"),
-            shape,
-            Some([density, mass]),
-            json!({
-                "operands": of, "tokens": seq_len, "heads": shape.num_heads, "method": name, "density": density,
-                "mass": mass, "selection_ms": select_ms, "whole_ms": whole_ms, "dense_ms": dense_ms,
-                "host_ms": method.host_ms(),
-            }),
-        );
+        // A row without a time: it shows what is kept where a skipped row shows its reason.
+        let kept = format!("keeps {density:.4} of the pairs, {mass:.4} of the mass");
+        bench.skip(&row("whole"), shape, &kept);
+        bench.add_selector(json!({
+            "operands": of, "tokens": seq_len, "heads": shape.num_heads, "method": name, "density": density,
+            "mass": mass, "selection_ms": select_ms, "whole_ms": whole_ms, "dense_ms": dense_ms,
+            "host_ms": method.host_ms(),
+        }));
     }
     Ok(())
 }

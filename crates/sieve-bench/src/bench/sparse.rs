@@ -26,11 +26,7 @@ pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
             let mask = upload_mask(&bench.device, &mask).expect("every tile is inside the sequence");
             let work = Work::Flops(4.0 * shape.head_dim as f64 * pairs);
             let name = format!("sparse forward, tiles of {tile}, density {density}");
-            let scale = 1.0 / (shape.head_dim as f32).sqrt();
-            bench.row(&name, shape, work, || {
-                let qkv = &inputs.qkv;
-                qkv.sparse_attention_forward(&mask, scale)
-            });
+            bench.row(&name, shape, work, || inputs.qkv.sparse_attention_forward(&mask, inputs.scale));
             // Dense attention a second time: a GPU at its power limit is slower in later rows.
             if density == 1.0 {
                 dense(bench, "dense forward, again");
