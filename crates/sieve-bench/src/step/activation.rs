@@ -6,12 +6,11 @@ use crate::extent::Extent;
 use crate::report::{Outcome, Report, Wrong};
 use crate::tensors::floats;
 use burn_flex::Flex;
-use sieve_kernels::CudaTensor;
-use sieve_kernels::DType;
 use sieve_kernels::step::{
     Reuse, swiglu_backward, swiglu_backward_with_amax, swiglu_backward_with_output, swiglu_forward,
     swiglu_forward_with_amax,
 };
+use sieve_kernels::{CudaTensor, DType};
 use sieve_ops::reference;
 
 /// Checks the SwiGLU wrappers at sizes `[rows, d_ff]`.

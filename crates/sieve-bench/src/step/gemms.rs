@@ -9,9 +9,8 @@ use crate::report::{Outcome, Report, Wrong, wrong};
 use crate::tolerance::Tolerance;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorPrimitive};
-use sieve_kernels::DType;
 use sieve_kernels::{
-    Cublaslt, CudaTensor, GemmKind, KernelError, LaunchCounts, MatmulOutput, ToBurn, kernel_tensor, matmul,
+    Cublaslt, CudaTensor, DType, GemmKind, KernelError, LaunchCounts, MatmulOutput, ToBurn, kernel_tensor, matmul,
 };
 use sieve_ops::Cuda;
 

@@ -49,28 +49,21 @@ pub(super) fn bench(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> BenchRe
 }
 
 /// Expected loss and gradients of one row of logits.
-struct Row {
-    loss: f32,
-    gradients: Vec<f32>,
-}
-
-impl Row {
-    fn new(logits: &[f32], label: i32) -> Self {
-        let Ok(label) = usize::try_from(label) else {
-            // A label below 0 is ignored.
-            return Self { loss: 0.0, gradients: vec![0.0; logits.len()] };
-        };
-        let wide = |x: f32| f64::from(x);
-        let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let total: f64 = logits.iter().map(|&x| (wide(x) - wide(largest)).exp()).sum();
-        let lse = wide(largest) + total.ln();
-        let gradient = |(at, &x): (usize, &f32)| {
-            let p = (wide(x) - lse).exp();
-            let target = f64::from(u8::from(at == label));
-            (p - target) as f32
-        };
-        Self { loss: (lse - wide(logits[label])) as f32, gradients: logits.iter().enumerate().map(gradient).collect() }
-    }
+fn expected(logits: &[f32], label: i32) -> (f32, Vec<f32>) {
+    let Ok(label) = usize::try_from(label) else {
+        // A label below 0 is ignored.
+        return (0.0, vec![0.0; logits.len()]);
+    };
+    let wide = |x: f32| f64::from(x);
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let total: f64 = logits.iter().map(|&x| (wide(x) - wide(largest)).exp()).sum();
+    let lse = wide(largest) + total.ln();
+    let gradient = |(at, &x): (usize, &f32)| {
+        let p = (wide(x) - lse).exp();
+        let target = f64::from(u8::from(at == label));
+        (p - target) as f32
+    };
+    ((lse - wide(logits[label])) as f32, logits.iter().enumerate().map(gradient).collect())
 }
 
 fn losses(mut calls: LaunchCheck<'_>, rows: usize, vocab: usize, dtype: DType) -> Outcome {
@@ -86,10 +79,9 @@ fn losses(mut calls: LaunchCheck<'_>, rows: usize, vocab: usize, dtype: DType) -
             _ => calls.random.below(vocab) as i32,
         })
         .collect();
-    let expected: Vec<Row> =
-        values.chunks_exact(vocab).zip(&labels).map(|(row, &label)| Row::new(row, label)).collect();
-    let losses: Vec<f32> = expected.iter().map(|row| row.loss).collect();
-    let gradients: Vec<f32> = expected.into_iter().flat_map(|row| row.gradients).collect();
+    let rows_and_labels = values.chunks_exact(vocab).zip(&labels);
+    let (losses, gradients): (Vec<f32>, Vec<_>) = rows_and_labels.map(|(row, &label)| expected(row, label)).unzip();
+    let gradients = gradients.concat();
     let rounded: Vec<f32> = gradients.iter().map(|&x| round_bf16(x)).collect();
 
     let labels_on_device = device.int(&labels, &[rows]);

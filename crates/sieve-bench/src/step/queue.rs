@@ -5,8 +5,7 @@ use crate::device::Gpu;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, Wrong, wrong};
 use burn::tensor::Tensor;
-use sieve_kernels::DType;
-use sieve_kernels::{CudaTensor, LaunchCounts, kernel_tensor};
+use sieve_kernels::{CudaTensor, DType, LaunchCounts, kernel_tensor};
 use sieve_ops::Cuda;
 use std::sync::mpsc::sync_channel;
 

@@ -4,12 +4,12 @@ use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report};
-use crate::tensors::{cast, floats};
+use crate::tensors::floats;
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::DType;
 use sieve_kernels::step::{QkNormRope, Reuse, rope};
-use sieve_ops::{DeviceBackend, QkNormRopeCall, RopeCall, RopeTables, reference};
+use sieve_ops::{QkNormRopeCall, RopeCall, RopeTables, reference};
 
 const EPSILON: f64 = 1e-6;
 
@@ -55,11 +55,6 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, [heads, kv_heads]: [us
     bench.row(name, &shape, work, || backward(Reuse::InPlace));
 }
 
-/// A copy of the call without the per-head norms.
-fn without_norms<B: DeviceBackend>(call: QkNormRopeCall<B>) -> RopeCall<B> {
-    RopeCall { positions: call.positions, rope: call.rope, num_kv_heads: call.num_kv_heads }
-}
-
 fn qk_norm_rope_launches(
     mut calls: LaunchCheck<'_>,
     tokens: usize,
@@ -74,38 +69,35 @@ fn qk_norm_rope_launches(
     let positions: Vec<i32> = (0..tokens).map(|_| calls.random.below(POSITIONS) as i32).collect();
     let half = head_dim / 2;
     let angle = |at: usize| (at / half) as f64 * 10000f64.powf(-((at % half) as f64) / half as f64);
-    let table = |function: fn(f64) -> f64| -> Vec<f32> {
+    let table_shape = [POSITIONS, half];
+    let [cos, sin] = [f64::cos, f64::sin].map(|function| {
         let angles = (0..POSITIONS * half).map(angle);
-        angles.map(|angle| function(angle) as f32).collect()
-    };
-    let (cos, sin) = (table(f64::cos), table(f64::sin));
-    let upload = |values: &[f32]| calls.device.float(values, &[POSITIONS, half], DType::F32);
-    let (cos_on, sin_on) = (upload(&cos), upload(&sin));
+        calls.input(angles.map(|angle| function(angle) as f32).collect(), &table_shape, DType::F32)
+    });
     let positions_on = calls.device.int(&positions, &[1, tokens]);
     let args = QkNormRope {
         q_weight: &weights[0].tensor,
         k_weight: &weights[1].tensor,
         positions: &positions_on,
-        cos: &cos_on,
-        sin: &sin_on,
+        cos: &cos.tensor,
+        sin: &sin.tensor,
         num_kv_heads: kv_heads,
         epsilon: EPSILON as f32,
     };
     let on_host = TensorData::new(positions, [1, tokens]);
     let on_host = Tensor::<Flex, 2, Int>::from_data(on_host, &FlexDevice).into_primitive();
+    let tables = || RopeTables { cos: cos.host(table_shape), sin: sin.host(table_shape) };
     let host_call = || QkNormRopeCall::<Flex> {
         q_weight: weights[0].host([head_dim]),
         k_weight: weights[1].host([head_dim]),
         positions: on_host.clone(),
-        rope: RopeTables {
-            cos: cast::<Flex, 2>(&cos, [POSITIONS, half], burn::tensor::DType::F32, &FlexDevice),
-            sin: cast::<Flex, 2>(&sin, [POSITIONS, half], burn::tensor::DType::F32, &FlexDevice),
-        },
+        rope: tables(),
         num_kv_heads: kv_heads,
         epsilon: EPSILON,
     };
-    let rotated = rope(&qkv.tensor, &positions_on, [&cos_on, &sin_on], kv_heads)?;
-    let exact = reference::rope::<Flex>(qkv.host(shape), without_norms(host_call()));
+    let rotated = rope(&qkv.tensor, &positions_on, [&cos.tensor, &sin.tensor], kv_heads)?;
+    let without_norms = RopeCall { positions: on_host.clone(), rope: tables(), num_kv_heads: kv_heads };
+    let exact = reference::rope::<Flex>(qkv.host(shape), without_norms);
     calls.close("rotated", &rotated, &floats::<Flex, 4>(exact))?;
     let y = args.qk_norm_rope_forward(&qkv.tensor)?;
     let y_exact = reference::qk_norm_rope::<Flex>(qkv.host(shape), host_call());

@@ -1,5 +1,5 @@
 //! Checks and times DMA's scores of keys, their ranks and their gradient.
-use super::wrappers::{Input, LaunchCheck};
+use super::wrappers::LaunchCheck;
 use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result as BenchResult;
@@ -7,8 +7,7 @@ use crate::extent::Extent;
 use crate::report::{Outcome, Report};
 use crate::tensors::floats;
 use burn_flex::Flex;
-use sieve_kernels::DType;
-use sieve_kernels::{PositionOrigin as Origin, Qkv, Recency as KernelRecency, ScoresBackward};
+use sieve_kernels::{DType, PositionOrigin as Origin, Qkv, Recency as KernelRecency, ScoresBackward};
 use sieve_ops::{AttentionSpec, DmaScoresCall, reference};
 
 /// Numbers of KV heads that are checked.
@@ -60,7 +59,7 @@ fn dma_scores_launches(mut calls: LaunchCheck<'_>, tokens: usize, kv_heads: usiz
     let w_dt: Vec<f32> = (0..kv_heads * head_dim * kv_heads)
         .map(|_| calls.random.normal_with_tails() / (kv_heads as f32 * head_dim as f32).sqrt())
         .collect();
-    let w_dt = Input { tensor: calls.device.float(&w_dt, &w_shape, DType::F32), values: w_dt };
+    let w_dt = calls.input(w_dt, &w_shape, DType::F32);
     let a = calls.flat(&[kv_heads], DType::F32);
     let dz = calls.flat(&[BATCH, kv_heads, tokens], DType::F32);
     let spec = AttentionSpec::dense([2 * kv_heads, kv_heads], head_dim);

@@ -6,8 +6,7 @@ use crate::tensors::cast;
 use crate::tolerance::Tolerance;
 use burn::tensor::ops::FloatTensor;
 use burn_flex::{Flex, FlexDevice};
-use sieve_kernels::CudaTensor;
-use sieve_kernels::DType;
+use sieve_kernels::{CudaTensor, DType};
 use sieve_testing::Random;
 
 /// Elements between the end of a row and the start of the next in [`LaunchCheck::pitched`].
@@ -56,6 +55,11 @@ impl<'a> LaunchCheck<'a> {
     /// Draws the values of a contiguous tensor.
     pub(super) fn flat(&mut self, shape: &[usize], dtype: DType) -> Input {
         let values = self.random.bf16_normals(shape.iter().product());
+        self.input(values, shape, dtype)
+    }
+
+    /// A contiguous tensor of given values.
+    pub(super) fn input(&self, values: Vec<f32>, shape: &[usize], dtype: DType) -> Input {
         let tensor = self.device.float(&values, shape, dtype);
         Input { tensor, values }
     }
