@@ -266,6 +266,16 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
         [model.head_dim, model.head_dim],
     );
     let order = if recipe.training.deterministic { SumOrder::Fixed } else { SumOrder::Any };
+    let group = shape.num_heads / shape.num_kv_heads;
+    let gap = match recipe.attention.form() {
+        AttentionForm::Branches(nsa) => nsa.blocks().cuda_gap(shape.head_dim, group),
+        AttentionForm::Blocks(choice) => choice.cuda_gap(shape.head_dim, group),
+        _ => None,
+    };
+    if let Some((got, supported)) = gap {
+        let kind = recipe.attention.kind().name();
+        return refused(format!("attention.kind {kind:?} has no CUDA kernels for {got} (they take {supported})"));
+    }
     let mut keys = match recipe.attention.form() {
         AttentionForm::Grouped { .. } => vec![NeededKeys::Neighbours],
         AttentionForm::Latent(mla) => {
@@ -279,23 +289,8 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
             };
             vec![NeededKeys::Chosen(bias), NeededKeys::AllBiased]
         }
-        AttentionForm::Branches(nsa) => {
-            let group = shape.num_heads / shape.num_kv_heads;
-            if let Some((got, supported)) = nsa.blocks().cuda_gap(shape.head_dim, group) {
-                return refused(format!(
-                    "attention.kind \"nsa\" has no CUDA kernels for {got} (they take {supported})"
-                ));
-            }
-            vec![NeededKeys::Blocks, NeededKeys::Neighbours]
-        }
+        AttentionForm::Branches(_) => vec![NeededKeys::Blocks, NeededKeys::Neighbours],
         AttentionForm::Blocks(choice) => {
-            let group = shape.num_heads / shape.num_kv_heads;
-            if let Some((got, supported)) = choice.cuda_gap(shape.head_dim, group) {
-                let kind = recipe.attention.kind().name();
-                return refused(format!(
-                    "attention.kind {kind:?} has no CUDA kernels for {got} (they take {supported})"
-                ));
-            }
             shape.num_kv_heads = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
             match recipe.attention {
                 // MSA's queries read all keys in the first `training.dense_steps` steps.

@@ -1,8 +1,7 @@
 //! `sieve kernels capture`: writes DMA's scores, or the queries, keys and values of dense attention, which a trained
 //! model computes for a text. Benchmarks and checks read the file.
 use crate::error::{BenchError, Result, refused};
-use burn::tensor::DType;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{DType, Int, Tensor, TensorData};
 use sieve_hf::{LoadedModel, NamedTensor, write_tensor_file};
 use sieve_kernels::KernelText;
 use sieve_nn::{Attention, DecoderLayer, LayerContext, Qwen3};

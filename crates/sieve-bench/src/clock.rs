@@ -7,8 +7,7 @@
 use crate::device::{Device, Gpu};
 use crate::error::{BenchError, Result};
 
-use sieve_kernels::DType;
-use sieve_kernels::{CudaTensor, KernelError, SourceKernel, ToBurn, client_of};
+use sieve_kernels::{CudaTensor, DType, KernelError, SourceKernel, ToBurn, client_of};
 use std::time::Instant;
 
 /// Warm-up repetitions, whose times do not count.

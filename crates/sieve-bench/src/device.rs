@@ -3,9 +3,8 @@ use crate::shape::{keys_of, packed_of, queries_of, values_of};
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_cuda::CudaDevice;
 use sieve_core::{KeyMask, MaskError};
-use sieve_kernels::DType;
 use sieve_kernels::{
-    AttentionShape, CudaPrimitive, CudaTensor, KernelError, KernelFamily, KernelPolicy, KeySource, Qkv, ToBurn,
+    AttentionShape, CudaPrimitive, CudaTensor, DType, KernelError, KernelFamily, KernelPolicy, KeySource, Qkv, ToBurn,
     burn_dtype, kernel_tensor,
 };
 use sieve_ops::Cuda;

@@ -6,8 +6,7 @@
 //! errors it finds and which it cannot.
 use crate::device::Device;
 use half::bf16;
-use sieve_kernels::DType;
-use sieve_kernels::{AttentionShape, CudaTensor, Hardware, KernelError, Launch, Recorder, Step, recorded_at};
+use sieve_kernels::{AttentionShape, CudaTensor, DType, Hardware, KernelError, Launch, Recorder, Step, recorded_at};
 use std::cell::RefCell;
 use std::fs;
 use std::io;
@@ -38,7 +37,18 @@ pub fn replay_emulated(
     steps: &[Step],
 ) -> Result<Vec<Vec<u8>>, KernelError> {
     let emulator = Emulator::new(programs).map_err(|e| failed("memory", &e))?;
-    emulator.replay(sizes, held, steps)
+    // The first tensors of a recorder have the buffers 0, 1, .., so that buffer numbers in `steps` are indices into
+    // `sizes`.
+    for &bytes in sizes {
+        emulator.recorder.tensor(&[bytes], DType::U8);
+    }
+    emulator.make_buffers().map_err(|e| failed("memory", &e))?;
+    for (buffer, bytes) in held.iter().enumerate() {
+        emulator.write(buffer, bytes).map_err(|e| failed("memory", &e))?;
+    }
+    steps.iter().try_for_each(|step| emulator.step(step))?;
+    let read = |buffer| emulator.read(buffer).map_err(|e| failed("reading", &e));
+    (0..sizes.len()).map(read).collect()
 }
 
 /// A device for launch wrappers whose buffers are files and whose kernels are programs.
@@ -117,27 +127,6 @@ impl Emulator {
             }
         }
         Ok(())
-    }
-
-    /// Creates buffers of these `sizes`, fills the first ones with `held`, runs `steps` over them and returns all
-    /// buffers' contents. The emulator must have no buffers yet, so that buffer numbers in `steps` are indices into
-    /// `sizes`.
-    pub(crate) fn replay(
-        &self,
-        sizes: &[usize],
-        held: &[Vec<u8>],
-        steps: &[Step],
-    ) -> Result<Vec<Vec<u8>>, KernelError> {
-        for &bytes in sizes {
-            self.recorder.tensor(&[bytes], DType::U8);
-        }
-        self.make_buffers().map_err(|e| failed("memory", &e))?;
-        for (buffer, bytes) in held.iter().enumerate() {
-            self.write(buffer, bytes).map_err(|e| failed("memory", &e))?;
-        }
-        steps.iter().try_for_each(|step| self.step(step))?;
-        let read = |buffer| self.read(buffer).map_err(|e| failed("reading", &e));
-        (0..sizes.len()).map(read).collect()
     }
 
     /// Creates the files of buffers that have none yet. Every byte is 0xff, so that an unwritten float is NaN.
