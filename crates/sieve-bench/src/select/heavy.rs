@@ -4,8 +4,7 @@ use super::NEAR;
 use crate::device::{Device, separate};
 use crate::report::{Outcome, Wrong, wrong};
 use sieve_core::HeavyKeys;
-use sieve_kernels::DType;
-use sieve_kernels::{AttentionShape, CudaTensor, DecodeScratch, DmaSlots, KeptKeys, KernelError, KvCache, Qkv};
+use sieve_kernels::{AttentionShape, CudaTensor, DType, DecodeScratch, DmaSlots, KeptKeys, KernelError, KvCache, Qkv};
 use sieve_select::{CallShape, DecodeSession, LayerShape, Selector};
 use sieve_testing::Random;
 use std::ops::Range;
@@ -123,30 +122,15 @@ impl Text {
         };
         // The slots beyond the kept keys are empty: NaN, with position -1.
         let room = window.keep_window_size;
-        let padded = |values: &[f32], width: usize| {
-            let of = |head: usize| {
-                let mut slots = values[head * num_kept * width..][..num_kept * width].to_vec();
-                slots.resize(room * width, f32::NAN);
-                slots
-            };
-            (0..KV_HEADS).flat_map(of).collect::<Vec<f32>>()
-        };
-        let positions: Vec<i32> = (0..KV_HEADS)
-            .flat_map(|head| {
-                let mut slots = positions[head * num_kept..][..num_kept].to_vec();
-                slots.resize(room, -1);
-                slots
-            })
-            .collect();
         let put = |values: &[f32]| {
-            let values = padded(values, WIDTH);
+            let values = padded(values, room * WIDTH, f32::NAN);
             device.float(&values, &[1, KV_HEADS, room, WIDTH], DType::BF16)
         };
         let kv = KvCache { k: put(&k), v: put(&v) };
         Ok(Some(DmaSlots {
             kv,
-            z: device.float(&padded(&z, 1), &[1, KV_HEADS, room], DType::F32),
-            positions: device.int(&positions, &[1, KV_HEADS, room]),
+            z: device.float(&padded(&z, room, f32::NAN), &[1, KV_HEADS, room], DType::F32),
+            positions: device.int(&padded(&positions, room, -1), &[1, KV_HEADS, room]),
             local_window_size: window.local_window_size,
         }))
     }
@@ -158,4 +142,14 @@ impl Text {
         let qkv = self.upload(device, token..token + 1);
         slots.heavy_decode(&qkv, &length, token, scale, &scratch)
     }
+}
+
+/// Pads the part of each KV head to `len` values.
+fn padded<T: Copy>(values: &[T], len: usize, empty: T) -> Vec<T> {
+    let of_head = |part: &[T]| {
+        let mut part = part.to_vec();
+        part.resize(len, empty);
+        part
+    };
+    values.chunks_exact(values.len() / KV_HEADS).flat_map(of_head).collect()
 }
