@@ -131,14 +131,6 @@ fn for_each_case(extent: &Extent, mut visit: impl FnMut(&Prepared) -> Result<()>
     Ok(())
 }
 
-fn name(keys: Keys) -> String {
-    let kernel = match keys {
-        Keys::Chosen(_) => "dma_attention",
-        _ => "attention",
-    };
-    format!("{kernel}{}", keys.suffix())
-}
-
 /// Checks the launch wrappers of attention: values narrower than keys, gradient buffers that begin as NaN, both sum
 /// orders, and two runs in the fixed order, whose bits must be equal.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
@@ -146,7 +138,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     let drawn = Extent { seed: extent.seed + 1, ..*extent };
     for_each_case(&drawn, |prepared| {
         let tile_queries = random.one_of(&[32, 64, 64, 128]);
-        let name = name(prepared.case.keys);
+        let name = prepared.case.keys.name_of("attention");
         check_wrapper(report, &name, prepared, device, |call| call.lists(tile_queries));
         Ok(())
     })?;
@@ -324,7 +316,7 @@ pub(crate) fn check_long_row(report: &mut Report, device: &dyn Device, extent: &
         let case = Case::draw(shape, keys, cuts, &scores, extent.seed)?.under(policy);
         let call = OnDevice::new(&case, device);
         let path = on_device::family(&case, device);
-        let name = format!("dma_attention{}, long row", keys.suffix());
+        let name = format!("{}, long row", keys.name_of("attention"));
         report.add(&name, path, "two orders", orders_agree(&call));
     }
     Ok(())

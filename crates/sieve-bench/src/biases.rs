@@ -7,7 +7,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
 use crate::on_device::OnDevice;
-use crate::report::{Report, Wrong};
+use crate::report::{Outcome, Report};
 use crate::scores::Scores;
 use crate::strided::Layout;
 use rayon::prelude::*;
@@ -127,11 +127,9 @@ fn check_decoding(report: &mut Report, device: &dyn Device, head_dim: usize, see
     for biases in [Biases::Ten(14.0), Biases::Ten(20.0), Biases::Clamped] {
         let (keys, widths) = (Keys::chosen(40), (head_dim, 2));
         let case = draw(biases, keys, 150, widths, Cuts::Count(1), seed)?;
-        let outcome = OnDevice::new(&case, device).dma_decode();
-        let outcome = outcome.map_err(Wrong::from);
-        let outcome = outcome.and_then(|o| decode::judge(&case, &o));
+        let outcome = || -> Outcome { decode::judge(&case, &OnDevice::new(&case, device).dma_decode()?) };
         let label = format!("{biases:?} 150 tokens, 40 slots, seed {seed}");
-        report.add("dma_decode, large biases", "kernel", &label, outcome);
+        report.add("dma_decode, large biases", "kernel", &label, outcome());
     }
     Ok(())
 }

@@ -44,6 +44,12 @@ impl Keys {
         Self::local(keep_window_size, random.one_of(&[1, half, half, most, keep_window_size]))
     }
 
+    /// The name in a report of `kernel`, such as "attention", with these keys.
+    pub(crate) fn name_of(self, kernel: &str) -> String {
+        let prefix = if matches!(self, Self::Chosen(_)) { "dma_" } else { "" };
+        format!("{prefix}{kernel}{}", self.suffix())
+    }
+
     /// What a report appends to the name of a kernel with these keys.
     pub(crate) fn suffix(self) -> &'static str {
         match self {
@@ -186,6 +192,14 @@ impl Case {
         }
     }
 
+    /// The window of the dense kernels; `None`: no window.
+    pub(crate) fn sliding_window(&self) -> Option<usize> {
+        match self.keys {
+            Keys::Window(window) => Some(window),
+            _ => None,
+        }
+    }
+
     /// DMA's window; a window of all keys, or the sliding window, where DMA does not choose keys.
     pub(crate) fn dma_window(&self) -> DmaWindow {
         match self.keys {
@@ -205,10 +219,14 @@ impl Case {
         }
     }
 
+    /// First position and end of each token's document, `[batch, seq_len]` each.
+    pub(crate) fn bounds(&self) -> [Vec<u32>; 2] {
+        [&self.doc_start, &self.doc_end].map(|x| x.iter().map(|&x| x as u32).collect())
+    }
+
     /// The document bounds as ops take them.
     pub(crate) fn documents<B: Backend>(&self, device: &B::Device) -> sieve_ops::Documents<B> {
-        let bounds = |x: &[i32]| x.iter().map(|&x| x as u32).collect::<Vec<u32>>();
-        let (start, end) = (bounds(&self.doc_start), bounds(&self.doc_end));
+        let [start, end] = self.bounds();
         let rows = [self.shape.batch, self.shape.seq_len];
         sieve_ops::Documents::new(&start, &end, rows, device)
     }
@@ -296,6 +314,13 @@ fn order_of(x: f32) -> i32 {
 /// Multiplies numbers by `magnitude` and rounds them to bf16.
 pub(crate) fn magnify(values: &mut [f32], magnitude: f32) {
     values.iter_mut().for_each(|x| *x = round_bf16(*x * magnitude));
+}
+
+/// Normal numbers times `factor`, rounded to bf16 before and after.
+pub(crate) fn scaled_normals(random: &mut Random, count: usize, factor: f32) -> Vec<f32> {
+    let mut values = random.bf16_normals(count);
+    magnify(&mut values, factor);
+    values
 }
 
 /// First position, and end (one past the last position), of each token's document: `[batch, seq_len]` each.

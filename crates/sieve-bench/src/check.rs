@@ -124,12 +124,11 @@ pub fn check(settings: &CheckSettings, target: &Target, on_part: &mut dyn FnMut(
 
 impl CheckSettings {
     fn extent(&self) -> Extent {
-        let all = Extent::all(self.cases, self.longest, self.seed);
         Extent {
             is_part: self.part != CheckPart::All,
             magnitude: self.magnitude,
             policy: KernelPolicy { arrivals: self.arrivals, ..portable_only(self.portable) },
-            ..all
+            ..Extent::all(self.cases, self.longest, self.seed)
         }
     }
 }

@@ -15,39 +15,27 @@ use sieve_cpu::reference::Rounding;
 use sieve_kernels::AttentionShape;
 use sieve_testing::Random;
 
-fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
-    let mut random = Random(extent.seed);
-    let extent = *extent;
-    let Extent { widths, groups, .. } = extent;
-    (0..extent.few()).map(move |at| {
-        let (head_dim, head_dim_v) = random.one_of(widths);
-        let group = random.one_of(groups);
-        let num_kv_heads = random.between(1, 4);
-        let seq_len = random.between(1, 70);
-        let (batch, heads) = (random.between(1, 4), [group * num_kv_heads, num_kv_heads]);
-        let shape = AttentionShape::new(batch, seq_len, heads, [head_dim, head_dim_v]);
-        let window = random.one_of(&[1, 5, 16, 33, 100]);
-        let keys = match at % 4 {
-            0 => Keys::Dense,
-            1 => Keys::Window(window),
-            2 => Keys::chosen(window),
-            _ => Keys::local_of(window, &mut random),
-        };
-        let scores = &Scores::RANDOM[random.below(Scores::RANDOM.len())];
-        let seed = random.between(0, 1 << 30) as u64;
-        let magnitude = extent.magnitude_of(at);
-        let label = format!("{shape:?} {keys} {} q, k x {magnitude} seed {seed}", scores.name());
-        let case = Case::draw(shape, keys, Cuts::Count(1), scores, seed)?;
-        Ok((case.magnified(magnitude), label))
-    })
-}
-
-fn name(keys: Keys) -> String {
-    let kernel = match keys {
-        Keys::Chosen(_) => "dma_decode",
-        _ => "decode",
+/// Draws call number `at` of a check, with its label.
+fn draw(extent: &Extent, at: usize, random: &mut Random) -> Result<(Case, String)> {
+    let (head_dim, head_dim_v) = random.one_of(extent.widths);
+    let group = random.one_of(extent.groups);
+    let num_kv_heads = random.between(1, 4);
+    let seq_len = random.between(1, 70);
+    let (batch, heads) = (random.between(1, 4), [group * num_kv_heads, num_kv_heads]);
+    let shape = AttentionShape::new(batch, seq_len, heads, [head_dim, head_dim_v]);
+    let window = random.one_of(&[1, 5, 16, 33, 100]);
+    let keys = match at % 4 {
+        0 => Keys::Dense,
+        1 => Keys::Window(window),
+        2 => Keys::chosen(window),
+        _ => Keys::local_of(window, random),
     };
-    format!("{kernel}{}", keys.suffix())
+    let scores = &Scores::RANDOM[random.below(Scores::RANDOM.len())];
+    let seed = random.between(0, 1 << 30) as u64;
+    let magnitude = extent.magnitude_of(at);
+    let label = format!("{shape:?} {keys} {} q, k x {magnitude} seed {seed}", scores.name());
+    let case = Case::draw(shape, keys, Cuts::Count(1), scores, seed)?;
+    Ok((case.magnified(magnitude), label))
 }
 
 pub(super) fn judge(case: &Case, o: &[f32]) -> Outcome {
@@ -59,8 +47,9 @@ pub(super) fn judge(case: &Case, o: &[f32]) -> Outcome {
 
 /// Checks the launch wrappers of decoding; the kernels write each new token's key into the cache.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
-    for case in cases(extent) {
-        let (case, label) = case?;
+    let mut random = Random(extent.seed);
+    for at in 0..extent.few() {
+        let (case, label) = draw(extent, at, &mut random)?;
         let call = OnDevice::new(&case, device);
         let o = match case.keys {
             Keys::Chosen(_) => call.dma_decode(),
@@ -70,7 +59,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
             Ok(o) => ("kernel", judge(&case, &o)),
             Err(error) => ("refused", Err(Wrong::from(error))),
         };
-        report.add(&name(case.keys), path, &label, outcome);
+        report.add(&case.keys.name_of("decode"), path, &label, outcome);
     }
     caches::check(report, device, extent);
     branches::check(report, device, extent);

@@ -1,7 +1,7 @@
 //! Checks latent attention (MLA) from the projections' outputs on: packing, attention and all gradients.
 mod decode;
 
-use crate::case::{Case, Cuts, Keys};
+use crate::case::{Case, Cuts, Keys, magnify};
 use crate::check::add_attention;
 use crate::device::Device;
 use crate::error::Result;
@@ -9,11 +9,10 @@ use crate::extent::Extent;
 use crate::on_device;
 use crate::report::{Outcome, Report, wrong};
 use crate::scores::Scores;
-use crate::tensors::{Computes, cast, floats};
+use crate::tensors::{cast, floats, table_type};
 use crate::tolerance::{Results, RowTolerance, Tolerance, lost_digits};
-use burn::tensor::DType;
-use burn::tensor::Tensor;
 use burn::tensor::ops::FloatTensor;
+use burn::tensor::{DType, Tensor};
 use burn_flex::{Flex, FlexDevice};
 use sieve_cpu::reference::{AttentionCall, Heads, Rounding, Terms};
 use sieve_cpu::{Documents, Mask};
@@ -47,7 +46,7 @@ enum Size {
 }
 
 /// Operands of one call of latent attention, exact in bf16.
-struct Call {
+pub(crate) struct Call {
     spec: MlaSpec,
     case: Case,
     /// Each head's key without its rotated part, then its value: `[batch, seq_len, heads, 2 head_dim]`.
@@ -91,6 +90,16 @@ impl Call {
         })
     }
 
+    /// A call that `sieve kernels run mla` writes to a file.
+    pub(crate) fn written(case: Case, seed: u64) -> Self {
+        Self::of(case, Size::Usual, seed, String::new())
+    }
+
+    /// The projections' outputs: q, kv (keys beside values of each head), and the rotated key that all heads share.
+    pub(crate) fn inputs(&self) -> [(&'static str, &[f32]); 3] {
+        [("q", &self.case.q), ("kv", &self.kv), ("k_rope", &self.k_rope)]
+    }
+
     /// The same call with norms of queries and keys; peaked calls have large norm weights of queries.
     fn normed(mut self, size: Size, random: &mut Random) -> Self {
         let factors = match size {
@@ -114,14 +123,11 @@ impl Call {
         let mut random = Random(seed);
         let tokens = shape.batch * seq_len;
         let k_rope = random.bf16_normals(tokens * rope_dim);
-        let scaled = |values: &mut [f32], factor: f32| {
-            values.iter_mut().for_each(|x| *x = round_bf16(*x * factor));
-        };
         match size {
             Size::Usual => {}
             // Queries alone: were rotated keys as large too, one differently rounded number would change a softmax row.
-            Size::Peaked => scaled(&mut case.q, 32.0),
-            Size::Large => drop([&mut case.v, &mut case.d_o].map(|x| scaled(x, 1e15))),
+            Size::Peaked => magnify(&mut case.q, 32.0),
+            Size::Large => drop([&mut case.v, &mut case.d_o].map(|x| magnify(x, 1e15))),
         }
         let heads = case.k.chunks_exact(key_dim).zip(case.v.chunks_exact(head_dim));
         let kv = heads.flat_map(|(k, v)| k[..head_dim].iter().chain(v)).copied();
@@ -160,10 +166,7 @@ impl Call {
         let [q, kv, k_rope] = self.widths();
         let inputs = [(&self.case.q, q), (&self.kv, kv), (&self.k_rope, k_rope)];
         let inputs = inputs.map(|(values, width)| cast::<B, 3>(values, [batch, seq_len, width], dtype, device));
-        let table_type = match dtype {
-            DType::F64 => DType::F64,
-            _ => DType::F32,
-        };
+        let table_type = table_type(dtype);
         let rope = RotaryEmbedding::<B>::with_dtype(self.spec.rope_dim, seq_len, ROPE_THETA.into(), device, table_type);
         let call = MlaPackCall::<B> {
             positions: self.case.documents::<B>(device).positions.into_primitive(),
@@ -185,7 +188,7 @@ impl Call {
 
     /// Runs forward and backward pass by a backend's ops. On the CPU f64 and bf16 take the plain-Burn references; only
     /// f32 has kernels.
-    fn on<B: DeviceBackend>(&self, device: &B::Device, dtype: DType) -> Results {
+    pub(crate) fn on<B: DeviceBackend>(&self, device: &B::Device, dtype: DType) -> Results {
         let (inputs, call) = self.inputs_on::<B>(device, dtype);
         let normed = self.norms.as_ref().map(|_| inputs.clone());
         let attention = MlaCall::new(self.case.documents::<B>(device).bounds(), self.spec);
@@ -283,14 +286,6 @@ impl Call {
         Ok(results)
     }
 
-    fn exact(&self) -> Results {
-        self.on::<Flex>(&FlexDevice, DType::F64)
-    }
-
-    fn plain(&self) -> Results {
-        self.on::<Flex>(&FlexDevice, DType::BF16)
-    }
-
     /// How much a row's logits change when one rotated number is rounded to the other bf16 neighbour, as two orders of
     /// the rotation's f32 operations may; at most an eighth.
     fn moved_by_a_rounding(&self) -> f64 {
@@ -362,26 +357,6 @@ fn norm_results<T>([rotated_keys, key_scale]: [T; 2], [dq_weight, dk_weight]: [T
     [rotated_keys, key_scale, dq_weight, dk_weight]
 }
 
-/// A call that `sieve kernels run mla` writes to a file.
-pub(crate) struct Written(Call);
-
-impl Written {
-    pub(crate) fn new(case: Case, seed: u64) -> Self {
-        Self(Call::of(case, Size::Usual, seed, String::new()))
-    }
-
-    /// The projections' outputs: q, kv (keys beside values of each head), and the rotated key that all heads share.
-    pub(crate) fn inputs(&self) -> [(&'static str, &[f32]); 3] {
-        let Call { case, kv, k_rope, .. } = &self.0;
-        [("q", &case.q), ("kv", kv), ("k_rope", k_rope)]
-    }
-
-    /// Outputs and gradients of the ops of a backend.
-    pub(crate) fn run<B: Computes>(&self, device: &B::Device) -> Results {
-        self.0.on::<B>(device, B::DTYPE)
-    }
-}
-
 /// Exact results of a call, and the numbers that its tolerance follows from.
 struct Expected {
     exact: Results,
@@ -393,7 +368,8 @@ struct Expected {
 
 impl Expected {
     fn of(call: &Call) -> Self {
-        Self { exact: call.exact(), plain: call.plain(), terms: call.terms(), of_a_row: call.moved_by_a_rounding() }
+        let [exact, plain] = [DType::F64, DType::BF16].map(|dtype| call.on::<Flex>(&FlexDevice, dtype));
+        Self { exact, plain, terms: call.terms(), of_a_row: call.moved_by_a_rounding() }
     }
 
     /// Compares every result with the exact one; returns the largest ratio of error to tolerance.
@@ -425,12 +401,6 @@ impl Expected {
     }
 }
 
-fn draws(extent: &Extent) -> impl Iterator<Item = Result<Call>> {
-    let mut random = Random(extent.seed);
-    let extent = *extent;
-    (0..extent.few()).map(move |at| Call::draw(&extent, at, &mut random))
-}
-
 /// Every specialisation that a check of latent attention launches.
 pub(crate) fn latent_kernels(gpu: &DeviceReport) -> NeededKernels {
     let shared_bytes = NeededKernels::shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
@@ -455,8 +425,9 @@ pub(crate) fn latent_kernels(gpu: &DeviceReport) -> NeededKernels {
 /// Checks the launch wrappers in both sum orders; two runs in the fixed order must be equal.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     decode::check_wrappers(report, device, extent);
-    for call in draws(extent) {
-        let call = call?;
+    let mut random = Random(extent.seed);
+    for at in 0..extent.few() {
+        let call = Call::draw(extent, at, &mut random)?;
         let expected = Expected::of(&call);
         // The row of the report is named after the kernel family of the forward pass.
         let family = on_device::family(&call.case, device);
@@ -507,6 +478,6 @@ mod tests {
         }
         // The gradient of one head in place of their sum.
         call.spec.softmax_scale *= 1.1;
-        assert!(expected.judge(&call.exact()).is_err());
+        assert!(expected.judge(&call.on::<Flex>(&FlexDevice, DType::F64)).is_err());
     }
 }

@@ -9,6 +9,7 @@ use crate::check::CheckPart;
 use crate::error::{BenchError, Result};
 use crate::extent::Extent;
 use crate::report::{Outcome, PathWatch, Report, Wrong, wrong};
+use crate::tensors::table_type;
 use crate::tolerance::{RowTolerance, Tolerance, row_norms};
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
@@ -199,34 +200,27 @@ pub(crate) fn check<B: TrainBackend>(
         };
         for (form, own) in [("", usual)].into_iter().chain(forms) {
             for ((own, exact), plain) in own.iter().zip(&exact).zip(&plain) {
-                add(&format!("{}{form}", own.0), judge(&kind, is_bf16, [own, plain, exact]));
+                add(&format!("{}{form}", own.0), judge(&kind, is_bf16, [&own.2, &plain.2], exact));
             }
         }
+        let [plain, exact] = [&plain, &exact].map(|found| found.last().expect("logits through the cache"));
         for (at, own) in moved {
             let case = format!("logits through the cache, another thread from token {at} on");
-            let [plain, exact] = [&plain, &exact].map(|found| found.last().expect("logits through the cache"));
-            let own = own.map(|own| (case.clone(), VOCAB_SIZE, own));
-            add(&case, own.and_then(|own| judge(&kind, is_bf16, [&own, plain, exact])));
+            add(&case, own.and_then(|own| judge(&kind, is_bf16, [&own, &plain.2], exact)));
         }
         let selectors = ALL_KEYS.iter().filter(|_| is_bf16 && kind[0] == "mha");
         for (keys, in_one_call) in selectors.flat_map(|&keys| [(keys, false), (keys, true)]) {
             let form = if in_one_call { "one call a token" } else { "a call for each layer" };
             let case = format!("logits under a selector, {keys:?}, {form}");
-            let [plain, exact] = [&plain, &exact].map(|found| found.last().expect("logits through the cache"));
             let own = setup.under_selector(&decoder, on.dtype, device, (keys, in_one_call));
-            let own = own.map(|own| (case.clone(), VOCAB_SIZE, own));
-            add(&case, own.and_then(|own| judge(&kind, is_bf16, [&own, plain, exact])));
+            add(&case, own.and_then(|own| judge(&kind, is_bf16, [&own, &plain.2], exact)));
         }
         let (texts, calls) = setup.in_rows(&decoder, on.dtype, device);
         for (prompt, own) in PROMPTS.into_iter().zip(texts) {
             let case = format!("logits of a text in a row, {prompt} tokens before, {calls}");
-            let [plain, exact] = [&plain, &exact].map(|found| {
-                let (_, _, logits) = found.last().expect("logits through the cache");
-                let decoded = logits[(prompt + 1 - PREFILLED) * VOCAB_SIZE..].to_vec();
-                (case.clone(), VOCAB_SIZE, decoded)
-            });
-            let own = (case.clone(), VOCAB_SIZE, own);
-            add(&case, judge(&kind, is_bf16, [&own, &plain, &exact]));
+            let decoded = (prompt + 1 - PREFILLED) * VOCAB_SIZE..;
+            let exact = (case.clone(), VOCAB_SIZE, exact.2[decoded.clone()].to_vec());
+            add(&case, judge(&kind, is_bf16, [&own, &plain.2[decoded]], &exact));
         }
         for (case, outcome) in [("fixed order, repeated", repeated), ("fp8", in_fp8)] {
             outcome.into_iter().for_each(|outcome| add(case, outcome));
@@ -279,10 +273,9 @@ fn model_name(kind: &Kind, [heads, kv_heads, head_dim]: HeadSizes) -> String {
 
 /// Compares a result with the exact one by the norm of each row and of all rows; a bf16 loss has a tolerance of its
 /// own.
-fn judge(kind: &Kind, is_bf16: bool, [own, plain, exact]: [&Found; 3]) -> Outcome {
-    let (name, width, exact) = exact;
+fn judge(kind: &Kind, is_bf16: bool, [own, plain]: [&[f32]; 2], (name, width, exact): &Found) -> Outcome {
     if is_bf16 && name == "loss" {
-        return Tolerance::new(2.0, LOSS_TOLERANCE, 0.0).judge(name, &own.2, &plain.2, exact);
+        return Tolerance::new(2.0, LOSS_TOLERANCE, 0.0).judge(name, own, plain, exact);
     }
     let [of_all, of_a_row] = match kind[2] {
         "chosen" if is_bf16 => OF_A_CHOICE,
@@ -290,7 +283,7 @@ fn judge(kind: &Kind, is_bf16: bool, [own, plain, exact]: [&Found; 3]) -> Outcom
         _ => [0.0; 2],
     };
     let rows = RowTolerance { most_of_plain: f64::INFINITY, of_a_row, ..RowTolerance::new(is_bf16, of_all) };
-    rows.judge(name, &own.2, &plain.2, exact, &row_norms(exact, *width))
+    rows.judge(name, own, plain, exact, &row_norms(exact, *width))
 }
 
 /// The recipe of a model; its tokenizer and data are never read.
@@ -379,8 +372,7 @@ impl Setup {
         };
         let (mut found, mut gradients) = self.gradients(&model, on, |_| {});
         let before = named_parameters(&model);
-        let scale_type = if dtype == DType::F64 { dtype } else { DType::F32 };
-        let scale = Tensor::from_data(TensorData::from([0.5f32]), (device, scale_type));
+        let scale = Tensor::from_data(TensorData::from([0.5f32]), (device, table_type(dtype)));
         let updated = optimizer.step(model.clone(), &mut gradients, scale, LEARNING_RATE);
         for (before, after) in before.into_iter().zip(named_parameters(&updated)) {
             let update = floats(after.data).into_iter().zip(floats(before.data));
@@ -599,8 +591,7 @@ fn rows_of<B: Backend>(values: &[i32], device: &B::Device) -> Tensor<B, 2, Int> 
 /// The rotary tables of `len` positions; for f64 the same f32 numbers, cast.
 fn rope<B: Backend>(model: &Qwen3<B>, len: usize, dtype: DType, device: &B::Device) -> RotaryEmbedding<B> {
     let RotaryEmbedding { cos, sin } = model.rope(len, device);
-    let table_type = if dtype == DType::F64 { dtype } else { DType::F32 };
-    let [cos, sin] = [cos, sin].map(|table| table.cast(table_type));
+    let [cos, sin] = [cos, sin].map(|table| table.cast(table_type(dtype)));
     RotaryEmbedding { cos, sin }
 }
 
@@ -638,7 +629,7 @@ mod tests {
         let [exact, plain] = setup.references();
         let failed = |found: &[Found]| -> Vec<String> {
             let all = found.iter().zip(&plain).zip(&exact);
-            let failed = all.filter(|((own, plain), exact)| judge(kind, true, [own, plain, exact]).is_err());
+            let failed = all.filter(|((own, plain), exact)| judge(kind, true, [&own.2, &plain.2], exact).is_err());
             failed.map(|((own, _), _)| own.0.clone()).collect()
         };
         let right = setup.model(DType::F32, &FlexDevice);

@@ -69,14 +69,6 @@ impl<'a> OnDevice<'a> {
         Self { case, inputs, delta: per_key(&case.delta), z: per_key(&case.z), device }
     }
 
-    /// The window of the dense kernels; `None`: no window.
-    fn window(&self) -> Option<usize> {
-        match self.case.keys {
-            Keys::Window(window) => Some(window),
-            _ => None,
-        }
-    }
-
     fn bias(&self) -> Option<&CudaTensor> {
         (self.case.keys == Keys::Biased).then_some(&self.delta)
     }
@@ -98,7 +90,7 @@ impl<'a> OnDevice<'a> {
     pub(crate) fn forward(&self, lists: Option<&KeyLists>) -> Result<AttentionResult, KernelError> {
         match lists {
             Some(lists) => self.inputs.dma_forward(&self.delta, lists),
-            None => self.inputs.forward(self.window(), self.bias()),
+            None => self.inputs.forward(self.case.sliding_window(), self.bias()),
         }
     }
 
@@ -118,7 +110,7 @@ impl<'a> OnDevice<'a> {
         let inputs = Inputs { grads: nan_like(&self.inputs.qkv, self.case.shape), ..self.inputs.clone() };
         let ddelta = match lists {
             Some(lists) => Some(inputs.dma_backward(result, &self.delta, lists, order)?),
-            None => inputs.backward(result, self.window(), self.bias(), order)?,
+            None => inputs.backward(result, self.case.sliding_window(), self.bias(), order)?,
         };
         let read = |x: &CudaTensor| self.device.floats(x);
         let mut outputs = Outputs {
@@ -166,7 +158,7 @@ impl<'a> OnDevice<'a> {
         let scratch = DecodeScratch::new(like, shape, shape.seq_len)?;
         let mut rows = Vec::new();
         for at in 0..shape.seq_len {
-            let step = DecodeStep { window: self.window(), ..DecodeStep::new(at, self.case.scale) };
+            let step = DecodeStep { window: self.case.sliding_window(), ..DecodeStep::new(at, self.case.scale) };
             let length = self.lengths(at);
             let o = cache.attention_decode(&self.token(at), &length, step, &scratch)?;
             rows.push(self.device.floats(&o)?);

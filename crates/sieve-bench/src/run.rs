@@ -326,16 +326,14 @@ fn tensors(op: Op, case: &Case, z: Option<&[f32]>, outputs: Outputs, on_gpu: boo
     let (shape, per_key) = (case.shape, case.shape.per_key());
     let own = if on_gpu { DType::BF16 } else { DType::F32 };
     let mut tensors = Tensors::new(own);
+    if op != Op::DmaSelect {
+        tensors.qkv(case);
+    }
     let mut floats = |name: &str, values: &[f32], shape: &[usize], dtype: DType| {
         if !values.is_empty() {
             tensors.floats(name, values, shape, dtype);
         }
     };
-    if op != Op::DmaSelect {
-        floats("q", &case.q, &queries_of(shape), DType::BF16);
-        floats("k", &case.k, &keys_of(shape), DType::BF16);
-        floats("v", &case.v, &values_of(shape), DType::BF16);
-    }
     floats("z", z.unwrap_or(&case.z), &per_key, DType::F32);
     if z.is_some() {
         floats("rank", &case.z, &per_key, DType::F32);

@@ -6,10 +6,9 @@ use crate::extent::Extent;
 use crate::on_device::OnDevice;
 use crate::report::{Outcome, Report, Wrong, wrong};
 use crate::scores::Scores;
-use sieve_kernels::DType;
 use sieve_kernels::{
-    AttentionShape, CudaTensor, KeyLists, Selection, dma_border_keys_backward, dma_border_keys_forward, dma_last_kept,
-    oracle,
+    AttentionShape, CudaTensor, DType, KeyLists, Selection, dma_border_keys_backward, dma_border_keys_forward,
+    dma_last_kept, oracle,
 };
 use sieve_testing::{Random, round_bf16};
 

@@ -1,6 +1,6 @@
 //! Checks attention under selectors' masks, and under random masks that use every feature of [`KeyMask`], against its
 //! definition.
-use crate::case::magnify;
+use crate::case::scaled_normals;
 use crate::device::{self, Device, family_name, separate, upload_mask};
 use crate::error::Result;
 use crate::extent::Extent;
@@ -99,10 +99,8 @@ impl Case {
     /// Draws a call under the mask of the selector `name`; `None`: under a random mask.
     fn draw(shape: CallShape, name: Option<&str>, magnitude: f32, random: &mut Random) -> Self {
         let per_token = shape.head_dim * shape.num_kv_heads;
-        let mut q = random.bf16_normals(shape.num_queries * shape.num_heads * shape.head_dim);
-        let mut k = random.bf16_normals(shape.num_keys * per_token);
-        magnify(&mut q, magnitude);
-        magnify(&mut k, magnitude);
+        let q = scaled_normals(random, shape.num_queries * shape.num_heads * shape.head_dim, magnitude);
+        let k = scaled_normals(random, shape.num_keys * per_token, magnitude);
         let v = random.bf16_normals(shape.num_keys * per_token);
         let call = Call::new(shape, &q, &k, &v).expect("sizes fit");
         let mask = match name {

@@ -39,9 +39,19 @@ pub(crate) fn cast<B: DeviceBackend, const D: usize>(
     x.into_primitive().tensor()
 }
 
+/// The tensor of a backend's primitive.
+pub(crate) fn wrapped<B: DeviceBackend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(x))
+}
+
+/// The type of what stays f32 beside bf16 tensors: tables, scales. In an f64 reference it is f64.
+pub(crate) fn table_type(dtype: DType) -> DType {
+    if dtype == DType::F64 { dtype } else { DType::F32 }
+}
+
 /// A tensor's values in f32.
 pub(crate) fn floats<B: DeviceBackend, const D: usize>(x: FloatTensor<B>) -> Vec<f32> {
-    let data = Tensor::<B, D>::from_primitive(TensorPrimitive::Float(x)).into_data();
+    let data = wrapped::<B, D>(x).into_data();
     let values = data.convert::<f32>().to_vec();
     values.expect("data converted to f32 is read as f32")
 }

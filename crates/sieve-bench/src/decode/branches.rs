@@ -1,6 +1,7 @@
 //! Checks decoding of native sparse attention after a prefill, against f64 on the host: the compressed key and value of
 //! each block that ends at the new token, and the outputs of the three branches.
 use super::caches::{Key, NO_BIAS, NO_RANK, Token, TokenCheck, chosen_keys};
+use crate::case::scaled_normals;
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::report::{Report, Wrong, wrong};
@@ -35,13 +36,10 @@ struct Mlp {
 impl Mlp {
     fn draw(calls: &mut TokenCheck<'_>, [size, width, hidden]: [usize; 3]) -> Self {
         let shapes = [[size, width], [hidden, size * width], [width, hidden]];
-        let weights = shapes.map(|[rows, columns]| {
-            let values = calls.random.bf16_normals(rows * columns).into_iter();
-            let scale = 1.0 / (columns as f32).sqrt();
-            values.map(|x| round_bf16(x * scale)).collect::<Vec<_>>()
-        });
-        let on_device = [0, 1, 2].map(|n| calls.device.float(&weights[n], &shapes[n], DType::BF16));
-        Self { on_device, on_host: weights }
+        let on_host = shapes
+            .map(|[rows, columns]| scaled_normals(&mut calls.random, rows * columns, 1.0 / (columns as f32).sqrt()));
+        let on_device = [0, 1, 2].map(|n| calls.device.float(&on_host[n], &shapes[n], DType::BF16));
+        Self { on_device, on_host }
     }
 
     /// The compressed key or value of a block, rounded to bf16 where the kernel rounds.

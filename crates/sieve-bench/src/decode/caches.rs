@@ -1,6 +1,6 @@
 //! Checks decoding against caches as a prefill leaves them: rows of different length, several KV splits, NaN wherever a
 //! kernel must not read, DMA's slots in any order, more query heads a KV head than a block has rows.
-use crate::case::magnify;
+use crate::case::{magnify, scaled_normals};
 use crate::device::{Device, separate};
 use crate::extent::Extent;
 use crate::report::{Report, Wrong, wrong};
@@ -141,8 +141,7 @@ impl<'a> TokenCheck<'a> {
 
     /// Draws the key and value of an earlier token.
     pub(super) fn drawn_key(&mut self, bias: f32, rank: (f32, i32)) -> Key {
-        let mut k = self.random.bf16_normals(self.shape.head_dim);
-        magnify(&mut k, self.magnitude);
+        let k = scaled_normals(&mut self.random, self.shape.head_dim, self.magnitude);
         Key { k, v: self.random.bf16_normals(self.shape.head_dim_v), bias, rank }
     }
 
@@ -207,8 +206,7 @@ impl<'a> TokenCheck<'a> {
         const POSITIONS: usize = 1200;
         let AttentionShape { batch, num_heads, num_kv_heads, head_dim, .. } = self.shape;
         let heads = num_heads + 2 * num_kv_heads;
-        let mut packed = self.random.bf16_normals(batch * heads * head_dim);
-        magnify(&mut packed, self.magnitude);
+        let packed = scaled_normals(&mut self.random, batch * heads * head_dim, self.magnitude);
         let packed = self.device.float(&packed, &[batch, 1, heads, head_dim], DType::BF16);
         let weights = [0, 1].map(|_| {
             let weight = self.random.bf16_normals(head_dim);

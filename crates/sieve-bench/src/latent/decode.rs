@@ -1,9 +1,10 @@
 //! Checks decoding over a cache of latents: one or several new tokens, more heads than a block has rows, one KV split
 //! and many.
+use crate::case::scaled_normals;
 use crate::device::Device;
 use crate::extent::Extent;
-use crate::report::{Outcome, Report, Wrong, wrong};
-use crate::tensors::{cast, floats};
+use crate::report::{Outcome, Report, wrong};
+use crate::tensors::{cast, floats, table_type};
 use crate::tolerance::Tolerance;
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
@@ -47,12 +48,8 @@ impl Call {
         let heads = random.one_of(&[1, 3, 6, 16, 17, 40]);
         // Latents are keys and values, so only queries are scaled, by the square of the factor.
         let size = extent.magnitude_of(at).powi(2);
-        let mut scaled = |count: usize, factor: f32| -> Vec<f32> {
-            let values = random.bf16_normals(count).into_iter();
-            values.map(|x| round_bf16(x * factor)).collect()
-        };
-        let q = scaled(batch * new * heads * (rank + rope), size);
-        let latents = scaled(batch * len * (rank + rope), 1.0);
+        let q = scaled_normals(random, batch * new * heads * (rank + rope), size);
+        let latents = random.bf16_normals(batch * len * (rank + rope));
         let mut label = format!("{batch} rows, {new} of {len} tokens, {heads} heads, rank {rank} + {rope}, q x {size}");
         let key_scale = random.chance(0.5).then(|| {
             label += ", keys with factors";
@@ -77,12 +74,8 @@ impl Call {
         let latents = [self.batch, self.len, width];
         let latents = cast::<Flex, 3>(&self.latents, latents, dtype, &FlexDevice);
         let factors = [self.batch, self.len, self.heads];
-        let factor_type = match dtype {
-            DType::F64 => DType::F64,
-            _ => DType::F32,
-        };
         let key_scale = self.key_scale.as_ref();
-        let key_scale = key_scale.map(|values| cast::<Flex, 3>(values, factors, factor_type, &FlexDevice));
+        let key_scale = key_scale.map(|values| cast::<Flex, 3>(values, factors, table_type(dtype), &FlexDevice));
         floats::<Flex, 4>(Flex::mla_decode(q, latents, key_scale, rank, scale))
     }
 
@@ -117,26 +110,22 @@ impl Call {
         device.floats(&o)
     }
 
-    fn judge(&self, got: &[f32]) -> Outcome {
+    fn judge(&self, device: &dyn Device) -> Outcome {
+        let got = self.wrapper(device)?;
         let exact = self.reference(DType::F64);
         let plain = self.reference(DType::BF16);
         // Rounding logits of this size in f32 changes a probability by this share.
         let lost_digits = 2.0 * f32::EPSILON * self.size * (self.width() as f32).sqrt();
         let tolerance = Tolerance::new(2.0, Tolerance::FLOOR, 1.0 / 256.0 + lost_digits);
-        tolerance.judge("o", got, &plain, &exact)
+        tolerance.judge("o", &got, &plain, &exact)
     }
 }
 
-fn draws(extent: &Extent) -> impl Iterator<Item = Call> {
-    let (mut random, extent) = (Random(extent.seed), *extent);
-    (0..extent.few()).map(move |at| Call::draw(&extent, at, &mut random))
-}
-
 pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) {
-    for call in draws(extent) {
-        let outcome = call.wrapper(device).map_err(Wrong::from);
-        let outcome = outcome.and_then(|o| call.judge(&o));
-        report.add("mla_decode", "kernel", &call.label, outcome);
+    let mut random = Random(extent.seed);
+    for at in 0..extent.few() {
+        let call = Call::draw(extent, at, &mut random);
+        report.add("mla_decode", "kernel", &call.label, call.judge(device));
     }
     let mut random = Random(extent.seed);
     for at in 0..extent.few().max(4) {
@@ -182,17 +171,12 @@ impl TokenCall {
         let [num_heads, head_dim, rope] = self.heads;
         let (batch, room, rank, key_dim) = (self.batch, self.room, self.rank, head_dim + rope);
         let width = rank + rope;
-        let mut normals = |count: usize, scale: f32| -> Vec<f32> {
-            let values = self.random.bf16_normals(count).into_iter();
-            values.map(|x| round_bf16(x * scale)).collect()
-        };
         let packed_width = num_heads * (2 * key_dim + head_dim);
-        let packed = normals(batch * packed_width, 1.0);
-        let up = normals(num_heads * 2 * head_dim * rank, 1.0 / (rank as f32).sqrt());
-        let latent = normals(batch * rank, 1.0);
-        let rotated = normals(batch * rope, 1.0);
-        let norm = normals(key_dim, 1.0);
-        let latents = normals(batch * room * width, 1.0);
+        let packed = self.random.bf16_normals(batch * packed_width);
+        let up = scaled_normals(&mut self.random, num_heads * 2 * head_dim * rank, 1.0 / (rank as f32).sqrt());
+        let mut normals = |count: usize| self.random.bf16_normals(count);
+        let (latent, rotated, norm) = (normals(batch * rank), normals(batch * rope), normals(key_dim));
+        let latents = normals(batch * room * width);
         let mut factors =
             |count: usize| -> Vec<f32> { (0..count).map(|_| 0.2 + 2.0 * self.random.unit() as f32).collect() };
         let (key_scale, scales) = (factors(batch * num_heads), factors(batch * room * num_heads));
@@ -223,8 +207,8 @@ impl TokenCall {
             heads: self.heads,
         };
         let scale = 1.0 / (key_dim as f32).sqrt();
-        let o = token.decode(&cache, self.has_norm.then_some(&of_scales), scale).map_err(Wrong::from)?;
-        let after = device.floats(&cache).map_err(Wrong::from)?;
+        let o = token.decode(&cache, self.has_norm.then_some(&of_scales), scale)?;
+        let after = device.floats(&cache)?;
 
         let (mut exact, mut plain) = (Vec::new(), Vec::new());
         for row in 0..batch {
@@ -273,7 +257,7 @@ impl TokenCall {
                 }
             }
         }
-        let got = device.floats(&o).map_err(Wrong::from)?;
+        let got = device.floats(&o)?;
         Tolerance::new(2.0, Tolerance::FLOOR, 1.0 / 256.0).judge("o", &got, &plain, &exact)
     }
 }

@@ -15,24 +15,21 @@ fn another_choice_fails() {
     }
 }
 
-/// A row with one document of 700 tokens. A late token sees hundreds of keys, and few queries see its own key.
-fn one_long_document() -> (Inputs, Expected) {
+/// Expected results of a row with one document of 700 tokens. A late token sees hundreds of keys, and few queries see
+/// its own key.
+fn one_long_document() -> Expected {
     let shape = AttentionShape::new(1, 700, [4, 2], [64, 64]);
     let mut random = Random(4);
     let blocks = NsaBlocks::of([8, 4, 16, 6]);
     let case = Case::draw(shape, Keys::Dense, Cuts::Count(1), &Scores::RANDOM[0], 9).expect("one document");
-    let mut inputs = Inputs::of(case, blocks, &mut random);
-    let chosen = choice(&inputs);
-    inputs.leave_out(&chosen);
-    let expected = Expected::of(&inputs, chosen);
-    (inputs, expected)
+    Inputs::of(case, blocks, &mut random).expected()
 }
 
 /// Scales the last 50 tokens of an output by 0 or 0.95, as a broken kernel might, and requires that the check refuses
 /// it.
 #[test]
 fn a_kernel_that_is_wrong_in_its_late_rows_fails() {
-    let (_, expected) = one_long_document();
+    let expected = one_long_document();
     let plain = expected.plain();
     for (name, values) in &plain {
         let judged = expected.judge(name, values);

@@ -1,20 +1,18 @@
 //! `sieve kernels run nsa | mla`: layers that consist of several ops, computed by the ops that models use.
-use crate::case::Case;
+use crate::case::{Case, scaled_normals};
 use crate::latent;
 use crate::outputs::Outputs;
 use crate::shape::{keys_of, packed_of, queries_of, values_of};
-use crate::tensors::{Computes, floats, indices, typed};
+use crate::tensors::{Computes, floats, indices, typed, wrapped};
 use burn::backend::Autodiff;
-use burn::tensor::DType;
-use burn::tensor::TensorData;
 use burn::tensor::activation::relu;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Tensor, TensorPrimitive};
+use burn::tensor::{DType, Tensor, TensorData};
 use sieve_core::model::NsaCompression;
 use sieve_hf::NamedTensor;
 use sieve_kernels::AttentionShape;
 use sieve_ops::{AttentionCall, DeviceBackend, NsaBlocks, NsaCall};
-use sieve_testing::{Random, round_bf16};
+use sieve_testing::Random;
 
 /// Blocks of native sparse attention, and how a block is compressed to one key and one value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,13 +66,8 @@ impl MlpWeights {
     /// Draws weights whose products with normal numbers are normal again; the hidden layer is twice as wide as a head.
     fn draw(blocks: NsaBlocks, head_dim: usize, random: &mut Random) -> Self {
         let [size, hidden] = [blocks.compress_block_size, 2 * head_dim];
-        let mut normals = |count: usize, inner: usize| -> [Vec<f32>; 2] {
-            let factor = 1.0 / (inner as f32).sqrt();
-            [(); 2].map(|()| {
-                let values = random.bf16_normals(count).into_iter();
-                values.map(|x| round_bf16(x * factor)).collect()
-            })
-        };
+        let mut normals =
+            |count: usize, inner: usize| [(); 2].map(|()| scaled_normals(random, count, 1.0 / (inner as f32).sqrt()));
         Self {
             positions: normals(size * head_dim, 1),
             up: normals(hidden * size * head_dim, size * head_dim),
@@ -101,7 +94,7 @@ impl MlpWeights {
 
 /// An autodiff leaf that requires a gradient.
 fn leaf<B: Computes, const D: usize>(x: FloatTensor<B>) -> Tensor<Autodiff<B>, D> {
-    Tensor::from_inner(Tensor::<B, D>::from_primitive(TensorPrimitive::Float(x))).require_grad()
+    Tensor::from_inner(wrapped::<B, D>(x)).require_grad()
 }
 
 /// One key and one value of each block: their mean where `weights` is `None`, otherwise
@@ -137,6 +130,13 @@ impl Tensors {
         Self { list: Vec::new(), own }
     }
 
+    /// Adds the queries, keys and values of a case.
+    pub(super) fn qkv(&mut self, case: &Case) {
+        self.floats("q", &case.q, &queries_of(case.shape), DType::BF16);
+        self.floats("k", &case.k, &keys_of(case.shape), DType::BF16);
+        self.floats("v", &case.v, &values_of(case.shape), DType::BF16);
+    }
+
     /// Appends the documents' bounds and returns the list.
     pub(super) fn finish(mut self, cu_seqlens: Vec<i32>) -> Vec<NamedTensor> {
         let count = cu_seqlens.len();
@@ -158,8 +158,7 @@ impl Tensors {
 
     /// Adds an op's output in the type of the ops' outputs.
     pub(super) fn output(&mut self, name: &str, values: &[f32], shape: &[usize]) {
-        let own = self.own;
-        self.floats(name, values, shape, own);
+        self.floats(name, values, shape, self.own);
     }
 }
 
@@ -171,13 +170,13 @@ pub(super) fn mla<B: Computes>(case: Case, seed: u64, device: &B::Device) -> Vec
     let bounds = case.cu_seqlens();
     let per_head = case.shape.lse();
     let (d_o, output) = (case.d_o.clone(), case.shape.output());
-    let call = latent::Written::new(case, seed);
+    let call = latent::Call::written(case, seed);
     for (name, values) in call.inputs() {
         let width = values.len() / (batch * seq_len);
         tensors.floats(name, values, &[batch, seq_len, width], DType::BF16);
     }
     tensors.floats("do", &d_o, &output, DType::BF16);
-    for (name, values) in call.run::<B>(device) {
+    for (name, values) in call.on::<B>(device, B::DTYPE) {
         let width = values.len() / (batch * seq_len);
         match name {
             "o" => tensors.output(name, &values, &output),
@@ -198,9 +197,7 @@ pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B
     let gates = num_heads * 3;
     let mut random = Random(seed ^ 0x0067_6174);
     let (logits, bias) = (random.bf16_normals(batch * seq_len * gates), random.bf16_normals(gates));
-    tensors.floats("q", &case.q, &queries_of(case.shape), DType::BF16);
-    tensors.floats("k", &case.k, &keys_of(case.shape), DType::BF16);
-    tensors.floats("v", &case.v, &values_of(case.shape), DType::BF16);
+    tensors.qkv(case);
     let gates_shape = [batch, seq_len, num_heads, 3];
     tensors.floats("gate_logits", &logits, &gates_shape, DType::BF16);
     tensors.floats("gate_bias", &bias, &[num_heads, 3], DType::BF16);
@@ -227,7 +224,8 @@ pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B
     let chosen = coarse.block_indices;
     let selected = B::nsa_selected_attention(qkv.clone(), chosen.clone(), &call);
     let recent = <B as DeviceBackend>::attention(qkv.clone(), &window);
-    let branches = [&coarse.output, &selected.output, &recent].map(|x| x.o.clone());
+    let of_branches = [&coarse.output, &selected.output, &recent];
+    let branches = of_branches.map(|x| x.o.clone());
     let o = B::nsa_gates(branches.clone(), logits.clone(), bias.clone());
 
     // A slot holds one block's compressed key and value.
@@ -236,7 +234,6 @@ pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B
     tensors.output("compressed", &floats::<B, 3>(compressed.clone()), &slots_shape);
     tensors.ints("block_indices", indices::<B, 4>(chosen.clone()), &choice);
     let names = ["compressed", "selected", "window"];
-    let of_branches = [&coarse.output, &selected.output, &recent];
     for (name, x) in names.iter().zip(of_branches) {
         tensors.output(&format!("{name}_o"), &floats::<B, 4>(x.o.clone()), &output);
         let lse = floats::<B, 3>(x.lse.clone());
@@ -256,7 +253,7 @@ pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B
         B::nsa_compressed_attention_backward(qkv.clone(), compressed, &call, coarse.output, coarse_do);
     let values = floats::<B, 3>(d_compressed.clone());
     tensors.output("dcompressed", &values, &slots_shape);
-    let d_compressed = Tensor::from_inner(Tensor::from_primitive(TensorPrimitive::Float(d_compressed)));
+    let d_compressed = Tensor::from_inner(wrapped(d_compressed));
     let mut of_graph = sieve_ops::seed_gradient(compressed_graph, d_compressed).backward();
     let blocks_dqkv = primitive(pooled_from.grad_remove(&mut of_graph).expect("keys are pooled"));
     for (at, leaves) in leaves.iter().flatten().enumerate() {

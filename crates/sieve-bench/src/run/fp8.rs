@@ -1,6 +1,6 @@
 //! `sieve kernels run fp8`: a GEMM with a weight in fp8, its rounded operands and its gradients.
 use super::branches::Tensors;
-use crate::case::magnify;
+use crate::case::scaled_normals;
 use crate::device::{Device, Gpu};
 use crate::error::{BenchError, Result};
 use crate::tensors::{Computes, floats, typed};
@@ -43,12 +43,10 @@ pub(super) fn tensors<B: Computes>(
     let (batch, seq_len) = (shape.batch, shape.seq_len);
     let [inner, outer] = [shape.num_heads, shape.num_kv_heads].map(|heads| heads * shape.head_dim);
     let mut random = Random(seed);
-    let [mut x, mut weight, dy] =
-        [batch * seq_len * inner, outer * inner, batch * seq_len * outer].map(|count| random.bf16_normals(count));
-    magnify(&mut x, magnitude);
-    magnify(&mut weight, magnitude);
-    let mut tensors = Tensors::new(B::DTYPE);
     let rows = batch * seq_len;
+    let [x, weight, dy] = [(rows * inner, magnitude), (outer * inner, magnitude), (rows * outer, 1.0)]
+        .map(|(count, factor)| scaled_normals(&mut random, count, factor));
+    let mut tensors = Tensors::new(B::DTYPE);
     for (name, values, sizes, format) in [
         ("x", &x, [rows, inner], Fp8Format::E4m3),
         ("weight", &weight, [outer, inner], Fp8Format::E4m3),

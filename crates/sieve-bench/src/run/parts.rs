@@ -1,16 +1,16 @@
 //! `sieve kernels run dma | swa --parts N`: context parallelism, with a thread for each rank and its part of the rows.
 use super::branches::Tensors;
-use crate::case::{Case, Keys};
+use crate::case::{Case, Keys, scaled_normals};
 use crate::error::{Result, refused};
 use crate::outputs::Outputs;
 use crate::shape::{keys_of, packed_of, queries_of, values_of};
 use crate::strided::{Layout, packed};
-use crate::tensors::{Computes, floats, indices, typed};
-use burn::tensor::{DType, Tensor, TensorMetadata, TensorPrimitive};
+use crate::tensors::{Computes, floats, indices, typed, wrapped};
+use burn::tensor::{DType, TensorMetadata};
 use sieve_core::DmaShape;
 use sieve_hf::NamedTensor;
 use sieve_ops::{ContextParallel, DmaLayer, ThreadGroup, TracedPart};
-use sieve_testing::{Random, round_bf16};
+use sieve_testing::Random;
 use std::sync::Arc;
 
 /// Refuses a number of parts that does not divide the rows.
@@ -34,8 +34,7 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
     let (kv_heads, d) = (shape.num_kv_heads, shape.head_dim);
     let mut random = Random(seed ^ 0x7061_7274);
     let factor = 1.0 / ((kv_heads * d) as f32).sqrt();
-    let w_dt: Vec<f32> = random.bf16_normals(kv_heads * d * kv_heads);
-    let w_dt: Vec<f32> = w_dt.into_iter().map(|x| round_bf16(x * factor)).collect();
+    let w_dt = scaled_normals(&mut random, kv_heads * d * kv_heads, factor);
     let a: Vec<f32> = random.bf16_normals(kv_heads);
     let dma = match case.keys {
         Keys::Chosen(window) => Some(DmaShape {
@@ -45,22 +44,19 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
         _ => None,
     };
     let mut tensors = Tensors::new(B::DTYPE);
-    tensors.floats("q", &case.q, &queries_of(shape), DType::BF16);
-    tensors.floats("k", &case.k, &keys_of(shape), DType::BF16);
-    tensors.floats("v", &case.v, &values_of(shape), DType::BF16);
+    tensors.qkv(case);
     tensors.floats("do", &case.d_o, &shape.output(), DType::BF16);
     if dma.is_some() {
         tensors.floats("w_dt", &w_dt, &[kv_heads * d, kv_heads], DType::BF16);
         tensors.floats("a", &a, &[kv_heads], DType::BF16);
     }
     let qkv = packed(case, Layout::Contiguous).gathered();
-    let bounds = [&case.doc_start, &case.doc_end].map(|x| x.iter().map(|&x| x as u32).collect::<Vec<u32>>());
     let len = shape.seq_len / num_parts; // tokens of a part
     let own_shape = sieve_kernels::AttentionShape { seq_len: len, ..shape };
     // Inputs and results of one rank, as tensors of the file.
     let of_rank = |links: ThreadGroup| {
         let rank = sieve_ops::RankGroup::part(&links);
-        let parts = ContextParallel::new(Arc::new(links), bounds.clone(), [shape.batch, shape.seq_len]);
+        let parts = ContextParallel::new(Arc::new(links), case.bounds(), [shape.batch, shape.seq_len]);
         // The rank's tokens of every row.
         let own = |values: &[f32], heads: usize| {
             let token_len = heads * d;
@@ -72,35 +68,25 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
         let [_, _, heads, _] = packed_of(shape);
         let inputs = [own(&qkv, heads), own(&case.d_o, shape.num_heads)];
         let dma = dma.map(|spec| DmaLayer {
-            w_dt: Tensor::from_primitive(TensorPrimitive::Float(typed::<B, 2>(
-                &w_dt,
-                [kv_heads * d, kv_heads],
-                device,
-            ))),
-            a: Tensor::from_primitive(TensorPrimitive::Float(typed::<B, 1>(&a, [kv_heads], device))),
+            w_dt: wrapped(typed::<B, 2>(&w_dt, [kv_heads * d, kv_heads], device)),
+            a: wrapped(typed::<B, 1>(&a, [kv_heads], device)),
             spec,
         });
-        let window = match case.keys {
-            Keys::Window(window) => Some(window),
-            _ => None,
-        };
-        let traced = TracedPart::<B>::new(&parts, inputs, dma, case.spec(window), device);
-        let sizes = |x: &burn::tensor::ops::FloatTensor<B>| x.shape().to_vec();
-        let int_sizes = |x: &burn::tensor::ops::IntTensor<B>| x.shape().to_vec();
+        let traced = TracedPart::<B>::new(&parts, inputs, dma, case.spec(case.sliding_window()), device);
         let name = |what: &str| format!("part{rank}.{what}");
         let mut tensors = Tensors::new(B::DTYPE);
         if let Some(halo) = traced.halo {
-            tensors.output(&name("border"), &floats::<B, 4>(halo.clone()), &sizes(&halo));
+            tensors.output(&name("border"), &floats::<B, 4>(halo.clone()), &halo.shape());
         }
         if let Some(ranks) = traced.halo_ranks {
             let values = floats::<B, 3>(ranks.clone());
-            tensors.floats(&name("border_ranks"), &values, &sizes(&ranks), DType::F32);
+            tensors.floats(&name("border_ranks"), &values, &ranks.shape(), DType::F32);
         }
         if let Some(expire) = traced.expire {
-            tensors.ints(&name("expire"), indices::<B, 3>(expire.clone()), &int_sizes(&expire));
+            tensors.ints(&name("expire"), indices::<B, 3>(expire.clone()), &expire.shape());
         }
         for (what, bounds) in ["doc_start", "doc_end"].into_iter().zip(traced.documents) {
-            tensors.ints(&name(what), indices::<B, 2>(bounds.clone()), &int_sizes(&bounds));
+            tensors.ints(&name(what), indices::<B, 2>(bounds.clone()), &bounds.shape());
         }
         tensors.output(&name("o"), &floats::<B, 4>(traced.o), &own_shape.output());
         let mut gradients = Outputs::default();
