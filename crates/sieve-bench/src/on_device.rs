@@ -148,6 +148,17 @@ impl<'a> OnDevice<'a> {
         self.device.int(&vec![length as i32; batch], &[batch])
     }
 
+    /// Decodes all tokens one after the other by `step`, which returns o of token number `at` of every row. Returns o,
+    /// `[batch, seq_len, num_heads, head_dim_v]`.
+    fn token_by_token(&self, step: impl Fn(usize) -> Result<CudaTensor, KernelError>) -> Result<Vec<f32>, KernelError> {
+        let shape = self.case.shape;
+        let rows = (0..shape.seq_len).map(|at| self.device.floats(&step(at)?));
+        let rows = rows.collect::<Result<Vec<_>, _>>()?;
+        let width = shape.num_heads * shape.head_dim_v;
+        let of_row = |b: usize| rows.iter().flat_map(move |row| &row[b * width..][..width]);
+        Ok((0..shape.batch).flat_map(of_row).copied().collect())
+    }
+
     /// Decodes all tokens one after the other against a growing cache; returns o, `[batch, seq_len, num_heads,
     /// head_dim_v]`.
     pub(crate) fn decode(&self) -> Result<Vec<f32>, KernelError> {
@@ -156,14 +167,10 @@ impl<'a> OnDevice<'a> {
         // One place more than the row has tokens, so that the cache's stride and the row's length differ.
         let cache = KvCache::new(like, &shape, shape.seq_len + 1);
         let scratch = DecodeScratch::new(like, shape, shape.seq_len)?;
-        let mut rows = Vec::new();
-        for at in 0..shape.seq_len {
+        self.token_by_token(|at| {
             let step = DecodeStep { window: self.case.sliding_window(), ..DecodeStep::new(at, self.case.scale) };
-            let length = self.lengths(at);
-            let o = cache.attention_decode(&self.token(at), &length, step, &scratch)?;
-            rows.push(self.device.floats(&o)?);
-        }
-        Ok(by_token(&rows, shape))
+            cache.attention_decode(&self.token(at), &self.lengths(at), step, &scratch)
+        })
     }
 
     /// Decodes token by token against DMA's fixed-size cache; returns o, `[batch, seq_len, num_heads, head_dim_v]`.
@@ -176,17 +183,13 @@ impl<'a> OnDevice<'a> {
             ..DmaSlots::new(like, &shape, window.keep_window_size)
         };
         let scratch = DecodeScratch::new(like, shape, window.keep_window_size)?;
-        let mut rows = Vec::new();
-        for at in 0..shape.seq_len {
+        self.token_by_token(|at| {
             let z = self.case.z.iter().skip(at).step_by(shape.seq_len);
             let z: Vec<f32> = z.copied().collect();
             let z = (self.device).float(&z, &[shape.batch, shape.num_kv_heads], DType::F32);
             let (token, length) = (self.token(at), self.lengths(at));
-            let (scale, bias) = (self.case.scale, ScoreBias::Exp);
-            let o = slots.dma_decode(&token, &z, &length, scale, bias, &scratch)?;
-            rows.push(self.device.floats(&o)?);
-        }
-        Ok(by_token(&rows, shape))
+            slots.dma_decode(&token, &z, &length, self.case.scale, ScoreBias::Exp, &scratch)
+        })
     }
 }
 
@@ -202,10 +205,4 @@ fn nan_like(qkv: &Qkv, shape: AttentionShape) -> Qkv {
         true => Qkv::packed(&nan(qkv.q.tensor()), shape.num_heads, shape.num_kv_heads),
         false => Qkv::separate(&nan(qkv.q.tensor()), &nan(qkv.k.tensor()), &nan(qkv.v.tensor())),
     }
-}
-
-/// Joins the outputs of decoded tokens, each `[batch, heads, width]`, into one list `[batch, seq_len, heads, width]`.
-fn by_token(rows: &[Vec<f32>], shape: AttentionShape) -> Vec<f32> {
-    let width = shape.num_heads * shape.head_dim_v;
-    (0..shape.batch).flat_map(|b| rows.iter().flat_map(move |row| &row[b * width..][..width])).copied().collect()
 }
