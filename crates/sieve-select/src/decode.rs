@@ -104,7 +104,7 @@ impl DecodeSession {
             Method::Dma(config) => State::Dma(dma::Dma::new(config.clone(), shape)?),
             _ => {
                 return Rules(selector.name()).fail(
-                    "acts in prefill, not while decoding".to_owned(),
+                    "acts in prefill, not while decoding",
                     format!("decode methods are {}", names_of(Phase::Decode).join(", ")),
                 );
             }

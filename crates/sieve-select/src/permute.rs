@@ -74,14 +74,7 @@ pub(crate) fn sort_ranges(len: usize, ranges: impl Iterator<Item = Range<usize>>
 /// taken fewer than a block's length of queries of the segment.
 pub(crate) fn order_queries(call: &Call<'_>, head: usize, segments: Segments, means: &[f32]) -> Vec<i32> {
     let d = call.shape.head_dim;
-    let norm = |x: &[f32]| norm(x).max(f32::MIN_POSITIVE);
-    let directions: Vec<f32> = means
-        .chunks_exact(d)
-        .flat_map(|mean| {
-            let factor = 1.0 / norm(mean);
-            mean.iter().map(move |x| x * factor)
-        })
-        .collect();
+    let directions: Vec<f32> = means.chunks_exact(d).flat_map(unit).collect();
     let mut order = Vec::with_capacity(call.shape.num_queries);
     for rows in segments.rows(call) {
         if rows.is_empty() {
@@ -90,14 +83,7 @@ pub(crate) fn order_queries(call: &Call<'_>, head: usize, segments: Segments, me
         let block_len = segments.tiles.key_tile;
         let last_position = call.shape.context() + rows.end - 1;
         let blocks = last_position / block_len + 1;
-        let queries: Vec<f32> = rows
-            .clone()
-            .flat_map(|row| {
-                let q = call.query(head, row);
-                let factor = 1.0 / norm(q);
-                q.iter().map(move |x| x * factor)
-            })
-            .collect();
+        let queries: Vec<f32> = rows.clone().flat_map(|row| unit(call.query(head, row))).collect();
         let cosine = scores(&queries, &directions[..blocks * d], d, 1.0);
         // The block of each query, usize::MAX before it has one.
         let mut block_of = vec![usize::MAX; rows.len()];
@@ -114,6 +100,12 @@ pub(crate) fn order_queries(call: &Call<'_>, head: usize, segments: Segments, me
         order.extend(sorted.into_iter().map(|query| (rows.start + query) as i32));
     }
     order
+}
+
+/// A vector divided by its norm.
+fn unit(x: &[f32]) -> impl Iterator<Item = f32> {
+    let factor = 1.0 / norm(x).max(f32::MIN_POSITIVE);
+    x.iter().map(move |x| x * factor)
 }
 
 /// The selection of a method that permutes tokens. `orders` computes the permutations, `rows` the key tiles that some

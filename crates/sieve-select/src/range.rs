@@ -1,6 +1,7 @@
 //! Checks that selectors' settings are in range.
 
 use crate::error::SelectError;
+use crate::gqa::GqaPolicy;
 
 /// Checks of the settings of the selector with this name.
 #[derive(Clone, Copy)]
@@ -8,8 +9,16 @@ pub(crate) struct Rules(pub(crate) &'static str);
 
 impl Rules {
     /// The error about a setting of this selector, and how to fix it.
-    pub(crate) fn fail<T>(self, problem: String, hint: impl Into<String>) -> Result<T, SelectError> {
-        Err(SelectError::Value { selector: self.0, problem, hint: hint.into() })
+    pub(crate) fn fail<T>(self, problem: impl Into<String>, hint: impl Into<String>) -> Result<T, SelectError> {
+        Err(SelectError::Value { selector: self.0, problem: problem.into(), hint: hint.into() })
+    }
+
+    /// Refuses `gqa=mean`; `problem` says why the method cannot average over the heads of a group.
+    pub(crate) fn no_mean(self, gqa: GqaPolicy, problem: &str) -> Result<(), SelectError> {
+        match gqa {
+            GqaPolicy::Mean => self.fail(problem, "use gqa=per_query or gqa=union"),
+            GqaPolicy::PerQuery | GqaPolicy::Union => Ok(()),
+        }
     }
 
     /// Refuses a threshold or share outside [0, 1].
@@ -36,7 +45,7 @@ impl Rules {
         match value {
             Some(theta) => Ok(theta),
             None => self.fail(
-                "moves keys to other positions, and the base of their rotation is not known".to_owned(),
+                "moves keys to other positions, and the base of their rotation is not known",
                 "give rope_theta, as the config.json of a model without rope_scaling has it",
             ),
         }

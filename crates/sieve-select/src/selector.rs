@@ -253,7 +253,7 @@ impl Selector {
     fn select_untimed(&self, call: &Call<'_>) -> Result<Selected, SelectError> {
         if self.phase() == Phase::Decode {
             return Rules(self.name()).fail(
-                "acts while decoding, not in prefill".to_owned(),
+                "acts while decoding, not in prefill",
                 format!(
                     "use it where tokens are generated one by one; prefill methods are {}",
                     names_of(Phase::Prefill).join(", ")

@@ -77,7 +77,7 @@ impl PrefillMethod for BaAttConfig {
         rules.share("sparsity", self.sparsity)?;
         if gqa == GqaPolicy::Mean && matches!(self.sort, NormSort::Q | NormSort::Qk) {
             return rules.fail(
-                "gqa=mean averages blocks of queries, which sorting moves differently for each head".to_owned(),
+                "gqa=mean averages blocks of queries, which sorting moves differently for each head",
                 "use sort=k or gqa=per_query",
             );
         }

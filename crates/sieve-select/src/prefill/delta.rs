@@ -32,12 +32,7 @@ impl DeltaConfig {
 
     /// Adds the probes' dense outputs to a selection of the base.
     pub(crate) fn correct(&self, call: &Call<'_>, chosen: &mut Selected) {
-        let rows = probe_rows(call, self.gamma);
-        chosen.correction = Some(Correction {
-            mode: self.mode,
-            probe_o: dense_rows_attention(call, &rows),
-            probe_rows: rows.into_iter().map(|row| row as i32).collect(),
-        });
+        chosen.correction = Some(correction(call, &probe_rows(call, self.gamma), self.mode));
     }
 
     /// The first of the last rows that are computed densely; `None` without `dense_tail`.
@@ -45,6 +40,12 @@ impl DeltaConfig {
         let tail = shape.num_keys % self.gamma + self.gamma.max(128);
         self.dense_tail.then_some(shape.num_queries.saturating_sub(tail))
     }
+}
+
+/// The correction by dense outputs of some rows of the call.
+pub(crate) fn correction(call: &Call<'_>, rows: &[usize], mode: CorrectionMode) -> Correction {
+    let probe_rows = rows.iter().map(|&row| row as i32).collect();
+    Correction { mode, probe_rows, probe_o: dense_rows_attention(call, rows) }
 }
 
 /// Rows whose position is a multiple of gamma, and the first row of the call.

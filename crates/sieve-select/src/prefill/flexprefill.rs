@@ -35,12 +35,7 @@ impl PrefillMethod for FlexprefillConfig {
         rules.positive("block", self.block)?;
         rules.share("gamma", self.gamma)?;
         rules.share("tau", self.tau)?;
-        if gqa == GqaPolicy::Mean {
-            return rules.fail(
-                "gqa=mean is not defined: heads of a group may take different patterns".to_owned(),
-                "use gqa=per_query or gqa=union",
-            );
-        }
+        rules.no_mean(gqa, "gqa=mean is not defined: heads of a group may take different patterns")?;
         match self.max_budget {
             Some(max) if max < self.min_budget => rules.fail(
                 format!("max_budget={max} is below min_budget={}", self.min_budget),
@@ -116,7 +111,8 @@ impl FlexprefillConfig {
         if is_query_aware {
             self.add_query_aware(call, tiles, head, &mut kept)?;
         }
-        Some((list_of(tiles, &kept), is_query_aware))
+        let list = gqa::rows(tiles, |i| (0..kept[i].len()).filter(|&j| kept[i][j]).collect());
+        Some((list, is_query_aware))
     }
 
     /// Number of blocks that hold as many tokens as the largest probabilities that together exceed gamma.
@@ -188,11 +184,6 @@ fn slashes(tiles: Tiles, sums: [&[f32]; 2], numbers: [usize; 2]) -> Vec<Vec<bool
             kept
         })
         .collect()
-}
-
-/// The kept tiles as a list for each row of tiles.
-fn list_of(tiles: Tiles, kept: &[Vec<bool>]) -> KeptRows {
-    gqa::rows(tiles, |i| (0..kept[i].len()).filter(|&j| kept[i][j]).collect())
 }
 
 /// Jensen-Shannon distance: the square root of the mean of both divergences from the midpoint, with 0 log 0 = 0.

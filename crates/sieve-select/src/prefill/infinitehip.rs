@@ -89,13 +89,7 @@ impl PrefillMethod for InfinitehipConfig {
         if self.sink > 0 {
             rules.divides("chunk_3", self.chunk_3, "sink", self.sink)?;
         }
-        if gqa == GqaPolicy::Mean {
-            return rules.fail(
-                "gqa=mean is not defined: chunks are ranked by single keys".to_owned(),
-                "use gqa=per_query or gqa=union",
-            );
-        }
-        Ok(())
+        rules.no_mean(gqa, "gqa=mean is not defined: chunks are ranked by single keys")
     }
 
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {

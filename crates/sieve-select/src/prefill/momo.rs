@@ -6,11 +6,10 @@ mod topk;
 use rayon::prelude::*;
 use sieve_cpu::{Matrix, exp_row, max_of_row};
 
-use crate::attention::dense_rows_attention;
 use crate::keep::{falling, top_k};
-use crate::mask::{Correction, CorrectionMode};
+use crate::mask::CorrectionMode;
 use crate::pool::logits;
-use crate::prefill::delta::probe_rows;
+use crate::prefill::delta::{correction, probe_rows};
 use crate::prelude::*;
 
 choices! {
@@ -89,13 +88,7 @@ impl PrefillMethod for MomoConfig {
             return rules
                 .fail(format!("k_exact={} is more than k={}", self.k_exact, self.k), "k counts the exact ones too");
         }
-        if gqa == GqaPolicy::Mean {
-            return rules.fail(
-                "gqa=mean is not defined: probes choose blocks one by one".to_owned(),
-                "use gqa=per_query or gqa=union",
-            );
-        }
-        Ok(())
+        rules.no_mean(gqa, "gqa=mean is not defined: probes choose blocks one by one")
     }
 
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
@@ -108,11 +101,7 @@ impl PrefillMethod for MomoConfig {
             let found = found?.concat();
             Some(gqa::rows(tiles, |i| self.tile_row(tiles, i, &probes, &found)))
         });
-        chosen.correction = Some(Correction {
-            mode: self.mode,
-            probe_o: dense_rows_attention(call, &probes),
-            probe_rows: probes.into_iter().map(|row| row as i32).collect(),
-        });
+        chosen.correction = Some(correction(call, &probes, self.mode));
         chosen
     }
 

@@ -88,19 +88,17 @@ impl PrefillMethod for PbsConfig {
         rules.share("tau", self.tau)?;
         if gqa != GqaPolicy::PerQuery && self.perm == PermutePer::Query {
             return rules.fail(
-                "perm=query gives the heads of a group different keys per block, so they cannot share a \
-                 list"
-                    .to_owned(),
+                "perm=query gives the heads of a group different keys per block, so they cannot share a list",
                 "use perm=kv, or gqa=per_query",
             );
         }
-        if gqa == GqaPolicy::Mean && matches!(self.permute, Permute::Queries | Permute::Both) {
-            return rules.fail(
-                "gqa=mean averages blocks of queries, which permute=queries moves differently for each head".to_owned(),
-                "use gqa=per_query or gqa=union",
-            );
+        match self.permute {
+            Permute::Keys | Permute::None => Ok(()),
+            Permute::Queries | Permute::Both => rules.no_mean(
+                gqa,
+                "gqa=mean averages blocks of queries, which permute=queries moves differently for each head",
+            ),
         }
-        Ok(())
     }
 
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {

@@ -65,13 +65,10 @@ impl PrefillMethod for XattentionConfig {
         for &tau in self.head_taus.iter().flatten() {
             rules.share("a threshold of taus", tau)?;
         }
-        if gqa == GqaPolicy::Mean && !self.head_taus.is_empty() {
-            return rules.fail(
-                "taus gives the heads of a group thresholds of their own, gqa=mean one list".to_owned(),
-                "use gqa=per_query or gqa=union",
-            );
+        match self.head_taus.is_empty() {
+            true => Ok(()),
+            false => rules.no_mean(gqa, "taus gives the heads of a group thresholds of their own, gqa=mean one list"),
         }
-        Ok(())
     }
 
     fn check_call(&self, call: &Call<'_>) -> Result<(), SelectError> {
