@@ -1,9 +1,9 @@
 //! The table of all methods and of their properties.
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::Selector;
-use super::parse::{Item, delta, own};
+use super::parse::{Item, delta, fields, own};
 use crate::error::SelectError;
 use crate::prefill::PrefillMethod;
 
@@ -135,12 +135,11 @@ macro_rules! methods {
             }
 
             /// The method's settings as JSON.
-            pub(super) fn settings(&self) -> Value {
-                let settings = match self {
-                    Self::Dense => Ok(Value::Null),
-                    $($(Self::$kind(settings, ..) => serde_json::to_value(settings),)+)+
-                };
-                settings.unwrap_or_default()
+            pub(super) fn settings(&self) -> Map<String, Value> {
+                match self {
+                    Self::Dense => Map::new(),
+                    $($(Self::$kind(settings, ..) => fields(settings),)+)+
+                }
             }
 
             /// Reads the method `name` and takes its keys out of `items`; `None` if there is no such method.

@@ -50,8 +50,7 @@ impl Selector {
         }
         let mut selector = Self { method: method_of(name, &mut items)?, common: method_common(name) };
         selector.refuse_others(&items)?;
-        let defaults = serde_json::to_value(&selector.common).ok();
-        selector.common = read(name, &items, defaults)?;
+        selector.common = read(name, &items, fields(&selector.common))?;
         selector.check()?;
         Ok(selector)
     }
@@ -115,11 +114,7 @@ impl Selector {
 
     /// All keys of the method with their values, as `--selector` reads them.
     fn own_items(&self) -> Vec<(String, String)> {
-        let own = match self.method.settings() {
-            Value::Object(map) => map,
-            _ => Map::new(),
-        };
-        let own = own.into_iter().map(|(key, value)| (key, text_of(&value)));
+        let own = self.method.settings().into_iter().map(|(key, value)| (key, text_of(&value)));
         let base = match &self.method {
             Method::Delta(_, base) => base.all_items(),
             _ => Vec::new(),
@@ -214,30 +209,26 @@ pub(super) fn own<T: Default + Serialize + DeserializeOwned>(
     name: &str,
     items: &mut Vec<Item<'_>>,
 ) -> Result<T, SelectError> {
-    let defaults = serde_json::to_value(T::default()).ok();
-    // A settings struct is always an object.
-    let Some(Value::Object(map)) = &defaults else {
-        return Ok(T::default());
-    };
-    let (mine, rest): (Vec<Item<'_>>, Vec<Item<'_>>) = items.drain(..).partition(|item| map.contains_key(item.0));
+    let defaults = fields(&T::default());
+    let (mine, rest): (Vec<Item<'_>>, Vec<Item<'_>>) = items.drain(..).partition(|item| defaults.contains_key(item.0));
     *items = rest;
     read(name, &mine, defaults)
 }
 
 fn common_items(common: &Common) -> impl Iterator<Item = (String, String)> + use<> {
-    let map = match serde_json::to_value(common) {
-        Ok(Value::Object(map)) => map,
-        _ => Map::new(),
-    };
-    map.into_iter().map(|(key, value)| (key, text_of(&value)))
+    fields(common).into_iter().map(|(key, value)| (key, text_of(&value)))
 }
 
-/// The defaults, overwritten by the given values.
-fn read<T: DeserializeOwned>(name: &str, items: &[Item<'_>], defaults: Option<Value>) -> Result<T, SelectError> {
-    let mut map = match defaults {
-        Some(Value::Object(map)) => map,
+/// The keys and values of a settings struct, which is always a JSON object.
+pub(super) fn fields(settings: &impl Serialize) -> Map<String, Value> {
+    match serde_json::to_value(settings) {
+        Ok(Value::Object(map)) => map,
         _ => Map::new(),
-    };
+    }
+}
+
+/// The values in `map`, overwritten by the given ones.
+fn read<T: DeserializeOwned>(name: &str, items: &[Item<'_>], mut map: Map<String, Value>) -> Result<T, SelectError> {
     let wrong = |key: &str, value: &str, problem: String| SelectError::Form {
         selector: name.to_owned(),
         item: format!("{key}={value}"),
