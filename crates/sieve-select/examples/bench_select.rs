@@ -149,11 +149,9 @@ impl Operands {
 
     /// A selector's call with the first `tokens` tokens alone.
     fn call(&self, tokens: usize) -> Result<Call<'_>, sieve_select::SelectError> {
-        let shape = CallShape { num_queries: tokens, num_keys: tokens, ..self.shape };
-        let kv_len = tokens * shape.num_kv_heads * shape.head_dim;
-        let q = &self.q[..tokens * shape.num_heads * shape.head_dim];
+        let whole = Call::new(self.shape, &self.q, &self.k, &self.v)?;
         // Layer 8 of 16: some methods are dense in the first layers.
-        Call::new(shape, q, &self.k[..kv_len], &self.v[..kv_len]).map(|call| call.in_layer(8, 16))
+        Ok(whole.in_layer(8, 16).chunk(0..tokens))
     }
 
     /// Time of dense attention on packed operands: q, k and v of each token side by side.

@@ -69,27 +69,14 @@ impl TestCall {
         Call::new(self.shape, &self.q, &self.k, &self.v).expect("the sizes fit")
     }
 
-    /// A call of the rows `first..end` alone, over the keys up to the last row's own.
-    pub(crate) fn chunk(&self, first: usize, end: usize) -> TestCall {
-        self.cut(first..end, 0)
-    }
-
-    /// A prompt of these tokens of a whole prompt alone: earlier keys are left out.
-    pub(crate) fn slice(&self, tokens: Range<usize>) -> TestCall {
-        let first = tokens.start;
-        self.cut(tokens, first)
-    }
-
-    fn cut(&self, rows: Range<usize>, first_key: usize) -> TestCall {
-        let end = self.shape.context() + rows.end;
-        let (q_len, k_len) =
-            (self.shape.num_heads * self.shape.head_dim, self.shape.num_kv_heads * self.shape.head_dim);
-        TestCall {
-            shape: CallShape { num_queries: rows.len(), num_keys: end - first_key, ..self.shape },
-            q: self.q[rows.start * q_len..rows.end * q_len].to_vec(),
-            k: self.k[first_key * k_len..end * k_len].to_vec(),
-            v: self.v[first_key * k_len..end * k_len].to_vec(),
+    /// A copy of a prompt in which `change` has replaced every number of the tokens from `first` on.
+    pub(crate) fn changed_from(&self, first: usize, change: impl Fn(f32) -> f32) -> Self {
+        let mut other = self.clone();
+        for x in [&mut other.q, &mut other.k, &mut other.v] {
+            let from = x.len() / self.shape.num_keys * first;
+            x[from..].iter_mut().for_each(|x| *x = change(*x));
         }
+        other
     }
 }
 
@@ -125,21 +112,17 @@ impl Inputs {
         Self { num_heads: heads / step, num_kv_heads, head_dim, q, k }
     }
 
-    /// Queries of the tokens `context..end` and all keys before `end`.
-    pub(crate) fn tokens(&self, context: usize, end: usize) -> [&[f32]; 2] {
+    /// Queries and keys of these tokens.
+    pub(crate) fn tokens(&self, tokens: Range<usize>) -> [&[f32]; 2] {
         let (q, k) = (self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim);
-        [&self.q[context * q..end * q], &self.k[..end * k]]
+        [&self.q[tokens.start * q..tokens.end * q], &self.k[tokens.start * k..tokens.end * k]]
     }
 
-    /// A call of the first `num_tokens` tokens, with the keys as values too.
-    pub(crate) fn test_call(&self, num_tokens: usize) -> TestCall {
-        let [q, k] = self.tokens(0, num_tokens);
-        TestCall {
-            shape: CallShape::new([num_tokens; 2], [self.num_heads, self.num_kv_heads], self.head_dim),
-            q: q.to_vec(),
-            k: k.to_vec(),
-            v: k.to_vec(),
-        }
+    /// A prompt of these tokens alone, with the keys as values too.
+    pub(crate) fn test_call(&self, tokens: Range<usize>) -> TestCall {
+        let shape = CallShape::new([tokens.len(); 2], [self.num_heads, self.num_kv_heads], self.head_dim);
+        let [q, k] = self.tokens(tokens);
+        TestCall { shape, q: q.to_vec(), k: k.to_vec(), v: k.to_vec() }
     }
 }
 

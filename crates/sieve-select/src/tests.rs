@@ -85,9 +85,14 @@ pub(super) fn file(text: &str) -> tempfile::NamedTempFile {
     file
 }
 
+/// A selector from its text.
+pub(crate) fn parsed(text: &str) -> Selector {
+    Selector::parse(text).unwrap_or_else(|error| panic!("{text}: {error}"))
+}
+
 /// A selector from its text, without the shortcut for short calls.
 pub(super) fn selector(text: &str) -> Selector {
-    let mut selector = Selector::parse(text).unwrap_or_else(|error| panic!("{text}: {error}"));
+    let mut selector = parsed(text);
     selector.common.min_prefill_tokens = 0;
     selector
 }
@@ -103,10 +108,14 @@ pub(super) fn attend(data: &TestCall, chosen: &crate::Selected) -> crate::Attent
     crate::block_sparse_attention(&data.call(), chosen).expect("valid")
 }
 
-/// The mask of a method on a call.
+/// The mask of a method on a whole call.
 pub(super) fn select(text: &str, data: &TestCall) -> crate::Selected {
-    let call = data.call();
-    let chosen = selector(text).select(&call).unwrap_or_else(|error| panic!("{text}: {error}"));
-    chosen.check(&call).unwrap_or_else(|error| panic!("{text}: {error}"));
+    select_of(text, &data.call())
+}
+
+/// The mask of a method on a call.
+pub(super) fn select_of(text: &str, call: &crate::Call<'_>) -> crate::Selected {
+    let chosen = selector(text).select(call).unwrap_or_else(|error| panic!("{text}: {error}"));
+    chosen.check(call).unwrap_or_else(|error| panic!("{text}: {error}"));
     chosen
 }

@@ -66,11 +66,8 @@ impl Selector {
 
 #[cfg(test)]
 mod tests {
-    use crate::{ENTRIES, Method, Phase, Selector};
-
-    fn parsed(text: &str) -> Selector {
-        Selector::parse(text).unwrap_or_else(|error| panic!("{text}: {error}"))
-    }
+    use crate::tests::parsed;
+    use crate::{ENTRIES, Method, Phase};
 
     #[test]
     fn swept_values_stay_inside_each_methods_rules() {

@@ -4,10 +4,10 @@ mod causality;
 mod dma_slots;
 mod infinitehip_refresh;
 
-use super::file;
+use super::{file, parsed, prefill};
 use crate::decode::dam::{DamCapture, DamConfig, DamMap, DamMaps};
 use crate::test_data::TestCall;
-use crate::{DecodeSession, LayerShape, Method, Selector, oracle_dense};
+use crate::{Call, DecodeSession, LayerShape, Method, Selector, oracle_dense};
 use sieve_testing::{Random, assert_close_relative, refusal, wide};
 
 const SMALL: &[&str] = &[
@@ -79,8 +79,7 @@ fn layer(data: &TestCall) -> LayerShape {
 }
 
 fn session(text: &str, data: &TestCall) -> DecodeSession {
-    let selector = Selector::parse(text).unwrap_or_else(|e| panic!("{text}: {e}"));
-    let selector = selector.for_rope_theta(1e4);
+    let selector = parsed(text).for_rope_theta(1e4);
     DecodeSession::new(&selector, layer(data)).unwrap_or_else(|e| panic!("{text}: {e}"))
 }
 
@@ -133,11 +132,7 @@ fn everything_kept_equals_dense_in_stream_and_prompt_form(texts: &[&str]) {
 
 fn stream_is_causal_and_reads_no_more_than_its_budget(texts: &[&str]) {
     let data = TestCall::structured(&mut Random(92), 120, [4, 2], 8);
-    let mut other = data.clone();
-    for x in [&mut other.k, &mut other.v, &mut other.q] {
-        let from = x.len() / 120 * 80;
-        x[from..].iter_mut().for_each(|x| *x += 1.0);
-    }
+    let other = data.changed_from(80, |x| x + 1.0);
     for text in texts {
         let ((a, kept), (b, kept_b)) = (stream(text, &data), stream(text, &other));
         assert_eq!(a[..80 * 32], b[..80 * 32], "{text}");
@@ -253,9 +248,7 @@ fn exact_top_keeps_the_later_of_equal_logits() {
 #[test]
 fn streamingllm_decode_agrees_with_its_prefill_mask() {
     let data = TestCall::random(&mut Random(98), 80, 80, [2, 1], 8);
-    let mut selector = Selector::parse("streamingllm:n_init=3,n_local=9").expect("valid");
-    selector.common.min_prefill_tokens = 0;
-    let prefill = selector.prefill(&data.call()).expect("valid");
+    let prefill = prefill("streamingllm:n_init=3,n_local=9", &data.call());
     let (o, _) = stream("streamingllm:n_init=3,n_local=9", &data);
     assert_close_relative("streamingllm", &o, &wide(&prefill.output.o), 1e-5);
     let (moved, _) = stream("streamingllm:n_init=3,n_local=9,reindex=true", &data);
@@ -288,9 +281,9 @@ fn infllm_of_a_chunk_of_queries_shares_its_blocks() {
     assert!(o.iter().all(|x| x.is_finite()));
 }
 
-fn dam_maps(calibration: DamConfig, data: &TestCall) -> Vec<DamMap> {
-    let mut capture = DamCapture::new(calibration, data.shape.num_heads).expect("valid");
-    capture.add(&data.call()).expect("valid");
+fn dam_maps(calibration: DamConfig, call: &Call<'_>) -> Vec<DamMap> {
+    let mut capture = DamCapture::new(calibration, call.shape.num_heads).expect("valid");
+    capture.add(call).expect("valid");
     capture.maps()
 }
 
@@ -298,7 +291,7 @@ fn dam_maps(calibration: DamConfig, data: &TestCall) -> Vec<DamMap> {
 fn dam_maps_meet_their_density_and_extend() {
     let data = TestCall::structured(&mut Random(100), 64, [2, 1], 8);
     let calibration = DamConfig { capture: 64, density: 0.3, ..DamConfig::default() };
-    let maps = DamMaps { layers: vec![dam_maps(calibration, &data)] };
+    let maps = DamMaps { layers: vec![dam_maps(calibration, &data.call())] };
     for map in &maps.layers[0] {
         let on: usize = map.rows.iter().map(Vec::len).sum();
         // The sink's four keys and each row's own key are added to the density's pairs.
@@ -348,7 +341,7 @@ fn dam_of_a_text_that_calibrates_itself() {
     let data = TestCall::structured(&mut Random(115), 80, [2, 1], 8);
     let (_, kept) = stream("dam:capture=32,density=0.3,sink=3", &data);
     let calibration = DamConfig { capture: 32, density: 0.3, sink: 3, ..DamConfig::default() };
-    let maps = dam_maps(calibration, &data.chunk(0, 32));
+    let maps = dam_maps(calibration, &data.call().chunk(0..32));
     for (t, kept) in kept.iter().enumerate() {
         for (map, kept) in maps.iter().zip(kept) {
             let expected = if t < 32 { (0..=t as u32).collect() } else { map.keys(t, 3) };
@@ -461,7 +454,7 @@ fn dam_threshold_of_a_density_is_the_same_for_every_transform() {
     let data = TestCall::structured(&mut Random(114), 48, [1, 1], 8);
     let maps = |lambda: f64| {
         let calibration = DamConfig { capture: 48, density: 0.2, lambda, floor: 1e-12, ..DamConfig::default() };
-        dam_maps(calibration, &data)
+        dam_maps(calibration, &data.call())
     };
     let (log, root) = (&maps(0.0)[0], &maps(0.5)[0]);
     let pairs = |map: &DamMap| -> usize { map.rows.iter().map(Vec::len).sum() };

@@ -20,6 +20,12 @@ fn i32s(file: &SafeTensors<'_>, name: &str) -> Vec<i32> {
     words.iter().map(|b| i32::from_le_bytes(*b)).collect()
 }
 
+/// The rows of a stored ragged array; a row is the part of `idx` between two bounds in `ptr`.
+fn stored_rows(file: &SafeTensors<'_>, name: &str) -> Vec<Vec<i32>> {
+    let [ptr, idx] = ["ptr", "idx"].map(|part| i32s(file, &format!("{name}{part}")));
+    ptr.windows(2).map(|bounds| idx[bounds[0] as usize..bounds[1] as usize].to_vec()).collect()
+}
+
 /// The `count` stored cases of one method: (name of the inputs, its tokens or token, selector).
 fn cases(file: &SafeTensors<'_>, method: &str, count: usize) -> Vec<(String, String, String)> {
     let names: BTreeSet<&str> = file.names().into_iter().collect();
@@ -41,18 +47,11 @@ fn cases(file: &SafeTensors<'_>, method: &str, count: usize) -> Vec<(String, Str
 fn masks(method: &str, count: usize, check: impl Fn(&SafeTensors<'_>, &str, &Selected, &Call<'_>)) {
     let file = SafeTensors::deserialize(FILE).expect("the stored lists");
     for (name, place, text) in cases(&file, method, count) {
-        let inputs = Inputs::stored(&name);
         let (context, end) = place.split_once('-').expect("a range");
         let (context, end): (usize, usize) = (context.parse().expect("a number"), end.parse().expect("a number"));
-        let shape =
-            sieve_core::CallShape::new([end - context, end], [inputs.num_heads, inputs.num_kv_heads], inputs.head_dim);
-        let [q, k] = inputs.tokens(context, end);
-        let call = Call::new(shape, q, k, k).expect("the sizes fit");
-        let mut selector = Selector::parse(&text).unwrap_or_else(|e| panic!("{text}: {e}"));
-        selector.common.min_prefill_tokens = 0;
-        let chosen = selector.select(&call).unwrap_or_else(|e| panic!("{text}: {e}"));
-        chosen.check(&call).unwrap_or_else(|e| panic!("{text}: {e}"));
-        check(&file, &format!("{name}/{place}/{text}"), &chosen, &call);
+        let data = Inputs::stored(&name).test_call(0..end);
+        let call = data.call().chunk(context..end);
+        check(&file, &format!("{name}/{place}/{text}"), &super::select_of(&text, &call), &call);
     }
 }
 
@@ -68,11 +67,10 @@ fn same_rows<'m>(
     mask: &KeyMask,
     row_of: impl Fn(usize, usize) -> &'m [i32],
 ) {
-    let [ptr, idx] = ["ptr", "idx"].map(|part| i32s(file, &format!("{case}/{array}{part}")));
+    let stored = stored_rows(file, &format!("{case}/{array}"));
     let tiles = mask.tiles.num_query_tiles();
-    assert_eq!(ptr.len() - 1, mask.num_lists() * tiles, "{case}: another number of rows");
-    for row in 0..ptr.len() - 1 {
-        let expected = &idx[ptr[row] as usize..ptr[row + 1] as usize];
+    assert_eq!(stored.len(), mask.num_lists() * tiles, "{case}: another number of rows");
+    for (row, expected) in stored.iter().enumerate() {
         assert_eq!(row_of(row / tiles, row % tiles), expected, "{case}: {array} of row {row}");
     }
 }
@@ -158,7 +156,7 @@ fn golden_pbs_order_of_queries() {
     let file = SafeTensors::deserialize(FILE).expect("the stored lists");
     let text = "pbs:block=16,segment=64,tau=0.5,permute=queries";
     for name in ["random.4.2", "structured.4.2"] {
-        let chosen = super::select(text, &Inputs::stored(name).test_call(230));
+        let chosen = super::select(text, &Inputs::stored(name).test_call(0..230));
         let order = i32s(&file, &format!("{name}/query_order/{text}"));
         assert_eq!(chosen.mask.query_order(), order, "{name}");
         assert!(chosen.mask.key_order().is_empty(), "{name}");
@@ -182,21 +180,20 @@ fn tokens(method: &str, count: usize) {
         let token: usize = token.parse().expect("a number");
         let shape = crate::LayerShape::new([inputs.num_heads, inputs.num_kv_heads], inputs.head_dim, 0);
         let mut session = DecodeSession::new(&Selector::parse(&text).expect("valid"), shape).expect("valid");
-        let [q, k] = inputs.tokens(0, token);
+        let [q, k] = inputs.tokens(0..token);
         match form {
             "token" => session.stream(q, k, k).map(drop).expect("valid"),
             "prompt" => session.take_prompt(q, k, k).expect("valid"),
             form => panic!("{form}"),
         }
-        let [q, k] = inputs.tokens(token, token + 1);
-        let k = &k[k.len() / (token + 1) * token..];
+        let [q, k] = inputs.tokens(token..token + 1);
         session.step(q, k, k).expect("valid");
         let case = format!("{name}/{place}/{text}");
-        let [ptr, idx] = ["ptr", "idx"].map(|part| i32s(&file, &format!("{case}/{part}")));
-        assert_eq!(session.kept().len(), ptr.len() - 1, "{case}");
-        for (list, kept) in session.kept().iter().enumerate() {
+        let stored = stored_rows(&file, &format!("{case}/"));
+        assert_eq!(session.kept().len(), stored.len(), "{case}");
+        for (list, (kept, stored)) in session.kept().iter().zip(stored).enumerate() {
             let kept: Vec<i32> = kept.iter().map(|&key| key as i32).collect();
-            assert_eq!(kept, idx[ptr[list] as usize..ptr[list + 1] as usize], "{case}, list {list}");
+            assert_eq!(kept, stored, "{case}, list {list}");
         }
     }
 }
@@ -213,15 +210,14 @@ fn golden_dam() {
         };
         let mut capture = DamCapture::new(config, inputs.num_heads).expect("valid");
         for first in [0, 40, 80] {
-            let data = inputs.test_call(120).slice(first..first + 40);
-            capture.add(&data.call()).expect("valid");
+            capture.add(&inputs.test_call(first..first + 40).call()).expect("valid");
         }
-        let [ptr, idx] = ["ptr", "idx"].map(|part| i32s(&file, &format!("{case}/{part}")));
+        let stored = stored_rows(&file, &format!("{case}/"));
         let maps = capture.maps();
         let found = maps.iter().flat_map(|map| map.rows.iter().chain([&map.columns, &map.offsets]));
         for (at, found) in found.enumerate() {
             let found: Vec<i32> = found.iter().map(|&key| key as i32).collect();
-            assert_eq!(found, idx[ptr[at] as usize..ptr[at + 1] as usize], "{case}, row {at}");
+            assert_eq!(found, stored[at], "{case}, row {at}");
         }
     }
 }

@@ -2,15 +2,19 @@
 
 use super::{attend, select, selector};
 use crate::test_data::TestCall;
-use crate::{dense_attention, density, oracle_dense, recall};
+use crate::{Selected, dense_attention, density, oracle_dense, recall};
 use sieve_testing::Random;
 
-fn measured(text: &str, data: &TestCall) -> (f64, f64) {
-    let call = data.call();
+/// Density and recall of a method on a call.
+pub(super) fn measured(text: &str, data: &TestCall) -> (f64, f64) {
     let chosen = select(text, data);
-    let sparse = attend(data, &chosen);
-    let dense = dense_attention(&call).expect("valid");
-    (density(&chosen).token, recall(&sparse.lse, &dense.lse))
+    (density(&chosen).token, recall_of(data, &chosen))
+}
+
+/// Recall of a selection on a call.
+pub(super) fn recall_of(data: &TestCall, chosen: &Selected) -> f64 {
+    let (sparse, dense) = (attend(data, chosen), dense_attention(&data.call()).expect("valid"));
+    recall(&sparse.lse, &dense.lse)
 }
 
 #[test]
@@ -19,7 +23,7 @@ fn recall_of_everything_is_one_and_of_a_mask_is_its_dense_mass() {
     let (density, all) = measured("meanpool:block=16,tau=1", &data);
     assert!((density - 1.0).abs() < 1e-12 && (all - 1.0).abs() < 1e-5);
     let chosen = select("meanpool:block=16,tau=0.4", &data);
-    let (_, some) = measured("meanpool:block=16,tau=0.4", &data);
+    let some = recall_of(&data, &chosen);
     let (call, dense) = (data.call(), oracle_dense(&data.call()));
     let mut mass = 0.0;
     for head in 0..2 {

@@ -3,11 +3,12 @@
 
 use std::cell::RefCell;
 
-use super::{attend, select};
+use super::recall::{measured, recall_of};
+use super::select;
+use crate::KeyMask;
 use crate::mask::{Selected, key_of};
 use crate::pool::causal_probabilities;
 use crate::test_data::{Inputs, TestCall};
-use crate::{KeyMask, dense_attention, density, recall};
 use sieve_testing::Random;
 
 const TOKENS: usize = 512;
@@ -27,18 +28,7 @@ const SAME_BLOCKS: [&str; 9] = [
 
 /// One layer of each of two models, with groups of 2 and of 8.
 fn trained() -> [TestCall; 2] {
-    ["trained.4.2", "trained.8.1"].map(|name| Inputs::stored(name).test_call(TOKENS))
-}
-
-fn recall_of(data: &TestCall, chosen: &Selected) -> f64 {
-    let call = data.call();
-    let sparse = attend(data, chosen);
-    recall(&sparse.lse, &dense_attention(&call).expect("valid").lse)
-}
-
-fn measured(data: &TestCall, text: &str) -> (f64, f64) {
-    let chosen = select(text, data);
-    (density(&chosen).token, recall_of(data, &chosen))
+    ["trained.4.2", "trained.8.1"].map(|name| Inputs::stored(name).test_call(0..TOKENS))
 }
 
 /// A mask with as many tiles in every row as `chosen` has, and its order of keys: the tiles with the row's own keys,
@@ -101,16 +91,16 @@ fn oracle_topk_bounds_the_methods_on_its_blocks_at_equal_density() {
     for data in trained() {
         // The oracle keeps a number of blocks in each row, or a mass, which gives some rows more blocks than others.
         let forms: [Vec<(f64, f64)>; 2] = [
-            (1..=16).map(|k| measured(&data, &format!("oracle_topk:block=32,k={k}"))).collect(),
+            (1..=16).map(|k| measured(&format!("oracle_topk:block=32,k={k}"), &data)).collect(),
             (1..=50)
                 .map(|t| {
                     let tau = f64::from(t) / 50.0;
-                    measured(&data, &format!("oracle_topk:block=32,tau={tau}"))
+                    measured(&format!("oracle_topk:block=32,tau={tau}"), &data)
                 })
                 .collect(),
         ];
         for text in &SAME_BLOCKS[..7] {
-            let (density, kept) = measured(&data, text);
+            let (density, kept) = measured(text, &data);
             let best = forms
                 .iter()
                 .filter_map(|form| form.iter().find(|oracle| oracle.0 >= density))

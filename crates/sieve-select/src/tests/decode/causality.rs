@@ -1,21 +1,17 @@
 //! Methods that call themselves causal maps are causal in `stream`, which scores texts.
 
+use super::super::parsed;
 use super::{SMALL, layer};
 use crate::test_data::TestCall;
-use crate::{DecodeSession, LayerShape, Phase, Selector, names_of};
+use crate::{DecodeSession, LayerShape, Phase, names_of};
 use sieve_testing::Random;
 
 /// Whether the method is said to be causal, and whether it is: the rows before `at` are bit-equal after every token
 /// from `at` on is replaced.
 fn says_and_does(text: &str, num_tokens: usize, at: usize) -> (bool, bool) {
     let data = TestCall::structured(&mut Random(116), num_tokens, [2, 1], 4);
-    let mut other = data.clone();
-    for x in [&mut other.q, &mut other.k, &mut other.v] {
-        let from = x.len() / num_tokens * at;
-        x[from..].iter_mut().for_each(|x| *x = 0.5 - *x);
-    }
-    let selector = Selector::parse(text).unwrap_or_else(|e| panic!("{text}: {e}"));
-    let selector = selector.for_rope_theta(1e4);
+    let other = data.changed_from(at, |x| 0.5 - x);
+    let selector = parsed(text).for_rope_theta(1e4);
     let [a, b] = [&data, &other].map(|data| {
         // Layer 9 is not dense in any method's defaults.
         let shape = LayerShape { layer: 9, ..layer(data) };

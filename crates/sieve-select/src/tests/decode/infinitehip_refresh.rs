@@ -1,5 +1,6 @@
 //! InfiniteHiP while decoding: which keys it chooses, and at which steps it chooses again.
 
+use super::super::select;
 use super::{SMALL, stream};
 use crate::Selector;
 use crate::test_data::TestCall;
@@ -10,9 +11,7 @@ fn infinitehip_decode_chooses_as_its_prefill_with_blocks_of_one() {
     let text = SMALL.iter().find(|text| text.starts_with("infinitehip:block=1,")).expect("it is there");
     let data = TestCall::structured(&mut Random(105), 120, [4, 2], 8);
     let (_, kept) = stream(text, &data);
-    let prefill = Selector::parse(&format!("{text},prefill_dense_below=0,min_prefill_tokens=0"))
-        .and_then(|selector| selector.select(&data.call()))
-        .expect("valid");
+    let prefill = select(&format!("{text},prefill_dense_below=0"), &data);
     for (t, kept) in kept.iter().enumerate() {
         for (head, kept) in kept.iter().enumerate() {
             let shown = crate::oracle::expanded_row(&prefill.mask, head, t);
