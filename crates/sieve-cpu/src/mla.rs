@@ -56,14 +56,13 @@ pub fn mla_decode(shape: &MlaDecode, q: &[f32], latents: &[f32], key_scale: Opti
         let latents = &latents[row * len * width..(row * len + seen) * width];
         // This head's scales are every `num_heads`-th element from here on.
         let scale = key_scale.map(|scale| &scale[row * len * num_heads + head..]);
-        attend(shape, q, latents, scale, &mut vec![0.0; seen], o);
+        attend(shape, q, latents, scale, o);
     });
 }
 
 on_arch! {
     fn attend<'a>(
-        shape: &'a MlaDecode, q: &'a [f32], latents: &'a [f32], key_scale: Option<&'a [f32]>, logits: &'a mut [f32],
-        o: &'a mut [f32],
+        shape: &'a MlaDecode, q: &'a [f32], latents: &'a [f32], key_scale: Option<&'a [f32]>, o: &'a mut [f32],
     ) -> () = attend_simd;
 }
 
@@ -75,10 +74,10 @@ fn attend_simd<S: Simd>(
     q: &[f32],
     latents: &[f32],
     key_scale: Option<&[f32]>,
-    logits: &mut [f32],
     o: &mut [f32],
 ) {
     let width = q.len();
+    let mut logits = vec![0.0; latents.len() / width];
     let mut max = f32::NEG_INFINITY;
     for (at, (logit, key)) in logits.iter_mut().zip(latents.chunks_exact(width)).enumerate() {
         *logit = shape.softmax_scale * dot(simd, q, key);
@@ -87,7 +86,7 @@ fn attend_simd<S: Simd>(
         }
         max = if *logit > max { *logit } else { max };
     }
-    weigh(simd, logits, max, |at| &latents[at * width..(at + 1) * width], o);
+    weigh(simd, &mut logits, max, |at| &latents[at * width..(at + 1) * width], o);
 }
 
 #[cfg(test)]

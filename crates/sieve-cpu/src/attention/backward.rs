@@ -7,15 +7,12 @@ use pulp::Simd;
 use rayon::prelude::*;
 
 use super::keys::Keys;
-use super::panel::{Aligned, LANES, multiply, multiply_transposed};
+use super::panel::{Aligned, LANES, SIDE, multiply, multiply_transposed};
 use super::scratch::Pool;
 use super::segments::{KeySums, segments_of, split_by_group, write_sums};
 use super::tile::{BLOCK_KEYS, KeyBlock, Pairs, RowPanels, Tile, row_positions};
 use super::{AttentionShape, Documents, Mask};
 use crate::simd::{dot, exp, on_arch, reduce_sum};
-
-/// SIMD vectors that one iteration of a loop processes, so that their chains of dependent operations overlap.
-const SIDE: usize = 4;
 
 /// Tensors that the backward pass reads.
 #[derive(Clone, Copy)]

@@ -50,20 +50,18 @@ pub fn attention_decode(shape: DecodeShape, q: &[f32], k: &[f32], v: &[f32], del
             slots.expect("attention_decode: k or v is too short")
         });
         let delta = delta.map(|delta| &delta[head * kv_len..][..kv_len]);
-        attend_group(shape, q, k, v, delta, &mut vec![0.0; kv_len], o);
+        attend_group(shape, q, k, v, delta, o);
     });
 }
 
 on_arch! {
     fn attend_group<'a>(
-        shape: DecodeShape, q: &'a [f32], k: &'a [f32], v: &'a [f32], delta: Option<&'a [f32]>,
-        logits: &'a mut [f32], o: &'a mut [f32],
+        shape: DecodeShape, q: &'a [f32], k: &'a [f32], v: &'a [f32], delta: Option<&'a [f32]>, o: &'a mut [f32],
     ) -> () = attend_group_simd;
 }
 
-/// Attention of the query heads of one KV head of one batch row. `logits`, `[kv_len]`, is working memory.
+/// Attention of the query heads of one KV head of one batch row.
 #[inline(always)]
-#[allow(clippy::too_many_arguments, reason = "the operands of one op, all slices")]
 fn attend_group_simd<S: Simd>(
     simd: S,
     shape: DecodeShape,
@@ -71,10 +69,10 @@ fn attend_group_simd<S: Simd>(
     k: &[f32],
     v: &[f32],
     delta: Option<&[f32]>,
-    logits: &mut [f32],
     o: &mut [f32],
 ) {
     let d = shape.head_dim;
+    let mut logits = vec![0.0; shape.kv_len];
     // The largest bias is subtracted: next to a large bias `q . k` would lose its digits.
     let largest = |delta: &[f32]| delta.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let base = delta.map_or(0.0, largest);
@@ -85,7 +83,7 @@ fn attend_group_simd<S: Simd>(
             *logit = shape.softmax_scale * dot(simd, q, k) + bias;
             max = if *logit > max { *logit } else { max };
         }
-        weigh(simd, logits, max, |slot| &v[slot * d..(slot + 1) * d], o);
+        weigh(simd, &mut logits, max, |slot| &v[slot * d..(slot + 1) * d], o);
     }
 }
 

@@ -6,14 +6,11 @@ use pulp::Simd;
 use rayon::prelude::*;
 
 use super::keys::Keys;
-use super::panel::{Aligned, LANES, multiply, multiply_transposed, scale_rows};
+use super::panel::{Aligned, LANES, SIDE, multiply, multiply_transposed, scale_rows};
 use super::scratch::Pool;
 use super::tile::{BLOCK_KEYS, KeyBlock, Pairs, RowPanels, Tile, row_positions};
 use super::{AttentionShape, Documents, Mask};
 use crate::simd::{exp_below, on_arch};
-
-/// SIMD vectors that one iteration of a loop processes, so that their chains of dependent operations overlap.
-const SIDE: usize = 4;
 
 /// The queries of a tile in panels, the block of keys that is read next, and the running softmax and output.
 pub(crate) struct TileState<const W: usize> {

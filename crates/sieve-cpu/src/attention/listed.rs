@@ -133,7 +133,7 @@ fn attend_tile_simd<S: Simd, const W: usize>(
 }
 
 impl<const W: usize> KeyBlock<W> {
-    /// Gathers the listed keys `range`, at most [`BLOCK_KEYS`]. Empties the slots that an earlier, longer list filled.
+    /// Gathers the listed keys `range`, at most [`BLOCK_KEYS`].
     #[inline(always)]
     fn gather_listed(&mut self, tile: &ListedTile<'_>, range: std::ops::Range<usize>, head_dim: usize) {
         let used = range.len();
@@ -144,13 +144,7 @@ impl<const W: usize> KeyBlock<W> {
             self.position[slot] = tile.key_position[key];
             self.expire[slot] = tile.key_expire[key];
         }
-        for slot in used..self.len {
-            copy_columns(&[], slot, &mut self.k);
-            copy_columns(&[], slot, &mut self.v);
-            self.position[slot] = i32::MAX;
-            self.expire[slot] = 0;
-        }
-        self.len = used;
+        self.finish_gather(used);
     }
 }
 

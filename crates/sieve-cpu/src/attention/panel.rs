@@ -11,6 +11,9 @@ use pulp::Simd;
 /// Query rows (lanes) of one panel.
 pub(crate) const LANES: usize = 64;
 
+/// SIMD vectors that one iteration of a loop processes, so that their chains of dependent operations overlap.
+pub(crate) const SIDE: usize = 4;
+
 /// GEMMs run on ranges of keys that begin and end at multiples of this, so no remainder loops are needed.
 pub(crate) const KEY_STEP: usize = 8;
 

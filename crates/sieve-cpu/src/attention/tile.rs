@@ -189,7 +189,7 @@ impl<const W: usize> KeyBlock<W> {
     }
 
     /// Copies the keys and values of the tokens in `list`, at most [`BLOCK_KEYS`], for the tile's KV head; `qkv_row` is
-    /// the tile's batch row of the packed tensor. Empties the slots that an earlier, longer list has filled.
+    /// the tile's batch row of the packed tensor.
     #[inline(always)]
     pub(crate) fn gather(&mut self, qkv_row: &[f32], shape: AttentionShape, keys: &Keys<'_>, tile: Tile, list: &[u32]) {
         let (d, d_v) = (shape.head_dim, shape.head_dim_v);
@@ -206,14 +206,20 @@ impl<const W: usize> KeyBlock<W> {
             self.expire[slot] = expire[j];
             self.delta[slot] = delta.map_or(0.0, |delta| delta[j]);
         }
-        for slot in list.len()..self.len {
+        self.finish_gather(list.len());
+    }
+
+    /// Sets the number of keys, and empties the slots that an earlier, longer list has filled.
+    #[inline(always)]
+    pub(crate) fn finish_gather(&mut self, len: usize) {
+        for slot in len..self.len {
             copy_columns(&[], slot, &mut self.k);
             copy_columns(&[], slot, &mut self.v);
             self.position[slot] = i32::MAX;
             self.expire[slot] = 0;
             self.delta[slot] = 0.0;
         }
-        self.len = list.len();
+        self.len = len;
     }
 
     /// Range of the block's slots with all keys that rows at these positions see; `None` when they see none of the
