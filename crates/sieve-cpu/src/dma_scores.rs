@@ -7,6 +7,7 @@ use pulp::Simd;
 use rayon::prelude::*;
 
 use crate::attention::AttentionShape;
+use crate::rms_norm::add_partials;
 use crate::simd::{dot, on_arch};
 
 /// Tokens of a task. Each task has a partial weight gradient, so this also fixes the order of that sum.
@@ -63,7 +64,7 @@ pub fn dma_scores_backward(
         "dma_scores_backward: a gradient is not as long as its input"
     );
     let task_len = TOKENS * shape.token_len();
-    let partials: Vec<(Vec<f32>, Vec<f32>)> = d_qkv
+    let (dw_partial, da_partial): (Vec<Vec<f32>>, Vec<Vec<f32>>) = d_qkv
         .par_chunks_mut(task_len)
         .zip(qkv.par_chunks(task_len))
         .enumerate()
@@ -72,14 +73,9 @@ pub fn dma_scores_backward(
             backward_tokens(shape, task * TOKENS, qkv, w, a, dz, d_qkv, &mut dw, &mut da);
             (dw, da)
         })
-        .collect();
-    dw.fill(0.0);
-    da.fill(0.0);
-    for (partial_dw, partial_da) in &partials {
-        let sums = dw.iter_mut().chain(da.iter_mut());
-        let parts = partial_dw.iter().chain(partial_da);
-        sums.zip(parts).for_each(|(sum, part)| *sum += part);
-    }
+        .unzip();
+    add_partials(&dw_partial, dw);
+    add_partials(&da_partial, da);
 }
 
 fn check(shape: AttentionShape, op: &str, qkv: &[f32], w: &[f32], a: &[f32], z: &[f32]) {

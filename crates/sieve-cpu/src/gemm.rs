@@ -12,14 +12,13 @@ pub struct Matrix<'a> {
     col_stride: usize,
 }
 
-/// A writable matrix inside a slice, with any strides that keep its elements apart.
+/// A writable matrix inside a slice: rows of consecutive elements, which do not overlap.
 #[derive(Debug)]
 pub struct MatrixMut<'a> {
     data: &'a mut [f32],
     rows: usize,
     cols: usize,
     row_stride: usize,
-    col_stride: usize,
 }
 
 /// Whether a GEMM may use the other threads of the current rayon pool.
@@ -104,7 +103,7 @@ impl<'a> MatrixMut<'a> {
     /// When `data` has another length.
     pub fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
         assert_eq!(data.len(), rows * cols, "MatrixMut::new: data does not hold [{rows}, {cols}]");
-        Self { data, rows, cols, row_stride: cols, col_stride: 1 }
+        Self::strided(data, rows, cols, cols)
     }
 
     /// Rows of `cols` consecutive elements, `row_stride >= cols` apart.
@@ -115,7 +114,7 @@ impl<'a> MatrixMut<'a> {
         assert!(row_stride >= cols, "MatrixMut::strided: rows overlap");
         let needed = extent(rows, cols, row_stride, 1);
         assert!(needed.is_some_and(|n| n <= data.len()), "MatrixMut::strided: [{rows}, {cols}] leaves the slice");
-        Self { data, rows, cols, row_stride, col_stride: 1 }
+        Self { data, rows, cols, row_stride }
     }
 }
 
@@ -137,6 +136,7 @@ pub fn matmul(threads: Threads, alpha: f32, a: Matrix<'_>, b: Matrix<'_>, beta: 
     let (reads_c, conjugates) = (beta != 0.0, false);
     // The `gemm` crate takes the factor of c first, under the name alpha.
     let (factor_of_c, factor_of_product) = (beta, alpha);
+    let col_stride_of_c = 1;
     // SAFETY: Matrix and MatrixMut are built only after `extent` showed that every element they name lies inside their
     // slice, with offsets that fit isize; c is exclusively borrowed, its elements are distinct (row_stride >= cols) and
     // it cannot overlap a or b. With beta == 0, reads_c is false and c is only written.
@@ -146,7 +146,7 @@ pub fn matmul(threads: Threads, alpha: f32, a: Matrix<'_>, b: Matrix<'_>, beta: 
             c.cols,
             a.cols,
             c.data.as_mut_ptr(),
-            c.col_stride as isize,
+            col_stride_of_c,
             c.row_stride as isize,
             reads_c,
             a.data.as_ptr(),

@@ -216,7 +216,8 @@ impl<'a> AttentionCall<'a> {
             .into_par_iter()
             .map(|at| query_head(self, at / num_heads, at % num_heads, rounding))
             .collect();
-        let mut all = Results::zeros(self);
+        let tokens = batch * seq_len;
+        let mut all = Results::zeros(self, tokens * num_heads, tokens * num_kv_heads);
         for (at, head) in heads.iter().enumerate() {
             let (row, head_at) = (at / num_heads, at % num_heads);
             spread(&mut all.o, &head.o, row, head_at, num_heads, seq_len);
@@ -284,9 +285,8 @@ fn spread(to: &mut [f64], from: &[f64], row: usize, head: usize, heads: usize, s
 }
 
 impl Results {
-    fn zeros(call: &AttentionCall<'_>) -> Self {
-        let tokens = call.shape.batch * call.shape.seq_len;
-        let (queries, keys) = (tokens * call.shape.num_heads, tokens * call.shape.num_kv_heads);
+    /// Zeros for so many query vectors and key vectors.
+    fn zeros(call: &AttentionCall<'_>, queries: usize, keys: usize) -> Self {
         Self {
             o: vec![0.0; queries * call.v.width],
             lse: vec![0.0; queries],
@@ -311,7 +311,7 @@ on_arch! {
     ) -> Results = query_head_on;
 }
 
-/// Adds dk, dv and d_delta up over the queries; a tensor of `zeros(1)` has one number per token.
+/// Adds dk, dv and d_delta up over the queries.
 #[inline(always)]
 fn query_head_on<S: Simd>(_simd: S, call: &AttentionCall<'_>, row: usize, head: usize, rounding: Rounding) -> Results {
     let (n, kv_head) = (call.shape.seq_len, head / call.shape.group_size());
@@ -321,17 +321,7 @@ fn query_head_on<S: Simd>(_simd: S, call: &AttentionCall<'_>, row: usize, head: 
         let tokens = row * n..(row + 1) * n;
         tokens.flat_map(|token| x.of_token(token, kv_head)).collect()
     });
-    let zeros = |width: usize| vec![0.0; n * width];
-    let mut all = Results {
-        o: zeros(width_v),
-        lse: zeros(1),
-        dq: zeros(width_k),
-        dk: zeros(width_k),
-        dv: zeros(width_v),
-        d_delta: zeros(1),
-        d_delta_terms: zeros(1),
-        terms: Terms { o: zeros(1), dq: zeros(1), dk: zeros(1), dv: zeros(1) },
-    };
+    let mut all = Results::zeros(call, n, n);
     let of_squares = |x: &[f64]| dot(x, x);
     let squares_k: Vec<f64> = k.chunks_exact(width_k).map(of_squares).collect();
     let squares_v: Vec<f64> = v.chunks_exact(width_v).map(of_squares).collect();
