@@ -28,10 +28,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let selectors = if named.is_empty() { DEFAULT.to_vec() } else { named };
     let operands = Operands::new(tokens.max(GROWTH[GROWTH.len() - 1]), num_heads, num_kv_heads, head_dim);
 
-    println!(
-        "{tokens} tokens, {num_heads} query heads on {num_kv_heads}, head_dim {head_dim}, {} threads",
-        rayon_threads()
-    );
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    println!("{tokens} tokens, {num_heads} query heads on {num_kv_heads}, head_dim {head_dim}, {threads} threads");
     let packed = operands.packed_dense(tokens)?;
     let call = operands.call(tokens)?;
     let (dense, listed) = timed(|| dense_attention(&call));
@@ -105,10 +103,6 @@ fn slope(points: &[(f64, f64)]) -> f64 {
     let (x, y) = logs.clone().fold((0.0, 0.0), |sum, (x, y)| (sum.0 + x / n, sum.1 + y / n));
     let (xy, xx) = logs.fold((0.0, 0.0), |sum, (a, b)| (sum.0 + (a - x) * (b - y), sum.1 + (a - x).powi(2)));
     xy / xx
-}
-
-fn rayon_threads() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// q, k and v of the longest prompt; a shorter prompt takes their first tokens.

@@ -76,16 +76,14 @@ const CANDIDATES: [Pattern; 6] = [
 
 impl PrefillMethod for MinferenceConfig {
     fn select(&self, call: &Call<'_>, _: GqaPolicy) -> Selected {
-        let patterns: Vec<Pattern> = (0..call.shape.num_heads).map(|head| self.patterns.of(call.layer, head)).collect();
-        of_patterns(call, &patterns)
+        of_patterns(call, &self.patterns.of(call))
     }
 
     /// Only if no head of the layer has the pattern a-shape.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let means = BlockScores::Means { variances: 0.0 };
         let mut selection = BlockSelection::new(call.shape, TILE, means, KeepBlocks::Mass(1.0));
-        let patterns: Vec<Pattern> = (0..call.shape.num_heads).map(|head| self.patterns.of(call.layer, head)).collect();
-        for same in patterns.chunk_by(|a, b| a == b) {
+        for same in self.patterns.of(call).chunk_by(|a, b| a == b) {
             let (scores, keep) = match same[0] {
                 Pattern::VerticalSlash { vertical, slash } => {
                     let lines = VerticalSlashConfig { vertical, slash }.lines(call.shape);
@@ -161,9 +159,11 @@ pub fn search_patterns(call: &Call<'_>) -> Result<Vec<(Pattern, f64)>, SelectErr
 }
 
 impl PatternFile {
-    fn of(&self, layer: usize, head: usize) -> Pattern {
-        let patterns = self.layers.get(layer);
-        patterns.and_then(|layer| layer.get(head).copied().flatten()).unwrap_or(DEFAULT)
+    /// The pattern of each query head of a call.
+    fn of(&self, call: &Call<'_>) -> Vec<Pattern> {
+        let named = self.layers.get(call.layer).map_or(&[][..], Vec::as_slice);
+        let of = |head: usize| named.get(head).copied().flatten().unwrap_or(DEFAULT);
+        (0..call.shape.num_heads).map(of).collect()
     }
 
     /// Reads a file as MInference writes it: per layer an object from head to `[type, v, s, …]`.

@@ -48,14 +48,10 @@ impl LayerSelectors {
                 None => Some(0),
                 Some(before) => before.last.map(|last| last + 1),
             };
-            let wrong = |problem| Err(SelectError::Layers { problem });
             match next {
                 Some(next) if first == next => {}
-                Some(next) if first > next => {
-                    let gap = shown(next, first - 1);
-                    return wrong(format!("no selector for {gap}"));
-                }
-                _ => return wrong(format!("{layers} names layer {first} a second time")),
+                Some(next) if first > next => return Err(missing(next, first - 1)),
+                _ => return Err(wrong(format!("{layers} names layer {first} a second time"))),
             }
             parts.push(Part { first, last, selector: Selector::parse(selector)? });
         }
@@ -67,17 +63,16 @@ impl LayerSelectors {
     /// # Errors
     /// Layers past the model's last; layers of the model that are left out.
     pub fn for_layers(self, num_layers: usize) -> Result<Self, SelectError> {
-        let wrong = |problem| Err(SelectError::Layers { problem });
         let Some(part) = self.parts.last() else {
             return Ok(self);
         };
         let named = part.last.unwrap_or(part.first);
         if named >= num_layers {
-            return wrong(format!("layer {named} is beyond the model's last, {}", num_layers.saturating_sub(1)));
+            let last = num_layers.saturating_sub(1);
+            return Err(wrong(format!("layer {named} is beyond the model's last, {last}")));
         }
         if part.last.is_some() && named + 1 < num_layers {
-            let gap = shown(named + 1, num_layers - 1);
-            return wrong(format!("no selector for {gap}"));
+            return Err(missing(named + 1, num_layers - 1));
         }
         Ok(self)
     }
@@ -173,12 +168,16 @@ impl fmt::Display for LayerSelectors {
     }
 }
 
-/// Layer numbers as error messages write them.
-fn shown(first: usize, last: usize) -> String {
-    match last == first {
-        true => format!("layer {first}"),
-        false => format!("layers {first}-{last}"),
-    }
+fn wrong(problem: String) -> SelectError {
+    SelectError::Layers { problem }
+}
+
+/// The error about layers that have no selector.
+fn missing(first: usize, last: usize) -> SelectError {
+    wrong(match last == first {
+        true => format!("no selector for layer {first}"),
+        false => format!("no selector for layers {first}-{last}"),
+    })
 }
 
 /// The parts `LAYERS=TEXT` between slashes, as (layers, text); none if the text does not begin with layers. A slash in
@@ -215,7 +214,7 @@ fn range(text: &str) -> Result<(usize, Option<usize>), SelectError> {
             .filter(|(first, last)| first <= last)
             .map(|(first, last)| (first, Some(last))),
     };
-    found.ok_or_else(|| SelectError::Layers { problem: format!("{text:?} names no layers") })
+    found.ok_or_else(|| wrong(format!("{text:?} names no layers")))
 }
 
 #[cfg(test)]
