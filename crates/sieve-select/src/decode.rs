@@ -19,10 +19,10 @@ pub mod streaming;
 use rayon::prelude::*;
 use sieve_core::CallShape;
 
-use crate::attention::{AttentionOutput, block_sparse_attention};
+use crate::attention::AttentionOutput;
 use crate::call::Call;
 use crate::error::SelectError;
-use crate::mask::Selected;
+use crate::measure::dense_attention;
 use crate::range::Rules;
 use crate::selector::{Method, Phase, Selector, names_of};
 use crate::vector::dot;
@@ -146,7 +146,7 @@ impl DecodeSession {
     /// Operands of another size; a session that has tokens already.
     pub fn prompt(&mut self, q: &[f32], k: &[f32], v: &[f32]) -> Result<AttentionOutput, SelectError> {
         let call = self.prompt_call(q, k, v)?;
-        let output = block_sparse_attention(&call, &Selected::dense(call.shape))?;
+        let output = dense_attention(&call)?;
         self.take_prompt(q, k, v)?;
         Ok(output)
     }

@@ -30,7 +30,7 @@ pub struct Selector {
     pub common: Common,
 }
 
-/// Settings that methods share; [`Method::common_keys`] says which of them act.
+/// Settings that methods share; [`Selector::common_keys`] says which of them act.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Common {
@@ -57,27 +57,6 @@ pub enum Reads {
     Values,
 }
 
-impl Method {
-    /// The settings of [`Common`] that change what the method does; a selector's text takes and prints only these.
-    pub fn common_keys(&self) -> &'static [&'static str] {
-        const KEYS: [&str; 4] = ["first_dense_layers", "last_dense_rows", "min_prefill_tokens", "gqa"];
-        match self.of_prefill() {
-            _ if matches!(self, Self::Dense) => &[],
-            // Only first_dense_layers.
-            _ if self.is_token_by_token() => &KEYS[..1],
-            Some(method) if method.takes_gqa() => &KEYS,
-            // All but gqa: one list serves all heads, or (delta) the base has a `gqa` of its own.
-            _ => &KEYS[..3],
-        }
-    }
-
-    /// Whether the method runs token by token only: decode methods, and `streamingllm` with `reindex`.
-    fn is_token_by_token(&self) -> bool {
-        let reindexed = matches!(self, Self::Streamingllm(config) if config.reindex);
-        self.phase() == Phase::Decode || reindexed
-    }
-}
-
 /// Attention output and mask of a prefill call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prefill {
@@ -102,7 +81,21 @@ impl Selector {
 
     /// Whether the method runs token by token only: decode methods, and `streamingllm` with `reindex`.
     pub fn is_token_by_token(&self) -> bool {
-        self.method.is_token_by_token()
+        let reindexed = matches!(&self.method, Method::Streamingllm(config) if config.reindex);
+        self.phase() == Phase::Decode || reindexed
+    }
+
+    /// The settings of [`Common`] that change what the method does; a selector's text takes and prints only these.
+    pub fn common_keys(&self) -> &'static [&'static str] {
+        const KEYS: [&str; 4] = ["first_dense_layers", "last_dense_rows", "min_prefill_tokens", "gqa"];
+        match self.method.of_prefill() {
+            _ if self.method == Method::Dense => &[],
+            // Only first_dense_layers.
+            _ if self.is_token_by_token() => &KEYS[..1],
+            Some(method) if method.takes_gqa() => &KEYS,
+            // All but gqa: one list serves all heads, or (delta) the base has a `gqa` of its own.
+            _ => &KEYS[..3],
+        }
     }
 
     /// Whether the output at each position depends on no later token. Only then are the probabilities that one prefill

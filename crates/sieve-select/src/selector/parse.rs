@@ -57,7 +57,7 @@ impl Selector {
 
     /// Refuses a key that the method does not have or does not use.
     fn refuse_others(&self, items: &[Item<'_>]) -> Result<(), SelectError> {
-        let used = self.method.common_keys();
+        let used = self.common_keys();
         let Some((key, _)) = items.iter().find(|item| !used.contains(&item.0)) else {
             return Ok(());
         };
@@ -124,7 +124,7 @@ impl Selector {
     }
 
     pub(super) fn all_items(&self) -> Vec<(String, String)> {
-        let used = self.method.common_keys();
+        let used = self.common_keys();
         let common = common_items(&self.common).filter(|item| used.contains(&item.0.as_str()));
         self.own_items().into_iter().chain(common).collect()
     }

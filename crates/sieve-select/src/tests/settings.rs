@@ -14,7 +14,7 @@ fn every_shared_key_of_a_prefill_method_acts() {
             false => format!("{small}:{item}"),
         };
         assert!(!select(small, &data).stats.dense_call, "{small}");
-        let keys = Selector::parse(small).expect("valid").method.common_keys();
+        let keys = Selector::parse(small).expect("valid").common_keys();
         for key in keys {
             match *key {
                 "first_dense_layers" => {
