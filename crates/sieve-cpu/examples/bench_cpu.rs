@@ -14,7 +14,7 @@ use sieve_cpu::{
     linear_cross_entropy_with_gradients, matmul, qk_norm_rope_backward, qk_norm_rope_forward, rms_norm_backward,
     rms_norm_forward, sum_of_squares,
 };
-use sieve_testing::{Random, Time, measure};
+use sieve_testing::{Random, Time, measure, wide};
 
 const TOKENS: usize = 16384;
 const WINDOW: usize = 256;
@@ -149,8 +149,7 @@ fn chosen_blocks() {
             let blocks = choice.blocks;
             let num_choosers = choice.num_choosers(num_heads, shape.num_kv_heads);
             let num_pooled = shape.batch * blocks.num_slots(seq_len) * shape.num_kv_heads;
-            let [q, keys] = [TOKENS * num_heads, num_pooled]
-                .map(|vectors| -> Vec<f64> { values(vectors * 64, 6).into_iter().map(f64::from).collect() });
+            let [q, keys] = [TOKENS * num_heads, num_pooled].map(|vectors| wide(&values(vectors * 64, 6)));
             let mut chosen = vec![0; TOKENS * num_choosers * num_selected_blocks];
             let choose = measure(|| choose_key_blocks(shape, choice, &q, documents, &keys, &mut chosen));
             // Where each query head chooses, it has keys and values of its own.

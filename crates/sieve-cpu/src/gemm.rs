@@ -168,7 +168,7 @@ pub fn matmul(threads: Threads, alpha: f32, a: Matrix<'_>, b: Matrix<'_>, beta: 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sieve_testing::{Random, assert_close_relative, threads};
+    use sieve_testing::{Random, assert_close_relative, threads, wide};
 
     /// a[r, c] of a matrix with strides.
     fn at(m: &Matrix<'_>, r: usize, c: usize) -> f64 {
@@ -187,7 +187,7 @@ mod tests {
             for (alpha, beta) in [(1.0, 0.0), (-0.5, 1.0), (2.0, 0.25)] {
                 let mut c = old.clone();
                 matmul(Threads::All, alpha, a, b, beta, MatrixMut::strided(&mut c, m, n, n + 1));
-                let mut expected: Vec<f64> = old.iter().map(|&x| f64::from(x)).collect();
+                let mut expected = wide(&old);
                 for r in 0..m {
                     for col in 0..n {
                         let sum: f64 = (0..k).map(|i| at(&a, r, i) * at(&b, i, col)).sum();

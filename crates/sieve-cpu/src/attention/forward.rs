@@ -52,7 +52,8 @@ impl<const W: usize> TileState<W> {
         self.q.load(rows, d, softmax_scale);
         self.q.transpose();
         self.softmax.clear();
-        self.softmax.resize(self.positions.len(), Softmax::new());
+        let before_the_first_key = Softmax { max: Aligned([f32::NEG_INFINITY; LANES]), sum: Aligned([0.0; LANES]) };
+        self.softmax.resize(self.positions.len(), before_the_first_key);
         self.columns_v = d_v.div_ceil(W);
         self.o.clear();
         self.o.resize(self.positions.len() * self.columns_v, Aligned([[0.0; W]; LANES]));
@@ -98,12 +99,13 @@ impl<const W: usize> TileState<W> {
         }
     }
 
-    /// Writes the normalised output of a row and returns its log-sum-exp.
+    /// Writes the normalised output of a row and returns the log-sum-exp of its logits, -inf when it saw no key. In the
+    /// logits, the biases are relative to the row's base.
     #[inline(always)]
     pub(crate) fn finish(&self, row: usize, o: &mut [f32]) -> f32 {
         let (panel, lane) = (row / LANES, row % LANES);
-        let (lse, sum) = self.softmax[panel].finish(lane);
-        let factor = if sum == 0.0 { 0.0 } else { 1.0 / sum };
+        let (max, sum) = (self.softmax[panel].max[lane], self.softmax[panel].sum[lane]);
+        let (lse, factor) = if sum == 0.0 { (f32::NEG_INFINITY, 0.0) } else { (max + sum.ln(), 1.0 / sum) };
         for (c, o) in o.chunks_mut(W).enumerate() {
             for (o, &x) in o.iter_mut().zip(&self.o[panel * self.columns_v + c][lane]) {
                 *o = x * factor;
@@ -118,21 +120,6 @@ impl<const W: usize> TileState<W> {
 struct Softmax {
     max: Aligned<[f32; LANES]>,
     sum: Aligned<[f32; LANES]>,
-}
-
-impl Softmax {
-    /// The softmax state before the first key.
-    fn new() -> Self {
-        Self { max: Aligned([f32::NEG_INFINITY; LANES]), sum: Aligned([0.0; LANES]) }
-    }
-
-    /// Log-sum-exp of a row's logits (-inf when it saw no key) and the softmax denominator. In the logits, the biases
-    /// are relative to the row's base.
-    fn finish(&self, lane: usize) -> (f32, f32) {
-        let sum = self.sum[lane];
-        let lse = if sum == 0.0 { f32::NEG_INFINITY } else { self.max[lane] + sum.ln() };
-        (lse, sum)
-    }
 }
 
 /// One tile of tokens with all heads, and where its results are written.

@@ -283,8 +283,7 @@ fn later_tokens_leave_earlier_rows_of_dma_within_rounding() {
         changed.qkv[from..].copy_from_slice(&other.qkv[from..]);
         let after = changed.run(Kind::Expire);
         let rows = (t + 1) * shape.num_heads * shape.head_dim;
-        let expected: Vec<f64> = before.o[..rows].iter().map(|&x| f64::from(x)).collect();
-        assert_close_relative(&format!("o up to {t}"), &after.o[..rows], &expected, 1e-6);
+        assert_close_relative(&format!("o up to {t}"), &after.o[..rows], &wide(&before.o[..rows]), 1e-6);
     }
 }
 
