@@ -63,6 +63,11 @@ pub enum SelectError {
 }
 
 impl SelectError {
+    /// The error about a part of a selector's text.
+    pub(crate) fn form(selector: &str, item: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self::Form { selector: selector.to_owned(), item: item.into(), problem: problem.into() }
+    }
+
     pub(crate) fn refused(problem: impl Into<String>, hint: impl Into<Cow<'static, str>>) -> Self {
         let (problem, hint) = (problem.into(), hint.into());
         Self::Refused { problem, hint }

@@ -33,20 +33,13 @@ impl Selector {
         let mut items = Vec::new();
         for item in rest.split(',').map(str::trim).filter(|item| !item.is_empty()) {
             let Some((key, value)) = item.split_once('=') else {
-                return Err(SelectError::Form {
-                    selector: name.to_owned(),
-                    item: item.to_owned(),
-                    problem: "it has no =".to_owned(),
-                });
+                return Err(SelectError::form(name, item, "it has no ="));
             };
             items.push((key.trim(), value.trim()));
         }
         if let Some(at) = (1..items.len()).find(|&at| items[..at].iter().any(|item| item.0 == items[at].0)) {
-            return Err(SelectError::Form {
-                selector: name.to_owned(),
-                item: format!("{}={}", items[at].0, items[at].1),
-                problem: "the key is given twice".to_owned(),
-            });
+            let (key, value) = items[at];
+            return Err(SelectError::form(name, format!("{key}={value}"), "the key is given twice"));
         }
         let mut selector = Self { method: method_of(name, &mut items)?, common: method_common(name) };
         selector.refuse_others(&items)?;
@@ -229,11 +222,7 @@ pub(super) fn fields(settings: &impl Serialize) -> Map<String, Value> {
 
 /// The values in `map`, overwritten by the given ones.
 fn read<T: DeserializeOwned>(name: &str, items: &[Item<'_>], mut map: Map<String, Value>) -> Result<T, SelectError> {
-    let wrong = |key: &str, value: &str, problem: String| SelectError::Form {
-        selector: name.to_owned(),
-        item: format!("{key}={value}"),
-        problem,
-    };
+    let wrong = |key, value, problem: String| SelectError::form(name, format!("{key}={value}"), problem);
     for &(key, text) in items {
         let default = map.get(key).cloned().unwrap_or(Value::Null);
         let value = value_of(text, &default).map_err(|problem| wrong(key, text, problem))?;
