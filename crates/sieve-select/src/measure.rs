@@ -97,7 +97,7 @@ pub fn dense_attention(call: &Call<'_>) -> Result<AttentionOutput, SelectError> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::selector::Selector;
+    use crate::tests::select_of;
 
     /// The cases have windows that end inside tiles, among the first tokens, and before a chunk's first row.
     #[test]
@@ -105,10 +105,8 @@ mod tests {
         for (num_queries, num_keys) in [(200, 200), (70, 333), (1, 130)] {
             let shape = sieve_core::CallShape::new([num_queries, num_keys], [4, 2], 8);
             for (init, local) in [(0, 1), (4, 64), (4, 65), (100, 40), (3, 500)] {
-                let text = format!("a_shape:n_init={init},n_local={local},min_prefill_tokens=0");
-                let selector = Selector::parse(&text).expect("valid");
-                let call = Call::of_shape(shape).expect("sizes fit");
-                let chosen = selector.select(&call).expect("it reads nothing");
+                let text = format!("a_shape:n_init={init},n_local={local}");
+                let chosen = select_of(&text, &Call::of_shape(shape).expect("sizes fit"));
                 let seen = |a: usize| (0..=a).filter(|&j| j < init || j + local > a).count();
                 let pairs: usize = (num_keys - num_queries..num_keys).map(seen).sum();
                 let expected = pairs as f64 / shape.causal_pairs() as f64;

@@ -136,10 +136,9 @@ impl Infllm {
             let first = self.config.init + block * self.config.block;
             first..first + self.config.block
         };
-        // Keys before the window that do not fill a block yet.
-        let remainder = (self.config.init + self.num_blocks() * self.config.block).min(local)..local;
-        let past = (0..init).chain(blocks.iter().flat_map(tokens)).chain(remainder);
-        let list = ascending(past.chain(local..n));
+        // Keys before the window that do not fill a block yet, and the window.
+        let rest = (self.config.init + self.num_blocks() * self.config.block).min(local)..n;
+        let list = ascending((0..init).chain(blocks.iter().flat_map(tokens)).chain(rest));
         let mut o = Vec::with_capacity(q.len());
         for head in 0..self.shape.num_heads {
             let (kv_head, at) = (head / m, head * d);
