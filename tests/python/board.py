@@ -200,6 +200,8 @@ def main():
         if not arguments.text.exists():
             with open(text, encoding="utf-8") as file, open(arguments.text, "w", encoding="utf-8") as begun:
                 begun.writelines(json.dumps({"text": json.loads(line)["text"][:2000]}) + "\n" for line in file)
+    if arguments.fill and not arguments.fill.is_file():
+        parser.error(f"--fill {arguments.fill}: there is no such page")
     path = arguments.out / "board.jsonl"
     rows = finished(path, KEY)
     if arguments.sieve:
@@ -217,6 +219,8 @@ def main():
     texts = {(row["num_tokens"], row["num_bytes"]) for row in rows.values() if row["minutes"] == arguments.minutes}
     if len(texts) > 1:
         sys.exit(f"{path}: runs were scored on different texts (tokens, bytes): {sorted(texts)}")
+    if not any(row["minutes"] == arguments.minutes for row in rows.values()):
+        sys.exit(f"{path} has no finished run of {arguments.minutes:g} minutes: no table, page or picture is written")
     print(table(rows, arguments.minutes))
     if arguments.draw:
         arguments.draw.write_text(drawn(rows, arguments.minutes), encoding="utf-8")

@@ -265,6 +265,8 @@ def panel(at, title, series, names, columns=None, below="", number="{:.2f}"):
 
 def chart(panels, names):
     """An SVG of panels side by side, each the arguments of `panel` behind its place, and a legend at the right."""
+    if not any(points for _, series, *_ in panels for points in series.values()):
+        raise SystemExit("no finished run to draw: the picture is left as it is")
     parts = [panel(number * PANEL, *one[:2], names, *one[2:]) for number, one in enumerate(panels)]
     legend = len(panels) * PANEL + 10
     for number, name in enumerate(names):
