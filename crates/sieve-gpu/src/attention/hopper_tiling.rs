@@ -3,10 +3,10 @@
 //! Buffers and params are the same as for the portable kernels: a launch differs in kernel, grid and maps alone, which
 //! `launch.rs` chooses.
 //!
-//! | device | head widths | forward, row sums, backward | dq in a fixed order |
+//! | compute capability | head widths | forward, row sums, backward | dq in a fixed order |
 //! |---|---|---|---|
-//! | compute capability 9.0, unless [`KernelFamilies::Portable`] | 64, 128 (values as wide as keys) | `hopper_*.cu` | in the same pass |
-//! | the same | keys of 192 and values of 128, neighbours without a bias | `hopper_attention_*.cu` | in the same pass |
+//! | 9.0, unless [`KernelFamilies::Portable`] | 64, 128 (values as wide as keys) | `hopper_*.cu` | in the same pass |
+//! | 9.0, likewise | keys of 192 and values of 128, neighbours without a bias | `hopper_attention_*.cu` | in the same pass |
 //! | any other, or other widths | 16 to 256 | the portable kernels | the portable kernels |
 //!
 //! `sieve kernels check` compares both families with the reference.

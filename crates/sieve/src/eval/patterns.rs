@@ -187,7 +187,10 @@ fn length(args: &PatternsArgs, shape: &ModelShape, trained: usize) -> Result<usi
 }
 
 /// The result as printed lines and as JSON.
-type Report = (Vec<String>, Value);
+struct Report {
+    lines: Vec<String>,
+    json: Value,
+}
 
 fn label(pattern: &Pattern) -> String {
     match *pattern {
@@ -235,7 +238,7 @@ fn minference_report(found: &PatternSearch, length: usize) -> Report {
              (--length)"
         ));
     }
-    (lines, json!({"patterns": patterns, "recall": recall, "density": found.density}))
+    Report { lines, json: json!({"patterns": patterns, "recall": recall, "density": found.density}) }
 }
 
 /// For each layer, the density of its maps, and how many columns and distances continue beyond them.
@@ -262,7 +265,7 @@ fn dam_report(maps: &DamMaps, length: usize) -> Report {
         );
     }
     lines.push("means over the heads of a layer".to_owned());
-    (lines, json!({"layers": layers}))
+    Report { lines, json: json!({"layers": layers}) }
 }
 
 /// Prints what was found, and the `flag` by which other commands read the written file.
@@ -270,7 +273,7 @@ fn print<B: DeviceBackend>(
     args: &PatternsArgs,
     loaded: &LoadedModel<B>,
     [count, length]: [usize; 2],
-    (lines, found): Report,
+    report: Report,
     flag: &str,
 ) -> Result<()> {
     let json = json!({
@@ -278,7 +281,7 @@ fn print<B: DeviceBackend>(
         "data": args.data,
         "num_windows": count,
         "num_tokens": length,
-        "found": found,
+        "found": report.json,
         "out": args.out.display().to_string(),
         "flag": flag,
     });
@@ -291,7 +294,7 @@ fn print<B: DeviceBackend>(
         output::heading(loaded),
         args.method.name(),
     ));
-    terminal::lines(lines);
+    terminal::lines(&report.lines);
     terminal::line(&format!("wrote {}; use it with {flag}", args.out.display()));
     Ok(())
 }
