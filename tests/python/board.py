@@ -145,20 +145,22 @@ def common(arguments):
     return ['model.layer_types=["sparse"]', f'data.paths=["{arguments.text}"]', f'data.cache_dir="{arguments.out / "tokens"}"']
 
 
+def mean(runs, key):
+    return statistics.mean(row[key] for row in runs)
+
+
 def by_entry(rows, minutes):
-    """The runs of each length and entry, best entries first; and the mean of one of their numbers."""
+    """((length, entry), runs) of the runs of so many minutes: by length, then by the mean score, best first."""
     groups = {}
     for row in sorted(rows.values(), key=lambda row: row["seed"]):
         if row["minutes"] == minutes:
             groups.setdefault((row["length"], row["entry"]), []).append(row)
-    mean = lambda runs, key: statistics.mean(row[key] for row in runs)
-    return sorted(groups.items(), key=lambda one: (one[0][0], mean(one[1], "bits_per_byte"))), mean
+    return sorted(groups.items(), key=lambda one: (one[0][0], mean(one[1], "bits_per_byte")))
 
 
 def table(rows, minutes):
     text = "| rows of | entry | bits per byte, a number a seed | mean | tokens/s | tokens | seconds | GPU |\n" + "|---" * 8 + "|\n"
-    groups, mean = by_entry(rows, minutes)
-    for (length, entry), runs in groups:
+    for (length, entry), runs in by_entry(rows, minutes):
         seeds = ", ".join(f"{row['bits_per_byte']:.4f}" for row in runs)
         text += (f"| {length} | {entry} | {seeds} | {mean(runs, 'bits_per_byte'):.4f} | {mean(runs, 'tokens_per_second'):,.0f} | "
                  f"{mean(runs, 'tokens') / 1e6:.1f}M | {max(row['seconds'] for row in runs):.0f} | {runs[0]['device']} |\n")
@@ -167,7 +169,7 @@ def table(rows, minutes):
 
 def drawn(rows, minutes):
     """For each length the training loss over minutes (the first seed) and the scores."""
-    groups, _ = by_entry(rows, minutes)
+    groups = by_entry(rows, minutes)
     lengths = sorted({length for (length, _), _ in groups})
     of = lambda length, values: {entry: values(entry, runs) for (rows_of, entry), runs in groups if rows_of == length}
     panels = []
