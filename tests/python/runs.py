@@ -78,6 +78,8 @@ def parsed(parser):
         if not arguments.text:
             parser.error("--sieve needs --text")
         arguments.text = arguments.text.resolve()
+    if arguments.draw and not arguments.draw.parent.is_dir():
+        parser.error(f"--draw {arguments.draw}: its folder does not exist")
     arguments.deadline = time.monotonic() + arguments.seconds
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
