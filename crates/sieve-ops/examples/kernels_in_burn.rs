@@ -17,6 +17,8 @@ use sieve_ops::{AttentionSpec, Documents, SieveBackend, attention};
 const NUM_HEADS: usize = 4;
 const NUM_KV_HEADS: usize = 2;
 const HEAD_DIM: usize = 16;
+/// Sieve's ops take queries, keys and values as one packed tensor.
+const PACKED_HEADS: usize = NUM_HEADS + 2 * NUM_KV_HEADS;
 const D_MODEL: usize = 32;
 
 /// Any module of a Burn program, with attention over a window of 24 tokens.
@@ -28,18 +30,15 @@ struct Mixer<B: Backend> {
 
 impl<B: SieveBackend> Mixer<B> {
     fn new(device: &B::Device) -> Self {
-        let heads = NUM_HEADS + 2 * NUM_KV_HEADS;
         Self {
-            qkv: LinearConfig::new(D_MODEL, heads * HEAD_DIM).init(device),
+            qkv: LinearConfig::new(D_MODEL, PACKED_HEADS * HEAD_DIM).init(device),
             out: LinearConfig::new(NUM_HEADS * HEAD_DIM, D_MODEL).init(device),
         }
     }
 
     fn forward(&self, x: Tensor<B, 3>, documents: &Documents<B>) -> Tensor<B, 3> {
         let [batch, seq_len, _d_model] = x.dims();
-        // Sieve's ops take queries, keys and values as one packed tensor.
-        let heads = NUM_HEADS + 2 * NUM_KV_HEADS;
-        let qkv = self.qkv.forward(x).reshape([batch, seq_len, heads, HEAD_DIM]);
+        let qkv = self.qkv.forward(x).reshape([batch, seq_len, PACKED_HEADS, HEAD_DIM]);
         let spec = AttentionSpec { window_size: Some(24), ..AttentionSpec::dense([NUM_HEADS, NUM_KV_HEADS], HEAD_DIM) };
         self.out.forward(attention(qkv, documents, spec).flatten(2, 3))
     }

@@ -2,12 +2,10 @@
 mod attention_layer;
 mod feed_forward;
 mod gemm;
-mod residual;
 mod seed_gradient;
 
 pub use attention_layer::{AttentionLayer, LayerTokens, MaskAndRanks, attention_layer};
 pub use feed_forward::{FeedForward, feed_forward};
-pub use residual::Residual;
 pub use seed_gradient::seed_gradient;
 
 use crate::SieveBackend;
@@ -17,6 +15,15 @@ use sieve_core::Keeping;
 /// Gradients of a layer's two projections, summed over earlier micro-batches, f32. The backward pass adds its
 /// gradients, in place where it can, and returns the sums. `None`: it returns its gradients alone.
 pub type WeightSums<B> = [Option<Tensor<B, 2>>; 2];
+
+/// Whether a layer adds its output to the residual stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Residual {
+    /// The output is `x + layer(x)`.
+    Stream,
+    /// The output is `layer(x)`, without x.
+    None,
+}
 
 /// `keeping`, or nothing where there is no backward pass.
 fn kept_by<B: SieveBackend>(keeping: Keeping) -> Keeping {

@@ -189,12 +189,7 @@ impl Heads {
             return qkv;
         }
         let [q, k, v] = split_heads::<B>(tensor(qkv), self.num_kv_heads);
-        let [batch, seq_len, _, width] = k.dims();
-        let repeated = [k, v].map(|x| {
-            let x = x.unsqueeze_dim::<5>(3).repeat_dim(3, self.group);
-            x.reshape([batch, seq_len, self.num_kv_heads * self.group, width])
-        });
-        let [k, v] = repeated;
+        let [k, v] = [k, v].map(|x| repeat_heads(x, self.group));
         primitive(Tensor::cat(vec![q, k, v], 2))
     }
 
@@ -206,15 +201,20 @@ impl Heads {
         let [q, k, v] = split_heads::<B>(tensor(gradient), self.num_kv_heads * self.group);
         let [batch, seq_len, _, width] = k.dims();
         let dtype = k.dtype();
-        let summed = [k, v].map(|x| {
+        let [k, v] = [k, v].map(|x| {
             let x = x.reshape([batch, seq_len, self.num_kv_heads, self.group, width]);
             let x = if dtype == DType::BF16 { x.cast(DType::F32) } else { x };
             let x = x.sum_dim(3).reshape([batch, seq_len, self.num_kv_heads, width]);
             x.cast(dtype)
         });
-        let [k, v] = summed;
         primitive(Tensor::cat(vec![q, k, v], 2))
     }
+}
+
+/// `[batch, seq_len, heads, width]` with each head `group` times.
+fn repeat_heads<B: Backend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4> {
+    let [batch, seq_len, heads, width] = x.dims();
+    x.unsqueeze_dim::<5>(3).repeat_dim(3, group).reshape([batch, seq_len, heads * group, width])
 }
 
 /// Splits chosen blocks `[batch, seq_len, choosers, count]` into the attended blocks, pieces of 64 tokens

@@ -24,9 +24,8 @@ pub use threads::ThreadGroup;
 pub use traced::TracedPart;
 
 use crate::Documents;
-use crate::tensors::Float;
+use crate::tensors::{Float, ints};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, TensorData};
 use sieve_kernels::NcclGroup;
 use std::fmt;
 use std::ops::Range;
@@ -165,9 +164,8 @@ impl<B: Backend> Documents<B> {
             let (row, position) = (token / len, first + token % len);
             (position - parts.document(row, position)[0]) as i32
         });
-        let positions = positions.collect::<Vec<_>>();
         let [start, end, positions] =
-            [start, end, positions].map(|values| Tensor::from_data(TensorData::new(values, [batch, len]), device));
+            [start, end, positions.collect()].map(|values| ints(values, [batch, len], device));
         Self { start, end, positions }
     }
 }

@@ -6,6 +6,7 @@ pub(crate) mod paths;
 
 pub(crate) use cuda::{CudaPrimitive, cast, kernel_of, tensors, writable};
 pub(crate) use flex::{
-    contiguous, floats, from_vec, ints, is_f32, last_dim, plain, plain_scores, unless_f32, write_block, zeros_like,
+    contiguous, floats, from_vec, ints, is_f32, last_dim, plain, plain_scores, unless_f32, with_columns, write_block,
+    zeros_like,
 };
 pub(crate) use paths::{kernel_on, kernel_or, kernel_or_refusal, kernel_or_scores, scores};

@@ -14,7 +14,7 @@ pub(crate) mod reference;
 pub(crate) mod tests;
 
 pub use bias::dma_bias;
-pub(crate) use bias::dma_bias_backward as bias_gradient;
+pub(crate) use bias::dma_bias_backward;
 pub use composed::DmaLayer;
 pub use rank::{PositionOrigin, Recency, dma_rank};
 

@@ -1,7 +1,7 @@
 //! Bounds of the documents in a batch of packed rows.
-use crate::tensors::Ints;
+use crate::tensors::{Ints, ints};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor};
 use sieve_core::NsaBlocks;
 
 /// First position and one-past-last position of each token's document inside its row, both `[batch, seq_len]` ints.
@@ -37,12 +37,9 @@ impl<B: Backend> Documents<B> {
                 (column - start[token]) as i32
             })
             .collect();
-        let ints = |values: Vec<i32>| Tensor::from_data(TensorData::new(values, [batch, seq_len]), device);
-        Self {
-            start: ints(start.iter().map(|&x| x as i32).collect()),
-            end: ints(end.iter().map(|&x| x as i32).collect()),
-            positions: ints(positions),
-        }
+        let [start, end] = [start, end].map(|bounds| bounds.iter().map(|&bound| bound as i32).collect());
+        let [start, end, positions] = [start, end, positions].map(|values| ints(values, [batch, seq_len], device));
+        Self { start, end, positions }
     }
 
     /// Documents that each fill a whole row.

@@ -5,7 +5,7 @@ use crate::device::{
 use crate::tensors::{Float, Ints, primitive, tensor};
 use crate::{Cuda, DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, IndexingUpdateOp, Int, Shape, Tensor, TensorMetadata};
+use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorMetadata};
 use burn_flex::FlexTensor;
 use sieve_kernels::ToBurn;
 
@@ -42,7 +42,7 @@ pub(crate) mod reference {
         let [batch, seq_len] = ids.dims();
         let dy = tensor::<B, 3>(dy);
         let [_, _, d_model] = dy.dims();
-        let zeros = Tensor::<B, 2>::zeros(Shape::new([vocab_size, d_model]), (&dy.device(), dy.dtype()));
+        let zeros = Tensor::<B, 2>::zeros([vocab_size, d_model], (&dy.device(), dy.dtype()));
         let dy = dy.reshape([batch * seq_len, d_model]);
         primitive(zeros.select_assign(0, ids.reshape([batch * seq_len]), dy, IndexingUpdateOp::Add))
     }
@@ -50,7 +50,7 @@ pub(crate) mod reference {
 
 pub(crate) mod cpu {
     use super::*;
-    use burn::tensor::{Element, TensorData, bf16};
+    use burn::tensor::{Element, bf16};
     use burn_flex::Flex;
 
     pub(crate) fn embedding(weight: FlexTensor, ids: FlexTensor) -> FlexTensor {
@@ -71,7 +71,7 @@ pub(crate) mod cpu {
         let shape = ids.shape();
         let mut y = vec![T::default(); shape.num_elements() * d_model];
         sieve_cpu::embedding_forward(ints(ids), weight, d_model, &mut y);
-        FlexTensor::from_data(TensorData::new(y, [shape[0], shape[1], d_model]))
+        from_vec(y, [shape[0], shape[1], d_model])
     }
 
     pub(crate) fn embedding_backward(dy: FlexTensor, ids: FlexTensor, vocab_size: usize) -> FlexTensor {
@@ -108,8 +108,8 @@ pub(crate) mod cuda {
     }
 
     /// The gradient by GEMMs with one-hot matrices of [`TOKENS`] tokens, summed in f32: many tokens may have the same
-    /// id, and a bf16 sum would lose small gradients. This is slower than a
-    /// scatter, whose atomics add in an unspecified order.
+    /// id, and a bf16 sum would lose small gradients. This is slower than a scatter, whose atomics add in an
+    /// unspecified order.
     fn by_one_hot_gemms(dy: Tensor<Cuda, 3>, ids: Tensor<Cuda, 2, Int>, vocab_size: usize) -> Tensor<Cuda, 2> {
         let [batch, seq_len, d_model] = dy.dims();
         let device = dy.device();

@@ -3,9 +3,9 @@
 use crate::SieveBackend;
 use crate::backend::DeviceBackend;
 use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
-use crate::device::flex::{self, contiguous, floats, from_vec, last_dim, unless_f32};
+use crate::device::flex::{self, contiguous, floats, from_vec, last_dim, unless_f32, with_columns};
 use crate::device::paths::kernel_or;
-use crate::tensors::{Float, primitive, tensor};
+use crate::tensors::{Float, flatten, primitive, tensor, unflatten};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
@@ -87,30 +87,16 @@ pub(crate) mod reference {
     //! GEMMs with a `[out, in]` weight in plain Burn operations.
     use super::*;
 
-    /// `x [.., last]` as a matrix `[rows, last]`, and the shape of x.
-    fn flatten<B: Backend>(x: Float<B>) -> (Tensor<B, 2>, Vec<usize>) {
-        let shape = x.shape().to_vec();
-        let last = shape[shape.len() - 1];
-        let count = shape.iter().product::<usize>() / last.max(1);
-        (tensor(B::float_reshape(x, [count, last].into())), shape)
-    }
-
     /// `y = x Wᵀ` for `x [.., in]`, `weight [out, in]`.
     pub fn linear<B: Backend>(x: Float<B>, weight: Float<B>) -> Float<B> {
-        let (x, mut shape) = flatten::<B>(x);
-        let weight = tensor::<B, 2>(weight);
-        let last = shape.len() - 1;
-        shape[last] = weight.dims()[0];
-        B::float_reshape(primitive(x.matmul(weight.transpose())), shape.into())
+        let (x, shape) = flatten::<B>(x);
+        unflatten(x.matmul(tensor::<B, 2>(weight).transpose()), shape)
     }
 
     /// Input gradient `dx = dy W` of [`linear`].
     pub fn linear_input_gradient<B: Backend>(weight: Float<B>, dy: Float<B>) -> Float<B> {
-        let (dy, mut shape) = flatten::<B>(dy);
-        let weight = tensor::<B, 2>(weight);
-        let last = shape.len() - 1;
-        shape[last] = weight.dims()[1];
-        B::float_reshape(primitive(dy.matmul(weight)), shape.into())
+        let (dy, shape) = flatten::<B>(dy);
+        unflatten(dy.matmul(tensor::<B, 2>(weight)), shape)
     }
 
     /// Weight gradient `dW = dyᵀ x` of [`linear`].
@@ -204,14 +190,6 @@ pub(crate) mod cpu {
         let ([alpha, beta], m, n) = (factors.map(|factor| factor as f32), a.num_rows(), b.num_columns());
         matmul(Threads::of_gemm(a, b), alpha, a, b, beta, MatrixMut::new(&mut c, m, n));
         c
-    }
-
-    /// `values` under `x`'s shape with another last dimension.
-    fn with_columns(x: &FlexTensor, columns: usize, values: Vec<f32>) -> FlexTensor {
-        let mut shape = x.shape().to_vec();
-        let last = shape.len() - 1;
-        shape[last] = columns;
-        from_vec(values, shape)
     }
 }
 

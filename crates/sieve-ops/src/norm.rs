@@ -1,7 +1,5 @@
 //! RMSNorm (arXiv:1910.07467, eq. 4) and its gradient on every device. Calls that the kernels refuse run `reference`.
-use crate::device::{
-    CudaPrimitive, contiguous, floats, from_vec, is_f32, kernel_or, plain, tensors, unless_f32, zeros_like,
-};
+use crate::device::{CudaPrimitive, contiguous, floats, from_vec, kernel_or, tensors, unless_f32, zeros_like};
 use crate::linear::added;
 use crate::tensors::{Float, primitive, rows, tensor, unrows};
 use crate::{Cuda, DeviceBackend, SieveBackend};
@@ -59,14 +57,42 @@ pub(crate) mod reference {
         [unrows(dx, dtype, shape), primitive(dweight.cast(weight_dtype))]
     }
 
+    /// The norm of each head of `x [batch, seq_len, heads, head_dim]`; and `1/sqrt(mean(x²) + epsilon)`,
+    /// `[batch * seq_len * heads, 1]`.
+    pub(crate) fn norm_heads<B: Backend>(
+        x: Tensor<B, 4>,
+        weight: Float<B>,
+        epsilon: f64,
+    ) -> (Tensor<B, 4>, Tensor<B, 2>) {
+        let shape @ [batch, seq_len, heads, head_dim] = x.dims();
+        let weight = tensor::<B, 1>(weight).cast(x.dtype());
+        let (n, r) = normalise(x.reshape([batch * seq_len * heads, head_dim]), epsilon);
+        ((n * weight.unsqueeze()).reshape(shape), r)
+    }
+
+    /// Gradients `(dx, dweight)` of [`norm_heads`].
+    pub(crate) fn norm_heads_backward<B: Backend>(
+        x: Tensor<B, 4>,
+        weight: Float<B>,
+        epsilon: f64,
+        dy: Tensor<B, 4>,
+    ) -> (Tensor<B, 4>, Float<B>) {
+        let shape @ [batch, seq_len, heads, head_dim] = x.dims();
+        let rows = [batch * seq_len * heads, head_dim];
+        let weight_dtype = weight.dtype();
+        let weight = tensor::<B, 1>(weight).cast(x.dtype());
+        let (dx, dweight) = normalise_backward(x.reshape(rows), weight, epsilon, dy.reshape(rows));
+        (dx.reshape(shape), primitive(dweight.cast(weight_dtype)))
+    }
+
     /// `(x r, r)` of rows x, with `r = 1/sqrt(mean(x²) + epsilon)`.
-    pub(crate) fn normalise<B: Backend>(x: Tensor<B, 2>, epsilon: f64) -> (Tensor<B, 2>, Tensor<B, 2>) {
+    fn normalise<B: Backend>(x: Tensor<B, 2>, epsilon: f64) -> (Tensor<B, 2>, Tensor<B, 2>) {
         let r = (x.clone().powi_scalar(2).mean_dim(1) + epsilon).sqrt().recip();
         (x * r.clone(), r)
     }
 
     /// Gradients `(dx, dweight)` of the norm of rows x.
-    pub(crate) fn normalise_backward<B: Backend>(
+    fn normalise_backward<B: Backend>(
         x: Tensor<B, 2>,
         weight: Tensor<B, 1>,
         epsilon: f64,
@@ -95,10 +121,10 @@ pub(crate) mod cpu {
         dy: FlexTensor,
         d_residual: Option<FlexTensor>,
     ) -> [FlexTensor; 2] {
-        if !is_f32(&call.x) {
-            let [dx, dweight] = plain("rms_norm_backward", || reference::rms_norm_backward(call, dy));
-            return [added::<Flex>(d_residual, dx), dweight];
-        }
+        unless_f32!(&call.x, "rms_norm_backward": {
+            let [dx, dweight] = reference::rms_norm_backward(call, dy);
+            [added::<Flex>(d_residual, dx), dweight]
+        });
         let [x, weight, dy] = [call.x, call.weight, dy].map(contiguous);
         let (mut dx, mut dweight) = (zeros_like(&x), zeros_like(&weight));
         sieve_cpu::rms_norm_backward(

@@ -1,5 +1,5 @@
-//! Rotary position embedding on the packed tensor, after per-head RMSNorm of queries and keys or without it: the ops,
-//! their gradients, and all on every device. Calls that the kernels of `cpu` or `cuda` refuse run `reference`.
+//! Rotary position embedding on the packed tensor, after per-head RMSNorm of queries and keys or without it: the ops
+//! and their gradients on every device. Calls that the kernels of `cpu` or `cuda` refuse run `reference`.
 mod tables;
 #[cfg(test)]
 mod tests;
@@ -9,7 +9,7 @@ pub use tables::{RopeTables, RotaryEmbedding};
 use crate::device::{
     CudaPrimitive, cast, contiguous, floats, from_vec, ints, kernel_or, tensors, unless_f32, zeros_like,
 };
-use crate::norm::reference::{normalise, normalise_backward};
+use crate::norm::reference::{norm_heads, norm_heads_backward};
 use crate::swiglu::reuse;
 use crate::tensors::{Float, Ints, primitive, split_heads, tensor, upcast};
 use crate::{Cuda, DeviceBackend, SieveBackend};
@@ -114,13 +114,7 @@ pub(crate) mod reference {
         let (qkv, dtype) = upcast::<B, 4>(qkv);
         let rope = Angles::new(&call.rope, call.positions, qkv.dtype());
         let [q, k, v] = split_heads(qkv, call.num_kv_heads);
-        let rotated = |x: Tensor<B, 4>, weight: Float<B>| {
-            let shape = x.dims();
-            let weight = tensor::<B, 1>(weight).cast(x.dtype());
-            let x = x.reshape([shape[0] * shape[1] * shape[2], shape[3]]);
-            let normed = normalise(x, call.epsilon).0 * weight.unsqueeze();
-            rope.rotate(normed.reshape(shape), 1.0)
-        };
+        let rotated = |x, weight| rope.rotate(norm_heads::<B>(x, weight, call.epsilon).0, 1.0);
         let q = rotated(q, call.q_weight);
         let k = rotated(k, call.k_weight);
         primitive(Tensor::cat(vec![q, k, v], 2).cast(dtype))
@@ -142,15 +136,7 @@ pub(crate) mod reference {
         let rope = Angles::new(&call.rope, call.positions, qkv.dtype());
         let [q, k, _] = split_heads(qkv, call.num_kv_heads);
         let [dq, dk, dv] = split_heads(dy, call.num_kv_heads);
-        let backward = |x: Tensor<B, 4>, dy: Tensor<B, 4>, weight: Float<B>| {
-            let shape = x.dims();
-            let weight_dtype = weight.dtype();
-            let weight = tensor::<B, 1>(weight).cast(x.dtype());
-            let flat = [shape[0] * shape[1] * shape[2], shape[3]];
-            let dy = rope.rotate(dy, -1.0).reshape(flat);
-            let (dx, dweight) = normalise_backward(x.reshape(flat), weight, call.epsilon, dy);
-            (dx.reshape(shape), primitive(dweight.cast(weight_dtype)))
-        };
+        let backward = |x, dy, weight| norm_heads_backward::<B>(x, weight, call.epsilon, rope.rotate(dy, -1.0));
         let (dq, dq_weight) = backward(q, dq, call.q_weight);
         let (dk, dk_weight) = backward(k, dk, call.k_weight);
         let dqkv = Tensor::cat(vec![dq, dk, dv], 2).cast(dtype);

@@ -2,10 +2,10 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
-use crate::tensors::{primitive, tensor};
+use crate::tensors::{ints, primitive, tensor};
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaCache, Documents, SelectorCache};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor};
 use sieve_core::{BlockSelection, ChosenKeys, HeavyKeys, KeyMask, MaskError, ProbeCorrection, TokenKeys};
 use std::ops::Range;
 
@@ -16,7 +16,7 @@ use std::ops::Range;
 pub fn upload_mask<B: Backend>(mask: &KeyMask, device: &B::Device) -> Result<KeyMask<Tensor<B, 1, Int>>, MaskError> {
     let upload = |words: Vec<i32>| {
         let shape = [words.len()];
-        Tensor::from_data(TensorData::new(words, shape), device)
+        ints(words, shape, device)
     };
     Ok(mask.for_kernels()?.map(upload))
 }

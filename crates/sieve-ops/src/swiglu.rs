@@ -1,6 +1,6 @@
 //! SwiGLU (arXiv:2002.05202) and its gradient on every device. Calls that the kernels refuse run `reference`.
 use crate::device::{
-    CudaPrimitive, contiguous, floats, from_vec, kernel_or, last_dim, tensors, unless_f32, zeros_like,
+    CudaPrimitive, contiguous, floats, from_vec, kernel_or, last_dim, tensors, unless_f32, with_columns, zeros_like,
 };
 use crate::tensors::{Float, primitive, rows, tensor, unrows};
 use crate::{Cuda, DeviceBackend, SieveBackend};
@@ -29,10 +29,8 @@ pub(crate) mod reference {
 
     /// `gate_up [.., 2 * d_ff]`, gate first; returns `[.., d_ff]`.
     pub fn swiglu<B: Backend>(gate_up: Float<B>) -> Float<B> {
-        let (gate_up, dtype, mut shape) = rows::<B>(gate_up);
+        let (gate_up, dtype, shape) = rows::<B>(gate_up);
         let [gate, up] = halves(gate_up);
-        let last = shape.len() - 1;
-        shape[last] /= 2;
         unrows(gate.clone() * sigmoid(gate) * up, dtype, shape)
     }
 
@@ -62,13 +60,10 @@ pub(crate) mod cpu {
     pub(crate) fn swiglu(gate_up: FlexTensor) -> FlexTensor {
         unless_f32!(&gate_up, "swiglu": reference::swiglu::<Flex>(gate_up));
         let gate_up = contiguous(gate_up);
-        let mut shape = gate_up.shape().to_vec();
         let d_ff = last_dim(&gate_up) / 2;
-        let last = shape.len() - 1;
-        shape[last] = d_ff;
-        let mut y = sieve_cpu::zeros(shape.iter().product());
+        let mut y = sieve_cpu::zeros(gate_up.shape().num_elements() / 2);
         sieve_cpu::activation::swiglu_forward(floats(&gate_up), d_ff, &mut y);
-        from_vec(y, shape)
+        with_columns(&gate_up, d_ff, y)
     }
 
     pub(crate) fn swiglu_backward(gate_up: FlexTensor, dy: FlexTensor) -> FlexTensor {

@@ -32,19 +32,30 @@ pub(crate) fn upcast<B: Backend, const D: usize>(primitive: Float<B>) -> (Tensor
     (tensor::<B, D>(primitive).cast(compute_dtype(dtype)), dtype)
 }
 
-/// The tensor with its leading dimensions folded, `[rows, last]`, in the compute dtype; and its own dtype and shape.
-pub(crate) fn rows<B: Backend>(primitive: Float<B>) -> (Tensor<B, 2>, DType, Vec<usize>) {
+/// The tensor with its leading dimensions folded, `[rows, last]`, and its own shape.
+pub(crate) fn flatten<B: Backend>(primitive: Float<B>) -> (Tensor<B, 2>, Vec<usize>) {
     let shape = primitive.shape().to_vec();
-    let dtype = primitive.dtype();
     let last = shape[shape.len() - 1];
     let count = shape.iter().product::<usize>() / last.max(1);
-    let flat = B::float_reshape(primitive, [count, last].into());
-    (tensor::<B, 2>(flat).cast(compute_dtype(dtype)), dtype, shape)
+    (tensor(B::float_reshape(primitive, [count, last].into())), shape)
 }
 
-/// The inverse of [`rows`], in `dtype` and with `shape`.
+/// The inverse of [`flatten`]: `flat`, whose width may differ from the last of `shape`, with its other dimensions.
+pub(crate) fn unflatten<B: Backend>(flat: Tensor<B, 2>, mut shape: Vec<usize>) -> Float<B> {
+    *shape.last_mut().expect("flatten wants a dimension") = flat.dims()[1];
+    B::float_reshape(primitive(flat), shape.into())
+}
+
+/// [`flatten`] in the compute dtype; also returns the tensor's own dtype.
+pub(crate) fn rows<B: Backend>(primitive: Float<B>) -> (Tensor<B, 2>, DType, Vec<usize>) {
+    let dtype = primitive.dtype();
+    let (flat, shape) = flatten::<B>(primitive);
+    (flat.cast(compute_dtype(dtype)), dtype, shape)
+}
+
+/// The inverse of [`rows`]: [`unflatten`] in `dtype`.
 pub(crate) fn unrows<B: Backend>(flat: Tensor<B, 2>, dtype: DType, shape: Vec<usize>) -> Float<B> {
-    B::float_reshape(primitive(flat.cast(dtype)), shape.into())
+    unflatten(flat.cast(dtype), shape)
 }
 
 /// Integers of the host as a tensor.

@@ -2,11 +2,13 @@
 //!
 //! An op under test is a function of primitives, so that one harness serves every rank. Its reference is the plain-Burn
 //! forward pass on `Autodiff<Flex>`: Burn's own autodiff then gives gradients that share nothing with ours.
+pub(crate) use crate::tensors::primitive;
+use crate::tensors::tensor;
 use crate::{AttentionSpec, Documents};
 use burn::backend::Autodiff;
-use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
-use burn::tensor::{DType, Int, Shape, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{DType, Int, Shape, Slice, Tensor, TensorData};
 use burn_flex::{Flex, FlexTensor};
 use sieve_testing::wide;
 pub(crate) use sieve_testing::{Random, assert_close};
@@ -55,6 +57,11 @@ impl Input {
     pub(crate) fn tensor(&self, dtype: DType) -> FlexTensor {
         FlexTensor::from_data(TensorData::new(self.values.clone(), self.dims.clone()).convert_dtype(dtype))
     }
+
+    /// The input of an op, without gradient.
+    pub(crate) fn untracked(&self, dtype: DType) -> Float {
+        Ad::from_inner(self.tensor(dtype))
+    }
 }
 
 /// Memory layout of an input; its values are the same in all layouts.
@@ -75,17 +82,9 @@ fn view(input: &Input, dtype: DType, view: View) -> FlexTensor {
         View::Contiguous => input.tensor(dtype),
         View::Sliced => {
             let wide: Vec<usize> = input.dims.iter().map(|n| n + 2).collect();
-            let mut values = vec![f64::NAN; wide.iter().product()];
-            for (n, &value) in input.values.iter().enumerate() {
-                let (mut rest, mut at, mut stride) = (n, 0, 1);
-                for dim in (0..rank).rev() {
-                    at += (rest % input.dims[dim] + 1) * stride;
-                    rest /= input.dims[dim];
-                    stride *= wide[dim];
-                }
-                values[at] = value;
-            }
-            let padded = Input { values, dims: wide }.tensor(dtype);
+            let nans = Input { values: vec![f64::NAN; wide.iter().product()], dims: wide }.tensor(dtype);
+            let inside: Vec<Slice> = input.dims.iter().map(|&n| (1..=n).into()).collect();
+            let padded = Flex::float_slice_assign(nans, &inside, input.tensor(dtype));
             (0..rank).fold(padded, |x, dim| x.narrow(dim, 1, input.dims[dim]))
         }
         View::Transposed => {
@@ -110,38 +109,34 @@ pub(crate) fn host(x: FlexTensor) -> Vec<f64> {
     x.into_data().iter::<f64>().collect()
 }
 
-pub(crate) fn float<const D: usize>(x: &Float) -> Tensor<Ad, D> {
-    Tensor::from_primitive(TensorPrimitive::Float(x.clone()))
+/// The values of an integer tensor.
+pub(crate) fn host_ints<B: Backend, const D: usize>(x: Tensor<B, D, Int>) -> Vec<i64> {
+    x.into_data().iter::<i64>().collect()
 }
 
-pub(crate) fn primitive<const D: usize>(x: Tensor<Ad, D>) -> Float {
-    x.into_primitive().tensor()
+pub(crate) fn float<const D: usize>(x: &Float) -> Tensor<Ad, D> {
+    tensor(x.clone())
 }
 
 fn flat(x: Float) -> Tensor<Ad, 1> {
     let len = x.primitive.layout().num_elements();
-    Tensor::from_primitive(TensorPrimitive::Float(Ad::float_reshape(x, [len].into())))
-}
-
-fn leaves(inputs: &[Input], dtype: DType, how: View) -> Vec<Float> {
-    let leaf = |input| Ad::from_inner(view(input, dtype, how));
-    inputs.iter().map(|input| Ad::float_set_require_grad(leaf(input), true)).collect()
+    tensor(Ad::float_reshape(x, [len].into()))
 }
 
 /// The op's output, and the gradients of `sum(output * dy)` with dy drawn from the seed. In views other than
 /// contiguous, dy is not contiguous either.
 pub(crate) fn evaluate(op: Op, inputs: &[Input], seed: u64, dtype: DType, how: View) -> Evaluation {
-    let leaves = leaves(inputs, dtype, how);
+    let leaf = |input| Ad::float_set_require_grad(Ad::from_inner(view(input, dtype, how)), true);
+    let leaves: Vec<Float> = inputs.iter().map(leaf).collect();
     let y = op(&leaves);
     let dims = y.primitive.layout().shape().to_vec();
-    let dy = Random(seed).input(&dims);
+    let dy = Random(seed).input(&dims).untracked(dtype);
     let output = host(y.primitive.clone());
     let last = dims.len() - 1;
     let swap = |x: Float| match how {
         View::Contiguous => x,
         _ => Ad::float_swap_dims(x, 0, last),
     };
-    let dy = Ad::from_inner(dy.tensor(dtype));
     let loss = (flat(swap(y)) * flat(swap(dy))).sum();
     let gradients = Ad::backward(primitive(loss));
     let gradient = |leaf| Ad::grad(leaf, &gradients).expect("every input has a gradient");
@@ -228,8 +223,7 @@ pub(crate) fn check_finite_differences(what: &str, inputs: &[Input], op: Op) {
     let explicit = evaluate(op, inputs, seed, DType::F64, View::Contiguous);
     let dy = Random(seed).input(&[explicit.output.len()]);
     let value = |inputs: &[Input]| -> f64 {
-        let leaf = |input: &Input| Ad::from_inner(input.tensor(DType::F64));
-        let leaves: Vec<Float> = inputs.iter().map(leaf).collect();
+        let leaves: Vec<Float> = inputs.iter().map(|input| input.untracked(DType::F64)).collect();
         let y = host(op(&leaves).primitive);
         y.iter().zip(&dy.values).map(|(y, dy)| y * dy).sum()
     };
@@ -274,10 +268,7 @@ pub(crate) fn check_op<I: AsRef<[Input]>>(
 }
 
 /// Documents of the given lengths in every row, and a last document with the remaining tokens of the row.
-pub(crate) fn documents<B: burn::tensor::backend::Backend>(
-    lengths: &[usize],
-    [batch, seq_len]: [usize; 2],
-) -> Documents<B> {
+pub(crate) fn documents<B: Backend>(lengths: &[usize], [batch, seq_len]: [usize; 2]) -> Documents<B> {
     let (mut start, mut end) = (Vec::new(), Vec::new());
     let mut first = 0_usize;
     for &len in lengths.iter().chain([&usize::MAX]) {
@@ -296,7 +287,7 @@ pub(crate) type RowOp<'a> = &'a dyn Fn(&[Float], &Documents<Ad>) -> Float;
 /// Output rows of a batch of one with documents of these lengths, in f32.
 fn rows_of(inputs: &[Input], lengths: &[usize], op: RowOp) -> Vec<Vec<f64>> {
     let seq_len = inputs[0].dims[1];
-    let leaves: Vec<Float> = inputs.iter().map(|input| Ad::from_inner(input.tensor(DType::F32))).collect();
+    let leaves: Vec<Float> = inputs.iter().map(|input| input.untracked(DType::F32)).collect();
     let o = host(op(&leaves, &documents(lengths, [1, seq_len])).primitive);
     o.chunks(o.len() / seq_len).map(<[f64]>::to_vec).collect()
 }

@@ -1,8 +1,8 @@
 //! Attention in plain Burn operations, with its full score matrix.
 use super::masks::hidden_by_documents;
-use super::scores::{Gradients, Grouped, backward, forward};
+use super::scores::{Gradients, backward, forward};
 use super::{AttentionCall, AttentionOutput, AttentionSpec};
-use crate::tensors::{Float, primitive, upcast};
+use crate::tensors::{Float, primitive, split_heads, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Tensor};
 
@@ -33,7 +33,7 @@ pub(crate) fn masked_attention<B: Backend>(
     spec: AttentionSpec,
 ) -> AttentionOutput<B> {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
-    forward(Grouped::new(qkv, spec), delta, hidden, spec, dtype)
+    forward(split_heads(qkv, spec.num_kv_heads), delta, hidden, spec, dtype)
 }
 
 /// Gradients `[dqkv, ddelta]` of [`masked_attention`].
@@ -46,7 +46,8 @@ pub(crate) fn masked_attention_backward<B: Backend>(
     d_o: Float<B>,
 ) -> [Float<B>; 2] {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
-    let Gradients { dq, dk, dv, d_delta } = backward(Grouped::new(qkv, spec), delta, hidden, spec, output, d_o);
+    let qkv = split_heads(qkv, spec.num_kv_heads);
+    let Gradients { dq, dk, dv, d_delta } = backward(qkv, delta, hidden, spec, output, d_o);
     let dqkv = Tensor::cat(vec![dq, dk, dv], 2).cast(dtype);
     [primitive(dqkv), primitive(d_delta)]
 }
@@ -58,7 +59,7 @@ pub(crate) fn separate_attention<B: Backend>(
     dtype: DType,
 ) -> AttentionOutput<B> {
     let (delta, hidden) = (None, hidden_by_documents(call));
-    forward(Grouped::of(qkv, call.spec), delta, hidden, call.spec, dtype)
+    forward(qkv, delta, hidden, call.spec, dtype)
 }
 
 /// Gradients `[dq, dk, dv]` of [`separate_attention`].
@@ -69,6 +70,6 @@ pub(crate) fn separate_attention_backward<B: Backend>(
     d_o: Float<B>,
 ) -> [Tensor<B, 4>; 3] {
     let (delta, hidden) = (None, hidden_by_documents(call));
-    let gradients = backward(Grouped::of(qkv, call.spec), delta, hidden, call.spec, output, d_o);
+    let gradients = backward(qkv, delta, hidden, call.spec, output, d_o);
     [gradients.dq, gradients.dk, gradients.dv]
 }

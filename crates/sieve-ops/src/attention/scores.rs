@@ -1,29 +1,11 @@
 //! Softmax attention with its full score matrix, forward and backward.
 use super::{AttentionOutput, AttentionSpec};
-use crate::tensors::{Float, primitive, split_heads, tensor, upcast};
+use crate::tensors::{Float, primitive, tensor, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Tensor};
 
 /// Logit of a hidden pair. Finite, so that a row without keys yields no NaN in intermediate results.
 const MASKED: f64 = -1e30;
-
-/// q, `[batch, num_kv_heads, group_size, seq_len, head_dim]`, and k and v with a group of 1.
-pub(crate) struct Grouped<B: Backend> {
-    q: Tensor<B, 5>,
-    k: Tensor<B, 5>,
-    v: Tensor<B, 5>,
-}
-
-impl<B: Backend> Grouped<B> {
-    pub(crate) fn new(qkv: Tensor<B, 4>, spec: AttentionSpec) -> Self {
-        Self::of(split_heads(qkv, spec.num_kv_heads), spec)
-    }
-
-    /// Groups q, k and v `[batch, seq_len, heads, width]` by KV head.
-    pub(crate) fn of([q, k, v]: [Tensor<B, 4>; 3], spec: AttentionSpec) -> Self {
-        Self { q: group(q, spec), k: group(k, spec), v: group(v, spec) }
-    }
-}
 
 /// `[batch, seq_len, heads, head_dim]` to `[batch, num_kv_heads, heads / num_kv_heads, seq_len, head_dim]`.
 fn group<B: Backend>(x: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 5> {
@@ -37,18 +19,17 @@ fn ungroup<B: Backend>(x: Tensor<B, 5>) -> Tensor<B, 4> {
     x.permute([0, 3, 1, 2, 4]).reshape([batch, seq_len, kv_heads * group_size, head_dim])
 }
 
-/// Scaled logits plus biases; [`MASKED`] for hidden pairs.
+/// Scaled logits of grouped q and k, plus biases; [`MASKED`] for hidden pairs.
 fn logits<B: Backend>(
-    grouped: &Grouped<B>,
+    [q, k]: [Tensor<B, 5>; 2],
     delta: Option<Float<B>>,
     hidden: &Tensor<B, 5, Bool>,
     spec: AttentionSpec,
 ) -> Tensor<B, 5> {
-    let Grouped { q, k, .. } = grouped;
-    let [batch, kv_heads, group_size, seq_len, _] = q.dims();
+    let [batch, kv_heads, group_size, seq_len, head_dim] = q.dims();
     let full = [batch, kv_heads, group_size, seq_len, seq_len];
-    let mut s = q.clone().matmul(k.clone().swap_dims(3, 4).expand([batch, kv_heads, group_size, k.dims()[4], seq_len]))
-        * spec.softmax_scale;
+    let k = k.swap_dims(3, 4).expand([batch, kv_heads, group_size, head_dim, seq_len]);
+    let mut s = q.matmul(k) * spec.softmax_scale;
     if let Some(delta) = delta {
         // The largest bias that a row sees is subtracted: next to a large bias q . k would lose its digits.
         let delta = tensor::<B, 3>(delta).cast(s.dtype());
@@ -60,23 +41,25 @@ fn logits<B: Backend>(
     s.mask_fill(hidden.clone().expand(full), MASKED)
 }
 
-/// Attention over the pairs that are not hidden, with the bias `delta` of each key if there is one; o is `dtype`.
+/// Attention of q, k and v, `[batch, seq_len, heads, width]`, over the pairs that are not hidden, with the bias `delta`
+/// of each key if there is one; o is `dtype`.
 pub(crate) fn forward<B: Backend>(
-    grouped: Grouped<B>,
+    qkv: [Tensor<B, 4>; 3],
     delta: Option<Float<B>>,
     hidden: Tensor<B, 5, Bool>,
     spec: AttentionSpec,
     dtype: DType,
 ) -> AttentionOutput<B> {
-    let s = logits(&grouped, delta, &hidden, spec);
-    let [batch, kv_heads, group_size, seq_len, _] = grouped.q.dims();
-    let head_dim = grouped.v.dims()[4];
+    let [q, k, v] = qkv.map(|x| group(x, spec));
+    let s = logits([q, k], delta, &hidden, spec);
+    let [batch, kv_heads, group_size, seq_len, _] = s.dims();
+    let head_dim = v.dims()[4];
     let full = [batch, kv_heads, group_size, seq_len, seq_len];
     let largest = s.clone().max_dim(4);
     let p = (s - largest.clone()).exp().mask_fill(hidden.expand(full), 0.0);
     let sum = p.clone().sum_dim(4);
     let empty = sum.clone().equal_elem(0.0);
-    let v = grouped.v.expand([batch, kv_heads, group_size, seq_len, head_dim]);
+    let v = v.expand([batch, kv_heads, group_size, seq_len, head_dim]);
     let o = p.matmul(v) / sum.clone().mask_fill(empty.clone(), 1.0);
     let lse = (sum.log() + largest).mask_fill(empty, f64::NEG_INFINITY);
     AttentionOutput::new(
@@ -104,16 +87,17 @@ fn finite_lse<B: Backend>(lse: Float<B>, logits: &Tensor<B, 5>) -> Tensor<B, 5> 
 
 /// Gradients of [`forward`], which returned `output`, from the gradient of o.
 pub(crate) fn backward<B: Backend>(
-    grouped: Grouped<B>,
+    qkv: [Tensor<B, 4>; 3],
     delta: Option<Float<B>>,
     hidden: Tensor<B, 5, Bool>,
     spec: AttentionSpec,
     output: AttentionOutput<B>,
     d_o: Float<B>,
 ) -> Gradients<B> {
-    let s = logits(&grouped, delta, &hidden, spec);
-    let [batch, kv_heads, group_size, seq_len, head_dim] = grouped.q.dims();
-    let value_width = grouped.v.dims()[4];
+    let [q, k, v] = qkv.map(|x| group(x, spec));
+    let s = logits([q.clone(), k.clone()], delta, &hidden, spec);
+    let [batch, kv_heads, group_size, seq_len, head_dim] = q.dims();
+    let value_width = v.dims()[4];
     let full = [batch, kv_heads, group_size, seq_len, seq_len];
     let like_q = [batch, kv_heads, group_size, seq_len, head_dim];
     let (o, _) = upcast::<B, 4>(output.o);
@@ -122,11 +106,11 @@ pub(crate) fn backward<B: Backend>(
     let lse = finite_lse(output.lse, &s);
     let p = (s - lse).exp().mask_fill(hidden.expand(full), 0.0);
     let dv = p.clone().swap_dims(3, 4).matmul(d_o.clone()).sum_dim(2);
-    let dp = d_o.clone().matmul(grouped.v.swap_dims(3, 4).expand([batch, kv_heads, group_size, value_width, seq_len]));
+    let dp = d_o.clone().matmul(v.swap_dims(3, 4).expand([batch, kv_heads, group_size, value_width, seq_len]));
     let row_sum = (d_o * o).sum_dim(4);
     let ds = p * (dp - row_sum);
-    let dq = ds.clone().matmul(grouped.k.expand(like_q)) * spec.softmax_scale;
-    let dk = ds.clone().swap_dims(3, 4).matmul(grouped.q).sum_dim(2) * spec.softmax_scale;
+    let dq = ds.clone().matmul(k.expand(like_q)) * spec.softmax_scale;
+    let dk = ds.clone().swap_dims(3, 4).matmul(q).sum_dim(2) * spec.softmax_scale;
     let d_delta = ds.sum_dim(3).sum_dim(2).reshape([batch, kv_heads, seq_len]);
     Gradients { dq: ungroup(dq), dk: ungroup(dk), dv: ungroup(dv), d_delta }
 }

@@ -8,8 +8,7 @@ mod forward;
 
 pub use forward::AttentionLayer;
 
-use super::kept_by;
-use super::residual::Residual;
+use super::{Residual, kept_by};
 use crate::tensors::{primitive, tensor, value};
 use crate::{
     AttentionCall, AttentionSpec, ContextParallel, DmaLayer, Documents, QkNorm, RotaryEmbedding, SieveBackend,

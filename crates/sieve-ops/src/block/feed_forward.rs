@@ -5,8 +5,7 @@
 //! SwiGLU recompute these from inputs that they read anyway. The norm's kernel also adds the gradient of the residual
 //! stream.
 use super::gemm::{Operands, Weight, begin_gradients, gemm, gemm_gradients};
-use super::residual::Residual;
-use super::{WeightSums, kept_by};
+use super::{Residual, WeightSums, kept_by};
 use crate::tensors::{Float, primitive, tensor, value};
 use crate::{DeviceBackend, GemmPrecision, RmsNormCall, SieveBackend, ToQuantise};
 use burn::tensor::Tensor;
@@ -100,19 +99,11 @@ fn forward<B: DeviceBackend>(x: Float<B>, layer: FeedForward<B>, residual: Resid
 // Memory of a step peaks here, so each tensor is moved into its last use, which frees it.
 fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> [Float<B>; 4] {
     let Kept { x, gate_up, operands: [first, second], layer, residual } = kept;
-    let FeedForward {
-        norm,
-        gate_up: gate_up_weight,
-        down,
-        epsilon,
-        precision,
-        keeping: _,
-        sums: [gate_up_sum, down_sum],
-    } = layer;
-    let down = Weight::new(down, down_sum);
+    let [gate_up_sum, down_sum] = layer.sums;
+    let down = Weight::new(layer.down, down_sum);
     let d_output = ToQuantise::new(dy.clone());
     let (d_gate_up, d_down) = match gemm_gradients(second, &down, d_output) {
-        Some([d_hidden, d_down]) if precision == GemmPrecision::Fp8 => {
+        Some([d_hidden, d_down]) if layer.precision == GemmPrecision::Fp8 => {
             (B::fp8_swiglu_backward(gate_up, d_hidden), d_down)
         }
         Some([d_hidden, d_down]) => (ToQuantise::new(B::swiglu_backward(gate_up, d_hidden)), d_down),
@@ -124,9 +115,10 @@ fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> [Float<B>; 4] {
             (ToQuantise::new(d_gate_up), B::linear_weight_gradient(hidden, dy.clone(), sum))
         }
     };
-    let norm = RmsNormCall { x, weight: primitive(norm), epsilon };
-    let first = (first, Weight::new(gate_up_weight, gate_up_sum));
-    let [dx, d_norm, d_gate_up_weight] = begin_gradients::<B>(norm, first, d_gate_up, (residual, dy));
+    let norm = RmsNormCall { x, weight: primitive(layer.norm), epsilon: layer.epsilon };
+    let first = (first, Weight::new(layer.gate_up, gate_up_sum));
+    let d_residual = (residual == Residual::Stream).then_some(dy);
+    let [dx, d_norm, d_gate_up_weight] = begin_gradients::<B>(norm, first, d_gate_up, d_residual);
     [dx, d_norm, d_gate_up_weight, d_down]
 }
 

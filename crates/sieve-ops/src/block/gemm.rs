@@ -1,5 +1,4 @@
 //! GEMMs of a block, in bf16 or fp8, and the backward pass of the norm and GEMM that begin a layer.
-use super::residual::{Residual, norm_gradient};
 use crate::tensors::{Float, primitive};
 use crate::{DeviceBackend, Fp8Kept, GemmPrecision, RmsNormCall, ToQuantise};
 use burn::tensor::Tensor;
@@ -62,23 +61,29 @@ pub(super) fn gemm_gradients<B: DeviceBackend>(
 }
 
 /// Backward pass of the `linear(rms_norm(x))` that begins a layer: gradients of x, the norm's weight and the linear
-/// weight. `d_gemm` is the gradient of the GEMM's output; with a residual stream, `dy`, the gradient of the layer's
-/// output, is added to the gradient of x.
+/// weight. `d_gemm` is the gradient of the GEMM's output; `d_residual`, the gradient of the residual stream if there is
+/// one, is added to the gradient of x.
 pub(super) fn begin_gradients<B: DeviceBackend>(
     norm: RmsNormCall<B>,
     (operands, weight): (Operands<B>, Weight<B>),
     d_gemm: ToQuantise<B>,
-    (residual, dy): (Residual, Float<B>),
+    d_residual: Option<Float<B>>,
 ) -> [Float<B>; 3] {
     let gradients = gemm_gradients(operands, &weight, d_gemm.clone());
-    let Some([d_normed, d_weight]) = gradients else {
-        // The norm's output was not kept: the norm's backward pass recomputes it.
-        let (Weight(weight, sum), d_gemm) = (weight, d_gemm.0);
-        let d_normed = B::linear_input_gradient(weight, d_gemm.clone());
-        let [dx, d_norm, normed] = norm_gradient::<B>(norm, d_normed, (residual, dy));
-        return [dx, d_norm, B::linear_weight_gradient(normed, d_gemm, sum)];
+    if let Some([d_normed, d_weight]) = gradients {
+        let [dx, d_norm] = B::rms_norm_backward(norm, d_normed, d_residual);
+        return [dx, d_norm, d_weight];
+    }
+    // The norm's output was not kept: the norm's backward pass recomputes it.
+    let (Weight(weight, sum), d_gemm) = (weight, d_gemm.0);
+    let d_normed = B::linear_input_gradient(weight, d_gemm.clone());
+    let [dx, d_norm, normed] = match d_residual {
+        Some(d_residual) => B::rms_norm_backward_with_output(norm, d_normed, d_residual),
+        None => {
+            let (normed, d_residual) = (B::rms_norm(norm.clone()), None);
+            let [dx, d_norm] = B::rms_norm_backward(norm, d_normed, d_residual);
+            [dx, d_norm, normed]
+        }
     };
-    let d_residual = (residual == Residual::Stream).then_some(dy);
-    let [dx, d_norm] = B::rms_norm_backward(norm, d_normed, d_residual);
-    [dx, d_norm, d_weight]
+    [dx, d_norm, B::linear_weight_gradient(normed, d_gemm, sum)]
 }

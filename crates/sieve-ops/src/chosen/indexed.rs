@@ -9,7 +9,7 @@
 //!
 //! So the attention kernels compute the gradient, forward and backward, without storing probabilities. A device may
 //! have fused kernels instead, which compute `I - mean_h P^h` over the chosen blocks.
-use super::{IndexGradientCall, Read, Reads, pooled};
+use super::{IndexGradientCall, Read, Reads, pooled, repeat_heads};
 use crate::tensors::{Float, compute_dtype, primitive, split_heads, tensor, value};
 use crate::{AttentionSpec, DeviceBackend, Documents, SieveBackend};
 use burn::tensor::{Bool, DType, Int, Tensor};
@@ -112,8 +112,7 @@ fn index_gradient<D: DeviceBackend>(
     let dq = (wide(of_student.output().o.clone()) - mean) * factor;
 
     // For the gradient of k, the attention's backward pass sums over queries.
-    let by_head = q_index.clone().unsqueeze_dim::<5>(3).repeat_dim(3, group);
-    let by_head = by_head.reshape([batch, seq_len, groups * group, d]);
+    let by_head = repeat_heads(q_index.clone(), group);
     let of_student = reads.backward(student, index_spec, of_student, primitive(q_index));
     let of_teacher = reads.backward(teacher, spec, of_teacher, primitive(by_head));
     let [_, _, of_student] = split_heads(wide(of_student), 1);
@@ -214,12 +213,11 @@ pub fn index_statistics<B: SieveBackend>(
         let divergence = (teacher * (log_teacher - student.clone())).sum() * mean;
         return Tensor::cat(vec![divergence, recall, (p_index * student).sum() * -mean], 0);
     }
-    // `0 log 0` counts as 0 in the KL divergence.
-    let log_index = log_softmax(of_document(scores, 1), unread.clone()).mask_fill(unread.clone(), 0.0);
-    let p_index = log_index.clone().exp().mask_fill(unread, 0.0);
+    // `0 log 0` counts as 0 in the divergence and in the entropy.
+    let log_index = log_softmax(of_document(scores, 1), unread.clone()).mask_fill(unread, 0.0);
     let log_p = p.clone().clamp_min(f32::MIN_POSITIVE).log();
     let mean = 1.0 / (groups * count) as f64;
     let divergence = (p * (log_p - log_index.clone())).sum() * mean;
-    let entropy = (p_index * log_index).sum() * -mean;
+    let entropy = (log_index.clone().exp() * log_index).sum() * -mean;
     Tensor::cat(vec![divergence, recall, entropy], 0)
 }

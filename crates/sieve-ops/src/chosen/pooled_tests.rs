@@ -1,8 +1,8 @@
 //! QSA's scores and loss against their definitions, which compute all scores.
-use super::tests::{choices_of, of_leaf, tokens_read};
+use super::tests::{LOSS_WEIGHT, tokens_read, with_loss};
 use super::*;
 use crate::testing::{
-    Ad, Call, Float as AdFloat, Input, Random, RandomInput, calls, check_parity, check_views, float, primitive as of_ad,
+    Ad, Call, Float as AdFloat, Input, Random, RandomInput, calls, check_parity, check_views, float, host, host_ints,
 };
 use burn::tensor::TensorData;
 use burn::tensor::activation::log_softmax;
@@ -11,9 +11,9 @@ use sieve_core::model::test_shapes::qsa;
 
 /// The attention's packed tensor, the indexer's packed tensor, and a key for each slot.
 fn inputs_of(call: &Call, choice: BlockChoice, seed: u64) -> [Input; 3] {
-    let ([batch, n], num_slots) = (call.dims, choice.blocks.num_slots(call.dims[1]));
-    let index = Random(seed + 1).input(&[batch, n, call.spec.num_kv_heads + 2, call.head_dim]);
-    [call.qkv(seed), index, Random(seed + 2).input(&[batch, num_slots, call.head_dim])]
+    let [batch, n] = call.dims;
+    let keys = Random(seed + 2).input(&[batch, choice.blocks.num_slots(n), call.head_dim]);
+    [call.qkv(seed), call.index(seed + 1), keys]
 }
 
 /// The call of the inputs' attention.
@@ -47,7 +47,7 @@ fn defined(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> Te
     };
     let logits = q.matmul(k.swap_dims(2, 3)) * call.spec.softmax_scale;
     let p = log_softmax(logits.mask_fill(unread(groups * group), -1e9), 3).exp().sum_dim(1);
-    let p: Vec<f64> = p.detach().into_data().iter::<f64>().collect();
+    let p = host(primitive(p).primitive);
     // The largest probability of each complete block that the query reads.
     let (mut teacher, mut read) = (vec![0.0; batch * n * num_slots], vec![false; batch * n * num_slots]);
     for at in 0..teacher.len() {
@@ -91,11 +91,11 @@ fn all_calls() -> Vec<(Call, BlockChoice, bool)> {
 fn gemms_choose_as_the_definition_does_and_each_query_reads_its_own_block() {
     for (call, choice, _) in all_calls() {
         let [batch, n] = call.dims;
-        let inputs = inputs_of(&call, choice, 20).map(|input| of_leaf(&input));
+        let inputs = inputs_of(&call, choice, 20).map(|input| input.untracked(DType::F32));
         let chosen = indexed(&call, choice, &inputs, (false, 0.0)).chosen.expect("no warm-up");
-        let defined = choices_of(&chosen);
+        let defined = host_ints(chosen);
         let (count, groups) = (choice.blocks.num_selected_blocks, call.spec.num_kv_heads);
-        let positions: Vec<i64> = call.documents.positions.clone().into_data().iter::<i64>().collect();
+        let positions = host_ints(call.documents.positions.clone());
         for (at, blocks) in defined.chunks(count).enumerate() {
             let own = positions[at / groups] / choice.blocks.select_block_size as i64;
             assert_eq!(blocks.iter().filter(|&&block| block >= 0).max(), Some(&own), "{:?}", call.dims);
@@ -123,9 +123,8 @@ fn gemms_choose_as_the_definition_does_and_each_query_reads_its_own_block() {
 #[test]
 fn keys_of_blocks_stand_at_the_first_token_s_position() {
     for (call, choice, _) in all_calls() {
-        let positions = block_positions(&call.documents, choice.blocks);
-        let positions: Vec<i64> = positions.into_data().iter::<i64>().collect();
-        let in_document: Vec<i64> = call.documents.positions.clone().into_data().iter::<i64>().collect();
+        let positions = host_ints(block_positions(&call.documents, choice.blocks));
+        let in_document = host_ints(call.documents.positions.clone());
         let starts = slot_starts(&call, choice);
         let of = |(at, &first): (usize, &i32)| match first {
             -1 => 0,
@@ -139,23 +138,18 @@ fn keys_of_blocks_stand_at_the_first_token_s_position() {
 fn attention_and_the_loss_of_pooled_scores_equal_the_definition() {
     for (call, choice, is_warmup) in all_calls() {
         let inputs = inputs_of(&call, choice, 30);
-        let leaves = inputs.clone().map(|input| of_leaf(&input));
-        let given = indexed(&call, choice, &leaves, (is_warmup, 0.3));
+        let leaves = inputs.clone().map(|input| input.untracked(DType::F32));
+        let given = indexed(&call, choice, &leaves, (is_warmup, LOSS_WEIGHT));
         let op = |inputs: &[AdFloat]| {
             let call = IndexedCall { block_keys: Some(float(&inputs[2])), ..given.clone() };
-            of_ad(indexed_attention(float(&inputs[0]), float(&inputs[1]), &call))
+            primitive(indexed_attention(float(&inputs[0]), float(&inputs[1]), &call))
         };
         check_parity("pooled indexed_attention", &inputs, &op, &|inputs| {
             let o = match &given.chosen {
                 Some(chosen) => chosen_attention(float(&inputs[0]), chosen.clone(), &call.documents, call.spec, choice),
                 None => crate::attention(float::<4>(&inputs[0]), &call.documents, call.spec),
             };
-            let divergence = defined(&call, &given, inputs);
-            // The harness's loss is the sum of o times numbers of seed 77. The term added to o has the value 0, and its
-            // gradient is the divergence's times the weight.
-            let sum: f64 = Random(77).input(&o.dims()).values.iter().sum();
-            let loss = (divergence.clone() - divergence.detach()) * (0.3 / sum);
-            of_ad(o + loss.reshape([1, 1, 1, 1]))
+            with_loss(o, defined(&call, &given, inputs))
         });
         check_views("pooled indexed_attention", &inputs, &op);
     }
@@ -167,12 +161,12 @@ fn statistics_of_pooled_scores_are_those_of_every_score() {
     for (lengths, heads) in [(&[][..], [4, 2]), (&[5][..], [3, 3]), (&[1, 9][..], [2, 1])] {
         let call = Call::new([1, 16], heads, 8, lengths);
         for (choice, is_warmup) in [(qsa(2, 2), false), (qsa(3, 1), false), (qsa(2, 64), false), (qsa(2, 2), true)] {
-            let leaves = inputs_of(&call, choice, 50).map(|input| of_leaf(&input));
+            let leaves = inputs_of(&call, choice, 50).map(|input| input.untracked(DType::F32));
             let chosen = indexed(&call, choice, &leaves, (false, 1.0)).chosen.expect("no warm-up");
             let given = indexed(&call, choice, &leaves, (is_warmup, 1.0));
             let measured = index_statistics(float::<4>(&leaves[0]), float::<4>(&leaves[1]), chosen, &given);
-            let measured: Vec<f64> = measured.into_data().iter::<f64>().collect();
-            let divergence = defined(&call, &given, &leaves).into_data().iter::<f64>().sum::<f64>() / 16.0;
+            let measured = host(primitive(measured));
+            let divergence = host(primitive(defined(&call, &given, &leaves)).primitive)[0] / 16.0;
             assert!((measured[0] - divergence).abs() < 1e-4, "{measured:?}, KL {divergence}");
             assert!(measured[1] <= 1.0 + 1e-5 && measured[1] > 0.0, "{measured:?}");
             assert!(measured[2] >= 0.0 && measured[2] <= 8f64.ln(), "{measured:?}");

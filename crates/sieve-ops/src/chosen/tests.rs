@@ -5,39 +5,23 @@ use crate::attention::attention;
 use crate::reference;
 use crate::testing::{
     Ad, Call, Float as AdFloat, Input, Random, RandomInput, View, assert_close, calls, check_finite_differences,
-    check_parity, check_views, evaluate, float, host, primitive as of_ad,
+    check_parity, check_views, evaluate, float, host, host_ints,
 };
 use burn::tensor::TensorData;
 use burn::tensor::activation::log_softmax;
-use burn::tensor::backend::AutodiffBackend;
-use burn_flex::Flex;
 use sieve_core::model::test_shapes::{infllm_v2, moba, msa};
 
 fn infllm(num_selected_blocks: usize) -> BlockChoice {
     infllm_v2([4, 2, 4, num_selected_blocks], 2)
 }
 
-impl Call {
-    fn documents_of<B: Backend<IntTensorPrimitive = burn_flex::FlexTensor>>(&self) -> Documents<B> {
-        let of = |x: &Tensor<Ad, 2, Int>| Tensor::<B, 2, Int>::from_primitive(x.clone().into_primitive());
-        Documents {
-            start: of(&self.documents.start),
-            end: of(&self.documents.end),
-            positions: of(&self.documents.positions),
-        }
-    }
-}
-
 #[test]
 fn choices_equal_the_reference() {
     for call in calls() {
         for choice in [infllm(4), moba(4, 3), moba(5, 2), msa(4, 3), msa(6, 2)] {
-            let documents = call.documents_of::<Flex>();
-            let of = |dtype| -> Vec<i64> {
-                let qkv =
-                    Tensor::<Flex, 4>::from_primitive(burn::tensor::TensorPrimitive::Float(call.qkv(7).tensor(dtype)));
-                let chosen = choose_key_blocks(qkv, &documents, call.spec, choice);
-                chosen.into_data().iter::<i64>().collect()
+            let of = |dtype| {
+                let qkv = float::<4>(&call.qkv(7).untracked(dtype));
+                host_ints(choose_key_blocks(qkv, &call.documents, call.spec, choice))
             };
             // Calls in f64 run the reference.
             assert_eq!(of(DType::F32), of(DType::F64), "{:?} {choice:?}", call.dims);
@@ -48,13 +32,10 @@ fn choices_equal_the_reference() {
 #[test]
 fn blocks_beyond_64_tokens_are_read_in_pieces() {
     let call = Call::new([1, 300], [2, 1], 8, &[140]);
-    let documents = call.documents_of::<Flex>();
-    let choice = moba(128, 2);
-    let qkv = Tensor::<Flex, 4>::from_primitive(burn::tensor::TensorPrimitive::Float(call.qkv(1).tensor(DType::F32)));
-    let chosen = choose_key_blocks(qkv, &documents, call.spec, choice);
+    let qkv = float::<4>(&call.qkv(1).untracked(DType::F32));
+    let chosen = choose_key_blocks(qkv, &call.documents, call.spec, moba(128, 2));
     assert_eq!(chosen.dims(), [1, 300, 2, 4]);
-    let chosen: Vec<i64> = chosen.into_data().iter::<i64>().collect();
-    for (at, chosen) in chosen.chunks(4).enumerate() {
+    for (at, chosen) in host_ints(chosen).chunks(4).enumerate() {
         let token = at / 2;
         let position = if token < 140 { token } else { token - 140 };
         // Documents have at most 160 tokens, so the two blocks of 128 tokens are all blocks.
@@ -72,33 +53,31 @@ fn attention_over_all_blocks_is_dense() {
             let of = |inputs: &[AdFloat]| -> AdFloat {
                 let qkv = float::<4>(&inputs[0]);
                 let chosen = choose_key_blocks(qkv.clone(), &call.documents, call.spec, choice);
-                of_ad(chosen_attention(qkv, chosen, &call.documents, call.spec, choice))
+                primitive(chosen_attention(qkv, chosen, &call.documents, call.spec, choice))
             };
             check_parity("all blocks", &inputs, &of, &|inputs| {
                 let call = crate::AttentionCall::new(call.documents.bounds(), call.spec);
                 reference::attention::<Ad>(inputs[0].clone(), &call).o
             });
-            let dense = host(of_ad(attention(float::<4>(&of_leaf(&inputs[0])), &call.documents, call.spec)).primitive);
-            let chosen = host(of(&[of_leaf(&inputs[0])]).primitive);
+            let qkv = inputs[0].untracked(DType::F32);
+            let dense = host(primitive(attention(float::<4>(&qkv), &call.documents, call.spec)).primitive);
+            let chosen = host(of(&[qkv]).primitive);
             assert_close("all blocks", &chosen, &dense, 1e-5);
         }
     }
-}
-
-pub(super) fn of_leaf(input: &Input) -> AdFloat {
-    Ad::from_inner(input.tensor(DType::F32))
 }
 
 #[test]
 fn attention_over_some_blocks_equals_the_reference() {
     let op = |call: &Call, choice: BlockChoice, chosen: &Tensor<Ad, 4, Int>, inputs: &[AdFloat]| {
         let (qkv, chosen) = (float::<4>(&inputs[0]), chosen.clone());
-        of_ad(chosen_attention(qkv, chosen, &call.documents, call.spec, choice))
+        primitive(chosen_attention(qkv, chosen, &call.documents, call.spec, choice))
     };
     for call in calls() {
         for choice in [infllm(3), moba(4, 2)] {
             let inputs = [call.qkv(4)];
-            let chosen = choose_key_blocks(float::<4>(&of_leaf(&inputs[0])), &call.documents, call.spec, choice);
+            let qkv = float::<4>(&inputs[0].untracked(DType::F32));
+            let chosen = choose_key_blocks(qkv, &call.documents, call.spec, choice);
             check_parity("chosen_attention", &inputs, &|inputs| op(&call, choice, &chosen, inputs), &|inputs| {
                 // A KV head for each query head.
                 let spec = AttentionSpec { num_kv_heads: call.spec.num_heads, ..call.spec };
@@ -113,7 +92,7 @@ fn attention_over_some_blocks_equals_the_reference() {
                 let of_head = |head| chosen.clone().narrow(2, head * choosers / call.spec.num_heads, 1);
                 let indices = Tensor::cat((0..call.spec.num_heads).map(of_head).collect(), 2);
                 let call = NsaCall::new(call.documents.bounds(), spec, choice.attended());
-                reference::nsa_selected_attention::<Ad>(of_ad(qkv), indices.into_primitive(), &call).output.o
+                reference::nsa_selected_attention::<Ad>(primitive(qkv), indices.into_primitive(), &call).output.o
             });
             check_views("chosen_attention", &inputs, &|inputs| op(&call, choice, &chosen, inputs));
         }
@@ -121,37 +100,33 @@ fn attention_over_some_blocks_equals_the_reference() {
     let call = Call::new([2, 13], [4, 2], 3, &[6]);
     for choice in [infllm(3), moba(4, 2)] {
         let input = call.qkv(4);
-        let chosen = choose_key_blocks(float::<4>(&of_leaf(&input)), &call.documents, call.spec, choice);
+        let chosen = choose_key_blocks(float::<4>(&input.untracked(DType::F32)), &call.documents, call.spec, choice);
         check_finite_differences("chosen_attention", &[input], &|inputs| op(&call, choice, &chosen, inputs));
     }
 }
 
 impl Call {
     /// The packed tensor of an indexer.
-    fn index(&self, seed: u64) -> Input {
+    pub(super) fn index(&self, seed: u64) -> Input {
         let [batch, n] = self.dims;
         Random(seed).input(&[batch, n, self.spec.num_kv_heads + 2, self.head_dim])
     }
 
     fn indexed(&self, choice: BlockChoice, index: Option<&Input>, loss_weight: f64) -> IndexedCall<'_, Ad> {
         let chosen = index.map(|index| {
-            let (index, spec) = (float::<4>(&of_leaf(index)), indexer_spec(self.spec));
+            let (index, spec) = (float::<4>(&index.untracked(DType::F32)), indexer_spec(self.spec));
             choose_key_blocks(index, &self.documents, spec, choice)
         });
         IndexedCall { documents: &self.documents, spec: self.spec, choice, chosen, block_keys: None, loss_weight }
     }
 }
 
-pub(super) fn choices_of(chosen: &Tensor<Ad, 4, Int>) -> Vec<i64> {
-    chosen.clone().into_data().iter::<i64>().collect()
-}
-
 /// Whether each query reads each key, `[row, KV head, query, key]`.
 pub(super) fn tokens_read(call: &Call, indexed: &IndexedCall<'_, Ad>) -> Vec<bool> {
     let ([batch, n], groups) = (call.dims, call.spec.num_kv_heads);
-    let starts: Vec<i64> = call.documents.start.clone().into_data().iter::<i64>().collect();
+    let starts = host_ints(call.documents.start.clone());
     let chosen = indexed.chosen.clone();
-    let chosen = chosen.map(|chosen| (chosen.dims()[3], chosen.into_data().iter::<i64>().collect::<Vec<_>>()));
+    let chosen = chosen.map(|chosen| (chosen.dims()[3], host_ints(chosen)));
     let size = indexed.choice.attended().select_block_size as i64;
     let mut read = Vec::new();
     for row in 0..batch {
@@ -202,31 +177,31 @@ fn defined(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> (T
     (o.swap_dims(1, 2), divergence)
 }
 
-/// Calls of MSA with few blocks, with all blocks, and in the warm-up, which reads all tokens.
-fn indexed_calls() -> Vec<(Call, BlockChoice, bool)> {
-    let mut all = Vec::new();
-    for (choice, is_warmup) in [(msa(4, 3), false), (msa(3, 64), false), (msa(4, 3), true)] {
-        all.extend(calls().into_iter().map(|call| (call, choice, is_warmup)));
-    }
-    all
+pub(super) const LOSS_WEIGHT: f64 = 0.3;
+
+/// `o`, whose loss in [`check_parity`] also has the gradients of [`LOSS_WEIGHT`] times the divergence.
+pub(super) fn with_loss(o: Tensor<Ad, 4>, divergence: Tensor<Ad, 1>) -> AdFloat {
+    // That loss is the sum of o times numbers of seed 77. The term added to o has the value 0.
+    let sum: f64 = Random(77).input(&o.dims()).values.iter().sum();
+    let loss = (divergence.clone() - divergence.detach()) * (LOSS_WEIGHT / sum);
+    primitive(o + loss.reshape([1, 1, 1, 1]))
 }
 
 #[test]
 fn indexed_attention_and_its_loss_equal_the_definition() {
-    for (call, choice, is_warmup) in indexed_calls() {
-        let inputs = [call.qkv(4), call.index(5)];
-        let chooses = (!is_warmup).then_some(&inputs[1]);
-        let indexed = call.indexed(choice, chooses, 0.3);
-        let op = |inputs: &[AdFloat]| of_ad(indexed_attention(float(&inputs[0]), float(&inputs[1]), &indexed));
-        check_parity("indexed_attention", &inputs, &op, &|inputs| {
-            let (o, divergence) = defined(&call, &indexed, inputs);
-            // The harness's loss is the sum of o times numbers of seed 77. The term added to o has the value 0, and its
-            // gradient is the divergence's times 0.3.
-            let sum: f64 = Random(77).input(&o.dims()).values.iter().sum();
-            let loss = (divergence.clone() - divergence.detach()) * (0.3 / sum);
-            of_ad(o + loss.reshape([1, 1, 1, 1]))
-        });
-        check_views("indexed_attention", &inputs, &op);
+    // Few blocks, all blocks, and the warm-up, which reads all tokens.
+    for (choice, is_warmup) in [(msa(4, 3), false), (msa(3, 64), false), (msa(4, 3), true)] {
+        for call in calls() {
+            let inputs = [call.qkv(4), call.index(5)];
+            let chooses = (!is_warmup).then_some(&inputs[1]);
+            let indexed = call.indexed(choice, chooses, LOSS_WEIGHT);
+            let op = |inputs: &[AdFloat]| primitive(indexed_attention(float(&inputs[0]), float(&inputs[1]), &indexed));
+            check_parity("indexed_attention", &inputs, &op, &|inputs| {
+                let (o, divergence) = defined(&call, &indexed, inputs);
+                with_loss(o, divergence)
+            });
+            check_views("indexed_attention", &inputs, &op);
+        }
     }
 }
 
@@ -236,7 +211,7 @@ fn the_indexer_learns_from_its_loss_alone_and_the_attention_from_the_output_alon
     let inputs = [call.qkv(6), call.index(7)];
     let run = |weight: f64, seed: u64| {
         let indexed = call.indexed(msa(4, 3), Some(&inputs[1]), weight);
-        let op = |inputs: &[AdFloat]| of_ad(indexed_attention(float(&inputs[0]), float(&inputs[1]), &indexed));
+        let op = |inputs: &[AdFloat]| primitive(indexed_attention(float(&inputs[0]), float(&inputs[1]), &indexed));
         evaluate(&op, &inputs, seed, DType::F64, View::Contiguous)
     };
     let (one, none, other) = (run(1.0, 1), run(0.0, 1), run(1.0, 2));
@@ -247,7 +222,7 @@ fn the_indexer_learns_from_its_loss_alone_and_the_attention_from_the_output_alon
     // Finite differences of the loss in f64.
     let indexed = call.indexed(msa(4, 3), Some(&inputs[1]), 1.0);
     let loss = |index: &Input| {
-        let leaves = [&inputs[0], index].map(|input| Ad::from_inner(input.tensor(DType::F64)));
+        let leaves = [&inputs[0], index].map(|input| input.untracked(DType::F64));
         let (_, divergence) = defined(&call, &indexed, &leaves);
         divergence.into_data().iter::<f64>().sum::<f64>()
     };
@@ -272,8 +247,8 @@ fn defined_statistics(
     inputs: &[Input],
 ) -> [f64; 3] {
     let ([_, n], d, groups, group) = (call.dims, call.head_dim, call.spec.num_kv_heads, call.spec.group_size());
-    let starts: Vec<i64> = call.documents.start.clone().into_data().iter().collect();
-    let (k, all_chosen) = (chosen.dims()[3], choices_of(chosen));
+    let starts = host_ints(call.documents.start.clone());
+    let (k, all_chosen) = (chosen.dims()[3], host_ints(chosen.clone()));
     let [attended, blocks] = [indexed.choice.attended(), indexed.choice.blocks];
     let row = |x: &Input, token: usize, head: usize| x.values[(token * x.dims[2] + head) * d..][..d].to_vec();
     let (mut divergence, mut entropy, mut found, mut best) = (0.0, 0.0, 0.0, 0.0);
@@ -331,14 +306,13 @@ fn statistics_are_those_of_every_score() {
                 [(1.0, msa(2, 2)), (1.0, msa(3, 1)), (1.0, msa(2, 64)), (0.0, msa(7, 3)), (1.0, msa(128, 2))]
             {
                 let inputs = [call.qkv(seed).affine(scale, 0.0), call.index(seed + 1).affine(scale, 0.0)];
-                let leaves = inputs.clone().map(|input| of_leaf(&input));
+                let leaves = inputs.clone().map(|input| input.untracked(DType::F32));
                 let read = call.indexed(choice, Some(&inputs[1]), 1.0);
                 let chosen = read.chosen.clone().expect("it chooses");
                 // Attention in the warm-up does not read the choice.
                 for indexed in [read, call.indexed(choice, None, 1.0)] {
                     let [qkv, index] = [&leaves[0], &leaves[1]].map(float::<4>);
-                    let measured = index_statistics(qkv, index, chosen.clone(), &indexed);
-                    let measured: Vec<f64> = measured.into_data().iter::<f64>().collect();
+                    let measured = host(primitive(index_statistics(qkv, index, chosen.clone(), &indexed)));
                     let defined = defined_statistics(&call, &indexed, &chosen, &inputs);
                     let what = format!("{n} tokens, documents {lengths:?}, {choice:?}");
                     assert_close(&what, &measured, &defined, 1e-5);

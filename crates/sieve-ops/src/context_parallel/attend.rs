@@ -2,11 +2,12 @@
 use super::ContextParallel;
 use super::halo::{Halo, Reach};
 use super::heads::{Heads, to_heads, to_tokens};
-use crate::dma::{bias_gradient, dma_bias, dma_rank};
-use crate::tensors::{Float, Ints, primitive, tensor};
+use crate::dma::composed::by_rank;
+use crate::dma::{dma_bias, dma_bias_backward, dma_rank};
+use crate::tensors::{Float, Ints, ints, primitive, tensor};
 use crate::{AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, DmaCall, DmaLayer, DmaSelection};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData, TensorMetadata};
+use burn::tensor::{Tensor, TensorMetadata};
 use sieve_core::KeepOLow;
 
 /// DMA's inputs besides the packed tensor: its layer, and the tokens' positions in their documents.
@@ -75,8 +76,7 @@ pub(crate) fn forward<B: DeviceBackend>(
     };
     let rank = dma.map(|(dma, positions)| {
         let z = tensor::<B, 3>(B::dma_scores(&dma.scores(qkv.clone(), spec)));
-        let positions = || Tensor::<B, 2, Int>::from_primitive(positions);
-        let rank = dma_rank(z, positions, dma.spec.slopes(spec.num_kv_heads));
+        let rank = dma_rank(z, Tensor::from_primitive(positions), dma.spec.slopes(spec.num_kv_heads));
         (primitive(rank), dma.spec)
     });
     let own_rank = rank.as_ref().map(|(rank, _)| rank);
@@ -85,11 +85,8 @@ pub(crate) fn forward<B: DeviceBackend>(
     let (longer, attention) = (halo.with_keys(qkv), halo.call(own_call));
     let (output, selection) = match rank {
         Some((rank, dma)) => {
-            let rank = halo.with_ranks(rank);
-            let delta = primitive(dma_bias(tensor::<B, 3>(rank.clone()), dma.bias));
-            let selection = B::dma_select(rank.clone(), &attention.documents, dma.window());
-            let call = DmaCall { qkv: longer, delta, selection: selection.clone(), attention };
-            (B::dma_attention(&call, o_low), Some((selection, rank)))
+            let found = by_rank::<B>(longer, halo.with_ranks(rank), attention, dma, o_low);
+            (found.output, Some((found.selection, found.rank)))
         }
         None => (<B as DeviceBackend>::attention(longer, &attention), None),
     };
@@ -143,7 +140,7 @@ pub(crate) fn backward<B: DeviceBackend>(
     let (d_qkv, d_delta) = halo.own_gradients(parts, d_longer, Some(d_delta));
     let d_delta = tensor::<B, 3>(d_delta.expect("given above"));
     let own = |longer: Tensor<B, 3>| longer.narrow(2, slots, len);
-    let dz = bias_gradient(own(rank), own(delta), d_delta, dma.spec.bias);
+    let dz = dma_bias_backward(own(rank), own(delta), d_delta, dma.spec.bias);
     let scores = dma.scores(qkv, spec);
     let [d_qkv, d_w_dt, d_a] = B::dma_scores_backward(&scores, primitive(dz), d_qkv);
     (d_qkv, Some([d_w_dt, d_a]))
@@ -165,24 +162,8 @@ fn whole<B: Backend>(parts: &ContextParallel, own: &Float<B>, spec: AttentionSpe
     let shape = [parts.batch, parts.seq_len];
     let documents = [0, 1].map(|bound| {
         let bounds = parts.bounds[bound].iter().map(|&bound| bound as i32);
-        int_primitive::<B>(bounds.collect(), shape, &device)
+        ints::<B, 2>(bounds.collect(), shape, &device).into_primitive()
     });
     let packed_heads = own.shape()[2];
     AttentionCall::new(documents, spec.of_packed_heads(packed_heads))
-}
-
-pub(super) fn int_primitive<B: Backend>(values: Vec<i32>, shape: [usize; 2], device: &B::Device) -> Ints<B> {
-    Tensor::<B, 2, Int>::from_data(TensorData::new(values, shape), device).into_primitive()
-}
-
-pub(super) fn values_of<B: Backend, const D: usize>(x: Tensor<B, D>) -> Vec<f32> {
-    x.into_data().iter::<f32>().collect()
-}
-
-pub(super) fn from_values<B: Backend, const D: usize>(
-    values: Vec<f32>,
-    shape: [usize; D],
-    device: &B::Device,
-) -> Tensor<B, D> {
-    Tensor::from_data(TensorData::new(values, shape), device)
 }

@@ -1,10 +1,9 @@
 //! Context parallelism on the CPU: reference operations on the halo (`border_keys`), and exchanges through host memory.
-use super::attend::{from_values, values_of};
 use super::{RankGroup, SendRecv, reference};
 use crate::tensors::{Float, primitive, tensor};
 use crate::{AttentionSpec, DeviceBackend, DocumentBounds};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, TensorMetadata};
+use burn::tensor::{Tensor, TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::DmaWindow;
 
@@ -62,7 +61,7 @@ pub(crate) fn exchange<B: Backend>(links: &dyn RankGroup, parcel: SendRecv<B>) -
     let mut values = vec![Vec::new(); parts];
     for (part, given) in parcel.given {
         let flat = B::float_reshape(given, [count].into());
-        values[part] = values_of(tensor::<B, 1>(flat));
+        values[part] = tensor::<B, 1>(flat).into_data().iter::<f32>().collect();
     }
     let counts = (0..parts).map(|part| match parcel.from.contains(&part) {
         true => count,
@@ -70,7 +69,7 @@ pub(crate) fn exchange<B: Backend>(links: &dyn RankGroup, parcel: SendRecv<B>) -
     });
     let mut found = links.exchange(values, &counts.collect::<Vec<_>>());
     let found = found.drain(parcel.from).map(|values| {
-        let flat = from_values::<B, 1>(values, [count], &device).cast(dtype);
+        let flat = Tensor::<B, 1>::from_data(TensorData::new(values, [count]), &device).cast(dtype);
         B::float_reshape(primitive(flat), parcel.shape.clone().into())
     });
     found.collect()

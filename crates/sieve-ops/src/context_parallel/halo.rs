@@ -1,7 +1,6 @@
 //! The keys of earlier parts that a part's queries may see.
-use super::attend::int_primitive;
 use super::{ContextParallel, SendRecv};
-use crate::tensors::{Float, Ints, primitive, tensor};
+use crate::tensors::{Float, Ints, ints, primitive, tensor};
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, DocumentBounds};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorMetadata, s};
@@ -127,13 +126,13 @@ impl<B: DeviceBackend> Halo<B> {
         let pads = valid.iter().map(|&keys| halo.slots - keys.min(halo.slots));
         let bounds = parts.bounds_behind(halo.slots, &pads.collect::<Vec<_>>());
         let shape = [batch, halo.slots + len];
-        halo.documents = Some(bounds.map(|bounds| int_primitive::<B>(bounds, shape, &device)));
+        halo.documents = Some(bounds.map(|bounds| ints::<B, 2>(bounds, shape, &device).into_primitive()));
         halo.keys = Some(keys);
         halo.ranks = ranks;
         halo
     }
 
-    /// The keys that later parts may see, `[batch, share, 2 * num_kv_heads, head_dim]`, and DMA's ranks of these.
+    /// The keys that later parts may see, `[batch, share, 2 * num_kv_heads, head_dim]`, and their DMA ranks.
     fn keys_for_later_parts(
         &mut self,
         qkv: &Float<B>,
@@ -193,8 +192,9 @@ impl<B: DeviceBackend> Halo<B> {
         primitive(Tensor::cat(vec![ranks, own], 2))
     }
 
-    /// The gradients of this part's packed tensor and of its DMA ranks, from those of the longer rows: every part sends
-    /// the gradients of its halo to the parts that the keys came from, and adds those it receives to its own.
+    /// The gradients of this part's packed tensor and of its DMA ranks, from the gradients of the longer rows: every
+    /// part sends the gradients of its halo to the parts that the keys came from, and adds the received gradients to
+    /// its own.
     pub(super) fn own_gradients(
         &self,
         parts: &ContextParallel,
@@ -304,5 +304,5 @@ fn candidate_bounds<B: Backend>(valid: &[usize], all: usize, device: &B::Device)
         bounds[1].extend((0..all).map(|at| if at < pads { pads as i32 } else { all as i32 }));
     }
     let shape = [valid.len(), all];
-    bounds.map(|bounds| int_primitive::<B>(bounds, shape, device))
+    bounds.map(|bounds| ints::<B, 2>(bounds, shape, device).into_primitive())
 }

@@ -3,7 +3,7 @@
 //!
 //! Before the exchange a copy makes each rank's slice contiguous. After it, a batch of one row needs no copy.
 use super::{ContextParallel, RankGroup};
-use crate::tensors::{primitive, tensor};
+use crate::tensors::{primitive, tensor, value};
 use crate::{DeviceBackend, Documents, SieveBackend};
 use burn::tensor::{DType, Tensor, s};
 use std::ops::Range;
@@ -42,9 +42,9 @@ impl ContextParallel {
     /// - x: `[batch, len, heads, width]`, the heads of `kinds` one after another
     /// - returns: `[batch, seq_len, own heads, width]`
     pub fn to_heads<B: SieveBackend>(&self, x: Tensor<B, 4>, kinds: &[Heads]) -> Tensor<B, 4> {
-        let (x, links, kinds) = (primitive(x), self.links.clone(), kinds.to_vec());
-        let value = tensor::<B::Inner, 4>(B::value(x.clone()));
-        let rows = primitive(to_heads(&*links, value, &kinds));
+        let (links, kinds) = (self.links.clone(), kinds.to_vec());
+        let rows = primitive(to_heads(&*links, value::<B, 4>(x.clone()), &kinds));
+        let x = primitive(x);
         tensor(B::node([&x], rows, move |d_rows| {
             [primitive(to_tokens(&*links, tensor::<B::Inner, 4>(d_rows), &kinds))]
         }))
@@ -56,9 +56,9 @@ impl ContextParallel {
     /// - x: `[batch, seq_len, own heads, width]`
     /// - returns: `[batch, len, num_heads, width]`
     pub fn to_tokens<B: SieveBackend>(&self, x: Tensor<B, 4>, num_heads: usize) -> Tensor<B, 4> {
-        let (x, links, kinds) = (primitive(x), self.links.clone(), [Heads::Split(num_heads)]);
-        let value = tensor::<B::Inner, 4>(B::value(x.clone()));
-        let part = primitive(to_tokens(&*links, value, &kinds));
+        let (links, kinds) = (self.links.clone(), [Heads::Split(num_heads)]);
+        let part = primitive(to_tokens(&*links, value::<B, 4>(x.clone()), &kinds));
+        let x = primitive(x);
         tensor(B::node([&x], part, move |d_part| [primitive(to_heads(&*links, tensor::<B::Inner, 4>(d_part), &kinds))]))
     }
 

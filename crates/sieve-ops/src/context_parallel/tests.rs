@@ -6,11 +6,12 @@ use super::heads::{to_heads, to_tokens};
 use super::{ContextParallel, Heads, Parted, RankGroup, ThreadGroup, backward, forward};
 use crate::dma::composed;
 use crate::tensors::{Float, Ints, primitive, tensor};
-use crate::testing::{Random, RandomInput};
+use crate::testing::{Random, RandomInput, assert_close, host_ints};
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaLayer, DocumentBounds, Documents};
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepOLow};
+use sieve_testing::wide;
 use std::sync::Arc;
 
 const WIDTH: usize = 8;
@@ -145,8 +146,7 @@ fn whole(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found 
 }
 
 fn expire_of(expire: FlexTensor) -> Vec<i64> {
-    let expire = Tensor::<Flex, 3, burn::tensor::Int>::from_primitive(expire);
-    expire.into_data().iter::<i64>().collect()
+    host_ints::<Flex, 3>(Tensor::from_primitive(expire))
 }
 
 fn layer<B: DeviceBackend>(w_dt: Float<B>, a: Float<B>, spec: DmaShape) -> DmaLayer<B> {
@@ -242,12 +242,9 @@ fn rows(parts: &[&[f32]]) -> Vec<f32> {
 }
 
 fn assert_near(what: &str, found: &[f32], expected: &[f32]) {
-    assert_eq!(found.len(), expected.len(), "{what}");
-    let largest = expected.iter().fold(1.0f32, |most, x| most.max(x.abs()));
-    for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
-        let apart = (found - expected).abs();
-        assert!(apart <= 2e-6 * largest, "{what} at {index}: {found}, {expected}");
-    }
+    let expected = wide(expected);
+    let largest = expected.iter().fold(1.0, |most: f64, x| most.max(x.abs()));
+    assert_close(what, found, &expected, 2e-6 * largest);
 }
 
 fn check(case: Case, num_parts: usize, lengths: [&[usize]; BATCH], a: f64) {

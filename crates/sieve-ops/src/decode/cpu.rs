@@ -4,7 +4,7 @@ use crate::AttentionSpec;
 use crate::device::{contiguous, floats, from_vec, ints, is_f32, last_dim, unless_f32, zeros_like};
 use crate::dma::dma_bias;
 use crate::tensors::{primitive, tensor};
-use burn::tensor::{DType, Tensor, TensorData, TensorMetadata};
+use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::DmaBias;
 use sieve_cpu::first_of_largest;
@@ -25,7 +25,7 @@ pub(crate) fn likeliest(logits: FlexTensor, num_tokens: usize) -> FlexTensor {
     let of_row = |row: &[f32]| first_of_largest(&row[..num_tokens]).map_or(-1, |token| token as i32);
     let ids: Vec<i32> = rows.map(of_row).collect();
     let shape = [ids.len(), 1];
-    FlexTensor::from_data(TensorData::new(ids, shape))
+    from_vec(ids, shape)
 }
 
 pub(crate) fn attention_decode(

@@ -72,7 +72,8 @@ pub(crate) fn token_step(mut step: TokenStep<'_, Cuda>, graph: &mut CudaStepGrap
     Some(result)
 }
 
-/// The positions of a step's tokens; those of rows of different lengths are copied to the device of `like`.
+/// The positions of a step's tokens. Where rows have different lengths, the positions are copied to the device of
+/// `like`.
 fn positions_of(before: TokensBefore<'_>, like: &CudaTensor) -> StepPositions {
     let lengths = match before {
         TokensBefore::Same(position) => return StepPositions::Same(position),
@@ -84,8 +85,8 @@ fn positions_of(before: TokensBefore<'_>, like: &CudaTensor) -> StepPositions {
     StepPositions::Each(kernel_tensor(words.into_primitive()))
 }
 
-/// Whether the launches of a layer are the same for the next tokens. Those over the slots of accumulated attention are,
-/// once all slots are in use; they take one text.
+/// Whether a layer's launches are the same for all later tokens. With slots ranked by accumulated attention they are so
+/// once all slots are in use, for a batch of one text.
 fn is_lasting(before: TokensBefore<'_>, layer: &TokenLayer<Cuda>, cache: &TokenCache<'_, Cuda>) -> bool {
     let TokenCache::Slots(slots) = cache else {
         return true;
@@ -221,7 +222,7 @@ fn run(step: &mut TokenStep<'_, Cuda>, tape: &StepTape) -> Result<(StepInputs, C
 /// Buffers of decode kernels by the heads of a call and its keys at most.
 type Scratch = Recent<(AttentionShape, usize), DecodeScratch>;
 
-/// A block on its way through a step.
+/// One block of a step, attention and feed-forward layer, and the step's shared operands.
 struct Layer<'s> {
     inputs: &'s StepInputs,
     tables: [&'s CudaTensor; 2],

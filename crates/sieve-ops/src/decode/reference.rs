@@ -3,6 +3,7 @@ use super::{DmaCache, DmaToken, KeyCache};
 use crate::dma::dma_bias;
 use crate::tensors::{Float, Ints, primitive, split_heads, tensor, upcast};
 use crate::{AttentionSpec, DeviceBackend};
+use burn::tensor::activation::softmax;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Int, Tensor};
 use sieve_core::DmaBias;
@@ -38,7 +39,7 @@ pub fn attention_decode<B: Backend>(
         // The largest bias is subtracted: next to a large bias q . k would lose its digits.
         logits = logits + (delta.clone() - delta.max_dim(3));
     }
-    let p = burn::tensor::activation::softmax(logits, 3);
+    let p = softmax(logits, 3);
     let o = p.matmul(v);
     primitive(o.reshape([batch, num_heads, head_dim]).cast(dtype))
 }
@@ -87,7 +88,7 @@ pub fn mla_decode<B: Backend>(
         if let Some(scale) = &key_scale {
             logits = logits * scale.clone().narrow(1, 0, seen).swap_dims(1, 2);
         }
-        let p = burn::tensor::activation::softmax(logits, 2);
+        let p = softmax(logits, 2);
         let o = p.matmul(keys.narrow(2, 0, rank));
         o.reshape([batch, 1, num_heads, rank])
     });

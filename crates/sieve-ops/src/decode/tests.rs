@@ -1,18 +1,15 @@
 use super::{DmaCache, DmaToken, KeyCache, attention_decode, dma_decode, reference};
-use crate::testing::{Random, RandomInput, assert_close, documents, host};
+use crate::tensors::{primitive, tensor};
+use crate::testing::{Random, RandomInput, assert_close, documents, host, host_ints};
 use crate::{
     AttentionCall, AttentionSpec, DeviceBackend, DmaBias, DmaCall, DmaSelection, attention, dma_bias, dma_select,
 };
-use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
+use burn::tensor::{DType, Int, Tensor};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{DmaWindow, KeepOLow};
 
 const HEAD_DIM: usize = 16;
 const KV_HEADS: usize = 3;
-
-fn tensor<const D: usize>(x: FlexTensor) -> Tensor<Flex, D> {
-    Tensor::from_primitive(TensorPrimitive::Float(x))
-}
 
 fn spec(group_size: usize) -> AttentionSpec {
     AttentionSpec::dense([KV_HEADS * group_size, KV_HEADS], HEAD_DIM)
@@ -35,18 +32,13 @@ fn one_query_gives_the_row_of_the_whole_pass() {
     for (group_size, seq_len) in [(1, 1), (2, 37), (4, 130)] {
         let spec = spec(group_size);
         let qkv = Random(1).input(&[2, seq_len, spec.packed_heads(), HEAD_DIM]);
-        let qkv = tensor::<4>(qkv.tensor(DType::F32));
+        let qkv = tensor::<Flex, 4>(qkv.tensor(DType::F32));
         let rows = attention(qkv.clone(), &documents(&[], [2, seq_len]), spec);
         for at in [0, seq_len / 2, seq_len - 1] {
             let (q, keys) = last_query(&qkv, at, spec);
             let row = attention_decode(q, &keys, None, spec.softmax_scale, &mut ());
             let expected = rows.clone().narrow(1, at, 1);
-            assert_close(
-                &format!("row {at}"),
-                &host(row.into_primitive().tensor()),
-                &host(expected.into_primitive().tensor()),
-                4e-6,
-            );
+            assert_close(&format!("row {at}"), &host(primitive(row)), &host(primitive(expected)), 4e-6);
         }
     }
 }
@@ -60,7 +52,7 @@ fn a_bias_per_key_equals_the_reference() {
         let (q, keys) = last_query(&tensor(qkv.tensor(dtype)), 28, spec);
         let delta = Some(tensor(delta.tensor(dtype)));
         let o = attention_decode(q, &keys, delta, spec.softmax_scale, &mut ());
-        host(o.into_primitive().tensor())
+        host(primitive(o))
     };
     assert_close("o", &run(DType::F32), &run(DType::F64), 2e-6);
 }
@@ -76,10 +68,6 @@ fn tied_scores(seq_len: usize, seed: u64) -> FlexTensor {
     scores.tensor(DType::F32)
 }
 
-fn bits(x: Tensor<Flex, 3, Int>) -> Vec<i64> {
-    x.into_data().iter::<i64>().collect()
-}
-
 #[test]
 fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
     let (seq_len, keep_window_size) = (48, 5);
@@ -93,19 +81,19 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
         let qkv = qkv.tensor(DType::F32);
         let z = tied_scores(seq_len, 5);
         let all = documents::<Flex>(&[], [2, seq_len]);
-        let expire = dma_select(tensor::<3>(z.clone()), &all, window);
+        let expire = dma_select(tensor::<Flex, 3>(z.clone()), &all, window);
         let call = DmaCall {
             qkv: qkv.clone(),
-            delta: dma_bias(tensor::<3>(z.clone()), bias).into_primitive().tensor(),
+            delta: primitive(dma_bias(tensor::<Flex, 3>(z.clone()), bias)),
             selection: DmaSelection::of_expire(expire.clone().into_primitive()),
             attention: AttentionCall::new(all.bounds(), spec),
         };
         let rows = Flex::dma_attention(&call, KeepOLow::Never).o;
-        let expire = bits(expire);
+        let expire = host_ints(expire);
 
         let token = |at: usize| qkv.narrow(1, at, 1);
         let first =
-            [heads, heads + KV_HEADS].map(|head| tensor::<4>(token(0)).narrow(2, head, KV_HEADS).swap_dims(1, 2));
+            [heads, heads + KV_HEADS].map(|head| tensor::<Flex, 4>(token(0)).narrow(2, head, KV_HEADS).swap_dims(1, 2));
         let position = Tensor::zeros([2, KV_HEADS, 1], &Default::default());
         let mut cache = DmaCache::<Flex>::new(first, tensor(z.narrow(2, 0, 1)), position, window);
         let mut plain = cache.clone();
@@ -119,17 +107,12 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
             };
             let plain_o = reference::dma_decode(&mut plain, offered.clone(), spec.softmax_scale, bias, &mut ());
             let o = dma_decode(&mut cache, offered, spec.softmax_scale, bias, &mut ());
-            let o_host = host(o.clone().into_primitive().tensor());
+            let o_host = host(primitive(o));
             assert_close(&format!("plain row {at}, {bias:?}"), &o_host, &host(plain_o), 4e-6);
-            assert_eq!(bits(cache.positions.tokens()), bits(plain.positions.tokens()), "row {at}");
-            assert_close(
-                &format!("row {at}, {bias:?}"),
-                &host(o.into_primitive().tensor()),
-                &host(rows.narrow(1, at, 1)),
-                4e-6,
-            );
+            assert_eq!(host_ints(cache.positions.tokens()), host_ints(plain.positions.tokens()), "row {at}");
+            assert_close(&format!("row {at}, {bias:?}"), &o_host, &host(rows.narrow(1, at, 1)), 4e-6);
             // The slots hold exactly the keys that the mask shows to the query `at`.
-            let positions = bits(cache.positions.tokens());
+            let positions = host_ints(cache.positions.tokens());
             let slots = positions.len() / (2 * KV_HEADS);
             for (head, held) in positions.chunks(slots).enumerate() {
                 let mut held = held.to_vec();
@@ -151,7 +134,7 @@ fn likeliest_takes_the_first_of_equal_logits_and_nothing_from_a_row_with_nan_or_
     let data = burn::tensor::TensorData::new(rows.concat(), [count, 5]);
     let logits = Tensor::<Flex, 2>::from_data(data, &Default::default());
     assert_eq!(crate::likeliest(logits.clone(), 4), expected);
-    let ids = super::reference::likeliest::<Flex>(logits.into_primitive().tensor(), 4);
-    let ids = Tensor::<Flex, 2, Int>::from_primitive(ids).into_data();
-    assert_eq!(ids.iter::<i64>().collect::<Vec<_>>(), [1, 1, -1, -1, -1]);
+    let ids = super::reference::likeliest::<Flex>(primitive(logits), 4);
+    let ids = Tensor::<Flex, 2, Int>::from_primitive(ids);
+    assert_eq!(host_ints(ids), [1, 1, -1, -1, -1]);
 }

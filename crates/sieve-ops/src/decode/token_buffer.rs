@@ -111,24 +111,19 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
     /// A new buffer with these rows. `size` is the number of entries that a text of so many tokens has here, and the
     /// room for them.
     pub fn rows(&self, rows: RowsOf, size: impl Fn(usize) -> [usize; 2]) -> Self {
-        let (old, mut shape) = (self.buffer(), self.buffer().dims());
-        let options = (&old.device(), old.dtype());
         match rows {
             RowsOf::Copies(rows) => self.moved(self.len, self.room(), rows),
             RowsOf::Texts { rows, tokens } => {
-                shape[0] = rows;
-                shape[self.axis] = size(tokens)[1].max(1);
-                let mut texts = Self::empty(shape, self.axis, options);
-                texts.count(shape[self.axis]);
+                let [_, room] = size(tokens);
+                let mut texts = self.resized(rows, room.max(1));
+                texts.count(room.max(1));
                 texts
             }
             RowsOf::Text { row, tokens } => {
                 let [len, room] = size(tokens);
-                shape[0] = 1;
-                shape[self.axis] = room.max(1);
-                let mut text = Self::empty(shape, self.axis, options);
+                let mut text = self.resized(1, room.max(1));
                 if len > 0 {
-                    text.append(old.clone().narrow(0, row, 1).narrow(self.axis, 0, len));
+                    text.append(self.buffer().clone().narrow(0, row, 1).narrow(self.axis, 0, len));
                 }
                 text
             }
@@ -149,18 +144,23 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
 
     /// A copy of the last `kept` tokens in a buffer with this room, each row `rows` times.
     fn moved(&self, kept: usize, room: usize, rows: usize) -> Self {
-        let (old, mut shape) = (self.buffer(), self.buffer().dims());
-        shape[0] *= rows;
-        shape[self.axis] = room;
-        let mut moved = Self::empty(shape, self.axis, (&old.device(), old.dtype()));
+        let mut moved = self.resized(rows * self.buffer().dims()[0], room);
         if kept > 0 {
-            let kept = old.clone().narrow(self.axis, self.len - kept, kept);
+            let kept = self.buffer().clone().narrow(self.axis, self.len - kept, kept);
             moved.append(match rows {
                 1 => kept,
                 _ => kept.repeat_dim(0, rows),
             });
         }
         moved
+    }
+
+    /// A buffer without a token, of this number of rows and this room.
+    fn resized(&self, rows: usize, room: usize) -> Self {
+        let (old, mut shape) = (self.buffer(), self.buffer().dims());
+        shape[0] = rows;
+        shape[self.axis] = room;
+        Self::empty(shape, self.axis, (&old.device(), old.dtype()))
     }
 
     /// Replaces the buffer by what `write` returns. `write` owns the buffer, so that the backend may change it in

@@ -3,7 +3,7 @@
 //! Calls in f32 run the kernels, with weights in f32 or bf16. Calls in any other dtype (f64 in gradient checks) run the
 //! reference, which is counted.
 use super::paths::{self, Memory, Place};
-use burn::tensor::{DType, Shape, TensorData, TensorMetadata, bf16};
+use burn::tensor::{DType, Element, Shape, TensorData, TensorMetadata, bf16};
 use burn_flex::FlexTensor;
 use sieve_core::ScoreMatrix;
 use sieve_cpu::Weight;
@@ -64,8 +64,16 @@ pub(crate) fn ints(x: &FlexTensor) -> &[i32] {
     x.storage::<i32>()
 }
 
-pub(crate) fn from_vec(values: Vec<f32>, shape: impl Into<Shape>) -> FlexTensor {
+pub(crate) fn from_vec<T: Element>(values: Vec<T>, shape: impl Into<Shape>) -> FlexTensor {
     FlexTensor::from_data(TensorData::new(values, shape.into()))
+}
+
+/// `values` in the shape of `x` with `columns` as the last dimension.
+pub(crate) fn with_columns(x: &FlexTensor, columns: usize, values: Vec<f32>) -> FlexTensor {
+    let mut shape = x.shape().to_vec();
+    let last = shape.len() - 1;
+    shape[last] = columns;
+    from_vec(values, shape)
 }
 
 pub(crate) fn zeros_like(x: &FlexTensor) -> Vec<f32> {

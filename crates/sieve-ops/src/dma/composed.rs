@@ -66,13 +66,6 @@ impl<B: Backend> DmaLayer<B> {
     }
 }
 
-impl<B: Backend> DmaInputs<B> {
-    /// The call of attention over the selected keys, with the bias `delta` of each key.
-    fn attention(&self, delta: Float<B>, selection: DmaSelection<B>) -> DmaCall<B> {
-        DmaCall { qkv: self.scores.qkv.clone(), delta, selection, attention: self.attention.clone() }
-    }
-}
-
 /// Ranks the keys, selects keys by rank, and attends over them.
 pub(crate) fn forward<B: DeviceBackend>(inputs: &DmaInputs<B>, o_low: KeepOLow) -> DmaForward<B> {
     let dma = inputs.dma;
@@ -108,7 +101,12 @@ pub(crate) fn backward<B: DeviceBackend>(
 ) -> [Float<B>; 3] {
     let rank = tensor::<B, 3>(forward.rank);
     let delta = dma_bias(rank.clone(), inputs.dma.bias);
-    let call = inputs.attention(primitive(delta.clone()), forward.selection);
+    let call = DmaCall {
+        qkv: inputs.scores.qkv.clone(),
+        delta: primitive(delta.clone()),
+        selection: forward.selection,
+        attention: inputs.attention.clone(),
+    };
     let [dqkv, d_delta] = B::dma_attention_backward(&call, forward.output, d_o);
     // The recency term is constant, so the gradient of the rank is the gradient of the score.
     let dz = dma_bias_backward(rank, delta, tensor(d_delta), inputs.dma.bias);

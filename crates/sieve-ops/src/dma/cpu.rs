@@ -4,7 +4,7 @@ use super::{DmaCall, DmaScoresCall, DmaSelection, reference};
 use crate::attention::cpu::{attention_shape, backward, contiguous_bounds, documents, forward};
 use crate::device::{contiguous, floats, from_vec, ints, unless_f32, zeros_like};
 use crate::{AttentionOutput, DocumentBounds};
-use burn::tensor::{TensorData, TensorMetadata};
+use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{DmaWindow, KeepOLow};
 
@@ -57,8 +57,7 @@ pub(crate) fn dma_select(rank: FlexTensor, bounds: &DocumentBounds<Flex>, window
     sieve_cpu::dma_select(floats(&rank), documents, shape[0], shape[1], shape[2], window.num_ranked(), &mut expire);
     let local = window.local_window_size;
     sieve_cpu::extend_expire(&mut expire, documents, shape[1], shape[2], local);
-    let expire = FlexTensor::from_data(TensorData::new(expire, shape));
-    DmaSelection::of_expire(expire)
+    DmaSelection::of_expire(from_vec(expire, shape))
 }
 
 pub(crate) fn dma_attention(call: &DmaCall<Flex>, _o_low: KeepOLow) -> AttentionOutput<Flex> {

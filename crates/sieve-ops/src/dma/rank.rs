@@ -13,18 +13,14 @@ use burn::tensor::{Int, Tensor, TensorData};
 /// - z: `[batch, num_kv_heads, seq_len]`
 /// - positions: `[batch, seq_len]`
 /// - slopes: one per KV head, from [`sieve_core::DmaShape::slopes`]; `None`: returns z
-pub fn dma_rank<B: Backend>(
-    z: Tensor<B, 3>,
-    positions: impl FnOnce() -> Tensor<B, 2, Int>,
-    slopes: Option<Vec<f64>>,
-) -> Tensor<B, 3> {
+pub fn dma_rank<B: Backend>(z: Tensor<B, 3>, positions: Tensor<B, 2, Int>, slopes: Option<Vec<f64>>) -> Tensor<B, 3> {
     let Some(slopes) = slopes else {
         return z;
     };
     let shape = [1, slopes.len(), 1];
     let options = (&z.device(), z.dtype());
     let slopes = Tensor::<B, 3>::from_data(TensorData::new(slopes, shape), options);
-    let positions = positions().float().cast(z.dtype()).unsqueeze_dim::<3>(1);
+    let positions = positions.float().cast(z.dtype()).unsqueeze_dim::<3>(1);
     z + positions * slopes
 }
 
@@ -57,7 +53,7 @@ pub enum PositionOrigin<B: Backend> {
 pub(crate) fn ranks<B: Backend>(z: Float<B>, recency: Option<Recency<B>>) -> Float<B> {
     match recency {
         None => z,
-        Some(Recency { slopes, origin }) => primitive(dma_rank(tensor(z), || origin.positions(), Some(slopes))),
+        Some(Recency { slopes, origin }) => primitive(dma_rank(tensor(z), origin.positions(), Some(slopes))),
     }
 }
 

@@ -3,11 +3,12 @@ use super::rank::{Recency, ranks};
 use super::{DmaCall, DmaScoresCall, DmaSelection};
 use crate::attention::masks::hidden_by_expiry;
 use crate::attention::reference::{masked_attention, masked_attention_backward};
-use crate::tensors::{Float, primitive, split_heads, tensor, upcast};
+use crate::documents::HostBounds;
+use crate::tensors::{Float, ints, primitive, split_heads, tensor, upcast};
 use crate::{AttentionOutput, AttentionSpec, DocumentBounds};
 use burn::tensor::activation::{sigmoid, softplus};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Bool, Int, Tensor, TensorData, TensorMetadata};
+use burn::tensor::{Bool, Tensor, TensorMetadata};
 use sieve_core::DmaWindow;
 
 /// The values of a packed tensor, `[batch * seq_len, num_kv_heads * head_dim]`.
@@ -65,19 +66,14 @@ pub fn dma_select<B: Backend>(rank: Float<B>, documents: &DocumentBounds<B>, win
     let [batch, kv_heads, seq_len] = z.dims();
     let device = z.device();
     let scores: Vec<f64> = z.into_data().iter::<f64>().collect();
-    let start: Tensor<B, 2, Int> = Tensor::from_primitive(documents[0].clone());
-    let start: Vec<i64> = start.into_data().iter::<i64>().collect();
-    let end: Tensor<B, 2, Int> = Tensor::from_primitive(documents[1].clone());
-    let end: Vec<i64> = end.into_data().iter::<i64>().collect();
+    let documents = HostBounds::new::<B>(documents);
     let mut expire = vec![0i32; batch * kv_heads * seq_len];
     for (head, expire) in expire.chunks_mut(seq_len).enumerate() {
         let row = head / kv_heads;
         let scores = &scores[head * seq_len..][..seq_len];
-        for (key, expire) in expire.iter_mut().enumerate() {
-            *expire = end[row * seq_len + key] as i32;
-        }
+        expire.copy_from_slice(&documents.end[row * seq_len..][..seq_len]);
         for query in 0..seq_len {
-            let first = start[row * seq_len + query] as usize;
+            let first = documents.start[row * seq_len + query] as usize;
             let older = (query + 1).saturating_sub(window.local_window_size).max(first);
             let mut keys: Vec<usize> = (first..older).collect();
             // Sorts the best keys first: larger score, then more recent. `+ 0.0` makes -0 equal to +0.
@@ -87,8 +83,7 @@ pub fn dma_select<B: Backend>(rank: Float<B>, documents: &DocumentBounds<B>, win
             }
         }
     }
-    let expire = TensorData::new(expire, [batch, kv_heads, seq_len]);
-    let expire = Tensor::<B, 3, Int>::from_data(expire, &device);
+    let expire = ints::<B, 3>(expire, [batch, kv_heads, seq_len], &device);
     DmaSelection::of_expire(expire.into_primitive())
 }
 

@@ -2,9 +2,10 @@ mod gradients;
 mod mask;
 
 use super::{dma_bias, dma_rank, dynamic_mask_attention};
+use crate::tensors::tensor;
 use crate::testing::{Ad, Float, Input, Random, RandomInput, float, primitive};
 use crate::{AttentionCall, AttentionSpec, DmaBias, DmaCall, DmaLayer, Documents, reference};
-use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
+use burn::tensor::{DType, Int, Tensor};
 use burn_flex::Flex;
 use sieve_core::{DmaRecency, DmaShape};
 
@@ -53,8 +54,7 @@ fn run(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec, dma: Dm
 pub(crate) fn reference_run(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec, dma: DmaShape) -> Float {
     let (qkv, bounds) = (inputs[0].clone(), documents.bounds());
     let z = reference::dma_scores(&layer(inputs, dma).scores(qkv.clone(), spec));
-    let positions = || documents.positions.clone();
-    let rank = dma_rank(float::<3>(&z), positions, dma.slopes(spec.num_kv_heads));
+    let rank = dma_rank(float::<3>(&z), documents.positions.clone(), dma.slopes(spec.num_kv_heads));
     let selection = reference::dma_select::<Ad>(primitive(rank.clone()), &bounds, dma.window());
     let call = DmaCall::<Ad> {
         qkv,
@@ -69,10 +69,10 @@ pub(crate) fn reference_run(inputs: &[Float], documents: &Documents<Ad>, spec: A
 fn at_131072_tokens_a_rank_is_off_by_two_roundings() {
     let (len, periods) = (131_072, [64.0, 8192.0]);
     let z = Random(3).input(&[1, 2, len]);
-    let positions = || Tensor::<Flex, 1, Int>::arange(0..len as i64, &Default::default()).unsqueeze::<2>();
+    let positions = Tensor::<Flex, 1, Int>::arange(0..len as i64, &Default::default()).unsqueeze::<2>();
     let slopes = periods.map(|period| 1.0 / period).to_vec();
-    let tensor = Tensor::<Flex, 3>::from_primitive(TensorPrimitive::Float(z.tensor(DType::F32)));
-    let rank: Vec<f32> = dma_rank(tensor, positions, Some(slopes)).into_data().iter().collect();
+    let scores = tensor::<Flex, 3>(z.tensor(DType::F32));
+    let rank: Vec<f32> = dma_rank(scores, positions, Some(slopes)).into_data().iter().collect();
     let z: Vec<f64> = z.values.iter().map(|&z| f64::from(z as f32)).collect();
     for (head, period) in periods.into_iter().enumerate() {
         let off = (0..len).map(|at| {

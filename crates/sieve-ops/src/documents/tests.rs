@@ -1,24 +1,21 @@
 use super::Documents;
+use crate::testing::host_ints;
 use burn_flex::Flex;
-
-fn values(x: burn::tensor::Tensor<Flex, 2, burn::tensor::Int>) -> Vec<i64> {
-    x.into_data().iter::<i64>().collect()
-}
 
 #[test]
 fn positions_restart_at_each_document() {
     let (start, end) = ([0, 0, 2, 3, 0, 0, 0, 0], [2, 2, 3, 4, 4, 4, 4, 4]);
     let documents = Documents::<Flex>::new(&start, &end, [2, 4], &Default::default());
-    assert_eq!(values(documents.positions), [0, 1, 0, 0, 0, 1, 2, 3]);
-    assert_eq!(values(documents.start), [0, 0, 2, 3, 0, 0, 0, 0]);
-    assert_eq!(values(documents.end), [2, 2, 3, 4, 4, 4, 4, 4]);
+    assert_eq!(host_ints(documents.positions), [0, 1, 0, 0, 0, 1, 2, 3]);
+    assert_eq!(host_ints(documents.start), [0, 0, 2, 3, 0, 0, 0, 0]);
+    assert_eq!(host_ints(documents.end), [2, 2, 3, 4, 4, 4, 4, 4]);
 }
 
 #[test]
 fn a_row_may_be_one_document() {
     let documents = Documents::<Flex>::whole_rows([2, 3], &Default::default());
-    assert_eq!(values(documents.positions), [0, 1, 2, 0, 1, 2]);
-    assert_eq!(values(documents.end), [3; 6]);
+    assert_eq!(host_ints(documents.positions), [0, 1, 2, 0, 1, 2]);
+    assert_eq!(host_ints(documents.end), [3; 6]);
 }
 
 #[test]

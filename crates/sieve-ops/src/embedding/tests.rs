@@ -1,7 +1,6 @@
 use super::embedding;
 use crate::reference;
 use crate::testing::{Ad, Float, Random, RandomInput, check_op, float, ints, primitive};
-use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor};
 
 const VOCAB_SIZE: usize = 11;
@@ -27,7 +26,7 @@ fn equals_the_reference_and_differences() {
 #[test]
 fn ids_may_be_a_view() {
     let weight = Random(3).input(&[VOCAB_SIZE, 4]);
-    let weight: Tensor<Ad, 2> = float(&Ad::from_inner(weight.tensor(DType::F32)));
+    let weight: Tensor<Ad, 2> = float(&weight.untracked(DType::F32));
     let stored = ids(3, 5);
     let viewed = stored.clone().swap_dims(0, 1);
     let copied = ints(viewed.clone().into_data().to_vec().expect("i32"), [5, 3]);

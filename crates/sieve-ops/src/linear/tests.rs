@@ -1,13 +1,16 @@
 use super::{add_bias, linear};
 use crate::reference;
-use crate::testing::{Float, Random, RandomInput, check_op, check_parity, float, primitive};
+use crate::tensors::tensor;
+use crate::testing::{Ad, Float, Random, RandomInput, check_op, check_parity, float, primitive};
+use burn::tensor::DType;
+use burn_flex::Flex;
 
 fn op(inputs: &[Float]) -> Float {
     primitive(linear(float::<3>(&inputs[0]), float(&inputs[1])))
 }
 
 fn reference_op(inputs: &[Float]) -> Float {
-    reference::linear::<crate::testing::Ad>(inputs[0].clone(), inputs[1].clone())
+    reference::linear::<Ad>(inputs[0].clone(), inputs[1].clone())
 }
 
 #[test]
@@ -42,14 +45,10 @@ fn a_bias_equals_a_plain_addition() {
 // A prompt has many rows and a decoding step one: the same row must give the same bits.
 #[test]
 fn a_row_does_not_depend_on_the_number_of_rows() {
-    use burn::tensor::{Tensor, TensorData};
-    use burn_flex::Flex;
-    let device = Default::default();
     let mut random = Random(1);
     for [d_in, d_out] in [[64, 128], [192, 1024], [48, 40], [512, 192], [768, 2304], [3000, 200]] {
-        let weight = Tensor::<Flex, 2>::from_data(TensorData::new(random.vector(d_in * d_out), [d_out, d_in]), &device);
-        let rows = 130;
-        let x = Tensor::<Flex, 2>::from_data(TensorData::new(random.vector(rows * d_in), [rows, d_in]), &device);
+        let mut matrix = |rows| tensor::<Flex, 2>(random.input(&[rows, d_in]).tensor(DType::F32));
+        let (weight, x) = (matrix(d_out), matrix(130));
         let all: Vec<f32> = linear(x.clone(), weight.clone()).into_data().to_vec().unwrap();
         for count in [1, 2, 5, 7, 8, 9, 16, 33, 65] {
             let some = linear(x.clone().narrow(0, 3, count), weight.clone()).into_data();

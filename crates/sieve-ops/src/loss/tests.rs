@@ -1,10 +1,9 @@
 use super::{IGNORE_LABEL, linear_cross_entropy, token_losses};
 use crate::reference;
 use crate::testing::{
-    Ad, Float, Input, Random, RandomInput, assert_close, check_finite_differences, check_parity, check_views, float,
-    ints, primitive,
+    Ad, Float, Input, Random, RandomInput, View, assert_close, check_finite_differences, check_parity, check_views,
+    evaluate, float, host, ints, primitive,
 };
-use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor};
 
 fn inputs([tokens, d_model, vocab_size]: [usize; 3]) -> [Input; 2] {
@@ -50,18 +49,16 @@ fn equals_the_reference_and_differences_for_any_sizes() {
 fn token_losses_add_up_to_the_loss() {
     let dims = [63, 24, 40];
     let labels = labels(dims[0], dims[2]);
-    let [h, weight] = inputs(dims).map(|input| Ad::from_inner(input.tensor(DType::F32)));
+    let [h, weight] = inputs(dims).map(|input| input.untracked(DType::F32));
     let losses = token_losses(float(&h), float(&weight), labels.clone());
-    let losses: Vec<f64> = losses.into_data().iter::<f64>().collect();
+    let losses = host(primitive(losses).primitive);
     for (token, loss) in losses.iter().enumerate() {
         assert_eq!(token % 3 == 1, *loss == 0.0, "token {token}: {loss}");
     }
-    let sum = run(&[h, weight], &labels).primitive;
-    let sum = crate::testing::host(sum);
+    let sum = host(run(&[h, weight], &labels).primitive);
     assert_close("sum", &[losses.iter().sum::<f64>()], &sum, 1e-4);
-    let [h, weight] = inputs(dims).map(|input| Ad::from_inner(input.tensor(DType::F64)));
-    let exact = token_losses(float(&h), float(&weight), labels);
-    let exact: Vec<f64> = exact.into_data().iter::<f64>().collect();
+    let [h, weight] = inputs(dims).map(|input| input.untracked(DType::F64));
+    let exact = host(primitive(token_losses(float(&h), float(&weight), labels)).primitive);
     assert_close("losses", &losses, &exact, 4e-6);
 }
 
@@ -71,8 +68,7 @@ fn without_labels_all_is_zero() {
     let none = ints(vec![IGNORE_LABEL; 5], [5]);
     let op = |inputs: &[Float]| run(inputs, &none);
     for dtype in [DType::F32, DType::F64] {
-        let how = crate::testing::View::Contiguous;
-        let all = crate::testing::evaluate(&op, &inputs, 3, dtype, how);
+        let all = evaluate(&op, &inputs, 3, dtype, View::Contiguous);
         assert_eq!(all.output, [0.0]);
         assert!(all.gradients.concat().iter().all(|&x| x == 0.0));
     }

@@ -2,7 +2,7 @@
 use super::{MlaCall, MlaPackCall, MlaSpec};
 use crate::AttentionOutput;
 use crate::attention::reference::{separate_attention, separate_attention_backward};
-use crate::norm::reference::{normalise, normalise_backward};
+use crate::norm::reference::{norm_heads, norm_heads_backward};
 use crate::rope::reference::Angles;
 use crate::tensors::{Float, primitive, tensor, upcast};
 use burn::tensor::backend::Backend;
@@ -11,21 +11,6 @@ use burn::tensor::{Tensor, TensorMetadata};
 /// Splits `[.., head_dim + rope_dim]` into the unrotated and the rotated columns.
 fn parts<B: Backend>(x: Tensor<B, 4>, spec: MlaSpec) -> [Tensor<B, 4>; 2] {
     [x.clone().narrow(3, 0, spec.head_dim), x.narrow(3, spec.head_dim, spec.rope_dim)]
-}
-
-/// `[dx, dweight]` of `x / rms(x) * weight` over the last dimension.
-fn norm_backward<B: Backend>(
-    x: Tensor<B, 4>,
-    weight: Float<B>,
-    epsilon: f64,
-    dy: Tensor<B, 4>,
-) -> (Tensor<B, 4>, Float<B>) {
-    let shape @ [batch, n, heads, width] = x.dims();
-    let rows = [batch * n * heads, width];
-    let dtype = weight.dtype();
-    let weight = tensor::<B, 1>(weight).cast(x.dtype());
-    let (dx, dweight) = normalise_backward(x.reshape(rows), weight, epsilon, dy.reshape(rows));
-    (dx.reshape(shape), primitive(dweight.cast(dtype)))
 }
 
 /// q, k, v before norms and rotation, `[batch, seq_len, num_heads, width]`; k_rope is repeated for each head.
@@ -49,16 +34,14 @@ pub fn mla_pack<B: Backend>(inputs: [Float<B>; 3], call: MlaPackCall<B>) -> (Flo
     let inputs = inputs.map(|x| upcast::<B, 3>(x).0);
     let k_rope = inputs[2].clone();
     let [mut q, mut k, v] = heads(inputs, spec);
-    let [batch, n, num_heads, width] = q.dims();
+    let [batch, n, num_heads, _] = q.dims();
     let angles = Angles::new(&call.rope, call.positions, q.dtype());
     let mut keys = None;
     if let Some(norm) = call.norm {
-        let weight = |weight| tensor::<B, 1>(weight).cast(q.dtype());
-        let [q_weight, k_weight] = [norm.q_weight, norm.k_weight].map(weight);
-        let rows = [batch * n * num_heads, width];
-        q = (normalise(q.reshape(rows), norm.epsilon).0 * q_weight.unsqueeze()).reshape([batch, n, num_heads, width]);
-        let (normed, inverse) = normalise(k.reshape(rows), norm.epsilon);
-        k = (normed * k_weight.clone().unsqueeze()).reshape([batch, n, num_heads, width]);
+        (q, _) = norm_heads::<B>(q, norm.q_weight, norm.epsilon);
+        let inverse;
+        (k, inverse) = norm_heads::<B>(k, norm.k_weight.clone(), norm.epsilon);
+        let k_weight = tensor::<B, 1>(norm.k_weight).cast(k.dtype());
         let k_rope = k_rope * k_weight.narrow(0, spec.head_dim, spec.rope_dim).unsqueeze();
         let rotated = angles.rotate(k_rope.unsqueeze_dim(2), 1.0).squeeze_dim::<3>(2);
         let inverse = inverse.reshape([batch, n, num_heads]);
@@ -91,8 +74,8 @@ pub fn mla_pack_backward<B: Backend>(
     let mut weights = None;
     if let (Some(norm), Some(inputs)) = (call.norm, normed) {
         let [q, k, _] = heads(inputs.map(|x| upcast::<B, 3>(x).0), spec);
-        let (of_q, dq_weight) = norm_backward(q, norm.q_weight, norm.epsilon, dq);
-        let (of_k, dk_weight) = norm_backward(k, norm.k_weight, norm.epsilon, dk);
+        let (of_q, dq_weight) = norm_heads_backward::<B>(q, norm.q_weight, norm.epsilon, dq);
+        let (of_k, dk_weight) = norm_heads_backward::<B>(k, norm.k_weight, norm.epsilon, dk);
         (dq, dk, weights) = (of_q, of_k, Some([dq_weight, dk_weight]));
     }
     let [dk_c, dk_r] = parts(dk, spec);

@@ -4,7 +4,7 @@ use crate::documents::HostBounds;
 use crate::reference;
 use crate::testing::{
     Ad, Call, Float, Input, Random, RandomInput, View, assert_close, calls, check_calls, check_finite_differences,
-    check_parity, evaluate, float, ints,
+    check_parity, evaluate, float, host_ints, ints,
 };
 use burn::tensor::DType;
 use burn::tensor::ops::IntTensor;
@@ -28,12 +28,10 @@ impl Call {
     fn chosen(&self, seed: u64) -> Tensor<Ad, 4, Int> {
         let [batch, n] = self.dims;
         let (kv_heads, k) = (self.spec.num_kv_heads, BLOCKS.num_selected_blocks);
-        let starts = self.documents.start.clone().into_data();
-        let starts: Vec<usize> = starts.iter::<i64>().map(|x| x as usize).collect();
         let mut random = Random(seed);
         let mut all = Vec::new();
-        for (token, start) in starts.into_iter().enumerate() {
-            let own = (token % n - start) / BLOCKS.select_block_size;
+        for (token, start) in host_ints(self.documents.start.clone()).into_iter().enumerate() {
+            let own = (token % n - start as usize) / BLOCKS.select_block_size;
             for _ in 0..kv_heads {
                 let mut chosen = vec![own as i32, random.below(own + 1) as i32];
                 chosen.sort_unstable();
@@ -136,17 +134,15 @@ fn nsa_compressed_attention_equals_the_reference() {
 fn nsa_choice_of_blocks_equals_the_reference() {
     for call in calls() {
         for seed in 0..3 {
-            let [qkv, compressed] =
-                [call.qkv(seed), call.compressed(seed + 9)].map(|input| input.tensor(burn::tensor::DType::F32));
+            let [qkv, compressed] = [call.qkv(seed), call.compressed(seed + 9)].map(|input| input.tensor(DType::F32));
             let call = call.call::<Flex>();
-            let run = |reference: bool| -> Vec<i64> {
+            let run = |reference: bool| {
                 let (qkv, compressed) = (qkv.clone(), compressed.clone());
                 let result = match reference {
                     true => reference::nsa_compressed_attention::<Flex>(qkv, compressed, &call),
                     false => Flex::nsa_compressed_attention(qkv, compressed, &call),
                 };
-                let indices = Tensor::<Flex, 4, Int>::from_primitive(result.block_indices);
-                indices.into_data().iter::<i64>().collect()
+                host_ints::<Flex, 4>(Tensor::from_primitive(result.block_indices))
             };
             assert_eq!(run(false), run(true));
         }

@@ -1,7 +1,7 @@
 //! Snapshots of tensors, which another thread reads while ops continue.
-use crate::tensors::Float;
+use crate::tensors::{Float, tensor};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
+use burn::tensor::{Shape, TensorData, TensorMetadata};
 use sieve_kernels::{HostCopy, HostReader, KernelError};
 
 /// The values of a tensor when [`DeviceBackend::snapshot`](crate::DeviceBackend::snapshot) was called.
@@ -19,10 +19,10 @@ enum Source {
 
 impl Snapshot {
     /// Reads a tensor on the calling thread.
-    pub(crate) fn read_now<B: Backend>(tensor: Float<B>) -> Self {
-        let shape = tensor.shape();
-        let flat = B::float_reshape(tensor, Shape::new([shape.num_elements()]));
-        let mut data = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat)).into_data();
+    pub(crate) fn read_now<B: Backend>(x: Float<B>) -> Self {
+        let shape = x.shape();
+        let flat = B::float_reshape(x, Shape::new([shape.num_elements()]));
+        let mut data = tensor::<B, 1>(flat).into_data();
         data.shape = shape;
         Self::of_data(data)
     }

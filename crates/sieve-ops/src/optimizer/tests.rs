@@ -1,7 +1,8 @@
 use super::{adamw, orthogonalised, sum_of_squares};
+use crate::tensors::{primitive, tensor};
 use crate::testing::{Input, Random, RandomInput, assert_close, host};
 use crate::{AdamWStep, AdamWTensors};
-use burn::tensor::{DType, Tensor, TensorPrimitive};
+use burn::tensor::{DType, Tensor};
 use burn_flex::{Flex, FlexTensor};
 
 fn step_number(t: i32) -> AdamWStep {
@@ -17,10 +18,6 @@ fn step_number(t: i32) -> AdamWStep {
     }
 }
 
-fn tensor<const D: usize>(x: FlexTensor) -> Tensor<Flex, D> {
-    Tensor::from_primitive(TensorPrimitive::Float(x))
-}
-
 fn start(param: FlexTensor) -> AdamWTensors<Flex> {
     let zeros = || FlexTensor::zeros(param.layout().shape().clone(), param.dtype());
     AdamWTensors { exp_avg: zeros(), exp_avg_sq: zeros(), leaf: None, param }
@@ -32,7 +29,7 @@ fn scale(value: f64, dtype: DType) -> Tensor<Flex, 1> {
 
 /// The first step in f32.
 fn stepped(tensors: AdamWTensors<Flex>, gradient: FlexTensor) -> AdamWTensors<Flex> {
-    adamw(tensors, tensor::<2>(gradient), scale(1.0, DType::F32), step_number(1))
+    adamw(tensors, tensor::<Flex, 2>(gradient), scale(1.0, DType::F32), step_number(1))
 }
 
 /// Ten steps with a fresh gradient each.
@@ -40,7 +37,7 @@ fn ten_steps(dtype: DType) -> AdamWTensors<Flex> {
     let mut random = Random(1);
     let mut tensors = start(random.input(&[63, 40]).tensor(dtype));
     for t in 1..=10 {
-        let gradient = tensor::<2>(random.input(&[63, 40]).tensor(dtype));
+        let gradient = tensor::<Flex, 2>(random.input(&[63, 40]).tensor(dtype));
         tensors = adamw(tensors, gradient, scale(0.5, dtype), step_number(t));
     }
     tensors
@@ -76,11 +73,11 @@ fn ten_steps_equal_the_formulas() {
 fn a_scale_of_zero_or_nan_changes_nothing() {
     for dtype in [DType::F32, DType::F64] {
         let tensors = || start(Random(2).input(&[30, 7]).tensor(dtype));
-        let gradient = tensor::<2>(Random(3).input(&[30, 7]).tensor(dtype)) / 0.0;
-        let once =
-            adamw(tensors(), tensor::<2>(Random(4).input(&[30, 7]).tensor(dtype)), scale(1.0, dtype), step_number(1));
+        let [infinite, gradient] = [3, 4].map(|seed| tensor::<Flex, 2>(Random(seed).input(&[30, 7]).tensor(dtype)));
+        let infinite = infinite / 0.0;
+        let once = adamw(tensors(), gradient, scale(1.0, dtype), step_number(1));
         for gate in [0.0, f64::NAN, f64::INFINITY] {
-            let after = adamw(once.clone(), gradient.clone(), scale(gate, dtype), step_number(2));
+            let after = adamw(once.clone(), infinite.clone(), scale(gate, dtype), step_number(2));
             assert_eq!(host(after.param), host(once.param.clone()), "{dtype:?}");
             assert_eq!(host(after.exp_avg), host(once.exp_avg.clone()));
             assert_eq!(host(after.exp_avg_sq), host(once.exp_avg_sq.clone()));
@@ -92,12 +89,12 @@ fn a_scale_of_zero_or_nan_changes_nothing() {
 #[test]
 fn the_leaf_is_the_rounded_weight() {
     let mut tensors = start(Random(2).input(&[30, 7]).tensor(DType::F32));
-    let leaf = tensor::<2>(tensors.param.clone()).cast(DType::BF16);
-    tensors.leaf = Some(leaf.into_primitive().tensor());
+    let leaf = tensor::<Flex, 2>(tensors.param.clone()).cast(DType::BF16);
+    tensors.leaf = Some(primitive(leaf));
     let after = stepped(tensors, Random(3).input(&[30, 7]).tensor(DType::F32));
-    let leaf = tensor::<2>(after.leaf.expect("it was given one"));
+    let leaf = tensor::<Flex, 2>(after.leaf.expect("it was given one"));
     assert_eq!(leaf.dtype(), DType::BF16);
-    let rounded = tensor::<2>(after.param).cast(DType::BF16);
+    let rounded = tensor::<Flex, 2>(after.param).cast(DType::BF16);
     assert_eq!(leaf.into_data(), rounded.into_data());
 }
 
@@ -135,16 +132,16 @@ fn orthogonalised_maps_the_singular_values() {
                 burn::tensor::TensorData::new(x.clone(), [rows, columns]),
                 (&Default::default(), dtype),
             );
-            let got = orthogonalised(x).into_primitive().tensor();
-            assert_close(&format!("{rows} x {columns} {dtype:?}"), &host(got), &expected, tolerance);
+            let got = host(primitive(orthogonalised(x)));
+            assert_close(&format!("{rows} x {columns} {dtype:?}"), &got, &expected, tolerance);
         }
     }
 }
 
 #[test]
 fn orthogonalised_zero_is_zero() {
-    let x = tensor::<2>(FlexTensor::zeros([6, 4].into(), DType::F32));
-    let zero = host(orthogonalised(x).into_primitive().tensor());
+    let x = tensor::<Flex, 2>(FlexTensor::zeros([6, 4].into(), DType::F32));
+    let zero = host(primitive(orthogonalised(x)));
     assert!(zero.iter().all(|&x| x == 0.0));
 }
 
@@ -188,10 +185,10 @@ fn squares_add_up_in_any_view() {
     let input: Input = Random(7).input(&[63, 40]);
     let exact: f64 = input.values.iter().map(|x| x * x).sum();
     let x = input.tensor(DType::F32);
-    let sum = |x: FlexTensor| -> f64 { sum_of_squares(tensor::<2>(x)).into_scalar().into() };
+    let sum = |x: FlexTensor| -> f64 { sum_of_squares(tensor::<Flex, 2>(x)).into_scalar().into() };
     assert_close("sum", &[sum(x.clone())], &[exact], 2e-7 * exact);
     assert_close("transposed", &[sum(x.transpose(0, 1))], &[exact], 2e-7 * exact);
-    let f64s: Vec<f64> = sum_of_squares(tensor::<2>(input.tensor(DType::F64))).into_data().iter::<f64>().collect();
-    assert_close("in f64", &f64s, &[exact], 1e-11 * exact);
+    let in_f64 = host(primitive(sum_of_squares(tensor::<Flex, 2>(input.tensor(DType::F64)))));
+    assert_close("in f64", &in_f64, &[exact], 1e-11 * exact);
     assert!(sum(FlexTensor::filled_typed([3, 4].into(), DType::F32, f32::NAN)).is_nan());
 }

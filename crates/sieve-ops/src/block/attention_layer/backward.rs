@@ -3,7 +3,7 @@ use super::forward::{Attended, Kept, merge_heads, rotation};
 use crate::block::gemm::{Operands, Weight, begin_gradients, gemm_gradients};
 use crate::dma::composed;
 use crate::tensors::{Float, primitive};
-use crate::{DeviceBackend, RmsNormCall, ToQuantise, context_parallel};
+use crate::{DeviceBackend, Residual, RmsNormCall, ToQuantise, context_parallel};
 use burn::tensor::TensorMetadata;
 
 /// Gradients of x, norm, qkv, q_norm, k_norm and o and, with DMA, of w_dt and a.
@@ -42,6 +42,7 @@ pub(super) fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float
     let dqkv = ToQuantise::new(merge_heads::<B>(dqkv));
     let norm = RmsNormCall { x, weight: primitive(layer.norm), epsilon: layer.epsilon };
     let first = (first, Weight::new(layer.qkv, qkv_sum));
-    let [dx, d_norm, d_qkv_weight] = begin_gradients::<B>(norm, first, dqkv, (call.residual, dy));
+    let d_residual = (call.residual == Residual::Stream).then_some(dy);
+    let [dx, d_norm, d_qkv_weight] = begin_gradients::<B>(norm, first, dqkv, d_residual);
     ([dx, d_norm, d_qkv_weight, d_q_norm, d_k_norm, d_o_weight], d_dma)
 }

@@ -235,8 +235,7 @@ fn what_is_kept_to_be_faster_is_what_the_plan_counts() {
         };
         let rotated = all.rotated.expect("rotated heads");
         let numbers = [normed, rotated].map(|x| x.shape().num_elements());
-        let heads = case.spec.num_heads + 2 * NUM_KV_HEADS;
-        let a_token = inputs[1].shape().num_elements() + heads * HEAD_DIM;
+        let a_token = inputs[1].shape().num_elements() + case.spec.packed_heads() * HEAD_DIM;
         assert_eq!(numbers.iter().sum::<usize>(), dims[0] * dims[1] * a_token);
     }
 }

@@ -1,15 +1,13 @@
 use super::seed_gradient;
+use crate::tensors::tensor;
 use crate::testing::{Ad, Random, RandomInput};
-use burn::tensor::{DType, Tensor, TensorPrimitive};
+use burn::tensor::{DType, Tensor};
+use burn_flex::Flex;
 
 #[test]
 fn hands_the_given_gradient_to_its_input_and_nothing_else() {
     let mut random = Random(1);
-    let mut tensor = |dims: &[usize]| {
-        let x = random.input(dims).tensor(DType::F32);
-        Tensor::<burn_flex::Flex, 3>::from_primitive(TensorPrimitive::Float(x))
-    };
-    let (x, dy) = (tensor(&[2, 3, 5]), tensor(&[2, 3, 5]));
+    let [x, dy] = [(); 2].map(|()| tensor::<Flex, 3>(random.input(&[2, 3, 5]).tensor(DType::F32)));
     let leaf = Tensor::<Ad, 3>::from_inner(x).require_grad();
     let given = Tensor::<Ad, 3>::from_inner(dy.clone()).require_grad();
     let y = leaf.clone() * 3.0;

@@ -124,7 +124,7 @@ struct Found {
     expire: Vec<i32>,
 }
 
-/// Of every sixteenth token.
+/// The values of every sixteenth token.
 fn some(x: Float<Cuda>) -> Vec<f32> {
     let x = tensor::<Cuda, 4>(x);
     let [_, len, heads, width] = x.dims();
@@ -220,7 +220,7 @@ fn all_keys() -> HashMap<[u32; 4], usize> {
     keys
 }
 
-/// One of the processes.
+/// Runs all cases for one part, in a process with one GPU, and writes the results to `folder`.
 fn run_part(part_idx: usize, folder: &Path) {
     // The first tensor creates the CUDA context that NCCL uses.
     let gpu = Gpu::open([part_idx * LEN, LEN]);

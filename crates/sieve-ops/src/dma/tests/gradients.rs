@@ -1,10 +1,12 @@
 use super::{dma, inputs, reference_run, run, spec, with_recency};
+use crate::tensors::tensor;
 use crate::testing::{
     Ad, Float, Input, View, assert_close, check_finite_differences, check_parity_within, check_views, documents,
-    evaluate,
+    evaluate, host, primitive,
 };
 use crate::{DMA_SCORE_CLAMP, DmaBias};
 use burn::tensor::DType;
+use burn_flex::Flex;
 
 fn check(group_size: usize, dims: [usize; 3], keep_window_size: usize, lengths: &[usize]) {
     let spec = spec(group_size, dims[2]);
@@ -111,12 +113,10 @@ fn above_the_clamp_the_bias_is_flat() {
     let z = [0.0, DMA_SCORE_CLAMP - 1e-3, DMA_SCORE_CLAMP, DMA_SCORE_CLAMP + 1e-3, 88.0, 1e6];
     for dtype in [DType::F32, DType::F64] {
         let z = Input { values: z.to_vec(), dims: vec![1, 1, z.len()] };
-        let z: burn::tensor::Tensor<burn_flex::Flex, 3> =
-            burn::tensor::Tensor::from_primitive(burn::tensor::TensorPrimitive::Float(z.tensor(dtype)));
+        let z = tensor::<Flex, 3>(z.tensor(dtype));
         let delta = super::dma_bias(z.clone(), DmaBias::Exp);
-        let dz = crate::dma::bias::dma_bias_backward(z.clone(), delta.clone(), z.ones_like(), DmaBias::Exp);
-        let delta: Vec<f64> = delta.into_data().iter::<f64>().collect();
-        let dz: Vec<f64> = dz.into_data().iter::<f64>().collect();
+        let dz = crate::dma::dma_bias_backward(z.clone(), delta.clone(), z.ones_like(), DmaBias::Exp);
+        let [delta, dz] = [delta, dz].map(|x| host(primitive(x)));
         assert!(delta.iter().all(|x| x.is_finite()));
         assert_eq!(dz[..3], delta[..3]);
         assert_eq!(dz[3..], [0.0; 3]);

@@ -1,23 +1,19 @@
 use super::{dma, inputs, run, spec};
+use crate::tensors::ints;
 use crate::testing::{
-    Ad, Input, Random, RandomInput, check_later_tokens_change_nothing, check_other_documents_change_nothing, documents,
-    host,
+    Ad, Random, RandomInput, check_later_tokens_change_nothing, check_other_documents_change_nothing, documents, host,
+    host_ints, primitive,
 };
 use crate::{
-    AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, DmaBias, DmaCall, DmaScoresCall, DmaSelection,
-    Documents, dma_select, reference,
+    AttentionCall, DeviceBackend, DmaBias, DmaCall, DmaScoresCall, DmaSelection, Documents, dma_select, reference,
 };
-use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn::tensor::{DType, Tensor, TensorData};
 use burn_flex::Flex;
 use proptest::prelude::*;
 use sieve_core::{DmaWindow, KeepOLow};
 
 fn scores(values: &[f32], dims: [usize; 3]) -> Tensor<Flex, 3> {
     Tensor::from_data(TensorData::new(values.to_vec(), dims), &Default::default())
-}
-
-fn integers<const D: usize>(x: Tensor<Flex, D, Int>) -> Vec<i64> {
-    x.into_data().iter::<i64>().collect()
 }
 
 /// The keys that a query sees, by DMA's definition: the last keys and the best older ones.
@@ -57,11 +53,11 @@ proptest! {
         let seq_len = one.len();
         let z: Vec<f32> = one.iter().chain(one.iter().rev()).copied().collect();
         let documents = documents::<Flex>(&lengths, [1, seq_len]);
-        let expire = integers(dma_select(scores(&z, [1, 2, seq_len]), &documents, window));
+        let expire = host_ints(dma_select(scores(&z, [1, 2, seq_len]), &documents, window));
         let oracle = reference::dma_select::<Flex>(
-            scores(&z, [1, 2, seq_len]).into_primitive().tensor(), &documents.bounds(), window);
-        prop_assert_eq!(&expire, &integers::<3>(Tensor::from_primitive(oracle.expire)));
-        let (start, end) = (integers(documents.start), integers(documents.end));
+            primitive(scores(&z, [1, 2, seq_len])), &documents.bounds(), window);
+        prop_assert_eq!(&expire, &host_ints::<Flex, 3>(Tensor::from_primitive(oracle.expire)));
+        let (start, end) = (host_ints(documents.start), host_ints(documents.end));
         for head in 0..2 {
             let (z, expire) = (&z[head * seq_len..][..seq_len], &expire[head * seq_len..][..seq_len]);
             for (query, &first) in start.iter().enumerate() {
@@ -77,37 +73,6 @@ proptest! {
     }
 }
 
-/// Output and gradients of attention under a given mask.
-struct Attended {
-    output: AttentionOutput<Flex>,
-    dqkv: Vec<f64>,
-    d_delta: Vec<f64>,
-}
-
-fn attend(
-    qkv: &Input,
-    delta: &Input,
-    expire: &[i32],
-    documents: &Documents<Flex>,
-    spec: AttentionSpec,
-    dtype: DType,
-) -> Attended {
-    let [batch, seq_len, head_dim] = [qkv.dims[0], qkv.dims[1], qkv.dims[3]];
-    let dims = [batch, spec.num_kv_heads, seq_len];
-    let expire = Tensor::<Flex, 3, Int>::from_data(TensorData::new(expire.to_vec(), dims), &Default::default());
-    let call = DmaCall::<Flex> {
-        qkv: qkv.tensor(dtype),
-        delta: delta.tensor(dtype),
-        selection: DmaSelection::of_expire(expire.into_primitive()),
-        attention: AttentionCall::new(documents.bounds(), spec),
-    };
-    let output = Flex::dma_attention(&call, KeepOLow::Never);
-    let o_dims = [batch, seq_len, spec.num_heads, head_dim];
-    let d_o = Random(9).input(&o_dims);
-    let [dqkv, d_delta] = Flex::dma_attention_backward(&call, output.clone(), d_o.tensor(dtype));
-    Attended { output, dqkv: host(dqkv), d_delta: host(d_delta) }
-}
-
 #[test]
 fn a_query_that_sees_nothing_gives_zeros() {
     let (seq_len, head_dim) = (40, 16);
@@ -117,17 +82,24 @@ fn a_query_that_sees_nothing_gives_zeros() {
     let delta = random.input(&[1, 3, seq_len]);
     let documents = documents::<Flex>(&[], [1, seq_len]);
     // KV head 0 sees no key, head 1 only keys from 20 on, head 2 all keys.
-    let expire: Vec<i32> = (0..3 * seq_len as i32)
-        .map(|n| match (n / seq_len as i32, n % seq_len as i32) {
-            (0, key) => key,
-            (1, key) if key < 20 => key,
-            _ => seq_len as i32,
-        })
-        .collect();
+    let expire = (0..3 * seq_len as i32).map(|n| match (n / seq_len as i32, n % seq_len as i32) {
+        (0, key) => key,
+        (1, key) if key < 20 => key,
+        _ => seq_len as i32,
+    });
+    let expire = ints::<Flex, 3>(expire.collect(), [1, 3, seq_len], &Default::default()).into_primitive();
     for dtype in [DType::F32, DType::F64] {
-        let all = attend(&qkv, &delta, &expire, &documents, spec, dtype);
-        let (o, lse) = (host(all.output.o), host(all.output.lse));
-        let finite = o.iter().chain(&all.dqkv).chain(&all.d_delta);
+        let call = DmaCall::<Flex> {
+            qkv: qkv.tensor(dtype),
+            delta: delta.tensor(dtype),
+            selection: DmaSelection::of_expire(expire.clone()),
+            attention: AttentionCall::new(documents.bounds(), spec),
+        };
+        let output = Flex::dma_attention(&call, KeepOLow::Never);
+        let d_o = Random(9).input(&[1, seq_len, spec.num_heads, head_dim]);
+        let [dqkv, d_delta] = Flex::dma_attention_backward(&call, output.clone(), d_o.tensor(dtype)).map(host);
+        let (o, lse) = (host(output.o), host(output.lse));
+        let finite = o.iter().chain(&dqkv).chain(&d_delta);
         assert!(finite.into_iter().all(|x| x.is_finite()));
         for token in 0..seq_len {
             for head in 0..6 {
@@ -136,7 +108,7 @@ fn a_query_that_sees_nothing_gives_zeros() {
                 let sum = lse[head * seq_len + token];
                 assert_eq!(row.iter().all(|&x| x == 0.0), blind, "{token} {head}");
                 assert_eq!(sum == f64::NEG_INFINITY, blind, "{token} {head}");
-                let dq = &all.dqkv[(token * 12 + head) * head_dim..][..head_dim];
+                let dq = &dqkv[(token * 12 + head) * head_dim..][..head_dim];
                 assert!(!blind || dq.iter().all(|&x| x == 0.0));
             }
         }
