@@ -36,8 +36,7 @@ mod qwen3;
 mod token_step;
 
 pub use attention::block_mlp::BlockMlp;
-pub use attention::chosen_blocks::ChosenBlocksAttention;
-pub use attention::chosen_blocks::LastChoice;
+pub use attention::chosen_blocks::{ChosenBlocksAttention, LastChoice};
 pub use attention::config::{AttentionConfig, AttentionConfigError};
 pub use attention::dynamic_mask::DynamicMaskAttention;
 pub use attention::indexer::Indexer;

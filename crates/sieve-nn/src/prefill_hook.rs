@@ -233,7 +233,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
 /// The layer's attention, if it is dense.
 fn dense<B: SieveBackend>(layer: &DecoderLayer<B>) -> Option<&MultiHeadAttention<B>> {
     match &layer.self_attn {
-        Attention::Grouped(mha) if mha.is_dense() => Some(mha),
+        Attention::Grouped(mha) if mha.spec().window_size.is_none() => Some(mha),
         _ => None,
     }
 }

@@ -22,16 +22,14 @@ pub struct QkvProjection<B: Backend> {
     num_heads: usize,
     num_kv_heads: usize,
     head_dim: usize,
-    epsilon: f64,
 }
 
 impl<B: Backend> QkvProjection<B> {
     /// Normal weights from `init`, biases of zero, norms of one.
     pub fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
-        let ModelShape { d_model, num_heads, num_kv_heads, head_dim, .. } = *shape;
-        let epsilon = shape.rms_norm_eps;
+        let ModelShape { d_model, num_heads, num_kv_heads, head_dim, rms_norm_eps, .. } = *shape;
         let packed = (num_heads + 2 * num_kv_heads) * head_dim;
-        let norm = |init: &mut WeightInit| shape.qk_norm.then(|| RmsNorm::new(head_dim, epsilon, init, device));
+        let norm = |init: &mut WeightInit| shape.qk_norm.then(|| RmsNorm::new(head_dim, rms_norm_eps, init, device));
         Self {
             qkv_proj: Linear::new(d_model, packed, init, device),
             qkv_bias: shape.qkv_bias.then(|| init.constant(0.0, [packed], device)),
@@ -40,7 +38,6 @@ impl<B: Backend> QkvProjection<B> {
             num_heads,
             num_kv_heads,
             head_dim,
-            epsilon,
         }
     }
 
@@ -130,7 +127,6 @@ impl<B: SieveBackend> QkvProjection<B> {
 
     /// The per-head norms; `None` in models without them.
     pub(crate) fn qk_norm(&self) -> Option<QkNorm<B>> {
-        let (q_norm, k_norm) = (self.q_norm.as_ref()?, self.k_norm.as_ref()?);
-        Some(QkNorm { q_weight: q_norm.weight.val(), k_weight: k_norm.weight.val(), epsilon: self.epsilon })
+        Some(RmsNorm::qk_norm(self.q_norm.as_ref()?, self.k_norm.as_ref()?))
     }
 }

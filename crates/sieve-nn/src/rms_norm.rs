@@ -3,7 +3,7 @@ use crate::WeightInit;
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use sieve_ops::SieveBackend;
+use sieve_ops::{QkNorm, SieveBackend};
 
 /// `y = x / sqrt(mean(x²) + epsilon) * weight` (arXiv:1910.07467).
 #[derive(Module, Debug)]
@@ -24,5 +24,10 @@ impl<B: SieveBackend> RmsNorm<B> {
     /// The norm over the last dimension of x, `[.., d_model]`.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
         sieve_ops::rms_norm(x, self.weight.val(), self.epsilon)
+    }
+
+    /// The per-head norms of queries and of keys as one operand. Both have the same epsilon.
+    pub(crate) fn qk_norm(queries: &Self, keys: &Self) -> QkNorm<B> {
+        QkNorm { q_weight: queries.weight.val(), k_weight: keys.weight.val(), epsilon: queries.epsilon }
     }
 }

@@ -47,6 +47,7 @@ pub(crate) fn nsa(compress: NsaCompression, shared_kv: bool) -> Attention {
 /// keys, InfLLM-V2, MoBA and MSA, the last with QSA's scores too.
 pub(crate) fn kinds(a_init: f64) -> [Attention; 13] {
     let mla = MlaShape { kv_lora_rank: 10, qk_rope_head_dim: 4, qk_norm: true };
+    let msa = MsaShape { select_block_size: 4, num_selected_blocks: 3, ..MsaShape::published() };
     [
         Attention::Mha,
         Attention::swa(KEEP_WINDOW_SIZE),
@@ -64,19 +65,9 @@ pub(crate) fn kinds(a_init: f64) -> [Attention; 13] {
             num_local_blocks: 1,
         }),
         Attention::Moba(MobaShape { select_block_size: 4, num_selected_blocks: 3 }),
-        Attention::Msa(MsaShape { select_block_size: 4, num_selected_blocks: 3, ..MsaShape::published() }),
-        Attention::Msa(MsaShape {
-            select_block_size: 4,
-            num_selected_blocks: 3,
-            num_local_blocks: 2,
-            ..MsaShape::published()
-        }),
-        Attention::Msa(MsaShape {
-            indexer: IndexScores::Qsa,
-            select_block_size: 4,
-            num_selected_blocks: 3,
-            ..MsaShape::published()
-        }),
+        Attention::Msa(msa),
+        Attention::Msa(MsaShape { num_local_blocks: 2, ..msa }),
+        Attention::Msa(MsaShape { indexer: IndexScores::Qsa, ..msa }),
     ]
 }
 

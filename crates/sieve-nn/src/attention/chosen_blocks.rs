@@ -199,14 +199,11 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         if self.shares || self.is_warmup || self.choice.rule == ChoiceRule::SumOfHeads {
             return None;
         }
-        let extra = self.indexer.as_ref().map(|indexer| {
-            let (proj, norm) = (indexer.proj.weight.val(), indexer.qk_norm());
-            TokenExtra::Indexer { proj, norm }
-        });
-        Some(TokenAttention {
-            extra: extra.unwrap_or(TokenExtra::None),
-            ..self.qkv.for_token_step(&self.o_proj, self.spec())
-        })
+        let extra = match &self.indexer {
+            Some(indexer) => TokenExtra::Indexer { proj: indexer.proj.weight.val(), norm: indexer.qk_norm() },
+            None => TokenExtra::None,
+        };
+        Some(TokenAttention { extra, ..self.qkv.for_token_step(&self.o_proj, self.spec()) })
     }
 
     /// The weight of each key for each query of one document, `[num_heads, seq_len, seq_len]`.

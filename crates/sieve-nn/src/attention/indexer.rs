@@ -73,7 +73,7 @@ impl<B: SieveBackend> Indexer<B> {
         rope: &RotaryEmbedding<B>,
     ) -> Tensor<B, 3> {
         let [batch, blocks, _, d] = means.dims();
-        let norm = QkNorm { q_weight: self.k_norm.weight.val(), ..self.qk_norm() };
+        let norm = RmsNorm::qk_norm(&self.k_norm, &self.k_norm);
         // The op takes a packed tensor. The keys are its query head, with the keys' norm; its other heads are not read.
         let packed = Tensor::cat(vec![means; 3], 2);
         let num_key_heads = 1;
@@ -82,6 +82,6 @@ impl<B: SieveBackend> Indexer<B> {
     }
 
     pub(crate) fn qk_norm(&self) -> QkNorm<B> {
-        QkNorm { q_weight: self.q_norm.weight.val(), k_weight: self.k_norm.weight.val(), epsilon: self.q_norm.epsilon }
+        RmsNorm::qk_norm(&self.q_norm, &self.k_norm)
     }
 }

@@ -4,8 +4,8 @@ use super::weights::by_key;
 use crate::kv_cache::{LatentCache, NewLatents};
 use crate::{AttentionConfig, LayerCaches, Linear, RmsNorm, WeightInit};
 use burn::module::Module;
+use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor};
 use sieve_core::{Attention, MlaShape, ModelShape};
 use sieve_ops::{
     AttentionSpec, ContextParallel, DeviceBackend, Heads, KernelPolicy, MlaSpec, QkNorm, RotaryEmbedding, SieveBackend,
@@ -128,7 +128,8 @@ impl<B: SieveBackend> LatentAttention<B> {
         let up = self.kv_b_proj.weight.val();
         let up = up.narrow(0, heads.start * 2 * self.head_dim, heads.len() * 2 * self.head_dim);
         let kv = sieve_ops::linear(latent, up);
-        let (packed, _) = self.rotated([q, kv, k_rope], rows.positions.clone(), context, own);
+        let inputs = [q, kv, k_rope];
+        let (packed, _) = sieve_ops::mla_pack(inputs, self.qk_norm(), rows.positions.clone(), context.rope, own);
         let o = sieve_ops::mla_attention(packed, &rows, own);
         let o = parts.to_tokens(o, self.num_heads);
         self.o_proj.forward(o.flatten(2, 3))
@@ -224,15 +225,12 @@ impl<B: SieveBackend> LatentAttention<B> {
 
     /// The norms of queries and keys; `None` if the layer has none.
     fn qk_norm(&self) -> Option<QkNorm<B>> {
-        let norms = self.q_norm.as_ref().zip(self.k_norm.as_ref());
-        norms.map(|(q_norm, k_norm)| QkNorm {
-            q_weight: q_norm.weight.val(),
-            k_weight: k_norm.weight.val(),
-            epsilon: q_norm.epsilon,
-        })
+        Some(RmsNorm::qk_norm(self.q_norm.as_ref()?, self.k_norm.as_ref()?))
     }
 
-    /// Like [`rotated`](Self::rotated), with all heads at the context's positions.
+    /// Normed, rotated and packed queries, keys and values of all heads at the context's positions; where keys are
+    /// normed also the two tensors that [`cached`](Self::cached) keeps. `kv` are keys and values before norm and
+    /// rotation, `k_rope` is the shared key.
     fn packed(
         &self,
         x: Tensor<B, 3>,
@@ -240,20 +238,8 @@ impl<B: SieveBackend> LatentAttention<B> {
         k_rope: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
     ) -> (Tensor<B, 3>, Option<[Tensor<B, 3>; 2]>) {
-        let q = self.q_proj.forward(x);
-        self.rotated([q, kv, k_rope], context.positions.clone(), context, self.spec())
-    }
-
-    /// Normed, rotated and packed queries, keys and values of the heads in `spec`; where keys are normed also the two
-    /// tensors that [`cached`](Self::cached) keeps. `inputs` are q, kv and the shared key.
-    fn rotated(
-        &self,
-        inputs: [Tensor<B, 3>; 3],
-        positions: Tensor<B, 2, Int>,
-        context: &LayerContext<'_, B>,
-        spec: MlaSpec,
-    ) -> (Tensor<B, 3>, Option<[Tensor<B, 3>; 2]>) {
-        sieve_ops::mla_pack(inputs, self.qk_norm(), positions, context.rope, spec)
+        let inputs = [self.q_proj.forward(x), kv, k_rope];
+        sieve_ops::mla_pack(inputs, self.qk_norm(), context.positions.clone(), context.rope, self.spec())
     }
 
     /// The cache's entries of new tokens, from the results of [`packed`](Self::packed).
@@ -267,7 +253,7 @@ impl<B: SieveBackend> LatentAttention<B> {
                 (k_rope, None)
             }
         };
-        NewLatents { latent, k_rope, key_scale }
+        NewLatents { latents: Tensor::cat(vec![latent, k_rope], 2), key_scale }
     }
 
     /// Attention of new tokens to the cached latents, `[batch, new, num_heads, head_dim]`.

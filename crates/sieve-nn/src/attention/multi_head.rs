@@ -48,11 +48,6 @@ impl<B: Backend> MultiHeadAttention<B> {
     pub(crate) fn spec(&self) -> AttentionSpec {
         self.qkv.spec(self.window_size)
     }
-
-    /// Whether queries see all earlier keys: no window.
-    pub(crate) fn is_dense(&self) -> bool {
-        self.window_size.is_none()
-    }
 }
 
 impl<B: SieveBackend> MultiHeadAttention<B> {

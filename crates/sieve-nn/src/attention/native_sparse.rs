@@ -10,7 +10,7 @@ use burn::tensor::{Int, Tensor};
 use sieve_core::model::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};
 use sieve_core::{Attention, ModelShape};
 use sieve_ops::{
-    AttentionSpec, ContextParallel, DeviceBackend, Documents, Heads, KernelPolicy, NsaBlocks, NsaCall, SieveBackend,
+    AttentionSpec, ContextParallel, DeviceBackend, Documents, Heads, KernelPolicy, NsaCall, SieveBackend,
     TokenAttention, TokenBranches, TokenExtra,
 };
 
@@ -46,6 +46,7 @@ pub struct NativeSparseAttention<B: Backend> {
 }
 
 /// The packed queries, keys and values of the three branches. Branches that share keys, values and rotation are clones.
+#[derive(Clone)]
 pub(crate) struct Branches<B: Backend> {
     pub(crate) compressed: Tensor<B, 4>,
     pub(crate) selected: Tensor<B, 4>,
@@ -64,10 +65,13 @@ impl<B: SieveBackend> Branches<B> {
 }
 
 impl<B: Backend> Branches<B> {
+    fn map(self, change: impl Fn(Tensor<B, 4>) -> Tensor<B, 4>) -> Self {
+        Self { compressed: change(self.compressed), selected: change(self.selected), window: change(self.window) }
+    }
+
     /// `count` rows (`dim` 0) or tokens (`dim` 1) of the branches, from `first` on.
     fn part(&self, dim: usize, [first, count]: [usize; 2]) -> Self {
-        let part = |x: &Tensor<B, 4>| x.clone().narrow(dim, first, count);
-        Self { compressed: part(&self.compressed), selected: part(&self.selected), window: part(&self.window) }
+        self.clone().map(|branch| branch.narrow(dim, first, count))
     }
 }
 
@@ -109,17 +113,13 @@ impl<B: Backend> NativeSparseAttention<B> {
     fn spec(&self) -> AttentionSpec {
         self.qkv.spec(Some(self.nsa.window_size))
     }
-
-    fn blocks(&self) -> NsaBlocks {
-        self.nsa.blocks()
-    }
 }
 
 impl<B: SieveBackend> NativeSparseAttention<B> {
     /// The attention call for a packed tensor of all heads, or of some KV heads with their query heads.
     fn call(&self, packed: &Tensor<B, 4>, documents: &Documents<B>, policy: KernelPolicy) -> NsaCall<B::Inner> {
         let spec = AttentionSpec { policy, ..self.spec() };
-        NsaCall::new(documents.bounds(), spec.of_packed_heads(packed.dims()[2]), self.blocks())
+        NsaCall::new(documents.bounds(), spec.of_packed_heads(packed.dims()[2]), self.nsa.blocks())
     }
 
     /// The gated sum after the output projection, shape of x, `[batch, seq_len, d_model]`.
@@ -131,11 +131,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         let o = match context.shared {
             None => self.attend_compressing(branches, context.documents, context.policy),
             Some(shared) => {
-                let branches = Branches {
-                    compressed: shared.repeat(branches.compressed),
-                    selected: shared.repeat(branches.selected),
-                    window: shared.repeat(branches.window),
-                };
+                let branches = branches.map(|branch| shared.repeat(branch));
                 let o = self.attend_compressing(branches, shared.documents(), context.policy);
                 o.map(|o| shared.once(o))
             }
@@ -196,7 +192,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     where
         B: DeviceBackend,
     {
-        let (spec, blocks) = (self.spec(), self.blocks());
+        let (spec, blocks) = (self.spec(), self.nsa.blocks());
         let branches = self.branches(x.clone(), context);
         if let Some(cache) = caches.empty() {
             let compressed = self.compress(branches.compressed.clone(), context.documents);
@@ -246,7 +242,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let branches = self.branches(x.clone(), context);
         let compressed = self.compress(branches.compressed.clone(), context.documents);
-        let (kv_heads, blocks) = (self.spec().num_kv_heads, self.blocks());
+        let (kv_heads, blocks) = (self.spec().num_kv_heads, self.nsa.blocks());
         let [_, rows, head_dim] = compressed.dims();
         let keys = compressed.narrow(0, 0, 1);
         by_key(&branches.window, |one_hot| {
@@ -311,20 +307,21 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     /// Normed and rotated queries, keys and values of the branches.
     fn branches(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Branches<B> {
         let raw = self.qkv.project(x.clone());
-        let with = |kv_proj: &Option<Linear<B>>| match kv_proj {
-            Some(kv_proj) => self.with_kv(raw.clone(), kv_proj.forward(x.clone())),
-            None => raw.clone(),
+        let with_own_kv = |kv_proj: &Option<Linear<B>>| {
+            let kv = kv_proj.as_ref()?.forward(x.clone());
+            Some(self.with_kv(raw.clone(), kv))
         };
-        let rotated = |raw| self.qkv.norm_rope(raw, context);
-        let window = rotated(raw.clone());
-        let selected = match &self.select_kv_proj {
-            Some(_) => rotated(with(&self.select_kv_proj)),
+        let window = self.qkv.norm_rope(raw.clone(), context);
+        // Without keys and values of its own a branch reads the window branch's.
+        let rotated = |own| match own {
+            Some(own) => self.qkv.norm_rope(own, context),
             None => window.clone(),
         };
-        let compressed = match (self.nsa.compress, &self.compress_kv_proj) {
-            (NsaCompression::Mean, None) => window.clone(),
-            (NsaCompression::Mean, Some(_)) => rotated(with(&self.compress_kv_proj)),
-            (NsaCompression::Mlp, _) => self.qkv.norm(with(&self.compress_kv_proj), context),
+        let selected = rotated(with_own_kv(&self.select_kv_proj));
+        let compressed = with_own_kv(&self.compress_kv_proj);
+        let compressed = match self.nsa.compress {
+            NsaCompression::Mean => rotated(compressed),
+            NsaCompression::Mlp => self.qkv.norm(compressed.unwrap_or(raw), context),
         };
         Branches { compressed, selected, window }
     }

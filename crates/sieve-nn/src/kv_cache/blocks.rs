@@ -35,7 +35,7 @@ impl<B: Backend> BlockCache<B> {
     }
 
     /// Number of compressed keys of each head.
-    pub fn num_compressed(&self) -> usize {
+    fn num_compressed(&self) -> usize {
         self.compressed.len()
     }
 

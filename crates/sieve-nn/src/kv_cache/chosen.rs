@@ -178,13 +178,10 @@ impl<B: DeviceBackend> ChosenCache<B> {
         spec: AttentionSpec,
         scratch: &mut B::DecodeScratch,
     ) -> Tensor<B, 4> {
-        let [batch, _, _, d] = packed.qkv.dims();
         self.append(&packed, spec);
-        let [q, _, _] = split_heads(packed.qkv, spec.num_kv_heads);
-        let q = q.reshape([batch, spec.num_heads, d]);
         let bias = None;
-        let o = attention_decode(q, &self.keys, bias, spec.softmax_scale, scratch);
-        o.reshape([batch, 1, spec.num_heads, d])
+        let q = queries(packed.qkv, spec);
+        attention_decode(q, &self.keys, bias, spec.softmax_scale, scratch).unsqueeze_dim(1)
     }
 
     /// Appends one token and returns its attention, `[batch, 1, num_heads, head_dim]`, and the blocks that it read, one
@@ -198,12 +195,7 @@ impl<B: DeviceBackend> ChosenCache<B> {
         (earlier, block_keys): (Option<Vec<Vec<i32>>>, Option<Tensor<B, 4>>),
         scratch: &mut B::DecodeScratch,
     ) -> (Tensor<B, 4>, Vec<Vec<i32>>) {
-        let [batch, _, _, d] = packed.qkv.dims();
         self.append(&packed, spec);
-        let queries = |packed: Tensor<B, 4>, spec: AttentionSpec| {
-            let [q, _, _] = split_heads(packed, spec.num_kv_heads);
-            q.reshape([batch, spec.num_heads, d])
-        };
         let q = queries(packed.qkv, spec);
         let chosen = earlier.unwrap_or_else(|| {
             let (q, spec) = match packed.index {
@@ -219,8 +211,14 @@ impl<B: DeviceBackend> ChosenCache<B> {
         let keys = keys_of_blocks(&self.keys, &chosen, self.choice, spec);
         let bias = None;
         let o = attention_decode(q, &keys, bias, spec.softmax_scale, scratch);
-        (o.reshape([batch, 1, spec.num_heads, d]), chosen)
+        (o.unsqueeze_dim(1), chosen)
     }
+}
+
+/// The queries of one token in a packed tensor, `[batch, num_heads, head_dim]`.
+fn queries<B: Backend>(packed: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 3> {
+    let [q, _, _] = split_heads(packed, spec.num_kv_heads);
+    q.squeeze_dim(1)
 }
 
 /// The blocks that the last of `num_tokens` tokens chooses by pooled keys, one list per row and chooser. Its queries

@@ -6,10 +6,9 @@ use sieve_ops::{RowsOf, TokenBuffer, TokenCache};
 /// New tokens' entries of MLA's cache.
 #[derive(Clone, Debug)]
 pub(crate) struct NewLatents<B: Backend> {
-    /// The normalised latent, `[batch, new, kv_lora_rank]`.
-    pub(crate) latent: Tensor<B, 3>,
-    /// The rotated key, `[batch, new, qk_rope_head_dim]`; where keys are normed, multiplied by the norm's weight.
-    pub(crate) k_rope: Tensor<B, 3>,
+    /// The normalised latent, then the rotated key, `[batch, new, kv_lora_rank + qk_rope_head_dim]`. Where keys are
+    /// normed, the key is multiplied by the norm's weight.
+    pub(crate) latents: Tensor<B, 3>,
     /// 1 / rms of each head's key, `[batch, new, num_heads]`, f32; `None` where keys are not normed.
     pub(crate) key_scale: Option<Tensor<B, 3>>,
 }
@@ -18,7 +17,7 @@ impl<B: Backend> NewLatents<B> {
     /// The entries of `rows` rows from `row` on.
     pub(crate) fn rows(&self, row: usize, rows: usize) -> Self {
         let of = |x: &Tensor<B, 3>| x.clone().narrow(0, row, rows);
-        Self { latent: of(&self.latent), k_rope: of(&self.k_rope), key_scale: self.key_scale.as_ref().map(of) }
+        Self { latents: of(&self.latents), key_scale: self.key_scale.as_ref().map(of) }
     }
 }
 
@@ -36,7 +35,7 @@ impl<B: Backend> LatentCache<B> {
     pub(super) fn new(new: NewLatents<B>) -> Self {
         let (token_axis, room) = (1, None);
         let buffer = |x| TokenBuffer::new(x, token_axis, room);
-        Self { latents: buffer(Tensor::cat(vec![new.latent, new.k_rope], 2)), key_scale: new.key_scale.map(buffer) }
+        Self { latents: buffer(new.latents), key_scale: new.key_scale.map(buffer) }
     }
 
     /// Number of tokens processed so far.
@@ -71,7 +70,7 @@ impl<B: Backend> LatentCache<B> {
 
     /// Appends the entries of new tokens.
     pub(super) fn append(&mut self, new: NewLatents<B>) {
-        self.latents.append(Tensor::cat(vec![new.latent, new.k_rope], 2));
+        self.latents.append(new.latents);
         if let (Some(old), Some(new)) = (&mut self.key_scale, new.key_scale) {
             old.append(new);
         }
