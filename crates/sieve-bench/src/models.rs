@@ -396,7 +396,6 @@ impl Setup {
             labels: rows_of(&self.labels, device),
             documents: Documents::new(&self.bounds[0], &self.bounds[1], [ROWS, SEQ_LEN], device),
             parts: None, // whole rows: no context parallelism
-            num_labels,
         };
         let share = 1.0 / num_labels as f64;
         let mut settings = BlockSettings { policy, token_share: share, ..BlockSettings::default() };

@@ -21,14 +21,10 @@ pub(crate) fn differences(runs: &[Run]) -> Vec<Difference<'_>> {
 
 /// The group of each run. Runs of one group differ only in their seed. Groups are numbered by their first run.
 pub(crate) fn groups(runs: &[Run]) -> Vec<usize> {
-    let identity = |run: &'_ Run| -> Vec<(String, String)> {
-        let kept = run.config.iter().filter(|(key, _)| !belongs_to_a_seed(key));
-        kept.map(|(key, value)| (key.clone(), value.clone())).collect()
-    };
-    let mut known: Vec<Vec<(String, String)>> = Vec::new();
+    let mut known: Vec<Vec<(&String, &String)>> = Vec::new();
     runs.iter()
         .map(|run| {
-            let own = identity(run);
+            let own = run.config.iter().filter(|(key, _)| !belongs_to_a_seed(key)).collect();
             known.iter().position(|other| *other == own).unwrap_or_else(|| {
                 known.push(own);
                 known.len() - 1

@@ -66,7 +66,7 @@ const MFU: &str = "median: executed FLOPs as a share of the device's peak";
 
 const COLUMNS: [Column; 11] = [
     Column::plain("parameters", "of the whole model", parameters),
-    Column::plain("steps", "done", |run| last(&run.steps)),
+    Column::plain("steps", "done", |run| run.steps.last().map_or(f64::NAN, |&step| f64::from(step))),
     Column::plain("tokens", "trained on", |run| sum(run, 0)),
     Column::plain("hours", HOURS, |run| sum(run, 1) / 3600.0),
     Column::plain("training loss", LATE, late_loss).best(f64::min),
@@ -92,7 +92,8 @@ fn bits_per_byte(run: &Run) -> f64 {
 }
 
 fn memory(run: &Run) -> f64 {
-    most(run.column("memory_bytes")) / f64::from(1 << 30)
+    let bytes = run.column("memory_bytes").iter().copied();
+    bytes.fold(f64::NAN, f64::max) / f64::from(1 << 30)
 }
 
 /// Number of the model's parameters; NaN if the recipe or the vocabulary's size is not known.
@@ -105,10 +106,6 @@ fn parameters(run: &Run) -> f64 {
     shape.map_or(f64::NAN, |shape| shape.parameters().total() as f64)
 }
 
-fn last(values: &[f32]) -> f64 {
-    values.last().copied().map_or(f64::NAN, f64::from)
-}
-
 fn late_loss(run: &Run) -> f64 {
     let loss = run.column("loss");
     let late = &loss[loss.len() - loss.len().div_ceil(10)..];
@@ -119,10 +116,6 @@ fn median(values: &[f64]) -> f64 {
     let mut finite: Vec<f64> = values.iter().copied().filter(|value| value.is_finite()).collect();
     finite.sort_by(f64::total_cmp);
     finite.get(finite.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
-fn most(values: &[f64]) -> f64 {
-    values.iter().copied().fold(f64::NAN, f64::max)
 }
 
 /// Mean and sample standard deviation, which is `None` for one value.

@@ -48,7 +48,7 @@ pub struct IndexerFit {
 impl IndexerFit {
     /// The mean of the `[3]` statistics that [`sieve_ops::index_statistics`] returned for each layer; `None` without
     /// layers.
-    pub fn of_layers<B: Backend>(layers: &[Tensor<B, 1>]) -> Option<Self> {
+    pub(crate) fn of_layers<B: Backend>(layers: &[Tensor<B, 1>]) -> Option<Self> {
         if layers.is_empty() {
             return None;
         }

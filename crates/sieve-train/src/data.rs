@@ -10,8 +10,8 @@ pub use sources::corpus_configs;
 
 use sieve_core::recipe::{DataFormat, TokenizerSource};
 use sieve_data::{
-    BpeConfig, Corpus, CorpusConfig, DataError, HubConfig, MqarPart, OnChange, PrepareConfig, Prepared, Progress,
-    Tokenizer, ValidationSource, check_owner, prepare,
+    BpeConfig, Corpus, DataError, HubConfig, MqarPart, OnChange, PrepareConfig, Prepared, Progress, Tokenizer,
+    ValidationSource, check_owner, prepare,
 };
 use sieve_hf::Checkpoint;
 use std::collections::BTreeMap;
@@ -144,11 +144,7 @@ impl DataSource {
         };
         let text = match recipe.data.format {
             DataFormat::Mqar => None,
-            _ => {
-                let (whole, validation) = corpus_configs(recipe, variable)?;
-                let train = sources::weighted_configs(recipe, &whole);
-                Some(TextSource::open(train, whole, validation, variable)?)
-            }
+            _ => Some(TextSource::open(recipe, variable)?),
         };
         stages::check_stages(recipe, variable)?;
         Ok(Self { text, tokenizer })
@@ -208,13 +204,10 @@ impl RowSource {
 }
 
 impl TextSource {
-    fn open(
-        train: Vec<CorpusConfig>,
-        whole: CorpusConfig,
-        validation: Option<CorpusConfig>,
-        variable: &dyn Fn(&str) -> Option<String>,
-    ) -> Result<Self, TrainError> {
-        let train = train.into_iter().map(Corpus::open);
+    /// Lists the files of the recipe's text.
+    fn open(recipe: &Recipe, variable: &dyn Fn(&str) -> Option<String>) -> Result<Self, TrainError> {
+        let (whole, validation) = corpus_configs(recipe, variable)?;
+        let train = sources::weighted_configs(recipe, &whole).into_iter().map(Corpus::open);
         Ok(Self {
             train: train.collect::<Result<_, _>>()?,
             whole: Corpus::open(whole)?,

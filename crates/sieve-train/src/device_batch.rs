@@ -16,8 +16,6 @@ pub struct DeviceBatch<B: Backend> {
     pub documents: Documents<B>,
     /// With context parallelism, the ranks that hold the other parts of each row, and the bounds of whole rows.
     pub parts: Option<ContextParallel>,
-    /// Number of tokens with a label.
-    pub num_labels: usize,
 }
 
 impl<B: Backend> DeviceBatch<B> {
@@ -43,13 +41,7 @@ impl<B: Backend> DeviceBatch<B> {
         let tokens = of_part(&batch.tokens, batch.seq_len, part).map(|&token| token as i32);
         let labels = of_part(&batch.labels, batch.seq_len, part).copied();
         let ints = |values: Vec<i32>| Tensor::from_data(TensorData::new(values, shape), device);
-        Self {
-            tokens: ints(tokens.collect()),
-            labels: ints(labels.collect()),
-            documents,
-            parts: None,
-            num_labels: num_labels_of_part(batch, part),
-        }
+        Self { tokens: ints(tokens.collect()), labels: ints(labels.collect()), documents, parts: None }
     }
 }
 

@@ -39,7 +39,7 @@ impl<B: TrainBackend> Default for GradientBuffer<B> {
 
 impl<B: TrainBackend> GradientBuffer<B> {
     /// An empty buffer. Micro-batches are added in f32; sums of matrices are stored in `dtype`.
-    pub fn kept_in(dtype: GradientDtype) -> Self {
+    pub(crate) fn kept_in(dtype: GradientDtype) -> Self {
         Self { by_id: HashMap::new(), shards: HashMap::new(), dtype, are_reduced: false }
     }
 
@@ -103,19 +103,13 @@ impl<B: TrainBackend> GradientBuffer<B> {
     /// Euclidean norm over all gradients of `module`: `[1]`, f32.
     pub fn norm<M: Module<B>>(&self, module: &M, device: &B::Device) -> Tensor<B::InnerBackend, 1> {
         let includes_whole = true;
-        self.norm_of(module, device, includes_whole)
+        self.norm_of(&list_param_ids(module), device, includes_whole)
     }
 
-    /// Euclidean norm over this rank's pieces of the gradients, `[1]`, f32; gradients that every rank holds whole are
-    /// included only if `whole` is set.
-    pub(crate) fn norm_of<M: Module<B>>(
-        &self,
-        module: &M,
-        device: &B::Device,
-        whole: bool,
-    ) -> Tensor<B::InnerBackend, 1> {
-        let ids = list_param_ids(module).into_iter();
-        let gradients = ids.filter_map(|id| self.by_id.get(&id));
+    /// Euclidean norm over this rank's pieces of the gradients of these parameters, `[1]`, f32; gradients that every
+    /// rank holds whole are included only if `whole` is set.
+    pub(crate) fn norm_of(&self, ids: &[ParamId], device: &B::Device, whole: bool) -> Tensor<B::InnerBackend, 1> {
+        let gradients = ids.iter().filter_map(|id| self.by_id.get(id));
         let gradients = gradients.filter(|gradient| whole || gradient.is_piece);
         let found: Vec<_> = gradients.map(|gradient| gradient.values.clone()).collect();
         if found.is_empty() {

@@ -17,7 +17,7 @@ use crate::optimizer::Updated;
 use crate::segment::Segment;
 use crate::segments::PassHooks;
 use crate::{GradientBuffer, TrainError};
-use burn::module::{ModuleMapper, Param, ParamId};
+use burn::module::{ModuleMapper, Param, ParamId, list_param_ids};
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, FloatDType, Tensor, TensorMetadata, TensorPrimitive};
 use serde::de::DeserializeOwned;
@@ -262,7 +262,7 @@ impl<B: TrainBackend> Group<B> {
         device: &B::Device,
     ) -> Result<[Tensor<B::InnerBackend, 1>; 2], TrainError> {
         // Gradients that every rank holds whole are counted once, by rank 0.
-        let own = gradients.norm_of(model, device, self.share().rank == 0);
+        let own = gradients.norm_of(&list_param_ids(model), device, self.share().rank == 0);
         let sums = self.sum_of(Tensor::cat(vec![loss, own.clone() * own], 0))?;
         let [loss, square] = [0, 1].map(|place| sums.clone().narrow(0, place, 1));
         Ok([loss, square.sqrt()])
@@ -288,13 +288,14 @@ impl<B: TrainBackend> Group<B> {
     /// Waits until the weights of all segments are gathered, and puts them into the model. Until then only a training
     /// pass may read the weights, because it waits segment by segment.
     pub(crate) fn finish_leaves(&mut self, model: &mut Option<Qwen3<B>>) -> Result<(), TrainError> {
-        let under_way = self.leaves.keys().copied().collect::<Vec<_>>();
         let Some(model) = model else {
             // While an update has moved the model out, no code reads its weights.
             return Ok(());
         };
-        let mut segments = under_way.into_iter();
-        segments.try_for_each(|segment| self.put_leaves(model, segment))
+        while let Some((&segment, _)) = self.leaves.first_key_value() {
+            self.put_leaves(model, segment)?;
+        }
+        Ok(())
     }
 
     /// Waits for the weights of a segment, if they are being gathered, and puts them into the model.
@@ -353,14 +354,6 @@ impl<B: TrainBackend> Group<B> {
     /// A rank is lost.
     pub(crate) fn gather_data<T: Serialize + DeserializeOwned>(&self, own: &T) -> Result<Vec<T>, TrainError> {
         gather_data(&self.mesh, own)
-    }
-
-    /// The value that rank 0 passes; the other ranks' arguments are ignored.
-    ///
-    /// # Errors
-    /// A rank is lost.
-    pub(crate) fn of_first(&self, own: bool) -> Result<bool, TrainError> {
-        Ok(self.mesh.broadcast(&[u8::from(own)])? == [1])
     }
 }
 

@@ -41,6 +41,4 @@ pub use origin::Origin;
 pub use report::{SkippedStep, StepReport, TrainEvent, TrainSummary, ValidationReport};
 pub use run_folder::{RunFolder, Start};
 pub use segments::{BlockSettings, MicroBatchResult, accumulate_gradients_with};
-pub use trainer::{FaultInjection, Moment, Trainer, WriteLimits, loader_config, step_batch, tidy_finished};
-pub use unigram::Unigram;
-pub use validation::{TokenBytes, ValidationSize, validate};
+pub use trainer::{FaultInjection, Moment, Trainer, WriteLimits, step_batch, tidy_finished};

@@ -12,7 +12,9 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Writers of a run's numbers. If a file cannot be written, the run continues and the lines wait in memory.
+/// Writers of a run's numbers. If a file cannot be written, the run continues and the lines wait in memory. The default
+/// writes nothing, for ranks other than 0.
+#[derive(Default)]
 pub(crate) struct Metrics {
     /// Path of `metrics.jsonl`; `None` if another process writes it.
     path: Option<PathBuf>,
@@ -34,7 +36,13 @@ enum Line<'a> {
     Step(&'a StepReport),
     Skipped(&'a SkippedStep),
     Validation(&'a ValidationReport),
-    Memory(MemoryLine),
+    /// The peak memory of the steps up to `step`.
+    Memory {
+        step: u64,
+        #[serde(flatten)]
+        peak: MemoryPeak,
+        in_use_bytes_by_rank: Vec<u64>,
+    },
 }
 
 #[derive(Serialize)]
@@ -42,15 +50,6 @@ struct Stamped<'a> {
     #[serde(flatten)]
     line: &'a Line<'a>,
     unix_seconds: f64,
-}
-
-/// The line of `metrics.jsonl` with the peak memory.
-#[derive(Serialize)]
-struct MemoryLine {
-    step: u64,
-    #[serde(flatten)]
-    peak: MemoryPeak,
-    in_use_bytes_by_rank: Vec<u64>,
 }
 
 /// The validations that an earlier process of the same run wrote.
@@ -73,23 +72,10 @@ impl Metrics {
             std::fs::create_dir_all(&tb).map_err(TrainError::io("creating", &tb))?;
             TensorBoard::create(&tb)
         } else {
-            TensorBoard::nowhere()
+            TensorBoard::default()
         };
-        let metrics = Self { path: Some(path), file: Some(file), len, tensorboard, ..Self::nowhere() };
+        let metrics = Self { path: Some(path), file: Some(file), len, tensorboard, ..Self::default() };
         Ok((metrics, history))
-    }
-
-    /// A writer that writes nothing, for ranks other than 0.
-    pub(crate) fn nowhere() -> Self {
-        Self {
-            path: None,
-            file: None,
-            len: 0,
-            waiting: String::new(),
-            tries: Tries::default(),
-            messages: Vec::new(),
-            tensorboard: TensorBoard::nowhere(),
-        }
     }
 
     /// Writes a logged step to `metrics.jsonl` and TensorBoard.
@@ -146,8 +132,7 @@ impl Metrics {
 
     /// Writes the peak memory of the steps up to `step`.
     pub(crate) fn memory(&mut self, step: u64, peak: MemoryPeak, in_use_bytes_by_rank: Vec<u64>) {
-        let line = MemoryLine { step, peak, in_use_bytes_by_rank };
-        self.line(&Line::Memory(line));
+        self.line(&Line::Memory { step, peak, in_use_bytes_by_rank });
     }
 
     /// Writes a validation to `metrics.jsonl` and TensorBoard.

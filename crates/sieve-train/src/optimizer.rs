@@ -8,7 +8,7 @@ use crate::gradients::Gradient;
 use crate::group::Share;
 use crate::segment::Segment;
 use crate::{GradientBuffer, TrainError};
-use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, Tensor, TensorMetadata, TensorPrimitive};
 use sieve_core::recipe::{OptimizerName, OptimizerSection};
@@ -16,7 +16,6 @@ use sieve_hf::PartSource;
 use sieve_nn::Qwen3;
 use sieve_ops::{AdamWStep, AdamWTensors, DeviceBackend, TrainBackend};
 use std::collections::{HashMap, HashSet};
-use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Moments of every parameter, and the low 16 bits of its f32 master if the model holds bf16 weights. Matrices (rank 2
@@ -186,7 +185,7 @@ impl<B: TrainBackend> Optimizer<B> {
     ///
     /// # Errors
     /// The first error of `read`.
-    pub fn load_state<M: Module<B>, E>(
+    pub(crate) fn load_state<M: Module<B>, E>(
         &mut self,
         module: &M,
         device: &B::Device,
@@ -233,20 +232,17 @@ const EXP_AVG_SQ: &str = "exp_avg_sq";
 
 /// Name, id and shape of every float parameter, in module order.
 fn parameter_ids<B: TrainBackend, M: Module<B>>(module: &M) -> Vec<(String, ParamId, Vec<usize>)> {
-    let mut ids = Ids { found: Vec::new(), backend: PhantomData };
+    let mut ids = Ids(Vec::new());
     module.visit(&mut ids);
     let names = sieve_hf::parameter_names(module);
-    names.into_iter().zip(ids.found).map(|(name, (id, shape))| (name, id, shape)).collect()
+    names.into_iter().zip(ids.0).map(|(name, (id, shape))| (name, id, shape)).collect()
 }
 
-struct Ids<B> {
-    found: Vec<(ParamId, Vec<usize>)>,
-    backend: PhantomData<B>,
-}
+struct Ids(Vec<(ParamId, Vec<usize>)>);
 
-impl<B: TrainBackend> burn::module::ModuleVisitor<B> for Ids<B> {
+impl<B: TrainBackend> ModuleVisitor<B> for Ids {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        self.found.push((param.id, param.val().dims().to_vec()));
+        self.0.push((param.id, param.val().dims().to_vec()));
     }
 }
 

@@ -62,15 +62,14 @@ impl Origin {
             Some(_) => None,
             None => Begun::read(folder)?,
         };
-        let (saved, path) = match &checkpoint {
-            Some(checkpoint) => (checkpoint.recipe_toml()?, checkpoint.path.join("config.toml")),
+        let saved = match &checkpoint {
+            Some(checkpoint) => saved_recipe(checkpoint)?,
             None => {
                 let path = folder.config_path();
                 let text = std::fs::read_to_string(&path).map_err(TrainError::io("reading", &path))?;
-                (text, path)
+                Recipe::load(&text, &path.display().to_string(), &[])?
             }
         };
-        let saved = Recipe::load(&saved, &path.display().to_string(), &[])?;
         let recipe = &with_tokenizer_of_branch(&saved, recipe);
         let is_branch = begun.as_ref().is_some_and(|begun| begun.is_branch);
         let checkpoint = match begun {
@@ -137,9 +136,7 @@ impl Origin {
             let what = format!("{} cannot begin this run: {what}", checkpoint.path.display());
             return Err(TrainError::refused(what, hint));
         }
-        let path = checkpoint.path.join("config.toml");
-        let text = checkpoint.recipe_toml()?;
-        let before = Recipe::load(&text, &path.display().to_string(), &[])?;
+        let before = saved_recipe(&checkpoint)?;
         let names = [&before, recipe].map(|recipe| recipe.optimizer.name);
         if checkpoint.has_optimizer()
             && checkpoint.state.step > 0
@@ -207,6 +204,12 @@ impl Origin {
     pub fn step(&self) -> u64 {
         self.checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.state.step)
     }
+}
+
+/// The recipe beside a checkpoint, with all its stages.
+pub(crate) fn saved_recipe(checkpoint: &Checkpoint) -> Result<Recipe, TrainError> {
+    let path = checkpoint.path.join("config.toml");
+    Ok(Recipe::load(&checkpoint.recipe_toml()?, &path.display().to_string(), &[])?)
 }
 
 /// The contents of `origin.json`: the checkpoint of another folder that a run began with.
@@ -301,15 +304,10 @@ fn of_this_run(path: &Path, folder: &RunFolder, recipe: &Recipe) -> Result<Check
         lines.collect::<Vec<_>>().join(" ")
     };
     let checkpoint = Checkpoint::open(path).map_err(|error| first_lines(error.to_string(), 1))?;
-    let saved = checkpoint.recipe_toml().map_err(|error| first_lines(error.to_string(), 1))?;
-    let saved = Recipe::load(&saved, &path.join("config.toml").display().to_string(), &[]);
-    saved
-        .and_then(|saved| {
-            let recipe = with_tokenizer_of_branch(&saved, recipe);
-            saved.check_resume(&recipe, checkpoint.state.step as usize).map(drop)
-        })
-        // The second line of the error names the first key that differs.
-        .map_err(|error| first_lines(error.to_string(), 2))?;
+    // The second line of these errors names the first key that differs, or that cannot be read.
+    let saved = saved_recipe(&checkpoint).map_err(|error| first_lines(error.to_string(), 2))?;
+    let recipe = with_tokenizer_of_branch(&saved, recipe);
+    saved.check_resume(&recipe, checkpoint.state.step as usize).map_err(|error| first_lines(error.to_string(), 2))?;
     let written = |path: &Path| std::fs::metadata(path).and_then(|found| found.modified()).ok();
     match (written(&folder.lock_path()), written(&path.join("state.json"))) {
         (Some(run), Some(own)) if own >= run => Ok(checkpoint),
@@ -365,8 +363,7 @@ fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> 
     };
     Some(format!(
         "note: the learning rate was {before:.2e} at step {steps_done}, is {after:.2e} at step {} and {last:.2e} at \
-         step \
-         {steps}{hint}",
+         step {steps}{hint}",
         steps_done + 1
     ))
 }

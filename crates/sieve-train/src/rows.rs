@@ -32,21 +32,15 @@ impl TrainingData {
     ///
     /// # Errors
     /// An unreadable shard, or one with too few tokens for a row.
-    pub fn stage_loader(&self, stage: &Stage, config: LoaderConfig) -> Result<Loader, TrainError> {
-        match (self.stages.get(&stage.index), &self.rows, &stage.section.weights) {
-            (Some(StageText { prepared, weights }), ..) => text_loader(prepared, weights.as_deref(), config),
-            (None, RowSource::Shards { prepared, .. }, Some(weights)) => text_loader(prepared, Some(weights), config),
-            _ => self.train_loader(config),
+    pub(crate) fn stage_loader(&self, stage: &Stage, config: LoaderConfig) -> Result<Loader, TrainError> {
+        if let Some(StageText { prepared, weights }) = self.stages.get(&stage.index) {
+            return text_loader(prepared, weights.as_deref(), config);
         }
-    }
-
-    /// The loader of training rows for stages that name no text and no weights.
-    ///
-    /// # Errors
-    /// An unreadable shard, or one with too few tokens for a row.
-    pub fn train_loader(&self, config: LoaderConfig) -> Result<Loader, TrainError> {
         match &self.rows {
-            RowSource::Shards { prepared, weights } => text_loader(prepared, weights.as_deref(), config),
+            RowSource::Shards { prepared, weights } => {
+                let weights = stage.section.weights.as_deref().or(weights.as_deref());
+                text_loader(prepared, weights, config)
+            }
             RowSource::Mqar { train, .. } => {
                 let seed = match config.order {
                     Order::Shuffled { seed } => seed,
@@ -62,7 +56,7 @@ impl TrainingData {
     ///
     /// # Errors
     /// An unreadable shard, or one with too few tokens for a row.
-    pub fn validation_loader(&self, config: LoaderConfig) -> Result<Loader, TrainError> {
+    pub(crate) fn validation_loader(&self, config: LoaderConfig) -> Result<Loader, TrainError> {
         match &self.rows {
             RowSource::Shards { prepared, .. } => Ok(Loader::new(Arc::new(prepared.validation()?), config)?),
             RowSource::Mqar { test, .. } => {
@@ -116,7 +110,7 @@ impl TrainingData {
     ///
     /// # Errors
     /// An unreadable shard, a token outside the vocabulary.
-    pub fn token_counts(&self, vocab_size: usize) -> Result<Vec<u64>, TrainError> {
+    fn token_counts(&self, vocab_size: usize) -> Result<Vec<u64>, TrainError> {
         let mut counts = vec![0; vocab_size];
         match &self.rows {
             RowSource::Shards { prepared, .. } => add_counts(&mut counts, prepared)?,

@@ -178,12 +178,12 @@ impl RunFolder {
     }
 
     /// Path of the metrics: one JSON object for each logged step and validation.
-    pub fn metrics_path(&self) -> PathBuf {
+    pub(crate) fn metrics_path(&self) -> PathBuf {
         self.path.join("metrics.jsonl")
     }
 
     /// Folder of the TensorBoard event files.
-    pub fn tensorboard_path(&self) -> PathBuf {
+    pub(crate) fn tensorboard_path(&self) -> PathBuf {
         self.path.join("tb")
     }
 
@@ -193,7 +193,7 @@ impl RunFolder {
     }
 
     /// Folder that holds the checkpoints `step-N`.
-    pub fn checkpoint_path(&self) -> PathBuf {
+    pub(crate) fn checkpoint_path(&self) -> PathBuf {
         self.path.join(&self.checkpoint_folder)
     }
 

@@ -1,5 +1,4 @@
 //! The parts of a model that have an autodiff graph of their own.
-use crate::GradientBuffer;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, list_param_ids};
 use burn::tensor::{Tensor, TensorPrimitive};
 use sieve_nn::Qwen3;
@@ -31,22 +30,6 @@ impl Segment {
             Self::Embedding => list_param_ids(&model.embed_tokens),
             Self::Block(layer) => list_param_ids(&model.layers[layer]),
             Self::Head => list_param_ids(&model.head),
-        }
-    }
-
-    /// Euclidean norm over this rank's pieces of the segment's gradients, `[1]`; gradients that every rank holds whole
-    /// are included only if `whole` is set.
-    pub(crate) fn norm<B: TrainBackend>(
-        self,
-        model: &Qwen3<B>,
-        gradients: &GradientBuffer<B>,
-        device: &B::Device,
-        whole: bool,
-    ) -> Tensor<B::InnerBackend, 1> {
-        match self {
-            Self::Embedding => gradients.norm_of(&model.embed_tokens, device, whole),
-            Self::Block(layer) => gradients.norm_of(&model.layers[layer], device, whole),
-            Self::Head => gradients.norm_of(&model.head, device, whole),
         }
     }
 

@@ -34,7 +34,7 @@ pub struct MicroBatchResult<B: TrainBackend> {
 }
 
 /// How a forward and backward pass computes the blocks.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct BlockSettings {
     /// Which blocks are recomputed in the backward pass.
     pub checkpointing: ActivationCheckpointSection,
@@ -50,21 +50,6 @@ pub struct BlockSettings {
     pub measures_indexers: bool,
     /// Whether attention kinds that choose blocks of keys attend to all keys in this step.
     pub reads_all: bool,
-}
-
-impl Default for BlockSettings {
-    fn default() -> Self {
-        let checkpointing = ActivationCheckpointSection::default();
-        Self {
-            checkpointing,
-            fp8: 0..0,
-            keeping: Keeping::default(),
-            policy: KernelPolicy::default(),
-            token_share: 0.0,
-            measures_indexers: false,
-            reads_all: false,
-        }
-    }
 }
 
 impl From<&Recipe> for BlockSettings {

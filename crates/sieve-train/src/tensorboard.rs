@@ -18,16 +18,13 @@ const HYPERPARAMETERS: [&str; 5] = ["model", "attention", "training", "optimizer
 /// The writer of the file; `None` if the recipe asks for no file, or after a write failed.
 ///
 /// tensorboard-rs panics when it cannot write. The panic is caught and the file abandoned, so that the run continues.
+#[derive(Default)]
 pub(crate) struct TensorBoard(Option<FileWriter>);
 
 impl TensorBoard {
     /// Opens a new event file in `folder`.
     pub(crate) fn create(folder: &Path) -> Self {
         Self(catch_unwind(|| FileWriter::new(folder)).ok())
-    }
-
-    pub(crate) fn nowhere() -> Self {
-        Self(None)
     }
 
     pub(crate) fn scalars(&mut self, scalars: &[(&str, f64)], step: u64) {

@@ -12,7 +12,7 @@ pub use checkpoints::tidy_finished;
 pub use guarding::{FaultInjection, Moment};
 pub(crate) use saving::Tries;
 pub use saving::WriteLimits;
-pub use stage::{loader_config, step_batch};
+pub use stage::step_batch;
 
 use crate::device_batch::{num_labels_of_part, num_tokens_of_part};
 use crate::group::{Agreement, Share};
@@ -20,11 +20,11 @@ use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
 use crate::origin::Begun;
 use crate::segments::{BlockSettings, MicroBatchResult, PassHooks, pass};
-use crate::validation::{check_labels, report, share_sums, sums_of_shares};
+use crate::unigram::Unigram;
+use crate::validation::{TokenBytes, check_labels, report, share_sums, sums_of_shares};
 use crate::{
     AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, IndexerFit, MemoryProbe, Optimizer, Origin,
-    Precision, RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary, TrainingData, Unigram,
-    ValidationReport,
+    Precision, RunFolder, StepReport, TrainError, TrainEvent, TrainSummary, TrainingData, ValidationReport,
 };
 use burn::module::{AutodiffModule, Module};
 use burn::tensor::Tensor;
@@ -338,11 +338,8 @@ impl<B: TrainBackend> Trainer<B> {
         }
         self.set_work(Work::Long);
         let (mut reporter, history) = self.begin(observe)?;
-        let is_validated = match &self.group {
-            // Only rank 0 has read the metrics of an earlier process.
-            Some(group) => group.of_first(history.first.is_some())?,
-            None => history.first.is_some(),
-        };
+        // Only rank 0 has read the metrics of an earlier process.
+        let is_validated = self.gathered(history.first.is_some())?[0];
         let first_validation = match is_validated {
             true => history.first,
             false => self.validate(&mut reporter)?,
@@ -599,7 +596,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// TensorBoard. Ranks other than 0 write no metrics.
     fn open_metrics(&self) -> Result<(Metrics, History), TrainError> {
         if !self.writes() {
-            return Ok((Metrics::nowhere(), History::default()));
+            return Ok(Default::default());
         }
         let (mut metrics, history) = Metrics::open(&self.folder, self.step, self.recipe.metrics.enable_tensorboard)?;
         metrics.recipe(&self.recipe, self.step)?;

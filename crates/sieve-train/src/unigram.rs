@@ -2,20 +2,20 @@
 
 /// Token probabilities counted on training documents, add-one smoothed.
 #[derive(Clone, Debug)]
-pub struct Unigram {
+pub(crate) struct Unigram {
     nats: Vec<f64>,
 }
 
 impl Unigram {
     /// A model of the frequencies with which tokens occur.
-    pub fn new(counts: &[u64]) -> Self {
+    pub(crate) fn new(counts: &[u64]) -> Self {
         let total: u64 = counts.iter().sum::<u64>() + counts.len() as u64;
         let nats = counts.iter().map(|&count| (total as f64 / (count + 1) as f64).ln()).collect();
         Self { nats }
     }
 
     /// Cross-entropy of one token in nats.
-    pub fn nats(&self, token: usize) -> f64 {
+    pub(crate) fn nats(&self, token: usize) -> f64 {
         self.nats[token]
     }
 }

@@ -1,6 +1,7 @@
 //! Computes the loss on held-out documents.
 use crate::group::Share;
-use crate::{DeviceBatch, TrainError, Unigram, ValidationReport};
+use crate::unigram::Unigram;
+use crate::{DeviceBatch, TrainError, ValidationReport};
 use serde::{Deserialize, Serialize};
 use sieve_data::{IGNORE_LABEL, Loader, Tokenizer};
 use sieve_nn::{LayerContext, Qwen3};
@@ -8,14 +9,14 @@ use sieve_ops::{RotaryEmbedding, SieveBackend};
 
 /// Number of bytes of text that each token decodes to after another token; 0 for special tokens.
 #[derive(Clone, Debug)]
-pub struct TokenBytes(Vec<u32>);
+pub(crate) struct TokenBytes(Vec<u32>);
 
 impl TokenBytes {
     /// For a vocabulary of `vocab_size` rows, which may be larger than the tokenizer's.
     ///
     /// # Errors
     /// A token the tokenizer cannot decode.
-    pub fn new(tokenizer: &Tokenizer, vocab_size: usize) -> Result<Self, TrainError> {
+    pub(crate) fn new(tokenizer: &Tokenizer, vocab_size: usize) -> Result<Self, TrainError> {
         let mut bytes = vec![0; vocab_size];
         let is_first = false;
         for (id, bytes) in bytes.iter_mut().enumerate().take(tokenizer.vocab_size()) {
@@ -43,33 +44,13 @@ pub(crate) fn check_labels(loader: &Loader, size: ValidationSize) -> Result<(), 
     ))
 }
 
-/// Mean loss over about `size.num_tokens` tokens spread evenly over `loader`, or over all of it when that is less, in
-/// batches of `size.batch_size` rows. The batch size does not decide which rows are read.
-///
-/// Every token of a document but its first is predicted once; the unigram model is scored on the same tokens.
-///
-/// # Errors
-/// A shard that cannot be read.
-pub fn validate<B: SieveBackend>(
-    model: &Qwen3<B>,
-    loader: &Loader,
-    rope: &RotaryEmbedding<B>,
-    size: ValidationSize,
-    tokens: (&TokenBytes, &Unigram),
-    device: &B::Device,
-) -> Result<ValidationReport, TrainError> {
-    let no_tick = || ();
-    let sums = share_sums(Share::ALL, model, loader, rope, size, tokens, device, &no_tick)?;
-    Ok(report(&sums))
-}
-
 /// How much text one validation reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ValidationSize {
+pub(crate) struct ValidationSize {
     /// Number of tokens, rounded up to whole rows.
-    pub num_tokens: usize,
+    pub(crate) num_tokens: usize,
     /// Rows of one batch.
-    pub batch_size: usize,
+    pub(crate) batch_size: usize,
 }
 
 /// Sums over the predicted tokens of one batch. They are sent to other ranks as integers, because JSON has no NaN.
@@ -103,6 +84,13 @@ pub(crate) fn sums_of_shares(shares: &[Vec<BatchSums>]) -> Vec<BatchSums> {
 
 /// Validates this rank's batches and returns the sums of each: of N ranks, rank r has the batches r, r + N, …. `tick`
 /// is called after each batch.
+///
+/// The batches are about `size.num_tokens` tokens spread evenly over `loader`, or all of it when that is less, in
+/// `size.batch_size` rows each. The batch size does not decide which rows are read. Every token of a document but its
+/// first is predicted once; the unigram model is scored on the same tokens.
+///
+/// # Errors
+/// A shard that cannot be read.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn share_sums<B: SieveBackend>(
     share: Share,

@@ -1,10 +1,10 @@
 //! Text that a stage names for itself.
-use super::sources::weighted_configs;
-use super::{DataEvent, StageText, TextSource, TrainingData, corpus_configs};
+use super::{DataEvent, StageText, TextSource, TrainingData};
 use crate::TrainError;
+use crate::origin::saved_recipe;
 use sieve_core::Recipe;
 use sieve_core::recipe::Stage;
-use sieve_data::{Corpus, OnChange, Prepared};
+use sieve_data::{OnChange, Prepared};
 use sieve_hf::Checkpoint;
 use std::path::Path;
 
@@ -20,8 +20,7 @@ fn with_paths(recipe: &Recipe) -> impl Iterator<Item = Stage> {
 /// Lists the text of every stage, so that a path without files is refused before anything is written.
 pub(super) fn check_stages(recipe: &Recipe, variable: &dyn Fn(&str) -> Option<String>) -> Result<(), TrainError> {
     for stage in with_paths(recipe) {
-        let (config, _) = corpus_configs(&recipe.at_stage(&stage), variable)?;
-        Corpus::open(config)?;
+        TextSource::open(&recipe.at_stage(&stage), variable)?;
     }
     Ok(())
 }
@@ -43,10 +42,7 @@ impl TrainingData {
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<(), TrainError> {
         let before = match resumed {
-            Some(checkpoint) => {
-                let path = checkpoint.path.join("config.toml");
-                Recipe::load(&checkpoint.recipe_toml()?, &path.display().to_string(), &[])?.stages()
-            }
+            Some(checkpoint) => saved_recipe(checkpoint)?.stages(),
             None => Vec::new(),
         };
         for stage in with_paths(recipe) {
@@ -85,9 +81,7 @@ impl TrainingData {
         variable: &dyn Fn(&str) -> Option<String>,
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<Prepared, TrainError> {
-        let (config, validation) = corpus_configs(alone, variable)?;
-        let train = weighted_configs(alone, &config);
-        let mut text = TextSource::open(train, config, validation, variable)?;
+        let mut text = TextSource::open(alone, variable)?;
         text.connect(dir)?;
         text.prepare(alone, &self.tokenizer, (dir, on_change), self.prepared(), observe)
     }
@@ -96,11 +90,8 @@ impl TrainingData {
     /// not checked.
     pub fn text_has_changed(&self, recipe: &Recipe, variable: &dyn Fn(&str) -> Option<String>) -> bool {
         let is_made_of = |prepared: &Prepared, recipe: &Recipe| {
-            let (whole, validation) = corpus_configs(recipe, variable)?;
-            let train = weighted_configs(recipe, &whole).into_iter();
-            let train = train.map(Corpus::open).collect::<Result<Vec<_>, _>>()?;
-            let validation = validation.map(Corpus::open).transpose()?;
-            Ok::<_, TrainError>(prepared.meta.is_made_of(&train, validation.as_ref()))
+            let text = TextSource::open(recipe, variable)?;
+            Ok::<_, TrainError>(prepared.meta.is_made_of(&text.train, text.validation.as_ref()))
         };
         let own = self.prepared().map(|prepared| (prepared, recipe.clone()));
         let all = recipe.stages();

@@ -43,8 +43,6 @@ impl<B: TrainBackend> Optimizer<B> {
             replica: Replica::default(),
         };
         module.visit(&mut taker);
-        let weights = std::mem::take(&mut taker.weights);
-        let replica = std::mem::take(&mut taker.replica);
         let mut moments = Vec::new();
         for (name, id, shape) in &parameters {
             if let Some(of) = self.moments.get(id) {
@@ -59,9 +57,9 @@ impl<B: TrainBackend> Optimizer<B> {
         let names = parameters.into_iter();
         OptimizerSnapshot {
             num_updates: (share.rank == 0).then_some(self.num_updates),
-            weights: names.zip(weights).map(|((name, _, shape), values)| (name, shape, values)).collect(),
+            weights: names.zip(taker.weights).map(|((name, _, shape), values)| (name, shape, values)).collect(),
             moments,
-            replica,
+            replica: taker.replica,
         }
     }
 }

@@ -259,11 +259,7 @@ impl<B: TrainBackend> Trainer<B> {
             let goes_to_fallback = self.saving.fallback.is_some() && !self.saving.uses_fallback;
             self.saving.uses_fallback = goes_to_fallback;
             // Rank 0's clock decides, so that all ranks give up at the same try.
-            let is_over = since.elapsed() + pause > limits.last;
-            let is_over = match &self.group {
-                Some(group) => group.of_first(is_over)?,
-                None => is_over,
-            };
+            let is_over = self.gathered(since.elapsed() + pause > limits.last)?[0];
             let next = match (goes_to_fallback, is_over) {
                 (true, _) => "it goes to the folder of --checkpoint-fallback".to_owned(),
                 (false, false) => format!("the weights are kept in memory, the next try is in {} s", pause.as_secs()),

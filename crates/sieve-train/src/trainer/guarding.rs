@@ -232,7 +232,7 @@ pub(super) fn norms_by_part<B: TrainBackend>(
     let norms = Segment::all(model).map(|segment| {
         // Gradients that every rank holds whole are counted once, by rank 0.
         let whole = group.is_none_or(|group| group.share().rank == 0);
-        segment.norm(model, gradients, device, whole)
+        gradients.norm_of(&segment.ids(model), device, whole)
     });
     let mut norms = Tensor::cat(norms.collect(), 0);
     if let Some(group) = group {

@@ -3,8 +3,8 @@ use super::{AWAY, Reporter, Trainer};
 use crate::data::rows_needed;
 use crate::group::Share;
 use crate::segment::Segment;
-use crate::validation::check_labels;
-use crate::{Precision, TrainError, TrainingData, ValidationSize};
+use crate::validation::{ValidationSize, check_labels};
+use crate::{Precision, TrainError, TrainingData};
 use burn::module::AutodiffModule;
 use burn::tensor::DType;
 use sieve_core::recipe::Stage;
@@ -36,7 +36,7 @@ pub(super) struct StageState {
 
 /// How the training rows of a stage are read; `recipe` is the stage's. Without a padding token in the vocabulary, rows
 /// are filled up with token 0, which has no label there.
-pub fn loader_config(recipe: &Recipe, shape: &ModelShape, data: &TrainingData) -> LoaderConfig {
+fn loader_config(recipe: &Recipe, shape: &ModelShape, data: &TrainingData) -> LoaderConfig {
     let training = &recipe.training;
     LoaderConfig {
         seq_len: training.seq_len,
