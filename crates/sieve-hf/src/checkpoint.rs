@@ -5,7 +5,7 @@
 //! its own files, with its pieces of the tensors; a reader joins the pieces.
 use crate::{CheckpointError, NamedTensor, TensorFiles, write_tensor_file};
 use serde::{Deserialize, Serialize};
-use sieve_files::{publish_folder, sync_folder, write_synced};
+use sieve_files::{publish_folder, sync_folder, temporary_name, write_synced};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
@@ -129,14 +129,14 @@ pub struct Checkpoint {
     pub state: CheckpointState,
 }
 
-/// Name of the folder for a step: `step-N`.
-fn folder_name(step: u64) -> String {
-    format!("step-{step}")
+/// The folder of a step: `step-N`.
+fn step_folder(folder: &Path, step: u64) -> PathBuf {
+    folder.join(format!("step-{step}"))
 }
 
 /// The temporary folder that a checkpoint is written into.
 fn partial(folder: &Path, step: u64) -> PathBuf {
-    folder.join(format!("{}.tmp", folder_name(step)))
+    temporary_name(&step_folder(folder, step))
 }
 
 /// All complete checkpoints in `folder`, by ascending step; none if the folder does not exist.
@@ -146,7 +146,7 @@ fn partial(folder: &Path, step: u64) -> PathBuf {
 pub fn list_checkpoints(folder: &Path) -> Result<Vec<(u64, PathBuf)>, CheckpointError> {
     let entries = match fs::read_dir(folder) {
         Ok(entries) => entries,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(CheckpointError::io("reading", folder)(error)),
     };
     let mut found = Vec::new();
@@ -240,7 +240,7 @@ impl Checkpoint {
         let text = serde_json::to_string_pretty(&value).expect("plain data serialises");
         write_synced(&partial.join(STATE), text.as_bytes())?;
         sync_folder(&partial)?;
-        let path = folder.join(folder_name(state.step));
+        let path = step_folder(folder, state.step);
         publish_folder(&partial, &path)?;
         Ok(path)
     }

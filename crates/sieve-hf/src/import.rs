@@ -7,9 +7,8 @@
 
 mod config;
 
-use crate::export::tensors::{Source, tensors_of};
+use crate::export::tensors::{ExportTensor, Source, tensors_of};
 use crate::export::{Architecture, tokenizer_files};
-use crate::tensor_files::rounded;
 use crate::{
     Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, Kept, LoadedModel, TensorFile, load_parameters,
     parameters::named_parameters_but,
@@ -157,7 +156,6 @@ pub(crate) fn load<B: Backend>(from: &Path, device: &B::Device, kept: Kept) -> R
     let seed = 0;
     let model = load_parameters(Qwen3::new(&shape, seed, device), kept, &mut |name, dims| {
         let data = read.tensors.remove(name);
-        let data = data.map(|data| rounded(data, kept.dtype(name)));
         data.filter(|data| data.shape.to_vec() == dims).ok_or_else(|| {
             let problem = format!("{name} is missing or of another shape");
             CheckpointError::not_importable(from, problem, "config.json and the weights must be of one model")
@@ -291,8 +289,7 @@ fn by_set(mut error: RecipeError) -> RecipeError {
     error
 }
 
-/// The tensors of a folder by their names in Sieve: weights of GEMMs in the type that the model keeps, all others in
-/// f32.
+/// The tensors of a folder by their names in Sieve, in the types that the model keeps; residual scales in f32.
 struct ReadTensors {
     tensors: HashMap<String, TensorData>,
     ignored: Vec<String>,
@@ -308,32 +305,24 @@ impl ReadTensors {
 
     /// Removes the residual scales if all of them are exactly one. Returns whether it did.
     fn drop_unit_scales(&mut self) -> bool {
-        let is_scale = |name: &str| name.ends_with("input_residual") || name.ends_with("post_attention_residual");
-        let mut scales = self.tensors.iter().filter(|(name, _)| is_scale(name));
+        let mut scales = self.tensors.iter().filter(|(name, _)| is_residual_scale(name));
         let all_one = scales.all(|(_, data)| data.iter::<f32>().all(|value| value == 1.0));
         if all_one {
-            self.tensors.retain(|name, _| !is_scale(name));
+            self.tensors.retain(|name, _| !is_residual_scale(name));
         }
         all_one
     }
 }
 
-/// A tensor of Sieve's while its parts are read.
-struct Packed {
-    bytes: Vec<u8>,
-    dtype: DType,
-    shape: Vec<usize>,
+fn is_residual_scale(name: &str) -> bool {
+    name.ends_with("input_residual") || name.ends_with("post_attention_residual")
 }
 
 /// Reads the `wanted` tensors from all files and joins the parts of packed ones. One error names all that do not fit.
-fn read_tensors(
-    from: &Path,
-    wanted: &[crate::export::tensors::ExportTensor],
-    kept: Kept,
-) -> Result<ReadTensors, CheckpointError> {
+fn read_tensors(from: &Path, wanted: &[ExportTensor], kept: Kept) -> Result<ReadTensors, CheckpointError> {
     let by_name: HashMap<&str, _> = wanted.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
     let is_tied = !by_name.contains_key(OUTPUT);
-    let mut packed: HashMap<String, Packed> = HashMap::new();
+    let mut tensors: HashMap<String, TensorData> = HashMap::new();
     let mut found = BTreeSet::new();
     let mut problems = Problems::default();
     let mut ignored = Vec::new();
@@ -362,27 +351,20 @@ fn read_tensors(
                 // The tensor is all ones, which the checkpoint does not store.
                 continue;
             };
-            let dtype = match sieve_nn::may_be_bf16(ours) {
-                true => kept.dtype(ours),
-                false => DType::F32,
-            };
-            let row_bytes = tensor.shape[1..].iter().product::<usize>() * dtype.size();
-            let whole = packed.entry(ours.clone()).or_insert_with(|| Packed {
-                bytes: vec![0; num_rows * row_bytes],
-                dtype,
-                shape: std::iter::once(*num_rows).chain(tensor.shape[1..].iter().copied()).collect(),
+            // bf16 would round scales near one to one, and `drop_unit_scales` would drop them.
+            let dtype = if is_residual_scale(ours) { DType::F32 } else { kept.dtype(ours) };
+            let row_shape = &tensor.shape[1..];
+            let row_bytes = row_shape.iter().product::<usize>() * dtype.size();
+            let whole = tensors.entry(ours.clone()).or_insert_with(|| {
+                let bytes = Bytes::from_bytes_vec(vec![0; num_rows * row_bytes]);
+                TensorData::from_bytes(bytes, [&[*num_rows], row_shape].concat(), dtype)
             });
             stored.convert(dtype, &mut whole.bytes[rows.start * row_bytes..rows.end * row_bytes]);
         }
     }
     problems.missing = by_name.keys().filter(|name| !found.contains(**name)).map(|name| (*name).to_owned()).collect();
     problems.check(from)?;
-    let tensors = packed.into_iter().map(|(name, packed)| {
-        let bytes = Bytes::from_bytes_vec(packed.bytes);
-        let data = TensorData::from_bytes(bytes, packed.shape, packed.dtype);
-        (name, data)
-    });
-    Ok(ReadTensors { tensors: tensors.collect(), ignored })
+    Ok(ReadTensors { tensors, ignored })
 }
 
 /// Names of tensors that do not fit the model, by kind of problem.

@@ -31,9 +31,7 @@ impl<B: Backend> LoadedModel<B> {
     /// # Errors
     /// A file that exists and cannot be read.
     pub fn end_ids(&self, eos_id: u32) -> Result<Vec<u32>, CheckpointError> {
-        let folder = tokenizer_files::folder(&self.path, &self.recipe);
-        let source = folder.map(|folder| tokenizer_files::generation(&folder)).transpose()?;
-        let source = source.unwrap_or_default();
+        let source = tokenizer_files::generation(&tokenizer_files::folder(&self.path, &self.recipe))?;
         let theirs = tokenizer_files::ends(&source, eos_id).and_then(Value::as_array);
         let ids = theirs.into_iter().flatten().filter_map(Value::as_u64);
         let others = ids.map(|id| id as u32).filter(|&id| id != eos_id);

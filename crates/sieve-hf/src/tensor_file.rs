@@ -100,8 +100,7 @@ pub fn checksum<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
-    /// The mapping; `None` for an empty file, which cannot be mapped.
-    map: Option<Mmap>,
+    map: Mmap,
 }
 
 /// A tensor in a memory-mapped file.
@@ -109,8 +108,8 @@ pub(crate) struct Stored<'a> {
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
     pub(crate) bytes: &'a [u8],
-    /// The mapping that holds the bytes; `None` where they are in memory.
-    pub(crate) map: Option<&'a Mmap>,
+    /// The mapping that holds the bytes.
+    map: &'a Mmap,
 }
 
 impl TensorFile {
@@ -120,18 +119,11 @@ impl TensorFile {
     /// An unreadable file, or one that is not safetensors.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let file = File::open(path).map_err(CheckpointError::io("reading", path))?;
-        let metadata = file.metadata();
-        let len = metadata.map_err(CheckpointError::io("reading", path))?.len();
-        let map = match len {
-            0 => None,
-            // SAFETY: files of a checkpoint are never changed in place: they are renamed to their final name, and
-            // removed.
-            _ => Some(unsafe { Mmap::map(&file) }.map_err(CheckpointError::io("mapping", path))?),
-        };
-        let file = Self { path: path.to_owned(), map };
-        SafeTensors::deserialize(file.bytes())
+        // SAFETY: files of a checkpoint are never changed in place: they are renamed to their final name, and removed.
+        let map = unsafe { Mmap::map(&file) }.map_err(CheckpointError::io("mapping", path))?;
+        SafeTensors::deserialize(&map)
             .map_err(|error| CheckpointError::malformed(path, format!("not a safetensors file: {error}")))?;
-        Ok(file)
+        Ok(Self { path: path.to_owned(), map })
     }
 
     /// Path of the safetensors file.
@@ -139,12 +131,8 @@ impl TensorFile {
         &self.path
     }
 
-    fn bytes(&self) -> &[u8] {
-        self.map.as_deref().unwrap_or(&[])
-    }
-
     fn tensors(&self) -> SafeTensors<'_> {
-        SafeTensors::deserialize(self.bytes()).expect("the header was checked when the file was opened")
+        SafeTensors::deserialize(&self.map).expect("the header was checked when the file was opened")
     }
 
     /// Names of all tensors, sorted.
@@ -189,7 +177,7 @@ impl TensorFile {
         let dtype = from_safetensors(view.dtype()).ok_or_else(|| {
             CheckpointError::malformed(&self.path, format!("tensor {name} has dtype {:?}", view.dtype()))
         })?;
-        Ok(Some(Stored { dtype, shape: view.shape().to_vec(), bytes: view.data(), map: self.map.as_ref() }))
+        Ok(Some(Stored { dtype, shape: view.shape().to_vec(), bytes: view.data(), map: &self.map }))
     }
 
     pub(crate) fn other_shape(&self, name: &str, found: &[usize], wanted: &[usize]) -> CheckpointError {
@@ -246,11 +234,11 @@ impl Stored<'_> {
     /// process, beside the copy.
     pub(crate) fn release(&self, bytes: &[u8]) {
         #[cfg(unix)]
-        if let Some(map) = self.map {
-            let offset = bytes.as_ptr() as usize - map.as_ptr() as usize;
+        {
+            let offset = bytes.as_ptr() as usize - self.map.as_ptr() as usize;
             // SAFETY: the mapping is shared and its file is never changed, so a later access reads the same bytes.
             let advised =
-                unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, offset, bytes.len()) };
+                unsafe { self.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, offset, bytes.len()) };
             // If the kernel refuses, the pages stay in memory, and the values are right all the same.
             advised.ok();
         }

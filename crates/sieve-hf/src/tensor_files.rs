@@ -6,18 +6,6 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
 
-/// A tensor for a model with parameters of `dtype`: f32 is rounded to bf16 for a bf16 model, on all cores; other types
-/// are not converted.
-pub(crate) fn rounded(data: TensorData, dtype: DType) -> TensorData {
-    if data.dtype != DType::F32 || dtype != DType::BF16 {
-        return data;
-    }
-    let mut bytes = vec![0; data.num_elements() * dtype.size()];
-    let stored = Stored { dtype: data.dtype, shape: data.shape.to_vec(), bytes: data.as_bytes(), map: None };
-    stored.convert(dtype, &mut bytes);
-    TensorData::from_bytes(Bytes::from_bytes_vec(bytes), stored.shape, dtype)
-}
-
 /// Tensors that are whole in the first file, or divided into flat pieces in all files.
 #[derive(Debug)]
 pub struct TensorFiles {
@@ -25,11 +13,11 @@ pub struct TensorFiles {
 }
 
 impl TensorFiles {
-    /// Name of a rank's file: `model.safetensors`, or with several ranks `model-00001-of-00004.safetensors`.
-    pub(crate) fn name(stem: &str, rank: usize, size: usize) -> String {
+    /// Name of one of `size` files: `model.safetensors`, or of several `model-00001-of-00004.safetensors`.
+    pub(crate) fn name(stem: &str, index: usize, size: usize) -> String {
         match size {
             1 => format!("{stem}.safetensors"),
-            _ => format!("{stem}-{:05}-of-{size:05}.safetensors", rank + 1),
+            _ => format!("{stem}-{:05}-of-{size:05}.safetensors", index + 1),
         }
     }
 

@@ -94,51 +94,38 @@ fn push_layer(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, architecture:
     let ours = |name: &str| format!("layers.{layer_idx}.{name}");
 
     let whole = |name: &str, source: &str, shape: &[usize]| ExportTensor::whole(theirs(name), shape, ours(source));
-    // Splits a packed projection into tensors of the given names and numbers of rows; `columns` is the shape of a row.
-    let split_rows = |source: &str, parts: &[(&str, usize)], columns: &[usize]| {
+    let same_name = |name: &str, shape: &[usize]| whole(name, name, shape);
+    let head_norms = |theirs: &str, ours: &str| {
+        ["q_norm", "k_norm"].map(|norm| {
+            let names = [format!("self_attn.{theirs}{norm}.weight"), format!("self_attn.{ours}.{norm}.weight")];
+            whole(&names[0], &names[1], &[head_dim])
+        })
+    };
+    // Splits the packed weight or bias of projections, by their names and numbers of rows.
+    let split_rows = |source: &str, parts: &[(&str, usize)], kind: &str, row_shape: &[usize]| {
         let num_rows = parts.iter().map(|(_, rows)| rows).sum();
         let mut start = 0;
-        let mut split = Vec::new();
-        for (name, rows) in parts {
-            split.push(ExportTensor::rows(
-                theirs(name),
-                &[&[*rows], columns].concat(),
-                ours(source),
-                start..start + rows,
-                num_rows,
-            ));
-            start += rows;
-        }
-        split
+        let part = |(name, rows): &(&str, usize)| {
+            let range = start..start + rows;
+            start = range.end;
+            let shape = [&[*rows], row_shape].concat();
+            ExportTensor::rows(theirs(&format!("{name}.{kind}")), &shape, ours(source), range, num_rows)
+        };
+        parts.iter().map(part).collect::<Vec<_>>()
     };
-    let split = |source: &str, parts: &[(&str, usize)]| split_rows(source, parts, &[d_model]);
+    let split = |source: &str, parts: &[(&str, usize)]| split_rows(source, parts, "weight", &[d_model]);
 
-    let norm = "input_layernorm.weight";
-    tensors.push(whole(norm, norm, &[d_model]));
+    tensors.push(same_name("input_layernorm.weight", &[d_model]));
     match shape.attention.form() {
         AttentionForm::Latent(mla) => push_latent(tensors, shape, mla, &whole),
         _ => {
-            tensors.extend(split(
-                "self_attn.qkv.qkv_proj.weight",
-                &[
-                    ("self_attn.q_proj.weight", q_width),
-                    ("self_attn.k_proj.weight", kv_width),
-                    ("self_attn.v_proj.weight", kv_width),
-                ],
-            ));
+            let parts = [("self_attn.q_proj", q_width), ("self_attn.k_proj", kv_width), ("self_attn.v_proj", kv_width)];
+            tensors.extend(split("self_attn.qkv.qkv_proj.weight", &parts));
             if shape.qkv_bias {
-                let parts = [("q", q_width), ("k", kv_width), ("v", kv_width)];
-                let names = parts.map(|(part, _)| format!("self_attn.{part}_proj.bias"));
-                let parts = [0, 1, 2].map(|n| (names[n].as_str(), parts[n].1));
-                tensors.extend(split_rows("self_attn.qkv.qkv_bias", &parts, &[]));
+                tensors.extend(split_rows("self_attn.qkv.qkv_bias", &parts, "bias", &[]));
             }
-            let norms: &[&str] = if shape.qk_norm { &["q_norm", "k_norm"] } else { &[] };
-            for norm in norms {
-                tensors.push(whole(
-                    &format!("self_attn.{norm}.weight"),
-                    &format!("self_attn.qkv.{norm}.weight"),
-                    &[head_dim],
-                ));
+            if shape.qk_norm {
+                tensors.extend(head_norms("", "qkv"));
             }
         }
     }
@@ -146,26 +133,19 @@ fn push_layer(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, architecture:
         AttentionForm::Ranked(_) => {
             let num_kv_heads = shape.num_kv_heads;
             tensors.push(whole("self_attn.A", "self_attn.a", &[num_kv_heads]));
-            let dt_proj = "self_attn.dt_proj.weight";
-            tensors.push(whole(dt_proj, dt_proj, &[num_kv_heads, kv_width]));
+            tensors.push(same_name("self_attn.dt_proj.weight", &[num_kv_heads, kv_width]));
         }
         AttentionForm::Blocks(_) if shape.has_indexer() => {
             tensors.extend(split(
                 "self_attn.indexer.proj.weight",
-                &[("self_attn.index_q_proj.weight", kv_width), ("self_attn.index_k_proj.weight", head_dim)],
+                &[("self_attn.index_q_proj", kv_width), ("self_attn.index_k_proj", head_dim)],
             ));
-            for norm in ["q_norm", "k_norm"] {
-                tensors.push(whole(
-                    &format!("self_attn.index_{norm}.weight"),
-                    &format!("self_attn.indexer.{norm}.weight"),
-                    &[head_dim],
-                ));
-            }
+            tensors.extend(head_norms("index_", "indexer"));
         }
         AttentionForm::Branches(nsa) => {
-            for branch in ["compress", "select"] {
-                if !nsa.shared_kv {
-                    let part = |part: &str| format!("self_attn.{branch}_{part}_proj.weight");
+            if !nsa.shared_kv {
+                for branch in ["compress", "select"] {
+                    let part = |part: &str| format!("self_attn.{branch}_{part}_proj");
                     tensors.extend(split(
                         &format!("self_attn.{branch}_kv_proj.weight"),
                         &[(&part("k"), kv_width), (&part("v"), kv_width)],
@@ -176,17 +156,14 @@ fn push_layer(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, architecture:
         }
         _ => {}
     }
-    let o_proj = "self_attn.o_proj.weight";
-    tensors.push(whole(o_proj, o_proj, &[d_model, q_width]));
-    let norm = "post_attention_layernorm.weight";
-    tensors.push(whole(norm, norm, &[d_model]));
-    tensors.extend(split("mlp.gate_up_proj.weight", &[("mlp.gate_proj.weight", d_ff), ("mlp.up_proj.weight", d_ff)]));
-    let down_proj = "mlp.down_proj.weight";
-    tensors.push(whole(down_proj, down_proj, &[d_model, d_ff]));
+    tensors.push(same_name("self_attn.o_proj.weight", &[d_model, q_width]));
+    tensors.push(same_name("post_attention_layernorm.weight", &[d_model]));
+    tensors.extend(split("mlp.gate_up_proj.weight", &[("mlp.gate_proj", d_ff), ("mlp.up_proj", d_ff)]));
+    tensors.push(same_name("mlp.down_proj.weight", &[d_model, d_ff]));
     let has_scales = architecture == Architecture::Sieve && shape.residual_scale;
     if architecture == Architecture::Doge || has_scales {
         for scale in ["input_residual", "post_attention_residual"] {
-            let mut tensor = whole(scale, scale, &[d_model]);
+            let mut tensor = same_name(scale, &[d_model]);
             if !shape.residual_scale {
                 tensor.source = Source::Ones;
             }

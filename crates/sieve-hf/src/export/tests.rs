@@ -75,7 +75,7 @@ fn exported(model: &str, attention: &str, options: &ExportOptions) -> Exported {
 
 impl Exported {
     fn config(&self) -> Value {
-        json(self.out.join("config.json"))
+        read_json(&self.out.join("config.json"))
     }
 
     /// The checkpoint's weights, and the export's.
@@ -108,7 +108,7 @@ fn weights(folder: &Path) -> TensorFile {
     TensorFile::open(&folder.join("model.safetensors")).expect("just written")
 }
 
-fn json(path: PathBuf) -> Value {
+pub(crate) fn read_json(path: &Path) -> Value {
     serde_json::from_str(&fs::read_to_string(path).expect("written")).expect("JSON")
 }
 
@@ -147,7 +147,7 @@ fn packed_rows_are_split_and_nothing_is_lost() {
     assert_eq!(config["model_type"], "qwen3");
     assert_eq!(config["use_sliding_window"], false);
     assert_eq!(config["eos_token_id"], 1);
-    let special = json(model.out.join("special_tokens_map.json"));
+    let special = read_json(&model.out.join("special_tokens_map.json"));
     assert_eq!(special["eos_token"], "<|endoftext|>");
 }
 
@@ -220,7 +220,7 @@ fn the_same_checkpoint_gives_the_same_bytes_and_replaces_an_earlier_export_alone
     // The second folder first holds an export in several files. These are removed; a user's file beside them stays.
     let small = ExportOptions { max_shard_bytes: 4000, ..options() };
     let sharded = export(&checkpoint, &second, &small).expect("exports");
-    let index = json(second.join("model.safetensors.index.json"));
+    let index = read_json(&second.join("model.safetensors.index.json"));
     let map = index["weight_map"].as_object().expect("a map");
     assert!(sharded.files.len() > 7, "{:?}", sharded.files);
     assert_eq!(index["metadata"]["total_size"], sharded.num_bytes);
@@ -263,23 +263,19 @@ fn published_dma_takes_either_class_and_other_models_their_own() {
     let recency = "kind = \"dma\"\nkeep_window_size = 3\nbias = \"linear\"\nrecency = \"slope\"";
     let [doge, sieve] = [ExportForm::Doge, ExportForm::Sieve];
     let (either, own) = (["DogeForCausalLM", "SieveForCausalLM"], "SieveForCausalLM");
-    for (n, (attention, usual, of_doge, of_sieve)) in [
-        (DMA, either[0], Some(either[0]), Some(either[1])),
-        (recency, own, None, Some(own)),
-        (MHA, "Qwen3ForCausalLM", None, None),
-        (SWA, "Qwen3ForCausalLM", None, None),
-        ("kind = \"dma\"\nkeep_window_size = 3", own, None, Some(own)),
-        ("kind = \"swa\"\nsliding_window = 5", own, None, Some(own)),
+    let [no_norms, no_norms_and_dense] = ["qk_norm = false", "qk_norm = false\nlayer_types = [\"swa\", \"mha\"]"];
+    for (n, (model, attention, usual, of_doge, of_sieve)) in [
+        (TIED, DMA, either[0], Some(either[0]), Some(either[1])),
+        (TIED, recency, own, None, Some(own)),
+        (TIED, MHA, "Qwen3ForCausalLM", None, None),
+        (TIED, SWA, "Qwen3ForCausalLM", None, None),
+        // Of these two no class of transformers has the rest of the model.
+        (no_norms, DMA, own, None, Some(own)),
+        (no_norms_and_dense, SWA, own, None, Some(own)),
     ]
     .into_iter()
     .enumerate()
     {
-        // Of the last two no class of transformers has the rest of the model.
-        let model = match n {
-            4 => "qk_norm = false",
-            5 => "qk_norm = false\nlayer_types = [\"swa\", \"mha\"]",
-            _ => TIED,
-        };
         let checkpoint = checkpoint(&folder.path().join(format!("run-{n}")), model, attention);
         let out = folder.path().join(format!("hf-{n}"));
         for (form, expected) in [(None, Some(usual)), (Some(doge), of_doge), (Some(sieve), of_sieve)] {

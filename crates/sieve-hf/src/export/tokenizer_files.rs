@@ -22,7 +22,7 @@ const CARRIED: [&str; 6] =
 /// Names and texts of the tokenizer's files; `beside` is the result of [`folder`].
 pub(super) fn read(
     checkpoint: &Checkpoint,
-    beside: &Option<PathBuf>,
+    beside: &Path,
     max_seq_len: usize,
     options: &ExportOptions,
 ) -> Result<Vec<(&'static str, String)>, CheckpointError> {
@@ -49,9 +49,7 @@ pub(super) fn read(
     let carried = CARRIED.iter().filter_map(|key| imported.get_key_value(*key));
     let carried = carried.filter(|(_, value)| !value.is_null());
     all.extend(carried.map(|(key, value)| (key.clone(), value.clone())));
-    if let Some(folder) = beside
-        && let Some(template) = text_of(&folder.join(CHAT_TEMPLATE))?
-    {
+    if let Some(template) = text_of(&beside.join(CHAT_TEMPLATE))? {
         files.push((CHAT_TEMPLATE, template));
     }
     files.extend([
@@ -78,12 +76,13 @@ pub(super) fn splits_as_qwen2(files: &[(&'static str, String)]) -> bool {
 }
 
 /// The folder with the files that an import copied beside its tokenizer: the checkpoint itself if it has them,
-/// otherwise the folder of the tokenizer file that the recipe names.
-pub(crate) fn folder(checkpoint: &Path, recipe: &Recipe) -> Option<PathBuf> {
+/// otherwise the folder of the tokenizer file that the recipe names, if it names one.
+pub(crate) fn folder(checkpoint: &Path, recipe: &Recipe) -> PathBuf {
     match recipe.tokenizer.source() {
-        _ if checkpoint.join(GENERATION).is_file() => Some(checkpoint.to_owned()),
-        TokenizerSource::Path(path) => Some(Path::new(path).parent().unwrap_or(Path::new("")).to_owned()),
-        _ => None,
+        TokenizerSource::Path(path) if !checkpoint.join(GENERATION).is_file() => {
+            Path::new(path).parent().unwrap_or(Path::new("")).to_owned()
+        }
+        _ => checkpoint.to_owned(),
     }
 }
 
@@ -97,15 +96,18 @@ pub(crate) fn ends(source: &Map<String, Value>, eos_id: u32) -> Option<&Value> {
 }
 
 /// The JSON object in the file `name` of a folder; empty if there is no such file.
-pub(crate) fn object(folder: &Option<PathBuf>, name: &str) -> Result<Map<String, Value>, CheckpointError> {
-    let Some(path) = folder.as_ref().map(|folder| folder.join(name)) else {
-        return Ok(Map::new());
-    };
-    match text_of(&path)?.map(|text| parsed(&path, &text)).transpose()? {
+pub(crate) fn object(folder: &Path, name: &str) -> Result<Map<String, Value>, CheckpointError> {
+    let path = folder.join(name);
+    match json_of(&path)? {
         Some(Value::Object(found)) => Ok(found),
         Some(_) => Err(CheckpointError::malformed(&path, "it is not a JSON object")),
         None => Ok(Map::new()),
     }
+}
+
+/// The contents of a JSON file; `None` if there is no such file.
+fn json_of(path: &Path) -> Result<Option<Value>, CheckpointError> {
+    text_of(path)?.map(|text| parsed(path, &text)).transpose()
 }
 
 fn parsed(path: &Path, text: &str) -> Result<Value, CheckpointError> {
@@ -123,9 +125,8 @@ pub(crate) fn text_of(path: &Path) -> Result<Option<String>, CheckpointError> {
 
 /// `generation_config.json` of a folder of `transformers`; missing ids of special tokens are taken from `config.json`.
 pub(crate) fn generation(from: &Path) -> Result<Map<String, Value>, CheckpointError> {
-    let folder = Some(from.to_owned());
-    let mut all = object(&folder, GENERATION)?;
-    let config = object(&folder, "config.json")?;
+    let mut all = object(from, GENERATION)?;
+    let config = object(from, "config.json")?;
     for key in ["bos_token_id", "eos_token_id", "pad_token_id"] {
         if all.get(key).is_none_or(Value::is_null)
             && let Some(id) = config.get(key).filter(|id| !id.is_null())
@@ -140,10 +141,10 @@ pub(crate) fn generation(from: &Path) -> Result<Map<String, Value>, CheckpointEr
 /// end token of `generation_config.json`; `None` if both are missing or unknown to the tokenizer.
 pub(crate) fn eos_token(from: &Path) -> Result<Option<String>, CheckpointError> {
     let path = from.join("tokenizer.json");
-    let Some(tokenizer) = text_of(&path)?.map(|text| parsed(&path, &text)).transpose()? else {
+    let Some(tokenizer) = json_of(&path)? else {
         return Ok(None);
     };
-    let config = object(&Some(from.to_owned()), CONFIG)?;
+    let config = object(from, CONFIG)?;
     let name = config.get("eos_token").and_then(|name| name.as_str().or(name["content"].as_str()));
     if let Some(name) = name
         && has_token(&tokenizer, name)

@@ -92,23 +92,18 @@ impl Reader {
                 }
             }
         }
-        let is_scaled = |scaling: &&Value| {
-            let kind = scaling["rope_type"].as_str().or(scaling["type"].as_str());
-            kind.is_some_and(|kind| kind != "default")
-        };
-        let Some(scaling) = forms.into_iter().find(is_scaled) else {
+        let Some((scaling, kind)) = forms.into_iter().find_map(|form| Some((form, scaling_kind(form)?))) else {
             return Ok(String::new());
         };
-        let kind = scaling["rope_type"].as_str().or(scaling["type"].as_str());
         let may_scale = architecture.is_grouped() || architecture == Architecture::Sieve;
-        let known_kind = kind.filter(|kind| ["linear", "llama3", "yarn"].contains(kind) && may_scale);
+        let is_known_kind = ["linear", "llama3", "yarn"].contains(&kind);
         let read_elsewhere = ["rope_type", "type", "rope_theta", "partial_rotary_factor"];
         let is_known = |key: &str| read_elsewhere.contains(&key) || SCALING_KEYS.contains(&key);
         let mut keys = scaling.as_object().into_iter().flatten();
-        let unknown_key = keys.find(|(key, value)| !is_known(key) && !value.is_null());
-        let (Some(kind), None) = (known_kind, unknown_key) else {
+        let has_unknown_key = keys.any(|(key, value)| !is_known(key) && !value.is_null());
+        if !may_scale || !is_known_kind || has_unknown_key {
             return Err(self.refuse(format!("rotary embedding is scaled: {scaling}")));
-        };
+        }
         let given = SCALING_KEYS.iter().filter(|key| !scaling[**key].is_null());
         let given: String = given.map(|key| format!(", {key} = {}", scaling[*key])).collect();
         Ok(format!("rope_scaling = {{ rope_type = {kind:?}{given} }}\n"))
@@ -167,6 +162,12 @@ impl Reader {
         };
         pattern.ok_or_else(|| self.refuse(format!("{key} is {}", self.value[key])))
     }
+}
+
+/// How a rotary embedding is scaled; `None` if it is not.
+fn scaling_kind(scaling: &Value) -> Option<&str> {
+    let kind = scaling["rope_type"].as_str().or(scaling["type"].as_str());
+    kind.filter(|kind| *kind != "default")
 }
 
 /// The keys that `[attention]` of a recipe has for a kind, `kind` among them.

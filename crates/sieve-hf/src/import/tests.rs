@@ -1,5 +1,5 @@
 use super::*;
-use crate::export::tests::{self, DMA, MHA, SWA, changed_checkpoint};
+use crate::export::tests::{self, DMA, MHA, SWA, changed_checkpoint, read_json};
 use crate::named_parameters;
 use crate::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, export, load_model};
 use burn_flex::Flex;
@@ -37,10 +37,6 @@ fn dense(model: &str) -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().expect("a folder");
     let hf = exported(folder.path(), model, MHA, whole());
     (folder, hf)
-}
-
-fn read_json(path: &Path) -> serde_json::Value {
-    serde_json::from_str(&fs::read_to_string(path).expect("written")).expect("JSON")
 }
 
 fn imported(
@@ -265,6 +261,23 @@ fn an_output_unlike_the_embedding_unties_the_model() {
         let head = loaded.model.head.lm_head.expect("untied").weight.val();
         assert_eq!(head.into_data().iter::<f32>().collect::<Vec<_>>(), output);
     }
+}
+
+#[test]
+fn residual_scales_that_bf16_would_round_to_one_are_kept() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let hf = exported(folder.path(), TIED, DMA, whole());
+    let has_scales = || {
+        let loaded = load_model::<Flex>(&hf, &Default::default(), DType::BF16).expect("loads");
+        loaded.shape.residual_scale
+    };
+    assert!(!has_scales(), "all of them are one");
+    rewrite(&hf, |tensors| {
+        for tensor in tensors.iter_mut().filter(|tensor| is_residual_scale(&tensor.name)) {
+            tensor.data = TensorData::full([12], 1.001f32);
+        }
+    });
+    assert!(has_scales());
 }
 
 #[test]
