@@ -273,7 +273,7 @@ fn assert_named(still: usize, (place, number, seconds): (&'static str, u64, u64)
     let overrides = &["training.steps=12", "validation.interval=4"];
     for outcome in Pair::new(&TinyRun::dma(), "run", overrides).run_within(disturbances, timeouts, &ended) {
         let error = outcome.result.expect_err("a rank does not go on").to_string();
-        let words = [format!("rank {still} ("), format!("stood still for {seconds} s")];
+        let words = [format!("rank {still} ("), format!("made no progress for {seconds} s")];
         let case = format!("{place} {number}, rank {still}");
         assert!(words.iter().all(|words| error.contains(words)), "{case}: {error}");
         assert!(outcome.checkpoints.is_empty(), "{case}");

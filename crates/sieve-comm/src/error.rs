@@ -67,7 +67,7 @@ pub enum CommError {
         problem: String,
     },
     /// Some ranks did not connect to rank 0 before the timeout.
-    #[error("{present} of {size} ranks came to {address} within {seconds} s; missing: {missing}")]
+    #[error("{present} of {size} ranks joined at {address} within {seconds} s; missing: {missing}")]
     Missing {
         /// Number of ranks that have joined, rank 0 included.
         present: usize,
@@ -132,20 +132,24 @@ pub enum Loss {
     Error(String),
 }
 
+/// A rank's place in parentheses, to follow its number in a message; empty if the place is unknown.
+pub(crate) fn in_parentheses(place: &str) -> String {
+    match place {
+        "" => String::new(),
+        _ => format!(" ({place})"),
+    }
+}
+
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let place = match self.place.as_str() {
-            "" => String::new(),
-            place => format!(" ({place})"),
-        };
-        let rank = self.rank;
+        let (rank, place) = (self.rank, in_parentheses(&self.place));
         match &self.loss {
             Loss::Ended => write!(f, "rank {rank}{place} ended; all ranks stop"),
-            Loss::Silent(seconds) => write!(f, "no sign of rank {rank}{place} for {seconds} s; all ranks stop"),
+            Loss::Silent(seconds) => write!(f, "no heartbeat from rank {rank}{place} for {seconds} s; all ranks stop"),
             Loss::Still(seconds) => write!(
                 f,
-                "rank {rank}{place} has stood still for {seconds} s while others wait for it: look at the files and \
-                 the devices of its host; all ranks stop"
+                "rank {rank}{place} has made no progress for {seconds} s while others wait for it: look at the files \
+                 and the devices of its host; all ranks stop"
             ),
             Loss::AllStill { seconds, behind } => {
                 let behind = match behind.as_str() {
@@ -154,7 +158,7 @@ impl fmt::Display for Failure {
                 };
                 write!(
                     f,
-                    "no rank has gone on for {seconds} s, and none waits for another: a GPU hangs, the link \
+                    "no rank has made progress for {seconds} s, and none waits for another: a GPU hangs, the link \
                      between GPUs or the files that all read (nvidia-smi, Xid in dmesg){behind}; all ranks stop"
                 )
             }

@@ -29,13 +29,13 @@ fn require_length(len: u64) -> io::Result<()> {
 }
 
 /// Waits for a message, and returns its kind and its content.
-pub(crate) fn receive(mut stream: &TcpStream) -> io::Result<(u8, Vec<u8>)> {
-    receive_at_most(MAX_BYTES, &mut stream)
+pub(crate) fn receive(stream: &TcpStream) -> io::Result<(u8, Vec<u8>)> {
+    receive_at_most(MAX_BYTES, stream)
 }
 
 /// Like [`receive`], for a message of at most `max_bytes`.
-pub(crate) fn receive_at_most(max_bytes: u64, stream: &mut impl Read) -> io::Result<(u8, Vec<u8>)> {
-    let (kind, len) = receive_head(stream)?;
+pub(crate) fn receive_at_most(max_bytes: u64, mut stream: impl Read) -> io::Result<(u8, Vec<u8>)> {
+    let (kind, len) = receive_head(&mut stream)?;
     if len > max_bytes {
         return Err(io::Error::other("a message of another protocol"));
     }
@@ -45,12 +45,11 @@ pub(crate) fn receive_at_most(max_bytes: u64, stream: &mut impl Read) -> io::Res
 }
 
 /// Reads the kind of the next message and the length of its content.
-pub(crate) fn receive_head(stream: &mut impl Read) -> io::Result<(u8, u64)> {
+pub(crate) fn receive_head(mut stream: impl Read) -> io::Result<(u8, u64)> {
     let mut head = [0; 9];
     stream.read_exact(&mut head)?;
-    let (kind, len) = head.split_at(1);
-    let len = len.try_into().expect("eight bytes");
-    Ok((kind[0], u64::from_le_bytes(len)))
+    let [kind, len @ ..] = head;
+    Ok((kind, u64::from_le_bytes(len)))
 }
 
 /// Sends numbers as one message of any length: the receiver knows how many to expect, so [`MAX_BYTES`] does not apply.
@@ -72,8 +71,8 @@ pub(crate) fn receive_numbers(mut stream: &TcpStream, values: &mut [f32], update
     for chunk in values.chunks_mut(CHUNK) {
         let bytes = &mut bytes[..4 * chunk.len()];
         stream.read_exact(bytes)?;
-        for (value, bytes) in chunk.iter_mut().zip(bytes.chunks_exact(4)) {
-            update(value, f32::from_le_bytes(bytes.try_into().expect("four bytes")));
+        for (value, bytes) in chunk.iter_mut().zip(bytes.as_chunks().0) {
+            update(value, f32::from_le_bytes(*bytes));
         }
     }
     Ok(())

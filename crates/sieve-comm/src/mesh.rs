@@ -367,7 +367,7 @@ impl Mesh {
 
     /// Reads the head of the next message, which must be of `count` numbers.
     fn expect_numbers(&self, peer: &Peer, count: usize) -> Result<(), CommError> {
-        let (kind, len) = receive_head(&mut &peer.data).map_err(|e| self.lost(peer, &e))?;
+        let (kind, len) = receive_head(&peer.data).map_err(|e| self.lost(peer, &e))?;
         if kind != NUMBERS {
             return Err(out_of_step(peer, kind, NUMBERS));
         }

@@ -1,4 +1,5 @@
 //! Heartbeats: which rank is lost, and how the others then end.
+use crate::error::in_parentheses;
 use crate::frame::{receive, send};
 use crate::mesh::Timeouts;
 use crate::{Failure, Loss};
@@ -295,11 +296,7 @@ impl Watch {
         let Some((counts, rank, place)) = all.iter().min_by_key(|x| reached(x)).filter(|x| reached(x) < most) else {
             return String::new();
         };
-        let place = match *place {
-            "" => String::new(),
-            place => format!(" ({place})"),
-        };
-        let reached = counts.num_reached;
+        let (place, reached) = (in_parentheses(place), counts.num_reached);
         format!("rank {rank}{place} has reached collective {reached}, another waits in collective {most}")
     }
 

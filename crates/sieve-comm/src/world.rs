@@ -87,7 +87,8 @@ impl World {
         let size = number(read, "WORLD_SIZE", "RANK")?;
         let rank = number(read, "RANK", "WORLD_SIZE")?;
         if size == 1 {
-            return Ok(Self::alone(rank));
+            // One process listens on no port.
+            return Ok(Self::on_this_host(rank, size, 0));
         }
         let missing = |missing| CommError::HalfSet { set: "WORLD_SIZE", missing };
         let master_addr = read("MASTER_ADDR").ok_or_else(|| missing("MASTER_ADDR"))?;
@@ -126,7 +127,8 @@ impl World {
             .or_else(|_| number(read, "SLURM_NTASKS", "SLURM_PROCID"))?;
         let rank = number(read, "SLURM_PROCID", "SLURM_NTASKS")?;
         if size == 1 {
-            return Ok(Self::alone(rank));
+            // One process listens on no port.
+            return Ok(Self::on_this_host(rank, size, 0));
         }
         let job = number::<u64>(read, "SLURM_JOB_ID", "SLURM_PROCID")?;
         let nodes = read("SLURM_STEP_NODELIST")
@@ -151,20 +153,6 @@ impl World {
             run_id: format!("{job}.{step}"),
             token: String::new(),
         })
-    }
-
-    /// A group of one process, which needs no address.
-    fn alone(rank: usize) -> Self {
-        Self {
-            rank,
-            size: 1,
-            local_rank: 0,
-            local_size: 1,
-            master_addr: String::new(),
-            master_port: 0,
-            run_id: String::new(),
-            token: String::new(),
-        }
     }
 
     /// Host and port on which rank 0 listens.

@@ -9,7 +9,7 @@ use crate::error::FileError;
 /// A file being written under `<path>.tmp`. If it is dropped before [`publish`](FinishedFile::publish), the temporary
 /// file is removed.
 pub struct AtomicFile {
-    writer: Option<BufWriter<File>>,
+    writer: BufWriter<File>,
     names: Names,
 }
 
@@ -42,7 +42,7 @@ impl AtomicFile {
         let temporary = temporary_name(path);
         let file = File::create(&temporary).map_err(FileError::on("create", &temporary))?;
         let names = Names { temporary, path: path.to_path_buf(), remove_on_drop: true };
-        Ok(Self { writer: Some(BufWriter::with_capacity(1 << 20, file)), names })
+        Ok(Self { writer: BufWriter::with_capacity(1 << 20, file), names })
     }
 
     /// Reopens a temporary file that [`keep`](Self::keep) left, truncated to its first `num_bytes`. Dropping
@@ -62,7 +62,7 @@ impl AtomicFile {
         });
         cut.map_err(FileError::on("continue", &temporary))?;
         let names = Names { temporary, path: path.to_path_buf(), remove_on_drop: false };
-        Ok(Self { writer: Some(BufWriter::with_capacity(1 << 20, file)), names })
+        Ok(Self { writer: BufWriter::with_capacity(1 << 20, file), names })
     }
 
     /// Syncs the data written so far. From now on, dropping `self` keeps the temporary file.
@@ -71,8 +71,7 @@ impl AtomicFile {
     /// An error of the file system.
     pub fn keep(&mut self) -> Result<(), FileError> {
         self.names.remove_on_drop = false;
-        let writer = self.writer.as_mut().expect("the writer is taken by finish alone");
-        let synced = writer.flush().and_then(|()| writer.get_ref().sync_data());
+        let synced = self.writer.flush().and_then(|()| self.writer.get_ref().sync_data());
         synced.map_err(FileError::on("write", &self.names.temporary))
     }
 
@@ -81,20 +80,18 @@ impl AtomicFile {
     /// # Errors
     /// An error of the file system.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), FileError> {
-        let writer = self.writer.as_mut().expect("the writer is taken by finish alone");
-        writer.write_all(bytes).map_err(FileError::on("write", &self.names.temporary))
+        self.writer.write_all(bytes).map_err(FileError::on("write", &self.names.temporary))
     }
 
     /// Flushes and fsyncs.
     ///
     /// # Errors
     /// An error of the file system.
-    pub fn finish(mut self) -> Result<FinishedFile, FileError> {
-        let writer = self.writer.take().expect("the writer is taken by finish alone");
-        let file =
-            writer.into_inner().map_err(|error| FileError::on("write", &self.names.temporary)(error.into_error()))?;
-        file.sync_all().map_err(FileError::on("sync", &self.names.temporary))?;
-        Ok(FinishedFile { names: self.names })
+    pub fn finish(self) -> Result<FinishedFile, FileError> {
+        let Self { writer, names } = self;
+        let file = writer.into_inner().map_err(|error| FileError::on("write", &names.temporary)(error.into_error()))?;
+        file.sync_all().map_err(FileError::on("sync", &names.temporary))?;
+        Ok(FinishedFile { names })
     }
 }
 
@@ -112,9 +109,7 @@ impl FinishedFile {
 
 /// `<path>.tmp`, in the same folder, so that the rename is atomic.
 pub fn temporary_name(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(".tmp");
-    PathBuf::from(name)
+    path.with_added_extension("tmp")
 }
 
 #[cfg(test)]

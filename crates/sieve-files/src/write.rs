@@ -55,9 +55,8 @@ fn target_and_temporary(path: &Path) -> Result<(PathBuf, PathBuf), FileError> {
         return Err(FileError::on("replace", path)(io::Error::other("it is not a file")));
     }
     let target = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-    let mut temporary = target.clone().into_os_string();
-    temporary.push(format!(".{}.tmp", std::process::id()));
-    Ok((target, PathBuf::from(temporary)))
+    let temporary = target.with_added_extension(format!("{}.tmp", std::process::id()));
+    Ok((target, temporary))
 }
 
 /// Writes and syncs a file directly under its name.
@@ -99,7 +98,7 @@ pub fn sync_folder(folder: &Path) -> Result<(), FileError> {
 /// # Errors
 /// An error of the file system.
 pub fn publish_folder(partial: &Path, path: &Path) -> Result<(), FileError> {
-    let replaced = path.with_extension("old");
+    let replaced = path.with_added_extension("old");
     match fs::rename(path, &replaced) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             return Err(FileError::on("replace", path)(error));

@@ -340,7 +340,7 @@ fn no_first_rank(world: &World, timeouts: Timeouts, error: &io::Error) -> CommEr
 
 /// Receives a short message. Its last byte must arrive before `deadline`.
 fn receive_until(stream: &TcpStream, deadline: Instant) -> io::Result<(u8, Vec<u8>)> {
-    let found = receive_at_most(MAX_HELLO_BYTES, &mut Until { stream, deadline })?;
+    let found = receive_at_most(MAX_HELLO_BYTES, Until { stream, deadline })?;
     stream.set_read_timeout(None)?;
     Ok(found)
 }
