@@ -7,8 +7,8 @@ use cudarc::driver::result as driver;
 use cudarc::driver::sys::{self, CUstream};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use sieve_gpu::{
-    BufferView, Cubins, CudaVersion, DeviceLaunch, KernelError, LoadedKernel, MapLayout, SourceKernel, Step,
-    ahead_of_time, on_device,
+    BufferView, Cubins, DeviceLaunch, KernelError, LoadedKernel, MapLayout, SourceKernel, Step, ahead_of_time,
+    on_device,
 };
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -69,12 +69,12 @@ impl Loaded {
                 "the CUDA driver's library libcuda was not found: install NVIDIA's driver".to_owned(),
             ));
         }
-        driver::init().map_err(|e| init_error(e.0))?;
+        driver::init().map_err(KernelError::driver)?;
         if let Some(path) = nvrtc {
             open_for_all(path)?;
         }
         let version = ahead_of_time::installed_nvrtc()?;
-        let driver = driver_version()?;
+        let driver = ahead_of_time::driver_version()?;
         if version.major > driver.major {
             return Err(KernelError::nvrtc_too_new(version, driver).into());
         }
@@ -240,16 +240,4 @@ fn open_for_all(path: &Path) -> Result<(), PlanError> {
     // Never closed: its functions are called for the life of the process.
     let _ = library.into_raw();
     Ok(())
-}
-
-fn driver_version() -> Result<CudaVersion, KernelError> {
-    let mut version = 0;
-    // SAFETY: a valid pointer to an integer.
-    unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(|e| init_error(e.0))?;
-    // CUDA 13.1 is 13010.
-    Ok(CudaVersion { major: version as u32 / 1000, minor: version as u32 % 1000 / 10 })
-}
-
-fn init_error(error: sys::CUresult) -> KernelError {
-    KernelError::driver(format!("{error:?}"))
 }

@@ -65,9 +65,9 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             Ok(result(t.qkv()?.attention_forward(&start, window, scale, bias)?, only_o))
         }
         &Call::AttentionBackward { scale, window, fixed_order } => {
-            let documents = t.documents()?;
+            let [start, end] = t.documents()?;
             t.gradients(scale, fixed_order, |call| {
-                call.attention_backward([&documents[0], &documents[1]], window, t.maybe("bias").as_ref())
+                call.attention_backward([&start, &end], window, t.maybe("bias").as_ref())
             })
         }
         Call::DmaScores { slopes } => {
@@ -123,8 +123,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         Call::NsaCompressedForward { scale, blocks } => {
             let ([start, end], blocks) = (t.documents()?, blocks.checked()?);
             let compressed = t.compressed("compressed", blocks)?;
-            let fixed_order = false;
-            let queries = t.queries_of_blocks(&t.q_in(fixed_order)?, &compressed, blocks)?;
+            let queries = t.queries_of_blocks(&t.get("q")?, &compressed, blocks)?;
             let forward = queries.nsa_compressed_attention_forward([&start, &end], &compressed, blocks, *scale);
             let (forward, indices) = forward?;
             Ok(vec![("o", forward.o), ("lse", forward.lse), ("block_indices", indices)])
@@ -176,8 +175,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         &Call::NsaForward { scale, blocks, window, only_o } => {
             let (qkv, [start, end], blocks) = (t.qkv()?, t.documents()?, blocks.checked()?);
             let (documents, compressed) = ([&start, &end], t.compressed("compressed", blocks)?);
-            let fixed_order = false;
-            let queries = t.queries_of_blocks(&t.q_in(fixed_order)?, &compressed, blocks)?;
+            let queries = t.queries_of_blocks(&t.get("q")?, &compressed, blocks)?;
             let (coarse, indices) = queries.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
             let (selected, _) = qkv.nsa_selected_attention_forward(documents, &indices, blocks, scale)?;
             let near = qkv.attention_forward(&start, Some(window), scale, None)?;
@@ -252,48 +250,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let scratch = DecodeScratch::new(&cache.k, shape, max_keys)?;
             Ok(vec![("o", cache.attention_decode(&token, &t.get("length")?, step, &scratch)?)])
         }
-        &Call::CachedDecode { scale, window, block } => {
-            let (q, cache, length) = (t.get("q")?, t.cache()?, t.get("length")?);
-            let [batch, tokens, _, head_dim] = q.dims("cached_decode", "q")?;
-            let [_, kv_heads, capacity, head_dim_v] = cache.v.dims("cached_decode", "v_cache")?;
-            // Stand in for the new token's k and v, which no launch reads.
-            let unread = [head_dim, head_dim_v].map(|d| q.empty_contiguous(&[batch, tokens, kv_heads, d], DType::BF16));
-            let token = Qkv::separate(&q, &unread[0], &unread[1]);
-            let shape = token.shape("cached_decode")?;
-            let step = DecodeStep { window, ..DecodeStep::new(capacity, scale) };
-            let max_keys = window.unwrap_or(capacity).min(capacity);
-            let o = match (t.maybe("chosen"), block) {
-                (None, None) => {
-                    let scratch = DecodeScratch::new(&cache.k, shape, max_keys)?;
-                    cache.attention_decode_cached(&token, &length, step, &scratch)?
-                }
-                (Some(chosen), Some(block)) => {
-                    if block == 0 || !block.is_multiple_of(WARP_KEYS) {
-                        let supported = format!("multiples of {WARP_KEYS}");
-                        return Err(KernelError::unsupported("cached_decode", "block", block, supported).into());
-                    }
-                    let [_, num_kv_heads, num_chosen] = chosen.dims("cached_decode", "chosen")?;
-                    let fits = |heads: usize, of: usize| of > 0 && heads > 0 && heads.is_multiple_of(of);
-                    if !fits(num_kv_heads, kv_heads) || !fits(shape.num_heads, num_kv_heads) {
-                        let got = format!("{num_kv_heads} for {}/{kv_heads} heads", shape.num_heads);
-                        let supported = "a divisor of the heads and a multiple of the KV heads";
-                        return Err(KernelError::unsupported("cached_decode", "choosers", got, supported).into());
-                    }
-                    let choosers = AttentionShape { num_kv_heads, ..shape };
-                    let max_keys = num_chosen.saturating_mul(block).min(max_keys);
-                    let scratch = DecodeScratch::new(&cache.k, choosers, max_keys)?;
-                    cache.attention_decode_chosen(&token, &length, step, &scratch, &chosen, block)?
-                }
-                _ => {
-                    return Err(wrong(
-                        "cached_decode",
-                        "chosen",
-                        "comes without the size of its blocks, or that alone",
-                    ));
-                }
-            };
-            Ok(vec![("o", o)])
-        }
+        &Call::CachedDecode { scale, window, block } => cached_decode(t, scale, window, block),
         &Call::DmaDecode { scale, local, linear } => {
             let (token, kv) = (t.qkv()?, t.cache()?);
             let shape = token.shape("dma_decode")?;
@@ -311,6 +268,45 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             Ok(vec![("o", mla_decode(&q, keys, scale)?)])
         }
     }
+}
+
+/// Records attention of one token a row over a cache that holds its key; of chosen blocks of `block` keys where the
+/// request has them.
+fn cached_decode(t: &Inputs, scale: f32, window: Option<usize>, block: Option<usize>) -> Result<Outputs, PlanError> {
+    let (q, cache, length) = (t.get("q")?, t.cache()?, t.get("length")?);
+    let [batch, tokens, _, head_dim] = q.dims(t.op, "q")?;
+    let [_, kv_heads, capacity, head_dim_v] = cache.v.dims(t.op, "v_cache")?;
+    // Stand in for the new token's k and v, which no launch reads.
+    let unread = [head_dim, head_dim_v].map(|d| q.empty_contiguous(&[batch, tokens, kv_heads, d], DType::BF16));
+    let token = Qkv::separate(&q, &unread[0], &unread[1]);
+    let shape = token.shape(t.op)?;
+    let step = DecodeStep { window, ..DecodeStep::new(capacity, scale) };
+    let max_keys = window.unwrap_or(capacity).min(capacity);
+    let o = match (t.maybe("chosen"), block) {
+        (None, None) => {
+            let scratch = DecodeScratch::new(&cache.k, shape, max_keys)?;
+            cache.attention_decode_cached(&token, &length, step, &scratch)?
+        }
+        (Some(chosen), Some(block)) => {
+            if block == 0 || !block.is_multiple_of(WARP_KEYS) {
+                let supported = format!("multiples of {WARP_KEYS}");
+                return Err(KernelError::unsupported(t.op, "block", block, supported).into());
+            }
+            let [_, num_kv_heads, num_chosen] = chosen.dims(t.op, "chosen")?;
+            let fits = |heads: usize, of: usize| of > 0 && heads > 0 && heads.is_multiple_of(of);
+            if !fits(num_kv_heads, kv_heads) || !fits(shape.num_heads, num_kv_heads) {
+                let got = format!("{num_kv_heads} for {}/{kv_heads} heads", shape.num_heads);
+                let supported = "a divisor of the heads and a multiple of the KV heads";
+                return Err(KernelError::unsupported(t.op, "choosers", got, supported).into());
+            }
+            let choosers = AttentionShape { num_kv_heads, ..shape };
+            let max_keys = num_chosen.saturating_mul(block).min(max_keys);
+            let scratch = DecodeScratch::new(&cache.k, choosers, max_keys)?;
+            cache.attention_decode_chosen(&token, &length, step, &scratch, &chosen, block)?
+        }
+        _ => return Err(wrong(t.op, "chosen", "must be given together with block, the number of keys of a block")),
+    };
+    Ok(vec![("o", o)])
 }
 
 /// The outputs of a forward pass: `o`, and unless `only_o` what the backward pass reads.
@@ -460,14 +456,9 @@ impl Inputs {
 
     /// The queries. Ops on them sum in a fixed order if `fixed_order`, else in any.
     fn q_in(&self, fixed_order: bool) -> Result<CudaTensor, PlanError> {
-        self.get_in(fixed_order, "q")
-    }
-
-    /// A tensor by name. Ops on it sum in a fixed order if `fixed_order`, else in any.
-    fn get_in(&self, fixed_order: bool, name: &str) -> Result<CudaTensor, PlanError> {
         let sums = if fixed_order { SumOrder::Fixed } else { SumOrder::Any };
         let policy = KernelPolicy { sums, ..KernelPolicy::DEFAULT };
-        Ok(self.get(name)?.under(policy))
+        Ok(self.get("q")?.under(policy))
     }
 
     /// The queries of NSA's compressed branch, with placeholder keys and values: no launch reads them.
@@ -520,8 +511,7 @@ impl Inputs {
             let supported = "1 or more, and no more than chosen";
             return Err(KernelError::unsupported(self.op, "blocks", got, supported).into());
         }
-        let fixed_order = false;
-        let (q, k) = (self.get_in(fixed_order, by[0])?, self.get(by[1])?);
+        let (q, k) = (self.get(by[0])?, self.get(by[1])?);
         let pooled = Qkv::separate(&k, &k, &k).nsa_mean_pool([start, end], blocks)?;
         let rule = choice.rule.into();
         let by = BlockChoice { blocks, rule, forced };

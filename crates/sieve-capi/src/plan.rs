@@ -113,7 +113,7 @@ impl Places {
                 let is_whole = of.get(buffer).is_some_and(|at| bytes[at.buffer] == sizes[*buffer]);
                 assert!(is_whole, "{op}: a fill of what is not an output by itself would need a length");
             }
-            for buffer in buffers_of(step).filter(|buffer| !of.contains_key(buffer)) {
+            for buffer in buffers_of(step).into_iter().filter(|buffer| !of.contains_key(buffer)) {
                 match lives.iter_mut().find(|(known, _)| *known == buffer) {
                     Some((_, [_, last])) => *last = index,
                     None => lives.push((buffer, [index, index])),
@@ -161,16 +161,15 @@ impl Places {
     }
 }
 
-fn buffers_of(step: &Step) -> impl Iterator<Item = usize> {
-    let buffers: Vec<usize> = match step {
+fn buffers_of(step: &Step) -> Vec<usize> {
+    match step {
         Step::Launch(launch) => {
             let maps = launch.maps.iter().map(|map| map.at.buffer);
             maps.chain(launch.tensors.iter().map(|at| at.buffer)).collect()
         }
         Step::Fill { buffer, .. } => vec![*buffer],
         Step::Gather { from, to, .. } => vec![from.buffer, *to],
-    };
-    buffers.into_iter()
+    }
 }
 
 /// The error of an input that a launch wrapper would copy first, which is left to the caller.

@@ -16,7 +16,7 @@ use cubecl::stream_id::StreamId;
 pub(crate) use library::Call;
 use library::Refusal;
 pub use problem::GemmKind;
-use problem::{Operands, Problem, operand_rows, result_shape};
+use problem::{OperandTypes, Problem, operand_rows, result_shape};
 use sieve_gpu::step::{Fp8Matrix, as_rows};
 use sieve_gpu::{CudaTensor, DType, KernelError};
 use std::collections::HashSet;
@@ -60,7 +60,7 @@ pub fn matmul(
 ) -> Result<CudaTensor, KernelError> {
     x.require_dtype(NAME, "x", DType::BF16)?;
     w.require_dtype(NAME, "w", DType::BF16)?;
-    queue_gemm((kind, Operands::Bf16), [x, w], &[], output)
+    queue_gemm((kind, OperandTypes::Bf16), [x, w], &[], output)
 }
 
 /// `x [m, k]` times the transpose of `w [n, k]`, times their scales, with f32 accumulation; at most one of the two
@@ -69,14 +69,14 @@ pub fn matmul(
 /// # Errors
 /// The errors of [`matmul`].
 pub fn fp8_matmul(x: &Fp8Matrix, w: &Fp8Matrix, output: MatmulOutput<'_>) -> Result<CudaTensor, KernelError> {
-    let operands = Operands::Fp8 { x: x.format, w: w.format };
+    let operands = OperandTypes::Fp8 { x: x.format, w: w.format };
     let (values, scales) = ([&x.values, &w.values], [&x.scale, &w.scale]);
     queue_gemm((GemmKind::Nt, operands), values, &scales, output)
 }
 
 /// Checks the sizes, queues the GEMM and returns its output tensor. `scales` belongs to fp8 operands.
 fn queue_gemm(
-    (kind, operands): (GemmKind, Operands),
+    (kind, operands): (GemmKind, OperandTypes),
     [x, w]: [&CudaTensor; 2],
     scales: &[&CudaTensor],
     output: MatmulOutput<'_>,

@@ -4,7 +4,7 @@ use crate::lane::lock;
 use cubecl::cuda::install;
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::{self as driver_sys, CUdevice_attribute};
-use sieve_gpu::ahead_of_time::installed_nvrtc;
+use sieve_gpu::ahead_of_time::{driver_version, installed_nvrtc};
 use sieve_gpu::{CudaVersion, KernelError};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -56,12 +56,12 @@ impl DeviceReport {
     /// # Errors
     /// [`KernelError::Installation`] when the driver does not answer.
     pub fn memory_bytes(device: usize) -> Result<(u64, u64), KernelError> {
-        let handle = driver::device::get(device as i32).map_err(init_error)?;
+        let handle = driver::device::get(device as i32).map_err(KernelError::driver)?;
         // SAFETY: the handle comes from the driver. The context is never released, because the client shares it.
-        let context = unsafe { driver::primary_ctx::retain(handle) }.map_err(init_error)?;
+        let context = unsafe { driver::primary_ctx::retain(handle) }.map_err(KernelError::driver)?;
         // SAFETY: the context was just retained.
-        unsafe { driver::ctx::set_current(context) }.map_err(init_error)?;
-        let (free, total) = driver::mem_get_info().map_err(init_error)?;
+        unsafe { driver::ctx::set_current(context) }.map_err(KernelError::driver)?;
+        let (free, total) = driver::mem_get_info().map_err(KernelError::driver)?;
         Ok((free as u64, total as u64))
     }
 }
@@ -94,8 +94,8 @@ impl CudaReport {
         if !unsafe { driver_sys::is_culib_present() } {
             return Err(KernelError::NoDriver);
         }
-        driver::init().map_err(init_error)?;
-        let count = driver::device::get_count().map_err(init_error)?;
+        driver::init().map_err(KernelError::driver)?;
+        let count = driver::device::get_count().map_err(KernelError::driver)?;
         if count == 0 {
             return Err(KernelError::NoDevice);
         }
@@ -122,14 +122,6 @@ pub(crate) fn compute_capability(device: usize) -> Option<(u32, u32)> {
     let report = describe(device).ok()?;
     known.insert(device, (report.major, report.minor));
     Some((report.major, report.minor))
-}
-
-/// The driver's CUDA version, which the driver returns as one number: 13020 for 13.2.
-fn driver_version() -> Result<CudaVersion, KernelError> {
-    let mut version = 0;
-    // SAFETY: a valid pointer to an integer.
-    unsafe { driver_sys::cuDriverGetVersion(&mut version) }.result().map_err(init_error)?;
-    Ok(CudaVersion { major: version as u32 / 1000, minor: version as u32 % 1000 / 10 })
 }
 
 /// Fails if NVRTC is newer than the driver, which loads only PTX of its own CUDA version or an older one.
@@ -159,20 +151,16 @@ pub(crate) fn check_headers(cuda_path: Option<&Path>) -> Result<PathBuf, KernelE
 
 /// Asks the driver for a GPU's properties.
 fn describe(index: usize) -> Result<DeviceReport, KernelError> {
-    let device = driver::device::get(index as i32).map_err(init_error)?;
+    let device = driver::device::get(index as i32).map_err(KernelError::driver)?;
     // SAFETY: the handle comes from the driver, the attributes are plain integers.
-    let attribute = |which| unsafe { driver::device::get_attribute(device, which) }.map_err(init_error);
+    let attribute = |which| unsafe { driver::device::get_attribute(device, which) }.map_err(KernelError::driver);
     let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32;
     let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32;
     let num_multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
-    let name = driver::device::get_name(device).map_err(init_error)?;
+    let name = driver::device::get_name(device).map_err(KernelError::driver)?;
     // SAFETY: the handle comes from the driver.
-    let total_memory_bytes = unsafe { driver::device::total_mem(device) }.map_err(init_error)? as u64;
+    let total_memory_bytes = unsafe { driver::device::total_mem(device) }.map_err(KernelError::driver)? as u64;
     Ok(DeviceReport { index, name, major, minor, num_multiprocessors, total_memory_bytes })
-}
-
-fn init_error(error: cudarc::driver::DriverError) -> KernelError {
-    KernelError::driver(error)
 }
 
 #[cfg(test)]

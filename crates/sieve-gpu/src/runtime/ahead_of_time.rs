@@ -30,6 +30,18 @@ pub fn installed_nvrtc() -> Result<CudaVersion, KernelError> {
     Ok(CudaVersion { major: major as u32, minor: minor as u32 })
 }
 
+/// Newest CUDA version that the driver supports. The driver must have been initialised.
+///
+/// # Errors
+/// [`KernelError::Installation`].
+pub fn driver_version() -> Result<CudaVersion, KernelError> {
+    let mut version = 0;
+    // SAFETY: a valid pointer to an integer.
+    unsafe { cudarc::driver::sys::cuDriverGetVersion(&mut version) }.result().map_err(KernelError::driver)?;
+    // CUDA 13.2 is 13020.
+    Ok(CudaVersion { major: version as u32 / 1000, minor: version as u32 % 1000 / 10 })
+}
+
 fn require_nvrtc() -> Result<(), KernelError> {
     // SAFETY: only tries to open the library.
     match unsafe { sys::is_culib_present() } {

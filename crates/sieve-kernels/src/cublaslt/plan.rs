@@ -1,6 +1,6 @@
 //! cuBLASLt's descriptors and algorithm for one GEMM, created once per shape and kept.
 use super::library::Refusal;
-use super::problem::{Layout, Operands as OperandTypes, Problem, Tile};
+use super::problem::{Layout, OperandTypes, Problem, Tile};
 use cudarc::cublaslt::result as lt;
 use cudarc::cublaslt::sys::{
     cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulAlgoConfigAttributes_t,

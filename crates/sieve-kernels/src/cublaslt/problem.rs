@@ -17,7 +17,7 @@ pub enum GemmKind {
 
 /// Element types of the GEMM's operands x and w.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Operands {
+pub(super) enum OperandTypes {
     Bf16,
     /// fp8 values with one scale for each tensor; only with [`GemmKind::Nt`].
     Fp8 {
@@ -26,7 +26,7 @@ pub(super) enum Operands {
     },
 }
 
-impl Operands {
+impl OperandTypes {
     /// Whether tensor cores may accumulate in less precision than f32 (cuBLASLt's fast accumulation of fp8), which is
     /// faster. Forward passes, where x and w are both e4m3, allow it; gradients, which are e5m2, do not.
     pub(super) fn sum_fast(self) -> bool {
@@ -39,7 +39,7 @@ impl Operands {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Problem {
     pub(super) kind: GemmKind,
-    pub(super) operands: Operands,
+    pub(super) operands: OperandTypes,
     /// Sizes of the GEMM, `[m, n, k]`.
     pub(super) sizes: [usize; 3],
     /// Elements from one row of x to the next; the strides of w, C and D follow.
@@ -106,7 +106,7 @@ impl Problem {
     /// overlap the store with the next tile's GEMM, the heuristic's first choice does not.
     pub(super) fn preferred_tiles(&self) -> &'static [Tile] {
         let [m, n, k] = self.sizes;
-        let is_forward = matches!(self.operands, Operands::Bf16) || self.operands.sum_fast();
+        let is_forward = matches!(self.operands, OperandTypes::Bf16) || self.operands.sum_fast();
         let is_store_heavy = is_forward && m >= 4096 && (n > k || k < 1024);
         match self.kind {
             GemmKind::Nt if is_store_heavy && n >= 8192 => &[Tile::C176x128, Tile::C128x160],
@@ -123,8 +123,8 @@ impl fmt::Display for Problem {
         let [m, n, k] = self.sizes;
         let output = if self.is_f32 { "f32" } else { "bf16" };
         let operands = match self.operands {
-            Operands::Bf16 => "bf16",
-            Operands::Fp8 { .. } => "fp8",
+            OperandTypes::Bf16 => "bf16",
+            OperandTypes::Fp8 { .. } => "fp8",
         };
         write!(
             f,
@@ -202,7 +202,7 @@ mod tests {
             // Pitched rows everywhere, each by another amount.
             let problem = Problem {
                 kind,
-                operands: Operands::Bf16,
+                operands: OperandTypes::Bf16,
                 sizes: [m, n, k],
                 x_stride: x_cols + 1,
                 w_stride: w_cols + 2,
@@ -251,21 +251,21 @@ mod tests {
             };
             problem.preferred_tiles().first().copied()
         };
-        let fp8 = |x| Operands::Fp8 { x, w: Fp8Format::E4m3 };
+        let fp8 = |x| OperandTypes::Fp8 { x, w: Fp8Format::E4m3 };
         let forward = fp8(Fp8Format::E4m3);
         for (kind, operands, sizes, cut) in [
-            (GemmKind::Nt, Operands::Bf16, [16384, 4096, 2048], Some(Tile::C128x160)),
-            (GemmKind::Nt, Operands::Bf16, [16384, 12288, 2048], Some(Tile::C176x128)),
-            (GemmKind::Nt, Operands::Bf16, [65536, 768, 768], Some(Tile::C128x160)),
-            (GemmKind::Nt, Operands::Bf16, [16384, 2048, 6144], None),
+            (GemmKind::Nt, OperandTypes::Bf16, [16384, 4096, 2048], Some(Tile::C128x160)),
+            (GemmKind::Nt, OperandTypes::Bf16, [16384, 12288, 2048], Some(Tile::C176x128)),
+            (GemmKind::Nt, OperandTypes::Bf16, [65536, 768, 768], Some(Tile::C128x160)),
+            (GemmKind::Nt, OperandTypes::Bf16, [16384, 2048, 6144], None),
             // One token of decoding.
-            (GemmKind::Nt, Operands::Bf16, [1, 12288, 2048], None),
-            (GemmKind::Nn, Operands::Bf16, [16384, 6144, 2048], Some(Tile::C128x128)),
-            (GemmKind::Nn, Operands::Bf16, [16384, 2048, 12288], None),
-            (GemmKind::Tn, Operands::Bf16, [12288, 2048, 16384], Some(Tile::C256x128)),
-            (GemmKind::Tn, Operands::Bf16, [2048, 6144, 16384], None),
+            (GemmKind::Nt, OperandTypes::Bf16, [1, 12288, 2048], None),
+            (GemmKind::Nn, OperandTypes::Bf16, [16384, 6144, 2048], Some(Tile::C128x128)),
+            (GemmKind::Nn, OperandTypes::Bf16, [16384, 2048, 12288], None),
+            (GemmKind::Tn, OperandTypes::Bf16, [12288, 2048, 16384], Some(Tile::C256x128)),
+            (GemmKind::Tn, OperandTypes::Bf16, [2048, 6144, 16384], None),
             // Fewer tiles than an H200 has processors: the sum over k is cut instead.
-            (GemmKind::Tn, Operands::Bf16, [2304, 768, 65536], None),
+            (GemmKind::Tn, OperandTypes::Bf16, [2304, 768, 65536], None),
             (GemmKind::Nt, forward, [16384, 12288, 2048], Some(Tile::C176x128)),
             (GemmKind::Nt, fp8(Fp8Format::E5m2), [16384, 6144, 2048], None),
         ] {
