@@ -133,7 +133,7 @@ fn row(arch: &str, kernel: &SourceKernel, compiled: &CompiledKernel) -> String {
     };
     format!(
         "{arch:7} {:32} {registers:>9} {spills:>15} {stack:>7} {:>14}  {}",
-        kernel.entry_point(),
+        kernel.name(),
         format!("{}+{fixed}", kernel.dynamic_shared_bytes()),
         defines.join(" ")
     )

@@ -122,7 +122,7 @@ impl Clock {
         let grid = [self.multiprocessors * 2, 1, 1];
         let times = self.time(&mut || {
             // SAFETY: both buffers hold FLUSH_BYTES.
-            unsafe { kernel.launch_text(grid, &[&from, &to], &words) }
+            unsafe { kernel.launch_words(grid, &[], &[&from, &to], &words) }
         })?;
         Ok(2.0 * FLUSH_BYTES as f64 / (times.median_ms * 1e-3))
     }
@@ -130,7 +130,7 @@ impl Clock {
     fn stamp(&self, index: usize) -> Result<(), KernelError> {
         let kernel = SourceKernel::from_text("bench_stamp", STAMP).threads(32);
         // SAFETY: index is below the number of stamps.
-        unsafe { kernel.launch_text([1, 1, 1], &[&self.stamps], &[index as u64]) }
+        unsafe { kernel.launch_words([1, 1, 1], &[], &[&self.stamps], &[index as u64]) }
     }
 
     /// Evicts the L2, and keeps the GPU busy until `wait_ns` have passed, so that the host can queue the work.
@@ -139,7 +139,7 @@ impl Clock {
         let params = [(FLUSH_BYTES / 16) as u64, wait_ns];
         let grid = [self.multiprocessors * 2, 1, 1];
         // SAFETY: reads FLUSH_BYTES, writes one word, and ends when its time is over.
-        unsafe { kernel.launch_text(grid, &[&self.flushed, &self.sink], &params) }
+        unsafe { kernel.launch_words(grid, &[], &[&self.flushed, &self.sink], &params) }
     }
 }
 

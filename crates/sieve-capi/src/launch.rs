@@ -91,13 +91,12 @@ impl Loaded {
             };
             let kernel = match LoadedKernel::find(device, launch.kernel.code_key()?) {
                 Some(kernel) => kernel,
-                None => LoadedKernel::load_from(&launch.kernel, device, &arch, cubins.as_ref())?,
+                None => LoadedKernel::load(&launch.kernel, device, &arch, cubins.as_ref())?,
             };
             let shared_bytes = launch.kernel.dynamic_shared_bytes();
             let name = launch.kernel.name();
             kernel.allow_shared(shared_bytes).map_err(|reason| KernelError::Launch { kernel: name, reason })?;
-            let maps =
-                launch.maps.iter().map(|map| MapLayout { shape: map.shape, strides: map.strides, tile: map.tile });
+            let maps = launch.maps.iter().map(|map| map.layout);
             let places = launch.maps.iter().map(|map| map.at);
             Ok(Work::Launch {
                 kernel,
@@ -226,7 +225,7 @@ fn compile_at_once(plan: &Plan, device: usize, arch: &str, cubins: Option<&Cubin
     std::thread::scope(|scope| {
         for kernel in distinct.into_values() {
             scope.spawn(move || {
-                let _ = on_device(device, || LoadedKernel::load_from(kernel, device, arch, cubins));
+                let _ = on_device(device, || LoadedKernel::load(kernel, device, arch, cubins));
             });
         }
     });

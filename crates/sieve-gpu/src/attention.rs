@@ -1,15 +1,15 @@
 //! Attention over consecutive keys (dense, windows, additive biases) and under a selector's mask, with the tilings
 //! that DMA's and NSA's kernels share.
 pub(crate) mod backward;
-pub(crate) mod backward_tiling;
-pub(crate) mod bias_base;
+mod backward_tiling;
+mod bias_base;
 pub(crate) mod decode;
 pub(crate) mod decode_scratch;
 pub(crate) mod forward;
 pub(crate) mod heads;
 pub(crate) mod hopper_tiling;
-pub(crate) mod launch;
-pub(crate) mod query_shares;
+mod launch;
+mod query_shares;
 pub(crate) mod sparse_forward;
 pub(crate) mod tiling;
 
@@ -22,7 +22,7 @@ pub(crate) use backward_tiling::{BackwardTiling, GradientSet};
 pub(crate) use bias_base::{Bias, SeenKeys, bias_base_kernel};
 pub(crate) use decode::{DecodeForm, DecodeStep, KvCache, attention_decode_kernel, one_token};
 pub(crate) use decode_scratch::{DecodeScratch, DecodeTiling, WARP_KEYS};
-pub(crate) use forward::{AttentionResult, launch_forward, require_per_key, require_scale};
+pub(crate) use forward::{AttentionResult, launch_forward, require_scale};
 pub(crate) use heads::{AttentionShape, Heads, Qkv};
 pub(crate) use hopper_tiling::{
     BACKWARD_BLOCK_Q, BLOCK_KV, HopperTiling, KernelFamily, arriving, backward_maps, has_hopper_form, head_map,

@@ -1,7 +1,7 @@
 //! Dynamic mask attention (arXiv:2508.02124): scores, the selection, lists of kept keys, attention over them, decoding.
-pub(crate) mod attention_backward;
-pub(crate) mod attention_forward;
-pub(crate) mod backward_lists;
+mod attention_backward;
+mod attention_forward;
+mod backward_lists;
 pub(crate) mod border_keys;
 pub(crate) mod decode;
 pub(crate) mod lists;

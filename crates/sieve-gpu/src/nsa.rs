@@ -37,7 +37,7 @@ use selected::{
 
 use crate::KernelError;
 use crate::attention::{AttentionShape, Qkv};
-use crate::runtime::{CudaTensor, SourceKernel, require, require_tokens};
+use crate::runtime::{CudaTensor, SourceKernel, operands, require};
 use sieve_core::{ChoiceRule, NsaBlocks};
 
 /// `[start, end]` of each token's document, i32 `[batch, seq_len]`.
@@ -48,7 +48,8 @@ fn require_bounds(
     [start, end]: Bounds,
     shape: [usize; 2],
 ) -> Result<[CudaTensor; 2], KernelError> {
-    Ok([require_tokens(kernel, "doc_start", start, shape)?, require_tokens(kernel, "doc_end", end, shape)?])
+    operands!(kernel, doc_start: I32 shape = start, doc_end: I32 shape = end);
+    Ok([doc_start, doc_end])
 }
 
 /// Most elements of a row of the batch: the Hopper kernels number its 16-byte words in 31 bits.
@@ -82,12 +83,6 @@ fn require_row(kernel: &'static str, shape: &AttentionShape, qkv: &Qkv) -> Resul
     require!(shape.head_dim == shape.head_dim_v, kernel, "call:": "values of another width", "one width");
     require!(row <= MAX_ROW_ELEMENTS, kernel, "call:": format!("a row of {row} numbers"), "up to 2^34, 32 GiB");
     Ok(())
-}
-
-/// Divides the queries of a row into ranges (first, count) of at most `most`, each for one launch.
-fn query_ranges(seq_len: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
-    let most = most.clamp(1, seq_len);
-    (0..seq_len).step_by(most).map(move |first| (first, most.min(seq_len - first)))
 }
 
 /// The rules for choosing blocks that have kernels of their own.
@@ -154,19 +149,6 @@ mod tests {
             let shape = qkv.shape("nsa").expect("whole heads");
             let judged = require_sizes("nsa", blocks, &shape, &qkv);
             assert_eq!(judged.is_ok(), fits, "{seq_len}: {judged:?}");
-        }
-    }
-
-    #[test]
-    fn ranges_cover_a_row_once() {
-        for (seq_len, most) in [(1, 4096), (4096, 4096), (4097, 4096), (10_000, 1000), (5, 0)] {
-            let mut next = 0;
-            for (first, count) in query_ranges(seq_len, most) {
-                assert_eq!(first, next);
-                assert!((1..=most.max(1)).contains(&count));
-                next += count;
-            }
-            assert_eq!(next, seq_len);
         }
     }
 }

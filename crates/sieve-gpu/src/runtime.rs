@@ -17,12 +17,12 @@ pub(crate) mod source;
 pub(crate) mod source_kernel;
 
 pub(crate) use ahead_of_time::compile_with_nvrtc;
-pub(crate) use checks::{require, require_float, require_non_empty, require_tokens, uniform_rows};
+pub(crate) use checks::{require, require_float, require_non_empty, uniform_rows};
 pub(crate) use compiled::MapLayout;
 pub(crate) use cubins::Cubins;
 pub(crate) use cuda_tensor::{CudaTensor, Fill, Memory};
 pub(crate) use dtype::DType;
-pub(crate) use layout::{contiguous_strides, required_elements, row_layout, strides_are_contiguous};
+pub(crate) use layout::{contiguous_strides, ranges, required_elements, row_layout, strides_are_contiguous};
 pub(crate) use operands::{operand, operands};
 pub(crate) use params::{
     AdamwParams, AttentionParams, NsaPlaceParams, NsaSelectedAttentionForwardParams, Params, TokenParams, params,

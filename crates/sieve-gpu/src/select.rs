@@ -12,7 +12,7 @@ pub use step::SelectorStep;
 
 use crate::KernelError;
 use crate::attention::{AttentionShape, KernelFamily, Qkv};
-use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, ranges, require};
 use crate::step::FILL_ZERO;
 use order::{MOST_IN_SEGMENT, Orders};
 use probes::MOST_EXACT;
@@ -20,7 +20,6 @@ use scores::CELL_SIDE;
 use sieve_core::{
     BlockScores, BlockSelection, ChosenKeys, HeadRule, KeepBlocks, KeyMask, KeyScores, MaskCounts, SlotOrder,
 };
-use std::iter::repeat;
 use std::ops::Range;
 
 const NAME: &str = "select_blocks";
@@ -85,17 +84,15 @@ impl Qkv {
 type KeptBits<'a> = [&'a CudaTensor; 2];
 
 /// Operands of a launch of select_choose.
-#[derive(Clone, Copy)]
 struct Choice<'a> {
-    /// Scores of the heads from `first_head` on, f32 `[num_heads, rows, columns]`.
+    /// Scores of `heads`, f32 `[heads, rows, columns]`.
     scores: &'a CudaTensor,
     bits: KeptBits<'a>,
-    first_head: usize,
-    num_heads: usize,
+    heads: Range<usize>,
     keep: KeepBlocks,
     /// Whether scores are probability masses already; otherwise the kernel takes their softmax.
     is_mass: bool,
-    /// Whether blocks that are kept in any case count towards the number or mass to keep.
+    /// Whether blocks that are kept whatever their scores count towards the number or mass to keep.
     forced: bool,
     /// Whether blocks with a score of minus infinity are never kept.
     drops_absent: bool,
@@ -117,7 +114,7 @@ pub struct LongChoice<'a> {
     pub heads: [usize; 2],
     /// Scores of a row.
     pub length: usize,
-    /// How many entries are chosen; with 0 so many of the largest that their sum reaches `goal`.
+    /// How many entries are chosen; with 0 as many of the largest as it takes for their sum to reach `goal`.
     pub top: usize,
     /// Number of first entries that are always chosen; they count towards `top`.
     pub num_first: usize,
@@ -189,8 +186,8 @@ struct Call<'a> {
     selection: &'a BlockSelection,
     shape: AttentionShape,
     qkv: Qkv,
-    q: [u64; 3],
-    k: [u64; 3],
+    q: [usize; 3],
+    k: [usize; 3],
 }
 
 impl<'a> Call<'a> {
@@ -228,7 +225,8 @@ impl<'a> Call<'a> {
         let params = params!(SelectChooseParams {
             { num_queries, num_keys }: s.shape,
             { block, offset, query_block }: s.scores,
-            { first_head, drops_absent }: choice,
+            first_head: choice.heads.start,
+            drops_absent: choice.drops_absent,
             top,
             has_tops: false,
             segment: self.segment(),
@@ -244,7 +242,7 @@ impl<'a> Call<'a> {
         let [kept, nan_rows] = choice.bits;
         let tensors = [choice.scores, kept, nan_rows, nan_rows];
         // SAFETY: reads scores of competing blocks, writes every word of these heads' rows.
-        unsafe { kernel.launch([rows, choice.num_heads, 1], &tensors, &params) }
+        unsafe { kernel.launch([rows, choice.heads.len(), 1], &tensors, &params) }
     }
 
     /// Tokens of a segment, inside which tokens may be reordered; 0 if there are no segments.
@@ -260,22 +258,22 @@ impl<'a> Call<'a> {
             _ => None,
         };
         let row_bytes = self.score_rows() * s.blocks()[1] * DType::F32.size();
-        let slabs = |rule: &HeadRule| self.slabs(rule.heads.clone(), row_bytes).zip(repeat(rule.keep));
-        for (heads, keep) in rules.iter().flat_map(slabs) {
-            let scores = match &means {
-                Some(means) => self.scores_by_means(means, heads.clone())?,
-                None => self.scores_by_cells(orders, heads.clone())?,
-            };
-            self.choose(&Choice {
-                scores: &scores,
-                bits,
-                first_head: heads.start,
-                num_heads: heads.len(),
-                keep,
-                is_mass: self.is_lse(),
-                forced: s.keep.counts_own,
-                drops_absent: false,
-            })?;
+        for rule in rules {
+            for heads in self.slabs(rule.heads.clone(), row_bytes) {
+                let scores = match &means {
+                    Some(means) => self.scores_by_means(means, heads.clone())?,
+                    None => self.scores_by_cells(orders, heads.clone())?,
+                };
+                self.choose(&Choice {
+                    scores: &scores,
+                    bits,
+                    heads,
+                    keep: rule.keep,
+                    is_mass: self.is_lse(),
+                    forced: s.keep.counts_own,
+                    drops_absent: false,
+                })?;
+            }
         }
         Ok(())
     }
@@ -362,12 +360,6 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Divides `0..len` into ranges of at most `most` (at least 1).
-fn ranges(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
-    let most = most.clamp(1, len);
-    (0..len).step_by(most).map(move |first| first..(first + most).min(len))
-}
-
 /// Refuses orders of tokens whose segments the kernels do not take.
 fn require_order(s: &BlockSelection) -> Result<(), KernelError> {
     let Some(order) = s.order else {
@@ -382,7 +374,7 @@ fn require_order(s: &BlockSelection) -> Result<(), KernelError> {
     require!(fits, NAME, "order": format!("{s:?}"),
         "square blocks that divide a segment, of at most 512 tokens where they move");
     // A row of blocks that straddles two segments meets the blocks of both.
-    let context = s.shape.num_keys - s.shape.num_queries;
+    let context = s.shape.context();
     let segments = if context.is_multiple_of(s.scores.block) { 1 } else { 2 };
     let blocks = segments * order.segment / s.scores.block;
     require!(blocks <= MOST_OWN_BLOCKS, NAME, "number of blocks in a row's own segments": blocks, "at most 64");
@@ -394,7 +386,7 @@ fn require_probes(s: &BlockSelection) -> Result<(), KernelError> {
     let BlockScores::Probes { gamma, chosen } = s.scores.by else {
         return Ok(());
     };
-    let context = s.shape.num_keys - s.shape.num_queries;
+    let context = s.shape.context();
     let [_, num_exact] = chosen;
     let fits = num_exact <= MOST_EXACT
         && s.scores.query_block.is_multiple_of(gamma)
@@ -457,7 +449,7 @@ fn select_cells_kernel(head_dim: usize, [is_lse, is_ordered]: [bool; 2], family:
 const SELECT_CELL_SUMS: SourceKernel = SourceKernel::new("select_cell_sums").threads(128);
 
 /// The kernel that chooses blocks. `is_mass`: scores are probability masses already; `is_forced`: blocks that are kept
-/// in any case count; `is_long`: one long row of scores in global memory for each head.
+/// whatever their scores count; `is_long`: one long row of scores in global memory for each head.
 fn select_choose_kernel(is_mass: bool, is_forced: bool, is_long: bool) -> SourceKernel {
     SourceKernel::new("select_choose")
         .define("IS_MASS", u8::from(is_mass))
@@ -471,19 +463,16 @@ const SELECT_LISTS: SourceKernel = SourceKernel::new("select_lists").threads(128
 const SELECT_OFFSETS: SourceKernel = SourceKernel::new("select_offsets").threads(1024);
 const SELECT_FILL: SourceKernel = SourceKernel::new("select_fill").threads(128);
 
-/// All Hopper specialisations for heads of these widths.
-pub(crate) fn hopper_select_blocks_kernels(head_dims: &[usize]) -> Vec<SourceKernel> {
-    cells_kernels(head_dims, KernelFamily::Hopper)
+/// The kernels of a family that multiply cells of heads of a width; none for widths that have no kernel.
+pub(crate) fn select_cells_kernels(head_dim: usize, family: KernelFamily) -> Vec<SourceKernel> {
+    if !head_dim.is_multiple_of(CELL_STEP) {
+        return Vec::new();
+    }
+    [[true, false], [false, false], [true, true]].map(|form| select_cells_kernel(head_dim, form, family)).to_vec()
 }
 
-fn cells_kernels(head_dims: &[usize], family: KernelFamily) -> Vec<SourceKernel> {
-    let widths = head_dims.iter().filter(|dim| dim.is_multiple_of(CELL_STEP));
-    let forms = |&dim| [[true, false], [false, false], [true, true]].map(|form| select_cells_kernel(dim, form, family));
-    widths.flat_map(forms).collect()
-}
-
-/// All portable specialisations for heads of these widths; `max_shared_bytes` is the shared memory of a thread block.
-pub(crate) fn select_blocks_kernels(head_dims: &[usize], max_shared_bytes: usize) -> Vec<SourceKernel> {
+/// All portable specialisations for heads of a width; `max_shared_bytes` is the shared memory of a thread block.
+pub(crate) fn select_blocks_kernels(head_dim: usize, max_shared_bytes: usize) -> Vec<SourceKernel> {
     let mut kernels = vec![
         SELECT_POOL,
         SELECT_SCORES,
@@ -503,7 +492,7 @@ pub(crate) fn select_blocks_kernels(head_dims: &[usize], max_shared_bytes: usize
     kernels.extend(order::order_kernels());
     kernels.extend(probes::probe_kernels());
     kernels.push(step::SELECT_PAGES);
-    kernels.extend(heavy::heavy_kernels(head_dims, max_shared_bytes));
-    kernels.extend(cells_kernels(head_dims, KernelFamily::Portable));
+    kernels.extend(heavy::heavy_kernels(head_dim, max_shared_bytes));
+    kernels.extend(select_cells_kernels(head_dim, KernelFamily::Portable));
     kernels
 }

@@ -14,12 +14,12 @@ pub(crate) mod qk_norm_rope_forward;
 pub(crate) mod residual_add;
 pub(crate) mod rms_norm_backward;
 pub(crate) mod rms_norm_forward;
+pub(crate) mod rows;
 pub(crate) mod scale;
 pub(crate) mod split_master;
 pub(crate) mod sum_of_squares;
 pub(crate) mod swiglu_backward;
 pub(crate) mod swiglu_forward;
-pub(crate) mod vector_rows;
 
 pub use adamw::AdamwTensors;
 pub use cross_entropy::{LogitRows, cross_entropy, padded_width};
@@ -33,16 +33,17 @@ pub use qk_norm_rope_forward::{QkNormRope, Reuse, rope};
 pub use residual_add::residual_add;
 pub use rms_norm_backward::{rms_norm_backward, rms_norm_backward_with_output};
 pub use rms_norm_forward::rms_norm_forward;
+pub use rows::Rows;
 pub use scale::scale;
 pub use split_master::{join_master, split_master};
 pub use sum_of_squares::{FixedSum, Term};
 pub use swiglu_backward::{swiglu_backward, swiglu_backward_with_amax, swiglu_backward_with_output};
-pub use swiglu_forward::{as_rows, swiglu_forward, swiglu_forward_with_amax};
+pub use swiglu_forward::{swiglu_forward, swiglu_forward_with_amax};
 
 pub(crate) use column_sums::{COLUMN_SUMS, column_sums};
 pub(crate) use fill_zero::{FILL_ZERO, empty_zero};
 pub(crate) use fp8_quantise::{AMAX_PARTIALS, with_amax};
-pub(crate) use vector_rows::{VectorRows, WORD_ELEMENTS, require_alignment, require_words};
+pub(crate) use rows::{WORD_ELEMENTS, require_alignment, require_words, vector_width, with_width};
 
 use crate::dma::{dma_scores_backward_kernel, dma_scores_kernel};
 use crate::runtime::SourceKernel;

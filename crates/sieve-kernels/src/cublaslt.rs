@@ -17,7 +17,7 @@ pub(crate) use library::Call;
 use library::Refusal;
 pub use problem::GemmKind;
 use problem::{OperandTypes, Problem, operand_rows, result_shape};
-use sieve_gpu::step::{Fp8Matrix, as_rows};
+use sieve_gpu::step::{Fp8Matrix, Rows};
 use sieve_gpu::{CudaTensor, DType, KernelError};
 use std::collections::HashSet;
 use std::sync::{LazyLock, Mutex, OnceLock};
@@ -82,17 +82,17 @@ fn queue_gemm(
     output: MatmulOutput<'_>,
 ) -> Result<CudaTensor, KernelError> {
     Cublaslt::require()?;
-    let ((x, x_rows, x_stride), (w, w_rows, w_stride)) = (as_rows(x), as_rows(w));
-    let width = |tensor: &CudaTensor| tensor.shape().last().copied().unwrap_or(0);
-    let sizes = operand_rows(kind, [x_rows, width(&x)], [w_rows, width(&w)])?;
+    let (x_rows, w_rows) = (Rows::of(x), Rows::of(w));
+    let sizes = operand_rows(kind, [x_rows.rows, x_rows.width], [w_rows.rows, w_rows.width])?;
+    let (x, w) = (&x_rows.tensor, &w_rows.tensor);
     let shape = result_shape(kind, x.shape(), sizes);
-    let target = Target::of(output, &x, &shape, sizes)?;
+    let target = Target::of(output, x, &shape, sizes)?;
     let problem = Problem {
         kind,
         operands,
         sizes,
-        x_stride,
-        w_stride,
+        x_stride: x_rows.stride,
+        w_stride: w_rows.stride,
         c_stride: target.c_stride,
         d_stride: target.d_stride,
         is_f32: target.d.dtype() == DType::F32,
@@ -102,12 +102,12 @@ fn queue_gemm(
     let call = Call {
         problem,
         tiles: if is_hopper { problem.preferred_tiles() } else { &[] },
-        bindings: [&x, &w, &target.c, &target.d].iter().chain(scales).map(|tensor| binding_of(tensor)).collect(),
+        bindings: [x, w, &target.c, &target.d].iter().chain(scales).map(|tensor| binding_of(tensor)).collect(),
         factors: target.factors,
         stream: StreamId::current(),
     };
-    let noted = tape_of(&x).map(|tape| (tape, Work::Gemm(call.clone())));
-    submit(&x, call)?;
+    let noted = tape_of(x).map(|tape| (tape, Work::Gemm(call.clone())));
+    submit(x, call)?;
     if let Some((tape, work)) = noted {
         tape.note(work);
     }
@@ -172,7 +172,7 @@ impl Target {
             MatmulOutput::AlphaBeta(factors, addend) => (factors, addend),
         };
         require_output_type(addend.dtype())?;
-        let (c, rows, c_stride) = as_rows(addend);
+        let Rows { tensor: c, rows, stride: c_stride, .. } = Rows::of(addend);
         require_matrix("the addend", &c, rows, [m, n])?;
         let d = x.empty_contiguous(shape, c.dtype());
         Ok(Self { c, d, c_stride, d_stride: n, factors })

@@ -7,7 +7,7 @@ use crate::burn_memory::{binding_of, device_of, kernel_tensor};
 use crate::lane::{self, DEVICE_THREAD_GONE, Server, device_queue, late_error, on_lane_with, report_late};
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
-use sieve_gpu::{DeviceLaunch, KernelError, LaunchRequest, LoadedKernel, MapLayout, TileMap};
+use sieve_gpu::{Cubins, DeviceLaunch, KernelError, LaunchRequest, LoadedKernel, MapLayout};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -91,7 +91,7 @@ pub(crate) unsafe fn queue(request: &LaunchRequest<'_>) -> Result<QueuedLaunch, 
     let is_known = known.is_some();
     let loaded = match known {
         Some(loaded) => loaded,
-        None => LoadedKernel::load(kernel, device_index, &first.hardware().arch())?,
+        None => LoadedKernel::load(kernel, device_index, &first.hardware().arch(), Cubins::in_use())?,
     };
     let stream = lane::open(first)?;
     let of_maps = maps.iter().map(|map| {
@@ -107,7 +107,7 @@ pub(crate) unsafe fn queue(request: &LaunchRequest<'_>) -> Result<QueuedLaunch, 
         grid: grid.map(|n| n as u32),
         threads: kernel.block_threads() as u32,
         shared_bytes: kernel.dynamic_shared_bytes(),
-        maps: maps.iter().map(TileMap::layout).collect(),
+        maps: maps.iter().map(|map| map.layout).collect(),
         bindings: of_maps.chain(of_tensors).collect(),
         words: words.to_vec(),
         starts_early: false,

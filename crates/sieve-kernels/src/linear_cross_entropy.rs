@@ -1,7 +1,7 @@
 //! Projection to the vocabulary and cross-entropy, one block of tokens after another: GEMMs by cuBLASLt around
 //! `kernels/cross_entropy.cu`. Only one block's logits are in memory at a time.
 use crate::cublaslt::{GemmKind, MatmulOutput, matmul};
-use sieve_gpu::step::{FixedSum, LogitRows, cross_entropy, padded_width};
+use sieve_gpu::step::{FixedSum, LogitRows, Term, cross_entropy, padded_width};
 use sieve_gpu::{CudaTensor, DType, KernelError, operand, require_non_empty};
 
 const NAME: &str = "linear_cross_entropy";
@@ -68,7 +68,7 @@ pub fn linear_cross_entropy_with_gradients(
         };
         matmul(GemmKind::Tn, &dlogits, &h, into)?;
     }
-    Ok(LinearCrossEntropyGradients { loss: FixedSum::of(&losses)?, dh, dweight })
+    Ok(LinearCrossEntropyGradients { loss: FixedSum::of(&losses, Term::Value)?, dh, dweight })
 }
 
 /// Operands of the loss, checked and made contiguous.

@@ -180,7 +180,7 @@ pub(crate) mod cuda {
     //! The kernels compute the logits of a block of tokens at a time.
     use super::*;
     use crate::device::{cast, writable};
-    use sieve_kernels::step::FixedSum;
+    use sieve_kernels::step::{FixedSum, Term};
 
     pub(crate) fn token_losses(h: CudaPrimitive, weight: CudaPrimitive, labels: CudaPrimitive) -> CudaPrimitive {
         let [states, table, ids] = tensors([&h, &weight, &labels]);
@@ -222,7 +222,7 @@ pub(crate) mod cuda {
     fn summed(operands: [&CudaPrimitive; 3]) -> Result<CudaPrimitive, KernelError> {
         let [h, weight, labels] = tensors(operands);
         let losses = sieve_kernels::token_losses(&h, &weight, &labels)?;
-        FixedSum::of(&losses).map(ToBurn::burn)
+        FixedSum::of(&losses, Term::Value).map(ToBurn::burn)
     }
 }
 

@@ -268,7 +268,7 @@ pub(crate) mod cuda {
     }
 
     pub(crate) fn sum_of_squares(x: CudaPrimitive) -> CudaPrimitive {
-        let attempt = FixedSum::sum_of_squares(&kernel_tensor(x.clone()));
+        let attempt = FixedSum::of(&kernel_tensor(x.clone()), Term::Square);
         kernel_or("sum_of_squares", attempt.map(ToBurn::burn), || reference::sum_of_squares::<Cuda>(x))
     }
 

@@ -44,7 +44,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, size: usize) {
     let moved = |bytes: usize| Work::Bytes((bytes * size) as f64);
     bench.row("adamw, f32 master", &shape, moved(30), || update(&param));
     bench.row("adamw, split master", &shape, moved(28), || update(&rest));
-    bench.row("sum of squares", &shape, moved(4), || FixedSum::sum_of_squares(&grad));
+    bench.row("sum of squares", &shape, moved(4), || FixedSum::of(&grad, Term::Square));
 }
 
 /// One AdamW update in place. `leaf`, where given, gets the updated parameter in bf16.
@@ -130,7 +130,7 @@ fn sums_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
         let wide = || x.values.iter().map(|&x| f64::from(x));
         // The tolerance is a share of the sum of magnitudes: where terms cancel, the sum is small but its rounding
         // error is not.
-        let sum = calls.device.floats(&FixedSum::of(&x.tensor)?)?[0];
+        let sum = calls.device.floats(&FixedSum::of(&x.tensor, Term::Value)?)?[0];
         let magnitudes = wide().map(f64::abs).sum::<f64>();
         let off = (f64::from(sum) - wide().sum::<f64>()).abs();
         if off.is_nan() || off > 1e-5 * magnitudes {
@@ -138,7 +138,7 @@ fn sums_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
             return wrong(format!("the sum of {size} is {sum}, expected {expected}"));
         }
         let squares: f64 = wide().map(|x| x * x).sum();
-        let found = FixedSum::sum_of_squares(&x.tensor)?;
+        let found = FixedSum::of(&x.tensor, Term::Square)?;
         calls.close("sum of squares", &found, &[squares as f32])?;
     }
     // The norm of (3, 4) is 5; a NaN makes the norm NaN.

@@ -2,11 +2,9 @@
 use crate::KernelError;
 use crate::attention::{
     AttentionResult, AttentionShape, BackwardTiling, Bias, Heads, KernelFamily, KeySource, PassInputs, Qkv, QueryPass,
-    QueryShares, SeenKeys, hopper_attention_backward_prepare_kernel, require_per_key, require_scale,
+    QueryShares, SeenKeys, hopper_attention_backward_prepare_kernel, require_scale,
 };
-use crate::runtime::{
-    CudaTensor, DType, SourceKernel, SumOrder, operands, params, require, require_non_empty, require_tokens,
-};
+use crate::runtime::{CudaTensor, DType, SourceKernel, SumOrder, operands, params, require, require_non_empty};
 use crate::step::{column_sums, empty_zero};
 
 const NAME: &str = "attention_backward";
@@ -50,11 +48,10 @@ impl AttentionGradients<'_> {
         require_non_empty(NAME, "window", window)?;
         let [doc_start, doc_end] = documents;
         let tokens = [shape.batch, shape.seq_len];
-        let doc_start = require_tokens(NAME, "doc_start", doc_start, tokens)?;
-        let doc_end = require_tokens(NAME, "doc_end", doc_end, tokens)?;
+        operands!(NAME, doc_start: I32 tokens, doc_end: I32 tokens);
         let bias = bias
             .map(|bias| {
-                let bias = require_per_key(NAME, "bias", bias, &shape)?;
+                operands!(NAME, bias: F32(shape.per_key()));
                 let keys = SeenKeys::Neighbours(&doc_start, window);
                 Bias::new(bias, self.result.base.as_ref(), keys, &shape)
             })
@@ -87,7 +84,10 @@ impl AttentionGradients<'_> {
             Some(_) => bias.delta.empty_contiguous(&[shares.count(), bias.delta.num_elements()], DType::F32),
             None => bias.delta.empty_contiguous(bias.delta.shape(), DType::F32),
         });
-        let inputs = [qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), &d_o, &stats];
+        let inputs_with = |bounds| -> Vec<&CudaTensor> {
+            let inputs = [qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), &d_o, &stats, bounds];
+            inputs.into_iter().chain(bias.iter().flat_map(Bias::tensors)).collect()
+        };
         let (base, softmax_scale) = (qkv.params(NAME, &shape)?, self.softmax_scale);
         let padded_len = padded_len(shape.seq_len);
         let by_query = params!(AttentionRowSumsParams {
@@ -96,16 +96,13 @@ impl AttentionGradients<'_> {
         });
         let [dq, dk, dv] = self.grads.head_words(NAME)?;
 
-        if let (Some(bias), None) = (&bias, &self.result.o_low) {
+        if bias.is_some() && self.result.o_low.is_none() {
             // Without `o_low` the row sums are recomputed as sum P dP. Their other form, do . o, has the rounding error
             // of o, which would dominate the gradients where a bias makes the softmax peaked.
-            let mut tensors = inputs.to_vec();
-            tensors.push(&doc_start);
-            tensors.extend(bias.tensors());
             let (kernel, grid, maps) = pass.by_query(QueryPass::RowSums)?;
             // SAFETY: sizes, strides and types checked above; overwrites the row sum of each query in `stats`; the maps
             // read q, k, v and d_o, which are among the tensors.
-            unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &by_query) }?;
+            unsafe { kernel.launch_with_maps(grid, &maps, &inputs_with(&doc_start), &by_query) }?;
         }
         for set in BackwardTiling::launches(&shape, dq_sum.is_some()) {
             let params = params!(AttentionBackwardParams {
@@ -118,9 +115,7 @@ impl AttentionGradients<'_> {
                 head_shares: shares.heads,
                 query_shares: shares.queries,
             });
-            let mut tensors = inputs.to_vec();
-            tensors.push(&doc_end);
-            tensors.extend(bias.iter().flat_map(Bias::tensors));
+            let mut tensors = inputs_with(&doc_end);
             tensors.extend(dq_sum.as_ref().filter(|_| set.dq));
             tensors.extend(&dq_semaphores);
             tensors.extend(set.dk.then_some(dk_to));
@@ -158,9 +153,7 @@ impl AttentionGradients<'_> {
             base: by_query,
             [dq_offset, dq_token_stride, dq_batch_stride]: dq,
         });
-        let mut tensors = inputs.to_vec();
-        tensors.push(&doc_start);
-        tensors.extend(bias.iter().flat_map(Bias::tensors));
+        let mut tensors = inputs_with(&doc_start);
         tensors.push(self.grads.q.tensor());
         let (kernel, grid, maps) = pass.by_query(QueryPass::Gradient)?;
         // SAFETY: sizes, strides and types checked above; writes every element of dq; the maps read q, k, v and d_o,
@@ -287,7 +280,7 @@ fn convert_sums(
     sums: &CudaTensor,
     num_parts: usize,
     [rows, first_row]: [usize; 2],
-    (grad, layout): (&Heads, [u64; 3]),
+    (grad, layout): (&Heads, [usize; 3]),
     scale: f32,
 ) -> Result<(), KernelError> {
     let [batch, seq_len, _, width] = grad.tensor().dims(NAME, "gradient")?;

@@ -49,14 +49,12 @@ impl BackwardTiling {
         let all = GradientSet { dq: true, dk: true, dv: true };
         // Steps of 32 queries fit the shared memory of an A100 (163 KiB); with tiles of 64 keys they also fit the
         // shared memory of consumer GPUs (99 KiB).
-        for candidate in [tiling, of(8, 32, 1), small] {
-            if candidate.shared_bytes(shape, source, all) <= max_shared_bytes {
-                return Ok(candidate);
-            }
-        }
-        let got = small.shared_bytes(shape, source, all);
-        let what = "shared memory in bytes";
-        Err(KernelError::over_limit(kernel, what, got, max_shared_bytes))
+        let candidates = [tiling, of(8, 32, 1), small];
+        let fits = |tiling: &Self| tiling.shared_bytes(shape, source, all) <= max_shared_bytes;
+        candidates.into_iter().find(fits).ok_or_else(|| {
+            let got = small.shared_bytes(shape, source, all);
+            KernelError::over_limit(kernel, "shared memory in bytes", got, max_shared_bytes)
+        })
     }
 
     /// Keys of a thread block's tile.

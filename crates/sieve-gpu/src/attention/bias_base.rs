@@ -9,7 +9,7 @@ use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
 /// The keys that queries see, of which the largest bias is taken.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum SeenKeys<'a> {
-    /// Keys of the query's document (by `doc_start`) and of a window of so many tokens.
+    /// Keys of the query's document (by `doc_start`) and of a window of this many tokens.
     Neighbours(&'a CudaTensor, usize),
     /// Keys in DMA's key lists.
     Listed(&'a KeyLists),

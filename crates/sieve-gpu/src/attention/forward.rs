@@ -1,7 +1,7 @@
 //! Launch of `kernels/attention_forward.cu`: dense causal and sliding-window attention.
 use crate::KernelError;
-use crate::attention::{AttentionShape, Bias, KeySource, PassInputs, Qkv, QueryPass, SeenKeys};
-use crate::runtime::{CudaTensor, DType, Params, operand, params, require, require_non_empty, require_tokens};
+use crate::attention::{Bias, KeySource, PassInputs, Qkv, QueryPass, SeenKeys};
+use crate::runtime::{CudaTensor, DType, Params, operands, params, require, require_non_empty};
 use sieve_core::KeepOLow;
 
 const NAME: &str = "attention_forward";
@@ -42,11 +42,11 @@ impl Qkv {
         require_scale(NAME, softmax_scale)?;
         let window = window.unwrap_or(shape.seq_len).min(shape.seq_len);
         require_non_empty(NAME, "window", window)?;
-        let doc_start = require_tokens(NAME, "doc_start", doc_start, [shape.batch, shape.seq_len])?;
+        operands!(NAME, doc_start: I32[shape.batch, shape.seq_len]);
         let o_low = bias.map_or(KeepOLow::Never, |(_, o_low)| o_low);
         let bias = bias
             .map(|(bias, _)| {
-                let bias = require_per_key(NAME, "bias", bias, &shape)?;
+                operands!(NAME, bias: F32(shape.per_key()));
                 let kept_base = None;
                 Bias::new(bias, kept_base, SeenKeys::Neighbours(&doc_start, window), &shape)
             })
@@ -85,16 +85,6 @@ pub(crate) unsafe fn launch_forward(
     // SAFETY: the caller checked the inputs; every element of o and lse is written; the maps read q, k and v.
     unsafe { kernel.launch_with_maps(grid, &maps, &tensors, params) }?;
     Ok(AttentionResult { o, lse, o_low, base: None })
-}
-
-/// Checks an f32 tensor `[batch, num_kv_heads, seq_len]` and returns it contiguous.
-pub(crate) fn require_per_key(
-    kernel: &'static str,
-    name: &'static str,
-    tensor: &CudaTensor,
-    shape: &AttentionShape,
-) -> Result<CudaTensor, KernelError> {
-    Ok(operand(kernel, name, tensor, DType::F32, &shape.per_key())?.contiguous())
 }
 
 /// Refuses a softmax scale that is not positive and finite: kernels find the largest logit before they apply the scale.

@@ -5,7 +5,7 @@ use crate::runtime::{
     row_layout,
 };
 
-/// Heads and tokens must begin at multiples of so many elements: attention kernels copy 16 bytes at a time.
+/// Heads and tokens must begin at multiples of this many elements: attention kernels copy 16 bytes at a time.
 const ALIGN_ELEMENTS: usize = 8;
 
 /// A range of consecutive heads of a `[batch, seq_len, heads, head_dim]` bf16 tensor.
@@ -236,13 +236,10 @@ impl Qkv {
     ///
     /// # Errors
     /// The errors of [`params`](Self::params).
-    pub(crate) fn head_words(&self, kernel: &'static str) -> Result<[[u64; 3]; 3], KernelError> {
+    pub(crate) fn head_words(&self, kernel: &'static str) -> Result<[[usize; 3]; 3], KernelError> {
         let words = |name, heads: &Heads| {
             let expected = "heads must lie side by side, rows 16-byte aligned";
-            let words = heads.words();
-            words
-                .ok_or_else(|| heads.tensor.layout_error(kernel, name, expected))
-                .map(|words| words.map(|word| word as u64))
+            heads.words().ok_or_else(|| heads.tensor.layout_error(kernel, name, expected))
         };
         Ok([words("q", &self.q)?, words("k", &self.k)?, words("v", &self.v)?])
     }

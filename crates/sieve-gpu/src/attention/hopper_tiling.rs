@@ -11,8 +11,10 @@
 //!
 //! `sieve kernels check` compares both families with the reference.
 use crate::KernelError;
-use crate::attention::{AttentionShape, Heads, KeySource, Qkv, QueryPass, define_head_dims, query_kernel_names};
-use crate::runtime::{Arrivals, CudaTensor, KernelFamilies, KernelPolicy, SourceKernel, SumOrder, TileMap};
+use crate::attention::{
+    AttentionShape, Heads, KeySource, Qkv, QueryPass, define_bias, define_head_dims, query_kernel_names,
+};
+use crate::runtime::{Arrivals, CudaTensor, KernelFamilies, KernelPolicy, MapLayout, SourceKernel, SumOrder, TileMap};
 use sieve_core::KeepOLow;
 
 /// The family of kernels that an attention call takes.
@@ -119,10 +121,7 @@ impl HopperTiling {
         let rows = self.num_consumers * 64;
         let stages = self.k_stages + self.v_stages;
         // Per row and column: q alone, or q and d_o, in bf16.
-        let row_bytes = match self.pass {
-            QueryPass::Output | QueryPass::OutputAndOLow => 2,
-            QueryPass::RowSums | QueryPass::Gradient => 4,
-        };
+        let row_bytes = if self.pass.reads_gradient() { 4 } else { 2 };
         // The bias enters Q K^T as one more K step of the GEMM: four buffers of 128 keys and two of the tile's rows, 16
         // bytes for each key and row.
         let bias = if self.source.has_bias() { 8192 + 2 * rows * 16 } else { 0 };
@@ -193,14 +192,6 @@ impl HopperTiling {
     }
 }
 
-/// Adds the `#define` HAS_BIAS, except for key lists with a bias: their kernels have a bias unless it is 0.
-fn define_bias(kernel: SourceKernel, source: KeySource) -> SourceKernel {
-    match source {
-        KeySource::Gathered => kernel,
-        source => kernel.define("HAS_BIAS", source.has_bias() as u8),
-    }
-}
-
 /// The key-stationary Hopper kernel for a shape; one launch computes all gradients.
 pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, order: SumOrder) -> SourceKernel {
     let [d, d_v] = [shape.head_dim, shape.head_dim_v];
@@ -217,7 +208,7 @@ pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, 
         _ => (1, 1),
     };
     let stages = q_stages + do_stages;
-    // Each warp stages its part of dQ in shared memory before a bulk add to the sums: so many columns at a time.
+    // Each warp stages its part of dQ in shared memory before a bulk add to the sums: this many columns at a time.
     let dq_columns = if d > 128 { 128 } else { d };
     let dq_bytes = 256 * dq_columns * dq_bulk * dq_stages;
     let dq_barriers = if is_ordered { senders.max(dq_stages) } else { 0 };
@@ -281,26 +272,30 @@ fn output_map<'a>(d_o: &'a CudaTensor, shape: &AttentionShape, rows: usize) -> T
     TileMap {
         tensor: d_o,
         offset: 0,
-        shape: [shape.batch, shape.seq_len, width],
-        strides: [shape.seq_len * width, width],
-        tile: [rows, 64],
+        layout: MapLayout {
+            shape: [shape.batch, shape.seq_len, width],
+            strides: [shape.seq_len * width, width],
+            tile: [rows, 64],
+        },
     }
 }
 
 /// A tensor map of `width` columns of consecutive heads, in tiles of `rows` tokens and 64 columns.
 pub(crate) fn head_map<'a>(
     heads: &'a Heads,
-    [offset, token_stride, batch_stride]: [u64; 3],
+    [offset, token_stride, batch_stride]: [usize; 3],
     width: usize,
     shape: &AttentionShape,
     rows: usize,
 ) -> TileMap<'a> {
     TileMap {
         tensor: heads.tensor(),
-        offset: offset as usize,
-        shape: [shape.batch, shape.seq_len, width],
-        strides: [batch_stride as usize, token_stride as usize],
-        tile: [rows, 64],
+        offset,
+        layout: MapLayout {
+            shape: [shape.batch, shape.seq_len, width],
+            strides: [batch_stride, token_stride],
+            tile: [rows, 64],
+        },
     }
 }
 
@@ -356,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn hopper_kernels_alone_keep_the_rest_of_o() {
+    fn hopper_kernels_alone_keep_o_low() {
         assert!(KernelFamily::Hopper.keeps_o_low(KeepOLow::ShortRows, 1024));
         assert!(!KernelFamily::Hopper.keeps_o_low(KeepOLow::Never, 1024));
         assert!(!KernelFamily::Portable.keeps_o_low(KeepOLow::Always, 1024));

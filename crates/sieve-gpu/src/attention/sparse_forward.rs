@@ -121,7 +121,7 @@ impl Qkv {
             Some(blocks) => {
                 heads = blocks.heads.clone();
                 // Heads that are not whole groups are scheduled as if one KV head had them all.
-                let group = num_heads / shape.num_kv_heads;
+                let group = shape.group_size();
                 launch_kv_heads = if heads.len().is_multiple_of(group) { heads.len() / group } else { 1 };
                 let num_blocks = shape.seq_len.div_ceil(blocks.block);
                 let num_probes = mask.tiles.num_queries;
@@ -133,7 +133,7 @@ impl Qkv {
         let block = blocks.map_or(0, |blocks| blocks.block);
         let family = KernelFamily::of(&shape, KeySource::Dense, q);
         let reads = SparseKeyReads::of(mask);
-        let launch = |rows: &Rows<'_>| -> Result<(), KernelError> {
+        let launch = |rows: &LaunchRows<'_>| -> Result<(), KernelError> {
             let Tiles { query_tile, key_tile, .. } = rows.tiles;
             let (num_tiles, places) = (rows.tiles.num_query_tiles(), rows.places);
             let params = params!(SparseAttentionForwardParams {
@@ -192,10 +192,10 @@ impl Qkv {
             // heads); the maps read k and v, which are among the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }
         };
-        launch(&Rows { first: 0, tiles: mask.tiles, heads_per_list: mask.heads_per_list, places: &mask.places })?;
+        launch(&LaunchRows { first: 0, tiles: mask.tiles, heads_per_list: mask.heads_per_list, places: &mask.places })?;
         // Without lists (default places) the kernel takes all keys up to each query's own.
         for rows in &mask.dense_rows {
-            launch(&Rows {
+            launch(&LaunchRows {
                 first: rows.start,
                 tiles: Tiles { num_queries: rows.len(), ..Tiles::new(mask.shape, HOPPER_ROWS, HOPPER_ROWS) },
                 heads_per_list: 1,
@@ -207,7 +207,7 @@ impl Qkv {
 }
 
 /// The queries that one launch computes, and where their lists lie in the mask's words.
-struct Rows<'a> {
+struct LaunchRows<'a> {
     first: usize,
     /// Tiles of the mask; `num_queries` counts the queries of this launch.
     tiles: Tiles,

@@ -135,10 +135,7 @@ impl QueryTiling {
     pub(crate) fn shared_bytes(&self, shape: &AttentionShape, source: KeySource) -> usize {
         let widths = shape.head_dim + shape.head_dim_v;
         // A row is q, or q and the gradient of the output.
-        let row_width = match self.pass.reads_gradient() {
-            true => widths,
-            false => shape.head_dim,
-        };
+        let row_width = if self.pass.reads_gradient() { widths } else { shape.head_dim };
         let keys = self.num_stages * self.block_kv;
         let tiles = (self.block_rows() * row_width + keys * widths) * BF16;
         let bias = match source {
@@ -209,17 +206,17 @@ pub(crate) fn query_kernel_names(pass: QueryPass, source: KeySource) -> [&'stati
     }
 }
 
-/// The define HAS_BIAS, except for the portable kernels over key lists: they always have a bias.
+/// Adds the `#define` HAS_BIAS, except for key lists with a bias: their kernels have a bias unless it is 0.
 pub(crate) fn define_bias(kernel: SourceKernel, source: KeySource) -> SourceKernel {
-    match source.is_gathered() {
-        true => kernel,
-        false => kernel.define("HAS_BIAS", source.has_bias() as u8),
+    match source {
+        KeySource::Gathered => kernel,
+        source => kernel.define("HAS_BIAS", source.has_bias() as u8),
     }
 }
 
 /// How many query heads of a group share a gathered tile of `block_rows` rows: up to 8 for the common widths 64 and
 /// 128, up to 2 for others, so that fewer specialisations ship. A tile has at least 16 queries.
-pub(crate) fn heads_sharing_a_tile(shape: &AttentionShape, block_rows: usize) -> usize {
+fn heads_sharing_a_tile(shape: &AttentionShape, block_rows: usize) -> usize {
     let most = if matches!(shape.head_dim, 64 | 128) { 8 } else { 2 };
     let fits = |heads: &usize| *heads <= most && shape.group_size().is_multiple_of(*heads) && block_rows / heads >= 16;
     [8, 4, 2, 1].into_iter().find(fits).unwrap_or(1)
@@ -300,6 +297,7 @@ mod tests {
             128 * 192 * 2 + 2 * 64 * (320 * 2 + 4) + 64 * 8 * 4
         );
     }
+
     #[test]
     fn passes_that_read_the_gradient_fit_a_small_device_at_usual_widths() {
         for head_dim in [16, 32, 64, 96, 128] {

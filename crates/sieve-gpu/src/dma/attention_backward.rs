@@ -107,7 +107,7 @@ pub(crate) fn listed_key_sums(
     };
     let tiles = pass.key_tiles()?;
     let group = shape.group_size();
-    // Thread blocks that share a chunk of a list, in a launch of so many super-blocks.
+    // How many thread blocks share a chunk of a list in a launch of `super_blocks` super-blocks.
     let shares_of = |super_blocks| match (&dq_sum, order, qkv.policy().blocks_per_tile) {
         // The portable fixed order has one thread block for each key tile: shares would add in any order.
         (None, _, _) => QueryShares::ONE,
@@ -245,7 +245,7 @@ pub(crate) fn convert_rows(
     sums: &CudaTensor,
     summed: Option<&CudaTensor>,
     grad: &Heads,
-    layout: [u64; 3],
+    layout: [usize; 3],
     scale: f32,
 ) -> Result<(), KernelError> {
     let [batch, num_sums, seq_len, row_dim] = sums.dims(NAME, "sums")?;

@@ -2,11 +2,11 @@
 use crate::KernelError;
 use crate::attention::{
     AttentionResult, AttentionShape, Bias, KernelFamily, KeySource, PassInputs, Qkv, SeenKeys, launch_forward,
-    require_per_key, require_scale,
+    require_scale,
 };
 use crate::dma::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
-use crate::runtime::{CudaTensor, operands, params};
+use crate::runtime::{CudaTensor, DType, operand, operands, params};
 use crate::step::empty_zero;
 use sieve_core::KeepOLow;
 
@@ -50,7 +50,7 @@ pub(crate) fn listed_bias(
         return Ok(None);
     }
     let delta = match delta {
-        Some(delta) => require_per_key(pass.name, "delta", delta, pass.shape)?,
+        Some(delta) => operand(pass.name, "delta", delta, DType::F32, &pass.shape.per_key())?.contiguous(),
         None => empty_zero(pass.qkv.q.tensor(), &pass.shape.per_key())?,
     };
     Bias::new(delta, base, SeenKeys::Listed(lists), pass.shape).map(Some)

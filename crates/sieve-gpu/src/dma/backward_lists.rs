@@ -10,8 +10,8 @@ const NAME: &str = "dma_backward_lists";
 /// Chunks of a list, of 128 entries each, that may have keys of the list's own super-block.
 const ENTERING_CHUNKS: usize = 8;
 
-/// Time in which a key tile's block makes so many steps of 64 queries: what 128 keys cost in one more list, apart from
-/// their queries. A block's start and end take 8 (`LISTED_BLOCK_STEPS`), clearing and converting sums the rest.
+/// What 128 keys cost in one more list beside their queries, as a number of steps of 64 queries of a key tile's block.
+/// The block's start and end take 8 of them (`LISTED_BLOCK_STEPS`), clearing and converting sums the others.
 const CHUNK_STEPS: usize = 13;
 
 /// Key lists of a backward pass in which a thread block holds its keys for all queries that see them, where it can, and

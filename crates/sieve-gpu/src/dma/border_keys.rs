@@ -116,7 +116,7 @@ impl Sizes {
     }
 }
 
-/// The entry kernel of [`dma_last_kept`].
+/// The kernel of [`dma_last_kept`].
 pub(crate) const DMA_LAST_KEPT: SourceKernel = SourceKernel::new(LAST).threads(1024);
 
 /// The kernels that copy halo keys, and that add their gradients.

@@ -3,14 +3,9 @@
 use crate::KernelError;
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::dma::{PREFIX_BLOCK, Selection, require_sequence, survivors_shape};
-use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, require_tokens};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 
 const NAME: &str = "dma_lists";
-
-impl KeyLists {
-    /// The usual number of queries of a tile in [`tile_window`](Self::tile_window); a divisor of 1024.
-    pub const TILE_QUERIES: usize = 64;
-}
 
 /// Lists are padded to whole tiles of this many entries.
 pub(crate) const LIST_ALIGNMENT: usize = 128;
@@ -30,6 +25,15 @@ pub struct KeyLists {
 }
 
 impl KeyLists {
+    /// The usual number of queries of a tile in [`tile_window`](Self::tile_window); a divisor of 1024.
+    pub const TILE_QUERIES: usize = 64;
+
+    /// Shape of the lists of one row and KV head: `[num_super_blocks, capacity, 2]`.
+    pub fn shape(seq_len: usize, keep_window_size: usize) -> [usize; 3] {
+        let blocks = seq_len.div_ceil(SUPER_BLOCK);
+        [blocks, list_capacity(seq_len, keep_window_size), 2]
+    }
+
     /// Entries that one key list has room for.
     pub fn capacity(&self) -> usize {
         self.list.shape()[3]
@@ -43,16 +47,8 @@ impl KeyLists {
 
 /// The most entries of a list, padded: the keys that are kept when its super-block begins, and the keys of the
 /// super-block.
-pub(crate) fn list_capacity(seq_len: usize, keep_window_size: usize) -> usize {
+fn list_capacity(seq_len: usize, keep_window_size: usize) -> usize {
     (keep_window_size + SUPER_BLOCK).min(seq_len).next_multiple_of(LIST_ALIGNMENT)
-}
-
-impl KeyLists {
-    /// Shape of the lists of one row and KV head: `[num_super_blocks, capacity, 2]`.
-    pub fn shape(seq_len: usize, keep_window_size: usize) -> [usize; 3] {
-        let blocks = seq_len.div_ceil(SUPER_BLOCK);
-        [blocks, list_capacity(seq_len, keep_window_size), 2]
-    }
 }
 
 impl Selection {
@@ -74,8 +70,7 @@ impl Selection {
         require_non_empty(NAME, "tile_queries", tile_queries)?;
         let divides = SUPER_BLOCK.is_multiple_of(tile_queries);
         require!(divides, NAME, "tile_queries": tile_queries, "divisors of {SUPER_BLOCK}");
-        let doc_start = require_tokens(NAME, "doc_start", doc_start, [batch, seq_len])?;
-        let doc_end = require_tokens(NAME, "doc_end", doc_end, [batch, seq_len])?;
+        operands!(NAME, doc_start: I32[batch, seq_len], doc_end: I32[batch, seq_len]);
         let window = self.keep_window_size;
         let shape = survivors_shape(batch, num_kv_heads, seq_len, window);
         operands!(only NAME, survivors: I64 shape strided = &self.survivors);
@@ -112,7 +107,7 @@ impl Selection {
         operands!(PREFIX, expire: I32[batch, num_kv_heads, seq_len]);
         require_sequence(PREFIX, batch, seq_len)?;
         require_non_empty(PREFIX, "keep_window_size", keep_window_size)?;
-        let doc_start = require_tokens(PREFIX, "doc_start", doc_start, [batch, seq_len])?;
+        operands!(PREFIX, doc_start: I32[batch, seq_len]);
         let window = keep_window_size.min(seq_len);
         let shape = survivors_shape(batch, num_kv_heads, seq_len, window);
         let survivors = expire.empty_contiguous(&shape, DType::I64);
@@ -125,7 +120,7 @@ impl Selection {
     }
 }
 
-/// The entry kernel that builds the key lists.
+/// The kernel that builds the key lists.
 pub(crate) fn dma_lists_kernel() -> SourceKernel {
     SourceKernel::new(NAME).define("PREFIX_BLOCK", PREFIX_BLOCK).threads(SUPER_BLOCK)
 }

@@ -1,7 +1,7 @@
 //! Launch of `kernels/dma_scores.cu`: the scores by which dynamic mask attention (DMA) ranks keys.
 use crate::KernelError;
 use crate::attention::Qkv;
-use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, require_tokens};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 
 const NAME: &str = "dma_scores";
 
@@ -127,7 +127,7 @@ impl Qkv {
         require!(fits, NAME, "number of slopes": slopes.len(), "{kv_heads}");
         let (start, first_position) = match recency.map(|recency| recency.origin) {
             Some(PositionOrigin::DocumentStart(start)) => {
-                let start = require_tokens(NAME, "start", start, [shape.batch, shape.seq_len])?;
+                operands!(NAME, start: I32[shape.batch, shape.seq_len]);
                 (Some(start), 0)
             }
             Some(PositionOrigin::First(position)) => (None, position),

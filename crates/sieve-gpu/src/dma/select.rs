@@ -1,6 +1,6 @@
 //! Launches of `kernels/dma_select_prefix.cu` and `kernels/dma_select.cu`: which keys DMA keeps, and up to which query.
 use crate::KernelError;
-use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, require_tokens};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 use sieve_core::DmaWindow;
 
 const NAME: &str = "dma_select";
@@ -15,7 +15,7 @@ const SHORT_SEQUENCE: usize = 2 * PREFIX_BLOCK;
 const BLOCK: usize = 1024;
 
 /// Positions must fit the kernels' 22-bit fields.
-pub(crate) const MAX_SEQ_LEN: usize = 1 << 22;
+const MAX_SEQ_LEN: usize = 1 << 22;
 
 /// The keys that [`dma_select`] chose.
 #[derive(Debug, Clone)]
@@ -50,8 +50,7 @@ pub fn dma_select(
     require_non_empty(NAME, "keep_window_size", keep_window_size)?;
     require_local_window(NAME, local_window_size, keep_window_size)?;
     require_sequence(NAME, batch, seq_len)?;
-    let doc_start = require_tokens(NAME, "doc_start", doc_start, [batch, seq_len])?;
-    let doc_end = require_tokens(NAME, "doc_end", doc_end, [batch, seq_len])?;
+    operands!(NAME, doc_start: I32[batch, seq_len], doc_end: I32[batch, seq_len]);
     let expire = z.empty_contiguous(&[batch, num_kv_heads, seq_len], DType::I32);
     // No query sees more than seq_len keys; a larger window would only take more memory.
     let kept = keep_window_size.min(seq_len);

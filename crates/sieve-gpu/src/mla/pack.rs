@@ -1,8 +1,8 @@
 //! Launches of `kernels/mla_pack_*.cu`: queries, keys and values of latent attention packed into one tensor.
 use crate::KernelError;
 use crate::attention::Qkv;
-use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, require_tokens};
-use crate::step::VectorRows;
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
+use crate::step::Rows;
 use crate::step::column_sums::{MAX_PARTIALS, column_sums};
 use crate::step::qk_norm_rope_forward::RotaryTables;
 
@@ -92,10 +92,10 @@ impl MlaPack<'_> {
         kernel: &'static str,
         [q, kv, k_rope]: [&CudaTensor; 3],
         [batch, seq_len]: [usize; 2],
-    ) -> Result<[VectorRows; 3], KernelError> {
+    ) -> Result<[Rows; 3], KernelError> {
         let rows = |name, tensor: &CudaTensor, width| {
             tensor.require_shape(kernel, name, &[batch, seq_len, width])?;
-            VectorRows::of(kernel, name, tensor)
+            Rows::of_words(kernel, name, tensor)
         };
         Ok([
             rows("q", q, self.num_heads * self.key_dim())?,
@@ -121,7 +121,7 @@ impl MlaPack<'_> {
         self.require_widths(FORWARD)?;
         let [batch, seq_len, _] = inputs[0].dims(FORWARD, "q")?;
         let [q, kv, k_rope] = self.input_rows(FORWARD, inputs, [batch, seq_len])?;
-        let positions = require_tokens(FORWARD, "positions", self.positions, [batch, seq_len])?;
+        operands!(FORWARD, positions: I32[batch, seq_len] = self.positions);
         let tables = RotaryTables::of(FORWARD, [self.cos, self.sin], self.rope_dim)?;
         let (norm_dim, [q_weight, k_weight]) = self.norms(FORWARD, &q.tensor)?;
         let new = |width, dtype| q.tensor.empty_contiguous(&[batch, seq_len, width], dtype);
@@ -173,7 +173,7 @@ impl MlaPack<'_> {
         self.require_widths(BACKWARD)?;
         let [batch, seq_len, _] = dy.dims(BACKWARD, "dy")?;
         dy.require_shape(BACKWARD, "dy", &[batch, seq_len, self.token_len()])?;
-        let dy = VectorRows::of(BACKWARD, "dy", dy)?;
+        let dy = Rows::of_words(BACKWARD, "dy", dy)?;
         let inputs = match self.norm {
             None => [dy.clone(), dy.clone(), dy.clone()],
             Some(_) => {
@@ -181,7 +181,7 @@ impl MlaPack<'_> {
                 self.input_rows(BACKWARD, inputs, [batch, seq_len])?
             }
         };
-        let positions = require_tokens(BACKWARD, "positions", self.positions, [batch, seq_len])?;
+        operands!(BACKWARD, positions: I32[batch, seq_len] = self.positions);
         let tables = RotaryTables::of(BACKWARD, [self.cos, self.sin], self.rope_dim)?;
         let (norm_dim, [q_weight, k_weight]) = self.norms(BACKWARD, &dy.tensor)?;
         let grads = [self.num_heads * self.key_dim(), self.num_heads * 2 * self.head_dim, self.rope_dim].map(|width| {

@@ -1,10 +1,10 @@
 //! Launches of `kernels/nsa_importance.cu` and `kernels/nsa_choose.cu`: the blocks that each query chooses.
-use super::{Bounds, hopper, query_ranges};
+use super::{Bounds, hopper};
 use crate::KernelError;
 use crate::attention::Qkv;
-use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, ranges, require};
 use sieve_core::{BlockChoice, ChoiceRule};
-use std::ops::RangeInclusive;
+use std::ops::{Range, RangeInclusive};
 
 const NAME: &str = "nsa_choose";
 
@@ -52,7 +52,7 @@ pub(super) fn nsa_choose(
         false => None,
     };
     let importance = lse.empty_contiguous(&[batch, choosers, queries_per_launch, num_blocks], DType::F32);
-    for (first, count) in query_ranges(seq_len, queries_per_launch) {
+    for queries in ranges(seq_len, queries_per_launch) {
         let params = params!(NsaImportanceParams {
             seq_len,
             num_heads: shape.num_heads,
@@ -63,8 +63,8 @@ pub(super) fn nsa_choose(
             stride: blocks.compress_stride,
             select_size: blocks.select_block_size,
             num_slots: blocks.num_slots(seq_len),
-            first_query: first,
-            num_queries: count,
+            first_query: queries.start,
+            num_queries: queries.len(),
             num_blocks,
             key_group: choosers / shape.num_kv_heads,
         });
@@ -73,10 +73,10 @@ pub(super) fn nsa_choose(
             Some(tile) => (hopper::nsa_importance_kernel(shape.head_dim, rule), tile),
             None => (nsa_importance_kernel(shape.head_dim, rule), TILE_ROWS / group),
         };
-        let grid = [count.div_ceil(tile), choosers, batch];
-        // SAFETY: the caller checked sizes and types; writes within `importance`, which has room for `count` queries.
+        let grid = [queries.len().div_ceil(tile), choosers, batch];
+        // SAFETY: the caller checked sizes and types; writes within `importance`, which has room for these queries.
         unsafe { kernel.launch(grid, &tensors, &params) }?;
-        take_important(&importance, start, &indices, choice, first, count)?;
+        take_important(&importance, start, &indices, choice, queries)?;
     }
     Ok(indices)
 }
@@ -103,22 +103,21 @@ pub fn choose_by_scores(
     let fits = first + count <= seq_len && num_blocks >= seq_len.div_ceil(choice.blocks.select_block_size);
     let got = || format!("{count} queries from {first} on and {num_blocks} blocks");
     require!(fits && num_selected == choice.blocks.num_selected_blocks, NAME, "importance:": got(), "those of the row");
-    take_important(&importance, &start, indices, choice, first, count)
+    take_important(&importance, &start, indices, choice, first..first + count)
 }
 
-/// Writes the choice of `count` queries from `first` on into `indices`, i32 `[batch, seq_len, choosers, num_selected]`,
-/// from the importances of their blocks, f32 `[batch, choosers, at least count, num_blocks]`.
+/// Writes the choice of `queries` into `indices`, i32 `[batch, seq_len, choosers, num_selected]`, from the importances
+/// of their blocks, f32 `[batch, choosers, at least as many queries, num_blocks]`.
 pub(super) fn take_important(
     importance: &CudaTensor,
     start: &CudaTensor,
     indices: &CudaTensor,
     choice: BlockChoice,
-    first: usize,
-    count: usize,
+    queries: Range<usize>,
 ) -> Result<(), KernelError> {
     let BlockChoice { blocks, forced, .. } = choice;
     let sizes = [blocks.select_block_size, usize::from(forced.first), forced.local];
-    take_largest(importance, start, indices, sizes, [first, count])
+    take_largest(importance, start, indices, sizes, queries)
 }
 
 /// As [`take_important`], for blocks of `size` keys. The first `num_first` blocks, and the last `num_local` blocks up
@@ -128,7 +127,7 @@ pub(crate) fn take_largest(
     start: &CudaTensor,
     indices: &CudaTensor,
     [size, num_first, num_local]: [usize; 3],
-    [first, count]: [usize; 2],
+    queries: Range<usize>,
 ) -> Result<(), KernelError> {
     let [batch, seq_len, choosers, num_selected] = indices.dims(NAME, "block_indices")?;
     let [_, _, _, num_blocks] = importance.dims(NAME, "importance")?;
@@ -137,14 +136,14 @@ pub(crate) fn take_largest(
         num_kv_heads: choosers,
         select_size: size,
         num_selected,
-        first_query: first,
-        num_queries: count,
+        first_query: queries.start,
+        num_queries: queries.len(),
         num_blocks,
         num_first,
         num_local,
     });
-    let has_block = count == 1 && LONG_ROW.contains(&num_blocks);
-    let grid = [count.div_ceil(CHOOSE_QUERIES), choosers, batch];
+    let has_block = queries.len() == 1 && LONG_ROW.contains(&num_blocks);
+    let grid = [queries.len().div_ceil(CHOOSE_QUERIES), choosers, batch];
     // SAFETY: reads importances that were written, writes every index of these queries.
     unsafe { nsa_choose_kernel(has_block).launch(grid, &[importance, start, indices], &params) }
 }

@@ -123,9 +123,8 @@ impl Qkv {
         let (sums, delta) = (None, None);
         let placed = Placed::new(self, &shape, &documents, &compressed, blocks, sums)?;
         let result = listed_attention_forward(&placed.qkv, delta, &placed.lists, softmax_scale)?;
-        let [start, end] = &documents;
-        let indices =
-            nsa_choose(self, &compressed, &result.lse, [start, end], BlockChoice::nsa(blocks), softmax_scale)?;
+        let (bounds, choice) = (documents.each_ref(), BlockChoice::nsa(blocks));
+        let indices = nsa_choose(self, &compressed, &result.lse, bounds, choice, softmax_scale)?;
         Ok((result, indices))
     }
 
@@ -160,8 +159,7 @@ impl Qkv {
                 listed_attention_forward(&placed.qkv, delta, &placed.lists, softmax_scale)?.lse
             }
         };
-        let [start, end] = &documents;
-        nsa_choose(self, &pooled, &lse, [start, end], choice, softmax_scale)
+        nsa_choose(self, &pooled, &lse, documents.each_ref(), choice, softmax_scale)
     }
 
     /// Gradients `[dqkv, dcompressed]` of the output of [`Self::nsa_compressed_attention_forward`]; the choice of

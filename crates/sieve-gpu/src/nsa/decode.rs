@@ -249,8 +249,7 @@ fn choose(
     // SAFETY: reads the scores that were written, writes the importance of the blocks up to each token's own.
     unsafe { block_scores_kernel(choice.rule).launch([choosers, batch, 1], &tensors, &params) }?;
     let chosen = scores.empty_contiguous(&[batch, 1, choosers, blocks.num_selected_blocks], DType::I32);
-    let (first_query, num_queries) = (0, 1);
-    take_important(&importance, start, &chosen, choice, first_query, num_queries)?;
+    take_important(&importance, start, &chosen, choice, 0..1)?;
     chosen.reshaped(NAME, "chosen", &[batch, choosers, blocks.num_selected_blocks])
 }
 

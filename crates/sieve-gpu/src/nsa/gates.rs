@@ -113,7 +113,7 @@ pub fn nsa_gates_backward(
 /// first launch sums the rows in up to [`MOST_SHARERS`] shares, the second adds the shares.
 fn sum_rows(values: &CudaTensor, width: usize) -> Result<CudaTensor, KernelError> {
     let rows = values.num_elements() / width;
-    // The largest power of two that divides the number of rows: so many rows become one wide row.
+    // The largest power of two that divides the number of rows: this many rows become one wide row.
     let sharers = 1 << rows.trailing_zeros().min(MOST_SHARERS.trailing_zeros());
     let wide = values.reshaped(NAME, "gradients", &[rows / sharers, sharers * width])?;
     let [shares] = column_sums(&wide, [&[sharers, width]])?;
@@ -121,8 +121,8 @@ fn sum_rows(values: &CudaTensor, width: usize) -> Result<CudaTensor, KernelError
     Ok(sums)
 }
 
-/// The entry kernel of the forward pass.
+/// The kernel of the forward pass.
 pub(super) const NSA_GATES: SourceKernel = SourceKernel::new(NAME).threads(256);
 
-/// The entry kernel of the backward pass.
+/// The kernel of the backward pass.
 pub(super) const NSA_GATES_BACKWARD: SourceKernel = SourceKernel::new("nsa_gates_backward").threads(256);

@@ -13,7 +13,7 @@
 //! | the gradient of an indexer's loss | `hopper_index_gradient.cu` |
 //! | everything else | the portable kernels |
 use super::choose::rule_number;
-use super::selected::{Joined, nsa_selected_combine_kernel};
+use super::selected::{BLOCK_KEYS, Joined, nsa_selected_combine_kernel};
 use crate::attention::{AttentionShape, KernelFamily, KeySource};
 use crate::dma::{ConvertedSums, dma_attention_backward_convert_kernel};
 use crate::runtime::{CudaTensor, SourceKernel, SumOrder};
@@ -21,8 +21,6 @@ use sieve_core::{BlockChoice, ChoiceRule};
 
 /// Rows (queries x heads) of a tile, over all warpgroups.
 const TILE_ROWS: usize = 128;
-/// Keys of a block that queries choose.
-const BLOCK_KEYS: usize = 64;
 /// Blocks of keys and values in shared memory at a time: the current one and the next.
 const KEY_SLOTS: usize = 2;
 /// Bytes of shared memory for the barriers and work items of a thread block, and for alignment.

@@ -45,8 +45,7 @@ impl Qkv {
     ) -> Result<Option<CudaTensor>, KernelError> {
         let work = Work::new(self, documents, call.block_indices, blocks, softmax_scale)?;
         let shape = work.shape;
-        let is_hopper = hopper::is_hopper(&shape, self.q.tensor());
-        if !is_hopper {
+        if !work.is_hopper() {
             return Ok(None);
         }
         let AttentionShape { batch, seq_len, num_kv_heads: groups, head_dim, .. } = shape;
@@ -79,16 +78,13 @@ impl Qkv {
             let part_lse = scores.parts(lists, 1, DType::F32);
             let (operands, params) = ([&index, &index], scores.params(lists)?);
             // SAFETY: sizes, strides and types checked above.
-            unsafe { scores.launch((&lse_kernel, is_hopper), lists, &operands, &[&part_lse], &params) }?;
+            unsafe { scores.launch(&lse_kernel, lists, &operands, &[&part_lse], &params) }?;
             let no_output = [0; 3];
-            scores.combine(lists, (Joined::LogSumExp, &[&part_lse, &index_lse]), no_output, range)?;
+            scores.combine(lists, (Joined::LogSumExp, &[&part_lse, &index_lse]), no_output, range.clone())?;
             let parts = index_work.parts(lists, head_dim, DType::BF16);
             let [q, k] = [&work.qkv.q, &work.qkv.k].map(Heads::tensor);
             // Semaphores that order the adds to the gradient of each key and quarter of its columns.
-            let semaphores = match is_fixed {
-                true => Some(empty_zero(&index, &[batch, groups, seq_len, 4])?),
-                false => None,
-            };
+            let semaphores = is_fixed.then(|| empty_zero(&index, &[batch, groups, seq_len, 4])).transpose()?;
             let (operands, mut results) = ([q, k, &index, &lse, &index_lse], vec![&parts, &key_sum]);
             results.extend(&semaphores);
             // The kernel reads the indexer's key where the fields of v point, and no values.
@@ -102,7 +98,7 @@ impl Qkv {
                 index_q_offset: 0usize,
             });
             // SAFETY: sizes, strides and types checked above; the sums were cleared.
-            unsafe { work.launch((&kernel, is_hopper), lists, &operands, &results, &params) }?;
+            unsafe { work.launch(&kernel, lists, &operands, &results, &params) }?;
             index_work.combine(lists, (Joined::QueryGradient, &[&parts, &gradient]), d_query, range)?;
         }
         convert_rows(&key_sum, None, &out.k, d_key, index_work.softmax_scale)?;

@@ -2,6 +2,7 @@
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
 use sieve_core::NsaBlocks;
+use std::ops::Range;
 
 /// Queries that one thread block reads.
 const PART_QUERIES: usize = 256;
@@ -20,12 +21,12 @@ pub struct ChoiceLists {
 }
 
 impl ChoiceLists {
-    /// Lists of the choices of the queries `first .. first + count`, in items of at most `item_queries` queries.
+    /// Lists of the choices of `queries`, in items of at most `item_queries` queries.
     pub(super) fn new(
         indices: &CudaTensor,
         doc_start: &CudaTensor,
         blocks: NsaBlocks,
-        (first, count): (usize, usize),
+        queries: &Range<usize>,
         item_queries: usize,
     ) -> Result<Self, KernelError> {
         let [batch, seq_len, heads, k] = indices.dims("nsa_lists", "block_indices")?;
@@ -35,8 +36,8 @@ impl ChoiceLists {
         require!(seq_len <= most, "nsa_lists", "rows of": got(),
             "up to {most} tokens, by this GPU's shared memory; larger blocks take longer rows");
         let cells = seq_len.div_ceil(blocks.select_block_size);
-        let parts = count.div_ceil(PART_QUERIES);
-        let choices = count * k;
+        let parts = queries.len().div_ceil(PART_QUERIES);
+        let choices = queries.len() * k;
         // Full items, and for each block's list a last one that is not full.
         let max_items = choices.div_ceil(item_queries) + cells;
         let new = |sizes: &[usize]| indices.empty_contiguous(sizes, DType::I32);
@@ -52,8 +53,8 @@ impl ChoiceLists {
             num_selected: k,
             select_size: blocks.select_block_size,
             num_cells: cells,
-            first_query: first,
-            num_queries: count,
+            first_query: queries.start,
+            num_queries: queries.len(),
             item_queries,
             max_items,
         });
@@ -118,8 +119,8 @@ mod tests {
         let gpu = Recorder::new(hardware);
         let tensor = |shape: &[usize]| gpu.tensor(shape, DType::I32);
         let indices = tensor(&[1, seq_len, 1, NsaBlocks::PUBLISHED.num_selected_blocks]);
-        let range = (seq_len - 1, 1);
-        ChoiceLists::new(&indices, &tensor(&[1, seq_len]), NsaBlocks::PUBLISHED, range, 64)
+        let last = seq_len - 1..seq_len;
+        ChoiceLists::new(&indices, &tensor(&[1, seq_len]), NsaBlocks::PUBLISHED, &last, 64)
     }
 
     #[test]

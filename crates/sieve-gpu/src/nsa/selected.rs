@@ -1,6 +1,6 @@
 //! Launches of `kernels/nsa_selected_*.cu`: attention over the chosen blocks, block by block.
 use super::lists::ChoiceLists;
-use super::{Bounds, hopper, query_ranges, require_bounds, require_sizes};
+use super::{Bounds, hopper, require_bounds, require_sizes};
 use crate::KernelError;
 use crate::attention::{
     AttentionGradients, AttentionResult, AttentionShape, Heads, Qkv, arriving, padded_len, require_gradients,
@@ -8,10 +8,11 @@ use crate::attention::{
 };
 use crate::dma::convert_rows;
 use crate::runtime::{
-    CudaTensor, DType, NsaSelectedAttentionForwardParams, Params, SourceKernel, SumOrder, operands, params,
+    CudaTensor, DType, NsaSelectedAttentionForwardParams, Params, SourceKernel, SumOrder, operands, params, ranges,
 };
 use crate::step::empty_zero;
 use sieve_core::NsaBlocks;
+use std::ops::Range;
 
 const NAME: &str = "nsa_selected_attention";
 
@@ -25,7 +26,7 @@ impl ChoiceLists {
 const ITEM_ROWS: usize = 2048;
 
 /// Keys of a block that queries choose.
-const BLOCK_KEYS: usize = 64;
+pub(super) const BLOCK_KEYS: usize = 64;
 /// Rows of a tile of the forward pass.
 const FORWARD_ROWS: usize = 128;
 
@@ -64,16 +65,20 @@ impl Work {
         })
     }
 
-    /// Ranges (first, count) of queries; a launch takes one, so that its partial results fit
-    /// [`ChoiceLists::PART_BYTES`].
-    pub(super) fn ranges(&self) -> impl Iterator<Item = (usize, usize)> {
+    /// Ranges of queries; a launch takes one, so that its partial results fit [`ChoiceLists::PART_BYTES`].
+    pub(super) fn ranges(&self) -> impl Iterator<Item = Range<usize>> {
         let AttentionShape { batch, seq_len, num_heads, head_dim, .. } = self.shape;
         // A query has a bf16 partial result for each head and choice.
         let query_bytes = batch * num_heads * self.blocks.num_selected_blocks * head_dim * 2;
-        query_ranges(seq_len, ChoiceLists::PART_BYTES / query_bytes)
+        ranges(seq_len, ChoiceLists::PART_BYTES / query_bytes)
     }
 
-    fn lists(&self, range: (usize, usize), item_queries: usize) -> Result<ChoiceLists, KernelError> {
+    /// Whether passes take the Hopper family.
+    pub(super) fn is_hopper(&self) -> bool {
+        hopper::is_hopper(&self.shape, self.qkv.q.tensor())
+    }
+
+    fn lists(&self, range: &Range<usize>, item_queries: usize) -> Result<ChoiceLists, KernelError> {
         let [start, _] = &self.documents;
         ChoiceLists::new(&self.indices, start, self.blocks, range, item_queries)
     }
@@ -116,7 +121,7 @@ impl Work {
     /// zeroed.
     pub(super) unsafe fn launch(
         &self,
-        (kernel, is_hopper): (&SourceKernel, bool),
+        kernel: &SourceKernel,
         lists: &ChoiceLists,
         operands: &[&CudaTensor],
         results: &[&CudaTensor],
@@ -125,7 +130,7 @@ impl Work {
         let [start, end] = &self.documents;
         let bounds_and_lists = [start, end, &lists.entries, &lists.items, &lists.num_items];
         let [_, max_items] = lists.capacity();
-        let grid = match is_hopper {
+        let grid = match self.is_hopper() {
             true => [self.indices.hardware().num_multiprocessors, 1, 1],
             false => [max_items, self.shape.num_kv_heads, self.shape.batch],
         };
@@ -139,21 +144,21 @@ impl Work {
         &self,
         lists: &ChoiceLists,
         (joined, tensors): (Joined, &[&CudaTensor]),
-        layout: [u64; 3],
-        (first, count): (usize, usize),
+        layout: [usize; 3],
+        queries: Range<usize>,
     ) -> Result<(), KernelError> {
         let shape = &self.shape;
         let params = params!(NsaSelectedCombineParams {
             { seq_len, num_heads, num_kv_heads }: shape,
             num_selected: self.blocks.num_selected_blocks,
-            first_query: first,
-            num_queries: count,
+            first_query: queries.start,
+            num_queries: queries.len(),
             [offset, token_stride, batch_stride]: layout,
             softmax_scale: self.softmax_scale,
             num_lists: shape.batch * shape.num_kv_heads,
         });
         let tensors = [&[&self.indices, &lists.num_items], tensors].concat();
-        let rows = count * shape.num_heads;
+        let rows = queries.len() * shape.num_heads;
         // A thread block of 256 threads joins 2048 columns, 8 a thread.
         let grid = [rows.div_ceil(2048 / shape.head_dim), shape.batch, 1];
         let kernel = nsa_selected_combine_kernel(shape.head_dim, joined);
@@ -192,23 +197,22 @@ impl Qkv {
         let q = work.qkv.q.tensor();
         let o = q.empty_contiguous(&shape.output(), DType::BF16);
         let lse = q.empty_contiguous(&shape.lse(), DType::F32);
-        let token = (shape.num_heads * shape.head_dim) as u64;
+        let token = shape.num_heads * shape.head_dim;
         // Offset, token stride and batch stride of o.
-        let layout = [0, token, token * shape.seq_len as u64];
-        let is_hopper = hopper::is_hopper(shape, q);
-        let kernel = match is_hopper {
+        let layout = [0, token, token * shape.seq_len];
+        let kernel = match work.is_hopper() {
             true => arriving(hopper::selected_forward_kernel(shape.head_dim), q.policy()),
             false => nsa_selected_attention_forward_kernel(shape.head_dim),
         };
         let mut all_lists = Vec::new();
         for range in work.ranges() {
-            let lists = work.lists(range, work.item_queries())?;
+            let lists = work.lists(&range, work.item_queries())?;
             let parts = work.parts(&lists, shape.head_dim, DType::BF16);
             let part_lse = work.parts(&lists, 1, DType::F32);
             let operands = [q, work.qkv.k.tensor(), work.qkv.v.tensor()];
             let (results, params) = ([&parts, &part_lse], work.params(&lists)?);
             // SAFETY: sizes, strides and types checked above.
-            unsafe { work.launch((&kernel, is_hopper), &lists, &operands, &results, &params) }?;
+            unsafe { work.launch(&kernel, &lists, &operands, &results, &params) }?;
             let outputs: &[&CudaTensor] = &[&parts, &part_lse, &o, &lse];
             work.combine(&lists, (Joined::Output, outputs), layout, range)?;
             all_lists.push(lists);
@@ -243,7 +247,7 @@ impl AttentionGradients<'_> {
         let (dk_sum, dv_sum) = (dk_sum?, dv_sum?);
         let [dq, dk, dv] = self.grads.head_words(NAME)?;
         let policy = self.qkv.policy();
-        let is_hopper = hopper::is_hopper(shape, self.qkv.q.tensor());
+        let is_hopper = work.is_hopper();
         let kernel = match is_hopper {
             true => arriving(hopper::selected_backward_kernel(shape.head_dim, policy.sums), policy),
             false => nsa_selected_attention_backward_kernel(shape.head_dim),
@@ -251,9 +255,9 @@ impl AttentionGradients<'_> {
         for (index, range) in work.ranges().enumerate() {
             let lists = match (policy.sums, is_hopper, lists.get(index)) {
                 // One item for each list, so that no other thread block of a launch adds to the same keys.
-                (SumOrder::Fixed, false, _) => work.lists(range, range.1)?,
+                (SumOrder::Fixed, false, _) => work.lists(&range, range.len())?,
                 (_, _, Some(lists)) => lists.clone(),
-                (_, _, None) => work.lists(range, work.item_queries())?,
+                (_, _, None) => work.lists(&range, work.item_queries())?,
             };
             // Semaphores that order the adds to dk and dv of each key and quarter of its columns.
             let semaphores = match (policy.sums, is_hopper) {
@@ -269,7 +273,7 @@ impl AttentionGradients<'_> {
                 padded_len: padded_len(seq_len),
             });
             // SAFETY: as in the forward pass; the sums were cleared.
-            unsafe { work.launch((&kernel, is_hopper), &lists, &operands, &results, &params) }?;
+            unsafe { work.launch(&kernel, &lists, &operands, &results, &params) }?;
             let grad = self.grads.q.tensor();
             work.combine(&lists, (Joined::QueryGradient, &[&parts, grad]), dq, range)?;
         }

@@ -61,8 +61,7 @@ pub fn compile_with_nvrtc(kernel: &SourceKernel, arch: &str) -> Result<CompiledK
     let failed = |e: nvrtc::NvrtcError| error(e.to_string());
     let source = CString::new(kernel.text()?.text.as_str());
     let source = source.map_err(|_| error("the source contains a NUL byte".to_owned()))?;
-    let program = nvrtc::create_program(&source, None).map_err(failed)?;
-    let program = Program(program);
+    let program = nvrtc::create_program(&source, None).map(Program).map_err(failed)?;
     let options = [
         format!("--gpu-architecture={arch}"),
         "-lineinfo".to_owned(),
@@ -82,7 +81,7 @@ pub fn compile_with_nvrtc(kernel: &SourceKernel, arch: &str) -> Result<CompiledK
     let mut cubin = vec![0u8; size];
     // SAFETY: the buffer has the size that NVRTC returned.
     unsafe { sys::nvrtcGetCUBIN(program.0, cubin.as_mut_ptr().cast()) }.result().map_err(failed)?;
-    let resources = resources::parse(&log, kernel.entry_point());
+    let resources = resources::parse(&log, kernel.name());
     Ok(CompiledKernel { cubin, resources })
 }
 

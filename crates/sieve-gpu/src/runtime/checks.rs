@@ -1,6 +1,6 @@
 //! Checks of operands that several launch wrappers share.
 use crate::KernelError;
-use crate::runtime::{CudaTensor, DType, operand};
+use crate::runtime::{CudaTensor, DType};
 
 /// Returns an error from the calling function unless a condition holds. `require!(width <= 64, NAME, "width": width,
 /// "up to {MOST}")` names the refused value and the values that the kernel `NAME` takes.
@@ -23,16 +23,6 @@ pub fn require_non_empty(kernel: &'static str, what: &'static str, size: usize) 
         0 => Err(KernelError::empty(kernel, what)),
         _ => Ok(()),
     }
-}
-
-/// Checks an i32 tensor `[batch, seq_len]` and returns it contiguous.
-pub(crate) fn require_tokens(
-    kernel: &'static str,
-    name: &'static str,
-    tensor: &CudaTensor,
-    shape: [usize; 2],
-) -> Result<CudaTensor, KernelError> {
-    Ok(operand(kernel, name, tensor, DType::I32, &shape)?.contiguous())
 }
 
 /// Refuses dtypes other than bf16 and f32, for which element-wise kernels are compiled; returns true for bf16.

@@ -71,20 +71,12 @@ impl LoadedKernel {
         loaded.get(&(device, key)).cloned()
     }
 
-    /// Loads a kernel on a GPU of architecture `arch` from its cached file; without one compiles it.
+    /// Loads a kernel on a GPU of architecture `arch` from its file in `cubins`; without one compiles it.
     ///
     /// # Errors
     /// [`KernelError::Installation`] without NVRTC, [`KernelError::Compile`] with the compiler's log,
     /// [`KernelError::Launch`] when the driver refuses the machine code.
-    pub fn load(kernel: &SourceKernel, device: usize, arch: &str) -> Result<Arc<Self>, KernelError> {
-        Self::load_from(kernel, device, arch, Cubins::in_use())
-    }
-
-    /// [`load`](Self::load) with the given cache instead of the process's cache, for GPUs of several architectures.
-    ///
-    /// # Errors
-    /// The errors of [`load`](Self::load).
-    pub fn load_from(
+    pub fn load(
         kernel: &SourceKernel,
         device: usize,
         arch: &str,
@@ -112,7 +104,7 @@ impl LoadedKernel {
 
     /// Loads machine code on the current context.
     fn of_cubin(kernel: &SourceKernel, cubin: &[u8]) -> Result<Self, KernelError> {
-        let entry = CString::new(kernel.entry_point()).expect("an identifier of C");
+        let entry = CString::new(kernel.name()).expect("an identifier of C");
         // SAFETY: the driver checks the image; the module stays loaded.
         let function = unsafe {
             let module = driver::module::load_data(cubin.as_ptr().cast())

@@ -32,7 +32,8 @@ impl Cubins {
         let _ = IN_USE.set(self.clone());
     }
 
-    pub(crate) fn in_use() -> Option<&'static Self> {
+    /// The cache of the process, if it has one.
+    pub fn in_use() -> Option<&'static Self> {
         IN_USE.get()
     }
 

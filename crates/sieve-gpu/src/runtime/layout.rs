@@ -1,4 +1,5 @@
 //! Arithmetic on tensors' shapes and strides.
+use std::ops::Range;
 
 /// Row-major strides of a shape, in elements.
 pub fn contiguous_strides(shape: &[usize]) -> Vec<usize> {
@@ -26,6 +27,12 @@ pub(crate) fn required_elements(shape: &[usize], strides: &[usize]) -> usize {
     }
     let last: usize = shape.iter().zip(strides).map(|(size, stride)| (size - 1) * stride).sum();
     last + 1
+}
+
+/// Divides `0..len` into ranges of at most `most` (at least 1), each for one launch.
+pub(crate) fn ranges(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
+    let most = most.clamp(1, len);
+    (0..len).step_by(most).map(move |first| first..(first + most).min(len))
 }
 
 /// Strides of a `[batch, seq_len, heads, width]` tensor whose last two dimensions have no gaps, such as a slice of
@@ -70,6 +77,19 @@ mod tests {
         assert_eq!(required_elements(&[4, 7], &[0, 1]), 7);
         assert_eq!(required_elements(&[4, 0], &[9, 1]), 0);
         assert_eq!(required_elements(&[], &[]), 1);
+    }
+
+    #[test]
+    fn ranges_cover_a_row_once() {
+        for (seq_len, most) in [(1, 4096), (4096, 4096), (4097, 4096), (10_000, 1000), (5, 0)] {
+            let mut next = 0;
+            for range in ranges(seq_len, most) {
+                assert_eq!(range.start, next);
+                assert!((1..=most.max(1)).contains(&range.len()));
+                next = range.end;
+            }
+            assert_eq!(next, seq_len);
+        }
     }
 
     #[test]

@@ -51,7 +51,7 @@ macro_rules! operands {
     };
     (@ aligned, $kernel:expr, $name:ident, $dtype:ident, $shape:tt, $tensor:expr) => {{
         let tensor = $crate::runtime::operands::operands!(@ , $kernel, $name, $dtype, $shape, $tensor);
-        $crate::step::vector_rows::require_alignment($kernel, stringify!($name), &tensor)?;
+        $crate::step::require_alignment($kernel, stringify!($name), &tensor)?;
         tensor
     }};
     (@ contiguous, $kernel:expr, $name:ident, $dtype:ident, $shape:tt, $tensor:expr) => {{

@@ -84,7 +84,7 @@ include!(concat!(env!("OUT_DIR"), "/kernel_params.rs"));
 /// # Errors
 /// [`KernelError::Launch`] when the entry point takes another struct.
 pub(crate) fn words_for<P: Params>(entry: &'static str, params: &P) -> Result<Vec<u64>, KernelError> {
-    let at = ENTRY_PARAMS.binary_search_by(|(known, _)| (*known).cmp(entry));
+    let at = ENTRY_PARAMS.binary_search_by_key(&entry, |(known, _)| known);
     let declared = at.map_or("no struct", |at| ENTRY_PARAMS[at].1);
     if declared != P::NAME {
         return Err(KernelError::Launch {

@@ -6,9 +6,9 @@
 //! `tests/gpu/emulator`, replay the steps, so they need no tilings, grids and params structs of their own.
 use crate::KernelError;
 use crate::runtime::{
-    CudaTensor, DType, Fill, LaunchRequest, Memory, SourceKernel, TileMap, contiguous_strides, required_elements,
+    CudaTensor, DType, Fill, LaunchRequest, MapLayout, Memory, SourceKernel, TileMap, contiguous_strides,
+    required_elements,
 };
-use serde::Serialize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The properties of a GPU that launches depend on.
@@ -57,16 +57,15 @@ pub struct Recorder {
 
 /// The launches and copies that a recorder has written down.
 #[derive(Debug, Default)]
-pub(crate) struct Recording {
+struct Recording {
     /// Size in bytes of each recorded buffer.
-    pub buffers: Vec<usize>,
+    buffers: Vec<usize>,
     /// Launches and copies in the order of the calls.
-    pub steps: Vec<Step>,
+    steps: Vec<Step>,
 }
 
 /// A launch or a copy on the stream.
-#[derive(Debug, Clone, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Debug, Clone)]
 pub enum Step {
     /// Launches a kernel.
     Launch(Launch),
@@ -93,7 +92,7 @@ pub enum Step {
 }
 
 /// A position in a recorded buffer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BufferView {
     /// Index of the recorded buffer.
     pub buffer: usize,
@@ -102,9 +101,9 @@ pub struct BufferView {
 }
 
 /// One recorded kernel launch.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone)]
 pub struct Launch {
-    /// File, entry point, defines, threads of a block, dynamic shared memory.
+    /// File, defines, threads of a block, dynamic shared memory.
     pub kernel: SourceKernel,
     /// Thread blocks along x, y and z.
     pub grid: [usize; 3],
@@ -116,17 +115,13 @@ pub struct Launch {
     pub words: Vec<u64>,
 }
 
-/// A TMA tensor map of a bf16 tensor `[batch, rows, width]` in tiles with the 128-byte swizzle.
-#[derive(Debug, Clone, Serialize)]
+/// A TMA tensor map of a recorded tensor.
+#[derive(Debug, Clone)]
 pub struct MapData {
     /// First element of the tensor.
     pub at: BufferView,
-    /// Shape of the tensor, `[batch, rows, width]`.
-    pub shape: [usize; 3],
-    /// Strides of batch and rows in elements.
-    pub strides: [usize; 2],
-    /// Rows and columns of a tile that TMA copies.
-    pub tile: [usize; 2],
+    /// Sizes and strides of the map.
+    pub layout: MapLayout,
 }
 
 /// A buffer of a recorder: it has a size but no memory.
@@ -140,8 +135,7 @@ struct RecordedMemory {
 impl Recorder {
     /// A recorder that stands for a GPU with these properties.
     pub fn new(hardware: Hardware) -> Self {
-        let recording = Arc::default();
-        Self { hardware, recording }
+        Self { hardware, recording: Arc::default() }
     }
 
     /// Properties of the GPU that the recorder stands for.
@@ -257,7 +251,7 @@ impl MapData {
     fn of(map: &TileMap<'_>) -> Option<Self> {
         let mut at = recorded_at(map.tensor)?;
         at.offset_bytes += map.offset * map.tensor.dtype().size();
-        Some(Self { at, shape: map.shape, strides: map.strides, tile: map.tile })
+        Some(Self { at, layout: map.layout })
     }
 }
 
@@ -279,6 +273,8 @@ mod tests {
             panic!("{steps:?}");
         };
         assert_eq!(launch.kernel.name(), "attention_forward");
+        assert!(launch.kernel.defines().contains(&("HEAD_DIM", "64".to_owned())));
+        assert_eq!((launch.grid, launch.kernel.block_threads()), ([1, 4, 2], 128));
         assert_eq!(launch.words[..4], [2, 70, 4, 2]);
         // q, k, v, doc_start, o, lse: buffers in the order of their allocation.
         let buffers: Vec<usize> = launch.tensors.iter().map(|view| view.buffer).collect();
@@ -301,7 +297,8 @@ mod tests {
         assert_eq!(launch.kernel.name(), "hopper_attention_forward");
         assert_eq!((launch.grid, launch.maps.len()), ([132, 1, 1], 3));
         // Keys in tiles of 128 rows and 64 columns.
-        assert_eq!((launch.maps[1].shape, launch.maps[1].tile), ([1, 300, 256], [128, 64]));
+        let MapLayout { shape, tile, .. } = launch.maps[1].layout;
+        assert_eq!((shape, tile), ([1, 300, 256], [128, 64]));
     }
 
     #[test]

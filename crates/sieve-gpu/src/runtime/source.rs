@@ -30,7 +30,7 @@ impl KernelText {
     /// # Errors
     /// [`KernelError::Refused`] when the file did not exist at compile time.
     pub fn of_file(name: &str) -> Result<&'static str, KernelError> {
-        KERNEL_FILES.binary_search_by(|(known, _)| (*known).cmp(name)).map(|at| KERNEL_FILES[at].1).map_err(|_| {
+        KERNEL_FILES.binary_search_by_key(&name, |(known, _)| known).map(|at| KERNEL_FILES[at].1).map_err(|_| {
             let words = "no such file among the kernels built into this program\n  hint: kernels/";
             KernelError::refused(name, format!("{words}{name} must exist when sieve-gpu is compiled"))
         })

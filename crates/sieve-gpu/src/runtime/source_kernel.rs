@@ -1,7 +1,6 @@
 //! A kernel given as CUDA C++ text, and its launches.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, Hardware, KernelText, MapLayout, Params, assemble_file, assemble_text, words_for};
-use serde::Serialize;
 use std::fmt::Display;
 use std::sync::Arc;
 use xxhash_rust::xxh3::Xxh3;
@@ -9,28 +8,15 @@ use xxhash_rust::xxh3::Xxh3;
 /// Most 64-bit words of a params struct.
 const MAX_PARAM_WORDS: usize = 60;
 
-/// A TMA tensor map: a bf16 tensor `[batch, rows, width]` that is read in tiles with the 128-byte swizzle. Elements
-/// outside the tensor are read as zeros.
+/// A TMA tensor map.
 #[derive(Debug, Clone, Copy)]
 pub struct TileMap<'a> {
     /// The bf16 tensor that TMA reads.
     pub tensor: &'a CudaTensor,
     /// Index of the map's first element in the tensor; a multiple of 8.
     pub offset: usize,
-    /// Shape of the tensor, `[batch, rows, width]`.
-    pub shape: [usize; 3],
-    /// Strides of batch and rows in elements, multiples of 8; the stride of columns is 1.
-    pub strides: [usize; 2],
-    /// Rows and columns of a tile that TMA copies.
-    pub tile: [usize; 2],
-}
-
-impl TileMap<'_> {
-    /// The map's sizes, without the tensor's address.
-    pub fn layout(&self) -> MapLayout {
-        let Self { shape, strides, tile, .. } = *self;
-        MapLayout { shape, strides, tile }
-    }
+    /// Sizes and strides of the map.
+    pub layout: MapLayout,
 }
 
 /// One launch of a kernel, checked against the GPU's limits.
@@ -49,42 +35,32 @@ pub struct LaunchRequest<'a> {
     pub words: &'a [u64],
 }
 
-/// A specialisation of a kernel: file, entry point, defines, threads and shared memory.
+/// A specialisation of a kernel: file, defines, threads and shared memory.
 ///
 /// ```no_run
 /// # use sieve_gpu::SourceKernel;
 /// let kernel = SourceKernel::new("swiglu_forward").define("IS_BF16", 1).threads(256);
 /// ```
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone)]
 pub struct SourceKernel {
-    #[serde(rename = "file", serialize_with = "file_name")]
     name: &'static str,
-    entry: &'static str,
     /// CUDA C++ of [`from_text`](Self::from_text); `None` for an embedded file.
-    #[serde(skip)]
     text: Option<Arc<str>>,
     defines: Vec<(&'static str, String)>,
     threads: u32,
     shared_bytes: usize,
-    #[serde(skip)]
     starts_early: bool,
 }
 
 impl SourceKernel {
     /// The kernel in `kernels/<name>.cu`, whose entry point has the same name.
     pub const fn new(name: &'static str) -> Self {
-        Self { name, entry: name, text: None, defines: Vec::new(), threads: 128, shared_bytes: 0, starts_early: false }
+        Self { name, text: None, defines: Vec::new(), threads: 128, shared_bytes: 0, starts_early: false }
     }
 
     /// A kernel given as text, for tests and experiments. Its includes come from the embedded files.
     pub fn from_text(name: &'static str, text: impl Into<Arc<str>>) -> Self {
         Self { text: Some(text.into()), ..Self::new(name) }
-    }
-
-    /// Selects another entry point of the same file.
-    pub fn entry(mut self, entry: &'static str) -> Self {
-        self.entry = entry;
-        self
     }
 
     /// Adds `#define name value` before the text.
@@ -118,14 +94,9 @@ impl SourceKernel {
         self.starts_early
     }
 
-    /// Name of the kernel in error messages.
+    /// Name of the kernel's file without `.cu`, and of its `__global__` function.
     pub fn name(&self) -> &'static str {
         self.name
-    }
-
-    /// Name of the `__global__` function.
-    pub fn entry_point(&self) -> &'static str {
-        self.entry
     }
 
     /// The `#define`s, in order, as names and values.
@@ -143,10 +114,9 @@ impl SourceKernel {
         self.threads as usize
     }
 
-    /// Whether both kernels have the same code: text, entry point and defines. Threads and shared memory may differ.
+    /// Whether both kernels have the same code: file or text, and defines. Threads and shared memory may differ.
     pub(crate) fn is_same_code(&self, other: &Self) -> bool {
-        let code = |kernel: &Self| (kernel.name, kernel.entry);
-        code(self) == code(other) && self.text == other.text && self.defines == other.defines
+        self.name == other.name && self.text == other.text && self.defines == other.defines
     }
 
     /// The complete text that is compiled.
@@ -160,14 +130,14 @@ impl SourceKernel {
         }
     }
 
-    /// Cache key of the compiled kernel: a hash of the complete text and the entry point.
+    /// Cache key of the compiled kernel: a hash of the complete text and the name.
     ///
     /// # Errors
     /// The errors of [`text`](Self::text).
     pub fn code_key(&self) -> Result<u128, KernelError> {
         let mut hasher = Xxh3::new();
         hasher.update(&self.text()?.hash.to_le_bytes());
-        hasher.update(self.entry.as_bytes());
+        hasher.update(self.name.as_bytes());
         Ok(hasher.digest128())
     }
 
@@ -209,30 +179,20 @@ impl SourceKernel {
         tensors: &[&CudaTensor],
         params: &impl Params,
     ) -> Result<(), KernelError> {
-        let words = words_for(self.entry, params)?;
+        let words = words_for(self.name, params)?;
         // SAFETY: the caller fulfils the conditions.
         unsafe { self.launch_words(grid, maps, tensors, &words) }
     }
 
-    /// Launches a kernel [given as text](Self::from_text); `words` are its params struct.
+    /// Checks a launch against the device's limits and queues it; `words` are the params struct. For kernels
+    /// [given as text](Self::from_text), whose struct has no Rust form.
     ///
     /// # Errors
     /// The errors of `launch`.
     ///
     /// # Safety
-    /// The conditions of `launch`.
-    pub unsafe fn launch_text(
-        &self,
-        grid: [usize; 3],
-        tensors: &[&CudaTensor],
-        words: &[u64],
-    ) -> Result<(), KernelError> {
-        // SAFETY: the caller fulfils the conditions.
-        unsafe { self.launch_words(grid, &[], tensors, words) }
-    }
-
-    /// Checks the launch against the device's limits and queues it; `words` are the params struct.
-    unsafe fn launch_words(
+    /// The conditions of `launch_with_maps`.
+    pub unsafe fn launch_words(
         &self,
         grid: [usize; 3],
         maps: &[TileMap<'_>],
@@ -271,17 +231,15 @@ impl SourceKernel {
     }
 }
 
-fn file_name<S: serde::Serializer>(name: &&'static str, out: S) -> Result<S::Ok, S::Error> {
-    out.collect_str(&format_args!("{name}.cu"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::collections::HashSet;
 
+    const TEXT: &str = "extern \"C\" __global__ void probe(float* x) { x[0] = 1.0f; }";
+
     fn kernel() -> SourceKernel {
-        SourceKernel::from_text("probe", "extern \"C\" __global__ void probe(float* x) { x[0] = 1.0f; }")
+        SourceKernel::from_text("probe", TEXT)
     }
 
     #[test]
@@ -290,7 +248,7 @@ mod tests {
         let others = [
             SourceKernel::from_text("probe", "extern \"C\" __global__ void probe(float* x) { x[0] = 2.0f; }"),
             kernel().define("A", 1),
-            kernel().entry("other"),
+            SourceKernel::from_text("other", TEXT),
         ];
         let mut keys: Vec<_> = others.map(key).to_vec();
         keys.push(key(kernel()));

@@ -130,7 +130,7 @@ impl Call<'_> {
     fn received(&self, lse: &CudaTensor, nan_rows: &CudaTensor) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let all = self.new_f32(&[s.shape.num_kv_heads, s.shape.num_keys]);
-        let first = self.context();
+        let first = s.shape.context();
         if s.shape.num_keys - first > ROWS_AT_ONCE && self.shape.head_dim <= WIDEST_RECEIVING {
             self.received_of_all(first, lse, &all, nan_rows)?;
             return Ok(all);
@@ -242,12 +242,11 @@ const SELECT_SMOOTH: SourceKernel = SourceKernel::new("select_smooth").threads(T
 const SELECT_GATHER: SourceKernel = SourceKernel::new("select_gather").threads(TOKENS_AT_ONCE);
 const SLOT_LOGITS: SourceKernel = SourceKernel::new("slot_logits").threads(256);
 
-pub(super) fn heavy_kernels(head_dims: &[usize], max_shared_bytes: usize) -> Vec<SourceKernel> {
-    let mut kernels = vec![SELECT_SMOOTH, SELECT_GATHER, SLOT_LOGITS];
-    let tilings = head_dims.iter().map(|&dim| DecodeTiling::new([dim, dim], max_shared_bytes));
-    let bias = None;
-    kernels.extend(tilings.map(|tiling| dma_decode_kernel(tiling, bias)));
-    let receiving = head_dims.iter().filter(|&&dim| dim <= WIDEST_RECEIVING);
-    kernels.extend(receiving.map(|&dim| received_attention_kernel(dim)));
+pub(super) fn heavy_kernels(head_dim: usize, max_shared_bytes: usize) -> Vec<SourceKernel> {
+    let (tiling, bias) = (DecodeTiling::new([head_dim; 2], max_shared_bytes), None);
+    let mut kernels = vec![SELECT_SMOOTH, SELECT_GATHER, SLOT_LOGITS, dma_decode_kernel(tiling, bias)];
+    if head_dim <= WIDEST_RECEIVING {
+        kernels.push(received_attention_kernel(head_dim));
+    }
     kernels
 }

@@ -1,9 +1,9 @@
 //! Selection by columns and diagonals of the last queries' attention (MInference's vertical-slash), and FlexPrefill's
 //! choice between these and the largest entries of an estimated block map.
 use super::scores::{Cut, Pooled};
-use super::{Call, KeptBits, LongChoice, NAME, SCORE_BYTES, ranges};
+use super::{Call, KeptBits, LongChoice, NAME, SCORE_BYTES};
 use crate::KernelError;
-use crate::runtime::{CudaTensor, DType, SourceKernel, params};
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, ranges};
 use sieve_core::{BlockScores, HeadRule};
 use std::ops::Range;
 
@@ -26,6 +26,8 @@ pub(super) struct ProbeSums<'a> {
 
 impl ProbeSums<'_> {
     /// Sums the softmax of causal logits `[heads, rows, num_keys]`, whose first row is the query at `first_position`.
+    /// `nan_rows`, i32 `[num_heads]`, counts each head's rows with a NaN logit or an infinite largest one; this adds to
+    /// it.
     pub(super) fn add(
         &self,
         logits: &CudaTensor,
@@ -58,7 +60,7 @@ impl Call<'_> {
     /// Ranges of KV heads whose logits of `rows` queries are in memory at the same time.
     fn groups_at_once(&self, rows: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let s = self.selection;
-        let (kv_heads, group) = (s.shape.num_kv_heads, s.shape.num_heads / s.shape.num_kv_heads);
+        let (kv_heads, group) = (s.shape.num_kv_heads, s.shape.group_size());
         let bytes = rows * s.shape.num_keys * DType::F32.size() * group;
         ranges(kv_heads, SCORE_BYTES / bytes.max(1))
     }
@@ -72,33 +74,21 @@ impl Call<'_> {
         all: &CudaTensor,
         nan_rows: &CudaTensor,
     ) -> Result<(), KernelError> {
-        let group = self.selection.shape.num_heads / self.selection.shape.num_kv_heads;
+        let group = self.selection.shape.group_size();
         for kv_heads in self.groups_at_once(positions.len()) {
             let columns = all.row_range(NAME, "attention", kv_heads.start, kv_heads.len())?;
             let sums = ProbeSums { group, factor: 1.0, adds, columns: &columns, diagonals: None };
-            let heads = kv_heads.start * group..kv_heads.end * group;
-            self.probe_sums(positions.clone(), heads, nan_rows, &sums)?;
+            let first_head = kv_heads.start * group;
+            let logits = self.logits(positions.clone(), first_head..kv_heads.end * group)?;
+            sums.add(&logits, positions.start, first_head, nan_rows)?;
         }
         Ok(())
-    }
-
-    /// Sums the attention of the queries at `positions` in the query heads `heads` into `sums`. `nan_rows`, i32
-    /// `[num_heads]`, counts each head's rows with a NaN logit or an infinite largest one; this adds to it.
-    fn probe_sums(
-        &self,
-        positions: Range<usize>,
-        heads: Range<usize>,
-        nan_rows: &CudaTensor,
-        sums: &ProbeSums<'_>,
-    ) -> Result<(), KernelError> {
-        let logits = self.logits(positions.clone(), heads.clone())?;
-        sums.add(&logits, positions.start, heads.start, nan_rows)
     }
 
     /// Sums of the attention of the last `rows` queries by key and by distance, each f32 `[num_heads, num_keys]`.
     fn all_probe_sums(&self, rows: usize, nan_rows: &CudaTensor, factor: f32) -> Result<[CudaTensor; 2], KernelError> {
         let s = self.selection;
-        let group = s.shape.num_heads / s.shape.num_kv_heads;
+        let group = s.shape.group_size();
         let new = || self.new_f32(&[s.shape.num_heads, s.shape.num_keys]);
         let sums = [new(), new()];
         for kv_heads in self.groups_at_once(rows) {
@@ -106,7 +96,9 @@ impl Call<'_> {
             let part = |sums: &CudaTensor| sums.row_range(NAME, "sums", heads.start, heads.len());
             let parts = [part(&sums[0])?, part(&sums[1])?];
             let sums = ProbeSums { group: 1, factor, adds: false, columns: &parts[0], diagonals: Some(&parts[1]) };
-            self.probe_sums(s.shape.num_keys - rows..s.shape.num_keys, heads, nan_rows, &sums)?;
+            let first_position = s.shape.num_keys - rows;
+            let logits = self.logits(first_position..s.shape.num_keys, heads.clone())?;
+            sums.add(&logits, first_position, heads.start, nan_rows)?;
         }
         Ok(sums)
     }

@@ -49,10 +49,9 @@ impl Call<'_> {
         if let Some(by) = order.keys {
             let keys = part(&mask.places.key_order, s.shape.num_kv_heads, s.shape.num_keys)?;
             let (score, heads_per_set) = match by {
-                KeyScores::Attention(rows) => (
-                    self.attention_of_last(rows.min(s.shape.num_queries), nan_rows)?,
-                    s.shape.num_heads / s.shape.num_kv_heads,
-                ),
+                KeyScores::Attention(rows) => {
+                    (self.attention_of_last(rows.min(s.shape.num_queries), nan_rows)?, s.shape.group_size())
+                }
                 KeyScores::Length => {
                     let tokens = [0, s.shape.num_keys];
                     (self.lengths(&self.qkv.k, self.k, s.shape.num_kv_heads, tokens)?, 0)
@@ -74,12 +73,12 @@ impl Call<'_> {
             return Ok(orders);
         }
         let queries = part(&mask.places.query_order, s.shape.num_heads, s.shape.num_queries)?;
-        let tokens = [self.context(), s.shape.num_queries];
+        let tokens = [s.shape.context(), s.shape.num_queries];
         let sorted = Sorted {
             score: self.lengths(&self.qkv.q, self.q, s.shape.num_heads, tokens)?,
             nan_rows,
             sets: s.shape.num_heads,
-            first: self.context(),
+            first: s.shape.context(),
             count: s.shape.num_queries,
             whole_only: false,
             heads_per_set: 0,
@@ -102,7 +101,7 @@ impl Call<'_> {
     fn lengths(
         &self,
         x: &Heads,
-        at: [u64; 3],
+        at: [usize; 3],
         num_heads: usize,
         [first_token, num_tokens]: [usize; 2],
     ) -> Result<CudaTensor, KernelError> {

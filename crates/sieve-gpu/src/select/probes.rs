@@ -36,7 +36,7 @@ impl Call<'_> {
                 num_probes,
                 num_blocks: columns,
                 block: s.scores.block,
-                context: self.context(),
+                context: s.shape.context(),
                 gamma,
                 tile: s.scores.query_block,
                 first_head: heads.start,
@@ -63,8 +63,7 @@ impl Call<'_> {
             self.choose(&Choice {
                 scores: &scores,
                 bits,
-                first_head: heads.start,
-                num_heads: heads.len(),
+                heads,
                 keep: s.keep.by,
                 is_mass: false,
                 forced: false,
@@ -78,7 +77,7 @@ impl Call<'_> {
 /// The mask of dense attention of the probes alone: the call's first row and every position that is a multiple of
 /// `gamma`. It lies beside `like`.
 fn probe_mask(shape: CallShape, gamma: usize, like: &CudaTensor) -> Result<KeyMask<CudaTensor>, KernelError> {
-    let context = shape.num_keys - shape.num_queries;
+    let context = shape.context();
     let offset = context % gamma;
     let num_probes = (shape.num_queries + offset).div_ceil(gamma);
     let tiles = num_probes.div_ceil(SIDE);

@@ -24,7 +24,7 @@ pub(super) struct Means {
 pub(super) struct Pooled<'a> {
     pub(super) heads: &'a Heads,
     /// Offset, token stride and batch stride of the heads, in elements.
-    pub(super) at: [u64; 3],
+    pub(super) at: [usize; 3],
     pub(super) num_heads: usize,
     pub(super) first_token: usize,
     pub(super) num_tokens: usize,
@@ -76,16 +76,12 @@ impl Call<'_> {
         matches!(self.selection.scores.by, BlockScores::Cells { .. })
     }
 
-    /// Position of the first query: number of keys before it.
-    pub(super) fn context(&self) -> usize {
-        self.selection.shape.num_keys - self.selection.shape.num_queries
-    }
-
     /// Position of the first query cell. With segments, blocks of queries begin at the call's first row.
     fn first_query(&self) -> usize {
+        let context = self.selection.shape.context();
         match self.selection.scores.by {
-            BlockScores::Cells { stride, .. } if self.segment() == 0 => self.context() / stride * stride,
-            _ => self.context(),
+            BlockScores::Cells { stride, .. } if self.segment() == 0 => context / stride * stride,
+            _ => context,
         }
     }
 
@@ -148,7 +144,7 @@ impl Call<'_> {
             heads: &self.qkv.q,
             at: self.q,
             num_heads: s.shape.num_heads,
-            first_token: self.context(),
+            first_token: s.shape.context(),
             num_tokens: s.shape.num_queries,
             block: s.scores.query_block,
             offset: s.scores.offset,

@@ -93,8 +93,8 @@ impl KvCache {
         let count = count.min(num_blocks);
         let importance = scores.reshaped(NAME, "scores", &[batch, heads, 1, num_blocks])?;
         let chosen = scores.empty_contiguous(&[batch, 1, heads, count], DType::I32);
-        let (num_first, queries) = (0, [0, 1]);
-        take_largest(&importance, choice.start, &chosen, [size, num_first, num_local], queries)?;
+        let num_first = 0;
+        take_largest(&importance, choice.start, &chosen, [size, num_first, num_local], 0..1)?;
         chosen.reshaped(NAME, "chosen", &[batch, heads, count])
     }
 

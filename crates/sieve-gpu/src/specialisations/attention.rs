@@ -1,8 +1,8 @@
 //! The kernels of each part of attention, and of all parts of a model's attention.
 use super::NeededKernels;
 use crate::attention::{
-    AttentionShape, BackwardTiling, DecodeForm, DecodeTiling, HopperTiling, KeySource, QueryPass, QueryTiling,
-    SparseKeyReads, attention_backward_convert_kernel, attention_backward_join_kernel,
+    AttentionShape, BackwardTiling, DecodeForm, DecodeTiling, HopperTiling, KernelFamily, KeySource, QueryPass,
+    QueryTiling, SparseKeyReads, attention_backward_convert_kernel, attention_backward_join_kernel,
     attention_backward_prepare_kernel, attention_decode_kernel, bias_base_kernel, has_hopper_form, head_by_head,
     hopper_attention_backward_prepare_kernel, hopper_backward_kernel, hopper_sparse_attention_forward_kernel, sharing,
     sparse_attention_forward_kernel, sparse_attention_tiling,
@@ -15,7 +15,7 @@ use crate::dma::{
 use crate::mla::{MLA_VALUES, mla_decode_join_kernel, mla_decode_kernel, mla_join_token_kernel, mla_pack_kernels};
 use crate::nsa::{chosen_decode_kernels, nsa_hopper_kernels, nsa_kernels};
 use crate::runtime::{SourceKernel, SumOrder};
-use crate::select::{hopper_select_blocks_kernels, select_blocks_kernels};
+use crate::select::{select_blocks_kernels, select_cells_kernels};
 use crate::step::{COLUMN_SUMS, FILL_ZERO};
 
 /// Keys of a block that probes score in the shipped kernels: MOMO's default. Kernels of other sizes are compiled when
@@ -44,19 +44,6 @@ pub enum NeededKeys {
     AllBiased,
     /// NSA's compressed and selected branches. Its window branch takes [`Neighbours`](Self::Neighbours).
     Blocks,
-}
-
-impl NeededKernels {
-    /// Most shared memory of a thread block on an architecture, in bytes; `None` for unsupported architectures.
-    pub fn shared_bytes_of(arch: &str) -> Option<usize> {
-        let kib = match arch {
-            "sm_80" => 163,
-            "sm_86" | "sm_89" | "sm_120a" => 99,
-            "sm_90a" | "sm_100a" => 227,
-            _ => return None,
-        };
-        Some(kib * 1024)
-    }
 }
 
 impl AttentionNeeds {
@@ -97,6 +84,17 @@ impl AttentionNeeds {
 }
 
 impl NeededKernels {
+    /// Most shared memory of a thread block on an architecture, in bytes; `None` for unsupported architectures.
+    pub fn shared_bytes_of(arch: &str) -> Option<usize> {
+        let kib = match arch {
+            "sm_80" => 163,
+            "sm_86" | "sm_89" | "sm_120a" => 99,
+            "sm_90a" | "sm_100a" => 227,
+            _ => return None,
+        };
+        Some(kib * 1024)
+    }
+
     /// The kernel that ranks DMA's keys with these slopes, one for each KV head.
     pub fn dma_ranks(head_dim: usize, slopes: &[f32]) -> SourceKernel {
         dma_scores_kernel(slopes.len(), head_dim, slopes)
@@ -190,7 +188,7 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
                 list.extend_kernels([sparse_attention_forward_kernel(shape, tiling, PROBED_BLOCK)]);
             }
             list.add(tiling.map(|tiling| sparse_attention_forward_kernel(shape, &tiling, 0)));
-            list.extend_kernels(select_blocks_kernels(&[head_dim], shared_bytes));
+            list.extend_kernels(select_blocks_kernels(head_dim, shared_bytes));
         }
         Part::Around => {
             list.extend_kernels([FILL_ZERO, attention_backward_prepare_kernel(head_dim_v)]);
@@ -316,7 +314,7 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
             ];
             let attention = |(reads, tiles, block)| hopper_sparse_attention_forward_kernel(shape, reads, tiles, block);
             list.extend_kernels(forms.map(attention));
-            list.extend_kernels(hopper_select_blocks_kernels(&[shape.head_dim]));
+            list.extend_kernels(select_cells_kernels(shape.head_dim, KernelFamily::Hopper));
         }
         Part::Around if source.has_bias() => {
             list.extend_kernels([hopper_attention_backward_prepare_kernel(shape.head_dim_v)]);

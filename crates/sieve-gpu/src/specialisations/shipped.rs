@@ -93,25 +93,21 @@ impl NeededKernels {
             if family == Hopper && arch != "sm_90a" {
                 continue;
             }
-            for (&(head_dim, head_dim_v), &(num_heads, num_kv_heads)) in pairs(widths, heads) {
-                let shape = AttentionShape::new(1, 1, [num_heads, num_kv_heads], [head_dim, head_dim_v]);
-                let order = Any;
-                let needs = AttentionNeeds { shape, keys, order };
-                for &part in parts {
-                    match family {
-                        Portable => portable(&mut list, &needs, part, shared_bytes),
-                        Hopper => hopper(&mut list, &needs, part),
+            for &(head_dim, head_dim_v) in widths {
+                for &(num_heads, num_kv_heads) in heads {
+                    let shape = AttentionShape::new(1, 1, [num_heads, num_kv_heads], [head_dim, head_dim_v]);
+                    let needs = AttentionNeeds { shape, keys, order: Any };
+                    for &part in parts {
+                        match family {
+                            Portable => portable(&mut list, &needs, part, shared_bytes),
+                            Hopper => hopper(&mut list, &needs, part),
+                        }
                     }
                 }
             }
         }
         list
     }
-}
-
-/// All pairs of an element of `first` and an element of `second`.
-fn pairs<A, B>(first: &'static [A], second: &'static [B]) -> impl Iterator<Item = (&'static A, &'static B)> {
-    first.iter().flat_map(move |a| second.iter().map(move |b| (a, b)))
 }
 
 #[cfg(test)]

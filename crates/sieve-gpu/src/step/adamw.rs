@@ -35,14 +35,10 @@ impl AdamwTensors<'_> {
     pub fn adamw(self, step: AdamWStep) -> Result<(), KernelError> {
         let size = self.param.num_elements();
         require_non_empty(NAME, "the number of elements", size)?;
-        let master = match (self.leaf, self.param.dtype()) {
-            (Some(_), DType::BF16) => Master::Split,
-            (Some(_), _) => Master::BesideLeaf,
-            (None, _) => Master::Alone,
-        };
-        let param_type = match master {
-            Master::Split => DType::BF16,
-            Master::BesideLeaf | Master::Alone => DType::F32,
+        let (master, param_type) = match (self.leaf, self.param.dtype()) {
+            (Some(_), DType::BF16) => (Master::Split, DType::BF16),
+            (Some(_), _) => (Master::BesideLeaf, DType::F32),
+            (None, _) => (Master::Alone, DType::F32),
         };
         let mut operands = vec![
             ("param", self.param, param_type),

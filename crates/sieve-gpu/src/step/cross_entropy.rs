@@ -14,7 +14,7 @@ pub struct LogitRows {
 }
 
 impl LogitRows {
-    /// Allocates logits of so many rows; contents undefined.
+    /// Allocates logits of `rows` rows; contents undefined.
     pub fn new(like: &CudaTensor, rows: usize, vocab_size: usize, dtype: DType) -> Self {
         let shape = [rows, padded_width(vocab_size)];
         Self { tensor: like.empty_contiguous(&shape, dtype), vocab_size }
@@ -54,18 +54,13 @@ pub fn cross_entropy(logits: &LogitRows, labels: &CudaTensor, losses: &CudaTenso
     require_alignment(NAME, "logits", &logits.tensor)?;
     let [rows] = labels.dims(NAME, "labels")?;
     operands!(only NAME, labels: I32[rows] contiguous, losses: F32[rows] contiguous);
-    require_rows(logits, rows)?;
+    let most = logits.tensor.shape()[0];
+    require!(rows <= most, NAME, "logits": format!("{most} rows"), "a row for each of {rows} labels");
     let params = params!(CrossEntropyParams { vocab_size: logits.vocab_size, stride: padded_width(logits.vocab_size) });
     let kernel = cross_entropy_kernel(has_gradient);
     // SAFETY: reads `rows` padded rows and labels, writes as many losses and, with gradients, the padded rows: all
     // checked above.
     unsafe { kernel.launch([rows, 1, 1], &[&logits.tensor, labels, losses], &params) }
-}
-
-fn require_rows(logits: &LogitRows, rows: usize) -> Result<(), KernelError> {
-    let most = logits.tensor.shape()[0];
-    require!(rows <= most, NAME, "logits": format!("{most} rows"), "a row for each of {rows} labels");
-    Ok(())
 }
 
 /// The specialisation for bf16 logits with their gradients, or for f32 logits.

@@ -1,8 +1,8 @@
 //! Launches of `kernels/embedding_order.cu`, `embedding_backward.cu` and `embedding_carry.cu`: the gradient of the
 //! embedding table.
 use crate::KernelError;
-use crate::runtime::{CudaTensor, DType, SourceKernel, params, require_non_empty, require_tokens};
-use crate::step::{VectorRows, empty_zero};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require_non_empty};
+use crate::step::{Rows, empty_zero};
 
 const NAME: &str = "embedding_backward";
 const ORDER: &str = "embedding_order";
@@ -22,9 +22,9 @@ const RUN_COLUMNS: usize = 2048;
 /// Other types or shapes, a width that is not a multiple of 8, no tokens.
 pub fn embedding_backward(dy: &CudaTensor, ids: &CudaTensor, vocab_size: usize) -> Result<CudaTensor, KernelError> {
     let [batch, seq_len, width] = dy.dims(NAME, "dy")?;
-    let ids = require_tokens(NAME, "ids", ids, [batch, seq_len])?;
+    operands!(NAME, ids: I32[batch, seq_len]);
     require_non_empty(NAME, "vocab_size", vocab_size)?;
-    let dy = VectorRows::of(NAME, "dy", dy)?;
+    let dy = Rows::of_words(NAME, "dy", dy)?;
     let dweight = empty_zero(&dy.tensor, &[vocab_size, width])?;
     let order = token_order(&ids, vocab_size)?;
     let chunks = dy.rows.div_ceil(RUN_CHUNK);

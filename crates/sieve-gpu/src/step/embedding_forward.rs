@@ -1,7 +1,7 @@
 //! Launch of `kernels/embedding_forward.cu`: the embedding lookup.
 use crate::KernelError;
-use crate::runtime::{CudaTensor, DType, SourceKernel, params, require_non_empty, require_tokens};
-use crate::step::{VectorRows, WORD_ELEMENTS};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require_non_empty};
+use crate::step::{Rows, WORD_ELEMENTS};
 
 const NAME: &str = "embedding_forward";
 
@@ -13,10 +13,10 @@ const NAME: &str = "embedding_forward";
 pub fn embedding_forward(weight: &CudaTensor, ids: &CudaTensor) -> Result<CudaTensor, KernelError> {
     let [vocab_size, width] = weight.dims(NAME, "weight")?;
     let [batch, seq_len] = ids.dims(NAME, "ids")?;
-    let ids = require_tokens(NAME, "ids", ids, [batch, seq_len])?;
+    operands!(NAME, ids: I32[batch, seq_len]);
     let tokens = batch * seq_len;
     require_non_empty(NAME, "the number of tokens", tokens)?;
-    let weight = VectorRows::of(NAME, "weight", weight)?;
+    let weight = Rows::of_words(NAME, "weight", weight)?;
     let y = ids.empty_contiguous(&[batch, seq_len, width], DType::BF16);
     let width_words = width / WORD_ELEMENTS;
     let params =

@@ -1,7 +1,7 @@
 //! Launch of `kernels/likeliest.cu`: the greedy choice of a token.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require, require_non_empty};
-use crate::step::swiglu_forward::as_rows;
+use crate::step::Rows;
 
 const NAME: &str = "likeliest";
 
@@ -17,7 +17,7 @@ pub fn likeliest(logits: &CudaTensor, num_tokens: usize) -> Result<CudaTensor, K
     require_non_empty(NAME, "num_tokens", num_tokens)?;
     require!(num_tokens <= vocab_size.min(i32::MAX as usize), NAME, "num_tokens": num_tokens,
         "up to the {vocab_size} logits of a row, below 2^31");
-    let (logits, _, x_stride) = as_rows(logits);
+    let Rows { tensor: logits, stride: x_stride, .. } = Rows::of(logits);
     let ids = logits.empty_contiguous(&[rows, 1], DType::I32);
     let params = params!(LikeliestParams { width: num_tokens, x_stride });
     // SAFETY: reads `num_tokens` of each row, writes every id; sizes checked above.

@@ -1,8 +1,7 @@
 //! Launch of `kernels/matrix_vector.cu`: the GEMV of decoding, with norm, residual or SwiGLU.
 use crate::KernelError;
-use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
-use crate::step::VectorRows;
-use crate::step::swiglu_forward::{as_rows, with_width};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operand, params, require};
+use crate::step::{Rows, with_width};
 
 const NAME: &str = "matrix_vector";
 
@@ -54,8 +53,8 @@ pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Epilogue<'_>) -
         Epilogue::SwiGlu if n.is_multiple_of(2) => (n / 2, None),
         Epilogue::SwiGlu => return Err(KernelError::unsupported(NAME, "rows of w", n, "gates and as many ups")),
     };
-    let x = VectorRows::of(NAME, "x", x)?;
-    let w = VectorRows::of(NAME, "w", w)?;
+    let x = Rows::of_words(NAME, "x", x)?;
+    let w = Rows::of_words(NAME, "w", w)?;
     require!(x.width == k, NAME, "width of x": x.width, "w's {k}");
     require!(x.rows <= MAX_VECTORS, NAME, "number of rows": x.rows, "up to {MAX_VECTORS}");
     let norm = match input {
@@ -64,10 +63,9 @@ pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Epilogue<'_>) -
     };
     let shape = with_width(&x.tensor, n);
     if let Some(residual) = residual {
-        residual.require_dtype(NAME, "residual", DType::BF16)?;
-        residual.require_shape(NAME, "residual", &shape)?;
+        operand(NAME, "residual", residual, DType::BF16, &shape)?;
     }
-    let residual = residual.map(as_rows);
+    let residual = residual.map(Rows::of);
     let y = x.tensor.empty_contiguous(&shape, DType::BF16);
     let params = params!(MatrixVectorParams {
         rows: x.rows,
@@ -75,7 +73,7 @@ pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Epilogue<'_>) -
         k,
         x_stride: x.stride,
         w_stride: w.stride,
-        residual_stride: residual.as_ref().map_or(0, |(_, _, stride)| *stride),
+        residual_stride: residual.as_ref().map_or(0, |residual| residual.stride),
         epsilon,
     });
     let multiprocessors = x.tensor.hardware().num_multiprocessors;
@@ -83,7 +81,7 @@ pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Epilogue<'_>) -
     let kernel = matrix_vector_kernel(is_normed, Form::of(finish), x.rows, warps_per_row);
     let kernel = kernel.shared_bytes(held_rows(x.rows) * k * DType::BF16.size());
     let blocks = n.div_ceil(NUM_WARPS / warps_per_row).min(BLOCKS * multiprocessors);
-    let added = residual.as_ref().map_or(&x.tensor, |(residual, ..)| residual);
+    let added = residual.as_ref().map_or(&x.tensor, |residual| &residual.tensor);
     let tensors = [&x.tensor, &w.tensor, norm.as_ref().unwrap_or(&x.tensor), added, &y];
     // SAFETY: reads rows of `k` columns of x, w and the norm, and of `n` columns of the residual, and writes every
     // element of y; sizes checked above. Without a norm or residual, x is passed in its place and not read as one.

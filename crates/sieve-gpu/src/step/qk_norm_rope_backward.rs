@@ -3,7 +3,7 @@
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params};
 use crate::step::column_sums::{MAX_PARTIALS, column_sums};
-use crate::step::qk_norm_rope_forward::{BLOCK_TOKENS, Checked, PackedTokens, QkNormRope, Reuse};
+use crate::step::qk_norm_rope_forward::{BLOCK_TOKENS, PackedTokens, QkNormRope, Reuse, Rotation};
 
 const NAME: &str = "qk_norm_rope_backward";
 
@@ -33,7 +33,8 @@ impl QkNormRope<'_> {
         let qkv = PackedTokens::of(NAME, "qkv", qkv, Reuse::Copy)?;
         dy.require_shape(NAME, "dy", qkv.tensor.shape())?;
         let dy = PackedTokens::of(NAME, "dy", dy, reuse)?;
-        let args = Checked::of(NAME, &qkv, self)?;
+        let [q_weight, k_weight] = self.weights(NAME, qkv.head_dim)?;
+        let rotation = self.rotation(NAME, &qkv)?;
         let (dqkv, out_stride) = match reuse {
             Reuse::Copy => (qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16), qkv.row_elements()),
             Reuse::InPlace => (dy.tensor.clone(), dy.token_stride),
@@ -42,13 +43,17 @@ impl QkNormRope<'_> {
         let partials = qkv.tensor.empty_contiguous(&[blocks, 2 * qkv.head_dim], DType::F32);
         let params = params!(QkNormRopeBackwardParams {
             tokens: qkv.tokens,
-            { num_heads, num_kv_heads, max_positions, table_stride, epsilon }: args,
+            { num_heads, num_kv_heads }: rotation,
             in_stride: qkv.token_stride,
             dy_stride: dy.token_stride,
             out_stride,
+            max_positions: rotation.tables.max_positions,
+            table_stride: rotation.tables.stride,
+            epsilon: self.epsilon,
         });
-        let [q_weight, k_weight, positions, cos, sin] = &args.tensors;
-        let tensors = [&qkv.tensor, q_weight, k_weight, positions, cos, sin, &dy.tensor, &dqkv, &partials];
+        let Rotation { positions, tables, .. } = &rotation;
+        let rotation = [positions, &tables.cos, &tables.sin];
+        let tensors = [&[&qkv.tensor, &q_weight, &k_weight][..], &rotation, &[&dy.tensor, &dqkv, &partials]].concat();
         // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
         unsafe { qk_norm_rope_backward_kernel(qkv.head_dim, reuse).launch([blocks, 1, 1], &tensors, &params) }?;
         let [dq_weight, dk_weight] = column_sums(&partials, [&[qkv.head_dim]; 2])?;

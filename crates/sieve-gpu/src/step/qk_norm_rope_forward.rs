@@ -1,8 +1,6 @@
 //! Launches of `kernels/qk_norm_rope_forward.cu`: norm and rotary position embedding of queries and keys.
 use crate::KernelError;
-use crate::runtime::{
-    CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, require_tokens, row_layout,
-};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, row_layout};
 use crate::step::{WORD_ELEMENTS, require_alignment};
 
 const NAME: &str = "qk_norm_rope_forward";
@@ -51,24 +49,22 @@ impl QkNormRope<'_> {
     /// Other types or shapes, no tokens, a table that does not fit.
     pub fn qk_norm_rope_forward(&self, qkv: &CudaTensor) -> Result<CudaTensor, KernelError> {
         let qkv = PackedTokens::of(NAME, "qkv", qkv, Reuse::Copy)?;
-        let args = Checked::of(NAME, &qkv, self)?;
-        let out = qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16);
-        let params = params!(QkNormRopeForwardParams {
-            tokens: qkv.tokens,
-            { num_heads, num_kv_heads, max_positions, table_stride, epsilon }: args,
-            in_stride: qkv.token_stride,
-            out_stride: qkv.row_elements(),
-        });
-        let [q_weight, k_weight, positions, cos, sin] = &args.tensors;
-        // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
-        unsafe {
-            qk_norm_rope_forward_kernel(qkv.head_dim).launch(
-                grid(qkv.tokens, args.num_heads + args.num_kv_heads),
-                &[&qkv.tensor, q_weight, k_weight, positions, cos, sin, &out],
-                &params,
-            )
-        }?;
-        Ok(out)
+        let weights = self.weights(NAME, qkv.head_dim)?;
+        let rotation = self.rotation(NAME, &qkv)?;
+        launch(qk_norm_rope_forward_kernel(qkv.head_dim), &qkv, weights.each_ref(), &rotation, self.epsilon)
+    }
+
+    pub(crate) fn rotation(&self, kernel: &'static str, qkv: &PackedTokens) -> Result<Rotation, KernelError> {
+        Rotation::of(kernel, qkv, self.positions, [self.cos, self.sin], self.num_kv_heads)
+    }
+
+    /// The weights of the queries' and of the keys' norm.
+    pub(crate) fn weights(&self, kernel: &'static str, head_dim: usize) -> Result<[CudaTensor; 2], KernelError> {
+        operands!(kernel,
+            q_weight: BF16[head_dim] aligned = self.q_weight,
+            k_weight: BF16[head_dim] aligned = self.k_weight,
+        );
+        Ok([q_weight, k_weight])
     }
 }
 
@@ -84,31 +80,33 @@ pub fn rope(
 ) -> Result<CudaTensor, KernelError> {
     const NAME: &str = "rope";
     let qkv = PackedTokens::of(NAME, "qkv", qkv, Reuse::Copy)?;
-    let num_heads = query_heads(NAME, qkv.heads, num_kv_heads)?;
-    require_head_dim(NAME, qkv.head_dim)?;
-    let [batch, seq_len, _, _] = qkv.tensor.dims(NAME, "qkv")?;
-    let positions = require_tokens(NAME, "positions", positions, [batch, seq_len])?;
-    let tables = RotaryTables::of(NAME, tables, qkv.head_dim)?;
+    let rotation = Rotation::of(NAME, &qkv, positions, tables, num_kv_heads)?;
+    // This form does not read weights; qkv stands in for them.
+    launch(rope_kernel(qkv.head_dim), &qkv, [&qkv.tensor; 2], &rotation, 0.0)
+}
+
+/// Launches a form of the kernel.
+fn launch(
+    kernel: SourceKernel,
+    qkv: &PackedTokens,
+    [q_weight, k_weight]: [&CudaTensor; 2],
+    rotation: &Rotation,
+    epsilon: f32,
+) -> Result<CudaTensor, KernelError> {
+    let Rotation { num_heads, num_kv_heads, positions, tables } = rotation;
     let out = qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16);
     let params = params!(QkNormRopeForwardParams {
         tokens: qkv.tokens,
-        num_heads,
-        num_kv_heads,
+        { num_heads, num_kv_heads }: rotation,
         in_stride: qkv.token_stride,
         out_stride: qkv.row_elements(),
         max_positions: tables.max_positions,
         table_stride: tables.stride,
-        epsilon: 0f32,
+        epsilon,
     });
-    // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked; this form does
-    // not read weights, and qkv is passed in their place.
-    unsafe {
-        rope_kernel(qkv.head_dim).launch(
-            grid(qkv.tokens, num_heads + num_kv_heads),
-            &[&qkv.tensor, &qkv.tensor, &qkv.tensor, &positions, &tables.cos, &tables.sin, &out],
-            &params,
-        )
-    }?;
+    let tensors = [&qkv.tensor, q_weight, k_weight, positions, &tables.cos, &tables.sin, &out];
+    // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
+    unsafe { kernel.launch(grid(qkv.tokens, num_heads + num_kv_heads), &tensors, &params) }?;
     Ok(out)
 }
 
@@ -176,38 +174,29 @@ impl PackedTokens {
     }
 }
 
-/// The operands of [`QkNormRope`] after their checks against a packed tensor.
+/// Positions and tables after their checks against a packed tensor, and the tensor's numbers of heads.
 #[derive(Debug)]
-pub(crate) struct Checked {
-    /// q weight, k weight, positions, cosines, sines.
-    pub(crate) tensors: [CudaTensor; 5],
+pub(crate) struct Rotation {
     pub(crate) num_heads: usize,
     pub(crate) num_kv_heads: usize,
-    pub(crate) max_positions: usize,
-    pub(crate) table_stride: usize,
-    pub(crate) epsilon: f32,
+    pub(crate) positions: CudaTensor,
+    pub(crate) tables: RotaryTables,
 }
 
-impl Checked {
-    pub(crate) fn of(kernel: &'static str, qkv: &PackedTokens, args: &QkNormRope<'_>) -> Result<Self, KernelError> {
-        let head_dim = qkv.head_dim;
-        let num_heads = query_heads(kernel, qkv.heads, args.num_kv_heads)?;
-        require_head_dim(kernel, head_dim)?;
-        operands!(kernel,
-            q_weight: BF16[head_dim] aligned = args.q_weight,
-            k_weight: BF16[head_dim] aligned = args.k_weight,
-        );
+impl Rotation {
+    fn of(
+        kernel: &'static str,
+        qkv: &PackedTokens,
+        positions: &CudaTensor,
+        tables: [&CudaTensor; 2],
+        num_kv_heads: usize,
+    ) -> Result<Self, KernelError> {
+        let num_heads = query_heads(kernel, qkv.heads, num_kv_heads)?;
+        require_head_dim(kernel, qkv.head_dim)?;
         let [batch, seq_len, _, _] = qkv.tensor.dims(kernel, "qkv")?;
-        let positions = require_tokens(kernel, "positions", args.positions, [batch, seq_len])?;
-        let tables = RotaryTables::of(kernel, [args.cos, args.sin], head_dim)?;
-        Ok(Self {
-            tensors: [q_weight, k_weight, positions, tables.cos, tables.sin],
-            num_heads,
-            num_kv_heads: args.num_kv_heads,
-            max_positions: tables.max_positions,
-            table_stride: tables.stride,
-            epsilon: args.epsilon,
-        })
+        operands!(kernel, positions: I32[batch, seq_len]);
+        let tables = RotaryTables::of(kernel, tables, qkv.head_dim)?;
+        Ok(Self { num_heads, num_kv_heads, positions, tables })
     }
 }
 

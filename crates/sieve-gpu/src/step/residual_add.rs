@@ -1,7 +1,8 @@
 //! Launch of `kernels/residual_add.cu`: the sum of two tensors.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operand, params, require_non_empty};
-use crate::step::swiglu_forward::{THREADS, as_rows, vector_width};
+use crate::step::swiglu_forward::THREADS;
+use crate::step::{Rows, vector_width};
 
 const NAME: &str = "residual_add";
 
@@ -13,15 +14,14 @@ pub fn residual_add(a: &CudaTensor, b: &CudaTensor) -> Result<CudaTensor, Kernel
     a.require_dtype(NAME, "a", DType::BF16)?;
     operand(NAME, "b", b, DType::BF16, a.shape())?;
     let y = a.empty_contiguous(a.shape(), DType::BF16);
-    let ((a, rows, a_stride), (b, _rows, b_stride)) = (as_rows(a), as_rows(b));
-    let width = a.shape().last().copied().unwrap_or(0);
+    let (a, b) = (Rows::of(a), Rows::of(b));
+    let Rows { rows, width, .. } = a;
     require_non_empty(NAME, "the number of elements", rows * width)?;
-    let is_bf16 = true;
-    let vector = vector_width(is_bf16, &[width, a_stride, b_stride]);
+    let vector = vector_width(DType::BF16, &[width, a.stride, b.stride]);
     let grid = [rows, width.div_ceil(THREADS * vector), 1];
-    let params = params!(ResidualAddParams { width, a_stride, b_stride });
+    let params = params!(ResidualAddParams { width, a_stride: a.stride, b_stride: b.stride });
     // SAFETY: reads rows of `width` columns of both, writes every element of y; sizes were read off the tensors.
-    unsafe { residual_add_kernel(vector).launch(grid, &[&a, &b, &y], &params) }?;
+    unsafe { residual_add_kernel(vector).launch(grid, &[&a.tensor, &b.tensor, &y], &params) }?;
     Ok(y)
 }
 

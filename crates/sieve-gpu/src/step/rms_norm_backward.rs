@@ -1,7 +1,7 @@
 //! Launches of `kernels/rms_norm_backward.cu` and `column_sums.cu`: gradients of RMSNorm.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
-use crate::step::VectorRows;
+use crate::step::Rows;
 use crate::step::column_sums::{MAX_PARTIALS, column_sums};
 
 const NAME: &str = "rms_norm_backward";
@@ -54,7 +54,7 @@ fn launch(
     d_residual: Option<&CudaTensor>,
     y: Option<&CudaTensor>,
 ) -> Result<(CudaTensor, CudaTensor), KernelError> {
-    let x = VectorRows::of(NAME, "x", x)?;
+    let x = Rows::of_words(NAME, "x", x)?;
     let dy = x.like(NAME, "dy", dy)?;
     let weight = x.weight(NAME, weight)?;
     let warps = warps_per_row(x.width)?;

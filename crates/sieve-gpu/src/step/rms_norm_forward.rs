@@ -1,7 +1,7 @@
 //! Launch of `kernels/rms_norm_forward.cu`: RMSNorm.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
-use crate::step::VectorRows;
+use crate::step::Rows;
 
 const NAME: &str = "rms_norm_forward";
 
@@ -17,7 +17,7 @@ const MAX_WIDTH: usize = 4 * WARP_WIDTH;
 /// # Errors
 /// Other types or shapes, no rows.
 pub fn rms_norm_forward(x: &CudaTensor, weight: &CudaTensor, epsilon: f32) -> Result<CudaTensor, KernelError> {
-    let x = VectorRows::of(NAME, "x", x)?;
+    let x = Rows::of_words(NAME, "x", x)?;
     let weight = x.weight(NAME, weight)?;
     let warps = warps_per_row(NAME, x.width)?;
     let y = x.tensor.empty_contiguous(x.tensor.shape(), DType::BF16);

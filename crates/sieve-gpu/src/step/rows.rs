@@ -1,39 +1,52 @@
-//! Operands of the element-wise kernels: rows of whole 16-byte words.
+//! Operands of the element-wise kernels, seen as rows.
 use crate::KernelError;
-use crate::runtime::{CudaTensor, DType, operands, require, require_non_empty};
-use crate::step::swiglu_forward::as_rows;
+use crate::runtime::{CudaTensor, DType, operands, require, require_non_empty, uniform_rows};
 
 /// bf16 elements of a 16-byte word.
 pub(crate) const WORD_ELEMENTS: usize = 8;
 
-/// A bf16 tensor as rows that a kernel reads 16 bytes at a time.
+/// A tensor as rows of its last dimension, with the same stride between any two neighbours.
 #[derive(Debug, Clone)]
-pub(crate) struct VectorRows {
-    pub(crate) tensor: CudaTensor,
-    pub(crate) rows: usize,
-    pub(crate) width: usize,
-    pub(crate) stride: usize,
+pub struct Rows {
+    /// The tensor, or a contiguous copy if no single stride leads from each row to the next.
+    pub tensor: CudaTensor,
+    /// Number of rows.
+    pub rows: usize,
+    /// Columns of a row.
+    pub width: usize,
+    /// Elements from one row to the next.
+    pub stride: usize,
 }
 
-impl VectorRows {
-    /// The tensor, or a contiguous copy if no single stride leads from each row to the next, or if this stride is not a
+impl Rows {
+    /// The rows of a tensor.
+    pub fn of(tensor: &CudaTensor) -> Self {
+        let width = tensor.shape().last().copied().unwrap_or(0);
+        match uniform_rows(tensor.shape(), tensor.strides()) {
+            Some((rows, stride)) => Self { tensor: tensor.clone(), rows, width, stride },
+            None => {
+                let rows = tensor.num_elements() / width.max(1);
+                Self { tensor: tensor.contiguous(), rows, width, stride: width }
+            }
+        }
+    }
+
+    /// The rows of a bf16 tensor that a kernel reads 16 bytes at a time: a contiguous copy also if the stride is not a
     /// multiple of 16 bytes.
     ///
     /// # Errors
     /// A type other than bf16, a width that is not a multiple of 8, no rows, a view that does not begin at a multiple
     /// of 16 bytes.
-    pub(crate) fn of(kernel: &'static str, name: &'static str, tensor: &CudaTensor) -> Result<Self, KernelError> {
+    pub(crate) fn of_words(kernel: &'static str, name: &'static str, tensor: &CudaTensor) -> Result<Self, KernelError> {
         tensor.require_dtype(kernel, name, DType::BF16)?;
-        let (mut tensor, rows, mut stride) = as_rows(tensor);
-        let width = tensor.shape().last().copied().unwrap_or(0);
-        require_words(kernel, width)?;
-        require_non_empty(kernel, "the number of rows", rows)?;
-        if rows > 1 && !stride.is_multiple_of(WORD_ELEMENTS) {
-            tensor = tensor.contiguous();
-            stride = width;
+        let mut rows = Self::of(tensor);
+        require_words(kernel, rows.width)?;
+        require_non_empty(kernel, "the number of rows", rows.rows)?;
+        if rows.rows > 1 && !rows.stride.is_multiple_of(WORD_ELEMENTS) {
+            rows = Self { tensor: rows.tensor.contiguous(), stride: rows.width, ..rows };
         }
-        require_alignment(kernel, name, &tensor)?;
-        Ok(Self { tensor, rows, width, stride })
+        require_alignment(kernel, name, &rows.tensor)?;
+        Ok(rows)
     }
 
     /// The rows of another tensor, which must have the same shape.
@@ -44,7 +57,7 @@ impl VectorRows {
         tensor: &CudaTensor,
     ) -> Result<Self, KernelError> {
         tensor.require_shape(kernel, name, self.tensor.shape())?;
-        Self::of(kernel, name, tensor)
+        Self::of_words(kernel, name, tensor)
     }
 
     /// Checks a bf16 vector of the rows' width and returns it contiguous.
@@ -52,6 +65,21 @@ impl VectorRows {
         operands!(kernel, weight: BF16[self.width] aligned);
         Ok(weight)
     }
+}
+
+/// The shape of a tensor with another width.
+pub(crate) fn with_width(tensor: &CudaTensor, width: usize) -> Vec<usize> {
+    let mut shape = tensor.shape().to_vec();
+    if let Some(last) = shape.last_mut() {
+        *last = width;
+    }
+    shape
+}
+
+/// Elements of a 16-byte access if every size allows it, else 1.
+pub(crate) fn vector_width(dtype: DType, sizes: &[usize]) -> usize {
+    let widest = 16 / dtype.size();
+    if sizes.iter().all(|size| size.is_multiple_of(widest)) { widest } else { 1 }
 }
 
 /// Refuses a width of bf16 elements that is not a multiple of 16 bytes.

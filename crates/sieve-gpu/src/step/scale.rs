@@ -1,7 +1,8 @@
 //! Launch of `kernels/scale.cu`: a tensor times a number on the device.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, SourceKernel, operands, params, require_float, require_non_empty};
-use crate::step::swiglu_forward::{THREADS, as_rows, vector_width};
+use crate::step::swiglu_forward::THREADS;
+use crate::step::{Rows, vector_width};
 
 const NAME: &str = "scale";
 
@@ -14,10 +15,9 @@ pub fn scale(x: &CudaTensor, factor: &CudaTensor) -> Result<(), KernelError> {
     let is_bf16 = require_float(NAME, "x's type", x)?;
     x.require_contiguous(NAME, "x")?;
     operands!(only NAME, factor: F32[1] strided);
-    let (x, rows, stride) = as_rows(x);
-    let width = x.shape().last().copied().unwrap_or(0);
+    let Rows { tensor: x, rows, width, stride } = Rows::of(x);
     require_non_empty(NAME, "the number of elements", rows * width)?;
-    let vector = vector_width(is_bf16, &[width, stride]);
+    let vector = vector_width(x.dtype(), &[width, stride]);
     let grid = [rows, width.div_ceil(THREADS * vector), 1];
     let params = params!(ScaleParams { width, stride });
     // SAFETY: reads and writes rows of `width` columns of x; sizes were read off the tensor.

@@ -83,23 +83,11 @@ impl FixedSum {
         Ok(out)
     }
 
-    /// Sum of one tensor, f32 or bf16; returns f32 `[1]`.
+    /// Sum over one tensor, f32 or bf16; returns f32 `[1]`.
     ///
     /// # Errors
     /// The errors of [`FixedSum::add`].
-    pub fn of(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
-        Self::over(x, Term::Value)
-    }
-
-    /// Sum of the squares of one tensor, f32 or bf16; returns f32 `[1]`.
-    ///
-    /// # Errors
-    /// The errors of [`FixedSum::add`].
-    pub fn sum_of_squares(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
-        Self::over(x, Term::Square)
-    }
-
-    fn over(x: &CudaTensor, term: Term) -> Result<CudaTensor, KernelError> {
+    pub fn of(x: &CudaTensor, term: Term) -> Result<CudaTensor, KernelError> {
         let mut sum = Self::new(x, term, [x.num_elements()]);
         sum.add(x)?;
         sum.total()

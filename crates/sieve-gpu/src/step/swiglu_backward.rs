@@ -2,8 +2,8 @@
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operand, params, require_non_empty};
 use crate::step::qk_norm_rope_forward::Reuse;
-use crate::step::swiglu_forward::{THREADS, as_rows, packed_width, vector_width, with_width};
-use crate::step::{AMAX_PARTIALS, empty_zero, with_amax};
+use crate::step::swiglu_forward::{THREADS, packed_width};
+use crate::step::{AMAX_PARTIALS, Rows, empty_zero, vector_width, with_amax, with_width};
 
 const NAME: &str = "swiglu_backward";
 
@@ -57,19 +57,18 @@ fn launch(
     let d_ff = packed_width(NAME, gate_up)?;
     operand(NAME, "dy", dy, DType::BF16, &with_width(gate_up, d_ff))?;
     let dgate_up = output_at(gate_up, "gate_up", reuse)?;
-    let ((gate_up, rows, row_stride), (dy, _rows, dy_stride)) = (as_rows(gate_up), as_rows(dy));
-    require_non_empty(NAME, "the number of rows", rows)?;
-    let is_bf16 = true;
-    let vector = vector_width(is_bf16, &[d_ff, row_stride, dy_stride]);
+    let (gate_up, dy) = (Rows::of(gate_up), Rows::of(dy));
+    require_non_empty(NAME, "the number of rows", gate_up.rows)?;
+    let vector = vector_width(DType::BF16, &[d_ff, gate_up.stride, dy.stride]);
     let kernel = match (amax, y) {
         (_, Some(_)) => swiglu_backward_with_output_kernel(vector),
         (Some(_), None) => with_amax(swiglu_backward_kernel(vector)),
         (None, None) => swiglu_backward_kernel(vector),
     };
-    let mut buffers = vec![&gate_up, &dy, &dgate_up];
+    let mut buffers = vec![&gate_up.tensor, &dy.tensor, &dgate_up];
     buffers.extend(amax.into_iter().chain(y));
-    let grid = [rows, d_ff.div_ceil(THREADS * vector), 1];
-    let params = params!(SwigluBackwardParams { d_ff, row_stride, dy_stride });
+    let grid = [gate_up.rows, d_ff.div_ceil(THREADS * vector), 1];
+    let params = params!(SwigluBackwardParams { d_ff, row_stride: gate_up.stride, dy_stride: dy.stride });
     // SAFETY: reads rows of 2*d_ff and d_ff columns, writes every element of dgate_up and y; sizes were read off the
     // tensors. dgate_up may overwrite gate_up and y may overwrite dy: a thread writes only columns that no other thread
     // reads. `amax`, if any, has the number of partial maxima for which the kernel was compiled.
