@@ -93,7 +93,9 @@ def cache_folder():
 
 
 def gpu_of(device):
-    """What plans must know of a GPU; without one, an H100."""
+    """What plans must know of a GPU; without one, an H100, or the emulator's."""
+    if Op.emulator is not None:
+        return EMULATED
     if device.type == "cuda" and torch.cuda.is_available():
         found = torch.cuda.get_device_properties(device)
         return {
@@ -244,7 +246,7 @@ class Op:
         while len(self.plans) >= MOST_PLANS:
             # Another thread may have removed it.
             self.plans.pop(next(iter(self.plans)), None)
-        plan, copied = self.plan(tensors, settings, gpu_of(device) if Op.emulator is None else EMULATED)
+        plan, copied = self.plan(tensors, settings, gpu_of(device))
         plan.prepare(device, device.index, self._absent(tensors, device))
         if Op.emulator is None:
             plan.load(device.index)
@@ -303,13 +305,12 @@ class Op:
 
     def fake(self, *arguments):
         """Outputs without values, for tracing."""
-        count = len(self.tensors)
-        tensors, settings = arguments[:count], arguments[count:]
+        tensors, settings = arguments[: self.count], arguments[self.count :]
         like = tensors[0]
         if like.device.type not in ("cuda", "meta") and Op.emulator is None:
             raise self._not_on_a_gpu(like.device)
         real = torch.device("cuda") if like.device.type == "meta" else like.device
-        plan, _ = self.plan(tensors, settings, gpu_of(real) if Op.emulator is None else EMULATED)
+        plan, _ = self.plan(tensors, settings, gpu_of(real))
         return [like.new_empty(shape, dtype=dtype) for _, shape, dtype in plan.outputs]
 
 

@@ -450,9 +450,7 @@ def _by_chooser(k, v, chooser):
     return [torch.cat((x,) * group, 3).view(*x.shape[:2], choosers, x.shape[3]) for x in (k, v)]
 
 
-def infllm_v2(
-    q, k, v, *, blocks=NsaBlocks(num_selected=64), local=32, scale=None, documents=None, deterministic=False
-):
+def infllm_v2(q, k, v, *, blocks=NsaBlocks(num_selected=64), local=32, scale=None, documents=None, deterministic=False):
     """InfLLM-V2 (arXiv:2509.24663, section 3.2): each group of heads reads the blocks that its pooled keys choose.
 
     Of the `num_selected` blocks the document's first and the last `local` up to the query's own are chosen in any case,

@@ -95,21 +95,13 @@ def nsa_branches(q, k, v, compressed_k, compressed_v, blocks, *, window, chosen=
         logits = torch.einsum("bihd,bjhd->bhij", q, compressed_k.repeat_interleave(heads // kv_heads, 2))
         logits = (logits / math.sqrt(q.shape[-1])).masked_fill(~mask, float("-inf"))
         p = torch.softmax(logits, -1).nan_to_num(0.0).unflatten(1, (kv_heads, -1)).sum(2)
-        count = -(-tokens // blocks.selected)
-        block = torch.arange(count, device=q.device) * blocks.selected
+        block = torch.arange(-(-tokens // blocks.selected), device=q.device) * blocks.selected
         # Strides that a compressed block shares with a selected one.
         first = torch.maximum(start[:, None], block)
         last = torch.minimum(start[:, None] + blocks.compressed, block + blocks.selected)
         importance = p @ ((last - first).clamp(min=0) // blocks.stride).to(p.dtype)
-        own = (i // blocks.selected)[:, None]
-        index = torch.arange(count, device=q.device)
-        forced = (index == own) | (index == own - 1) | (index == 0)
-        importance = importance.masked_fill(forced, float("inf")).masked_fill(index > own, float("-inf"))
-        order = importance.flip(-1).sort(dim=-1, descending=True, stable=True).indices
-        best = count - 1 - order[..., : blocks.num_selected]
-        chosen = torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, best, True) & (index <= own)
-    tile = chosen.repeat_interleave(blocks.selected, -1)[..., :tokens] & (i <= i[:, None])
-    return (coarse, masked_attention(q, k, v, tile), attention(q, k, v, window=window)), chosen
+        chosen = best_blocks(in_any_case(importance, blocks, True, 2), blocks)
+    return (coarse, block_attention(q, k, v, chosen, blocks.selected), attention(q, k, v, window=window)), chosen
 
 
 def block_importance(q, k, blocks, rule, first, local, scale=None):
@@ -125,7 +117,6 @@ def block_importance(q, k, blocks, rule, first, local, scale=None):
     start = torch.arange(pooled.shape[1], device=q.device) * blocks.stride
     logits = torch.einsum("bihd,bjhd->bhij", q, pooled.repeat_interleave(heads // kv_heads, 2))
     whole = start + blocks.compressed - 1 <= i[:, None]
-    block = torch.arange(count, device=q.device)
     if rule == "mean_key":
         # A block that has not ended has no mean; it is the query's own, or later.
         importance = logits.masked_fill(~whole, 0.0)[..., :count]
@@ -137,17 +128,28 @@ def block_importance(q, k, blocks, rule, first, local, scale=None):
         logits = logits * (1.0 / math.sqrt(width) if scale is None else scale)
         p = torch.softmax(logits.masked_fill(~whole, float("-inf")), -1).nan_to_num(0.0)
         p = p.unflatten(1, (kv_heads, -1)).sum(2)
-        begin = block * blocks.selected
+        begin = torch.arange(count, device=q.device) * blocks.selected
         meets = (start[:, None] < begin + blocks.selected) & (start[:, None] + blocks.compressed > begin)
         importance = (p[..., None] * meets).amax(-2)
-    own = (i // blocks.selected)[:, None]
+    return in_any_case(importance, blocks, first, local)
+
+
+def in_any_case(importance, blocks, first, local):
+    """inf for the first block, if `first`, and for the last `local` up to a query's own, -inf for later ones."""
+    _, _, tokens, count = importance.shape
+    block = torch.arange(count, device=importance.device)
+    own = (torch.arange(tokens, device=importance.device) // blocks.selected)[:, None]
     forced = (block > own - local) | ((block == 0) & first)
     return importance.masked_fill(forced, float("inf")).masked_fill(block > own, float("-inf"))
 
 
 def chosen_blocks(q, k, blocks, rule, first, local, scale=None):
-    """Which blocks each query chooses, of the shape of `block_importance`; of equal blocks the later ones."""
-    importance = block_importance(q, k, blocks, rule, first, local, scale)
+    """Which blocks each query chooses, of the shape of `block_importance`."""
+    return best_blocks(block_importance(q, k, blocks, rule, first, local, scale), blocks)
+
+
+def best_blocks(importance, blocks):
+    """Which blocks are the most important ones, of equal ones the later."""
     order = importance.flip(-1).sort(dim=-1, descending=True, stable=True).indices
     best = importance.shape[-1] - 1 - order[..., : blocks.num_selected]
     later = importance == float("-inf")

@@ -235,12 +235,16 @@ def patch_doge():
     if getattr(own, "is_sieve", False):
         return
 
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
-        cached = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, *, cache=None, **kwargs
+    ):
+        # The cache is the argument `cache` of transformers 5.24, `past_key_values` of earlier ones.
+        cache = past_key_values if cache is None else cache
+        given = self, hidden_states, position_embeddings, attention_mask, cache
         if self.config._attn_implementation != "sieve":
-            return own(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        if cached:
-            return _doge_step(own, self, hidden_states, position_embeddings, attention_mask, past_key_values, kwargs)
+            return own(*given, **kwargs)
+        if cache is not None and cache.get_seq_length(self.layer_idx):
+            return _doge_step(own, self.config, given, kwargs)
         if self.training and self.attention_dropout:
             raise SieveError("Doge: attention_dropout has no kernel\n  hint: set attention_dropout to 0 in the config")
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -248,8 +252,8 @@ def patch_doge():
         k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
         v = self.v_proj(hidden_states).view(shape)
         q, k = doge.apply_rotary_pos_emb(q, k, *position_embeddings)
-        if past_key_values is not None:
-            past_key_values.update(k, v.transpose(1, 2), self.layer_idx)
+        if cache is not None:
+            cache.update(k, v.transpose(1, 2), self.layer_idx)
         bias = torch.exp(self.A * torch.nn.functional.softplus(self.dt_proj(v.flatten(2)))).transpose(1, 2).float()
         bounds = row_documents(self, attention_mask, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"), q)
         selection = functional.select(bias, keep=self.keep_window_size, documents=bounds)
@@ -260,11 +264,10 @@ def patch_doge():
     doge.DogeAttention.forward = forward
 
 
-def _doge_step(own, module, hidden_states, position_embeddings, attention_mask, past_key_values, kwargs):
+def _doge_step(own, config, given, kwargs):
     """Transformers' forward by SDPA."""
-    config = module.config
     name, config._attn_implementation = config._attn_implementation, "sdpa"
     try:
-        return own(module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        return own(*given, **kwargs)
     finally:
         config._attn_implementation = name

@@ -3,6 +3,7 @@
 With a GPU (`SIEVE_TEST_DEVICE=cuda`) the same tests run the kernels themselves.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -24,8 +25,6 @@ from sieve_attention import _library  # noqa: E402
 
 def emulate(plan, inputs):
     """Outputs of a plan by the emulator; inputs that a kernel writes in place change."""
-    import json
-
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         (folder / "request.json").write_text(json.dumps(plan.request))
@@ -38,15 +37,15 @@ def emulate(plan, inputs):
             (folder / str(index)).write_bytes(flat.contiguous().view(torch.uint8).numpy().tobytes())
         done = subprocess.run([EMULATOR, folder], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        outputs = []
-        for index, (_, shape, dtype) in enumerate(plan.outputs, len(inputs)):
+
+        def written(index, shape, dtype):
             data = bytearray((folder / str(index)).read_bytes())
-            outputs.append(torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype))
+            return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
         for index, x in enumerate(inputs):
             if "decode" in next(iter(plan.request["call"])) and x.is_contiguous():
-                data = bytearray((folder / str(index)).read_bytes())
-                x.data.copy_(torch.frombuffer(data, dtype=x.dtype).view(x.shape))
-        return outputs
+                x.data.copy_(written(index, x.shape, x.dtype))
+        return [written(index, shape, dtype) for index, (_, shape, dtype) in enumerate(plan.outputs, len(inputs))]
 
 
 @pytest.fixture(autouse=DEVICE == "cpu")

@@ -360,6 +360,7 @@ def opcheck():
     one = [y[:, :1].contiguous() for y in (q, k, v)]
     caches = [torch.zeros(1, 2, 32, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
     length = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    slots = [y[..., :32].contiguous() for y in (rank, expire)]
     arguments = {
         "attention_forward": (q, k, v, None, None, scale, 50),
         "attention_backward": (q, k, v, None, None, None, o, lse, None, None, o, scale, None, True),
@@ -381,17 +382,7 @@ def opcheck():
         "nsa_selected_backward": (q, k, v, c[2], None, None, s[0], s[1], s[0], scale, blocks, True),
         "block_sparse": (q, k, v, sieve.block_mask(torch.ones(4, 5, 5, device=DEVICE), 64).words, scale, [64, 64]),
         "attention_decode": (*one, *caches, length, scale, None),
-        "dma_decode": (
-            *one,
-            rank[:, :, 0].contiguous(),
-            *caches,
-            rank[..., :32].contiguous(),
-            expire[..., :32].contiguous(),
-            length,
-            scale,
-            2,
-            False,
-        ),
+        "dma_decode": (*one, rank[:, :, 0].contiguous(), *caches, *slots, length, scale, 2, False),
         "cached_decode": (one[0], *caches, length + 1, None, scale, None, None),
         "mla_decode": (q, torch.randn(1, 400, 64, device=DEVICE, dtype=torch.bfloat16), None, None, scale, 32),
     }

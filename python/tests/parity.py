@@ -12,6 +12,13 @@ def leaves(tensors, dtype=None):
     return [x.detach().clone().to(dtype or x.dtype).requires_grad_() for x in tensors]
 
 
+def marked(indices, like):
+    """Blocks that the kernels chose, int `[batch, tokens, choosers, blocks]`, as bools of the shape of `like`."""
+    slots = indices.transpose(1, 2).long()
+    counts = torch.zeros(like.shape, dtype=torch.long, device=indices.device)
+    return counts.scatter_add_(-1, slots.clamp(min=0), (slots >= 0).long()) > 0
+
+
 def assert_close(name, got, exact, plain, floor=1e-3):
     """The error of `got` is at most twice that of `plain`, over the whole tensor and in the worst row."""
     got, exact, plain = (x.detach().double() for x in (got, exact, plain))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parity import assert_close, compare, random
+from parity import assert_close, compare, marked, random
 
 import sieve_attention as sieve
 from sieve_attention import _library, functional, reference
@@ -132,18 +132,16 @@ BLOCKS = sieve.NsaBlocks(16, 8, 32, 3)
 
 
 def test_nsa(device):
-    tokens, heads, kv_heads = 200, 4, 2
-    q, k, v = qkv(1, tokens, heads, kv_heads, 64, device=device)
+    tokens, heads = 200, 4
+    q, k, v = qkv(1, tokens, heads, 2, 64, device=device)
     pooled = sieve.nsa_mean_pool(k, v, blocks=BLOCKS)
     for got, exact in zip(pooled, reference.nsa_mean_pool(k.float(), v.float(), BLOCKS.stride, BLOCKS.compressed)):
         whole = tokens // BLOCKS.stride - 1
         assert (got[:, :whole].float() - exact[:, :whole]).abs().max() < 0.01
     ck, cv = (x.detach() for x in pooled)
     _, indices = sieve.nsa_compressed(q, ck, cv, blocks=BLOCKS)
-    slots = indices.transpose(1, 2).long()
-    chosen = torch.zeros(1, kv_heads, tokens, -(-tokens // BLOCKS.selected), dtype=torch.long, device=device)
-    chosen = chosen.scatter_add_(-1, slots.clamp(min=0), (slots >= 0).long()) > 0
     _, expected = reference.nsa_branches(*(x.float() for x in (q, k, v, ck, cv)), BLOCKS, window=24)
+    chosen = marked(indices, expected)
     assert (chosen == expected).float().mean() > 0.99, "rounding may swap blocks of nearly equal importance"
     gates, bias = random(1, tokens, heads, 3, device=device, seed=20), random(heads, 3, device=device, seed=21)
 
@@ -192,9 +190,7 @@ def test_chosen_blocks(name, scale, device):
             ours = lambda q, k, v: sieve.msa(q, k, v, *by, local=local, **settings)  # noqa: E731
     chosen = reference.chosen_blocks(*(x.float() for x in by), blocks, rule, first, local)
     (indices,) = sieve.functional.ops.choose_blocks(*by, None, None, 0.125, blocks.sizes(), rule, first, local)
-    slots = indices.transpose(1, 2).long()
-    got = torch.zeros(chosen.shape, dtype=torch.long, device=device)
-    got = got.scatter_add_(-1, slots.clamp(min=0), (slots >= 0).long()) > 0
+    got = marked(indices, chosen)
     assert (got == chosen).float().mean() > 0.99, "rounding may swap blocks of nearly equal importance"
     plain = lambda q, k, v: reference.block_attention(q, k, v, got, blocks.selected)  # noqa: E731
     compare(name, ours, plain, (q, k, v), names="qkv")
@@ -250,10 +246,9 @@ def test_documents_of_sparse_kinds(name, scale, device):
 def test_nsa_mean_pool_gradient(device):
     _, k, v = qkv(2, 100, 2, 2, 64, device=device)
     # The last blocks of the definition are cut by the row's end; ours hold no gradient there.
-    ours = lambda k, v: torch.cat(sieve.nsa_mean_pool(k, v, blocks=BLOCKS))[:, :11]  # noqa: E731
-    plain = lambda k, v: torch.cat(reference.nsa_mean_pool(k, v, BLOCKS.stride, BLOCKS.compressed))[
-        :, :11
-    ]  # noqa: E731
+    whole = lambda pooled: torch.cat(pooled)[:, :11]  # noqa: E731
+    ours = lambda k, v: whole(sieve.nsa_mean_pool(k, v, blocks=BLOCKS))  # noqa: E731
+    plain = lambda k, v: whole(reference.nsa_mean_pool(k, v, BLOCKS.stride, BLOCKS.compressed))  # noqa: E731
     compare("pool", ours, plain, (k, v), names="kv")
 
 
@@ -315,11 +310,8 @@ def test_decode_over_chosen_blocks(device):
     o = sieve.decode(token, None, None, *caches, length, chosen=chosen, block=16)
     key = torch.arange(80, device=device)
     seen = (chosen[..., None] == key // 16).any(2) & (key <= length[:, None, None])
-    results = [
-        reference.masked_attention(*(x.to(dtype) for x in (token, k, v)), seen[:, :, None])
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-    assert_close("chosen", o, *results, floor=4e-3)
+    exact = reference.masked_attention(*(x.float() for x in (token, k, v)), seen[:, :, None])
+    assert_close("chosen", o, exact, reference.masked_attention(token, k, v, seen[:, :, None]), floor=4e-3)
     for block, sentence in ((24, "multiples of 16"), (None, "without the size of its blocks")):
         with pytest.raises(sieve.SieveError, match=sentence):
             sieve.decode(token, None, None, *caches, length, chosen=chosen, block=block)

@@ -14,7 +14,7 @@ from conftest import DEVICE
 from parity import random
 
 import sieve_attention as sieve
-from sieve_attention import _library, functional, ops, reference
+from sieve_attention import _library, ops, reference
 
 BLOCKS = sieve.NsaBlocks(16, 8, 32, 3)
 
@@ -109,12 +109,15 @@ def test_nvrtc_comes_from_torch():
     assert _library.nvrtc_path() is not None
 
 
+def plan_of_attention():
+    op = ops.IMPLEMENTATIONS["attention_forward"]
+    return op.plan((*tensors(), None, None), (0.1, None), _library.EMULATED)[0]
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has its driver")
 def test_a_machine_without_a_driver_is_named():
-    op = functional.ops.IMPLEMENTATIONS["attention_forward"]
-    plan, _ = op.plan((*tensors(), None, None), (0.1, None), _library.EMULATED)
     with pytest.raises(sieve.SieveError, match="driver"):
-        plan.load(0)
+        plan_of_attention().load(0)
 
 
 @pytest.mark.skipif(DEVICE != "cpu" or shutil.which("cc") is None, reason="a GPU has its driver; or no C compiler")
@@ -142,10 +145,8 @@ assert not library.sieve_plan(request, ctypes.byref(plan))
 assert library.sieve_plan_load(plan, 0, nvrtc or None, None)
 print(library.sieve_error().decode())
 """
-    plan, _ = functional.ops.IMPLEMENTATIONS["attention_forward"].plan(
-        (*tensors(), None, None), (0.1, None), _library.EMULATED
-    )
-    arguments = os.environ["SIEVE_ATTENTION_LIBRARY"], json.dumps(plan.request), str(path if nvrtc else "")
+    request = json.dumps(plan_of_attention().request)
+    arguments = os.environ["SIEVE_ATTENTION_LIBRARY"], request, str(path if nvrtc else "")
     environment = dict(os.environ, LD_LIBRARY_PATH=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
     assert sentence in done.stdout, done
@@ -165,12 +166,11 @@ def test_imports_that_cannot_work_say_why(broken, sentence, tmp_path):
 
 
 def test_the_package_works_from_a_bare_folder(tmp_path):
-    library = Path(os.environ["SIEVE_ATTENTION_LIBRARY"])
     folder = tmp_path / "sieve_attention"
     folder.mkdir()
     for path in Path(sieve.__file__).parent.glob("*.py"):
         (folder / path.name).symlink_to(path)
-    (folder / "libsieve_capi.so").symlink_to(library)
+    (folder / "libsieve_capi.so").symlink_to(os.environ["SIEVE_ATTENTION_LIBRARY"])
     environment = {k: v for k, v in os.environ.items() if k != "SIEVE_ATTENTION_LIBRARY"}
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path[1:]])
     code = f"import sieve_attention; assert sieve_attention.__file__.startswith({str(tmp_path)!r})"

@@ -28,14 +28,21 @@ def tokens(batch=2, count=40):
     return torch.randint(1, 64, (batch, count), generator=torch.Generator().manual_seed(5)).to(DEVICE)
 
 
+def randomise(model):
+    """Matrices alone; the factors of DMA's scores, of which 0 would give all keys one rank, become 1."""
+    for name, weights in model.named_parameters():
+        if weights.dim() > 1:
+            torch.nn.init.normal_(weights, std=weights.shape[-1] ** -0.5)
+        elif name.endswith(".A"):
+            weights.data.fill_(1.0)
+
+
 def models(config, kind=None):
     """The same weights in f32 with eager attention, in bf16 with eager attention, in bf16 with ours."""
     torch.manual_seed(7)
     make = kind._from_config if kind else transformers.AutoModelForCausalLM.from_config
     exact = make(copy.deepcopy(config), attn_implementation="eager").to(DEVICE).eval()
-    for weights in exact.parameters():
-        if weights.dim() > 1:
-            torch.nn.init.normal_(weights, std=weights.shape[-1] ** -0.5)
+    randomise(exact)
     made = [exact]
     for name in ("eager", "sieve"):
         model = make(copy.deepcopy(config), attn_implementation=name).to(DEVICE).eval()
@@ -391,10 +398,6 @@ def test_exports(kind):
     module = exported()
     config = module.SieveConfig(**SIZES, attention_kind=kind, **KINDS[kind])
     exact, plain, ours = models(config, module.SieveForCausalLM)
-    for model in (exact, plain, ours):
-        for name, weights in model.named_parameters():
-            if name.endswith(".A"):
-                weights.data.fill_(1.0)
     if kind in ("dma", "nsa", "infllm_v2", "moba", "msa"):
         # Which keys are chosen hangs on rounding; what is computed with them does not.
         with torch.no_grad():
@@ -424,11 +427,7 @@ def test_exports_decode_by_kernels(kind, padded, monkeypatch):
     torch.manual_seed(7)
     config = module.SieveConfig(**SIZES, attention_kind=kind, **KINDS[kind])
     model = module.SieveForCausalLM._from_config(config, attn_implementation="sieve").to(DEVICE, torch.bfloat16).eval()
-    for name, weights in model.named_parameters():
-        if weights.dim() > 1:
-            torch.nn.init.normal_(weights, std=weights.shape[-1] ** -0.5)
-        elif name.endswith(".A"):
-            weights.data.fill_(1.0)
+    randomise(model)
     for op in functional.ops.IMPLEMENTATIONS.values():
         monkeypatch.setattr(op, "plans", {})
     ids, mask = tokens(), torch.ones(2, 40, dtype=torch.long, device=DEVICE)

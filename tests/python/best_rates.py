@@ -8,16 +8,16 @@ or more.
 Run from the repository's root. Each kind is trained with --rate-steps steps and seed 0 at each rate of --rates, and at
 one further rate while the best one is an edge; then with --steps steps at its best rate with every seed. Text and rows
 are those of learning_table.py; every step holds 32,768 tokens. With --evaluate a line has the losses on words last used
-far back. OUT/rates.jsonl gets a line for each finished run; runs that have one are not repeated,
-so a call that was cut off resumes. A device named twice takes two runs at a time. docs/rates.jsonl holds the runs of docs/results.md. Needs nothing but Python.
+far back. OUT/rates.jsonl gets a line for each finished run; runs that have one are not repeated, so a call that was cut
+off resumes. A device named twice takes two runs at a time. docs/rates.jsonl holds the runs of docs/results.md. Needs
+nothing but Python.
 """
 
-import argparse
 import shutil
 import statistics
 
 from learning_table import ROWS, WARMUP, base, recipe_of
-from runs import (add_arguments, chart, evaluated, far_losses, finished, named, parsed, prepare, train,
+from runs import (chart, evaluated, far_losses, finished, named, parsed, parser_of, prepare, scores, table_text, train,
                   trained, words_of_far)
 
 KEY = ("kind", "length", "rate", "seed", "steps")
@@ -74,24 +74,18 @@ def rows_of(length):
             f"model.max_position_embeddings={max(length, 8192)}"]
 
 
-def run(job, runs, arguments, out):
-    """The line of one run, or None: at the deadline, or where training failed (its log says why)."""
+def run(job, runs, arguments):
+    """The line of one run."""
     kind, length, rate, seed, steps = job
-    folder = out / named(kind, length, rate, seed, steps)
-    recipe, settings = base("8192", arguments, out)
+    folder = arguments.out / named(*job)
+    recipe, settings = base("8192", arguments)
     settings += rows_of(length)
     settings += [*ROWS["8192"][KINDS[kind]], f"optimizer.lr={rate}", f"training.seed={seed}", f"training.steps={steps}",
                  f"checkpoint.interval={max(steps // 2, 1)}", f"validation.interval={steps}", *arguments.set]
-    lines = trained(folder, recipe_of(KINDS[kind], recipe, steps, out), settings, runs, arguments)
-    if lines is None:
-        return None
+    lines = trained(folder, recipe_of(KINDS[kind], recipe, steps, arguments.out), settings, runs, arguments)
     report = evaluated(folder, words_of_far(length, FAR), runs, arguments) if arguments.evaluate else None
-    if arguments.evaluate and report is None:
-        return None
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
-    check = [line for line in lines if line["kind"] == "validation"][-1]
-    return {**dict(zip(KEY, job)), "loss": round(check["loss"], 4), "bits_per_byte": round(check["bits_per_byte"], 4),
-            **({"far": far_losses(report)} if report else {})}
+    return {**dict(zip(KEY, job)), **scores(lines), **({"far": far_losses(report)} if report else {})}
 
 
 def final(rows, kind, arguments):
@@ -108,9 +102,10 @@ def far_of(runs, far):
 
 def table(rows, arguments):
     fars = [far for far in FAR if far_of([row for key, row in rows.items() if key[1] == arguments.length], far)]
-    print(f"| attention | loss after {arguments.rate_steps} steps by rate | best rate | loss after {arguments.steps} steps, "
-          f"seeds {', '.join(map(str, arguments.seeds))} | mean | spread |"
-          + "".join(f" far > {far} |" for far in fars) + "\n|" + "---|" * (6 + len(fars)))
+    head = ["attention", f"loss after {arguments.rate_steps} steps by rate", "best rate",
+            f"loss after {arguments.steps} steps, seeds {', '.join(map(str, arguments.seeds))}", "mean", "spread",
+            *(f"far > {far}" for far in fars)]
+    lines = []
     for kind in arguments.kinds:
         rates = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in tried(rows, kind, arguments))
         best, runs = final(rows, kind, arguments)
@@ -120,7 +115,8 @@ def table(rows, arguments):
         for far in fars:
             found = far_of(runs, far)
             cells.append(f"{statistics.mean(found):.3f}" if found else "")
-        print("| " + " | ".join(cells) + " |")
+        lines.append(cells)
+    print(table_text(head, lines))
 
 
 def drawn(rows, arguments):
@@ -144,8 +140,7 @@ def drawn(rows, arguments):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, "rates.jsonl")
+    parser = parser_of(__doc__, "rates.jsonl")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--rates", nargs="+", type=float, default=[7.5e-4, 1.5e-3, 3e-3])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -154,13 +149,12 @@ def main():
     parser.add_argument("--rate-steps", type=int, default=400)
     parser.add_argument("--steps", type=int, default=800)
     arguments = parsed(parser)
-    out = arguments.out
-    path = out / "rates.jsonl"
+    path = arguments.out / "rates.jsonl"
     rows = finished(path, KEY)
     if arguments.sieve:
-        recipe, settings = base("8192", arguments, out)
+        recipe, settings = base("8192", arguments)
         prepare(arguments, recipe, settings + rows_of(arguments.length) + arguments.set)
-        train(lambda rows: wanted(rows, arguments), lambda job, runs: run(job, runs, arguments, out), arguments, path, rows)
+        train(lambda rows: wanted(rows, arguments), run, arguments, path, rows)
     lengths = sorted({key[1] for key in rows})
     if arguments.length not in lengths:
         parser.error(f"--length {arguments.length}: {path} has runs of {', '.join(map(str, lengths)) or 'no length'}")

@@ -11,20 +11,18 @@ takes longer than --minutes is void: it leaves no line, and the next takes fewer
 each finished run; runs that have one are not repeated, and a run that was cut off begins again.
 """
 
-import argparse
 import json
 import pathlib
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 
 from best_rates import KINDS as NAMES
 from equal_time import best_rate
 from learning_table import ROWS
-from runs import (add_arguments, chart, curve, device_name, finished, metrics, named, on_devices, output_of, over_time,
-                  parsed, prepare, steps_of, train)
+from runs import (chart, curve, device_name, finished, metrics, named, on_devices, output_of, over_time, parsed,
+                  parser_of, prepare, sets, steps_of, table_text, train)
 
 RECIPE = "recipes/board_80m.toml"
 PYTORCH = [sys.executable, "tests/gpu/rivals/board_torch.py"]
@@ -84,8 +82,7 @@ def inputs(job, arguments):
     rows = max(arguments.step_tokens // length, 1)
     settings = [*common(arguments), *ENTRIES[entry], f"training.seq_len={length}", f"training.local_batch_size={rows}",
                 f"training.seed={seed}", f"model.max_position_embeddings={max(length, 8192)}", *arguments.set]
-    recipe = lambda steps: ["--recipe", RECIPE] + [
-        part for key in [*settings, f"training.steps={steps}"] for part in ("--set", key)]
+    recipe = lambda steps: ["--recipe", RECIPE, *sets([*settings, f"training.steps={steps}"])]
     return f"{plan(job, arguments).with_suffix('')}-{seed}", rows * length, recipe
 
 
@@ -159,12 +156,12 @@ def by_entry(rows, minutes):
 
 
 def table(rows, minutes):
-    text = "| rows of | entry | bits per byte, a number a seed | mean | tokens/s | tokens | seconds | GPU |\n" + "|---" * 8 + "|\n"
-    for (length, entry), runs in by_entry(rows, minutes):
-        seeds = ", ".join(f"{row['bits_per_byte']:.4f}" for row in runs)
-        text += (f"| {length} | {entry} | {seeds} | {mean(runs, 'bits_per_byte'):.4f} | {mean(runs, 'tokens_per_second'):,.0f} | "
-                 f"{mean(runs, 'tokens') / 1e6:.1f}M | {max(row['seconds'] for row in runs):.0f} | {runs[0]['device']} |\n")
-    return text
+    head = ["rows of", "entry", "bits per byte, a number a seed", "mean", "tokens/s", "tokens", "seconds", "GPU"]
+    lines = [[f"{length}", entry, ", ".join(f"{row['bits_per_byte']:.4f}" for row in runs),
+              f"{mean(runs, 'bits_per_byte'):.4f}", f"{mean(runs, 'tokens_per_second'):,.0f}",
+              f"{mean(runs, 'tokens') / 1e6:.1f}M", f"{max(row['seconds'] for row in runs):.0f}", runs[0]["device"]]
+             for (length, entry), runs in by_entry(rows, minutes)]
+    return table_text(head, lines) + "\n"
 
 
 def drawn(rows, minutes):
@@ -182,8 +179,7 @@ def drawn(rows, minutes):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, "board.jsonl")
+    parser = parser_of(__doc__, "board.jsonl")
     parser.add_argument("--entries", nargs="+", default=DEFAULT, choices=list(ENTRIES))
     parser.add_argument("--lengths", nargs="+", type=int, help="rows of these lengths alone")
     parser.add_argument("--minutes", type=float, default=9.0, help="of a run, from start to score")
@@ -213,11 +209,11 @@ def main():
         jobs = [(entry, length, arguments.minutes, seed) for length in arguments.lengths or seeds
                 for seed in seeds[length] for entry in arguments.entries]
         unknown = {plan(job, arguments): job for job in jobs if job not in rows and not plan(job, arguments).exists()}
-        on_devices(unknown.values(), arguments, arguments.out, lambda job, runs: probe(job, runs, arguments))
+        on_devices(unknown.values(), arguments, lambda job, runs: probe(job, runs, arguments))
         # No run begins that cannot end before the deadline.
         has_time = lambda: arguments.deadline - time.monotonic() > 60 * arguments.minutes
         wanted = lambda rows: [job for job in jobs if has_time() and job not in rows and plan(job, arguments).exists()]
-        train(wanted, lambda job, runs: run(job, runs, arguments), arguments, path, rows)
+        train(wanted, run, arguments, path, rows)
     texts = {(row["num_tokens"], row["num_bytes"]) for row in rows.values() if row["minutes"] == arguments.minutes}
     if len(texts) > 1:
         sys.exit(f"{path}: runs were scored on different texts (tokens, bytes): {sorted(texts)}")

@@ -25,30 +25,34 @@ import os
 import pathlib
 import re
 import resource
+import shutil
 import statistics
 import subprocess
 import time
+
+from runs import metrics, steps_of
 
 TINY = {"model.hidden_size": 192, "model.intermediate_size": 512, "model.num_hidden_layers": 4,
         "model.num_attention_heads": 4, "model.num_key_value_heads": 2, "model.head_dim": 64}
 WIDE = {"model.hidden_size": 512, "model.intermediate_size": 1536, "model.num_hidden_layers": 4,
         "model.num_attention_heads": 8, "model.num_key_value_heads": 4, "model.head_dim": 64}
+WINDOW = 64  # of all rows but those of "growth"
 KINDS = {
     "mha": 'kind = "mha"',
     "swa": 'kind = "swa"\nsliding_window = {window}',
     "dma": 'kind = "dma"\nkeep_window_size = {window}\na_init = 0.5',
     "nsa": 'kind = "nsa"\ncompress_block_size = 32\ncompress_stride = 16\ncompress = "mlp"\ncompress_hidden_size = 64\n'
-           'select_block_size = 64\nnum_selected_blocks = {blocks}\nwindow_size = {window}',
+           'select_block_size = 64\nnum_selected_blocks = 4\nwindow_size = {window}',
     "mla": 'kind = "mla"\nkv_lora_rank = 96\nqk_rope_head_dim = 32',
 }
 
 
-def recipe(sizes, kind, seq_len, batch, window, blocks, folder):
+def recipe(sizes, kind, seq_len, batch, window, folder):
     sizes = dict(sizes)
     if kind == "mla":
         sizes["model.num_key_value_heads"] = sizes["model.num_attention_heads"]
     model = "\n".join(f"{name.split('.')[1]} = {value}" for name, value in sizes.items())
-    attention = KINDS[kind].format(window=window, blocks=blocks)
+    attention = KINDS[kind].format(window=window)
     return f"""[model]
 {model}
 tie_word_embeddings = true
@@ -95,6 +99,10 @@ def make_text(folder):
         (text / f"long{n}.txt").write_text("\n".join(parts)[:250_000])
 
 
+def environment(args):
+    return dict(os.environ, RAYON_NUM_THREADS=str(args.threads))
+
+
 def cpu_seconds():
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
@@ -104,28 +112,25 @@ def train(args, text, steps):
     path = args.work / "recipe.toml"
     path.write_text(text)
     out = args.work / "run"
-    subprocess.run(["rm", "-rf", out], check=True)
+    shutil.rmtree(out, ignore_errors=True)
     before = cpu_seconds()
     command = [args.sieve, "train", "--recipe", path, "--out", out, "--device", "cpu", "--set", f"training.steps={steps}"]
-    environment = dict(os.environ, RAYON_NUM_THREADS=str(args.threads))
     log = args.work / "log"
     with log.open("w") as file:
-        child = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+        child = subprocess.Popen(command, env=environment(args), stdout=file, stderr=file)
     _, status, usage = os.wait4(child.pid, 0)
     said = log.read_text()
     if status:
         raise SystemExit(f"{' '.join(map(str, command))} failed:\n{said[-2000:]}")
     gemm = re.search(r"([\d.]+) GFLOP/s measured", said)
     start = re.search(r"started: ([\d.]+) s", said)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["kind"] == "step"]
     extras = {"gemm_gflops_at_start": float(gemm.group(1)) if gemm else None,
               "start_seconds": float(start.group(1)) if start else None, "memory_mb": usage.ru_maxrss * 1024 / 1e6}
-    return cpu_seconds() - before, steps, extras
+    return cpu_seconds() - before, steps_of(metrics(out)), extras
 
 
-def measure(args, sizes, kind, seq_len, batch, window=64, blocks=4, steps=(3, 15)):
-    text = recipe(sizes, kind, seq_len, batch, window, blocks, args.work)
+def measure(args, sizes, kind, seq_len, batch, window=WINDOW, steps=(3, 15)):
+    text = recipe(sizes, kind, seq_len, batch, window, args.work)
     if not (args.work / "shards").exists():
         train(args, text, 1)
     few, _, _ = train(args, text, steps[0])
@@ -158,7 +163,7 @@ def torch_gemm(threads):
     return 2 * 2048**3 / clock / 1e9, 2 * 2048**3 / cpu / 1e9
 
 
-def torch_train(threads, sizes, kind, seq_len, batch, window, compiled, steps=8):
+def torch_train(threads, sizes, kind, seq_len, batch, compiled):
     """The same model by transformers' Qwen3 with SDPA, f32, fused AdamW, gradients clipped."""
     began = time.perf_counter()
     import torch
@@ -169,7 +174,7 @@ def torch_train(threads, sizes, kind, seq_len, batch, window, compiled, steps=8)
     layers = size["num_hidden_layers"]
     config = Qwen3Config(
         **size, vocab_size=2048, max_position_embeddings=seq_len, tie_word_embeddings=True,
-        use_sliding_window=kind == "swa", sliding_window=window if kind == "swa" else None,
+        use_sliding_window=kind == "swa", sliding_window=WINDOW if kind == "swa" else None,
         max_window_layers=0 if kind == "swa" else layers,
         layer_types=["sliding_attention" if kind == "swa" else "full_attention"] * layers,
     )
@@ -191,7 +196,7 @@ def torch_train(threads, sizes, kind, seq_len, batch, window, compiled, steps=8)
     step()
     start_seconds = time.perf_counter() - began
     step()
-    clock, cpu = [], time.process_time()
+    clock, cpu, steps = [], time.process_time(), 8
     for _ in range(steps):
         start = time.perf_counter()
         step()
@@ -261,9 +266,8 @@ def torch_decoder(threads, folder, dtype, prompt, answers, questions):
 def sieve_decoder(args, folder, dtype, prompt, texts):
     command = [args.sieve, "generate", "--checkpoint", folder, "--prompt-file", prompt, "--temperature", "0", "--json",
                "--max-new-tokens", str(NEW_TOKENS), "--samples", str(texts), "--device", "cpu", "--dtype", dtype]
-    environment = dict(os.environ, RAYON_NUM_THREADS=str(args.threads))
-    said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
-    return texts * statistics.median(json.loads(line)["tokens_per_second"] for line in said)
+    done = subprocess.run(command, env=environment(args), check=True, capture_output=True, text=True)
+    return texts * statistics.median(json.loads(line)["tokens_per_second"] for line in done.stdout.splitlines())
 
 
 def copy_rate(threads, count=1 << 27):
@@ -387,13 +391,13 @@ def main():
         ways = [(threads, compiled) for threads in range(1, args.threads + 1) for compiled in (False, True)]
         for kind in ("mha", "swa") if "torch" in only else ():
             for threads, compiled in ways:
-                row = in_own_process(torch_train, threads, sizes, kind, seq_len, batch, 64, compiled)
+                row = in_own_process(torch_train, threads, sizes, kind, seq_len, batch, compiled)
                 rows.append(row | {"model": name})
                 show(rows[-1])
     for kind in kinds if "growth" in only else ():
         for seq_len in map(int, args.lengths.split(",")):
             batch = max(1, 16384 // seq_len)
-            rows.append(measure(args, TINY, kind, seq_len, batch, 128, 4, (1, 3)) | {"model": "tiny"})
+            rows.append(measure(args, TINY, kind, seq_len, batch, 128, (1, 3)) | {"model": "tiny"})
             show(rows[-1], by_cpu)
     if args.out:
         args.out.write_text(json.dumps({"torch_gemm_gflops": [clock, by_cpu], "rows": rows}, indent=1))

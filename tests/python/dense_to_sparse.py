@@ -22,6 +22,8 @@ import statistics
 import subprocess
 import time
 
+from runs import append, json_lines, metrics, named, saved_steps, sets, steps_of, table_text, validations_of
+
 # Each fourth of the 30 layers is dense.
 HYBRID = f"model.layer_types={json.dumps([*['sparse', 'sparse', 'sparse', 'mha'] * 7, 'sparse', 'sparse'])}"
 # What the lines of one folder have in common.
@@ -57,13 +59,6 @@ class Runs:
         return done.stdout
 
 
-def metrics(run, kind):
-    """Lines of a kind by step; a step that was trained twice has its last line."""
-    path = run / "metrics.jsonl"
-    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else []
-    return {line["step"]: line for line in lines if line["kind"] == kind}
-
-
 def stages(recipe, steps):
     """Gives an imported recipe a first stage in which MSA's indexer learns from all keys."""
     kept = [line for line in recipe.read_text().splitlines() if not line.startswith("steps = ")]
@@ -74,7 +69,7 @@ def stages(recipe, steps):
 
 def one(runs, name, words, done):
     args = runs.args
-    base = args.out / name.replace(" ", "-").replace(",", "")
+    base = args.out / named(name)
     base.mkdir(parents=True, exist_ok=True)
     log, run, place = base / "log.txt", base / "run", ["--device", args.device]
     ask = lambda *words: json.loads(runs.sieve(*words, "--json", *place, log=log))  # noqa: E731
@@ -84,30 +79,30 @@ def one(runs, name, words, done):
         if name == "MSA":
             stages(base / "in/recipe.toml", args.steps)
         (base / "imported").touch()
-    sets = {"training.seq_len": args.row, "training.local_batch_size": args.rows,
-            "training.global_batch_size": args.rows, "optimizer.lr": args.lr,
-            "lr_scheduler.warmup_steps": args.steps[0] // 2,
-            "checkpoint.interval": args.steps[0], "checkpoint.keep_latest_k": 1, "validation.interval": args.steps[0],
-            "data.format": "jsonl", "validation.tokens": args.validation}
+    keys = [f"training.seq_len={args.row}", f"training.local_batch_size={args.rows}",
+            f"training.global_batch_size={args.rows}", f"optimizer.lr={args.lr}",
+            f"lr_scheduler.warmup_steps={args.steps[0] // 2}", f"checkpoint.interval={args.steps[0]}",
+            "checkpoint.keep_latest_k=1", f"validation.interval={args.steps[0]}", "data.format=jsonl",
+            f"validation.tokens={args.validation}"]
     if name != "MSA":
-        sets["training.steps"] = args.steps[-1]
-    sets = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+        keys.append(f"training.steps={args.steps[-1]}")
     for step in [0, *args.steps]:
         if (name, step) in done:
             continue
         # One checkpoint is kept, so each step's model is measured before training goes on; step 0's loss is that of
         # the validation before the first step.
         wanted = max(step, 1)
-        saved = [path.name[len("step-"):] for path in (run / "checkpoint").glob("step-*")]
-        at = max((int(step) for step in saved if step.isdigit()), default=0)
+        at = max(saved_steps(run), default=0)
         if at < wanted:
             resumed = ["--resume"] if at else ["--branch-from", base / "in/step-0"]
-            runs.sieve("train", "--recipe", base / "in/recipe.toml", *resumed, "--out", run, *sets, *place,
+            runs.sieve("train", "--recipe", base / "in/recipe.toml", *resumed, "--out", run, *sets(keys), *place,
                        "--stop-after", wanted - at, log=log)
         model = base / "in/step-0" if step == 0 else run / f"checkpoint/step-{step}"
-        rates = [line["tokens_per_second"] for line in metrics(run, "step").values()] if step else []
-        row = {"kind": name, "step": step, "row": args.row, "w": args.w,
-               "loss": metrics(run, "validation").get(step, {}).get("loss"),
+        # A step that was trained twice has its last line.
+        lines = {line["step"]: line for line in steps_of(metrics(run))} if step else {}
+        rates = [line["tokens_per_second"] for line in lines.values()]
+        losses = {line["step"]: line["loss"] for line in validations_of(metrics(run))}
+        row = {"kind": name, "step": step, "row": args.row, "w": args.w, "loss": losses.get(step),
                "trained_tokens_per_second": round(statistics.median(rates)) if rates else None}
         if args.english:
             words = ["--data", args.english, "--context", args.row, "--stride", args.row, "--max-tokens", 8 * args.row]
@@ -122,8 +117,7 @@ def one(runs, name, words, done):
         said = ask("generate", "--checkpoint", model, *words)
         timed = ("prompt_tokens", "prompt_seconds", "tokens_per_second", "median_token_seconds")
         row |= {key: said[key] for key in timed}
-        with open(args.out / "results.jsonl", "a", encoding="utf-8") as out:
-            out.write(json.dumps(row) + "\n")
+        append(args.out / "results.jsonl", row)
 
 
 def cache(kind, row, w, layers=30, width=2 * 3 * 64 * 2):
@@ -135,14 +129,15 @@ def cache(kind, row, w, layers=30, width=2 * 3 * 64 * 2):
 def table(found):
     columns = ["attention", "steps", "loss, held out", "English", "needles found (mean rank)", "ms a token",
                "cache, MB", "trained tokens/s"]
-    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+    lines = []
     for row in found:
         loss, english = (f"{row[key]:.4f}" if row.get(key) is not None else "-" for key in ("loss", "english"))
         rate = row["trained_tokens_per_second"]
         needles = f"{row['needles'][0]} of {row['needles'][1]} ({row['mean_rank']})"
         kept = cache(row["kind"], row["row"], row["w"]) / 1e6
-        print(f"| {row['kind']} | {row['step']} | {loss} | {english} | {needles} | "
-              f"{1e3 * row['median_token_seconds']:.2f} | {kept:.1f} | {f'{rate:,}' if rate else '-'} |")
+        lines.append([row["kind"], f"{row['step']}", loss, english, needles, f"{1e3 * row['median_token_seconds']:.2f}",
+                      f"{kept:.1f}", f"{rate:,}" if rate else "-"])
+    print(table_text(columns, lines))
 
 
 def same_settings(args):
@@ -176,10 +171,9 @@ def main():
     if any(step % args.steps[0] for step in args.steps) or args.steps != sorted(args.steps):
         parser.error("--steps: rising multiples of the first, at which the held-out loss is measured")
     path = args.out / "results.jsonl"
-    lines = lambda: [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if args.model:
         same_settings(args)
-        done, runs = {(row["kind"], row["step"]) for row in lines()}, Runs(args)
+        done, runs = {(row["kind"], row["step"]) for row in json_lines(path)}, Runs(args)
         for name, words in kinds(args.w).items():
             if args.only and name not in args.only:
                 continue
@@ -190,7 +184,7 @@ def main():
             except subprocess.CalledProcessError as error:
                 print(f"{name}: {error.cmd[2]} failed; its log says why")
     if args.table:
-        table(lines())
+        table(json_lines(path))
 
 
 if __name__ == "__main__":

@@ -16,12 +16,18 @@ from safetensors.torch import load_file, save_file
 SOURCE = Path(__file__).parents[2] / "crates/sieve-hf/src/export/modeling_sieve.py"
 
 
+def modeling_of(source):
+    """A modeling_sieve.py as a module."""
+    spec = importlib.util.spec_from_file_location("modeling_sieve", source)
+    modeling = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(modeling)
+    return modeling
+
+
 def main() -> None:
     if any(word.startswith("-") for word in sys.argv[1:]):
         sys.exit(__doc__)
-    spec = importlib.util.spec_from_file_location("modeling_sieve", SOURCE)
-    modeling = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(modeling)
+    modeling = modeling_of(SOURCE)
     # Several steps of the selection in each row.
     modeling.BLOCK = 16
     given = load_file(sys.argv[1])

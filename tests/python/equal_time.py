@@ -23,8 +23,8 @@ import statistics
 
 from best_rates import KEY as RATE_KEY, KINDS as NAMES, rows_of, tried
 from learning_table import ROWS, WARMUP, base, recipe_of
-from runs import (add_arguments, chart, curve, device_name, evaluated, far_losses, finished, named, on_devices, over_time,
-                  parsed, prepare, steps_of, train_missing, trained, words_of_far)
+from runs import (chart, curve, device_name, evaluated, far_losses, finished, named, on_devices, over_time, parsed,
+                  parser_of, prepare, scores, steps_of, table_text, train_missing, trained, words_of_far)
 
 RATE_RUNS = finished(pathlib.Path(__file__).parents[2] / "docs/rates.jsonl", RATE_KEY)
 
@@ -56,14 +56,14 @@ def seconds_a_token(kind, steps, count):
 def settings_of(job, count, saved, arguments):
     """Keys of a run of `count` steps that saves `saved` checkpoints."""
     kind, length = job.kind, job.length
-    return [*base("8192", arguments, arguments.out)[1], *rows_of(length), f"training.seed={job.seed}",
+    return [*base("8192", arguments)[1], *rows_of(length), f"training.seed={job.seed}",
             f"optimizer.lr={best_rate(kind, length)}", *ROWS["8192"][NAMES[kind]], f"training.steps={count}",
             f"checkpoint.interval={max(count // saved, 1)}", "checkpoint.keep_latest_k=1", f"validation.interval={count}",
             f"lr_scheduler.warmup_steps={max(count // 8, 1)}", *arguments.set]
 
 
 def recipe_for(kind, count, arguments):
-    return recipe_of(NAMES[kind], base("8192", arguments, arguments.out)[0], count, arguments.out)
+    return recipe_of(NAMES[kind], base("8192", arguments)[0], count, arguments.out)
 
 
 def folder_of(job, arguments):
@@ -71,8 +71,7 @@ def folder_of(job, arguments):
 
 
 def probe(job, runs, arguments):
-    """Seconds a token of the job's kind alone on a GPU, from a file where another run of the kind was probed before;
-    None where the probe failed."""
+    """Seconds a token of the job's kind alone on a GPU, from a file where another run of the kind was probed before."""
     kind = job.kind
     folder = folder_of(job._replace(seed="probe"), arguments)
     known = pathlib.Path(f"{folder}.seconds")
@@ -82,30 +81,21 @@ def probe(job, runs, arguments):
         count = arguments.probe_steps * (5 if NAMES[kind] == WARMUP else 1)
         settings = settings_of(job, count, 1, arguments)
         lines = trained(folder, recipe_for(kind, count, arguments), settings, runs, arguments)
-        if lines is None:
-            return None
         known.write_text(repr(seconds_a_token(kind, steps_of(lines)[1:], count)))
     return float(known.read_text())
 
 
 def run(job, runs, arguments):
-    """The line of one run, or None."""
+    """The line of one run."""
     kind, length, minutes = job.kind, job.length, job.minutes
     folder, batch = folder_of(job, arguments), max(32768 // length, 1)
     alone = probe(job, runs, arguments)
-    if alone is None:
-        return None
     count = max(int(minutes * 60 / alone / (length * batch)), 2)
     lines = trained(folder, recipe_for(kind, count, arguments),
                     settings_of(job, count, max(round(minutes), 1), arguments), runs, arguments)
-    if lines is None:
-        return None
     steps = steps_of(lines)
     report = evaluated(folder, words_of_far(length, FAR), runs, arguments) if arguments.evaluate else None
-    if arguments.evaluate and report is None:
-        return None
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
-    check = [line for line in lines if line["kind"] == "validation"][-1]
     shared = len(set(arguments.devices)) < len(arguments.devices)
     seconds = alone if shared else seconds_a_token(kind, steps, count)
     rate = 1 / alone if shared else statistics.median(line["tokens_per_second"] for line in steps)
@@ -113,12 +103,11 @@ def run(job, runs, arguments):
     positions = [[bin["from"], round(bin["loss"], 4)] for bin in report["by_position"]
                  if bin["num_tokens"]] if report else []
     seconds *= count * length * batch
-    means = lambda value: curve(steps, seconds / count, value)
-    of_indexer = {key: means(lambda line: line["attention"][key]) for key in INDEXER
+    of_indexer = {key: curve(steps, seconds / count, lambda line: line["attention"][key]) for key in INDEXER
                   if all(key in (line["attention"] or {}) for line in steps)}
     return {**job._asdict(), "steps": count, "tokens": count * length * batch, "tokens_per_second": round(rate),
-            "seconds": round(seconds, 1), "loss": round(check["loss"], 4), "bits_per_byte": round(check["bits_per_byte"], 4), "far": far,
-            "by_position": positions, "curve": means(lambda line: line["loss"]), **of_indexer}
+            "seconds": round(seconds, 1), **scores(lines), "far": far, "by_position": positions,
+            "curve": curve(steps, seconds / count), **of_indexer}
 
 
 def job_of(arguments, kind, seed):
@@ -137,22 +126,30 @@ def chosen(rows, arguments):
 
 
 def table(rows, arguments):
-    far = FAR
     print(f"{arguments.gpu}, rows of {arguments.length}, {arguments.minutes:g} minutes of training each\n")
-    print("| attention | loss, a number a seed | bits per byte | tokens/s | tokens | " + " | ".join(f"far > {x}" for x in far) + " |")
-    print("|---|" + "---|" * (4 + len(far)))
+    mean = lambda values: f"{statistics.mean(values):.3f}" if values else ""
     order = sorted(chosen(rows, arguments).items(), key=lambda pair: statistics.mean(row["loss"] for row in pair[1]))
-    for kind, runs in order:
-        mean = lambda values: f"{statistics.mean(values):.3f}" if values else ""
-        cells = [kind, ", ".join(f"{row['loss']:.3f}" for row in runs), mean([row["bits_per_byte"] for row in runs]),
-                 f"{statistics.median(row['tokens_per_second'] for row in runs):,.0f}",
-                 f"{statistics.median(row['tokens'] for row in runs) / 1e6:.1f}M",
-                 *(mean([row["far"][x] for row in runs if x in row["far"]]) for x in far)]
-        print("| " + " | ".join(cells) + " |")
+    lines = [[kind, ", ".join(f"{row['loss']:.3f}" for row in runs), mean([row["bits_per_byte"] for row in runs]),
+              f"{statistics.median(row['tokens_per_second'] for row in runs):,.0f}",
+              f"{statistics.median(row['tokens'] for row in runs) / 1e6:.1f}M",
+              *(mean([row["far"][x] for row in runs if x in row["far"]]) for x in FAR)] for kind, runs in order]
+    head = ["attention", "loss, a number a seed", "bits per byte", "tokens/s", "tokens", *(f"far > {x}" for x in FAR)]
+    print(table_text(head, lines))
+
+
+def by_seen(runs):
+    """Points of the loss by tokens seen, whole classes of 256 tokens and more, of runs that were evaluated."""
+    losses = {}
+    for row in runs:
+        for place, loss in row["by_position"]:
+            if 256 <= place < row["length"]:
+                losses.setdefault(place, []).append(loss)
+    return sorted(losses.items())
 
 
 def drawn(rows, arguments):
-    """Training loss over minutes and over tokens (the first seed), and the last validation losses."""
+    """Training loss over minutes and over tokens (the first seed), and the last validation losses: of all words, and by
+    the number of tokens seen, from 256 on, below which all kinds see alike."""
     found = chosen(rows, arguments)
     ends = sorted(found, key=lambda kind: statistics.mean(row["loss"] for row in found[kind]))
     over = lambda last: {kind: over_time(runs[0], last(runs[0])) for kind, runs in found.items()}
@@ -161,12 +158,14 @@ def drawn(rows, arguments):
               (title, over(lambda row: row["tokens"] / 1e6), "linear", "millions of tokens"),
               (f"validation loss after {arguments.minutes:g} min",
                {kind: [(kind, [row["loss"] for row in found[kind]])] for kind in ends}, ends, "a dot a seed")]
+    seen = {kind: by_seen(runs) for kind, runs in found.items()}
+    if any(seen.values()):
+        panels.append(("validation loss by tokens seen", seen, None, "tokens seen at least"))
     return chart(panels, list(found))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, "equal_time.jsonl")
+    parser = parser_of(__doc__, "equal_time.jsonl")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--length", type=int, default=32768, help="tokens of a row")
@@ -179,15 +178,15 @@ def main():
     rows = {Job(*key): row for key, row in finished(path, Job._fields).items()}
     if arguments.sieve:
         arguments.steps = 1600  # of `base`; a run sets its own
-        recipe, settings = base("8192", arguments, arguments.out)
+        recipe, settings = base("8192", arguments)
         prepare(arguments, recipe, settings + arguments.set)
         arguments.gpu = device_name(arguments.devices[0])
         jobs = [job_of(arguments, kind, seed) for seed in arguments.seeds for kind in arguments.kinds]
         # Probes alone on their GPUs, before all runs.
-        missing = {kind: job for job in jobs if job not in rows for kind in [job.kind]}
+        missing = {job.kind: job for job in jobs if job not in rows}
         apart = argparse.Namespace(**{**vars(arguments), "devices": sorted(set(arguments.devices))})
-        on_devices(missing.values(), apart, arguments.out, lambda job, runs: probe(job, runs, arguments))
-        train_missing(jobs, lambda job, runs: run(job, runs, arguments), arguments, path, rows)
+        on_devices(missing.values(), apart, lambda job, runs: probe(job, runs, arguments))
+        train_missing(jobs, run, arguments, path, rows)
     if not chosen(rows, arguments):
         known = sorted({f"{job.text}, {job.gpu}, {job.length} tokens, {job.minutes:g} min" for job in rows})
         parser.error(f"no run of this --text, --gpu, --length, --minutes and --kinds; {path} has: {'; '.join(known) or 'nothing'}")

@@ -9,14 +9,13 @@ they are the clock's.
 """
 
 import argparse
-import importlib.util
 import time
 from pathlib import Path
 
 import torch
+from dma_expiry import SOURCE, modeling_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-SOURCE = Path(__file__).parents[2] / "crates/sieve-hf/src/export/modeling_sieve.py"
 SIZES = {
     "hidden_size": 768,
     "intermediate_size": 2304,
@@ -48,9 +47,7 @@ def model_of(kind, layers, source):
     if kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**sizes))
     else:
-        spec = importlib.util.spec_from_file_location("modeling_sieve", source)
-        modeling = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(modeling)
+        modeling = modeling_of(source)
         model = modeling.SieveForCausalLM(modeling.SieveConfig(**{**sizes, **KINDS[kind]}))
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -13,7 +13,7 @@ import json
 import pathlib
 import statistics
 
-from runs import chart, metrics, output_of
+from runs import chart, metrics, output_of, saved_steps, steps_of, table_text
 
 
 def main():
@@ -24,13 +24,12 @@ def main():
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--draw", type=pathlib.Path)
     arguments = parser.parse_args()
-    checkpoints = [path for path in (arguments.run / "checkpoint").glob("step-*") if path.name[len("step-"):].isdigit()]
-    if not checkpoints:
+    steps = saved_steps(arguments.run)
+    if not steps:
         parser.error(f"--run {arguments.run}: no checkpoint in it")
-    steps = sorted((int(path.name[len("step-"):]), path) for path in checkpoints)
-    answers, values, kept = {"right answers": []}, {"among all keys": []}, {}
-    print("| step | right answers | layer: own value kept; values among kept keys |\n|---|---|---|")
-    for step, path in steps:
+    answers, values, kept, lines = {"right answers": []}, {"among all keys": []}, {}, []
+    for step in steps:
+        path = arguments.run / f"checkpoint/step-{step}"
         words = ["--checkpoint", str(path), "--kinds", arguments.kind, "--samples", "200", "--json"]
         of_kind = json.loads(output_of([arguments.sieve, "eval", "mqar", *words, "--device", arguments.device]))["kinds"][0]
         if not of_kind["reads"]:
@@ -43,8 +42,9 @@ def main():
             values.setdefault(layer, []).append((step, [among]))
             cells.append(f"{layer}: {own:.0f} %; {among:.1f} %")
         values["among all keys"].append((step, [100 * of_kind["reads"][0]["values_of_all"]]))
-        print(f"| {step} | {100 * of_kind['accuracy']:.1f} % | {' · '.join(cells)} |")
-    logged = [line for line in metrics(arguments.run) if line["kind"] == "step" and line["attention"]]
+        lines.append([f"{step}", f"{100 * of_kind['accuracy']:.1f} %", " · ".join(cells)])
+    print(table_text(["step", "right answers", "layer: own value kept; values among kept keys"], lines))
+    logged = [line for line in steps_of(metrics(arguments.run)) if line["attention"]]
     for key, name in (("beyond_window", "out of a window's sight"), ("never_active", "seen by no query")):
         size = max(len(logged) // 30, 1)
         parts = [logged[at:at + size] for at in range(0, len(logged), size)]

@@ -13,15 +13,15 @@ OUT/needle_depth.jsonl, which --draw draws:
 Needs nothing but Python.
 """
 
-import argparse
+import contextlib
 import json
 import pathlib
 import random
 import statistics
-import time
 
 from needle_corpus import document
-from runs import evaluated, finished, metrics, named, num_steps, on_devices, prepare, trained, words_of_far
+from runs import (Unfinished, evaluated, finished, metrics, named, num_steps, on_devices, parsed, parser_of, prepare,
+                  steps_of, svg, table_text, trained, validations_of, words_of_far)
 
 SLOPE = ["attention.bias=linear", "attention.recency=slope"]
 PUBLISHED = ["attention.bias=exp", "attention.recency=none", "attention.local_window_size=0"]
@@ -178,8 +178,9 @@ def recipe_of(name, recipe, steps, out):
     return staged(recipe, out / f"warm-up-{pathlib.Path(recipe).stem}-{steps}.toml", stages)
 
 
-def base(kind, arguments, out):
+def base(kind, arguments):
     """Recipe and settings that the rows of a set share."""
+    out = arguments.out
     facts = f"facts-{arguments.recall_length}" if kind == "recall" else ""
     text, cache = (out / f"{facts}.jsonl", out / facts) if facts else (arguments.text, out / arguments.text.stem)
     settings = ['model.layer_types=["sparse"]', f'data.paths=["{text}"]', "data.format=jsonl", f'data.cache_dir="{cache}"']
@@ -205,8 +206,7 @@ def base(kind, arguments, out):
 
 def line(kind, name, folder):
     rows = metrics(folder)
-    checks = [row for row in rows if row["kind"] == "validation"]
-    steps = [row for row in rows if row["kind"] == "step"]
+    checks, steps = validations_of(rows), steps_of(rows)
     if not checks or not steps:
         return f"{kind:7} {name:42} no metrics, see {folder}.log"
     mask = steps[-1].get("attention") or {}
@@ -236,18 +236,18 @@ def evaluation(kind, folder):
     return "; needles " + ", ".join(counts)
 
 
-def folder_of(job, arguments, out):
+def folder_of(job, arguments):
     kind, name, seed = job
     label = f"recall-{arguments.recall_length}" if kind == "recall" else kind
-    return out / named(label, name, seed)
+    return arguments.out / named(label, name, seed)
 
 
-def needles_by_depth(jobs, arguments, out):
+def needles_by_depth(jobs, arguments):
     """The lines of OUT/needle_depth.jsonl, one a model and length, with those of newly evaluated models."""
-    path, key = out / "needle_depth.jsonl", ("trained", "length", "attention", "seed")
+    path, key = arguments.out / "needle_depth.jsonl", ("trained", "length", "attention", "seed")
     rows = finished(path, key)
     for job in jobs:
-        report = pathlib.Path(f"{folder_of(job, arguments, out)}.eval.json")
+        report = pathlib.Path(f"{folder_of(job, arguments)}.eval.json")
         if job[0] != "recall" or not report.exists():
             continue
         cells = json.loads(report.read_text())["methods"][0]["cells"]
@@ -264,9 +264,7 @@ def needles_by_depth(jobs, arguments, out):
 
 def depth_table(rows):
     """Share found in each third of the text, over all seeds. Depth 100 lies right before the question."""
-    lengths = sorted({row["length"] for row in rows})
-    print("| found in %, depth 0 to 33, 34 to 66, 67 to 100 % | " + " | ".join(map(str, lengths)) + " |")
-    print("|---|" + "---|" * len(lengths))
+    lengths, lines = sorted({row["length"] for row in rows}), []
     for name in dict.fromkeys(row["attention"] for row in rows):
         texts = []
         for length in lengths:
@@ -275,7 +273,8 @@ def depth_table(rows):
                      for depth, found in zip(row["depths"], row["found"])]
             thirds = [[share for depth, share in pairs if low <= depth < low + 33.5] for low in (0, 33.5, 67)]
             texts.append(", ".join(f"{statistics.mean(third):.0f}" for third in thirds if third))
-        print(f"| {name} | " + " | ".join(texts) + " |")
+        lines.append([name, *texts])
+    print(table_text(["found in %, depth 0 to 33, 34 to 66, 67 to 100 %", *map(str, lengths)], lines))
 
 
 def drawn(rows):
@@ -285,10 +284,7 @@ def drawn(rows):
     text = lambda x, y, words, more="": f'<text x="{x}" y="{y}" {more}>{words}</text>'
     wide = max(len(row["depths"]) for row in rows) * cell + 16
     width, height = left + wide * len(lengths), top + cell * len(names) + 40
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-             f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11" text-anchor="middle">',
-             '<rect width="100%" height="100%" fill="white"/>']
-    parts += [text(left - 8, top + cell * at + 17, name, 'text-anchor="end"') for at, name in enumerate(names)]
+    parts = [text(left - 8, top + cell * at + 17, name, 'text-anchor="end"') for at, name in enumerate(names)]
     for column, length in enumerate(sorted(lengths)):
         at_length, times = left + wide * column, length / rows[0]["trained"]
         title = f"{length} tokens, {times:g} times the trained length"
@@ -303,60 +299,49 @@ def drawn(rows):
                 parts.append(f'<rect x="{x}" y="{y}" width="{cell - 1}" height="{cell - 1}" fill="rgb({colour})"/>')
                 parts.append(text(x + cell / 2, y + 17, f"{100 * share:.0f}", 'fill="white"' if share > 0.5 else ""))
                 parts += [text(x + cell / 2, top - 6, depth)] if at == 0 else []
-    return "\n".join([*parts, "</svg>", ""])
+    return svg(width, height, parts, ' text-anchor="middle"')
 
 
-def train(job, runs, arguments, out):
+def train(job, runs, arguments):
     kind, name, seed = job
-    folder = folder_of(job, arguments, out)
-    recipe, settings = base(kind, arguments, out)
+    folder = folder_of(job, arguments)
+    recipe, settings = base(kind, arguments)
     settings = settings + [f"training.seed={seed}"] + ROWS[kind][name] + arguments.set
-    recipe = recipe_of(name, recipe, num_steps(settings), out)
-    if trained(folder, recipe, settings, runs, arguments) is not None and arguments.evaluate:
-        lengths = [int(value.split("=")[1]) for value in settings if value.startswith("training.seq_len=")]
-        needles = [*NEEDLES, ",".join(map(str, arguments.needle_lengths))]
-        words = needles if kind == "recall" else words_of_far((lengths or [2048])[-1], FAR)
-        evaluated(folder, words, runs, arguments)
+    recipe = recipe_of(name, recipe, num_steps(settings), arguments.out)
+    lengths = [int(value.split("=")[1]) for value in settings if value.startswith("training.seq_len=")]
+    needles = [*NEEDLES, ",".join(map(str, arguments.needle_lengths))]
+    words = needles if kind == "recall" else words_of_far((lengths or [2048])[-1], FAR)
+    with contextlib.suppress(Unfinished):
+        trained(folder, recipe, settings, runs, arguments)
+        if arguments.evaluate:
+            evaluated(folder, words, runs, arguments)
     return line(kind, f"{name}, seed {seed}", folder)
 
 
-def train_all(jobs, arguments, out):
+def train_all(jobs, arguments):
     kinds = {kind for kind, _, _ in jobs}
-    facts = out / f"facts-{arguments.recall_length}.jsonl"
+    facts = arguments.out / f"facts-{arguments.recall_length}.jsonl"
     if "recall" in kinds and not facts.exists():
         restated_numbers(facts, arguments.recall_length)
     for kind in sorted({kind if kind == "recall" else "8192" for kind in kinds}):  # tokenised once, before all runs
-        recipe, settings = base(kind, arguments, out)
+        recipe, settings = base(kind, arguments)
         prepare(arguments, recipe, settings + arguments.set)
-
-    def work(job, runs):
-        print(train(job, runs, arguments, out), flush=True)
-
-    for kind, name, seed in on_devices(jobs, arguments, out, work):
+    work = lambda job, runs: print(train(job, runs, arguments), flush=True)
+    for kind, name, seed in on_devices(jobs, arguments, work):
         print(f"{kind:7} {name}, seed {seed}: not run")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sieve", help="the program; without it nothing is trained")
+    parser = parser_of(__doc__, "needle_depth.jsonl", reads_text=False)
     parser.add_argument("--text", type=pathlib.Path, default="data/crates.jsonl", help="of every set but recall")
-    parser.add_argument("--out", required=True, type=pathlib.Path, help="folder of the runs")
     parser.add_argument("--sets", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=1600, help="of the 80M runs; restated numbers: 2.5 times as many")
     parser.add_argument("--rows", nargs="+", metavar="SET/NAME/SEED", help="these rows alone, in this order")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for every row")
     parser.add_argument("--recall-length", type=int, default=1024, help="tokens of the set recall's rows, 1024 or more")
     parser.add_argument("--needle-lengths", nargs="+", type=int, default=[512, 1024], help="of the set recall")
     parser.add_argument("--evaluate", action="store_true", help="read each trained model with sieve eval")
-    parser.add_argument("--draw", type=pathlib.Path, help="an SVG of needles found by length and depth")
-    parser.add_argument("--seconds", type=float, default=1e6, help="stop after this time; the next call goes on")
-    parser.add_argument("--devices", nargs="+", default=["cuda:0"], help="one process each: cuda:0 cuda:1 …, or cpu")
-    arguments = parser.parse_args()
-    arguments.deadline = time.monotonic() + arguments.seconds
-    arguments.text = arguments.text.resolve()
-    out = arguments.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    arguments = parsed(parser)
     jobs = [(kind, name, seed) for kind in arguments.sets for seed in arguments.seeds for name in ROWS[kind]]
     if arguments.rows:
         jobs = [(kind, name, int(seed)) for kind, name, seed in (row.split("/") for row in arguments.rows)]
@@ -364,8 +349,8 @@ def main():
         if unknown:
             parser.error(f"no such row: {', '.join(unknown)}")
     if arguments.sieve:
-        train_all(jobs, arguments, out)
-    rows = needles_by_depth(jobs, arguments, out)
+        train_all(jobs, arguments)
+    rows = needles_by_depth(jobs, arguments)
     if rows:
         depth_table(rows)
     if rows and arguments.draw:

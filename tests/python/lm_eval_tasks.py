@@ -137,13 +137,11 @@ def config(task, folder, fewshot):
 
     path = Path(lm_eval.__file__).parent / "tasks" / YAML[task]
     found = dict(_yaml_loader.load_yaml(path, resolve_func=True))
-    found.pop("include", None)
-    found.pop("tag", None)
-    found.pop("group", None)
+    for key in ("include", "tag", "group", "training_split"):
+        found.pop(key, None)
     split = found.get("test_split") or found["validation_split"]
     files = {split: str(Path(folder, task + ".jsonl").resolve())}
     examples = Path(folder, task + ".train.jsonl").resolve()
-    found.pop("training_split", None)
     if examples.exists() and split != "train":
         files["train"] = str(examples)
         found["training_split"] = found["fewshot_split"] = "train"

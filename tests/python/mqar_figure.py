@@ -17,16 +17,17 @@ steps of --hard. After each eighth of them `sieve eval mqar` asks 100 unseen sam
 line; a run that answers 99 % ends there. Needs nothing but Python.
 """
 
-import argparse
 import json
 import shutil
 import statistics
 
-from runs import add_arguments, chart, evaluated, finished, named, parsed, train, train_missing, trained
+from runs import (Unfinished, chart, evaluated, finished, named, parsed, parser_of, saved_steps, sets, table_text,
+                  train, train_missing, trained)
 
 LENGTHS, WIDTHS = [64, 256, 1024, 2048], [64, 128, 256]
 RATES = {64: 3e-3, 128: 2e-3, 256: 1e-3}
 VOCABULARY = 8192
+KEY, HARD_KEY = ("kind", "length", "width", "seed"), ("kind", "seed", "steps", "step")
 
 
 def dma(kept, local, bias, recency):
@@ -34,9 +35,13 @@ def dma(kept, local, bias, recency):
             f"attention.recency={recency}", "attention.kind=dma"]
 
 
+def block_size(kept):
+    return 8 if kept < 128 else 32
+
+
 def nsa(kept):
     """A quarter of the keys: half of them in the window, half in chosen blocks of eight and the compressed ones."""
-    block = 8 if kept < 128 else 32
+    block = block_size(kept)
     return ["attention.kind=nsa", f"attention.compress_block_size={block}", f"attention.compress_stride={block // 2}",
             "attention.compress=mlp", "attention.compress_hidden_size=64", f"attention.select_block_size={block}",
             f"attention.num_selected_blocks={max(kept // 2 // block, 3)}", f"attention.window_size={kept // 2}",
@@ -45,13 +50,13 @@ def nsa(kept):
 
 def blocks(kind, kept, *settings):
     """A quarter of the keys in blocks of the same size as NSA's."""
-    block = 8 if kept < 128 else 32
+    block = block_size(kept)
     return [f"attention.kind={kind}", f"attention.select_block_size={block}",
             f"attention.num_selected_blocks={kept // block}", *settings]
 
 
 def infllm_v2(kept):
-    block = 8 if kept < 128 else 32
+    block = block_size(kept)
     return blocks("infllm_v2", kept, f"attention.compress_block_size={block}",
                   f"attention.compress_stride={block // 2}", f"attention.num_local_blocks={kept // block // 2}")
 
@@ -79,7 +84,7 @@ HARD = {"dense": ["mha"], "window": ["swa"], "NSA": ["nsa"], "DMA as published":
 
 def settings(kind, length, width, seed, steps):
     """Keys of one run. Two thirds of the rows hold easier samples: shorter ones, or of a small vocabulary."""
-    lengths = [size for size in (64, 256, 1024, 2048) if size <= length]
+    lengths = [size for size in LENGTHS if size <= length]
     seq_lens, vocab_sizes = [16, 16, 64, *lengths], [64, VOCABULARY, 256, *[VOCABULARY] * len(lengths)]
     pairs = [2, 2, *(size // 16 for size in seq_lens[2:])]
     # Rows of each kind of samples: an eighth for the short ones, three eighths or more for the longest.
@@ -93,7 +98,7 @@ def settings(kind, length, width, seed, steps):
     return [
         f"data.mqar={inline}", f"training.seq_len={row}", f"training.local_batch_size={8192 // row}",
         f"model.max_position_embeddings={row}", f"model.hidden_size={width}", f"model.intermediate_size={3 * width}",
-        f"model.num_attention_heads={heads}", f"model.num_key_value_heads={heads}", f"model.head_dim=64",
+        f"model.num_attention_heads={heads}", f"model.num_key_value_heads={heads}", "model.head_dim=64",
         f"model.initializer_range={0.1 if width == 64 else 0.06}", f"optimizer.lr={RATES[width]}",
         f"training.steps={steps}", f"lr_scheduler.warmup_steps={max(steps // 40, 1)}", f"checkpoint.interval={steps}",
         f"validation.interval={steps}", f"training.seed={seed}", *KINDS[kind](length // 4, width),
@@ -118,50 +123,47 @@ def of_run(rows, kind, seed, steps):
 
 
 def run_part(job, runs, arguments):
-    """Trains a run of the hard form up to a step; the line of its answers, or None."""
+    """Trains a run of the hard form up to a step; the line of its answers."""
     kind, seed, steps, step = job
     recipe, *of_kind = HARD[kind]
     folder = arguments.out / named("hard", kind, steps, seed)
-    saved = [int(path.name[5:]) for path in folder.glob("checkpoint/step-*") if path.name[5:].isdigit()]
+    saved = max(saved_steps(folder), default=0)
     if not saved:
         shutil.rmtree(folder, ignore_errors=True)
     keys = [f"training.steps={steps}", f"training.seed={seed}", "training.deterministic=false",
             f"checkpoint.interval={steps}", f"validation.interval={steps}", *of_kind, *arguments.set]
     with open(f"{folder}.log", "a", encoding="utf-8") as log, open(f"{folder}.json", "w+", encoding="utf-8") as report:
         command = [arguments.sieve, "train", "--recipe", f"recipes/mqar_hard_{recipe}.toml", "--out", str(folder),
-                   "--resume=auto", "--stop-after", str(step - max(saved, default=0))]
-        command += [part for key in keys for part in ("--set", key)]
-        if max(saved, default=0) < step and runs.run(command, log, log) != 0:
-            return None
+                   "--resume=auto", "--stop-after", str(step - saved), *sets(keys)]
+        if saved < step and runs.run(command, log, log) != 0:
+            raise Unfinished
         command = [arguments.sieve, "eval", "mqar", "--checkpoint", str(folder / f"checkpoint/step-{step}"), "--kinds",
                    "2048:512", "--samples", str(arguments.samples), "--json"]
         if runs.run(command, report, log) != 0:
-            return None
+            raise Unfinished
         report.seek(0)
         accuracy = json.load(report)["kinds"][0]["accuracy"]
-    return {"kind": kind, "seed": seed, "steps": steps, "step": step, "accuracy": accuracy}
+    return {**dict(zip(HARD_KEY, job)), "accuracy": accuracy}
 
 
 def hard_table(rows):
-    print("| attention | seed | share of right answers in %, by step | 99 % |\n|---|---|---|---|")
+    lines = []
     for kind, seed, steps in sorted({key[:3] for key in rows}):
         answered = of_run(rows, kind, seed, steps)
         reached = [f"step {step}" for step, share in answered.items() if share >= 0.99] or ["not reached"]
         shares = ", ".join(f"{step}: {100 * share:.1f}" for step, share in answered.items())
-        print(f"| {kind} | {seed} | {shares} (of {steps}) | {reached[0]} |")
+        lines.append([kind, f"{seed}", f"{shares} (of {steps})", reached[0]])
+    print(table_text(["attention", "seed", "share of right answers in %, by step", "99 %"], lines))
 
 
 def run(job, runs, arguments):
-    """The line of one run, or None: at the deadline, or where a command failed (its log says why)."""
+    """The line of one run."""
     kind, length, width, seed = job
     folder, steps = arguments.out / named(*job), arguments.steps[LENGTHS.index(length)]
     keys = settings(kind, length, width, seed, steps) + arguments.set
-    if trained(folder, "recipes/mqar_mha.toml", keys, runs, arguments) is None:
-        return None
-    words = ["mqar", "--kinds", f"{length}:{length // 16}", "--samples", "200"]
-    report = evaluated(folder, words, runs, arguments)
-    return report and {"kind": kind, "length": length, "width": width, "seed": seed, "steps": steps,
-                       "accuracy": report["kinds"][0]["accuracy"]}
+    trained(folder, "recipes/mqar_mha.toml", keys, runs, arguments)
+    report = evaluated(folder, ["mqar", "--kinds", f"{length}:{length // 16}", "--samples", "200"], runs, arguments)
+    return {**dict(zip(KEY, job)), "steps": steps, "accuracy": report["kinds"][0]["accuracy"]}
 
 
 def by_cell(rows):
@@ -173,13 +175,14 @@ def by_cell(rows):
 
 def table(rows):
     cells = by_cell(rows)
-    print("| length, pairs | width | " + " | ".join(KINDS) + " |\n|---|---|" + "---|" * len(KINDS))
+    lines = []
     for length in LENGTHS:
         for width in WIDTHS:
             found = [cells.get((kind, length, width), []) for kind in KINDS]
             texts = [f"{100 * statistics.mean(x):.1f} ({', '.join(f'{100 * y:.1f}' for y in x)})" if x else ""
                      for x in found]
-            print(f"| {length}, {length // 16} | {width} | " + " | ".join(texts) + " |")
+            lines.append([f"{length}, {length // 16}", f"{width}", *texts])
+    print(table_text(["length, pairs", "width", *KINDS], lines))
 
 
 def drawn(rows):
@@ -193,8 +196,7 @@ def drawn(rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, "mqar.jsonl", reads_text=False)
+    parser = parser_of(__doc__, "mqar.jsonl", reads_text=False)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS | HARD))
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, choices=LENGTHS)
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS, choices=WIDTHS)
@@ -208,21 +210,19 @@ def main():
         if unknown and arguments.kinds != list(KINDS):
             parser.error(f"--hard: no recipe of {', '.join(unknown)}; there are {', '.join(HARD)}")
         path = arguments.out / "mqar_hard.jsonl"
-        rows = finished(path, ("kind", "seed", "steps", "step"))
+        rows = finished(path, HARD_KEY)
         if arguments.sieve:
-            run_job = lambda job, runs: run_part(job, runs, arguments)
-            train(lambda rows: next_parts(rows, arguments), run_job, arguments, path, rows)
+            train(lambda rows: next_parts(rows, arguments), run_part, arguments, path, rows)
         hard_table(rows)
         return
     if unknown := [kind for kind in arguments.kinds if kind not in KINDS]:
         parser.error(f"--kinds: {', '.join(unknown)} is of --hard alone")
     path = arguments.out / "mqar.jsonl"
-    rows = finished(path, ("kind", "length", "width", "seed"))
+    rows = finished(path, KEY)
     jobs = [(kind, length, width, seed) for length in arguments.lengths for seed in arguments.seeds
             for width in arguments.widths for kind in arguments.kinds]
-
     if arguments.sieve:
-        train_missing(jobs, lambda job, runs: run(job, runs, arguments), arguments, path, rows)
+        train_missing(jobs, run, arguments, path, rows)
     table(rows)
     missing = [job for job in jobs if job not in rows]
     if missing:

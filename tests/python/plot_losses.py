@@ -2,11 +2,12 @@
 
     python tests/python/plot_losses.py --out losses.svg "2048 tokens: dense=A/metrics.jsonl,window 512=B/metrics.jsonl" "8192 tokens: ..."
 
-Lines are averages of what was logged in 50 steps, in 10 of a run shorter than 800; dots are validation losses, as the legend says. A line of several
-files (NAME=A+B) is their mean. With --speed each panel gets another one beside it: the last validation loss of each file against
-its tokens/s, the upper quartile of what was logged. With --attention the panels show, over the steps of one group, the
-loss and what was logged of the attention: of DMA the overlap with a window of as many keys, the age that 95 % of the
-kept keys are below and the share of keys that no query sees, of MSA the KL, recall and entropy of its indexers.
+Lines are averages of what was logged in 50 steps, in 10 of a run shorter than 800; dots are validation losses, as the
+legend says. A line of several files (NAME=A+B) is their mean. With --speed each panel gets another one beside it: the
+last validation loss of each file against its tokens/s, the upper quartile of what was logged. With --attention the
+panels show, over the steps of one group, the loss and what was logged of the attention: of DMA the overlap with a
+window of as many keys, the age that 95 % of the kept keys are below and the share of keys that no query sees, of MSA
+the KL, recall and entropy of its indexers.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import json
 import math
 import pathlib
 
-from runs import chart
+from runs import chart, steps_of, validations_of
 
 COLOURS = ["#1b6ca8", "#c0392b", "#2e8b57", "#b8860b", "#7d3c98", "#555555"]
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 448, 320, 58, 34, 40
@@ -40,18 +41,30 @@ def read(paths):
 
 def read_one(path):
     rows = rows_of(path)
-    steps = [(row["step"], row["loss"]) for row in rows if row["kind"] == "step"]
-    checks = [(row["step"], row["loss"]) for row in rows if row["kind"] == "validation" and row["step"] > 0]
+    steps = [(row["step"], row["loss"]) for row in steps_of(rows)]
+    checks = [(row["step"], row["loss"]) for row in validations_of(rows) if row["step"] > 0]
     bins, size = {}, 50 if steps[-1][0] >= 800 else 10
     for step, loss in steps:
         bins.setdefault((step - 1) // size, []).append((step, loss))
     return [tuple(sum(x) / len(x) for x in zip(*rows)) for _, rows in sorted(bins.items())], checks
 
 
-def loss_axis(at):
-    """The name of the vertical axis."""
-    x, y = at + 16, (TOP + HEIGHT - BOTTOM) / 2
-    return f'<text x="{x}" y="{y}" text-anchor="middle" transform="rotate(-90 {x} {y})">loss, nats per token</text>'
+def axes(at, title, below, xs, ys, x_ticks, y_tick, form, margin):
+    """Functions that place a value between the bounds `xs` and a loss between `ys`, and the axes, with a line every
+    `y_tick`."""
+    (left, right), (low, high), middle = xs, ys, (TOP + HEIGHT - BOTTOM) / 2
+    x = lambda value: at + LEFT + (WIDTH - LEFT - margin) * (value - left) / (right - left)
+    y = lambda loss: TOP + (HEIGHT - TOP - BOTTOM) * (high - min(loss, high)) / (high - low)
+    out = [f'<text x="{at + LEFT}" y="20" font-size="13">{title}</text>',
+           f'<text x="{at + 16}" y="{middle}" text-anchor="middle" transform="rotate(-90 {at + 16} {middle})">'
+           'loss, nats per token</text>']
+    for tick in [low + y_tick * i for i in range(round((high - low) / y_tick) + 1)]:
+        out.append(f'<path d="M{x(left):.1f} {y(tick):.1f}H{x(right):.1f}" stroke="#ddd"/>'
+                   f'<text x="{x(left) - 6:.1f}" y="{y(tick) + 4:.1f}" text-anchor="end">{form.format(tick)}</text>')
+    for tick in x_ticks:
+        out.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{tick}</text>')
+    out.append(f'<text x="{x((left + right) / 2):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{below}</text>')
+    return x, y, out
 
 
 def panel(at, title, lines):
@@ -59,50 +72,40 @@ def panel(at, title, lines):
     last = max(step for series in lines.values() for points in series for step, _ in points)
     losses = [loss for points, checks in lines.values() for _, loss in points[2:] + checks]
     low, high = math.floor(min(losses) * 2) / 2, min(6.0, math.ceil(max(losses) * 2) / 2)
-    x = lambda step: at + LEFT + (WIDTH - LEFT - 20) * step / last
-    y = lambda loss: TOP + (HEIGHT - TOP - BOTTOM) * (high - min(loss, high)) / (high - low)
-    out = [f'<text x="{at + LEFT}" y="20" font-size="13">{title}</text>', loss_axis(at)]
+    ticks = range(0, int(last) + 1, 400 if 800 <= last < 3000 else int(last) // 600 * 100 or 100)
+    x, y, out = axes(at, title, "step", (0, last), (low, high), ticks, 0.5, "{:g}", margin=20)
     legend = x(last) - 30 - LETTER * max(map(len, [*lines, "validation"]))
-    for tick in [low + 0.5 * i for i in range(round((high - low) * 2) + 1)]:
-        out.append(f'<path d="M{x(0):.1f} {y(tick):.1f}H{x(last):.1f}" stroke="#ddd"/><text x="{x(0) - 6:.1f}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    for step in range(0, int(last) + 1, 400 if 800 <= last < 3000 else int(last) // 600 * 100 or 100):
-        out.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{step}</text>')
-    out.append(f'<text x="{x(last / 2):.1f}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
     for number, (name, (points, checks)) in enumerate(lines.items()):
         colour = COLOURS[number % len(COLOURS)]
         path = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in points if loss <= high)
         out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
         out += [f'<circle cx="{x(step):.1f}" cy="{y(loss):.1f}" r="3" fill="{colour}"/>' for step, loss in checks if loss <= high]
         at_y = TOP + 14 + 16 * number
-        out.append(f'<path d="M{legend:.1f} {at_y - 4}h18" stroke="{colour}" stroke-width="2"/><text x="{legend + 24:.1f}" y="{at_y}">{name}</text>')
+        out.append(f'<path d="M{legend:.1f} {at_y - 4}h18" stroke="{colour}" stroke-width="2"/>'
+                   f'<text x="{legend + 24:.1f}" y="{at_y}">{name}</text>')
     if any(checks for _, checks in lines.values()):
         at_y = TOP + 14 + 16 * len(lines)
-        out.append(f'<circle cx="{legend + 9:.1f}" cy="{at_y - 4}" r="3" fill="#777"/><text x="{legend + 24:.1f}" y="{at_y}">validation</text>')
+        out.append(f'<circle cx="{legend + 9:.1f}" cy="{at_y - 4}" r="3" fill="#777"/>'
+                   f'<text x="{legend + 24:.1f}" y="{at_y}">validation</text>')
     return out
 
 
 def speed(at, title, runs):
     """Loss at the end against speed, a dot a file."""
-    out, dots = [f'<text x="{at + LEFT}" y="20" font-size="13">{title}: loss and speed</text>', loss_axis(at)], []
+    dots = []
     for number, (name, paths) in enumerate(runs):
         for path in paths.split("+"):
             rows = rows_of(path)
-            rates = sorted(row["tokens_per_second"] for row in rows if row["kind"] == "step")
-            loss = [row["loss"] for row in rows if row["kind"] == "validation"][-1]
-            dots.append((number, name, rates[len(rates) * 3 // 4] / 1000, loss))
+            rates = sorted(row["tokens_per_second"] for row in steps_of(rows))
+            dots.append((number, name, rates[len(rates) * 3 // 4] / 1000, validations_of(rows)[-1]["loss"]))
     (left, right), (low, high) = ((min(v), max(v)) for v in ([d[2] for d in dots], [d[3] for d in dots]))
     left, right = math.floor(left / 100) * 100, math.ceil(right / 100) * 100
     low, high = math.floor(low * 5 - 0.1) / 5, math.ceil(high * 5 + 0.1) / 5
-    x = lambda rate: at + LEFT + (WIDTH - LEFT - 24) * (rate - left) / (right - left)
-    y = lambda loss: TOP + (HEIGHT - TOP - BOTTOM) * (high - loss) / (high - low)
-    for tick in [low + 0.2 * i for i in range(round((high - low) * 5) + 1)]:
-        out.append(f'<path d="M{x(left):.1f} {y(tick):.1f}H{x(right):.1f}" stroke="#ddd"/><text x="{x(left) - 6:.1f}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.1f}</text>')
-    for rate in range(left, right + 1, 100):
-        out.append(f'<text x="{x(rate):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{rate}</text>')
-    out.append(f'<text x="{x((left + right) / 2):.1f}" y="{HEIGHT - 6}" text-anchor="middle">thousand tokens a second</text>')
+    title, ticks = f"{title}: loss and speed", range(left, right + 1, 100)
+    x, y, out = axes(at, title, "thousand tokens a second", (left, right), (low, high), ticks, 0.2, "{:.1f}", margin=24)
     for number, name, rate, loss in dots:
         out.append(f'<circle cx="{x(rate):.1f}" cy="{y(loss):.1f}" r="4" fill="{COLOURS[number % len(COLOURS)]}"/>')
-    for number, name in {dot[:2] for dot in dots}:
+    for number, name in dict.fromkeys(dot[:2] for dot in dots):
         mine = [dot for dot in dots if dot[0] == number]
         ys = [y(dot[3]) for dot in mine]
         at_y = max(ys) + 16 if number % 3 == 2 else min(ys) - 9  # names beside each other do not collide
@@ -112,7 +115,7 @@ def speed(at, title, runs):
 
 def of_attention(runs):
     """Panels of statistics of the attention by step, a line a run."""
-    steps = {name: [row for row in rows_of(path) if row["kind"] == "step"] for name, path in runs}
+    steps = {name: steps_of(rows_of(path)) for name, path in runs}
     panels = {
         "overlap with an equally long window, %": ("beyond_window", lambda share: 100 - 100 * share),
         "age that 95 % are below, tokens": ("late_key_age", float),

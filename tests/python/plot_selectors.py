@@ -38,7 +38,7 @@ class Axes:
         return out
 
     def line(self, points, colour, width=2, dash="", dots=0):
-        points = [self.at(*point) for point in sorted(points)]
+        points = [self.at(*point) for point in points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         out = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}" stroke-dasharray="{dash}"/>'] if width else []
         marks = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points)
@@ -62,6 +62,7 @@ def of_lengths(files):
         if row["heads"] == heads:
             name = row["method"].replace(":stride=16", "").replace(",base.stride=16", "")
             methods.setdefault(name, {})[row["tokens"]] = row
+    methods = {name: dict(sorted(found.items())) for name, found in methods.items()}
     dense = [(n, row["whole_ms"]) for n, row in methods.pop("dense").items()]
     lengths = sorted(n for n, _ in dense)
     y = [min(row["selection_ms"] or 1e9 for m in methods.values() for row in m.values()), max(ms for _, ms in dense)]

@@ -20,6 +20,7 @@ import subprocess
 import time
 
 import plot_selectors
+from runs import append, json_lines, table_text
 
 TEXT = ["docs/evaluation.md", "docs/results.md"]
 ALL = "first_dense_layers=0"
@@ -92,18 +93,15 @@ KEPT = ["label", "name", "selector", "num_tokens", "density", "recall", "output_
 
 def jobs(lengths, only):
     """Name, group, arguments behind `sieve eval`."""
-    for group, (_, parts) in GROUPS.items():
-        for length in [STREAM_LENGTH] if group == "streams" else [max(lengths)] if group == "time" else lengths:
+    command = ["selectors", "--data", *TEXT, "--windows", "1"]
+    commands = {group: (command, parts) for group, (_, parts) in GROUPS.items()} | ASKED
+    own_lengths = {"streams": [STREAM_LENGTH], "ruler_stream": [STREAM_LENGTH], "time": [max(lengths)]}
+    for group, (command, parts) in commands.items():
+        for length in own_lengths.get(group, lengths) if group in only else ():
+            tokens = length - 100 if group == "needle" else length
             for n, part in enumerate(parts):
                 words = part if part[0] == "--grid" else [word for one in part for word in ("--selector", one)]
-                if group in only:
-                    yield f"{group}-{length}-{n}", group, ["selectors", "--data", *TEXT, "--windows", "1", "--lengths", str(length), *words]
-    for group, (command, parts) in ASKED.items():
-        for length in [STREAM_LENGTH] if group == "ruler_stream" else lengths:
-            for n, part in enumerate(parts):
-                words = [word for one in part for word in ("--selector", one)]
-                if group in only:
-                    yield f"{group}-{length}-{n}", group, [*command, "--lengths", str(length - (group == "needle") * 100), *words]
+                yield f"{group}-{length}-{n}", group, [*command, "--lengths", str(tokens), *words]
 
 
 def rounded(value):
@@ -128,7 +126,8 @@ def rows(group, report, asked):
             cells = method["cells"]
             count, said = (sum(cell[key] for cell in cells) for key in ("num_needles", "num_found"))
             rank = sum(cell["mean_rank"] * cell["num_needles"] for cell in cells) / count
-            found.append(base | {"num_tokens": cells[0]["length"], "num_samples": count, "score": said / count, "mean_rank": rounded(rank)})
+            found.append(base | {"num_tokens": cells[0]["length"], "num_samples": count, "score": said / count,
+                                 "mean_rank": rounded(rank)})
             continue
         for task in method["tasks"]:
             for cell in task["lengths"]:
@@ -160,25 +159,20 @@ def run(job, args, end):
     return [{"job": name, "group": group, "device": args.device, "seconds": seconds, **row} for row in found]
 
 
-def finished(path):
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def measure(args):
     end = time.monotonic() + args.seconds
     patterns = args.out.with_suffix(".patterns.json")
     if "where" in args.only and not patterns.exists():
         words = ["eval", "patterns", "--checkpoint", str(args.checkpoint), "--data", *TEXT, "--device", args.device]
         subprocess.run([args.sieve, "-q", *words, "--length", str(min(args.lengths)), "--out", str(patterns)], check=True)
-    done = {(row["job"], row["device"]) for row in finished(args.out)}
+    done = {(row["job"], row["device"]) for row in json_lines(args.out)}
     left = [job for job in jobs(args.lengths, args.only) if (job[0], args.device) not in done]
     missing = 0
     for alone in (True, False):
         with concurrent.futures.ThreadPoolExecutor(1 if alone else args.workers) as pool:
             for found in pool.map(lambda job: run(job, args, end), [job for job in left if (job[1] == "time") == alone]):
                 missing += found is None
-                with open(args.out, "a", encoding="utf-8") as out:
-                    out.writelines(json.dumps(row) + "\n" for row in found or [])
+                append(args.out, *found or [])
     print(f"{len(left) - missing} jobs done, {missing} left")
 
 
@@ -188,10 +182,6 @@ def where(row):
     if "on the CPU" in row["paths"].replace("chosen on the CPU", ""):
         return "host" if "kernel" not in row["paths"] else "host, dense layers by kernel"
     return "kernels" if not row["host_bytes"] else "kernel, chosen on the host"
-
-
-def cell(value, form):
-    return "-" if value is None else format(value, form)
 
 
 def tables(found):
@@ -204,19 +194,22 @@ def tables(found):
             if group in GROUPS:
                 print(f"\n{title}; {length} tokens, {device}, dense loss {here[0]['dense_loss']:.4f}\n")
                 ms = group == "time"  # others shared the machine
-                print("| selector | density | mass | error | loss - dense | KL | top-1 | cosine of layers, least |" + " prompt, ms |" * ms + " runs |")
-                print("|---|---|---|---|---|---|---|---|---|" + "---|" * ms)
-                for row in here:
-                    print(f"| `{row['label']}` | {row['density']:.1%} | {cell(row['recall'], '.1%')} | {row['output_error']:.3f} | "
-                          f"{row['loss'] - row['dense_loss']:+.4f} | {row['kl']:.4f} | {row['top1']:.1%} | "
-                          f"{sum(row['cosines']) / len(row['cosines']):.3f}, {min(row['cosines']):.3f} | " + f"{row['prefill_ms']:.0f} | " * ms + f"{where(row)} |")
+                head = ["selector", "density", "mass", "error", "loss - dense", "KL", "top-1",
+                        "cosine of layers, least", *["prompt, ms"] * ms, "runs"]
+                print(table_text(head, [
+                    [f"`{row['label']}`", f"{row['density']:.1%}",
+                     "-" if row["recall"] is None else f"{row['recall']:.1%}", f"{row['output_error']:.3f}",
+                     f"{row['loss'] - row['dense_loss']:+.4f}", f"{row['kl']:.4f}", f"{row['top1']:.1%}",
+                     f"{sum(row['cosines']) / len(row['cosines']):.3f}, {min(row['cosines']):.3f}",
+                     *[f"{row['prefill_ms']:.0f}"] * ms, where(row)] for row in here]))
                 continue
             tasks = sorted({row.get("task", "needle") for row in here})
             print(f"\n{title}, {length} tokens, {device}: score in percent (mean rank among eleven)\n")
-            print("| method | " + " | ".join(tasks) + " |\n|---|" + "---|" * len(tasks))
+            lines = []
             for label in dict.fromkeys(row["label"] for row in here):
                 cells = {row.get("task", "needle"): f"{100 * row['score']:.0f} ({row['mean_rank']:.1f})" for row in here if row["label"] == label}
-                print(f"| {f'`{label}`' if label else 'dense'} | " + " | ".join(cells.get(task, "-") for task in tasks) + " |")
+                lines.append([f"`{label}`" if label else "dense", *(cells.get(task, "-") for task in tasks)])
+            print(table_text(["method", *tasks], lines))
     for row in (row for row in found if "failed" in row):
         print(f"failed: {row['job']} {row.get('label', '')}: {row['failed']}")
 
@@ -236,7 +229,7 @@ def main():
     args = parser.parse_args()
     if args.checkpoint:
         measure(args)
-    found = finished(args.out)
+    found = json_lines(args.out)
     if args.tables:
         tables(found)
     if args.draw:

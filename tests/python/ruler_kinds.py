@@ -12,12 +12,12 @@ recipes/quickstart.toml's model with one kind of attention that reads 128 keys a
 repeated, so a call that was cut off resumes. Needs nothing but Python.
 """
 
-import argparse
 import pathlib
 import statistics
 
 from learning_table import ROWS, WARMUP
-from runs import add_arguments, chart, evaluated, finished, named, parsed, prepare, succeed, train_missing, trained
+from runs import (chart, evaluated, finished, named, parsed, parser_of, prepare, scores, succeed, table_text,
+                  train_missing, trained)
 
 TASKS = ["niah_multikey_1", "niah_multivalue", "vt", "cwe", "kv_retrieval"]
 KINDS = [name for name in ROWS["recall"] if name != WARMUP and "periods" not in name]
@@ -34,6 +34,7 @@ def generate(arguments):
     path = text_of(arguments)
     if not path.exists():
         unfinished = path.with_suffix(".part")
+        unfinished.unlink(missing_ok=True)
         succeed([arguments.sieve, "data", "generate", "--tasks", ",".join(TASKS), "--tokenizer", str(TOKENIZER),
                  "--min-length", str(arguments.length // 2), "--max-length", str(arguments.length - 1),
                  "--samples", str(arguments.texts), "--out", str(unfinished)])
@@ -55,21 +56,16 @@ def settings(kind, seed, arguments):
 
 
 def run(job, runs, arguments):
-    """The line of one run, or None."""
+    """The line of one run."""
     kind, length, texts, steps, seed = job
-    folder = arguments.out / named(kind, length, texts, steps, seed)
+    folder = arguments.out / named(*job)
     lines = trained(folder, "recipes/quickstart.toml", settings(kind, seed, arguments), runs, arguments)
-    if lines is None:
-        return None
     words = ["ruler", "--tasks", ",".join(TASKS), "--lengths", ",".join(str(times * length) for times in (1, 2, 4)),
              "--samples", str(arguments.samples)]
     report = evaluated(folder, words, runs, arguments)
-    if report is None:
-        return None
-    check = [line for line in lines if line["kind"] == "validation"][-1]
-    scores = {task["task"]: [[one["length"], round(100 * one["score"], 1), round(one["mean_rank"], 2)] for one in task["lengths"]]
-              for task in report["methods"][0]["tasks"]}
-    return {**dict(zip(KEY, job)), "loss": round(check["loss"], 4), "scores": scores}
+    numbers = lambda one: [one["length"], round(100 * one["score"], 1), round(one["mean_rank"], 2)]
+    of_tasks = {task["task"]: list(map(numbers, task["lengths"])) for task in report["methods"][0]["tasks"]}
+    return {**dict(zip(KEY, job)), "loss": scores(lines)["loss"], "scores": of_tasks}
 
 
 def of_task(rows, kind, task, which):
@@ -83,14 +79,15 @@ def of_task(rows, kind, task, which):
 
 def table(rows, arguments):
     print("Score in %, then mean rank of the answer among eleven, at 1, 2 and 4 times the trained length; means of seeds\n")
-    print("| attention | loss | " + " | ".join(TASKS) + " |\n|---|---|" + "---|" * len(TASKS))
+    lines = []
     for kind in arguments.kinds:
         losses = [row["loss"] for key, row in rows.items() if key[0] == kind]
         if losses:
             cells = [", ".join(f"{statistics.mean(values):.{digits}f}" for values in of_task(rows, kind, task, which).values())
                      for task in TASKS for which, digits in ((1, 0), (2, 1))]
             pairs = [f"{score}; {rank}" for score, rank in zip(cells[::2], cells[1::2])]
-            print(f"| {kind} | {statistics.mean(losses):.3f} | " + " | ".join(pairs) + " |")
+            lines.append([kind, f"{statistics.mean(losses):.3f}", *pairs])
+    print(table_text(["attention", "loss", *TASKS], lines))
 
 
 def drawn(rows, arguments):
@@ -102,8 +99,7 @@ def drawn(rows, arguments):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, "ruler.jsonl", reads_text=False)
+    parser = parser_of(__doc__, "ruler.jsonl", reads_text=False)
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
@@ -119,7 +115,7 @@ def main():
         generate(arguments)
         prepare(arguments, "recipes/quickstart.toml", settings(arguments.kinds[0], 0, arguments))
         jobs = [(kind, *same, seed) for seed in arguments.seeds for kind in arguments.kinds]
-        train_missing(jobs, lambda job, runs: run(job, runs, arguments), arguments, path, rows)
+        train_missing(jobs, run, arguments, path, rows)
     rows = {key: row for key, row in rows.items() if key[1:-1] == same}
     if not rows:
         parser.error(f"{path} has no run of these --length, --texts and --steps: {', '.join(map(str, same))}")

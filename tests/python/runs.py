@@ -1,7 +1,10 @@
-"""What scripts that train many models share: runs on several devices up to a deadline, one JSON line a finished run, and
-panels of curves as SVG. A call that was cut off resumes: runs whose line is there are not repeated.
+"""What scripts that train many models share: arguments, runs on several devices up to a deadline, one JSON line a
+finished run, tables, and panels of curves as SVG. A call that was cut off resumes: runs whose line is there are not
+repeated.
 """
 
+import argparse
+import contextlib
 import json
 import math
 import os
@@ -17,12 +20,16 @@ COLOURS = ["#1b6ca8", "#c0392b", "#e08a1e", "#7d3c98", "#2e8b57", "#7f8c8d", "#0
 PANEL, HEIGHT, LEFT, TOP, BOTTOM = 330, 300, 56, 34, 46
 
 
+class Unfinished(Exception):
+    """A run was cut off at the deadline, or a command of it failed: its log says why."""
+
+
 class Runs:
     """Programs started on one device, with its kernel cache, none of them beyond the deadline."""
 
-    def __init__(self, device, arguments, out):
+    def __init__(self, device, arguments):
         self.device, self.deadline = device, arguments.deadline
-        self.environment = dict(os.environ, XDG_CACHE_HOME=str(out / f"cache-{device.replace(':', '-')}"))
+        self.environment = dict(os.environ, XDG_CACHE_HOME=str(arguments.out / f"cache-{device.replace(':', '-')}"))
 
     def run(self, command, output, log):
         command = [*command, "--device", self.device]
@@ -35,7 +42,7 @@ class Runs:
             return None
 
 
-def on_devices(jobs, arguments, out, work):
+def on_devices(jobs, arguments, work):
     """Calls `work(job, runs)` for the jobs in their order, one at a time on each device; returns those not begun when
     the deadline came."""
     waiting = queue.Queue()
@@ -43,13 +50,14 @@ def on_devices(jobs, arguments, out, work):
         waiting.put(job)
 
     def serve(device):
-        runs = Runs(device, arguments, out)
+        runs = Runs(device, arguments)
         while time.monotonic() < arguments.deadline:
             try:
                 job = waiting.get_nowait()
             except queue.Empty:
                 return
-            work(job, runs)
+            with contextlib.suppress(Unfinished):
+                work(job, runs)
 
     threads = [threading.Thread(target=serve, args=(device,)) for device in arguments.devices]
     for thread in threads:
@@ -59,8 +67,9 @@ def on_devices(jobs, arguments, out, work):
     return list(waiting.queue)
 
 
-def add_arguments(parser, lines, reads_text=True):
-    """The arguments of every script here; `lines` is the name of its file of finished runs."""
+def parser_of(doc, lines, reads_text=True):
+    """A parser with the arguments of every script here; `lines` is the name of its file of finished runs."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if reads_text:
         parser.add_argument("--text", type=pathlib.Path, help="crates.jsonl")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for every run")
@@ -69,6 +78,7 @@ def add_arguments(parser, lines, reads_text=True):
     parser.add_argument("--seconds", type=float, default=1e6, help="stop after this time; the next call resumes")
     parser.add_argument("--devices", nargs="+", default=["cuda:0"], help="one run at a time each: cuda:0 cuda:1 …, or cpu")
     parser.add_argument("--draw", type=pathlib.Path, help="an SVG of what is finished")
+    return parser
 
 
 def parsed(parser):
@@ -86,10 +96,20 @@ def parsed(parser):
     return arguments
 
 
+def json_lines(path):
+    """The values in a file of JSON lines, none where there is no file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def append(path, *rows):
+    """Adds a JSON line a row."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
 def finished(path, key):
     """The lines of a file of finished runs, by the values of the names in `key`, which are a job."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {tuple(row[name] for name in key): row for row in rows}
+    return {tuple(row[name] for name in key): row for row in json_lines(path)}
 
 
 def output_of(command):
@@ -109,22 +129,38 @@ def succeed(command):
         raise SystemExit(status)
 
 
+def sets(settings):
+    """The words of a command line that set these keys of a recipe."""
+    return [word for setting in settings for word in ("--set", setting)]
+
+
 def prepare(arguments, recipe, settings):
     """Tokenises the text of a recipe with these settings, once before all runs."""
-    succeed([arguments.sieve, "data", "prepare", "--recipe", recipe]
-            + [part for setting in settings for part in ("--set", setting)])
+    succeed([arguments.sieve, "data", "prepare", "--recipe", recipe, *sets(settings)])
 
 
 def metrics(folder):
     """The lines of a run's metrics.jsonl, or none."""
-    try:
-        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    except OSError:
-        return []
+    return json_lines(folder / "metrics.jsonl")
 
 
 def steps_of(lines):
     return [line for line in lines if line["kind"] == "step"]
+
+
+def validations_of(lines):
+    return [line for line in lines if line["kind"] == "validation"]
+
+
+def scores(lines):
+    """What the last validation of a run measured, as in the lines of finished runs."""
+    return {name: round(validations_of(lines)[-1][name], 4) for name in ("loss", "bits_per_byte")}
+
+
+def saved_steps(folder):
+    """The steps of a run's checkpoints, ascending."""
+    names = [path.name.removeprefix("step-") for path in folder.glob("checkpoint/step-*")]
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def curve(steps, seconds_a_step, value=lambda line: line["loss"]):
@@ -152,28 +188,29 @@ def num_steps(settings):
 
 def trained(folder, recipe, settings, runs, arguments):
     """Trains in `folder`, from its last checkpoint where an earlier call was cut off, up to the validation after the
-    last step. Returns the metrics, or None where the run failed or was cut off (its log says why)."""
+    last step. Returns the metrics."""
     steps = num_steps(settings)
-    done = lambda: any(line["kind"] == "validation" and line["step"] == steps for line in metrics(folder))
-    command = [arguments.sieve, "train", "--recipe", recipe, "--out", str(folder)]
-    command += [part for key in settings for part in ("--set", key)]
+    done = lambda: any(line["step"] == steps for line in validations_of(metrics(folder)))
+    command = [arguments.sieve, "train", "--recipe", recipe, "--out", str(folder), *sets(settings)]
     command += ["--resume"] if (folder / "config.toml").exists() else []
     if not done():
         with open(f"{folder}.log", "a", encoding="utf-8") as log:
             runs.run(command, log, log)
-    return metrics(folder) if done() else None
+    if not done():
+        raise Unfinished
+    return metrics(folder)
 
 
 def evaluated(folder, words, runs, arguments):
     """The report of `sieve eval` with these words on a trained run, kept in FOLDER.eval.json, where an earlier call's is
-    read again. None where it failed or was cut off."""
+    read again."""
     path = pathlib.Path(f"{folder}.eval.json")
     if not path.exists():
         unfinished = path.with_suffix(".part")
         command = [arguments.sieve, "eval", *words, "--checkpoint", str(folder), "--json"]
         with open(unfinished, "w", encoding="utf-8") as output, open(f"{folder}.log", "a", encoding="utf-8") as log:
             if runs.run(command, output, log) != 0:
-                return None
+                raise Unfinished
         unfinished.rename(path)
     return json.loads(path.read_text())
 
@@ -197,7 +234,7 @@ def train_missing(jobs, run, arguments, path, rows):
 
 def train(wanted, run, arguments, path, rows):
     """Trains until `wanted(rows)`, the jobs that can begin now, best first, is empty or the deadline comes.
-    `run(job, runs)` returns the line of a finished run, or None: at the deadline, or where a command failed."""
+    `run(job, runs, arguments)` returns the line of a finished run, or None, or raises `Unfinished`."""
     running, failed, lock = set(), set(), threading.Lock()
 
     def work(_, runs):
@@ -210,7 +247,10 @@ def train(wanted, run, arguments, path, rows):
             if not jobs:  # what another device runs decides what comes next
                 time.sleep(0.2)
                 continue
-            row = run(jobs[0], runs)
+            try:
+                row = run(jobs[0], runs, arguments)
+            except Unfinished:
+                row = None
             with lock:
                 running.remove(jobs[0])
                 print(row or f"{jobs[0]}: not finished, see its log", flush=True)
@@ -218,10 +258,15 @@ def train(wanted, run, arguments, path, rows):
                     failed.add(jobs[0])
                     continue
                 rows[jobs[0]] = row
-                with open(path, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+                append(path, row)
 
-    on_devices(arguments.devices, arguments, arguments.out, work)
+    on_devices(arguments.devices, arguments, work)
+
+
+def table_text(head, rows):
+    """A table of Markdown from texts."""
+    first, *others = ("| " + " | ".join(row) + " |" for row in (head, *rows))
+    return "\n".join([first, "|" + "---|" * len(head), *others])
 
 
 def round_numbers(low, high):
@@ -247,8 +292,7 @@ def panel(at, title, series, names, columns=None, below="", number="{:.2f}"):
     for y in round_numbers(low, high):
         parts.append(f'<line x1="{at + LEFT}" x2="{at + PANEL - 14}" y1="{up(y):.1f}" y2="{up(y):.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{at + LEFT - 6}" y="{up(y) + 4:.1f}" text-anchor="end">{number.format(y)}</text>')
-    marked = round_numbers(min(xs), max(xs)) if columns == "linear" else (
-        columns or sorted(set(given)))
+    marked = round_numbers(min(xs), max(xs)) if columns == "linear" else columns or sorted(set(given))
     # Names as columns need no label: the legend has their colours. Of near numbers one is written.
     last = -math.inf
     for x in marked if not isinstance(marked[0] if marked else "", str) else []:
@@ -275,7 +319,11 @@ def chart(panels, names):
         y, colour = TOP + 10 + 18 * number, COLOURS[number % len(COLOURS)]
         parts.append(f'<line x1="{legend}" x2="{legend + 18}" y1="{y}" y2="{y}" stroke="{colour}" stroke-width="3"/>'
                      f'<text x="{legend + 24}" y="{y + 4}">{name}</text>')
-    width, height = legend + 210, max(HEIGHT, TOP + 18 * len(names))
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-            'font-family="sans-serif" font-size="11">\n<rect width="100%" height="100%" fill="white"/>\n'
-            + "\n".join(parts) + "\n</svg>\n")
+    return svg(legend + 210, max(HEIGHT, TOP + 18 * len(names)), parts)
+
+
+def svg(width, height, parts, more=""):
+    """A picture of these parts on white; `more` are further attributes of all of them."""
+    head = (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+            f'font-family="sans-serif" font-size="11"{more}>')
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>", ""])

@@ -14,23 +14,25 @@ device named twice takes two runs at a time. The slope is nats by which the loss
 through the sizes that were trained in full. Needs nothing but Python.
 """
 
-import argparse
 import json
 import math
 import shutil
 import statistics
 import subprocess
 
-from learning_table import INFLLM_V2, MOBA, MSA, PUBLISHED, SLOPE, dma, window
-from runs import add_arguments, chart, finished, metrics, named, parsed, prepare, train_missing, trained
+from learning_table import INFLLM_V2, MOBA, MSA, NSA, PUBLISHED, SLOPE, dma, window
+from runs import chart, finished, named, parsed, parser_of, prepare, scores, sets, table_text, train_missing, trained
 
 # Size in millions: layers, width, heads of 64, rate.
 SIZES = {2: (4, 192, 3, 4e-3), 5: (6, 256, 4, 3e-3), 10: (8, 320, 5, 2e-3), 20: (10, 384, 6, 2e-3),
          80: (12, 768, 12, 1.5e-3)}
-NSA = ["attention.kind=nsa", "attention.compress_block_size=32", "attention.compress_stride=16", "attention.compress=mlp",
-       "attention.compress_hidden_size=32", "attention.select_block_size=64", "attention.num_selected_blocks=8",
-       "attention.window_size=256", "attention.shared_kv=true"]
 HALF = ["attention.num_selected_blocks=8"]
+
+
+def of_attention(settings):
+    return [setting for setting in settings if setting.startswith("attention.")]
+
+
 # Kind: settings, and its best learning rate over dense attention's.
 KINDS = {
     "dense": (["attention.kind=mha"], 1),
@@ -39,10 +41,10 @@ KINDS = {
     "DMA as published": (dma(512, 0, *PUBLISHED), 1),
     "DMA": (dma(512, 64, *SLOPE), 1),
     "MLA": (["attention.kind=mla", "attention.qk_rope_head_dim=32", "attention.qk_norm=true"], 0.25),
-    "NSA": (NSA, 0.5),
+    "NSA": (of_attention(NSA) + HALF + ["attention.compress_hidden_size=32", "attention.window_size=256"], 0.5),
     "InfLLM-V2": (INFLLM_V2 + HALF + ["attention.num_local_blocks=4"], 0.5),
     "MoBA": (MOBA + HALF, 1),
-    "MSA": ([setting for setting in MSA if not setting.startswith("model.")] + HALF, 2),
+    "MSA": (of_attention(MSA) + HALF, 2),
 }
 KEY = ("kind", "size", "seed")
 
@@ -58,7 +60,7 @@ def shape(kind, size, intermediate):
 
 def plan(arguments, keys):
     command = [arguments.sieve, "plan", "--recipe", "recipes/code_80m.toml", "--json"]
-    done = subprocess.run(command + [part for key in keys for part in ("--set", key)], capture_output=True, check=False)
+    done = subprocess.run(command + sets(keys), capture_output=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)}: {done.stderr.decode()}")
     return json.loads(done.stdout)
@@ -85,8 +87,9 @@ def settings(kind, size, seed, arguments):
     rate = SIZES[size][3] * KINDS[kind][1]
     return keys + [
         "training.seq_len=2048", f"training.local_batch_size={rows}", f"training.steps={steps}", f"training.seed={seed}",
-        f"optimizer.lr={rate}", f"lr_scheduler.warmup_steps={max(min(steps // 20, 200), 1)}", 
-        f"checkpoint.interval={max(steps // 4, 1)}", "checkpoint.keep_latest_k=1", f"validation.interval={steps}", "metrics.log_freq=50", "generation.max_new_tokens=1",
+        f"optimizer.lr={rate}", f"lr_scheduler.warmup_steps={max(min(steps // 20, 200), 1)}",
+        f"checkpoint.interval={max(steps // 4, 1)}", "checkpoint.keep_latest_k=1", f"validation.interval={steps}",
+        "metrics.log_freq=50", "generation.max_new_tokens=1",
     ]
 
 
@@ -97,18 +100,14 @@ def text(arguments):
 
 
 def run(job, runs, arguments):
-    """The line of one run, or None."""
+    """The line of one run."""
     kind, size, seed = job
-    folder = arguments.out / named(kind, size, seed)
+    folder = arguments.out / named(*job)
     keys = settings(kind, size, seed, arguments) + text(arguments)
     lines = trained(folder, "recipes/code_80m.toml", keys, runs, arguments)
-    if lines is None:
-        return None
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     ahead = plan(arguments, keys)
-    check = [line for line in lines if line["kind"] == "validation"][-1]
-    return {"kind": kind, "size": size, "seed": seed, "loss": round(check["loss"], 4),
-            "bits_per_byte": round(check["bits_per_byte"], 4), "parameters": ahead["num_non_embedding"],
+    return {**dict(zip(KEY, job)), **scores(lines), "parameters": ahead["num_non_embedding"],
             "tokens": ahead["num_tokens"], "flops": ahead["total_flops"]}
 
 
@@ -138,12 +137,13 @@ def slope(points):
 
 def table(rows, arguments):
     found = cells(rows)
-    print("| attention | " + " | ".join(f"{size}M" for size in SIZES) + " | nats a doubling |\n|---|" + "---|" * (len(SIZES) + 1))
+    lines = []
     for kind in arguments.kinds:
         runs = [found.get((kind, size), []) for size in SIZES]
         losses = [", ".join(f"{row['loss']:.3f}{'' if is_full(row) else '*'}" for row in one) for one in runs]
         full = [(row["parameters"], row["loss"]) for one in runs for row in one if is_full(row)]
-        print(f"| {kind} | " + " | ".join(losses) + f" | {slope(full) if full else ''} |")
+        lines.append([kind, *losses, slope(full) if full else ""])
+    print(table_text(["attention", *(f"{size}M" for size in SIZES), "nats a doubling"], lines))
     print("\n* under-trained: fewer than 20 tokens a parameter; not in the slope")
 
 
@@ -170,8 +170,7 @@ def drawn(rows, arguments):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, "scaling.jsonl")
+    parser = parser_of(__doc__, "scaling.jsonl")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
@@ -185,7 +184,7 @@ def main():
         # The long runs first, so that none of them is alone at the end.
         jobs = [(kind, size, seed) for seed in arguments.seeds for size in sorted(arguments.sizes, reverse=True)
                 for kind in arguments.kinds]
-        train_missing(jobs, lambda job, runs: run(job, runs, arguments), arguments, path, rows)
+        train_missing(jobs, run, arguments, path, rows)
     table(rows, arguments)
     if arguments.draw:
         arguments.draw.write_text(drawn(rows, arguments), encoding="utf-8")

@@ -14,10 +14,10 @@ import argparse
 import json
 import pathlib
 import subprocess
-import time
 
 from dense_to_sparse import Runs
 from published_selectors import rows
+from runs import append, json_lines, saved_steps, sets, table_text
 
 BASES = ["xattention:tau=0.5", "xattention:tau=0.7", "streamingllm:n_local=1024", "a_shape", "block_sparse:topk=32",
          "oracle_topk:block=64,k=32"]
@@ -50,30 +50,25 @@ def measure(args):
     if path.exists() and path.read_text(encoding="utf-8") != recipe(args):
         raise SystemExit(f"{path} has other stages than this call: name another --out")
     path.write_text(recipe(args), encoding="utf-8")
-    keys = {"attention.kind": "mha", "model.rope_theta": 5e5, "model.max_position_embeddings": args.rows[-1],
-            "data.paths": json.dumps([str(args.text)]), "checkpoint.interval": args.steps[0],
-            "validation.interval": args.steps[0], "training.seq_len": args.rows[0]}
-    sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
-    sets += [word for key in args.set for word in ("--set", key)]
+    keys = ["attention.kind=mha", "model.rope_theta=500000.0", f"model.max_position_embeddings={args.rows[-1]}",
+            f"data.paths={json.dumps([str(args.text)])}", f"checkpoint.interval={args.steps[0]}",
+            f"validation.interval={args.steps[0]}", f"training.seq_len={args.rows[0]}", *args.set]
     runs, done = Runs(args), {line["step"] for line in results(args)}
     for step in args.steps:
         if step in done:
             continue
-        saved = [saved.name[len("step-"):] for saved in (run / "checkpoint").glob("step-*")]
-        at = max((int(number) for number in saved if number.isdigit()), default=0)
+        at = max(saved_steps(run), default=0)
         if at < step:
             words = ["--stop-after", step - at, *(["--resume"] if at else [])]
-            runs.sieve("train", "--recipe", path, "--out", run, *sets, *place, *words, log=log)
+            runs.sieve("train", "--recipe", path, "--out", run, *sets(keys), *place, *words, log=log)
         words = [word for one in settings() for word in ("--selector", one)]
         report = runs.sieve("eval", "selectors", "--checkpoint", run / f"checkpoint/step-{step}", "--data", *args.data,
                             "--lengths", ",".join(map(str, args.lengths)), *words, "--json", *place, log=log)
-        with open(args.out / "results.jsonl", "a", encoding="utf-8") as out:
-            out.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows("", json.loads(report), []))
+        append(args.out / "results.jsonl", *({"step": step, **row} for row in rows("", json.loads(report), [])))
 
 
 def results(args):
-    path = args.out / "results.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return json_lines(args.out / "results.jsonl")
 
 
 def table(found):
@@ -84,15 +79,14 @@ def table(found):
     for length in sorted({row["num_tokens"] for row in found}):
         here = [row for row in found if row["num_tokens"] == length]
         steps = {row["step"]: row["dense_loss"] for row in here}
-        print(f"\n{length} tokens\n\n| density, loss - dense, KL, cosine | ", end="")
-        print(" | ".join(f"{step} steps, dense loss {loss:.4f}" for step, loss in steps.items()) + " |")
-        print("|---|" + "---|" * len(steps))
+        head, lines = [f"{step} steps, dense loss {loss:.4f}" for step, loss in steps.items()], []
         for label in dict.fromkeys(row["label"] for row in here):
             of = {row["step"]: row for row in here if row["label"] == label}
             cells = [f"{row['density']:.1%}, {row['loss'] - row['dense_loss']:+.4f}, {row['kl']:.4f}, "
                      f"{sum(row['cosines']) / len(row['cosines']):.3f} (least {min(row['cosines']):.3f})"
                      if (row := of.get(step)) else "-" for step in steps]
-            print(f"| `{label}` | " + " | ".join(cells) + " |")
+            lines.append([f"`{label}`", *cells])
+        print(f"\n{length} tokens\n\n{table_text(['density, loss - dense, KL, cosine', *head], lines)}")
 
 
 def main():
@@ -111,7 +105,6 @@ def main():
     parser.add_argument("--seconds", type=float, default=1e6)
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
-    args.end = time.monotonic() + args.seconds
     if args.sieve:
         try:
             measure(args)

@@ -80,8 +80,8 @@ def main():
     written = arguments.english and [json.loads(line)["text"] for line in open(arguments.english, encoding="utf-8")]
     texts = {"code": code(arguments.code), "english": written or english(), "needles": needles(random.Random(0), 50_000),
              "recall": recall(random.Random(1), 30_000)}
-    for name, documents in texts.items():
-        path = arguments.out / f"{name}.jsonl"
+    for file_name, documents in texts.items():
+        path = arguments.out / f"{file_name}.jsonl"
         with open(path, "w", encoding="utf-8") as file:
             count = sum(1 for text in documents if file.write(json.dumps({"text": text}) + "\n"))
         print(f"{path}: {count:,} documents, {path.stat().st_size / 1e6:.1f} MB")

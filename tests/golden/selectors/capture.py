@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from make_lists import write
+from make_lists import softmax, write
 
 TOKENS = 768
 
@@ -51,8 +51,7 @@ def forward(folder, tokens):
         heads = []
         for head in range(q.shape[1]):
             logits = q[:, head] @ k[:, head // group].T / np.sqrt(d) + future
-            p = np.exp(logits - logits.max(axis=-1, keepdims=True))
-            heads.append(p / p.sum(axis=-1, keepdims=True) @ v[:, head // group])
+            heads.append(softmax(logits) @ v[:, head // group])
         x = x + np.concatenate(heads, axis=-1) @ w("self_attn.o_proj").T
         y = rms_norm(x, w("post_attention_layernorm"), eps)
         gate, up = y @ w("mlp.gate_proj").T, y @ w("mlp.up_proj").T

@@ -128,7 +128,7 @@ def momo(call, gamma, beta, chi, k, k_exact, variant, normalised=False):
             for t in probes:
                 a = call.context + t
                 lse = np.log(np.exp(x[t, : a + 1]).sum()) if normalised else 0.0
-                stream = [j for j in range(1, max(complete - 1, 1)) if j < complete - 1]
+                stream = range(1, complete - 1)
                 s = [np.log(np.exp(x[t, j * beta : (j + 1) * beta]).sum()) for j in stream]
                 for at in choose(s, k, k_exact, variant):
                     found.setdefault(stream[at], []).append(s[at] - lse)
@@ -364,7 +364,7 @@ def ba_att(call, b, segment, sort="qk", sparsity=0.5, covariance=1.0, crossed=0.
         q, k = call.q[:, p], call.k[:, p // call.m]
         sigma = by_norm(q, whole, True) if "q" in sort else np.arange(n)
         pi = by_norm(k, whole, False) if "k" in sort else np.arange(n)
-        moments = lambda x: [f for f in (x.mean(axis=0), x.var(axis=0))]
+        moments = lambda x: (x.mean(axis=0), x.var(axis=0))
         of_keys = [moments(k[pi[list(block)]]) for block in blocks(call, b)]
         rows = []
         for tile in query_tiles(call, b):
@@ -570,25 +570,23 @@ def flag(method, settings, *more):
 def lists_of(q, k, places, settings):
     """Name and arrays of every list of one pair of inputs."""
     for context, end in places:
-        call, where = Call(q, k, context, end), f"{context}-{end}"
-        yield f"{where}/{flag('bfla', settings['bfla'])}", bfla(call, **settings["bfla"]), {}
+        call = Call(q, k, context, end)
+        case = lambda method, *more: f"{context}-{end}/{flag(method, settings[method], *more)}"
+        yield case("bfla"), bfla(call, **settings["bfla"]), {}
         for variant in ("exact", "gauss", "hybrid"):
-            text = flag("momo", settings["momo"], "first_dense_layers=0", f"topk={variant}")
-            yield f"{where}/{text}", momo(call, variant=variant, **settings["momo"]), {}
+            text = case("momo", "first_dense_layers=0", f"topk={variant}")
+            yield text, momo(call, variant=variant, **settings["momo"]), {}
             if variant == "exact":
-                lists = momo(call, variant=variant, normalised=True, **settings["momo"])
-                yield f"{where}/{text},score=normalised", lists, {}
-        yield f"{where}/{flag('xattention', settings['xattention'])}", xattention(call, **settings["xattention"]), {}
+                yield f"{text},score=normalised", momo(call, variant=variant, normalised=True, **settings["momo"]), {}
+        yield case("xattention"), xattention(call, **settings["xattention"]), {}
         for select in ("meanpool", "xattention"):
             lists, orders = pbs(call, select=select, **settings["pbs"])
-            text = flag("pbs", settings["pbs"], f"select={select}")
-            yield f"{where}/{text}", lists, {"order": np.array(orders, np.int32)}
+            yield case("pbs", f"select={select}"), lists, {"order": np.array(orders, np.int32)}
         lists, columns = vertical_slash(call, **settings["vertical_slash"])
         ptr, idx = flat(columns)
-        yield f"{where}/{flag('vertical_slash', settings['vertical_slash'])}", lists, {"col_ptr": ptr, "col_idx": idx}
+        yield case("vertical_slash"), lists, {"col_ptr": ptr, "col_idx": idx}
         for tau in ("0", "0.3", "1"):
-            lists = flexprefill(call, tau=float(tau), **settings["flexprefill"])
-            yield f"{where}/{flag('flexprefill', settings['flexprefill'], f'tau={tau}')}", lists, {}
+            yield case("flexprefill", f"tau={tau}"), flexprefill(call, tau=float(tau), **settings["flexprefill"]), {}
     for t in (len(q) // 5, len(q) * 2 // 3, len(q) - 1):
         text = flag("quest", settings["quest"], "dense_layers=0")
         yield f"token-{t}/{text}", quest(q, k, t, **settings["quest"]), {}
@@ -645,10 +643,7 @@ def token_lists(q, k, t):
 def main():
     rng = np.random.default_rng(20)
     captured = read(sys.argv[2])
-    tensors = {}
-
-    def add(name, q, k, places, settings):
-        put(f"{name}/", lists_of(q, k, places, settings))
+    tensors, places = {}, ((0, 230), (77, 230), (100, 200))
 
     def put(place, found):
         for case, lists, extra in found:
@@ -661,10 +656,10 @@ def main():
             name = f"{kind}.{heads}.{kv_heads}"
             q, k = made_up(kind, heads, kv_heads, rng)
             tensors[f"{name}/q"], tensors[f"{name}/k"] = q, k
-            add(name, q, k, ((0, 230), (77, 230), (100, 200)), SMALL)
+            put(f"{name}/", lists_of(q, k, places, SMALL))
             if (heads, kv_heads) != (4, 2):
                 continue
-            for context, end in ((0, 230), (77, 230), (100, 200)):
+            for context, end in places:
                 put(f"{name}/{context}-{end}/", plain_lists(Call(q, k, context, end), 16))
             for end in (224, 230):
                 put(f"{name}/0-{end}/", whole_prompt_lists(Call(q, k, 0, end), 16))
@@ -680,7 +675,7 @@ def main():
         # Groups of one: the first query head of each KV head.
         source, step = ("trained.4.2", 2) if name == "trained.2.2" else (name, 1)
         q, k = captured[f"{source}/q"][:, ::step], captured[f"{source}/k"]
-        add(name, q, k, ((0, 768), (277, 768), (100, 700)), TRAINED)
+        put(f"{name}/", lists_of(q, k, ((0, 768), (277, 768), (100, 700)), TRAINED))
         if name == "trained.2.2":
             put(f"{name}/277-768/", plain_lists(Call(q, k, 277, 768), 32))
             put(f"{name}/0-768/", whole_prompt_lists(Call(q, k, 0, 768), 32))

@@ -42,6 +42,12 @@ HEAD_SHAPES = [(*heads, width, n) for width, shapes in ((128, WIDE_HEADS), (64, 
 MLA = [(2, 8192), (8, 2048), (1, 32768)]
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION}
 
+sdpa = torch.nn.functional.scaled_dot_product_attention
+
+
+def random(*shape):
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
 
 class Timer:
     """Rows `(what, batch, seq_len, head_dim, rival, phase) -> ms`."""
@@ -99,7 +105,7 @@ def compiled_flex():
 
 def inputs(batch, seq_len, width, queries=None):
     """q, k and v as `[batch, heads, seq_len, width]`, and a gradient of o."""
-    new = lambda heads, n: torch.randn(batch, n, heads, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+    new = lambda heads, n: random(batch, n, heads, width).transpose(1, 2).requires_grad_()
     q, k, v = new(HEADS, queries or seq_len), new(KV_HEADS, seq_len), new(KV_HEADS, seq_len)
     return q, k, v, torch.randn_like(q)
 
@@ -118,7 +124,7 @@ def dense(timer):
                 continue
             q, k, v, gradient = inputs(batch, n, width)
             with sdpa_kernel(backend):
-                call = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                call = lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True)
                 both(timer, ("dense", batch, n, width, name), call, (q, k, v), gradient, 3 if n > 100_000 else 15)
 
 
@@ -151,7 +157,7 @@ def decoding(timer):
     for batch, n, width in DECODE:
         q, k, v, _ = inputs(batch, n, width, queries=1)
         with torch.no_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            timer.time(("decode", batch, n, width, "cuDNN", "forward"), lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True), 15)
+            timer.time(("decode", batch, n, width, "cuDNN", "forward"), lambda: sdpa(q, k, v, enable_gqa=True), 15)
 
 
 # Batch, tokens, query and KV heads, width: as `sieve kernels bench --table2`.
@@ -168,11 +174,10 @@ TABLE2_KEPT = 2048
 def table2(timer):
     """SDPA under a mask of kept keys as a `[batch, heads, queries, keys]` tensor, which no back-end but the memory-efficient one takes; KV heads
     repeated before, which is not timed."""
-    sdpa = torch.nn.functional.scaled_dot_product_attention
     for phase, shapes in (("table2", TABLE2), ("table2 decode", TABLE2_DECODE)):
         for batch, n, heads, kv_heads, width in shapes:
             queries = 1 if phase.endswith("decode") else n
-            new = lambda heads, n: torch.randn(batch, n, heads, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            new = lambda heads, n: random(batch, n, heads, width).transpose(1, 2)
             q, k, v = new(heads, queries), new(kv_heads, n), new(kv_heads, n)
             group = heads // kv_heads
             wide_k, wide_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -207,11 +212,11 @@ def random_blocks(n, density, block=128):
 def sparse(timer):
     flex = compiled_flex()
     for n, densities in SPARSE:
-        new = lambda heads: torch.randn(1, n, heads, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        new = lambda heads: random(1, n, heads, 128).transpose(1, 2)
         q, k, v = new(SPARSE_HEADS), new(KV_HEADS), new(KV_HEADS)
         with torch.no_grad():
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                call = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                call = lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True)
                 timer.time(("dense", 1, n, 128, "cuDNN", "forward 32/8"), call, 5)
             for density in densities:
                 mask = random_blocks(n, density)
@@ -223,7 +228,7 @@ def sparse(timer):
 
 def nsa_inputs(n, heads, kv_heads):
     """q, k, v as `[1, n, heads, 128]`, and a gradient of o."""
-    new = lambda heads: torch.randn(1, n, heads, 128, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    new = lambda heads: random(1, n, heads, 128).requires_grad_()
     q = new(heads)
     return q, new(kv_heads), new(kv_heads), torch.randn_like(q)
 
@@ -343,7 +348,7 @@ def flash_nsa(n=2048, heads=64, kv_heads=4):
         return sum(gate[None, ..., None] * branch for gate, branch in zip(logits.float().sigmoid().unbind(-1), branches))
 
     q, k, v, gradient = nsa_inputs(n, heads, kv_heads)
-    logits = torch.randn(n, heads, 3, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    logits = random(n, heads, 3).requires_grad_()
     with mock.patch.object(package, "slc_topk_indices", kept):
         check(f"flash_nsa n {n} h{heads}/{kv_heads}", nsa, exact, (q, k, v, logits), (gradient,))
     return nsa
@@ -361,7 +366,7 @@ def nsa(timer):
             repetitions, label = 9 if n < 10_000 else 3, f"h{heads}/{kv_heads}"
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 heads_first = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-                call = lambda: torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+                call = lambda: sdpa(*heads_first, is_causal=True, enable_gqa=True)
                 both(timer, (f"dense {label}", 1, n, 128, "cuDNN"), call, heads_first, gradient.transpose(1, 2), repetitions)
             if fla and heads // kv_heads >= 16:
                 gates = [torch.rand(1, n, heads, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2)]
@@ -369,7 +374,7 @@ def nsa(timer):
                 with rival("fla", f"{label}, {n} tokens"):
                     both(timer, (f"nsa {label}", 1, n, 128, "fla, no window"), call, (q, k, v, *gates), gradient, 3)
             if flash:
-                logits = torch.randn(n, heads, 3, device="cuda", dtype=torch.bfloat16).requires_grad_()
+                logits = random(n, heads, 3).requires_grad_()
                 with rival("flash_nsa", f"{label}, {n} tokens"):
                     both(timer, (f"nsa {label}", 1, n, 128, "flash_nsa"), lambda: flash(q, k, v, logits), (q, k, v, logits), gradient, repetitions)
             for what in ("dense", "nsa"):
@@ -378,8 +383,8 @@ def nsa(timer):
 
 def msa_inputs(n, heads, kv_heads):
     """The indexer's q and k, then q, k and v as `[1, heads, n, 128]`; the gradient of o and of the indexer's loss."""
-    new = lambda heads: torch.randn(1, heads, n, 128, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    gradient = torch.randn(1, n, heads * 128, device="cuda", dtype=torch.bfloat16), torch.ones((), device="cuda")
+    new = lambda heads: random(1, heads, n, 128).requires_grad_()
+    gradient = random(1, n, heads * 128), torch.ones((), device="cuda")
     return [new(heads) for heads in (kv_heads, 1, heads, kv_heads, kv_heads)], gradient
 
 
@@ -482,14 +487,14 @@ def heads(timer):
     for heads, kv_heads, width, n in HEAD_SHAPES:
         if timer.heads and f"{heads}/{kv_heads}" not in timer.heads:
             continue
-        new = lambda heads: torch.randn(1, n, heads, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        new = lambda heads: random(1, n, heads, width).requires_grad_()
         q, k, v = new(heads), new(kv_heads), new(kv_heads)
         gradient, repetitions, what = torch.randn_like(q), 5 if n > 16_000 else 9, f"dense h{heads}/{kv_heads}"
 
         def cudnn():
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 inner = [x.transpose(1, 2) for x in (q, k, v)]
-                return torch.nn.functional.scaled_dot_product_attention(*inner, is_causal=True, enable_gqa=True).transpose(1, 2)
+                return sdpa(*inner, is_causal=True, enable_gqa=True).transpose(1, 2)
 
         both(timer, (what, 1, n, width, "cuDNN"), cudnn, (q, k, v), gradient, repetitions)
         for name, deterministic in (("FA4", False), ("FA4 fixed order", True)) if attend else ():
@@ -499,10 +504,10 @@ def heads(timer):
 
 def mla(timer):
     for batch, n in MLA:
-        new = lambda width: torch.randn(batch, n, HEADS, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        new = lambda width: random(batch, n, HEADS, width).transpose(1, 2).requires_grad_()
         q, k, v = new(192), new(192), new(128)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            call = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            call = lambda: sdpa(q, k, v, is_causal=True)
             both(timer, ("mla", batch, n, 192, "cuDNN"), call, (q, k, v), torch.randn_like(v), 5)
         forward, backward = (timer.rows[("mla", batch, n, 192, "cuDNN", phase)] for phase in ("forward", "backward"))
         pairs = batch * HEADS * n * (n + 1) / 2

@@ -26,12 +26,14 @@ def group(ctas):
     return dist.new_group(pg_options=options)
 
 
-def milliseconds(work, repeats):
-    for _ in range(3):
+def milliseconds(work, repeats, warm=3, beside=lambda: None):
+    """Of one of `repeats` runs, behind `warm` ones; `beside` is queued before the clock starts."""
+    for _ in range(warm):
         work()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     dist.barrier()
     torch.cuda.synchronize()
+    beside()
     begin.record()
     for _ in range(repeats):
         work()
@@ -82,20 +84,15 @@ def main():
             say(f"maxCTAs {ctas or 'unset':>5}  {name:18}  {size_bytes / 1e6:8.1f} MB  {ms:7.3f} ms  bus {size_bytes * share / ms / 1e6:6.1f} GB/s")
         for sum_name in ("reduce-scatter f32", "all-gather bf16"):
             _, work = ops[sum_name]
-            for name, compute in beside.items():
-                dist.barrier()
-                torch.cuda.synchronize()
+
+            def sums():
                 with torch.cuda.stream(side):
                     # So many that the GEMMs end first.
                     for _ in range(160):
                         work()
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                for _ in range(40):
-                    compute()
-                end.record()
-                torch.cuda.synchronize()
-                ms = begin.elapsed_time(end) / 40
+
+            for name, compute in beside.items():
+                ms = milliseconds(compute, 40, warm=0, beside=sums)
                 say(f"maxCTAs {ctas or 'unset':>5}  {name} beside {sum_name}: {ms:.3f} ms, alone {alone[name]:.3f}, {ms / alone[name]:.2f} times")
     say(f"{time.time() - start:.1f} s")
     dist.destroy_process_group()

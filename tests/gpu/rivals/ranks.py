@@ -10,26 +10,20 @@ DDP: bf16 autocast over f32 weights. FSDP2: bf16 weights gathered for each layer
 import argparse
 import contextlib
 import os
-import statistics
-import time
 
 import torch
 import torch.distributed as dist
-from step import CASES, TINY, head_loss
+from step import CASES, TINY, config_of, head_loss, inputs_of, measured, update
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 
 class Net(torch.nn.Module):
     def __init__(self, sizes, compiled):
         super().__init__()
-        family, vocabulary, layers, width, heads, kv_heads, head_dim, ff, seq_len, _ = sizes
-        config = AutoConfig.for_model(family, vocab_size=vocabulary, hidden_size=width, intermediate_size=ff, num_hidden_layers=layers,
-                                      num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
-                                      max_position_embeddings=seq_len, tie_word_embeddings=True, use_cache=False)
-        self.lm = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+        self.lm = AutoModelForCausalLM.from_config(config_of(sizes), attn_implementation="sdpa").train()
         self.loss = head_loss
         if compiled:
             for layer in self.lm.model.layers:
@@ -70,9 +64,8 @@ def main():
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         model = fully_shard(net, mesh=mesh, mp_policy=policy)
         precision = contextlib.nullcontext
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
-    vocabulary, seq_len, rows = sizes[1], *sizes[-2:]
-    tokens = torch.randint(0, vocabulary, (rows, seq_len + 1), device=device)
+    tokens, optimizer = inputs_of(sizes, model, device)
+    seq_len, rows = sizes[-2:]
     backends = [SDPBackend.CUDNN_ATTENTION] if device == "cuda" else [SDPBackend.MATH]
 
     def step(micro):
@@ -87,20 +80,11 @@ def main():
                 with precision(), sdpa_kernel(backends):
                     loss = model(tokens)
                 (loss / micro).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update(model, optimizer)
 
     for micro in map(int, args.micro.split(",")):
-        times = []
-        for _ in range(2 if args.tiny else 7):
-            started = time.perf_counter()
-            step(micro)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - started)
-        seconds = statistics.median(times[-4:])
-        peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+        warm, steps = (0, 2) if args.tiny else (3, 4)
+        seconds, peak = measured(lambda: step(micro), device, warm, steps)
         if rank == 0:
             rate = world * micro * rows * seq_len / seconds
             print(f"torch {args.kind} {world} GPUs, {micro} micro-batches: {rate:9.0f} tokens/s, {1e3 * seconds:.1f} ms a step, at most {peak:.1f} GiB", flush=True)

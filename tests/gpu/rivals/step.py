@@ -68,25 +68,43 @@ def built(config, device, float8=False):
     return model, loss
 
 
+def inputs_of(sizes, model, device):
+    """Random tokens, one more a row than are read, and the optimizer."""
+    seq_len, rows = sizes[-2:]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
+    return torch.randint(0, sizes[1], (rows, seq_len + 1), device=device), optimizer
+
+
+def update(model, optimizer):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def measured(step, device, warm, steps):
+    """Median seconds of `steps` steps after `warm` ones, and the most GiB that tensors took."""
+    times = []
+    for _ in range(warm + steps):
+        started = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[warm:]), torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+
+
 def run(name, sizes, device, steps, warm, float8=False):
     seq_len, rows = sizes[-2:]
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     model, loss = built(config_of(sizes), device, float8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
-    tokens = torch.randint(0, sizes[1], (rows, seq_len + 1), device=device)
-    times = []
-    for _ in range(warm + steps):
-        started = time.perf_counter()
+    tokens, optimizer = inputs_of(sizes, model, device)
+
+    def step():
         loss(tokens[:, :-1], tokens[:, 1:]).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    seconds = statistics.median(times[warm:])
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+        update(model, optimizer)
+
+    seconds, peak = measured(step, device, warm, steps)
     print(f"{name:10} {1e3 * seconds:9.2f} ms a step, {rows * seq_len / seconds:9.0f} tokens/s, at most {peak:.1f} GiB", flush=True)
 
 

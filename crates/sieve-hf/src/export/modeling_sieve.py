@@ -582,17 +582,16 @@ class NativeSparseAttention(DenseAttention):
         q_rotated = rows.rotate(q)
         coarse_q = q_rotated if config.compress == "mean" else q * config.rope_amplitude
         coarse_k, coarse_v = self.compressed(*self.key_value(x, "compress", rows, cache), rows, cache)
+        k, v = self.key_value(x, "select", rows, cache)
         if sieve := kernels(self, cache):
             blocks = sieve.NsaBlocks(size, stride, select, config.num_selected_blocks)
             slots = -(-rows.count // stride)
             coarse = (y[:, :, :slots].transpose(1, 2) for y in (coarse_k, coarse_v))
             o, chosen = sieve.nsa_compressed(coarse_q.transpose(1, 2), *coarse, blocks=blocks, scale=self.scale)
-            k, v = self.key_value(x, "select", rows, cache)
             selected = by_kernel(sieve.nsa_selected, q_rotated, k, v, chosen, blocks=blocks, scale=self.scale)
-            return self.gated(x, o.transpose(1, 2), selected, self.near(x, q_rotated, rows, cache))
+            return self.gated(o.transpose(1, 2), selected, x, q_rotated, rows, cache)
         coarse_k, coarse_v = coarse_k[:, :, None].float().transpose(3, 4), coarse_v[:, :, None]
         last = torch.arange(coarse_v.shape[3], device=device) * stride + size - 1
-        k, v = self.key_value(x, "select", rows, cache)
         coarse, selected = [], []
         for start, stop, query, end in tiles(rows, k.shape[2]):
             here = coarse_q[:, :, start:stop].unflatten(1, (config.num_key_value_heads, -1)).float()
@@ -608,14 +607,12 @@ class NativeSparseAttention(DenseAttention):
             chosen = choose((near * shared).sum(-1), query, config, 1, 2)
             here = q_rotated[:, :, start:stop]
             selected.append(read_blocks(self, here, k, v, chosen, query, rows, start, end, cache))
-        return self.gated(x, torch.cat(coarse, 2), torch.cat(selected, 2), self.near(x, q_rotated, rows, cache))
+        return self.gated(torch.cat(coarse, 2), torch.cat(selected, 2), x, q_rotated, rows, cache)
 
-    def near(self, x, q, rows, cache):
-        """The window's branch."""
+    def gated(self, coarse, selected, x, q, rows, cache):
+        """The output of these two branches and the window's."""
         k, v = self.key_value(x, "window", rows, cache)
-        return dense(self, q, k, v, rows, self.scale, self.config.window_size, cache)
-
-    def gated(self, x, *branches):
+        branches = coarse, selected, dense(self, q, k, v, rows, self.scale, self.config.window_size, cache)
         gate = torch.sigmoid(self.gate_proj(x)).unflatten(-1, (-1, 3, 1)).transpose(1, 2).unbind(3)
         return self.out(sum(weight * branch for weight, branch in zip(gate, branches)))
 
@@ -686,25 +683,34 @@ class DynamicMaskAttention(DenseAttention):
                 kept, cache.in_order = {name: y.gather(2, along(order, y)) for name, y in kept.items()}, True
             num_kept = kept["k"].shape[2]
             for name, new in keys.items():
-                old = kept[name]
                 room = new.new_zeros(*new.shape[:2], num_kept + rows.count, *new.shape[3:])
-                room[:, :, :num_kept] = old
+                room[:, :, :num_kept] = kept[name]
                 keys[name] = put(room, new, first)
         n = num_kept + rows.count
         rank, query = keys["rank"], indices(first, rows.count, x.device)
         bias = rank if self.config.bias == "linear" else torch.exp(rank.clamp(max=60.0))
-        sieve = kernels(self, cache)
-        if sieve:
+        if sieve := kernels(self, cache):
             selection = sieve.select(rank, keep=keep, local=local)
             expire = selection.expire
-            o = [by_kernel(sieve.expiring_attention, q, keys["k"], keys["v"], bias, selection, scale=self.scale)]
+            o = by_kernel(sieve.expiring_attention, q, keys["k"], keys["v"], bias, selection, scale=self.scale)
         else:
-            expire, o = expiry(rank, keep - local, local), []
-        for start in [] if sieve else range(0, rows.count, BLOCK):
-            stop = min(start + BLOCK, rows.count)
+            expire = expiry(rank, keep - local, local)
+            o = self.in_tiles(q, query, num_kept, (keys["k"], keys["v"], bias, expire))
+        if cache is not None:
+            if n > keep:
+                end, index = indices(first + rows.new, 1, x.device)[:, None], torch.arange(n, device=x.device)
+                index = first_true((index < end) & (expire >= end), keep)
+                keys = {name: y.gather(2, along(index, y)) for name, y in keys.items()}
+            cache.tensors = keys
+        return self.out(o)
+
+    def in_tiles(self, q, query, num_kept, keys):
+        """Attention of the queries of indices `query` over keys: k, v, bias and expiry, `num_kept` of them earlier."""
+        keep, count, o = self.config.keep_window_size, q.shape[2], []
+        for start in range(0, count, BLOCK):
+            stop = min(start + BLOCK, count)
             here, end = query[:, None, start:stop, None], num_kept + stop
-            index, seen = torch.arange(end, device=x.device).expand(1, 1, -1), (keys["k"], keys["v"], bias, expire)
-            seen = tuple(y[:, :, :end] for y in seen)
+            index, seen = torch.arange(end, device=q.device).expand(1, 1, -1), tuple(y[:, :, :end] for y in keys)
             if end > keep + stop - start:
                 # A tile reads the earlier keys that its first query still sees, and all of its own.
                 seen_here = seen[3] > torch.maximum(index, here[:, :, 0])
@@ -714,13 +720,7 @@ class DynamicMaskAttention(DenseAttention):
             visible = (index[:, :, None] <= here) & (here < until[:, :, None])
             mask = torch.where(visible, added[:, :, None], float("-inf"))
             o.append(attend(self, q[:, :, start:stop], k, v, self.scale, mask))
-        if cache is not None:
-            if n > keep:
-                end, index = indices(first + rows.new, 1, x.device)[:, None], torch.arange(n, device=x.device)
-                index = first_true((index < end) & (expire >= end), keep)
-                keys = {name: y.gather(2, along(index, y)) for name, y in keys.items()}
-            cache.tensors = keys
-        return self.out(torch.cat(o, 2))
+        return torch.cat(o, 2)
 
 
 def first_true(x, count):
@@ -786,12 +786,6 @@ class SieveModel(SievePreTrainedModel):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
 
-    def get_input_embeddings(self):
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value):
-        self.embed_tokens = value
-
     def caches(self, past_key_values):
         """The layers of a cache, made when it is empty."""
         if not isinstance(past_key_values, DynamicCache) or getattr(past_key_values, "offloading", False):
@@ -807,8 +801,10 @@ class SieveModel(SievePreTrainedModel):
     def forward(
         self,
         input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
-        use_cache=None, output_hidden_states=None, **kwargs,
+        use_cache=None, output_hidden_states=None, cache=None, **kwargs,
     ):  # fmt: skip
+        # The argument `past_key_values` has the name `cache` from transformers 5.24 on.
+        past_key_values = cache if past_key_values is None else past_key_values
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass input_ids or inputs_embeds, and not both")
         if kwargs.get("output_attentions"):
@@ -844,7 +840,7 @@ class SieveModel(SievePreTrainedModel):
         if back is not None:
             hidden = [y.gather(1, back.expand_as(y)) for y in (hidden if output_hidden_states else hidden[-1:])]
         states = tuple(hidden) if output_hidden_states else None
-        return BaseModelOutputWithPast(hidden[-1], past_key_values=past_key_values, hidden_states=states)
+        return BaseModelOutputWithPast(hidden[-1], past_key_values, states)
 
     @staticmethod
     def real_tokens(attention_mask, batch, columns, count):
@@ -869,21 +865,17 @@ class SieveForCausalLM(SievePreTrainedModel, GenerationMixin):
         self.lm_head = linear(config.hidden_size, config.vocab_size)
         self.post_init()
 
-    def get_output_embeddings(self):
-        return self.lm_head
-
-    def set_output_embeddings(self, value):
-        self.lm_head = value
-
     def forward(
         self,
         input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, labels=None,
-        use_cache=None, output_hidden_states=None, return_dict=None, logits_to_keep=0, **kwargs,
+        use_cache=None, output_hidden_states=None, return_dict=None, logits_to_keep=0, cache=None, **kwargs,
     ):  # fmt: skip
+        past_key_values = cache if past_key_values is None else past_key_values
         inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
         found = self.model(*inputs, output_hidden_states, output_attentions=kwargs.pop("output_attentions", None))
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(found.last_hidden_state[:, kept])
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        output = CausalLMOutputWithPast(loss, logits, found.past_key_values, found.hidden_states)
+        cache = found.cache if hasattr(found, "cache") else found.past_key_values
+        output = CausalLMOutputWithPast(loss, logits, cache, found.hidden_states)
         return output.to_tuple() if return_dict is False else output
