@@ -27,6 +27,7 @@ mod adamw_step;
 pub mod block_choice;
 mod block_selection;
 mod call_shape;
+mod did_you_mean;
 mod keeping;
 mod key_mask;
 mod keys;
@@ -40,6 +41,7 @@ pub use block_selection::{
     ScoredBlocks, SlotOrder, TokenKeys,
 };
 pub use call_shape::{CallShape, Tiles};
+pub use did_you_mean::did_you_mean;
 pub use keeping::{KeepOLow, Keeping};
 pub use key_mask::{ChosenKeys, KeptRows, KeyMask, MaskCounts, MaskError, MaskPlaces, TokenWindow};
 pub use model::{

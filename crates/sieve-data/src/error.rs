@@ -111,7 +111,8 @@ impl DataError {
 
     /// The error of a malformed shard file.
     pub(crate) fn shard(path: &Path, what: impl Into<String>) -> Self {
-        let hint = "the file is damaged or no Megatron-LM shard; prepare the data again";
+        let hint = "the file is damaged or no Megatron-LM shard; a damaged one is prepared again by \
+                    sieve data prepare --recipe RECIPE --data-dir DIR --replace";
         Self::file(path, what, hint)
     }
 

@@ -68,6 +68,8 @@ pub enum OnChange {
     Refuse,
     /// Prepare again and replace the folder's data.
     Replace,
+    /// As `Replace`, and also if the shards are not the ones that were prepared ([`Prepared::verify`]).
+    ReplaceDamaged,
 }
 
 /// Sources and settings of [`prepare`].
@@ -137,11 +139,27 @@ impl Prepared {
     /// # Errors
     /// The system cannot create a thread.
     pub fn check_beside(&self) -> Result<ShardCheck, DataError> {
+        ShardCheck::start(self.hashed_files())
+    }
+
+    /// Reads the shards to their end and compares their checksums with the ones in `meta.json`.
+    ///
+    /// # Errors
+    /// A shard whose bytes are not those that were prepared.
+    pub fn verify(&self) -> Result<(), DataError> {
+        // Opening checks every entry of the .idx files.
+        self.train_shards()?;
+        self.validation()?;
+        check::check_now(self.hashed_files())
+    }
+
+    /// The `.bin` files, each with its XXH3-128 in hexadecimal.
+    fn hashed_files(&self) -> Vec<(PathBuf, String)> {
         let files = self.meta.shards().into_iter().map(|(name, split)| {
             let path = crate::shard::with_ending(&self.dir.join(name), ".bin");
             (path, split.tokens_hash.clone())
         });
-        ShardCheck::start(files.collect())
+        files.collect()
     }
 
     /// Maps the training shard.
@@ -270,11 +288,16 @@ fn prepare_at_pace(
         pace,
     };
     if let Some(meta) = &earlier {
-        if meta.fingerprint == plan.fingerprint && meta.check_files(dir).is_ok() {
+        let found = Prepared { dir: dir.clone(), meta: meta.clone(), reused: true };
+        let is_whole = || match config.on_change {
+            OnChange::ReplaceDamaged => meta.check_files(dir).and_then(|()| found.verify()).is_ok(),
+            OnChange::Refuse | OnChange::Replace => meta.check_files(dir).is_ok(),
+        };
+        if meta.fingerprint == plan.fingerprint && is_whole() {
             if plan.lock.has_mark()? {
                 remove_leftovers(dir)?;
             }
-            return Ok(Prepared { dir: dir.clone(), meta: meta.clone(), reused: true });
+            return Ok(found);
         }
         if meta.fingerprint != plan.fingerprint && config.on_change == OnChange::Refuse {
             return Err(DataError::OtherPreparation { dir: dir.clone(), what: plan.difference(meta) });

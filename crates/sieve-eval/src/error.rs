@@ -1,4 +1,6 @@
 //! Errors of sieve-eval.
+use crate::attention_label;
+use sieve_core::{ModelShape, did_you_mean};
 use std::borrow::Cow;
 
 /// Every error of an evaluation.
@@ -10,12 +12,18 @@ pub enum EvalError {
     /// An error of a selector.
     #[error(transparent)]
     Select(#[from] sieve_select::SelectError),
-    /// A selector (its name) for a model without a dense layer.
+    /// A selector for a model without a dense layer.
     #[error(
-        "{0} selects for dense attention, and no layer of this model is dense\n  \
-         hint: use a checkpoint with kind = \"mha\", or with dense layers among others"
+        "{selector} selects for dense attention, and no layer of this model is dense: its attention is {attention}\n  \
+         hint: use a checkpoint with kind = \"mha\", or with dense layers among others; eval selectors --compare \
+         measures a sparse model beside a dense one"
     )]
-    NotDense(String),
+    NotDense {
+        /// Name of the selector.
+        selector: String,
+        /// The model's kind of attention, in words.
+        attention: String,
+    },
     /// A forward pass was given no token.
     #[error("there is no token to start from\n  hint: give at least one")]
     NoTokens,
@@ -93,6 +101,11 @@ impl EvalError {
         Self::Refused { what, hint }
     }
 
+    /// The error about a selector for a model of `shape`, which has no dense layer.
+    pub fn not_dense(selector: impl Into<String>, shape: &ModelShape) -> Self {
+        Self::NotDense { selector: selector.into(), attention: attention_label(shape) }
+    }
+
     pub(crate) fn setting(name: &'static str, value: impl ToString, hint: &'static str) -> Self {
         let value = value.to_string();
         Self::BadSetting { name, value, hint }
@@ -107,13 +120,10 @@ impl EvalError {
         Self::Kernel { selector, reason }
     }
 
-    /// The error about an unknown task. It names the most similar one of `known`; the hint lists all and ends with
-    /// `more`.
+    /// The error about an unknown task. It names the most similar one of `known`, if one is similar; the hint lists all
+    /// and ends with `more`.
     pub(crate) fn unknown_task(name: &str, known: &[&str], more: &str) -> Self {
-        let likeness = |known: &str| strsim::jaro_winkler(&name.to_lowercase(), known);
-        let nearest = known.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
-        let nearest = nearest.copied().unwrap_or_default();
-        let what = format!("there is no task {name:?}, did you mean {nearest}?");
+        let what = format!("there is no task {name:?}{}", did_you_mean(name, known));
         Self::refused(what, format!("the tasks are {}{more}", known.join(", ")))
     }
 }

@@ -89,6 +89,25 @@ pub struct NeedleReport {
     pub example: NeedleExample,
 }
 
+impl NeedleReport {
+    /// The value of [`sigmas`](Self::sigmas) if every answer ranked first.
+    pub fn best_sigmas(&self) -> f64 {
+        sigmas(1.0, self.num_needles)
+    }
+}
+
+/// Number of ranks that an answer can have among the distractors.
+const NUM_RANKS: f64 = (NUM_DISTRACTORS + 1) as f64;
+/// Mean rank of guesses.
+const CHANCE_RANK: f64 = (NUM_RANKS + 1.0) / 2.0;
+
+/// How far a mean rank is better than a guess, in standard errors of guesses.
+fn sigmas(mean_rank: f64, num_needles: usize) -> f64 {
+    // Standard deviation of a uniformly distributed rank.
+    let deviation = ((NUM_RANKS * NUM_RANKS - 1.0) / 12.0).sqrt();
+    (CHANCE_RANK - mean_rank) / (deviation / (num_needles as f64).sqrt())
+}
+
 /// `count` numbers from `first` to `last` in equal steps, both included. One number is `last`.
 pub fn linear_grid(first: f64, last: f64, count: usize) -> Vec<f64> {
     match count {
@@ -196,10 +215,6 @@ pub fn needle<B: DeviceBackend>(
     let count = samples.len() as f64;
     let num_found: usize = cells.iter().map(|cell| cell.num_found).sum();
     let mean_rank = ranks / count;
-    let num_ranks = (NUM_DISTRACTORS + 1) as f64;
-    let chance_rank = (num_ranks + 1.0) / 2.0;
-    // Standard deviation of a uniformly distributed rank.
-    let deviation = ((num_ranks * num_ranks - 1.0) / 12.0).sqrt();
     // The example is the first needle of the first cell.
     let first = texts(config.seed, samples[0].length, samples[0].depth, 0);
     let is_prefill = selection.is_some_and(|selection| !selection.is_token_by_token());
@@ -210,8 +225,8 @@ pub fn needle<B: DeviceBackend>(
         found: num_found as f64 / count,
         mean_rank,
         first: num_first as f64 / count,
-        chance_rank,
-        sigmas: (chance_rank - mean_rank) / (deviation / count.sqrt()),
+        chance_rank: CHANCE_RANK,
+        sigmas: sigmas(mean_rank, samples.len()),
         density: is_prefill.then(|| reader.pairs[0] / reader.pairs[1].max(1.0)),
         cells,
         example: NeedleExample {

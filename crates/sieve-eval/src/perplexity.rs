@@ -40,6 +40,16 @@ pub struct PerplexityConfig {
     pub rolling_bos: Option<u32>,
 }
 
+impl PerplexityConfig {
+    /// Checks context and stride for a model of this many positions.
+    ///
+    /// # Errors
+    /// One of them is out of range.
+    pub fn check(&self, max_seq_len: usize) -> Result<(), EvalError> {
+        check(self.context, self.stride, max_seq_len)
+    }
+}
+
 /// Losses and perplexities of all documents, by several definitions.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PerplexityReport {
@@ -119,7 +129,7 @@ pub fn perplexity<B: DeviceBackend>(
 ) -> Result<PerplexityReport, EvalError> {
     let vocab_size = model.shape().vocab_size;
     let PerplexityConfig { context, stride, .. } = *config;
-    check(context, stride, model.shape().max_seq_len)?;
+    config.check(model.shape().max_seq_len)?;
     let with_bos = |prefix: u32| [prefix].into_iter().chain(config.rolling_bos).collect::<Vec<_>>();
     let mut rolling = config
         .rolling_prefix
@@ -153,7 +163,7 @@ pub fn perplexity<B: DeviceBackend>(
     let (nats, num_tokens) = (pass.sums.nats(), pass.sums.num_tokens());
     observe(num_tokens);
     if num_tokens == 0 {
-        let what = format!("no document holds a token to predict ({num_documents} documents)");
+        let what = format!("no document holds a token to predict ({num_documents} in all)");
         return Err(EvalError::refused(what, "give longer documents"));
     }
     let per = |count: u64| nats / count.max(1) as f64;

@@ -163,7 +163,7 @@ impl Selection {
     pub fn new(selectors: impl Into<LayerSelectors>, shape: &ModelShape) -> Result<Self, EvalError> {
         let selectors = selectors.into();
         if shape.num_layers_of_dense_attention() == 0 {
-            return Err(EvalError::NotDense(selectors.name()));
+            return Err(EvalError::not_dense(selectors.name(), shape));
         }
         let selectors = selectors.for_layers(shape.num_layers)?;
         let selectors = selectors.map(|selector| selector.for_rope_theta(shape.rope_theta));

@@ -263,8 +263,19 @@ impl TrainingData {
         }
     }
 
+    /// Whether the file of `tokenizer.path` no longer holds the tokenizer that the run reads. A tokenizer of the hub is
+    /// not looked up.
+    pub fn tokenizer_has_changed(&self, recipe: &Recipe, variable: &dyn Fn(&str) -> Option<String>) -> bool {
+        let path = match recipe.tokenizer.source() {
+            TokenizerSource::Path(path) if !sieve_data::is_hub_tokenizer(path) => path,
+            _ => return false,
+        };
+        let path = tokenizer_file(path, variable).ok();
+        path.and_then(|path| std::fs::read_to_string(path).ok()).as_ref() != Some(&self.tokenizer_json)
+    }
+
     /// The shards of all texts that the run reads.
-    pub(crate) fn shards(&self) -> impl Iterator<Item = &Prepared> {
+    pub fn shards(&self) -> impl Iterator<Item = &Prepared> {
         let of_stages = self.stages.values().map(|text| &text.prepared);
         self.prepared().into_iter().chain(of_stages)
     }

@@ -25,7 +25,7 @@ pub(crate) struct Metrics {
     /// Lines that could not be written yet.
     waiting: String,
     tries: Tries,
-    /// Failed and recovered writes, not yet reported.
+    /// Lines set aside, and failed and recovered writes, not yet reported.
     messages: Vec<String>,
     tensorboard: TensorBoard,
 }
@@ -61,10 +61,21 @@ pub(crate) struct History {
 
 impl Metrics {
     /// Opens `metrics.jsonl` and TensorBoard's file. Lines of steps after `step`, and an incomplete line of a killed
-    /// process, are dropped.
-    pub(crate) fn open(folder: &RunFolder, step: u64, enable_tensorboard: bool) -> Result<(Self, History), TrainError> {
+    /// process, are dropped; the former are appended to the file `aside`, if given.
+    pub(crate) fn open(
+        folder: &RunFolder,
+        step: u64,
+        enable_tensorboard: bool,
+        aside: Option<&Path>,
+    ) -> Result<(Self, History), TrainError> {
         let path = folder.metrics_path();
-        let history = if path.exists() { drop_later_lines(&path, step)? } else { History::default() };
+        let (history, num_aside) = match path.exists() {
+            true => drop_later_lines(&path, step, aside)?,
+            false => Default::default(),
+        };
+        let messages = aside.filter(|_| num_aside > 0).map(|aside| {
+            format!("note: {num_aside} lines of {} after step {step} are now in {}", path.display(), aside.display())
+        });
         let opened = open_lines(&path, None);
         let (file, len) = opened.map_err(TrainError::io("opening", &path))?;
         let tb = folder.tensorboard_path();
@@ -74,7 +85,8 @@ impl Metrics {
         } else {
             TensorBoard::default()
         };
-        let metrics = Self { path: Some(path), file: Some(file), len, tensorboard, ..Self::default() };
+        let messages = Vec::from_iter(messages);
+        let metrics = Self { path: Some(path), file: Some(file), len, tensorboard, messages, ..Self::default() };
         Ok((metrics, history))
     }
 
@@ -195,7 +207,7 @@ impl Metrics {
         }
     }
 
-    /// Takes the messages about failed and recovered writes.
+    /// Takes the messages about lines set aside, and failed and recovered writes.
     pub(crate) fn take_messages(&mut self) -> Vec<String> {
         std::mem::take(&mut self.messages)
     }
@@ -261,17 +273,22 @@ struct Written {
     step: u64,
 }
 
-/// Removes incomplete lines, and lines of steps after `step`, from `metrics.jsonl`. Returns the validations that stay.
-fn drop_later_lines(path: &Path, step: u64) -> Result<History, TrainError> {
+/// Removes incomplete lines, and lines of steps after `step`, from `metrics.jsonl`; the latter are appended to the file
+/// `aside`, if given. Returns the validations that stay, and the number of appended lines.
+fn drop_later_lines(path: &Path, step: u64, aside: Option<&Path>) -> Result<(History, usize), TrainError> {
     let text = std::fs::read(path).map_err(TrainError::io("reading", path))?;
     let text = String::from_utf8_lossy(&text);
-    let mut kept = String::with_capacity(text.len());
+    let (mut kept, mut later) = (String::with_capacity(text.len()), String::new());
     let mut history = History::default();
     for line in text.split_inclusive('\n') {
         let Ok(written) = serde_json::from_str::<Written>(line) else {
             continue;
         };
-        if written.step > step || !line.ends_with('\n') {
+        if !line.ends_with('\n') {
+            continue;
+        }
+        if written.step > step {
+            later.push_str(line);
             continue;
         }
         kept.push_str(line);
@@ -281,10 +298,19 @@ fn drop_later_lines(path: &Path, step: u64) -> Result<History, TrainError> {
             history.last = report.or(history.last);
         }
     }
+    // Before the lines are removed, so that a kill in between loses none.
+    let num_aside = match aside.filter(|_| !later.is_empty()) {
+        Some(aside) => {
+            let appended = open_lines(aside, None).and_then(|(mut file, _)| file.write_all(later.as_bytes()));
+            appended.map_err(TrainError::io("writing", aside))?;
+            later.lines().count()
+        }
+        None => 0,
+    };
     if kept != text {
         write_atomically(path, kept.as_bytes())?;
     }
-    Ok(history)
+    Ok((history, num_aside))
 }
 
 #[cfg(test)]
@@ -309,7 +335,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let folder = RunFolder::open(dir.path(), "checkpoint", &Start::New).unwrap();
         std::fs::write(folder.metrics_path(), text).unwrap();
-        let (metrics, history) = Metrics::open(&folder, step, false).unwrap();
+        let (metrics, history) = Metrics::open(&folder, step, false, None).unwrap();
         drop(metrics);
         let kept = std::fs::read_to_string(folder.metrics_path()).unwrap();
         (kept, history)
@@ -323,6 +349,21 @@ mod tests {
         assert_eq!(history.first.unwrap().step, 0);
         assert_eq!(history.last.unwrap().step, 2);
         assert_eq!(reopened(&text, 3).0, text);
+    }
+
+    #[test]
+    fn lines_that_are_set_aside_are_kept_in_a_file_of_their_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = RunFolder::open(dir.path(), "checkpoint", &Start::New).unwrap();
+        let aside = folder.metrics_aside_path();
+        for _ in 0..2 {
+            std::fs::write(folder.metrics_path(), LINES.join("\n") + "\n{\"kind").unwrap();
+            let (mut metrics, _) = Metrics::open(&folder, 1, false, Some(&aside)).unwrap();
+            let message = metrics.take_messages().concat();
+            assert!(message.starts_with("note: 2 lines of ") && message.ends_with("metrics.aside.jsonl"), "{message}");
+        }
+        assert_eq!(std::fs::read_to_string(aside).unwrap(), (LINES[2..].join("\n") + "\n").repeat(2));
+        assert_eq!(std::fs::read_to_string(folder.metrics_path()).unwrap(), LINES[..2].join("\n") + "\n");
     }
 
     #[test]
@@ -356,7 +397,7 @@ mod tests {
         let folder = RunFolder::open(dir.path(), "checkpoint", &Start::New).unwrap();
         let path = folder.metrics_path();
         std::fs::write(&path, "{\"kind\":\"step\",\"step\":1}\n").unwrap();
-        let (mut metrics, _) = Metrics::open(&folder, 1, false).unwrap();
+        let (mut metrics, _) = Metrics::open(&folder, 1, false, None).unwrap();
         metrics.tries.limits = WriteLimits { first_pause: std::time::Duration::ZERO, ..WriteLimits::default() };
         // The disk is full, and half of a line was written.
         metrics.file = Some(OpenOptions::new().append(true).open("/dev/full").unwrap());

@@ -182,6 +182,11 @@ impl RunFolder {
         self.path.join("metrics.jsonl")
     }
 
+    /// Path of the lines of `metrics.jsonl` about steps of checkpoints that were set aside.
+    pub(crate) fn metrics_aside_path(&self) -> PathBuf {
+        self.path.join("metrics.aside.jsonl")
+    }
+
     /// Folder of the TensorBoard event files.
     pub(crate) fn tensorboard_path(&self) -> PathBuf {
         self.path.join("tb")

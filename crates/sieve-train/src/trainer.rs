@@ -577,7 +577,8 @@ impl<B: TrainBackend> Trainer<B> {
         self.write_config()?;
         let (metrics, history) = self.open_metrics()?;
         let mut reporter = Reporter { metrics, observe };
-        for notice in std::mem::take(&mut self.notices) {
+        let notices = std::mem::take(&mut self.notices);
+        for notice in notices.into_iter().chain(reporter.metrics.take_messages()) {
             reporter.emit(match notice.starts_with("warning:") {
                 true => TrainEvent::Warning(&notice),
                 false => TrainEvent::Notice(&notice),
@@ -592,13 +593,15 @@ impl<B: TrainBackend> Trainer<B> {
         Ok((reporter, history))
     }
 
-    /// Opens the metrics files, keeps the lines of an earlier process up to the present step, and writes the recipe to
-    /// TensorBoard. Ranks other than 0 write no metrics.
+    /// Opens the metrics files, keeps the lines of an earlier process up to the present step, sets later ones aside if
+    /// their checkpoints are set aside, and writes the recipe to TensorBoard. Ranks other than 0 write no metrics.
     fn open_metrics(&self) -> Result<(Metrics, History), TrainError> {
         if !self.writes() {
             return Ok(Default::default());
         }
-        let (mut metrics, history) = Metrics::open(&self.folder, self.step, self.recipe.metrics.enable_tensorboard)?;
+        let aside = (!self.other_checkpoints()?.is_empty()).then(|| self.folder.metrics_aside_path());
+        let has_tensorboard = self.recipe.metrics.enable_tensorboard;
+        let (mut metrics, history) = Metrics::open(&self.folder, self.step, has_tensorboard, aside.as_deref())?;
         metrics.recipe(&self.recipe, self.step)?;
         Ok((metrics, history))
     }

@@ -41,6 +41,16 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
         Tokenizer::from_file(&tokenizer).with_context(|| format!("{} has no usable tokenizer", args.from.display()))?;
     // An unreadable configuration is no error here: `sieve_hf::import` reports it below.
     if let Ok((_, shape)) = sieve_hf::imported_model(&args.from, kind, &args.overrides) {
+        // Tokens that were added on top may lack a row: `print_notes` says so.
+        if tokenizer.num_base_tokens() > shape.vocab_size {
+            bail!(
+                "{}: tokenizer.json has {} tokens without the added ones, and the embedding {} rows: it is the \
+                 tokenizer of another model\n  hint: take the tokenizer.json that was published with the weights",
+                args.from.display(),
+                terminal::thousands(tokenizer.num_base_tokens() as u64),
+                terminal::thousands(shape.vocab_size as u64)
+            );
+        }
         args.memory.check_import(&shape)?;
     }
     let mut sets = Vec::new();

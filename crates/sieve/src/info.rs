@@ -167,10 +167,10 @@ impl Info {
         };
         lines.push(format!("\nattention by kind and head width, {place}"));
         let head = self.widths.map(|width| format!("{width:>10}"));
-        lines.push(format!("{:<6}{}", "", head.concat()));
+        lines.push(format!("{:<9}{}", "", head.concat()));
         for (kind, paths) in &self.paths {
             let cells = paths.iter().map(|path| format!("{path:>10}"));
-            lines.push(format!("{kind:<6}{}", cells.collect::<String>()));
+            lines.push(format!("{kind:<9}{}", cells.collect::<String>()));
         }
         lines.push(match self.gpus.is_empty() {
             true => "cpu: own kernels in f32, any even width".to_owned(),

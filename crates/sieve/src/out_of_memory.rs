@@ -165,8 +165,18 @@ pub(crate) fn need(memory: &MemoryPlan) -> String {
 }
 
 /// Printed if none of the settings that the plan tries makes a run fit.
-pub(crate) const NOTHING_FITS: &str = "no local_batch_size and no activation_checkpoint.mode makes it fit: the weights \
-    and the optimizer's state are too large";
+pub(crate) fn nothing_fits(memory: &MemoryPlan) -> String {
+    let of_rows = memory.peak.activation_bytes + memory.peak.workspace_bytes;
+    let is_for_rows = memory.total_bytes - of_rows < memory.available_bytes / 10 * 9;
+    let (what, instead) = match is_for_rows {
+        true => ("activations and workspace of a single row", "lower training.seq_len"),
+        false => ("the weights and the optimizer's state", "make the model smaller"),
+    };
+    format!(
+        "no local_batch_size and no activation_checkpoint.mode makes it fit: {what} are too large; {instead}, or use a \
+         machine with more memory"
+    )
+}
 
 /// The line about the point of a step that needs most memory, with its largest parts.
 fn parts(memory: &MemoryPlan) -> String {
@@ -188,9 +198,7 @@ fn way_out(memory: &MemoryPlan) -> String {
     let settings = settings.collect::<Vec<_>>();
     let hint = match (settings.is_empty(), memory.peak.moment_bytes > 0) {
         (false, _) => format!("it would fit with {}", settings.join(", or with ")),
-        (true, true) if memory.verdict.needs_advice() => {
-            format!("{NOTHING_FITS}; make the model smaller, or use a machine with more memory")
-        }
+        (true, true) if memory.verdict.needs_advice() => nothing_fits(memory),
         (true, true) => {
             "lower training.local_batch_size, or set activation_checkpoint.mode=full; sieve plan says what is needed \
              then"
@@ -277,7 +285,14 @@ mod tests {
     #[test]
     fn weights_that_are_too_large_are_told_to_be() {
         let text = way_out(&memory(1.0, &[]));
-        assert!(text.contains(NOTHING_FITS), "{text}");
+        assert!(text.contains("the optimizer's state are too large; make the model smaller"), "{text}");
+    }
+
+    #[test]
+    fn a_row_that_is_too_long_is_told_to_be() {
+        let long = "training.seq_len=2000000";
+        let text = way_out(&memory(80.0, &[long, "model.max_position_embeddings=2000000"]));
+        assert!(text.contains("of a single row are too large; lower training.seq_len"), "{text}");
     }
 
     #[test]

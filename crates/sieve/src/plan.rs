@@ -2,12 +2,12 @@
 mod epochs;
 
 use crate::device::Device;
-use crate::out_of_memory::{self, NOTHING_FITS, need};
+use crate::out_of_memory::{self, need, nothing_fits};
 use crate::recipe::RecipeArgs;
 use crate::room;
 use crate::terminal::{self, gib, short_count};
 use crate::text_files;
-use crate::train::variable;
+use crate::train::{useless_setting, variable};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use epochs::TextEpochs;
@@ -59,6 +59,7 @@ pub(crate) struct PlanArgs {
 pub(crate) fn run(args: PlanArgs) -> Result<()> {
     let source = args.recipe;
     let recipe = source.load()?;
+    useless_setting(&recipe).iter().for_each(|words| terminal::warning(words));
     let vocab_size = vocab_size(&recipe)?;
     let (target, name) = target(args.gpu.as_deref())?;
     let ranks = Ranks { size: usize::from(args.nproc) * usize::from(args.nnodes), hosts: usize::from(args.nnodes) };
@@ -138,7 +139,7 @@ fn target(gpu: Option<&str>) -> Result<(Target, String)> {
         None if is_no_nvidia(name) => {
             bail!("--gpu {name} is no NVIDIA GPU: the kernels are CUDA's\n  hint: one of {}", gpu::names().join(", "))
         }
-        None => bail!("--gpu {name} is not known: {}\n  hint: one of {}", gpu::why_not(name), gpu::names().join(", ")),
+        None => bail!("--gpu {name} is not known{}\n  hint: one of {}", gpu::why_not(name), gpu::names().join(", ")),
     }
 }
 
@@ -306,7 +307,7 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
         lines.push(format!("  would fit: {total} with {setting}"));
     }
     if memory.verdict.needs_advice() && memory.would_fit.is_empty() {
-        lines.push(format!("  {NOTHING_FITS}"));
+        lines.push(format!("  {}", nothing_fits(memory)));
     }
     for ZeroPlan { zero_stage, gradient_dtype, total_bytes, sum_bytes, verdict } in &plan.zero_stages {
         lines.push(format!(

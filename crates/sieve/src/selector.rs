@@ -16,8 +16,8 @@ pub(crate) const ABOUT_CHUNK: &str = "Read prompts in chunks of N tokens, each a
     it; prefill methods";
 
 /// Help text of `--stream`.
-const ABOUT_STREAM: &str = "Decode methods read the prompt too, token by token from its first one on (on the \
-    CPU); it is dense otherwise. `eval ppl` does so anyway";
+const ABOUT_STREAM: &str = "Decode methods read the prompt too, token by token from its first one on (on a \
+    GPU under quest and exact_top, else on the CPU); it is dense otherwise. `eval ppl` does so anyway";
 
 /// `--selector` with its options, for commands that take one selector.
 #[derive(Args, Debug)]
@@ -151,13 +151,27 @@ pub(crate) fn summary(selection: &Selection) -> String {
     text + "\npaths             " + &paths(&selection.paths())
 }
 
-/// A line about the path that each layer took.
+/// A line about the path that each layer took. Layers with the same path are listed together.
 pub(crate) fn paths(paths: &[LayerPath]) -> String {
-    let paths = paths.iter().map(|of| match of.first == of.last {
-        true => format!("layer {} {}", of.first, of.path),
-        false => format!("layers {}-{} {}", of.first, of.last, of.path),
+    let mut all = Vec::new();
+    for LayerPath { path, .. } in paths {
+        let part = format!("{} {path}", layers(paths.iter().filter(|of| of.path == *path)));
+        if !all.contains(&part) {
+            all.push(part);
+        }
+    }
+    all.join("; ")
+}
+
+/// `layer 2`, `layers 0-3` or `layers 2, 5`.
+pub(crate) fn layers<'a>(ranges: impl Iterator<Item = &'a LayerPath>) -> String {
+    let ranges = ranges.map(|of| match of.first == of.last {
+        true => of.first.to_string(),
+        false => format!("{}-{}", of.first, of.last),
     });
-    paths.collect::<Vec<_>>().join("; ")
+    let ranges = ranges.collect::<Vec<_>>().join(", ");
+    let is_one = ranges.parse::<usize>().is_ok();
+    format!("{} {ranges}", if is_one { "layer" } else { "layers" })
 }
 
 #[cfg(test)]

@@ -37,8 +37,8 @@ pub(crate) fn choose_text(recipe: &mut Recipe) -> Result<Option<String>> {
     };
     let paths = recipe.data.paths.join(", ");
     if let Some(num_files) = num_files(recipe)? {
-        let num_files = terminal::thousands(num_files as u64);
-        return Ok(Some(format!("text: {num_files} files of {paths}")));
+        let files = terminal::counted(num_files as u64, "file");
+        return Ok(Some(format!("text: {files} of {paths}")));
     }
     for (name, text) in OWN_TEXT {
         let path = Path::new(FOLDER).join(name);

@@ -280,6 +280,11 @@ pub(crate) fn thousands(count: u64) -> String {
     indicatif::HumanCount(count).to_string()
 }
 
+/// Formats a number with its noun: `1 document`, `1,234 documents`.
+pub(crate) fn counted(count: u64, noun: &str) -> String {
+    format!("{} {noun}{}", thousands(count), if count == 1 { "" } else { "s" })
+}
+
 /// Formats a number in short: `980`, `12.3K`, `85.0M`, `1.72B`.
 pub(crate) fn short_count(number: f64) -> String {
     match number {

@@ -1,5 +1,5 @@
 //! Text files named on the command line or in a recipe.
-use crate::terminal::thousands;
+use crate::terminal::{counted, thousands};
 use clap::ValueEnum;
 use sieve_data::{Corpus, CorpusConfig, DataError, JsonText};
 
@@ -62,10 +62,10 @@ pub(crate) fn passed_over(corpus: &Corpus) -> Option<String> {
     if endings.len() > ENDINGS_NAMED {
         names.push("…".to_owned());
     }
-    let num_read = thousands(corpus.files().len() as u64);
+    let num_read = counted(corpus.files().len() as u64, "file");
     let words = || {
         let passed = thousands(total as u64);
-        format!("{num_read} files read, {passed} skipped: {}", names.join(", "))
+        format!("{num_read} read, {passed} skipped: {}", names.join(", "))
     };
     (total > 0).then(words)
 }

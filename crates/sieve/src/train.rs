@@ -32,10 +32,10 @@ use log::Log;
 use on_event::{OnEvent, StallWatch};
 use profile::StepProfile;
 use sieve_comm::{Mesh, World};
-use sieve_core::recipe::TrainingPrecision;
+use sieve_core::recipe::{AttentionKind, TrainingPrecision};
 use sieve_core::{Keeping, ModelShape, Recipe};
 use sieve_data::OnChange;
-use sieve_hf::Checkpoint;
+use sieve_hf::{Checkpoint, list_checkpoints};
 use sieve_kernels::step::Fp8Format;
 use sieve_kernels::{Cublaslt, DeviceReport, GpuState};
 use sieve_ops::{Cuda, TrainBackend};
@@ -177,8 +177,8 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> R
     }
     let session = Session::open(args, &recipe, mesh, interrupt)?;
     text.iter().filter(|_| session.prints()).for_each(|line| terminal::status(line));
-    if let Some(words) = learns_nothing(&recipe).filter(|_| session.prints()) {
-        terminal::warning(words);
+    if session.prints() {
+        useless_setting(&recipe).iter().for_each(|words| terminal::warning(words));
     }
     if let Some(num_steps) = args.profile {
         // Logging a step reads the loss back and so waits for the GPU. No step between the traced ones may be logged.
@@ -188,15 +188,28 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> R
     train_on(&session, &start, &recipe, &out)
 }
 
-/// A warning about valid settings with which the model cannot learn.
-fn learns_nothing(recipe: &Recipe) -> Option<&'static str> {
+/// A warning about valid settings with which the model cannot learn, or whose attention hides no key.
+pub(crate) fn useless_setting(recipe: &Recipe) -> Option<String> {
     if recipe.optimizer.lr == 0.0 {
-        return Some("optimizer.lr is 0, so nothing is learned");
+        return Some("optimizer.lr is 0, so nothing is learned".to_owned());
     }
-    let mut stages = recipe.stages().into_iter();
-    stages
-        .any(|stage| stage.section.seq_len == 1)
-        .then_some("rows of one token (training.seq_len): no token sees another")
+    let stages = recipe.stages();
+    if stages.iter().any(|stage| stage.section.seq_len == 1) {
+        return Some("rows of one token (training.seq_len): no token sees another".to_owned());
+    }
+    let key = match recipe.attention.kind() {
+        AttentionKind::Dma => "keep_window_size",
+        AttentionKind::Swa => "sliding_window",
+        _ => return None,
+    };
+    let longest = stages.iter().map(|stage| stage.section.seq_len).max()?;
+    let least = stages.iter().filter_map(|stage| recipe.at_stage(stage).attention.window()).min()?;
+    (least >= longest).then(|| {
+        format!(
+            "attention.{key} is {least}, and no row is longer than {longest} tokens (training.seq_len): every \
+            query sees all earlier keys, as in dense attention"
+        )
+    })
 }
 
 /// Extends the run in `out` to `steps`, with a warm-up and a decay of their own for the new steps.
@@ -204,9 +217,13 @@ fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()> {
     if !recipe.stage.is_empty() {
         bail!("--extend is for recipes without [[stage]]\n  hint: add a stage with the new steps");
     }
-    let latest = Checkpoint::peek(&out.join(&recipe.checkpoint.folder))?;
-    let (saved, _) = latest.recipe_and_shape()?;
-    let done = latest.state.step as usize;
+    let folder = out.join(&recipe.checkpoint.folder);
+    let all = list_checkpoints(&folder)?;
+    // Where the state of the latest checkpoint is damaged, --resume=auto continues from the one before.
+    let mut states = all.iter().rev().map(|(_, path)| Checkpoint::peek(path));
+    let readable = states.find_map(Result::ok).map_or_else(|| Checkpoint::peek(&folder), Ok)?;
+    let (saved, _) = readable.recipe_and_shape()?;
+    let done = all.last().map_or(0, |(step, _)| *step as usize);
     recipe.training.steps = steps;
     recipe.lr_scheduler.after_step = match saved.training.steps {
         // The same --extend is given again, after an interruption.
@@ -523,14 +540,19 @@ fn is_finished(
     }
     let (saved, _) = checkpoint.recipe_and_shape()?;
     let steps = saved.training.steps;
-    if !origin.is_branch && saved.lr_scheduler.after_step > 0 && origin.step() < steps as u64 {
-        bail!(
-            "{} is at step {} of a run that was extended to {steps}, and the recipe has {} steps\n  \
-             hint: --resume --extend {steps} continues it",
-            checkpoint.path.display(),
-            origin.step(),
-            recipe.training.steps
-        );
+    if !origin.is_branch && origin.step() < steps as u64 {
+        let (path, step, now) = (checkpoint.path.display(), origin.step(), recipe.training.steps);
+        if saved.lr_scheduler.after_step > 0 {
+            bail!(
+                "{path} is at step {step} of a run that was extended to {steps}, and the recipe has {now} steps\n  \
+                 hint: --resume --extend {steps} continues it"
+            );
+        }
+        log.always(&format!(
+            "nothing to do: {path} is at step {step} of {steps}, and training.steps is {now} here\n  \
+             to continue: leave training.steps out, or set it to {steps}"
+        ));
+        return Ok(true);
     }
     if matches!(start, Start::Resume | Start::ResumeAlone { .. }) && log.prints() {
         // A kill right after the last checkpoint was written leaves older ones to delete.
@@ -664,16 +686,22 @@ fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Orig
     let meta = &prepared.meta;
     let verb = if prepared.reused { "found" } else { "wrote" };
     log.line(&format!(
-        "data: {verb} {} training tokens in {} documents, {} held-out tokens in {} documents ({}, {seconds:.1} s)",
-        terminal::thousands(meta.train.num_tokens),
-        terminal::thousands(meta.train.num_documents),
-        terminal::thousands(meta.validation.num_tokens),
-        terminal::thousands(meta.validation.num_documents),
+        "data: {verb} {} in {}, {} in {} ({}, {seconds:.1} s)",
+        terminal::counted(meta.train.num_tokens, "training token"),
+        terminal::counted(meta.train.num_documents, "document"),
+        terminal::counted(meta.validation.num_tokens, "held-out token"),
+        terminal::counted(meta.validation.num_documents, "document"),
         dir.display(),
     ));
     let has_changed = resumed.is_some() && data.text_has_changed(recipe, &variable);
     let lines = account::lines("data: ", &data, has_changed);
     lines.iter().for_each(|line| log.line(line));
+    if resumed.is_some() && data.tokenizer_has_changed(recipe, &variable) {
+        log.line(
+            "data: the file of tokenizer.path has changed or is gone; the run continues with the checkpoint's \
+             tokenizer",
+        );
+    }
     let warning = account::too_little_held_out(meta);
     warning.iter().for_each(|line| log.always(line));
     Ok(data)

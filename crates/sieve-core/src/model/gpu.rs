@@ -1,5 +1,6 @@
 //! GPUs by name: peak rate, memory and bandwidth from the vendors' data sheets.
 
+use crate::did_you_mean;
 use serde::Serialize;
 
 /// Name and properties of a GPU model.
@@ -56,16 +57,15 @@ pub fn names() -> Vec<String> {
     names.map(|name| name.to_ascii_lowercase()).collect()
 }
 
-/// The hint for a name that [`find`] does not know: that the GPU is too old, or the most similar known name.
+/// The end of a sentence about a name that [`find`] does not know: that the GPU is too old, or the most similar known
+/// name, or nothing.
 pub fn why_not(name: &str) -> String {
     let upper = name.to_ascii_uppercase();
     if BEFORE_AMPERE.iter().any(|old| upper.contains(old)) {
-        return "it is older than Ampere, and the kernels need compute capability 8.0".to_owned();
+        return ": it is older than Ampere, and the kernels need compute capability 8.0".to_owned();
     }
     let names = names();
-    let likeness = |known: &&String| strsim::jaro_winkler(&name.to_ascii_lowercase(), known);
-    let nearest = names.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
-    format!("did you mean {}?", nearest.expect("GPUs are listed"))
+    did_you_mean(name, &names.iter().map(String::as_str).collect::<Vec<_>>())
 }
 
 /// Parts of the names of GPUs without bf16 tensor cores.
@@ -162,8 +162,9 @@ mod tests {
         for name in ["h2000", "309", "rtx", ""] {
             assert_eq!(find(name), None, "{name}");
         }
-        assert_eq!(why_not("h2000"), "did you mean h200?");
-        assert_eq!(why_not("rtx 5900"), "did you mean rtx 5090?");
+        assert_eq!(why_not("h2000"), ", did you mean h200?");
+        assert_eq!(why_not("rtx 5900"), ", did you mean rtx 5090?");
+        assert_eq!(why_not("no such"), "");
         for old in ["Tesla V100-SXM2-16GB", "t4", "rtx 2080 ti"] {
             assert!(why_not(old).contains("older than Ampere"), "{old}");
         }

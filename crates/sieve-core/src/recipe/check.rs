@@ -4,7 +4,8 @@ use toml::{Table, Value};
 
 use super::mistake::{Mistake, quoted};
 use super::{AttentionKind, TokenizerSection, schema};
-use crate::keys::{Choices, Key, Kind};
+use crate::did_you_mean;
+use crate::keys::{Bound, Choices, Key, Kind};
 
 /// Checks `table` against the schema and removes unknown sections and keys, so that the rest can still be converted.
 pub(super) fn check_table(table: &mut Table, mistakes: &mut Vec<Mistake>) {
@@ -46,11 +47,6 @@ pub(super) fn unknown_section(name: &str) -> Mistake {
     let known = schema::sections().map(|section| section.name).chain([schema::STAGE]).collect::<Vec<_>>();
     let what = format!("there is no section [{name}]{}", did_you_mean(name, &known));
     Mistake::new(name, what, format!("the sections are {}", known.join(", ")))
-}
-
-fn did_you_mean(name: &str, known: &[&'static str]) -> String {
-    let nearest = schema::nearest(name, known);
-    nearest.map_or(String::new(), |name| format!(", did you mean {name}?"))
 }
 
 /// The mistake of a key that `owner` (a section, or a table inside one) does not have.
@@ -111,7 +107,7 @@ fn check_stages(value: &mut Value, mistakes: &mut Vec<Mistake>) -> bool {
 fn check_keys(owner: &str, keys: &'static [Key], table: &mut Table, mistakes: &mut Vec<Mistake>) {
     table.retain(|name, value| match schema::key(keys, name) {
         Some(key) => {
-            check_value(&format!("{owner}.{name}"), key.kind, value, mistakes);
+            check_value(&format!("{owner}.{name}"), key, value, mistakes);
             true
         }
         None => {
@@ -127,7 +123,7 @@ fn check_keys(owner: &str, keys: &'static [Key], table: &mut Table, mistakes: &m
 
 /// The mistake of a missing key; `of` is the end of its sentence, which may name what needs the key.
 fn missing(owner: &str, key: &Key, of: &str) -> Mistake {
-    let what = format!("is missing; it must be {}{of}", wanted(key.kind));
+    let what = format!("is missing; it must be {}{of}", wanted(key));
     Mistake::new(format!("{owner}.{}", key.name), what, "")
 }
 
@@ -137,8 +133,8 @@ fn wrong_type(path: &str, wanted: &str, value: &Value) -> Mistake {
 }
 
 /// Checks that a value has its key's type; whole numbers in a list of numbers become floats.
-fn check_value(path: &str, kind: Kind, value: &mut Value, mistakes: &mut Vec<Mistake>) {
-    let fits = match (kind, &mut *value) {
+fn check_value(path: &str, key: &Key, value: &mut Value, mistakes: &mut Vec<Mistake>) {
+    let fits = match (key.kind, &mut *value) {
         (Kind::Integer, Value::Integer(number)) => *number >= 0,
         (Kind::Number, Value::Integer(_) | Value::Float(_)) => true,
         (Kind::Bool, Value::Boolean(_)) | (Kind::String, Value::String(_)) => true,
@@ -166,7 +162,7 @@ fn check_value(path: &str, kind: Kind, value: &mut Value, mistakes: &mut Vec<Mis
         _ => false,
     };
     if !fits {
-        mistakes.push(wrong_type(path, &wanted(kind), value));
+        mistakes.push(wrong_type(path, &wanted(key), value));
     }
 }
 
@@ -224,10 +220,17 @@ fn is_list_of_tables(value: &Value) -> bool {
     value.as_array().is_some_and(|items| !items.is_empty() && items.iter().all(Value::is_table))
 }
 
-/// A type of values in words, for "expected ...".
-fn wanted(kind: Kind) -> String {
-    match kind {
-        Kind::Integer => "a whole number of at least 0".to_owned(),
+/// The values of a key in words, for "expected ...".
+fn wanted(key: &Key) -> String {
+    match key.kind {
+        Kind::Integer => {
+            let least = match key.bound {
+                Some(Bound::Within(least, ..)) => least,
+                Some(Bound::AtLeastOne) => 1,
+                _ => 0,
+            };
+            format!("a whole number of at least {least}")
+        }
         Kind::Number => "a number".to_owned(),
         Kind::Bool => "true or false".to_owned(),
         Kind::String => "a string".to_owned(),
@@ -246,7 +249,7 @@ fn wanted(kind: Kind) -> String {
 fn describe(value: &Value) -> String {
     match value {
         // --set reads a number of more than 64 bits as a string, because TOML cannot hold it.
-        Value::String(text) if !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit()) => {
+        Value::String(text) if is_too_large(text) => {
             format!("{}, which is too large a number", shorten(text))
         }
         Value::String(text) => format!("the string {:?}", shorten(text)),
@@ -261,6 +264,11 @@ fn describe(value: &Value) -> String {
             None => "a list of strings".to_owned(),
         },
     }
+}
+
+/// Whether a text is a whole number that TOML cannot hold.
+fn is_too_large(text: &str) -> bool {
+    text.bytes().all(|byte| byte.is_ascii_digit()) && !text.is_empty() && text.parse::<i64>().is_err()
 }
 
 fn shorten(text: &str) -> String {

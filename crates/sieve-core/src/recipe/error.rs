@@ -27,7 +27,8 @@ pub enum RecipeError {
     /// The embedding would have fewer rows than the tokenizer has tokens.
     #[error(
         "model.vocab_size is {model}, but the tokenizer has {tokenizer} tokens\n  \
-         hint: remove model.vocab_size from the recipe, or set it to at least {tokenizer}"
+         hint: with weights that exist, name the tokenizer they were trained with; a new model takes it without \
+         model.vocab_size, or with at least {tokenizer}"
     )]
     VocabularyTooSmall {
         /// Value of `model.vocab_size`.

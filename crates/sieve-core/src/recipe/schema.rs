@@ -58,19 +58,3 @@ pub(super) fn key_at(path: &str) -> Option<&'static Key> {
 pub(super) fn home_of(name: &str) -> Option<&'static str> {
     sections().find(|section| key(section.keys(), name).is_some()).map(|section| section.name)
 }
-
-/// The candidate most similar to `name`, if any is similar enough to suggest.
-pub(super) fn nearest(name: &str, candidates: &[&'static str]) -> Option<&'static str> {
-    let similarity = |candidate: &str| {
-        let (short, long) = if name.len() < candidate.len() { (name, candidate) } else { (candidate, name) };
-        // `window` is similar to `sliding_window`: a substring of at least two fifths of the longer name.
-        let is_part = 5 * short.len() >= 2 * long.len() && long.contains(short);
-        strsim::jaro_winkler(name, candidate).max(if is_part { 0.85 } else { 0.0 })
-    };
-    candidates
-        .iter()
-        .map(|candidate| (similarity(candidate), *candidate))
-        .filter(|(score, _)| *score >= 0.75)
-        .max_by(|left, right| left.0.total_cmp(&right.0))
-        .map(|(_, candidate)| candidate)
-}

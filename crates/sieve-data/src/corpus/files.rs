@@ -45,7 +45,7 @@ pub(super) fn expand(config: &CorpusConfig, hub: Option<&Hub>) -> Result<(Vec<So
         let found = &expansion.found[before..];
         if found.is_empty() {
             let searched = match Path::new(pattern).is_dir() || is_remote(pattern) {
-                true => format!(" ending in one of {:?}", config.extensions),
+                true => format!(" ending in .{}", config.extensions.join(", .")),
                 false => String::new(),
             };
             return Err(DataError::NoFiles { pattern: pattern.clone(), searched });

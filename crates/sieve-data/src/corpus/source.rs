@@ -50,7 +50,7 @@ fn check_size(path: &Path, bytes: u64, max_bytes: u64) -> Result<(), DataError> 
     if bytes > max_bytes {
         let what = format!("a document of {bytes} bytes is over the limit of {max_bytes}");
         let hint = "raise data.max_document_bytes, split the document, or leave such documents out: \
-            data.skip_invalid; a text file that a path names by itself may be larger";
+            data.skip_invalid (eval ppl: --skip-invalid); a text file that a path names by itself may be larger";
         return Err(DataError::document(path, what, hint));
     }
     Ok(())
@@ -68,8 +68,10 @@ fn check_encoding(path: &Path, bytes: &[u8]) -> Result<(), DataError> {
     if let Some((_, name, count)) = marks.iter().find(|(mark, ..)| bytes.starts_with(mark)) {
         let what = format!("{name}, by its first {count} bytes; text is read as UTF-8");
         let path_shown = path.display();
-        let hint =
-            format!("iconv -f {name} -t UTF-8 {path_shown} > NEW.txt, or leave such documents out: skip_invalid");
+        let hint = format!(
+            "iconv -f {name} -t UTF-8 {path_shown} > NEW.txt, or leave such documents out: skip_invalid \
+             (eval ppl: --skip-invalid)"
+        );
         return Err(DataError::document(path, what, hint));
     }
     Ok(())
@@ -79,7 +81,7 @@ fn check_encoding(path: &Path, bytes: &[u8]) -> Result<(), DataError> {
 fn check_utf8<'a>(path: &Path, bytes: &'a [u8], offset: u64) -> Result<&'a str, DataError> {
     std::str::from_utf8(bytes).map_err(|error| {
         let what = format!("not UTF-8 at byte {}", offset + error.valid_up_to() as u64);
-        let hint = "convert the file, or leave such documents out: skip_invalid";
+        let hint = "convert the file, or leave such documents out: skip_invalid (eval ppl: --skip-invalid)";
         DataError::document(path, what, hint)
     })
 }
@@ -87,7 +89,7 @@ fn check_utf8<'a>(path: &Path, bytes: &'a [u8], offset: u64) -> Result<&'a str, 
 /// The error of a document with a NUL byte, at this offset (text) or on the line that begins there (JSONL).
 fn nul_byte(path: &Path, offset: u64) -> DataError {
     let what = format!("NUL at byte {offset}, so this is probably not text");
-    let hint = "leave the file out, or all such documents: skip_invalid";
+    let hint = "leave the file out, or all such documents: skip_invalid (eval ppl: --skip-invalid)";
     DataError::document(path, what, hint)
 }
 
@@ -98,6 +100,7 @@ fn column_not_text(path: &Path, line: u64, column: &str, found: &str) -> DataErr
 }
 
 /// Hints about a text column that is missing or holds no text, for a file and for one document.
-const SET_COLUMN: &str = "set text_column to the column that holds the text (prompt_column: the prompt)";
-const SET_COLUMN_OR_SKIP: &str = "set text_column to the column that holds the text (prompt_column: the prompt), or \
-    leave such rows out: skip_invalid";
+const SET_COLUMN: &str =
+    "set text_column (--text-column) to the column that holds the text (prompt_column: the prompt)";
+const SET_COLUMN_OR_SKIP: &str = "set text_column (--text-column) to the column that holds the text (prompt_column: \
+    the prompt), or leave such rows out: skip_invalid (eval ppl: --skip-invalid)";

@@ -198,7 +198,7 @@ fn bad_jsonl_lines_are_named_or_skipped() {
         (b"{\"body\": \"x\"}", "line 2 has no column \"text\" (it has [\"body\"])"),
         (b"{\"text\": 7}", "line 2: column \"text\" is a number"),
         (b"{\"text\": null}", "line 2: column \"text\" is null"),
-        (b"{\"text\": \"x\"", "line 2 is not a JSON object"),
+        (b"{\"text\": \"x\"\n", "line 2 is not a JSON object: EOF while parsing an object at column 12\n"),
         (b"[1, 2]", "line 2 is not a JSON object"),
         (b"{\"text\": \"x\"} {\"text\": \"y\"}", "line 2 is not a JSON object"),
         (b"{\"text\": \"\xff\"}", "line 2: not UTF-8 at byte 27"),

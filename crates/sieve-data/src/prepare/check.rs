@@ -1,4 +1,4 @@
-//! Verifies checksums of shards in the background, while a run trains on them.
+//! Verifies checksums of shards: at once, or in the background while a run trains on them.
 
 use std::fs::File;
 use std::io::Read;
@@ -33,17 +33,12 @@ impl ShardCheck {
         let (found, stops) = (this.found.clone(), this.stops.clone());
         let first = files.first().map_or_else(PathBuf::new, |(path, _)| path.clone());
         let read = move || {
-            for (path, wanted) in files {
-                let what = match hash_slowly(&path, &stops) {
-                    Ok(Some(hash)) if hash != wanted => {
-                        format!("its bytes are not those that were prepared (XXH3 {hash}, meta.json says {wanted})")
-                    }
-                    Ok(Some(_)) => continue,
-                    Ok(None) => return,
-                    Err(error) => format!("it cannot be read to its end: {error}"),
-                };
-                let _ = found.set((path, what));
-                return;
+            let pause = |took: Duration| {
+                std::thread::sleep((PAUSES * took).min(LONGEST_PAUSE));
+                !stops.load(Ordering::Relaxed)
+            };
+            if let Some(problem) = first_problem(files, pause) {
+                let _ = found.set(problem);
             }
         };
         let thread = std::thread::Builder::new().name("sieve-shard-check".to_owned());
@@ -69,8 +64,37 @@ impl Drop for ShardCheck {
     }
 }
 
-/// XXH3-128 of a file in hexadecimal, read with pauses; `None` if `stops` was set.
-fn hash_slowly(path: &Path, stops: &AtomicBool) -> std::io::Result<Option<String>> {
+/// Compares the checksums of files with the ones that they must have, without pauses.
+///
+/// # Errors
+/// The first file that has another checksum or cannot be read.
+pub(super) fn check_now(files: Vec<(PathBuf, String)>) -> Result<(), DataError> {
+    let goes_on = |_took| true;
+    match first_problem(files, goes_on) {
+        None => Ok(()),
+        Some((path, what)) => Err(DataError::shard(&path, what)),
+    }
+}
+
+/// The first file with another checksum than it must have, and the problem; `None` also if `pause` returned false.
+fn first_problem(files: Vec<(PathBuf, String)>, pause: impl Fn(Duration) -> bool) -> Option<(PathBuf, String)> {
+    for (path, wanted) in files {
+        let what = match hash(&path, &pause) {
+            Ok(Some(hash)) if hash != wanted => {
+                format!("its bytes are not those that were prepared (XXH3 {hash}, meta.json says {wanted})")
+            }
+            Ok(Some(_)) => continue,
+            Ok(None) => return None,
+            Err(error) => format!("it cannot be read to its end: {error}"),
+        };
+        return Some((path, what));
+    }
+    None
+}
+
+/// XXH3-128 of a file in hexadecimal. `pause` is called with the time that each chunk took; `None` if it returned
+/// false.
+fn hash(path: &Path, pause: impl Fn(Duration) -> bool) -> std::io::Result<Option<String>> {
     let mut file = File::open(path)?;
     let (mut hash, mut chunk) = (Xxh3::new(), vec![0; CHUNK_BYTES]);
     loop {
@@ -80,8 +104,7 @@ fn hash_slowly(path: &Path, stops: &AtomicBool) -> std::io::Result<Option<String
         if len == 0 {
             return Ok(Some(hex(hash.digest128())));
         }
-        std::thread::sleep((PAUSES * since.elapsed()).min(LONGEST_PAUSE));
-        if stops.load(Ordering::Relaxed) {
+        if !pause(since.elapsed()) {
             return Ok(None);
         }
     }

@@ -105,12 +105,12 @@ impl Plan<'_> {
                 ("[validation] paths".to_owned(), "name text with documents")
             }
             ValidationSource::Corpus(_) => (
-                format!("{num_documents} documents, all of which are among [validation] paths"),
+                format!("{num_documents} in all, each of them among [validation] paths"),
                 "name other text to validate on with [validation] paths, or leave it out and a part of the text is \
                  held out",
             ),
             ValidationSource::Fraction(fraction) => (
-                format!("{num_documents} documents, validation_fraction {fraction}"),
+                format!("{num_documents} in all, validation_fraction {fraction}"),
                 "name text to validate on with [validation] paths, change validation_fraction, or give more text",
             ),
         };
@@ -356,7 +356,7 @@ pub(super) fn earlier_preparation(
     }
     match PreparedMeta::read(dir) {
         Err(DataError::BadFile { .. }) if has_mark => Ok(None),
-        Err(DataError::BadFile { .. } | DataError::OtherPreparation { .. }) if on_change == OnChange::Replace => {
+        Err(DataError::BadFile { .. } | DataError::OtherPreparation { .. }) if on_change != OnChange::Refuse => {
             Ok(None)
         }
         meta => meta.map(Some),

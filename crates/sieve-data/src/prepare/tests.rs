@@ -212,6 +212,17 @@ fn a_damaged_or_half_renamed_preparation_is_made_again() {
         assert!(!place.prepare(&place.config()).unwrap().reused, "damage {number}");
         assert_eq!(place.files(), whole, "damage {number}");
     }
+    // Of the right size: found by reading it, as `ReplaceDamaged` does.
+    let flipped = place.out().join("train.bin");
+    let mut bytes = fs::read(&flipped).unwrap();
+    bytes[3] ^= 1;
+    fs::write(&flipped, bytes).unwrap();
+    let found = place.prepare(&place.config()).unwrap();
+    assert!(found.reused && place.prepare(&place.replacing()).unwrap().reused);
+    refusal(found.verify(), "train.bin | not those that were prepared | --replace");
+    let mending = PrepareConfig { on_change: OnChange::ReplaceDamaged, ..place.config() };
+    assert!(!place.prepare(&mending).unwrap().reused && place.prepare(&mending).unwrap().reused);
+    assert_eq!(place.files(), whole);
 }
 
 #[test]
@@ -265,8 +276,7 @@ fn text_that_only_validates_trains_nothing() {
     let place = Place::new();
     let corpus = place.corpus();
     let config = PrepareConfig { validation: ValidationSource::Corpus(&corpus), ..place.config() };
-    let words =
-        "the train split holds no document: 200 documents, all of which are among [validation] paths | other text";
+    let words = "the train split holds no document: 200 in all, each of them among [validation] paths | other text";
     refusal(place.prepare(&config), words);
 }
 
@@ -296,7 +306,7 @@ fn bad_settings_and_empty_splits_are_refused() {
         refusal(place.prepare(&place.holding_out(fraction)), "validation_fraction");
     }
     for (fraction, words) in [
-        (1e-9, "the validation split holds no document: 200 documents"),
+        (1e-9, "the validation split holds no document: 200 in all"),
         (1.0 - 1e-12, "the train split holds no document"),
     ] {
         refusal(place.prepare(&place.holding_out(fraction)), words);

@@ -56,7 +56,7 @@ pub fn extrapolation<B: DeviceBackend>(
     }
     if pieces.is_empty() {
         let what =
-            format!("none of {num_documents} documents has {} tokens; the longest has {longest_document}", longest + 1);
+            format!("no document has {} tokens; the longest of {num_documents} has {longest_document}", longest + 1);
         return Err(EvalError::refused(what, "give longer documents, or shorter contexts"));
     }
     let num_scored = first.div_ceil(2);

@@ -188,7 +188,7 @@ fn refuses_settings_and_documents_that_mean_nothing() {
         (with(0, 0), &[9], "context"),
         (with(9, 10), &[9], "stride"),
         (with(9, 0), &[9], "stride"),
-        (ONE_BY_ONE, &[1, 1], "2 documents"),
+        (ONE_BY_ONE, &[1, 1], "2 in all"),
     ] {
         let documents = documents(lengths).into_iter().map(Ok);
         let found = perplexity(&model, documents, &config, &Default::default(), None, &mut |_| {});
@@ -231,6 +231,6 @@ fn longer_contexts_predict_the_same_tokens() {
     assert_eq!(found[0].num_tokens, 2);
     let piece = run(&[17], &[4, 8, 16]).expect("one piece");
     assert!((piece[1].loss - by_hand / 2.0).abs() < 1e-5, "{piece:?} {by_hand}");
-    refusal(run(&[9, 16], &[4, 16]), "none of 2 documents has 17 tokens; the longest has 16");
+    refusal(run(&[9, 16], &[4, 16]), "no document has 17 tokens; the longest of 2 has 16");
     assert!(run(&[40], &[4, 17]).is_err());
 }

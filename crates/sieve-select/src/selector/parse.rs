@@ -7,6 +7,7 @@ use std::str::FromStr;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Number, Value};
+use sieve_core::did_you_mean;
 
 use super::{Common, ENTRIES, Method, Phase, Selector};
 use crate::decode::dam::DamMaps;
@@ -63,8 +64,8 @@ impl Selector {
         let problem = match common_items(&self.common).any(|item| item.0 == key) {
             true => format!("{selector} takes no {key}: it would change nothing"),
             false => {
-                let nearest = nearest(key, known.iter().map(String::as_str));
-                format!("{selector} has no key {key:?}, did you mean {nearest}?")
+                let known: Vec<&str> = known.iter().map(String::as_str).collect();
+                format!("{selector} has no key {key:?}{}", did_you_mean(key, &known))
             }
         };
         Err(SelectError::refused(problem, format!("its keys are {}", known.join(", "))))
@@ -144,8 +145,7 @@ fn method_of(name: &str, items: &mut Vec<Item<'_>>) -> Result<Method, SelectErro
     let Some(mut method) = Method::read(name, items)? else {
         let names = ENTRIES.iter().map(|entry| entry.name);
         let known: Vec<&'static str> = names.chain(["dense"]).collect();
-        let nearest = nearest(name, known.iter().copied());
-        let problem = format!("there is no selector {name:?}, did you mean {nearest}?");
+        let problem = format!("there is no selector {name:?}{}", did_you_mean(name, &known));
         let hint = format!("the selectors are {}", known.join(", "));
         return Err(SelectError::refused(problem, hint));
     };
@@ -272,12 +272,6 @@ fn text_of(value: &Value) -> String {
         Value::Number(number) => number.to_string().trim_end_matches(".0").to_owned(),
         other => other.to_string(),
     }
-}
-
-/// The known name that is most similar to `name`.
-fn nearest<'k>(name: &str, known: impl Iterator<Item = &'k str>) -> String {
-    let likeness = |candidate: &str| strsim::jaro_winkler(&name.to_lowercase(), candidate);
-    known.max_by(|a, b| likeness(a).total_cmp(&likeness(b))).unwrap_or_default().to_owned()
 }
 
 #[cfg(test)]

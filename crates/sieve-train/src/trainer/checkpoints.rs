@@ -330,22 +330,25 @@ impl<B: TrainBackend> Trainer<B> {
         Some(self.last_folder.join(format!("step-{step}")))
     }
 
-    /// Removes half-written checkpoints of a killed process. Renames checkpoints of another continuation of the run,
-    /// which have a later step, or have this step and are not the one that this process resumed from: otherwise a later
-    /// resume would take them for this continuation's.
+    /// Checkpoints of another continuation of the run: they have a later step, or have this step and are not the one
+    /// that this process resumed from.
+    pub(super) fn other_checkpoints(&self) -> Result<Vec<(u64, PathBuf)>, TrainError> {
+        let mut all = list_checkpoints(&self.folder.checkpoint_path())?;
+        all.retain(|(step, _)| *step >= self.step && self.last_checkpoint != Some(*step));
+        Ok(all)
+    }
+
+    /// Removes half-written checkpoints of a killed process. Renames checkpoints of another continuation: otherwise a
+    /// later resume would take them for this continuation's.
     pub(super) fn tidy_checkpoints(&self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
-        let folder = self.folder.checkpoint_path();
-        for (step, path) in list_checkpoints(&folder)? {
-            if step < self.step || self.last_checkpoint == Some(step) {
-                continue;
-            }
+        for (step, path) in self.other_checkpoints()? {
             let aside = rename_aside(&path, "aside")?;
             reporter.emit(TrainEvent::Notice(&format!(
                 "note: step-{step} belongs to another continuation; it is kept as {}",
                 aside.display()
             )));
         }
-        remove_half_written(&folder)
+        remove_half_written(&self.folder.checkpoint_path())
     }
 }
 

@@ -1,9 +1,10 @@
 //! `sieve data batch`: the rows of one training step.
 use crate::recipe::RecipeArgs;
 use crate::terminal;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
-use sieve_data::OnChange;
+use sieve_core::recipe::DataFormat;
+use sieve_data::{DataError, OnChange, Prepared};
 use sieve_hf::{NamedTensor, write_tensor_file};
 use sieve_train::DataSource;
 use std::path::PathBuf;
@@ -36,6 +37,15 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
         training.steps
     );
     let dir = super::folder(&args.recipe, &recipe, args.data_dir)?;
+    if recipe.data.format != DataFormat::Mqar
+        && let Err(DataError::File(missing)) = Prepared::open(&dir)
+    {
+        bail!(
+            "{} holds no prepared data: {missing}\n  \
+             hint: name a folder of sieve data prepare, or the data folder of a run, with --data-dir",
+            dir.display()
+        );
+    }
     // OnChange::Refuse: shards in this folder are never replaced, since a run may be reading them.
     let source = DataSource::open(&recipe, &crate::train::variable)?;
     let mut data = source.prepare(&recipe, &dir, OnChange::Refuse, &mut |_event| {})?;

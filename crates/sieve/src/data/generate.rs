@@ -1,5 +1,6 @@
 //! `sieve data generate`: training samples of the tasks of `sieve eval ruler`.
 use crate::eval::SourceArgs;
+use crate::recipe::new::is_there;
 use crate::terminal;
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -64,17 +65,20 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     if lengths.is_empty() {
         bail!("all lengths asked for are multiples of 256\n  hint: give a wider range");
     }
+    if args.out.is_file() {
+        return Err(is_there(&args.out));
+    }
     let tasks_and_lengths = (tasks.as_slice(), lengths.as_slice());
     let write = |path: &Path| write(args, path, tasks_and_lengths, &source, &tokenizer);
-    match args.out.exists() && !args.out.is_file() {
+    match args.out.exists() {
         // A pipe is written in place; a folder fails here.
         true => write(&args.out)?,
         false => sieve_files::replace(&args.out, write)?,
     }
     terminal::line(&format!(
-        "wrote {} samples of {} tasks to {}",
-        terminal::thousands(args.samples),
-        tasks.len(),
+        "wrote {} of {} to {}",
+        terminal::counted(args.samples, "sample"),
+        terminal::counted(tasks.len() as u64, "task"),
         args.out.display()
     ));
     Ok(())

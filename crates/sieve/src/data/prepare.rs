@@ -19,12 +19,12 @@ pub(crate) struct PrepareArgs {
     /// Folder of the shards; as `sieve train` finds it when absent
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
-    /// Replace what the folder holds, should it be made from other text, settings or another tokenizer
+    /// Replace what the folder holds, should it be damaged or made from other text, settings or another tokenizer
     #[arg(long)]
     replace: bool,
 }
 
-/// Runs the command: tokenises the text, or finds complete shards and leaves them.
+/// Runs the command: tokenises the text, or finds complete shards, verifies their checksums and leaves them.
 pub(super) fn run(args: PrepareArgs) -> Result<()> {
     let (recipe, text) = args.recipe.load_with_text()?;
     anyhow::ensure!(
@@ -34,7 +34,7 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     terminal::lines(text);
     let dir = super::folder(&args.recipe, &recipe, args.data_dir)?;
     let on_change = match args.replace {
-        true => OnChange::Replace,
+        true => OnChange::ReplaceDamaged,
         false => OnChange::Refuse,
     };
     let source = DataSource::open(&recipe, &crate::train::variable)?;
@@ -51,6 +51,10 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     let resumed = None;
     data.prepare_stages(&recipe, place, resumed, &crate::train::variable, observe)?;
     drop(watch);
+    // With --replace, shards that are damaged have been prepared again.
+    for found in data.shards().filter(|shards| shards.reused && on_change == OnChange::Refuse) {
+        found.verify()?;
+    }
     let prepared = data.prepared().expect("text becomes shards");
     let meta = &prepared.meta;
     let verb = if prepared.reused { "found" } else { "wrote" };
@@ -86,9 +90,9 @@ fn print_train_split(name: &str, meta: &PreparedMeta, recipe: &Recipe) {
 /// Prints the size of a split: the training or the held-out documents.
 fn print_split(name: &str, split: &SplitMeta) {
     terminal::line(&format!(
-        "{name}: {} tokens in {} documents, {:.2} bytes of text a token, {} on disk",
-        terminal::thousands(split.num_tokens),
-        terminal::thousands(split.num_documents),
+        "{name}: {} in {}, {:.2} bytes of text a token, {} on disk",
+        terminal::counted(split.num_tokens, "token"),
+        terminal::counted(split.num_documents, "document"),
         split.num_bytes as f64 / split.num_tokens.max(1) as f64,
         terminal::bytes(split.bin_bytes + split.idx_bytes)
     ));

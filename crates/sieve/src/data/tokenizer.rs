@@ -1,5 +1,6 @@
 //! `sieve tokenizer train`: a byte-level BPE from text.
 use crate::recipe::RecipeArgs;
+use crate::recipe::new::is_there;
 use crate::text_files::FormatArg;
 use crate::{terminal, text_files};
 use anyhow::{Context, Result};
@@ -85,14 +86,17 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
         args.out.display(),
         args.out.join("tokenizer.json").display()
     );
+    if args.out.is_file() {
+        return Err(is_there(&args.out));
+    }
     let mut corpus = Corpus::open(config)?;
     // Files fetched from the hub are kept in OUT.hub, beside the tokenizer.
     corpus.connect(&HubConfig::from_variables(variable, args.out.with_extension("hub")))?;
     text_files::warn_of_json(&corpus);
     terminal::line(&format!(
-        "training a byte-level BPE of {vocab_size} tokens on up to {} of {} files",
+        "training a byte-level BPE of {vocab_size} tokens on up to {} of {}",
         terminal::bytes(sample_bytes),
-        terminal::thousands(corpus.files().len() as u64)
+        terminal::counted(corpus.files().len() as u64, "file")
     ));
     let config = BpeConfig { vocab_size, sample_bytes };
     let tokenizer = Tokenizer::train(&corpus, config)?;

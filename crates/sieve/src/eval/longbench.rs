@@ -13,8 +13,8 @@ const PREFIX: &str = "longbench_";
 pub(crate) struct LongbenchArgs {
     /// The folder of LongBench's files (hotpotqa.jsonl and others), or else LongBench-E's (hotpotqa_e.jsonl). Data sets
     /// in Chinese are left out
-    #[arg(long, value_name = "DIR")]
-    folder: PathBuf,
+    #[arg(long, value_name = "DIR", required_unless_present = "list")]
+    folder: Option<PathBuf>,
     /// Data sets by name; all that are in the folder when absent
     #[arg(long, value_delimiter = ',', value_name = "NAME,…")]
     only: Vec<String>,
@@ -27,9 +27,15 @@ pub(crate) fn run(args: LongbenchArgs) -> Result<()> {
     if args.tasks.names_tasks() {
         bail!(
             "eval longbench reads the data sets of --folder alone\n  \
-             hint: --only NAME,… chooses among them; --data, --list and --show are for sieve eval tasks"
+             hint: --only NAME,… chooses among them; --data and --show are for sieve eval tasks"
         );
     }
+    if args.tasks.list {
+        return tasks::list(PREFIX);
+    }
+    let Some(folder) = args.folder else {
+        bail!("--folder is missing");
+    };
     let names = READY_TASKS.iter().filter_map(|(name, _)| name.strip_prefix(PREFIX));
     let names: Vec<&str> = names.collect();
     if let Some(unknown) = args.only.iter().find(|name| !names.contains(&name.as_str())) {
@@ -41,7 +47,7 @@ pub(crate) fn run(args: LongbenchArgs) -> Result<()> {
             continue;
         }
         let files = [format!("{name}.jsonl"), format!("{name}_e.jsonl")];
-        let files = files.map(|file| args.folder.join(file));
+        let files = files.map(|file| folder.join(file));
         match files.iter().find(|file| file.is_file()) {
             Some(file) => data.push(format!("{PREFIX}{name}={}", file.display())),
             // Without --only, a data set without a file is left out.
@@ -52,7 +58,7 @@ pub(crate) fn run(args: LongbenchArgs) -> Result<()> {
     if data.is_empty() {
         bail!(
             "{} holds no file of LongBench\n  hint: unpack its data.zip there: hotpotqa.jsonl and others",
-            args.folder.display()
+            folder.display()
         );
     }
     tasks::run(args.tasks.with_data("longbench", data))

@@ -20,6 +20,8 @@ const COMMAND: &str = "needle";
 
 /// Lengths of a grid at most; the same limit for depths.
 const MOST_STEPS: usize = 1000;
+/// A mean rank this many standard errors from a guess's is called better or worse than chance.
+const CLEAR_SIGMAS: f64 = 3.0;
 /// Needles of all lengths and depths together, at most.
 const MOST_NEEDLES: usize = 1_000_000;
 
@@ -203,14 +205,14 @@ fn print<B: DeviceBackend>(
         return Ok(());
     }
     terminal::line(&format!(
-        "{}, trained on {} tokens; {} lengths by {} depths, {} of each\n\
+        "{}, trained on {} tokens; {} by {}, {} of each\n\
          found: the number is in the greedy continuation; rank: of its likelihood among {} others, 1 is best, a \
          guess {}",
         output::heading(loaded),
         loaded.recipe.training.seq_len,
-        config.lengths.len(),
-        config.depths.len(),
-        count(config.num_needles),
+        terminal::counted(config.lengths.len() as u64, "length"),
+        terminal::counted(config.depths.len() as u64, "depth"),
+        terminal::counted(config.num_needles as u64, "needle"),
         NUM_DISTRACTORS,
         reports.first().map_or(0.0, |report| report.chance_rank),
     ));
@@ -223,7 +225,7 @@ fn print<B: DeviceBackend>(
         let density = report.density.map_or(String::new(), |x| format!(", {:.1} % of the pairs", 100.0 * x));
         terminal::line(&format!(
             "\n{name}{density}\n{}: {:.1} % found, mean rank {:.2} ({}), {:.1} % first",
-            count(report.num_needles),
+            terminal::counted(report.num_needles as u64, "needle"),
             100.0 * report.found,
             report.mean_rank,
             verdict(report),
@@ -237,19 +239,13 @@ fn print<B: DeviceBackend>(
     Ok(())
 }
 
-fn count(needles: usize) -> String {
-    match needles {
-        1 => "1 needle".to_owned(),
-        n => format!("{n} needles"),
-    }
-}
-
-/// A sentence: whether the mean rank differs from guessing.
+/// Whether the mean rank differs from guessing, by [`CLEAR_SIGMAS`].
 fn verdict(report: &NeedleReport) -> String {
     let what = match report.sigmas {
-        x if x > 3.0 => "better than chance",
-        x if x < -3.0 => "worse than chance",
-        _ => "no better than chance",
+        x if x > CLEAR_SIGMAS => "better than chance",
+        x if x < -CLEAR_SIGMAS => "worse than chance",
+        _ if report.best_sigmas() <= CLEAR_SIGMAS => "too few needles to tell from chance",
+        x => return format!("{x:+.1} standard errors from chance, {CLEAR_SIGMAS} would be clear"),
     };
     format!("{what}, {:+.1} standard errors", report.sigmas)
 }

@@ -162,7 +162,7 @@ fn flag(args: &PatternsArgs) -> Result<String> {
 /// Tokens of a prompt. Fails, before any text is read, if the model has no dense layer or too short a context.
 fn length(args: &PatternsArgs, shape: &ModelShape, trained: usize) -> Result<usize> {
     if shape.num_layers_of_dense_attention() == 0 {
-        return Err(EvalError::NotDense(args.method.name().to_owned()).into());
+        return Err(EvalError::not_dense(args.method.name(), shape).into());
     }
     let context = shape.max_seq_len;
     let length = match (&args.method, args.length) {
@@ -288,11 +288,11 @@ fn print<B: DeviceBackend>(
     if args.result.report(loaded, COMMAND, json)? {
         return Ok(());
     }
-    let prompts = if count == 1 { "prompt" } else { "prompts" };
     terminal::line(&format!(
-        "{}, {}: {count} {prompts} of {length} tokens",
+        "{}, {}: {} of {length} tokens",
         output::heading(loaded),
         args.method.name(),
+        terminal::counted(count as u64, "prompt"),
     ));
     terminal::lines(&report.lines);
     terminal::line(&format!("wrote {}; use it with {flag}", args.out.display()));

@@ -109,7 +109,13 @@ fn run_on<B: DeviceBackend>(args: &PplArgs, device: &B::Device, kept: Kept) -> R
         rolling_prefix: Some(tokenizer.prefix_id()?),
         rolling_bos: tokenizer.bos_id(),
     };
+    config.check(loaded.shape.max_seq_len)?;
     let mut selection = args.sparse.selection(&loaded.shape)?;
+    // First, because it may refuse the model or the documents.
+    let extrapolation = match args.extrapolate {
+        true => extrapolation::measure(args, &loaded, &tokenizer, device)?,
+        false => Vec::new(),
+    };
     let chosen = selection.as_mut();
     let report = if args.recipe_validation {
         let prepared = prepared_data(&loaded)?;
@@ -129,10 +135,6 @@ fn run_on<B: DeviceBackend>(args: &PplArgs, device: &B::Device, kept: Kept) -> R
         account::left_out("", read.report(), &mut lines);
         lines.iter().for_each(|line| terminal::remark(line));
         report
-    };
-    let extrapolation = match args.extrapolate {
-        true => extrapolation::measure(args, &loaded, &tokenizer, device)?,
-        false => Vec::new(),
     };
     if let Some(path) = &args.plot {
         let title = format!("Loss by tokens seen: {}", output::model_name(&loaded));

@@ -15,7 +15,9 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde::Serialize;
 use sieve_core::ModelShape;
-use sieve_eval::{READY_GRIDS, Selection, measure_selectors, selector_grid, selector_masks, sweep_selectors};
+use sieve_eval::{
+    EvalError, READY_GRIDS, Selection, measure_selectors, selector_grid, selector_masks, sweep_selectors,
+};
 use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
@@ -188,6 +190,9 @@ impl Failures {
 /// `--grid`; without either, all prefill methods.
 fn selectors(args: &SelectorsArgs, shape: &ModelShape) -> Result<(Vec<LayerSelectors>, Vec<anyhow::Error>)> {
     let mut asked = args.selector.clone();
+    if asked.is_empty() && shape.num_layers_of_dense_attention() == 0 {
+        return Err(EvalError::not_dense("every method", shape).into());
+    }
     let (candidates, mut left_out) = match &args.grid {
         Some(grid) => read_grid(grid)?,
         None if asked.is_empty() => (all_prefill(args.chunk)?, Vec::new()),

@@ -49,7 +49,7 @@ pub(crate) struct TasksArgs {
     result: output::ResultArgs,
     /// Name the tasks inside the program
     #[arg(long)]
-    list: bool,
+    pub(super) list: bool,
     /// Print a task of --list as TOML, to write a task of your own from it
     #[arg(long, value_name = "TASK")]
     show: Option<String>,
@@ -70,9 +70,9 @@ impl TasksArgs {
         Self { data, truncate: true, benchmark: Some(benchmark), ..self }
     }
 
-    /// Whether flags name tasks, list them or print one.
+    /// Whether flags name tasks or print one.
     pub(super) fn names_tasks(&self) -> bool {
-        !self.data.is_empty() || self.list || self.show.is_some()
+        !self.data.is_empty() || self.show.is_some()
     }
 
     fn command(&self) -> &'static str {
@@ -97,11 +97,7 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
         return Ok(());
     }
     if args.list {
-        let width = READY_TASKS.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
-        for (name, _) in READY_TASKS {
-            terminal::line(&format!("{name:<width$}  {}", Task::ready(name)?.about()));
-        }
-        return Ok(());
+        return list("");
     }
     let Some(checkpoint) = args.checkpoint.clone() else {
         bail!("--checkpoint is missing");
@@ -133,6 +129,16 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
         ..InferenceSize::rows_of(size.longest, size.pass)
     })?;
     on_device!(place, run_on(&args, &checkpoint, &texts))
+}
+
+/// Prints the tasks inside the program whose names begin with `prefix`, without it.
+pub(super) fn list(prefix: &str) -> Result<()> {
+    let names = READY_TASKS.iter().filter(|(name, _)| name.starts_with(prefix)).map(|(name, _)| *name);
+    let width = names.clone().map(str::len).max().unwrap_or(0) - prefix.len();
+    for name in names {
+        terminal::line(&format!("{:<width$}  {}", &name[prefix.len()..], Task::ready(name)?.about()));
+    }
+    Ok(())
 }
 
 /// Reads the tasks and their rows. This happens before the model is loaded, so that errors come early.

@@ -10,7 +10,8 @@ use sieve_core::recipe::{
     AttentionKind, DataFormat, EPOCHS_AS_NEW, StartingSize, TokenizerTraining, least_text, steps_for_text,
     tokens_of_text,
 };
-use sieve_data::{Corpus, Tokenizer};
+use sieve_data::{Corpus, DataError, Tokenizer};
+use sieve_train::corpus_configs;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -23,6 +24,8 @@ const TRAINED: TokenizerTraining = TokenizerTraining { vocab_size: 32_768, sampl
 const USUAL_TEXT: &str = "text.txt";
 /// The first characters of the text become the prompt of a run's samples: this many at most.
 const PROMPT_CHARACTERS: usize = 32;
+/// Bytes of text that are read, about, to see whether a run can be trained on it.
+const BYTES_LOOKED_AT: u64 = 1 << 20;
 
 fn sizes() -> PossibleValuesParser {
     let own = StartingSize::ALL.map(|size| size.name);
@@ -98,6 +101,7 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
     }
     let own = OwnText::look(&args.data);
     let recipe = start(args, own.as_ref())?;
+    let has_text = look_at_text(&recipe)?;
     let text = format!(
         "# A recipe made by `sieve recipe new --size {} --kind {}`. Lines that are commented out hold defaults.\n\
          # `sieve plan --recipe FILE` says what it needs, `sieve train --recipe FILE` trains.\n\n{}",
@@ -111,7 +115,12 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
             write_new(out, &text)?;
             terminal::line(&format!("wrote {}", out.display()));
             let file = terminal::quoted(out);
-            terminal::line(&terminal::next(&[format!("plan --recipe {file}"), format!("train --recipe {file}")]));
+            let [plan, train] = ["plan", "train"].map(|command| format!("{command} --recipe {file}"));
+            if !has_text {
+                terminal::line(&format!("once the text of data.paths is here: sieve {train}"));
+            }
+            let commands = [plan, train];
+            terminal::line(&terminal::next(&commands[..1 + usize::from(has_text)]));
         }
     }
     // USUAL_TEXT is a name for a file that the user adds later, so it may be missing.
@@ -124,6 +133,45 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
     Ok(())
 }
 
+/// Reads the beginning of the recipe's text, as a run would. Returns false for a file that is not on this machine: it
+/// may be put there after the recipe is written.
+fn look_at_text(recipe: &Recipe) -> Result<bool> {
+    if recipe.data.format == DataFormat::Mqar {
+        return Ok(true);
+    }
+    // A variable of a path may be set where the run starts.
+    let Ok((train, validation)) = corpus_configs(recipe, &variable) else {
+        return Ok(false);
+    };
+    let is_divided = validation.is_none();
+    for config in std::iter::once(train).chain(validation) {
+        let corpus = match Corpus::open(config) {
+            Err(DataError::NoFiles { searched, .. }) if searched.is_empty() => return Ok(false),
+            corpus => corpus?,
+        };
+        if corpus.files().is_empty() {
+            // The files of a data set on the hub are not known before it is fetched.
+            continue;
+        }
+        let (mut num_bytes, mut documents) = (0, corpus.documents());
+        while num_bytes < BYTES_LOOKED_AT
+            && let Some(document) = documents.next().transpose()?
+        {
+            num_bytes += document.text.len() as u64;
+        }
+        let fraction = recipe.data.validation_fraction;
+        let held_out = (num_bytes as f64 * fraction).round() as u64;
+        if is_divided && num_bytes < BYTES_LOOKED_AT && (held_out == 0 || held_out == num_bytes) {
+            bail!(
+                "{num_bytes} bytes of text are too few for a training document and a validation document \
+                 (data.validation_fraction = {fraction})\n  \
+                 hint: more text, or text to validate on: --set 'validation.paths=[\"FILE\"]'"
+            );
+        }
+    }
+    Ok(true)
+}
+
 /// Fails if a tokenizer file on this machine cannot be read. A tokenizer on the hub is not fetched yet.
 fn check_tokenizer(path: &str) -> Result<()> {
     let path = sieve_core::paths::expand(path, &variable)?;
@@ -133,13 +181,16 @@ fn check_tokenizer(path: &str) -> Result<()> {
     Ok(())
 }
 
+/// The error of a command that replaces no file, for a file at its `--out`.
+pub(crate) fn is_there(path: &Path) -> anyhow::Error {
+    anyhow!("{} is there already\n  hint: name another file with --out, or remove this one", path.display())
+}
+
 /// Writes a new file; fails if `path` exists.
 pub(crate) fn write_new(path: &Path, text: &str) -> Result<()> {
     let created = OpenOptions::new().write(true).create_new(true).open(path);
     match created {
-        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
-            bail!("{} is there already\n  hint: name another file with --out, or remove this one", path.display())
-        }
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => return Err(is_there(path)),
         created => created.and_then(|mut file| {
             let written = file.write_all(text.as_bytes());
             // Half a file would be in the way of the next attempt.

@@ -3,8 +3,8 @@ use super::{Session, TrainArgs, train_on};
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
 use crate::terminal;
-use anyhow::{Context, Result, bail};
-use serde::Serialize;
+use anyhow::{Context, Result, anyhow, bail};
+use serde::{Deserialize, Serialize};
 use sieve_core::Recipe;
 use sieve_hf::Checkpoint;
 use sieve_train::{RunFolder, Start, TrainError, last_validation};
@@ -27,7 +27,7 @@ struct Run {
 }
 
 /// Result of one run of the sweep.
-#[derive(Serialize)]
+#[derive(Deserialize, Serialize)]
 struct Row {
     overrides: Vec<String>,
     folder: PathBuf,
@@ -55,7 +55,8 @@ impl Row {
     }
 }
 
-/// Trains one run after the other, then writes sweep.json and prints the table.
+/// Trains one run after the other, then writes sweep.json and prints the table. Entries of an earlier sweep into the
+/// same folder stay in sweep.json.
 pub(super) fn run(args: TrainArgs) -> Result<Exit> {
     let base = args.out_folder();
     // Every recipe is read before the first run begins: a mistake in the last value costs nothing.
@@ -72,6 +73,8 @@ pub(super) fn run(args: TrainArgs) -> Result<Exit> {
             );
         }
     }
+    let path = base.join("sweep.json");
+    let earlier = earlier_rows(&path, &runs)?;
     let (mesh, prints) = (None, true);
     let session = Session::open(&args, &runs[0].recipe, mesh, Interrupt::install(prints)?)?;
     let mut rows = Vec::new();
@@ -102,8 +105,8 @@ pub(super) fn run(args: TrainArgs) -> Result<Exit> {
         };
         rows.push(Row::of(run, error));
     }
-    let path = base.join("sweep.json");
-    std::fs::write(&path, serde_json::to_string_pretty(&rows)?)
+    let all = earlier.iter().chain(&rows).collect::<Vec<_>>();
+    std::fs::write(&path, serde_json::to_string_pretty(&all)?)
         .with_context(|| format!("writing {}", path.display()))?;
     terminal::lines(table(&rows));
     if rows.iter().all(|row| row.loss.is_none()) {
@@ -112,6 +115,20 @@ pub(super) fn run(args: TrainArgs) -> Result<Exit> {
     let compare = format!("compare {}", terminal::quoted(&base));
     terminal::status(&terminal::next(&[compare]));
     Ok(Exit::Done)
+}
+
+/// The rows of sweep.json, if the folder has one, but for the runs of this sweep.
+fn earlier_rows(path: &Path, runs: &[Run]) -> Result<Vec<Row>> {
+    if !path.exists() {
+        return Ok(Vec::new());
+    }
+    let text = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+    let mut rows: Vec<Row> = serde_json::from_slice(&text).map_err(|error| {
+        let path = path.display();
+        anyhow!("{path} is not the table of a sweep: {error}\n  hint: remove it, or name another folder with --out")
+    })?;
+    rows.retain(|row| runs.iter().all(|run| run.out.file_name() != row.folder.file_name()));
+    Ok(rows)
 }
 
 /// The runs of a sweep, one for each combination of values.

@@ -364,7 +364,7 @@ fn answers_that_are_none_are_told() {
     let mut missing = corpus("hf://datasets/me/nothing");
     refusal(missing.connect(&server.config(dir.path())), "data set me/nothing | 404");
     let mut empty = corpus("hf://datasets/me/texts/three");
-    refusal(empty.connect(&server.config(dir.path())), "matches no file ending in one of [\"parquet\"]");
+    refusal(empty.connect(&server.config(dir.path())), "matches no file ending in .parquet");
     let config = HubConfig {
         endpoint: "http://127.0.0.1:1".to_owned(),
         token: Some("secret".to_owned()),

@@ -101,14 +101,15 @@ impl JsonLines {
         Ok(num_bytes)
     }
 
-    /// The current line without a byte order mark.
+    /// The current line without a byte order mark and its end.
     pub(in crate::corpus) fn text(&self) -> Result<&str, DataError> {
         if self.line == 1 {
             check_encoding(&self.path, &self.buffer)?;
         }
         let line = check_utf8(&self.path, &self.buffer, self.line_offset);
         let line = line.map_err(|error| self.in_line(error))?;
-        Ok(&line[self.mark()..])
+        // With the line's end, the JSON parser would find what is missing on a line 2.
+        Ok(line[self.mark()..].trim_end())
     }
 
     /// Adds the number of the current line to an error.
@@ -120,7 +121,8 @@ impl JsonLines {
         // The parser was given one line, so its own line number is always 1.
         let reason = error.to_string().replace(" at line 1 column ", " at column ");
         let what = format!("line {} is not a JSON object: {reason}", self.line);
-        DataError::document(&self.path, what, "mend the line, or leave such lines out: skip_invalid")
+        let hint = "mend the line, or leave such lines out: skip_invalid (eval ppl: --skip-invalid)";
+        DataError::document(&self.path, what, hint)
     }
 }
 

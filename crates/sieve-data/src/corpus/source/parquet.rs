@@ -141,7 +141,7 @@ impl ParquetSource {
             Ok(text) => return Ok(text.to_owned()),
             Err(error) => format!("is not UTF-8 at its byte {}", error.valid_up_to()),
         };
-        let hint = "leave the row out, or all such rows: skip_invalid";
+        let hint = "leave the row out, or all such rows: skip_invalid (eval ppl: --skip-invalid)";
         Err(DataError::document(&self.path, format!("row {} {what}", self.row), hint))
     }
 }

@@ -133,14 +133,19 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
     }
     if !on_cpu.is_empty() {
         let which = if on_cpu.len() == rows.len() { "all of these" } else { "the others" };
-        terminal::line(&format!("{which} chose and attended on the CPU in every layer"));
+        let layers = match on_cpu[0].measure.paths.as_slice() {
+            [_] => "every layer".to_owned(),
+            paths => selector::layers(paths.iter()),
+        };
+        terminal::line(&format!("{which} chose and attended on the CPU in {layers}"));
     }
 }
 
-/// Whether the model is on the CPU and all its layers took the same path.
+/// Whether the model is on the CPU and all its dense layers took the same path.
 fn is_on_cpu(measure: &SelectorMeasure) -> bool {
-    let paths = &measure.paths;
-    paths.len() == 1 && paths[0].path.ends_with("on the CPU") && measure.host_bytes == 0.0
+    let is_alike = measure.paths.windows(2).all(|pair| pair[0].path == pair[1].path);
+    let first = measure.paths.first();
+    is_alike && first.is_some_and(|of| of.path.ends_with("on the CPU")) && measure.host_bytes == 0.0
 }
 
 /// Lines below the table of one length: whether no method left anything out, and how much times varied.
