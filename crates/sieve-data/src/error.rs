@@ -89,9 +89,9 @@ impl DataError {
     /// Removes the last alternative, `skip_invalid`, from the hint of a document's error: every row of a table is read.
     pub(crate) fn of_table(mut self) -> Self {
         if let Self::InvalidDocument { hint, .. } = &mut self
-            && let Some((mend, _)) = hint.rsplit_once(", or ")
+            && let Some((first, _)) = hint.rsplit_once(", or ")
         {
-            *hint = mend.to_owned().into();
+            *hint = first.to_owned().into();
         }
         self
     }

@@ -55,8 +55,11 @@ pub enum KernelError {
         count: usize,
     },
     /// A file of the kernel cache could not be used.
-    #[error("kernel cache {path}: {reason}\n  \
-        hint: make the folder writable, or name another with XDG_CACHE_HOME", path = path.display())]
+    #[error(
+        "kernel cache {path}: {reason}\n  \
+        hint: make the folder writable, or name one on a file system with locks with XDG_CACHE_HOME",
+        path = path.display()
+    )]
     Cache {
         /// File or folder of the kernel cache.
         path: PathBuf,

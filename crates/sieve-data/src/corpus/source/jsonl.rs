@@ -121,7 +121,7 @@ impl JsonLines {
         // The parser was given one line, so its own line number is always 1.
         let reason = error.to_string().replace(" at line 1 column ", " at column ");
         let what = format!("line {} is not a JSON object: {reason}", self.line);
-        let hint = "mend the line, or leave such lines out: skip_invalid (eval ppl: --skip-invalid)";
+        let hint = "fix the line, or leave such lines out: skip_invalid (eval ppl: --skip-invalid)";
         DataError::document(&self.path, what, hint)
     }
 }
