@@ -69,8 +69,8 @@ impl Drop for ShardCheck {
 /// # Errors
 /// The first file that has another checksum or cannot be read.
 pub(super) fn check_now(files: Vec<(PathBuf, String)>) -> Result<(), DataError> {
-    let goes_on = |_took| true;
-    match first_problem(files, goes_on) {
+    let no_pause = |_took| true;
+    match first_problem(files, no_pause) {
         None => Ok(()),
         Some((path, what)) => Err(DataError::shard(&path, what)),
     }
