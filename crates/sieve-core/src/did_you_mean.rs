@@ -2,8 +2,9 @@
 
 /// `, did you mean NAME?` with the name most similar to `name`; empty if none is similar.
 ///
-/// Similar is a name at most a third of whose letters have to change (two swapped neighbours count as one), or of which
-/// `name` is a substring of at least two fifths, or the reverse: `window` and `sliding_window`.
+/// Two names are similar if their edit distance is at most a third of the longer name's length; swapped neighbours are
+/// one edit. They are also similar if the shorter is part of the longer and at least two fifths as long, like `window`
+/// and `sliding_window`.
 pub fn did_you_mean(name: &str, known: &[&str]) -> String {
     let name = name.to_lowercase();
     let similarity = |candidate: &&str| {

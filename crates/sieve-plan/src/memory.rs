@@ -85,9 +85,14 @@ impl MemoryPlan {
         parts.into_iter().filter(|(_, bytes)| *bytes > 0).collect()
     }
 
-    /// Whether the run needs at most nine tenths of the free memory.
-    fn leaves_a_tenth(&self) -> bool {
-        self.total_bytes <= self.available_bytes / 10 * 9
+    /// Whether the run would fit but for its activations and workspace, which grow with the rows.
+    pub fn fits_without_rows(&self) -> bool {
+        self.leaves_a_tenth(self.total_bytes - self.peak.activation_bytes - self.peak.workspace_bytes)
+    }
+
+    /// Whether so many bytes are at most nine tenths of the free memory.
+    fn leaves_a_tenth(&self, bytes: u64) -> bool {
+        bytes <= self.available_bytes / 10 * 9
     }
 }
 
@@ -153,7 +158,7 @@ pub fn memory_plan(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: 
         // `o_low` of short rows.
         let is_gpu = matches!(target, Target::Gpu(_));
         let more = [is_gpu, false].map(|recomputable| with(recomputable, KeepOLow::Always));
-        let more = more.into_iter().find(MemoryPlan::leaves_a_tenth);
+        let more = more.into_iter().find(|plan| plan.leaves_a_tenth(plan.total_bytes));
         more.unwrap_or_else(|| with(false, KeepOLow::ShortRows))
     };
     let mut plan = needed(recipe);

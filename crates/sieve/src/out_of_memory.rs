@@ -166,9 +166,7 @@ pub(crate) fn need(memory: &MemoryPlan) -> String {
 
 /// Printed if none of the settings that the plan tries makes a run fit.
 pub(crate) fn nothing_fits(memory: &MemoryPlan) -> String {
-    let of_rows = memory.peak.activation_bytes + memory.peak.workspace_bytes;
-    let is_for_rows = memory.total_bytes - of_rows < memory.available_bytes / 10 * 9;
-    let (what, instead) = match is_for_rows {
+    let (what, instead) = match memory.fits_without_rows() {
         true => ("activations and workspace of a single row", "lower training.seq_len"),
         false => ("the weights and the optimizer's state", "make the model smaller"),
     };

@@ -1,5 +1,5 @@
 //! `sieve recipe`, and how every command finds and reads its recipe.
-pub(crate) mod new;
+mod new;
 
 use crate::train::variable;
 use crate::{shipped, terminal};

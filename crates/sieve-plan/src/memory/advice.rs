@@ -25,7 +25,7 @@ pub(super) fn settings_that_fit(
     let mut found = Vec::new();
     let mut consider = |recipe: &Recipe, setting: String| {
         let plan = needed(recipe);
-        let fits = plan.leaves_a_tenth();
+        let fits = plan.leaves_a_tenth(plan.total_bytes);
         if fits {
             found.push(FittingSetting { setting, total_bytes: plan.total_bytes });
         }

@@ -1,6 +1,6 @@
 //! `sieve data generate`: training samples of the tasks of `sieve eval ruler`.
 use crate::eval::SourceArgs;
-use crate::recipe::new::is_there;
+use crate::eval::output::is_there;
 use crate::terminal;
 use anyhow::{Context, Result, bail};
 use clap::Args;

@@ -1,6 +1,6 @@
 //! `sieve tokenizer train`: a byte-level BPE from text.
+use crate::eval::output::is_there;
 use crate::recipe::RecipeArgs;
-use crate::recipe::new::is_there;
 use crate::text_files::FormatArg;
 use crate::{terminal, text_files};
 use anyhow::{Context, Result};

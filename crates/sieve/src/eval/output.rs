@@ -1,6 +1,6 @@
 //! Files that the commands of `sieve eval` write at their end.
 use crate::terminal;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use serde_json::{Value, json};
 use sieve_files::write_synced;
@@ -135,6 +135,11 @@ pub(crate) fn check_place(path: &Path) -> Result<()> {
         }
         _ => Ok(()),
     }
+}
+
+/// The error of a command that replaces no file, for a file at its `--out`.
+pub(crate) fn is_there(path: &Path) -> anyhow::Error {
+    anyhow!("{} is there already\n  hint: name another file with --out, or remove this one", path.display())
 }
 
 /// Writes a file whole or not at all.

@@ -1,5 +1,6 @@
 //! `sieve recipe new` and `sieve recipe show`.
 use super::{RecipeArgs, find};
+use crate::eval::output;
 use crate::train::variable;
 use crate::{shipped, terminal, text_files};
 use anyhow::{Context, Result, anyhow, bail};
@@ -181,16 +182,11 @@ fn check_tokenizer(path: &str) -> Result<()> {
     Ok(())
 }
 
-/// The error of a command that replaces no file, for a file at its `--out`.
-pub(crate) fn is_there(path: &Path) -> anyhow::Error {
-    anyhow!("{} is there already\n  hint: name another file with --out, or remove this one", path.display())
-}
-
 /// Writes a new file; fails if `path` exists.
-pub(crate) fn write_new(path: &Path, text: &str) -> Result<()> {
+fn write_new(path: &Path, text: &str) -> Result<()> {
     let created = OpenOptions::new().write(true).create_new(true).open(path);
     match created {
-        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => return Err(is_there(path)),
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => return Err(output::is_there(path)),
         created => created.and_then(|mut file| {
             let written = file.write_all(text.as_bytes());
             // Half a file would be in the way of the next attempt.

@@ -109,7 +109,7 @@ impl JsonLines {
         let line = check_utf8(&self.path, &self.buffer, self.line_offset);
         let line = line.map_err(|error| self.in_line(error))?;
         // With the line's end, the JSON parser would find what is missing on a line 2.
-        Ok(line[self.mark()..].trim_end())
+        Ok(line[self.mark()..].trim_end_matches(['\r', '\n']))
     }
 
     /// Adds the number of the current line to an error.
