@@ -18,7 +18,7 @@
 //! @same run reference                   an assertion of `TinyRun`, see `assertion`
 //! ```
 //!
-//! `\n` in words means a line break. `SIEVE_TEST_SESSION=name` runs the file of that name alone.
+//! `\n` in words means a line break. `SIEVE_TEST_SESSION=name` runs the session of that name alone.
 use crate::tiny_run::{TinyRun, program, refused_as, words_of};
 use serde_json::Value;
 use sieve_comm::ReservedPort;

@@ -59,14 +59,6 @@ class Runs:
         return done.stdout
 
 
-def stages(recipe, steps):
-    """Gives an imported recipe a first stage in which MSA's indexer learns from all keys."""
-    kept = [line for line in recipe.read_text().splitlines() if not line.startswith("steps = ")]
-    warm = steps[0] // 2
-    kept += ["[[stage]]", f"steps = {warm}", "index_warmup = true", "[[stage]]", f"steps = {steps[-1] - warm}"]
-    recipe.write_text("\n".join(kept) + "\n")
-
-
 def one(runs, name, words, done):
     args = runs.args
     base = args.out / named(name)
@@ -76,16 +68,16 @@ def one(runs, name, words, done):
     if not (base / "imported").exists():
         shutil.rmtree(base / "in", ignore_errors=True)
         runs.sieve("import", "--from", args.model, "--out", base / "in", "--data", args.text, *words, log=log)
-        if name == "MSA":
-            stages(base / "in/recipe.toml", args.steps)
         (base / "imported").touch()
     keys = [f"training.seq_len={args.row}", f"training.local_batch_size={args.rows}",
             f"training.global_batch_size={args.rows}", f"optimizer.lr={args.lr}",
             f"lr_scheduler.warmup_steps={args.steps[0] // 2}", f"checkpoint.interval={args.steps[0]}",
             "checkpoint.keep_latest_k=1", f"validation.interval={args.steps[0]}", "data.format=jsonl",
             f"validation.tokens={args.validation}"]
-    if name != "MSA":
-        keys.append(f"training.steps={args.steps[-1]}")
+    # The recipe of an import as MSA has a first stage in which the indexer learns from all keys.
+    warm = args.steps[0] // 2
+    keys += ([f"stage.1.steps={warm}", f"stage.2.steps={args.steps[-1] - warm}"] if name == "MSA"
+             else [f"training.steps={args.steps[-1]}"])
     for step in [0, *args.steps]:
         if (name, step) in done:
             continue

@@ -177,7 +177,8 @@ impl<'a> Bench<'a> {
     fn new(settings: &BenchSettings, gpu: &DeviceReport, say: &'a mut dyn FnMut(BenchEvent)) -> Result<Self> {
         let device = Gpu::new(gpu.index, portable_only(settings.portable));
         let clock = Clock::new(&device, settings.repetitions, gpu.num_multiprocessors);
-        let overhead = clock.overhead()?;
+        // Two stamps with no work between them.
+        let overhead = clock.time(&mut || Ok(()))?;
         let copy_bytes_per_s = clock.copy_bytes_per_s()?;
         let (matmul_flops, matmul_by) = matmul_ceiling(&clock, &device)?;
         let is_portable = settings.portable || (gpu.major, gpu.minor) != (9, 0);
@@ -244,10 +245,10 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Adds a method's entry to the JSON.
-    pub(crate) fn add_selector(&mut self, entry: Value) {
-        if let Some(rows) = self.json["selectors"].as_array_mut() {
-            rows.push(entry);
+    /// Adds an entry to a list of the JSON.
+    pub(crate) fn append(&mut self, list: &str, entry: Value) {
+        if let Some(list) = self.json[list].as_array_mut() {
+            list.push(entry);
         }
     }
 
@@ -278,9 +279,7 @@ impl<'a> Bench<'a> {
         let in_use = || -> Result<u64> {
             // The allocator frees dropped tensors when the device thread reaches them.
             operands::wait(&self.device)?;
-            let usage = client.memory_usage();
-            let usage = usage.map_err(BenchError::gpu)?;
-            Ok(usage.bytes_in_use)
+            Ok(client.memory_usage().map_err(BenchError::gpu)?.bytes_in_use)
         };
         let before = in_use()?;
         let held = body()?;
@@ -289,14 +288,14 @@ impl<'a> Bench<'a> {
         // q, k, v and o in bf16.
         let heads = 2 * shape.num_heads + 2 * shape.num_kv_heads;
         let inputs = (shape.batch * shape.seq_len * shape.head_dim * 2 * heads) as f64;
-        let outcome = Outcome::Memory { before, after, inputs };
-        self.push(name, shape, outcome);
+        self.push(name, shape, Outcome::Memory { before, after, inputs });
         Ok(after.saturating_sub(before))
     }
 
     /// Reports by which power of a size time and memory grow.
     pub(crate) fn growth(&mut self, name: &str, growth: Growth) {
-        self.push(name, &growth.over(), Outcome::Growth(growth));
+        let sizes = format!("{} to {} {}", growth.from, growth.to, growth.with);
+        self.push(name, &sizes, Outcome::Growth(growth));
     }
 
     /// The tensors of a call of this shape; `None`, reported as a skipped row, when they do not fit into memory.
@@ -308,7 +307,7 @@ impl<'a> Bench<'a> {
     /// Whether `bytes` are free on the GPU; reports a skipped row when not.
     pub(crate) fn fits(&mut self, name: &str, shape: AttentionShape, bytes: f64) -> Result<bool> {
         client_of(&self.any_tensor()).memory_cleanup();
-        let (free, _) = sieve_kernels::DeviceReport::memory_bytes(self.gpu)?;
+        let (free, _) = DeviceReport::memory_bytes(self.gpu)?;
         if bytes <= free as f64 {
             return Ok(true);
         }
@@ -324,10 +323,8 @@ impl<'a> Bench<'a> {
 
     fn push(&mut self, name: &str, shape: impl Into<Sizes>, outcome: Outcome) {
         let row = BenchRow { name: name.to_owned(), shape: shape.into().0, outcome };
-        if let Some((list, value)) = row.json()
-            && let Some(list) = self.json[list].as_array_mut()
-        {
-            list.push(value);
+        if let Some((list, entry)) = row.json() {
+            self.append(list, entry);
         }
         (self.say)(BenchEvent::Row(row));
     }

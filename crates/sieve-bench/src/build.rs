@@ -82,7 +82,7 @@ pub fn prefill(cubins: &Cubins, arch: &str, needed: &NeededKernels, say: &mut dy
 }
 
 fn keys_of(kernels: &[SourceKernel]) -> Result<Vec<u128>> {
-    Ok(kernels.iter().map(SourceKernel::code_key).collect::<std::result::Result<_, _>>()?)
+    Ok(kernels.iter().map(SourceKernel::code_key).collect::<Result<_, _>>()?)
 }
 
 /// Compiles one architecture's kernels into the cache and says what they use; returns how many failed.
@@ -191,12 +191,7 @@ fn compile_all(
     done.into_iter().map(|(_, outcome)| outcome).collect()
 }
 
-fn compile_into(
-    kernel: &SourceKernel,
-    key: u128,
-    arch: &str,
-    cubins: &Cubins,
-) -> std::result::Result<CompiledKernel, KernelError> {
+fn compile_into(kernel: &SourceKernel, key: u128, arch: &str, cubins: &Cubins) -> Result<CompiledKernel, KernelError> {
     let compiled = compile_with_nvrtc(kernel, arch)?;
     cubins.write(key, &compiled.cubin)?;
     Ok(compiled)
@@ -259,12 +254,8 @@ pub fn needed_by(recipe: Option<&Recipe>, arch: &str, shared_bytes: usize) -> Re
 /// rows no longer than its window mask nothing.
 fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
     let model = &recipe.model;
-    let mut shape = AttentionShape::new(
-        1,
-        1,
-        [model.num_attention_heads, model.num_key_value_heads],
-        [model.head_dim, model.head_dim],
-    );
+    let heads = [model.num_attention_heads, model.num_key_value_heads];
+    let mut shape = AttentionShape::new(1, 1, heads, [model.head_dim; 2]);
     let order = if recipe.training.deterministic { SumOrder::Fixed } else { SumOrder::Any };
     let group = shape.num_heads / shape.num_kv_heads;
     let gap = match recipe.attention.form() {
@@ -291,7 +282,7 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
         }
         AttentionForm::Branches(_) => vec![NeededKeys::Blocks, NeededKeys::Neighbours],
         AttentionForm::Blocks(choice) => {
-            shape.num_kv_heads = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
+            shape.num_kv_heads = choice.choices_per_token(heads);
             match recipe.attention {
                 // MSA's queries read all keys in the first `training.dense_steps` steps.
                 Attention::Msa(_) => vec![NeededKeys::Blocks, NeededKeys::Neighbours],

@@ -35,20 +35,22 @@ pub fn capture<B: DeviceBackend>(
     device: &B::Device,
 ) -> Result<Captured> {
     let is_dense = |layer: &DecoderLayer<B>| matches!(&layer.self_attn, Attention::Grouped(_));
-    match loaded.model.layers.iter().all(is_dense) {
-        true => operands(loaded, tokens, out, device),
-        false => scores(loaded, tokens, out, device),
-    }
+    let (tensors, captured) = match loaded.model.layers.iter().all(is_dense) {
+        true => operands(loaded, tokens, device)?,
+        false => scores(loaded, tokens, device)?,
+    };
+    let no_metadata = None;
+    write_tensor_file(out, &tensors, no_metadata)?;
+    Ok(captured)
 }
 
-/// Writes "q", "k" and "v" of one row as long as a training row, `[tokens, heads, head_dim]` in f32 after norms and
+/// Tensors "q", "k" and "v" of one row as long as a training row, `[tokens, heads, head_dim]` in f32 after norms and
 /// RoPE. The heads come from [`MAX_HEADS`] `/ num_heads` layers, spread evenly over the model.
 fn operands<B: DeviceBackend>(
     loaded: &LoadedModel<B>,
     mut tokens: Vec<u32>,
-    out: &Path,
     device: &B::Device,
-) -> Result<Captured> {
+) -> Result<(Vec<NamedTensor>, Captured)> {
     tokens.truncate(loaded.recipe.training.seq_len);
     let (model, shape) = (&loaded.model, &loaded.shape);
     let num_wanted = (MAX_HEADS / shape.num_heads).clamp(1, model.layers.len());
@@ -73,24 +75,20 @@ fn operands<B: DeviceBackend>(
         let all = Tensor::cat(part, 1).cast(DType::F32);
         NamedTensor { name: name.to_owned(), data: all.into_data() }
     });
-    let named: Vec<NamedTensor> = named.collect();
-    let no_metadata = None;
-    write_tensor_file(out, &named, no_metadata)?;
     let heads = [shape.num_heads, shape.num_kv_heads].map(|heads| heads * num_wanted);
-    Ok(Captured::Operands([tokens.len(), heads[0], heads[1]]))
+    Ok((named.collect(), Captured::Operands([tokens.len(), heads[0], heads[1]])))
 }
 
-/// Writes the scores of all layers and KV heads to a safetensors file: "z", f32 `[layers * kv_heads, tokens]`. The text
-/// is read in rows as long as a training row, each a document of its own, and the rows' scores are joined.
+/// The scores of all layers and KV heads: tensor "z", f32 `[layers * kv_heads, tokens]`. The text is read in rows as
+/// long as a training row, each a document of its own, and the rows' scores are joined.
 ///
 /// # Errors
-/// A model without DMA, a text without a token, a file that cannot be written.
+/// A model without DMA, a text without a token.
 fn scores<B: DeviceBackend>(
     loaded: &LoadedModel<B>,
     mut tokens: Vec<u32>,
-    out: &Path,
     device: &B::Device,
-) -> Result<Captured> {
+) -> Result<(Vec<NamedTensor>, Captured)> {
     tokens.truncate(MAX_TOKENS);
     let length = loaded.recipe.training.seq_len.min(tokens.len());
     if length == 0 {
@@ -106,9 +104,7 @@ fn scores<B: DeviceBackend>(
     }
     let shape = [rows.len(), rows.first().map_or(0, Vec::len)];
     let z = NamedTensor { name: "z".to_owned(), data: TensorData::new(rows.concat(), shape) };
-    let no_metadata = None;
-    write_tensor_file(out, &[z], no_metadata)?;
-    Ok(Captured::Scores(shape))
+    Ok((vec![z], Captured::Scores(shape)))
 }
 
 /// The source text of all kernels, some hundred kilobytes: a text for a capture without a file of one's own.

@@ -1,7 +1,7 @@
 //! The inputs of one attention call, drawn from a seed on the host.
 use crate::error::{Result, refused};
 use crate::scores::Scores;
-use crate::shape::{keys_of, queries_of, sizes, values_of};
+use crate::shape::{keys_of, queries_of, values_of};
 use burn::tensor::backend::Backend;
 use sieve_core::DmaWindow;
 use sieve_cpu::{Documents, dma_select, extend_expire};
@@ -285,7 +285,7 @@ impl Case {
     /// The mask `expire` by the CPU's definition: DMA's selection by rank, extended by the local window; without DMA, a
     /// key expires where the window or its document ends.
     fn oracle(&self) -> Vec<i32> {
-        let [batch, seq_len, _, num_kv_heads, _, _] = sizes(self.shape);
+        let AttentionShape { batch, seq_len, num_kv_heads, .. } = self.shape;
         let documents = Documents::new(&self.doc_start, &self.doc_end);
         let mut expire = vec![0; batch * num_kv_heads * seq_len];
         if let Keys::Chosen(window) = self.keys {

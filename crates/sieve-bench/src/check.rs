@@ -4,10 +4,9 @@ use crate::bench::BenchRows;
 use crate::device::{Device, Gpu};
 use crate::emulator::Emulator;
 use crate::error::{BenchError, Result};
-use crate::extent::Extent;
-use crate::latent::{self, latent_kernels};
+use crate::extent::{Extent, GROUPS, WIDTHS};
 use crate::report::{Report, wrong};
-use crate::{biases, decode, models, nsa, select, selection, sparse, step};
+use crate::{biases, decode, latent, models, nsa, select, selection, sparse, step};
 use burn::backend::Autodiff;
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
@@ -192,13 +191,7 @@ const OF_A_FAMILY: &[Part] = &[
 const ONLY_PORTABLE: &[Part] = &[SELECTIONS, SELECTION, DECODING, STEP];
 
 /// Parts about the attention of one new token: under decode selectors, and over a KV cache.
-const TOKENS: &[Part] = &[
-    ("tokens under selectors", |report, device, extent| {
-        select::check_tokens(report, device, extent);
-        Ok(())
-    }),
-    DECODING,
-];
+const TOKENS: &[Part] = &[("tokens under selectors", select::check_tokens), DECODING];
 
 impl CheckPart {
     /// The group's parts that are checked with each family of kernels.
@@ -286,16 +279,10 @@ fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSett
     let both = settings.part.of_a_family();
     let mut good = stage(progress, "portable kernels", |progress| {
         if settings.part == CheckPart::All {
-            progress.part("launches".to_owned(), |report| {
-                step::check_order(report, &portable, &extent);
-                Ok(())
-            })?;
+            progress.part("launches".to_owned(), |report| step::check_order(report, &portable, &extent))?;
             progress.wrappers("portable kernels", ONLY_PORTABLE, &portable, &extent)?;
             if settings.gemms {
-                progress.part("GEMMs".to_owned(), |report| {
-                    check_gemms(report, &portable, &extent, gpu);
-                    Ok(())
-                })?;
+                progress.part("GEMMs".to_owned(), |report| check_gemms(report, &portable, &extent, gpu))?;
             }
         }
         progress.wrappers("portable kernels", both, &portable, &extent)
@@ -312,9 +299,10 @@ fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSett
     Ok(())
 }
 
-fn check_gemms(report: &mut Report, device: &Gpu, extent: &Extent, gpu: &DeviceReport) {
+fn check_gemms(report: &mut Report, device: &Gpu, extent: &Extent, gpu: &DeviceReport) -> Result<()> {
     step::check_gemms(report, device, extent);
     step::check_fp8_gemms(report, device, extent, (gpu.major, gpu.minor));
+    Ok(())
 }
 
 /// Runs a part of the check; returns false when it panicked, as Burn does when the GPU reports an error.
@@ -322,7 +310,8 @@ fn stage(progress: &mut Progress<'_>, name: &str, part: impl FnOnce(&mut Progres
     match catch_unwind(AssertUnwindSafe(|| part(progress))) {
         Ok(result) => result.map(|()| true),
         Err(panic) => {
-            let words = panic.downcast_ref::<String>().map_or("no message", String::as_str);
+            let words = panic.downcast_ref::<String>().map(String::as_str);
+            let words = words.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
             let first = words.lines().next().unwrap_or_default().to_owned();
             let report = &mut progress.report;
             report.add(name, "stopped here", "the GPU", wrong(first));
@@ -357,7 +346,7 @@ pub fn short_check(
     };
     let check = |report: &mut Report| {
         if rows == BenchRows::Step {
-            check_gemms(report, device, &extent, gpu);
+            check_gemms(report, device, &extent, gpu)?;
         }
         parts.iter().try_for_each(|(_, check)| check(report, device, &extent))
     };
@@ -370,9 +359,8 @@ fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = sparse::sparse_kernels(gpu);
     // A token's rotation is compared with the kernel that rotates whole rows.
     list.extend_kernels(step::rare_kernels(&[]));
-    // Widths and groups do not depend on the numbers given here.
-    for &(head_dim, head_dim_v) in Extent::all(0, 0, 0).widths {
-        let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);
+    let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);
+    for &(head_dim, head_dim_v) in WIDTHS {
         let blocks = (head_dim == head_dim_v && [64, 128].contains(&head_dim)).then_some(NeededKeys::Blocks);
         for keys in [NeededKeys::Neighbours, exp, linear].into_iter().chain(blocks) {
             let needs = AttentionNeeds {
@@ -389,18 +377,15 @@ fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
 /// Every specialisation that ships or that the checks of all groups launch.
 fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = NeededKernels::shipped_for(&gpu.arch());
-    // Widths and groups do not depend on the numbers given here.
-    let Extent { widths, groups, .. } = Extent::all(0, 0, 0);
-    list.extend(latent_kernels(gpu));
+    list.extend(latent::latent_kernels(gpu));
     list.extend(sparse::sparse_kernels(gpu));
     list.extend(nsa::nsa_check_kernels(gpu));
     list.extend_kernels(step::rare_kernels(step::SCORED_KV_HEADS));
-    for &(head_dim, head_dim_v) in widths {
-        for &group in groups {
+    let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);
+    for &(head_dim, head_dim_v) in WIDTHS {
+        for &group in GROUPS {
             let shape = AttentionShape::new(1, 1, [group, 1], [head_dim, head_dim_v]);
-            let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);
-            let keys = [NeededKeys::Neighbours, NeededKeys::AllBiased, exp, linear];
-            add_attention(&mut list, gpu, shape, &keys);
+            add_attention(&mut list, gpu, shape, &[NeededKeys::Neighbours, NeededKeys::AllBiased, exp, linear]);
         }
     }
     list
@@ -539,5 +524,18 @@ mod tests {
             all.count()
         };
         assert!(arriving(&every_lane) > 4 && arriving(&all) == 0, "{every_lane:#?}");
+    }
+
+    #[test]
+    fn a_part_that_panics_leaves_its_words_in_the_report() {
+        type Part = fn(&mut Progress<'_>) -> Result<()>;
+        let parts: [Part; 2] =
+            [|_| panic!("no memory"), |progress| panic!("after {} row", progress.report.rows().len())];
+        let mut on_part = |_| ();
+        let mut progress = Progress::new(&mut on_part);
+        for part in parts {
+            assert!(matches!(stage(&mut progress, "a part", part), Ok(false)));
+        }
+        assert_eq!(progress.report.rows()[0].failures, ["the GPU: no memory", "the GPU: after 1 row"]);
     }
 }

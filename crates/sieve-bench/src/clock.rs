@@ -1,7 +1,7 @@
 //! Time on the GPU: its own nanosecond clock, read by a kernel before and after the work, on the stream of the work.
 //!
 //! CubeCL keeps its stream to itself, so there is no place to record an event; a one-thread kernel that stores
-//! `%globaltimer` is in order with everything else, and costs the microsecond or two that [`Clock::overhead`] shows.
+//! `%globaltimer` is in order with everything else, and costs a microsecond or two, which a benchmark measures first.
 //! Before each repetition a kernel reads half a gigabyte, which throws everything out of the L2 and leaves nothing
 //! dirty there, and then waits until the host has queued the work: gaps on the host are not measured.
 use crate::device::{Device, Gpu};
@@ -104,11 +104,6 @@ impl Clock {
         let stamps: Vec<i64> = stamps.to_vec().map_err(BenchError::gpu)?;
         let pairs = stamps.chunks_exact(2).skip(WARM);
         Ok(of_samples(pairs.map(|pair| (pair[1] - pair[0]) as f64 * 1e-6).collect()))
-    }
-
-    /// The time between two stamps with no work between them.
-    pub(crate) fn overhead(&self) -> Result<Times> {
-        self.time(&mut || Ok(()))
     }
 
     /// Bytes a second of a copy of a gigabyte, read and write counted.

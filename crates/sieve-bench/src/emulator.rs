@@ -5,6 +5,7 @@
 //! compiles each specialisation once. The emulator checks results, not speed; tests/gpu/emulator/README.md lists which
 //! errors it finds and which it cannot.
 use crate::device::Device;
+use crate::strided::place;
 use half::bf16;
 use sieve_kernels::{AttentionShape, CudaTensor, DType, Hardware, KernelError, Launch, Recorder, Step, recorded_at};
 use std::cell::RefCell;
@@ -311,16 +312,6 @@ impl Device for Emulator {
 fn failed(kernel: &'static str, reason: &dyn std::fmt::Display) -> KernelError {
     let reason = reason.to_string();
     KernelError::Launch { kernel, reason }
-}
-
-/// The offset of element number `at` (in index order) of a strided tensor, in elements.
-fn place(mut at: usize, shape: &[usize], strides: &[usize]) -> usize {
-    let mut place = 0;
-    for (size, stride) in shape.iter().zip(strides).rev() {
-        place += at % size * stride;
-        at /= size;
-    }
-    place
 }
 
 /// The FNV-1a hash of a text, which names its program in the cache.

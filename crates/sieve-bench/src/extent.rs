@@ -2,19 +2,11 @@
 use sieve_kernels::KernelPolicy;
 
 /// Head widths of keys and of values.
-const WIDTHS: &[(usize, usize)] = &[(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)];
+pub(crate) const WIDTHS: &[(usize, usize)] =
+    &[(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)];
 
 /// Numbers of query heads for each KV head.
-const GROUPS: &[usize] = &[1, 2, 3, 4, 7, 8, 16];
-
-/// Tokens of the rows of DMA's selection: less than a super-block (1024 queries), several super-blocks, several blocks
-/// of 8192 tokens, at whose ends a kernel stores the kept keys (survivors), and rows so long that the kernel searches
-/// `expire` in several passes.
-const LENGTHS: &[usize] = &[1, 2, 63, 1024, 1025, 3000, 8193, 20001, 131_073, 300_001];
-
-/// Tokens, kept keys and local window of further selections: one short row, and rows of more than 16,384 tokens, whose
-/// key lists start from survivors; with a local window a second kernel finds these.
-const LOCAL_WINDOWS: &[[usize; 3]] = &[[1500, 400, 300], [16_385, 301, 300], [20_001, 2048, 300], [40_000, 300, 300]];
+pub(crate) const GROUPS: &[usize] = &[1, 2, 3, 4, 7, 8, 16];
 
 /// Factors on queries and keys of successive calls. With 8, logits are as large as a trained model's (50 to 100); with
 /// 64 the softmax has one key; with 0.01 all keys have the same weight. Seven entries, since calls also cycle through
@@ -34,10 +26,6 @@ pub(crate) struct Extent {
     pub(crate) widths: &'static [(usize, usize)],
     /// Numbers of query heads for each KV head.
     pub(crate) groups: &'static [usize],
-    /// Row lengths of selections, in tokens.
-    pub(crate) lengths: &'static [usize],
-    /// Tokens, kept keys and local window of further selections.
-    pub(crate) local_windows: &'static [[usize; 3]],
     /// Whether the CPU emulator runs the kernels, a million times slower than a GPU.
     pub(crate) is_emulated: bool,
     /// Factor on the queries and keys of all calls; when absent, each call takes the next of [`MAGNITUDES`].
@@ -49,7 +37,7 @@ pub(crate) struct Extent {
 }
 
 impl Extent {
-    /// An extent with every head width, group size and length.
+    /// An extent with every head width and group size.
     pub(crate) const fn all(cases: usize, longest: usize, seed: u64) -> Self {
         Self {
             cases,
@@ -57,8 +45,6 @@ impl Extent {
             seed,
             widths: WIDTHS,
             groups: GROUPS,
-            lengths: LENGTHS,
-            local_windows: LOCAL_WINDOWS,
             is_emulated: false,
             magnitude: None,
             is_part: false,
@@ -66,17 +52,9 @@ impl Extent {
         }
     }
 
-    /// For the emulator: one width, one group size and short selections, since each size needs its own compiled
-    /// programs.
+    /// For the emulator: one width and one group size, since each needs its own compiled programs.
     pub(crate) const fn emulated(cases: usize, longest: usize, seed: u64) -> Self {
-        Self {
-            widths: &[(32, 32)],
-            groups: &[2],
-            lengths: &[1, 63, 1025, 2100],
-            local_windows: &[[1500, 400, 300], [16_385, 301, 300]],
-            is_emulated: true,
-            ..Self::all(cases, longest, seed)
-        }
+        Self { widths: &[(32, 32)], groups: &[2], is_emulated: true, ..Self::all(cases, longest, seed) }
     }
 
     /// Whether to check rows of thousands of tokens: not on the emulator, and not where the random rows are so short

@@ -10,7 +10,7 @@ use crate::extent::Extent;
 use crate::report::{Outcome, Report, Wrong, wrong};
 use crate::scores::Scores;
 use crate::shape::{keys_of, packed_of};
-use crate::strided::{Layout, packed};
+use crate::strided::packed;
 use crate::tensors::{cast, floats, indices};
 use crate::tolerance::Results;
 use burn::tensor::DType;
@@ -111,7 +111,7 @@ impl Inputs {
         let outputs: usize = shape.output().iter().product();
         let mut normals = |count| random.bf16_normals(count);
         Self {
-            qkv: packed(&case, Layout::Contiguous).gathered(),
+            qkv: packed(&case),
             positions: [normals(size * head_dim), normals(size * head_dim)],
             compressed: normals(rows * head_dim),
             means: normals(means * head_dim),
@@ -133,24 +133,18 @@ impl Inputs {
         device::family_name(family)
     }
 
-    /// Sets the selected branch's choice: `chosen` without every third block, so that no query reads that block. Free
-    /// entries are -1.
-    fn leave_out(&mut self, chosen: &[i32]) {
+    /// Gives the selected branch the CPU's choice, so that ties between blocks do not matter, without every third
+    /// block, so that some blocks are read by no query; free entries are -1. Returns the expected results.
+    fn expected(&mut self) -> Expected {
+        let choices = self.chosen_by_cpu();
         let count = self.blocks.num_selected_blocks;
         self.chosen.clear();
-        for row in chosen.chunks_exact(count) {
+        for row in choices[0].blocks.chunks_exact(count) {
             let first = self.chosen.len();
             self.chosen.extend(row.iter().filter(|&&block| block >= 0 && block % 3 != 1));
             self.chosen.resize(first + count, -1);
         }
-    }
-
-    /// Gives the selected branch the CPU's choice, so that ties between blocks do not matter, without every third
-    /// block, so that some blocks are read by no query. Returns the expected results.
-    fn expected(&mut self) -> Expected {
-        let chosen = choice(self);
-        self.leave_out(&chosen);
-        Expected::of(self, chosen)
+        Expected::of(self, choices)
     }
 
     fn call(&self) -> NsaCall<Flex> {
@@ -185,17 +179,21 @@ impl Inputs {
         ]
     }
 
-    /// The blocks that the CPU chooses by each of [`choices`](Self::choices).
-    fn chosen_by_cpu(&self) -> Vec<(&'static str, Vec<i32>)> {
-        let (shape, NsaCall { documents, spec, .. }) = (self.case.shape, self.call());
-        let qkv = cast::<Flex, 4>(&self.qkv, packed_of(shape), DType::F32, &FlexDevice);
+    /// The CPU's choices: NSA's, by the compressed branch, then those of [`choices`](Self::choices).
+    fn chosen_by_cpu(&self) -> Vec<Choice> {
+        let (shape, call) = (self.case.shape, self.call());
+        let [qkv, compressed] = self.coarse(DType::F32);
+        let coarse = Flex::nsa_compressed_attention(qkv.clone(), compressed, &call);
+        let blocks = indices::<Flex, 4>(coarse.block_indices);
+        let of_nsa = Choice { name: "choice", rule: ChoiceRule::WeightedProbability, blocks };
         let of = |(name, choice, pooled): (&'static str, BlockChoice, &[f32])| {
             let rows = pooled.len() / 2 / shape.head_dim;
             let pooled = cast::<Flex, 3>(pooled, [2, rows, shape.head_dim], DType::F32, &FlexDevice);
-            let call = ChoiceCall { documents: documents.clone(), spec, choice };
-            (name, indices::<Flex, 4>(Flex::choose_key_blocks(qkv.clone(), pooled, &call)))
+            let call = ChoiceCall { documents: call.documents.clone(), spec: call.spec, choice };
+            let blocks = indices::<Flex, 4>(Flex::choose_key_blocks(qkv.clone(), pooled, &call));
+            Choice { name, rule: choice.rule, blocks }
         };
-        self.choices().map(of).into()
+        std::iter::once(of_nsa).chain(self.choices().map(of)).collect()
     }
 
     /// Weight of an indexer's divergence in the loss.
@@ -244,22 +242,22 @@ impl Inputs {
     }
 }
 
-/// The kernels' outputs, the blocks that the compressed branch chose, and the blocks that the other rules chose.
+/// The blocks that each query and KV head chooses by a rule, and the rule's name in reports.
+struct Choice {
+    name: &'static str,
+    rule: ChoiceRule,
+    /// `[batch, seq_len, num_kv_heads, num_selected_blocks]`.
+    blocks: Vec<i32>,
+}
+
+/// The kernels' outputs, and the blocks that they chose, in the order of [`Inputs::chosen_by_cpu`].
 struct Found {
     outputs: Results,
-    chosen: Vec<i32>,
-    chosen_by: Vec<(&'static str, Vec<i32>)>,
+    chosen: Vec<Vec<i32>>,
 }
 
 /// Names of the gates' gradients for the three branches.
 const GATED: [&str; 3] = ["gates dcompressed", "gates dselected", "gates dwindow"];
-
-/// The blocks that the CPU's compressed branch chooses.
-fn choice(inputs: &Inputs) -> Vec<i32> {
-    let [qkv, compressed] = inputs.coarse(DType::F32);
-    let coarse = Flex::nsa_compressed_attention(qkv, compressed, &inputs.call());
-    indices::<Flex, 4>(coarse.block_indices)
-}
 
 /// Results of the ops without a softmax and of their backward passes: blocks, means and gates.
 fn linear_ops(inputs: &Inputs, dtype: DType) -> Results {
@@ -399,7 +397,7 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     let (blocks, rows) = (inputs.blocks, inputs.rows());
     let bf16 = |values: &[f32], sizes: &[usize]| device.float(values, sizes, sieve_kernels::DType::BF16);
     let bounds = [doc_start, doc_end].map(|x| device.int(x, &[batch, seq_len]));
-    let documents = [&bounds[0], &bounds[1]];
+    let documents = bounds.each_ref();
     let size = blocks.compress_block_size;
     let tensor = bf16(&inputs.qkv, &packed_of(*shape));
     let qkv = Qkv::packed(&tensor, num_heads, num_kv_heads);
@@ -415,8 +413,7 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     };
 
     device.poison(*shape);
-    let positions = [&positions[0], &positions[1]];
-    add("blocks", &qkv.nsa_blocks(positions, documents, blocks)?)?;
+    add("blocks", &qkv.nsa_blocks(positions.each_ref(), documents, blocks)?)?;
     let [dqkv, dk, dv] = nsa_blocks_backward(shape, documents, blocks, &d_blocks)?;
     add("blocks dqkv", &dqkv)?;
     add("k_positions", &dk)?;
@@ -433,12 +430,11 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     add("compressed dqkv", &dqkv)?;
     add("dcompressed", &d_compressed)?;
 
-    let chosen = device.ints(&indices)?;
-    let mut chosen_by = Vec::new();
-    for (name, choice, pooled) in inputs.choices() {
+    let mut chosen = vec![device.ints(&indices)?];
+    for (_, choice, pooled) in inputs.choices() {
         let pooled = bf16(pooled, &[2, pooled.len() / 2 / d, d]);
         let indices = qkv.choose_key_blocks(documents, &pooled, choice, scale)?;
-        chosen_by.push((name, device.ints(&indices)?));
+        chosen.push(device.ints(&indices)?);
     }
     let count = blocks.num_selected_blocks;
     let given = device.int(&inputs.chosen, &[batch, seq_len, num_kv_heads, count]);
@@ -490,7 +486,7 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     }
 
     let branches = inputs.branches.each_ref().map(|x| bf16(x, &shape.output()));
-    let branches = [&branches[0], &branches[1], &branches[2]];
+    let branches = branches.each_ref();
     let logits = bf16(&inputs.logits, &[batch, seq_len, num_heads * 3]);
     let bias = device.float(&inputs.bias, &[num_heads * 3], sieve_kernels::DType::F32);
     add("gates o", &nsa_gates(branches, &logits, &bias)?)?;
@@ -500,7 +496,7 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     }
     add("gates dlogits", &gradients.logits)?;
     add("gates dbias", &gradients.bias)?;
-    Ok(Found { outputs, chosen, chosen_by })
+    Ok(Found { outputs, chosen })
 }
 
 /// Compares every output and every choice of a run with the expected ones.
@@ -515,14 +511,10 @@ fn judge(found: &Found, expected: &Expected, inputs: &Inputs) -> Vec<(&'static s
         })
         .collect();
     let count = inputs.blocks.num_selected_blocks;
-    let of_nsa = ("choice", &found.chosen, expected.chosen.clone(), ChoiceRule::WeightedProbability);
-    let others = found.chosen_by.iter().zip(inputs.chosen_by_cpu());
-    let others = others.zip(inputs.choices());
-    let others = others.map(|(((name, found), (_, expected)), (_, choice, _))| (*name, found, expected, choice.rule));
-    for (name, found, expected, rule) in std::iter::once(of_nsa).chain(others) {
+    for (found, Choice { name, rule, blocks }) in found.chosen.iter().zip(&expected.choices) {
         let by_probability = matches!(rule, ChoiceRule::WeightedProbability | ChoiceRule::LargestProbability);
-        let tied = |at, of: &[usize]| by_probability && inputs.are_tied(at, rule, of);
-        outcomes.push((name, judge_choice(found, &expected, count, tied)));
+        let tied = |at, of: &[usize]| by_probability && inputs.are_tied(at, *rule, of);
+        outcomes.push((*name, judge_choice(found, blocks, count, tied)));
     }
     outcomes
 }
@@ -585,7 +577,7 @@ fn repeated(inputs: &Inputs, device: &dyn Device) -> Outcome {
     let ([batch, seq_len, num_heads, d], blocks) = (shape.output(), inputs.blocks);
     let bf16 = |values: &[f32], sizes: &[usize]| device.float(values, sizes, sieve_kernels::DType::BF16);
     let bounds = [doc_start, doc_end].map(|x| device.int(x, &[batch, seq_len]));
-    let (documents, softmax_scale) = ([&bounds[0], &bounds[1]], 1.0 / (d as f32).sqrt());
+    let (documents, softmax_scale) = (bounds.each_ref(), 1.0 / (d as f32).sqrt());
     let tensor = bf16(&inputs.qkv, &packed_of(*shape));
     let qkv = Qkv::packed(&tensor, num_heads, shape.num_kv_heads);
     let d_o = bf16(d_o, &shape.output());

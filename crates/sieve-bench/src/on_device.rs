@@ -4,7 +4,8 @@ use crate::bench::Inputs;
 use crate::case::{Case, Keys};
 use crate::device::{self, Device, separate};
 use crate::outputs::Outputs;
-use crate::strided::{Layout, packed};
+use crate::shape::packed_of;
+use crate::strided::{self, Layout, packed};
 use sieve_core::KeepOLow;
 use sieve_kernels::{
     AttentionResult, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KeyLists,
@@ -49,9 +50,10 @@ impl<'a> OnDevice<'a> {
         let qkv = match layout == Layout::Contiguous || shape.head_dim != shape.head_dim_v {
             true => separate(device, [&case.q, &case.k, &case.v], shape),
             false => {
-                let packed = packed(case, layout);
-                let buffer = device.float(&packed.buffer, &[packed.buffer.len()], DType::BF16);
-                let view = buffer.view("check", "qkv", &packed.shape, &packed.strides);
+                let (sizes, strides) = (packed_of(shape), layout.strides(packed_of(shape)));
+                let memory = strided::laid_out(&packed(case), sizes, strides);
+                let buffer = device.float(&memory, &[memory.len()], DType::BF16);
+                let view = buffer.view("check", "qkv", &sizes, &strides);
                 let view = view.expect("the buffer was made for these strides");
                 Qkv::packed(&view, shape.num_heads, shape.num_kv_heads)
             }

@@ -1,5 +1,4 @@
 //! Results of an attention call, on the host.
-use crate::shape::sizes;
 use sieve_kernels::AttentionShape;
 
 /// Outputs and gradients of attention, converted to f32.
@@ -25,7 +24,7 @@ impl Outputs {
     /// Splits the gradient of a packed tensor `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]` into dq, dk, dv;
     /// values narrower than keys were padded with zeros.
     pub(crate) fn set_packed_gradient(&mut self, shape: AttentionShape, dqkv: &[f32]) {
-        let [_, _, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(shape);
+        let AttentionShape { num_heads, num_kv_heads, head_dim, head_dim_v, .. } = shape;
         let token_len = (num_heads + 2 * num_kv_heads) * head_dim;
         self.dq.clear();
         self.dk.clear();

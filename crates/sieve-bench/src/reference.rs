@@ -2,7 +2,6 @@
 //! would.
 use crate::case::Case;
 use crate::outputs::Outputs;
-use crate::shape::sizes;
 use sieve_cpu::reference::{AttentionCall, Heads, Rounding, Terms};
 use sieve_cpu::{AttentionShape, Documents, Mask};
 
@@ -18,14 +17,11 @@ pub(crate) struct Reference {
 
 /// Computes outputs and gradients of a case by their definition, with the given rounding.
 pub(crate) fn attention(case: &Case, rounding: Rounding) -> Reference {
-    let [batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(case.shape);
+    let sieve_kernels::AttentionShape { num_heads, num_kv_heads, head_dim, head_dim_v, .. } = case.shape;
     let no_bias = vec![0.0; case.expire.len()];
     let has_bias = case.has_bias();
     let call = AttentionCall {
-        shape: AttentionShape {
-            softmax_scale: case.scale,
-            ..AttentionShape::new([batch, seq_len], [num_heads, num_kv_heads], head_dim)
-        },
+        shape: shape_of(case),
         q: Heads::new(&case.q, num_heads, head_dim),
         k: Heads::new(&case.k, num_kv_heads, head_dim),
         v: Heads::new(&case.v, num_kv_heads, head_dim_v),
@@ -46,6 +42,15 @@ pub(crate) fn attention(case: &Case, rounding: Rounding) -> Reference {
             ddelta: narrow(if has_bias { results.d_delta } else { Vec::new() }),
             expire: case.expire.clone(),
         },
+    }
+}
+
+/// The sizes of a case for the CPU's kernels and definitions.
+pub(crate) fn shape_of(case: &Case) -> AttentionShape {
+    let shape = case.shape;
+    AttentionShape {
+        softmax_scale: case.scale,
+        ..AttentionShape::new([shape.batch, shape.seq_len], [shape.num_heads, shape.num_kv_heads], shape.head_dim)
     }
 }
 

@@ -68,18 +68,11 @@ impl Report {
     }
 
     /// Adds one case of ops that should have run on `path`. `reference` says why one of them took the reference
-    /// instead; `None`: none did. With a reason `outcome` is not run: the case counts as a kernel that this device
-    /// lacks where a limit of the device is the reason, else as a failure.
-    pub(crate) fn add_call(
-        &mut self,
-        name: &str,
-        path: &str,
-        reference: Option<&str>,
-        case: &str,
-        outcome: impl FnOnce() -> Outcome,
-    ) {
+    /// instead; `None`: none did. With a reason `outcome` does not count: the case is a kernel that this device
+    /// lacks where a limit of the device is the reason, else a failure.
+    pub(crate) fn add_call(&mut self, name: &str, path: &str, reference: Option<&str>, case: &str, outcome: Outcome) {
         match reference {
-            None => self.add(name, path, case, outcome()),
+            None => self.add(name, path, case, outcome),
             Some(reason) if is_device_limit(reason) => self.add_missing(name, reason),
             Some(reason) => {
                 let failure = wrong(format!("took the reference: {reason}"));

@@ -19,7 +19,6 @@ use crate::tensors::Computes;
 pub use branches::NsaForm;
 use branches::Tensors;
 use burn::tensor::DType;
-use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use sieve_cpu::reference::Rounding;
 use sieve_hf::{NamedTensor, write_tensor_file};
@@ -127,35 +126,23 @@ pub fn run<E: From<BenchError>>(
     };
     case.policy = KernelPolicy { sums, ..case.policy };
     let on_gpu = matches!(target, Target::Cuda(_));
-    let seed_and_magnitude = (settings.seed, settings.magnitude);
+    let by_ops = settings.parts != 1 || matches!(settings.op, Op::Fp8 | Op::Nsa | Op::Mla);
     let tensors = match (&target, settings.op) {
         (_, Op::BlockSparse) => {
-            let selector = masked::check(settings.selector.as_ref(), &case.shape)?;
+            let selector = settings.selector.as_ref().expect("checked with the case");
             let done = match &target {
-                Target::Cpu => masked::on_cpu(&selector, &case)?,
-                Target::Cuda(gpu) => masked::on_cuda(&selector, &case, &Gpu::new(gpu.index, case.policy))?,
+                Target::Cpu => masked::on_cpu(selector, &case)?,
+                Target::Cuda(gpu) => masked::on_cuda(selector, &case, &Gpu::new(gpu.index, case.policy))?,
             };
-            let more = done.metadata(&selector);
+            let more = done.metadata(selector);
             metadata.extend(more.into_iter().map(|(key, value)| (key.to_owned(), value)));
             done.tensors(&case)
         }
-        (Target::Cpu, _) if settings.parts != 1 => {
-            parts::check(settings.parts, &case)?;
-            parts::tensors::<Flex>(&case, settings.parts, settings.seed, &FlexDevice)
-        }
-        (Target::Cuda(gpu), _) if settings.parts != 1 => {
-            parts::check(settings.parts, &case)?;
-            by_kernels(|| parts::tensors::<Cuda>(&case, settings.parts, settings.seed, &CudaDevice::new(gpu.index)))?
-        }
-        (Target::Cpu, Op::Fp8) => fp8::tensors::<Flex>(case.shape, seed_and_magnitude, &FlexDevice, fp8::on_host)?,
-        (Target::Cuda(gpu), Op::Fp8) => {
+        (Target::Cpu, _) if by_ops => of_ops::<Flex>(settings, case, &FlexDevice, &fp8::on_host)?,
+        (Target::Cuda(gpu), _) if by_ops => {
             let device = Gpu::new(gpu.index, case.policy);
             let round = |values: &[f32], sizes, format| fp8::on_cuda(&device, values, sizes, format);
-            by_kernels(|| fp8::tensors::<Cuda>(case.shape, seed_and_magnitude, &device, round))??
-        }
-        (Target::Cpu, Op::Nsa | Op::Mla) => of_ops::<Flex>(settings, case, &FlexDevice),
-        (Target::Cuda(gpu), Op::Nsa | Op::Mla) => {
-            by_kernels(|| of_ops::<Cuda>(settings, case, &CudaDevice::new(gpu.index)))?
+            by_kernels(|| of_ops::<Cuda>(settings, case, &device, &round))??
         }
         (Target::Cpu, op) => tensors(op, &case, z.as_deref(), on_cpu(op, &case), on_gpu),
         (Target::Cuda(gpu), op) => {
@@ -182,40 +169,27 @@ fn by_kernels<T>(run: impl FnOnce() -> T) -> Result<T> {
 /// Draws the inputs; refuses options that the op would ignore.
 fn case(settings: &RunSettings) -> Result<Case> {
     let CaseShape(shape) = settings.shape;
-    let is_dma = matches!(settings.op, Op::Dma | Op::DmaSelect | Op::DmaDecode);
-    let keys = match (settings.op, settings.window) {
-        (_, Some(0)) => return refused("--window 0: a query sees at least one key"),
-        (Op::Attention, Some(_)) => {
-            return refused("attention sees all keys\n  hint: leave --window out, or use swa");
-        }
-        (Op::Mla, Some(_)) => return refused("mla sees all keys\n  hint: leave --window out"),
-        (Op::BlockSparse, Some(_)) => {
-            return refused("block_sparse sees what its selector keeps\n  hint: leave --window out");
-        }
-        (Op::BlockSparse, None) => {
-            masked::check(settings.selector.as_ref(), &shape)?;
-            Keys::Dense
-        }
-        (Op::Fp8, Some(_)) => return refused("fp8 is a GEMM\n  hint: leave --window out"),
-        (Op::Attention | Op::Decode | Op::Mla | Op::Fp8, None) => Keys::Dense,
-        (Op::Swa | Op::Decode | Op::Nsa, Some(window)) => Keys::Window(window),
-        (Op::Dma | Op::DmaSelect | Op::DmaDecode, Some(window)) => {
-            if settings.local_window > window {
-                return refused(format!(
-                    "--local-window {} is more than --window {window}, the keys that are kept in all",
-                    settings.local_window
-                ));
-            }
-            Keys::local(window, settings.local_window)
-        }
-        (_, None) => {
-            return refused("this op needs --window: how many keys a query sees or keeps");
-        }
-    };
     let (op, rope_dim) = (settings.op, shape.head_dim - shape.head_dim_v);
+    let is_dma = matches!(op, Op::Dma | Op::DmaSelect | Op::DmaDecode);
+    let needs_window = is_dma || matches!(op, Op::Swa | Op::Nsa);
     let one_document = matches!(op, Op::Decode | Op::DmaDecode | Op::BlockSparse | Op::Fp8);
+    let (has_window, window) = (settings.window.is_some(), settings.window.unwrap_or(0));
     let in_parts = settings.parts != 1;
     for (is_wrong, reason) in [
+        (settings.window == Some(0), "--window 0: a query sees at least one key"),
+        (op == Op::Attention && has_window, "attention sees all keys\n  hint: leave --window out, or use swa"),
+        (op == Op::Mla && has_window, "mla sees all keys\n  hint: leave --window out"),
+        (op == Op::BlockSparse && has_window, "block_sparse sees what its selector keeps\n  hint: leave --window out"),
+        (op == Op::Fp8 && has_window, "fp8 is a GEMM\n  hint: leave --window out"),
+        (needs_window && !has_window, "this op needs --window: how many keys a query sees or keeps"),
+        (
+            is_dma && settings.local_window > window,
+            format!(
+                "--local-window {} is more than --window {window}, the keys that are kept in all",
+                settings.local_window
+            )
+            .as_str(),
+        ),
         (!is_dma && settings.scores.is_some(), "--scores are for dma, dma_select and dma_decode"),
         (!is_dma && settings.local_window > 0, "--local-window is for dma, dma_select and dma_decode"),
         (
@@ -247,9 +221,20 @@ fn case(settings: &RunSettings) -> Result<Case> {
             return refused(reason);
         }
     }
+    if op == Op::BlockSparse {
+        masked::check(settings.selector.as_ref(), &shape)?;
+    }
+    let keys = match settings.window {
+        Some(window) if is_dma => Keys::local(window, settings.local_window),
+        Some(window) => Keys::Window(window),
+        None => Keys::Dense,
+    };
     let scores = settings.scores.clone().unwrap_or(Scores::Independent);
     let cuts = Cuts::Count(settings.documents);
     let case = Case::draw(shape, keys, cuts, &scores, settings.seed)?;
+    if in_parts {
+        parts::check(settings.parts, &shape)?;
+    }
     Ok(case.magnified(settings.magnitude))
 }
 
@@ -283,11 +268,19 @@ fn sloped(settings: &RunSettings, case: &mut Case) -> Result<Option<Vec<f32>>> {
     Ok(Some(z))
 }
 
-/// The tensors of nsa and mla, which consist of several ops.
-fn of_ops<B: Computes>(settings: &RunSettings, case: Case, device: &B::Device) -> Vec<NamedTensor> {
+/// The tensors of a call that models compute by several ops: fp8, nsa, mla, and rows in parts. `round` rounds to fp8.
+fn of_ops<B: Computes>(
+    settings: &RunSettings,
+    case: Case,
+    device: &B::Device,
+    round: &fp8::Round<'_>,
+) -> Result<Vec<NamedTensor>> {
+    let seed = settings.seed;
     match settings.op {
-        Op::Mla => branches::mla::<B>(case, settings.seed, device),
-        _ => branches::nsa::<B>(&case, settings.nsa.unwrap_or_default(), settings.seed, device),
+        Op::Fp8 => fp8::tensors::<B>(case.shape, (seed, settings.magnitude), device, round),
+        Op::Mla => Ok(branches::mla::<B>(case, seed, device)),
+        Op::Nsa => Ok(branches::nsa::<B>(&case, settings.nsa.unwrap_or_default(), seed, device)),
+        _ => Ok(parts::tensors::<B>(&case, settings.parts, seed, device)),
     }
 }
 

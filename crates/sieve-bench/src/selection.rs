@@ -12,10 +12,22 @@ use sieve_kernels::{
 };
 use sieve_testing::{Random, round_bf16};
 
-/// Random windows over every length, every second pass with a local window; then the extent's fixed windows.
+/// Tokens of a row: less than a super-block (1024 queries), several super-blocks, several blocks of 8192 tokens, at
+/// whose ends a kernel stores the kept keys (survivors), and rows so long that the kernel searches `expire` in several
+/// passes.
+const LENGTHS: &[usize] = &[1, 2, 63, 1024, 1025, 3000, 8193, 20001, 131_073, 300_001];
+
+/// Row lengths on the emulator.
+const EMULATED_LENGTHS: &[usize] = &[1, 63, 1025, 2100];
+
+/// Tokens, kept keys and local window of further selections: one short row, and rows of more than 16,384 tokens, whose
+/// key lists start from survivors; with a local window a second kernel finds these.
+const LOCAL_WINDOWS: &[[usize; 3]] = &[[1500, 400, 300], [16_385, 301, 300], [20_001, 2048, 300], [40_000, 300, 300]];
+
+/// Random windows over every length, every second pass with a local window; then the fixed windows.
 fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
     let mut random = Random(extent.seed);
-    let lengths = extent.lengths;
+    let lengths = extent.pick(EMULATED_LENGTHS, LENGTHS);
     let mut draws = Vec::new();
     for at in 0..extent.few() {
         let seq_len = lengths[at % lengths.len()];
@@ -27,9 +39,8 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
         let cuts = random.one_of(&[Cuts::Count(1), Cuts::Few, Cuts::Mixed, Cuts::Tokens]);
         draws.push((seq_len, keys, cuts));
     }
-    let fixed = extent.local_windows.iter();
-    let fixed = fixed.map(|&[seq_len, kept, local]| (seq_len, Keys::local(kept, local), Cuts::Count(2)));
-    draws.extend(fixed);
+    let fixed = extent.sizes(LOCAL_WINDOWS).iter();
+    draws.extend(fixed.map(|&[seq_len, kept, local]| (seq_len, Keys::local(kept, local), Cuts::Count(2))));
     draws.into_iter().map(move |(seq_len, keys, cuts)| {
         let shape = AttentionShape::new(random.between(1, 3), seq_len, [2, 2], [16, 16]);
         let scores = &Scores::RANDOM[random.below(Scores::RANDOM.len())];
@@ -37,14 +48,6 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
         let label = format!("batch={},seq_len={seq_len} {keys} {cuts:?} {} seed {seed}", shape.batch, scores.name());
         Ok((Case::draw(shape, keys, cuts, scores, seed)?, label))
     })
-}
-
-/// Compares with the case's `expire`, which the CPU computes with a heap.
-fn same_as_heap(case: &Case, expire: &[i32]) -> Outcome {
-    match expire == case.expire {
-        true => Ok(0.0),
-        false => wrong("expire differs from the heap"),
-    }
 }
 
 /// Checks `expire`, the key lists of a selection, the lists rebuilt from `expire` alone, and the halo keys.
@@ -62,13 +65,18 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
             }
         };
         let expire = device.ints(&selection.expire).map_err(Wrong::from);
+        // The CPU computes the case's `expire` with a heap.
+        let same_as_heap = |expire: Vec<i32>| match expire == case.expire {
+            true => Ok(0.0),
+            false => wrong("expire differs from the heap"),
+        };
         let lists = |selection: &Selection| -> Outcome {
             let lists = call.inputs.lists_of(selection, tile_queries)?;
             compare(&lists, &case, device)
         };
         let rebuilt = Selection::of_expire(&selection.expire, &call.inputs.doc_start, case.window());
         for (kernel, outcome) in [
-            ("dma_select", expire.and_then(|expire| same_as_heap(&case, &expire))),
+            ("dma_select", expire.and_then(same_as_heap)),
             ("dma_border_keys", border_keys(&selection.expire, &case, device, &mut random)),
             ("dma_lists", lists(&selection)),
             ("dma_lists from expire alone", rebuilt.map_err(Wrong::from).and_then(|s| lists(&s))),

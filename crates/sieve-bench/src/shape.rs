@@ -25,11 +25,6 @@ pub(crate) fn packed_of(shape: AttentionShape) -> [usize; 4] {
     [shape.batch, shape.seq_len, heads, shape.head_dim]
 }
 
-/// All sizes: batch, tokens, query heads, KV heads, width of keys, width of values.
-pub(crate) fn sizes(shape: AttentionShape) -> [usize; 6] {
-    [shape.batch, shape.seq_len, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim_v]
-}
-
 /// The shape of a whole prompt for sieve-select.
 pub(crate) fn prompt_shape(shape: &AttentionShape) -> CallShape {
     let heads = [shape.num_heads, shape.num_kv_heads];
@@ -88,7 +83,7 @@ impl CaseShape {
     /// Refuses KV heads that do not divide the heads, values wider than keys, and more than [`MAX_ELEMENTS`] elements
     /// in packed q, k and v, the largest tensor.
     fn checked(shape: AttentionShape) -> Result<Self, String> {
-        let [_, _, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(shape);
+        let AttentionShape { num_heads, num_kv_heads, head_dim, head_dim_v, .. } = shape;
         if !num_heads.is_multiple_of(num_kv_heads) {
             let words = format!("kv_heads={num_kv_heads} does not divide heads={num_heads}");
             return Err(words);

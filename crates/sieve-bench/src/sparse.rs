@@ -157,12 +157,11 @@ impl Case {
         let scale = self.shape.softmax_scale();
         let result = qkv.sparse_attention_forward(&mask, scale)?;
         let (o, lse) = (device.floats(&result.o)?, device.floats(&result.lse)?);
-        let tolerance = |floor, norm| Tolerance { plain: 2.0, floor, share: 1e-4, norm };
         let [exact_o, plain_o] = &expected.o;
         let [exact_lse, plain_lse] = &expected.lse;
-        let o = tolerance(Tolerance::FLOOR, self.shape.num_queries >= 64).judge("o", &o, plain_o, exact_o)?;
-        let by_norm = false;
-        let lse = tolerance(1e-4, by_norm).judge("lse", &lse, plain_lse, exact_lse)?;
+        let of_o = Tolerance { norm: self.shape.num_queries >= 64, ..Tolerance::new(2.0, Tolerance::FLOOR, 1e-4) };
+        let o = of_o.judge("o", &o, plain_o, exact_o)?;
+        let lse = Tolerance::new(2.0, 1e-4, 1e-4).judge("lse", &lse, plain_lse, exact_lse)?;
         Ok(o.max(lse))
     }
 

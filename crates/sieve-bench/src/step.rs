@@ -20,8 +20,8 @@ pub(crate) use scores::KV_HEADS as SCORED_KV_HEADS;
 
 use crate::bench::Bench;
 use crate::device::Device;
-use crate::error::Result as BenchResult;
-use crate::extent::Extent;
+use crate::error::Result;
+use crate::extent::{Extent, WIDTHS};
 use crate::report::Report;
 use sieve_kernels::{NeededKernels, SourceKernel};
 
@@ -34,13 +34,12 @@ const SEED: u64 = 20;
 /// Specialisations that no model of usual widths launches, for the checks: for heads of every checked width, and for
 /// DMA's scores with these numbers of KV heads. They are not among [`NeededKernels::shipped_for`].
 pub(crate) fn rare_kernels(kv_heads: &[usize]) -> Vec<SourceKernel> {
-    // Widths do not depend on the numbers given here.
-    let head_dims: Vec<usize> = Extent::all(0, 0, 0).widths.iter().map(|&(head_dim, _)| head_dim).collect();
+    let head_dims: Vec<usize> = WIDTHS.iter().map(|&(head_dim, _)| head_dim).collect();
     NeededKernels::step_rarely(&head_dims, kv_heads)
 }
 
 /// Checks every launch; on the emulator with small sizes only.
-pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> BenchResult<()> {
+pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     for check in [
         stream::check_launches,
         activation::check_launches,
@@ -59,7 +58,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
 }
 
 /// Times all kernels at the sizes of a training step of two models: 1.7B parameters (`d_model` 2048) and 80M (768).
-pub(crate) fn bench(bench: &mut Bench<'_>) -> BenchResult<()> {
+pub(crate) fn bench(bench: &mut Bench<'_>) -> Result<()> {
     for (tokens, width, d_ff) in [(16384, 2048, 6144), (65536, 768, 2048)] {
         stream::bench(bench, tokens, width);
         activation::bench(bench, tokens, d_ff);

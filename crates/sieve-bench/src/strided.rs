@@ -1,6 +1,5 @@
 //! Tensors with every memory layout that launch wrappers accept: contiguous, padded, sliced, transposed, expanded.
 use crate::case::Case;
-use crate::shape::packed_of;
 
 /// Memory layout of a `[batch, seq_len, heads, width]` tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,70 +18,58 @@ pub(crate) enum Layout {
 
 impl Layout {
     pub(crate) const ALL: [Self; 5] = [Self::Contiguous, Self::Pitched, Self::Sliced, Self::Transposed, Self::Expanded];
-}
 
-/// A buffer with its shape and strides, in elements; elements that no index reaches are NaN.
-#[derive(Clone, Debug)]
-pub(crate) struct Strided {
-    pub(crate) buffer: Vec<f32>,
-    pub(crate) shape: [usize; 4],
-    pub(crate) strides: [usize; 4],
-}
-
-impl Strided {
-    /// Lays out values given in index order. The expanded layout stores the first row of the batch alone.
-    pub(crate) fn new(values: &[f32], shape: [usize; 4], layout: Layout) -> Self {
-        let [_, seq_len, heads, width] = shape;
+    /// Strides of a tensor of this shape, in elements.
+    pub(crate) fn strides(self, [_, seq_len, heads, width]: [usize; 4]) -> [usize; 4] {
         let dense = heads * width;
-        let strides = match layout {
-            Layout::Contiguous => [seq_len * dense, dense, width, 1],
-            Layout::Pitched => {
+        match self {
+            Self::Contiguous => [seq_len * dense, dense, width, 1],
+            Self::Pitched => {
                 let pitch = width + 8;
                 [seq_len * heads * pitch, heads * pitch, pitch, 1]
             }
-            Layout::Sliced => {
+            Self::Sliced => {
                 let token = dense + 24;
                 [(seq_len + 3) * token, token, width, 1]
             }
-            Layout::Transposed => [seq_len * dense, width, seq_len * width, 1],
-            Layout::Expanded => [0, dense, width, 1],
-        };
-        let ends = shape.iter().zip(strides);
-        let last: usize = ends.map(|(size, stride)| (size - 1) * stride).sum();
-        let mut strided = Self { buffer: vec![f32::NAN; last + 1], shape, strides };
-        // In reverse: the rows of an expanded batch share memory, and the first row must be written last.
-        for (at, &value) in values.iter().enumerate().rev() {
-            let place = strided.place(at);
-            strided.buffer[place] = value;
+            Self::Transposed => [seq_len * dense, width, seq_len * width, 1],
+            Self::Expanded => [0, dense, width, 1],
         }
-        strided
-    }
-
-    /// Position in the buffer of the value with index `at` in index order.
-    fn place(&self, at: usize) -> usize {
-        let [_, seq_len, heads, width] = self.shape;
-        let index = [at / (seq_len * heads * width), at / (heads * width) % seq_len, at / width % heads, at % width];
-        index.iter().zip(self.strides).map(|(i, stride)| i * stride).sum()
-    }
-
-    /// The tensor's values in index order.
-    pub(crate) fn gathered(&self) -> Vec<f32> {
-        let count = self.shape.iter().product();
-        (0..count).map(|at| self.buffer[self.place(at)]).collect()
     }
 }
 
-/// q, k and v of a case packed into one tensor `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]`; values must be
-/// as wide as keys.
-pub(crate) fn packed(case: &Case, layout: Layout) -> Strided {
+/// The memory of a strided tensor with these values, which are given in index order. Elements that no index reaches are
+/// NaN. The expanded layout stores the first row of the batch alone.
+pub(crate) fn laid_out(values: &[f32], shape: [usize; 4], strides: [usize; 4]) -> Vec<f32> {
+    let last = shape.map(|size| size - 1).iter().zip(strides).map(|(index, stride)| index * stride).sum::<usize>();
+    let mut memory = vec![f32::NAN; last + 1];
+    // In reverse: the rows of an expanded batch share memory, and the first row must be written last.
+    for (at, &value) in values.iter().enumerate().rev() {
+        memory[place(at, &shape, &strides)] = value;
+    }
+    memory
+}
+
+/// The offset of element number `at` (in index order) of a strided tensor, in elements.
+pub(crate) fn place(mut at: usize, shape: &[usize], strides: &[usize]) -> usize {
+    let mut place = 0;
+    for (size, stride) in shape.iter().zip(strides).rev() {
+        place += at % size * stride;
+        at /= size;
+    }
+    place
+}
+
+/// q, k and v of a case packed as `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]`; values must be as wide as
+/// keys.
+pub(crate) fn packed(case: &Case) -> Vec<f32> {
     let (shape, d) = (case.shape, case.shape.head_dim);
     let (q_len, kv_len) = (shape.num_heads * d, shape.num_kv_heads * d);
     let of_token = |token: usize| {
         let part = |x: &'_ [f32], len: usize| x[token * len..][..len].to_vec();
         [part(&case.q, q_len), part(&case.k, kv_len), part(&case.v, kv_len)].concat()
     };
-    let values: Vec<f32> = (0..shape.batch * shape.seq_len).flat_map(of_token).collect();
-    Strided::new(&values, packed_of(shape), layout)
+    (0..shape.batch * shape.seq_len).flat_map(of_token).collect()
 }
 
 #[cfg(test)]
@@ -94,9 +81,11 @@ mod tests {
         let shape = [1, 3, 2, 4];
         let values: Vec<f32> = (0..24).map(|x| x as f32).collect();
         for layout in Layout::ALL {
-            let strided = Strided::new(&values, shape, layout);
-            assert_eq!(strided.gathered(), values, "{layout:?}");
+            let strides = layout.strides(shape);
+            let memory = laid_out(&values, shape, strides);
+            let gathered: Vec<f32> = (0..24).map(|at| memory[place(at, &shape, &strides)]).collect();
+            assert_eq!(gathered, values, "{layout:?}");
         }
-        assert!(Strided::new(&values, shape, Layout::Pitched).buffer[5].is_nan());
+        assert!(laid_out(&values, shape, Layout::Pitched.strides(shape))[5].is_nan());
     }
 }

@@ -53,12 +53,11 @@ impl Tolerance {
 
     /// Norm of the errors that is always allowed.
     fn norm_floor(&self, exact: &[f32]) -> f64 {
-        let size = norm(exact, &vec![0.0; exact.len()]);
         let root = (exact.len() as f64).sqrt();
         // An f32 path has no tolerance from the plain computation, so its share is larger.
         let share = if self.plain > 0.0 { 1e-6 } else { 1e-4 };
         // A floor above the usual one is meant for sums that cancel: every number may be off by the difference.
-        share * size + 1e-5 * root + f64::from(self.floor - Self::FLOOR).max(0.0) * root
+        share * length(exact) + 1e-5 * root + f64::from(self.floor - Self::FLOOR).max(0.0) * root
     }
 
     /// The usual floor. A sum of bf16 products whose terms cancel has about this error where its exact value is near 0.
@@ -92,10 +91,14 @@ pub(crate) fn lost_digits(exact_lse: &[f32]) -> f64 {
     8.0 * f64::from(f32::EPSILON * finite.fold(0.0, |most: f32, x| most.max(x.abs())))
 }
 
-/// Root of the sum of squares of each row.
+/// Root of the sum of squares.
+pub(crate) fn length(values: &[f32]) -> f64 {
+    values.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt()
+}
+
+/// The [`length`] of each row.
 pub(crate) fn row_norms(values: &[f32], width: usize) -> Vec<f64> {
-    let squares = |row: &[f32]| row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>();
-    values.chunks_exact(width).map(|row| squares(row).sqrt()).collect()
+    values.chunks_exact(width).map(length).collect()
 }
 
 impl RowTolerance {
@@ -122,7 +125,7 @@ impl RowTolerance {
             // There is no row.
             return Ok(0.0);
         };
-        let all_terms = length(terms);
+        let all_terms = terms.iter().map(|x| x * x).sum::<f64>().sqrt();
         // Root mean square of the rows' terms: a row of far smaller terms may have a small share of it as error.
         let typical = all_terms / (terms.len() as f64).sqrt();
         let twice_plain = |plain: f64, terms: f64| 2.0 * plain.min(terms * self.most_of_plain);
@@ -138,7 +141,7 @@ impl RowTolerance {
             };
             let allowed = own + (self.lost_digits + self.of_a_row) * terms + typical / 16384.0;
             if exceeds(error, allowed) {
-                let size = norm(exact, &vec![0.0; width]);
+                let size = length(exact);
                 return wrong(format!(
                     "{name}: norm of the error of row {at} {error:.3e}, allowed {allowed:.3e}; the row's is {size:.3e}"
                 ));
@@ -166,9 +169,9 @@ impl RowTolerance {
 pub(crate) type Results = Vec<(&'static str, Vec<f32>)>;
 
 fn require_len(name: &str, got: &[f32], exact: &[f32]) -> Result<(), Wrong> {
-    match (got.len(), exact.len()) {
-        (got, expected) if got != expected => wrong(format!("{name}: {got} numbers, expected {expected}")),
-        _ => Ok(()),
+    match got.len() == exact.len() {
+        true => Ok(()),
+        false => wrong(format!("{name}: {} numbers, expected {}", got.len(), exact.len())),
     }
 }
 
@@ -193,11 +196,6 @@ fn largest_gap(a: &[f32], b: &[f32]) -> (f32, usize) {
         }
     }
     worst
-}
-
-/// Euclidean norm of a vector.
-fn length(values: &[f64]) -> f64 {
-    values.iter().map(|x| x * x).sum::<f64>().sqrt()
 }
 
 /// Norm of the difference over the numbers that are finite in `b`.

@@ -6,7 +6,7 @@ mod hub;
 mod source;
 mod table;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -148,22 +148,19 @@ impl CorpusConfig {
 
     /// Every line of `paths`, without limits; an invalid document is an error. In folders, `.jsonl` files are read.
     pub fn jsonl(paths: Vec<String>, text_column: &str) -> Self {
-        let text_column = text_column.to_owned();
-        Self::new(paths, Format::Jsonl { text_column })
+        Self::new(paths, Format::Jsonl { text_column: text_column.to_owned() })
     }
 
     /// Every row of `paths`, without limits; an invalid document is an error. In folders, `.parquet` files are read.
     pub fn parquet(paths: Vec<String>, text_column: &str) -> Self {
-        let text_column = text_column.to_owned();
-        Self::new(paths, Format::Parquet { text_column })
+        Self::new(paths, Format::Parquet { text_column: text_column.to_owned() })
     }
 
     /// Every document of `paths`, with the format of each file from its ending, without limits; an invalid document is
     /// an error. If all files have the same format, the corpus equals the one from [`text`](Self::text),
     /// [`jsonl`](Self::jsonl) or [`parquet`](Self::parquet).
     pub fn by_ending(paths: Vec<String>, text_column: &str) -> Self {
-        let text_column = text_column.to_owned();
-        Self::new(paths, Format::ByEnding { text_column })
+        Self::new(paths, Format::ByEnding { text_column: text_column.to_owned() })
     }
 
     fn new(paths: Vec<String>, format: Format) -> Self {
@@ -319,13 +316,40 @@ impl Corpus {
     /// An estimate of the bytes of text that is rather too large than too small: the files' sizes, four times the size
     /// of compressed ones, at most `max_bytes`.
     pub fn max_text_bytes(&self) -> u64 {
-        let sizes = self.files.iter().map(|file| {
-            let is_parquet = matches!(self.config.format.of(&file.path), Format::Parquet { .. });
-            let is_packed = is_parquet || source::Packed::of(&file.path).0.is_some();
-            file.num_bytes.saturating_mul(if is_packed { USUAL_PACKING } else { 1 })
-        });
+        let sizes = self.files.iter().map(|file| self.unpacked_bytes(file));
         // A listing of the hub may name any sizes, so their sum must not overflow.
         let total = sizes.fold(0, u64::saturating_add);
+        self.config.max_bytes.map_or(total, |limit| total.min(limit))
+    }
+
+    /// The size of a file, four times that if it is compressed.
+    fn unpacked_bytes(&self, file: &SourceFile) -> u64 {
+        let is_parquet = matches!(self.config.format.of(&file.path), Format::Parquet { .. });
+        let is_packed = is_parquet || source::Packed::of(&file.path).0.is_some();
+        file.num_bytes.saturating_mul(if is_packed { USUAL_PACKING } else { 1 })
+    }
+
+    /// An estimate of the bytes of text and prompts: of JSONL and Parquet files, whose other columns do not count, from
+    /// the first rows of the first `FILES_LOOKED_INTO` files.
+    pub fn text_bytes(&self) -> u64 {
+        let (texts, tables): (Vec<_>, Vec<_>) =
+            self.files.iter().partition(|file| self.config.format.of(&file.path) == Format::Text);
+        let size = |files: &[&SourceFile]| files.iter().map(|file| self.unpacked_bytes(file) as f64).sum::<f64>();
+        let (mut text_bytes, mut bytes_read) = (0, 0.0);
+        for &file in tables.iter().filter(|file| file.remote.is_none()).take(FILES_LOOKED_INTO) {
+            let corpus = Self { files: vec![file.clone()], ..self.clone() };
+            let (mut documents, mut found) = (corpus.documents(), 0);
+            while found < TEXT_LOOKED_AT
+                && let Some(Ok(document)) = documents.next()
+            {
+                found += document.text.len() + document.prompt.map_or(0, |prompt| prompt.len());
+            }
+            let num_bytes = self.unpacked_bytes(file);
+            text_bytes += found;
+            bytes_read += documents.share_read(num_bytes) * num_bytes as f64;
+        }
+        let share = if text_bytes > 0 { text_bytes as f64 / bytes_read } else { 1.0 };
+        let total = (size(&texts) + size(&tables) * share) as u64;
         self.config.max_bytes.map_or(total, |limit| total.min(limit))
     }
 
@@ -342,7 +366,7 @@ impl Corpus {
     ///
     /// The first item is an error if a path names a data set of the hub and [`connect`](Self::connect) was not called.
     pub fn documents(&self) -> Documents<'_> {
-        Documents::new(self)
+        Documents::resume(self, Cursor::default(), HashSet::new())
     }
 
     /// A hash that changes when a file is added, removed or changed (path, size or time), or when a setting is changed.
@@ -367,8 +391,11 @@ impl Corpus {
     }
 }
 
-/// How many text files are searched for lines of JSON.
+/// How many text files are searched for lines of JSON, and in how many tables text is counted.
 const FILES_LOOKED_INTO: usize = 8;
+
+/// Bytes of text, about, that are read of a table to see how much of it is text.
+const TEXT_LOOKED_AT: usize = 1 << 18;
 
 /// Compression makes text three to four times smaller.
 const USUAL_PACKING: u64 = 4;

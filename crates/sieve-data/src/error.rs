@@ -112,7 +112,8 @@ impl DataError {
     /// The error of a malformed shard file.
     pub(crate) fn shard(path: &Path, what: impl Into<String>) -> Self {
         let hint = "the file is damaged or no Megatron-LM shard; a damaged one is prepared again by \
-                    sieve data prepare --recipe RECIPE --data-dir DIR --replace";
+                    sieve data prepare --recipe RECIPE --data-dir DIR --replace, after which a run that has begun \
+                    continues with --resume";
         Self::file(path, what, hint)
     }
 

@@ -190,7 +190,7 @@ impl Loader {
         ] {
             if got != wanted {
                 let reason = format!("{got}, but the MQAR samples are made for {wanted}");
-                return Err(DataError::BadSetting { name, reason });
+                return Err(DataError::setting(name, reason));
             }
         }
         let rows = Rows::Mqar(mixture);

@@ -15,7 +15,7 @@ mod draw;
 mod packed;
 
 use crate::error::DataError;
-use crate::loader::{Batch, IGNORE_LABEL, PAD_DOCUMENT};
+use crate::loader::IGNORE_LABEL;
 pub(crate) use draw::Draws;
 pub use packed::{MqarMixture, MqarPart};
 
@@ -103,22 +103,13 @@ impl MqarConfig {
     }
 }
 
-/// A stream of samples; the two streams are drawn independently.
+/// A stream of samples; the two are drawn independently, each by its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MqarSplit {
     /// Samples for training.
-    Train,
+    Train = 0,
     /// Samples for validation.
-    Test,
-}
-
-impl MqarSplit {
-    fn stream(self) -> u64 {
-        match self {
-            Self::Train => 0,
-            Self::Test => 1,
-        }
-    }
+    Test = 1,
 }
 
 /// One query of a sample, and its answer.
@@ -187,7 +178,7 @@ impl Mqar {
     pub fn sample(&self, split: MqarSplit, index: u64) -> MqarSample {
         let MqarConfig { vocab_size, seq_len, num_pairs, noise, seed, .. } = self.config;
         let shape = (vocab_size as u64) << 40 ^ (seq_len as u64) << 20 ^ num_pairs as u64;
-        let mut draws = Draws::new([seed, shape, split.stream(), index]);
+        let mut draws = Draws::new([seed, shape, split as u64, index]);
         let half = vocab_size as u64 / 2;
         let keys = draws.different(half - 1, num_pairs);
         let values = draws.different(half, num_pairs);
@@ -220,24 +211,6 @@ impl Mqar {
         }
         MqarSample { tokens, queries }
     }
-
-    /// Samples `first_sample..first_sample + count` of a split, one per row.
-    pub fn batch(&self, split: MqarSplit, first_sample: u64, count: usize) -> Batch {
-        let mut batch = Batch::empty(first_sample, count, self.config.seq_len);
-        for index in first_sample..first_sample + count as u64 {
-            let start = 0;
-            push_sample(&self.sample(split, index), index as u32, start, &mut batch);
-        }
-        batch
-    }
-}
-
-/// Appends a sample as one document at column `start` of the batch's current row.
-fn push_sample(sample: &MqarSample, document: u32, start: usize, batch: &mut Batch) {
-    batch.tokens.extend_from_slice(&sample.tokens);
-    batch.labels.extend(sample.labels());
-    // Large indices are capped, because document ids have 32 bits and the largest one means padding.
-    batch.push_segment(document.min(PAD_DOCUMENT - 1), start, sample.tokens.len());
 }
 
 #[cfg(test)]

@@ -56,7 +56,7 @@ impl Tokenizer {
     pub fn from_file(path: &Path) -> Result<Self, DataError> {
         let bytes = std::fs::read(path).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => {
-                let hint = "huggingface-cli download OWNER/NAME tokenizer.json --local-dir DIR fetches a model's; or \
+                let hint = "hf download OWNER/NAME tokenizer.json --local-dir DIR fetches a model's; or \
                     name it as hf://OWNER/NAME, or train one: [tokenizer] train = { vocab_size = 8192 } \
                     (docs/own-data.md)";
                 DataError::refused(format!("there is no tokenizer {}", path.display()), hint)

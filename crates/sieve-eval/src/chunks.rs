@@ -5,6 +5,7 @@ use burn::tensor::{DType, Int, Tensor};
 use sieve_core::{BlockSelection, ChosenKeys, KeyMask};
 use sieve_nn::{HostOperands, LayerOperands};
 use sieve_ops::{DeviceBackend, SparseOutput, correct_by_probes, select_blocks, sparse_attention, upload_mask};
+use sieve_select::prefill::delta::probe_rows;
 use sieve_select::{BlockMeans, Call, CallShape, Reads, SelectError, SelectStats, Selected, Selector, density};
 use std::any::Any;
 use std::ops::Range;
@@ -59,10 +60,8 @@ impl Cost {
         let Some(correction) = selector.correction(shape, layer) else {
             return;
         };
-        let context = shape.context();
-        let is_probe = |row: &usize| *row == 0 || (context + row).is_multiple_of(correction.gamma);
-        let probes = (0..shape.num_queries).filter(is_probe);
-        let pairs: u64 = probes.map(|row| (context + row + 1) as u64).sum();
+        let probes = probe_rows(shape, correction.gamma).into_iter();
+        let pairs: u64 = probes.map(|row| (shape.context() + row + 1) as u64).sum();
         // `causal_pairs` already includes this call.
         self.density += pairs as f64 / self.causal_pairs;
     }

@@ -296,11 +296,12 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     pub(crate) fn endings(
         &mut self,
         logits: &[f32],
-        endings: &[&[u32]],
+        endings: &[impl AsRef<[u32]>],
         together: usize,
     ) -> Result<Vec<Ending>, EvalError> {
+        let endings: Vec<&[u32]> = endings.iter().map(AsRef::as_ref).collect();
         let vocab_size = self.model.shape().vocab_size;
-        for ending in endings {
+        for ending in &endings {
             check_vocabulary(ending, vocab_size)?;
         }
         let mut found: Vec<Ending> = (endings.iter()).map(|ending| Ending::default().and(logits, ending[0])).collect();

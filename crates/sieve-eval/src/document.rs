@@ -94,28 +94,23 @@ pub fn prepared_documents<'a>(
 
 /// The first documents that together have `max_tokens` tokens to predict; the last one is cut. `None` keeps all.
 pub fn first_tokens<'a>(
-    documents: impl Iterator<Item = Result<EvalDocument, EvalError>> + 'a,
+    mut documents: impl Iterator<Item = Result<EvalDocument, EvalError>> + 'a,
     tokenizer: &'a Tokenizer,
     max_tokens: Option<u64>,
 ) -> impl Iterator<Item = Result<EvalDocument, EvalError>> + 'a {
     let mut left = max_tokens.unwrap_or(u64::MAX);
-    let mut documents = documents;
     std::iter::from_fn(move || {
         if left == 0 {
             return None;
         }
-        let mut document = match documents.next()? {
-            Ok(document) => document,
-            Err(error) => return Some(Err(error)),
-        };
-        // The first token of a document is not predicted.
-        if (document.tokens.len() as u64).saturating_sub(1) > left
-            && let Err(error) = cut(&mut document, tokenizer, left as usize + 1)
-        {
-            return Some(Err(error));
-        }
-        left -= (document.tokens.len() as u64).saturating_sub(1);
-        Some(Ok(document))
+        Some(documents.next()?.and_then(|mut document| {
+            // The first token of a document is not predicted.
+            if (document.tokens.len() as u64).saturating_sub(1) > left {
+                cut(&mut document, tokenizer, left as usize + 1)?;
+            }
+            left -= (document.tokens.len() as u64).saturating_sub(1);
+            Ok(document)
+        }))
     })
 }
 

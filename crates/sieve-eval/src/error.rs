@@ -65,6 +65,23 @@ pub enum EvalError {
         /// The value of `--buffer`, in tokens.
         buffer: usize,
     },
+    /// The shortest text of a task does not fit into the length asked for.
+    #[error(
+        "the shortest text of {task} takes {needed} tokens of this tokenizer, and the length is {length}\n  \
+         hint: use {option} {enough} or more for it, or leave the task out"
+    )]
+    NoRoom {
+        /// Name of the task.
+        task: &'static str,
+        /// Tokens of the text and of its answer.
+        needed: usize,
+        /// The length, in tokens.
+        length: usize,
+        /// The option that gives the length.
+        option: &'static str,
+        /// A length that has room for every text of the task.
+        enough: usize,
+    },
     /// A task whose TOML is invalid, or whose columns the rows do not have.
     #[error("task {task}: {reason}{}", match reason.contains("hint:") {
         true => "",

@@ -18,6 +18,7 @@ pub use random::Split;
 
 use crate::EvalError;
 use crate::needle::made_up_sentences;
+use crate::sampler::different;
 use needles::Needles;
 use random::Random;
 use serde::Serialize;
@@ -268,14 +269,14 @@ impl LongTask {
 
 /// [`NUM_WRONG`] different results of `draw` that do not occur in `text`.
 fn wrong(text: &str, mut draw: impl FnMut() -> String) -> Vec<String> {
-    let mut found: Vec<String> = Vec::with_capacity(NUM_WRONG);
-    while found.len() < NUM_WRONG {
-        let one = draw();
-        if !text.contains(&one) && !found.contains(&one) {
-            found.push(one);
+    different(NUM_WRONG, || {
+        loop {
+            let one = draw();
+            if !text.contains(&one) {
+                return one;
+            }
         }
-    }
-    found
+    })
 }
 
 /// Percent of `count` parts before the one at `place`.

@@ -276,8 +276,7 @@ impl<B: DeviceBackend> Reader<'_, B> {
                     pairs[0] += totals.pairs;
                     pairs[1] += totals.dense_pairs;
                 }
-                let candidates: Vec<&[u32]> = samples[n].candidates.iter().map(Vec::as_slice).collect();
-                let endings = text.endings(logits, &candidates, size.endings)?;
+                let endings = text.endings(logits, &samples[n].candidates, size.endings)?;
                 let likelihoods: Vec<f64> = endings.iter().map(|x| x.log_likelihood).collect();
                 ranks.push(rank(&likelihoods));
                 Ok(())

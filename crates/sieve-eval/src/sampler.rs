@@ -39,29 +39,22 @@ impl Sampler {
     /// # Errors
     /// A temperature that is negative or NaN; a `top_p` outside `(0, 1]`.
     pub fn new(sampling: Sampling) -> Result<Self, EvalError> {
-        if !(sampling.temperature >= 0.0 && sampling.temperature.is_finite()) {
-            return Err(EvalError::setting(
+        let Sampling { temperature, top_p, top_k, seed } = sampling;
+        let bad = |name, value: f64, hint| Err(EvalError::setting(name, value, hint));
+        if !(temperature >= 0.0 && temperature.is_finite()) {
+            return bad(
                 "temperature",
-                sampling.temperature.to_string(),
+                temperature,
                 "use 0 for the most likely token, or a positive number such as 0.8",
-            ));
+            );
         }
-        if !(sampling.top_p > 0.0 && sampling.top_p <= 1.0) {
-            return Err(EvalError::setting(
-                "top-p",
-                sampling.top_p.to_string(),
-                "use a number above 0 and up to 1, such as 0.95",
-            ));
+        if !(top_p > 0.0 && top_p <= 1.0) {
+            return bad("top-p", top_p, "use a number above 0 and up to 1, such as 0.95");
         }
-        if sampling.top_k == Some(0) {
-            return Err(EvalError::setting(
-                "top-k",
-                "0".to_owned(),
-                "use 1 or more, or leave it out to draw from all tokens",
-            ));
+        if top_k == Some(0) {
+            return bad("top-k", 0.0, "use 1 or more, or leave it out to draw from all tokens");
         }
-        let random = ChaCha8Rng::seed_from_u64(sampling.seed);
-        Ok(Self { sampling, random })
+        Ok(Self { sampling, random: ChaCha8Rng::seed_from_u64(seed) })
     }
 
     /// Whether the token with the largest logit is always taken.
@@ -131,6 +124,18 @@ impl Sampler {
 /// Orders by larger weight, then by lower id.
 fn likelier(a: &(f64, u32), b: &(f64, u32)) -> Ordering {
     b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
+}
+
+/// `count` different results of `draw`, in the order drawn.
+pub(crate) fn different(count: usize, mut draw: impl FnMut() -> String) -> Vec<String> {
+    let mut found: Vec<String> = Vec::with_capacity(count);
+    while found.len() < count {
+        let one = draw();
+        if !found.contains(&one) {
+            found.push(one);
+        }
+    }
+    found
 }
 
 /// A random generator seeded by four numbers.

@@ -275,9 +275,7 @@ impl Selection {
             }
             let path = totals.path(self.selectors.of(layer), layer);
             match paths.last_mut() {
-                Some(before) if before.path == path && before.last + 1 == layer => {
-                    before.last = layer;
-                }
+                Some(before) if before.path == path && before.last + 1 == layer => before.last = layer,
                 _ => paths.push(LayerPath { first: layer, last: layer, path }),
             }
         }
@@ -325,10 +323,7 @@ impl Selection {
         let selector = self.selectors.of(operands.layer);
         !selector.is_token_by_token()
             && has_sparse_attention(&operands.qkv)
-            && calls.all(|call| {
-                let LayerOperands { layer, num_layers, .. } = *operands;
-                selector.runs_on_device(call, layer, num_layers)
-            })
+            && calls.all(|call| selector.runs_on_device(call, operands.layer, operands.num_layers))
     }
 
     /// Attention of one document in one layer: on the device if its kernels take it, else on the host.

@@ -103,8 +103,7 @@ pub fn measure_selectors<B: DeviceBackend>(
 ) -> Result<Vec<Result<SelectorMeasure, EvalError>>, EvalError> {
     let num_tokens = check_windows(windows, model.shape())?;
     let mut selections = selections.to_vec();
-    let mut sums: Vec<Result<Sums, EvalError>> = Vec::new();
-    sums.resize_with(selections.len(), || Ok(Sums::default()));
+    let mut sums: Vec<Result<Sums, EvalError>> = selections.iter().map(|_| Ok(Sums::default())).collect();
     let (mut dense_nats, mut dense_ms, mut dense_prefill_ms) = (0.0, 0.0, f64::INFINITY);
     // Round 0 is a warm-up with the first prompt, in which kernels are compiled and memory is allocated.
     let (warm, timed) = (windows.iter().take(1), windows.iter());

@@ -22,14 +22,9 @@ impl StopTexts {
             self.waiting.truncate(at);
             return (std::mem::take(&mut self.waiting), true);
         }
-        let ends = self.waiting.char_indices().map(|(at, _)| at);
-        let mut ends = ends.filter(|&at| {
-            let end = &self.waiting[at..];
-            self.texts.iter().any(|text| text.starts_with(end))
-        });
         // The text from here on may be the beginning of a stop text.
-        let shown = ends.next().unwrap_or(self.waiting.len());
-        drop(ends);
+        let may_begin = |at: &usize| self.texts.iter().any(|text| text.starts_with(&self.waiting[*at..]));
+        let shown = self.waiting.char_indices().map(|(at, _)| at).find(may_begin).unwrap_or(self.waiting.len());
         let rest = self.waiting.split_off(shown);
         (std::mem::replace(&mut self.waiting, rest), false)
     }

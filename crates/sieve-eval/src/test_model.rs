@@ -1,7 +1,8 @@
 //! A tiny model for tests.
 use burn_flex::Flex;
+use sieve_core::model::NsaCompression;
 use sieve_core::model::test_shapes::tiny_dma;
-use sieve_core::{Attention, ModelShape};
+use sieve_core::{Attention, ModelShape, NsaShape};
 use sieve_data::Tokenizer;
 use sieve_nn::Qwen3;
 
@@ -26,6 +27,18 @@ pub(crate) fn tiny_shape(attention: Attention, max_seq_len: usize) -> ModelShape
         ..tiny_dma()
     }
 }
+
+/// Native sparse attention of short blocks.
+pub(crate) const NSA: NsaShape = NsaShape {
+    compress_block_size: 8,
+    compress_stride: 4,
+    compress: NsaCompression::Mean,
+    compress_hidden_size: None,
+    select_block_size: 8,
+    num_selected_blocks: 4,
+    window_size: 12,
+    shared_kv: true,
+};
 
 /// A tokenizer of Llama's form: byte fallback, a space before each text, and a template that puts token 1 first.
 pub(crate) fn llama_tokenizer() -> Tokenizer {

@@ -3,6 +3,7 @@
 use crate::EvalError;
 use crate::input::{check_windows, ids};
 use crate::pass::own_pass;
+use crate::selection::dense_pairs;
 use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::ModelShape;
@@ -107,7 +108,7 @@ struct Counted {
 impl Counted {
     /// The share, from the numbers of pairs of one head.
     fn of(computed: f64, distinct: f64, num_tokens: usize) -> Self {
-        let causal = num_tokens as f64 * (num_tokens + 1) as f64 / 2.0;
+        let causal = dense_pairs(num_tokens, 1);
         Self { computed: computed / causal, distinct: distinct / causal }
     }
 }
@@ -125,14 +126,14 @@ fn masks<B: DeviceBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device)
         let attention = model.shape().of_layer(index).attention;
         let chosen = blocks_of(layer, &x, &context);
         let output = layer.forward(x, &context);
-        counted.push(match (output.expire, chosen, attention) {
-            (Some(expire), ..) => {
+        counted.push(match (output.expire, chosen) {
+            (Some(expire), _) => {
                 let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
                 count_by_expire(&expire, num_tokens)
             }
-            (None, Some(chosen), attention) => count_by_blocks(&chosen, attention.form(), num_tokens),
+            (None, Some(chosen)) => count_by_blocks(&chosen, attention.form(), num_tokens),
             // The other masks depend on positions only.
-            (None, _, attention) => {
+            (None, None) => {
                 let mean = sieve_core::model::mean_active_keys(attention, num_tokens);
                 let pairs = mean * num_tokens as f64;
                 Counted::of(pairs, pairs, num_tokens)
@@ -201,21 +202,9 @@ fn count_by_blocks(chosen: &[i64], form: AttentionForm, num_tokens: usize) -> Co
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::test_model::tiny_model;
-    use sieve_core::model::{NsaCompression, NsaShape};
-    use sieve_core::{Attention, DmaShape};
+    use crate::test_model::{NSA, tiny_model};
+    use sieve_core::{Attention, DmaShape, NsaShape};
     use sieve_testing::refusal;
-
-    const NSA: NsaShape = NsaShape {
-        compress_block_size: 8,
-        compress_stride: 4,
-        compress: NsaCompression::Mean,
-        compress_hidden_size: None,
-        select_block_size: 8,
-        num_selected_blocks: 4,
-        window_size: 12,
-        shared_kv: true,
-    };
 
     fn measured(attention: Attention, windows: &[Vec<u32>]) -> Result<TrainedMeasure, EvalError> {
         let model = tiny_model(attention, 128);

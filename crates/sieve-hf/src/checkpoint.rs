@@ -322,7 +322,7 @@ impl Checkpoint {
                 let hint = "sieve import --from DIR --out RUN makes a run folder of it, with a checkpoint";
                 return Err(CheckpointError::refused(what, hint));
             }
-            return Err(CheckpointError::NotFound { path: path.to_owned() });
+            return Err(CheckpointError::NotFound { path: path.to_owned(), beside: latest_beside(path) });
         };
         let previous = all.len().checked_sub(2).map(|n| all[n].1.clone());
         Ok((latest.clone(), previous.or_else(|| previous_of(latest))))
@@ -457,6 +457,14 @@ fn previous_of(path: &Path) -> Option<PathBuf> {
     let own = path.file_name()?.to_str()?.strip_prefix("step-")?.parse::<u64>().ok()?;
     let all = list_checkpoints(path.parent()?).ok()?;
     all.into_iter().rev().find(|(step, _)| *step < own).map(|(_, path)| path)
+}
+
+/// The names of the latest checkpoints beside a path that holds none.
+fn latest_beside(path: &Path) -> Vec<String> {
+    let all = path.parent().and_then(|folder| list_checkpoints(folder).ok()).unwrap_or_default();
+    let others = all.into_iter().filter(|(_, other)| other != path).map(|(step, _)| format!("step-{step}"));
+    let others = others.collect::<Vec<_>>();
+    others[others.len().saturating_sub(8)..].to_vec()
 }
 
 #[cfg(test)]

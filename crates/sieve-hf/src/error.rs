@@ -55,11 +55,15 @@ pub enum CheckpointError {
         hint: &'static str,
     },
     /// A path holds no checkpoint.
-    #[error("{} holds no checkpoint\n  \
-        hint: name a folder step-N, or a run folder with checkpoint/step-N inside", path.display())]
+    #[error("{} holds no checkpoint\n  hint: {}", path.display(), match beside.as_slice() {
+        [] => "name a folder step-N, or a run folder with checkpoint/step-N inside".to_owned(),
+        names => format!("the latest checkpoints beside it are {}", names.join(", ")),
+    })]
     NotFound {
         /// The path that was given.
         path: PathBuf,
+        /// The names of the latest checkpoints in the folder of `path`.
+        beside: Vec<String>,
     },
 }
 

@@ -293,6 +293,7 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
         files.push(name.to_owned());
     }
     folder.publish(&files)?;
+    files.push(folder::MARKER.to_owned());
     Ok(ExportReport {
         architecture: architecture.class().name,
         leaves_ties_open: architecture == Architecture::Doge,

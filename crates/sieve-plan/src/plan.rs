@@ -8,8 +8,8 @@ use crate::{
 };
 use serde::Serialize;
 
-use sieve_core::model::{Attention, ModelShape, ParameterCounts, gpu};
-use sieve_core::recipe::{GradientDtype, Recipe, RecipeError, Stage, TrainingPrecision};
+use sieve_core::model::{ModelShape, ParameterCounts, gpu};
+use sieve_core::recipe::{AttentionKind, GradientDtype, Recipe, RecipeError, Stage, TrainingPrecision};
 
 /// Share of the CPU's peak that the time estimate assumes: usual for good training programs on dense models, not
 /// measured here.
@@ -152,6 +152,9 @@ pub struct ContextParallelPlan {
     pub exchange_seconds: f64,
     /// (kind of attention, the longest row that fits in a micro-batch of one row). Rows are powers of two.
     pub longest_rows: Vec<(&'static str, usize)>,
+    /// By how much estimates for this attention exceeded the speeds measured on two H200s; `None` if by at most 6 %.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub speed_too_high_by: Option<&'static str>,
 }
 
 /// Plans a run of `recipe` with an embedding of `vocab_size` rows.
@@ -297,13 +300,12 @@ fn assumption(target: &Target, peak: f64, num_devices: usize) -> String {
     };
     match target {
         Target::Gpu(gpu) => {
-            let how = if time::is_measured(gpu) {
-                "that an H200 was measured to reach"
-            } else {
-                "that an H200 was measured to reach, assumed for this GPU: nothing was measured on it"
+            let limit = match time::is_measured(gpu) {
+                true => "",
+                false => "; the estimate is not fitted to this GPU",
             };
             format!(
-                "the shares of {:.0} TFLOP/s and {:.2} TB/s {how}, on {devices}",
+                "the shares of {:.0} TFLOP/s and {:.2} TB/s that an H200 was measured to reach, on {devices}{limit}",
                 peak / 1e12,
                 gpu.memory_bytes_per_second / 1e12
             )
@@ -387,8 +389,24 @@ fn stage_plan(
             tokens: section.seq_len / rows.degree,
             exchange_seconds,
             longest_rows: longest_rows(recipe, shape, target, ranks),
+            speed_too_high_by: match target {
+                Target::Gpu(_) => speed_too_high_by(recipe.attention.kind()),
+                Target::Cpu { .. } => None,
+            },
         }),
         pays_from,
+    }
+}
+
+/// By how much the estimated speeds of ranks that share rows exceeded the measured ones on two H200s, with rows of
+/// 65,536 and 131,072 tokens (docs/scale.md); `None` for kinds of attention where that is at most 6 %.
+fn speed_too_high_by(kind: AttentionKind) -> Option<&'static str> {
+    match kind {
+        AttentionKind::Mha | AttentionKind::Swa | AttentionKind::Dma | AttentionKind::InfllmV2 => None,
+        AttentionKind::Nsa => Some("7 to 14 %"),
+        AttentionKind::Moba => Some("10 %"),
+        AttentionKind::Mla => Some("32 to 38 %"),
+        AttentionKind::Msa => Some("72 to 102 %"),
     }
 }
 
@@ -415,26 +433,21 @@ fn speed_alone(
     }
 }
 
-/// Longest row that [`longest_rows`] tries, in tokens.
-const LONGEST_ROW: usize = 1 << 23;
-
-/// (kind, longest row that fits in a micro-batch of one row), for dense attention and for the recipe's kind.
+/// (kind, longest row that fits in a micro-batch of one row), for dense attention and for the recipe's kind. Of the
+/// powers of two from 2^10 to 2^23 tokens; 0 if none fits.
 fn longest_rows(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> Vec<(&'static str, usize)> {
-    let dense = ModelShape { attention: Attention::Mha, ..shape.clone() };
+    let dense = shape.dense();
     let own = recipe.attention.kind().name();
     let kinds = [("mha", &dense), (own, shape)].into_iter();
     let longest = kinds.map(|(name, shape)| {
         let mut recipe = recipe.clone();
         recipe.training.local_batch_size = 1;
-        let mut fits = |seq_len: &usize| {
-            recipe.training.seq_len = *seq_len;
-            let memory = memory_plan(&recipe, shape, target, ranks);
-            memory.verdict == MemoryVerdict::Fits
-        };
-        let lengths = (10..).map(|power| 1usize << power);
-        let lengths = lengths.take_while(|&seq_len| seq_len <= LONGEST_ROW);
-        let mut lengths = lengths.collect::<Vec<_>>().into_iter().rev();
-        (name, lengths.find(|seq_len| fits(seq_len)).unwrap_or(0))
+        let mut lengths = (10..=23).rev().map(|power| 1 << power);
+        let longest = lengths.find(|&seq_len| {
+            recipe.training.seq_len = seq_len;
+            memory_plan(&recipe, shape, target, ranks).verdict == MemoryVerdict::Fits
+        });
+        (name, longest.unwrap_or(0))
     });
     let mut longest = longest.collect::<Vec<_>>();
     // A recipe of dense attention gives the same entry twice.

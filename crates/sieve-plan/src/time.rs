@@ -7,7 +7,7 @@
 use crate::gpu_training_gap;
 use crate::memory::fp8_gemms;
 use sieve_core::model::gpu::Gpu;
-use sieve_core::model::{Attention, AttentionForm, ModelShape};
+use sieve_core::model::{AttentionForm, ModelShape};
 use std::ops::Range;
 
 /// Share of the peak that GEMMs with weights reach.
@@ -89,7 +89,6 @@ pub(super) fn tokens_per_second(shape: &ModelShape, spared_flops: f64, size: &St
     }
     // A backward pass costs as much as two forward passes.
     let passes = 3.0 + size.recomputed;
-    let bandwidth = MEMORY * gpu.memory_bytes_per_second;
     // Seconds of attention and bytes of memory traffic, per token.
     let (mut pairs, mut bytes) = (0.0, 0.0);
     for part in shape.by_kind() {
@@ -121,7 +120,7 @@ pub(super) fn tokens_per_second(shape: &ModelShape, spared_flops: f64, size: &St
         gemms -= seconds * (1.0 - 1.0 / FP8_SPEED);
         bytes += FP8_BYTES * (inner + outer) as f64;
     }
-    let memory = passes / 3.0 * bytes / bandwidth;
+    let memory = memory_seconds(passes / 3.0 * bytes, gpu);
     let micro_batch_tokens = size.tokens as f64;
     let step_tokens = micro_batch_tokens * size.micro_batches as f64;
     let update = update_seconds(shape.parameters().total(), gpu) / step_tokens;
@@ -136,7 +135,7 @@ pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Optio
     let AttentionForm::Branches(_) = shape.attention.form() else {
         return None;
     };
-    let dense = ModelShape { attention: Attention::Mha, ..shape.clone() };
+    let dense = shape.dense();
     let speed = |shape: &ModelShape, seq_len| {
         let size = StepSize { tokens: size.tokens.max(seq_len), seq_len, fp8: size.fp8.clone(), ..*size };
         let spared_flops = 0.0;

@@ -85,9 +85,8 @@ impl DecodeSession {
     /// # Errors
     /// A prefill method; a method that needs a file it was not given.
     pub fn new(selector: &Selector, shape: LayerShape) -> Result<Self, SelectError> {
-        let empty: &[f32] = &[];
-        // An empty call: `Call::new` checks the sizes.
-        Call::new(shape.call(0, 0), empty, empty, empty)?;
+        // Checks the sizes.
+        Call::of_shape(shape.call(0, 0))?;
         let dense = selector.is_dense_layer(shape.layer);
         let state = match &selector.method {
             Method::Dense => State::Dense,

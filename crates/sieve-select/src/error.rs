@@ -10,25 +10,6 @@ use thiserror::Error;
 /// Every error of a selector.
 #[derive(Debug, Error)]
 pub enum SelectError {
-    /// Selectors by layer whose ranges leave a layer out, name one twice, or go past the model's last layer.
-    #[error("selectors by layer: {problem}\n  hint: write every layer once, in order, for example 0-3=dense/4-=bfla")]
-    Layers {
-        /// What is wrong, with the layers' numbers.
-        problem: String,
-    },
-    /// A selector's text is not `NAME:key=value,…`.
-    #[error(
-        "{selector}: cannot read {item:?}: {problem}\n  \
-         hint: write NAME:key=value,key=value, for example pbs:select=xattention,tau=0.9"
-    )]
-    Form {
-        /// The selector's text as given.
-        selector: String,
-        /// The part of the text that cannot be read.
-        item: String,
-        /// What is wrong with the unreadable item.
-        problem: String,
-    },
     /// A setting outside its range, settings that exclude each other, or a use that the method does not have.
     #[error("{selector}: {problem}\n  hint: {hint}")]
     Value {
@@ -39,7 +20,8 @@ pub enum SelectError {
         /// How to fix the setting.
         hint: String,
     },
-    /// An unknown selector, a key that the selector does not take, or impossible sizes.
+    /// An unknown selector, a text or key that cannot be read, layers without exactly one selector, or impossible
+    /// sizes.
     #[error("{problem}\n  hint: {hint}")]
     Refused {
         /// What was refused, with its values.
@@ -63,9 +45,10 @@ pub enum SelectError {
 }
 
 impl SelectError {
-    /// The error about a part of a selector's text.
-    pub(crate) fn form(selector: &str, item: impl Into<String>, problem: impl Into<String>) -> Self {
-        Self::Form { selector: selector.to_owned(), item: item.into(), problem: problem.into() }
+    /// The error about a part of a selector's text, which is not `NAME:key=value,…`.
+    pub(crate) fn form(selector: &str, item: &str, problem: &str) -> Self {
+        let hint = "write NAME:key=value,key=value, for example pbs:select=xattention,tau=0.9";
+        Self::refused(format!("{selector}: cannot read {item:?}: {problem}"), hint)
     }
 
     pub(crate) fn refused(problem: impl Into<String>, hint: impl Into<Cow<'static, str>>) -> Self {

@@ -7,12 +7,12 @@ use sieve_cpu::{exp_row, max_of_row};
 /// The fewest largest scores whose sum reaches `gamma` times the sum of all; ascending indices.
 ///
 /// Equal scores keep their order, `gamma >= 1` keeps all, and at least one stays.
-pub fn keep_mass(p: &[f32], gamma: f64) -> Vec<usize> {
+pub(crate) fn keep_mass(p: &[f32], gamma: f64) -> Vec<usize> {
     keep_mass_forced(p, &[], gamma)
 }
 
 /// As [`keep_mass`], but the `forced` indices are kept first and count towards the sum.
-pub fn keep_mass_forced(p: &[f32], forced: &[usize], gamma: f64) -> Vec<usize> {
+pub(crate) fn keep_mass_forced(p: &[f32], forced: &[usize], gamma: f64) -> Vec<usize> {
     if gamma >= 1.0 {
         return (0..p.len()).collect();
     }
@@ -40,7 +40,7 @@ pub fn keep_mass_forced(p: &[f32], forced: &[usize], gamma: f64) -> Vec<usize> {
 }
 
 /// The `k` largest, ties to the lower index; ascending indices.
-pub fn top_k(scores: &[f32], k: usize) -> Vec<usize> {
+pub(crate) fn top_k(scores: &[f32], k: usize) -> Vec<usize> {
     if k >= scores.len() {
         return (0..scores.len()).collect();
     }
@@ -52,14 +52,14 @@ pub fn top_k(scores: &[f32], k: usize) -> Vec<usize> {
 
 /// As [`top_k`], but forced indices are kept first and count towards `k`; if more than `k` are forced, the
 /// lowest `k` of them are kept.
-pub fn top_k_forced(scores: &[f32], k: usize, forced: impl Fn(usize) -> bool) -> Vec<usize> {
+pub(crate) fn top_k_forced(scores: &[f32], k: usize, forced: impl Fn(usize) -> bool) -> Vec<usize> {
     let raised: Vec<f32> =
         scores.iter().enumerate().map(|(j, &score)| if forced(j) { f32::INFINITY } else { score }).collect();
     top_k(&raised, k)
 }
 
 /// Indices by falling score, equal ones ascending, NaN last.
-pub fn falling(scores: &[f32]) -> Vec<usize> {
+pub(crate) fn falling(scores: &[f32]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..scores.len()).collect();
     order.sort_by(|&a, &b| descending(scores[a], scores[b]));
     order
@@ -74,7 +74,7 @@ pub(crate) fn descending(a: f32, b: f32) -> Ordering {
 /// Softmax in place; a row of -inf becomes zeros. False when an element is NaN or +inf: the row then holds no
 /// probabilities.
 #[must_use]
-pub fn softmax(row: &mut [f32]) -> bool {
+pub(crate) fn softmax(row: &mut [f32]) -> bool {
     let max = max_of_row(row);
     if max == f32::NEG_INFINITY {
         row.fill(0.0);

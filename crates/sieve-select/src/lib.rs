@@ -21,16 +21,16 @@
 //! perplexity"; it must not be used to score single rows. Decode methods ([`DecodeSession`]) are causal, except
 //! `infllm` with a `chunk` above 1.
 
-pub mod call;
-pub mod error;
-pub mod mask;
+mod call;
+mod error;
+mod mask;
 
-pub mod attention;
-pub mod measure;
+mod attention;
+mod measure;
 pub mod oracle;
 
-pub mod gqa;
-pub mod keep;
+mod gqa;
+mod keep;
 mod permute;
 mod pool;
 mod prelude;
@@ -40,7 +40,7 @@ mod vector;
 
 pub mod decode;
 pub mod prefill;
-pub mod selector;
+mod selector;
 
 #[cfg(test)]
 mod test_data;

@@ -65,8 +65,45 @@ impl TestCall {
         call
     }
 
+    /// A prompt with the queries and keys of a stored file, and the keys as values too. By name: `random.…` and
+    /// `structured.…` are in the file of lists, `trained.…` in the captured.
+    pub(crate) fn stored(name: &str) -> Self {
+        // Inputs without groups have only the first query head of each KV head.
+        let (source, step) = match name {
+            "trained.2.2" => ("trained.4.2", 2),
+            _ => (name, 1),
+        };
+        let bytes = if name.starts_with("trained") { CAPTURED } else { LISTS };
+        let file = SafeTensors::deserialize(bytes).expect("a stored file");
+        let ([num_tokens, heads, head_dim], q) = floats(&file, &format!("{source}/q"));
+        let ([_, num_kv_heads, _], k) = floats(&file, &format!("{source}/k"));
+        let q = q
+            .chunks_exact(head_dim)
+            .enumerate()
+            .filter(|(at, _)| at % heads % step == 0)
+            .flat_map(|(_, q)| q.iter().copied())
+            .collect();
+        let shape = CallShape::new([num_tokens; 2], [heads / step, num_kv_heads], head_dim);
+        Self { shape, q, v: k.clone(), k }
+    }
+
     pub(crate) fn call(&self) -> Call<'_> {
         Call::new(self.shape, &self.q, &self.k, &self.v).expect("the sizes fit")
+    }
+
+    /// q, k and v of some tokens of a prompt.
+    pub(crate) fn tokens(&self, tokens: Range<usize>) -> [&[f32]; 3] {
+        [&self.q, &self.k, &self.v].map(|x| {
+            let token = x.len() / self.shape.num_keys;
+            &x[tokens.start * token..tokens.end * token]
+        })
+    }
+
+    /// A prompt of these tokens alone.
+    pub(crate) fn part(&self, tokens: Range<usize>) -> Self {
+        let shape = CallShape { num_queries: tokens.len(), num_keys: tokens.len(), ..self.shape };
+        let [q, k, v] = self.tokens(tokens).map(<[f32]>::to_vec);
+        Self { shape, q, k, v }
     }
 
     /// A copy of a prompt in which `change` has replaced every number of the tokens from `first` on.
@@ -77,52 +114,6 @@ impl TestCall {
             x[from..].iter_mut().for_each(|x| *x = change(*x));
         }
         other
-    }
-}
-
-/// Queries and keys of a stored file.
-pub(crate) struct Inputs {
-    pub(crate) num_heads: usize,
-    pub(crate) num_kv_heads: usize,
-    pub(crate) head_dim: usize,
-    /// `[tokens, num_heads, head_dim]`.
-    pub(crate) q: Vec<f32>,
-    /// `[tokens, num_kv_heads, head_dim]`.
-    pub(crate) k: Vec<f32>,
-}
-
-impl Inputs {
-    /// Reads inputs by name: `random.…` and `structured.…` from the file of lists, `trained.…` from the captured.
-    pub(crate) fn stored(name: &str) -> Self {
-        // Inputs without groups have only the first query head of each KV head.
-        let (source, step) = match name {
-            "trained.2.2" => ("trained.4.2", 2),
-            _ => (name, 1),
-        };
-        let bytes = if name.starts_with("trained") { CAPTURED } else { LISTS };
-        let file = SafeTensors::deserialize(bytes).expect("a stored file");
-        let ([_, heads, head_dim], q) = floats(&file, &format!("{source}/q"));
-        let ([_, num_kv_heads, _], k) = floats(&file, &format!("{source}/k"));
-        let q = q
-            .chunks_exact(head_dim)
-            .enumerate()
-            .filter(|(at, _)| at % heads % step == 0)
-            .flat_map(|(_, q)| q.iter().copied())
-            .collect();
-        Self { num_heads: heads / step, num_kv_heads, head_dim, q, k }
-    }
-
-    /// Queries and keys of these tokens.
-    pub(crate) fn tokens(&self, tokens: Range<usize>) -> [&[f32]; 2] {
-        let (q, k) = (self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim);
-        [&self.q[tokens.start * q..tokens.end * q], &self.k[tokens.start * k..tokens.end * k]]
-    }
-
-    /// A prompt of these tokens alone, with the keys as values too.
-    pub(crate) fn test_call(&self, tokens: Range<usize>) -> TestCall {
-        let shape = CallShape::new([tokens.len(); 2], [self.num_heads, self.num_kv_heads], self.head_dim);
-        let [q, k] = self.tokens(tokens);
-        TestCall { shape, q: q.to_vec(), k: k.to_vec(), v: k.to_vec() }
     }
 }
 

@@ -275,7 +275,7 @@ struct Written {
 
 /// Removes incomplete lines, and lines of steps after `step`, from `metrics.jsonl`; the latter are appended to the file
 /// `aside`, if given. Returns the validations that stay, and the number of appended lines.
-fn drop_later_lines(path: &Path, step: u64, aside: Option<&Path>) -> Result<(History, usize), TrainError> {
+pub(crate) fn drop_later_lines(path: &Path, step: u64, aside: Option<&Path>) -> Result<(History, usize), TrainError> {
     let text = std::fs::read(path).map_err(TrainError::io("reading", path))?;
     let text = String::from_utf8_lossy(&text);
     let (mut kept, mut later) = (String::with_capacity(text.len()), String::new());
@@ -388,6 +388,7 @@ mod tests {
         let text = LINES.join("\n");
         assert_eq!(reopened(&text, 9).0, LINES[..3].join("\n") + "\n");
     }
+
     #[cfg(unix)]
     #[test]
     fn lines_that_cannot_be_written_wait_and_a_half_one_goes() {

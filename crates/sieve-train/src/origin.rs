@@ -342,7 +342,7 @@ fn latest_whole(folder: &Path, notices: &mut Vec<String>) -> Result<Checkpoint, 
     }
     match damaged.into_iter().next() {
         Some((_, error)) => Err(error.into()),
-        None => Err(CheckpointError::NotFound { path: folder.to_owned() }.into()),
+        None => Err(CheckpointError::NotFound { path: folder.to_owned(), beside: Vec::new() }.into()),
     }
 }
 

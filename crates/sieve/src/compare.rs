@@ -30,7 +30,8 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     };
     let html = page(&runs)?;
     crate::eval::output::write(&args.out, &html)?;
-    terminal::line(&format!("{}: {} runs, {}", args.out.display(), runs.len(), terminal::bytes(html.len() as u64)));
+    let (runs, size) = (terminal::counted(runs.len() as u64, "run"), terminal::bytes(html.len() as u64));
+    terminal::line(&format!("{}: {runs}, {size}", args.out.display()));
     Ok(())
 }
 

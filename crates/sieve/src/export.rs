@@ -53,12 +53,12 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
     };
     let report = export(&checkpoint, &args.out, &options)?;
     terminal::line(&format!(
-        "exported step {} as {}: {} parameters, {} of weights, {} files in {}",
+        "exported step {} as {}: {} parameters, {} of weights, {} in {}",
         checkpoint.state.step,
         report.architecture,
         terminal::thousands(report.num_parameters),
         terminal::bytes(report.num_bytes),
-        report.files.len(),
+        terminal::counted(report.files.len() as u64, "file"),
         args.out.display()
     ));
     if report.leaves_ties_open {

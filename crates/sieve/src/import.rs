@@ -64,7 +64,7 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
         "# Trains what `sieve import --from {}` made, with --branch-from. Lines that are commented out hold \
          defaults.\n\n{}",
         args.from.display(),
-        report.recipe.to_template()?
+        recipe_text(&report)?
     );
     std::fs::write(&recipe_path, recipe).with_context(|| format!("writing {}", recipe_path.display()))?;
     terminal::line(&format!(
@@ -92,6 +92,24 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
     Ok(())
 }
 
+/// The recipe of the imported model. A new indexer learns in a first stage, while all keys are read.
+fn recipe_text(report: &ImportReport) -> Result<String> {
+    let recipe = &report.recipe;
+    let text = recipe.to_template()?;
+    let (steps, warmup) = (recipe.training.steps, recipe.lr_scheduler.warmup_steps);
+    let has_new_indexer = recipe.attention.kind() == AttentionKind::Msa && !report.added.is_empty();
+    if !has_new_indexer || !recipe.stage.is_empty() || !(1..steps).contains(&warmup) {
+        return Ok(text);
+    }
+    // training.steps is left out: it is the sum of the stages' steps, which a user may change.
+    let text = text.replacen(&format!("\nsteps = {steps}\n"), "\n# steps =\n", 1);
+    Ok(format!(
+        "{text}\n# Dense attention, while the new indexer learns from all keys.\n[[stage]]\nsteps = {warmup}\n\
+         index_warmup = true\n\n[[stage]]\nsteps = {}\n",
+        steps - warmup
+    ))
+}
+
 /// Refuses what is not a folder in the Hugging Face layout.
 fn check_folder(from: &Path) -> Result<()> {
     if let Some(gguf) = gguf_at(from) {
@@ -106,7 +124,7 @@ fn check_folder(from: &Path) -> Result<()> {
     if !from.is_dir() {
         bail!(
             "there is no folder {}\n  \
-             hint: a model of the hub is fetched by huggingface-cli download OWNER/NAME --local-dir DIR",
+             hint: a model of the hub is fetched by hf download OWNER/NAME --local-dir DIR",
             from.display()
         );
     }

@@ -1,5 +1,5 @@
 //! `sieve plan`: parameters, FLOPs, memory, cache and time of a recipe before it runs.
-mod epochs;
+pub(crate) mod epochs;
 
 use crate::device::Device;
 use crate::out_of_memory::{self, need, nothing_fits};
@@ -228,11 +228,11 @@ fn stage_lines(number: usize, stage: &StagePlan, num_stages: usize) -> Vec<Strin
     let name = if num_stages == 1 { "steps".to_owned() } else { format!("stage {number}") };
     let mut lines = vec![
         format!(
-            "  {name:<10} {} steps of {} tokens, rows of {}, {} micro-batches",
-            terminal::thousands(stage.steps as u64),
+            "  {name:<10} {} of {} tokens, rows of {}, {}",
+            terminal::counted(stage.steps as u64, "step"),
             terminal::thousands(stage.tokens_per_step as u64),
             stage.seq_len,
-            stage.micro_batches
+            terminal::counted(stage.micro_batches as u64, "micro-batch")
         ),
         format!(
             "             {} FLOPs a token executed, {} dense equivalent ({:.2}x); {:.1} keys a query, \
@@ -258,20 +258,26 @@ fn stage_lines(number: usize, stage: &StagePlan, num_stages: usize) -> Vec<Strin
     lines
 }
 
-fn context_parallel_lines(parts: &ContextParallelPlan) -> [String; 2] {
-    let ContextParallelPlan { degree, tokens, exchange_seconds, longest_rows } = parts;
+fn context_parallel_lines(parts: &ContextParallelPlan) -> Vec<String> {
+    let ContextParallelPlan { degree, tokens, exchange_seconds, longest_rows, speed_too_high_by } = parts;
     let longest = longest_rows.iter().map(|(kind, seq_len)| match seq_len {
         0 => format!("{kind} none"),
         seq_len => format!("{kind} {}", terminal::thousands(*seq_len as u64)),
     });
-    [
+    let too_high = speed_too_high_by.map(|percent| {
+        format!(
+            "             note: on two H200s, estimates of this attention under context parallelism were too high by {percent}"
+        )
+    });
+    let lines = [
         format!(
             "             rows in {degree} parts of {} tokens; keys and heads travel for {:.1} ms a step",
             terminal::thousands(*tokens as u64),
             1e3 * exchange_seconds
         ),
         format!("             longest rows that fit, one a micro-batch: {}", longest.collect::<Vec<_>>().join(", ")),
-    ]
+    ];
+    too_high.into_iter().chain(lines).collect()
 }
 
 fn ranks_line(together: &RanksPlan) -> String {

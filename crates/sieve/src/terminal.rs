@@ -280,9 +280,14 @@ pub(crate) fn thousands(count: u64) -> String {
     indicatif::HumanCount(count).to_string()
 }
 
-/// Formats a number with its noun: `1 document`, `1,234 documents`.
+/// Formats a number with its noun: `1 document`, `1,234 documents`, `2 micro-batches`.
 pub(crate) fn counted(count: u64, noun: &str) -> String {
-    format!("{} {noun}{}", thousands(count), if count == 1 { "" } else { "s" })
+    let ending = match count {
+        1 => "",
+        _ if noun.ends_with("ch") => "es",
+        _ => "s",
+    };
+    format!("{} {noun}{ending}", thousands(count))
 }
 
 /// Formats a number in short: `980`, `12.3K`, `85.0M`, `1.72B`.
@@ -338,6 +343,14 @@ pub(crate) fn install_panic_message() {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_noun_is_singular_after_one() {
+        let texts = [0, 1, 1234].map(|count| [counted(count, "step"), counted(count, "micro-batch")]);
+        let expected =
+            [["0 steps", "0 micro-batches"], ["1 step", "1 micro-batch"], ["1,234 steps", "1,234 micro-batches"]];
+        assert_eq!(texts, expected);
+    }
 
     #[test]
     fn a_path_is_quoted_where_a_shell_would_cut_it() {

@@ -507,8 +507,8 @@ fn train<B: TrainBackend>(
         });
     }
     log.line(&format!(
-        "trained {} steps in {}",
-        summary.step - first_step,
+        "trained {} in {}",
+        terminal::counted(summary.step - first_step, "step"),
         terminal::duration(started.elapsed().as_secs_f64())
     ));
     finish(&log, &summary, trainer.shape());
@@ -523,7 +523,8 @@ fn train<B: TrainBackend>(
     Ok(Exit::Done)
 }
 
-/// Whether the checkpoint to continue from has all of the run's steps. If so, prints that and how to train further.
+/// Whether the checkpoint to continue from has all of the run's steps. If so, prints that and how to train further. A
+/// new run that begins with such a checkpoint is refused.
 fn is_finished(
     folder: &mut RunFolder,
     start: &Start,
@@ -538,9 +539,17 @@ fn is_finished(
     if origin.step() < recipe.training.steps as u64 {
         return Ok(false);
     }
+    if origin.is_branch || matches!(start, Start::ResumeFrom(_)) && !RunFolder::holds_run(out) {
+        let (path, step) = (checkpoint.path.display(), origin.step());
+        bail!(
+            "{path} is at step {step}, and the recipe ends at step {}: nothing would be trained\n  \
+             hint: --set training.steps=N, above {step}",
+            recipe.training.steps
+        );
+    }
     let (saved, _) = checkpoint.recipe_and_shape()?;
     let steps = saved.training.steps;
-    if !origin.is_branch && origin.step() < steps as u64 {
+    if origin.step() < steps as u64 {
         let (path, step, now) = (checkpoint.path.display(), origin.step(), recipe.training.steps);
         if saved.lr_scheduler.after_step > 0 {
             bail!(
@@ -559,20 +568,12 @@ fn is_finished(
         folder.claim(start)?;
         tidy_finished(folder, recipe)?;
     }
-    let more = 2 * origin.step();
     log.always(&format!(
-        "nothing to do: {} has all {} steps\n  to continue: {}",
+        "nothing to do: {} has all {} steps\n  \
+         to continue: --resume --extend {}, with a learning-rate schedule of its own for the new steps",
         checkpoint.path.display(),
         recipe.training.steps,
-        match origin.is_branch || matches!(start, Start::ResumeFrom(_)) && !RunFolder::holds_run(out) {
-            // This would be a new run, whose schedule also counts the steps before it.
-            true => format!(
-                "{} with --set training.steps={more}, or another number above {}",
-                if origin.is_branch { "--branch-from" } else { "--resume-from" },
-                more / 2
-            ),
-            false => format!("--resume --extend {more}, with a learning-rate schedule of its own for the new steps"),
-        },
+        2 * origin.step()
     ));
     Ok(true)
 }

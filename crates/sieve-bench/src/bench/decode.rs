@@ -52,10 +52,11 @@ fn selector(bench: &mut Bench<'_>, name: &str) -> Result<()> {
             let [k, v] = [(); 2].map(|()| bench.bf16([1, HEADS[1], TOKENS, shape.head_dim]));
             let kv = KvCache { k, v };
             let bounds = match keys {
-                TokenKeys::Pages { page, .. } => Some([1, HEADS[1], TOKENS.div_ceil(page), 2 * shape.head_dim]),
+                TokenKeys::Pages { page, .. } => {
+                    Some(bench.f32([1, HEADS[1], TOKENS.div_ceil(page), 2 * shape.head_dim]))
+                }
                 TokenKeys::Ends { .. } | TokenKeys::Largest(_) => None,
             };
-            let bounds = bounds.map(|sizes| bench.f32(sizes));
             let (choosers, most) = SelectorStep::scratch(keys, shape, TOKENS);
             let scratch = DecodeScratch::new(like, choosers, most)?;
             let choice = SelectorStep {

@@ -92,8 +92,7 @@ impl Inputs {
 
     /// Selects keys by the scores `z` and returns their key lists alone.
     pub(crate) fn lists(&self, z: &CudaTensor, window: DmaWindow) -> Result<KeyLists, KernelError> {
-        let selected = self.selection_and_lists(z, window);
-        selected.map(|(_, lists)| lists)
+        Ok(self.selection_and_lists(z, window)?.1)
     }
 
     /// Selects keys by the scores `z`; returns the selection and its key lists.

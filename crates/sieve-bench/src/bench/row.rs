@@ -132,13 +132,6 @@ pub struct Growth {
     pub memory: f64,
 }
 
-impl Growth {
-    /// The range of lengths in words, for example `8192 to 131072 tokens`.
-    pub(crate) fn over(&self) -> String {
-        format!("{} to {} {}", self.from, self.to, self.with)
-    }
-}
-
 impl BenchRow {
     /// The row as JSON, and the list of the JSON file that it goes to; `None` for a failed row, which is only printed.
     pub(crate) fn json(&self) -> Option<(&'static str, Value)> {

@@ -10,7 +10,6 @@ use sieve_kernels::{
     SumOrder,
 };
 use sieve_testing::Random;
-use std::result::Result as StdResult;
 
 /// Query and KV heads of the usual rows.
 pub(super) const HEADS: [usize; 2] = [16, 8];
@@ -20,7 +19,7 @@ pub(super) const SEED: u64 = 7;
 
 /// The sizes of a row's attention call.
 pub(crate) fn shape(batch: usize, seq_len: usize, heads: [usize; 2], width: usize) -> AttentionShape {
-    AttentionShape::new(batch, seq_len, [heads[0], heads[1]], [width, width])
+    AttentionShape::new(batch, seq_len, heads, [width; 2])
 }
 
 /// FLOPs of a forward pass in which each query sees at most `window` keys.
@@ -125,7 +124,7 @@ fn shared_tiles<D>(
     bench: &mut Bench<'_>,
     inputs: &Inputs,
     (what, flops): (&str, f64),
-    backward: impl Fn(&Inputs) -> StdResult<D, KernelError>,
+    backward: impl Fn(&Inputs) -> Result<D, KernelError>,
 ) -> Result<()> {
     for blocks in bench.settings.blocks_per_tile.clone() {
         let inputs = inputs.with_blocks_per_tile(blocks);
@@ -144,16 +143,14 @@ pub(super) fn passes<R, D>(
     (what, shape): (&str, AttentionShape),
     [forward_flops, backward_flops]: [f64; 2],
     orders: &[(SumOrder, &str)],
-    forward: impl Fn() -> StdResult<R, KernelError>,
-    backward: impl Fn(&R, SumOrder) -> StdResult<D, KernelError>,
+    forward: impl Fn() -> Result<R, KernelError>,
+    backward: impl Fn(&R, SumOrder) -> Result<D, KernelError>,
 ) -> Result<()> {
-    let work = Work::Flops(forward_flops);
-    bench.row(&format!("{what}forward"), shape, work, &forward);
+    bench.row(&format!("{what}forward"), shape, Work::Flops(forward_flops), &forward);
     let result = forward()?;
     for &(order, suffix) in orders {
         let name = format!("{what}backward{suffix}");
-        let work = Work::Flops(backward_flops);
-        bench.row(&name, shape, work, || backward(&result, order));
+        bench.row(&name, shape, Work::Flops(backward_flops), || backward(&result, order));
     }
     Ok(())
 }
@@ -243,10 +240,8 @@ fn dma(bench: &mut Bench<'_>, shape: AttentionShape, form: DmaShape, scores: &Sc
     let [z, delta] = inputs.scores(&ranks(z, form, shape), form.bias, &bench.device);
     // Reads f32 scores, writes i32 `expire`.
     let bytes = 8.0 * (rows * shape.seq_len) as f64;
-    let work = Work::Bytes(bytes);
-    bench.row(&format!("{name}: select"), shape, work, || inputs.select(&z, window));
-    let work = Work::Bytes(bytes);
-    bench.row(&format!("{name}: select and lists"), shape, work, || inputs.lists(&z, window));
+    bench.row(&format!("{name}: select"), shape, Work::Bytes(bytes), || inputs.select(&z, window));
+    bench.row(&format!("{name}: select and lists"), shape, Work::Bytes(bytes), || inputs.lists(&z, window));
     dma_passes(bench, &inputs, [&z, &delta], window, &name)?;
     if shape.seq_len > LONG_ROW {
         inputs.o_low = KeepOLow::Always;
@@ -299,12 +294,12 @@ fn memory(bench: &mut Bench<'_>, inputs: &Inputs, [z, delta]: [&CudaTensor; 2], 
     let shape = inputs.shape;
     bench.memory("dense: o, lse", shape, || inputs.forward(NO_WINDOW, NO_BIAS))?;
     let name = format!("dma w {}: selection, lists, o, lse", window.keep_window_size);
-    let kept = bench.memory(&name, shape, || {
+    bench.memory(&name, shape, || {
         let (selection, lists) = inputs.selection_and_lists(z, window)?;
         let result = inputs.dma_forward(delta, &lists)?;
         Ok((selection, lists, result))
-    });
-    kept.map(drop)
+    })?;
+    Ok(())
 }
 
 /// Times one new token a row against `seq_len` cached keys.

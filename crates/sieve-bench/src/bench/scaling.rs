@@ -40,16 +40,15 @@ type PointOf = fn(&mut Bench<'_>, usize) -> Result<Option<Point>>;
 pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     let lengths = || LENGTHS.map(|power| 1 << power);
     let long = |points: Vec<Point>| points.into_iter().filter(|point| point.at >= FIT_FROM);
-    for (name, window) in [("dense", NO_WINDOW), ("window 1024", Some(KEPT))] {
-        let points = points(lengths(), |len| dense(bench, name, shape(1, len, HEADS, WIDTH), window))?;
-        growth(bench, name, "tokens", long(points).collect());
-    }
-    let name = format!("dma w {KEPT}");
-    for (name, point) in [
-        (&name[..], (|bench, len| dma(bench, len, KEPT)) as PointOf),
+    let dma_name = format!("dma w {KEPT}");
+    let kinds: [(&str, PointOf); 5] = [
+        ("dense", |bench, len| dense(bench, "dense", shape(1, len, HEADS, WIDTH), NO_WINDOW)),
+        ("window 1024", |bench, len| dense(bench, "window 1024", shape(1, len, HEADS, WIDTH), Some(KEPT))),
+        (&dma_name, |bench, len| dma(bench, len, KEPT)),
         ("nsa", sparse),
         ("mla", |bench, len| dense(bench, "mla", latent::shape(1, len), NO_WINDOW)),
-    ] {
+    ];
+    for (name, point) in kinds {
         let points = points(lengths(), |len| point(bench, len))?;
         growth(bench, name, "tokens", long(points).collect());
     }
@@ -92,7 +91,7 @@ fn dma(bench: &mut Bench<'_>, len: usize, kept: usize) -> Result<Option<Point>> 
     let flops = forward_flops(shape, kept);
     if kept >= len {
         // The window masks nothing, so the op takes the dense kernel with a bias, without lists.
-        let forward = || -> std::result::Result<_, KernelError> {
+        let forward = || -> Result<_, KernelError> {
             inputs.select(&z, form.window())?;
             inputs.forward(NO_WINDOW, Some(&delta))
         };
@@ -124,8 +123,8 @@ fn pass<R, D>(
     name: &str,
     shape: AttentionShape,
     forward_flops: f64,
-    forward: impl Fn() -> std::result::Result<R, KernelError>,
-    backward: impl Fn(&R) -> std::result::Result<D, KernelError>,
+    forward: impl Fn() -> Result<R, KernelError>,
+    backward: impl Fn(&R) -> Result<D, KernelError>,
 ) -> Result<Option<Point>> {
     let both = format!("{name}: forward, backward");
     let work = Work::Flops((1.0 + BACKWARD) * forward_flops);

@@ -135,10 +135,11 @@ fn methods(bench: &mut Bench<'_>, of: &str, operands: &Operands) -> Result<()> {
         return Ok(());
     };
     let dense_lse = device.floats(&lse)?;
-    bench.add_selector(json!({
+    let entry = json!({
         "operands": of, "tokens": seq_len, "heads": shape.num_heads, "method": "dense", "whole_ms": dense_ms,
         "tflops": dense_ms.map(|ms| forward_flops(shape, seq_len) / ms * 1e-9),
-    }));
+    });
+    bench.append("selectors", entry);
     for selector in asked(&bench.settings.selectors, seq_len) {
         let name = selector.label();
         let row = |part: &str| format!("{of}, {name}: {part}");
@@ -181,11 +182,12 @@ fn methods(bench: &mut Bench<'_>, of: &str, operands: &Operands) -> Result<()> {
         // A row without a time: it shows what is kept where a skipped row shows its reason.
         let kept = format!("keeps {density:.4} of the pairs, {mass:.4} of the mass");
         bench.skip(&row("whole"), shape, &kept);
-        bench.add_selector(json!({
+        let entry = json!({
             "operands": of, "tokens": seq_len, "heads": shape.num_heads, "method": name, "density": density,
             "mass": mass, "selection_ms": select_ms, "whole_ms": whole_ms, "dense_ms": dense_ms,
             "host_ms": method.host_ms(),
-        }));
+        });
+        bench.append("selectors", entry);
     }
     Ok(())
 }

@@ -56,7 +56,7 @@ impl Mlp {
 }
 
 /// The compressed keys or values of all blocks of one row and KV head that have ended; means where `mlp` is `None`.
-fn compressed(tokens: &[Vec<f32>], blocks: NsaBlocks, mlp: Option<&Mlp>) -> Vec<Vec<f32>> {
+fn compressed(tokens: &[&[f32]], blocks: NsaBlocks, mlp: Option<&Mlp>) -> Vec<Vec<f32>> {
     let (size, stride) = (blocks.compress_block_size, blocks.compress_stride);
     let of_block = |c: usize| {
         let block = &tokens[c * stride..][..size];
@@ -69,11 +69,6 @@ fn compressed(tokens: &[Vec<f32>], blocks: NsaBlocks, mlp: Option<&Mlp>) -> Vec<
         }
     };
     (0..blocks.num_compressed_blocks(tokens.len())).map(of_block).collect()
-}
-
-/// The key vectors and the value vectors of `keys`.
-fn halves(keys: &[Key]) -> [Vec<Vec<f32>>; 2] {
-    [keys.iter().map(|key| key.k.clone()).collect(), keys.iter().map(|key| key.v.clone()).collect()]
 }
 
 /// Prefills the three branches' caches, decodes some tokens, and compares each token's compressed keys and values and
@@ -104,12 +99,14 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
     let recent = calls.cache(capacity - window_dropped, &placed(&keys[2], window_dropped));
     let room = blocks.num_compressed_blocks(capacity) + 1;
     let ended = |keys: &[Vec<Key>]| -> Vec<[Vec<Vec<f32>>; 2]> {
-        let pair = |keys: &Vec<Key>| {
-            let [k, v] = halves(keys);
-            let [k_mlp, v_mlp] = [0, 1].map(|which| mlp.as_ref().map(|mlp| &mlp[which]));
-            [compressed(&k, blocks, k_mlp), compressed(&v, blocks, v_mlp)]
+        let of_row = |keys: &Vec<Key>| {
+            [0, 1].map(|which| {
+                let vectors: Vec<&[f32]> =
+                    keys.iter().map(|key| if which == 0 { &key.k[..] } else { &key.v }).collect();
+                compressed(&vectors, blocks, mlp.as_ref().map(|mlp| &mlp[which]))
+            })
         };
-        keys.iter().map(pair).collect()
+        keys.iter().map(of_row).collect()
     };
     let [on_k, on_v] = [0, 1].map(|which| {
         let mut values = vec![f32::NAN; rows * room * width];
@@ -121,10 +118,9 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
         device.float(&values, &[batch, num_kv_heads, room, width], DType::BF16)
     });
     let of_blocks = KvCache { k: on_k, v: on_v };
-    let scratch = [room, blocks.num_selected_blocks * blocks.select_block_size, window]
-        .map(|most| DecodeScratch::new(&selected.k, shape, most));
-    let [a, b, c] = scratch;
-    let scratch = [a?, b?, c?];
+    let num_selected = blocks.num_selected_blocks * blocks.select_block_size;
+    let scratch = |most| DecodeScratch::new(&selected.k, shape, most);
+    let scratch = [scratch(room)?, scratch(num_selected)?, scratch(window)?];
     for at in 0..steps {
         let tokens: [Token; 3] = [(); 3].map(|()| calls.token());
         for (keys, token) in keys.iter_mut().zip(&tokens) {

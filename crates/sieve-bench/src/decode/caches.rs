@@ -328,13 +328,11 @@ impl<'a> TokenCheck<'a> {
         let room = blocks.num_compressed_blocks(capacity) + 1;
         // Pooled keys are means of the attention's keys, or of an indexer's single key head.
         let [scored_heads, pooled_heads] = choice.scored_heads([self.shape.num_heads, num_kv_heads]);
-        let mut pooled_keys = match choice.has_indexer() {
-            false => Vec::new(),
-            true => lengths.iter().map(|&len| (0..len).map(|_| self.drawn_key(NO_BIAS, NO_RANK)).collect()).collect(),
-        };
+        let mut index_keys: Option<Vec<Vec<Key>>> = choice
+            .has_indexer()
+            .then(|| lengths.iter().map(|&len| (0..len).map(|_| self.drawn_key(NO_BIAS, NO_RANK)).collect()).collect());
         let mut pooled = vec![f32::NAN; batch * pooled_heads * room * head_dim];
-        let of_row: &[Vec<Key>] = if choice.has_indexer() { &pooled_keys } else { &keys };
-        for (row, keys) in of_row.iter().enumerate() {
+        for (row, keys) in index_keys.as_ref().unwrap_or(&keys).iter().enumerate() {
             for (c, mean) in means(keys, blocks).into_iter().enumerate() {
                 pooled[(row * room + c) * head_dim..][..head_dim].copy_from_slice(&mean);
             }
@@ -351,13 +349,13 @@ impl<'a> TokenCheck<'a> {
                 keys.push(self.key_of(&token, row, NO_BIAS, NO_RANK));
             }
             // An indexer's queries and key are drawn as another token, whose shape has the indexer's heads.
-            let choosing = match choice.has_indexer() {
-                false => token.clone(),
-                true => {
+            let choosing = match &mut index_keys {
+                None => token.clone(),
+                Some(index_keys) => {
                     let shape = AttentionShape::new(batch, 1, [scored_heads, pooled_heads], [head_dim; 2]);
                     let shape = std::mem::replace(&mut self.shape, shape);
                     let indexer = self.token();
-                    for (row, keys) in pooled_keys.iter_mut().enumerate() {
+                    for (row, keys) in index_keys.iter_mut().enumerate() {
                         keys.push(self.key_of(&indexer, row, NO_BIAS, NO_RANK));
                     }
                     self.shape = shape;
@@ -375,19 +373,15 @@ impl<'a> TokenCheck<'a> {
             let seen: Vec<Vec<Key>> = (0..batch * choosers)
                 .map(|chooser| {
                     let keys = &keys[chooser * group / self.shape.group_size()];
-                    let pooled = match choice.has_indexer() {
-                        true => &pooled_keys[chooser / choosers],
-                        false => keys,
-                    };
+                    let pooled = index_keys.as_ref().map_or(keys, |keys| &keys[chooser / choosers]);
                     let q = &choosing.q[chooser * scored_group * head_dim..][..scored_group * head_dim];
                     chosen_keys(keys, means(pooled, blocks), q, choice, self.scale())
                 })
                 .collect();
             self.judge(&o, &token, &seen)?;
         }
-        let of_row: &[Vec<Key>] = if choice.has_indexer() { &pooled_keys } else { &keys };
         let got = self.device.floats(&pooled)?;
-        for (row, keys) in of_row.iter().enumerate() {
+        for (row, keys) in index_keys.as_ref().unwrap_or(&keys).iter().enumerate() {
             let got = got[row * room * head_dim..].chunks(head_dim);
             for (c, (got, mean)) in got.zip(means(keys, blocks)).enumerate() {
                 // Means are below 2, where bf16 numbers are 1/128 apart; the two may round to different sides.

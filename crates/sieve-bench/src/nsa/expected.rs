@@ -1,7 +1,7 @@
 //! Expected results of NSA's ops: the softmax branches by the definition of attention in f64, the other ops by
 //! plain-Burn operations in f64; and the same computed by plain code in bf16.
-use super::{Inputs, linear_ops};
-use crate::reference::narrow;
+use super::{Choice, Inputs, linear_ops};
+use crate::reference::{narrow, shape_of};
 use crate::report::Outcome;
 use crate::tolerance::{RowTolerance, Tolerance, lost_digits, row_norms};
 use burn::tensor::DType;
@@ -21,15 +21,15 @@ struct Output {
     lost_digits: f64,
 }
 
-/// Every output of a call, and the blocks that its compressed branch chooses.
+/// Every output of a call, and the blocks that the CPU chooses by each rule.
 pub(super) struct Expected {
     outputs: Vec<Output>,
-    pub(super) chosen: Vec<i32>,
+    pub(super) choices: Vec<Choice>,
 }
 
 impl Expected {
-    /// Computes every output; `chosen` are the blocks that the CPU's compressed branch chose.
-    pub(super) fn of(inputs: &Inputs, chosen: Vec<i32>) -> Self {
+    /// Computes every output beside the CPU's choices.
+    pub(super) fn of(inputs: &Inputs, choices: Vec<Choice>) -> Self {
         let [exact, plain] = [DType::F64, DType::BF16].map(|dtype| linear_ops(inputs, dtype));
         let shape = inputs.case.shape;
         let pairs = exact.into_iter().zip(plain);
@@ -44,7 +44,7 @@ impl Expected {
         outputs.extend(compressed(inputs));
         outputs.extend(selected(inputs));
         outputs.push(index_gradient(inputs));
-        Self { outputs, chosen }
+        Self { outputs, choices }
     }
 
     /// Compares an output with the expected one; returns the ratio of error to tolerance.
@@ -62,14 +62,6 @@ impl Expected {
     pub(super) fn plain(&self) -> Vec<(&'static str, Vec<f32>)> {
         let of = |output: &Output| (output.name, output.plain.clone());
         self.outputs.iter().map(of).collect()
-    }
-}
-
-fn shape_of(inputs: &Inputs) -> AttentionShape {
-    let shape = inputs.case.shape;
-    AttentionShape {
-        softmax_scale: inputs.case.scale,
-        ..AttentionShape::new([shape.batch, shape.seq_len], [shape.num_heads, shape.num_kv_heads], shape.head_dim)
     }
 }
 
@@ -91,7 +83,7 @@ fn packed(shape: AttentionShape, [q, k, v]: [&[f64]; 3], width: usize) -> Vec<f6
 /// The compressed branch by the definition of attention: each compressed key takes the position of its block's last
 /// token, so that queries from that token on see it.
 fn compressed(inputs: &Inputs) -> Vec<Output> {
-    let (shape, blocks) = (shape_of(inputs), inputs.blocks);
+    let (shape, blocks) = (shape_of(&inputs.case), inputs.blocks);
     let (n, d, heads, kv_heads) = (shape.seq_len, shape.head_dim, shape.num_heads, shape.num_kv_heads);
     let starts = slot_starts(blocks, shape.batch, n, documents(inputs));
     let num_slots = blocks.num_slots(n);
@@ -120,9 +112,9 @@ fn compressed(inputs: &Inputs) -> Vec<Output> {
     let call = AttentionCall::packed(shape, &qkv, documents(inputs), mask, &inputs.case.d_o);
     let [exact, plain] = [Rounding::None, Rounding::Bf16].map(|rounding| call.run(rounding));
     // Moves gradients from the blocks' last tokens back to the slots.
-    let slots = |[k, v]: [&[f64]; 2], width: usize| -> Vec<f64> {
+    let slots = |parts: [&[f64]; 2], width: usize| -> Vec<f64> {
         let mut all = vec![0.0; 2 * rows * width];
-        for (which, x) in [k, v].into_iter().enumerate() {
+        for (which, x) in parts.into_iter().enumerate() {
             for &(slot, token) in &ends {
                 let to = (which * rows + slot * kv_heads) * width;
                 all[to..to + kv_heads * width].copy_from_slice(&x[token * kv_heads * width..][..kv_heads * width]);
@@ -144,7 +136,7 @@ fn compressed(inputs: &Inputs) -> Vec<Output> {
 
 /// The selected branch by the definition of attention over the blocks `inputs.chosen`.
 fn selected(inputs: &Inputs) -> Vec<Output> {
-    let (shape, d) = (shape_of(inputs), inputs.case.shape.head_dim);
+    let (shape, d) = (shape_of(&inputs.case), inputs.case.shape.head_dim);
     let mask = Mask::Chosen(ChosenBlocks {
         indices: &inputs.chosen,
         count: inputs.blocks.num_selected_blocks,
@@ -163,7 +155,8 @@ fn selected(inputs: &Inputs) -> Vec<Output> {
 /// tokens that a query reads, with I the indexer's probabilities and P^h head h's probabilities; then `dS k` and `dS^T
 /// q`. The plain computation rounds dS and the results to bf16.
 fn index_gradient(inputs: &Inputs) -> Output {
-    let (shape, count, size) = (shape_of(inputs), inputs.blocks.num_selected_blocks, inputs.blocks.select_block_size);
+    let (shape, blocks) = (shape_of(&inputs.case), inputs.blocks);
+    let (count, size) = (blocks.num_selected_blocks, blocks.select_block_size);
     let (n, d, heads, groups) = (shape.seq_len, shape.head_dim, shape.num_heads, shape.num_kv_heads);
     let (group, width) = (heads / groups, groups + 2);
     let scale = f64::from(inputs.case.scale);

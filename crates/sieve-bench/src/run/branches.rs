@@ -3,6 +3,7 @@ use crate::case::{Case, scaled_normals};
 use crate::latent;
 use crate::outputs::Outputs;
 use crate::shape::{keys_of, packed_of, queries_of, values_of};
+use crate::strided::packed;
 use crate::tensors::{Computes, floats, indices, typed, wrapped};
 use burn::backend::Autodiff;
 use burn::tensor::activation::relu;
@@ -48,48 +49,30 @@ fn primitive<B: Computes, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
     x.into_primitive().tensor()
 }
 
-/// The weights of the two compression MLPs, for keys and for values; exact in bf16.
-struct MlpWeights {
-    /// Position embeddings, `[compress_block_size, head_dim]`.
-    positions: [Vec<f32>; 2],
-    /// First matrix, `[hidden, compress_block_size * head_dim]`.
-    up: [Vec<f32>; 2],
-    /// Second matrix, `[head_dim, hidden]`.
-    down: [Vec<f32>; 2],
-    /// Block size, width of a head, hidden width.
-    sizes: [usize; 3],
+/// A weight of a compression MLP, exact in bf16.
+struct Weight {
+    name: String,
+    sizes: [usize; 2],
+    values: Vec<f32>,
 }
 
-const OF_KEYS_AND_VALUES: [&str; 2] = ["k", "v"];
-
-impl MlpWeights {
-    /// Draws weights whose products with normal numbers are normal again; the hidden layer is twice as wide as a head.
-    fn draw(blocks: NsaBlocks, head_dim: usize, random: &mut Random) -> Self {
-        let [size, hidden] = [blocks.compress_block_size, 2 * head_dim];
-        let mut normals =
-            |count: usize, inner: usize| [(); 2].map(|()| scaled_normals(random, count, 1.0 / (inner as f32).sqrt()));
-        Self {
-            positions: normals(size * head_dim, 1),
-            up: normals(hidden * size * head_dim, size * head_dim),
-            down: normals(head_dim * hidden, hidden),
-            sizes: [size, head_dim, hidden],
-        }
-    }
-
-    /// Name, shape and values of the weights for keys (`which` = 0) or for values (1).
-    fn named(&self, which: usize) -> [(String, [usize; 2], &[f32]); 3] {
-        let ([size, d, hidden], of) = (self.sizes, OF_KEYS_AND_VALUES[which]);
-        [
-            (format!("{of}_positions"), [size, d], &self.positions[which]),
-            (format!("{of}_up"), [hidden, size * d], &self.up[which]),
-            (format!("{of}_down"), [d, hidden], &self.down[which]),
-        ]
-    }
-
-    fn on<B: Computes>(&self, device: &B::Device) -> [[Tensor<Autodiff<B>, 2>; 3]; 2] {
-        let leaf = |(_, sizes, values): (String, [usize; 2], &[f32])| leaf(typed::<B, 2>(values, sizes, device));
-        [0, 1].map(|which| self.named(which).map(leaf))
-    }
+/// Draws the weights of the compression MLPs of keys and of values: position embeddings, first matrix, second matrix.
+/// Their products with normal numbers are normal again; the hidden layer is twice as wide as a head.
+fn mlp_weights(blocks: NsaBlocks, head_dim: usize, random: &mut Random) -> [[Weight; 3]; 2] {
+    let (size, hidden) = (blocks.compress_block_size, 2 * head_dim);
+    let [[k_positions, v_positions], [k_up, v_up], [k_down, v_down]] = [
+        ("positions", [size, head_dim], 1),
+        ("up", [hidden, size * head_dim], size * head_dim),
+        ("down", [head_dim, hidden], hidden),
+    ]
+    .map(|(what, sizes, inner): (_, [usize; 2], usize)| {
+        ["k", "v"].map(|of| Weight {
+            name: format!("{of}_{what}"),
+            sizes,
+            values: scaled_normals(random, sizes.iter().product(), 1.0 / (inner as f32).sqrt()),
+        })
+    });
+    [[k_positions, k_up, k_down], [v_positions, v_up, v_down]]
 }
 
 /// An autodiff leaf that requires a gradient.
@@ -202,22 +185,23 @@ pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B
     tensors.floats("gate_logits", &logits, &gates_shape, DType::BF16);
     tensors.floats("gate_bias", &bias, &[num_heads, 3], DType::BF16);
     tensors.floats("do", &case.d_o, &output, DType::BF16);
-    let weights = (pool == NsaCompression::Mlp).then(|| MlpWeights::draw(blocks, d, &mut random));
-    for (name, sizes, values) in weights.iter().flat_map(|weights| [0, 1].map(|at| weights.named(at))).flatten() {
-        tensors.floats(&name, values, &sizes, DType::BF16);
+    let weights = (pool == NsaCompression::Mlp).then(|| mlp_weights(blocks, d, &mut random));
+    for Weight { name, sizes, values } in weights.iter().flatten().flatten() {
+        tensors.floats(name, values, sizes, DType::BF16);
     }
 
     let documents = case.documents::<B>(device).bounds();
     let call = NsaCall::new(documents.clone(), case.spec(None), blocks);
     let window = AttentionCall::new(documents, case.spec(Some(case.window())));
     let dims = packed_of(case.shape);
-    let rows = crate::strided::packed(case, crate::strided::Layout::Contiguous).gathered();
-    let qkv = typed::<B, 4>(&rows, dims, device);
+    let qkv = typed::<B, 4>(&packed(case), dims, device);
     let d_o = typed::<B, 4>(&case.d_o, output, device);
     let logits = typed::<B, 3>(&logits, [batch, seq_len, gates], device);
     let bias = typed::<B, 1>(&bias, [gates], device);
 
-    let (pooled_from, leaves) = (leaf(qkv.clone()), weights.as_ref().map(|weights| weights.on::<B>(device)));
+    let leaf_of = |weight: &Weight| leaf(typed::<B, 2>(&weight.values, weight.sizes, device));
+    let leaves = weights.as_ref().map(|weights| weights.each_ref().map(|mlp| mlp.each_ref().map(leaf_of)));
+    let pooled_from = leaf(qkv.clone());
     let compressed_graph = pooled::<B>(&pooled_from, leaves.as_ref(), &call);
     let compressed = primitive(compressed_graph.clone().inner());
     let coarse = B::nsa_compressed_attention(qkv.clone(), compressed.clone(), &call);
@@ -256,13 +240,11 @@ pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B
     let d_compressed = Tensor::from_inner(wrapped(d_compressed));
     let mut of_graph = sieve_ops::seed_gradient(compressed_graph, d_compressed).backward();
     let blocks_dqkv = primitive(pooled_from.grad_remove(&mut of_graph).expect("keys are pooled"));
-    for (at, leaves) in leaves.iter().flatten().enumerate() {
-        let named = weights.iter().flat_map(|weights| weights.named(at));
-        for ((name, sizes, _), leaf) in named.zip(leaves) {
-            let gradient = leaf.grad_remove(&mut of_graph).expect("every weight is used");
-            let values = floats::<B, 2>(primitive(gradient));
-            tensors.floats(&format!("d{name}"), &values, &sizes, DType::F32);
-        }
+    let weights = weights.iter().flatten().flatten();
+    for (Weight { name, sizes, .. }, leaf) in weights.zip(leaves.iter().flatten().flatten()) {
+        let gradient = leaf.grad_remove(&mut of_graph).expect("every weight is used");
+        let values = floats::<B, 2>(primitive(gradient));
+        tensors.floats(&format!("d{name}"), &values, sizes, DType::F32);
     }
     let parts = [
         coarse_dqkv,

@@ -14,6 +14,9 @@ use sieve_testing::Random;
 /// Values rounded to an fp8 format, and the scale by which they must be multiplied to get the originals.
 pub(super) type Rounded = Result<(Vec<f32>, f32)>;
 
+/// Rounds a matrix of these rows and columns to an fp8 format.
+pub(super) type Round<'a> = dyn Fn(&[f32], [usize; 2], Fp8Format) -> Rounded + 'a;
+
 /// Rounds values to fp8 by the definition.
 pub(super) fn on_host(values: &[f32], _sizes: [usize; 2], format: Fp8Format) -> Rounded {
     Ok(reference::fp8_quantise(values, format))
@@ -38,7 +41,7 @@ pub(super) fn tensors<B: Computes>(
     shape: AttentionShape,
     (seed, magnitude): (u64, f32),
     device: &B::Device,
-    round: impl Fn(&[f32], [usize; 2], Fp8Format) -> Rounded,
+    round: &Round<'_>,
 ) -> Result<Vec<NamedTensor>> {
     let (batch, seq_len) = (shape.batch, shape.seq_len);
     let [inner, outer] = [shape.num_heads, shape.num_kv_heads].map(|heads| heads * shape.head_dim);

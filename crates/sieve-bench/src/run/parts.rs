@@ -4,18 +4,19 @@ use crate::case::{Case, Keys, scaled_normals};
 use crate::error::{Result, refused};
 use crate::outputs::Outputs;
 use crate::shape::{keys_of, packed_of, queries_of, values_of};
-use crate::strided::{Layout, packed};
+use crate::strided::packed;
 use crate::tensors::{Computes, floats, indices, typed, wrapped};
 use burn::tensor::{DType, TensorMetadata};
 use sieve_core::DmaShape;
 use sieve_hf::NamedTensor;
+use sieve_kernels::AttentionShape;
 use sieve_ops::{ContextParallel, DmaLayer, ThreadGroup, TracedPart};
 use sieve_testing::Random;
 use std::sync::Arc;
 
 /// Refuses a number of parts that does not divide the rows.
-pub(super) fn check(parts: usize, case: &Case) -> Result<()> {
-    let (seq_len, shape) = (case.shape.seq_len, case.shape);
+pub(super) fn check(parts: usize, shape: &AttentionShape) -> Result<()> {
+    let seq_len = shape.seq_len;
     if parts < 2 || !seq_len.is_multiple_of(parts) {
         return refused(format!(
             "--parts {parts}: rows of {seq_len} tokens are cut into two parts or more, of equal length"
@@ -50,9 +51,9 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
         tensors.floats("w_dt", &w_dt, &[kv_heads * d, kv_heads], DType::BF16);
         tensors.floats("a", &a, &[kv_heads], DType::BF16);
     }
-    let qkv = packed(case, Layout::Contiguous).gathered();
+    let qkv = packed(case);
     let len = shape.seq_len / num_parts; // tokens of a part
-    let own_shape = sieve_kernels::AttentionShape { seq_len: len, ..shape };
+    let own_shape = AttentionShape { seq_len: len, ..shape };
     // Inputs and results of one rank, as tensors of the file.
     let of_rank = |links: ThreadGroup| {
         let rank = sieve_ops::RankGroup::part(&links);

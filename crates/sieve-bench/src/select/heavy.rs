@@ -1,13 +1,13 @@
 //! Compares selectors that keep the keys of a prompt with the most attention (SnapKV, H2O), and the tokens after it,
 //! with decode sessions on the CPU.
 use super::NEAR;
-use crate::device::{Device, separate};
+use super::tokens::{HEADS, KV_HEADS, Operands, WIDTH};
+use crate::device::Device;
 use crate::report::{Outcome, Wrong, wrong};
 use sieve_core::HeavyKeys;
-use sieve_kernels::{AttentionShape, CudaTensor, DType, DecodeScratch, DmaSlots, KeptKeys, KernelError, KvCache, Qkv};
+use sieve_kernels::{AttentionShape, DType, DecodeScratch, DmaSlots, KeptKeys, KvCache};
 use sieve_select::{CallShape, DecodeSession, LayerShape, Selector};
 use sieve_testing::Random;
-use std::ops::Range;
 
 /// Selectors that choose keys after the prompt. SnapKV keeps these and all later keys; H2O's later tokens evict keys.
 pub(super) const HEAVY: &[&str] = &[
@@ -25,26 +25,13 @@ pub(super) const HEAVY: &[&str] = &[
 const PROMPT: usize = 203;
 /// Number of tokens decoded after the prompt.
 const WRITTEN: usize = 12;
-const KV_HEADS: usize = 2;
-const HEADS: usize = 4;
-const WIDTH: usize = 64;
-
-struct Text {
-    q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
-}
 
 /// Compares the keys that each decoded token reads. H2O's tokens are decoded over the kept keys as slots, and their
 /// outputs are compared too. Of SnapKV only the prompt's kept keys are compared: its tokens read all later keys.
 /// Returns the largest ratio of error to tolerance.
 pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Outcome {
     let all = PROMPT + WRITTEN;
-    let drawn = Text {
-        q: random.bf16_normals(all * HEADS * WIDTH),
-        k: random.bf16_normals(all * KV_HEADS * WIDTH),
-        v: random.bf16_normals(all * KV_HEADS * WIDTH),
-    };
+    let drawn = Operands::draw(all, random);
     let layer = 0;
     let layer_shape = LayerShape::new([HEADS, KV_HEADS], WIDTH, layer);
     let shape = CallShape::new([PROMPT; 2], [HEADS, KV_HEADS], WIDTH);
@@ -58,14 +45,18 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Out
     let (no_window, no_bias) = (None, None);
     let dense = prompt.attention_forward(&doc_start, no_window, shape.softmax_scale(), no_bias)?;
     let kept = prompt.keep_heavy_keys(&heavy, &dense.lse)?;
-    let slots = drawn.slots(device, &kept, &heavy)?;
+    let slots = slots(&drawn, device, &kept, &heavy)?;
+    let token_shape = AttentionShape::new(1, 1, [HEADS, KV_HEADS], [WIDTH; 2]);
     let mut worst = 0.0_f32;
     for token in PROMPT..all {
         let [q, k, v] = drawn.rows(token..token + 1);
         let expected = session.step(q, k, v).expect("sizes fit");
         let positions = match &slots {
             Some(slots) => {
-                let o = drawn.step(device, slots, token, shape.softmax_scale())?;
+                let length = device.int(&[token as i32], &[1]);
+                let scratch = DecodeScratch::new(&length, token_shape, slots.z.shape()[2])?;
+                let new = drawn.upload(device, token..token + 1);
+                let o = slots.heavy_decode(&new, &length, token, shape.softmax_scale(), &scratch)?;
                 let ratio = NEAR.judge("output", &device.floats(&o)?, &expected, &expected)?;
                 worst = worst.max(ratio);
                 device.ints(&slots.positions)?
@@ -92,56 +83,36 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Out
     Ok(worst)
 }
 
-impl Text {
-    fn rows(&self, tokens: Range<usize>) -> [&[f32]; 3] {
-        [(&self.q, HEADS), (&self.k, KV_HEADS), (&self.v, KV_HEADS)]
-            .map(|(x, heads)| &x[tokens.start * heads * WIDTH..tokens.end * heads * WIDTH])
-    }
-
-    fn upload(&self, device: &dyn Device, tokens: Range<usize>) -> Qkv {
-        let shape = AttentionShape::new(1, tokens.len(), [HEADS, KV_HEADS], [WIDTH; 2]);
-        separate(device, self.rows(tokens), shape)
-    }
-
-    /// Checks that the kept keys are rows of the prompt; returns them as slots for selectors whose later tokens evict
-    /// keys.
-    fn slots(&self, device: &dyn Device, kept: &KeptKeys, heavy: &HeavyKeys) -> Result<Option<DmaSlots>, Wrong> {
-        let [k, v, z] = [device.floats(&kept.k)?, device.floats(&kept.v)?, device.floats(&kept.received)?];
-        let positions = device.ints(&kept.positions)?;
-        let num_kept = positions.len() / KV_HEADS;
-        for (at, &position) in positions.iter().enumerate() {
-            let token = position as usize * KV_HEADS + at / num_kept;
-            for (name, found, all) in [("k", &k, &self.k), ("v", &v, &self.v)] {
-                if found[at * WIDTH..][..WIDTH] != all[token * WIDTH..][..WIDTH] {
-                    return wrong(format!("{name} of slot {at} is not that of {position}"));
-                }
+/// Checks that the kept keys are rows of the prompt; returns them as slots for selectors whose later tokens evict
+/// keys.
+fn slots(drawn: &Operands, device: &dyn Device, kept: &KeptKeys, heavy: &HeavyKeys) -> Result<Option<DmaSlots>, Wrong> {
+    let [k, v, z] = [device.floats(&kept.k)?, device.floats(&kept.v)?, device.floats(&kept.received)?];
+    let positions = device.ints(&kept.positions)?;
+    let num_kept = positions.len() / KV_HEADS;
+    for (at, &position) in positions.iter().enumerate() {
+        let token = position as usize * KV_HEADS + at / num_kept;
+        for (name, found, all) in [("k", &k, &drawn.k), ("v", &v, &drawn.v)] {
+            if found[at * WIDTH..][..WIDTH] != all[token * WIDTH..][..WIDTH] {
+                return wrong(format!("{name} of slot {at} is not that of {position}"));
             }
         }
-        let Some(window) = heavy.slots else {
-            return Ok(None);
-        };
-        // The slots beyond the kept keys are empty: NaN, with position -1.
-        let room = window.keep_window_size;
-        let put = |values: &[f32]| {
-            let values = padded(values, room * WIDTH, f32::NAN);
-            device.float(&values, &[1, KV_HEADS, room, WIDTH], DType::BF16)
-        };
-        let kv = KvCache { k: put(&k), v: put(&v) };
-        Ok(Some(DmaSlots {
-            kv,
-            z: device.float(&padded(&z, room, f32::NAN), &[1, KV_HEADS, room], DType::F32),
-            positions: device.int(&padded(&positions, room, -1), &[1, KV_HEADS, room]),
-            local_window_size: window.local_window_size,
-        }))
     }
-
-    fn step(&self, device: &dyn Device, slots: &DmaSlots, token: usize, scale: f32) -> Result<CudaTensor, KernelError> {
-        let length = device.int(&[token as i32], &[1]);
-        let shape = AttentionShape::new(1, 1, [HEADS, KV_HEADS], [WIDTH; 2]);
-        let scratch = DecodeScratch::new(&length, shape, slots.z.shape()[2])?;
-        let qkv = self.upload(device, token..token + 1);
-        slots.heavy_decode(&qkv, &length, token, scale, &scratch)
-    }
+    let Some(window) = heavy.slots else {
+        return Ok(None);
+    };
+    // The slots beyond the kept keys are empty: NaN, with position -1.
+    let room = window.keep_window_size;
+    let put = |values: &[f32]| {
+        let values = padded(values, room * WIDTH, f32::NAN);
+        device.float(&values, &[1, KV_HEADS, room, WIDTH], DType::BF16)
+    };
+    let kv = KvCache { k: put(&k), v: put(&v) };
+    Ok(Some(DmaSlots {
+        kv,
+        z: device.float(&padded(&z, room, f32::NAN), &[1, KV_HEADS, room], DType::F32),
+        positions: device.int(&padded(&positions, room, -1), &[1, KV_HEADS, room]),
+        local_window_size: window.local_window_size,
+    }))
 }
 
 /// Pads the part of each KV head to `len` values.

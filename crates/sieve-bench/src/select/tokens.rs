@@ -11,6 +11,7 @@ use sieve_kernels::{
 };
 use sieve_select::{DecodeSession, LayerShape, Selector, TokenKeys};
 use sieve_testing::Random;
+use std::ops::Range;
 
 /// Decode selectors that choose keys for each new token.
 pub(super) const STEPS: &[&str] = &[
@@ -29,39 +30,61 @@ pub(super) const STEPS: &[&str] = &[
 /// Tokens of the prompt, and tokens decoded after it.
 const PROMPT: usize = 150;
 const DECODED: usize = 54;
-const HEADS: [usize; 2] = [4, 2];
-const WIDTH: usize = 64;
+
+/// Sizes of the calls here and in `heavy.rs`: query heads, KV heads, columns of a head.
+pub(super) const HEADS: usize = 4;
+pub(super) const KV_HEADS: usize = 2;
+pub(super) const WIDTH: usize = 64;
+
+/// Queries, keys and values of a text's tokens, `[tokens, heads, WIDTH]` each.
+pub(super) struct Operands {
+    pub(super) q: Vec<f32>,
+    pub(super) k: Vec<f32>,
+    pub(super) v: Vec<f32>,
+}
+
+impl Operands {
+    pub(super) fn draw(tokens: usize, random: &mut Random) -> Self {
+        let [q, k, v] = [HEADS, KV_HEADS, KV_HEADS].map(|heads| random.bf16_normals(tokens * heads * WIDTH));
+        Self { q, k, v }
+    }
+
+    /// q, k and v of some tokens.
+    pub(super) fn rows(&self, tokens: Range<usize>) -> [&[f32]; 3] {
+        [(&self.q, HEADS), (&self.k, KV_HEADS), (&self.v, KV_HEADS)]
+            .map(|(x, heads)| &x[tokens.start * heads * WIDTH..tokens.end * heads * WIDTH])
+    }
+
+    pub(super) fn upload(&self, device: &dyn Device, tokens: Range<usize>) -> Qkv {
+        let shape = AttentionShape::new(1, tokens.len(), [HEADS, KV_HEADS], [WIDTH; 2]);
+        separate(device, self.rows(tokens), shape)
+    }
+}
 
 /// Decodes tokens with the launches that a captured step repeats: sizes fit the first token and a full cache, and only
 /// what lies on the device changes. Where the selector reads a share of the keys, each token's launches
 /// have its own number.
 pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Outcome {
-    let (all, layer, scale) = (PROMPT + DECODED, 0, 0.125);
-    let [num_heads, num_kv_heads] = HEADS;
-    let q = random.bf16_normals(all * num_heads * WIDTH);
-    let [k, v] = [(); 2].map(|()| random.bf16_normals(all * num_kv_heads * WIDTH));
-    let rows = |first: usize, end: usize| {
-        let part = |x: &'_ [f32], heads: usize| x[first * heads * WIDTH..end * heads * WIDTH].to_vec();
-        [part(&q, num_heads), part(&k, num_kv_heads), part(&v, num_kv_heads)]
-    };
+    let (all, layer, scale, heads) = (PROMPT + DECODED, 0, 0.125, [HEADS, KV_HEADS]);
+    let drawn = Operands::draw(all, random);
     let selector = Selector::parse(text).expect("the names above are right");
-    let mut session = DecodeSession::new(&selector, LayerShape::new(HEADS, WIDTH, layer)).expect("a decode method");
-    let [q_prompt, k_prompt, v_prompt] = rows(0, PROMPT);
-    session.take_prompt(&q_prompt, &k_prompt, &v_prompt).expect("sizes fit");
+    let mut session = DecodeSession::new(&selector, LayerShape::new(heads, WIDTH, layer)).expect("a decode method");
+    let [q, k, v] = drawn.rows(0..PROMPT);
+    session.take_prompt(q, k, v).expect("sizes fit");
     let keys_of = |num_keys| selector.token_keys(num_keys, layer).expect("a device takes these");
-    let shape = AttentionShape::new(1, 1, HEADS, [WIDTH; 2]);
+    let shape = AttentionShape::new(1, 1, heads, [WIDTH; 2]);
     // With room for more than 1024 keys a thread block takes a head's keys.
     let room = if text.ends_with("k=0.3") { 1100 } else { all + 3 };
-    let cache = Text::new(device, [&k_prompt, &v_prompt], shape, [PROMPT, room], keys_of(PROMPT));
+    let cache = Text::new(device, [k, v], shape, [PROMPT, room], keys_of(PROMPT));
     let mut worst = 0.0f32;
     for token in PROMPT..all {
-        let [q, k, v] = rows(token, token + 1);
-        let expected = session.step(&q, &k, &v).expect("sizes fit");
+        let [q, k, v] = drawn.rows(token..token + 1);
+        let expected = session.step(q, k, v).expect("sizes fit");
         let keys = keys_of(token + 1);
         if session.kept().iter().any(|kept| kept.len() != keys.num_read(token + 1)) {
             return wrong(format!("token {token}: {keys:?} read another number of keys on the CPU"));
         }
-        let new = separate(device, [&q, &k, &v], shape);
+        let new = drawn.upload(device, token..token + 1);
         if let Some(found) = cache.choose(&new, token, keys)?
             && found != session.kept()
         {
@@ -142,11 +165,7 @@ impl<'a> Text<'a> {
             }
             device.float(&values, &[1, heads, room, width], DType::BF16)
         };
-        let bounds = match keys {
-            TokenKeys::Pages { page, .. } => Some(page),
-            TokenKeys::Ends { .. } | TokenKeys::Largest(_) => None,
-        };
-        let bounds = bounds.map(|page| {
+        let bounds_of = |page: usize| {
             let pages = room.div_ceil(page);
             let mut values = vec![f32::NAN; heads * pages * 2 * width];
             for (at, bounds) in values.chunks_exact_mut(2 * width).enumerate() {
@@ -161,7 +180,11 @@ impl<'a> Text<'a> {
                 }
             }
             device.float(&values, &[1, heads, pages, 2 * width], DType::F32)
-        });
+        };
+        let bounds = match keys {
+            TokenKeys::Pages { page, .. } => Some(bounds_of(page)),
+            TokenKeys::Ends { .. } | TokenKeys::Largest(_) => None,
+        };
         Self { device, cache: KvCache { k: put(k), v: put(v) }, bounds, shape, sizes }
     }
 

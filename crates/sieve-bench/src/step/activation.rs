@@ -33,8 +33,8 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, d_ff: usize) {
 
 fn swiglu_launches(mut calls: LaunchCheck<'_>, rows: usize, d_ff: usize) -> Outcome {
     let (wide, narrow) = ([rows, 2 * d_ff], [rows, d_ff]);
-    let gate_up = calls.pitched(wide, DType::BF16)?;
-    let dy = calls.pitched(narrow, DType::BF16)?;
+    let gate_up = calls.pitched(wide)?;
+    let dy = calls.pitched(narrow)?;
     let y = swiglu_forward(&gate_up.tensor)?;
     let exact = floats::<Flex, 2>(reference::swiglu::<Flex>(gate_up.host(wide)));
     calls.close("y", &y, &exact)?;

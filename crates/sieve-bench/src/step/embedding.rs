@@ -80,7 +80,7 @@ fn embedding_launches(
     [tokens, vocab, width]: [usize; 3],
     kind: Ids,
 ) -> Outcome {
-    let dy = calls.pitched([tokens, width], DType::BF16)?;
+    let dy = calls.pitched([tokens, width])?;
     let ids: Vec<i32> = (0..tokens)
         .map(|at| match kind {
             Ids::Same => 3,

@@ -113,8 +113,8 @@ fn outputs(mut calls: LaunchCheck<'_>, kind: GemmKind, [m, n, k]: [usize; 3], ga
         GemmKind::Nn => ([m, k], [k, n]),
         GemmKind::Tn => ([k, m], [k, n]),
     };
-    let x = calls.with_gaps(x_shape, gap, DType::BF16)?;
-    let w = calls.with_gaps(w_shape, 2 * gap, DType::BF16)?;
+    let x = calls.with_gaps(x_shape, gap)?;
+    let w = calls.with_gaps(w_shape, 2 * gap)?;
     let exact = definition(kind, &x.values, &w.values, [m, n, k]);
     let alone = plus(&exact, &vec![0.0; m * n]);
     let run = |into| matmul(kind, &x.tensor, &w.tensor, into);
@@ -123,7 +123,7 @@ fn outputs(mut calls: LaunchCheck<'_>, kind: GemmKind, [m, n, k]: [usize; 3], ga
     let wide = run(MatmulOutput::New(DType::F32))?;
     within(&mut calls, "f32", &wide, &alone)?;
 
-    let Input { tensor: addend, values } = calls.with_gaps([m, n], 3 * gap, DType::BF16)?;
+    let Input { tensor: addend, values } = calls.with_gaps([m, n], 3 * gap)?;
     let sum = run(MatmulOutput::PlusC(&addend))?;
     within(&mut calls, "plus", &sum, &plus(&exact, &values))?;
     calls.holds("the addend", &addend, &values)?;

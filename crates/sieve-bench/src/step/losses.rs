@@ -4,7 +4,7 @@ use super::SEED;
 use super::wrappers::{LaunchCheck, gapped, same};
 use crate::bench::{Bench, Work};
 use crate::device::Device;
-use crate::error::Result as BenchResult;
+use crate::error::Result;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, wrong};
 use crate::tolerance::Tolerance;
@@ -31,7 +31,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     report.add("cross_entropy", "kernel", "a label outside", outcome);
 }
 
-pub(super) fn bench(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> BenchResult<()> {
+pub(super) fn bench(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> Result<()> {
     let mut random = Random(SEED);
     let labels: Vec<i32> = (0..rows).map(|_| random.below(vocab) as i32).collect();
     let labels = bench.device.int(&labels, &[rows]);

@@ -39,7 +39,7 @@ pub(super) fn check_likeliest(report: &mut Report, device: &dyn Device, extent: 
     for &[rows, width, count] in extent.sizes(&[[3, 40, 40], [2, 2056, 1999], [5, 8, 1], [4, 50_304, 50_277]]) {
         let mut calls = LaunchCheck::new(device, extent.seed);
         let outcome = (|| {
-            let x = calls.pitched([rows, width], DType::BF16)?;
+            let x = calls.pitched([rows, width])?;
             let expected: Vec<f32> = x
                 .values
                 .chunks(width)
@@ -75,10 +75,10 @@ pub(super) fn bench(bench: &mut Bench<'_>, width: usize, d_ff: usize, vocab_size
 }
 
 fn launches(mut calls: LaunchCheck<'_>, form: &str, [rows, n, k]: [usize; 3]) -> Outcome {
-    let x = calls.pitched([rows, k], DType::BF16)?;
-    let w = calls.pitched([if form == "swiglu" { 2 * n } else { n }, k], DType::BF16)?;
+    let x = calls.pitched([rows, k])?;
+    let w = calls.pitched([if form == "swiglu" { 2 * n } else { n }, k])?;
     let norm = calls.flat(&[k], DType::BF16);
-    let residual = calls.pitched([rows, n], DType::BF16)?;
+    let residual = calls.pitched([rows, n])?;
     let input = match form {
         "plain" => Vectors::Plain(&x.tensor),
         _ => Vectors::Normed(&x.tensor, &norm.tensor, EPSILON),

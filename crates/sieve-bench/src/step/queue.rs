@@ -2,6 +2,7 @@
 //! its memory before the launch has run.
 use super::wrappers::{LaunchCheck, same};
 use crate::device::Gpu;
+use crate::error::Result;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, Wrong, wrong};
 use burn::tensor::Tensor;
@@ -20,13 +21,14 @@ const ELEMENTS: usize = 16 << 20;
 /// Checks that the factors of 10,000 launches, allocated by a second thread, are intact when the launches run. The
 /// second thread also fills new buffers of the same size with NaN: one of them overwrites a factor if the allocator
 /// frees the factor too early.
-pub(crate) fn check_order(report: &mut Report, device: &Gpu, extent: &Extent) {
+pub(crate) fn check_order(report: &mut Report, device: &Gpu, extent: &Extent) -> Result<()> {
     let path = match LaunchCounts::so_far().is_inline {
         Some(false) => "on a stream of their own",
         _ => "on Burn's own stream",
     };
     let outcome = factors_stay(LaunchCheck::new(device, extent.seed), device);
     report.add(NAME, path, "10,000 buffers of another thread", outcome);
+    Ok(())
 }
 
 fn factors_stay(mut calls: LaunchCheck<'_>, device: &Gpu) -> Outcome {

@@ -2,7 +2,7 @@
 use super::wrappers::LaunchCheck;
 use crate::bench::{Bench, Work};
 use crate::device::Device;
-use crate::error::Result as BenchResult;
+use crate::error::Result;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report};
 use crate::tensors::floats;
@@ -30,7 +30,7 @@ pub(super) fn bench(
     tokens: usize,
     [heads, kv_heads]: [usize; 2],
     head_dim: usize,
-) -> BenchResult<()> {
+) -> Result<()> {
     let packed = [1, tokens, heads + 2 * kv_heads, head_dim];
     let [qkv, dqkv] = [0, 1].map(|_| Qkv::packed(&bench.bf16(packed), heads, kv_heads));
     let w_dt = bench.f32([kv_heads * head_dim, kv_heads]);

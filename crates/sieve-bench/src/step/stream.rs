@@ -46,7 +46,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
 }
 
 fn rms_norm_launches(mut calls: LaunchCheck<'_>, shape: [usize; 2]) -> Outcome {
-    let mut drawn = || calls.pitched(shape, DType::BF16);
+    let mut drawn = || calls.pitched(shape);
     let [x, dy, residual] = [drawn()?, drawn()?, drawn()?];
     let width = shape[1];
     let weight = calls.flat(&[width], DType::BF16);
@@ -79,7 +79,7 @@ fn rms_norm_launches(mut calls: LaunchCheck<'_>, shape: [usize; 2]) -> Outcome {
 
 fn residual_add_launches(mut calls: LaunchCheck<'_>) -> Outcome {
     const SHAPE: [usize; 2] = [77, 2056];
-    let (a, b) = (calls.pitched(SHAPE, DType::BF16)?, calls.pitched(SHAPE, DType::BF16)?);
+    let (a, b) = (calls.pitched(SHAPE)?, calls.pitched(SHAPE)?);
     let exact: Vec<f32> = plus(&a.values, &b.values).into_iter().map(round_bf16).collect();
     calls.holds("bf16", &residual_add(&a.tensor, &b.tensor)?, &exact)?;
     Ok(calls.worst)

@@ -38,16 +38,16 @@ impl<'a> LaunchCheck<'a> {
         Self { device, random: Random(seed), worst: 0.0 }
     }
 
-    /// Draws rows with [`GAP`] NaN between them.
-    pub(super) fn pitched(&mut self, shape: [usize; 2], dtype: DType) -> Result<Input, Wrong> {
-        self.with_gaps(shape, GAP, dtype)
+    /// Draws bf16 rows with [`GAP`] NaN between them.
+    pub(super) fn pitched(&mut self, shape: [usize; 2]) -> Result<Input, Wrong> {
+        self.with_gaps(shape, GAP)
     }
 
-    /// Draws rows with `gap` NaN between them.
-    pub(super) fn with_gaps(&mut self, [rows, width]: [usize; 2], gap: usize, dtype: DType) -> Result<Input, Wrong> {
+    /// Draws bf16 rows with `gap` NaN between them.
+    pub(super) fn with_gaps(&mut self, [rows, width]: [usize; 2], gap: usize) -> Result<Input, Wrong> {
         let values = self.random.bf16_normals(rows * width);
         let buffer = gapped(&values, width, width + gap);
-        let all = self.device.float(&buffer, &[rows, width + gap], dtype);
+        let all = self.device.float(&buffer, &[rows, width + gap], DType::BF16);
         let tensor = all.view("check", "x", &[rows, width], &[width + gap, 1])?;
         Ok(Input { tensor, values })
     }

@@ -303,12 +303,8 @@ impl NsaShape {
 
     /// Sizes of the compressed and the selected blocks.
     pub fn blocks(&self) -> NsaBlocks {
-        NsaBlocks {
-            compress_block_size: self.compress_block_size,
-            compress_stride: self.compress_stride,
-            select_block_size: self.select_block_size,
-            num_selected_blocks: self.num_selected_blocks,
-        }
+        let Self { compress_block_size, compress_stride, select_block_size, num_selected_blocks, .. } = *self;
+        NsaBlocks { compress_block_size, compress_stride, select_block_size, num_selected_blocks }
     }
 
     /// Number of key and value projections: one, or one for each branch.
@@ -386,13 +382,9 @@ impl InfllmV2Shape {
 
     /// How a query chooses blocks.
     pub fn choice(&self) -> BlockChoice {
+        let Self { compress_block_size, compress_stride, select_block_size, num_selected_blocks, .. } = *self;
         BlockChoice {
-            blocks: NsaBlocks {
-                compress_block_size: self.compress_block_size,
-                compress_stride: self.compress_stride,
-                select_block_size: self.select_block_size,
-                num_selected_blocks: self.num_selected_blocks,
-            },
+            blocks: NsaBlocks { compress_block_size, compress_stride, select_block_size, num_selected_blocks },
             rule: ChoiceRule::LargestProbability,
             forced: ForcedBlocks { first: true, local: self.num_local_blocks },
         }

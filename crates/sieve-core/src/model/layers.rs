@@ -17,8 +17,7 @@ impl ModelShape {
 
     /// Number of layers that read the blocks that an earlier layer chose.
     pub fn num_shared_layers(&self) -> usize {
-        let layers = 0..self.num_layers;
-        layers.filter(|&layer| self.is_shared_layer(layer)).count()
+        (0..self.num_layers).filter(|&layer| self.is_shared_layer(layer)).count()
     }
 
     /// Whether the first layer has an indexer.
@@ -39,8 +38,7 @@ impl ModelShape {
 
     /// Number of layers that are dense by [`dense_layers`](Self::dense_layers).
     pub fn num_dense_layers(&self) -> usize {
-        let layers = 0..self.num_layers;
-        layers.filter(|&layer| self.is_dense_layer(layer)).count()
+        (0..self.num_layers).filter(|&layer| self.is_dense_layer(layer)).count()
     }
 
     /// Whether layer `layer` (from 0) has dense attention: the model's kind is dense, or this layer is.
@@ -50,8 +48,7 @@ impl ModelShape {
 
     /// Number of layers with [dense attention](Self::has_dense_attention).
     pub fn num_layers_of_dense_attention(&self) -> usize {
-        let layers = 0..self.num_layers;
-        layers.filter(|&layer| self.has_dense_attention(layer)).count()
+        (0..self.num_layers).filter(|&layer| self.has_dense_attention(layer)).count()
     }
 
     /// The model with the attention of layer `layer` (from 0) in every layer.

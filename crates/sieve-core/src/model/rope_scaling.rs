@@ -56,23 +56,19 @@ keys! {
 impl RopeScaling {
     /// The first given key that this type does not use.
     pub(crate) fn foreign(&self) -> Option<&'static str> {
-        let original = self.original_max_position_embeddings.is_some();
-        let of_both = [("original_max_position_embeddings", original)];
-        let of_llama3 = [
-            ("low_freq_factor", self.low_freq_factor.is_some()),
-            ("high_freq_factor", self.high_freq_factor.is_some()),
+        let (llama3, yarn) = (RopeType::Llama3, RopeType::Yarn);
+        // Each key, whether it is given, and the types that use it.
+        let keys = [
+            ("original_max_position_embeddings", self.original_max_position_embeddings.is_some(), &[llama3, yarn][..]),
+            ("low_freq_factor", self.low_freq_factor.is_some(), &[llama3]),
+            ("high_freq_factor", self.high_freq_factor.is_some(), &[llama3]),
+            ("beta_fast", self.beta_fast.is_some(), &[yarn]),
+            ("beta_slow", self.beta_slow.is_some(), &[yarn]),
+            ("attention_factor", self.attention_factor.is_some(), &[yarn]),
         ];
-        let of_yarn = [
-            ("beta_fast", self.beta_fast.is_some()),
-            ("beta_slow", self.beta_slow.is_some()),
-            ("attention_factor", self.attention_factor.is_some()),
-        ];
-        let unused = match self.rope_type {
-            RopeType::Linear => [&of_both[..], &of_llama3, &of_yarn].concat(),
-            RopeType::Llama3 => of_yarn.to_vec(),
-            RopeType::Yarn => of_llama3.to_vec(),
-        };
-        unused.into_iter().find(|(_, is_given)| *is_given).map(|(key, _)| key)
+        let is_foreign =
+            |(_, is_given, types): &(&str, bool, &[RopeType])| *is_given && !types.contains(&self.rope_type);
+        keys.into_iter().find(is_foreign).map(|(key, ..)| key)
     }
 
     /// The numbers of turns between which frequencies are mixed, the smaller first; `None` for `"linear"`.

@@ -130,8 +130,7 @@ impl Recipe {
         let Some(mqar) = &self.data.mqar else {
             return 1.0;
         };
-        let kinds = mqar.seq_lens.iter().zip(&mqar.num_pairs);
-        let kinds = kinds.zip(&mqar.num_samples);
+        let kinds = mqar.seq_lens.iter().zip(&mqar.num_pairs).zip(&mqar.num_samples);
         let (labels, tokens) = kinds.fold((0.0, 0.0), |(labels, tokens), ((len, pairs), count)| {
             let count = *count as f64;
             (labels + count * *pairs as f64, tokens + count * *len as f64)

@@ -271,7 +271,7 @@ fn override_form() -> Mistake {
 }
 
 /// The attention kind of a recipe's table.
-fn kind_of(table: &toml::Table) -> Option<AttentionKind> {
+pub(super) fn kind_of(table: &toml::Table) -> Option<AttentionKind> {
     schema::attention_kind(table.get("attention")?.get("kind")?.as_str()?)
 }
 

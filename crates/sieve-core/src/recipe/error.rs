@@ -39,7 +39,7 @@ pub enum RecipeError {
     /// A run is resumed with a recipe whose changes would make it another run.
     #[error(
         "the recipe is not the one this run began with:{}\n  \
-         hint: take these values back; or begin a new run in another folder with this one's weights: \
+         hint: restore these values, or begin a new run in another folder with this one's weights: \
          --branch-from CHECKPOINT --out DIR",
         changes(.refused)
     )]

@@ -30,7 +30,7 @@ pub fn keys_page() -> String {
             ("attention", Kind::Table(keys)) => {
                 // The first key is `kind`; each kind's own keys have a table of their own.
                 page += &table(&keys[..1]);
-                for kind in AttentionKind::ALL.into_iter() {
+                for kind in AttentionKind::ALL {
                     if !kind.keys().is_empty() {
                         page += &format!("\n### kind = {:?}\n\n", kind.name());
                         page += &table(kind.keys());
@@ -151,7 +151,7 @@ fn meaning(key: &Key) -> String {
 }
 
 /// Joins the lines of a doc comment.
-pub(super) fn one_line(doc: &str) -> String {
+fn one_line(doc: &str) -> String {
     doc.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 

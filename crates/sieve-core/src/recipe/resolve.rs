@@ -3,6 +3,7 @@
 use serde::Serialize;
 use toml::{Table, Value};
 
+use super::document::kind_of;
 use super::mistake::Mistake;
 use super::{AttentionKind, Recipe, schema};
 use crate::keys::{Key, Section, Source, value_of};
@@ -68,8 +69,7 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
 /// `gives_window`: whether the text has kind DMA and sets its window, in which case recency and local window default to
 /// the published form.
 pub(super) fn attention(table: &mut Table, gives_window: bool, mistakes: &mut Vec<Mistake>) {
-    let kind = value_at(table, "attention.kind");
-    let kind = kind.as_ref().and_then(Value::as_str).and_then(schema::attention_kind);
+    let kind = kind_of(table);
     if let Some(model) = table.get_mut("model").and_then(Value::as_table_mut) {
         model_sizes(model, kind, mistakes);
     }
@@ -98,8 +98,7 @@ pub(super) fn attention(table: &mut Table, gives_window: bool, mistakes: &mut Ve
 
 /// Writes out the missing sizes of `[model]` that follow from its width and its number of heads.
 fn model_sizes(model: &mut Table, kind: Option<AttentionKind>, mistakes: &mut Vec<Mistake>) {
-    let number = |key: &str| model.get(key).and_then(Value::as_integer);
-    let (width, heads) = (number("hidden_size"), number("num_attention_heads"));
+    let (width, heads) = (number(model, "hidden_size"), number(model, "num_attention_heads"));
     derived(model, "intermediate_size", || width?.checked_mul(3));
     derived(model, "num_key_value_heads", || match kind {
         Some(AttentionKind::Mla) => heads,
@@ -287,8 +286,7 @@ fn published(kind: AttentionKind, head_dim: usize) -> Table {
 /// Writes out the remaining defaults: fixed values, values of other keys, and for stages the window of `[attention]`.
 pub(super) fn defaults(table: &mut Table) {
     let of_steps = value_at(table, "training.steps").and_then(|steps| steps.as_integer());
-    let schedule = table.entry("lr_scheduler");
-    let schedule = schedule.or_insert_with(|| Value::Table(Table::new()));
+    let schedule = table.entry("lr_scheduler").or_insert_with(|| Value::Table(Table::new()));
     if let Some(schedule) = schedule.as_table_mut() {
         derived(schedule, "warmup_steps", || of_steps.map(default_warmup));
     }

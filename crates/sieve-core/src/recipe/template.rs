@@ -3,9 +3,9 @@
 
 use toml::{Table, Value};
 
-use super::manual::{default_words, one_line, value_words};
+use super::manual::{default_words, value_words};
 use super::{AttentionKind, Recipe, RecipeError, resolve};
-use crate::keys::{Bound, Choices, Key, Kind, Section};
+use crate::keys::{Choices, Key, Kind, Section};
 
 /// Longest comment line of a new recipe, in characters.
 const WIDTH: usize = 100;
@@ -74,19 +74,15 @@ fn write_keys(text: &mut String, keys: &[Key], table: &Table, follows: &Table) {
     }
 }
 
-/// The meaning of a key, the values that it takes, and its default.
+/// The meaning of a key, the values that it takes, and its default, with line breaks where its doc comment has them.
 fn about(key: &Key) -> String {
-    let mut text = one_line(key.doc);
+    let mut text = key.doc.to_owned();
     if let Kind::Choice(Choices { names, docs }) = key.kind {
         for (name, doc) in names.iter().zip(docs.iter()) {
-            text += &format!(" {name:?}: {}", one_line(doc));
+            text += &format!(" {name:?}: {doc}");
         }
     } else if !matches!(key.kind, Kind::Table(_)) {
-        text += &match key.bound {
-            // The upper bound, which protects the program from overflow, is too large to matter to a reader.
-            Some(Bound::Within(least, ..)) => format!(" (whole number of at least {least})"),
-            _ => format!(" ({})", value_words(key)),
-        };
+        text += &format!(" ({})", value_words(key));
     }
     let default = default_words(key);
     if !matches!(default.as_str(), "needed" | "none") {
@@ -198,8 +194,8 @@ impl StartingSize {
             num_layers: 6,
             num_heads: 6,
             vocab_size: 8192,
-            seq_len: 512,
-            rows: 16,
+            seq_len: 1024,
+            rows: 8,
             steps: 3000,
             lr: "2e-3",
         },
@@ -289,6 +285,8 @@ mod tests {
                 let read = Recipe::load(&text, "template", &[]);
                 assert_eq!(read, Ok(recipe), "{} {kind:?}\n{text}", size.name);
                 assert!(text.lines().all(|line| line.chars().count() <= 120), "{text}");
+                // The bounds are those of the keys' page.
+                assert!(text.contains("# Width of the residual stream. (whole number, 1 to 1048576)"), "{text}");
                 for section in Recipe::KEYS.iter().filter(|it| it.name != "attention") {
                     let Kind::Table(keys) = section.kind else {
                         continue;

@@ -86,10 +86,6 @@ pub struct Documents<'a> {
 }
 
 impl<'a> Documents<'a> {
-    pub(super) fn new(corpus: &'a Corpus) -> Self {
-        Self::resume(corpus, Cursor::default(), HashSet::new())
-    }
-
     /// Continues with the file of `cursor`; `seen` holds the hashes of the texts in earlier files.
     pub(crate) fn resume(corpus: &'a Corpus, cursor: Cursor, seen: HashSet<u128>) -> Self {
         Self {
@@ -132,6 +128,11 @@ impl<'a> Documents<'a> {
     /// Whether the last document or an error was returned.
     pub(crate) fn is_done(&self) -> bool {
         self.done
+    }
+
+    /// The share of the only file that was read; the file has about `num_bytes`, unpacked.
+    pub(super) fn share_read(&self, num_bytes: u64) -> f64 {
+        self.source.as_ref().map_or(1.0, |source| source.share_read(num_bytes))
     }
 
     /// Whether there is nothing more to read.

@@ -247,8 +247,8 @@ impl Expansion<'_> {
 
 /// Whether `path`, or a folder between it and `base`, is a link to a folder.
 fn is_below_link(path: &Path, base: &Path) -> bool {
-    let folders = path.ancestors().take_while(|folder| *folder != base && folder.starts_with(base));
-    folders.into_iter().any(|folder| folder.is_symlink() && folder.is_dir())
+    let mut folders = path.ancestors().take_while(|folder| *folder != base && folder.starts_with(base));
+    folders.any(|folder| folder.is_symlink() && folder.is_dir())
 }
 
 /// The part of a glob before its first wildcard.

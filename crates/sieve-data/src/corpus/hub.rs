@@ -216,7 +216,8 @@ impl RemotePath {
         let rest = path.strip_prefix(PREFIX).ok_or_else(|| bad("only data sets can be read"))?;
         let mut parts = rest.split('/');
         let owner = parts.next().unwrap_or_default();
-        let (name, revision) = match parts.next().unwrap_or_default().split_once('@') {
+        let name = parts.next().unwrap_or_default();
+        let (name, revision) = match name.split_once('@') {
             // refs/convert/parquet and refs/pr/3 are revisions with slashes.
             Some((name, "refs")) => {
                 let kind = parts.next().unwrap_or_default();
@@ -224,10 +225,7 @@ impl RemotePath {
                 (name, format!("refs/{kind}/{which}"))
             }
             Some((name, revision)) => (name, revision.to_owned()),
-            None => {
-                let name = rest.split('/').nth(1).unwrap_or_default();
-                (name, "main".to_owned())
-            }
+            None => (name, "main".to_owned()),
         };
         let is_name = |part: &str| {
             let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
@@ -252,12 +250,7 @@ impl RemotePath {
     /// Whether FILES includes a file of the repository.
     fn takes(&self, file: &str, has_extension: &dyn Fn(&Path) -> bool) -> Result<bool, DataError> {
         let folder = self.files.trim_end_matches('/');
-        if folder.is_empty() {
-            return Ok(has_extension(Path::new(file)));
-        }
-        if let Some(below) = file.strip_prefix(folder)
-            && below.starts_with('/')
-        {
+        if folder.is_empty() || file.strip_prefix(folder).is_some_and(|below| below.starts_with('/')) {
             return Ok(has_extension(Path::new(file)));
         }
         let pattern = glob::Pattern::new(&self.files).map_err(|error| DataError::glob(&self.files, &error))?;
@@ -271,9 +264,11 @@ pub(super) fn check_path(path: &str) -> Result<(), DataError> {
     RemotePath::parse(path)?.takes("", &|_| true).map(drop)
 }
 
-/// The hub's list of a data set's files, as it is stored on this disk.
+/// The hub's list of a data set's files: its answer, and what is stored on this disk.
 #[derive(Debug, Serialize, Deserialize)]
 struct Listing {
+    /// The path that the files were listed for; the hub's answer has none.
+    #[serde(default)]
     path: String,
     sha: String,
     siblings: Vec<Sibling>,
@@ -296,13 +291,6 @@ struct Sibling {
 struct LargeFile {
     #[serde(default)]
     sha256: Option<String>,
-}
-
-/// The hub's answer to a request for a data set's files.
-#[derive(Deserialize)]
-struct Answer {
-    sha: String,
-    siblings: Vec<Sibling>,
 }
 
 /// The longest answer that is read: about a quarter of a million files, which take about ten times as much memory.
@@ -368,18 +356,20 @@ impl Hub {
         let kept = self.config.dir.join(kept_name);
         if kept.exists() {
             let bytes = fs::read(&kept).map_err(DataError::io("read", &kept))?;
-            return match serde_json::from_slice::<Listing>(&bytes) {
-                Ok(listing) if listing.path == path => Ok(listing),
-                Ok(_) => Err(self.bad_listing(&kept, "it lists another path")),
-                Err(error) => Err(self.bad_listing(&kept, &error.to_string())),
+            let what = match serde_json::from_slice::<Listing>(&bytes) {
+                Ok(listing) if listing.path == path => return Ok(listing),
+                Ok(_) => "it lists another path".to_owned(),
+                Err(error) => error.to_string(),
             };
+            let what = format!("no listing of a data set: {what}; remove it to ask the hub again");
+            return Err(DataError::meta(&kept, what));
         }
         let kind = if remote.is_model { "models" } else { "datasets" };
         let revision = encoded(&remote.revision, "");
         let url_path = format!("/api/{kind}/{}/revision/{revision}?blobs=true", remote.repo);
         let failed = |reason: String| self.failed(&remote.url_repo(), reason);
         let body = self.client.text(&url_path, MAX_ANSWER_BYTES, &failed)?;
-        let answer = serde_json::from_str::<Answer>(&body)
+        let answer = serde_json::from_str::<Listing>(&body)
             .map_err(|error| failed(format!("the answer is not a listing: {error}")))?;
         if !is_hex(&answer.sha, &[40, 64]) {
             return Err(failed(format!("the answer's commit {} is none", shortened(&answer.sha))));
@@ -394,15 +384,10 @@ impl Hub {
             let name = shortened(&odd.name);
             return Err(failed(format!("the file name {name} leads elsewhere or is not a name")));
         }
-        let listing = Listing { path: path.to_owned(), sha: answer.sha, siblings: answer.siblings };
+        let listing = Listing { path: path.to_owned(), ..answer };
         let json = serde_json::to_vec(&listing).expect("names and numbers serialise");
         write_atomically(&kept, &json)?;
         Ok(listing)
-    }
-
-    fn bad_listing(&self, path: &Path, what: &str) -> DataError {
-        let what = format!("no listing of a data set: {what}; remove it to ask the hub again");
-        DataError::meta(path, what)
     }
 
     /// Path of a fetched file on this disk.

@@ -25,6 +25,9 @@ pub(super) use unpack::{Packed, broken_archive};
 pub(super) trait DocumentSource: Send {
     /// The next document's text and line, or `None` at the end.
     fn next_document(&mut self) -> Option<Result<(String, u64), DataError>>;
+
+    /// The share of the file that was read; the file has about `num_bytes`, unpacked.
+    fn share_read(&self, num_bytes: u64) -> f64;
 }
 
 /// Opens a file and reads its documents in this format.
@@ -100,7 +103,8 @@ fn column_not_text(path: &Path, line: u64, column: &str, found: &str) -> DataErr
 }
 
 /// Hints about a text column that is missing or holds no text, for a file and for one document.
-const SET_COLUMN: &str =
-    "set text_column (--text-column) to the column that holds the text (prompt_column: the prompt)";
-const SET_COLUMN_OR_SKIP: &str = "set text_column (--text-column) to the column that holds the text (prompt_column: \
-    the prompt), or leave such rows out: skip_invalid (eval ppl: --skip-invalid)";
+const SET_COLUMN: &str = "name the column that holds the text: --set data.text_column=NAME with a recipe, \
+    --text-column NAME without (the prompt's: data.prompt_column)";
+const SET_COLUMN_OR_SKIP: &str = "name the column that holds the text: --set data.text_column=NAME with a recipe, \
+    --text-column NAME without (the prompt's: data.prompt_column), or leave such rows out: skip_invalid \
+    (eval ppl: --skip-invalid)";

@@ -355,3 +355,24 @@ fn sizes_that_a_listing_names_do_not_overflow() {
     };
     assert_eq!(corpus.max_text_bytes(), u64::MAX);
 }
+
+#[test]
+fn of_tables_the_text_and_the_prompt_are_counted_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let row = format!(
+        "{{\"q\": \"{}\", \"text\": \"{}\", \"id\": \"{}\"}}\n",
+        "q".repeat(20),
+        "a".repeat(30),
+        "i".repeat(99)
+    );
+    let short = write(dir.path(), "short.jsonl", row.repeat(10));
+    let long = write(dir.path(), "long.jsonl", row.repeat(20_000));
+    let note = write(dir.path(), "note.txt", "x".repeat(1000));
+    let text_bytes = |config| Corpus::open(config).unwrap().text_bytes();
+    let short_jsonl = jsonl(&short);
+    assert_eq!(text_bytes(short_jsonl.clone()), 300);
+    assert_eq!(text_bytes(CorpusConfig { prompt_column: Some("q".to_owned()), ..short_jsonl.clone() }), 500);
+    assert_eq!(text_bytes(CorpusConfig { max_bytes: Some(120), ..short_jsonl }), 120);
+    let long_and_note = CorpusConfig::by_ending(vec![long, note], "text");
+    assert!(text_bytes(long_and_note).abs_diff(601_000) < 10);
+}

@@ -2,9 +2,9 @@
 
 use xxhash_rust::xxh3::Xxh3;
 
-use super::{Mqar, MqarConfig, MqarSplit, push_sample};
+use super::{Mqar, MqarConfig, MqarSplit};
 use crate::error::DataError;
-use crate::loader::Batch;
+use crate::loader::{Batch, PAD_DOCUMENT};
 use crate::mixture::Schedule;
 use crate::permutation::Permutation;
 
@@ -163,7 +163,11 @@ impl MqarMixture {
         let len = part.mqar.config().seq_len;
         for (place, &index) in samples.iter().enumerate() {
             let sample = part.mqar.sample(self.split, index);
-            push_sample(&sample, (part.first_document + index) as u32, place * len, batch);
+            batch.tokens.extend_from_slice(&sample.tokens);
+            batch.labels.extend(sample.labels());
+            // Document ids have 32 bits, so large indices wrap; the largest id means padding.
+            let document = (part.first_document + index) as u32;
+            batch.push_segment(document.min(PAD_DOCUMENT - 1), place * len, len);
         }
         batch.push_padding(pad_id, samples.len() * len);
     }

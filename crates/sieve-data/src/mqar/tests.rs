@@ -2,6 +2,7 @@ use proptest::prelude::*;
 use sieve_testing::refusal;
 
 use super::*;
+use crate::PAD_DOCUMENT;
 
 fn mqar(config: MqarConfig) -> Mqar {
     Mqar::new(config).unwrap()
@@ -245,9 +246,9 @@ fn a_shuffled_mixture_keeps_the_proportions_and_each_epoch_every_sample() {
 
 #[test]
 fn a_batch_of_one_kind_is_its_samples() {
-    let mqar = mqar(MqarConfig::new(64, 4, 2));
-    let batch = mqar.batch(MqarSplit::Test, 3, 2);
-    let samples = [3, 4].map(|index| mqar.sample(MqarSplit::Test, index));
+    let part = MqarPart { config: MqarConfig::new(64, 4, 2), num_samples: 5 };
+    let batch = MqarMixture::sequential(&[part], MqarSplit::Test, 64).unwrap().batch(3, 2, 0);
+    let samples = [3, 4].map(|index| mqar(part.config).sample(MqarSplit::Test, index));
     let labels = samples.each_ref().map(MqarSample::labels);
     assert_eq!(batch.labels, labels.concat());
     assert_eq!(batch.tokens, samples.map(|sample| sample.tokens).concat());

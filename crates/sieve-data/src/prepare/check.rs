@@ -51,10 +51,7 @@ impl ShardCheck {
     /// # Errors
     /// A file has another checksum or cannot be read.
     pub fn result(&self) -> Result<(), DataError> {
-        match self.found.get().cloned() {
-            None => Ok(()),
-            Some((path, what)) => Err(DataError::shard(&path, what)),
-        }
+        self.found.get().map_or(Ok(()), |(path, what)| Err(DataError::shard(path, what)))
     }
 }
 
@@ -70,10 +67,7 @@ impl Drop for ShardCheck {
 /// The first file that has another checksum or cannot be read.
 pub(super) fn check_now(files: Vec<(PathBuf, String)>) -> Result<(), DataError> {
     let no_pause = |_took| true;
-    match first_problem(files, no_pause) {
-        None => Ok(()),
-        Some((path, what)) => Err(DataError::shard(&path, what)),
-    }
+    first_problem(files, no_pause).map_or(Ok(()), |(path, what)| Err(DataError::shard(&path, what)))
 }
 
 /// The first file with another checksum than it must have, and the problem; `None` also if `pause` returned false.

@@ -162,9 +162,7 @@ impl PreparedMeta {
                 let what = format!("holds a meta.json of format_version {version}; only {FORMAT_VERSION} is known");
                 return Err(DataError::OtherPreparation { dir: dir.to_path_buf(), what });
             }
-            None => {
-                return Err(bad("is not the meta.json of a preparation: no format_version".into()));
-            }
+            None => return Err(bad("is not the meta.json of a preparation: no format_version".into())),
         }
         serde_json::from_value(value).map_err(|error| bad(error.to_string()))
     }

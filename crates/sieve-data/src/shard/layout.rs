@@ -35,9 +35,7 @@ impl Layout {
         let dtype = match idx[17] {
             4 => TokenDtype::I32,
             8 => TokenDtype::U16,
-            code => {
-                return Err(format!("dtype code {code}; only 4 (int32) and 8 (uint16) hold token ids"));
-            }
+            code => return Err(format!("dtype code {code}; only 4 (int32) and 8 (uint16) hold token ids")),
         };
         let (num_sequences, num_boundaries) = (read_u64(idx, 18), read_u64(idx, 26));
         let wanted = num_sequences

@@ -115,10 +115,9 @@ pub fn ask_long<B: DeviceBackend>(
             sample.matching.score(answer, &sample.references) >= 1.0
         },
         after_prompt: &mut |n, text, logits| {
-            let slices: Vec<&[u32]> = endings[n].iter().map(Vec::as_slice).collect();
-            let found = text.endings(logits, &slices, size.endings)?;
+            let found = text.endings(logits, &endings[n], size.endings)?;
             let of_endings: Vec<f64> = found.iter().map(|x| x.log_likelihood).collect();
-            likelihoods.push((rank(&of_endings), of_endings[0] / slices[0].len() as f64));
+            likelihoods.push((rank(&of_endings), of_endings[0] / endings[n][0].len() as f64));
             Ok(())
         },
     };

@@ -125,16 +125,12 @@ impl Maker<'_> {
 
     fn too_short(&self, needed: usize) -> EvalError {
         let needed = needed + self.task.max_new_tokens();
-        let (task, length) = (self.task.name(), self.length);
-        let what =
-            format!("the shortest text of {task} takes {needed} tokens of this tokenizer, and the length is {length}");
         let option = match self.split {
             Split::Test => "--lengths",
             Split::Train => "--min-length",
         };
         // Texts of a task differ by some per cent: another one may need more than this one.
         let enough = needed + needed / 8;
-        let hint = format!("use {option} {enough} or more for it, or leave the task out");
-        EvalError::refused(what, hint)
+        EvalError::NoRoom { task: self.task.name(), needed, length: self.length, option, enough }
     }
 }

@@ -2,6 +2,7 @@
 use super::needles::NOISE;
 use super::random::Random;
 use super::{LongSample, Match, Size, wrong};
+use crate::sampler::different;
 
 /// Assignments in a chain of RULER's variable tracking, one for each variable.
 pub(super) const CHAIN: usize = 5;
@@ -32,13 +33,7 @@ pub(super) fn variable_tracking(random: &mut Random, size: Size) -> LongSample {
 
 /// A text of `noises` filler sentences with its question, and the variables of `letters` letters that answer it.
 fn chain(random: &mut Random, noises: usize, letters: usize) -> (String, Vec<String>) {
-    let mut variables: Vec<String> = Vec::new();
-    while variables.len() < CHAIN {
-        let variable = random.letters(b'A', letters);
-        if !variables.contains(&variable) {
-            variables.push(variable);
-        }
-    }
+    let variables = different(CHAIN, || random.letters(b'A', letters));
     let value = random.number(5);
     let mut places = random.sample(noises, CHAIN);
     places.sort_unstable();

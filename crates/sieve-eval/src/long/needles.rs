@@ -1,6 +1,7 @@
 //! RULER's eight needle tasks: sentences with a magic number, word or UUID hidden in a text.
 use super::random::Random;
 use super::{LongSample, LongSource, LongText, Match, depth, wrong};
+use crate::sampler::different;
 
 /// The filler sentences of RULER's noise haystack.
 pub(super) const NOISE: &str =
@@ -84,13 +85,7 @@ impl Needles {
     /// Draws a sample: a needle for each value of each key, inserted between `parts` sentences or lines of the haystack
     /// at random places, and a question about some of the keys, whose values are the answer.
     pub(super) fn sample(self, text: &LongText, random: &mut Random, parts: usize) -> LongSample {
-        let mut keys: Vec<String> = Vec::new();
-        while keys.len() < self.num_keys {
-            let key = self.keys.draw(random);
-            if !keys.contains(&key) {
-                keys.push(key);
-            }
-        }
+        let keys = different(self.num_keys, || self.keys.draw(random));
         let mut values: Vec<Vec<String>> = Vec::new();
         let mut needles = Vec::new();
         for key in &keys {

@@ -195,9 +195,7 @@ fn needles_are_as_many_as_their_task_says_and_lie_everywhere() {
             for value in &sample.references {
                 match uuids {
                     true => assert_eq!(value.len(), 36),
-                    false => {
-                        assert!((1_000_000..10_000_000).contains(&value.parse().expect("a number")))
-                    }
+                    false => assert!((1_000_000..10_000_000).contains(&value.parse().expect("a number"))),
                 }
             }
             let mentions_noise = sample.prompt.contains("There and back again.");

@@ -2,7 +2,7 @@
 use super::haystack::pick;
 use super::{NUM_DISTRACTORS, NeedleConfig};
 use crate::EvalError;
-use crate::sampler::seeded;
+use crate::sampler::{different, seeded};
 use chacha20::rand_core::Rng;
 use sieve_data::Tokenizer;
 
@@ -43,15 +43,9 @@ pub(super) struct Sample {
 pub(super) fn texts(seed: u64, length: usize, depth: f64, number: usize) -> Texts {
     let mut random = seeded([seed, length as u64, depth.to_bits(), number as u64]);
     let key = format!("{} {}", pick(&mut random, &COLOURS), pick(&mut random, &ANIMALS));
-    let mut numbers: Vec<String> = Vec::new();
-    while numbers.len() <= NUM_DISTRACTORS {
-        let number = (1_000_000 + random.next_u64() % 9_000_000).to_string();
-        if !numbers.contains(&number) {
-            numbers.push(number);
-        }
-    }
-    let distractors = numbers.split_off(1);
-    let answer = numbers.swap_remove(0);
+    let number = || (1_000_000 + random.next_u64() % 9_000_000).to_string();
+    let mut distractors = different(NUM_DISTRACTORS + 1, number);
+    let answer = distractors.remove(0);
     Texts {
         statement: format!("\nThe secret number of the {key} is {answer}.\n"),
         question: format!("\nThe secret number of the {key} is"),

@@ -1,7 +1,7 @@
 use super::*;
-use crate::test_model::{llama_tokenizer, tiny_shape};
+use crate::test_model::{NSA, llama_tokenizer, tiny_shape};
 use burn_flex::{Flex, FlexDevice};
-use sieve_core::{Attention, DmaShape, MlaShape, ModelShape, NsaShape};
+use sieve_core::{Attention, DmaShape, MlaShape, ModelShape};
 use sieve_data::Tokenizer;
 use sieve_nn::Qwen3;
 use sieve_select::Selector;
@@ -34,16 +34,7 @@ fn kinds() -> [Attention; 8] {
         Attention::swa(20),
         Attention::Dma(DmaShape { a_init: 0.5, ..DmaShape::published(20) }),
         Attention::Mla(MlaShape { kv_lora_rank: 12, qk_rope_head_dim: 4, qk_norm: true }),
-        Attention::Nsa(NsaShape {
-            compress_block_size: 8,
-            compress_stride: 4,
-            compress: sieve_core::model::NsaCompression::Mean,
-            compress_hidden_size: None,
-            select_block_size: 8,
-            num_selected_blocks: 3,
-            window_size: 12,
-            shared_kv: true,
-        }),
+        Attention::Nsa(NSA),
         Attention::InfllmV2(sieve_core::InfllmV2Shape {
             compress_block_size: 8,
             compress_stride: 4,

@@ -71,9 +71,7 @@ fn crossed(table: &Table) -> Result<Vec<String>, String> {
     let mut all = vec![String::new()];
     for (key, value) in table.iter().filter(|item| item.0 != "selector") {
         let values = match value {
-            Value::Array(values) if values.is_empty() => {
-                return Err(format!("{key} of {name} has no value"));
-            }
+            Value::Array(values) if values.is_empty() => return Err(format!("{key} of {name} has no value")),
             Value::Array(values) => &values[..],
             one => std::slice::from_ref(one),
         };

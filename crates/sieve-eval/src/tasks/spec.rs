@@ -68,7 +68,8 @@ enum Texts<T> {
 struct File {
     about: Option<String>,
     measure: Measure,
-    description: Option<String>,
+    #[serde(default)]
+    description: String,
     prompt: Option<String>,
     #[serde(default)]
     prompts: Vec<String>,
@@ -151,7 +152,7 @@ pub struct Task {
     about: String,
     fewshot: usize,
     pub(super) measure: Measure,
-    description: Option<Template>,
+    description: Template,
     prompts: Vec<Template>,
     endings: Texts<Template>,
     labels: Option<Texts<Template>>,
@@ -238,7 +239,7 @@ impl Task {
             about: file.about.unwrap_or_default(),
             fewshot: file.fewshot,
             measure: file.measure,
-            description: template(&file.description)?,
+            description: Template::parse(&file.description)?,
             prompts,
             endings,
             labels: file.labels.as_ref().map(Texts::compile).transpose()?,
@@ -318,10 +319,7 @@ impl Task {
             }
         };
         Ok(Question {
-            description: match &self.description {
-                None => String::new(),
-                Some(description) => description.render(row)?,
-            },
+            description: self.description.render(row)?,
             prompts,
             endings,
             label,

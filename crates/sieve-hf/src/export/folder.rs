@@ -9,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// A file that lists the files of an export, so that a later export knows which it may replace.
-const MARKER: &str = "sieve_export.json";
+pub(super) const MARKER: &str = "sieve_export.json";
 /// A folder that holds the files until all are complete.
 const PARTIAL: &str = ".sieve_export.partial";
 

@@ -246,23 +246,24 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
         let call = AttentionShape::new(num_rows, seq_len, heads, widths);
         call.key_part_bytes(window, Hardware::HOPPER.num_multiprocessors) as u64
     };
+    // dq of each block that a query chose, and lists of these choices.
+    let choice_parts = |num_blocks: usize, num_choices: u64| {
+        let a_query = num_blocks as u64 * target.value_bytes() * q + 2 * F32 * num_choices;
+        times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query))
+    };
     let plain_scores = plain_score_bytes(shape, tokens, seq_len);
     let form = shape.attention.form();
     match form {
         _ if plain_scores > 0 => plain_scores,
         AttentionForm::Blocks(choice) => {
-            // `repeated`: K and V repeated for each chooser, and f32 sums of their gradients. `parts`: dq of each block
-            // that a query chose, and lists of these choices.
+            // `repeated`: K and V repeated for each chooser, and f32 sums of their gradients.
             let choosers = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
             let kv = (choosers * shape.head_dim) as u64;
             let repeated = match choosers == shape.num_kv_heads {
                 true => 0,
                 false => times(tokens, 2 * (q + 2 * kv) * target.value_bytes() + F32 * kv),
             };
-            let choices = choice.attended().num_selected_blocks as u64;
-            // `a_query`: bytes of both for one query.
-            let a_query = choices * target.value_bytes() * q + 2 * F32 * num_choices(shape, choice);
-            let parts = times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query));
+            let parts = choice_parts(choice.attended().num_selected_blocks, num_choices(shape, choice));
             // The indexer's loss runs attention twice, with the model's heads and with the indexer's: q, k, v, the
             // output in f32, and the gradients.
             let indexer = match shape.has_indexer() {
@@ -282,11 +283,9 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
             let slots = nsa.blocks().num_slots(seq_len) as u64;
             let lists = 2 * F32 * slots * shape.num_kv_heads as u64 / SUPER_BLOCK as u64;
             let by_list = times(tokens, 4 * target.value_bytes() * kv + lists) + times(rows, F32 * q);
-            // The selected branch needs dq of each block that a query chose, and lists of these choices.
-            let choices = nsa.num_selected_blocks as u64;
-            let a_query = choices * (target.value_bytes() * q + 2 * F32 * shape.num_kv_heads as u64);
-            let parts = times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query));
-            row_stats + sums + by_list.max(parts)
+            let num_blocks = nsa.num_selected_blocks;
+            let by_choice = choice_parts(num_blocks, (num_blocks * shape.num_kv_heads) as u64);
+            row_stats + sums + by_list.max(by_choice)
         }
         AttentionForm::Latent(mla) => {
             let queries = q + heads * mla.qk_rope_head_dim as u64;

@@ -42,17 +42,11 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
             times(size.num_caches.max(1) as u64, one)
         }
     };
-    let loaded = MemoryParts {
-        parameter_bytes: match target {
-            Target::Cpu { .. } => times(parameters, weight_bytes),
-            Target::Gpu(_) => times(parameters, F32),
-        },
-        workspace_bytes: match target {
-            Target::Cpu { .. } => times(parameters, F32),
-            Target::Gpu(_) => 0,
-        },
-        ..MemoryParts::default()
+    let (parameter_bytes, workspace_bytes) = match target {
+        Target::Cpu { .. } => (times(parameters, weight_bytes), times(parameters, F32)),
+        Target::Gpu(_) => (times(parameters, F32), 0),
     };
+    let loaded = MemoryParts { parameter_bytes, workspace_bytes, ..MemoryParts::default() };
     let forward = MemoryParts {
         parameter_bytes: times(parameters, weight_bytes),
         cache_bytes,

@@ -255,11 +255,10 @@ fn measured_peaks_of_1p7b_steps_on_an_h200_are_met_within_a_fiftieth() {
 fn measured_peaks_on_a_cpu_are_met_within_a_sixth() {
     const QUICKSTART: &str = include_str!("../../../../recipes/quickstart.toml");
     let wide = "model.hidden_size=512 model.intermediate_size=1536 model.num_hidden_layers=6 \
-        model.num_attention_heads=8 \
-                training.seq_len=512";
+        model.num_attention_heads=8 training.seq_len=512";
     let deep = "model.hidden_size=768 model.intermediate_size=2304 model.num_hidden_layers=8 \
-        model.num_attention_heads=12 \
-                model.num_key_value_heads=4 attention.kind=mha training.seq_len=128 training.local_batch_size=2";
+        model.num_attention_heads=12 model.num_key_value_heads=4 attention.kind=mha training.seq_len=128 \
+        training.local_batch_size=2";
     let many_rows = "training.local_batch_size=32 training.global_batch_size=64";
     let grouped = "model.num_key_value_heads=4";
     let swa = "attention.kind=swa attention.sliding_window=64";
@@ -269,9 +268,8 @@ fn measured_peaks_on_a_cpu_are_met_within_a_sixth() {
     let small_mla = "model.num_key_value_heads=4 attention.kind=mla attention.kv_lora_rank=96 \
         attention.qk_rope_head_dim=32 attention.qk_norm=false";
     let nsa = "attention.kind=nsa attention.compress_block_size=16 attention.compress_stride=8 \
-        attention.compress=\"mlp\" \
-               attention.compress_hidden_size=64 attention.select_block_size=16 attention.num_selected_blocks=4 \
-               attention.window_size=64";
+        attention.compress=\"mlp\" attention.compress_hidden_size=64 attention.select_block_size=16 \
+        attention.num_selected_blocks=4 attention.window_size=64";
     let runs = [
         ([wide, grouped, "attention.kind=mha", "none"], 0.98),
         ([wide, grouped, "attention.kind=mha", "selective"], 0.75),
@@ -486,10 +484,10 @@ fn no_speed_is_told_where_nothing_was_measured() {
     assert!(on_cpu.seconds.is_some());
 
     let assumed = |name| planned(DMA_80M, &[], &target(name)).assumption.expect("kernels");
-    assert!(!assumed("h200").contains("assumed"));
+    assert!(!assumed("h200").contains("not fitted"));
     for name in ["rtx 3090", "h100", "a100"] {
         let text = assumed(name);
-        assert!(text.contains("assumed for this GPU"), "{text}");
+        assert!(text.contains("not fitted to this GPU"), "{text}");
     }
 }
 

@@ -32,7 +32,7 @@ impl DeltaConfig {
 
     /// Adds the probes' dense outputs to a selection of the base.
     pub(crate) fn correct(&self, call: &Call<'_>, chosen: &mut Selected) {
-        chosen.correction = Some(correction(call, &probe_rows(call, self.gamma), self.mode));
+        chosen.correction = Some(correction(call, &probe_rows(call.shape, self.gamma), self.mode));
     }
 
     /// The first of the last rows that are computed densely; `None` without `dense_tail`.
@@ -49,7 +49,7 @@ pub(crate) fn correction(call: &Call<'_>, rows: &[usize], mode: CorrectionMode) 
 }
 
 /// Rows whose position is a multiple of gamma, and the first row of the call.
-pub(crate) fn probe_rows(call: &Call<'_>, gamma: usize) -> Vec<usize> {
-    let context = call.shape.context();
-    (0..call.shape.num_queries).filter(|row| *row == 0 || (context + row).is_multiple_of(gamma)).collect()
+pub fn probe_rows(shape: CallShape, gamma: usize) -> Vec<usize> {
+    let context = shape.context();
+    (0..shape.num_queries).filter(|row| *row == 0 || (context + row).is_multiple_of(gamma)).collect()
 }

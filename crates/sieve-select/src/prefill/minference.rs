@@ -202,9 +202,7 @@ impl PatternFile {
         let head = |(head, pattern): (usize, &Option<Pattern>)| {
             let value = match (*pattern)? {
                 Pattern::AShape { n_init, n_local } => json!(["stream_llm", n_init, n_local]),
-                Pattern::VerticalSlash { vertical, slash } => {
-                    json!(["vertical_and_slash", vertical, slash])
-                }
+                Pattern::VerticalSlash { vertical, slash } => json!(["vertical_and_slash", vertical, slash]),
                 // MInference's files have numbers here that `pattern_of` does not read.
                 Pattern::BlockSparse { topk } => json!(["block_sparse", topk, 1]),
                 Pattern::BlockSparseEighth => json!(["block_sparse_eighth", 0, 0]),

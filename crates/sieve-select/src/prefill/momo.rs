@@ -93,7 +93,7 @@ impl PrefillMethod for MomoConfig {
 
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         let tiles = Tiles::new(call.shape, self.chi, self.beta);
-        let probes = probe_rows(call, self.gamma);
+        let probes = probe_rows(call.shape, self.gamma);
         let mut chosen = gqa::mask(call, tiles, gqa, |heads| {
             let chunks = probes.par_chunks(CHUNK_PROBES);
             let found: Option<Vec<Vec<Chosen>>> =

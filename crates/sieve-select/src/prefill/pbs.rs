@@ -199,10 +199,7 @@ impl PbsConfig {
             }
         }
         Some(gqa::rows(tiles, |i| {
-            let mut kept = match p[i].is_empty() {
-                true => Vec::new(),
-                false => keep_mass(&p[i], self.tau),
-            };
+            let mut kept = keep_mass(&p[i], self.tau);
             kept.extend(segments.own(i));
             // Token 0 is the attention sink.
             kept.push(tile_of_token_0);

@@ -1,7 +1,6 @@
 //! A selector for each layer: `0-3=dense/4-=bfla:group=64`, or one for all.
 
 use std::fmt;
-use std::str::FromStr;
 
 use super::{Method, Phase, Selector};
 use crate::error::SelectError;
@@ -153,14 +152,6 @@ impl LayerSelectors {
     }
 }
 
-impl FromStr for LayerSelectors {
-    type Err = SelectError;
-
-    fn from_str(text: &str) -> Result<Self, SelectError> {
-        Self::parse(text)
-    }
-}
-
 /// Writes the whole setting, which [`LayerSelectors::parse`] reads back.
 impl fmt::Display for LayerSelectors {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -169,7 +160,8 @@ impl fmt::Display for LayerSelectors {
 }
 
 fn wrong(problem: String) -> SelectError {
-    SelectError::Layers { problem }
+    let hint = "write every layer once, in order, for example 0-3=dense/4-=bfla";
+    SelectError::refused(format!("selectors by layer: {problem}"), hint)
 }
 
 /// The error about layers that have no selector.
@@ -188,8 +180,7 @@ fn pieces(text: &str) -> Vec<(&str, &str)> {
         let end = text.find('=')?;
         let is_range = |x: char| x.is_ascii_digit() || x == '-';
         let layers = text[..end].trim();
-        let is_layers = layers.starts_with(|x: char| x.is_ascii_digit() || x == '-');
-        (is_layers && layers.chars().all(is_range)).then_some(end)
+        (!layers.is_empty() && layers.chars().all(is_range)).then_some(end)
     };
     if begins(text).is_none() {
         return Vec::new();

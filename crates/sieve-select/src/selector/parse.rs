@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::path::Path;
-use std::str::FromStr;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -40,7 +39,7 @@ impl Selector {
         }
         if let Some(at) = (1..items.len()).find(|&at| items[..at].iter().any(|item| item.0 == items[at].0)) {
             let (key, value) = items[at];
-            return Err(SelectError::form(name, format!("{key}={value}"), "the key is given twice"));
+            return Err(SelectError::form(name, &format!("{key}={value}"), "the key is given twice"));
         }
         let mut selector = Self { method: method_of(name, &mut items)?, common: method_common(name) };
         selector.refuse_others(&items)?;
@@ -121,14 +120,6 @@ impl Selector {
         let used = self.common_keys();
         let common = common_items(&self.common).filter(|item| used.contains(&item.0.as_str()));
         self.own_items().into_iter().chain(common).collect()
-    }
-}
-
-impl FromStr for Selector {
-    type Err = SelectError;
-
-    fn from_str(text: &str) -> Result<Self, SelectError> {
-        Self::parse(text)
     }
 }
 
@@ -222,7 +213,7 @@ pub(super) fn fields(settings: &impl Serialize) -> Map<String, Value> {
 
 /// The values in `map`, overwritten by the given ones.
 fn read<T: DeserializeOwned>(name: &str, items: &[Item<'_>], mut map: Map<String, Value>) -> Result<T, SelectError> {
-    let wrong = |key, value, problem: String| SelectError::form(name, format!("{key}={value}"), problem);
+    let wrong = |key, value, problem: String| SelectError::form(name, &format!("{key}={value}"), &problem);
     for &(key, text) in items {
         let default = map.get(key).cloned().unwrap_or(Value::Null);
         let value = value_of(text, &default).map_err(|problem| wrong(key, text, problem))?;

@@ -78,30 +78,20 @@ fn layer(data: &TestCall) -> LayerShape {
     LayerShape::new([data.shape.num_heads, data.shape.num_kv_heads], data.shape.head_dim, 0)
 }
 
-fn session(text: &str, data: &TestCall) -> DecodeSession {
+pub(super) fn session(text: &str, data: &TestCall) -> DecodeSession {
     let selector = parsed(text).for_rope_theta(1e4);
     DecodeSession::new(&selector, layer(data)).unwrap_or_else(|e| panic!("{text}: {e}"))
 }
 
-/// q, k and v of the tokens `range`.
-pub(super) fn tokens(data: &TestCall, range: std::ops::Range<usize>) -> [&[f32]; 3] {
-    let (q, k) = (data.shape.num_heads * data.shape.head_dim, data.shape.num_kv_heads * data.shape.head_dim);
-    [
-        &data.q[range.start * q..range.end * q],
-        &data.k[range.start * k..range.end * k],
-        &data.v[range.start * k..range.end * k],
-    ]
-}
-
 /// Feeds some tokens of the operands one by one.
 fn feed(session: &mut DecodeSession, data: &TestCall, range: std::ops::Range<usize>) -> Vec<f32> {
-    let [q, k, v] = tokens(data, range);
+    let [q, k, v] = data.tokens(range);
     session.stream(q, k, v).expect("the sizes fit")
 }
 
 /// Computes the first tokens as a prompt.
 fn prompt(session: &mut DecodeSession, data: &TestCall, end: usize) -> Vec<f32> {
-    let [q, k, v] = tokens(data, 0..end);
+    let [q, k, v] = data.tokens(0..end);
     session.prompt(q, k, v).expect("the sizes fit").o
 }
 
@@ -169,6 +159,7 @@ fn outputs_are_attention_over_the_keys_it_names(texts: &[&str]) {
     let call = data.call();
     for text in texts {
         let (o, kept) = stream(text, &data);
+        let moves = text.starts_with("infllm") || text.contains("reindex=true");
         let mut moved = 0;
         for t in (0..90).step_by(7) {
             for head in 0..4 {
@@ -178,12 +169,10 @@ fn outputs_are_attention_over_the_keys_it_names(texts: &[&str]) {
                 let o = &o[(t * 4 + head) * 8..][..8];
                 let same = o.iter().zip(&expected).all(|(o, e)| (f64::from(*o) - e).abs() < 2e-5);
                 // Keys read at another distance change the output, unless their probabilities are tiny.
-                let moves = text.starts_with("infllm") || text.contains("reindex=true");
                 assert!(same || (moves && t >= 8), "{text}, token {t}, head {head}");
                 moved += usize::from(!same);
             }
         }
-        let moves = text.starts_with("infllm") || text.contains("reindex=true");
         assert_eq!(moved > 20, moves, "{text}: {moved}");
     }
 }
@@ -225,7 +214,7 @@ fn snapkv_keeps_its_choice_of_a_prompt() {
     // `take_prompt`, after a prompt computed elsewhere, keeps the same keys as `prompt`.
     let [mut taken, mut computed] =
         [(); 2].map(|()| self::session("snapkv:window=4,capacity=10,kernel=3,pool=max", &data));
-    let [q, k, v] = tokens(&data, 0..60);
+    let [q, k, v] = data.tokens(0..60);
     taken.take_prompt(q, k, v).expect("valid");
     prompt(&mut computed, &data, 60);
     assert_eq!(feed(&mut taken, &data, 60..61), feed(&mut computed, &data, 60..61));

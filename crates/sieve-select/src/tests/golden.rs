@@ -8,8 +8,8 @@ use crate::call::Call;
 use crate::decode::dam::DamCapture;
 use crate::mask::Selected;
 use crate::pool::last_rows;
-use crate::test_data::Inputs;
-use crate::{DecodeSession, KeyMask, Method, Selector};
+use crate::test_data::TestCall;
+use crate::{KeyMask, Method, Selector};
 
 /// The stored lists; rewritten by `tests/golden/selectors/make_lists.py`.
 static FILE: &[u8] = crate::test_data::LISTS;
@@ -49,7 +49,7 @@ fn masks(method: &str, count: usize, check: impl Fn(&SafeTensors<'_>, &str, &Sel
     for (name, place, text) in cases(&file, method, count) {
         let (context, end) = place.split_once('-').expect("a range");
         let (context, end): (usize, usize) = (context.parse().expect("a number"), end.parse().expect("a number"));
-        let data = Inputs::stored(&name).test_call(0..end);
+        let data = TestCall::stored(&name);
         let call = data.call().chunk(context..end);
         check(&file, &format!("{name}/{place}/{text}"), &super::select_of(&text, &call), &call);
     }
@@ -156,7 +156,7 @@ fn golden_pbs_order_of_queries() {
     let file = SafeTensors::deserialize(FILE).expect("the stored lists");
     let text = "pbs:block=16,segment=64,tau=0.5,permute=queries";
     for name in ["random.4.2", "structured.4.2"] {
-        let chosen = super::select(text, &Inputs::stored(name).test_call(0..230));
+        let chosen = super::select(text, &TestCall::stored(name).part(0..230));
         let order = i32s(&file, &format!("{name}/query_order/{text}"));
         assert_eq!(chosen.mask.query_order(), order, "{name}");
         assert!(chosen.mask.key_order().is_empty(), "{name}");
@@ -175,19 +175,18 @@ fn golden_vertical_slash() {
 fn tokens(method: &str, count: usize) {
     let file = SafeTensors::deserialize(FILE).expect("the stored lists");
     for (name, place, text) in cases(&file, method, count) {
-        let inputs = Inputs::stored(&name);
+        let data = TestCall::stored(&name);
         let (form, token) = place.split_once('-').expect("a form and a token");
         let token: usize = token.parse().expect("a number");
-        let shape = crate::LayerShape::new([inputs.num_heads, inputs.num_kv_heads], inputs.head_dim, 0);
-        let mut session = DecodeSession::new(&Selector::parse(&text).expect("valid"), shape).expect("valid");
-        let [q, k] = inputs.tokens(0..token);
+        let mut session = super::decode::session(&text, &data);
+        let [q, k, v] = data.tokens(0..token);
         match form {
-            "token" => session.stream(q, k, k).map(drop).expect("valid"),
-            "prompt" => session.take_prompt(q, k, k).expect("valid"),
+            "token" => session.stream(q, k, v).map(drop).expect("valid"),
+            "prompt" => session.take_prompt(q, k, v).expect("valid"),
             form => panic!("{form}"),
         }
-        let [q, k] = inputs.tokens(token..token + 1);
-        session.step(q, k, k).expect("valid");
+        let [q, k, v] = data.tokens(token..token + 1);
+        session.step(q, k, v).expect("valid");
         let case = format!("{name}/{place}/{text}");
         let stored = stored_rows(&file, &format!("{case}/"));
         assert_eq!(session.kept().len(), stored.len(), "{case}");
@@ -203,14 +202,14 @@ fn tokens(method: &str, count: usize) {
 fn golden_dam() {
     let file = SafeTensors::deserialize(FILE).expect("the stored lists");
     for (name, place, text) in cases(&file, "dam", 2) {
-        let (inputs, case) = (Inputs::stored(&name), format!("{name}/{place}/{text}"));
+        let (data, case) = (TestCall::stored(&name), format!("{name}/{place}/{text}"));
         let selector = Selector::parse(&text).expect("valid");
         let Method::Dam(config) = selector.method else {
             panic!("{case}: another method");
         };
-        let mut capture = DamCapture::new(config, inputs.num_heads).expect("valid");
+        let mut capture = DamCapture::new(config, data.shape.num_heads).expect("valid");
         for first in [0, 40, 80] {
-            capture.add(&inputs.test_call(first..first + 40).call()).expect("valid");
+            capture.add(&data.part(first..first + 40).call()).expect("valid");
         }
         let stored = stored_rows(&file, &format!("{case}/"));
         let maps = capture.maps();

@@ -8,7 +8,7 @@ use super::select;
 use crate::KeyMask;
 use crate::mask::{Selected, key_of};
 use crate::pool::causal_probabilities;
-use crate::test_data::{Inputs, TestCall};
+use crate::test_data::TestCall;
 use sieve_testing::Random;
 
 const TOKENS: usize = 512;
@@ -28,7 +28,7 @@ const SAME_BLOCKS: [&str; 9] = [
 
 /// One layer of each of two models, with groups of 2 and of 8.
 fn trained() -> [TestCall; 2] {
-    ["trained.4.2", "trained.8.1"].map(|name| Inputs::stored(name).test_call(0..TOKENS))
+    ["trained.4.2", "trained.8.1"].map(|name| TestCall::stored(name).part(0..TOKENS))
 }
 
 /// A mask with as many tiles in every row as `chosen` has, and its order of keys: the tiles with the row's own keys,

@@ -2,6 +2,7 @@
 use super::writer::{Shard, Written};
 use super::{Moment, Reporter, Trainer};
 use crate::group::Group;
+use crate::metrics::drop_later_lines;
 use crate::optimizer::ReplicaSums;
 use crate::run_folder::rename_aside;
 use crate::{Origin, RunFolder, TrainError, TrainEvent};
@@ -352,12 +353,16 @@ impl<B: TrainBackend> Trainer<B> {
     }
 }
 
-/// Cleans up after a run that was killed when its last checkpoint existed: removes outdated checkpoints and
-/// half-written files.
+/// Cleans up after a run that was killed when its last checkpoint existed: removes outdated checkpoints, half-written
+/// files and a half-written line of metrics.
 ///
 /// # Errors
 /// Any failure of the file system.
 pub fn tidy_finished(folder: &RunFolder, recipe: &Recipe) -> Result<(), TrainError> {
+    let metrics = folder.metrics_path();
+    if metrics.exists() {
+        drop_later_lines(&metrics, u64::MAX, None)?;
+    }
     let folder = folder.checkpoint_path();
     remove_half_written(&folder)?;
     prune(&folder, recipe)

@@ -350,9 +350,9 @@ impl<B: TrainBackend> Trainer<B> {
             return Err(TrainError::Diverged(format!(
                 "step {}: the loss is {loss} (its mean was {mean_loss}), the gradient norm {grad_norm}: training \
                  diverged; {last}\n  \
-                 hint: start a new run (--out) with a lower optimizer.lr (now {lr:e}) or more \
-                 lr_scheduler.warmup_steps",
-                self.step
+                 hint: start a new run (--out) with a lower optimizer.lr (now {:?}; the rate of this step is {lr:.2e}) \
+                 or more lr_scheduler.warmup_steps",
+                self.step, self.recipe.optimizer.lr
             )));
         };
         let checkpoint = Checkpoint::open(&path)?;

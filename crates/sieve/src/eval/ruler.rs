@@ -8,8 +8,9 @@ use clap::{Args, ValueEnum};
 use indicatif::ProgressBar;
 use sieve_data::Tokenizer;
 use sieve_eval::{
-    LONG_TASKS, LongCell, LongReport, LongSource, LongTask, LongTaskReport, LongText, LongTexts, NUM_WRONG, QaData,
-    SampleScore, Selection, Split, TaskModel, TextsWithEndings, ask_long, attention_label, long_texts, prompt_part,
+    EvalError, LONG_TASKS, LongCell, LongReport, LongSource, LongTask, LongTaskReport, LongText, LongTexts, NUM_WRONG,
+    QaData, SampleScore, Selection, Split, TaskModel, TextsWithEndings, ask_long, attention_label, long_texts,
+    prompt_part,
 };
 use sieve_hf::{Kept, LoadedModel, peek_model, peek_tokenizer};
 use sieve_ops::DeviceBackend;
@@ -176,7 +177,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
         ..InferenceSize::rows_of(part, part)
     })?;
     let tokenizer = loaded::tokenizer(&peek_tokenizer(&checkpoint)?, &recipe)?;
-    let asked = Asked { texts: texts(&args, &tasks, &source, &tokenizer)?, source };
+    let asked = Asked { texts: texts(&args, &tasks, &source, &tokenizer, shape.max_seq_len)?, source };
     on_device!(place, run_on(&args, &checkpoint, &asked))
 }
 
@@ -187,22 +188,43 @@ struct Asked {
     texts: Vec<Vec<LongTexts>>,
 }
 
-/// Builds the samples of each task and length, `[task][length]`.
+/// Builds the samples of each task and length, `[task][length]`. Without `--tasks`, tasks whose texts are longer than
+/// the model's `max_seq_len` are left out.
 fn texts(
     args: &RulerArgs,
     tasks: &[LongTask],
     source: &LongSource,
     tokenizer: &Tokenizer,
+    max_seq_len: usize,
 ) -> Result<Vec<Vec<LongTexts>>> {
     let mut lengths = args.lengths.clone();
     lengths.sort_unstable();
     lengths.dedup();
     let (seed, numbers) = ((Split::Test, args.seed), 0..u64::from(args.samples));
-    let of_task = |&task: &LongTask| {
+    let mut all = Vec::new();
+    for &task in tasks {
         let texts = lengths.iter().map(|&length| long_texts(task, source, tokenizer, seed, length, numbers.clone()));
-        texts.collect::<Result<Vec<_>, _>>()
-    };
-    Ok(tasks.iter().map(of_task).collect::<Result<_, _>>()?)
+        match texts.collect::<Result<Vec<_>, _>>() {
+            Err(EvalError::NoRoom { task, enough, .. }) if enough > max_seq_len => {
+                let words = format!(
+                    "texts of {task} take up to {enough} tokens of this tokenizer, and the model's positions end at \
+                     {max_seq_len}"
+                );
+                if !args.tasks.is_empty() {
+                    bail!("{words}\n  hint: leave the task out");
+                }
+                terminal::note(&format!("note: {words}: the task is left out"));
+            }
+            texts => all.push(texts?),
+        }
+    }
+    if all.is_empty() {
+        bail!(
+            "the model has too few positions for RULER's tasks\n  \
+             hint: a model with more positions (model.max_position_embeddings)"
+        );
+    }
+    Ok(all)
 }
 
 fn run_on<B: DeviceBackend>(

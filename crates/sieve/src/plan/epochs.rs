@@ -10,18 +10,34 @@ use std::path::Path;
 /// A text and how often the run reads it. The loader shuffles each text separately, so each has its own number of
 /// epochs.
 #[derive(Debug, serde::Serialize)]
-pub(super) struct TextEpochs {
+pub(crate) struct TextEpochs {
     /// Folder of the text's shards, or its path in a recipe with `data.weights`.
     text: String,
     /// Number of training tokens of the text.
     num_tokens: u64,
     /// How many times the run reads the text.
     epochs: f64,
+    /// Tokens of the longest rows that the text has to fill; 1 if each document has rows of its own.
+    #[serde(skip)]
+    seq_len: u64,
+}
+
+impl TextEpochs {
+    /// What is wrong with a text that has too few tokens for one row, which training refuses, and a hint.
+    pub(crate) fn too_short(&self) -> Option<[String; 2]> {
+        let [tokens, row] = [self.num_tokens, self.seq_len].map(terminal::thousands);
+        (self.num_tokens < self.seq_len).then(|| {
+            [
+                format!("{tokens} training tokens are too few for a row of {row}"),
+                format!("rows of {tokens} tokens at most (--context or training.seq_len), or more text"),
+            ]
+        })
+    }
 }
 
 /// The texts of a run whose shards are in `dir`: the run's own text, then its stages' texts. `None` if some of the
 /// shards do not exist.
-pub(super) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
+pub(crate) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     let mut all = unread(recipe, dir)?;
     let num_own = all.len();
     // Here `epochs` counts tokens; the loop below divides them by the text's tokens.
@@ -38,7 +54,9 @@ pub(super) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
         };
         let weights = alone.data.weights.unwrap_or_else(|| vec![1.0]);
         let total = weights.iter().sum::<f64>();
+        let seq_len = if alone.training.one_document_per_row { 1 } else { alone.training.seq_len as u64 };
         for (text, weight) in of_stage.iter_mut().zip(weights) {
+            text.seq_len = text.seq_len.max(seq_len);
             text.epochs += num_tokens * weight / total;
         }
     }
@@ -52,7 +70,7 @@ pub(super) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
 /// shards do not exist.
 fn unread(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     let meta = Prepared::open(dir).ok()?.meta;
-    let text = |text: String, num_tokens: u64| TextEpochs { text, num_tokens, epochs: 0.0 };
+    let text = |text: String, num_tokens: u64| TextEpochs { text, num_tokens, epochs: 0.0, seq_len: 1 };
     let sources = meta.sources.iter().zip(&recipe.data.paths);
     let sources = sources.map(|(source, path)| text(path.clone(), source.train.num_tokens));
     let sources = sources.collect::<Vec<_>>();
@@ -67,7 +85,7 @@ fn estimate(recipe: &Recipe) -> Option<f64> {
     let (config, _) = corpus_configs(recipe, &variable).ok()?;
     let corpus = Corpus::open(config).ok()?;
     // The files of a data set on the hub are not known before it is fetched.
-    let num_bytes = Some(corpus.max_text_bytes()).filter(|_| !corpus.files().is_empty())?;
+    let num_bytes = Some(corpus.text_bytes()).filter(|_| !corpus.files().is_empty())?;
     Some(recipe.num_tokens() as f64 / tokens_of_text(num_bytes).max(1.0))
 }
 
@@ -86,11 +104,14 @@ pub(super) fn lines(found: Option<&[TextEpochs]>, recipe: &Recipe) -> Vec<String
             most.map_or(String::new(), |most| format!(", read about {most:.1} times by its size")),
         )],
         Some(found) => {
-            let line = |part: &TextEpochs| {
+            let lines = |part: &TextEpochs| {
                 let tokens = terminal::thousands(part.num_tokens);
-                format!("  text       {tokens} training tokens of {}, read {:.2} times", part.text, part.epochs)
+                let line =
+                    format!("  text       {tokens} training tokens of {}, read {:.2} times", part.text, part.epochs);
+                let too_short = part.too_short().map(|[what, hint]| format!("             {what}; hint: {hint}"));
+                std::iter::once(line).chain(too_short)
             };
-            found.iter().map(line).collect()
+            found.iter().flat_map(lines).collect()
         }
     };
     if most.is_some_and(|most| most > EPOCHS_AS_NEW) {

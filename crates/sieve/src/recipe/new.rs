@@ -1,6 +1,7 @@
 //! `sieve recipe new` and `sieve recipe show`.
 use super::{RecipeArgs, find};
 use crate::eval::output;
+use crate::plan::epochs;
 use crate::train::variable;
 use crate::{shipped, terminal, text_files};
 use anyhow::{Context, Result, anyhow, bail};
@@ -8,11 +9,11 @@ use clap::Args;
 use clap::builder::PossibleValuesParser;
 use sieve_core::Recipe;
 use sieve_core::recipe::{
-    AttentionKind, DataFormat, EPOCHS_AS_NEW, StartingSize, TokenizerTraining, least_text, steps_for_text,
-    tokens_of_text,
+    AttentionKind, DataFormat, EPOCHS_AS_NEW, StartingSize, TokenizerSource, TokenizerTraining, least_text,
+    steps_for_text, tokens_of_text,
 };
-use sieve_data::{Corpus, DataError, Tokenizer};
-use sieve_train::corpus_configs;
+use sieve_data::{Corpus, DataError, OnChange, Tokenizer, is_hub_tokenizer};
+use sieve_train::{DataSource, corpus_configs};
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -100,9 +101,15 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
     if let Some(path) = &args.tokenizer {
         check_tokenizer(path).context("--tokenizer cannot be used")?;
     }
-    let own = OwnText::look(&args.data);
-    let recipe = start(args, own.as_ref())?;
+    let mut recipe = start(args, None)?;
     let has_text = look_at_text(&recipe)?;
+    let own = OwnText::look(&recipe);
+    if let Some(own) = &own {
+        recipe = start(args, Some(own))?;
+        if has_text {
+            own.check_rows(&recipe)?;
+        }
+    }
     let text = format!(
         "# A recipe made by `sieve recipe new --size {} --kind {}`. Lines that are commented out hold defaults.\n\
          # `sieve plan --recipe FILE` says what it needs, `sieve train --recipe FILE` trains.\n\n{}",
@@ -176,7 +183,7 @@ fn look_at_text(recipe: &Recipe) -> Result<bool> {
 /// Fails if a tokenizer file on this machine cannot be read. A tokenizer on the hub is not fetched yet.
 fn check_tokenizer(path: &str) -> Result<()> {
     let path = sieve_core::paths::expand(path, &variable)?;
-    if !sieve_data::is_hub_tokenizer(&path) {
+    if !is_hub_tokenizer(&path) {
         Tokenizer::from_file(Path::new(&path))?;
     }
     Ok(())
@@ -204,16 +211,35 @@ struct OwnText {
 }
 
 impl OwnText {
-    /// The text of `paths`; `None` if a path matches no file here or has an unset variable.
-    fn look(paths: &[String]) -> Option<Self> {
-        let expanded = paths.iter().map(|path| sieve_core::paths::expand(path, &variable));
-        let paths = expanded.collect::<Result<_, _>>().ok()?;
-        let corpus = Corpus::open(text_files::config(paths, None, "text")).ok()?;
+    /// The recipe's text; `None` if a path matches no file here or has an unset variable.
+    fn look(recipe: &Recipe) -> Option<Self> {
+        let (config, _) = corpus_configs(recipe, &variable).ok()?;
+        let corpus = Corpus::open(config).ok()?;
         // The files of a data set on the hub are not known before it is fetched.
-        let num_bytes = Some(corpus.max_text_bytes()).filter(|_| !corpus.files().is_empty())?;
+        let num_bytes = Some(corpus.text_bytes()).filter(|_| !corpus.files().is_empty())?;
         let first = corpus.documents().next().and_then(Result::ok);
-        let prompt = first.and_then(|first| text_files::beginning(&first.text, PROMPT_CHARACTERS));
+        let first = first.map(|first| first.prompt.unwrap_or(first.text));
+        let prompt = first.and_then(|first| text_files::beginning(&first, PROMPT_CHARACTERS));
         Some(Self { num_bytes, prompt })
+    }
+
+    /// Fails if the text has too few tokens for one row. Where that is in doubt, the text is tokenised as for a run.
+    fn check_rows(&self, recipe: &Recipe) -> Result<()> {
+        let seq_len = recipe.stages().iter().map(|stage| stage.section.seq_len).max().unwrap_or_default();
+        // Tokens are less than twice as long as `tokens_of_text` estimates. A tokenizer on the hub is not fetched.
+        let is_remote = matches!(recipe.tokenizer.source(), TokenizerSource::Path(path) if is_hub_tokenizer(path));
+        if is_remote || tokens_of_text(self.num_bytes) > 2.0 * seq_len as f64 {
+            return Ok(());
+        }
+        let dir = tempfile::tempdir().context("making a folder for the text's tokens")?;
+        let source = DataSource::open(recipe, &variable)?;
+        source.prepare(recipe, dir.path(), OnChange::Refuse, &mut |_event| {})?;
+        for text in epochs::of_run(recipe, dir.path()).into_iter().flatten() {
+            if let Some([what, hint]) = text.too_short() {
+                bail!("{what}\n  hint: {hint}");
+            }
+        }
+        Ok(())
     }
 
     /// A line if the run reads the text for more epochs than teach something new.
@@ -255,9 +281,6 @@ fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
         let key = set.split('=').next().unwrap_or_default().trim();
         key == "training.steps" || key.starts_with("stage.") && key.ends_with(".steps")
     });
-    if own.is_some_and(|own| own.num_bytes == 0) {
-        bail!("the text of --data has no bytes\n  hint: put text into it, or name other files");
-    }
     let own = own.filter(|_| !is_given);
     let context = args.context.map(|context| context as usize);
     let mut all = StartingSize::ALL.into_iter();

@@ -12,6 +12,7 @@ use burn::tensor::Tensor;
 use burn_cuda::CudaDevice;
 use sieve_comm::{CollectiveCounts, CommError, Failure, Loss, Mesh, Pieces, Timeouts, World};
 use sieve_core::Recipe;
+use sieve_hf::Checkpoint;
 use sieve_kernels::{CudaPrimitive, KernelError, NcclGroup, NcclPiece, NcclWatch, NcclWork, ToBurn, kernel_tensor};
 use sieve_ops::Cuda;
 use sieve_train::{Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError};
@@ -246,6 +247,11 @@ pub(super) fn open(mesh: Option<&Mesh>, out: &Path, start: &Start, recipe: &Reci
 
 /// Like [`open`], in rank 0 or the only process.
 fn open_first(out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, Origin)> {
+    if let Start::ResumeFrom(path) | Start::BranchFrom(path) = start {
+        // A path without a checkpoint is reported first: the hint about a folder that holds a run, --resume, would
+        // continue from another checkpoint.
+        Checkpoint::peek(path)?;
+    }
     let mut folder = RunFolder::open(out, &recipe.checkpoint.folder, start)?;
     // Looking for the latest checkpoint may rename damaged ones, so it locks the folder first.
     if matches!(start, Start::ResumeAlone { .. }) {

@@ -52,7 +52,7 @@ fn each_rule_is_checked() {
 }
 
 #[test]
-fn the_tokens_of_a_process_suit_eight_bit_floats_in_every_stage() {
+fn the_tokens_of_a_process_fit_fp8_gemms_in_every_stage() {
     let text = MINIMAL.replace("head_dim = 10", "head_dim = 16");
     let text = text.replace("seq_len = 64", "seq_len = 64\nprecision = \"fp8\"");
     let stages = |seq_len: usize| {
@@ -79,7 +79,7 @@ fn the_tokens_of_a_process_suit_eight_bit_floats_in_every_stage() {
 }
 
 #[test]
-fn some_block_is_left_for_eight_bit_floats() {
+fn some_block_is_left_in_fp8() {
     let text = MINIMAL.replace("head_dim = 10", "head_dim = 16");
     let of = |blocks| {
         let fp8 = format!("seq_len = 64\nprecision = \"fp8\"\nbf16_end_blocks = {blocks}");

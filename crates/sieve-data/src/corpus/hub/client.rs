@@ -233,9 +233,7 @@ impl Client {
             }
             (Some(wanted), _) => wanted,
             (None, Some(rest)) => num_fetched.saturating_add(rest),
-            (None, None) => {
-                return Err(Failure::Lasting("neither listing nor answer says how long it is".to_owned()));
-            }
+            (None, None) => return Err(Failure::Lasting("neither listing nor answer says how long it is".to_owned())),
         };
         let mut out = match num_fetched {
             0 => AtomicFile::create(&file.path)?,

@@ -137,6 +137,10 @@ impl DocumentSource for JsonlSource {
         let line = self.lines.advance()?;
         Some(line.and_then(|()| Ok((self.parse()?, self.lines.line))))
     }
+
+    fn share_read(&self, num_bytes: u64) -> f64 {
+        (self.lines.offset as f64 / num_bytes.max(1) as f64).min(1.0)
+    }
 }
 
 impl JsonlSource {
@@ -155,9 +159,7 @@ impl JsonlSource {
         parser.end().map_err(|error| lines.bad_json(error))?;
         let text = match value {
             Some(Value::String(text)) => text,
-            Some(other) => {
-                return Err(column_not_text(path, number, column, kind_of(&other)));
-            }
+            Some(other) => return Err(column_not_text(path, number, column, kind_of(&other))),
             None => {
                 let found = serde_json::from_str::<serde_json::Map<String, Value>>(line);
                 let found = found.map_err(|error| lines.bad_json(error))?;

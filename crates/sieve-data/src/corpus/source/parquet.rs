@@ -157,6 +157,10 @@ impl DocumentSource for ParquetSource {
         self.row += 1;
         Some(self.text(value).map(|text| (text, self.row)))
     }
+
+    fn share_read(&self, _num_bytes: u64) -> f64 {
+        self.row as f64 / self.reader.metadata().file_metadata().num_rows().max(1) as f64
+    }
 }
 
 /// Calls the Parquet reader, which panics on some damaged files.

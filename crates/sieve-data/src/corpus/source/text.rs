@@ -50,6 +50,10 @@ impl DocumentSource for TextSource {
         let first = !std::mem::replace(&mut self.done, true);
         first.then(|| Ok((self.read()?, 1)))
     }
+
+    fn share_read(&self, _num_bytes: u64) -> f64 {
+        f64::from(u8::from(self.done))
+    }
 }
 
 impl TextSource {

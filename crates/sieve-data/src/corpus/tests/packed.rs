@@ -137,7 +137,7 @@ fn a_parquet_file_without_the_column_says_which_it_has() {
     "#,
     ) {
         let found = texts(CorpusConfig::parquet(vec![path.clone()], column));
-        refusal(found, &format!("a.parquet | {wanted} | set text_column"));
+        refusal(found, &format!("a.parquet | {wanted} | data.text_column"));
     }
 }
 

@@ -1,6 +1,6 @@
 //! Decoding by `dma`: the keys in its slots, their scores, and the file of score weights.
 
-use super::{file, layer, stream, tokens};
+use super::{file, layer, stream};
 use crate::decode::dma::{DmaLayerWeights, DmaWeights};
 use crate::test_data::TestCall;
 use crate::{DecodeSession, Method, Selector};
@@ -28,7 +28,7 @@ fn dma_decode_equals_a_sort_of_all_keys() {
         let mut session = DecodeSession::new(&selector, layer(&data)).expect("valid");
         let mut unseen = 0;
         for t in 0..70 {
-            let [q, k, v] = tokens(&data, t..t + 1);
+            let [q, k, v] = data.tokens(t..t + 1);
             let o = session.step(q, k, v).expect("valid");
             for head in 0..2 {
                 let mut order: Vec<usize> = (0..=t).collect();

@@ -24,10 +24,16 @@ pub(super) fn measure<B: DeviceBackend>(
     let contexts = FACTORS.map(|factor| factor * trained);
     let contexts: Vec<_> = contexts.into_iter().filter(|it| *it <= most).collect();
     if contexts.len() < 2 {
+        let further = match loaded.state.step {
+            // An import, which is no run.
+            0 => "sieve train --branch-from CHECKPOINT".to_owned(),
+            step => format!("sieve train --resume (of a finished run with --extend {})", step + 1),
+        };
         bail!(
             "--extrapolate needs positions beyond the {trained} tokens of a row in training, and the model \
              has {most}\n  \
-             hint: train with --set model.max_position_embeddings={}",
+             hint: positions have no weights, but the checkpoint's recipe names their number: train a step more by \
+             {further} and --set model.max_position_embeddings={}",
             4 * trained
         );
     }
