@@ -266,7 +266,8 @@ fn context_parallel_lines(parts: &ContextParallelPlan) -> Vec<String> {
     });
     let too_high = speed_too_high_by.map(|percent| {
         format!(
-            "             note: on two H200s, estimates of this attention under context parallelism were too high by {percent}"
+            "             note: on two H200s, estimates of this attention under context parallelism were too high by \
+             {percent}"
         )
     });
     let lines = [
