@@ -6,7 +6,7 @@
 //            aligned; grad_scale f32 [1]
 // Buffers    param, exp_avg, exp_avg_sq, grad, grad_scale, leaf (HAS_LEAF); the first three are read and written.
 //            SPLIT_MASTER: param is the low 16 bits of the master (common/split_master.cuh), and the leaf is read too
-// Defines    HAS_LEAF (1), SPLIT_MASTER (0)
+// Defines    HAS_LEAF 0|1, SPLIT_MASTER (0)
 // Tiling     grid (ceil(num_elements / 1024)); 256 threads, four elements each
 // Numerics   f32; 30 bytes an element, 28 with SPLIT_MASTER, memory-bound. The gate: where grad_scale is 0 or not
 //            finite nothing changes, leaf included
@@ -14,9 +14,6 @@
 #include "common/bf16x8.cuh"
 #include "common/split_master.cuh"
 
-#ifndef HAS_LEAF
-#define HAS_LEAF 1
-#endif
 #ifndef SPLIT_MASTER
 #define SPLIT_MASTER 0
 #endif
@@ -41,20 +38,15 @@ struct Update {
 };
 
 extern "C" __global__ void __launch_bounds__(256)
-adamw(param_element* param, float* exp_avg, float* exp_avg_sq, const float* grad, const float* grad_scale
+adamw(param_element* param, float* exp_avg, float* exp_avg_sq, const float* grad, const float* grad_scale,
 #if HAS_LEAF
-      , bf16* leaf
+      bf16* leaf,
 #endif
-      , const __grid_constant__ AdamwParams params) {
+      const __grid_constant__ AdamwParams params) {
   const float scale = *grad_scale;
   if (!(fabsf(scale) < INFINITY_F32) || scale == 0.f) return;  // the gate, which is closed for a NaN too
-  const Update update = {f32_word(params.beta1),
-                         f32_word(params.beta2),
-                         f32_word(params.eps),
-                         f32_word(params.decay),
-                         f32_word(params.step_size),
-                         f32_word(params.inverse_c2),
-                         scale};
+  const Update update = {f32_word(params.beta1), f32_word(params.beta2),     f32_word(params.eps),
+                         f32_word(params.decay), f32_word(params.step_size), f32_word(params.inverse_c2), scale};
   const u64 at = ((u64)blockIdx.x * 256 + threadIdx.x) * 4;
   if (at + 4 <= params.num_elements) {
     // Load four elements: parameters, both moments and gradients.

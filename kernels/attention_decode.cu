@@ -19,7 +19,7 @@
 // Buffers    q, k_new, v_new, k_cache, v_cache, chosen, q_weight, k_weight, cos, sin, length, o, partials, counters;
 //            APPEND=0: without k_new and v_new; CHOSEN=0: without chosen; ROTATE=0: without the weights, cos and sin,
 //            ROTATE=1: without the weights
-// Defines    HEAD_DIM, HEAD_DIM_V (128), APPEND (1), CHOSEN (0; 1 with APPEND=0), ROTATE (0; 1 or 2 with APPEND=1),
+// Defines    HEAD_DIM, HEAD_DIM_V, APPEND 0|1, CHOSEN 0|1 (1 with APPEND=0), ROTATE 0|1|2 (1 or 2 with APPEND=1),
 //            NUM_STAGES (4 for HEAD_DIM <= 64, else 2), NUM_WARPS (2 where a head_dim is above 128, else 4 or 8)
 // Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); 32 NUM_WARPS threads;
 //            dynamic shared bytes = 16 * (2 HEAD_DIM + 16)
@@ -37,15 +37,6 @@
 #include "common/rotary_head.cuh"
 #include "common/split_decode.cuh"
 
-#ifndef APPEND
-#define APPEND 1
-#endif
-#ifndef CHOSEN
-#define CHOSEN 0
-#endif
-#ifndef ROTATE
-#define ROTATE 0
-#endif
 static_assert(!(CHOSEN && APPEND), "the token of a choice is in the cache");
 static_assert(!ROTATE || APPEND, "a key is rotated before it joins the cache");
 

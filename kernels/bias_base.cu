@@ -14,10 +14,6 @@
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; keys that no query sees are not read (GATHER)
 #include "common/order_key.cuh"
 
-#ifndef GATHER
-#define GATHER 0
-#endif
-
 constexpr int BLOCK_QUERIES = 1024, LEVELS = 10;
 constexpr int LOADS = 3;  // loads that a thread has in flight
 

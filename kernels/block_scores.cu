@@ -45,9 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const i32 first = block * (i32)params.select_size, end = min(first + (i32)params.select_size, num);
     float most = -INFINITY_F32;
     for (i32 c = first + lane; c < end; c += 32) most = fmaxf(most, rows[c]);
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2)
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, distance));
+    most = warp_max(most);
     if (lane == 0) to[block] = most;
   }
 #else
@@ -59,9 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float* row = rows + h * capacity;
     float most = -INFINITY_F32, sum = 0.f;
     for (i32 c = lane; c < num; c += 32) most = fmaxf(most, row[c]);
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2)
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, distance));
+    most = warp_max(most);
     for (i32 c = lane; c < num; c += 32) sum += expf(row[c] - most);
     sum = lanes_sum<32>(sum);
     if (lane == 0) largest[h] = most, inverse[h] = 1.f / sum;

@@ -4,45 +4,32 @@
 // Layout     logits bf16 (GRADIENT) or f32 [rows, vocab_size], rows stride apart, a multiple of 8 and at least the next
 //            one after vocab_size, up to which gradients are written; labels i32 [rows]; losses f32 [rows]
 // Buffers    logits, labels, losses
-// Defines    GRADIENT (1): the gradients take the logits' place; 0: losses alone
+// Defines    GRADIENT 0|1 (1: the gradients take the logits' place; 0: losses alone)
 // Tiling     grid (rows); 512 threads; the first CACHED_CHUNKS chunks of a thread stay in registers between the two
 //            passes, the others are read again, from the L2
 // Numerics   f32 inside, sums in a fixed order; memory-bound
 // Edges      vocab_size not a multiple of 8: the padding columns are ignored. A label >= vocab_size makes the loss NaN
 #include "common/bf16x8.cuh"
-#include "common/fixed_sum.cuh"
-
-#ifndef GRADIENT
-#define GRADIENT 1
-#endif
+#include "common/mma.cuh"
 
 constexpr int NUM_THREADS = 512, NUM_WARPS = NUM_THREADS / 32;
 constexpr int CACHED_CHUNKS = GRADIENT ? 7 : 0;  // 28 registers
-constexpr int CACHE_SIZE = CACHED_CHUNKS > 0 ? CACHED_CHUNKS : 1;
 
 #if GRADIENT
 typedef bf16 logit;
+DEVICE float to_f32(bf16 x) { return bf16_to_f32(x); }
 struct Words { uint4 all; };
 DEVICE Words load_words(const logit* from) { return {load_16_bytes(from)}; }
 DEVICE void unpack(const Words& words, float (&to)[8]) { unpack_bf16x8(words.all, to); }
 #else
 typedef float logit;
+DEVICE float to_f32(float x) { return x; }
 struct Words { uint4 low, high; };
 DEVICE Words load_words(const logit* from) { return {load_16_bytes(from), load_16_bytes(from + 4)}; }
-DEVICE void unpack(const Words& words, float (&to)[8]) {
-  to[0] = __uint_as_float(words.low.x), to[1] = __uint_as_float(words.low.y), to[2] = __uint_as_float(words.low.z);
-  to[3] = __uint_as_float(words.low.w), to[4] = __uint_as_float(words.high.x), to[5] = __uint_as_float(words.high.y);
-  to[6] = __uint_as_float(words.high.z), to[7] = __uint_as_float(words.high.w);
-}
+DEVICE void unpack(const Words& words, float (&to)[8]) { load_f32x8((const float*)&words, to); }
 #endif
 
 struct CrossEntropyParams { u64 vocab_size, stride; };
-
-DEVICE float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // A running maximum (in units of log 2) and the sum of 2^(x - maximum).
 struct SoftmaxSum {
@@ -64,7 +51,9 @@ DEVICE void mask_tail(float (&values)[8], int count) {
     if (i >= count) values[i] = -INFINITY_F32;
 }
 
-DEVICE void add_chunk(SoftmaxSum& running, float (&values)[8]) {
+// Adds the first `count` of eight logits.
+DEVICE void add_chunk(SoftmaxSum& running, float (&values)[8], int count) {
+  mask_tail(values, count);
   float largest = values[0];
 #pragma unroll
   for (int i = 1; i < 8; i++) largest = fmaxf(largest, values[i]);
@@ -85,7 +74,7 @@ cross_entropy(logit* logits, const i32* labels, float* losses, const __grid_cons
   __shared__ float shared_maximum[NUM_WARPS], shared_sum[NUM_WARPS];
   const u64 row = blockIdx.x;
   const i32 label = labels[row];
-  const int vocab_size = (int)params.vocab_size, num_chunks = (vocab_size + 7) / 8;
+  const int vocab_size = (int)params.vocab_size, num_chunks = ceil_div(vocab_size, 8);
   logit* row_logits = logits + row * params.stride;
 
   if (label < 0) {
@@ -98,16 +87,10 @@ cross_entropy(logit* logits, const i32* labels, float* losses, const __grid_cons
   }
   // Read before any thread may overwrite it.
   float picked = __uint_as_float(0x7fc00000u);
-  if (label < vocab_size) {
-#if GRADIENT
-    picked = bf16_to_f32(row_logits[label]);
-#else
-    picked = row_logits[label];
-#endif
-  }
+  if (label < vocab_size) picked = to_f32(row_logits[label]);
 
   // Load and score: the cached chunks together, then the others one after the other.
-  Words cache[CACHE_SIZE];
+  Words cache[max_int(CACHED_CHUNKS, 1)];
 #pragma unroll
   for (int c = 0; c < CACHED_CHUNKS; c++) {
     const int chunk = threadIdx.x + c * NUM_THREADS;
@@ -120,16 +103,14 @@ cross_entropy(logit* logits, const i32* labels, float* losses, const __grid_cons
     if (chunk < num_chunks) {
       float values[8];
       unpack(cache[c], values);
-      mask_tail(values, vocab_size - chunk * 8);
-      add_chunk(running, values);
+      add_chunk(running, values, vocab_size - chunk * 8);
     }
   }
 #pragma unroll 4
   for (int chunk = threadIdx.x + CACHED_CHUNKS * NUM_THREADS; chunk < num_chunks; chunk += NUM_THREADS) {
     float values[8];
     unpack(load_words(row_logits + (i64)chunk * 8), values);
-    mask_tail(values, vocab_size - chunk * 8);
-    add_chunk(running, values);
+    add_chunk(running, values, vocab_size - chunk * 8);
   }
 
   // Accumulate over lanes, then over warps, in a fixed order.
@@ -172,8 +153,7 @@ cross_entropy(logit* logits, const i32* labels, float* losses, const __grid_cons
     if (chunk < num_chunks) store_chunk(chunk, cache[c]);
   }
 #pragma unroll 4
-  for (int chunk = threadIdx.x + CACHED_CHUNKS * NUM_THREADS; chunk < num_chunks; chunk += NUM_THREADS) {
+  for (int chunk = threadIdx.x + CACHED_CHUNKS * NUM_THREADS; chunk < num_chunks; chunk += NUM_THREADS)
     store_chunk(chunk, load_words(row_logits + (i64)chunk * 8));
-  }
 #endif
 }

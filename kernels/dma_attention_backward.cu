@@ -16,7 +16,7 @@
 // Buffers    q, k, v, do, row_stats, delta, base, list, list_len, (WHOLE_KEYS: chunk_end,) (COMPUTE_DQ: dq_sum,)
 //            (WHOLE_KEYS: dk, dv,) (COMPUTE_DK: dk_sum,) (COMPUTE_DV: dv_sum,) (COMPUTE_DK: ddelta)
 // Defines    as attention_backward (HAS_BIAS is always 1); SHARES (0; 1: head_shares blocks share a chunk of a list);
-//            SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made without atomics, COMPUTE_DQ and SHARES must be
+//            DETERMINISTIC 0|1: with 1 sums are made without atomics, COMPUTE_DQ and SHARES must be
 //            0 and a launch covers one super-block (launches in ascending order fix the order of every sum; dq comes
 //            from dma_attention_backward_query); WHOLE_KEYS 0|1: with 1 lists and chunk_end come from
 //            dma_backward_lists: a block takes the queries before its chunk's end, and writes dk (with softmax_scale)
@@ -28,7 +28,6 @@
 // Numerics   as attention_backward; dk_sum, dv_sum, ddelta: one f32 atomic add per key and super-block; never-active
 //            keys are not touched
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
-#define GATHER 1
 #define HAS_BIAS 1
 #ifndef DETERMINISTIC
 #define DETERMINISTIC 0
@@ -37,9 +36,6 @@
 #include "common/add_rows.cuh"
 #include "common/query_share.cuh"
 
-#ifndef SUPER_BLOCK
-#define SUPER_BLOCK 1024
-#endif
 #ifndef WHOLE_KEYS
 #define WHOLE_KEYS 0
 #endif

@@ -11,8 +11,7 @@
 //            [batch, seq_len, num_heads, HEAD_DIM_V], lse f32 [batch, num_heads, seq_len] contiguous
 // Buffers    q, k, v, delta, base, list, tile_window, o, lse
 // Defines    as attention_forward, HAS_BIAS is always 1; HEADS_PER_TILE: the query heads that share a gathered tile, a
-//            divisor of the group (largest of 8, 4, 2, 1 that divides it and leaves TILE_QUERIES >= 16); SUPER_BLOCK
-//            (1024)
+//            divisor of the group (largest of 8, 4, 2, 1 that divides it and leaves TILE_QUERIES >= 16)
 // Tiling     BLOCK_Q = NUM_WARPS * WARP_ROWS rows = HEADS_PER_TILE heads x TILE_QUERIES queries; a tile stays inside
 //            one super-block:
 //            grid (num_super_blocks * ceil(SUPER_BLOCK / TILE_QUERIES), num_heads / HEADS_PER_TILE, batch);

@@ -2,7 +2,7 @@
 // Math       as attention_row_sums over the pairs j <= i < expire_j
 // Layout     q, k, v, delta, base, list, tile_window as dma_attention_forward; do, row_stats as attention_row_sums
 // Buffers    q, k, v, do, row_stats, delta, base, list, tile_window
-// Defines    as attention_row_sums, HAS_BIAS is always 1; HEADS_PER_TILE as dma_attention_forward; SUPER_BLOCK (1024)
+// Defines    as attention_row_sums, HAS_BIAS is always 1; HEADS_PER_TILE as dma_attention_forward
 // Tiling     grid as dma_attention_forward; NUM_WARPS * 32 threads; dynamic shared bytes = (BLOCK_Q +
 //            NUM_STAGES * BLOCK_KV) * (HEAD_DIM + HEAD_DIM_V) * 2
 //              + NUM_STAGES * BLOCK_KV * 4 + BLOCK_KV * 8 * (NUM_STAGES == 2 ? 4 : NUM_STAGES <= 4 ? 8 : 16)

@@ -15,7 +15,7 @@
 //            (any content, unused and of any size when num_splits = 1); counters u32 [batch, num_kv_heads], zero before
 //            the first launch, zero again after each
 // Buffers    q, k_new, v_new, z_new, k_cache, v_cache, slot_z, slot_position, length, o, partials, counters
-// Defines    HEAD_DIM, HEAD_DIM_V (128), BIAS_LINEAR (0), NO_BIAS (0), NUM_STAGES (4 for HEAD_DIM <= 64, else 2),
+// Defines    HEAD_DIM, HEAD_DIM_V, BIAS_LINEAR (0), NO_BIAS (0), NUM_STAGES (4 for HEAD_DIM <= 64, else 2),
 //            NUM_WARPS (2 where a head_dim is above 128, else 4 or 8)
 // Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); 32 NUM_WARPS threads;
 //            dynamic shared bytes = 16 * (2 HEAD_DIM + 16)

@@ -14,7 +14,7 @@
 //            [batch, num_kv_heads, num_super_blocks, capacity], capacity a multiple of 128 and at least min(w + 1024,
 //            seq_len); list_len i32 [batch, num_kv_heads, num_super_blocks]; tile_window int2 {a, e}
 //            [batch, num_kv_heads, ceil(seq_len / tile_queries)]. All contiguous.
-// Defines    PREFIX_BLOCK (8192, as in dma_select_prefix), MIN_BLOCKS (2, blocks to fit on a multiprocessor)
+// Defines    PREFIX_BLOCK (8192, as in dma_select_prefix)
 // Tiling     grid (num_super_blocks, num_kv_heads, batch); 1024 threads; 37 KiB static shared memory, no dynamic
 // Numerics   integers only; deterministic. Entries list_len .. round_up(list_len, 128) are written as {j of entry 0,
 //            0}: safe to gather, never active. Entries past those are not written.
@@ -23,12 +23,7 @@
 #include "common/block_scan.cuh"
 #include "common/block_stream.cuh"
 
-#ifndef PREFIX_BLOCK
-#define PREFIX_BLOCK 8192
-#endif
-#ifndef MIN_BLOCKS
-#define MIN_BLOCKS (THREADS_PER_MULTIPROCESSOR >= 2048 ? 2 : 1)
-#endif
+#define MIN_BLOCKS (THREADS_PER_MULTIPROCESSOR >= 2048 ? 2 : 1)  // blocks to fit on a multiprocessor
 
 constexpr int SUPER_BLOCK = 1024;    // queries that share a list: one thread per query
 constexpr int WINDOW_WORDS = 2048;   // leaving times handled at once, in words of 32 bits

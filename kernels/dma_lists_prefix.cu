@@ -14,9 +14,6 @@
 //            dropped, see dma_lists
 #include "common/block_stream.cuh"
 
-#ifndef PREFIX_BLOCK
-#define PREFIX_BLOCK 8192
-#endif
 constexpr int NUM_THREADS = 1024;
 
 struct DmaListsPrefixParams {

@@ -18,10 +18,6 @@
 // Edges      seq_len not a multiple of 64; head_dim a multiple of 8
 #include "common/programmatic_launch.cuh"
 
-#ifndef NUM_KV_HEADS
-#define NUM_KV_HEADS 8
-#endif
-
 constexpr int NUM_THREADS = 256, BLOCK_TOKENS = 64;
 constexpr int TOKENS = NUM_KV_HEADS <= 8 ? 4 : NUM_KV_HEADS <= 16 ? 2 : 1;  // tokens a warp handles at once
 constexpr int NUM_SUMS = NUM_KV_HEADS * TOKENS;

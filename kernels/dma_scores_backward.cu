@@ -17,10 +17,6 @@
 #include "common/async_copy.cuh"
 #include "common/bf16x8.cuh"
 
-#ifndef NUM_KV_HEADS
-#define NUM_KV_HEADS 8
-#endif
-
 constexpr int NUM_THREADS = 128, TILE_TOKENS = 16;
 constexpr int CHANNELS = NUM_KV_HEADS <= 8 ? 8 : NUM_KV_HEADS <= 16 ? 4 : 2;  // channels of a thread
 constexpr int WORDS = CHANNELS / 2, NUM_WEIGHTS = CHANNELS * NUM_KV_HEADS;

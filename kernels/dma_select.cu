@@ -19,8 +19,7 @@
 // Layout     z f32 [batch, num_kv_heads, seq_len]; doc_start, doc_end i32 [batch, seq_len]; survivors
 //            as dma_select_prefix writes them;
 //            expire i32 [batch, num_kv_heads, seq_len]
-// Defines    PREFIX_BLOCK (8192, as in dma_select_prefix), MIN_BLOCKS (blocks to fit on a multiprocessor: 2, before
-//            sm_90 1)
+// Defines    PREFIX_BLOCK (8192, as in dma_select_prefix)
 // Tiling     grid (ceil(seq_len / 1024), num_kv_heads, batch); 1024 threads, one per arrival; 37 KiB static shared
 //            memory; dynamic shared bytes = 8 * PREFIX_BLOCK - 4096 (both together fit a device's 99 KiB)
 // Numerics   integer comparisons only: exact; writes every element of expire, each once
@@ -30,13 +29,8 @@
 #include "common/block_stream.cuh"
 #include "common/radix_select.cuh"
 
-#ifndef PREFIX_BLOCK
-#define PREFIX_BLOCK 8192
-#endif
-#ifndef MIN_BLOCKS
-// as many as shared memory has room for
+// Blocks to fit on a multiprocessor: as many as shared memory has room for.
 #define MIN_BLOCKS (__CUDA_ARCH__ >= 900 && THREADS_PER_MULTIPROCESSOR >= 2048 ? 2 : 1)
-#endif
 
 typedef unsigned short u16;
 

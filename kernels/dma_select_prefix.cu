@@ -19,9 +19,6 @@
 #include "common/block_stream.cuh"
 #include "common/radix_select.cuh"
 
-#ifndef PREFIX_BLOCK
-#define PREFIX_BLOCK 8192
-#endif
 static_assert(PREFIX_BLOCK % 1024 == 0, "a block of dma_select must not straddle a boundary");
 constexpr int MAX_CANDIDATES = 4096;  // keys that share the threshold's digits, in shared memory
 

@@ -36,7 +36,7 @@ embedding_order(const i32* ids, int2* order, int2* scratch, const __grid_constan
   __shared__ u32 counts[NUM_DIGITS * PITCH];  // [digit][warp]: counts, then the next token's place
   __shared__ u32 warp_sums[32];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int tokens = (int)params.tokens, stretch = (tokens + NUM_THREADS - 1) / NUM_THREADS * 32;
+  const int tokens = (int)params.tokens, stretch = ceil_div(tokens, NUM_THREADS) * 32;
   const int first = min(warp * stretch, tokens), end = min(first + stretch, tokens);
   const int passes = ((int)params.num_bits + DIGIT_BITS - 1) / DIGIT_BITS;
 

@@ -2,15 +2,11 @@
 // Math       total = sum of partials; out = total, or with ROOT sqrt(total)
 // Layout     partials f32 [num_partials]; out f32 [1]
 // Buffers    partials, out
-// Defines    ROOT (0)
+// Defines    ROOT 0|1
 // Tiling     grid (1); 1024 threads
 // Numerics   f32 in a fixed order; latency-bound
 // Edges      num_partials of any size
 #include "common/fixed_sum.cuh"
-
-#ifndef ROOT
-#define ROOT 0
-#endif
 
 constexpr int NUM_THREADS = 1024, NUM_WARPS = NUM_THREADS / 32;
 

@@ -13,9 +13,8 @@ constexpr int NUM_THREADS = 256, NUM_WARPS = NUM_THREADS / 32, LOADS = 4;
 
 struct Fp8AmaxParams { u64 num_elements; };
 
-DEVICE u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 // The larger of `largest` and the magnitudes of a pair, as the bits of f32s.
-DEVICE u32 fold(u32 largest, u32 pair) { return larger(larger(largest, pair & 0x7fff0000u), pair << 16 & 0x7fff0000u); }
+DEVICE u32 fold(u32 largest, u32 pair) { return max(max(largest, pair & 0x7fff0000u), pair << 16 & 0x7fff0000u); }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 fp8_amax(const bf16* x, u32* amax, const __grid_constant__ Fp8AmaxParams params) {
@@ -36,7 +35,7 @@ fp8_amax(const bf16* x, u32* amax, const __grid_constant__ Fp8AmaxParams params)
   __syncthreads();  // every warp's maximum is stored
   if (threadIdx.x == 0) {
 #pragma unroll
-    for (int warp = 1; warp < NUM_WARPS; warp++) largest = larger(largest, of_warps[warp]);
+    for (int warp = 1; warp < NUM_WARPS; warp++) largest = max(largest, of_warps[warp]);
     amax[blockIdx.x] = largest;
   }
 }

@@ -6,9 +6,9 @@
 //            [num_rows, width] and columns [width, num_rows] bytes, contiguous; scale f32 [1]
 // Buffers    x, amax, rows, columns, scale
 // Defines    E5M2 (1: e5m2, 0: e4m3)
-// Tiling     grid (ceil(width / 128), ceil(num_rows / 128)), the last rows first: the second level cache still holds
-//            them from fp8_amax; 256 threads; a thread turns 8 x 8 elements in registers, bytes change places in shared
-//            memory so that both copies are written in whole lines
+// Tiling     grid (ceil(width / 128), ceil(num_rows / 128)), the last rows first: the L2 still holds them from
+//            fp8_amax; 256 threads; a thread transposes 8 x 8 elements in registers, and the tile in shared memory, so
+//            that both copies are written in whole lines
 // Numerics   one multiplication in f32, then one rounding to nearest even that saturates; a NaN in x makes all NaN;
 //            memory-bound: 2 bytes read, 2 written
 // Edges      num_rows and width multiples of 8
@@ -58,13 +58,12 @@ fp8_quantise(const bf16* x, const u32* amax, unsigned char* rows, unsigned char*
     for (int i = 0; i < SIDE; i++) words[i] = load_16_bytes(x + (row + i) * params.width + column);
   }
   u32 largest = __float_as_uint(7.888609e-31f);
-  for (u64 at = threadIdx.x; at < params.num_partials; at += NUM_THREADS)
-    largest = amax[at] > largest ? amax[at] : largest;
+  for (u64 at = threadIdx.x; at < params.num_partials; at += NUM_THREADS) largest = max(amax[at], largest);
   largest = __reduce_max_sync(~0u, largest);
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
   __syncthreads();  // every warp's maximum is stored
 #pragma unroll
-  for (int warp = 0; warp < NUM_WARPS; warp++) largest = of_warps[warp] > largest ? of_warps[warp] : largest;
+  for (int warp = 0; warp < NUM_WARPS; warp++) largest = max(of_warps[warp], largest);
   const float bound = __uint_as_float(largest), factor = LARGEST / bound;
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) scale[0] = bound / LARGEST;
 

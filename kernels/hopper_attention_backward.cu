@@ -74,10 +74,7 @@ DEVICE void store_gradient(const float (&sums)[N], float scale, bf16* to, u64 st
 #pragma unroll
     for (int n = 0; n < N / 16; ++n) {
       u32 x[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        x[i] = pack_bf16(sums[(4 * n + i) * 4 + 2 * r] * scale, sums[(4 * n + i) * 4 + 2 * r + 1] * scale);
-      quad_transpose(x);
+      quad_pack(x, sums + 16 * n, r, scale);
       if (key < seq_len) *(uint4*)(row + n * 32) = make_uint4(x[0], x[1], x[2], x[3]);
     }
   }

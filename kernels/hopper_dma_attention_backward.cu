@@ -12,7 +12,7 @@
 //            dq_semaphores i32 [batch, num_heads, dq_len / 64], zero before each launch; key_semaphores i32
 //            [batch, num_kv_heads, seq_len], zero before the first
 // Defines    as hopper_attention_backward, HAS_BIAS (1); SHARES (0; 1: head_shares blocks share a chunk of a list);
-//            SUPER_BLOCK (1024); ORDERED 0|1: a fixed order of all sums; launches are in ascending order;
+//            ORDERED 0|1: a fixed order of all sums; launches are in ascending order;
 //            WHOLE_KEYS 0|1: as dma_attention_backward
 // Tiling     128 entries a block: grid (super_blocks * ceil(list_capacity / 128), num_kv_heads * head_shares, batch),
 //            super_blocks: number in this launch; blocks past a list's end leave at once; threads and dynamic shared
@@ -29,9 +29,6 @@
 #include "common/hopper_backward.cuh"
 #include "common/query_share.cuh"
 
-#ifndef SUPER_BLOCK
-#define SUPER_BLOCK 1024
-#endif
 #ifndef WHOLE_KEYS
 #define WHOLE_KEYS 0
 #endif
@@ -151,10 +148,7 @@ DEVICE void store_whole_rows(bf16* to, u64 stride, float scale, const float (&su
 #pragma unroll
     for (int n = 0; n < N / 16; ++n) {
       u32 x[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        x[i] = pack_bf16(sums[(4 * n + i) * 4 + 2 * r] * scale, sums[(4 * n + i) * 4 + 2 * r + 1] * scale);
-      quad_transpose(x);
+      quad_pack(x, sums + 16 * n, r, scale);
       if (whole[r]) *(uint4*)(row + n * 32) = make_uint4(x[0], x[1], x[2], x[3]);
     }
   }

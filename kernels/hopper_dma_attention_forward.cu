@@ -7,7 +7,7 @@
 // Buffers    q_map by value, q, k, v, (HAS_BIAS: delta, base,) list,
 //            tile_window, o, lse, (RESIDUAL: o_low)
 // Defines    as hopper_attention_forward, HAS_BIAS (1); HEADS_PER_TILE: the query heads that share a gathered tile, a
-//            divisor of the group; SUPER_BLOCK (1024)
+//            divisor of the group
 // Tiling     BLOCK_Q = NUM_CONSUMERS * 64 rows = HEADS_PER_TILE heads x TILE_QUERIES queries; a tile stays inside one
 //            super-block. Persistent: grid (multiprocessors, 1, 1); 128 + NUM_CONSUMERS * 128 threads; dynamic shared
 //            bytes = BLOCK_Q * HEAD_DIM * 2 + (K_STAGES + V_STAGES) * 256 * HEAD_DIM

@@ -43,14 +43,10 @@ DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_su
     const int whole_from = run.num_keys() < KEYS ? 0x7fffffff : run.first_key() + KEYS - 1;
     // The second half of the last tile is often empty: the warpgroups take it alternately.
     const int half = (warpgroup + runs) % 2;
-    float dk[HEAD_DIM / 2];
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = 0.0f;
+    float dk[HEAD_DIM / 2] = {};
     for (int first = half * 64; first - half * 64 < num_rows; first += ROWS) {
       // Score: dS^T = I^T - mean_h P^T, the heads one after the other, the indexer's last.
-      float ds[32];
-#pragma unroll
-      for (int i = 0; i < 32; ++i) ds[i] = 0.0f;
+      float ds[32] = {};
       for (int head = 0; head <= group; ++head, ++tiles) {
         const u32 slot = tiles % ROW_STAGES;
         barrier_wait(barrier_at(shared, FULL_ROWS + slot), tiles / ROW_STAGES % 2);
@@ -80,7 +76,7 @@ DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_su
       if (load_shared_int(places) < whole_from) hide_keys(ds, run, places);  // tokens ascend
       // Accumulate: dK += dS^T Q, dQ = dS K.
       u32 gradient[4][4];
-      pack_columns(gradient, ds);
+      pack_operand(gradient, ds);
       query_gradient(dk, gradient, parts, q, places, run, shared, warpgroup);
       release_slot(barrier_at(shared, EMPTY_ROWS + slot));
     }

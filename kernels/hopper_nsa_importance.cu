@@ -33,24 +33,33 @@ struct ImportanceRows {
   int own[2];  // the last block that is written; -1: none
 };
 
+// Halvings of the column tiles by which RowSums adds up MERGED heads; with 16, a thread's two rows are added first.
+template <int MERGED>
+constexpr int SUM_STEPS = MERGED >= 8 ? 3 : MERGED == 4 ? 2 : MERGED == 2 ? 1 : 0;
+template <int MERGED>
+constexpr int SUM_ROWS = MERGED == 16 ? 1 : 2;
+
+template <int MERGED>
+DEVICE void merge_rows(float (&p)[4 * TILES]) {
+  if (MERGED != 16) return;
+#pragma unroll
+  for (int n = 0; n < TILES; ++n)
+#pragma unroll
+    for (int x = 0; x < 2; ++x) p[4 * n + x] += p[4 * n + 2 + x];
+}
+
 // Adds up a step's probabilities, `p[4 n + 2 h + x]` of column 8 n + 2 t + x, over blocks and the MERGED consecutive
 // heads, and writes them. `carry`: the last slot's of the step before, in lanes t = 3.
 template <int MERGED>
 DEVICE void write_step(float (&p)[4 * TILES], float (&carry)[2], const ImportanceRows& rows, int first_block) {
-  constexpr int STEPS = MERGED >= 8 ? 3 : MERGED == 4 ? 2 : MERGED == 2 ? 1 : 0;
-  using Sums = RowSums<STEPS, 1>;
+  using Sums = RowSums<SUM_STEPS<MERGED>, 1>;
   const int lane = (int)threadIdx.x % 32, t = lane % 4;
   const bool odd = t % 2;
   // half the weight of the thread's second column: the last slot of a block is shared with the next block
   const float share = odd ? 0.5f : 1.0f;
-  if (MERGED == 16) {
+  merge_rows<MERGED>(p);
 #pragma unroll
-    for (int n = 0; n < TILES; ++n)
-#pragma unroll
-      for (int x = 0; x < 2; ++x) p[4 * n + x] += p[4 * n + 2 + x];
-  }
-#pragma unroll
-  for (int h = 0; h < (MERGED == 16 ? 1 : 2); ++h) {
+  for (int h = 0; h < SUM_ROWS<MERGED>; ++h) {
     float sums[TILES / 2], before = carry[h];
 #pragma unroll
     for (int m = 0; m < TILES / 2; ++m) {
@@ -88,18 +97,13 @@ DEVICE int lane_before() {
 // `carry`: each lane's last slot of the step before.
 template <int MERGED>
 DEVICE void write_largest(float (&p)[4 * TILES], float (&carry)[2], const ImportanceRows& rows, int first_block) {
-  constexpr int STEPS = MERGED >= 8 ? 3 : MERGED == 4 ? 2 : MERGED == 2 ? 1 : 0;
+  constexpr int STEPS = SUM_STEPS<MERGED>;
   using Sums = RowSums<STEPS, 4>;  // two tiles of two columns
   const int lane = (int)threadIdx.x % 32, t = lane % 4;
   const bool odd = t % 2, is_last = Sums::first_tile() + Sums::TILES == 8;
-  if (MERGED == 16) {
+  merge_rows<MERGED>(p);
 #pragma unroll
-    for (int n = 0; n < TILES; ++n)
-#pragma unroll
-      for (int x = 0; x < 2; ++x) p[4 * n + x] += p[4 * n + 2 + x];
-  }
-#pragma unroll
-  for (int h = 0; h < (MERGED == 16 ? 1 : 2); ++h) {
+  for (int h = 0; h < SUM_ROWS<MERGED>; ++h) {
     float values[2 * TILES];
 #pragma unroll
     for (int i = 0; i < 2 * TILES; ++i) values[i] = p[i / 2 * 4 + 2 * h + i % 2];
@@ -229,10 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       float p[4 * TILES];
       const u64 a = wgmma_along(shared + warp / 4 * 64 * 128), b = wgmma_along(k_shared + step % 2 * TILE_BYTES);
       wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < HEAD_DIM / 16; ++i)
-        wgmma<0, 0>(p, wgmma_step(a, i / 4 * ROWS * 128 + i % 4 * 32), wgmma_step(b, i / 4 * SLOTS * 128 + i % 4 * 32),
-                    i > 0);
+      wgmma_rows<HEAD_DIM, ROWS, SLOTS>(p, a, b, false);
       wgmma_commit();
       const int left[2] = {seen[0] - step * SLOTS, seen[1] - step * SLOTS};
       const bool partial = !__all_sync(~0u, min(left[0], left[1]) >= SLOTS);

@@ -37,9 +37,7 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
     const int whole_from = run.num_keys() < KEYS ? 0x7fffffff : run.first_key() + KEYS - 1;
     // The second half of the last tile is often empty: the warpgroups take it alternately.
     const int half = (warpgroup + runs) % 2;
-    float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2];
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = dv[i] = 0.0f;
+    float dk[HEAD_DIM / 2] = {}, dv[HEAD_DIM / 2] = {};
     for (int first = half * 64; first - half * 64 < num_rows; first += ROWS, ++tiles) {
       const u32 slot = tiles % ROW_STAGES;
       barrier_wait(barrier_at(shared, FULL_ROWS + slot), tiles / ROW_STAGES % 2);
@@ -68,7 +66,7 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
       }
       if (partial) hide_keys(scores, run, places);
       u32 weights[4][4];
-      pack_columns(weights, scores);
+      pack_operand(weights, scores);
       wgmma_fence();
       weigh_rows<ROWS>(dv, weights, d_out, true);  // dV += P^T dO
       wgmma_wait<1>();                             // dP

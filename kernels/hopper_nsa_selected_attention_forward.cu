@@ -85,7 +85,7 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, [[maybe_unu
         }
 #if !KEYS_ONLY
       u32 weights[4][4];
-      pack_columns(weights, score);
+      pack_operand(weights, score);
       float output[HEAD_DIM / 2];
       wgmma_fence();
       weigh_rows<KEYS>(output, weights, run.values(), false);
@@ -111,10 +111,10 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, [[maybe_unu
       // The output is stored through the tile of q.
       barrier_sync(ROWS_READ + warpgroup, 128);  // no warp of the warpgroup reads these rows of q any more
       u32 packed[4][4];
-      pack_columns(packed, output);
+      pack_operand(packed, output);
       store_parts(parts, q, places, packed);
 #if HEAD_DIM == 128
-      pack_columns<32>(packed, output);
+      pack_operand<32>(packed, output);
       store_parts(parts + 64, q + ROWS * 128, places, packed);
 #endif
 #endif

@@ -1,4 +1,4 @@
-// likeliest: the first of the largest logits of each row.
+// likeliest: argmax of each row of logits, the first of equal ones.
 // Math       ids[r] = min {i : x[r, i] = max_j x[r, j]}, or -1 where an x[r, j] is NaN or infinite
 // Layout     x bf16 [rows, width], rows x_stride apart; ids i32 [rows]
 // Buffers    x, ids

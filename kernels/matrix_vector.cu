@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OUTPUT == 1 && X_ROWS == 4
                   const __grid_constant__ MatrixVectorParams params) {
   extern __shared__ uint4 h[];  // [X_ROWS, k / 8]
   __shared__ float sums[X_ROWS * NUM_WARPS];
-  const int num_chunks = (int)(params.k / 8), num_pieces = (num_chunks + LANES * UNROLL - 1) / (LANES * UNROLL);
+  const int num_chunks = (int)(params.k / 8), num_pieces = ceil_div(num_chunks, LANES * UNROLL);
   const u64 first = (u64)blockIdx.x * GROUPS, step = (u64)gridDim.x * GROUPS;
   u64 row = first + threadIdx.x / LANES;
 
@@ -81,8 +81,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, OUTPUT == 1 && X_ROWS == 4
     if (r < (int)params.rows) {
       prepare_row(h + r * num_chunks, x + r * params.x_stride, norm, num_chunks, sums + r * NUM_WARPS, params);
     } else {
-      const uint4 zeros = make_uint4(0, 0, 0, 0);
-      for (int chunk = threadIdx.x; chunk < num_chunks; chunk += THREADS) h[r * num_chunks + chunk] = zeros;
+      for (int chunk = threadIdx.x; chunk < num_chunks; chunk += THREADS)
+        h[r * num_chunks + chunk] = make_uint4(0, 0, 0, 0);
     }
   }
   __syncthreads();  // h is stored, and the sums of its norms have been read
@@ -90,9 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OUTPUT == 1 && X_ROWS == 4
   // Every group takes the same number of rounds, so that all threads reach the barriers.
   for (u64 base = first; base < params.n; base += step, row += step) {
     float totals[X_ROWS];
-#if OUTPUT == 1
-    float gates[X_ROWS];
-#endif
+    [[maybe_unused]] float gates[X_ROWS];
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
 #pragma unroll

@@ -26,6 +26,7 @@
 #include "common/async_copy.cuh"
 #include "common/mma.cuh"
 #include "common/programmatic_launch.cuh"
+#include "common/quad.cuh"
 
 #ifndef LENGTHS
 #define LENGTHS 0
@@ -39,16 +40,52 @@ static_assert(KEY_DIM % 16 == 0 && VALUE_DIM % 16 == 0 && VALUE_DIM <= KEY_DIM,
               "whole m16n8k16 steps; values are the first columns of keys");
 // 16 bytes of padding: a row is an odd number of 16-byte chunks, so ldmatrix meets eight different groups of banks.
 constexpr int KEY_PITCH = KEY_DIM * 2 + 16, WEIGHT_PITCH = TILE_KEYS * 2 + 16;
+constexpr int CHUNKS = KEY_DIM / 8;  // 16-byte chunks of a row
 constexpr int Q_BYTES = DECODE_ROWS * KEY_PITCH, STAGE_BYTES = TILE_KEYS * KEY_PITCH;
 constexpr int WEIGHTS_AT = Q_BYTES + NUM_STAGES * STAGE_BYTES, MAXIMA_AT = WEIGHTS_AT + DECODE_ROWS * WEIGHT_PITCH;
 constexpr int SUMS_AT = MAXIMA_AT + NUM_WARPS * DECODE_ROWS * 4;
 // Columns of the sum, 16 at a time, and how many of these a warp takes.
-constexpr int COLUMN_STEPS = VALUE_DIM / 16, WARP_STEPS = (COLUMN_STEPS + NUM_WARPS - 1) / NUM_WARPS;
+constexpr int COLUMN_STEPS = VALUE_DIM / 16, WARP_STEPS = ceil_div(COLUMN_STEPS, NUM_WARPS);
 
 struct MlaDecodeParams {
   u64 num_heads, num_queries, num_keys, key_stride, batch_stride, scale_stride, scale_batch_stride, num_splits,
       softmax_scale;
 };
+
+// sum += P V of a tile, for this warp's columns.
+DEVICE void add_values(float (&sum)[WARP_STEPS * 2][4], u32 weights, u32 values) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#pragma unroll
+  for (int step = 0; step < TILE_KEYS / 16; step++) {
+    u32 a[4];
+    load_matrix_x4(a, weights + (lane & 15) * WEIGHT_PITCH + (lane >> 4) * 16 + step * 32);
+    const u32 v_lane = values + (step * 16 + (lane & 15)) * KEY_PITCH + (lane >> 4) * 16;
+#pragma unroll
+    for (int n = 0; n < WARP_STEPS; n++) {
+      const int columns = warp * WARP_STEPS + n;
+      if (columns >= COLUMN_STEPS) break;
+      u32 b[4];
+      load_matrix_x4_transposed(b, v_lane + columns * 32);
+      mma_bf16(sum[2 * n], a, b[0], b[1]);
+      mma_bf16(sum[2 * n + 1], a, b[2], b[3]);
+    }
+  }
+}
+
+// s = Q K^T for this warp's 16 keys of a tile.
+DEVICE void score_keys(float (&s)[2][4], u32 queries, u32 keys) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const u32 q_lane = queries + (lane & 15) * KEY_PITCH + (lane >> 4) * 16;
+  const u32 k_lane = keys + (warp * DECODE_KEYS + (lane & 7) + (lane >> 4) * 8) * KEY_PITCH + ((lane >> 3) & 1) * 16;
+#pragma unroll 4
+  for (int step = 0; step < KEY_DIM / 16; step++) {
+    u32 a[4], b[4];
+    load_matrix_x4(a, q_lane + step * 32);
+    load_matrix_x4(b, k_lane + step * 32);
+    mma_bf16(s[0], a, b[0], b[1]);
+    mma_bf16(s[1], a, b[2], b[3]);
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     mla_decode(const bf16* __restrict__ q, const bf16* __restrict__ latents, const float* __restrict__ key_scale,
@@ -72,15 +109,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
   const int num_keys = (int)params.num_keys;
 #endif
   const int num_seen = num_keys - num_queries + (int)(query % num_queries) + 1;
-  const int per_split = ((num_seen + TILE_KEYS - 1) / TILE_KEYS + num_splits - 1) / num_splits * TILE_KEYS;
+  const int per_split = ceil_div(ceil_div(num_seen, TILE_KEYS), num_splits) * TILE_KEYS;
   const int begin = (int)min((i64)split * per_split, (i64)num_seen), end = min(begin + per_split, num_seen);
-  const int num_tiles = (end - begin + TILE_KEYS - 1) / TILE_KEYS;
+  const int num_tiles = ceil_div(end - begin, TILE_KEYS);
   const bf16* keys = latents + batch * params.batch_stride;
 
   // Load: start the copies of two tiles, then of the queries.
   const u32 shared = shared_address(shared_bytes), stages = shared + Q_BYTES;
   auto load = [&](int tile) {
-    constexpr int CHUNKS = KEY_DIM / 8;
     const int first = begin + tile * TILE_KEYS;
     if (tile < num_tiles) {
 #pragma unroll 4
@@ -94,15 +130,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     copy_async_commit();
   };
   for (int tile = 0; tile < NUM_STAGES; tile++) load(tile);
-  {
-    constexpr int CHUNKS = KEY_DIM / 8;
-    const bf16* rows = q + (query * num_heads + first_row) * KEY_DIM;
-    for (int i = threadIdx.x; i < DECODE_ROWS * CHUNKS; i += NUM_THREADS) {
-      const int row = i / CHUNKS, chunk = i % CHUNKS;
-      uint4 value = make_uint4(0, 0, 0, 0);
-      if (row < num_rows) value = *(const uint4*)(rows + row * KEY_DIM + chunk * 8);
-      *(uint4*)(shared_bytes + row * KEY_PITCH + chunk * 16) = value;
-    }
+  const bf16* rows = q + (query * num_heads + first_row) * KEY_DIM;
+  for (int i = threadIdx.x; i < DECODE_ROWS * CHUNKS; i += NUM_THREADS) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS;
+    uint4 value = make_uint4(0, 0, 0, 0);
+    if (row < num_rows) value = *(const uint4*)(rows + row * KEY_DIM + chunk * 8);
+    *(uint4*)(shared_bytes + row * KEY_PITCH + chunk * 16) = value;
   }
 
   const float scale = f32_word(params.softmax_scale) * LOG2_E;
@@ -123,12 +156,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
   load_factors(0);
 #endif
   float* maxima = (float*)(shared_bytes + MAXIMA_AT);  // [warp][row]
-  float sum[WARP_STEPS * 2][4];
+  float sum[WARP_STEPS * 2][4] = {};
   float row_max[2] = {-INFINITY_F32, -INFINITY_F32}, row_sum[2] = {0.f, 0.f};  // row_sum over this lane's keys only
-#pragma unroll
-  for (int n = 0; n < WARP_STEPS * 2; n++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) sum[n][i] = 0.f;
 
   for (int tile = 0; tile < num_tiles; tile++) {
     copy_async_wait<NUM_STAGES - 1>();
@@ -136,17 +165,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     const u32 stage = stages + tile % NUM_STAGES * STAGE_BYTES;
 
     // Score the 16 keys of a warp.
-    float s[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
-    const u32 q_lane = shared + (lane & 15) * KEY_PITCH + (lane >> 4) * 16;
-    const u32 k_lane = stage + (warp * DECODE_KEYS + (lane & 7) + (lane >> 4) * 8) * KEY_PITCH + ((lane >> 3) & 1) * 16;
-#pragma unroll 4
-    for (int step = 0; step < KEY_DIM / 16; step++) {
-      u32 a[4], b[4];
-      load_matrix_x4(a, q_lane + step * 32);
-      load_matrix_x4(b, k_lane + step * 32);
-      mma_bf16(s[0], a, b[0], b[1]);
-      mma_bf16(s[1], a, b[2], b[3]);
-    }
+    float s[2][4] = {};
+    score_keys(s, shared, stage);
 #if KEY_SCALE
 #pragma unroll
     for (int n = 0; n < 2; n++)
@@ -161,9 +181,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
       for (int i = 0; i < 4; i++) s[n][i] = n * 8 + column + (i & 1) < num_valid ? s[n][i] * scale : -INFINITY_F32;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float top = fmaxf(fmaxf(s[0][2 * h], s[0][2 * h + 1]), fmaxf(s[1][2 * h], s[1][2 * h + 1]));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+      const float top =
+          quad_max(fmaxf(fmaxf(s[0][2 * h], s[0][2 * h + 1]), fmaxf(s[1][2 * h], s[1][2 * h + 1])));
       if ((lane & 3) == 0) maxima[warp * DECODE_ROWS + group + 8 * h] = top;
     }
     __syncthreads();  // every warp reads the maxima of all warps
@@ -194,21 +213,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     for (int n = 0; n < WARP_STEPS * 2; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) sum[n][i] *= factor[i / 2];
-#pragma unroll
-    for (int step = 0; step < TILE_KEYS / 16; step++) {
-      u32 a[4];
-      load_matrix_x4(a, shared + WEIGHTS_AT + (lane & 15) * WEIGHT_PITCH + (lane >> 4) * 16 + step * 32);
-      const u32 v_lane = stage + (step * 16 + (lane & 15)) * KEY_PITCH + (lane >> 4) * 16;
-#pragma unroll
-      for (int n = 0; n < WARP_STEPS; n++) {
-        const int columns = warp * WARP_STEPS + n;
-        if (columns >= COLUMN_STEPS) break;
-        u32 b[4];
-        load_matrix_x4_transposed(b, v_lane + columns * 32);
-        mma_bf16(sum[2 * n], a, b[0], b[1]);
-        mma_bf16(sum[2 * n + 1], a, b[2], b[3]);
-      }
-    }
+    add_values(sum, shared + WEIGHTS_AT, stage);
     __syncthreads();  // all warps have read the stage and the weights
     load(tile + NUM_STAGES);
   }
@@ -218,8 +223,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
   float* sums = (float*)(shared_bytes + SUMS_AT);  // [warp][row]
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    row_sum[h] += __shfl_xor_sync(0xffffffffu, row_sum[h], 1);
-    row_sum[h] += __shfl_xor_sync(0xffffffffu, row_sum[h], 2);
+    row_sum[h] = quad_sum(row_sum[h]);
     if ((lane & 3) == 0) sums[warp * DECODE_ROWS + group + 8 * h] = row_sum[h];
   }
   __syncthreads();  // the sums are stored

@@ -1,4 +1,4 @@
-// mla_decode_join: joins the parts that mla_decode leaves of each row, split over the keys.
+// mla_decode_join: combines the split-KV partials of mla_decode.
 // Math       o = sum_s 2^(m_s - max m) v_s / sum_s 2^(m_s - max m) l_s over the parts {m_s, l_s, v_s} of a row
 // Layout     partials f32 [rows, num_splits, VALUE_DIM + 2]: maximum in base 2, sum, weighted columns; o bf16
 //            [rows, VALUE_DIM]
@@ -8,6 +8,7 @@
 //            columns
 // Numerics   f32, one rounding at the store; fixed order: two runs are bit-equal
 // Edges      num_splits is at most 4096; parts that saw no key have maximum -inf and weight 0
+#include "common/block_sums.cuh"
 #include "common/mma.cuh"
 #include "common/programmatic_launch.cuh"
 
@@ -15,24 +16,6 @@ static_assert(VALUE_DIM % 16 == 0, "columns are stored in pairs");
 constexpr int THREADS = 256, GROUPS = 4, COLUMNS = 128, MAX_SPLITS = 4096;
 
 struct MlaDecodeJoinParams { u64 num_splits; };
-
-// The largest value, or the sum, over the block; every thread gets it.
-template <bool SUM>
-DEVICE float over_block(float x, float (&shared)[THREADS / 32]) {
-  const int warp = threadIdx.x >> 5;
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    const float other = __shfl_xor_sync(0xffffffffu, x, distance);
-    x = SUM ? x + other : fmaxf(x, other);
-  }
-  __syncthreads();  // the last values have been read
-  if ((threadIdx.x & 31) == 0) shared[warp] = x;
-  __syncthreads();  // every warp's value is stored
-  x = shared[0];
-#pragma unroll
-  for (int i = 1; i < THREADS / 32; i++) x = SUM ? x + shared[i] : fmaxf(x, shared[i]);
-  return x;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     mla_decode_join(const float* __restrict__ partials, bf16* __restrict__ o,
@@ -50,13 +33,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     weights[split] = row[(i64)split * ROW];
     largest = fmaxf(largest, weights[split]);
   }
-  largest = over_block<false>(largest, reduced);
+  largest = block_largest<THREADS>(largest, reduced);
   const float base = largest == -INFINITY_F32 ? 0.f : largest;
   for (int split = threadIdx.x; split < num_splits; split += THREADS) {
     weights[split] = exp2_fast(weights[split] - base);
     total += weights[split] * row[(i64)split * ROW + 1];
   }
-  total = over_block<true>(total, reduced);  // its barriers also make the weights known
+  total = block_sum<THREADS>(total, reduced);  // its barriers also make the weights known
 
   // Two columns of every fourth part, then of the four groups.
   const int group = threadIdx.x / (COLUMNS / 2), pair = threadIdx.x % (COLUMNS / 2) * 2,

@@ -34,9 +34,6 @@ struct NsaChooseParams {
   u64 num_first, num_local;  // forced blocks
 };
 
-// An integer that sorts as the importance does. It is above 0 for every importance; 0 stands for no block.
-DEVICE u32 order_of(float x) { return order_of_score(x); }
-
 // The choice of a query, and the address of its list.
 struct Choice {
   const float* from;  // importance of block `first`
@@ -53,7 +50,7 @@ DEVICE void take_reaching(const Choice& choice, u32 least, int reached) {
   int surplus = reached - choice.needed, place = 0;
   for (int at = 0; at < choice.count; at += 32) {
     const bool inside = at + lane < choice.count;
-    const u32 value = inside ? order_of(choice.from[at + lane]) : 0,
+    const u32 value = inside ? order_of_score(choice.from[at + lane]) : 0,
               equal = __ballot_sync(~0u, inside && value == least);
     const bool taken = inside && (value > least || (value == least && __popc(equal & below) >= surplus));
     const u32 takers = __ballot_sync(~0u, taken);
@@ -68,14 +65,14 @@ template <int NUM>
 DEVICE void choose(const Choice& choice, uint2* room) {
   const int lane = (int)threadIdx.x % 32;
   const u32 below = (1u << lane) - 1;
-  u32 held[NUM], most = 0;
+  u32 held[NUM], most = 0;  // 0: no block
 #pragma unroll
   for (int i = 0; i < NUM; ++i) {
-    held[i] = i * 32 + lane < choice.count ? order_of(choice.from[i * 32 + lane]) : 0;
+    held[i] = i * 32 + lane < choice.count ? order_of_score(choice.from[i * 32 + lane]) : 0;
     most = max(most, held[i]);
   }
   if (NUM == HELD) {
-    for (int at = HELD * 32 + lane; at < choice.count; at += 32) most = max(most, order_of(choice.from[at]));
+    for (int at = HELD * 32 + lane; at < choice.count; at += 32) most = max(most, order_of_score(choice.from[at]));
   }
 
   // A lower bound of the result: the largest number that the largest importances of `needed` lanes reach. It need not
@@ -116,7 +113,7 @@ DEVICE void choose(const Choice& choice, uint2* room) {
 #pragma unroll
     for (int i = 0; i < NUM; ++i) sum += held[i] >= tried;
     if (NUM == HELD) {
-      for (int at = HELD * 32 + lane; at < choice.count; at += 32) sum += order_of(choice.from[at]) >= tried;
+      for (int at = HELD * 32 + lane; at < choice.count; at += 32) sum += order_of_score(choice.from[at]) >= tried;
     }
     const int num = (int)__reduce_add_sync(~0u, sum);
     if (num >= choice.needed) least = tried, reached = num;
@@ -145,9 +142,9 @@ DEVICE void choose_by_block(const Choice& choice) {
   radix_select<1>(select, 0, BlockKeys{choice}, NoKeys{});
   const u64 least = select.threshold[0];
   // Consecutive blocks of a warp, a multiple of 32; they are counted, then written.
-  const int lane = (int)threadIdx.x % 32, span = (choice.count + SELECT_THREADS - 1) / SELECT_THREADS * 32,
+  const int lane = (int)threadIdx.x % 32, span = ceil_div(choice.count, SELECT_THREADS) * 32,
             begin = (int)threadIdx.x / 32 * span, end = min(begin + span, choice.count);
-  auto taken = [&](int at) { return at < end && order_key(order_of(choice.from[at]), (u32)at) >= least; };
+  auto taken = [&](int at) { return at < end && order_key(order_of_score(choice.from[at]), (u32)at) >= least; };
   u32 mine = 0, all;
 #pragma unroll 4
   for (int at = begin; at < end; at += 32) mine += taken(at + lane);

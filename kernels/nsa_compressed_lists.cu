@@ -17,7 +17,7 @@
 #include "common/nsa_blocks.cuh"
 
 struct NsaCompressedListsParams {
-  u64 seq_len, size, stride, num_slots, capacity;
+  u64 seq_len, size, stride, capacity;
 };
 
 constexpr int SUPER_BLOCK = 1024, TILE_QUERIES = 64, LIST_ALIGNMENT = 128;

@@ -23,6 +23,7 @@
 #include "common/attention_params.cuh"
 #include "common/copy_rows.cuh"
 #include "common/nsa_blocks.cuh"
+#include "common/quad.cuh"
 #include "common/row_sums.cuh"
 
 constexpr int ROWS = 64, SLOTS = 64, CARRY = 32, PITCH = CARRY + SLOTS + 1;
@@ -47,8 +48,7 @@ DEVICE void store_largest(const float (&score)[2][16], const int (&low)[2], cons
         const int column = n / 2 * 8 + 2 * t + n % 2;
         if (column >= first && column < end) largest = fmaxf(largest, score[h][n]);
       }
-#pragma unroll
-      for (int other = 1; other < 4; other *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, other));
+      largest = quad_max(largest);
       // The result of an earlier step was written by the same lane.
       if (t == 0 && inside) to[h][block] = first < 0 ? fmaxf(to[h][block], largest) : largest;
     }
@@ -76,6 +76,24 @@ DEVICE void store_probabilities(float (&p)[2][16], float* table, int warp) {
       row[n * 8 + 1] = p[h][2 * n + 1];
     }
   }
+}
+
+// RULE 0 and 1: the importance of a block, from the probabilities of the slots that overlap it. `from`: the block's
+// first slot in the first of the query's group / merged rows of the table. Slots before the document hold zeros.
+DEVICE float block_importance(const float* from, int group, int merged, int per_select, int per_compress) {
+  float sum = 0.0f;
+  for (int offset = 1 - per_compress; RULE == 1 && offset < per_select; ++offset) {
+    float of_slot = 0.0f;
+    for (int part = 0; part < group / merged; ++part) of_slot += from[part * PITCH + offset];
+    sum = fmaxf(sum, of_slot);
+  }
+  for (int part = 0; RULE == 0 && part < group / merged; ++part, from += PITCH)
+    for (int offset = 1 - per_compress; offset < per_select; ++offset) {
+      // The strides that the compressed block at this offset shares with the block.
+      const int weight = min(per_select - 1, offset + per_compress - 1) - max(offset, 0) + 1;
+      sum += (float)weight * from[offset];
+    }
+  return sum;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -222,20 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (; block <= own && document_first + (block + 1) * per_select <= first + SLOTS; block += team) {
         const float* from =
             probabilities + query * group / merged * PITCH + CARRY + document_first + block * per_select - first;
-        float sum = 0.0f;
-        for (int offset = 1 - per_compress; RULE == 1 && offset < per_select; ++offset) {
-          float of_slot = 0.0f;
-          for (int part = 0; part < group / merged; ++part) of_slot += from[part * PITCH + offset];
-          sum = fmaxf(sum, of_slot);
-        }
-        for (int part = 0; RULE == 0 && part < group / merged; ++part, from += PITCH)
-          for (int offset = 1 - per_compress; offset < per_select; ++offset) {
-            // As many strides as the compressed block at this offset shares with the block. Slots before the document
-            // hold zeros.
-            const int weight = min(per_select - 1, offset + per_compress - 1) - max(offset, 0) + 1;
-            sum += (float)weight * from[offset];
-          }
-        to[(u64)query * params.num_blocks + block] = sum;
+        to[(u64)query * params.num_blocks + block] = block_importance(from, group, merged, per_select, per_compress);
       }
     }
     __syncthreads();  // no thread reads the step's probabilities any more

@@ -1,6 +1,6 @@
 // nsa_selected_attention_forward: attention of the queries that chose a block of keys over that block, keys outermost:
 // a block of threads holds a block's K and V and streams the rows of its list, 128 at a time. nsa_selected_combine
-// joins a query's parts.
+// combines a query's parts.
 // Math       for each choice: part = sum_j softmax_j(softmax_scale * q . k_j) v_j over the block's keys j <= i,
 //            part_lse = log2 sum_j exp(softmax_scale * q . k_j)
 // Layout     q bf16 [batch, seq_len, num_heads, HEAD_DIM], k, v [.., num_kv_heads, HEAD_DIM]: any token and batch
@@ -76,22 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       float score[ROW_TILES][KEYS / 8][4] = {};
       const u32 q_at = q_shared + it % 2 * Q_BYTES + warp_row * Tile::ROW_BYTES + Tile::offset(lane % 16, lane / 16);
       const u32 k_at = shared + Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-#pragma unroll
-      for (int step = 0; step < HEAD_DIM / 16; ++step) {
-        u32 a[ROW_TILES][4];
-#pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m) load_matrix_x4(a[m], Tile::step(q_at, m * 16, step * 2));
-#pragma unroll
-        for (int n = 0; n < KEYS / 16; ++n) {
-          u32 b[4];
-          load_matrix_x4(b, Tile::step(k_at, n * 16, step * 2));
-#pragma unroll
-          for (int m = 0; m < ROW_TILES; ++m) {
-            mma_bf16(score[m][2 * n], a[m], b[0], b[1]);
-            mma_bf16(score[m][2 * n + 1], a[m], b[2], b[3]);
-          }
-        }
-      }
+      multiply_rows<Tile>(score, q_at, k_at);
       // Mask: where the block is short, or is the own block of one of the warp's queries, which ascend.
       if (run.end_key - run.first_key < KEYS || tile_rows[0].token < run.end_key - 1) {
 #pragma unroll
@@ -106,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       }
 
       // Softmax over this block only.
-      u32 p[ROW_TILES][KEYS / 16][4];
+      u32 p[KEYS / 16][ROW_TILES][4];
       float inverse[ROW_TILES][2];
 #pragma unroll
       for (int r = 0; r < 2 * ROW_TILES; ++r) {
@@ -132,9 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
         for (int step = 0; step < KEYS / 16; ++step)
-#pragma unroll
-          for (int x = 0; x < 4; ++x)
-            p[m][step][x] = pack_bf16(score[m][2 * step + x / 2][x % 2 * 2], score[m][2 * step + x / 2][x % 2 * 2 + 1]);
+          pack_fragment(p[step][m], score[m][2 * step], score[m][2 * step + 1]);
 
       // Multiply by the values, 64 columns at a time, and store.
       const u32 v_at = v_shared + Tile::offset(lane % 16, lane / 16);
@@ -147,11 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
           for (int n = 0; n < 4; ++n) {
             u32 b[4];
             load_matrix_x4_transposed(b, Tile::step(v_at, step * 16, (column + n) * 2));
-#pragma unroll
-            for (int m = 0; m < ROW_TILES; ++m) {
-              mma_bf16(output[m][2 * n], p[m][step], b[0], b[1]);
-              mma_bf16(output[m][2 * n + 1], p[m][step], b[2], b[3]);
-            }
+            mma_columns(output, p[step], 2 * n, b);
           }
 #pragma unroll
         for (int r = 0; r < 2 * ROW_TILES; ++r) {

@@ -1,4 +1,5 @@
-// nsa_selected_combine: joins what a query's chosen blocks gave, in the order of the blocks.
+// nsa_selected_combine: combines the partial outputs of a query's chosen blocks by their LSEs, or sums the parts of its
+// dq, in the order of the blocks.
 // Math       GRADIENT 0: o = sum_s w_s part_s / sum_s w_s, w_s = 2^part_lse_s, lse = log sum_s w_s; a query that chose
 //            nothing gets o = 0, lse = -inf; LSE_ONLY 1: lse alone;
 //            GRADIENT 1: dq = softmax_scale * sum_s part_s
@@ -61,9 +62,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
   // The number of blocks that the query chose and the largest of their log-sum-exps; a lane reads every LANES-th.
   int count = 0;
-#if !GRADIENT
-  float largest = -INFINITY_F32, total = 0.0f;
-#endif
+  [[maybe_unused]] float largest = -INFINITY_F32, total = 0.0f;
   for (int s = (int)lane; s < most; s += LANES) {
     if (chosen[s] < 0) break;
     ++count;

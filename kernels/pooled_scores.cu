@@ -27,9 +27,7 @@
 #endif
 
 constexpr int NUM_WARPS = 8, THREADS = NUM_WARPS * 32, COLUMNS = HEAD_DIM / 32;
-#if POOLS
-constexpr int PARTS = THREADS / HEAD_DIM;
-#endif
+[[maybe_unused]] constexpr int PARTS = THREADS / HEAD_DIM;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "lanes hold pairs of columns, and a row is two or four parts");
 
 struct PooledScoresParams : TokenParams {

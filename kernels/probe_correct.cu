@@ -1,7 +1,7 @@
-// probe_correct: what dense probe rows know is added to a sparse output (MOMO, eq. 3; Delta Attention,
+// probe_correct: corrects a sparse output by the error at its dense probe rows (MOMO, eq. 3; Delta Attention,
 // arXiv:2505.11254).
-// Math       o[t] += dense[p] - o[p] for the rows t between a probe p and the next one, but for dense rows and where p
-//            is one; then o[p] = dense[p].
+// Math       o[t] += dense[p] - o[p] for the rows t between a probe p and the next one, except dense rows; not where p
+//            itself is a dense row; then o[p] = dense[p].
 //            replaces_only: the second alone
 // Layout     o, dense bf16 [num_queries, width] contiguous, of dense the probe rows; probe p is row max(p * gamma -
 //            offset, 0); rows dense_first .. dense_end are dense

@@ -6,17 +6,13 @@
 //            tokens in_stride, dy_stride and out_stride apart (multiples of 8); weights, positions and tables as in the
 //            forward; partials f32 [gridDim.x, 2 HEAD_DIM], the q weight's columns first
 // Buffers    qkv, q_weight, k_weight, positions, cos, sin, dy, dqkv, partials; dqkv may be dy (then COPY_V 0)
-// Defines    HEAD_DIM, COPY_V (1)
+// Defines    HEAD_DIM, COPY_V 0|1
 // Tiling     grid (any number of blocks, fixed by the wrapper); 256 threads; warp w of block b takes tokens 8 b + w and
 //            on in strides of the grid
 // Numerics   f32 sums in a fixed order, which the grid is part of; memory-bound, each input is read once
 // Edges      as in the forward
 #include "common/fixed_sum.cuh"
 #include "common/rotary_head.cuh"
-
-#ifndef COPY_V
-#define COPY_V 1
-#endif
 
 constexpr int NUM_WARPS = 8;
 
@@ -59,10 +55,7 @@ struct HeadBatch {
       const int head = base + i * HEADS_PER_WARP + (int)(threadIdx.x & 31) / GROUP;
       if (base + i * HEADS_PER_WARP >= end) break;
       HeadColumns n = x[i].columns(), g = dy[i].columns();
-      float squares = 0.f;
-#pragma unroll
-      for (int k = 0; k < LANE_COLUMNS; k++) squares = fmaf(n.low[k], n.low[k], fmaf(n.high[k], n.high[k], squares));
-      const float inverse = 1.f / sqrtf(lanes_sum<GROUP>(squares) * (1.f / HEAD_DIM) + epsilon);
+      const float inverse = inverse_rms(n, epsilon);
       float products = 0.f;
 #pragma unroll
       for (int k = 0; k < LANE_COLUMNS; k++) {

@@ -8,12 +8,13 @@
 // Buffers    q, k, lse, received, nan
 // Defines    HEAD_DIM (a multiple of 16 up to 128)
 // Tiling     grid (ceil(num_keys / 128), num_kv_heads); 128 threads: a warp holds 32 keys in registers as the rows of
-//            S^T = K Q^T and meets 64 queries a stage, so that a key's sum never leaves its lanes; blocks of early
+//            S^T = K Q^T and streams 64 queries a stage, so that a key's sum never leaves its lanes; blocks of early
 //            keys, which most queries see, start first; dynamic shared bytes = 2 * 64 * (2 HEAD_DIM + 4) + 128
 // Numerics   bf16 products, f32 sums in a fixed order: a tile of queries, then all; every sum is written
 // Edges      any number of keys; a query whose logits are all minus infinity weighs nothing
 #include "common/async_copy.cuh"
 #include "common/mma.cuh"
+#include "common/quad.cuh"
 
 constexpr int NUM_WARPS = 4, THREADS = NUM_WARPS * 32, KEYS = NUM_WARPS * 32, QUERIES = 64, STEPS = HEAD_DIM / 16;
 constexpr int STAGE_BYTES = QUERIES * HEAD_DIM * 2, CHUNKS = HEAD_DIM / 8;
@@ -40,7 +41,7 @@ DEVICE void load_rows(u32 shared, const bf16* from, u64 stride, int first, int c
 // of the block; the lane's first key is seen from the tile's query `first_seeing` on. Two forms, as a branch at each
 // probability would part the products from the exponentials that hide them.
 template <bool IS_DIAGONAL>
-DEVICE void add_tile(float (&sums)[2][2], const u32 (&keys)[2][STEPS][4], u32 stage, const float* of_queries,
+DEVICE void add_tile(float (&sums)[2][2], const u32 (&keys)[STEPS][2][4], u32 stage, const float* of_queries,
                      float scale, int first_seeing) {
   const int lane = threadIdx.x & 31, column = (lane & 3) * 2;
   float of_tile[2][2] = {};
@@ -51,11 +52,7 @@ DEVICE void add_tile(float (&sums)[2][2], const u32 (&keys)[2][STEPS][4], u32 st
     for (int step = 0; step < STEPS; step++) {
       u32 b[4];
       load_matrix_x4(b, stage + Tile::offset(slice * 16 + (lane & 7) + (lane >> 4) * 8, step * 2 + ((lane >> 3) & 1)));
-#pragma unroll
-      for (int m = 0; m < 2; m++) {
-        mma_bf16(s[m][0], keys[m][step], b[0], b[1]);
-        mma_bf16(s[m][1], keys[m][step], b[2], b[3]);
-      }
+      mma_columns(s, keys[step], 0, b);
     }
 #pragma unroll
     for (int n = 0; n < 2; n++) {
@@ -91,10 +88,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM > 64 ? 3 : 4)
             heads = (int)(params.num_heads / params.num_kv_heads), first_query = (int)params.first_query;
   const float scale = f32_word(params.softmax_scale) * LOG2_E;
   const int first_row = max(first_query, first_key) / QUERIES * QUERIES,
-            tiles = first_row < num_keys ? (num_keys - first_row + QUERIES - 1) / QUERIES : 0;
+            tiles = first_row < num_keys ? ceil_div(num_keys - first_row, QUERIES) : 0;
 
   // Keys: two tiles of 16 rows a warp, for the whole launch. They pass through both stages.
-  u32 keys[2][STEPS][4];
+  u32 keys[STEPS][2][4];
   load_rows(stages, k + params.k_offset + (u64)kv_head * HEAD_DIM, params.k_token_stride, first_key, KEYS, num_keys);
   copy_async_commit();
   copy_async_wait<0>();
@@ -103,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM > 64 ? 3 : 4)
   for (int m = 0; m < 2; m++)
 #pragma unroll
     for (int step = 0; step < STEPS; step++)
-      load_matrix_x4(keys[m][step],
+      load_matrix_x4(keys[step][m],
                      stages + Tile::offset(warp * 32 + m * 16 + (lane & 15), step * 2 + (lane >> 4)));
   __syncthreads();  // every warp has loaded its keys; queries overwrite their place
 
@@ -141,9 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM > 64 ? 3 : 4)
   for (int m = 0; m < 2; m++)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float sum = sums[m][h];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      const float sum = quad_sum(sums[m][h]);
       const int key = first_key + warp * 32 + m * 16 + h * 8 + group;
       if ((lane & 3) == 0 && key < num_keys) {
         received[(u64)kv_head * num_keys + key] = sum;

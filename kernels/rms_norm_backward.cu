@@ -7,7 +7,7 @@
 //            [gridDim.x, width]; width and strides multiples of 8
 // Buffers    x, weight, dy, d_residual (HAS_RESIDUAL), dx, partials, y (HAS_OUTPUT); dx may be dy or d_residual, y may
 //            be dy if dx is not
-// Defines    HAS_OUTPUT (0), HAS_RESIDUAL (0): d_residual is the gradient that reaches s past this norm, WARPS_PER_ROW
+// Defines    HAS_OUTPUT (0), HAS_RESIDUAL 0|1: d_residual is the gradient that reaches s past this norm, WARPS_PER_ROW
 //            (1, 2, 4, 8, 16: width up to 512 times that)
 // Tiling     grid (any number of blocks, fixed by the wrapper); 512 threads; block b takes rows b ROWS .. and on in
 //            strides of the grid; a row is two chunks a lane, so that registers leave room for many rows on their way
@@ -20,10 +20,6 @@
 #define CHUNKS_PER_LANE 2
 #include "common/norm_row.cuh"
 
-#ifndef HAS_RESIDUAL
-#define HAS_RESIDUAL 0
-#endif
-
 #ifndef HAS_OUTPUT
 #define HAS_OUTPUT 0
 #endif
@@ -32,17 +28,6 @@ constexpr int NUM_WARPS = 16, ROWS = NUM_WARPS / WARPS_PER_ROW;
 static_assert(NUM_WARPS % WARPS_PER_ROW == 0, "a row's warps are in one block");
 
 struct RmsNormBackwardParams { u64 rows, width, x_stride, dy_stride, d_residual_stride, epsilon; };
-
-#if HAS_RESIDUAL
-#define RESIDUAL_BUFFER const bf16 *d_residual,
-#else
-#define RESIDUAL_BUFFER
-#endif
-#if HAS_OUTPUT
-#define OUTPUT_BUFFER bf16 *y,
-#else
-#define OUTPUT_BUFFER
-#endif
 
 // Sums of two values over the warps of a row. Each row has its own barrier and does not wait for other rows.
 DEVICE void row_sums(float& a, float& b, float2* shared, int row_in_block) {
@@ -62,19 +47,21 @@ DEVICE void row_sums(float& a, float& b, float2* shared, int row_in_block) {
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 2)
-    rms_norm_backward(const bf16* x, const bf16* weight, const bf16* dy, RESIDUAL_BUFFER bf16* dx, float* partials,
-                      OUTPUT_BUFFER const __grid_constant__ RmsNormBackwardParams params) {
+    rms_norm_backward(const bf16* x, const bf16* weight, const bf16* dy,
+#if HAS_RESIDUAL
+                      const bf16* d_residual,
+#endif
+                      bf16* dx, float* partials,
+#if HAS_OUTPUT
+                      bf16* y,
+#endif
+                      const __grid_constant__ RmsNormBackwardParams params) {
   __shared__ float2 shared[2][NUM_WARPS];
-  __shared__ float4 weight_sums[ROWS > 1 ? MAX_WIDTH / 4 : 1];
+  __shared__ __align__(16) float sums[ROWS > 1 ? MAX_WIDTH : 4];
   const int num_chunks = (int)(params.width / 8), first = first_chunk(), row_in_block = threadIdx.x / CHUNK_STEP;
   const u64 rounds = (params.rows + (u64)gridDim.x * ROWS - 1) / ((u64)gridDim.x * ROWS);
 
-  float dweight[CHUNKS][8];
-#pragma unroll
-  for (int c = 0; c < CHUNKS; c++)
-#pragma unroll
-    for (int i = 0; i < 8; i++) dweight[c][i] = 0.f;
-
+  float dweight[CHUNKS][8] = {};
 #pragma unroll 1
   for (u64 round = 0; round < rounds; round++) {
     const u64 row = (round * gridDim.x + blockIdx.x) * ROWS + row_in_block;
@@ -135,9 +122,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 2)
           const float normal = values[i] * inverse;
           dweight[c][i] = fmaf(grads[i], normal, dweight[c][i]);
           result[i] = inverse * (grads[i] * factors[i] - normal * mean);
-#if HAS_OUTPUT
-          grads[i] = normal * factors[i];
-#endif
+          if (HAS_OUTPUT) grads[i] = normal * factors[i];
         }
 #if HAS_OUTPUT
         store_16_bytes(y + row * params.width + chunk * 8, pack_bf16x8(grads));
@@ -162,7 +147,6 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 2)
       if (chunk < num_chunks) store_f32x8(out + chunk * 8, dweight[c]);
     }
   } else {
-    float* sums = reinterpret_cast<float*>(weight_sums);
     for (int turn = 0; turn < ROWS; turn++) {
       if (turn == row_in_block) {
 #pragma unroll

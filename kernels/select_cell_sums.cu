@@ -32,8 +32,7 @@ DEVICE float together(float x, float* places) {
 extern "C" __global__ void __launch_bounds__(128)
     select_cell_sums(const float* block_lse, float* mass, const __grid_constant__ SelectCellSumsParams params) {
   __shared__ float places[4];
-  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
-                               (int)params.query_block};
+  const SelectBlocks blocks = select_blocks(params);
   const int row = (int)blockIdx.x, head = (int)blockIdx.y, columns = blocks.num_columns(), cell = (int)params.cell,
             first_query = (int)params.first_query, segment = (int)params.segment;
   const int begin = row == 0 ? 0 : (blocks.first(row) - first_query) / cell,

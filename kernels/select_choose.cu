@@ -16,6 +16,7 @@
 //            entries are exact up to 2^24 a thread; of equal masses as many stay as the goal needs, by division in f64
 // Edges      goal >= 1 (absolute: infinity) keeps all; at least one block stays of those that compete; top 0 and share
 //            0: by mass; a row with NaN keeps nothing: its head is dense
+#include "common/fixed_sum.cuh"
 #include "common/order_key.cuh"
 #include "common/select_blocks.cuh"
 
@@ -28,17 +29,6 @@ struct SelectChooseParams {
   u64 goal;   // f32 bits
   u64 absolute, strict;
 };
-
-DEVICE double warp_sum(double x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
-DEVICE float warp_max(float x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-  return x;
-}
 
 // Shared memory of the thread block. Two `places` are used alternately, so that one barrier is enough between two uses.
 struct Together {
@@ -56,7 +46,7 @@ struct Together {
     return x;
   }
   DEVICE double sum(float x) {
-    return of(warp_sum(x), [](double a, double b) { return a + b; });
+    return of(lanes_sum<32>((double)x), [](double a, double b) { return a + b; });
   }
   DEVICE float largest(float x) {
     return (float)of(warp_max(x), [](double a, double b) { return a < b ? b : a; });
@@ -70,8 +60,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
   u32* stored = (u32*)shared_memory;
   __shared__ double places[2 * NUM_WARPS];
   Together together = {places, 0};
-  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
-                               (int)params.query_block};
+  const SelectBlocks blocks = select_blocks(params);
   const int row = (int)blockIdx.x, head = (int)params.first_head + (int)blockIdx.y, columns = blocks.num_columns(),
             words = ceil_div(columns, 32), thread = (int)threadIdx.x;
   const int admissible = blocks.competing(row, (int)params.segment), num_first = (int)params.num_first;

@@ -11,6 +11,7 @@
 // Numerics   integers
 // Edges      tiles of a multiple of 32 keys; rows without a key
 #include "common/block_scan.cuh"
+#include "common/fixed_sum.cuh"
 #include "common/select_blocks.cuh"
 
 struct SelectColumnsParams {
@@ -21,8 +22,7 @@ struct SelectColumnsParams {
 extern "C" __global__ void __launch_bounds__(128)
     select_columns(const u32* columns, const u32* bits, i32* counts, i32* pairs, i32* mask,
                    const __grid_constant__ SelectColumnsParams params) {
-  const SelectBlocks tiles = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
-                              (int)params.query_block};
+  const SelectBlocks tiles = select_blocks(params);
   const int lane = (int)threadIdx.x % 32, row = (int)blockIdx.x * 4 + (int)threadIdx.x / 32, rows = tiles.num_rows(),
             list = (int)blockIdx.y;
   if (row >= rows) return;
@@ -49,8 +49,7 @@ extern "C" __global__ void __launch_bounds__(128)
     count += (int)__shfl_sync(~0u, inclusive, 31);
   }
   if (params.fills) return;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  sum = lanes_sum<32>(sum);
   if (lane == 0) {
     counts[at_row] = count;
     pairs[at_row] += (i32)sum;

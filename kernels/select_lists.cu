@@ -17,6 +17,7 @@
 // Numerics   integers; every word written
 // Edges      tile divides block; with tile < block the offset of the first block is 0, and there are no segments; the
 //            segments of a row's queries hold at most 64 tiles
+#include "common/fixed_sum.cuh"
 #include "common/select_blocks.cuh"
 
 struct SelectListsParams {
@@ -54,8 +55,7 @@ DEVICE i64 seen_up_to(i64 n, i64 keys) {
 extern "C" __global__ void __launch_bounds__(128)
     select_lists(const u32* kept, const i32* nan, const i32* key_order, const i32* query_order, u32* bits, i32* counts,
                  i32* pairs, const __grid_constant__ SelectListsParams params) {
-  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
-                               (int)params.query_block};
+  const SelectBlocks blocks = select_blocks(params);
   const int per_block = blocks.block / (int)params.tile, segment = (int)params.segment;
   const SelectBlocks tiles = {blocks.num_queries, blocks.num_keys, (int)params.tile, blocks.offset,
                               blocks.query_block / per_block};
@@ -95,8 +95,7 @@ extern "C" __global__ void __launch_bounds__(128)
           here +=
               tiles.context() + query_order[(u64)list * heads * tiles.num_queries + (query - tiles.context())] >= key;
     }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) here += __shfl_xor_sync(~0u, here, step);
+    here = lanes_sum<32>(here);
     if (here > 0) own_bits |= 1ull << (tile - own);
     if (lane == 0) sum += here;
   }

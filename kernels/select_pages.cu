@@ -14,8 +14,8 @@
 // Edges      head_dim a multiple of 32; the first token of a page overwrites its bounds; the token's own page gets no
 //            score; length >= capacity writes nothing out of bounds: the wrapper refuses it
 #include "common/attention_params.cuh"
+#include "common/fixed_sum.cuh"
 #include "common/programmatic_launch.cuh"
-#include "common/types.cuh"
 
 struct SelectPagesParams : TokenParams {
   u64 capacity, room, page, head_dim;
@@ -54,8 +54,7 @@ extern "C" __global__ void __launch_bounds__(256)
         sum += fmaxf(x * least, x * most);
       }
     }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    sum = lanes_sum<32>(sum);
     if (lane == 0 && page < own) score[head * params.room + page] = sum;
   }
 }

@@ -3,7 +3,7 @@
 // Math       mean[h, b, d] = 1 / n_b * sum_{t in block b} x[t, h, d]; n_b: the block's own tokens, of which the last
 //            block may have fewer;
 //            variance[h, b, d] = 1 / n_b * sum_t (x[t, h, d] - mean[h, b, d])^2
-// Layout     x bf16, rows of HEAD_DIM side by side in a token; blocks count from first_token, the first of them lacks
+// Layout     x bf16, rows of head_dim side by side in a token; blocks count from first_token, the first of them lacks
 //            `offset` tokens; has_order: order i32 [num_heads, num_tokens] says which token from first_token on each
 //            place of a block holds; mean, variance f32 [num_heads, num_blocks, head_dim]
 // Buffers    x, order, mean, variance
@@ -12,7 +12,6 @@
 //            that leaves; no dynamic shared memory
 // Numerics   f32 sums in an order that depends on sizes alone, one factor 1 / n_b; memory-bound
 // Edges      any head_dim that is a multiple of 8, up to 256. Variances only where has_variance
-#include "common/types.cuh"
 #include "common/bf16x8.cuh"
 
 struct SelectPoolParams {

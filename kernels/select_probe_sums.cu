@@ -1,4 +1,4 @@
-// select_probe_sums: what the queries of a probe look at, summed over each key and over each distance (MInference,
+// select_probe_sums: attention probabilities of probe queries, summed over each key and over each distance (MInference,
 // arXiv:2407.02490; PBS-Attn, arXiv:2510.21270; SnapKV, arXiv:2404.14469; H2O, arXiv:2306.14048).
 // Math       p[h, r, j] = exp(x[h, r, j] - max[h, r]) / sum[h, r] over j <= first_position + r; with the sums over the
 //            rows r and the heads of a group:

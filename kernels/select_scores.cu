@@ -31,8 +31,7 @@ DEVICE void load_side(float* to, const float* from, int vectors, int head_dim, i
 extern "C" __global__ void __launch_bounds__(256) select_scores(const float* q_mean, const float* k_mean, float* score,
                                                                 const __grid_constant__ SelectScoresParams params) {
   __shared__ float q[DEPTH * PITCH], k[DEPTH * PITCH];
-  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
-                               (int)params.query_block};
+  const SelectBlocks blocks = select_blocks(params);
   const int rows = blocks.num_rows(), columns = blocks.num_columns(), head_dim = (int)params.head_dim;
   const int first_row = (int)blockIdx.y * SIDE, first_column = (int)blockIdx.x * SIDE,
             head = (int)params.first_head + (int)blockIdx.z;

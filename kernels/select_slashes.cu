@@ -1,5 +1,5 @@
-// select_slashes: blocks of keys that kept columns and diagonals meet (MInference, arXiv:2407.02490; FlexPrefill,
-// arXiv:2502.20766).
+// select_slashes: the blocks of a vertical-slash pattern, which kept columns and diagonals cross (MInference,
+// arXiv:2407.02490; FlexPrefill, arXiv:2502.20766).
 // Math       by_token 1: block j of row i is kept where a kept distance o leads from one of the row's queries to one of
 //            its keys; columns are no blocks.
 //            by_token 0: where column j is kept, or block distance o from a block that meets the row's queries, or
@@ -32,8 +32,7 @@ DEVICE bool any_bit(const u32* bits, int low, int high) {
 extern "C" __global__ void __launch_bounds__(128)
     select_slashes(const u32* columns, const u32* diagonals, const u32* map, u32* kept,
                    const __grid_constant__ SelectSlashesParams params) {
-  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
-                               (int)params.query_block};
+  const SelectBlocks blocks = select_blocks(params);
   const int lane = (int)threadIdx.x % 32, row = (int)blockIdx.x * 4 + (int)threadIdx.x / 32, head = (int)blockIdx.y;
   const int rows = blocks.num_rows(), num_columns = blocks.num_columns(), words = ceil_div(num_columns, 32),
             block = blocks.block;

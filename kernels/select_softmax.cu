@@ -18,8 +18,7 @@ struct SelectSoftmaxParams {
 extern "C" __global__ void __launch_bounds__(128)
     select_softmax(float* x, const i32* wanted, i32* nan, const __grid_constant__ SelectSoftmaxParams params) {
   __shared__ float places[4];
-  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
-                               (int)params.query_block};
+  const SelectBlocks blocks = select_blocks(params);
   const int row = (int)blockIdx.x, head = (int)params.first_head + (int)blockIdx.y, columns = blocks.num_columns(),
             admissible = blocks.admissible(row);
   if (wanted[head] < 0) return;

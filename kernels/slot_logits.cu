@@ -7,7 +7,7 @@
 // Tiling     grid (ceil(count / 32), num_kv_heads, 1); 256 threads, a warp four slots; no dynamic shared memory
 // Numerics   f32 sums in a fixed order
 // Edges      head_dim a multiple of 32; slots from count on are left as they are
-#include "common/types.cuh"
+#include "common/fixed_sum.cuh"
 
 struct SlotLogitsParams {
   u64 slots, count, head_dim, group, q_offset;
@@ -31,8 +31,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], step);
+      sum[i] = lanes_sum<32>(sum[i]);
       if (lane == 0 && first + i < end)
         logit[((u64)kv_head * group + member) * params.slots + first + i] = sum[i] * f32_word(params.softmax_scale);
     }

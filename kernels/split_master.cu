@@ -3,15 +3,11 @@
 // Math       see common/split_master.cuh; exact both ways
 // Layout     master f32, leaf bf16, rest 16 bits, all [num_elements], contiguous and 16-byte aligned
 // Buffers    JOIN 0: master, leaf, rest; JOIN 1: leaf, rest, master; the last is written, with JOIN 0 the last two
-// Defines    JOIN (0)
+// Defines    JOIN 0|1
 // Tiling     grid (ceil(num_elements / 1024)); 256 threads, four elements each
 // Numerics   bits; 8 bytes an element, memory-bound
 // Edges      num_elements of any size
 #include "common/split_master.cuh"
-
-#ifndef JOIN
-#define JOIN 0
-#endif
 
 struct SplitMasterParams { u64 num_elements; };
 

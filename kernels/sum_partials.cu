@@ -3,19 +3,12 @@
 // Layout     x f32, or bf16 (IS_BF16), [num_elements] contiguous, 16-byte aligned; partials f32, with room behind
 //            first_partial
 // Buffers    x, partials
-// Defines    SQUARE (1), IS_BF16 (0)
+// Defines    SQUARE 0|1, IS_BF16 0|1
 // Tiling     grid (ceil(num_elements / 65536)); 256 threads; 16-byte loads, eight at once
 // Numerics   f32 in a fixed order; memory-bound
 // Edges      num_elements of any size
 #include "common/bf16x8.cuh"
 #include "common/fixed_sum.cuh"
-
-#ifndef SQUARE
-#define SQUARE 1
-#endif
-#ifndef IS_BF16
-#define IS_BF16 0
-#endif
 
 constexpr int NUM_THREADS = 256, NUM_WARPS = NUM_THREADS / 32, BLOCK_ELEMENTS = 65536;
 #if IS_BF16

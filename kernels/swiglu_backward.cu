@@ -20,17 +20,15 @@
 #ifndef HAS_OUTPUT
 #define HAS_OUTPUT 0
 #endif
-#if HAS_OUTPUT
-#define OUTPUT_BUFFER element *y,
-#else
-#define OUTPUT_BUFFER
-#endif
 
 struct SwigluBackwardParams { u64 d_ff, row_stride, dy_stride; };
 
 extern "C" __global__ void __launch_bounds__(256)
-    swiglu_backward(const element* gate_up, const element* dy, element* dgate_up,
-                    AMAX_BUFFER OUTPUT_BUFFER const __grid_constant__ SwigluBackwardParams params) {
+    swiglu_backward(const element* gate_up, const element* dy, element* dgate_up, AMAX_BUFFER
+#if HAS_OUTPUT
+                    element* y,
+#endif
+                    const __grid_constant__ SwigluBackwardParams params) {
   const u64 row = blockIdx.x;
   const u64 column = (u64(blockIdx.y) * 256 + threadIdx.x) * VECTOR;
   Amax largest;
@@ -42,9 +40,7 @@ extern "C" __global__ void __launch_bounds__(256)
     load_vector(dy + row * params.dy_stride + column, grad);
 
     float dgate[VECTOR], dup[VECTOR];
-#if HAS_OUTPUT
-    float result[VECTOR];
-#endif
+    [[maybe_unused]] float result[VECTOR];
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {
       const float sigmoid = 1.0f / (1.0f + expf(-gate[i]));

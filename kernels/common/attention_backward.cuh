@@ -3,7 +3,7 @@
 // Used by attention_backward.cu (dense, sliding window) and dma_attention_backward.cu (gathered lists), which document
 // the interface.
 // Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (even; a pair of warps owns 32 keys), BLOCK_Q queries a step (32 or 64);
-//            HAS_BIAS; GATHER; CHOSEN_ROWS: the query rows come from a list (nsa_rows.cuh) instead of all queries of
+//            HAS_BIAS; CHOSEN_ROWS: the query rows come from a list (nsa_rows.cuh) instead of all queries of
 //            all heads, and each row has a partial dQ of its own; COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV: which gradients
 //            this launch computes (large heads need two launches to fit into registers)
 // Scores are kept transposed, S^T = K Q^T, so that P^T and dS^T in registers are A fragments of dV += P^T dO and dK +=
@@ -13,6 +13,7 @@
 // all keys: it is computed from the dS^T in shared memory one step later, so that the block needs one barrier a step.
 #pragma once
 #include "common/copy_rows.cuh"
+#include "common/key_range.cuh"
 #include "common/nsa_copy_rows.cuh"
 #include "common/quad.cuh"
 #include "common/reduce_add.cuh"
@@ -22,9 +23,6 @@
 #endif
 #ifndef HAS_BIAS
 #define HAS_BIAS 0
-#endif
-#ifndef GATHER
-#define GATHER 0
 #endif
 #ifndef CHOSEN_ROWS
 #define CHOSEN_ROWS 0
@@ -37,9 +35,6 @@
 #endif
 #ifndef COMPUTE_DV
 #define COMPUTE_DV 1
-#endif
-#ifndef MIN_BLOCKS
-#define MIN_BLOCKS 1
 #endif
 #define COMPUTE_DS (COMPUTE_DQ || COMPUTE_DK)
 
@@ -110,28 +105,14 @@ struct BackwardBlock {
 };
 static_assert(sizeof(BackwardBlock) <= BLOCK_BYTES, "the description fits its place in shared memory");
 
-// The positions and expires of a pair of warps' keys, or of a block's: by them a warp skips query tiles or their mask.
-struct alignas(16) KeyRange {
-  int lowest, highest, first_expire, last_expire;  // smallest and largest position, smallest and largest expire
+// The entries {position, expire} of a block's keys in shared memory.
+struct BlockKeys {
+  const int2* entries;
+  DEVICE int2 entry(int at) const { return entries[at]; }
 };
-
-// The range of `count` (16 .. BLOCK_KV) entries {position, expire}, computed by a warp. Of padding, whose expire is 0,
-// only the smallest expire and the largest position count.
-DEVICE KeyRange key_range(const int2* entries, int count) {
-  KeyRange range = {0x7fffffff, -1, 0x7fffffff, 0};
-  for (int at = (int)threadIdx.x % 32; at < count; at += 32) {
-    const int2 entry = entries[at];
-    if (entry.y > 0) range.lowest = min(range.lowest, entry.x);
-    range.highest = max(range.highest, entry.x);
-    range.first_expire = min(range.first_expire, entry.y);
-    range.last_expire = max(range.last_expire, entry.y);
-  }
-  range.lowest = __reduce_min_sync(~0u, range.lowest);
-  range.highest = __reduce_max_sync(~0u, range.highest);
-  range.first_expire = __reduce_min_sync(~0u, range.first_expire);
-  range.last_expire = __reduce_max_sync(~0u, range.last_expire);
-  return range;
-}
+// In shared memory one 16-byte access loads it.
+struct alignas(16) AlignedRange : KeyRange {};
+DEVICE KeyRange key_range(const int2* entries, int count) { return key_range(BlockKeys{entries}, 0, count); }
 
 #if CHOSEN_ROWS
 // The descriptions of a step's rows in shared memory.
@@ -200,11 +181,7 @@ DEVICE void add_dq(const BackwardBlock& block, unsigned char* memory, u32 shared
     for (int n = 0; n < DQ_COLUMN_TILES / 2; ++n) {
       u32 b[4];
       load_matrix_x4_transposed(b, k_at[n] + step * 16 * KTile::ROW_BYTES);
-#pragma unroll
-      for (int m = 0; m < DQ_ROW_TILES; ++m) {
-        mma_bf16(dq[m][2 * n], a[m], b[0], b[1]);
-        mma_bf16(dq[m][2 * n + 1], a[m], b[2], b[3]);
-      }
+      mma_columns(dq, a, 2 * n, b);
     }
   }
 #if CHOSEN_ROWS
@@ -245,10 +222,7 @@ DEVICE void load_swapped(u32 (&a)[2][4], u32 at, int step) {
 // Rounds C fragments of 32 keys x 16 queries to A fragments.
 DEVICE void pack_fragments(u32 (&a)[2][4], const float (&c)[2][HALF_QUERY_TILES][4], int step) {
 #pragma unroll
-  for (int m = 0; m < 2; ++m)
-#pragma unroll
-    for (int x = 0; x < 4; ++x)
-      a[m][x] = pack_bf16(c[m][2 * step + x / 2][x % 2 * 2], c[m][2 * step + x / 2][x % 2 * 2 + 1]);
+  for (int m = 0; m < 2; ++m) pack_fragment(a[m], c[m][2 * step], c[m][2 * step + 1]);
 }
 
 // Addresses, in the first 16 rows of a tile of Q or dO, of the groups of 16 columns that the warp keeps.
@@ -275,11 +249,7 @@ DEVICE void accumulate_columns(float (&sums)[2][2 * HALF_PAIRS][4], const u32 (&
     if (Tile::CHUNKS / 2 % 2 != 0 && n >= num_pairs) break;  // of an odd number of groups the second warp has one less
     u32 b[4];
     load_matrix_x4_transposed(b, columns.at(n) + first_row * Tile::ROW_BYTES);
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      mma_bf16(sums[m][2 * n], a[m], b[0], b[1]);
-      mma_bf16(sums[m][2 * n + 1], a[m], b[2], b[3]);
-    }
+    mma_columns(sums, a, 2 * n, b);
   }
 }
 
@@ -304,10 +274,10 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
   __syncthreads();  // every thread reads the description
   const BackwardBlock& block = *(const BackwardBlock*)(memory + BLOCK_AT);
   const u32 shared = shared_address(memory);
-  __shared__ KeyRange pair_keys[NUM_WARPS / 2];
+  __shared__ AlignedRange pair_keys[NUM_WARPS / 2];
   {
     const KeyRange range = key_range((const int2*)(memory + ENTRIES_AT) + threadIdx.x / 64 * 32, 32);
-    if (threadIdx.x % 64 == 0) pair_keys[threadIdx.x / 64] = range;  // read after the first step's barrier
+    if (threadIdx.x % 64 == 0) pair_keys[threadIdx.x / 64] = {range};  // read after the first step's barrier
   }
 
 #pragma unroll
@@ -392,7 +362,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     const u32 ds_tile = shared + DS_AT + (COMPUTE_DQ ? slot * DS_BYTES : 0) + swap_rows;
     const u32 ds_word = opaque(ds_tile + own_word);
 #endif
-    const KeyRange keys = pair_keys[pair];
+    const AlignedRange keys = pair_keys[pair];
     if (end_query <= keys.lowest || first_query >= keys.last_expire) {  // no query of the step sees a key of the pair
 #if COMPUTE_DQ
 #pragma unroll
@@ -431,6 +401,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
       }
     }
 #endif
+    // Written out: as a call of multiply_rows, nvcc 13.0 orders the sparse kernel's code differently.
     const u32 q_at = opaque(q_tile + k_columns);
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; ++k) {
@@ -438,14 +409,10 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
 #pragma unroll
       for (int m = 0; m < 2; ++m) load_matrix_x4(a[m], KTile::step(k_at, m * 16, k * 2));
 #pragma unroll
-      for (int n = 0; n < HALF_QUERY_TILES / 2; ++n) {
+      for (int n = 0; n < HALF_QUERY_TILES; n += 2) {
         u32 b[4];
-        load_matrix_x4(b, KTile::step(q_at, n * 16, k * 2));
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          mma_bf16(p[m][2 * n], a[m], b[0], b[1]);
-          mma_bf16(p[m][2 * n + 1], a[m], b[2], b[3]);
-        }
+        load_matrix_x4(b, KTile::step(q_at, n * 8, k * 2));
+        mma_columns(p, a, n, b);
       }
     }
     {
@@ -498,23 +465,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
 #if COMPUTE_DS
     // dP^T = V dO^T, then dS^T = P^T (dP^T - rowsum(do * o)).
     float ds[2][HALF_QUERY_TILES][4] = {};
-    const u32 do_at = opaque(do_tile + v_columns);
-#pragma unroll
-    for (int k = 0; k < HEAD_DIM_V / 16; ++k) {
-      u32 a[2][4];
-#pragma unroll
-      for (int m = 0; m < 2; ++m) load_matrix_x4(a[m], VTile::step(v_at, m * 16, k * 2));
-#pragma unroll
-      for (int n = 0; n < HALF_QUERY_TILES / 2; ++n) {
-        u32 b[4];
-        load_matrix_x4(b, VTile::step(do_at, n * 16, k * 2));
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          mma_bf16(ds[m][2 * n], a[m], b[0], b[1]);
-          mma_bf16(ds[m][2 * n + 1], a[m], b[2], b[3]);
-        }
-      }
-    }
+    multiply_rows<VTile>(ds, v_at, opaque(do_tile + v_columns));
 #pragma unroll
     for (int n = 0; n < HALF_QUERY_TILES; ++n) {
       const float4 stat = stats[n * 4];

@@ -41,9 +41,7 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
   const u32 do_lane = shared_address(memory) + BLOCK_Q * HEAD_DIM * 2 + warp_row * VTile::ROW_BYTES;
 
   copy_query_rows<HEAD_DIM>(tile, shared_address(memory), tile.q, tile.q_stride);
-  copy_query_rows<HEAD_DIM_V>(tile, shared_address(memory) + BLOCK_Q * HEAD_DIM * 2,
-                              back.d_out + ((u64)tile.batch * tile.seq_len * tile.num_heads + tile.head) * HEAD_DIM_V,
-                              (u32)tile.num_heads * HEAD_DIM_V);
+  copy_gradient_rows(tile, shared_address(memory) + BLOCK_Q * HEAD_DIM * 2, back.d_out);
   stream.start();
 
   const WarpQueries queries = warp_queries(tile, warp_row);
@@ -67,7 +65,7 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
   const u32 k_columns = KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2),
             v_columns = VTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   u32 q_at = q_lane + k_rows, do_at = do_lane + VTile::offset(lane % 16, lane / 16);
-  float dq[HEAD_DIM / 8][4] = {};
+  float dq[1][HEAD_DIM / 8][4] = {};
 
   for (int it = 0; it < stream.num_tiles; ++it) {
     stream.advance(it);
@@ -78,59 +76,35 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
     do_at = opaque(do_at);
 
     // Score: S = Q K^T, and dP = dO V^T.
-    float scores[1][BLOCK_KV / 8][4] = {}, ds[BLOCK_KV / 8][4] = {};
-    float(&p)[BLOCK_KV / 8][4] = scores[0];
+    float p[1][BLOCK_KV / 8][4] = {}, ds[1][BLOCK_KV / 8][4] = {};
 #if HAS_BIAS
-    start_scores(scores, base, stream.bias_slot(stream.slot) + 2 * t, tile.bias_unit);
+    start_scores(p, base, stream.bias_slot(stream.slot) + 2 * t, tile.bias_unit);
 #endif
-#pragma unroll
-    for (int k = 0; k < HEAD_DIM / 16; ++k) {
-      u32 a[4];
-      load_matrix_x4(a, KTile::step(q_at, 0, k * 2));
-#pragma unroll
-      for (int n = 0; n < BLOCK_KV / 16; ++n) {
-        u32 b[4];
-        load_matrix_x4(b, KTile::step(k_at, n * 16, k * 2));
-        mma_bf16(p[2 * n], a, b[0], b[1]);
-        mma_bf16(p[2 * n + 1], a, b[2], b[3]);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < HEAD_DIM_V / 16; ++k) {
-      u32 a[4];
-      load_matrix_x4(a, VTile::step(do_at, 0, k * 2));
-#pragma unroll
-      for (int n = 0; n < BLOCK_KV / 16; ++n) {
-        u32 b[4];
-        load_matrix_x4(b, VTile::step(v_at, n * 16, k * 2));
-        mma_bf16(ds[2 * n], a, b[0], b[1]);
-        mma_bf16(ds[2 * n + 1], a, b[2], b[3]);
-      }
-    }
+    multiply_rows<KTile>(p, q_at, k_at);
+    multiply_rows<VTile>(ds, do_at, v_at);
 
     // P, zero where masked; dS = P (dP - rowsum(do * o)).
 #pragma unroll
     for (int n = 0; n < BLOCK_KV / 8; ++n)
 #pragma unroll
-      for (int x = 0; x < 4; ++x) p[n][x] = exp2_fast(p[n][x] * tile.scale_log2 - lse[x / 2]);
-    if (mask == TILE_PARTIAL) mask_scores(tile, stream, it, warp_row, p, 0.0f);
+      for (int x = 0; x < 4; ++x) p[0][n][x] = exp2_fast(p[0][n][x] * tile.scale_log2 - lse[x / 2]);
+    if (mask == TILE_PARTIAL) mask_scores(tile, stream, it, warp_row, p[0], 0.0f);
 #pragma unroll
     for (int n = 0; n < BLOCK_KV / 8; ++n)
 #pragma unroll
-      for (int x = 0; x < 4; ++x) ds[n][x] = p[n][x] * (ds[n][x] - dot[x / 2]);
+      for (int x = 0; x < 4; ++x) ds[0][n][x] = p[0][n][x] * (ds[0][n][x] - dot[x / 2]);
 
     // dQ += dS K.
     const u32 k_transposed = stream.k_slot(stream.slot) + k_rows;
 #pragma unroll
     for (int k = 0; k < BLOCK_KV / 16; ++k) {
-      const u32 a[4] = {pack_bf16(ds[2 * k][0], ds[2 * k][1]), pack_bf16(ds[2 * k][2], ds[2 * k][3]),
-                        pack_bf16(ds[2 * k + 1][0], ds[2 * k + 1][1]), pack_bf16(ds[2 * k + 1][2], ds[2 * k + 1][3])};
+      u32 a[1][4];
+      pack_fragment(a[0], ds[0][2 * k], ds[0][2 * k + 1]);
 #pragma unroll
-      for (int n = 0; n < HEAD_DIM / 16; ++n) {
+      for (int n = 0; n < HEAD_DIM / 8; n += 2) {
         u32 b[4];
-        load_matrix_x4_transposed(b, KTile::step(k_transposed, k * 16, n * 2));
-        mma_bf16(dq[2 * n], a, b[0], b[1]);
-        mma_bf16(dq[2 * n + 1], a, b[2], b[3]);
+        load_matrix_x4_transposed(b, KTile::step(k_transposed, k * 16, n));
+        mma_columns(dq, a, n, b);
       }
     }
   }
@@ -143,7 +117,7 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       store_shared_32(q_lane + KTile::offset(h * 8 + g, n) + t * 4,
-                      pack_bf16(dq[n][2 * h] * back.softmax_scale, dq[n][2 * h + 1] * back.softmax_scale));
+                      pack_bf16(dq[0][n][2 * h] * back.softmax_scale, dq[0][n][2 * h + 1] * back.softmax_scale));
   __syncwarp();
 #pragma unroll
   for (int at = lane; at < HEAD_DIM * 2; at += 32) {

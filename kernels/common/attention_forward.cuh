@@ -7,11 +7,8 @@
 //            HEADS_PER_TILE query heads of a group share a tile; Q_IN_REGISTERS; HAS_BIAS; GATHER
 #pragma once
 #include "common/block_lse.cuh"
+#include "common/quad.cuh"
 #include "common/query_tile.cuh"
-
-#ifndef Q_IN_REGISTERS
-#define Q_IN_REGISTERS 0
-#endif
 
 constexpr int KEY_TILES = BLOCK_KV / 8;
 constexpr int VALUE_TILES = HEAD_DIM_V / 8;
@@ -112,11 +109,7 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
       for (int n = 0; n < KEY_TILES / 2; ++n) {
         u32 b[4];
         load_matrix_x4(b, KTile::step(k_at, n * 16, step * 2));
-#pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m) {
-          mma_bf16(score[m][2 * n], a[m], b[0], b[1]);
-          mma_bf16(score[m][2 * n + 1], a[m], b[2], b[3]);
-        }
+        mma_columns(score, a, 2 * n, b);
       }
     }
 
@@ -147,9 +140,7 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
       float largest = fmaxf(score[m][0][2 * h], score[m][0][2 * h + 1]);
 #pragma unroll
       for (int n = 1; n < KEY_TILES; ++n) largest = fmaxf(largest, fmaxf(score[m][n][2 * h], score[m][n][2 * h + 1]));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      tile_maximum[m][h] = largest * logit_scale;
+      tile_maximum[m][h] = quad_max(largest) * logit_scale;
       outgrown |= tile_maximum[m][h] > maximum[m][h] + RESCALE_AT;
     }
     if (__any_sync(~0u, outgrown)) {
@@ -182,20 +173,13 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
             score[m][n][x] = exp2_fast(score[m][n][x] * logit_scale - maximum[m][x / 2]);
             total[m][x / 2] += score[m][n][x];
           }
-        a[m][0] = pack_bf16(score[m][2 * step][0], score[m][2 * step][1]);
-        a[m][1] = pack_bf16(score[m][2 * step][2], score[m][2 * step][3]);
-        a[m][2] = pack_bf16(score[m][2 * step + 1][0], score[m][2 * step + 1][1]);
-        a[m][3] = pack_bf16(score[m][2 * step + 1][2], score[m][2 * step + 1][3]);
+        pack_fragment(a[m], score[m][2 * step], score[m][2 * step + 1]);
       }
 #pragma unroll
       for (int n = 0; n < VALUE_TILES / 2; ++n) {
         u32 b[4];
         load_matrix_x4_transposed(b, VTile::step(v_at, step * 16, n * 2));
-#pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m) {
-          mma_bf16(output[m][2 * n], a[m], b[0], b[1]);
-          mma_bf16(output[m][2 * n + 1], a[m], b[2], b[3]);
-        }
+        mma_columns(output, a, 2 * n, b);
       }
     }
   }
@@ -206,9 +190,7 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
 #pragma unroll
   for (int r = 0; r < 2 * ROW_TILES; ++r) {
     const int m = r / 2, h = r % 2;
-    float sum = total[m][h];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
+    const float sum = quad_sum(total[m][h]);
     // A row that sees nothing has sum 0: its output is 0 and its log-sum-exp -inf. A NaN stays NaN.
     float inverse = sum != 0.0f ? 1.0f / sum : 0.0f;
     const int row = m * 16 + h * 8 + g;

@@ -2,6 +2,8 @@
 #pragma once
 #include "types.cuh"
 
+[[maybe_unused]] constexpr int SUPER_BLOCK = 1024;  // queries that share a list of keys (dma_lists.cu)
+
 // What all begin with; offsets and strides count elements.
 struct AttentionParams {
   u64 batch, seq_len, num_heads, num_kv_heads;

@@ -3,11 +3,8 @@
 // Defines    HEAD_DIM, HEAD_DIM_V; WARP_ROWS rows a warp (16 or 32), NUM_WARPS, BLOCK_KV, NUM_STAGES, MIN_BLOCKS;
 //            Q_IN_REGISTERS (queries and output gradients); HEADS_PER_TILE; HAS_BIAS; GATHER
 #pragma once
+#include "common/quad.cuh"
 #include "common/query_tile.cuh"
-
-#ifndef Q_IN_REGISTERS
-#define Q_IN_REGISTERS 0
-#endif
 
 constexpr int RING_AT = BLOCK_Q * (HEAD_DIM + HEAD_DIM_V) * 2;  // behind queries and output gradients
 static_assert(RING_AT + KV_STREAM_BYTES <= 227 * 1024,
@@ -41,11 +38,7 @@ DEVICE void multiply_rows(float (&score)[ROW_TILES][BLOCK_KV / 8][4],
     for (int n = 0; n < BLOCK_KV / 16; ++n) {
       u32 b[4];
       load_matrix_x4(b, Tile::step(column_at, n * 16, k * 2));
-#pragma unroll
-      for (int m = 0; m < ROW_TILES; ++m) {
-        mma_bf16(score[m][2 * n], a[m], b[0], b[1]);
-        mma_bf16(score[m][2 * n + 1], a[m], b[2], b[3]);
-      }
+      mma_columns(score, a, 2 * n, b);
     }
   }
 }
@@ -55,9 +48,7 @@ DEVICE void attention_row_sums_tile(const QueryTile& tile, const RowSums& out, K
   const int lane = (int)threadIdx.x % 32, warp_row = (int)threadIdx.x / 32 * WARP_ROWS, g = lane / 4, t = lane % 4;
   const u32 q_shared = shared_address(memory), do_shared = q_shared + BLOCK_Q * HEAD_DIM * 2;
   copy_query_rows<HEAD_DIM>(tile, q_shared, tile.q, tile.q_stride);
-  copy_query_rows<HEAD_DIM_V>(tile, do_shared,
-                              out.d_out + ((u64)tile.batch * tile.seq_len * tile.num_heads + tile.head) * HEAD_DIM_V,
-                              (u32)tile.num_heads * HEAD_DIM_V);
+  copy_gradient_rows(tile, do_shared, out.d_out);
   stream.start();
 
   __shared__ WarpQueries all_queries[NUM_WARPS];
@@ -135,9 +126,7 @@ DEVICE void attention_row_sums_tile(const QueryTile& tile, const RowSums& out, K
   copy_async_wait<0>();
 #pragma unroll
   for (int r = 0; r < 2 * ROW_TILES; ++r) {
-    float sum = dot[r / 2][r % 2];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
+    const float sum = quad_sum(dot[r / 2][r % 2]);
     const int row = warp_row + r * 8 + g, query = row_query(tile, row);
     if (t == 0 && query < tile.end_query) stats[(u64)row_head(row) * out.padded_len + query].y = sum;
   }

@@ -3,9 +3,9 @@
 // Defines    HEAD_DIM_V, a multiple of 8, at most 256
 #pragma once
 #include "common/bf16_rest.cuh"
+#include "common/fixed_sum.cuh"
 
-__host__ __device__ constexpr int power_of_two(int least) { return least <= 2 ? 2 : 2 * power_of_two((least + 1) / 2); }
-constexpr u32 ROW_LANES = power_of_two(HEAD_DIM_V / 8);
+constexpr u32 ROW_LANES = max_int(power_of_two(HEAD_DIM_V / 8), 2);
 static_assert(ROW_LANES <= 32, "a row is summed inside one warp");
 
 // Computes `row_stats` of the rows of one thread block. With HAS_LOW the output in f32 has the bits
@@ -39,8 +39,7 @@ DEVICE void prepare_rows(const bf16* o, const short* o_low, const bf16* d_out, c
       for (int i = 0; i < 4; ++i) sum += bf16_low(x[i]) * bf16_low(y[i]) + bf16_high(x[i]) * bf16_high(y[i]);
     }
   }
-#pragma unroll
-  for (int distance = ROW_LANES / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+  sum = lanes_sum<ROW_LANES>(sum);
   if (!inside || lane != 0) return;
   // A NaN stays: P of every key that the row sees is NaN then, and 0 of the others only where the sum is a number.
   const bool sees_nothing = row_lse == -INFINITY_F32, is_nan = row_lse != row_lse;

@@ -11,6 +11,13 @@ DEVICE void barrier_ready() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+// Sets up the full and the empty barriers of a ring of `slots`, which lie one after the other.
+DEVICE void ring_init(u32 full, u32 empty, int slots, int full_arrivals, int empty_arrivals) {
+  for (int i = 0; i < slots; ++i) {
+    barrier_init(full + i * 8, full_arrivals);
+    barrier_init(empty + i * 8, empty_arrivals);
+  }
+}
 DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

@@ -1,11 +1,8 @@
 // begin_tile: statements with which the portable entry kernels that keep queries in place begin: they declare `tile`
 // and `stream` from the buffers and params by the names these kernels give them. Included inside a kernel, because as a
 // function of references the same lines change registers (24 bytes spill at a head_dim of 128).
-// Defines    GATHER: keys by DMA's lists, and a tile stays inside one super-block of SUPER_BLOCK (1024) queries; else
-//            consecutive keys; RING_AT: where the stream's stages begin in shared memory
-#ifndef SUPER_BLOCK
-#define SUPER_BLOCK 1024
-#endif
+// Defines    GATHER: keys by DMA's lists, and a tile stays inside one super-block; else consecutive keys; RING_AT:
+//            where the stream's stages begin in shared memory
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
 #if GATHER

@@ -3,10 +3,17 @@
 #include "common/types.cuh"
 
 // Sum over groups of LANES consecutive lanes (a power of two); every lane receives it. The whole warp must call.
-template <int LANES>
-DEVICE float lanes_sum(float value) {
+template <int LANES, class T>
+DEVICE T lanes_sum(T value) {
 #pragma unroll
   for (int distance = LANES / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
+  return value;
+}
+// The largest value of a warp; every lane receives it.
+DEVICE float warp_max(float value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2)
+    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, distance));
   return value;
 }
 

@@ -20,6 +20,7 @@
 // on.
 #pragma once
 #include "common/hopper_copy.cuh"
+#include "common/key_range.cuh"
 #include "common/mma.cuh"
 #include "common/quad.cuh"
 #include "common/reduce_add.cuh"
@@ -28,12 +29,6 @@
 #include "common/semaphores.cuh"
 #include "common/wgmma.cuh"
 
-#ifndef HAS_BIAS
-#define HAS_BIAS 0
-#endif
-#ifndef DQ_BULK
-#define DQ_BULK 1
-#endif
 #ifndef ORDERED
 #define ORDERED 0
 #endif
@@ -77,19 +72,10 @@ constexpr int DS_BYTES = BLOCK_KV * BLOCK_Q * 2;      // x 2: a warpgroup may be
 constexpr bool SPLIT_LSE = SPLIT_STATS && !HAS_BIAS;
 constexpr int Q_STATS_BYTES = SPLIT_STATS ? BLOCK_Q * SPLIT_BYTES : 0;
 constexpr int DO_STATS_BYTES = SPLIT_STATS ? BLOCK_Q * SPLIT_BYTES + (HAS_BIAS ? BLOCK_Q * 4 : 0) : BLOCK_Q * 8;
-// One lane arrives for each warp that loads the stats. racecheck credits an arrival to that lane alone and reports
-// false races; with EVERY_LANE_ARRIVES each lane arrives, so that what it reports is a race.
-#ifndef EVERY_LANE_ARRIVES
-#define EVERY_LANE_ARRIVES 0
-#endif
 // Threads that load the stats, from warp 1 on; the producer's last SENDERS warps send dQ.
 constexpr int STATS_THREADS = SENDERS > 1 ? 32 : BLOCK_Q;
-constexpr int STATS_ARRIVALS = EVERY_LANE_ARRIVES ? STATS_THREADS : STATS_THREADS / 32;
+constexpr int STATS_ARRIVALS = STATS_THREADS / 32 * WARP_ARRIVALS;
 static_assert(32 + STATS_THREADS + 32 * SENDERS <= 128, "warps of the producer: tiles, stats, dQ");
-DEVICE void release_stats(u32 barrier) {
-  if (EVERY_LANE_ARRIVES) barrier_arrive(barrier);
-  else release(barrier);
-}
 constexpr float NEVER = -1.0e30f;  // stands for -lse where a query sees nothing: 2^ of it is 0
 // of a warp's part of a dQ tile, what is staged at once
 constexpr int WARP_DQ_BYTES = 16 * (IS_WIDE ? 64 : DQ_COLUMNS) * 4;
@@ -139,30 +125,8 @@ struct BackwardBlock {
 #endif
 };
 
-// The keys of a warp's choice at a glance.
-struct KeyRange {
-  int lowest, highest, first_expire, last_expire;
-};
-
-// Over the entries first .. first + count; `keys.entry(at)` is {position, expire}, `keys.row(at)` the row to load (an
-// initialised one also for padding), `keys.find_tiles(block)` sets first_tile and num_tiles; padding entries have
-// expire 0 and affect the smallest expire only.
-template <class Keys>
-DEVICE KeyRange key_range(const Keys& keys, int first, int count) {
-  KeyRange range = {0x7fffffff, -1, 0x7fffffff, 0};
-  for (int at = (int)threadIdx.x % 32; at < count; at += 32) {
-    const int2 entry = keys.entry(first + at);
-    if (entry.y > 0) range.lowest = min(range.lowest, entry.x);
-    range.highest = max(range.highest, entry.x);
-    range.first_expire = min(range.first_expire, entry.y);
-    range.last_expire = max(range.last_expire, entry.y);
-  }
-  range.lowest = __reduce_min_sync(~0u, range.lowest);
-  range.highest = __reduce_max_sync(~0u, range.highest);
-  range.first_expire = __reduce_min_sync(~0u, range.first_expire);
-  range.last_expire = __reduce_max_sync(~0u, range.last_expire);
-  return range;
-}
+// A kernel's `Keys`: `entry(at)` is {position, expire}, `row(at)` the row to load (an initialised one also for
+// padding), `find_tiles(block)` sets first_tile and num_tiles.
 
 DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + barrier * 8; }
 
@@ -173,18 +137,10 @@ DEVICE u32 start_block(void* memory) {
     // FULL barriers count an arrival for the copies and one of each warp that stores statistics, EMPTY barriers one of
     // each consumer warp.
     barrier_init(barrier_at(shared, FULL_KV), HAS_BIAS ? 256 : 128);  // copies; biases stored
-    for (int i = 0; i < Q_STAGES; ++i) {
-      barrier_init(barrier_at(shared, FULL_Q + i), 1 + (SPLIT_STATS ? STATS_ARRIVALS : 0));
-      barrier_init(barrier_at(shared, EMPTY_Q + i), NUM_CONSUMERS * 4);
-    }
-    for (int i = 0; i < DO_STAGES; ++i) {
-      barrier_init(barrier_at(shared, FULL_DO + i), 1 + (SPLIT_STATS ? STATS_ARRIVALS : 0));
-      barrier_init(barrier_at(shared, EMPTY_DO + i), NUM_CONSUMERS * 4);
-    }
-    for (int i = 0; ORDERED && i < DQ_BARRIERS; ++i) {
-      barrier_init(barrier_at(shared, FULL_DQ + i), NUM_CONSUMERS * 4);
-      barrier_init(barrier_at(shared, EMPTY_DQ + i), 1);
-    }
+    constexpr int FILL = 1 + (SPLIT_STATS ? STATS_ARRIVALS : 0), READ = NUM_CONSUMERS * 4;
+    ring_init(barrier_at(shared, FULL_Q), barrier_at(shared, EMPTY_Q), Q_STAGES, FILL, READ);
+    ring_init(barrier_at(shared, FULL_DO), barrier_at(shared, EMPTY_DO), DO_STAGES, FILL, READ);
+    if (ORDERED) ring_init(barrier_at(shared, FULL_DQ), barrier_at(shared, EMPTY_DQ), DQ_BARRIERS, READ, 1);
     barrier_ready();
   }
   return shared;
@@ -220,16 +176,12 @@ DEVICE void produce_tiles(const BackwardBlock& block, u32 shared) {
               full_do = barrier_at(shared, FULL_DO + do_place.slot);
     barrier_wait(barrier_at(shared, EMPTY_Q + q_place.slot), q_place.phase ^ 1);
     barrier_expect(full_q, QUERY_TILE_BYTES);
-#pragma unroll
-    for (int h = 0; h < DIM_BLOCKS; ++h)
-      tensor_load_3d(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES + h * BLOCK_Q * 128, block.q_map, full_q,
-                     (block.head + place.head) * HEAD_DIM + h * 64, place.tile * BLOCK_Q, block.batch);
+    load_tile<DIM_BLOCKS, BLOCK_Q>(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES, block.q_map, full_q,
+                                   (block.head + place.head) * HEAD_DIM, place.tile * BLOCK_Q, block.batch);
     barrier_wait(barrier_at(shared, EMPTY_DO + do_place.slot), do_place.phase ^ 1);
     barrier_expect(full_do, DO_TILE_BYTES + (SPLIT_STATS ? 0 : DO_STATS_BYTES));
-#pragma unroll
-    for (int h = 0; h < DIM_BLOCKS_V; ++h)
-      tensor_load_3d(shared + DO_AT + do_place.slot * DO_TILE_BYTES + h * BLOCK_Q * 128, block.do_map, full_do,
-                     (block.head + place.head) * HEAD_DIM_V + h * 64, place.tile * BLOCK_Q, block.batch);
+    load_tile<DIM_BLOCKS_V, BLOCK_Q>(shared + DO_AT + do_place.slot * DO_TILE_BYTES, block.do_map, full_do,
+                                     (block.head + place.head) * HEAD_DIM_V, place.tile * BLOCK_Q, block.batch);
     if (!SPLIT_STATS)
       bulk_load(shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES,
                 block.stats + (u64)place.head * block.padded_len + place.tile * BLOCK_Q, DO_STATS_BYTES, full_do);
@@ -344,7 +296,7 @@ DEVICE void produce_stats(const BackwardBlock& block, u32 first, u32 shared) {
 #endif
     }
     fence_async_proxy();
-    release_stats(barrier_at(shared, FULL_Q + q_place.slot));
+    release_slot(barrier_at(shared, FULL_Q + q_place.slot));
     barrier_wait(barrier_at(shared, EMPTY_DO + do_place.slot), do_place.phase ^ 1);
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
@@ -356,7 +308,7 @@ DEVICE void produce_stats(const BackwardBlock& block, u32 first, u32 shared) {
 #endif
     }
     fence_async_proxy();
-    release_stats(barrier_at(shared, FULL_DO + do_place.slot));
+    release_slot(barrier_at(shared, FULL_DO + do_place.slot));
     q_place.advance();
     do_place.advance();
     place.advance(block);
@@ -424,10 +376,7 @@ template <SplitPlace SPLIT, int COLUMNS = HEAD_DIM>
 DEVICE void multiply_queries(float (&d)[32], u32 keys, u32 queries, const KeySplit& key_split, u32 stats) {
   const u64 a = wgmma_along(keys), b = wgmma_along(queries);
   if (SPLIT == SPLIT_FIRST) key_split.multiply(d, stats, 0);
-#pragma unroll
-  for (int step = 0; step < COLUMNS / 16; ++step)
-    wgmma<0, 0>(d, wgmma_step(a, step / 4 * BLOCK_KV * 128 + step % 4 * 32),
-                wgmma_step(b, step / 4 * BLOCK_Q * 128 + step % 4 * 32), SPLIT == SPLIT_FIRST || step > 0);
+  wgmma_rows<COLUMNS, BLOCK_KV, BLOCK_Q>(d, a, b, SPLIT == SPLIT_FIRST);
   if (SPLIT == SPLIT_LAST) key_split.multiply(d, stats, 1);
   wgmma_commit();
 }
@@ -435,35 +384,17 @@ DEVICE void multiply_queries(float (&d)[32], u32 keys, u32 queries, const KeySpl
 // sums += weights queries, weights 64 keys x 64 queries in registers.
 template <int N>
 DEVICE void accumulate_queries(float (&sums)[N], const u32 (&weights)[4][4], u32 queries) {
-  const u64 b = wgmma_across(queries, BLOCK_Q * 128);
-#pragma unroll
-  for (int step = 0; step < 4; ++step) wgmma<1>(sums, weights[step], wgmma_step(b, step * 2048), 1);
+  wgmma_weigh<BLOCK_Q>(sums, weights, queries, true);
   wgmma_commit();
 }
 
 // dq = dS K for the warpgroup's columns, which lie in one block of 64; dS^T lies in shared memory, rows are keys.
 template <int N>
 DEVICE void multiply_keys(float (&dq)[N], u32 ds, u32 keys) {
-  const u64 a = wgmma_across(ds, 0), b = wgmma_across(keys, 0);
-#pragma unroll
-  for (int step = 0; step < BLOCK_KV / 16; ++step)
-    wgmma<1, 1>(dq, wgmma_step(a, step * 2048), wgmma_step(b, step * 2048), step > 0);
+  wgmma_columns<BLOCK_KV>(dq, ds, keys);
   wgmma_commit();
 }
 
-DEVICE void pack_rows(u32 (&packed)[4][4], const float (&x)[32]) {
-#pragma unroll
-  for (int step = 0; step < 4; ++step)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) packed[step][i] = pack_bf16(x[8 * step + 2 * i], x[8 * step + 2 * i + 1]);
-}
-
-// Four 8x8 matrices to shared memory: lanes 8m .. 8m + 7 give the rows of matrix m.
-DEVICE void store_matrix_x4(u32 shared, const u32 (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]), "r"(r[1]),
-               "r"(r[2]), "r"(r[3])
-               : "memory");
-}
 DEVICE void store_shared_float4(u32 shared, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
@@ -625,7 +556,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
           if (!(key[x / 2] <= i && i < expire[x / 2])) scores[4 * n + x] = 0.0f;
         }
     }
-    pack_rows(weights, scores);
+    pack_operand(weights, scores);
     wgmma_fence();
     accumulate_queries(sums.dv, weights, d_out);  // dV += P^T dO
 #if DQ_BULK
@@ -652,7 +583,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
       }
     }
     u32 ds[4][4];
-    pack_rows(ds, dp);
+    pack_operand(ds, dp);
 #pragma unroll
     for (int i = 0; i < 4; ++i) store_matrix_x4((ds_row ^ (i << 5)) + step % 2 * DS_BYTES, ds[i]);
     wgmma_fence();

@@ -71,7 +71,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
       }
     }
     u32 weights[4][4];
-    pack_rows(weights, scores);
+    pack_operand(weights, scores);
     wgmma_fence();
     multiply_queries<SPLIT_NONE, HEAD_DIM_V>(scores, v, d_out, key_split, 0);  // dP^T = V dO^T
     accumulate_queries(sums.dv, weights, d_out);                               // dV += P^T dO

@@ -139,10 +139,8 @@ struct BlockWork {
     const auto load_stage = [&](u32 to, const TensorMap* map, u32 full, const StageBoxes& stage) {
 #pragma unroll
       for (int box = 0; box < BOXES; ++box)
-#pragma unroll
-        for (int h = 0; h < DIM_BLOCKS; ++h)
-          tensor_load_3d(to + h * BLOCK_KV * 128 + box * KEY_BOX * 128, map, full, kv_head * HEAD_DIM + h * 64,
-                         min(stage.key[box], mask.num_keys), 0);
+        load_tile<DIM_BLOCKS, BLOCK_KV>(to + box * KEY_BOX * 128, map, full, kv_head * HEAD_DIM,
+                                        min(stage.key[box], mask.num_keys), 0);
     };
     const auto bring_keys = [&](const StageBoxes& stage, [[maybe_unused]] bool is_last) {
       if (thread == 0) {
@@ -159,8 +157,7 @@ struct BlockWork {
         barrier_expect(full, STAGE_BYTES);
         load_stage(to, maps[0], full, stage);
       }
-      places.k.advance();
-      places.stage += 1;
+      places.next_keys();
     };
 
     // Keys run one stage ahead of values.
@@ -199,16 +196,9 @@ struct PairConsumer {
     if (load_shared_int(tile + 16) == 0) return false;
 
     const ConsumerRows rows = consumer_rows(tile, warpgroup);
-    float output[O_REGISTERS];
+    float output[O_REGISTERS] = {};
     u32 weights[BLOCK_KV / 16][4];
     SoftmaxState state;
-#pragma unroll
-    for (int i = 0; i < O_REGISTERS; ++i) output[i] = 0.0f;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      state.maximum[r] = NO_MAXIMUM;
-      state.total[r] = 0.0f;
-    }
     RowsInWork work = {
         rows,   places, shared, shared + warpgroup * 64 * 128, 0, warpgroup, tensors.softmax_scale * LOG2_E,
         output, state};
@@ -225,20 +215,13 @@ struct PairConsumer {
         work.next_stage(weights, weights, it, is_last);
         continue;
       }
-      if (it > 0) {
-        places.k.advance();
-        places.stage += 1;
-      }
+      if (it > 0) places.next_keys();
       if (is_seen) work.start_again(weights, it, is_last);
       else work.let_go_by(weights, is_pending, it, is_last);
       is_pending = is_seen;
     }
-    if (is_pending) {
-      work.finish(weights);
-    } else {
-      places.k.advance();
-      places.stage += 1;
-    }
+    if (is_pending) work.finish(weights);
+    else places.next_keys();
     store_rows(output, state, work.logit_scale, tensors, out, tile, warpgroup);
     return true;
   }

@@ -50,17 +50,7 @@ constexpr int FULL_KEYS = 0, EMPTY_KEYS = FULL_KEYS + KEY_SLOTS, FULL_ROWS = EMP
               EMPTY_ROWS = FULL_ROWS + ROW_STAGES;
 constexpr int SHARED_BYTES = BARRIERS_AT + (EMPTY_ROWS + ROW_STAGES) * 8;
 static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with room to align it");
-// One lane arrives for its consumer warp when the warp has read a stage. compute-sanitizer's racecheck credits the
-// arrival to that lane only and reports false races; with EVERY_LANE_ARRIVES every lane arrives, so that each reported
-// race is a true one.
-#ifndef EVERY_LANE_ARRIVES
-#define EVERY_LANE_ARRIVES 0
-#endif
-constexpr int CONSUMER_ARRIVALS = NUM_CONSUMERS * (EVERY_LANE_ARRIVES ? 128 : 4);
-DEVICE void release_slot(u32 barrier) {
-  if (EVERY_LANE_ARRIVES) barrier_arrive(barrier);
-  else release(barrier);
-}
+constexpr int CONSUMER_ARRIVALS = NUM_CONSUMERS * 4 * WARP_ARRIVALS;
 // Numbers of named barriers: of the producer warps; then, plus the number of a consumer warpgroup, those of its warps.
 constexpr int PRODUCERS_MEET = 1, DS_READY = 2, DS_FREE = 4, ROWS_READ = 6;
 
@@ -120,14 +110,8 @@ DEVICE u32 start_block(void* memory) {
   const u32 shared = (shared_address(memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
     // A full barrier takes two arrivals of each producer thread, for its copies and for its stores.
-    for (int i = 0; i < KEY_SLOTS; ++i) {
-      barrier_init(barrier_at(shared, FULL_KEYS + i), 256);
-      barrier_init(barrier_at(shared, EMPTY_KEYS + i), CONSUMER_ARRIVALS);
-    }
-    for (int i = 0; i < ROW_STAGES; ++i) {
-      barrier_init(barrier_at(shared, FULL_ROWS + i), 256);
-      barrier_init(barrier_at(shared, EMPTY_ROWS + i), CONSUMER_ARRIVALS);
-    }
+    ring_init(barrier_at(shared, FULL_KEYS), barrier_at(shared, EMPTY_KEYS), KEY_SLOTS, 256, CONSUMER_ARRIVALS);
+    ring_init(barrier_at(shared, FULL_ROWS), barrier_at(shared, EMPTY_ROWS), ROW_STAGES, 256, CONSUMER_ARRIVALS);
     barrier_ready();
   }
   return shared;
@@ -336,11 +320,7 @@ struct RunInWork {
 // d = a b^T over HEAD_DIM columns: 64 rows of a tile of A_ROWS against 64 of a tile of B_ROWS.
 template <int A_ROWS, int B_ROWS>
 DEVICE void multiply_rows(float (&d)[32], u32 a_tile, u32 b_tile) {
-  const u64 a = wgmma_along(a_tile), b = wgmma_along(b_tile);
-#pragma unroll
-  for (int step = 0; step < HEAD_DIM / 16; ++step)
-    wgmma<0, 0>(d, wgmma_step(a, step / 4 * A_ROWS * 128 + step % 4 * 32),
-                wgmma_step(b, step / 4 * B_ROWS * 128 + step % 4 * 32), step > 0);
+  wgmma_rows<HEAD_DIM, A_ROWS, B_ROWS>(d, wgmma_along(a_tile), wgmma_along(b_tile), false);
   wgmma_commit();
 }
 
@@ -348,29 +328,8 @@ DEVICE void multiply_rows(float (&d)[32], u32 a_tile, u32 b_tile) {
 // TILE_ROWS.
 template <int TILE_ROWS>
 DEVICE void weigh_rows(float (&sums)[HEAD_DIM / 2], const u32 (&weights)[4][4], u32 rows, bool accumulate) {
-  const u64 b = wgmma_across(rows, TILE_ROWS * 128);
-#pragma unroll
-  for (int step = 0; step < 4; ++step)
-    wgmma<1>(sums, weights[step], wgmma_step(b, step * 2048), accumulate || step > 0);
+  wgmma_weigh<TILE_ROWS>(sums, weights, rows, accumulate);
   wgmma_commit();
-}
-
-// Rounds 64 columns of an accumulator, from element FIRST on, to bf16 in the order of a wgmma's A operand and of
-// stmatrix.
-template <int FIRST = 0, int N>
-DEVICE void pack_columns(u32 (&packed)[4][4], const float (&x)[N]) {
-#pragma unroll
-  for (int step = 0; step < 4; ++step)
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      packed[step][i] = pack_bf16(x[FIRST + 8 * step + 2 * i], x[FIRST + 8 * step + 2 * i + 1]);
-}
-
-// Stores four 8x8 matrices: lanes 8m .. 8m + 7 pass the addresses of the rows of matrix m (16 bytes each).
-DEVICE void store_matrix_x4(u32 shared, const u32 (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]), "r"(r[1]),
-               "r"(r[2]), "r"(r[3])
-               : "memory");
 }
 
 // Stores the warp's 16 rows of 64 columns in a swizzled tile of shared memory.

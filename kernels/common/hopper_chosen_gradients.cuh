@@ -8,10 +8,7 @@
 
 // 64 columns of dq = dS K: dS^T in shared memory, rows are keys.
 DEVICE void multiply_keys(float (&dq)[32], u32 ds, u32 keys) {
-  const u64 a = wgmma_across(ds, 0), b = wgmma_across(keys, 0);
-#pragma unroll
-  for (int step = 0; step < KEYS / 16; ++step)
-    wgmma<1, 1>(dq, wgmma_step(a, step * 2048), wgmma_step(b, step * 2048), step > 0);
+  wgmma_columns<KEYS>(dq, ds, keys);
   wgmma_commit();
 }
 
@@ -47,14 +44,14 @@ DEVICE void query_gradient(float (&dk)[HEAD_DIM / 2], const u32 (&gradient)[4][4
   multiply_keys(dq, ds, run.dq_keys());
   wgmma_wait<0>();  // dK too
   barrier_sync(ROWS_READ + warpgroup, 128);  // no warp of the warpgroup reads these rows of q any more
-  pack_columns(packed, dq);
+  pack_operand(packed, dq);
 #pragma unroll
   for (int h = 1; h < HEAD_DIM / 64; ++h) {
     wgmma_fence();
     multiply_keys(dq, ds, run.dq_keys() + h * KEYS * 128);
     store_parts(parts + (h - 1) * 64, q + (h - 1) * ROWS * 128, places, packed);
     wgmma_wait<0>();
-    pack_columns(packed, dq);
+    pack_operand(packed, dq);
   }
   store_parts(parts + HEAD_DIM - 64, q + (HEAD_DIM / 64 - 1) * ROWS * 128, places, packed);
 }

@@ -5,10 +5,17 @@
 #pragma once
 #include "common/async_copy.cuh"
 #include "common/barrier.cuh"
+#include "common/tma.cuh"
 
 #ifndef HEAD_DIM_V
 #define HEAD_DIM_V HEAD_DIM
 #endif
+// One lane arrives for a warp that has read or written a slot. compute-sanitizer's racecheck credits the arrival to
+// that lane alone and reports false races; with EVERY_LANE_ARRIVES every lane arrives: what it reports then is a race.
+#ifndef EVERY_LANE_ARRIVES
+#define EVERY_LANE_ARRIVES 0
+#endif
+[[maybe_unused]] constexpr int WARP_ARRIVALS = EVERY_LANE_ARRIVES ? 32 : 1;
 constexpr int DIM_BLOCKS = HEAD_DIM / 64, DIM_BLOCKS_V = HEAD_DIM_V / 64;  // 64-column blocks of a tile
 
 // Warp `warp` copies its 32 rows of a tile of TILE_ROWS rows and BLOCKS blocks of 64 columns. Eight lanes copy 128
@@ -35,10 +42,24 @@ DEVICE void copy_key_rows(u32 tile, const bf16* rows, u32 stride_bytes, int key,
   }
 }
 
+// Loads the boxes of BLOCKS blocks of 64 columns, from `column` on, to a tile of TILE_ROWS rows; one thread does it.
+template <int BLOCKS, int TILE_ROWS>
+DEVICE void load_tile(u32 tile, const TensorMap* map, u32 full, int column, int row, int batch) {
+#pragma unroll
+  for (int h = 0; h < BLOCKS; ++h)
+    tensor_load_3d(tile + h * TILE_ROWS * 128, map, full, column + h * 64, row, batch);
+}
+
 // Arrives at an empty barrier, once per warp, after the warp has read the slot.
 DEVICE void release(u32 barrier) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// As release, with WARP_ARRIVALS.
+DEVICE void release_slot(u32 barrier) {
+  if (EVERY_LANE_ARRIVES) barrier_arrive(barrier);
+  else release(barrier);
 }
 
 // Forces the compiler to have computed `x` at this point of the program.

@@ -3,8 +3,6 @@
 #pragma once
 #include "common/hopper_tiles.cuh"
 
-constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
-
 struct DenseWork {
   const i32* doc_start;  // [batch, seq_len]
   int seq_len, window, tiles;
@@ -41,9 +39,6 @@ struct DenseWork {
     tile.num_stages = tile.last_stage - first_low / BLOCK_KV + 1;
 #if HAS_BIAS
     const float* delta = tensors.delta + ((u64)place.batch * tensors.num_kv_heads + kv_head) * seq_len;
-#endif
-
-#if HAS_BIAS
     const float inverse_scale = 1.0f / tensors.softmax_scale, base = load_base(tensors, tile, kv_head);
     float next_bias = delta[min(tile.last_stage * BLOCK_KV + thread, seq_len - 1)];  // loads run a stage ahead
 #endif
@@ -67,8 +62,7 @@ struct DenseWork {
         barrier_arrive(full);
         next_bias = delta[min(max(first_key - BLOCK_KV, 0) + thread, seq_len - 1)];
 #endif
-        places.k.advance();
-        places.stage += 1;
+        places.next_keys();
       }
       if (it < 0) {
         // Load Q and the tile's head once the consumers have released the last tile's Q.

@@ -31,9 +31,7 @@ constexpr float LARGE_LOGIT = 16.0f;
 // O += P V, over a stage or its first half.
 template <int STEPS>
 DEVICE void weigh_stage(float (&output)[O_REGISTERS], const u32 (&weights)[STEPS][4], u32 v) {
-  const u64 b = wgmma_across(v, BLOCK_KV * 128);
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step) wgmma<1>(output, weights[step], wgmma_step(b, step * 2048), 1);
+  wgmma_weigh<BLOCK_KV>(output, weights, v, true);
   wgmma_commit();
 }
 
@@ -75,7 +73,8 @@ DEVICE float row_maximum(const float (&score)[N], int r) {
 }
 
 struct SoftmaxState {
-  float maximum[2], total[2];  // RESIDUAL: the maximum of scores, else of scores times logit_scale
+  float maximum[2] = {NO_MAXIMUM, NO_MAXIMUM};  // RESIDUAL: of scores, else of scores times logit_scale
+  float total[2] = {0.0f, 0.0f};
 #if BLOCK_LSE
   BlockLseRows blocks;
   int first_key;               // of the stage
@@ -173,14 +172,6 @@ DEVICE bool softmax_stage(float (&score)[N], SoftmaxState& state, float (&factor
   return __any_sync(~0u, outgrown);
 }
 
-template <int STEPS>
-DEVICE void pack_weights(u32 (&weights)[STEPS][4], const float (&score)[8 * STEPS]) {
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-    for (int x = 0; x < 4; ++x) weights[step][x] = pack_bf16(score[8 * step + 2 * x], score[8 * step + 2 * x + 1]);
-}
-
 struct ForwardOutput {
   bf16* o;       // [batch, seq_len, num_heads, HEAD_DIM_V]
   float* lse;    // [batch, num_heads, seq_len]
@@ -264,7 +255,7 @@ struct RowsInWork {
     release_keys(is_last);
     if (partial) mask_stage(score, rows, key_slot(shared, places.stage), 0, -INFINITY_F32);
     softmax_stage(score, state, factor, logit_scale);
-    pack_weights(weights, score);
+    pack_operand(weights, score);
     barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
   }
 
@@ -272,25 +263,18 @@ struct RowsInWork {
   template <int STEPS>
   DEVICE void next_stage(const u32 (&last_weights)[STEPS][4], u32 (&weights)[BLOCK_KV / 16][4], int it, bool is_last) {
     float score[64], factor[2];
-    places.k.advance();
-    places.stage += 1;
+    places.next_keys();
     barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
     if (GATHER) fence_async_proxy();  // for the keys, and the values awaited before
-#if TAKE_TURNS
-    barrier_sync(1 + warpgroup, 256);
-#endif
+    take_turn(warpgroup);
     wgmma_fence();
     multiply_stage<HAS_BIAS>(score, q, key_tile(), bases, key_slot(shared, places.stage));
     wgmma_fence();
     weigh_stage(output, last_weights, value_tile());
-#if TAKE_TURNS == 1
-    barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
-#endif
+    if (TAKE_TURNS == 1) pass_turn(warpgroup);
     const bool partial = stage_is_partial(rows, key_slot(shared, places.stage), it);
     wgmma_wait<1>();
-#if TAKE_TURNS == 2
-    barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
-#endif
+    if (TAKE_TURNS == 2) pass_turn(warpgroup);
     release_keys(is_last);
     if (partial) mask_stage(score, rows, key_slot(shared, places.stage), it, -INFINITY_F32);
     const bool outgrown = softmax_stage(score, state, factor, logit_scale, partial);
@@ -307,42 +291,36 @@ struct RowsInWork {
 #pragma unroll
       for (int i = 0; i < O_REGISTERS; ++i) output[i] *= factor[i % 4 / 2];
     }
-    pack_weights(weights, score);
+    pack_operand(weights, score);
   }
 
 #if PAIRS
-  // This consumer's turn at the tensor cores, which every stage but the first takes.
-  DEVICE void take_turn(int it) const {
-    if (TAKE_TURNS && it > 0) barrier_sync(1 + warpgroup, 256);
-  }
-  DEVICE void pass_turn(int it) const {
-    if (TAKE_TURNS && it > 0) barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
-  }
-
   // The weights of a stage where no others wait for their values: the tile's first, or one after stages that went by.
   DEVICE void start_again(u32 (&weights)[BLOCK_KV / 16][4], int it, bool is_last) {
     float score[64], factor[2];
-    take_turn(it);
+    if (it > 0) take_turn(warpgroup);  // every stage but the first takes turns
     wgmma_fence();
     multiply_stage<0>(score, q, key_tile(), bases, key_slot(shared, places.stage));
     const bool partial = stage_is_partial(rows, key_slot(shared, places.stage), it);
     wgmma_wait<0>();
-    pass_turn(it);
+    if (TAKE_TURNS && it > 0) pass_turn(warpgroup);
     release_keys(is_last);
     if (partial) mask_stage(score, rows, key_slot(shared, places.stage), it, -INFINITY_F32);
     if (softmax_stage(score, state, factor, logit_scale)) {
 #pragma unroll
       for (int i = 0; i < O_REGISTERS; ++i) output[i] *= factor[i % 4 / 2];
     }
-    pack_weights(weights, score);
+    pack_operand(weights, score);
     barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
   }
 
   // Skips a stage in which this consumer's rows see no key. The pending P V is finished first, since its V slot is
   // about to be reused.
   DEVICE void let_go_by(const u32 (&weights)[BLOCK_KV / 16][4], bool is_pending, int it, bool is_last) {
-    take_turn(it);
-    pass_turn(it);
+    if (TAKE_TURNS && it > 0) {
+      take_turn(warpgroup);
+      pass_turn(warpgroup);
+    }
     release_keys(is_last);
     if (is_pending) {
       wgmma_fence();
@@ -383,16 +361,9 @@ struct ForwardConsumer {
     if (num_stages == 0) return false;
 
     const ConsumerRows rows = consumer_rows(tile, warpgroup);
-    float output[O_REGISTERS];
+    float output[O_REGISTERS] = {};
     u32 weights[BLOCK_KV / 16][4];
     SoftmaxState state;
-#pragma unroll
-    for (int i = 0; i < O_REGISTERS; ++i) output[i] = 0.0f;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      state.maximum[r] = NO_MAXIMUM;
-      state.total[r] = 0.0f;
-    }
 #if BLOCK_LSE
     state.blocks = block_lse_rows(out.block_lse, load_shared_int(tile + 4), rows.query[0], rows.query[1],
                                   load_shared_int(tile + 12));

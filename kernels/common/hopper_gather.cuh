@@ -1,14 +1,9 @@
 // hopper_gather: the producer of tiles of queries and of the keys in their list, for exact dynamic mask attention and,
 // with HAS_BIAS 0, for NSA's compressed blocks.
-// Defines    as hopper_tiles.cuh, with GATHER 1; SUPER_BLOCK (1024)
+// Defines    as hopper_tiles.cuh, with GATHER 1
 #pragma once
 #include "common/hopper_tiles.cuh"
 
-#ifndef SUPER_BLOCK
-#define SUPER_BLOCK 1024
-#endif
-
-constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads computed at a time: about half of the L2 cache
 constexpr int BLOCK_TILES = ceil_div(SUPER_BLOCK, TILE_QUERIES);
 
 // A tile's keys: a range of list entries. The first stage has `head_count` of them, later stages are whole. The rest of
@@ -103,8 +98,7 @@ struct GatherWork {
 #endif
         barrier_arrive_copies(full);
         barrier_arrive(full);  // for the stores of the entry and the bias
-        places.k.advance();
-        places.stage += 1;
+        places.next_keys();
       }
       if (it < 0) {
         // Load Q and the tile's head once the consumers have released the last tile's Q.

@@ -7,8 +7,6 @@
 
 static_assert(BLOCK_Q == 128 && HEADS_PER_TILE == 1, "a producer thread loads one query, as a row of a tile of 128");
 
-constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
-
 // Loads Q and the tile's head once the consumers have released the last tile's Q. `position` is that of this thread's
 // row, `tile.end_query` or more where the row is empty.
 DEVICE void bring_queries(const InputTensors& tensors, const TileHead& tile, int position, u32 done, u32 shared) {

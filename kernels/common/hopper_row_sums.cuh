@@ -56,21 +56,15 @@ struct RowSumsConsumer {
       barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
       barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
       if (GATHER) fence_async_proxy();
-#if TAKE_TURNS
-      barrier_sync(1 + warpgroup, 256);
-#endif
+      take_turn(warpgroup);
       wgmma_fence();
       multiply_stage<HAS_BIAS>(score, q, shared + K_AT + places.k.slot * STAGE_BYTES,
                                tile + BASES_AT + warpgroup * 64 * SPLIT_BYTES, key_slot(shared, places.stage));
       multiply_kept(dp, do_kept, shared + V_AT + places.v.slot * STAGE_BYTES);
-#if TAKE_TURNS == 1
-      barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
-#endif
+      if (TAKE_TURNS == 1) pass_turn(warpgroup);
       const bool partial = stage_is_partial(rows, key_slot(shared, places.stage), it);
       wgmma_wait<1>();
-#if TAKE_TURNS == 2
-      barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
-#endif
+      if (TAKE_TURNS == 2) pass_turn(warpgroup);
       release(barrier_at(shared, EMPTY_K + places.k.slot));
       if (it == num_stages - 1) release(barrier_at(shared, EMPTY_Q));
 
@@ -81,9 +75,8 @@ struct RowSumsConsumer {
       keep_here(score);  // before the wait, where dP covers them
       wgmma_wait<0>();
       release(barrier_at(shared, EMPTY_V + places.v.slot));
-      places.k.advance();
+      places.next_keys();
       places.v.advance();
-      places.stage += 1;
 
 #pragma unroll
       for (int r = 0; r < 2; ++r) {

@@ -3,6 +3,8 @@
 #pragma once
 #include "common/types.cuh"
 
+constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
+
 // A tile's place. `head` counts units of query heads that one tile holds.
 struct WorkPlace {
   int tile, head, batch;

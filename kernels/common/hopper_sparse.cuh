@@ -79,8 +79,7 @@ struct SparseWork {
         store_shared_int2(key_slot(shared, places.stage) + thread * 8, next.x, next.y);
         barrier_arrive_copies(full);
         barrier_arrive(full);  // for the store of the entry
-        places.k.advance();
-        places.stage += 1;
+        places.next_keys();
       }
       if (it < 0) {
         bring_queries(tensors, tile, position, done, shared);

@@ -20,9 +20,6 @@
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
-#ifndef HAS_BIAS
-#define HAS_BIAS 0
-#endif
 #ifndef GATHER
 #define GATHER 0
 #endif
@@ -32,14 +29,8 @@
 #ifndef ROW_SUMS
 #define ROW_SUMS 0
 #endif
-#ifndef HEADS_PER_TILE
-#define HEADS_PER_TILE 1
-#endif
 #ifndef HALF_STAGES
 #define HALF_STAGES 0
-#endif
-#ifndef TAKE_TURNS
-#define TAKE_TURNS 1
 #endif
 
 constexpr int BLOCK_Q = NUM_CONSUMERS * 64;
@@ -185,6 +176,10 @@ struct StagePlaces {
   RingPlace<K_STAGES> k;
   RingPlace<V_STAGES> v;
   u32 stage = 0;
+  DEVICE void next_keys() {
+    k.advance();
+    stage += 1;
+  }
 };
 
 // ---- Consumer
@@ -197,10 +192,7 @@ template <int BIAS, int N>
 DEVICE void multiply_stage(float (&d)[N], u32 rows, u32 stage, [[maybe_unused]] u32 bases, [[maybe_unused]] u32 keys) {
   const u64 a = wgmma_along(rows), b = wgmma_along(stage);
   if (BIAS) wgmma<0, 0>(d, wgmma_unswizzled(bases), wgmma_unswizzled(keys + ENTRY_BYTES), 0);
-#pragma unroll
-  for (int step = 0; step < HEAD_DIM / 16; ++step)
-    wgmma<0, 0>(d, wgmma_step(a, step / 4 * BLOCK_Q * 128 + step % 4 * 32),
-                wgmma_step(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32), BIAS || step > 0);
+  wgmma_rows<HEAD_DIM, BLOCK_Q, BLOCK_KV>(d, a, b, BIAS);
   wgmma_commit();
 }
 
@@ -351,8 +343,12 @@ DEVICE void mask_stage(float (&score)[N], const ConsumerRows& rows, u32 keys, in
 #endif
 }
 
-// With TAKE_TURNS a consumer waits at named barrier 1 + its number, at which the other consumer arrives. Here the last
-// consumer arrives for the first one's first turn.
+// With TAKE_TURNS a consumer waits at named barrier 1 + its number, at which the other consumer arrives.
+DEVICE void take_turn(int warpgroup) {
+  if (TAKE_TURNS) barrier_sync(1 + warpgroup, 256);
+}
+DEVICE void pass_turn(int warpgroup) { barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256); }
+// The last consumer arrives for the first one's first turn.
 DEVICE void start_turns(int warpgroup) {
   if (TAKE_TURNS && warpgroup == NUM_CONSUMERS - 1) barrier_pass(1, 256);
 }
@@ -368,14 +364,8 @@ DEVICE u32 start_block(void* memory) {
     // producer thread that stores entries or biases; an empty barrier takes one of each consumer warp.
     constexpr int FILL = GATHER ? 128 : 1;
     constexpr int KEY_ARRIVALS = FILL + (GATHER || HAS_BIAS ? 128 : 0);
-    for (int i = 0; i < K_STAGES; ++i) {
-      barrier_init(barrier_at(shared, FULL_K + i), KEY_ARRIVALS);
-      barrier_init(barrier_at(shared, EMPTY_K + i), NUM_CONSUMERS * 4);
-    }
-    for (int i = 0; i < V_STAGES; ++i) {
-      barrier_init(barrier_at(shared, FULL_V + i), FILL);
-      barrier_init(barrier_at(shared, EMPTY_V + i), NUM_CONSUMERS * 4);
-    }
+    ring_init(barrier_at(shared, FULL_K), barrier_at(shared, EMPTY_K), K_STAGES, KEY_ARRIVALS, NUM_CONSUMERS * 4);
+    ring_init(barrier_at(shared, FULL_V), barrier_at(shared, EMPTY_V), V_STAGES, FILL, NUM_CONSUMERS * 4);
     // the copies of the queries, and every producer thread's stores to the tile's description
     barrier_init(barrier_at(shared, FULL_Q), (SPARSE ? 128 : 1) + 128);
     barrier_init(barrier_at(shared, EMPTY_Q), NUM_CONSUMERS * 4);

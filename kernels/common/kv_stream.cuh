@@ -11,12 +11,6 @@
 #ifndef HEAD_DIM_V
 #define HEAD_DIM_V HEAD_DIM
 #endif
-#ifndef NUM_STAGES
-#define NUM_STAGES 2
-#endif
-#ifndef HAS_BIAS
-#define HAS_BIAS 0
-#endif
 #ifndef GATHER
 #define GATHER 0
 #endif

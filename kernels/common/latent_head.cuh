@@ -6,13 +6,8 @@
 #include "common/fixed_sum.cuh"
 #include "common/rotary_head.cuh"
 
-constexpr int CONTENT_LANES = CONTENT_DIM / 8, MOST_LANES = CONTENT_LANES > LANES ? CONTENT_LANES : LANES;
-constexpr int LATENT_GROUP = MOST_LANES <= 1   ? 1
-                             : MOST_LANES <= 2 ? 2
-                             : MOST_LANES <= 4 ? 4
-                             : MOST_LANES <= 8 ? 8
-                             : MOST_LANES <= 16 ? 16
-                                                : 32;
+constexpr int CONTENT_LANES = CONTENT_DIM / 8;
+constexpr int LATENT_GROUP = min_int(power_of_two(max_int(CONTENT_LANES, LANES)), 32);
 constexpr int LATENT_HEADS = 32 / LATENT_GROUP, LATENT_DIM = CONTENT_DIM + HEAD_DIM;
 static_assert(CONTENT_DIM % 8 == 0, "content is read 16 bytes at a time");
 static_assert(NORM_DIM == 0 || CONTENT_LANES <= 32, "the content of a normed head is on at most a warp");

@@ -16,6 +16,24 @@ DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// d += a b over ROWS x 16 rows and the 16 columns from column tile `n` on; b holds b0, b1 of both column tiles.
+template <int ROWS, int N>
+DEVICE void mma_columns(float (&d)[ROWS][N][4], const u32 (&a)[ROWS][4], int n, const u32 (&b)[4]) {
+#pragma unroll
+  for (int m = 0; m < ROWS; ++m) {
+    mma_bf16(d[m][n], a[m], b[0], b[1]);
+    mma_bf16(d[m][n + 1], a[m], b[2], b[3]);
+  }
+}
+
+// Rounds C fragments of two neighbouring column tiles to an A fragment.
+DEVICE void pack_fragment(u32 (&a)[4], const float (&left)[4], const float (&right)[4]) {
+  a[0] = pack_bf16(left[0], left[1]);
+  a[1] = pack_bf16(left[2], left[3]);
+  a[2] = pack_bf16(right[0], right[1]);
+  a[3] = pack_bf16(right[2], right[3]);
+}
+
 // Loads four 8x8 matrices: lanes 8m .. 8m + 7 pass the addresses of the rows of matrix m (16 bytes each), r[m] receives
 // its fragment.
 DEVICE void load_matrix_x4(u32 (&r)[4], u32 shared) {
@@ -72,3 +90,20 @@ struct SwizzledTile {
     return (at ^ (u32)((chunk & MASK) << 4)) + (u32)(row * ROW_BYTES + ((chunk & ~MASK) << 4));
   }
 };
+
+// d += A B^T over the columns of two tiles; `a_at` and `b_at` are the lane's addresses in the first rows of A and B.
+template <class Tile, int ROWS, int N>
+DEVICE void multiply_rows(float (&d)[ROWS][N][4], u32 a_at, u32 b_at) {
+#pragma unroll
+  for (int step = 0; step < Tile::CHUNKS / 2; ++step) {
+    u32 a[ROWS][4];
+#pragma unroll
+    for (int m = 0; m < ROWS; ++m) load_matrix_x4(a[m], Tile::step(a_at, m * 16, step * 2));
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      u32 b[4];
+      load_matrix_x4(b, Tile::step(b_at, n * 8, step * 2));
+      mma_columns(d, a, n, b);
+    }
+  }
+}

@@ -4,9 +4,6 @@
 #pragma once
 #include "common/types.cuh"
 
-#ifndef WARPS_PER_ROW
-#define WARPS_PER_ROW 1
-#endif
 #ifndef CHUNKS_PER_LANE
 #define CHUNKS_PER_LANE 8
 #endif

@@ -18,6 +18,14 @@ DEVICE void quad_transpose(u32 (&x)[4]) {
   }
 }
 
+// Of the 32 columns at `c` of an accumulator's row (r = 0: g, 1: g + 8) the eight that lane t of the quad stores, times
+// `scale` and rounded to bf16.
+DEVICE void quad_pack(u32 (&x)[4], const float* c, int r, float scale) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = pack_bf16(c[4 * i + 2 * r] * scale, c[4 * i + 2 * r + 1] * scale);
+  quad_transpose(x);
+}
+
 DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));

@@ -11,9 +11,6 @@
 #ifndef WARP_ROWS
 #define WARP_ROWS 16
 #endif
-#ifndef MIN_BLOCKS
-#define MIN_BLOCKS 1
-#endif
 
 constexpr int BLOCK_Q = NUM_WARPS * WARP_ROWS;  // rows of a tile: heads x queries
 constexpr int TILE_QUERIES = BLOCK_Q / HEADS_PER_TILE;
@@ -99,6 +96,13 @@ DEVICE void copy_query_rows(const QueryTile& tile, u32 shared, const bf16* base,
       copy_async_16(shared + SwizzledTile<ROW>::offset(row, chunk), from, query < tile.end_query ? 16 : 0);
     }
   }
+}
+
+// The same of the output gradients, [batch, seq_len, num_heads, HEAD_DIM_V].
+DEVICE void copy_gradient_rows(const QueryTile& tile, u32 shared, const bf16* d_out) {
+  copy_query_rows<HEAD_DIM_V>(tile, shared,
+                              d_out + ((u64)tile.batch * tile.seq_len * tile.num_heads + tile.head) * HEAD_DIM_V,
+                              (u32)tile.num_heads * HEAD_DIM_V);
 }
 
 // Which queries see which keys. One object per warp and query tile; `first` and `last` are the warp's queries.

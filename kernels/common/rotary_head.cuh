@@ -6,14 +6,10 @@
 #include "common/bf16x8.cuh"
 #include "common/fixed_sum.cuh"
 
-#ifndef HEAD_DIM
-#define HEAD_DIM 128
-#endif
-
 // Four: with eight columns a lane, 16-byte accesses, too few warps fit an SM to keep the memory busy.
 constexpr int LANE_COLUMNS = 4, PAIRS = LANE_COLUMNS / 2;
 constexpr int HALF = HEAD_DIM / 2, LANES = HALF / LANE_COLUMNS;
-constexpr int GROUP = LANES <= 1 ? 1 : LANES <= 2 ? 2 : LANES <= 4 ? 4 : LANES <= 8 ? 8 : LANES <= 16 ? 16 : 32;
+constexpr int GROUP = power_of_two(LANES);
 constexpr int HEADS_PER_WARP = 32 / GROUP;
 static_assert(HEAD_DIM % 16 == 0 && LANES <= 32, "a head is whole lanes, on at most a warp");
 

@@ -26,3 +26,9 @@ struct SelectBlocks {
     return segment > 0 ? min((last(row) / segment + 1) * (segment / block), num_columns()) : admissible(row);
   }
 };
+
+template <class Params>
+DEVICE SelectBlocks select_blocks(const Params& params) {
+  return {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
+          (int)params.query_block};
+}

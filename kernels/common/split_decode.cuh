@@ -5,24 +5,12 @@
 // Warps never wait for each other until their keys are done; then a block joins its warps, and the last block its
 // splits.
 // Head sizes are K_DIM for q and k, V_DIM for v and o.
-// Defines    HEAD_DIM (128), HEAD_DIM_V (HEAD_DIM), NUM_WARPS, NUM_STAGES: of the entry kernel's `Decode`
+// Defines    HEAD_DIM, HEAD_DIM_V, NUM_WARPS, NUM_STAGES: of the entry kernel's `Decode`
 #pragma once
 #include "common/async_copy.cuh"
 #include "common/mma.cuh"
+#include "common/quad.cuh"
 
-#ifndef HEAD_DIM
-#define HEAD_DIM 128
-#endif
-#ifndef HEAD_DIM_V
-#define HEAD_DIM_V HEAD_DIM
-#endif
-#ifndef NUM_STAGES
-#define NUM_STAGES (HEAD_DIM <= 64 && HEAD_DIM_V <= 64 ? 4 : 2)
-#endif
-
-#ifndef NUM_WARPS
-#define NUM_WARPS (HEAD_DIM > 128 || HEAD_DIM_V > 128 ? 2 : 4)
-#endif
 constexpr int NUM_THREADS = NUM_WARPS * 32;
 
 constexpr int DECODE_ROWS = 16;  // query heads of a block
@@ -160,10 +148,8 @@ struct SplitDecode {
         s[0][2] = s[0][3] = s[1][2] = s[1][3] = 0.f;
         break;
       }
-      float top = fmaxf(fmaxf(s[0][2 * h], s[0][2 * h + 1]), fmaxf(s[1][2 * h], s[1][2 * h + 1]));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-      const float new_max = fmaxf(row_max[h], top);
+      const float top = fmaxf(fmaxf(s[0][2 * h], s[0][2 * h + 1]), fmaxf(s[1][2 * h], s[1][2 * h + 1]));
+      const float new_max = fmaxf(row_max[h], quad_max(top));
       const float base = new_max == -INFINITY_F32 ? 0.f : new_max;  // no key seen yet: every exponential is 0
       const float rescale = exp2_fast(row_max[h] - base);
       row_max[h] = new_max;
@@ -184,8 +170,8 @@ struct SplitDecode {
         }
       }
     }
-    const u32 p[4] = {pack_bf16(s[0][0], s[0][1]), pack_bf16(s[0][2], s[0][3]), pack_bf16(s[1][0], s[1][1]),
-                      pack_bf16(s[1][2], s[1][3])};
+    u32 p[4];
+    pack_fragment(p, s[0], s[1]);
     const u32 v_lane = stage + K_BYTES + (lane & 15) * V_PITCH + (lane >> 4) * 16;
 #pragma unroll
     for (int n = 0; n < NUM_O; n += 2) {
@@ -204,9 +190,7 @@ struct SplitDecode {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       if (h == 1 && !upper_rows) break;
-      float sum = row_sum[h];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      const float sum = quad_sum(row_sum[h]);
       float* row = partials + (warp * DECODE_ROWS + group + 8 * h) * (V_DIM + 2);
       if ((lane & 3) == 0) {
         row[0] = row_max[h];

@@ -36,3 +36,5 @@ DEVICE float f32_word(u64 word) { return __uint_as_float((u32)word); }
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int min_int(int a, int b) { return a < b ? a : b; }
 __host__ __device__ constexpr int max_int(int a, int b) { return a > b ? a : b; }
+// The smallest power of two that is `least` or more.
+__host__ __device__ constexpr int power_of_two(int least) { return least <= 1 ? 1 : 2 * power_of_two((least + 1) / 2); }

@@ -119,3 +119,52 @@ DEVICE void wgmma(float (&d)[64], const u32 (&a)[4], u64 b, int accumulate) {
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANSPOSE_B));
 }
+
+// Rounds 16 STEPS columns of an accumulator, from element FIRST on, to bf16: the A operands of STEPS steps of a wgmma,
+// each in the order of stmatrix.
+template <int FIRST = 0, int STEPS, int N>
+DEVICE void pack_operand(u32 (&packed)[STEPS][4], const float (&x)[N]) {
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      packed[step][i] = pack_bf16(x[FIRST + 8 * step + 2 * i], x[FIRST + 8 * step + 2 * i + 1]);
+}
+
+// Stores four 8x8 matrices: lanes 8m .. 8m + 7 pass the addresses of the rows of matrix m (16 bytes each).
+DEVICE void store_matrix_x4(u32 shared, const u32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+// GEMMs of a warpgroup on tiles of 64-column blocks; the caller closes the group.
+
+// d = a b^T, or with `accumulate` d += a b^T, over COLUMNS columns: 64 rows of a tile of A_ROWS rows against 2 N rows
+// of a tile of B_ROWS; a and b come from wgmma_along.
+template <int COLUMNS, int A_ROWS, int B_ROWS, int N>
+DEVICE void wgmma_rows(float (&d)[N], u64 a, u64 b, bool accumulate) {
+#pragma unroll
+  for (int step = 0; step < COLUMNS / 16; ++step)
+    wgmma<0, 0>(d, wgmma_step(a, step / 4 * A_ROWS * 128 + step % 4 * 32),
+                wgmma_step(b, step / 4 * B_ROWS * 128 + step % 4 * 32), accumulate || step > 0);
+}
+
+// d = weights b, or with `accumulate` d += weights b: 64 x 16 STEPS weights in registers, 16 STEPS rows of a tile of
+// ROWS.
+template <int ROWS, int STEPS, int N>
+DEVICE void wgmma_weigh(float (&d)[N], const u32 (&weights)[STEPS][4], u32 tile, bool accumulate) {
+  const u64 b = wgmma_across(tile, ROWS * 128);
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step)
+    wgmma<1>(d, weights[step], wgmma_step(b, step * 2048), accumulate || step > 0);
+}
+
+// d = a^T b over ROWS rows: 64 columns of a, 2 N of b, each in one block.
+template <int ROWS, int N>
+DEVICE void wgmma_columns(float (&d)[N], u32 a_block, u32 b_block) {
+  const u64 a = wgmma_across(a_block, 0), b = wgmma_across(b_block, 0);
+#pragma unroll
+  for (int step = 0; step < ROWS / 16; ++step)
+    wgmma<1, 1>(d, wgmma_step(a, step * 2048), wgmma_step(b, step * 2048), step > 0);
+}

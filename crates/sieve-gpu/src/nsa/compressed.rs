@@ -63,9 +63,8 @@ fn place_params(shape: &AttentionShape, blocks: NsaBlocks, scale: f32) -> NsaPla
 /// The key lists of the compressed branch: of each super-block of 1024 queries, the blocks that they may see.
 fn lists(shape: &AttentionShape, [start, end]: &[CudaTensor; 2], blocks: NsaBlocks) -> Result<KeyLists, KernelError> {
     let (batch, heads, seq_len) = (shape.batch, shape.num_kv_heads, shape.seq_len);
-    let num_slots = blocks.num_slots(seq_len);
     let super_blocks = seq_len.div_ceil(SUPER_BLOCK);
-    let capacity = num_slots.next_multiple_of(LIST_ALIGNMENT);
+    let capacity = blocks.num_slots(seq_len).next_multiple_of(LIST_ALIGNMENT);
     let new = |sizes: &[usize]| start.empty_contiguous(sizes, DType::I32);
     let list = new(&[batch, heads, super_blocks, capacity, 2]);
     let list_len = new(&[batch, heads, super_blocks]);
@@ -74,7 +73,6 @@ fn lists(shape: &AttentionShape, [start, end]: &[CudaTensor; 2], blocks: NsaBloc
         seq_len,
         size: blocks.compress_block_size,
         stride: blocks.compress_stride,
-        num_slots,
         capacity,
     });
     let tensors = [start, end, &list, &list_len, &tile_window];
