@@ -41,11 +41,12 @@ constexpr int SUM_ROWS = MERGED == 16 ? 1 : 2;
 
 template <int MERGED>
 DEVICE void merge_rows(float (&p)[4 * TILES]) {
-  if (MERGED != 16) return;
+  if (MERGED == 16) {
 #pragma unroll
-  for (int n = 0; n < TILES; ++n)
+    for (int n = 0; n < TILES; ++n)
 #pragma unroll
-    for (int x = 0; x < 2; ++x) p[4 * n + x] += p[4 * n + 2 + x];
+      for (int x = 0; x < 2; ++x) p[4 * n + x] += p[4 * n + 2 + x];
+  }
 }
 
 // Adds up a step's probabilities, `p[4 n + 2 h + x]` of column 8 n + 2 t + x, over blocks and the MERGED consecutive
