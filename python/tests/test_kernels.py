@@ -312,7 +312,7 @@ def test_decode_over_chosen_blocks(device):
     seen = (chosen[..., None] == key // 16).any(2) & (key <= length[:, None, None])
     exact = reference.masked_attention(*(x.float() for x in (token, k, v)), seen[:, :, None])
     assert_close("chosen", o, exact, reference.masked_attention(token, k, v, seen[:, :, None]), floor=4e-3)
-    for block, sentence in ((24, "multiples of 16"), (None, "without the size of its blocks")):
+    for block, sentence in ((24, "multiples of 16"), (None, "given together with block")):
         with pytest.raises(sieve.SieveError, match=sentence):
             sieve.decode(token, None, None, *caches, length, chosen=chosen, block=block)
 
