@@ -179,7 +179,7 @@ impl Inputs {
         ]
     }
 
-    /// The CPU's choices: NSA's, by the compressed branch, then those of [`choices`](Self::choices).
+    /// The blocks that the CPU chooses: by NSA's compressed branch, then by each rule of [`choices`](Self::choices).
     fn chosen_by_cpu(&self) -> Vec<Choice> {
         let (shape, call) = (self.case.shape, self.call());
         let [qkv, compressed] = self.coarse(DType::F32);

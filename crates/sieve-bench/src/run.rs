@@ -268,7 +268,8 @@ fn sloped(settings: &RunSettings, case: &mut Case) -> Result<Option<Vec<f32>>> {
     Ok(Some(z))
 }
 
-/// The tensors of a call that models compute by several ops: fp8, nsa, mla, and rows in parts. `round` rounds to fp8.
+/// The tensors of a call that models compute by several ops: fp8 GEMMs, NSA, MLA, and attention under context
+/// parallelism. `round` rounds to fp8.
 fn of_ops<B: Computes>(
     settings: &RunSettings,
     case: Case,

@@ -285,7 +285,7 @@ mod tests {
                 let read = Recipe::load(&text, "template", &[]);
                 assert_eq!(read, Ok(recipe), "{} {kind:?}\n{text}", size.name);
                 assert!(text.lines().all(|line| line.chars().count() <= 120), "{text}");
-                // The bounds are those of the keys' page.
+                // A key's comment has the bounds that docs/recipe.md has.
                 assert!(text.contains("# Width of the residual stream. (whole number, 1 to 1048576)"), "{text}");
                 for section in Recipe::KEYS.iter().filter(|it| it.name != "attention") {
                     let Kind::Table(keys) = section.kind else {
