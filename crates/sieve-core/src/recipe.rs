@@ -46,7 +46,7 @@ pub use sections::{
     TrainingPrecision, TrainingSection, ValidationSection,
 };
 pub use stages::{Stage, StageSection};
-pub use template::{EPOCHS_AS_NEW, StartingSize, least_text, steps_for_text, tokens_of_text};
+pub use template::{EPOCHS_AS_NEW, StartingSize, least_tokens, steps_for_text, tokens_of_text};
 
 use crate::keys::keys;
 

@@ -38,6 +38,6 @@ pub(crate) fn folder(args: &RecipeArgs, recipe: &Recipe, data_dir: Option<PathBu
     Ok(match (data_dir, &recipe.data.cache_dir) {
         (Some(dir), _) => dir,
         (None, Some(dir)) => PathBuf::from(sieve_core::paths::expand(dir, &crate::train::variable)?),
-        (None, None) => PathBuf::from("out").join(args.name()).join("data"),
+        (None, None) => args.default_out().join("data"),
     })
 }

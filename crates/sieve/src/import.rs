@@ -4,7 +4,7 @@ use crate::terminal;
 use anyhow::{Context, Result, bail};
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
-use sieve_core::recipe::AttentionKind;
+use sieve_core::recipe::{AttentionKind, StageSection};
 use sieve_data::Tokenizer;
 use sieve_hf::ImportReport;
 use std::path::{Path, PathBuf};
@@ -94,20 +94,14 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
 
 /// The recipe of the imported model. A new indexer learns in a first stage, while all keys are read.
 fn recipe_text(report: &ImportReport) -> Result<String> {
-    let recipe = &report.recipe;
-    let text = recipe.to_template()?;
+    let mut recipe = report.recipe.clone();
     let (steps, warmup) = (recipe.training.steps, recipe.lr_scheduler.warmup_steps);
     let has_new_indexer = recipe.attention.kind() == AttentionKind::Msa && !report.added.is_empty();
-    if !has_new_indexer || !recipe.stage.is_empty() || !(1..steps).contains(&warmup) {
-        return Ok(text);
+    if has_new_indexer && recipe.stage.is_empty() && (1..steps).contains(&warmup) {
+        let stage = |steps, warms_up| StageSection { steps, index_warmup: Some(warms_up), ..recipe.whole_run() };
+        recipe.stage = vec![stage(warmup, true), stage(steps - warmup, false)];
     }
-    // training.steps is left out: it is the sum of the stages' steps, which a user may change.
-    let text = text.replacen(&format!("\nsteps = {steps}\n"), "\n# steps =\n", 1);
-    Ok(format!(
-        "{text}\n# Dense attention, while the new indexer learns from all keys.\n[[stage]]\nsteps = {warmup}\n\
-         index_warmup = true\n\n[[stage]]\nsteps = {}\n",
-        steps - warmup
-    ))
+    Ok(recipe.to_template()?)
 }
 
 /// Refuses what is not a folder in the Hugging Face layout.
@@ -156,8 +150,7 @@ fn print_notes(report: &ImportReport, tokenizer: &Tokenizer) {
 }
 
 fn kind(name: &str) -> Result<AttentionKind> {
-    let found = AttentionKind::ALL.into_iter().find(|kind| kind.name() == name);
-    found.with_context(|| {
+    AttentionKind::named(name).with_context(|| {
         // A model of another kind cannot be turned into latent attention.
         let kinds = AttentionKind::ALL.into_iter().filter(|&kind| kind != AttentionKind::Mla);
         let names = kinds.map(AttentionKind::name).collect::<Vec<_>>().join(", ");

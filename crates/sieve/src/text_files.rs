@@ -1,10 +1,18 @@
 //! Text files named on the command line or in a recipe.
 use crate::terminal::{counted, thousands};
+use crate::train::variable;
+use anyhow::Result;
 use clap::ValueEnum;
-use sieve_data::{Corpus, CorpusConfig, DataError, JsonText};
+use sieve_core::Recipe;
+use sieve_core::recipe::{TokenizerSource, tokens_of_text};
+use sieve_data::{Corpus, CorpusConfig, DataError, Document, JsonText, Tokenizer, is_hub_tokenizer};
+use std::path::Path;
 
 /// Extensions that the line about skipped files names, at most.
 const ENDINGS_NAMED: usize = 6;
+
+/// Bytes of a text, about, that are read to judge it.
+pub(crate) const BEGINNING_BYTES: usize = 1 << 20;
 
 /// How the files hold documents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -27,6 +35,58 @@ pub(crate) fn config(paths: Vec<String>, format: Option<FormatArg>, text_column:
     }
 }
 
+/// The first documents of a text, up to about [`BEGINNING_BYTES`].
+#[derive(Default)]
+pub(crate) struct Beginning {
+    /// Bytes of the documents; fewer than [`BEGINNING_BYTES`] if these are all documents of the text.
+    pub(crate) num_bytes: usize,
+    /// Tokens of the documents; 0 without a tokenizer.
+    pub(crate) num_tokens: usize,
+    /// The first document.
+    pub(crate) first: Option<Document>,
+}
+
+impl Beginning {
+    /// Reads the first documents of a corpus, as a run would.
+    pub(crate) fn read(corpus: &Corpus, tokenizer: Option<&Tokenizer>) -> Result<Self> {
+        let (mut beginning, mut documents) = (Self::default(), corpus.documents());
+        while beginning.num_bytes < BEGINNING_BYTES
+            && let Some(document) = documents.next().transpose()?
+        {
+            let text = &document.text[..document.text.ceil_char_boundary(BEGINNING_BYTES)];
+            beginning.num_bytes += text.len();
+            if let Some(tokenizer) = tokenizer {
+                beginning.num_tokens += tokenizer.encode(text)?.len();
+            }
+            beginning.first.get_or_insert(document);
+        }
+        Ok(beginning)
+    }
+
+    /// Bytes of text a token.
+    pub(crate) fn bytes_per_token(&self) -> f64 {
+        self.num_bytes as f64 / self.num_tokens.max(1) as f64
+    }
+
+    /// Estimated tokens of a text of `num_bytes` that begins so.
+    pub(crate) fn tokens_of(&self, num_bytes: u64) -> f64 {
+        match self.num_tokens {
+            0 => tokens_of_text(num_bytes),
+            _ => num_bytes as f64 / self.bytes_per_token(),
+        }
+    }
+}
+
+/// The tokenizer of a recipe, if it is a file on this machine. One of the hub is not fetched.
+pub(crate) fn local_tokenizer(recipe: &Recipe) -> Result<Option<Tokenizer>> {
+    let TokenizerSource::Path(path) = recipe.tokenizer.source() else {
+        return Ok(None);
+    };
+    let path = sieve_core::paths::expand(path, &variable)?;
+    let is_local = !is_hub_tokenizer(&path);
+    Ok(is_local.then(|| Tokenizer::from_file(Path::new(&path))).transpose()?)
+}
+
 /// Prints the message of [`json_as_text`] as a warning.
 pub(crate) fn warn_of_json(corpus: &Corpus) {
     if let Some(words) = json_as_text(corpus) {
@@ -36,7 +96,7 @@ pub(crate) fn warn_of_json(corpus: &Corpus) {
 
 /// The first words of a text's first line that is not blank, at most `most` characters. `None` if there is no such
 /// line, or the words hold a control character.
-pub(crate) fn beginning(text: &str, most: usize) -> Option<String> {
+pub(crate) fn first_words(text: &str, most: usize) -> Option<String> {
     let line = text.lines().map(str::trim).find(|line| !line.is_empty())?;
     let short = line.chars().take(most).collect::<String>();
     let is_whole = short.len() == line.len();
@@ -90,7 +150,7 @@ pub(crate) fn json_as_text(corpus: &Corpus) -> Option<String> {
 /// variables.
 pub(crate) fn remark_on_missing(key: &str, paths: &[String]) {
     for path in paths {
-        let expanded = sieve_core::paths::expand(path, &crate::train::variable);
+        let expanded = sieve_core::paths::expand(path, &variable);
         let corpus = expanded.map(|path| Corpus::open(config(vec![path], None, "text")));
         if let Ok(Err(DataError::NoFiles { .. })) = corpus {
             crate::terminal::remark(&format!("note: {key}: {path:?} matches no file here"));

@@ -179,7 +179,7 @@ fn check_attention(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     let Some(kind) = table.get("kind").and_then(Value::as_str).map(str::to_owned) else {
         return; // `check_keys` has reported that the kind is missing or no string.
     };
-    let Some(own) = schema::attention_kind(&kind).map(AttentionKind::keys) else {
+    let Some(own) = AttentionKind::named(&kind).map(AttentionKind::keys) else {
         return; // `check_choice` has reported the kind, and its keys are unknown.
     };
     table.retain(|name, _| {

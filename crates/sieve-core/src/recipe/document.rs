@@ -272,7 +272,7 @@ fn override_form() -> Mistake {
 
 /// The attention kind of a recipe's table.
 pub(super) fn kind_of(table: &toml::Table) -> Option<AttentionKind> {
-    schema::attention_kind(table.get("attention")?.get("kind")?.as_str()?)
+    AttentionKind::named(table.get("attention")?.get("kind")?.as_str()?)
 }
 
 /// The type of values of the key at the path `names` below `owner`.

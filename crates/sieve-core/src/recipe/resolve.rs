@@ -369,7 +369,7 @@ fn fill(table: &mut Table, keys: &'static [Key]) {
         for table in tables(table, key.name) {
             // [attention] is filled in with the keys of its kind only.
             let kind = table.get("kind").and_then(Value::as_str);
-            let of_kind = kind.and_then(schema::attention_kind);
+            let of_kind = kind.and_then(AttentionKind::named);
             fill(table, of_kind.map_or(key.keys(), AttentionKind::keys));
         }
     }

@@ -22,11 +22,6 @@ pub(super) fn sections() -> impl Iterator<Item = &'static Key> {
     keys.filter(|key| matches!(key.kind, Kind::Table(_)))
 }
 
-/// The attention kind with this name.
-pub(super) fn attention_kind(name: &str) -> Option<AttentionKind> {
-    AttentionKind::ALL.into_iter().find(|kind| kind.name() == name)
-}
-
 /// Names of the attention kinds that have a key called `name`.
 pub(super) fn attention_kinds_with(name: &str) -> Vec<&'static str> {
     let kinds = AttentionKind::ALL.into_iter();

@@ -126,6 +126,11 @@ macro_rules! attention_kinds {
                 }
             }
 
+            /// The kind with this name.
+            pub fn named(name: &str) -> Option<Self> {
+                Self::ALL.into_iter().find(|kind| kind.name() == name)
+            }
+
             /// The recipe keys of `[attention]` that the kind has, besides `kind`.
             pub(super) fn keys(self) -> &'static [Key] {
                 match self {

@@ -98,9 +98,9 @@ impl Attention {
 }
 
 impl Recipe {
-    /// The stages in order; a recipe without `[[stage]]` is one stage.
-    pub fn stages(&self) -> Vec<Stage> {
-        let single = || StageSection {
+    /// One stage for the whole run, with the values of the other sections.
+    pub fn whole_run(&self) -> StageSection {
+        StageSection {
             steps: self.training.steps,
             seq_len: self.training.seq_len,
             rope_theta: self.model.rope_theta,
@@ -110,8 +110,12 @@ impl Recipe {
             weights: None,
             local_batch_size: self.training.local_batch_size,
             global_batch_size: self.training.global_batch_size,
-        };
-        let sections = if self.stage.is_empty() { vec![single()] } else { self.stage.clone() };
+        }
+    }
+
+    /// The stages in order; a recipe without `[[stage]]` is one stage.
+    pub fn stages(&self) -> Vec<Stage> {
+        let sections = if self.stage.is_empty() { vec![self.whole_run()] } else { self.stage.clone() };
         let mut first = 0;
         let numbered = sections.into_iter().enumerate();
         numbered

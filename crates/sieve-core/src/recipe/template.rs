@@ -17,9 +17,16 @@ impl Recipe {
     /// [`RecipeError::NotRepresentable`], as [`to_toml`](Self::to_toml).
     pub fn to_template(&self) -> Result<String, RecipeError> {
         let table = Table::try_from(self)?;
-        // A warm-up that follows from the steps counts as a default, so that a user can change the steps alone.
-        let warmup = resolve::default_warmup(self.training.steps as i64);
-        let follows = Table::from_iter([("warmup_steps".to_owned(), Value::Integer(warmup))]);
+        // Values that follow from others count as defaults, so that a user can change the others alone: the warm-up
+        // follows from the steps, `training.steps` from the stages' steps, the rest of a stage from other sections.
+        let steps = self.training.steps as i64;
+        let warmup = resolve::default_warmup(steps);
+        let mut follows = Table::from_iter([("warmup_steps".to_owned(), Value::Integer(warmup))]);
+        if !self.stage.is_empty() {
+            follows.insert("steps".to_owned(), Value::Integer(steps));
+        }
+        let mut of_stages = Table::try_from(self.whole_run())?;
+        of_stages.remove("steps");
         let mut text = String::new();
         for section in Recipe::KEYS {
             match (section.kind, table.get(section.name)) {
@@ -31,7 +38,7 @@ impl Recipe {
                     for stage in stages.iter().filter_map(Value::as_table) {
                         comment(&mut text, section.doc);
                         text += &format!("[[{}]]\n", section.name);
-                        write_keys(&mut text, keys, stage, &follows);
+                        write_keys(&mut text, keys, stage, &of_stages);
                         text.push('\n');
                     }
                 }
@@ -125,7 +132,7 @@ fn inline(value: &Value) -> String {
     }
 }
 
-/// Estimated bytes of text per token. Tokenizers reach 2.2 to 4.5; a larger vocabulary has more bytes per token.
+/// Estimated bytes of text per token. Tokenizers reach 1.9 to 4.5; a larger vocabulary has more bytes per token.
 const BYTES_PER_TOKEN: f64 = 3.0;
 /// The fewest bytes of text from which a tokenizer can learn one merge.
 const BYTES_PER_MERGE: u64 = 64;
@@ -143,16 +150,17 @@ pub fn tokens_of_text(num_bytes: u64) -> f64 {
     num_bytes as f64 / BYTES_PER_TOKEN
 }
 
-/// `steps`, or fewer if those would read a text of `num_bytes` more than 16 times; `None` if that leaves too few steps.
-pub fn steps_for_text(num_bytes: u64, tokens_per_step: usize, steps: usize) -> Option<usize> {
-    let most = MOST_EPOCHS * tokens_of_text(num_bytes) / tokens_per_step.max(1) as f64;
+/// `steps`, or fewer if those would read a text of `num_tokens` more than 16 times; `None` if that leaves too few
+/// steps.
+pub fn steps_for_text(num_tokens: f64, tokens_per_step: usize, steps: usize) -> Option<usize> {
+    let most = MOST_EPOCHS * num_tokens / tokens_per_step.max(1) as f64;
     let fit = steps.min(most as usize);
     (fit >= LEAST_STEPS.min(steps)).then_some(fit)
 }
 
-/// The fewest bytes of text for which [`steps_for_text`] returns a number of steps.
-pub fn least_text(tokens_per_step: usize) -> u64 {
-    ((LEAST_STEPS * tokens_per_step) as f64 / MOST_EPOCHS * BYTES_PER_TOKEN).ceil() as u64
+/// The fewest tokens of text for which [`steps_for_text`] returns [`LEAST_STEPS`].
+pub fn least_tokens(tokens_per_step: usize) -> f64 {
+    (LEAST_STEPS * tokens_per_step) as f64 / MOST_EPOCHS
 }
 
 /// Sizes of a model to start from, with a vocabulary, a batch size, steps and a learning rate that fit it.
@@ -224,10 +232,11 @@ impl StartingSize {
         Self { seq_len, rows, ..self }
     }
 
-    /// The same size for a text of `num_bytes`: fewer steps by [`steps_for_text`], and no more merges than a tokenizer
-    /// can learn from the text. `None` if the text is too small for the size; the smallest size takes any text.
-    pub fn for_text(self, num_bytes: u64) -> Option<Self> {
-        let steps = match steps_for_text(num_bytes, self.tokens_per_step(), self.steps) {
+    /// The same size for a text of `num_bytes` and about `num_tokens`: fewer steps by [`steps_for_text`], and no more
+    /// merges than a tokenizer can learn from the text. `None` if the text is too small for the size; the smallest size
+    /// takes any text.
+    pub fn for_text(self, num_bytes: u64, num_tokens: f64) -> Option<Self> {
+        let steps = match steps_for_text(num_tokens, self.tokens_per_step(), self.steps) {
             None if self.name == Self::ALL[0].name => LEAST_STEPS,
             steps => steps?,
         };
@@ -309,17 +318,18 @@ mod tests {
             let vocab_size = recipe.stated_vocab_size().expect("trained");
             (recipe.training.steps, vocab_size, recipe.num_tokens())
         };
+        let fit = |size: StartingSize, num_bytes| size.for_text(num_bytes, tokens_of_text(num_bytes));
         // A megabyte is enough for the smallest as it is, and far too little for the largest.
-        assert_eq!(of(small.for_text(1_000_000).expect("enough")), of(small));
-        let fitted = of(middle.for_text(1_000_000).expect("enough for some steps"));
+        assert_eq!(of(fit(small, 1_000_000).expect("enough")), of(small));
+        let fitted = of(fit(middle, 1_000_000).expect("enough for some steps"));
         assert_eq!((fitted.0, fitted.1), (651, 8192));
         let epochs = fitted.2 as f64 / tokens_of_text(1_000_000);
         assert!((15.9..=MOST_EPOCHS).contains(&epochs), "{epochs}");
-        let least = least_text(large.tokens_per_step());
-        assert_eq!(large.for_text(least - 300), None);
-        assert_eq!(large.for_text(least).expect("just enough").steps, LEAST_STEPS);
+        let least = least_tokens(large.tokens_per_step());
+        assert_eq!(large.for_text(1_000_000, least - 100.0), None);
+        assert_eq!(large.for_text(1_000_000, least).expect("just enough").steps, LEAST_STEPS);
         // The smallest takes any text, with a tokenizer that it can give.
-        let page = of(small.for_text(2_000).expect("any"));
+        let page = of(fit(small, 2_000).expect("any"));
         assert_eq!((page.0, page.1), (LEAST_STEPS, 289));
         for context in [1, 64, 300, 4096, 1 << 20] {
             let recipe = small.with_context(context).recipe(AttentionKind::Nsa, &["x".to_owned()], &[]);

@@ -1,7 +1,7 @@
 //! `sieve tokenizer train`: a byte-level BPE from text.
 use crate::eval::output::is_there;
 use crate::recipe::RecipeArgs;
-use crate::text_files::FormatArg;
+use crate::text_files::{Beginning, FormatArg};
 use crate::{terminal, text_files};
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
@@ -47,8 +47,6 @@ pub(crate) struct TrainArgs {
 }
 
 const DEFAULT_SAMPLE_BYTES: u64 = 16 << 20;
-/// Bytes of text, from the corpus's start, over which the printed bytes per token are measured.
-const MEASURED_BYTES: usize = 1 << 20;
 
 /// Runs `sieve tokenizer train`: trains on the recipe's text or on `--data`, writes the tokenizer.json and prints how
 /// many bytes of text a token holds.
@@ -101,27 +99,13 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     let config = BpeConfig { vocab_size, sample_bytes };
     let tokenizer = Tokenizer::train(&corpus, config)?;
     tokenizer.save(&args.out)?;
-    let (num_bytes, num_tokens) = measure(&corpus, &tokenizer)?;
+    let beginning = Beginning::read(&corpus, Some(&tokenizer))?;
     terminal::line(&format!(
         "wrote {}: {} tokens, {:.2} bytes of text a token on the first {}",
         args.out.display(),
         terminal::thousands(tokenizer.vocab_size() as u64),
-        num_bytes as f64 / num_tokens.max(1) as f64,
-        terminal::bytes(num_bytes as u64)
+        beginning.bytes_per_token(),
+        terminal::bytes(beginning.num_bytes as u64)
     ));
     Ok(())
-}
-
-/// Bytes and tokens of the first documents, up to [`MEASURED_BYTES`].
-fn measure(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<(usize, usize)> {
-    let (mut num_bytes, mut num_tokens) = (0, 0);
-    for document in corpus.documents() {
-        let text = document?.text;
-        num_bytes += text.len();
-        num_tokens += tokenizer.encode(&text)?.len();
-        if num_bytes >= MEASURED_BYTES {
-            break;
-        }
-    }
-    Ok((num_bytes, num_tokens))
 }

@@ -1,8 +1,9 @@
 //! How many epochs a run reads of its text: exact if the text is tokenised, else estimated from the files' sizes.
 use crate::terminal;
+use crate::text_files::{Beginning, local_tokenizer};
 use crate::train::variable;
 use sieve_core::Recipe;
-use sieve_core::recipe::{DataFormat, EPOCHS_AS_NEW, tokens_of_text};
+use sieve_core::recipe::{DataFormat, EPOCHS_AS_NEW};
 use sieve_data::{Corpus, Prepared};
 use sieve_train::corpus_configs;
 use std::path::Path;
@@ -80,13 +81,17 @@ fn unread(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     }
 }
 
-/// Epochs estimated from the size of the text files; `None` if they are not on this machine.
+/// Epochs estimated from the size of the text files and their first documents; `None` if they are not on this machine.
 fn estimate(recipe: &Recipe) -> Option<f64> {
     let (config, _) = corpus_configs(recipe, &variable).ok()?;
     let corpus = Corpus::open(config).ok()?;
     // The files of a data set on the hub are not known before it is fetched.
     let num_bytes = Some(corpus.text_bytes()).filter(|_| !corpus.files().is_empty())?;
-    Some(recipe.num_tokens() as f64 / tokens_of_text(num_bytes).max(1.0))
+    let beginning = match local_tokenizer(recipe).ok()? {
+        None => Beginning::default(),
+        tokenizer => Beginning::read(&corpus, tokenizer.as_ref()).ok()?,
+    };
+    Some(recipe.num_tokens() as f64 / beginning.tokens_of(num_bytes).max(1.0))
 }
 
 /// The lines about epochs, from the tokenised texts if `found`, else estimated.

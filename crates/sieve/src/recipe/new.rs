@@ -2,17 +2,18 @@
 use super::{RecipeArgs, find};
 use crate::eval::output;
 use crate::plan::epochs;
+use crate::text_files::{BEGINNING_BYTES, Beginning, first_words, local_tokenizer, remark_on_missing};
 use crate::train::variable;
-use crate::{shipped, terminal, text_files};
+use crate::{shipped, terminal};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
-use clap::builder::PossibleValuesParser;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use sieve_core::Recipe;
 use sieve_core::recipe::{
-    AttentionKind, DataFormat, EPOCHS_AS_NEW, StartingSize, TokenizerSource, TokenizerTraining, least_text,
-    steps_for_text, tokens_of_text,
+    AttentionKind, DataFormat, EPOCHS_AS_NEW, StartingSize, TokenizerSource, TokenizerTraining, least_tokens,
+    steps_for_text,
 };
-use sieve_data::{Corpus, DataError, OnChange, Tokenizer, is_hub_tokenizer};
+use sieve_data::{Corpus, DataError, OnChange, is_hub_tokenizer};
 use sieve_train::{DataSource, corpus_configs};
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -26,16 +27,15 @@ const TRAINED: TokenizerTraining = TokenizerTraining { vocab_size: 32_768, sampl
 const USUAL_TEXT: &str = "text.txt";
 /// The first characters of the text become the prompt of a run's samples: this many at most.
 const PROMPT_CHARACTERS: usize = 32;
-/// Bytes of text that are read, about, to see whether a run can be trained on it.
-const BYTES_LOOKED_AT: u64 = 1 << 20;
 
 fn sizes() -> PossibleValuesParser {
     let own = StartingSize::ALL.map(|size| size.name);
     PossibleValuesParser::new(own.into_iter().chain(SHIPPED_SIZES))
 }
 
-fn kinds() -> PossibleValuesParser {
-    PossibleValuesParser::new(AttentionKind::ALL.map(AttentionKind::name))
+fn kinds() -> impl TypedValueParser<Value = AttentionKind> {
+    let names = PossibleValuesParser::new(AttentionKind::ALL.map(AttentionKind::name));
+    names.map(|name| AttentionKind::named(&name).expect("clap takes the names above alone"))
 }
 
 /// Arguments of `sieve recipe new`.
@@ -49,7 +49,7 @@ pub(crate) struct NewArgs {
     context: Option<u32>,
     /// Which attention: dense (mha), sliding window, latent, native sparse, dynamic mask
     #[arg(long, default_value = "dma", value_parser = kinds())]
-    kind: String,
+    kind: AttentionKind,
     /// Text to train on: files, folders, globs or hf://datasets/OWNER/NAME; may be repeated
     #[arg(long, value_name = "PATH", default_value = USUAL_TEXT)]
     data: Vec<String>,
@@ -98,12 +98,8 @@ pub(super) fn show(args: ShowArgs) -> Result<()> {
 
 /// Runs `sieve recipe new`.
 pub(super) fn run(args: &NewArgs) -> Result<()> {
-    if let Some(path) = &args.tokenizer {
-        check_tokenizer(path).context("--tokenizer cannot be used")?;
-    }
     let mut recipe = start(args, None)?;
-    let has_text = look_at_text(&recipe)?;
-    let own = OwnText::look(&recipe);
+    let (own, has_text) = OwnText::read(&recipe)?;
     if let Some(own) = &own {
         recipe = start(args, Some(own))?;
         if has_text {
@@ -114,7 +110,7 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
         "# A recipe made by `sieve recipe new --size {} --kind {}`. Lines that are commented out hold defaults.\n\
          # `sieve plan --recipe FILE` says what it needs, `sieve train --recipe FILE` trains.\n\n{}",
         args.size,
-        args.kind,
+        args.kind.name(),
         recipe.to_template()?
     );
     match &args.out {
@@ -133,58 +129,10 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
     }
     // USUAL_TEXT is a name for a file that the user adds later, so it may be missing.
     if args.data != [USUAL_TEXT] {
-        text_files::remark_on_missing("--data", &args.data);
+        remark_on_missing("--data", &args.data);
     }
     if let Some(words) = own.as_ref().and_then(|own| own.epochs(&recipe)) {
         terminal::remark(&words);
-    }
-    Ok(())
-}
-
-/// Reads the beginning of the recipe's text, as a run would. Returns false for a file that is not on this machine: it
-/// may be put there after the recipe is written.
-fn look_at_text(recipe: &Recipe) -> Result<bool> {
-    if recipe.data.format == DataFormat::Mqar {
-        return Ok(true);
-    }
-    // A variable of a path may be set where the run starts.
-    let Ok((train, validation)) = corpus_configs(recipe, &variable) else {
-        return Ok(false);
-    };
-    let is_divided = validation.is_none();
-    for config in std::iter::once(train).chain(validation) {
-        let corpus = match Corpus::open(config) {
-            Err(DataError::NoFiles { searched, .. }) if searched.is_empty() => return Ok(false),
-            corpus => corpus?,
-        };
-        if corpus.files().is_empty() {
-            // The files of a data set on the hub are not known before it is fetched.
-            continue;
-        }
-        let (mut num_bytes, mut documents) = (0, corpus.documents());
-        while num_bytes < BYTES_LOOKED_AT
-            && let Some(document) = documents.next().transpose()?
-        {
-            num_bytes += document.text.len() as u64;
-        }
-        let fraction = recipe.data.validation_fraction;
-        let held_out = (num_bytes as f64 * fraction).round() as u64;
-        if is_divided && num_bytes < BYTES_LOOKED_AT && (held_out == 0 || held_out == num_bytes) {
-            bail!(
-                "{num_bytes} bytes of text are too few for a training document and a validation document \
-                 (data.validation_fraction = {fraction})\n  \
-                 hint: more text, or text to validate on: --set 'validation.paths=[\"FILE\"]'"
-            );
-        }
-    }
-    Ok(true)
-}
-
-/// Fails if a tokenizer file on this machine cannot be read. A tokenizer on the hub is not fetched yet.
-fn check_tokenizer(path: &str) -> Result<()> {
-    let path = sieve_core::paths::expand(path, &variable)?;
-    if !is_hub_tokenizer(&path) {
-        Tokenizer::from_file(Path::new(&path))?;
     }
     Ok(())
 }
@@ -206,29 +154,61 @@ fn write_new(path: &Path, text: &str) -> Result<()> {
 /// The training text of a new recipe, if it is on this machine.
 struct OwnText {
     num_bytes: u64,
+    num_tokens: f64,
     /// The text's first words, as a prompt for samples: the model is trained on such text.
     prompt: Option<String>,
 }
 
 impl OwnText {
-    /// The recipe's text; `None` if a path matches no file here or has an unset variable.
-    fn look(recipe: &Recipe) -> Option<Self> {
-        let (config, _) = corpus_configs(recipe, &variable).ok()?;
-        let corpus = Corpus::open(config).ok()?;
-        // The files of a data set on the hub are not known before it is fetched.
-        let num_bytes = Some(corpus.text_bytes()).filter(|_| !corpus.files().is_empty())?;
-        let first = corpus.documents().next().and_then(Result::ok);
-        let first = first.map(|first| first.prompt.unwrap_or(first.text));
-        let prompt = first.and_then(|first| text_files::beginning(&first, PROMPT_CHARACTERS));
-        Some(Self { num_bytes, prompt })
+    /// Reads the beginning of the recipe's text, as a run would. Returns the training text, unless it is on the hub or
+    /// not there, and false if any file is not there: it may be put there after the recipe is written.
+    fn read(recipe: &Recipe) -> Result<(Option<Self>, bool)> {
+        let tokenizer = local_tokenizer(recipe).context("the tokenizer (--tokenizer) cannot be used")?;
+        if recipe.data.format == DataFormat::Mqar {
+            return Ok((None, true));
+        }
+        // A variable of a path may be set where the run starts.
+        let Ok((train, validation)) = corpus_configs(recipe, &variable) else {
+            return Ok((None, false));
+        };
+        let is_divided = validation.is_none();
+        let mut own = None;
+        for (config, is_own) in [(Some(train), true), (validation, false)] {
+            let corpus = match config.map(Corpus::open).transpose() {
+                Err(DataError::NoFiles { searched, .. }) if searched.is_empty() => return Ok((own, false)),
+                corpus => corpus?,
+            };
+            // The files of a data set on the hub are not known before it is fetched.
+            let Some(corpus) = corpus.filter(|corpus| !corpus.files().is_empty()) else {
+                continue;
+            };
+            let beginning = Beginning::read(&corpus, tokenizer.as_ref())?;
+            let (num_bytes, fraction) = (beginning.num_bytes, recipe.data.validation_fraction);
+            let held_out = (num_bytes as f64 * fraction).round() as usize;
+            if is_divided && num_bytes < BEGINNING_BYTES && (held_out == 0 || held_out == num_bytes) {
+                bail!(
+                    "{num_bytes} bytes of text are too few for a training document and a validation document \
+                     (data.validation_fraction = {fraction})\n  \
+                     hint: more text, or text to validate on: --set 'validation.paths=[\"FILE\"]'"
+                );
+            }
+            if is_own {
+                let num_bytes = corpus.text_bytes();
+                let num_tokens = beginning.tokens_of(num_bytes);
+                let first = beginning.first.map(|first| first.prompt.unwrap_or(first.text));
+                let prompt = first.and_then(|first| first_words(&first, PROMPT_CHARACTERS));
+                own = Some(Self { num_bytes, num_tokens, prompt });
+            }
+        }
+        Ok((own, true))
     }
 
     /// Fails if the text has too few tokens for one row. Where that is in doubt, the text is tokenised as for a run.
     fn check_rows(&self, recipe: &Recipe) -> Result<()> {
         let seq_len = recipe.stages().iter().map(|stage| stage.section.seq_len).max().unwrap_or_default();
-        // Tokens are less than twice as long as `tokens_of_text` estimates. A tokenizer on the hub is not fetched.
+        // Tokens are less than twice as long as estimated. A tokenizer on the hub is not fetched.
         let is_remote = matches!(recipe.tokenizer.source(), TokenizerSource::Path(path) if is_hub_tokenizer(path));
-        if is_remote || tokens_of_text(self.num_bytes) > 2.0 * seq_len as f64 {
+        if is_remote || self.num_tokens > 2.0 * seq_len as f64 {
             return Ok(());
         }
         let dir = tempfile::tempdir().context("making a folder for the text's tokens")?;
@@ -244,12 +224,11 @@ impl OwnText {
 
     /// A line if the run reads the text for more epochs than teach something new.
     fn epochs(&self, recipe: &Recipe) -> Option<String> {
-        let tokens = tokens_of_text(self.num_bytes);
-        let epochs = recipe.num_tokens() as f64 / tokens;
+        let epochs = recipe.num_tokens() as f64 / self.num_tokens;
         (epochs > EPOCHS_AS_NEW).then(|| {
             format!(
                 "the text has about {} tokens: {} steps read it about {epochs:.0} times; more text would teach more",
-                terminal::short_count(tokens),
+                terminal::short_count(self.num_tokens),
                 terminal::thousands(recipe.training.steps as u64),
             )
         })
@@ -260,7 +239,7 @@ impl OwnText {
             "{} of text are too little for --size {size}, which takes {} or more\n  \
              hint: a smaller --size, more text, or --set {steps}=N",
             terminal::bytes(self.num_bytes),
-            terminal::bytes(least_text(tokens_per_step))
+            terminal::bytes((least_tokens(tokens_per_step) / self.num_tokens * self.num_bytes as f64).ceil() as u64)
         )
     }
 }
@@ -268,8 +247,6 @@ impl OwnText {
 /// Builds the recipe of the arguments. `own` is the text, if it is on this machine; the number of steps is fitted to
 /// it.
 fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
-    let kind = AttentionKind::ALL.into_iter().find(|kind| kind.name() == args.kind);
-    let kind = kind.context("clap takes known kinds alone")?;
     let mut sets = Vec::new();
     if let Some(prompt) = own.and_then(|own| own.prompt.as_ref()) {
         sets.push(format!("generation.prompts={:?}", [prompt]));
@@ -289,12 +266,12 @@ fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
             size = size.with_context(context);
         }
         if let Some(own) = own {
-            let fitted = size.for_text(own.num_bytes);
+            let fitted = size.for_text(own.num_bytes, own.num_tokens);
             size = fitted.ok_or_else(|| own.too_little(size.name, size.tokens_per_step(), "training.steps"))?;
         }
-        return Ok(size.recipe(kind, &args.data, &sets)?);
+        return Ok(size.recipe(args.kind, &args.data, &sets)?);
     }
-    let name = format!("{}_{}.toml", args.kind, args.size);
+    let name = format!("{}_{}.toml", args.kind.name(), args.size);
     let text = shipped::recipe(&name).context("every kind has a recipe of each size")?;
     let mut recipe = Recipe::load(text, &name, &[])?;
     recipe.data.paths.clone_from(&args.data);
@@ -309,23 +286,19 @@ fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
     if let Some(own) = own.filter(|_| !recipe.stage.is_empty()) {
         // Each stage has its own steps; how to shorten these is left to the user.
         let tokens_per_step = recipe.training.tokens_per_step();
-        if own.num_bytes < least_text(tokens_per_step) {
+        if own.num_tokens < least_tokens(tokens_per_step) {
             return Err(own.too_little(&args.size, tokens_per_step, "stage.1.steps"));
         }
     } else if let Some(own) = own {
         let training = &mut recipe.training;
-        let fitted = steps_for_text(own.num_bytes, training.tokens_per_step(), training.steps);
+        let fitted = steps_for_text(own.num_tokens, training.tokens_per_step(), training.steps);
         training.steps =
             fitted.ok_or_else(|| own.too_little(&args.size, training.tokens_per_step(), "training.steps"))?;
         let warmup_steps = &mut recipe.lr_scheduler.warmup_steps;
         *warmup_steps = (*warmup_steps).min(training.steps / 5);
     }
-    let mut text = recipe.to_toml()?;
-    if !recipe.stage.is_empty() {
-        // Leaves out training.steps: it is the sum of the stages' steps, and --set may change those.
-        text = text.replacen(&format!("\nsteps = {}\n", recipe.training.steps), "\n", 1);
-    }
-    Ok(Recipe::load(&text, "the new recipe", &sets)?)
+    // The template, unlike the TOML, leaves out what follows from other values, which --set may change.
+    Ok(Recipe::load(&recipe.to_template()?, "the new recipe", &sets)?)
 }
 
 /// Sets the row length to `seq_len`, and scales the batch sizes so that a step and a micro-batch keep about the same

@@ -118,5 +118,5 @@ pub(super) fn next_steps(log: &Log, recipe: &Recipe, summary: &TrainSummary, dat
 fn held_out_words(prepared: &Prepared, tokenizer: &Tokenizer) -> Option<String> {
     let tokens = prepared.validation().ok()?.document(0).ok()?;
     let text = tokenizer.decode(&tokens[..tokens.len().min(PROMPT_TOKENS)]);
-    text_files::beginning(&text.ok()?, 2 * PROMPT_TOKENS)
+    text_files::first_words(&text.ok()?, 2 * PROMPT_TOKENS)
 }

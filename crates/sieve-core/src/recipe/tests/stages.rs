@@ -42,7 +42,13 @@ fn what_a_stage_leaves_out_comes_from_the_sections() {
     assert_eq!(recipe.training.steps, 36);
     assert_eq!(recipe.num_tokens(), 30 * 5 * 64 + 6 * 2 * 128);
     let text = recipe.to_toml().expect("TOML");
-    assert_eq!(Recipe::load(&text, "again", &[]), Ok(recipe));
+    assert_eq!(Recipe::load(&text, "again", &[]).as_ref(), Ok(&recipe));
+    // In a text to edit, what follows from other values is commented out, so that those can be changed alone.
+    let text = recipe.to_template().expect("writable");
+    assert_eq!(Recipe::load(&text, "again", &[]).as_ref(), Ok(&recipe));
+    let changed = ["stage.1.steps=20".to_owned(), "training.seq_len=32".to_owned()];
+    let changed = Recipe::load(&text, "again", &changed).expect("other steps and rows");
+    assert_eq!((changed.training.steps, changed.stage[0].seq_len, changed.stage[1].seq_len), (26, 32, 128));
 }
 
 #[test]
