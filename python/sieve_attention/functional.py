@@ -19,19 +19,30 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import ops
+from ._arguments import checked
 from ._library import SieveError
 
 # The exponential of a larger rank counts as this one's (ARCHITECTURE.md: it would own the softmax).
 MOST_RANK = 60.0
 
 
+@checked
 def documents(cu_seqlens, tokens):
     """First token and end of each token's document in one packed row.
 
     cu_seqlens: int32 `[documents + 1]`, from 0 to `tokens`, as FlashAttention's. Returns `(start, end)`, int32
-    `[1, tokens]`; make it once and pass it to every layer.
+    `[1, tokens]`; make it once and pass it to every layer. Other values are an error on a CPU; on a GPU, which is not
+    waited for, they are changed to such a list, so that no kernel leaves its buffers.
     """
     cu_seqlens = cu_seqlens.to(torch.int32)
+    if type(cu_seqlens) is torch.Tensor and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        values = cu_seqlens.tolist()
+        if values[:1] != [0] or values[-1] != tokens or values != sorted(values):
+            shown = f"{values[:8]}{'...' if len(values) > 8 else ''}"
+            raise SieveError(f"documents: cu_seqlens is {shown}; it must ascend from 0 to the {tokens} tokens")
+    else:
+        inner = cu_seqlens[1:-1].clamp(0, tokens).cummax(0).values
+        cu_seqlens = torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), tokens)])
     position = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens[1:], position, right=True)
     return cu_seqlens[document][None], cu_seqlens[document + 1][None]
@@ -222,17 +233,24 @@ def _tracks(*tensors):
     return forward_ad._current_level >= 0
 
 
+def _require_no_gradient(name, *tensors):
+    if _tracks(*tensors):
+        raise SieveError(f"{name}: has no gradient\n  hint: call it under torch.no_grad()")
+
+
 def _scale(scale, q):
     return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
+@checked
 def attention(q, k, v, *, window=None, scale=None, bias=None, documents=None, deterministic=False):
     """Causal attention, dense or over the last `window` keys, tile by tile (arXiv:2307.08691, algorithms 1 and 2).
 
     q: bf16 `[batch, tokens, heads, width]`; k: `[batch, tokens, KV heads, width]`; v: as k, or narrower (MLA: keys of
     192, values of 128). Widths are multiples of 16 up to 256. bias: f32 `[batch, KV heads, tokens]`, added to every
-    logit of its key, with a gradient. scale: the factor on `q . k`, `1 / sqrt(width)` without one. Returns `o`, bf16
-    `[batch, tokens, heads, width of v]`; a query that sees no key gets 0.
+    logit of its key, with a gradient; it must be finite: -inf gives NaN where a query sees no other key (-1e4 hides a
+    key, `documents` and `select` leave it out). scale: the factor on `q . k`, `1 / sqrt(width)` without one. Returns
+    `o`, bf16 `[batch, tokens, heads, width of v]`; a query that sees no key gets 0.
     """
     start, end = documents or (None, None)
     scale = _scale(scale, q)
@@ -253,6 +271,7 @@ class Selection(NamedTuple):
     documents: tuple | None
 
 
+@checked
 def select(rank, *, keep, local=0, documents=None):
     """The `keep` keys that each query keeps: the last `local` ones and the best-ranked older ones, ties to the later.
 
@@ -266,6 +285,7 @@ def select(rank, *, keep, local=0, documents=None):
     return Selection(expire, lists[0] if lists else None, documents)
 
 
+@checked
 def expiring_attention(q, k, v, bias, selection, *, scale=None, deterministic=False):
     """Attention over the keys of a `Selection`, with gradients to q, k, v and bias: exact token-level sparsity.
 
@@ -273,11 +293,13 @@ def expiring_attention(q, k, v, bias, selection, *, scale=None, deterministic=Fa
     no query sees get a gradient of exactly 0.
     """
     scale = _scale(scale, q)
+    wanted = (k.shape[0], k.shape[2], k.shape[1])
     if bias is None:
-        bias = torch.zeros(selection.expire.shape, dtype=torch.float32, device=q.device)
-    elif bias.shape != selection.expire.shape:
-        sizes = f"the selection is {list(selection.expire.shape)}, and bias {list(bias.shape)}"
-        raise SieveError(f"expiring_attention: {sizes}")
+        bias = torch.zeros(wanted, dtype=torch.float32, device=q.device)
+    for name, shape in (("selection", selection.expire.shape), ("bias", bias.shape)):
+        if shape != wanted:
+            sizes = f"{name} is {list(shape)}, and with this k must be {list(wanted)}, [batch, KV heads, tokens]"
+            raise SieveError(f"expiring_attention: {sizes}")
     if selection.lists is None:
         return attention(q, k, v, scale=scale, bias=bias, documents=selection.documents, deterministic=deterministic)
     if not _tracks(q, k, v, bias):
@@ -285,6 +307,7 @@ def expiring_attention(q, k, v, bias, selection, *, scale=None, deterministic=Fa
     return _DmaAttention.apply(q, k, v, bias, selection.lists, scale, deterministic)
 
 
+@checked
 def dma_scores(v, w_dt, a, *, slopes=None, documents=None):
     """Scores of DMA's keys, f32 `[batch, KV heads, tokens]`: `a * softplus(w_dt . v)`, with gradients.
 
@@ -296,6 +319,7 @@ def dma_scores(v, w_dt, a, *, slopes=None, documents=None):
     return _DmaScores.apply(v, _transposed(w_dt), a.float(), start, tuple(slopes or ()))
 
 
+@checked
 def dma_attention(
     q, k, v, w_dt, a, *, keep, local=0, slopes=None, bias="exp", scale=None, documents=None, deterministic=False
 ):
@@ -341,6 +365,7 @@ class NsaBlocks:
         return self.compressed, self.stride, self.selected, self.num_selected
 
 
+@checked
 def nsa_mean_pool(k, v, *, blocks=NsaBlocks(), documents=None):
     """Means of keys and of values over each compressed block: two of `[batch, tokens / stride, KV heads, width]`."""
     start, end = documents or (None, None)
@@ -351,6 +376,7 @@ def nsa_mean_pool(k, v, *, blocks=NsaBlocks(), documents=None):
     return pooled.unbind(0)
 
 
+@checked
 def nsa_compressed(
     q, compressed_k, compressed_v, *, blocks=NsaBlocks(), scale=None, documents=None, deterministic=False
 ):
@@ -368,6 +394,8 @@ def nsa_compressed(
 
 def _compressed(k, v):
     """Compressed keys, then values, as kernels read them: a copy unless they lie so, as `nsa_mean_pool` makes them."""
+    if k.shape != v.shape:
+        raise SieveError(f"nsa: compressed_k is {list(k.shape)}, and compressed_v {list(v.shape)}; they must be equal")
     if not torch.compiler.is_compiling() and type(k) is type(v) is torch.Tensor and not _tracks(k, v):
         is_one = k.is_contiguous() and v.is_contiguous() and k.shape == v.shape and k.dtype == v.dtype
         if is_one and v.data_ptr() - k.data_ptr() == k.numel() * k.element_size() and k.numel():
@@ -376,12 +404,14 @@ def _compressed(k, v):
     return torch.stack((k, v))
 
 
+@checked
 def nsa_selected(q, k, v, indices, *, blocks=NsaBlocks(), scale=None, documents=None, deterministic=False):
     """NSA's selected branch: attention over the blocks that each query chose, as `nsa_compressed` returns them."""
     start, end = documents or (None, None)
     return _NsaSelected.apply(q, k, v, indices, start, end, _scale(scale, q), blocks.sizes(), deterministic)
 
 
+@checked
 def nsa(
     q, k, v, compressed_k, compressed_v, gates, *, gate_bias=None, blocks=NsaBlocks(), window=512, scale=None,
     documents=None, deterministic=False
@@ -450,6 +480,7 @@ def _by_chooser(k, v, chooser):
     return [torch.cat((x,) * group, 3).view(*x.shape[:2], choosers, x.shape[3]) for x in (k, v)]
 
 
+@checked
 def infllm_v2(q, k, v, *, blocks=NsaBlocks(num_selected=64), local=32, scale=None, documents=None, deterministic=False):
     """InfLLM-V2 (arXiv:2509.24663, section 3.2): each group of heads reads the blocks that its pooled keys choose.
 
@@ -461,6 +492,7 @@ def infllm_v2(q, k, v, *, blocks=NsaBlocks(num_selected=64), local=32, scale=Non
     return _of_chosen(q, k, v, choice, (scale, documents, deterministic))
 
 
+@checked
 def moba(q, k, v, *, block=512, num_selected=3, scale=None, documents=None, deterministic=False):
     """MoBA (arXiv:2502.13189, eq. 5, 6): each query head reads its own block and those whose mean key scores highest.
 
@@ -470,16 +502,19 @@ def moba(q, k, v, *, block=512, num_selected=3, scale=None, documents=None, dete
     return _of_chosen(q, k, v, choice, (scale, documents, deterministic))
 
 
+@checked
 def msa(
     q, k, v, index_q, index_k, *, block=128, num_selected=16, local=1, scale=None, documents=None, deterministic=False
 ):
     """MSA (arXiv:2606.13392): each group of heads reads the blocks in which its index query finds the best key.
 
-    index_q: bf16 `[batch, tokens, KV heads, width]`, index_k: `[batch, tokens, 1, width]`; they choose and get no
-    gradient. Of the num_selected blocks the last `local` up to the query's own are read in any case. Shapes, widths and
-    settings as in `nsa`.
+    index_q: bf16 `[batch, tokens, KV heads, width]`, index_k: `[batch, tokens, 1, width]`, or a head for each KV head;
+    they choose and get no gradient. Of the num_selected blocks the last `local` up to the query's own are read in any
+    case. Shapes, widths and settings as in `nsa`.
     """
     choice = (1, 1, block, num_selected), "largest_score", False, local
+    if index_q.shape[2] != k.shape[2]:
+        raise SieveError(f"msa: index_q has {index_q.shape[2]} heads; it must have one for each KV head, {k.shape[2]}")
     by = [x.detach() if x.requires_grad else x for x in (index_q, index_k)]
     return _of_chosen(q, k, v, choice, (scale, documents, deterministic), *by)
 
@@ -493,11 +528,14 @@ class BlockMask:
     shape: tuple
 
 
+@checked
 def block_mask(mask, block=128):
     """Lists of key blocks from a mask `[heads, query blocks, key blocks]`, for `block_sparse`. Waits for the GPU.
 
     Blocks after a query's own are left out; inside a query's own block keys after the query stay unseen.
     """
+    if block not in (64, 128):
+        raise SieveError(f"block_mask: block is {block}; it must be 64 or 128")
     size = torch.arange(mask.shape[1], device=mask.device)
     kept = mask.bool() & (torch.arange(mask.shape[2], device=mask.device) <= size[:, None])
     starts = kept.sum(-1).flatten().cumsum(0)
@@ -506,13 +544,16 @@ def block_mask(mask, block=128):
     return BlockMask(words, block, tuple(mask.shape))
 
 
+@checked
 def block_sparse(q, k, v, mask, *, scale=None):
     """Causal attention over chosen blocks of keys, forward only: `mask` is `block_mask(bools, 64 or 128)`.
 
-    As in arXiv:2205.14135, section 3.3, with a mask for each query head. One row: q `[1, tokens, heads, width]`; a query that sees no key gets 0.
+    As in arXiv:2205.14135, section 3.3, with a mask for each query head. One row: q `[1, tokens, heads, width]`; a query
+    that sees no key gets 0.
     """
-    if _tracks(q, k, v):
-        raise SieveError("block_sparse: has no gradient\n  hint: call it under torch.no_grad()")
+    _require_no_gradient("block_sparse", q, k, v)
+    if len(q) != 1:
+        raise SieveError(f"block_sparse: q has {len(q)} rows, and must have one\n  hint: call it for each row")
     blocks = -(-q.shape[1] // mask.block)
     if mask.shape != (q.shape[2], blocks, blocks):
         wanted = f"{q.shape[2]} query heads, {blocks} x {blocks} blocks of {mask.block}"
@@ -520,6 +561,7 @@ def block_sparse(q, k, v, mask, *, scale=None):
     return ops.block_sparse(q, k, v, mask.words, _scale(scale, q), (mask.block, mask.block))[0]
 
 
+@checked
 def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, chosen=None, block=None):
     """One new token a row against its cache, which gets the token's key and value: the row of `attention` for it.
 
@@ -532,25 +574,36 @@ def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, chosen
     sees. Or the query sees, of the keys up to its own, those of the blocks of `block` keys in `chosen`, int32
     `[batch, choosers, blocks]`: in ascending order, its own block last, then -1; choosers divide the heads, and KV
     heads the choosers; `length` counts the tokens before. A capacity that grows from call to call, as in a cache
-    of transformers, costs nothing.
+    of transformers, costs nothing. No gradient.
     """
+    _require_no_gradient("decode", q, k, v, k_cache, v_cache)
+    if (k is None) != (v is None):
+        raise SieveError("decode: of k and v one is None; pass both, or neither")
+    if k is not None and (chosen is not None or block is not None):
+        hint = "write k and v to the caches and pass None for them"
+        raise SieveError(f"decode: with k and v, chosen and block have no kernel\n  hint: {hint}")
+    if chosen is not None and window is not None:
+        raise SieveError("decode: chosen and window together have no kernel; pass one of them")
     if k is None:
         return ops.cached_decode(q, k_cache, v_cache, length, chosen, _scale(scale, q), window, block)[0]
     return ops.attention_decode(q, k, v, k_cache, v_cache, length, _scale(scale, q), window)[0]
 
 
+@checked
 def dma_decode(q, k, v, z, k_cache, v_cache, z_cache, positions, length, *, local=0, bias="exp", scale=None):
     """One new token a row against the keys that DMA keeps (arXiv:2508.02124): the row of `dma_attention` for it.
 
     z: f32 `[batch, KV heads]`, the token's rank. Caches of `keep` places, written in place: k_cache, v_cache bf16
     `[batch, KV heads, keep, width]`, z_cache f32 and positions int32 `[batch, KV heads, keep]`. length: int32
-    `[batch]`, tokens of each row before this one.
+    `[batch]`, tokens of each row before this one. No gradient.
     """
+    _require_no_gradient("dma_decode", q, k, v, z)
     caches = (k_cache, v_cache, z_cache, positions)
     linear = _is_linear("dma_decode", bias)
     return ops.dma_decode(q, k, v, z, *caches, length, _scale(scale, q), local, linear)[0]
 
 
+@checked
 def mla_decode(q, latents, rank, *, scale, key_scale=None, length=None):
     """The last tokens of each row over its latents, MLA with the up-projections folded into q and out of the result.
 
@@ -558,8 +611,9 @@ def mla_decode(q, latents, rank, *, scale, key_scale=None, length=None):
 
     q: bf16 `[batch, new, heads, width]`; latents: bf16 `[batch, tokens, width]`, whose first `rank` columns are values
     too; key_scale: f32 `[batch, tokens, heads]`, a factor on `q . k`. length: int32 `[batch]`, tokens of each row
-    before the new ones, where the latents have room behind them. Returns `[batch, new, heads, rank]`.
+    before the new ones, where the latents have room behind them. Returns `[batch, new, heads, rank]`. No gradient.
     """
+    _require_no_gradient("mla_decode", q, latents, key_scale)
     return ops.mla_decode(q, latents, key_scale, length, scale, rank)[0]
 
 

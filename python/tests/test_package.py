@@ -24,39 +24,111 @@ def tensors(dtype=torch.bfloat16, tokens=32, kv_tokens=None, kv_heads=2, width=6
     return q, *[torch.zeros(1, kv_tokens or tokens, kv_heads, width, dtype=dtype, device=device) for _ in range(2)]
 
 
-def nsa_of(compressed=(1, 4, 2, 64), gates=(1, 32, 4, 3)):
-    compressed, gates = (torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for shape in (compressed, gates))
-    return sieve.nsa(*tensors(), compressed, compressed, gates, blocks=BLOCKS)
+def nsa_of(compressed=(1, 4, 2, 64), gates=(1, 32, 4, 3), values=None, **settings):
+    shapes = compressed, values or compressed, gates
+    given = (torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for shape in shapes)
+    return sieve.nsa(*tensors(), *given, **{"blocks": BLOCKS, **settings})
 
 
+def rank(*shape):
+    return torch.zeros(shape or (1, 2, 64), device=DEVICE)
+
+
+def mask(*shape, block=64):
+    return sieve.block_mask(torch.ones(shape, device=DEVICE), block)
+
+
+def decode(given=(True, True), length=None, **settings):
+    q, k, v = tensors(tokens=1)
+    caches = (torch.zeros(1, 2, 8, 64, device=DEVICE).bfloat16() for _ in range(2))
+    length = torch.zeros(1, dtype=torch.int32, device=DEVICE) if length is None else length
+    return sieve.decode(q, k if given[0] else None, v if given[1] else None, *caches, length, **settings)
+
+
+CHOSEN = {"chosen": torch.zeros(1, 2, 1, dtype=torch.int32, device=DEVICE), "block": 16}
+BOUNDS = torch.tensor([0, 10, 32])
+DMA = torch.zeros(2, 128, device=DEVICE), torch.zeros(2, device=DEVICE)
 WRONG = {
     "float16; the kernels take bf16": lambda: sieve.attention(*tensors(torch.float16)),
     "q is f32, expected bf16": lambda: sieve.attention(*tensors(torch.float32)),
     "k has shape [1, 40, 2, 64], expected [1, 32, 2, 64]": lambda: sieve.attention(*tensors(kv_tokens=40)),
     "head_dim 72 is not supported (supported: multiples of 16": lambda: sieve.attention(*tensors(width=72)),
     "number of q/k/v heads 4/3/3": lambda: sieve.attention(*tensors(kv_heads=3)),
-    "softmax_scale 0 is not supported": lambda: sieve.attention(*tensors(), scale=0.0),
-    "window is 0": lambda: sieve.attention(*tensors(), window=0),
-    "local_window_size 9 is not supported": lambda: sieve.select(torch.zeros(1, 2, 64, device=DEVICE), keep=8, local=9),
-    "rank is bf16, expected f32": lambda: sieve.select(torch.zeros(1, 2, 64, device=DEVICE).bfloat16(), keep=8),
+    "scale is 0.0; it must be a positive, finite number, or None": lambda: sieve.attention(*tensors(), scale=0.0),
+    "scale is nan": lambda: sieve.attention(*tensors(), scale=float("nan")),
+    "scale is a tensor []": lambda: sieve.attention(*tensors(), scale=torch.tensor(0.1)),
+    "attention: window is 0; it must be a whole number of at least 1, or None": lambda: sieve.attention(
+        *tensors(), window=0
+    ),
+    "window is -1": lambda: sieve.attention(*tensors(), window=-1),
+    "window is (8, 0)": lambda: sieve.attention(*tensors(), window=(8, 0)),
+    "window is [8, 0]": lambda: sieve.attention(*tensors(), window=[8, 0]),
+    "window is 1.5": lambda: sieve.attention(*tensors(), window=1.5),
+    "attention: q is None": lambda: sieve.attention(None, *tensors()[1:]),
+    "attention: batch is 0, nothing to compute": lambda: sieve.attention(*(x[:0] for x in tensors())),
+    "attention: bias is bf16, expected f32": lambda: sieve.attention(*tensors(), bias=rank(1, 2, 32).bfloat16()),
+    "documents is a tensor [3]; it must be a pair of tensors: use documents(cu_seqlens, tokens)": lambda: (
+        sieve.attention(*tensors(), documents=BOUNDS)
+    ),
+    "documents is [0, 32]": lambda: sieve.attention(*tensors(), documents=[0, 32]),
+    "documents: cu_seqlens is [0, 10, 32]; it must be a tensor": lambda: sieve.documents([0, 10, 32], 32),
+    "documents: cu_seqlens is [0, 10, 32]; it must ascend from 0 to the 64 tokens": lambda: sieve.documents(BOUNDS, 64),
+    "cu_seqlens is [5, 10, 32]": lambda: sieve.documents(torch.tensor([5, 10, 32]), 32),
+    "cu_seqlens is [0, 20, 10, 32]": lambda: sieve.documents(torch.tensor([0, 20, 10, 32]), 32),
+    "cu_seqlens is [0, 10, 90]": lambda: sieve.documents(torch.tensor([0, 10, 90]), 32),
+    "select: keep is 0; it must be a whole number of at least 1": lambda: sieve.select(rank(), keep=0),
+    "select: keep is -1": lambda: sieve.select(rank(), keep=-1),
+    "select: local is -1": lambda: sieve.select(rank(), keep=8, local=-1),
+    "select: local 9 is not supported (supported: at most keep, 8)": lambda: sieve.select(rank(), keep=8, local=9),
+    "select: rank is bf16, expected f32": lambda: sieve.select(rank().bfloat16(), keep=8),
+    "select: rank is a tensor [2, 64]; it must be a tensor of 3 axes": lambda: sieve.select(rank(2, 64), keep=8),
+    "slopes is [nan, 1.0]": lambda: sieve.dma_scores(tensors()[2], *DMA, slopes=[float("nan"), 1.0]),
+    "slopes is a tensor [2]": lambda: sieve.dma_attention(*tensors(), *DMA, keep=4, slopes=torch.ones(2)),
     '"rank", and must be "exp"': lambda: sieve.dma_attention(*tensors(), None, None, keep=4, bias="rank"),
     'dma_decode: bias is "liner", and must be': lambda: sieve.dma_decode(*[None] * 9, bias="liner"),
     "stride divide both sizes": lambda: sieve.nsa_mean_pool(*tensors()[1:], blocks=sieve.NsaBlocks(30, 16)),
-    "logits must end with heads and 3 branches": lambda: nsa_of(gates=(1, 32, 3, 4)),
+    "blocks is NsaBlocks(compressed=-8": lambda: sieve.nsa_mean_pool(*tensors()[1:], blocks=sieve.NsaBlocks(-8, 4)),
+    "blocks is (16, 8, 32, 3); it must be NsaBlocks(...)": lambda: nsa_of(blocks=(16, 8, 32, 3)),
+    "nsa: window is None; it must be a whole number of at least 1": lambda: nsa_of(window=None),
+    "nsa: gates must end with heads and 3 branches": lambda: nsa_of(gates=(1, 32, 3, 4)),
     "[2, 1, 2, 4, 64], which does not fit tokens and blocks": lambda: nsa_of(compressed=(1, 2, 4, 64)),
-    "the selection is [1, 2, 64], and bias [1, 2, 32]": lambda: sieve.expiring_attention(
-        *tensors(), torch.zeros(1, 2, 32, device=DEVICE), sieve.select(torch.zeros(1, 2, 64, device=DEVICE), keep=8)
+    "nsa: compressed_k is [1, 4, 2, 64], and compressed_v [1, 3, 2, 64]": lambda: nsa_of(values=(1, 3, 2, 64)),
+    "expiring_attention: selection is [1, 2, 64], and with this k must be [1, 2, 32]": lambda: sieve.expiring_attention(
+        *tensors(), None, sieve.select(rank(), keep=8)
     ),
+    "expiring_attention: bias is [1, 2, 64], and with this k must be [1, 2, 32]": lambda: sieve.expiring_attention(
+        *tensors(), rank(), sieve.select(rank(1, 2, 32), keep=8)
+    ),
+    "selection is a tensor [1, 2, 64]; it must be what select": lambda: sieve.expiring_attention(
+        *tensors(), None, rank()
+    ),
+    "msa: index_q has 4 heads; it must have one for each KV head, 2": lambda: sieve.msa(
+        *tensors(), tensors()[0], tensors(kv_heads=1)[1], block=16
+    ),
+    "moba: block is -1": lambda: sieve.moba(*tensors(), block=-1),
+    "moba: num_selected is -1": lambda: sieve.moba(*tensors(), block=16, num_selected=-1),
     "lists are not those of a selection for this bias": lambda: ops.dma_attention_forward(
         *tensors(), torch.zeros(1, 2, 32, device=DEVICE), torch.zeros(9, dtype=torch.int32, device=DEVICE), 0.1
     ),
     "number of q/k/v heads 0/0/0": lambda: sieve.moba(*tensors(kv_heads=0), block=32),
-    "has no gradient": lambda: sieve.block_sparse(*[x.requires_grad_() for x in tensors()], None),
-    "block 32 x 32 is not supported": lambda: sieve.block_sparse(
-        *tensors(), sieve.block_mask(torch.ones(4, 1, 1, device=DEVICE), 32)
+    "block_sparse: has no gradient": lambda: sieve.block_sparse(*[x.requires_grad_() for x in tensors()], None),
+    "block_sparse: mask is a tensor [4, 1, 1]; it must be what block_mask(": lambda: sieve.block_sparse(
+        *tensors(), torch.ones(4, 1, 1, dtype=torch.bool)
     ),
+    "block_mask: block is 32; it must be 64 or 128": lambda: mask(4, 1, 1, block=32),
+    "block_mask: block is 0": lambda: mask(4, 1, 1, block=0),
+    "block_sparse: q has 2 rows": lambda: sieve.block_sparse(*(x.expand(2, -1, -1, -1) for x in tensors()), None),
     "the mask is [2, 1, 1]; these tensors need 4 query heads, 1 x 1 blocks of 64": lambda: sieve.block_sparse(
-        *tensors(), sieve.block_mask(torch.ones(2, 1, 1, device=DEVICE), 64)
+        *tensors(), mask(2, 1, 1)
+    ),
+    "decode: with k and v, chosen and block have no kernel": lambda: decode(**CHOSEN),
+    "decode: chosen and window together have no kernel": lambda: decode(given=(False, False), window=4, **CHOSEN),
+    "decode: of k and v one is None": lambda: decode(given=(False, True)),
+    "decode: length is 3; it must be a tensor of 1 axis": lambda: decode(length=3),
+    "decode: has no gradient": lambda: sieve.decode(*[x.requires_grad_() for x in tensors()], *[None] * 3),
+    "dma_decode: has no gradient": lambda: sieve.dma_decode(*[x.requires_grad_() for x in tensors()], *[None] * 6),
+    "mla_decode: has no gradient": lambda: sieve.mla_decode(
+        tensors()[0].requires_grad_(), tensors()[1][:, :, 0], 32, scale=0.1
     ),
     "k_cache is written in place: it must be contiguous": lambda: sieve.decode(
         *tensors(tokens=1), torch.zeros(1, 8, 2, 64, device=DEVICE).bfloat16().transpose(1, 2),
@@ -72,12 +144,31 @@ def test_what_has_no_kernel_is_said_in_a_sentence(sentence):
     assert sentence in str(error.value)
 
 
+@pytest.mark.parametrize("cu_seqlens", [[0, 10, 32], [5, 10, 90], [0, 10, 20], [0, 50, 10, -3, 32], [0]])
+def test_wrong_bounds_on_a_gpu_stay_within_the_row(cu_seqlens):
+    """Compiled, as values are not looked at there either."""
+    of = torch.compile(lambda x: sieve.documents(x, 32), fullgraph=True, backend="aot_eager")
+    start, end = of(torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE))
+    at = torch.arange(32, device=DEVICE)
+    assert ((start >= 0) & (start <= at) & (at < end) & (end <= 32)).all()
+    if cu_seqlens == [0, 10, 32]:
+        assert all(torch.equal(x.cpu(), y) for x, y in zip((start, end), sieve.documents(BOUNDS, 32)))
+
+
+def test_autocast_casts_as_for_torch():
+    q, k, v = (random(*x.shape, device=DEVICE, seed=1).float() for x in tensors(tokens=48))
+    expected = sieve.attention(*(x.bfloat16() for x in (q, k, v)))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        for compiled in (sieve.attention, torch.compile(sieve.attention, fullgraph=True, backend="aot_eager")):
+            assert torch.equal(compiled(q, k, v=v), expected)
+
+
 def test_tensors_on_a_cpu_are_refused(no_emulator):
     with pytest.raises(sieve.SieveError, match="q is on cpu; the kernels need tensors on a CUDA GPU"):
         sieve.attention(*tensors(device="cpu"))
     assert sieve.supports(sieve.attention, *tensors(device="cpu")) == (
         False,
-        "attention_forward: q is on cpu; the kernels need tensors on a CUDA GPU",
+        "attention: q is on cpu; the kernels need tensors on a CUDA GPU",
     )
 
 

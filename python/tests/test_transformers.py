@@ -335,7 +335,7 @@ def test_blocks_of_an_indexer_that_have_no_kernel_are_refused():
         ("packed rows", layer_of(64), None, {"position_ids": positions}),
         ("a window of 9 keys", layer_of(64), None, {"sliding_window": 9}),
         ("choosers a multiple of 2", layer_of(64), None, {"block_indices": chosen[:, :1]}),
-        ("select_block_size 96", layer_of(96), None, {}),
+        ("block 96", layer_of(96), None, {}),
     ):
         with pytest.raises(ValueError, match=sentence):
             integration.attention_forward(module, q, k, v, mask, **{"block_indices": chosen, **settings})

@@ -7,6 +7,9 @@ use sieve_core::model::{AttentionForm, RopeScaling};
 /// The key of an export for `modeling_sieve.py` that holds the scaling of its rotary frequencies.
 pub(crate) const SCALING: &str = "rotary_scaling";
 
+/// Keys of an export for `modeling_sieve.py` that follow from others of its keys.
+pub(crate) const DERIVED: [&str; 3] = ["periods", "rope_frequencies", "rope_amplitude"];
+
 /// Text of a JSON file: indented by two spaces, keys in the given order, with a line end at the end.
 pub(super) fn to_text(value: &Value) -> String {
     let mut text = serde_json::to_string_pretty(value).expect("plain data serialises");
@@ -75,7 +78,7 @@ fn rope_parameters(shape: &ModelShape, scaling: Option<RopeScaling>) -> Value {
 }
 
 /// The keys of `config.json` for the attention kind.
-fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Value> {
+pub(crate) fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Value> {
     let layer_types = |name: &str| {
         let layers = (0..shape.num_layers).map(|layer| match shape.is_dense_layer(layer) {
             true => "full_attention".to_owned(),

@@ -811,6 +811,8 @@ class SieveModel(SievePreTrainedModel):
             raise ValueError("output_attentions is not supported: no layer holds its probabilities")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         (batch, count), device = x.shape[:2], x.device
+        if batch == 0 or count == 0:
+            raise ValueError(f"the input is of [{batch}, {count}] tokens, and must have at least one")
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         if use_cache and past_key_values is None and not (self.training and self.is_gradient_checkpointing):
             past_key_values = DynamicCache()
@@ -828,7 +830,9 @@ class SieveModel(SievePreTrainedModel):
             expected = expected if back is None else expected.gather(1, back[..., 0])
             differs = position_ids.to(device) != expected
             if (differs if real is None else differs & real).any():
-                raise ValueError("position_ids must count a row's tokens from 0, padding left out: one document a row")
+                hint = 'to generate from several prompts, pad on the left (tokenizer.padding_side = "left")'
+                wanted = "must count a row's tokens from 0, padding left out: one document a row"
+                raise ValueError(f"position_ids {wanted}\n  hint: {hint}")
 
         hidden = []
         for layer, cache in zip(self.layers, caches):

@@ -38,6 +38,8 @@ pub(super) fn read(
     let mut config = json!({
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", "attention_mask"],
+        // What `generate` needs for prompts of different lengths.
+        "padding_side": "left",
         "model_max_length": max_seq_len,
         "clean_up_tokenization_spaces": false,
         "added_tokens_decoder": added_tokens_decoder(&tokenizer),

@@ -1,0 +1,116 @@
+"""Sentences for wrong arguments of the functions, under the names that the caller gives them."""
+
+import contextlib
+import functools
+import inspect
+import math
+import re
+
+import torch
+
+from ._library import SieveError
+
+
+def is_tensor(x):
+    return isinstance(x, torch.Tensor)
+
+
+def _is_finite(x):
+    return type(x) in (int, float) and math.isfinite(x)
+
+
+def _whole(least):
+    return f"a whole number of at least {least}", lambda x: type(x) is int and x >= least
+
+
+def _tensor(axes):
+    return f"a tensor of {axes} ax{'es' if axes > 1 else 'is'}", lambda x: is_tensor(x) and x.dim() == axes
+
+
+def _list(wanted, of, *lengths):
+    return wanted, lambda x: type(x) in (list, tuple) and all(map(of, x)) and len(x) in (lengths or (len(x),))
+
+
+# What an argument must be, and a test of it, by its name or by function and name.
+WANTED = {
+    **dict.fromkeys(["window", "keep", "block", "num_selected", "mla_decode.rank"], _whole(1)),
+    **dict.fromkeys(["local", "tokens"], _whole(0)),
+    **dict.fromkeys(["q", "k", "v", "k_cache", "v_cache", "compressed_k", "compressed_v", "gates"], _tensor(4)),
+    **dict.fromkeys(["indices", "index_q", "index_k"], _tensor(4)),
+    **dict.fromkeys(["bias", "rank", "z_cache", "positions", "latents", "key_scale", "block_mask.mask"], _tensor(3)),
+    **dict.fromkeys(["w_dt", "z", "gate_bias"], _tensor(2)),
+    **dict.fromkeys(["a", "length", "cu_seqlens"], _tensor(1)),
+    "scale": ("a positive, finite number", lambda x: _is_finite(x) and x > 0),
+    "slopes": _list("a list of finite numbers", _is_finite),
+    "blocks": (
+        "NsaBlocks(...) of whole numbers of at least 1",
+        lambda x: hasattr(x, "sizes") and all(type(size) is int and size > 0 for size in x.sizes()),
+    ),
+    "documents": _list("a pair of tensors: use documents(cu_seqlens, tokens)", is_tensor, 2),
+    "selection": ("what select(rank, keep=...) returns", lambda x: hasattr(x, "expire")),
+    "block_sparse.mask": ("what block_mask(mask, 64 or 128) returns", lambda x: hasattr(x, "words")),
+}
+# Arguments without a default that may be None.
+MAY_BE_NONE = ("decode.k", "decode.v", "expiring_attention.bias")
+# What the library's sentences call an argument, and its name.
+RENAMED = {
+    "delta": "bias", "z": "rank", "logits": "gates", "block_indices": "indices", "keep_window_size": "keep",
+    "local_window_size": "local", "softmax_scale": "scale", "doc_start": "documents", "doc_end": "documents",
+    "compressed has shape": "compressed_k with compressed_v has shape", "call: ": "",
+    "select_block_size": "block",
+}  # fmt: skip
+# Tensors that autocast casts, as those of torch's own attention.
+CAST = ("q", "k", "v", "compressed_k", "compressed_v", "gates", "index_q", "index_k")
+
+
+def _problem(name, defaults, arguments):
+    """What is wrong with the first argument that is not what the function takes; None where all are."""
+    for argument, x in arguments.items():
+        wanted, holds = WANTED.get(f"{name}.{argument}") or WANTED.get(argument) or ("", lambda _: True)
+        default = defaults[argument]
+        may_be_none = default is None or f"{name}.{argument}" in MAY_BE_NONE
+        if holds(x) or (x is None and may_be_none) or isinstance(default, str):
+            continue
+        got = f"a tensor {list(x.shape)}" if is_tensor(x) else repr(x) if len(repr(x)) < 80 else f"a {type(x).__name__}"
+        return f"{argument} is {got}; it must be {wanted}{', or None' if may_be_none else ''}"
+    return None
+
+
+def _cast(argument, x, dtype):
+    return x.to(dtype) if argument in CAST and is_tensor(x) and x.dtype == torch.float32 else x
+
+
+def checked(function):
+    """The function with SieveErrors that name its arguments. These are looked at once a call has failed, which costs
+    other calls nothing. Under autocast f32 tensors are cast first.
+    """
+    name, signature = function.__name__, inspect.signature(function)
+    defaults = {x.name: x.default for x in signature.parameters.values()}
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        first = args[0] if args else kwargs.get("q")
+        device = "cuda" if is_tensor(first) and first.is_cuda else "cpu"
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            args = [_cast(argument, x, dtype) for argument, x in zip(defaults, args)]
+            kwargs = {argument: _cast(argument, x, dtype) for argument, x in kwargs.items()}
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            problem = None
+            if not (isinstance(error, SieveError) and str(error).startswith(f"{name}: ")):
+                # Where an argument is missing, or one too many, Python says so.
+                with contextlib.suppress(TypeError):
+                    problem = _problem(name, defaults, signature.bind(*args, **kwargs).arguments)
+            if problem is None and isinstance(error, SieveError):
+                problem = re.sub(r"^[a-z_]+: ", "", str(error))
+                for theirs, ours in RENAMED.items():
+                    problem = problem if theirs in defaults else re.sub(rf"\b{theirs}\b", ours, problem)
+            if problem is None:
+                raise
+            raise SieveError(f"{name}: {problem}") from None
+
+    return call
