@@ -96,13 +96,14 @@ def refusals(model, ids):
     """What would give wrong numbers is refused with the reason."""
     packed = torch.arange(ids.shape[1])[None] % 9
     for options, reason in [
-        ({"position_ids": packed}, "one document a row"),
+        ({"position_ids": packed}, 'pad on the left (tokenizer.padding_side = "left")'),
+        ({"input_ids": ids[:0]}, "must have at least one"),
         ({"attention_mask": torch.ones(1, 1, *packed.shape)}, "earlier tokens + new ones"),
         ({"past_key_values": transformers.StaticCache(model.config, 64)}, "StaticCache is not supported"),
         ({"output_attentions": True}, "output_attentions is not supported"),
     ]:
         try:
-            model(ids, **options)
+            model(**{"input_ids": ids, **options})
         except ValueError as error:
             assert reason in str(error), error
         else:

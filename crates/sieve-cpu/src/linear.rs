@@ -35,7 +35,7 @@ const MIN_GEMM_SIDE: usize = 65;
 
 /// Up to this many rows the `gemm` crate computes `yᵀ = W xᵀ`, for which it does not pack the weight. With 252M weights
 /// and 16 rows on two cores of a Zen 5 this takes 54 ms, and `x Wᵀ` 297 ms; at 256 rows both take as long.
-const MAX_COLUMN_ROWS: usize = 256;
+pub(crate) const MAX_COLUMN_ROWS: usize = 256;
 
 /// Columns of the output that one task computes.
 const TASK_OUTPUTS: usize = 128;

@@ -4,7 +4,7 @@ use pulp::Simd;
 use rayon::prelude::*;
 
 use crate::gemm::{Matrix, MatrixMut, Threads, matmul};
-use crate::linear::{Weight, linear};
+use crate::linear::{MAX_COLUMN_ROWS, Weight, linear};
 use crate::simd::{exp_and_sum, on_arch};
 
 /// Labels below 0 (Hugging Face's -100) are ignored: no loss, no gradient.
@@ -24,8 +24,14 @@ const MIN_UNLABELLED: usize = 8;
 /// With fewer rows than this the `gemm` crate runs other code, which rounds differently.
 const MIN_PRODUCT_ROWS: usize = 8;
 
+/// Most rows of logits that exist at once for `n` rows of h: a chunk's, with those that [`linear`] copies.
+pub fn logit_rows(vocab_size: usize, n: usize) -> usize {
+    let rows = chunk_rows(vocab_size).min(n);
+    if rows <= MAX_COLUMN_ROWS { 2 * rows } else { rows }
+}
+
 /// Maximum number of rows in a chunk.
-pub fn chunk_rows(vocab_size: usize) -> usize {
+fn chunk_rows(vocab_size: usize) -> usize {
     (MAX_LOGITS / vocab_size.max(1)).clamp(MIN_CHUNK_ROWS, MAX_CHUNK_ROWS)
 }
 

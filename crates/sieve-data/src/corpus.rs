@@ -274,6 +274,19 @@ impl Corpus {
         }
     }
 
+    /// Refuses a name other than "text" for the column of the text where all files are plain text.
+    ///
+    /// # Errors
+    /// Such a name.
+    pub fn check_text_column(&self, column: &str) -> Result<(), DataError> {
+        match self.files.first() {
+            Some(file) if self.config.format == Format::Text && column != "text" => {
+                Err(DataError::no_column(&file.path, column, "text_column"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Path at which a file can be read; fetches a file of the hub that is missing.
     fn local_path(&self, file: &SourceFile) -> Result<PathBuf, DataError> {
         match (&file.remote, &self.hub) {

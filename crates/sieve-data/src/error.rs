@@ -13,13 +13,15 @@ pub enum DataError {
     File(#[from] FileError),
     /// A path or glob matches no file.
     #[error(
-        "{pattern:?} matches no file{searched}\n  \
-         hint: check the path; in folders only files with a known ending are taken, a glob takes any"
+        "{pattern:?} matches no file{searched}\n  hint: {}", match pattern.ends_with("**") {
+            true => format!("** at the end matches folders alone: write {pattern}/*"),
+            false => "check the path; in folders only files with a known ending are taken, a glob takes any".to_owned(),
+        }
     )]
     NoFiles {
         /// The path or glob as it was given.
         pattern: String,
-        /// The file endings that were looked for, if the path is a folder.
+        /// The file endings that were looked for, if the path is a folder; or that the path is a broken link.
         searched: String,
     },
     /// One document cannot be used; the others of its file can still be read (`skip_invalid`).
@@ -107,6 +109,12 @@ impl DataError {
     pub(crate) fn file(path: &Path, what: impl Into<String>, hint: &'static str) -> Self {
         let (path, what, hint) = (path.to_path_buf(), what.into(), hint.into());
         Self::BadFile { path, what, hint }
+    }
+
+    /// The error of a plain text file where the setting `key` names a column.
+    pub(crate) fn no_column(path: &Path, column: &str, key: &str) -> Self {
+        let hint = format!("{key} is for JSONL and Parquet: leave it out, or name such files alone").into();
+        Self::BadFile { path: path.to_path_buf(), what: format!("plain text has no column {column:?}"), hint }
     }
 
     /// The error of a malformed shard file.

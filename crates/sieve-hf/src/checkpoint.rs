@@ -3,6 +3,7 @@
 //! All files are written into `step-N.tmp` and synced; then the folder is renamed. `state.json` holds a checksum of
 //! every file and of its own other fields, so that a damaged file is detected and named. Each rank of a group writes
 //! its own files, with its pieces of the tensors; a reader joins the pieces.
+use crate::import::{INDEX, SINGLE};
 use crate::{CheckpointError, NamedTensor, TensorFiles, write_tensor_file};
 use serde::{Deserialize, Serialize};
 use sieve_files::{publish_folder, sync_folder, temporary_name, write_synced};
@@ -321,6 +322,12 @@ impl Checkpoint {
                 let what = format!("{} is a model of transformers, and no checkpoint of a run", path.display());
                 let hint = "sieve import --from DIR --out RUN makes a run folder of it, with a checkpoint";
                 return Err(CheckpointError::refused(what, hint));
+            }
+            // A checkpoint's folder would have config.toml.
+            let has_weights = [SINGLE, INDEX].iter().any(|name| path.join(name).is_file());
+            if has_weights && !path.join(RECIPE).is_file() {
+                let what = format!("{} has a model's weights, but config.json is missing", path.display());
+                return Err(CheckpointError::refused(what, "fetch or copy the model's config.json into this folder"));
             }
             return Err(CheckpointError::NotFound { path: path.to_owned(), beside: latest_beside(path) });
         };

@@ -31,8 +31,8 @@ const IGNORED_ENDING: &str = "rotary_emb.inv_freq";
 /// The output projection; in a tied model it equals [`EMBEDDING`].
 const OUTPUT: &str = "lm_head.weight";
 const EMBEDDING: &str = "model.embed_tokens.weight";
-const INDEX: &str = "model.safetensors.index.json";
-const SINGLE: &str = "model.safetensors";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const SINGLE: &str = "model.safetensors";
 
 /// What an import found and converted.
 #[derive(Clone, Debug)]
@@ -186,6 +186,7 @@ fn read_model(
     let is_doge = config.architecture == Architecture::Doge;
     let may_scale = is_doge || config.residual_scale;
     let (_, source_shape) = recipe_and_shape(from, &config, may_scale, &[])?;
+    config.check_derived(from, &source_shape)?;
     let mut read = read_tensors(from, &tensors_of(&source_shape, config.architecture), kept)?;
     let has_scales = config.residual_scale || (is_doge && !read.drop_unit_scales());
     let (recipe, shape) = recipe_and_shape(from, &config, has_scales, settings)?;

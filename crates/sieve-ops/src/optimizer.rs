@@ -15,7 +15,7 @@ use crate::tensors::{Float, primitive, rows, tensor};
 use crate::{Cuda, DeviceBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensorOps;
-use burn::tensor::{DType, FloatDType, Shape, Tensor, TensorMetadata};
+use burn::tensor::{DType, FloatDType, Shape, Tensor, TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexDevice, FlexTensor};
 use sieve_cuda::CudaDevice;
 use sieve_kernels::step::{AdamwTensors, FixedSum, Term};
@@ -217,7 +217,12 @@ pub(crate) mod cpu {
     }
 
     pub(crate) fn snapshot(tensor: FlexTensor) -> Snapshot {
-        Snapshot::read_now::<Flex>(tensor)
+        if !is_f32(&tensor) {
+            return Snapshot::read_now::<Flex>(tensor);
+        }
+        // One copy, where Burn's `into_data` makes two of a tensor with another owner.
+        let tensor = contiguous(tensor);
+        Snapshot::of_data(TensorData::new(floats(&tensor).to_vec(), tensor.shape()))
     }
 
     pub(crate) fn snapshot_room(_device: &FlexDevice) -> u64 {

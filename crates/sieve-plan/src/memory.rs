@@ -30,7 +30,7 @@ use activations::{F32, block_kept, block_temporaries, fp8_kept, times};
 use sieve_core::model::ModelShape;
 use sieve_core::recipe::Recipe;
 use sieve_core::{KeepOLow, Keeping};
-use sieve_cpu::linear_cross_entropy::chunk_rows;
+use sieve_cpu::linear_cross_entropy::logit_rows;
 
 /// Memory of a process on a CPU before it has a model, as measured.
 const CPU_PROGRAM_BYTES: u64 = 110 << 20;
@@ -273,8 +273,10 @@ impl GradientBytes {
             (true, true) => (shard + head, 0),
             (false, _) => (head, 0),
         };
+        // The gradient of a tied embedding exists from the head's backward pass on; the embedding's is a second one.
+        let tied = if shape.tie_word_embeddings { head } else { 0 };
         if !keeps_shards {
-            return Self { loss, new_in_loss, last_block: loss, first_block: all, embedding: all };
+            return Self { loss, new_in_loss, last_block: loss, first_block: all, embedding: all + tied };
         }
         // Sharded sums of earlier micro-batches exist in addition to the gradients being reduced.
         let reduced = |bytes: u64| match has_micro_batches {
@@ -282,8 +284,6 @@ impl GradientBytes {
             false => bytes,
         };
         let most = reduced(times(num_parameters, F32));
-        // The gradient of a tied embedding exists from the head's backward pass on.
-        let tied = if shape.tie_word_embeddings { head } else { 0 };
         Self {
             loss,
             new_in_loss,
@@ -393,7 +393,7 @@ fn fp8_bytes(
 fn logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64 {
     let (tokens, vocab_size) = (tokens as usize, shape.vocab_size);
     let rows = match target {
-        Target::Cpu { .. } => chunk_rows(vocab_size).min(tokens),
+        Target::Cpu { .. } => logit_rows(vocab_size, tokens),
         Target::Gpu(_) => sieve_kernels::loss_block_tokens(tokens, vocab_size),
     };
     times(rows as u64, vocab_size as u64 * target.value_bytes())

@@ -147,6 +147,12 @@ impl DataSource {
             _ => Some(TextSource::open(recipe, variable)?),
         };
         stages::check_stages(recipe, variable)?;
+        // The column may be of other text, for validation or a stage.
+        let has_other_text =
+            recipe.validation.paths.is_some() || recipe.stage.iter().any(|stage| stage.paths.is_some());
+        if let Some(text) = text.as_ref().filter(|_| !has_other_text) {
+            text.whole.check_text_column(&recipe.data.text_column)?;
+        }
         Ok(Self { text, tokenizer })
     }
 

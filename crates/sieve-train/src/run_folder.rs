@@ -111,6 +111,13 @@ impl RunFolder {
             Start::ResumeFrom(checkpoint) => !self.holds(checkpoint),
         };
         if begins {
+            // A folder with two models: some commands would read the one, some the other.
+            if let Some(found) = self.first_of(&["config.json", "model.safetensors"]) {
+                return Err(TrainError::refused(
+                    format!("{shown} already holds a model ({found} is there)"),
+                    elsewhere,
+                ));
+            }
             return match self.first_of_a_run() {
                 Some(found) => Err(TrainError::refused(
                     format!("{shown} already holds a run ({found} is there)"),
@@ -135,9 +142,13 @@ impl RunFolder {
     /// A file or folder that only a run writes, if there is one. The data folder may have been prepared before the run,
     /// so it does not count.
     fn first_of_a_run(&self) -> Option<String> {
-        let names = ["config.toml", "metrics.jsonl", &self.checkpoint_folder, "log", "tb"];
-        let found = names.into_iter().find(|name| self.path.join(name).exists());
-        found.map(str::to_owned)
+        self.first_of(&["config.toml", "metrics.jsonl", &self.checkpoint_folder, "log", "tb"])
+    }
+
+    /// The first of `names` that is in the folder.
+    fn first_of(&self, names: &[&str]) -> Option<String> {
+        let found = names.iter().find(|name| self.path.join(name).exists());
+        found.map(|name| (*name).to_owned())
     }
 
     /// Whether `path` is this run's folder, its folder of checkpoints, or one of its checkpoints.
@@ -254,6 +265,9 @@ mod tests {
             assert!(error.contains(name) && error.contains("--resume"), "{error}");
             fs::remove_file(path.join(name)).unwrap();
         }
+        fs::write(path.join("config.json"), "x").unwrap();
+        let error = open(&Start::New).unwrap_err().to_string();
+        assert!(error.contains("already holds a model (config.json is there)"), "{error}");
     }
 
     #[test]

@@ -14,6 +14,9 @@ use std::time::Instant;
 /// New tokens without `--max-new-tokens`, if the context has room for them.
 const DEFAULT_NEW_TOKENS: usize = 128;
 
+/// The value of `--top-p` unless given.
+const DEFAULT_TOP_P: f64 = 0.95;
+
 /// Samples decoded as one batch, at most. The bound keeps their KV caches small beside the model, and lets the first
 /// samples be printed before all are done.
 const MOST_TOGETHER: u64 = 64;
@@ -42,13 +45,13 @@ pub(crate) struct GenerateArgs {
     #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
     temperature: f64,
     /// Draw only from the likeliest tokens that together have this probability
-    #[arg(long, default_value_t = 0.95)]
+    #[arg(long, default_value_t = DEFAULT_TOP_P)]
     top_p: f64,
     /// Draw only from the N likeliest tokens
     #[arg(long, value_name = "N")]
     top_k: Option<usize>,
     /// End where this text would come; may be repeated
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     stop: Vec<String>,
     /// How many texts of a prompt to write, each with the next seed; without a selector up to 64 at once, a token of
     /// each a pass
@@ -75,6 +78,12 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
         "--selector acts on one --prompt, and there are {}\n  hint: run the command once for each prompt",
         prompts.len()
     );
+    let draws = args.samples > 1 || args.top_p != DEFAULT_TOP_P || args.top_k.is_some() || args.seed != 0;
+    if args.temperature == 0.0 && draws {
+        terminal::warning(
+            "at --temperature 0 the likeliest token is taken: --samples are alike, --top-k, --top-p and --seed unused",
+        );
+    }
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let prompt = prompts.iter().map(String::len).max().unwrap_or(0) / BYTES_A_TOKEN + 1;
         let new = args.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS);
@@ -221,10 +230,11 @@ impl<B: DeviceBackend> Run<'_, B> {
                 continue;
             };
             let totals = selection.totals();
-            if totals.dense_calls == totals.calls {
+            let is_dense = selection.selectors().iter().all(|one| one.name() == "dense");
+            if totals.dense_calls == totals.calls && !is_dense {
                 terminal::warning(&format!(
-                    "{} left nothing out of so short a text: all {} calls of attention ran dense, so this is the dense \
-                     model's text",
+                    "{} left nothing out of so short a text: all {} calls of attention ran dense, so this is the \
+                     model's own text",
                     selection.selectors().name(),
                     totals.calls
                 ));

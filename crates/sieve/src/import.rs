@@ -115,14 +115,15 @@ fn check_folder(from: &Path) -> Result<()> {
             gguf.display()
         );
     }
-    if !from.is_dir() {
-        bail!(
-            "there is no folder {}\n  \
-             hint: a model of the hub is fetched by hf download OWNER/NAME --local-dir DIR",
-            from.display()
-        );
-    }
-    Ok(())
+    let problem = match from.is_dir() {
+        false => "there is no folder",
+        true if !from.join("config.json").is_file() => "config.json is missing in",
+        true => return Ok(()),
+    };
+    bail!(
+        "{problem} {}\n  hint: a model of the hub is fetched by hf download OWNER/NAME --local-dir DIR",
+        from.display()
+    );
 }
 
 /// Prints what differs between the imported model and the one in the folder.

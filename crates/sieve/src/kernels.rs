@@ -2,6 +2,7 @@
 mod arguments;
 
 use crate::device::{Device, DeviceChoice};
+use crate::eval::output;
 use crate::loaded::{Place, on_device};
 use crate::recipe::RecipeArgs;
 use crate::{loaded, terminal};
@@ -93,6 +94,7 @@ fn check(args: &CheckArgs) -> Result<()> {
     if args.cases == 0 {
         bail!("--cases 0: nothing would be checked");
     }
+    output::check(args.json.as_deref())?;
     let settings = CheckSettings {
         cases: args.cases,
         longest: args.longest,
@@ -133,6 +135,7 @@ fn bench(args: BenchArgs) -> Result<()> {
     if args.repetitions == 0 {
         bail!("--repetitions 0: nothing would be timed");
     }
+    output::check(args.json.as_deref())?;
     let rows = args.rows();
     let prepare = prepare(|gpu| rows.kernels(gpu));
     let gpu = match args.device.resolve_and_prepare(prepare)? {

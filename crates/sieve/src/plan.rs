@@ -7,7 +7,7 @@ use crate::recipe::RecipeArgs;
 use crate::room;
 use crate::terminal::{self, gib, short_count};
 use crate::text_files;
-use crate::train::{useless_setting, variable};
+use crate::train::{useless_settings, variable};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use epochs::TextEpochs;
@@ -59,7 +59,7 @@ pub(crate) struct PlanArgs {
 pub(crate) fn run(args: PlanArgs) -> Result<()> {
     let source = args.recipe;
     let recipe = source.load()?;
-    useless_setting(&recipe).iter().for_each(|words| terminal::warning(words));
+    useless_settings(&recipe).iter().for_each(|words| terminal::warning(words));
     let vocab_size = vocab_size(&recipe)?;
     let (target, name) = target(args.gpu.as_deref())?;
     let ranks = Ranks { size: usize::from(args.nproc) * usize::from(args.nnodes), hosts: usize::from(args.nnodes) };

@@ -152,7 +152,13 @@ fn find(recipe: &str) -> Result<Found> {
     }
     let given = PathBuf::from(recipe);
     if given.is_dir() {
-        bail!("--recipe {recipe} is a folder\n  hint: name one of its files: {}", list(&in_folder(&given)));
+        let names = in_folder(&given);
+        let hint = if names.is_empty() {
+            "name a file".to_owned()
+        } else {
+            format!("name one of its files: {}", list(&names))
+        };
+        bail!("--recipe {recipe} is a folder\n  hint: {hint}");
     }
     let names = [recipe.to_owned(), format!("{recipe}.toml")];
     let beside = names.each_ref().map(|name| Path::new(FOLDER).join(name));

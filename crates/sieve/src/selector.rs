@@ -3,6 +3,7 @@ use crate::exit::Exit;
 use crate::terminal;
 use anyhow::Result;
 use clap::Args;
+use serde_json::{Value, json};
 use sieve_core::ModelShape;
 use sieve_eval::{LayerPath, Selection, attention_label};
 use sieve_select::{LayerSelectors, Selector};
@@ -107,13 +108,21 @@ pub(crate) fn short(text: &str) -> String {
     LayerSelectors::parse(text).map_or_else(|_| text.to_owned(), |selectors| selectors.label())
 }
 
+/// Adds to a JSON object what a selector computed.
+pub(crate) fn report(selection: &Selection, object: &mut Value) {
+    object["selector"] = selection.selectors().to_string().into();
+    object["chunk"] = selection.chunk().into();
+    object["selection"] = json!(selection.totals());
+    object["paths"] = json!(selection.paths());
+}
+
 /// Lines about what a selector computed and on which device.
 pub(crate) fn summary(selection: &Selection) -> String {
     let totals = selection.totals();
     if totals.calls == 0 {
         return format!(
-            "selector          {:>14}  read nothing: every token was part of a dense prompt, so these are the dense \
-             model's results\n  hint: --stream lets it read prompts too",
+            "selector          {:>14}  read nothing: every token was part of a dense prompt, so these are the model's \
+             own results\n  hint: --stream lets it read prompts too",
             selection.selectors().name()
         );
     }

@@ -7,6 +7,7 @@ mod on_event;
 mod profile;
 mod ranks;
 mod sweep;
+mod useless;
 
 use crate::data::account;
 use crate::data::prepare::Watch;
@@ -32,7 +33,7 @@ use log::Log;
 use on_event::{OnEvent, StallWatch};
 use profile::StepProfile;
 use sieve_comm::{Mesh, World};
-use sieve_core::recipe::{AttentionKind, TrainingPrecision};
+use sieve_core::recipe::TrainingPrecision;
 use sieve_core::{Keeping, ModelShape, Recipe};
 use sieve_data::OnChange;
 use sieve_hf::{Checkpoint, list_checkpoints};
@@ -47,6 +48,7 @@ use sieve_train::{
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+pub(crate) use useless::useless_settings;
 
 /// Environment variable that `sieve launch` sets for its processes.
 pub(crate) const LAUNCHED: &str = "SIEVE_LAUNCHED";
@@ -178,7 +180,7 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> R
     let session = Session::open(args, &recipe, mesh, interrupt)?;
     text.iter().filter(|_| session.prints()).for_each(|line| terminal::status(line));
     if session.prints() {
-        useless_setting(&recipe).iter().for_each(|words| terminal::warning(words));
+        useless_settings(&recipe).iter().for_each(|words| terminal::warning(words));
     }
     if let Some(num_steps) = args.profile {
         // Logging a step reads the loss back and so waits for the GPU. No step between the traced ones may be logged.
@@ -186,30 +188,6 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> R
     }
     let start = args.start(&out, session.mesh.as_deref())?;
     train_on(&session, &start, &recipe, &out)
-}
-
-/// A warning about valid settings with which the model cannot learn, or whose attention hides no key.
-pub(crate) fn useless_setting(recipe: &Recipe) -> Option<String> {
-    if recipe.optimizer.lr == 0.0 {
-        return Some("optimizer.lr is 0, so nothing is learned".to_owned());
-    }
-    let stages = recipe.stages();
-    if stages.iter().any(|stage| stage.section.seq_len == 1) {
-        return Some("rows of one token (training.seq_len): no token sees another".to_owned());
-    }
-    let key = match recipe.attention.kind() {
-        AttentionKind::Dma => "keep_window_size",
-        AttentionKind::Swa => "sliding_window",
-        _ => return None,
-    };
-    let longest = stages.iter().map(|stage| stage.section.seq_len).max()?;
-    let least = stages.iter().filter_map(|stage| recipe.at_stage(stage).attention.window()).min()?;
-    (least >= longest).then(|| {
-        format!(
-            "attention.{key} is {least}, and no row is longer than {longest} tokens (training.seq_len): every \
-            query sees all earlier keys, as in dense attention"
-        )
-    })
 }
 
 /// Extends the run in `out` to `steps`, with a warm-up and a decay of their own for the new steps.
@@ -274,20 +252,30 @@ impl TrainArgs {
         })
     }
 
-    /// Ends the program if `--resume` is combined with `--branch-from` or `--resume-from`.
+    /// Ends the program if `--resume` is combined with `--branch-from` or `--resume-from`, or if
+    /// `--checkpoint-fallback` lies in the output folder.
     fn check(&self) {
+        let conflict = |text: String| clap::Error::raw(clap::error::ErrorKind::ArgumentConflict, text).exit();
+        let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        if let Some(dir) = &self.checkpoint_fallback
+            && absolute(dir).starts_with(absolute(&self.out_folder()))
+        {
+            conflict(format!(
+                "--checkpoint-fallback {} lies in the output folder, which cannot be written when it is needed\n  \
+                 hint: name a folder on another disk\n",
+                dir.display()
+            ));
+        }
         let other = match (&self.branch_from, &self.resume_from) {
             (Some(_), _) => "--branch-from",
             (None, Some(_)) => "--resume-from",
             (None, None) => return,
         };
         if self.resume == Some(Resume::Latest) {
-            let kind = clap::error::ErrorKind::ArgumentConflict;
-            let text = format!(
+            conflict(format!(
                 "--resume and {other} name two places to begin from\n  \
                  hint: --resume=auto continues a run where there is one, else begins as {other} says\n"
-            );
-            clap::Error::raw(kind, text).exit();
+            ));
         }
     }
 }
@@ -568,12 +556,15 @@ fn is_finished(
         folder.claim(start)?;
         tidy_finished(folder, recipe)?;
     }
+    let (path, step, steps) = (checkpoint.path.display(), origin.step(), recipe.training.steps);
+    let has = match step > steps as u64 {
+        true => format!("is at step {step}, beyond training.steps = {steps}"),
+        false => format!("has all {steps} steps"),
+    };
     log.always(&format!(
-        "nothing to do: {} has all {} steps\n  \
+        "nothing to do: {path} {has}\n  \
          to continue: --resume --extend {}, with a learning-rate schedule of its own for the new steps",
-        checkpoint.path.display(),
-        recipe.training.steps,
-        2 * origin.step()
+        2 * step
     ));
     Ok(true)
 }

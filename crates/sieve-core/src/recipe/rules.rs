@@ -330,6 +330,20 @@ fn check_lr_scheduler(section: &LrSchedulerSection, training: Option<&TrainingSe
     }
 }
 
+/// What a run writes into its output folder beside checkpoints; `sieve-train/src/run_folder.rs` has the paths.
+const RUN_FILES: [&str; 10] = [
+    "config.toml",
+    "data",
+    "eval",
+    "log",
+    "metrics.aside.jsonl",
+    "metrics.jsonl",
+    "origin.json",
+    "run.lock",
+    "sweep.json",
+    "tb",
+];
+
 fn check_folder(folder: &str, rules: &mut Rules<'_>) {
     let plain = Path::new(folder).components().all(|part| matches!(part, Component::Normal(_)));
     rules.require(
@@ -337,6 +351,13 @@ fn check_folder(folder: &str, rules: &mut Rules<'_>) {
         "checkpoint.folder",
         format!("is {folder:?}, not a folder below the output folder"),
         "\"checkpoint\" is usual; --out chooses where the run lives",
+    );
+    let first = Path::new(folder).iter().next().and_then(|name| name.to_str());
+    rules.require(
+        first.is_none_or(|first| !RUN_FILES.contains(&first)),
+        "checkpoint.folder",
+        format!("is {folder:?}, where a run writes other files"),
+        "\"checkpoint\" is usual",
     );
 }
 

@@ -149,9 +149,7 @@ impl<'a> Documents<'a> {
         let of_file = config.format.of(&path);
         let prompts = match &config.prompt_column {
             Some(column) if of_file == Format::Text => {
-                let what = format!("plain text has no column {column:?}");
-                let hint = "prompt_column is for JSONL and Parquet: leave it out, or name such files alone";
-                return Err(DataError::file(&path, what, hint));
+                return Err(DataError::no_column(&path, column, "prompt_column"));
             }
             Some(column) => Some(source::open(&of_file.with_column(column), &path, max_bytes)?),
             None => None,

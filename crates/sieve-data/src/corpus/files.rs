@@ -44,9 +44,13 @@ pub(super) fn expand(config: &CorpusConfig, hub: Option<&Hub>) -> Result<(Vec<So
         }
         let found = &expansion.found[before..];
         if found.is_empty() {
-            let searched = match Path::new(pattern).is_dir() || is_remote(pattern) {
-                true => format!(" ending in .{}", config.extensions.join(", .")),
-                false => String::new(),
+            let path = Path::new(pattern);
+            let searched = if path.is_dir() || is_remote(pattern) {
+                format!(" ending in .{}", config.extensions.join(", ."))
+            } else if path.is_symlink() {
+                ": it is a link whose target is missing".to_owned()
+            } else {
+                String::new()
             };
             return Err(DataError::NoFiles { pattern: pattern.clone(), searched });
         }
@@ -198,8 +202,8 @@ impl Expansion<'_> {
                 let path = error.path().to_path_buf();
                 DataError::io("list", &path)(error.into())
             })?;
-            // Links to folders may form a loop.
-            if pattern.contains("**") && is_below_link(&path, &base) {
+            // As in folders, broken links are left out. Links to folders may form a loop.
+            if !path.exists() || (pattern.contains("**") && is_below_link(&path, &base)) {
                 continue;
             }
             match path.is_dir() {

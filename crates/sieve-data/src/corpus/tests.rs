@@ -63,6 +63,13 @@ fn a_file_is_read_once_whichever_links_lead_to_it() {
     assert_eq!(texts(text(&at("text"))).unwrap(), ["a", "c"]);
     assert_eq!(texts(text(&at("text/**/*.txt"))).unwrap(), ["a", "c"]);
     assert_eq!(texts(text(&at("text/other/*.txt"))).unwrap(), ["e"]);
+    // Broken links are left out, of folders and of globs.
+    symlink(root.join("gone.txt"), root.join("other/broken.txt")).unwrap();
+    for pattern in ["other", "other/*", "other/**/*.txt"] {
+        assert_eq!(texts(text(&at(pattern))).unwrap(), ["e"]);
+    }
+    refusal(Corpus::open(text(&at("other/broken.txt"))), "matches no file: it is a link whose target is missing");
+    refusal(Corpus::open(text(&at("other/**"))), "** at the end matches folders alone | other/**/*");
     let named = CorpusConfig::text(vec![at("text/"), at("text/b/../a.txt")]);
     let corpus = Corpus::open(named).unwrap();
     let is_named = corpus.files().iter().map(|file| file.is_named);

@@ -1,8 +1,9 @@
 //! Converts `config.json` of `transformers` into a recipe.
 use crate::CheckpointError;
-use crate::export::config::SCALING;
-use crate::export::{Architecture, DEEPSEEK_LATENT_EPS, Windows};
+use crate::export::config::{DERIVED, SCALING};
+use crate::export::{self, Architecture, DEEPSEEK_LATENT_EPS, Windows};
 use serde_json::Value;
+use sieve_core::ModelShape;
 use sieve_core::recipe::{AttentionKind, json_schema};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,6 +11,8 @@ use std::path::{Path, PathBuf};
 const HINT: &str = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM (rotary embedding plain \
     or scaled as linear, llama3 or yarn), DogeForCausalLM and own exports can be imported, all with dense SiLU \
     feed-forward layers";
+/// The hint for a wrong value of a class that can be imported.
+const VALUE_HINT: &str = "correct this value, or take the config.json that was published or exported with the weights";
 /// Defaults of `rope_theta` and `sliding_window` in the classes of `transformers`.
 const USUAL_THETA: f64 = 10_000.0;
 const USUAL_WINDOW: usize = 4096;
@@ -36,6 +39,8 @@ pub(super) struct HfConfig {
     /// The lines of the recipe's `[attention]`, as TOML.
     attention: String,
     max_positions: usize,
+    /// The whole of `config.json`.
+    value: Value,
 }
 
 /// The parsed `config.json`, and its path for errors.
@@ -49,15 +54,19 @@ impl Reader {
         CheckpointError::not_importable(&self.path, problem.into(), HINT)
     }
 
+    fn bad_value(&self, problem: impl Into<String>) -> CheckpointError {
+        CheckpointError::not_importable(&self.path, problem.into(), VALUE_HINT)
+    }
+
     fn integer(&self, key: &str) -> Result<usize, CheckpointError> {
         let number = self.value[key].as_u64();
         number
             .map(|number| number as usize)
-            .ok_or_else(|| self.refuse(format!("{key} is {}, not a whole number", self.value[key])))
+            .ok_or_else(|| self.bad_value(format!("{key} is {}, not a whole number", self.value[key])))
     }
 
     fn number(&self, key: &str) -> Result<f64, CheckpointError> {
-        self.value[key].as_f64().ok_or_else(|| self.refuse(format!("{key} is {}, not a number", self.value[key])))
+        self.value[key].as_f64().ok_or_else(|| self.bad_value(format!("{key} is {}, not a number", self.value[key])))
     }
 
     /// Refuses any value of `key` but `false`, null and absent.
@@ -160,8 +169,13 @@ impl Reader {
             Value::Null => Some(Vec::new()),
             value => value.as_array().and_then(|pattern| pattern.iter().map(Value::as_bool).collect()),
         };
-        pattern.ok_or_else(|| self.refuse(format!("{key} is {}", self.value[key])))
+        pattern.ok_or_else(|| self.bad_value(format!("{key} is {}, not a list of true and false", self.value[key])))
     }
+}
+
+/// The items of a list; any other value is one item.
+fn items(value: &Value) -> &[Value] {
+    value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice)
 }
 
 /// How a rotary embedding is scaled; `None` if it is not.
@@ -182,11 +196,12 @@ fn keys_of_kind(kind: &str) -> Option<Vec<String>> {
 impl Reader {
     /// The lines of `[attention]` for an export of Sieve, whose keys are the recipe's.
     fn sieve_attention(&self) -> Result<String, CheckpointError> {
-        let Some(kind) = self.value["attention_kind"].as_str() else {
-            return Err(self.refuse("attention_kind is missing"));
-        };
+        let kind = self.value["attention_kind"].as_str().unwrap_or_default();
         let Some(keys) = keys_of_kind(kind) else {
-            return Err(self.refuse(format!("attention_kind is {kind:?}")));
+            let kinds = AttentionKind::ALL.map(AttentionKind::name).join(", ");
+            return Err(
+                self.bad_value(format!("attention_kind is {}, not one of {kinds}", self.value["attention_kind"]))
+            );
         };
         let mut lines = format!("kind = {kind:?}");
         for key in keys {
@@ -203,7 +218,7 @@ impl Reader {
                 value @ (Value::Number(_) | Value::Bool(_) | Value::String(_) | Value::Array(_)) => {
                     lines.push_str(&format!("\n{key} = {value}"));
                 }
-                other => return Err(self.refuse(format!("{key} is {other}"))),
+                other => return Err(self.bad_value(format!("{key} is {other}"))),
             }
         }
         Ok(lines)
@@ -216,7 +231,6 @@ impl HfConfig {
         let text = fs::read_to_string(path).map_err(CheckpointError::io("reading", path))?;
         let value = serde_json::from_str(&text).map_err(|error| CheckpointError::malformed(path, error))?;
         let reader = Reader { path: path.to_owned(), value };
-        let num_layers = reader.integer("num_hidden_layers")?;
         for key in ["num_experts", "num_local_experts", "alibi", "mlp_bias"] {
             reader.must_be_off(key)?;
         }
@@ -225,6 +239,7 @@ impl HfConfig {
         let Some(architecture) = architecture else {
             return Err(reader.refuse(format!("model_type is {}", reader.value["model_type"])));
         };
+        let num_layers = reader.integer("num_hidden_layers")?;
         let class = architecture.class();
         let (attention, dense_layers) = match architecture {
             Architecture::Doge => {
@@ -297,7 +312,27 @@ impl HfConfig {
             model,
             attention,
             max_positions,
+            value: reader.value,
         })
+    }
+
+    /// Refuses [`DERIVED`] keys that are not those of `shape`, the model by the keys that Sieve reads.
+    pub(super) fn check_derived(&self, from: &Path, shape: &ModelShape) -> Result<(), CheckpointError> {
+        if self.architecture != Architecture::Sieve {
+            return Ok(());
+        }
+        let written = export::config::attention(shape, self.architecture);
+        // Programs that rewrite JSON may round numbers.
+        let is_close = |(a, b): (f64, f64)| (a - b).abs() <= 1e-6 * b.abs();
+        let agree = |(a, b): (&Value, &Value)| a == b || a.as_f64().zip(b.as_f64()).is_some_and(is_close);
+        for key in DERIVED {
+            let (given, wanted) = (&self.value[key], written.get(key).unwrap_or(&Value::Null));
+            if items(given).len() != items(wanted).len() || !items(given).iter().zip(items(wanted)).all(agree) {
+                let problem = format!("{key} is {given}, and its other keys give {wanted}");
+                return Err(CheckpointError::not_importable(&from.join("config.json"), problem, VALUE_HINT));
+            }
+        }
+        Ok(())
     }
 
     /// Whether the model's attention is of this kind.

@@ -360,6 +360,10 @@ fn configurations_without_a_recipe_are_refused() {
     let latent = tempfile::tempdir().expect("a folder");
     let mla = "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4\nqk_norm = false";
     let latent_hf = exported(latent.path(), TIED, mla, whole());
+    let ranked = tempfile::tempdir().expect("a folder");
+    let dma = format!("{DMA}\nbias = \"linear\"\nrecency = \"slope\"\nshortest_period = 4");
+    let scaled = "rope_scaling = { rope_type = \"linear\", factor = 2.0 }";
+    let ranked_hf = exported(ranked.path(), scaled, &dma, whole());
     for [kind, key, value, word] in cases(
         r#"
         dense => model_type => "mixtral" => model_type is "mixtral"
@@ -382,9 +386,21 @@ fn configurations_without_a_recipe_are_refused() {
         mla => first_k_dense_replace => 1 => some layers have experts
         mla => qk_nope_head_dim => 4 => qk_nope_head_dim is not v_head_dim
         mla => rms_norm_eps => 1e-5 => rms_norm_eps is not the 1e-6
+        dense => hidden_size => -1 => hidden_size is -1, not a whole number | correct this value
+        dense => hidden_size => "12" => hidden_size is "12", not a whole number | correct this value
+        dma => attention_kind => "foo" => attention_kind is "foo", not one of mha, | correct this value
+        dma => dense_layers => 3 => dense_layers is 3, not a list | correct this value
+        dma => periods => [4, 8] => periods is [4,8], and its other keys give [4.0, | correct this value
+        dma => periods => [-1, "0"] => periods is [-1,"0"], and
+        dma => periods => null => periods is null, and
+        dma => rope_amplitude => 3.5 => rope_amplitude is 3.5, and its other keys give 1.0
     "#,
     ) {
-        let from = if kind == "mla" { &latent_hf } else { &hf };
+        let from = match kind {
+            "mla" => &latent_hf,
+            "dma" => &ranked_hf,
+            _ => &hf,
+        };
         let path = from.join("config.json");
         let whole = fs::read_to_string(&path).expect("written");
         let mut changed = read_json(&path);
@@ -394,6 +410,9 @@ fn configurations_without_a_recipe_are_refused() {
         fs::write(&path, whole).expect("writable");
     }
     refusal(imported(&hf, &out, None, &["model.intermediate_size=24"]), "only the attention may change");
+    fs::rename(hf.join("config.json"), hf.join("config")).expect("the same file system");
+    refusal(crate::peek_model(&hf), "has a model's weights, but config.json is missing");
+    fs::rename(hf.join("config"), hf.join("config.json")).expect("the same file system");
     fs::remove_file(hf.join(SINGLE)).expect("there");
     refusal(imported(&hf, &out, None, &[]), "neither model.safetensors");
     fs::write(hf.join(INDEX), r#"{"weight_map":{"a":"../secret"}}"#).expect("writable");

@@ -90,6 +90,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     let mut corpus = Corpus::open(config)?;
     // Files fetched from the hub are kept in OUT.hub, beside the tokenizer.
     corpus.connect(&HubConfig::from_variables(variable, args.out.with_extension("hub")))?;
+    corpus.check_text_column(&args.text_column)?;
     text_files::warn_of_json(&corpus);
     terminal::line(&format!(
         "training a byte-level BPE of {vocab_size} tokens on up to {} of {}",

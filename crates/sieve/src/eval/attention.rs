@@ -49,8 +49,7 @@ pub(crate) struct AttentionArgs {
 
 /// Runs `sieve eval attention`: which keys a checkpoint's heads look at on a text.
 pub(crate) fn run(args: AttentionArgs) -> Result<()> {
-    output::check(args.plot.as_deref())?;
-    args.result.check(&args.checkpoint, COMMAND)?;
+    args.result.check(&args.checkpoint, COMMAND, &[&args.plot])?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let length = length(&args, shape.max_seq_len);
         InferenceSize::rows_of(length, length)

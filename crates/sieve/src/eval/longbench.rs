@@ -1,6 +1,6 @@
 //! `sieve eval longbench`: LongBench's files as tasks of `sieve eval tasks`.
 use super::tasks::{self, TasksArgs};
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use sieve_eval::READY_TASKS;
 use std::path::PathBuf;
@@ -33,9 +33,10 @@ pub(crate) fn run(args: LongbenchArgs) -> Result<()> {
     if args.tasks.list {
         return tasks::list(PREFIX);
     }
-    let Some(folder) = args.folder else {
-        bail!("--folder is missing");
-    };
+    let folder = args.folder.context("--folder is missing")?;
+    if !folder.is_dir() {
+        bail!("there is no folder {}\n  hint: unpack LongBench's data.zip and name its folder", folder.display());
+    }
     let names = READY_TASKS.iter().filter_map(|(name, _)| name.strip_prefix(PREFIX));
     let names: Vec<&str> = names.collect();
     if let Some(unknown) = args.only.iter().find(|name| !names.contains(&name.as_str())) {

@@ -69,8 +69,7 @@ fn kind(text: &str) -> Result<(usize, usize), String> {
 
 /// Runs `sieve eval mqar`: a model's accuracy on multi-query associative recall.
 pub(crate) fn run(args: MqarArgs) -> Result<()> {
-    output::check(args.plot.as_deref())?;
-    args.result.check(&args.checkpoint, COMMAND)?;
+    args.result.check(&args.checkpoint, COMMAND, &[&args.plot])?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let longest = args.kinds.iter().map(|(seq_len, _)| *seq_len).max();
         InferenceSize::rows_of(longest.unwrap_or(recipe.training.seq_len), BATCH_TOKENS)
@@ -100,6 +99,9 @@ fn run_on<B: DeviceBackend>(args: &MqarArgs, device: &B::Device, kept: Kept) -> 
     if let Some(path) = &args.plot {
         let title = format!("MQAR accuracy: {}", output::model_name(&loaded));
         output::write(path, &accuracy_by_distance(&title, &report))?;
+        if !args.result.json {
+            terminal::line(&format!("wrote {}", path.display()));
+        }
     }
     Ok(())
 }

@@ -7,12 +7,11 @@ use anyhow::{Result, bail};
 use clap::Args;
 use sieve_data::Tokenizer;
 use sieve_eval::{
-    Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, Selection, TaskModel, TextsWithEndings, attention_label,
-    linear_grid, needle, prompt_part, text_documents,
+    Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, Selection, TaskModel, attention_label, linear_grid, needle,
+    text_documents,
 };
 use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
-use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 
 /// Name under which `--save` keeps the result.
@@ -71,17 +70,10 @@ pub(crate) fn run(args: NeedleArgs) -> Result<()> {
     if !(1..=MOST_STEPS).contains(&args.grid) {
         bail!("--grid is {}\n  hint: ask for 1 to {MOST_STEPS} lengths and depths", args.grid);
     }
-    output::check(args.plot.as_deref())?;
-    args.result.check(&args.checkpoint, COMMAND)?;
+    args.result.check(&args.checkpoint, COMMAND, &[&args.plot])?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let longest = args.lengths.iter().max().copied();
-        let longest = longest.unwrap_or(shape.max_seq_len);
-        let part = prompt_part(shape, longest);
-        InferenceSize {
-            cached_tokens: longest,
-            num_caches: TextsWithEndings::new(longest, NUM_DISTRACTORS + 1).num_caches(),
-            ..InferenceSize::rows_of(part, part)
-        }
+        text::size_with_endings(shape, longest.unwrap_or(shape.max_seq_len), NUM_DISTRACTORS + 1)
     })?;
     on_device!(place, run_on(&args))
 }

@@ -35,9 +35,10 @@ pub(super) struct ResultArgs {
 }
 
 impl ResultArgs {
-    /// Fails before the work begins if `--save` could not write its file. `command` is the file's name where `--save`
-    /// has no value.
-    pub(super) fn check(&self, checkpoint: &Path, command: &str) -> Result<()> {
+    /// Fails before the work begins if `--save` could not write its file, or the command one of `files`. `command` is
+    /// the name of the file of `--save` where it has no value.
+    pub(super) fn check(&self, checkpoint: &Path, command: &str, files: &[&Option<PathBuf>]) -> Result<()> {
+        files.iter().try_for_each(|file| check(file.as_deref()))?;
         if self.save.is_none() {
             return Ok(());
         }

@@ -90,7 +90,7 @@ fn search(text: &str) -> std::result::Result<Search, String> {
 /// Runs `sieve eval patterns`: calibrates a selector that needs patterns by layer and head, and writes them.
 pub(crate) fn run(args: PatternsArgs) -> Result<()> {
     let flag = flag(&args)?;
-    args.result.check(&args.checkpoint, COMMAND)?;
+    args.result.check(&args.checkpoint, COMMAND, &[])?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let length = args.length.unwrap_or(recipe.training.seq_len);
         InferenceSize::rows_of(length, length)

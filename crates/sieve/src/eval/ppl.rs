@@ -85,8 +85,7 @@ pub(crate) struct PplArgs {
 
 /// Runs `sieve eval ppl`: perplexity and bits per byte on a text.
 pub(crate) fn run(args: PplArgs) -> Result<()> {
-    output::check(args.plot.as_deref())?;
-    args.result.check(&args.checkpoint, COMMAND)?;
+    args.result.check(&args.checkpoint, COMMAND, &[&args.plot])?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let context = args.context.unwrap_or(recipe.training.seq_len).max(1);
         InferenceSize::rows_of(context, BATCH_TOKENS)
@@ -230,14 +229,9 @@ fn print<B: DeviceBackend>(
         object["extrapolation"] = json!(extrapolation);
     }
     if let Some(selection) = selection {
-        let selector = selection.selectors();
+        selector::report(selection, &mut object);
         // Such a method chooses a query's keys by later queries too, so the loss is no likelihood.
-        let is_no_likelihood = !selector.is_causal_map();
-        object["selector"] = selector.to_string().into();
-        object["chunk"] = selection.chunk().into();
-        object["prefill_perplexity"] = is_no_likelihood.into();
-        object["selection"] = json!(selection.totals());
-        object["paths"] = json!(selection.paths());
+        object["prefill_perplexity"] = (!selection.selectors().is_causal_map()).into();
     }
     if args.result.report(loaded, COMMAND, object)? {
         return Ok(());
@@ -256,6 +250,9 @@ fn print<B: DeviceBackend>(
                  likelihoods",
             );
         }
+    }
+    if let Some(path) = &args.plot {
+        terminal::line(&format!("wrote {}", path.display()));
     }
     Ok(())
 }

@@ -9,12 +9,10 @@ use indicatif::ProgressBar;
 use sieve_data::Tokenizer;
 use sieve_eval::{
     EvalError, LONG_TASKS, LongCell, LongReport, LongSource, LongTask, LongTaskReport, LongText, LongTexts, NUM_WRONG,
-    QaData, SampleScore, Selection, Split, TaskModel, TextsWithEndings, ask_long, attention_label, long_texts,
-    prompt_part,
+    QaData, SampleScore, Selection, Split, TaskModel, ask_long, attention_label, long_texts,
 };
 use sieve_hf::{Kept, LoadedModel, peek_model, peek_tokenizer};
 use sieve_ops::DeviceBackend;
-use sieve_plan::InferenceSize;
 use std::path::{Path, PathBuf};
 
 /// Name under which `--save` keeps the result.
@@ -149,12 +147,8 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
         terminal::lines(LONG_TASKS);
         return Ok(());
     }
-    let Some(checkpoint) = args.checkpoint.clone() else {
-        bail!("--checkpoint is missing");
-    };
-    output::check(args.plot.as_deref())?;
-    output::check(args.samples_file.as_deref())?;
-    args.result.check(&checkpoint, COMMAND)?;
+    let checkpoint = args.checkpoint.clone().context("--checkpoint is missing")?;
+    args.result.check(&checkpoint, COMMAND, &[&args.plot, &args.samples_file])?;
     let tasks = args.source.tasks(&args.tasks)?;
     let source = args.source.source(Split::Test)?;
     let place = args.place.place(&checkpoint)?;
@@ -170,12 +164,8 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
         );
     }
     let longest = args.lengths.iter().max().copied().unwrap_or(0);
-    let part = prompt_part(&shape, longest);
-    (args.place.memory).check_inference(&checkpoint, &place, |_, _| InferenceSize {
-        cached_tokens: longest,
-        num_caches: TextsWithEndings::new(longest, NUM_WRONG + 1).num_caches(),
-        ..InferenceSize::rows_of(part, part)
-    })?;
+    let size = text::size_with_endings(&shape, longest, NUM_WRONG + 1);
+    (args.place.memory).check_inference(&checkpoint, &place, |_, _| size)?;
     let tokenizer = loaded::tokenizer(&peek_tokenizer(&checkpoint)?, &recipe)?;
     let asked = Asked { texts: texts(&args, &tasks, &source, &tokenizer, shape.max_seq_len)?, source };
     on_device!(place, run_on(&args, &checkpoint, &asked))

@@ -99,14 +99,11 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     if args.list {
         return list("");
     }
-    let Some(checkpoint) = args.checkpoint.clone() else {
-        bail!("--checkpoint is missing");
-    };
+    let checkpoint = args.checkpoint.clone().context("--checkpoint is missing")?;
     if args.data.is_empty() {
         bail!("--data is missing\n  hint: write for example --data piqa=validation.jsonl");
     }
-    output::check(args.samples.as_deref())?;
-    args.result.check(&checkpoint, args.command())?;
+    args.result.check(&checkpoint, args.command(), &[&args.samples])?;
     let asked = asked(&args)?;
     let place = args.place.place(&checkpoint)?;
     let (recipe, shape) = peek_model(&checkpoint)?;
@@ -246,13 +243,9 @@ fn print<B: DeviceBackend>(
         json["longbench"] = serde_json::to_value(average)?;
     }
     if let Some(selection) = selection {
-        let selector = selection.selectors();
-        json["selector"] = selector.to_string().into();
-        json["chunk"] = selection.chunk().into();
+        selector::report(selection, &mut json);
         json["stream"] = args.sparse.stream.into();
-        json["is_causal_map"] = selector.is_causal_map().into();
-        json["selection"] = serde_json::to_value(selection.totals())?;
-        json["paths"] = serde_json::to_value(selection.paths())?;
+        json["is_causal_map"] = selection.selectors().is_causal_map().into();
     }
     if args.result.report(loaded, args.command(), json)? {
         return Ok(());

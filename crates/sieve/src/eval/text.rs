@@ -1,8 +1,10 @@
-//! Text that the commands of `sieve eval` read.
+//! Text that the commands of `sieve eval` read, and the memory that long texts take.
 use crate::text_files::{self, FormatArg};
 use anyhow::{Result, bail};
+use sieve_core::ModelShape;
 use sieve_data::{Corpus, CorpusConfig, Tokenizer};
-use sieve_eval::text_documents;
+use sieve_eval::{TextsWithEndings, prompt_part, text_documents};
+use sieve_plan::InferenceSize;
 
 /// Opens files, folders and globs. A file's extension says its format; a document's text is in the column `text`.
 pub(super) fn corpus(paths: &[String]) -> Result<Corpus> {
@@ -19,6 +21,7 @@ pub(super) fn open(
 ) -> Result<Corpus> {
     let corpus =
         Corpus::open(CorpusConfig { skip_invalid, ..text_files::config(paths.to_vec(), format, text_column) })?;
+    corpus.check_text_column(text_column)?;
     text_files::warn_of_json(&corpus);
     Ok(corpus)
 }
@@ -40,6 +43,16 @@ pub(super) fn tokens(paths: &[String], tokenizer: &Tokenizer, length: usize, win
          hint: give more text, or fewer or shorter prompts",
         tokens.len(),
     )
+}
+
+/// The memory of texts of up to `longest` tokens, each read once and continued by `num_endings` endings.
+pub(super) fn size_with_endings(shape: &ModelShape, longest: usize, num_endings: usize) -> InferenceSize {
+    let part = prompt_part(shape, longest);
+    InferenceSize {
+        cached_tokens: longest,
+        num_caches: TextsWithEndings::new(longest, num_endings).num_caches(),
+        ..InferenceSize::rows_of(part, part)
+    }
 }
 
 /// The first `windows` prompts of `tokens`, of `length + 1` tokens each: the prompt and the token after it.

@@ -1,5 +1,5 @@
 //! `sieve recipe new` and `sieve recipe show`.
-use super::{RecipeArgs, find};
+use super::RecipeArgs;
 use crate::eval::output;
 use crate::plan::epochs;
 use crate::text_files::{BEGINNING_BYTES, Beginning, first_words, local_tokenizer, remark_on_missing};
@@ -87,12 +87,12 @@ pub(super) fn show(args: ShowArgs) -> Result<()> {
         }
         return Ok(());
     };
-    if !args.all && args.overrides.is_empty() {
-        terminal::text(&find(&name)?.text);
-        return Ok(());
+    let source = RecipeArgs::new(name, args.overrides);
+    let recipe = source.load()?;
+    match source.found.get() {
+        Some(found) if !args.all && source.overrides.is_empty() => terminal::text(&found.text),
+        _ => terminal::text(&recipe.to_template()?),
     }
-    let recipe = RecipeArgs::new(name, args.overrides);
-    terminal::text(&recipe.load()?.to_template()?);
     Ok(())
 }
 

@@ -135,7 +135,7 @@ fn earlier_rows(path: &Path, runs: &[Run]) -> Result<Vec<Row>> {
 fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
     let mut combinations: Vec<Vec<String>> = vec![Vec::new()];
     let mut shares_data = true;
-    for sweep in &args.sweep {
+    for (index, sweep) in args.sweep.iter().enumerate() {
         let Some((key, values)) = sweep.split_once('=') else {
             bail!(
                 "--sweep {sweep} is not written section.key=V1,V2,…\n  \
@@ -145,6 +145,11 @@ fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
         let values = split(values);
         if values.is_empty() || values.iter().any(String::is_empty) {
             bail!("--sweep {sweep} has an empty value\n  hint: write {key}=V1,V2 without spaces");
+        }
+        let mut others = args.recipe.overrides.iter().chain(&args.sweep[..index]);
+        let key_of = |item: &str| item.split('=').next().unwrap_or_default().trim().to_owned();
+        if let Some(other) = others.find(|other| key_of(other) == key_of(sweep)) {
+            bail!("--sweep {sweep}: {key} is also given as {other}\n  hint: give each key once, with all its values");
         }
         // Runs share one folder of shards unless a swept key changes the shards' content.
         let of_text = ["data.", "tokenizer.", "validation.paths"];

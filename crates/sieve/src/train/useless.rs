@@ -1,0 +1,99 @@
+//! Warnings about valid settings without effect.
+use sieve_core::Recipe;
+use sieve_core::model::AttentionForm;
+use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection, Attention, Stage, TrainingPrecision};
+
+/// Warnings about valid settings with which the model cannot learn, whose attention hides no key, or which are not
+/// read.
+pub(crate) fn useless_settings(recipe: &Recipe) -> Vec<String> {
+    let (training, checkpoint, stages) = (&recipe.training, &recipe.activation_checkpoint, recipe.stages());
+    let has_single_tokens = stages.iter().any(|stage| stage.section.seq_len == 1);
+    let usual = ActivationCheckpointSection::default().selective_ac_option;
+    let is_read = checkpoint.mode == ActivationCheckpointMode::Selective || checkpoint.selective_ac_option == usual;
+    let is_fp8 = training.precision == TrainingPrecision::Fp8;
+    let found = [
+        (recipe.optimizer.lr == 0.0, "optimizer.lr is 0, so nothing is learned"),
+        (has_single_tokens, "rows of one token (training.seq_len): no token sees another"),
+        (
+            training.bf16_end_blocks > 0 && !is_fp8,
+            "training.bf16_end_blocks has no effect without training.precision = \"fp8\"",
+        ),
+        (!is_read, "activation_checkpoint.selective_ac_option has no effect without mode = \"selective\""),
+    ];
+    let found = found.into_iter().filter(|(is_so, _)| *is_so).map(|(_, words)| words.to_owned());
+    found.chain(dense_attention(recipe, &stages).filter(|_| !has_single_tokens)).collect()
+}
+
+/// A warning if every query of every stage sees all earlier keys.
+fn dense_attention(recipe: &Recipe, stages: &[Stage]) -> Option<String> {
+    let longest = stages.iter().map(|stage| stage.section.seq_len).max()?;
+    let seen = stages.iter().filter_map(|stage| {
+        let (key, tokens) = seen_tokens(&recipe.at_stage(stage).attention)?;
+        let window = stage.section.window.filter(|window| *window == tokens);
+        // A stage without a window of its own has that of [attention].
+        Some(match window == recipe.attention.window() || window.is_none() {
+            true => (tokens, key),
+            false => (tokens, format!("stage.{}.window is {tokens}", stage.index + 1)),
+        })
+    });
+    let (tokens, key) = seen.min()?;
+    (tokens >= longest).then(|| {
+        format!(
+            "{key}, and no row is longer than {longest} tokens (training.seq_len): every query sees all earlier keys, \
+             as in dense attention"
+        )
+    })
+}
+
+/// How many latest keys a query sees whatever their scores, after words about the keys of the recipe that say so;
+/// `None` for attention without a choice.
+fn seen_tokens(attention: &Attention) -> Option<(String, usize)> {
+    let is = |key: &str, tokens: usize| (format!("attention.{key} is {tokens}"), tokens);
+    let chosen = |size: usize, count: usize| {
+        let tokens = size.saturating_mul(count);
+        (format!("attention.num_selected_blocks of attention.select_block_size hold {tokens} tokens"), tokens)
+    };
+    match attention.form() {
+        AttentionForm::Ranked(_) => Some(is("keep_window_size", attention.window()?)),
+        AttentionForm::Branches(nsa) if attention.window()? >= nsa.num_selected_blocks * nsa.select_block_size => {
+            Some(is("window_size", nsa.window_size))
+        }
+        AttentionForm::Branches(nsa) => Some(chosen(nsa.select_block_size, nsa.num_selected_blocks)),
+        AttentionForm::Blocks(choice) => {
+            Some(chosen(choice.blocks.select_block_size, choice.blocks.num_selected_blocks))
+        }
+        _ => Some(is("sliding_window", attention.window()?)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_without_effect_are_named() {
+        let text = include_str!("../../../../recipes/quickstart.toml");
+        for (overrides, expected) in [
+            ("", None),
+            ("attention.kind=moba attention.preset=paper", Some("hold 1536 tokens, and no row is longer than 256")),
+            ("attention.kind=nsa attention.window_size=300", Some("attention.window_size is 300, and")),
+            ("attention.kind=swa attention.sliding_window=300", Some("attention.sliding_window is 300, and")),
+            ("attention.keep_window_size=300", Some("attention.keep_window_size is 300, and")),
+            ("training.bf16_end_blocks=1", Some("training.bf16_end_blocks has no effect")),
+            ("activation_checkpoint.selective_ac_option=3", Some("selective_ac_option has no effect")),
+            ("activation_checkpoint.selective_ac_option=3 activation_checkpoint.mode=selective", None),
+        ] {
+            let overrides = overrides.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+            let recipe = Recipe::load(text, "quickstart", &overrides).expect("a recipe");
+            let found = useless_settings(&recipe);
+            assert_eq!(found.len(), expected.iter().len(), "{overrides:?}: {found:?}");
+            assert!(expected.is_none_or(|words| found[0].contains(words)), "{found:?}");
+        }
+        let staged = |window| format!("{text}\n[[stage]]\nsteps = 3\n{window}").replace("steps = 500\n", "");
+        for (window, expected) in [("window = 300", "stage.1.window is 300, and"), ("", "attention.keep_window_size")] {
+            let overrides = ["attention.keep_window_size=299".to_owned(), "lr_scheduler.warmup_steps=1".to_owned()];
+            let recipe = Recipe::load(&staged(window), "quickstart", &overrides).expect("a recipe");
+            assert!(useless_settings(&recipe)[0].starts_with(expected), "{:?}", useless_settings(&recipe));
+        }
+    }
+}
