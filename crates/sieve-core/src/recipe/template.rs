@@ -158,7 +158,7 @@ pub fn steps_for_text(num_tokens: f64, tokens_per_step: usize, steps: usize) -> 
     (fit >= LEAST_STEPS.min(steps)).then_some(fit)
 }
 
-/// The fewest tokens of text for which [`steps_for_text`] returns [`LEAST_STEPS`].
+/// The fewest tokens of text with which [`steps_for_text`] never returns `None`.
 pub fn least_tokens(tokens_per_step: usize) -> f64 {
     (LEAST_STEPS * tokens_per_step) as f64 / MOST_EPOCHS
 }
