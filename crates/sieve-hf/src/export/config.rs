@@ -7,8 +7,10 @@ use sieve_core::model::{AttentionForm, RopeScaling};
 /// The key of an export for `modeling_sieve.py` that holds the scaling of its rotary frequencies.
 pub(crate) const SCALING: &str = "rotary_scaling";
 
-/// Keys of an export for `modeling_sieve.py` that follow from others of its keys.
-pub(crate) const DERIVED: [&str; 3] = ["periods", "rope_frequencies", "rope_amplitude"];
+/// Keys of an export for `modeling_sieve.py` that follow from others of its keys. An absent one is `None` there, but for
+/// [`AMPLITUDE`], which is 1.
+pub(crate) const DERIVED: [&str; 3] = ["periods", "rope_frequencies", AMPLITUDE];
+pub(crate) const AMPLITUDE: &str = "rope_amplitude";
 
 /// Text of a JSON file: indented by two spaces, keys in the given order, with a line end at the end.
 pub(super) fn to_text(value: &Value) -> String {
@@ -174,7 +176,7 @@ fn of_sieve(shape: &ModelShape, kind: &str, sizes: Value) -> Value {
         if shape.rope_scaling.is_some() {
             let (frequencies, amplitude) = shape.rotary_frequencies(shape.head_dim);
             keys.insert("rope_frequencies".to_owned(), json!(frequencies));
-            keys.insert("rope_amplitude".to_owned(), json!(amplitude));
+            keys.insert(AMPLITUDE.to_owned(), json!(amplitude));
             keys.insert(SCALING.to_owned(), rope_parameters(shape, shape.rope_scaling));
         }
     }

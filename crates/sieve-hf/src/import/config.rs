@@ -1,6 +1,6 @@
 //! Converts `config.json` of `transformers` into a recipe.
 use crate::CheckpointError;
-use crate::export::config::{DERIVED, SCALING};
+use crate::export::config::{AMPLITUDE, DERIVED, SCALING};
 use crate::export::{self, Architecture, DEEPSEEK_LATENT_EPS, Windows};
 use serde_json::Value;
 use sieve_core::ModelShape;
@@ -326,8 +326,10 @@ impl HfConfig {
         let is_close = |(a, b): (f64, f64)| (a - b).abs() <= 1e-6 * b.abs();
         let agree = |(a, b): (&Value, &Value)| a == b || a.as_f64().zip(b.as_f64()).is_some_and(is_close);
         for key in DERIVED {
-            let (given, wanted) = (&self.value[key], written.get(key).unwrap_or(&Value::Null));
-            if items(given).len() != items(wanted).len() || !items(given).iter().zip(items(wanted)).all(agree) {
+            let absent = if key == AMPLITUDE { Value::from(1.0) } else { Value::Null };
+            let or_absent = |map: Option<&Value>| map.unwrap_or(&absent).clone();
+            let (given, wanted) = (or_absent(self.value.get(key)), or_absent(written.get(key)));
+            if items(&given).len() != items(&wanted).len() || !items(&given).iter().zip(items(&wanted)).all(agree) {
                 let problem = format!("{key} is {given}, and its other keys give {wanted}");
                 return Err(CheckpointError::not_importable(&from.join("config.json"), problem, VALUE_HINT));
             }

@@ -420,6 +420,20 @@ fn configurations_without_a_recipe_are_refused() {
 }
 
 #[test]
+fn an_export_that_transformers_saved_again_is_read() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let dma = format!("{DMA}\nbias = \"linear\"\nrecency = \"slope\"\nshortest_period = 4");
+    let from = exported(&folder.path().join("export"), TIED, &dma, whole());
+    let path = from.join("config.json");
+    let mut saved = read_json(&path);
+    // It writes the defaults of modeling_sieve.py too.
+    saved["rope_frequencies"] = json!(null);
+    saved["rope_amplitude"] = json!(1.0);
+    fs::write(&path, saved.to_string()).expect("writable");
+    imported(&from, &folder.path().join("out"), None, &[]).expect("imports");
+}
+
+#[test]
 fn a_dense_model_takes_sparse_layers_between_its_dense_ones() {
     let (folder, hf) = dense(TIED);
     let settings = ["attention.keep_window_size=16", "attention.bias=linear", "model.layer_types=[\"sparse\",\"mha\"]"];
