@@ -7,8 +7,8 @@ use sieve_core::model::{AttentionForm, RopeScaling};
 /// The key of an export for `modeling_sieve.py` that holds the scaling of its rotary frequencies.
 pub(crate) const SCALING: &str = "rotary_scaling";
 
-/// Keys of an export for `modeling_sieve.py` that follow from others of its keys. An absent one is `None` there, but for
-/// [`AMPLITUDE`], which is 1.
+/// Keys of an export for `modeling_sieve.py` that follow from others of its keys. An absent one is `None` there, but
+/// [`AMPLITUDE`] is 1.
 pub(crate) const DERIVED: [&str; 3] = ["periods", "rope_frequencies", AMPLITUDE];
 pub(crate) const AMPLITUDE: &str = "rope_amplitude";
 
