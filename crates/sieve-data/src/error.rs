@@ -21,7 +21,8 @@ pub enum DataError {
     NoFiles {
         /// The path or glob as it was given.
         pattern: String,
-        /// The file endings that were looked for, if the path is a folder; or that the path is a broken link.
+        /// The rest of the sentence: the file endings that were looked for, if the path is a folder; that a link has no
+        /// target; else nothing.
         searched: String,
     },
     /// One document cannot be used; the others of its file can still be read (`skip_invalid`).

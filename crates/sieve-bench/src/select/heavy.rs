@@ -93,7 +93,7 @@ fn slots(drawn: &Operands, device: &dyn Device, kept: &KeptKeys, heavy: &HeavyKe
         let token = position as usize * KV_HEADS + at / num_kept;
         for (name, found, all) in [("k", &k, &drawn.k), ("v", &v, &drawn.v)] {
             if found[at * WIDTH..][..WIDTH] != all[token * WIDTH..][..WIDTH] {
-                return wrong(format!("{name} of slot {at} is not that of position {position}"));
+                return wrong(format!("{name} of slot {at} differs from {name} of position {position}"));
             }
         }
     }

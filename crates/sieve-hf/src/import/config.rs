@@ -316,7 +316,8 @@ impl HfConfig {
         })
     }
 
-    /// Refuses [`DERIVED`] keys that are not those of `shape`, the model by the keys that Sieve reads.
+    /// Refuses a value of a [`DERIVED`] key that an export of `shape` would not have. `shape` is the model that the
+    /// other keys describe.
     pub(super) fn check_derived(&self, from: &Path, shape: &ModelShape) -> Result<(), CheckpointError> {
         if self.architecture != Architecture::Sieve {
             return Ok(());

@@ -175,7 +175,7 @@ impl OwnText {
         let mut own = None;
         for (config, is_own) in [(Some(train), true), (validation, false)] {
             let corpus = match config.map(Corpus::open).transpose() {
-                Err(DataError::NoFiles { searched, .. }) if searched.is_empty() => return Ok((own, false)),
+                Err(DataError::NoFiles { pattern, .. }) if !Path::new(&pattern).is_dir() => return Ok((own, false)),
                 corpus => corpus?,
             };
             // The files of a data set on the hub are not known before it is fetched.

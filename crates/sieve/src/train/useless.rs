@@ -30,7 +30,7 @@ fn dense_attention(recipe: &Recipe, stages: &[Stage]) -> Option<String> {
     let seen = stages.iter().filter_map(|stage| {
         let (key, tokens) = seen_tokens(&recipe.at_stage(stage).attention)?;
         let window = stage.section.window.filter(|window| *window == tokens);
-        // A stage without a window of its own has that of [attention].
+        // A stage without `window` takes the window of [attention].
         Some(match window == recipe.attention.window() || window.is_none() {
             true => (tokens, key),
             false => (tokens, format!("stage.{}.window is {tokens}", stage.index + 1)),
@@ -55,10 +55,11 @@ fn seen_tokens(attention: &Attention) -> Option<(String, usize)> {
     };
     match attention.form() {
         AttentionForm::Ranked(_) => Some(is("keep_window_size", attention.window()?)),
-        AttentionForm::Branches(nsa) if attention.window()? >= nsa.num_selected_blocks * nsa.select_block_size => {
-            Some(is("window_size", nsa.window_size))
+        AttentionForm::Branches(nsa) => {
+            let blocks = chosen(nsa.select_block_size, nsa.num_selected_blocks);
+            let window = is("window_size", nsa.window_size);
+            Some(if window.1 >= blocks.1 { window } else { blocks })
         }
-        AttentionForm::Branches(nsa) => Some(chosen(nsa.select_block_size, nsa.num_selected_blocks)),
         AttentionForm::Blocks(choice) => {
             Some(chosen(choice.blocks.select_block_size, choice.blocks.num_selected_blocks))
         }
