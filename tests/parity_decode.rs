@@ -2,7 +2,6 @@
 use crate::random_model::{VOCAB_SIZE, generated, greedy, ids, kinds, max_difference, random_model, recipe, tokens};
 use burn_flex::Flex;
 use sieve_core::Attention;
-use sieve_core::model::AttentionForm;
 use sieve_eval::{BatchGenerator, GenerateConfig, Generator, Sampling, logits};
 use sieve_nn::{KvCache, Qwen3};
 
@@ -22,11 +21,7 @@ fn argmax(row: &[f32]) -> usize {
 
 /// Number of keys that a cache may hold after `num_tokens` tokens.
 fn expected_keys(attention: Attention, num_tokens: usize) -> usize {
-    match attention.form() {
-        AttentionForm::Grouped { window } => num_tokens.min(window.unwrap_or(num_tokens)),
-        AttentionForm::Ranked(dma) => num_tokens.min(dma.keep_window_size),
-        AttentionForm::Latent(_) | AttentionForm::Branches(_) | AttentionForm::Blocks(_) => num_tokens,
-    }
+    attention.as_kind().num_kept().map_or(num_tokens, |kept| num_tokens.min(kept))
 }
 
 #[test]

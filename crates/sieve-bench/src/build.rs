@@ -1,6 +1,6 @@
 //! Compiles kernels into the kernel cache before the first run.
 use crate::error::{BenchError, Result, refused};
-use sieve_core::model::AttentionForm;
+use sieve_core::kinds::KeyReads;
 use sieve_core::{Attention, DmaBias, Recipe};
 use sieve_kernels::ahead_of_time::{CompiledKernel, compile_with_nvrtc, installed_nvrtc};
 use sieve_kernels::{
@@ -238,7 +238,7 @@ pub fn needed_by(recipe: Option<&Recipe>, arch: &str, shared_bytes: usize) -> Re
         list.extend_kernels(NeededKernels::mla_token(head_dim, rope_dim, norm_dim));
     }
     let (kv_heads, head_dim) = (recipe.model.num_key_value_heads, recipe.model.head_dim);
-    if let AttentionForm::Ranked(dma) = recipe.attention.form()
+    if let Attention::Dma(dma) = recipe.attention
         && let Some(slopes) = dma.slopes(kv_heads)
     {
         let slopes: Vec<f32> = slopes.into_iter().map(|slope| slope as f32).collect();
@@ -257,39 +257,25 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
     let heads = [model.num_attention_heads, model.num_key_value_heads];
     let mut shape = AttentionShape::new(1, 1, heads, [model.head_dim; 2]);
     let order = if recipe.training.deterministic { SumOrder::Fixed } else { SumOrder::Any };
-    let group = shape.num_heads / shape.num_kv_heads;
-    let gap = match recipe.attention.form() {
-        AttentionForm::Branches(nsa) => nsa.blocks().cuda_gap(shape.head_dim, group),
-        AttentionForm::Blocks(choice) => choice.cuda_gap(shape.head_dim, group),
-        _ => None,
-    };
-    if let Some((got, supported)) = gap {
+    let kind = recipe.attention.as_kind();
+    if let Some((got, supported)) = kind.block_gap(shape.head_dim, shape.num_heads / shape.num_kv_heads) {
         let kind = recipe.attention.kind().name();
         return refused(format!("attention.kind {kind:?} has no CUDA kernels for {got} (they take {supported})"));
     }
-    let mut keys = match recipe.attention.form() {
-        AttentionForm::Grouped { .. } => vec![NeededKeys::Neighbours],
-        AttentionForm::Latent(mla) => {
-            shape.head_dim += mla.qk_rope_head_dim;
-            vec![NeededKeys::Neighbours]
+    shape.num_kv_heads = kind.attended_kv_heads(heads);
+    shape.head_dim += kind.rope_width();
+    let mut keys = Vec::new();
+    for reads in kind.reads() {
+        match reads {
+            KeyReads::Neighbours => keys.push(NeededKeys::Neighbours),
+            KeyReads::Blocks => keys.push(NeededKeys::Blocks),
+            KeyReads::Listed(bias) => keys.extend([NeededKeys::Chosen((*bias).into()), NeededKeys::AllBiased]),
         }
-        AttentionForm::Ranked(dma) => {
-            let bias = match dma.bias {
-                DmaBias::Exp => ScoreBias::Exp,
-                DmaBias::Linear => ScoreBias::Linear,
-            };
-            vec![NeededKeys::Chosen(bias), NeededKeys::AllBiased]
-        }
-        AttentionForm::Branches(_) => vec![NeededKeys::Blocks, NeededKeys::Neighbours],
-        AttentionForm::Blocks(choice) => {
-            shape.num_kv_heads = choice.choices_per_token(heads);
-            match recipe.attention {
-                // MSA's queries read all keys in the first `training.dense_steps` steps.
-                Attention::Msa(_) => vec![NeededKeys::Blocks, NeededKeys::Neighbours],
-                _ => vec![NeededKeys::Blocks],
-            }
-        }
-    };
+    }
+    // An indexer's queries read all keys in the first `training.dense_steps` steps.
+    if kind.has_indexer() {
+        keys.push(NeededKeys::Neighbours);
+    }
     if recipe.dense_layers().contains(&true) {
         keys.push(NeededKeys::Neighbours);
     }

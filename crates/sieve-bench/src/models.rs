@@ -365,7 +365,7 @@ impl Setup {
         let &On { device, dtype, .. } = on;
         let mut section = self.recipe.optimizer.clone();
         (section.name, section.eps) = (name, EPSILON);
-        let mut optimizer = Optimizer::new(section);
+        let mut optimizer = Optimizer::new(section, &self.shape);
         let model = match dtype {
             DType::BF16 => optimizer.hold_masters(model.clone()),
             _ => model.clone(),

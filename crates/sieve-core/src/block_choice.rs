@@ -85,6 +85,11 @@ impl BlockChoice {
         matches!(self.rule, ChoiceRule::LargestScore | ChoiceRule::SumOfHeads)
     }
 
+    /// Whether all KV heads read one choice, by an indexer's pooled keys (QSA).
+    pub fn pools_for_all_heads(&self) -> bool {
+        self.rule == ChoiceRule::SumOfHeads
+    }
+
     /// Query and key heads that scores are computed with: the layer's own `[num_heads, num_kv_heads]`, or an indexer's.
     pub fn scored_heads(&self, [num_heads, num_kv_heads]: [usize; 2]) -> [usize; 2] {
         match self.has_indexer() {

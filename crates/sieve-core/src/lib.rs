@@ -16,6 +16,7 @@
 //! - [`recipe`]: the TOML recipe, its rules and its error messages
 //! - [`paths`]: variables in a recipe's paths
 //! - [`model`]: the sizes a model is built from, in Sieve's own names, and its parameter counts
+//! - [`kinds`]: what each kind of attention is, one file a kind
 
 pub mod recipe;
 
@@ -31,6 +32,7 @@ mod did_you_mean;
 mod keeping;
 mod key_mask;
 mod keys;
+pub mod kinds;
 mod nsa_blocks;
 mod score_matrix;
 

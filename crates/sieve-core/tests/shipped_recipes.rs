@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use sieve_core::model::AttentionForm;
 use sieve_core::recipe::AttentionKind;
 use sieve_core::{Attention, DmaShape, Recipe, paths};
 
@@ -101,27 +100,24 @@ fn paper_recipes_follow_table_4() {
             let tokens = recipe.training.tokens_per_step() as f64 / 1e6;
             assert!((tokens / row.batch - 1.0).abs() < 0.05, "{name}: {tokens}M tokens a step, not {}M", row.batch);
             let shape = recipe.model_shape(50_277).expect("the NeoX tokenizer fits");
-            match shape.attention.form() {
-                AttentionForm::Grouped { window } => {
-                    assert!(window.is_none_or(|window| window == 1024), "{name}")
-                }
-                AttentionForm::Latent(mla) => {
+            match shape.attention {
+                Attention::Mha => {}
+                Attention::Swa(swa) => assert_eq!(swa.sliding_window, 1024, "{name}"),
+                Attention::Mla(mla) => {
                     assert_eq!(4 * mla.kv_lora_rank, row.d_model, "{name}");
                     assert_eq!(mla.qk_rope_head_dim, 64, "{name}");
                 }
-                AttentionForm::Branches(nsa) => {
+                Attention::Nsa(nsa) => {
                     let blocks = [nsa.compress_block_size, nsa.select_block_size];
                     assert_eq!(blocks, [32, 64], "{name}");
                     assert_eq!((nsa.num_selected_blocks, nsa.window_size), (16, 512));
                     let hidden = if size == "1p7b" { 256 } else { 192 };
                     assert_eq!(nsa.compress_hidden_size, Some(hidden), "{name}");
                 }
-                AttentionForm::Blocks(choice) => {
-                    let blocks = choice.blocks;
-                    assert_eq!((blocks.num_selected_blocks, blocks.select_block_size), (16, 64), "{name}");
-                }
-                AttentionForm::Ranked(dma) => {
-                    assert_eq!(dma.keep_window_size, row.keep_window_size, "{name}")
+                Attention::Dma(dma) => assert_eq!(dma.keep_window_size, row.keep_window_size, "{name}"),
+                Attention::InfllmV2(_) | Attention::Moba(_) | Attention::Msa(_) => {
+                    let label = shape.attention.as_kind().label();
+                    assert_eq!(label.as_deref(), Some("16 x 64 selected"), "{name}");
                 }
             }
             let without_row = [AttentionKind::Swa, AttentionKind::Mla].contains(&kind);

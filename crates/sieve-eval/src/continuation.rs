@@ -3,7 +3,6 @@ use crate::input::{check_vocabulary, ids};
 use crate::{EvalError, Selection};
 use burn::tensor::{DType, Tensor};
 use sieve_core::ModelShape;
-use sieve_core::model::AttentionForm;
 use sieve_nn::{KvCache, LayerCache, LayerOperands, Qwen3, TextRows};
 use sieve_ops::{DeviceBackend, RotaryEmbedding};
 
@@ -50,7 +49,7 @@ const PARTS_OF_KEPT: usize = 4;
 /// keys: other layers (dense, latent, native sparse) cache every token anyway and are fastest in one pass.
 pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
     let parts = shape.by_kind().into_iter();
-    let kept = parts.map(|part| part.attention.form().num_kept());
+    let kept = parts.map(|part| part.attention.as_kind().num_kept());
     let most = kept.reduce(|a, b| a.zip(b).map(|(a, b)| a.max(b))).flatten();
     most.map_or(num_tokens, |most| num_tokens.min(PROMPT_PART.max(PARTS_OF_KEPT * most)))
 }
@@ -58,11 +57,7 @@ pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
 /// Rows for texts of at most `room` tokens each that are decoded as one batch. `None` for a single text, and where rows
 /// take far more memory than the texts' own caches: in a layer with a window, a row holds all tokens.
 pub(crate) fn rows_of_texts<B: DeviceBackend>(shape: &ModelShape, texts: usize, room: usize) -> Option<TextRows<B>> {
-    let windows = shape.by_kind().into_iter().map(|part| match part.attention.form() {
-        AttentionForm::Grouped { window } => window,
-        AttentionForm::Branches(nsa) => Some(nsa.window_size),
-        _ => None,
-    });
+    let windows = shape.by_kind().into_iter().map(|part| part.attention.as_kind().cached_window());
     let fits = windows.flatten().all(|window| room <= PARTS_OF_KEPT * window);
     (texts > 1 && fits).then(|| TextRows::new(texts, room))
 }

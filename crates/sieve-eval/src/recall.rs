@@ -4,7 +4,6 @@ use crate::input::{check_length, check_vocabulary, ids};
 use crate::weights::{attention_weights, check_length as check_weights};
 use burn::tensor::{Int, Tensor, TensorData};
 use serde::Serialize;
-use sieve_core::model::AttentionForm;
 use sieve_data::{Mqar, MqarConfig, MqarSplit};
 use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
@@ -161,10 +160,7 @@ fn values_read<B: DeviceBackend>(
     device: &B::Device,
 ) -> Result<Vec<ValuesRead>, EvalError> {
     let (shape, MqarConfig { seq_len, num_pairs, .. }) = (model.shape(), *mqar.config());
-    let chooses = |&layer: &usize| {
-        let form = shape.of_layer(layer).attention.form();
-        matches!(form, AttentionForm::Ranked(_) | AttentionForm::Blocks(_))
-    };
+    let chooses = |&layer: &usize| shape.of_layer(layer).attention.as_kind().chooses();
     let choosing: Vec<usize> = (0..shape.num_layers).filter(chooses).collect();
     if choosing.is_empty() || check_weights(shape, seq_len).is_err() {
         return Ok(Vec::new());

@@ -7,7 +7,7 @@ use crate::selection::dense_pairs;
 use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::ModelShape;
-use sieve_core::model::AttentionForm;
+use sieve_core::kinds::BlockPairs;
 use sieve_nn::{DecoderLayer, LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 use std::convert::Infallible;
@@ -38,7 +38,7 @@ pub struct TrainedMeasure {
 /// A model's attention in words: its kind, its sizes, and how many layers differ.
 pub fn attention_label(shape: &ModelShape) -> String {
     let mut label = shape.attention.kind().name().to_owned();
-    if let Some(sizes) = shape.attention.form().label() {
+    if let Some(sizes) = shape.attention.as_kind().label() {
         label += &format!(", {sizes}");
     }
     let layers = shape.num_layers;
@@ -131,7 +131,10 @@ fn masks<B: DeviceBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device)
                 let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
                 count_by_expire(&expire, num_tokens)
             }
-            (None, Some(chosen)) => count_by_blocks(&chosen, attention.form(), num_tokens),
+            (None, Some(chosen)) => {
+                let pairs = attention.as_kind().block_pairs().expect("its layers choose blocks");
+                count_by_blocks(&chosen, pairs, num_tokens)
+            }
             // The other masks depend on positions only.
             (None, None) => {
                 let mean = sieve_core::model::mean_active_keys(attention, num_tokens);
@@ -168,15 +171,9 @@ fn count_by_expire(expire: &[i64], num_tokens: usize) -> Counted {
 /// Counts the tokens of chosen blocks; -1 in `chosen` is no block. NSA: also the visible compressed blocks and
 /// the window. Other kinds: also half a key for each pooled key, which has a score but no value. An indexer's scores
 /// are not counted.
-fn count_by_blocks(chosen: &[i64], form: AttentionForm, num_tokens: usize) -> Counted {
-    let (sizes, pooled, window_size, of_pooled) = match form {
-        AttentionForm::Branches(nsa) => (nsa.blocks(), nsa.blocks(), nsa.window_size, 1.0),
-        AttentionForm::Blocks(choice) => {
-            let of_pooled = if choice.has_indexer() { 0.0 } else { 0.5 };
-            (choice.attended(), choice.blocks, 0, of_pooled)
-        }
-        _ => unreachable!("a kind without blocks"),
-    };
+fn count_by_blocks(chosen: &[i64], pairs: BlockPairs, num_tokens: usize) -> Counted {
+    let BlockPairs { chosen: sizes, pooled, window_size, halves_of_pooled } = pairs;
+    let of_pooled = f64::from(halves_of_pooled) / 2.0;
     let per_query = sizes.num_selected_blocks;
     let heads = chosen.len() / (num_tokens * per_query);
     let (mut computed, mut distinct) = (0.0, 0);
@@ -267,7 +264,7 @@ mod tests {
         };
         // Two chosen blocks of two tokens for each of five queries of one head; -1 is none.
         let chosen = [0, -1, 0, -1, 0, 1, 0, 1, 0, 2];
-        let counted = count_by_blocks(&chosen, AttentionForm::Branches(nsa), 5);
+        let counted = count_by_blocks(&chosen, nsa.block_pairs().expect("blocks"), 5);
         let selected = 1 + 2 + 3 + 4 + 3;
         let (compressed, window) = (1 + 1 + 2 + 2, 1 + 2 + 2 + 2 + 2);
         // Chosen tokens before the window, query by query: none, none, token 0, tokens 0 and 1, tokens 0 and 1.

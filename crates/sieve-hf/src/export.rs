@@ -18,8 +18,9 @@ use crate::tensor_file::stream_tensor_file;
 use crate::{Checkpoint, CheckpointError};
 use burn::tensor::DType;
 use folder::OutFolder;
-use sieve_core::model::{AttentionForm, MlaShape};
-use sieve_core::{DmaBias, ModelShape};
+use sieve_core::ModelShape;
+pub(crate) use sieve_core::kinds::DEEPSEEK_LATENT_EPS;
+use sieve_core::kinds::StockClass;
 use sieve_files::write_synced;
 use std::collections::HashMap;
 use std::path::Path;
@@ -186,13 +187,17 @@ impl Architecture {
 
     /// The class that computes a model of `shape`, a stock one if there is one.
     fn usual(shape: &ModelShape) -> Self {
-        match shape.attention.form() {
-            AttentionForm::Grouped { .. } if shape.residual_scale => Self::Sieve,
-            AttentionForm::Grouped { window } => {
-                let needed = match window {
-                    None => Windows::None,
-                    Some(_) if shape.dense_layers.is_empty() => Windows::Every,
-                    Some(_) => Windows::Named,
+        let Ok(stock) = shape.attention.as_kind().stock(shape) else {
+            return Self::Sieve;
+        };
+        match stock.class {
+            StockClass::Doge => Self::Doge,
+            StockClass::DeepseekV3 => Self::DeepseekV3,
+            StockClass::Grouped { windowed } => {
+                let needed = match windowed {
+                    false => Windows::None,
+                    true if shape.dense_layers.is_empty() => Windows::Every,
+                    true => Windows::Named,
                 };
                 let computes = |class: Class| {
                     (class.qk_norm, class.qkv_bias) == (shape.qk_norm, shape.qkv_bias)
@@ -203,37 +208,9 @@ impl Architecture {
                 // No class has both norms and biases, or windows beside dense layers without either.
                 found.unwrap_or(Self::Sieve)
             }
-            AttentionForm::Latent(mla) if not_deepseek(shape, mla).is_none() => Self::DeepseekV3,
-            AttentionForm::Latent(_) | AttentionForm::Branches(_) | AttentionForm::Blocks(_) => Self::Sieve,
-            // Doge has neither recency nor a local window, and its bias is the exponential of the score.
-            AttentionForm::Ranked(dma)
-                if dma.ranks_by_content_alone()
-                    && dma.bias == DmaBias::Exp
-                    && shape.dense_layers.is_empty()
-                    && shape.is_like_qwen3() =>
-            {
-                Self::Doge
-            }
-            AttentionForm::Ranked(_) => Self::Sieve,
         }
     }
 }
-
-/// Why `DeepseekV3ForCausalLM` cannot compute a latent model; `None` if it can.
-fn not_deepseek(shape: &ModelShape, mla: MlaShape) -> Option<&'static str> {
-    if mla.qk_norm {
-        Some("DeepseekV3ForCausalLM has no norms of queries and keys in each head (attention.qk_norm)")
-    } else if shape.residual_scale {
-        Some("DeepseekV3ForCausalLM has no residual scales (model.residual_scale = true)")
-    } else if shape.rms_norm_eps != DEEPSEEK_LATENT_EPS {
-        Some("DeepseekV3ForCausalLM normalises latents with an epsilon of 1e-6 (model.rms_norm_eps)")
-    } else {
-        None
-    }
-}
-
-/// Epsilon of the latent's norm in `transformers`, whatever `rms_norm_eps` says.
-pub(crate) const DEEPSEEK_LATENT_EPS: f64 = 1e-6;
 
 /// Writes the model of `checkpoint` to the folder `out`, which must be new, empty, or an earlier export.
 ///
@@ -299,10 +276,7 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
         leaves_ties_open: architecture == Architecture::Doge,
         is_remote_code: architecture == Architecture::Sieve,
         replaces_tokenizer,
-        not_stock: match shape.attention.form() {
-            AttentionForm::Latent(mla) => not_deepseek(&shape, mla),
-            _ => None,
-        },
+        not_stock: shape.attention.as_kind().stock(&shape).err().flatten(),
         files,
         num_parameters: tensors.iter().map(ExportTensor::num_elements).sum(),
         num_bytes: tensors.iter().map(|tensor| tensor.num_bytes(dtype)).sum(),

@@ -175,9 +175,51 @@ impl<B: Backend, E> ModuleMapper<B> for Writer<'_, '_, E> {
 mod tests {
     use super::*;
     use burn_flex::Flex;
+    use sieve_core::kinds::Rows;
     use sieve_core::model::test_shapes::tiny_dma;
-    use sieve_core::{Attention, DmaShape, ModelShape};
+    use sieve_core::{Attention, DmaShape, ModelShape, Recipe};
     use sieve_nn::Qwen3;
+
+    /// The model's list of parameters, by which they are counted, exported, imported and grouped, against the module's
+    /// own fields, in every shipped recipe and in the forms that none has.
+    #[test]
+    fn the_list_of_parameters_is_the_modules() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes");
+        let mut checked = 0;
+        for entry in std::fs::read_dir(&folder).expect("recipes") {
+            let path = entry.expect("readable").path();
+            let text = std::fs::read_to_string(&path).expect("a recipe");
+            for more in [
+                &[][..],
+                &["model.tie_word_embeddings=false", "model.residual_scale=true"],
+                &["model.qk_norm=false", "model.qkv_bias=true"],
+            ] {
+                let more = more.iter().map(|&set| set.to_owned()).collect::<Vec<_>>();
+                // Some kinds have no form without norms of heads, or with biases.
+                let Ok(recipe) = Recipe::load(&text, "a recipe", &more) else { continue };
+                let shape = recipe.model_shape(50_277).expect("a model");
+                let mut found = Vec::new();
+                // No initial values are drawn.
+                visit(&Qwen3::<Flex>::new(&shape, 0, &Default::default()), |name, dims, _| {
+                    found.push((name, dims.to_vec()));
+                });
+                let listed = shape.all_parameters().into_iter();
+                let mut listed = listed
+                    .map(|spec| {
+                        assert_eq!(sieve_nn::may_be_bf16(&spec.ours), spec.rows == Rows::Gemm, "{}", spec.ours);
+                        let rows: usize = spec.theirs.iter().map(|(_, rows)| rows).sum();
+                        assert_eq!(rows, spec.dims[0], "{}", spec.ours);
+                        (spec.ours, spec.dims)
+                    })
+                    .collect::<Vec<_>>();
+                found.sort();
+                listed.sort();
+                assert_eq!(found, listed, "{}", path.display());
+                checked += 1;
+            }
+        }
+        assert!(checked >= 100, "{checked} models");
+    }
 
     #[test]
     fn names_are_field_paths_and_round_trip() {

@@ -21,7 +21,6 @@ use latent::LatentAttention;
 use multi_head::MultiHeadAttention;
 use native_sparse::NativeSparseAttention;
 use shared_prompts::SharedPrompts;
-use sieve_core::model::AttentionForm;
 use sieve_core::{Keeping, ModelShape};
 use sieve_ops::{
     AttentionLayer, AttentionSpec, ContextParallel, DeviceBackend, Documents, GemmPrecision, KernelPolicy, LayerTokens,
@@ -118,9 +117,9 @@ impl<B: Backend> LayerContext<'_, B> {
 
 /// Width of the rotary tables that the layers of `shape` read: `head_dim`, or MLA's `qk_rope_head_dim`.
 pub(crate) fn rope_dim(shape: &ModelShape) -> usize {
-    match shape.attention {
-        sieve_core::Attention::Mla(mla) => mla.qk_rope_head_dim,
-        _ => shape.head_dim,
+    match shape.attention.as_kind().rope_width() {
+        0 => shape.head_dim,
+        width => width,
     }
 }
 
@@ -165,12 +164,19 @@ pub enum Attention<B: Backend> {
 impl<B: Backend> Attention<B> {
     /// A layer of the kind that `shape.attention` names, with weights from `init`.
     pub fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
-        match shape.attention.form() {
-            AttentionForm::Grouped { window } => Self::Grouped(MultiHeadAttention::new(shape, window, init, device)),
-            AttentionForm::Latent(mla) => Self::Mla(LatentAttention::new(shape, mla, init, device)),
-            AttentionForm::Branches(nsa) => Self::Nsa(NativeSparseAttention::new(shape, nsa, init, device)),
-            AttentionForm::Ranked(dma) => Self::Dma(DynamicMaskAttention::new(shape, dma, init, device)),
-            AttentionForm::Blocks(choice) => Self::Chosen(ChosenBlocksAttention::new(shape, choice, init, device)),
+        use sieve_core::Attention as Kind;
+        let chosen = |choice, init: &mut WeightInit| ChosenBlocksAttention::new(shape, choice, init, device);
+        match shape.attention {
+            Kind::Mha => Self::Grouped(MultiHeadAttention::new(shape, None, init, device)),
+            Kind::Swa(swa) => {
+                Self::Grouped(MultiHeadAttention::new(shape, Some(swa.sliding_window), init, device))
+            }
+            Kind::Mla(mla) => Self::Mla(LatentAttention::new(shape, mla, init, device)),
+            Kind::Nsa(nsa) => Self::Nsa(NativeSparseAttention::new(shape, nsa, init, device)),
+            Kind::Dma(dma) => Self::Dma(DynamicMaskAttention::new(shape, dma, init, device)),
+            Kind::InfllmV2(infllm) => Self::Chosen(chosen(infllm.choice(), init)),
+            Kind::Moba(moba) => Self::Chosen(chosen(moba.choice(), init)),
+            Kind::Msa(msa) => Self::Chosen(chosen(msa.choice(), init)),
         }
     }
 }

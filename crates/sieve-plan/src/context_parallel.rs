@@ -1,6 +1,7 @@
 //! Context parallelism: which part of a row a rank holds, and what the ranks exchange in each layer.
 
-use sieve_core::model::{AttentionForm, ModelShape, NUM_NSA_BRANCHES, NsaCompression};
+use sieve_core::kinds::Exchanged;
+use sieve_core::model::ModelShape;
 use sieve_core::recipe::Recipe;
 
 /// How the ranks share the rows of a micro-batch.
@@ -53,14 +54,11 @@ impl RowShare {
             return None;
         }
         let len = self.seq_len / self.degree;
-        let form = layer.attention.form();
-        // Earlier keys that a query may see.
-        let reach = match (form, form.num_kept()) {
-            (AttentionForm::Ranked(_), Some(kept)) => kept,
-            // A window includes the query's own key.
-            (_, Some(window)) => window.saturating_sub(1),
-            _ if layer.num_kv_heads.is_multiple_of(self.degree) => return Some(Exchange::Heads),
-            _ => self.seq_len,
+        let reach = match layer.attention.as_kind().halo() {
+            Some(halo) => halo.reach,
+            None if layer.num_kv_heads.is_multiple_of(self.degree) => return Some(Exchange::Heads),
+            // All earlier keys.
+            None => self.seq_len,
         };
         Some(Exchange::Halo { slots: reach.min((self.degree - 1) * len), share: reach.min(len) })
     }
@@ -106,7 +104,7 @@ impl RowShare {
             None => 0,
             // The gradient of packed q, k and v as received, and the gradient of o.
             Some(Exchange::Heads) => {
-                let [split, shared] = exchanged_values(layer);
+                let Exchanged { split, shared, .. } = layer.attention.as_kind().exchanged(layer);
                 self.tokens() as u64 * (split + self.degree as u64 * shared + 2 * q)
             }
             // The rows with their halo, their gradient, and the keys received from all ranks.
@@ -147,19 +145,20 @@ impl RowShare {
         match self.exchange(layer) {
             None => [0.0; 2],
             Some(Exchange::Heads) => {
-                let [split, shared] = exchanged_values(layer).map(|values| values as f64);
+                let Exchanged { split, shared, .. } = layer.attention.as_kind().exchanged(layer);
+                let [split, shared] = [split, shared].map(|values| values as f64);
                 let others = self.tokens() as f64 * (1.0 - 1.0 / self.degree as f64);
                 // Shared tensors go to every rank, and every rank sends back their gradients.
                 let all = others * (split + q + self.degree as f64 * shared);
                 // A one-op layer recomputes q, k and v in its backward pass and exchanges them again.
-                let is_one_op = layer.attention.form().is_one_op();
+                let is_one_op = layer.attention.as_kind().is_one_op();
                 let again = if is_one_op { others * split } else { 0.0 };
                 [all, all + again]
             }
             Some(Exchange::Halo { slots, share }) => {
                 // The last rank receives the shares of all others for DMA, else those in the window's reach.
-                let parts = match layer.attention.form() {
-                    AttentionForm::Ranked(_) => self.degree - 1,
+                let parts = match layer.attention.as_kind().halo() {
+                    Some(halo) if halo.from_all => self.degree - 1,
                     _ => slots.div_ceil(share.max(1)),
                 };
                 [(self.batch * share * parts) as f64 * 2.0 * kv; 2]
@@ -175,9 +174,10 @@ impl RowShare {
             None => [0.0; 2],
             // Forward: q, k, v and o. Backward: their gradients, and in a one-op layer q, k and v again.
             Some(Exchange::Heads) => {
-                let [split, shared] = exchanged_values(layer).map(|values| values as f64);
+                let Exchanged { split, shared, .. } = layer.attention.as_kind().exchanged(layer);
+                let [split, shared] = [split, shared].map(|values| values as f64);
                 let all = own * (split + q + self.degree as f64 * shared);
-                let is_one_op = layer.attention.form().is_one_op();
+                let is_one_op = layer.attention.as_kind().is_one_op();
                 [all, if is_one_op { all + own * split } else { all }]
             }
             // Forward: the rows with their halo. Backward: these rows again with the gradient of o, which is zero in
@@ -191,18 +191,9 @@ impl RowShare {
 
     /// Values that a layer with [`Exchange::Heads`] keeps in addition to its own tokens' values.
     fn kept_values_of_heads(&self, layer: &ModelShape) -> u64 {
-        let (degree, [_, shared]) = (self.degree as u64, exchanged_values(layer));
-        // The output for whole rows of some heads is kept too; NSA's activations already count its branches' outputs.
-        let outputs = match layer.attention.form() {
-            AttentionForm::Branches(_) => 0,
-            _ => layer.q_width() as u64,
-        };
-        // Shared tensors are kept for whole rows; `own` is their part that is counted with the rank's tokens already.
-        let own = match layer.attention.form() {
-            AttentionForm::Latent(mla) => mla.kv_lora_rank as u64,
-            _ => shared,
-        };
-        self.tokens() as u64 * (outputs + (degree * shared).saturating_sub(own))
+        let Exchanged { shared, kept_outputs, kept_shared, .. } = layer.attention.as_kind().exchanged(layer);
+        // Shared tensors are kept for whole rows.
+        self.tokens() as u64 * (kept_outputs + (self.degree as u64 * shared).saturating_sub(kept_shared))
     }
 
     /// Queries that attention computes for each of a rank's own queries. With a halo there are more: it adds zero
@@ -217,31 +208,5 @@ impl RowShare {
             }
         });
         layers.sum::<f64>() / shape.num_layers.max(1) as f64
-    }
-}
-
-/// `[split, shared]` values per token that one layer exchanges before its attention: `split` ones are divided among the
-/// ranks by heads, `shared` ones go to every rank.
-fn exchanged_values(layer: &ModelShape) -> [u64; 2] {
-    let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
-    let (heads, head_dim) = (layer.num_heads as u64, layer.head_dim as u64);
-    let packed = q + 2 * kv;
-    match layer.attention.form() {
-        AttentionForm::Latent(mla) => {
-            let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
-            [q + heads * rope, rank + rope]
-        }
-        // Exchanges one packed q, k, v for all branches, or one for each branch with its own keys; and the gates.
-        AttentionForm::Branches(nsa) => {
-            let is_mean = nsa.compress == NsaCompression::Mean;
-            let tensors = match (nsa.shared_kv, is_mean) {
-                (true, true) => 1,
-                (true, false) => 2,
-                (false, _) => NUM_NSA_BRANCHES as u64,
-            };
-            [tensors * packed + NUM_NSA_BRANCHES as u64 * heads, 0]
-        }
-        AttentionForm::Blocks(choice) if choice.has_indexer() => [packed + kv, 2 * head_dim],
-        AttentionForm::Grouped { .. } | AttentionForm::Ranked(_) | AttentionForm::Blocks(_) => [packed, 0],
     }
 }

@@ -3,7 +3,8 @@
 use serde::Serialize;
 
 use crate::Target;
-use sieve_core::model::{AttentionForm, ModelShape};
+use sieve_core::kinds::{AttentionOp, HeadWidths, KeyReads};
+use sieve_core::model::ModelShape;
 use sieve_core::recipe::Recipe;
 use sieve_core::{ReferenceTooLarge, ScoreMatrix};
 use sieve_kernels::{AttentionNeeds, AttentionShape, ChoiceLists, NeededKernels, NeededKeys, ScoreBias, SumOrder};
@@ -23,55 +24,33 @@ pub struct OpPlan {
 ///
 /// A running program counts the calls itself and prints each op that ran as its reference.
 pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
-    let names = shape.by_kind();
-    let names = names.iter().flat_map(|part| -> &[&'static str] {
-        match part.attention.form() {
-            AttentionForm::Grouped { .. } => &["attention"],
-            AttentionForm::Latent(_) => &["latent attention"],
-            AttentionForm::Branches(_) => &["compression", "selection", "selected and window attention"],
-            AttentionForm::Ranked(_) => &["dma scores", "dma selection", "dma attention"],
-            // Layers with their own choice come first and have the same ops.
-            AttentionForm::Blocks(_) if part.is_shared_layer(0) => &[],
-            AttentionForm::Blocks(_) => &["choice of blocks", "attention over chosen blocks"],
-        }
-    });
     let rest = ["GEMMs", "norms, rotation, embedding", "swiglu", "loss", "adamw"];
-    // (name, whether the op belongs to attention).
-    let all = names.map(|name| (*name, true));
-    let all = all.chain(rest.into_iter().map(|name| (name, false)));
-    all.map(|(op, is_attention)| {
+    let attention = shape.by_kind().into_iter().flat_map(|part| part.attention.as_kind().ops(&part).to_vec());
+    let on_cpu = || ("cpu kernel", "f32, SIMD and all threads; sums in a fixed order".to_owned());
+    let attention = attention.map(|op| {
         let (path, reason) = match target {
-            Target::Cpu { .. } => ("cpu kernel", "f32, SIMD and all threads; sums in a fixed order".to_owned()),
-            Target::Gpu(gpu) if is_attention => cuda_attention(op, shape, &gpu.arch),
+            Target::Cpu { .. } => on_cpu(),
+            Target::Gpu(gpu) => cuda_attention(op, shape, &gpu.arch),
+        };
+        OpPlan { op: op.name(), path, reason }
+    });
+    let rest = rest.into_iter().map(|op| {
+        let (path, reason) = match target {
+            Target::Cpu { .. } => on_cpu(),
             Target::Gpu(_) => cuda_rest(op),
         };
         OpPlan { op, path, reason }
-    })
-    .collect()
+    });
+    attention.chain(rest).collect()
 }
+
+/// Widths of heads that the attention kernels take.
+const WIDTHS: HeadWidths = HeadWidths { step: AttentionShape::HEAD_DIM_STEP, most: AttentionShape::MAX_HEAD_DIM };
 
 /// Why the attention of `shape` has no kernel on a GPU, so that its reference would run, which holds n x n scores.
 /// `None` if there is a kernel.
 pub fn gpu_attention_gap(shape: &ModelShape) -> Option<String> {
-    let width = shape.head_dim;
-    let (step, most) = (AttentionShape::HEAD_DIM_STEP, AttentionShape::MAX_HEAD_DIM);
-    let group = shape.num_heads / shape.num_kv_heads;
-    let of_blocks = |gap: Option<(String, &str)>| {
-        let name = shape.attention.kind().name();
-        gap.map(|(got, supported)| format!("{got}, the kernels of {name} take {supported}"))
-    };
-    match shape.attention.form() {
-        AttentionForm::Branches(nsa) => of_blocks(nsa.blocks().cuda_gap(width, group)),
-        AttentionForm::Blocks(choice) => of_blocks(choice.cuda_gap(width, group)),
-        AttentionForm::Latent(mla) => {
-            let rope = mla.qk_rope_head_dim;
-            let fits = [width, rope, width + rope].map(AttentionShape::supports_head_dim);
-            fits.contains(&false)
-                .then(|| format!("heads of {width} + {rope} are no multiples of {step} with a sum up to {most}"))
-        }
-        _ if AttentionShape::supports_head_dim(width) => None,
-        _ => Some(format!("heads of {width} are no multiple of {step} up to {most}")),
-    }
+    shape.attention.as_kind().gpu_gap(shape, WIDTHS)
 }
 
 /// Why training runs attention as its reference on a GPU of `arch` (such as `sm_86`): [`gpu_attention_gap`], or a
@@ -83,21 +62,25 @@ pub fn gpu_training_gap(shape: &ModelShape, arch: &str) -> Option<String> {
 /// Why tiles of one of the attention's kernels do not fit into the shared memory of `arch`; `None` if all fit.
 fn refused_tiles(shape: &ModelShape, arch: &str) -> Option<String> {
     shape.by_kind().iter().find_map(|part| {
-        let (head_dim, keys): (_, &[NeededKeys]) = match part.attention.form() {
-            AttentionForm::Grouped { .. } => (part.head_dim, &[NeededKeys::Neighbours]),
-            AttentionForm::Latent(mla) => (part.head_dim + mla.qk_rope_head_dim, &[NeededKeys::Neighbours]),
-            AttentionForm::Ranked(_) => (part.head_dim, &[NeededKeys::Chosen(ScoreBias::Exp)]),
-            AttentionForm::Branches(_) => (part.head_dim, &[NeededKeys::Blocks, NeededKeys::Neighbours]),
-            AttentionForm::Blocks(_) => (part.head_dim, &[NeededKeys::Blocks]),
-        };
+        let kind = part.attention.as_kind();
+        let head_dim = part.head_dim + kind.rope_width();
         let heads = [part.num_heads, part.num_kv_heads];
         let shape = AttentionShape::new(1, part.max_seq_len, heads, [head_dim, part.head_dim]);
         let order = SumOrder::Any;
-        keys.iter().find_map(|&keys| {
-            let needed = AttentionNeeds { shape, keys, order }.kernels(arch);
+        kind.reads().iter().find_map(|&reads| {
+            let needed = AttentionNeeds { shape, keys: needed_keys(reads), order }.kernels(arch);
             needed.refused.first().map(ToString::to_string)
         })
     })
+}
+
+/// The kernels that read keys this way, as the launch wrappers name them.
+fn needed_keys(reads: KeyReads) -> NeededKeys {
+    match reads {
+        KeyReads::Neighbours => NeededKeys::Neighbours,
+        KeyReads::Listed(bias) => NeededKeys::Chosen(bias.into()),
+        KeyReads::Blocks => NeededKeys::Blocks,
+    }
 }
 
 /// Fails if in some stage attention would run as its reference on a GPU of `arch`, with more scores than a reference
@@ -123,13 +106,8 @@ pub fn check_gpu_attention(recipe: &Recipe, shape: &ModelShape, arch: &str) -> R
 /// Why rows of `seq_len` tokens are too long for the kernels on a GPU of `arch`, if they are. The limit comes from a
 /// counter in shared memory for each block of a row.
 fn row_gap(shape: &ModelShape, seq_len: usize, arch: &str) -> Option<String> {
-    let blocks = match shape.attention.form() {
-        AttentionForm::Branches(nsa) => nsa.blocks(),
-        AttentionForm::Blocks(choice) => choice.attended(),
-        // Other kinds have no such counters.
-        _ => return None,
-    };
-    let size = blocks.select_block_size;
+    // Kinds without blocks have no such counters.
+    let size = shape.attention.as_kind().attended_blocks()?.select_block_size;
     let most = ChoiceLists::most_tokens(size, NeededKernels::shared_bytes_of(arch)?);
     (seq_len > most).then(|| {
         let name = shape.attention.kind().name();
@@ -138,35 +116,20 @@ fn row_gap(shape: &ModelShape, seq_len: usize, arch: &str) -> Option<String> {
 }
 
 /// [`OpPlan::path`] and [`OpPlan::reason`] of one of attention's ops on a GPU.
-fn cuda_attention(op: &str, shape: &ModelShape, arch: &str) -> (&'static str, String) {
+fn cuda_attention(op: AttentionOp, shape: &ModelShape, arch: &str) -> (&'static str, String) {
     let plain = |reason: String| ("plain", reason);
     if let Some(reason) = gpu_training_gap(shape, arch) {
         return plain(format!("{reason}; the reference holds n x n scores"));
     }
-    let width = shape.head_dim;
     let (kv_heads, most) = (shape.num_kv_heads, ScoreBias::MAX_KV_HEADS);
-    if op == "dma scores" && kv_heads > most {
+    if op.bounds_kv_heads() && kv_heads > most {
         return plain(format!("{kv_heads} KV heads, the kernel takes up to {most}"));
     }
-    let width = match shape.attention.form() {
-        AttentionForm::Latent(mla) => format!("{width} + {}", mla.qk_rope_head_dim),
-        _ => width.to_string(),
+    let width = match shape.attention.as_kind().rope_width() {
+        0 => shape.head_dim.to_string(),
+        rope => format!("{} + {rope}", shape.head_dim),
     };
-    let reason = match op {
-        "dma attention" => "keys gathered by list, none outside it is read",
-        "dma selection" => "exact top w as one integer a key; no n x n mask",
-        "compression" => "blocks or their means in one pass, the MLP by cuBLASLt",
-        "selection" => "compressed keys by list, importance and choice on the chip; no n x n scores",
-        "choice of blocks" if shape.has_pooled_indexer() => {
-            "scores by cuBLASLt of some queries at a time, chosen on the chip; no n x n scores"
-        }
-        "choice of blocks" => "pooled keys scored and chosen on the chip; no n x n scores",
-        "selected and window attention" | "attention over chosen blocks" => {
-            "block by block over the queries that chose it"
-        }
-        _ => "bf16 in, f32 sums; packed documents",
-    };
-    ("cuda kernel", format!("{reason}; heads of {width}"))
+    ("cuda kernel", format!("{}; heads of {width}", op.on_cuda()))
 }
 
 /// [`OpPlan::path`] and [`OpPlan::reason`] of any other op on a GPU.

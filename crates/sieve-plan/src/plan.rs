@@ -9,7 +9,7 @@ use crate::{
 use serde::Serialize;
 
 use sieve_core::model::{ModelShape, ParameterCounts, gpu};
-use sieve_core::recipe::{AttentionKind, GradientDtype, Recipe, RecipeError, Stage, TrainingPrecision};
+use sieve_core::recipe::{GradientDtype, Recipe, RecipeError, Stage, TrainingPrecision};
 
 /// Share of the CPU's peak that the time estimate assumes: usual for good training programs on dense models, not
 /// measured here.
@@ -390,23 +390,11 @@ fn stage_plan(
             exchange_seconds,
             longest_rows: longest_rows(recipe, shape, target, ranks),
             speed_too_high_by: match target {
-                Target::Gpu(_) => speed_too_high_by(recipe.attention.kind()),
+                Target::Gpu(_) => recipe.attention.as_kind().shared_rows_too_fast(),
                 Target::Cpu { .. } => None,
             },
         }),
         pays_from,
-    }
-}
-
-/// By how much the estimated speeds of ranks that share rows exceeded the measured ones on two H200s, with rows of
-/// 65,536 and 131,072 tokens (docs/scale.md); `None` for kinds of attention where that is at most 6 %.
-fn speed_too_high_by(kind: AttentionKind) -> Option<&'static str> {
-    match kind {
-        AttentionKind::Mha | AttentionKind::Swa | AttentionKind::Dma | AttentionKind::InfllmV2 => None,
-        AttentionKind::Nsa => Some("7 to 14 %"),
-        AttentionKind::Moba => Some("10 %"),
-        AttentionKind::Mla => Some("32 to 38 %"),
-        AttentionKind::Msa => Some("72 to 102 %"),
     }
 }
 

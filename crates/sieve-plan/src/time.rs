@@ -6,31 +6,12 @@
 
 use crate::gpu_training_gap;
 use crate::memory::fp8_gemms;
+use sieve_core::model::ModelShape;
 use sieve_core::model::gpu::Gpu;
-use sieve_core::model::{AttentionForm, ModelShape};
 use std::ops::Range;
 
 /// Share of the peak that GEMMs with weights reach.
 const GEMMS: f64 = 0.71;
-// Shares of the peak FLOP/s that attention's kernels reach, over the pairs that they compute. Memory traffic around
-// attention is counted separately, in `block_bytes_per_token`.
-/// Dense attention over all causal pairs: 8192, 16,384 and 32,768 keys on an H200 (docs/benchmarks.md).
-const DENSE_PAIRS: f64 = 0.6;
-/// In longer rows than this, dense attention reaches [`LONG_DENSE_PAIRS`]: its launches last tens of milliseconds, and
-/// the card's power limits them as it limits GEMMs.
-const LONG_ROW: usize = 32_768;
-/// Dense attention over 131,072 keys, in a step on four H200s (docs/scale.md).
-const LONG_DENSE_PAIRS: f64 = 0.51;
-/// Attention with a sliding window.
-const WINDOW_PAIRS: f64 = 0.62;
-/// DMA's attention over gathered keys.
-const GATHERED_PAIRS: f64 = 0.52;
-/// Latent attention (MLA), keys wider than values.
-const LATENT_PAIRS: f64 = 0.6;
-/// NSA's three branches, including the choice of blocks, lists, and joining the parts of o and dq.
-const BLOCK_PAIRS: f64 = 0.3;
-/// Chosen blocks, including choice, lists and parts: one choice for each group of heads, and one for each head.
-const CHOSEN_PAIRS: [f64; 2] = [0.22, 0.14];
 /// An indexer's scores over all causal pairs.
 const INDEX_SCORES: f64 = 0.42;
 /// An indexer's loss over attention's pairs, whose scores it recomputes.
@@ -92,7 +73,7 @@ pub(super) fn tokens_per_second(shape: &ModelShape, spared_flops: f64, size: &St
     // Seconds of attention and bytes of memory traffic, per token.
     let (mut pairs, mut bytes) = (0.0, 0.0);
     for part in shape.by_kind() {
-        let rate = pairs_rate(&part, size.seq_len);
+        let rate = part.attention.as_kind().pairs_rate(size.seq_len);
         let flops = part.executed_flops_per_token(size.seq_len);
         pairs += passes * flops.attention / (rate * gpu.bf16_flops);
         if part.has_indexer() {
@@ -129,12 +110,12 @@ pub(super) fn tokens_per_second(shape: &ModelShape, spared_flops: f64, size: &St
     Some(1.0 / (gemms + pairs + memory + update + ends))
 }
 
-/// For NSA: the shortest rows, among powers of two, for which training is estimated to be faster than with dense
+/// For kinds that pay late ([`Kind::pays_late`](sieve_core::kinds::Kind::pays_late)): the shortest rows, among powers of two, for which training is estimated to be faster than with dense
 /// attention. `None` for other kinds, or if there are no such rows.
 pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Option<usize> {
-    let AttentionForm::Branches(_) = shape.attention.form() else {
+    if !shape.attention.as_kind().pays_late() {
         return None;
-    };
+    }
     let dense = shape.dense();
     let speed = |shape: &ModelShape, seq_len| {
         let size = StepSize { tokens: size.tokens.max(seq_len), seq_len, fp8: size.fp8.clone(), ..*size };
@@ -148,48 +129,15 @@ pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Optio
     })
 }
 
-/// Share of the peak FLOP/s that a kind's attention reaches.
-fn pairs_rate(shape: &ModelShape, seq_len: usize) -> f64 {
-    let leaves_keys_out = shape.attention.form().num_kept().is_some_and(|kept| kept < seq_len);
-    match shape.attention.form() {
-        AttentionForm::Grouped { .. } if leaves_keys_out => WINDOW_PAIRS,
-        AttentionForm::Ranked(_) if leaves_keys_out => GATHERED_PAIRS,
-        AttentionForm::Grouped { .. } | AttentionForm::Ranked(_) => dense_pairs_rate(seq_len),
-        AttentionForm::Latent(_) => LATENT_PAIRS,
-        AttentionForm::Branches(_) => BLOCK_PAIRS,
-        AttentionForm::Blocks(_) if shape.attention.index_warmup() == Some(true) => dense_pairs_rate(seq_len),
-        AttentionForm::Blocks(choice) => {
-            let by_head = choice.rule == sieve_core::ChoiceRule::MeanKey;
-            CHOSEN_PAIRS[usize::from(by_head)]
-        }
-    }
-}
-
-fn dense_pairs_rate(seq_len: usize) -> f64 {
-    match seq_len {
-        ..=LONG_ROW => DENSE_PAIRS,
-        _ => LONG_DENSE_PAIRS,
-    }
-}
-
 /// Bytes per token that norms, RoPE, SwiGLU, residuals and the preparation of attention read and write, over all
 /// layers.
 fn block_bytes_per_token(shape: &ModelShape) -> f64 {
     let (width, ff) = (shape.d_model as f64, shape.d_ff as f64);
     let (q, kv) = (shape.q_width() as f64, shape.kv_width() as f64);
     // In bf16 values. 9 d_ff: SwiGLU, 3 forward and 6 backward. 17 d_model: two norms, 4 forward and 10 backward, and 3
-    // for residuals. 7 (q + 2 kv): RoPE. 30 q: f32 sums of dq, which are cleared, added to and read. DMA, 18 kv:
-    // scores, and f32 sums of dk and dv.
-    let mut values = 9.0 * ff + 17.0 * width + 7.0 * (q + 2.0 * kv) + 30.0 * q;
-    if let AttentionForm::Ranked(_) = shape.attention.form() {
-        values += 18.0 * kv;
-    }
-    // NSA: K and V before and after RoPE, the sum of their three gradients, compressed blocks, three branches and their
-    // gates.
-    if let AttentionForm::Branches(_) = shape.attention.form() {
-        values += 14.0 * (q + 2.0 * kv) + 22.0 * q + 12.0 * kv;
-    }
-    2.0 * shape.num_layers as f64 * values
+    // for residuals. 7 (q + 2 kv): RoPE. 30 q: f32 sums of dq, which are cleared, added to and read.
+    let values = 9.0 * ff + 17.0 * width + 7.0 * (q + 2.0 * kv) + 30.0 * q;
+    2.0 * shape.num_layers as f64 * (values + shape.attention.as_kind().extra_traffic(shape))
 }
 
 #[cfg(test)]

@@ -201,7 +201,7 @@ impl AttentionStatistics {
         let counts = all.par_chunks(kv_heads * seq_len).fold(none, Lifetimes::and_row).reduce(none, Lifetimes::and);
         // Over all layers: `rows` counts the batch once for each layer.
         let num_heads = (rows / batch.batch * kv_heads) as f64;
-        let num_kept = attention.form().num_kept();
+        let num_kept = attention.as_kind().num_kept();
         Self {
             density: counts.active_pairs as f64 / (causal as f64 * num_heads),
             mean_active_keys: counts.active_pairs as f64 / (tokens * num_heads),

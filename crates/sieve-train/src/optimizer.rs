@@ -11,6 +11,8 @@ use crate::{GradientBuffer, TrainError};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, Tensor, TensorMetadata, TensorPrimitive};
+use sieve_core::ModelShape;
+use sieve_core::kinds::{ParamSpec, Part};
 use sieve_core::recipe::{OptimizerName, OptimizerSection};
 use sieve_hf::PartSource;
 use sieve_nn::Qwen3;
@@ -28,6 +30,8 @@ use std::ops::Range;
 pub struct Optimizer<B: TrainBackend> {
     settings: OptimizerSection,
     share: Share,
+    /// The model's parameters, by which groups are found.
+    parameters: Vec<ParamSpec>,
     num_updates: u64,
     /// Parameters that Muon updates, and the number of rows of each projection that is packed in them.
     matrices: HashMap<ParamId, Vec<usize>>,
@@ -50,16 +54,17 @@ struct Moments<B: TrainBackend> {
 }
 
 impl<B: TrainBackend> Optimizer<B> {
-    /// An optimizer whose moments are zero; they are allocated at each parameter's first update.
-    pub fn new(settings: OptimizerSection) -> Self {
-        Self::of_share(settings, Share::ALL)
+    /// An optimizer of a model of `shape` whose moments are zero; they are allocated at each parameter's first update.
+    pub fn new(settings: OptimizerSection, shape: &ModelShape) -> Self {
+        Self::of_share(settings, shape, Share::ALL)
     }
 
     /// Like [`new`](Self::new), for one of several ranks.
-    pub(crate) fn of_share(settings: OptimizerSection, share: Share) -> Self {
+    pub(crate) fn of_share(settings: OptimizerSection, shape: &ModelShape, share: Share) -> Self {
         Self {
             settings,
             share,
+            parameters: shape.all_parameters(),
             num_updates: 0,
             matrices: HashMap::new(),
             indexers: HashSet::new(),
@@ -107,49 +112,24 @@ impl<B: TrainBackend> Optimizer<B> {
         Ok(model)
     }
 
-    /// Fills `matrices` and `indexers`, at the first call.
+    /// Fills `matrices` and `indexers` from the model's list of parameters, at the first call.
     fn find_groups<M: Module<B>>(&mut self, module: &M) {
-        self.find_matrices(module);
-        if self.settings.indexer_scale().is_some() && self.indexers.is_empty() {
-            let all = parameter_ids(module).into_iter();
-            let of_indexers = all.filter(|(name, ..)| name.contains("indexer."));
-            self.indexers = of_indexers.map(|(_, id, _)| id).collect();
-        }
-    }
-
-    /// Under Muon, fills `matrices`: the matrices of the model's blocks, with the rows of each projection that is
-    /// packed in them. Packed are q, k and v; gate and up; k and v of an NSA branch; an indexer's queries and key.
-    /// AdamW updates matrices with a side below 32, which are gates and scores of a few heads, and position embeddings,
-    /// whose rows are independent vectors.
-    fn find_matrices<M: Module<B>>(&mut self, module: &M) {
-        if self.settings.name != OptimizerName::Muon || !self.matrices.is_empty() {
+        let is_muon = self.settings.name == OptimizerName::Muon && self.matrices.is_empty();
+        let own_rate = self.settings.indexer_scale().is_some() && self.indexers.is_empty();
+        if !is_muon && !own_rate {
             return;
         }
-        let all = parameter_ids(module);
-        let num_columns: HashMap<&str, usize> =
-            all.iter().map(|(name, _, shape)| (name.as_str(), shape[shape.len() - 1])).collect();
-        let matrices = all.iter().filter(|(name, _, shape)| {
-            let is_projection = name.contains("layers.") && !name.ends_with(".positions");
-            is_projection && shape.len() == 2 && shape.iter().all(|&side| side >= 32)
-        });
-        let projections = |name: &str, rows: usize| {
-            if let Some((attention, "qkv_proj.weight")) = name.split_once("qkv.") {
-                // o_proj has one column for each row of the query projection.
-                let queries = num_columns[format!("{attention}o_proj.weight").as_str()];
-                return vec![queries, (rows - queries) / 2, (rows - queries) / 2];
+        let specs: HashMap<&str, &ParamSpec> = self.parameters.iter().map(|spec| (spec.ours.as_str(), spec)).collect();
+        for (name, id, shape) in parameter_ids(module) {
+            let spec = specs.get(name.as_str()).unwrap_or_else(|| panic!("{name} is a parameter of the model's list"));
+            assert_eq!(spec.dims, shape, "{name} has the sizes of the model's list");
+            if let Some(rows) = spec.orthogonal_rows().filter(|_| is_muon) {
+                self.matrices.insert(id, rows);
             }
-            if let Some(indexer) = name.strip_suffix("proj.weight").filter(|name| name.ends_with("indexer.")) {
-                // An indexer has one key head, as wide as the norm of its queries.
-                let key = num_columns[format!("{indexer}q_norm.weight").as_str()];
-                return vec![rows - key, key];
+            if own_rate && spec.part == Part::Indexer {
+                self.indexers.insert(id);
             }
-            let of_two = ["gate_up_proj.weight", "compress_kv_proj.weight", "select_kv_proj.weight"];
-            match of_two.iter().any(|end| name.ends_with(end)) {
-                true => vec![rows / 2; 2],
-                false => vec![rows],
-            }
-        };
-        self.matrices = matrices.map(|(name, id, shape)| (*id, projections(name, shape[0]))).collect();
+        }
     }
 
     /// Begins an update: counts it, and computes the step's numbers but the weight decay, which differs by parameter.
@@ -430,7 +410,7 @@ mod tests {
         let recipe = Recipe::load(recipe, "a recipe", &overrides).unwrap();
         let shape = recipe.model_shape(64).unwrap();
         let model = Qwen3::new(&shape, 0, &FlexDevice);
-        (model, Optimizer::new(recipe.optimizer))
+        (model, Optimizer::new(recipe.optimizer, &shape))
     }
 
     /// The packed matrices of a block that Muon updates, by name, with the rows of their projections.

@@ -2,7 +2,6 @@
 use crate::run_folder::rename_aside;
 use crate::{RunFolder, Start, TrainError};
 use serde::{Deserialize, Serialize};
-use sieve_core::model::AttentionForm;
 use sieve_core::recipe::{AttentionKind, KeyChange, OptimizerName};
 use sieve_core::{Attention, ModelShape, Recipe};
 use sieve_files::write_atomically;
@@ -395,11 +394,7 @@ fn with_tokenizer_of_branch(saved: &Recipe, recipe: &Recipe) -> Recipe {
 /// Whether attention has exactly the parameters of dense attention, so that it can load any dense model: dense
 /// attention itself, and kinds that choose blocks by pooled keys.
 fn is_dense_or_chosen(attention: Attention) -> bool {
-    match attention.form() {
-        AttentionForm::Grouped { window } => window.is_none(),
-        AttentionForm::Blocks(choice) => !choice.has_indexer(),
-        _ => false,
-    }
+    attention.as_kind().has_dense_parameters()
 }
 
 /// Problem and hint for a checkpoint with another kind of attention.

@@ -160,7 +160,7 @@ impl<B: TrainBackend> Trainer<B> {
             unigram,
             ropes: Ropes::new(&model, stage.recipe.training.seq_len, &device),
             model: Some(model),
-            optimizer: Optimizer::of_share(recipe.optimizer.clone(), share),
+            optimizer: Optimizer::of_share(recipe.optimizer.clone(), &stage.shape, share),
             loss_mean: LossMean::new(training, GuardState::default()),
             guard_log: GuardLog::new(precision),
             stage,
@@ -288,7 +288,7 @@ impl<B: TrainBackend> Trainer<B> {
         }
         let weights = checkpoint.model()?;
         let mut weights = |name: &str, shape: &[usize]| Ok(weights.tensor(name, shape)?);
-        self.optimizer = Optimizer::of_share(self.recipe.optimizer.clone(), self.share());
+        self.optimizer = Optimizer::of_share(self.recipe.optimizer.clone(), &self.stage.shape, self.share());
         if checkpoint.has_optimizer() {
             let moments = checkpoint.optimizer()?;
             self.install(&mut weights, Some(&mut |name, shape, range| Ok(moments.part(name, shape, range)?)))?;

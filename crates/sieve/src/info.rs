@@ -5,7 +5,8 @@ use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
 use sieve_core::ModelShape;
-use sieve_core::model::{Attention, AttentionForm};
+use sieve_core::kinds::KeyReads;
+use sieve_core::model::Attention;
 use sieve_core::recipe::{AttentionKind, StartingSize};
 use sieve_kernels::step::Fp8Format;
 use sieve_kernels::{AttentionShape, Cublaslt, CudaReport, KernelFamily, KeySource, LaunchCounts, NcclGroup};
@@ -213,12 +214,11 @@ fn gpu_path(shape: &ModelShape, is_hopper: bool) -> &'static str {
     if gpu_attention_gap(shape).is_some() {
         return "reference";
     }
-    let (source, width) = match shape.attention.form() {
-        AttentionForm::Ranked(_) | AttentionForm::Branches(_) | AttentionForm::Blocks(_) => {
-            (KeySource::Gathered, shape.head_dim)
-        }
-        AttentionForm::Latent(mla) => (KeySource::Dense, shape.head_dim + mla.qk_rope_head_dim),
-        AttentionForm::Grouped { .. } => (KeySource::Dense, shape.head_dim),
+    let kind = shape.attention.as_kind();
+    let width = shape.head_dim + kind.rope_width();
+    let source = match kind.reads() {
+        [KeyReads::Neighbours, ..] => KeySource::Dense,
+        _ => KeySource::Gathered,
     };
     let call = AttentionShape {
         batch: 1,

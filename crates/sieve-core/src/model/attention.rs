@@ -522,63 +522,6 @@ impl MsaShape {
     }
 }
 
-/// The form of an attention kind: which keys its layers hold and read. It determines parameters, operations, caches,
-/// memory and kernels.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum AttentionForm {
-    /// Grouped-query attention: a query sees all earlier keys, or the last `window`.
-    Grouped {
-        /// Number of keys that a query sees, its own included; `None` for all earlier ones.
-        window: Option<usize>,
-    },
-    /// Multi-head latent attention: keys and values are projections of one latent per token.
-    Latent(MlaShape),
-    /// Three gated branches, as in native sparse attention.
-    Branches(NsaShape),
-    /// Dynamic mask attention: a query sees the keys of the highest ranks.
-    Ranked(DmaShape),
-    /// A query sees all keys of chosen blocks.
-    Blocks(BlockChoice),
-}
-
-impl AttentionForm {
-    /// The most keys of a head that a query reads and a cache holds; `None` if both grow with the text.
-    pub fn num_kept(&self) -> Option<usize> {
-        match *self {
-            Self::Grouped { window } => window,
-            Self::Ranked(dma) => Some(dma.keep_window_size),
-            Self::Latent(_) | Self::Branches(_) | Self::Blocks(_) => None,
-        }
-    }
-
-    /// Whether training computes the norm, the projections, attention and the residual addition of a layer as one op.
-    pub fn is_one_op(&self) -> bool {
-        match self {
-            Self::Grouped { .. } | Self::Ranked(_) => true,
-            Self::Latent(_) | Self::Branches(_) | Self::Blocks(_) => false,
-        }
-    }
-
-    /// The sizes in a few words; `None` for dense attention.
-    pub fn label(&self) -> Option<String> {
-        let selected = |count, size| format!("{count} x {size} selected");
-        Some(match *self {
-            Self::Grouped { window } => format!("window {}", window?),
-            Self::Latent(mla) => format!("rank {}", mla.kv_lora_rank),
-            Self::Branches(nsa) => {
-                let blocks = selected(nsa.num_selected_blocks, nsa.select_block_size);
-                format!("{blocks}, window {}", nsa.window_size)
-            }
-            Self::Ranked(dma) if dma.local_window_size == 0 => format!("keeps {}", dma.keep_window_size),
-            Self::Ranked(dma) => {
-                let (kept, local) = (dma.keep_window_size, dma.local_window_size);
-                format!("keeps {kept}, the last {local} always")
-            }
-            Self::Blocks(choice) => selected(choice.blocks.num_selected_blocks, choice.blocks.select_block_size),
-        })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -17,7 +17,7 @@
 //! torchtitan counts `seq_len` keys for causal attention; we count the mean over positions, `(seq_len + 1) / 2`, so our
 //! MFU is lower.
 
-use super::{Attention, AttentionForm, ModelShape, NUM_NSA_BRANCHES};
+use super::{Attention, ModelShape};
 
 /// Forward floating-point operations of one token, mean over the positions of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -61,61 +61,16 @@ impl ModelShape {
         let mut with_weights = num_layers * mlp + d_model * self.vocab_size as f64;
         let (mut per_key, mut per_scored_key) = (0.0, 0.0);
         for part in self.by_kind() {
-            let (layer_weights, layer_per_key) = part.attention_widths();
-            with_weights += part.num_layers as f64 * layer_weights;
-            per_key += part.num_layers as f64 * layer_per_key;
-            if let AttentionForm::Blocks(choice) = part.attention.form()
-                && part.has_indexer()
-            {
-                // QSA's stride is its block, which has one score; MSA's is 1.
-                per_scored_key += (part.num_layers * part.kv_width()) as f64 / choice.blocks.compress_stride as f64;
-            }
+            let (layers, layer) = (part.num_layers as f64, part.attention.as_kind().flops(&part));
+            with_weights += layers * layer.weights;
+            per_key += layers * layer.per_pair;
+            per_scored_key += layers * layer.per_scored_key;
         }
         FlopsPerToken {
             linear: 2.0 * with_weights,
             attention: per_key * 2.0 * mean_active_keys,
             index_scores: per_scored_key * 2.0 * mean_keys,
             index_gradient: per_scored_key * 4.0 * mean_active_keys,
-        }
-    }
-
-    /// For one attention layer of the model's kind: the number of weights that a token is multiplied with, and the
-    /// multiply-adds of `Q K^T` and `P V` per (query, key) pair, over all heads.
-    fn attention_widths(&self) -> (f64, f64) {
-        let (d_model, q_width, kv_width) = (self.d_model as f64, self.q_width() as f64, self.kv_width() as f64);
-        // The projections of q, k, v and the output.
-        let grouped = 2.0 * d_model * (q_width + kv_width);
-        match self.attention.form() {
-            AttentionForm::Grouped { .. } => (grouped, 2.0 * q_width),
-            AttentionForm::Blocks(_) => {
-                let indexer = match self.has_indexer() {
-                    true => d_model * (kv_width + self.head_dim as f64),
-                    false => 0.0,
-                };
-                (grouped + indexer, 2.0 * q_width)
-            }
-            // DMA's W_dt is `[num_kv_heads, kv_width]`.
-            AttentionForm::Ranked(_) => (grouped + kv_width * self.num_kv_heads as f64, 2.0 * q_width),
-            AttentionForm::Latent(mla) => {
-                let (rank, rope) = (mla.kv_lora_rank as f64, mla.qk_rope_head_dim as f64);
-                let q = q_width + self.num_heads as f64 * rope;
-                // W_Q, W_DKV, W_KR and W_O have `d_model` rows or columns, W_UK and W_UV `rank`.
-                let weights = d_model * (q + rank + rope + q_width) + 2.0 * rank * q_width;
-                (weights, q + q_width)
-            }
-            AttentionForm::Branches(nsa) => {
-                let more_copies = (nsa.num_kv_copies() - 1) as f64;
-                let gates = d_model * (NUM_NSA_BRANCHES * self.num_heads) as f64;
-                let head_dim = self.head_dim as f64;
-                // A block begins every `compress_stride` tokens; each KV head compresses its keys and its values.
-                let compress = nsa.compress_hidden_size.unwrap_or(0) as f64
-                    * (nsa.compress_block_size as f64 * head_dim + head_dim)
-                    * 2.0
-                    * self.num_kv_heads as f64
-                    / nsa.compress_stride as f64;
-                let weights = grouped + 2.0 * more_copies * d_model * kv_width + gates + compress;
-                (weights, 2.0 * q_width)
-            }
         }
     }
 
@@ -151,21 +106,16 @@ pub fn mean_active_keys(attention: Attention, seq_len: usize) -> f64 {
 
 /// Mean number of keys a query sees over packed documents of these lengths; 0 without tokens.
 pub fn mean_active_keys_of_documents(attention: Attention, lengths: impl IntoIterator<Item = usize>) -> f64 {
-    let reads_all = attention.index_warmup() == Some(true);
     let (mut pairs, mut tokens) = (0.0, 0);
     for length in lengths {
-        pairs += match attention.form() {
-            AttentionForm::Branches(nsa) => nsa.pairs(length).iter().sum(),
-            AttentionForm::Blocks(choice) if !reads_all => choice.pairs(length),
-            form => window_pairs(form.num_kept().unwrap_or(usize::MAX), length),
-        };
+        pairs += attention.as_kind().pairs(length);
         tokens += length;
     }
     if tokens == 0 { 0.0 } else { pairs / tokens as f64 }
 }
 
 /// Number of (query, key) pairs in a document of `seq_len` tokens whose queries see the last `window` keys.
-pub(super) fn window_pairs(window: usize, seq_len: usize) -> f64 {
+pub(crate) fn window_pairs(window: usize, seq_len: usize) -> f64 {
     let window = window.min(seq_len) as f64;
     window * (seq_len as f64 - (window - 1.0) / 2.0)
 }

@@ -1,8 +1,6 @@
 //! Models whose layers differ: dense layers, and layers that share the blocks that an earlier layer chose.
 
-use crate::ChoiceRule;
-
-use super::{Attention, AttentionForm, ModelShape, mean_active_keys};
+use super::{Attention, ModelShape, mean_active_keys};
 
 impl ModelShape {
     /// Whether layer `layer` (from 0) is dense by [`dense_layers`](Self::dense_layers).
@@ -22,18 +20,12 @@ impl ModelShape {
 
     /// Whether the first layer has an indexer.
     pub fn has_indexer(&self) -> bool {
-        match self.attention.form() {
-            AttentionForm::Blocks(choice) => choice.has_indexer() && !self.is_shared_layer(0),
-            _ => false,
-        }
+        self.attention.as_kind().has_indexer() && !self.is_shared_layer(0)
     }
 
     /// Whether the first layer has an indexer that scores blocks by one pooled key each, as QSA's does.
     pub fn has_pooled_indexer(&self) -> bool {
-        match self.attention.form() {
-            AttentionForm::Blocks(choice) => choice.rule == ChoiceRule::SumOfHeads && self.has_indexer(),
-            _ => false,
-        }
+        self.attention.as_kind().has_pooled_indexer() && self.has_indexer()
     }
 
     /// Number of layers that are dense by [`dense_layers`](Self::dense_layers).

@@ -1,6 +1,7 @@
 //! Numbers of parameters of each part of a model.
 
-use super::{AttentionForm, ModelShape, NUM_NSA_BRANCHES};
+use super::ModelShape;
+use crate::kinds::{ParamSpec, Part};
 
 /// Numbers of parameters, by part. The parts are disjoint; [`total`](Self::total) is their sum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,6 +39,20 @@ impl ParameterCounts {
         self.attention + self.mask + self.branches + self.indexer + self.mlp + self.norms + self.residual_scale
     }
 
+    fn of(&mut self, part: Part) -> &mut u64 {
+        match part {
+            Part::Embedding => &mut self.embedding,
+            Part::Output => &mut self.output,
+            Part::Attention => &mut self.attention,
+            Part::Mask => &mut self.mask,
+            Part::Branches => &mut self.branches,
+            Part::Indexer => &mut self.indexer,
+            Part::Mlp => &mut self.mlp,
+            Part::Norms => &mut self.norms,
+            Part::ResidualScale => &mut self.residual_scale,
+        }
+    }
+
     /// Each part with a name, in the order of the forward pass, empty parts left out.
     pub fn by_part(&self) -> Vec<(&'static str, u64)> {
         let parts = [
@@ -58,68 +73,67 @@ impl ParameterCounts {
 impl ModelShape {
     /// Counts the model's parameters by part.
     pub fn parameters(&self) -> ParameterCounts {
-        let layers = self.num_layers as u64;
-        let d_model = self.d_model as u64;
-        let embedding = self.vocab_size as u64 * d_model;
-        let mut counts = ParameterCounts {
-            embedding,
-            output: if self.tie_word_embeddings { 0 } else { embedding },
-            mlp: layers * 3 * d_model * self.d_ff as u64,
-            // Two in each layer and the final one; those inside attention are added below.
-            norms: layers * 2 * d_model + d_model,
-            residual_scale: if self.residual_scale { layers * 2 * d_model } else { 0 },
-            ..ParameterCounts::default()
-        };
+        let mut counts = ParameterCounts::default();
+        for spec in [self.embedding(), self.final_norm()].into_iter().chain(self.output()) {
+            *counts.of(spec.part) += spec.num_elements();
+        }
         for part in self.by_kind() {
-            let layers = part.num_layers as u64;
-            let of_layer = part.attention_parameters();
-            counts.attention += layers * of_layer.attention;
-            counts.mask += layers * of_layer.mask;
-            counts.branches += layers * of_layer.branches;
-            counts.norms += layers * of_layer.norms;
-            counts.indexer += layers * of_layer.indexer;
+            for spec in part.layer_parameters() {
+                *counts.of(spec.part) += part.num_layers as u64 * spec.num_elements();
+            }
         }
         counts
     }
 
-    /// The parameters of one attention layer of the model's kind; `norms` counts the norms of its heads and latents.
-    fn attention_parameters(&self) -> ParameterCounts {
-        let d_model = self.d_model as u64;
-        let (q_width, kv_width) = (self.q_width() as u64, self.kv_width() as u64);
-        let (num_heads, num_kv_heads) = (self.num_heads as u64, self.num_kv_heads as u64);
-        let head_dim = self.head_dim as u64;
-        let biases = if self.qkv_bias { q_width + 2 * kv_width } else { 0 };
-        let grouped = 2 * d_model * (q_width + kv_width) + biases;
-        let counts = ParameterCounts {
-            attention: grouped,
-            norms: if self.qk_norm { 2 * head_dim } else { 0 },
-            ..ParameterCounts::default()
-        };
-        match self.attention.form() {
-            AttentionForm::Blocks(_) if self.has_indexer() => {
-                ParameterCounts { indexer: d_model * (kv_width + head_dim) + 2 * head_dim, ..counts }
-            }
-            AttentionForm::Grouped { .. } | AttentionForm::Blocks(_) => counts,
-            AttentionForm::Ranked(_) => ParameterCounts { mask: num_kv_heads * (1 + kv_width), ..counts },
-            AttentionForm::Latent(mla) => {
-                let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
-                let from_x = q_width + num_heads * rope + rank + rope;
-                ParameterCounts {
-                    attention: d_model * (from_x + q_width) + 2 * rank * q_width,
-                    norms: rank + 2 * mla.qk_norm_dim(self.head_dim) as u64,
-                    ..counts
-                }
-            }
-            AttentionForm::Branches(nsa) => {
-                let more_kv = 2 * (nsa.num_kv_copies() as u64 - 1) * d_model * kv_width;
-                let gates = NUM_NSA_BRANCHES as u64 * num_heads * (d_model + 1);
-                let block = nsa.compress_block_size as u64 * head_dim;
-                // For keys and for values: the positions, and the two matrices of the MLP.
-                let compress =
-                    nsa.compress_hidden_size.map_or(0, |hidden| 2 * (block + hidden as u64 * (block + head_dim)));
-                ParameterCounts { attention: grouped + more_kv, branches: gates + compress, ..counts }
-            }
+    /// Every parameter of the model, with its full names, in the order of the forward pass. A tied output projection is
+    /// the embedding and not named again.
+    pub fn all_parameters(&self) -> Vec<ParamSpec> {
+        let mut all = vec![self.embedding()];
+        for layer_idx in 0..self.num_layers {
+            let of_layer = self.of_layer(layer_idx).layer_parameters();
+            all.extend(of_layer.into_iter().map(|spec| spec.in_layer(layer_idx)));
         }
+        all.push(self.final_norm());
+        all.extend(self.output());
+        all
+    }
+
+    /// The parameters of one layer of this model's kind, in the order of the forward pass, with names inside a layer.
+    pub fn layer_parameters(&self) -> Vec<ParamSpec> {
+        let (d_model, d_ff) = (self.d_model, self.d_ff);
+        let norm = |name: &str| ParamSpec::vectors(name, name, &[d_model], Part::Norms);
+        let mut all = vec![norm("input_layernorm.weight")];
+        all.extend(self.attention.as_kind().parameters(self));
+        all.push(norm("post_attention_layernorm.weight"));
+        let gate_and_up = [("mlp.gate_proj.weight", d_ff), ("mlp.up_proj.weight", d_ff)];
+        all.push(ParamSpec::packed("mlp.gate_up_proj.weight", &gate_and_up, d_model, Part::Mlp));
+        let down = "mlp.down_proj.weight";
+        all.push(ParamSpec::gemm(down, down, [d_model, d_ff], Part::Mlp));
+        if self.residual_scale {
+            all.extend(self.residual_scales());
+        }
+        all
+    }
+
+    /// The two vectors that scale a layer's residual inputs, whether the model has them or not: Doge always does.
+    pub fn residual_scales(&self) -> [ParamSpec; 2] {
+        ["input_residual", "post_attention_residual"]
+            .map(|name| ParamSpec::vectors(name, name, &[self.d_model], Part::ResidualScale))
+    }
+
+    fn embedding(&self) -> ParamSpec {
+        let (ours, theirs) = ("embed_tokens.weight", "model.embed_tokens.weight");
+        ParamSpec::gemm(ours, theirs, [self.vocab_size, self.d_model], Part::Embedding)
+    }
+
+    fn final_norm(&self) -> ParamSpec {
+        ParamSpec::vectors("head.norm.weight", "model.norm.weight", &[self.d_model], Part::Norms)
+    }
+
+    fn output(&self) -> Option<ParamSpec> {
+        let dims = [self.vocab_size, self.d_model];
+        let untied = !self.tie_word_embeddings;
+        untied.then(|| ParamSpec::gemm("head.lm_head.weight", "lm_head.weight", dims, Part::Output))
     }
 }
 

@@ -6,7 +6,7 @@ use crate::keys::{
     MAX_VOCAB, MAX_WIDTH, MIN_F32, Section, USUAL_ROPE_THETA, choices, joined, keys,
 };
 use crate::model::{
-    A_QUARTER_OF_THE_ROW, AttentionForm, DmaShape, InfllmV2Shape, MlaShape, MobaShape, MsaShape, NsaShape, RopeScaling,
+    A_QUARTER_OF_THE_ROW, DmaShape, InfllmV2Shape, MlaShape, MobaShape, MsaShape, NsaShape, RopeScaling,
 };
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -165,20 +165,6 @@ impl Attention {
     /// A sliding window of `sliding_window` keys, the query's own included.
     pub const fn swa(sliding_window: usize) -> Self {
         Self::Swa(SwaShape { sliding_window })
-    }
-
-    /// The attention that layers of this kind compute, with its sizes.
-    pub fn form(self) -> AttentionForm {
-        match self {
-            Self::Mha => AttentionForm::Grouped { window: None },
-            Self::Swa(SwaShape { sliding_window }) => AttentionForm::Grouped { window: Some(sliding_window) },
-            Self::Mla(mla) => AttentionForm::Latent(mla),
-            Self::Nsa(nsa) => AttentionForm::Branches(nsa),
-            Self::Dma(dma) => AttentionForm::Ranked(dma),
-            Self::InfllmV2(infllm) => AttentionForm::Blocks(infllm.choice()),
-            Self::Moba(moba) => AttentionForm::Blocks(moba.choice()),
-            Self::Msa(msa) => AttentionForm::Blocks(msa.choice()),
-        }
     }
 }
 

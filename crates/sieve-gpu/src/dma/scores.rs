@@ -22,6 +22,15 @@ pub enum ScoreBias {
     Linear,
 }
 
+impl From<DmaBias> for ScoreBias {
+    fn from(bias: DmaBias) -> Self {
+        match bias {
+            DmaBias::Exp => Self::Exp,
+            DmaBias::Linear => Self::Linear,
+        }
+    }
+}
+
 /// Results of [`dma_scores`](crate::Qkv::dma_scores), each f32 `[batch, num_kv_heads, seq_len]`.
 #[derive(Debug, Clone)]
 pub struct Scores {

@@ -2,7 +2,7 @@
 use super::{Architecture, ExportOptions, Windows, tokenizer_files};
 use serde_json::{Map, Value, json};
 use sieve_core::ModelShape;
-use sieve_core::model::{AttentionForm, RopeScaling};
+use sieve_core::model::RopeScaling;
 
 /// The key of an export for `modeling_sieve.py` that holds the scaling of its rotary frequencies.
 pub(crate) const SCALING: &str = "rotary_scaling";
@@ -81,78 +81,14 @@ fn rope_parameters(shape: &ModelShape, scaling: Option<RopeScaling>) -> Value {
 
 /// The keys of `config.json` for the attention kind.
 pub(crate) fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Value> {
-    let layer_types = |name: &str| {
-        let layers = (0..shape.num_layers).map(|layer| match shape.is_dense_layer(layer) {
-            true => "full_attention".to_owned(),
-            false => name.to_owned(),
-        });
-        layers.collect::<Vec<_>>()
-    };
-    let keys = match shape.attention.form() {
-        AttentionForm::Grouped { window } if architecture == Architecture::Sieve => match window {
-            None => of_sieve(shape, "mha", json!({})),
-            Some(window) => of_sieve(shape, "swa", json!({ "window_size": window })),
-        },
-        AttentionForm::Grouped { window: None } => json!({
-            "use_sliding_window": false,
-            "sliding_window": null,
-            "max_window_layers": shape.num_layers,
-            "layer_types": layer_types("full_attention"),
-        }),
-        // Layers from index `max_window_layers` on have the window.
-        AttentionForm::Grouped { window: Some(window) } => json!({
-            "use_sliding_window": true,
-            "sliding_window": window,
-            "max_window_layers": 0,
-            "layer_types": layer_types("sliding_attention"),
-        }),
-        AttentionForm::Latent(mla) if architecture == Architecture::DeepseekV3 => json!({
-            "q_lora_rank": null,
-            "kv_lora_rank": mla.kv_lora_rank,
-            "qk_rope_head_dim": mla.qk_rope_head_dim,
-            "qk_nope_head_dim": shape.head_dim,
-            "v_head_dim": shape.head_dim,
-            // The class reads the width of its rotary tables from `head_dim`.
-            "head_dim": mla.qk_rope_head_dim,
-            "rope_interleave": false,
-            // Layers from this index on would have experts.
-            "first_k_dense_replace": shape.num_layers,
-            "num_nextn_predict_layers": 0,
-        }),
-        AttentionForm::Latent(mla) => {
-            let sizes = json!({
-                "kv_lora_rank": mla.kv_lora_rank,
-                "qk_rope_head_dim": mla.qk_rope_head_dim,
-                "mla_qk_norm": mla.qk_norm,
-            });
-            of_sieve(shape, "mla", sizes)
-        }
-        AttentionForm::Branches(nsa) => of_sieve(shape, "nsa", json!(nsa)),
-        AttentionForm::Blocks(_) => {
-            let mut sizes = json!(shape.attention);
-            let keys = sizes.as_object_mut().expect("a section of the recipe");
-            // The export names the kind `attention_kind`; only training uses the other two.
-            keys.retain(|key, _| !["kind", "index_loss_weight", "index_warmup"].contains(&key.as_str()));
-            of_sieve(shape, shape.attention.kind().name(), sizes)
-        }
-        AttentionForm::Ranked(dma) if architecture == Architecture::Sieve => {
-            let mut keys = of_sieve(shape, "dma", json!(dma));
-            let slopes = dma.slopes(shape.num_kv_heads);
-            let periods = slopes.map(|slopes| slopes.iter().map(|slope| 1.0 / slope).collect::<Vec<_>>());
-            keys["periods"] = json!(periods);
-            keys
-        }
-        AttentionForm::Ranked(dma) => json!({
-            "keep_window_size": dma.keep_window_size,
-            "sliding_window": null,
-            "hidden_dropout": 0.0,
-            "mlp_bias": false,
-            "is_moe": false,
-        }),
+    let kind = shape.attention.as_kind();
+    let keys = match architecture {
+        Architecture::Sieve => of_sieve(shape, shape.attention.kind().name(), kind.config_keys(shape)),
+        _ => kind.stock(shape).expect("the architecture is the model's stock class").keys,
     };
     match keys {
         Value::Object(keys) => keys,
-        _ => unreachable!("built as an object above"),
+        _ => unreachable!("built as an object"),
     }
 }
 

@@ -2,8 +2,7 @@
 
 use super::Rules;
 use crate::model::{
-    AttentionForm, DmaBias, DmaRecency, DmaShape, IndexScores, InfllmV2Shape, MlaShape, MsaShape, NsaCompression,
-    NsaShape,
+    DmaBias, DmaRecency, DmaShape, IndexScores, InfllmV2Shape, MlaShape, MsaShape, NsaCompression, NsaShape,
 };
 use crate::recipe::sections::SHARED_LAYER;
 use crate::recipe::{Attention, ModelSection};
@@ -46,15 +45,9 @@ pub(super) fn check_layer_types(model: &ModelSection, attention: &Attention, rul
         );
     }
     let has_shared = types.iter().any(|name| name == SHARED_LAYER);
-    let reason = match attention.form() {
-        AttentionForm::Branches(_) => {
-            "choose blocks by the scores of their own compressed branch, which they need anyway"
-        }
-        AttentionForm::Ranked(_) => "choose single keys by scores of their own values, not blocks",
-        _ => "choose no blocks to share",
-    };
+    let reason = attention.as_kind().no_shared_choice();
     rules.require(
-        !has_shared || matches!(attention.form(), AttentionForm::Blocks(_)),
+        !has_shared || attention.as_kind().chooses_blocks(),
         KEY,
         format!("holds \"shared\", but layers of attention.kind = \"{kind}\" {reason}"),
         "take kind infllm_v2, moba or msa, or name \"sparse\" in its place",

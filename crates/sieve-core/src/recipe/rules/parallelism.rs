@@ -31,7 +31,7 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts, rul
     );
     // Grouped attention and DMA gather keys of earlier parts. The other kinds exchange tokens for heads (all-to-all),
     // so each process needs whole KV heads.
-    let by_heads = parts.attention.filter(|attention| !attention.form().is_one_op());
+    let by_heads = parts.attention.filter(|attention| !attention.as_kind().is_one_op());
     if let Some((attention, model)) = by_heads.zip(parts.model.as_ref()) {
         let heads = model.num_key_value_heads;
         rules.require(

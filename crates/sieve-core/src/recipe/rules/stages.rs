@@ -1,7 +1,6 @@
 //! Rules of `[[stage]]`.
 
 use super::{Parts, Rules, check_paths};
-use crate::model::AttentionForm;
 use crate::recipe::data::check_weights;
 use crate::recipe::{DataFormat, StageSection};
 
@@ -26,7 +25,7 @@ pub(super) fn check_dense_steps(parts: &Parts, rules: &mut Rules<'_>) {
         return;
     };
     rules.require(
-        training.dense_steps == 0.0 || matches!(attention.form(), AttentionForm::Blocks(_)),
+        training.dense_steps == 0.0 || attention.as_kind().chooses_blocks(),
         "training.dense_steps",
         format!("does not go with kind = {:?}, whose queries choose no blocks", attention.kind().name()),
         "leave it out, or set attention.kind to infllm_v2, moba or msa",

@@ -1,0 +1,162 @@
+//! Dense causal attention with grouped queries: a query sees all earlier keys of its document.
+
+use super::param::{ParamSpec, Part};
+use super::sizes::F32;
+use super::{Activations, AttentionOp, BackwardCall, KeptCall, KeyReads, Kind, LayerFlops, Stock, StockClass};
+use crate::model::{ModelShape, window_pairs};
+use serde_json::{Value, json};
+
+/// Dense attention, which has no sizes of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dense;
+
+impl Kind for Dense {
+    fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec> {
+        let mut all = grouped_projections(layer);
+        all.push(output_projection(layer));
+        all
+    }
+
+    fn pairs(&self, seq_len: usize) -> f64 {
+        window_pairs(seq_len, seq_len)
+    }
+
+    fn flops(&self, layer: &ModelShape) -> LayerFlops {
+        grouped_flops(layer)
+    }
+
+    fn is_one_op(&self) -> bool {
+        true
+    }
+
+    fn label(&self) -> Option<String> {
+        None
+    }
+
+    fn has_dense_parameters(&self) -> bool {
+        true
+    }
+
+    fn reads(&self) -> &'static [KeyReads] {
+        &[KeyReads::Neighbours]
+    }
+
+    fn ops(&self, _layer: &ModelShape) -> &'static [AttentionOp] {
+        &[AttentionOp::Attention]
+    }
+
+    fn pairs_rate(&self, seq_len: usize) -> f64 {
+        dense_pairs_rate(seq_len)
+    }
+
+    fn activations(&self, call: &KeptCall<'_>) -> Activations {
+        grouped_activations(call.layer)
+    }
+
+    fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64 {
+        call.of_neighbours(0, call.seq_len)
+    }
+
+    fn cache(&self, layer: &ModelShape, seq_len: usize, value_bytes: u64) -> [u64; 2] {
+        let kv = key_and_value(layer, value_bytes);
+        [kv, kv * seq_len as u64]
+    }
+
+    fn config_keys(&self, _layer: &ModelShape) -> Value {
+        json!({})
+    }
+
+    fn stock(&self, model: &ModelShape) -> Result<Stock, Option<&'static str>> {
+        let keys = json!({
+            "use_sliding_window": false,
+            "sliding_window": null,
+            "max_window_layers": model.num_layers,
+            "layer_types": stock_layer_types(model, "full_attention"),
+        });
+        grouped_stock(model, false, keys)
+    }
+}
+
+/// Dense attention over 8192, 16,384 and 32,768 keys on an H200 (docs/benchmarks.md), as a share of the peak.
+const DENSE_PAIRS: f64 = 0.6;
+/// In longer rows than this, dense attention reaches [`LONG_DENSE_PAIRS`]: its launches last tens of milliseconds, and
+/// the card's power limits them as it limits GEMMs.
+const LONG_ROW: usize = 32_768;
+/// Dense attention over 131,072 keys, in a step on four H200s (docs/scale.md).
+const LONG_DENSE_PAIRS: f64 = 0.51;
+
+/// Share of the peak that attention over all earlier keys reaches.
+pub(super) fn dense_pairs_rate(seq_len: usize) -> f64 {
+    match seq_len {
+        ..=LONG_ROW => DENSE_PAIRS,
+        _ => LONG_DENSE_PAIRS,
+    }
+}
+
+/// The packed projections of grouped queries, keys and values, with their biases and the norms of heads.
+pub(super) fn grouped_projections(layer: &ModelShape) -> Vec<ParamSpec> {
+    let (q, kv) = (layer.q_width(), layer.kv_width());
+    let parts = |kind: &str| {
+        let part = |name: &str, rows| (format!("self_attn.{name}_proj.{kind}"), rows);
+        vec![part("q", q), part("k", kv), part("v", kv)]
+    };
+    let rows = q + 2 * kv;
+    let weight = ParamSpec {
+        theirs: parts("weight"),
+        ..ParamSpec::gemm("self_attn.qkv.qkv_proj.weight", "", [rows, layer.d_model], Part::Attention)
+    };
+    let mut all = vec![weight];
+    if layer.qkv_bias {
+        let bias = ParamSpec::vectors("self_attn.qkv.qkv_bias", "", &[rows], Part::Attention);
+        all.push(ParamSpec { theirs: parts("bias"), ..bias });
+    }
+    if layer.qk_norm {
+        all.extend(head_norms("", "qkv", layer.head_dim));
+    }
+    all
+}
+
+/// The norms of queries and keys of a module `ours`; `theirs` begins their names in `transformers`.
+pub(super) fn head_norms(theirs: &str, ours: &str, width: usize) -> [ParamSpec; 2] {
+    ["q_norm", "k_norm"].map(|norm| {
+        let names = [format!("self_attn.{ours}.{norm}.weight"), format!("self_attn.{theirs}{norm}.weight")];
+        ParamSpec::vectors(&names[0], &names[1], &[width], Part::Norms)
+    })
+}
+
+/// The projection of the attention's output.
+pub(super) fn output_projection(layer: &ModelShape) -> ParamSpec {
+    let name = "self_attn.o_proj.weight";
+    ParamSpec::gemm(name, name, [layer.d_model, layer.q_width()], Part::Attention)
+}
+
+/// FLOPs of grouped-query attention.
+pub(super) fn grouped_flops(layer: &ModelShape) -> LayerFlops {
+    let (d_model, q_width, kv_width) = (layer.d_model as f64, layer.q_width() as f64, layer.kv_width() as f64);
+    LayerFlops { weights: 2.0 * d_model * (q_width + kv_width), per_pair: 2.0 * q_width, per_scored_key: 0.0 }
+}
+
+/// Keeps q, k and v (before norm and rotation if these are in the same op), the output, and the log-sum-exp.
+pub(super) fn grouped_activations(layer: &ModelShape) -> Activations {
+    let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
+    Activations { values: q + 2 * kv + q, bytes: F32 * layer.num_heads as u64 }
+}
+
+/// The names of layers in `layer_types` of `config.json`: dense ones, and `own` for the kind's.
+pub(super) fn stock_layer_types(model: &ModelShape, own: &str) -> Vec<String> {
+    let name = |layer| if model.is_dense_layer(layer) { "full_attention" } else { own };
+    (0..model.num_layers).map(|layer| name(layer).to_owned()).collect()
+}
+
+/// A class of grouped-query attention, which no class with residual scales is.
+pub(super) fn grouped_stock(model: &ModelShape, windowed: bool, keys: Value) -> Result<Stock, Option<&'static str>> {
+    match model.residual_scale {
+        true => Err(None),
+        false => Ok(Stock { class: StockClass::Grouped { windowed }, keys }),
+    }
+}
+
+/// Bytes of a token's K and V.
+pub(super) fn key_and_value(layer: &ModelShape, value_bytes: u64) -> u64 {
+    2 * layer.kv_width() as u64 * value_bytes
+}

@@ -1,0 +1,155 @@
+//! Multi-head latent attention (MLA, arXiv:2405.04434): keys and values are projections of one latent per token.
+
+use super::dense::output_projection;
+use super::sizes::F32;
+use super::{
+    Activations, AttentionOp, BackwardCall, Exchanged, HeadWidths, KeptCall, KeyReads, Kind, LayerFlops, ParamSpec,
+    Part, Stock, StockClass,
+};
+use crate::model::{MlaShape, ModelShape, window_pairs};
+use serde_json::{Value, json};
+
+/// Epsilon of the latent's norm in `transformers`, whatever `rms_norm_eps` says.
+pub const DEEPSEEK_LATENT_EPS: f64 = 1e-6;
+
+/// Share of the peak that latent attention reaches, keys wider than values.
+const LATENT_PAIRS: f64 = 0.6;
+
+impl Kind for MlaShape {
+    /// In DeepSeek's names.
+    fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec> {
+        let (d_model, num_heads, head_dim) = (layer.d_model, layer.num_heads, layer.head_dim);
+        let Self { kv_lora_rank: rank, qk_rope_head_dim: rope, qk_norm } = *self;
+        let gemm = |ours: &str, theirs: &str, dims| {
+            let name = |name: &str| format!("self_attn.{name}.weight");
+            ParamSpec::gemm(&name(ours), &name(theirs), dims, Part::Attention)
+        };
+        let norm = |ours: &str, theirs: &str, width| {
+            let name = |name: &str| format!("self_attn.{name}.weight");
+            ParamSpec::vectors(&name(ours), &name(theirs), &[width], Part::Norms)
+        };
+        let mut all = vec![
+            gemm("q_proj", "q_proj", [num_heads * (head_dim + rope), d_model]),
+            gemm("kv_a_proj", "kv_a_proj_with_mqa", [rank + rope, d_model]),
+            norm("kv_a_norm", "kv_a_layernorm", rank),
+            gemm("kv_b_proj", "kv_b_proj", [num_heads * 2 * head_dim, rank]).in_f32(),
+        ];
+        if qk_norm {
+            all.extend(["q_norm", "k_norm"].map(|name| norm(name, name, self.qk_norm_dim(head_dim))));
+        }
+        all.push(output_projection(layer));
+        all
+    }
+
+    fn pairs(&self, seq_len: usize) -> f64 {
+        window_pairs(seq_len, seq_len)
+    }
+
+    fn flops(&self, layer: &ModelShape) -> LayerFlops {
+        let (d_model, q_width) = (layer.d_model as f64, layer.q_width() as f64);
+        let (rank, rope) = (self.kv_lora_rank as f64, self.qk_rope_head_dim as f64);
+        let q = q_width + layer.num_heads as f64 * rope;
+        // W_Q, W_DKV, W_KR and W_O have `d_model` rows or columns, W_UK and W_UV `rank`.
+        let weights = d_model * (q + rank + rope + q_width) + 2.0 * rank * q_width;
+        LayerFlops { weights, per_pair: q + q_width, per_scored_key: 0.0 }
+    }
+
+    fn rope_width(&self) -> usize {
+        self.qk_rope_head_dim
+    }
+
+    fn label(&self) -> Option<String> {
+        Some(format!("rank {}", self.kv_lora_rank))
+    }
+
+    fn reads(&self) -> &'static [KeyReads] {
+        &[KeyReads::Neighbours]
+    }
+
+    fn ops(&self, _layer: &ModelShape) -> &'static [AttentionOp] {
+        &[AttentionOp::LatentAttention]
+    }
+
+    fn gpu_gap(&self, layer: &ModelShape, widths: HeadWidths) -> Option<String> {
+        let (width, rope) = (layer.head_dim, self.qk_rope_head_dim);
+        let HeadWidths { step, most } = widths;
+        let fits = [width, rope, width + rope].into_iter().all(|width| widths.takes(width));
+        (!fits).then(|| format!("heads of {width} + {rope} are no multiples of {step} with a sum up to {most}"))
+    }
+
+    fn pairs_rate(&self, _seq_len: usize) -> f64 {
+        LATENT_PAIRS
+    }
+
+    /// The latent with the rotated key, the normed latent, packed q, k and v, and the output. With q/k-norm also the
+    /// packed tensor before the norms, which the backward pass recomputes.
+    fn activations(&self, call: &KeptCall<'_>) -> Activations {
+        let (q, heads) = (call.layer.q_width() as u64, call.layer.num_heads as u64);
+        let (rank, rope) = (self.kv_lora_rank as u64, self.qk_rope_head_dim as u64);
+        let queries = q + heads * rope;
+        let before_norms = if self.qk_norm { queries + 2 * q } else { 0 };
+        Activations { values: (rank + rope) + rank + before_norms + (2 * queries + q) + q, bytes: F32 * heads }
+    }
+
+    /// Heads are wider. The gradients of the parts before packing exist only after the packed gradient is freed.
+    fn packed_width(&self, layer: &ModelShape) -> u64 {
+        (3 * layer.q_width() + 2 * layer.num_heads * self.qk_rope_head_dim) as u64
+    }
+
+    fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64 {
+        call.of_neighbours(self.qk_rope_head_dim, call.seq_len)
+    }
+
+    fn cache(&self, layer: &ModelShape, seq_len: usize, value_bytes: u64) -> [u64; 2] {
+        let latent = (self.kv_lora_rank + self.qk_rope_head_dim) as u64 * value_bytes;
+        let key_factors = if self.qk_norm { 4 * layer.num_heads as u64 } else { 0 };
+        let token = latent + key_factors;
+        [token, token * seq_len as u64]
+    }
+
+    fn exchanged(&self, layer: &ModelShape) -> Exchanged {
+        let (q, heads) = (layer.q_width() as u64, layer.num_heads as u64);
+        let (rank, rope) = (self.kv_lora_rank as u64, self.qk_rope_head_dim as u64);
+        Exchanged { split: q + heads * rope, shared: rank + rope, kept_outputs: q, kept_shared: rank }
+    }
+
+    fn shared_rows_too_fast(&self) -> Option<&'static str> {
+        Some("32 to 38 %")
+    }
+
+    fn config_keys(&self, _layer: &ModelShape) -> Value {
+        json!({
+            "kv_lora_rank": self.kv_lora_rank,
+            "qk_rope_head_dim": self.qk_rope_head_dim,
+            "mla_qk_norm": self.qk_norm,
+        })
+    }
+
+    fn stock(&self, model: &ModelShape) -> Result<Stock, Option<&'static str>> {
+        if self.qk_norm {
+            return Err(Some(
+                "DeepseekV3ForCausalLM has no norms of queries and keys in each head (attention.qk_norm)",
+            ));
+        }
+        if model.residual_scale {
+            return Err(Some("DeepseekV3ForCausalLM has no residual scales (model.residual_scale = true)"));
+        }
+        if model.rms_norm_eps != DEEPSEEK_LATENT_EPS {
+            return Err(Some("DeepseekV3ForCausalLM normalises latents with an epsilon of 1e-6 (model.rms_norm_eps)"));
+        }
+        let keys = json!({
+            "q_lora_rank": null,
+            "kv_lora_rank": self.kv_lora_rank,
+            "qk_rope_head_dim": self.qk_rope_head_dim,
+            "qk_nope_head_dim": model.head_dim,
+            "v_head_dim": model.head_dim,
+            // The class reads the width of its rotary tables from `head_dim`.
+            "head_dim": self.qk_rope_head_dim,
+            "rope_interleave": false,
+            // Layers from this index on would have experts.
+            "first_k_dense_replace": model.num_layers,
+            "num_nextn_predict_layers": 0,
+        });
+        Ok(Stock { class: StockClass::DeepseekV3, keys })
+    }
+}

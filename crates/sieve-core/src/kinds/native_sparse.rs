@@ -1,0 +1,196 @@
+//! Native sparse attention (NSA, arXiv:2502.11089): compressed, selected and window branches, gated.
+
+use super::dense::{grouped_flops, grouped_projections, key_and_value, output_projection};
+use super::sizes::F32;
+use super::{
+    Activations, AttentionOp, BackwardCall, BlockPairs, Exchanged, HeadWidths, KeptCall, KeyReads, Kind, LayerFlops,
+    ParamSpec, Part, times,
+};
+use crate::NsaBlocks;
+use crate::model::{ModelShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape};
+use serde_json::{Value, json};
+
+/// Share of the peak that the three branches reach, including the choice of blocks, lists, and joining the parts of o
+/// and dq.
+const BLOCK_PAIRS: f64 = 0.3;
+
+impl Kind for NsaShape {
+    fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec> {
+        let (d_model, kv) = (layer.d_model, layer.kv_width());
+        let mut all = grouped_projections(layer);
+        if !self.shared_kv {
+            for branch in ["compress", "select"] {
+                let [k, v] = ["k", "v"].map(|part| format!("self_attn.{branch}_{part}_proj.weight"));
+                let ours = format!("self_attn.{branch}_kv_proj.weight");
+                all.push(ParamSpec::packed(&ours, &[(&k, kv), (&v, kv)], d_model, Part::Attention));
+            }
+        }
+        if let Some(hidden) = self.compress_hidden_size {
+            let (block, head_dim) = (self.compress_block_size, layer.head_dim);
+            for part in ["k_compress", "v_compress"] {
+                let name = |name: &str| format!("self_attn.{part}.{name}");
+                let gemm = |ours: &str, dims| ParamSpec::gemm(&name(ours), &name(ours), dims, Part::Branches);
+                let positions = name("positions");
+                all.push(ParamSpec::vectors(&positions, &positions, &[block, head_dim], Part::Branches));
+                all.push(gemm("up_proj.weight", [hidden, block * head_dim]));
+                all.push(gemm("down_proj.weight", [head_dim, hidden]));
+            }
+        }
+        let num_gates = layer.num_heads * NUM_NSA_BRANCHES;
+        let (weight, bias) = ("self_attn.gate_proj.weight", "self_attn.gate_proj.bias");
+        all.push(ParamSpec::gemm(weight, weight, [num_gates, d_model], Part::Branches));
+        all.push(ParamSpec::vectors("self_attn.gate_bias", bias, &[num_gates], Part::Branches));
+        all.push(output_projection(layer));
+        all
+    }
+
+    fn pairs(&self, seq_len: usize) -> f64 {
+        NsaShape::pairs(self, seq_len).iter().sum()
+    }
+
+    fn flops(&self, layer: &ModelShape) -> LayerFlops {
+        let (d_model, kv_width, head_dim) = (layer.d_model as f64, layer.kv_width() as f64, layer.head_dim as f64);
+        let grouped = grouped_flops(layer);
+        let more_copies = (self.num_kv_copies() - 1) as f64;
+        let gates = d_model * (NUM_NSA_BRANCHES * layer.num_heads) as f64;
+        // A block begins every `compress_stride` tokens; each KV head compresses its keys and its values.
+        let compress = self.compress_hidden_size.unwrap_or(0) as f64
+            * (self.compress_block_size as f64 * head_dim + head_dim)
+            * 2.0
+            * layer.num_kv_heads as f64
+            / self.compress_stride as f64;
+        LayerFlops { weights: grouped.weights + 2.0 * more_copies * d_model * kv_width + gates + compress, ..grouped }
+    }
+
+    fn attended_blocks(&self) -> Option<NsaBlocks> {
+        Some(self.blocks())
+    }
+
+    fn label(&self) -> Option<String> {
+        let (count, size) = (self.num_selected_blocks, self.select_block_size);
+        Some(format!("{count} x {size} selected, window {}", self.window_size))
+    }
+
+    fn no_shared_choice(&self) -> &'static str {
+        "choose blocks by the scores of their own compressed branch, which they need anyway"
+    }
+
+    fn block_pairs(&self) -> Option<BlockPairs> {
+        let blocks = self.blocks();
+        Some(BlockPairs { chosen: blocks, pooled: blocks, window_size: self.window_size, halves_of_pooled: 2 })
+    }
+
+    fn reads(&self) -> &'static [KeyReads] {
+        &[KeyReads::Blocks, KeyReads::Neighbours]
+    }
+
+    fn ops(&self, _layer: &ModelShape) -> &'static [AttentionOp] {
+        &[AttentionOp::Compression, AttentionOp::Selection, AttentionOp::SelectedAndWindow]
+    }
+
+    fn block_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
+        self.blocks().cuda_gap(head_dim, group_size)
+    }
+
+    fn gpu_gap(&self, layer: &ModelShape, _widths: HeadWidths) -> Option<String> {
+        let gap = self.block_gap(layer.head_dim, layer.group_size());
+        gap.map(|(got, supported)| format!("{got}, the kernels of nsa take {supported}"))
+    }
+
+    fn pairs_rate(&self, _seq_len: usize) -> f64 {
+        BLOCK_PAIRS
+    }
+
+    /// K and V before and after RoPE, the sum of their three gradients, compressed blocks, three branches and their
+    /// gates.
+    fn extra_traffic(&self, layer: &ModelShape) -> f64 {
+        let (q, kv) = (layer.q_width() as f64, layer.kv_width() as f64);
+        14.0 * (q + 2.0 * kv) + 22.0 * q + 12.0 * kv
+    }
+
+    fn pays_late(&self) -> bool {
+        true
+    }
+
+    /// Packed q, k, v before and after norm and rotation: one pair for all branches, or one for each. The normed but
+    /// unrotated tensor, from which blocks are compressed, is not kept.
+    fn activations(&self, call: &KeptCall<'_>) -> Activations {
+        let layer = call.layer;
+        let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
+        let (heads, kv_heads) = (layer.num_heads as u64, layer.num_kv_heads as u64);
+        let branches = NUM_NSA_BRANCHES as u64;
+        let stride = self.compress_stride as u64;
+        let blocks = match self.compress_hidden_size {
+            // The two MLPs keep their inputs, the concatenated keys and values of each block, and their hidden layers
+            // before and after the ReLU.
+            Some(hidden) => {
+                let inputs = 4 * kv * self.compress_block_size as u64;
+                let hidden = 4 * kv_heads * hidden as u64;
+                (inputs + hidden) / stride
+            }
+            None => 0,
+        };
+        let compressed = 4 * kv / stride + blocks;
+        let packs = 2 * self.num_kv_copies() as u64 * (q + 2 * kv);
+        let lists = match call.keeps_choice_lists {
+            true => 2 * F32 * kv_heads * self.num_selected_blocks as u64,
+            false => 0,
+        };
+        Activations { values: packs + branches * (q + heads) + q + compressed, bytes: branches * F32 * heads + lists }
+    }
+
+    fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64 {
+        let (q, kv) = (call.layer.q_width() as u64, call.layer.kv_width() as u64);
+        let kv_heads = call.layer.num_kv_heads;
+        let tokens = call.tokens();
+        let sums = times(tokens, 2 * F32 * kv);
+        // The compressed branch needs K, V and their gradients with a row per token, sums of dq, key lists.
+        let rows = call.num_rows as u64 * call.sizes.dq_sum_queries(call.seq_len);
+        let slots = self.blocks().num_slots(call.seq_len) as u64;
+        let lists = 2 * F32 * slots * kv_heads as u64 / call.sizes.queries_of_list();
+        let by_list = times(tokens, 4 * call.value_bytes * kv + lists) + times(rows, F32 * q);
+        let num_blocks = self.num_selected_blocks;
+        let by_choice = call.choice_parts(num_blocks, (num_blocks * kv_heads) as u64);
+        call.row_stats() + sums + by_list.max(by_choice)
+    }
+
+    /// K and V of every token, of every compressed block, and the un-rotated keys of the block that is not full.
+    fn cache(&self, layer: &ModelShape, seq_len: usize, value_bytes: u64) -> [u64; 2] {
+        let kv = key_and_value(layer, value_bytes);
+        // K and V of the compressed and selected branches grow; the window branch's own copy does not.
+        let growing_copies = if self.shared_kv { 1 } else { NUM_NSA_BRANCHES as u64 - 1 };
+        let window_copies = self.num_kv_copies() as u64 - growing_copies;
+        let window = window_copies * kv * self.window_size.min(seq_len) as u64;
+        let blocks = self.blocks().num_compressed_blocks(seq_len) as u64 * kv;
+        // Only keys, half of `kv`.
+        let open_block = kv / 2 * self.compress_block_size as u64;
+        let growing = growing_copies * kv;
+        [growing + kv / self.compress_stride as u64, growing * seq_len as u64 + window + blocks + open_block]
+    }
+
+    /// One packed q, k, v for all branches, or one for each branch with its own keys; and the gates. The activations
+    /// count the branches' outputs already.
+    fn exchanged(&self, layer: &ModelShape) -> Exchanged {
+        let is_mean = self.compress == NsaCompression::Mean;
+        let tensors = match (self.shared_kv, is_mean) {
+            (true, true) => 1,
+            (true, false) => 2,
+            (false, _) => NUM_NSA_BRANCHES as u64,
+        };
+        let packed = Exchanged::packed(layer);
+        let gates = (NUM_NSA_BRANCHES * layer.num_heads) as u64;
+        Exchanged { split: tensors * packed.split + gates, kept_outputs: 0, ..packed }
+    }
+
+    fn shared_rows_too_fast(&self) -> Option<&'static str> {
+        Some("7 to 14 %")
+    }
+
+    fn cached_window(&self) -> Option<usize> {
+        Some(self.window_size)
+    }
+
+    fn config_keys(&self, _layer: &ModelShape) -> Value {
+        json!(self)
+    }
+}

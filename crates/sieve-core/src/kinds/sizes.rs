@@ -1,0 +1,161 @@
+//! What plans and kinds tell each other: sizes of kernels' buffers, activations, exchanges between processes.
+
+use crate::KeepOLow;
+use crate::model::{DmaBias, ModelShape};
+
+/// Bytes of an f32, and of an i32.
+pub(super) const F32: u64 = 4;
+/// More bytes than any machine has. Products saturate here, so that their sums fit into a u64.
+const MOST_BYTES: u64 = 1 << 58;
+
+/// The product `count * bytes`, at most 2^58, so that sums of products fit into a u64.
+pub fn times(count: u64, bytes: u64) -> u64 {
+    count.saturating_mul(bytes).min(MOST_BYTES)
+}
+
+/// How attention's kernels find the keys of a query.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum KeyReads {
+    /// The keys before it, all or a window's.
+    Neighbours,
+    /// Keys gathered by list, whose score enters the logit by this bias.
+    Listed(DmaBias),
+    /// The keys of chosen blocks.
+    Blocks,
+}
+
+/// Widths of heads that the attention kernels take.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadWidths {
+    /// A width is a multiple of this.
+    pub step: usize,
+    /// The largest width.
+    pub most: usize,
+}
+
+impl HeadWidths {
+    /// Whether kernels take heads of this width.
+    pub fn takes(self, width: usize) -> bool {
+        (1..=self.most).contains(&width) && width.is_multiple_of(self.step)
+    }
+
+    /// Why kernels do not take heads of this width; `None` if they do.
+    pub(super) fn gap(self, width: usize) -> Option<String> {
+        let Self { step, most } = self;
+        (!self.takes(width)).then(|| format!("heads of {width} are no multiple of {step} up to {most}"))
+    }
+}
+
+/// Sizes of GPU buffers that follow from the kernels' tilings, which sieve-core does not know.
+pub trait KernelSizes {
+    /// Bytes per token of the lists of kept keys of a layer that keeps `kept` keys in rows of `seq_len` tokens.
+    fn key_list_bytes(&self, layer: &ModelShape, seq_len: usize, kept: usize) -> u64;
+    /// Whether the forward pass over gathered keys stores the 16 bits of each output that bf16 lacks.
+    fn keeps_o_low(&self, layer: &ModelShape, seq_len: usize, o_low: KeepOLow) -> bool;
+    /// Bytes of the parts of dk and dv where thread blocks share a tile of keys, in `num_rows` rows of `seq_len` tokens
+    /// with `window` keys a query. Queries and keys are `rope_width` wider than values.
+    fn key_part_bytes(&self, layer: &ModelShape, rope_width: usize, rows: [usize; 2], window: usize) -> u64;
+    /// Queries of a row whose f32 sums of dq exist at a time in a pass over gathered keys.
+    fn dq_sum_queries(&self, seq_len: usize) -> u64;
+    /// Bytes of the parts of dq over chosen blocks that exist at a time.
+    fn choice_part_bytes(&self) -> u64;
+    /// Queries that share a list of keys.
+    fn queries_of_list(&self) -> u64;
+}
+
+/// A forward pass whose activations are kept.
+#[derive(Clone, Copy)]
+pub struct KeptCall<'a> {
+    /// The layer.
+    pub layer: &'a ModelShape,
+    /// Tokens of a row, as attention sees it.
+    pub seq_len: usize,
+    /// When the lower bits of outputs are kept.
+    pub o_low: KeepOLow,
+    /// The kernels' sizes; `None` on a CPU.
+    pub sizes: Option<&'a dyn KernelSizes>,
+    /// Whether lists of the queries that chose each block are kept: on a GPU with kernels for the choice.
+    pub keeps_choice_lists: bool,
+}
+
+/// What a layer's attention keeps for its backward pass, per token.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Activations {
+    /// Values in the type of activations.
+    pub values: u64,
+    /// Bytes of what is f32 or i32 whatever that type: log-sum-exp, scores, lists, choices.
+    pub bytes: u64,
+}
+
+/// A backward pass of attention on a GPU.
+#[derive(Clone, Copy)]
+pub struct BackwardCall<'a> {
+    /// The layer.
+    pub layer: &'a ModelShape,
+    /// Rows of the call.
+    pub num_rows: usize,
+    /// Tokens of a row, as attention sees it.
+    pub seq_len: usize,
+    /// Bytes of an activation.
+    pub value_bytes: u64,
+    /// The kernels' sizes.
+    pub sizes: &'a dyn KernelSizes,
+}
+
+impl BackwardCall<'_> {
+    /// Tokens of the call.
+    pub fn tokens(&self) -> u64 {
+        (self.num_rows * self.seq_len) as u64
+    }
+
+    /// Two f32 numbers a query and head: log-sum-exp and `sum(o do)`.
+    pub(super) fn row_stats(&self) -> u64 {
+        times(self.tokens(), 2 * F32 * self.layer.num_heads as u64)
+    }
+
+    /// Buffers of a pass over the last `window` keys: f32 sums of dq, and parts of dk and dv. Queries and keys are
+    /// `rope_width` wider than values.
+    pub(super) fn of_neighbours(&self, rope_width: usize, window: usize) -> u64 {
+        let layer = self.layer;
+        let queries = (layer.q_width() + layer.num_heads * rope_width) as u64;
+        let parts = self.sizes.key_part_bytes(layer, rope_width, [self.num_rows, self.seq_len], window);
+        self.row_stats() + times(self.tokens(), F32 * queries) + parts
+    }
+
+    /// dq of each block that a query chose, and lists of these choices.
+    pub(super) fn choice_parts(&self, num_blocks: usize, num_choices: u64) -> u64 {
+        let q = self.layer.q_width() as u64;
+        let a_query = num_blocks as u64 * self.value_bytes * q + 2 * F32 * num_choices;
+        times(self.tokens(), a_query).min(self.sizes.choice_part_bytes().max(self.num_rows as u64 * a_query))
+    }
+}
+
+/// Keys before a rank's own tokens that its queries may see.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Halo {
+    /// Number of earlier keys.
+    pub reach: usize,
+    /// Whether every earlier rank sends some, since kept keys may lie anywhere; else the ranks within the reach do.
+    pub from_all: bool,
+}
+
+/// Values per token that one layer exchanges before its attention when heads are exchanged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exchanged {
+    /// Values that are divided among the ranks by heads.
+    pub split: u64,
+    /// Values that go to every rank.
+    pub shared: u64,
+    /// Values of the output for whole rows of some heads that are kept beside the activations of a rank's own tokens.
+    pub kept_outputs: u64,
+    /// Of `shared`, the values that are counted with the rank's own tokens already.
+    pub kept_shared: u64,
+}
+
+impl Exchanged {
+    /// Packed q, k and v of grouped heads.
+    pub(super) fn packed(layer: &ModelShape) -> Self {
+        let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
+        Self { split: q + 2 * kv, shared: 0, kept_outputs: q, kept_shared: 0 }
+    }
+}

@@ -1,0 +1,89 @@
+//! Sliding window: a query sees the latest keys.
+
+use super::dense::{
+    dense_pairs_rate, grouped_activations, grouped_flops, grouped_stock, key_and_value, stock_layer_types,
+};
+use super::{
+    Activations, AttentionOp, BackwardCall, Dense, Halo, KeptCall, KeyReads, Kind, LayerFlops, ParamSpec, Stock,
+};
+use crate::model::{ModelShape, window_pairs};
+use crate::recipe::SwaShape;
+use serde_json::{Value, json};
+
+/// Share of the peak that attention with a sliding window reaches.
+const WINDOW_PAIRS: f64 = 0.62;
+
+impl Kind for SwaShape {
+    fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec> {
+        Dense.parameters(layer)
+    }
+
+    fn pairs(&self, seq_len: usize) -> f64 {
+        window_pairs(self.sliding_window, seq_len)
+    }
+
+    fn flops(&self, layer: &ModelShape) -> LayerFlops {
+        grouped_flops(layer)
+    }
+
+    fn num_kept(&self) -> Option<usize> {
+        Some(self.sliding_window)
+    }
+
+    fn is_one_op(&self) -> bool {
+        true
+    }
+
+    fn label(&self) -> Option<String> {
+        Some(format!("window {}", self.sliding_window))
+    }
+
+    fn reads(&self) -> &'static [KeyReads] {
+        &[KeyReads::Neighbours]
+    }
+
+    fn ops(&self, _layer: &ModelShape) -> &'static [AttentionOp] {
+        &[AttentionOp::Attention]
+    }
+
+    fn pairs_rate(&self, seq_len: usize) -> f64 {
+        if self.sliding_window < seq_len { WINDOW_PAIRS } else { dense_pairs_rate(seq_len) }
+    }
+
+    fn activations(&self, call: &KeptCall<'_>) -> Activations {
+        grouped_activations(call.layer)
+    }
+
+    fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64 {
+        call.of_neighbours(0, self.sliding_window)
+    }
+
+    fn cache(&self, layer: &ModelShape, seq_len: usize, value_bytes: u64) -> [u64; 2] {
+        let kv = key_and_value(layer, value_bytes);
+        [kv, kv * self.sliding_window.min(seq_len) as u64]
+    }
+
+    fn halo(&self) -> Option<Halo> {
+        // A window includes the query's own key.
+        Some(Halo { reach: self.sliding_window.saturating_sub(1), from_all: false })
+    }
+
+    fn cached_window(&self) -> Option<usize> {
+        Some(self.sliding_window)
+    }
+
+    fn config_keys(&self, _layer: &ModelShape) -> Value {
+        json!({ "window_size": self.sliding_window })
+    }
+
+    fn stock(&self, model: &ModelShape) -> Result<Stock, Option<&'static str>> {
+        // Layers from index `max_window_layers` on have the window.
+        let keys = json!({
+            "use_sliding_window": true,
+            "sliding_window": self.sliding_window,
+            "max_window_layers": 0,
+            "layer_types": stock_layer_types(model, "sliding_attention"),
+        });
+        grouped_stock(model, true, keys)
+    }
+}
