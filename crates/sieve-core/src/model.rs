@@ -12,8 +12,8 @@ pub mod test_shapes;
 pub use crate::recipe::Attention;
 pub(crate) use attention::{A_QUARTER_OF_THE_ROW, MAX_CHOSEN_BLOCKS};
 pub use attention::{
-    AttentionForm, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape, MlaShape,
-    MobaShape, MsaShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape,
+    AttentionForm, AttentionPreset, DmaBias, DmaForm, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape,
+    MlaShape, MobaShape, MsaShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape,
 };
 pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents};
 pub use gpu::peak_bf16_flops;
