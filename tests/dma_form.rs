@@ -1,11 +1,13 @@
 //! The same keys of DMA are the same attention wherever they stand: in a recipe's text, in overrides, in an import, in
 //! the crates and in the functions of the Python package.
 use crate::python;
+use burn::tensor::{DType, Distribution, Tensor};
 use burn_flex::Flex;
 use serde_json::{Value, json};
 use sieve_core::recipe::AttentionKind;
 use sieve_core::{Attention, DmaBias, DmaForm, DmaRecency, DmaShape, Recipe};
 use sieve_nn::AttentionConfig;
+use sieve_ops::AttentionSpec;
 use sieve_testing::says;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -243,4 +245,71 @@ fn a_text_that_had_another_form_says_so_once_and_how_to_write_it() {
         assert_eq!(note(attention, &[]), None, "{attention}");
     }
     assert_eq!(note("", &["attention.keep_window_size=48"]), None, "an override always had the slope");
+}
+
+#[test]
+fn exports_without_the_keys_and_doge_are_the_published_form() {
+    let of = |config: &Value| {
+        let folder = tempfile::tempdir().expect("a folder");
+        dense_model(folder.path());
+        std::fs::write(folder.path().join("config.json"), config.to_string()).expect("writable");
+        let model = sieve_hf::imported_model(folder.path(), None, &[]).unwrap_or_else(|error| panic!("{error}"));
+        model.0.attention
+    };
+    let folder = tempfile::tempdir().expect("a folder");
+    let config = std::fs::read_to_string(dense_model(folder.path()).join("config.json")).expect("written");
+    let mut config: Value = serde_json::from_str(&config).expect("JSON");
+    config["keep_window_size"] = json!(48);
+    config["model_type"] = json!("doge");
+    assert_eq!(of(&config), Attention::Dma(DmaShape::published(48)));
+    // An export from before these keys existed, and one of today.
+    config["model_type"] = json!("sieve");
+    config["attention_kind"] = json!("dma");
+    assert_eq!(of(&config), Attention::Dma(DmaShape::published(48)));
+    config["bias"] = json!("linear");
+    let no_slope = DmaShape { bias: DmaBias::Linear, ..DmaShape::published(48) };
+    assert_eq!(of(&config), Attention::Dma(no_slope));
+    config["recency"] = json!("slope");
+    config["local_window_size"] = json!(6);
+    assert_eq!(of(&config), Attention::Dma(DmaShape::new(48)));
+}
+
+/// `checkpoints/tiny` was written when layers transposed the weight of the scores.
+#[test]
+fn a_stored_weight_of_the_scores_is_read_to_the_bit_and_scores_its_keys() {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../checkpoints/tiny");
+    let loaded = sieve_hf::load_model::<Flex>(&folder, &Default::default(), DType::F32).expect("loads");
+    let file = sieve_hf::TensorFile::open(&folder.join("model.safetensors")).expect("there");
+    let (kv_heads, head_dim, tokens) = (loaded.shape.num_kv_heads, loaded.shape.head_dim, 9);
+    let mut num_layers = 0;
+    for (at, layer) in loaded.model.layers.iter().enumerate() {
+        let sieve_nn::Attention::Dma(dma) = &layer.self_attn else { continue };
+        num_layers += 1;
+        let values = |name: &str| -> Vec<f32> {
+            let name = format!("model.layers.{at}.self_attn.{name}");
+            file.any_tensor(&name).unwrap_or_else(|error| panic!("{error}")).iter::<f32>().collect()
+        };
+        let (w, a) = (values("dt_proj.weight"), values("A"));
+        let read = dma.dma_layer();
+        assert_eq!(read.w_dt.dims(), [kv_heads, kv_heads * head_dim]);
+        assert_eq!(read.w_dt.clone().into_data().to_vec::<f32>().expect("f32"), w);
+        let spec = AttentionSpec::dense([loaded.shape.num_heads, kv_heads], head_dim);
+        let shape = [1, tokens, spec.packed_heads(), head_dim];
+        let qkv = Tensor::<Flex, 4>::random(shape, Distribution::Normal(0.0, 1.0), &Default::default());
+        let rows: Vec<f32> = qkv.clone().into_data().to_vec().expect("f32");
+        let no_recency = None;
+        let rank = sieve_ops::dma_ranks(qkv, &read, spec, no_recency).expect("fits");
+        let rank: Vec<f32> = rank.into_data().to_vec().expect("f32");
+        for (token, row) in rows.chunks(spec.packed_heads() * head_dim).enumerate() {
+            let v = &row[row.len() - kv_heads * head_dim..];
+            for head in 0..kv_heads {
+                let of_head = &w[head * v.len()..][..v.len()];
+                let x: f64 = v.iter().zip(of_head).map(|(v, w)| f64::from(*v) * f64::from(*w)).sum();
+                let exact = f64::from(a[head]) * x.exp().ln_1p();
+                let off = (f64::from(rank[head * tokens + token]) - exact).abs();
+                assert!(off <= 1e-5 * exact.abs().max(1.0), "layer {at}, head {head}: off by {off}");
+            }
+        }
+    }
+    assert_eq!(num_layers, 4);
 }

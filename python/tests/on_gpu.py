@@ -459,7 +459,8 @@ def speed():
     both("expiring", lambda: sieve.expiring_attention(q, k, v, bias, selection), (q, k, v, bias), d_o)
     chosen = lambda: sieve.expiring_attention(q, k, v, bias, sieve.select(rank, keep=keep))  # noqa: E731
     both("select + expiring", chosen, (q, k, v, bias), d_o)
-    both("dma_attention", lambda: sieve.dma_attention(q, k, v, w_dt, a, keep=keep, preset="paper"), (q, k, v, w_dt, a), d_o)
+    published = lambda: sieve.dma_attention(q, k, v, w_dt, a, keep=keep, preset="paper")  # noqa: E731
+    both("dma_attention", published, (q, k, v, w_dt, a), d_o)
     gates = random(1, tokens, 16, 3, device=DEVICE, seed=8).requires_grad_()
     ck, cv = (x.detach().requires_grad_() for x in sieve.nsa_mean_pool(k, v))
     both("nsa", lambda: sieve.nsa(q, k, v, ck, cv, gates), (q, k, v, ck, cv, gates), d_o)

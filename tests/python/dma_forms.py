@@ -1,5 +1,5 @@
-"""The forms of DMA that the arguments of sieve_attention say: one JSON object of arguments a line on the standard input,
-one of the form on the standard output, or the refusal.
+"""The forms of DMA that the arguments of sieve_attention say: each line of the standard input is a JSON object of
+arguments, each line of the standard output the form, or the refusal.
 
     dma_forms.py FOLDER     FOLDER is python/sieve_attention; needs no torch
 """
