@@ -1,14 +1,12 @@
 // dma_scores: what DMA ranks keys by, from the values.
-// Math       x[b,h,t] = sum_c v[b,t,c] W_dt[c,h], c over the concatenated KV heads; z = A[h] softplus(x), softplus(x) =
+// Math       x[b,h,t] = sum_c v[b,t,c] W_dt[h,c], c over the concatenated KV heads; z = A[h] softplus(x), softplus(x) =
 //            x for x > 20; with SLOPES z + SLOPES[h] p, p the token's position: first_position + t, less start[b,t]
 //            where has_start is set; with BIAS, bias = exp(min(z, 60)), which logits get
 // Layout     v bf16 [batch, seq_len, NUM_KV_HEADS * head_dim], a row contiguous, with an element offset, a token and a
-//            batch stride (multiples of 8); w_dt f32 [NUM_KV_HEADS * head_dim, NUM_KV_HEADS], with HEAD_ROWS its
-//            transpose; a f32 [NUM_KV_HEADS]; x, z, bias f32 [batch, NUM_KV_HEADS, seq_len], contiguous; start i32
-//            [batch, seq_len]
+//            batch stride (multiples of 8); w_dt f32 [NUM_KV_HEADS, NUM_KV_HEADS * head_dim]; a f32 [NUM_KV_HEADS]; x,
+//            z, bias f32 [batch, NUM_KV_HEADS, seq_len], contiguous; start i32 [batch, seq_len]
 // Buffers    v, w_dt, a, start (not read without has_start), x, z, (BIAS: bias)
-// Defines    NUM_KV_HEADS (1 to 32), SLOPES (absent, or NUM_KV_HEADS numbers with commas between), HEAD_ROWS, BIAS
-//            (absent, or 1)
+// Defines    NUM_KV_HEADS (1 to 32), SLOPES (absent, or NUM_KV_HEADS numbers with commas between), BIAS (absent, or 1)
 // Tiling     grid (ceil(seq_len / 64), 1, batch); 256 threads; a warp takes TOKENS tokens at once, a lane 8 channels of
 //            every 256; tiles of W_dt in shared memory: dynamic shared bytes = 32 NUM_KV_HEADS min(NUM_KV_HEADS
 //            head_dim / 8, floor(1536 / NUM_KV_HEADS)), at most 48 KiB; v is read once, memory-bound
@@ -24,7 +22,6 @@ constexpr int NUM_SUMS = NUM_KV_HEADS * TOKENS;
 // chunks of 8 channels whose part of W_dt is in shared memory at once: 48 KiB
 constexpr int TILE_CHUNKS = 1536 / NUM_KV_HEADS;
 constexpr int PADDED_SUMS = NUM_SUMS <= 4 ? 4 : NUM_SUMS <= 8 ? 8 : NUM_SUMS <= 16 ? 16 : 32;
-constexpr int HEADS_AT_ONCE = NUM_KV_HEADS % 4 == 0 ? 4 : 1;  // columns of a row of W_dt that a lane loads at once
 constexpr float LINEAR_SOFTPLUS = 20.f;  // softplus(x) = x beyond, to f32
 #ifdef BIAS
 constexpr float MAX_EXPONENT = 60.f;  // as in dma_decode
@@ -34,15 +31,6 @@ static_assert(NUM_SUMS <= 32, "a lane ends up with at most one sum");
 struct DmaScoresParams {
   u64 seq_len, head_dim, v_offset, v_token_stride, v_batch_stride, first_position, has_start;
 };
-
-DEVICE void load_heads(float (&values)[HEADS_AT_ONCE], const float* row) {
-  if constexpr (HEADS_AT_ONCE == 4) {
-    const float4 four = *(const float4*)row;
-    values[0] = four.x, values[1] = four.y, values[2] = four.z, values[3] = four.w;
-  } else {
-    values[0] = *row;
-  }
-}
 
 // Adds up `sums` over the warp; lane l receives the total number l % PADDED_SUMS in sums[0]. Half the sums change lanes
 // at each step.
@@ -82,31 +70,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
 
 #pragma unroll 1
     for (int tile = 0; tile < num_chunks; tile += TILE_CHUNKS) {
-      // Load W_dt, transposed so that a float4 holds four channels of one head; the whole of W_dt at once, if it fits.
+      // Load W_dt, a float4 for four channels of one head; the whole of W_dt at once, if it fits.
       const int tile_chunks = min(TILE_CHUNKS, num_chunks - tile);
       if (group == 0 || !one_tile) {
         __syncthreads();  // the last tile is no longer read
         for (int half = threadIdx.x; half < tile_chunks * 2; half += NUM_THREADS) {
-#ifdef HEAD_ROWS
           const float* channels = w_dt + tile * 8 + half * 4;
 #pragma unroll 4
           for (int head = 0; head < NUM_KV_HEADS; head++)
             shared_w[(head * 2 + half % 2) * tile_chunks + half / 2] =
                 *(const float4*)(channels + (i64)head * num_chunks * 8);
-#else
-          const float* rows = w_dt + (i64)(tile * 8 + half * 4) * NUM_KV_HEADS;  // the rows of four channels
-#pragma unroll 2
-          for (int head = 0; head < NUM_KV_HEADS; head += HEADS_AT_ONCE) {
-            float four[4][HEADS_AT_ONCE];
-#pragma unroll
-            for (int channel = 0; channel < 4; channel++)
-              load_heads(four[channel], rows + channel * NUM_KV_HEADS + head);
-#pragma unroll
-            for (int i = 0; i < HEADS_AT_ONCE; i++)
-              shared_w[((head + i) * 2 + half % 2) * tile_chunks + half / 2] =
-                  make_float4(four[0][i], four[1][i], four[2][i], four[3][i]);
-          }
-#endif
         }
         __syncthreads();  // the tile is in shared memory
       }

@@ -1,11 +1,11 @@
 // dma_scores_backward: gradients of dma_scores; W_dt's and A's as one partial sum a block, which column_sums adds up.
-// Math       dx[h,t] = dz[h,t] A[h] sigmoid(x[h,t]); dv[t,c] += sum_h dx[h,t] W_dt[c,h]; dW_dt[c,h] = sum_t v[t,c]
+// Math       dx[h,t] = dz[h,t] A[h] sigmoid(x[h,t]); dv[t,c] += sum_h dx[h,t] W_dt[h,c]; dW_dt[h,c] = sum_t v[t,c]
 //            dx[h,t];
 //            dA[h] = sum_t dz[h,t] softplus(x[h,t]), softplus(x) = x for x > 20
 // Layout     v bf16 [batch, seq_len, C = NUM_KV_HEADS * head_dim] with an element offset, a token and a batch stride
-//            (multiples of 8), dv likewise, both usually in packed tensors; w_dt f32 [C, NUM_KV_HEADS]; a f32
+//            (multiples of 8), dv likewise, both usually in packed tensors; w_dt f32 [NUM_KV_HEADS, C]; a f32
 //            [NUM_KV_HEADS]; x, dz f32 [batch, NUM_KV_HEADS, seq_len]; partials f32
-//            [gridDim.x, C NUM_KV_HEADS + NUM_KV_HEADS], dA's columns last
+//            [gridDim.x, NUM_KV_HEADS C + NUM_KV_HEADS], dA's columns last
 // Buffers    v, w_dt, a, x, dz, dv (read and written), partials
 // Defines    NUM_KV_HEADS (1 to 32)
 // Tiling     grid (any number of blocks, ceil(C / (128 CHANNELS))); 128 threads; a thread owns CHANNELS consecutive
@@ -20,9 +20,9 @@
 constexpr int NUM_THREADS = 128, TILE_TOKENS = 16;
 constexpr int CHANNELS = NUM_KV_HEADS <= 8 ? 8 : NUM_KV_HEADS <= 16 ? 4 : 2;  // channels of a thread
 constexpr int WORDS = CHANNELS / 2, NUM_WEIGHTS = CHANNELS * NUM_KV_HEADS;
-// floats of W_dt and of partials that a thread moves at once; rows of partials begin on multiples of NUM_KV_HEADS, so
-// that four need NUM_KV_HEADS % 4 == 0
-constexpr int VECTOR = NUM_WEIGHTS % 4 == 0 && NUM_KV_HEADS % 4 == 0 ? 4 : 1;
+// channels of a head's row of W_dt and of partials that a thread moves at once; rows of partials begin on multiples of
+// NUM_KV_HEADS, so that four need NUM_KV_HEADS % 4 == 0
+constexpr int VECTOR = CHANNELS % 4 == 0 && NUM_KV_HEADS % 4 == 0 ? 4 : 1;
 // pairs of head and token for which a thread computes dx
 constexpr int PAIRS = (NUM_KV_HEADS * TILE_TOKENS + NUM_THREADS - 1) / NUM_THREADS;
 constexpr float LINEAR_SOFTPLUS = 20.f;  // as in dma_scores
@@ -39,23 +39,33 @@ struct alignas(CHANNELS * 2) Channels {
 };
 typedef Channels Ring[2][2][GROUP_TOKENS][NUM_THREADS];  // [group][v, dv][token][thread]
 
-DEVICE void load_weights(float (&to)[NUM_WEIGHTS], const float* from) {
+// The thread's channels of every head's row; rows are `row` floats apart.
+DEVICE void load_weights(float (&to)[NUM_WEIGHTS], const float* from, i32 row) {
 #pragma unroll
-  for (int i = 0; i < NUM_WEIGHTS; i += VECTOR) {
-    if constexpr (VECTOR == 4) {
-      const float4 four = *(const float4*)(from + i);
-      to[i] = four.x, to[i + 1] = four.y, to[i + 2] = four.z, to[i + 3] = four.w;
-    } else {
-      to[i] = from[i];
+  for (int h = 0; h < NUM_KV_HEADS; h++)
+#pragma unroll
+    for (int c = 0; c < CHANNELS; c += VECTOR) {
+      const float* at = from + (i64)h * row + c;
+      if constexpr (VECTOR == 4) {
+        const float4 four = *(const float4*)at;
+        to[c * NUM_KV_HEADS + h] = four.x, to[(c + 1) * NUM_KV_HEADS + h] = four.y;
+        to[(c + 2) * NUM_KV_HEADS + h] = four.z, to[(c + 3) * NUM_KV_HEADS + h] = four.w;
+      } else {
+        to[c * NUM_KV_HEADS + h] = *at;
+      }
     }
-  }
 }
-DEVICE void store_weights(float* to, const float (&from)[NUM_WEIGHTS]) {
+DEVICE void store_weights(float* to, const float (&from)[NUM_WEIGHTS], i32 row) {
 #pragma unroll
-  for (int i = 0; i < NUM_WEIGHTS; i += VECTOR) {
-    if constexpr (VECTOR == 4) *(float4*)(to + i) = make_float4(from[i], from[i + 1], from[i + 2], from[i + 3]);
-    else to[i] = from[i];
-  }
+  for (int h = 0; h < NUM_KV_HEADS; h++)
+#pragma unroll
+    for (int c = 0; c < CHANNELS; c += VECTOR) {
+      float* at = to + (i64)h * row + c;
+      if constexpr (VECTOR == 4)
+        *(float4*)at = make_float4(from[c * NUM_KV_HEADS + h], from[(c + 1) * NUM_KV_HEADS + h],
+                                   from[(c + 2) * NUM_KV_HEADS + h], from[(c + 3) * NUM_KV_HEADS + h]);
+      else *at = from[c * NUM_KV_HEADS + h];
+    }
 }
 
 DEVICE void copy_channels(Channels* to, const bf16* from) {
@@ -82,11 +92,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
   const i32 row_tiles = (seq_len + TILE_TOKENS - 1) / TILE_TOKENS;
   const i64 num_tiles = (i64)params.batch * row_tiles;
 
-  // Entry c * NUM_KV_HEADS + h belongs to channel c and head h, as in memory.
+  // Entry c * NUM_KV_HEADS + h belongs to channel c and head h.
   float weights[NUM_WEIGHTS], dweights[NUM_WEIGHTS], da[PAIRS];
 #pragma unroll
   for (int i = 0; i < NUM_WEIGHTS; i++) weights[i] = dweights[i] = 0.f;
-  if (active) load_weights(weights, w_dt + (i64)channel * NUM_KV_HEADS);
+  if (active) load_weights(weights, w_dt + channel, num_channels);
 #pragma unroll
   for (int p = 0; p < PAIRS; p++) da[p] = 0.f;
 
@@ -174,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
 
   // Store the block's partial sums.
   float* out = partials + (u64)blockIdx.x * (num_channels + 1) * NUM_KV_HEADS;
-  if (active) store_weights(out + (i64)channel * NUM_KV_HEADS, dweights);
+  if (active) store_weights(out + channel, dweights, num_channels);
   if (blockIdx.y == 0) {
 #pragma unroll
     for (int p = 0; p < PAIRS; p++)

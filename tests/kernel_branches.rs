@@ -75,7 +75,7 @@ fn a_file_of_two_ranks_agrees_with_its_definition() {
         let (written, len) = (run(&tiny, &format!("{words} {shape}")), n / num_parts);
         let [start, end] = written.bounds(n);
         let documents = Documents::new(&start, &end);
-        // z = a softplus(v w_dt) is the score by which DMA chooses keys.
+        // z = a softplus(w_dt v) is the score by which DMA chooses keys.
         let is_dma = words.starts_with("dma");
         let mut z = vec![0.0; kv_heads * n];
         if is_dma {
@@ -83,7 +83,7 @@ fn a_file_of_two_ranks_agrees_with_its_definition() {
             for (token, values) in written.values("v").chunks_exact(kv_heads * d).enumerate() {
                 for head in 0..kv_heads {
                     let terms = values.iter().enumerate();
-                    let x: f64 = terms.map(|(at, v)| v * w_dt[at * kv_heads + head]).sum();
+                    let x: f64 = terms.map(|(at, v)| v * w_dt[head * kv_heads * d + at]).sum();
                     z[head * n + token] = (a[head] * x.exp().ln_1p()) as f32;
                 }
             }

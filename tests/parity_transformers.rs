@@ -176,7 +176,7 @@ fn our_expiry(ranks: &[f32], rows: &[[usize; 3]]) -> Vec<i32> {
         let window = DmaWindow { keep_window_size: keep, local_window_size: local };
         let documents = Documents::<Flex>::whole_rows([1, len], &Default::default());
         let rank = Tensor::<Flex, 3>::from_data(rank, &Default::default());
-        let found = dma_select(rank, &documents, window).into_data();
+        let found = dma_select(rank, &documents, window).expect("fits").into_data();
         for (expire, found) in expire[at..].iter_mut().zip(found.iter::<i32>()) {
             *expire = found;
         }

@@ -40,7 +40,7 @@ pub(crate) fn kinds() -> Vec<[&'static str; 3]> {
         msa_shared => tie_word_embeddings = true\nlayer_types = ["sparse", "shared", "sparse"] \
             => kind = "msa"\nselect_block_size = 4\nnum_selected_blocks = 3
         swa => tie_word_embeddings = false => kind = "swa"\nsliding_window = 7
-        dma => tie_word_embeddings = true\nresidual_scale = true => kind = "dma"\nkeep_window_size = 5
+        dma => tie_word_embeddings = true\nresidual_scale = true => kind = "dma"\nkeep_window_size = 5\npreset = "paper"
         dma_recency => tie_word_embeddings = false => kind = "dma"\nkeep_window_size = 7\nbias = "linear"\n\
             recency = "slope"\nshortest_period = 3\nlongest_period = 20\nlocal_window_size = 3
         dma_hybrid => tie_word_embeddings = true\nlayer_types = ["dma", "mha", "dma"] => kind = "dma"\n\
@@ -70,7 +70,7 @@ pub(crate) fn kinds() -> Vec<[&'static str; 3]> {
             => kind = "mha"
         llama_dma => tie_word_embeddings = true\nqk_norm = false\nlayer_types = ["dma", "mha", "dma"]\n\
             rope_scaling = { rope_type = "llama3", factor = 8.0, original_max_position_embeddings = 32 } \
-            => kind = "dma"\nkeep_window_size = 5\nbias = "linear"
+            => kind = "dma"\nkeep_window_size = 5\nbias = "linear"\nrecency = "none"
         llama_windows => tie_word_embeddings = false\nqk_norm = false\nresidual_scale = true\n\
             layer_types = ["swa", "mha", "swa"] => kind = "swa"\nsliding_window = 7
         qwen2_dma => tie_word_embeddings = true\nqk_norm = false\nqkv_bias = true => kind = "dma"\n\

@@ -139,7 +139,9 @@ impl Drop for Failing<'_> {
 
 fn run(file: &str) {
     let only = std::env::var("SIEVE_TEST_SESSION").ok();
-    let usual = vec!["kind = \"dma\"\nkeep_window_size = 8\na_init = 0.5".to_owned()];
+    let usual = vec![
+        "kind = \"dma\"\nkeep_window_size = 8\na_init = 0.5\nrecency = \"none\"\nlocal_window_size = 0".to_owned(),
+    ];
     let (sessions, mut failed) = (read(file), Vec::new());
     for session in &sessions {
         if only.as_ref().is_some_and(|only| *only != session.name) {

@@ -36,7 +36,7 @@ impl TinyRun {
 
     /// A folder whose recipe has DMA that keeps 8 of a row's 32 keys.
     pub(crate) fn dma() -> Self {
-        Self::new("kind = \"dma\"\nkeep_window_size = 8\na_init = 0.5")
+        Self::new("kind = \"dma\"\nkeep_window_size = 8\na_init = 0.5\nrecency = \"none\"\nlocal_window_size = 0")
     }
 
     /// The folder that another process has made; it is not deleted.

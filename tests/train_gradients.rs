@@ -29,7 +29,7 @@ const KINDS: [&str; 12] = [
     MLA,
     "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\ncompress_hidden_size = 12\nselect_block_size = 4\n\
      num_selected_blocks = 3\nwindow_size = 5",
-    "kind = \"dma\"\nkeep_window_size = 5\na_init = 0.5",
+    "kind = \"dma\"\nkeep_window_size = 5\na_init = 0.5\nrecency = \"none\"",
     "kind = \"infllm_v2\"\ncompress_block_size = 4\ncompress_stride = 2\nselect_block_size = 4\n\
      num_selected_blocks = 3\nnum_local_blocks = 1",
     "kind = \"moba\"\nselect_block_size = 4\nnum_selected_blocks = 2",
@@ -239,8 +239,8 @@ fn updates_by_one_gradient_move_every_weight_by_the_rate() {
     let (device, rate) = (Default::default(), 1e-2);
     let mut settings = recipe(KINDS[0], true).optimizer;
     settings.weight_decay = 0.0;
-    let mut optimizer = Optimizer::<B>::new(settings);
     let start = model(KINDS[0], true);
+    let mut optimizer = Optimizer::<B>::new(settings, start.shape());
     let rope = start.rope(SEQ_LEN, &device);
     let batch = DeviceBatch::<B>::new(&batch(0, 2), &device);
     let gradients = || {

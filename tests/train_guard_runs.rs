@@ -8,8 +8,10 @@ use std::ops::Range;
 
 const MHA: &str = "kind = \"mha\"";
 const SWA: &str = "kind = \"swa\"\nsliding_window = 8";
-const DMA: &str = "kind = \"dma\"\nkeep_window_size = 8\na_init = 0.5";
-const LINEAR: &str = "kind = \"dma\"\nkeep_window_size = 8\nbias = \"linear\"";
+const DMA: &str = "kind = \"dma\"\nkeep_window_size = 8\na_init = 0.5\n\
+    recency = \"none\"\nlocal_window_size = 0";
+const LINEAR: &str = "kind = \"dma\"\nkeep_window_size = 8\nbias = \"linear\"\n\
+    recency = \"none\"\nlocal_window_size = 0";
 const NSA: &str = "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\ncompress = \"mean\"\n\
     select_block_size = 4\nnum_selected_blocks = 4\nwindow_size = 8";
 const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 16\nqk_rope_head_dim = 8";

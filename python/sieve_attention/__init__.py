@@ -16,6 +16,7 @@ from .functional import (
     dma_attention,
     dma_decode,
     dma_scores,
+    dma_slopes,
     documents,
     expiring_attention,
     infllm_v2,
@@ -32,7 +33,7 @@ from .functional import (
 
 __all__ = [
     "NsaBlocks", "Selection", "SieveError", "attention", "block_mask", "block_sparse", "decode", "dma_attention",
-    "dma_decode", "dma_scores", "documents", "expiring_attention", "infllm_v2", "mla_decode", "moba", "msa", "nsa",
-    "nsa_compressed", "nsa_mean_pool", "nsa_selected", "select", "supports",
+    "dma_decode", "dma_scores", "dma_slopes", "documents", "expiring_attention", "infllm_v2", "mla_decode", "moba",
+    "msa", "nsa", "nsa_compressed", "nsa_mean_pool", "nsa_selected", "select", "supports",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -8,6 +8,7 @@ import re
 
 import torch
 
+from ._dma import NAMES
 from ._library import SieveError
 
 
@@ -40,6 +41,14 @@ WANTED = {
     **dict.fromkeys(["bias", "rank", "z_cache", "positions", "latents", "key_scale", "block_mask.mask"], _tensor(3)),
     **dict.fromkeys(["w_dt", "z", "gate_bias"], _tensor(2)),
     **dict.fromkeys(["a", "length", "cu_seqlens"], _tensor(1)),
+    **{
+        argument: (" or ".join(f'"{name}"' for name in names), lambda x, names=names: x in names)
+        for argument, names in (("dma_attention.bias", NAMES["bias"]), ("dma_decode.bias", NAMES["bias"]),
+                                ("preset", NAMES["preset"]), ("recency", NAMES["recency"]))
+    },
+    **dict.fromkeys(
+        ["shortest_period", "longest_period"], ("a number of tokens of at least 1", lambda x: _is_finite(x) and x >= 1)
+    ),
     "scale": ("a positive, finite number", lambda x: _is_finite(x) and x > 0),
     "slopes": _list("a list of finite numbers", _is_finite),
     "blocks": (

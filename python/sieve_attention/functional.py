@@ -18,7 +18,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from . import ops
+from . import _dma, ops
 from ._arguments import checked
 from ._library import SieveError
 
@@ -107,8 +107,8 @@ class _Dma(torch.autograd.Function):
             dq, dk, dv, dz = ops.attention_backward(q, k, v, start, end, bias, *kept, scale, None, deterministic)
         if not linear:
             dz = torch.where(z <= MOST_RANK, dz * bias, 0.0)
-        dv_of_scores, d_w, d_a = ops.dma_scores_backward(v, _transposed(w_dt), a.float(), x, dz)
-        return (dq, dk, dv + dv_of_scores, d_w.t().to(w_dt.dtype), d_a.to(a.dtype), *[None] * 8)
+        dv_of_scores, d_w, d_a = ops.dma_scores_backward(v, w_dt.float(), a.float(), x, dz)
+        return (dq, dk, dv + dv_of_scores, d_w.to(w_dt.dtype), d_a.to(a.dtype), *[None] * 8)
 
 
 class _DmaScores(torch.autograd.Function):
@@ -313,43 +313,45 @@ def dma_scores(v, w_dt, a, *, slopes=None, documents=None):
 
     v: bf16 `[batch, tokens, KV heads, width]`, at most 32 KV heads; w_dt: `[KV heads, KV heads * width]`, the weight of
     a linear layer; a: `[KV heads]`. slopes: a number for each KV head, times its token's position in the document, is
-    added, so that recent keys rank higher. arXiv:2508.02124, eq. 3.
+    added, so that recent keys rank higher: `dma_slopes` has those of `dma_attention`. Without slopes these are the
+    scores of arXiv:2508.02124, eq. 3.
     """
     start = None if documents is None else documents[0]
-    return _DmaScores.apply(v, _transposed(w_dt), a.float(), start, tuple(slopes or ()))
+    return _DmaScores.apply(v, w_dt.float(), a.float(), start, tuple(slopes or ()))
+
+
+def dma_slopes(keep, kv_heads, *, shortest_period=None, longest_period=None):
+    """The slopes of `dma_attention`, a tuple of one number for each KV head: 1 / period, periods spaced geometrically
+    from `shortest_period` (64 tokens) to `longest_period` (four times `keep`)."""
+    return _dma.slopes_of(keep, kv_heads, shortest_period=shortest_period, longest_period=longest_period)
 
 
 @checked
 def dma_attention(
-    q, k, v, w_dt, a, *, keep, local=0, slopes=None, bias="exp", scale=None, documents=None, deterministic=False
-):
-    """Dynamic mask attention (arXiv:2508.02124), exact: each query sees the `keep` best-ranked keys before it.
+    q, k, v, w_dt, a, *, keep, preset=None, bias=None, recency=None, local=None, shortest_period=None,
+    longest_period=None, slopes=None, scale=None, documents=None, deterministic=False,
+):  # fmt: skip
+    """Dynamic mask attention (after arXiv:2508.02124), exact: each query sees the `keep` best-ranked keys before it.
 
-    The rank of a key is its score (`dma_scores`); the bias of its logits is `exp(min(rank, 60))`, or the rank itself
-    with `bias="linear"`. Of these keys the last `local` are kept whatever their rank. Other arguments as in
-    `attention`.
+    The arguments and their defaults are the keys of a recipe's `[attention]` of kind "dma" (docs/recipe.md); `keep` is
+    `keep_window_size` there, `local` is `local_window_size`. The rank of a key is its score (`dma_scores`) and, with
+    `recency="slope"` (the default, but with `bias="exp"`), its position times the KV head's slope: `dma_slopes` of the
+    periods, or `slopes` of your own, one for each KV head. The bias of its logits is the rank itself (`"linear"`, the
+    default with slopes) or `exp(min(rank, 60))` (`"exp"`, without). The last `local` keys, an eighth of `keep` by
+    default, are kept whatever their rank. `preset="paper"` is the published form: no recency, `local=0`, `bias="exp"`.
+    Other arguments as in `attention`.
     """
-    linear = _is_linear("dma_attention", bias)
+    periods = shortest_period, longest_period
+    slopes, linear, local = _dma.form(
+        "dma_attention", keep, v.shape[2], preset=preset, bias=bias, recency=recency, local=local, periods=periods,
+        slopes=slopes,
+    )  # fmt: skip
     (start, end), scale = documents or (None, None), _scale(scale, q)
     given = q, k, v, w_dt, a
     if _tracks(*given):
-        settings = tuple(slopes or ()), linear, scale, keep, local, deterministic
-        return _Dma.apply(*given, start, end, *settings)
+        return _Dma.apply(*given, start, end, slopes, linear, scale, keep, local, deterministic)
     given = q, k, v, w_dt.float(), a.float(), start, end
-    return ops.dma_forward(*given, scale, keep, local, tuple(slopes or ()), linear, True)[0]
-
-
-def _is_linear(function, bias):
-    if bias not in ("exp", "linear"):
-        raise SieveError(f'{function}: bias is "{bias}", and must be "exp" or "linear"')
-    return bias == "linear"
-
-
-def _transposed(w):
-    """A linear layer's weight in f32 as the kernels of scores alone and of gradients read it, by one copy."""
-    if w.dtype == torch.float32:
-        return w.t().contiguous()
-    return w.t().to(torch.float32, memory_format=torch.contiguous_format)
+    return ops.dma_forward(*given, scale, keep, local, slopes, linear, True)[0]
 
 
 @dataclass(frozen=True)
@@ -590,16 +592,22 @@ def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, chosen
 
 
 @checked
-def dma_decode(q, k, v, z, k_cache, v_cache, z_cache, positions, length, *, local=0, bias="exp", scale=None):
-    """One new token a row against the keys that DMA keeps (arXiv:2508.02124): the row of `dma_attention` for it.
+def dma_decode(
+    q, k, v, z, k_cache, v_cache, z_cache, positions, length, *, preset=None, bias=None, local=None, scale=None
+):
+    """One new token a row against the keys that DMA keeps (arXiv:2508.02124): the row of `dma_attention` for it, with
+    the same `preset`, `bias` and `local` and their defaults.
 
-    z: f32 `[batch, KV heads]`, the token's rank. Caches of `keep` places, written in place: k_cache, v_cache bf16
+    z: f32 `[batch, KV heads]`, the token's rank: `dma_scores`, with its position times `dma_slopes` unless the form has
+    no recency. Caches of `keep` places, written in place: k_cache, v_cache bf16
     `[batch, KV heads, keep, width]`, z_cache f32 and positions int32 `[batch, KV heads, keep]`. length: int32
     `[batch]`, tokens of each row before this one. No gradient.
     """
     _require_no_gradient("dma_decode", q, k, v, z)
     caches = (k_cache, v_cache, z_cache, positions)
-    linear = _is_linear("dma_decode", bias)
+    _dma.check_names("dma_decode", preset=preset, bias=bias)
+    keep, kv_heads = k_cache.shape[2], k_cache.shape[1]
+    _, linear, local = _dma.form("dma_decode", keep, kv_heads, preset=preset, bias=bias, local=local)
     return ops.dma_decode(q, k, v, z, *caches, length, _scale(scale, q), local, linear)[0]
 
 

@@ -7,6 +7,8 @@ import math
 
 import torch
 
+from . import _dma
+
 
 def seen(batch, tokens, window=None, documents=None, device=None):
     """Whether query i sees key j: [batch, 1, tokens, tokens]."""
@@ -66,11 +68,15 @@ def dma_scores(v, w_dt, a, *, slopes=None, documents=None):
     return z + position[:, None].to(z.dtype) * torch.tensor(slopes, dtype=z.dtype, device=z.device)[:, None]
 
 
-def dma_attention(q, k, v, w_dt, a, *, keep, local=0, slopes=None, bias="exp", scale=None, documents=None, rank=None):
-    """`rank`, where it is given, chooses the keys: ties and rounding of another computation's scores."""
-    z = dma_scores(v, w_dt, a, slopes=slopes, documents=documents)
+def dma_attention(q, k, v, w_dt, a, *, keep, scale=None, documents=None, rank=None, **form):
+    """`form`: preset, bias, recency, local and slopes as of `sieve_attention.dma_attention`, and `periods`, a pair.
+
+    `rank`, where it is given, chooses the keys: ties and rounding of another computation's scores.
+    """
+    slopes, linear, local = _dma.form("dma_attention", keep, v.shape[2], **form)
+    z = dma_scores(v, w_dt, a, slopes=slopes or None, documents=documents)
     kept = kept_keys(z if rank is None else rank, keep=keep, local=local, documents=documents)
-    return masked_attention(q, k, v, kept, z.clamp(max=60.0).exp() if bias == "exp" else z, scale)
+    return masked_attention(q, k, v, kept, z if linear else z.clamp(max=60.0).exp(), scale)
 
 
 def nsa_mean_pool(k, v, stride, size):

@@ -346,7 +346,7 @@ def opcheck():
     q, k, v = qkv(300, heads=4, kv_heads=2, width=64)
     rank, scale = rank_of(300, 2), 0.125
     blocks = (16, 8, 32, 3)
-    w, a = torch.randn(128, 2, device=DEVICE), torch.randn(2, device=DEVICE)
+    w, a = torch.randn(2, 128, device=DEVICE), torch.randn(2, device=DEVICE)
     o, lse = ops.attention_forward(q, k, v, None, None, scale, None)
     expire, *lists = ops.dma_select(rank, None, None, 64, 8)
     d = ops.dma_attention_forward(q, k, v, rank, *lists, scale)
@@ -376,7 +376,7 @@ def opcheck():
         "nsa_selected_forward": (q, k, v, c[2], None, None, scale, blocks),
         "nsa_gates_backward": (c[0], s[0], s[0], *gates, s[0]),
         "nsa_forward": (q, k, v, compressed, *gates, None, None, scale, blocks, 50),
-        "dma_forward": (q, k, v, w.t().contiguous(), a, None, None, scale, 64, 8, [0.1, 0.2], False, True),
+        "dma_forward": (q, k, v, w, a, None, None, scale, 64, 8, [0.1, 0.2], False, True),
         "choose_blocks": (q, k, None, None, scale, blocks, "largest_probability", True, 1),
         "chosen_forward": (q, k, v, *[None] * 4, scale, blocks, "largest_probability", True, 1),
         "nsa_selected_backward": (q, k, v, c[2], None, None, s[0], s[1], s[0], scale, blocks, True),
@@ -459,7 +459,8 @@ def speed():
     both("expiring", lambda: sieve.expiring_attention(q, k, v, bias, selection), (q, k, v, bias), d_o)
     chosen = lambda: sieve.expiring_attention(q, k, v, bias, sieve.select(rank, keep=keep))  # noqa: E731
     both("select + expiring", chosen, (q, k, v, bias), d_o)
-    both("dma_attention", lambda: sieve.dma_attention(q, k, v, w_dt, a, keep=keep), (q, k, v, w_dt, a), d_o)
+    published = lambda: sieve.dma_attention(q, k, v, w_dt, a, keep=keep, preset="paper")  # noqa: E731
+    both("dma_attention", published, (q, k, v, w_dt, a), d_o)
     gates = random(1, tokens, 16, 3, device=DEVICE, seed=8).requires_grad_()
     ck, cv = (x.detach().requires_grad_() for x in sieve.nsa_mean_pool(k, v))
     both("nsa", lambda: sieve.nsa(q, k, v, ck, cv, gates), (q, k, v, ck, cv, gates), d_o)

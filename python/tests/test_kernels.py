@@ -330,7 +330,7 @@ def test_dma_decode(device):
     for t in range(tokens):
         token = [x[:, t : t + 1] for x in (q, k, v)]
         length = torch.full((batch,), t, dtype=torch.int32, device=device)
-        o = sieve.dma_decode(*token, z[:, :, t].contiguous(), *caches, length, local=3)
+        o = sieve.dma_decode(*token, z[:, :, t].contiguous(), *caches, length, local=3, bias="exp")
         assert_close(f"token {t}", o, exact[:, t : t + 1], plain[:, t : t + 1], floor=4e-3)
 
 

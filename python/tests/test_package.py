@@ -85,6 +85,18 @@ WRONG = {
     "slopes is [nan, 1.0]": lambda: sieve.dma_scores(tensors()[2], *DMA, slopes=[float("nan"), 1.0]),
     "slopes is a tensor [2]": lambda: sieve.dma_attention(*tensors(), *DMA, keep=4, slopes=torch.ones(2)),
     '"rank", and must be "exp"': lambda: sieve.dma_attention(*tensors(), None, None, keep=4, bias="rank"),
+    'dma_attention: recency is "slopes", and must be "slope" or "none"': lambda: sieve.dma_attention(
+        *tensors(), *DMA, keep=4, recency="slopes"
+    ),
+    'bias is "exp", but recency="slope" adds to the logit itself': lambda: sieve.dma_attention(
+        *tensors(), *DMA, keep=4, recency="slope", bias="exp"
+    ),
+    "local is 1, but preset=\"paper\" sets it to 0": lambda: sieve.dma_attention(
+        *tensors(), *DMA, keep=4, preset="paper", local=1
+    ),
+    'a period needs recency="slope"': lambda: sieve.dma_attention(
+        *tensors(), *DMA, keep=4, bias="exp", longest_period=9
+    ),
     'dma_decode: bias is "liner", and must be': lambda: sieve.dma_decode(*[None] * 9, bias="liner"),
     "stride divide both sizes": lambda: sieve.nsa_mean_pool(*tensors()[1:], blocks=sieve.NsaBlocks(30, 16)),
     "blocks is NsaBlocks(compressed=-8": lambda: sieve.nsa_mean_pool(*tensors()[1:], blocks=sieve.NsaBlocks(-8, 4)),

@@ -40,7 +40,8 @@ WINDOW = 64  # of all rows but those of "growth"
 KINDS = {
     "mha": 'kind = "mha"',
     "swa": 'kind = "swa"\nsliding_window = {window}',
-    "dma": 'kind = "dma"\nkeep_window_size = {window}\na_init = 0.5',
+    "dma": 'kind = "dma"\nkeep_window_size = {window}\na_init = 0.5\nrecency = "none"\n'
+           'local_window_size = 0',
     "nsa": 'kind = "nsa"\ncompress_block_size = 32\ncompress_stride = 16\ncompress = "mlp"\ncompress_hidden_size = 64\n'
            'select_block_size = 64\nnum_selected_blocks = 4\nwindow_size = {window}',
     "mla": 'kind = "mla"\nkv_lora_rank = 96\nqk_rope_head_dim = 32',

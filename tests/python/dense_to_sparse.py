@@ -32,7 +32,8 @@ SETTINGS = ("row", "rows", "w", "steps", "lr", "validation", "needles")
 
 def kinds(w):
     """Options of `import` by name."""
-    dma = ["--attention", "dma", "--set", f"attention.keep_window_size={w}", "--set", "attention.bias=linear"]
+    dma = ["--attention", "dma", "--set", f"attention.keep_window_size={w}", "--set", "attention.bias=linear",
+           "--set", "attention.recency=none"]
     last = ["--set", f"attention.local_window_size={w // 8}"]
     blocks = ["--set", f"attention.num_selected_blocks={max(w // 64, 2)}"]
     return {

@@ -39,7 +39,7 @@ metrics = { log_freq = 1 }
 
 MQAR = """
 model = { hidden_size = 64, num_hidden_layers = 2, num_attention_heads = 2, num_key_value_heads = 2 }
-attention = { kind = "dma", keep_window_size = 16, bias = "exp" }
+attention = { kind = "dma", keep_window_size = 16, preset = "paper" }
 tokenizer = { numbers = 64 }
 data = { format = "mqar", mqar = { vocab_size = 64, seq_lens = [16, 32], num_pairs = [2, 4], \
 num_samples = [2000, 2000], num_test_samples = 50 } }

@@ -48,7 +48,7 @@ BETA1, MAX_NORM = 0.9, 0.8
 INDEX_LOSS_WEIGHT = 0.5
 ATTENTION = {
     "mha": 'kind = "mha"',
-    "dma": 'kind = "dma"\nkeep_window_size = 24',
+    "dma": 'kind = "dma"\nkeep_window_size = 24\npreset = "paper"',
     "mla": 'kind = "mla"\nkv_lora_rank = 32\nqk_rope_head_dim = 8',
     "nsa": """kind = "nsa"
 compress = "mlp"

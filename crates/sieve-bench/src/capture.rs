@@ -157,7 +157,8 @@ fn scores_of_row<B: DeviceBackend>(model: &Qwen3<B>, tokens: &[u32], device: &B:
         let qkv = dma.qkv.forward(layer.input_layernorm.forward(x), context);
         // Without recency the ranks are the scores; no window applies to them.
         let (no_window, no_recency) = (None, None);
-        let z = dma_ranks(qkv, &dma.dma_layer(), dma.qkv.spec(no_window), no_recency).into_data();
+        let z = dma_ranks(qkv, &dma.dma_layer(), dma.qkv.spec(no_window), no_recency);
+        let z = z.map_err(|error| BenchError::Refused(error.to_string()))?.into_data();
         let z: Vec<f32> = z.convert::<f32>().to_vec().map_err(BenchError::gpu)?;
         rows.extend(z.chunks_exact(tokens.len()).map(<[f32]>::to_vec));
         Ok(())

@@ -105,7 +105,7 @@ pub enum Call {
         #[serde(default)]
         fixed_order: bool,
     },
-    /// v, w_dt, a, doc_start? → x, z
+    /// v, w_dt `[KV heads, KV heads * width]`, a, doc_start? → x, z
     DmaScores {
         /// What recency adds to a rank per token of the position, one number per KV head; empty: no recency.
         #[serde(default)]
@@ -206,13 +206,10 @@ pub enum Call {
         /// Number of keys that a query keeps.
         keep: usize,
         /// How many of these are the last keys, which are kept whatever their rank.
-        #[serde(default)]
         local: usize,
         /// What recency adds to a rank per token of the position, one number per KV head; empty: no recency.
-        #[serde(default)]
         slopes: Vec<f32>,
         /// Whether the bias is z itself.
-        #[serde(default)]
         linear: bool,
         /// Whether `o` is the only output.
         #[serde(default)]
@@ -256,10 +253,8 @@ pub enum Call {
         /// Factor on `q . k`.
         scale: f32,
         /// The last keys, which never lose their place.
-        #[serde(default)]
         local: usize,
         /// Whether the bias is z itself, not `exp(min(z, 60))`.
-        #[serde(default)]
         linear: bool,
     },
     /// q, latents, key_scale?, length? → o. `length`: tokens of each row before the new ones, where latents have room

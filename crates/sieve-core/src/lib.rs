@@ -47,8 +47,8 @@ pub use did_you_mean::did_you_mean;
 pub use keeping::{KeepOLow, Keeping};
 pub use key_mask::{ChosenKeys, KeptRows, KeyMask, MaskCounts, MaskError, MaskPlaces, TokenWindow};
 pub use model::{
-    Attention, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape, MlaShape,
-    MobaShape, ModelShape, MsaShape, NsaCompression, NsaShape,
+    Attention, AttentionPreset, DmaBias, DmaForm, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape,
+    MlaShape, MobaShape, ModelShape, MsaShape, NsaCompression, NsaShape,
 };
 pub use nsa_blocks::NsaBlocks;
 pub use recipe::{Recipe, RecipeError};

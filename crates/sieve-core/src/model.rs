@@ -12,8 +12,8 @@ pub mod test_shapes;
 pub use crate::recipe::Attention;
 pub(crate) use attention::{A_QUARTER_OF_THE_ROW, MAX_CHOSEN_BLOCKS};
 pub use attention::{
-    AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape, MlaShape,
-    MobaShape, MsaShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape,
+    AttentionPreset, DmaBias, DmaForm, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape,
+    MlaShape, MobaShape, MsaShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape,
 };
 pub(crate) use flops::window_pairs;
 pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents};

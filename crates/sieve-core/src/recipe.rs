@@ -36,6 +36,7 @@ mod template;
 
 pub use data::{DataFallback, DataFormat, DataSection, MqarNoise, MqarSection};
 pub use error::RecipeError;
+pub use load::{FormerForm, RecipeNotes};
 pub use manual::{json_schema, keys_page};
 pub use mistake::{Location, Mistake};
 pub use resume::KeyChange;

@@ -49,13 +49,16 @@ pub struct ImportReport {
     pub ignored: Vec<String>,
     /// Whether every A of a DMA model is 0, so that all keys have the same score.
     pub all_scores_tie: bool,
+    /// Whether the model became DMA in another form than before 0.1.0, which chose the published one. To be removed in
+    /// the release after 0.1.0.
+    pub is_new_form: bool,
 }
 
 /// Writes the model in `from` as a checkpoint of step 0 into `out`.
 ///
-/// `attention` selects another attention kind; `overrides` are `section.key=value`, as for a recipe. Parameters that
-/// the other kind adds are initialised as in a new model: DMA then starts as a window of `keep_window_size` (A is 0),
-/// and NSA mostly as its window (by its gates).
+/// `attention` selects another attention kind, with the defaults of a recipe; `overrides` are `section.key=value`, as
+/// for a recipe. Parameters that the other kind adds are initialised as in a new model: DMA then starts as a window of
+/// `keep_window_size` with the slope of its recency (A is 0), and NSA mostly as its window (by its gates).
 ///
 /// # Errors
 /// A configuration that no recipe can express; missing, unknown or ill-shaped tensors (all are named); an attention
@@ -91,6 +94,7 @@ pub fn import<B: Backend>(
     let settings = settings(from, &kept, attention, overrides)?;
     let (recipe, shape, mut read) = read_model(from, &settings, DType::F32.into())?;
     let ties = attention.is_none() && read.all_scores_tie();
+    let is_new_form = attention == Some(AttentionKind::Dma) && is_former_form(from, &recipe, &settings)?;
     let model = Qwen3::<B>::new(&shape, recipe.training.seed, device);
     let (mut added, mut misfit) = (Vec::new(), None);
     let weights = named_parameters_but(&model, |name, wanted| {
@@ -144,7 +148,21 @@ pub fn import<B: Backend>(
         added,
         ignored: read.ignored,
         all_scores_tie: ties,
+        is_new_form,
     })
+}
+
+/// Whether `settings`, which make DMA of a model of another kind, gave another attention before 0.1.0 than `recipe`'s.
+fn is_former_form(from: &Path, recipe: &Recipe, settings: &[String]) -> Result<bool, CheckpointError> {
+    let (config, _) = read_config(from)?;
+    if config.is_of(AttentionKind::Dma) {
+        return Ok(false);
+    }
+    let published = ["attention.bias=exp", "attention.recency=none", "attention.local_window_size=0"];
+    let former = published.map(str::to_owned).into_iter().chain(settings.iter().cloned()).collect::<Vec<_>>();
+    // Settings that were refused then had no other meaning.
+    let former = recipe_and_shape(from, &config, recipe.model.residual_scale, &former);
+    Ok(former.is_ok_and(|(former, _)| former.attention != recipe.attention))
 }
 
 /// Loads the model of a folder of `transformers`, as [`load_model`](crate::load_model) loads a checkpoint's model.
@@ -254,24 +272,16 @@ fn recipe_and_shape(
     settings: &[String],
 ) -> Result<(Recipe, ModelShape), CheckpointError> {
     let text = config.recipe_toml(residual_scale);
-    // A model of another kind is imported as DMA in the published form. While A is 0, that form adds the same bias to
-    // all logits, so that only dropped keys change the output; a slope would change all attention weights.
-    let published = ["attention.bias=exp", "attention.recency=none", "attention.local_window_size=0"];
-    let becomes = |kind: AttentionKind| {
-        let set = format!("attention.kind={}", kind.name());
-        settings.contains(&set) && !config.is_of(kind)
-    };
-    if becomes(AttentionKind::Mla) {
+    let is_mla = settings.contains(&format!("attention.kind={}", AttentionKind::Mla.name()));
+    if is_mla && !config.is_of(AttentionKind::Mla) {
         return Err(CheckpointError::not_importable(
             from,
             "latent attention (mla) has weights that no other kind has",
             "grouped-query attention becomes dma, swa, nsa, infllm_v2, moba or msa",
         ));
     }
-    let published = published.into_iter().filter(|_| becomes(AttentionKind::Dma)).map(str::to_owned);
-    let settings = published.chain(settings.iter().cloned()).collect::<Vec<_>>();
     let path = from.join("config.json");
-    let recipe = Recipe::load(&text, "the imported model", &settings).map_err(by_set);
+    let recipe = Recipe::load(&text, "the imported model", settings).map_err(by_set);
     let recipe = recipe.map_err(CheckpointError::bad_recipe(&path))?;
     let shape = recipe.model_shape(config.vocab_size);
     let shape = shape.map_err(CheckpointError::bad_recipe(&path))?;

@@ -8,7 +8,7 @@ use burn::backend::Autodiff;
 use burn::tensor::{Distribution, Tensor};
 use burn_flex::Flex;
 use sieve_nn::{AttentionConfig, LayerContext};
-use sieve_ops::Documents;
+use sieve_ops::{DmaShape, Documents};
 
 type B = Autodiff<Flex>;
 
@@ -16,10 +16,11 @@ fn main() {
     let device = Default::default();
     let (batch, seq_len, d_model) = (2, 512, 256);
 
-    // 8 query heads in groups of 4; a query keeps the 64 best keys.
-    let mut config = AttentionConfig::new(d_model, 8, 2, 32);
-    config.dma_a_init = 0.5; // the default 0 starts as a sliding window of 64
-    let layer = config.dynamic_mask::<B>(64, &device);
+    // 8 query heads in groups of 4; a query keeps 64 keys. `new` is the form of a recipe of kind = "dma": recency by a
+    // slope, the last 8 keys in any case; `DmaShape::published(64)` is that of the paper.
+    let config = AttentionConfig::new(d_model, 8, 2, 32);
+    let dma = DmaShape { a_init: 0.5, ..DmaShape::new(64) }; // the default 0 starts as a sliding window with a slope
+    let layer = config.dynamic_mask::<B>(dma, &device);
 
     // One document per row; `Documents::new` packs several.
     let documents = Documents::whole_rows([batch, seq_len], &device);

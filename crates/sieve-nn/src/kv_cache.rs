@@ -359,12 +359,13 @@ impl<B: DeviceBackend> CachedRows<'_, B> {
             slopes,
             origin: PositionOrigin::At { position: first, shape: [batch, new], device: device.clone() },
         });
-        let rank = dma_ranks(qkv.clone(), &layer, spec, recency);
+        let rank = dma_ranks(qkv.clone(), &layer, spec, recency).unwrap_or_else(|error| panic!("{error}"));
         if new == 1 {
             let one_token = |x: Tensor<B, 4>| x.squeeze_dim::<3>(1).into_primitive().tensor();
             let [q, k, v] = split_heads(qkv, spec.num_kv_heads).map(one_token);
             let token = DmaToken { q, k, v, rank: rank.squeeze_dim::<2>(2).into_primitive().tensor(), position: first };
             let o = dma_decode(cache, token, spec.softmax_scale, dma.bias, self.scratch);
+            let o = o.unwrap_or_else(|error| panic!("{error}"));
             return o.unsqueeze_dim(1);
         }
         let slots = cache.in_order();
@@ -372,7 +373,8 @@ impl<B: DeviceBackend> CachedRows<'_, B> {
         let rank = Tensor::cat(vec![slots.rank.tokens(), rank], 2);
         let row = slots.keys.before(&qkv, earlier);
         let documents = Documents::whole_rows([batch, earlier + new], &device);
-        let DmaAttention { o, rank, expire } = dma_attention_by_rank(row.clone(), rank, &documents, spec, dma);
+        let found = dma_attention_by_rank(row.clone(), rank, &documents, spec, dma);
+        let DmaAttention { o, rank, expire } = found.unwrap_or_else(|error| panic!("{error}"));
         let positions = positions(first, [batch, spec.num_kv_heads, new], &device);
         let positions = Tensor::cat(vec![slots.positions.tokens(), positions], 2);
         *cache = still_seen(row, rank, expire, positions, spec, dma.window());

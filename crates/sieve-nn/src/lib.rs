@@ -8,11 +8,12 @@
 //! use burn::tensor::{Distribution, Tensor};
 //! use burn_flex::Flex;
 //! use sieve_nn::{AttentionConfig, LayerContext};
-//! use sieve_ops::Documents;
+//! use sieve_ops::{DmaShape, Documents};
 //!
 //! let device = Default::default();
 //! let config = AttentionConfig::new(64, 4, 2, 16); // d_model, query heads, KV heads, head_dim
-//! let layer = config.dynamic_mask::<Flex>(8, &device); // or multi_head, sliding_window, native_sparse, latent
+//! // A query keeps 8 keys. Or multi_head, sliding_window, native_sparse, latent.
+//! let layer = config.dynamic_mask::<Flex>(DmaShape::new(8), &device);
 //! let documents = Documents::whole_rows([1, 32], &device);
 //! let rope = config.rope(32, &device);
 //! let x: Tensor<Flex, 3> = Tensor::random([1, 32, 64], Distribution::Default, &device);

@@ -17,8 +17,10 @@ pub use token_step::{
     token_step,
 };
 
+use crate::dma::checks;
+use crate::operands::Operands;
 use crate::tensors::{Float, primitive, tensor};
-use crate::{AttentionSpec, DeviceBackend};
+use crate::{AttentionSpec, DeviceBackend, OperandError};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::DmaBias;
@@ -84,14 +86,18 @@ pub fn mla_decode<B: DeviceBackend>(
 ///
 /// A key that finds no free slot replaces the key with the smallest (rank, position) outside the local window. Without
 /// a local window the new key is compared, too: if it is the smallest, no query ever sees it.
+///
+/// # Errors
+/// A part of the token of another shape than the cache asks for; a cache of 0 slots.
 pub fn dma_decode<B: DeviceBackend>(
     cache: &mut DmaCache<B>,
     token: DmaToken<B>,
     softmax_scale: f64,
     bias: DmaBias,
     scratch: &mut B::DecodeScratch,
-) -> Tensor<B, 3> {
-    tensor(B::dma_decode(cache, token, softmax_scale, bias, scratch))
+) -> Result<Tensor<B, 3>, OperandError> {
+    checks::token(Operands("dma_decode"), &token, cache)?;
+    Ok(tensor(B::dma_decode(cache, token, softmax_scale, bias, scratch)))
 }
 
 /// The token with the largest of the first `num_tokens` logits in each row of `[rows, vocab_size]`, chosen on the

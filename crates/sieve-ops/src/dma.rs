@@ -5,6 +5,7 @@
 //! older ones those with the largest (rank, position). A key that one query no longer sees is seen by no later query,
 //! so the mask is one integer per key, `expire`: the first query that no longer sees the key.
 mod bias;
+pub(crate) mod checks;
 pub(crate) mod composed;
 pub(crate) mod cpu;
 pub(crate) mod cuda;
@@ -18,8 +19,9 @@ pub(crate) use bias::dma_bias_backward;
 pub use composed::DmaLayer;
 pub use rank::{PositionOrigin, Recency, dma_rank};
 
+use crate::operands::Operands;
 use crate::tensors::{Float, Ints, primitive, tensor};
-use crate::{AttentionCall, AttentionSpec, DeviceBackend, Documents, SieveBackend};
+use crate::{AttentionCall, AttentionSpec, DeviceBackend, Documents, OperandError, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use composed::{backward, by_rank, forward};
@@ -37,16 +39,28 @@ pub struct DmaAttention<B: Backend> {
 }
 
 /// Scores, selection and attention over the selected keys, as one node of the graph. The selection has no gradient; the
-/// scores get a gradient through the bias of the keys.
+/// scores get a gradient through the bias of the keys. `layer.spec` says the form: [`DmaShape::new`] is a recipe's of
+/// `kind = "dma"`, [`DmaShape::published`] that of arXiv:2508.02124. Where a query keeps more keys than a row has, this is
+/// dense attention with a bias.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, after q/k-norm and RoPE
+/// - layer.w_dt: `[num_kv_heads, num_kv_heads * head_dim]`; layer.a: `[num_kv_heads]`
+///
+/// # Errors
+/// An operand of another shape, which the error names with both shapes; a window of 0 keys; a local window that is
+/// larger than the window; an exponential bias with a recency slope.
 pub fn dynamic_mask_attention<B: SieveBackend>(
     qkv: Tensor<B, 4>,
     layer: DmaLayer<B>,
     documents: &Documents<B>,
     spec: AttentionSpec,
-) -> DmaAttention<B> {
+) -> Result<DmaAttention<B>, OperandError> {
+    let op = Operands("dynamic_mask_attention");
+    let keys = checks::packed(op, &qkv, spec)?;
+    checks::layer(op, &layer, spec, qkv.dims()[3])?;
+    checks::documents(op, documents, keys)?;
+    checks::form(op, layer.spec)?;
     let qkv = primitive(qkv);
     let [w_dt, a] = layer.weights();
     let call = AttentionCall::new(documents.bounds(), spec);
@@ -58,7 +72,7 @@ pub fn dynamic_mask_attention<B: SieveBackend>(
     let found = forward::<B::Inner>(&inputs, o_low);
     let (rank, expire) = (found.rank.clone(), found.selection.expire.clone());
     let o = B::node([&qkv, &w_dt, &a], found.output.o.clone(), move |d_o| backward(&inputs, found, d_o));
-    DmaAttention { o: tensor(o), rank: tensor(B::constant(rank)), expire: Tensor::from_primitive(expire) }
+    Ok(DmaAttention { o: tensor(o), rank: tensor(B::constant(rank)), expire: Tensor::from_primitive(expire) })
 }
 
 /// As [`dynamic_mask_attention`] with ranks that the caller computed, for new tokens after cached ones. Without
@@ -67,20 +81,28 @@ pub fn dynamic_mask_attention<B: SieveBackend>(
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
 /// - rank: `[batch, num_kv_heads, seq_len]`, f32
+///
+/// # Errors
+/// As [`dynamic_mask_attention`].
 pub fn dma_attention_by_rank<B: DeviceBackend>(
     qkv: Tensor<B, 4>,
     rank: Tensor<B, 3>,
     documents: &Documents<B>,
     spec: AttentionSpec,
     dma: DmaShape,
-) -> DmaAttention<B> {
+) -> Result<DmaAttention<B>, OperandError> {
+    let op = Operands("dma_attention_by_rank");
+    let keys = checks::packed(op, &qkv, spec)?;
+    checks::per_key(op, "rank", rank.dims(), keys)?;
+    checks::documents(op, documents, keys)?;
+    checks::form(op, dma)?;
     let attention = AttentionCall::<B>::new(documents.bounds(), spec);
     let found = by_rank::<B>(primitive(qkv), primitive(rank), attention, dma, KeepOLow::Never);
-    DmaAttention {
+    Ok(DmaAttention {
         o: tensor(found.output.o),
         rank: tensor(found.rank),
         expire: Tensor::from_primitive(found.selection.expire),
-    }
+    })
 }
 
 /// Attention over keys that were selected before, with the biases that their ranks give.
@@ -89,6 +111,9 @@ pub fn dma_attention_by_rank<B: DeviceBackend>(
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
 /// - rank, expire: `[batch, num_kv_heads, seq_len]`, as [`DmaAttention`] holds them
 /// - returns: `[batch, seq_len, num_heads, head_dim]`
+///
+/// # Errors
+/// An operand of another shape.
 pub fn dma_attention<B: SieveBackend>(
     qkv: Tensor<B, 4>,
     rank: Tensor<B, 3>,
@@ -96,7 +121,12 @@ pub fn dma_attention<B: SieveBackend>(
     documents: &Documents<B>,
     spec: AttentionSpec,
     bias: DmaBias,
-) -> Tensor<B, 4> {
+) -> Result<Tensor<B, 4>, OperandError> {
+    let op = Operands("dma_attention");
+    let keys = checks::packed(op, &qkv, spec)?;
+    checks::per_key(op, "rank", rank.dims(), keys)?;
+    checks::per_key(op, "expire", expire.dims(), keys)?;
+    checks::documents(op, documents, keys)?;
     let (qkv, delta) = (primitive(qkv), primitive(dma_bias(rank, bias)));
     let call = DmaCall {
         qkv: B::value(qkv.clone()),
@@ -105,31 +135,49 @@ pub fn dma_attention<B: SieveBackend>(
         attention: AttentionCall::new(documents.bounds(), spec),
     };
     let output = B::Inner::dma_attention(&call, KeepOLow::Never);
-    tensor(B::node([&qkv, &delta], output.o.clone(), move |d_o| B::Inner::dma_attention_backward(&call, output, d_o)))
+    let o = output.o.clone();
+    Ok(tensor(B::node([&qkv, &delta], o, move |d_o| B::Inner::dma_attention_backward(&call, output, d_o))))
 }
 
 /// DMA's mask `expire`, `[batch, num_kv_heads, seq_len]`, from ranks of the same shape.
 ///
 /// Of keys with equal ranks the more recent one is kept. `expire[j] = j` marks a key that no query sees.
+///
+/// # Errors
+/// Documents of other rows than the ranks'; a window of 0 keys; a local window that is larger than the window.
 pub fn dma_select<B: SieveBackend>(
     rank: Tensor<B, 3>,
     documents: &Documents<B>,
     window: impl Into<DmaWindow>,
-) -> Tensor<B, 3, Int> {
+) -> Result<Tensor<B, 3, Int>, OperandError> {
+    let (op, window) = (Operands("dma_select"), window.into());
+    checks::documents(op, documents, rank.dims())?;
+    checks::window(op, window)?;
     let rank = B::value(primitive(rank));
-    let selection = B::Inner::dma_select(rank, &documents.bounds(), window.into());
-    Tensor::from_primitive(selection.expire)
+    let selection = B::Inner::dma_select(rank, &documents.bounds(), window);
+    Ok(Tensor::from_primitive(selection.expire))
 }
 
 /// Ranks of the keys of a packed tensor, without gradient: their scores plus the recency term, f32
-/// `[batch, num_kv_heads, seq_len]`. Shapes as in [`dynamic_mask_attention`].
+/// `[batch, num_kv_heads, seq_len]`. Shapes as in [`dynamic_mask_attention`]. `recency` alone is added: the layer's own
+/// is not read.
+///
+/// # Errors
+/// An operand of another shape; another number of slopes than KV heads.
 pub fn dma_ranks<B: DeviceBackend>(
     qkv: Tensor<B, 4>,
     layer: &DmaLayer<B>,
     spec: AttentionSpec,
     recency: Option<Recency<B>>,
-) -> Tensor<B, 3> {
-    tensor(B::dma_ranks(&layer.scores(primitive(qkv), spec), recency))
+) -> Result<Tensor<B, 3>, OperandError> {
+    let op = Operands("dma_ranks");
+    checks::packed(op, &qkv, spec)?;
+    checks::layer(op, layer, spec, qkv.dims()[3])?;
+    if let Some(slopes) = recency.as_ref().map(|recency| recency.slopes.len()) {
+        let hint = format!("one slope for each of the {} KV heads", spec.num_kv_heads);
+        op.value(slopes == spec.num_kv_heads, "number of slopes", slopes, hint)?;
+    }
+    Ok(tensor(B::dma_ranks(&layer.scores(primitive(qkv), spec), recency)))
 }
 
 /// Scores are clamped to this value before the exponential, which overflows f32 from 88.7 on.
@@ -180,7 +228,7 @@ impl<B: Backend> DmaSelection<B> {
 pub struct DmaScoresCall<B: Backend> {
     /// The packed tensor; only its values are read.
     pub qkv: Float<B>,
-    /// Projection W_dt of the values, `[num_kv_heads * head_dim, num_kv_heads]`.
+    /// Projection W_dt of the values, `[num_kv_heads, num_kv_heads * head_dim]`.
     pub w_dt: Float<B>,
     /// Factor A of each KV head, `[num_kv_heads]`.
     pub a: Float<B>,

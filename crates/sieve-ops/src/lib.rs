@@ -29,6 +29,7 @@ mod sparse;
 mod swiglu;
 
 mod device;
+mod operands;
 mod tensors;
 
 #[cfg(test)]
@@ -69,6 +70,7 @@ pub use nsa::{
     CompressedAttention, NsaBlocks, NsaCall, NsaCompressed, NsaSelected, choose_blocks, nsa_blocks,
     nsa_compressed_attention, nsa_gates, nsa_mean_pool, nsa_selected_attention, overlap_weight,
 };
+pub use operands::OperandError;
 pub use optimizer::{
     AdamWStep, AdamWTensors, Snapshot, SnapshotReader, adamw, join_master, orthogonalised, split_master, sum_of_squares,
 };
@@ -80,7 +82,7 @@ pub use sparse::{
 pub use swiglu::swiglu;
 pub use tensors::split_heads;
 
-pub use sieve_core::DmaBias;
+pub use sieve_core::{DmaBias, DmaForm, DmaRecency, DmaShape, DmaWindow};
 pub use sieve_kernels::{GpuState, KernelFamilies, KernelPolicy, MemoryPeak, SumOrder};
 
 pub mod reference {

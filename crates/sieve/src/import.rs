@@ -22,7 +22,8 @@ pub(crate) struct ImportArgs {
     /// Text for the recipe that is written beside the checkpoint: files, folders, globs; may be repeated
     #[arg(long, value_name = "PATH")]
     data: Vec<String>,
-    /// Give the model another attention: dma as published, swa, nsa, infllm_v2, moba or msa; --set changes its sizes
+    /// Give the model another attention, with a recipe's defaults: dma, swa, nsa, infllm_v2, moba or msa; --set changes
+    /// its sizes, --set attention.preset=paper takes the published form
     #[arg(long, value_name = "KIND")]
     attention: Option<String>,
     /// Set a key of the checkpoint's recipe, for example attention.keep_window_size=1024; may be repeated
@@ -141,6 +142,12 @@ fn print_notes(report: &ImportReport, tokenizer: &Tokenizer) {
             terminal::thousands(tokens as u64),
             terminal::thousands(rows as u64)
         ));
+    }
+    if report.is_new_form {
+        terminal::warning(
+            "attention: before 0.1.0 --attention dma was the published form where --set left its keys out; \
+             --set attention.preset=paper is that form",
+        );
     }
     if report.all_scores_tie {
         terminal::line(

@@ -6,8 +6,8 @@ use crate::{shipped, terminal};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use sieve_comm::World;
-use sieve_core::Recipe;
-use sieve_core::recipe::{json_schema, keys_page};
+use sieve_core::recipe::{RecipeNotes, json_schema, keys_page};
+use sieve_core::{Attention, Recipe};
 use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -48,6 +48,9 @@ pub(crate) struct RecipeArgs {
     /// The text that was read, shared by all clones: a pipe can be read only once.
     #[arg(skip)]
     found: Arc<OnceLock<Found>>,
+    /// Set once the text's former attention was printed; shared by all clones.
+    #[arg(skip)]
+    said_former: Arc<OnceLock<()>>,
 }
 
 /// The text of a recipe, and its name in messages.
@@ -60,20 +63,13 @@ pub(crate) struct Found {
 impl RecipeArgs {
     /// Arguments for a recipe by path or name.
     pub(crate) fn new(recipe: String, overrides: Vec<String>) -> Self {
-        Self { recipe, overrides, found: Arc::default() }
+        Self { recipe, overrides, found: Arc::default(), said_former: Arc::default() }
     }
 
     /// Finds, reads and checks the recipe. If `--set` changes the kind of attention, warns of keys that only the old
-    /// kind uses.
+    /// kind uses. Warns once of a text that earlier versions read as another attention.
     pub(crate) fn load(&self) -> Result<Recipe> {
-        let found = match self.found.get() {
-            Some(found) => found,
-            None => {
-                let found = find(&self.recipe)?;
-                self.found.get_or_init(|| found)
-            }
-        };
-        let (recipe, left_out) = Recipe::load_and_left_out(&found.text, &found.origin, &self.overrides)?;
+        let (recipe, RecipeNotes { left_out, former_form }) = self.load_with_notes()?;
         // Of several ranks only rank 0 prints.
         let world = World::from_env(&variable).ok().flatten();
         let prints = world.is_none_or(|world| world.rank == 0);
@@ -84,7 +80,34 @@ impl RecipeArgs {
                 left_out.join(", ")
             ));
         }
+        if let Some(former) = former_form.filter(|_| prints)
+            && self.said_former.set(()).is_ok()
+        {
+            terminal::warning(&former.words);
+        }
         Ok(recipe)
+    }
+
+    /// Finds, reads and checks the recipe, and prints nothing.
+    fn load_with_notes(&self) -> Result<(Recipe, RecipeNotes)> {
+        let found = match self.found.get() {
+            Some(found) => found,
+            None => {
+                let found = find(&self.recipe)?;
+                self.found.get_or_init(|| found)
+            }
+        };
+        Ok(Recipe::load_with_notes(&found.text, &found.origin, &self.overrides)?)
+    }
+
+    /// Whether an earlier version read the text as this attention, and this version does not.
+    pub(crate) fn formerly_had(&self, attention: Attention) -> bool {
+        let Ok((_, RecipeNotes { former_form: Some(former), .. })) = self.load_with_notes() else {
+            return false;
+        };
+        let mut before = self.clone();
+        before.overrides.extend(former.overrides);
+        before.load_with_notes().is_ok_and(|(recipe, _)| recipe.attention == attention)
     }
 
     /// As [`load`](Self::load), for a command that reads the training text. Replaces paths without files as

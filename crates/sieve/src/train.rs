@@ -34,7 +34,7 @@ use on_event::{OnEvent, StallWatch};
 use profile::StepProfile;
 use sieve_comm::{Mesh, World};
 use sieve_core::recipe::TrainingPrecision;
-use sieve_core::{Keeping, ModelShape, Recipe};
+use sieve_core::{Attention, Keeping, ModelShape, Recipe};
 use sieve_data::OnChange;
 use sieve_hf::{Checkpoint, list_checkpoints};
 use sieve_kernels::step::Fp8Format;
@@ -169,8 +169,8 @@ fn exit_of(result: Result<Exit>, prints: bool) -> Result<Exit> {
 
 /// Trains one run, in this process alone or as a rank of `mesh`.
 fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> Result<Exit> {
-    let (mut recipe, text) = args.recipe.load_with_text()?;
     let out = args.out_folder();
+    let (mut recipe, text) = args.load_recipe(&args.recipe, &out)?;
     if let Some(steps) = args.extend {
         extend(&mut recipe, &out, steps)?;
     }
@@ -224,6 +224,32 @@ fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()> {
 impl TrainArgs {
     fn out_folder(&self) -> PathBuf {
         self.out.clone().unwrap_or_else(|| self.recipe.default_out())
+    }
+
+    /// The recipe of a run in `out`, and a line about its text. A run that is resumed keeps the attention that it began
+    /// with where an earlier version read the recipe so.
+    fn load_recipe(&self, source: &RecipeArgs, out: &Path) -> Result<(Recipe, Option<String>)> {
+        let (mut recipe, text) = source.load_with_text()?;
+        if let Some(begun) = self.attention_of_resumed(out)
+            && source.formerly_had(begun)
+        {
+            recipe.attention = begun;
+        }
+        Ok((recipe, text))
+    }
+
+    /// The attention of the run that this command resumes; `None` if it resumes none, or the run cannot be read, which
+    /// [`Origin::find`](sieve_train::Origin::find) reports.
+    fn attention_of_resumed(&self, out: &Path) -> Option<Attention> {
+        let recipe = match (&self.resume_from, self.resume) {
+            (Some(path), _) => Checkpoint::peek(path).ok()?.recipe_and_shape().ok()?.0,
+            (None, Some(_)) => {
+                let text = std::fs::read_to_string(out.join("config.toml")).ok()?;
+                Recipe::load(&text, "config.toml", &[]).ok()?
+            }
+            (None, None) => return None,
+        };
+        Some(recipe.attention)
     }
 
     fn events(&self) -> OnEvent {

@@ -48,7 +48,7 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
     tensors.qkv(case);
     tensors.floats("do", &case.d_o, &shape.output(), DType::BF16);
     if dma.is_some() {
-        tensors.floats("w_dt", &w_dt, &[kv_heads * d, kv_heads], DType::BF16);
+        tensors.floats("w_dt", &w_dt, &[kv_heads, kv_heads * d], DType::BF16);
         tensors.floats("a", &a, &[kv_heads], DType::BF16);
     }
     let qkv = packed(case);
@@ -69,7 +69,7 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
         let [_, _, heads, _] = packed_of(shape);
         let inputs = [own(&qkv, heads), own(&case.d_o, shape.num_heads)];
         let dma = dma.map(|spec| DmaLayer {
-            w_dt: wrapped(typed::<B, 2>(&w_dt, [kv_heads * d, kv_heads], device)),
+            w_dt: wrapped(typed::<B, 2>(&w_dt, [kv_heads, kv_heads * d], device)),
             a: wrapped(typed::<B, 1>(&a, [kv_heads], device)),
             spec,
         });
@@ -97,7 +97,7 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
         tensors.output(&name("dv"), &gradients.dv, &values_of(own_shape));
         if let Some([d_w_dt, d_a]) = traced.d_dma {
             let d_w_dt = floats::<B, 2>(d_w_dt);
-            tensors.floats(&name("dw_dt"), &d_w_dt, &[kv_heads * d, kv_heads], DType::F32);
+            tensors.floats(&name("dw_dt"), &d_w_dt, &[kv_heads, kv_heads * d], DType::F32);
             tensors.floats(&name("da"), &floats::<B, 1>(d_a), &[kv_heads], DType::F32);
         }
         tensors.list

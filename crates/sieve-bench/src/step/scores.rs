@@ -33,7 +33,7 @@ pub(super) fn bench(
 ) -> Result<()> {
     let packed = [1, tokens, heads + 2 * kv_heads, head_dim];
     let [qkv, dqkv] = [0, 1].map(|_| Qkv::packed(&bench.bf16(packed), heads, kv_heads));
-    let w_dt = bench.f32([kv_heads * head_dim, kv_heads]);
+    let w_dt = bench.f32([kv_heads, kv_heads * head_dim]);
     let (a, dz) = (bench.f32([kv_heads]), bench.f32([1, kv_heads, tokens]));
     let forward = || qkv.dma_scores(&w_dt, &a);
     let shape = format!("{tokens} kv heads {kv_heads} d{head_dim}");
@@ -55,7 +55,7 @@ fn dma_scores_launches(mut calls: LaunchCheck<'_>, tokens: usize, kv_heads: usiz
     const BATCH: usize = 2;
     let shape = [BATCH, tokens, 4 * kv_heads, head_dim];
     let [qkv, dqkv] = [0, 1].map(|_| calls.flat(&shape, DType::BF16));
-    let w_shape = [kv_heads * head_dim, kv_heads];
+    let w_shape = [kv_heads, kv_heads * head_dim];
     let w_dt: Vec<f32> = (0..kv_heads * head_dim * kv_heads)
         .map(|_| calls.random.normal_with_tails() / (kv_heads as f32 * head_dim as f32).sqrt())
         .collect();

@@ -45,8 +45,8 @@ const PERIODS: [f64; 2] = [1.0, 1e9];
 const A_PERIOD: &str = "a period is a number of tokens; 64 is usual for the shortest";
 
 keys! {
-    /// Dynamic mask attention (arXiv:2508.02124, eq. 3), with two additions that are off by default: recency and a
-    /// window that is always seen.
+    /// Dynamic mask attention (arXiv:2508.02124, eq. 3), with two additions that are on by default: recency and a
+    /// window that is always seen. `preset = "paper"` is the published form, which has neither.
     ///
     /// `z_j = A softplus(v_j . W_dt)`; `rank_j = z_j + p_j / period` with p_j the position in the document (recency
     /// "slope") or `rank_j = z_j`. A query sees the last `local_window_size` keys and, of the older ones, those with
@@ -66,12 +66,8 @@ keys! {
         /// Initial value of every entry of A. At 0 all scores tie, and DMA starts as a sliding window.
         #[key(between(-1000.0, 1000.0, "0.0 starts DMA as a sliding window"))]
         pub a_init: f64 = 0.0,
-        /// What makes later keys rank higher. A text of this kind that gives `keep_window_size` gives it whole: what
-        /// it leaves out of `recency` and `local_window_size` is as published.
-        #[key(
-            filled("`\"slope\"`; `\"none\"` where the text gives `keep_window_size`, and with `bias = \"exp\"`"),
-            optional
-        )]
+        /// What makes later keys rank higher.
+        #[key(filled("`\"slope\"`; `\"none\"` with `bias = \"exp\"`"), optional)]
         pub recency: DmaRecency,
         /// Tokens over which recency raises a key's rank by 1 in the first KV head. Absent: 64.
         #[key(between(PERIODS[0], PERIODS[1], A_PERIOD))]
@@ -82,9 +78,20 @@ keys! {
         pub longest_period: Option<f64>,
         /// Keys every query sees whatever their rank: the last ones, its own included, in tokens; at most
         /// `keep_window_size`.
-        #[key(filled("an eighth of `keep_window_size`; 0 where the text gives that"), optional)]
+        #[key(filled("an eighth of `keep_window_size`"), optional)]
         pub local_window_size: usize,
     }
+}
+
+/// The keys of DMA's form that were given; [`DmaShape::with_form`] chooses what is absent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DmaForm {
+    /// [`DmaShape::bias`]; absent: the rank itself with a slope, else the exponential.
+    pub bias: Option<DmaBias>,
+    /// [`DmaShape::recency`]; absent: a slope, but none with the exponential as bias.
+    pub recency: Option<DmaRecency>,
+    /// [`DmaShape::local_window_size`]; absent: an eighth of `keep_window_size`.
+    pub local_window_size: Option<usize>,
 }
 
 /// Number of keys that DMA keeps for a query: the last ones whatever their rank, and the best-ranked of the older ones.
@@ -116,17 +123,40 @@ impl DmaShape {
         DmaWindow { keep_window_size: self.keep_window_size, local_window_size: self.local_window_size }
     }
 
-    /// The form of arXiv:2508.02124: no recency, no local window, the exponential as bias, A starts at 0.
-    pub fn published(keep_window_size: usize) -> Self {
+    /// The default form, which a recipe of `kind = "dma"` has, too: a recency slope, the rank itself as bias, a local
+    /// window of an eighth of `keep_window_size`; A starts at 0.
+    pub fn new(keep_window_size: usize) -> Self {
+        Self::with_form(keep_window_size, DmaForm::default())
+    }
+
+    /// The form that the given keys say, with a recipe's defaults for the others. A starts at 0, and periods are the
+    /// default ones.
+    pub fn with_form(keep_window_size: usize, form: DmaForm) -> Self {
+        // Without a recency slope DMA loses much quality on long rows (docs/results.md).
+        let recency = form.recency.unwrap_or(match form.bias {
+            Some(DmaBias::Exp) => DmaRecency::None,
+            _ => DmaRecency::Slope,
+        });
+        let bias = form.bias.unwrap_or(match recency {
+            DmaRecency::Slope => DmaBias::Linear,
+            DmaRecency::None => DmaBias::Exp,
+        });
         Self {
             keep_window_size,
-            bias: DmaBias::Exp,
+            bias,
             a_init: 0.0,
-            recency: DmaRecency::None,
+            recency,
             shortest_period: None,
             longest_period: None,
-            local_window_size: 0,
+            local_window_size: form.local_window_size.unwrap_or(keep_window_size / 8),
         }
+    }
+
+    /// The form of arXiv:2508.02124, a recipe's `preset = "paper"`: no recency, no local window, the exponential as
+    /// bias; A starts at 0.
+    pub fn published(keep_window_size: usize) -> Self {
+        let form = DmaForm { bias: Some(DmaBias::Exp), recency: Some(DmaRecency::None), local_window_size: Some(0) };
+        Self::with_form(keep_window_size, form)
     }
 
     /// Whether this is the published form, up to `bias` and `a_init`.

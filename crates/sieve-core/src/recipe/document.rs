@@ -19,7 +19,7 @@ pub(super) struct Document {
     pub(super) mistakes: Vec<Mistake>,
     /// Keys that do not go with the kind of attention that an override chose.
     pub(super) left_out: Vec<String>,
-    /// Whether the text, without overrides, is of kind DMA and gives its window.
+    /// Whether the text, without overrides, is of kind DMA and gives its window: earlier versions read it differently.
     pub(super) gives_window: bool,
     /// The kind of the text without overrides.
     kind: Option<AttentionKind>,

@@ -9,6 +9,24 @@ use super::mistake::{Location, Mistake};
 use super::rules::{self, Parts};
 use super::{Recipe, resolve, schema};
 
+/// What [`Recipe::load_with_notes`] found in a valid recipe.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RecipeNotes {
+    /// The keys that were removed because they do not go with the overridden `attention.kind`.
+    pub left_out: Vec<String>,
+    /// Of a text of kind DMA that an earlier version read as another form; `None` for all others.
+    pub former_form: Option<FormerForm>,
+}
+
+/// How an earlier version read a text of kind DMA.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FormerForm {
+    /// A sentence for the user: what the text was, and how to write that now.
+    pub words: String,
+    /// The overrides that give the text its former form.
+    pub overrides: Vec<String>,
+}
+
 impl Recipe {
     /// Reads a recipe, applies `overrides` (`section.key=value`, later ones win) and checks every rule.
     ///
@@ -21,31 +39,26 @@ impl Recipe {
     /// [`RecipeError::Syntax`] when the text is not TOML, else [`RecipeError::Invalid`] with every mistake of the text
     /// and of the overrides at once: unknown names, missing keys, wrong types, broken rules.
     pub fn load(text: &str, origin: &str, overrides: &[String]) -> Result<Self, RecipeError> {
-        Self::load_and_left_out(text, origin, overrides).map(|(recipe, _)| recipe)
+        Self::load_with_notes(text, origin, overrides).map(|(recipe, _)| recipe)
     }
 
-    /// As [`load`](Self::load). Also returns the keys that were removed because they do not go with the overridden
-    /// `attention.kind`.
+    /// As [`load`](Self::load). Also returns what the text's author should know.
     ///
     /// # Errors
     /// The errors of [`load`](Self::load).
-    pub fn load_and_left_out(
-        text: &str,
-        origin: &str,
-        overrides: &[String],
-    ) -> Result<(Self, Vec<String>), RecipeError> {
+    pub fn load_with_notes(text: &str, origin: &str, overrides: &[String]) -> Result<(Self, RecipeNotes), RecipeError> {
         let mut document = Document::parse(text, origin)?;
         document.apply(overrides);
         let mut mistakes = std::mem::take(&mut document.mistakes);
         resolve::steps_of_stages(&mut document.table, &mut mistakes);
         check::check_table(&mut document.table, &mut mistakes);
-        resolve::attention(&mut document.table, document.gives_window, &mut mistakes);
+        let former_form = resolve::attention(&mut document.table, document.gives_window, &mut mistakes);
         resolve::defaults(&mut document.table);
 
         rules::check(&Parts::from(&document.table), &mut mistakes);
         if mistakes.is_empty() {
             match document.table.clone().try_into() {
-                Ok(recipe) => return Ok((recipe, document.left_out)),
+                Ok(recipe) => return Ok((recipe, RecipeNotes { left_out: document.left_out, former_form })),
                 Err(error) => mistakes.push(Mistake::new("recipe", error.message(), "")),
             }
         }

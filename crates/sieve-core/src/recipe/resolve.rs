@@ -1,15 +1,17 @@
 //! Writes defaults into a recipe's table, above all defaults that follow from other values.
 
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 use toml::{Table, Value};
 
 use super::document::kind_of;
+use super::load::FormerForm;
 use super::mistake::Mistake;
 use super::{AttentionKind, Recipe, schema};
 use crate::keys::{Key, Section, Source, value_of};
 use crate::model::MAX_CHOSEN_BLOCKS;
 use crate::model::{
-    DmaBias, DmaRecency, DmaShape, InfllmV2Shape, MlaShape, MobaShape, MsaShape, NsaCompression, NsaShape,
+    DmaForm, DmaRecency, DmaShape, InfllmV2Shape, MlaShape, MobaShape, MsaShape, NsaCompression, NsaShape,
 };
 
 /// Replaces a stage's `tokens` by `steps`, and sets a missing `training.steps` to the sum over the stages.
@@ -66,9 +68,8 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
 /// Writes out the sizes of `[model]` that follow from others, and the keys of `[attention]` that follow from its preset
 /// or its kind's defaults. Works on checked values.
 ///
-/// `gives_window`: whether the text has kind DMA and sets its window, in which case recency and local window default to
-/// the published form.
-pub(super) fn attention(table: &mut Table, gives_window: bool, mistakes: &mut Vec<Mistake>) {
+/// `gives_window`: whether the text has kind DMA and sets its window. Returns [`former_form`] of such a text.
+pub(super) fn attention(table: &mut Table, gives_window: bool, mistakes: &mut Vec<Mistake>) -> Option<FormerForm> {
     let kind = kind_of(table);
     if let Some(model) = table.get_mut("model").and_then(Value::as_table_mut) {
         model_sizes(model, kind, mistakes);
@@ -89,11 +90,12 @@ pub(super) fn attention(table: &mut Table, gives_window: bool, mistakes: &mut Ve
             AttentionKind::Swa => derived(attention, "sliding_window", || sizes.part_of_row(4)),
             AttentionKind::Mla => mla_sizes(attention, sizes),
             AttentionKind::Nsa => nsa_sizes(attention, sizes),
-            AttentionKind::Dma => dma_form(attention, sizes, gives_window),
+            AttentionKind::Dma => return dma_form(attention, sizes).filter(|_| gives_window),
             AttentionKind::InfllmV2 => infllm_v2_sizes(attention, sizes),
             AttentionKind::Moba | AttentionKind::Msa => moba_sizes(attention, sizes),
         }
     }
+    None
 }
 
 /// Writes out the missing sizes of `[model]` that follow from its width and its number of heads.
@@ -207,23 +209,50 @@ pub(super) fn gives_window(text: &Table, kind: Option<AttentionKind>) -> bool {
     kind == Some(AttentionKind::Dma) && text["attention"].get("keep_window_size").is_some()
 }
 
-/// Writes out the missing keys of DMA; see [`attention`] for `gives_window`.
-fn dma_form(attention: &mut Table, sizes: Sizes, gives_window: bool) {
+/// Writes out the missing keys of DMA. Returns [`former_form`].
+fn dma_form(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
     derived(attention, "keep_window_size", || sizes.part_of_row(4));
-    let is = |attention: &Table, key: &str, name: &str| attention.get(key).and_then(Value::as_str) == Some(name);
-    // Without a recency slope DMA loses much quality on long rows (docs/results.md).
-    let recency = match gives_window || is(attention, "bias", "exp") {
-        true => DmaRecency::None,
-        false => DmaRecency::Slope,
+    let window = number(attention, "keep_window_size").and_then(|window| usize::try_from(window).ok());
+    let given = DmaForm {
+        bias: named(attention, "bias"),
+        recency: named(attention, "recency"),
+        local_window_size: number(attention, "local_window_size").and_then(|local| usize::try_from(local).ok()),
     };
-    choice(attention, "recency", recency);
-    let bias = match is(attention, "recency", "slope") {
-        true => DmaBias::Linear,
-        false => DmaBias::Exp,
+    // Without a window, which is a mistake that is reported, any does.
+    let form = DmaShape::with_form(window.unwrap_or(1), given);
+    let starts_at_0 = attention.get("a_init").is_none_or(|a_init| a_init.as_float() == Some(0.0));
+    choice(attention, "recency", form.recency);
+    choice(attention, "bias", form.bias);
+    derived(attention, "local_window_size", || whole(window.map(|_| form.local_window_size)?));
+    former_form(form, given, starts_at_0)
+}
+
+/// How a text that gives DMA's window was read before 0.1.0, if it is read differently now: what it left out of
+/// `recency` and `local_window_size` was as published. To be removed in the release after 0.1.0.
+fn former_form(now: DmaShape, given: DmaForm, starts_at_0: bool) -> Option<FormerForm> {
+    let recency = given.recency.or(Some(DmaRecency::None));
+    let local_window_size = given.local_window_size.or(Some(0));
+    let window = now.keep_window_size;
+    let before = DmaShape::with_form(window, DmaForm { recency, local_window_size, ..given });
+    let [then, today] = [before, now].map(|form| Table::try_from(form).expect("its values are those of TOML"));
+    let differing = then.into_iter().filter(|(key, value)| today.get(key) != Some(value)).collect::<Table>();
+    if differing.is_empty() {
+        return None;
+    }
+    let words = match starts_at_0 && before == DmaShape::published(window) {
+        true => "this text was the published form; write preset = \"paper\" for it".to_owned(),
+        false => {
+            let keys = differing.iter().map(|(key, value)| format!("{key} = {value}")).collect::<Vec<_>>();
+            format!("this text stood for {} too; write that for the same attention", keys.join(", "))
+        }
     };
-    choice(attention, "bias", bias);
-    let window = number(attention, "keep_window_size");
-    derived(attention, "local_window_size", || if gives_window { Some(0) } else { Some(window? / 8) });
+    let overrides = differing.iter().map(|(key, value)| format!("attention.{key}={value}")).collect();
+    Some(FormerForm { words: format!("attention: before 0.1.0 {words}"), overrides })
+}
+
+/// The value of a key that is one of some names.
+fn named<T: DeserializeOwned>(table: &Table, key: &str) -> Option<T> {
+    table.get(key)?.clone().try_into().ok()
 }
 
 /// Sets a missing key to a name.

@@ -137,7 +137,7 @@ fn model_shape_translates_every_name() {
     assert_eq!((shape.num_heads, shape.num_kv_heads, shape.head_dim), (6, 2, 10));
     assert_eq!((shape.vocab_size, shape.max_seq_len, shape.group_size()), (512, 128, 3));
     assert_eq!((shape.q_width(), shape.kv_width()), (60, 20));
-    assert_eq!(shape.attention, crate::model::Attention::Dma(DmaShape::published(16)));
+    assert_eq!(shape.attention, crate::model::Attention::Dma(DmaShape::new(16)));
 
     recipe.model.vocab_size = Some(640);
     assert_eq!(recipe.model_shape(512).map(|shape| shape.vocab_size), Ok(640));

@@ -2,6 +2,7 @@
 use crate::KernelError;
 use crate::attention::Qkv;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
+use sieve_core::DmaBias;
 
 const NAME: &str = "dma_scores";
 
@@ -60,7 +61,7 @@ pub enum PositionOrigin<'a> {
 
 impl Qkv {
     /// Scores of all keys from their values (arXiv:2508.02124, eq. 3). `w_dt` is f32
-    /// `[num_kv_heads * head_dim, num_kv_heads]`, `a` f32 `[num_kv_heads]`.
+    /// `[num_kv_heads, num_kv_heads * head_dim]`, the weight of a linear layer, `a` f32 `[num_kv_heads]`.
     ///
     /// # Errors
     /// Other types or shapes, more than 32 KV heads, a W_dt that does not fit the device's shared memory.
@@ -79,17 +80,12 @@ impl Qkv {
         a: &CudaTensor,
         recency: Option<&Recency<'_>>,
     ) -> Result<Scores, KernelError> {
-        let shape = self.shape(NAME)?;
-        let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
-        require_kv_heads(NAME, kv_heads)?;
-        operands!(NAME, w_dt: F32[kv_heads * head_dim, kv_heads]);
-        let kernel = |slopes: &[f32]| dma_scores_kernel(kv_heads, head_dim, slopes);
-        let bias = None;
-        self.ranked_by(kernel, &w_dt, a, recency, bias)
+        let (scores, _bias) = self.dma_ranks_and_bias(w_dt, a, recency, ScoreBias::Linear)?;
+        Ok(scores)
     }
 
-    /// [`dma_ranks`](Self::dma_ranks) by a linear layer's weight, `w_dt` f32 `[num_kv_heads, num_kv_heads * head_dim]`,
-    /// with the biases of logits, f32 `[batch, num_kv_heads, seq_len]`: z itself where `bias` is linear.
+    /// [`dma_ranks`](Self::dma_ranks) with the biases of logits, f32 `[batch, num_kv_heads, seq_len]`: z itself where
+    /// `bias` is linear.
     ///
     /// # Errors
     /// The errors of [`dma_ranks`](Self::dma_ranks).
@@ -103,32 +99,7 @@ impl Qkv {
         let shape = self.shape(NAME)?;
         let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
         require_kv_heads(NAME, kv_heads)?;
-        operands!(NAME, w_dt: F32[kv_heads, kv_heads * head_dim]);
-        let exponentials = (bias == ScoreBias::Exp).then(|| w_dt.empty_contiguous(&shape.per_key(), DType::F32));
-        let kernel = |slopes: &[f32]| {
-            let kernel = dma_scores_kernel(kv_heads, head_dim, slopes).define("HEAD_ROWS", 1);
-            match bias {
-                ScoreBias::Exp => kernel.define("BIAS", 1),
-                ScoreBias::Linear => kernel,
-            }
-        };
-        let scores = self.ranked_by(kernel, &w_dt, a, recency, exponentials.as_ref())?;
-        let bias = exponentials.unwrap_or_else(|| scores.z.clone());
-        Ok((scores, bias))
-    }
-
-    /// Launches `kernel`, which gets the slopes, on a checked weight. It also writes the biases into `bias`, if given.
-    fn ranked_by(
-        &self,
-        kernel: impl FnOnce(&[f32]) -> SourceKernel,
-        w_dt: &CudaTensor,
-        a: &CudaTensor,
-        recency: Option<&Recency<'_>>,
-        bias: Option<&CudaTensor>,
-    ) -> Result<Scores, KernelError> {
-        let shape = self.shape(NAME)?;
-        let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
-        operands!(NAME, a: F32[kv_heads]);
+        operands!(NAME, w_dt: F32[kv_heads, kv_heads * head_dim], a: F32[kv_heads]);
         let qkv = self.with_kernel_strides();
         let [_, _, v] = qkv.head_words(NAME)?;
         let slopes = recency.map_or(&[][..], |recency| recency.slopes);
@@ -154,10 +125,17 @@ impl Qkv {
         let grid = [shape.seq_len.div_ceil(BLOCK_TOKENS), 1, shape.batch];
         // Without document starts the kernel does not read the tensor that stands in for them.
         let start = start.as_ref().unwrap_or(&a);
-        let tensors = [qkv.v.tensor(), w_dt, &a, start, &x, &z].into_iter().chain(bias);
-        // SAFETY: sizes, strides and types checked above and by the callers; writes every element of x, z and bias.
-        unsafe { kernel(slopes).launch(grid, &tensors.collect::<Vec<_>>(), &params) }?;
-        Ok(Scores { x, z })
+        let exponentials = (bias == ScoreBias::Exp).then(new);
+        let kernel = dma_scores_kernel(kv_heads, head_dim, slopes);
+        let kernel = match bias {
+            ScoreBias::Exp => kernel.define("BIAS", 1),
+            ScoreBias::Linear => kernel,
+        };
+        let tensors = [qkv.v.tensor(), &w_dt, &a, start, &x, &z].into_iter().chain(&exponentials);
+        // SAFETY: sizes, strides and types checked above; writes every element of x, z and the exponentials.
+        unsafe { kernel.launch(grid, &tensors.collect::<Vec<_>>(), &params) }?;
+        let bias = exponentials.unwrap_or_else(|| z.clone());
+        Ok((Scores { x, z }, bias))
     }
 }
 

@@ -18,7 +18,7 @@ const THREADS: usize = 128;
 pub struct ScoresBackward<'a> {
     /// The packed heads whose values [`dma_scores`](crate::Qkv::dma_scores) scored.
     pub qkv: &'a Qkv,
-    /// Weight of the scores, f32 `[num_kv_heads * head_dim, num_kv_heads]`.
+    /// Weight of the scores, f32 `[num_kv_heads, num_kv_heads * head_dim]`.
     pub w_dt: &'a CudaTensor,
     /// Factor A of each KV head's scores, f32 `[num_kv_heads]`.
     pub a: &'a CudaTensor,
@@ -40,7 +40,7 @@ impl ScoresBackward<'_> {
         require_kv_heads(NAME, kv_heads)?;
         let channels = kv_heads * head_dim;
         operands!(NAME,
-            w_dt: F32[channels, kv_heads] = self.w_dt,
+            w_dt: F32[kv_heads, channels] = self.w_dt,
             a: F32[kv_heads] = self.a,
             x: F32(shape.per_key()) = self.x,
             dz: F32(shape.per_key()) = self.dz,
@@ -67,7 +67,7 @@ impl ScoresBackward<'_> {
         let tensors = [qkv.v.tensor(), &w_dt, &a, &x, &dz, dqkv.v.tensor(), &partials];
         // SAFETY: reads v, x and dz, reads and writes the value heads of every token, writes every partial sum.
         unsafe { dma_scores_backward_kernel(kv_heads).launch([blocks, slabs, 1], &tensors, &params) }?;
-        let [dw_dt, da] = column_sums(&partials, [&[channels, kv_heads], &[kv_heads]])?;
+        let [dw_dt, da] = column_sums(&partials, [&[kv_heads, channels], &[kv_heads]])?;
         Ok((dw_dt, da))
     }
 }

@@ -10,7 +10,9 @@ use std::path::PathBuf;
 const TIED: &str = "tie_word_embeddings = true";
 pub(crate) const MHA: &str = "kind = \"mha\"";
 pub(crate) const SWA: &str = "kind = \"swa\"\nsliding_window = 5";
-pub(crate) const DMA: &str = "kind = \"dma\"\nkeep_window_size = 3";
+pub(crate) const DMA: &str = "kind = \"dma\"\nkeep_window_size = 3\npreset = \"paper\"";
+/// The default form.
+pub(crate) const SLOPED: &str = "kind = \"dma\"\nkeep_window_size = 3\nshortest_period = 4";
 
 const TOKENIZER: &str = r#"{"added_tokens":[{"id":1,"content":"<|endoftext|>","special":true}],
     "model":{"type":"WordLevel","vocab":{"a":0,"<|endoftext|>":1},"unk_token":"a"}}"#;

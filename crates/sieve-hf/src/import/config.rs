@@ -205,7 +205,11 @@ impl Reader {
         };
         let mut lines = format!("kind = {kind:?}");
         for key in keys {
+            let (none, zero) = (Value::from("none"), Value::from(0));
             let value = match (kind, key.as_str()) {
+                // Older exports do not have the keys; their models have the published form.
+                ("dma", "recency") if self.value[&key].is_null() => &none,
+                ("dma", "local_window_size") if self.value[&key].is_null() => &zero,
                 ("swa", "sliding_window") => &self.value["window_size"],
                 // Older exports do not have the key; their models have no norms.
                 ("mla", "qk_norm") if self.value["mla_qk_norm"].is_null() => &Value::Bool(false),
@@ -247,7 +251,8 @@ impl HfConfig {
                     reader.must_be_off(key)?;
                 }
                 let window = reader.integer("keep_window_size")?;
-                let attention = format!("kind = \"dma\"\nkeep_window_size = {window}");
+                let attention =
+                    format!("kind = \"dma\"\nkeep_window_size = {window}\nrecency = \"none\"\nlocal_window_size = 0");
                 (attention, Vec::new())
             }
             Architecture::DeepseekV3 => (reader.deepseek_attention(num_layers)?, Vec::new()),

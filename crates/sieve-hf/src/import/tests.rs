@@ -1,5 +1,5 @@
 use super::*;
-use crate::export::tests::{self, DMA, MHA, SWA, changed_checkpoint, read_json};
+use crate::export::tests::{self, DMA, MHA, SLOPED, SWA, changed_checkpoint, read_json};
 use crate::named_parameters;
 use crate::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, export, load_model};
 use burn_flex::Flex;
@@ -361,9 +361,8 @@ fn configurations_without_a_recipe_are_refused() {
     let mla = "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4\nqk_norm = false";
     let latent_hf = exported(latent.path(), TIED, mla, whole());
     let ranked = tempfile::tempdir().expect("a folder");
-    let dma = format!("{DMA}\nbias = \"linear\"\nrecency = \"slope\"\nshortest_period = 4");
     let scaled = "rope_scaling = { rope_type = \"linear\", factor = 2.0 }";
-    let ranked_hf = exported(ranked.path(), scaled, &dma, whole());
+    let ranked_hf = exported(ranked.path(), scaled, SLOPED, whole());
     for [kind, key, value, word] in cases(
         r#"
         dense => model_type => "mixtral" => model_type is "mixtral"
@@ -422,8 +421,7 @@ fn configurations_without_a_recipe_are_refused() {
 #[test]
 fn an_export_that_transformers_saved_again_is_read() {
     let folder = tempfile::tempdir().expect("a folder");
-    let dma = format!("{DMA}\nbias = \"linear\"\nrecency = \"slope\"\nshortest_period = 4");
-    let from = exported(&folder.path().join("export"), TIED, &dma, whole());
+    let from = exported(&folder.path().join("export"), TIED, SLOPED, whole());
     let path = from.join("config.json");
     let mut saved = read_json(&path);
     // It writes the defaults of modeling_sieve.py too.

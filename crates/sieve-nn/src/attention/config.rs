@@ -1,7 +1,7 @@
 //! Sizes of an attention layer without a model. The file of each kind has the method that builds its layer.
 use crate::WeightInit;
 use burn::tensor::backend::Backend;
-use sieve_core::{Attention, DmaBias, ModelShape};
+use sieve_core::{Attention, ModelShape};
 use sieve_ops::RotaryEmbedding;
 use thiserror::Error;
 
@@ -22,10 +22,6 @@ pub struct AttentionConfig {
     pub initializer_range: f64,
     /// Base of the rotary frequencies; 10 000 by [`new`](Self::new).
     pub rope_theta: f64,
-    /// Function from DMA's scores to biases of keys; `exp` by [`new`](Self::new).
-    pub dma_bias: DmaBias,
-    /// Initial value of DMA's gates; 0 by [`new`](Self::new), with which DMA starts as a sliding window.
-    pub dma_a_init: f64,
     /// Seed of the weights; 0 by [`new`](Self::new).
     pub seed: u64,
 }
@@ -46,8 +42,6 @@ impl AttentionConfig {
             rms_norm_eps: 1e-6,
             initializer_range: 0.02,
             rope_theta: 10_000.0,
-            dma_bias: DmaBias::Exp,
-            dma_a_init: 0.0,
             seed: 0,
         }
     }

@@ -25,11 +25,10 @@ pub struct DynamicMaskAttention<B: Backend> {
 }
 
 impl AttentionConfig {
-    /// Attention over the `keep_window_size` best keys. Panics when [`validate`](Self::validate) fails or
-    /// `keep_window_size` is 0.
-    pub fn dynamic_mask<B: Backend>(&self, keep_window_size: usize, device: &B::Device) -> DynamicMaskAttention<B> {
-        assert!(keep_window_size > 0, "a query keeps at least one key");
-        let dma = DmaShape { bias: self.dma_bias, a_init: self.dma_a_init, ..DmaShape::published(keep_window_size) };
+    /// Dynamic mask attention: of a recipe's form with [`DmaShape::new`], of the published one with
+    /// [`DmaShape::published`]. Panics when [`validate`](Self::validate) fails or `keep_window_size` is 0.
+    pub fn dynamic_mask<B: Backend>(&self, dma: DmaShape, device: &B::Device) -> DynamicMaskAttention<B> {
+        assert!(dma.keep_window_size > 0, "a query keeps at least one key");
         let shape = self.shape(Attention::Dma(dma));
         DynamicMaskAttention::new(&shape, dma, &mut self.weights(), device)
     }
@@ -82,7 +81,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
 
     /// The parameters w_dt and a, which rank keys.
     pub fn dma_layer(&self) -> DmaLayer<B> {
-        DmaLayer { w_dt: self.dt_proj.weight.val().transpose(), a: self.a.val(), spec: self.dma }
+        DmaLayer { w_dt: self.dt_proj.weight.val(), a: self.a.val(), spec: self.dma }
     }
 
     pub(super) fn attend(
@@ -91,7 +90,8 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         documents: &Documents<B>,
         spec: AttentionSpec,
     ) -> sieve_ops::DmaAttention<B> {
-        sieve_ops::dynamic_mask_attention(qkv, self.dma_layer(), documents, spec)
+        let found = sieve_ops::dynamic_mask_attention(qkv, self.dma_layer(), documents, spec);
+        found.unwrap_or_else(|error| panic!("{error}"))
     }
 
     /// The weight of each key for each query of one document, `[num_heads, seq_len, seq_len]`.
@@ -102,7 +102,8 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         by_key(&qkv, |one_hot| {
             let qkv = with_values(&qkv, one_hot, spec.num_kv_heads);
             let (rank, expire) = (chosen.rank.clone(), chosen.expire.clone());
-            sieve_ops::dma_attention(qkv, rank, expire, documents, spec, self.dma.bias)
+            let o = sieve_ops::dma_attention(qkv, rank, expire, documents, spec, self.dma.bias);
+            o.expect("the mask and the ranks are of this packed tensor")
         })
     }
 

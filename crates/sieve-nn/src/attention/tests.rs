@@ -164,7 +164,7 @@ fn every_parameter_and_the_input_get_gradients() {
     let config = AttentionConfig::new(24, 6, 3, 8);
     let rows = Rows::<Ad>::new([2, 13], &shape(sieve_core::Attention::Mha));
     let x = input::<Ad, 3>([2, 13, 24], 6).require_grad();
-    let layer = config.dynamic_mask::<Ad>(4, &Default::default());
+    let layer = config.dynamic_mask::<Ad>(DmaShape::published(4), &Default::default());
     let y = layer.forward(x.clone(), x.zeros_like(), &rows.context()).x;
     let gradients = (y * input([2, 13, 24], 7)).sum().backward();
     let matrix =

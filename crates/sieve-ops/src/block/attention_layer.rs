@@ -9,6 +9,8 @@ mod forward;
 pub use forward::AttentionLayer;
 
 use super::{Residual, kept_by};
+use crate::dma::checks;
+use crate::operands::Operands;
 use crate::tensors::{primitive, tensor, value};
 use crate::{
     AttentionCall, AttentionSpec, ContextParallel, DmaLayer, Documents, QkNorm, RotaryEmbedding, SieveBackend,
@@ -41,6 +43,9 @@ pub struct LayerTokens<'a, B: Backend> {
 /// # Shapes
 /// - x: `[batch, seq_len, d_model]`
 /// - returns: shape of x; mask and ranks `[batch, num_kv_heads, seq_len]`
+///
+/// # Panics
+/// When DMA's parameters have other shapes than [`DmaLayer`](crate::DmaLayer) says.
 pub fn attention_layer<B: SieveBackend>(
     x: Tensor<B, 3>,
     layer: AttentionLayer<B>,
@@ -48,6 +53,10 @@ pub fn attention_layer<B: SieveBackend>(
     spec: AttentionSpec,
     residual: Residual,
 ) -> (Tensor<B, 3>, Option<MaskAndRanks<B>>) {
+    if let Some(dma) = &layer.dma {
+        let head_dim = layer.qkv.dims()[0] / spec.packed_heads();
+        checks::layer(Operands("attention_layer"), dma, spec, head_dim).unwrap_or_else(|error| panic!("{error}"));
+    }
     let x = primitive(x);
     let parents = [
         primitive(layer.norm.clone()),

@@ -82,7 +82,7 @@ fn inputs(case: Case, a: f64) -> [FlexTensor; 4] {
     let mut random = Random(3);
     let kv = case.spec.num_kv_heads;
     let shapes: [&[usize]; 3] =
-        [&[BATCH, ROW, case.spec.packed_heads(), WIDTH], &[BATCH, ROW, case.spec.num_heads, WIDTH], &[kv * WIDTH, kv]];
+        [&[BATCH, ROW, case.spec.packed_heads(), WIDTH], &[BATCH, ROW, case.spec.num_heads, WIDTH], &[kv, kv * WIDTH]];
     let [qkv, d_o, w_dt] = shapes.map(|shape| random.input(shape).tensor(DType::F32));
     let a = random.input(&[kv]).affine(a, a).tensor(DType::F32);
     [qkv, d_o, w_dt, a]

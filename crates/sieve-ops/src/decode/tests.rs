@@ -81,7 +81,7 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
         let qkv = qkv.tensor(DType::F32);
         let z = tied_scores(seq_len, 5);
         let all = documents::<Flex>(&[], [2, seq_len]);
-        let expire = dma_select(tensor::<Flex, 3>(z.clone()), &all, window);
+        let expire = dma_select(tensor::<Flex, 3>(z.clone()), &all, window).expect("fits");
         let call = DmaCall {
             qkv: qkv.clone(),
             delta: primitive(dma_bias(tensor::<Flex, 3>(z.clone()), bias)),
@@ -106,7 +106,7 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
                 position: at,
             };
             let plain_o = reference::dma_decode(&mut plain, offered.clone(), spec.softmax_scale, bias, &mut ());
-            let o = dma_decode(&mut cache, offered, spec.softmax_scale, bias, &mut ());
+            let o = dma_decode(&mut cache, offered, spec.softmax_scale, bias, &mut ()).expect("fits");
             let o_host = host(primitive(o));
             assert_close(&format!("plain row {at}, {bias:?}"), &o_host, &host(plain_o), 4e-6);
             assert_eq!(host_ints(cache.positions.tokens()), host_ints(plain.positions.tokens()), "row {at}");

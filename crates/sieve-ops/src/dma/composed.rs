@@ -11,7 +11,8 @@ use sieve_core::{DmaShape, KeepOLow};
 /// Parameters and settings of dynamic mask attention other than the projections.
 #[derive(Clone, Debug)]
 pub struct DmaLayer<B: Backend> {
-    /// Weight from the values of all KV heads to the scores, `[num_kv_heads * head_dim, num_kv_heads]`.
+    /// Weight from the values of all KV heads to the scores, `[num_kv_heads, num_kv_heads * head_dim]`, stored `[out,
+    /// in]` as a linear layer's.
     pub w_dt: Tensor<B, 2>,
     /// Gate of each KV head's scores, `[num_kv_heads]`.
     pub a: Tensor<B, 1>,

@@ -8,10 +8,9 @@ use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{DmaWindow, KeepOLow};
 
-/// The packed tensor, the transpose of w_dt, and a. Layers store W_dt as `[num_kv_heads, num_kv_heads * head_dim]`,
-/// which the kernel reads, and pass a transposed view; transposing it again copies nothing.
+/// The packed tensor, w_dt and a.
 fn operands(call: &DmaScoresCall<Flex>) -> [FlexTensor; 3] {
-    [call.qkv.clone(), call.w_dt.transpose(0, 1), call.a.clone()].map(contiguous)
+    [call.qkv.clone(), call.w_dt.clone(), call.a.clone()].map(contiguous)
 }
 
 pub(crate) fn dma_scores(call: &DmaScoresCall<Flex>) -> FlexTensor {
@@ -42,8 +41,7 @@ pub(crate) fn dma_scores_backward(call: &DmaScoresCall<Flex>, dz: FlexTensor, dq
         &mut dw,
         &mut da,
     );
-    let dw = from_vec(dw, w.shape()).transpose(0, 1);
-    [dqkv, dw, from_vec(da, a.shape())]
+    [dqkv, from_vec(dw, w.shape()), from_vec(da, a.shape())]
 }
 
 /// The mask `expire`: for each key the first query that no longer sees it. Keys first expire by rank alone;

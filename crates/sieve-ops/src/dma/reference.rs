@@ -24,7 +24,7 @@ pub fn dma_scores<B: Backend>(call: &DmaScoresCall<B>) -> Float<B> {
     let (qkv, _) = upcast::<B, 4>(qkv);
     let [batch, seq_len, _, _] = qkv.dims();
     let dtype = qkv.dtype();
-    let x = value_rows(qkv, spec).matmul(tensor::<B, 2>(w_dt).cast(dtype));
+    let x = value_rows(qkv, spec).matmul(tensor::<B, 2>(w_dt).cast(dtype).transpose());
     let z = softplus(x, 1.0) * tensor::<B, 1>(a).cast(dtype).unsqueeze();
     primitive(z.reshape([batch, seq_len, spec.num_kv_heads]).swap_dims(1, 2))
 }
@@ -44,13 +44,13 @@ pub fn dma_scores_backward<B: Backend>(call: &DmaScoresCall<B>, dz: Float<B>, dq
     let w_dt = tensor::<B, 2>(w_dt).cast(compute);
     let a = tensor::<B, 1>(a).cast(compute);
     let v = value_rows(qkv, spec);
-    let x = v.clone().matmul(w_dt.clone());
+    let x = v.clone().matmul(w_dt.clone().transpose());
     let dz = tensor::<B, 3>(dz).cast(compute).swap_dims(1, 2);
     let dz = dz.reshape([batch * seq_len, spec.num_kv_heads]);
     let da = (dz.clone() * softplus(x.clone(), 1.0)).sum_dim(0).squeeze_dim::<1>(0);
     let dx = dz * a.unsqueeze() * sigmoid(x);
-    let dw = v.transpose().matmul(dx.clone());
-    let dv = dx.matmul(w_dt.transpose());
+    let dw = v.transpose().matmul(dx.clone()).transpose();
+    let dv = dx.matmul(w_dt);
     let dv = dv.reshape([batch, seq_len, spec.num_kv_heads, head_dim]);
     let first_value = heads - spec.num_kv_heads;
     let dqkv = tensor::<B, 4>(dqkv);

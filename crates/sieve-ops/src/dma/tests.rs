@@ -1,5 +1,6 @@
 mod gradients;
 mod mask;
+mod operands;
 
 use super::{dma_bias, dma_rank, dynamic_mask_attention};
 use crate::tensors::tensor;
@@ -36,7 +37,7 @@ fn inputs(spec: AttentionSpec, [batch, seq_len, head_dim]: [usize; 3], seed: u64
     let width = spec.num_kv_heads * head_dim;
     [
         random.input(&[batch, seq_len, spec.packed_heads(), head_dim]),
-        random.input(&[width, spec.num_kv_heads]).affine(1.0 / (width as f64).sqrt(), 0.0),
+        random.input(&[spec.num_kv_heads, width]).affine(1.0 / (width as f64).sqrt(), 0.0),
         random.input(&[spec.num_kv_heads]).affine(0.5, 0.0),
     ]
 }
@@ -47,7 +48,8 @@ fn layer(inputs: &[Float], spec: DmaShape) -> DmaLayer<Ad> {
 }
 
 fn run(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec, dma: DmaShape) -> Float {
-    primitive(dynamic_mask_attention(float(&inputs[0]), layer(inputs, dma), documents, spec).o)
+    let found = dynamic_mask_attention(float(&inputs[0]), layer(inputs, dma), documents, spec);
+    primitive(found.expect("fits").o)
 }
 
 /// Scores, brute-force selection and attention with the whole score matrix, in plain Burn ops.

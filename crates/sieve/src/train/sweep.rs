@@ -171,14 +171,14 @@ fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
         }
     }
     let runs = combinations.into_iter().map(|overrides| {
-        let mut recipe = args.recipe.clone();
-        recipe.overrides.extend(overrides.iter().cloned());
-        let (mut recipe, text) = recipe.load_with_text()?;
+        let mut source = args.recipe.clone();
+        source.overrides.extend(overrides.iter().cloned());
+        let out = base.join(folder_name(&overrides));
+        let (mut recipe, text) = args.load_recipe(&source, &out)?;
         if shares_data && recipe.data.cache_dir.is_none() {
             let shared = base.join("data").display().to_string();
             recipe.data.cache_dir = Some(shared.replace('$', "$$"));
         }
-        let out = base.join(folder_name(&overrides));
         Ok(Run { overrides, recipe, text, out })
     });
     let runs = runs.collect::<Result<Vec<_>>>()?;

@@ -131,7 +131,7 @@ impl Case {
         let (spec, documents) = (self.spec, &self.documents);
         let o = match self.layer(inputs, Keeping::NOTHING).dma {
             None => attention(qkv, documents, spec),
-            Some(dma) => dynamic_mask_attention(qkv, dma, documents, spec).o,
+            Some(dma) => dynamic_mask_attention(qkv, dma, documents, spec).expect("fits").o,
         };
         let o = o.flatten::<3>(2, 3);
         primitive(match self.residual {

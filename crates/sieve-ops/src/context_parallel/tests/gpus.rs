@@ -101,7 +101,7 @@ impl Gpu {
         let kv = SPEC.num_kv_heads;
         let w_dt = (0..kv * WIDTH * kv).map(|at| 0.1 * value(7, at)).collect();
         let a = (0..kv).map(|head| case.a * (1.0 + 0.1 * head as f32)).collect();
-        [primitive(upload(w_dt, [kv * WIDTH, kv], &self.device)), primitive(upload(a, [kv], &self.device))]
+        [primitive(upload(w_dt, [kv, kv * WIDTH], &self.device)), primitive(upload(a, [kv], &self.device))]
     }
 }
 
