@@ -14,6 +14,7 @@ mod command_line;
 mod damaged_texts;
 mod data_commands;
 mod data_safetensors;
+mod initial_weights;
 mod kernel_branches;
 mod kernels_cli;
 mod operator;

@@ -153,9 +153,18 @@ pub fn tokens_of_text(num_bytes: u64) -> f64 {
 /// `steps`, or fewer if those would read a text of `num_tokens` more than 16 times; `None` if that leaves too few
 /// steps.
 pub fn steps_for_text(num_tokens: f64, tokens_per_step: usize, steps: usize) -> Option<usize> {
-    let most = MOST_EPOCHS * num_tokens / tokens_per_step.max(1) as f64;
-    let fit = steps.min(most as usize);
+    let fit = steps.min(most_steps(num_tokens, tokens_per_step));
     (fit >= LEAST_STEPS.min(steps)).then_some(fit)
+}
+
+/// As [`steps_for_text`], for a model whose weights are trained already: such a run may have any number of steps from 1.
+pub fn fine_tuning_steps(num_tokens: f64, tokens_per_step: usize, steps: usize) -> usize {
+    steps.min(most_steps(num_tokens, tokens_per_step).max(1))
+}
+
+/// The number of steps that read a text of `num_tokens` 16 times, rounded down.
+fn most_steps(num_tokens: f64, tokens_per_step: usize) -> usize {
+    (MOST_EPOCHS * num_tokens / tokens_per_step.max(1) as f64) as usize
 }
 
 /// The fewest tokens of text with which [`steps_for_text`] never returns `None`.
