@@ -114,14 +114,20 @@ impl RecipeArgs {
             return None;
         }
         let found = sieve_train::ignored_checkpoint(&folder, recipe)?;
-        let name = match found == folder {
-            true => ".".into(),
-            false => found.file_name()?.to_string_lossy(),
+        let hint = match found == folder {
+            // The recipe of a checkpoint is not to be edited.
+            true => format!(
+                "--set model.initial_weights={} begins with it, --set model.initial_weights=random without",
+                crate::terminal::quoted(&found)
+            ),
+            false => format!(
+                "write initial_weights = {:?} below [model] to begin with it, initial_weights = \"random\" to begin \
+                 without",
+                found.file_name()?.to_string_lossy()
+            ),
         };
         Some(format!(
-            "{} does not say which weights a run begins with, and {} is a checkpoint of its model\n  \
-             hint: write initial_weights = {name:?} below [model] to begin with it, initial_weights = \"random\" to \
-             begin without",
+            "{} does not say which weights a run begins with, and {} is a checkpoint of its model\n  hint: {hint}",
             self.recipe,
             found.display()
         ))

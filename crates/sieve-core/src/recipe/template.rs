@@ -350,6 +350,15 @@ mod tests {
     }
 
     #[test]
+    fn a_fine_tuning_reads_its_text_sixteen_times_at_most() {
+        for (num_tokens, steps, expected) in [(4_000.0, 1000, 3), (100.0, 1000, 1), (4e6, 1000, 1000), (4e6, 7, 7)] {
+            assert_eq!(fine_tuning_steps(num_tokens, 16_384, steps), expected, "{num_tokens}");
+        }
+        // A model without trained weights needs more steps than so short a text is worth.
+        assert_eq!(steps_for_text(4_000.0, 16_384, 1000), None);
+    }
+
+    #[test]
     fn names_say_the_number_of_parameters() {
         for (size, most) in StartingSize::ALL.into_iter().zip([1.3e6, 12e6, 33e6]) {
             for kind in AttentionKind::ALL {
