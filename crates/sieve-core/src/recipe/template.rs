@@ -157,7 +157,8 @@ pub fn steps_for_text(num_tokens: f64, tokens_per_step: usize, steps: usize) -> 
     (fit >= LEAST_STEPS.min(steps)).then_some(fit)
 }
 
-/// As [`steps_for_text`], for a model whose weights are trained already: such a run may have any number of steps from 1.
+/// As [`steps_for_text`], for a model whose weights are trained already: such a run may have any number of steps, 1 at
+/// least.
 pub fn fine_tuning_steps(num_tokens: f64, tokens_per_step: usize, steps: usize) -> usize {
     steps.min(most_steps(num_tokens, tokens_per_step).max(1))
 }
