@@ -44,7 +44,7 @@ macro_rules! sessions {
     };
 }
 
-sessions! { command_line data eval kernels memory newcomer next ranks resume selectors stages train
+sessions! { begin command_line data eval kernels memory newcomer next ranks resume selectors stages train
 wrong_inputs }
 
 /// A command or an assertion, with the expectations below it.

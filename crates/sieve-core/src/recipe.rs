@@ -43,11 +43,11 @@ pub use resume::KeyChange;
 pub use sections::{
     ActivationCheckpointMode, ActivationCheckpointSection, Attention, AttentionKind, CheckpointSection, DecayType,
     GenerationSection, GradientDtype, LrSchedulerSection, MetricsSection, ModelSection, OptimizerName,
-    OptimizerSection, ParallelismSection, SwaShape, TokenizerSection, TokenizerSource, TokenizerTraining,
-    TrainingPrecision, TrainingSection, ValidationSection,
+    OptimizerSection, ParallelismSection, RANDOM_WEIGHTS, SwaShape, TokenizerSection, TokenizerSource,
+    TokenizerTraining, TrainingPrecision, TrainingSection, ValidationSection,
 };
 pub use stages::{Stage, StageSection};
-pub use template::{EPOCHS_AS_NEW, StartingSize, least_tokens, steps_for_text, tokens_of_text};
+pub use template::{EPOCHS_AS_NEW, StartingSize, fine_tuning_steps, least_tokens, steps_for_text, tokens_of_text};
 
 use crate::keys::keys;
 

@@ -6,6 +6,7 @@
 //! parameters are initialised as in a new model.
 
 mod config;
+mod refit;
 
 use crate::export::tensors::{ExportTensor, Source, tensors_of};
 use crate::export::{Architecture, tokenizer_files};
@@ -16,6 +17,7 @@ use crate::{
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bytes, DType, TensorData};
 use config::HfConfig;
+pub use refit::{RefitReport, refit};
 use sieve_core::recipe::{AttentionKind, Location};
 use sieve_core::{ModelShape, Recipe, RecipeError};
 use sieve_files::write_synced;
@@ -117,11 +119,7 @@ pub fn import<B: Backend>(
     }
     if !read.tensors.is_empty() {
         let names = read.tensors.keys().cloned().collect::<BTreeSet<_>>();
-        return Err(CheckpointError::not_importable(
-            from,
-            format!("the new attention has no place for {}", list(&names)),
-            "grouped-query attention becomes dma, swa, nsa (with shared_kv = true), infllm_v2, moba or msa",
-        ));
+        return Err(no_place_for(from, &list(&names)));
     }
     let state = CheckpointState::untrained(shape.vocab_size);
     let recipe_toml = recipe.to_toml();
@@ -409,6 +407,15 @@ impl Problems {
             "config.json and the weights must be of one model",
         ))
     }
+}
+
+/// The error of weights that the parameters of another attention kind leave over.
+fn no_place_for(from: &Path, names: &str) -> CheckpointError {
+    CheckpointError::not_importable(
+        from,
+        format!("the new attention has no place for {names}"),
+        "grouped-query attention becomes dma, swa, nsa (with shared_kv = true), infllm_v2, moba or msa",
+    )
 }
 
 /// The names, at most [`MAX_NAMES`], and how many more there are.

@@ -37,7 +37,9 @@ pub use group::{Group, Health};
 pub use hardware::{DeviceMemory, Hardware, MemoryProbe, Precision};
 pub use metrics::last_validation;
 pub use optimizer::{Optimizer, OptimizerSnapshot, ReplicaSums};
-pub use origin::Origin;
+pub use origin::{
+    Origin, check_fit, ignored_checkpoint, initial_checkpoint, initial_weights, named_checkpoint, needs_import,
+};
 pub use report::{SkippedStep, StepReport, TrainEvent, TrainSummary, ValidationReport};
 pub use run_folder::{RunFolder, Start};
 pub use segments::{BlockSettings, MicroBatchResult, accumulate_gradients_with};

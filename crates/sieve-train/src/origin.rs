@@ -1,9 +1,12 @@
-//! The checkpoint a run resumes from.
+//! The checkpoint a run begins with or resumes from.
+mod initial;
+
 use crate::run_folder::rename_aside;
 use crate::{RunFolder, Start, TrainError};
+pub use initial::{check_fit, ignored_checkpoint, initial_checkpoint, initial_weights, named_checkpoint, needs_import};
 use serde::{Deserialize, Serialize};
-use sieve_core::recipe::{AttentionKind, KeyChange, OptimizerName};
-use sieve_core::{Attention, ModelShape, Recipe};
+use sieve_core::Recipe;
+use sieve_core::recipe::{KeyChange, RANDOM_WEIGHTS};
 use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, CheckpointError, CheckpointState, list_checkpoints};
 use std::io::ErrorKind;
@@ -34,6 +37,11 @@ pub struct Origin {
     /// Whether a new run with another recipe begins with the checkpoint: it uses the checkpoint's tokenizer, but its
     /// own data.
     pub is_branch: bool,
+    /// The run's `model.initial_weights`, with the folder in full; `None` if the run was begun by an earlier version
+    /// that did not keep it.
+    initial_weights: Option<String>,
+    /// The key as the recipe of a new run gives it; `--branch-from` may have named another checkpoint.
+    recipe_key: Option<String>,
 }
 
 impl Origin {
@@ -42,15 +50,21 @@ impl Origin {
     /// fallback folder is used if it belongs to this run.
     ///
     /// A run that was killed before its first checkpoint begins again with its first state: a checkpoint of another
-    /// run, or the seed.
+    /// run, or the seed. The checkpoint that a run began with is verified again as long as the run has none of its own.
+    /// Later a change of it is only a notice.
     ///
     /// # Errors
-    /// A damaged checkpoint; a recipe that does not continue the run; the checkpoint that the run began with was
-    /// removed or replaced.
+    /// A damaged checkpoint; a recipe that does not continue the run; `model.initial_weights` of a new run's recipe
+    /// names no checkpoint, or one of another model; the checkpoint that the run began with was removed or replaced.
     pub fn find(folder: &RunFolder, start: &Start, recipe: &Recipe) -> Result<Self, TrainError> {
         let mut notices = Vec::new();
         let checkpoint = match start {
-            Start::New => return Ok(Self::seed()),
+            Start::New => {
+                return match initial::folder(recipe)? {
+                    Some(path) => Self::branch(initial::opened(Checkpoint::open(&path))?, recipe),
+                    None => Ok(Self::seed()),
+                };
+            }
             Start::BranchFrom(path) => return Self::branch(Checkpoint::open(path)?, recipe),
             Start::Resume if list_checkpoints(&folder.checkpoint_path())?.is_empty() => None,
             Start::Resume => Some(Checkpoint::open(&folder.checkpoint_path())?),
@@ -58,10 +72,11 @@ impl Origin {
             Start::ResumeFrom(path) => Some(Checkpoint::open(path)?),
         };
         let begun = match &checkpoint {
-            Some(_) => None,
+            // A run with a checkpoint of its own can do without the other one, and without the file that names it.
+            Some(_) => Begun::read(folder).ok().flatten(),
             None => Begun::read(folder)?,
         };
-        let saved = match &checkpoint {
+        let mut saved = match &checkpoint {
             Some(checkpoint) => saved_recipe(checkpoint)?,
             None => {
                 let path = folder.config_path();
@@ -69,15 +84,30 @@ impl Origin {
                 Recipe::load(&text, &path.display().to_string(), &[])?
             }
         };
-        let recipe = &with_tokenizer_of_branch(&saved, recipe);
-        let is_branch = begun.as_ref().is_some_and(|begun| begun.is_branch);
-        let checkpoint = match begun {
-            Some(begun) => {
+        let mut recipe = with_tokenizer_of_branch(&saved, recipe);
+        let named = recipe.model.initial_weights.clone();
+        with_initial_weights(&mut saved, &mut recipe, begun.as_ref());
+        let (mut initial_weights, recipe) = (recipe.model.initial_weights.clone(), &recipe);
+        let is_branch = checkpoint.is_none() && begun.as_ref().is_some_and(|begun| begun.is_branch);
+        let recipe_key = begun.as_ref().and_then(|begun| begun.recipe_key.clone());
+        let checkpoint = match (checkpoint, begun) {
+            (None, Some(begun)) => {
+                let found = begun.open(folder, named.as_deref())?;
                 let note = "note: the run has no checkpoint yet; it begins again with";
-                notices.push(format!("{note} {}", begun.checkpoint.display()));
-                Some(begun.open(folder)?)
+                notices.push(format!("{note} {}", found.path.display()));
+                if is_branch {
+                    initial_weights = Some(initial::full_key_of(&found)?);
+                }
+                Some(found)
             }
-            None => checkpoint,
+            (Some(checkpoint), Some(begun)) => {
+                // Of several ranks, the first one alone finds the checkpoint so.
+                if matches!(start, Start::Resume | Start::ResumeAlone { .. }) {
+                    notices.extend(begun.change());
+                }
+                Some(checkpoint)
+            }
+            (checkpoint, None) => checkpoint,
         };
         let steps_done = checkpoint.as_ref().map_or(0, |found| found.state.step);
         for change in saved.check_resume(recipe, steps_done as usize)? {
@@ -99,7 +129,7 @@ impl Origin {
             }
             None => notices.push("note: the run has no checkpoint yet; it starts over".to_owned()),
         }
-        Ok(Self { checkpoint, notices, is_branch })
+        Ok(Self { checkpoint, notices, is_branch, initial_weights, recipe_key })
     }
 
     /// Writes `origin.json` into the folder of a run, or removes the file if the run begins with no other checkpoint.
@@ -123,35 +153,12 @@ impl Origin {
     /// A new run of `recipe` that begins with `checkpoint`. The checkpoint's recipe may differ in everything but the
     /// model's parameters.
     fn branch(checkpoint: Checkpoint, recipe: &Recipe) -> Result<Self, TrainError> {
-        let (there, saved) = checkpoint.recipe_and_shape()?;
-        let now = recipe.model_shape(checkpoint.state.vocab_size)?;
-        let attentions = [&there, recipe].map(|recipe| recipe.attention);
-        let [kind, own] = attentions.map(Attention::kind);
-        let difference = match kind == own || attentions.into_iter().all(is_dense_or_chosen) {
-            true => other_size(&saved, &now),
-            false => Some(other_kind(kind, own)),
-        };
-        if let Some((what, hint)) = difference {
-            let what = format!("{} cannot begin this run: {what}", checkpoint.path.display());
-            return Err(TrainError::refused(what, hint));
-        }
+        initial::check_fit(&checkpoint, recipe)?;
         let before = saved_recipe(&checkpoint)?;
-        let names = [&before, recipe].map(|recipe| recipe.optimizer.name);
-        if checkpoint.has_optimizer()
-            && checkpoint.state.step > 0
-            && names == [OptimizerName::Muon, OptimizerName::AdamW]
-        {
-            return Err(TrainError::refused(
-                format!(
-                    "{} cannot begin this run: optimizer.name is Muon there, which keeps no second moments of \
-                     matrices, and AdamW here",
-                    checkpoint.path.display()
-                ),
-                "--set optimizer.name=Muon; or sieve export, then sieve import, which begins with the weights alone",
-            ));
-        }
-        let mut notices = vec![format!("note: a new run that begins with {}", checkpoint.path.display())];
-        let changes = before.diff(recipe)?;
+        let mut notices = initial::notices(&checkpoint, &before, recipe);
+        let mut changes = before.diff(recipe)?;
+        // What the checkpoint's own run began with is no matter of this one.
+        changes.retain(|change| change.key != initial::KEY);
         let (tokenizer, changes) = changes.into_iter().partition::<Vec<_>, _>(|change| names_tokenizer(&change.key));
         if !tokenizer.is_empty() {
             let path = checkpoint.tokenizer_path();
@@ -169,20 +176,35 @@ impl Origin {
                 notices.push(format!("note: {change}"));
             }
         }
-        Ok(Self { checkpoint: Some(checkpoint), notices, is_branch: true })
+        let initial_weights = Some(initial::full_key_of(&checkpoint)?);
+        let recipe_key = recipe.model.initial_weights.clone();
+        Ok(Self { checkpoint: Some(checkpoint), notices, is_branch: true, initial_weights, recipe_key })
     }
 
     /// A new run with weights from the seed.
     pub fn seed() -> Self {
-        Self { checkpoint: None, notices: Vec::new(), is_branch: false }
+        Self {
+            checkpoint: None,
+            notices: Vec::new(),
+            is_branch: false,
+            initial_weights: Some(RANDOM_WEIGHTS.to_owned()),
+            recipe_key: None,
+        }
     }
 
-    /// The recipe with the tokenizer that the run reads. A branch whose recipe names another tokenizer reads the
-    /// checkpoint's, and the recipe in the run's folder names that one.
+    /// The recipe that the run's folder and its checkpoints keep: with the initial weights that the run began with, and
+    /// with the tokenizer that it reads. A branch whose recipe names another tokenizer reads the checkpoint's, and the
+    /// recipe in the run's folder names that one.
     ///
     /// # Errors
     /// A recipe beside the checkpoint that cannot be read.
-    pub fn with_own_tokenizer(&self, recipe: &Recipe) -> Result<Recipe, TrainError> {
+    pub fn own_recipe(&self, recipe: &Recipe) -> Result<Recipe, TrainError> {
+        let mut own = self.with_own_tokenizer(recipe)?;
+        own.model.initial_weights.clone_from(&self.initial_weights);
+        Ok(own)
+    }
+
+    fn with_own_tokenizer(&self, recipe: &Recipe) -> Result<Recipe, TrainError> {
         let Some(checkpoint) = &self.checkpoint else {
             return Ok(recipe.clone());
         };
@@ -220,17 +242,24 @@ pub(crate) struct Begun {
     is_branch: bool,
     /// The checkpoint's state, which includes the checksums of its files.
     state: CheckpointState,
+    /// `model.initial_weights` of the recipe that the run began with, if it gave the key: the same recipe resumes the
+    /// run, even if `--branch-from` named another checkpoint.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    recipe_key: Option<String>,
 }
 
 impl Begun {
-    /// The origin of a run that begins with `checkpoint`.
-    pub(crate) fn with(checkpoint: &Checkpoint, is_branch: bool) -> Result<Self, TrainError> {
-        let path = &checkpoint.path;
-        Ok(Self {
+    /// The origin of a run that begins with the checkpoint of `origin`; `None` if that has none.
+    pub(crate) fn of(origin: &Origin) -> Result<Option<Self>, TrainError> {
+        let Some(Checkpoint { path, state }) = &origin.checkpoint else {
+            return Ok(None);
+        };
+        Ok(Some(Self {
             checkpoint: path.canonicalize().map_err(TrainError::io("reading", path))?,
-            is_branch,
-            state: checkpoint.state.clone(),
-        })
+            is_branch: origin.is_branch,
+            state: state.clone(),
+            recipe_key: origin.recipe_key.clone(),
+        }))
     }
 
     /// Reads the file of the run in `folder`; `None` if that run began with the seed.
@@ -243,19 +272,66 @@ impl Begun {
         }
     }
 
-    /// Opens the checkpoint, if it is still the one that the run began with.
-    fn open(self, folder: &RunFolder) -> Result<Checkpoint, TrainError> {
+    /// Opens the checkpoint, if it is still the one that the run began with. It may have moved to where `named`, the
+    /// `model.initial_weights` of the recipe, leads.
+    fn open(self, folder: &RunFolder, named: Option<&str>) -> Result<Checkpoint, TrainError> {
         let problem = match Checkpoint::open(&self.checkpoint) {
             Ok(found) if found.state == self.state => return Ok(found),
             Ok(_) => "another checkpoint is there now".to_owned(),
             Err(error) => error.to_string().lines().next().unwrap_or_default().to_owned(),
         };
+        let moved = named.and_then(|key| Checkpoint::open(&initial::path_of(key).ok()?).ok());
+        if let Some(found) = moved.filter(|found| found.state == self.state) {
+            return Ok(found);
+        }
         let (run, path) = (folder.path().display(), self.checkpoint.display());
         Err(TrainError::refused(
             format!("{run} has no checkpoint yet, and {path}, which it began with, cannot be used: {problem}"),
             "put that checkpoint back, or begin the run in another folder with --out",
         ))
     }
+
+    /// A notice if the weights that the run began with are no longer there, which a run with a checkpoint of its own
+    /// does not need. `None` if they are, or if the run continues another one.
+    fn change(&self) -> Option<String> {
+        let path = &self.checkpoint;
+        let what = match Checkpoint::open_model(path) {
+            _ if !self.is_branch => return None,
+            Ok(found) if found.state == self.state => return None,
+            Ok(_) => "another checkpoint is there now".to_owned(),
+            Err(_) if !path.exists() => "it is gone".to_owned(),
+            Err(error) => error.to_string().lines().next().unwrap_or_default().to_owned(),
+        };
+        let path = path.display();
+        Some(format!(
+            "note: the run began with {path}: {what}; it continues from its own checkpoint, which needs no other"
+        ))
+    }
+
+    /// Whether `key`, a recipe's `model.initial_weights`, stands for the weights that this run began with: it is that
+    /// of the run's recipe, or leads to the same weights, for example in a folder that was moved.
+    fn is_meant_by(&self, key: &str) -> bool {
+        let leads_here = |path: PathBuf| Checkpoint::peek(&path).is_ok_and(|found| found.state == self.state);
+        self.recipe_key.as_deref() == Some(key) || initial::path_of(key).is_ok_and(leads_here)
+    }
+}
+
+/// Gives both recipes of a resumed run the initial weights that it began with, so that they do not differ; but if
+/// `recipe` names other weights, it keeps them, and the run refuses it. `saved` is the recipe in the run's folder.
+fn with_initial_weights(saved: &mut Recipe, recipe: &mut Recipe, begun: Option<&Begun>) {
+    let of_branch = begun.filter(|begun| begun.is_branch);
+    let saved_key = saved.model.initial_weights.take();
+    // Earlier versions did not keep the key.
+    let then = saved_key.or_else(|| Some(initial::key_of(&of_branch?.checkpoint)));
+    let is_same = match recipe.model.initial_weights.as_deref() {
+        None => true,
+        Some(RANDOM_WEIGHTS) if of_branch.is_none() && then.is_none() => true,
+        Some(now) => then.as_deref() == Some(now) || of_branch.is_some_and(|begun| begun.is_meant_by(now)),
+    };
+    if is_same {
+        recipe.model.initial_weights.clone_from(&then);
+    }
+    saved.model.initial_weights = then;
 }
 
 /// The latest whole checkpoint of a run, from its own folder or from `fallback`; `None` if the run has none.
@@ -305,7 +381,9 @@ fn of_this_run(path: &Path, folder: &RunFolder, recipe: &Recipe) -> Result<Check
     let checkpoint = Checkpoint::open(path).map_err(|error| first_lines(error.to_string(), 1))?;
     // The second line of these errors names the first key that differs, or that cannot be read.
     let saved = saved_recipe(&checkpoint).map_err(|error| first_lines(error.to_string(), 2))?;
-    let recipe = with_tokenizer_of_branch(&saved, recipe);
+    let mut recipe = with_tokenizer_of_branch(&saved, recipe);
+    // The same run began with the same weights, which the run's own folder tells.
+    recipe.model.initial_weights.clone_from(&saved.model.initial_weights);
     saved.check_resume(&recipe, checkpoint.state.step as usize).map_err(|error| first_lines(error.to_string(), 2))?;
     let written = |path: &Path| std::fs::metadata(path).and_then(|found| found.modified()).ok();
     match (written(&folder.lock_path()), written(&path.join("state.json"))) {
@@ -389,58 +467,4 @@ fn with_tokenizer_of_branch(saved: &Recipe, recipe: &Recipe) -> Recipe {
         recipe.tokenizer.eos_token = eos_token;
     }
     recipe
-}
-
-/// Whether attention has exactly the parameters of dense attention, so that it can load any dense model: dense
-/// attention itself, and kinds that choose blocks by pooled keys.
-fn is_dense_or_chosen(attention: Attention) -> bool {
-    attention.as_kind().has_dense_parameters()
-}
-
-/// Problem and hint for a checkpoint with another kind of attention.
-fn other_kind(saved: AttentionKind, now: AttentionKind) -> (String, String) {
-    let what = format!("attention.kind is {} there, {} here", saved.name(), now.name());
-    let hint = match (saved, now) {
-        (AttentionKind::Mha, now) if now != AttentionKind::Mla => {
-            format!(
-                "sieve export it, then sieve import --from EXPORT --attention {} makes a checkpoint to branch from",
-                now.name()
-            )
-        }
-        _ => "[attention] must have the kind of the checkpoint".to_owned(),
-    };
-    (what, hint)
-}
-
-/// Problem and hint for the first size that differs: a key of `[model]`, or the number of parameters of a part of the
-/// model; `None` if all sizes are equal.
-fn other_size(saved: &ModelShape, now: &ModelShape) -> Option<(String, String)> {
-    let keys = |shape: &ModelShape| {
-        [
-            ("num_hidden_layers", shape.num_layers),
-            ("hidden_size", shape.d_model),
-            ("intermediate_size", shape.d_ff),
-            ("num_attention_heads", shape.num_heads),
-            ("num_key_value_heads", shape.num_kv_heads),
-            ("head_dim", shape.head_dim),
-            ("vocab_size", shape.vocab_size),
-        ]
-    };
-    let hint = "[model] and [attention] must have the sizes of the checkpoint; windows and rope_theta may differ";
-    let mut pairs = keys(saved).into_iter().zip(keys(now));
-    let key = pairs.find(|(saved, now)| saved != now);
-    let what = key.map(|((key, saved), (_, now))| format!("{key} is {saved} there and {now} here"));
-    let what = what.or_else(|| {
-        // A part that only one of the two models has counts as 0 parameters in the other.
-        let parts = [saved, now].map(|shape| shape.parameters().by_part());
-        let of = |index: usize, part: &str| {
-            let found = parts[index].iter().find(|(name, _)| *name == part);
-            found.map_or(0, |(_, count)| *count)
-        };
-        let mut names = parts.iter().flatten().map(|(name, _)| *name);
-        let part = names.find(|part| of(0, part) != of(1, part))?;
-        let (saved, now) = (of(0, part), of(1, part));
-        Some(format!("its {part} has {saved} parameters there and {now} here"))
-    });
-    what.map(|what| (what, hint.to_owned()))
 }

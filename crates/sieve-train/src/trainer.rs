@@ -137,7 +137,7 @@ impl<B: TrainBackend> Trainer<B> {
         recipe: Recipe,
         data: TrainingData,
         folder: RunFolder,
-        origin: Origin,
+        mut origin: Origin,
         hardware: Hardware<B>,
         mut group: Option<Group<B>>,
     ) -> Result<Self, TrainError> {
@@ -179,7 +179,7 @@ impl<B: TrainBackend> Trainer<B> {
             saving: Saving::default(),
             writer: CheckpointWriter::default(),
             all_written: false,
-            notices: origin.notices,
+            notices: std::mem::take(&mut origin.notices),
             disturbance: FaultInjection::default(),
             group,
             stop_at: None,
@@ -197,7 +197,7 @@ impl<B: TrainBackend> Trainer<B> {
             trainer.restore(checkpoint)?;
             if trainer.last_checkpoint.is_none() {
                 // `restore` found that the checkpoint is in another folder than this run's.
-                trainer.begun = Some(Begun::with(checkpoint, origin.is_branch)?);
+                trainer.begun = Begun::of(&origin)?;
             }
             if origin.is_branch {
                 // With another window or rotary base the losses change.

@@ -1,10 +1,11 @@
 //! `sieve import`: a model in the Hugging Face layout as a checkpoint.
 use crate::out_of_memory::MemoryArgs;
+use crate::own_text::{OwnText, gives_steps};
 use crate::terminal;
 use anyhow::{Context, Result, bail};
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
-use sieve_core::recipe::{AttentionKind, StageSection};
+use sieve_core::recipe::{AttentionKind, StageSection, fine_tuning_steps};
 use sieve_data::Tokenizer;
 use sieve_hf::ImportReport;
 use std::path::{Path, PathBuf};
@@ -40,8 +41,14 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
     let tokenizer = args.from.join("tokenizer.json");
     let tokenizer =
         Tokenizer::from_file(&tokenizer).with_context(|| format!("{} has no usable tokenizer", args.from.display()))?;
+    let mut sets = Vec::new();
+    if !args.data.is_empty() {
+        sets.push(format!("data.paths={:?}", args.data));
+    }
+    sets.extend(args.overrides.iter().cloned());
+    let mut own_text = None;
     // An unreadable configuration is no error here: `sieve_hf::import` reports it below.
-    if let Ok((_, shape)) = sieve_hf::imported_model(&args.from, kind, &args.overrides) {
+    if let Ok((recipe, shape)) = sieve_hf::imported_model(&args.from, kind, &sets) {
         // Tokens that were added on top may lack a row: `print_notes` says so.
         if tokenizer.num_base_tokens() > shape.vocab_size {
             bail!(
@@ -53,17 +60,20 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
             );
         }
         args.memory.check_import(&shape)?;
+        if !args.data.is_empty() {
+            (own_text, _) = OwnText::read(&recipe)?;
+        }
+        if let Some(own) = own_text.as_ref().filter(|_| !gives_steps(&args.overrides)) {
+            let training = &recipe.training;
+            let steps = fine_tuning_steps(own.num_tokens, training.tokens_per_step(), training.steps);
+            sets.push(format!("training.steps={steps}"));
+        }
     }
-    let mut sets = Vec::new();
-    if !args.data.is_empty() {
-        sets.push(format!("data.paths={:?}", args.data));
-    }
-    sets.extend(args.overrides.iter().cloned());
     let report = sieve_hf::import::<Flex>(&args.from, &args.out, kind, &sets, &FlexDevice)?;
     let recipe_path = args.out.join("recipe.toml");
     let recipe = format!(
-        "# Trains what `sieve import --from {}` made, with --branch-from. Lines that are commented out hold \
-         defaults.\n\n{}",
+        "# Trains what `sieve import --from {}` made: a run begins with the weights that initial_weights names. Lines \
+         that are commented out hold defaults.\n\n{}",
         args.from.display(),
         recipe_text(&report)?
     );
@@ -76,26 +86,33 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
     ));
     print_notes(&report, &tokenizer);
     let checkpoint = terminal::quoted(&report.path);
-    let mut commands = vec![format!("generate --checkpoint {checkpoint} --prompt 'The '")];
-    let train = format!(
-        "train --recipe {} --branch-from {checkpoint} --out {}",
-        terminal::quoted(&recipe_path),
-        terminal::quoted(&args.out.join("run"))
-    );
-    match args.data.is_empty() {
-        true => terminal::line(&format!(
-            "to train it: put your text into {} (data.paths), then sieve {train}",
-            recipe_path.display()
-        )),
-        false => commands.push(train),
-    }
+    let recipe_file = terminal::quoted(&recipe_path);
+    let plan = format!("plan --recipe {recipe_file}");
+    let train = format!("train --recipe {recipe_file} --out {}", terminal::quoted(&args.out.join("run")));
+    let generate = format!("generate --checkpoint {checkpoint} --prompt 'The '");
+    let commands = match args.data.is_empty() {
+        true => {
+            terminal::line(&format!(
+                "to train it: put your text into {} (data.paths), then sieve {plan}, sieve {train}",
+                recipe_path.display()
+            ));
+            vec![generate]
+        }
+        false => vec![plan, train, generate],
+    };
     terminal::line(&terminal::next(&commands));
+    if let Some(words) = own_text.and_then(|own| own.epochs(&report.recipe)) {
+        terminal::remark(&words);
+    }
     Ok(())
 }
 
-/// The recipe of the imported model. A new indexer learns in a first stage, while all keys are read.
+/// The recipe of the imported model, which begins with the checkpoint beside it. A new indexer learns in a first stage,
+/// while all keys are read.
 fn recipe_text(report: &ImportReport) -> Result<String> {
     let mut recipe = report.recipe.clone();
+    let beside = report.path.file_name().map(|name| name.to_string_lossy().into_owned());
+    recipe.model.initial_weights = recipe.model.initial_weights.or(beside);
     let (steps, warmup) = (recipe.training.steps, recipe.lr_scheduler.warmup_steps);
     let has_new_indexer = recipe.attention.kind() == AttentionKind::Msa && !report.added.is_empty();
     if has_new_indexer && recipe.stage.is_empty() && (1..steps).contains(&warmup) {

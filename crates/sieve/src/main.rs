@@ -17,6 +17,7 @@ mod loaded;
 mod logits;
 mod manual;
 mod out_of_memory;
+mod own_text;
 mod paths;
 mod plan;
 mod recipe;

@@ -16,7 +16,7 @@ use sieve_core::model::gpu;
 use sieve_core::recipe::TokenizerSource;
 use sieve_data::Tokenizer;
 use sieve_plan::{ContextParallelPlan, Plan, Ranks, RanksPlan, StagePlan, Suggestion, Target, ZeroPlan, plan_of_ranks};
-use sieve_train::TrainError;
+use sieve_train::{TrainError, initial_checkpoint, initial_weights};
 
 /// Arguments of `sieve plan`.
 #[derive(Args, Debug)]
@@ -60,7 +60,13 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
     let source = args.recipe;
     let recipe = source.load()?;
     useless_settings(&recipe).iter().for_each(|words| terminal::warning(words));
-    let vocab_size = vocab_size(&recipe)?;
+    let vocab_size = match initial_checkpoint(&recipe)? {
+        Some(checkpoint) => checkpoint.state.vocab_size,
+        None => vocab_size(&recipe)?,
+    };
+    if let Some(words) = source.ignored_checkpoint(&recipe, &source.default_out()) {
+        terminal::warning(&format!("sieve train refuses this recipe: {words}"));
+    }
     let (target, name) = target(args.gpu.as_deref())?;
     let ranks = Ranks { size: usize::from(args.nproc) * usize::from(args.nnodes), hosts: usize::from(args.nnodes) };
     TrainError::check_ranks(&recipe, ranks.size)?;
@@ -72,6 +78,7 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
     if args.json {
         let mut json = serde_json::to_value(&plan)?;
         json["text"] = serde_json::to_value(&found)?;
+        json["initial_weights"] = initial_weights(&recipe).into();
         if let Some(suggestion) = &suggestion {
             json["suggestion"] = serde_json::to_value(suggestion)?;
         }
@@ -189,6 +196,7 @@ fn text(plan: &Plan, recipe: &Recipe, target: &str, found: Option<&[TextEpochs]>
         let number = terminal::thousands(*number);
         lines.push(format!("  {part:<16} {number:>16}  {share:>5.1} %"));
     }
+    lines.push(format!("  {:<16} {}", "initial weights", initial_weights(recipe)));
     lines.push(String::new());
     lines.push(format!(
         "run           {} tokens, {:.1} per parameter besides the embedding, {} FLOPs executed",

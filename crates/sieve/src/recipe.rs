@@ -58,6 +58,8 @@ pub(crate) struct RecipeArgs {
 pub(crate) struct Found {
     text: String,
     origin: String,
+    /// The folder of the recipe's file; `None` for one from a pipe or inside the program.
+    folder: Option<PathBuf>,
 }
 
 impl RecipeArgs {
@@ -97,7 +99,11 @@ impl RecipeArgs {
                 self.found.get_or_init(|| found)
             }
         };
-        Ok(Recipe::load_with_notes(&found.text, &found.origin, &self.overrides)?)
+        let (mut recipe, notes) = Recipe::load_with_notes(&found.text, &found.origin, &self.overrides)?;
+        if let Some(path) = recipe.model.initial_folder() {
+            recipe.model.initial_weights = Some(self.in_full(path, found.folder.as_deref())?);
+        }
+        Ok((recipe, notes))
     }
 
     /// Whether an earlier version read the text as this attention, and this version does not.
@@ -108,6 +114,47 @@ impl RecipeArgs {
         let mut before = self.clone();
         before.overrides.extend(former.overrides);
         before.load_with_notes().is_ok_and(|(recipe, _)| recipe.attention == attention)
+    }
+
+    /// A path of `model.initial_weights` in full: one in the recipe's text starts from the `folder` of its file, one of
+    /// `--set` from the current folder.
+    fn in_full(&self, path: &str, folder: Option<&Path>) -> Result<String> {
+        let is_key = |set: &String| set.split('=').next().is_some_and(|key| key.trim() == "model.initial_weights");
+        let folder = folder.filter(|_| !self.overrides.iter().any(is_key));
+        let path = PathBuf::from(sieve_core::paths::expand(path, &variable)?);
+        let path = folder.map_or(path.clone(), |folder| folder.join(path));
+        // A folder that is not there is reported by the command that needs it.
+        let full = path.canonicalize().or_else(|_| std::path::absolute(&path));
+        let full = full.with_context(|| format!("finding {}", path.display()))?;
+        Ok(full.display().to_string().replace('$', "$$"))
+    }
+
+    /// An error's text and hint if a new run of `recipe` in `out` would silently ignore a checkpoint of its model that
+    /// lies beside the recipe's file. Checkpoints of a run in `out` itself are its own.
+    pub(crate) fn ignored_checkpoint(&self, recipe: &Recipe, out: &Path) -> Option<String> {
+        let folder = self.found.get()?.folder.as_ref()?.canonicalize().ok()?;
+        let own = [out.to_owned(), out.join(&recipe.checkpoint.folder)];
+        if own.iter().any(|own| own.canonicalize().is_ok_and(|own| own == folder)) {
+            return None;
+        }
+        let found = sieve_train::ignored_checkpoint(&folder, recipe)?;
+        let hint = match found == folder {
+            // The recipe of a checkpoint is not to be edited.
+            true => format!(
+                "--set model.initial_weights={} begins with it, --set model.initial_weights=random without",
+                crate::terminal::quoted(&found)
+            ),
+            false => format!(
+                "write initial_weights = {:?} below [model] to begin with it, initial_weights = \"random\" to begin \
+                 without",
+                found.file_name()?.to_string_lossy()
+            ),
+        };
+        Some(format!(
+            "{} does not say which weights a run begins with, and {} is a checkpoint of its model\n  hint: {hint}",
+            self.recipe,
+            found.display()
+        ))
     }
 
     /// As [`load`](Self::load), for a command that reads the training text. Replaces paths without files as
@@ -158,20 +205,20 @@ fn is_pipe(recipe: &str) -> bool {
     recipe == STANDARD_INPUT || (path.exists() && !path.is_file() && !path.is_dir())
 }
 
-fn read(reader: impl Read, origin: String) -> Result<Found> {
+fn read(reader: impl Read, origin: String, folder: Option<PathBuf>) -> Result<Found> {
     let mut text = String::new();
     let read = reader.take(MOST_BYTES + 1).read_to_string(&mut text);
     let num_bytes = read.with_context(|| format!("reading the recipe {origin}"))?;
     if num_bytes as u64 > MOST_BYTES {
         bail!("{origin} is not a recipe: it is longer than {MOST_BYTES} bytes\n  hint: name a TOML text");
     }
-    Ok(Found { text, origin })
+    Ok(Found { text, origin, folder })
 }
 
 /// Reads a recipe: standard input, a path, a name in [`FOLDER`], or a name inside the program, in this order.
 fn find(recipe: &str) -> Result<Found> {
     if recipe == STANDARD_INPUT {
-        return read(std::io::stdin(), "the standard input".to_owned());
+        return read(std::io::stdin(), "the standard input".to_owned(), None);
     }
     let given = PathBuf::from(recipe);
     if given.is_dir() {
@@ -189,10 +236,14 @@ fn find(recipe: &str) -> Result<Found> {
     if let Some(path) = paths.find(|path| path.exists() && !path.is_dir()) {
         let origin = path.display().to_string();
         let file = std::fs::File::open(&path).with_context(|| format!("reading the recipe {origin}"))?;
-        return read(file, origin);
+        let folder = path.is_file().then(|| path.parent().map(Path::to_owned)).flatten();
+        // The parent of a bare file name is the empty path.
+        let folder = folder.map(|folder| if folder.as_os_str().is_empty() { PathBuf::from(".") } else { folder });
+        return read(file, origin, folder);
     }
     let inside = names.iter().find_map(|name| {
-        Some(Found { text: shipped::recipe(name)?.to_owned(), origin: format!("{name} (inside the program)") })
+        let (text, origin) = (shipped::recipe(name)?.to_owned(), format!("{name} (inside the program)"));
+        Some(Found { text, origin, folder: None })
     });
     inside.with_context(|| {
         let mut names = in_folder(Path::new(FOLDER));

@@ -77,8 +77,8 @@ pub(crate) struct TrainArgs {
     /// Continue from this checkpoint instead of the latest; one of another run begins a new output folder
     #[arg(long, value_name = "DIR")]
     resume_from: Option<PathBuf>,
-    /// Begin a new run with this checkpoint's weights, moments and step; the recipe may be another one for the same
-    /// model
+    /// Begin a new run with this checkpoint's weights, moments and step, whatever model.initial_weights says; the
+    /// recipe may be another one for the same model
     #[arg(long, value_name = "DIR", conflicts_with = "resume_from")]
     branch_from: Option<PathBuf>,
     /// Train once for each value, each in a folder of its own, and compare; several keys give all combinations
@@ -187,6 +187,7 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> R
         recipe.metrics.log_freq = num_steps as usize;
     }
     let start = args.start(&out, session.mesh.as_deref())?;
+    args.refuse_ignored(&start, &recipe, &out)?;
     train_on(&session, &start, &recipe, &out)
 }
 
@@ -278,6 +279,15 @@ impl TrainArgs {
         })
     }
 
+    /// Refuses a new run whose recipe gives no initial weights and lies beside a checkpoint of its model.
+    fn refuse_ignored(&self, start: &Start, recipe: &Recipe, out: &Path) -> Result<()> {
+        let is_new = *start == Start::New;
+        match is_new.then(|| self.recipe.ignored_checkpoint(recipe, out)).flatten() {
+            Some(problem) => bail!("{problem}"),
+            None => Ok(()),
+        }
+    }
+
     /// Ends the program if `--resume` is combined with `--branch-from` or `--resume-from`, or if
     /// `--checkpoint-fallback` lies in the output folder.
     fn check(&self) {
@@ -349,14 +359,22 @@ fn train_on(session: &Session<'_>, start: &Start, recipe: &Recipe, out: &Path) -
             train::<Autodiff<Flex>>((start, out), recipe, session, &device, on_cpu, group)
         }
         Device::Cuda(gpu) => {
-            check_gpu_attention(recipe, &shape, &gpu.arch())?;
-            check_gpu_fp8(recipe, gpu)?;
+            check_gpu(recipe, &shape, &device)?;
             let hardware = || on_cuda(gpu, &shape);
             let degree = recipe.parallelism.context_parallel_degree;
             let group = |mesh, device: &CudaDevice| ranks::on_cuda(mesh, device, degree, &session.events);
             train::<Autodiff<Cuda>>((start, out), recipe, session, &device, hardware, group)
         }
     }
+}
+
+/// Refuses a recipe that the GPU cannot train; a CPU trains all.
+fn check_gpu(recipe: &Recipe, shape: &ModelShape, device: &Device) -> Result<()> {
+    let Device::Cuda(gpu) = device else {
+        return Ok(());
+    };
+    check_gpu_attention(recipe, shape, &gpu.arch())?;
+    check_gpu_fp8(recipe, gpu)
 }
 
 /// Refuses `training.precision = "fp8"` where the GPU or cuBLASLt cannot run fp8 GEMMs.
@@ -437,7 +455,7 @@ fn train<B: TrainBackend>(
     group: impl FnOnce(Arc<Mesh>, &B::Device) -> Result<Group<B>>,
 ) -> Result<Exit> {
     let (mut folder, origin) = ranks::open(session.mesh.as_deref(), out, start, recipe)?;
-    let recipe = &origin.with_own_tokenizer(recipe)?;
+    let recipe = &origin.own_recipe(recipe)?;
     let mut log = Log::new(session.prints());
     if is_finished(&mut folder, start, &origin, recipe, out, &log)? {
         return Ok(Exit::Done);

@@ -182,6 +182,12 @@ fn check_model(model: &ModelSection, rules: &mut Rules<'_>) {
         format!("is {}, but rotary embedding turns pairs and needs an even number", model.head_dim),
         format!("use {} or {}", model.head_dim.saturating_sub(1).max(2), model.head_dim.saturating_add(1)),
     );
+    rules.require(
+        model.initial_weights.as_ref().is_none_or(|folder| !folder.trim().is_empty()),
+        "model.initial_weights",
+        "is empty",
+        "name a checkpoint's folder, or \"random\"",
+    );
 }
 
 fn check_tokenizer(tokenizer: &TokenizerSection, model: Option<&ModelSection>, rules: &mut Rules<'_>) {

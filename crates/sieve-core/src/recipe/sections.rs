@@ -68,6 +68,22 @@ keys! {
         /// read the blocks that the last `"sparse"` layer before it chose: it has no indexer, and an indexer learns
         /// from the layer that it is in. Absent: every layer has the kind of `[attention]`.
         pub layer_types: Option<Vec<String>>,
+        /// What a new run's weights are: `"random"`, drawn from `training.seed`, or a checkpoint's folder, with which
+        /// the run begins as with `sieve train --branch-from FOLDER` (that flag wins over this key). A path is relative
+        /// to the recipe's file, by `--set` to the current folder; `~` and variables are expanded as in `data.paths`. A
+        /// run's `config.toml` names the folder in full. Absent: random, and refused where a checkpoint of the same
+        /// model lies beside the recipe; a resumed run keeps its own.
+        pub initial_weights: Option<String>,
+    }
+}
+
+/// The value of `model.initial_weights` that names no folder.
+pub const RANDOM_WEIGHTS: &str = "random";
+
+impl ModelSection {
+    /// The folder that `initial_weights` names, as the recipe writes it; `None`: weights from the seed.
+    pub fn initial_folder(&self) -> Option<&str> {
+        self.initial_weights.as_deref().filter(|name| *name != RANDOM_WEIGHTS)
     }
 }
 

@@ -153,9 +153,19 @@ pub fn tokens_of_text(num_bytes: u64) -> f64 {
 /// `steps`, or fewer if those would read a text of `num_tokens` more than 16 times; `None` if that leaves too few
 /// steps.
 pub fn steps_for_text(num_tokens: f64, tokens_per_step: usize, steps: usize) -> Option<usize> {
-    let most = MOST_EPOCHS * num_tokens / tokens_per_step.max(1) as f64;
-    let fit = steps.min(most as usize);
+    let fit = steps.min(most_steps(num_tokens, tokens_per_step));
     (fit >= LEAST_STEPS.min(steps)).then_some(fit)
+}
+
+/// As [`steps_for_text`], for a model whose weights are trained already: such a run may have any number of steps, 1 at
+/// least.
+pub fn fine_tuning_steps(num_tokens: f64, tokens_per_step: usize, steps: usize) -> usize {
+    steps.min(most_steps(num_tokens, tokens_per_step).max(1))
+}
+
+/// The number of steps that read a text of `num_tokens` 16 times, rounded down.
+fn most_steps(num_tokens: f64, tokens_per_step: usize) -> usize {
+    (MOST_EPOCHS * num_tokens / tokens_per_step.max(1) as f64) as usize
 }
 
 /// The fewest tokens of text with which [`steps_for_text`] never returns `None`.
@@ -338,6 +348,15 @@ mod tests {
             let tokens = recipe.training.tokens_per_step();
             assert!(tokens == context || (1800..=2048).contains(&tokens), "{context}: {tokens}");
         }
+    }
+
+    #[test]
+    fn a_fine_tuning_reads_its_text_sixteen_times_at_most() {
+        for (num_tokens, steps, expected) in [(4_000.0, 1000, 3), (100.0, 1000, 1), (4e6, 1000, 1000), (4e6, 7, 7)] {
+            assert_eq!(fine_tuning_steps(num_tokens, 16_384, steps), expected, "{num_tokens}");
+        }
+        // A model without trained weights needs more steps than so short a text is worth.
+        assert_eq!(steps_for_text(4_000.0, 16_384, 1000), None);
     }
 
     #[test]

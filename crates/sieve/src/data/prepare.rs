@@ -7,7 +7,7 @@ use indicatif::ProgressBar;
 use sieve_core::Recipe;
 use sieve_core::recipe::DataFormat;
 use sieve_data::{OnChange, PreparedMeta, Progress, SplitMeta};
-use sieve_train::{DataEvent, DataSource};
+use sieve_train::{DataEvent, DataSource, initial_checkpoint};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -37,7 +37,9 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
         true => OnChange::ReplaceDamaged,
         false => OnChange::Refuse,
     };
-    let source = DataSource::open(&recipe, &crate::train::variable)?;
+    // A run that begins with a checkpoint reads the checkpoint's tokenizer.
+    let begins_with = initial_checkpoint(&recipe)?;
+    let source = DataSource::with_tokenizer_of(begins_with.as_ref(), &recipe, &crate::train::variable)?;
     for corpus in source.corpora() {
         text_files::warn_of_json(corpus);
         terminal::lines(text_files::passed_over(corpus));

@@ -1,8 +1,9 @@
 //! `sieve recipe new` and `sieve recipe show`.
 use super::RecipeArgs;
 use crate::eval::output;
+use crate::own_text::{OwnText, gives_steps};
 use crate::plan::epochs;
-use crate::text_files::{BEGINNING_BYTES, Beginning, first_words, local_tokenizer, remark_on_missing};
+use crate::text_files::remark_on_missing;
 use crate::train::variable;
 use crate::{shipped, terminal};
 use anyhow::{Context, Result, anyhow, bail};
@@ -10,11 +11,10 @@ use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use sieve_core::Recipe;
 use sieve_core::recipe::{
-    AttentionKind, DataFormat, EPOCHS_AS_NEW, StartingSize, TokenizerSource, TokenizerTraining, least_tokens,
-    steps_for_text,
+    AttentionKind, DataFormat, StartingSize, TokenizerSource, TokenizerTraining, least_tokens, steps_for_text,
 };
-use sieve_data::{Corpus, DataError, OnChange, is_hub_tokenizer};
-use sieve_train::{DataSource, corpus_configs};
+use sieve_data::{OnChange, is_hub_tokenizer};
+use sieve_train::DataSource;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -25,8 +25,6 @@ const SHIPPED_SIZES: [&str; 4] = ["80m", "200m", "680m", "1p7b"];
 const TRAINED: TokenizerTraining = TokenizerTraining { vocab_size: 32_768, sample_bytes: 64 << 20 };
 /// Path of the text in a recipe made without `--data`.
 const USUAL_TEXT: &str = "text.txt";
-/// The first characters of the text become the prompt of a run's samples: this many at most.
-const PROMPT_CHARACTERS: usize = 32;
 
 fn sizes() -> PossibleValuesParser {
     let own = StartingSize::ALL.map(|size| size.name);
@@ -151,58 +149,7 @@ fn write_new(path: &Path, text: &str) -> Result<()> {
     .with_context(|| format!("writing {}", path.display()))
 }
 
-/// The training text of a new recipe, if it is on this machine.
-struct OwnText {
-    num_bytes: u64,
-    num_tokens: f64,
-    /// The text's first words, as a prompt for samples: the model is trained on such text.
-    prompt: Option<String>,
-}
-
 impl OwnText {
-    /// Reads the beginning of the recipe's text, as a run would. Returns the training text, unless it is on the hub or
-    /// not there, and false if any file is not there: it may be put there after the recipe is written.
-    fn read(recipe: &Recipe) -> Result<(Option<Self>, bool)> {
-        let tokenizer = local_tokenizer(recipe).context("the tokenizer (--tokenizer) cannot be used")?;
-        if recipe.data.format == DataFormat::Mqar {
-            return Ok((None, true));
-        }
-        // A variable of a path may be set where the run starts.
-        let Ok((train, validation)) = corpus_configs(recipe, &variable) else {
-            return Ok((None, false));
-        };
-        let is_divided = validation.is_none();
-        let mut own = None;
-        for (config, is_own) in [(Some(train), true), (validation, false)] {
-            let corpus = match config.map(Corpus::open).transpose() {
-                Err(DataError::NoFiles { pattern, .. }) if !Path::new(&pattern).is_dir() => return Ok((own, false)),
-                corpus => corpus?,
-            };
-            // The files of a data set on the hub are not known before it is fetched.
-            let Some(corpus) = corpus.filter(|corpus| !corpus.files().is_empty()) else {
-                continue;
-            };
-            let beginning = Beginning::read(&corpus, tokenizer.as_ref())?;
-            let (num_bytes, fraction) = (beginning.num_bytes, recipe.data.validation_fraction);
-            let held_out = (num_bytes as f64 * fraction).round() as usize;
-            if is_divided && num_bytes < BEGINNING_BYTES && (held_out == 0 || held_out == num_bytes) {
-                bail!(
-                    "{num_bytes} bytes of text are too few for a training document and a validation document \
-                     (data.validation_fraction = {fraction})\n  \
-                     hint: more text, or text to validate on: --set 'validation.paths=[\"FILE\"]'"
-                );
-            }
-            if is_own {
-                let num_bytes = corpus.text_bytes();
-                let num_tokens = beginning.tokens_of(num_bytes);
-                let first = beginning.first.map(|first| first.prompt.unwrap_or(first.text));
-                let prompt = first.and_then(|first| first_words(&first, PROMPT_CHARACTERS));
-                own = Some(Self { num_bytes, num_tokens, prompt });
-            }
-        }
-        Ok((own, true))
-    }
-
     /// Fails if the text has too few tokens for one row. Where that is in doubt, the text is tokenised as for a run.
     fn check_rows(&self, recipe: &Recipe) -> Result<()> {
         let seq_len = recipe.stages().iter().map(|stage| stage.section.seq_len).max().unwrap_or_default();
@@ -220,18 +167,6 @@ impl OwnText {
             }
         }
         Ok(())
-    }
-
-    /// A line if the run reads the text for more epochs than teach something new.
-    fn epochs(&self, recipe: &Recipe) -> Option<String> {
-        let epochs = recipe.num_tokens() as f64 / self.num_tokens;
-        (epochs > EPOCHS_AS_NEW).then(|| {
-            format!(
-                "the text has about {} tokens: {} steps read it about {epochs:.0} times; more text would teach more",
-                terminal::short_count(self.num_tokens),
-                terminal::thousands(recipe.training.steps as u64),
-            )
-        })
     }
 
     fn too_little(&self, size: &str, tokens_per_step: usize, steps: &str) -> anyhow::Error {
@@ -253,12 +188,7 @@ fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
     }
     sets.extend(args.tokenizer.iter().map(|path| format!("tokenizer.path={path}")));
     sets.extend(args.overrides.iter().cloned());
-    // Steps given by --set are not fitted to the text.
-    let is_given = args.overrides.iter().any(|set| {
-        let key = set.split('=').next().unwrap_or_default().trim();
-        key == "training.steps" || key.starts_with("stage.") && key.ends_with(".steps")
-    });
-    let own = own.filter(|_| !is_given);
+    let own = own.filter(|_| !gives_steps(&args.overrides));
     let context = args.context.map(|context| context as usize);
     let mut all = StartingSize::ALL.into_iter();
     if let Some(mut size) = all.find(|size| size.name == args.size) {

@@ -1,4 +1,6 @@
 //! `sieve train --sweep`: one run for each value, and a table.
+mod starts;
+
 use super::{Session, TrainArgs, train_on};
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
@@ -6,8 +8,7 @@ use crate::terminal;
 use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use sieve_core::Recipe;
-use sieve_hf::Checkpoint;
-use sieve_train::{RunFolder, Start, TrainError, last_validation};
+use sieve_train::{TrainError, last_validation};
 use std::path::{Path, PathBuf};
 
 /// Runs of a sweep, at most. More are likely a mistake in the values.
@@ -60,25 +61,14 @@ impl Row {
 pub(super) fn run(args: TrainArgs) -> Result<Exit> {
     let base = args.out_folder();
     // Every recipe is read before the first run begins: a mistake in the last value costs nothing.
-    let runs = runs(&args, &base)?;
-    if let Some(path) = args.branch_from.as_ref().or(args.resume_from.as_ref()) {
-        let step = Checkpoint::peek(path)?.state.step;
-        if let Some(run) = runs.iter().find(|run| run.recipe.training.steps as u64 <= step) {
-            bail!(
-                "{} is at step {step}, and {} ends at step {}: nothing would be trained\n  \
-                 hint: --set training.steps=N, above {step}",
-                path.display(),
-                run.overrides.join(" "),
-                run.recipe.training.steps
-            );
-        }
-    }
+    let mut runs = runs(&args, &base)?;
     let path = base.join("sweep.json");
     let earlier = earlier_rows(&path, &runs)?;
     let (mesh, prints) = (None, true);
     let session = Session::open(&args, &runs[0].recipe, mesh, Interrupt::install(prints)?)?;
+    let starts = starts::of_runs(&session, &mut runs)?;
     let mut rows = Vec::new();
-    for (number, run) in (1..).zip(&runs) {
+    for (number, (run, start)) in (1..).zip(runs.iter().zip(&starts)) {
         terminal::line(&format!(
             "sweep {number} of {}: {} in {}",
             runs.len(),
@@ -86,12 +76,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Exit> {
             run.out.display()
         ));
         terminal::lines(&run.text);
-        let start = match args.start(&run.out, None)? {
-            // With --resume, a run of the sweep that has not started yet starts as a new one.
-            Start::Resume | Start::ResumeAlone { .. } if !RunFolder::holds_run(&run.out) => Start::New,
-            start => start,
-        };
-        let error = match train_on(&session, &start, &run.recipe, &run.out) {
+        let error = match train_on(&session, start, &run.recipe, &run.out) {
             Ok(Exit::Done) => None,
             Ok(stopped) => {
                 terminal::line("the sweep stops here; the same command with --resume continues");
