@@ -31,6 +31,7 @@ mod did_you_mean;
 mod keeping;
 mod key_mask;
 mod keys;
+mod model_line;
 mod nsa_blocks;
 mod score_matrix;
 
@@ -47,6 +48,9 @@ pub use key_mask::{ChosenKeys, KeptRows, KeyMask, MaskCounts, MaskError, MaskPla
 pub use model::{
     Attention, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape, MlaShape,
     MobaShape, ModelShape, MsaShape, NsaCompression, NsaShape,
+};
+pub use model_line::{
+    InitialWeights, MODEL_LINE, NumberFormat, attention_label, attention_words, covered_words, model_line, thousands,
 };
 pub use nsa_blocks::NsaBlocks;
 pub use recipe::{Recipe, RecipeError};

@@ -1,6 +1,7 @@
 //! The sizes a model is built from, in the names the Rust code uses.
 
 mod attention;
+mod density;
 mod flops;
 pub mod gpu;
 mod layers;
@@ -15,6 +16,7 @@ pub use attention::{
     AttentionForm, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape, MlaShape,
     MobaShape, MsaShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape,
 };
+pub use density::BranchDensity;
 pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents};
 pub use gpu::peak_bf16_flops;
 pub use parameters::ParameterCounts;

@@ -48,6 +48,8 @@ pub use sections::{
 pub use stages::{Stage, StageSection};
 pub use template::{EPOCHS_AS_NEW, StartingSize, least_tokens, steps_for_text, tokens_of_text};
 
+pub(crate) use sections::SHARED_LAYER;
+
 use crate::keys::keys;
 
 keys! {

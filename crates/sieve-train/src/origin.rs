@@ -4,7 +4,7 @@ use crate::{RunFolder, Start, TrainError};
 use serde::{Deserialize, Serialize};
 use sieve_core::model::AttentionForm;
 use sieve_core::recipe::{AttentionKind, KeyChange, OptimizerName};
-use sieve_core::{Attention, ModelShape, Recipe};
+use sieve_core::{Attention, InitialWeights, ModelShape, Recipe};
 use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, CheckpointError, CheckpointState, list_checkpoints};
 use std::io::ErrorKind;
@@ -198,6 +198,17 @@ impl Origin {
         (own.tokenizer.train, own.tokenizer.numbers) = (None, None);
         own.tokenizer.path = Some(path.display().to_string());
         Ok(own)
+    }
+
+    /// The weights that the run in `folder` begins with, or began with if it is resumed.
+    pub(crate) fn initial_weights(&self, folder: &RunFolder, recipe: &Recipe) -> InitialWeights {
+        let of = |path: &Path, step| InitialWeights::Folder { path: path.display().to_string(), step: Some(step) };
+        let begins = !RunFolder::holds_run(folder.path());
+        match (Begun::read(folder), &self.checkpoint) {
+            (Ok(Some(begun)), _) if !begins => of(&begun.checkpoint, begun.state.step),
+            (_, Some(checkpoint)) if begins => of(&checkpoint.path, checkpoint.state.step),
+            _ => InitialWeights::Seed(recipe.training.seed),
+        }
     }
 
     /// Number of optimizer steps before the checkpoint.

@@ -5,6 +5,7 @@ use anyhow::{Context, Result, bail};
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use sieve_core::recipe::{AttentionKind, StageSection};
+use sieve_core::{InitialWeights, NumberFormat, model_line};
 use sieve_data::Tokenizer;
 use sieve_hf::ImportReport;
 use std::path::{Path, PathBuf};
@@ -67,12 +68,7 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
         recipe_text(&report)?
     );
     std::fs::write(&recipe_path, recipe).with_context(|| format!("writing {}", recipe_path.display()))?;
-    terminal::line(&format!(
-        "imported {} parameters, attention {}, as {}",
-        terminal::thousands(report.num_parameters),
-        report.recipe.attention.kind().name(),
-        report.path.display()
-    ));
+    terminal::line(&format!("imported as {}\nmodel: {}", report.path.display(), imported_line(&args.from, &report)?));
     print_notes(&report, &tokenizer);
     let checkpoint = terminal::quoted(&report.path);
     let mut commands = vec![format!("generate --checkpoint {checkpoint} --prompt 'The '")];
@@ -90,6 +86,14 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
     }
     terminal::line(&terminal::next(&commands));
     Ok(())
+}
+
+/// What was imported, on one line.
+fn imported_line(from: &Path, report: &ImportReport) -> Result<String> {
+    let vocab_size = report.recipe.model.vocab_size.context("an imported recipe states the size of its vocabulary")?;
+    let shape = report.recipe.model_shape(vocab_size)?;
+    let weights = InitialWeights::Folder { path: from.display().to_string(), step: None };
+    Ok(model_line(&report.recipe, &shape, NumberFormat::F32, &weights))
 }
 
 /// The recipe of the imported model. A new indexer learns in a first stage, while all keys are read.
