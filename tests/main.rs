@@ -30,3 +30,4 @@ mod train_ranks;
 mod train_ranks_killed;
 mod train_ranks_late;
 mod train_run;
+mod what_is_trained;

@@ -27,7 +27,7 @@ pub use param::{ParamSpec, Part, Rows};
 pub use sizes::{Activations, BackwardCall, Exchanged, Halo, HeadWidths, KeptCall, KernelSizes, KeyReads, times};
 
 use crate::NsaBlocks;
-use crate::model::{Attention, ModelShape};
+use crate::model::{Attention, BranchDensity, ModelShape};
 use serde_json::Value;
 
 /// Multiply-adds of one layer.
@@ -49,6 +49,26 @@ pub trait Kind: std::fmt::Debug {
     /// (Query, key) pairs of one query head in a document of `seq_len` tokens; see
     /// [`mean_active_keys`](crate::model::mean_active_keys).
     fn pairs(&self, seq_len: usize) -> f64;
+
+    /// The densities of the branches in a row of `seq_len` tokens, at least 1: one, or NSA's. See
+    /// [`Attention::densities`].
+    fn densities(&self, seq_len: usize) -> Vec<BranchDensity> {
+        vec![BranchDensity::of_keys(None, self.pairs(seq_len), seq_len)]
+    }
+
+    /// Whether the kind is meant to hide keys from queries. While an indexer warms up, none is hidden on purpose.
+    fn hides_keys(&self) -> bool {
+        true
+    }
+
+    /// The recipe's keys that say how many tokens a query reads whatever their scores, in words; `None` for a kind that
+    /// reads all.
+    fn reads_words(&self) -> Option<String>;
+
+    /// The settings of the kind that its [label](Self::label) does not say.
+    fn form_words(&self, _layer: &ModelShape) -> Vec<String> {
+        Vec::new()
+    }
 
     /// Weights that a token meets, and multiply-adds per pair.
     fn flops(&self, layer: &ModelShape) -> LayerFlops;

@@ -33,6 +33,7 @@ mod keeping;
 mod key_mask;
 mod keys;
 pub mod kinds;
+mod model_line;
 mod nsa_blocks;
 mod score_matrix;
 
@@ -49,6 +50,9 @@ pub use key_mask::{ChosenKeys, KeptRows, KeyMask, MaskCounts, MaskError, MaskPla
 pub use model::{
     Attention, AttentionPreset, DmaBias, DmaForm, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape,
     MlaShape, MobaShape, ModelShape, MsaShape, NsaCompression, NsaShape,
+};
+pub use model_line::{
+    InitialWeights, MODEL_LINE, NumberFormat, attention_label, attention_words, covered_words, model_line, thousands,
 };
 pub use nsa_blocks::NsaBlocks;
 pub use recipe::{Recipe, RecipeError};

@@ -1,6 +1,7 @@
 //! The sizes a model is built from, in the names the Rust code uses.
 
 mod attention;
+mod density;
 mod flops;
 pub mod gpu;
 mod layers;
@@ -12,9 +13,10 @@ pub mod test_shapes;
 pub use crate::recipe::Attention;
 pub(crate) use attention::{A_QUARTER_OF_THE_ROW, MAX_CHOSEN_BLOCKS};
 pub use attention::{
-    AttentionPreset, DmaBias, DmaForm, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape,
-    MlaShape, MobaShape, MsaShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape,
+    AttentionPreset, DmaBias, DmaForm, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape, MlaShape,
+    MobaShape, MsaShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape,
 };
+pub use density::BranchDensity;
 pub(crate) use flops::window_pairs;
 pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents};
 pub use gpu::peak_bf16_flops;

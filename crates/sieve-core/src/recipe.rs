@@ -49,6 +49,8 @@ pub use sections::{
 pub use stages::{Stage, StageSection};
 pub use template::{EPOCHS_AS_NEW, StartingSize, fine_tuning_steps, least_tokens, steps_for_text, tokens_of_text};
 
+pub(crate) use sections::SHARED_LAYER;
+
 use crate::keys::keys;
 
 keys! {

@@ -1,6 +1,5 @@
 //! Errors of sieve-eval.
-use crate::attention_label;
-use sieve_core::{ModelShape, did_you_mean};
+use sieve_core::{ModelShape, attention_label, did_you_mean};
 use std::borrow::Cow;
 
 /// Every error of an evaluation.

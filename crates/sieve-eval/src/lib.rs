@@ -66,6 +66,6 @@ pub use tasks::{
     TaskSize, TaskTexts, run_task,
 };
 pub use together::BatchGenerator;
-pub use trained::{TrainedMeasure, attention_label, measure_trained};
+pub use trained::{TrainedMeasure, measure_trained};
 pub use weights::{ChosenKeys, DISTANCES, HeadWeights, KeyLifetimes, LayerWeights, attention_weights};
 pub use words::WordUse;

@@ -6,8 +6,8 @@ use crate::pass::own_pass;
 use crate::selection::dense_pairs;
 use burn::tensor::Tensor;
 use serde::Serialize;
-use sieve_core::ModelShape;
 use sieve_core::kinds::BlockPairs;
+use sieve_core::{ModelShape, attention_label};
 use sieve_nn::{DecoderLayer, LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 use std::convert::Infallible;
@@ -33,23 +33,6 @@ pub struct TrainedMeasure {
     pub prefill_ms: f64,
     /// `density` of each layer.
     pub layers: Vec<f64>,
-}
-
-/// A model's attention in words: its kind, its sizes, and how many layers differ.
-pub fn attention_label(shape: &ModelShape) -> String {
-    let mut label = shape.attention.kind().name().to_owned();
-    if let Some(sizes) = shape.attention.as_kind().label() {
-        label += &format!(", {sizes}");
-    }
-    let layers = shape.num_layers;
-    for (count, words) in
-        [(shape.num_dense_layers(), "dense"), (shape.num_shared_layers(), "with an earlier layer's choice")]
-    {
-        if count > 0 {
-            label += &format!(", {count} of {layers} layers {words}");
-        }
-    }
-    label
 }
 
 /// One layer's attention in words: its kind and sizes, and whether it takes an earlier layer's choice.

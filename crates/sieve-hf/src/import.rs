@@ -184,6 +184,7 @@ pub(crate) fn load<B: Backend>(from: &Path, device: &B::Device, kept: Kept) -> R
         shape,
         tokenizer_path,
         path: from.to_owned(),
+        kept,
     })
 }
 

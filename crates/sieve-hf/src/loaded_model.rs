@@ -3,7 +3,7 @@ use crate::export::tokenizer_files;
 use crate::{Checkpoint, CheckpointError, CheckpointState, Kept, load_parameters};
 use burn::tensor::backend::Backend;
 use serde_json::Value;
-use sieve_core::{ModelShape, Recipe};
+use sieve_core::{InitialWeights, ModelShape, Recipe, model_line};
 use sieve_nn::Qwen3;
 use std::path::{Path, PathBuf};
 
@@ -22,9 +22,18 @@ pub struct LoadedModel<B: Backend> {
     pub state: CheckpointState,
     /// Path of the folder `step-N` that was read.
     pub path: PathBuf,
+    /// The types in which the parameters are kept.
+    pub kept: Kept,
 }
 
 impl<B: Backend> LoadedModel<B> {
+    /// What the model is, on one line ([`model_line`]); its weights are those of the folder that was read.
+    pub fn line(&self) -> String {
+        let step = (!is_of_transformers(&self.path)).then_some(self.state.step);
+        let weights = InitialWeights::Folder { path: self.path.display().to_string(), step };
+        model_line(&self.recipe, &self.shape, self.kept.number_format(), &weights)
+    }
+
     /// The tokens that end a text: `eos_id`, and further end tokens in the `generation_config.json` of an imported
     /// model, as chat models have.
     ///
@@ -100,6 +109,7 @@ pub fn load_model<B: Backend>(
         tokenizer_path: checkpoint.tokenizer_path(),
         state: checkpoint.state,
         path: checkpoint.path,
+        kept,
     })
 }
 

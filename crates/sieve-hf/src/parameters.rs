@@ -2,6 +2,7 @@
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
+use sieve_core::NumberFormat;
 use std::ops::Range;
 
 /// A named parameter of a model, on the host.
@@ -23,6 +24,15 @@ pub enum Kept {
 }
 
 impl Kept {
+    /// The number format of a model that is kept so.
+    pub fn number_format(self) -> NumberFormat {
+        match self {
+            Self::All(DType::BF16) => NumberFormat::Bf16,
+            Self::All(_) => NumberFormat::F32,
+            Self::Bf16Weights => NumberFormat::Bf16Weights,
+        }
+    }
+
     /// The type of the parameter with this name.
     pub fn dtype(self, name: &str) -> DType {
         match self {

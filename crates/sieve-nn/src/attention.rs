@@ -168,9 +168,7 @@ impl<B: Backend> Attention<B> {
         let chosen = |choice, init: &mut WeightInit| ChosenBlocksAttention::new(shape, choice, init, device);
         match shape.attention {
             Kind::Mha => Self::Grouped(MultiHeadAttention::new(shape, None, init, device)),
-            Kind::Swa(swa) => {
-                Self::Grouped(MultiHeadAttention::new(shape, Some(swa.sliding_window), init, device))
-            }
+            Kind::Swa(swa) => Self::Grouped(MultiHeadAttention::new(shape, Some(swa.sliding_window), init, device)),
             Kind::Mla(mla) => Self::Mla(LatentAttention::new(shape, mla, init, device)),
             Kind::Nsa(nsa) => Self::Nsa(NativeSparseAttention::new(shape, nsa, init, device)),
             Kind::Dma(dma) => Self::Dma(DynamicMaskAttention::new(shape, dma, init, device)),

@@ -14,7 +14,7 @@
     grad_norm: "gradient norm before clipping", memory_bytes: "memory in use, bytes", mfu_percent: "MFU, percent",
     dense_mfu_percent: "MFU as if attention were dense, percent", tflops: "executed TFLOP/s of one device",
   };
-  const AXES = { step: "steps", tokens: "tokens", seconds: "hours of training", flops: "FLOPs of one device" };
+  const AXES = { step: "steps", tokens: "tokens", seconds: "training time", flops: "FLOPs of one device" };
   const isLoss = (name) => /loss|perplexity|bits/.test(name);
   const byId = (id) => document.getElementById(id);
   const state = { axis: "step", range: null, log: false, join: false, band: true, smooth: 1, hidden: new Set(), charts: [] };
@@ -43,6 +43,11 @@
     }
   }
 
+  // Training time is in the unit that fits the longest run.
+  const longest = Math.max(...runs.map((run) => run.knots.seconds.at(-1) || 0));
+  const [SECONDS_A_UNIT, TIME_UNIT] = longest < 120 ? [1, "seconds"] : longest < 7200 ? [60, "minutes"] : [3600, "hours"];
+  AXES.seconds = TIME_UNIT + " of training";
+
   const isDark = () => getComputedStyle(document.documentElement).colorScheme.includes("dark");
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   // A line has the colour of its run, or of its group of seeds.
@@ -56,7 +61,7 @@
     if (state.axis === "step") return series.step;
     const known = series.at[state.axis];
     if (known) return known;
-    const scale = state.axis === "seconds" ? 1 / 3600 : 1;
+    const scale = state.axis === "seconds" ? 1 / SECONDS_A_UNIT : 1;
     const from = run.knots.step, to = run.knots[state.axis], out = new Float32Array(series.step.length);
     let k = 0;
     for (let i = 0; i < out.length; i++) {

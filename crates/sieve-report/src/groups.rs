@@ -19,13 +19,40 @@ pub(crate) fn differences(runs: &[Run]) -> Vec<Difference<'_>> {
         .collect()
 }
 
-/// The group of each run. Runs of one group differ only in their seed. Groups are numbered by their first run.
+/// Why losses of the runs cannot be compared: they read other text, or through other tokenizers.
+pub(crate) fn other_text(runs: &[Run]) -> Option<&'static str> {
+    let differs = |is_of: fn(&str) -> bool| differences(runs).iter().any(|(key, _)| is_of(key));
+    let is_tokenizer = |key: &str| key.starts_with("tokenizer.") || key == "model.vocab_size";
+    let is_text = |key: &str| {
+        (key.starts_with("data.") && key != "data.cache_dir")
+            || (key.starts_with("stage[") && (key.ends_with(".paths") || key.ends_with(".weights")))
+            || matches!(key, "validation.paths" | "validation.tokens")
+    };
+    if differs(is_tokenizer) {
+        return Some("their tokenizers differ");
+    }
+    let mut prints = runs.iter().filter_map(|run| run.last_checkpoint.as_ref().map(|last| &last.data_fingerprint));
+    let first = prints.next();
+    let reads_other = prints.any(|print| Some(print) != first);
+    (reads_other || differs(is_text)).then_some("their texts differ")
+}
+
+/// Whether the runs' recipes differ in a key of `[attention]` or `[model]`. The losses of such models differ by their
+/// seeds too.
+pub(crate) fn are_other_models(runs: &[Run]) -> bool {
+    differences(runs).iter().any(|(key, _)| key.starts_with("attention.") || key.starts_with("model."))
+}
+
+/// The group of each run. Runs of one group differ only in their seed, and have done all of their steps: others are a
+/// group of their own, since no mean holds them. Groups are numbered by their first run.
 pub(crate) fn groups(runs: &[Run]) -> Vec<usize> {
-    let mut known: Vec<Vec<(&String, &String)>> = Vec::new();
+    let mut known: Vec<Option<Vec<(&String, &String)>>> = Vec::new();
     runs.iter()
         .map(|run| {
             let own = run.config.iter().filter(|(key, _)| !belongs_to_a_seed(key)).collect();
-            known.iter().position(|other| *other == own).unwrap_or_else(|| {
+            let own = (!run.is_short()).then_some(own);
+            let found = known.iter().position(|other| own.is_some() && *other == own);
+            found.unwrap_or_else(|| {
                 known.push(own);
                 known.len() - 1
             })
@@ -39,7 +66,8 @@ mod tests {
     use crate::run::tests::{STEP, folder};
 
     fn run(recipe: &str) -> Run {
-        Run::open(folder(recipe, STEP).path(), None).unwrap()
+        // It has done all of its steps.
+        Run::open(folder(recipe, &STEP.replace("\"num_steps\":20", "\"num_steps\":10")).path(), None).unwrap()
     }
 
     #[test]
@@ -51,5 +79,9 @@ mod tests {
         assert_eq!(found[0], ("attention.kind", vec![Some("dma"), Some("mha"), Some("dma")]));
         assert_eq!(found[1], ("training.seed", vec![Some("0"), None, Some("1")]));
         assert_eq!(found.len(), 2);
+        // A run that was stopped is in no mean.
+        let stopped = Run::open(folder(&format!("{dma}2"), STEP).path(), None).unwrap();
+        let [first, _, last] = runs;
+        assert_eq!(groups(&[first, stopped, last]), [0, 1, 0]);
     }
 }

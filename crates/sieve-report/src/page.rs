@@ -2,7 +2,7 @@
 use crate::evaluations::Scores;
 use crate::groups::groups;
 use crate::series::{Knots, Series};
-use crate::tables::{commands, config, escaped, pictures, scores, summary};
+use crate::tables::{commands, config, escaped, models, pictures, scores, summary};
 use crate::{ReportError, Run};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -51,6 +51,7 @@ pub fn page(runs: &[Run]) -> Result<String, ReportError> {
         ("UPLOT_STYLE", UPLOT_STYLE.to_owned()),
         ("STYLE", STYLE.to_owned()),
         ("SUMMARY", summary(runs, &groups)),
+        ("MODELS", models(runs)),
         ("CONFIG", config(runs)),
         ("SCORES", scores(runs)),
         ("PICTURES", pictures(runs)),

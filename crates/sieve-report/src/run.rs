@@ -1,7 +1,9 @@
 //! Reads a run's folder.
 use crate::ReportError;
 use crate::evaluations::{Picture, Scores, pictures, scores};
+use serde::Deserialize;
 use serde_json::Value;
+use sieve_core::{InitialWeights, MODEL_LINE, NumberFormat, Recipe, model_line};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -27,8 +29,15 @@ pub struct Run {
     pub(crate) steps: Vec<f32>,
     /// By name, a number for each of `steps`; NaN if the step did not log it.
     pub(crate) numbers: BTreeMap<String, Vec<f64>>,
+    /// What was trained, on one line: of `config.toml` or, where an older run lacks it, from the recipe.
+    pub(crate) model: String,
     /// Number of steps that the whole run plans.
     pub(crate) num_steps: u64,
+    /// The last checkpoint, if there is one. A run that was stopped has it at its last step, which is seldom a logged
+    /// one.
+    pub(crate) last_checkpoint: Option<LastCheckpoint>,
+    /// Whether the run's log ends with the error of a run that diverged.
+    pub(crate) is_given_up: bool,
     /// Number of steps that the guard skipped.
     pub(crate) num_skipped: usize,
     pub(crate) validations: Vec<Validation>,
@@ -37,13 +46,31 @@ pub struct Run {
 }
 
 /// The loss of one validation.
-#[derive(Clone, Copy, Debug, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, Deserialize)]
 pub(crate) struct Validation {
     pub(crate) step: f64,
-    /// Mean cross-entropy of a token, in nats.
+    /// Mean cross-entropy of a token, in nats; NaN of a model that diverged.
+    #[serde(deserialize_with = "or_nan")]
     pub(crate) loss: f64,
-    #[serde(default = "not_logged")]
+    #[serde(default = "not_logged", deserialize_with = "or_nan")]
     pub(crate) bits_per_byte: f64,
+    #[serde(default = "not_logged", deserialize_with = "or_nan")]
+    pub(crate) unigram_bits_per_byte: f64,
+}
+
+/// A number; JSON writes NaN and infinity as null.
+fn or_nan<'de, D: serde::Deserializer<'de>>(number: D) -> Result<f64, D::Error> {
+    Ok(Option::<f64>::deserialize(number)?.unwrap_or(f64::NAN))
+}
+
+/// What the state of a run's last checkpoint says.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct LastCheckpoint {
+    pub(crate) step: u64,
+    pub(crate) tokens_seen: u64,
+    /// Checksum of the text that was trained on.
+    #[serde(default)]
+    pub(crate) data_fingerprint: Value,
 }
 
 fn not_logged() -> f64 {
@@ -103,10 +130,15 @@ impl Run {
             let full = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
             full.file_name().map_or_else(|| "run".to_owned(), |name| name.to_string_lossy().into_owned())
         };
+        let vocab_size = vocab_size(folder, &config);
+        let checkpoints = folder.join(config.get("checkpoint.folder").map_or("checkpoint", String::as_str));
         let mut run = Self {
             name: name.map_or_else(own_name, str::to_owned),
             folder: folder.to_owned(),
-            vocab_size: vocab_size(folder, &config),
+            model: model_of(&recipe, vocab_size),
+            vocab_size,
+            last_checkpoint: last_checkpoint(&checkpoints),
+            is_given_up: is_given_up(&folder.join("log")),
             config,
             recipe,
             steps: Vec::new(),
@@ -183,6 +215,52 @@ impl Run {
         }
     }
 
+    /// Number of steps that the run did.
+    pub(crate) fn num_done(&self) -> f64 {
+        let logged = self.steps.last().map_or(0.0, |&step| f64::from(step));
+        self.last_checkpoint.as_ref().map_or(logged, |last| logged.max(last.step as f64))
+    }
+
+    /// Number of tokens that the run trained on.
+    pub(crate) fn num_tokens(&self) -> f64 {
+        let logged = self.sums().last().map_or(f64::NAN, |sums| sums[0]);
+        let last = self.last_checkpoint.as_ref().filter(|last| last.step as f64 >= self.num_done());
+        last.map_or(logged, |last| last.tokens_seen as f64)
+    }
+
+    /// Whether the run ended before its last step, or still trains.
+    pub(crate) fn is_short(&self) -> bool {
+        self.num_steps > 0 && self.num_done() < self.num_steps as f64
+    }
+
+    /// Whether the run diverged: its guard gave up, its last loss is not finite, or the loss ended above its first value
+    /// and above twice the unigram loss.
+    pub(crate) fn has_diverged(&self) -> bool {
+        let loss = self.column("loss");
+        let (Some(&first), Some(&last)) = (loss.first(), loss.last()) else {
+            return self.is_given_up;
+        };
+        let is_unknown = self.validations.last().is_some_and(|check| !check.loss.is_finite());
+        self.is_given_up || is_unknown || !last.is_finite() || (last > first && last > 2.0 * self.unigram_loss())
+    }
+
+    /// The step with the largest of the logged losses above the first one and above twice the unigram loss, and that
+    /// loss.
+    pub(crate) fn worst_spike(&self) -> Option<(f32, f64)> {
+        let loss = self.column("loss");
+        let (first, unigram) = (*loss.first()?, self.unigram_loss());
+        let spikes = self.steps.iter().copied().zip(loss.iter().copied());
+        let spikes = spikes.filter(|(_, loss)| *loss > first && *loss > 2.0 * unigram);
+        spikes.max_by(|(_, a), (_, b)| a.total_cmp(b))
+    }
+
+    /// Loss of a model that knows how often each token occurs, in nats; NaN without a validation.
+    fn unigram_loss(&self) -> f64 {
+        let checks = self.validations.iter();
+        let nats = checks.map(|check| check.loss * check.unigram_bits_per_byte / check.bits_per_byte);
+        nats.filter(|nats| nats.is_finite()).fold(f64::NAN, f64::max)
+    }
+
     /// The numbers of `name`; empty if none was logged.
     pub(crate) fn column(&self, name: &str) -> &[f64] {
         self.numbers.get(name).map_or(&[], Vec::as_slice)
@@ -210,6 +288,40 @@ impl Run {
         }
         sums
     }
+}
+
+/// The line about the model: the comment at the beginning of `config.toml`, else what the recipe alone says.
+fn model_of(recipe: &str, vocab_size: Option<usize>) -> String {
+    if let Some(line) = recipe.lines().next().and_then(|first| first.strip_prefix(MODEL_LINE)) {
+        return line.to_owned();
+    }
+    let line = Recipe::load(recipe, CONFIG, &[]).ok().and_then(|recipe| {
+        let shape = recipe.model_shape(vocab_size.or_else(|| recipe.stated_vocab_size())?).ok()?;
+        Some(model_line(&recipe, &shape, NumberFormat::NotRecorded, &InitialWeights::NotRecorded))
+    });
+    line.unwrap_or_default()
+}
+
+/// The state of the latest `step-N` in a folder of checkpoints.
+fn last_checkpoint(folder: &Path) -> Option<LastCheckpoint> {
+    let entries = std::fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path());
+    let states = entries.filter_map(|path| {
+        let step: u64 = path.file_name()?.to_str()?.strip_prefix("step-")?.parse().ok()?;
+        let state = std::fs::read_to_string(path.join("state.json")).ok()?;
+        serde_json::from_str::<LastCheckpoint>(&state).ok().filter(|state| state.step == step)
+    });
+    states.max_by_key(|state| state.step)
+}
+
+/// Whether the log of a run ends with its guard's error.
+fn is_given_up(log: &Path) -> bool {
+    let Ok(text) = std::fs::read(log) else {
+        return false;
+    };
+    let text = String::from_utf8_lossy(&text);
+    // The error has a line for its hint; a run that was begun again has later lines.
+    let mut last = text.lines().rev().filter(|line| !line.trim().is_empty()).take(3);
+    last.any(|line| line.contains("training diverged"))
 }
 
 /// The vocabulary's size: from a checkpoint of the run, else from its prepared data.

@@ -1,6 +1,6 @@
 //! Builds the page's tables in HTML.
 use crate::Run;
-use crate::groups::differences;
+use crate::groups::{are_other_models, differences, other_text};
 use sieve_core::Recipe;
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -40,41 +40,74 @@ struct Column {
     title: &'static str,
     /// Tooltip of the title.
     about: &'static str,
-    /// Chooses the better of two values (`f64::min` or `f64::max`); the best one is printed bold. `None`: no value is.
-    best: Option<fn(f64, f64) -> f64>,
     /// The run's value; NaN if it has none.
     of: fn(&Run) -> f64,
+    /// Divides a value of this size for printing, and names the unit.
+    unit: fn(f64) -> (f64, &'static str),
+    /// Words behind a run's value.
+    remark: fn(&Run) -> Option<String>,
+    /// How one value can be better than another; `None` for columns without a better one.
+    better: Option<Better>,
+}
+
+/// When a value counts as better than another, beside the seeds' spread.
+#[derive(Clone, Copy)]
+struct Better {
+    is_less: bool,
+    /// Two values nearer than this share of them are level: runs of one recipe differ by as much.
+    level_within: f64,
+    /// Whether it is a loss, which is comparable on the same text and through the same tokenizer alone.
+    is_loss: bool,
 }
 
 impl Column {
     const fn plain(title: &'static str, about: &'static str, of: fn(&Run) -> f64) -> Self {
-        let best = None;
-        Self { title, about, best, of }
+        Self { title, about, of, unit: |_| (1.0, ""), remark: |_| None, better: None }
     }
 
-    const fn best(self, best: fn(f64, f64) -> f64) -> Self {
-        let best = Some(best);
-        Self { best, ..self }
+    const fn loss(title: &'static str, about: &'static str, of: fn(&Run) -> f64) -> Self {
+        Self {
+            better: Some(Better { is_less: true, level_within: 0.0, is_loss: true }),
+            ..Self::plain(title, about, of)
+        }
+    }
+
+    const fn cost(title: &'static str, about: &'static str, of: fn(&Run) -> f64, is_less: bool, within: f64) -> Self {
+        let better = Some(Better { is_less, level_within: within, is_loss: false });
+        Self { better, ..Self::plain(title, about, of) }
+    }
+
+    const fn with_remark(self, remark: fn(&Run) -> Option<String>) -> Self {
+        Self { remark, ..self }
+    }
+
+    const fn in_units(self, unit: fn(f64) -> (f64, &'static str)) -> Self {
+        Self { unit, ..self }
     }
 }
 
 const LATE: &str = "mean of the last tenth of the logged steps, nats per token";
 const VALIDATED: &str = "of the last validation, nats per token";
-const HOURS: &str = "of training, without validation and checkpoints";
-const SPEED: &str = "median of the logged steps, all devices together";
-const MFU: &str = "median: executed FLOPs as a share of the device's peak";
+const TIME: &str = "of training up to the last logged step, without validation and checkpoints";
+const SPEED: &str = "tokens divided by training time, up to the last logged step, all devices together";
+const MFU: &str = "executed FLOPs as a share of the device's peak, mean over the training time";
+
+/// Speeds of equal runs on one machine differ by as much.
+const LEVEL_SPEED: f64 = 0.05;
+/// Memory of equal runs differs by as much.
+const LEVEL_MEMORY: f64 = 0.01;
 
 const COLUMNS: [Column; 11] = [
     Column::plain("parameters", "of the whole model", parameters),
-    Column::plain("steps", "done", |run| run.steps.last().map_or(f64::NAN, |&step| f64::from(step))),
-    Column::plain("tokens", "trained on", |run| sum(run, 0)),
-    Column::plain("hours", HOURS, |run| sum(run, 1) / 3600.0),
-    Column::plain("training loss", LATE, late_loss).best(f64::min),
-    Column::plain("validation loss", VALIDATED, validation_loss).best(f64::min),
-    Column::plain("bits per byte", "of the last validation", bits_per_byte).best(f64::min),
-    Column::plain("tokens/s", SPEED, |run| median(run.column("tokens_per_second"))).best(f64::max),
-    Column::plain("MFU %", MFU, |run| median(run.column("mfu_percent"))),
-    Column::plain("memory GiB", "most in use at a logged step", memory).best(f64::min),
+    Column::plain("steps", "done", Run::num_done),
+    Column::plain("tokens", "trained on", Run::num_tokens),
+    Column::plain("time", TIME, |run| sum(run, 1)).in_units(duration),
+    Column::loss("training loss", LATE, late_loss),
+    Column::loss("validation loss", VALIDATED, validation_loss).with_remark(validated_early),
+    Column::loss("bits per byte", "of the last validation", bits_per_byte).with_remark(validated_early),
+    Column::cost("tokens/s", SPEED, |run| sum(run, 0) / sum(run, 1), false, LEVEL_SPEED),
+    Column::plain("MFU %", MFU, mfu),
+    Column::cost("memory GiB", "most in use at a logged step", memory, true, LEVEL_MEMORY),
     Column::plain("skipped", "steps that the guard left out", |run| run.num_skipped as f64),
 ];
 
@@ -83,12 +116,41 @@ fn sum(run: &Run, which: usize) -> f64 {
     run.sums().last().map_or(f64::NAN, |sums| sums[which])
 }
 
+/// The unit of a time in seconds: seconds, minutes or hours.
+fn duration(seconds: f64) -> (f64, &'static str) {
+    match seconds {
+        x if x < 120.0 => (1.0, " s"),
+        x if x < 7200.0 => (60.0, " min"),
+        _ => (3600.0, " h"),
+    }
+}
+
 fn validation_loss(run: &Run) -> f64 {
     run.validations.last().map_or(f64::NAN, |check| check.loss)
 }
 
 fn bits_per_byte(run: &Run) -> f64 {
     run.validations.last().map_or(f64::NAN, |check| check.bits_per_byte)
+}
+
+/// The step of the last validation, if it is not the run's last one.
+fn validated_early(run: &Run) -> Option<String> {
+    let step = run.validations.last()?.step;
+    (step != run.num_done()).then(|| format!("of step {step}"))
+}
+
+/// Mean MFU over the training time.
+fn mfu(run: &Run) -> f64 {
+    let (mut weighted, mut all, mut before) = (0.0, 0.0, 0.0);
+    for (sums, mfu) in run.sums().iter().zip(run.column("mfu_percent")) {
+        let elapsed = sums[1] - before;
+        before = sums[1];
+        if mfu.is_finite() {
+            weighted += mfu * elapsed;
+            all += elapsed;
+        }
+    }
+    weighted / all
 }
 
 fn memory(run: &Run) -> f64 {
@@ -112,12 +174,6 @@ fn late_loss(run: &Run) -> f64 {
     late.iter().sum::<f64>() / late.len() as f64
 }
 
-fn median(values: &[f64]) -> f64 {
-    let mut finite: Vec<f64> = values.iter().copied().filter(|value| value.is_finite()).collect();
-    finite.sort_by(f64::total_cmp);
-    finite.get(finite.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
 /// Mean and sample standard deviation, which is `None` for one value.
 fn mean_and_spread(values: &[f64]) -> (f64, Option<f64>) {
     let mean = values.iter().sum::<f64>() / values.len() as f64;
@@ -126,10 +182,12 @@ fn mean_and_spread(values: &[f64]) -> (f64, Option<f64>) {
 }
 
 /// Mean of the values of a group's runs, with their spread if they differ.
-fn cell(values: &[f64]) -> String {
-    match mean_and_spread(values) {
-        (mean, Some(spread)) if spread > 0.0 => format!("{} ± {}", digits(mean), digits(spread)),
-        (mean, _) => digits(mean),
+fn cell(column: &Column, values: &[f64]) -> String {
+    let (mean, spread) = mean_and_spread(values);
+    let (size, unit) = if mean.is_finite() { (column.unit)(mean) } else { (1.0, "") };
+    match spread {
+        Some(spread) if spread > 0.0 => format!("{} ± {}{unit}", digits(mean / size), digits(spread / size)),
+        _ => format!("{}{unit}", digits(mean / size)),
     }
 }
 
@@ -138,57 +196,111 @@ fn swatch(run: &Run, idx: usize) -> String {
     format!("<span class=\"swatch\" data-run=\"{idx}\"></span>{}", escaped(&run.name))
 }
 
+/// Marks of a run that diverged, or that did not do all of its steps.
+fn marks(run: &Run) -> String {
+    let mut html = String::new();
+    if run.has_diverged() {
+        html += "<span class=\"mark bad\">diverged</span>";
+    } else if let Some((step, loss)) = run.worst_spike() {
+        let _ = write!(html, "<span class=\"mark bad\">loss {} at step {step}</span>", digits(loss));
+    }
+    if run.is_short() {
+        let _ = write!(html, "<span class=\"mark\">{} of {} steps</span>", run.num_done(), run.num_steps);
+    }
+    html
+}
+
 /// The indices of the runs in each group.
 fn members(groups: &[usize]) -> Vec<Vec<usize>> {
     let num = groups.iter().max().map_or(0, |most| most + 1);
     (0..num).map(|group| (0..groups.len()).filter(|&idx| groups[idx] == group).collect()).collect()
 }
 
-/// The table of runs: size, progress, loss, speed and memory. A group of several seeds has a further row of means, and
+/// The group whose mean is the best of a column; `None` if another is level with it: the means differ by no more than
+/// the spread of the seeds of either, or by less than equal runs do. Groups with a diverged run are not the best.
+fn best(column: &Column, runs: &[Run], groups: &[Vec<usize>], losses_compare: bool) -> Option<usize> {
+    let better = column.better.filter(|better| losses_compare || !better.is_loss)?;
+    let sound = groups.iter().enumerate().filter(|(_, members)| !members.iter().any(|&idx| runs[idx].has_diverged()));
+    let means = sound.map(|(group, members)| {
+        let values: Vec<f64> = members.iter().map(|&idx| (column.of)(&runs[idx])).collect();
+        (group, mean_and_spread(&values))
+    });
+    let mut means: Vec<_> = means.filter(|(_, (mean, _))| mean.is_finite()).collect();
+    means.sort_by(|(_, (a, _)), (_, (b, _))| if better.is_less { a.total_cmp(b) } else { b.total_cmp(a) });
+    let (&(group, (mean, spread)), others) = means.split_first()?;
+    let is_level = |&(_, (other, other_spread)): &(usize, (f64, Option<f64>))| {
+        let spread = spread.unwrap_or(0.0).max(other_spread.unwrap_or(0.0));
+        (other - mean).abs() <= spread.max(better.level_within * mean.abs())
+    };
+    (!others.is_empty() && !others.iter().any(is_level)).then_some(group)
+}
+
+/// Why no loss is marked as the best; `None` if losses compare.
+fn why_no_best_loss(runs: &[Run], groups: &[Vec<usize>]) -> Option<String> {
+    if let Some(reason) = other_text(runs) {
+        return Some(format!("No loss is bold: {reason}."));
+    }
+    let is_one_seed = groups.iter().any(|members| members.len() == 1);
+    (is_one_seed && are_other_models(runs)).then(|| {
+        "No loss is bold: losses of other attentions and models differ by their seeds too; train each with several \
+         (<code>--sweep training.seed=0,1,2</code>)."
+            .to_owned()
+    })
+}
+
+/// The table of runs: size, progress, loss, speed and memory; columns without a value are left out. A group of several seeds has a further row of means, and
 /// only that row can be the best.
 pub(crate) fn summary(runs: &[Run], groups: &[usize]) -> String {
-    let mut html = String::from("<table class=\"wide\"><thead><tr><th>run</th>");
-    for column in &COLUMNS {
+    let mut html = String::from("<div class=\"scroll\"><table class=\"wide\"><thead><tr><th>run</th>");
+    let columns: Vec<_> = COLUMNS.iter().filter(|column| runs.iter().any(|run| !(column.of)(run).is_nan())).collect();
+    for column in &columns {
         let _ = write!(html, "<th title=\"{}\">{}</th>", escaped(column.about), column.title);
     }
     html.push_str("</tr></thead><tbody>");
     let groups = members(groups);
-    let values_of = |column: &Column, members: &[usize]| -> Vec<f64> {
-        members.iter().map(|&idx| (column.of)(&runs[idx])).collect()
-    };
-    let best: Vec<f64> = COLUMNS
-        .iter()
-        .map(|column| {
-            let means = groups.iter().map(|members| mean_and_spread(&values_of(column, members)).0);
-            let values: Vec<f64> = means.filter(|value| value.is_finite()).collect();
-            let differ = values.iter().any(|value| *value != values[0]);
-            let best = column.best.filter(|_| differ);
-            best.map_or(f64::NAN, |best| values.into_iter().fold(f64::NAN, best))
-        })
-        .collect();
-    let mut row = |class: &str, title: &str, members: &[usize], may_be_best: bool| {
+    let why_not = why_no_best_loss(runs, &groups);
+    let best: Vec<_> = columns.iter().map(|column| best(column, runs, &groups, why_not.is_none())).collect();
+    let mut row = |class: &str, title: &str, members: &[usize], group: Option<usize>| {
         let _ = write!(html, "<tr{class}><th>{title}</th>");
-        for (column, best) in COLUMNS.iter().zip(&best) {
-            let values = values_of(column, members);
-            let is_best = may_be_best && mean_and_spread(&values).0 == *best;
-            let (open, close) = if is_best { ("<b>", "</b>") } else { ("", "") };
-            let _ = write!(html, "<td>{open}{}{close}</td>", cell(&values));
+        for (column, best) in columns.iter().zip(&best) {
+            let values: Vec<f64> = members.iter().map(|&idx| (column.of)(&runs[idx])).collect();
+            let (open, close) = if group.is_some() && *best == group { ("<b>", "</b>") } else { ("", "") };
+            let remark = match members {
+                [idx] => (column.remark)(&runs[*idx]),
+                _ => None,
+            };
+            let remark = remark.map_or(String::new(), |words| format!(" <small>{}</small>", escaped(&words)));
+            let _ = write!(html, "<td>{open}{}{close}{remark}</td>", cell(column, &values));
         }
         html.push_str("</tr>");
     };
-    for members in &groups {
+    for (group, members) in groups.iter().enumerate() {
         let has_seeds = members.len() > 1;
         for &idx in members {
-            row("", &swatch(&runs[idx], idx), &[idx], !has_seeds);
+            let title = swatch(&runs[idx], idx) + &marks(&runs[idx]);
+            row("", &title, &[idx], (!has_seeds).then_some(group));
         }
         if has_seeds {
-            let title = format!("mean of {} seeds", members.len());
-            let may_be_best = true;
-            row(" class=\"mean\"", &title, members, may_be_best);
+            row(" class=\"mean\"", &format!("mean of {} seeds", members.len()), members, Some(group));
         }
     }
-    html.push_str("</tbody></table>");
-    html
+    html.push_str(
+        "</tbody></table></div><p class=\"hint\">Bold is ahead of all others by more than the seeds' spread, and by ",
+    );
+    let _ = write!(html, "{} % in tokens/s and {} % in memory.", 100.0 * LEVEL_SPEED, 100.0 * LEVEL_MEMORY);
+    if let Some(words) = why_not.filter(|_| groups.len() > 1) {
+        let _ = write!(html, " {words}");
+    }
+    html + "</p>"
+}
+
+/// What each run trained, a line each.
+pub(crate) fn models(runs: &[Run]) -> String {
+    let mut html = String::from("<table class=\"wide models\"><tbody>");
+    for (idx, run) in runs.iter().enumerate() {
+        let _ = write!(html, "<tr><th>{}</th><td>{}</td></tr>", swatch(run, idx), escaped(&run.model));
+    }
+    html + "</tbody></table>"
 }
 
 /// The table of keys in which the recipes differ.
@@ -310,13 +422,15 @@ mod tests {
         }
     }
 
+    /// A run of this recipe whose last validation, at its last logged step, has this loss.
+    fn run_of(recipe: &str, loss: &str, name: &str) -> Run {
+        let check = format!("{{\"kind\":\"validation\",\"step\":10,\"loss\":{loss}}}");
+        Run::open(folder(recipe, &format!("{STEP}\n{check}\n")).path(), Some(name)).unwrap()
+    }
+
     #[test]
     fn seeds_get_a_row_of_means_and_names_are_escaped() {
-        let run = |seed: u32, loss: &str, name: &str| {
-            let check = format!("{{\"kind\":\"validation\",\"step\":10,\"loss\":{loss}}}");
-            Run::open(folder(&format!("[training]\nseed = {seed}\n"), &format!("{STEP}\n{check}\n")).path(), Some(name))
-                .unwrap()
-        };
+        let run = |seed: u32, loss: &str, name: &str| run_of(&format!("[training]\nseed = {seed}\n"), loss, name);
         let runs = [run(0, "2.0", "a<b"), run(1, "3.0", "c")];
         let html = summary(&runs, &[0, 0]);
         assert!(html.contains("a&lt;b") && html.contains("mean of 2 seeds"), "{html}");
@@ -325,11 +439,120 @@ mod tests {
         let apart = summary(&runs, &[0, 1]);
         assert!(!apart.contains("mean of 2") && apart.contains("<td><b>2</b></td>"), "{apart}");
         // A recipe is best by the mean of its seeds, though another has the lowest of all losses.
-        let runs = [run(0, "1.0", "a"), run(1, "4.0", "b"), run(0, "2.0", "c"), run(1, "2.5", "d")];
+        let runs = [run(0, "1.0", "a"), run(1, "6.0", "b"), run(0, "2.0", "c"), run(1, "2.1", "d")];
+        let html = summary(&runs, &[0, 0, 1, 1]);
+        assert!(!html.contains("<b>"), "the means are nearer than a group's seeds: {html}");
+        let runs = [run(0, "5.9", "a"), run(1, "6.0", "b"), run(0, "2.0", "c"), run(1, "2.5", "d")];
         let html = summary(&runs, &[0, 0, 1, 1]);
         assert!(html.contains("<td><b>2.2500 ± 0.3536</b></td>"), "{html}");
         assert_eq!(html.matches("<b>").count(), 1, "{html}");
         assert!(config(&runs[..2]).contains("<th>training.seed</th><td>0</td><td>1</td>"));
+    }
+
+    #[test]
+    fn losses_that_do_not_compare_have_no_best() {
+        let pair = |of: [&str; 2]| {
+            let runs = [run_of(of[0], "2.0", "a"), run_of(of[1], "3.0", "b")];
+            summary(&runs, &[0, 1])
+        };
+        assert!(pair(["[optimizer]\nlr = 1.0", "[optimizer]\nlr = 2.0"]).contains("<td><b>2</b></td>"));
+        for (key, other, words) in [
+            ("[data]\npaths = [\"a\"]", "[data]\npaths = [\"b\"]", "their texts differ"),
+            ("[validation]\npaths = [\"a\"]", "[validation]\ntokens = 3", "their texts differ"),
+            ("[tokenizer]\npath = \"a\"", "[tokenizer]\nnumbers = 7", "their tokenizers differ"),
+            ("[attention]\nkind = \"mha\"", "[attention]\nkind = \"dma\"", "differ by their seeds too"),
+            ("[model]\nhidden_size = 4", "[model]\nhidden_size = 8", "differ by their seeds too"),
+        ] {
+            let html = pair([key, other]);
+            assert!(!html.contains("<b>") && html.contains(words), "{key}: {html}");
+        }
+    }
+
+    /// A run with a logged step for each (step, tokens seen, tokens a second since the last one), of 40 planned.
+    fn run_logged(lines: &[(u64, u64, f64)], name: &str) -> Run {
+        let lines = lines.iter().map(|(step, tokens, speed)| {
+            format!(
+                "{{\"kind\":\"step\",\"step\":{step},\"num_steps\":40,\"loss\":2.0,\"tokens_seen\":{tokens},\
+                 \"tokens_per_second\":{speed},\"memory_bytes\":{}}}",
+                (1 << 30) + step * 100_000
+            )
+        });
+        Run::open(folder("", &lines.collect::<Vec<_>>().join("\n")).path(), Some(name)).unwrap()
+    }
+
+    #[test]
+    fn speed_is_tokens_divided_by_time() {
+        // The intervals of `slow` have the higher median: its two fast ones are the shorter time.
+        let slow = run_logged(&[(10, 1000, 100.0), (20, 2000, 100.0), (30, 3000, 5000.0), (40, 4000, 5000.0)], "slow");
+        let fast = run_logged(&[(10, 1000, 400.0), (20, 2000, 400.0), (30, 3000, 400.0), (40, 4000, 400.0)], "fast");
+        let html = summary(&[slow, fast], &[0, 1]);
+        // 20.4 and 10 seconds for 4000 tokens.
+        assert!(html.contains("<td>196.1</td>") && html.contains("<td><b>400</b></td>"), "{html}");
+        assert!(html.contains("<td>20.4000 s</td>") && html.contains("<td>10 s</td>"), "{html}");
+        // Memory of 1 GiB is level within 1 %, speed within 5 %.
+        assert_eq!(html.matches("<b>").count(), 1, "{html}");
+        let near = [run_logged(&[(40, 4000, 400.0)], "a"), run_logged(&[(40, 4000, 410.0)], "b")];
+        assert!(!summary(&near, &[0, 1]).contains("<b>"));
+        for (seconds, text) in [(90.0, "90 s"), (150.0, "2.5000 min"), (9000.0, "2.5000 h")] {
+            let run = run_logged(&[(40, 9000, 9000.0 / seconds)], "a");
+            assert!(summary(&[run], &[0]).contains(&format!("<td>{text}</td>")), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_run_that_diverged_or_stopped_is_marked() {
+        let check = |step: u32, loss: f64, bits: f64| {
+            format!(
+                "{{\"kind\":\"validation\",\"step\":{step},\"loss\":{loss},\"bits_per_byte\":{bits},\
+                 \"unigram_bits_per_byte\":2.0}}"
+            )
+        };
+        let step = |step: u32, loss: &str| {
+            format!("{{\"kind\":\"step\",\"step\":{step},\"num_steps\":40,\"loss\":{loss},\"tokens_seen\":{step}}}")
+        };
+        let marks_of = |lines: &[String], log: &str| {
+            let folder = folder("", &lines.join("\n"));
+            std::fs::write(folder.path().join("log"), log).unwrap();
+            marks(&Run::open(folder.path(), None).unwrap())
+        };
+        // The unigram loss is 6 nats.
+        let begun = [check(0, 9.0, 3.0), step(20, "8.0")];
+        for (last, log, is_so) in [
+            (step(40, "5.0"), "", false),
+            (step(40, "11.0"), "", false),
+            (step(40, "34.0"), "", true),
+            (step(40, "null"), "", true),
+            (step(40, "5.0"), "step 40\nerror: step 40: the loss is inf: training diverged\n  hint: start\n", true),
+            (step(40, "5.0"), "error: training diverged\n  hint: start\nstep 1\nstep 2\nstep 3\n", false),
+        ] {
+            let lines = [&begun[..], std::slice::from_ref(&last)].concat();
+            assert_eq!(marks_of(&lines, log).contains("diverged"), is_so, "{last} {log}");
+        }
+        let spike = [&begun[..], &[step(30, "4e6"), step(40, "5.0")]].concat();
+        assert_eq!(marks_of(&spike, ""), "<span class=\"mark bad\">loss 4,000,000 at step 30</span>");
+        // It was stopped at step 37, and logged step 20 before.
+        let stopped = folder("", &begun.join("\n"));
+        for number in [30, 37] {
+            let checkpoint = stopped.path().join(format!("checkpoint/step-{number}"));
+            std::fs::create_dir_all(&checkpoint).unwrap();
+            let state = format!("{{\"step\":{number},\"tokens_seen\":{}}}", 10 * number);
+            std::fs::write(checkpoint.join("state.json"), state).unwrap();
+        }
+        let html = summary(&[Run::open(stopped.path(), None).unwrap()], &[0]);
+        for part in ["37 of 40 steps", "<td>37</td><td>370</td>", "<td>9 <small>of step 0</small></td>"] {
+            assert!(html.contains(part), "{part}: {html}");
+        }
+    }
+
+    #[test]
+    fn what_is_trained_is_shown() {
+        let said = Run::open(folder("# model: 7 parameters, attention <dma>\n[a]\n", STEP).path(), Some("a")).unwrap();
+        assert!(models(&[said]).contains("<td>7 parameters, attention &lt;dma&gt;</td>"));
+        // A run of before has no such line, and its recipe says what it can.
+        let recipe = include_str!("../../../recipes/quickstart.toml");
+        let before = Run::open(folder(recipe, STEP).path(), Some("a")).unwrap();
+        let html = models(&[before]);
+        assert!(html.contains("attention dma, keeps 64") && html.contains("weights not recorded"), "{html}");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The device that a run computes on, and queries of its memory.
 use crate::memory::{process_available, process_memory, process_peak};
 use burn::tensor::backend::Backend;
-use sieve_core::Keeping;
+use sieve_core::{Keeping, NumberFormat};
 use sieve_ops::MemoryPeak;
 
 /// The float type of the model's parameters and activations. Masters, moments, losses and norms are f32 in both.
@@ -11,6 +11,16 @@ pub enum Precision {
     F32,
     /// bf16 parameters and activations over f32 masters.
     Bf16,
+}
+
+impl Precision {
+    /// The number format of a run in this precision.
+    pub(crate) fn number_format(self) -> NumberFormat {
+        match self {
+            Self::F32 => NumberFormat::TrainedInF32,
+            Self::Bf16 => NumberFormat::TrainedInBf16,
+        }
+    }
 }
 
 /// A device, and its properties as far as they are known.

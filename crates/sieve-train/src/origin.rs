@@ -5,8 +5,8 @@ use crate::run_folder::rename_aside;
 use crate::{RunFolder, Start, TrainError};
 pub use initial::{check_fit, ignored_checkpoint, initial_checkpoint, initial_weights, named_checkpoint, needs_import};
 use serde::{Deserialize, Serialize};
-use sieve_core::Recipe;
 use sieve_core::recipe::{KeyChange, RANDOM_WEIGHTS};
+use sieve_core::{InitialWeights, Recipe};
 use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, CheckpointError, CheckpointState, list_checkpoints};
 use std::io::ErrorKind;
@@ -219,6 +219,21 @@ impl Origin {
         (own.tokenizer.train, own.tokenizer.numbers) = (None, None);
         own.tokenizer.path = Some(path.display().to_string());
         Ok(own)
+    }
+
+    /// The weights that the run in `folder` begins with, or began with if it is resumed.
+    pub(crate) fn initial_weights(&self, folder: &RunFolder, recipe: &Recipe) -> InitialWeights {
+        if recipe.model.initial_weights.is_some() {
+            return initial_weights(recipe);
+        }
+        // A run that was begun by an earlier version has no such key.
+        let of = |path: &Path, step| InitialWeights::Folder { path: path.display().to_string(), step: Some(step) };
+        let begins = !RunFolder::holds_run(folder.path());
+        match (Begun::read(folder), &self.checkpoint) {
+            (Ok(Some(begun)), _) if !begins => of(&begun.checkpoint, begun.state.step),
+            (_, Some(checkpoint)) if begins => of(&checkpoint.path, checkpoint.state.step),
+            _ => InitialWeights::Seed(recipe.training.seed),
+        }
     }
 
     /// Number of optimizer steps before the checkpoint.

@@ -33,7 +33,7 @@ use guarding::{GuardLog, Scaled, Verdict, norms_by_part};
 use peak::PeakWatch;
 use saving::Saving;
 use sieve_comm::Work;
-use sieve_core::{Keeping, ModelShape, Recipe};
+use sieve_core::{Keeping, ModelShape, Recipe, model_line};
 use sieve_data::{Batch, Prefetch, Prepared, ShardCheck};
 use sieve_hf::{Checkpoint, GuardState};
 use sieve_nn::Qwen3;
@@ -83,6 +83,8 @@ pub struct Trainer<B: TrainBackend> {
     writer: CheckpointWriter,
     /// Whether all processes have written their files of the checkpoint that is being written.
     all_written: bool,
+    /// What is trained, on one line.
+    model_line: String,
     /// Messages that are reported when the run begins.
     notices: Vec<String>,
     disturbance: FaultInjection,
@@ -153,6 +155,8 @@ impl<B: TrainBackend> Trainer<B> {
         let unigram = Unigram::new(&data.counts_of_rows(vocab_size)?);
         check_labels(&stage.validation_loader, stage.validation_size())?;
         StageState::check_later(&recipe, stage.stage.index, &data, share)?;
+        let weights = origin.initial_weights(&folder, &recipe);
+        let model_line = model_line(&recipe, &stage.shape, precision.number_format(), &weights);
         let training = &recipe.training;
         let model = Qwen3::new(&stage.shape, training.seed, &device);
         let mut trainer = Self {
@@ -179,6 +183,7 @@ impl<B: TrainBackend> Trainer<B> {
             saving: Saving::default(),
             writer: CheckpointWriter::default(),
             all_written: false,
+            model_line,
             notices: std::mem::take(&mut origin.notices),
             disturbance: FaultInjection::default(),
             group,

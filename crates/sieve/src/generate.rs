@@ -123,6 +123,8 @@ fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
 
 fn run_on<B: DeviceBackend>(args: &GenerateArgs, prompts: &[String], device: &B::Device, kept: Kept) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
+    // The text on standard output may be another program's input.
+    terminal::remark(&format!("model: {}", loaded.line()));
     let tokens = prompts.iter().map(|prompt| tokenizer.encode_marked(prompt));
     let tokens = tokens.collect::<Result<Vec<_>, _>>()?;
     let longest = tokens.iter().map(Vec::len).max().unwrap_or(0);

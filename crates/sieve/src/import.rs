@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail};
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use sieve_core::recipe::{AttentionKind, StageSection, fine_tuning_steps};
+use sieve_core::{InitialWeights, NumberFormat, model_line};
 use sieve_data::Tokenizer;
 use sieve_hf::ImportReport;
 use std::path::{Path, PathBuf};
@@ -78,12 +79,7 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
         recipe_text(&report)?
     );
     std::fs::write(&recipe_path, recipe).with_context(|| format!("writing {}", recipe_path.display()))?;
-    terminal::line(&format!(
-        "imported {} parameters, attention {}, as {}",
-        terminal::thousands(report.num_parameters),
-        report.recipe.attention.kind().name(),
-        report.path.display()
-    ));
+    terminal::line(&format!("imported as {}\nmodel: {}", report.path.display(), imported_line(&args.from, &report)?));
     print_notes(&report, &tokenizer);
     let checkpoint = terminal::quoted(&report.path);
     let recipe_file = terminal::quoted(&recipe_path);
@@ -105,6 +101,14 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
         terminal::remark(&words);
     }
     Ok(())
+}
+
+/// What was imported, on one line.
+fn imported_line(from: &Path, report: &ImportReport) -> Result<String> {
+    let vocab_size = report.recipe.model.vocab_size.context("an imported recipe states the size of its vocabulary")?;
+    let shape = report.recipe.model_shape(vocab_size)?;
+    let weights = InitialWeights::Folder { path: from.display().to_string(), step: None };
+    Ok(model_line(&report.recipe, &shape, NumberFormat::F32, &weights))
 }
 
 /// The recipe of the imported model, which begins with the checkpoint beside it. A new indexer learns in a first stage,

@@ -11,9 +11,9 @@ use crate::train::{useless_settings, variable};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use epochs::TextEpochs;
-use sieve_core::Recipe;
 use sieve_core::model::gpu;
 use sieve_core::recipe::TokenizerSource;
+use sieve_core::{NumberFormat, Recipe, model_line};
 use sieve_data::Tokenizer;
 use sieve_plan::{ContextParallelPlan, Plan, Ranks, RanksPlan, StagePlan, Suggestion, Target, ZeroPlan, plan_of_ranks};
 use sieve_train::{TrainError, initial_checkpoint, initial_weights};
@@ -74,11 +74,13 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
     // `folder` fails if data.cache_dir has a variable that is not set here; the plan does without the text then.
     let folder = crate::data::folder(&source, &recipe, None).ok();
     let found = folder.and_then(|folder| epochs::of_run(&recipe, &folder));
+    let line = planned_line(&recipe, vocab_size, &target)?;
     let suggestion = args.suggest.then(|| Suggestion::new(&plan, &recipe, args.budget_tokens));
     if args.json {
         let mut json = serde_json::to_value(&plan)?;
+        json["model"] = line.into();
         json["text"] = serde_json::to_value(&found)?;
-        json["initial_weights"] = initial_weights(&recipe).into();
+        json["initial_weights"] = initial_weights(&recipe).to_string().into();
         if let Some(suggestion) = &suggestion {
             json["suggestion"] = serde_json::to_value(suggestion)?;
         }
@@ -89,7 +91,7 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
     if recipe.data.fallback.is_none() {
         text_files::remark_on_missing("data.paths", &recipe.data.paths);
     }
-    terminal::lines(text(&plan, &recipe, &name, found.as_deref()));
+    terminal::lines(text(&plan, &recipe, [&name, &line], found.as_deref()));
     terminal::line("");
     terminal::line(&format!("disk          {}", room::line(&recipe, plan.disk, &source.default_out())));
     if let Some(suggestion) = suggestion {
@@ -176,20 +178,21 @@ pub(crate) fn vocab_size(recipe: &Recipe) -> Result<usize> {
     }
 }
 
-fn text(plan: &Plan, recipe: &Recipe, target: &str, found: Option<&[TextEpochs]>) -> Vec<String> {
-    let kind = recipe.attention.kind().name();
-    let types = recipe.model.layer_types.iter().flatten();
-    let types: Vec<_> = types.map(|name| if name == "sparse" { kind } else { name.as_str() }).collect();
-    let layers = match types.iter().any(|&name| name != kind) && kind != "mha" {
-        true => format!(" (layers {})", types.join(", ")),
-        false => String::new(),
+/// What the run would train, on one line.
+fn planned_line(recipe: &Recipe, vocab_size: usize, target: &Target) -> Result<String> {
+    let numbers = match target {
+        Target::Cpu { .. } => NumberFormat::TrainedInF32,
+        Target::Gpu(_) => NumberFormat::TrainedInBf16,
     };
-    let mut lines = vec![format!("plan for {target}"), String::new()];
+    Ok(model_line(recipe, &recipe.model_shape(vocab_size)?, numbers, &initial_weights(recipe)))
+}
+
+fn text(plan: &Plan, recipe: &Recipe, [target, line]: [&str; 2], found: Option<&[TextEpochs]>) -> Vec<String> {
+    let mut lines = vec![format!("plan for {target}"), format!("model: {line}"), String::new()];
     lines.push(format!(
-        "parameters    {} ({} besides embedding and output), attention {}{layers}",
+        "parameters    {} ({} besides embedding and output)",
         short_count(plan.num_parameters as f64),
         short_count(plan.num_non_embedding as f64),
-        plan.attention
     ));
     for (part, number) in &plan.parameters {
         let share = 100.0 * *number as f64 / plan.num_parameters as f64;

@@ -4,8 +4,8 @@ use crate::terminal;
 use anyhow::Result;
 use clap::Args;
 use serde_json::{Value, json};
-use sieve_core::ModelShape;
-use sieve_eval::{LayerPath, Selection, attention_label};
+use sieve_core::{ModelShape, attention_label};
+use sieve_eval::{LayerPath, Selection};
 use sieve_select::{LayerSelectors, Selector};
 
 /// Help text of `--selector`.

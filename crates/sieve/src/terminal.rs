@@ -4,6 +4,7 @@ use crate::exit::Exit;
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use sieve_core::ReferenceTooLarge;
+pub(crate) use sieve_core::thousands;
 use std::fs::{File, OpenOptions};
 use std::io::{IsTerminal, Write};
 use std::path::Path;
@@ -273,11 +274,6 @@ pub(crate) fn bytes(count: u64) -> String {
 /// Formats a number of bytes in GiB, whatever its size.
 pub(crate) fn gib(count: u64) -> String {
     format!("{:.2} GiB", count as f64 / (1u64 << 30) as f64)
-}
-
-/// Formats a number with separators: `12,345`.
-pub(crate) fn thousands(count: u64) -> String {
-    indicatif::HumanCount(count).to_string()
 }
 
 /// Formats a number with its noun: `1 document`, `1,234 documents`, `2 micro-batches`.

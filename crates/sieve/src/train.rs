@@ -402,7 +402,7 @@ fn on_cpu() -> (Hardware<Autodiff<Flex>>, String) {
         memory: MemoryProbe::Process,
         keeping: Keeping::default(),
     };
-    let description = format!("the CPU in f32, {} threads", crate::device::num_threads());
+    let description = format!("the CPU, {} threads", crate::device::num_threads());
     (hardware, description)
 }
 
@@ -424,7 +424,7 @@ fn on_cuda(gpu: &DeviceReport, shape: &ModelShape) -> (Hardware<Autodiff<Cuda>>,
     };
     let peak = peak.map_or("unknown peak".to_owned(), |peak| format!("{:.0} TFLOP/s peak", peak / 1e12));
     let attention = attention_path(shape, &gpu.arch());
-    let description = format!("cuda:{} ({}, {peak}) in bf16 over f32 masters, {attention}", gpu.index, gpu.name);
+    let description = format!("cuda:{} ({}, {peak}), {attention}", gpu.index, gpu.name);
     (hardware, description)
 }
 
@@ -478,11 +478,6 @@ fn train<B: TrainBackend>(
     hardware.keeping = keeping;
     let device = hardware.device.clone();
     let hardware_memory = hardware.memory;
-    let num_layers = recipe.model.num_hidden_layers;
-    let in_fp8 = recipe.training.fp8_blocks(num_layers).len();
-    if in_fp8 > 0 {
-        description += &format!(", {in_fp8} of {num_layers} blocks multiply in fp8");
-    }
     let resumed = origin.checkpoint.as_ref().map(|c| c.path.clone());
     let log_path = folder.log_path();
     let mut own_group = None;

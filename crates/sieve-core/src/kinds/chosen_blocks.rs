@@ -52,6 +52,11 @@ impl Chosen {
         if self.reads_all { Dense.pairs(seq_len) } else { self.choice.pairs(seq_len) }
     }
 
+    /// Pairs whose values are read: without the pooled keys, which have a score alone.
+    pub(super) fn read_pairs(&self, seq_len: usize) -> f64 {
+        if self.reads_all { Dense.pairs(seq_len) } else { self.choice.blocks.selected_pairs(seq_len) }
+    }
+
     pub(super) fn flops(&self, layer: &ModelShape) -> LayerFlops {
         let grouped = grouped_flops(layer);
         if !self.has_indexer(layer) {
@@ -161,6 +166,16 @@ impl Chosen {
     }
 }
 
+/// Words for the recipe's keys of chosen blocks that hold `tokens` tokens.
+pub(super) fn chosen_words(tokens: usize) -> String {
+    format!("attention.num_selected_blocks of attention.select_block_size hold {tokens} tokens")
+}
+
+/// Words for pooled keys of `size` tokens every `stride`, made by a mean or an MLP.
+pub(super) fn pooled_words(size: usize, stride: usize, by: &str) -> String {
+    format!("{size} tokens compressed by {by} every {stride}")
+}
+
 /// The methods of [`Kind`] that a kind of chosen blocks takes from its [`Chosen`].
 macro_rules! as_chosen_blocks {
     () => {
@@ -179,6 +194,18 @@ macro_rules! as_chosen_blocks {
         fn label(&self) -> Option<String> {
             let blocks = self.choice().blocks;
             Some(format!("{} x {} selected", blocks.num_selected_blocks, blocks.select_block_size))
+        }
+
+        fn densities(&self, seq_len: usize) -> Vec<BranchDensity> {
+            vec![BranchDensity::of_keys(None, self.chosen().read_pairs(seq_len), seq_len)]
+        }
+
+        fn hides_keys(&self) -> bool {
+            !self.chosen().reads_all
+        }
+
+        fn reads_words(&self) -> Option<String> {
+            Some(chosen_words(self.num_selected_blocks.saturating_mul(self.select_block_size)))
         }
 
         fn chooses_blocks(&self) -> bool {

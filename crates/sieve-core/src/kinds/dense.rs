@@ -37,6 +37,14 @@ impl Kind for Dense {
         true
     }
 
+    fn reads_words(&self) -> Option<String> {
+        None
+    }
+
+    fn hides_keys(&self) -> bool {
+        false
+    }
+
     fn reads(&self) -> &'static [KeyReads] {
         &[KeyReads::Neighbours]
     }

@@ -8,7 +8,7 @@ use super::{
     Activations, AttentionOp, BackwardCall, Halo, KeptCall, KeyReads, Kind, LayerFlops, ParamSpec, Part, Stock,
     StockClass, times,
 };
-use crate::model::{DmaBias, DmaShape, ModelShape, window_pairs};
+use crate::model::{DmaBias, DmaRecency, DmaShape, ModelShape, window_pairs};
 use serde_json::{Value, json};
 
 /// Share of the peak that attention over gathered keys reaches.
@@ -57,6 +57,28 @@ impl Kind for DmaShape {
 
     fn no_shared_choice(&self) -> &'static str {
         "choose single keys by scores of their own values, not blocks"
+    }
+
+    fn reads_words(&self) -> Option<String> {
+        Some(format!("attention.keep_window_size is {}", self.keep_window_size))
+    }
+
+    fn form_words(&self, layer: &ModelShape) -> Vec<String> {
+        if *self == DmaShape::published(self.keep_window_size) {
+            return vec!["published form".to_owned()];
+        }
+        let recency = match (self.recency, self.periods()) {
+            (DmaRecency::None, _) => "no slope".to_owned(),
+            // A single KV head has the last period.
+            (DmaRecency::Slope, [_, last]) if layer.num_kv_heads == 1 => format!("slope {last}"),
+            (DmaRecency::Slope, [first, last]) => format!("slope {first} to {last}"),
+        };
+        let bias = match self.bias {
+            DmaBias::Exp => "bias exp",
+            DmaBias::Linear => "bias linear",
+        };
+        let a_init = (self.a_init != 0.0).then(|| format!("A from {}", self.a_init));
+        [recency, bias.to_owned()].into_iter().chain(a_init).collect()
     }
 
     fn reads(&self) -> &'static [KeyReads] {

@@ -62,6 +62,19 @@ impl Kind for MlaShape {
         Some(format!("rank {}", self.kv_lora_rank))
     }
 
+    fn reads_words(&self) -> Option<String> {
+        None
+    }
+
+    fn hides_keys(&self) -> bool {
+        false
+    }
+
+    fn form_words(&self, _layer: &ModelShape) -> Vec<String> {
+        let norms = if self.qk_norm { "normed" } else { "not normed" };
+        vec![format!("rotated part {}", self.qk_rope_head_dim), format!("queries and keys {norms}")]
+    }
+
     fn reads(&self) -> &'static [KeyReads] {
         &[KeyReads::Neighbours]
     }

@@ -1,12 +1,12 @@
 //! MoBA (arXiv:2502.13189): each query head reads the blocks whose mean keys fit it best; no parameter of its own.
 
-use super::chosen_blocks::{CHOSEN_BY_HEAD, Chosen, as_chosen_blocks};
+use super::chosen_blocks::{CHOSEN_BY_HEAD, Chosen, as_chosen_blocks, chosen_words};
 use super::{
     Activations, AttentionOp, BackwardCall, BlockPairs, Exchanged, HeadWidths, KeptCall, KeyReads, Kind, LayerFlops,
     ParamSpec,
 };
 use crate::NsaBlocks;
-use crate::model::{MobaShape, ModelShape};
+use crate::model::{BranchDensity, MobaShape, ModelShape};
 use serde_json::{Value, json};
 
 impl MobaShape {

@@ -1,5 +1,6 @@
 //! Native sparse attention (NSA, arXiv:2502.11089): compressed, selected and window branches, gated.
 
+use super::chosen_blocks::{chosen_words, pooled_words};
 use super::dense::{grouped_flops, grouped_projections, key_and_value, output_projection};
 use super::sizes::F32;
 use super::{
@@ -7,7 +8,7 @@ use super::{
     ParamSpec, Part, times,
 };
 use crate::NsaBlocks;
-use crate::model::{ModelShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape};
+use crate::model::{BranchDensity, ModelShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape};
 use serde_json::{Value, json};
 
 /// Share of the peak that the three branches reach, including the choice of blocks, lists, and joining the parts of o
@@ -78,6 +79,32 @@ impl Kind for NsaShape {
     fn block_pairs(&self) -> Option<BlockPairs> {
         let blocks = self.blocks();
         Some(BlockPairs { chosen: blocks, pooled: blocks, window_size: self.window_size, halves_of_pooled: 2 })
+    }
+
+    fn densities(&self, seq_len: usize) -> Vec<BranchDensity> {
+        let [compressed, selected, window] = NsaShape::pairs(self, seq_len);
+        let of_keys = |branch, pairs| BranchDensity::of_keys(Some(branch), pairs, seq_len);
+        // Compressed blocks are means of keys: reading all of them is not reading every key.
+        let compressed = BranchDensity { reads_every_key: false, ..of_keys("compressed", compressed) };
+        vec![of_keys("selected", selected), of_keys("window", window), compressed]
+    }
+
+    fn reads_words(&self) -> Option<String> {
+        let blocks = self.num_selected_blocks.saturating_mul(self.select_block_size);
+        Some(match self.window_size >= blocks {
+            true => format!("attention.window_size is {}", self.window_size),
+            false => chosen_words(blocks),
+        })
+    }
+
+    fn form_words(&self, _layer: &ModelShape) -> Vec<String> {
+        let by = match self.compress {
+            NsaCompression::Mean => "mean",
+            NsaCompression::Mlp => "mlp",
+        };
+        let own = (!self.shared_kv).then(|| "each branch has keys of its own".to_owned());
+        let pooled = pooled_words(self.compress_block_size, self.compress_stride, by);
+        std::iter::once(pooled).chain(own).collect()
     }
 
     fn reads(&self) -> &'static [KeyReads] {

@@ -38,6 +38,10 @@ impl Kind for SwaShape {
         Some(format!("window {}", self.sliding_window))
     }
 
+    fn reads_words(&self) -> Option<String> {
+        Some(format!("attention.sliding_window is {}", self.sliding_window))
+    }
+
     fn reads(&self) -> &'static [KeyReads] {
         &[KeyReads::Neighbours]
     }

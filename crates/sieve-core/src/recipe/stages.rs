@@ -168,6 +168,14 @@ impl Recipe {
         recipe
     }
 
+    /// Whether attention of a kind that hides keys hides none in any stage ([`Attention::covers_rows`]). A stage in
+    /// which an indexer warms up reads all keys on purpose and does not count.
+    pub fn covers_rows(&self) -> bool {
+        let stages = self.stages().into_iter().map(|stage| self.at_stage(&stage));
+        let mut choosing = stages.filter(|stage| stage.attention.index_warmup() != Some(true)).peekable();
+        choosing.peek().is_some() && choosing.all(|stage| stage.attention.covers_rows(stage.training.seq_len))
+    }
+
     /// Tokens that the whole run reads, at most `u64::MAX`.
     pub fn num_tokens(&self) -> u64 {
         self.stages().iter().fold(0, |sum: u64, Stage { section, .. }| {

@@ -3,23 +3,23 @@ use super::saved_recipe;
 use crate::TrainError;
 use sieve_core::paths::expand;
 use sieve_core::recipe::{AttentionKind, OptimizerName, RANDOM_WEIGHTS};
-use sieve_core::{Attention, ModelShape, Recipe};
+use sieve_core::{Attention, InitialWeights, ModelShape, Recipe};
 use sieve_hf::{Checkpoint, CheckpointError, list_checkpoints};
 use std::path::{Path, PathBuf};
 
 /// The recipe's key.
 pub(super) const KEY: &str = "model.initial_weights";
 
-/// Words for the weights that a run of `recipe` begins with, or began with: `random, seed 0`, or
-/// `/in/dma/step-0, at step 0`. The step is left out where the checkpoint is no longer there.
-pub fn initial_weights(recipe: &Recipe) -> String {
+/// The weights that a run of `recipe` begins with, or began with. The step is left out where the checkpoint is no longer
+/// there.
+pub fn initial_weights(recipe: &Recipe) -> InitialWeights {
     let Some(key) = recipe.model.initial_folder() else {
-        return format!("random, seed {}", recipe.training.seed);
+        return InitialWeights::Seed(recipe.training.seed);
     };
     let path = path_of(key).unwrap_or_else(|_| PathBuf::from(key));
     match Checkpoint::peek(&path) {
-        Ok(found) => format!("{}, at step {}", found.path.display(), found.state.step),
-        Err(_) => path.display().to_string(),
+        Ok(found) => InitialWeights::Folder { path: found.path.display().to_string(), step: Some(found.state.step) },
+        Err(_) => InitialWeights::Folder { path: path.display().to_string(), step: None },
     }
 }
 

@@ -8,7 +8,7 @@ use crate::run_folder::rename_aside;
 use crate::{Origin, RunFolder, TrainError, TrainEvent};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use sieve_core::Recipe;
+use sieve_core::{MODEL_LINE, Recipe};
 use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints};
 use sieve_ops::TrainBackend;
@@ -79,7 +79,13 @@ impl<B: TrainBackend> Trainer<B> {
         self.writer.start(&folder, state, share, files)
     }
 
-    /// Writes the recipe into the run's folder. It is the first file of a run, and a run without it cannot be resumed.
+    /// What is trained, on one line ([`model_line`](sieve_core::model_line)).
+    pub fn model_line(&self) -> &str {
+        &self.model_line
+    }
+
+    /// Writes the recipe into the run's folder, with [`model_line`](Self::model_line) as a comment on its first line.
+    /// It is the first file of a run, and a run without it cannot be resumed.
     /// Also writes `origin.json` (the checkpoint that the run began with), until the run has a checkpoint of its own.
     /// [`run`](Self::run) writes it too; a caller that writes other files into the folder calls this first.
     ///
@@ -92,7 +98,7 @@ impl<B: TrainBackend> Trainer<B> {
         if self.last_checkpoint.is_none() {
             Origin::note(self.begun.as_ref(), &self.folder)?;
         }
-        let text = self.recipe.to_toml()?;
+        let text = format!("{MODEL_LINE}{}\n{}", self.model_line, self.recipe.to_toml()?);
         Ok(write_atomically(&self.folder.config_path(), text.as_bytes())?)
     }
 

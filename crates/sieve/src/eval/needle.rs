@@ -5,10 +5,10 @@ use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, terminal};
 use anyhow::{Result, bail};
 use clap::Args;
+use sieve_core::attention_label;
 use sieve_data::Tokenizer;
 use sieve_eval::{
-    Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, Selection, TaskModel, attention_label, linear_grid, needle,
-    text_documents,
+    Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, Selection, TaskModel, linear_grid, needle, text_documents,
 };
 use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;

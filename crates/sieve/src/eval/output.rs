@@ -17,9 +17,9 @@ pub(super) fn model_name<B: DeviceBackend>(loaded: &LoadedModel<B>) -> String {
     format!("{}, step {}", run_name(&loaded.path, folder), loaded.state.step)
 }
 
-/// Heading of a printed report: the checkpoint's path and its step.
+/// Heading of a printed report: the model's line, then the checkpoint's path and its step.
 pub(super) fn heading<B: DeviceBackend>(loaded: &LoadedModel<B>) -> String {
-    format!("{} (step {})", loaded.path.display(), loaded.state.step)
+    format!("model: {}\n{} (step {})", loaded.line(), loaded.path.display(), loaded.state.step)
 }
 
 /// `--json` and `--save`: where a command's numbers go.
@@ -79,7 +79,7 @@ impl ResultArgs {
         report: Value,
     ) -> Result<bool> {
         let path = loaded.path.display().to_string();
-        let mut all = json!({ "checkpoint": path, "step": loaded.state.step });
+        let mut all = json!({ "checkpoint": path, "step": loaded.state.step, "model": loaded.line() });
         if let (Some(all), Value::Object(report)) = (all.as_object_mut(), report) {
             all.extend(report);
         }

@@ -10,6 +10,7 @@ use crate::{loaded, selector, terminal};
 use anyhow::{Result, bail};
 use clap::{ArgGroup, Args};
 use serde_json::json;
+use sieve_core::covered_words;
 use sieve_data::{Corpus, Prepared};
 use sieve_eval::{
     EvalDocument, EvalError, Extrapolation, MeanLoss, PerplexityConfig, PerplexityReport, RollingPerplexity, Selection,
@@ -109,6 +110,9 @@ fn run_on<B: DeviceBackend>(args: &PplArgs, device: &B::Device, kept: Kept) -> R
         rolling_bos: tokenizer.bos_id(),
     };
     config.check(loaded.shape.max_seq_len)?;
+    if context != loaded.recipe.training.seq_len && loaded.shape.attention.covers_rows(context) {
+        terminal::remark(&format!("note: --context {context}: attention {}", covered_words(context)));
+    }
     let mut selection = args.sparse.selection(&loaded.shape)?;
     // First, because it may refuse the model or the documents.
     let extrapolation = match args.extrapolate {

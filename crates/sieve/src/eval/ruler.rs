@@ -6,10 +6,11 @@ use crate::{loaded, selector, shipped, terminal};
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use indicatif::ProgressBar;
+use sieve_core::attention_label;
 use sieve_data::Tokenizer;
 use sieve_eval::{
     EvalError, LONG_TASKS, LongCell, LongReport, LongSource, LongTask, LongTaskReport, LongText, LongTexts, NUM_WRONG,
-    QaData, SampleScore, Selection, Split, TaskModel, ask_long, attention_label, long_texts,
+    QaData, SampleScore, Selection, Split, TaskModel, ask_long, long_texts,
 };
 use sieve_hf::{Kept, LoadedModel, peek_model, peek_tokenizer};
 use sieve_ops::DeviceBackend;
@@ -366,7 +367,7 @@ fn picture<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) ->
             |value: fn(&LongTaskReport) -> f64| report.tasks.iter().map(value).sum::<f64>() / report.tasks.len() as f64;
         let summary = |score: f64, rank: f64| format!("score {:.1} %, mean rank {rank:.2}", 100.0 * score);
         maps.push(Map {
-            name: format!("{method}: all tasks"),
+            name: format!("all tasks: {method}"),
             summary: summary(mean(|task| task.score), mean(|task| task.mean_rank)),
             lengths: lengths.clone(),
             rows: report.tasks.iter().map(|task| task.task.to_owned()).collect(),
@@ -379,7 +380,7 @@ fn picture<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) ->
             let cells = task.cells.iter();
             let cells = cells.map(|one| cell(one, row(one), task.task));
             maps.push(Map {
-                name: format!("{method}: {}, {}", task.task, task.haystack),
+                name: format!("{}, {}: {method}", task.task, task.haystack),
                 summary: summary(task.score, task.mean_rank),
                 lengths: lengths.clone(),
                 rows: (0..5).map(|n| format!("{}-{} %", 20 * n, 20 * n + 20)).collect(),

@@ -10,17 +10,10 @@ use std::time::Duration;
 
 /// Two lines: the model, and the run.
 pub(super) fn describe<B: TrainBackend>(recipe: &Recipe, trainer: &Trainer<B>, hardware: &str) -> String {
-    let shape = trainer.shape();
-    let parameters = shape.parameters();
     let training = &recipe.training;
     format!(
-        "model: {} parameters ({} without embedding), {} layers x {}, attention {}\n\
-         run: {} steps x {} rows x {} tokens on {hardware}",
-        terminal::thousands(parameters.total()),
-        terminal::thousands(parameters.non_embedding()),
-        shape.num_layers,
-        shape.d_model,
-        sieve_eval::attention_label(shape),
+        "model: {}\nrun: {} steps x {} rows x {} tokens on {hardware}",
+        trainer.model_line(),
         training.steps,
         training.global_batch_size,
         training.seq_len,

@@ -1,13 +1,14 @@
 //! `sieve train --sweep`: one run for each value, and a table.
 mod starts;
 
-use super::{Session, TrainArgs, train_on};
+use super::{Session, TrainArgs, train_on, useless_settings};
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
 use crate::terminal;
 use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
-use sieve_core::Recipe;
+use sieve_core::recipe::AttentionKind;
+use sieve_core::{Recipe, covered_words};
 use sieve_train::{TrainError, last_validation};
 use std::path::{Path, PathBuf};
 
@@ -40,6 +41,11 @@ struct Row {
 }
 
 impl Row {
+    /// Whether the sweep varies a key by which the run trains another model: one of `[attention]` or `[model]`.
+    fn is_of_another_model(&self) -> bool {
+        self.overrides.iter().any(|item| item.starts_with("attention.") || item.starts_with("model."))
+    }
+
     /// The row of a run that has ended, with the last validation of its log; `error` is the reason if it diverged.
     fn of(run: &Run, error: Option<String>) -> Self {
         let report = error.is_none().then(|| last_validation(&run.out)).flatten();
@@ -62,6 +68,11 @@ pub(super) fn run(args: TrainArgs) -> Result<Exit> {
     let base = args.out_folder();
     // Every recipe is read before the first run begins: a mistake in the last value costs nothing.
     let mut runs = runs(&args, &base)?;
+    check_hidden_keys(&args, &runs)?;
+    for (words, of) in warnings(&runs) {
+        let place = if of.len() == runs.len() { String::new() } else { format!("\n  in {}", of.join(", ")) };
+        terminal::warning(&format!("{words}{place}"));
+    }
     let path = base.join("sweep.json");
     let earlier = earlier_rows(&path, &runs)?;
     let (mesh, prints) = (None, true);
@@ -100,6 +111,45 @@ pub(super) fn run(args: TrainArgs) -> Result<Exit> {
     let compare = format!("compare {}", terminal::quoted(&base));
     terminal::status(&terminal::next(&[compare]));
     Ok(Exit::Done)
+}
+
+/// Refuses a sweep over keys of `[attention]` in none of whose runs attention hides a key: all of them would train
+/// dense attention. A sweep of kinds that are dense by themselves alone is none.
+fn check_hidden_keys(args: &TrainArgs, runs: &[Run]) -> Result<()> {
+    let mut keys = args.sweep.iter().map(|sweep| sweep.split('=').next().unwrap_or_default());
+    let Some(key) = keys.find(|key| key.starts_with("attention.")) else {
+        return Ok(());
+    };
+    let is_dense_kind = |recipe: &Recipe| matches!(recipe.attention.kind(), AttentionKind::Mha | AttentionKind::Mla);
+    let covers = |run: &Run| run.recipe.covers_rows();
+    let Some(first) = runs.iter().find(|run| covers(run)) else {
+        return Ok(());
+    };
+    if !runs.iter().all(|run| covers(run) || is_dense_kind(&run.recipe)) {
+        return Ok(());
+    }
+    let longest = first.recipe.stages().iter().map(|stage| stage.section.seq_len).max().unwrap_or_default();
+    bail!(
+        "--sweep {key}: no value hides a key, so every run would train dense attention; {} {}\n  \
+         hint: sweep smaller values, or take longer rows (training.seq_len)",
+        first.overrides.join(" "),
+        covered_words(longest)
+    )
+}
+
+/// Warnings about the runs' settings, each with the overrides of the runs that it is about.
+fn warnings(runs: &[Run]) -> Vec<(String, Vec<String>)> {
+    let mut all: Vec<(String, Vec<String>)> = Vec::new();
+    for run in runs {
+        for words in useless_settings(&run.recipe) {
+            let name = run.overrides.join(" ");
+            match all.iter_mut().find(|(known, _)| *known == words) {
+                Some((_, of)) => of.push(name),
+                None => all.push((words, vec![name])),
+            }
+        }
+    }
+    all
 }
 
 /// The rows of sweep.json, if the folder has one, but for the runs of this sweep.
@@ -252,8 +302,9 @@ fn table(rows: &[Row]) -> Vec<String> {
     let ranked = ranked.filter_map(|seeds| Some((seeds, seeds.mean_and_spread()?)));
     let mut ranked: Vec<Ranked<'_>> = ranked.collect();
     ranked.sort_by(|(_, (a, _)), (_, (b, _))| a.total_cmp(b));
+    let differs_by_seed = !has_seeds && rows.len() > 1 && rows.iter().any(Row::is_of_another_model);
     // If only the seed is swept, nothing is best.
-    let best = ranked.first().filter(|_| groups.len() > 1 || !has_seeds);
+    let best = ranked.first().filter(|_| !differs_by_seed && (groups.len() > 1 || !has_seeds));
     let mark = |group: &Seeds<'_>| match best {
         Some((best, _)) if best.name == group.name => "  best",
         _ => "",
@@ -283,6 +334,13 @@ fn table(rows: &[Row]) -> Vec<String> {
             Some((mean, spread)) => format!("{name:<width$}  {mean:>10.5}  {spread:>12.5}{}", mark(group)),
             None => format!("{name:<width$}  diverged for a seed"),
         });
+    }
+    if differs_by_seed {
+        lines.push(
+            "one seed: the losses of such models differ by their seeds too, so none is named\n  \
+             hint: add --sweep training.seed=0,1,2"
+                .to_owned(),
+        );
     }
     if let Some(best) = best {
         lines.extend(best_lines(best, ranked.get(1), has_seeds));
@@ -361,6 +419,17 @@ mod tests {
         let rows = [row(low, Some(1.0)), row(high, None), row(other, Some(2.0)), row(another, Some(2.0))];
         let text = table(&rows).join("\n");
         assert!(text.contains("diverged for a seed\n") && text.contains("best: optimizer.lr=3e-3"), "{text}");
+
+        // One seed names no best among kinds and models, several do.
+        for other in ["attention.kind=mha", "model.hidden_size=8", "optimizer.lr=1e-3 attention.keep_window_size=8"] {
+            let rows = [row("attention.kind=dma", Some(2.0)), row(other, Some(1.0))];
+            let text = table(&rows).join("\n");
+            assert!(!text.contains("best") && text.ends_with("hint: add --sweep training.seed=0,1,2"), "{text}");
+        }
+        let [dma, mha] = ["dma", "mha"].map(|kind| format!("training.seed=0 attention.kind={kind}"));
+        let more = dma.replace("seed=0", "seed=1");
+        let text = table(&[row(&dma, Some(2.0)), row(&more, Some(2.1)), row(&mha, Some(1.0))]).join("\n");
+        assert!(text.contains("best: attention.kind=mha"), "{text}");
 
         let rows = [row("optimizer.lr=1e-3", Some(2.0)), row("optimizer.lr=3e-3", Some(1.0))];
         let text = table(&rows).join("\n");

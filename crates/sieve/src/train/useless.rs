@@ -1,7 +1,6 @@
 //! Warnings about valid settings without effect.
-use sieve_core::Recipe;
-use sieve_core::model::AttentionForm;
-use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection, Attention, Stage, TrainingPrecision};
+use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection, Stage, TrainingPrecision};
+use sieve_core::{Recipe, covered_words};
 
 /// Warnings about valid settings with which the model cannot learn, whose attention hides no key, or which are not
 /// read.
@@ -21,50 +20,25 @@ pub(crate) fn useless_settings(recipe: &Recipe) -> Vec<String> {
         (!is_read, "activation_checkpoint.selective_ac_option has no effect without mode = \"selective\""),
     ];
     let found = found.into_iter().filter(|(is_so, _)| *is_so).map(|(_, words)| words.to_owned());
-    found.chain(dense_attention(recipe, &stages).filter(|_| !has_single_tokens)).collect()
+    let dense = if has_single_tokens { Vec::new() } else { dense_attention(recipe, &stages) };
+    found.chain(dense).collect()
 }
 
-/// A warning if every query of every stage sees all earlier keys.
-fn dense_attention(recipe: &Recipe, stages: &[Stage]) -> Option<String> {
-    let longest = stages.iter().map(|stage| stage.section.seq_len).max()?;
-    let seen = stages.iter().filter_map(|stage| {
-        let (key, tokens) = seen_tokens(&recipe.at_stage(stage).attention)?;
-        let window = stage.section.window.filter(|window| *window == tokens);
-        // A stage without `window` takes the window of [attention].
-        Some(match window == recipe.attention.window() || window.is_none() {
-            true => (tokens, key),
-            false => (tokens, format!("stage.{}.window is {tokens}", stage.index + 1)),
-        })
+/// A warning for each stage whose attention is meant to hide keys and hides none in rows of the stage's length.
+fn dense_attention(recipe: &Recipe, stages: &[Stage]) -> Vec<String> {
+    let covered = stages.iter().filter_map(|stage| {
+        let (attention, seq_len) = (recipe.at_stage(stage).attention, stage.section.seq_len);
+        let key = attention.covers_rows(seq_len).then(|| attention.as_kind().reads_words())??;
+        let number = stage.index + 1;
+        let key = match attention.window() == recipe.attention.window() {
+            true => key,
+            // The stage has a window of its own.
+            false => format!("stage.{number}.window is {}", attention.window()?),
+        };
+        let place = if stages.len() > 1 { format!(" in stage {number}") } else { String::new() };
+        Some(format!("{key}{place}: attention {}", covered_words(seq_len)))
     });
-    let (tokens, key) = seen.min()?;
-    (tokens >= longest).then(|| {
-        format!(
-            "{key}, and no row is longer than {longest} tokens (training.seq_len): every query sees all earlier keys, \
-             as in dense attention"
-        )
-    })
-}
-
-/// How many latest keys a query sees whatever their scores, after words about the keys of the recipe that say so;
-/// `None` for attention without a choice.
-fn seen_tokens(attention: &Attention) -> Option<(String, usize)> {
-    let is = |key: &str, tokens: usize| (format!("attention.{key} is {tokens}"), tokens);
-    let chosen = |size: usize, count: usize| {
-        let tokens = size.saturating_mul(count);
-        (format!("attention.num_selected_blocks of attention.select_block_size hold {tokens} tokens"), tokens)
-    };
-    match attention.form() {
-        AttentionForm::Ranked(_) => Some(is("keep_window_size", attention.window()?)),
-        AttentionForm::Branches(nsa) => {
-            let blocks = chosen(nsa.select_block_size, nsa.num_selected_blocks);
-            let window = is("window_size", nsa.window_size);
-            Some(if window.1 >= blocks.1 { window } else { blocks })
-        }
-        AttentionForm::Blocks(choice) => {
-            Some(chosen(choice.blocks.select_block_size, choice.blocks.num_selected_blocks))
-        }
-        _ => Some(is("sliding_window", attention.window()?)),
-    }
+    covered.collect()
 }
 
 #[cfg(test)]
@@ -76,10 +50,22 @@ mod tests {
         let text = include_str!("../../../../recipes/quickstart.toml");
         for (overrides, expected) in [
             ("", None),
-            ("attention.kind=moba attention.preset=paper", Some("hold 1536 tokens, and no row is longer than 256")),
-            ("attention.kind=nsa attention.window_size=300", Some("attention.window_size is 300, and")),
-            ("attention.kind=swa attention.sliding_window=300", Some("attention.sliding_window is 300, and")),
-            ("attention.keep_window_size=300", Some("attention.keep_window_size is 300, and")),
+            (
+                "attention.kind=moba attention.preset=paper",
+                Some("hold 1536 tokens: attention attends to every key of rows of 256 tokens: dense attention"),
+            ),
+            (
+                "attention.kind=nsa attention.window_size=300",
+                Some("attention.window_size is 300: attention attends to every key"),
+            ),
+            (
+                "attention.kind=swa attention.sliding_window=300",
+                Some("attention.sliding_window is 300: attention attends to every key"),
+            ),
+            (
+                "attention.keep_window_size=300",
+                Some("attention.keep_window_size is 300: attention attends to every key"),
+            ),
             ("training.bf16_end_blocks=1", Some("training.bf16_end_blocks has no effect")),
             ("activation_checkpoint.selective_ac_option=3", Some("selective_ac_option has no effect")),
             ("activation_checkpoint.selective_ac_option=3 activation_checkpoint.mode=selective", None),
@@ -91,7 +77,10 @@ mod tests {
             assert!(expected.is_none_or(|words| found[0].contains(words)), "{found:?}");
         }
         let staged = |window| format!("{text}\n[[stage]]\nsteps = 3\n{window}").replace("steps = 500\n", "");
-        for (window, expected) in [("window = 300", "stage.1.window is 300, and"), ("", "attention.keep_window_size")] {
+        for (window, expected) in [
+            ("window = 300", "stage.1.window is 300: attention attends to every key"),
+            ("", "attention.keep_window_size"),
+        ] {
             let overrides = ["attention.keep_window_size=299".to_owned(), "lr_scheduler.warmup_steps=1".to_owned()];
             let recipe = Recipe::load(&staged(window), "quickstart", &overrides).expect("a recipe");
             assert!(useless_settings(&recipe)[0].starts_with(expected), "{:?}", useless_settings(&recipe));

@@ -1,0 +1,199 @@
+//! The line that says what is trained: sizes, attention with its form, density, number format, initial weights.
+
+use std::fmt;
+
+use crate::recipe::{SHARED_LAYER, Stage};
+use crate::{ModelShape, Recipe};
+
+/// What stands before the [`model_line`] on the first line of a run's `config.toml`.
+pub const MODEL_LINE: &str = "# model: ";
+
+/// The weights that a model begins with, or was loaded from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum InitialWeights {
+    /// Drawn at random from `training.seed`.
+    Seed(u64),
+    /// Those of a checkpoint or of another model's folder.
+    Folder {
+        /// Path of the folder.
+        path: String,
+        /// Number of optimizer steps that they were trained for; `None` for a model that another program wrote.
+        step: Option<u64>,
+    },
+    /// Those of a run whose folder does not say where it began.
+    NotRecorded,
+}
+
+impl fmt::Display for InitialWeights {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Seed(seed) => write!(f, "random, seed {seed}"),
+            Self::Folder { path, step: Some(step) } => write!(f, "{path}, at step {step}"),
+            Self::Folder { path, step: None } => write!(f, "{path}"),
+            Self::NotRecorded => write!(f, "not recorded"),
+        }
+    }
+}
+
+/// The number formats that a model computes in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NumberFormat {
+    /// Everything in f32.
+    F32,
+    /// f32, with the weights of GEMMs in bf16.
+    Bf16Weights,
+    /// Weights and activations in bf16, without masters.
+    Bf16,
+    /// Training in f32, as on a CPU; fp8 GEMMs where the recipe asks for them.
+    TrainedInF32,
+    /// Training with bf16 weights and activations over f32 masters, as on a GPU; fp8 GEMMs where the recipe asks for
+    /// them.
+    TrainedInBf16,
+    /// Not recorded.
+    NotRecorded,
+}
+
+impl NumberFormat {
+    fn words(self, recipe: &Recipe) -> String {
+        let words = match self {
+            Self::F32 | Self::TrainedInF32 => "f32",
+            Self::Bf16Weights => "f32 with bf16 weights",
+            Self::Bf16 => "bf16",
+            Self::TrainedInBf16 => "bf16 over f32 masters",
+            Self::NotRecorded => "number format not recorded",
+        };
+        let num_layers = recipe.model.num_hidden_layers;
+        match (self, recipe.training.fp8_blocks(num_layers).len()) {
+            (Self::TrainedInF32 | Self::TrainedInBf16, in_fp8 @ 1..) => {
+                format!("{words} with fp8 GEMMs in {in_fp8} of {num_layers} blocks")
+            }
+            _ => words.to_owned(),
+        }
+    }
+}
+
+/// What decides a model's results, on one line: parameters, layers, [attention](attention_words), number format, and the
+/// weights that it began with or has ([`InitialWeights`]). `shape` is the recipe's model.
+pub fn model_line(recipe: &Recipe, shape: &ModelShape, numbers: NumberFormat, weights: &dyn fmt::Display) -> String {
+    let parameters = shape.parameters();
+    let line = format!(
+        "{} parameters ({} without embedding), {} layers x {}, attention {}, {}, weights {weights}",
+        thousands(parameters.total()),
+        thousands(parameters.non_embedding()),
+        shape.num_layers,
+        shape.d_model,
+        attention_words(recipe, shape),
+        numbers.words(recipe),
+    );
+    // A folder's name may hold a line break.
+    line.replace(char::is_control, " ")
+}
+
+/// Attention's kind with its form and sizes, the layers of other kinds, and the density of full rows in each stage:
+/// the share of the (query, key) pairs of dense causal attention that the kind's layers read where a row holds one
+/// document ([`Attention::densities`]).
+pub fn attention_words(recipe: &Recipe, shape: &ModelShape) -> String {
+    let attention = recipe.attention;
+    let label = attention.as_kind().label().into_iter();
+    let words =
+        std::iter::once(attention.kind().name().to_owned()).chain(label).chain(attention.as_kind().form_words(shape));
+    let mut words = words.chain(layer_words(shape)).collect::<Vec<_>>().join(", ");
+    let mut stages: Vec<String> = Vec::new();
+    for stage in recipe.stages() {
+        let clause = density_words(recipe, &stage, shape);
+        if stages.last() != Some(&clause) {
+            stages.push(clause);
+        }
+    }
+    words += &format!(", {}", stages.join(", then "));
+    if recipe.training.dense_steps > 0.0 {
+        words += &format!(", every key in {} of the steps", recipe.training.dense_steps);
+    }
+    words
+}
+
+/// The model's name for pictures and tables: its kind, its sizes, and how many layers differ.
+pub fn attention_label(shape: &ModelShape) -> String {
+    let kind = shape.attention.kind().name().to_owned();
+    let label = std::iter::once(kind).chain(shape.attention.as_kind().label()).chain(layer_counts(shape));
+    label.collect::<Vec<_>>().join(", ")
+}
+
+/// How many layers are dense or share an earlier layer's choice.
+fn layer_counts(shape: &ModelShape) -> impl Iterator<Item = String> {
+    let layers = shape.num_layers;
+    let others = [(shape.num_dense_layers(), "dense"), (shape.num_shared_layers(), "with an earlier layer's choice")];
+    let others = others.into_iter().filter(|(count, _)| *count > 0);
+    others.map(move |(count, words)| format!("{count} of {layers} layers {words}"))
+}
+
+/// The longest pattern of layers that is written out.
+const MOST_NAMES: usize = 8;
+
+/// As [`layer_counts`], with the repeated pattern of `model.layer_types`.
+fn layer_words(shape: &ModelShape) -> Option<String> {
+    let counts = layer_counts(shape).collect::<Vec<_>>().join(", ");
+    let kind = shape.attention.kind().name();
+    let period = shape.dense_layers.len().max(shape.shared_layers.len());
+    let names = (0..period).map(|layer| match (shape.is_dense_layer(layer), shape.is_shared_layer(layer)) {
+        (true, _) => "mha",
+        (_, true) => SHARED_LAYER,
+        _ => kind,
+    });
+    let names = names.collect::<Vec<_>>().join(", ");
+    // A published model may list all of its layers.
+    let names = if period <= MOST_NAMES { format!(" (layers {names})") } else { String::new() };
+    (!counts.is_empty()).then(|| format!("{counts}{names}"))
+}
+
+/// The density of a stage's full rows, after the stage's window if it has one of its own.
+fn density_words(recipe: &Recipe, stage: &Stage, shape: &ModelShape) -> String {
+    let (attention, seq_len) = (recipe.at_stage(stage).attention, stage.section.seq_len);
+    let window = (attention.window() != recipe.attention.window()).then(|| attention.as_kind().label()).flatten();
+    let window = window.map_or(String::new(), |label| format!("{label}: "));
+    let branches = attention.densities(seq_len);
+    let of = |density: f64, branch: Option<&str>| {
+        let branch = branch.map_or(String::new(), |name| format!(" {name}"));
+        format!("{}{branch}", share(density))
+    };
+    let densities = branches.iter().map(|branch| of(branch.density, branch.branch)).collect::<Vec<_>>().join(" + ");
+    let mut words = format!("{window}density {densities} on rows of {seq_len}");
+    if let ([only], true) = (branches.as_slice(), shape.num_dense_layers() > 0) {
+        words += &format!(" ({} with the dense layers)", share(shape.mean_over_layers(only.density, 1.0)));
+    }
+    if attention.index_warmup() == Some(true) {
+        words += " while the indexer learns from every key";
+    }
+    if attention.covers_rows(seq_len) {
+        words += &format!(" ({})", covered_words(seq_len));
+    }
+    words
+}
+
+/// Words for attention of a kind that hides keys, in rows of which it hides none ([`Attention::covers_rows`]).
+pub fn covered_words(seq_len: usize) -> String {
+    format!("attends to every key of rows of {seq_len} tokens: dense attention")
+}
+
+/// A share with three decimals, or two digits if it is small. Less than all is never printed as 1.
+fn share(share: f64) -> String {
+    match share {
+        x if x >= 1.0 && (x - 1.0).abs() < 5e-4 => "1".to_owned(),
+        x if x < 1.0 && x > 0.9994 => "0.999".to_owned(),
+        x if x >= 0.01 || x == 0.0 => format!("{x:.3}"),
+        x => format!("{x:.1e}"),
+    }
+}
+
+/// A whole number with commas between groups of three digits.
+pub fn thousands(count: u64) -> String {
+    let digits = count.to_string();
+    let mut text = String::with_capacity(digits.len() + digits.len() / 3);
+    for (index, digit) in digits.char_indices() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
