@@ -54,11 +54,13 @@ impl Form {
             Self::Swa => format!("kind = \"swa\"\nsliding_window = {kept}"),
             Self::DmaPublished => {
                 format!(
-                    "kind = \"dma\"\nkeep_window_size = {kept}\nbias = \"exp\"\nrecency = \"none\"\nlocal_window_size = 0"
+                    "kind = \"dma\"\nkeep_window_size = {kept}\nbias = \"exp\"\n\
+                     recency = \"none\"\nlocal_window_size = 0"
                 )
             }
             Self::DmaSlope => format!(
-                "kind = \"dma\"\nkeep_window_size = {kept}\nbias = \"linear\"\nrecency = \"slope\"\nlocal_window_size = 2\n\
+                "kind = \"dma\"\nkeep_window_size = {kept}\nbias = \"linear\"\nrecency = \"slope\"\n\
+                 local_window_size = 2\n\
                  longest_period = 96.0"
             ),
             Self::NsaWindow => format!(

@@ -72,8 +72,8 @@ impl NumberFormat {
     }
 }
 
-/// What decides a model's results, on one line: parameters, layers, [attention](attention_words), number format, and the
-/// weights that it began with or has ([`InitialWeights`]). `shape` is the recipe's model.
+/// What decides a model's results, on one line: parameters, layers, [attention](attention_words), number format, and
+/// the weights that it began with or has ([`InitialWeights`]). `shape` is the recipe's model.
 pub fn model_line(recipe: &Recipe, shape: &ModelShape, numbers: NumberFormat, weights: &dyn fmt::Display) -> String {
     let parameters = shape.parameters();
     let line = format!(

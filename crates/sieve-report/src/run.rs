@@ -233,8 +233,8 @@ impl Run {
         self.num_steps > 0 && self.num_done() < self.num_steps as f64
     }
 
-    /// Whether the run diverged: its guard gave up, its last loss is not finite, or the loss ended above its first value
-    /// and above twice the unigram loss.
+    /// Whether the run diverged: its guard gave up, its last loss is not finite, or the loss ended above its first
+    /// value and above twice the unigram loss.
     pub(crate) fn has_diverged(&self) -> bool {
         let loss = self.column("loss");
         let (Some(&first), Some(&last)) = (loss.first(), loss.last()) else {

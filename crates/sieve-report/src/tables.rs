@@ -248,8 +248,8 @@ fn why_no_best_loss(runs: &[Run], groups: &[Vec<usize>]) -> Option<String> {
     })
 }
 
-/// The table of runs: size, progress, loss, speed and memory; columns without a value are left out. A group of several seeds has a further row of means, and
-/// only that row can be the best.
+/// The table of runs: size, progress, loss, speed and memory; columns without a value are left out. A group of several
+/// seeds has a further row of means, and only that row can be the best.
 pub(crate) fn summary(runs: &[Run], groups: &[usize]) -> String {
     let mut html = String::from("<div class=\"scroll\"><table class=\"wide\"><thead><tr><th>run</th>");
     let columns: Vec<_> = COLUMNS.iter().filter(|column| runs.iter().any(|run| !(column.of)(run).is_nan())).collect();
