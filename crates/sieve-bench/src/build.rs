@@ -1,10 +1,10 @@
 //! Compiles kernels into the kernel cache before the first run.
 use crate::error::{BenchError, Result, refused};
 use sieve_core::kinds::KeyReads;
-use sieve_core::{Attention, DmaBias, Recipe};
+use sieve_core::{Attention, Recipe};
 use sieve_kernels::ahead_of_time::{CompiledKernel, compile_with_nvrtc, installed_nvrtc};
 use sieve_kernels::{
-    AttentionNeeds, AttentionShape, Cubins, KernelError, NeededKernels, NeededKeys, ScoreBias, SourceKernel, SumOrder,
+    AttentionNeeds, AttentionShape, Cubins, KernelError, NeededKernels, NeededKeys, SourceKernel, SumOrder,
 };
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
