@@ -70,6 +70,13 @@ fn the_corpus_comes_back_byte_for_byte_from_its_lock() {
 }
 
 #[test]
+fn prose_is_counted_as_it_is_read() {
+    if let Some(python) = interpreter("prose_is_counted_as_it_is_read", "import unittest") {
+        run(&python, "test_prose.py", &[]);
+    }
+}
+
+#[test]
 fn stored_faults_are_still_in_the_code() {
     let test = "stored_faults_are_still_in_the_code";
     if let Some(python) = interpreter(test, "import tomllib") {
