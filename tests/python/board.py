@@ -180,7 +180,7 @@ def drawn(rows, minutes):
     return chart(panels, list(dict.fromkeys(entry for (_, entry), _ in groups)))
 
 
-# README's picture: what it draws, under which name, in a light and a dark page's colour.
+# README's picture: the entries that it draws, under which name, in a light and a dark page's colour.
 FRONT = {"PyTorch, dense": ("dense, in PyTorch", "#57606a", "#9198a1"), "dense": ("dense", "#0969da", "#58a6ff"),
          "window + slope, 1 of 4 dense": ("windows with slope", "#bc4c00", "#f0883e"),
          "DMA, 1 of 4 dense": ("DMA", "#8250df", "#bc8cff"), "DMA, 1 of 4 dense, Muon": ("DMA, Muon", "#1a7f37", "#3fb950")}

@@ -12,7 +12,7 @@ import unittest
 import prose
 
 PAGE = """# A heading of many words that nobody counts
-One sentence has `a span of code` and 2 numbers, 80M and [a link](a/long/target.md). Another, of
+**Bold.** One sentence has `a span of code` and 2 numbers, 80M and [a link](a/long/target.md). Another, of
 arXiv:2508.02124 on an H200, has none.
 ```
 code. More code. 1 2 3
@@ -37,9 +37,9 @@ class Prose(unittest.TestCase):
 
     def test_running_text_alone_is_counted(self):
         found = self.counts(PAGE)
-        self.assertEqual(found["sentences"], 5)
-        self.assertEqual(found["words"], (11 + 8 + 2 + 2 + 3) / 5)
-        self.assertEqual(found["numbers"], 2 / 5)
+        self.assertEqual(found["sentences"], 6)
+        self.assertEqual(found["words"], (1 + 11 + 8 + 2 + 2 + 3) / 6)
+        self.assertEqual(found["numbers"], 2 / 6)
 
     def test_a_cell_is_as_long_as_its_text_without_targets(self):
         self.assertEqual(self.counts(PAGE)["cell"], len("`a \\| b` 7 8"))
