@@ -21,7 +21,7 @@ BUDGET = {"words": 18.0, "numbers": 1.0, "cell": 160}
 README = {"lines": 110, "first": 40}
 # Pages that are held to the budget.
 PAGES = [
-    "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/choose.md", "docs/evaluation.md", "docs/first-steps.md", "docs/library.md", "docs/limits.md",
+    "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/choose.md", "docs/evaluation.md", "docs/export.md", "docs/first-steps.md", "docs/library.md", "docs/limits.md",
     "docs/related.md", "docs/results.md", "docs/scale.md", "docs/selectors.md", "docs/troubleshooting.md",
 ]
 FENCE = re.compile(r"\s*(```|~~~)")
