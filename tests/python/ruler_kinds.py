@@ -86,7 +86,8 @@ def table(rows, arguments):
         for kind in arguments.kinds:
             losses = [row["loss"] for key, row in rows.items() if key[0] == kind]
             if losses:
-                cells = [f"{statistics.mean(values):.1f}" for which in (1, 2) for values in of_task(rows, kind, task, which).values()]
+                cells = [f"{statistics.mean(values):.1f}" for which in (1, 2)
+                         for values in of_task(rows, kind, task, which).values()]
                 lines.append([kind, f"{statistics.mean(losses):.3f}", *cells])
         print(f"{task}\n\n{table_text(head, lines)}\n")
 
