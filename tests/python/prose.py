@@ -1,13 +1,13 @@
 """Counts what makes a page hard to read, and holds pages to a budget.
 
-    python3 tests/python/prose.py                         every page of PAGES; exit status 1 where one is over its budget
-    python3 tests/python/prose.py docs/runs.md            pages that are named, against the same budget
-    python3 tests/python/prose.py README.md --longest 5   with the five longest sentences, and the longest cells
+    python3 tests/python/prose.py                         every page of PAGES; ends with 1 where one is over its budget
+    python3 tests/python/prose.py docs/runs.md            the named pages, against the same budget
+    python3 tests/python/prose.py README.md --longest 5   with the five longest sentences and cells
 
 Running text is what lies outside of code, tables, headings and pictures. A sentence ends at a full stop, a question or
 an exclamation mark before a new word, and at the end of a paragraph or of a list item. A span of code counts as one
-word and holds no numbers. A number begins with a digit: `8192`, `0.71` and `80M` are some, `H200`, `f32` and the number of
-an arXiv page are none. A cell's length is of its Markdown without the targets of links. Needs nothing but Python.
+word and holds no numbers. A number begins with a digit: `8192`, `0.71` and `80M` are some; `H200`, `f32` and the number
+of an arXiv page are none. A cell's length is of its Markdown without the targets of links. Needs nothing but Python.
 """
 
 import argparse
@@ -21,8 +21,8 @@ BUDGET = {"words": 18.0, "numbers": 1.0, "cell": 160}
 README = {"lines": 110, "first": 40}
 # Pages that are held to the budget.
 PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in (
-    "board", "choose", "evaluation", "export", "first-steps", "library", "limits", "pytorch", "related", "results", "scale",
-    "selectors", "troubleshooting"))]
+    "board", "choose", "evaluation", "export", "first-steps", "library", "limits", "pytorch", "related", "results",
+    "scale", "selectors", "troubleshooting"))]
 FENCE = re.compile(r"\s*(```|~~~)")
 ITEM = re.compile(r"^\s*(?:[-*+]|\d+\.)\s+")
 TABLE_RULE = re.compile(r"[|:\- ]+")
