@@ -2,10 +2,10 @@
 
     python3 tests/python/board.py --sieve target/release/sieve --text data/crates.jsonl --out OUT --devices cuda:0 cuda:1
     python3 tests/python/board.py --sieve target/release/sieve --text data/crates.jsonl --out OUT --tiny    (CPU, minutes)
-    python3 tests/python/board.py --out docs --fill docs/board.md --draw docs/board.svg --front docs/front.svg
+    python3 tests/python/board.py --out docs --fill docs/board.md --draw docs/board.svg --front README.md docs/front.svg
 
-The last one reads docs/board.jsonl alone; --front is README's picture. Run from the repository's root with a Python that
-has torch and transformers. A probe of --probe-steps steps measures
+The last one reads docs/board.jsonl alone; --front is README's table and picture. Run from the repository's root with a
+Python that has torch and transformers. A probe of --probe-steps steps measures
 an entry's step and all else that it does, from which the steps of its runs follow. Of dense attention PyTorch scores the
 probe's weights too: the two scores must agree. Probes and runs begin with empty caches of compiled kernels. A run that
 takes longer than --minutes is void: it leaves no line, and the next takes fewer steps. OUT/board.jsonl gets a line for
@@ -180,18 +180,37 @@ def drawn(rows, minutes):
     return chart(panels, list(dict.fromkeys(entry for (_, entry), _ in groups)))
 
 
-# README's picture: the entries that it draws, under which name, in a light and a dark page's colour.
-FRONT = {"PyTorch, dense": ("dense, in PyTorch", "#57606a", "#9198a1"), "dense": ("dense", "#0969da", "#58a6ff"),
-         "window + slope, 1 of 4 dense": ("windows with slope", "#bc4c00", "#f0883e"),
-         "DMA, 1 of 4 dense": ("DMA", "#8250df", "#bc8cff"), "DMA, 1 of 4 dense, Muon": ("DMA, Muon", "#1a7f37", "#3fb950")}
+# README's entries: their names in the picture and in the table, their colours on a light and on a dark page.
+FRONT = {
+    "PyTorch, dense": ("dense, in PyTorch", "dense in compiled PyTorch", "#57606a", "#9198a1"),
+    "dense": ("dense", "dense", "#0969da", "#58a6ff"),
+    "window + slope, 1 of 4 dense": ("windows with slope", "windows with DMA's slope, one layer in four dense",
+                                     "#bc4c00", "#f0883e"),
+    "DMA, 1 of 4 dense": ("DMA", "DMA, one layer in four dense, AdamW as all below", "#8250df", "#bc8cff"),
+    "DMA, 1 of 4 dense, Muon": ("DMA, Muon", "dynamic mask (DMA), one layer in four dense, optimizer Muon",
+                                "#1a7f37", "#3fb950"),
+}
 FRONT_LENGTH = 8192  # tokens of a row: every entry drawn has three seeds there
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 830, 430, 52, 262, 64, 52
+
+
+def front_runs(rows, minutes):
+    """The runs of README's entries, the best entry first."""
+    return {entry: runs for (length, entry), runs in by_entry(rows, minutes) if length == FRONT_LENGTH and entry in FRONT}
+
+
+def front_table(rows, minutes):
+    head = [f"attention, rows of {FRONT_LENGTH} tokens", "bits per byte, mean of three seeds", "least", "most", "tokens/s"]
+    scores = lambda runs: [row["bits_per_byte"] for row in runs]
+    lines = [[FRONT[entry][1], f"{mean(runs, 'bits_per_byte'):.3f}", f"{min(scores(runs)):.3f}", f"{max(scores(runs)):.3f}",
+              f"{round(mean(runs, 'tokens_per_second'), -3):,.0f}"] for entry, runs in front_runs(rows, minutes).items()]
+    return table_text(head, lines)
 
 
 def front(rows, minutes):
     """Training loss over minutes, both logarithmic: a line a mean of an entry's seeds, a band between their least and
     largest, at the end its name and its mean score."""
-    groups = {entry: runs for (length, entry), runs in by_entry(rows, minutes) if length == FRONT_LENGTH and entry in FRONT}
+    groups = front_runs(rows, minutes)
     curves = {entry: [[(seconds / 60, loss) for seconds, loss in run["curve"]] for run in runs]
               for entry, runs in groups.items()}
     points = [point for runs in curves.values() for run in runs for point in run]
@@ -205,8 +224,8 @@ def front(rows, minutes):
              'font-family="system-ui, sans-serif" font-size="15">',
              "<style>text { fill: var(--ink); } .name, .band { fill: var(--c); } .band { fill-opacity: 0.22; }",
              "path { fill: none; stroke: var(--c); } svg { --page: #ffffff; --ink: #1f2328; --rule: #d8dee4; }",
-             style(lambda one: one[1]), "@media (prefers-color-scheme: dark) {",
-             f"svg {{ --page: #0d1117; --ink: #e6edf3; --rule: #30363d; }} {style(lambda one: one[2])} }}</style>",
+             style(lambda one: one[2]), "@media (prefers-color-scheme: dark) {",
+             f"svg {{ --page: #0d1117; --ink: #e6edf3; --rule: #30363d; }} {style(lambda one: one[3])} }}</style>",
              '<rect width="100%" height="100%" fill="var(--page)"/>',
              f'<text x="{LEFT - 40}" y="24" font-size="17" font-weight="600">Training loss (nats a token) on one H200, '
              "85M parameters, rows of 8192 tokens</text>"]
@@ -240,7 +259,8 @@ def main():
     parser.add_argument("--minutes", type=float, default=9.0, help="of a run, from start to score")
     parser.add_argument("--probe-steps", type=int, default=100)
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, a minute a run at most: tries the script")
-    parser.add_argument("--front", type=pathlib.Path, help="README's picture, of the runs of --minutes in rows of 8192")
+    parser.add_argument("--front", nargs=2, type=pathlib.Path, metavar=("PAGE", "SVG"),
+                        help="README, whose first table is filled, and its picture: runs in rows of 8192")
     parser.add_argument("--fill", type=pathlib.Path, help="a page; what follows its last heading becomes the table")
     arguments = parsed(parser)
     arguments.step_tokens, arguments.margin, seeds = 32768, MARGIN, SEEDS
@@ -279,7 +299,12 @@ def main():
     if arguments.draw:
         arguments.draw.write_text(drawn(rows, arguments.minutes), encoding="utf-8")
     if arguments.front:
-        arguments.front.write_text(front(rows, arguments.minutes), encoding="utf-8")
+        page, picture = arguments.front
+        picture.write_text(front(rows, arguments.minutes), encoding="utf-8")
+        text = page.read_text(encoding="utf-8")
+        begin = text.index("\n|") + 1
+        text = text[:begin] + front_table(rows, arguments.minutes) + text[text.index("\n\n", begin):]
+        page.write_text(text, encoding="utf-8")
     if arguments.fill:
         page = arguments.fill.read_text(encoding="utf-8")
         heading = page.index("\n", page.rindex("\n## ") + 1)
