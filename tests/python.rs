@@ -70,6 +70,35 @@ fn the_corpus_comes_back_byte_for_byte_from_its_lock() {
 }
 
 #[test]
+fn prose_is_counted_as_it_is_read() {
+    if let Some(python) = interpreter("prose_is_counted_as_it_is_read", "import unittest") {
+        run(&python, "test_prose.py", &[]);
+    }
+}
+
+#[test]
+fn readme_and_the_board_show_the_stored_runs() {
+    let Some(python) = interpreter("readme_and_the_board_show_the_stored_runs", "import json") else {
+        return;
+    };
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
+    let made = tempfile::tempdir().expect("a folder");
+    let pages = ["README.md", "docs/front.svg", "docs/board.md", "docs/board.svg"];
+    let copies = pages.map(|page| made.path().join(Path::new(page).file_name().expect("a name")));
+    for (page, copy) in pages.iter().zip(&copies) {
+        std::fs::copy(format!("{root}/{page}"), copy).expect("copied");
+    }
+    let [readme, front, board, drawn] = copies.each_ref().map(|copy| copy.display().to_string());
+    let words = ["--out", &format!("{root}/docs"), "--front", &readme, &front, "--fill", &board, "--draw", &drawn];
+    run(&python, "board.py", &words.map(String::from));
+    for (page, copy) in pages.iter().zip(&copies) {
+        let [stored, made] =
+            [Path::new(root).join(page), copy.clone()].map(|path| std::fs::read(path).expect("readable"));
+        assert!(stored == made, "{page} is not what tests/python/board.py makes of docs/board.jsonl");
+    }
+}
+
+#[test]
 fn stored_faults_are_still_in_the_code() {
     let test = "stored_faults_are_still_in_the_code";
     if let Some(python) = interpreter(test, "import tomllib") {

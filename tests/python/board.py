@@ -2,9 +2,10 @@
 
     python3 tests/python/board.py --sieve target/release/sieve --text data/crates.jsonl --out OUT --devices cuda:0 cuda:1
     python3 tests/python/board.py --sieve target/release/sieve --text data/crates.jsonl --out OUT --tiny    (CPU, minutes)
-    python3 tests/python/board.py --out docs --fill docs/board.md --draw docs/board.svg    (from docs/board.jsonl)
+    python3 tests/python/board.py --out docs --fill docs/board.md --draw docs/board.svg --front README.md docs/front.svg
 
-Run from the repository's root with a Python that has torch and transformers. A probe of --probe-steps steps measures
+The last one reads docs/board.jsonl alone; --front is README's table and picture. Run from the repository's root with a
+Python that has torch and transformers. A probe of --probe-steps steps measures
 an entry's step and all else that it does, from which the steps of its runs follow. Of dense attention PyTorch scores the
 probe's weights too: the two scores must agree. Probes and runs begin with empty caches of compiled kernels. A run that
 takes longer than --minutes is void: it leaves no line, and the next takes fewer steps. OUT/board.jsonl gets a line for
@@ -12,6 +13,7 @@ each finished run; runs that have one are not repeated, and a run that was cut o
 """
 
 import json
+import math
 import pathlib
 import shutil
 import statistics
@@ -178,6 +180,78 @@ def drawn(rows, minutes):
     return chart(panels, list(dict.fromkeys(entry for (_, entry), _ in groups)))
 
 
+# README's entries: their names in the picture and in the table, their colours on a light and on a dark page.
+FRONT = {
+    "PyTorch, dense": ("dense, in PyTorch", "dense in compiled PyTorch", "#57606a", "#9198a1"),
+    "dense": ("dense", "dense", "#0969da", "#58a6ff"),
+    "window + slope, 1 of 4 dense": ("windows with slope", "windows with DMA's slope, one layer in four dense",
+                                     "#bc4c00", "#f0883e"),
+    "DMA, 1 of 4 dense": ("DMA", "DMA, one layer in four dense, AdamW as all below", "#8250df", "#bc8cff"),
+    "DMA, 1 of 4 dense, Muon": ("DMA, Muon", "dynamic mask (DMA), one layer in four dense, optimizer Muon",
+                                "#1a7f37", "#3fb950"),
+}
+FRONT_LENGTH = 8192  # tokens of a row: every entry drawn has three seeds there
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 830, 430, 52, 262, 64, 52
+
+
+def front_runs(rows, minutes):
+    """The runs of README's entries, the best entry first."""
+    return {entry: runs for (length, entry), runs in by_entry(rows, minutes) if length == FRONT_LENGTH and entry in FRONT}
+
+
+def front_table(rows, minutes):
+    head = [f"attention, rows of {FRONT_LENGTH} tokens", "bits per byte, mean of three seeds", "least", "most", "tokens/s"]
+    scores = lambda runs: [row["bits_per_byte"] for row in runs]
+    lines = [[FRONT[entry][1], f"{mean(runs, 'bits_per_byte'):.3f}", f"{min(scores(runs)):.3f}", f"{max(scores(runs)):.3f}",
+              f"{round(mean(runs, 'tokens_per_second'), -3):,.0f}"] for entry, runs in front_runs(rows, minutes).items()]
+    return table_text(head, lines)
+
+
+def front(rows, minutes):
+    """Training loss over minutes, both logarithmic: a line a mean of an entry's seeds, a band between their least and
+    largest, at the end its name and its mean score."""
+    groups = front_runs(rows, minutes)
+    curves = {entry: [[(seconds / 60, loss) for seconds, loss in run["curve"]] for run in runs]
+              for entry, runs in groups.items()}
+    points = [point for runs in curves.values() for run in runs for point in run]
+    ends = [[function(math.log(point[axis]) for point in points) for function in (min, max)] for axis in (0, 1)]
+    place = lambda value, low, high, start, stop: start + (stop - start) * (math.log(value) - low) / (high - low)
+    x = lambda minute: place(minute, *ends[0], LEFT, WIDTH - RIGHT)
+    y = lambda loss: place(loss, *ends[1], HEIGHT - BOTTOM, TOP)
+    line = lambda points: " ".join(f"{x(minute):.1f},{y(loss):.1f}" for minute, loss in points)
+    style = lambda of: " ".join(f".c{number} {{ --c: {of(one)}; }}" for number, one in enumerate(FRONT.values()))
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+             'font-family="system-ui, sans-serif" font-size="15">',
+             "<style>text { fill: var(--ink); } .name, .band { fill: var(--c); } .band { fill-opacity: 0.22; }",
+             "path { fill: none; stroke: var(--c); } svg { --page: #ffffff; --ink: #1f2328; --rule: #d8dee4; }",
+             style(lambda one: one[2]), "@media (prefers-color-scheme: dark) {",
+             f"svg {{ --page: #0d1117; --ink: #e6edf3; --rule: #30363d; }} {style(lambda one: one[3])} }}</style>",
+             '<rect width="100%" height="100%" fill="var(--page)"/>',
+             f'<text x="{LEFT - 40}" y="24" font-size="17" font-weight="600">Training loss (nats a token) on one H200, '
+             "85M parameters, rows of 8192 tokens</text>"]
+    for loss in (0.7, 1, 2, 3, 4, 5):
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(loss):.1f}" y2="{y(loss):.1f}" stroke="var(--rule)"/>'
+                     f'<text x="{LEFT - 10}" y="{y(loss) + 5:.1f}" text-anchor="end">{loss}</text>')
+    for minute in (0.25, 0.5, 1, 2, 4, 8):
+        parts.append(f'<text x="{x(minute):.1f}" y="{HEIGHT - BOTTOM + 22}" text-anchor="middle">{minute:g}</text>')
+    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 8}" text-anchor="middle">minutes of training; '
+                 "line: mean of three seeds, band: all of them</text>")
+    # Names keep a line's height between them, from the best score upwards.
+    below = HEIGHT - BOTTOM + 22
+    for number, entry in sorted(enumerate(FRONT), key=lambda one: mean(groups[one[1]], "bits_per_byte")):
+        together = [list(zip(*step)) for step in zip(*curves[entry])]  # of each point: the seeds' minutes, their losses
+        at = [statistics.mean(seconds) for seconds, _ in together]
+        low, high, middle = ([(minute, of(losses)) for minute, (_, losses) in zip(at, together)]
+                             for of in (min, max, statistics.mean))
+        below = min(y(middle[-1][1]) + 5, below - 22)
+        parts.append(f'<g class="c{number}"><polygon class="band" points="{line(low + high[::-1])}"/>'
+                     f'<path d="M {line(middle)}" stroke-width="2.5"/>'
+                     f'<text class="name" x="{WIDTH - RIGHT + 12}" y="{below:.1f}" font-weight="600">'
+                     f'{mean(groups[entry], "bits_per_byte"):.3f}  {FRONT[entry][0]}</text></g>')
+    parts.append(f'<text x="{WIDTH - RIGHT + 12}" y="{below - 26:.1f}">held-out bits per byte</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
 def main():
     parser = parser_of(__doc__, "board.jsonl")
     parser.add_argument("--entries", nargs="+", default=DEFAULT, choices=list(ENTRIES))
@@ -185,6 +259,8 @@ def main():
     parser.add_argument("--minutes", type=float, default=9.0, help="of a run, from start to score")
     parser.add_argument("--probe-steps", type=int, default=100)
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, a minute a run at most: tries the script")
+    parser.add_argument("--front", nargs=2, type=pathlib.Path, metavar=("PAGE", "SVG"),
+                        help="README, whose first table is filled, and its picture: runs in rows of 8192")
     parser.add_argument("--fill", type=pathlib.Path, help="a page; what follows its last heading becomes the table")
     arguments = parsed(parser)
     arguments.step_tokens, arguments.margin, seeds = 32768, MARGIN, SEEDS
@@ -222,6 +298,13 @@ def main():
     print(table(rows, arguments.minutes))
     if arguments.draw:
         arguments.draw.write_text(drawn(rows, arguments.minutes), encoding="utf-8")
+    if arguments.front:
+        page, picture = arguments.front
+        picture.write_text(front(rows, arguments.minutes), encoding="utf-8")
+        text = page.read_text(encoding="utf-8")
+        begin = text.index("\n|") + 1
+        text = text[:begin] + front_table(rows, arguments.minutes) + text[text.index("\n\n", begin):]
+        page.write_text(text, encoding="utf-8")
     if arguments.fill:
         page = arguments.fill.read_text(encoding="utf-8")
         heading = page.index("\n", page.rindex("\n## ") + 1)

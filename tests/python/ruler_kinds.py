@@ -78,16 +78,18 @@ def of_task(rows, kind, task, which):
 
 
 def table(rows, arguments):
-    print("Score in %, then mean rank of the answer among eleven, at 1, 2 and 4 times the trained length; means of seeds\n")
-    lines = []
-    for kind in arguments.kinds:
-        losses = [row["loss"] for key, row in rows.items() if key[0] == kind]
-        if losses:
-            cells = [", ".join(f"{statistics.mean(values):.{digits}f}" for values in of_task(rows, kind, task, which).values())
-                     for task in TASKS for which, digits in ((1, 0), (2, 1))]
-            pairs = [f"{score}; {rank}" for score, rank in zip(cells[::2], cells[1::2])]
-            lines.append([kind, f"{statistics.mean(losses):.3f}", *pairs])
-    print(table_text(["attention", "loss", *TASKS], lines))
+    """A table a task: loss, score and mean rank of the answer among eleven by length, all means over seeds."""
+    lengths = [times * arguments.length for times in (1, 2, 4)]
+    head = ["attention", "loss", *(f"{length}: %" for length in lengths), *(f"{length}: rank" for length in lengths)]
+    for task in TASKS:
+        lines = []
+        for kind in arguments.kinds:
+            losses = [row["loss"] for key, row in rows.items() if key[0] == kind]
+            if losses:
+                cells = [f"{statistics.mean(values):.1f}" for which in (1, 2)
+                         for values in of_task(rows, kind, task, which).values()]
+                lines.append([kind, f"{statistics.mean(losses):.3f}", *cells])
+        print(f"{task}\n\n{table_text(head, lines)}\n")
 
 
 def drawn(rows, arguments):

@@ -1,0 +1,64 @@
+"""Checks prose.py on pages made here.
+
+    python tests/python/test_prose.py
+"""
+
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import prose
+
+PAGE = """# A heading of many words that nobody counts
+**Bold.** One sentence has `a span of code` and 2 numbers, 80M and [a link](a/long/target.md). Another, of
+arXiv:2508.02124 on an H200, has none.
+```
+code. More code. 1 2 3
+```
+- an item
+- two sentences. In an item
+
+    an indented block. 4 5 6
+
+| head | of a table |
+|---|---|
+| [cell](target.md) | `a \\| b` 7 8 |
+"""
+
+
+class Prose(unittest.TestCase):
+    def counts(self, text, name="page.md"):
+        with tempfile.TemporaryDirectory() as folder:
+            page = pathlib.Path(folder, name)
+            page.write_text(text, encoding="utf-8")
+            return prose.counts(page)[0]
+
+    def test_running_text_alone_is_counted(self):
+        found = self.counts(PAGE)
+        self.assertEqual(found["sentences"], 6)
+        self.assertEqual(found["words"], (1 + 11 + 8 + 2 + 2 + 3) / 6)
+        self.assertEqual(found["numbers"], 2 / 6)
+
+    def test_a_cell_is_as_long_as_its_text_without_targets(self):
+        self.assertEqual(self.counts(PAGE)["cell"], len("`a \\| b` 7 8"))
+
+    def test_readme_has_its_lines_and_its_first_paragraph_counted(self):
+        found = self.counts("# Title\nFour words are here. And four are there.\n\nMore.\n", "README.md")
+        self.assertEqual((found["lines"], found["first"]), (4, 8))
+
+    def test_a_page_over_its_budget_ends_with_status_1(self):
+        script = pathlib.Path(prose.__file__)
+        for text, status, said in [("Short. " * 9, 0, "within"), ("word " * 19 + ".", 1, "words 19, at most 18"),
+                                   (f"| a |\n|---|\n| {'x' * 161} |\n", 1, "cell 161, at most 160")]:
+            with tempfile.TemporaryDirectory() as folder:
+                page = pathlib.Path(folder, "page.md")
+                page.write_text(text, encoding="utf-8")
+                ran = subprocess.run([sys.executable, script, page], capture_output=True, text=True, check=False)
+            self.assertEqual(ran.returncode, status, ran.stdout + ran.stderr)
+            self.assertIn(said, ran.stdout)
+
+
+if __name__ == "__main__":
+    unittest.main()
