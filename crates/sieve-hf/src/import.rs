@@ -424,4 +424,6 @@ fn all_tensors(path: &Path) -> Vec<crate::NamedTensor> {
 }
 
 #[cfg(test)]
+mod matrix;
+#[cfg(test)]
 mod tests;
