@@ -10,6 +10,7 @@ use std::path::Path;
 
 use tokenizers::Tokenizer as HfTokenizer;
 use tokenizers::decoders::DecoderWrapper;
+use tokenizers::models::ModelWrapper;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::error::DataError;
@@ -46,10 +47,26 @@ pub struct Tokenizer {
     bos_id: Option<u32>,
     /// Name of the end-of-document token, if the user gave one.
     eos_token: Option<String>,
+    /// Share of merges that the file's training left out at random, if it did; here none is.
+    dropout: Option<f32>,
+}
+
+/// Makes a BPE apply all of its merges. Returns the share that it would have left out at random, if it would have.
+fn switch_dropout_off(inner: &mut HfTokenizer) -> Option<f32> {
+    let ModelWrapper::BPE(model) = inner.get_model() else {
+        return None;
+    };
+    // 0 leaves out none.
+    let dropout = model.dropout.filter(|dropout| *dropout != 0.0)?;
+    let mut model = model.clone();
+    model.dropout = None;
+    inner.with_model(model);
+    Some(dropout)
 }
 
 impl Tokenizer {
-    /// Loads a Hugging Face `tokenizer.json`. Its truncation and padding are ignored: truncation would lose text.
+    /// Loads a Hugging Face `tokenizer.json`. State of its training is switched off: truncation would lose text, and
+    /// with BPE dropout, which a warning names, the same text would have other tokens each time.
     ///
     /// # Errors
     /// A file that cannot be read, or that the `tokenizers` crate does not accept.
@@ -63,11 +80,19 @@ impl Tokenizer {
             }
             _ => DataError::io("read", path)(error),
         })?;
-        Self::from_bytes(&bytes).map_err(|reason| {
+        let tokenizer = Self::from_bytes(&bytes).map_err(|reason| {
             let what = format!("not a usable tokenizer.json: {reason}");
             let hint = "name the tokenizer.json of a Hugging Face model, or one of sieve tokenizer train";
             DataError::file(path, what, hint)
-        })
+        })?;
+        if let Some(dropout) = tokenizer.dropout {
+            log::warn!(
+                "{}: dropout = {dropout} of its merges is of its training and is off here: a text always has the same \
+                 tokens",
+                path.display()
+            );
+        }
+        Ok(tokenizer)
     }
 
     fn from_bytes(bytes: &[u8]) -> Result<Self, String> {
@@ -79,10 +104,11 @@ impl Tokenizer {
         loaded.unwrap_or_else(|| Err("its parts contradict one another".to_owned()))
     }
 
-    /// The tokenizer without truncation and padding, and what Sieve derives from its vocabulary and template.
+    /// The tokenizer without truncation, padding and dropout, and what Sieve derives from its vocabulary and template.
     fn from_inner(mut inner: HfTokenizer) -> Result<Self, String> {
         inner.with_truncation(None).map_err(|error| error.to_string())?;
         inner.with_padding(None);
+        let dropout = switch_dropout_off(&mut inner);
         inner.set_encode_special_tokens(false);
         // Ids may have gaps, so the largest id can exceed the number of tokens.
         let with_added_tokens = true;
@@ -104,6 +130,7 @@ impl Tokenizer {
             plain_token: None,
             bos_id: None,
             eos_token: None,
+            dropout,
         };
         tokenizer.plain_token = tokenizer.find_plain_token();
         tokenizer.bos_id = tokenizer.find_bos();

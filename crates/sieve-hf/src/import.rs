@@ -6,12 +6,15 @@
 //! parameters are initialised as in a new model.
 
 mod config;
+mod keys;
 mod refit;
+mod rotary;
+mod weights;
 
 use crate::export::tensors::{ExportTensor, Source, tensors_of};
 use crate::export::{Architecture, tokenizer_files};
 use crate::{
-    Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, Kept, LoadedModel, TensorFile, load_parameters,
+    Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, Kept, LoadedModel, load_parameters,
     parameters::named_parameters_but,
 };
 use burn::tensor::backend::Backend;
@@ -25,6 +28,7 @@ use sieve_nn::Qwen3;
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
+use weights::{Weights, is_same};
 
 /// Most tensor names in one error message.
 const MAX_NAMES: usize = 20;
@@ -195,16 +199,17 @@ fn read_model(
     kept: Kept,
 ) -> Result<(Recipe, ModelShape, ReadTensors), CheckpointError> {
     let (config, unties) = read_config(from)?;
-    if unties {
-        let path = from.display();
-        log::warn!("{path}: {OUTPUT} is not the embedding, though config.json ties them: the model is read untied");
+    let weights = Weights::open(from)?;
+    let untied = format!("{OUTPUT} is not the embedding, though config.json ties them: the model is read untied");
+    for note in config.notes.iter().chain(&weights.notes).chain(unties.then_some(&untied)) {
+        log::warn!("{}: {note}", from.display());
     }
     // Doge always has residual scales; they are dropped below if all of them are one.
     let is_doge = config.architecture == Architecture::Doge;
     let may_scale = is_doge || config.residual_scale;
     let (_, source_shape) = recipe_and_shape(from, &config, may_scale, &[])?;
     config.check_derived(from, &source_shape)?;
-    let mut read = read_tensors(from, &tensors_of(&source_shape, config.architecture), kept)?;
+    let mut read = read_tensors(&config, &weights, &tensors_of(&source_shape, config.architecture), kept)?;
     let has_scales = config.residual_scale || (is_doge && !read.drop_unit_scales());
     let (recipe, shape) = recipe_and_shape(from, &config, has_scales, settings)?;
     Ok((recipe, shape, read))
@@ -214,20 +219,15 @@ fn read_model(
 /// the embedding, `transformers` reads that one, although `config.json` ties them.
 fn read_config(from: &Path) -> Result<(HfConfig, bool), CheckpointError> {
     let mut config = HfConfig::read(&from.join("config.json"))?;
-    let unties = config.is_tied && has_own_output(from)?;
+    let unties = config.is_tied && has_own_output(&Weights::open(from)?)?;
     config.is_tied &= !unties;
     Ok((config, unties))
 }
 
 /// Whether the files hold an output projection that differs from the embedding.
-fn has_own_output(from: &Path) -> Result<bool, CheckpointError> {
-    let files = weight_files(from)?.into_iter().map(|path| TensorFile::open(&path));
-    let files = files.collect::<Result<Vec<_>, _>>()?;
-    let find = |name: &str| files.iter().find_map(|file| file.find(name).transpose()).transpose();
-    Ok(match (find(OUTPUT)?, find(EMBEDDING)?) {
-        (Some(output), Some(embedding)) => {
-            (output.dtype, output.shape, output.bytes) != (embedding.dtype, embedding.shape, embedding.bytes)
-        }
+fn has_own_output(weights: &Weights) -> Result<bool, CheckpointError> {
+    Ok(match (weights.find(OUTPUT)?, weights.find(EMBEDDING)?) {
+        (Some(output), Some(embedding)) => !is_same(&output, &embedding),
         _ => false,
     })
 }
@@ -328,52 +328,54 @@ fn is_residual_scale(name: &str) -> bool {
     name.ends_with("input_residual") || name.ends_with("post_attention_residual")
 }
 
-/// Reads the `wanted` tensors from all files and joins the parts of packed ones. One error names all that do not fit.
-fn read_tensors(from: &Path, wanted: &[ExportTensor], kept: Kept) -> Result<ReadTensors, CheckpointError> {
+/// Reads the `wanted` tensors and joins the parts of packed ones. One error names all that do not fit.
+fn read_tensors(
+    config: &HfConfig,
+    weights: &Weights,
+    wanted: &[ExportTensor],
+    kept: Kept,
+) -> Result<ReadTensors, CheckpointError> {
     let by_name: HashMap<&str, _> = wanted.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
     let is_tied = !by_name.contains_key(OUTPUT);
     let mut tensors: HashMap<String, TensorData> = HashMap::new();
-    let mut found = BTreeSet::new();
-    let mut problems = Problems::default();
+    let mut problems = Problems { conflicts: weights.conflicts.clone(), ..Problems::default() };
     let mut ignored = Vec::new();
-    for path in weight_files(from)? {
-        let file = TensorFile::open(&path)?;
-        for name in file.names() {
-            let Some(tensor) = by_name.get(name.as_str()) else {
-                // The output projection of a tied model equals the embedding; `read_config` has checked that.
-                if name.ends_with(IGNORED_ENDING) || (is_tied && name == OUTPUT) {
-                    ignored.push(name);
-                } else {
-                    problems.unknown.insert(name);
-                }
-                continue;
-            };
-            if !found.insert(name.clone()) {
-                problems.twice.insert(name.clone());
+    for name in weights.names() {
+        if !by_name.contains_key(name) {
+            // The output projection of a tied model equals the embedding; `read_config` has checked that.
+            if name.ends_with(IGNORED_ENDING) || (is_tied && name == OUTPUT) {
+                ignored.push(name.to_owned());
+            } else {
+                problems.unknown.insert(name.to_owned());
             }
-            let stored = file.stored(&name)?;
-            if stored.shape != tensor.shape {
-                let (got, wanted) = (&stored.shape, &tensor.shape);
-                problems.shapes.insert(format!("{name} {got:?} instead of {wanted:?}"));
-                continue;
-            }
-            let Source::Rows { name: ours, rows, num_rows } = &tensor.source else {
-                // The tensor is all ones, which the checkpoint does not store.
-                continue;
-            };
-            // bf16 would round scales near one to one, and `drop_unit_scales` would drop them.
-            let dtype = if is_residual_scale(ours) { DType::F32 } else { kept.dtype(ours) };
-            let row_shape = &tensor.shape[1..];
-            let row_bytes = row_shape.iter().product::<usize>() * dtype.size();
-            let whole = tensors.entry(ours.clone()).or_insert_with(|| {
-                let bytes = Bytes::from_bytes_vec(vec![0; num_rows * row_bytes]);
-                TensorData::from_bytes(bytes, [&[*num_rows], row_shape].concat(), dtype)
-            });
-            stored.convert(dtype, &mut whole.bytes[rows.start * row_bytes..rows.end * row_bytes]);
         }
     }
-    problems.missing = by_name.keys().filter(|name| !found.contains(**name)).map(|name| (*name).to_owned()).collect();
-    problems.check(from)?;
+    for tensor in wanted {
+        let name = &tensor.name;
+        let Some(stored) = weights.find(name)? else {
+            problems.missing.insert(name.clone());
+            continue;
+        };
+        if stored.shape != tensor.shape {
+            let (got, wanted) = (&stored.shape, &tensor.shape);
+            problems.shapes.insert(format!("{name} {got:?} instead of {wanted:?}"));
+            continue;
+        }
+        let Source::Rows { name: ours, rows, num_rows } = &tensor.source else {
+            // The tensor is all ones, which the checkpoint does not store.
+            continue;
+        };
+        // bf16 would round scales near one to one, and `drop_unit_scales` would drop them.
+        let dtype = if is_residual_scale(ours) { DType::F32 } else { kept.dtype(ours) };
+        let row_shape = &tensor.shape[1..];
+        let row_bytes = row_shape.iter().product::<usize>() * dtype.size();
+        let whole = tensors.entry(ours.clone()).or_insert_with(|| {
+            let bytes = Bytes::from_bytes_vec(vec![0; num_rows * row_bytes]);
+            TensorData::from_bytes(bytes, [&[*num_rows], row_shape].concat(), dtype)
+        });
+        stored.convert(dtype, &mut whole.bytes[rows.start * row_bytes..rows.end * row_bytes]);
+    }
+    problems.check(&weights.folder, &config.assumed)?;
     Ok(ReadTensors { tensors, ignored })
 }
 
@@ -383,24 +385,27 @@ struct Problems {
     missing: BTreeSet<String>,
     unknown: BTreeSet<String>,
     shapes: BTreeSet<String>,
-    twice: BTreeSet<String>,
+    conflicts: BTreeSet<String>,
 }
 
 impl Problems {
-    /// Fails if there is a problem. The error names all of them.
-    fn check(&self, from: &Path) -> Result<(), CheckpointError> {
+    /// Fails if there is a problem. The error names all of them, and the sizes that `config.json` leaves out.
+    fn check(&self, from: &Path, assumed: &str) -> Result<(), CheckpointError> {
         let parts = [
             ("missing", &self.missing),
             ("unknown", &self.unknown),
             ("of another shape", &self.shapes),
-            ("there twice", &self.twice),
+            ("there twice", &self.conflicts),
         ];
         let parts = parts.into_iter().filter(|(_, names)| !names.is_empty());
-        let text = parts
+        let mut text = parts
             .map(|(what, names)| format!("{} tensors are {what}: {}", names.len(), list(names)))
             .collect::<Vec<_>>();
         if text.is_empty() {
             return Ok(());
+        }
+        if !assumed.is_empty() {
+            text.push(format!("config.json leaves out sizes, and the class has {assumed}"));
         }
         Err(CheckpointError::not_importable(
             from,
@@ -428,40 +433,15 @@ fn list(names: &BTreeSet<String>) -> String {
     text
 }
 
-/// The files of weights that the index names, sorted, without duplicates; without an index, the single file.
-fn weight_files(from: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
-    let (index, single) = (from.join(INDEX), from.join(SINGLE));
-    if !index.is_file() {
-        if single.is_file() {
-            return Ok(vec![single]);
-        }
-        return Err(CheckpointError::not_importable(
-            from,
-            format!("it has neither {SINGLE} nor {INDEX}"),
-            "name a folder with weights as safetensors",
-        ));
-    }
-    let text = fs::read_to_string(&index).map_err(CheckpointError::io("reading", &index))?;
-    let malformed = |problem: String| CheckpointError::malformed(&index, problem);
-    let value: serde_json::Value = serde_json::from_str(&text).map_err(|error| malformed(error.to_string()))?;
-    let map = value["weight_map"].as_object();
-    let map = map.ok_or_else(|| malformed("it has no weight_map".to_owned()))?;
-    let mut files = BTreeSet::new();
-    for (tensor, file) in map {
-        let plain = file.as_str().filter(|file| Path::new(file).file_name() == Some(file.as_ref()));
-        let file = plain.ok_or_else(|| malformed(format!("{tensor} is in no file of its folder: {file}")))?;
-        files.insert(from.join(file));
-    }
-    Ok(files.into_iter().collect())
-}
-
 /// For tests: named tensors of a file.
 #[cfg(test)]
 fn all_tensors(path: &Path) -> Vec<crate::NamedTensor> {
-    let file = TensorFile::open(path).expect("a file of tensors");
+    let file = crate::TensorFile::open(path).expect("a file of tensors");
     let names = file.names().into_iter();
     names.map(|name| crate::NamedTensor { data: file.any_tensor(&name).expect("it is named"), name }).collect()
 }
 
+#[cfg(test)]
+mod matrix;
 #[cfg(test)]
 mod tests;

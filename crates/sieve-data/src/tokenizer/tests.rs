@@ -122,6 +122,21 @@ fn truncation_and_padding_in_the_file_lose_nothing() {
 }
 
 #[test]
+fn dropout_in_the_file_is_off() {
+    let whole = small();
+    for (dropout, kept) in [(0.3, Some(0.3)), (1.0, Some(1.0)), (0.0, None)] {
+        let loaded = changed(&whole, |json| json["model"]["dropout"] = dropout.into());
+        assert_eq!(loaded.dropout, kept);
+        for _ in 0..20 {
+            assert_eq!(loaded.encode(TEXT).unwrap(), whole.encode(TEXT).unwrap());
+            assert_eq!(loaded.encode_marked(TEXT).unwrap(), whole.encode_marked(TEXT).unwrap());
+        }
+        let same_hash = loaded.hash() == whole.hash();
+        assert!(same_hash || kept.is_none(), "a file that says 0 keeps the hash that it had");
+    }
+}
+
+#[test]
 fn gaps_in_the_ids_count() {
     let json = r#"{"version": "1.0", "truncation": null, "padding": null, "normalizer": null, "pre_tokenizer": null,
         "post_processor": null, "decoder": null,

@@ -1,10 +1,12 @@
-//! Converts `config.json` of `transformers` into a recipe.
+//! Converts `config.json` of `transformers` into a recipe, with the meaning that transformers 5 gives it.
+use super::keys::{Use, defaults, use_of};
 use crate::CheckpointError;
-use crate::export::config::{AMPLITUDE, DERIVED, SCALING};
+use crate::export::config::{AMPLITUDE, DERIVED};
 use crate::export::{self, Architecture, DEEPSEEK_LATENT_EPS, Windows};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use sieve_core::ModelShape;
 use sieve_core::recipe::{AttentionKind, json_schema};
+use std::cell::RefCell;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -13,19 +15,21 @@ const HINT: &str = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen
     feed-forward layers";
 /// The hint for a wrong value of a class that can be imported.
 const VALUE_HINT: &str = "correct this value, or take the config.json that was published or exported with the weights";
-/// Defaults of `rope_theta` and `sliding_window` in the classes of `transformers`.
-const USUAL_THETA: f64 = 10_000.0;
-const USUAL_WINDOW: usize = 4096;
-/// The keys of a scaled rotary embedding that a recipe has too.
-const SCALING_KEYS: [&str; 7] = [
-    "factor",
-    "original_max_position_embeddings",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
+/// The keys of `config.json` that decide the shapes of tensors.
+const SIZES: [&str; 7] = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
 ];
+/// The kinds of layers that a class with windows has, in `layer_types`.
+const FULL: &str = "full_attention";
+const SLIDING: &str = "sliding_attention";
+/// An older name of [`FULL`].
+const OLD_FULL: &str = "attention";
 
 /// The part of a `config.json` that a recipe can express.
 pub(super) struct HfConfig {
@@ -41,20 +45,53 @@ pub(super) struct HfConfig {
     max_positions: usize,
     /// The whole of `config.json`.
     value: Value,
+    /// What the file says and another program, or another release of `transformers`, would read otherwise.
+    pub(super) notes: Vec<String>,
+    /// The sizes that the file leaves out, with the class's values; empty if it has all.
+    pub(super) assumed: String,
 }
 
 /// The parsed `config.json`, and its path for errors.
-struct Reader {
+pub(super) struct Reader {
     path: PathBuf,
-    value: Value,
+    pub(super) architecture: Architecture,
+    /// The keys of the file.
+    given: Map<String, Value>,
+    /// The keys of the file, and the class's defaults for the others.
+    pub(super) value: Value,
+    notes: RefCell<Vec<String>>,
 }
 
 impl Reader {
-    fn refuse(&self, problem: impl Into<String>) -> CheckpointError {
+    fn new(path: &Path, text: &str) -> Result<Self, CheckpointError> {
+        let value: Value = serde_json::from_str(text).map_err(|error| CheckpointError::malformed(path, error))?;
+        let model_type = value["model_type"].as_str();
+        let known = Architecture::ALL.into_iter().find(|known| Some(known.class().model_type) == model_type);
+        let Some(architecture) = known else {
+            let problem = format!("model_type is {}", value["model_type"]);
+            return Err(CheckpointError::not_importable(path, problem, HINT));
+        };
+        let given = value.as_object().cloned().unwrap_or_default();
+        let mut all = defaults(architecture);
+        all.extend(given.clone());
+        Ok(Self { path: path.to_owned(), architecture, given, value: Value::Object(all), notes: RefCell::default() })
+    }
+
+    /// Whether the file has the key.
+    pub(super) fn is_given(&self, key: &str) -> bool {
+        self.given.contains_key(key)
+    }
+
+    /// Keeps a note for the user.
+    pub(super) fn note(&self, note: String) {
+        self.notes.borrow_mut().push(note);
+    }
+
+    pub(super) fn refuse(&self, problem: impl Into<String>) -> CheckpointError {
         CheckpointError::not_importable(&self.path, problem.into(), HINT)
     }
 
-    fn bad_value(&self, problem: impl Into<String>) -> CheckpointError {
+    pub(super) fn bad_value(&self, problem: impl Into<String>) -> CheckpointError {
         CheckpointError::not_importable(&self.path, problem.into(), VALUE_HINT)
     }
 
@@ -69,86 +106,166 @@ impl Reader {
         self.value[key].as_f64().ok_or_else(|| self.bad_value(format!("{key} is {}, not a number", self.value[key])))
     }
 
-    /// Refuses any value of `key` but `false`, null and absent.
-    fn must_be_off(&self, key: &str) -> Result<(), CheckpointError> {
+    /// A switch. Version 4 of `transformers` takes null as false; version 5 refuses it.
+    fn flag(&self, key: &str) -> Result<bool, CheckpointError> {
         match &self.value[key] {
-            Value::Null | Value::Bool(false) => Ok(()),
-            other => Err(self.refuse(format!("{key} is {other}, and a recipe has no such thing"))),
+            Value::Bool(flag) => Ok(*flag),
+            Value::Null => {
+                if self.is_given(key) {
+                    let note =
+                        format!("{key} is null: false is read, as transformers 4 does; transformers 5 refuses it");
+                    self.note(note);
+                }
+                Ok(false)
+            }
+            other => Err(self.bad_value(format!("{key} is {other}, not true or false"))),
         }
     }
 
-    /// The rotary base: in `rope_parameters` as of transformers 5, otherwise `rope_theta`.
-    fn rope_theta(&self) -> Result<f64, CheckpointError> {
-        match (self.value["rope_parameters"]["rope_theta"].as_f64(), &self.value["rope_theta"]) {
-            (Some(theta), _) => Ok(theta),
-            (None, Value::Null) => Ok(USUAL_THETA),
-            (None, _) => self.number("rope_theta"),
+    /// Refuses keys of the file that change logits and that no recipe has; notes those that the class does not have.
+    fn check_keys(&self) -> Result<(), CheckpointError> {
+        let mut unknown = Vec::new();
+        for (key, value) in &self.given {
+            match use_of(self.architecture, key) {
+                Some(Use::Read | Use::NoEffect(_)) => {}
+                Some(Use::On(_)) if *value == Value::Bool(true) => {}
+                Some(Use::On(why)) => return Err(self.refuse(format!("{key} is {value}, and {why}"))),
+                Some(Use::Off(_)) if is_off(value) => {}
+                Some(Use::Off(what)) => {
+                    return Err(self.refuse(format!("{key} is {value}, and a recipe has no such thing: {what}")));
+                }
+                None if is_off(value) || self.architecture == Architecture::Sieve => {}
+                None => unknown.push(key.as_str()),
+            }
         }
+        if !unknown.is_empty() {
+            let (class, unknown) = (self.architecture.class().name, unknown.join(", "));
+            self.note(format!("config.json has keys that {class} does not have, and no program reads them: {unknown}"));
+        }
+        Ok(())
     }
 
-    /// The line of `[model]` for scaled rotary frequencies; empty if they are not scaled.
-    fn rope_scaling(&self, architecture: Architecture) -> Result<String, CheckpointError> {
-        let keys = [SCALING, "rope_parameters", "rope_scaling"];
-        let forms = keys.map(|key| &self.value[key]);
-        for place in [&self.value].into_iter().chain(forms) {
-            match &place["partial_rotary_factor"] {
-                Value::Null => {}
-                whole if whole.as_f64() == Some(1.0) => {}
-                part => {
-                    return Err(
-                        self.refuse(format!("partial_rotary_factor is {part}, and a recipe rotates whole heads"))
-                    );
+    /// Number of KV heads. Null stands for as many as there are query heads.
+    fn kv_heads(&self, heads: usize) -> Result<usize, CheckpointError> {
+        const KEY: &str = "num_key_value_heads";
+        if !self.value[KEY].is_null() {
+            return self.integer(KEY);
+        }
+        if self.architecture == Architecture::Mistral {
+            self.note(format!("{KEY} is null: {heads} are read, as transformers 4 does; transformers 5 refuses it"));
+        }
+        Ok(heads)
+    }
+
+    /// Width of a head. A class that lacks the key derives it where the key is absent.
+    fn head_dim(&self, heads: usize) -> Result<usize, CheckpointError> {
+        let hidden_size = self.integer("hidden_size")?;
+        let may_be_null =
+            matches!(self.architecture, Architecture::Llama | Architecture::Mistral | Architecture::Sieve);
+        if self.architecture == Architecture::Llama && !hidden_size.is_multiple_of(heads.max(1)) {
+            self.note(format!(
+                "hidden_size = {hidden_size} is no multiple of num_attention_heads = {heads}: transformers 5 refuses \
+                 it, transformers 4 reads it as here"
+            ));
+        }
+        // With `layer_types`, a file is of another class.
+        if self.architecture == Architecture::Mistral && self.is_given("layer_types") {
+            for key in ["head_dim", "sliding_window"] {
+                if self.value[key].is_null() {
+                    return Err(self.bad_value(format!(
+                        "with layer_types transformers takes MinistralForCausalLM, which needs {key}, and {key} is null"
+                    )));
                 }
             }
         }
-        let Some((scaling, kind)) = forms.into_iter().find_map(|form| Some((form, scaling_kind(form)?))) else {
-            return Ok(String::new());
-        };
-        let may_scale = architecture.is_grouped() || architecture == Architecture::Sieve;
-        let is_known_kind = ["linear", "llama3", "yarn"].contains(&kind);
-        let read_elsewhere = ["rope_type", "type", "rope_theta", "partial_rotary_factor"];
-        let is_known = |key: &str| read_elsewhere.contains(&key) || SCALING_KEYS.contains(&key);
-        let mut keys = scaling.as_object().into_iter().flatten();
-        let has_unknown_key = keys.any(|(key, value)| !is_known(key) && !value.is_null());
-        if !may_scale || !is_known_kind || has_unknown_key {
-            return Err(self.refuse(format!("rotary embedding is scaled: {scaling}")));
+        match &self.value["head_dim"] {
+            // In DeepSeek's configuration `head_dim` is the width of the rotary tables.
+            _ if self.architecture == Architecture::DeepseekV3 => self.integer("v_head_dim"),
+            Value::Null if may_be_null || !self.is_given("head_dim") => Ok(hidden_size / heads.max(1)),
+            _ => self.integer("head_dim"),
         }
-        let given = SCALING_KEYS.iter().filter(|key| !scaling[**key].is_null());
-        let given: String = given.map(|key| format!(", {key} = {}", scaling[*key])).collect();
-        Ok(format!("rope_scaling = {{ rope_type = {kind:?}{given} }}\n"))
+    }
+
+    /// The kinds of the layers, one a layer, if the file names them.
+    fn layer_types(&self, num_layers: usize) -> Result<Option<Vec<&str>>, CheckpointError> {
+        const KEY: &str = "layer_types";
+        let types = match &self.value[KEY] {
+            Value::Null => return Ok(None),
+            Value::Array(types) => types,
+            other => return Err(self.bad_value(format!("{KEY} is {other}, not a list"))),
+        };
+        if types.len() != num_layers {
+            let (named, value) = (types.len(), &self.value[KEY]);
+            return Err(self.bad_value(format!("{KEY} names {named} layers of {num_layers}: {value}")));
+        }
+        let known = types.iter().map(|kind| match kind.as_str() {
+            Some(kind @ (FULL | SLIDING)) => Ok(kind),
+            Some(OLD_FULL) => Ok(FULL),
+            _ => Err(self.refuse(format!("{KEY} has {kind}, and a recipe has {FULL} and {SLIDING} here"))),
+        });
+        known.collect::<Result<Vec<_>, _>>().map(Some)
     }
 
     /// The lines of `[attention]` for a class with grouped-query attention, and for each layer whether it is dense. The
     /// list is empty if all layers have the same attention, dense or with a window.
     fn grouped_attention(&self, windows: Windows, num_layers: usize) -> Result<(String, Vec<bool>), CheckpointError> {
-        let is_dense: Vec<bool> = match self.value["layer_types"].as_array() {
-            _ if windows == Windows::None => Vec::new(),
-            _ if windows == Windows::Every => match self.value.get("sliding_window") {
-                Some(Value::Null) => Vec::new(),
-                // Without the key, the window is the class's default.
-                _ => vec![false; num_layers],
-            },
-            Some(types) => types.iter().map(|kind| kind != "sliding_attention").collect(),
-            None if self.value["use_sliding_window"] == Value::Bool(true) => {
-                let dense = self.value["max_window_layers"].as_u64().unwrap_or(0) as usize;
-                (0..num_layers).map(|layer| layer < dense).collect()
-            }
-            None => Vec::new(),
+        let types = self.layer_types(num_layers)?;
+        let window = match (windows, &self.value["sliding_window"]) {
+            (Windows::None, _) | (_, Value::Null) => None,
+            (Windows::Named, _) if !self.flag("use_sliding_window")? => None,
+            _ => Some(self.integer("sliding_window")?),
         };
+        let is_dense: Vec<bool> = match (windows, &types) {
+            (Windows::Named | Windows::Every, Some(types)) => types.iter().map(|kind| *kind == FULL).collect(),
+            (Windows::Named, None) => {
+                let dense = self.integer("max_window_layers")?;
+                (0..num_layers).map(|layer| layer < dense || window.is_none()).collect()
+            }
+            _ => vec![window.is_none(); num_layers],
+        };
+        self.note_windows(windows, &is_dense, types.as_deref());
         if is_dense.iter().all(|dense| *dense) {
             return Ok(("kind = \"mha\"".to_owned(), Vec::new()));
         }
-        let window = match self.value.get("sliding_window") {
-            None => USUAL_WINDOW,
-            Some(_) => self.integer("sliding_window")?,
+        let Some(window) = window else {
+            return Err(self.bad_value(format!(
+                "layer_types has {SLIDING}, but sliding_window is {} and use_sliding_window {}, so that there is no \
+                 window",
+                self.value["sliding_window"], self.value["use_sliding_window"]
+            )));
         };
-        let attention = format!("kind = \"swa\"\nsliding_window = {window}");
-        Ok((attention, is_dense))
+        Ok((format!("kind = \"swa\"\nsliding_window = {window}"), is_dense))
+    }
+
+    /// Notes settings of windows that the class does not read. `is_dense` is what it computes.
+    fn note_windows(&self, windows: Windows, is_dense: &[bool], types: Option<&[&str]>) {
+        let class = self.architecture.class().name;
+        let window = &self.value["sliding_window"];
+        if windows == Windows::None && !window.is_null() {
+            self.note(format!("{class} has no windows: sliding_window = {window} is not read"));
+        }
+        let is_off = self.value["use_sliding_window"] == Value::Bool(false);
+        if windows == Windows::Every && is_off && is_dense.contains(&false) {
+            self.note(format!("{class} does not read use_sliding_window: sliding_window = {window} is read"));
+        }
+        let has_windows = types.is_some_and(|types| types.contains(&SLIDING));
+        if windows == Windows::None && has_windows {
+            self.note(format!("{class} has no windows: layer_types is not read"));
+        }
+        if windows == Windows::Every && types.is_some() && is_dense.contains(&true) && !window.is_null() {
+            self.note(format!(
+                "layer_types is read, as AutoModelForCausalLM does, which takes MinistralForCausalLM for it; {class} \
+                 has sliding_window = {window} in every layer"
+            ));
+        }
     }
 
     /// The lines of `[attention]` for a DeepSeek-V3 model, in the form that Sieve exports.
     fn deepseek_attention(&self, num_layers: usize) -> Result<String, CheckpointError> {
-        self.must_be_off("q_lora_rank")?;
+        if !self.value["q_lora_rank"].is_null() {
+            let rank = &self.value["q_lora_rank"];
+            return Err(self.refuse(format!("q_lora_rank is {rank}, and a recipe has no such thing; null is off")));
+        }
         let (v_head_dim, epsilon) = (self.integer("v_head_dim")?, self.number("rms_norm_eps")?);
         let rules = [
             (self.integer("first_k_dense_replace")? >= num_layers, "some layers have experts (first_k_dense_replace)"),
@@ -161,6 +278,17 @@ impl Reader {
         }
         let [rank, rope] = ["kv_lora_rank", "qk_rope_head_dim"].map(|key| self.integer(key));
         Ok(format!("kind = \"mla\"\nkv_lora_rank = {}\nqk_rope_head_dim = {}\nqk_norm = false", rank?, rope?))
+    }
+
+    /// The sizes that the file leaves out, each with the value that the class gives it.
+    fn assumed(&self, heads: usize, head_dim: usize) -> String {
+        let absent = SIZES.into_iter().filter(|key| self.given.get(*key).is_none_or(Value::is_null));
+        let value = |key: &str| match (key, &self.value[key]) {
+            ("num_key_value_heads", Value::Null) => heads.to_string(),
+            ("head_dim", Value::Null) => head_dim.to_string(),
+            (_, value) => value.to_string(),
+        };
+        absent.map(|key| format!("{key} = {}", value(key))).collect::<Vec<_>>().join(", ")
     }
 
     /// A pattern of layers in an export of Sieve: `dense_layers` or `shared_layers`.
@@ -178,10 +306,14 @@ fn items(value: &Value) -> &[Value] {
     value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice)
 }
 
-/// How a rotary embedding is scaled; `None` if it is not.
-fn scaling_kind(scaling: &Value) -> Option<&str> {
-    let kind = scaling["rope_type"].as_str().or(scaling["type"].as_str());
-    kind.filter(|kind| *kind != "default")
+/// Whether a value switches a key off.
+fn is_off(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Array(items) => items.is_empty(),
+        Value::Object(items) => items.is_empty(),
+        Value::Number(_) | Value::String(_) | Value::Bool(true) => false,
+    }
 }
 
 /// The keys that `[attention]` of a recipe has for a kind, `kind` among them.
@@ -233,44 +365,40 @@ impl HfConfig {
     /// Reads `config.json`. Fails if it has a setting that no recipe has.
     pub(super) fn read(path: &Path) -> Result<Self, CheckpointError> {
         let text = fs::read_to_string(path).map_err(CheckpointError::io("reading", path))?;
-        let value = serde_json::from_str(&text).map_err(|error| CheckpointError::malformed(path, error))?;
-        let reader = Reader { path: path.to_owned(), value };
-        for key in ["num_experts", "num_local_experts", "alibi", "mlp_bias"] {
-            reader.must_be_off(key)?;
-        }
-        let model_type = reader.value["model_type"].as_str();
-        let architecture = Architecture::ALL.into_iter().find(|known| Some(known.class().model_type) == model_type);
-        let Some(architecture) = architecture else {
-            return Err(reader.refuse(format!("model_type is {}", reader.value["model_type"])));
-        };
+        Self::parse(path, &text)
+    }
+
+    /// Reads the text of a `config.json`; `path` is for errors.
+    pub(super) fn parse(path: &Path, text: &str) -> Result<Self, CheckpointError> {
+        let reader = Reader::new(path, text)?;
+        reader.check_keys()?;
+        let architecture = reader.architecture;
         let num_layers = reader.integer("num_hidden_layers")?;
         let class = architecture.class();
         let (attention, dense_layers) = match architecture {
             Architecture::Doge => {
-                for key in ["is_moe", "sliding_window"] {
-                    reader.must_be_off(key)?;
-                }
+                // Checks the keys of windows, which the class does not have.
+                reader.grouped_attention(class.windows, num_layers)?;
                 let window = reader.integer("keep_window_size")?;
                 let attention =
-                    format!("kind = \"dma\"\nkeep_window_size = {window}\nrecency = \"none\"\nlocal_window_size = 0");
+                    format!("kind = \"dma\"
+keep_window_size = {window}
+recency = \"none\"
+local_window_size = 0");
                 (attention, Vec::new())
             }
             Architecture::DeepseekV3 => (reader.deepseek_attention(num_layers)?, Vec::new()),
             Architecture::Sieve => (reader.sieve_attention()?, reader.sieve_layers("dense_layers")?),
             _ => reader.grouped_attention(class.windows, num_layers)?,
         };
-        reader.must_be_off("attention_bias")?;
-        if reader.value["hidden_act"] != "silu" {
+        // Two names of one function.
+        if reader.value["hidden_act"] != "silu" && reader.value["hidden_act"] != "swish" {
             return Err(reader.refuse(format!("hidden_act is {}", reader.value["hidden_act"])));
         }
         let heads = reader.integer("num_attention_heads")?;
         let hidden_size = reader.integer("hidden_size")?;
-        let head_dim = match &reader.value["head_dim"] {
-            // In DeepSeek's configuration `head_dim` is the width of the rotary tables.
-            _ if architecture == Architecture::DeepseekV3 => reader.integer("v_head_dim")?,
-            Value::Null => hidden_size / heads.max(1),
-            _ => reader.integer("head_dim")?,
-        };
+        let head_dim = reader.head_dim(heads)?;
+        let rotary = reader.rotary()?;
         let vocab_size = reader.integer("vocab_size")?;
         let max_positions = reader.integer("max_position_embeddings")?;
         let mut model = format!(
@@ -279,13 +407,10 @@ impl HfConfig {
              vocab_size = {vocab_size}\nrope_theta = {:?}\nrms_norm_eps = {:?}\n\
              max_position_embeddings = {max_positions}\ninitializer_range = {:?}\n",
             reader.integer("intermediate_size")?,
-            match reader.value["num_key_value_heads"] {
-                Value::Null => heads,
-                _ => reader.integer("num_key_value_heads")?,
-            },
-            reader.rope_theta()?,
+            reader.kv_heads(heads)?,
+            rotary.theta,
             reader.number("rms_norm_eps")?,
-            reader.number("initializer_range").unwrap_or(0.02),
+            reader.number("initializer_range")?,
         );
         // Exports of Sieve have both keys; older ones do not, and their models have norms and no biases.
         let flag = |key: &str, of_class: bool| match architecture {
@@ -294,7 +419,7 @@ impl HfConfig {
         };
         let (qk_norm, qkv_bias) = (flag("qk_norm", class.qk_norm), flag("qkv_bias", class.qkv_bias));
         model.push_str(&format!("qk_norm = {qk_norm}\nqkv_bias = {qkv_bias}\n"));
-        model.push_str(&reader.rope_scaling(architecture)?);
+        model.push_str(&rotary.scaling);
         let shared_layers = match architecture {
             Architecture::Sieve => reader.sieve_layers("shared_layers")?,
             _ => Vec::new(),
@@ -311,13 +436,15 @@ impl HfConfig {
         }
         Ok(Self {
             residual_scale: reader.value["residual_scale"] == Value::Bool(true),
-            is_tied: reader.value["tie_word_embeddings"] == Value::Bool(true),
+            is_tied: reader.flag("tie_word_embeddings")?,
             architecture,
             vocab_size,
             model,
             attention,
             max_positions,
+            assumed: reader.assumed(heads, head_dim),
             value: reader.value,
+            notes: reader.notes.into_inner(),
         })
     }
 

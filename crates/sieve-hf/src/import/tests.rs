@@ -1,7 +1,7 @@
 use super::*;
 use crate::export::tests::{self, DMA, MHA, SLOPED, SWA, changed_checkpoint, read_json};
 use crate::named_parameters;
-use crate::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, export, load_model};
+use crate::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, TensorFile, export, load_model};
 use burn_flex::Flex;
 use serde_json::json;
 use sieve_testing::{cases, refusal};
@@ -374,7 +374,8 @@ fn configurations_without_a_recipe_are_refused() {
         dense => rope_parameters => {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25} => \
             partial_rotary_factor is 0.25
         dense => rope_parameters => {"rope_type": "longrope", "rope_theta": 1e4} => scaled
-        dense => rope_parameters => {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7} => scaled
+        dense => rope_parameters => {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": false} => \
+            truncate is false in rope_parameters
         dense => rope_scaling => {"type": "linear", "factor": 0.5} => rope_scaling.factor: is 0.5
         dense => layer_types => ["full_attention", "sliding_attention"] => sliding_window is null
         dense => num_hidden_layers => "two" => num_hidden_layers
