@@ -1,5 +1,5 @@
 //! On the CPU, `--dtype bf16` keeps the weights of GEMMs in bf16. Such a model computes the same as an f32 model whose
-//! weights were rounded to bf16.
+//! weights were rounded to bf16; where the CPU has `vdpbf16ps`, up to the rounding of the GEMMs' inputs to bf16.
 use crate::random_model::{
     export_options, generated, greedy, kinds, max_difference, random_model, recipe, tokens, write_checkpoint,
 };
@@ -12,6 +12,14 @@ use sieve_select::LayerSelectors;
 use std::path::Path;
 
 const LEN: usize = 48;
+
+/// Whether GEMMs with bf16 weights round their inputs to bf16 on this CPU.
+fn inputs_are_rounded() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512bf16");
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
 
 fn read(folder: &Path, kept: Kept) -> Qwen3<Flex> {
     let loaded = load_model::<Flex>(folder, &Default::default(), kept);
@@ -51,14 +59,16 @@ fn logits_and_tokens_are_those_of_the_rounded_weights_in_f32() {
             .map(|model| values(logits(model, &tokens, &device).expect("tokens of the vocabulary")));
         let largest = of_wide.iter().fold(0.0, |largest: f32, logit| largest.max(logit.abs()));
         let difference = max_difference(&of_model, &of_wide);
-        assert!(difference <= 1e-5 * largest, "{kind}: {difference} of {largest}");
+        let tolerance = if inputs_are_rounded() { 2e-2 } else { 1e-5 };
+        assert!(difference <= tolerance * largest, "{kind}: {difference} of {largest}");
         assert!(max_difference(&of_model, &unrounded) > 1e-4 * largest, "{kind}: nothing was rounded");
         for prompt in [1, 20] {
             let [alone, expected] = [&model, &wide].map(|model| generated(model, &tokens[..prompt], greedy(24)));
-            assert_eq!(alone, expected, "{kind}, prompt {prompt}");
+            // Rounded inputs may swap tokens that are almost equally likely.
+            assert!(inputs_are_rounded() || alone == expected, "{kind}, prompt {prompt}: {alone:?}, {expected:?}");
             let together = BatchGenerator::new(&model, &tokens[..prompt], greedy(24), 3, &device).expect("it fits");
             for (at, step) in together.enumerate() {
-                assert_eq!(step.expect("finite"), [Some(expected[at]); 3], "{kind}, prompt {prompt}, {at}");
+                assert_eq!(step.expect("finite"), [Some(alone[at]); 3], "{kind}, prompt {prompt}, {at}");
             }
         }
     }
@@ -85,7 +95,11 @@ fn selectors_and_decode_methods_choose_as_with_the_rounded_weights_in_f32() {
             let generator = generator.with_selection(selection);
             generator.collect::<Result<_, _>>().expect("finite")
         });
-        assert_eq!(text, expected, "{selector}");
+        match inputs_are_rounded() {
+            // Rounded inputs may swap tokens that are almost equally likely, and all tokens behind them.
+            true => assert_eq!(text[0], expected[0], "{selector}"),
+            false => assert_eq!(text, expected, "{selector}"),
+        }
     }
 }
 

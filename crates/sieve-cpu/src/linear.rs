@@ -1,9 +1,14 @@
-//! `y = x Wᵀ` with a weight in f32 or bf16; products and sums are f32.
+//! `y = x Wᵀ` with a weight in f32 or bf16; sums are f32.
 //!
 //! With few rows the GEMM is bound by memory bandwidth, so a separate kernel reads each weight once, without packing
 //! it. Many rows go to the `gemm` crate. Both add in the same order, so that a row's result does not depend on the
 //! number of rows: otherwise equal tokens would get unequal scores in a prompt and when decoded.
+//!
+//! Where the CPU has `vdpbf16ps`, a bf16 weight has one kernel for all numbers of rows, which rounds x to bf16. It
+//! computes twice as many products in a cycle. Elsewhere the weight is widened to f32 and x stays f32.
 
+#[cfg(target_arch = "x86_64")]
+mod bf16_pairs;
 #[cfg(target_arch = "x86_64")]
 mod few_rows;
 
@@ -15,7 +20,11 @@ use rayon::prelude::*;
 use std::cell::Cell;
 
 use crate::gemm::{Matrix, MatrixMut, Threads, matmul};
+#[cfg(target_arch = "x86_64")]
+use crate::simd::Bf16Pairs;
 use crate::simd::{arch, on_arch};
+#[cfg(target_arch = "x86_64")]
+use bf16_pairs::bf16_pairs;
 #[cfg(target_arch = "x86_64")]
 use few_rows::{FEW_ROWS, few_rows};
 
@@ -24,7 +33,8 @@ use few_rows::{FEW_ROWS, few_rows};
 pub enum Weight<'a> {
     /// A weight stored in f32.
     F32(&'a [f32]),
-    /// A weight stored in bf16, whose elements are widened to f32 where they are multiplied.
+    /// A weight stored in bf16, whose elements are multiplied by x rounded to bf16, or, on CPUs without `vdpbf16ps`,
+    /// widened to f32 where they are multiplied by x.
     Bf16(&'a [bf16]),
 }
 
@@ -66,8 +76,8 @@ impl Weight<'_> {
     }
 }
 
-/// `y = x Wᵀ`. A row of y depends, to the bit, only on its row of x and on the weight's values, not on the weight's
-/// type.
+/// `y = x Wᵀ`. A row of y depends, to the bit, only on its row of x, on the weight and on the CPU's instruction set. On
+/// CPUs without `vdpbf16ps` an f32 weight of the same values gives the same y as a bf16 weight.
 ///
 /// # Shapes
 /// - x: `[rows, d_in]`, weight: `[d_out, d_in]`, y: `[rows, d_out]`, written whole
@@ -86,6 +96,10 @@ pub fn linear(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y:
         return;
     }
     let sizes = [rows, d_in, d_out];
+    #[cfg(target_arch = "x86_64")]
+    if let (Weight::Bf16(weight), Some(pairs)) = (weight, Bf16Pairs::of_this_cpu()) {
+        return bf16_pairs(pairs, x, weight, sizes, y);
+    }
     match arch() {
         #[cfg(target_arch = "x86_64")]
         Arch::V4(simd) if rows <= FEW_ROWS => few_rows(simd, x, weight, sizes, y),
@@ -172,8 +186,8 @@ fn widen_simd<S: Simd>(_simd: S, from: &[bf16], to: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::simd::tests::on_every_arch;
-    use sieve_testing::{Random, assert_close_relative, threads};
+    use crate::simd::tests::{on_every_arch, without_bf16_pairs};
+    use sieve_testing::{Random, assert_close_relative, round_bf16, threads};
 
     /// x, the weight in bf16 and the same values in f32.
     fn operands([rows, d_in, d_out]: [usize; 3], seed: u64) -> (Vec<f32>, Vec<bf16>, Vec<f32>) {
@@ -191,6 +205,14 @@ mod tests {
         y
     }
 
+    /// Whether a bf16 weight is multiplied by x rounded to bf16.
+    fn x_is_rounded() -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return Bf16Pairs::of_this_cpu().is_some();
+        #[cfg(not(target_arch = "x86_64"))]
+        false
+    }
+
     /// 1.2e-5 was measured in sums of 531.
     const TOLERANCE: f64 = 3e-5;
 
@@ -201,61 +223,134 @@ mod tests {
                 [1, 1, 1],
                 [1, 40, 13],
                 [2, 17, 5],
+                [3, 31, 1],
+                [4, 64, 17],
                 [8, 33, 16],
+                [6, 1, 9],
                 [7, 531, TASK_OUTPUTS + 1],
                 [9, 65, 31],
                 [1, 1100, 200],
                 [40, 12, 2 * TASK_OUTPUTS + 5],
+                // More than one block of rows.
+                [90, 1500, 6],
                 [3, 0, 4],
                 [0, 3, 4],
             ] {
                 let [rows, d_in, d_out] = sizes;
                 let (x, rounded, wide) = operands(sizes, 1);
-                let at = |r: usize, o: usize| -> f64 {
-                    let (x, weight) = (&x[r * d_in..][..d_in], &wide[o * d_in..][..d_in]);
-                    x.iter().zip(weight).map(|(&x, &w)| f64::from(x) * f64::from(w)).sum()
+                let expected = |x: &[f32]| -> Vec<f64> {
+                    let at = |r: usize, o: usize| -> f64 {
+                        let (x, weight) = (&x[r * d_in..][..d_in], &wide[o * d_in..][..d_in]);
+                        x.iter().zip(weight).map(|(&x, &w)| f64::from(x) * f64::from(w)).sum()
+                    };
+                    (0..rows).flat_map(|r| (0..d_out).map(move |o| (r, o))).map(|(r, o)| at(r, o)).collect()
                 };
-                let expected: Vec<f64> =
-                    (0..rows).flat_map(|r| (0..d_out).map(move |o| (r, o))).map(|(r, o)| at(r, o)).collect();
-                for (what, weight) in [("f32", Weight::F32(&wide)), ("bf16", Weight::Bf16(&rounded))] {
-                    let y = run(&x, weight, sizes);
-                    assert_close_relative(&format!("{sizes:?} {what}"), &y, &expected, TOLERANCE);
-                }
+                let y = run(&x, Weight::F32(&wide), sizes);
+                assert_close_relative(&format!("{sizes:?} f32"), &y, &expected(&x), TOLERANCE);
+                let y = run(&x, Weight::Bf16(&rounded), sizes);
+                let x = match x_is_rounded() {
+                    true => x.iter().map(|&x| round_bf16(x)).collect(),
+                    false => x,
+                };
+                assert_close_relative(&format!("{sizes:?} bf16"), &y, &expected(&x), TOLERANCE);
             }
         });
     }
 
-    // [2048, 2100] is more than one panel.
-    #[test]
-    fn a_row_and_a_type_do_not_change_a_bit() {
+    /// Calls `check(rows of x, sizes, weight, their part of the result of all rows)` for parts of 300 rows, with weights
+    /// of both types.
+    fn parts_of_rows(check: impl Fn(&[f32], [usize; 3], Weight<'_>, &[f32])) {
+        // [2048, 2100] is more than one panel.
         for [d_in, d_out] in
             [[64, 128], [48, 40], [192, 1024], [3000, 200], [768, 2304], [2048, 2100], [700, 40], [96, 20]]
         {
             let rows = 300;
             let (x, rounded, wide) = operands([rows, d_in, d_out], 2);
-            let all = run(&x, Weight::F32(&wide), [rows, d_in, d_out]);
-            for (first, count) in
-                [(0, 70), (3, 1), (5, 2), (1, 7), (0, 8), (2, 9), (0, 16), (9, 17), (4, 33), (0, 64), (2, 65), (0, 257)]
-            {
-                let sizes = [count, d_in, d_out];
-                let x = &x[first * d_in..][..count * d_in];
-                let expected = &all[first * d_out..][..count * d_out];
-                for weight in [Weight::F32(&wide), Weight::Bf16(&rounded)] {
-                    let is_bf16 = matches!(weight, Weight::Bf16(_));
-                    let y = run(x, weight, sizes);
-                    assert_eq!(y, expected, "{sizes:?} from {first}, bf16: {is_bf16}");
+            for weight in [Weight::F32(&wide), Weight::Bf16(&rounded)] {
+                let all = run(&x, weight, [rows, d_in, d_out]);
+                for (first, count) in [
+                    (0, 70),
+                    (3, 1),
+                    (5, 2),
+                    (7, 3),
+                    (2, 4),
+                    (1, 7),
+                    (0, 8),
+                    (2, 9),
+                    (0, 16),
+                    (9, 17),
+                    (4, 33),
+                    (0, 64),
+                    (2, 65),
+                    (0, 257),
+                ] {
+                    let x = &x[first * d_in..][..count * d_in];
+                    check(x, [count, d_in, d_out], weight, &all[first * d_out..][..count * d_out]);
                 }
             }
         }
     }
 
     #[test]
+    fn the_number_of_rows_does_not_change_a_bit() {
+        parts_of_rows(|x, sizes, weight, expected| {
+            let is_bf16 = matches!(weight, Weight::Bf16(_));
+            assert_eq!(run(x, weight, sizes), expected, "{sizes:?}, bf16: {is_bf16}");
+        });
+    }
+
+    #[test]
+    fn where_bf16_is_widened_the_type_does_not_change_a_bit() {
+        let parts = || {
+            parts_of_rows(|x, sizes, weight, expected| {
+                let Weight::Bf16(rounded) = weight else { return };
+                let wide: Vec<f32> = rounded.iter().map(|weight| weight.to_f32()).collect();
+                assert_eq!(run(x, Weight::F32(&wide), sizes), expected, "{sizes:?}");
+            });
+        };
+        without_bf16_pairs(2, parts);
+    }
+
+    #[test]
     fn threads_do_not_change_a_bit() {
-        for sizes in [[1, 300, 1000], [9, 700, 500], [50, 300, 700]] {
+        for sizes in [[1, 300, 1000], [4, 500, 300], [9, 700, 500], [50, 300, 700], [300, 1200, 130]] {
             let (x, rounded, _) = operands(sizes, 3);
-            let with = |count| threads(count).install(|| run(&x, Weight::Bf16(&rounded), sizes));
-            assert_eq!(with(1), with(3), "{sizes:?}");
+            let with = || run(&x, Weight::Bf16(&rounded), sizes);
+            let (one, widened) = (threads(1).install(with), without_bf16_pairs(1, with));
+            for count in [2, 3] {
+                assert_eq!(threads(count).install(with), one, "{sizes:?}, {count} threads");
+                assert_eq!(without_bf16_pairs(count, with), widened, "{sizes:?}, {count} threads, widened");
+            }
+            assert_eq!(one != widened, x_is_rounded(), "{sizes:?}: both paths ran");
         }
+    }
+
+    #[test]
+    fn nan_and_infinity_reach_their_rows_and_outputs_alone() {
+        on_every_arch(|| {
+            for rows in [4, 11] {
+                let sizes @ [_, d_in, d_out] = [rows, 70, 21];
+                let (mut x, mut rounded, _) = operands(sizes, 4);
+                // In the last, short vector of a row.
+                (x[d_in + 69], x[2 * d_in + 64]) = (f32::NAN, f32::INFINITY);
+                rounded[17 * d_in + 69] = bf16::NAN;
+                // Not beside the infinity of x: their product would be NaN.
+                rounded[18 * d_in + 1] = bf16::NEG_INFINITY;
+                rounded.iter_mut().filter(|weight| **weight == bf16::ZERO).for_each(|weight| *weight = bf16::ONE);
+                let y = run(&x, Weight::Bf16(&rounded), sizes);
+                for (row, y) in y.chunks_exact(d_out).enumerate() {
+                    for (output, y) in y.iter().enumerate() {
+                        let (nan, infinite) = (row == 1 || output == 17, row == 2 || output == 18);
+                        match (nan, infinite) {
+                            (true, _) => assert!(y.is_nan(), "{row}, {output}: {y}"),
+                            // Two infinities may cancel to NaN.
+                            (_, true) => assert!(!y.is_finite(), "{row}, {output}: {y}"),
+                            _ => assert!(y.is_finite(), "{row}, {output}: {y}"),
+                        }
+                    }
+                }
+            }
+        });
     }
 
     #[test]

@@ -18,6 +18,26 @@ pub(crate) fn arch() -> Arch {
     tests::CHOSEN.get().unwrap_or_default()
 }
 
+/// Shows that this CPU has `vdpbf16ps` (AVX512_BF16), which adds products of bf16 pairs to f32 lanes. `pulp` has no
+/// such instruction, so functions for it are `#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]`.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bf16Pairs(());
+
+#[cfg(target_arch = "x86_64")]
+impl Bf16Pairs {
+    /// `None`: the CPU, or the instruction set that a test chose, lacks `vdpbf16ps`.
+    pub(crate) fn of_this_cpu() -> Option<Self> {
+        #[cfg(test)]
+        if tests::WITHOUT_BF16_PAIRS.get() {
+            return None;
+        }
+        // `V4` means that AVX512F and AVX512BW are there too, and that the system saves their registers.
+        let is_there = matches!(arch(), Arch::V4(_)) && std::arch::is_x86_feature_detected!("avx512bf16");
+        is_there.then_some(Self(()))
+    }
+}
+
 /// `fn name(arguments) -> output = inner;` defines `name`, which calls `inner(simd, arguments)` compiled for the best
 /// instruction set.
 macro_rules! on_arch {
@@ -155,6 +175,7 @@ pub(crate) mod tests {
 
     thread_local! {
         pub(super) static CHOSEN: Cell<Option<Arch>> = const { Cell::new(None) };
+        pub(super) static WITHOUT_BF16_PAIRS: Cell<bool> = const { Cell::new(false) };
     }
 
     /// Runs a test with each instruction set this CPU has, not only the best.
@@ -169,6 +190,14 @@ pub(crate) mod tests {
                 test();
             });
         }
+        without_bf16_pairs(1, &test);
+    }
+
+    /// Runs a test on `count` threads as a CPU without `vdpbf16ps` does.
+    pub(crate) fn without_bf16_pairs<T: Send>(count: usize, test: impl FnOnce() -> T + Send) -> T {
+        let pool = threads(count);
+        pool.broadcast(|_| WITHOUT_BF16_PAIRS.set(true));
+        pool.install(test)
     }
 
     struct Exp<'x>(&'x mut [f32]);

@@ -19,7 +19,7 @@ pub struct NamedTensor {
 pub enum Kept {
     /// All parameters are kept in one type.
     All(DType),
-    /// For a CPU: weights of GEMMs in bf16, all others in f32. GEMMs sum in f32.
+    /// For a CPU: weights of GEMMs in bf16, all others in f32. GEMMs sum in f32; some CPUs round their inputs to bf16.
     Bf16Weights,
 }
 
