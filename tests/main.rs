@@ -28,3 +28,4 @@ mod train_ranks;
 mod train_ranks_killed;
 mod train_ranks_late;
 mod train_run;
+mod words_model;

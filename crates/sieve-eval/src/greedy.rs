@@ -66,7 +66,7 @@ impl<B: DeviceBackend> Greedy<'_, B> {
                     prompt_idx,
                     text,
                     next: first_of_largest(&logits[..num_tokens]),
-                    stream: model.tokenizer.decode_stream(),
+                    stream: model.tokenizer.decode_stream(prompt)?,
                     answer: String::new(),
                     num_tokens: 0,
                 });

@@ -229,7 +229,7 @@ impl HfConfig {
     /// Reads `config.json`. Fails if it has a setting that no recipe has.
     pub(super) fn read(path: &Path) -> Result<Self, CheckpointError> {
         let text = fs::read_to_string(path).map_err(CheckpointError::io("reading", path))?;
-        let value = serde_json::from_str(&text).map_err(|error| CheckpointError::malformed(path, error))?;
+        let value = serde_json::from_str(&text).map_err(|error| CheckpointError::not_json(path, &text, &error))?;
         let reader = Reader { path: path.to_owned(), value };
         for key in ["num_experts", "num_local_experts", "alibi", "mlp_bias"] {
             reader.must_be_off(key)?;
