@@ -44,7 +44,7 @@ macro_rules! sessions {
     };
 }
 
-sessions! { chat command_line data eval kernels memory newcomer next ranks resume selectors stages train
+sessions! { chat command_line data eval kernels memory mistakes newcomer next ranks resume selectors stages train
 wrong_inputs }
 
 /// A command or an assertion, with the expectations below it.

@@ -33,6 +33,7 @@ mod key_mask;
 mod keys;
 mod nsa_blocks;
 mod score_matrix;
+mod short_form;
 
 pub use adamw_step::AdamWStep;
 pub use block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
@@ -51,3 +52,4 @@ pub use model::{
 pub use nsa_blocks::NsaBlocks;
 pub use recipe::{Recipe, RecipeError};
 pub use score_matrix::{MOST_REFERENCE_SCORES, ReferenceTooLarge, ScoreMatrix};
+pub use short_form::number_of_short_form;

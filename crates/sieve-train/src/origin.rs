@@ -70,7 +70,12 @@ impl Origin {
                 Recipe::load(&text, &path.display().to_string(), &[])?
             }
         };
-        let recipe = &with_tokenizer_of_branch(&saved, recipe);
+        let given = recipe;
+        let recipe = &continued(&saved, recipe);
+        if recipe.lr_scheduler != given.lr_scheduler {
+            let warmup = recipe.lr_scheduler.warmup_steps;
+            notices.push(format!("note: lr_scheduler.warmup_steps stays {warmup}, as this run began"));
+        }
         let is_branch = begun.as_ref().is_some_and(|begun| begun.is_branch);
         let checkpoint = match begun {
             Some(begun) => {
@@ -190,7 +195,10 @@ impl Origin {
         let (saved, _) = checkpoint.recipe_and_shape()?;
         let is_other = |change: &KeyChange| names_tokenizer(&change.key);
         if !self.is_branch || !saved.diff(recipe)?.iter().any(is_other) {
-            return Ok(with_tokenizer_of_branch(&saved, recipe));
+            return Ok(match self.is_branch {
+                true => with_tokenizer_of_branch(&saved, recipe),
+                false => continued(&saved, recipe),
+            });
         }
         let path = checkpoint.tokenizer_path();
         let path = path.canonicalize().map_err(TrainError::io("reading", path))?;
@@ -306,7 +314,7 @@ fn of_this_run(path: &Path, folder: &RunFolder, recipe: &Recipe) -> Result<Check
     let checkpoint = Checkpoint::open(path).map_err(|error| first_lines(error.to_string(), 1))?;
     // The second line of these errors names the first key that differs, or that cannot be read.
     let saved = saved_recipe(&checkpoint).map_err(|error| first_lines(error.to_string(), 2))?;
-    let recipe = with_tokenizer_of_branch(&saved, recipe);
+    let recipe = continued(&saved, recipe);
     saved.check_resume(&recipe, checkpoint.state.step as usize).map_err(|error| first_lines(error.to_string(), 2))?;
     let written = |path: &Path| std::fs::metadata(path).and_then(|found| found.modified()).ok();
     match (written(&folder.lock_path()), written(&path.join("state.json"))) {
@@ -355,10 +363,11 @@ fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> 
     }
     let [before, after] = [saved.learning_rate(steps_done - 1), now.learning_rate(steps_done)];
     let last = now.learning_rate(steps - 1);
-    let hint = match (now.lr_scheduler.after_step, before == after) {
-        (0, false) => {
-            format!("\n  to give the new steps a schedule of their own: --extend {steps} instead of training.steps")
-        }
+    let hint = match (now.lr_scheduler.after_step, saved.training.steps) {
+        (0, first) if first < steps => format!(
+            "\n  to give the new steps a schedule of their own: --resume alone up to step {first}, then --resume \
+             --extend {steps}"
+        ),
         _ => String::new(),
     };
     Some(format!(
@@ -388,6 +397,17 @@ fn with_tokenizer_of_branch(saved: &Recipe, recipe: &Recipe) -> Recipe {
         let eos_token = recipe.tokenizer.eos_token.take();
         recipe.tokenizer = saved.tokenizer.clone();
         recipe.tokenizer.eos_token = eos_token;
+    }
+    recipe
+}
+
+/// `recipe` as it continues the run of `saved`: with the tokenizer of a branch, and with the warm-up that the run began
+/// with where another one follows from another number of steps alone.
+fn continued(saved: &Recipe, recipe: &Recipe) -> Recipe {
+    let mut recipe = with_tokenizer_of_branch(saved, recipe);
+    let usual = saved.has_usual_warmup() && recipe.has_usual_warmup();
+    if usual && saved.lr_scheduler.warmup_steps <= recipe.training.steps {
+        recipe.lr_scheduler.warmup_steps = saved.lr_scheduler.warmup_steps;
     }
     recipe
 }
