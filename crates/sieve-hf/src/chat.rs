@@ -138,6 +138,7 @@ fn environment() -> Environment<'static> {
         None => minijinja::escape_formatter(out, state, value),
     });
     environment.add_filter("tojson", python::json);
+    environment.add_filter("title", python::title);
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
     });

@@ -364,6 +364,9 @@ fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> 
     let [before, after] = [saved.learning_rate(steps_done - 1), now.learning_rate(steps_done)];
     let last = now.learning_rate(steps - 1);
     let hint = match (now.lr_scheduler.after_step, saved.training.steps) {
+        (0, first) if first == steps_done => {
+            format!("\n  to give the new steps a schedule of their own: --extend {steps} instead of training.steps")
+        }
         (0, first) if first < steps => format!(
             "\n  to give the new steps a schedule of their own: --resume alone up to step {first}, then --resume \
              --extend {steps}"
@@ -401,12 +404,11 @@ fn with_tokenizer_of_branch(saved: &Recipe, recipe: &Recipe) -> Recipe {
     recipe
 }
 
-/// `recipe` as it continues the run of `saved`: with the tokenizer of a branch, and with the warm-up that the run began
-/// with where another one follows from another number of steps alone.
+/// `recipe` as it continues the run of `saved`: with the tokenizer of a branch, and with the run's own warm-up unless
+/// the recipe gives another one than the usual, which follows from the number of steps.
 fn continued(saved: &Recipe, recipe: &Recipe) -> Recipe {
     let mut recipe = with_tokenizer_of_branch(saved, recipe);
-    let usual = saved.has_usual_warmup() && recipe.has_usual_warmup();
-    if usual && saved.lr_scheduler.warmup_steps <= recipe.training.steps {
+    if recipe.has_usual_warmup() && saved.lr_scheduler.warmup_steps <= recipe.training.steps {
         recipe.lr_scheduler.warmup_steps = saved.lr_scheduler.warmup_steps;
     }
     recipe

@@ -1,5 +1,6 @@
 //! What users of other programs type, and what is meant here: commands, flags, files without a flag.
 use crate::terminal::{print_error, shell_word};
+use clap::CommandFactory;
 use clap::error::{ContextKind, ErrorKind};
 use std::path::Path;
 
@@ -43,7 +44,7 @@ const fn flag(commands: &'static [&'static str], names: &'static [&'static str],
 }
 
 /// Flags of other programs, mostly trainers, and the hint for each.
-const FLAGS: [Flag; 40] = [
+const FLAGS: [Flag; 41] = [
     flag(OF_RECIPES, &["lr", "learning-rate"], "--set optimizer.lr={:RATE}"),
     flag(
         OF_RECIPES,
@@ -103,9 +104,10 @@ const FLAGS: [Flag; 40] = [
     ),
     flag(
         &["train", "launch"],
-        &["gpus", "num-gpus", "ngpus", "devices", "nproc", "nproc-per-node", "num-processes", "world-size"],
+        &["gpus", "num-gpus", "ngpus", "devices", "nproc-per-node", "num-processes", "world-size"],
         "sieve launch --nproc {:N} -- train --recipe R",
     ),
+    flag(&["train"], &["nproc"], "sieve launch --nproc {:N} -- train --recipe R"),
     flag(
         &["train", "launch"],
         &["wandb", "use-wandb", "wandb-project", "report-to", "tensorboard", "logdir", "log-dir"],
@@ -161,7 +163,9 @@ pub(crate) fn meant(error: &clap::Error, words: &[String]) -> Option<String> {
         }
         ErrorKind::UnknownArgument => {
             let typed = typed(ContextKind::InvalidArg)?;
-            let command = words.get(1).map_or("", String::as_str);
+            let cli = crate::Cli::command();
+            // Flags of all commands may come before the command.
+            let command = words.iter().skip(1).find(|word| cli.find_subcommand(word).is_some())?;
             match typed.starts_with('-') {
                 true => flag_meant(&typed, command, words),
                 false => file_meant(&typed, command),
@@ -170,7 +174,7 @@ pub(crate) fn meant(error: &clap::Error, words: &[String]) -> Option<String> {
         ErrorKind::ValueValidation => {
             let (argument, value) = (typed(ContextKind::InvalidArg)?, typed(ContextKind::InvalidValue)?);
             let number = match value.bytes().all(|byte| byte.is_ascii_digit()) {
-                true if value == "0" => "1 or more".to_owned(),
+                true if error.to_string().contains(" 0 is not in 1..") => "1 or more".to_owned(),
                 true => return None,
                 false => sieve_core::number_of_short_form(&value)?,
             };
@@ -241,7 +245,7 @@ pub(crate) fn refuse(error: &clap::Error, words: &[String]) -> ! {
 mod tests {
     use super::*;
     use crate::Cli;
-    use clap::{CommandFactory, Parser};
+    use clap::Parser;
 
     /// The flags in a hint, and the commands of `sieve` in it.
     fn flags_of(hint: &str) -> Vec<&str> {

@@ -74,6 +74,20 @@ pub(super) fn json(value: &Value, options: Kwargs) -> Result<Value, Error> {
     Ok(Value::from(text))
 }
 
+/// The filter `title` of Jinja: an apostrophe does not begin a word.
+pub(super) fn title(text: String) -> String {
+    let mut begins = true;
+    let mut titled = String::with_capacity(text.len());
+    for c in text.chars() {
+        match begins {
+            true => titled.extend(c.to_uppercase()),
+            false => titled.extend(c.to_lowercase()),
+        }
+        begins = c.is_whitespace() || "-({[<".contains(c);
+    }
+    titled
+}
+
 /// How a value is written as JSON.
 struct Json {
     indent: Option<usize>,

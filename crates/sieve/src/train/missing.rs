@@ -1,10 +1,10 @@
 //! What a run lacks before it can begin, in one message: memory, its tokenizer, its text.
 use super::variable;
 use crate::terminal;
-use anyhow::{Error, Result, bail};
+use anyhow::{Error, Result, anyhow, bail};
 use sieve_core::Recipe;
 use sieve_core::recipe::TokenizerSource;
-use sieve_data::{Corpus, DataError, Tokenizer, is_hub_tokenizer};
+use sieve_data::{Corpus, CorpusConfig, DataError, Tokenizer, is_hub_tokenizer};
 use sieve_train::{Origin, TrainError, corpus_configs};
 use std::path::Path;
 
@@ -48,16 +48,22 @@ fn tokenizer(recipe: &Recipe) -> Option<Error> {
     (!is_here).then(|| Tokenizer::from_file(Path::new(&path)).err().map(Error::from))?
 }
 
-/// The errors of paths of text that match no file, those of the training text first.
-fn text(recipe: &Recipe) -> Vec<Error> {
-    let Ok((train, validation)) = corpus_configs(recipe, &variable) else {
-        // Reported where the text is read.
-        return Vec::new();
-    };
-    let corpora = std::iter::once(train).chain(validation).map(Corpus::open);
-    let missing = corpora.filter_map(|opened| match opened {
-        Err(error @ DataError::NoFiles { .. }) => Some(TrainError::from(error).into()),
+/// One error for all paths of text that match no file.
+fn text(recipe: &Recipe) -> Option<Error> {
+    // Other mistakes in the paths are reported where the text is read.
+    let (train, validation) = corpus_configs(recipe, &variable).ok()?;
+    let configs = std::iter::once(train).chain(validation);
+    let of_one_path = configs.flat_map(|config| {
+        let paths = config.paths.clone();
+        paths.into_iter().map(move |path| CorpusConfig { paths: vec![path], ..config.clone() })
+    });
+    let missing = of_one_path.filter_map(|config| match Corpus::open(config) {
+        Err(error @ DataError::NoFiles { .. }) => Some(TrainError::from(error).to_string()),
         _ => None,
     });
-    missing.collect()
+    let missing: Vec<String> = missing.collect();
+    // The hint is that of the last one.
+    let (last, others) = missing.split_last()?;
+    let others = others.iter().filter_map(|text| text.lines().next()).map(|line| format!("{line}\n  "));
+    Some(anyhow!("{}{last}", others.collect::<String>()))
 }

@@ -111,7 +111,7 @@ fn parquet_rows_without_text_are_named_or_skipped() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.parquet");
     for (bad, wanted) in [
-        (None, "line 2: column \"text\" is null"),
+        (None, "row 2: column \"text\" is null"),
         (Some(b"\xff".as_slice()), "row 2 is not UTF-8 at its byte 0"),
         (Some(b"a\0b".as_slice()), "row 2 holds a NUL"),
     ] {
