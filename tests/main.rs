@@ -31,3 +31,4 @@ mod train_ranks_killed;
 mod train_ranks_late;
 mod train_run;
 mod what_is_trained;
+mod words_model;

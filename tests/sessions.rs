@@ -44,7 +44,7 @@ macro_rules! sessions {
     };
 }
 
-sessions! { begin command_line data eval kernels memory newcomer next ranks resume selectors stages train
+sessions! { begin chat command_line data eval kernels memory mistakes newcomer next ranks resume selectors stages train
 wrong_inputs }
 
 /// A command or an assertion, with the expectations below it.
@@ -186,6 +186,7 @@ fn prepare(tiny: &TinyRun, name: &str) {
         "formats" => crate::data_commands::formats(tiny),
         "mixture" => crate::data_commands::mixture(tiny),
         "random_run" => crate::tasks_cli::random_run_in(tiny, crate::tasks_cli::DENSE),
+        "words" => crate::words_model::write(tiny),
         _ => panic!("nothing is called {name}"),
     }
 }

@@ -36,6 +36,7 @@ pub mod kinds;
 mod model_line;
 mod nsa_blocks;
 mod score_matrix;
+mod short_form;
 
 pub use adamw_step::AdamWStep;
 pub use block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
@@ -57,3 +58,4 @@ pub use model_line::{
 pub use nsa_blocks::NsaBlocks;
 pub use recipe::{Recipe, RecipeError};
 pub use score_matrix::{MOST_REFERENCE_SCORES, ReferenceTooLarge, ScoreMatrix};
+pub use short_form::number_of_short_form;

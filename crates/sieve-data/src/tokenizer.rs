@@ -73,9 +73,12 @@ impl Tokenizer {
     pub fn from_file(path: &Path) -> Result<Self, DataError> {
         let bytes = std::fs::read(path).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => {
-                let hint = "hf download OWNER/NAME tokenizer.json --local-dir DIR fetches a model's; or \
-                    name it as hf://OWNER/NAME, or train one: [tokenizer] train = { vocab_size = 8192 } \
-                    (docs/own-data.md)";
+                let (folder, repository) = home_of(path);
+                let hint = format!(
+                    "--set tokenizer.path=hf://{repository} fetches a model's, as hf download {repository} \
+                     tokenizer.json --local-dir {folder} does; or train one: --set \
+                     'tokenizer.train={{vocab_size=8192}}' (docs/own-data.md)"
+                );
                 DataError::refused(format!("there is no tokenizer {}", path.display()), hint)
             }
             _ => DataError::io("read", path)(error),
@@ -202,9 +205,23 @@ impl Tokenizer {
         self.marked.decode(ids, skip_special_tokens).map_err(failed)
     }
 
-    /// A decoder that takes ids one by one and returns only whole characters.
-    pub fn decode_stream(&self) -> DecodeStream<'_> {
-        DecodeStream::new(self)
+    /// A decoder that takes the ids that continue `prompt` one by one and returns only whole characters.
+    ///
+    /// # Errors
+    /// A prompt that the tokenizer cannot decode.
+    pub fn decode_stream(&self, prompt: &[u32]) -> Result<DecodeStream<'_>, DataError> {
+        DecodeStream::new(self, prompt)
+    }
+
+    /// The text that `ids` add to `prompt`.
+    ///
+    /// # Errors
+    /// As [`decode`](Self::decode).
+    pub fn decode_behind(&self, prompt: &[u32], ids: &[u32]) -> Result<String, DataError> {
+        let mut stream = self.decode_stream(prompt)?;
+        let pieces = ids.iter().map(|&id| stream.push(id));
+        let text = pieces.collect::<Result<String, _>>()?;
+        Ok(text + &stream.finish()?)
     }
 
     /// The largest id plus one, added tokens included: the fewest rows of an embedding for all tokens.
@@ -323,6 +340,21 @@ impl Tokenizer {
         special.sort_by_key(|&(id, _)| id);
         special.into_iter().map(|(_, token)| token.content).collect()
     }
+}
+
+/// Owners of the tokenizers that shipped recipes name, by the name of their folder.
+const OWNERS: [(&str, &str); 3] =
+    [("gpt-neox-20b", "EleutherAI"), ("gpt2", "openai-community"), ("SmolLM2-135M", "HuggingFaceTB")];
+
+/// The folder of a `tokenizer.json`, as a shell's word, and its model's name on the hub, as far as it is known.
+fn home_of(path: &Path) -> (String, String) {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let name = folder.file_name().unwrap_or_default().to_string_lossy();
+    let owner = OWNERS.iter().find(|(known, _)| *known == name);
+    let repository = owner.map_or("OWNER/NAME".to_owned(), |(name, owner)| format!("{owner}/{name}"));
+    let folder = folder.display().to_string();
+    let is_plain = folder.chars().all(|c| c.is_ascii_alphanumeric() || "/._-+".contains(c));
+    (if is_plain { folder } else { format!("'{folder}'") }, repository)
 }
 
 /// Whether a token of the vocabulary is a single byte in SentencePiece's form `<0x0A>`.

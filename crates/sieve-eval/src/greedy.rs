@@ -53,7 +53,8 @@ impl<B: DeviceBackend> Greedy<'_, B> {
         let mut unread = prompts.iter().enumerate();
         while num_done < prompts.len() {
             for (prompt_idx, prompt) in unread.by_ref().take(self.together - open.len()) {
-                let prompt = match prompt.as_ref() {
+                let asked = prompt.as_ref();
+                let prompt = match asked {
                     [] => std::slice::from_ref(&prefix_id),
                     prompt => prompt,
                 };
@@ -66,7 +67,7 @@ impl<B: DeviceBackend> Greedy<'_, B> {
                     prompt_idx,
                     text,
                     next: first_of_largest(&logits[..num_tokens]),
-                    stream: model.tokenizer.decode_stream(),
+                    stream: model.tokenizer.decode_stream(asked)?,
                     answer: String::new(),
                     num_tokens: 0,
                 });

@@ -181,9 +181,9 @@ fn count_by_blocks(chosen: &[i64], pairs: BlockPairs, num_tokens: usize) -> Coun
 
 #[cfg(test)]
 mod tests {
-    use sieve_core::kinds::Kind;
     use super::*;
     use crate::test_model::{NSA, tiny_model};
+    use sieve_core::kinds::Kind;
     use sieve_core::{Attention, DmaShape, NsaShape};
     use sieve_testing::refusal;
 

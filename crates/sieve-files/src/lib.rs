@@ -1,4 +1,5 @@
-//! Files that appear whole or not at all, locks on files, and free disk space.
+//! Files that appear whole or not at all, locks on files, free disk space, and numbers that only Python writes into
+//! JSON.
 //!
 //! A file or folder is written under a temporary name in the same folder, synced, then renamed. After a crash there is
 //! the old one or the new one, never a part. The temporary name is
@@ -13,12 +14,14 @@
 mod atomic_file;
 mod error;
 mod lock;
+mod python_number;
 mod room;
 mod write;
 
 pub use atomic_file::{AtomicFile, FinishedFile, temporary_name};
 pub use error::FileError;
 pub use lock::{Taken, try_lock};
+pub use python_number::python_number;
 pub use room::free_bytes;
 pub use write::{
     check_replaceable, publish_folder, replace, sync_folder, write_atomically, write_pieces_synced, write_synced,

@@ -1,4 +1,5 @@
 //! Errors of reading and writing weights.
+use sieve_files::python_number;
 use std::fmt::Display;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -80,6 +81,18 @@ impl CheckpointError {
     /// The error for a file with invalid content.
     pub(crate) fn malformed(path: &Path, problem: impl Display) -> Self {
         Self::refused(format!("{}: {problem}", path.display()), "fetch or copy the file again")
+    }
+
+    /// The error of a file that `error` says is not JSON.
+    pub(crate) fn not_json(path: &Path, text: &str, error: &serde_json::Error) -> Self {
+        let (line, column) = (error.line(), error.column());
+        match python_number(text, line, column) {
+            Some(word) => Self::refused(
+                format!("{}: line {line} column {column} has {word}, which is not JSON", path.display()),
+                "the file is as it was written: Python's json writes such words; put a number or null there",
+            ),
+            None => Self::malformed(path, format!("it is not JSON ({error})")),
+        }
     }
 
     /// The error of tensors that do not fit the model.

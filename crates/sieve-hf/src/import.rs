@@ -135,12 +135,8 @@ pub fn import<B: Backend>(
     };
     fs::create_dir_all(out).map_err(CheckpointError::io("creating", out))?;
     let path = Checkpoint::write(out, state, &files)?;
-    // These files are copied beside the tokenizer, where a later export of the trained model finds them.
-    for name in tokenizer_files::BESIDE {
-        if let Some(text) = tokenizer_files::text_of(&from.join(name))? {
-            write_synced(&path.join(name), text.as_bytes())?;
-        }
-    }
+    // Beside the tokenizer, where a later export of the trained model finds them.
+    tokenizer_files::copy(from, &path)?;
     let generation = serde_json::Value::Object(tokenizer_files::generation(from)?);
     write_synced(&path.join(tokenizer_files::GENERATION), generation.to_string().as_bytes())?;
     Ok(ImportReport {

@@ -49,7 +49,7 @@ impl<B: Backend> LoadedModel<B> {
 }
 
 /// Whether a folder is one of `transformers`, not a checkpoint.
-fn is_of_transformers(path: &Path) -> bool {
+pub(crate) fn is_of_transformers(path: &Path) -> bool {
     path.join("config.json").is_file()
 }
 

@@ -175,7 +175,12 @@ impl TensorFile {
             return Ok(None);
         };
         let dtype = from_safetensors(view.dtype()).ok_or_else(|| {
-            CheckpointError::malformed(&self.path, format!("tensor {name} has dtype {:?}", view.dtype()))
+            let (path, dtype) = (self.path.display(), view.dtype());
+            CheckpointError::refused(
+                format!("{path}: tensor {name} is of type {dtype:?}: the weights are quantised"),
+                "the file is sound, but only f64, f32, f16 and bf16 weights can be read: take the model's plain \
+                 weights, or dequantise these with the program that wrote them",
+            )
         })?;
         Ok(Some(Stored { dtype, shape: view.shape().to_vec(), bytes: view.data(), map: &self.map }))
     }

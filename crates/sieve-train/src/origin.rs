@@ -84,7 +84,12 @@ impl Origin {
                 Recipe::load(&text, &path.display().to_string(), &[])?
             }
         };
-        let mut recipe = with_tokenizer_of_branch(&saved, recipe);
+        let given = recipe;
+        let mut recipe = continued(&saved, recipe);
+        if recipe.lr_scheduler != given.lr_scheduler {
+            let warmup = recipe.lr_scheduler.warmup_steps;
+            notices.push(format!("note: lr_scheduler.warmup_steps stays {warmup}, as this run began"));
+        }
         let named = recipe.model.initial_weights.clone();
         with_initial_weights(&mut saved, &mut recipe, begun.as_ref());
         let (mut initial_weights, recipe) = (recipe.model.initial_weights.clone(), &recipe);
@@ -211,7 +216,10 @@ impl Origin {
         let (saved, _) = checkpoint.recipe_and_shape()?;
         let is_other = |change: &KeyChange| names_tokenizer(&change.key);
         if !self.is_branch || !saved.diff(recipe)?.iter().any(is_other) {
-            return Ok(with_tokenizer_of_branch(&saved, recipe));
+            return Ok(match self.is_branch {
+                true => with_tokenizer_of_branch(&saved, recipe),
+                false => continued(&saved, recipe),
+            });
         }
         let path = checkpoint.tokenizer_path();
         let path = path.canonicalize().map_err(TrainError::io("reading", path))?;
@@ -396,7 +404,7 @@ fn of_this_run(path: &Path, folder: &RunFolder, recipe: &Recipe) -> Result<Check
     let checkpoint = Checkpoint::open(path).map_err(|error| first_lines(error.to_string(), 1))?;
     // The second line of these errors names the first key that differs, or that cannot be read.
     let saved = saved_recipe(&checkpoint).map_err(|error| first_lines(error.to_string(), 2))?;
-    let mut recipe = with_tokenizer_of_branch(&saved, recipe);
+    let mut recipe = continued(&saved, recipe);
     // The same run began with the same weights, which the run's own folder tells.
     recipe.model.initial_weights.clone_from(&saved.model.initial_weights);
     saved.check_resume(&recipe, checkpoint.state.step as usize).map_err(|error| first_lines(error.to_string(), 2))?;
@@ -447,10 +455,14 @@ fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> 
     }
     let [before, after] = [saved.learning_rate(steps_done - 1), now.learning_rate(steps_done)];
     let last = now.learning_rate(steps - 1);
-    let hint = match (now.lr_scheduler.after_step, before == after) {
-        (0, false) => {
+    let hint = match (now.lr_scheduler.after_step, saved.training.steps) {
+        (0, first) if first == steps_done => {
             format!("\n  to give the new steps a schedule of their own: --extend {steps} instead of training.steps")
         }
+        (0, first) if first < steps => format!(
+            "\n  to give the new steps a schedule of their own: --resume alone up to step {first}, then --resume \
+             --extend {steps}"
+        ),
         _ => String::new(),
     };
     Some(format!(
@@ -480,6 +492,16 @@ fn with_tokenizer_of_branch(saved: &Recipe, recipe: &Recipe) -> Recipe {
         let eos_token = recipe.tokenizer.eos_token.take();
         recipe.tokenizer = saved.tokenizer.clone();
         recipe.tokenizer.eos_token = eos_token;
+    }
+    recipe
+}
+
+/// `recipe` as it continues the run of `saved`: with the tokenizer of a branch, and with the run's own warm-up unless
+/// the recipe gives another one than the usual, which follows from the number of steps.
+fn continued(saved: &Recipe, recipe: &Recipe) -> Recipe {
+    let mut recipe = with_tokenizer_of_branch(saved, recipe);
+    if recipe.has_usual_warmup() && saved.lr_scheduler.warmup_steps <= recipe.training.steps {
+        recipe.lr_scheduler.warmup_steps = saved.lr_scheduler.warmup_steps;
     }
     recipe
 }

@@ -56,6 +56,29 @@ impl RunFolder {
         Self { path: path.to_owned(), checkpoint_folder: checkpoint_folder.to_owned(), is_claimed: true, lock: None }
     }
 
+    /// Moves the run in `path`, if there is one, to the first free of `NAME.1`, `NAME.2`, …, so that a new run can
+    /// begin in `path`. Nothing is removed. Returns the new path.
+    ///
+    /// # Errors
+    /// Another process trains in the folder; a folder that cannot be renamed.
+    pub fn move_aside(path: &Path, checkpoint_folder: &str) -> Result<Option<PathBuf>, TrainError> {
+        let mut folder = Self { is_claimed: false, ..Self::of_group(path, checkpoint_folder) };
+        if folder.first_of_a_run().is_none() {
+            return Ok(None);
+        }
+        // Held until the folder has its new name.
+        folder.take()?;
+        let path = match path.file_name() {
+            Some(_) => path.to_owned(),
+            None => path.canonicalize().map_err(TrainError::io("finding", path))?,
+        };
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let mut names = (1..).map(|number| path.with_file_name(format!("{name}.{number}")));
+        let aside = names.find(|path| !path.exists()).expect("some number is free");
+        fs::rename(&path, &aside).map_err(TrainError::io("renaming", path))?;
+        Ok(Some(aside))
+    }
+
     /// Creates the folder if it is missing, and locks it for this process.
     ///
     /// # Errors
@@ -121,7 +144,7 @@ impl RunFolder {
             return match self.first_of_a_run() {
                 Some(found) => Err(TrainError::refused(
                     format!("{shown} already holds a run ({found} is there)"),
-                    format!("continue it with --resume, or {elsewhere}"),
+                    format!("continue it with --resume, move it aside with --overwrite, or {elsewhere}"),
                 )),
                 None => Ok(()),
             };
@@ -268,6 +291,30 @@ mod tests {
         fs::write(path.join("config.json"), "x").unwrap();
         let error = open(&Start::New).unwrap_err().to_string();
         assert!(error.contains("already holds a model (config.json is there)"), "{error}");
+    }
+
+    #[test]
+    fn a_run_is_moved_aside_whole_unless_a_process_trains_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run");
+        let aside = || RunFolder::move_aside(&path, "checkpoint");
+        assert_eq!(aside().unwrap(), None);
+        fs::create_dir_all(path.join("data")).unwrap();
+        assert_eq!(aside().unwrap(), None, "prepared data is no run");
+        for number in 1..=2 {
+            fs::create_dir_all(path.join("checkpoint/step-3")).unwrap();
+            fs::write(path.join("config.toml"), number.to_string()).unwrap();
+            let mut first = RunFolder::open(&path, "checkpoint", &Start::Resume).unwrap();
+            first.claim(&Start::Resume).unwrap();
+            assert!(matches!(aside(), Err(TrainError::FolderBusy(_))));
+            assert!(path.join("config.toml").is_file());
+            drop(first);
+            let moved = aside().unwrap().unwrap();
+            assert_eq!(moved.file_name().unwrap().to_str().unwrap(), format!("run.{number}"));
+            assert_eq!(fs::read_to_string(moved.join("config.toml")).unwrap(), number.to_string());
+            assert!(moved.join("checkpoint/step-3").is_dir() && !path.exists());
+        }
+        assert!(dir.path().join("run.1").is_dir());
     }
 
     #[test]

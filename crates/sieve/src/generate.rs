@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use sieve_data::{DecodeStream, Tokenizer};
 use sieve_eval::{BatchGenerator, GenerateConfig, Generator, Sampling, Selection, StopTexts, prompt_part};
-use sieve_hf::{Kept, LoadedModel};
+use sieve_hf::{ChatMessage, ChatTemplate, Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
@@ -38,6 +38,12 @@ pub(crate) struct GenerateArgs {
     /// Continue the text of this file; `-` reads standard input
     #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     prompt_file: Option<PathBuf>,
+    /// Put the prompt, as a user's message, into the chat template of the model's folder, and print the answer alone
+    #[arg(long)]
+    chat: bool,
+    /// With --chat: the system message before the prompt
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    system: Option<String>,
     /// Tokens after the prompt, at most; 128 when absent, or what the context still holds
     #[arg(long, value_name = "N")]
     max_new_tokens: Option<usize>,
@@ -72,6 +78,7 @@ pub(crate) struct GenerateArgs {
 /// Runs `sieve generate`: continues a prompt with a checkpoint's model.
 pub(crate) fn run(args: GenerateArgs) -> Result<()> {
     let prompts = prompts(&args)?;
+    let chats = chats(&args, &prompts)?;
     let is_single = prompts.len() == 1;
     anyhow::ensure!(
         is_single || args.sparse.selector.is_none(),
@@ -85,7 +92,8 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
         );
     }
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
-        let prompt = prompts.iter().map(String::len).max().unwrap_or(0) / BYTES_A_TOKEN + 1;
+        let texts = chats.as_ref().unwrap_or(&prompts);
+        let prompt = texts.iter().map(String::len).max().unwrap_or(0) / BYTES_A_TOKEN + 1;
         let new = args.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS);
         let part = prompt_part(shape, prompt);
         InferenceSize {
@@ -99,7 +107,28 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
             ..InferenceSize::rows_of(part, part)
         }
     })?;
-    on_device!(place, run_on(&args, &prompts))
+    on_device!(place, run_on(&args, &prompts, chats.as_deref()))
+}
+
+/// With `--chat`, the text of each prompt as a chat.
+fn chats(args: &GenerateArgs, prompts: &[String]) -> Result<Option<Vec<String>>> {
+    if !args.chat {
+        return Ok(None);
+    }
+    let template = ChatTemplate::of_model(&args.checkpoint)?;
+    let template = template.with_context(|| {
+        format!(
+            "{} has no chat template\n  hint: leave --chat out, or put the model's chat_template.jinja beside its \
+             tokenizer.json",
+            args.checkpoint.display()
+        )
+    })?;
+    let system = args.system.as_deref().map(|content| ChatMessage { role: "system", content });
+    let texts = prompts.iter().map(|content| {
+        let user = ChatMessage { role: "user", content };
+        template.render(&system.into_iter().chain([user]).collect::<Vec<_>>())
+    });
+    Ok(Some(texts.collect::<Result<_, _>>()?))
 }
 
 /// The texts that the flags say to continue.
@@ -121,11 +150,17 @@ fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
     Ok(vec![text?])
 }
 
-fn run_on<B: DeviceBackend>(args: &GenerateArgs, prompts: &[String], device: &B::Device, kept: Kept) -> Result<()> {
+fn run_on<B: DeviceBackend>(
+    args: &GenerateArgs,
+    prompts: &[String],
+    chats: Option<&[String]>,
+    device: &B::Device,
+    kept: Kept,
+) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     // The text on standard output may be another program's input.
     terminal::remark(&format!("model: {}", loaded.line()));
-    let tokens = prompts.iter().map(|prompt| tokenizer.encode_marked(prompt));
+    let tokens = chats.unwrap_or(prompts).iter().map(|prompt| tokenizer.encode_marked(prompt));
     let tokens = tokens.collect::<Result<Vec<_>, _>>()?;
     let longest = tokens.iter().map(Vec::len).max().unwrap_or(0);
     // An empty prompt takes one position for the token it starts from.
@@ -134,6 +169,7 @@ fn run_on<B: DeviceBackend>(args: &GenerateArgs, prompts: &[String], device: &B:
     let run = Run {
         args,
         prompts,
+        chats,
         tokens,
         config: GenerateConfig {
             max_new_tokens: args.max_new_tokens.unwrap_or(num_left.clamp(1, DEFAULT_NEW_TOKENS)),
@@ -156,7 +192,9 @@ fn run_on<B: DeviceBackend>(args: &GenerateArgs, prompts: &[String], device: &B:
 struct Run<'a, B: DeviceBackend> {
     args: &'a GenerateArgs,
     prompts: &'a [String],
-    /// Token ids of each prompt.
+    /// With `--chat`, the text of each prompt as a chat.
+    chats: Option<&'a [String]>,
+    /// Token ids of each prompt, or of its chat.
     tokens: Vec<Vec<u32>>,
     /// Generation settings of the first sample.
     config: GenerateConfig,
@@ -196,12 +234,13 @@ impl<B: DeviceBackend> Run<'_, B> {
                 1 => BatchGenerator::new(model, &self.tokens[0], config, count, self.device)?,
                 _ => BatchGenerator::of_prompts(model, &self.tokens[prompt..prompt + count], config, self.device)?,
             };
-            let texts = self.write_together(generator.ending_at(&self.ends), count)?;
+            let prompts: Vec<usize> = (first..first + count).map(|text| place(text).0).collect();
+            let texts = self.write_together(generator.ending_at(&self.ends), &prompts)?;
             for (text, written) in (first..).zip(&texts) {
                 let (prompt, sample) = place(text);
                 self.print_head(prompt, sample);
                 if !self.args.json {
-                    terminal::text(&format!("{}{}\n", self.prompts[prompt], written.text));
+                    terminal::text(&format!("{}{}\n", self.shown_prompt(prompt), written.text));
                 }
                 let selection = None;
                 self.print_numbers(prompt, sample, written, selection);
@@ -247,9 +286,18 @@ impl<B: DeviceBackend> Run<'_, B> {
         Ok(())
     }
 
-    /// Generates `count` samples of a prompt in one batch.
-    fn write_together(&self, mut generator: BatchGenerator<'_, B>, count: usize) -> Result<Vec<Written>> {
-        let mut texts: Vec<_> = (0..count).map(|_| Growing::new(self.args, self.tokenizer)).collect();
+    /// What is printed before the text that a prompt is continued with: with `--chat` the answer is printed alone.
+    fn shown_prompt(&self, prompt: usize) -> &str {
+        match self.chats {
+            Some(_) => "",
+            None => &self.prompts[prompt],
+        }
+    }
+
+    /// Generates a sample of each of `prompts` in one batch.
+    fn write_together(&self, mut generator: BatchGenerator<'_, B>, prompts: &[usize]) -> Result<Vec<Written>> {
+        let texts = prompts.iter().map(|prompt| Growing::new(self.args, self.tokenizer, &self.tokens[*prompt]));
+        let mut texts = texts.collect::<Result<Vec<_>>>()?;
         while let Some(tokens) = generator.next() {
             for (at, token) in tokens?.into_iter().enumerate() {
                 let text = &mut texts[at];
@@ -273,8 +321,8 @@ impl<B: DeviceBackend> Run<'_, B> {
                 terminal::text(text);
             }
         };
-        show(&self.prompts[0]);
-        let mut growing = Growing::new(self.args, self.tokenizer);
+        show(self.shown_prompt(0));
+        let mut growing = Growing::new(self.args, self.tokenizer, &self.tokens[0])?;
         let result = loop {
             let token = match generator.next() {
                 Some(Ok(token)) => token,
@@ -311,19 +359,32 @@ impl<B: DeviceBackend> Run<'_, B> {
     /// Prints a sample's numbers, as JSON with its text or as a line.
     fn print_numbers(&self, prompt: usize, sample: u64, written: &Written, selection: Option<&Selection>) {
         let num_prompt_tokens = self.tokens[prompt].len();
+        if written.token_times.is_empty() && written.stopped == "end of document" {
+            self.warn_of_nothing();
+        }
         if !self.args.json {
             return terminal::remark(&written.speed(num_prompt_tokens));
         }
+        let chat = self.chats.map(|chats| &chats[prompt]);
         let (seed, prompt) = (self.args.seed.wrapping_add(sample), &self.prompts[prompt]);
         let selector = self.args.sparse.selector.as_ref().map(ToString::to_string);
         let json = serde_json::json!({
-            "prompt": prompt, "text": written.text, "seed": seed, "stopped": written.stopped,
+            "prompt": prompt, "chat": chat, "text": written.text, "seed": seed, "stopped": written.stopped,
             "prompt_tokens": num_prompt_tokens, "new_tokens": written.token_times.len(),
             "prompt_seconds": written.prompt_seconds(), "tokens_per_second": written.tokens_per_second(),
             "median_token_seconds": written.median_token_seconds(),
             "selector": selector, "paths": selection.map(Selection::paths),
         });
         terminal::line(&json.to_string());
+    }
+
+    /// Says that a text ended before its first token, and what an instruct model wants.
+    fn warn_of_nothing(&self) {
+        let hint = match ChatTemplate::of_model(&self.args.checkpoint) {
+            Ok(Some(_)) if !self.args.chat => "it has a chat template: --chat",
+            _ => "another prompt, a higher --temperature or another --seed may give some",
+        };
+        terminal::warning(&format!("the model ended the text at once; {hint}"));
     }
 }
 
@@ -380,9 +441,10 @@ struct Growing<'t> {
 }
 
 impl<'t> Growing<'t> {
-    fn new(args: &GenerateArgs, tokenizer: &'t Tokenizer) -> Self {
-        Self {
-            stream: tokenizer.decode_stream(),
+    /// A sample that continues the tokens of `prompt`.
+    fn new(args: &GenerateArgs, tokenizer: &'t Tokenizer, prompt: &[u32]) -> Result<Self> {
+        Ok(Self {
+            stream: tokenizer.decode_stream(prompt)?,
             stop: StopTexts::new(&args.stop),
             written: Written {
                 text: String::new(),
@@ -390,7 +452,7 @@ impl<'t> Growing<'t> {
                 begun: Instant::now(),
                 token_times: Vec::new(),
             },
-        }
+        })
     }
 
     /// The text that a token adds, and whether a stop text follows it.

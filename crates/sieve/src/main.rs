@@ -4,6 +4,7 @@ mod allocator;
 mod compare;
 mod data;
 mod device;
+mod elsewhere;
 mod eval;
 mod exit;
 mod export;
@@ -29,7 +30,6 @@ mod terminal;
 mod text_files;
 mod train;
 
-use clap::error::{ContextKind, ErrorKind};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use exit::Exit;
 use std::path::PathBuf;
@@ -108,7 +108,10 @@ fn main() -> ExitCode {
     startup::mark();
     terminal::install_panic_message();
     interrupt::have_large_files_refused();
-    let cli = Cli::try_parse().unwrap_or_else(|error| refuse(error));
+    let cli = Cli::try_parse().unwrap_or_else(|error| {
+        let words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
+        elsewhere::refuse(&error, &words.collect::<Vec<_>>())
+    });
     let threads = || startup::check_threads(train::variable("RAYON_NUM_THREADS"));
     let result = match open_output(&cli.output).and_then(|()| threads()).map(|()| cli.command) {
         Err(error) => Err(error),
@@ -119,36 +122,6 @@ fn main() -> ExitCode {
         Exit::Failed
     });
     terminal::after_lost_output(exit).into()
-}
-
-/// Commands of other programs that a user may type, and the hint for each: the command of `sieve`.
-const ELSEWHERE: [(&str, &str); 12] = [
-    ("init", "recipe new"),
-    ("new", "recipe new"),
-    ("config", "recipe show --all RECIPE"),
-    ("selectors", "eval selectors, and eval ppl --selector help for their names"),
-    ("doctor", "info"),
-    ("env", "info"),
-    ("version", "--version"),
-    ("bench", "kernels bench"),
-    ("resume", "train --recipe R --resume"),
-    ("finetune", "import, then train --branch-from"),
-    ("chat", "generate --prompt TEXT; there is no chat"),
-    ("serve", "export: other programs serve the exported model (docs/export.md)"),
-];
-
-/// Prints clap's error, or a hint from [`ELSEWHERE`], and ends the program.
-fn refuse(error: clap::Error) -> ! {
-    let known = || {
-        let typed = error.get(ContextKind::InvalidSubcommand)?.to_string();
-        ELSEWHERE.iter().find(|(name, _)| *name == typed)
-    };
-    if let (ErrorKind::InvalidSubcommand, Some((name, here))) = (error.kind(), known()) {
-        let text = format!("there is no command {name}\n  hint: sieve {here}");
-        terminal::print_error(&anyhow::anyhow!(text));
-        std::process::exit(2);
-    }
-    terminal::end_with(&error)
 }
 
 fn open_output(args: &OutputArgs) -> anyhow::Result<()> {
@@ -166,8 +139,9 @@ fn run(command: Command) -> anyhow::Result<Exit> {
         Command::Train(args) => train::run(args),
         Command::Launch(args) => {
             // A bad command line is refused once here instead of by each process.
-            let words = std::iter::once("sieve").chain(args.command.iter().map(String::as_str));
-            Cli::try_parse_from(words).unwrap_or_else(|error| refuse(error));
+            let words = std::iter::once("sieve".to_owned()).chain(args.command.iter().cloned());
+            let words: Vec<String> = words.collect();
+            Cli::try_parse_from(&words).unwrap_or_else(|error| elsewhere::refuse(&error, &words));
             launch::run(&args)
         }
         Command::Plan(args) => done(plan::run(args)),

@@ -2,12 +2,12 @@
 mod new;
 
 use crate::train::variable;
-use crate::{shipped, terminal};
-use anyhow::{Context, Result, bail};
+use crate::{elsewhere, shipped, terminal};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use sieve_comm::World;
 use sieve_core::recipe::{RecipeNotes, json_schema, keys_page};
-use sieve_core::{Attention, Recipe};
+use sieve_core::{Attention, Recipe, RecipeError, did_you_mean};
 use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -99,7 +99,17 @@ impl RecipeArgs {
                 self.found.get_or_init(|| found)
             }
         };
-        let (mut recipe, notes) = Recipe::load_with_notes(&found.text, &found.origin, &self.overrides)?;
+        let loaded = Recipe::load_with_notes(&found.text, &found.origin, &self.overrides);
+        let (mut recipe, notes) = loaded.map_err(|error| match error {
+            RecipeError::Syntax { .. } if self.is_text() => {
+                let word = terminal::quoted(Path::new(&self.recipe));
+                anyhow!(
+                    "--recipe {word} is a text, not a recipe\n  \
+                     hint: sieve recipe new --data {word} --out NAME.toml makes a recipe for it"
+                )
+            }
+            error => error.into(),
+        })?;
         if let Some(path) = recipe.model.initial_folder() {
             recipe.model.initial_weights = Some(self.in_full(path, found.folder.as_deref())?);
         }
@@ -155,6 +165,12 @@ impl RecipeArgs {
             self.recipe,
             found.display()
         ))
+    }
+
+    /// Whether the file that stands for a recipe is a text or a table by its ending.
+    fn is_text(&self) -> bool {
+        let ending = Path::new(&self.recipe).extension().map(|ending| ending.to_string_lossy().to_lowercase());
+        ending.is_some_and(|ending| elsewhere::TEXTS.contains(&ending.as_str()))
     }
 
     /// As [`load`](Self::load), for a command that reads the training text. Replaces paths without files as
@@ -230,9 +246,9 @@ fn find(recipe: &str) -> Result<Found> {
         };
         bail!("--recipe {recipe} is a folder\n  hint: {hint}");
     }
-    let names = [recipe.to_owned(), format!("{recipe}.toml")];
-    let beside = names.each_ref().map(|name| Path::new(FOLDER).join(name));
-    let mut paths = names.each_ref().map(PathBuf::from).into_iter().chain(beside);
+    let names_given = [recipe.to_owned(), format!("{recipe}.toml")];
+    let beside = names_given.each_ref().map(|name| Path::new(FOLDER).join(name));
+    let mut paths = names_given.each_ref().map(PathBuf::from).into_iter().chain(beside);
     if let Some(path) = paths.find(|path| path.exists() && !path.is_dir()) {
         let origin = path.display().to_string();
         let file = std::fs::File::open(&path).with_context(|| format!("reading the recipe {origin}"))?;
@@ -241,15 +257,19 @@ fn find(recipe: &str) -> Result<Found> {
         let folder = folder.map(|folder| if folder.as_os_str().is_empty() { PathBuf::from(".") } else { folder });
         return read(file, origin, folder);
     }
-    let inside = names.iter().find_map(|name| {
+    let inside = names_given.iter().find_map(|name| {
         let (text, origin) = (shipped::recipe(name)?.to_owned(), format!("{name} (inside the program)"));
         Some(Found { text, origin, folder: None })
     });
     inside.with_context(|| {
         let mut names = in_folder(Path::new(FOLDER));
         names.extend(shipped::recipe_names().map(str::to_owned));
+        let here = in_folder(Path::new("."));
+        let known: Vec<&str> = here.iter().chain(&names).map(String::as_str).collect();
+        let nearest = [recipe, &names_given[1]].map(|name| did_you_mean(name, &known));
+        let nearest = nearest.into_iter().find(|words| !words.is_empty()).unwrap_or_default();
         format!(
-            "there is no recipe {recipe}\n  looked at: {recipe}, in {FOLDER}/, and inside the program\n  \
+            "there is no recipe {recipe}{nearest}\n  looked at: {recipe}, in {FOLDER}/, and inside the program\n  \
              hint: name a file, or one of: {}",
             list(&names)
         )

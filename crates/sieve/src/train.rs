@@ -3,6 +3,7 @@ mod ending;
 mod exporter;
 mod lines;
 mod log;
+mod missing;
 mod on_event;
 mod profile;
 mod ranks;
@@ -81,6 +82,9 @@ pub(crate) struct TrainArgs {
     /// recipe may be another one for the same model
     #[arg(long, value_name = "DIR", conflicts_with = "resume_from")]
     branch_from: Option<PathBuf>,
+    /// Begin again in a folder that holds a run, which is moved aside: NAME to NAME.1. Nothing is deleted
+    #[arg(long, conflicts_with_all = ["resume", "resume_from", "sweep"])]
+    overwrite: bool,
     /// Train once for each value, each in a folder of its own, and compare; several keys give all combinations
     #[arg(
         long,
@@ -186,6 +190,9 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> R
         // Logging a step reads the loss back and so waits for the GPU. No step between the traced ones may be logged.
         recipe.metrics.log_freq = num_steps as usize;
     }
+    if args.overwrite && session.prints() {
+        args.move_aside(&out, &recipe)?;
+    }
     let start = args.start(&out, session.mesh.as_deref())?;
     args.refuse_ignored(&start, &recipe, &out)?;
     train_on(&session, &start, &recipe, &out)
@@ -255,6 +262,21 @@ impl TrainArgs {
 
     fn events(&self) -> OnEvent {
         OnEvent::new(self.on_event.clone(), &self.out_folder())
+    }
+
+    /// With `--overwrite`, moves the run in the output folder aside.
+    fn move_aside(&self, out: &Path, recipe: &Recipe) -> Result<()> {
+        let canonical = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        if let Some(path) = self.branch_from.as_ref().filter(|path| canonical(path).starts_with(canonical(out))) {
+            bail!(
+                "--branch-from {} lies in the folder that --overwrite moves aside\n  hint: name another --out",
+                path.display()
+            );
+        }
+        if let Some(aside) = RunFolder::move_aside(out, &recipe.checkpoint.folder)? {
+            terminal::status(&format!("the run in {} was moved to {}", out.display(), aside.display()));
+        }
+        Ok(())
     }
 
     /// Where the run starts, by the flags and, with `--resume=auto`, by what the output folder holds.
@@ -463,7 +485,7 @@ fn train<B: TrainBackend>(
     // Memory is checked before text is tokenised, which may take hours.
     let [_, num_ranks] = session.sharers();
     TrainError::check_ranks(recipe, num_ranks)?;
-    let keeping = admit(session, recipe, &origin, place, &log)?;
+    let keeping = missing::all_at_once(admit(session, recipe, &origin, place, &log), recipe, &origin)?;
     if let Some(dir) = session.args.checkpoint_fallback.as_ref().filter(|_| session.prints()) {
         let what = || format!("creating {} for --checkpoint-fallback", dir.display());
         std::fs::create_dir_all(dir).with_context(what)?;
@@ -614,11 +636,13 @@ fn admit(session: &Session<'_>, recipe: &Recipe, origin: &Origin, place: &Device
         Some(checkpoint) => Ok(checkpoint.state.vocab_size),
         None => crate::plan::vocab_size(recipe),
     };
-    // A tokenizer that cannot be read is reported when the text is prepared.
-    let Ok(vocab_size) = vocab_size else {
+    // A tokenizer that cannot be read is reported with the text. What does not fit with a single token fits with none.
+    let least_rows = 1;
+    let admitted = vocab_size.as_ref().copied().unwrap_or(least_rows);
+    let admitted = (session.args.memory).check_training(recipe, admitted, place, session.sharers())?;
+    if vocab_size.is_err() {
         return Ok(Keeping::default());
-    };
-    let admitted = (session.args.memory).check_training(recipe, vocab_size, place, session.sharers())?;
+    }
     admitted.warning.iter().for_each(|warning| log.always(warning));
     out_of_memory::advise(admitted.advice);
     Ok(admitted.keeping)

@@ -6,6 +6,7 @@ use super::mistake::{Mistake, quoted};
 use super::{AttentionKind, TokenizerSection, schema};
 use crate::did_you_mean;
 use crate::keys::{Bound, Choices, Key, Kind};
+use crate::short_form::number_of_short_form;
 
 /// Checks `table` against the schema and removes unknown sections and keys, so that the rest can still be converted.
 pub(super) fn check_table(table: &mut Table, mistakes: &mut Vec<Mistake>) {
@@ -56,14 +57,11 @@ pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mist
         return not_built(&path);
     }
     let known = keys.iter().map(|key| key.name).collect::<Vec<_>>();
-    let (nearest, hint) = match schema::home_of(name) {
-        // A key of another section is in the wrong place, not misspelt.
-        Some(home) => (String::new(), format!("{name} belongs to [{home}]")),
-        None if known.is_empty() => (String::new(), format!("{owner} is a value, not a table")),
-        None => {
-            let hint = format!("the keys of [{owner}] are {}", known.join(", "));
-            (did_you_mean(name, &known), hint)
-        }
+    let nearest = did_you_mean(name, &known);
+    let hint = match schema::homes_of(name).join("] and [") {
+        homes if !homes.is_empty() => format!("{name} belongs to [{homes}]"),
+        _ if known.is_empty() => format!("{owner} is a value, not a table"),
+        _ => format!("the keys of [{owner}] are {}", known.join(", ")),
     };
     Mistake::new(path, format!("[{owner}] has no key {name}{nearest}"), hint)
 }
@@ -129,7 +127,23 @@ fn missing(owner: &str, key: &Key, of: &str) -> Mistake {
 
 /// The mistake of a value whose type is not its key's.
 fn wrong_type(path: &str, wanted: &str, value: &Value) -> Mistake {
-    Mistake::new(path, format!("expected {wanted}, got {}", describe(value)), "")
+    let hint = match whole_number(value) {
+        Some(number) if wanted.starts_with(WHOLE_NUMBER) => format!("write {number}"),
+        _ => String::new(),
+    };
+    Mistake::new(path, format!("expected {wanted}, got {}", describe(value)), hint)
+}
+
+/// Beginning of the words for a key that takes a whole number.
+const WHOLE_NUMBER: &str = "a whole number";
+
+/// The whole number that is meant by `1e3`, `"1000"` or `"1k"`; of a unit that has two meanings, both.
+fn whole_number(value: &Value) -> Option<String> {
+    match value {
+        Value::Float(number) if number.fract() == 0.0 && (0.0..1e15).contains(number) => Some(format!("{number:.0}")),
+        Value::String(text) => number_of_short_form(text),
+        _ => None,
+    }
 }
 
 /// Checks that a value has its key's type; whole numbers in a list of numbers become floats.
@@ -229,7 +243,7 @@ fn wanted(key: &Key) -> String {
                 Some(Bound::AtLeastOne) => 1,
                 _ => 0,
             };
-            format!("a whole number of at least {least}")
+            format!("{WHOLE_NUMBER} of at least {least}")
         }
         Kind::Number => "a number".to_owned(),
         Kind::Bool => "true or false".to_owned(),

@@ -287,7 +287,8 @@ fn resolve_key(owner: &str, keys: &'static [Key], names: &[&str]) -> Result<Kind
     }
 }
 
-/// The value of an override, read as TOML if that gives the wanted type, else the text itself as a string.
+/// The value of an override, read as TOML if that gives the wanted type, else the text itself as a string; one string
+/// for a list of strings is a list.
 fn parse_value(text: &str, kind: Kind) -> Value {
     let parsed = format!("value = {text}")
         .parse::<toml::Table>()
@@ -295,9 +296,14 @@ fn parse_value(text: &str, kind: Kind) -> Value {
         .filter(|table| table.len() == 1)
         .and_then(|mut table| table.remove("value"));
     let wants_string = matches!(kind, Kind::String | Kind::Choice(_));
-    match parsed {
+    let value = match parsed {
         Some(value) if !wants_string || value.is_str() => value,
         _ => Value::String(text.to_owned()),
+    };
+    match (kind, value) {
+        // A list of one needs no brackets.
+        (Kind::Strings, Value::String(one)) if !one.starts_with('[') => Value::Array(vec![Value::String(one)]),
+        (_, value) => value,
     }
 }
 

@@ -39,8 +39,8 @@ pub enum RecipeError {
     /// A run is resumed with a recipe whose changes would make it another run.
     #[error(
         "the recipe is not the one this run began with:{}\n  \
-         hint: restore these values, or begin a new run in another folder with this one's weights: \
-         --branch-from CHECKPOINT --out DIR",
+         hint: restore these values; or begin a new run with this one's weights in another folder, --branch-from \
+         CHECKPOINT --out DIR; or begin again from step 0, --overwrite in place of --resume",
         changes(.refused)
     )]
     ResumeChanged {

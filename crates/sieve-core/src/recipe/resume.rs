@@ -5,7 +5,7 @@ use std::fmt;
 
 use toml::Value;
 
-use super::{Recipe, RecipeError, schema};
+use super::{Recipe, RecipeError, resolve, schema};
 
 /// A key whose value differs between two recipes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,6 +67,12 @@ impl Recipe {
             .filter(|key| saved.get(*key) != now.get(*key))
             .map(|key| KeyChange { key: key.clone(), saved: saved.get(key).cloned(), now: now.get(key).cloned() })
             .collect())
+    }
+
+    /// Whether the warm-up is the one that follows from the number of steps.
+    pub fn has_usual_warmup(&self) -> bool {
+        let usual = i64::try_from(self.training.steps).map(resolve::default_warmup);
+        usual.is_ok_and(|usual| usual == self.lr_scheduler.warmup_steps as i64)
     }
 
     /// Checks that a run which took `steps_done` steps with `self` may be resumed with `now`. Returns the allowed

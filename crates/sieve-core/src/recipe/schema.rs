@@ -49,7 +49,13 @@ pub(super) fn key_at(path: &str) -> Option<&'static Key> {
     found
 }
 
-/// The section that has a key called `name`, to help with keys written in the wrong section.
+/// The sections that have a key called `name`, to help with keys written in the wrong section.
+pub(super) fn homes_of(name: &str) -> Vec<&'static str> {
+    let homes = sections().filter(|section| key(section.keys(), name).is_some());
+    homes.map(|section| section.name).collect()
+}
+
+/// The first of [`homes_of`].
 pub(super) fn home_of(name: &str) -> Option<&'static str> {
-    sections().find(|section| key(section.keys(), name).is_some()).map(|section| section.name)
+    homes_of(name).first().copied()
 }

@@ -12,7 +12,7 @@ use crate::error::DataError;
 pub(super) use jsonl::JsonLines;
 use jsonl::JsonlSource;
 use parquet::ParquetSource;
-pub(super) use parquet::guarded;
+pub(super) use parquet::{guarded, several_columns};
 pub use text::JsonText;
 use text::TextSource;
 pub(super) use text::json_of;
@@ -89,16 +89,16 @@ fn check_utf8<'a>(path: &Path, bytes: &'a [u8], offset: u64) -> Result<&'a str, 
     })
 }
 
-/// The error of a document with a NUL byte, at this offset (text) or on the line that begins there (JSONL).
-fn nul_byte(path: &Path, offset: u64) -> DataError {
-    let what = format!("NUL at byte {offset}, so this is probably not text");
+/// The error of a document whose text has a NUL at this byte.
+fn nul_byte(path: &Path, offset: usize) -> DataError {
+    let what = format!("NUL at byte {offset} of the text, so this is probably not text");
     let hint = "leave the file out, or all such documents: skip_invalid (eval ppl: --skip-invalid)";
     DataError::document(path, what, hint)
 }
 
-/// The error of a text column that is no string; `found` names its type, as "a number" or "null".
-fn column_not_text(path: &Path, line: u64, column: &str, found: &str) -> DataError {
-    let what = format!("line {line}: column {column:?} is {found}, not a string");
+/// The error of a text column that is no string in `row`, as "line 3"; `found` names its type, as "a number" or "null".
+fn column_not_text(path: &Path, row: &str, column: &str, found: &str) -> DataError {
+    let what = format!("{row}: column {column:?} is {found}, not a string");
     DataError::document(path, what, SET_COLUMN_OR_SKIP)
 }
 

@@ -6,16 +6,17 @@ use std::path::Path;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Field;
 use serde_json::{Map, Value};
+use sieve_files::python_number;
 
 use super::files::{ending, require_file};
-use super::source::{JsonLines, guarded};
+use super::source::{JsonLines, guarded, several_columns};
 use crate::error::DataError;
 
 /// The columns of a row by name, in the file's order.
 pub type TableRow = Map<String, Value>;
 
-/// All rows of a JSONL file (`.jsonl`, `.ndjson`, also compressed as `.gz` or `.zst`) or of a Parquet file. Blank lines
-/// are skipped; binary values of Parquet become base64.
+/// All rows of a JSONL file (`.jsonl`, `.ndjson`, also compressed as `.gz` or `.zst`), of a list of objects (`.json`)
+/// or of a Parquet file. Blank lines are skipped; binary values of Parquet become base64.
 ///
 /// # Errors
 /// Another ending; a file that cannot be read, a line that is not a JSON object; a file without rows.
@@ -23,9 +24,11 @@ pub fn read_table(path: &Path) -> Result<Vec<TableRow>, DataError> {
     require_file(path)?;
     let rows = match ending(path).to_ascii_lowercase().as_str() {
         "jsonl" | "ndjson" => json_rows(path).map_err(DataError::of_table)?,
+        "json" => json_list(path)?,
         "parquet" => parquet_rows(path)?,
         _ => {
-            let hint = "name it .jsonl (one JSON object a line) or .parquet; .jsonl.gz and .jsonl.zst are read too";
+            let hint = "name it .jsonl (one JSON object a line), .json (a list of objects) or .parquet; .jsonl.gz and \
+                .jsonl.zst are read too";
             return Err(DataError::file(path, "neither JSONL nor Parquet by its ending", hint));
         }
     };
@@ -46,10 +49,28 @@ fn json_rows(path: &Path) -> Result<Vec<TableRow>, DataError> {
     Ok(rows)
 }
 
+/// The rows of one JSON text that is a list of objects.
+fn json_list(path: &Path) -> Result<Vec<TableRow>, DataError> {
+    let text = std::fs::read_to_string(path).map_err(DataError::io("read", path))?;
+    serde_json::from_str(text.trim_start_matches('\u{feff}')).map_err(|error| {
+        let reason = match python_number(&text, error.line(), error.column()) {
+            Some(word) => format!("{word} at line {} column {}", error.line(), error.column()),
+            None => error.to_string(),
+        };
+        let what = format!("not a list of JSON objects: {reason}");
+        DataError::file(path, what, "write [{…}, {…}]; a file with an object a line is named .jsonl")
+    })
+}
+
 fn parquet_rows(path: &Path) -> Result<Vec<TableRow>, DataError> {
     let file = File::open(path).map_err(DataError::io("open", path))?;
+    let reader = guarded(path, || SerializedFileReader::new(file))?;
+    let fields = reader.metadata().file_metadata().schema().get_fields();
+    let mut names = std::collections::HashSet::new();
+    if let Some(field) = fields.iter().find(|field| !names.insert(field.name())) {
+        return Err(several_columns(path, field.name()));
+    }
     guarded(path, || {
-        let reader = SerializedFileReader::new(file)?;
         let column = |(name, field): (&String, &Field)| (name.clone(), field.to_json_value());
         let all_columns = None;
         let rows = reader.get_row_iter(all_columns)?;
@@ -77,6 +98,22 @@ mod tests {
         assert_eq!(rows.len(), 2);
         assert_eq!(rows[0]["c"]["text"][1], "y");
         assert_eq!(rows[1]["n"], 2);
+    }
+
+    #[test]
+    fn a_list_of_objects_has_a_row_an_object() {
+        let read = |text: &str| {
+            let (_folder, path) = written("data.json", text.as_bytes());
+            read_table(&path)
+        };
+        let rows = read("\u{feff}[\n {\"q\": \"a\"},\n {\"q\": \"b\", \"n\": [2]}]\n").expect("two rows");
+        assert_eq!((rows.len(), &rows[0]["q"], &rows[1]["n"][0]), (2, &"a".into(), &2.into()));
+        sieve_testing::refusal(read("[{\"q\": NaN}]"), "data.json: not a list of JSON objects: NaN at line 1 | hint:");
+        sieve_testing::refusal(
+            read("{\"q\": 1}\n{\"q\": 2}\n"),
+            "not a list | a file with an object a line is named .jsonl",
+        );
+        sieve_testing::refusal(read("[]"), "there is no row in it");
     }
 
     #[test]

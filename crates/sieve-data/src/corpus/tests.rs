@@ -201,7 +201,7 @@ fn jsonl_gives_one_document_a_line() {
 #[test]
 fn bad_jsonl_lines_are_named_or_skipped() {
     let dir = tempfile::tempdir().unwrap();
-    let cases: [(&[u8], &str); 9] = [
+    let cases: [(&[u8], &str); 12] = [
         (b"{\"body\": \"x\"}", "line 2 has no column \"text\" (it has [\"body\"])"),
         (b"{\"text\": 7}", "line 2: column \"text\" is a number"),
         (b"{\"text\": null}", "line 2: column \"text\" is null"),
@@ -209,7 +209,10 @@ fn bad_jsonl_lines_are_named_or_skipped() {
         (b"[1, 2]", "line 2 is not a JSON object"),
         (b"{\"text\": \"x\"} {\"text\": \"y\"}", "line 2 is not a JSON object"),
         (b"{\"text\": \"\xff\"}", "line 2: not UTF-8 at byte 27"),
-        (b"{\"text\": \"\\u0000\"}", "line 2: NUL at byte 17"),
+        (b"{\"text\": \"abc\\u0000\"}", "line 2: NUL at byte 3 of the text"),
+        (b"{\"text\": \"x\", \"n\": NaN}", "line 2 is not a JSON object: NaN at column 20 | allow_nan=False"),
+        (b"{\"text\": \"x\", \"n\": [-Infinity]}", "line 2 is not a JSON object: -Infinity at column"),
+        (b"{\"text\": NaN}", "line 2 is not a JSON object: NaN at column 10"),
         (b"{\"text\": \"longer than seven\"}", "line 2: a document of 17 bytes is over the limit of 7"),
     ];
     for (bad, wanted) in cases {

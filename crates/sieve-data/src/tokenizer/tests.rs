@@ -227,7 +227,7 @@ fn the_first_token_of_a_template_is_found() {
 }
 
 fn stream(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<String> {
-    let mut stream = tokenizer.decode_stream();
+    let mut stream = tokenizer.decode_stream(&[]).unwrap();
     let mut pieces = ids.iter().map(|&id| stream.push(id).unwrap()).collect::<Vec<_>>();
     pieces.push(stream.finish().unwrap());
     pieces
@@ -275,8 +275,126 @@ fn streaming_keeps_the_spaces_of_a_metaspace_tokenizer() {
     assert_eq!(stream(&tokenizer, &ids), ["one", " two", " one", ""]);
 }
 
+/// A tokenizer of these tokens, with this decoder. `[S]` is a special token.
+fn with_decoder(tokens: &[&str], decoder: serde_json::Value) -> Tokenizer {
+    let vocab: serde_json::Map<_, _> =
+        tokens.iter().enumerate().map(|(id, token)| ((*token).to_owned(), id.into())).collect();
+    let id = tokens.len();
+    let json = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "pre_tokenizer": null,
+        "post_processor": null, "decoder": decoder,
+        "added_tokens": [{"id": id, "content": "[S]", "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true}],
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": tokens[0]},
+    });
+    Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap()
+}
+
+/// A tokenizer for each kind of decoder that published models have, with tokens that are hard for it.
+fn decoders() -> Vec<(&'static str, Tokenizer)> {
+    use serde_json::json;
+    let sentence = [
+        "?",
+        "▁",
+        "▁▁",
+        "▁▁▁",
+        "▁the",
+        "er",
+        "▁a▁b",
+        "s▁",
+        ".",
+        "\n",
+        "é",
+        "<0xE4>",
+        "<0xB8>",
+        "<0x96>",
+        "<0xC3>",
+        "<0xA9>",
+        "<0x41>",
+        "<0x20>",
+    ];
+    let pieces = ["[UNK]", "the", "##er", "dog", "##s", ".", ",", "'", "##'", "t", "n", "n't", "do", "not", "é"];
+    let bytes = ["Ġ", "Ġthe", "er", "ä", "¸", "ĸ", "Ã", "©", "Ċ", "ĠĠ", "A", "ðŁ", "ĳ", "©"];
+    let words = ["the</w>", "er", "s</w>", ".</w>", "</w>", "é", "ab"];
+    let replace = json!({"type": "Replace", "pattern": {"String": "▁"}, "content": " "});
+    let sequence = |last: Vec<serde_json::Value>| {
+        let all = [vec![replace.clone(), json!({"type": "ByteFallback"}), json!({"type": "Fuse"})], last].concat();
+        json!({"type": "Sequence", "decoders": all})
+    };
+    let strip = |start: usize| json!({"type": "Strip", "content": " ", "start": start, "stop": 0});
+    let metaspace = |scheme| json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": true});
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
+    let word_piece = |cleanup| json!({"type": "WordPiece", "prefix": "##", "cleanup": cleanup});
+    vec![
+        ("Metaspace first", with_decoder(&sentence, metaspace("first"))),
+        ("Metaspace always", with_decoder(&sentence, metaspace("always"))),
+        ("Metaspace never", with_decoder(&sentence, metaspace("never"))),
+        ("Llama 2", with_decoder(&sentence, sequence(vec![strip(1)]))),
+        ("three spaces stripped", with_decoder(&sentence, sequence(vec![strip(3)]))),
+        ("Gemma", with_decoder(&sentence, sequence(Vec::new()))),
+        ("WordPiece", with_decoder(&pieces, word_piece(false))),
+        ("WordPiece with cleanup", with_decoder(&pieces, word_piece(true))),
+        ("bytes", with_decoder(&bytes[..13], byte_level)),
+        ("BPE", with_decoder(&words, json!({"type": "BPEDecoder", "suffix": "</w>"}))),
+        ("none", with_decoder(&sentence, json!(null))),
+    ]
+}
+
+#[test]
+fn a_continuation_keeps_its_first_space() {
+    let decoders = decoders();
+    let behind = |name: &str, prompt: &[&str], next: &str| {
+        let (_, tokenizer) = decoders.iter().find(|(known, _)| *known == name).unwrap();
+        let id = |token: &str| tokenizer.token_id(token).unwrap();
+        let prompt: Vec<u32> = prompt.iter().map(|token| id(token)).collect();
+        tokenizer.decode_behind(&prompt, &[id(next)]).unwrap()
+    };
+    for name in ["Metaspace first", "Metaspace always", "Metaspace never", "Llama 2", "Gemma"] {
+        assert_eq!(behind(name, &["▁the"], "▁the"), " the", "{name}");
+        assert_eq!(behind(name, &["[S]", "▁the", "[S]"], "▁▁▁"), "   ", "{name}");
+        assert_eq!(behind(name, &["er"], "▁a▁b"), " a b", "{name}");
+    }
+    assert_eq!(behind("WordPiece", &["dog"], "the"), " the");
+    assert_eq!(behind("WordPiece", &["dog"], "##s"), "s");
+    assert_eq!(behind("bytes", &["er"], "Ġthe"), " the");
+    assert_eq!(behind("BPE", &["the</w>"], "er"), " er");
+    // Of many spaces in front, three are stripped.
+    assert_eq!(behind("three spaces stripped", &["▁"; 40], "▁the"), " the");
+    assert_eq!(behind("three spaces stripped", &["▁"; 2], "▁the"), "the");
+    // A text of its own begins as such texts do.
+    assert_eq!(behind("Llama 2", &[], "▁the"), "the");
+    assert_eq!(behind("Llama 2", &["[S]"], "▁the"), "the");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(500))]
+    #[test]
+    fn a_continuation_is_what_the_whole_text_has_behind_the_prompt(
+        prompt in prop::collection::vec(0..19usize, 0..40),
+        blank in 0..60usize,
+        ids in prop::collection::vec(0..19usize, 0..40),
+    ) {
+        use std::sync::LazyLock;
+        static DECODERS: LazyLock<Vec<(&str, Tokenizer)>> = LazyLock::new(decoders);
+        for (name, tokenizer) in &*DECODERS {
+            // Some prompts are blank at their ends.
+            let of = |ids: &[usize]| ids.iter().map(|id| (id % tokenizer.vocab_size()) as u32).collect::<Vec<_>>();
+            let mut prompt = of(&prompt);
+            prompt.extend(vec![1; blank.saturating_sub(40)]);
+            let ids = of(&ids);
+            let text = |ids: &[u32]| tokenizer.decode(ids).unwrap();
+            let (before, all) = (text(&prompt), text(&[&prompt[..], &ids].concat()));
+            // A prompt that ends inside a character or a run of bytes may change.
+            let same = all.chars().zip(before.chars()).take_while(|(a, b)| a == b).map(|(c, _)| c.len_utf8()).sum();
+            let expected = &all[same..];
+            let is_plain = !before.ends_with(char::REPLACEMENT_CHARACTER) && !name.contains("Llama");
+            let byte = |id: Option<&u32>| id.is_some_and(|id| is_byte_token(&tokenizer.id_token(*id).unwrap()));
+            prop_assert!(!is_plain || byte(prompt.last()) || all.starts_with(&before), "{name}: {before:?} {all:?}");
+            let found = tokenizer.decode_behind(&prompt, &ids).unwrap();
+            prop_assert_eq!(&found, expected, "{}: {:?} {:?}", name, &prompt, &ids);
+        }
+    }
+
     #[test]
     fn encoding_then_decoding_gives_the_text_back(text in any::<String>(), mixed in "[a世👩é \\n<|endoftext>]{0,60}") {
         use std::sync::LazyLock;

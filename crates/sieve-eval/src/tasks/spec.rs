@@ -315,7 +315,12 @@ impl Task {
             Some(label) => {
                 let label = label.render(row)?;
                 let labels = self.labels.as_ref().map(list).transpose()?;
-                Some(position(label.trim(), labels.as_deref(), num_choices)?)
+                // Choices that the task itself names are what a row may call them: "B".
+                let names = match &self.endings {
+                    Texts::Templates(_) => endings.as_slice(),
+                    Texts::Column(_) => &[],
+                };
+                Some(position(label.trim(), labels.as_deref(), names, num_choices)?)
             }
         };
         Ok(Question {
@@ -364,8 +369,9 @@ fn counted(number: usize, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
-/// The index of the choice that a label names: its index in `labels`, or without `labels` a number from 0.
-fn position(label: &str, labels: Option<&[String]>, num_choices: usize) -> Result<usize, String> {
+/// The index of the choice that a label names: its index in `labels`, or without `labels` a number from 0 or one of the
+/// `names` of the choices.
+fn position(label: &str, labels: Option<&[String]>, names: &[String], num_choices: usize) -> Result<usize, String> {
     match labels {
         Some(labels) if labels.len() != num_choices => {
             Err(format!("has {} and {}", counted(num_choices, "choice"), counted(labels.len(), "label")))
@@ -376,6 +382,7 @@ fn position(label: &str, labels: Option<&[String]>, num_choices: usize) -> Resul
             .ok_or_else(|| format!("has the label {label:?}, which is none of {}", labels.join(", "))),
         None => (label.parse().ok())
             .filter(|&n| n < num_choices)
+            .or_else(|| names.iter().position(|known| known == label))
             .ok_or_else(|| format!("has the label {label:?}, which is not a number below {num_choices}")),
     }
 }
@@ -425,6 +432,18 @@ mod tests {
         );
         let shot = task.shot(&rows(row)[0]).expect("an example");
         assert_eq!(shot, "Ann met Eve, and Eve smiled.\n\n");
+        // LongBench v2's own file, and the one with a column of choices.
+        let own = concat!(
+            r#"{"_id": "6", "question": "Who? ", "choice_A": "Ann", "choice_B": "Eve", "choice_C": "Joe", "#,
+            r#""choice_D": "Sue", "answer": "C", "context": "It was Joe."}"#
+        );
+        let other = concat!(
+            r#"{"question": "Who? ", "choices": ["Ann", "Eve", "Joe", "Sue"], "answer": 2, "#,
+            r#""context": "It was Joe."}"#
+        );
+        let [own, other] = [own, other].map(|row| questions("longbench2", row).expect("a question"));
+        assert_eq!((own[0].label, &own), (Some(2), &other));
+        assert!(own[0].prompts[0].ends_with(": Who?\nChoices:\n(A) Ann\n(B) Eve\n(C) Joe\n(D) Sue\n\nAnswer:"));
         let lambada = questions("lambada_openai", r#"{"text": "It was a cat"}"#).expect("one");
         let task = Task::ready("lambada_openai").expect("ready");
         assert_eq!(task.pairs(&lambada[0], "x\n\n"), [pair("x\n\nIt was a", " cat")]);

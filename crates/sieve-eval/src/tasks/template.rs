@@ -88,8 +88,8 @@ fn wikihow(text: &str) -> String {
 }
 
 impl Template {
-    /// Parses a template. Places are `{column}`, `{group.column}`, `{list.0}` and `{column|filter|filter}`; `{{` and
-    /// `}}` are literal braces.
+    /// Parses a template. Places are `{column}`, `{group.column}`, `{list.0}`, `{column or other}` and
+    /// `{column|filter|filter}`; `{{` and `}}` are literal braces.
     pub(super) fn parse(text: &str) -> Result<Self, String> {
         let (mut parts, mut literal, mut rest) = (Vec::new(), String::new(), text);
         while let Some(at) = rest.find(['{', '}']) {
@@ -145,10 +145,14 @@ impl Template {
     }
 }
 
-/// A column's value. Values inside groups and lists have a path such as `choices.text` or `choices.0`.
+/// A column's value. Values inside groups and lists have a path such as `choices.text` or `choices.0`. Of several
+/// columns, `one or other`, the first counts that the row has.
 pub(super) fn look_up<'r>(row: &'r TableRow, column: &str) -> Result<&'r Value, String> {
     if let Some(value) = row.get(column) {
         return Ok(value);
+    }
+    if let Some((one, other)) = column.split_once(" or ") {
+        return look_up(row, one).or_else(|_| look_up(row, other));
     }
     let mut names = column.split('.');
     let first = names.next().and_then(|name| row.get(name));

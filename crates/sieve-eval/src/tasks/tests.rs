@@ -331,10 +331,7 @@ fn answers_of_many_prompts_are_those_of_each_alone() {
             let config = GenerateConfig { max_new_tokens: 9, sampling: Sampling::GREEDY, eos_id: 30, num_tokens: 31 };
             let generator = Generator::new(&model, prompt, config, &device).expect("room").ending_at(ends);
             let tokens: Vec<u32> = generator.collect::<Result<_, _>>().expect("finite");
-            let mut stream = tokenizer.decode_stream();
-            let pushed = tokens.iter().map(|&token| stream.push(token).expect("known"));
-            let mut text: String = pushed.collect();
-            text += &stream.finish().expect("known");
+            let text = tokenizer.decode_behind(prompt, &tokens).expect("known");
             let end = ["t1", "t2"].iter().filter_map(|stop| text.find(stop)).min();
             num_stopped += usize::from(end.is_some());
             num_ended += usize::from(end.is_none() && tokens.len() < 9);

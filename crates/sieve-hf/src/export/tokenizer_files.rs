@@ -6,15 +6,17 @@ use crate::{Checkpoint, CheckpointError};
 use serde_json::{Map, Value, json};
 use sieve_core::Recipe;
 use sieve_core::recipe::TokenizerSource;
+use sieve_files::write_synced;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 const CONFIG: &str = "tokenizer_config.json";
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
+/// A folder of further chat templates, one file a name; `transformers` makes it for models that have several.
+const MORE_TEMPLATES: &str = "additional_chat_templates";
+const TEMPLATE_ENDING: &str = "jinja";
 pub(crate) const GENERATION: &str = "generation_config.json";
-/// Files next to a `tokenizer.json` that an import copies unchanged and an export reads.
-pub(crate) const BESIDE: [&str; 2] = [CONFIG, CHAT_TEMPLATE];
 /// Keys of an imported `tokenizer_config.json` that are exported unchanged.
 const CARRIED: [&str; 6] =
     ["chat_template", "bos_token", "unk_token", "additional_special_tokens", "extra_special_tokens", "padding_side"];
@@ -51,8 +53,17 @@ pub(super) fn read(
     let carried = CARRIED.iter().filter_map(|key| imported.get_key_value(*key));
     let carried = carried.filter(|(_, value)| !value.is_null());
     all.extend(carried.map(|(key, value)| (key.clone(), value.clone())));
-    if let Some(template) = text_of(&beside.join(CHAT_TEMPLATE))? {
-        files.push((CHAT_TEMPLATE, template));
+    match more_templates(beside)?.is_empty() {
+        true => {
+            let template = text_of(&beside.join(CHAT_TEMPLATE))?;
+            files.extend(template.map(|template| (CHAT_TEMPLATE, template)));
+        }
+        // All in one list, since an export has no folders.
+        false => {
+            let named = Templates::read(beside)?.named;
+            let list = named.iter().map(|(name, template)| json!({ "name": name, "template": template }));
+            all.insert("chat_template".into(), list.collect());
+        }
     }
     files.extend([
         ("tokenizer.json", text),
@@ -60,6 +71,101 @@ pub(super) fn read(
         ("special_tokens_map.json", to_text(&Value::Object(special))),
     ]);
     Ok(files)
+}
+
+/// The chat templates of a folder of `transformers`.
+#[derive(Debug)]
+pub(crate) struct Templates {
+    /// (name, Jinja program) of each template. One that has no name is called [`DEFAULT`](Self::DEFAULT).
+    named: Vec<(String, String)>,
+}
+
+impl Templates {
+    const DEFAULT: &str = "default";
+
+    /// Reads the templates as `transformers` does: `chat_template.jinja` and `additional_chat_templates/*.jinja`, or
+    /// else `chat_template` of `tokenizer_config.json`, which is one text, or several by name.
+    ///
+    /// # Errors
+    /// A file that cannot be read; a `chat_template` of another form.
+    pub(crate) fn read(folder: &Path) -> Result<Self, CheckpointError> {
+        let default = text_of(&folder.join(CHAT_TEMPLATE))?.map(|text| (Self::DEFAULT.to_owned(), text));
+        let named: Vec<_> = default.into_iter().chain(more_templates(folder)?).collect();
+        if !named.is_empty() {
+            return Ok(Self { named });
+        }
+        let config = object(folder, CONFIG)?;
+        let text = |value: &Value| value.as_str().map(str::to_owned);
+        let named = match config.get("chat_template") {
+            None | Some(Value::Null) => Some(Vec::new()),
+            Some(Value::String(one)) => Some(vec![(Self::DEFAULT.to_owned(), one.clone())]),
+            Some(Value::Array(list)) => {
+                list.iter().map(|item| Some((text(&item["name"])?, text(&item["template"])?))).collect()
+            }
+            Some(Value::Object(all)) => all.iter().map(|(name, item)| Some((name.clone(), text(item)?))).collect(),
+            Some(_) => None,
+        };
+        let problem = "chat_template is neither a text nor a list of names and texts";
+        let named = named.ok_or_else(|| CheckpointError::malformed(&folder.join(CONFIG), problem))?;
+        Ok(Self { named })
+    }
+
+    /// The template that is meant where none is named.
+    pub(crate) fn default(&self) -> Option<&str> {
+        let found = self.named.iter().find(|(name, _)| name == Self::DEFAULT);
+        found.map(|(_, text)| text.as_str())
+    }
+
+    /// The templates' names, separated by commas.
+    pub(crate) fn names(&self) -> String {
+        let names: Vec<&str> = self.named.iter().map(|(name, _)| name.as_str()).collect();
+        names.join(", ")
+    }
+}
+
+/// (name, text) of the templates in the folder of further ones, sorted.
+fn more_templates(folder: &Path) -> Result<Vec<(String, String)>, CheckpointError> {
+    let folder = folder.join(MORE_TEMPLATES);
+    let entries = match fs::read_dir(&folder) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(CheckpointError::io("reading", &folder))?,
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(CheckpointError::io("reading", &folder))?.path();
+        let name = path.file_stem().map(|name| name.to_string_lossy().into_owned());
+        if let (Some(name), true) = (name, path.extension().is_some_and(|ending| ending == TEMPLATE_ENDING)) {
+            found.extend(text_of(&path)?.map(|text| (name, text)));
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// Names (`bos_token`, …) and texts of the special tokens in `tokenizer_config.json`.
+pub(crate) fn special_tokens(folder: &Path) -> Result<Map<String, Value>, CheckpointError> {
+    let config = object(folder, CONFIG)?;
+    let text = |value: &Value| value.as_str().or(value["content"].as_str()).map(str::to_owned);
+    let tokens = config.iter().filter(|(name, _)| name.ends_with("_token"));
+    Ok(tokens.filter_map(|(name, value)| Some((name.clone(), text(value)?.into()))).collect())
+}
+
+/// Copies what lies beside a `tokenizer.json` and an export reads: names of special tokens, chat templates.
+pub(crate) fn copy(from: &Path, to: &Path) -> Result<(), CheckpointError> {
+    for name in [CONFIG, CHAT_TEMPLATE] {
+        if let Some(text) = text_of(&from.join(name))? {
+            write_synced(&to.join(name), text.as_bytes())?;
+        }
+    }
+    let more = more_templates(from)?;
+    let folder = to.join(MORE_TEMPLATES);
+    if !more.is_empty() {
+        fs::create_dir_all(&folder).map_err(CheckpointError::io("creating", &folder))?;
+    }
+    for (name, text) in more {
+        write_synced(&folder.join(name).with_extension(TEMPLATE_ENDING), text.as_bytes())?;
+    }
+    Ok(())
 }
 
 /// The regular expression with which Qwen2's tokenizer splits a text into words.
@@ -113,7 +219,7 @@ fn json_of(path: &Path) -> Result<Option<Value>, CheckpointError> {
 }
 
 fn parsed(path: &Path, text: &str) -> Result<Value, CheckpointError> {
-    serde_json::from_str(text).map_err(|error| CheckpointError::malformed(path, format!("it is not JSON ({error})")))
+    serde_json::from_str(text).map_err(|error| CheckpointError::not_json(path, text, &error))
 }
 
 /// The text of a file; `None` if there is no such file.

@@ -64,7 +64,7 @@ pub(super) struct Reader {
 
 impl Reader {
     fn new(path: &Path, text: &str) -> Result<Self, CheckpointError> {
-        let value: Value = serde_json::from_str(text).map_err(|error| CheckpointError::malformed(path, error))?;
+        let value: Value = serde_json::from_str(text).map_err(|error| CheckpointError::not_json(path, text, &error))?;
         let model_type = value["model_type"].as_str();
         let known = Architecture::ALL.into_iter().find(|known| Some(known.class().model_type) == model_type);
         let Some(architecture) = known else {
@@ -380,11 +380,12 @@ impl HfConfig {
                 // Checks the keys of windows, which the class does not have.
                 reader.grouped_attention(class.windows, num_layers)?;
                 let window = reader.integer("keep_window_size")?;
-                let attention =
-                    format!("kind = \"dma\"
+                let attention = format!(
+                    "kind = \"dma\"
 keep_window_size = {window}
 recency = \"none\"
-local_window_size = 0");
+local_window_size = 0"
+                );
                 (attention, Vec::new())
             }
             Architecture::DeepseekV3 => (reader.deepseek_attention(num_layers)?, Vec::new()),

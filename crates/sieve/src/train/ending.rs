@@ -86,7 +86,7 @@ pub(super) fn samples<B: TrainBackend>(
             num_tokens: tokenizer.vocab_size(),
         };
         let tokens: Vec<u32> = Generator::new(&model, &ids, config, device)?.collect::<Result<_, _>>()?;
-        let text = format!("{prompt}{}", tokenizer.decode(&tokens)?);
+        let text = format!("{prompt}{}", tokenizer.decode_behind(&ids, &tokens)?);
         log.line(&format!("sample:\n  {}", text.replace('\n', "\n  ")));
         trainer.keep_sample(number, &text);
     }

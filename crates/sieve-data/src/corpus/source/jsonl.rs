@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
+use sieve_files::python_number;
 
 use super::unpack::Unpacked;
 use super::{
@@ -119,10 +120,23 @@ impl JsonLines {
 
     pub(in crate::corpus) fn bad_json(&self, error: serde_json::Error) -> DataError {
         // The parser was given one line, so its own line number is always 1.
-        let reason = error.to_string().replace(" at line 1 column ", " at column ");
-        let what = format!("line {} is not a JSON object: {reason}", self.line);
-        let hint = "fix the line, or leave such lines out: skip_invalid (eval ppl: --skip-invalid)";
-        DataError::document(&self.path, what, hint)
+        let line = self.line;
+        let (reason, hint) = match python_number(
+            &String::from_utf8_lossy(&self.buffer[self.mark()..]),
+            1,
+            error.column(),
+        ) {
+            Some(word) => (
+                format!("{word} at column {}", error.column()),
+                "Python's json writes such words, and JSON has none: write the file with allow_nan=False and null in \
+                 their place, or leave such lines out: skip_invalid (eval ppl: --skip-invalid)",
+            ),
+            None => (
+                error.to_string().replace(" at line 1 column ", " at column "),
+                "fix the line, or leave such lines out: skip_invalid (eval ppl: --skip-invalid)",
+            ),
+        };
+        DataError::document(&self.path, format!("line {line} is not a JSON object: {reason}"), hint)
     }
 }
 
@@ -159,7 +173,7 @@ impl JsonlSource {
         parser.end().map_err(|error| lines.bad_json(error))?;
         let text = match value {
             Some(Value::String(text)) => text,
-            Some(other) => return Err(column_not_text(path, number, column, kind_of(&other))),
+            Some(other) => return Err(column_not_text(path, &format!("line {number}"), column, kind_of(&other))),
             None => {
                 let found = serde_json::from_str::<serde_json::Map<String, Value>>(line);
                 let found = found.map_err(|error| lines.bad_json(error))?;
@@ -169,8 +183,8 @@ impl JsonlSource {
             }
         };
         check_size(path, text.len() as u64, self.max_bytes).map_err(|error| lines.in_line(error))?;
-        if text.contains('\0') {
-            return Err(lines.in_line(nul_byte(path, lines.line_offset)));
+        if let Some(position) = text.find('\0') {
+            return Err(lines.in_line(nul_byte(path, position)));
         }
         Ok(text)
     }

@@ -53,6 +53,9 @@ impl ParquetSource {
             let what = format!("no column {column:?} (it has {found:?})");
             return Err(DataError::file(path, what, SET_COLUMN));
         };
+        if names.filter(|name| name == column).count() > 1 {
+            return Err(several_columns(path, column));
+        }
         let descriptor = schema.column(column_idx);
         let not_text = match (descriptor.physical_type(), descriptor.max_rep_level()) {
             (PhysicalType::BYTE_ARRAY, 0) => None,
@@ -131,7 +134,7 @@ impl ParquetSource {
     /// The text of the current row; an error if it is null, too large, not UTF-8, or holds a NUL.
     fn text(&self, value: Option<ByteArray>) -> Result<String, DataError> {
         let Some(value) = value else {
-            return Err(column_not_text(&self.path, self.row, &self.column, "null"));
+            return Err(column_not_text(&self.path, &format!("row {}", self.row), &self.column, "null"));
         };
         let bytes = value.data();
         let size = check_size(&self.path, bytes.len() as u64, self.max_bytes);
@@ -161,6 +164,12 @@ impl DocumentSource for ParquetSource {
     fn share_read(&self, _num_bytes: u64) -> f64 {
         self.row as f64 / self.reader.metadata().file_metadata().num_rows().max(1) as f64
     }
+}
+
+/// The error of a file with more than one column of a name.
+pub(in crate::corpus) fn several_columns(path: &Path, column: &str) -> DataError {
+    let what = format!("several columns are named {column:?}");
+    DataError::file(path, what, "give each column a name of its own: which is meant cannot be known")
 }
 
 /// Calls the Parquet reader, which panics on some damaged files.

@@ -71,7 +71,7 @@ impl TextSource {
         check_size(path, bytes.len() as u64, self.max_bytes)?;
         check_encoding(path, &bytes)?;
         if let Some(position) = bytes.iter().position(|&byte| byte == 0) {
-            return Err(nul_byte(path, position as u64));
+            return Err(nul_byte(path, position));
         }
         check_utf8(path, &bytes, 0)?;
         if bytes.starts_with(BYTE_ORDER_MARK) {

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
 
-use flate2::bufread::MultiGzDecoder;
+use flate2::bufread::GzDecoder;
 
 use crate::error::DataError;
 
@@ -58,7 +58,7 @@ impl Unpacked {
         let file = BufReader::with_capacity(BUFFER_BYTES, file);
         let reader: Box<dyn BufRead + Send> = match packed {
             None => Box::new(file),
-            Some(Packed::Gzip) => Box::new(BufReader::with_capacity(BUFFER_BYTES, MultiGzDecoder::new(file))),
+            Some(Packed::Gzip) => Box::new(BufReader::with_capacity(BUFFER_BYTES, Gzip::new(file))),
             Some(Packed::Zstd) => Box::new(BufReader::with_capacity(
                 BUFFER_BYTES,
                 zstd::stream::read::Decoder::with_buffer(file).map_err(DataError::io("unpack", path))?,
@@ -103,6 +103,47 @@ pub(in crate::corpus) fn broken_archive(path: &Path) -> Option<DataError> {
     };
     let copied = io::copy(&mut reader, &mut io::sink());
     copied.err().map(|error| reader.error(path, error))
+}
+
+/// The members of a gzip file, one after the other. Zero bytes behind a member are skipped, as `gzip` does: tapes and
+/// block devices pad files with them.
+struct Gzip<R> {
+    /// `None` at the end of the file.
+    member: Option<GzDecoder<R>>,
+}
+
+impl<R: BufRead> Gzip<R> {
+    fn new(file: R) -> Self {
+        Self { member: Some(GzDecoder::new(file)) }
+    }
+}
+
+impl<R: BufRead> Read for Gzip<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let Some(member) = &mut self.member else {
+                return Ok(0);
+            };
+            let num_bytes = member.read(buffer)?;
+            if num_bytes > 0 || buffer.is_empty() {
+                return Ok(num_bytes);
+            }
+            let mut file = self.member.take().expect("found above").into_inner();
+            let has_more = loop {
+                let bytes = file.fill_buf()?;
+                let num_zeros = bytes.iter().take_while(|byte| **byte == 0).count();
+                match (num_zeros, bytes.len()) {
+                    (_, 0) => break false,
+                    (zeros, all) if zeros < all => {
+                        file.consume(zeros);
+                        break true;
+                    }
+                    (zeros, _) => file.consume(zeros),
+                }
+            };
+            self.member = has_more.then(|| GzDecoder::new(file));
+        }
+    }
 }
 
 impl Read for Unpacked {

@@ -4,7 +4,7 @@ use parquet::basic::{Compression, GzipLevel, ZstdLevel};
 use sieve_testing::{cases, refusal, says};
 
 use super::*;
-use crate::test_files::{gzip, write_parquet, zstd};
+use crate::test_files::{gzip, write_column, write_parquet, zstd};
 
 const LINES: &str = "{\"text\": \"first\"}\n{\"text\": \"second\"}\n{\"text\": \"third\"}\n";
 
@@ -111,7 +111,7 @@ fn parquet_rows_without_text_are_named_or_skipped() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.parquet");
     for (bad, wanted) in [
-        (None, "line 2: column \"text\" is null"),
+        (None, "row 2: column \"text\" is null"),
         (Some(b"\xff".as_slice()), "row 2 is not UTF-8 at its byte 0"),
         (Some(b"a\0b".as_slice()), "row 2 holds a NUL"),
     ] {
@@ -121,6 +121,50 @@ fn parquet_rows_without_text_are_named_or_skipped() {
         config.skip_invalid = true;
         assert_eq!(texts(config).unwrap(), ["one", "three"]);
     }
+}
+
+/// `gzip` ignores zero bytes behind the last member, and between two.
+#[test]
+fn zeros_that_pad_a_gzip_file_are_no_damage() {
+    let dir = tempfile::tempdir().unwrap();
+    let (one, two) = (gzip(b"one "), gzip(b"two"));
+    let read = |bytes: Vec<u8>| {
+        let path = write(dir.path(), "a.txt.gz", bytes);
+        texts(CorpusConfig::text(vec![path]))
+    };
+    for num_zeros in [1, 511, 1 << 19] {
+        let zeros = vec![0; num_zeros];
+        assert_eq!(read([&one[..], &two, &zeros].concat()).unwrap(), ["one two"]);
+        assert_eq!(read([&one[..], &zeros, &two].concat()).unwrap(), ["one two"]);
+        let damaged = "a.txt.gz: damaged after 4 bytes of text: gzip";
+        refusal(read([&one[..], &zeros, b"x"].concat()), damaged);
+        refusal(read([&one[..], &zeros, &two[..9]].concat()), damaged);
+        refusal(read([&zeros[..], &one].concat()), "a.txt.gz: damaged after 0 bytes of text: gzip");
+    }
+}
+
+#[test]
+fn two_parquet_columns_of_one_name_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.parquet");
+    let schema = parquet::schema::parser::parse_message_type(
+        "message schema { REQUIRED BYTE_ARRAY text (UTF8); REQUIRED BYTE_ARRAY body (UTF8); REQUIRED BYTE_ARRAY text \
+         (UTF8); }",
+    );
+    let file = fs::File::create(&path).unwrap();
+    let schema = std::sync::Arc::new(schema.unwrap());
+    let mut writer = parquet::file::writer::SerializedFileWriter::new(file, schema, Default::default()).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    for text in ["one", "two", "three"] {
+        let values = [parquet::data_type::ByteArray::from(text)];
+        write_column::<parquet::data_type::ByteArrayType>(&mut group, &values, None, None);
+    }
+    group.close().unwrap();
+    writer.close().unwrap();
+    let read = |column: &str| texts(CorpusConfig::parquet(vec![path.to_str().unwrap().to_owned()], column));
+    refusal(read("text"), "a.parquet: several columns are named \"text\" | hint:");
+    assert_eq!(read("body").unwrap(), ["two"]);
+    refusal(crate::read_table(&path), "a.parquet: several columns are named \"text\" | hint:");
 }
 
 #[test]

@@ -1,0 +1,298 @@
+//! What users of other programs type, and what is meant here: commands, flags, files without a flag.
+use crate::terminal::{print_error, shell_word};
+use clap::CommandFactory;
+use clap::error::{ContextKind, ErrorKind};
+use std::path::Path;
+
+/// Commands of other programs that a user may type, and the hint for each: the command of `sieve`.
+const COMMANDS: [(&str, &str); 16] = [
+    ("init", "recipe new"),
+    ("new", "recipe new"),
+    ("config", "recipe show --all RECIPE"),
+    ("selectors", "eval selectors, and eval ppl --selector help for their names"),
+    ("doctor", "info"),
+    ("env", "info"),
+    ("version", "--version"),
+    ("bench", "kernels bench"),
+    ("resume", "train --recipe R --resume"),
+    ("finetune", "import, then train --branch-from"),
+    ("chat", "generate --chat --prompt TEXT answers one message of an instruct model"),
+    ("serve", "export: other programs serve the exported model (docs/export.md)"),
+    ("sample", "generate"),
+    ("prepare", "data prepare"),
+    ("evaluate", "eval ppl, and eval --help for the others"),
+    ("test", "eval ppl, and eval --help for the others"),
+];
+
+/// Commands that read a recipe, or make one.
+const OF_RECIPES: &[&str] = &["train", "launch", "plan", "recipe", "import", "data"];
+/// Commands that read a trained model.
+const OF_MODELS: &[&str] = &["generate", "eval", "export", "logits"];
+
+/// A flag of other programs.
+struct Flag {
+    /// Its names, without `--` and with `-` between words.
+    names: &'static [&'static str],
+    /// The commands with which it may be typed.
+    commands: &'static [&'static str],
+    /// What is meant. `{}` stands for the flag's value, or for the word behind the colon where it has none.
+    hint: &'static str,
+}
+
+const fn flag(commands: &'static [&'static str], names: &'static [&'static str], hint: &'static str) -> Flag {
+    Flag { names, commands, hint }
+}
+
+/// Flags of other programs, mostly trainers, and the hint for each.
+const FLAGS: [Flag; 41] = [
+    flag(OF_RECIPES, &["lr", "learning-rate"], "--set optimizer.lr={:RATE}"),
+    flag(
+        OF_RECIPES,
+        &["epochs", "num-epochs", "num-train-epochs", "max-epochs"],
+        "--set training.steps=N; sieve plan says how often the text is then read",
+    ),
+    flag(
+        OF_RECIPES,
+        &["steps", "max-steps", "num-steps", "train-steps", "train-iters", "iters", "max-iters"],
+        "--set training.steps={:N}",
+    ),
+    flag(
+        OF_RECIPES,
+        &["batch-size", "bs", "global-batch-size", "train-batch-size"],
+        "--set training.global_batch_size={:ROWS}; training.local_batch_size is a micro-batch",
+    ),
+    flag(
+        OF_RECIPES,
+        &["micro-batch-size", "device-batch-size", "per-device-train-batch-size", "local-batch-size"],
+        "--set training.local_batch_size={:ROWS}",
+    ),
+    flag(
+        OF_RECIPES,
+        &["gradient-accumulation-steps", "grad-accum", "accumulate-grad-batches"],
+        "training.global_batch_size over training.local_batch_size: --set either",
+    ),
+    flag(
+        OF_RECIPES,
+        &["seq-len", "seq-length", "block-size", "max-length", "max-seq-length", "context-length"],
+        "--set training.seq_len={:TOKENS}",
+    ),
+    flag(OF_RECIPES, &["seed"], "--set training.seed={:N}"),
+    flag(OF_RECIPES, &["warmup", "warmup-steps"], "--set lr_scheduler.warmup_steps={:N}"),
+    flag(OF_RECIPES, &["weight-decay", "wd"], "--set optimizer.weight_decay={:N}"),
+    flag(OF_RECIPES, &["optimizer", "optim"], "--set optimizer.name={:NAME}"),
+    flag(OF_RECIPES, &["clip", "grad-clip", "max-grad-norm", "gradient-clip-val"], "--set training.max_norm={:N}"),
+    flag(OF_RECIPES, &["eval-interval", "eval-steps", "eval-every"], "--set validation.interval={:N}"),
+    flag(OF_RECIPES, &["save-interval", "save-steps", "save-every"], "--set checkpoint.interval={:N}"),
+    flag(OF_RECIPES, &["log-interval", "logging-steps", "log-every"], "--set metrics.log_freq={:N}"),
+    flag(
+        OF_RECIPES,
+        &["dtype", "precision", "fp16", "bf16", "amp", "mixed-precision"],
+        "a GPU computes in bf16, a CPU in f32; --set training.precision=fp8 for GEMMs in fp8",
+    ),
+    flag(
+        OF_RECIPES,
+        &["compile", "no-compile", "flash-attn", "flash-attention"],
+        "leave it out: the kernels are the program's own",
+    ),
+    flag(&["import"], &["model", "model-name", "model-name-or-path", "checkpoint", "input"], "--from {:DIR}"),
+    flag(&["recipe"], &["model"], "--size SIZE and --kind KIND; sieve recipe new --help lists them"),
+    flag(&["recipe"], &["text-column"], "--set data.text_column={:NAME}"),
+    flag(
+        &["train", "launch", "plan"],
+        &["model", "model-name", "model-name-or-path"],
+        "--recipe R names the model's sizes; sieve import --from DIR makes a recipe of a published model",
+    ),
+    flag(
+        &["train", "launch"],
+        &["gpus", "num-gpus", "ngpus", "devices", "nproc-per-node", "num-processes", "world-size"],
+        "sieve launch --nproc {:N} -- train --recipe R",
+    ),
+    flag(&["train"], &["nproc"], "sieve launch --nproc {:N} -- train --recipe R"),
+    flag(
+        &["train", "launch"],
+        &["wandb", "use-wandb", "wandb-project", "report-to", "tensorboard", "logdir", "log-dir"],
+        "curves are written to OUT/tb, for tensorboard --logdir OUT/tb, and sieve compare OUT makes a page of them",
+    ),
+    flag(
+        &["train", "launch"],
+        &["dry-run", "test-run", "fast-dev-run"],
+        "sieve plan --recipe R says what a run needs; --stop-after 5 tries five steps",
+    ),
+    flag(&["train", "launch"], &["force", "overwrite-output-dir", "restart", "clean", "from-scratch"], "--overwrite"),
+    flag(
+        &["train", "launch"],
+        &["checkpoint", "ckpt", "load", "init-from", "pretrained", "resume-from-checkpoint", "weights"],
+        "--branch-from {:DIR} begins a new run with its weights, --resume-from {:DIR} continues its run",
+    ),
+    flag(
+        &["train", "launch", "import", "recipe"],
+        &["output", "output-dir", "save-dir", "run-name", "name"],
+        "--out {:DIR}",
+    ),
+    flag(&["train", "launch"], &["local-rank"], "leave it out: RANK and LOCAL_RANK in the environment say it"),
+    flag(&["train", "launch", "plan", "data"], &["config", "config-file", "cfg", "recipe-file"], "--recipe {:FILE}"),
+    flag(
+        &["train", "launch", "plan", "data"],
+        &["data", "dataset", "dataset-name", "train-data", "train-file", "data-path", "input"],
+        "--set data.paths={:FILE} with a recipe; sieve recipe new --data {:FILE} --out NAME.toml makes one",
+    ),
+    flag(&["train", "launch", "plan", "data"], &["tokenizer", "tokenizer-path"], "--set tokenizer.path={:FILE}"),
+    flag(&["train", "launch", "plan"], &["attention", "kind", "attn-implementation"], "--set attention.kind={:KIND}"),
+    flag(OF_MODELS, &["model", "model-name", "model-path", "ckpt", "load", "run"], "--checkpoint {:DIR}"),
+    flag(
+        &["generate"],
+        &["max-tokens", "num-tokens", "max-length", "length", "n-predict", "tokens"],
+        "--max-new-tokens {:N}",
+    ),
+    flag(&["generate"], &["temp", "t"], "--temperature {:N}"),
+    flag(&["generate"], &["n", "num-samples", "num-return-sequences"], "--samples {:N}"),
+    flag(&["generate"], &["text", "input", "message"], "--prompt {:TEXT}"),
+    flag(&["generate"], &["system-prompt", "system-message"], "--chat --system {:TEXT}"),
+    flag(&["generate"], &["apply-chat-template", "chat-template"], "--chat"),
+    flag(&["export"], &["output", "output-dir"], "--out {:DIR}"),
+];
+
+/// What is meant by a command line that `error` refuses; `None` where clap's own message is the best.
+pub(crate) fn meant(error: &clap::Error, words: &[String]) -> Option<String> {
+    let typed = |kind| error.get(kind).map(ToString::to_string);
+    match error.kind() {
+        ErrorKind::InvalidSubcommand => {
+            let typed = typed(ContextKind::InvalidSubcommand)?;
+            let (name, here) = COMMANDS.iter().find(|(name, _)| *name == typed)?;
+            Some(format!("there is no command {name}\n  hint: sieve {here}"))
+        }
+        ErrorKind::UnknownArgument => {
+            let typed = typed(ContextKind::InvalidArg)?;
+            let cli = crate::Cli::command();
+            // Flags of all commands may come before the command.
+            let command = words.iter().skip(1).find(|word| cli.find_subcommand(word).is_some())?;
+            match typed.starts_with('-') {
+                true => flag_meant(&typed, command, words),
+                false => file_meant(&typed, command),
+            }
+        }
+        ErrorKind::ValueValidation => {
+            let (argument, value) = (typed(ContextKind::InvalidArg)?, typed(ContextKind::InvalidValue)?);
+            let number = match value.bytes().all(|byte| byte.is_ascii_digit()) {
+                true if error.to_string().contains(" 0 is not in 1..") => "1 or more".to_owned(),
+                true => return None,
+                false => sieve_core::number_of_short_form(&value)?,
+            };
+            Some(format!("{value:?} is no value of {argument}\n  hint: write {number}"))
+        }
+        _ => None,
+    }
+}
+
+/// The hint for a flag of other programs.
+fn flag_meant(typed: &str, command: &str, words: &[String]) -> Option<String> {
+    let name = typed.trim_start_matches('-').split('=').next()?.replace('_', "-").to_lowercase();
+    let known = |flag: &&Flag| flag.commands.contains(&command) && flag.names.contains(&name.as_str());
+    let flag = FLAGS.iter().find(known)?;
+    // clap names the flag alone; its value is part of the same word, or the next one.
+    let at = words.iter().position(|word| word.split('=').next() == typed.split('=').next())?;
+    let value = match words[at].split_once('=') {
+        Some((_, value)) => Some(value),
+        None => words.get(at + 1).map(String::as_str).filter(|next| !next.starts_with('-')),
+    };
+    let mut hint = String::new();
+    let mut rest = flag.hint;
+    while let Some((before, after)) = rest.split_once("{:") {
+        let (word, after) = after.split_once('}')?;
+        hint += before;
+        hint += &value.map_or_else(|| word.to_owned(), shell_word);
+        rest = after;
+    }
+    Some(format!("sieve {command} has no flag {}\n  hint: {hint}{rest}", typed.split('=').next().unwrap_or(typed)))
+}
+
+/// The hint for a file or folder that was typed without a flag.
+fn file_meant(typed: &str, command: &str) -> Option<String> {
+    let (path, word) = (Path::new(typed), shell_word(typed));
+    let ending = path.extension().map(|ending| ending.to_string_lossy().to_lowercase());
+    let is_text = || path.is_dir() || ending.as_deref().is_some_and(|ending| TEXTS.contains(&ending));
+    let hint = match command {
+        "train" | "plan" if ending.as_deref() == Some("toml") => format!("--recipe {word}"),
+        "data" if ending.as_deref() == Some("toml") => format!("--recipe {word}"),
+        "recipe" if is_text() => format!("--data {word}"),
+        "train" | "plan" | "data" if is_text() => {
+            format!("sieve recipe new --data {word} --out NAME.toml makes a recipe for it")
+        }
+        "import" => format!("--from {word}"),
+        "generate" if path.is_dir() => format!("--checkpoint {word}"),
+        "generate" => format!("--prompt {word}"),
+        "eval" | "export" | "logits" if path.is_dir() => format!("--checkpoint {word}"),
+        "eval" if is_text() => format!("--data {word}"),
+        _ => return None,
+    };
+    Some(format!("sieve {command} takes {word} behind a flag alone\n  hint: {hint}"))
+}
+
+/// Endings of files that are texts or tables, not recipes.
+pub(crate) const TEXTS: [&str; 11] =
+    ["txt", "md", "rs", "py", "json", "jsonl", "ndjson", "csv", "parquet", "gz", "zst"];
+
+/// Prints clap's error, or what was meant by the words of the command line, and ends the program.
+pub(crate) fn refuse(error: &clap::Error, words: &[String]) -> ! {
+    if let Some(text) = meant(error, words) {
+        print_error(&anyhow::anyhow!(text));
+        std::process::exit(2);
+    }
+    crate::terminal::end_with(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Cli;
+    use clap::Parser;
+
+    /// The flags in a hint, and the commands of `sieve` in it.
+    fn flags_of(hint: &str) -> Vec<&str> {
+        let end = |c: char| !(c.is_ascii_alphanumeric() || c == '-');
+        hint.split("--").skip(1).filter_map(|rest| rest.split(end).next()).filter(|name| !name.is_empty()).collect()
+    }
+
+    #[test]
+    fn every_flag_is_unknown_and_every_hint_is_a_flag_of_this_program() {
+        let cli = Cli::command();
+        let mut known = Vec::new();
+        let mut open = vec![&cli];
+        while let Some(command) = open.pop() {
+            known.extend(command.get_arguments().filter_map(clap::Arg::get_long));
+            open.extend(command.get_subcommands());
+        }
+        for flag in &FLAGS {
+            for name in flags_of(flag.hint) {
+                assert!(known.contains(&name) || ["help", "logdir"].contains(&name), "{name} in {}", flag.hint);
+            }
+            for command in flag.commands {
+                assert!(cli.find_subcommand(command).is_some(), "{command}");
+                // Where it has subcommands, one of them may have the flag.
+                let own = cli.find_subcommand(command).expect("checked above");
+                for name in flag.names {
+                    let has = own.get_arguments().any(|argument| argument.get_long() == Some(name));
+                    assert!(!has, "{command} has --{name}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_key_in_a_hint_is_a_key_of_a_recipe() {
+        let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+        for flag in &FLAGS {
+            let Some((_, set)) = flag.hint.split_once("--set ").filter(|(_, set)| set.contains('.')) else {
+                continue;
+            };
+            let key = set.split('=').next().expect("a key").trim();
+            let page = sieve_core::recipe::keys_page();
+            let (section, name) = key.split_once('.').expect("section.key");
+            assert!(page.contains(&format!("`{name}`")) && page.contains(&format!("[{section}]")), "{key}");
+        }
+        let text = words("sieve train --recipe r --lr=1e-3");
+        let error = Cli::try_parse_from(&text).err().expect("an unknown flag");
+        let found = meant(&error, &text).expect("a known one of other programs");
+        assert_eq!(found, "sieve train has no flag --lr\n  hint: --set optimizer.lr=1e-3");
+    }
+}
