@@ -4,8 +4,8 @@ use super::recipe_and_shape;
 use crate::CheckpointError;
 use crate::export::Architecture;
 use serde_json::Value;
-use sieve_core::ModelShape;
-use sieve_core::model::AttentionForm;
+use sieve_core::recipe::AttentionKind;
+use sieve_core::{Attention, ModelShape};
 use std::path::Path;
 
 static MATRIX: &str = include_str!("../../../../tests/golden/config_matrix.json");
@@ -21,8 +21,9 @@ fn read(text: &str) -> Result<(ModelShape, Vec<String>), CheckpointError> {
 
 /// The window of each layer, null for a dense one.
 fn windows(shape: &ModelShape) -> Vec<Value> {
-    let window = |layer| match shape.attention.form() {
-        AttentionForm::Grouped { window: Some(window) } if !shape.is_dense_layer(layer) => window.into(),
+    let of_kind = shape.attention.window().filter(|_| shape.attention.kind() == AttentionKind::Swa);
+    let window = |layer| match of_kind {
+        Some(window) if !shape.is_dense_layer(layer) => window.into(),
         _ => Value::Null,
     };
     (0..shape.num_layers).map(window).collect()
@@ -43,7 +44,7 @@ fn compare(name: &str, shape: &ModelShape, theirs: &Value) {
     assert_eq!(theirs["rms_norm_eps"], shape.rms_norm_eps, "{name}");
     assert_eq!(theirs["tie_word_embeddings"], shape.tie_word_embeddings, "{name}");
     assert_eq!(theirs["windows"], Value::from(windows(shape)), "{name}");
-    if let AttentionForm::Ranked(dma) = shape.attention.form() {
+    if let Attention::Dma(dma) = shape.attention {
         assert_eq!(theirs["keep_window_size"], dma.keep_window_size, "{name}");
     }
 }
