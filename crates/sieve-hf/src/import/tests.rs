@@ -66,7 +66,6 @@ fn export_import_export_gives_the_same_bytes() {
         select_block_size = 4\nnum_selected_blocks = 5\nnum_local_blocks = 1\n";
     const MOBA: &str = "kind = \"moba\"\nselect_block_size = 4\nnum_selected_blocks = 3\n";
     const MSA: &str = "kind = \"msa\"\nselect_block_size = 4\nnum_selected_blocks = 3\n";
-    let slope = "bias = \"linear\"\nrecency = \"slope\"\nshortest_period = 4";
     let llama3 = "qk_norm = false\nrope_scaling = { rope_type = \"llama3\", factor = 8.0, low_freq_factor = 1.5, \
         original_max_position_embeddings = 32 }";
     let yarn = "qk_norm = false\nqkv_bias = true\nlayer_types = [\"mha\", \"swa\"]\n\
@@ -81,7 +80,7 @@ fn export_import_export_gives_the_same_bytes() {
         (false, "", SWA, ""),
         (true, "", DMA, ""),
         (true, scaled, DMA, ""),
-        (true, "layer_types = [\"sparse\", \"mha\"]", DMA, slope),
+        (true, "layer_types = [\"sparse\", \"mha\"]", SLOPED, ""),
         (false, "layer_types = [\"swa\", \"mha\"]", SWA, ""),
         (true, scaled, NSA, "compress_hidden_size = 5\nshared_kv = false"),
         (false, "", NSA, "compress = \"mean\""),

@@ -93,14 +93,15 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
     let ranked = |keep_window_size, local_window_size, bias| {
         sieve_core::Attention::Dma(DmaShape {
             bias,
-            recency: DmaRecency::Slope,
+            // An exponential bias takes no slope.
+            recency: if bias == DmaBias::Linear { DmaRecency::Slope } else { DmaRecency::None },
             local_window_size,
             a_init: 0.5,
             ..DmaShape::published(keep_window_size)
         })
     };
     let more =
-        [msa_in_warmup(), ranked(9, 4, DmaBias::Linear), ranked(6, 0, DmaBias::Exp), ranked(40, 7, DmaBias::Linear)];
+        [msa_in_warmup(), ranked(9, 4, DmaBias::Linear), ranked(6, 2, DmaBias::Exp), ranked(40, 7, DmaBias::Linear)];
     let several = [vec![3, 7, 1, 12], vec![1, 2, 2, 18], vec![10, 13], vec![2; 11], vec![22, 1]];
     // A prompt, then token by token.
     let steps = [1, 3, 4, 9, 14].map(|prompt| [vec![prompt], vec![1; 23 - prompt]].concat());
