@@ -258,21 +258,21 @@ fn load_part(from: &[bf16]) -> __m512bh {
 #[target_feature(enable = "avx512f")]
 fn add_lanes(sums: [__m512; SUMS]) -> [f32; SUMS] {
     let mut eights = [_mm512_setzero_ps(); 8];
-    for i in 0..8 {
+    for (i, to) in eights.iter_mut().enumerate() {
         let at = i / 4 * 8 + i % 4;
         let (a, b) = (sums[at], sums[at + 4]);
-        eights[i] = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b));
+        *to = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b));
     }
     let mut fours = [_mm512_setzero_ps(); 4];
-    for i in 0..4 {
+    for (i, to) in fours.iter_mut().enumerate() {
         let (a, b) = (eights[i], eights[i + 4]);
-        fours[i] = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
+        *to = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
     }
     let mut twos = [_mm512_setzero_ps(); 2];
-    for i in 0..2 {
+    for (i, to) in twos.iter_mut().enumerate() {
         let (a, b) = (_mm512_castps_pd(fours[2 * i]), _mm512_castps_pd(fours[2 * i + 1]));
         let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
-        twos[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+        *to = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
     }
     let (a, b) = (twos[0], twos[1]);
     let ones = _mm512_add_ps(_mm512_shuffle_ps::<0x88>(a, b), _mm512_shuffle_ps::<0xdd>(a, b));
