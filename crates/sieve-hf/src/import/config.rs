@@ -361,6 +361,9 @@ impl Reader {
     }
 }
 
+/// The most layers that a recipe has.
+const MOST_LAYERS: usize = 1 << 14;
+
 impl HfConfig {
     /// Reads `config.json`. Fails if it has a setting that no recipe has.
     pub(super) fn read(path: &Path) -> Result<Self, CheckpointError> {
@@ -374,6 +377,10 @@ impl HfConfig {
         reader.check_keys()?;
         let architecture = reader.architecture;
         let num_layers = reader.integer("num_hidden_layers")?;
+        // Lists of layers are made below, before a recipe checks the number.
+        if num_layers > MOST_LAYERS {
+            return Err(reader.bad_value(format!("num_hidden_layers is {num_layers}, above {MOST_LAYERS}")));
+        }
         let class = architecture.class();
         let (attention, dense_layers) = match architecture {
             Architecture::Doge => {

@@ -84,6 +84,7 @@ const KEYS: &[Entry] = &[
     (&[], &["fusion_config"], Use::Off("layers of other kinds fused into one")),
     (&[Doge], &["is_moe"], Use::Off("experts")),
     (&[Doge], &["sliding_window"], Use::Off("a window below the dynamic mask")),
+    (&[DeepseekV3], &["sliding_window"], Use::Off("a window over latents")),
     (&[Llama, Mistral, Qwen2, Qwen3, DeepseekV3], &["num_experts"], Use::Off("experts")),
     (&[], &["is_causal"], Use::On("in a recipe's model no token reads a later one")),
     // No effect on logits.

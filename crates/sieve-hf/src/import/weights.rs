@@ -179,9 +179,9 @@ mod tests {
         for (values, owner, wanted) in
             [([1.0, 1.0], 0, Some(1.0)), ([1.0, 2.0], 1, Some(2.0)), ([1.0, 2.0], 0, None), ([1.0, 1.0], 1, Some(1.0))]
         {
-            write(folder, SHARDS[0], &[("a", values[0])]);
+            write(folder, SHARDS[0], &[("a", values[0]), ("c", 7.0)]);
             write(folder, SHARDS[1], &[("a", values[1]), ("b", 5.0)]);
-            write_index(folder, &[("a", owner), ("b", 1)]);
+            write_index(folder, &[("a", owner), ("b", 1), ("c", 0)]);
             let weights = Weights::open(folder).expect("it has weights");
             let found = weights.conflicts.is_empty().then(|| value(&weights, "a"));
             assert_eq!(found, wanted, "{values:?} {owner}");

@@ -158,7 +158,7 @@ impl Case {
             random.input(&[d_model, width]).affine(0.3, 0.0),
         ];
         if self.dma.is_some() {
-            inputs.push(random.input(&[values, NUM_KV_HEADS]).affine(0.2, 0.0));
+            inputs.push(random.input(&[NUM_KV_HEADS, values]).affine(0.2, 0.0));
             inputs.push(random.input(&[NUM_KV_HEADS]).affine(0.5, 0.0));
         }
         inputs
