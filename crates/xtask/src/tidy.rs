@@ -3,6 +3,7 @@ mod arrows;
 mod dependencies;
 mod files;
 pub(crate) mod headers;
+mod kinds;
 mod links;
 
 use anyhow::{Result, bail};
@@ -14,6 +15,7 @@ pub(crate) fn run() -> Result<()> {
     dependencies::check(&mut problems)?;
     files::check(&mut problems)?;
     headers::check(&mut problems)?;
+    kinds::check(&mut problems)?;
     links::check(&mut problems)?;
     if problems.is_empty() {
         println!("tidy: clean");
