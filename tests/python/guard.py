@@ -161,7 +161,7 @@ def rows():
     for kind in OF_SEVERAL:
         sets = " ".join(f"--set {key}" for key in KINDS[kind].split())
         yield f"plan {kind}", f"plan --recipe tiny.toml --gpu h200 {sets} --json", []
-    yield "batch", "data batch --recipe tiny.toml --step 7 --data-dir mha/data --out batch.safetensors", \
+    yield "batch", "data batch --recipe tiny.toml --step 7 --data-dir shards --out batch.safetensors", \
         ["batch.safetensors"]
     yield "recipe keys", "recipe keys", []
     yield "recipe schema", "recipe schema", []

@@ -91,7 +91,7 @@ pub fn model_line(recipe: &Recipe, shape: &ModelShape, numbers: NumberFormat, we
 
 /// Attention's kind with its form and sizes, the layers of other kinds, and the density of full rows in each stage:
 /// the share of the (query, key) pairs of dense causal attention that the kind's layers read where a row holds one
-/// document ([`Attention::densities`]).
+/// document ([`Attention::densities`](crate::Attention::densities)).
 pub fn attention_words(recipe: &Recipe, shape: &ModelShape) -> String {
     let attention = recipe.attention;
     let label = attention.as_kind().label().into_iter();
@@ -170,7 +170,8 @@ fn density_words(recipe: &Recipe, stage: &Stage, shape: &ModelShape) -> String {
     words
 }
 
-/// Words for attention of a kind that hides keys, in rows of which it hides none ([`Attention::covers_rows`]).
+/// Words for attention of a kind that hides keys, in rows of which it hides none
+/// ([`Attention::covers_rows`](crate::Attention::covers_rows)).
 pub fn covered_words(seq_len: usize) -> String {
     format!("attends to every key of rows of {seq_len} tokens: dense attention")
 }
