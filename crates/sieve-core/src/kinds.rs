@@ -1,8 +1,8 @@
 //! What each kind of attention is, in one file a kind: parameters, pairs of queries and keys, FLOPs, caches,
 //! activations, ops, and what processes exchange.
 //!
-//! [`Kind`] is the trait, [`Attention::as_kind`] the one dispatch. Plans, exports, checkpoints and reports ask the trait
-//! and never which kind it is. A kind's Burn layer is the second file that it has, in sieve-nn.
+//! [`Kind`] is the trait, [`Attention::as_kind`] the one dispatch. Plans, exports, checkpoints and reports ask the
+//! trait and never which kind it is. A kind's Burn layer is the second file that it has, in sieve-nn.
 //!
 //! A method's `layer` is the shape of a model whose layers all have the kind
 //! ([`ModelShape::of_layer`], [`ModelShape::by_kind`]); numbers are those of one layer unless said.
@@ -139,7 +139,8 @@ pub trait Kind: std::fmt::Debug {
     /// The ops of a layer that are not the model's common ones, in the order of the forward pass.
     fn ops(&self, layer: &ModelShape) -> &'static [AttentionOp];
 
-    /// KV heads that attention is launched with, in a layer of `[num_heads, num_kv_heads]`: one for each choice of blocks.
+    /// KV heads that attention is launched with, in a layer of `[num_heads, num_kv_heads]`: one for each choice of
+    /// blocks.
     fn attended_kv_heads(&self, heads: [usize; 2]) -> usize {
         heads[1]
     }

@@ -1,8 +1,8 @@
 //! CPU kernels on plain slices: attention under one mask form, norms, loss, optimizer.
 //!
-//! Everything is row-major and f32, except that weights may be bf16, which some CPUs multiply by x rounded to bf16. Each
-//! function splits its work by sizes alone and adds in a fixed order, so its results are bit-identical from run to run
-//! and for any number of threads.
+//! Everything is row-major and f32, except that weights may be bf16, which some CPUs multiply by x rounded to bf16.
+//! Each function splits its work by sizes alone and adds in a fixed order, so its results are bit-identical from run
+//! to run and for any number of threads.
 //!
 //! ```
 //! use sieve_cpu::{AttentionShape, Documents, Mask, attention_forward};

@@ -43,8 +43,8 @@ pub enum Weight<'a> {
 const MIN_GEMM_ROWS: usize = 8;
 const MIN_GEMM_SIDE: usize = 65;
 
-/// Up to this many rows the `gemm` crate computes `yᵀ = W xᵀ`, for which it does not pack the weight. With 252M weights
-/// and 16 rows on two cores of a Zen 5 this takes 54 ms, and `x Wᵀ` 297 ms; at 256 rows both take as long.
+/// Up to this many rows the `gemm` crate computes `yᵀ = W xᵀ`, for which it does not pack the weight. With 252M
+/// weights and 16 rows on two cores of a Zen 5 this takes 54 ms, and `x Wᵀ` 297 ms; at 256 rows both take as long.
 pub(crate) const MAX_COLUMN_ROWS: usize = 256;
 
 /// Columns of the output that one task computes.
@@ -76,8 +76,8 @@ impl Weight<'_> {
     }
 }
 
-/// `y = x Wᵀ`. A row of y depends, to the bit, only on its row of x, on the weight and on the CPU's instruction set. On
-/// CPUs without `vdpbf16ps` an f32 weight of the same values gives the same y as a bf16 weight.
+/// `y = x Wᵀ`. A row of y depends, to the bit, only on its row of x, on the weight and on the CPU's instruction set.
+/// On CPUs without `vdpbf16ps` an f32 weight of the same values gives the same y as a bf16 weight.
 ///
 /// # Shapes
 /// - x: `[rows, d_in]`, weight: `[d_out, d_in]`, y: `[rows, d_out]`, written whole
@@ -257,8 +257,8 @@ mod tests {
         });
     }
 
-    /// Calls `check(rows of x, sizes, weight, their part of the result of all rows)` for parts of 300 rows, with weights
-    /// of both types.
+    /// Calls `check(rows of x, sizes, weight, their part of the result of all rows)` for parts of 300 rows, with
+    /// weights of both types.
     fn parts_of_rows(check: impl Fn(&[f32], [usize; 3], Weight<'_>, &[f32])) {
         // [2048, 2100] is more than one panel.
         for [d_in, d_out] in

@@ -110,8 +110,9 @@ pub(super) fn tokens_per_second(shape: &ModelShape, spared_flops: f64, size: &St
     Some(1.0 / (gemms + pairs + memory + update + ends))
 }
 
-/// For kinds that pay late ([`Kind::pays_late`](sieve_core::kinds::Kind::pays_late)): the shortest rows, among powers of two, for which training is estimated to be faster than with dense
-/// attention. `None` for other kinds, or if there are no such rows.
+/// For kinds that pay late ([`Kind::pays_late`](sieve_core::kinds::Kind::pays_late)): the shortest rows, among powers
+/// of two, for which training is estimated to be faster than with dense attention. `None` for other kinds, or if there
+/// are no such rows.
 pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Option<usize> {
     if !shape.attention.as_kind().pays_late() {
         return None;

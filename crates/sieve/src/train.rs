@@ -1,6 +1,7 @@
 //! `sieve train`: trains a model from a recipe.
 mod ending;
 mod exporter;
+mod extend;
 mod lines;
 mod log;
 mod missing;
@@ -26,6 +27,7 @@ use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
 use ending::{finish, next_steps, samples, tell_references};
 use exporter::{Exporter, MetricsPort};
+use extend::extend;
 use indicatif::ProgressBar;
 use lines::{
     cost_lines, describe, skipped_line, startup_line, step_line, stopped_line, validation_line, whole_step_line,
@@ -37,7 +39,7 @@ use sieve_comm::{Mesh, World};
 use sieve_core::recipe::TrainingPrecision;
 use sieve_core::{Attention, Keeping, ModelShape, Recipe};
 use sieve_data::OnChange;
-use sieve_hf::{Checkpoint, list_checkpoints};
+use sieve_hf::Checkpoint;
 use sieve_kernels::step::Fp8Format;
 use sieve_kernels::{Cublaslt, DeviceReport, GpuState};
 use sieve_ops::{Cuda, TrainBackend};
@@ -196,37 +198,6 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> R
     let start = args.start(&out, session.mesh.as_deref())?;
     args.refuse_ignored(&start, &recipe, &out)?;
     train_on(&session, &start, &recipe, &out)
-}
-
-/// Extends the run in `out` to `steps`, with a warm-up and a decay of their own for the new steps.
-fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()> {
-    if !recipe.stage.is_empty() {
-        bail!("--extend is for recipes without [[stage]]\n  hint: add a stage with the new steps");
-    }
-    let folder = out.join(&recipe.checkpoint.folder);
-    let all = list_checkpoints(&folder)?;
-    // Where the state of the latest checkpoint is damaged, --resume=auto continues from the one before.
-    let mut states = all.iter().rev().map(|(_, path)| Checkpoint::peek(path));
-    let readable = states.find_map(Result::ok).map_or_else(|| Checkpoint::peek(&folder), Ok)?;
-    let (saved, _) = readable.recipe_and_shape()?;
-    let done = all.last().map_or(0, |(step, _)| *step as usize);
-    recipe.training.steps = steps;
-    recipe.lr_scheduler.after_step = match saved.training.steps {
-        // The same --extend is given again, after an interruption.
-        before if before == steps => saved.lr_scheduler.after_step,
-        before if before == done && done < steps => done,
-        before => bail!(
-            "--extend {steps}: the run in {} is at step {done} of {before}\n  hint: {}",
-            out.display(),
-            match (done < before, saved.lr_scheduler.after_step) {
-                (false, _) => format!("name a step after {done}"),
-                (true, 0) => "let it end with --resume first".to_owned(),
-                // after_step > 0: an earlier extension was interrupted.
-                (true, _) => format!("let it end with --resume --extend {before} first"),
-            }
-        ),
-    };
-    Ok(recipe.validate()?)
 }
 
 impl TrainArgs {

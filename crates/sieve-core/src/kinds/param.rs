@@ -84,9 +84,9 @@ impl ParamSpec {
         self
     }
 
-    /// For optimizers that orthogonalise matrices (Muon): the rows of each projection that is packed in this one. `None`
-    /// for embeddings, for independent vectors, and for matrices with a side below 32, which are gates and scores of a
-    /// few heads.
+    /// For optimizers that orthogonalise matrices (Muon): the rows of each projection that is packed in this one.
+    /// `None` for embeddings, for independent vectors, and for matrices with a side below 32, which are gates and
+    /// scores of a few heads.
     pub fn orthogonal_rows(&self) -> Option<Vec<usize>> {
         let is_in_layer = !matches!(self.part, Part::Embedding | Part::Output);
         let is_matrix = self.rows != Rows::Vectors && self.dims.len() == 2 && self.dims.iter().all(|&side| side >= 32);

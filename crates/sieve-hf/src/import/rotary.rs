@@ -1,8 +1,8 @@
 //! The rotary embedding of a `config.json`: its base and its scaling, as transformers 5 reads them from three places.
 //!
 //! Version 5 takes `rope_scaling` where it is not empty, otherwise `rope_parameters`; the base is in the dictionary,
-//! and otherwise beside it. Version 4 takes `rope_scaling` alone, and the base beside it alone. Where the two would compute
-//! other frequencies, a note says so.
+//! and otherwise beside it. Version 4 takes `rope_scaling` alone, and the base beside it alone. Where the two would
+//! compute other frequencies, a note says so.
 use super::config::Reader;
 use super::keys::{RotaryUse, rotary_use};
 use crate::CheckpointError;

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 /// The recipe's key.
 pub(super) const KEY: &str = "model.initial_weights";
 
-/// The weights that a run of `recipe` begins with, or began with. The step is left out where the checkpoint is no longer
-/// there.
+/// The weights that a run of `recipe` begins with, or began with. The step is left out where the checkpoint is no
+/// longer there.
 pub fn initial_weights(recipe: &Recipe) -> InitialWeights {
     let Some(key) = recipe.model.initial_folder() else {
         return InitialWeights::Seed(recipe.training.seed);
