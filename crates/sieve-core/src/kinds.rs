@@ -5,7 +5,7 @@
 //! trait and never which kind it is. A kind's Burn layer is the second file that it has, in sieve-nn.
 //!
 //! A method's `layer` is the shape of a model whose layers all have the kind
-//! ([`ModelShape::of_layer`], [`ModelShape::by_kind`]); numbers are those of one layer unless said.
+//! ([`ModelShape::of_layer`], [`ModelShape::by_kind`]); a number counts one layer unless said.
 
 mod chosen_blocks;
 mod dense;

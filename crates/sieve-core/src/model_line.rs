@@ -13,14 +13,14 @@ pub const MODEL_LINE: &str = "# model: ";
 pub enum InitialWeights {
     /// Drawn at random from `training.seed`.
     Seed(u64),
-    /// Those of a checkpoint or of another model's folder.
+    /// The weights of a checkpoint, or of another model's folder.
     Folder {
         /// Path of the folder.
         path: String,
         /// Number of optimizer steps that they were trained for; `None` for a model that another program wrote.
         step: Option<u64>,
     },
-    /// Those of a run whose folder does not say where it began.
+    /// The weights of a run whose folder does not record where it began.
     NotRecorded,
 }
 

@@ -27,7 +27,7 @@ pub struct LoadedModel<B: Backend> {
 }
 
 impl<B: Backend> LoadedModel<B> {
-    /// What the model is, on one line ([`model_line`]); its weights are those of the folder that was read.
+    /// What the model is, on one line ([`model_line`]); it names the folder from which the weights were read.
     pub fn line(&self) -> String {
         let step = (!is_of_transformers(&self.path)).then_some(self.state.step);
         let weights = InitialWeights::Folder { path: self.path.display().to_string(), step };

@@ -17,7 +17,7 @@ fn main() {
     let (batch, seq_len, d_model) = (2, 512, 256);
 
     // 8 query heads in groups of 4; a query keeps 64 keys. `new` is the form of a recipe of kind = "dma": recency by a
-    // slope, the last 8 keys in any case; `DmaShape::published(64)` is that of the paper.
+    // slope, the last 8 keys in any case; `DmaShape::published(64)` is the paper's form.
     let config = AttentionConfig::new(d_model, 8, 2, 32);
     let dma = DmaShape { a_init: 0.5, ..DmaShape::new(64) }; // the default 0 starts as a sliding window with a slope
     let layer = config.dynamic_mask::<B>(dma, &device);

@@ -222,13 +222,6 @@ pub(super) fn slots_of(cache: &mut DmaCache<Cuda>) -> DmaSlots {
     }
 }
 
-pub(super) fn score_bias(bias: DmaBias) -> ScoreBias {
-    match bias {
-        DmaBias::Exp => ScoreBias::Exp,
-        DmaBias::Linear => ScoreBias::Linear,
-    }
-}
-
 /// Adds the token to the slots, in place, and attends.
 fn dma_step(
     cache: &mut DmaCache<Cuda>,
@@ -249,7 +242,7 @@ fn dma_step(
     }
     let rank = kernel_tensor(token.rank.clone());
     let (length, buffers) = scratch.for_call(&q, shape, position, window)?;
-    let bias = score_bias(bias);
+    let bias = ScoreBias::from(bias);
     let o = slots_of(cache).dma_decode(&qkv, &rank, length, softmax_scale as f32, bias, buffers)?;
     cache.count_token();
     without_token_dimension(o)

@@ -1,5 +1,5 @@
 //! A step of one token on CUDA: run once, then replayed as a graph.
-use super::cuda::{Recent, SCRATCH_KEYS, score_bias, slots_of, writable, writable_buffer};
+use super::cuda::{Recent, SCRATCH_KEYS, slots_of, writable, writable_buffer};
 use super::{
     KeyCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer, TokenStep, TokensBefore,
 };
@@ -363,7 +363,7 @@ impl Layer<'_> {
                     .map(|slopes| Recency { slopes, origin: PositionOrigin::DocumentStart(&self.inputs.start) });
                 let rank = token.dma_ranks(&w_dt, &a, recency.as_ref())?.z;
                 let rank = rank.reshaped(NAME, "rank", &[batch, num_kv_heads])?;
-                slots.dma_decode(&token, &rank, &length, scale, score_bias(dma.spec.bias), &buffers)?
+                slots.dma_decode(&token, &rank, &length, scale, dma.spec.bias.into(), &buffers)?
             }
             (TokenCache::Selector(cache), _) => {
                 let (len, kv) = (self.held(&cache.keys)[0], self.cache(&mut cache.keys));
