@@ -29,7 +29,7 @@ def table(found):
         last = validations[-1]
         if last["step"] != head["steps"]:
             raise SystemExit(f"{head['recipe']}: the last validation is of step {last['step']}, not {head['steps']}")
-        speed = steps[-1]["tokens_seen"] / head["seconds"]
+        speed = tokens_per_step(steps) * head["steps"] / head["seconds"]
         cells = [head["recipe"].removesuffix(".toml"), f"{last['loss']:.4f}", f"{last['perplexity']:.3f}",
                  f"{last['bits_per_byte']:.4f}", f"{speed:,.0f}", f"{head['seconds'] / 60:.1f}", f"{head['steps']:,}",
                  f"{head['cards']} x {head['card']}", head["commit"][:8]]
@@ -41,7 +41,7 @@ def picture(found):
     """Held-out loss over billions of tokens, without step 0."""
     width, height, left, top = 640, 360, 60, 20
     curves = [(head["recipe"].removesuffix(".toml"),
-               [(line["step"] * tokens_per_step(head, steps) / 1e9, line["loss"]) for line in validations if line["step"]])
+               [(line["step"] * tokens_per_step(steps) / 1e9, line["loss"]) for line in validations if line["step"]])
               for head, validations, steps in found]
     points = [point for _, curve in curves for point in curve]
     most_x = max(x for x, _ in points)
@@ -60,14 +60,16 @@ def picture(found):
         colour = ["#1f6fb4", "#c4571a", "#2f8a4c", "#8a4fb0", "#7a6a00", "#555555"][at % 6]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in curve))
         x, y = place(*curve[-1])
+        y += 15 * (at - (len(curves) - 1) / 2)  # curves end close together
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
                      f'<text x="{x + 6:.1f}" y="{y + 4:.1f}" fill="{colour}">{name} {curve[-1][1]:.3f}</text>')
     parts.append(f'<text x="{left}" y="{height - 10}">held-out loss (nats a token) over billions of training tokens</text></svg>')
     return "\n".join(parts) + "\n"
 
 
-def tokens_per_step(head, steps):
-    return steps[-1]["tokens_seen"] / head["steps"]
+def tokens_per_step(steps):
+    """Of any stored line: lines of steps are thinned, and may end before the run does."""
+    return steps[-1]["tokens_seen"] / steps[-1]["step"]
 
 
 if __name__ == "__main__":
