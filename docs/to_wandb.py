@@ -1,7 +1,7 @@
 """Sends a run's metrics.jsonl to Weights & Biases: python3 docs/to_wandb.py RUN_FOLDER PROJECT
 
 WANDB_MODE=offline writes files alone. The run's id is made of its first line, which stays when a run is resumed or
-extended: a second call continues the same run there, and sends no step again. Needs Python 3.11 and `pip install wandb`.
+extended: a second call continues that run, and sends no step again. Needs Python 3.11 and `pip install wandb`.
 """
 import hashlib
 import json
