@@ -4,7 +4,9 @@
 //! short rows there are too few blocks, or too long ones, to keep all multiprocessors busy. Then several blocks share a
 //! key tile: they divide its query heads and, where these do not suffice, the queries of a head. The number of shares
 //! is found by simulating the launch: blocks start in the kernels' order (`block_order.cuh`) on whichever
-//! multiprocessor is free. notes/experiments.md has measured times of the choices (Head shapes).
+//! multiprocessor is free. Long rows of dense attention have blocks enough, and share tiles for the L2 cache: a block
+//! that walks many heads falls behind others, until all heads are read from memory at the same time.
+//! notes/experiments.md has measured times of the choices (Head shapes).
 use crate::attention::{AttentionShape, BLOCK_KV, padded_len};
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::runtime::{DType, SourceKernel};
@@ -46,6 +48,13 @@ const JOIN_COST: usize = 4096;
 /// `SECTION_BYTES` of the Hopper kernel.
 const SECTION_BYTES: usize = 32 << 20;
 
+/// Bytes of queries and output gradients that a share of a key tile may walk through, so that blocks at different heads
+/// find them in an L2 cache of 50 MB.
+const L2_BYTES: usize = 40 << 20;
+
+/// The most shares for the L2 cache: more were 1 % faster at most, and each has partial dk and dv in memory.
+const MOST_L2_SHARES: usize = 8;
+
 /// With more waves of thread blocks than this, all multiprocessors end at about the same time, and shares gain nothing.
 const MOST_WAVES: usize = 8;
 
@@ -77,11 +86,24 @@ impl QueryShares {
     pub(crate) fn of_neighbours(shape: &AttentionShape, window: usize, tiles: KeyTiles) -> Self {
         let num_tiles = shape.seq_len.div_ceil(tiles.block_kv) * shape.num_kv_heads * shape.batch;
         let most_shares = usize::MAX;
-        first_to_end(shape.group_size(), most_shares, num_tiles, tiles, |shares| {
+        let simulated = first_to_end(shape.group_size(), most_shares, num_tiles, tiles, |shares| {
             let end = makespan(tiles.at_once, neighbour_blocks(shape, window, tiles.block_kv, shares));
             let join = if shares == Self::ONE { 0 } else { JOIN_COST + PART_COST * num_tiles * shares.count() };
             1024 * end + join
-        })
+        });
+        let for_l2 = Self::for_l2(shape, window);
+        if for_l2.heads > simulated.heads { for_l2 } else { simulated }
+    }
+
+    /// The fewest shares whose queries stay in the L2 cache, for rows of dense attention. A window's blocks read
+    /// neighbouring queries of all heads, and need none.
+    fn for_l2(shape: &AttentionShape, window: usize) -> Self {
+        if window < shape.seq_len {
+            return Self::ONE;
+        }
+        let group_size = shape.group_size();
+        let heads_in_l2 = (L2_BYTES / query_bytes(shape, 1)).clamp(1, group_size);
+        Self::of_count(group_size.div_ceil(heads_in_l2).min(MOST_L2_SHARES), group_size)
     }
 
     /// The shares with which a pass over key lists takes the least time. Lists have at most `capacity` keys; there is
@@ -165,8 +187,7 @@ fn neighbour_blocks(
 ) -> impl Iterator<Item = usize> {
     let (seq_len, group_size) = (shape.seq_len, shape.group_size());
     let num_head_shares = shape.batch * shape.num_kv_heads * shares.heads;
-    // Queries and output gradients in bf16, 2 bytes an element.
-    let share_bytes = seq_len * group_size.div_ceil(shares.heads) * (shape.head_dim + shape.head_dim_v) * 2;
+    let share_bytes = query_bytes(shape, group_size.div_ceil(shares.heads));
     let num_sections = num_head_shares.div_ceil((SECTION_BYTES / share_bytes).max(1));
     let section_len = num_head_shares.div_ceil(num_sections);
     let tiles = seq_len.div_ceil(block_kv);
@@ -182,6 +203,11 @@ fn neighbour_blocks(
             })
         })
     })
+}
+
+/// Bytes of a row's queries and output gradients of `heads` heads, in bf16.
+fn query_bytes(shape: &AttentionShape, heads: usize) -> usize {
+    shape.seq_len * heads * (shape.head_dim + shape.head_dim_v) * DType::BF16.size()
 }
 
 /// End time of the last thread block, if `at_once` blocks run at a time and each starts as soon as another ends.
@@ -226,6 +252,21 @@ mod tests {
             assert_eq!(got, expected, "{batch} x {seq_len} {heads:?}");
         }
         assert_eq!(neighbours(1, 1, [2, 1], 64, 1), [1, 1], "a join costs more than one step");
+    }
+
+    #[test]
+    fn blocks_of_long_rows_walk_no_more_heads_than_the_l2_cache_holds() {
+        for (seq_len, heads, window, expected) in [
+            (32768, [64, 4], 32768, [8, 1]),
+            (32768, [16, 2], 32768, [4, 1]),
+            (32768, [32, 8], 32768, [2, 1]),
+            (32768, [16, 8], 32768, [1, 1]),
+            (32768, [16, 16], 32768, [1, 1]),
+            (32768, [64, 4], 1024, [1, 1]),
+            (131072, [64, 1], 131072, [8, 1]),
+        ] {
+            assert_eq!(neighbours(1, seq_len, heads, 128, window), expected, "{seq_len} {heads:?} {window}");
+        }
     }
 
     #[test]
