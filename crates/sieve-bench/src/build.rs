@@ -276,7 +276,7 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
     if kind.has_indexer() {
         keys.push(NeededKeys::Neighbours);
     }
-    if recipe.dense_layers().contains(&true) {
+    if recipe.layer_pattern().types().iter().any(|of| of.other.is_some_and(|other| other.as_kind().is_dense())) {
         keys.push(NeededKeys::Neighbours);
     }
     Ok(keys.into_iter().map(|keys| AttentionNeeds { shape, keys, order }).collect())

@@ -56,6 +56,11 @@ pub trait Kind: std::fmt::Debug {
         vec![BranchDensity::of_keys(None, self.pairs(seq_len), seq_len)]
     }
 
+    /// Whether this is dense causal attention with grouped queries, on which selectors act at inference.
+    fn is_dense(&self) -> bool {
+        false
+    }
+
     /// Whether the kind is meant to hide keys from queries. While an indexer warms up, none is hidden on purpose.
     fn hides_keys(&self) -> bool {
         true
@@ -209,6 +214,11 @@ pub trait Kind: std::fmt::Debug {
 
     /// The sizes of the kind as keys of `config.json`, for the exported `modeling_sieve.py`.
     fn config_keys(&self, layer: &ModelShape) -> Value;
+
+    /// The name in `layer_types` of classes of grouped-query attention; `None` for kinds that no such class has.
+    fn stock_layer_type(&self) -> Option<&'static str> {
+        None
+    }
 
     /// The class of `transformers` that computes a model of this kind in its layers, and its keys of `config.json`.
     ///

@@ -20,6 +20,7 @@ pub use density::BranchDensity;
 pub(crate) use flops::window_pairs;
 pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents};
 pub use gpu::peak_bf16_flops;
+pub use layers::{LayerPattern, LayerType};
 pub use parameters::ParameterCounts;
 pub use rope_scaling::{RopeScaling, RopeType};
 
@@ -58,13 +59,10 @@ pub struct ModelShape {
     pub qkv_bias: bool,
     /// How the rotary frequencies differ from `rope_theta`'s; `None` if they do not.
     pub rope_scaling: Option<RopeScaling>,
-    /// The attention of every layer that `dense_layers` does not make dense.
+    /// The model's own kind: the attention of every layer to which `layers` gives no other.
     pub attention: Attention,
-    /// A pattern that is repeated over the layers: true makes a layer dense (MHA). Empty if no layer is.
-    pub dense_layers: Vec<bool>,
-    /// A pattern that is repeated over the layers: true makes a layer read the blocks that an earlier layer chose.
-    /// Empty if no layer does.
-    pub shared_layers: Vec<bool>,
+    /// Which layers have another kind, or share an earlier layer's choice of blocks.
+    pub layers: LayerPattern,
 }
 
 impl ModelShape {

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::recipe::{SHARED_LAYER, Stage};
-use crate::{ModelShape, Recipe};
+use crate::{Attention, ModelShape, Recipe};
 
 /// What stands before the [`model_line`] on the first line of a run's `config.toml`.
 pub const MODEL_LINE: &str = "# model: ";
@@ -119,12 +119,22 @@ pub fn attention_label(shape: &ModelShape) -> String {
     label.collect::<Vec<_>>().join(", ")
 }
 
-/// How many layers are dense or share an earlier layer's choice.
+/// How many layers are of another kind or share an earlier layer's choice.
 fn layer_counts(shape: &ModelShape) -> impl Iterator<Item = String> {
     let layers = shape.num_layers;
-    let others = [(shape.num_dense_layers(), "dense"), (shape.num_shared_layers(), "with an earlier layer's choice")];
-    let others = others.into_iter().filter(|(count, _)| *count > 0);
-    others.map(move |(count, words)| format!("{count} of {layers} layers {words}"))
+    let others = shape.attentions().into_iter().skip(1).map(|(other, count)| (count, other_words(other)));
+    let shared = (shape.num_shared_layers(), "with an earlier layer's choice".to_owned());
+    let counts = others.chain([shared]).filter(|(count, _)| *count > 0);
+    counts.map(move |(count, words)| format!("{count} of {layers} layers {words}"))
+}
+
+/// A kind beside the model's own: its name and its sizes.
+fn other_words(other: Attention) -> String {
+    match (other.as_kind().is_dense(), other.as_kind().label()) {
+        (true, _) => "dense".to_owned(),
+        (false, None) => other.kind().name().to_owned(),
+        (false, Some(label)) => format!("{} ({label})", other.kind().name()),
+    }
 }
 
 /// The longest pattern of layers that is written out.
@@ -133,12 +143,10 @@ const MOST_NAMES: usize = 8;
 /// As [`layer_counts`], with the repeated pattern of `model.layer_types`.
 fn layer_words(shape: &ModelShape) -> Option<String> {
     let counts = layer_counts(shape).collect::<Vec<_>>().join(", ");
-    let kind = shape.attention.kind().name();
-    let period = shape.dense_layers.len().max(shape.shared_layers.len());
-    let names = (0..period).map(|layer| match (shape.is_dense_layer(layer), shape.is_shared_layer(layer)) {
-        (true, _) => "mha",
-        (_, true) => SHARED_LAYER,
-        _ => kind,
+    let period = shape.layers.types().len();
+    let names = (0..period).map(|layer| match shape.is_shared_layer(layer) {
+        true => SHARED_LAYER,
+        false => shape.attention_of(layer).kind().name(),
     });
     let names = names.collect::<Vec<_>>().join(", ");
     // A published model may list all of its layers.
@@ -158,8 +166,16 @@ fn density_words(recipe: &Recipe, stage: &Stage, shape: &ModelShape) -> String {
     };
     let densities = branches.iter().map(|branch| of(branch.density, branch.branch)).collect::<Vec<_>>().join(" + ");
     let mut words = format!("{window}density {densities} on rows of {seq_len}");
-    if let ([only], true) = (branches.as_slice(), shape.num_dense_layers() > 0) {
-        words += &format!(" ({} with the dense layers)", share(shape.mean_over_layers(only.density, 1.0)));
+    if let ([only], [others @ ..]) = (branches.as_slice(), &shape.attentions()[1..])
+        && !others.is_empty()
+    {
+        let others_are_dense = others.iter().all(|(other, _)| other.as_kind().is_dense());
+        let which = if others_are_dense { "with the dense layers" } else { "over all layers" };
+        let density = |of: Attention| match of == shape.attention {
+            true => only.density,
+            false => of.densities(seq_len).iter().map(|branch| branch.density).sum(),
+        };
+        words += &format!(" ({} {which})", share(shape.mean_over_layers(density)));
     }
     if attention.index_warmup() == Some(true) {
         words += " while the indexer learns from every key";

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use sieve_core::recipe::AttentionKind;
-use sieve_core::{Attention, DmaShape, Recipe, paths};
+use sieve_core::{Attention, DmaShape, LayerType, Recipe, paths};
 
 /// What the recipes of one size take from Table 4 of arXiv:2508.02124v1.
 struct Row {
@@ -197,10 +197,10 @@ fn the_published_form_of_dma_ships_beside_the_one_that_learns_better() {
         let window = ours.keep_window_size;
         assert_eq!(published, DmaShape::published(window), "{size}");
         assert!(!ours.ranks_by_content_alone(), "{size}");
-        let dense_layers = |name: &str| recipes[name].1.dense_layers();
-        let one_in_four = [false, false, false, true];
-        assert_eq!(dense_layers(&format!("dma_{size}")), one_in_four, "{size}");
-        assert!(dense_layers(&format!("dma_{size}_paper")).is_empty());
+        let layers = |name: &str| recipes[name].1.layer_pattern();
+        let one_in_four = [LayerType::OWN, LayerType::OWN, LayerType::OWN, LayerType::of(Attention::DENSE)];
+        assert_eq!(layers(&format!("dma_{size}")).types(), one_in_four, "{size}");
+        assert!(layers(&format!("dma_{size}_paper")).types().is_empty());
         assert_eq!(8 * ours.local_window_size, window, "{size}");
         // At least one KV head forgets over four windows.
         let slopes = ours.slopes(3).expect("recency");

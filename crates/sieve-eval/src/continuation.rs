@@ -378,7 +378,7 @@ impl Ending {
 mod tests {
     use super::*;
     use crate::test_model::{tiny_model, tiny_shape, words};
-    use sieve_core::{Attention, DmaShape};
+    use sieve_core::{Attention, DmaShape, LayerPattern, LayerType};
     use sieve_select::{LayerSelectors, Selector};
     use sieve_testing::wide;
 
@@ -388,7 +388,10 @@ mod tests {
         let part = |attention, num_tokens| prompt_part(&tiny_shape(attention, 64), num_tokens);
         assert_eq!([part(dma(5), 9000), part(dma(3000), 90_000), part(dma(5), 70)], [8192, 12_000, 70]);
         assert_eq!([part(Attention::swa(7), 8193), part(Attention::Mha, 9000)], [8192, 9000]);
-        let hybrid = ModelShape { dense_layers: vec![true, false], ..tiny_shape(dma(5), 64) };
+        let hybrid = ModelShape {
+            layers: LayerPattern::new(dma(5), [LayerType::of(Attention::DENSE), LayerType::OWN]),
+            ..tiny_shape(dma(5), 64)
+        };
         assert_eq!(prompt_part(&hybrid, 9000), 9000);
 
         let (len, device) = (8192 + 300, Default::default());

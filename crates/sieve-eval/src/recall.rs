@@ -160,7 +160,7 @@ fn values_read<B: DeviceBackend>(
     device: &B::Device,
 ) -> Result<Vec<ValuesRead>, EvalError> {
     let (shape, MqarConfig { seq_len, num_pairs, .. }) = (model.shape(), *mqar.config());
-    let chooses = |&layer: &usize| shape.of_layer(layer).attention.as_kind().chooses();
+    let chooses = |&layer: &usize| shape.attention_of(layer).as_kind().chooses();
     let choosing: Vec<usize> = (0..shape.num_layers).filter(chooses).collect();
     if choosing.is_empty() || check_weights(shape, seq_len).is_err() {
         return Ok(Vec::new());

@@ -7,7 +7,7 @@ use crate::selection::dense_pairs;
 use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::kinds::BlockPairs;
-use sieve_core::{ModelShape, attention_label};
+use sieve_core::{LayerPattern, ModelShape, attention_label};
 use sieve_nn::{DecoderLayer, LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 use std::convert::Infallible;
@@ -37,7 +37,7 @@ pub struct TrainedMeasure {
 
 /// One layer's attention in words: its kind and sizes, and whether it takes an earlier layer's choice.
 pub(crate) fn layer_label(shape: &ModelShape, layer: usize) -> String {
-    let own = ModelShape { shared_layers: Vec::new(), ..shape.of_layer(layer) };
+    let own = ModelShape { layers: LayerPattern::default(), ..shape.of_layer(layer) };
     let others = if shape.is_shared_layer(layer) { ", with an earlier layer's choice" } else { "" };
     attention_label(&own) + others
 }
@@ -106,7 +106,7 @@ fn masks<B: DeviceBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device)
     let ids = ids(&window[..num_tokens], shape, device);
     let mut counted = Vec::new();
     let Ok(_) = model.through_layers(ids, |index, layer, x| {
-        let attention = model.shape().of_layer(index).attention;
+        let attention = model.shape().attention_of(index);
         let chosen = blocks_of(layer, &x, &context);
         let output = layer.forward(x, &context);
         counted.push(match (output.expire, chosen) {

@@ -265,7 +265,7 @@ fn life_spans(expire: &[i64], num_tokens: usize) -> KeyLifetimes {
 mod tests {
     use super::*;
     use crate::test_model::{tiny_model, tiny_shape, words};
-    use sieve_core::{Attention, DmaShape};
+    use sieve_core::{Attention, DmaShape, LayerPattern, LayerType};
     use sieve_testing::refusal;
 
     #[test]
@@ -326,7 +326,10 @@ mod tests {
     fn a_layer_that_shares_a_choice_reads_those_blocks() {
         let device = Default::default();
         let moba = sieve_core::MobaShape { select_block_size: 4, num_selected_blocks: 2 };
-        let shape = ModelShape { shared_layers: vec![false, true], ..tiny_shape(Attention::Moba(moba), 64) };
+        let shape = ModelShape {
+            layers: LayerPattern::new(Attention::Moba(moba), [LayerType::OWN, LayerType::SHARED]),
+            ..tiny_shape(Attention::Moba(moba), 64)
+        };
         let model = Qwen3::new(&shape, 4, &device);
         let all = attention_weights::<burn_flex::Flex>(&model, &words(40), &[], &device, &mut |_| {}).expect("valid");
         let labels: Vec<_> = all.iter().map(|layer| layer.attention.as_str()).collect();

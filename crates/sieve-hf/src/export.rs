@@ -196,7 +196,7 @@ impl Architecture {
             StockClass::Grouped { windowed } => {
                 let needed = match windowed {
                     false => Windows::None,
-                    true if shape.dense_layers.is_empty() => Windows::Every,
+                    true if shape.is_uniform() => Windows::Every,
                     true => Windows::Named,
                 };
                 let computes = |class: Class| {
@@ -222,7 +222,7 @@ impl Architecture {
 /// that do not fit the recipe's model, any failure of the file system.
 pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<ExportReport, CheckpointError> {
     let (recipe, shape) = checkpoint.recipe_and_shape()?;
-    if shape.attention.index_warmup() == Some(true) {
+    if shape.attentions().iter().any(|(attention, _)| attention.index_warmup() == Some(true)) {
         return Err(CheckpointError::refused(
             format!(
                 "{} is of an indexer's warm-up, in which queries read all keys (index_warmup): the exported model \

@@ -12,7 +12,7 @@ use burn::tensor::activation::sigmoid;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
-use sieve_core::{Attention, ModelShape};
+use sieve_core::{Attention, LayerPattern, ModelShape};
 use sieve_nn::{LayerContext, Linear, LmHead, QkvProjection, RmsNorm, SwigluMlp, TokenEmbedding, WeightInit};
 use sieve_ops::{Documents, Residual, RotaryEmbedding, SieveBackend};
 
@@ -98,8 +98,7 @@ fn train<B: AutodiffBackend + SieveBackend>(device: &B::Device) -> (f32, f32) {
         qkv_bias: false,
         rope_scaling: None,
         attention: Attention::Mha, // not read here: the layers are this program's
-        dense_layers: Vec::new(),
-        shared_layers: Vec::new(),
+        layers: LayerPattern::default(),
     };
     let (batch, seq_len) = (4, shape.max_seq_len);
     let token = |row: usize, at: usize| ((at % 7) * (row + 3) % 50) as i32;

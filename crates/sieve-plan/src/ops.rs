@@ -25,12 +25,15 @@ pub struct OpPlan {
 /// A running program counts the calls itself and prints each op that ran as its reference.
 pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
     let rest = ["GEMMs", "norms, rotation, embedding", "swiglu", "loss", "adamw"];
-    let attention = shape.by_kind().into_iter().flat_map(|part| part.attention.as_kind().ops(&part).to_vec());
+    let attention = shape.by_kind().into_iter().flat_map(|part| {
+        let ops = part.attention.as_kind().ops(&part).iter();
+        ops.map(move |op| (*op, part.clone())).collect::<Vec<_>>()
+    });
     let on_cpu = || ("cpu kernel", "f32, SIMD and all threads; sums in a fixed order".to_owned());
-    let attention = attention.map(|op| {
+    let attention = attention.map(|(op, part)| {
         let (path, reason) = match target {
             Target::Cpu { .. } => on_cpu(),
-            Target::Gpu(gpu) => cuda_attention(op, shape, &gpu.arch),
+            Target::Gpu(gpu) => cuda_attention(op, &part, &gpu.arch),
         };
         OpPlan { op: op.name(), path, reason }
     });
@@ -50,7 +53,7 @@ const WIDTHS: HeadWidths = HeadWidths { step: AttentionShape::HEAD_DIM_STEP, mos
 /// Why the attention of `shape` has no kernel on a GPU, so that its reference would run, which holds n x n scores.
 /// `None` if there is a kernel.
 pub fn gpu_attention_gap(shape: &ModelShape) -> Option<String> {
-    shape.attention.as_kind().gpu_gap(shape, WIDTHS)
+    shape.by_kind().iter().find_map(|part| part.attention.as_kind().gpu_gap(part, WIDTHS))
 }
 
 /// Why training runs attention as its reference on a GPU of `arch` (such as `sm_86`): [`gpu_attention_gap`], or a
@@ -106,12 +109,15 @@ pub fn check_gpu_attention(recipe: &Recipe, shape: &ModelShape, arch: &str) -> R
 /// Why rows of `seq_len` tokens are too long for the kernels on a GPU of `arch`, if they are. The limit comes from a
 /// counter in shared memory for each block of a row.
 fn row_gap(shape: &ModelShape, seq_len: usize, arch: &str) -> Option<String> {
-    // Kinds without blocks have no such counters.
-    let size = shape.attention.as_kind().attended_blocks()?.select_block_size;
-    let most = ChoiceLists::most_tokens(size, NeededKernels::shared_bytes_of(arch)?);
-    (seq_len > most).then(|| {
-        let name = shape.attention.kind().name();
-        format!("{seq_len} tokens, the kernels of {name} take rows up to {most} of them in blocks of {size} on {arch}")
+    let shared_bytes = NeededKernels::shared_bytes_of(arch)?;
+    shape.attentions().into_iter().find_map(|(attention, _)| {
+        // Kinds without blocks have no such counters.
+        let size = attention.as_kind().attended_blocks()?.select_block_size;
+        let (name, most) = (attention.kind().name(), ChoiceLists::most_tokens(size, shared_bytes));
+        let gap = format!(
+            "{seq_len} tokens, the kernels of {name} take rows up to {most} of them in blocks of {size} on {arch}"
+        );
+        (seq_len > most).then_some(gap)
     })
 }
 

@@ -114,7 +114,7 @@ pub(super) fn tokens_per_second(shape: &ModelShape, spared_flops: f64, size: &St
 /// of two, for which training is estimated to be faster than with dense attention. `None` for other kinds, or if there
 /// are no such rows.
 pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Option<usize> {
-    if !shape.attention.as_kind().pays_late() {
+    if !shape.attentions().iter().any(|(attention, _)| attention.as_kind().pays_late()) {
         return None;
     }
     let dense = shape.dense();

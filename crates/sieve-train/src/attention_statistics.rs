@@ -3,6 +3,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use rayon::prelude::*;
 use serde::Serialize;
+use sieve_core::kinds::KeyReads;
 use sieve_core::model::mean_active_keys_of_documents;
 use sieve_core::{Attention, ModelShape};
 use sieve_data::Batch;
@@ -166,15 +167,37 @@ impl AttentionStatistics {
         expire: &[Tensor<B, 3, Int>],
         clamped_scores: &[Tensor<S, 3>],
     ) -> Self {
-        let sparse = Self::of(shape.attention, batch, expire);
-        let dense = Self::of::<B>(Attention::Mha, batch, &[]);
-        // Layers of dense attention count as `dense` in every step, the others in `dense_steps` of the steps.
-        let mean = |sparse, dense| shape.mean_over_layers(sparse + (dense - sparse) * dense_steps, dense);
+        let dense = Self::of::<B>(Attention::DENSE, batch, &[]);
+        // One mask for each layer whose keys are listed, in the order of the layers.
+        let is_listed = |layer: &usize| {
+            let reads = shape.attention_of(*layer).as_kind().reads();
+            reads.iter().any(|reads| matches!(reads, KeyReads::Listed(_)))
+        };
+        let masks = (0..shape.num_layers).filter(is_listed).zip(expire);
+        let of_kind = |attention: Attention| {
+            let own = masks.clone().filter(|(layer, _)| shape.attention_of(*layer) == attention);
+            Self::of(attention, batch, &own.map(|(_, mask)| mask.clone()).collect::<Vec<_>>())
+        };
+        let kinds = shape.attentions().into_iter().map(|(attention, _)| (attention, of_kind(attention)));
+        let kinds = kinds.collect::<Vec<_>>();
+        let of = |attention: Attention| {
+            let found = kinds.iter().find(|(kind, _)| *kind == attention);
+            found.map_or(&kinds[0].1, |(_, statistics)| statistics)
+        };
+        // In `dense_steps` of the steps queries read all keys.
+        let mean = |number: fn(&Self) -> f64| {
+            let dense = number(&dense);
+            shape.mean_over_layers(|attention| {
+                let own = number(of(attention));
+                own + (dense - own) * dense_steps
+            })
+        };
+        let masked = kinds.iter().find(|(_, statistics)| statistics.ages.is_some());
         Self {
-            density: mean(sparse.density, dense.density),
-            mean_active_keys: mean(sparse.mean_active_keys, dense.mean_active_keys),
+            density: mean(|statistics| statistics.density),
+            mean_active_keys: mean(|statistics| statistics.mean_active_keys),
             clamped: clamped_share(clamped_scores),
-            ..sparse
+            ..masked.map_or(&kinds[0].1, |(_, statistics)| statistics).clone()
         }
     }
 

@@ -523,7 +523,8 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// The micro-batches of the next step.
     fn take_batches(&self, batches: &mut Prefetch) -> Result<Vec<Batch>, TrainError> {
-        let has_indexer = self.stage.recipe.attention.index_warmup().is_some();
+        let mut kinds = self.stage.shape.attentions().into_iter();
+        let has_indexer = kinds.any(|(attention, _)| attention.as_kind().has_indexer());
         let taken = (0..self.stage.micro_batches).map(|_| {
             let mut batch = batches.next().expect("the plan has no end")?;
             // Split into documents of one token, padding adds nothing to an indexer's loss: a query that attends only

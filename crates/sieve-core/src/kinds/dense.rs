@@ -25,6 +25,10 @@ impl Kind for Dense {
         grouped_flops(layer)
     }
 
+    fn is_dense(&self) -> bool {
+        true
+    }
+
     fn is_one_op(&self) -> bool {
         true
     }
@@ -75,13 +79,11 @@ impl Kind for Dense {
     }
 
     fn stock(&self, model: &ModelShape) -> Result<Stock, Option<&'static str>> {
-        let keys = json!({
-            "use_sliding_window": false,
-            "sliding_window": null,
-            "max_window_layers": model.num_layers,
-            "layer_types": stock_layer_types(model, "full_attention"),
-        });
-        grouped_stock(model, false, keys)
+        grouped_stock(model)
+    }
+
+    fn stock_layer_type(&self) -> Option<&'static str> {
+        Some("full_attention")
     }
 }
 
@@ -150,18 +152,27 @@ pub(super) fn grouped_activations(layer: &ModelShape) -> Activations {
     Activations { values: q + 2 * kv + q, bytes: F32 * layer.num_heads as u64 }
 }
 
-/// The names of layers in `layer_types` of `config.json`: dense ones, and `own` for the kind's.
-pub(super) fn stock_layer_types(model: &ModelShape, own: &str) -> Vec<String> {
-    let name = |layer| if model.is_dense_layer(layer) { "full_attention" } else { own };
-    (0..model.num_layers).map(|layer| name(layer).to_owned()).collect()
-}
-
-/// A class of grouped-query attention, which no class with residual scales is.
-pub(super) fn grouped_stock(model: &ModelShape, windowed: bool, keys: Value) -> Result<Stock, Option<&'static str>> {
-    match model.residual_scale {
-        true => Err(None),
-        false => Ok(Stock { class: StockClass::Grouped { windowed }, keys }),
-    }
+/// The class of a model whose layers are dense or have one sliding window, with its keys. No class with residual scales
+/// is one of grouped-query attention.
+pub(super) fn grouped_stock(model: &ModelShape) -> Result<Stock, Option<&'static str>> {
+    let attentions = model.attentions().into_iter().map(|(attention, _)| attention);
+    let mut windows = attentions.filter_map(|attention| attention.as_kind().cached_window());
+    let window = windows.next();
+    let layers = (0..model.num_layers).map(|layer| model.attention_of(layer).as_kind().stock_layer_type());
+    // `None`: a layer is of a kind that no such class has.
+    let layer_types = layers.collect::<Option<Vec<_>>>();
+    let Some(layer_types) = layer_types.filter(|_| !model.residual_scale && windows.next().is_none()) else {
+        return Err(None);
+    };
+    let windowed = window.is_some();
+    let keys = json!({
+        "use_sliding_window": windowed,
+        "sliding_window": window,
+        // Layers from this index on have the window.
+        "max_window_layers": if windowed { 0 } else { model.num_layers },
+        "layer_types": layer_types,
+    });
+    Ok(Stock { class: StockClass::Grouped { windowed }, keys })
 }
 
 /// Bytes of a token's K and V.

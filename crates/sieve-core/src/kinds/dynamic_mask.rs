@@ -155,10 +155,8 @@ impl Kind for DmaShape {
 
     /// Doge has neither recency nor a local window, and its bias is the exponential of the score.
     fn stock(&self, model: &ModelShape) -> Result<Stock, Option<&'static str>> {
-        let is_doge = self.ranks_by_content_alone()
-            && self.bias == DmaBias::Exp
-            && model.dense_layers.is_empty()
-            && model.is_like_qwen3();
+        let is_doge =
+            self.ranks_by_content_alone() && self.bias == DmaBias::Exp && model.is_uniform() && model.is_like_qwen3();
         if !is_doge {
             return Err(None);
         }

@@ -139,6 +139,9 @@ impl Kind for MlaShape {
     }
 
     fn stock(&self, model: &ModelShape) -> Result<Stock, Option<&'static str>> {
+        if !model.is_uniform() {
+            return Err(None);
+        }
         if self.qk_norm {
             return Err(Some(
                 "DeepseekV3ForCausalLM has no norms of queries and keys in each head (attention.qk_norm)",

@@ -1,8 +1,6 @@
 //! Sliding window: a query sees the latest keys.
 
-use super::dense::{
-    dense_pairs_rate, grouped_activations, grouped_flops, grouped_stock, key_and_value, stock_layer_types,
-};
+use super::dense::{dense_pairs_rate, grouped_activations, grouped_flops, grouped_stock, key_and_value};
 use super::{
     Activations, AttentionOp, BackwardCall, Dense, Halo, KeptCall, KeyReads, Kind, LayerFlops, ParamSpec, Stock,
 };
@@ -81,13 +79,10 @@ impl Kind for SwaShape {
     }
 
     fn stock(&self, model: &ModelShape) -> Result<Stock, Option<&'static str>> {
-        // Layers from index `max_window_layers` on have the window.
-        let keys = json!({
-            "use_sliding_window": true,
-            "sliding_window": self.sliding_window,
-            "max_window_layers": 0,
-            "layer_types": stock_layer_types(model, "sliding_attention"),
-        });
-        grouped_stock(model, true, keys)
+        grouped_stock(model)
+    }
+
+    fn stock_layer_type(&self) -> Option<&'static str> {
+        Some("sliding_attention")
     }
 }

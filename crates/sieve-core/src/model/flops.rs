@@ -82,13 +82,13 @@ impl ModelShape {
 
     /// FLOPs executed per token in one document of `seq_len` tokens, with attention over the pairs that the mask keeps.
     pub fn executed_flops_per_token(&self, seq_len: usize) -> FlopsPerToken {
-        let mean_keys = mean_active_keys(Attention::Mha, seq_len);
+        let mean_keys = mean_active_keys(Attention::DENSE, seq_len);
         self.flops_per_token(self.mean_active_keys(seq_len), mean_keys)
     }
 
     /// FLOPs per token of the dense equivalent: the same weights, attention over all causal pairs, no indexer's scores.
     pub fn dense_flops_per_token(&self, seq_len: usize) -> FlopsPerToken {
-        let dense = self.flops_per_token(mean_active_keys(Attention::Mha, seq_len), 0.0);
+        let dense = self.flops_per_token(mean_active_keys(Attention::DENSE, seq_len), 0.0);
         FlopsPerToken { index_gradient: 0.0, ..dense }
     }
 }

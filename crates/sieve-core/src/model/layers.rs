@@ -1,106 +1,166 @@
-//! Models whose layers differ: dense layers, and layers that share the blocks that an earlier layer chose.
+//! Models whose layers differ: in their kind of attention, and in whether they choose blocks or share the choice of an
+//! earlier layer.
 
 use super::{Attention, ModelShape, mean_active_keys};
 
+/// What attention a layer has.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LayerType {
+    /// Its kind with its sizes; `None` for the model's own kind, [`ModelShape::attention`].
+    pub other: Option<Attention>,
+    /// Whether it reads the blocks that an earlier layer of its kind chose, and chooses none itself.
+    pub is_shared: bool,
+}
+
+impl LayerType {
+    /// A layer of the model's own kind.
+    pub const OWN: Self = Self { other: None, is_shared: false };
+
+    /// A layer of the model's own kind that shares an earlier layer's choice.
+    pub const SHARED: Self = Self { other: None, is_shared: true };
+
+    /// A layer of another kind than the model's own.
+    pub const fn of(attention: Attention) -> Self {
+        Self { other: Some(attention), is_shared: false }
+    }
+}
+
+/// What attention each layer has: a list that is repeated over the layers. An empty one gives all the model's own kind.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct LayerPattern(Vec<LayerType>);
+
+impl LayerPattern {
+    /// The pattern that repeats `types`, for a model whose own kind is `own`.
+    pub fn new(own: Attention, types: impl IntoIterator<Item = LayerType>) -> Self {
+        let as_own = |of: LayerType| LayerType { other: of.other.filter(|other| *other != own), ..of };
+        let types: Vec<_> = types.into_iter().map(as_own).collect();
+        match types.iter().all(|of| *of == LayerType::OWN) {
+            true => Self::default(),
+            false => Self(types),
+        }
+    }
+
+    /// The list that is repeated; empty if all layers are alike.
+    pub fn types(&self) -> &[LayerType] {
+        &self.0
+    }
+
+    /// What layer `layer` (from 0) has.
+    fn of(&self, layer: usize) -> LayerType {
+        match self.0.len() {
+            0 => LayerType::OWN,
+            period => self.0[layer % period],
+        }
+    }
+}
+
 impl ModelShape {
-    /// Whether layer `layer` (from 0) is dense by [`dense_layers`](Self::dense_layers).
-    pub fn is_dense_layer(&self, layer: usize) -> bool {
-        is_marked(&self.dense_layers, layer)
+    /// The kind of layer `layer` (from 0), with its sizes.
+    pub fn attention_of(&self, layer: usize) -> Attention {
+        self.layers.of(layer).other.unwrap_or(self.attention)
     }
 
     /// Whether layer `layer` (from 0) reads the blocks that an earlier layer chose, and chooses none itself.
     pub fn is_shared_layer(&self, layer: usize) -> bool {
-        is_marked(&self.shared_layers, layer)
+        self.layers.of(layer).is_shared
     }
 
     /// Number of layers that read the blocks that an earlier layer chose.
     pub fn num_shared_layers(&self) -> usize {
-        (0..self.num_layers).filter(|&layer| self.is_shared_layer(layer)).count()
+        self.num_layers_with(|layer| self.is_shared_layer(layer))
     }
 
     /// Whether the first layer has an indexer.
     pub fn has_indexer(&self) -> bool {
-        self.attention.as_kind().has_indexer() && !self.is_shared_layer(0)
+        self.attention_of(0).as_kind().has_indexer() && !self.is_shared_layer(0)
     }
 
     /// Whether the first layer has an indexer that scores blocks by one pooled key each, as QSA's does.
     pub fn has_pooled_indexer(&self) -> bool {
-        self.attention.as_kind().has_pooled_indexer() && self.has_indexer()
+        self.attention_of(0).as_kind().has_pooled_indexer() && self.has_indexer()
     }
 
-    /// Number of layers that are dense by [`dense_layers`](Self::dense_layers).
-    pub fn num_dense_layers(&self) -> usize {
-        (0..self.num_layers).filter(|&layer| self.is_dense_layer(layer)).count()
-    }
-
-    /// Whether layer `layer` (from 0) has dense attention: the model's kind is dense, or this layer is.
+    /// Whether layer `layer` (from 0) has dense attention.
     pub fn has_dense_attention(&self, layer: usize) -> bool {
-        self.attention == Attention::Mha || self.is_dense_layer(layer)
+        self.attention_of(layer).as_kind().is_dense()
     }
 
     /// Number of layers with [dense attention](Self::has_dense_attention).
     pub fn num_layers_of_dense_attention(&self) -> usize {
-        (0..self.num_layers).filter(|&layer| self.has_dense_attention(layer)).count()
+        self.num_layers_with(|layer| self.has_dense_attention(layer))
+    }
+
+    fn num_layers_with(&self, has: impl Fn(usize) -> bool) -> usize {
+        (0..self.num_layers).filter(|&layer| has(layer)).count()
     }
 
     /// The model with the attention of layer `layer` (from 0) in every layer.
     pub fn of_layer(&self, layer: usize) -> Self {
-        let attention = match self.is_dense_layer(layer) {
-            true => Attention::Mha,
-            false => self.attention,
-        };
-        self.with(attention, self.num_layers, self.is_shared_layer(layer))
+        self.with(self.attention_of(layer), self.num_layers, self.is_shared_layer(layer))
     }
 
     /// The model with dense attention in every layer.
     pub fn dense(&self) -> Self {
         let is_shared = false;
-        self.with(Attention::Mha, self.num_layers, is_shared)
+        self.with(Attention::DENSE, self.num_layers, is_shared)
     }
 
-    /// The layers grouped by attention, each group as the shape of a model with only these layers. The groups are: the
-    /// model's own kind; layers of that kind that share an earlier choice of blocks, if any; dense layers, if any.
+    /// The kinds of the layers, each with the number of its layers: the model's own first, others as the pattern names
+    /// them.
+    pub fn attentions(&self) -> Vec<(Attention, usize)> {
+        let mut all = vec![self.attention];
+        for other in self.layers.types().iter().filter_map(|of| of.other) {
+            if !all.contains(&other) {
+                all.push(other);
+            }
+        }
+        let count = |attention| self.num_layers_with(|layer| self.attention_of(layer) == attention);
+        let counted = all.into_iter().map(|attention| (attention, count(attention)));
+        counted.filter(|(attention, count)| *count > 0 || *attention == self.attention).collect()
+    }
+
+    /// The layers grouped by attention, each group as the shape of a model with only these layers: for each of the
+    /// [kinds](Self::attentions) its layers, then those of them that share an earlier choice of blocks, if any.
     pub fn by_kind(&self) -> Vec<Self> {
-        let (num_dense, num_shared) = (self.num_dense_layers(), self.num_shared_layers());
-        let num_own = self.num_layers - num_dense - num_shared;
-        let (is_shared, is_not_shared) = (true, false);
-        let mut kinds = vec![self.with(self.attention, num_own, is_not_shared)];
-        if num_shared > 0 {
-            kinds.push(self.with(self.attention, num_shared, is_shared));
+        let mut groups = Vec::new();
+        for (attention, all) in self.attentions() {
+            let shares = |layer| self.is_shared_layer(layer) && self.attention_of(layer) == attention;
+            let num_shared = self.num_layers_with(shares);
+            for (num_layers, is_shared) in [(all - num_shared, false), (num_shared, true)] {
+                if num_layers > 0 {
+                    groups.push(self.with(attention, num_layers, is_shared));
+                }
+            }
         }
-        if num_dense > 0 {
-            kinds.push(self.with(Attention::Mha, num_dense, is_not_shared));
+        if groups.is_empty() {
+            groups.push(self.clone());
         }
-        kinds
+        groups
+    }
+
+    /// Whether all layers have the same attention.
+    pub fn is_uniform(&self) -> bool {
+        self.by_kind().len() == 1
     }
 
     /// Mean number of keys a query sees in one document of `seq_len` tokens, over all layers.
     pub fn mean_active_keys(&self, seq_len: usize) -> f64 {
-        let of = |attention| mean_active_keys(attention, seq_len);
-        self.mean_over_layers(of(self.attention), of(Attention::Mha))
+        self.mean_over_layers(|attention| mean_active_keys(attention, seq_len))
     }
 
-    /// Mean over all layers of a number that is `own` in layers of the model's kind and `dense` in dense layers.
-    pub fn mean_over_layers(&self, own: f64, dense: f64) -> f64 {
-        let all = self.num_layers.max(1) as f64;
-        own + (dense - own) * self.num_dense_layers() as f64 / all
+    /// Mean over all layers of a number that a layer's kind gives.
+    pub fn mean_over_layers(&self, number: impl Fn(Attention) -> f64) -> f64 {
+        let own = number(self.attention);
+        let num_layers = self.num_layers.max(1) as f64;
+        let others = self.attentions().into_iter().skip(1);
+        others.fold(own, |sum, (other, count)| sum + (number(other) - own) * count as f64 / num_layers)
     }
 
     /// This model with `num_layers` equal layers; if `is_shared`, they read the blocks that an earlier layer chose.
     fn with(&self, attention: Attention, num_layers: usize, is_shared: bool) -> Self {
-        Self {
-            attention,
-            num_layers,
-            dense_layers: Vec::new(),
-            shared_layers: if is_shared { vec![true] } else { Vec::new() },
-            ..self.clone()
-        }
+        let layers = LayerPattern::new(attention, [LayerType { other: None, is_shared }]);
+        Self { attention, num_layers, layers, ..self.clone() }
     }
-}
-
-/// Whether a pattern that is repeated over the layers is true for `layer`.
-fn is_marked(pattern: &[bool], layer: usize) -> bool {
-    !pattern.is_empty() && pattern[layer % pattern.len()]
 }
 
 #[cfg(test)]
@@ -115,14 +175,14 @@ mod tests {
         let kind = shape.attention;
         assert_eq!(shape.by_kind(), [shape.clone()]);
         shape.num_layers = 6;
-        shape.dense_layers = vec![false, true, false];
+        let dense = Attention::DENSE;
+        shape.layers = LayerPattern::new(kind, [LayerType::OWN, LayerType::of(dense), LayerType::OWN]);
         let layers = (0..6).map(|layer| shape.of_layer(layer).attention);
-        let dense = Attention::Mha;
         assert_eq!(layers.collect::<Vec<_>>(), [kind, dense, kind, kind, dense, kind]);
         let kinds = shape.by_kind();
         let found = kinds.iter().map(|part| (part.attention, part.num_layers));
         assert_eq!(found.collect::<Vec<_>>(), [(kind, 4), (dense, 2)]);
-        assert_eq!(shape.mean_over_layers(1.0, 4.0), 2.0);
+        assert_eq!(shape.mean_over_layers(|of| if of == dense { 4.0 } else { 1.0 }), 2.0);
     }
 
     #[test]
@@ -131,8 +191,8 @@ mod tests {
         shape.attention = Attention::Msa(MsaShape::published());
         shape.num_layers = 6;
         let all = shape.parameters();
-        shape.dense_layers = vec![false, false, true];
-        shape.shared_layers = vec![false, true, false];
+        let types = [LayerType::OWN, LayerType::SHARED, LayerType::of(Attention::DENSE)];
+        shape.layers = LayerPattern::new(shape.attention, types);
         let kinds = shape.by_kind();
         let found = kinds.iter().map(|part| (part.num_layers, part.has_indexer()));
         assert_eq!(found.collect::<Vec<_>>(), [(2, true), (2, false), (2, false)]);
@@ -144,6 +204,28 @@ mod tests {
     }
 
     #[test]
+    fn any_kinds_stand_beside_each_other() {
+        let msa = Attention::Msa(MsaShape::published());
+        let (window, shares) = (Attention::swa(5), LayerType { is_shared: true, ..LayerType::of(msa) });
+        let mut shape = ModelShape { num_layers: 10, ..tiny_dma() };
+        let own = shape.attention;
+        let types = [LayerType::of(window), LayerType::of(msa), shares, LayerType::of(own), LayerType::of(window)];
+        shape.layers = LayerPattern::new(own, types);
+        assert_eq!(shape.attentions(), [(own, 2), (window, 4), (msa, 4)]);
+        let found = shape.by_kind();
+        let found = found.iter().map(|part| (part.attention, part.num_layers, part.has_indexer()));
+        assert_eq!(found.collect::<Vec<_>>(), [(own, 2, false), (window, 4, false), (msa, 2, true), (msa, 2, false)]);
+        let flops = |attention| ModelShape { attention, ..tiny_dma() }.executed_flops_per_token(40).attention / 3.0;
+        // `flops` of three layers: the pairs of each kind, summed over ten layers.
+        let expected = 2.0 * flops(own) + 4.0 * flops(window) + 4.0 * flops(msa);
+        assert!((shape.executed_flops_per_token(40).attention - expected).abs() < 1e-9 * expected);
+        let counted = shape.parameters().total();
+        assert_eq!(counted, shape.all_parameters().iter().map(|spec| spec.num_elements()).sum::<u64>());
+        // Layers that repeat the model's own kind are no others.
+        assert_eq!(LayerPattern::new(own, [LayerType::OWN, LayerType::of(own)]), LayerPattern::default());
+    }
+
+    #[test]
     fn counts_are_those_of_the_layers_together() {
         let mut shape = tiny_dma();
         let all = |attention| {
@@ -151,8 +233,9 @@ mod tests {
             shape.attention = attention;
             shape
         };
-        shape.dense_layers = vec![false, false, true];
-        let (own, dense) = (all(shape.attention), all(Attention::Mha));
+        let (own, dense) = (all(shape.attention), all(Attention::DENSE));
+        shape.layers =
+            LayerPattern::new(shape.attention, [LayerType::OWN, LayerType::OWN, LayerType::of(dense.attention)]);
         let mix = |own: u64, dense: u64| (2 * own + dense) / 3;
         let found = shape.parameters();
         assert_eq!(found.attention, mix(own.parameters().attention, dense.parameters().attention));

@@ -1,8 +1,8 @@
 //! Shapes for the tests of this crate and of the crates that use it.
 
 use super::{
-    Attention, DmaShape, IndexScores, InfllmV2Shape, MlaShape, MobaShape, ModelShape, MsaShape, NsaCompression,
-    NsaShape,
+    Attention, DmaShape, IndexScores, InfllmV2Shape, LayerPattern, MlaShape, MobaShape, ModelShape, MsaShape,
+    NsaCompression, NsaShape,
 };
 use crate::{BlockChoice, NsaBlocks};
 
@@ -45,8 +45,7 @@ pub fn tiny_dma() -> ModelShape {
         qkv_bias: false,
         rope_scaling: None,
         attention: Attention::Dma(DmaShape::published(4)),
-        dense_layers: Vec::new(),
-        shared_layers: Vec::new(),
+        layers: LayerPattern::default(),
     }
 }
 

@@ -1,8 +1,8 @@
 //! Converts a recipe's `[model]`, with Hugging Face's names, into a [`ModelShape`] with Sieve's names.
 
 use super::sections::SHARED_LAYER;
-use super::{AttentionKind, Recipe, RecipeError, TokenizerSource};
-use crate::model::ModelShape;
+use super::{Attention, Recipe, RecipeError, TokenizerSource};
+use crate::model::{LayerPattern, LayerType, ModelShape};
 
 impl Recipe {
     /// The model of this recipe for a tokenizer of `tokenizer_vocab_size` tokens.
@@ -36,28 +36,19 @@ impl Recipe {
             qkv_bias: model.qkv_bias,
             rope_scaling: model.rope_scaling,
             attention: self.attention,
-            dense_layers: self.dense_layers(),
-            shared_layers: self.shared_layers(),
+            layers: self.layer_pattern(),
         })
     }
 
-    /// [`ModelShape::dense_layers`] of `model.layer_types`; a model of dense layers has no pattern.
-    pub fn dense_layers(&self) -> Vec<bool> {
-        if self.attention.kind() == AttentionKind::Mha {
-            return Vec::new();
-        }
-        let types = self.model.layer_types.iter().flatten();
-        types.map(|name| name == AttentionKind::Mha.name()).collect()
-    }
-
-    /// [`ModelShape::shared_layers`] of `model.layer_types`; empty if no layer shares a choice.
-    pub fn shared_layers(&self) -> Vec<bool> {
-        let types = self.model.layer_types.iter().flatten();
-        let shared: Vec<bool> = types.map(|name| name == SHARED_LAYER).collect();
-        match shared.contains(&true) {
-            true => shared,
-            false => Vec::new(),
-        }
+    /// [`ModelShape::layers`] of `model.layer_types`.
+    pub fn layer_pattern(&self) -> LayerPattern {
+        let dense = Attention::DENSE;
+        let of = |name: &String| match name.as_str() {
+            SHARED_LAYER => LayerType::SHARED,
+            name if name == dense.kind().name() => LayerType::of(dense),
+            _ => LayerType::OWN,
+        };
+        LayerPattern::new(self.attention, self.model.layer_types.iter().flatten().map(of))
     }
 
     /// Rows of the embedding, if the recipe alone determines them; `None` if they depend on a tokenizer's file.

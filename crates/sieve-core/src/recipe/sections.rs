@@ -178,6 +178,9 @@ attention_kinds! {
 }
 
 impl Attention {
+    /// Dense causal attention.
+    pub const DENSE: Self = Self::Mha;
+
     /// A sliding window of `sliding_window` keys, the query's own included.
     pub const fn swa(sliding_window: usize) -> Self {
         Self::Swa(SwaShape { sliding_window })

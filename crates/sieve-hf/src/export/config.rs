@@ -92,12 +92,17 @@ pub(crate) fn attention(shape: &ModelShape, architecture: Architecture) -> Map<S
     }
 }
 
+/// Which entries of the pattern of layers `has` marks.
+fn marks(shape: &ModelShape, has: impl Fn(&ModelShape, usize) -> bool) -> Vec<bool> {
+    (0..shape.layers.types().len()).map(|layer| has(shape, layer)).collect()
+}
+
 /// The keys of `config.json` that `modeling_sieve.py` reads.
 fn of_sieve(shape: &ModelShape, kind: &str, sizes: Value) -> Value {
     let mut keys = json!({
         "attention_kind": kind,
-        "dense_layers": shape.dense_layers,
-        "shared_layers": shape.shared_layers,
+        "dense_layers": marks(shape, ModelShape::has_dense_attention),
+        "shared_layers": if shape.num_shared_layers() > 0 { marks(shape, ModelShape::is_shared_layer) } else { vec![] },
         "residual_scale": shape.residual_scale,
         "qk_norm": shape.qk_norm,
         "qkv_bias": shape.qkv_bias,

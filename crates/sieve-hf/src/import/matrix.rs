@@ -4,7 +4,6 @@ use super::recipe_and_shape;
 use crate::CheckpointError;
 use crate::export::Architecture;
 use serde_json::Value;
-use sieve_core::recipe::AttentionKind;
 use sieve_core::{Attention, ModelShape};
 use std::path::Path;
 
@@ -21,12 +20,7 @@ fn read(text: &str) -> Result<(ModelShape, Vec<String>), CheckpointError> {
 
 /// The window of each layer, null for a dense one.
 fn windows(shape: &ModelShape) -> Vec<Value> {
-    let of_kind = shape.attention.window().filter(|_| shape.attention.kind() == AttentionKind::Swa);
-    let window = |layer| match of_kind {
-        Some(window) if !shape.is_dense_layer(layer) => window.into(),
-        _ => Value::Null,
-    };
-    (0..shape.num_layers).map(window).collect()
+    (0..shape.num_layers).map(|layer| shape.attention_of(layer).as_kind().cached_window().into()).collect()
 }
 
 /// Fails unless `shape` is what transformers read.

@@ -4,6 +4,7 @@ use crate::named_parameters;
 use crate::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, TensorFile, export, load_model};
 use burn_flex::Flex;
 use serde_json::json;
+use sieve_core::{Attention, LayerType};
 use sieve_testing::{cases, refusal};
 use std::collections::HashSet;
 
@@ -437,7 +438,7 @@ fn a_dense_model_takes_sparse_layers_between_its_dense_ones() {
     let settings = ["attention.keep_window_size=16", "attention.bias=linear", "model.layer_types=[\"sparse\",\"mha\"]"];
     let out = folder.path().join("out");
     let report = imported(&hf, &out, Some(AttentionKind::Dma), &settings).expect("imports");
-    assert_eq!(report.recipe.dense_layers(), [false, true]);
+    assert_eq!(report.recipe.layer_pattern().types(), [LayerType::OWN, LayerType::of(Attention::DENSE)]);
     let names = ["dt_proj.weight", "a"].map(|name| format!("layers.0.self_attn.{name}"));
     assert_eq!(report.added, names);
 }

@@ -1,7 +1,7 @@
 //! Sizes of an attention layer without a model. The file of each kind has the method that builds its layer.
 use crate::WeightInit;
 use burn::tensor::backend::Backend;
-use sieve_core::{Attention, ModelShape};
+use sieve_core::{Attention, LayerPattern, ModelShape};
 use sieve_ops::RotaryEmbedding;
 use thiserror::Error;
 
@@ -105,8 +105,7 @@ impl AttentionConfig {
             qkv_bias: false,
             rope_scaling: None,
             attention,
-            dense_layers: Vec::new(),
-            shared_layers: Vec::new(),
+            layers: LayerPattern::default(),
         }
     }
 }

@@ -6,7 +6,7 @@ use burn::module::Module;
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
-use sieve_core::ModelShape;
+use sieve_core::{LayerPattern, LayerType, ModelShape};
 use sieve_ops::Documents;
 
 const DIMS: [usize; 2] = [2, 13];
@@ -75,7 +75,11 @@ fn losses_are_those_of_the_logits() {
 #[test]
 fn layers_that_share_a_choice_read_the_blocks_of_the_layer_before() {
     for attention in kinds(0.0).into_iter().filter(|kind| kind.as_kind().chooses_blocks()) {
-        let shape = ModelShape { num_layers: 4, shared_layers: vec![false, true], ..shape(attention) };
+        let shape = ModelShape {
+            num_layers: 4,
+            layers: LayerPattern::new(attention, [LayerType::OWN, LayerType::SHARED]),
+            ..shape(attention)
+        };
         let model = Qwen3::<Flex>::new(&shape, 3, &Default::default());
         let rows = Rows::new(DIMS, &shape);
         let context = rows.context();

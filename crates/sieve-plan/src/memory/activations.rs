@@ -153,7 +153,8 @@ pub(super) fn block_temporaries(
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let q = shape.q_width() as u64;
     let matrix = F32 * d_model * d_ff;
-    let packed = shape.attention.as_kind().packed_width(shape);
+    let kinds = shape.by_kind();
+    let packed = kinds.iter().map(|part| part.attention.as_kind().packed_width(part)).max().unwrap_or(0);
 
     // Feed-forward: the gradients of the output, of the activation and of gate and up, and the recomputed activation.
     // `beside` is the part that a GPU writes in place (and a CPU does not): a CPU also copies the transposed gradient
@@ -170,7 +171,6 @@ pub(super) fn block_temporaries(
     // Attention: the weights' gradients of the feed-forward; the gradients of the block's input and of the attention's
     // output; rotated heads and their gradient; f32 sums of dq. By then gate and up and the feed-forward's input
     // (`gone`) are freed.
-    let kinds = shape.by_kind();
     let dense = (training.dense_steps > 0.0).then(|| shape.dense());
     let sums = kinds.iter().chain(&dense).map(|part| {
         let (own, seq_len) = rows.attention(part);
@@ -200,8 +200,10 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
 
 /// Bytes of n x n scores that a GPU holds if this attention has no kernel; 0 if it has one.
 pub(super) fn plain_score_bytes(shape: &ModelShape, tokens: u64, seq_len: usize) -> u64 {
-    match shape.attention.as_kind().is_one_op() || gpu_attention_gap(shape).is_none() {
-        true => 0,
-        false => times(tokens, PLAIN_SCORES * F32 * (shape.num_heads * seq_len) as u64),
+    let kinds = shape.by_kind();
+    let runs_reference = |part: &ModelShape| !part.attention.as_kind().is_one_op() && gpu_attention_gap(part).is_some();
+    match kinds.iter().any(runs_reference) {
+        false => 0,
+        true => times(tokens, PLAIN_SCORES * F32 * (shape.num_heads * seq_len) as u64),
     }
 }

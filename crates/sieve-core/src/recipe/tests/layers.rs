@@ -1,5 +1,9 @@
 use super::{DMA, load_replaced, load_with, rows, with_attention};
+use crate::model::{Attention, LayerType};
 use sieve_testing::refusal;
+
+const OWN: LayerType = LayerType::OWN;
+const DENSE: LayerType = LayerType::of(Attention::DENSE);
 
 #[test]
 fn a_pattern_of_layers_fits_the_model() {
@@ -8,22 +12,21 @@ fn a_pattern_of_layers_fits_the_model() {
         load_replaced(&format!("\n[attention]\n{DMA}"), &format!("layer_types = {types}\n[attention]\n{attention}"))
     };
     let recipe = load("[\"dma\", \"mha\", \"dma\"]", dma).expect("the second layer is dense");
-    assert_eq!(recipe.dense_layers(), [false, true, false]);
+    assert_eq!(recipe.layer_pattern().types(), [OWN, DENSE, OWN]);
     let any = "[\"sparse\", \"mha\", \"sparse\"]";
     for (attention, wanted) in [
-        (dma, &[false, true, false][..]),
-        ("kind = \"swa\"\nsliding_window = 8", &[false, true, false]),
+        (dma, &[OWN, DENSE, OWN][..]),
+        ("kind = \"swa\"\nsliding_window = 8", &[OWN, DENSE, OWN]),
         // One setting takes a recipe to dense attention in every layer.
         ("kind = \"mha\"", &[]),
     ] {
         let recipe = load(any, attention).expect("a pattern of any kind");
-        assert_eq!(recipe.dense_layers(), wanted, "{attention}");
+        assert_eq!(recipe.layer_pattern().types(), wanted, "{attention}");
     }
     let msa = "kind = \"msa\"";
     let recipe = load("[\"msa\", \"shared\", \"mha\"]", msa).expect("the second layer shares");
-    assert_eq!(recipe.shared_layers(), [false, true, false]);
-    assert_eq!(recipe.dense_layers(), [false, false, true]);
-    assert!(load(any, msa).expect("no layer shares").shared_layers().is_empty());
+    assert_eq!(recipe.layer_pattern().types(), [OWN, LayerType::SHARED, DENSE]);
+    assert_eq!(load(any, msa).expect("no layer shares").layer_pattern().types(), [OWN, DENSE, OWN]);
     for [types, kind, wanted] in rows("layer types") {
         let attention = match kind {
             "dma" => dma.to_owned(),

@@ -1,7 +1,9 @@
 //! `--set section.key=value`.
 
 use super::*;
-use crate::model::{DmaBias, DmaRecency, InfllmV2Shape, MlaShape, MobaShape, MsaShape, NsaCompression, NsaShape};
+use crate::model::{
+    DmaBias, DmaRecency, InfllmV2Shape, LayerType, MlaShape, MobaShape, MsaShape, NsaCompression, NsaShape,
+};
 use sieve_testing::refusal;
 
 fn load(overrides: &[&str]) -> Result<Recipe, RecipeError> {
@@ -51,6 +53,8 @@ fn another_kind_drops_the_keys_of_the_texts_kind_only() {
     refusal(load(&["attention.sliding_window=4"]), "attention.sliding_window: does not go with kind = \"dma\"");
 }
 
+const ONE_DENSE: [LayerType; 3] = [LayerType::OWN, LayerType::of(Attention::DENSE), LayerType::OWN];
+
 #[test]
 fn one_key_chooses_a_kind_and_what_is_left_out_is_named() {
     let left_out = |text: &str, overrides: &[&str]| {
@@ -70,9 +74,9 @@ fn one_key_chooses_a_kind_and_what_is_left_out_is_named() {
         assert_eq!(recipe.model.num_key_value_heads, if is_latent { 6 } else { 2 });
         let dense = match recipe.attention.kind() {
             AttentionKind::Mha | AttentionKind::Mla => &[][..],
-            _ => &[false, true, false],
+            _ => &ONE_DENSE,
         };
-        assert_eq!(recipe.dense_layers(), dense, "{kind}");
+        assert_eq!(recipe.layer_pattern().types(), dense, "{kind}");
     }
     // The pattern of a text whose kind is dense is of the kinds that it may be overridden with.
     let dense = with_attention("kind = \"mha\"").replacen(
@@ -81,7 +85,7 @@ fn one_key_chooses_a_kind_and_what_is_left_out_is_named() {
         1,
     );
     let (recipe, names) = left_out(&dense, &["attention.kind=nsa"]);
-    assert_eq!((recipe.dense_layers(), names), (vec![false, true, false], Vec::new()));
+    assert_eq!((recipe.layer_pattern().types(), names), (&ONE_DENSE[..], Vec::new()));
     // What another kind needs and the text cannot have stays a mistake where the command gives it.
     refusal(
         load(&["attention.kind=mla", "model.num_key_value_heads=3"]),
