@@ -7,6 +7,7 @@ mod word_encoder;
 mod words;
 mod written;
 
+use sieve_core::ShownPath;
 use std::path::Path;
 
 use serde_json::Value;
@@ -86,7 +87,7 @@ impl Tokenizer {
                      tokenizer.json --local-dir {folder} does; or train one: --set \
                      'tokenizer.train={{vocab_size=8192}}' (docs/own-data.md)"
                 );
-                DataError::refused(format!("there is no tokenizer {}", path.display()), hint)
+                DataError::refused(format!("there is no tokenizer {}", path.shown()), hint)
             }
             _ => DataError::io("read", path)(error),
         })?;
@@ -99,14 +100,14 @@ impl Tokenizer {
             log::warn!(
                 "{}: dropout = {dropout} of its merges is of its training and is off here: a text always has the same \
                  tokens",
-                path.display()
+                path.shown()
             );
         }
         let (missing, ids) = (tokenizer.num_missing, tokenizer.vocab_size);
         if missing > ids / MISSING_PARTS {
             log::warn!(
                 "{}: {missing} of its {ids} ids have no token; a model has a row of weights for each of them",
-                path.display()
+                path.shown()
             );
         }
         Ok(tokenizer)
@@ -368,7 +369,7 @@ fn home_of(path: &Path) -> (String, String) {
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     let owner = OWNERS.iter().find(|(known, _)| *known == name);
     let repository = owner.map_or("OWNER/NAME".to_owned(), |(name, owner)| format!("{owner}/{name}"));
-    let folder = folder.display().to_string();
+    let folder = folder.to_string_lossy().into_owned();
     let is_plain = folder.chars().all(|c| c.is_ascii_alphanumeric() || "/._-+".contains(c));
     (if is_plain { folder } else { format!("'{folder}'") }, repository)
 }

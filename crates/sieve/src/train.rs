@@ -37,7 +37,7 @@ use on_event::{OnEvent, StallWatch};
 use profile::StepProfile;
 use sieve_comm::{Mesh, World};
 use sieve_core::recipe::TrainingPrecision;
-use sieve_core::{Attention, Keeping, ModelShape, Recipe};
+use sieve_core::{Attention, Keeping, ModelShape, Recipe, ShownPath};
 use sieve_data::OnChange;
 use sieve_hf::Checkpoint;
 use sieve_kernels::step::Fp8Format;
@@ -241,11 +241,11 @@ impl TrainArgs {
         if let Some(path) = self.branch_from.as_ref().filter(|path| canonical(path).starts_with(canonical(out))) {
             bail!(
                 "--branch-from {} lies in the folder that --overwrite moves aside\n  hint: name another --out",
-                path.display()
+                path.shown()
             );
         }
         if let Some(aside) = RunFolder::move_aside(out, &recipe.checkpoint.folder)? {
-            terminal::status(&format!("the run in {} was moved to {}", out.display(), aside.display()));
+            terminal::status(&format!("the run in {} was moved to {}", out.shown(), aside.shown()));
         }
         Ok(())
     }
@@ -292,7 +292,7 @@ impl TrainArgs {
             conflict(format!(
                 "--checkpoint-fallback {} lies in the output folder, which cannot be written when it is needed\n  \
                  hint: name a folder on another disk\n",
-                dir.display()
+                dir.shown()
             ));
         }
         let other = match (&self.branch_from, &self.resume_from) {
@@ -458,7 +458,7 @@ fn train<B: TrainBackend>(
     TrainError::check_ranks(recipe, num_ranks)?;
     let keeping = missing::all_at_once(admit(session, recipe, &origin, place, &log), recipe, &origin)?;
     if let Some(dir) = session.args.checkpoint_fallback.as_ref().filter(|_| session.prints()) {
-        let what = || format!("creating {} for --checkpoint-fallback", dir.display());
+        let what = || format!("creating {} for --checkpoint-fallback", dir.shown());
         std::fs::create_dir_all(dir).with_context(what)?;
     }
     let data =
@@ -505,7 +505,7 @@ fn train<B: TrainBackend>(
     log.line(&line);
     warning.iter().for_each(|line| log.always(line));
     if let Some(path) = resumed {
-        let (step, path) = (trainer.step(), path.display());
+        let (step, path) = (trainer.step(), path.shown());
         log.line(&format!("continuing at step {step} from {path}"));
     }
     if let Some(address) = address {
@@ -560,7 +560,7 @@ fn is_finished(
         return Ok(false);
     }
     if origin.is_branch || matches!(start, Start::ResumeFrom(_)) && !RunFolder::holds_run(out) {
-        let (path, step) = (checkpoint.path.display(), origin.step());
+        let (path, step) = (checkpoint.path.shown(), origin.step());
         bail!(
             "{path} is at step {step}, and the recipe ends at step {}: nothing would be trained\n  \
              hint: --set training.steps=N, above {step}",
@@ -570,7 +570,7 @@ fn is_finished(
     let (saved, _) = checkpoint.recipe_and_shape()?;
     let steps = saved.training.steps;
     if origin.step() < steps as u64 {
-        let (path, step, now) = (checkpoint.path.display(), origin.step(), recipe.training.steps);
+        let (path, step, now) = (checkpoint.path.shown(), origin.step(), recipe.training.steps);
         if saved.lr_scheduler.after_step > 0 {
             bail!(
                 "{path} is at step {step} of a run that was extended to {steps}, and the recipe has {now} steps\n  \
@@ -588,7 +588,7 @@ fn is_finished(
         folder.claim(start)?;
         tidy_finished(folder, recipe)?;
     }
-    let (path, step, steps) = (checkpoint.path.display(), origin.step(), recipe.training.steps);
+    let (path, step, steps) = (checkpoint.path.shown(), origin.step(), recipe.training.steps);
     let has = match step > steps as u64 {
         true => format!("is at step {step}, beyond training.steps = {steps}"),
         false => format!("has all {steps} steps"),
@@ -717,7 +717,7 @@ fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Orig
         terminal::counted(meta.train.num_documents, "document"),
         terminal::counted(meta.validation.num_tokens, "held-out token"),
         terminal::counted(meta.validation.num_documents, "document"),
-        dir.display(),
+        dir.shown(),
     ));
     let has_changed = resumed.is_some() && data.text_has_changed(recipe, &variable);
     let lines = account::lines("data: ", &data, has_changed);
@@ -744,7 +744,7 @@ fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
         TrainEvent::Step(report) => log.short(&step_line(report), &whole_step_line(report)),
         TrainEvent::Skipped(report) => log.always(&skipped_line(report)),
         TrainEvent::Validation(report) => log.line(&validation_line(report)),
-        TrainEvent::Checkpoint(path) => log.line(&format!("checkpoint: {}", path.display())),
+        TrainEvent::Checkpoint(path) => log.line(&format!("checkpoint: {}", path.shown())),
         TrainEvent::FirstStep => startup::elapsed_once().iter().for_each(|elapsed| log.line(&startup_line(*elapsed))),
         TrainEvent::Notice(text) => log.line(text),
         TrainEvent::Warning(text) => log.always(text),

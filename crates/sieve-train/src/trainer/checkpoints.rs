@@ -8,7 +8,7 @@ use crate::run_folder::rename_aside;
 use crate::{Origin, RunFolder, TrainError, TrainEvent};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use sieve_core::{MODEL_LINE, Recipe};
+use sieve_core::{MODEL_LINE, Recipe, ShownPath};
 use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints};
 use sieve_ops::TrainBackend;
@@ -108,7 +108,7 @@ impl<B: TrainBackend> Trainer<B> {
         if self.folder.regain()? {
             self.write_config()?;
             reporter.metrics.reopen();
-            let path = self.folder.path().display();
+            let path = self.folder.path().shown();
             reporter.emit(TrainEvent::Warning(&format!(
                 "warning: {path} was removed while the run writes to it; it is recreated without its earlier contents"
             )));
@@ -118,7 +118,7 @@ impl<B: TrainBackend> Trainer<B> {
             reporter.emit(TrainEvent::Warning(&format!(
                 "warning: {} was moved, removed or replaced while the run writes to it; the lines since the last \
                  checkpoint are in the old file, later ones go to the new one",
-                path.display()
+                path.shown()
             )));
         }
         fs::create_dir_all(folder).map_err(TrainError::io("creating", folder))?;
@@ -272,7 +272,7 @@ impl<B: TrainBackend> Trainer<B> {
                 (false, false) => format!("the weights are kept in memory, the next try is in {} s", pause.as_secs()),
                 (false, true) => {
                     let last = match self.last_checkpoint_path() {
-                        Some(path) => format!("the last one is {}", path.display()),
+                        Some(path) => format!("the last one is {}", path.shown()),
                         None => "there is no earlier one".to_owned(),
                     };
                     return Err(TrainError::Unsaved(format!(
@@ -352,7 +352,7 @@ impl<B: TrainBackend> Trainer<B> {
             let aside = rename_aside(&path, "aside")?;
             reporter.emit(TrainEvent::Notice(&format!(
                 "note: step-{step} belongs to another continuation; it is kept as {}",
-                aside.display()
+                aside.shown()
             )));
         }
         remove_half_written(&self.folder.checkpoint_path())

@@ -11,7 +11,7 @@ use burn::backend::Autodiff;
 use burn::tensor::Tensor;
 use burn_cuda::CudaDevice;
 use sieve_comm::{CollectiveCounts, CommError, Failure, Loss, Mesh, Pieces, Timeouts, World};
-use sieve_core::Recipe;
+use sieve_core::{Recipe, ShownPath};
 use sieve_hf::Checkpoint;
 use sieve_kernels::{CudaPrimitive, KernelError, NcclGroup, NcclPiece, NcclWatch, NcclWork, ToBurn, kernel_tensor};
 use sieve_ops::Cuda;
@@ -232,7 +232,7 @@ pub(super) fn open(mesh: Option<&Mesh>, out: &Path, start: &Start, recipe: &Reci
         let path = path.map(|path| path.canonicalize()).transpose()?;
         let path = path.unwrap_or_default();
         // "1" for a branch, else "0", then the checkpoint's path; no path: the run starts from its seed.
-        mesh.broadcast(format!("{}{}", u8::from(origin.is_branch), path.display()).as_bytes())?;
+        mesh.broadcast(format!("{}{}", u8::from(origin.is_branch), path.shown()).as_bytes())?;
         return Ok((folder, origin));
     }
     let folder = RunFolder::of_group(out, name);
@@ -277,7 +277,7 @@ pub(super) fn check_shared(mesh: &Mesh, out: &Path) -> Result<()> {
     let rank = mesh.world().rank;
     let own = format!("{} {:?}", std::process::id(), SystemTime::now());
     if rank == 0 {
-        std::fs::write(&sign, &own).with_context(|| format!("writing {}", sign.display()))?;
+        std::fs::write(&sign, &own).with_context(|| format!("writing {}", sign.shown()))?;
     }
     let wanted = mesh.broadcast(own.as_bytes())?;
     // A network file system may show a new file late.
@@ -288,7 +288,7 @@ pub(super) fn check_shared(mesh: &Mesh, out: &Path) -> Result<()> {
     }
     let place = out.canonicalize().unwrap_or_else(|_| out.to_owned());
     // `1` or `0` for whether this rank sees the file, then the folder where it looks.
-    let answer = format!("{}{}", u8::from(sees()), place.display());
+    let answer = format!("{}{}", u8::from(sees()), place.shown());
     let answers = mesh.gather(answer.as_bytes())?;
     if rank == 0 {
         let _ = std::fs::remove_file(&sign);
