@@ -1,6 +1,6 @@
 //! Everything the program prints: lines, progress bars, errors.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "the one place that prints")]
-use crate::exit::Exit;
+use crate::exit::{Exit, is_of_the_disk};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 pub(crate) use sieve_core::thousands;
@@ -184,7 +184,7 @@ pub(crate) fn error_text(error: &anyhow::Error) -> String {
         }
     }
     let system = error.chain().find_map(|cause| cause.downcast_ref::<std::io::Error>());
-    if let Some(hint) = system.and_then(|cause| system_hint(cause.kind()))
+    if let Some(hint) = system.and_then(system_hint)
         && !message.contains("hint: ")
     {
         message.push_str("\n  hint: ");
@@ -194,9 +194,9 @@ pub(crate) fn error_text(error: &anyhow::Error) -> String {
 }
 
 /// A hint about an error of the operating system.
-fn system_hint(kind: std::io::ErrorKind) -> Option<&'static str> {
+fn system_hint(error: &std::io::Error) -> Option<&'static str> {
     use std::io::ErrorKind;
-    Some(match kind {
+    Some(match error.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
             "make room there, then repeat the command; a training continues from its last checkpoint with --resume"
         }
@@ -209,6 +209,10 @@ fn system_hint(kind: std::io::ErrorKind) -> Option<&'static str> {
         }
         ErrorKind::IsADirectory => "this is a folder, and a file is needed: name another path",
         ErrorKind::InvalidData => "the file must be UTF-8 text",
+        _ if is_of_the_disk(error) => {
+            "repeat the command when the disk works again; a training continues from its last checkpoint, or begins, with \
+             --resume=auto"
+        }
         _ => return None,
     })
 }

@@ -8,6 +8,7 @@ mod missing;
 mod on_event;
 mod profile;
 mod ranks;
+mod stopped;
 mod sweep;
 mod useless;
 
@@ -51,6 +52,7 @@ use sieve_train::{
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use stopped::{is_of_a_disk, is_unsaved, stopped_by};
 pub(crate) use useless::useless_settings;
 
 /// Environment variable that `sieve launch` sets for its processes.
@@ -154,22 +156,8 @@ pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
         None => {
             let (prints, mesh) = (true, None);
             let exit = Interrupt::install(prints).and_then(|interrupt| run_one(&args, mesh, interrupt));
-            events.ended(exit_of(exit, prints))
+            events.ended(stopped_by(is_unsaved, stopped_by(is_of_a_disk, exit, prints), prints))
         }
-    }
-}
-
-/// The exit code of a run. If its last checkpoint could not be written, `prints` says whether to print the error;
-/// the code means that the run can be continued from the checkpoint before.
-fn exit_of(result: Result<Exit>, prints: bool) -> Result<Exit> {
-    match result {
-        Err(error) if matches!(error.downcast_ref(), Some(TrainError::Unsaved(_))) => {
-            if prints {
-                terminal::print_error(&error);
-            }
-            Ok(Exit::StoppedEarly)
-        }
-        result => result,
     }
 }
 

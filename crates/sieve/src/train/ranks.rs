@@ -1,7 +1,8 @@
 //! `sieve train` as one of several ranks: how they agree on the recipe, folder, checkpoint and device, how NCCL
 //! connects their GPUs, and which rank prints an error.
 use super::on_event::{Event, OnEvent};
-use super::{LAUNCHED, TrainArgs, exit_of, run_one, variable};
+use super::stopped::{is_of_a_disk, is_unsaved, stopped_by};
+use super::{LAUNCHED, TrainArgs, run_one, variable};
 use crate::device::{Device, DeviceChoice};
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
@@ -67,7 +68,7 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
         Err(error) if rank == 0 => return events.ended(Err(error.into())),
         Err(error) => return Err(error.into()),
     };
-    match exit_of(run_one(args, Some(mesh.clone()), interrupt), rank == 0) {
+    match stopped_by(is_unsaved, run_one(args, Some(mesh.clone()), interrupt), rank == 0) {
         Ok(exit) => {
             mesh.leave();
             match rank {
@@ -90,10 +91,10 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
             }
             let text = terminal::error_text(&error);
             mesh.fail(text.trim_start_matches("error: "));
-            match rank {
-                0 => events.ended(Err(error)),
+            match stopped_by(is_of_a_disk, Err(error), rank == 0) {
+                result if rank == 0 => events.ended(result),
                 // Rank 0 prints this rank's error.
-                _ => Ok(Exit::Failed),
+                result => Ok(result.unwrap_or(Exit::Failed)),
             }
         }
     }
