@@ -1,4 +1,5 @@
 //! Tests that cross crates.
+#![allow(clippy::disallowed_methods, reason = "paths of tests")]
 
 mod python;
 mod random_model;

@@ -1,5 +1,38 @@
-//! What `sieve data batch` writes.
+//! What `sieve data batch` writes, and a step on rows that documents share against one on rows of one document.
 use crate::tiny_run::TinyRun;
+
+/// 32 documents of 15 letters and an end-of-document token fill 8 rows of 64, or have 32 rows with padding.
+#[test]
+fn rows_of_one_document_have_the_gradients_of_shared_rows() {
+    for kind in ["msa", "msa\"\nindexer = \"qsa"] {
+        let tiny = TinyRun::new(&format!("kind = \"{kind}\"\nselect_block_size = 4\nnum_selected_blocks = 2"));
+        let text = |number: usize| (0..15).map(|at| (b'a' + (number * at * at % 11) as u8) as char).collect::<String>();
+        let documents = (0..36).map(|number| format!("{{\"text\": \"{}\"}}\n", text(number)));
+        tiny.write("documents.jsonl", documents.collect::<String>());
+        let set = "--set data.paths=documents.jsonl --set tokenizer.train={vocab_size=258} --set training.max_norm=1e9 \
+                   --set training.seq_len=64 --set training.steps=1 --set lr_scheduler.warmup_steps=0 \
+                   --set training.global_batch_size";
+        tiny.trained("shared", &format!("{set}=8"));
+        tiny.trained("alone", &format!("{set}=32 --set training.one_document_per_row=true"));
+        let open = |out: &str| {
+            let path = tiny.path(out).join("checkpoint/step-1/optimizer.safetensors");
+            sieve_hf::TensorFile::open(&path).expect("a checkpoint")
+        };
+        let (shared, alone) = (open("shared"), open("alone"));
+        let norm = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>().sqrt();
+        let moments = shared.names().into_iter().filter(|name| name.ends_with(".exp_avg")).collect::<Vec<_>>();
+        assert!(moments.iter().any(|name| name.contains("indexer")), "{moments:?}");
+        for name in moments {
+            let values = |file: &sieve_hf::TensorFile| {
+                file.any_tensor(&name).expect("in both").iter::<f64>().collect::<Vec<_>>()
+            };
+            let (one, other) = (values(&shared), values(&alone));
+            let difference = one.iter().zip(&other).map(|(a, b)| a - b).collect::<Vec<_>>();
+            let share = norm(&difference) / norm(&one);
+            assert!(share < 1e-5, "{kind}: {name} differs by {share:e} of its norm");
+        }
+    }
+}
 
 #[test]
 fn data_batch_writes_what_the_loader_gives() {

@@ -3,6 +3,7 @@
 //! - `kernel_files.rs`: the table `KERNEL_FILES` with the path below `kernels/` and the text of every file;
 //! - `kernel_params.rs`: a Rust struct for each `struct ..Params` of the kernels, and the table `ENTRY_PARAMS` with
 //!   each entry point and the name of its struct.
+#![allow(clippy::disallowed_methods, reason = "paths of this repository")]
 #[path = "src/runtime/params_text.rs"]
 mod params_text;
 

@@ -1,5 +1,6 @@
 //! Embeds the recipes, and some of this project's own text as training data, into the program: the tables `RECIPES` and
 //! `OWN_TEXT` of (name, text).
+#![allow(clippy::disallowed_methods, reason = "paths of this repository")]
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};

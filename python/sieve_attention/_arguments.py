@@ -25,13 +25,16 @@ def _whole(least):
 
 
 def _tensor(axes):
-    return f"a tensor of {axes} ax{'es' if axes > 1 else 'is'}", lambda x: is_tensor(x) and x.dim() == axes
+    wanted = f"a tensor of {axes} ax{'es' if axes > 1 else 'is'}"
+    return wanted, lambda x: is_tensor(x) and x.dim() == axes and x.layout == torch.strided
 
 
 def _list(wanted, of, *lengths):
     return wanted, lambda x: type(x) in (list, tuple) and all(map(of, x)) and len(x) in (lengths or (len(x),))
 
 
+# As many heads as a recipe may have.
+MOST_HEADS = 1 << 14
 # What an argument must be, and a test of it, by its name or by function and name.
 WANTED = {
     **dict.fromkeys(["window", "keep", "block", "num_selected", "mla_decode.rank"], _whole(1)),
@@ -49,6 +52,7 @@ WANTED = {
     **dict.fromkeys(
         ["shortest_period", "longest_period"], ("a number of tokens of at least 1", lambda x: _is_finite(x) and x >= 1)
     ),
+    "kv_heads": ("a whole number from 1 to 16384", lambda x: type(x) is int and 1 <= x <= MOST_HEADS),
     "scale": ("a positive, finite number", lambda x: _is_finite(x) and x > 0),
     "slopes": _list("a list of finite numbers", _is_finite),
     "blocks": (
@@ -80,7 +84,8 @@ def _problem(name, defaults, arguments):
         may_be_none = default is None or f"{name}.{argument}" in MAY_BE_NONE
         if holds(x) or (x is None and may_be_none) or isinstance(default, str):
             continue
-        got = f"a tensor {list(x.shape)}" if is_tensor(x) else repr(x) if len(repr(x)) < 80 else f"a {type(x).__name__}"
+        layout = "" if not is_tensor(x) or x.layout == torch.strided else "sparse "
+        got = f"a {layout}tensor {list(x.shape)}" if is_tensor(x) else repr(x) if len(repr(x)) < 80 else f"a {type(x).__name__}"
         return f"{argument} is {got}; it must be {wanted}{', or None' if may_be_none else ''}"
     return None
 

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import _dma, ops
-from ._arguments import checked
+from ._arguments import MOST_HEADS, checked
 from ._library import SieveError
 
 # The exponential of a larger rank counts as this one's (ARCHITECTURE.md: it would own the softmax).
@@ -239,7 +239,8 @@ def _require_no_gradient(name, *tensors):
 
 
 def _scale(scale, q):
-    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    # The library refuses a width of 0.
+    return 1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
 
 
 @checked
@@ -320,9 +321,12 @@ def dma_scores(v, w_dt, a, *, slopes=None, documents=None):
     return _DmaScores.apply(v, w_dt.float(), a.float(), start, tuple(slopes or ()))
 
 
+@checked
 def dma_slopes(keep, kv_heads, *, shortest_period=None, longest_period=None):
     """The slopes of `dma_attention`, a tuple of one number for each KV head: 1 / period, periods spaced geometrically
     from `shortest_period` (64 tokens) to `longest_period` (four times `keep`)."""
+    if not 0 < kv_heads <= MOST_HEADS:
+        raise SieveError(f"{kv_heads} KV heads")
     return _dma.slopes_of(keep, kv_heads, shortest_period=shortest_period, longest_period=longest_period)
 
 

@@ -1,7 +1,7 @@
 //! Compiles kernels into the kernel cache before the first run.
 use crate::error::{BenchError, Result, refused};
 use sieve_core::kinds::KeyReads;
-use sieve_core::{Attention, Recipe};
+use sieve_core::{Attention, Recipe, ShownPath};
 use sieve_kernels::ahead_of_time::{CompiledKernel, compile_with_nvrtc, installed_nvrtc};
 use sieve_kernels::{
     AttentionNeeds, AttentionShape, Cubins, KernelError, NeededKernels, NeededKeys, SourceKernel, SumOrder,
@@ -114,7 +114,7 @@ fn build_one(arch: &str, needed: &NeededKernels, cubins: &Cubins, say: &mut dyn 
     say(BuildEvent::Done(format!(
         "{arch}: {compiled} kernels compiled in {:.1} s, {kept} were there, {failed} failed; in {}",
         started.elapsed().as_secs_f64(),
-        cubins.folder().display()
+        cubins.folder().shown()
     )));
     Ok(failed)
 }

@@ -11,6 +11,7 @@ use burn::backend::Autodiff;
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
+use sieve_core::ShownPath;
 use sieve_kernels::{
     Arrivals, AttentionNeeds, AttentionShape, DeviceReport, KernelFamilies, KernelPolicy, NeededKernels, NeededKeys,
     ScoreBias, SumOrder,
@@ -154,7 +155,7 @@ pub fn check_emulated(
     programs: &Path,
     on_part: &mut dyn FnMut(CheckedPart),
 ) -> Result<(Report, Vec<&'static str>)> {
-    let emulator = Emulator::new(programs).map_err(|e| BenchError::Refused(format!("{}: {e}", programs.display())))?;
+    let emulator = Emulator::new(programs).map_err(|e| BenchError::Refused(format!("{}: {e}", programs.shown())))?;
     let mut progress = Progress::new(on_part);
     let extent =
         Extent { magnitude: settings.magnitude, ..Extent::emulated(settings.cases, settings.longest, settings.seed) };

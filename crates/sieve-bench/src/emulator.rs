@@ -7,6 +7,7 @@
 use crate::device::Device;
 use crate::strided::place;
 use half::bf16;
+use sieve_core::ShownPath;
 use sieve_kernels::{AttentionShape, CudaTensor, DType, Hardware, KernelError, Launch, Recorder, Step, recorded_at};
 use std::cell::RefCell;
 use std::fs;
@@ -182,7 +183,7 @@ impl Emulator {
         let buffers = self.recorder.buffers();
         for view in &launch.tensors {
             let (file, bytes) = (self.file(view.buffer), buffers[view.buffer]);
-            command.arg(format!("{}:{bytes}:{}", file.display(), view.offset_bytes));
+            command.arg(format!("{}:{bytes}:{}", file.shown(), view.offset_bytes));
         }
         let done = command.output().map_err(|e| failed(name, &e))?;
         if done.status.success() {

@@ -1,5 +1,6 @@
 //! Scores by which DMA ranks keys: random ones, hard cases, and those captured from a trained model.
 use crate::error::{BenchError, Result, refused};
+use sieve_core::ShownPath;
 use sieve_hf::TensorFile;
 use sieve_testing::Random;
 use std::path::{Path, PathBuf};
@@ -108,17 +109,17 @@ fn captured(path: &Path, rows: usize, seq_len: usize) -> Result<Vec<f32>> {
     if length < seq_len {
         return refused(format!(
             "{}: z is {shape:?}, too short for seq_len={seq_len}\n  hint: give a shape with seq_len={length} at most",
-            path.display()
+            path.shown()
         ));
     }
     let values =
-        z.convert::<f32>().to_vec::<f32>().map_err(|e| BenchError::Refused(format!("{}: z: {e:?}", path.display())))?;
+        z.convert::<f32>().to_vec::<f32>().map_err(|e| BenchError::Refused(format!("{}: z: {e:?}", path.shown())))?;
     if !values.iter().all(|z| z.is_finite()) {
-        return refused(format!("{}: z has numbers that are not finite", path.display()));
+        return refused(format!("{}: z has numbers that are not finite", path.shown()));
     }
     let stored = values.len() / length.max(1);
     if stored == 0 {
-        return refused(format!("{}: z is empty", path.display()));
+        return refused(format!("{}: z is empty", path.shown()));
     }
     Ok((0..rows).flat_map(|row| values[(row % stored) * length..][..seq_len].to_vec()).collect())
 }

@@ -6,6 +6,7 @@ use crate::request::PlanError;
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::{self, CUstream};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use sieve_core::ShownPath;
 use sieve_gpu::{
     BufferView, Cubins, DeviceLaunch, KernelError, LoadedKernel, MapLayout, SourceKernel, Step, ahead_of_time,
     on_device,
@@ -235,7 +236,7 @@ fn compile_at_once(plan: &Plan, device: usize, arch: &str, cubins: Option<&Cubin
 fn open_for_all(path: &Path) -> Result<(), PlanError> {
     // SAFETY: NVRTC's initialisers do nothing but set up the library.
     let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
-    let library = library.map_err(|e| PlanError::Call(format!("NVRTC at {}: {e}", path.display())))?;
+    let library = library.map_err(|e| PlanError::Call(format!("NVRTC at {}: {e}", path.shown())))?;
     // Never closed: its functions are called for the life of the process.
     let _ = library.into_raw();
     Ok(())

@@ -1,4 +1,5 @@
 //! The interface from C: a program that plans an op, asks for errors and frees the plan. Needs no GPU.
+#![allow(clippy::disallowed_methods, reason = "paths of tests")]
 use std::path::Path;
 use std::process::Command;
 

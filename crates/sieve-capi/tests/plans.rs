@@ -1,4 +1,5 @@
 //! Plans without a GPU: what they launch, on three kinds of GPUs, and that no request makes one panic.
+#![allow(clippy::disallowed_methods, reason = "paths of tests")]
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use sieve_capi::Plan;

@@ -37,6 +37,7 @@ mod model_line;
 mod nsa_blocks;
 mod score_matrix;
 mod short_form;
+mod shown;
 
 pub use adamw_step::AdamWStep;
 pub use block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
@@ -59,3 +60,4 @@ pub use nsa_blocks::NsaBlocks;
 pub use recipe::{Recipe, RecipeError};
 pub use score_matrix::{MOST_REFERENCE_SCORES, ReferenceTooLarge, ScoreMatrix};
 pub use short_form::number_of_short_form;
+pub use shown::{Shown, ShownPath, shown_text};

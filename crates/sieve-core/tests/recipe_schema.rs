@@ -1,4 +1,5 @@
 //! The JSON schema of recipes takes what the program takes.
+#![allow(clippy::disallowed_methods, reason = "paths of tests")]
 
 use serde_json::Value;
 use sieve_core::Recipe;

@@ -1,4 +1,5 @@
 //! Every recipe the project ships loads, and the paper's have the paper's numbers.
+#![allow(clippy::disallowed_methods, reason = "paths of tests")]
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,5 +1,6 @@
 //! The one error type of the crate.
 
+use sieve_core::ShownPath;
 use sieve_files::FileError;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
@@ -26,7 +27,7 @@ pub enum DataError {
         searched: String,
     },
     /// One document cannot be used; the others of its file can still be read (`skip_invalid`).
-    #[error("{}: {what}\n  hint: {hint}", path.display())]
+    #[error("{}: {what}\n  hint: {hint}", path.shown())]
     InvalidDocument {
         /// Path of the file.
         path: PathBuf,
@@ -36,7 +37,7 @@ pub enum DataError {
         hint: Cow<'static, str>,
     },
     /// A file of any kind cannot be used: text, tokenizer, shard or side file.
-    #[error("{}: {what}\n  hint: {hint}", path.display())]
+    #[error("{}: {what}\n  hint: {hint}", path.shown())]
     BadFile {
         /// Path of the file.
         path: PathBuf,
@@ -46,7 +47,7 @@ pub enum DataError {
         hint: Cow<'static, str>,
     },
     /// The folder holds other data than the data to prepare.
-    #[error("{}: {what}\n  hint: choose another folder, or ask for the data to be replaced", dir.display())]
+    #[error("{}: {what}\n  hint: choose another folder, or ask for the data to be replaced", dir.shown())]
     OtherPreparation {
         /// Folder of the prepared data.
         dir: PathBuf,

@@ -89,11 +89,21 @@ impl Batch {
         self.labels.iter().filter(|&&label| label != IGNORE_LABEL).count()
     }
 
-    /// Makes each token of padding a document of its own, so that its query attends only to itself.
+    /// Makes each token that no label depends on padding, and a document of its own, so that its query attends only to
+    /// itself. Such a token is padding, or the last one of a segment without a label of its own: the end-of-document
+    /// token, which rows of one document lack.
     pub fn part_padding(&mut self) {
-        for at in (0..self.documents.len()).filter(|&at| self.documents[at] == PAD_DOCUMENT) {
+        for at in 0..self.documents.len() {
             let column = (at % self.seq_len) as u32;
-            (self.doc_start[at], self.doc_end[at], self.positions[at]) = (column, column + 1, 0);
+            let start = at - (column - self.doc_start[at]) as usize;
+            let is_last = self.doc_end[at] == column + 1 && self.labels[at] == IGNORE_LABEL;
+            if is_last && self.documents[at] != PAD_DOCUMENT {
+                self.doc_end[start..at].fill(column);
+                self.documents[at] = PAD_DOCUMENT;
+            }
+            if self.documents[at] == PAD_DOCUMENT {
+                (self.doc_start[at], self.doc_end[at], self.positions[at]) = (column, column + 1, 0);
+            }
         }
     }
 

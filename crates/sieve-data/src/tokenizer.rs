@@ -5,9 +5,12 @@ mod stream;
 mod train;
 mod word_encoder;
 mod words;
+mod written;
 
+use sieve_core::ShownPath;
 use std::path::Path;
 
+use serde_json::Value;
 use tokenizers::Tokenizer as HfTokenizer;
 use tokenizers::decoders::DecoderWrapper;
 use tokenizers::models::ModelWrapper;
@@ -39,6 +42,10 @@ pub struct Tokenizer {
     /// Encodes as `plain` does, many times faster; `None` for tokenizers that it does not support.
     fast: Option<WordEncoder>,
     vocab_size: usize,
+    /// Number of ids below `vocab_size` that no token has.
+    num_missing: usize,
+    /// The JSON of its model, if ids of the model are missing.
+    model_with_gaps: Option<Value>,
     hash: u128,
     /// A token of letters or digits, which [`token_bytes`](Self::token_bytes) puts before another token; `None` if the
     /// vocabulary has none.
@@ -51,16 +58,17 @@ pub struct Tokenizer {
     dropout: Option<f32>,
 }
 
+/// A file is warned of if more ids than one part in so many have no token.
+const MISSING_PARTS: usize = 2;
+
 /// Makes a BPE apply all of its merges. Returns the share that it would have left out at random, if it would have.
-fn switch_dropout_off(inner: &mut HfTokenizer) -> Option<f32> {
-    let ModelWrapper::BPE(model) = inner.get_model() else {
+fn switch_dropout_off(model: &mut ModelWrapper) -> Option<f32> {
+    let ModelWrapper::BPE(model) = model else {
         return None;
     };
     // 0 leaves out none.
     let dropout = model.dropout.filter(|dropout| *dropout != 0.0)?;
-    let mut model = model.clone();
     model.dropout = None;
-    inner.with_model(model);
     Some(dropout)
 }
 
@@ -79,7 +87,7 @@ impl Tokenizer {
                      tokenizer.json --local-dir {folder} does; or train one: --set \
                      'tokenizer.train={{vocab_size=8192}}' (docs/own-data.md)"
                 );
-                DataError::refused(format!("there is no tokenizer {}", path.display()), hint)
+                DataError::refused(format!("there is no tokenizer {}", path.shown()), hint)
             }
             _ => DataError::io("read", path)(error),
         })?;
@@ -92,7 +100,14 @@ impl Tokenizer {
             log::warn!(
                 "{}: dropout = {dropout} of its merges is of its training and is off here: a text always has the same \
                  tokens",
-                path.display()
+                path.shown()
+            );
+        }
+        let (missing, ids) = (tokenizer.num_missing, tokenizer.vocab_size);
+        if missing > ids / MISSING_PARTS {
+            log::warn!(
+                "{}: {missing} of its {ids} ids have no token; a model has a row of weights for each of them",
+                path.shown()
             );
         }
         Ok(tokenizer)
@@ -102,26 +117,26 @@ impl Tokenizer {
         // The `tokenizers` crate panics on some damaged files.
         let loaded = guarded(|| {
             let inner = HfTokenizer::from_bytes(bytes).map_err(|error| error.to_string())?;
-            Self::from_inner(inner)
+            let ids = written::ids(&inner)?;
+            let model_with_gaps = written::model_with_gaps(&inner, bytes)?;
+            Self::from_inner(inner, &ids, model_with_gaps)
         });
         loaded.unwrap_or_else(|| Err("its parts contradict one another".to_owned()))
     }
 
     /// The tokenizer without truncation, padding and dropout, and what Sieve derives from its vocabulary and template.
-    fn from_inner(mut inner: HfTokenizer) -> Result<Self, String> {
+    /// `ids` and `model_with_gaps` are those of [`written`].
+    fn from_inner(mut inner: HfTokenizer, ids: &[u32], model_with_gaps: Option<Value>) -> Result<Self, String> {
         inner.with_truncation(None).map_err(|error| error.to_string())?;
         inner.with_padding(None);
-        let dropout = switch_dropout_off(&mut inner);
+        let mut model = inner.get_model().clone();
+        let dropout = switch_dropout_off(&mut model);
+        inner.with_model(model);
         inner.set_encode_special_tokens(false);
         // Ids may have gaps, so the largest id can exceed the number of tokens.
-        let with_added_tokens = true;
-        let largest_id = inner.get_vocab(with_added_tokens).into_values().max();
-        let vocab_size = largest_id.map_or(0, |id| id as usize + 1);
-        if vocab_size == 0 {
-            return Err("its vocabulary is empty".into());
-        }
+        let vocab_size = ids.last().map_or(0, |&id| id as usize + 1);
         let is_pretty = false;
-        let canonical = inner.to_string(is_pretty).map_err(|error| error.to_string())?;
+        let canonical = written::json(&inner, model_with_gaps.as_ref(), is_pretty)?;
         let mut plain = inner.clone();
         plain.set_encode_special_tokens(true);
         let mut tokenizer = Self {
@@ -129,13 +144,15 @@ impl Tokenizer {
             plain,
             marked: inner,
             vocab_size,
+            num_missing: vocab_size - ids.len(),
+            model_with_gaps,
             hash: xxh3_128(canonical.as_bytes()),
             plain_token: None,
             bos_id: None,
             eos_token: None,
             dropout,
         };
-        tokenizer.plain_token = tokenizer.find_plain_token();
+        tokenizer.plain_token = tokenizer.find_plain_token(ids);
         tokenizer.bos_id = tokenizer.find_bos();
         Ok(tokenizer)
     }
@@ -163,7 +180,7 @@ impl Tokenizer {
     /// A tokenizer that cannot be written as JSON.
     pub fn to_json(&self) -> Result<String, DataError> {
         let is_pretty = true;
-        let json = self.marked.to_string(is_pretty);
+        let json = written::json(&self.marked, self.model_with_gaps.as_ref(), is_pretty);
         json.map_err(|error| DataError::Failed(format!("the tokenizer cannot write its tokenizer.json: {error}")))
     }
 
@@ -277,9 +294,9 @@ impl Tokenizer {
     }
 
     /// A token that decodes to ASCII letters or digits only. A token decoded after it is not the first of its text.
-    fn find_plain_token(&self) -> Option<u32> {
+    fn find_plain_token(&self, ids: &[u32]) -> Option<u32> {
         let is_plain = |text: String| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric());
-        (0..self.vocab_size as u32).find(|&id| {
+        ids.iter().copied().find(|&id| {
             let has_text = self.text_token(id).is_some_and(|token| !is_byte_token(&token));
             has_text && self.decode(&[id]).is_ok_and(is_plain)
         })
@@ -352,7 +369,7 @@ fn home_of(path: &Path) -> (String, String) {
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     let owner = OWNERS.iter().find(|(known, _)| *known == name);
     let repository = owner.map_or("OWNER/NAME".to_owned(), |(name, owner)| format!("{owner}/{name}"));
-    let folder = folder.display().to_string();
+    let folder = folder.to_string_lossy().into_owned();
     let is_plain = folder.chars().all(|c| c.is_ascii_alphanumeric() || "/._-+".contains(c));
     (if is_plain { folder } else { format!("'{folder}'") }, repository)
 }

@@ -1,6 +1,7 @@
 //! Documents to evaluate on, from text files or from prepared shards.
 use crate::EvalError;
 use crate::words::{WordUse, word_uses};
+use sieve_core::ShownPath;
 use sieve_data::{DataError, Document, Prepared, Tokenizer};
 
 /// A document as token ids, with its size.
@@ -74,7 +75,7 @@ pub fn prepared_documents<'a>(
     tokenizer: &'a Tokenizer,
 ) -> Result<impl Iterator<Item = Result<EvalDocument, EvalError>> + use<'a>, EvalError> {
     if prepared.meta.tokenizer_hash != format!("{:032x}", tokenizer.hash()) {
-        let dir = prepared.dir.display();
+        let dir = prepared.dir.shown();
         let what = format!("{dir}: the shards there were made with another tokenizer than the checkpoint's");
         return Err(EvalError::refused(what, "name the text with --data instead"));
     }
@@ -152,7 +153,7 @@ mod tests {
         for (path, text) in paths.iter().zip(texts) {
             std::fs::write(path, text).expect("writable");
         }
-        let paths = paths.map(|path| path.display().to_string()).to_vec();
+        let paths = paths.map(|path| path.shown().to_string()).to_vec();
         let corpus = Corpus::open(CorpusConfig::text(paths)).expect("two files");
         let bytes = Tokenizer::train_on(texts.into_iter(), 262).expect("enough text");
         let first = |word: &str| bytes.encode(word).expect("bytes")[0];

@@ -1,11 +1,12 @@
 //! The error of a failed file operation.
 
+use sieve_core::ShownPath;
 use std::io;
 use std::path::{Path, PathBuf};
 
 /// An error of the file system, such as a missing folder, no permission or a full disk.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot {action} {}: {source}", path.display())]
+#[error("cannot {action} {}: {source}", path.shown())]
 pub struct FileError {
     /// The operation that failed: "create", "write", "rename".
     pub action: &'static str,

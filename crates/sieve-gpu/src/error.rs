@@ -1,4 +1,5 @@
 //! Errors between a Rust call and a finished launch.
+use sieve_core::ShownPath;
 use std::fmt::Display;
 use std::path::PathBuf;
 
@@ -58,7 +59,7 @@ pub enum KernelError {
     #[error(
         "kernel cache {path}: {reason}\n  \
         hint: make the folder writable, or name one on a file system with locks with XDG_CACHE_HOME",
-        path = path.display()
+        path = path.shown()
     )]
     Cache {
         /// File or folder of the kernel cache.

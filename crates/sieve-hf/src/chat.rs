@@ -10,6 +10,7 @@ use crate::export::tokenizer_files::{self, Templates};
 use crate::{Checkpoint, CheckpointError};
 use minijinja::value::{Enumerator, Object};
 use minijinja::{Environment, Error, ErrorKind, Value};
+use sieve_core::ShownPath;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -60,7 +61,7 @@ impl ChatTemplate {
             return match templates.names() {
                 names if names.is_empty() => Ok(None),
                 names => Err(CheckpointError::refused(
-                    format!("{} has chat templates for {names}, and none by default", folder.display()),
+                    format!("{} has chat templates for {names}, and none by default", folder.shown()),
                     "copy the one that is meant to chat_template.jinja in this folder",
                 )),
             };
@@ -76,7 +77,7 @@ impl ChatTemplate {
     pub fn render(&self, messages: &[ChatMessage<'_>]) -> Result<String, CheckpointError> {
         let failed = |error: Error| {
             // Without the debug feature this is one line: kind, detail, place.
-            let what = format!("{}: the chat template cannot be applied: {error}", self.folder.display());
+            let what = format!("{}: the chat template cannot be applied: {error}", self.folder.shown());
             let hint = "change the messages (some templates take no system message), or write the text of the chat \
                 yourself, without --chat";
             CheckpointError::refused(what, hint)

@@ -6,6 +6,7 @@
 use crate::import::{INDEX, SINGLE};
 use crate::{CheckpointError, NamedTensor, TensorFiles, write_tensor_file};
 use serde::{Deserialize, Serialize};
+use sieve_core::ShownPath;
 use sieve_files::{publish_folder, sync_folder, temporary_name, write_synced};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -319,14 +320,14 @@ impl Checkpoint {
         let all = list_checkpoints(folder)?;
         let Some((_, latest)) = all.last() else {
             if path.join("config.json").is_file() {
-                let what = format!("{} is a model of transformers, and no checkpoint of a run", path.display());
+                let what = format!("{} is a model of transformers, and no checkpoint of a run", path.shown());
                 let hint = "sieve import --from DIR --out RUN makes a run folder of it, with a checkpoint";
                 return Err(CheckpointError::refused(what, hint));
             }
             // A checkpoint's folder would have config.toml.
             let has_weights = [SINGLE, INDEX].iter().any(|name| path.join(name).is_file());
             if has_weights && !path.join(RECIPE).is_file() {
-                let what = format!("{} has a model's weights, but config.json is missing", path.display());
+                let what = format!("{} has a model's weights, but config.json is missing", path.shown());
                 return Err(CheckpointError::refused(what, "fetch or copy the model's config.json into this folder"));
             }
             return Err(CheckpointError::NotFound { path: path.to_owned(), beside: latest_beside(path) });

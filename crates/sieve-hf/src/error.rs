@@ -1,4 +1,5 @@
 //! Errors of reading and writing weights.
+use sieve_core::ShownPath;
 use sieve_files::python_number;
 use std::fmt::Display;
 use std::io::ErrorKind;
@@ -11,7 +12,7 @@ pub enum CheckpointError {
     #[error(transparent)]
     File(#[from] sieve_files::FileError),
     /// A file system operation failed.
-    #[error("{action} {}: {source}{}", path.display(), match source.kind() {
+    #[error("{action} {}: {source}{}", path.shown(), match source.kind() {
         ErrorKind::PermissionDenied => "\n  hint: this user may not; see ls -l and chmod",
         _ => "",
     })]
@@ -26,9 +27,9 @@ pub enum CheckpointError {
     /// A file does not have its checksum.
     #[error(
         "{} is damaged: {problem}\n  hint: {}",
-        path.display(), previous.as_ref().map_or_else(|| "there is no checkpoint before it".to_owned(), |path| format!(
+        path.shown(), previous.as_ref().map_or_else(|| "there is no checkpoint before it".to_owned(), |path| format!(
             "name the checkpoint before it, {}: sieve train by --resume-from, other commands by --checkpoint",
-            path.display()
+            path.shown()
         ))
     )]
     Damaged {
@@ -40,7 +41,7 @@ pub enum CheckpointError {
         previous: Option<PathBuf>,
     },
     /// The recipe beside the weights cannot be used.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {source}", path.shown())]
     BadRecipe {
         /// Path of the recipe.
         path: PathBuf,
@@ -56,7 +57,7 @@ pub enum CheckpointError {
         hint: &'static str,
     },
     /// A path holds no checkpoint.
-    #[error("{} holds no checkpoint\n  hint: {}", path.display(), match beside.as_slice() {
+    #[error("{} holds no checkpoint\n  hint: {}", path.shown(), match beside.as_slice() {
         [] => "name a folder step-N, or a run folder with checkpoint/step-N inside".to_owned(),
         names => format!("the latest checkpoints beside it are {}", names.join(", ")),
     })]
@@ -75,12 +76,12 @@ impl CheckpointError {
 
     /// The error of a file or folder of `transformers` that no recipe can describe.
     pub(crate) fn not_importable(path: &Path, problem: impl Display, hint: &'static str) -> Self {
-        Self::refused(format!("{} cannot be imported: {problem}", path.display()), hint)
+        Self::refused(format!("{} cannot be imported: {problem}", path.shown()), hint)
     }
 
     /// The error for a file with invalid content.
     pub(crate) fn malformed(path: &Path, problem: impl Display) -> Self {
-        Self::refused(format!("{}: {problem}", path.display()), "fetch or copy the file again")
+        Self::refused(format!("{}: {problem}", path.shown()), "fetch or copy the file again")
     }
 
     /// The error of a file that `error` says is not JSON.
@@ -88,7 +89,7 @@ impl CheckpointError {
         let (line, column) = (error.line(), error.column());
         match python_number(text, line, column) {
             Some(word) => Self::refused(
-                format!("{}: line {line} column {column} has {word}, which is not JSON", path.display()),
+                format!("{}: line {line} column {column} has {word}, which is not JSON", path.shown()),
                 "the file is as it was written: Python's json writes such words; put a number or null there",
             ),
             None => Self::malformed(path, format!("it is not JSON ({error})")),
@@ -98,7 +99,7 @@ impl CheckpointError {
     /// The error of tensors that do not fit the model.
     pub(crate) fn other_model(path: &Path, problem: impl Display) -> Self {
         Self::refused(
-            format!("{} does not hold this model's weights: {problem}", path.display()),
+            format!("{} does not hold this model's weights: {problem}", path.shown()),
             "the checkpoint belongs to a recipe with another [model] or [attention]",
         )
     }

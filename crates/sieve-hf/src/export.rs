@@ -18,9 +18,9 @@ use crate::tensor_file::stream_tensor_file;
 use crate::{Checkpoint, CheckpointError};
 use burn::tensor::DType;
 use folder::OutFolder;
-use sieve_core::ModelShape;
 pub(crate) use sieve_core::kinds::DEEPSEEK_LATENT_EPS;
 use sieve_core::kinds::StockClass;
+use sieve_core::{ModelShape, ShownPath};
 use sieve_files::write_synced;
 use std::collections::HashMap;
 use std::path::Path;
@@ -227,7 +227,7 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
             format!(
                 "{} is of an indexer's warm-up, in which queries read all keys (index_warmup): the exported model \
                  would choose keys by an indexer that is still learning",
-                checkpoint.path.display()
+                checkpoint.path.shown()
             ),
             "train on to the stage behind the warm-up, and export a checkpoint of it",
         ));

@@ -22,7 +22,7 @@ use burn::tensor::{Bytes, DType, TensorData};
 use config::HfConfig;
 pub use refit::{RefitReport, refit};
 use sieve_core::recipe::{AttentionKind, Location};
-use sieve_core::{ModelShape, Recipe, RecipeError};
+use sieve_core::{ModelShape, Recipe, RecipeError, ShownPath};
 use sieve_files::write_synced;
 use sieve_nn::Qwen3;
 use std::collections::{BTreeSet, HashMap};
@@ -87,7 +87,7 @@ pub fn import<B: Backend>(
     ] {
         if out.join(name).exists() {
             return Err(CheckpointError::refused(
-                format!("{} holds {found}", out.display()),
+                format!("{} holds {found}", out.shown()),
                 "name a new or empty folder with --out",
             ));
         }
@@ -198,7 +198,7 @@ fn read_model(
     let weights = Weights::open(from)?;
     let untied = format!("{OUTPUT} is not the embedding, though config.json ties them: the model is read untied");
     for note in config.notes.iter().chain(&weights.notes).chain(unties.then_some(&untied)) {
-        log::warn!("{}: {note}", from.display());
+        log::warn!("{}: {note}", from.shown());
     }
     // Doge always has residual scales; they are dropped below if all of them are one.
     let is_doge = config.architecture == Architecture::Doge;
@@ -251,7 +251,7 @@ fn settings(
     overrides: &[String],
 ) -> Result<Vec<String>, CheckpointError> {
     // In a recipe's paths `$` begins a variable, and `$$` is a dollar sign.
-    let path = tokenizer.display().to_string().replace('$', "$$");
+    let path = tokenizer.to_string_lossy().into_owned().replace('$', "$$");
     let tokenizer = format!("tokenizer.path={path}");
     let eos = tokenizer_files::eos_token(from)?.map(|name| format!("tokenizer.eos_token={name}"));
     let kind = attention.map(|kind| format!("attention.kind={}", kind.name()));

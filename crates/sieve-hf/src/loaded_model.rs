@@ -3,7 +3,7 @@ use crate::export::tokenizer_files;
 use crate::{Checkpoint, CheckpointError, CheckpointState, Kept, load_parameters};
 use burn::tensor::backend::Backend;
 use serde_json::Value;
-use sieve_core::{InitialWeights, ModelShape, Recipe, model_line};
+use sieve_core::{InitialWeights, ModelShape, Recipe, ShownPath, model_line};
 use sieve_nn::Qwen3;
 use std::path::{Path, PathBuf};
 
@@ -30,7 +30,7 @@ impl<B: Backend> LoadedModel<B> {
     /// What the model is, on one line ([`model_line`]); it names the folder from which the weights were read.
     pub fn line(&self) -> String {
         let step = (!is_of_transformers(&self.path)).then_some(self.state.step);
-        let weights = InitialWeights::Folder { path: self.path.display().to_string(), step };
+        let weights = InitialWeights::Folder { path: self.path.shown().to_string(), step };
         model_line(&self.recipe, &self.shape, self.kept.number_format(), &weights)
     }
 
@@ -122,7 +122,7 @@ impl Checkpoint {
         let path = self.path.join("config.toml");
         let bad_recipe = CheckpointError::bad_recipe(&path);
         let text = self.recipe_toml()?;
-        let recipe = Recipe::load(&text, &path.display().to_string(), &[]).map_err(&bad_recipe)?;
+        let recipe = Recipe::load(&text, &path.shown().to_string(), &[]).map_err(&bad_recipe)?;
         let recipe = recipe.at_stage(&recipe.stage_of_state(self.state.step as usize));
         let rows = self.state.vocab_size;
         let shape = recipe.model_shape(rows).map_err(bad_recipe)?;

@@ -224,7 +224,7 @@ mod tests {
                     .collect::<Vec<_>>();
                 found.sort();
                 listed.sort();
-                assert_eq!(found, listed, "{}", path.display());
+                assert_eq!(found, listed, "{}", path.to_string_lossy());
                 checked += 1;
             }
         }

@@ -4,6 +4,7 @@ use burn::tensor::{Bytes, DType, TensorData, bf16, f16};
 use memmap2::Mmap;
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
+use sieve_core::ShownPath;
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::fs::File;
@@ -175,7 +176,7 @@ impl TensorFile {
             return Ok(None);
         };
         let dtype = from_safetensors(view.dtype()).ok_or_else(|| {
-            let (path, dtype) = (self.path.display(), view.dtype());
+            let (path, dtype) = (self.path.shown(), view.dtype());
             CheckpointError::refused(
                 format!("{path}: tensor {name} is of type {dtype:?}: the weights are quantised"),
                 "the file is sound, but only f64, f32, f16 and bf16 weights can be read: take the model's plain \

@@ -144,7 +144,7 @@ pub(crate) fn check_headers(cuda_path: Option<&Path>) -> Result<PathBuf, KernelE
     let path = cuda_path.ok_or_else(|| missing(HEADERS[0], "$CUDA_PATH, /usr/local/cuda, /opt/cuda or /usr"))?;
     let folder = path.join("include");
     match HEADERS.into_iter().find(|header| !folder.join(header).is_file()) {
-        Some(header) => Err(missing(header, &folder.display().to_string())),
+        Some(header) => Err(missing(header, &folder.to_string_lossy().escape_debug().to_string())),
         None => Ok(folder),
     }
 }

@@ -1,4 +1,5 @@
 //! Errors of sieve-report.
+use sieve_core::ShownPath;
 use std::path::{Path, PathBuf};
 
 /// An error of reading runs or of writing their page.
@@ -8,7 +9,7 @@ pub enum ReportError {
     #[error(
         "{} holds no run: there is no {missing} in it\n  \
          hint: name the folder given to `sieve train --out`, of a run or of a sweep",
-        path.display()
+        path.shown()
     )]
     NoRun {
         /// Path of the folder.
@@ -17,13 +18,13 @@ pub enum ReportError {
         missing: &'static str,
     },
     /// A run that has not logged a step.
-    #[error("{}: no step has been logged yet\n  hint: leave this run out, or wait for its first step", path.display())]
+    #[error("{}: no step has been logged yet\n  hint: leave this run out, or wait for its first step", path.shown())]
     NoSteps {
         /// Path of the run's metrics.jsonl.
         path: PathBuf,
     },
     /// A file with invalid content.
-    #[error("{}: {what}", path.display())]
+    #[error("{}: {what}", path.shown())]
     Content {
         /// Path of the file.
         path: PathBuf,
@@ -31,7 +32,7 @@ pub enum ReportError {
         what: String,
     },
     /// A file that cannot be read.
-    #[error("reading {}: {source}", path.display())]
+    #[error("reading {}: {source}", path.shown())]
     Io {
         /// Path of the file.
         path: PathBuf,

@@ -40,10 +40,10 @@ pub fn page(runs: &[Run]) -> Result<String, ReportError> {
     }
     let groups = groups(runs);
     let charted: Vec<Charted<'_>> = runs.iter().zip(&groups).map(|(run, &group)| charted(run, group)).collect();
-    // The data is inside a <script> element, which a "</script" in a name would end.
+    // The data is inside a <script> element, where a name with "</script" or "<!--" would move its end.
     let data = serde_json::to_string(&charted)
         .map_err(|error| ReportError::content("the page".as_ref(), error.to_string()))?
-        .replace("</", "<\\/");
+        .replace('<', "\\u003c");
     let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
     let parts = [
         ("TITLE", escaped(&names.join(", "))),
@@ -123,6 +123,18 @@ mod tests {
             assert!(!html.contains(pattern), "{pattern}");
         }
         assert!(html.contains("Leon Sorokin"), "uPlot's licence goes with it");
+    }
+
+    /// In a `<script>` element, `<!--` and `<script` make the browser look for a second end of the element.
+    #[test]
+    fn no_text_of_a_run_begins_an_element_in_the_data() {
+        let runs = [Run::open(folder("", STEP).path(), Some("<!--<script><svg></SCRIPT >")).unwrap()];
+        let html = page(&runs).unwrap();
+        let (_, data) = html.split_once(r#"<script type="application/json" id="data">"#).unwrap();
+        let (data, _) = data.split_once("</script>").unwrap();
+        assert!(!data.contains('<'), "{data}");
+        let data: serde_json::Value = serde_json::from_str(data).unwrap();
+        assert_eq!(data[0]["name"], "<!--<script><svg></SCRIPT >");
     }
 
     #[test]

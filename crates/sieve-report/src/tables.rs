@@ -1,7 +1,7 @@
 //! Builds the page's tables in HTML.
 use crate::Run;
 use crate::groups::{are_other_models, differences, other_text};
-use sieve_core::Recipe;
+use sieve_core::{Recipe, ShownPath};
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
@@ -392,7 +392,7 @@ pub(crate) fn commands(runs: &[Run]) -> String {
             html,
             "<li>{}<code>sieve train --recipe {} --out NEW_FOLDER</code></li>",
             swatch(run, idx),
-            escaped(&run.folder.join("config.toml").display().to_string())
+            escaped(&run.folder.join("config.toml").shown().to_string())
         );
     }
     html + "</ul>"

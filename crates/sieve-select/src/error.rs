@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::path::Path;
 
 use serde::de::DeserializeOwned;
-use sieve_core::MaskError;
+use sieve_core::{MaskError, ShownPath};
 use thiserror::Error;
 
 /// Every error of a selector.
@@ -58,7 +58,7 @@ impl SelectError {
 
     /// The error about a file that a setting names.
     pub(crate) fn file(path: &Path, hint: &'static str, problem: impl ToString) -> Self {
-        Self::File { path: path.display().to_string(), problem: problem.to_string(), hint }
+        Self::File { path: path.shown().to_string(), problem: problem.to_string(), hint }
     }
 }
 

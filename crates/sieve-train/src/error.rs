@@ -1,6 +1,6 @@
 //! Errors that end a run.
-use sieve_core::Recipe;
 use sieve_core::recipe::TrainingSection;
+use sieve_core::{Recipe, ShownPath};
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
@@ -27,7 +27,7 @@ pub enum TrainError {
     Device(String),
     /// Another process trains in this output folder.
     #[error("another process is training in {}\n  \
-        hint: wait for it or stop it, or name another folder with --out", .0.display())]
+        hint: wait for it or stop it, or name another folder with --out", .0.shown())]
     FolderBusy(PathBuf),
     /// The recipe names a synthetic task where text is needed.
     #[error(
@@ -44,7 +44,7 @@ pub enum TrainError {
     /// The folder for shards holds other data, perhaps another run's.
     #[error("the data folder {} {what}\n  \
         hint: name another with --set data.cache_dir=DIR; if no run needs this one, delete it, or replace what was \
-        prepared there with sieve data prepare --replace", path.display())]
+        prepared there with sieve data prepare --replace", path.shown())]
     CacheInUse {
         /// Folder of the prepared shards.
         path: PathBuf,
@@ -71,7 +71,7 @@ pub enum TrainError {
     #[error(transparent)]
     File(#[from] sieve_files::FileError),
     /// An operation on a file of the run folder failed.
-    #[error("{action} {}: {source}", path.display())]
+    #[error("{action} {}: {source}", path.shown())]
     Io {
         /// What was tried, as a present participle.
         action: &'static str,
@@ -142,7 +142,7 @@ impl TrainError {
     /// On resume, `dir` does not hold the data that the run began with.
     pub(crate) fn other_data(dir: &Path, what: &str) -> Self {
         Self::refused(
-            format!("the data in {} is not what this run began with: {what}", dir.display()),
+            format!("the data in {} is not what this run began with: {what}", dir.shown()),
             "put the old files back and prepare them in another folder, --set data.cache_dir=DIR; or start a new run",
         )
     }

@@ -4,7 +4,7 @@ use crate::tensorboard::{TensorBoard, fenced};
 use crate::trainer::Tries;
 use crate::{RunFolder, SkippedStep, StepReport, TrainError, ValidationReport};
 use serde::{Deserialize, Serialize};
-use sieve_core::Recipe;
+use sieve_core::{Recipe, ShownPath};
 use sieve_files::write_atomically;
 use sieve_ops::MemoryPeak;
 use std::fs::{File, OpenOptions};
@@ -74,7 +74,7 @@ impl Metrics {
             false => Default::default(),
         };
         let messages = aside.filter(|_| num_aside > 0).map(|aside| {
-            format!("note: {num_aside} lines of {} after step {step} are now in {}", path.display(), aside.display())
+            format!("note: {num_aside} lines of {} after step {step} are now in {}", path.shown(), aside.shown())
         });
         let opened = open_lines(&path, None);
         let (file, len) = opened.map_err(TrainError::io("opening", &path))?;
@@ -191,7 +191,7 @@ impl Metrics {
                 (self.file, self.len) = (Some(file), len);
                 self.waiting.clear();
                 if self.tries.succeed() {
-                    self.messages.push(format!("{} is written again, and lacks no line", path.display()));
+                    self.messages.push(format!("{} is written again, and lacks no line", path.shown()));
                 }
             }
             // The next try opens the file again and cuts off an incomplete line that this write may have left.
@@ -200,7 +200,7 @@ impl Metrics {
                 if self.tries.num_failed == 1 {
                     self.messages.push(format!(
                         "warning: writing {}: {error}; training continues, and its lines wait (next try in {pause} s)",
-                        path.display()
+                        path.shown()
                     ));
                 }
             }
@@ -236,7 +236,7 @@ impl Metrics {
         self.write_waiting();
         if let (Some(path), false) = (&self.path, self.waiting.is_empty()) {
             let count = self.waiting.lines().count();
-            self.messages.push(format!("warning: {} lacks the last {count} lines", path.display()));
+            self.messages.push(format!("warning: {} lacks the last {count} lines", path.shown()));
         }
     }
 }

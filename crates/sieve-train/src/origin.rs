@@ -6,7 +6,7 @@ use crate::{RunFolder, Start, TrainError};
 pub use initial::{check_fit, ignored_checkpoint, initial_checkpoint, initial_weights, named_checkpoint, needs_import};
 use serde::{Deserialize, Serialize};
 use sieve_core::recipe::{KeyChange, RANDOM_WEIGHTS};
-use sieve_core::{InitialWeights, Recipe};
+use sieve_core::{InitialWeights, Recipe, ShownPath};
 use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, CheckpointError, CheckpointState, list_checkpoints};
 use std::io::ErrorKind;
@@ -81,7 +81,7 @@ impl Origin {
             None => {
                 let path = folder.config_path();
                 let text = std::fs::read_to_string(&path).map_err(TrainError::io("reading", &path))?;
-                Recipe::load(&text, &path.display().to_string(), &[])?
+                Recipe::load(&text, &path.shown().to_string(), &[])?
             }
         };
         let given = recipe;
@@ -99,7 +99,7 @@ impl Origin {
             (None, Some(begun)) => {
                 let found = begun.open(folder, named.as_deref())?;
                 let note = "note: the run has no checkpoint yet; it begins again with";
-                notices.push(format!("{note} {}", found.path.display()));
+                notices.push(format!("{note} {}", found.path.shown()));
                 if is_branch {
                     initial_weights = Some(initial::full_key_of(&found)?);
                 }
@@ -168,7 +168,7 @@ impl Origin {
         if !tokenizer.is_empty() {
             let path = checkpoint.tokenizer_path();
             notices
-                .push(format!("note: the tokenizer is the checkpoint's, {}; the recipe's is not read", path.display()));
+                .push(format!("note: the tokenizer is the checkpoint's, {}; the recipe's is not read", path.shown()));
         }
         for change in changes {
             // `starts_with` also finds the keys of a table such as `model.rope_scaling`.
@@ -225,7 +225,7 @@ impl Origin {
         let path = path.canonicalize().map_err(TrainError::io("reading", path))?;
         let mut own = recipe.clone();
         (own.tokenizer.train, own.tokenizer.numbers) = (None, None);
-        own.tokenizer.path = Some(path.display().to_string());
+        own.tokenizer.path = Some(path.to_string_lossy().into_owned());
         Ok(own)
     }
 
@@ -235,7 +235,7 @@ impl Origin {
             return initial_weights(recipe);
         }
         // A run that was begun by an earlier version has no such key.
-        let of = |path: &Path, step| InitialWeights::Folder { path: path.display().to_string(), step: Some(step) };
+        let of = |path: &Path, step| InitialWeights::Folder { path: path.shown().to_string(), step: Some(step) };
         let begins = !RunFolder::holds_run(folder.path());
         match (Begun::read(folder), &self.checkpoint) {
             (Ok(Some(begun)), _) if !begins => of(&begun.checkpoint, begun.state.step),
@@ -253,7 +253,7 @@ impl Origin {
 /// The recipe beside a checkpoint, with all its stages.
 pub(crate) fn saved_recipe(checkpoint: &Checkpoint) -> Result<Recipe, TrainError> {
     let path = checkpoint.path.join("config.toml");
-    Ok(Recipe::load(&checkpoint.recipe_toml()?, &path.display().to_string(), &[])?)
+    Ok(Recipe::load(&checkpoint.recipe_toml()?, &path.shown().to_string(), &[])?)
 }
 
 /// The contents of `origin.json`: the checkpoint of another folder that a run began with.
@@ -307,7 +307,7 @@ impl Begun {
         if let Some(found) = moved.filter(|found| found.state == self.state) {
             return Ok(found);
         }
-        let (run, path) = (folder.path().display(), self.checkpoint.display());
+        let (run, path) = (folder.path().shown(), self.checkpoint.shown());
         Err(TrainError::refused(
             format!("{run} has no checkpoint yet, and {path}, which it began with, cannot be used: {problem}"),
             "put that checkpoint back, or begin the run in another folder with --out",
@@ -325,7 +325,7 @@ impl Begun {
             Err(_) if !path.exists() => "it is gone".to_owned(),
             Err(error) => error.to_string().lines().next().unwrap_or_default().to_owned(),
         };
-        let path = path.display();
+        let path = path.shown();
         Some(format!(
             "note: the run began with {path}: {what}; it continues from its own checkpoint, which needs no other"
         ))
@@ -382,12 +382,12 @@ fn latest_of_two(
                 let than = own_step.map_or("; its own folder has none".to_owned(), |own| {
                     format!(", which is later than step-{own} of its own folder")
                 });
-                notices.push(format!("note: the run continues from {}{than}", path.display()));
+                notices.push(format!("note: the run continues from {}{than}", path.shown()));
                 return Ok(Some(checkpoint));
             }
             Err(reason) => notices.push(format!(
                 "warning: {} is not taken, though it is later than what the run's own folder holds: {reason}",
-                path.display()
+                path.shown()
             )),
         }
     }
@@ -434,8 +434,8 @@ fn latest_whole(folder: &Path, notices: &mut Vec<String>) -> Result<Checkpoint, 
             notices.push(format!(
                 "warning: {}\n  it is kept as {}, and the run continues from {}",
                 error.lines().next().unwrap_or_default(),
-                aside.display(),
-                checkpoint.path.display()
+                aside.shown(),
+                checkpoint.path.shown()
             ));
         }
         return Ok(checkpoint);

@@ -1,5 +1,6 @@
 //! The output folder of a run: `config.toml`, `checkpoint/step-N/`, `tb/`, `metrics.jsonl`, `log`.
 use crate::TrainError;
+use sieve_core::ShownPath;
 use sieve_files::{Taken, try_lock};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -122,7 +123,7 @@ impl RunFolder {
 
     /// Refuses a folder that holds a run where `start` begins one, or holds none where `start` resumes one.
     fn check(&self, start: &Start) -> Result<(), TrainError> {
-        let (path, shown) = (&self.path, self.path.display());
+        let (path, shown) = (&self.path, self.path.shown());
         let elsewhere = "name another folder with --out";
         if path.exists() && !path.is_dir() {
             let what = format!("{shown} is a file, and a run needs a folder");

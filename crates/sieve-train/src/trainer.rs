@@ -527,8 +527,8 @@ impl<B: TrainBackend> Trainer<B> {
         let has_indexer = kinds.any(|(attention, _)| attention.as_kind().has_indexer());
         let taken = (0..self.stage.micro_batches).map(|_| {
             let mut batch = batches.next().expect("the plan has no end")?;
-            // Split into documents of one token, padding adds nothing to an indexer's loss: a query that attends only
-            // to itself has a divergence of 0.
+            // Split into documents of one token, what no label depends on adds nothing to an indexer's loss: a query
+            // that attends only to itself has a divergence of 0.
             if has_indexer {
                 batch.part_padding();
             }

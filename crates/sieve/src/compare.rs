@@ -2,6 +2,7 @@
 use crate::terminal;
 use anyhow::{Result, bail};
 use clap::Args;
+use sieve_core::ShownPath;
 use sieve_report::{Run, page};
 use std::path::{Path, PathBuf};
 
@@ -31,7 +32,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     let html = page(&runs)?;
     crate::eval::output::write(&args.out, &html)?;
     let (runs, size) = (terminal::counted(runs.len() as u64, "run"), terminal::bytes(html.len() as u64));
-    terminal::line(&format!("{}: {runs}, {size}", args.out.display()));
+    terminal::line(&format!("{}: {runs}, {size}", args.out.shown()));
     Ok(())
 }
 

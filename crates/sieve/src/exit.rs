@@ -1,4 +1,5 @@
 //! Exit codes, for scripts and job queues. docs/command-line.md lists them.
+use std::io::{self, ErrorKind};
 use std::process::ExitCode;
 
 /// How the program ended. Each value is an exit code.
@@ -10,7 +11,7 @@ pub(crate) enum Exit {
     Failed = 1,
     /// clap refused the command line.
     Usage = 2,
-    /// A signal ended a run before its last step, with a checkpoint: `--resume` continues it.
+    /// A signal or the file system ended a run before its last step: `--resume=auto` continues or begins it.
     StoppedEarly = 75,
     /// Another rank of the run was lost. Only processes of `sieve launch` end so; the launcher itself then ends with
     /// 75.
@@ -35,4 +36,14 @@ impl From<Exit> for ExitCode {
     fn from(exit: Exit) -> Self {
         Self::from(exit as u8)
     }
+}
+
+/// Whether an error is a failure of the file system that may pass by itself or by making room: a full disk, a quota, a
+/// limit, an I/O error, a stale handle of a network's file system. Nothing is wrong with the command then.
+pub(crate) fn is_of_the_disk(error: &io::Error) -> bool {
+    /// `EIO`, which has no kind of its own.
+    const IO_ERROR: i32 = 5;
+    let kinds =
+        [ErrorKind::StorageFull, ErrorKind::QuotaExceeded, ErrorKind::FileTooLarge, ErrorKind::StaleNetworkFileHandle];
+    kinds.contains(&error.kind()) || error.raw_os_error() == Some(IO_ERROR)
 }

@@ -3,8 +3,8 @@ use crate::loaded::{self, DtypeArg};
 use crate::terminal;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
-use sieve_core::Recipe;
 use sieve_core::recipe::TokenizerSource;
+use sieve_core::{Recipe, ShownPath};
 use sieve_hf::{Checkpoint, DEFAULT_SHARD_BYTES, ExportDtype, ExportForm, ExportOptions, export};
 use std::path::{Path, PathBuf};
 
@@ -59,7 +59,7 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
         terminal::thousands(report.num_parameters),
         terminal::bytes(report.num_bytes),
         terminal::counted(report.files.len() as u64, "file"),
-        args.out.display()
+        args.out.shown()
     ));
     if report.leaves_ties_open {
         terminal::note(TIES);
@@ -98,7 +98,7 @@ fn prompt(recipe: &Recipe) -> &str {
 /// A command that lets the exported model write a few words.
 fn python_command(folder: &Path, is_remote_code: bool, replaces_tokenizer: bool, prompt: &str) -> String {
     // A JSON string is also a valid Python string.
-    let [folder, prompt] = [folder.display().to_string(), prompt.to_owned()].map(serde_json::Value::from);
+    let [folder, prompt] = [folder.to_string_lossy().into_owned(), prompt.to_owned()].map(serde_json::Value::from);
     let trust = if is_remote_code { ", trust_remote_code=True" } else { "" };
     let (import, tokenizer) = match replaces_tokenizer {
         true => (", PreTrainedTokenizerFast", format!(", tokenizer=PreTrainedTokenizerFast.from_pretrained({folder})")),

@@ -3,6 +3,7 @@ use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result};
 use clap::Args;
+use sieve_core::ShownPath;
 use sieve_data::{DecodeStream, Tokenizer};
 use sieve_eval::{BatchGenerator, GenerateConfig, Generator, Sampling, Selection, StopTexts, prompt_part};
 use sieve_hf::{ChatMessage, ChatTemplate, Kept, LoadedModel};
@@ -120,7 +121,7 @@ fn chats(args: &GenerateArgs, prompts: &[String]) -> Result<Option<Vec<String>>>
         format!(
             "{} has no chat template\n  hint: leave --chat out, or put the model's chat_template.jinja beside its \
              tokenizer.json",
-            args.checkpoint.display()
+            args.checkpoint.shown()
         )
     })?;
     let system = args.system.as_deref().map(|content| ChatMessage { role: "system", content });
@@ -135,7 +136,7 @@ fn chats(args: &GenerateArgs, prompts: &[String]) -> Result<Option<Vec<String>>>
 fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
     let text = match (&args.prompt_file, args.prompt.as_slice()) {
         (Some(path), _) if path.as_os_str() != "-" => {
-            std::fs::read_to_string(path).with_context(|| format!("reading the prompt {}", path.display()))
+            std::fs::read_to_string(path).with_context(|| format!("reading the prompt {}", path.shown()))
         }
         (None, prompts) if prompts != ["-"] => {
             anyhow::ensure!(

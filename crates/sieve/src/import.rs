@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use sieve_core::recipe::{AttentionKind, StageSection, fine_tuning_steps};
-use sieve_core::{InitialWeights, NumberFormat, model_line};
+use sieve_core::{InitialWeights, NumberFormat, ShownPath, model_line};
 use sieve_data::Tokenizer;
 use sieve_hf::ImportReport;
 use std::path::{Path, PathBuf};
@@ -41,7 +41,7 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
     check_folder(&args.from)?;
     let tokenizer = args.from.join("tokenizer.json");
     let tokenizer =
-        Tokenizer::from_file(&tokenizer).with_context(|| format!("{} has no usable tokenizer", args.from.display()))?;
+        Tokenizer::from_file(&tokenizer).with_context(|| format!("{} has no usable tokenizer", args.from.shown()))?;
     let mut sets = Vec::new();
     if !args.data.is_empty() {
         sets.push(format!("data.paths={:?}", args.data));
@@ -55,7 +55,7 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
             bail!(
                 "{}: tokenizer.json has {} tokens without the added ones, and the embedding {} rows: it is the \
                  tokenizer of another model\n  hint: take the tokenizer.json that was published with the weights",
-                args.from.display(),
+                args.from.shown(),
                 terminal::thousands(tokenizer.num_base_tokens() as u64),
                 terminal::thousands(shape.vocab_size as u64)
             );
@@ -75,11 +75,11 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
     let recipe = format!(
         "# Trains what `sieve import --from {}` made: a run begins with the weights that initial_weights names. Lines \
          that are commented out hold defaults.\n\n{}",
-        args.from.display(),
+        args.from.shown(),
         recipe_text(&report)?
     );
-    std::fs::write(&recipe_path, recipe).with_context(|| format!("writing {}", recipe_path.display()))?;
-    terminal::line(&format!("imported as {}\nmodel: {}", report.path.display(), imported_line(&args.from, &report)?));
+    std::fs::write(&recipe_path, recipe).with_context(|| format!("writing {}", recipe_path.shown()))?;
+    terminal::line(&format!("imported as {}\nmodel: {}", report.path.shown(), imported_line(&args.from, &report)?));
     print_notes(&report, &tokenizer);
     let checkpoint = terminal::quoted(&report.path);
     let recipe_file = terminal::quoted(&recipe_path);
@@ -90,7 +90,7 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
         true => {
             terminal::line(&format!(
                 "to train it: put your text into {} (data.paths), then sieve {plan}, sieve {train}",
-                recipe_path.display()
+                recipe_path.shown()
             ));
             vec![generate]
         }
@@ -107,7 +107,7 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
 fn imported_line(from: &Path, report: &ImportReport) -> Result<String> {
     let vocab_size = report.recipe.model.vocab_size.context("an imported recipe states the size of its vocabulary")?;
     let shape = report.recipe.model_shape(vocab_size)?;
-    let weights = InitialWeights::Folder { path: from.display().to_string(), step: None };
+    let weights = InitialWeights::Folder { path: from.shown().to_string(), step: None };
     Ok(model_line(&report.recipe, &shape, NumberFormat::F32, &weights))
 }
 
@@ -134,7 +134,7 @@ fn check_folder(from: &Path) -> Result<()> {
              hint: open it with transformers (AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME), packages \
              gguf and accelerate), save the weights in float32 and the tokenizer with save_pretrained, and import that \
              folder",
-            gguf.display()
+            gguf.shown()
         );
     }
     let problem = match from.is_dir() {
@@ -144,7 +144,7 @@ fn check_folder(from: &Path) -> Result<()> {
     };
     bail!(
         "{problem} {}\n  hint: a model of the hub is fetched by hf download OWNER/NAME --local-dir DIR",
-        from.display()
+        from.shown()
     );
 }
 

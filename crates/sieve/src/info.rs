@@ -5,6 +5,7 @@ use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
 use sieve_core::ModelShape;
+use sieve_core::ShownPath;
 use sieve_core::kinds::KeyReads;
 use sieve_core::model::Attention;
 use sieve_core::recipe::{AttentionKind, StartingSize};
@@ -104,13 +105,13 @@ impl Info {
             no_gpu,
             driver: report.as_ref().map(|report| report.driver.to_string()),
             nvrtc: report.as_ref().map(|report| report.nvrtc.to_string()),
-            cuda_headers: report.as_ref().map(|report| report.include_folder.display().to_string()),
+            cuda_headers: report.as_ref().map(|report| report.include_folder.to_string_lossy().into_owned()),
             cublaslt: Cublaslt::version(),
             nccl: NcclGroup::version(),
             gpus: gpus.collect(),
             compiled: cache.as_deref().map_or(Vec::new(), folders),
             kernel_cache: match cache {
-                Ok(path) => path.display().to_string(),
+                Ok(path) => path.to_string_lossy().into_owned(),
                 Err(error) => error.to_string(),
             },
             num_recipes: shipped::recipe_names().count(),
@@ -239,7 +240,7 @@ fn folders(folder: &Path) -> Vec<(String, u64)> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let folders = entries.filter(|entry| entry.path().is_dir());
     let mut folders = folders
-        .map(|entry| (entry.file_name().to_string_lossy().into_owned(), num_bytes(&entry.path())))
+        .map(|entry| (Path::new(&entry.file_name()).shown().to_string(), num_bytes(&entry.path())))
         .collect::<Vec<_>>();
     folders.sort();
     folders

@@ -13,7 +13,7 @@ use indicatif::ProgressBar;
 use sieve_bench::{
     BenchEvent, BenchSettings, BuildEvent, BuildSettings, Captured, CheckSettings, CheckedPart, RunSettings, Scores,
 };
-use sieve_core::Recipe;
+use sieve_core::{Recipe, ShownPath};
 use sieve_hf::Kept;
 use sieve_kernels::{Arrivals, DeviceReport, KernelCache, NeededKernels};
 use sieve_ops::DeviceBackend;
@@ -182,7 +182,7 @@ fn bench(args: BenchArgs) -> Result<()> {
 
 fn write_json(path: &Path, value: &serde_json::Value) -> Result<()> {
     let text = serde_json::to_string_pretty(value).context("writing JSON")?;
-    std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))
+    std::fs::write(path, text).with_context(|| format!("writing {}", path.shown()))
 }
 
 fn capture(args: &CaptureArgs) -> Result<()> {
@@ -199,11 +199,11 @@ fn capture_to<B: DeviceBackend>(
 ) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(checkpoint, device, kept)?;
     let text = match text {
-        Some(path) => std::fs::read_to_string(path).with_context(|| format!("reading text from {}", path.display()))?,
+        Some(path) => std::fs::read_to_string(path).with_context(|| format!("reading text from {}", path.shown()))?,
         None => sieve_bench::kernel_sources()?,
     };
     let captured = sieve_bench::capture(&loaded, tokenizer.encode(&text)?, out, device)?;
-    let (step, out) = (loaded.state.step, out.display());
+    let (step, out) = (loaded.state.step, out.shown());
     terminal::line(&match captured {
         Captured::Scores([rows, tokens]) => format!(
             "captured the scores of {tokens} tokens by {rows} KV heads of step {step} in {out}; use them with --scores \
@@ -236,7 +236,7 @@ fn run_op(args: Box<RunArgs>) -> Result<()> {
     };
     let target = || args.device.resolve();
     let (names, device) = sieve_bench::run(&settings, &args.out, target)?;
-    let (names, out) = (names.join(" "), args.out.display());
+    let (names, out) = (names.join(" "), args.out.shown());
     terminal::line(&format!("wrote {names} to {out}, computed on {device}"));
     Ok(())
 }

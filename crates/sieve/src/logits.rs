@@ -3,6 +3,7 @@ use crate::loaded::{PlaceArgs, on_device};
 use crate::terminal;
 use anyhow::{Context, Result, ensure};
 use clap::{ArgGroup, Args};
+use sieve_core::ShownPath;
 use sieve_hf::{Kept, NamedTensor, load_model, write_tensor_file};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
@@ -33,7 +34,7 @@ pub(crate) fn run(args: LogitsArgs) -> Result<()> {
     crate::eval::output::check_place(&args.out)?;
     let tokens = match &args.tokens_file {
         Some(path) => {
-            let reading = || format!("reading token ids from {}", path.display());
+            let reading = || format!("reading token ids from {}", path.shown());
             parse(&std::fs::read_to_string(path).with_context(reading)?).with_context(reading)?
         }
         None => args.tokens.clone(),
@@ -51,7 +52,7 @@ fn run_on<B: DeviceBackend>(args: &LogitsArgs, tokens: &[u32], device: &B::Devic
     let shape = data.shape.to_vec();
     let name = "logits".to_owned();
     write_tensor_file(&args.out, &[NamedTensor { name, data }], None)?;
-    terminal::line(&format!("wrote logits {shape:?} of step {} to {}", loaded.state.step, args.out.display()));
+    terminal::line(&format!("wrote logits {shape:?} of step {} to {}", loaded.state.step, args.out.shown()));
     Ok(())
 }
 

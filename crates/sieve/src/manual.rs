@@ -2,6 +2,7 @@
 use anyhow::{Context, Result};
 use clap::{Args, Command};
 use clap_complete::Shell;
+use sieve_core::ShownPath;
 use std::path::PathBuf;
 
 use crate::terminal;
@@ -31,9 +32,9 @@ pub(crate) fn completions(args: CompletionsArgs, mut command: Command) -> Result
 
 /// Writes one manual page for each command.
 pub(crate) fn man(args: &ManArgs, command: Command) -> Result<()> {
-    let writing = || format!("writing manual pages to {}", args.out.display());
+    let writing = || format!("writing manual pages to {}", args.out.shown());
     std::fs::create_dir_all(&args.out).with_context(writing)?;
     clap_mangen::generate_to(command, &args.out).with_context(writing)?;
-    terminal::line(&format!("wrote manual pages to {}", args.out.display()));
+    terminal::line(&format!("wrote manual pages to {}", args.out.shown()));
     Ok(())
 }

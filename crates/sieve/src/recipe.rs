@@ -7,7 +7,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use sieve_comm::World;
 use sieve_core::recipe::{RecipeNotes, json_schema, keys_page};
-use sieve_core::{Attention, Recipe, RecipeError, did_you_mean};
+use sieve_core::{Attention, Recipe, RecipeError, ShownPath, did_you_mean};
 use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -135,8 +135,8 @@ impl RecipeArgs {
         let path = folder.map_or(path.clone(), |folder| folder.join(path));
         // A folder that is not there is reported by the command that needs it.
         let full = path.canonicalize().or_else(|_| std::path::absolute(&path));
-        let full = full.with_context(|| format!("finding {}", path.display()))?;
-        Ok(full.display().to_string().replace('$', "$$"))
+        let full = full.with_context(|| format!("finding {}", path.shown()))?;
+        Ok(full.to_string_lossy().into_owned().replace('$', "$$"))
     }
 
     /// An error's text and hint if a new run of `recipe` in `out` would silently ignore a checkpoint of its model that
@@ -163,7 +163,7 @@ impl RecipeArgs {
         Some(format!(
             "{} does not say which weights a run begins with, and {} is a checkpoint of its model\n  hint: {hint}",
             self.recipe,
-            found.display()
+            found.shown()
         ))
     }
 
@@ -250,7 +250,7 @@ fn find(recipe: &str) -> Result<Found> {
     let beside = names_given.each_ref().map(|name| Path::new(FOLDER).join(name));
     let mut paths = names_given.each_ref().map(PathBuf::from).into_iter().chain(beside);
     if let Some(path) = paths.find(|path| path.exists() && !path.is_dir()) {
-        let origin = path.display().to_string();
+        let origin = path.shown().to_string();
         let file = std::fs::File::open(&path).with_context(|| format!("reading the recipe {origin}"))?;
         let folder = path.is_file().then(|| path.parent().map(Path::to_owned)).flatten();
         // The parent of a bare file name is the empty path.

@@ -1,7 +1,7 @@
 //! Disk space for a run's checkpoints, checked before the first one is written.
 use crate::terminal;
-use sieve_core::Recipe;
 use sieve_core::model::ParameterCounts;
+use sieve_core::{Recipe, ShownPath};
 use sieve_hf::list_checkpoints;
 use sieve_plan::DiskPlan;
 use std::path::Path;
@@ -15,7 +15,7 @@ pub(crate) fn lines(recipe: &Recipe, parameters: &ParameterCounts, out: &Path) -
 /// A line about the checkpoints' size and the free space in the output folder.
 pub(crate) fn line(recipe: &Recipe, disk: DiskPlan, out: &Path) -> String {
     let free = sieve_files::free_bytes(out);
-    let free = free.map_or(String::new(), |free| format!("; {} are free in {}", terminal::bytes(free), out.display()));
+    let free = free.map_or(String::new(), |free| format!("; {} are free in {}", terminal::bytes(free), out.shown()));
     format!(
         "checkpoints of {} every {} steps, at most {} at a time: {}{free}",
         terminal::bytes(disk.checkpoint_bytes),
@@ -37,7 +37,7 @@ fn warning(recipe: &Recipe, disk: DiskPlan, out: &Path) -> Option<String> {
              hint: make room, lower checkpoint.keep_latest_k (0 keeps all) or raise checkpoint.interval",
             terminal::bytes(needed),
             terminal::bytes(free),
-            out.display()
+            out.shown()
         )
     })
 }

@@ -3,7 +3,7 @@ use crate::terminal;
 use crate::train::variable;
 use anyhow::{Context, Result};
 use sieve_core::recipe::{DataFallback, DataFormat};
-use sieve_core::{Recipe, RecipeError};
+use sieve_core::{Recipe, RecipeError, ShownPath};
 use sieve_data::{Corpus, DataError};
 use sieve_train::{TrainError, corpus_configs};
 use std::path::Path;
@@ -49,7 +49,7 @@ pub(crate) fn choose_text(recipe: &mut Recipe) -> Result<Option<String>> {
         let folder = path.parent().unwrap_or(Path::new(FOLDER));
         std::fs::create_dir_all(folder)
             .and_then(|()| std::fs::write(&path, text))
-            .with_context(|| format!("writing the program's own text to {}", path.display()))?;
+            .with_context(|| format!("writing the program's own text to {}", path.shown()))?;
     }
     recipe.data.paths = vec![FOLDER.to_owned()];
     recipe.data.weights = None;

@@ -1,10 +1,11 @@
 //! Everything the program prints: lines, progress bars, errors.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "the one place that prints")]
-use crate::exit::Exit;
+use crate::exit::{Exit, is_of_the_disk};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
-use sieve_core::ReferenceTooLarge;
 pub(crate) use sieve_core::thousands;
+use sieve_core::{ReferenceTooLarge, ShownPath, shown_text};
+use std::borrow::Cow;
 use std::fs::{File, OpenOptions};
 use std::io::{IsTerminal, Write};
 use std::path::Path;
@@ -71,7 +72,7 @@ pub(crate) fn end_with(error: &clap::Error) -> ! {
 pub(crate) fn open(loudness: Loudness, log_file: Option<&Path>) -> Result<()> {
     let log = log_file.map(|path| {
         let file = OpenOptions::new().create(true).append(true).open(path);
-        file.with_context(|| format!("opening {} for --log-file", path.display()))
+        file.with_context(|| format!("opening {} for --log-file", path.shown()))
     });
     let log = log.transpose()?.map(Mutex::new);
     OUTPUT.get_or_init(|| Output { loudness, log });
@@ -112,7 +113,7 @@ pub(crate) fn is_verbose() -> bool {
 fn keep(text: &str) {
     if let Some(log) = OUTPUT.get().and_then(|output| output.log.as_ref()) {
         let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Err(error) = log.write_all(text.as_bytes()) {
+        if let Err(error) = log.write_all(shown_text(text).as_bytes()) {
             lose("the file of --log-file", &error);
         }
     }
@@ -147,11 +148,12 @@ pub(crate) fn remark(text: &str) {
     }
 }
 
-/// Prints text without a line end, and flushes.
+/// Prints text without a line end, and flushes. A terminal gets no control characters: the text may be a model's.
 pub(crate) fn text(text: &str) {
     keep(text);
     let mut out = std::io::stdout().lock();
-    if let Err(error) = out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+    let printed = for_stream(out.is_terminal(), text);
+    if let Err(error) = out.write_all(printed.as_bytes()).and_then(|()| out.flush()) {
         lose("standard output", &error);
     }
 }
@@ -159,7 +161,16 @@ pub(crate) fn text(text: &str) {
 /// Prints to standard error. A failed write is ignored: there is no other place to report it.
 fn errors(text: &str) {
     keep(text);
-    let _ = std::io::stderr().write_all(text.as_bytes());
+    let mut out = std::io::stderr();
+    let _ = out.write_all(for_stream(out.is_terminal(), text).as_bytes());
+}
+
+/// The text as a terminal may show it, or as it is for a file or a pipe.
+fn for_stream(is_terminal: bool, text: &str) -> Cow<'_, str> {
+    match is_terminal {
+        true => shown_text(text),
+        false => Cow::Borrowed(text),
+    }
 }
 
 /// An error's message followed by its causes and a hint. A cause whose text the message already contains is left out.
@@ -173,7 +184,7 @@ pub(crate) fn error_text(error: &anyhow::Error) -> String {
         }
     }
     let system = error.chain().find_map(|cause| cause.downcast_ref::<std::io::Error>());
-    if let Some(hint) = system.and_then(|cause| system_hint(cause.kind()))
+    if let Some(hint) = system.and_then(system_hint)
         && !message.contains("hint: ")
     {
         message.push_str("\n  hint: ");
@@ -183,9 +194,9 @@ pub(crate) fn error_text(error: &anyhow::Error) -> String {
 }
 
 /// A hint about an error of the operating system.
-fn system_hint(kind: std::io::ErrorKind) -> Option<&'static str> {
+fn system_hint(error: &std::io::Error) -> Option<&'static str> {
     use std::io::ErrorKind;
-    Some(match kind {
+    Some(match error.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
             "make room there, then repeat the command; a training continues from its last checkpoint with --resume"
         }
@@ -198,6 +209,10 @@ fn system_hint(kind: std::io::ErrorKind) -> Option<&'static str> {
         }
         ErrorKind::IsADirectory => "this is a folder, and a file is needed: name another path",
         ErrorKind::InvalidData => "the file must be UTF-8 text",
+        _ if is_of_the_disk(error) => {
+            "repeat the command when the disk works again; a training continues from its last checkpoint, or begins, with \
+             --resume=auto"
+        }
         _ => return None,
     })
 }
@@ -210,16 +225,26 @@ pub(crate) fn first_line(error: &anyhow::Error) -> String {
 
 /// A path as one word of a shell; see [`shell_word`].
 pub(crate) fn quoted(path: &Path) -> String {
-    shell_word(&path.display().to_string())
+    shell_word(&path.to_string_lossy().into_owned())
 }
 
-/// A text as one word of a shell: in single quotes if it has a character that a shell may interpret.
+/// A text as one word of a shell: in single quotes if it has a character that a shell may interpret, and as bash and
+/// zsh write control characters, `$'\033'`, if it has such.
 pub(crate) fn shell_word(text: &str) -> String {
     let plain = |x: char| x.is_ascii_alphanumeric() || "/._-+=:,@%".contains(x);
-    match !text.is_empty() && text.chars().all(plain) {
-        true => text.to_owned(),
-        false => format!("'{}'", text.replace('\'', "'\\''")),
+    if !text.is_empty() && text.chars().all(plain) {
+        return text.to_owned();
     }
+    if !text.contains(char::is_control) {
+        return format!("'{}'", text.replace('\'', "'\\''"));
+    }
+    let escaped = |char: char| match char {
+        '\'' | '\\' => format!("\\{char}"),
+        // By its bytes, three digits each: a digit behind it is not taken for one of them.
+        char if char.is_control() => char.to_string().bytes().map(|byte| format!("\\{byte:03o}")).collect(),
+        char => char.to_string(),
+    };
+    format!("$'{}'", text.chars().map(escaped).collect::<String>())
 }
 
 /// Lines with the commands to run next. They begin with the name that this program was called by, so that they can be
@@ -349,12 +374,20 @@ mod tests {
     }
 
     #[test]
+    fn a_terminal_gets_no_control_characters_and_a_pipe_gets_all() {
+        let text = "a\u{1b}]0;title\u{7}\tb\n";
+        assert_eq!(for_stream(true, text), "a\\x1b]0;title\\x07\tb\n");
+        assert_eq!(for_stream(false, text), text);
+    }
+
+    #[test]
     fn a_path_is_quoted_where_a_shell_would_cut_it() {
         for (path, word) in [
             ("run/checkpoint/step-400", "run/checkpoint/step-400"),
             ("my runs/step-4", "'my runs/step-4'"),
             ("it's $HOME", "'it'\\''s $HOME'"),
             ("", "''"),
+            ("a\n1'\u{1b}\u{9b}é\\", "$'a\\0121\\'\\033\\302\\233é\\\\'"),
         ] {
             assert_eq!(quoted(Path::new(path)), word);
         }

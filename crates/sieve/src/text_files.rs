@@ -3,8 +3,8 @@ use crate::terminal::{counted, thousands};
 use crate::train::variable;
 use anyhow::Result;
 use clap::ValueEnum;
-use sieve_core::Recipe;
 use sieve_core::recipe::{TokenizerSource, tokens_of_text};
+use sieve_core::{Recipe, ShownPath};
 use sieve_data::{Corpus, CorpusConfig, DataError, Document, JsonText, Tokenizer, is_hub_tokenizer};
 use std::path::Path;
 
@@ -133,7 +133,7 @@ pub(crate) fn passed_over(corpus: &Corpus) -> Option<String> {
 /// A warning if a file read as plain text holds JSON.
 pub(crate) fn json_as_text(corpus: &Corpus) -> Option<String> {
     let (path, json) = corpus.json_as_text()?;
-    let path = path.display();
+    let path = path.shown();
     Some(match json {
         JsonText::Lines => format!(
             "{path} is read as plain text, and its lines are JSON\n  \

@@ -8,6 +8,7 @@ mod missing;
 mod on_event;
 mod profile;
 mod ranks;
+mod stopped;
 mod sweep;
 mod useless;
 
@@ -37,7 +38,7 @@ use on_event::{OnEvent, StallWatch};
 use profile::StepProfile;
 use sieve_comm::{Mesh, World};
 use sieve_core::recipe::TrainingPrecision;
-use sieve_core::{Attention, Keeping, ModelShape, Recipe};
+use sieve_core::{Attention, Keeping, ModelShape, Recipe, ShownPath};
 use sieve_data::OnChange;
 use sieve_hf::Checkpoint;
 use sieve_kernels::step::Fp8Format;
@@ -51,6 +52,7 @@ use sieve_train::{
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use stopped::{is_of_a_disk, is_unsaved, stopped_by};
 pub(crate) use useless::useless_settings;
 
 /// Environment variable that `sieve launch` sets for its processes.
@@ -154,22 +156,8 @@ pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
         None => {
             let (prints, mesh) = (true, None);
             let exit = Interrupt::install(prints).and_then(|interrupt| run_one(&args, mesh, interrupt));
-            events.ended(exit_of(exit, prints))
+            events.ended(stopped_by(is_unsaved, stopped_by(is_of_a_disk, exit, prints), prints))
         }
-    }
-}
-
-/// The exit code of a run. If its last checkpoint could not be written, `prints` says whether to print the error;
-/// the code means that the run can be continued from the checkpoint before.
-fn exit_of(result: Result<Exit>, prints: bool) -> Result<Exit> {
-    match result {
-        Err(error) if matches!(error.downcast_ref(), Some(TrainError::Unsaved(_))) => {
-            if prints {
-                terminal::print_error(&error);
-            }
-            Ok(Exit::StoppedEarly)
-        }
-        result => result,
     }
 }
 
@@ -241,11 +229,11 @@ impl TrainArgs {
         if let Some(path) = self.branch_from.as_ref().filter(|path| canonical(path).starts_with(canonical(out))) {
             bail!(
                 "--branch-from {} lies in the folder that --overwrite moves aside\n  hint: name another --out",
-                path.display()
+                path.shown()
             );
         }
         if let Some(aside) = RunFolder::move_aside(out, &recipe.checkpoint.folder)? {
-            terminal::status(&format!("the run in {} was moved to {}", out.display(), aside.display()));
+            terminal::status(&format!("the run in {} was moved to {}", out.shown(), aside.shown()));
         }
         Ok(())
     }
@@ -292,7 +280,7 @@ impl TrainArgs {
             conflict(format!(
                 "--checkpoint-fallback {} lies in the output folder, which cannot be written when it is needed\n  \
                  hint: name a folder on another disk\n",
-                dir.display()
+                dir.shown()
             ));
         }
         let other = match (&self.branch_from, &self.resume_from) {
@@ -458,7 +446,7 @@ fn train<B: TrainBackend>(
     TrainError::check_ranks(recipe, num_ranks)?;
     let keeping = missing::all_at_once(admit(session, recipe, &origin, place, &log), recipe, &origin)?;
     if let Some(dir) = session.args.checkpoint_fallback.as_ref().filter(|_| session.prints()) {
-        let what = || format!("creating {} for --checkpoint-fallback", dir.display());
+        let what = || format!("creating {} for --checkpoint-fallback", dir.shown());
         std::fs::create_dir_all(dir).with_context(what)?;
     }
     let data =
@@ -505,7 +493,7 @@ fn train<B: TrainBackend>(
     log.line(&line);
     warning.iter().for_each(|line| log.always(line));
     if let Some(path) = resumed {
-        let (step, path) = (trainer.step(), path.display());
+        let (step, path) = (trainer.step(), path.shown());
         log.line(&format!("continuing at step {step} from {path}"));
     }
     if let Some(address) = address {
@@ -560,7 +548,7 @@ fn is_finished(
         return Ok(false);
     }
     if origin.is_branch || matches!(start, Start::ResumeFrom(_)) && !RunFolder::holds_run(out) {
-        let (path, step) = (checkpoint.path.display(), origin.step());
+        let (path, step) = (checkpoint.path.shown(), origin.step());
         bail!(
             "{path} is at step {step}, and the recipe ends at step {}: nothing would be trained\n  \
              hint: --set training.steps=N, above {step}",
@@ -570,7 +558,7 @@ fn is_finished(
     let (saved, _) = checkpoint.recipe_and_shape()?;
     let steps = saved.training.steps;
     if origin.step() < steps as u64 {
-        let (path, step, now) = (checkpoint.path.display(), origin.step(), recipe.training.steps);
+        let (path, step, now) = (checkpoint.path.shown(), origin.step(), recipe.training.steps);
         if saved.lr_scheduler.after_step > 0 {
             bail!(
                 "{path} is at step {step} of a run that was extended to {steps}, and the recipe has {now} steps\n  \
@@ -588,7 +576,7 @@ fn is_finished(
         folder.claim(start)?;
         tidy_finished(folder, recipe)?;
     }
-    let (path, step, steps) = (checkpoint.path.display(), origin.step(), recipe.training.steps);
+    let (path, step, steps) = (checkpoint.path.shown(), origin.step(), recipe.training.steps);
     let has = match step > steps as u64 {
         true => format!("is at step {step}, beyond training.steps = {steps}"),
         false => format!("has all {steps} steps"),
@@ -717,7 +705,7 @@ fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Orig
         terminal::counted(meta.train.num_documents, "document"),
         terminal::counted(meta.validation.num_tokens, "held-out token"),
         terminal::counted(meta.validation.num_documents, "document"),
-        dir.display(),
+        dir.shown(),
     ));
     let has_changed = resumed.is_some() && data.text_has_changed(recipe, &variable);
     let lines = account::lines("data: ", &data, has_changed);
@@ -744,7 +732,7 @@ fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
         TrainEvent::Step(report) => log.short(&step_line(report), &whole_step_line(report)),
         TrainEvent::Skipped(report) => log.always(&skipped_line(report)),
         TrainEvent::Validation(report) => log.line(&validation_line(report)),
-        TrainEvent::Checkpoint(path) => log.line(&format!("checkpoint: {}", path.display())),
+        TrainEvent::Checkpoint(path) => log.line(&format!("checkpoint: {}", path.shown())),
         TrainEvent::FirstStep => startup::elapsed_once().iter().for_each(|elapsed| log.line(&startup_line(*elapsed))),
         TrainEvent::Notice(text) => log.line(text),
         TrainEvent::Warning(text) => log.always(text),

@@ -4,6 +4,7 @@ use super::rows::shape;
 use crate::device::{Device, Gpu};
 use crate::error::{BenchError, Result, refused};
 use burn::tensor::Tensor;
+use sieve_core::ShownPath;
 use sieve_hf::TensorFile;
 use sieve_kernels::{AttentionResult, AttentionShape, CudaTensor, KernelError, Qkv};
 use sieve_ops::Cuda;
@@ -30,7 +31,7 @@ impl Operands {
                 }
                 _ => refused(format!(
                     "{}: {name} is {:?}, not [{STEP} tokens or more, heads, {HEAD_DIM}]",
-                    path.display(),
+                    path.shown(),
                     data.shape
                 )),
             }

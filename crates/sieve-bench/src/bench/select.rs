@@ -113,7 +113,7 @@ fn fitted(bench: &mut Bench<'_>, captured: &Operands, path: &Path) -> Result<Vec
     let error = mean_error(&target, &masses);
     bench.skip("captured and generated", of, &format!("differ by {error:.4} a head"));
     bench.json["fit"] = json!({
-        "operands": path.display().to_string(), "tokens": of.seq_len, "parts": PARTS, "probes": PROBES,
+        "operands": path.to_string_lossy().into_owned(), "tokens": of.seq_len, "parts": PARTS, "probes": PROBES,
         "weights": weights, "captured": target, "generated": masses, "error": error,
     });
     Ok(weights)

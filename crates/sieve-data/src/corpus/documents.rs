@@ -1,5 +1,6 @@
 //! Reads the documents of a corpus, applies its limits, and counts duplicates and invalid documents.
 
+use sieve_core::ShownPath;
 use std::collections::HashSet;
 use std::path::PathBuf;
 
@@ -234,7 +235,7 @@ impl<'a> Documents<'a> {
         let next = match self.advance() {
             Ok(None) if self.is_at_end() && self.report().num_documents == 0 => {
                 let (files, summary) = (self.corpus.files(), self.report().summary());
-                let first = files.first().map(|file| file.path.display().to_string());
+                let first = files.first().map(|file| file.path.shown().to_string());
                 let more = match files.len() {
                     0 | 1 => String::new(),
                     more => format!(" and {} files more", more - 1),

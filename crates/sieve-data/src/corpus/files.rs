@@ -1,5 +1,6 @@
 //! Expands paths, folders and globs to an ordered list of files.
 
+use sieve_core::ShownPath;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
@@ -107,8 +108,8 @@ fn check_one_kind(pattern: &str, format: &Format, found: &[Found]) -> Result<(),
     }
     kinds.sort_by_key(|kind| std::cmp::Reverse(kind.1));
     let kinds = kinds.iter().map(|(format, count, first)| {
-        let name = first.path.file_name().unwrap_or_default().to_string_lossy();
-        format!("{count} {} ({name})", format.name())
+        let name = Path::new(first.path.file_name().unwrap_or_default());
+        format!("{count} {} ({})", format.name(), name.shown())
     });
     let kinds = kinds.collect::<Vec<_>>().join(", ");
     let what = format!("{pattern:?} names files of several formats: {kinds}");

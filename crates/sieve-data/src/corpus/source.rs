@@ -5,6 +5,7 @@ mod parquet;
 mod text;
 mod unpack;
 
+use sieve_core::ShownPath;
 use std::path::Path;
 
 use super::Format;
@@ -70,7 +71,7 @@ fn check_encoding(path: &Path, bytes: &[u8]) -> Result<(), DataError> {
     ];
     if let Some((_, name, count)) = marks.iter().find(|(mark, ..)| bytes.starts_with(mark)) {
         let what = format!("{name}, by its first {count} bytes; text is read as UTF-8");
-        let path_shown = path.display();
+        let path_shown = path.shown();
         let hint = format!(
             "iconv -f {name} -t UTF-8 {path_shown} > NEW.txt, or leave such documents out: skip_invalid \
              (eval ppl: --skip-invalid)"

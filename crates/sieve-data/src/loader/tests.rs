@@ -69,6 +69,14 @@ fn a_packed_row_is_as_written_by_hand() {
     };
     assert_eq!(batch, wanted);
     assert_eq!(batch.num_labels(), 5);
+    let mut parted = batch.clone();
+    parted.part_padding();
+    assert_eq!(parted.doc_start, [0, 0, 2, 3, 4, 0, 0, 2, 3, 4]);
+    assert_eq!(parted.doc_end, [2, 2, 3, 4, 5, 2, 2, 3, 4, 5]);
+    assert_eq!(parted.positions, [0, 1, 0, 0, 0, 0, 1, 0, 0, 0]);
+    let pad = PAD_DOCUMENT;
+    assert_eq!(parted.documents, [0, 0, pad, pad, 2, 2, 2, pad, pad, pad]);
+    assert_eq!((&parted.tokens, &parted.labels), (&batch.tokens, &batch.labels));
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! The steps of a preparation, from reading documents to renaming the finished files.
 
+use sieve_core::ShownPath;
 use std::collections::HashSet;
 use std::fs;
 use std::io::ErrorKind;
@@ -373,7 +374,7 @@ pub(super) fn refuse_foreign_files(dir: &Path, has_mark: bool) -> Result<(), Dat
     files.retain(|name| !name.ends_with(".tmp"));
     match files.first() {
         Some(name) => {
-            let what = format!("holds {} without the meta.json of a preparation", dir.join(name).display());
+            let what = format!("holds {} without the meta.json of a preparation", dir.join(name).shown());
             Err(DataError::OtherPreparation { dir: dir.to_path_buf(), what })
         }
         None => Ok(()),

@@ -184,6 +184,49 @@ fn the_fast_way_is_taken_where_it_fits_and_nowhere_else() {
     }
 }
 
+/// The JSON of [`small`] with other ids for its last two tokens, and their names.
+fn with_ids(ids: [u32; 2]) -> (serde_json::Value, [String; 2]) {
+    let tokenizer = small();
+    let names = [398, 399].map(|id| tokenizer.id_token(id).unwrap());
+    let mut json: serde_json::Value = serde_json::from_str(&json(&tokenizer)).unwrap();
+    for (name, id) in names.iter().zip(ids) {
+        json["model"]["vocab"][name] = id.into();
+    }
+    (json, names)
+}
+
+#[test]
+fn an_id_that_is_too_large_or_not_its_own_is_refused_at_once() {
+    let since = std::time::Instant::now();
+    let read = |json: serde_json::Value| Tokenizer::from_bytes(json.to_string().as_bytes());
+    for id in [i32::MAX as u32, u32::MAX, 1 << 24] {
+        let (json, [token, _]) = with_ids([id, 500]);
+        refusal(read(json), &format!("its token {token:?} has the id {id}, and ids lie below 16777216"));
+    }
+    let (json, _) = with_ids([420, 420]);
+    refusal(read(json), "have the same id, 420");
+    // The largest id that is allowed costs no more than a small one.
+    let largest = read(with_ids([(1 << 24) - 1, 500]).0).unwrap();
+    assert_eq!(largest.vocab_size(), 1 << 24);
+    assert!(largest.to_json().unwrap().len() < 50_000);
+    assert!(since.elapsed().as_secs() < 20, "{:?}", since.elapsed());
+}
+
+#[test]
+fn missing_ids_change_no_text_of_the_file() {
+    let (mut file, _) = with_ids([1000, 500]);
+    file["model"]["dropout"] = 0.1.into();
+    let tokenizer = Tokenizer::from_bytes(file.to_string().as_bytes()).unwrap();
+    assert_eq!((tokenizer.vocab_size(), tokenizer.num_missing), (1001, 601));
+    // The crate's own text, for which it prints the missing ids.
+    let texts = [false, true].map(|is_pretty| tokenizer.marked.to_string(is_pretty).unwrap());
+    assert_eq!(tokenizer.to_json().unwrap(), texts[1]);
+    assert_eq!(tokenizer.hash(), xxh3_128(texts[0].as_bytes()));
+    let again = Tokenizer::from_bytes(texts[1].as_bytes()).unwrap();
+    assert_eq!(again.hash(), tokenizer.hash());
+    assert_eq!(again.decode(&again.encode(TEXT).unwrap()).unwrap(), TEXT);
+}
+
 /// Splitting, normalising and added tokens as in Qwen's files: digits stand alone, `<think>` is found in every text.
 #[test]
 fn a_file_of_qwens_kind_works() {

@@ -6,7 +6,7 @@ use tokenizers::{AddedToken, Tokenizer as HfTokenizer, Trainer};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::words::{byte_chars, in_byte_chars, words};
-use super::{END_OF_TEXT, PAD, Tokenizer, not_trained};
+use super::{END_OF_TEXT, PAD, Tokenizer, not_trained, written};
 use crate::corpus::Corpus;
 use crate::error::DataError;
 
@@ -86,7 +86,9 @@ impl Tokenizer {
         inner.with_pre_tokenizer(Some(byte_level));
         inner.with_decoder(Some(byte_level));
         inner.add_special_tokens(&special_tokens);
-        let tokenizer = Self::from_inner(inner).map_err(not_trained)?;
+        let ids = written::ids(&inner).map_err(not_trained)?;
+        let model_with_gaps = None;
+        let tokenizer = Self::from_inner(inner, &ids, model_with_gaps).map_err(not_trained)?;
         if tokenizer.vocab_size() != vocab_size {
             return Err(not_trained(format!(
                 "the text gives only {found} of {vocab_size} tokens\n  \

@@ -3,6 +3,7 @@ use super::config::to_text;
 use crate::CheckpointError;
 
 use serde_json::{Value, json};
+use sieve_core::ShownPath;
 use sieve_files::{sync_folder, write_synced};
 use std::collections::BTreeSet;
 use std::fs;
@@ -32,7 +33,7 @@ impl OutFolder {
             for entry in entries {
                 let entry = entry.map_err(CheckpointError::io("reading", path))?;
                 if entry.file_name() != PARTIAL {
-                    return Err(folder.in_use(&entry.file_name().to_string_lossy()));
+                    return Err(folder.in_use(&Path::new(&entry.file_name()).shown().to_string()));
                 }
             }
         }
@@ -84,7 +85,7 @@ impl OutFolder {
     }
 
     fn in_use(&self, found: &str) -> CheckpointError {
-        let what = format!("{} holds {found}, which no export wrote", self.path.display());
+        let what = format!("{} holds {found}, which no export wrote", self.path.shown());
         CheckpointError::refused(what, "name a new or empty folder")
     }
 }

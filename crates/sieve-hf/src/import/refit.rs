@@ -36,7 +36,7 @@ pub fn refit<B: Backend>(
     let full = source.path.canonicalize().map_err(CheckpointError::io("reading", &source.path))?;
     let mut recipe = recipe.clone();
     recipe.tokenizer = saved.tokenizer;
-    recipe.model.initial_weights = Some(full.display().to_string().replace('$', "$$"));
+    recipe.model.initial_weights = Some(full.to_string_lossy().into_owned().replace('$', "$$"));
     let bad_recipe = CheckpointError::bad_recipe(from);
     let shape = recipe.model_shape(source.state.vocab_size).map_err(&bad_recipe)?;
     let tensors = source.model()?;

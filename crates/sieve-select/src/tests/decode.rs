@@ -8,6 +8,7 @@ use super::{file, parsed, prefill};
 use crate::decode::dam::{DamCapture, DamConfig, DamMap, DamMaps};
 use crate::test_data::TestCall;
 use crate::{Call, DecodeSession, LayerShape, Method, Selector, oracle_dense};
+use sieve_core::ShownPath;
 use sieve_testing::{Random, assert_close_relative, refusal, wide};
 
 const SMALL: &[&str] = &[
@@ -297,7 +298,7 @@ fn dam_maps_meet_their_density_and_extend() {
     }
     let written = file("");
     maps.write(written.path()).expect("a temporary file");
-    let selector = Selector::parse(&format!("dam:map={}", written.path().display())).expect("valid");
+    let selector = Selector::parse(&format!("dam:map={}", written.path().shown())).expect("valid");
     assert!(matches!(&selector.method, Method::Dam(config) if config.maps.as_ref() == Some(&maps)));
     let long = TestCall::structured(&mut Random(101), 90, [2, 1], 8);
     let mut session = DecodeSession::new(&selector, layer(&long)).expect("valid");

@@ -6,6 +6,7 @@ use crate::keep::{falling, keep_mass_forced};
 use crate::oracle::expanded_row;
 use crate::prefill::minference::{Pattern, PatternFile, search_patterns};
 use crate::test_data::TestCall;
+use sieve_core::ShownPath;
 use sieve_testing::{Random, assert_close_relative, refusal};
 
 /// Kept pairs of a row, as key positions.
@@ -97,7 +98,7 @@ fn minference_patterns_of_a_file_and_the_search() {
     let written = file(&patterns.to_json());
     assert_eq!(PatternFile::read(written.path()).expect("what it wrote"), patterns);
     let data = TestCall::random(&mut Random(63), 400, 400, [4, 2], 8);
-    let chosen = select(&format!("minference:pattern={}", written.path().display()), &data);
+    let chosen = select(&format!("minference:pattern={}", written.path().shown()), &data);
     assert_eq!(shown(&chosen, 0, 300).len(), 48);
     assert_eq!(shown(&chosen, 2, 300).len(), 301);
     assert!(chosen.mask.row(3, 5).len() <= 3);
@@ -162,7 +163,7 @@ fn xattention_forced_first_equals_the_published_loop() {
 fn xattention_thresholds_of_a_file_and_the_norm() {
     let taus = file("[[0.0, 1.0], [0.3, 0.3], [0.5, 0.5]]");
     let path = taus.path().to_owned();
-    let text = format!("xattention:block=16,stride=4,tau=0.5,taus={}", path.display());
+    let text = format!("xattention:block=16,stride=4,tau=0.5,taus={}", path.shown());
     let data = TestCall::structured(&mut Random(143), 256, [2, 1], 16);
     let select_in = |text: &str, layer: usize| selector(text).select(&data.call().in_layer(layer, 3)).expect("valid");
     let chosen = select_in(&text, 0);
@@ -304,7 +305,7 @@ fn minference_gives_each_head_the_keys_of_its_pattern() {
     ];
     let pattern_file = PatternFile { layers: vec![patterns.iter().map(|(pattern, _)| Some(*pattern)).collect()] };
     let written = file(&pattern_file.to_json());
-    let chosen = select(&format!("minference:pattern={}", written.path().display()), &data);
+    let chosen = select(&format!("minference:pattern={}", written.path().shown()), &data);
     for (head, (_, text)) in patterns.iter().enumerate() {
         let alone = select(text, &data);
         let mut hidden = 0;

@@ -3,7 +3,7 @@ use super::saved_recipe;
 use crate::TrainError;
 use sieve_core::paths::expand;
 use sieve_core::recipe::{AttentionKind, OptimizerName, RANDOM_WEIGHTS};
-use sieve_core::{Attention, InitialWeights, ModelShape, Recipe};
+use sieve_core::{Attention, InitialWeights, ModelShape, Recipe, ShownPath};
 use sieve_hf::{Checkpoint, CheckpointError, list_checkpoints};
 use std::path::{Path, PathBuf};
 
@@ -18,8 +18,8 @@ pub fn initial_weights(recipe: &Recipe) -> InitialWeights {
     };
     let path = path_of(key).unwrap_or_else(|_| PathBuf::from(key));
     match Checkpoint::peek(&path) {
-        Ok(found) => InitialWeights::Folder { path: found.path.display().to_string(), step: Some(found.state.step) },
-        Err(_) => InitialWeights::Folder { path: path.display().to_string(), step: None },
+        Ok(found) => InitialWeights::Folder { path: found.path.shown().to_string(), step: Some(found.state.step) },
+        Err(_) => InitialWeights::Folder { path: path.shown().to_string(), step: None },
     }
 }
 
@@ -75,7 +75,7 @@ pub(super) fn folder(recipe: &Recipe) -> Result<Option<PathBuf>, TrainError> {
 
 /// The value of the key that stands for a path.
 pub(super) fn key_of(path: &Path) -> String {
-    path.display().to_string().replace('$', "$$")
+    path.to_string_lossy().into_owned().replace('$', "$$")
 }
 
 /// The value of the key for a checkpoint, with its path in full.
@@ -109,7 +109,7 @@ pub(super) fn opened(found: Result<Checkpoint, CheckpointError>) -> Result<Check
 /// Another kind of attention, or a size that differs; a recipe beside the checkpoint that cannot be read.
 pub fn check_fit(checkpoint: &Checkpoint, recipe: &Recipe) -> Result<(), TrainError> {
     let refused = |what: String, hint: String| {
-        TrainError::refused(format!("{} cannot begin this run: {what}", checkpoint.path.display()), hint)
+        TrainError::refused(format!("{} cannot begin this run: {what}", checkpoint.path.shown()), hint)
     };
     let (there, saved) = checkpoint.recipe_and_shape()?;
     let now = recipe.model_shape(checkpoint.state.vocab_size)?;
@@ -138,7 +138,7 @@ pub(super) fn notices(checkpoint: &Checkpoint, saved: &Recipe, recipe: &Recipe) 
     // At step 0 a checkpoint still has the weights that its own recipe names.
     let source = saved.model.initial_folder().filter(|_| checkpoint.state.step == 0);
     let of_source = source.map_or(String::new(), |source| format!(", which has the weights of {source}"));
-    let begins = format!("note: a new run that begins with {}{of_source}", checkpoint.path.display());
+    let begins = format!("note: a new run that begins with {}{of_source}", checkpoint.path.shown());
     let is_overruled = source.is_none() || source != recipe.model.initial_folder();
     let overruled = is_overruled.then(|| overruled(checkpoint, recipe)).flatten();
     std::iter::once(begins).chain(overruled).collect()

@@ -8,7 +8,7 @@ use crate::run_folder::rename_aside;
 use crate::{Origin, RunFolder, TrainError, TrainEvent};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use sieve_core::{MODEL_LINE, Recipe};
+use sieve_core::{MODEL_LINE, Recipe, ShownPath};
 use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints};
 use sieve_ops::TrainBackend;
@@ -108,7 +108,7 @@ impl<B: TrainBackend> Trainer<B> {
         if self.folder.regain()? {
             self.write_config()?;
             reporter.metrics.reopen();
-            let path = self.folder.path().display();
+            let path = self.folder.path().shown();
             reporter.emit(TrainEvent::Warning(&format!(
                 "warning: {path} was removed while the run writes to it; it is recreated without its earlier contents"
             )));
@@ -118,7 +118,7 @@ impl<B: TrainBackend> Trainer<B> {
             reporter.emit(TrainEvent::Warning(&format!(
                 "warning: {} was moved, removed or replaced while the run writes to it; the lines since the last \
                  checkpoint are in the old file, later ones go to the new one",
-                path.display()
+                path.shown()
             )));
         }
         fs::create_dir_all(folder).map_err(TrainError::io("creating", folder))?;
@@ -249,14 +249,14 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(())
     }
 
-    /// Writes the last state of the run. Failures are retried for [`WriteLimits::last`](super::WriteLimits::last),
-    /// alternating between the run's folder and the fallback folder if there is one.
+    /// Writes the last state of the run. Failures are retried for [`WriteLimits::last`](super::WriteLimits::last), first
+    /// at once and then after pauses, alternating between the run's folder and the fallback folder if there is one.
     ///
     /// # Errors
     /// It cannot be written; a rank or a device is lost.
     pub(super) fn save_last(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let limits = self.saving.tries.limits;
-        let (since, mut pause) = (Instant::now(), limits.first_pause);
+        let (since, mut pause) = (Instant::now(), Duration::ZERO);
         loop {
             self.start_checkpoint(reporter)?;
             self.finish_checkpoint(reporter)?;
@@ -265,14 +265,18 @@ impl<B: TrainBackend> Trainer<B> {
             };
             let goes_to_fallback = self.saving.fallback.is_some() && !self.saving.uses_fallback;
             self.saving.uses_fallback = goes_to_fallback;
-            // Rank 0's clock decides, so that all ranks give up at the same try.
-            let is_over = self.gathered(since.elapsed() + pause > limits.last)?[0];
+            let left = limits.last.saturating_sub(since.elapsed());
+            // The last pause is shorter, so that a try ends it. Rank 0's clock decides for all ranks.
+            let (is_over, wait) = self.gathered((left.is_zero(), pause.min(left)))?[0];
             let next = match (goes_to_fallback, is_over) {
                 (true, _) => "it goes to the folder of --checkpoint-fallback".to_owned(),
-                (false, false) => format!("the weights are kept in memory, the next try is in {} s", pause.as_secs()),
+                (false, false) if wait.is_zero() => "the weights are kept in memory, the next try is now".to_owned(),
+                (false, false) => {
+                    format!("the weights are kept in memory, the next try is in {:.0} s", wait.as_secs_f64().ceil())
+                }
                 (false, true) => {
                     let last = match self.last_checkpoint_path() {
-                        Some(path) => format!("the last one is {}", path.display()),
+                        Some(path) => format!("the last one is {}", path.shown()),
                         None => "there is no earlier one".to_owned(),
                     };
                     return Err(TrainError::Unsaved(format!(
@@ -286,12 +290,12 @@ impl<B: TrainBackend> Trainer<B> {
                 "warning: the last checkpoint, of step {step}, could not be written: {problem}\n  {next}"
             )));
             if !goes_to_fallback {
-                let until = Instant::now() + pause;
+                let until = Instant::now() + wait;
                 while Instant::now() < until {
                     self.tick();
                     std::thread::sleep(Duration::from_millis(100));
                 }
-                pause = (2 * pause).min(LONGEST_LAST_PAUSE);
+                pause = (2 * pause).clamp(limits.first_pause, LONGEST_LAST_PAUSE);
             }
         }
     }
@@ -352,7 +356,7 @@ impl<B: TrainBackend> Trainer<B> {
             let aside = rename_aside(&path, "aside")?;
             reporter.emit(TrainEvent::Notice(&format!(
                 "note: step-{step} belongs to another continuation; it is kept as {}",
-                aside.display()
+                aside.shown()
             )));
         }
         remove_half_written(&self.folder.checkpoint_path())

@@ -6,6 +6,7 @@ use crate::trainer::stage::StageState;
 use crate::{GradientBuffer, Group, Precision, SkippedStep, TrainError, TrainEvent};
 use burn::module::{ModuleMapper, Param};
 use burn::tensor::Tensor;
+use sieve_core::ShownPath;
 use sieve_data::{Batch, PAD_DOCUMENT};
 use sieve_hf::Checkpoint;
 use sieve_nn::Qwen3;
@@ -344,7 +345,7 @@ impl<B: TrainBackend> Trainer<B> {
         let StepNumbers { loss, grad_norm, .. } = numbers;
         let Some(path) = path else {
             let last = match self.last_checkpoint_path() {
-                Some(path) => format!("the last checkpoint, {}, is untouched", path.display()),
+                Some(path) => format!("the last checkpoint, {}, is untouched", path.shown()),
                 None => "there is no checkpoint yet".to_owned(),
             };
             return Err(TrainError::Diverged(format!(
@@ -397,7 +398,7 @@ impl<B: TrainBackend> Trainer<B> {
         };
         reporter.emit(TrainEvent::Notice(&format!(
             "guard: {num_steps} steps in a row {what}; back from step {from} to {}, {rows}",
-            path.display()
+            path.shown()
         )));
         Ok(())
     }

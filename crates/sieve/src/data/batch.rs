@@ -3,6 +3,7 @@ use crate::recipe::RecipeArgs;
 use crate::terminal;
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use sieve_core::ShownPath;
 use sieve_core::recipe::DataFormat;
 use sieve_data::{DataError, OnChange, Prepared};
 use sieve_hf::{NamedTensor, write_tensor_file};
@@ -43,7 +44,7 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
         bail!(
             "{} holds no prepared data: {missing}\n  \
              hint: name a folder of sieve data prepare, or the data folder of a run, with --data-dir",
-            dir.display()
+            dir.shown()
         );
     }
     // OnChange::Refuse: shards in this folder are never replaced, since a run may be reading them.
@@ -69,14 +70,14 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
         named("positions", signed(&batch.positions)),
     ];
     sieve_files::replace(&args.out, |partial| write_tensor_file(partial, &tensors, None))
-        .with_context(|| format!("writing step {} to {}", args.step, args.out.display()))?;
+        .with_context(|| format!("writing step {} to {}", args.step, args.out.shown()))?;
     terminal::line(&format!(
         "wrote step {}: {} rows x {} tokens, {} labels, to {}",
         args.step,
         rows,
         seq_len,
         batch.num_labels(),
-        args.out.display()
+        args.out.shown()
     ));
     Ok(())
 }

@@ -4,6 +4,7 @@ use crate::eval::output::is_there;
 use crate::terminal;
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use sieve_core::ShownPath;
 use sieve_data::Tokenizer;
 use sieve_eval::{LongSource, LongTask, Match, Split, long_texts};
 use std::fs::File;
@@ -79,7 +80,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         "wrote {} of {} to {}",
         terminal::counted(args.samples, "sample"),
         terminal::counted(tasks.len() as u64, "task"),
-        args.out.display()
+        args.out.shown()
     ));
     Ok(())
 }
@@ -92,7 +93,7 @@ fn write(
     source: &LongSource,
     tokenizer: &Tokenizer,
 ) -> Result<()> {
-    let cannot = || format!("cannot write {}", args.out.display());
+    let cannot = || format!("cannot write {}", args.out.shown());
     let mut file = BufWriter::new(File::create(path).with_context(cannot)?);
     let template = "{bar:30} {human_pos}/{human_len} samples, {eta} left";
     terminal::with_bar(args.samples, template, |bar| {

@@ -4,8 +4,8 @@ use crate::{terminal, text_files};
 use anyhow::Result;
 use clap::Args;
 use indicatif::ProgressBar;
-use sieve_core::Recipe;
 use sieve_core::recipe::DataFormat;
+use sieve_core::{Recipe, ShownPath};
 use sieve_data::{OnChange, PreparedMeta, Progress, SplitMeta};
 use sieve_train::{DataEvent, DataSource, initial_checkpoint};
 use std::path::PathBuf;
@@ -62,7 +62,7 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     let verb = if prepared.reused { "found" } else { "wrote" };
     terminal::line(&format!(
         "{verb} {} in {:.1} s",
-        dir.display(),
+        dir.shown(),
         (data.tokenizer_time + data.prepare_time).as_secs_f64()
     ));
     print_train_split("train", meta, &recipe);

@@ -5,6 +5,7 @@ use crate::text_files::{Beginning, FormatArg};
 use crate::{terminal, text_files};
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
+use sieve_core::ShownPath;
 use sieve_data::{BpeConfig, Corpus, HubConfig, Tokenizer};
 use sieve_train::corpus_configs;
 use std::path::PathBuf;
@@ -81,8 +82,8 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     anyhow::ensure!(
         !args.out.is_dir(),
         "--out {} is a folder\n  hint: name the file to write, for example {}",
-        args.out.display(),
-        args.out.join("tokenizer.json").display()
+        args.out.shown(),
+        args.out.join("tokenizer.json").shown()
     );
     if args.out.is_file() {
         return Err(is_there(&args.out));
@@ -103,7 +104,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     let beginning = Beginning::read(&corpus, Some(&tokenizer))?;
     terminal::line(&format!(
         "wrote {}: {} tokens, {:.2} bytes of text a token on the first {}",
-        args.out.display(),
+        args.out.shown(),
         terminal::thousands(tokenizer.vocab_size() as u64),
         beginning.bytes_per_token(),
         terminal::bytes(beginning.num_bytes as u64)

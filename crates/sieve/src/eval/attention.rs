@@ -6,6 +6,7 @@ use crate::{loaded, terminal};
 use anyhow::Result;
 use clap::Args;
 use serde_json::json;
+use sieve_core::ShownPath;
 use sieve_eval::{DISTANCES, HeadWeights, LayerWeights, attention_weights};
 use sieve_hf::Kept;
 use sieve_ops::DeviceBackend;
@@ -85,7 +86,7 @@ fn run_on<B: DeviceBackend>(args: &AttentionArgs, device: &B::Device, kept: Kept
     terminal::line(&format!("{heading}: attention on {length} tokens"));
     terminal::lines(lines(&layers, length));
     if let Some(path) = &args.plot {
-        terminal::line(&format!("wrote {}", path.display()));
+        terminal::line(&format!("wrote {}", path.shown()));
     }
     Ok(())
 }

@@ -2,6 +2,7 @@
 use super::tasks::{self, TasksArgs};
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use sieve_core::ShownPath;
 use sieve_eval::READY_TASKS;
 use std::path::PathBuf;
 
@@ -35,7 +36,7 @@ pub(crate) fn run(args: LongbenchArgs) -> Result<()> {
     }
     let folder = args.folder.context("--folder is missing")?;
     if !folder.is_dir() {
-        bail!("there is no folder {}\n  hint: unpack LongBench's data.zip and name its folder", folder.display());
+        bail!("there is no folder {}\n  hint: unpack LongBench's data.zip and name its folder", folder.shown());
     }
     let names = READY_TASKS.iter().filter_map(|(name, _)| name.strip_prefix(PREFIX));
     let names: Vec<&str> = names.collect();
@@ -50,16 +51,16 @@ pub(crate) fn run(args: LongbenchArgs) -> Result<()> {
         let files = [format!("{name}.jsonl"), format!("{name}_e.jsonl")];
         let files = files.map(|file| folder.join(file));
         match files.iter().find(|file| file.is_file()) {
-            Some(file) => data.push(format!("{PREFIX}{name}={}", file.display())),
+            Some(file) => data.push(format!("{PREFIX}{name}={}", file.shown())),
             // Without --only, a data set without a file is left out.
             None if args.only.is_empty() => {}
-            None => bail!("there is no {}\n  hint: unpack LongBench's data.zip there", files[0].display()),
+            None => bail!("there is no {}\n  hint: unpack LongBench's data.zip there", files[0].shown()),
         }
     }
     if data.is_empty() {
         bail!(
             "{} holds no file of LongBench\n  hint: unpack its data.zip there: hotpotqa.jsonl and others",
-            folder.display()
+            folder.shown()
         );
     }
     tasks::run(args.tasks.with_data("longbench", data))

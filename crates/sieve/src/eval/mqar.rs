@@ -6,8 +6,8 @@ use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, terminal};
 use anyhow::{Result, anyhow, bail};
 use clap::{Args, ValueEnum};
-use sieve_core::Recipe;
 use sieve_core::recipe::MqarNoise as RecipeNoise;
+use sieve_core::{Recipe, ShownPath};
 use sieve_data::{MqarConfig, MqarNoise};
 use sieve_eval::{RecallOfKind, RecallReport, recall};
 use sieve_hf::{Kept, LoadedModel};
@@ -100,7 +100,7 @@ fn run_on<B: DeviceBackend>(args: &MqarArgs, device: &B::Device, kept: Kept) -> 
         let title = format!("MQAR accuracy: {}", output::model_name(&loaded));
         output::write(path, &accuracy_by_distance(&title, &report))?;
         if !args.result.json {
-            terminal::line(&format!("wrote {}", path.display()));
+            terminal::line(&format!("wrote {}", path.shown()));
         }
     }
     Ok(())

@@ -5,7 +5,7 @@ use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, terminal};
 use anyhow::{Result, bail};
 use clap::Args;
-use sieve_core::attention_label;
+use sieve_core::{ShownPath, attention_label};
 use sieve_data::Tokenizer;
 use sieve_eval::{
     Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, Selection, TaskModel, linear_grid, needle, text_documents,
@@ -106,7 +106,7 @@ fn run_on<B: DeviceBackend>(args: &NeedleArgs, device: &B::Device, kept: Kept) -
         };
         output::write(path, &picture.svg())?;
         if !args.result.json {
-            terminal::line(&format!("wrote {}", path.display()));
+            terminal::line(&format!("wrote {}", path.shown()));
         }
     }
     Ok(())

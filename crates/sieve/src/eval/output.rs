@@ -3,6 +3,7 @@ use crate::terminal;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use serde_json::{Value, json};
+use sieve_core::ShownPath;
 use sieve_files::write_synced;
 use sieve_hf::{Checkpoint, LoadedModel};
 use sieve_ops::DeviceBackend;
@@ -19,7 +20,7 @@ pub(super) fn model_name<B: DeviceBackend>(loaded: &LoadedModel<B>) -> String {
 
 /// Heading of a printed report: the model's line, then the checkpoint's path and its step.
 pub(super) fn heading<B: DeviceBackend>(loaded: &LoadedModel<B>) -> String {
-    format!("model: {}\n{} (step {})", loaded.line(), loaded.path.display(), loaded.state.step)
+    format!("model: {}\n{} (step {})", loaded.line(), loaded.path.shown(), loaded.state.step)
 }
 
 /// `--json` and `--save`: where a command's numbers go.
@@ -64,7 +65,7 @@ impl ResultArgs {
         let Some(run) = run_folder(checkpoint, folder) else {
             bail!(
                 "--save: {} lies in no run folder\n  hint: name a run's checkpoint, or use --json > FILE",
-                checkpoint.display()
+                checkpoint.shown()
             );
         };
         Ok(Some(run.join(FOLDER).join(format!("{name}.json"))))
@@ -78,17 +79,17 @@ impl ResultArgs {
         command: &str,
         report: Value,
     ) -> Result<bool> {
-        let path = loaded.path.display().to_string();
+        let path = loaded.path.to_string_lossy().into_owned();
         let mut all = json!({ "checkpoint": path, "step": loaded.state.step, "model": loaded.line() });
         if let (Some(all), Value::Object(report)) = (all.as_object_mut(), report) {
             all.extend(report);
         }
         if let Some(file) = self.file(&loaded.path, &loaded.recipe.checkpoint.folder, command)? {
             if let Some(folder) = file.parent() {
-                std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+                std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.shown()))?;
             }
             write(&file, &format!("{all}\n"))?;
-            terminal::remark(&format!("saved {}", file.display()));
+            terminal::remark(&format!("saved {}", file.shown()));
         }
         if self.json {
             terminal::line(&all.to_string());
@@ -109,7 +110,7 @@ pub(super) fn run_folder(checkpoint: &Path, folder: &str) -> Option<PathBuf> {
 fn run_name(checkpoint: &Path, folder: &str) -> String {
     let run = run_folder(checkpoint, folder).or_else(|| std::path::absolute(checkpoint).ok());
     let name = run.as_deref().and_then(Path::file_name);
-    name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
+    name.map_or_else(|| "model".to_owned(), |name| Path::new(name).shown().to_string())
 }
 
 /// Fails if [`write()`] could not replace the file at `path`. Tries it by making and removing the temporary file.
@@ -120,19 +121,19 @@ pub(crate) fn check<'a>(path: impl Into<Option<&'a Path>>) -> Result<()> {
     };
     check_place(path)?;
     if path.file_name().is_none() || (path.exists() && !path.is_file()) {
-        bail!("cannot write {}: it is not a file\n  hint: name a new file, or one to replace", path.display());
+        bail!("cannot write {}: it is not a file\n  hint: name a new file, or one to replace", path.shown());
     }
-    sieve_files::check_replaceable(path).with_context(|| format!("cannot write {}", path.display()))
+    sieve_files::check_replaceable(path).with_context(|| format!("cannot write {}", path.shown()))
 }
 
 /// Fails if `path` is a folder or lies in a folder that does not exist. A device or a pipe may be written in place.
 pub(crate) fn check_place(path: &Path) -> Result<()> {
     if path.is_dir() {
-        bail!("cannot write {}: it is a folder\n  hint: name a file in it", path.display());
+        bail!("cannot write {}: it is a folder\n  hint: name a file in it", path.shown());
     }
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() && !parent.is_dir() => {
-            bail!("cannot write {}: there is no folder {}\n  hint: make it first", path.display(), parent.display())
+            bail!("cannot write {}: there is no folder {}\n  hint: make it first", path.shown(), parent.shown())
         }
         _ => Ok(()),
     }
@@ -140,13 +141,13 @@ pub(crate) fn check_place(path: &Path) -> Result<()> {
 
 /// The error of a command that replaces no file, for a file at its `--out`.
 pub(crate) fn is_there(path: &Path) -> anyhow::Error {
-    anyhow!("{} is there already\n  hint: name another file with --out, or remove this one", path.display())
+    anyhow!("{} is there already\n  hint: name another file with --out, or remove this one", path.shown())
 }
 
 /// Writes a file whole or not at all.
 pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
     sieve_files::replace(path, |partial| write_synced(partial, text.as_bytes()))
-        .with_context(|| format!("cannot write {}", path.display()))
+        .with_context(|| format!("cannot write {}", path.shown()))
 }
 
 #[cfg(test)]

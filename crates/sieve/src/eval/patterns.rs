@@ -5,7 +5,7 @@ use crate::{loaded, terminal};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde_json::{Value, json};
-use sieve_core::ModelShape;
+use sieve_core::{ModelShape, ShownPath};
 use sieve_eval::{EvalError, PatternSearch, calibrate_dam, search_minference};
 use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
@@ -132,7 +132,7 @@ fn run_on<B: DeviceBackend>(args: &PatternsArgs, flag: &str, device: &B::Device,
 
 /// Checks the flags. Returns the `--selector` flag by which other commands read the written file.
 fn flag(args: &PatternsArgs) -> Result<String> {
-    let path = args.out.display();
+    let path = args.out.shown();
     if args.out.to_str().is_none_or(|path| path.contains(',')) {
         bail!(
             "--selector could not name {path}: a comma ends a setting there, and the rest must be UTF-8\n  \
@@ -282,7 +282,7 @@ fn print<B: DeviceBackend>(
         "num_windows": count,
         "num_tokens": length,
         "found": report.json,
-        "out": args.out.display().to_string(),
+        "out": args.out.to_string_lossy().into_owned(),
         "flag": flag,
     });
     if args.result.report(loaded, COMMAND, json)? {
@@ -295,6 +295,6 @@ fn print<B: DeviceBackend>(
         terminal::counted(count as u64, "prompt"),
     ));
     terminal::lines(&report.lines);
-    terminal::line(&format!("wrote {}; use it with {flag}", args.out.display()));
+    terminal::line(&format!("wrote {}; use it with {flag}", args.out.shown()));
     Ok(())
 }

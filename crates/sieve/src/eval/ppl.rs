@@ -10,7 +10,7 @@ use crate::{loaded, selector, terminal};
 use anyhow::{Result, bail};
 use clap::{ArgGroup, Args};
 use serde_json::json;
-use sieve_core::covered_words;
+use sieve_core::{ShownPath, covered_words};
 use sieve_data::{Corpus, Prepared};
 use sieve_eval::{
     EvalDocument, EvalError, Extrapolation, MeanLoss, PerplexityConfig, PerplexityReport, RollingPerplexity, Selection,
@@ -212,10 +212,7 @@ fn prepared_data<B: DeviceBackend>(loaded: &LoadedModel<B>) -> Result<Prepared> 
         ),
     };
     if !dir.join("meta.json").exists() {
-        bail!(
-            "the held-out documents of the run are not in {}\n  hint: {hint}, or name text with --data",
-            dir.display()
-        );
+        bail!("the held-out documents of the run are not in {}\n  hint: {hint}, or name text with --data", dir.shown());
     }
     Ok(Prepared::open(&dir)?)
 }
@@ -256,7 +253,7 @@ fn print<B: DeviceBackend>(
         }
     }
     if let Some(path) = &args.plot {
-        terminal::line(&format!("wrote {}", path.display()));
+        terminal::line(&format!("wrote {}", path.shown()));
     }
     Ok(())
 }

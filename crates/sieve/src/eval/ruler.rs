@@ -6,7 +6,7 @@ use crate::{loaded, selector, shipped, terminal};
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use indicatif::ProgressBar;
-use sieve_core::attention_label;
+use sieve_core::{ShownPath, attention_label};
 use sieve_data::Tokenizer;
 use sieve_eval::{
     EvalError, LONG_TASKS, LongCell, LongReport, LongSource, LongTask, LongTaskReport, LongText, LongTexts, NUM_WRONG,
@@ -102,7 +102,7 @@ impl SourceArgs {
         }
         let qa = |path: &Option<PathBuf>| {
             let read = |path: &PathBuf| {
-                let name = path.display().to_string();
+                let name = path.to_string_lossy().into_owned();
                 let text = std::fs::read_to_string(path).with_context(|| format!("reading {name}"))?;
                 Ok::<_, anyhow::Error>(QaData::parse(&name, &text)?)
             };
@@ -329,7 +329,7 @@ fn print<B: DeviceBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &
         }
     }
     for path in [&args.samples_file, &args.plot].into_iter().flatten() {
-        terminal::line(&format!("wrote {}", path.display()));
+        terminal::line(&format!("wrote {}", path.shown()));
     }
     Ok(())
 }

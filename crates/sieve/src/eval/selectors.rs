@@ -14,7 +14,7 @@ use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde::Serialize;
-use sieve_core::ModelShape;
+use sieve_core::{ModelShape, ShownPath};
 use sieve_eval::{
     EvalError, READY_GRIDS, Selection, measure_selectors, selector_grid, selector_masks, sweep_selectors,
 };
@@ -131,16 +131,16 @@ fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, kept: Kept
     if let Some(path) = &args.plot
         && let Err(error) = run.draw(path, &mut failed)
     {
-        failed.add("--plot", &path.display().to_string(), &error);
+        failed.add("--plot", &path.shown().to_string(), &error);
     }
     if let Some(path) = &args.scores {
         output::write(path, &scores::svg(&run, &rows, &trained))?;
-        run.say(&format!("wrote {}", path.display()));
+        run.say(&format!("wrote {}", path.shown()));
     }
     if let Some(dir) = &args.maps
         && let Err(error) = run.draw_maps(dir, &mut failed)
     {
-        failed.add("--maps", &dir.display().to_string(), &error);
+        failed.add("--maps", &dir.shown().to_string(), &error);
     }
     table::report(&run, &rows, &trained, &left_out, &failed)?;
     failed.end(args.result.json)
@@ -212,7 +212,7 @@ fn selectors(args: &SelectorsArgs, shape: &ModelShape) -> Result<(Vec<LayerSelec
 
 /// Reads `--grid`: a TOML file, or a grid that comes with the program. Also returns why combinations were left out.
 fn read_grid(path: &Path) -> Result<(Vec<LayerSelectors>, Vec<anyhow::Error>)> {
-    let shown = path.display().to_string();
+    let shown = path.shown().to_string();
     let ready = READY_GRIDS.iter().find(|(name, _)| *name == shown);
     let text = match (std::fs::read_to_string(path), ready) {
         (Ok(text), _) => text,
@@ -262,7 +262,7 @@ impl<B: DeviceBackend> Run<'_, B> {
             .map(|(selectors, label)| (selectors.clone(), label.clone()))
             .unzip();
         let masks = selector_masks(&self.loaded.model, self.tokens, &selectors, self.device)?;
-        std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
+        std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.shown()))?;
         let mut written = 0;
         for ((label, name), masks) in labels.iter().zip(labels::file_names(&labels)).zip(masks) {
             let masks = match masks {
@@ -276,7 +276,7 @@ impl<B: DeviceBackend> Run<'_, B> {
             output::write(&path, &heat_map::svg(label, &output::model_name(self.loaded), &masks))?;
             written += 1;
         }
-        self.say(&format!("wrote {written} maps into {}", dir.display()));
+        self.say(&format!("wrote {written} maps into {}", dir.shown()));
         Ok(())
     }
 
@@ -308,7 +308,7 @@ impl<B: DeviceBackend> Run<'_, B> {
         }
         let title = format!("Selectors at {} tokens: {}", self.tokens.len() - 1, output::model_name(self.loaded));
         output::write(path, &plot::svg(&title, curves))?;
-        self.say(&format!("wrote {}", path.display()));
+        self.say(&format!("wrote {}", path.shown()));
         Ok(())
     }
 

@@ -2,8 +2,8 @@
 use crate::terminal;
 use crate::text_files::{Beginning, local_tokenizer};
 use crate::train::variable;
-use sieve_core::Recipe;
 use sieve_core::recipe::{DataFormat, EPOCHS_AS_NEW};
+use sieve_core::{Recipe, ShownPath};
 use sieve_data::{Corpus, Prepared};
 use sieve_train::corpus_configs;
 use std::path::Path;
@@ -76,7 +76,7 @@ fn unread(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     let sources = sources.map(|(source, path)| text(path.clone(), source.train.num_tokens));
     let sources = sources.collect::<Vec<_>>();
     match sources.is_empty() {
-        true => Some(vec![text(dir.display().to_string(), meta.train.num_tokens)]),
+        true => Some(vec![text(dir.shown().to_string(), meta.train.num_tokens)]),
         false => Some(sources),
     }
 }

@@ -9,10 +9,10 @@ use crate::{shipped, terminal};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use sieve_core::Recipe;
 use sieve_core::recipe::{
     AttentionKind, DataFormat, StartingSize, TokenizerSource, TokenizerTraining, least_tokens, steps_for_text,
 };
+use sieve_core::{Recipe, ShownPath};
 use sieve_data::{OnChange, is_hub_tokenizer};
 use sieve_train::DataSource;
 use std::fs::OpenOptions;
@@ -115,7 +115,7 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
         None => terminal::text(&text),
         Some(out) => {
             write_new(out, &text)?;
-            terminal::line(&format!("wrote {}", out.display()));
+            terminal::line(&format!("wrote {}", out.shown()));
             let file = terminal::quoted(out);
             let [plan, train] = ["plan", "train"].map(|command| format!("{command} --recipe {file}"));
             if !has_text {
@@ -146,7 +146,7 @@ fn write_new(path: &Path, text: &str) -> Result<()> {
             written.inspect_err(|_| drop(std::fs::remove_file(path)))
         }),
     }
-    .with_context(|| format!("writing {}", path.display()))
+    .with_context(|| format!("writing {}", path.shown()))
 }
 
 impl OwnText {

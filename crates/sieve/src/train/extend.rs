@@ -1,6 +1,6 @@
 //! `sieve train --resume --extend STEP`: more steps for a finished run.
 use anyhow::{Result, bail};
-use sieve_core::Recipe;
+use sieve_core::{Recipe, ShownPath};
 use sieve_hf::{Checkpoint, list_checkpoints};
 use std::path::Path;
 
@@ -23,7 +23,7 @@ pub(super) fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()
         before if before == done && done < steps => done,
         before => bail!(
             "--extend {steps}: the run in {} is at step {done} of {before}\n  hint: {}",
-            out.display(),
+            out.shown(),
             match (done < before, saved.lr_scheduler.after_step) {
                 (false, _) => format!("name a step after {done}"),
                 (true, 0) => "let it end with --resume first".to_owned(),

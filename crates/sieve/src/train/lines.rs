@@ -1,6 +1,6 @@
 //! The lines that `sieve train` prints.
 use crate::terminal::{self, gib};
-use sieve_core::Recipe;
+use sieve_core::{Recipe, ShownPath};
 use sieve_kernels::LaunchCounts;
 use sieve_ops::MemoryPeak;
 use sieve_ops::TrainBackend;
@@ -162,7 +162,7 @@ pub(super) fn stopped_line(recipe: &Recipe, summary: &TrainSummary, fallback: Op
         "stopped at step {} of {}; the state is in {}\n  to continue: the same command with {flag}",
         summary.step,
         recipe.training.steps,
-        checkpoint.display()
+        checkpoint.shown()
     )
 }
 

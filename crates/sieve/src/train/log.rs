@@ -1,6 +1,7 @@
 //! A run's printed lines, which also go into its `log` file.
 use crate::terminal;
 use anyhow::{Context, Result};
+use sieve_core::{ShownPath, shown_text};
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -33,8 +34,8 @@ impl Log {
             .create(true)
             .append(true)
             .open(path)
-            .with_context(|| format!("opening {}", path.display()))?;
-        file.write_all(self.early.take().as_bytes()).with_context(|| format!("writing {}", path.display()))?;
+            .with_context(|| format!("opening {}", path.shown()))?;
+        file.write_all(self.early.take().as_bytes()).with_context(|| format!("writing {}", path.shown()))?;
         *self.file.borrow_mut() = Some(file);
         Ok(())
     }
@@ -67,8 +68,8 @@ impl Log {
         }
         match self.file.borrow_mut().as_mut() {
             // A line that cannot be logged is dropped: it was printed too, and the run should continue.
-            Some(file) => drop(writeln!(file, "{text}")),
-            None => self.early.borrow_mut().push_str(&format!("{text}\n")),
+            Some(file) => drop(writeln!(file, "{}", shown_text(text))),
+            None => self.early.borrow_mut().push_str(&format!("{}\n", shown_text(text))),
         }
     }
 }

@@ -154,7 +154,7 @@ mod tests {
 
     fn keeper(dir: &Path) -> (OnEvent, PathBuf) {
         let kept = dir.join("kept");
-        let command = format!("echo \"$SIEVE_EVENT $SIEVE_OUT $SIEVE_MESSAGE\" >> {}", kept.display());
+        let command = format!("echo \"$SIEVE_EVENT $SIEVE_OUT $SIEVE_MESSAGE\" >> {}", kept.to_string_lossy());
         (OnEvent::new(Some(command), Path::new("out/a b")), kept)
     }
 

@@ -1,7 +1,8 @@
 //! `sieve train` as one of several ranks: how they agree on the recipe, folder, checkpoint and device, how NCCL
 //! connects their GPUs, and which rank prints an error.
 use super::on_event::{Event, OnEvent};
-use super::{LAUNCHED, TrainArgs, exit_of, run_one, variable};
+use super::stopped::{is_of_a_disk, is_unsaved, stopped_by};
+use super::{LAUNCHED, TrainArgs, run_one, variable};
 use crate::device::{Device, DeviceChoice};
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
@@ -11,7 +12,7 @@ use burn::backend::Autodiff;
 use burn::tensor::Tensor;
 use burn_cuda::CudaDevice;
 use sieve_comm::{CollectiveCounts, CommError, Failure, Loss, Mesh, Pieces, Timeouts, World};
-use sieve_core::Recipe;
+use sieve_core::{Recipe, ShownPath};
 use sieve_hf::Checkpoint;
 use sieve_kernels::{CudaPrimitive, KernelError, NcclGroup, NcclPiece, NcclWatch, NcclWork, ToBurn, kernel_tensor};
 use sieve_ops::Cuda;
@@ -67,7 +68,7 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
         Err(error) if rank == 0 => return events.ended(Err(error.into())),
         Err(error) => return Err(error.into()),
     };
-    match exit_of(run_one(args, Some(mesh.clone()), interrupt), rank == 0) {
+    match stopped_by(is_unsaved, run_one(args, Some(mesh.clone()), interrupt), rank == 0) {
         Ok(exit) => {
             mesh.leave();
             match rank {
@@ -90,10 +91,10 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
             }
             let text = terminal::error_text(&error);
             mesh.fail(text.trim_start_matches("error: "));
-            match rank {
-                0 => events.ended(Err(error)),
+            match stopped_by(is_of_a_disk, Err(error), rank == 0) {
+                result if rank == 0 => events.ended(result),
                 // Rank 0 prints this rank's error.
-                _ => Ok(Exit::Failed),
+                result => Ok(result.unwrap_or(Exit::Failed)),
             }
         }
     }
@@ -232,7 +233,7 @@ pub(super) fn open(mesh: Option<&Mesh>, out: &Path, start: &Start, recipe: &Reci
         let path = path.map(|path| path.canonicalize()).transpose()?;
         let path = path.unwrap_or_default();
         // "1" for a branch, else "0", then the checkpoint's path; no path: the run starts from its seed.
-        mesh.broadcast(format!("{}{}", u8::from(origin.is_branch), path.display()).as_bytes())?;
+        mesh.broadcast(format!("{}{}", u8::from(origin.is_branch), path.shown()).as_bytes())?;
         return Ok((folder, origin));
     }
     let folder = RunFolder::of_group(out, name);
@@ -277,7 +278,7 @@ pub(super) fn check_shared(mesh: &Mesh, out: &Path) -> Result<()> {
     let rank = mesh.world().rank;
     let own = format!("{} {:?}", std::process::id(), SystemTime::now());
     if rank == 0 {
-        std::fs::write(&sign, &own).with_context(|| format!("writing {}", sign.display()))?;
+        std::fs::write(&sign, &own).with_context(|| format!("writing {}", sign.shown()))?;
     }
     let wanted = mesh.broadcast(own.as_bytes())?;
     // A network file system may show a new file late.
@@ -288,7 +289,7 @@ pub(super) fn check_shared(mesh: &Mesh, out: &Path) -> Result<()> {
     }
     let place = out.canonicalize().unwrap_or_else(|_| out.to_owned());
     // `1` or `0` for whether this rank sees the file, then the folder where it looks.
-    let answer = format!("{}{}", u8::from(sees()), place.display());
+    let answer = format!("{}{}", u8::from(sees()), place.shown());
     let answers = mesh.gather(answer.as_bytes())?;
     if rank == 0 {
         let _ = std::fs::remove_file(&sign);

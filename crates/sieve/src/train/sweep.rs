@@ -8,7 +8,7 @@ use crate::terminal;
 use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use sieve_core::recipe::AttentionKind;
-use sieve_core::{Recipe, covered_words};
+use sieve_core::{Recipe, ShownPath, covered_words};
 use sieve_train::{TrainError, last_validation};
 use std::path::{Path, PathBuf};
 
@@ -84,7 +84,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Exit> {
             "sweep {number} of {}: {} in {}",
             runs.len(),
             run.overrides.join(" "),
-            run.out.display()
+            run.out.shown()
         ));
         terminal::lines(&run.text);
         let error = match train_on(&session, start, &run.recipe, &run.out) {
@@ -102,8 +102,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Exit> {
         rows.push(Row::of(run, error));
     }
     let all = earlier.iter().chain(&rows).collect::<Vec<_>>();
-    std::fs::write(&path, serde_json::to_string_pretty(&all)?)
-        .with_context(|| format!("writing {}", path.display()))?;
+    std::fs::write(&path, serde_json::to_string_pretty(&all)?).with_context(|| format!("writing {}", path.shown()))?;
     terminal::lines(table(&rows));
     if rows.iter().all(|row| row.loss.is_none()) {
         bail!("no run of the sweep finished\n  hint: sweep other values");
@@ -157,9 +156,9 @@ fn earlier_rows(path: &Path, runs: &[Run]) -> Result<Vec<Row>> {
     if !path.exists() {
         return Ok(Vec::new());
     }
-    let text = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+    let text = std::fs::read(path).with_context(|| format!("reading {}", path.shown()))?;
     let mut rows: Vec<Row> = serde_json::from_slice(&text).map_err(|error| {
-        let path = path.display();
+        let path = path.shown();
         anyhow!("{path} is not the table of a sweep: {error}\n  hint: remove it, or name another folder with --out")
     })?;
     rows.retain(|row| runs.iter().all(|run| run.out.file_name() != row.folder.file_name()));
@@ -211,7 +210,7 @@ fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
         let out = base.join(folder_name(&overrides));
         let (mut recipe, text) = args.load_recipe(&source, &out)?;
         if shares_data && recipe.data.cache_dir.is_none() {
-            let shared = base.join("data").display().to_string();
+            let shared = base.join("data").to_string_lossy().into_owned();
             recipe.data.cache_dir = Some(shared.replace('$', "$$"));
         }
         Ok(Run { overrides, recipe, text, out })
@@ -351,7 +350,7 @@ fn table(rows: &[Row]) -> Vec<String> {
 /// The lines about the best group, and whether it is ahead of the `next` one by more than the seeds' spread.
 fn best_lines((best, (mean, spread)): &Ranked<'_>, next: Option<&Ranked<'_>>, has_seeds: bool) -> Vec<String> {
     if !has_seeds {
-        return vec![format!("best: {}", best.rows[0].folder.display())];
+        return vec![format!("best: {}", best.rows[0].folder.shown())];
     }
     let mut lines = vec![format!("best: {}, by the mean of {} seeds", best.name, best.rows.len())];
     if let Some((_, (next_mean, next_spread))) = next {

@@ -4,6 +4,7 @@ use super::{file, layer, stream};
 use crate::decode::dma::{DmaLayerWeights, DmaWeights};
 use crate::test_data::TestCall;
 use crate::{DecodeSession, Method, Selector};
+use sieve_core::ShownPath;
 use sieve_cpu::reference::{Key, Rounding, attend};
 use sieve_testing::{Random, assert_close, assert_close_relative, refusal, wide};
 
@@ -74,7 +75,7 @@ fn dma_scores_come_from_a_checkpoint_or_its_export() {
         [0.5_f32, -1.0].iter().flat_map(|x| x.to_le_bytes()).collect(),
         (0..32).flat_map(|i| (i as f32).to_le_bytes()).collect(),
     );
-    let text = format!("dma:keep_window_size=5,scores={}", path.display());
+    let text = format!("dma:keep_window_size=5,scores={}", path.shown());
     for (prefix, name) in [("", "a"), ("model.", "A")] {
         let view = |shape: Vec<usize>, data| {
             safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape, data).expect("whole")

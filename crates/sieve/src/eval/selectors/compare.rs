@@ -2,6 +2,7 @@
 use crate::loaded;
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
+use sieve_core::ShownPath;
 use sieve_data::Tokenizer;
 use sieve_eval::{TrainedMeasure, measure_trained};
 use sieve_hf::{Kept, LoadedModel};
@@ -29,13 +30,13 @@ pub(super) fn load<B: DeviceBackend>(
 ) -> Result<Vec<LoadedModel<B>>> {
     let mut models = Vec::new();
     for folder in folders {
-        let in_folder = || format!("--compare {}", folder.display());
+        let in_folder = || format!("--compare {}", folder.shown());
         let (loaded, other) = loaded::load::<B>(folder, device, kept).with_context(in_folder)?;
         if other.hash() != tokenizer.hash() {
             bail!(
                 "--compare {}: its tokenizer is not the one of --checkpoint, so losses per token cannot be compared\n  \
                  hint: train both with one tokenizer ([tokenizer] path), on the same text",
-                folder.display()
+                folder.shown()
             );
         }
         let context = loaded.shape.max_seq_len;
@@ -44,7 +45,7 @@ pub(super) fn load<B: DeviceBackend>(
                 "--compare {}: prompts of {longest} tokens do not fit into its context of {context} \
                  (max_position_embeddings)\n  \
                  hint: give shorter --lengths",
-                folder.display()
+                folder.shown()
             );
         }
         models.push(loaded);
@@ -62,8 +63,8 @@ pub(super) fn measure<B: DeviceBackend>(
         .iter()
         .map(|loaded| {
             let measure = measure_trained(&loaded.model, windows, device)
-                .with_context(|| format!("--compare {}", loaded.path.display()))?;
-            Ok(Trained { checkpoint: loaded.path.display().to_string(), step: loaded.state.step, measure })
+                .with_context(|| format!("--compare {}", loaded.path.shown()))?;
+            Ok(Trained { checkpoint: loaded.path.to_string_lossy().into_owned(), step: loaded.state.step, measure })
         })
         .collect()
 }

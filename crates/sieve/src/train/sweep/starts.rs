@@ -5,6 +5,7 @@ use crate::terminal;
 use crate::train::{Session, check_gpu};
 use anyhow::{Context, Result, bail};
 use burn_flex::{Flex, FlexDevice};
+use sieve_core::ShownPath;
 use sieve_core::recipe::AttentionKind;
 use sieve_hf::{Checkpoint, refit};
 use sieve_train::{RunFolder, Start, TrainError, check_fit, named_checkpoint, needs_import};
@@ -50,7 +51,7 @@ pub(super) fn of_runs(session: &Session<'_>, runs: &mut [Run]) -> Result<Vec<Sta
             bail!(
                 "{} is at step {step}, and {} ends at step {steps}: nothing would be trained\n  \
                  hint: --set training.steps=N, above {step}",
-                path.display(),
+                path.shown(),
                 run.overrides.join(" ")
             );
         }
@@ -122,9 +123,9 @@ fn import(plan: &Plan, run: &Run) -> Result<Start> {
     terminal::line(&format!(
         "{}: begins at step 0 with the weights of {}, imported for attention {} as {}; {new}",
         run.overrides.join(" "),
-        source.path.display(),
+        source.path.shown(),
         run.recipe.attention.kind().name(),
-        report.path.display()
+        report.path.shown()
     ));
     Ok(Start::BranchFrom(report.path))
 }

@@ -1,0 +1,84 @@
+//! Texts as a terminal and a log may show them: without control characters, which could move the cursor, rename the
+//! window or begin a line that nobody wrote.
+
+use std::borrow::Cow;
+use std::fmt::{Display, Formatter, Result, Write};
+use std::path::Path;
+
+/// The text with each control character but newline and tab written as `\x1b`, its code in hexadecimal.
+pub fn shown_text(text: &str) -> Cow<'_, str> {
+    let is_shown = |char: char| !char.is_control() || char == '\n' || char == '\t';
+    match text.chars().all(is_shown) {
+        true => Cow::Borrowed(text),
+        false => {
+            let mut shown = String::with_capacity(text.len() + 16);
+            for char in text.chars() {
+                let written = match is_shown(char) {
+                    true => shown.write_char(char),
+                    false => write_code(&mut shown, char),
+                };
+                written.expect("a String takes all");
+            }
+            Cow::Owned(shown)
+        }
+    }
+}
+
+/// Paths for messages.
+pub trait ShownPath {
+    /// The path on one line: each control character, newline and tab too, is written as `\x0a`, and what is not UTF-8
+    /// as U+FFFD. Not a path to open.
+    fn shown(&self) -> Shown<'_>;
+}
+
+impl ShownPath for Path {
+    fn shown(&self) -> Shown<'_> {
+        Shown(self.to_string_lossy())
+    }
+}
+
+/// A path for messages; see [`ShownPath::shown`].
+#[derive(Clone, Debug)]
+pub struct Shown<'a>(Cow<'a, str>);
+
+impl Display for Shown<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> Result {
+        // Width and fill are those of a string.
+        if !self.0.contains(char::is_control) {
+            return f.pad(&self.0);
+        }
+        self.0.chars().try_for_each(|char| match char.is_control() {
+            true => write_code(f, char),
+            false => f.write_char(char),
+        })
+    }
+}
+
+fn write_code(to: &mut impl Write, char: char) -> Result {
+    write!(to, "\\x{:02x}", u32::from(char))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_characters_are_written_as_their_codes() {
+        for (text, shown) in [
+            ("naïve 世界 👩‍🚀\n\tx\\", "naïve 世界 👩‍🚀\n\tx\\"),
+            ("\u{1b}]0;title\u{7}\r\u{0}", "\\x1b]0;title\\x07\\x0d\\x00"),
+            ("\u{7f}\u{80}\u{9b}2J\u{9f}\u{a0}", "\\x7f\\x80\\x9b2J\\x9f\u{a0}"),
+        ] {
+            assert_eq!(shown_text(text), shown);
+        }
+        assert!(matches!(shown_text("a\tb\n"), Cow::Borrowed(_)));
+    }
+
+    #[test]
+    fn a_path_is_one_line() {
+        for (path, shown) in [("runs/a b", "runs/a b"), ("a\n\tloss 1.0\u{1b}[2J", "a\\x0a\\x09loss 1.0\\x1b[2J")] {
+            assert_eq!(Path::new(path).shown().to_string(), shown);
+        }
+        assert_eq!(format!("{:>4}|", Path::new("ab").shown()), "  ab|");
+    }
+}
