@@ -221,6 +221,19 @@ class _Chosen(torch.autograd.Function):
         return (dq, *d_kv, *[None] * 7)
 
 
+class _Selected(_Chosen):
+    """As `_Chosen`, over blocks that the caller gives."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, indices, counts, start, end, scale, block, deterministic):
+        given = indices, counts, start, end, scale, block
+        o, lse, chosen = ops.selected_forward(q, *_by_chooser(k, v, indices), *given)
+        ctx.save_for_backward(q, k, v, chosen, start, end, o, lse)
+        size = min(block, 64)
+        ctx.settings = scale, (size, size, size, chosen.shape[3]), deterministic
+        return o
+
+
 def _tracks(*tensors):
     """Whether a backward pass may follow; a tensor may be None.
 
@@ -519,6 +532,69 @@ def msa(
         raise SieveError(f"msa: index_q has {index_q.shape[2]} heads; it must have one for each KV head, {k.shape[2]}")
     by = [x.detach() if x.requires_grad else x for x in (index_q, index_k)]
     return _of_chosen(q, k, v, choice, (scale, documents, deterministic), *by)
+
+
+@checked
+def selected_attention(
+    q, k, v, indices, *, block=64, counts=None, scale=None, documents=None, window=None, causal=True,
+    deterministic=True, validate=False,
+):  # fmt: skip
+    """Causal attention of each query over the blocks of keys that `indices` gives it, with gradients to q, k and v.
+
+    indices: int32 or int64 `[batch, tokens, choosers, blocks]`, in any order, counted from the document's first token:
+    block b has the keys from `b * block` on. Choosers are the KV heads, the query heads, or a number between that the
+    former divide and that divides the latter. -1, blocks after the query's own and a block given before are none.
+    counts: int32 `[batch, tokens, choosers]`, how many of its indices a query has, the first ones; without it all.
+    block: 16, 32, 64 or 128 tokens. A query without a block gets 0 and no gradient; keys that no query has are not
+    read, and their gradients are exactly 0. window and causal=False have no kernel. validate: whether an index or count
+    that would count as none is an error that names its place; that waits for the GPU. Widths, groups and other
+    arguments as in `nsa`.
+    """
+    if window is not None or causal is not True:
+        got = f"window is {window}" if window is not None else f"causal is {causal}"
+        raise SieveError(
+            f"selected_attention: {got}, which has no kernel; they must be window=None and causal=True\n"
+            "  hint: give indices without the blocks that a query is not to see"
+        )
+    (start, end), scale = documents or (None, None), _scale(scale, q)
+    if validate:
+        _check_selected(q, indices, counts, start, block)
+    if indices.dtype == torch.int64:
+        # Numbers that 32 bits do not hold are blocks after every query's own, or none.
+        indices = indices.clamp(-1, 2**31 - 1).to(torch.int32)
+    given = indices, counts, start, end, scale, block
+    if _tracks(q, k, v):
+        return _Selected.apply(q, k, v, *given, deterministic)
+    return ops.selected_forward(q, *_by_chooser(k, v, indices), *given, True)[0]
+
+
+def _check_selected(q, indices, counts, start, block):
+    """Refuses the first index that counts as none without being -1, and a count that is no number of indices."""
+    if torch.compiler.is_compiling():
+        raise SieveError("selected_attention: validate looks at values, which torch.compile does not have")
+    batch, tokens, choosers, most = indices.shape
+    if (batch, tokens) != (q.shape[0], q.shape[1]):
+        # The plan refuses these sizes.
+        return
+    slot = torch.arange(most, device=indices.device)
+    given = torch.ones_like(indices, dtype=torch.bool)
+    if counts is not None and counts.shape == indices.shape[:3]:
+        _refuse_first("counts", counts, (counts < 0) | (counts > most), f"it must be from 0 to {most}, the indices")
+        given = slot < counts[..., None]
+    position = torch.arange(tokens, device=indices.device)
+    own = ((position - (0 if start is None else start)) // block).expand(batch, tokens)[..., None, None]
+    _refuse_first("indices", indices, given & (indices < -1), "it must be a block, or -1 for none")
+    _refuse_first("indices", indices, given & (indices > own), "a block after the query's own")
+    blocks, order = torch.where(given, indices, -1).sort(dim=-1, stable=True)
+    again = torch.nn.functional.pad((blocks[..., 1:] == blocks[..., :-1]) & (blocks[..., 1:] >= 0), (1, 0))
+    _refuse_first("indices", indices, torch.zeros_like(given).scatter_(-1, order, again), "a block given before")
+
+
+def _refuse_first(name, values, wrong, why):
+    place = wrong.flatten().int().argmax()
+    if wrong.flatten()[place]:
+        at = [int(x) for x in torch.unravel_index(place, wrong.shape)]
+        raise SieveError(f"selected_attention: {name}{at} is {int(values[tuple(at)])}: {why}")
 
 
 @dataclass(frozen=True)
