@@ -216,9 +216,7 @@ class _Chosen(torch.autograd.Function):
     def backward(ctx, d_o):
         q, k, v, indices, *rest = ctx.saved_tensors
         dq, *d_kv = ops.nsa_selected_backward(q, *_by_chooser(k, v, indices), indices, *rest, d_o, *ctx.settings)
-        if indices.shape[2] != k.shape[2]:
-            d_kv = [x.unflatten(2, (k.shape[2], -1)).sum(3) for x in d_kv]
-        return (dq, *d_kv, *[None] * 7)
+        return (dq, *_by_kv_head(d_kv, k), *[None] * 7)
 
 
 class _Selected(_Chosen):
@@ -232,6 +230,26 @@ class _Selected(_Chosen):
         size = min(block, 64)
         ctx.settings = scale, (size, size, size, chosen.shape[3]), deterministic
         return o
+
+
+class _BlockSparse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, words, kept, block, most, scale, deterministic):
+        o, lse = ops.block_sparse(q, k, v, words, scale, (block, block))
+        ctx.save_for_backward(q, k, v, kept, o, lse)
+        ctx.settings = block, most, scale, deterministic
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o):
+        q, k, v, kept, o, lse = ctx.saved_tensors
+        block, most, scale, deterministic = ctx.settings
+        indices = _lists_of_queries(kept, block, max(most, 1), q.shape[1])
+        settings = scale, (64, 64, 64, indices.shape[3]), deterministic
+        of_heads = q, *_by_chooser(k, v, indices), indices, None, None, o, lse, d_o
+        dq, *d_kv = ops.nsa_selected_backward(*of_heads, *settings)
+        return (dq, *_by_kv_head(d_kv, k), *[None] * 6)
 
 
 def _tracks(*tensors):
@@ -495,6 +513,12 @@ def _by_chooser(k, v, chooser):
     return [torch.cat((x,) * group, 3).view(*x.shape[:2], choosers, x.shape[3]) for x in (k, v)]
 
 
+def _by_kv_head(gradients, k):
+    """Gradients of what `_by_chooser` returns as those of what it was given."""
+    heads = k.shape[2]
+    return [x if x.shape[2] == heads else x.unflatten(2, (heads, -1)).sum(3) for x in gradients]
+
+
 @checked
 def infllm_v2(q, k, v, *, blocks=NsaBlocks(num_selected=64), local=32, scale=None, documents=None, deterministic=False):
     """InfLLM-V2 (arXiv:2509.24663, section 3.2): each group of heads reads the blocks that its pooled keys choose.
@@ -599,11 +623,15 @@ def _refuse_first(name, values, wrong, why):
 
 @dataclass(frozen=True)
 class BlockMask:
-    """What `block_mask` returns: lists of key blocks for every head and query block, and the mask's sizes."""
+    """What `block_mask` returns: lists of key blocks for every head and query block, and the mask's sizes; the mask
+    without blocks after a query's own, and the most blocks of a query block.
+    """
 
     words: torch.Tensor
     block: int
     shape: tuple
+    kept: torch.Tensor
+    most: int
 
 
 @checked
@@ -619,24 +647,38 @@ def block_mask(mask, block=128):
     starts = kept.sum(-1).flatten().cumsum(0)
     tiles = kept.nonzero()[:, 2]
     words = torch.cat([starts.new_zeros(2), starts, tiles, tiles.new_zeros(1)]).to(torch.int32)
-    return BlockMask(words, block, tuple(mask.shape))
+    return BlockMask(words, block, tuple(mask.shape), kept, int(kept.sum(-1).max()) if kept.numel() else 0)
 
 
 @checked
-def block_sparse(q, k, v, mask, *, scale=None):
-    """Causal attention over chosen blocks of keys, forward only: `mask` is `block_mask(bools, 64 or 128)`.
+def block_sparse(q, k, v, mask, *, scale=None, deterministic=False):
+    """Causal attention over chosen blocks of keys: `mask` is `block_mask(bools, 64 or 128)`.
 
-    As in arXiv:2205.14135, section 3.3, with a mask for each query head. One row: q `[1, tokens, heads, width]`; a query
-    that sees no key gets 0.
+    As in arXiv:2205.14135, section 3.3, with a mask for each query head, and gradients to q, k and v at widths 64 and
+    128. One row: q `[1, tokens, heads, width]`; a query that sees no key gets 0 and no gradient. The backward pass has
+    a list of blocks for each query and head: int32 `[tokens, heads, the most blocks of 64 keys of a query]`.
     """
-    _require_no_gradient("block_sparse", q, k, v)
+    if _tracks(q, k, v) and q.shape[-1] not in (64, 128):
+        raise SieveError(f"block_sparse: heads of {q.shape[-1]} have no gradient; heads of 64 and 128 have one")
     if len(q) != 1:
         raise SieveError(f"block_sparse: q has {len(q)} rows, and must have one\n  hint: call it for each row")
     blocks = -(-q.shape[1] // mask.block)
     if mask.shape != (q.shape[2], blocks, blocks):
         wanted = f"{q.shape[2]} query heads, {blocks} x {blocks} blocks of {mask.block}"
         raise SieveError(f"block_sparse: the mask is {list(mask.shape)}; these tensors need {wanted}")
-    return ops.block_sparse(q, k, v, mask.words, _scale(scale, q), (mask.block, mask.block))[0]
+    scale = _scale(scale, q)
+    if _tracks(q, k, v):
+        return _BlockSparse.apply(q, k, v, mask.words, mask.kept, mask.block, mask.most, scale, deterministic)
+    return ops.block_sparse(q, k, v, mask.words, scale, (mask.block, mask.block))[0]
+
+
+def _lists_of_queries(kept, block, most, tokens):
+    """The blocks of 64 keys that each query keeps, int32 `[1, tokens, heads, blocks]`: ascending, then -1."""
+    # Whether a block is kept sorts before its number.
+    blocks = (~kept).byte().sort(dim=-1, stable=True).indices[..., :most]
+    lists = torch.where(kept.gather(-1, blocks), blocks, -1).to(torch.int32)
+    lists = lists.repeat_interleave(block, 1)[:, :tokens].permute(1, 0, 2)[None]
+    return _in_pieces(lists, block)[0].contiguous()
 
 
 @checked
