@@ -28,12 +28,15 @@ from .functional import (
     nsa_mean_pool,
     nsa_selected,
     select,
+    selected_attention,
     supports,
 )
+
+from . import _flops  # noqa: F401, E402, I001: formulas of operators that functional defines
 
 __all__ = [
     "NsaBlocks", "Selection", "SieveError", "attention", "block_mask", "block_sparse", "decode", "dma_attention",
     "dma_decode", "dma_scores", "dma_slopes", "documents", "expiring_attention", "infllm_v2", "mla_decode", "moba",
-    "msa", "nsa", "nsa_compressed", "nsa_mean_pool", "nsa_selected", "select", "supports",
+    "msa", "nsa", "nsa_compressed", "nsa_mean_pool", "nsa_selected", "select", "selected_attention", "supports",
 ]  # fmt: skip
 __version__ = "0.1.0"

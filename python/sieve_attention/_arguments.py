@@ -42,6 +42,8 @@ WANTED = {
     **dict.fromkeys(["q", "k", "v", "k_cache", "v_cache", "compressed_k", "compressed_v", "gates"], _tensor(4)),
     **dict.fromkeys(["indices", "index_q", "index_k"], _tensor(4)),
     **dict.fromkeys(["bias", "rank", "z_cache", "positions", "latents", "key_scale", "block_mask.mask"], _tensor(3)),
+    "counts": _tensor(3),
+    "selected_attention.block": ("16, 32, 64 or 128", lambda x: x in (16, 32, 64, 128)),
     **dict.fromkeys(["w_dt", "z", "gate_bias"], _tensor(2)),
     **dict.fromkeys(["a", "length", "cu_seqlens"], _tensor(1)),
     **{

@@ -216,9 +216,40 @@ class _Chosen(torch.autograd.Function):
     def backward(ctx, d_o):
         q, k, v, indices, *rest = ctx.saved_tensors
         dq, *d_kv = ops.nsa_selected_backward(q, *_by_chooser(k, v, indices), indices, *rest, d_o, *ctx.settings)
-        if indices.shape[2] != k.shape[2]:
-            d_kv = [x.unflatten(2, (k.shape[2], -1)).sum(3) for x in d_kv]
-        return (dq, *d_kv, *[None] * 7)
+        return (dq, *_by_kv_head(d_kv, k), *[None] * 7)
+
+
+class _Selected(_Chosen):
+    """As `_Chosen`, over blocks that the caller gives."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, indices, counts, start, end, scale, block, deterministic):
+        given = indices, counts, start, end, scale, block
+        o, lse, chosen = ops.selected_forward(q, *_by_chooser(k, v, indices), *given)
+        ctx.save_for_backward(q, k, v, chosen, start, end, o, lse)
+        size = min(block, 64)
+        ctx.settings = scale, (size, size, size, chosen.shape[3]), deterministic
+        return o
+
+
+class _BlockSparse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, words, kept, block, most, scale, deterministic):
+        o, lse = ops.block_sparse(q, k, v, words, scale, (block, block))
+        ctx.save_for_backward(q, k, v, kept, o, lse)
+        ctx.settings = block, most, scale, deterministic
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o):
+        q, k, v, kept, o, lse = ctx.saved_tensors
+        block, most, scale, deterministic = ctx.settings
+        indices = _lists_of_queries(kept, block, max(most, 1), q.shape[1])
+        settings = scale, (64, 64, 64, indices.shape[3]), deterministic
+        of_heads = q, *_by_chooser(k, v, indices), indices, None, None, o, lse, d_o
+        dq, *d_kv = ops.nsa_selected_backward(*of_heads, *settings)
+        return (dq, *_by_kv_head(d_kv, k), *[None] * 6)
 
 
 def _tracks(*tensors):
@@ -486,6 +517,12 @@ def _by_chooser(k, v, chooser):
     return [torch.cat((x,) * group, 3).view(*x.shape[:2], choosers, x.shape[3]) for x in (k, v)]
 
 
+def _by_kv_head(gradients, k):
+    """Gradients of what `_by_chooser` returns as those of what it was given."""
+    heads = k.shape[2]
+    return [x if x.shape[2] == heads else x.unflatten(2, (heads, -1)).sum(3) for x in gradients]
+
+
 @checked
 def infllm_v2(q, k, v, *, blocks=NsaBlocks(num_selected=64), local=32, scale=None, documents=None, deterministic=False):
     """InfLLM-V2 (arXiv:2509.24663, section 3.2): each group of heads reads the blocks that its pooled keys choose.
@@ -525,13 +562,80 @@ def msa(
     return _of_chosen(q, k, v, choice, (scale, documents, deterministic), *by)
 
 
+@checked
+def selected_attention(
+    q, k, v, indices, *, block=64, counts=None, scale=None, documents=None, window=None, causal=True,
+    deterministic=True, validate=False,
+):  # fmt: skip
+    """Causal attention of each query over the blocks of keys that `indices` gives it, with gradients to q, k and v.
+
+    indices: int32 or int64 `[batch, tokens, choosers, blocks]`, in any order, counted from the document's first token:
+    block b has the keys from `b * block` on. Choosers are the KV heads, the query heads, or a number between that the
+    former divide and that divides the latter. -1, blocks after the query's own and a block given before are none.
+    counts: int32 `[batch, tokens, choosers]`, how many of its indices a query has, the first ones; without it all.
+    block: 16, 32, 64 or 128 tokens. A query without a block gets 0 and no gradient; keys that no query has are not
+    read, and their gradients are exactly 0. window and causal=False have no kernel. validate: whether an index or count
+    that would count as none is an error that names its place; that waits for the GPU. Widths, groups and other
+    arguments as in `nsa`.
+    """
+    if window is not None or causal is not True:
+        got = f"window is {window}" if window is not None else f"causal is {causal}"
+        raise SieveError(
+            f"selected_attention: {got}, which has no kernel; they must be window=None and causal=True\n"
+            "  hint: give indices without the blocks that a query is not to see"
+        )
+    (start, end), scale = documents or (None, None), _scale(scale, q)
+    if validate:
+        _check_selected(q, indices, counts, start, block)
+    if indices.dtype == torch.int64:
+        # Numbers that 32 bits do not hold are blocks after every query's own, or none.
+        indices = indices.clamp(-1, 2**31 - 1).to(torch.int32)
+    given = indices, counts, start, end, scale, block
+    if _tracks(q, k, v):
+        return _Selected.apply(q, k, v, *given, deterministic)
+    return ops.selected_forward(q, *_by_chooser(k, v, indices), *given, True)[0]
+
+
+def _check_selected(q, indices, counts, start, block):
+    """Refuses the first index that counts as none without being -1, and a count that is no number of indices."""
+    if torch.compiler.is_compiling():
+        raise SieveError("selected_attention: validate looks at values, which torch.compile does not have")
+    batch, tokens, choosers, most = indices.shape
+    if (batch, tokens) != (q.shape[0], q.shape[1]):
+        # The plan refuses these sizes.
+        return
+    slot = torch.arange(most, device=indices.device)
+    given = torch.ones_like(indices, dtype=torch.bool)
+    if counts is not None and counts.shape == indices.shape[:3]:
+        _refuse_first("counts", counts, (counts < 0) | (counts > most), f"it must be from 0 to {most}, the indices")
+        given = slot < counts[..., None]
+    position = torch.arange(tokens, device=indices.device)
+    own = ((position - (0 if start is None else start)) // block).expand(batch, tokens)[..., None, None]
+    _refuse_first("indices", indices, given & (indices < -1), "it must be a block, or -1 for none")
+    _refuse_first("indices", indices, given & (indices > own), "a block after the query's own")
+    blocks, order = torch.where(given, indices, -1).sort(dim=-1, stable=True)
+    again = torch.nn.functional.pad((blocks[..., 1:] == blocks[..., :-1]) & (blocks[..., 1:] >= 0), (1, 0))
+    _refuse_first("indices", indices, torch.zeros_like(given).scatter_(-1, order, again), "a block given before")
+
+
+def _refuse_first(name, values, wrong, why):
+    place = wrong.flatten().int().argmax()
+    if wrong.flatten()[place]:
+        at = [int(x) for x in torch.unravel_index(place, wrong.shape)]
+        raise SieveError(f"selected_attention: {name}{at} is {int(values[tuple(at)])}: {why}")
+
+
 @dataclass(frozen=True)
 class BlockMask:
-    """What `block_mask` returns: lists of key blocks for every head and query block, and the mask's sizes."""
+    """What `block_mask` returns: lists of key blocks for every head and query block, and the mask's sizes; the mask
+    without blocks after a query's own, and the most blocks of a query block.
+    """
 
     words: torch.Tensor
     block: int
     shape: tuple
+    kept: torch.Tensor
+    most: int
 
 
 @checked
@@ -547,24 +651,38 @@ def block_mask(mask, block=128):
     starts = kept.sum(-1).flatten().cumsum(0)
     tiles = kept.nonzero()[:, 2]
     words = torch.cat([starts.new_zeros(2), starts, tiles, tiles.new_zeros(1)]).to(torch.int32)
-    return BlockMask(words, block, tuple(mask.shape))
+    return BlockMask(words, block, tuple(mask.shape), kept, int(kept.sum(-1).max()) if kept.numel() else 0)
 
 
 @checked
-def block_sparse(q, k, v, mask, *, scale=None):
-    """Causal attention over chosen blocks of keys, forward only: `mask` is `block_mask(bools, 64 or 128)`.
+def block_sparse(q, k, v, mask, *, scale=None, deterministic=False):
+    """Causal attention over chosen blocks of keys: `mask` is `block_mask(bools, 64 or 128)`.
 
-    As in arXiv:2205.14135, section 3.3, with a mask for each query head. One row: q `[1, tokens, heads, width]`; a query
-    that sees no key gets 0.
+    As in arXiv:2205.14135, section 3.3, with a mask for each query head, and gradients to q, k and v at widths 64 and
+    128. One row: q `[1, tokens, heads, width]`; a query that sees no key gets 0 and no gradient. The backward pass has
+    a list of blocks for each query and head: int32 `[tokens, heads, the most blocks of 64 keys of a query]`.
     """
-    _require_no_gradient("block_sparse", q, k, v)
+    if _tracks(q, k, v) and q.shape[-1] not in (64, 128):
+        raise SieveError(f"block_sparse: heads of {q.shape[-1]} have no gradient; heads of 64 and 128 have one")
     if len(q) != 1:
         raise SieveError(f"block_sparse: q has {len(q)} rows, and must have one\n  hint: call it for each row")
     blocks = -(-q.shape[1] // mask.block)
     if mask.shape != (q.shape[2], blocks, blocks):
         wanted = f"{q.shape[2]} query heads, {blocks} x {blocks} blocks of {mask.block}"
         raise SieveError(f"block_sparse: the mask is {list(mask.shape)}; these tensors need {wanted}")
-    return ops.block_sparse(q, k, v, mask.words, _scale(scale, q), (mask.block, mask.block))[0]
+    scale = _scale(scale, q)
+    if _tracks(q, k, v):
+        return _BlockSparse.apply(q, k, v, mask.words, mask.kept, mask.block, mask.most, scale, deterministic)
+    return ops.block_sparse(q, k, v, mask.words, scale, (mask.block, mask.block))[0]
+
+
+def _lists_of_queries(kept, block, most, tokens):
+    """The blocks of 64 keys that each query keeps, int32 `[1, tokens, heads, blocks]`: ascending, then -1."""
+    # Whether a block is kept sorts before its number.
+    blocks = (~kept).byte().sort(dim=-1, stable=True).indices[..., :most]
+    lists = torch.where(kept.gather(-1, blocks), blocks, -1).to(torch.int32)
+    lists = lists.repeat_interleave(block, 1)[:, :tokens].permute(1, 0, 2)[None]
+    return _in_pieces(lists, block)[0].contiguous()
 
 
 @checked

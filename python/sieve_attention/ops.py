@@ -50,6 +50,10 @@ TABLE = {
     ),
     "choose_blocks": (("q", "k", "doc_start?", "doc_end?"), CHOICE),
     "chosen_forward": ((*QKV, "index_q?", "index_k?", "doc_start?", "doc_end?"), CHOICE),
+    "selected_forward": (
+        (*QKV, "indices", "counts?", "doc_start?", "doc_end?"),
+        ("float scale", "int block", "bool only_o=False"),
+    ),
     "block_sparse": ((*QKV, "words"), ("float scale", "int[] block")),
     "attention_decode": ((*QKV, "k_cache!", "v_cache!", "length"), ("float scale", "int? window")),
     "cached_decode": (("q", "k_cache", "v_cache", "length", "chosen?"), ("float scale", "int? window", "int? block")),

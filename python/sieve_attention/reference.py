@@ -169,3 +169,23 @@ def block_attention(q, k, v, chosen, size, scale=None):
     i = torch.arange(q.shape[1], device=q.device)
     mask = chosen.repeat_interleave(size, -1)[..., : len(i)] & (i <= i[:, None])
     return masked_attention(q, k, v, mask, scale=scale)
+
+
+def selected_attention(q, k, v, indices, *, block, counts=None, scale=None, documents=None):
+    """Of each query's indices, the first `counts` of them, those of its document's blocks up to its own."""
+    batch, tokens, choosers, most = indices.shape
+    last, position = -(-tokens // block), torch.arange(tokens, device=q.device)
+    given = (indices >= 0) & (indices < last)
+    if counts is not None:
+        given &= torch.arange(most, device=q.device) < counts[..., None]
+    # Whether a query has a block, [batch, choosers, tokens, blocks]; what is no block goes behind them.
+    has = torch.zeros(batch, tokens, choosers, last + 1, dtype=torch.bool, device=q.device)
+    has = has.scatter_(-1, torch.where(given, indices, last).long(), True)[..., :last].transpose(1, 2)
+    # The block of each key, counted from the query's first token: [batch, queries, keys].
+    first = torch.zeros_like(position)[None] if documents is None else documents[0]
+    of_key = (position - first[..., None]).div(block, rounding_mode="floor").clamp(min=0)
+    of_key = of_key[:, None].expand(batch, choosers, tokens, tokens)
+    mask = has.gather(-1, of_key) & seen(batch, tokens, documents=documents, device=q.device)
+    if choosers != k.shape[2]:
+        k, v = (x.repeat_interleave(choosers // k.shape[2], 2) for x in (k, v))
+    return masked_attention(q, k, v, mask, scale=scale)

@@ -26,6 +26,15 @@ def rank_of(tokens, kv_heads=8):
     return random(1, kv_heads, tokens, device=DEVICE, dtype=torch.float32, seed=5)
 
 
+def indices_of(tokens, choosers=8, count=16, block=64):
+    """The own block of each query, the document's first, and others at random, in any order."""
+    random_blocks = torch.rand(1, tokens, choosers, count, generator=torch.Generator().manual_seed(11)).to(DEVICE)
+    own = (torch.arange(tokens, device=DEVICE) // block)[None, :, None]
+    indices = (random_blocks * (own + 1)[..., None]).int()
+    indices[..., 3], indices[..., 9] = own, 0
+    return indices
+
+
 def calls(tokens, grad=False, **order):
     """Every function with gradients, on the same sizes; `order` may hold deterministic=True."""
     q, k, v = qkv(tokens, grad=grad)
@@ -36,7 +45,7 @@ def calls(tokens, grad=False, **order):
     *wide, _ = qkv(tokens, kv_heads=16, width=192, grad=grad)
     narrow = random(1, tokens, 16, 128, device=DEVICE, seed=10).requires_grad_(grad)
     q64, k64, v64 = qkv(tokens, width=64, grad=grad)
-    keep = min(1024, tokens // 4)
+    keep, indices = min(1024, tokens // 4), indices_of(tokens)
     return {
         "dense": lambda: sieve.attention(q, k, v, **order),
         "window": lambda: sieve.attention(q, k, v, window=keep, **order),
@@ -49,6 +58,7 @@ def calls(tokens, grad=False, **order):
         "infllm_v2": lambda: sieve.infllm_v2(q, k, v, blocks=sieve.NsaBlocks(), local=8, **order),
         "moba": lambda: sieve.moba(q, k, v, block=64, num_selected=16, **order),
         "msa": lambda: sieve.msa(q, k, v, v, k[:, :, :1], block=64, num_selected=16, **order),
+        "selected": lambda: sieve.selected_attention(q, k, v, indices, **{"deterministic": False, **order}),
     }, [q, k, v, w_dt, a, *wide, narrow, q64, k64, v64]
 
 
@@ -380,6 +390,7 @@ def opcheck():
         "choose_blocks": (q, k, None, None, scale, blocks, "largest_probability", True, 1),
         "chosen_forward": (q, k, v, *[None] * 4, scale, blocks, "largest_probability", True, 1),
         "nsa_selected_backward": (q, k, v, c[2], None, None, s[0], s[1], s[0], scale, blocks, True),
+        "selected_forward": (q, k, v, indices_of(300, 2), None, None, None, scale, 64),
         "block_sparse": (q, k, v, sieve.block_mask(torch.ones(4, 5, 5, device=DEVICE), 64).words, scale, [64, 64]),
         "attention_decode": (*one, *caches, length, scale, None),
         "dma_decode": (*one, rank[:, :, 0].contiguous(), *caches, *slots, length, scale, 2, False),
@@ -470,6 +481,8 @@ def speed():
     both("msa", lambda: sieve.msa(q, k, v, index_q, index_k, block=64, num_selected=16), (q, k, v), d_o)
     with torch.no_grad():
         found["moba, copies of k and v"] = milliseconds(lambda: sieve.functional._by_chooser(k, v, q))
+    given = indices_of(tokens)
+    both("selected_attention", lambda: sieve.selected_attention(q, k, v, given), (q, k, v), d_o)
     _, indices = sieve.nsa_compressed(q, ck, cv)
     both("nsa_compressed", lambda: sieve.nsa_compressed(q, ck, cv)[0], (q, ck, cv), d_o)
     both("nsa_selected", lambda: sieve.nsa_selected(q, k, v, indices), (q, k, v), d_o)

@@ -269,6 +269,19 @@ def test_block_sparse(block, device):
         return torch.cat([reference.masked_attention(*x) for x in o], 2)
 
     assert_close("blocks", o, each(*(x.float() for x in (q, k, v))), each(q, k, v))
+    for deterministic in (False, True):
+        ours = lambda *x: sieve.block_sparse(  # noqa: E731
+            *x, sieve.block_mask(mask, block), deterministic=deterministic
+        )
+        got = compare("blocks", ours, each, (q, k, v))
+        assert torch.equal(got[0], o)
+    # Query block 1 of head 0 keeps nothing: its queries have no gradient.
+    mask[0, 1] = False
+    leaf = q.clone().requires_grad_()
+    o = sieve.block_sparse(leaf, k, v, sieve.block_mask(mask, block))
+    (dq,) = torch.autograd.grad(o, leaf, torch.ones_like(o))
+    of_block = dq[:, block : 2 * block]
+    assert (of_block[:, :, 0] == 0).all() and (of_block[:, :, 1] != 0).any() == mask[1, 1, :2].any()
 
 
 def test_decode(device):

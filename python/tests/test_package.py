@@ -128,7 +128,9 @@ WRONG = {
         *tensors(), torch.zeros(1, 2, 32, device=DEVICE), torch.zeros(9, dtype=torch.int32, device=DEVICE), 0.1
     ),
     "number of q/k/v heads 0/0/0": lambda: sieve.moba(*tensors(kv_heads=0), block=32),
-    "block_sparse: has no gradient": lambda: sieve.block_sparse(*[x.requires_grad_() for x in tensors()], None),
+    "block_sparse: heads of 80 have no gradient; heads of 64 and 128 have one": lambda: sieve.block_sparse(
+        *[x.requires_grad_() for x in tensors(width=80)], mask(4, 1, 1)
+    ),
     "block_sparse: mask is a tensor [4, 1, 1]; it must be what block_mask(": lambda: sieve.block_sparse(
         *tensors(), torch.ones(4, 1, 1, dtype=torch.bool)
     ),

@@ -1,5 +1,6 @@
 //! Checks the kernels of native sparse attention against their definition in f64 and a plain bf16 computation.
 mod expected;
+mod selected_blocks;
 
 use crate::attention::{ORDERS, repeat};
 use crate::case::{Case, Cuts, Keys, magnify};
@@ -533,6 +534,7 @@ pub(crate) fn nsa_check_kernels(gpu: &DeviceReport) -> NeededKernels {
 
 /// Checks the launch wrappers of native sparse attention.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
+    selected_blocks::check(report, device, extent)?;
     let mut random = Random(extent.seed ^ 0x006e_7361);
     for at in 0..extent.few() {
         // One long call: its reference takes the CPU seconds, and the emulator would take hours.

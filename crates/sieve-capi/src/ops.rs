@@ -5,7 +5,8 @@ use sieve_core::{BlockChoice, CallShape, DmaWindow, ForcedBlocks, KeepOLow, KeyM
 use sieve_gpu::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots,
     KernelError, KernelPolicy, KeyLists, KvCache, LatentKeys, PositionOrigin, Qkv, Recency, Recorder, ScoreBias,
-    ScoresBackward, SumOrder, WARP_KEYS, dma_select, mla_decode, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward,
+    ScoresBackward, SelectedBlocks, SumOrder, WARP_KEYS, dma_select, mla_decode, nsa_gates, nsa_gates_backward,
+    nsa_mean_pool_backward,
 };
 use std::cell::Cell;
 
@@ -44,6 +45,7 @@ impl Call {
             Self::DmaForward { .. } => "dma_forward",
             Self::ChooseBlocks { .. } => "choose_blocks",
             Self::ChosenForward { .. } => "chosen_forward",
+            Self::SelectedForward { .. } => "selected_forward",
             Self::BlockSparse { .. } => "block_sparse",
             Self::AttentionDecode { .. } => "attention_decode",
             Self::CachedDecode { .. } => "cached_decode",
@@ -233,6 +235,14 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let (forward, _) = qkv.nsa_selected_attention_forward([start, end], &chosen, blocks, choice.scale)?;
             let mut outputs = result(forward, choice.only_o);
             outputs.extend((!choice.only_o).then_some(("block_indices", chosen)));
+            Ok(outputs)
+        }
+        &Call::SelectedForward { scale, block, only_o } => {
+            let (indices, counts, [start, end]) = (t.get("indices")?, t.maybe("counts"), t.documents()?);
+            let selected = SelectedBlocks { indices: &indices, counts: counts.as_ref(), block };
+            let (forward, attended, _) = t.qkv()?.selected_attention_forward([&start, &end], selected, scale)?;
+            let mut outputs = result(forward, only_o);
+            outputs.extend((!only_o).then_some(("block_indices", attended)));
             Ok(outputs)
         }
         Call::BlockSparse { scale, block } => {

@@ -220,6 +220,18 @@ pub enum Call {
     /// Choice, of each KV head, and attention: q, k, v, index_q?, index_k?, doc_start, doc_end → o, and unless
     /// `only_o` lse, block_indices. Blocks are chosen by index_q and index_k, else by q and k
     ChosenForward(Choice),
+    /// Attention over given blocks: q, k, v, indices `[batch, tokens, KV heads, blocks]` in any order, counts? `[batch,
+    /// tokens, KV heads]`, doc_start, doc_end → o, and unless `only_o` lse, and block_indices for
+    /// `nsa_selected_backward`
+    SelectedForward {
+        /// Factor on `q . k`.
+        scale: f32,
+        /// Tokens of a block: 16, 32, 64 or 128.
+        block: usize,
+        /// Whether `o` is the only output.
+        #[serde(default)]
+        only_o: bool,
+    },
     /// q, k, v of one row, words (0, then row_ptr `[heads * query tiles + 1]`, then tile_idx) → o, lse
     BlockSparse {
         /// Factor on `q . k`.

@@ -74,6 +74,17 @@ pub const SCORES_AT_ONCE: usize = 1 << 24;
 /// The largest block, in tokens, that the attention kernels read at a time.
 const ATTENDED_BLOCK: usize = 64;
 
+/// Sizes, in tokens, of blocks that a caller selects for each query.
+pub const SELECTED_SIZES: [usize; 4] = [16, 32, 64, 128];
+
+/// Number of pieces in which attention reads a block of `size` tokens: see [`BlockChoice::pieces`].
+pub fn selected_pieces(size: usize) -> usize {
+    match size {
+        size if size > ATTENDED_BLOCK && size.is_multiple_of(ATTENDED_BLOCK) => size / ATTENDED_BLOCK,
+        _ => 1,
+    }
+}
+
 impl BlockChoice {
     /// How NSA's queries choose blocks.
     pub fn nsa(blocks: NsaBlocks) -> Self {
@@ -119,10 +130,7 @@ impl BlockChoice {
     /// Number of pieces in which attention reads a chosen block: a multiple of 64 tokens is cut into pieces of 64, and
     /// any other block is one piece.
     pub fn pieces(&self) -> usize {
-        match self.blocks.select_block_size {
-            size if size > ATTENDED_BLOCK && size.is_multiple_of(ATTENDED_BLOCK) => size / ATTENDED_BLOCK,
-            _ => 1,
-        }
+        selected_pieces(self.blocks.select_block_size)
     }
 
     /// Sizes of the blocks as attention reads them, with the pieces of a chosen block as blocks.

@@ -40,7 +40,7 @@ mod short_form;
 mod shown;
 
 pub use adamw_step::AdamWStep;
-pub use block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
+pub use block_choice::{BlockChoice, ChoiceRule, ForcedBlocks, SELECTED_SIZES, selected_pieces};
 pub use block_selection::{
     BlockScores, BlockSelection, HeadRule, HeavyKeys, KeepBlocks, KeptBlocks, KeyScores, ProbeCorrection, Rescue,
     ScoredBlocks, SlotOrder, TokenKeys,

@@ -31,10 +31,7 @@ impl ChoiceLists {
     ) -> Result<Self, KernelError> {
         let [batch, seq_len, heads, k] = indices.dims("nsa_lists", "block_indices")?;
         let shared_bytes = indices.hardware().max_shared_bytes;
-        let most = Self::most_tokens(blocks.select_block_size, shared_bytes);
-        let got = || format!("{seq_len} tokens in selected blocks of {}", blocks.select_block_size);
-        require!(seq_len <= most, "nsa_lists", "rows of": got(),
-            "up to {most} tokens, by this GPU's shared memory; larger blocks take longer rows");
+        require_cells("nsa_lists", seq_len, blocks.select_block_size, shared_bytes)?;
         let cells = seq_len.div_ceil(blocks.select_block_size);
         let parts = queries.len().div_ceil(PART_QUERIES);
         let choices = queries.len() * k;
@@ -79,6 +76,20 @@ impl ChoiceLists {
     pub(super) fn capacity(&self) -> [usize; 2] {
         [&self.entries, &self.items].map(|x| x.shape()[2])
     }
+}
+
+/// Refuses rows with more blocks of `size` tokens than lists can be made of.
+pub(super) fn require_cells(
+    kernel: &'static str,
+    seq_len: usize,
+    size: usize,
+    shared_bytes: usize,
+) -> Result<(), KernelError> {
+    let most = ChoiceLists::most_tokens(size, shared_bytes);
+    let got = || format!("{seq_len} tokens in selected blocks of {size}");
+    require!(seq_len <= most, kernel, "rows of": got(),
+        "up to {most} tokens, by this GPU's shared memory; larger blocks take longer rows");
+    Ok(())
 }
 
 /// Bytes of shared memory that nsa_lists uses for each cell.

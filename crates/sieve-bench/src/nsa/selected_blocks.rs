@@ -1,0 +1,137 @@
+//! Checks the kernel that brings a caller's blocks into the form that attention reads, number by number.
+use crate::case::{Case, Cuts, Keys};
+use crate::device::Device;
+use crate::error::Result;
+use crate::extent::Extent;
+use crate::report::{Outcome, Report, wrong};
+use crate::scores::Scores;
+use sieve_core::{SELECTED_SIZES, selected_pieces};
+use sieve_kernels::{AttentionShape, SelectedBlocks};
+use sieve_testing::Random;
+use std::collections::BTreeSet;
+
+/// Tokens of a row on a GPU: of the last one bits of blocks of 16 fill several passes of a warp.
+const LENGTHS: &[usize] = &[1, 63, 64, 1025, 3000, 20_001];
+const EMULATED_LENGTHS: &[usize] = &[1, 65, 600];
+
+/// Indices that are no block of any row.
+const NONE: [i32; 4] = [-1, -2, i32::MIN, i32::MAX];
+
+/// The blocks of one call, in the order in which a caller has them.
+struct Given {
+    case: Case,
+    block: usize,
+    num_indices: usize,
+    indices: Vec<i32>,
+    counts: Option<Vec<i32>>,
+}
+
+impl Given {
+    fn draw(random: &mut Random, extent: &Extent) -> Result<(Self, String)> {
+        let block = random.one_of(&SELECTED_SIZES);
+        let seq_len = random.one_of(extent.pick(EMULATED_LENGTHS, LENGTHS));
+        let (batch, choosers) = (random.between(1, 3), random.between(1, 5));
+        let few = random.between(1, 20);
+        let num_indices = random.one_of(&[1, 16, few, seq_len.div_ceil(block).min(700)]);
+        let shape = AttentionShape::new(batch, seq_len, [choosers; 2], [16, 16]);
+        let cuts = random.one_of(&[Cuts::Count(1), Cuts::Few, Cuts::Mixed, Cuts::Tokens]);
+        let seed = random.between(0, 1 << 30) as u64;
+        let case = Case::draw(shape, Keys::Dense, cuts, &Scores::RANDOM[0], seed)?;
+        let lists = batch * seq_len * choosers;
+        let mut index = || match random.chance(0.1) {
+            true => random.one_of(&NONE),
+            // Some are after the query's own block, some are given twice.
+            false => random.below(seq_len.div_ceil(block) + 1) as i32,
+        };
+        let indices = (0..lists * num_indices).map(|_| index()).collect();
+        let count = |random: &mut Random| match random.chance(0.1) {
+            true => random.one_of(&NONE),
+            false => random.below(num_indices + 1) as i32,
+        };
+        let counts = random.chance(0.5).then(|| (0..lists).map(|_| count(random)).collect::<Vec<i32>>());
+        let label = format!(
+            "batch={batch},seq_len={seq_len} {choosers} choosers, {num_indices} blocks of {block} {cuts:?} counts {} \
+             seed {seed}",
+            counts.is_some()
+        );
+        Ok((Self { case, block, num_indices, indices, counts }, label))
+    }
+
+    /// The definition, query by query.
+    fn expected(&self) -> Vec<i32> {
+        let (shape, pieces) = (self.case.shape, selected_pieces(self.block));
+        let mut all = Vec::with_capacity(self.indices.len() * pieces);
+        for (list, indices) in self.indices.chunks_exact(self.num_indices).enumerate() {
+            let token = list / shape.num_kv_heads;
+            let position = token % shape.seq_len - self.case.doc_start[token] as usize;
+            let count = self.counts.as_ref().map_or(self.num_indices, |counts| counts[list].max(0) as usize);
+            let blocks = indices.iter().take(count).filter_map(|&index| usize::try_from(index).ok());
+            let blocks: BTreeSet<usize> = blocks.filter(|block| block * self.block <= position).collect();
+            let size = self.block / pieces;
+            let of_block = |block: usize| block * pieces..(block + 1) * pieces;
+            let end = all.len() + self.num_indices * pieces;
+            let kept = blocks.into_iter().flat_map(of_block).filter(|piece| piece * size <= position);
+            all.extend(kept.map(|piece| piece as i32));
+            all.resize(end, -1);
+        }
+        all
+    }
+
+    fn on_device(&self, device: &dyn Device) -> Outcome {
+        let shape = self.case.shape;
+        let [batch, seq_len, choosers] = [shape.batch, shape.seq_len, shape.num_kv_heads];
+        let indices = device.int(&self.indices, &[batch, seq_len, choosers, self.num_indices]);
+        let counts = self.counts.as_ref().map(|counts| device.int(counts, &[batch, seq_len, choosers]));
+        let start = device.int(&self.case.doc_start, &[batch, seq_len]);
+        device.poison(shape);
+        let selected = SelectedBlocks { indices: &indices, counts: counts.as_ref(), block: self.block };
+        let (attended, blocks) = selected.attended(&start)?;
+        let (found, expected) = (device.ints(&attended)?, self.expected());
+        let count = blocks.num_selected_blocks;
+        let lists = found.chunks_exact(count).zip(expected.chunks_exact(count));
+        match lists.enumerate().find(|(_, (found, expected))| found != expected) {
+            None if found.len() == expected.len() => Ok(0.0),
+            None => wrong("another number of blocks"),
+            Some((list, (found, expected))) => wrong(format!("list {list} is {found:?}, expected {expected:?}")),
+        }
+    }
+}
+
+/// Random calls of the kernel.
+pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
+    let mut random = Random(extent.seed ^ 0x0073_656c);
+    for _ in 0..2 * extent.few() {
+        let (given, label) = Given::draw(&mut random, extent)?;
+        report.add("selected_blocks", "kernel", &label, given.on_device(device));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::emulator::tests::{AMPERE, emulated};
+
+    #[test]
+    fn the_kernel_and_the_definition_agree() {
+        let extent = Extent { is_part: true, ..Extent::emulated(12, 130, 3) };
+        emulated("selected blocks", AMPERE, 1, |emulator, report| check(report, emulator, &extent));
+    }
+
+    #[test]
+    fn the_definition_drops_what_is_no_block_and_cuts_blocks_of_128() {
+        let shape = AttentionShape::new(1, 300, [1, 1], [16, 16]);
+        let case = Case::draw(shape, Keys::Dense, Cuts::Count(1), &Scores::RANDOM[0], 1).expect("one document");
+        let indices = [2, 0, -1, 0, 7].repeat(300);
+        let given = Given { case, block: 128, num_indices: 5, indices, counts: None };
+        let of = |given: &Given, token: usize| given.expected()[token * 10..][..10].to_vec();
+        let none = [-1; 10];
+        let with = |blocks: &[i32]| [blocks, &none[blocks.len()..]].concat();
+        assert_eq!(of(&given, 63), with(&[0]));
+        assert_eq!(of(&given, 64), with(&[0, 1]));
+        assert_eq!(of(&given, 256), with(&[0, 1, 4]));
+        let few = Given { counts: Some(vec![1; 300]), ..given };
+        assert_eq!(of(&few, 255), none);
+        assert_eq!(of(&few, 299), with(&[4]));
+    }
+}
