@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from ._shapes import symbolic
+
 ABI = 2
 
 # Plans that are kept.
@@ -277,7 +279,7 @@ class Op:
     def _tokens(self, tensors):
         """Rows and tokens of a row: of q, k or v, or of ranks [batch, KV heads, tokens]."""
         shape = tensors[0].shape
-        return (int(shape[0]), int(shape[2] if self.tensors[0] == "rank" else shape[1])) if len(shape) > 2 else (1, 1)
+        return (shape[0], shape[2] if self.tensors[0] == "rank" else shape[1]) if len(shape) > 2 else (1, 1)
 
     def plan(self, tensors, settings, gpu):
         """The plan for tensors (or fakes), and the indices of inputs that must be copied to contiguous memory. Tensors
@@ -304,14 +306,34 @@ class Op:
         return Plan(call, gpu, described), copied
 
     def fake(self, *arguments):
-        """Outputs without values, for tracing."""
+        """Outputs without values, for tracing; sizes that torch traces as symbols stay symbols."""
         tensors, settings = arguments[: self.count], arguments[self.count :]
         like = tensors[0]
         if like.device.type not in ("cuda", "meta") and Op.emulator is None:
             raise self._not_on_a_gpu(like.device)
         real = torch.device("cuda") if like.device.type == "meta" else like.device
-        plan, _ = self.plan(tensors, settings, gpu_of(real))
-        return [like.new_empty(shape, dtype=dtype) for _, shape, dtype in plan.outputs]
+        traced = [x if x is None else _of_numbers(x) for x in tensors]
+        outputs = self.plan(traced, settings, gpu_of(real))[0].outputs
+        shapes = [shape for _, shape, _ in outputs]
+        given = {name: x.shape for name, x in zip(self.tensors, tensors) if x is not None}
+        if any(isinstance(size, torch.SymInt) for shape in given.values() for size in shape):
+            numbers, settings = shapes, dict(zip(self.settings, settings))
+            shapes = symbolic(outputs, given, settings, *self._tokens(tensors))
+            assert [tuple(map(_number, shape)) for shape in shapes] == numbers, f"{self.name}: {shapes}, not {numbers}"
+        return [like.new_empty(shape, dtype=dtype) for shape, (_, _, dtype) in zip(shapes, outputs)]
+
+
+def _number(size):
+    """The number that torch traces a size with; no guard on it."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def _of_numbers(x):
+    """A tensor without memory, of the numbers that x's sizes and strides are traced with."""
+    if not any(isinstance(size, torch.SymInt) for size in (*x.shape, *x.stride())):
+        return x
+    sizes, strides = (tuple(map(_number, of)) for of in (x.shape, x.stride()))
+    return torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta")
 
 
 EMULATED = {"capability": [8, 9], "multiprocessors": 108, "shared_bytes": 163 << 10}

@@ -8,13 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import on_gpu
 import pytest
 import torch
+import torch._dynamo.testing
 from conftest import DEVICE
 from parity import random
 
 import sieve_attention as sieve
-from sieve_attention import _library, ops, reference
+from sieve_attention import _library, _shapes, ops, reference
 
 BLOCKS = sieve.NsaBlocks(16, 8, 32, 3)
 
@@ -213,6 +215,32 @@ def test_supports_runs_nothing(monkeypatch):
     assert not allowed and "head_dim 72" in why
 
 
+@pytest.mark.parametrize(
+    "each_run, found", [(7, "tensors: 693 bytes more"), (0, None), (-7, None)], ids=["grows", "stays", "shrinks"]
+)
+def test_growth_alone_is_growth(each_run, found):
+    """Of on_gpu.py's check: a function that keeps, or frees, 7 bytes a run, of what an earlier check left."""
+    kept, free = [bytearray(1000)], 1 << 30
+
+    def call():
+        kept.append(bytearray(max(each_run, 0)))
+        kept[0] = bytearray(len(kept[0]) + min(each_run, 0))
+        return torch.zeros(1)
+
+    def reading():
+        return {"tensors": sum(map(len, kept)), "the GPU": free}
+
+    assert on_gpu.growth_of(call, [], reading, runs=120) == found
+
+
+def test_growth_of_the_gpu_has_a_slack():
+    before = {"tensors": 5, "the GPU": 1 << 30}
+    more = on_gpu.DRIVER_BYTES + 1
+    assert on_gpu.growth(before, {**before, "the GPU": before["the GPU"] + more - 1}) is None
+    assert on_gpu.growth(before, {**before, "the GPU": before["the GPU"] + more}) == f"the GPU: {more} bytes more"
+    assert on_gpu.growth(before, {"tensors": 6, "the GPU": 1 << 29}) == "tensors: 1 bytes more"
+
+
 def test_nvrtc_comes_from_torch():
     if torch.version.cuda is None:
         pytest.skip("a torch without CUDA")
@@ -338,6 +366,94 @@ def test_compiled_without_a_break(model):
         results.append((o, *torch.autograd.grad(o, [*inputs, rank], d_o)))
     for ours, compiled in zip(*results):
         assert (ours.float() - compiled.float()).norm() <= 1e-2 * ours.float().norm()
+
+
+def tensors_of(name, n, b=2):
+    """Inputs of an operator for b rows of n tokens, and settings: all but the decoding ones, whose rows have one."""
+    f32, i32 = {"dtype": torch.float32}, {"dtype": torch.int32}
+    make = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, dtype=dtype, device="meta")  # noqa: E731
+    q, k, v = make(b, n, 4, 64), make(b, n, 2, 64), make(b, n, 2, 64)
+    bounds, bias, lse = (None, None), make(b, 2, n, **f32), make(b, 4, n, **f32)
+    slots, sizes = -(-n // 8), BLOCKS.sizes()
+    compressed, indices, rank = make(2, b, slots, 2, 64), make(b, n, 2, 3, **i32), make(b, 2, n, **f32)
+    chosen = 0.1, sizes, "largest_probability", True, 1
+    by_mean = 0.1, (64, 64, 64, 3), "mean_key", False, 1
+    return {
+        "attention_forward": [
+            (q, k, v, None, None, 0.1, 20), (q, k, v, None, bias, 0.1, None), (q, k, v, None, bias, 0.1, None, True)
+        ],
+        "attention_backward": [(q, k, v, None, None, None, q, lse, None, None, q, 0.1, None, True)],
+        "dma_scores": [(v, make(2, 128, **f32), make(2, **f32), None, ())],
+        "dma_scores_backward": [(v, make(2, 128, **f32), make(2, **f32), rank, rank)],
+        "dma_select": [(rank, *bounds, keep, 8) for keep in (16, 512)],
+        "nsa_mean_pool": [(k, v, *bounds, sizes)],
+        "nsa_mean_pool_backward": [(k, *bounds, compressed, sizes)],
+        "nsa_compressed_forward": [(q, compressed, *bounds, 0.1, sizes)],
+        "nsa_compressed_backward": [(q, compressed, *bounds, q, lse, q, 0.1, sizes, False)],
+        "nsa_selected_forward": [(q, k, v, indices, *bounds, 0.1, sizes)],
+        "nsa_selected_backward": [(q, k, v, indices, *bounds, q, lse, q, 0.1, sizes, True)],
+        "nsa_gates_backward": [(q, q, q, make(b, n, *end), None, q) for end in ((12,), (4, 3))],
+        "nsa_forward": [(q, k, v, compressed, make(b, n, 12), None, *bounds, 0.1, sizes, 20)],
+        "dma_forward": [
+            (q, k, v, make(2, 128, **f32), make(2, **f32), *bounds, 0.1, keep, 8, (), linear)
+            for keep in (16, 512) for linear in (True, False)
+        ],
+        "choose_blocks": [(q, k, *bounds, *chosen), (q, k, *bounds, *by_mean)],
+        "chosen_forward": [
+            (q, k, v, None, None, *bounds, *chosen),
+            (q, make(b, n, 4, 64), make(b, n, 4, 64), q, k, *bounds, *by_mean),
+        ],
+    }[name]  # fmt: skip
+
+
+# Operators whose inputs are outputs of those in `tensors_of`, or whose queries are one token a row: `test_opcheck` and
+# `test_lengths_share_two_graphs` have them.
+NOT_BY_LENGTH = {"dma_attention_forward", "dma_attention_backward", "block_sparse", "attention_decode", "cached_decode",
+                 "dma_decode", "mla_decode"}  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", [None, _library.EMULATED], ids=["Hopper", "emulated"])
+@pytest.mark.parametrize("name", sorted(set(ops.TABLE) - NOT_BY_LENGTH))
+def test_outputs_of_any_length_are_those_of_its_plan(name, gpu, no_emulator):
+    op = ops.IMPLEMENTATIONS[name]
+    gpu = gpu or _library.gpu_of(torch.device("cpu"))
+    for n in (1, 15, 16, 17, 64, 70, 511, 513, 1024, 1100, 1535, 1537, 2048, 5000, 32768, 32769):
+        for arguments in tensors_of(name, n):
+            given, settings = arguments[: op.count], arguments[op.count :]
+            outputs = op.plan(given, settings, gpu)[0].outputs
+            shapes = {name: x.shape for name, x in zip(op.tensors, given) if x is not None}
+            found = _shapes.symbolic(outputs, shapes, dict(zip(op.settings, settings)), *op._tokens(given))
+            assert found == [shape for _, shape, _ in outputs], (n, settings)
+
+
+def one_layer_each(q, k, v, rank):
+    """Every function with gradients that a model's layers call, on the same tensors."""
+    w_dt, a = rank[0, :, :1].expand(-1, 128) / 8, rank[0, :, 1].abs()
+    o = sieve.attention(q, k, v) + sieve.attention(q, k, v, window=9) + sieve.attention(q, k, v, bias=rank)
+    for form in ({}, {"preset": "paper"}):
+        o = o + sieve.dma_attention(q, k, v, w_dt, a, keep=16, **form)
+    o = o + sieve.infllm_v2(q, k, v, blocks=BLOCKS, local=1) + sieve.moba(q, k, v, block=128, num_selected=2)
+    return o + chosen_or_windowed(q, k, v, rank) + several(q, k, v, rank)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="of shapes alone")
+@pytest.mark.parametrize("train", [True, False])
+def test_lengths_share_two_graphs(train, monkeypatch):
+    """24 lengths compile twice: the first for its length, the second for any. Outputs are zeros of the plans' shapes."""
+    zeros = lambda plan, _: [torch.zeros(shape, dtype=dtype) for _, shape, dtype in plan.outputs]  # noqa: E731
+    monkeypatch.setattr(_library.Op, "emulator", staticmethod(zeros))
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(one_layer_each, fullgraph=True, backend=counter)
+    for tokens in [100, 70, *range(128, 128 + 22 * 37, 37)]:
+        inputs = [*tensors(tokens=tokens), torch.zeros(1, 2, tokens)]
+        inputs = [x.requires_grad_(train) for x in inputs]
+        o = compiled(*inputs)
+        assert o.shape == inputs[0].shape
+        if train:
+            gradients = torch.autograd.grad(o, inputs, torch.ones_like(o))
+            assert [x.shape for x in gradients] == [x.shape for x in inputs]
+    assert counter.frame_count <= 2, f"{counter.frame_count} graphs"
 
 
 def test_definitions_pass_gradcheck():

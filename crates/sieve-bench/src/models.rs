@@ -3,6 +3,8 @@
 //!
 //! This checks how models call the ops: documents, which parameter a gradient belongs to, caches, optimizers,
 //! recomputation, fp8, sums in a fixed order. The checks of launch wrappers cover each kernel's own results.
+mod fp8;
+
 use crate::attention::repeat;
 use crate::build::needed_by;
 use crate::check::CheckPart;
@@ -10,7 +12,7 @@ use crate::error::{BenchError, Result};
 use crate::extent::Extent;
 use crate::report::{Outcome, PathWatch, Report, Wrong, wrong};
 use crate::tensors::table_type;
-use crate::tolerance::{RowTolerance, Tolerance, length, row_norms};
+use crate::tolerance::{RowTolerance, Tolerance, row_norms};
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use burn::tensor::backend::Backend;
@@ -114,23 +116,14 @@ const FORMS: [Form; 2] = [
     (", recomputable activations kept", |settings| settings.keeping.recomputable = true),
 ];
 
-/// Models whose fp8 gradients are compared with the CPU's fp8 gradients. The other kinds use the same fp8 GEMMs. Where
-/// DMA leaves keys out, rounding decides between two keys of nearly equal scores, and the gradient of `a` jumps.
-const IN_FP8: [&str; 3] = ["mha", "swa", "dma of all keys"];
-
-/// Tolerance of a gradient in fp8, as a share of the distance between the CPU's fp8 gradient and its exact one. In
-/// every layer a bf16 difference may round an operand to the other of two neighbouring fp8 numbers, so both backends'
-/// gradients are about as far from the exact one, and at most twice as far from each other.
-const FP8_SHARE_OF_DISTANCE: f64 = 2.0;
-/// Tolerance of a gradient in fp8 besides, as a share of its norm: the bf16 results between fp8 GEMMs.
-const FP8_SHARE: f64 = 0.02;
-
-/// Tolerance of a loss in fp8, in nats. Rounding to fp8 moves the losses of these models by 0.001 to 0.022 on the CPU
-/// (root mean square 0.012); bf16 operands that round to the other neighbour moved them by up to 0.011 on an H200.
-const FP8_LOSS_TOLERANCE: f64 = 0.025;
-
 /// Tolerance of a bf16 loss in nats, besides twice the error of the plain bf16 computation.
 const LOSS_TOLERANCE: f32 = 5e-3;
+
+/// Added tolerance of a row of a weight's gradient, as a share of the row's norm; the norm of all rows has none of it. A
+/// model has some 2,800 such rows, and a row's error may be three times that of another bf16 computation by chance. Of
+/// 366,036 rows (22 seeds, six models) PyTorch's bf16 gradients have 270 over twice the plain error and 1 / 128 of the
+/// row, in each of the seeds, by up to 0.0214 of the row; both beside f64 gradients of the same inputs.
+const OF_A_ROW: f64 = 3.0 / 128.0;
 
 /// Tolerance of the gradient of DMA's `a` where nothing is masked, as a share of its norm. Each query's gradients of
 /// the biases add up to zero there, so that gradient is mostly rounding.
@@ -140,6 +133,7 @@ const CANCELLING_SHARE: f64 = 0.15;
 type Found = (String, usize, Vec<f32>);
 
 /// Sizes, weights and tokens of one model, the same on every backend.
+#[derive(Clone)]
 struct Setup {
     recipe: Recipe,
     shape: ModelShape,
@@ -187,7 +181,7 @@ pub(crate) fn check<B: TrainBackend>(
             let fixed = On { policy: fixed, ..on };
             repeat(|| Ok::<_, Wrong>(setup.gradients(&model, &fixed, |_| {}).0))
         });
-        let in_fp8 = (with_fp8 && IN_FP8.contains(&kind[0])).then(|| setup.in_fp8(&model, &on));
+        let in_fp8 = (with_fp8 && fp8::COMPARED.contains(&kind[0])).then(|| setup.in_fp8(&model, &on));
         let reference = watch.reference();
         // Not watched: a graph takes no weights of another thread, so each launch is queued by itself.
         let decoder = model.valid();
@@ -280,6 +274,7 @@ fn judge(kind: &Kind, is_bf16: bool, [own, plain]: [&[f32]; 2], (name, width, ex
     let [of_all, of_a_row] = match kind[2] {
         "chosen" if is_bf16 => OF_A_CHOICE,
         "all biased" if is_bf16 && name.ends_with(".a") => [0.0, CANCELLING_SHARE],
+        _ if is_bf16 && name.starts_with("gradient of") => [0.0, OF_A_ROW],
         _ => [0.0; 2],
     };
     let rows = RowTolerance { most_of_plain: f64::INFINITY, of_a_row, ..RowTolerance::new(is_bf16, of_all) };
@@ -408,32 +403,6 @@ impl Setup {
             found.push((format!("gradient of {name}"), width, floats(data)));
         }
         (found, gradients)
-    }
-
-    /// Compares loss and gradients in fp8 with the CPU's in fp8; returns the largest ratio of error to tolerance.
-    fn in_fp8<B: TrainBackend>(&self, model: &Qwen3<B>, on: &On<'_, B>) -> Outcome {
-        let (device, policy) = (&FlexDevice, KernelPolicy::default());
-        let on_cpu = On::<Autodiff<Flex>> { device, dtype: DType::F32, policy };
-        let fp8 = |settings: &mut BlockSettings| settings.fp8 = 0..LAYERS;
-        let (own, _) = self.gradients(model, on, fp8);
-        let cpu_model = self.model(DType::F32, device);
-        let (expected, _) = self.gradients(&cpu_model, &on_cpu, fp8);
-        let (exact, _) = self.gradients(&cpu_model, &on_cpu, |_| {});
-        let distance = |a: &[f32], b: &[f32]| length(&a.iter().zip(b).map(|(a, b)| a - b).collect::<Vec<_>>());
-        let mut worst = 0.0f64;
-        for ((name, _, own), ((_, _, expected), (_, _, exact))) in own.iter().zip(expected.iter().zip(&exact)) {
-            let error = distance(own, expected);
-            let tolerance = if name == "loss" {
-                FP8_LOSS_TOLERANCE
-            } else {
-                FP8_SHARE_OF_DISTANCE * distance(expected, exact) + FP8_SHARE * length(expected)
-            };
-            if error.is_nan() || error > tolerance {
-                return wrong(format!("{name}: norm of the error {error:.3e}, tolerance {tolerance:.3e}"));
-            }
-            worst = worst.max(error / tolerance.max(f64::MIN_POSITIVE));
-        }
-        Ok(worst as f32)
     }
 
     /// Logits of the first row, which is one document: by one pass, and through the cache. The f64 reference has no
