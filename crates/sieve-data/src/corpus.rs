@@ -7,12 +7,14 @@ mod source;
 mod table;
 
 use std::collections::{BTreeMap, HashSet};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
+use crate::chat::ChatFormat;
 use crate::error::DataError;
 pub(crate) use documents::Cursor;
 pub use documents::{CorpusReport, Documents};
@@ -127,6 +129,10 @@ pub struct CorpusConfig {
     /// For JSONL and Parquet: the column with a document's prompt, which comes before its text and is not predicted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prompt_column: Option<String>,
+    /// For JSONL and Parquet: the column with a chat's messages, of which the assistant's are predicted. It takes the
+    /// place of `text_column`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub messages_column: Option<String>,
     /// Stop before the document that would pass this many bytes of text.
     pub max_bytes: Option<u64>,
     /// A document of more bytes is invalid. The limit holds for rows, and for text files in folders or matched by a
@@ -163,6 +169,11 @@ impl CorpusConfig {
         Self::new(paths, Format::ByEnding { text_column: text_column.to_owned() })
     }
 
+    /// Whether not all of a document is predicted: it has a prompt, or is a chat.
+    pub(crate) fn has_parts(&self) -> bool {
+        self.prompt_column.is_some() || self.messages_column.is_some()
+    }
+
     fn new(paths: Vec<String>, format: Format) -> Self {
         Self {
             paths,
@@ -170,6 +181,7 @@ impl CorpusConfig {
             format,
             order: FileOrder::Sorted,
             prompt_column: None,
+            messages_column: None,
             max_bytes: None,
             max_document_bytes: None,
             deduplicate: false,
@@ -200,10 +212,20 @@ pub struct Document {
     pub text: String,
     /// The prompt, which comes before the text and is not predicted; `None` without [`CorpusConfig::prompt_column`].
     pub prompt: Option<String>,
+    /// Of a chat, the bytes of the text that are predicted; `None` without [`CorpusConfig::messages_column`].
+    pub answers: Option<Vec<Range<usize>>>,
     /// Index of the document's file in [`Corpus::files`].
     pub file_idx: usize,
     /// Line or row of the document in the file, from 1; always 1 in [`Format::Text`].
     pub line: u64,
+}
+
+impl Document {
+    /// Whether the document has a prompt or is a chat: it goes into a split whole, since the end of an answer means
+    /// little without its beginning.
+    pub(crate) fn is_indivisible(&self) -> bool {
+        self.prompt.is_some() || self.answers.is_some()
+    }
 }
 
 /// The files of a corpus, in order. Opening it lists them and reads none.
@@ -214,6 +236,8 @@ pub struct Corpus {
     passed_over: PassedOver,
     /// Where remote files come from; `None` before [`connect`](Self::connect).
     hub: Option<Arc<Hub>>,
+    /// What makes texts of messages; `None` before [`with_chats`](Self::with_chats).
+    chats: Option<Arc<dyn ChatFormat>>,
 }
 
 impl Corpus {
@@ -228,7 +252,7 @@ impl Corpus {
             hub::check_path(path)?;
             is_remote = true;
         }
-        let mut corpus = Self { config, files: Vec::new(), passed_over: PassedOver::new(), hub: None };
+        let mut corpus = Self { config, files: Vec::new(), passed_over: PassedOver::new(), hub: None, chats: None };
         if !is_remote {
             let no_hub = None;
             corpus.list(no_hub)?;
@@ -248,6 +272,17 @@ impl Corpus {
             self.hub = Some(Arc::new(hub));
         }
         Ok(())
+    }
+
+    /// Sets what makes texts of messages, which a corpus with [`CorpusConfig::messages_column`] needs.
+    #[must_use]
+    pub fn with_chats(self, chats: Option<Arc<dyn ChatFormat>>) -> Self {
+        Self { chats, ..self }
+    }
+
+    /// What makes texts of messages, if documents are chats.
+    pub(crate) fn chats(&self) -> Option<&dyn ChatFormat> {
+        self.chats.as_deref().filter(|_| self.config.messages_column.is_some())
     }
 
     /// Lists the files. If all have the same format, that becomes the format of the corpus.

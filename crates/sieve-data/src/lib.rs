@@ -44,6 +44,7 @@
 
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "a test may fail by panicking"))]
 
+mod chat;
 mod corpus;
 mod error;
 mod guard;
@@ -61,6 +62,7 @@ mod shard;
 mod test_files;
 mod tokenizer;
 
+pub use chat::{ChatFormat, ChatText, ChatTurn};
 pub use corpus::{
     Corpus, CorpusConfig, CorpusReport, Document, Documents, FileOrder, Format, HubConfig, HubLimits, JsonText,
     SourceFile, TableRow, hub_tokenizer, is_hub_tokenizer, read_table,
@@ -71,8 +73,8 @@ pub use loader::{Batch, IGNORE_LABEL, Loader, LoaderConfig, Order, PAD_DOCUMENT,
 pub use mqar::{Mqar, MqarConfig, MqarMixture, MqarNoise, MqarPart, MqarQuery, MqarSample, MqarSplit};
 pub use prefetch::{Prefetch, PrefetchPlan};
 pub use prepare::{
-    DocumentSize, OnChange, PrepareConfig, Prepared, PreparedMeta, Progress, ShardCheck, SourceMeta, SplitMeta,
-    ValidationSettings, ValidationSource, check_owner, prepare, read_document_sizes,
+    ChatsMeta, DocumentSize, OnChange, PrepareConfig, Prepared, PreparedMeta, Progress, ShardCheck, SourceMeta,
+    SplitMeta, ValidationSettings, ValidationSource, check_owner, prepare, read_document_sizes,
 };
 pub use shard::{ShardReader, ShardWriter, TokenDtype};
 pub use tokenizer::{BpeConfig, DecodeStream, Tokenizer};

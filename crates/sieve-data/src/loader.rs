@@ -16,7 +16,8 @@ use crate::mqar::MqarMixture;
 use crate::shard::{ShardReader, check_vocab_size};
 use shard_rows::ShardRows;
 
-/// The label of a token without a prediction: before another token of a prompt, at a document's end, and in padding.
+/// The label of a token without a prediction: before a token that the model only reads (of a prompt, or what others
+/// say in a chat), at a document's end, and in padding.
 pub const IGNORE_LABEL: i32 = -100;
 
 /// Document id of padding tokens.

@@ -3,7 +3,8 @@
 //!
 //! ```text
 //! <dir>/train.bin, train.idx              training documents, each followed by the end-of-document token; a document
-//!                                         with a prompt is two sequences, prompt and text
+//!                                         with a prompt is two sequences, prompt and text; a chat, which no token
+//!                                         follows, is what others say and what the assistant says, in turn
 //!       (train-000.bin, train-001.bin, …  one pair for each of several corpora)
 //! <dir>/validation.bin, validation.idx    held-out documents
 //! <dir>/validation.docs.json              bytes and words of each held-out document, for losses per byte and word
@@ -28,9 +29,9 @@ use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::Xxh3;
 
 pub use check::ShardCheck;
-pub use meta::{DocumentSize, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings, read_document_sizes};
+pub use meta::{ChatsMeta, DocumentSize, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings, read_document_sizes};
 
-use crate::corpus::{Corpus, Document};
+use crate::corpus::{Corpus, CorpusConfig, Document};
 use crate::error::DataError;
 use crate::shard::ShardReader;
 use crate::tokenizer::Tokenizer;
@@ -153,11 +154,12 @@ impl Prepared {
         check::check_now(self.hashed_files())
     }
 
-    /// The `.bin` files, each with its XXH3-128 in hexadecimal.
+    /// The `.bin` files, and the `.idx` files that say what is predicted, each with its XXH3-128 in hexadecimal.
     fn hashed_files(&self) -> Vec<(PathBuf, String)> {
-        let files = self.meta.shards().into_iter().map(|(name, split)| {
-            let path = crate::shard::with_ending(&self.dir.join(name), ".bin");
-            (path, split.tokens_hash.clone())
+        let files = self.meta.shards().into_iter().flat_map(|(name, split)| {
+            let path = |ending: &str| crate::shard::with_ending(&self.dir.join(&name), ending);
+            let bounds = split.bounds_hash.clone().map(|hash| (path(".idx"), hash));
+            std::iter::once((path(".bin"), split.tokens_hash.clone())).chain(bounds)
         });
         files.collect()
     }
@@ -185,9 +187,9 @@ impl Prepared {
 
     fn shard(&self, name: &str) -> Result<ShardReader, DataError> {
         let shard = ShardReader::open(&self.dir.join(name))?;
-        match self.meta.settings.prompt_column {
-            Some(_) => shard.with_prompts(),
-            None => Ok(shard),
+        match self.meta.settings.has_parts() {
+            true => shard.with_parts(),
+            false => Ok(shard),
         }
     }
 
@@ -268,10 +270,15 @@ fn prepare_at_pace(
         let reason = format!("{fraction} does not lie between 0 and 1");
         return Err(DataError::setting("validation_fraction", reason));
     }
-    let has_prompts = |corpus: &Corpus| corpus.config().prompt_column.is_some();
-    if corpora.iter().chain(config.validation.corpus()).any(|corpus| has_prompts(corpus) != has_prompts(&corpora[0])) {
-        let reason = "some of the corpora have prompts and some have none";
-        return Err(DataError::setting("prompt_column", reason));
+    for (key, column) in [
+        ("prompt_column", (|config| config.prompt_column.is_some()) as fn(&CorpusConfig) -> bool),
+        ("messages_column", |config| config.messages_column.is_some()),
+    ] {
+        let first = column(corpora[0].config());
+        if corpora.iter().chain(config.validation.corpus()).any(|corpus| column(corpus.config()) != first) {
+            let what = if key == "prompt_column" { "prompts" } else { "messages" };
+            return Err(DataError::setting(key, format!("some of the corpora have {what} and some have none")));
+        }
     }
     let eos_id = tokenizer.eos_id()?;
     let dir = &config.dir;
@@ -315,6 +322,9 @@ fn fingerprint(corpora: &[Corpus], tokenizer: &Tokenizer, config: &PrepareConfig
     hash.update(&eos_id.to_le_bytes());
     for corpus in corpora {
         hash.update(&corpus.fingerprint().to_le_bytes());
+    }
+    if let Some(chats) = corpora[0].chats() {
+        hash.update(&chats.hash().to_le_bytes());
     }
     match config.validation {
         ValidationSource::Fraction(fraction) => {

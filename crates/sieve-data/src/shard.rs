@@ -14,9 +14,9 @@
 //! | 34 + 4S | i64 × S | byte offset of each sequence in `.bin` |
 //! | 34 + 12S | i64 × (D + 1) | first sequence of each document, then S |
 //!
-//! The writer writes a document as one sequence, or as two if documents have prompts: the prompt, then the text. The
-//! reader accepts documents of any number of sequences. It refuses multimodal shards, which append one byte per
-//! sequence.
+//! The writer writes a document as one sequence, or as an even number of them where not all is predicted: a prompt and
+//! a text, or what others say in a chat and what the assistant says, in turn. The reader accepts documents of any
+//! number of sequences. It refuses multimodal shards, which append one byte per sequence.
 
 mod layout;
 mod reader;

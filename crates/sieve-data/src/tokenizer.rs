@@ -8,6 +8,7 @@ mod words;
 mod written;
 
 use sieve_core::ShownPath;
+use std::ops::Range;
 use std::path::Path;
 
 use serde_json::Value;
@@ -210,6 +211,31 @@ impl Tokenizer {
     /// A text that the tokenizer cannot encode.
     pub fn encode_marked(&self, text: &str) -> Result<Vec<u32>, DataError> {
         encode(&self.marked, text)
+    }
+
+    /// The token ids of a chat's text, as [`encode_marked`](Self::encode_marked) makes them of the whole: those outside
+    /// `answers` and those in them, in turn. The bytes of `answers` ascend. A token with a byte of an answer is of the
+    /// answer, as `return_assistant_tokens_mask` of transformers has it. A part may be empty; their number is even.
+    ///
+    /// # Errors
+    /// A text that the tokenizer cannot encode.
+    pub fn encode_parts(&self, text: &str, answers: &[Range<usize>]) -> Result<Vec<Vec<u32>>, DataError> {
+        let add_special_tokens = false;
+        let encoding = self.marked.encode(text, add_special_tokens).map_err(|error| encode_error(text, &*error))?;
+        let (mut parts, mut answers) = (vec![Vec::new()], answers.iter().peekable());
+        for (&id, &(start, end)) in encoding.get_ids().iter().zip(encoding.get_offsets()) {
+            while answers.next_if(|answer| start >= answer.end).is_some() {}
+            let is_answer = answers.peek().is_some_and(|answer| end > answer.start);
+            // The parts at even places are read alone.
+            if is_answer == (parts.len() % 2 == 1) {
+                parts.push(Vec::new());
+            }
+            parts.last_mut().expect("never empty").push(id);
+        }
+        if parts.len() % 2 == 1 {
+            parts.push(Vec::new());
+        }
+        Ok(parts)
     }
 
     /// The text of token ids without special tokens; bytes that are not UTF-8 become U+FFFD.

@@ -79,6 +79,14 @@ pub fn prepared_documents<'a>(
         let what = format!("{dir}: the shards there were made with another tokenizer than the checkpoint's");
         return Err(EvalError::refused(what, "name the text with --data instead"));
     }
+    if prepared.meta.validation.num_predicted.is_some() {
+        let dir = prepared.dir.display();
+        let what = format!("{dir}: the run takes loss of a part of its tokens, and this would take it of all");
+        return Err(EvalError::refused(
+            what,
+            "read the validation losses of the run's metrics.jsonl, or name text with --data",
+        ));
+    }
     let (shard, sizes) = (prepared.validation()?, prepared.validation_sizes()?);
     Ok((0..shard.num_documents()).zip(sizes).map(move |(n, size)| {
         let tokens = shard.document(n)?;

@@ -4,13 +4,15 @@
 //! renders it: the same files, options, functions and variables, and values printed as Python prints them. One thing
 //! differs: a dictionary that a template itself writes is in the order of its keys.
 
+mod answers;
 mod python;
 
 use crate::export::tokenizer_files::{self, Templates};
 use crate::{Checkpoint, CheckpointError};
+use answers::Marked;
 use minijinja::value::{Enumerator, Object};
 use minijinja::{Environment, Error, ErrorKind, Value};
-use sieve_core::ShownPath;
+use sieve_core::{Recipe, ShownPath};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -54,6 +56,29 @@ impl ChatTemplate {
         Self::read(&tokenizer_files::folder(&checkpoint.path, &recipe))
     }
 
+    /// The chat template in the folder of a `tokenizer.json`; `None` if it has none.
+    ///
+    /// # Errors
+    /// A file that cannot be read; several templates without a default one.
+    pub fn beside(tokenizer: &Path) -> Result<Option<Self>, CheckpointError> {
+        Self::read(tokenizer.parent().unwrap_or(Path::new("")))
+    }
+
+    /// The chat template that a checkpoint whose recipe is `recipe` trains with: an import's, or the one beside the
+    /// recipe's tokenizer; `None` if it has none.
+    ///
+    /// # Errors
+    /// As [`beside`](Self::beside).
+    pub fn of_checkpoint(checkpoint: &Checkpoint, recipe: &Recipe) -> Result<Option<Self>, CheckpointError> {
+        Self::read(&tokenizer_files::folder(&checkpoint.path, recipe))
+    }
+
+    /// A text that differs where the template or its special tokens differ.
+    pub fn source(&self) -> String {
+        let special_tokens = serde_json::Value::Object(self.special_tokens.clone());
+        format!("{special_tokens}\n{}", self.text)
+    }
+
     /// The chat template in a folder of `transformers`.
     fn read(folder: &Path) -> Result<Option<Self>, CheckpointError> {
         let templates = Templates::read(folder)?;
@@ -82,9 +107,17 @@ impl ChatTemplate {
                 yourself, without --chat";
             CheckpointError::refused(what, hint)
         };
-        let text = without_generation_blocks(&self.text);
+        let begins_answer = true;
+        Ok(self.marked(messages, begins_answer).map_err(failed)?.0)
+    }
+
+    /// The text of `messages`, with the beginning of an answer behind them if `begins_answer`, and the bytes of its
+    /// `{% generation %}` blocks.
+    fn marked(&self, messages: &[ChatMessage<'_>], begins_answer: bool) -> Result<Marked, Error> {
+        answers::check(messages)?;
+        let (text, _) = answers::with_generation_filter(&self.text);
         let environment = environment();
-        let template = environment.template_from_named_str("chat_template", &text).map_err(failed)?;
+        let template = environment.template_from_named_str("chat_template", &text)?;
         let special_tokens = self.special_tokens.iter();
         let mut variables: BTreeMap<&str, Value> =
             special_tokens.map(|(name, token)| (name.as_str(), Value::from_serialize(token))).collect();
@@ -93,9 +126,9 @@ impl ChatTemplate {
             ("messages", messages.collect()),
             ("tools", Value::from(())),
             ("documents", Value::from(())),
-            ("add_generation_prompt", Value::from(true)),
+            ("add_generation_prompt", Value::from(begins_answer)),
         ]);
-        template.render(variables).map_err(failed)
+        Ok(answers::take_marks(&template.render(variables)?))
     }
 }
 
@@ -140,6 +173,7 @@ fn environment() -> Environment<'static> {
     });
     environment.add_filter("tojson", python::json);
     environment.add_filter("title", python::title);
+    environment.add_filter(answers::filter(), |text: String| answers::marked(&text));
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
     });
@@ -150,29 +184,6 @@ fn environment() -> Environment<'static> {
         Ok(text)
     });
     environment
-}
-
-/// The template with `{% generation %}` and its end, which `transformers` reads to find an assistant's words in a
-/// text, as blocks that change nothing.
-fn without_generation_blocks(template: &str) -> String {
-    let (mut text, mut rest) = (String::with_capacity(template.len()), template);
-    while let Some((before, after)) = rest.split_once("{%") {
-        text += before;
-        text += "{%";
-        rest = after;
-        let Some((inside, _)) = after.split_once("%}") else {
-            break;
-        };
-        let word = inside.trim_matches(|c: char| c.is_whitespace() || c == '-' || c == '+');
-        let plain = match word {
-            "generation" => "if true",
-            "endgeneration" => "endif",
-            _ => continue,
-        };
-        text += &inside.replacen(word, plain, 1);
-        rest = &after[inside.len()..];
-    }
-    text + rest
 }
 
 #[cfg(test)]

@@ -1,9 +1,11 @@
 //! Prepares a run's tokenizer and the source of its rows: shards of tokenised text, or a synthetic task.
+mod chats;
 mod mqar;
 mod sources;
 pub(crate) mod stages;
 
 use crate::TrainError;
+pub use chats::chat_format;
 use sieve_core::Recipe;
 use sieve_files::{Taken, try_lock};
 pub use sources::corpus_configs;
@@ -144,7 +146,7 @@ impl DataSource {
         };
         let text = match recipe.data.format {
             DataFormat::Mqar => None,
-            _ => Some(TextSource::open(recipe, variable)?),
+            _ => Some(TextSource::open(recipe, variable)?.with_chats(recipe, checkpoint, variable)?),
         };
         stages::check_stages(recipe, variable)?;
         // The column may be of other text, for validation or a stage.
@@ -220,6 +222,22 @@ impl TextSource {
             validation: validation.map(Corpus::open).transpose()?,
             hub: HubConfig::from_variables(variable, PathBuf::new()),
         })
+    }
+
+    /// Sets the chat template that makes texts of messages, if the text is chats.
+    fn with_chats(
+        mut self,
+        recipe: &Recipe,
+        checkpoint: Option<&Checkpoint>,
+        variable: &dyn Fn(&str) -> Option<String>,
+    ) -> Result<Self, TrainError> {
+        if let Some(chats) = chat_format(recipe, checkpoint, variable)? {
+            let set = |corpus: Corpus| corpus.with_chats(Some(chats.clone()));
+            self.train = self.train.into_iter().map(set).collect();
+            self.whole = set(self.whole);
+            self.validation = self.validation.map(set);
+        }
+        Ok(self)
     }
 
     /// Writes the shards into a folder, or reopens them. `base` is the run's data if this is the text of a stage.

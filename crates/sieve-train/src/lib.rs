@@ -29,7 +29,9 @@ mod validation;
 
 pub use attention_statistics::{AttentionStatistics, IndexerFit, KeyAges};
 pub use collectives::{Collectives, Gathered, HostCollectives, Pending, Primitive};
-pub use data::{DataEvent, DataSource, RowSource, StageText, TrainingData, corpus_configs, tokenizer_file};
+pub use data::{
+    DataEvent, DataSource, RowSource, StageText, TrainingData, chat_format, corpus_configs, tokenizer_file,
+};
 pub use device_batch::DeviceBatch;
 pub use error::TrainError;
 pub use gradients::GradientBuffer;

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use sieve_core::Recipe;
 use sieve_core::recipe::{DataFormat, EPOCHS_AS_NEW};
 use sieve_data::{Corpus, DataError};
-use sieve_train::corpus_configs;
+use sieve_train::{chat_format, corpus_configs};
 use std::path::Path;
 
 /// The first characters of the text become the prompt of a run's samples: this many at most.
@@ -41,12 +41,14 @@ impl OwnText {
         let Ok((train, validation)) = corpus_configs(recipe, &variable) else {
             return Ok((None, false));
         };
+        let no_checkpoint = None;
+        let chats = chat_format(recipe, no_checkpoint, &variable)?;
         let is_divided = validation.is_none();
         let mut own = None;
         for (config, is_own) in [(Some(train), true), (validation, false)] {
             let corpus = match config.map(Corpus::open).transpose() {
                 Err(DataError::NoFiles { pattern, .. }) if !Path::new(&pattern).is_dir() => return Ok((own, false)),
-                corpus => corpus?,
+                corpus => corpus?.map(|corpus| corpus.with_chats(chats.clone())),
             };
             // The files of a data set on the hub are not known before it is fetched.
             let Some(corpus) = corpus.filter(|corpus| !corpus.files().is_empty()) else {

@@ -26,6 +26,11 @@ keys! {
         /// Names of special tokens in it are those tokens, as in a prompt of `sieve generate`. Absent: documents are
         /// text alone.
         pub prompt_column: Option<String>,
+        /// JSONL and Parquet: the field or column with a chat, a list of messages `{"role", "content"}`, in place of
+        /// `text_column`. The chat template in the folder of `tokenizer.path` makes one text of them, and loss is taken
+        /// of the assistant's words alone: of the template's `{% generation %}` blocks, or, without them, of what each
+        /// message of the assistant adds to the chat before it. Absent: documents are text.
+        pub messages_column: Option<String>,
         /// Stop reading after this much text, in bytes; with `weights`, shared among `paths` by them. Absent: read all.
         #[key(at_least_one)]
         pub max_bytes: Option<u64>,
@@ -184,6 +189,9 @@ pub(super) fn check_data(data: &DataSection, parts: &Parts, rules: &mut Rules<'_
             "name the field or column that holds the prompt, or leave it out",
         );
     }
+    if let Some(column) = &data.messages_column {
+        check_messages(column, data, parts, rules);
+    }
     rules.require(
         !data.text_column.is_empty(),
         "data.text_column",
@@ -196,6 +204,32 @@ pub(super) fn check_data(data: &DataSection, parts: &Parts, rules: &mut Rules<'_
         "is empty",
         "leave it out to keep the shards under the output folder",
     );
+}
+
+/// Appends the broken rules of `data.messages_column`.
+fn check_messages(column: &str, data: &DataSection, parts: &Parts, rules: &mut Rules<'_>) {
+    let key = "data.messages_column";
+    rules.require(
+        !matches!(data.format, DataFormat::Text | DataFormat::Mqar),
+        key,
+        "is given, but plain text and MQAR have no columns",
+        "leave it out, or read JSONL or Parquet",
+    );
+    rules.require(!column.is_empty(), key, "is empty", "name the field or column of messages, or leave it out");
+    rules.require(
+        data.prompt_column.is_none(),
+        key,
+        "is given, and data.prompt_column too",
+        "leave one of them out: a chat has its questions among its messages",
+    );
+    if let Some(tokenizer) = parts.tokenizer.as_ref().and_then(TokenizerSection::given) {
+        rules.require(
+            matches!(tokenizer, TokenizerSource::Path(_)),
+            key,
+            "is given, but only a tokenizer of tokenizer.path has a chat template in its folder",
+            "set tokenizer.path to the tokenizer.json of a model with a chat template",
+        );
+    }
 }
 
 /// Checks that `key` has a positive weight for each of `num_paths` paths, which the recipe gives as `paths`.

@@ -2,13 +2,15 @@
 
 use sieve_core::ShownPath;
 use std::collections::HashSet;
-use std::path::PathBuf;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::source::{self, DocumentSource};
 use super::{Corpus, Document, Format, SourceFile};
+use crate::chat::turns;
 use crate::error::DataError;
 
 /// How many documents were read and dropped.
@@ -86,6 +88,34 @@ pub struct Documents<'a> {
     done: bool,
 }
 
+impl Corpus {
+    /// The text of the chat in line or row `line` of a file, and the bytes of the assistant's messages; `json` is what
+    /// the column holds.
+    fn chat(&self, path: &Path, (column, line): (&str, u64), json: &str) -> Result<ChatOfRow, DataError> {
+        let row = match self.config().format.of(path) {
+            Format::Parquet { .. } => "row",
+            _ => "line",
+        };
+        let Some(chats) = self.chats() else {
+            let reason = "names messages, and there is no chat template to make a text of them";
+            return Err(DataError::setting("messages_column", reason.to_owned()));
+        };
+        let refused = |(what, hint): (String, &'static str)| {
+            let what = format!("{row} {line}: column {column:?}: {what}");
+            DataError::document(path, what, hint)
+        };
+        let turns = turns(json).map_err(refused)?;
+        let found = chats.text(&turns).map_err(|what| refused((what, TEMPLATE_OR_SKIP)))?;
+        Ok((found.text, Some(found.answers)))
+    }
+}
+
+/// The text of a chat, and the bytes of it that are predicted.
+type ChatOfRow = (String, Option<Vec<Range<usize>>>);
+
+const TEMPLATE_OR_SKIP: &str = "change the messages or the chat template beside the tokenizer (some take no system \
+    message, or roles in turn alone), or leave such rows out: skip_invalid";
+
 impl<'a> Documents<'a> {
     /// Continues with the file of `cursor`; `seen` holds the hashes of the texts in earlier files.
     pub(crate) fn resume(corpus: &'a Corpus, cursor: Cursor, seen: HashSet<u128>) -> Self {
@@ -146,8 +176,14 @@ impl<'a> Documents<'a> {
         let config = self.corpus.config();
         let path = self.corpus.local_path(file)?;
         let max_bytes = self.corpus.max_document_bytes(file);
-        let source = source::open(&config.format, &path, max_bytes)?;
         let of_file = config.format.of(&path);
+        let source = match &config.messages_column {
+            Some(column) if of_file == Format::Text => {
+                return Err(DataError::no_column(&path, column, "messages_column"));
+            }
+            Some(column) => source::open_messages(&of_file.with_column(column), &path, max_bytes)?,
+            None => source::open(&of_file, &path, max_bytes)?,
+        };
         let prompts = match &config.prompt_column {
             Some(column) if of_file == Format::Text => {
                 return Err(DataError::no_column(&path, column, "prompt_column"));
@@ -176,14 +212,19 @@ impl<'a> Documents<'a> {
         while let Some(source) = &mut self.source {
             // Both readers return one item for each line or row, valid or not, so text and prompt stay together.
             let document = source.next_document();
+            let file_idx = self.cursor.file_idx;
             let prompt = self.prompts.as_mut().and_then(|prompts| prompts.next_document());
             let document = document.map(|document| -> Result<_, DataError> {
                 let (text, line) = document?;
                 let prompt: Option<String> = prompt.transpose()?.map(|(prompt, _)| prompt);
-                Ok((text, prompt, line))
+                let (text, answers) = match &config.messages_column {
+                    Some(column) => corpus.chat(&self.path, (column, line), &text)?,
+                    None => (text, None),
+                };
+                Ok(Document { text, prompt, answers, file_idx, line })
             });
             let report = &mut self.cursor.report;
-            let (text, prompt, line) = match document {
+            let document = match document {
                 None => {
                     (self.source, self.prompts) = (None, None);
                     self.cursor.file_idx += 1;
@@ -200,10 +241,11 @@ impl<'a> Documents<'a> {
                 }
                 Some(document) => document?,
             };
-            let hash = config.deduplicate.then(|| match &prompt {
+            let text = &document.text;
+            let hash = config.deduplicate.then(|| match &document.prompt {
                 None => xxh3_128(text.as_bytes()),
                 // Valid texts hold no NUL, so it separates prompt and text.
-                Some(prompt) => xxh3_128([prompt.as_str(), "\0", &text].concat().as_bytes()),
+                Some(prompt) => xxh3_128([prompt.as_str(), "\0", text].concat().as_bytes()),
             });
             if text.trim().is_empty() {
                 report.num_blank += 1;
@@ -221,7 +263,7 @@ impl<'a> Documents<'a> {
                 }
                 report.num_documents += 1;
                 report.num_bytes = num_bytes;
-                return Ok(Some(Document { text, prompt, file_idx: self.cursor.file_idx, line }));
+                return Ok(Some(document));
             }
         }
         Ok(None)

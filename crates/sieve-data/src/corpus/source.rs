@@ -2,6 +2,7 @@
 
 mod jsonl;
 mod parquet;
+mod parquet_messages;
 mod text;
 mod unpack;
 
@@ -14,6 +15,7 @@ pub(super) use jsonl::JsonLines;
 use jsonl::JsonlSource;
 use parquet::ParquetSource;
 pub(super) use parquet::{guarded, several_columns};
+use parquet_messages::ParquetMessages;
 pub use text::JsonText;
 use text::TextSource;
 pub(super) use text::json_of;
@@ -38,13 +40,38 @@ pub(super) fn open(
     max_document_bytes: Option<u64>,
 ) -> Result<Box<dyn DocumentSource>, DataError> {
     let max_bytes = max_document_bytes.unwrap_or(u64::MAX);
+    let holds = Holds::Text;
     Ok(match &format.of(path) {
         // `Format::of` returns the format that an ending names, never `ByEnding`.
         Format::Text | Format::ByEnding { .. } => {
             Box::new(TextSource { path: path.to_path_buf(), max_bytes, done: false })
         }
-        Format::Jsonl { text_column } => Box::new(JsonlSource::open(path, text_column, max_bytes)?),
+        Format::Jsonl { text_column } => Box::new(JsonlSource::open(path, (text_column, holds), max_bytes)?),
         Format::Parquet { text_column } => Box::new(ParquetSource::open(path, text_column, max_bytes)?),
+    })
+}
+
+/// What a column holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Holds {
+    Text,
+    /// A list of messages. Its JSON is the document's text.
+    Messages,
+}
+
+/// Opens a file of JSON lines or Parquet whose column holds lists of messages. The text of a document is their JSON.
+pub(super) fn open_messages(
+    format: &Format,
+    path: &Path,
+    max_document_bytes: Option<u64>,
+) -> Result<Box<dyn DocumentSource>, DataError> {
+    let max_bytes = max_document_bytes.unwrap_or(u64::MAX);
+    Ok(match format {
+        Format::Parquet { text_column } => Box::new(ParquetMessages::open(path, text_column, max_bytes)?),
+        Format::Jsonl { text_column } | Format::ByEnding { text_column } => {
+            Box::new(JsonlSource::open(path, (text_column, Holds::Messages), max_bytes)?)
+        }
+        Format::Text => return open(format, path, max_document_bytes),
     })
 }
 
@@ -97,10 +124,32 @@ fn nul_byte(path: &Path, offset: usize) -> DataError {
     DataError::document(path, what, hint)
 }
 
-/// The error of a text column that is no string in `row`, as "line 3"; `found` names its type, as "a number" or "null".
-fn column_not_text(path: &Path, row: &str, column: &str, found: &str) -> DataError {
-    let what = format!("{row}: column {column:?} is {found}, not a string");
-    DataError::document(path, what, SET_COLUMN_OR_SKIP)
+impl Holds {
+    /// The error of a column that holds something else in `row`, as "line 3"; `found` names its type, as "a number".
+    fn not_in_column(self, path: &Path, row: &str, column: &str, found: &str) -> DataError {
+        let wanted = match self {
+            Self::Text => "a string",
+            Self::Messages => "a list of messages",
+        };
+        let what = format!("{row}: column {column:?} is {found}, not {wanted}");
+        DataError::document(path, what, self.set_column_or_skip())
+    }
+
+    /// The hint about a file with these columns, and not with the one that is named.
+    fn set_column_of<'a>(self, mut columns: impl Iterator<Item = &'a str>, usual: &'static str) -> &'static str {
+        match self == Self::Text && columns.any(|column| column.split('.').next() == Some("messages")) {
+            true => SET_MESSAGES_OF_CHATS,
+            false => usual,
+        }
+    }
+
+    /// The hint about a row without the column.
+    fn set_column_or_skip(self) -> &'static str {
+        match self {
+            Self::Text => SET_COLUMN_OR_SKIP,
+            Self::Messages => SET_MESSAGES_OR_SKIP,
+        }
+    }
 }
 
 /// Hints about a text column that is missing or holds no text, for a file and for one document.
@@ -109,3 +158,8 @@ const SET_COLUMN: &str = "name the column that holds the text: --set data.text_c
 const SET_COLUMN_OR_SKIP: &str = "name the column that holds the text: --set data.text_column=NAME with a recipe, \
     --text-column NAME without (the prompt's: data.prompt_column), or leave such rows out: skip_invalid \
     (eval ppl: --skip-invalid)";
+const SET_MESSAGES_OF_CHATS: &str = "chats are read with --set data.messages_column=messages; else name the \
+    column that holds the text: --set data.text_column=NAME";
+const SET_MESSAGES: &str = "name the column that holds lists of messages: data.messages_column";
+const SET_MESSAGES_OR_SKIP: &str = "name the column that holds lists of messages: data.messages_column, or leave such \
+    rows out: skip_invalid";

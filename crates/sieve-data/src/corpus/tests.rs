@@ -177,7 +177,7 @@ fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
     let lenient = CorpusConfig { skip_invalid: true, ..strict(dir.path().to_str().unwrap()) };
     let corpus = Corpus::open(lenient).unwrap();
     let mut documents = corpus.documents();
-    let wanted = Document { prompt: None, text: "good".into(), file_idx: 4, line: 1 };
+    let wanted = Document { prompt: None, answers: None, text: "good".into(), file_idx: 4, line: 1 };
     assert_eq!(documents.next().unwrap().unwrap(), wanted);
     assert!(documents.next().is_none());
     let report = documents.report();
@@ -361,6 +361,7 @@ fn sizes_that_a_listing_names_do_not_overflow() {
         config: text("hf://a.gz"),
         files: vec![file(u64::MAX / 2), file(u64::MAX / 2)],
         passed_over: PassedOver::new(),
+        chats: None,
         hub: None,
     };
     assert_eq!(corpus.max_text_bytes(), u64::MAX);

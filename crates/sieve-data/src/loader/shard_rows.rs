@@ -50,13 +50,18 @@ impl ShardRows {
             let range = piece.tokens.start..document_len.min(piece.tokens.end + 1);
             self.shard.read(piece.document, range, config.vocab_size, &mut buffer)?;
             batch.tokens.extend_from_slice(&buffer[..len]);
-            let prompt_len = self.shard.prompt_len(piece.document);
-            // A token's label is the next token of the document; tokens of the prompt are not predicted.
-            let label = |(next, &token): (u64, &u32)| if next < prompt_len { IGNORE_LABEL } else { token as i32 };
-            batch.labels.extend((piece.tokens.start + 1..).zip(&buffer[1..]).map(label));
-            if buffer.len() == len {
-                // The document ends here, so its last token has no label.
-                batch.labels.push(IGNORE_LABEL);
+            // A token's label is the next token of the document, if that is predicted. Where the document ends, its
+            // last token has none.
+            let labels_start = batch.labels.len();
+            batch.labels.extend(std::iter::repeat_n(IGNORE_LABEL, len));
+            let first_label = piece.tokens.start + 1;
+            for predicted in self.shard.predicted(piece.document) {
+                let nexts =
+                    predicted.start.max(first_label)..predicted.end.min(piece.tokens.start + buffer.len() as u64);
+                for next in nexts {
+                    let at = (next - first_label) as usize;
+                    batch.labels[labels_start + at] = buffer[at + 1] as i32;
+                }
             }
             batch.push_segment(piece.document as u32, filled, len);
             filled += len;

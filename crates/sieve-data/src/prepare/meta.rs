@@ -9,6 +9,8 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use super::split::TrainBytes;
 use super::{VALIDATION, VALIDATION_SIZES, hex};
+#[cfg(doc)]
+use crate::chat::ChatFormat;
 use crate::corpus::{Corpus, CorpusConfig, CorpusReport};
 use crate::error::DataError;
 use crate::shard::{TokenDtype, with_ending};
@@ -32,6 +34,9 @@ pub struct PreparedMeta {
     pub vocab_size: usize,
     /// Integer type in which token ids are stored.
     pub dtype: TokenDtype,
+    /// The template that made texts of messages; `None` where documents are no chats.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chats: Option<ChatsMeta>,
     /// Id of the token that ends each document.
     pub eos_id: u32,
     /// Hash of the corpora ([`Corpus::fingerprint`](crate::Corpus::fingerprint)), in hexadecimal.
@@ -87,6 +92,22 @@ pub struct SourceMeta {
     pub report: CorpusReport,
 }
 
+/// The template of chats.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChatsMeta {
+    /// Hash of the template ([`ChatFormat::hash`]), in hexadecimal.
+    pub template_hash: String,
+    /// Whether it marks the assistant's words itself ([`ChatFormat::marks_answers`]).
+    pub marks_answers: bool,
+}
+
+impl ChatsMeta {
+    pub(super) fn of(corpus: &Corpus) -> Option<Self> {
+        let chats = corpus.chats()?;
+        Some(Self { template_hash: hex(chats.hash()), marks_answers: chats.marks_answers() })
+    }
+}
+
 /// Number of documents and sizes of one shard.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SplitMeta {
@@ -104,13 +125,23 @@ pub struct SplitMeta {
     pub idx_bytes: u64,
     /// XXH3-128 of the `.bin` file, in hexadecimal. Equal hashes mean equal tokens, from whatever sources.
     pub tokens_hash: String,
+    /// Number of tokens that are predicted; `None` where all are, but for the first of each document.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub num_predicted: Option<u64>,
+    /// XXH3-128 of the `.idx` file, in hexadecimal, where it says which tokens are predicted; `None` where all are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bounds_hash: Option<String>,
 }
 
 impl SplitMeta {
     /// The sums over several shards; the hash is taken of the concatenated hashes.
     pub(super) fn total(parts: &[Self]) -> Self {
         let sum = |number: fn(&Self) -> u64| parts.iter().map(number).sum();
-        let hashes = parts.iter().map(|part| part.tokens_hash.as_str());
+        let joined = |hashes: Vec<&str>| match hashes.as_slice() {
+            [only] => (*only).to_owned(),
+            several => hex(xxh3_128(several.concat().as_bytes())),
+        };
+        let bounds = parts.iter().map(|part| part.bounds_hash.as_deref()).collect::<Option<Vec<_>>>();
         Self {
             num_documents: sum(|part| part.num_documents),
             num_tokens: sum(|part| part.num_tokens),
@@ -118,10 +149,9 @@ impl SplitMeta {
             num_words: sum(|part| part.num_words),
             bin_bytes: sum(|part| part.bin_bytes),
             idx_bytes: sum(|part| part.idx_bytes),
-            tokens_hash: match parts {
-                [only] => only.tokens_hash.clone(),
-                _ => super::hex(xxh3_128(hashes.collect::<String>().as_bytes())),
-            },
+            tokens_hash: joined(parts.iter().map(|part| part.tokens_hash.as_str()).collect()),
+            num_predicted: parts.iter().map(|part| part.num_predicted).sum(),
+            bounds_hash: bounds.map(joined),
         }
     }
 }
@@ -215,6 +245,15 @@ pub struct DocumentSize {
 impl DocumentSize {
     pub(super) fn of(text: &str) -> Self {
         Self { num_bytes: text.len() as u64, num_words: text.split_whitespace().count() as u64 }
+    }
+}
+
+impl std::iter::Sum for DocumentSize {
+    fn sum<I: Iterator<Item = Self>>(sizes: I) -> Self {
+        sizes.fold(Self { num_bytes: 0, num_words: 0 }, |sum, size| Self {
+            num_bytes: sum.num_bytes + size.num_bytes,
+            num_words: sum.num_words + size.num_words,
+        })
     }
 }
 

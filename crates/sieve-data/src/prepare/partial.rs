@@ -57,6 +57,9 @@ pub(super) struct Step {
     splits: Vec<SplitMeta>,
     /// Tokens of each new sequence, for each shard.
     lengths: Vec<Vec<i32>>,
+    /// Sequences of each new document, for each shard; empty where each document is one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    parts: Vec<Vec<u32>>,
     /// Sizes of new documents in the validation split.
     pub(super) sizes: Vec<DocumentSize>,
     /// Whether `seen` of this and earlier lines is discarded, because later corpora are not compared with it.
@@ -74,6 +77,8 @@ pub(super) struct Split {
     pub(super) meta: SplitMeta,
     /// Number of sequences that the journal lists.
     num_kept: usize,
+    /// Number of documents in parts that the journal lists.
+    num_parts_kept: usize,
 }
 
 /// An unfinished preparation: its shards and its journal.
@@ -91,22 +96,23 @@ pub(super) struct Partial {
 }
 
 impl Partial {
-    /// Begins a new preparation with an empty shard for each of `names`. With `has_prompts`, a document is two
+    /// Begins a new preparation with an empty shard for each of `names`. With `has_parts`, a document is several
     /// sequences.
     pub(super) fn create(
         dir: &Path,
         names: &[String],
         vocab_size: usize,
         fingerprint: &str,
-        has_prompts: bool,
+        has_parts: bool,
     ) -> Result<Self, DataError> {
         let split = |name: &String| {
             let writer = ShardWriter::create(&dir.join(name), vocab_size)?;
             Ok(Split {
                 name: name.clone(),
-                writer: if has_prompts { writer.with_prompts() } else { writer },
-                meta: SplitMeta::default(),
+                writer: if has_parts { writer.with_parts() } else { writer },
+                meta: SplitMeta { num_predicted: has_parts.then_some(0), ..SplitMeta::default() },
                 num_kept: 0,
+                num_parts_kept: 0,
             })
         };
         let mut journal = AtomicFile::create(&dir.join(JOURNAL))?;
@@ -129,7 +135,7 @@ impl Partial {
         names: &[String],
         vocab_size: usize,
         fingerprint: &str,
-        has_prompts: bool,
+        has_parts: bool,
     ) -> Option<(Self, HashSet<u128>)> {
         let journal = dir.join(JOURNAL);
         let bytes = fs::read(temporary_name(&journal)).ok()?;
@@ -141,6 +147,7 @@ impl Partial {
         let (mut num_bytes, mut last) = (first.len(), Step::default());
         let (mut sizes, mut held_out, mut seen) = (Vec::new(), Vec::new(), HashSet::new());
         let mut lengths = vec![Vec::new(); names.len()];
+        let mut parts = vec![Vec::new(); names.len()];
         for line in lines {
             let Some(mut step) = content::<Step>(line) else { break };
             num_bytes += line.len();
@@ -153,18 +160,21 @@ impl Partial {
             for (all, new) in lengths.iter_mut().zip(&step.lengths) {
                 all.extend_from_slice(new);
             }
+            for (all, new) in parts.iter_mut().zip(&step.parts) {
+                all.extend_from_slice(new);
+            }
             last = step;
         }
-        let split = |((name, meta), lengths): ((&String, SplitMeta), Vec<i32>)| {
-            let sequences_per_document = 1 + usize::from(has_prompts);
+        let split = |(((name, meta), lengths), parts): (Found<'_>, Vec<u32>)| {
             Some(Split {
                 name: name.clone(),
                 meta,
                 num_kept: lengths.len(),
-                writer: ShardWriter::resume(&dir.join(name), vocab_size, lengths, sequences_per_document).ok()?,
+                num_parts_kept: parts.len(),
+                writer: ShardWriter::resume(&dir.join(name), vocab_size, lengths, has_parts.then_some(parts)).ok()?,
             })
         };
-        let splits = names.iter().zip(last.splits).zip(lengths).map(split);
+        let splits = names.iter().zip(last.splits).zip(lengths).zip(parts).map(split);
         let splits = splits.collect::<Option<Vec<_>>>()?;
         let partial = Self {
             journal: AtomicFile::resume(&journal, num_bytes as u64).ok()?,
@@ -189,9 +199,12 @@ impl Partial {
         split.meta.num_tokens += document.num_tokens();
         split.meta.num_bytes += document.size.num_bytes;
         split.meta.num_words += document.size.num_words;
-        match &document.prompt {
-            None => split.writer.push(&document.ids)?,
-            Some(prompt) => split.writer.push_with_prompt(prompt, &document.ids)?,
+        match document.parts.as_slice() {
+            [whole] => split.writer.push(whole)?,
+            parts => {
+                split.writer.push_parts(parts)?;
+                *split.meta.num_predicted.get_or_insert(0) += document.num_predicted();
+            }
         }
         if document.target == Target::Validation {
             self.new.sizes.push(document.size);
@@ -212,6 +225,10 @@ impl Partial {
             step.lengths.push(lengths[split.num_kept..].to_vec());
             step.splits.push(split.meta.clone());
             split.num_kept = lengths.len();
+            if let Some(parts) = split.writer.parts() {
+                step.parts.push(parts[split.num_parts_kept..].to_vec());
+                split.num_parts_kept = parts.len();
+            }
         }
         self.journal.write(&line(&step))?;
         self.journal.keep()?;
@@ -220,6 +237,9 @@ impl Partial {
         Ok(())
     }
 }
+
+/// Of a shard in the journal: its name, its sizes, and the tokens of each sequence.
+type Found<'a> = ((&'a String, SplitMeta), Vec<i32>);
 
 /// A line of the journal: JSON after its hash, by which a damaged line is recognised.
 fn line(content: &impl Serialize) -> Vec<u8> {

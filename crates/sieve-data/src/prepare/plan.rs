@@ -7,7 +7,7 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 use super::lock::Lock;
-use super::meta::{self, FORMAT_VERSION, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings};
+use super::meta::{self, ChatsMeta, FORMAT_VERSION, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings};
 use super::partial::{self, JOURNAL, Partial};
 use super::split::{Cuts, Split, TrainBytes, cuts};
 use super::tokenise::{Batch, Pace, encode};
@@ -39,15 +39,15 @@ impl Plan<'_> {
         let mut names = train_names(self.corpora.len());
         names.push(VALIDATION.to_owned());
         let vocab_size = self.tokenizer.vocab_size();
-        let has_prompts = self.corpora[0].config().prompt_column.is_some();
-        let resumed = Partial::resume(dir, &names, vocab_size, &self.fingerprint, has_prompts);
+        let has_parts = self.corpora[0].config().has_parts();
+        let resumed = Partial::resume(dir, &names, vocab_size, &self.fingerprint, has_parts);
         let (mut partial, mut seen) = match resumed {
             Some(found) => found,
             None => {
                 if self.lock.has_mark()? {
                     remove_leftovers(dir)?;
                 }
-                let partial = Partial::create(dir, &names, vocab_size, &self.fingerprint, has_prompts)?;
+                let partial = Partial::create(dir, &names, vocab_size, &self.fingerprint, has_parts)?;
                 (partial, HashSet::new())
             }
         };
@@ -284,6 +284,7 @@ impl Plan<'_> {
             tokenizer_hash: hex(self.tokenizer.hash()),
             vocab_size: self.tokenizer.vocab_size(),
             dtype: TokenDtype::for_vocab_size(self.tokenizer.vocab_size()),
+            chats: ChatsMeta::of(&self.corpora[0]),
             eos_id: self.eos_id,
             sources_hash: hex(self.corpora[0].fingerprint()),
             settings: self.corpora[0].config().clone(),
@@ -313,6 +314,9 @@ impl Plan<'_> {
         if earlier.tokenizer_hash != hex(self.tokenizer.hash()) || earlier.eos_id != self.eos_id {
             changed.push("the tokenizer");
         }
+        if earlier.chats != ChatsMeta::of(&self.corpora[0]) {
+            changed.push("the chat template");
+        }
         let before = earlier.corpora();
         let same_settings = before.len() == self.corpora.len()
             && before.iter().zip(self.corpora).all(|((_, settings, _), corpus)| *settings == corpus.config());
@@ -337,6 +341,7 @@ fn finish(partial: Partial) -> Result<(Vec<FinishedShard>, Vec<SplitMeta>), Data
         split.meta.bin_bytes = shard.bin_bytes;
         split.meta.idx_bytes = shard.idx_bytes;
         split.meta.tokens_hash = hex(shard.bin_hash);
+        split.meta.bounds_hash = split.meta.num_predicted.map(|_| hex(shard.idx_hash));
         finished.0.push(shard);
         finished.1.push(split.meta);
     }

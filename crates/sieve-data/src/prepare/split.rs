@@ -62,7 +62,7 @@ impl Split<'_> {
             Self::Without(_) => vec![(Target::Train, document)],
             Self::End(place, cut) => {
                 let limit = train_bytes(&document, cut).unwrap_or(u64::MAX);
-                let own = own_train_bytes([start, document.text.len() as u64], document.prompt.is_some(), place);
+                let own = own_train_bytes([start, document.text.len() as u64], document.is_indivisible(), place);
                 let mut end = document.clone();
                 end.text.drain(..end.text.floor_char_boundary(own as usize));
                 let end = Some((Target::Validation, end)).filter(|end| !end.1.text.is_empty());
@@ -73,19 +73,20 @@ impl Split<'_> {
 }
 
 /// How many bytes of a document, which begins at byte `start` of its corpus, lie before the corpus's cut. A text after
-/// a prompt is not divided, because the end of an answer means little without its beginning: it counts 0 bytes unless
-/// all of it lies before the cut.
-fn own_train_bytes([start, num_bytes]: [u64; 2], has_prompt: bool, cut: u64) -> u64 {
-    match has_prompt && start + num_bytes > cut {
+/// a prompt and a chat are not divided, because the end of an answer means little without its beginning: it counts 0
+/// bytes unless all of it lies before the cut.
+fn own_train_bytes([start, num_bytes]: [u64; 2], is_whole: bool, cut: u64) -> u64 {
+    match is_whole && start + num_bytes > cut {
         true => 0,
         false => cut.saturating_sub(start).min(num_bytes),
     }
 }
 
-/// The first `num_bytes` of a document for the training split; a text after a prompt goes there whole or not at all.
+/// The first `num_bytes` of a document for the training split; a text after a prompt, or a chat, goes there whole or
+/// not at all.
 fn beginning(mut document: Document, num_bytes: u64) -> Option<(Target, Document)> {
     let num_bytes = usize::try_from(num_bytes).unwrap_or(usize::MAX);
-    match document.prompt.is_some() && num_bytes < document.text.len() {
+    match document.is_indivisible() && num_bytes < document.text.len() {
         true => document.text.clear(),
         false => document.text.truncate(document.text.floor_char_boundary(num_bytes)),
     }
@@ -104,7 +105,8 @@ fn train_bytes(document: &Document, cut: &TrainBytes) -> Option<u64> {
 struct Found {
     hash: u128,
     size: DocumentSize,
-    has_prompt: bool,
+    /// It is not divided, see [`Document::is_indivisible`].
+    is_whole: bool,
 }
 
 /// Finds the corpora that have to be cut, because splitting them by hashes would leave one split empty. Stops reading
@@ -123,7 +125,7 @@ pub(super) fn cuts(corpora: &[Corpus], fraction: f64, base: Option<&Prepared>) -
             && let Some(document) = documents.next().transpose()?
         {
             let hash = content_hash(&document);
-            found.push(Found { hash, size: DocumentSize::of(&document.text), has_prompt: document.prompt.is_some() });
+            found.push(Found { hash, size: DocumentSize::of(&document.text), is_whole: document.is_indivisible() });
             match is_held_out(hash, fraction) {
                 true => any_held_out = true,
                 false => any_train = true,
@@ -142,8 +144,8 @@ pub(super) fn cuts(corpora: &[Corpus], fraction: f64, base: Option<&Prepared>) -
         let cut = num_bytes - (num_bytes as f64 * fraction).round() as u64;
         cuts.places.push(Some(cut));
         let mut start = 0;
-        for Found { hash, size, has_prompt } in found {
-            let own = own_train_bytes([start, size.num_bytes], has_prompt, cut);
+        for Found { hash, size, is_whole } in found {
+            let own = own_train_bytes([start, size.num_bytes], is_whole, cut);
             start += size.num_bytes;
             // Equal documents are trained on up to the first of their cuts.
             if own < size.num_bytes || any_held_out {

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::*;
 
+mod chats;
 mod few_documents;
 mod prompts;
 mod resume;

@@ -11,19 +11,26 @@ use crate::tokenizer::Tokenizer;
 /// A document on its way into a shard.
 pub(super) struct Encoded {
     pub(super) target: Target,
-    /// Token ids of the prompt, if documents have prompts.
-    pub(super) prompt: Option<Vec<u32>>,
-    /// Token ids of the text, then the end-of-document token.
-    pub(super) ids: Vec<u32>,
+    /// Token ids. Of a document without a prompt one list, which the end-of-document token ends; else what is not
+    /// predicted and what is, in turn.
+    pub(super) parts: Vec<Vec<u32>>,
     pub(super) size: DocumentSize,
     /// [`content_hash`] of prompt and text.
     pub(super) hash: u128,
 }
 
 impl Encoded {
-    /// Tokens of prompt and text.
+    /// Tokens of all parts.
     pub(super) fn num_tokens(&self) -> u64 {
-        (self.prompt.as_ref().map_or(0, Vec::len) + self.ids.len()) as u64
+        self.parts.iter().map(|part| part.len() as u64).sum()
+    }
+
+    /// Tokens of the predicted parts. A document's first token has no token before it that could predict it.
+    pub(super) fn num_predicted(&self) -> u64 {
+        let all: u64 = self.parts.iter().skip(1).step_by(2).map(|part| part.len() as u64).sum();
+        let begins =
+            self.parts.first().is_some_and(Vec::is_empty) && self.parts.get(1).is_some_and(|part| !part.is_empty());
+        all - u64::from(begins)
     }
 }
 
@@ -105,15 +112,19 @@ pub(super) fn encode(
     documents: Vec<Document>,
 ) -> Result<Vec<Encoded>, DataError> {
     let encode = |(target, document): (Target, Document)| {
+        let hash = content_hash(&document);
+        let text = document.text.as_str();
+        if let Some(answers) = &document.answers {
+            let parts = tokenizer.encode_parts(text, answers)?;
+            let size = answers.iter().map(|answer| DocumentSize::of(&text[answer.clone()]));
+            return Ok(Encoded { target, parts, size: size.sum(), hash });
+        }
         // Names of special tokens in a prompt become these tokens, as in `sieve generate`.
         let prompt = document.prompt.as_deref().map(|prompt| tokenizer.encode_marked(prompt));
-        let prompt = prompt.transpose()?;
-        let hash = content_hash(&document);
-        let text = document.text;
-        let mut ids = tokenizer.encode(&text)?;
+        let mut ids = tokenizer.encode(text)?;
         ids.push(eos_id);
-        let size = DocumentSize::of(&text);
-        Ok(Encoded { target, prompt, ids, size, hash })
+        let parts = prompt.transpose()?.into_iter().chain([ids]).collect();
+        Ok(Encoded { target, parts, size: DocumentSize::of(text), hash })
     };
     let starts = documents.iter().scan(start, |end, document| {
         let start = *end;

@@ -111,14 +111,14 @@ impl Layout {
         self.boundary_token(idx, document)..self.boundary_token(idx, document + 1)
     }
 
-    /// Number of sequences of a document.
-    pub(super) fn num_sequences_of(&self, idx: &[u8], document: u64) -> i64 {
-        self.boundary(idx, document + 1) - self.boundary(idx, document)
+    /// The sequences of a document.
+    pub(super) fn sequences_of(&self, idx: &[u8], document: u64) -> Range<u64> {
+        self.boundary(idx, document) as u64..self.boundary(idx, document + 1) as u64
     }
 
-    /// Number of tokens in a document's first sequence.
-    pub(super) fn first_sequence_len(&self, idx: &[u8], document: u64) -> u64 {
-        read_i32(idx, HEADER_BYTES + 4 * self.boundary(idx, document) as u64) as u64
+    /// Number of tokens in a sequence.
+    pub(super) fn sequence_len(&self, idx: &[u8], sequence: u64) -> u64 {
+        read_i32(idx, HEADER_BYTES + 4 * sequence) as u64
     }
 
     /// The first token of a document, or the end of the last document.

@@ -19,7 +19,7 @@ pub struct ShardReader {
     bin: MappedFile,
     idx: MappedFile,
     layout: Layout,
-    has_prompts: bool,
+    has_parts: bool,
 }
 
 impl ShardReader {
@@ -32,32 +32,46 @@ impl ShardReader {
         let idx = MappedFile::open(&idx_path)?;
         let bin = MappedFile::open(&with_ending(prefix, ".bin"))?;
         let layout = Layout::check(&idx, bin.len() as u64).map_err(|what| DataError::shard(&idx_path, what))?;
-        Ok(Self { prefix: prefix.to_path_buf(), bin, idx, layout, has_prompts: false })
+        Ok(Self { prefix: prefix.to_path_buf(), bin, idx, layout, has_parts: false })
     }
 
-    /// Takes the first of a document's two sequences as its prompt.
+    /// Takes every second of a document's sequences as predicted: a text after its prompt, or the assistant's messages.
     ///
     /// # Errors
-    /// A document has another number of sequences.
-    pub fn with_prompts(self) -> Result<Self, DataError> {
-        let num_sequences = |document: &u64| self.layout.num_sequences_of(&self.idx, *document);
-        if let Some(document) = (0..self.num_documents()).find(|document| num_sequences(document) != 2) {
-            let found = num_sequences(&document);
-            let what = format!("document {document} has {found} sequences, not a prompt and a text");
+    /// A document has an odd number of sequences, or none.
+    pub fn with_parts(self) -> Result<Self, DataError> {
+        let num_sequences = |document: u64| {
+            let sequences = self.layout.sequences_of(&self.idx, document);
+            sequences.end - sequences.start
+        };
+        let is_other = |document: &u64| num_sequences(*document) == 0 || !num_sequences(*document).is_multiple_of(2);
+        if let Some(document) = (0..self.num_documents()).find(is_other) {
+            let found = num_sequences(document);
+            let what = format!("document {document} has {found} sequences, not prompts and texts in turn");
             return Err(DataError::shard(&with_ending(&self.prefix, ".idx"), what));
         }
-        Ok(Self { has_prompts: true, ..self })
+        Ok(Self { has_parts: true, ..self })
     }
 
-    /// Number of tokens in a document's prompt, which the model reads but is not trained to predict; 0 without prompts.
+    /// The ranges of a document's tokens that the model is trained to predict, in order; the others it only reads. All
+    /// of them without [parts](Self::with_parts).
     ///
     /// # Panics
     /// When `document >= num_documents`.
-    pub fn prompt_len(&self, document: u64) -> u64 {
-        match self.has_prompts {
-            true => self.layout.first_sequence_len(&self.idx, document),
-            false => 0,
+    pub fn predicted(&self, document: u64) -> Vec<Range<u64>> {
+        if !self.has_parts {
+            let all = 0..self.document_len(document);
+            return vec![all];
         }
+        let mut end = 0;
+        let sequences = self.layout.sequences_of(&self.idx, document);
+        let parts = sequences.map(|sequence| {
+            let start = end;
+            end += self.layout.sequence_len(&self.idx, sequence);
+            start..end
+        });
+        // Of each two parts, the second.
+        parts.skip(1).step_by(2).filter(|part| !part.is_empty()).collect()
     }
 
     /// Path of the shard without `.bin` and `.idx`.
@@ -102,15 +116,16 @@ impl ShardReader {
         Ok(tokens)
     }
 
-    /// How often each of the `vocab_size` token ids occurs outside prompts. Reads the whole shard, in parallel.
+    /// How often each of the `vocab_size` token ids is predicted. Reads the whole shard, in parallel.
     ///
     /// # Errors
     /// A token id outside the vocabulary.
     pub fn token_counts(&self, vocab_size: usize) -> Result<Vec<u64>, DataError> {
         let count = |mut counts: Vec<u64>, document| {
             let mut tokens = Vec::new();
-            let predicted = self.prompt_len(document)..self.document_len(document);
-            self.read(document, predicted, vocab_size, &mut tokens)?;
+            for predicted in self.predicted(document) {
+                self.read(document, predicted, vocab_size, &mut tokens)?;
+            }
             tokens.iter().for_each(|&token| counts[token as usize] += 1);
             Ok(counts)
         };

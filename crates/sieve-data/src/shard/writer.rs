@@ -18,8 +18,8 @@ pub struct ShardWriter {
     vocab_size: usize,
     /// Number of tokens of each sequence.
     lengths: Vec<i32>,
-    /// 2 if documents have prompts, else 1.
-    sequences_per_document: usize,
+    /// Number of sequences of each document, if documents have [parts](Self::with_parts); else each is one.
+    parts: Option<Vec<u32>>,
     hash: Xxh3,
     bytes: Vec<u8>,
 }
@@ -32,6 +32,8 @@ pub(crate) struct FinishedShard {
     pub(crate) idx_bytes: u64,
     /// XXH3-128 hash of the `.bin` file.
     pub(crate) bin_hash: u128,
+    /// XXH3-128 hash of the `.idx` file.
+    pub(crate) idx_hash: u128,
 }
 
 impl ShardWriter {
@@ -47,24 +49,25 @@ impl ShardWriter {
             dtype: TokenDtype::for_vocab_size(vocab_size),
             vocab_size,
             lengths: Vec::new(),
-            sequences_per_document: 1,
+            parts: None,
             hash: Xxh3::new(),
             bytes: Vec::new(),
         })
     }
 
-    /// Makes documents two sequences, a prompt and a text.
+    /// Makes documents several sequences: what is not predicted and what is, in turn.
     #[must_use]
-    pub fn with_prompts(self) -> Self {
-        Self { sequences_per_document: 2, ..self }
+    pub fn with_parts(self) -> Self {
+        Self { parts: Some(Vec::new()), ..self }
     }
 
-    /// Continues a shard after sequences of these lengths, which [`keep`](Self::keep) made durable.
+    /// Continues a shard after sequences of these lengths, which [`keep`](Self::keep) made durable, and documents of
+    /// `parts` sequences.
     pub(crate) fn resume(
         prefix: &Path,
         vocab_size: usize,
         lengths: Vec<i32>,
-        sequences_per_document: usize,
+        parts: Option<Vec<u32>>,
     ) -> Result<Self, DataError> {
         check_vocab_size(vocab_size)?;
         let dtype = TokenDtype::for_vocab_size(vocab_size);
@@ -77,7 +80,7 @@ impl ShardWriter {
             dtype,
             vocab_size,
             lengths,
-            sequences_per_document,
+            parts,
             hash: hash_file(&temporary_name(&bin_path))?,
             bytes: Vec::new(),
         })
@@ -93,32 +96,41 @@ impl ShardWriter {
         &self.lengths
     }
 
+    /// Number of sequences of each document written so far; `None` if documents have no [parts](Self::with_parts).
+    pub(crate) fn parts(&self) -> Option<&[u32]> {
+        self.parts.as_deref()
+    }
+
     /// Appends a document.
     ///
     /// # Errors
     /// A token id outside the vocabulary, a document of 2^31 tokens or more, a full disk.
     ///
     /// # Panics
-    /// The shard has [prompts](Self::with_prompts).
+    /// The shard has [parts](Self::with_parts).
     pub fn push(&mut self, document: &[u32]) -> Result<(), DataError> {
-        assert_eq!(self.sequences_per_document, 1, "a document without its prompt");
+        assert!(self.parts.is_none(), "a document without parts");
         self.push_sequence(document)
     }
 
-    /// Appends a document with a prompt, which may be empty.
+    /// Appends a document of parts, of which every second one is predicted. A part may be empty.
     ///
     /// # Errors
     /// The errors of [`push`](Self::push).
     ///
     /// # Panics
-    /// The shard has no [prompts](Self::with_prompts).
-    pub fn push_with_prompt(&mut self, prompt: &[u32], text: &[u32]) -> Result<(), DataError> {
-        assert_eq!(self.sequences_per_document, 2, "a prompt among documents without");
-        self.push_sequence(prompt)?;
-        self.push_sequence(text)
+    /// The shard has no [parts](Self::with_parts), or their number is odd or 0.
+    pub fn push_parts(&mut self, parts: &[Vec<u32>]) -> Result<(), DataError> {
+        assert!(!parts.is_empty() && parts.len().is_multiple_of(2), "{} parts", parts.len());
+        for part in parts {
+            self.push_sequence(part)?;
+        }
+        let numbers = self.parts.as_mut().expect("a shard whose documents have parts");
+        numbers.push(u32::try_from(parts.len()).map_err(|_| DataError::setting("document", "too many parts"))?);
+        Ok(())
     }
 
-    /// Appends the tokens of a prompt, a text, or a document without prompt.
+    /// Appends the tokens of a part, or of a document without parts.
     fn push_sequence(&mut self, sequence: &[u32]) -> Result<(), DataError> {
         let bad = |reason: String| DataError::setting("document", reason);
         let num_tokens = sequence.len();
@@ -152,25 +164,32 @@ impl ShardWriter {
     /// Like [`finish`](Self::finish), but leaves the files under their temporary names.
     pub(crate) fn finish_unnamed(self) -> Result<FinishedShard, DataError> {
         let num_sequences = self.lengths.len() as u64;
-        let num_documents = num_sequences / self.sequences_per_document as u64;
+        let num_documents = self.parts.as_ref().map_or(num_sequences, |parts| parts.len() as u64);
         let mut idx = AtomicFile::create(&with_ending(&self.prefix, ".idx"))?;
-        idx.write(MAGIC)?;
-        idx.write(&VERSION.to_le_bytes())?;
-        idx.write(&[self.dtype.code()])?;
-        idx.write(&num_sequences.to_le_bytes())?;
-        idx.write(&(num_documents + 1).to_le_bytes())?;
+        let mut idx_hash = Xxh3::new();
+        let mut write = |bytes: &[u8]| {
+            idx_hash.update(bytes);
+            idx.write(bytes)
+        };
+        write(MAGIC)?;
+        write(&VERSION.to_le_bytes())?;
+        write(&[self.dtype.code()])?;
+        write(&num_sequences.to_le_bytes())?;
+        write(&(num_documents + 1).to_le_bytes())?;
         // Tables: length of each sequence in tokens, its first byte in `.bin`, and first sequence of each document.
         for length in &self.lengths {
-            idx.write(&length.to_le_bytes())?;
+            write(&length.to_le_bytes())?;
         }
         let mut pointer = 0i64;
         for &length in &self.lengths {
-            idx.write(&pointer.to_le_bytes())?;
+            write(&pointer.to_le_bytes())?;
             pointer += i64::from(length) * self.dtype.num_bytes() as i64;
         }
-        for document in 0..=num_documents {
-            let first = document * self.sequences_per_document as u64;
-            idx.write(&first.to_le_bytes())?;
+        let mut first = 0u64;
+        write(&first.to_le_bytes())?;
+        for document in 0..num_documents {
+            first += self.parts.as_ref().map_or(1, |parts| u64::from(parts[document as usize]));
+            write(&first.to_le_bytes())?;
         }
         Ok(FinishedShard {
             bin: self.bin.finish()?,
@@ -178,6 +197,7 @@ impl ShardWriter {
             bin_bytes: pointer as u64,
             idx_bytes: super::HEADER_BYTES + 12 * num_sequences + 8 * (num_documents + 1),
             bin_hash: self.hash.digest128(),
+            idx_hash: idx_hash.digest128(),
         })
     }
 }

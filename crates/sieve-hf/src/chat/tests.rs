@@ -102,9 +102,3 @@ fn the_clock_and_special_tokens_are_there() {
     let text = rendered("{{ bos_token }}{{ strftime_now('%Y') }}{{ eos_token }}{{ pad_token }}", &chat);
     assert_eq!(text.expect("a text"), format!("<s>{year}</s>"));
 }
-
-#[test]
-fn blocks_of_generation_become_plain_ones() {
-    let plain = without_generation_blocks("a{%- generation -%}b{% endgeneration +%}{% generations %}{% if x %}{% c");
-    assert_eq!(plain, "a{%- if true -%}b{% endif +%}{% generations %}{% if x %}{% c");
-}

@@ -38,6 +38,7 @@ pub fn corpus_configs(
         deduplicate: data.deduplicate,
         skip_invalid: data.skip_invalid,
         prompt_column: data.prompt_column.clone(),
+        messages_column: data.messages_column.clone(),
         ..base(expand(&data.paths)?)?
     };
     let validation = match &recipe.validation.paths {
@@ -45,6 +46,7 @@ pub fn corpus_configs(
             max_document_bytes: data.max_document_bytes,
             skip_invalid: data.skip_invalid,
             prompt_column: data.prompt_column.clone(),
+            messages_column: data.messages_column.clone(),
             ..base(expand(paths)?)?
         }),
         None => None,

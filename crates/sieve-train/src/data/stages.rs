@@ -4,7 +4,7 @@ use crate::TrainError;
 use crate::origin::saved_recipe;
 use sieve_core::Recipe;
 use sieve_core::recipe::Stage;
-use sieve_data::{OnChange, Prepared};
+use sieve_data::{OnChange, Prepared, SplitMeta};
 use sieve_hf::Checkpoint;
 use std::path::Path;
 
@@ -81,7 +81,8 @@ impl TrainingData {
         variable: &dyn Fn(&str) -> Option<String>,
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<Prepared, TrainError> {
-        let mut text = TextSource::open(alone, variable)?;
+        let no_checkpoint = None;
+        let mut text = TextSource::open(alone, variable)?.with_chats(alone, no_checkpoint, variable)?;
         text.connect(dir)?;
         text.prepare(alone, &self.tokenizer, (dir, on_change), self.prepared(), observe)
     }
@@ -120,10 +121,14 @@ impl TrainingData {
     }
 }
 
-/// Hashes of the training tokens and of the held-out tokens.
+/// Hashes of the training tokens and of the held-out tokens, and of which of them are predicted.
 pub(super) fn tokens_of(prepared: &Prepared) -> String {
     let meta = &prepared.meta;
-    format!("{}-{}", meta.train.tokens_hash, meta.validation.tokens_hash)
+    let of_split = |split: &SplitMeta| match &split.bounds_hash {
+        None => split.tokens_hash.clone(),
+        Some(bounds) => format!("{}-{bounds}", split.tokens_hash),
+    };
+    format!("{}-{}", of_split(&meta.train), of_split(&meta.validation))
 }
 
 /// The fingerprint of the text that a stage names for itself; `None` if it names none.

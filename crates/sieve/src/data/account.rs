@@ -56,10 +56,25 @@ fn lines_of(part: &str, meta: &PreparedMeta, fates: [&str; 2], lines: &mut Vec<S
             100.0 * held_out.num_bytes as f64 / num_bytes.max(1) as f64
         ));
     }
+    lines.extend(predicted(meta).map(|words| format!("{part}{words}")));
     left_out(part, &meta.report, lines);
     if let Some(report) = &meta.validation_report {
         left_out(&format!("{part}validation: "), report, lines);
     }
+}
+
+/// On how many of the training tokens loss is taken, where it is not on all, and how the tokens of chats were found.
+pub(crate) fn predicted(meta: &PreparedMeta) -> Option<String> {
+    let [num_predicted, num_tokens] = [meta.train.num_predicted?, meta.train.num_tokens].map(thousands);
+    let how = match meta.chats.as_ref().map(|chats| chats.marks_answers) {
+        None => "",
+        Some(true) => ", as the chat template's {% generation %} blocks have it",
+        Some(false) => {
+            ": the chat template has no {% generation %} blocks, so an answer is what its message adds to the chat \
+             before it"
+        }
+    };
+    Some(format!("loss on {num_predicted} of {num_tokens} tokens{how}"))
 }
 
 /// Appends the counts of blank, duplicate and invalid documents, and the first invalid one. Appends nothing where no

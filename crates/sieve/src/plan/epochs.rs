@@ -4,8 +4,8 @@ use crate::text_files::{Beginning, local_tokenizer};
 use crate::train::variable;
 use sieve_core::recipe::{DataFormat, EPOCHS_AS_NEW};
 use sieve_core::{Recipe, ShownPath};
-use sieve_data::{Corpus, Prepared};
-use sieve_train::corpus_configs;
+use sieve_data::{Corpus, Prepared, SplitMeta};
+use sieve_train::{chat_format, corpus_configs};
 use std::path::Path;
 
 /// A text and how often the run reads it. The loader shuffles each text separately, so each has its own number of
@@ -18,6 +18,9 @@ pub(crate) struct TextEpochs {
     num_tokens: u64,
     /// How many times the run reads the text.
     epochs: f64,
+    /// Of these tokens, the predicted ones, where not all are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    num_predicted: Option<u64>,
     /// Tokens of the longest rows that the text has to fill; 1 if each document has rows of its own.
     #[serde(skip)]
     seq_len: u64,
@@ -71,12 +74,18 @@ pub(crate) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
 /// shards do not exist.
 fn unread(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     let meta = Prepared::open(dir).ok()?.meta;
-    let text = |text: String, num_tokens: u64| TextEpochs { text, num_tokens, epochs: 0.0, seq_len: 1 };
+    let text = |text: String, split: &SplitMeta| TextEpochs {
+        text,
+        num_tokens: split.num_tokens,
+        epochs: 0.0,
+        num_predicted: split.num_predicted,
+        seq_len: 1,
+    };
     let sources = meta.sources.iter().zip(&recipe.data.paths);
-    let sources = sources.map(|(source, path)| text(path.clone(), source.train.num_tokens));
+    let sources = sources.map(|(source, path)| text(path.clone(), &source.train));
     let sources = sources.collect::<Vec<_>>();
     match sources.is_empty() {
-        true => Some(vec![text(dir.shown().to_string(), meta.train.num_tokens)]),
+        true => Some(vec![text(dir.shown().to_string(), &meta.train)]),
         false => Some(sources),
     }
 }
@@ -84,7 +93,9 @@ fn unread(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
 /// Epochs estimated from the size of the text files and their first documents; `None` if they are not on this machine.
 fn estimate(recipe: &Recipe) -> Option<f64> {
     let (config, _) = corpus_configs(recipe, &variable).ok()?;
-    let corpus = Corpus::open(config).ok()?;
+    let no_checkpoint = None;
+    let chats = chat_format(recipe, no_checkpoint, &variable).ok()?;
+    let corpus = Corpus::open(config).ok()?.with_chats(chats);
     // The files of a data set on the hub are not known before it is fetched.
     let num_bytes = Some(corpus.text_bytes()).filter(|_| !corpus.files().is_empty())?;
     let beginning = match local_tokenizer(recipe).ok()? {
@@ -113,8 +124,11 @@ pub(super) fn lines(found: Option<&[TextEpochs]>, recipe: &Recipe) -> Vec<String
                 let tokens = terminal::thousands(part.num_tokens);
                 let line =
                     format!("  text       {tokens} training tokens of {}, read {:.2} times", part.text, part.epochs);
+                let predicted = part.num_predicted.map(terminal::thousands);
+                let predicted =
+                    predicted.map(|predicted| format!("             loss on {predicted} of {tokens} tokens"));
                 let too_short = part.too_short().map(|[what, hint]| format!("             {what}; hint: {hint}"));
-                std::iter::once(line).chain(too_short)
+                std::iter::once(line).chain(predicted).chain(too_short)
             };
             found.iter().flat_map(lines).collect()
         }

@@ -9,10 +9,7 @@ use serde_json::Value;
 use sieve_files::python_number;
 
 use super::unpack::Unpacked;
-use super::{
-    BYTE_ORDER_MARK, DocumentSource, SET_COLUMN_OR_SKIP, check_encoding, check_size, check_utf8, column_not_text,
-    nul_byte,
-};
+use super::{BYTE_ORDER_MARK, DocumentSource, Holds, check_encoding, check_size, check_utf8, nul_byte};
 use crate::error::DataError;
 
 /// The longest line, if documents have no limit.
@@ -143,6 +140,7 @@ impl JsonLines {
 pub(super) struct JsonlSource {
     lines: JsonLines,
     column: String,
+    holds: Holds,
     max_bytes: u64,
 }
 
@@ -158,8 +156,8 @@ impl DocumentSource for JsonlSource {
 }
 
 impl JsonlSource {
-    pub(super) fn open(path: &Path, column: &str, max_bytes: u64) -> Result<Self, DataError> {
-        Ok(Self { lines: JsonLines::open(path, max_bytes)?, column: column.to_owned(), max_bytes })
+    pub(super) fn open(path: &Path, (column, holds): (&str, Holds), max_bytes: u64) -> Result<Self, DataError> {
+        Ok(Self { lines: JsonLines::open(path, max_bytes)?, column: column.to_owned(), holds, max_bytes })
     }
 
     /// The text in the current line's column; an error if it is missing, not a string, too large, or holds a NUL.
@@ -172,14 +170,19 @@ impl JsonlSource {
         let value = value.map_err(|error| lines.bad_json(error))?;
         parser.end().map_err(|error| lines.bad_json(error))?;
         let text = match value {
-            Some(Value::String(text)) => text,
-            Some(other) => return Err(column_not_text(path, &format!("line {number}"), column, kind_of(&other))),
+            Some(list @ Value::Array(_)) if self.holds == Holds::Messages => list.to_string(),
+            Some(Value::String(text)) if self.holds == Holds::Text => text,
+            Some(other) => {
+                return Err(self.holds.not_in_column(path, &format!("line {number}"), column, kind_of(&other)));
+            }
             None => {
                 let found = serde_json::from_str::<serde_json::Map<String, Value>>(line);
                 let found = found.map_err(|error| lines.bad_json(error))?;
                 let found = found.keys().take(16).collect::<Vec<_>>();
                 let what = format!("line {number} has no column {column:?} (it has {found:?})");
-                return Err(DataError::document(path, what, SET_COLUMN_OR_SKIP));
+                let columns = found.iter().map(|column| column.as_str());
+                let hint = self.holds.set_column_of(columns, self.holds.set_column_or_skip());
+                return Err(DataError::document(path, what, hint));
             }
         };
         check_size(path, text.len() as u64, self.max_bytes).map_err(|error| lines.in_line(error))?;
@@ -247,7 +250,7 @@ mod tests {
         let path = dir.path().join("bomb.jsonl.zst");
         let long = format!("{{\"text\": \"{}\"}}\n", "x".repeat(64 << 20));
         std::fs::write(&path, zstd(format!("{long}{{\"text\": \"next\"}}\n").as_bytes())).unwrap();
-        let mut source = JsonlSource::open(&path, "text", 1 << 16).unwrap();
+        let mut source = JsonlSource::open(&path, ("text", Holds::Text), 1 << 16).unwrap();
         let error = source.next_document().unwrap();
         assert!(error.as_ref().is_err_and(DataError::is_invalid_document));
         refusal(error, "bomb.jsonl.zst | line 1 | longer than 17170432 bytes | max_document_bytes");
@@ -261,7 +264,7 @@ mod tests {
         assert!(source.next_document().is_none());
         // A line below its own limit can hold a document above the document's limit.
         std::fs::write(&path, zstd(format!("{{\"text\": \"{}\"}}", "x".repeat(1 << 17)).as_bytes())).unwrap();
-        let mut source = JsonlSource::open(&path, "text", 1 << 16).unwrap();
+        let mut source = JsonlSource::open(&path, ("text", Holds::Text), 1 << 16).unwrap();
         refusal(source.next_document().unwrap(), "131072 bytes is over the limit of 65536");
     }
 }

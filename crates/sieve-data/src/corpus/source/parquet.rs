@@ -9,7 +9,7 @@ use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
-use super::{DocumentSource, SET_COLUMN, check_size, column_not_text};
+use super::{DocumentSource, Holds, SET_COLUMN, check_size};
 use crate::error::DataError;
 use crate::guard;
 
@@ -51,7 +51,8 @@ impl ParquetSource {
         let Some(column_idx) = names.clone().position(|name| name == column) else {
             let found = names.take(16).collect::<Vec<_>>();
             let what = format!("no column {column:?} (it has {found:?})");
-            return Err(DataError::file(path, what, SET_COLUMN));
+            let hint = Holds::Text.set_column_of(found.iter().map(String::as_str), SET_COLUMN);
+            return Err(DataError::file(path, what, hint));
         };
         if names.filter(|name| name == column).count() > 1 {
             return Err(several_columns(path, column));
@@ -134,7 +135,7 @@ impl ParquetSource {
     /// The text of the current row; an error if it is null, too large, not UTF-8, or holds a NUL.
     fn text(&self, value: Option<ByteArray>) -> Result<String, DataError> {
         let Some(value) = value else {
-            return Err(column_not_text(&self.path, &format!("row {}", self.row), &self.column, "null"));
+            return Err(Holds::Text.not_in_column(&self.path, &format!("row {}", self.row), &self.column, "null"));
         };
         let bytes = value.data();
         let size = check_size(&self.path, bytes.len() as u64, self.max_bytes);

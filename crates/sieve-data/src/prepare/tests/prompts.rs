@@ -47,7 +47,7 @@ fn labels_of_prompts_are_ignored_in_packed_rows_as_counted_by_hand() {
         let train = prepared.train().unwrap();
         let expected = [vec![3, 2, 1, 11, 12, 0], vec![4, 13, 0], vec![14, 15, 16, 0]];
         assert_eq!(documents(&train), expected, "{name}");
-        assert_eq!([0, 1, 2].map(|document| train.prompt_len(document)), [3, 1, 0]);
+        assert_eq!([0, 1, 2].map(|document| train.predicted(document)).concat(), [3..6, 1..3, 0..4]);
         assert_eq!(prepared.meta.train.num_tokens, 13);
         // The bytes of the texts that are predicted: "11 12", "13" and "14 15 16".
         assert_eq!(prepared.meta.train.num_bytes, 15);
@@ -100,7 +100,7 @@ fn prompts_that_are_not_there_are_refused() {
     // A shard without prompts is refused where documents have prompts.
     let plain = CorpusConfig { prompt_column: None, ..place.config("a.jsonl") };
     let prepared = place.prepare(plain.clone(), 0.3).unwrap();
-    refusal(prepared.train().unwrap().with_prompts(), "document 0 has 1 sequences");
+    refusal(prepared.train().unwrap().with_parts(), "document 0 has 1 sequences");
     let corpora = [plain, place.config("a.jsonl")].map(|config| Corpus::open(config).unwrap());
     let to = holding_out(place.dir.path().join("both"), 0.3);
     let both = prepare(&corpora, &place.tokenizer, &to, &|_| {});

@@ -1,0 +1,85 @@
+//! Parquet with lists of messages: one row is one chat. Only that column is read.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use parquet::file::reader::SerializedFileReader;
+use parquet::record::reader::RowIter;
+use parquet::record::{Field, Row};
+use parquet::schema::types::Type;
+
+use super::parquet::{guarded, several_columns};
+use super::{DocumentSource, Holds, SET_MESSAGES, check_size};
+use crate::error::DataError;
+
+/// Reads a column row by row.
+pub(super) struct ParquetMessages {
+    rows: RowIter<'static>,
+    path: PathBuf,
+    column: String,
+    max_bytes: u64,
+    num_rows: u64,
+    /// Number of the row returned last, from 1.
+    row: u64,
+}
+
+impl ParquetMessages {
+    /// Opens a file and checks that it has one column of this name.
+    pub(super) fn open(path: &Path, column: &str, max_bytes: u64) -> Result<Self, DataError> {
+        use parquet::file::reader::FileReader;
+        let file = File::open(path).map_err(DataError::io("open", path))?;
+        let reader = guarded(path, || SerializedFileReader::new(file))?;
+        let num_rows = reader.metadata().file_metadata().num_rows().max(0) as u64;
+        let schema = reader.metadata().file_metadata().schema().clone();
+        let found = schema.get_fields().iter().filter(|field| field.name() == column).collect::<Vec<_>>();
+        let field = match found.as_slice() {
+            [field] => (*field).clone(),
+            [] => {
+                let names = schema.get_fields().iter().map(|field| field.name()).take(16).collect::<Vec<_>>();
+                let what = format!("no column {column:?} (it has {names:?})");
+                return Err(DataError::file(path, what, SET_MESSAGES));
+            }
+            _ => return Err(several_columns(path, column)),
+        };
+        if field.is_primitive() {
+            let what = format!("column {column:?} holds {}, not lists of messages", field.get_physical_type());
+            return Err(DataError::file(path, what, SET_MESSAGES));
+        }
+        let rows = guarded(path, || {
+            let projection = Type::group_type_builder(schema.name()).with_fields(vec![field]).build()?;
+            RowIter::from_file_into(Box::new(reader)).project(Some(projection))
+        })?;
+        Ok(Self { rows, path: path.to_path_buf(), column: column.to_owned(), max_bytes, num_rows, row: 0 })
+    }
+
+    /// The JSON of the messages in a row.
+    fn json(&self, row: &Row) -> Result<String, DataError> {
+        let name = format!("row {}", self.row);
+        let value = row.get_column_iter().next().map(|(_, field): (_, &Field)| field.to_json_value());
+        let json = match value {
+            Some(list @ serde_json::Value::Array(_)) => list.to_string(),
+            Some(serde_json::Value::Null) | None => {
+                return Err(Holds::Messages.not_in_column(&self.path, &name, &self.column, "null"));
+            }
+            Some(_) => return Err(Holds::Messages.not_in_column(&self.path, &name, &self.column, "no list")),
+        };
+        check_size(&self.path, json.len() as u64, self.max_bytes).map_err(|error| error.in_row(&name))?;
+        Ok(json)
+    }
+}
+
+impl DocumentSource for ParquetMessages {
+    fn next_document(&mut self) -> Option<Result<(String, u64), DataError>> {
+        let rows = &mut self.rows;
+        let row = match guarded(&self.path, || rows.next().transpose()) {
+            Ok(row) => row?,
+            Err(error) => return Some(Err(error)),
+        };
+        self.row += 1;
+        Some(self.json(&row).map(|json| (json, self.row)))
+    }
+
+    fn share_read(&self, _num_bytes: u64) -> f64 {
+        self.row as f64 / self.num_rows.max(1) as f64
+    }
+}

@@ -1,0 +1,66 @@
+//! The chat template of a recipe's tokenizer, for text whose rows are chats.
+use super::tokenizer_file;
+use crate::TrainError;
+use sieve_core::Recipe;
+use sieve_core::recipe::TokenizerSource;
+use sieve_data::{ChatFormat, ChatText, ChatTurn};
+use sieve_hf::{ChatMessage, ChatTemplate, Checkpoint};
+use std::path::Path;
+use std::sync::Arc;
+use xxhash_rust::xxh3::xxh3_128;
+
+/// A chat template as the data reads it.
+#[derive(Debug)]
+struct Template(ChatTemplate);
+
+impl ChatFormat for Template {
+    fn text(&self, chat: &[ChatTurn]) -> Result<ChatText, String> {
+        let messages = chat.iter().map(|turn| ChatMessage { role: &turn.role, content: &turn.content });
+        let (text, answers) = self.0.answers(&messages.collect::<Vec<_>>())?;
+        Ok(ChatText { text, answers })
+    }
+
+    fn hash(&self) -> u128 {
+        xxh3_128(self.0.source().as_bytes())
+    }
+
+    fn marks_answers(&self) -> bool {
+        self.0.marks_answers()
+    }
+}
+
+/// The chat template of the recipe's tokenizer, or of the checkpoint that the run begins with; `None` for a recipe
+/// whose text is no chats.
+///
+/// # Errors
+/// A tokenizer whose folder has no chat template; a template file that cannot be read.
+pub fn chat_format(
+    recipe: &Recipe,
+    checkpoint: Option<&Checkpoint>,
+    variable: &dyn Fn(&str) -> Option<String>,
+) -> Result<Option<Arc<dyn ChatFormat>>, TrainError> {
+    if recipe.data.messages_column.is_none() {
+        return Ok(None);
+    }
+    let TokenizerSource::Path(path) = recipe.tokenizer.source() else {
+        return Err(no_template(Path::new("the recipe's tokenizer")));
+    };
+    let path = tokenizer_file(path, variable)?;
+    let mut found = ChatTemplate::beside(&path)?;
+    if let (None, Some(checkpoint)) = (&found, checkpoint) {
+        found = ChatTemplate::of_checkpoint(checkpoint, recipe)?;
+    }
+    let template = found.ok_or_else(|| no_template(path.parent().unwrap_or(Path::new(""))))?;
+    Ok(Some(Arc::new(Template(template))))
+}
+
+/// The error of a tokenizer's folder without a chat template.
+fn no_template(folder: &Path) -> TrainError {
+    let what = format!("{} has no chat template, which data.messages_column needs", folder.display());
+    let hint = "put the model's chat_template.jinja and tokenizer_config.json beside its tokenizer.json, as hf \
+        download OWNER/NAME --include 'tokenizer*' 'chat_template*' --local-dir DIR does";
+    TrainError::refused(what, hint)
+}
+
+#[cfg(test)]
+mod tests;
