@@ -24,6 +24,13 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
+
+# Implementations that see this file's masks, biases and chosen blocks. An engine's own function passes over them.
+ATTENTION = ("eager", "sdpa", "sieve")
+NO_ENGINE = """an engine's attention function reads a cache of its own and no mask, and this file has its own of both
+  hint: attn_implementation="sdpa" in transformers, or `sieve generate` on this folder; engines serve the dense and
+  sliding-window models that `sieve export` writes for classes of transformers (Qwen3, Qwen2, Llama, Mistral)"""
 
 # Queries of one tile, and arriving keys of one step of DMA's selection.
 BLOCK = 256
@@ -121,7 +128,9 @@ class SieveCacheLayer(DynamicLayer):
         """Forgets the last -tokens tokens, or all but the first `tokens` as version 4 means it."""
         gone = -tokens if tokens <= 0 else max(self.columns - tokens, 0)
         if gone and (torch.is_tensor(self.length) or not self.is_croppable):
-            raise ValueError("this cache cannot be cropped: DMA keeps no key that left, or rows have padding")
+            reason = "rows have padding" if self.is_croppable else "DMA keeps no key that left"
+            hint = "generate() without assistant_model and prompt_lookup_num_tokens, which crop it"
+            raise ValueError(f"{reason}: this cache cannot be cropped\n  hint: {hint}")
         self.columns, self.length = self.columns - gone, self.length - gone
 
     def update(self, *_, **__):
@@ -777,6 +786,17 @@ class SievePreTrainedModel(PreTrainedModel):
     def _init_weights(self, module):
         pass
 
+    @classmethod
+    def is_backend_compatible(cls):
+        """Whether an engine, which asks here, may put in its own attention function."""
+        logging.get_logger(__name__).warning(NO_ENGINE)
+        return False
+
+    def require_attention(self):
+        """Refuses an attention function that would give wrong text."""
+        if (name := self.config._attn_implementation) not in ATTENTION:
+            raise ValueError(f"attn_implementation={name!r}: {NO_ENGINE}")
+
 
 class SieveModel(SievePreTrainedModel):
     def __init__(self, config):
@@ -784,12 +804,15 @@ class SieveModel(SievePreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.require_attention()
         self.post_init()
 
     def caches(self, past_key_values):
         """The layers of a cache, made when it is empty."""
         if not isinstance(past_key_values, DynamicCache) or getattr(past_key_values, "offloading", False):
-            raise ValueError(f"past_key_values: {type(past_key_values).__name__} is not supported; pass DynamicCache()")
+            hint = "pass DynamicCache(), or leave cache_implementation out"
+            name = type(past_key_values).__name__
+            raise ValueError(f"past_key_values: {name} is not supported\n  hint: {hint}")
         layers = past_key_values.layers
         if not layers or not isinstance(layers[0], SieveCacheLayer):
             if past_key_values.get_seq_length() > 0:
@@ -805,6 +828,7 @@ class SieveModel(SievePreTrainedModel):
     ):  # fmt: skip
         # The argument `past_key_values` has the name `cache` from transformers 5.24 on.
         past_key_values = cache if past_key_values is None else past_key_values
+        self.require_attention()
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass input_ids or inputs_embeds, and not both")
         if kwargs.get("output_attentions"):
@@ -868,6 +892,11 @@ class SieveForCausalLM(SievePreTrainedModel, GenerationMixin):
         self.model = SieveModel(config)
         self.lm_head = linear(config.hidden_size, config.vocab_size)
         self.post_init()
+
+    def init_continuous_batching(self, *_, **__):
+        """All ways to continuous batching begin here; behind it an error is logged and texts come back empty."""
+        problem = "continuous batching is not supported: this model's layers write a cache of their own"
+        raise NotImplementedError(f"{problem}\n  hint: generate() takes a batch of prompts, padded on the left")
 
     def forward(
         self,

@@ -1,0 +1,341 @@
+"""Exports of every kind of attention in the programs that read them: which work, and what the others are told.
+
+usage: consumers.py SIEVE [--converter FOLDER] [--only WORD] [--keep FOLDER]
+
+Trains a model of each kind for two steps, exports it, opens the export with the transformers of this Python and tries:
+
+- batches: generate() of prompts of three lengths, padded on the left;
+- continuous: generate_batch(), continuous batching;
+- static: generate() with a cache of fixed size;
+- assisted: generate() with prompt_lookup_num_tokens, which crops the cache;
+- flex: attn_implementation="flex_attention", but for Doge (minutes on a CPU);
+- engine: vLLM's and SGLang's way to run a model of transformers. Neither is installed: a function registered here does
+  what theirs do. It finds the layer's cache by module.layer_idx, reads all keys of the text or of the layer's window,
+  and passes over masks;
+- saved: what save_pretrained() wrote, in `sieve logits`;
+- gguf: with --converter, a folder of llama.cpp, what its convert_hf_to_gguf.py makes of it. --only gguf tries that
+  alone. The type of the tokenizer is named to the converter, which knows published ones alone.
+
+A text must be what the model goes on with, token by token, without a cache. Prints one line each: "works", or "refused"
+with the words, or "WRONG". Ends with 1 where the outcome is not that of EXPECTED, which docs/export.md repeats.
+"""
+
+import argparse
+import copy
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.update(CUDA_VISIBLE_DEVICES="", TRANSFORMERS_OFFLINE="1", TRANSFORMERS_VERBOSITY="critical")
+os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TQDM_DISABLE="1")
+NEW = 16
+TOLERANCE = 1e-4
+RECIPE = """
+[model]
+hidden_size = 64
+intermediate_size = 96
+num_hidden_layers = 3
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 16
+max_position_embeddings = 256
+initializer_range = 0.2
+[attention]
+kind = "mha"
+[tokenizer]
+train = { vocab_size = 320 }
+[data]
+paths = [TEXT]
+[training]
+steps = 2
+seq_len = 64
+local_batch_size = 2
+[optimizer]
+lr = 1e-2
+[lr_scheduler]
+warmup_steps = 0
+[validation]
+interval = 100
+"""
+# By kind: overrides of the recipe.
+KINDS = {
+    "mha": ["attention.kind=mha"],
+    "swa": ["attention.kind=swa", "attention.sliding_window=12"],
+    "mha, residual scales": ["attention.kind=mha", "model.residual_scale=true"],
+    "mla, no norms": ["attention.kind=mla", "attention.qk_norm=false"],
+    "mla": ["attention.kind=mla"],
+    # Texts within the window: beyond it stock Doge keeps whichever of equal keys it finds.
+    "dma, preset paper": ["attention.kind=dma", "attention.preset=paper", "attention.keep_window_size=128"],
+    "dma": ["attention.kind=dma", "attention.keep_window_size=12"],
+    "dma, one dense layer": [
+        "attention.kind=dma", "attention.keep_window_size=12", 'model.layer_types=["dma","mha","dma"]',
+    ],
+    "nsa": ["attention.kind=nsa"],
+    "infllm_v2": ["attention.kind=infllm_v2"],
+    "moba": ["attention.kind=moba"],
+    "msa": ["attention.kind=msa"],
+}  # fmt: skip
+WORKS = "works"
+ENGINE = "refused: attn_implementation='vllm': an engine's attention function"
+PAGED = "refused: continuous batching is not supported"
+STATIC = "refused: past_key_values: StaticCache is not supported"
+FLEX = "refused: SieveForCausalLM does not support"
+# Words of version 5, and those of the file, which version 4 leads to.
+CROP = ("refused: Assisted decoding requires a cache that can be cropped", "refused: DMA keeps no key that left")
+SIEVE = {
+    "batches": WORKS, "continuous": PAGED, "static": STATIC, "assisted": WORKS, "flex": FLEX, "engine": ENGINE,
+    "saved": WORKS, "gguf": "refused: Model SieveForCausalLM is not supported",
+}  # fmt: skip
+DMA = {**SIEVE, "assisted": CROP}
+STOCK = dict.fromkeys(SIEVE, WORKS)
+EXPECTED = {
+    "mha": STOCK,
+    "swa": {**STOCK, "gguf": "WRONG: the window is lost"},
+    "mha, residual scales": SIEVE,
+    # The class of transformers: a traceback is logged and no error raised.
+    "mla, no norms": {**STOCK, "continuous": "WRONG: [[], [], []]"},
+    "mla": SIEVE,
+    # Attention of an engine reads all keys, and no rank is added to the logits.
+    "dma, preset paper": {
+        **STOCK, "engine": "WRONG: other logits", "gguf": "refused: Model DogeForCausalLM is not supported",
+    },
+    "dma": DMA,
+    "dma, one dense layer": DMA,
+    **dict.fromkeys(["nsa", "infllm_v2", "moba", "msa"], SIEVE),
+}  # fmt: skip
+
+
+def run(*command, **options):
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, **options)
+
+
+def must(*command):
+    done = run(*command)
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+
+
+def make_exports(sieve, root, kinds):
+    """Folders with an export of each kind."""
+    lines = (f"Item {i} of the list is near {i * 37 % 101}, its colour {i % 7}, weight {i * 13 % 89}." for i in range(400))
+    (root / "text.txt").write_text("\n".join(lines))
+    (root / "recipe.toml").write_text(RECIPE.replace("TEXT", json.dumps(str(root / "text.txt"))))
+    for number, kind in enumerate(kinds):
+        out = root / str(number)
+        sets = [word for text in KINDS[kind] for word in ("--set", text)]
+        recipe = ("--recipe", root / "recipe.toml", "--out", out, "--device", "cpu", "--overwrite")
+        must(sieve, "train", *recipe, *sets)
+        must(sieve, "export", "--checkpoint", out, "--out", out / "hf")
+        yield kind, out / "hf"
+
+
+def load(folder, **options):
+    import torch
+    import transformers
+
+    name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
+    options = {name: torch.float32, "trust_remote_code": True, **options}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def greedy(model, prompt):
+    """What the model goes on with, a whole pass a token."""
+    import torch
+
+    ids = torch.tensor([prompt])
+    for _ in range(NEW):
+        ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
+    return ids[0, len(prompt) :].tolist()
+
+
+def same(found, expected):
+    return WORKS if found == expected else f"WRONG: {found} for {expected}"
+
+
+def close(found, expected):
+    """`expected` is of the whole model."""
+    off = float((found - expected).abs().max() / expected.abs().max())
+    return WORKS if off < TOLERANCE else f"WRONG: other logits, by {off:.1e}"
+
+
+class Export:
+    """A loaded export, prompts and what it goes on with."""
+
+    def __init__(self, sieve, folder):
+        self.sieve, self.folder = sieve, folder
+        self.is_doge = json.loads((folder / "config.json").read_text())["model_type"] == "doge"
+        # With SDPA, some releases compute Doge without its mask.
+        self.options = {"attn_implementation": "eager"} if self.is_doge else {}
+        self.model = load(folder, **self.options)
+        self.prompts = [[(i * 37 + 11 * n) % 300 for i in range(n)] for n in (5, 60, 21)]
+        self.texts = [greedy(self.model, prompt) for prompt in self.prompts]
+
+    def batches(self):
+        import torch
+
+        width = max(map(len, self.prompts))
+        rows = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in self.prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in self.prompts])
+        options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        return same(self.model.generate(rows, attention_mask=mask, **options)[:, width:].tolist(), self.texts)
+
+    def alone(self, **options):
+        """Each prompt by itself."""
+        import torch
+
+        options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options}
+        rows = [self.model.generate(torch.tensor([prompt]), **options)[0] for prompt in self.prompts]
+        return same([row[len(prompt) :].tolist() for row, prompt in zip(rows, self.prompts)], self.texts)
+
+    def static(self):
+        return self.alone(cache_implementation="static", disable_compile=True)
+
+    def assisted(self):
+        return self.alone(prompt_lookup_num_tokens=3)
+
+    def continuous(self):
+        import transformers
+
+        model = copy.deepcopy(self.model)
+        settings = transformers.GenerationConfig(
+            max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0, num_blocks=64, max_batch_tokens=128
+        )
+        found = model.generate_batch(inputs=self.prompts, generation_config=settings)
+        return same(sorted(list(text.generated_tokens) for text in found.values()), sorted(self.texts))
+
+    def flex(self):
+        import torch
+
+        ids = torch.tensor([self.prompts[1]])
+        model = load(self.folder, attn_implementation="flex_attention")
+        return close(model(ids, use_cache=False).logits, self.model(ids, use_cache=False).logits)
+
+    def engine(self):
+        import torch
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        lengths = [len(prompt) for prompt in self.prompts]
+
+        def attention(module, query, key, value, mask, scaling=None, attention_instances=None, **_):
+            return attention_instances[module.layer_idx](query, key, value, scaling), None
+
+        def layer(window):
+            def attend(*given):
+                q, k, v, scale = given
+                texts = []
+                for q, k, v in zip(*(x.split(lengths, 2) for x in (q, k, v))):
+                    at = torch.arange(q.shape[2])
+                    seen = at <= at[:, None] if window is None else (at <= at[:, None]) & (at > at[:, None] - window)
+                    settings = {"attn_mask": seen, "scale": scale, "enable_gqa": True}
+                    texts.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, **settings))
+                return torch.cat(texts, 2).transpose(1, 2)
+
+            return attend
+
+        ALL_ATTENTION_FUNCTIONS.register("vllm", attention)
+        config = self.model.config
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        windows = (config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+        instances = dict(enumerate(map(layer, windows)))
+        is_compatible = self.model.is_backend_compatible()
+        try:
+            model = load(self.folder, attn_implementation="vllm")
+        except ValueError:
+            assert not is_compatible, "the class says that an engine may run it, and refuses the engine's attention"
+            raise
+        ids = torch.tensor([[token for prompt in self.prompts for token in prompt]])
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        given = {"position_ids": positions, "attention_instances": instances, "use_cache": False}
+        found = model(ids, **given).logits[0].split(lengths)
+        expected = [self.model(torch.tensor([prompt]), use_cache=False).logits[0] for prompt in self.prompts]
+        assert is_compatible, "an engine refuses the class, whose logits are right"
+        return close(torch.cat(found), torch.cat(expected))
+
+    def saved(self):
+        """The way through save_pretrained() and back."""
+        import torch
+        from safetensors.torch import load_file
+
+        out = self.folder.parent / "saved"
+        self.model.save_pretrained(out)
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+            (out / name).write_bytes((self.folder / name).read_bytes())
+        made = run(self.sieve, "import", "--from", out, "--out", out / "in")
+        if made.returncode:
+            return f"refused: {made.stderr}"
+        # Different tokens: of equal keys stock Doge keeps another one.
+        tokens, logits = list(range(60)), out / "logits.safetensors"
+        must(self.sieve, "logits", "--checkpoint", out / "in", "--tokens", ",".join(map(str, tokens)), "--out", logits)
+        return close(load_file(logits)["logits"], self.model(torch.tensor([tokens]), use_cache=False).logits)
+
+
+def gguf(folder, converter):
+    """The outcome of the conversion, which has no transformers model to load."""
+    out = folder.parent / "model.gguf"
+    code = (
+        f"import sys; sys.path[:0] = [{str(converter)!r}, {str(converter / 'gguf-py')!r}]\n"
+        "import convert_hf_to_gguf, conversion.base\n"
+        "conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: 'gpt-2'\n"
+        "convert_hf_to_gguf.main()\n"
+    )
+    done = run(sys.executable, "-c", code, folder, "--outfile", out, "--outtype", "f32")
+    if done.returncode:
+        return f"refused: {done.stderr.strip().splitlines()[-1].removeprefix('ERROR:hf-to-gguf:')}"
+    sys.path.insert(0, str(converter / "gguf-py"))
+    from gguf import GGUFReader
+    from safetensors import safe_open
+
+    written = GGUFReader(out)
+    sizes = sum(int(tensor.n_elements) for tensor in written.tensors)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        expected = sum(file.get_tensor(name).numel() for name in file.keys())
+    if sizes < expected:
+        return f"WRONG: {sizes} numbers of {expected}"
+    has_window = any("sliding_window" in name for name in written.fields)
+    config = json.loads((folder / "config.json").read_text())
+    is_lost = config.get("use_sliding_window") and not has_window
+    return "WRONG: the window is lost" if is_lost else WORKS
+
+
+def outcome(consumer):
+    try:
+        return consumer()
+    except (ValueError, NotImplementedError, AttributeError, RuntimeError) as error:
+        return f"refused: {error}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("sieve", type=Path)
+    parser.add_argument("--converter", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--keep", type=Path)
+    given = parser.parse_args()
+    root = (given.keep or Path(tempfile.mkdtemp())).resolve()
+    root.mkdir(exist_ok=True)
+    os.environ["HF_MODULES_CACHE"] = str(root / "modules")
+    kinds = [kind for kind in KINDS if given.only in ("", "gguf") or given.only == kind]
+    unexpected = 0
+    for kind, folder in make_exports(given.sieve.resolve(), root, kinds):
+        tried = {} if given.converter is None else {"gguf": lambda folder=folder: gguf(folder, given.converter)}
+        if given.only != "gguf":
+            import torch
+
+            torch.set_grad_enabled(False)
+            export = Export(given.sieve.resolve(), folder)
+            names = ("batches", "continuous", "static", "assisted", "flex", "engine", "saved")
+            tried = {name: getattr(export, name) for name in names if not (export.is_doge and name == "flex")} | tried
+        for name, consumer in tried.items():
+            found, expected = outcome(consumer), EXPECTED[kind][name]
+            differs = not found.startswith(expected)
+            unexpected += differs
+            print(f"{kind} | {name} | {found}" + f"\n    EXPECTED {expected}" * differs, flush=True)
+    sys.exit(bool(unexpected) or not kinds)
+
+
+if __name__ == "__main__":
+    main()
