@@ -19,7 +19,7 @@ def table(name):
 
 @functools.cache
 def groups():
-    """The row of each group, setting, task and length; dense attention was asked in several calls: the median by rank."""
+    """The row of each group, setting, task and length; of several calls the median by rank."""
     found = collections.defaultdict(list)
     for row in runs("published"):
         if "num_tokens" in row:

@@ -11,7 +11,6 @@ from the row's numbers, never stored. In a table without a mark no cell may be a
 """
 
 import argparse
-import decimal
 import itertools
 import json
 import math
@@ -20,32 +19,21 @@ import re
 import statistics
 import sys
 
+import papers
 import run_tables
 import selector_tables
+from noted import noted
 from run_tables import ROOT, ROWS
 
 import board  # noqa: E402  (run_tables names its folder)
 from table4 import table as table4  # noqa: E402
 
-PAGES = ["README.md", "docs/results.md", "docs/benchmarks.md", "docs/selectors.md", "docs/published-models.md"]
-NOTED = ["results_noted", "benchmarks", "selectors", "published_noted"]
+PAGES = ["README.md", *(f"docs/{name}.md" for name in (
+    "papers", "results", "benchmarks", "selectors", "published-models"))]
 MARK = re.compile(r"<!-- table (\w+) -->")
 SETTINGS = "<!-- settings -->"  # before a table of what was chosen, not measured
 NUMBER = re.compile(r"[-+−]?[\d.,]+ ?%?")
 BYTES_A_TOKEN = 1544919 / 416624  # of the held-out crates, as docs/board.md has them
-
-
-def noted():
-    """What is known of each noted table, and its rows; numbers keep the digits that were noted."""
-    found = {}
-    for name in NOTED:
-        for line in (ROWS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
-            row = json.loads(line, parse_float=decimal.Decimal)
-            if "about" in row:
-                found[row["about"]] = row, []
-            else:
-                found[row["table"]][1].append(row)
-    return found
 
 
 def ratio(above, below, digits=2):
@@ -108,6 +96,7 @@ DERIVED = {
     ("nsa", "cuDNN / NSA"): lambda row: ratio(row["cuDNN dense, both"], row["forward"] + row["backward"]),
     ("nsa_rivals", "ms over NSA's here"): over_nsa,
     ("decode", "ratio"): lambda row: ratio(row["cuDNN's dense decoding"], row["microseconds"], 1),
+    ("table2", "SDPA / DMA"): lambda row: ratio(row["SDPA under a mask"], row["DMA"]),
     ("gpu_steps", "ratio"): lambda row: ratio(row["ours, tokens/s"][0], row["rival, dense, bf16"]),
     ("cpu_training", "times as fast"): lambda row: ratio(row["ours, dense, tokens/s"], row["PyTorch, dense"]),
     ("first_table", "bits per byte, mean"): lambda row: bits(row["validation loss (nats), seeds 0, 1, 2"]),
@@ -212,7 +201,7 @@ def speed():
     ]
 
 
-COMPUTED = run_tables.TABLES | selector_tables.TABLES | {
+COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | {
     "board_front": front, "table4": table_4, "far_apart": far_apart, "speed": speed, "advice": advice}
 
 

@@ -14,6 +14,8 @@ sys.path.insert(0, str(ROOT / "experiments"))
 
 import tables  # noqa: E402
 
+KEYS = {"about", "card", "date", "command", "commit", "seeds", "columns", "once"}
+
 
 class Tables(unittest.TestCase):
     def of_page(self, text):
@@ -51,7 +53,7 @@ class Tables(unittest.TestCase):
     def test_a_noted_row_has_what_its_table_names_and_no_more(self):
         for name, (about, rows) in tables.noted().items():
             self.assertTrue(rows, name)
-            self.assertLessEqual(about.keys(), {"about", "card", "date", "command", "seeds", "columns", "once"}, name)
+            self.assertLessEqual(about.keys(), KEYS, name)
             stored = {column for column in about["columns"] if (name, column) not in tables.DERIVED}
             derived = {column for table, column in tables.DERIVED if table == name}
             for row in rows:
