@@ -77,6 +77,13 @@ fn prose_is_counted_as_it_is_read() {
 }
 
 #[test]
+fn pages_show_the_stored_rows() {
+    if let Some(python) = interpreter("pages_show_the_stored_rows", "import unittest") {
+        run(&python, "test_tables.py", &[]);
+    }
+}
+
+#[test]
 fn readme_and_the_board_show_the_stored_runs() {
     let Some(python) = interpreter("readme_and_the_board_show_the_stored_runs", "import json") else {
         return;
@@ -89,12 +96,13 @@ fn readme_and_the_board_show_the_stored_runs() {
         std::fs::copy(format!("{root}/{page}"), copy).expect("copied");
     }
     let [readme, front, board, drawn] = copies.each_ref().map(|copy| copy.display().to_string());
-    let words = ["--out", &format!("{root}/docs"), "--front", &readme, &front, "--fill", &board, "--draw", &drawn];
+    let rows = format!("{root}/experiments/rows");
+    let words = ["--out", &rows, "--front", &readme, &front, "--fill", &board, "--draw", &drawn];
     run(&python, "board.py", &words.map(String::from));
     for (page, copy) in pages.iter().zip(&copies) {
         let [stored, made] =
             [Path::new(root).join(page), copy.clone()].map(|path| std::fs::read(path).expect("readable"));
-        assert!(stored == made, "{page} is not what tests/python/board.py makes of docs/board.jsonl");
+        assert!(stored == made, "{page} is not what tests/python/board.py makes of experiments/rows/board.jsonl");
     }
 }
 

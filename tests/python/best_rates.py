@@ -3,13 +3,13 @@ or more.
 
     python3 tests/python/best_rates.py --sieve target/release/sieve --text data/crates.jsonl --out OUT \\
       --devices cuda:0 cuda:0 cuda:1 cuda:1
-    python3 tests/python/best_rates.py --out docs --steps 400 --draw docs/rates.svg [--length 32768]
+    python3 tests/python/best_rates.py --out experiments/rows --steps 400 --draw docs/rates.svg [--length 32768]
 
 Run from the repository's root. Each kind is trained with --rate-steps steps and seed 0 at each rate of --rates, and at
 one further rate while the best one is an edge; then with --steps steps at its best rate with every seed. Text and rows
 are those of learning_table.py; every step holds 32,768 tokens. With --evaluate a line has the losses on words last used
 far back. OUT/rates.jsonl gets a line for each finished run; runs that have one are not repeated, so a call that was cut
-off resumes. A device named twice takes two runs at a time. docs/rates.jsonl holds the runs of docs/results.md. Needs
+off resumes. A device named twice takes two runs at a time. experiments/rows/rates.jsonl holds the runs of docs/results.md. Needs
 nothing but Python.
 """
 

@@ -2,9 +2,9 @@
 
     python3 tests/python/board.py --sieve target/release/sieve --text data/crates.jsonl --out OUT --devices cuda:0 cuda:1
     python3 tests/python/board.py --sieve target/release/sieve --text data/crates.jsonl --out OUT --tiny    (CPU, minutes)
-    python3 tests/python/board.py --out docs --fill docs/board.md --draw docs/board.svg --front README.md docs/front.svg
+    python3 tests/python/board.py --out experiments/rows --fill docs/board.md --draw docs/board.svg --front README.md docs/front.svg
 
-The last one reads docs/board.jsonl alone; --front is README's table and picture. Run from the repository's root with a
+The last one reads experiments/rows/board.jsonl alone; --front is README's table and picture. Run from the repository's root with a
 Python that has torch and transformers. A probe of --probe-steps steps measures
 an entry's step and all else that it does, from which the steps of its runs follow. Of dense attention PyTorch scores the
 probe's weights too: the two scores must agree. Probes and runs begin with empty caches of compiled kernels. A run that

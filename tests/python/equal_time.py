@@ -2,11 +2,11 @@
 
     python3 tests/python/equal_time.py --sieve target/release/sieve --text data/crates.jsonl --out OUT \\
       --length 32768 --minutes 3 --devices cuda:0 cuda:1
-    python3 tests/python/equal_time.py --out docs --length 32768 --minutes 3 --draw docs/equal_time.svg
+    python3 tests/python/equal_time.py --out experiments/rows --length 32768 --minutes 3 --draw docs/equal_time.svg
 
 Run from the repository's root. First a probe of --probe-steps steps, of five times as many with a warm-up, measures each
 kind's tokens/s alone on a GPU, from which its steps and their learning-rate schedule follow; its rate is the kind's best
-of docs/rates.jsonl. Every step holds 32,768 tokens, or one row where that is longer. The time is that of training
+of experiments/rows/rates.jsonl. Every step holds 32,768 tokens, or one row where that is longer. The time is that of training
 steps: starting, preparing data and validation are not counted, and the line says how long the steps took. A device named
 twice takes two runs at a time; then speed and time are the probe's. OUT/equal_time.jsonl gets a line for each finished
 run; runs that have one are not repeated, and a run that was cut off resumes from its last checkpoint, one a minute. A
@@ -26,7 +26,7 @@ from learning_table import ROWS, WARMUP, base, recipe_of
 from runs import (chart, curve, device_name, evaluated, far_losses, finished, named, on_devices, over_time, parsed,
                   parser_of, prepare, scores, steps_of, table_text, train_missing, trained, words_of_far)
 
-RATE_RUNS = finished(pathlib.Path(__file__).parents[2] / "docs/rates.jsonl", RATE_KEY)
+RATE_RUNS = finished(pathlib.Path(__file__).parents[2] / "experiments/rows/rates.jsonl", RATE_KEY)
 
 
 def best_rate(kind, length):

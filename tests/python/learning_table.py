@@ -8,7 +8,7 @@ With --evaluate `sieve eval` then reads each trained model: loss by position and
 needles. The shares of needles found at each length and depth are printed as a second table and kept in
 OUT/needle_depth.jsonl, which --draw draws:
 
-    python3 tests/python/learning_table.py --out docs --recall-length 4096 --draw docs/needle_depth.svg
+    python3 tests/python/learning_table.py --out experiments/rows --recall-length 4096 --draw docs/needle_depth.svg
 
 Needs nothing but Python.
 """

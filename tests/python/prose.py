@@ -21,8 +21,8 @@ BUDGET = {"words": 18.0, "numbers": 1.0, "cell": 160}
 README = {"lines": 110, "first": 40}
 # Pages that are held to the budget.
 PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in (
-    "board", "choose", "command-line", "evaluation", "export", "first-steps", "library", "limits", "own-data", "parity",
-    "pytorch", "related", "results", "scale", "selectors", "troubleshooting"))]
+    "board", "choose", "command-line", "evaluation", "export", "first-steps", "library", "limits", "own-data", "papers",
+    "parity", "pytorch", "related", "results", "scale", "selectors", "troubleshooting"))]
 FENCE = re.compile(r"\s*(```|~~~)")
 ITEM = re.compile(r"^\s*(?:[-*+]|\d+\.)\s+")
 TABLE_RULE = re.compile(r"[|:\- ]+")

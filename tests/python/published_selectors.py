@@ -5,8 +5,8 @@
     published_selectors.py --sieve sieve --checkpoint in/smollm2 --device cuda --lengths 4096 8192 --workers 3 --seconds 280
     published_selectors.py --tables --draw docs/published.svg
 
-Run from the repository's root; the prompts are docs/evaluation.md and docs/results.md (in docs/published.jsonl as they were
-in commit 64053021). A job is one command of `sieve`; its rows are lines of docs/published.jsonl (--out), which says which
+Run from the repository's root; the prompts are docs/evaluation.md and docs/results.md (in experiments/rows/published.jsonl as they were
+in commit 64053021). A job is one command of `sieve`; its rows are lines of experiments/rows/published.jsonl (--out), which says which
 jobs are done, so that a call that was cut off continues with the others. A
 job that fails leaves its last words as a row, and is not repeated. Jobs whose times are read run alone, the others
 --workers at a time. Needs nothing but Python.
@@ -223,7 +223,7 @@ def main():
     parser.add_argument("--only", nargs="+", default=[*GROUPS, *ASKED], choices=[*GROUPS, *ASKED])
     parser.add_argument("--seconds", type=float, default=1e6)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/published.jsonl"))
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("experiments/rows/published.jsonl"))
     parser.add_argument("--tables", action="store_true")
     parser.add_argument("--draw", type=pathlib.Path)
     args = parser.parse_args()

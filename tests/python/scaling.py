@@ -3,13 +3,13 @@
     python3 tests/python/make_corpus.py --from tests/python/crates_scaling.lock --out data/scaling.jsonl
     python3 tests/python/scaling.py --sieve target/release/sieve --text data/scaling.jsonl --out OUT \\
       --devices cuda:0 cuda:0 cuda:0 cuda:0 cuda:1 cuda:1 cuda:1 cuda:1
-    python3 tests/python/scaling.py --out docs --draw docs/scaling.svg
+    python3 tests/python/scaling.py --out experiments/rows --draw docs/scaling.svg
 
 Run from the repository's root. A run trains one kind at one size (millions of parameters besides the embedding, the same
 for all kinds to 1 %: the feed-forward layers give up what a kind's attention takes) with 20 tokens a parameter, or fewer
 where --max-tokens ends it (marked *), in rows of 2048, with windows and DMA's slots of 512. The text has 926 crates, 109M
 tokens in this vocabulary, so that 20M parameters see it 3.7 times. The learning rate is the size's, times what the kind
-wanted in docs/rates.jsonl. OUT/scaling.jsonl gets a line for each finished run; runs that have one are not repeated. A
+wanted in experiments/rows/rates.jsonl. OUT/scaling.jsonl gets a line for each finished run; runs that have one are not repeated. A
 device named twice takes two runs at a time. The slope is nats by which the loss falls when parameters double, from a line
 through the sizes that were trained in full. Needs nothing but Python.
 """

@@ -1,0 +1,274 @@
+"""The tables of the pages, made from the rows of experiments/rows.
+
+    python3 experiments/tables.py            writes every table behind its mark, `<!-- table NAME -->`, into the pages
+    python3 experiments/tables.py --check    names the lines that differ instead; ends with 1 where one does
+    python3 experiments/tables.py --print NAME
+
+A table is either computed from runs (run_tables.py, selector_tables.py) or shows rows that were noted by hand from
+what a command printed: experiments/rows/README.md says what such a row has. Ratios, means and rates are computed here
+from the row's numbers, never stored. In a table without a mark no cell may be a number alone, but for settings behind
+`<!-- settings -->`. Needs nothing but Python.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import pathlib
+import re
+import statistics
+import sys
+
+import papers
+import run_tables
+import selector_tables
+from noted import noted
+from run_tables import ROOT, ROWS
+
+import board  # noqa: E402  (run_tables names its folder)
+from table4 import table as table4  # noqa: E402
+
+PAGES = ["README.md", *(f"docs/{name}.md" for name in (
+    "papers", "results", "benchmarks", "selectors", "published-models"))]
+MARK = re.compile(r"<!-- table (\w+) -->")
+SETTINGS = "<!-- settings -->"  # before a table of what was chosen, not measured
+NUMBER = re.compile(r"[-+−]?[\d.,]+ ?%?")
+BYTES_A_TOKEN = 1544919 / 416624  # of the held-out crates, as docs/board.md has them
+
+
+def ratio(above, below, digits=2):
+    return f"{float(above) / float(below):.{digits}f}"
+
+
+def bits(losses):
+    return f"{statistics.mean(map(float, losses)) / math.log(2) / BYTES_A_TOKEN:.3f}"
+
+
+def rate_of(row, columns):
+    """TFLOP/s of causal attention; `columns` is of keys and values, None where the label has the width of both."""
+    rows, tokens = row["tokens, width" if columns is None else "tokens"].partition(",")[0].split(" x ")
+    keys, values = columns or [int(row["tokens, width"].partition(", ")[2])] * 2
+    multiplied = keys + values if row["pass"] == "forward" else 3 * keys + 2 * values
+    return f"{2 * multiplied * 16 * int(rows) * int(tokens) ** 2 / 2 / float(row['ours']) / 1e9:.0f}"
+
+
+def span(numbers, digits=1):
+    return f"{min(numbers):.{digits}f} to {max(numbers):.{digits}f}"
+
+
+def over_dma(row):
+    return [float(row["cuDNN dense"]) / float(ms) for ms in row["independent / rising / tied scores, ms"]]
+
+
+def nsa_ms(heads, tokens):
+    """Both passes of NSA, and how many times as fast it is as cuDNN's dense attention."""
+    (row,) = (row for row in noted()["nsa"][1] if (row["heads"], int(row["tokens"])) == (heads, tokens))
+    both = float(row["forward"] + row["backward"])
+    return both, float(row["cuDNN dense, both"]) / both
+
+
+def over_nsa(row):
+    ours = lambda: nsa_ms(row["heads"], int(row["tokens"].replace(",", "")))[0]
+    return "" if row["rival"].startswith("flash-msa") else ratio(row["ms"], ours())
+
+
+def beside_free(row):
+    free, fixed = (float(row[key]) for key in ("in any order", "ours, sums in a fixed order"))
+    return f"{free:,.0f} ({100 * (free / fixed - 1):+.1f} %)"
+
+
+def slower(row):
+    free, fixed = row["any order"], row["fixed order"]
+    return "-" if free == "-" else f"{100 * (float(free) / float(fixed) - 1):.1f} %"
+
+
+# Cells that are computed from the other numbers of their row.
+DERIVED = {
+    ("attention", "TFLOP/s"): lambda row: rate_of(row, None),
+    ("attention", "cuDNN / ours"): lambda row: ratio(row["cuDNN"], row["ours"]),
+    ("mla", "TFLOP/s"): lambda row: rate_of(row, (192, 128)),
+    ("mla", "cuDNN / ours"): lambda row: ratio(row["cuDNN"], row["ours"]),
+    ("published_steps", "in any order"): beside_free,
+    ("published_steps", "fixed order / transformers"):
+        lambda row: ratio(row["ours, sums in a fixed order"], row["transformers"]),
+    ("fixed_order_steps", "slower by"): slower,
+    ("dma", "cuDNN / ours"): lambda row: span(over_dma(row)),
+    ("nsa", "cuDNN / NSA"): lambda row: ratio(row["cuDNN dense, both"], row["forward"] + row["backward"]),
+    ("nsa_rivals", "ms over NSA's here"): over_nsa,
+    ("decode", "ratio"): lambda row: ratio(row["cuDNN's dense decoding"], row["microseconds"], 1),
+    ("table2", "SDPA / DMA"): lambda row: ratio(row["SDPA under a mask"], row["DMA"]),
+    ("gpu_steps", "ratio"): lambda row: ratio(row["ours, tokens/s"][0], row["rival, dense, bf16"]),
+    ("cpu_training", "times as fast"): lambda row: ratio(row["ours, dense, tokens/s"], row["PyTorch, dense"]),
+    ("first_table", "bits per byte, mean"): lambda row: bits(row["validation loss (nats), seeds 0, 1, 2"]),
+    ("five_kinds", "mean"): lambda row: run_tables.mean(map(float, row["validation loss, seeds 0, 1, 2"]), 3),
+    ("five_kinds", "bits per byte"): lambda row: bits(row["validation loss, seeds 0, 1, 2"]),
+}
+
+
+def cell(name, row, column, form):
+    if (name, column) in DERIVED:
+        return DERIVED[name, column](row)
+    value = row[column]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return form.format(*value) if form.count("{") > 1 else ", ".join(form.format(one) for one in value)
+    return form.format(value)
+
+
+def of_noted(name):
+    about, rows = noted()[name]
+    columns = about["columns"]
+    lines = [[cell(name, row, column, form) for column, form in columns.items()] for row in rows]
+    for column in about.get("once", []):  # is left out where it is that of the row above
+        at = list(columns).index(column)
+        labels = [line[at] for line in lines]
+        for line, label, above in zip(lines[1:], labels[1:], labels):
+            line[at] = "" if label == above else label
+    return ["" if column == "row" else column for column in columns], lines
+
+
+def front():
+    text = board.front_table(board.finished(ROWS / "board.jsonl", board.KEY), 9.0)
+    head, _, *lines = (split(line) for line in text.splitlines())
+    return head, lines
+
+
+def table_4():
+    head, _, *lines = (split(line) for line in table4.table(list(table4.runs())).splitlines())
+    return head, lines
+
+
+def far_apart():
+    """Windows with the slope minus DMA of the same seed."""
+    rows = {row["attention"]: row for row in noted()["far_tokens"][1]}
+    window, dma = rows["window 1024 + slope"], rows["DMA, slope, r 128"]
+    lines = []
+    for tokens in (1024, 2048):
+        apart = [f"{a - b:.3f}" for a, b in zip(window[f"far > {tokens}"], dma[f"far > {tokens}"])]
+        lines.append([f"used more than {tokens} tokens back", *apart])
+    return ["words", "seed 0", "seed 1", "seed 2"], lines
+
+
+def advice():
+    """What to take, of the rows of docs/selectors.md and of whole selectors in docs/benchmarks.md."""
+    quality = {row["attention"]: row for row in noted()["quality"][1]}
+    name = lambda row: row["method (selection alone, 128K)"].partition("` (")[0].strip("`")
+    whole = {name(row): row["512K"] for row in noted()["whole_selectors"][1]}
+    dense = quality["dense (loss 3.2034)"]["prompt, ms"]
+    lines = []
+    wishes = {"a long prompt faster at little loss": ("a_shape", "xattention:tau=0.7", "meanpool:tau=0.7"),
+              "faster still, with some loss": ("block_sparse:topk=64", "block_sparse:topk=32")}
+    for want, methods in wishes.items():
+        for method in methods:
+            row = quality[f"`{method}`"]
+            lines.append([want if method == methods[0] else "", f"`{method}`", ratio(dense, row["prompt, ms"], 1),
+                          f"{row['loss − dense']:+}"])
+    for method in ("block_sparse", "bfla", "streamingllm"):
+        _, times, _, mass = whole[method]
+        lines.append(["half a million tokens, most left out" if method == "block_sparse" else "", f"`{method}`",
+                      f"{times}, attention alone", f"keeps {mass} % of the mass"])
+    kept = quality["`oracle_topk:k=16`"]
+    return ["you want", "take", "times as fast", "loss added, or what else"], lines + [
+        ["fewer keys read while writing", "`quest`", "-", "ranks needles as dense attention does"],
+        ["a cache that does not grow", "`snapkv`, `h2o`", "-", "retrieve less than half of the needles"],
+        ["what blocks could do at best", "`oracle_topk`", "slow: it reads every score",
+         f"{kept['loss − dense']:+} at {kept['density']} % of the pairs"]]
+
+
+def speed():
+    """README's, of the rows of docs/benchmarks.md."""
+    of = {name: rows for name, (_, rows) in noted().items()}
+    of_width = lambda width: [row for row in of["head_shapes"] if row["heads, width"].endswith(f", {width}")]
+    shapes = lambda width, column: span([float(one) for row in of_width(width) for one in row[column]], 2)
+    dma = {row["keys, kept, width"]: over_dma(row) for row in of["dma"]}
+    step = ratio(of["gpu_steps"][0]["ours, tokens/s"][0], of["gpu_steps"][0]["rival, dense, bf16"])
+    on_cpu = of["cpu_training"][0]
+    dense = "cuDNN's dense attention"
+    return ["what, one H200", "against", "times as fast"], [
+        ["DMA with its selection, both passes, 8192 tokens, 1024 keys", dense, span(dma["8192, 1024, 128"])],
+        ["the same, 32,768 tokens", dense, span(dma["32768, 1024, 128"])],
+        ["the same, 131,072 tokens, 2048 keys", dense, span(dma["131072, 2048, 128"])],
+        ["dense attention, eight head shapes of width 128, forward", "cuDNN", shapes(128, "forward: cuDNN")],
+        ["dense attention, the same shapes, backward", "cuDNN", shapes(128, "backward: cuDNN")],
+        ["dense attention, the same shapes, forward", "FlashAttention-4", shapes(128, "forward: FA4")],
+        ["dense attention, three shapes of width 64, forward", "FlashAttention-4", shapes(64, "forward: FA4")],
+        ["NSA, both passes, 8192 tokens", dense, f"{nsa_ms('16/8', 8192)[1]:.2f}"],
+        ["NSA, both passes, 65,536 tokens", dense, f"{nsa_ms('16/8', 65536)[1]:.2f}"],
+        ["training 1.7B, dense, rows of 2048", "compiled Qwen3 in PyTorch", step],
+        ["training on two CPU cores, dense", "PyTorch",
+         ratio(on_cpu["ours, dense, tokens/s"], on_cpu["PyTorch, dense"], 1)],
+    ]
+
+
+COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | {
+    "board_front": front, "table4": table_4, "far_apart": far_apart, "speed": speed, "advice": advice}
+
+
+def made(name):
+    """The lines of a table in Markdown."""
+    head, lines = COMPUTED[name]() if name in COMPUTED else of_noted(name)
+    texts = ["| " + " | ".join(row) + " |" for row in (head, *lines)]
+    return [re.sub(r"\|(?:  \|)+", lambda cells: cells[0].replace("  ", " "), text) for text in
+            [texts[0], "|" + "---|" * len(head), *texts[1:]]]
+
+
+def split(line):
+    return [one.strip() for one in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+
+
+def tables_of(lines):
+    """(first line, end, name) of each table of a page; of one without a mark the name is None, of settings it is "" """
+    at = 0
+    while at < len(lines):
+        mark = MARK.fullmatch(lines[at - 1]) if at else None
+        if mark or lines[at].startswith("|"):
+            end = at
+            while end < len(lines) and lines[end].startswith("|"):
+                end += 1
+            yield at, end, mark[1] if mark else "" if at and lines[at - 1] == SETTINGS else None
+            at = end
+        at += 1
+
+
+def filled(page):
+    """The page with its tables made anew, where it differs from that, and the numbers that have no row."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    different, unknown, out, after = [], [], [], 0
+    for begin, end, name in tables_of(lines):
+        stored = lines[begin:end]
+        wanted = made(name) if name else stored
+        out += lines[after:begin] + wanted
+        after = end
+        different += [f"{page.name}, table {name}:\n  the page has  {old}\n  the rows give {new}"
+                      for old, new in itertools.zip_longest(stored, wanted, fillvalue="") if old != new]
+        if name is None:
+            unknown += [f"{page.name}:{begin + number}: a number without a stored row: {one}"
+                        for number, line in enumerate(stored[2:], 3) for one in split(line) if NUMBER.fullmatch(one)]
+    return "\n".join(out + lines[after:]) + "\n", different, unknown
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    parser.add_argument("--print", metavar="NAME", help="print one table", choices=sorted({*COMPUTED, *noted()}))
+    parser.add_argument("--pages", type=pathlib.Path, nargs="+", default=[ROOT / page for page in PAGES])
+    arguments = parser.parse_args()
+    if arguments.print:
+        print("\n".join(made(arguments.print)))
+        return
+    faults, count = [], 0
+    for page in arguments.pages:
+        text, different, unknown = filled(page)
+        count += len(MARK.findall(text))
+        faults += unknown
+        if arguments.check:
+            faults += different
+        else:
+            page.write_text(text, encoding="utf-8")
+    print("\n".join(faults) or f"{count} tables are those of their rows")
+    sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Checks that the pages show the rows of experiments/rows, and that experiments/tables.py finds what does not.
+
+    python tests/python/test_tables.py
+"""
+
+import json
+import pathlib
+import sys
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "experiments"))
+
+import tables  # noqa: E402
+
+KEYS = {"about", "card", "date", "command", "commit", "seeds", "columns", "once"}
+
+
+class Tables(unittest.TestCase):
+    def of_page(self, text):
+        with tempfile.TemporaryDirectory() as folder:
+            page = pathlib.Path(folder, "page.md")
+            page.write_text(text, encoding="utf-8")
+            return tables.filled(page)
+
+    def test_each_page_is_what_the_rows_give(self):
+        for name in tables.PAGES:
+            page = tables.ROOT / name
+            text, different, unknown = tables.filled(page)
+            self.assertEqual(different + unknown, [], f"run {pathlib.Path(tables.__file__).name}")
+            self.assertEqual(text, page.read_text(encoding="utf-8"))
+
+    def test_each_stored_table_is_shown_once(self):
+        pages = [(ROOT / name).read_text(encoding="utf-8") for name in tables.PAGES]
+        shown = [mark for page in pages for mark in tables.MARK.findall(page)]
+        self.assertEqual(sorted(shown), sorted({*tables.COMPUTED, *tables.noted()}))
+
+    def test_a_changed_cell_and_a_missing_row_are_found(self):
+        table = "\n".join(tables.made("nsa"))
+        right = f"<!-- table nsa -->\n{table}\n\nText.\n"
+        self.assertEqual(self.of_page(right), (right, [], []))
+        shorter = right.replace(table, table[:table.rindex("\n")])
+        for wrong in (right.replace("0.755", "0.754"), right.replace("0.91", "0.92"), shorter):
+            text, different, unknown = self.of_page(wrong)
+            self.assertEqual((text, len(different), unknown), (right, 1, []))
+
+    def test_a_number_without_a_row_is_found_and_settings_are_not(self):
+        table = "| what | ms |\n|---|---|\n| a | 1.5 |\n| b | about 2 |\n"
+        self.assertEqual(self.of_page(table)[2], ["page.md:3: a number without a stored row: 1.5"])
+        self.assertEqual(self.of_page(f"{tables.SETTINGS}\n{table}")[2], [])
+
+    def test_a_noted_row_has_what_its_table_names_and_no_more(self):
+        for name, (about, rows) in tables.noted().items():
+            self.assertTrue(rows, name)
+            self.assertLessEqual(about.keys(), KEYS, name)
+            stored = {column for column in about["columns"] if (name, column) not in tables.DERIVED}
+            derived = {column for table, column in tables.DERIVED if table == name}
+            for row in rows:
+                self.assertLessEqual(stored, row.keys(), name)
+                self.assertLessEqual(row.keys() - {"table", "since"}, stored | derived, name)
+        self.assertLessEqual({table for table, _ in tables.DERIVED}, tables.noted().keys())
+
+    def test_what_is_computed_follows_its_row(self):
+        (row, *_) = tables.noted()["nsa"][1]
+        self.assertEqual(tables.DERIVED["nsa", "cuDNN / NSA"](row), "0.91")
+        self.assertEqual(tables.DERIVED["nsa", "cuDNN / NSA"](row | {"cuDNN dense, both": 3.744}), "1.82")
+        # Four multiplications a pair of causal attention: 2 x 16 heads, 8192² / 2 pairs of 128 columns.
+        (row, *_) = tables.noted()["attention"][1]
+        self.assertEqual(tables.rate_of(row | {"ours": 1}, None), f"{4 * 128 * 32 * 8192 ** 2 / 2 / 1e9:.0f}")
+
+    def test_files_of_rows_are_lines_of_json(self):
+        for path in tables.ROWS.glob("*.jsonl"):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                self.assertIsInstance(json.loads(line), dict, path.name)
+
+
+if __name__ == "__main__":
+    unittest.main()
