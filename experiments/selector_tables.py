@@ -100,6 +100,14 @@ def ba_att():
     return head, lines
 
 
+@table("ba_att_far")
+def ba_att_far():
+    dropped = ["0.9", "0.95", "0.98", "0.99"]
+    lines = [[f"blocks of {block}", *losses("ba_att_far", *(f"ba_att:{rest.format(one)}" for one in dropped))]
+             for block, rest in ((128, "sparsity={}"), (32, "block=32,sparsity={},segment=128"))]
+    return ["sparsity", *dropped], lines
+
+
 @table("pbs_permuted")
 def pbs():
     head, lines = of_settings(("`pbs`", "density", "mass", "loss - dense"), "pbs", {

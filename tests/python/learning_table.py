@@ -15,6 +15,7 @@ Needs nothing but Python.
 
 import contextlib
 import json
+import math
 import pathlib
 import random
 import statistics
@@ -278,28 +279,38 @@ def depth_table(rows):
 
 
 def drawn(rows):
-    """SVG with a heat map for each length: attention down, depth across, colour and number the share found in %."""
-    cell, left, top = 26, 250, 44
-    names, lengths = (list(dict.fromkeys(row[key] for row in rows)) for key in ("attention", "length"))
+    """SVG with a map for each kind of attention, three beside each other, the most needles first: lengths across, depth
+    down, colour and number the share found in %. A dotted line ends what was trained on."""
+    across, down, left, top, beside = 50, 19, 56, 58, 3
+    of_kind = {}
+    for row in rows:
+        of_kind.setdefault(row["attention"], []).append(row)
+    names = sorted(of_kind, key=lambda name: -sum(sum(row["found"]) for row in of_kind[name]))
+    lengths, depths = sorted({row["length"] for row in rows}), rows[0]["depths"]
+    trained = sum(length <= rows[0]["trained"] for length in lengths)
+    wide, high = left + across * len(lengths) + 22, top + down * len(depths) + 26
     text = lambda x, y, words, more="": f'<text x="{x}" y="{y}" {more}>{words}</text>'
-    wide = max(len(row["depths"]) for row in rows) * cell + 16
-    width, height = left + wide * len(lengths), top + cell * len(names) + 40
-    parts = [text(left - 8, top + cell * at + 17, name, 'text-anchor="end"') for at, name in enumerate(names)]
-    for column, length in enumerate(sorted(lengths)):
-        at_length, times = left + wide * column, length / rows[0]["trained"]
-        title = f"{length} tokens, {times:g} times the trained length"
-        parts.append(text(at_length, 20, title, 'text-anchor="start" font-weight="bold"'))
-        parts.append(text(at_length + wide / 2, height - 14, "depth of the needle, % of the text before it"))
-        for at, name in enumerate(names):
-            mine = [row for row in rows if (row["attention"], row["length"]) == (name, length)]
-            for place, depth in enumerate(mine[0]["depths"] if mine else []):
+    middle = 'text-anchor="middle"'
+    parts = []
+    for number, name in enumerate(names):
+        x, y = wide * (number % beside) + left, high * (number // beside) + top
+        parts.append(text(x - 44, y - 36, name, 'font-weight="bold"'))
+        parts.append(text(x - 44, y - 6, "depth %"))
+        parts += [text(x - 8, y + down * place + 14, depth, 'text-anchor="end"') for place, depth in enumerate(depths)]
+        for column, length in enumerate(lengths):
+            mine = [row for row in of_kind[name] if row["length"] == length]
+            parts.append(text(x + across * (column + 0.5), y - 18, f"{length:,}", middle))
+            for place in range(len(depths) if mine else 0):
                 share = statistics.mean(row["found"][place] / row["needles"] for row in mine)
-                x, y = at_length + cell * place, top + cell * at
-                colour = ",".join(f"{250 - fall * share:.0f}" for fall in (220, 145, 80))
-                parts.append(f'<rect x="{x}" y="{y}" width="{cell - 1}" height="{cell - 1}" fill="rgb({colour})"/>')
-                parts.append(text(x + cell / 2, y + 17, f"{100 * share:.0f}", 'fill="white"' if share > 0.5 else ""))
-                parts += [text(x + cell / 2, top - 6, depth)] if at == 0 else []
-    return svg(width, height, parts, ' text-anchor="middle"')
+                colour = ",".join(f"{246 - fall * share:.0f}" for fall in (216, 141, 76))
+                at = (x + across * column, y + down * place)
+                parts.append(f'<rect x="{at[0]}" y="{at[1]}" width="{across - 1}" height="{down - 1}" fill="rgb({colour})"/>')
+                shown = middle + (' fill="white"' if share > 0.5 else "" if share else ' fill="#767676"')
+                parts.append(text(at[0] + across / 2, at[1] + 14, f"{100 * share:.0f}", shown))
+        line = x + across * trained - 0.5
+        parts.append(f'<line x1="{line}" x2="{line}" y1="{y - 30}" y2="{y + down * len(depths)}" stroke="black" '
+                     'stroke-width="2" stroke-dasharray="2 3"/>')
+    return svg(wide * min(beside, len(names)), high * math.ceil(len(names) / beside), parts, ' style="font-size: 13px"')
 
 
 def train(job, runs, arguments):
