@@ -134,7 +134,7 @@ fn damaged_tasks_and_their_rows() {
         let task = Task::parse("mine.toml", text);
         match task {
             Ok(task) => {
-                is_read(TaskTexts::new(&task, &data, run, &tokenizer, 4096), &["mine.toml", "tokenizer", "token"])
+                is_read(TaskTexts::new(&task, &data, run, None, &tokenizer, 4096), &["mine.toml", "tokenizer", "token"])
             }
             Err(error) => is_read(Err::<(), _>(error), &["mine.toml"]),
         }
@@ -142,7 +142,7 @@ fn damaged_tasks_and_their_rows() {
     let task = Task::parse("mine.toml", task).expect("a task");
     each_file(&path, || match read() {
         Ok(data) => is_read(
-            TaskTexts::new(&task, &data, run, &tokenizer, 4096),
+            TaskTexts::new(&task, &data, run, None, &tokenizer, 4096),
             &["mine.toml: row", "mine.toml: 1 examples", "token"],
         ),
         Err(error) => is_read(Err::<(), _>(error), &["rows.jsonl"]),

@@ -3,6 +3,7 @@
     lm_eval_tasks.py rows DIR                 made-up rows: DIR/TASK.jsonl, and DIR/TASK.train.jsonl for examples
     lm_eval_tasks.py score K MODEL DIR OUT …  the harness on DIR with K examples a question, OUT a JSON file; prints seconds
     lm_eval_tasks.py compare OUT REPORT SAMPLES    what `sieve eval tasks --json --samples` wrote beside OUT
+    lm_eval_tasks.py chats OUT                the texts that the harness asks with --apply_chat_template, of a few rows
 
 The tasks are the harness's own YAML files: only the data set is replaced by the local files, the default sampler of examples
 by its `first_n`, and the number of generated tokens by GENERATED.
@@ -221,8 +222,62 @@ def compare(out, report, samples):
     assert not failed, "\n".join(failed)
 
 
+# ChatML, and a template that refuses a system message, as Gemma's does.
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+CHATML += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TEMPLATES = {
+    "chatml": CHATML,
+    "no_system": "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML,
+}
+CHAT_TASKS = ["lambada_openai", "hellaswag", "piqa", "arc_easy", "winogrande", "boolq", "mmlu", "triviaqa", "gsm8k"]
+CHAT_ROWS = 3
+
+
+def chats(out):
+    """For each task, template, system message and number of examples: rows, and (context, continuation) of each request."""
+    import tempfile
+    from types import SimpleNamespace
+
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.models.huggingface import HFLM
+    from transformers import PreTrainedTokenizerFast
+
+    golden = Path(__file__).parent.parent / "golden"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(golden / "llama_tokenizer.json"))
+    model = SimpleNamespace(tokenizer=tokenizer, chat_template_args={})
+    render = lambda *args, **kwargs: HFLM.apply_chat_template(model, *args, **kwargs)
+    cases, tables = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        for task in CHAT_TASKS:
+            rows = Rows(task)
+            tables[task] = [[getattr(rows, task)() for _ in range(num)] for num in (CHAT_ROWS, 2)]
+            for name, table in zip([task, task + ".train"], tables[task]):
+                lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in table]
+                Path(folder, name + ".jsonl").write_text("".join(lines), encoding="utf-8")
+            for template, text in TEMPLATES.items():
+                tokenizer.chat_template = text
+                for system in (None, "Be brief."):
+                    for fewshot in (0, 2):
+                        made = ConfigurableTask(config=config(task, folder, fewshot))
+                        made.build_all_requests(
+                            system_instruction=system,
+                            apply_chat_template=True,
+                            fewshot_as_multiturn=True,
+                            chat_template=render,
+                            tokenizer_name=template,
+                        )
+                        # A generation has its settings in place of a continuation.
+                        requests = [[r.args[0], r.args[1] if isinstance(r.args[1], str) else None] for r in made.instances]
+                        case = {"task": task, "template": template, "system": system, "fewshot": fewshot}
+                        cases.append({**case, "requests": requests})
+    tables = {task: {"rows": rows, "examples": examples} for task, (rows, examples) in tables.items()}
+    Path(out).write_text(json.dumps({"tables": tables, "cases": cases}, ensure_ascii=False), encoding="utf-8")
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
+        case ["chats", out]:
+            chats(out)
         case ["rows", folder]:
             write_rows(folder)
         case ["score", fewshot, *models] if len(models) % 3 == 0:

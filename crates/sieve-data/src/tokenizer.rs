@@ -238,6 +238,17 @@ impl Tokenizer {
         Ok(parts)
     }
 
+    /// The token ids of a text that a chat template wrote, as lm-evaluation-harness encodes it: names of special tokens
+    /// become these tokens, and [`bos_id`](Self::bos_id) comes first, unless the text begins with it.
+    ///
+    /// # Errors
+    /// A text that the tokenizer cannot encode.
+    pub fn encode_chat(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        let ids = self.encode_marked(text)?;
+        let bos = self.bos_id.filter(|bos| ids.first() != Some(bos));
+        Ok(bos.into_iter().chain(ids).collect())
+    }
+
     /// The text of token ids without special tokens; bytes that are not UTF-8 become U+FFFD.
     ///
     /// # Errors

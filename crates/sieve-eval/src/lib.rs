@@ -62,8 +62,8 @@ pub use selectors::{
 };
 pub use stop::StopTexts;
 pub use tasks::{
-    Likelihood, LongBenchAverage, READY_TASKS, RowScore, Score, Task, TaskModel, TaskReport, TaskRows, TaskRun,
-    TaskSize, TaskTexts, run_task,
+    Likelihood, LongBenchAverage, READY_TASKS, RowScore, Score, Task, TaskChat, TaskModel, TaskReport, TaskRows,
+    TaskRun, TaskSize, TaskTexts, Turn, run_task,
 };
 pub use together::BatchGenerator;
 pub use trained::{TrainedMeasure, measure_trained};

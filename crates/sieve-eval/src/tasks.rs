@@ -1,5 +1,6 @@
 //! Language-model benchmarks, by the rules of lm-evaluation-harness.
 mod answer;
+mod chat;
 mod likelihood;
 mod longbench;
 mod spec;
@@ -8,8 +9,9 @@ mod text_scores;
 
 use crate::{EvalError, Selection, texts_together};
 use answer::answers;
+pub use chat::{TaskChat, Turn};
 pub use likelihood::Likelihood;
-use likelihood::{Pair, likelihoods};
+use likelihood::{Encode, Pair, likelihoods};
 pub use longbench::LongBenchAverage;
 use serde::Serialize;
 use sieve_data::{TableRow, Tokenizer};
@@ -148,23 +150,27 @@ impl TaskSize {
 }
 
 impl<'a> TaskTexts<'a> {
-    /// Builds the prompts for a model's tokenizer and context.
+    /// Builds the prompts for a model's tokenizer and context, as chats if `chat` is given.
     ///
     /// # Errors
-    /// Rows without the task's columns; too few rows for the examples; a text longer than the context.
+    /// Rows without the task's columns; too few rows for the examples; a text longer than the context; a chat that the
+    /// template refuses.
     pub fn new(
         task: &'a Task,
         data: &TaskRows,
         run: TaskRun,
+        chat: Option<&TaskChat<'_>>,
         tokenizer: &Tokenizer,
         context: usize,
     ) -> Result<Self, EvalError> {
         let num_rows = data.rows.len().min(run.limit.unwrap_or(usize::MAX));
         let questions = task.questions(&data.rows[..num_rows])?;
-        let mut encoder = Encoder { task, tokenizer, context, truncate: run.truncate, num_truncated: 0 };
+        // A chat's template writes names of special tokens.
+        let encode = if chat.is_some() { Tokenizer::encode_chat } else { Tokenizer::encode_with_bos };
+        let mut encoder = Encoder { task, tokenizer, encode, context, truncate: run.truncate, num_truncated: 0 };
         let asked = questions.iter().zip(&data.rows).map(|(question, row)| {
             let shots = shots(task, data, run.fewshot, row)?;
-            Ok(task.pairs(question, &shots))
+            task.pairs(question, &shots, chat).map_err(|reason| EvalError::task(task.name(), reason))
         });
         let asked: Vec<Vec<(String, String)>> = asked.collect::<Result<_, EvalError>>()?;
         let asked = asked.iter().enumerate();
@@ -251,15 +257,12 @@ pub fn run_task<B: DeviceBackend>(
     })
 }
 
-/// The text of the solved examples before a row's question; see [`TaskRows::examples`].
-fn shots(task: &Task, data: &TaskRows, fewshot: usize, row: &TableRow) -> Result<String, EvalError> {
+/// The solved examples before a row's question, prompt and answer; see [`TaskRows::examples`].
+fn shots(task: &Task, data: &TaskRows, fewshot: usize, row: &TableRow) -> Result<Vec<(String, String)>, EvalError> {
     let examples = data.examples.as_ref().unwrap_or(&data.rows).iter();
     let others = examples.filter(|example| data.examples.is_some() || *example != row);
-    let (mut text, mut taken) = (String::new(), 0);
-    for example in others.take(fewshot) {
-        text += &task.shot(example)?;
-        taken += 1;
-    }
+    let shots = others.take(fewshot).map(|example| task.shot(example)).collect::<Result<Vec<_>, _>>()?;
+    let taken = shots.len();
     if taken < fewshot {
         let reason = format!(
             "{fewshot} examples are asked for, and {taken} rows can be examples\n  \
@@ -267,13 +270,14 @@ fn shots(task: &Task, data: &TaskRows, fewshot: usize, row: &TableRow) -> Result
         );
         return Err(EvalError::task(task.name(), reason));
     }
-    Ok(text)
+    Ok(shots)
 }
 
 /// Tokenises a task's texts, and cuts or refuses the ones that are too long.
 struct Encoder<'a> {
     task: &'a Task,
     tokenizer: &'a Tokenizer,
+    encode: Encode,
     context: usize,
     truncate: bool,
     num_truncated: usize,
@@ -285,7 +289,7 @@ impl Encoder<'_> {
         let prefix_id = self.tokenizer.prefix_id()?;
         let mut encoded = Vec::with_capacity(pairs.len());
         for (context, continuation) in pairs {
-            let pair = Pair::encode(self.tokenizer, prefix_id, context, continuation)?;
+            let pair = Pair::encode(self.tokenizer, self.encode, prefix_id, [context, continuation])?;
             let Some(mut pair) = pair else {
                 return Err(self.error(n, "has an ending without a token of its own".to_owned()));
             };
@@ -298,7 +302,7 @@ impl Encoder<'_> {
 
     /// Tokens of the prompt of row `n`, cut so that the generated tokens fit into the model's context too.
     fn prompt(&mut self, n: usize, prompt: &str) -> Result<Vec<u32>, EvalError> {
-        let mut tokens = self.tokenizer.encode_with_bos(prompt)?;
+        let mut tokens = (self.encode)(self.tokenizer, prompt)?;
         let room = self.context.saturating_sub(self.task.matching.max_new_tokens);
         if room == 0 {
             return Err(self.error(

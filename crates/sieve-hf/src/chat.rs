@@ -104,7 +104,7 @@ impl ChatTemplate {
             // Without the debug feature this is one line: kind, detail, place.
             let what = format!("{}: the chat template cannot be applied: {error}", self.folder.shown());
             let hint = "change the messages (some templates take no system message), or write the text of the chat \
-                yourself, without --chat";
+                yourself, without the template";
             CheckpointError::refused(what, hint)
         };
         let begins_answer = true;

@@ -116,14 +116,7 @@ fn chats(args: &GenerateArgs, prompts: &[String]) -> Result<Option<Vec<String>>>
     if !args.chat {
         return Ok(None);
     }
-    let template = ChatTemplate::of_model(&args.checkpoint)?;
-    let template = template.with_context(|| {
-        format!(
-            "{} has no chat template\n  hint: leave --chat out, or put the model's chat_template.jinja beside its \
-             tokenizer.json",
-            args.checkpoint.shown()
-        )
-    })?;
+    let template = loaded::chat_template(&args.checkpoint, "--chat")?;
     let system = args.system.as_deref().map(|content| ChatMessage { role: "system", content });
     let texts = prompts.iter().map(|content| {
         let user = ChatMessage { role: "user", content };

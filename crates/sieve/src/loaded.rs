@@ -1,13 +1,13 @@
 //! Loads a checkpoint and its tokenizer on a device, for the commands that use a trained model.
 use crate::device::{Device, DeviceChoice};
 use crate::out_of_memory::MemoryArgs;
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use burn::tensor::DType;
 use burn::tensor::backend::Backend;
 use clap::{Args, ValueEnum};
-use sieve_core::{ModelShape, Recipe};
+use sieve_core::{ModelShape, Recipe, ShownPath};
 use sieve_data::Tokenizer;
-use sieve_hf::{Kept, LoadedModel, load_model, peek_model};
+use sieve_hf::{ChatTemplate, Kept, LoadedModel, load_model, peek_model};
 use sieve_plan::InferenceSize;
 use std::path::Path;
 
@@ -105,6 +105,17 @@ pub(crate) fn load<B: Backend>(
     let loaded = load_model::<B>(checkpoint, device, kept)?;
     let tokenizer = tokenizer(&loaded.tokenizer_path, &loaded.recipe)?;
     Ok((loaded, tokenizer))
+}
+
+/// The chat template of the model in a folder, for the flag that asks for it.
+pub(crate) fn chat_template(checkpoint: &Path, flag: &str) -> Result<ChatTemplate> {
+    ChatTemplate::of_model(checkpoint)?.with_context(|| {
+        format!(
+            "{} has no chat template\n  hint: leave {flag} out, or put the model's chat_template.jinja beside its \
+             tokenizer.json",
+            checkpoint.shown()
+        )
+    })
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use crate::rows::Rows;
 use crate::{EvalError, Selection, texts_together};
 use burn::tensor::{Int, Tensor, TensorData};
 use serde::Serialize;
-use sieve_data::Tokenizer;
+use sieve_data::{DataError, Tokenizer};
 use sieve_nn::{LayerContext, Qwen3, SharedPrompts};
 use sieve_ops::{DeviceBackend, Documents, RotaryEmbedding};
 use std::cmp::Reverse;
@@ -37,6 +37,9 @@ pub struct Likelihood {
     pub is_greedy: Option<bool>,
 }
 
+/// How a text becomes tokens: [`Tokenizer::encode_with_bos`], or [`Tokenizer::encode_chat`].
+pub(super) type Encode = fn(&Tokenizer, &str) -> Result<Vec<u32>, DataError>;
+
 /// Tokens of a context followed by its continuation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Pair {
@@ -52,9 +55,9 @@ impl Pair {
     /// if the continuation has no token.
     pub(super) fn encode(
         tokenizer: &Tokenizer,
+        encode: Encode,
         prefix_id: u32,
-        context: &str,
-        continuation: &str,
+        [context, continuation]: [&str; 2],
     ) -> Result<Option<Self>, EvalError> {
         if context.is_empty() {
             let mut tokens = tokenizer.encode(continuation)?;
@@ -64,8 +67,8 @@ impl Pair {
             let num_scored = tokens.len() - 1;
             return Ok((num_scored > 0).then_some(Self { tokens, num_scored }));
         }
-        let tokens = tokenizer.encode_with_bos(&format!("{context}{continuation}"))?;
-        let before = tokenizer.encode_with_bos(context.trim_end())?.len();
+        let tokens = encode(tokenizer, &format!("{context}{continuation}"))?;
+        let before = encode(tokenizer, context.trim_end())?.len();
         let num_scored = tokens.len().saturating_sub(before);
         // before == 0: the first token of a text cannot be scored, as nothing predicts it.
         Ok((num_scored > 0 && before > 0).then_some(Self { tokens, num_scored }))

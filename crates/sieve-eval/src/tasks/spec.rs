@@ -1,4 +1,5 @@
 //! A task: a small TOML file that says how a row of a data set becomes a question.
+use super::chat::TaskChat;
 use super::template::{Filter, Template, texts};
 use super::text_scores::TextScore;
 use crate::EvalError;
@@ -335,32 +336,45 @@ impl Task {
         })
     }
 
-    /// A row with its answer, as a solved example.
-    pub(super) fn shot(&self, row: &TableRow) -> Result<String, EvalError> {
+    /// Prompt and answer of a row, for a solved example.
+    pub(super) fn shot(&self, row: &TableRow) -> Result<(String, String), EvalError> {
         let question = self.question(row).map_err(|what| EvalError::task(&self.name, format!("an example {what}")))?;
         let right = question.label.unwrap_or(0);
         // A single prompt or ending serves all choices.
         let of = |list: &[String]| list[right.min(list.len() - 1)].clone();
-        Ok(format!("{}{}{}\n\n", of(&question.prompts), self.delimiter, of(&question.endings)))
+        Ok((of(&question.prompts), of(&question.endings)))
     }
 
     /// The (context, continuation) pairs of a question: one for each choice, or a single one in tasks without choices.
-    /// `before` are the solved examples.
-    pub(super) fn pairs(&self, question: &Question, before: &str) -> Vec<(String, String)> {
-        let context = |prompt: &String| format!("{}{before}{prompt}", question.description);
-        match self.measure {
+    /// `shots` are the solved examples, prompt and answer. In a chat, nothing is between a question and a choice.
+    ///
+    /// # Errors
+    /// What the chat's template refuses.
+    pub(super) fn pairs(
+        &self,
+        question: &Question,
+        shots: &[(String, String)],
+        chat: Option<&TaskChat<'_>>,
+    ) -> Result<Vec<(String, String)>, String> {
+        let shot = |(prompt, answer): &(String, String)| format!("{prompt}{}{answer}\n\n", self.delimiter);
+        let context = |prompt: &String| match chat {
+            Some(chat) => chat.text(&question.description, shots, prompt),
+            None => Ok(format!("{}{}{prompt}", question.description, shots.iter().map(shot).collect::<String>())),
+        };
+        let contexts = question.prompts.iter().map(context).collect::<Result<Vec<String>, String>>()?;
+        let delimiter = if chat.is_some() { "" } else { &self.delimiter };
+        Ok(match self.measure {
             Measure::Choices => {
-                let ending = |ending: &String| format!("{}{ending}", self.delimiter);
-                let (prompts, endings) = (question.prompts.iter(), question.endings.iter());
+                let ending = |ending: &String| format!("{delimiter}{ending}");
                 match self.has_prompt_per_choice() {
-                    true => prompts.map(|prompt| (context(prompt), ending(&question.endings[0]))).collect(),
-                    false => endings.map(|choice| (context(&question.prompts[0]), ending(choice))).collect(),
+                    true => contexts.into_iter().map(|context| (context, ending(&question.endings[0]))).collect(),
+                    false => question.endings.iter().map(|choice| (contexts[0].clone(), ending(choice))).collect(),
                 }
             }
             Measure::Continuation | Measure::Generation => {
-                vec![(context(&question.prompts[0]), question.endings[0].clone())]
+                contexts.into_iter().take(1).map(|context| (context, question.endings[0].clone())).collect()
             }
-        }
+        })
     }
 }
 
@@ -412,6 +426,7 @@ mod tests {
 
     #[test]
     fn rows_become_the_questions_of_the_papers() {
+        let pair = |a: &str, b: &str| (a.to_owned(), b.to_owned());
         let row = concat!(
             r#"{"question": "Why?", "answerKey": "C", "#,
             r#""choices": {"text": ["a", "b", "c"], "label": ["A", "B", "C"]}}"#
@@ -421,17 +436,16 @@ mod tests {
         assert_eq!((arc[0].endings.len(), arc[0].label), (3, Some(2)));
         let task = Task::ready("arc_easy").expect("ready");
         let shot = task.shot(&rows(row)[0]).expect("an example");
-        assert_eq!(shot, "Question: Why?\nAnswer: c\n\n");
+        assert_eq!(shot, pair("Question: Why?\nAnswer:", "c"));
         let row = r#"{"sentence": "Ann met Eve, and _ smiled.", "option1": "Ann", "option2": "Eve", "answer": "2"}"#;
         let blank = questions("winogrande", row).expect("a question");
         let task = Task::ready("winogrande").expect("ready");
-        let pair = |a: &str, b: &str| (a.to_owned(), b.to_owned());
         assert_eq!(
-            task.pairs(&blank[0], ""),
+            task.pairs(&blank[0], &[], None).expect("no chat"),
             [pair("Ann met Eve, and Ann", " smiled."), pair("Ann met Eve, and Eve", " smiled.")]
         );
         let shot = task.shot(&rows(row)[0]).expect("an example");
-        assert_eq!(shot, "Ann met Eve, and Eve smiled.\n\n");
+        assert_eq!(shot, pair("Ann met Eve, and Eve", "smiled."));
         // LongBench v2's own file, and the one with a column of choices.
         let own = concat!(
             r#"{"_id": "6", "question": "Who? ", "choice_A": "Ann", "choice_B": "Eve", "choice_C": "Joe", "#,
@@ -446,6 +460,7 @@ mod tests {
         assert!(own[0].prompts[0].ends_with(": Who?\nChoices:\n(A) Ann\n(B) Eve\n(C) Joe\n(D) Sue\n\nAnswer:"));
         let lambada = questions("lambada_openai", r#"{"text": "It was a cat"}"#).expect("one");
         let task = Task::ready("lambada_openai").expect("ready");
-        assert_eq!(task.pairs(&lambada[0], "x\n\n"), [pair("x\n\nIt was a", " cat")]);
+        let pairs = task.pairs(&lambada[0], &[pair("x", "y")], None).expect("no chat");
+        assert_eq!(pairs, [pair("x y\n\nIt was a", " cat")]);
     }
 }

@@ -43,7 +43,7 @@ fn ask(attention: Attention, task: &str, data: &TaskRows, run: TaskRun) -> Resul
     let (model, device) = (tiny_model(attention, 64), Default::default());
     let model = asked(&model, &tokenizer, &device);
     let task = Task::ready(task).expect("ready");
-    let texts = TaskTexts::new(&task, data, run, &tokenizer, 64)?;
+    let texts = TaskTexts::new(&task, data, run, None, &tokenizer, 64)?;
     run_task(&model, &texts, None, &mut |_, _| {})
 }
 
@@ -51,6 +51,8 @@ fn asked<'a>(model: &'a Qwen3<Flex>, tokenizer: &'a Tokenizer, device: &'a FlexD
     TaskModel { model, tokenizer, ends: &[30], device }
 }
 
+/// Tokens of a text that is no chat.
+const PLAIN: likelihood::Encode = Tokenizer::encode_with_bos;
 const ZERO_SHOT: TaskRun = TaskRun { fewshot: 0, limit: None, truncate: false };
 const CUT: TaskRun = TaskRun { truncate: true, ..ZERO_SHOT };
 
@@ -78,7 +80,7 @@ fn packed_rows_give_each_pair_what_it_has_alone() {
         let pairs: Vec<Pair> = (0..40)
             .map(|n| {
                 let ending = format!(" {}", mixed(n + 9, 1 + n % 5));
-                let pair = Pair::encode(&tokenizer, 30, &mixed(n, n % 7), &ending);
+                let pair = Pair::encode(&tokenizer, PLAIN, 30, [&mixed(n, n % 7), &ending]);
                 pair.expect("known words").expect("something to score")
             })
             .collect();
@@ -134,13 +136,13 @@ fn examples_are_the_first_rows_and_never_the_row_asked() {
     let shot = |n: usize| task.shot(&rows[n]).expect("an example");
     let data = only(rows.clone());
     let before = |n: usize, fewshot| shots(&task, &data, fewshot, &rows[n]);
-    assert_eq!(before(2, 2).expect("two"), shot(0) + &shot(1));
-    assert_eq!(before(0, 2).expect("two"), shot(1) + &shot(2));
-    assert_eq!(before(0, 0).expect("none"), "");
+    assert_eq!(before(2, 2).expect("two"), [shot(0), shot(1)]);
+    assert_eq!(before(0, 2).expect("two"), [shot(1), shot(2)]);
+    assert!(before(0, 0).expect("none").is_empty());
     refusal(before(0, 3), "3 examples | 2 rows");
     let other = TaskRows { rows: piqa(1), examples: Some(piqa(3)) };
     let found = shots(&task, &other, 2, &rows[0]).expect("two");
-    assert_eq!(found, shot(0) + &shot(1));
+    assert_eq!(found, [shot(0), shot(1)]);
 }
 
 #[test]
@@ -170,7 +172,7 @@ fn long_prompts_lose_their_middle_and_texts_are_scored() {
     let (tokenizer, context) = (tokenizer(), 64 + 32);
     let task = Task::ready("longbench_hotpotqa").expect("ready");
     let row = row(&text_of((0..200).map(|n| n % 30)));
-    let texts = TaskTexts::new(&task, &row, CUT, &tokenizer, context).expect("cut");
+    let texts = TaskTexts::new(&task, &row, CUT, None, &tokenizer, context).expect("cut");
     let Texts::Prompts(prompts) = &texts.texts else { panic!("prompts") };
     let question = task.questions(&row.rows).expect("columns");
     let whole = tokenizer.encode(&question[0].prompts[0]).expect("words");
@@ -207,7 +209,7 @@ fn every_longbench_task_takes_short_and_long_prompts() {
         };
         let lengths = [1, room * 2 / 3, room + 70];
         let data = only(rows(&lengths.map(row)));
-        let texts = TaskTexts::new(&task, &data, CUT, &tokenizer, 1024).expect(name);
+        let texts = TaskTexts::new(&task, &data, CUT, None, &tokenizer, 1024).expect(name);
         let Texts::Prompts(prompts) = &texts.texts else { panic!("{name}: prompts") };
         let questions = task.questions(&data.rows).expect("columns");
         for (prompt, question) in prompts.iter().zip(&questions).take(2) {
@@ -228,7 +230,8 @@ fn a_context_and_its_ending_are_split_where_the_harness_splits_them() {
     let text = "the cat sat on the mat and the cat ran to the cat on the mat ".repeat(40);
     let tokenizer = Tokenizer::train_on(std::iter::once(text.as_str()), 270).expect("enough text");
     let eos_id = tokenizer.eos_id().expect("its own name");
-    let encode = |context: &str, ending: &str| Pair::encode(&tokenizer, eos_id, context, ending).expect("text");
+    let encode =
+        |context: &str, ending: &str| Pair::encode(&tokenizer, PLAIN, eos_id, [context, ending]).expect("text");
     let whole = tokenizer.encode("the cat sat").expect("text");
     let before = tokenizer.encode("the cat").expect("text").len();
     let parts = (&whole[..], whole.len() - before);
@@ -240,7 +243,7 @@ fn a_context_and_its_ending_are_split_where_the_harness_splits_them() {
     assert_eq!(encode("the cat", ""), None);
     // Llama's template puts <s> first: before a context, even one of white space, and once before a lone ending.
     let llama = llama_tokenizer();
-    let encode = |context: &str, ending: &str| Pair::encode(&llama, 1, context, ending).expect("text");
+    let encode = |context: &str, ending: &str| Pair::encode(&llama, PLAIN, 1, [context, ending]).expect("text");
     let ids = |text: &str| [&[1], &llama.encode(text).expect("text")[..]].concat();
     let (whole, before) = (ids("the cat sat"), ids("the cat").len());
     let pair = encode("the cat ", "sat").expect("an ending");
@@ -263,7 +266,7 @@ fn endings_of_a_shared_prompt_get_what_they_get_alone() {
     let tokenizer = tokenizer();
     let device = Default::default();
     let pair = |context: &str, ending: String| {
-        let pair = Pair::encode(&tokenizer, 30, context, &format!(" {ending}"));
+        let pair = Pair::encode(&tokenizer, PLAIN, 30, [context, &format!(" {ending}")]);
         pair.expect("known words").expect("something to score")
     };
     // Endings have one token or several, or are equal; or the prompts differ after a common beginning.
@@ -342,4 +345,56 @@ fn answers_of_many_prompts_are_those_of_each_alone() {
             _ => assert!(num_ended > 5, "{num_ended}"),
         }
     }
+}
+
+/// The texts of `tests/golden/lm_eval_chats.json` are lm-evaluation-harness's own; tests/python/lm_eval_tasks.py wrote
+/// them.
+#[test]
+fn chats_are_the_texts_of_lm_evaluation_harness() {
+    let golden: serde_json::Value =
+        serde_json::from_str(include_str!("../../../../tests/golden/lm_eval_chats.json")).expect("JSON");
+    let chatml = |turns: &[Turn<'_>]| {
+        let turns = turns.iter().map(|(role, text)| format!("<|im_start|>{role}\n{text}<|im_end|>\n"));
+        Ok(turns.collect::<String>() + "<|im_start|>assistant\n")
+    };
+    let no_system = |turns: &[Turn<'_>]| match turns[0].0 {
+        "system" => Err("no system role".to_owned()),
+        _ => chatml(turns),
+    };
+    let table = |value: &serde_json::Value| -> Vec<TableRow> { serde_json::from_value(value.clone()).expect("rows") };
+    let cases = golden["cases"].as_array().expect("a list");
+    assert_eq!(cases.len(), 9 * 2 * 2 * 2);
+    for case in cases {
+        let name = case["task"].as_str().expect("a name");
+        let (task, tables) = (Task::ready(name).expect("ready"), &golden["tables"][name]);
+        let data = TaskRows { rows: table(&tables["rows"]), examples: Some(table(&tables["examples"])) };
+        let has_system = case["template"] == "chatml";
+        let render: &dyn Fn(&[Turn<'_>]) -> Result<String, String> = if has_system { &chatml } else { &no_system };
+        let chat = TaskChat::new(case["system"].as_str(), render);
+        let fewshot = case["fewshot"].as_u64().expect("a number") as usize;
+        let mut wanted = case["requests"].as_array().expect("a list").iter();
+        let questions = task.questions(&data.rows).expect("questions");
+        for (question, row) in questions.iter().zip(&data.rows) {
+            let shots = shots(&task, &data, fewshot, row).expect("examples");
+            for (context, continuation) in task.pairs(question, &shots, Some(&chat)).expect("a chat") {
+                let wanted = wanted.next().expect("a request");
+                assert_eq!(wanted[0], context.as_str(), "{case}");
+                assert!(wanted[1].is_null() || wanted[1] == continuation.as_str(), "{continuation:?}: {wanted}");
+            }
+        }
+        assert!(wanted.next().is_none(), "{name}");
+        let describes = questions.iter().any(|question| !question.description.is_empty());
+        assert_eq!(chat.lacks_system(), !has_system && (describes || !case["system"].is_null()), "{name}");
+    }
+}
+
+/// A template may write the token that the tokenizer would put first, which then is there once.
+#[test]
+fn a_chat_begins_with_one_token_of_its_beginning() {
+    let llama = llama_tokenizer();
+    let plain = llama.encode_chat("the").expect("text");
+    assert_eq!((plain[0], plain.iter().filter(|&&id| id == 1).count()), (1, 1));
+    assert_eq!(llama.encode_chat("<s>the").expect("text").iter().filter(|&&id| id == 1).count(), 1);
+    let pair = Pair::encode(&llama, Tokenizer::encode_chat, 1, ["<s>the ", "a"]).expect("text").expect("tokens");
+    assert_eq!(pair.parts().0.iter().filter(|&&id| id == 1).count(), 1);
 }

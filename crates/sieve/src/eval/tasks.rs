@@ -6,10 +6,10 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use sieve_data::read_table;
 use sieve_eval::{
-    LongBenchAverage, READY_TASKS, Selection, Task, TaskModel, TaskReport, TaskRows, TaskRun, TaskSize, TaskTexts,
-    run_task,
+    LongBenchAverage, READY_TASKS, Selection, Task, TaskChat, TaskModel, TaskReport, TaskRows, TaskRun, TaskSize,
+    TaskTexts, Turn, run_task,
 };
-use sieve_hf::{Kept, LoadedModel, peek_model, peek_tokenizer};
+use sieve_hf::{ChatMessage, Kept, LoadedModel, peek_model, peek_tokenizer};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::{Path, PathBuf};
@@ -40,6 +40,12 @@ pub(crate) struct TasksArgs {
     /// Cut a text that is longer than the model's context, at its beginning or as the task says, in place of an error
     #[arg(long)]
     truncate: bool,
+    /// Ask as a chat, by the model's chat template: examples are turns, and nothing is between a question and a choice
+    #[arg(long)]
+    apply_chat_template: bool,
+    /// A system message for the chats, before a task's own description
+    #[arg(long, value_name = "TEXT", requires = "apply_chat_template")]
+    system: Option<String>,
     /// Also write each row's likelihoods or answer: one JSON object a line
     #[arg(long, value_name = "FILE")]
     samples: Option<PathBuf>,
@@ -108,15 +114,28 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     let place = args.place.place(&checkpoint)?;
     let (recipe, shape) = peek_model(&checkpoint)?;
     let tokenizer = loaded::tokenizer(&peek_tokenizer(&checkpoint)?, &recipe)?;
+    let template = match args.apply_chat_template {
+        true => Some(loaded::chat_template(&checkpoint, "--apply-chat-template")?),
+        false => None,
+    };
+    let render = |turns: &[Turn<'_>]| {
+        let messages = turns.iter().map(|&(role, content)| ChatMessage { role, content }).collect::<Vec<_>>();
+        template.as_ref().map_or(Ok(String::new()), |template| template.render(&messages).map_err(|e| e.to_string()))
+    };
+    let chat = template.as_ref().map(|_| TaskChat::new(args.system.as_deref(), &render));
     let texts = asked.iter().map(|asked| {
         let run = TaskRun {
             fewshot: args.fewshot.unwrap_or(asked.task.fewshot()),
             limit: args.limit.map(|limit| limit as usize),
             truncate: args.truncate,
         };
-        TaskTexts::new(&asked.task, &asked.rows, run, &tokenizer, shape.max_seq_len).with_context(|| asked.file.clone())
+        TaskTexts::new(&asked.task, &asked.rows, run, chat.as_ref(), &tokenizer, shape.max_seq_len)
+            .with_context(|| asked.file.clone())
     });
     let texts: Vec<TaskTexts<'_>> = texts.collect::<Result<_>>()?;
+    if chat.as_ref().is_some_and(TaskChat::lacks_system) {
+        terminal::warning("the chat template refuses a system message, and chats have none (as in the harness)");
+    }
     let is_sparse = args.sparse.selector.is_some();
     let sizes = texts.iter().map(|texts| texts.size(is_sparse));
     let size = sizes.reduce(TaskSize::max).unwrap_or_default();
@@ -238,6 +257,8 @@ fn print<B: DeviceBackend>(
         "fewshot_data": args.fewshot_data,
         "tasks": reports,
         "seconds": seconds,
+        "apply_chat_template": args.apply_chat_template,
+        "system": args.system,
     });
     if let Some(average) = &average {
         json["longbench"] = serde_json::to_value(average)?;
