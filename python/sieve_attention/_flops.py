@@ -14,7 +14,7 @@ def _flops(q, count, block, multiplications):
 
 
 @register_flop_formula(torch.ops.sieve.selected_forward)
-def _selected_forward(q, k, v, indices, counts, start, end, scale, block, only_o=False, **_):
+def _selected_forward(q, k, v, indices, counts, start, end, scale, block, only_o=False, block_sums=False, **_):
     return _flops(q, indices[3], block, 2)
 
 

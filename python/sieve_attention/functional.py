@@ -223,13 +223,21 @@ class _Selected(_Chosen):
     """As `_Chosen`, over blocks that the caller gives."""
 
     @staticmethod
-    def forward(ctx, q, k, v, indices, counts, start, end, scale, block, deterministic):
-        given = indices, counts, start, end, scale, block
-        o, lse, chosen = ops.selected_forward(q, *_by_chooser(k, v, indices), *given)
+    def forward(ctx, q, k, v, indices, counts, start, end, scale, block, block_sums, deterministic):
+        given = indices, counts, start, end, scale, block, False, block_sums
+        o, lse, chosen, *sums = ops.selected_forward(q, *_by_chooser(k, v, indices), *given)
         ctx.save_for_backward(q, k, v, chosen, start, end, o, lse)
         size = min(block, 64)
         ctx.settings = scale, (size, size, size, chosen.shape[3]), deterministic
-        return o
+        if not sums:
+            return o
+        ctx.mark_non_differentiable(*sums)
+        return o, *sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o, *_):
+        return (*_Chosen.backward(ctx, d_o), None)
 
 
 class _BlockSparse(torch.autograd.Function):
@@ -565,7 +573,7 @@ def msa(
 @checked
 def selected_attention(
     q, k, v, indices, *, block=64, counts=None, scale=None, documents=None, window=None, causal=True,
-    deterministic=True, validate=False,
+    block_sums=False, deterministic=True, validate=False,
 ):  # fmt: skip
     """Causal attention of each query over the blocks of keys that `indices` gives it, with gradients to q, k and v.
 
@@ -577,6 +585,10 @@ def selected_attention(
     read, and their gradients are exactly 0. window and causal=False have no kernel. validate: whether an index or count
     that would count as none is an error that names its place; that waits for the GPU. Widths, groups and other
     arguments as in `nsa`.
+
+    With block_sums also f32 `[batch, tokens, choosers, blocks]` without gradient, what an indexer's loss compares its
+    probabilities with: the attention on each index's block, summed over the chooser's heads. It is 0 where an index
+    counts as none, but a block given twice has it at each place.
     """
     if window is not None or causal is not True:
         got = f"window is {window}" if window is not None else f"causal is {causal}"
@@ -592,8 +604,9 @@ def selected_attention(
         indices = indices.clamp(-1, 2**31 - 1).to(torch.int32)
     given = indices, counts, start, end, scale, block
     if _tracks(q, k, v):
-        return _Selected.apply(q, k, v, *given, deterministic)
-    return ops.selected_forward(q, *_by_chooser(k, v, indices), *given, True)[0]
+        return _Selected.apply(q, k, v, *given, block_sums, deterministic)
+    o, *sums = ops.selected_forward(q, *_by_chooser(k, v, indices), *given, True, block_sums)
+    return (o, *sums) if sums else o
 
 
 def _check_selected(q, indices, counts, start, block):

@@ -52,7 +52,7 @@ TABLE = {
     "chosen_forward": ((*QKV, "index_q?", "index_k?", "doc_start?", "doc_end?"), CHOICE),
     "selected_forward": (
         (*QKV, "indices", "counts?", "doc_start?", "doc_end?"),
-        ("float scale", "int block", "bool only_o=False"),
+        ("float scale", "int block", "bool only_o=False", "bool block_sums=False"),
     ),
     "block_sparse": ((*QKV, "words"), ("float scale", "int[] block")),
     "attention_decode": ((*QKV, "k_cache!", "v_cache!", "length"), ("float scale", "int? window")),

@@ -171,21 +171,43 @@ def block_attention(q, k, v, chosen, size, scale=None):
     return masked_attention(q, k, v, mask, scale=scale)
 
 
-def selected_attention(q, k, v, indices, *, block, counts=None, scale=None, documents=None):
-    """Of each query's indices, the first `counts` of them, those of its document's blocks up to its own."""
+def selected_mask(indices, *, block, counts=None, documents=None):
+    """Of each query's indices, the first `counts` of them, those of its document's blocks up to its own: which keys it
+    sees, [batch, choosers, tokens, keys], and the block of each key, counted from the query's first token.
+    """
     batch, tokens, choosers, most = indices.shape
-    last, position = -(-tokens // block), torch.arange(tokens, device=q.device)
+    last, position = -(-tokens // block), torch.arange(tokens, device=indices.device)
     given = (indices >= 0) & (indices < last)
     if counts is not None:
-        given &= torch.arange(most, device=q.device) < counts[..., None]
+        given &= torch.arange(most, device=indices.device) < counts[..., None]
     # Whether a query has a block, [batch, choosers, tokens, blocks]; what is no block goes behind them.
-    has = torch.zeros(batch, tokens, choosers, last + 1, dtype=torch.bool, device=q.device)
+    has = torch.zeros(batch, tokens, choosers, last + 1, dtype=torch.bool, device=indices.device)
     has = has.scatter_(-1, torch.where(given, indices, last).long(), True)[..., :last].transpose(1, 2)
     # The block of each key, counted from the query's first token: [batch, queries, keys].
     first = torch.zeros_like(position)[None] if documents is None else documents[0]
     of_key = (position - first[..., None]).div(block, rounding_mode="floor").clamp(min=0)
     of_key = of_key[:, None].expand(batch, choosers, tokens, tokens)
-    mask = has.gather(-1, of_key) & seen(batch, tokens, documents=documents, device=q.device)
-    if choosers != k.shape[2]:
-        k, v = (x.repeat_interleave(choosers // k.shape[2], 2) for x in (k, v))
+    mask = has.gather(-1, of_key) & seen(batch, tokens, documents=documents, device=indices.device)
+    return mask, of_key
+
+
+def selected_attention(q, k, v, indices, *, scale=None, **given):
+    """Attention over the blocks that each query is given; `given` as of `selected_mask`."""
+    mask, _ = selected_mask(indices, **given)
+    if mask.shape[1] != k.shape[2]:
+        k, v = (x.repeat_interleave(mask.shape[1] // k.shape[2], 2) for x in (k, v))
     return masked_attention(q, k, v, mask, scale=scale)
+
+
+def selected_block_sums(q, k, indices, *, scale=None, **given):
+    """The attention on the block of each index, summed over a chooser's heads, of the shape of `indices`."""
+    mask, of_key = selected_mask(indices, **given)
+    batch, tokens, choosers, most = indices.shape
+    keys = torch.eye(tokens, dtype=q.dtype, device=q.device)[None, :, None].expand(batch, -1, choosers, -1)
+    k = k.repeat_interleave(choosers // k.shape[2], 2)
+    # Attention with a unit vector as each key's value: its probabilities.
+    p = masked_attention(q, k, keys, mask, scale=scale).unflatten(2, (choosers, -1)).sum(3).transpose(1, 2)
+    counts = given.get("counts")
+    real = torch.arange(most, device=q.device) < (most if counts is None else counts[..., None])
+    sums = [(p * (of_key == i.transpose(1, 2)[..., None])).sum(-1).transpose(1, 2) for i in indices.unbind(-1)]
+    return torch.stack(sums, -1) * real

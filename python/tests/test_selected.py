@@ -142,6 +142,22 @@ def test_keys_that_no_query_has_are_not_read():
         assert (x[:, 64:128] == 0).all() and (x[:, 192:] == 0).all() and (x[:, :64] != 0).any()
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_block_sums(name):
+    (q, k, v), indices, settings = made(name)
+    exact = reference.selected_block_sums(q.double(), k.double(), indices, **settings)
+    with torch.no_grad():
+        o, sums = sieve.selected_attention(q, k, v, indices, block_sums=True, **settings)
+        assert torch.equal(o, sieve.selected_attention(q, k, v, indices, **settings))
+    assert sums.shape == indices.shape and sums.dtype == torch.float32
+    assert (sums - exact).abs().max() <= 2e-5 * exact.max()
+    # Beside gradients, which do not flow through the sums.
+    leaf = q.clone().requires_grad_()
+    o, again = sieve.selected_attention(leaf, k, v, indices, block_sums=True, **settings)
+    assert torch.equal(again, sums) and not again.requires_grad
+    assert torch.autograd.grad(o, leaf, torch.ones_like(o))[0].isfinite().all()
+
+
 def drawn(seed):
     draw = Random(seed)
     group, width = draw.randint(1, 64 if seed % 2 else 6), draw.choice([64, 128])
@@ -239,13 +255,14 @@ def test_valid_indices_pass():
     at((0, 5, 0, 1), 9, counts=counts_of(1))
 
 
-def test_compiled_without_a_break():
+@pytest.mark.parametrize("block_sums", [False, True])
+def test_compiled_without_a_break(block_sums):
     qkv, indices, settings = made("a number of blocks")
-    call = lambda *x: sieve.selected_attention(*x, indices, **settings)  # noqa: E731
+    call = lambda *x: sieve.selected_attention(*x, indices, **settings, block_sums=block_sums)  # noqa: E731
     mine, results = [x.requires_grad_() for x in qkv], []
     for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-        o = function(*mine)
-        results.append((o, *torch.autograd.grad(o, mine, torch.ones_like(o))))
+        o, *sums = function(*mine) if block_sums else (function(*mine),)
+        results.append((o, *sums, *torch.autograd.grad(o, mine, torch.ones_like(o))))
     for ours, compiled in zip(*results):
         assert torch.equal(ours, compiled)
 
@@ -255,7 +272,7 @@ def test_opcheck():
     counts = torch.full((1, 150, 2), 2, dtype=torch.int32, device=DEVICE)
     for number in (None, counts):
         torch.library.opcheck(
-            torch.ops.sieve.selected_forward.default, (*qkv, indices, number, None, None, 0.125, 64, number is None)
+            torch.ops.sieve.selected_forward.default, (*qkv, indices, number, None, None, 0.125, 64, number is None, True)
         )
 
 

@@ -237,12 +237,13 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             outputs.extend((!choice.only_o).then_some(("block_indices", chosen)));
             Ok(outputs)
         }
-        &Call::SelectedForward { scale, block, only_o } => {
+        &Call::SelectedForward { scale, block, only_o, block_sums } => {
             let (indices, counts, [start, end]) = (t.get("indices")?, t.maybe("counts"), t.documents()?);
             let selected = SelectedBlocks { indices: &indices, counts: counts.as_ref(), block };
-            let (forward, attended, _) = t.qkv()?.selected_attention_forward([&start, &end], selected, scale)?;
-            let mut outputs = result(forward, only_o);
-            outputs.extend((!only_o).then_some(("block_indices", attended)));
+            let forward = t.qkv()?.selected_attention_forward([&start, &end], selected, scale, block_sums)?;
+            let mut outputs = result(forward.result, only_o);
+            outputs.extend((!only_o).then_some(("block_indices", forward.block_indices)));
+            outputs.extend(forward.block_sums.map(|sums| ("block_sums", sums)));
             Ok(outputs)
         }
         Call::BlockSparse { scale, block } => {

@@ -221,16 +221,19 @@ pub enum Call {
     /// `only_o` lse, block_indices. Blocks are chosen by index_q and index_k, else by q and k
     ChosenForward(Choice),
     /// Attention over given blocks: q, k, v, indices `[batch, tokens, KV heads, blocks]` in any order, counts? `[batch,
-    /// tokens, KV heads]`, doc_start, doc_end → o, and unless `only_o` lse, and block_indices for
-    /// `nsa_selected_backward`
+    /// tokens, KV heads]`, doc_start, doc_end → o, unless `only_o` lse, and block_indices for `nsa_selected_backward`,
+    /// and with `block_sums` the attention on each index's block, summed over the heads of the group
     SelectedForward {
         /// Factor on `q . k`.
         scale: f32,
         /// Tokens of a block: 16, 32, 64 or 128.
         block: usize,
-        /// Whether `o` is the only output.
+        /// Whether `o` is the only output, but for `block_sums`.
         #[serde(default)]
         only_o: bool,
+        /// Whether the attention on each block is an output.
+        #[serde(default)]
+        block_sums: bool,
     },
     /// q, k, v of one row, words (0, then row_ptr `[heads * query tiles + 1]`, then tile_idx) → o, lse
     BlockSparse {

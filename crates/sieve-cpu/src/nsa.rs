@@ -6,8 +6,10 @@
 //! `[c s, c s + l)`, with stride s and length l; queries see it from its last token on.
 
 mod select;
+mod selected;
 
 pub use select::{choose_blocks, choose_key_blocks, overlap_weight};
+pub use selected::SelectedBlocks;
 
 pub use sieve_core::NsaBlocks;
 

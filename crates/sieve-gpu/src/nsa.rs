@@ -25,7 +25,7 @@ pub use gates::{nsa_gates, nsa_gates_backward};
 pub(crate) use hopper::nsa_hopper_kernels;
 pub use index_gradient::IndexGradient;
 pub use lists::ChoiceLists;
-pub use selected_blocks::SelectedBlocks;
+pub use selected_blocks::{SelectedAttention, SelectedBlocks};
 
 use blocks::{NSA_POSITIONS_BACKWARD, nsa_blocks_backward_kernel, nsa_blocks_kernel};
 use choose::{nsa_choose_kernel, nsa_importance_kernel};
@@ -36,7 +36,7 @@ use lists::{nsa_list_counts_kernel, nsa_lists_kernel};
 use selected::{
     Joined, nsa_selected_attention_backward_kernel, nsa_selected_attention_forward_kernel, nsa_selected_combine_kernel,
 };
-use selected_blocks::selected_blocks_kernel;
+use selected_blocks::{selected_block_sums_kernel, selected_blocks_kernel};
 
 use crate::KernelError;
 use crate::attention::{AttentionShape, Qkv};
@@ -120,6 +120,8 @@ pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
         nsa_lists_kernel(num_cells, shared_bytes),
         selected_blocks_kernel(false, num_cells),
         selected_blocks_kernel(true, num_cells),
+        selected_block_sums_kernel(false),
+        selected_block_sums_kernel(true),
         NSA_GATES,
         NSA_GATES_BACKWARD,
         nsa_place_kernel(!takes, !clears_sums),

@@ -288,6 +288,14 @@ device_ops! {
         /// The blocks that each query chooses by the pooled keys, `[batch, seq_len, choosers, num_selected_blocks]`;
         /// `pooled` is the result of [`nsa_mean_pool`](Self::nsa_mean_pool).
         fn choose_key_blocks(qkv: Float<Self>, pooled: Float<Self>, call: &ChoiceCall<Self>) -> Ints<Self>;
+        /// The blocks of [`crate::selected_attention`] as attention reads them, `[batch, seq_len, choosers, blocks]`:
+        /// ascending, each once, then -1; blocks of more than 64 tokens in pieces of 64.
+        fn selected_blocks(
+            indices: Ints<Self>,
+            counts: Option<Ints<Self>>,
+            documents: &DocumentBounds<Self>,
+            block: usize,
+        ) -> Ints<Self>;
         /// The gradient of the indexer's packed tensor, the second of `packed`, by a fused kernel over the chosen
         /// blocks (see [`crate::indexed_attention`]). `None` where the device has no such kernel: the caller then
         /// computes the gradient as attention with the indexer's keys as values.

@@ -10,11 +10,13 @@ mod pooled;
 #[cfg(test)]
 mod pooled_tests;
 pub(crate) mod reference;
+mod selected;
 #[cfg(test)]
 mod tests;
 
 pub use indexed::{IndexedCall, index_statistics, indexed_attention, indexer_spec};
 pub use pooled::block_positions;
+pub use selected::{SelectedBlocks, selected_attention};
 
 use crate::tensors::{Float, Ints, primitive, split_heads, tensor};
 use crate::{

@@ -42,8 +42,8 @@ pub use block::{
     seed_gradient,
 };
 pub use chosen::{
-    ChoiceCall, IndexGradientCall, IndexedCall, attended_blocks, block_positions, choose_key_blocks,
-    choose_scored_blocks, chosen_attention, index_statistics, indexed_attention, indexer_spec,
+    ChoiceCall, IndexGradientCall, IndexedCall, SelectedBlocks, attended_blocks, block_positions, choose_key_blocks,
+    choose_scored_blocks, chosen_attention, index_statistics, indexed_attention, indexer_spec, selected_attention,
 };
 pub use context_parallel::{ContextParallel, Heads, RankGroup, SendRecv, ThreadGroup, TracedPart};
 pub use decode::{
@@ -92,7 +92,7 @@ pub mod reference {
     //! dtype. No fast library is called and nothing is skipped: attention builds its full score matrix.
 
     pub use crate::attention::reference::{attention, attention_backward};
-    pub use crate::chosen::reference::choose_key_blocks;
+    pub use crate::chosen::reference::{choose_key_blocks, selected_blocks};
     pub use crate::decode::reference::{attention_decode, mla_decode};
     pub use crate::dma::reference::{
         dma_attention, dma_attention_backward, dma_ranks, dma_scores, dma_scores_backward, dma_select,

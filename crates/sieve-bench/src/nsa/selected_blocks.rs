@@ -5,10 +5,9 @@ use crate::error::Result;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, wrong};
 use crate::scores::Scores;
-use sieve_core::{SELECTED_SIZES, selected_pieces};
+use sieve_core::SELECTED_SIZES;
 use sieve_kernels::{AttentionShape, SelectedBlocks};
 use sieve_testing::Random;
-use std::collections::BTreeSet;
 
 /// Tokens of a row on a GPU: of the last one bits of blocks of 16 fill several passes of a warp.
 const LENGTHS: &[usize] = &[1, 63, 64, 1025, 3000, 20_001];
@@ -57,24 +56,11 @@ impl Given {
         Ok((Self { case, block, num_indices, indices, counts }, label))
     }
 
-    /// The definition, query by query.
     fn expected(&self) -> Vec<i32> {
-        let (shape, pieces) = (self.case.shape, selected_pieces(self.block));
-        let mut all = Vec::with_capacity(self.indices.len() * pieces);
-        for (list, indices) in self.indices.chunks_exact(self.num_indices).enumerate() {
-            let token = list / shape.num_kv_heads;
-            let position = token % shape.seq_len - self.case.doc_start[token] as usize;
-            let count = self.counts.as_ref().map_or(self.num_indices, |counts| counts[list].max(0) as usize);
-            let blocks = indices.iter().take(count).filter_map(|&index| usize::try_from(index).ok());
-            let blocks: BTreeSet<usize> = blocks.filter(|block| block * self.block <= position).collect();
-            let size = self.block / pieces;
-            let of_block = |block: usize| block * pieces..(block + 1) * pieces;
-            let end = all.len() + self.num_indices * pieces;
-            let kept = blocks.into_iter().flat_map(of_block).filter(|piece| piece * size <= position);
-            all.extend(kept.map(|piece| piece as i32));
-            all.resize(end, -1);
-        }
-        all
+        let Self { indices, counts, num_indices, block, case } = self;
+        let (num_indices, block) = (*num_indices, *block);
+        let given = sieve_cpu::nsa::SelectedBlocks { indices, counts: counts.as_deref(), num_indices, block };
+        given.attended(&case.doc_start, case.shape.seq_len)
     }
 
     fn on_device(&self, device: &dyn Device) -> Outcome {
@@ -116,22 +102,5 @@ mod tests {
     fn the_kernel_and_the_definition_agree() {
         let extent = Extent { is_part: true, ..Extent::emulated(12, 130, 3) };
         emulated("selected blocks", AMPERE, 1, |emulator, report| check(report, emulator, &extent));
-    }
-
-    #[test]
-    fn the_definition_drops_what_is_no_block_and_cuts_blocks_of_128() {
-        let shape = AttentionShape::new(1, 300, [1, 1], [16, 16]);
-        let case = Case::draw(shape, Keys::Dense, Cuts::Count(1), &Scores::RANDOM[0], 1).expect("one document");
-        let indices = [2, 0, -1, 0, 7].repeat(300);
-        let given = Given { case, block: 128, num_indices: 5, indices, counts: None };
-        let of = |given: &Given, token: usize| given.expected()[token * 10..][..10].to_vec();
-        let none = [-1; 10];
-        let with = |blocks: &[i32]| [blocks, &none[blocks.len()..]].concat();
-        assert_eq!(of(&given, 63), with(&[0]));
-        assert_eq!(of(&given, 64), with(&[0, 1]));
-        assert_eq!(of(&given, 256), with(&[0, 1, 4]));
-        let few = Given { counts: Some(vec![1; 300]), ..given };
-        assert_eq!(of(&few, 255), none);
-        assert_eq!(of(&few, 299), with(&[4]));
     }
 }

@@ -193,7 +193,26 @@ impl Qkv {
         softmax_scale: f32,
     ) -> Result<(AttentionResult, Vec<ChoiceLists>), KernelError> {
         let work = Work::new(self, documents, block_indices, blocks, softmax_scale)?;
-        let shape = &work.shape;
+        work.forward(|_| Ok(()))
+    }
+}
+
+/// The log-sum-exps of a range of queries whose results were joined.
+pub(super) struct JoinedRange<'a> {
+    pub(super) queries: Range<usize>,
+    /// Of each choice, to base 2, f32 `[batch, num_kv_heads, choices, group_size, 1]`.
+    pub(super) part_lse: &'a CudaTensor,
+    /// Of each query, f32 `[batch, num_heads, seq_len]`.
+    pub(super) lse: &'a CudaTensor,
+}
+
+impl Work {
+    /// The forward pass, range by range; `behind` is called behind each.
+    pub(super) fn forward(
+        &self,
+        behind: impl Fn(JoinedRange<'_>) -> Result<(), KernelError>,
+    ) -> Result<(AttentionResult, Vec<ChoiceLists>), KernelError> {
+        let (work, shape) = (self, &self.shape);
         let q = work.qkv.q.tensor();
         let o = q.empty_contiguous(&shape.output(), DType::BF16);
         let lse = q.empty_contiguous(&shape.lse(), DType::F32);
@@ -214,7 +233,8 @@ impl Qkv {
             // SAFETY: sizes, strides and types checked above.
             unsafe { work.launch(&kernel, &lists, &operands, &results, &params) }?;
             let outputs: &[&CudaTensor] = &[&parts, &part_lse, &o, &lse];
-            work.combine(&lists, (Joined::Output, outputs), layout, range)?;
+            work.combine(&lists, (Joined::Output, outputs), layout, range.clone())?;
+            behind(JoinedRange { queries: range, part_lse: &part_lse, lse: &lse })?;
             all_lists.push(lists);
         }
         let result = AttentionResult { o, lse, o_low: None, base: None };

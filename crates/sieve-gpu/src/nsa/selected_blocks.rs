@@ -1,8 +1,10 @@
-//! Launch of `kernels/selected_blocks.cu`: a caller's blocks of each query in the form that attention reads.
+//! Launches of `kernels/selected_blocks.cu`: a caller's blocks of each query in the form that attention reads, and of
+//! `kernels/selected_block_sums.cu`: the attention that lies on each.
 use super::Bounds;
 use super::lists::require_cells;
+use super::selected::{JoinedRange, Work};
 use crate::KernelError;
-use crate::attention::{AttentionResult, Qkv};
+use crate::attention::{AttentionResult, AttentionShape, Qkv};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
 use sieve_core::{NsaBlocks, SELECTED_SIZES, selected_pieces};
 
@@ -71,12 +73,54 @@ impl SelectedBlocks<'_> {
         unsafe { kernel.launch([lists.div_ceil(WARPS), 1, 1], &tensors, &params) }?;
         Ok((attended, NsaBlocks { num_selected_blocks: num_indices * pieces, ..NsaBlocks::of([size; 4]) }))
     }
+
+    /// Writes the sums of a range of queries, whose blocks attention read as `attended`.
+    fn sum(
+        &self,
+        shape: &AttentionShape,
+        attended: &CudaTensor,
+        range: JoinedRange<'_>,
+        sums: &CudaTensor,
+    ) -> Result<(), KernelError> {
+        let JoinedRange { queries, part_lse, lse } = range;
+        let params = params!(SelectedBlockSumsParams {
+            seq_len: shape.seq_len,
+            num_choosers: shape.num_kv_heads,
+            num_indices: sums.shape()[3],
+            pieces: selected_pieces(self.block),
+            group: shape.group_size(),
+            first_query: queries.start,
+            num_queries: queries.len(),
+        });
+        let indices = self.indices.contiguous();
+        let counts = self.counts.map(CudaTensor::contiguous);
+        let mut tensors = vec![&indices];
+        tensors.extend(&counts);
+        tensors.extend([attended, part_lse, lse, sums]);
+        let lists = queries.len() * shape.num_kv_heads;
+        let kernel = selected_block_sums_kernel(self.counts.is_some());
+        // SAFETY: `attended` checked the operands; each block in it has a log-sum-exp; writes the range's sums.
+        unsafe { kernel.launch([lists.div_ceil(WARPS), shape.batch, 1], &tensors, &params) }
+    }
+}
+
+/// Result of [`Qkv::selected_attention_forward`].
+#[derive(Debug, Clone)]
+pub struct SelectedAttention {
+    /// Output and log-sum-exp.
+    pub result: AttentionResult,
+    /// The blocks as [`AttentionGradients::nsa_selected_attention_backward`](crate::AttentionGradients) takes them.
+    pub block_indices: CudaTensor,
+    /// Their sizes.
+    pub blocks: NsaBlocks,
+    /// The attention on the block of each index, summed over the heads of the group, f32 of the indices' shape: 0 where
+    /// an index counts as none, and at each place of a block that is given twice. An indexer's loss reads it.
+    pub block_sums: Option<CudaTensor>,
 }
 
 impl Qkv {
     /// Causal attention of each query over the tokens of the blocks that a caller gives it. A query without a block
-    /// gets `o = 0`, `lse = -inf`; a block that no query has is not read. Also returns the blocks as
-    /// [`AttentionGradients::nsa_selected_attention_backward`](crate::AttentionGradients) takes them, and their sizes.
+    /// gets `o = 0`, `lse = -inf`; a block that no query has is not read.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit or have no kernel.
@@ -85,13 +129,19 @@ impl Qkv {
         [start, end]: Bounds,
         selected: SelectedBlocks,
         softmax_scale: f32,
-    ) -> Result<(AttentionResult, CudaTensor, NsaBlocks), KernelError> {
+        wants_sums: bool,
+    ) -> Result<SelectedAttention, KernelError> {
         let shape = self.shape(NAME)?;
         let (indices, [.., num_indices]) = (selected.indices, selected.indices.dims::<4>(NAME, "indices")?);
         operands!(only NAME, indices: I32[shape.batch, shape.seq_len, shape.num_kv_heads, num_indices] strided);
-        let (attended, blocks) = selected.attended(start)?;
-        let (result, _) = self.nsa_selected_attention_forward([start, end], &attended, blocks, softmax_scale)?;
-        Ok((result, attended, blocks))
+        let (block_indices, blocks) = selected.attended(start)?;
+        let work = Work::new(self, [start, end], &block_indices, blocks, softmax_scale)?;
+        let block_sums = wants_sums.then(|| indices.empty_contiguous(indices.shape(), DType::F32));
+        let (result, _) = work.forward(|range| match &block_sums {
+            Some(sums) => selected.sum(&shape, &block_indices, range, sums),
+            None => Ok(()),
+        })?;
+        Ok(SelectedAttention { result, block_indices, blocks, block_sums })
     }
 }
 
@@ -106,6 +156,11 @@ pub(super) fn selected_blocks_kernel(has_counts: bool, num_words: usize) -> Sour
         .define("COUNTS", u8::from(has_counts))
         .threads(32 * WARPS)
         .shared_bytes(WARPS * num_words * 4)
+}
+
+/// The kernel that sums the attention on each block, with or without counts.
+pub(super) fn selected_block_sums_kernel(has_counts: bool) -> SourceKernel {
+    SourceKernel::new("selected_block_sums").define("COUNTS", u8::from(has_counts)).threads(32 * WARPS)
 }
 
 #[cfg(test)]

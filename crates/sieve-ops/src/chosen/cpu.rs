@@ -1,6 +1,8 @@
-//! The CPU runs the reference of the choice.
+//! The CPU runs the references of the choice.
 use super::IndexGradientCall;
+use super::reference;
 pub(crate) use super::reference::choose_key_blocks;
+use crate::DocumentBounds;
 use burn_flex::{Flex, FlexTensor};
 
 /// `None`: the CPU has no fused kernel, and the caller uses the attention kernels.
@@ -10,4 +12,13 @@ pub(crate) fn index_gradient(
     _call: &IndexGradientCall<'_, Flex>,
 ) -> Option<FlexTensor> {
     None
+}
+
+pub(crate) fn selected_blocks(
+    indices: FlexTensor,
+    counts: Option<FlexTensor>,
+    documents: &DocumentBounds<Flex>,
+    block: usize,
+) -> FlexTensor {
+    reference::selected_blocks::<Flex>(indices, counts, documents, block)
 }

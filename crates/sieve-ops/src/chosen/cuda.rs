@@ -1,14 +1,14 @@
 //! The choice of blocks and the gradient of an indexer's loss on CUDA. Calls that a kernel refuses run the reference.
 use super::pooled::{Slots, block_scores};
 use super::{ChoiceCall, IndexGradientCall, reference};
-use crate::Cuda;
 use crate::attention::cuda::{bounds, packed};
 use crate::device::{kernel_or, kernel_or_scores, scores};
 use crate::nsa::cuda::lists_of;
 use crate::tensors::{primitive, tensor};
+use crate::{Cuda, DocumentBounds};
 use burn::tensor::{Int, Tensor};
 use sieve_core::ChoiceRule;
-use sieve_kernels::{CudaPrimitive as Float, IndexGradient, ToBurn, choose_by_scores, kernel_tensor};
+use sieve_kernels::{CudaPrimitive as Float, IndexGradient, SelectedBlocks, ToBurn, choose_by_scores, kernel_tensor};
 
 pub(crate) fn choose_key_blocks(qkv: Float, pooled: Float, call: &ChoiceCall<Cuda>) -> Float {
     if call.choice.rule == ChoiceRule::SumOfHeads {
@@ -48,6 +48,20 @@ fn choose_scored(index: Float, block_keys: Float, call: &ChoiceCall<Cuda>) -> Fl
         indices
     };
     Tensor::cat((0..batch).map(of_row).collect(), 0).into_primitive()
+}
+
+pub(crate) fn selected_blocks(
+    indices: Float,
+    counts: Option<Float>,
+    documents: &DocumentBounds<Cuda>,
+    block: usize,
+) -> Float {
+    let [start, _] = bounds(documents);
+    let of_kernel = kernel_tensor(indices.clone());
+    let counts_of_kernel = counts.clone().map(kernel_tensor);
+    let given = SelectedBlocks { indices: &of_kernel, counts: counts_of_kernel.as_ref(), block };
+    let attempt = given.attended(&start).map(|(attended, _)| attended.burn());
+    kernel_or("selected_blocks", attempt, || reference::selected_blocks::<Cuda>(indices, counts, documents, block))
 }
 
 /// `None` for calls that the fused kernel does not support: the caller then uses the attention kernels.

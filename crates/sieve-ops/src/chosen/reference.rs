@@ -1,5 +1,6 @@
 //! The choice of blocks on the host, in f64.
 use super::ChoiceCall;
+use crate::DocumentBounds;
 use crate::attention::cpu::shape_of;
 use crate::documents::HostBounds;
 use crate::tensors::{Float, Ints, split_heads, tensor};
@@ -26,4 +27,26 @@ pub fn choose_key_blocks<B: Backend>(qkv: Float<B>, pooled: Float<B>, call: &Cho
         &mut chosen,
     );
     Tensor::<B, 4, Int>::from_data(TensorData::new(chosen, sizes), &device).into_primitive()
+}
+
+/// The blocks that a caller gives each query, in the form that attention reads.
+pub fn selected_blocks<B: Backend>(
+    indices: Ints<B>,
+    counts: Option<Ints<B>>,
+    documents: &DocumentBounds<B>,
+    block: usize,
+) -> Ints<B> {
+    let indices = Tensor::<B, 4, Int>::from_primitive(indices);
+    let ([batch, seq_len, choosers, num_indices], device) = (indices.dims(), indices.device());
+    // A number that 32 bits do not hold is no block of a row, and more than all indices.
+    let host = |data: TensorData| -> Vec<i32> {
+        data.iter::<i64>().map(|x| x.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as i32).collect()
+    };
+    let indices = host(indices.into_data());
+    let counts = counts.map(|counts| host(Tensor::<B, 3, Int>::from_primitive(counts).into_data()));
+    let given = sieve_cpu::nsa::SelectedBlocks { indices: &indices, counts: counts.as_deref(), num_indices, block };
+    let attended = given.attended(HostBounds::new::<B>(documents).slices().start, seq_len);
+    let blocks = attended.len() / (batch * seq_len * choosers);
+    let data = TensorData::new(attended, [batch, seq_len, choosers, blocks]);
+    Tensor::<B, 4, Int>::from_data(data, &device).into_primitive()
 }
