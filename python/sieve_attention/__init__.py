@@ -6,6 +6,7 @@ except ImportError as error:
     raise ImportError("sieve_attention needs PyTorch: pip install torch") from error
 
 from ._library import SieveError
+from ._on_cpu import on_cpu
 from .functional import (
     NsaBlocks,
     Selection,
@@ -37,6 +38,6 @@ from . import _flops  # noqa: F401, E402, I001: formulas of operators that funct
 __all__ = [
     "NsaBlocks", "Selection", "SieveError", "attention", "block_mask", "block_sparse", "decode", "dma_attention",
     "dma_decode", "dma_scores", "dma_slopes", "documents", "expiring_attention", "infllm_v2", "mla_decode", "moba",
-    "msa", "nsa", "nsa_compressed", "nsa_mean_pool", "nsa_selected", "select", "selected_attention", "supports",
+    "msa", "nsa", "nsa_compressed", "nsa_mean_pool", "nsa_selected", "on_cpu", "select", "selected_attention", "supports",
 ]  # fmt: skip
 __version__ = "0.1.0"

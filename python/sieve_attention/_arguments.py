@@ -10,6 +10,7 @@ import torch
 
 from ._dma import NAMES
 from ._library import SieveError
+from ._on_cpu import definition_of
 
 
 def is_tensor(x):
@@ -106,15 +107,22 @@ def checked(function):
     @functools.wraps(function)
     def call(*args, **kwargs):
         first = args[0] if args else kwargs.get("q")
+        run = definition_of(name, first) or function
         device = "cuda" if is_tensor(first) and first.is_cuda else "cpu"
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             args = [_cast(argument, x, dtype) for argument, x in zip(defaults, args)]
             kwargs = {argument: _cast(argument, x, dtype) for argument, x in kwargs.items()}
+        if run is not function:
+            # A definition takes what torch takes, so its arguments are looked at first.
+            if problem := _problem(name, defaults, signature.bind(*args, **kwargs).arguments):
+                raise SieveError(f"{name}: {problem}")
+            # It has no default of its own for block sizes.
+            kwargs = {**{x: value for x, value in defaults.items() if x == "blocks"}, **kwargs}
         if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
+            return run(*args, **kwargs)
         try:
-            return function(*args, **kwargs)
+            return run(*args, **kwargs)
         except Exception as error:
             problem = None
             if not (isinstance(error, SieveError) and str(error).startswith(f"{name}: ")):

@@ -260,7 +260,9 @@ class Op:
         return SieveError(f"{self.name}: {name} is written in place: it must {wanted}")
 
     def _not_on_a_gpu(self, device):
-        return SieveError(f"{self.name}: {self.tensors[0]} is on {device}; the kernels need tensors on a CUDA GPU")
+        what = f"{self.name}: {self.tensors[0]} is on {device}; the kernels need tensors on a CUDA GPU"
+        hint = "\n  hint: sieve_attention.on_cpu() computes by the definitions there" if device.type == "cpu" else ""
+        return SieveError(what + hint)
 
     def _absent(self, tensors, device):
         """Tensors in place of those that were not given: bounds of one document a row, a bias of 0 for gates."""

@@ -7,7 +7,7 @@ is copied. `documents` bounds what a token sees, for packed rows: None is one do
 `deterministic=True` takes backward kernels whose sums have a fixed order: two runs are equal to the bit.
 
 Every function raises SieveError for what no kernel does (another dtype, a CPU, lengths that differ); `supports`
-returns the same sentence instead. There is no fallback.
+returns the same sentence instead. There is no fallback; `on_cpu()` computes CPU tensors by the definitions.
 """
 
 import math

@@ -89,17 +89,18 @@ def nsa_mean_pool(k, v, stride, size):
     return pooled
 
 
-def nsa_branches(q, k, v, compressed_k, compressed_v, blocks, *, window, chosen=None):
+def nsa_branches(q, k, v, compressed_k, compressed_v, blocks, *, window, chosen=None, scale=None):
     """Outputs of the three branches for one document a row, and the chosen blocks [batch, KV heads, tokens, blocks]."""
     tokens, (batch, _, heads, _), kv_heads = q.shape[1], q.shape, k.shape[2]
     i = torch.arange(tokens, device=q.device)
     slots = compressed_k.shape[1]
     start = torch.arange(slots, device=q.device) * blocks.stride
     mask = (start + blocks.compressed - 1 <= i[:, None]).expand(batch, 1, -1, -1)
-    coarse = masked_attention(q, compressed_k, compressed_v, mask)
+    coarse = masked_attention(q, compressed_k, compressed_v, mask, scale=scale)
     if chosen is None:
         logits = torch.einsum("bihd,bjhd->bhij", q, compressed_k.repeat_interleave(heads // kv_heads, 2))
-        logits = (logits / math.sqrt(q.shape[-1])).masked_fill(~mask, float("-inf"))
+        logits = logits * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        logits = logits.masked_fill(~mask, float("-inf"))
         p = torch.softmax(logits, -1).nan_to_num(0.0).unflatten(1, (kv_heads, -1)).sum(2)
         block = torch.arange(-(-tokens // blocks.selected), device=q.device) * blocks.selected
         # Strides that a compressed block shares with a selected one.
@@ -107,7 +108,8 @@ def nsa_branches(q, k, v, compressed_k, compressed_v, blocks, *, window, chosen=
         last = torch.minimum(start[:, None] + blocks.compressed, block + blocks.selected)
         importance = p @ ((last - first).clamp(min=0) // blocks.stride).to(p.dtype)
         chosen = best_blocks(in_any_case(importance, blocks, True, 2), blocks)
-    return (coarse, block_attention(q, k, v, chosen, blocks.selected), attention(q, k, v, window=window)), chosen
+    read = block_attention(q, k, v, chosen, blocks.selected, scale)
+    return (coarse, read, attention(q, k, v, window=window, scale=scale)), chosen
 
 
 def block_importance(q, k, blocks, rule, first, local, scale=None):

@@ -1,12 +1,14 @@
 """attn_implementation="sieve" in Hugging Face transformers, and Doge without its n x n masks."""
 
 import math
+import warnings
 import weakref
 
 import torch
 
 from . import functional
 from ._library import SieveError
+from ._on_cpu import is_served
 
 
 def register(name="sieve"):
@@ -18,9 +20,17 @@ def register(name="sieve"):
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    warn_without_gpu(name)
     AttentionInterface.register(name, attention_forward)
     # Without a mask function transformers drops padding in silence.
     AttentionMaskInterface.register(name, attention_mask)
+
+
+def warn_without_gpu(name="sieve"):
+    """Says on a machine without a GPU, once, that models with this attention will be refused there."""
+    if not torch.cuda.is_available() and not is_served("cpu"):
+        what = f'attn_implementation="{name}" has no kernels on this machine: it has no CUDA GPU'
+        warnings.warn(f"{what}\n  hint: sieve_attention.on_cpu() computes by the definitions, slowly", stacklevel=3)
 
 
 def attention_mask(**call):

@@ -189,7 +189,8 @@ def test_tensors_on_a_cpu_are_refused(no_emulator):
         sieve.attention(*tensors(device="cpu"))
     assert sieve.supports(sieve.attention, *tensors(device="cpu")) == (
         False,
-        "attention: q is on cpu; the kernels need tensors on a CUDA GPU",
+        "attention: q is on cpu; the kernels need tensors on a CUDA GPU\n"
+        "  hint: sieve_attention.on_cpu() computes by the definitions there",
     )
 
 

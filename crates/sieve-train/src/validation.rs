@@ -40,7 +40,7 @@ pub(crate) fn check_labels(loader: &Loader, size: ValidationSize) -> Result<(), 
     let num_tokens = size.num_tokens;
     Err(TrainError::refused(
         format!("validation.tokens is {num_tokens}, and these rows of held-out text hold no token to predict"),
-        "raise validation.tokens, or training.seq_len where prompts (data.prompt_column) fill whole rows",
+        "raise validation.tokens, or training.seq_len where prompts or questions of chats fill whole rows",
     ))
 }
 

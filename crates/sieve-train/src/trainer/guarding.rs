@@ -257,8 +257,8 @@ impl<B: TrainBackend> Trainer<B> {
             self.finish_checkpoint(reporter)?;
             return Err(TrainError::refused(
                 format!("step {}: no row of the text holds a token with a label", self.step + 1),
-                "documents of one token teach nothing, nor do rows that a prompt fills (data.prompt_column): check \
-                 data.paths, or raise training.seq_len",
+                "documents of one token teach nothing, nor do rows that a prompt or a question of a chat \
+                 fills (data.prompt_column, data.messages_column): check data.paths, or raise training.seq_len",
             ));
         }
         self.count_step();

@@ -218,7 +218,8 @@ fn an_interrupted_preparation_ends_with_the_same_bounds() {
     for (file, name) in ["a.jsonl", "b.jsonl", "c.jsonl"].iter().enumerate() {
         let line = |ask: usize| {
             let message = |role: &str, content: String| serde_json::json!({"role": role, "content": content});
-            let chat = [message("user", format!("{file} {ask}")), message("assistant", "11 ".repeat(ask) + "12")];
+            let chat =
+                [message("user", format!("{} {}", file + 1, ask + 1)), message("assistant", "11 ".repeat(ask) + "12")];
             format!("{}\n", serde_json::json!({"messages": chat}))
         };
         fs::write(place.dir.path().join(name), (0..9).map(line).collect::<String>()).unwrap();

@@ -1,0 +1,343 @@
+"""The functions of sieve_attention on CPU tensors, by their definitions in reference.py: any float type, with
+gradients, tokens x tokens memory. `on_cpu()` turns them on.
+
+bf16 and f16 are computed in f32, and the result is rounded once. Only what the definitions lack is here: caches that
+are written in place, lists of blocks, packed rows.
+"""
+
+import contextlib
+
+import torch
+
+from . import _dma, reference
+from ._library import SieveError
+
+_is_on = False
+
+
+def on_cpu(on=True):
+    """Computes every function on CPU tensors by its definition, in plain torch, with gradients; a GPU's tensors still
+    go to the kernels. For machines without a GPU: it takes tokens x tokens memory, and is meant for small sizes.
+
+    It holds from the call on, or in a `with` block. `on_cpu(False)` refuses CPU tensors again, as without it.
+    """
+    global _is_on
+    before, _is_on = _is_on, on
+    return _restored(before)
+
+
+class _restored(contextlib.AbstractContextManager):
+    """Sets what was before, at the end of a `with` block."""
+
+    def __init__(self, before):
+        self.before = before
+
+    def __exit__(self, *_):
+        global _is_on
+        _is_on = self.before
+
+
+def definition_of(name, first):
+    """The definition of a function whose first argument this is; None where its kernels are meant."""
+    if not _is_on or not isinstance(first, torch.Tensor) or first.device.type != "cpu":
+        return None
+    return DEFINITIONS.get(name)
+
+
+def is_served(device):
+    """Whether tensors on this device are computed: by kernels, or by definitions."""
+    from ._library import Op
+
+    return torch.device(device).type == "cuda" or Op.emulator is not None or _is_on
+
+
+DEFINITIONS = {}
+
+
+def _defines(function):
+    DEFINITIONS[function.__name__] = function
+    return function
+
+
+def _wide(*tensors):
+    """f32 in place of types with fewer bits."""
+    narrow = torch.bfloat16, torch.float16
+    return [x.float() if x is not None and x.dtype in narrow else x for x in tensors]
+
+
+def _documents(documents, rows, tokens):
+    """(row, first token, end) of each document of the rows, in order."""
+    if documents is None:
+        return [(row, 0, tokens) for row in range(rows)]
+    found = []
+    for row in range(rows):
+        starts = documents[0][row % len(documents[0])].unique_consecutive().tolist()
+        found += [(row, *bounds) for bounds in zip(starts, [*starts[1:], tokens])]
+    return found
+
+
+def _per_document(function, documents, *tensors, by_slot=(), stride=1, size=1):
+    """`function` of each document of each row by itself, side by side again; tensors `[batch, tokens, ..]`.
+
+    `by_slot`: tensors `[batch, slots, ..]` of compressed blocks; a document's begin at slot
+    `ceil(first token / stride)`.
+    """
+    rows, tokens = tensors[0].shape[:2]
+    parts = []
+    for row, start, end in _documents(documents, rows, tokens):
+        slot = -(-start // stride)
+        whole = max((end - start - size) // stride + 1, 0)
+        blocks = [x[row : row + 1, slot : slot + whole] for x in by_slot]
+        parts.append(function(*[x[row : row + 1, start:end] for x in tensors], *blocks))
+    return torch.cat([x.flatten(0, 1) for x in parts]).unflatten(0, (rows, tokens))
+
+
+def _listed(chosen, count):
+    """Chosen blocks, bools `[batch, choosers, tokens, blocks]`, as int32 `[batch, tokens, choosers, count]`, -1 last."""
+    order = chosen.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices
+    listed = torch.where(chosen.gather(-1, order), order, -1).to(torch.int32)
+    short = max(count - listed.shape[-1], 0)
+    return torch.nn.functional.pad(listed, (0, short), value=-1)[..., :count].transpose(1, 2).contiguous()
+
+
+def _marked(indices, blocks):
+    """Lists of blocks `[batch, tokens, choosers, ..]`, -1 for none, as bools `[batch, choosers, tokens, blocks]`."""
+    slots = indices.transpose(1, 2).long()
+    marked = torch.zeros(*slots.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
+    return marked.scatter_(-1, torch.where(slots < 0, blocks, slots), True)[..., :blocks]
+
+
+def _check_local(local, keep):
+    if local > keep:
+        raise SieveError(f"local {local} is not supported (supported: at most keep, {keep})")
+
+
+@_defines
+def attention(q, k, v, *, window=None, scale=None, bias=None, documents=None, deterministic=False):
+    o = reference.attention(*_wide(q, k, v), window=window, scale=scale, bias=bias, documents=documents)
+    return o.to(q.dtype)
+
+
+@_defines
+def select(rank, *, keep, local=0, documents=None):
+    from .functional import Selection
+
+    _check_local(local, keep)
+    kept = reference.kept_keys(rank.detach(), keep=keep, local=local, documents=documents)
+    # A key that has left never returns, so its queries are those from its own on.
+    position = torch.arange(rank.shape[2], device=rank.device)
+    return Selection((position + kept.sum(2)).to(torch.int32), None, documents)
+
+
+@_defines
+def expiring_attention(q, k, v, bias, selection, *, scale=None, deterministic=False):
+    wanted = (k.shape[0], k.shape[2], k.shape[1])
+    for name, x in (("selection", selection.expire), ("bias", bias)):
+        if x is not None and x.shape != wanted:
+            sizes = f"{list(x.shape)}, and with this k must be {list(wanted)}"
+            raise SieveError(f"{name} is {sizes}, [batch, KV heads, tokens]")
+    i = torch.arange(q.shape[1], device=q.device)
+    seen = (i <= i[:, None]) & (i[:, None] < selection.expire[:, :, None, :])
+    return reference.masked_attention(*_wide(q, k, v), seen, bias, scale).to(q.dtype)
+
+
+@_defines
+def dma_scores(v, w_dt, a, *, slopes=None, documents=None):
+    v, w_dt, a = _wide(v, w_dt, a)
+    return reference.dma_scores(v, w_dt, a, slopes=slopes or None, documents=documents)
+
+
+@_defines
+def dma_attention(
+    q, k, v, w_dt, a, *, keep, preset=None, bias=None, recency=None, local=None, shortest_period=None,
+    longest_period=None, slopes=None, scale=None, documents=None, deterministic=False,
+):  # fmt: skip
+    _check_local(local or 0, keep)
+    form = {"preset": preset, "bias": bias, "recency": recency, "local": local, "slopes": slopes}
+    settings = {"keep": keep, "scale": scale, "documents": documents, "periods": (shortest_period, longest_period)}
+    return reference.dma_attention(*_wide(q, k, v, w_dt, a), **settings, **form).to(q.dtype)
+
+
+@_defines
+def nsa_mean_pool(k, v, *, blocks=None, documents=None):
+    (rows, tokens, *sizes), stride = k.shape, blocks.stride
+    both = torch.stack(_wide(k, v))
+    pooled = both.new_zeros(2, rows, -(-tokens // stride), *sizes)
+    for row, start, end in _documents(documents, rows, tokens):
+        of_document = reference.nsa_mean_pool(*both[:, row : row + 1, start:end], stride, blocks.compressed)
+        whole, slot = max((end - start - blocks.compressed) // stride + 1, 0), -(-start // stride)
+        pooled[:, row, slot : slot + whole] = torch.cat(of_document)[:, :whole]
+    return tuple(x.to(k.dtype) for x in pooled)
+
+
+def _by_slot(compressed, blocks):
+    return {"by_slot": _wide(*compressed), "stride": blocks.stride, "size": blocks.compressed}
+
+
+@_defines
+def nsa_compressed(
+    q, compressed_k, compressed_v, *, blocks=None, scale=None, documents=None, deterministic=False
+):  # fmt: skip
+    heads = q.shape[2]
+
+    def compressed(q, k, v):
+        # The other branches are of no account: any keys of the right shape do.
+        keys = q[:, :, : k.shape[2]]
+        (coarse, *_), chosen = reference.nsa_branches(q, keys, keys, k, v, blocks, window=1, scale=scale)
+        listed = _listed(chosen, blocks.num_selected).to(q.dtype)
+        # Side by side, so that both are put together again: numbers of blocks are whole in f32.
+        return torch.cat([coarse.flatten(2), listed.flatten(2)], 2)
+
+    settings = _by_slot((compressed_k, compressed_v), blocks)
+    joined = _per_document(compressed, documents, *_wide(q), **settings)
+    width = heads * compressed_v.shape[3]
+    indices = joined[..., width:].detach().to(torch.int32).unflatten(2, (compressed_k.shape[2], -1))
+    return joined[..., :width].unflatten(2, (heads, -1)).to(q.dtype), indices
+
+
+@_defines
+def nsa_selected(q, k, v, indices, *, blocks=None, scale=None, documents=None, deterministic=False):
+    size = blocks.selected
+
+    def selected(q, k, v, indices):
+        chosen = _marked(indices, -(-q.shape[1] // size))
+        return reference.block_attention(q, k, v, chosen, size, scale)
+
+    return _per_document(selected, documents, *_wide(q, k, v), indices).to(q.dtype)
+
+
+@_defines
+def nsa(
+    q, k, v, compressed_k, compressed_v, gates, *, gate_bias=None, blocks=None, window=512, scale=None, documents=None,
+    deterministic=False
+):  # fmt: skip
+    def of_document(q, k, v, weights, compressed_k, compressed_v):
+        given = q, k, v, compressed_k, compressed_v, blocks
+        branches, _ = reference.nsa_branches(*given, window=window, scale=scale)
+        return sum(weights[..., n, None] * o for n, o in enumerate(branches))
+
+    logits, added = _wide(gates, gate_bias)
+    weights = (logits if added is None else logits + added).sigmoid()
+    settings = _by_slot((compressed_k, compressed_v), blocks)
+    return _per_document(of_document, documents, *_wide(q, k, v), weights, **settings).to(q.dtype)
+
+
+def _chosen(q, k, v, by, blocks, choice, scale, documents):
+    """Attention over the blocks that each query chooses by the queries and keys `by`; the choice has no gradient."""
+
+    def of_document(q, k, v, *by):
+        chosen = reference.chosen_blocks(*by, blocks, *choice, scale)
+        return reference.block_attention(q, k, v, chosen, blocks.selected, scale)
+
+    by = [x.detach() for x in by]
+    return _per_document(of_document, documents, *_wide(q, k, v, *by)).to(q.dtype)
+
+
+@_defines
+def infllm_v2(q, k, v, *, blocks=None, local=32, scale=None, documents=None, deterministic=False):
+    return _chosen(q, k, v, (q, k), blocks, ("largest_probability", True, local), scale, documents)
+
+
+@_defines
+def moba(q, k, v, *, block=512, num_selected=3, scale=None, documents=None, deterministic=False):
+    from .functional import NsaBlocks
+
+    blocks = NsaBlocks(block, block, block, num_selected)
+    return _chosen(q, k, v, (q, k), blocks, ("mean_key", False, 1), scale, documents)
+
+
+@_defines
+def msa(
+    q, k, v, index_q, index_k, *, block=128, num_selected=16, local=1, scale=None, documents=None, deterministic=False
+):
+    from .functional import NsaBlocks
+
+    if index_q.shape[2] != k.shape[2]:
+        raise SieveError(f"msa: index_q has {index_q.shape[2]} heads; it must have one for each KV head, {k.shape[2]}")
+    index_k = index_k.expand(-1, -1, index_q.shape[2], -1) if index_k.shape[2] == 1 else index_k
+    blocks = NsaBlocks(1, 1, block, num_selected)
+    return _chosen(q, k, v, (index_q, index_k), blocks, ("largest_score", False, local), scale, documents)
+
+
+@_defines
+def block_sparse(q, k, v, mask, *, scale=None):
+    heads, queries, keys = mask.shape
+    starts, tiles = mask.words[1 : 2 + heads * queries].long(), mask.words[2 + heads * queries : -1].long()
+    kept = torch.zeros(heads * queries, keys, dtype=torch.bool, device=q.device)
+    kept[torch.arange(heads * queries).repeat_interleave(starts.diff()), tiles] = True
+    kept = kept.view(1, heads, queries, keys).repeat_interleave(mask.block, 2)[:, :, : q.shape[1]]
+    if q.shape[:1] + q.shape[2:3] != (1, heads) or -(-q.shape[1] // mask.block) != queries:
+        raise SieveError(f"the mask is {list(mask.shape)} of blocks of {mask.block}, and q {list(q.shape)}")
+    return reference.block_attention(*_wide(q, k, v), kept, mask.block, scale).to(q.dtype)
+
+
+def _of_cache(q, k_cache, v_cache, seen, bias=None, scale=None):
+    """One query a row over the places `seen`, bools `[batch, 1 or choosers, places]`; others may hold anything."""
+    k, v = _wide(k_cache, v_cache)
+    if (choosers := seen.shape[1]) > 1:
+        if choosers % k.shape[1] or q.shape[2] % choosers:
+            sizes = f"{q.shape[2]} heads, and {k.shape[1]} KV heads must divide them"
+            raise SieveError(f"{choosers} choosers; they must divide {sizes}")
+        k, v = (x.repeat_interleave(choosers // k.shape[1], 1) for x in (k, v))
+    k, v = (x.masked_fill(~seen[..., None], 0.0).transpose(1, 2) for x in (k, v))
+    return reference.masked_attention(*_wide(q), k, v, seen[:, :, None], bias, scale).to(q.dtype)
+
+
+@_defines
+def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, chosen=None, block=None):
+    if (chosen is None) != (block is None):
+        raise SieveError("chosen is given together with block")
+    row, length = torch.arange(len(q)), length.long()
+    if k is not None:
+        k_cache[row, :, length], v_cache[row, :, length] = k[:, 0].to(k_cache.dtype), v[:, 0].to(v_cache.dtype)
+    count = (length if k is None and chosen is None else length + 1)[:, None]
+    place = torch.arange(k_cache.shape[2], device=q.device)
+    seen = place < count
+    if window is not None:
+        seen = seen & (place >= count - window)
+    seen = seen[:, None]
+    if chosen is not None:
+        marked = _marked(chosen[:, None], -(-len(place) // block))[:, :, 0]
+        seen = seen & marked.repeat_interleave(block, -1)[..., : len(place)]
+    return _of_cache(q, k_cache, v_cache, seen, scale=scale)
+
+
+@_defines
+def dma_decode(
+    q, k, v, z, k_cache, v_cache, z_cache, positions, length, *, preset=None, bias=None, local=None, scale=None
+):
+    (rows, kv_heads, keep, _), length = k_cache.shape, length.long()
+    _, linear, local = _dma.form("dma_decode", keep, kv_heads, preset=preset, bias=bias, local=local)
+    place = torch.arange(keep)
+    for row in range(rows):
+        now = int(length[row])
+        for head in range(kv_heads):
+            at = now
+            if now >= keep:
+                # Of all but the last keys the one of the least rank leaves, of equal ones the earliest; it may be the
+                # token itself.
+                older = positions[row, head] <= now - local
+                pairs = [(float(z_cache[row, head, n]), int(positions[row, head, n]), n) for n in place[older].tolist()]
+                pairs += [(float(z[row, head]), now, None)] if local == 0 else []
+                at = min(pairs, key=lambda pair: pair[:2])[2]
+            if at is not None:
+                k_cache[row, head, at], v_cache[row, head, at] = k[row, 0, head], v[row, 0, head]
+                z_cache[row, head, at], positions[row, head, at] = z[row, head], now
+    seen = (place < (length + 1)[:, None])[:, None].expand(-1, kv_heads, -1)
+    rank = z_cache.masked_fill(~seen, 0.0)
+    return _of_cache(q, k_cache, v_cache, seen, rank if linear else rank.clamp(max=60.0).exp(), scale)
+
+
+@_defines
+def mla_decode(q, latents, rank, *, scale, key_scale=None, length=None):
+    wide, memory = _wide(q, latents)
+    tokens, new = latents.shape[1], q.shape[1]
+    first = torch.full((len(q),), tokens - new) if length is None else length.long()
+    place, query = torch.arange(tokens), torch.arange(new)
+    seen = place <= (first[:, None] + query)[..., None]
+    memory = memory.masked_fill(~seen.any(1)[..., None], 0.0)
+    logits = torch.einsum("bihc,bjc->bhij", wide, memory) * scale
+    if key_scale is not None:
+        logits = logits * key_scale.transpose(1, 2)[:, :, None]
+    p = torch.softmax(logits.masked_fill(~seen[:, None], float("-inf")), -1)
+    return torch.einsum("bhij,bjc->bihc", p, memory[..., :rank]).to(q.dtype)
