@@ -613,6 +613,10 @@ mod tests {
             scaled[at].2.iter_mut().for_each(|x| *x *= 1.25);
             assert_eq!(failed(&scaled), [found[at].0.clone()], "a wrong scale");
         }
+        let (mut one_row, weight) = (found.clone(), at("gradient of layers.0.mlp.gate_up"));
+        let width = one_row[weight].1;
+        one_row[weight].2[..width].iter_mut().for_each(|x| *x *= 1.15);
+        assert_eq!(failed(&one_row), [found[weight].0.clone()], "one row of a gradient");
 
         let other = |change: fn(&mut ModelShape)| {
             let mut setup = draw();

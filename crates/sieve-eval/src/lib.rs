@@ -57,8 +57,8 @@ pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, ValuesRea
 pub use sampler::{Sampler, Sampling};
 pub use selection::{LayerPath, Selection, SelectionTotals};
 pub use selectors::{
-    DensityAndRecall, LayerMeasure, READY_GRIDS, SelectorMeasure, measure_selectors, selector_grid, selector_masks,
-    sweep_selectors,
+    BlockAgreement, DensityAndRecall, LayerMeasure, READY_GRIDS, SelectorMeasure, block_agreement, measure_selectors,
+    selector_grid, selector_masks, sweep_selectors,
 };
 pub use stop::StopTexts;
 pub use tasks::{

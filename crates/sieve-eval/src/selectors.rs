@@ -1,6 +1,8 @@
 //! Measures selectors on one dense model: density, recall, times, error and loss.
+mod agreement;
 mod grid;
 
+pub use agreement::{BlockAgreement, block_agreement};
 pub use grid::{READY_GRIDS, selector_grid};
 
 use crate::EvalError;

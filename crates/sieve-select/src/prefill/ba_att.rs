@@ -1,6 +1,10 @@
 //! BA-Att (arXiv:2605.19726): blocks of tokens sorted by norm, scored by the product of their means and a second-order
 //! term.
 
+mod agreement;
+
+pub use agreement::HeadAgreement;
+
 use std::ops::Range;
 
 use rayon::prelude::*;

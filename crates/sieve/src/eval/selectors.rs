@@ -16,7 +16,8 @@ use clap::Args;
 use serde::Serialize;
 use sieve_core::{ModelShape, ShownPath};
 use sieve_eval::{
-    EvalError, READY_GRIDS, Selection, measure_selectors, selector_grid, selector_masks, sweep_selectors,
+    BlockAgreement, EvalError, READY_GRIDS, Selection, block_agreement, measure_selectors, selector_grid,
+    selector_masks, sweep_selectors,
 };
 use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
@@ -71,6 +72,10 @@ pub(crate) struct SelectorsArgs {
     /// the longest length
     #[arg(long, value_name = "DIR")]
     maps: Option<PathBuf>,
+    /// Also print, for each ba_att, how its block scores agree with attention on the first prompt of the longest length:
+    /// correlations of its bound U with the error of the blocks' means, and of blocks' shares
+    #[arg(long)]
+    agreement: bool,
     #[command(flatten)]
     place: PlaceArgs,
 }
@@ -125,8 +130,10 @@ fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, kept: Kept
     }
     let run =
         Run { args, loaded: &loaded, tokens: &tokens[..=longest], selectors: &selectors, labels: &labels, device };
+    let agreement = run.agreement()?;
     if !args.result.json {
         table::print(&run, &rows, &trained, &left_out);
+        terminal::lines(agreement.iter().map(table::agreement_line));
     }
     if let Some(path) = &args.plot
         && let Err(error) = run.draw(path, &mut failed)
@@ -142,7 +149,7 @@ fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, kept: Kept
     {
         failed.add("--maps", &dir.shown().to_string(), &error);
     }
-    table::report(&run, &rows, &trained, &left_out, &failed)?;
+    table::report(&run, &rows, &trained, &left_out, (&agreement, &failed))?;
     failed.end(args.result.json)
 }
 
@@ -254,6 +261,19 @@ struct Run<'a, B: DeviceBackend> {
 }
 
 impl<B: DeviceBackend> Run<'_, B> {
+    /// What `--agreement` asks for, of each `ba_att` among the selectors.
+    fn agreement(&self) -> Result<Vec<BlockAgreement>> {
+        if !self.args.agreement {
+            return Ok(Vec::new());
+        }
+        let found = block_agreement(&self.loaded.model, self.tokens, self.selectors, self.device)?;
+        let found: Vec<BlockAgreement> = found.into_iter().flatten().collect();
+        if found.is_empty() {
+            bail!("--agreement: no selector is ba_att in a dense layer\n  hint: add --selector ba_att");
+        }
+        Ok(found)
+    }
+
     /// Writes one heat map for each prefill selector.
     fn draw_maps(&self, dir: &Path, failed: &mut Failures) -> Result<()> {
         let all = self.selectors.iter().zip(self.labels);

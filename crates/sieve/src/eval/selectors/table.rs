@@ -5,7 +5,7 @@ use crate::eval::output;
 use crate::{selector, terminal};
 use anyhow::Result;
 use serde::Serialize;
-use sieve_eval::SelectorMeasure;
+use sieve_eval::{BlockAgreement, SelectorMeasure};
 use sieve_ops::DeviceBackend;
 
 /// One row of the printed table.
@@ -23,9 +23,9 @@ pub(super) fn report<B: DeviceBackend>(
     rows: &[Row],
     trained: &[Trained],
     left_out: &[anyhow::Error],
-    failed: &Failures,
+    (agreement, failed): (&[BlockAgreement], &Failures),
 ) -> Result<()> {
-    let json = serde_json::json!({
+    let mut json = serde_json::json!({
         "data": run.args.data,
         "threads": crate::device::num_threads(),
         "selectors": rows,
@@ -33,6 +33,9 @@ pub(super) fn report<B: DeviceBackend>(
         "left_out": left_out.iter().map(terminal::first_line).collect::<Vec<_>>(),
         "failed": failed,
     });
+    if run.args.agreement {
+        json["agreement"] = serde_json::json!(agreement);
+    }
     run.args.result.report(run.loaded, super::COMMAND, json)?;
     Ok(())
 }
@@ -67,6 +70,19 @@ pub(super) fn print<B: DeviceBackend>(run: &Run<'_, B>, rows: &[Row], trained: &
     for error in left_out {
         terminal::line(&format!("left out: {}", terminal::first_line(error)));
     }
+}
+
+/// What `--agreement` prints of a selector.
+pub(super) fn agreement_line(of: &BlockAgreement) -> String {
+    let BlockAgreement { selector, num_tokens, heads, pairs, .. } = of;
+    let correlation = |x: Option<f64>| x.map_or("none".to_owned(), |x| format!("{x:.3}"));
+    format!(
+        "{selector}\n  {pairs} pairs of blocks of {heads} heads, {num_tokens} tokens; correlation of the bound U with the \
+         error of the means {} (at most {:.2} of U), of a block's share with its share of attention {}",
+        correlation(of.bound),
+        of.largest_of_bound,
+        correlation(of.mass),
+    )
 }
 
 fn percent(x: Option<f64>) -> String {
