@@ -91,7 +91,8 @@ fn tokens_of_answers_are_those_of_transformers() {
 #[test]
 fn answers_without_blocks_are_those_of_the_blocks() {
     let mut num_equal = 0;
-    let same = ["chatml.jinja", "llama2.jinja", "llama3.jinja", "zephyr.jinja"];
+    // Not Zephyr's: the beginning of an answer ends with a line break there, which the block counts as the answer's.
+    let same = ["chatml.jinja", "llama2.jinja", "llama3.jinja"];
     for row in rows().iter().filter(|row| same.contains(&row.template.as_str())) {
         // Before a chat that begins with an answer there is no chat, which Llama 3's template cannot write.
         let is_first = row.chat[0].is_answer() && row.template == "llama3.jinja";
@@ -110,7 +111,7 @@ fn answers_without_blocks_are_those_of_the_blocks() {
         assert_eq!(found.as_ref(), Ok(expected), "{} {:?}", row.template, row.chat);
         num_equal += 1;
     }
-    assert!(num_equal >= 70, "{num_equal}");
+    assert!(num_equal >= 50, "{num_equal}");
 }
 
 #[test]
