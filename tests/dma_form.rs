@@ -116,7 +116,7 @@ fn loaded(attention: &str, overrides: &[String]) -> Option<DmaShape> {
     let config = recipe.to_toml().expect("a loaded recipe can be written");
     let (again, notes) = Recipe::load_with_notes(&config, "config.toml", &[]).expect("reads back");
     assert_eq!((&again, &notes.former_form), (&recipe, &None), "{attention} {overrides:?}");
-    match recipe.attention {
+    match recipe.attention.own {
         Attention::Dma(dma) => Some(dma),
         other => panic!("{other:?}"),
     }
@@ -138,7 +138,7 @@ fn dense_model(folder: &Path) -> PathBuf {
 }
 
 fn imported(from: &Path, overrides: &[String]) -> Option<DmaShape> {
-    match sieve_hf::imported_model(from, Some(AttentionKind::Dma), overrides).ok()?.0.attention {
+    match sieve_hf::imported_model(from, Some(AttentionKind::Dma), overrides).ok()?.0.attention.own {
         Attention::Dma(dma) => Some(dma),
         other => panic!("{other:?}"),
     }
@@ -224,7 +224,7 @@ fn a_text_that_had_another_form_says_so_once_and_how_to_write_it() {
         let all = [overrides, former.overrides].concat();
         let (before, again) = Recipe::load_with_notes(&text, "a recipe", &all).expect("valid");
         assert!(again.former_form.is_none() && before.attention != recipe.attention);
-        Some((former.words, before.attention))
+        Some((former.words, before.attention.own))
     };
     let published = Attention::Dma(DmaShape::published(48));
     let words = "attention: before 0.1.0 this text was the published form; write preset = \"paper\" for it";
@@ -254,7 +254,7 @@ fn exports_without_the_keys_and_doge_are_the_published_form() {
         dense_model(folder.path());
         std::fs::write(folder.path().join("config.json"), config.to_string()).expect("writable");
         let model = sieve_hf::imported_model(folder.path(), None, &[]).unwrap_or_else(|error| panic!("{error}"));
-        model.0.attention
+        model.0.attention.own
     };
     let folder = tempfile::tempdir().expect("a folder");
     let config = std::fs::read_to_string(dense_model(folder.path()).join("config.json")).expect("written");

@@ -75,7 +75,7 @@ fn the_window_matters_at_these_sizes() {
 fn recipe_with_window(recipe: &sieve_core::Recipe) -> sieve_core::Recipe {
     use sieve_core::recipe::{Attention, SwaShape};
     let mut wide = recipe.clone();
-    match &mut wide.attention {
+    match &mut wide.attention.own {
         Attention::Nsa(nsa) => nsa.window_size = LEN,
         Attention::InfllmV2(infllm) => infllm.num_selected_blocks = LEN,
         Attention::Moba(moba) => moba.num_selected_blocks = LEN,

@@ -47,6 +47,13 @@ pub(crate) fn kinds() -> Vec<[&'static str; 3]> {
             keep_window_size = 5\nbias = "linear"\nrecency = "slope"\nshortest_period = 4
         swa_hybrid => tie_word_embeddings = true\nlayer_types = ["swa", "mha", "swa"] => kind = "swa"\n\
             sliding_window = 7
+        mixed => tie_word_embeddings = true\nlayer_types = ["sliding_attention", "msa", "sparse"] => kind = "dma"\n\
+            keep_window_size = 5\nbias = "linear"\nrecency = "slope"\nshortest_period = 4\n\
+            [attention.swa]\nsliding_window = 7\n\
+            [attention.msa]\nselect_block_size = 4\nnum_selected_blocks = 3
+        mixed_shared => tie_word_embeddings = false\nlayer_types = ["blocks", "sparse", "shared"] => kind = "swa"\n\
+            sliding_window = 7\n[attention.blocks]\nkind = "infllm_v2"\ncompress_block_size = 4\n\
+            compress_stride = 2\nselect_block_size = 4\nnum_selected_blocks = 4\nnum_local_blocks = 1
         mla => tie_word_embeddings = true => kind = "mla"\nkv_lora_rank = 24\nqk_rope_head_dim = 8\nqk_norm = false
         mla_norm => tie_word_embeddings = false => kind = "mla"\nkv_lora_rank = 24\nqk_rope_head_dim = 8
         mla_scaled => tie_word_embeddings = false\nresidual_scale = true => kind = "mla"\nkv_lora_rank = 24\n\

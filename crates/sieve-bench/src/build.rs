@@ -230,7 +230,7 @@ pub fn needed_by(recipe: Option<&Recipe>, arch: &str, shared_bytes: usize) -> Re
     };
     let mut list = NeededKernels::default();
     list.extend_kernels(NeededKernels::step(arch));
-    if let Attention::Mla(mla) = recipe.attention {
+    if let Attention::Mla(mla) = recipe.attention.own {
         let (head_dim, rope_dim) = (recipe.model.head_dim, mla.qk_rope_head_dim);
         let (rank, norm_dim) = (mla.kv_lora_rank, mla.qk_norm_dim(head_dim));
         list.extend_kernels(NeededKernels::mla_pack(head_dim, rope_dim, norm_dim));
@@ -238,7 +238,7 @@ pub fn needed_by(recipe: Option<&Recipe>, arch: &str, shared_bytes: usize) -> Re
         list.extend_kernels(NeededKernels::mla_token(head_dim, rope_dim, norm_dim));
     }
     let (kv_heads, head_dim) = (recipe.model.num_key_value_heads, recipe.model.head_dim);
-    if let Attention::Dma(dma) = recipe.attention
+    if let Attention::Dma(dma) = recipe.attention.own
         && let Some(slopes) = dma.slopes(kv_heads)
     {
         let slopes: Vec<f32> = slopes.into_iter().map(|slope| slope as f32).collect();
@@ -250,16 +250,29 @@ pub fn needed_by(recipe: Option<&Recipe>, arch: &str, shared_bytes: usize) -> Re
     Ok(list)
 }
 
-/// The attention kernels of a recipe, without regard to batch and row length. DMA also needs dense kernels with a bias:
-/// rows no longer than its window mask nothing.
+/// The attention kernels of a recipe's layers, without regard to batch and row length.
 fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
+    let layers = recipe.layer_pattern();
+    let mut kinds = vec![recipe.attention.own];
+    for other in layers.types().iter().filter_map(|of| of.other) {
+        if !kinds.contains(&other) {
+            kinds.push(other);
+        }
+    }
+    let needs = kinds.into_iter().map(|attention| kind_needs(recipe, attention));
+    Ok(needs.collect::<Result<Vec<_>>>()?.concat())
+}
+
+/// The kernels of layers of one kind. DMA also needs dense kernels with a bias: rows no longer than its window mask
+/// nothing.
+fn kind_needs(recipe: &Recipe, attention: Attention) -> Result<Vec<AttentionNeeds>> {
     let model = &recipe.model;
     let heads = [model.num_attention_heads, model.num_key_value_heads];
     let mut shape = AttentionShape::new(1, 1, heads, [model.head_dim; 2]);
     let order = if recipe.training.deterministic { SumOrder::Fixed } else { SumOrder::Any };
-    let kind = recipe.attention.as_kind();
+    let kind = attention.as_kind();
     if let Some((got, supported)) = kind.block_gap(shape.head_dim, shape.num_heads / shape.num_kv_heads) {
-        let kind = recipe.attention.kind().name();
+        let kind = attention.kind().name();
         return refused(format!("attention.kind {kind:?} has no CUDA kernels for {got} (they take {supported})"));
     }
     shape.num_kv_heads = kind.attended_kv_heads(heads);
@@ -274,9 +287,6 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
     }
     // An indexer's queries read all keys in the first `training.dense_steps` steps.
     if kind.has_indexer() {
-        keys.push(NeededKeys::Neighbours);
-    }
-    if recipe.layer_pattern().types().iter().any(|of| of.other.is_some_and(|other| other.as_kind().is_dense())) {
         keys.push(NeededKeys::Neighbours);
     }
     Ok(keys.into_iter().map(|keys| AttentionNeeds { shape, keys, order }).collect())

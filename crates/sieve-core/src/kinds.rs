@@ -12,22 +12,33 @@ mod dense;
 mod dynamic_mask;
 mod infllm;
 mod latent;
+mod list;
 mod moba;
 mod msa;
 mod native_sparse;
 mod op;
 mod param;
+pub(crate) mod settings;
 mod sizes;
 mod window;
 
 pub use dense::Dense;
-pub use latent::DEEPSEEK_LATENT_EPS;
+pub use dynamic_mask::{DmaBias, DmaForm, DmaRecency, DmaShape, DmaWindow};
+pub use infllm::InfllmV2Shape;
+pub use latent::{DEEPSEEK_LATENT_EPS, MlaShape};
+pub(crate) use list::ATTENTION_KEYS;
+pub use list::{Attention, AttentionKind};
+pub use moba::MobaShape;
+pub use msa::{IndexScores, MsaShape};
+pub use native_sparse::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};
 pub use op::AttentionOp;
 pub use param::{ParamSpec, Part, Rows};
+pub use settings::AttentionPreset;
 pub use sizes::{Activations, BackwardCall, Exchanged, Halo, HeadWidths, KeptCall, KernelSizes, KeyReads, times};
+pub use window::SwaShape;
 
 use crate::NsaBlocks;
-use crate::model::{Attention, BranchDensity, ModelShape};
+use crate::model::{BranchDensity, ModelShape};
 use serde_json::Value;
 
 /// Multiply-adds of one layer.
@@ -54,6 +65,37 @@ pub trait Kind: std::fmt::Debug {
     /// [`Attention::densities`].
     fn densities(&self, seq_len: usize) -> Vec<BranchDensity> {
         vec![BranchDensity::of_keys(None, self.pairs(seq_len), seq_len)]
+    }
+
+    /// The window that a stage of a run may change, in tokens; `None` for kinds without one.
+    fn window(&self) -> Option<usize> {
+        None
+    }
+
+    /// The same kind with another window; `None` for kinds without one.
+    fn with_window(&self, _window: usize) -> Option<Attention> {
+        None
+    }
+
+    /// Number of latest keys that every query sees whatever their scores, where a window holds others too.
+    fn local_window(&self) -> usize {
+        0
+    }
+
+    /// Whether queries read all keys while an indexer learns to choose; `None` for kinds without one.
+    fn index_warmup(&self) -> Option<bool> {
+        None
+    }
+
+    /// The same kind with another [`index_warmup`](Self::index_warmup); `None` for kinds without one.
+    fn with_index_warmup(&self, _warms_up: bool) -> Option<Attention> {
+        None
+    }
+
+    /// Whether keys and values are made from a latent, one for each query head. Layers of other kinds have no place
+    /// beside such ones.
+    fn is_latent(&self) -> bool {
+        false
     }
 
     /// Whether this is dense causal attention with grouped queries, on which selectors act at inference.
@@ -266,7 +308,49 @@ pub enum StockClass {
     DeepseekV3,
 }
 
+/// The kind of this name in `model.layer_types`: a recipe's, or `full_attention` and `sliding_attention`, as in
+/// `transformers`.
+pub(crate) fn kind_of_layer_type(name: &str) -> Option<AttentionKind> {
+    match name {
+        FULL_ATTENTION => Some(AttentionKind::Mha),
+        SLIDING_ATTENTION => Some(AttentionKind::Swa),
+        name => AttentionKind::named(name),
+    }
+}
+
+/// The name of a dense layer in `layer_types` of `transformers`.
+const FULL_ATTENTION: &str = "full_attention";
+/// The same of a layer with a sliding window.
+const SLIDING_ATTENTION: &str = "sliding_attention";
+
 impl Attention {
+    /// The window that a stage may change, in tokens; `None` for kinds without a window.
+    pub fn window(&self) -> Option<usize> {
+        self.as_kind().window()
+    }
+
+    /// The same attention with another window; unchanged for kinds without a window.
+    pub fn with_window(&self, window: usize) -> Self {
+        self.as_kind().with_window(window).unwrap_or(*self)
+    }
+
+    /// Whether queries read all keys while an indexer learns to choose; `None` for kinds without one.
+    pub fn index_warmup(&self) -> Option<bool> {
+        self.as_kind().index_warmup()
+    }
+
+    /// The same attention, in which queries read all keys or not while an indexer learns; unchanged for kinds without
+    /// one.
+    pub fn with_index_warmup(&self, warms_up: bool) -> Self {
+        self.as_kind().with_index_warmup(warms_up).unwrap_or(*self)
+    }
+
+    /// Number of latest keys that every query sees whatever their scores: `local_window_size` of DMA, 0 for other
+    /// kinds.
+    pub fn local_window(&self) -> usize {
+        self.as_kind().local_window()
+    }
+
     /// The kind with its sizes: the one place that leads from a kind's name to its file.
     pub fn as_kind(&self) -> &dyn Kind {
         match self {

@@ -1,6 +1,5 @@
 //! The sizes a model is built from, in the names the Rust code uses.
 
-mod attention;
 mod density;
 mod flops;
 pub mod gpu;
@@ -10,11 +9,9 @@ mod rope_scaling;
 #[doc(hidden)]
 pub mod test_shapes;
 
-pub use crate::recipe::Attention;
-pub(crate) use attention::{A_QUARTER_OF_THE_ROW, MAX_CHOSEN_BLOCKS};
-pub use attention::{
-    AttentionPreset, DmaBias, DmaForm, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape, MlaShape,
-    MobaShape, MsaShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape,
+pub use crate::kinds::{
+    Attention, AttentionPreset, DmaBias, DmaForm, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape,
+    MlaShape, MobaShape, MsaShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape,
 };
 pub use density::BranchDensity;
 pub(crate) use flops::window_pairs;

@@ -93,7 +93,7 @@ pub fn model_line(recipe: &Recipe, shape: &ModelShape, numbers: NumberFormat, we
 /// the share of the (query, key) pairs of dense causal attention that the kind's layers read where a row holds one
 /// document ([`Attention::densities`](crate::Attention::densities)).
 pub fn attention_words(recipe: &Recipe, shape: &ModelShape) -> String {
-    let attention = recipe.attention;
+    let attention = recipe.attention.own;
     let label = attention.as_kind().label().into_iter();
     let words =
         std::iter::once(attention.kind().name().to_owned()).chain(label).chain(attention.as_kind().form_words(shape));

@@ -4,6 +4,8 @@
 
 mod sections;
 
+mod attention;
+
 mod data;
 
 mod schema;
@@ -34,6 +36,8 @@ mod manual;
 
 mod template;
 
+pub use crate::kinds::{Attention, AttentionKind, SwaShape};
+pub use attention::AttentionSection;
 pub use data::{DataFallback, DataFormat, DataSection, MqarNoise, MqarSection};
 pub use error::RecipeError;
 pub use load::{FormerForm, RecipeNotes};
@@ -41,14 +45,15 @@ pub use manual::{json_schema, keys_page};
 pub use mistake::{Location, Mistake};
 pub use resume::KeyChange;
 pub use sections::{
-    ActivationCheckpointMode, ActivationCheckpointSection, Attention, AttentionKind, CheckpointSection, DecayType,
-    GenerationSection, GradientDtype, LrSchedulerSection, MetricsSection, ModelSection, OptimizerName,
-    OptimizerSection, ParallelismSection, RANDOM_WEIGHTS, SwaShape, TokenizerSection, TokenizerSource,
-    TokenizerTraining, TrainingPrecision, TrainingSection, ValidationSection,
+    ActivationCheckpointMode, ActivationCheckpointSection, CheckpointSection, DecayType, GenerationSection,
+    GradientDtype, LrSchedulerSection, MetricsSection, ModelSection, OptimizerName, OptimizerSection,
+    ParallelismSection, RANDOM_WEIGHTS, TokenizerSection, TokenizerSource, TokenizerTraining, TrainingPrecision,
+    TrainingSection, ValidationSection,
 };
 pub use stages::{Stage, StageSection};
 pub use template::{EPOCHS_AS_NEW, StartingSize, fine_tuning_steps, least_tokens, steps_for_text, tokens_of_text};
 
+pub(crate) use rules::Rules;
 pub(crate) use sections::SHARED_LAYER;
 
 use crate::keys::keys;
@@ -67,7 +72,11 @@ keys! {
         /// `window` of a `[[stage]]`, and what `"mla"` cannot have (dense layers of `model.layer_types`, another
         /// `model.num_key_value_heads`). Without it a key of another kind is a mistake. `"mha"` and `"swa"` have no
         /// preset: no paper gives the one its own sizes, and each paper gives the other another window.
-        pub attention: Attention,
+        ///
+        /// A table `[attention.NAME]` gives layers that `model.layer_types` calls NAME a kind of their own, with the
+        /// same keys: `[attention.swa]` with `sliding_window = 512`. NAME is a kind, `sliding_attention` (`swa`), or a
+        /// word of yours beside a `kind`. `"mla"` goes with no other kind.
+        pub attention: AttentionSection,
         /// Where the tokenizer comes from: exactly one of `path`, `numbers` and `train`.
         pub tokenizer: TokenizerSection,
         /// The text to train on.

@@ -182,14 +182,14 @@ fn no_shipped_recipe_was_read_as_another_attention_before() {
     }
     let recipes = shipped();
     for (name, window) in [("mqar_dma", 16), ("mqar_hard_dma", 512)] {
-        assert_eq!(recipes[name].1.attention, Attention::Dma(DmaShape::published(window)), "{name}");
+        assert_eq!(recipes[name].1.attention.own, Attention::Dma(DmaShape::published(window)), "{name}");
     }
 }
 
 #[test]
 fn the_published_form_of_dma_ships_beside_the_one_that_learns_better() {
     let recipes = shipped();
-    let dma = |name: &str| match recipes[name].1.attention {
+    let dma = |name: &str| match recipes[name].1.attention.own {
         Attention::Dma(dma) => dma,
         other => panic!("{name}: {other:?}"),
     };
@@ -259,7 +259,7 @@ fn mqar_recipes_differ_in_their_attention_alone() {
 #[test]
 fn quickstart_is_sparse_and_takes_one_override_to_compare() {
     let (text, recipe) = &shipped()["quickstart"];
-    let Attention::Dma(DmaShape { keep_window_size, .. }) = recipe.attention else { panic!("not DMA") };
+    let Attention::Dma(DmaShape { keep_window_size, .. }) = recipe.attention.own else { panic!("not DMA") };
     assert!(4 * keep_window_size <= recipe.training.seq_len, "the window is more than a quarter of the length");
     assert!(recipe.tokenizer.train.is_some(), "quickstart must need no file");
     let swa = Recipe::load(text, "quickstart", &["attention.kind=swa".to_owned()]);

@@ -118,7 +118,7 @@ fn recipe_text(report: &ImportReport) -> Result<String> {
     let beside = report.path.file_name().map(|name| name.to_string_lossy().into_owned());
     recipe.model.initial_weights = recipe.model.initial_weights.or(beside);
     let (steps, warmup) = (recipe.training.steps, recipe.lr_scheduler.warmup_steps);
-    let has_new_indexer = recipe.attention.kind() == AttentionKind::Msa && !report.added.is_empty();
+    let has_new_indexer = recipe.attention.as_kind().has_indexer() && !report.added.is_empty();
     if has_new_indexer && recipe.stage.is_empty() && (1..steps).contains(&warmup) {
         let stage = |steps, warms_up| StageSection { steps, index_warmup: Some(warms_up), ..recipe.whole_run() };
         recipe.stage = vec![stage(warmup, true), stage(steps - warmup, false)];
@@ -181,7 +181,7 @@ fn print_notes(report: &ImportReport, tokenizer: &Tokenizer) {
 fn kind(name: &str) -> Result<AttentionKind> {
     AttentionKind::named(name).with_context(|| {
         // A model of another kind cannot be turned into latent attention.
-        let kinds = AttentionKind::ALL.into_iter().filter(|&kind| kind != AttentionKind::Mla);
+        let kinds = AttentionKind::ALL.into_iter().filter(|kind| !kind.example().as_kind().is_latent());
         let names = kinds.map(AttentionKind::name).collect::<Vec<_>>().join(", ");
         format!("--attention {name} is not known\n  hint: one of {names}")
     })

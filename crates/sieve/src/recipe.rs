@@ -123,7 +123,7 @@ impl RecipeArgs {
         };
         let mut before = self.clone();
         before.overrides.extend(former.overrides);
-        before.load_with_notes().is_ok_and(|(recipe, _)| recipe.attention == attention)
+        before.load_with_notes().is_ok_and(|(recipe, _)| recipe.attention.own == attention)
     }
 
     /// A path of `model.initial_weights` in full: one in the recipe's text starts from the `folder` of its file, one of

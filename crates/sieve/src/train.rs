@@ -200,7 +200,7 @@ impl TrainArgs {
         if let Some(begun) = self.attention_of_resumed(out)
             && source.formerly_had(begun)
         {
-            recipe.attention = begun;
+            recipe.attention.own = begun;
         }
         Ok((recipe, text))
     }
@@ -216,7 +216,7 @@ impl TrainArgs {
             }
             (None, None) => return None,
         };
-        Some(recipe.attention)
+        Some(recipe.attention.own)
     }
 
     fn events(&self) -> OnEvent {

@@ -3,10 +3,55 @@
 use super::dense::{
     Dense, dense_pairs_rate, grouped_flops, grouped_projections, head_norms, key_and_value, output_projection,
 };
+use super::settings::{self, Sizes, derived, num_blocks};
 use super::sizes::F32;
 use super::{Activations, AttentionOp, BackwardCall, Exchanged, KeptCall, Kind, LayerFlops, ParamSpec, Part, times};
 use crate::block_choice::{BlockChoice, SCORES_AT_ONCE};
 use crate::model::ModelShape;
+use crate::recipe::Rules;
+use toml::Table;
+
+pub(super) const MOST_BLOCKS: &str = "a query chooses 64 blocks at most; larger blocks hold more tokens";
+/// The most blocks that a query of InfLLM-V2, MoBA or MSA chooses.
+pub(crate) const MAX_CHOSEN_BLOCKS: usize = 64;
+
+/// Sets missing sizes of blocks without pooled keys.
+pub(super) fn block_sizes(attention: &mut Table, sizes: Sizes) {
+    derived(attention, "select_block_size", || Some(if sizes.is_long() { 64 } else { 16 }));
+    num_blocks(attention, sizes, settings::MOST_BLOCKS);
+}
+
+/// Checks that attention can read a block in equal pieces of at most 64 tokens.
+pub(super) fn check_pieces(select_block_size: usize, rules: &mut Rules<'_>) {
+    rules.require(
+        select_block_size <= 64 || select_block_size.is_multiple_of(64),
+        "attention.select_block_size",
+        format!("is {select_block_size}, more than 64 and no multiple of it"),
+        format!("{} is; larger blocks are read 64 tokens at a time", select_block_size / 64 * 64),
+    );
+}
+
+/// Checks that block sizes are multiples of the stride of pooled keys.
+pub(super) fn check_strides(
+    stride: usize,
+    compress_block_size: usize,
+    select_block_size: usize,
+    rules: &mut Rules<'_>,
+) {
+    for (key, size) in
+        [("attention.compress_block_size", compress_block_size), ("attention.select_block_size", select_block_size)]
+    {
+        rules.require(
+            stride == 0 || size.is_multiple_of(stride),
+            key,
+            format!("is {size}, not a multiple of compress_stride = {stride}"),
+            format!(
+                "{} is; block sizes are multiples of the stride so that compressed blocks map onto selected ones",
+                size.div_ceil(stride.max(1)).saturating_mul(stride)
+            ),
+        );
+    }
+}
 
 /// Share of the peak that attention over chosen blocks reaches, choice, lists and parts included: one choice for each
 /// group of heads.

@@ -83,7 +83,7 @@ impl Kind for Dense {
     }
 
     fn stock_layer_type(&self) -> Option<&'static str> {
-        Some("full_attention")
+        Some(super::FULL_ATTENTION)
     }
 }
 

@@ -1,13 +1,108 @@
 //! Multi-head latent attention (MLA, arXiv:2405.04434): keys and values are projections of one latent per token.
 
 use super::dense::output_projection;
+use super::settings::{AttentionPreset, Settings, Sizes, derived, whole};
 use super::sizes::F32;
 use super::{
     Activations, AttentionOp, BackwardCall, Exchanged, HeadWidths, KeptCall, KeyReads, Kind, LayerFlops, ParamSpec,
     Part, Stock, StockClass,
 };
-use crate::model::{MlaShape, ModelShape, window_pairs};
+use crate::keys::{MAX_WIDTH, keys};
+use crate::model::{ModelShape, window_pairs};
+use crate::recipe::{FormerForm, ModelSection, Rules};
 use serde_json::{Value, json};
+use toml::Table;
+
+keys! {
+    /// Sizes of multi-head latent attention (arXiv:2405.04434, section 2.1), without query compression.
+    ///
+    /// `c = RMSNorm(x W_DKV)`; per head `k_C = c W_UK` and `v = c W_UV`, both of the model's `head_dim`; one
+    /// `k_R = RoPE(x W_KR)` for all heads; `q = [x W_QC ; RoPE(x W_QR)]`. Keys and values exist per query head, so
+    /// `num_kv_heads` equals `num_heads`. With `qk_norm`, which the paper does not have, RMSNorm is applied to each
+    /// head's q and k, `[k_C ; x W_KR]`, before the rotation.
+    ///
+    /// Parameters of a layer: W_Q `[num_heads * (head_dim + qk_rope_head_dim), d_model]`, W_DKV and W_KR together
+    /// `[kv_lora_rank + qk_rope_head_dim, d_model]`, the latent's norm `[kv_lora_rank]`, W_UK and W_UV together
+    /// `[num_heads * 2 * head_dim, kv_lora_rank]`, W_O `[d_model, num_heads * head_dim]`; with `qk_norm` a weight of
+    /// [`qk_norm_dim`](Self::qk_norm_dim) numbers for queries and one for keys, which all heads share.
+    #[derive(Copy, Eq, Hash)]
+    pub struct MlaShape {
+        /// Sets the keys below to DeepSeek-V2's values (arXiv:2405.04434, section 2.1): a latent of four heads, a
+        /// rotated part of half a head. As an override it replaces the recipe's values.
+        text preset: Option<AttentionPreset>,
+        /// Width of the latent c that keys and values are made from (`d_c`).
+        #[key(filled("a quarter of `model.hidden_size`"), optional, size(MAX_WIDTH))]
+        pub kv_lora_rank: usize,
+        /// Width of the rotated part of queries and keys (`d_r`); even.
+        #[key(filled("half of `model.head_dim`"), optional, size(MAX_WIDTH))]
+        pub qk_rope_head_dim: usize,
+        /// Whether each head's queries and keys go through RMSNorm with a weight before the rotation. An addition of
+        /// ours, with which MLA learns faster; the paper has none.
+        pub qk_norm: bool = true,
+    }
+}
+
+impl MlaShape {
+    /// Width of the norms of queries and keys, for heads of `head_dim`; 0 without norms.
+    pub fn qk_norm_dim(&self, head_dim: usize) -> usize {
+        match self.qk_norm {
+            true => head_dim + self.qk_rope_head_dim,
+            false => 0,
+        }
+    }
+
+    /// The sizes of arXiv:2405.04434, section 2.1, for heads of `head_dim`.
+    pub fn published(head_dim: usize) -> Self {
+        Self { kv_lora_rank: 4 * head_dim, qk_rope_head_dim: Self::half_a_head(head_dim), qk_norm: false }
+    }
+
+    /// Default width of the rotated part: half a head, rounded up to an even number because rotation works on pairs.
+    pub(crate) fn half_a_head(head_dim: usize) -> usize {
+        (head_dim / 2).next_multiple_of(2).max(2)
+    }
+}
+
+impl Settings for MlaShape {
+    fn example(head_dim: usize) -> Self {
+        Self::published(head_dim)
+    }
+
+    fn resolve(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
+        derived(attention, "kv_lora_rank", || whole((sizes.hidden_size? / 4).max(1)));
+        derived(attention, "qk_rope_head_dim", || whole(MlaShape::half_a_head(sizes.head_dim?)));
+        None
+    }
+
+    fn check(&self, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
+        rules.require(
+            self.qk_rope_head_dim.is_multiple_of(2),
+            "attention.qk_rope_head_dim",
+            format!("is {}, but rotary embedding turns pairs", self.qk_rope_head_dim),
+            format!("use {}", self.qk_rope_head_dim + 1),
+        );
+        // Without `[model]`, which could not be read, there is nothing more to compare.
+        let Some(model) = model else { return };
+        for (key, given) in [
+            ("model.qk_norm", !model.qk_norm),
+            ("model.qkv_bias", model.qkv_bias),
+            ("model.rope_scaling", model.rope_scaling.is_some()),
+        ] {
+            rules.require(
+                !given,
+                key,
+                "does not go with kind = \"mla\"",
+                "leave it out; attention.qk_norm says whether MLA norms queries and keys",
+            );
+        }
+        let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
+        rules.require(
+            heads == kv_heads,
+            "model.num_key_value_heads",
+            format!("is {kv_heads}, but kind = \"mla\" has keys and values for each of its {heads} heads"),
+            format!("set model.num_key_value_heads to {heads}; the cache holds the latent alone"),
+        );
+    }
+}
 
 /// Epsilon of the latent's norm in `transformers`, whatever `rms_norm_eps` says.
 pub const DEEPSEEK_LATENT_EPS: f64 = 1e-6;
@@ -52,6 +147,10 @@ impl Kind for MlaShape {
         // W_Q, W_DKV, W_KR and W_O have `d_model` rows or columns, W_UK and W_UV `rank`.
         let weights = d_model * (q + rank + rope + q_width) + 2.0 * rank * q_width;
         LayerFlops { weights, per_pair: q + q_width, per_scored_key: 0.0 }
+    }
+
+    fn is_latent(&self) -> bool {
+        true
     }
 
     fn rope_width(&self) -> usize {

@@ -1,13 +1,75 @@
 //! MoBA (arXiv:2502.13189): each query head reads the blocks whose mean keys fit it best; no parameter of its own.
 
-use super::chosen_blocks::{CHOSEN_BY_HEAD, Chosen, as_chosen_blocks, chosen_words};
+use super::chosen_blocks::{
+    CHOSEN_BY_HEAD, Chosen, MAX_CHOSEN_BLOCKS, MOST_BLOCKS, as_chosen_blocks, block_sizes, check_pieces, chosen_words,
+};
+use super::settings::{AttentionPreset, Settings, Sizes};
 use super::{
     Activations, AttentionOp, BackwardCall, BlockPairs, Exchanged, HeadWidths, KeptCall, KeyReads, Kind, LayerFlops,
     ParamSpec,
 };
 use crate::NsaBlocks;
-use crate::model::{BranchDensity, MobaShape, ModelShape};
+use crate::block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
+use crate::keys::{MAX_SEQ_LEN, keys};
+use crate::model::{BranchDensity, ModelShape};
+use crate::recipe::{FormerForm, ModelSection, Rules};
 use serde_json::{Value, json};
+use toml::Table;
+
+keys! {
+    /// Sizes of MoBA, mixture of block attention (arXiv:2502.13189): every query head reads its own block and those
+    /// before it whose mean key has the largest product with the query. Without a parameter of its own.
+    #[derive(Copy, Eq, Hash)]
+    pub struct MobaShape {
+        /// Sets the keys below to the values of arXiv:2502.13189, section 3.1: 3 blocks of 512. As an override it
+        /// replaces the recipe's values, and `model.layer_types`.
+        text preset: Option<AttentionPreset>,
+        /// Tokens of a block: up to 64, or a multiple of it.
+        #[key(filled("16; 64 for rows of 2048 tokens or more"), optional, size(MAX_SEQ_LEN))]
+        pub select_block_size: usize,
+        /// Blocks a query head selects, its own included.
+        #[key(
+            filled("as many as hold a quarter of `training.seq_len`, 4 to 16"),
+            optional,
+            within(1, MAX_CHOSEN_BLOCKS, MOST_BLOCKS)
+        )]
+        pub num_selected_blocks: usize,
+    }
+}
+
+impl MobaShape {
+    /// The sizes of arXiv:2502.13189, section 3.1.
+    pub fn published() -> Self {
+        Self { select_block_size: 512, num_selected_blocks: 3 }
+    }
+
+    /// How a query chooses blocks.
+    pub fn choice(&self) -> BlockChoice {
+        BlockChoice {
+            blocks: NsaBlocks {
+                num_selected_blocks: self.num_selected_blocks,
+                ..NsaBlocks::of([self.select_block_size; 4])
+            },
+            rule: ChoiceRule::MeanKey,
+            forced: ForcedBlocks { first: false, local: 1 },
+        }
+    }
+}
+
+impl Settings for MobaShape {
+    fn example(_head_dim: usize) -> Self {
+        Self::published()
+    }
+
+    fn resolve(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
+        block_sizes(attention, sizes);
+        None
+    }
+
+    fn check(&self, _model: Option<&ModelSection>, rules: &mut Rules<'_>) {
+        check_pieces(self.select_block_size, rules);
+    }
+}
 
 impl MobaShape {
     fn chosen(&self) -> Chosen {

@@ -1,15 +1,163 @@
 //! Native sparse attention (NSA, arXiv:2502.11089): compressed, selected and window branches, gated.
 
-use super::chosen_blocks::{chosen_words, pooled_words};
+use super::chosen_blocks::{check_strides, chosen_words, pooled_words};
 use super::dense::{grouped_flops, grouped_projections, key_and_value, output_projection};
+use super::settings::{AttentionPreset, MOST_BLOCKS, Settings, Sizes, choice, derived, pooled_sizes, whole};
 use super::sizes::F32;
 use super::{
     Activations, AttentionOp, BackwardCall, BlockPairs, Exchanged, HeadWidths, KeptCall, KeyReads, Kind, LayerFlops,
     ParamSpec, Part, times,
 };
 use crate::NsaBlocks;
-use crate::model::{BranchDensity, ModelShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape};
+use crate::keys::{MAX_SEQ_LEN, MAX_WIDTH, choices, keys};
+use crate::model::{Attention, BranchDensity, ModelShape, window_pairs};
+use crate::recipe::{FormerForm, ModelSection, Rules};
 use serde_json::{Value, json};
+use toml::Table;
+
+choices! {
+    /// How NSA makes one key (and one value) of a block.
+    #[derive(Hash)]
+    pub enum NsaCompression {
+        /// A learned vector per position is added, then `block * head_dim -> compress_hidden_size -> ReLU -> head_dim`.
+        Mlp = "mlp",
+        /// The mean over the block.
+        Mean = "mean",
+    }
+}
+
+keys! {
+    /// Sizes of native sparse attention (arXiv:2502.11089): compressed, selected and window branches, gated.
+    ///
+    /// Parameters of a layer, besides the projections and per-head q/k norms of grouped-query attention: the gate
+    /// `[num_heads * 3, d_model]` and its bias `[num_heads * 3]`; with `shared_kv = false` two more pairs of key and
+    /// value projections (the key norm is shared); with `compress = "mlp"`, once for keys and once for values, shared
+    /// by all heads and without biases: positions `[compress_block_size, head_dim]`, first matrix
+    /// `[compress_hidden_size, compress_block_size * head_dim]`, second matrix `[head_dim, compress_hidden_size]`.
+    #[derive(Copy, Eq, Hash)]
+    pub struct NsaShape {
+        /// Sets the keys below but `compress_hidden_size` to the values of arXiv:2502.11089, section 4.1: blocks of 32
+        /// every 16 tokens, an MLP, 16 blocks of 64, a window of 512, keys and values of each branch's own. As an
+        /// override it replaces the recipe's values, and `model.layer_types`.
+        text preset: Option<AttentionPreset>,
+        /// Tokens of a compressed block (l).
+        #[key(filled("twice `compress_stride`"), optional, size(MAX_SEQ_LEN))]
+        pub compress_block_size: usize,
+        /// Tokens between the starts of two compressed blocks (s); divides both block sizes.
+        #[key(filled("8; 16 for rows of 2048 tokens or more"), optional, size(MAX_SEQ_LEN))]
+        pub compress_stride: usize,
+        /// How a block is compressed.
+        #[key(filled("`\"mean\"`; `\"mlp\"` where `compress_hidden_size` is given"), optional)]
+        pub compress: NsaCompression,
+        /// Hidden width of the compression MLP; absent for `compress = "mean"`.
+        #[key(filled("with `\"mlp\"`, twice `model.head_dim`"), size(MAX_WIDTH))]
+        pub compress_hidden_size: Option<usize>,
+        /// Tokens of a selected block (l').
+        #[key(
+            filled("twice `compress_stride`; four times for rows of 2048 tokens or more"),
+            optional,
+            size(MAX_SEQ_LEN)
+        )]
+        pub select_block_size: usize,
+        /// Blocks a query selects per KV head, forced ones included (k).
+        #[key(
+            filled("as many as hold a quarter of `training.seq_len`, 4 to 16"),
+            optional,
+            within(NUM_FORCED_BLOCKS, MAX_SEQ_LEN, FORCED_BLOCKS)
+        )]
+        pub num_selected_blocks: usize,
+        /// Keys of the window branch, in tokens.
+        #[key(filled("an eighth of `training.seq_len`, at most 512"), optional, size(MAX_SEQ_LEN))]
+        pub window_size: usize,
+        /// Whether the three branches read the same keys and values.
+        pub shared_kv: bool = true,
+    }
+}
+
+/// Number of blocks that every query selects.
+const NUM_FORCED_BLOCKS: usize = 3;
+const FORCED_BLOCKS: &str = "the first block, the query's own and the one before are always selected";
+
+/// Number of NSA's branches: compressed, selected, window.
+pub const NUM_NSA_BRANCHES: usize = 3;
+
+impl NsaShape {
+    /// The sizes of arXiv:2502.11089, section 4.1, which does not say how wide its MLP is.
+    pub fn published(compress_hidden_size: Option<usize>) -> Self {
+        Self {
+            compress_block_size: 32,
+            compress_stride: 16,
+            compress: NsaCompression::Mlp,
+            compress_hidden_size,
+            select_block_size: 64,
+            num_selected_blocks: 16,
+            window_size: 512,
+            shared_kv: false,
+        }
+    }
+
+    /// Sizes of the compressed and the selected blocks.
+    pub fn blocks(&self) -> NsaBlocks {
+        let Self { compress_block_size, compress_stride, select_block_size, num_selected_blocks, .. } = *self;
+        NsaBlocks { compress_block_size, compress_stride, select_block_size, num_selected_blocks }
+    }
+
+    /// Number of key and value projections: one, or one for each branch.
+    pub fn num_kv_copies(&self) -> usize {
+        if self.shared_kv { 1 } else { NUM_NSA_BRANCHES }
+    }
+
+    /// Number of (query, key) pairs of one query head in a document of `seq_len` tokens, by branch: compressed,
+    /// selected, window.
+    ///
+    /// Query t sees the compressed blocks that end at or before t; its own block up to t and `num_selected_blocks - 1`
+    /// whole blocks before it; and the window.
+    pub fn pairs(&self, seq_len: usize) -> [f64; NUM_NSA_BRANCHES] {
+        let blocks = self.blocks();
+        [blocks.compressed_pairs(seq_len), blocks.selected_pairs(seq_len), window_pairs(self.window_size, seq_len)]
+    }
+}
+
+/// The largest default of the window, in tokens.
+const MOST_WINDOW: i64 = 512;
+
+impl Settings for NsaShape {
+    fn example(_head_dim: usize) -> Self {
+        Self::published(None)
+    }
+
+    fn resolve(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
+        pooled_sizes(attention, sizes, MOST_BLOCKS);
+        derived(attention, "window_size", || Some(sizes.part_of_row(8)?.min(MOST_WINDOW)));
+        let compress = match attention.contains_key("compress_hidden_size") {
+            true => NsaCompression::Mlp,
+            false => NsaCompression::Mean,
+        };
+        choice(attention, "compress", compress);
+        if attention.get("compress").and_then(toml::Value::as_str) == Some("mlp") {
+            derived(attention, "compress_hidden_size", || whole(sizes.head_dim?.checked_mul(2)?));
+        }
+        None
+    }
+
+    fn check(&self, _model: Option<&ModelSection>, rules: &mut Rules<'_>) {
+        check_strides(self.compress_stride, self.compress_block_size, self.select_block_size, rules);
+        match (self.compress, self.compress_hidden_size) {
+            (NsaCompression::Mlp, hidden) => rules.require(
+                hidden.is_some(),
+                "attention.compress_hidden_size",
+                "is missing; compress = \"mlp\" needs it",
+                "give the hidden width, like 192, or set compress = \"mean\"",
+            ),
+            (NsaCompression::Mean, hidden) => rules.require(
+                hidden.is_none(),
+                "attention.compress_hidden_size",
+                "does not go with compress = \"mean\"",
+                "leave it out, or set compress = \"mlp\"",
+            ),
+        }
+    }
+}
 
 /// Share of the peak that the three branches reach, including the choice of blocks, lists, and joining the parts of o
 /// and dq.
@@ -43,6 +191,14 @@ impl Kind for NsaShape {
         all.push(ParamSpec::vectors("self_attn.gate_bias", bias, &[num_gates], Part::Branches));
         all.push(output_projection(layer));
         all
+    }
+
+    fn window(&self) -> Option<usize> {
+        Some(self.window_size)
+    }
+
+    fn with_window(&self, window_size: usize) -> Option<Attention> {
+        Some(Attention::Nsa(Self { window_size, ..*self }))
     }
 
     fn pairs(&self, seq_len: usize) -> f64 {
@@ -219,5 +375,38 @@ impl Kind for NsaShape {
 
     fn config_keys(&self, _layer: &ModelShape) -> Value {
         json!(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nsa_pairs_equal_the_count_query_by_query() {
+        for (l, s, select, k, w) in [(4, 2, 4, 3, 5), (8, 4, 4, 3, 1), (4, 4, 8, 4, 9)] {
+            let shape = NsaShape {
+                compress_block_size: l,
+                compress_stride: s,
+                compress: NsaCompression::Mean,
+                compress_hidden_size: None,
+                select_block_size: select,
+                num_selected_blocks: k,
+                window_size: w,
+                shared_kv: true,
+            };
+            for seq_len in 0..90usize {
+                let mut counted = [0usize; 3];
+                for t in 0..seq_len {
+                    let blocks = shape.blocks().num_compressed_blocks(seq_len);
+                    counted[0] += (0..blocks).filter(|c| c * s + l - 1 <= t).count();
+                    let own = t / select;
+                    let first = (own + 1).saturating_sub(k);
+                    counted[1] += (own - first) * select + t % select + 1;
+                    counted[2] += (t + 1).min(w);
+                }
+                assert_eq!(shape.pairs(seq_len), counted.map(|count| count as f64), "{shape:?} {seq_len}");
+            }
+        }
     }
 }

@@ -1,12 +1,36 @@
 //! Sliding window: a query sees the latest keys.
 
 use super::dense::{dense_pairs_rate, grouped_activations, grouped_flops, grouped_stock, key_and_value};
+use super::settings::{A_QUARTER_OF_THE_ROW, Settings, Sizes, derived};
 use super::{
     Activations, AttentionOp, BackwardCall, Dense, Halo, KeptCall, KeyReads, Kind, LayerFlops, ParamSpec, Stock,
 };
-use crate::model::{ModelShape, window_pairs};
-use crate::recipe::SwaShape;
+use crate::keys::{MAX_SEQ_LEN, keys};
+use crate::model::{Attention, ModelShape, window_pairs};
+use crate::recipe::FormerForm;
 use serde_json::{Value, json};
+use toml::Table;
+
+keys! {
+    /// Sliding window attention.
+    #[derive(Copy, Eq)]
+    pub struct SwaShape {
+        /// Keys a query sees, itself included, in tokens.
+        #[key(filled(A_QUARTER_OF_THE_ROW), optional, size(MAX_SEQ_LEN))]
+        pub sliding_window: usize,
+    }
+}
+
+impl Settings for SwaShape {
+    fn example(_head_dim: usize) -> Self {
+        Self { sliding_window: 1 }
+    }
+
+    fn resolve(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
+        derived(attention, "sliding_window", || sizes.part_of_row(4));
+        None
+    }
+}
 
 /// Share of the peak that attention with a sliding window reaches.
 const WINDOW_PAIRS: f64 = 0.62;
@@ -14,6 +38,14 @@ const WINDOW_PAIRS: f64 = 0.62;
 impl Kind for SwaShape {
     fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec> {
         Dense.parameters(layer)
+    }
+
+    fn window(&self) -> Option<usize> {
+        Some(self.sliding_window)
+    }
+
+    fn with_window(&self, sliding_window: usize) -> Option<Attention> {
+        Some(Attention::Swa(Self { sliding_window }))
     }
 
     fn pairs(&self, seq_len: usize) -> f64 {
@@ -83,6 +115,6 @@ impl Kind for SwaShape {
     }
 
     fn stock_layer_type(&self) -> Option<&'static str> {
-        Some("sliding_attention")
+        Some(super::SLIDING_ATTENTION)
     }
 }

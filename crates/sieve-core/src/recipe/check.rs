@@ -2,10 +2,13 @@
 
 use toml::{Table, Value};
 
+use super::attention::table_name;
 use super::mistake::{Mistake, quoted};
+use super::sections::{OWN_LAYER, SHARED_LAYER};
 use super::{AttentionKind, TokenizerSection, schema};
 use crate::did_you_mean;
 use crate::keys::{Bound, Choices, Key, Kind};
+use crate::kinds::ATTENTION_KEYS;
 use crate::short_form::number_of_short_form;
 
 /// Checks `table` against the schema and removes unknown sections and keys, so that the rest can still be converted.
@@ -78,9 +81,14 @@ fn check_section(section: &'static Key, value: &mut Value, mistakes: &mut Vec<Mi
         mistakes.push(wrong_type(section.name, &format!("a section [{}]", section.name), value));
         return false;
     };
+    // Tables [attention.NAME], which have keys of their own.
+    let inner = if section.name == ATTENTION { take_layer_tables(table, mistakes) } else { Table::new() };
     check_keys(section.name, section.keys(), table, mistakes);
     match section.name {
-        "attention" => check_attention(table, mistakes),
+        ATTENTION => {
+            check_attention(ATTENTION, table, mistakes);
+            check_layer_tables(inner, table, mistakes);
+        }
         "tokenizer" => check_tokenizer(table, mistakes),
         _ => {}
     }
@@ -188,8 +196,52 @@ fn check_choice(path: &str, name: &str, choices: &Choices, mistakes: &mut Vec<Mi
     }
 }
 
-/// Checks that `[attention]` has the required keys of its kind, and no keys of other kinds.
-fn check_attention(table: &mut Table, mistakes: &mut Vec<Mistake>) {
+/// Name of the section `[attention]`.
+const ATTENTION: &str = "attention";
+
+/// Takes the tables `[attention.NAME]` out of `[attention]`, under the names as which they are kept. A table in the
+/// place of a key's value stays.
+fn take_layer_tables(table: &mut Table, mistakes: &mut Vec<Mistake>) -> Table {
+    let is_inner = |name: &str, value: &Value| value.is_table() && schema::key(&ATTENTION_KEYS, name).is_none();
+    let names = table.iter().filter(|(name, value)| is_inner(name, value)).map(|(name, _)| name.clone());
+    let mut inner = Table::new();
+    for name in names.collect::<Vec<_>>() {
+        let kept = table_name(&name).to_owned();
+        let value = table.remove(&name).expect("it was just found");
+        if inner.insert(kept.clone(), value).is_some() {
+            let what = format!("is a second table of {kept:?}");
+            let hint = "[attention.sliding_attention] and [attention.swa] are one: leave either out";
+            mistakes.push(Mistake::new(format!("{ATTENTION}.{name}"), what, hint));
+        }
+    }
+    inner
+}
+
+/// Checks the tables `[attention.NAME]` and puts them back into `[attention]`, each with its kind.
+fn check_layer_tables(inner: Table, attention: &mut Table, mistakes: &mut Vec<Mistake>) {
+    let own = attention.get("kind").and_then(Value::as_str).map(str::to_owned);
+    for (name, mut value) in inner {
+        let path = format!("{ATTENTION}.{name}");
+        let Some(table) = value.as_table_mut() else { continue };
+        let is_kind = AttentionKind::named(&name).is_some();
+        if is_kind && !table.contains_key("kind") {
+            table.insert("kind".to_owned(), Value::String(name.clone()));
+        }
+        let taken = [Some(OWN_LAYER), Some(SHARED_LAYER), own.as_deref()].contains(&Some(name.as_str()));
+        let kind = table.get("kind").and_then(Value::as_str);
+        if taken || (is_kind && kind.is_some_and(|kind| kind != name)) {
+            let what = "has a name that stands for other layers in model.layer_types".to_owned();
+            let hint = "give the table another name, its kind as kind = …, and layers of it that name";
+            mistakes.push(Mistake::new(&path, what, hint));
+        }
+        check_keys(&path, &ATTENTION_KEYS, table, mistakes);
+        check_attention(&path, table, mistakes);
+        attention.insert(name, value);
+    }
+}
+
+/// Checks that `[attention]`, or a table `owner` in it, has the required keys of its kind, and no keys of other kinds.
+fn check_attention(owner: &str, table: &mut Table, mistakes: &mut Vec<Mistake>) {
     let Some(kind) = table.get("kind").and_then(Value::as_str).map(str::to_owned) else {
         return; // `check_keys` has reported that the kind is missing or no string.
     };
@@ -206,12 +258,12 @@ fn check_attention(table: &mut Table, mistakes: &mut Vec<Mistake>) {
             let kinds = quoted(&schema::attention_kinds_with(name));
             let hint = format!("it belongs to kind = {kinds}; besides kind, {kind:?} takes {keys}");
             let what = format!("does not go with kind = {kind:?}");
-            mistakes.push(Mistake::new(format!("attention.{name}"), what, hint));
+            mistakes.push(Mistake::new(format!("{owner}.{name}"), what, hint));
         }
         belongs
     });
     for key in own.iter().filter(|key| key.required && !table.contains_key(key.name)) {
-        mistakes.push(missing("attention", key, &format!(" for kind = {kind:?}")));
+        mistakes.push(missing(owner, key, &format!(" for kind = {kind:?}")));
     }
 }
 

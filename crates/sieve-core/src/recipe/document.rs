@@ -5,11 +5,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use toml::Value;
 use toml::de::{DeTable, DeValue};
 
+use super::attention::table_name;
 use super::check;
 use super::error::RecipeError;
 use super::mistake::{Location, Mistake};
-use super::sections::SHARED_LAYER;
-use super::{AttentionKind, TokenizerSection, resolve, schema};
+use super::sections::{OWN_LAYER, SHARED_LAYER};
+use super::{Attention, AttentionKind, TokenizerSection, resolve, schema};
 use crate::keys::{Key, Kind};
 
 /// A parsed recipe text with its overrides.
@@ -106,7 +107,13 @@ impl Document {
             return self.apply_to_stage(path, &names, text);
         }
         let section = schema::section(section_name).ok_or_else(|| Box::new(check::unknown_section(section_name)))?;
-        let kind = resolve_key(section.name, section.keys(), &names)?;
+        let kind = match names[..] {
+            // The key of a table [attention.NAME].
+            [name, key] if section.name == "attention" && schema::key(section.keys(), name).is_none() => {
+                resolve_key(&format!("attention.{name}"), section.keys(), &[key])?
+            }
+            _ => resolve_key(section.name, section.keys(), &names)?,
+        };
         let value = parse_value(text, kind);
 
         let mut target = &mut self.table;
@@ -196,11 +203,14 @@ impl Document {
     /// and settings of the text elsewhere that go only with the text's kind.
     fn leave_out_other_kinds(&mut self, kind: AttentionKind, set: &BTreeSet<String>) {
         let left_out = &mut self.left_out;
+        let is_latent = kind.example().as_kind().is_latent();
         let of_text = |key: &str| !set.contains(key);
         if let Some(Value::Table(attention)) = self.table.get_mut("attention") {
-            attention.retain(|name, _| {
+            attention.retain(|name, value| {
                 let kinds = schema::attention_kinds_with(name);
-                let stays = kinds.is_empty() || kinds.contains(&kind.name());
+                // A table of layers that now have the model's kind, or cannot stand beside it, goes.
+                let is_gone = value.is_table() && (table_name(name) == kind.name() || is_latent);
+                let stays = !is_gone && (kinds.is_empty() || kinds.contains(&kind.name()));
                 if !stays {
                     left_out.push(format!("attention.{name}"));
                 }
@@ -224,9 +234,11 @@ impl Document {
             }
         }
         // Only kinds whose queries choose blocks have dense steps and layers that share a choice; only MSA an indexer.
-        let chooses = matches!(kind, AttentionKind::InfllmV2 | AttentionKind::Moba | AttentionKind::Msa);
+        let (chooses, has_indexer) =
+            (kind.example().as_kind().chooses_blocks(), kind.example().as_kind().has_indexer());
+
         for (section, name, is_of_kind) in
-            [("training", "dense_steps", chooses), ("optimizer", "indexer_lr", kind == AttentionKind::Msa)]
+            [("training", "dense_steps", chooses), ("optimizer", "indexer_lr", has_indexer)]
         {
             let key = format!("{section}.{name}");
             if is_of_kind || !of_text(&key) {
@@ -242,23 +254,24 @@ impl Document {
         };
         let (types, kv_heads) = ("model.layer_types", "model.num_key_value_heads");
         if let Some(Value::Array(names)) = model.get_mut("layer_types").filter(|_| of_text(types)) {
-            let is_dense = |name: &Value| name.as_str() == Some(AttentionKind::Mha.name());
+            let is_dense = |name: &Value| name.as_str() == Some(Attention::DENSE.kind().name());
             // A layer type that names the text's kind means the kind of `[attention]`: it becomes "sparse".
             let own = self.kind.map(|own| Value::String(own.name().to_owned()));
             for name in names.iter_mut().filter(|name| !is_dense(name) && own.as_ref() == Some(&**name)) {
-                *name = Value::String("sparse".to_owned());
+                *name = Value::String(OWN_LAYER.to_owned());
             }
             let is_shared = |name: &&mut Value| name.as_str() == Some(SHARED_LAYER);
             for name in names.iter_mut().filter(is_shared).filter(|_| !chooses) {
-                *name = Value::String("sparse".to_owned());
+                *name = Value::String(OWN_LAYER.to_owned());
             }
-            if kind == AttentionKind::Mla && names.iter().any(is_dense) {
+            let is_other = |name: &Value| !matches!(name.as_str(), Some(OWN_LAYER | SHARED_LAYER));
+            if is_latent && names.iter().any(is_other) {
                 model.remove("layer_types");
                 left_out.push(types.to_owned());
             }
         }
         let differs = model.get("num_key_value_heads") != model.get("num_attention_heads");
-        if kind == AttentionKind::Mla && differs && of_text(kv_heads) && model.remove("num_key_value_heads").is_some() {
+        if is_latent && differs && of_text(kv_heads) && model.remove("num_key_value_heads").is_some() {
             left_out.push(kv_heads.to_owned());
         }
     }
@@ -272,7 +285,12 @@ fn override_form() -> Mistake {
 
 /// The attention kind of a recipe's table.
 pub(super) fn kind_of(table: &toml::Table) -> Option<AttentionKind> {
-    AttentionKind::named(table.get("attention")?.get("kind")?.as_str()?)
+    own_kind(table.get("attention")?.as_table()?)
+}
+
+/// The kind that `[attention]`, or a table in it, gives.
+pub(super) fn own_kind(attention: &toml::Table) -> Option<AttentionKind> {
+    AttentionKind::named(attention.get("kind")?.as_str()?)
 }
 
 /// The type of values of the key at the path `names` below `owner`.

@@ -69,6 +69,8 @@ pub fn json_schema() -> String {
         let mut kind = kind.clone();
         kind["enum"] = json!([attention_kind.name()]);
         of_kind["properties"]["kind"] = kind;
+        // Tables [attention.NAME].
+        of_kind["additionalProperties"] = json!({"type": "object"});
         let required = of_kind["required"].as_array_mut();
         required.expect("a list").push(json!("kind"));
         of_kind

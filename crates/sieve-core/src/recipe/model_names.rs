@@ -1,8 +1,7 @@
 //! Converts a recipe's `[model]`, with Hugging Face's names, into a [`ModelShape`] with Sieve's names.
 
-use super::sections::SHARED_LAYER;
-use super::{Attention, Recipe, RecipeError, TokenizerSource};
-use crate::model::{LayerPattern, LayerType, ModelShape};
+use super::{Recipe, RecipeError, TokenizerSource};
+use crate::model::{LayerPattern, ModelShape};
 
 impl Recipe {
     /// The model of this recipe for a tokenizer of `tokenizer_vocab_size` tokens.
@@ -35,20 +34,14 @@ impl Recipe {
             qk_norm: model.qk_norm,
             qkv_bias: model.qkv_bias,
             rope_scaling: model.rope_scaling,
-            attention: self.attention,
+            attention: self.attention.own,
             layers: self.layer_pattern(),
         })
     }
 
     /// [`ModelShape::layers`] of `model.layer_types`.
     pub fn layer_pattern(&self) -> LayerPattern {
-        let dense = Attention::DENSE;
-        let of = |name: &String| match name.as_str() {
-            SHARED_LAYER => LayerType::SHARED,
-            name if name == dense.kind().name() => LayerType::of(dense),
-            _ => LayerType::OWN,
-        };
-        LayerPattern::new(self.attention, self.model.layer_types.iter().flatten().map(of))
+        self.attention.pattern(self.model.layer_types.as_deref().unwrap_or_default())
     }
 
     /// Rows of the embedding, if the recipe alone determines them; `None` if they depend on a tokenizer's file.

@@ -1,18 +1,13 @@
 //! Writes defaults into a recipe's table, above all defaults that follow from other values.
 
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 use toml::{Table, Value};
 
-use super::document::kind_of;
+use super::document::{kind_of, own_kind};
 use super::load::FormerForm;
 use super::mistake::Mistake;
 use super::{AttentionKind, Recipe, schema};
-use crate::keys::{Key, Section, Source, value_of};
-use crate::model::MAX_CHOSEN_BLOCKS;
-use crate::model::{
-    DmaForm, DmaRecency, DmaShape, InfllmV2Shape, MlaShape, MobaShape, MsaShape, NsaCompression, NsaShape,
-};
+use crate::keys::{Key, Section, Source};
+use crate::kinds::settings::{Sizes, derived, number};
 
 /// Replaces a stage's `tokens` by `steps`, and sets a missing `training.steps` to the sum over the stages.
 ///
@@ -68,7 +63,8 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
 /// Writes out the sizes of `[model]` that follow from others, and the keys of `[attention]` that follow from its preset
 /// or its kind's defaults. Works on checked values.
 ///
-/// `gives_window`: whether the text has kind DMA and sets its window. Returns [`former_form`] of such a text.
+/// `gives_window`: whether the text has kind DMA and sets its window. Returns how an earlier version read such a
+/// text.
 pub(super) fn attention(table: &mut Table, gives_window: bool, mistakes: &mut Vec<Mistake>) -> Option<FormerForm> {
     let kind = kind_of(table);
     if let Some(model) = table.get_mut("model").and_then(Value::as_table_mut) {
@@ -84,18 +80,27 @@ pub(super) fn attention(table: &mut Table, gives_window: bool, mistakes: &mut Ve
         head_dim: size("model.head_dim"),
     };
     if let (Some(kind), Some(attention)) = (kind, table.get_mut("attention").and_then(Value::as_table_mut)) {
-        preset(attention, kind, sizes, mistakes);
-        match kind {
-            AttentionKind::Mha => {}
-            AttentionKind::Swa => derived(attention, "sliding_window", || sizes.part_of_row(4)),
-            AttentionKind::Mla => mla_sizes(attention, sizes),
-            AttentionKind::Nsa => nsa_sizes(attention, sizes),
-            AttentionKind::Dma => return dma_form(attention, sizes).filter(|_| gives_window),
-            AttentionKind::InfllmV2 => infllm_v2_sizes(attention, sizes),
-            AttentionKind::Moba | AttentionKind::Msa => moba_sizes(attention, sizes),
+        for (name, table) in attention.iter_mut() {
+            if let Some((kind, table)) = table.as_table_mut().and_then(|table| Some((own_kind(table)?, table))) {
+                of_kind(&format!("attention.{name}"), table, kind, sizes, mistakes);
+            }
         }
+        return of_kind("attention", attention, kind, sizes, mistakes).filter(|_| gives_window);
     }
     None
+}
+
+/// Writes out the keys of `[attention]`, or of a table `owner` in it, that follow from its preset or its kind's
+/// defaults. Returns how an earlier version read a text of kind DMA.
+fn of_kind(
+    owner: &str,
+    attention: &mut Table,
+    kind: AttentionKind,
+    sizes: Sizes,
+    mistakes: &mut Vec<Mistake>,
+) -> Option<FormerForm> {
+    preset(owner, attention, kind, sizes, mistakes);
+    kind.resolve(attention, sizes)
 }
 
 /// Writes out the missing sizes of `[model]` that follow from its width and its number of heads.
@@ -103,7 +108,7 @@ fn model_sizes(model: &mut Table, kind: Option<AttentionKind>, mistakes: &mut Ve
     let (width, heads) = (number(model, "hidden_size"), number(model, "num_attention_heads"));
     derived(model, "intermediate_size", || width?.checked_mul(3));
     derived(model, "num_key_value_heads", || match kind {
-        Some(AttentionKind::Mla) => heads,
+        Some(kind) if kind.example().as_kind().is_latent() => heads,
         _ => heads.map(|heads| if heads % 2 == 0 { heads / 2 } else { heads }),
     });
     derived(model, "head_dim", || {
@@ -120,157 +125,15 @@ fn model_sizes(model: &mut Table, kind: Option<AttentionKind>, mistakes: &mut Ve
     });
 }
 
-/// The sizes from which the defaults of `[attention]` follow; `None` for a missing or impossible size.
-#[derive(Clone, Copy)]
-struct Sizes {
-    seq_len: Option<usize>,
-    hidden_size: Option<usize>,
-    head_dim: Option<usize>,
-}
-
-/// From this number of tokens on, rows have NSA's published block sizes by default; shorter rows have smaller blocks.
-const LONG_ROW: usize = 2048;
-// By default, NSA selects as many blocks as hold a quarter of the row, between these numbers.
-const FEWEST_BLOCKS: usize = 4;
-const MOST_BLOCKS: usize = 16;
-/// The largest default of NSA's window, in tokens.
-const MOST_WINDOW: i64 = 512;
-
-impl Sizes {
-    /// A fraction 1 / `part` of a row's tokens, at least one token.
-    fn part_of_row(self, part: usize) -> Option<i64> {
-        whole((self.seq_len? / part).max(1))
-    }
-
-    fn is_long(self) -> bool {
-        self.seq_len.is_some_and(|seq_len| seq_len >= LONG_ROW)
-    }
-}
-
-/// A size as a TOML integer; `None` if it is too large.
-fn whole(size: usize) -> Option<i64> {
-    i64::try_from(size).ok()
-}
-
-fn mla_sizes(attention: &mut Table, sizes: Sizes) {
-    derived(attention, "kv_lora_rank", || whole((sizes.hidden_size? / 4).max(1)));
-    derived(attention, "qk_rope_head_dim", || whole(MlaShape::half_a_head(sizes.head_dim?)));
-}
-
-/// Sets missing sizes of pooled keys and selected blocks: a pooled key covers two strides, a selected block two, or
-/// four in long rows.
-fn pooled_sizes(attention: &mut Table, sizes: Sizes, most_blocks: usize) {
-    derived(attention, "compress_stride", || Some(if sizes.is_long() { 16 } else { 8 }));
-    let stride = number(attention, "compress_stride");
-    derived(attention, "compress_block_size", || stride?.checked_mul(2));
-    derived(attention, "select_block_size", || stride?.checked_mul(if sizes.is_long() { 4 } else { 2 }));
-    num_blocks(attention, sizes, most_blocks);
-}
-
-/// Sets a missing number of selected blocks to as many as hold a quarter of the row, `most` at most.
-fn num_blocks(attention: &mut Table, sizes: Sizes, most: usize) {
-    let block = number(attention, "select_block_size").and_then(|block| usize::try_from(block).ok());
-    derived(attention, "num_selected_blocks", || {
-        let blocks = sizes.seq_len? / 4 / block?.max(1);
-        whole(blocks.clamp(FEWEST_BLOCKS, most))
-    });
-}
-
-fn number(table: &Table, key: &str) -> Option<i64> {
-    table.get(key).and_then(Value::as_integer)
-}
-
-fn infllm_v2_sizes(attention: &mut Table, sizes: Sizes) {
-    pooled_sizes(attention, sizes, MAX_CHOSEN_BLOCKS);
-    let selected = number(attention, "num_selected_blocks");
-    derived(attention, "num_local_blocks", || Some((selected? / 2).max(1)));
-}
-
-fn moba_sizes(attention: &mut Table, sizes: Sizes) {
-    derived(attention, "select_block_size", || Some(if sizes.is_long() { 64 } else { 16 }));
-    num_blocks(attention, sizes, MOST_BLOCKS);
-}
-
-fn nsa_sizes(attention: &mut Table, sizes: Sizes) {
-    pooled_sizes(attention, sizes, MOST_BLOCKS);
-    derived(attention, "window_size", || Some(sizes.part_of_row(8)?.min(MOST_WINDOW)));
-    let compress = match attention.contains_key("compress_hidden_size") {
-        true => NsaCompression::Mlp,
-        false => NsaCompression::Mean,
-    };
-    choice(attention, "compress", compress);
-    if attention.get("compress").and_then(Value::as_str) == Some("mlp") {
-        derived(attention, "compress_hidden_size", || whole(sizes.head_dim?.checked_mul(2)?));
-    }
-}
-
-/// Whether a recipe's text has kind DMA and sets its window.
-pub(super) fn gives_window(text: &Table, kind: Option<AttentionKind>) -> bool {
-    kind == Some(AttentionKind::Dma) && text["attention"].get("keep_window_size").is_some()
-}
-
-/// Writes out the missing keys of DMA. Returns [`former_form`].
-fn dma_form(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
-    derived(attention, "keep_window_size", || sizes.part_of_row(4));
-    let window = number(attention, "keep_window_size").and_then(|window| usize::try_from(window).ok());
-    let given = DmaForm {
-        bias: named(attention, "bias"),
-        recency: named(attention, "recency"),
-        local_window_size: number(attention, "local_window_size").and_then(|local| usize::try_from(local).ok()),
-    };
-    // Without a window, which is a mistake that is reported, any does.
-    let form = DmaShape::with_form(window.unwrap_or(1), given);
-    let starts_at_0 = attention.get("a_init").is_none_or(|a_init| a_init.as_float() == Some(0.0));
-    choice(attention, "recency", form.recency);
-    choice(attention, "bias", form.bias);
-    derived(attention, "local_window_size", || whole(window.map(|_| form.local_window_size)?));
-    former_form(form, given, starts_at_0)
-}
-
-/// How a text that gives DMA's window was read before 0.1.0, if it is read differently now: what it left out of
-/// `recency` and `local_window_size` was as published. To be removed in the release after 0.1.0.
-fn former_form(now: DmaShape, given: DmaForm, starts_at_0: bool) -> Option<FormerForm> {
-    let recency = given.recency.or(Some(DmaRecency::None));
-    let local_window_size = given.local_window_size.or(Some(0));
-    let window = now.keep_window_size;
-    let before = DmaShape::with_form(window, DmaForm { recency, local_window_size, ..given });
-    let [then, today] = [before, now].map(|form| Table::try_from(form).expect("its values are those of TOML"));
-    let differing = then.into_iter().filter(|(key, value)| today.get(key) != Some(value)).collect::<Table>();
-    if differing.is_empty() {
-        return None;
-    }
-    let words = match starts_at_0 && before == DmaShape::published(window) {
-        true => "this text was the published form; write preset = \"paper\" for it".to_owned(),
-        false => {
-            let keys = differing.iter().map(|(key, value)| format!("{key} = {value}")).collect::<Vec<_>>();
-            format!("this text stood for {} too; write that for the same attention", keys.join(", "))
-        }
-    };
-    let overrides = differing.iter().map(|(key, value)| format!("attention.{key}={value}")).collect();
-    Some(FormerForm { words: format!("attention: before 0.1.0 {words}"), overrides })
-}
-
-/// The value of a key that is one of some names.
-fn named<T: DeserializeOwned>(table: &Table, key: &str) -> Option<T> {
-    table.get(key)?.clone().try_into().ok()
-}
-
-/// Sets a missing key to a name.
-fn choice<T: Serialize>(table: &mut Table, key: &str, name: T) {
-    if let Some(name) = value_of(name).filter(|_| !table.contains_key(key)) {
-        table.insert(key.to_owned(), name);
-    }
-}
-
 /// Writes out what `attention.preset = "paper"` stands for.
-fn preset(attention: &mut Table, kind: AttentionKind, sizes: Sizes, mistakes: &mut Vec<Mistake>) {
+fn preset(owner: &str, attention: &mut Table, kind: AttentionKind, sizes: Sizes, mistakes: &mut Vec<Mistake>) {
     let name = attention.remove(PRESET);
     if name.as_ref().and_then(Value::as_str) != Some("paper") {
         return;
     }
     // Without `model.head_dim` any width does: the mistake that kept it from being filled in is reported.
     let head_dim = sizes.head_dim.unwrap_or(2);
-    let published = published(kind, head_dim);
+    let published = Table::try_from(kind.published(head_dim)).expect("its values are those of TOML");
     for name in preset_keys(kind) {
         let own = published.get(name);
         if let Some(given) = attention.get(name).filter(|given| Some(*given) != own) {
@@ -278,12 +141,19 @@ fn preset(attention: &mut Table, kind: AttentionKind, sizes: Sizes, mistakes: &m
                 Some(own) => format!("is {given}, but preset = \"paper\" sets it to {own}"),
                 None => format!("is {given}, but preset = \"paper\" has no slope"),
             };
-            let hint = format!("leave attention.{name} or attention.preset out");
-            mistakes.push(Mistake::new(format!("attention.{name}"), what, hint));
+            let hint = format!("leave {owner}.{name} or {owner}.preset out");
+            mistakes.push(Mistake::new(format!("{owner}.{name}"), what, hint));
         } else if let Some(own) = own {
             attention.insert(name.to_owned(), own.clone());
         }
     }
+}
+
+/// Whether a recipe's text has kind DMA and sets its window.
+pub(super) fn gives_window(text: &Table, kind: Option<AttentionKind>) -> bool {
+    const WINDOW: &str = "keep_window_size";
+    let has_key = kind.is_some_and(|kind| schema::key(kind.keys(), WINDOW).is_some());
+    has_key && text["attention"].get(WINDOW).is_some()
 }
 
 /// The key of `[attention]` whose value stands for several others.
@@ -295,21 +165,6 @@ pub(super) fn preset_keys(kind: AttentionKind) -> impl Iterator<Item = &'static 
     names.filter(|name| {
         ![PRESET, "keep_window_size", "compress_hidden_size", "index_loss_weight", "index_warmup"].contains(name)
     })
-}
-
-/// The keys of `[attention]` in a kind's published form, for heads of width `head_dim`. The caller uses those of
-/// [`preset_keys`]; DMA's window and the width of NSA's MLP are not among them, and have any value here.
-fn published(kind: AttentionKind, head_dim: usize) -> Table {
-    let form = match kind {
-        AttentionKind::Mha | AttentionKind::Swa => Ok(Table::new()),
-        AttentionKind::Mla => Table::try_from(MlaShape::published(head_dim)),
-        AttentionKind::Nsa => Table::try_from(NsaShape::published(None)),
-        AttentionKind::Dma => Table::try_from(DmaShape::published(1)),
-        AttentionKind::InfllmV2 => Table::try_from(InfllmV2Shape::published()),
-        AttentionKind::Moba => Table::try_from(MobaShape::published()),
-        AttentionKind::Msa => Table::try_from(MsaShape::published()),
-    };
-    form.expect("its values are those of TOML")
 }
 
 /// Writes out the remaining defaults: fixed values, values of other keys, and for stages the window of `[attention]`.
@@ -378,15 +233,6 @@ pub(super) fn default_warmup(steps: i64) -> i64 {
     (steps / 5).min(MOST_WARMUP_STEPS)
 }
 
-/// Sets a missing key to `value()`, unless that is `None`.
-fn derived(table: &mut Table, key: &str, value: impl FnOnce() -> Option<i64>) {
-    if !table.contains_key(key)
-        && let Some(value) = value()
-    {
-        table.insert(key.to_owned(), Value::Integer(value));
-    }
-}
-
 /// Writes out the fixed defaults of `keys` in this table and in the tables inside it.
 fn fill(table: &mut Table, keys: &'static [Key]) {
     for key in keys {
@@ -396,10 +242,13 @@ fn fill(table: &mut Table, keys: &'static [Key]) {
             table.insert(key.name.to_owned(), value);
         }
         for table in tables(table, key.name) {
-            // [attention] is filled in with the keys of its kind only.
-            let kind = table.get("kind").and_then(Value::as_str);
-            let of_kind = kind.and_then(AttentionKind::named);
+            // [attention] and its tables are filled in with the keys of their kinds only.
+            let of_kind = own_kind(table);
             fill(table, of_kind.map_or(key.keys(), AttentionKind::keys));
+            let inner = table.iter_mut().filter(|_| of_kind.is_some());
+            for inner in inner.filter_map(|(_, value)| value.as_table_mut()) {
+                fill(inner, own_kind(inner).map_or(&[], AttentionKind::keys));
+            }
         }
     }
 }

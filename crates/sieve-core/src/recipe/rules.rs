@@ -9,14 +9,14 @@ use std::path::{Component, Path};
 
 use toml::Table;
 
-use attention::{check_attention, check_layer_types};
+use attention::{check_attention, check_layer_tables, check_layer_types};
 
 use super::data;
 use super::mistake::Mistake;
 use super::{
-    ActivationCheckpointSection, Attention, CheckpointSection, DataSection, GenerationSection, LrSchedulerSection,
-    MetricsSection, ModelSection, OptimizerSection, ParallelismSection, Recipe, StageSection, TokenizerSection,
-    TokenizerSource, TrainingPrecision, TrainingSection, ValidationSection,
+    ActivationCheckpointSection, AttentionSection, CheckpointSection, DataSection, GenerationSection,
+    LrSchedulerSection, MetricsSection, ModelSection, OptimizerSection, ParallelismSection, Recipe, StageSection,
+    TokenizerSection, TokenizerSource, TrainingPrecision, TrainingSection, ValidationSection,
 };
 use crate::keys::{Bound, MAX_COUNT, Number, Section, short_number};
 use crate::model::RopeScaling;
@@ -50,7 +50,7 @@ macro_rules! parts {
 
 parts! {
     model: ModelSection,
-    attention: Attention,
+    attention: AttentionSection,
     tokenizer: TokenizerSection,
     data: DataSection,
     training: TrainingSection,
@@ -73,6 +73,7 @@ pub(super) fn check(parts: &Parts, mistakes: &mut Vec<Mistake>) {
     }
     if let Some(attention) = &parts.attention {
         check_attention(attention, parts.model.as_ref(), &mut rules);
+        check_layer_tables(attention, parts.model.as_ref(), &mut rules);
         if let Some(model) = &parts.model {
             check_layer_types(model, attention, &mut rules);
         }
@@ -92,9 +93,9 @@ pub(super) fn check(parts: &Parts, mistakes: &mut Vec<Mistake>) {
     if let Some(optimizer) = &parts.optimizer {
         rules.bounds("optimizer", optimizer);
         // `None` without an indexer's learning rate, so that the rule holds.
-        let attention = parts.attention.filter(|_| optimizer.indexer_lr.is_some());
+        let attention = parts.attention.as_ref().filter(|_| optimizer.indexer_lr.is_some());
         rules.require(
-            attention.is_none_or(|attention| matches!(attention, Attention::Msa(_))),
+            attention.is_none_or(|attention| attention.kinds().any(|kind| kind.as_kind().has_indexer())),
             "optimizer.indexer_lr",
             attention.map_or(String::new(), |attention| {
                 format!("does not go with kind = {:?}, which has no indexer", attention.kind().name())
@@ -368,18 +369,18 @@ fn check_folder(folder: &str, rules: &mut Rules<'_>) {
 }
 
 /// Collects the rules that a recipe breaks.
-pub(super) struct Rules<'a>(&'a mut Vec<Mistake>);
+pub(crate) struct Rules<'a>(&'a mut Vec<Mistake>);
 
 impl Rules<'_> {
     /// Reports a mistake at `key` unless the rule `holds`; `what` is wrong and `hint` says how to fix it.
-    pub(super) fn require(&mut self, holds: bool, key: &str, what: impl Into<String>, hint: impl Into<String>) {
+    pub(crate) fn require(&mut self, holds: bool, key: &str, what: impl Into<String>, hint: impl Into<String>) {
         if !holds {
             self.0.push(Mistake::new(key, what, hint));
         }
     }
 
     /// Checks the numbers of a section against the bounds of its keys; `owner` is the section's path in the recipe.
-    pub(super) fn bounds<T: Section>(&mut self, owner: &str, section: &T) {
+    pub(crate) fn bounds<T: Section>(&mut self, owner: &str, section: &T) {
         for (key, number) in T::KEYS.iter().zip(section.numbers()) {
             let (Some(bound), Some(number)) = (key.bound, number) else {
                 continue;

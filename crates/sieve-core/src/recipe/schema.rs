@@ -42,7 +42,12 @@ pub(super) fn key(keys: &'static [Key], name: &str) -> Option<&'static Key> {
 pub(super) fn key_at(path: &str) -> Option<&'static Key> {
     let mut keys = Recipe::KEYS;
     let mut found = None;
-    for name in path.split('.') {
+    let mut names = path.split('.').peekable();
+    while let Some(name) = names.next() {
+        // Of a table [attention.NAME], whose keys are those of [attention].
+        if found.is_some_and(|key: &Key| key.name == "attention") && names.peek().is_some() {
+            continue;
+        }
         found = Some(key(keys, name)?);
         keys = found?.keys();
     }

@@ -1,14 +1,10 @@
 //! The sections of a recipe, one type each. A new key needs a field here and the code that uses it.
 
-use super::rules::Rules;
 use crate::keys::{
-    Key, KeyValue, Kind, MAX_BATCH, MAX_COUNT, MAX_F32, MAX_HEAD_DIM, MAX_ROPE_THETA, MAX_SEQ_LEN, MAX_STEPS,
-    MAX_VOCAB, MAX_WIDTH, MIN_F32, Section, USUAL_ROPE_THETA, choices, joined, keys,
+    MAX_BATCH, MAX_COUNT, MAX_F32, MAX_HEAD_DIM, MAX_ROPE_THETA, MAX_SEQ_LEN, MAX_STEPS, MAX_VOCAB, MAX_WIDTH, MIN_F32,
+    USUAL_ROPE_THETA, choices, keys,
 };
-use crate::model::{
-    A_QUARTER_OF_THE_ROW, DmaShape, InfllmV2Shape, MlaShape, MobaShape, MsaShape, NsaShape, RopeScaling,
-};
-use serde::{Deserialize, Serialize};
+use crate::model::RopeScaling;
 use std::ops::Range;
 
 keys! {
@@ -64,9 +60,10 @@ keys! {
         /// How the rotary frequencies differ from `rope_theta`'s; absent: they do not.
         pub rope_scaling: Option<RopeScaling>,
         /// Kind of each layer, a list repeated over the layers: `"sparse"` or its name for the kind of `[attention]`,
-        /// `"mha"` for a dense layer, `"shared"` (kinds `infllm_v2`, `moba`, `msa`) for one of that kind whose queries
-        /// read the blocks that the last `"sparse"` layer before it chose: it has no indexer, and an indexer learns
-        /// from the layer that it is in. Absent: every layer has the kind of `[attention]`.
+        /// `"mha"` (or `"full_attention"`) for a dense layer, the NAME of a table `[attention.NAME]` for its kind,
+        /// `"shared"` (kinds `infllm_v2`, `moba`, `msa`) for one whose queries read the blocks that the last layer
+        /// before it chose: it has no indexer, and an indexer learns from the layer that it is in. Absent: every layer
+        /// has the kind of `[attention]`.
         pub layer_types: Option<Vec<String>>,
         /// What a new run's weights are: `"random"`, drawn from `training.seed`, or a checkpoint's folder, with which
         /// the run begins as with `sieve train --branch-from FOLDER` (that flag wins over this key). A path is relative
@@ -87,119 +84,11 @@ impl ModelSection {
     }
 }
 
+/// The name in `model.layer_types` of a layer of the kind of `[attention]`.
+pub(crate) const OWN_LAYER: &str = "sparse";
+
 /// The name in `model.layer_types` of a layer whose queries read the blocks that an earlier layer chose.
 pub(crate) const SHARED_LAYER: &str = "shared";
-
-/// Defines from one list of attention kinds: [`Attention`], the section with a kind's keys; [`AttentionKind`], the bare
-/// kind; and the keys of each kind.
-macro_rules! attention_kinds {
-    ($($(#[doc = $doc:literal])+ $kind:ident $(($shape:ident))? = $name:literal,)+) => {
-        /// `[attention]`: the kind and the values of its keys.
-        #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-        #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
-        pub enum Attention {$(
-            $(#[doc = $doc])+
-            $kind $(($shape))?,
-        )+}
-
-        choices! {
-            /// The kinds of attention a recipe can name.
-            #[derive(Hash)]
-            pub enum AttentionKind {$($(#[doc = $doc])+ $kind = $name,)+}
-        }
-
-        /// `kind`, and the keys of every kind.
-        static ATTENTION_KEYS: [Key; 1 $($(+ $shape::KEYS.len())?)+] = joined(
-            Key::new::<AttentionKind>("kind", "Which attention."),
-            &[$($($shape::KEYS,)?)+],
-        );
-
-        impl Attention {
-            /// The kind without its settings.
-            pub fn kind(self) -> AttentionKind {
-                match self {
-                    $(Self::$kind { .. } => AttentionKind::$kind,)+
-                }
-            }
-
-            /// Checks the numbers of the kind's keys against their bounds.
-            pub(super) fn check_bounds(&self, rules: &mut Rules<'_>) {
-                match self {
-                    $($(Self::$kind(shape) => rules.bounds::<$shape>("attention", shape),)?)+
-                    _ => {}
-                }
-            }
-        }
-
-        impl AttentionKind {
-            /// All kinds, in the order of the documentation.
-            pub const ALL: [Self; [$($name),+].len()] = [$(Self::$kind),+];
-
-            /// Name of the kind in recipes.
-            pub fn name(self) -> &'static str {
-                match self {
-                    $(Self::$kind => $name,)+
-                }
-            }
-
-            /// The kind with this name.
-            pub fn named(name: &str) -> Option<Self> {
-                Self::ALL.into_iter().find(|kind| kind.name() == name)
-            }
-
-            /// The recipe keys of `[attention]` that the kind has, besides `kind`.
-            pub(super) fn keys(self) -> &'static [Key] {
-                match self {
-                    $($(Self::$kind => $shape::KEYS,)?)+
-                    _ => &[],
-                }
-            }
-        }
-    };
-}
-
-attention_kinds! {
-    /// Dense causal attention with grouped queries.
-    Mha = "mha",
-    /// Sliding window: each query sees the `sliding_window` latest keys, itself included.
-    Swa(SwaShape) = "swa",
-    /// Multi-head latent attention.
-    Mla(MlaShape) = "mla",
-    /// Native sparse attention: compressed, selected and window branches.
-    Nsa(NsaShape) = "nsa",
-    /// Dynamic mask attention: each query sees the `keep_window_size` best-scored keys before it.
-    Dma(DmaShape) = "dma",
-    /// InfLLM-V2: each query sees the blocks whose pooled keys are most probable; a dense model's parameters.
-    InfllmV2(InfllmV2Shape) = "infllm_v2",
-    /// MoBA: each query head sees the blocks whose mean keys fit it best; a dense model's parameters.
-    Moba(MobaShape) = "moba",
-    /// MSA: each query sees the blocks that a small learned indexer scores highest.
-    Msa(MsaShape) = "msa",
-}
-
-impl Attention {
-    /// Dense causal attention.
-    pub const DENSE: Self = Self::Mha;
-
-    /// A sliding window of `sliding_window` keys, the query's own included.
-    pub const fn swa(sliding_window: usize) -> Self {
-        Self::Swa(SwaShape { sliding_window })
-    }
-}
-
-keys! {
-    /// Sliding window attention.
-    #[derive(Copy, Eq)]
-    pub struct SwaShape {
-        /// Keys a query sees, itself included, in tokens.
-        #[key(filled(A_QUARTER_OF_THE_ROW), optional, size(MAX_SEQ_LEN))]
-        pub sliding_window: usize,
-    }
-}
-
-impl KeyValue for Attention {
-    const KIND: Kind = Kind::Table(&ATTENTION_KEYS);
-}
 
 keys! {
     /// `[tokenizer]`: exactly one of `path`, `numbers` and `train`.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Attention, Recipe, SwaShape};
+use super::Recipe;
 use crate::keys::{KeyValue, Kind, MAX_BATCH, MAX_ROPE_THETA, MAX_SEQ_LEN, MAX_STEPS, Section, USUAL_ROPE_THETA, keys};
 
 keys! {
@@ -54,47 +54,6 @@ pub struct Stage {
     pub steps: Range<usize>,
     /// Settings of the stage.
     pub section: StageSection,
-}
-
-impl Attention {
-    /// The window that a stage may change, in tokens; `None` for kinds without a window.
-    pub fn window(&self) -> Option<usize> {
-        match *self {
-            Self::Swa(SwaShape { sliding_window }) => Some(sliding_window),
-            Self::Nsa(nsa) => Some(nsa.window_size),
-            Self::Dma(dma) => Some(dma.keep_window_size),
-            _ => None,
-        }
-    }
-
-    /// Whether queries read all keys while an indexer learns to choose; `None` for kinds without one.
-    pub fn index_warmup(&self) -> Option<bool> {
-        match self {
-            Self::Msa(msa) => Some(msa.index_warmup),
-            _ => None,
-        }
-    }
-
-    /// Number of latest keys that every query sees whatever their scores: `local_window_size` of DMA, 0 for other
-    /// kinds.
-    pub fn local_window(&self) -> usize {
-        match self {
-            Self::Dma(dma) => dma.local_window_size,
-            _ => 0,
-        }
-    }
-
-    /// The same attention with another window; unchanged for kinds without a window.
-    pub fn with_window(&self, window: usize) -> Self {
-        let mut changed = *self;
-        match &mut changed {
-            Self::Swa(SwaShape { sliding_window }) => *sliding_window = window,
-            Self::Nsa(nsa) => nsa.window_size = window,
-            Self::Dma(dma) => *dma = dma.with_window(window),
-            _ => {}
-        }
-        changed
-    }
 }
 
 impl Recipe {
@@ -149,10 +108,10 @@ impl Recipe {
         recipe.stage.clear();
         recipe.model.rope_theta = section.rope_theta;
         if let Some(window) = section.window {
-            recipe.attention = self.attention.with_window(window);
+            recipe.attention.own = self.attention.with_window(window);
         }
-        if let (Some(warmup), Attention::Msa(msa)) = (section.index_warmup, &mut recipe.attention) {
-            msa.index_warmup = warmup;
+        if let Some(warms_up) = section.index_warmup {
+            recipe.attention.own = recipe.attention.with_index_warmup(warms_up);
         }
         if let Some(paths) = &section.paths {
             recipe.data.paths.clone_from(paths);

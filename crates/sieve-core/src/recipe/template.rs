@@ -50,6 +50,14 @@ impl Recipe {
                             // The first key is `kind`; then come the keys of this kind alone.
                             write_keys(&mut text, &keys[..1], table, &follows);
                             write_keys(&mut text, self.attention.kind().keys(), table, &follows);
+                            for (name, other) in &self.attention.others {
+                                text += &format!(
+                                    "\n# The kind of the layers that model.layer_types calls {name:?}.\n[attention.{name}]\n"
+                                );
+                                let table = Table::try_from(other)?;
+                                write_keys(&mut text, &keys[..1], &table, &follows);
+                                write_keys(&mut text, other.kind().keys(), &table, &follows);
+                            }
                         }
                         _ => write_keys(&mut text, keys, table, &follows),
                     }

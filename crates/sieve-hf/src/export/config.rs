@@ -79,6 +79,9 @@ fn rope_parameters(shape: &ModelShape, scaling: Option<RopeScaling>) -> Value {
     parameters
 }
 
+/// The key of `config.json` that lists the [keys of layers](layer_keys).
+pub(crate) const LAYER_KEYS: &str = "layer_attention";
+
 /// The keys of `config.json` for the attention kind.
 pub(crate) fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Value> {
     let kind = shape.attention.as_kind();
@@ -90,6 +93,22 @@ pub(crate) fn attention(shape: &ModelShape, architecture: Architecture) -> Map<S
         Value::Object(keys) => keys,
         _ => unreachable!("built as an object"),
     }
+}
+
+/// The keys of each entry of the pattern of layers that differ from the model's own: none for its own kind, else
+/// `attention_kind` and that kind's sizes.
+fn layer_keys(shape: &ModelShape) -> Value {
+    let own = shape.attention;
+    let layers = (0..shape.layers.types().len()).map(|layer| shape.attention_of(layer));
+    let keys = layers.map(|attention| match attention == own {
+        true => json!({}),
+        false => {
+            let mut keys = attention.as_kind().config_keys(shape);
+            keys["attention_kind"] = json!(attention.kind().name());
+            keys
+        }
+    });
+    keys.collect()
 }
 
 /// Which entries of the pattern of layers `has` marks.
@@ -114,6 +133,9 @@ fn of_sieve(shape: &ModelShape, kind: &str, sizes: Value) -> Value {
     });
     if let (Value::Object(keys), Value::Object(sizes)) = (&mut keys, sizes) {
         keys.extend(sizes);
+        if shape.attentions().iter().skip(1).any(|(other, _)| !other.as_kind().is_dense()) {
+            keys.insert(LAYER_KEYS.to_owned(), layer_keys(shape));
+        }
         if shape.rope_scaling.is_some() {
             let (frequencies, amplitude) = shape.rotary_frequencies(shape.head_dim);
             keys.insert("rope_frequencies".to_owned(), json!(frequencies));

@@ -53,6 +53,8 @@ DEFAULTS = {
     "dense_layers": [],
     # The same: true where a layer reads the blocks that the last layer before it chose.
     "shared_layers": [],
+    # Repeated over the layers: the keys of a layer of another kind than the model's own, its attention_kind among them.
+    "layer_attention": [],
     # Whether each head's query and key go through RMSNorm before the rotation (MLA: mla_qk_norm), and whether the
     # projections of queries, keys and values have biases.
     "qk_norm": True,
@@ -73,6 +75,18 @@ DEFAULTS = {
     # DMA; periods: tokens over which a rank grows by one, a number for each KV head.
     "keep_window_size": 2048, "local_window_size": 0, "bias": "exp", "periods": None,
 }  # fmt: skip
+
+
+class LayerConfig:
+    """The model's configuration, with a layer's own keys before it."""
+
+    def __init__(self, config, own):
+        self.__dict__.update(own, _of_model=config)
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name == "_of_model":
+            raise AttributeError(name)
+        return getattr(self._of_model, name)
 
 
 class SieveCacheLayer(DynamicLayer):
@@ -755,11 +769,14 @@ class DecoderLayer(GradientCheckpointingLayer):
             "msa": IndexedAttention, "dma": DynamicMaskAttention, "mha": DenseAttention, "shared": BlocksAttention,
             "swa": lambda config: DenseAttention(config, config.window_size),
         }  # fmt: skip
-        marked, own = (("mha", config.dense_layers), ("shared", config.shared_layers)), config.attention_kind
-        of = lambda layer: next((kind for kind, at in marked if at and at[layer % len(at)]), own)  # noqa: E731
-        self.self_attn = kinds[of(index)](config)
+        others = config.layer_attention or [{}]
+        own = lambda layer: LayerConfig(config, others[layer % len(others)])  # noqa: E731
+        marked = ("mha", config.dense_layers), ("shared", config.shared_layers)
+        of = lambda n: next((kind for kind, at in marked if at and at[n % len(at)]), own(n).attention_kind)  # noqa: E731
+        self.self_attn = kinds[of(index)](own(index))
         # The last layer up to this one that chooses blocks, among kinds that do.
-        self.self_attn.source = next((n for n in range(index, -1, -1) if of(n) == own), None)
+        chooses = ("infllm_v2", "moba", "msa")
+        self.self_attn.source = next((n for n in range(index, -1, -1) if of(n) in chooses), None)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -1,6 +1,7 @@
 //! Converts `config.json` of `transformers` into a recipe, with the meaning that transformers 5 gives it.
 use super::keys::{Use, defaults, use_of};
 use crate::CheckpointError;
+use crate::export::config::LAYER_KEYS;
 use crate::export::config::{AMPLITUDE, DERIVED};
 use crate::export::{self, Architecture, DEEPSEEK_LATENT_EPS, Windows};
 use serde_json::{Map, Value};
@@ -326,27 +327,26 @@ fn keys_of_kind(kind: &str) -> Option<Vec<String>> {
 }
 
 impl Reader {
-    /// The lines of `[attention]` for an export of Sieve, whose keys are the recipe's.
-    fn sieve_attention(&self) -> Result<String, CheckpointError> {
-        let kind = self.value["attention_kind"].as_str().unwrap_or_default();
+    /// The lines of `[attention]` for an export of Sieve, or of a table in it, whose keys are the recipe's. `of` has
+    /// them: the file itself, or an entry of its list of layers.
+    fn sieve_attention(&self, of: &Value) -> Result<String, CheckpointError> {
+        let kind = of["attention_kind"].as_str().unwrap_or_default();
         let Some(keys) = keys_of_kind(kind) else {
             let kinds = AttentionKind::ALL.map(AttentionKind::name).join(", ");
-            return Err(
-                self.bad_value(format!("attention_kind is {}, not one of {kinds}", self.value["attention_kind"]))
-            );
+            return Err(self.bad_value(format!("attention_kind is {}, not one of {kinds}", of["attention_kind"])));
         };
         let mut lines = format!("kind = {kind:?}");
         for key in keys {
             let (none, zero) = (Value::from("none"), Value::from(0));
             let value = match (kind, key.as_str()) {
                 // Older exports do not have the keys; their models have the published form.
-                ("dma", "recency") if self.value[&key].is_null() => &none,
-                ("dma", "local_window_size") if self.value[&key].is_null() => &zero,
-                ("swa", "sliding_window") => &self.value["window_size"],
+                ("dma", "recency") if of[&key].is_null() => &none,
+                ("dma", "local_window_size") if of[&key].is_null() => &zero,
+                ("swa", "sliding_window") => &of["window_size"],
                 // Older exports do not have the key; their models have no norms.
-                ("mla", "qk_norm") if self.value["mla_qk_norm"].is_null() => &Value::Bool(false),
-                ("mla", "qk_norm") => &self.value["mla_qk_norm"],
-                _ => &self.value[&key],
+                ("mla", "qk_norm") if of["mla_qk_norm"].is_null() => &Value::Bool(false),
+                ("mla", "qk_norm") => &of["mla_qk_norm"],
+                _ => &of[&key],
             };
             match value {
                 Value::Null => {}
@@ -358,6 +358,37 @@ impl Reader {
             }
         }
         Ok(lines)
+    }
+
+    /// The kinds of layers of an export of Sieve that differ from its own: the tables `[attention.NAME]`, and the name
+    /// of each entry of the pattern, `None` for the model's own kind. Empty for a file without them.
+    fn sieve_layer_kinds(&self) -> Result<(String, Vec<Option<String>>), CheckpointError> {
+        let entries = match &self.value[LAYER_KEYS] {
+            Value::Null => return Ok((String::new(), Vec::new())),
+            Value::Array(entries) if entries.iter().all(Value::is_object) => entries,
+            other => return Err(self.bad_value(format!("{LAYER_KEYS} is {other}, not a list of objects"))),
+        };
+        let own = self.value["attention_kind"].as_str().unwrap_or_default();
+        let mut found: Vec<(String, String)> = Vec::new();
+        let mut names = Vec::new();
+        for entry in entries {
+            if entry.as_object().is_some_and(Map::is_empty) {
+                names.push(None);
+                continue;
+            }
+            let kind = entry["attention_kind"].as_str().unwrap_or_default();
+            let lines = self.sieve_attention(entry)?;
+            let known = found.iter().find(|(_, known)| *known == lines).map(|(name, _)| name.clone());
+            let name = known.unwrap_or_else(|| {
+                let is_taken = kind == own || found.iter().any(|(name, _)| name == kind);
+                let name = if is_taken { format!("{kind}_{}", found.len() + 1) } else { kind.to_owned() };
+                found.push((name.clone(), lines));
+                name
+            });
+            names.push(Some(name));
+        }
+        let tables = found.iter().map(|(name, lines)| format!("\n[attention.{name}]\n{lines}"));
+        Ok((tables.collect(), names))
     }
 }
 
@@ -396,7 +427,7 @@ local_window_size = 0"
                 (attention, Vec::new())
             }
             Architecture::DeepseekV3 => (reader.deepseek_attention(num_layers)?, Vec::new()),
-            Architecture::Sieve => (reader.sieve_attention()?, reader.sieve_layers("dense_layers")?),
+            Architecture::Sieve => (reader.sieve_attention(&reader.value)?, reader.sieve_layers("dense_layers")?),
             _ => reader.grouped_attention(class.windows, num_layers)?,
         };
         // Two names of one function.
@@ -428,18 +459,20 @@ local_window_size = 0"
         let (qk_norm, qkv_bias) = (flag("qk_norm", class.qk_norm), flag("qkv_bias", class.qkv_bias));
         model.push_str(&format!("qk_norm = {qk_norm}\nqkv_bias = {qkv_bias}\n"));
         model.push_str(&rotary.scaling);
-        let shared_layers = match architecture {
-            Architecture::Sieve => reader.sieve_layers("shared_layers")?,
-            _ => Vec::new(),
+        let (shared_layers, (tables, layer_kinds)) = match architecture {
+            Architecture::Sieve => (reader.sieve_layers("shared_layers")?, reader.sieve_layer_kinds()?),
+            _ => Default::default(),
         };
-        if dense_layers.contains(&true) || shared_layers.contains(&true) {
+        let attention = attention + &tables;
+        if dense_layers.contains(&true) || shared_layers.contains(&true) || !layer_kinds.is_empty() {
             let is_marked = |pattern: &[bool], layer: usize| pattern.get(layer) == Some(&true);
             let name = |layer| match (is_marked(&dense_layers, layer), is_marked(&shared_layers, layer)) {
                 (true, _) => "mha",
                 (false, true) => "shared",
-                (false, false) => "sparse",
+                (false, false) => layer_kinds.get(layer).and_then(Option::as_deref).unwrap_or("sparse"),
             };
-            let types: Vec<_> = (0..dense_layers.len().max(shared_layers.len())).map(name).collect();
+            let num_types = dense_layers.len().max(shared_layers.len()).max(layer_kinds.len());
+            let types: Vec<_> = (0..num_types).map(name).collect();
             model.push_str(&format!("layer_types = {types:?}\n"));
         }
         Ok(Self {

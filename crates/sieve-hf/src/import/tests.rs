@@ -109,8 +109,8 @@ fn export_import_export_gives_the_same_bytes() {
             assert_eq!(report.added, Vec::<String>::new());
             assert_eq!(report.recipe.model.rope_theta, 54321.5);
             let trained = Checkpoint::open(&folder.path().join("run")).expect("just written");
-            let trained = trained.recipe_and_shape().expect("just written").0.attention;
-            assert_eq!(report.recipe.attention, trained, "{attention}");
+            let trained = trained.recipe_and_shape().expect("just written").0.attention.own;
+            assert_eq!(report.recipe.attention.own, trained, "{attention}");
             kinds.insert(trained.kind());
             let second = folder.path().join("again");
             let checkpoint = Checkpoint::open(&back).expect("just written");
@@ -192,7 +192,7 @@ fn old_configurations_mean_what_their_class_does_by_default() {
         let (recipe, shape) = crate::imported_model(&hf, None, &[]).expect("imports");
         assert_eq!(recipe.model.rope_theta, theta.unwrap_or(10_000.0));
         let expected = window.map_or(sieve_core::Attention::Mha, sieve_core::Attention::swa);
-        assert_eq!(recipe.attention, expected);
+        assert_eq!(recipe.attention.own, expected);
         let (frequencies, amplitude) = shape.rotary_frequencies(4);
         assert_eq!((frequencies[0], amplitude), (0.5, 1.0));
     }

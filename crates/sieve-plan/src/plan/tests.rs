@@ -235,7 +235,7 @@ fn measured_peaks_of_1p7b_steps_on_an_h200_are_met_within_a_fiftieth() {
         let recipe = recipe(text, &[&format!("training.precision={precision}")]);
         let mut alone = recipe.at_stage(&recipe.stages()[0]);
         // Measured before MLA had norms of queries and keys.
-        if let Attention::Mla(mla) = &mut alone.attention {
+        if let Attention::Mla(mla) = &mut alone.attention.own {
             mla.qk_norm = false;
         }
         alone.training.seq_len = seq_len;

@@ -2,7 +2,7 @@
 use super::saved_recipe;
 use crate::TrainError;
 use sieve_core::paths::expand;
-use sieve_core::recipe::{AttentionKind, OptimizerName, RANDOM_WEIGHTS};
+use sieve_core::recipe::{OptimizerName, RANDOM_WEIGHTS};
 use sieve_core::{Attention, InitialWeights, ModelShape, Recipe, ShownPath};
 use sieve_hf::{Checkpoint, CheckpointError, list_checkpoints};
 use std::path::{Path, PathBuf};
@@ -114,7 +114,7 @@ pub fn check_fit(checkpoint: &Checkpoint, recipe: &Recipe) -> Result<(), TrainEr
     let (there, saved) = checkpoint.recipe_and_shape()?;
     let now = recipe.model_shape(checkpoint.state.vocab_size)?;
     let difference = match have_other_kinds(&there, recipe) {
-        true => Some(other_kind(there.attention.kind(), recipe.attention.kind())),
+        true => Some(other_kind(there.attention.own, recipe.attention.own)),
         false => other_size(&saved, &now),
     };
     if let Some((what, hint)) = difference {
@@ -165,7 +165,7 @@ pub fn needs_import(checkpoint: &Checkpoint, recipe: &Recipe) -> Result<bool, Tr
 
 /// Whether one model's parameters are not the other's, because of the kinds of attention.
 fn have_other_kinds(there: &Recipe, here: &Recipe) -> bool {
-    let attentions = [there, here].map(|recipe| recipe.attention);
+    let attentions = [there, here].map(|recipe| recipe.attention.own);
     let [saved, now] = attentions.map(Attention::kind);
     saved != now && !attentions.into_iter().all(is_dense_or_chosen)
 }
@@ -177,16 +177,16 @@ fn is_dense_or_chosen(attention: Attention) -> bool {
 }
 
 /// Problem and hint for a checkpoint with another kind of attention.
-fn other_kind(saved: AttentionKind, now: AttentionKind) -> (String, String) {
-    let what = format!("attention.kind is {} there, {} here", saved.name(), now.name());
-    let hint = match (saved, now) {
-        (AttentionKind::Mha, now) if now != AttentionKind::Mla => {
+fn other_kind(saved: Attention, now: Attention) -> (String, String) {
+    let [there, here] = [saved, now].map(|attention| attention.kind().name());
+    let what = format!("attention.kind is {there} there, {here} here");
+    let hint = match saved.as_kind().is_dense() && !now.as_kind().is_latent() {
+        true => {
             format!(
-                "sieve export it, then sieve import --from EXPORT --attention {} makes a checkpoint to branch from",
-                now.name()
+                "sieve export it, then sieve import --from EXPORT --attention {here} makes a checkpoint to branch from"
             )
         }
-        _ => "[attention] must have the kind of the checkpoint".to_owned(),
+        false => "[attention] must have the kind of the checkpoint".to_owned(),
     };
     (what, hint)
 }

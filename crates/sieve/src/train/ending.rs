@@ -3,7 +3,6 @@ use super::log::Log;
 use crate::{terminal, text_files};
 use anyhow::Result;
 use burn::module::AutodiffModule;
-use sieve_core::recipe::AttentionKind;
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::{Prepared, Tokenizer};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
@@ -40,7 +39,7 @@ pub(super) fn finish(log: &Log, summary: &TrainSummary, shape: &ModelShape) {
     }
     // Dense attention has only the causal mask: there is nothing to report of it.
     if let Some(step) = &summary.last_step
-        && shape.attention.kind() != AttentionKind::Mha
+        && shape.num_layers_of_dense_attention() < shape.num_layers
     {
         let attention = &step.attention;
         let keys = format!("mask: density {:.3}, {:.1} keys a query", attention.density, attention.mean_active_keys);

@@ -7,7 +7,6 @@ use crate::interrupt::Interrupt;
 use crate::terminal;
 use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
-use sieve_core::recipe::AttentionKind;
 use sieve_core::{Recipe, ShownPath, covered_words};
 use sieve_train::{TrainError, last_validation};
 use std::path::{Path, PathBuf};
@@ -119,7 +118,10 @@ fn check_hidden_keys(args: &TrainArgs, runs: &[Run]) -> Result<()> {
     let Some(key) = keys.find(|key| key.starts_with("attention.")) else {
         return Ok(());
     };
-    let is_dense_kind = |recipe: &Recipe| matches!(recipe.attention.kind(), AttentionKind::Mha | AttentionKind::Mla);
+    let is_dense_kind = |recipe: &Recipe| {
+        let kind = recipe.attention.as_kind();
+        kind.is_dense() || kind.is_latent()
+    };
     let covers = |run: &Run| run.recipe.covers_rows();
     let Some(first) = runs.iter().find(|run| covers(run)) else {
         return Ok(());

@@ -3,48 +3,47 @@
 use crate::workspace;
 use anyhow::Result;
 
-/// Where kinds may be named: their own files, and the one place where a kind becomes a Burn layer.
-const ROOMS: [&str; 3] =
-    ["crates/sieve-core/src/kinds", "crates/sieve-nn/src/attention.rs", "crates/sieve-nn/src/attention/"];
-
-/// Files from before the rooms that name kinds, or variants of other enums with a kind's name (a part of a check, a
-/// method), and how often at most. The numbers only fall.
-const BEFORE: [(&str, usize); 31] = [
-    ("crates/sieve-bench/src/bench.rs", 2),
-    ("crates/sieve-bench/src/build.rs", 2),
-    ("crates/sieve-bench/src/capture.rs", 1),
-    ("crates/sieve-bench/src/check.rs", 10),
-    ("crates/sieve-bench/src/models.rs", 2),
-    ("crates/sieve-bench/src/run.rs", 31),
-    ("crates/sieve-core/src/model/attention.rs", 3),
-    ("crates/sieve-core/src/model/flops.rs", 2),
-    ("crates/sieve-core/src/model/layers.rs", 5),
-    ("crates/sieve-core/src/recipe/document.rs", 7),
-    ("crates/sieve-core/src/recipe/model_names.rs", 2),
-    ("crates/sieve-core/src/recipe/resolve.rs", 18),
-    ("crates/sieve-core/src/recipe/rules.rs", 1),
-    ("crates/sieve-core/src/recipe/rules/attention.rs", 8),
-    ("crates/sieve-core/src/recipe/rules/parallelism.rs", 1),
-    ("crates/sieve-core/src/recipe/sections.rs", 1),
-    ("crates/sieve-core/src/recipe/stages.rs", 9),
-    ("crates/sieve-hf/src/import.rs", 4),
-    ("crates/sieve-hf/src/import/matrix.rs", 2),
-    ("crates/sieve-select/src/decode.rs", 7),
-    ("crates/sieve-select/src/selector.rs", 1),
-    ("crates/sieve-select/src/selector/methods.rs", 1),
-    ("crates/sieve-select/src/selector/parse.rs", 1),
-    ("crates/sieve-train/src/attention_statistics.rs", 1),
-    ("crates/sieve-train/src/origin/initial.rs", 2),
-    ("crates/sieve/src/import.rs", 2),
-    ("crates/sieve/src/info.rs", 2),
-    ("crates/sieve/src/kernels/arguments.rs", 4),
-    ("crates/sieve/src/train/ending.rs", 1),
-    ("crates/sieve/src/train/sweep.rs", 2),
-    ("crates/sieve/src/train/sweep/starts.rs", 1),
+/// Where kinds may be named: their own files, the one place where a kind becomes a Burn layer, and the list below.
+const ROOMS: [&str; 4] = [
+    "crates/sieve-core/src/kinds",
+    "crates/sieve-nn/src/attention.rs",
+    "crates/sieve-nn/src/attention/",
+    "crates/xtask/src/tidy/kinds.rs",
 ];
 
-/// The kinds, as variants of an enum.
-const KINDS: [&str; 8] = ["Mha", "Swa", "Mla", "Nsa", "Dma", "InfllmV2", "Moba", "Msa"];
+/// Files from before the rooms that name kinds, and how often at most. The numbers only fall.
+const BEFORE: [(&str, usize); 15] = [
+    ("crates/sieve-bench/src/bench/scaling.rs", 5),
+    ("crates/sieve-bench/src/build.rs", 2),
+    ("crates/sieve-bench/src/capture.rs", 1),
+    ("crates/sieve-bench/src/latent.rs", 1),
+    ("crates/sieve-bench/src/models.rs", 6),
+    ("crates/sieve-bench/src/nsa.rs", 1),
+    ("crates/sieve-bench/src/run.rs", 4),
+    ("crates/sieve-hf/src/import.rs", 4),
+    ("crates/sieve-hf/src/import/config.rs", 6),
+    ("crates/sieve-hf/src/import/matrix.rs", 1),
+    ("crates/sieve-plan/src/plan.rs", 1),
+    ("crates/sieve-select/src/decode/dma.rs", 2),
+    ("crates/sieve/src/info.rs", 2),
+    ("crates/sieve/src/kernels/arguments.rs", 2),
+    ("crates/sieve/src/recipe/new.rs", 1),
+];
+
+/// The enums of kinds.
+const ENUMS: [&str; 2] = ["Attention", "AttentionKind"];
+
+/// The kinds: a variant of the enums, and the name in recipes.
+const KINDS: [(&str, &str); 8] = [
+    ("Mha", "mha"),
+    ("Swa", "swa"),
+    ("Mla", "mla"),
+    ("Nsa", "nsa"),
+    ("Dma", "dma"),
+    ("InfllmV2", "infllm_v2"),
+    ("Moba", "moba"),
+    ("Msa", "msa"),
+];
 
 /// Checks all sources of the crates but their tests.
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
@@ -67,21 +66,74 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     Ok(())
 }
 
-/// How often a source names a kind, comments and unit tests left out.
+/// How often a source names a kind: a variant behind one of the [`ENUMS`] or another name for it, a variant in a list of
+/// imports, an import of all variants, a kind's name as a text. Comments and unit tests are left out.
 fn mentions(text: &str) -> usize {
     let code = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
     let lines = code.lines().map(|line| line.split("//").next().unwrap_or_default());
-    let is_word = |c: char| c.is_alphanumeric() || c == '_';
-    lines
-        .map(|line| {
-            let after = line.match_indices("::").map(|(at, _)| &line[at + 2..]);
-            let names = after.filter(|rest| {
-                let word = rest.split(|c: char| !is_word(c)).next().unwrap_or_default();
-                KINDS.contains(&word)
-            });
-            names.count()
-        })
-        .sum()
+    let code = lines.collect::<Vec<_>>().join("\n");
+    let enums = names_of_enums(&code);
+    let is_variant = |word: &str| KINDS.iter().any(|(variant, _)| *variant == word);
+    let variants = code.match_indices("::").map(|(at, _)| {
+        let owner = last_word(&code[..at]);
+        if !enums.contains(&owner) {
+            return 0;
+        }
+        match code[at + 2..].trim_start() {
+            rest if rest.starts_with('*') => 1,
+            rest if rest.starts_with('{') => {
+                let list = rest[1..].split('}').next().unwrap_or_default();
+                list.split(',').filter(|item| is_variant(first_word(item.trim()))).count()
+            }
+            rest => usize::from(is_variant(first_word(rest))),
+        }
+    });
+    let texts = KINDS.iter().map(|(_, name)| code.matches(&format!("\"{name}\"")).count());
+    variants.sum::<usize>() + texts.sum::<usize>()
+}
+
+/// The names under which a source has the [`ENUMS`]: their own, those of `use … as` and `type … =`, and `Self` where a
+/// file has methods of one.
+fn names_of_enums(code: &str) -> Vec<&str> {
+    let mut names = ENUMS.to_vec();
+    for name in ENUMS {
+        for (at, _) in code.match_indices(name) {
+            let (before, after) = (&code[..at], &code[at + name.len()..]);
+            // Part of a longer word.
+            if !first_word(after).is_empty() || !last_word(before).is_empty() {
+                continue;
+            }
+            if let Some(alias) = after.trim_start().strip_prefix("as ") {
+                names.push(first_word(alias.trim_start()));
+            }
+            // A path may stand before the name.
+            let path = before.trim_end_matches(|c: char| is_part_of_word(c) || c == ':');
+            if let Some(alias) = path.trim_end().strip_suffix('=')
+                && let Some((rest, alias)) = alias.trim_end().rsplit_once(' ')
+                && rest.ends_with("type")
+            {
+                names.push(alias);
+            }
+            if path.trim_end().ends_with("impl") || path.trim_end().ends_with("for") {
+                names.push("Self");
+            }
+        }
+    }
+    names
+}
+
+fn is_part_of_word(c: char) -> bool {
+    c.is_alphanumeric() || c == '_'
+}
+
+/// The word that a text begins with; empty if it begins with none.
+fn first_word(text: &str) -> &str {
+    text.split(|c: char| !is_part_of_word(c)).next().unwrap_or_default()
+}
+
+/// The word that a text ends with; empty if it ends with none.
+fn last_word(text: &str) -> &str {
+    text.rsplit(|c: char| !is_part_of_word(c)).next().unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -93,10 +145,21 @@ mod tests {
         for (code, count) in [
             ("match attention { Attention::Moba(_) => 1, _ => 0 }", 1),
             ("if matches!(kind, AttentionKind::Moba | AttentionKind::Msa) {}", 2),
-            ("if kind == K::Dma {}", 1),
-            ("if let A::Nsa(nsa) = attention {}", 1),
+            ("use sieve_core::Attention as Kind;\nif kind == Kind::Dma {}", 1),
+            ("use sieve_core::{ModelShape, AttentionKind as K};\nif kind == K::Dma {}", 1),
+            ("type A = sieve_core::Attention;\nif let A::Nsa(nsa) = attention {}", 1),
+            ("use sieve_core::recipe::AttentionKind::*;\nif kind == Moba {}", 1),
+            ("use AttentionKind::{Moba, Msa as M};", 2),
+            ("impl Attention { fn f(self) -> bool { matches!(self, Self::Moba(_)) } }", 1),
+            ("if recipe.attention.kind().name() == \"moba\" {}", 1),
+            ("match name { \"moba\" | \"msa\" => 1, _ => 0 }", 2),
+            // Variants of other enums, and longer words.
+            ("match part { CheckPart::Nsa => 1, Part::Dma => 2 }", 0),
+            ("impl Method { fn f(self) -> bool { matches!(self, Self::Moba(_)) } }", 0),
+            ("let x = Rule::MobaLike; let y = Attention::MobaLike;", 0),
+            ("let x = MyAttention::Moba;", 0),
+            ("let x = \"moba_like\";", 0),
             ("// Attention::Moba\nlet x = MobaShape::published();", 0),
-            ("let x = Rule::MobaLike;", 0),
             ("let x = 1;\n#[cfg(test)]\nmod tests {\n Attention::Moba\n}", 0),
         ] {
             assert_eq!(mentions(code), count, "{code}");

@@ -1,8 +1,7 @@
 //! Rules of `[parallelism]`.
 
 use super::{Parts, Rules};
-use crate::model::IndexScores;
-use crate::recipe::{Attention, ParallelismSection};
+use crate::recipe::{AttentionSection, ParallelismSection};
 
 const DEGREE: &str = "parallelism.context_parallel_degree";
 
@@ -31,7 +30,8 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts, rul
     );
     // Grouped attention and DMA gather keys of earlier parts. The other kinds exchange tokens for heads (all-to-all),
     // so each process needs whole KV heads.
-    let by_heads = parts.attention.filter(|attention| !attention.as_kind().is_one_op());
+    let kinds = || parts.attention.iter().flat_map(AttentionSection::kinds);
+    let by_heads = kinds().find(|attention| !attention.as_kind().is_one_op());
     if let Some((attention, model)) = by_heads.zip(parts.model.as_ref()) {
         let heads = model.num_key_value_heads;
         rules.require(
@@ -45,7 +45,7 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts, rul
             "choose a divisor of the KV heads; mha, swa and dma take any degree",
         );
     }
-    let has_qsa = matches!(parts.attention, Some(Attention::Msa(msa)) if msa.indexer == IndexScores::Qsa);
+    let has_qsa = kinds().any(|attention| attention.as_kind().has_pooled_indexer());
     rules.require(
         !has_qsa,
         "attention.indexer",

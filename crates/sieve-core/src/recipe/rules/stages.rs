@@ -21,11 +21,11 @@ pub(super) fn check_stages(stages: &[StageSection], parts: &Parts, rules: &mut R
 
 /// Checks that only kinds whose queries choose blocks have dense steps.
 pub(super) fn check_dense_steps(parts: &Parts, rules: &mut Rules<'_>) {
-    let (Some(training), Some(attention)) = (&parts.training, parts.attention) else {
+    let (Some(training), Some(attention)) = (&parts.training, &parts.attention) else {
         return;
     };
     rules.require(
-        training.dense_steps == 0.0 || attention.as_kind().chooses_blocks(),
+        training.dense_steps == 0.0 || attention.kinds().any(|kind| kind.as_kind().chooses_blocks()),
         "training.dense_steps",
         format!("does not go with kind = {:?}, whose queries choose no blocks", attention.kind().name()),
         "leave it out, or set attention.kind to infllm_v2, moba or msa",
@@ -38,7 +38,7 @@ pub(super) fn check_warmup(parts: &Parts, rules: &mut Rules<'_>) {
     let (key, warms_up) = match stages.last() {
         Some(last) => (format!("stage.{}.index_warmup", stages.len()), last.index_warmup),
         None => {
-            let warms_up = parts.attention.and_then(|attention| attention.index_warmup());
+            let warms_up = parts.attention.as_ref().and_then(|attention| attention.index_warmup());
             ("attention.index_warmup".to_owned(), warms_up)
         }
     };
@@ -62,7 +62,7 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts, rules: &mut R
             format!("set model.max_position_embeddings to {}", stage.seq_len),
         );
     }
-    if let (Some(window), Some(attention)) = (stage.window, parts.attention) {
+    if let (Some(window), Some(attention)) = (stage.window, &parts.attention) {
         let local = attention.local_window();
         rules.require(
             local <= window,
@@ -77,7 +77,7 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts, rules: &mut R
             "leave it out",
         );
     }
-    if let (Some(_), Some(attention)) = (stage.index_warmup, parts.attention) {
+    if let (Some(_), Some(attention)) = (stage.index_warmup, &parts.attention) {
         rules.require(
             attention.index_warmup().is_some(),
             &key("index_warmup"),

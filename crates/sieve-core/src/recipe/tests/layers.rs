@@ -1,4 +1,4 @@
-use super::{DMA, load_replaced, load_with, rows, with_attention};
+use super::*;
 use crate::model::{Attention, LayerType};
 use sieve_testing::refusal;
 
@@ -34,6 +34,59 @@ fn a_pattern_of_layers_fits_the_model() {
             kind => format!("kind = {kind:?}"),
         };
         refusal(load(types, &attention), wanted);
+    }
+}
+
+#[test]
+fn each_layer_may_have_a_kind_of_its_own() {
+    let load = |types: &str, tables: &str, overrides: &[&str]| {
+        let text = format!("{DMA}\n{tables}\n");
+        load_with(
+            &MINIMAL.replacen(DMA, &text, 1).replacen("[attention]", &format!("layer_types = {types}\n[attention]"), 1),
+            overrides,
+        )
+    };
+    let tables = "[attention.swa]\nsliding_window = 9\n[attention.chosen]\nkind = \"msa\"\nselect_block_size = 8";
+    let types = "[\"sliding_attention\", \"chosen\", \"sparse\"]";
+    let recipe = load(types, tables, &[]).unwrap_or_else(|error| panic!("{error}"));
+    let shape = recipe.model_shape(512).expect("large enough");
+    let of = |layer| shape.attention_of(layer);
+    // What a table leaves out has the default that the kind has as the model's own.
+    let alone =
+        load_with(MINIMAL, &["attention.kind=msa", "attention.select_block_size=8"]).expect("valid").attention.own;
+    assert_eq!([of(0), of(1), of(2)], [Attention::swa(9), alone, recipe.attention.own]);
+    let written = recipe.to_toml().expect("small numbers");
+    assert_eq!(load_with(&written, &[]).as_ref(), Ok(&recipe), "{written}");
+    let template = recipe.to_template().expect("small numbers");
+    assert_eq!(load_with(&template, &[]).as_ref(), Ok(&recipe), "{template}");
+    assert!(written.contains("[attention.swa]\nkind = \"swa\"\nsliding_window = 9\n"), "{written}");
+    // Overrides reach the tables, and a change of one is a change of the run.
+    let wider = load(types, tables, &["attention.swa.sliding_window=12"]).expect("valid");
+    assert_eq!(wider.attention.others["swa"], Attention::swa(12));
+    refusal(recipe.check_resume(&wider, 1), "attention.swa.sliding_window was 9, is now 12");
+    let weight = load(types, tables, &["attention.chosen.index_loss_weight=0.5"]).expect("valid");
+    assert!(recipe.check_resume(&weight, 1).is_ok(), "the key may change");
+    // A shared layer has the kind of the layer whose choice it reads.
+    let shared =
+        load("[\"chosen\", \"sparse\", \"shared\"]", &tables[tables.find("[attention.chosen").expect("there")..], &[]);
+    let shared = shared.unwrap_or_else(|error| panic!("{error}"));
+    let other = LayerType::of(alone);
+    assert_eq!(shared.layer_pattern().types(), [other, OWN, LayerType { is_shared: true, ..other }]);
+    // Another kind for the model's own takes the place of a table of that kind.
+    let (windows, notes) = Recipe::load_with_notes(
+        &MINIMAL.replacen(DMA, &format!("{DMA}\n{tables}\n"), 1).replacen(
+            "[attention]",
+            &format!("layer_types = {types}\n[attention]"),
+            1,
+        ),
+        "r.toml",
+        &["attention.kind=swa".to_owned(), "attention.sliding_window=5".to_owned()],
+    )
+    .unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(windows.layer_pattern().types(), [OWN, other, OWN]);
+    assert!(notes.left_out.contains(&"attention.swa".to_owned()), "{notes:?}");
+    for [types, tables, wanted] in rows("tables of layers") {
+        refusal(load(types, tables, &[]), wanted);
     }
 }
 

@@ -45,9 +45,9 @@ fn global_batch_follows_an_overridden_local_batch_unless_given() {
 
 #[test]
 fn another_kind_drops_the_keys_of_the_texts_kind_only() {
-    assert_eq!(loaded(&["attention.kind=mha"]).attention, Attention::Mha);
+    assert_eq!(loaded(&["attention.kind=mha"]).attention.own, Attention::Mha);
     let swa = loaded(&["attention.kind=swa", "attention.sliding_window=9"]);
-    assert_eq!(swa.attention, Attention::Swa(SwaShape { sliding_window: 9 }));
+    assert_eq!(swa.attention.own, Attention::Swa(SwaShape { sliding_window: 9 }));
     let same = loaded(&["attention.kind=dma"]);
     assert_eq!(same.attention, minimal().attention);
     refusal(load(&["attention.sliding_window=4"]), "attention.sliding_window: does not go with kind = \"dma\"");
@@ -112,7 +112,7 @@ fn sizes_of_a_kind_follow_from_the_row_and_the_model() {
             assert_eq!(alone.attention, recipe.attention);
             assert_eq!(alone.model.num_key_value_heads, if kind == "mla" { 6 } else { 3 });
         }
-        recipe.attention
+        recipe.attention.own
     };
     // The sizes written out.
     let written = |kind: &str, seq_len: usize, keys: &str| {
@@ -121,7 +121,7 @@ fn sizes_of_a_kind_follow_from_the_row_and_the_model() {
         let heads = if kind == "mla" { 6 } else { 2 };
         let heads = format!("model.num_key_value_heads={heads}");
         let loaded = load_with(&text, &[&lengths[0], &lengths[1], &heads]);
-        loaded.unwrap_or_else(|error| panic!("{kind} {seq_len}: {error}")).attention
+        loaded.unwrap_or_else(|error| panic!("{kind} {seq_len}: {error}")).attention.own
     };
     for [kind, lengths, keys] in rows("sizes of kinds") {
         for seq_len in lengths.split(' ').map(|length| length.parse().expect("a length")) {
@@ -153,9 +153,9 @@ fn each_kind_that_a_paper_gives_sizes_has_them_as_a_preset() {
         ("moba", Attention::Moba(MobaShape::published())),
     ] {
         let found = loaded(&[&format!("attention.kind={kind}"), paper]);
-        assert_eq!(found.attention, published, "{kind}");
+        assert_eq!(found.attention.own, published, "{kind}");
     }
-    let msa = loaded(&["attention.kind=msa", paper, "attention.index_loss_weight=0.5"]).attention;
+    let msa = loaded(&["attention.kind=msa", paper, "attention.index_loss_weight=0.5"]).attention.own;
     let published = MsaShape { index_loss_weight: 0.5, ..MsaShape::published() };
     assert_eq!(msa, Attention::Msa(published));
     // The indexer's learning rate goes with its kind.
@@ -172,7 +172,7 @@ fn each_kind_that_a_paper_gives_sizes_has_them_as_a_preset() {
     let text = with_attention("kind = \"nsa\"\npreset = \"paper\"\nwindow_size = 8");
     refusal(load_with(&text, &[]), "attention.window_size: is 8, but preset = \"paper\" sets it to 512");
     let replaced = load_with(&with_attention("kind = \"nsa\"\nwindow_size = 8"), &[paper]);
-    assert_eq!(replaced.expect("the text's is replaced").attention, nsa);
+    assert_eq!(replaced.expect("the text's is replaced").attention.own, nsa);
 }
 
 #[test]
@@ -221,7 +221,7 @@ fn one_preset_replaces_all_that_departs_from_the_paper() {
     let published = Attention::Dma(DmaShape::published(7));
     let load = |overrides: &[&str]| load_with(&text, overrides);
     let recipe = load(&["attention.preset=paper"]).unwrap_or_else(|error| panic!("{error}"));
-    assert_eq!(recipe.attention, published);
+    assert_eq!(recipe.attention.own, published);
     assert_eq!(recipe.model.layer_types, None);
     let written = recipe.to_toml().expect("a loaded recipe can be written");
     assert!(!written.contains("preset"), "{written}");
@@ -229,7 +229,7 @@ fn one_preset_replaces_all_that_departs_from_the_paper() {
     // In the text, on its own.
     let short = with_attention("kind = \"dma\"\nkeep_window_size = 7\npreset = \"paper\"");
     let recipe = Recipe::load(&short, "r.toml", &[]).unwrap_or_else(|error| panic!("{error}"));
-    assert_eq!(recipe.attention, published);
+    assert_eq!(recipe.attention.own, published);
     // What contradicts it is refused, in the text and in an override.
     let both = with_attention(&format!("{SLOPED}\npreset = \"paper\""));
     refusal(

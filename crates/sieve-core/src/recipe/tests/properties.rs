@@ -127,7 +127,7 @@ impl Draw {
     /// Keys that are not drawn keep what they are in the minimal recipe.
     fn recipe(&mut self) -> Recipe {
         let mut recipe = minimal();
-        recipe.attention = self.attention();
+        recipe.attention = self.attention().into();
         let model = &mut recipe.model;
         model.hidden_size = self.between(1, 4096);
         model.intermediate_size = self.between(1, 9000);

@@ -52,7 +52,7 @@ fn refused_changes_are_all_named() {
     now.optimizer.indexer_lr = Some(4e-3);
     now.checkpoint.folder = "elsewhere".to_owned();
     now.validation.paths = Some(vec!["held/*.md".to_owned()]);
-    now.attention = Attention::Swa(SwaShape { sliding_window: 16 });
+    now.attention = Attention::Swa(SwaShape { sliding_window: 16 }).into();
     let RecipeError::ResumeChanged { refused } = minimal().check_resume(&now, 8).expect_err("another model") else {
         panic!("wrong error")
     };

@@ -117,7 +117,7 @@ fn an_indexer_warms_up_in_stages_before_the_last() {
     assert_eq!(recipe.attention.index_warmup(), Some(false));
     // Meanwhile every key is read.
     let keys = [0, 1].map(|stage| {
-        let attention = recipe.at_stage(&recipe.stages()[stage]).attention;
+        let attention = recipe.at_stage(&recipe.stages()[stage]).attention.own;
         crate::model::mean_active_keys(attention, 1024)
     });
     assert!(keys[0] == 512.5 && keys[1] < 200.0, "{keys:?}");

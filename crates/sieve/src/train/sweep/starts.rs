@@ -6,7 +6,6 @@ use crate::train::{Session, check_gpu};
 use anyhow::{Context, Result, bail};
 use burn_flex::{Flex, FlexDevice};
 use sieve_core::ShownPath;
-use sieve_core::recipe::AttentionKind;
 use sieve_hf::{Checkpoint, refit};
 use sieve_train::{RunFolder, Start, TrainError, check_fit, named_checkpoint, needs_import};
 use std::fs;
@@ -83,7 +82,7 @@ fn check(session: &Session<'_>, run: &mut Run) -> Result<Plan> {
     let source = source.map(|(path, found)| (found, path));
     let is_of_kinds = args.sweep.iter().any(|sweep| sweep.trim_start().starts_with(KIND));
     // No other kind's weights become latent attention's, as `check_fit` says.
-    let may_import = is_of_kinds && run.recipe.attention.kind() != AttentionKind::Mla;
+    let may_import = is_of_kinds && !run.recipe.attention.as_kind().is_latent();
     let needs_import = match &source {
         Some((found, _)) => may_import && needs_import(found, &run.recipe)?,
         None => false,

@@ -1,0 +1,138 @@
+//! The list of the kinds, from which every dispatch on a kind's name is generated.
+
+use serde::{Deserialize, Serialize};
+use toml::Table;
+
+use super::settings::{Settings, Sizes};
+use crate::keys::{Key, Section, choices, joined};
+use crate::model::{DmaShape, InfllmV2Shape, MlaShape, MobaShape, MsaShape, NsaShape};
+use crate::recipe::{FormerForm, ModelSection, Rules, SwaShape};
+
+/// Defines from one list of attention kinds: [`Attention`], the section with a kind's keys; [`AttentionKind`], the bare
+/// kind; and the keys of each kind.
+macro_rules! attention_kinds {
+    ($($(#[doc = $doc:literal])+ $kind:ident $(($shape:ident))? = $name:literal,)+) => {
+        /// `[attention]`: the kind and the values of its keys.
+        #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+        #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+        pub enum Attention {$(
+            $(#[doc = $doc])+
+            $kind $(($shape))?,
+        )+}
+
+        choices! {
+            /// The kinds of attention a recipe can name.
+            #[derive(Hash)]
+            pub enum AttentionKind {$($(#[doc = $doc])+ $kind = $name,)+}
+        }
+
+        /// `kind`, and the keys of every kind.
+        pub(crate) static ATTENTION_KEYS: [Key; 1 $($(+ $shape::KEYS.len())?)+] = joined(
+            Key::new::<AttentionKind>("kind", "Which attention."),
+            &[$($($shape::KEYS,)?)+],
+        );
+
+        impl Attention {
+            /// The kind without its settings.
+            pub fn kind(self) -> AttentionKind {
+                match self {
+                    $(Self::$kind { .. } => AttentionKind::$kind,)+
+                }
+            }
+
+            /// Checks the numbers of the kind's keys against their bounds.
+            pub(crate) fn check_bounds(&self, rules: &mut Rules<'_>) {
+                match self {
+                    $($(Self::$kind(shape) => rules.bounds::<$shape>("attention", shape),)?)+
+                    _ => {}
+                }
+            }
+        }
+
+        impl Attention {
+            /// Checks the rules between the values of the kind's keys.
+            pub(crate) fn check(&self, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
+                match self {
+                    $($(Self::$kind(shape) => <$shape as Settings>::check(shape, model, rules),)?)+
+                    _ => {}
+                }
+            }
+        }
+
+        impl AttentionKind {
+            /// The published form, for heads of width `head_dim`; any sizes for a kind without one.
+            pub(crate) fn published(self, head_dim: usize) -> Attention {
+                match self {
+                    $(Self::$kind => Attention::$kind $((<$shape as Settings>::example(head_dim)))?,)+
+                }
+            }
+
+            /// The kind with some sizes, to ask what holds with any.
+            pub fn example(self) -> Attention {
+                let head_dim = 2;
+                self.published(head_dim)
+            }
+
+            /// Writes out the keys of a recipe's table that follow from others. Returns how an earlier version read the
+            /// table, if it read it differently.
+            pub(crate) fn resolve(self, table: &mut Table, sizes: Sizes) -> Option<FormerForm> {
+                match self {
+                    $($(Self::$kind => <$shape as Settings>::resolve(table, sizes),)?)+
+                    _ => None,
+                }
+            }
+
+            /// All kinds, in the order of the documentation.
+            pub const ALL: [Self; [$($name),+].len()] = [$(Self::$kind),+];
+
+            /// Name of the kind in recipes.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$kind => $name,)+
+                }
+            }
+
+            /// The kind with this name.
+            pub fn named(name: &str) -> Option<Self> {
+                Self::ALL.into_iter().find(|kind| kind.name() == name)
+            }
+
+            /// The recipe keys of `[attention]` that the kind has, besides `kind`.
+            pub(crate) fn keys(self) -> &'static [Key] {
+                match self {
+                    $($(Self::$kind => $shape::KEYS,)?)+
+                    _ => &[],
+                }
+            }
+        }
+    };
+}
+
+attention_kinds! {
+    /// Dense causal attention with grouped queries.
+    Mha = "mha",
+    /// Sliding window: each query sees the `sliding_window` latest keys, itself included.
+    Swa(SwaShape) = "swa",
+    /// Multi-head latent attention.
+    Mla(MlaShape) = "mla",
+    /// Native sparse attention: compressed, selected and window branches.
+    Nsa(NsaShape) = "nsa",
+    /// Dynamic mask attention: each query sees the `keep_window_size` best-scored keys before it.
+    Dma(DmaShape) = "dma",
+    /// InfLLM-V2: each query sees the blocks whose pooled keys are most probable; a dense model's parameters.
+    InfllmV2(InfllmV2Shape) = "infllm_v2",
+    /// MoBA: each query head sees the blocks whose mean keys fit it best; a dense model's parameters.
+    Moba(MobaShape) = "moba",
+    /// MSA: each query sees the blocks that a small learned indexer scores highest.
+    Msa(MsaShape) = "msa",
+}
+
+impl Attention {
+    /// Dense causal attention.
+    pub const DENSE: Self = Self::Mha;
+
+    /// A sliding window of `sliding_window` keys, the query's own included.
+    pub const fn swa(sliding_window: usize) -> Self {
+        Self::Swa(SwaShape { sliding_window })
+    }
+}

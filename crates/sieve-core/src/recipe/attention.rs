@@ -1,0 +1,110 @@
+//! `[attention]`: the model's own kind, and the kinds of layers that have another.
+
+use std::collections::BTreeMap;
+use std::ops::Deref;
+
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
+use toml::{Table, Value};
+
+use super::sections::{OWN_LAYER, SHARED_LAYER};
+use crate::keys::{KeyValue, Kind};
+use crate::kinds::{ATTENTION_KEYS, Attention, kind_of_layer_type};
+use crate::model::{LayerPattern, LayerType};
+
+/// `[attention]`, which reads as the model's own kind, and its tables `[attention.NAME]`.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct AttentionSection {
+    /// The model's own kind: that of every layer to which `model.layer_types` gives no other.
+    #[serde(flatten)]
+    pub own: Attention,
+    /// The kinds of other layers, by their names in `model.layer_types`.
+    #[serde(flatten)]
+    pub others: BTreeMap<String, Attention>,
+}
+
+/// What a name in `model.layer_types` stands for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum LayerName {
+    /// A layer of the model's own kind.
+    Own,
+    /// A layer that reads the blocks that an earlier layer chose.
+    Shared,
+    /// A layer of another kind.
+    Other(Attention),
+}
+
+impl AttentionSection {
+    /// The model's own kind, then those of other layers.
+    pub fn kinds(&self) -> impl Iterator<Item = Attention> {
+        std::iter::once(self.own).chain(self.others.values().copied())
+    }
+
+    /// What `name` in `model.layer_types` stands for; `None` if for nothing.
+    pub(super) fn layer_named(&self, name: &str) -> Option<LayerName> {
+        match name {
+            OWN_LAYER => return Some(LayerName::Own),
+            SHARED_LAYER => return Some(LayerName::Shared),
+            _ => {}
+        }
+        if let Some(other) = self.others.get(table_name(name)) {
+            return Some(LayerName::Other(*other));
+        }
+        let kind = kind_of_layer_type(name)?;
+        // A dense layer has no settings, and so needs no table.
+        let dense = (kind == Attention::DENSE.kind()).then_some(LayerName::Other(Attention::DENSE));
+        if kind == self.own.kind() { Some(LayerName::Own) } else { dense }
+    }
+
+    /// [`ModelShape::layers`](crate::ModelShape::layers) of `model.layer_types`, which was checked.
+    pub(super) fn pattern(&self, layer_types: &[String]) -> LayerPattern {
+        // A shared layer has the kind of the layer whose choice it reads: the last one before it that chooses blocks.
+        let mut chooser = LayerType::OWN;
+        let types = layer_types.iter().map(|name| {
+            let of = match self.layer_named(name) {
+                Some(LayerName::Shared) => return LayerType { is_shared: true, ..chooser },
+                Some(LayerName::Other(other)) => LayerType::of(other),
+                Some(LayerName::Own) | None => LayerType::OWN,
+            };
+            if of.other.unwrap_or(self.own).as_kind().chooses_blocks() {
+                chooser = of;
+            }
+            of
+        });
+        LayerPattern::new(self.own, types)
+    }
+}
+
+/// The name of a table `[attention.NAME]` as it is kept: a kind's own name for the names of `transformers`.
+pub(super) fn table_name(name: &str) -> &str {
+    kind_of_layer_type(name).map_or(name, |kind| kind.name())
+}
+
+impl Deref for AttentionSection {
+    type Target = Attention;
+
+    fn deref(&self) -> &Attention {
+        &self.own
+    }
+}
+
+impl From<Attention> for AttentionSection {
+    fn from(own: Attention) -> Self {
+        Self { own, others: BTreeMap::new() }
+    }
+}
+
+impl KeyValue for AttentionSection {
+    const KIND: Kind = Kind::Table(&ATTENTION_KEYS);
+}
+
+impl<'de> Deserialize<'de> for AttentionSection {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        // No key of a kind is a table.
+        let (tables, own): (Table, Table) =
+            Table::deserialize(from)?.into_iter().partition(|(_, value)| value.is_table());
+        let read = |value: Value| value.try_into().map_err(D::Error::custom);
+        let others = tables.into_iter().map(|(name, table)| Ok((name, read(table)?)));
+        Ok(Self { own: read(Value::Table(own))?, others: others.collect::<Result<_, D::Error>>()? })
+    }
+}
