@@ -74,7 +74,7 @@ impl Card<'_> {
             ),
             ("attention", attention_words(recipe, shape)),
             ("vocabulary", format!("{} tokens", thousands(shape.vocab_size as u64))),
-            ("positions", format!("{}; training rows of {} tokens", shape.max_seq_len, self.row_lengths())),
+            ("positions", shape.max_seq_len.to_string()),
         ];
         let state = &self.checkpoint.state;
         if state.step == 0 {
@@ -82,7 +82,8 @@ impl Card<'_> {
             return rows;
         }
         rows.push(("data", self.data()));
-        let steps = format!("{} steps, {} tokens", thousands(state.step), thousands(state.tokens_seen));
+        let (steps, tokens) = (thousands(state.step), thousands(state.tokens_seen));
+        let steps = format!("{steps} steps, {tokens} tokens in rows of {}", self.row_lengths());
         let is_of_another = recipe.model.initial_weights.as_ref().is_some_and(|from| from != "random");
         rows.push(("training", steps + if is_of_another { ", from the weights of another checkpoint" } else { "" }));
         rows.extend(self.loss().map(|loss| ("loss", loss)));
@@ -177,11 +178,15 @@ impl Card<'_> {
     fn limits(&self) -> String {
         let ties = "- Of keys with equal scores the class keeps whichever `torch.topk` returns: logits differ from \
                     Sieve's by some tenths beyond `keep_window_size` tokens.\n";
+        // What an imported model was trained on is not known here.
+        let longest = self.recipe.stages().iter().map(|stage| stage.section.seq_len).max();
+        let rows = longest
+            .filter(|_| self.checkpoint.state.step > 0)
+            .map(|longest| format!("- Sieve trained it on no text longer than {longest} tokens.\n"));
         format!(
-            "- It continues texts like those it was trained on, and repeats what is wrong in them.\n\
-             - Texts longer than {} tokens were not seen in training.\n{}\
+            "- It continues texts like those it was trained on, and repeats what is wrong in them.\n{}{}\
              - No licence is named here, and none for its data: add both before it is published.\n",
-            self.recipe.stages().iter().map(|stage| stage.section.seq_len).max().unwrap_or(self.shape.max_seq_len),
+            rows.unwrap_or_default(),
             if self.architecture == Architecture::Doge { ties } else { "" },
         )
     }
