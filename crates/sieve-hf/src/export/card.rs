@@ -159,7 +159,7 @@ impl Card<'_> {
             Architecture::Doge => {
                 "- **vLLM and SGLang give wrong text without an error**: they run the class of transformers with an \
                  attention function that passes over its mask. An export with `--form sieve` is refused there.\n\
-                 - transformers 5.10.4 with SDPA, its default, gives wrong text: pass `attn_implementation=\"eager\"`.\n\
+                 - transformers 5.10.4 with SDPA, its default, is wrong: pass `attn_implementation=\"eager\"`.\n\
                  - llama.cpp: its converter refuses the class.\n"
             }
             Architecture::DeepseekV3 => {
@@ -167,7 +167,7 @@ impl Card<'_> {
                  (5.24.0).\n"
             }
             _ if is_windowed => {
-                "- **llama.cpp gives wrong text without an error**: its converter drops the window of these classes, so \
+                "- **llama.cpp gives wrong text without an error**: its converter drops the window of this class, so \
                  texts longer than the window are read by another attention.\n"
             }
             _ => "- None of transformers, vLLM and llama.cpp is known to refuse it.\n",
