@@ -8,6 +8,7 @@
 //! `modeling_sieve.py`, which is written next to the weights (`trust_remote_code=True`); DMA's published form too, on
 //! request. The same checkpoint always gives the same bytes.
 
+mod card;
 pub(crate) mod config;
 mod folder;
 mod shards;
@@ -247,7 +248,18 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
     let replaces_tokenizer = architecture == Architecture::Qwen2 && !tokenizer_files::splits_as_qwen2(&tokenizer_files);
 
     let modeling = (architecture == Architecture::Sieve).then(|| (MODELING.0, MODELING.1.to_owned()));
-    let texts = json_files.into_iter().chain(modeling).chain(tokenizer_files);
+    let num_parameters = tensors.iter().map(ExportTensor::num_elements).sum();
+    let card = card::Card {
+        checkpoint,
+        recipe: &recipe,
+        shape: &shape,
+        architecture,
+        options,
+        num_parameters,
+        replaces_tokenizer,
+    };
+    let card = (card::CARD, card.text());
+    let texts = json_files.into_iter().chain(modeling).chain(tokenizer_files).chain([card]);
 
     let folder = OutFolder::claim(out)?;
     let mut files = Vec::new();
@@ -278,7 +290,7 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
         replaces_tokenizer,
         not_stock: shape.attention.as_kind().stock(&shape).err().flatten(),
         files,
-        num_parameters: tensors.iter().map(ExportTensor::num_elements).sum(),
+        num_parameters,
         num_bytes: tensors.iter().map(|tensor| tensor.num_bytes(dtype)).sum(),
     })
 }

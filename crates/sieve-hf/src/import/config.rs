@@ -12,8 +12,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 const HINT: &str = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM (rotary embedding plain \
-    or scaled as linear, llama3 or yarn), DogeForCausalLM and own exports can be imported, all with dense SiLU \
-    feed-forward layers";
+    or scaled as linear, llama3 or yarn), DogeForCausalLM, DeepseekV3ForCausalLM (q_lora_rank null, rope_interleave \
+    false) and own exports can be imported, all with dense SiLU feed-forward layers";
 /// The hint for a wrong value of a class that can be imported.
 const VALUE_HINT: &str = "correct this value, or take the config.json that was published or exported with the weights";
 /// The keys of `config.json` that decide the shapes of tensors.

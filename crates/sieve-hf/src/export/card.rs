@@ -1,0 +1,193 @@
+//! The model card of an export, `README.md`: what the model is, how it is loaded, and which programs cannot serve it.
+use super::{Architecture, ExportOptions};
+use crate::Checkpoint;
+use serde_json::Value;
+use sieve_core::kinds::StockClass;
+use sieve_core::{ModelShape, Recipe, attention_words, thousands};
+use std::fs;
+use std::path::Path;
+
+/// Name of the card's file, which the Hugging Face hub shows as the page of a model.
+pub(super) const CARD: &str = "README.md";
+
+/// What a card is written from.
+pub(super) struct Card<'a> {
+    pub(super) checkpoint: &'a Checkpoint,
+    pub(super) recipe: &'a Recipe,
+    pub(super) shape: &'a ModelShape,
+    pub(super) architecture: Architecture,
+    pub(super) options: &'a ExportOptions,
+    /// Numbers in the exported tensors.
+    pub(super) num_parameters: u64,
+    /// Whether `AutoTokenizer` would replace the tokenizer.
+    pub(super) replaces_tokenizer: bool,
+}
+
+impl Card<'_> {
+    /// Text of the card. The same checkpoint in the same run folder always gives the same text.
+    pub(super) fn text(&self) -> String {
+        let Self { architecture, shape, .. } = *self;
+        let rows: String = self.rows().into_iter().map(|(name, words)| format!("| {name} | {words} |\n")).collect();
+        format!(
+            "---\n{}---\n# {} with {} attention\n{}\n\n| | |\n|---|---|\n{rows}\n## Use\n{}\n\
+             ## What cannot serve it\n{}\n## Limits\n{}",
+            self.metadata(),
+            architecture.class().name,
+            shape.attention.kind().name(),
+            "A language model trained or converted by Sieve, in the layout of Hugging Face transformers.",
+            self.commands(),
+            self.programs(),
+            self.limits(),
+        )
+    }
+
+    /// The YAML that the hub reads.
+    fn metadata(&self) -> String {
+        let kind = self.shape.attention.kind().name();
+        let mut yaml = format!("library_name: transformers\npipeline_tag: text-generation\ntags:\n- sieve\n- {kind}\n");
+        if self.architecture == Architecture::Sieve {
+            yaml.push_str("- custom_code\n");
+        }
+        let named = self.recipe.data.paths.iter().filter_map(|path| path.strip_prefix("hf://datasets/"));
+        let mut names: Vec<String> = named
+            .map(|path| path.split('/').take(2).collect::<Vec<_>>().join("/"))
+            .map(|name| name.split('@').next().unwrap_or_default().to_owned())
+            .collect();
+        names.dedup();
+        if !names.is_empty() {
+            yaml.push_str("datasets:\n");
+            yaml.extend(names.iter().map(|name| format!("- {}\n", Value::from(name.as_str()))));
+        }
+        yaml
+    }
+
+    /// Names and values of the table.
+    fn rows(&self) -> Vec<(&'static str, String)> {
+        let Self { recipe, shape, options, .. } = self;
+        let mut rows = vec![
+            ("class", format!("`{}`", self.architecture.class().name)),
+            ("parameters", format!("{} in {}", thousands(self.num_parameters), options.dtype.name())),
+            ("layers", format!("{} of width {}", shape.num_layers, shape.d_model)),
+            (
+                "heads",
+                format!("{} for queries, {} for keys, width {}", shape.num_heads, shape.num_kv_heads, shape.head_dim),
+            ),
+            ("attention", attention_words(recipe, shape)),
+            ("vocabulary", format!("{} tokens", thousands(shape.vocab_size as u64))),
+            ("positions", shape.max_seq_len.to_string()),
+        ];
+        let state = &self.checkpoint.state;
+        if state.step == 0 {
+            rows.push(("training", "none by Sieve: the weights are as they were imported or drawn".to_owned()));
+            return rows;
+        }
+        rows.push(("data", self.data()));
+        let (steps, tokens) = (thousands(state.step), thousands(state.tokens_seen));
+        let steps = format!("{steps} steps, {tokens} tokens in rows of {}", self.row_lengths());
+        let is_of_another = recipe.model.initial_weights.as_ref().is_some_and(|from| from != "random");
+        rows.push(("training", steps + if is_of_another { ", from the weights of another checkpoint" } else { "" }));
+        rows.extend(self.loss().map(|loss| ("loss", loss)));
+        rows
+    }
+
+    /// The lengths of training rows in the order of the stages.
+    fn row_lengths(&self) -> String {
+        let mut lengths: Vec<String> =
+            self.recipe.stages().iter().map(|stage| stage.section.seq_len.to_string()).collect();
+        lengths.dedup();
+        lengths.join(", then ")
+    }
+
+    /// The texts of the recipe. Of a local file the name alone: the folders are no business of a published page.
+    fn data(&self) -> String {
+        let name = |path: &String| match path.starts_with("hf://") {
+            true => format!("`{path}`"),
+            false => format!("`{}`", path.rsplit('/').next().unwrap_or(path)),
+        };
+        let names: Vec<_> = self.recipe.data.paths.iter().map(name).collect();
+        match names.is_empty() {
+            true => "generated".to_owned(),
+            false => names.join(", ").replace('|', "\\|"),
+        }
+    }
+
+    /// The validation loss that the run folder has for the checkpoint's step; else the mean loss of its latest steps.
+    fn loss(&self) -> Option<String> {
+        let state = &self.checkpoint.state;
+        let run = self.checkpoint.path.parent().and_then(Path::parent);
+        let metrics = run.and_then(|run| fs::read_to_string(run.join("metrics.jsonl")).ok()).unwrap_or_default();
+        let lines = metrics.lines().rev().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        let mut here = lines.filter(|line| line["kind"] == "validation" && line["step"] == state.step);
+        let validation = here.find_map(|line| {
+            let bits = line["bits_per_byte"].as_f64().map(|bits| format!(", {bits:.3} bits per byte"));
+            Some(format!("{:.3} nats a held-out token{}", line["loss"].as_f64()?, bits.unwrap_or_default()))
+        });
+        let training = state.guard.as_ref().filter(|guard| guard.num_losses > 0.0);
+        validation.or_else(|| training.map(|guard| format!("{:.3} nats a training token", guard.mean_loss)))
+    }
+
+    /// Commands that load the export.
+    fn commands(&self) -> String {
+        let trust = if self.architecture == Architecture::Sieve { ", trust_remote_code=True" } else { "" };
+        let eager = if self.architecture == Architecture::Doge { ", attn_implementation=\"eager\"" } else { "" };
+        let tokenizer = if self.replaces_tokenizer { "PreTrainedTokenizerFast" } else { "AutoTokenizer" };
+        format!(
+            "```python\nfrom transformers import AutoModelForCausalLM, {tokenizer}\n\n\
+             folder = \".\"  # this folder, or its name on the hub\n\
+             tokenizer = {tokenizer}.from_pretrained(folder)\n\
+             model = AutoModelForCausalLM.from_pretrained(folder{trust}{eager})\n\
+             inputs = tokenizer(\"Once\", return_tensors=\"pt\")\n\
+             print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))\n```\n\n\
+             ```\nsieve generate --checkpoint . --prompt Once\nsieve import --from . --out in\n```\n"
+        )
+    }
+
+    /// Which programs give wrong text or refuse the model, by what was tried (docs/export.md).
+    fn programs(&self) -> String {
+        let is_windowed = matches!(
+            self.shape.attention.as_kind().stock(self.shape).map(|stock| stock.class),
+            Ok(StockClass::Grouped { windowed: true })
+        );
+        match self.architecture {
+            Architecture::Sieve => {
+                "- vLLM, SGLang and other engines that put in an attention function of their own: refused, because its \
+                 cache and masks are not this model's.\n\
+                 - Continuous batching of transformers (`generate_batch`), caches of fixed size, flex attention, flash \
+                 attention and `output_attentions`: refused.\n\
+                 - llama.cpp: its converter refuses the class.\n"
+            }
+            Architecture::Doge => {
+                "- **vLLM and SGLang give wrong text without an error**: they run the class of transformers with an \
+                 attention function that passes over its mask. An export with `--form sieve` is refused there.\n\
+                 - transformers 5.10.4 with SDPA, its default, is wrong: pass `attn_implementation=\"eager\"`.\n\
+                 - llama.cpp: its converter refuses the class.\n"
+            }
+            Architecture::DeepseekV3 => {
+                "- **Continuous batching of transformers (`generate_batch`) gives empty texts** and logs an error \
+                 (5.24.0).\n"
+            }
+            _ if is_windowed => {
+                "- **llama.cpp gives wrong text without an error**: its converter drops the window of this class, so \
+                 texts longer than the window are read by another attention.\n"
+            }
+            _ => "- None of transformers, vLLM and llama.cpp is known to refuse it.\n",
+        }
+        .to_owned()
+    }
+
+    fn limits(&self) -> String {
+        let ties = "- Of keys with equal scores the class keeps whichever `torch.topk` returns: logits differ from \
+                    Sieve's by some tenths beyond `keep_window_size` tokens.\n";
+        // What an imported model was trained on is not known here.
+        let longest = self.recipe.stages().iter().map(|stage| stage.section.seq_len).max();
+        let rows = longest
+            .filter(|_| self.checkpoint.state.step > 0)
+            .map(|longest| format!("- Sieve trained it on no text longer than {longest} tokens.\n"));
+        format!(
+            "- It continues texts like those it was trained on, and repeats what is wrong in them.\n{}{}\
+             - No licence is named here, and none for its data: add both before it is published.\n",
+            rows.unwrap_or_default(),
+            if self.architecture == Architecture::Doge { ties } else { "" },
+        )
+    }
+}
