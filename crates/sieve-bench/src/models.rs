@@ -119,10 +119,10 @@ const FORMS: [Form; 2] = [
 /// Tolerance of a bf16 loss in nats, besides twice the error of the plain bf16 computation.
 const LOSS_TOLERANCE: f32 = 5e-3;
 
-/// Added tolerance of a row of a weight's gradient, as a share of the row's norm; the norm of all rows has none of it. A
-/// model has some 2,800 such rows, and a row's error may be three times that of another bf16 computation by chance. Of
-/// 366,036 rows (22 seeds, six models) PyTorch's bf16 gradients have 270 over twice the plain error and 1 / 128 of the
-/// row, in each of the seeds, by up to 0.0214 of the row; both beside f64 gradients of the same inputs.
+/// Added tolerance of a row of a weight's gradient, as a share of the row's norm; the norm of all rows has none of
+/// it. A model has some 2,800 such rows, and a row's error may be three times that of another bf16 computation by
+/// chance. Of 366,036 rows (22 seeds, six models) PyTorch's bf16 gradients have 270 over twice the plain error and 1
+/// / 128 of the row, in each of the seeds, by up to 0.0214 of the row; both beside f64 gradients of the same inputs.
 const OF_A_ROW: f64 = 3.0 / 128.0;
 
 /// Tolerance of the gradient of DMA's `a` where nothing is masked, as a share of its norm. Each query's gradients of

@@ -166,7 +166,8 @@ fn density_words(recipe: &Recipe, stage: &Stage, shape: &ModelShape) -> String {
     };
     let densities = branches.iter().map(|branch| of(branch.density, branch.branch)).collect::<Vec<_>>().join(" + ");
     let mut words = format!("{window}density {densities} on rows of {seq_len}");
-    if let ([only], [others @ ..]) = (branches.as_slice(), &shape.attentions()[1..])
+    let others = &shape.attentions()[1..];
+    if let [only] = branches.as_slice()
         && !others.is_empty()
     {
         let others_are_dense = others.iter().all(|(other, _)| other.as_kind().is_dense());

@@ -80,7 +80,7 @@ pub fn prepared_documents<'a>(
         return Err(EvalError::refused(what, "name the text with --data instead"));
     }
     if prepared.meta.validation.num_predicted.is_some() {
-        let dir = prepared.dir.display();
+        let dir = prepared.dir.shown();
         let what = format!("{dir}: the run takes loss of a part of its tokens, and this would take it of all");
         return Err(EvalError::refused(
             what,

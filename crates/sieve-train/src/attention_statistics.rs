@@ -197,7 +197,7 @@ impl AttentionStatistics {
             density: mean(|statistics| statistics.density),
             mean_active_keys: mean(|statistics| statistics.mean_active_keys),
             clamped: clamped_share(clamped_scores),
-            ..masked.map_or(&kinds[0].1, |(_, statistics)| statistics).clone()
+            ..*masked.map_or(&kinds[0].1, |(_, statistics)| statistics)
         }
     }
 

@@ -210,8 +210,8 @@ fn system_hint(error: &std::io::Error) -> Option<&'static str> {
         ErrorKind::IsADirectory => "this is a folder, and a file is needed: name another path",
         ErrorKind::InvalidData => "the file must be UTF-8 text",
         _ if is_of_the_disk(error) => {
-            "repeat the command when the disk works again; a training continues from its last checkpoint, or begins, with \
-             --resume=auto"
+            "repeat the command when the disk works again; a training continues from its last checkpoint, or begins, \
+             with --resume=auto"
         }
         _ => return None,
     })

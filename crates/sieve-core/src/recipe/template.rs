@@ -51,9 +51,8 @@ impl Recipe {
                             write_keys(&mut text, &keys[..1], table, &follows);
                             write_keys(&mut text, self.attention.kind().keys(), table, &follows);
                             for (name, other) in &self.attention.others {
-                                text += &format!(
-                                    "\n# The kind of the layers that model.layer_types calls {name:?}.\n[attention.{name}]\n"
-                                );
+                                text += &format!("\n# The kind of the layers that model.layer_types calls {name:?}.\n");
+                                text += &format!("[attention.{name}]\n");
                                 let table = Table::try_from(other)?;
                                 write_keys(&mut text, &keys[..1], &table, &follows);
                                 write_keys(&mut text, other.kind().keys(), &table, &follows);

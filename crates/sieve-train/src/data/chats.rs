@@ -1,8 +1,8 @@
 //! The chat template of a recipe's tokenizer, for text whose rows are chats.
 use super::tokenizer_file;
 use crate::TrainError;
-use sieve_core::Recipe;
 use sieve_core::recipe::TokenizerSource;
+use sieve_core::{Recipe, ShownPath};
 use sieve_data::{ChatFormat, ChatText, ChatTurn};
 use sieve_hf::{ChatMessage, ChatTemplate, Checkpoint};
 use std::path::Path;
@@ -56,7 +56,7 @@ pub fn chat_format(
 
 /// The error of a tokenizer's folder without a chat template.
 fn no_template(folder: &Path) -> TrainError {
-    let what = format!("{} has no chat template, which data.messages_column needs", folder.display());
+    let what = format!("{} has no chat template, which data.messages_column needs", folder.shown());
     let hint = "put the model's chat_template.jinja and tokenizer_config.json beside its tokenizer.json, as hf \
         download OWNER/NAME --include 'tokenizer*' 'chat_template*' --local-dir DIR does";
     TrainError::refused(what, hint)

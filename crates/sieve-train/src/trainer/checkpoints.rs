@@ -249,8 +249,9 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(())
     }
 
-    /// Writes the last state of the run. Failures are retried for [`WriteLimits::last`](super::WriteLimits::last), first
-    /// at once and then after pauses, alternating between the run's folder and the fallback folder if there is one.
+    /// Writes the last state of the run. Failures are retried for [`WriteLimits::last`](super::WriteLimits::last),
+    /// first at once and then after pauses, alternating between the run's folder and the fallback folder if there is
+    /// one.
     ///
     /// # Errors
     /// It cannot be written; a rank or a device is lost.

@@ -72,8 +72,8 @@ pub(crate) struct SelectorsArgs {
     /// the longest length
     #[arg(long, value_name = "DIR")]
     maps: Option<PathBuf>,
-    /// Also print, for each ba_att, how its block scores agree with attention on the first prompt of the longest length:
-    /// correlations of its bound U with the error of the blocks' means, and of blocks' shares
+    /// Also print, for each ba_att, how its block scores agree with attention on the first prompt of the longest
+    /// length: correlations of its bound U with the error of the blocks' means, and of blocks' shares
     #[arg(long)]
     agreement: bool,
     #[command(flatten)]

@@ -1,8 +1,9 @@
-//! How well means of blocks stand for their tokens: the bound U on their error (arXiv:2605.19726, design 2 and figure 2)
-//! beside the error, and the estimated share of each block beside its share of attention.
+//! How well means of blocks stand for their tokens: the bound U on their error (arXiv:2605.19726, design 2 and figure
+//! 2) beside the error, and the estimated share of each block beside its share of attention.
 //!
-//! With `q_i = qbar + dq_i` and `k_j = kbar + dk_j` the error of a pair is `q_i.k_j - qbar.kbar = q_i.dk_j + dq_i.kbar`,
-//! at most `M_Q R_K + R_Q M_K` by Cauchy-Schwarz: M is a block's largest norm, R the largest distance to its mean.
+//! With `q_i = qbar + dq_i` and `k_j = kbar + dk_j` the error of a pair is `q_i.k_j - qbar.kbar = q_i.dk_j +
+//! dq_i.kbar`, at most `M_Q R_K + R_Q M_K` by Cauchy-Schwarz: M is a block's largest norm, R the largest distance to
+//! its mean.
 
 use rayon::prelude::*;
 
@@ -22,8 +23,8 @@ pub struct HeadAgreement {
     pub bound: Option<f64>,
     /// The largest error divided by its U: at most 1.
     pub largest_of_bound: f64,
-    /// Pearson correlation of a key block's estimated share (softmax of the block logits over the competing blocks) with
-    /// its share of the query block's attention; `None` where either is constant.
+    /// Pearson correlation of a key block's estimated share (softmax of the block logits over the competing blocks)
+    /// with its share of the query block's attention; `None` where either is constant.
     pub mass: Option<f64>,
 }
 

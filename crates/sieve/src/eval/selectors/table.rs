@@ -77,8 +77,8 @@ pub(super) fn agreement_line(of: &BlockAgreement) -> String {
     let BlockAgreement { selector, num_tokens, heads, pairs, .. } = of;
     let correlation = |x: Option<f64>| x.map_or("none".to_owned(), |x| format!("{x:.3}"));
     format!(
-        "{selector}\n  {pairs} pairs of blocks of {heads} heads, {num_tokens} tokens; correlation of the bound U with the \
-         error of the means {} (at most {:.2} of U), of a block's share with its share of attention {}",
+        "{selector}\n  {pairs} pairs of blocks of {heads} heads, {num_tokens} tokens; correlation of the bound U with \
+         the error of the means {} (at most {:.2} of U), of a block's share with its share of attention {}",
         correlation(of.bound),
         of.largest_of_bound,
         correlation(of.mass),
