@@ -234,6 +234,22 @@ def _chosen(q, k, v, by, blocks, choice, scale, documents):
 
 
 @_defines
+def selected_attention(
+    q, k, v, indices, *, block=64, counts=None, scale=None, documents=None, window=None, causal=True,
+    block_sums=False, deterministic=True, validate=False,
+):  # fmt: skip
+    from .functional import check_selected
+
+    check_selected(q, indices, counts, documents and documents[0], block, window, causal, validate)
+    given = {"block": block, "counts": counts, "documents": documents, "scale": scale}
+    wide = _wide(q, k, v)
+    o = reference.selected_attention(*wide, indices, **given).to(q.dtype)
+    if not block_sums:
+        return o
+    return o, reference.selected_block_sums(*(x.detach() for x in wide[:2]), indices, **given).float()
+
+
+@_defines
 def infllm_v2(q, k, v, *, blocks=None, local=32, scale=None, documents=None, deterministic=False):
     return _chosen(q, k, v, (q, k), blocks, ("largest_probability", True, local), scale, documents)
 
@@ -260,7 +276,7 @@ def msa(
 
 
 @_defines
-def block_sparse(q, k, v, mask, *, scale=None):
+def block_sparse(q, k, v, mask, *, scale=None, deterministic=False):
     heads, queries, keys = mask.shape
     starts, tiles = mask.words[1 : 2 + heads * queries].long(), mask.words[2 + heads * queries : -1].long()
     kept = torch.zeros(heads * queries, keys, dtype=torch.bool, device=q.device)

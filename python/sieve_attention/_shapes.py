@@ -18,7 +18,7 @@ LIST_QUERIES, TILE_QUERIES, LIST_ENTRIES, WORDS = 1024, 64, 128, 64
 FORMS = {
     **dict.fromkeys(["o", "o_low", "compressed_o", "selected_o", "window_o"], ["bn.."]),
     **dict.fromkeys(["lse", "compressed_lse", "selected_lse", "window_lse", "x", "z", "bias", "expire"], ["b.n"]),
-    **dict.fromkeys(["dq", "dk", "dv", "dqkv", "block_indices", "d_selected", "d_window"], ["bn.."]),
+    **dict.fromkeys(["dq", "dk", "dv", "dqkv", "block_indices", "block_sums", "d_selected", "d_window"], ["bn.."]),
     "base": ["b.p"],
     "compressed": [".bs.."],
     "d_compressed": [".bs..", "bn.."],

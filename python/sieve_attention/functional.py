@@ -590,15 +590,8 @@ def selected_attention(
     probabilities with: the attention on each index's block, summed over the chooser's heads. It is 0 where an index
     counts as none, but a block given twice has it at each place.
     """
-    if window is not None or causal is not True:
-        got = f"window is {window}" if window is not None else f"causal is {causal}"
-        raise SieveError(
-            f"selected_attention: {got}, which has no kernel; they must be window=None and causal=True\n"
-            "  hint: give indices without the blocks that a query is not to see"
-        )
     (start, end), scale = documents or (None, None), _scale(scale, q)
-    if validate:
-        _check_selected(q, indices, counts, start, block)
+    check_selected(q, indices, counts, start, block, window, causal, validate)
     if indices.dtype == torch.int64:
         # Numbers that 32 bits do not hold are blocks after every query's own, or none.
         indices = indices.clamp(-1, 2**31 - 1).to(torch.int32)
@@ -609,8 +602,18 @@ def selected_attention(
     return (o, *sums) if sums else o
 
 
-def _check_selected(q, indices, counts, start, block):
-    """Refuses the first index that counts as none without being -1, and a count that is no number of indices."""
+def check_selected(q, indices, counts, start, block, window, causal, validate):
+    """Refuses masks that no kernel has; with `validate` also the first index that counts as none without being -1, and
+    a count that is no number of indices.
+    """
+    if window is not None or causal is not True:
+        got = f"window is {window}" if window is not None else f"causal is {causal}"
+        raise SieveError(
+            f"selected_attention: {got}, which has no kernel; they must be window=None and causal=True\n"
+            "  hint: give indices without the blocks that a query is not to see"
+        )
+    if not validate:
+        return
     if torch.compiler.is_compiling():
         raise SieveError("selected_attention: validate looks at values, which torch.compile does not have")
     batch, tokens, choosers, most = indices.shape

@@ -45,6 +45,7 @@ W_DT, A = f32((2, 128), 9) / 10, f32((2,), 10).abs()
 RANK = f32((1, 2, TOKENS), 7)
 INFLLM = {"blocks": sieve.NsaBlocks(16, 8, 32, 3), "local": 1}
 SIZES = {"block": 32, "num_selected": 2}
+GIVEN = torch.randint(-1, 5, (1, TOKENS, 2, 3), generator=torch.Generator().manual_seed(24), dtype=torch.int32)
 
 
 def expiring(q, k, v, bias, **documents):
@@ -78,6 +79,9 @@ FUNCTIONS = {
     "infllm_v2": (lambda *x, **s: sieve.infllm_v2(*x, **INFLLM, **s), (Q, K, V)),
     "moba": (lambda *x, **s: sieve.moba(*x, **SIZES, **s), (Q, K, V)),
     "msa": (lambda *x, **s: sieve.msa(*x, *INDEX, **SIZES, **s), (Q, K, V)),
+    "selected_attention": (
+        lambda *x, **s: sieve.selected_attention(*x, GIVEN, block=32, block_sums=True, **s), (Q, K, V),
+    ),
 }  # fmt: skip
 
 

@@ -225,7 +225,7 @@ pub(crate) fn first_line(error: &anyhow::Error) -> String {
 
 /// A path as one word of a shell; see [`shell_word`].
 pub(crate) fn quoted(path: &Path) -> String {
-    shell_word(&path.to_string_lossy().into_owned())
+    shell_word(&path.to_string_lossy())
 }
 
 /// A text as one word of a shell: in single quotes if it has a character that a shell may interpret, and as bash and

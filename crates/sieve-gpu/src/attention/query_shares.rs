@@ -95,13 +95,14 @@ impl QueryShares {
         if for_l2.heads > simulated.heads { for_l2 } else { simulated }
     }
 
-    /// The fewest shares whose queries stay in the L2 cache, for rows of dense attention. A window's blocks read
-    /// neighbouring queries of all heads, and need none.
+    /// The fewest shares whose queries stay in the L2 cache, for dense attention over rows of which a KV head's queries
+    /// are several times that cache. A window's blocks read neighbouring queries of all heads, and need none; with two or
+    /// four query heads a KV head shares gained nothing, or lost 4 %.
     fn for_l2(shape: &AttentionShape, window: usize) -> Self {
-        if window < shape.seq_len {
+        let group_size = shape.group_size();
+        if window < shape.seq_len || group_size < 8 || query_bytes(shape, group_size) < 3 * L2_BYTES {
             return Self::ONE;
         }
-        let group_size = shape.group_size();
         let heads_in_l2 = (L2_BYTES / query_bytes(shape, 1)).clamp(1, group_size);
         Self::of_count(group_size.div_ceil(heads_in_l2).min(MOST_L2_SHARES), group_size)
     }
@@ -259,7 +260,9 @@ mod tests {
         for (seq_len, heads, window, expected) in [
             (32768, [64, 4], 32768, [8, 1]),
             (32768, [16, 2], 32768, [4, 1]),
-            (32768, [32, 8], 32768, [2, 1]),
+            (32768, [32, 8], 32768, [1, 1]),
+            (65536, [64, 4], 65536, [8, 1]),
+            (65536, [16, 8], 65536, [1, 1]),
             (32768, [16, 8], 32768, [1, 1]),
             (32768, [16, 16], 32768, [1, 1]),
             (32768, [64, 4], 1024, [1, 1]),
