@@ -393,6 +393,9 @@ def tensors_of(name, n, b=2):
         "nsa_compressed_backward": [(q, compressed, *bounds, q, lse, q, 0.1, sizes, False)],
         "nsa_selected_forward": [(q, k, v, indices, *bounds, 0.1, sizes)],
         "nsa_selected_backward": [(q, k, v, indices, *bounds, q, lse, q, 0.1, sizes, True)],
+        "selected_forward": [
+            (q, k, v, indices, None, *bounds, 0.1, block, False, sums) for block in (32, 128) for sums in (False, True)
+        ],
         "nsa_gates_backward": [(q, q, q, make(b, n, *end), None, q) for end in ((12,), (4, 3))],
         "nsa_forward": [(q, k, v, compressed, make(b, n, 12), None, *bounds, 0.1, sizes, 20)],
         "dma_forward": [
