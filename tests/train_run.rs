@@ -16,8 +16,9 @@ fn rows_of_one_document_have_the_gradients_of_shared_rows() {
         // All 32 are trained on, so that both runs read the same ones in whatever order.
         tiny.write("documents.jsonl", documents(0..32));
         tiny.write("held_out.jsonl", documents(32..44));
-        let set = "--set data.paths=documents.jsonl --set validation.paths=held_out.jsonl --set tokenizer.train={vocab_size=258} --set training.max_norm=1e9 \
-                   --set training.seq_len=64 --set training.steps=1 --set lr_scheduler.warmup_steps=0 \
+        let set = "--set data.paths=documents.jsonl --set validation.paths=held_out.jsonl \
+                   --set tokenizer.train={vocab_size=258} --set training.max_norm=1e9 --set training.seq_len=64 \
+                   --set training.steps=1 --set lr_scheduler.warmup_steps=0 \
                    --set training.global_batch_size";
         tiny.trained("shared", &format!("{set}=8"));
         tiny.trained("alone", &format!("{set}=32 --set training.one_document_per_row=true"));

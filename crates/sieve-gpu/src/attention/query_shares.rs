@@ -96,8 +96,8 @@ impl QueryShares {
     }
 
     /// The fewest shares whose queries stay in the L2 cache, for dense attention over rows of which a KV head's queries
-    /// are several times that cache. A window's blocks read neighbouring queries of all heads, and need none; with two or
-    /// four query heads a KV head shares gained nothing, or lost 4 %.
+    /// are several times that cache. A window's blocks read neighbouring queries of all heads, and need none; with two
+    /// or four query heads a KV head shares gained nothing, or lost 4 %.
     fn for_l2(shape: &AttentionShape, window: usize) -> Self {
         let group_size = shape.group_size();
         if window < shape.seq_len || group_size < 8 || query_bytes(shape, group_size) < 3 * L2_BYTES {
