@@ -128,8 +128,8 @@ impl Recipe {
     }
 
     /// Whether attention of a kind that hides keys hides none in any stage
-    /// ([`Attention::covers_rows`](crate::Attention::covers_rows)). A stage in which an indexer warms up reads all keys on
-    /// purpose and does not count.
+    /// ([`Attention::covers_rows`](crate::Attention::covers_rows)). A stage in which an indexer warms up reads all keys
+    /// on purpose and does not count.
     pub fn covers_rows(&self) -> bool {
         let stages = self.stages().into_iter().map(|stage| self.at_stage(&stage));
         let mut choosing = stages.filter(|stage| stage.attention.index_warmup() != Some(true)).peekable();
