@@ -655,8 +655,8 @@ def main():
     parser.add_argument("--inputs", type=int, default=2500)
     parser.add_argument("--faults", type=int, default=sum(FAULTS.values()))
     parser.add_argument("--only", nargs="+", choices=[*INPUTS, *FAULTS], default=[*INPUTS, *FAULTS])
-    parser.add_argument("--library", default=ROOT / "target/release/libsieve_capi.so")
-    parser.add_argument("--torch", default=sys.executable)
+    parser.add_argument("--library", type=os.path.abspath, default=ROOT / "target/release/libsieve_capi.so")
+    parser.add_argument("--torch", type=os.path.abspath, default=sys.executable)
     arguments = parser.parse_args()
     attack = Attack(arguments)
     for part, share in INPUTS.items():
