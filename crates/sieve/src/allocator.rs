@@ -5,7 +5,8 @@ use std::alloc::{GlobalAlloc, Layout};
 use std::io::Write;
 
 /// mimalloc, which keeps freed buffers. The system's allocator returns large ones at once, and a step on the CPU then
-/// spends half its time in page faults. Where there is no memory, the program ends with a sentence in place of a signal.
+/// spends half its time in page faults. Where there is no memory, the program ends with a sentence in place of a
+/// signal.
 struct Allocator;
 
 #[global_allocator]
