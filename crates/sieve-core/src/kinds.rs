@@ -319,9 +319,9 @@ pub(crate) fn kind_of_layer_type(name: &str) -> Option<AttentionKind> {
 }
 
 /// The name of a dense layer in `layer_types` of `transformers`.
-const FULL_ATTENTION: &str = "full_attention";
+pub const FULL_ATTENTION: &str = "full_attention";
 /// The same of a layer with a sliding window.
-const SLIDING_ATTENTION: &str = "sliding_attention";
+pub const SLIDING_ATTENTION: &str = "sliding_attention";
 
 impl Attention {
     /// The window that a stage may change, in tokens; `None` for kinds without a window.

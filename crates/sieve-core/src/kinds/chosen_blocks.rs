@@ -18,7 +18,7 @@ pub(crate) const MAX_CHOSEN_BLOCKS: usize = 64;
 /// Sets missing sizes of blocks without pooled keys.
 pub(super) fn block_sizes(attention: &mut Table, sizes: Sizes) {
     derived(attention, "select_block_size", || Some(if sizes.is_long() { 64 } else { 16 }));
-    num_blocks(attention, sizes, settings::MOST_BLOCKS);
+    num_blocks(attention, sizes, settings::MOST_DEFAULT_BLOCKS);
 }
 
 /// Checks that attention can read a block in equal pieces of at most 64 tokens.

@@ -2,7 +2,7 @@
 
 use super::chosen_blocks::{check_strides, chosen_words, pooled_words};
 use super::dense::{grouped_flops, grouped_projections, key_and_value, output_projection};
-use super::settings::{AttentionPreset, MOST_BLOCKS, Settings, Sizes, choice, derived, pooled_sizes, whole};
+use super::settings::{AttentionPreset, MOST_DEFAULT_BLOCKS, Settings, Sizes, choice, derived, pooled_sizes, whole};
 use super::sizes::F32;
 use super::{
     Activations, AttentionOp, BackwardCall, BlockPairs, Exchanged, HeadWidths, KeptCall, KeyReads, Kind, LayerFlops,
@@ -127,7 +127,7 @@ impl Settings for NsaShape {
     }
 
     fn resolve(attention: &mut Table, sizes: Sizes) -> Option<FormerForm> {
-        pooled_sizes(attention, sizes, MOST_BLOCKS);
+        pooled_sizes(attention, sizes, MOST_DEFAULT_BLOCKS);
         derived(attention, "window_size", || Some(sizes.part_of_row(8)?.min(MOST_WINDOW)));
         let compress = match attention.contains_key("compress_hidden_size") {
             true => NsaCompression::Mlp,

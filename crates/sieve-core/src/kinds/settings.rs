@@ -45,7 +45,7 @@ pub(crate) struct Sizes {
 const LONG_ROW: usize = 2048;
 // By default, NSA selects as many blocks as hold a quarter of the row, between these numbers.
 const FEWEST_BLOCKS: usize = 4;
-pub(super) const MOST_BLOCKS: usize = 16;
+pub(super) const MOST_DEFAULT_BLOCKS: usize = 16;
 
 impl Sizes {
     /// A fraction 1 / `part` of a row's tokens, at least one token.

@@ -3,6 +3,7 @@ use super::{Architecture, ExportOptions};
 use crate::Checkpoint;
 use serde_json::Value;
 use sieve_core::kinds::StockClass;
+use sieve_core::recipe::RANDOM_WEIGHTS;
 use sieve_core::{ModelShape, Recipe, attention_words, thousands};
 use std::fs;
 use std::path::Path;
@@ -84,7 +85,7 @@ impl Card<'_> {
         rows.push(("data", self.data()));
         let (steps, tokens) = (thousands(state.step), thousands(state.tokens_seen));
         let steps = format!("{steps} steps, {tokens} tokens in rows of {}", self.row_lengths());
-        let is_of_another = recipe.model.initial_weights.as_ref().is_some_and(|from| from != "random");
+        let is_of_another = recipe.model.initial_weights.as_ref().is_some_and(|from| from != RANDOM_WEIGHTS);
         rows.push(("training", steps + if is_of_another { ", from the weights of another checkpoint" } else { "" }));
         rows.extend(self.loss().map(|loss| ("loss", loss)));
         rows

@@ -6,6 +6,7 @@ use crate::export::config::{AMPLITUDE, DERIVED};
 use crate::export::{self, Architecture, DEEPSEEK_LATENT_EPS, Windows};
 use serde_json::{Map, Value};
 use sieve_core::ModelShape;
+use sieve_core::kinds::{FULL_ATTENTION, SLIDING_ATTENTION};
 use sieve_core::recipe::{AttentionKind, json_schema};
 use std::cell::RefCell;
 use std::fs;
@@ -26,10 +27,7 @@ const SIZES: [&str; 7] = [
     "num_key_value_heads",
     "head_dim",
 ];
-/// The kinds of layers that a class with windows has, in `layer_types`.
-const FULL: &str = "full_attention";
-const SLIDING: &str = "sliding_attention";
-/// An older name of [`FULL`].
+/// An older name of [`FULL_ATTENTION`].
 const OLD_FULL: &str = "attention";
 
 /// The part of a `config.json` that a recipe can express.
@@ -200,9 +198,10 @@ impl Reader {
             return Err(self.bad_value(format!("{KEY} names {named} layers of {num_layers}: {value}")));
         }
         let known = types.iter().map(|kind| match kind.as_str() {
-            Some(kind @ (FULL | SLIDING)) => Ok(kind),
-            Some(OLD_FULL) => Ok(FULL),
-            _ => Err(self.refuse(format!("{KEY} has {kind}, and a recipe has {FULL} and {SLIDING} here"))),
+            Some(kind @ (FULL_ATTENTION | SLIDING_ATTENTION)) => Ok(kind),
+            Some(OLD_FULL) => Ok(FULL_ATTENTION),
+            _ => Err(self
+                .refuse(format!("{KEY} has {kind}, and a recipe has {FULL_ATTENTION} and {SLIDING_ATTENTION} here"))),
         });
         known.collect::<Result<Vec<_>, _>>().map(Some)
     }
@@ -217,7 +216,9 @@ impl Reader {
             _ => Some(self.integer("sliding_window")?),
         };
         let is_dense: Vec<bool> = match (windows, &types) {
-            (Windows::Named | Windows::Every, Some(types)) => types.iter().map(|kind| *kind == FULL).collect(),
+            (Windows::Named | Windows::Every, Some(types)) => {
+                types.iter().map(|kind| *kind == FULL_ATTENTION).collect()
+            }
             (Windows::Named, None) => {
                 let dense = self.integer("max_window_layers")?;
                 (0..num_layers).map(|layer| layer < dense || window.is_none()).collect()
@@ -230,8 +231,8 @@ impl Reader {
         }
         let Some(window) = window else {
             return Err(self.bad_value(format!(
-                "layer_types has {SLIDING}, but sliding_window is {} and use_sliding_window {}, so that there is no \
-                 window",
+                "layer_types has {SLIDING_ATTENTION}, but sliding_window is {} and use_sliding_window {}, so that \
+                 there is no window",
                 self.value["sliding_window"], self.value["use_sliding_window"]
             )));
         };
@@ -249,7 +250,7 @@ impl Reader {
         if windows == Windows::Every && is_off && is_dense.contains(&false) {
             self.note(format!("{class} does not read use_sliding_window: sliding_window = {window} is read"));
         }
-        let has_windows = types.is_some_and(|types| types.contains(&SLIDING));
+        let has_windows = types.is_some_and(|types| types.contains(&SLIDING_ATTENTION));
         if windows == Windows::None && has_windows {
             self.note(format!("{class} has no windows: layer_types is not read"));
         }
