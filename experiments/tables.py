@@ -11,6 +11,7 @@ from the row's numbers, never stored. In a table without a mark no cell may be a
 """
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -26,10 +27,11 @@ from noted import noted
 from run_tables import ROOT, ROWS
 
 import board  # noqa: E402  (run_tables names its folder)
+from long import table as long_prompts  # noqa: E402
 from table4 import table as table4  # noqa: E402
 
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (
-    "papers", "results", "benchmarks", "selectors", "published-models"))]
+    "long-prompts", "papers", "results", "benchmarks", "selectors", "published-models"))]
 MARK = re.compile(r"<!-- table (\w+) -->")
 SETTINGS = "<!-- settings -->"  # before a table of what was chosen, not measured
 NUMBER = re.compile(r"[-+−]?[\d.,]+ ?%?")
@@ -139,6 +141,11 @@ def table_4():
     return head, lines
 
 
+def long(what):
+    """The dense model of 2K to 128K under every fast method: experiments/long."""
+    return long_prompts.table(long_prompts.stored(), what)
+
+
 def far_apart():
     """Windows with the slope minus DMA of the same seed."""
     rows = {row["attention"]: row for row in noted()["far_tokens"][1]}
@@ -202,7 +209,8 @@ def speed():
 
 
 COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | {
-    "board_front": front, "table4": table_4, "far_apart": far_apart, "speed": speed, "advice": advice}
+    "board_front": front, "table4": table_4, "far_apart": far_apart, "speed": speed, "advice": advice} | {
+    f"long_{what}": functools.partial(long, what) for what in long_prompts.CELLS}
 
 
 def made(name):

@@ -1,7 +1,7 @@
 """The scores of one long model: a table and a picture from what score.sh wrote.
 
     python3 experiments/long/table.py rows OUT CARD COMMIT >> experiments/long/rows.jsonl   one line a number, from OUT/*.json
-    python3 experiments/long/table.py [FILE.svg]                                            table, and picture, of rows.jsonl
+    python3 experiments/long/table.py [FILE.svg]                                            tables, and picture, of rows.jsonl
 
 A line of rows.jsonl is a method at a length: milliseconds to the first token under it and dense, the share of pairs of
 queries and keys that it reads, the loss it adds (nats), needles found of asked under it and dense; or null where a command
@@ -13,6 +13,7 @@ import math
 import pathlib
 import sys
 
+SLOW = 0.125  # a method that takes more than eight times dense attention's time everywhere is named, not drawn
 HERE = pathlib.Path(__file__).parent
 
 
@@ -50,21 +51,43 @@ def rows(folder, card, commit):
             "needles": hidden.get(length, {}).get("method"), "dense_needles": hidden.get(length, {}).get("dense")}
 
 
-def cell(row):
-    if "failed" in row:
-        return "failed"
-    words = f"{row['dense_prefill_ms'] / row['prefill_ms']:.2f}, {row['density']:.2f}, {row['loss_added']:+.3f}"
-    return words + (f", {row['needles'][0]}/{row['needles'][1]}" if row["needles"] else "")
+def dense_needles(found):
+    """Needles found and asked by length, without a method: those of any method's row, which are the same."""
+    return {row["length"]: row["dense_needles"] for row in found if row.get("dense_needles")}
 
 
-def table(found):
+def stored():
+    return [json.loads(line) for line in (HERE / "rows.jsonl").read_text().splitlines()]
+
+
+CELLS = {
+    "time": lambda row: f"{row['dense_prefill_ms'] / row['prefill_ms']:.2f}",
+    "density": lambda row: f"{row['density']:.2f}",
+    "loss": lambda row: f"{row['loss_added']:+.3f}",
+    "needles": lambda row: "{} of {}".format(*row["needles"]) if row["needles"] else "",
+}
+
+
+def table(found, what):
+    """Head and lines: one number a method and length, by CELLS; `dense` is the first line where it has a number."""
     timed = [row for row in found if row["kind"] == "time"]
     lengths = sorted({row["length"] for row in timed})
-    print("| method | " + " | ".join(f"{length:,}" for length in lengths) + " |")
-    print("|---|" + "---|" * len(lengths))
+    lines = []
+    if what == "needles":
+        dense = dense_needles(found)
+        lines.append(["dense", *("{} of {}".format(*dense[length]) if length in dense else "" for length in lengths)])
+    if what == "time":
+        of = {length: [row["dense_prefill_ms"] for row in timed if row["length"] == length and "failed" not in row]
+              for length in lengths}
+        lines.append(["dense, ms", *(f"{min(of[length]):.1f} to {max(of[length]):.1f}" for length in lengths)])
     for method in dict.fromkeys(row["method"] for row in timed):
-        cells = {row["length"]: cell(row) for row in timed if row["method"] == method}
-        print(f"| `{method}` | " + " | ".join(cells.get(length, "") for length in lengths) + " |")
+        own = [row for row in timed if row["method"] == method]
+        cells = {row["length"]: CELLS[what](row) for row in own if "failed" not in row}
+        if any(cells.values()):
+            cells |= {row["length"]: row["failed"] for row in own if "failed" in row}
+            line = [cells.get(length, "") for length in lengths]
+            lines.append([f"`{method}`", *line])
+    return ["method", *(f"{length:,} tokens" for length in lengths)], lines
 
 
 def picture(found):
@@ -73,6 +96,8 @@ def picture(found):
     curves = {}
     for row in timed:
         curves.setdefault(row["method"], []).append((row["length"], row["dense_prefill_ms"] / row["prefill_ms"]))
+    slow = sorted(name for name, curve in curves.items() if max(y for _, y in curve) < SLOW)
+    curves = {name: curve for name, curve in curves.items() if name not in slow}
     low, high = math.log2(min(y for c in curves.values() for _, y in c)), math.log2(max(y for c in curves.values() for _, y in c))
     low, high = math.floor(low), max(math.ceil(high), math.floor(low) + 1)
     left_x, right_x = (math.log2(edge(row["length"] for row in timed)) for edge in (min, max))
@@ -93,11 +118,15 @@ def picture(found):
         curve.sort()
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in curve))
         x, y = place(*curve[-1])
-        last = max(y, last + 15)  # labels do not lie on one another
+        if curve[-1][0] == max(row["length"] for row in timed):
+            y = last = max(y, last + 15)  # labels do not lie on one another
+        else:
+            x, y = x - 80, y - 12  # a curve that ends early is named above its end
         colour = colours[at % len(colours)]
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
-                     f'<text x="{x + 6:.1f}" y="{last + 4:.1f}" fill="{colour}">{name} {curve[-1][1]:.2f}</text>')
-    parts.append('<text x="60" y="365">dense time over the method\'s, to the first token, by tokens of the prompt</text></svg>')
+                     f'<text x="{x + 6:.1f}" y="{y + 4:.1f}" fill="{colour}">{name} {curve[-1][1]:.2f}</text>')
+    parts.append('<text x="60" y="365">dense time over the method\'s, to the first token, by tokens of the prompt'
+                 f'{"; below " + format(SLOW, "g") + ": " + ", ".join(slow) if slow else ""}</text></svg>')
     return "\n".join(parts) + "\n"
 
 
@@ -106,8 +135,12 @@ def main():
         for row in rows(pathlib.Path(sys.argv[2]), *sys.argv[3:5]):
             print(json.dumps(row))
         return
-    found = [json.loads(line) for line in (HERE / "rows.jsonl").read_text().splitlines()]
-    table(found)
+    found = stored()
+    for what in CELLS:
+        head, lines = table(found, what)
+        for line in [[what, *head[1:]], ["---"] * len(head), *lines]:
+            print("| " + " | ".join(line) + " |")
+        print()
     if sys.argv[1:]:
         pathlib.Path(sys.argv[1]).write_text(picture(found))
 
