@@ -76,18 +76,49 @@ def times(rows, task):
         return []
     found = {(row["heads"], row["rival"], row["tokens"]): row for row in timed}
     lines, before = [], None
+    lengths = [length for length in LENGTHS if any(row["tokens"] == length for row in timed)]
     for heads, rival in order(timed):
-        cells = [found.get((heads, rival, length)) for length in LENGTHS]
-        middle = cells[1] or {}
+        cells = [found.get((heads, rival, length)) for length in lengths]
+        middle = found.get((heads, rival, LENGTHS[1])) or {}
         ours = found.get((heads, "Sieve", LENGTHS[1]))
         ratio = f"{middle['both_ms'] / ours['both_ms']:.2f}" if ours and middle and rival != "Sieve" else ""
         lines.append([
             heads if heads != before else "", rival,
-            *(f"{number(row['forward_ms'])}, {number(row['both_ms'])}" if row else "" for row in cells),
+            *(number(row[column]) if row else "" for row in cells for column in ("forward_ms", "both_ms")),
             f"{middle['peak_mib']:,.0f}" if "peak_mib" in middle else "", *([ratio] if task != "own" else [])])
         before = heads
-    head = ["heads", "rival", *(f"{length:,} tokens: forward, both, ms" for length in LENGTHS), "MiB at 32,768"]
+    head = ["heads", "rival", *(f"{length:,}: {what}, ms" for length in lengths for what in ("forward", "both")),
+            "MiB at 32,768"]
     return table([*head, *(["over ours, both, at 32,768"] if task != "own" else [])], lines)
+
+
+# Why, by task: what is known of our kernel, so that a losing row is not left without a word.
+REASONS = {
+    "dense": "It sums dq in any order by default; ours has a fixed order. Its fixed order is slower than ours.",
+    "tiles": "Ours has a forward pass by tiles. Its backward pass goes over a list of 64-key blocks for each query, "
+             "and keys are repeated for each query head. A backward pass by tiles is not written yet.",
+    "selected": "Groups of 16 query heads fill its tile; ours writes block sums beside the output.",
+}
+
+
+def behind(rows):
+    """The rows in which another kernel is faster in both passes, or forward, by more than two percent."""
+    timed = {(row["task"], row["heads"], row["tokens"], row["rival"]): row for row in of(rows, "time")}
+    lines = []
+    for (task, heads, tokens, rival), row in timed.items():
+        ours = timed.get((task, heads, tokens, "Sieve"))
+        if task == "own" or rival == "Sieve" or not ours:
+            continue
+        ratios = [row[column] / ours[column] for column in ("forward_ms", "both_ms")]
+        if min(ratios) < 0.98:
+            lines.append([task, heads, f"{tokens:,}", rival, *(f"{ratio:.2f}" for ratio in ratios)])
+    if not lines:
+        return []
+    lines.sort(key=lambda line: float(line[-1]))
+    text = ["## Where others are faster", "", "The other's time over ours. Below 1 the other is faster.", ""]
+    text += table(["task", "heads", "tokens", "rival", "forward", "both"], lines)
+    return text + [*(f"- {task}: {REASONS[task]}" for task in dict.fromkeys(line[0] for line in lines)
+                     if task in REASONS), ""]
 
 
 def checks(rows):
@@ -158,7 +189,7 @@ def page(rows):
     for task, (heading, meaning) in TASKS.items():
         if made := times(rows, task):
             lines += [f"## {heading}", meaning, "", *made]
-    for part in (checks, repeats, odd, refusals):
+    for part in (behind, checks, repeats, odd, refusals):
         lines += part(rows)
     return "\n".join(lines).rstrip() + "\n"
 
