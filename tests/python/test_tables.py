@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "experiments"))
 
 import tables  # noqa: E402
+from race import table as race_table  # noqa: E402
 
 KEYS = {"about", "card", "date", "command", "commit", "seeds", "columns", "once"}
 
@@ -68,6 +69,22 @@ class Tables(unittest.TestCase):
         # Four multiplications a pair of causal attention: 2 x 16 heads, 8192² / 2 pairs of 128 columns.
         (row, *_) = tables.noted()["attention"][1]
         self.assertEqual(tables.rate_of(row | {"ours": 1}, None), f"{4 * 128 * 32 * 8192 ** 2 / 2 / 1e9:.0f}")
+
+    def test_the_race_page_is_what_its_rows_give(self):
+        for path, text in race_table.files(race_table.stored()).items():
+            self.assertEqual(path.read_text(encoding="utf-8"), text, "run experiments/race/table.py")
+
+    def test_a_row_of_the_race_is_shown_where_it_belongs(self):
+        place = {"task": "dense", "heads": "64/4", "tokens": 32768}
+        rows = [{"kind": "time", "rival": rival, "forward_ms": ms / 4, "both_ms": ms, "peak_mib": 1.0} | place
+                for rival, ms in (("Sieve", 8.0), ("Another", 10.0))]
+        rows += [{"kind": "refused", "rival": "Third", "of": "time", "why": "RuntimeError: no"} | place,
+                 place | {"kind": "odd", "rival": "Sieve", "case": "one key", "verdict": "wrong", "tokens": 1}]
+        page = race_table.page(rows)
+        for line in ("| 64/4 | Sieve |  | 2, 8 |  | 1 |  |", "|  | Another |  | 2.5, 10 |  | 1 | 1.25 |",
+                     "| dense | Third | 64/4 heads | RuntimeError: no |", "| dense | Sieve |  | wrong |  |"):
+            self.assertIn(line, page.splitlines())
+        self.assertIn("10 ms", race_table.picture(rows))
 
     def test_files_of_rows_are_lines_of_json(self):
         for path in tables.ROWS.glob("*.jsonl"):
