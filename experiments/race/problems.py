@@ -155,7 +155,7 @@ class Problem:
         if self.task == "window":
             some, whole = some & (first - end < WINDOW), whole & (last - begin < WINDOW)
         elif self.task == "tiles":
-            some = whole = self.tiles
+            some, whole = self.tiles & some, self.tiles & whole
         elif self.task == "expiring":
             padded = torch.nn.functional.pad(self.expires, (0, count * deeper - self.tokens), value=0)
             padded = padded.view(self.kv_heads, 1, count, deeper)
