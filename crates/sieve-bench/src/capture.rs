@@ -4,7 +4,7 @@ use crate::error::{BenchError, Result, refused};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use sieve_hf::{LoadedModel, NamedTensor, write_tensor_file};
 use sieve_kernels::KernelText;
-use sieve_nn::{Attention, DecoderLayer, LayerContext, Qwen3};
+use sieve_nn::{Attention, DecoderLayer, LayerContext, PassState, Qwen3};
 use sieve_ops::{DeviceBackend, Documents, dma_ranks};
 use std::path::Path;
 
@@ -34,7 +34,7 @@ pub fn capture<B: DeviceBackend>(
     out: &Path,
     device: &B::Device,
 ) -> Result<Captured> {
-    let is_dense = |layer: &DecoderLayer<B>| matches!(&layer.self_attn, Attention::Grouped(_));
+    let is_dense = |layer: &DecoderLayer<B>| layer.self_attn.as_layer().as_grouped().is_some();
     let (tensors, captured) = match loaded.model.layers.iter().all(is_dense) {
         true => operands(loaded, tokens, device)?,
         false => scores(loaded, tokens, device)?,
@@ -60,7 +60,7 @@ fn operands<B: DeviceBackend>(
     };
     let mut parts: [Vec<Tensor<B, 3>>; 3] = Default::default();
     each_layer(model, &tokens, device, &mut |at, layer, x, context| {
-        if let (true, Attention::Grouped(mha)) = (is_wanted(at), &layer.self_attn) {
+        if let (true, Some(mha)) = (is_wanted(at), layer.self_attn.as_layer().as_grouped()) {
             let qkv = mha.qkv.forward(layer.input_layernorm.forward(x), context);
             let mut first = 0;
             let heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads];
@@ -136,10 +136,11 @@ fn each_layer<B: DeviceBackend>(
     let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [1, tokens.len()]), device);
     let documents = Documents::whole_rows([1, tokens.len()], device);
     let rope = model.rope(tokens.len(), device);
-    let context = LayerContext::new(&documents, &rope);
+    let (context, mut state) = (LayerContext::new(&documents, &rope), PassState::default());
     let hidden = model.through_layers(ids, |at, layer, x| {
         observe(at, layer, x.clone(), &context)?;
-        Ok(layer.forward(x, &context).x)
+        let no_caches = None;
+        Ok(layer.forward(x, &context, &mut state, no_caches).x)
     });
     hidden.map(drop)
 }
@@ -148,7 +149,7 @@ fn each_layer<B: DeviceBackend>(
 fn scores_of_row<B: DeviceBackend>(model: &Qwen3<B>, tokens: &[u32], device: &B::Device) -> Result<Vec<Vec<f32>>> {
     let mut rows = Vec::new();
     each_layer(model, tokens, device, &mut |_, layer, x, context| {
-        let Attention::Dma(dma) = &layer.self_attn else {
+        let Attention::Ranked(dma) = &layer.self_attn else {
             return refused(
                 "not every layer has DMA, so not all keys have scores, and not every layer is dense\n  hint: use a \
                  checkpoint with kind = \"dma\" or \"mha\" in every layer",
