@@ -4,8 +4,8 @@ use crate::error::{BenchError, Result, refused};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use sieve_hf::{LoadedModel, NamedTensor, write_tensor_file};
 use sieve_kernels::KernelText;
-use sieve_nn::{Attention, DecoderLayer, LayerContext, PassState, Qwen3};
-use sieve_ops::{DeviceBackend, Documents, dma_ranks};
+use sieve_nn::{DecoderLayer, LayerContext, PassState, Qwen3};
+use sieve_ops::{DeviceBackend, Documents};
 use std::path::Path;
 
 /// Most tokens read: enough for the longest benchmark.
@@ -149,17 +149,14 @@ fn each_layer<B: DeviceBackend>(
 fn scores_of_row<B: DeviceBackend>(model: &Qwen3<B>, tokens: &[u32], device: &B::Device) -> Result<Vec<Vec<f32>>> {
     let mut rows = Vec::new();
     each_layer(model, tokens, device, &mut |_, layer, x, context| {
-        let Attention::Ranked(dma) = &layer.self_attn else {
+        let normed = || layer.input_layernorm.forward(x.clone());
+        let Some(z) = layer.self_attn.as_layer().key_scores(&normed, context) else {
             return refused(
                 "not every layer has DMA, so not all keys have scores, and not every layer is dense\n  hint: use a \
                  checkpoint with kind = \"dma\" or \"mha\" in every layer",
             );
         };
-        let qkv = dma.qkv.forward(layer.input_layernorm.forward(x), context);
-        // Without recency the ranks are the scores; no window applies to them.
-        let (no_window, no_recency) = (None, None);
-        let z = dma_ranks(qkv, &dma.dma_layer(), dma.qkv.spec(no_window), no_recency);
-        let z = z.map_err(|error| BenchError::Refused(error.to_string()))?.into_data();
+        let z = z.map_err(BenchError::Refused)?.into_data();
         let z: Vec<f32> = z.convert::<f32>().to_vec().map_err(BenchError::gpu)?;
         rows.extend(z.chunks_exact(tokens.len()).map(<[f32]>::to_vec));
         Ok(())

@@ -44,8 +44,8 @@ impl<B: Backend> DecoderLayer<B> {
 }
 
 impl<B: SieveBackend> DecoderLayer<B> {
-    /// The block's output, shape of x, `[batch, seq_len, d_model]`. With `caches` the tokens follow those in the caches,
-    /// see [`KindLayer::forward`](crate::KindLayer::forward).
+    /// The block's output, shape of x, `[batch, seq_len, d_model]`. With `caches` the tokens follow those in the
+    /// caches, see [`KindLayer::forward`](crate::KindLayer::forward).
     pub fn forward(
         &self,
         x: Tensor<B, 3>,

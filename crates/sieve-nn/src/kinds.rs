@@ -34,8 +34,8 @@ use sieve_ops::{AttentionLayer, AttentionSpec, RowsOf, SelectorCache, SieveBacke
 pub trait KindLayer<B: SieveBackend> {
     /// `residual` plus the attention's output; both `[batch, seq_len, d_model]`.
     ///
-    /// With `caches` the tokens of x follow those in the caches, which are extended: one cache of all rows, or one cache
-    /// per row. An empty cache must be one of all rows. What is read from a cache gets no gradient.
+    /// With `caches` the tokens of x follow those in the caches, which are extended: one cache of all rows, or one
+    /// cache per row. An empty cache must be one of all rows. What is read from a cache gets no gradient.
     fn forward(
         &self,
         x: Tensor<B, 3>,
@@ -92,6 +92,16 @@ pub trait KindLayer<B: SieveBackend> {
         _context: &LayerContext<'_, B>,
         _state: &PassState<B>,
     ) -> Option<Tensor<B, 4, Int>> {
+        None
+    }
+
+    /// The scores of keys without recency, `[batch, num_kv_heads, seq_len]`, for x after the layer's norm; `None` for
+    /// kinds that do not score single keys.
+    fn key_scores(
+        &self,
+        _x: &dyn Fn() -> Tensor<B, 3>,
+        _context: &LayerContext<'_, B>,
+    ) -> Option<Result<Tensor<B::Inner, 3>, String>> {
         None
     }
 

@@ -157,6 +157,16 @@ impl<B: SieveBackend> KindLayer<B> for DynamicMaskAttention<B> {
     fn dense_weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Option<Tensor<B, 3>> {
         Some(attention_weights::dense(&self.qkv, self.spec(), x, context))
     }
+
+    fn key_scores(
+        &self,
+        x: &dyn Fn() -> Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+    ) -> Option<Result<Tensor<B::Inner, 3>, String>> {
+        let (qkv, no_recency) = (on_device(self.qkv.forward(x(), context)), None);
+        let ranks = dma_ranks(qkv, &self.dma_layer_on_device(), self.spec(), no_recency);
+        Some(ranks.map_err(|error| error.to_string()))
+    }
 }
 
 /// The keys that DMA's mask still shows, at most `keep_window_size` per KV head.

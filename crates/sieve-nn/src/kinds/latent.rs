@@ -109,8 +109,8 @@ impl<B: SieveBackend> LatentAttention<B> {
         self.o_proj.forward(o.flatten(2, 3))
     }
 
-    /// As [`forward_of_rows`](Self::forward_of_rows) with context parallelism: this rank receives the latents of whole rows, computes
-    /// the keys and values of its own heads from them, and attends with these heads.
+    /// As [`forward_of_rows`](Self::forward_of_rows) with context parallelism: this rank receives the latents of
+    /// whole rows, computes the keys and values of its own heads from them, and attends with these heads.
     fn forward_of_part(
         &self,
         x: Tensor<B, 3>,

@@ -1,4 +1,5 @@
-//! MSA (arXiv:2606.13392): queries choose blocks by an indexer, which may score blocks as QSA (Qwen3.8-Flash-Next) does.
+//! MSA (arXiv:2606.13392): queries choose blocks by an indexer, which may score blocks as QSA (Qwen3.8-Flash-Next)
+//! does.
 use super::{Attention, BuildLayer, ChosenBlocksAttention};
 use crate::layer::LayerContext;
 use crate::{Linear, RmsNorm, WeightInit};

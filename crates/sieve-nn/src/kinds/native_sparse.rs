@@ -159,7 +159,8 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     }
 
     /// As [`forward_of_rows`](Self::forward_of_rows) with context parallelism: this rank attends over whole rows with
-    /// its share of the KV heads and their queries. Blocks are compressed and chosen per KV head, so nothing else is exchanged.
+    /// its share of the KV heads and their queries. Blocks are compressed and chosen per KV head, so nothing else is
+    /// exchanged.
     fn forward_of_part(
         &self,
         x: Tensor<B, 3>,
