@@ -283,7 +283,7 @@ fn a_stored_weight_of_the_scores_is_read_to_the_bit_and_scores_its_keys() {
     let (kv_heads, head_dim, tokens) = (loaded.shape.num_kv_heads, loaded.shape.head_dim, 9);
     let mut num_layers = 0;
     for (at, layer) in loaded.model.layers.iter().enumerate() {
-        let sieve_nn::Attention::Dma(dma) = &layer.self_attn else { continue };
+        let sieve_nn::Attention::Ranked(dma) = &layer.self_attn else { continue };
         num_layers += 1;
         let values = |name: &str| -> Vec<f32> {
             let name = format!("model.layers.{at}.self_attn.{name}");

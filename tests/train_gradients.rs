@@ -9,9 +9,8 @@ use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection};
 use sieve_core::{KeepOLow, Keeping, Recipe};
 use sieve_data::{Batch, IGNORE_LABEL};
 use sieve_hf::{NamedTensor, named_parameters};
-use sieve_nn::{LayerContext, Qwen3};
+use sieve_nn::{LayerContext, PassState, Qwen3};
 use sieve_train::{BlockSettings, DeviceBatch, GradientBuffer, Optimizer, accumulate_gradients_with};
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -290,11 +289,10 @@ fn layers_take_the_sums_that_their_backward_pass_adds_to() {
         let rope = model.rope(SEQ_LEN, &device);
         let mut zeros = Zeros(HashMap::new());
         model.layers[0].visit(&mut zeros);
-        let (before, sums) = (zeros.0.len(), RefCell::new(zeros.0));
-        let mut context = LayerContext::new(&batch.documents, &rope);
-        context.sums = Some(&sums);
-        model.layers[0].forward(model.embed_tokens.forward(batch.tokens), &context);
-        assert_eq!(before - sums.borrow().len(), taken, "{attention}");
+        let (before, context) = (zeros.0.len(), LayerContext::new(&batch.documents, &rope));
+        let mut state = PassState { sums: zeros.0, ..PassState::default() };
+        model.layers[0].forward(model.embed_tokens.forward(batch.tokens), &context, &mut state, None);
+        assert_eq!(before - state.sums.len(), taken, "{attention}");
     }
 }
 

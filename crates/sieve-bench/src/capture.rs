@@ -4,8 +4,8 @@ use crate::error::{BenchError, Result, refused};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use sieve_hf::{LoadedModel, NamedTensor, write_tensor_file};
 use sieve_kernels::KernelText;
-use sieve_nn::{Attention, DecoderLayer, LayerContext, Qwen3};
-use sieve_ops::{DeviceBackend, Documents, dma_ranks};
+use sieve_nn::{DecoderLayer, LayerContext, PassState, Qwen3};
+use sieve_ops::{DeviceBackend, Documents};
 use std::path::Path;
 
 /// Most tokens read: enough for the longest benchmark.
@@ -34,7 +34,7 @@ pub fn capture<B: DeviceBackend>(
     out: &Path,
     device: &B::Device,
 ) -> Result<Captured> {
-    let is_dense = |layer: &DecoderLayer<B>| matches!(&layer.self_attn, Attention::Grouped(_));
+    let is_dense = |layer: &DecoderLayer<B>| layer.self_attn.as_layer().as_grouped().is_some();
     let (tensors, captured) = match loaded.model.layers.iter().all(is_dense) {
         true => operands(loaded, tokens, device)?,
         false => scores(loaded, tokens, device)?,
@@ -60,7 +60,7 @@ fn operands<B: DeviceBackend>(
     };
     let mut parts: [Vec<Tensor<B, 3>>; 3] = Default::default();
     each_layer(model, &tokens, device, &mut |at, layer, x, context| {
-        if let (true, Attention::Grouped(mha)) = (is_wanted(at), &layer.self_attn) {
+        if let (true, Some(mha)) = (is_wanted(at), layer.self_attn.as_layer().as_grouped()) {
             let qkv = mha.qkv.forward(layer.input_layernorm.forward(x), context);
             let mut first = 0;
             let heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads];
@@ -136,10 +136,11 @@ fn each_layer<B: DeviceBackend>(
     let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [1, tokens.len()]), device);
     let documents = Documents::whole_rows([1, tokens.len()], device);
     let rope = model.rope(tokens.len(), device);
-    let context = LayerContext::new(&documents, &rope);
+    let (context, mut state) = (LayerContext::new(&documents, &rope), PassState::default());
     let hidden = model.through_layers(ids, |at, layer, x| {
         observe(at, layer, x.clone(), &context)?;
-        Ok(layer.forward(x, &context).x)
+        let no_caches = None;
+        Ok(layer.forward(x, &context, &mut state, no_caches).x)
     });
     hidden.map(drop)
 }
@@ -148,17 +149,14 @@ fn each_layer<B: DeviceBackend>(
 fn scores_of_row<B: DeviceBackend>(model: &Qwen3<B>, tokens: &[u32], device: &B::Device) -> Result<Vec<Vec<f32>>> {
     let mut rows = Vec::new();
     each_layer(model, tokens, device, &mut |_, layer, x, context| {
-        let Attention::Dma(dma) = &layer.self_attn else {
+        let normed = || layer.input_layernorm.forward(x.clone());
+        let Some(z) = layer.self_attn.as_layer().key_scores(&normed, context) else {
             return refused(
                 "not every layer has DMA, so not all keys have scores, and not every layer is dense\n  hint: use a \
                  checkpoint with kind = \"dma\" or \"mha\" in every layer",
             );
         };
-        let qkv = dma.qkv.forward(layer.input_layernorm.forward(x), context);
-        // Without recency the ranks are the scores; no window applies to them.
-        let (no_window, no_recency) = (None, None);
-        let z = dma_ranks(qkv, &dma.dma_layer(), dma.qkv.spec(no_window), no_recency);
-        let z = z.map_err(|error| BenchError::Refused(error.to_string()))?.into_data();
+        let z = z.map_err(BenchError::Refused)?.into_data();
         let z: Vec<f32> = z.convert::<f32>().to_vec().map_err(BenchError::gpu)?;
         rows.extend(z.chunks_exact(tokens.len()).map(<[f32]>::to_vec));
         Ok(())

@@ -23,7 +23,7 @@ use sieve_core::{ModelShape, Recipe, TokenKeys};
 use sieve_hf::{NamedTensor, load_parameters, named_parameters};
 use sieve_kernels::step::Fp8Format;
 use sieve_kernels::{Cublaslt, DeviceReport, KernelPolicy, NeededKernels, SumOrder};
-use sieve_nn::{KvCache, LayerCache, LayerContext, LayerOperands, Qwen3, TextRows};
+use sieve_nn::{KvCache, LayerCache, LayerContext, LayerOperands, Qwen3, RecentCache, TextRows};
 use sieve_ops::{
     DeviceBackend, Documents, IGNORE_LABEL, RotaryEmbedding, SelectorCache, TrainBackend, selector_decode,
 };
@@ -461,10 +461,10 @@ impl Setup {
         let mut cache = KvCache::new(model.layers.len());
         let mut logits = vec![model.next_logits(ids(0, PREFILLED), &mut cache, &rope)];
         for layer in &mut cache.layers {
-            let LayerCache::Recent { cache, .. } = &*layer else {
+            let LayerCache::Recent(RecentCache { keys: dense, .. }) = &*layer else {
                 return wrong("not a dense layer's cache");
             };
-            let kv = [&cache.k, &cache.v].map(|x| x.tokens().swap_dims(1, 2));
+            let kv = [&dense.k, &dense.v].map(|x| x.tokens().swap_dims(1, 2));
             let is_fixed = true;
             *layer = LayerCache::Selector(SelectorCache::new(kv, keys, is_fixed));
         }

@@ -154,8 +154,8 @@ impl Inputs {
         NsaCall::new(self.case.documents::<Flex>(&FlexDevice).bounds(), spec, self.blocks)
     }
 
-    /// The choices of InfLLM-V2 (by the compressed keys), MoBA (by a mean key of each block) and MSA (by each token's
-    /// key): name, rule and pooled keys.
+    /// A choice by the compressed keys (InfLLM-V2), by a mean key of each block, and by each token's key (MSA): name,
+    /// rule and pooled keys.
     fn choices(&self) -> [(&'static str, BlockChoice, &[f32]); 3] {
         let pooled_by = |size| NsaBlocks { compress_block_size: size, compress_stride: size, ..self.blocks };
         let largest = BlockChoice {

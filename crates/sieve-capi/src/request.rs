@@ -307,7 +307,7 @@ pub struct Choice {
 pub enum Rule {
     /// InfLLM-V2's ([`ChoiceRule::LargestProbability`]): each group of heads chooses.
     LargestProbability,
-    /// MoBA's ([`ChoiceRule::MeanKey`]): each query head chooses.
+    /// [`ChoiceRule::MeanKey`] (arXiv:2502.13189): each query head chooses.
     MeanKey,
     /// MSA's ([`ChoiceRule::LargestScore`]): each head of an indexer chooses, by means of one token.
     LargestScore,

@@ -1,6 +1,6 @@
-//! Which blocks of keys a query reads, as native sparse attention (arXiv:2502.11089), InfLLM-V2, MoBA and MSA choose
-//! them. The attention over these blocks is [`attention_forward`](crate::attention_forward) under
-//! [`Mask::Chosen`](crate::Mask::Chosen).
+//! Which blocks of keys a query reads, as native sparse attention (arXiv:2502.11089) and the rules of
+//! [`sieve_core::BlockChoice`] choose them. The attention over these blocks is
+//! [`attention_forward`](crate::attention_forward) under [`Mask::Chosen`](crate::Mask::Chosen).
 //!
 //! Blocks are counted from each document's first token. Compressed block c of a document covers its tokens
 //! `[c s, c s + l)`, with stride s and length l; queries see it from its last token on.

@@ -3,7 +3,7 @@ use crate::EvalError;
 use crate::selection::dense_pairs;
 use burn::tensor::Tensor;
 use sieve_core::TokenKeys;
-use sieve_nn::{LayerCache, LayerOperands};
+use sieve_nn::{LayerCache, LayerOperands, RecentCache, SlotCache};
 use sieve_ops::{
     DeviceBackend, Documents, SelectorCache, SparseOutput, attention_with_lse, cached_attention, has_sparse_attention,
     heavy_decode, keep_heavy_keys, selector_decode, split_heads,
@@ -43,8 +43,8 @@ pub(crate) fn keep_prompt<B: DeviceBackend>(
             let kept = keep_heavy_keys(&operands.qkv, lse, &heavy);
             let kept = kept.map_err(|reason| refused(selector, reason))?;
             *cache = match heavy.slots {
-                Some(_) => LayerCache::Selected { cache: kept, next_position: num_tokens },
-                None => LayerCache::Recent { cache: kept.keys, window_size: None },
+                Some(_) => LayerCache::Selected(SlotCache { slots: kept, next_position: num_tokens }),
+                None => LayerCache::Recent(RecentCache { keys: kept.keys, window_size: None }),
             };
             return Ok(Some(o));
         }
@@ -70,14 +70,14 @@ pub(crate) fn step<B: DeviceBackend>(
             let (o, pairs) = selected(selector, operands, cache, scratch)?;
             (o, pairs, is_chosen(selector, operands.layer))
         }
-        LayerCache::Recent { cache, .. } => {
-            let o = cached_attention(cache, operands.qkv.clone(), spec, scratch);
-            (o, cache.len() as f64, is_chosen(selector, operands.layer))
+        LayerCache::Recent(RecentCache { keys, .. }) => {
+            let o = cached_attention(keys, operands.qkv.clone(), spec, scratch);
+            (o, keys.len() as f64, is_chosen(selector, operands.layer))
         }
-        LayerCache::Selected { cache, next_position } => {
+        LayerCache::Selected(SlotCache { slots, next_position }) => {
             *next_position = num_tokens;
-            let o = heavy_decode(cache, operands.qkv.clone(), num_tokens - 1, spec.softmax_scale, scratch);
-            (o.map_err(|reason| refused(selector, reason))?, cache.len() as f64, true)
+            let o = heavy_decode(slots, operands.qkv.clone(), num_tokens - 1, spec.softmax_scale, scratch);
+            (o.map_err(|reason| refused(selector, reason))?, slots.len() as f64, true)
         }
         _ => return Err(refused(selector, "a prompt comes first".to_owned())),
     };

@@ -8,7 +8,7 @@ use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::kinds::BlockPairs;
 use sieve_core::{LayerPattern, ModelShape, attention_label};
-use sieve_nn::{DecoderLayer, LayerContext, Qwen3};
+use sieve_nn::{DecoderLayer, LayerContext, PassState, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 use std::convert::Infallible;
 
@@ -104,11 +104,12 @@ fn masks<B: DeviceBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device)
     let rope = model.rope(num_tokens, device);
     let context = LayerContext::new(&documents, &rope);
     let ids = ids(&window[..num_tokens], shape, device);
-    let mut counted = Vec::new();
+    let (mut counted, mut state) = (Vec::new(), PassState::default());
     let Ok(_) = model.through_layers(ids, |index, layer, x| {
         let attention = model.shape().attention_of(index);
-        let chosen = blocks_of(layer, &x, &context);
-        let output = layer.forward(x, &context);
+        let chosen = blocks_of(layer, &x, &context, &state);
+        let no_caches = None;
+        let output = layer.forward(x, &context, &mut state, no_caches);
         counted.push(match (output.expire, chosen) {
             (Some(expire), _) => {
                 let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
@@ -135,9 +136,10 @@ fn blocks_of<B: DeviceBackend>(
     layer: &DecoderLayer<B>,
     x: &Tensor<B, 3>,
     context: &LayerContext<'_, B>,
+    state: &PassState<B>,
 ) -> Option<Vec<i64>> {
     let normed = || layer.input_layernorm.forward(x.clone());
-    let chosen = layer.self_attn.block_indices(normed, context)?;
+    let chosen = layer.self_attn.as_layer().block_indices(&normed, context, state)?;
     Some(chosen.into_data().iter::<i64>().collect())
 }
 

@@ -5,7 +5,7 @@ use crate::trained::layer_label;
 use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::{MOST_REFERENCE_SCORES, ModelShape, ScoreMatrix};
-use sieve_nn::{LayerContext, Qwen3};
+use sieve_nn::{LayerContext, PassState, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 use std::convert::Infallible;
 
@@ -96,16 +96,18 @@ pub fn attention_weights<B: DeviceBackend>(
     let documents = Documents::whole_rows([1, num_tokens], device);
     let rope = model.rope(num_tokens, device);
     let context = LayerContext::new(&documents, &rope);
-    let mut all = Vec::new();
+    let (mut all, mut state) = (Vec::new(), PassState::default());
     let Ok(_) = model.through_layers(ids(tokens, [1, num_tokens], device), |idx, layer, x| {
         let is_asked = layers.is_empty() || layers.contains(&idx);
         let weights = is_asked.then(|| {
             let normed = layer.input_layernorm.forward(x.clone());
             let host = |x: Tensor<B, 3>| x.into_data().iter::<f32>().collect::<Vec<f32>>();
-            let dense = layer.self_attn.dense_weights(normed.clone(), &context).map(host);
-            (host(layer.self_attn.weights(normed, &context)), dense)
+            let attention = layer.self_attn.as_layer();
+            let dense = attention.dense_weights(normed.clone(), &context).map(host);
+            (host(attention.weights(normed, &context, &state)), dense)
         });
-        let output = layer.forward(x, &context);
+        let no_caches = None;
+        let output = layer.forward(x, &context, &mut state, no_caches);
         if let Some((weights, dense)) = weights {
             let heads = weights.chunks(num_tokens * num_tokens);
             let of_layer = shape.of_layer(idx);

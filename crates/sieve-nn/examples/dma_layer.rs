@@ -7,7 +7,7 @@
 use burn::backend::Autodiff;
 use burn::tensor::{Distribution, Tensor};
 use burn_flex::Flex;
-use sieve_nn::{AttentionConfig, LayerContext};
+use sieve_nn::{AttentionConfig, KindLayer, LayerContext, PassState};
 use sieve_ops::{DmaShape, Documents};
 
 type B = Autodiff<Flex>;
@@ -26,7 +26,8 @@ fn main() {
     let documents = Documents::whole_rows([batch, seq_len], &device);
     let rope = config.rope(seq_len, &device);
     let x = Tensor::<B, 3>::random([batch, seq_len, d_model], Distribution::Normal(0.0, 1.0), &device).require_grad();
-    let result = layer.forward(x.clone(), x.zeros_like(), &LayerContext::new(&documents, &rope));
+    let (context, mut state, no_caches) = (LayerContext::new(&documents, &rope), PassState::default(), None);
+    let result = layer.forward(x.clone(), x.zeros_like(), &context, &mut state, no_caches);
     println!("output {:?}", result.x.dims());
 
     // Key j is seen by the queries j <= i < expire[j].

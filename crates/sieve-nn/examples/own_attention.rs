@@ -13,7 +13,9 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
 use sieve_core::{Attention, LayerPattern, ModelShape};
-use sieve_nn::{LayerContext, Linear, LmHead, QkvProjection, RmsNorm, SwigluMlp, TokenEmbedding, WeightInit};
+use sieve_nn::{
+    LayerContext, Linear, LmHead, PassState, QkvProjection, RmsNorm, SwigluMlp, TokenEmbedding, WeightInit,
+};
 use sieve_ops::{Documents, Residual, RotaryEmbedding, SieveBackend};
 
 /// Dense attention whose heads are gated by the token.
@@ -73,7 +75,7 @@ impl<B: SieveBackend> Model<B> {
     fn loss(&self, ids: Tensor<B, 2, Int>, labels: Tensor<B, 2, Int>, context: &LayerContext<'_, B>) -> Tensor<B, 1> {
         let x = self.embedding.forward(ids);
         let x = self.attention.forward(self.norm.forward(x.clone()), x, context);
-        let x = self.mlp.forward(x, &self.mlp_norm, Residual::Stream, context);
+        let x = self.mlp.forward(x, &self.mlp_norm, Residual::Stream, context, &mut PassState::default());
         self.head.loss(x, labels, &self.embedding)
     }
 }

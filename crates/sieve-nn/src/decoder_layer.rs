@@ -1,10 +1,10 @@
 //! One transformer block: attention and feed-forward, each after a norm and added to the residual stream.
-use crate::{Attention, LayerCaches, LayerContext, LayerOutput, RmsNorm, SwigluMlp, WeightInit};
+use crate::{Attention, LayerCaches, LayerContext, LayerOutput, PassState, RmsNorm, SwigluMlp, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use sieve_core::{DmaBias, ModelShape};
-use sieve_ops::{DeviceBackend, Residual, SieveBackend};
+use sieve_core::ModelShape;
+use sieve_ops::{Residual, SieveBackend};
 
 /// Pre-norm block as in Qwen3; with residual scales as in Doge.
 #[derive(Module, Debug)]
@@ -44,16 +44,27 @@ impl<B: Backend> DecoderLayer<B> {
 }
 
 impl<B: SieveBackend> DecoderLayer<B> {
-    /// The block's output, shape of x, `[batch, seq_len, d_model]`.
-    pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
-        let output = match &self.input_residual {
-            None => self.attention(x, Residual::Stream, context),
-            scale => {
-                let output = self.attention(x.clone(), Residual::None, context);
+    /// The block's output, shape of x, `[batch, seq_len, d_model]`. With `caches` the tokens follow those in the
+    /// caches, see [`KindLayer::forward`](crate::KindLayer::forward).
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        state: &mut PassState<B>,
+        caches: Option<&mut LayerCaches<'_, B::Inner>>,
+    ) -> LayerOutput<B> {
+        let output = match (&self.input_residual, caches) {
+            (None, None) => self.attention(x, Residual::Stream, context, state),
+            (scale, None) => {
+                let output = self.attention(x.clone(), Residual::None, context, state);
                 LayerOutput { x: scaled(x, scale) + output.x, ..output }
             }
+            (scale, caches) => {
+                let normed = self.input_layernorm.forward(x.clone());
+                self.self_attn.as_layer().forward(normed, scaled(x, scale), context, state, caches)
+            }
         };
-        LayerOutput { x: self.feed_forward(output.x, context), ..output }
+        LayerOutput { x: self.feed_forward(output.x, context, state), ..output }
     }
 
     /// Norm and attention, as one op where there is one; `residual` says whether x is added.
@@ -62,44 +73,35 @@ impl<B: SieveBackend> DecoderLayer<B> {
         x: Tensor<B, 3>,
         residual: Residual,
         context: &LayerContext<'_, B>,
+        state: &mut PassState<B>,
     ) -> LayerOutput<B> {
-        let norm = &self.input_layernorm;
-        let Some((layer, spec)) = self.self_attn.layer_op(norm, context) else {
+        let (norm, attention) = (&self.input_layernorm, self.self_attn.as_layer());
+        // With shared prompts attention sees other rows than the projections.
+        let op = if context.shared.is_some() { None } else { attention.layer_op(norm, context, state) };
+        let Some((layer, spec)) = op else {
             let added = match residual {
                 Residual::Stream => x.clone(),
                 Residual::None => x.zeros_like(),
             };
-            return self.self_attn.forward(norm.forward(x), added, context);
+            return attention.forward(norm.forward(x), added, context, state, None);
         };
-        let clamps = layer.dma.as_ref().is_some_and(|dma| dma.spec.bias == DmaBias::Exp);
         let spec = context.under_policy(spec);
         let (x, chosen) = sieve_ops::attention_layer(x, layer, context.tokens(), spec, residual);
         let (expire, scores) = chosen.unzip();
-        LayerOutput { x, expire, clamped_scores: scores.filter(|_| clamps), indexer: None }
-    }
-
-    /// As [`forward`](Self::forward) with one cache of all rows, or one cache per row.
-    pub fn forward_cached(
-        &self,
-        x: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-        caches: &mut LayerCaches<'_, B>,
-    ) -> Tensor<B, 3>
-    where
-        B: DeviceBackend,
-    {
-        let normed = self.input_layernorm.forward(x.clone());
-        let y = self.self_attn.forward_cached(normed, context, caches);
-        self.feed_forward(scaled(x, &self.input_residual) + y, context)
+        LayerOutput { x, expire, clamped_scores: scores.filter(|_| attention.clamps_scores()), indexer: None }
     }
 
     /// Applies norm, feed-forward layer and residual.
-    pub(crate) fn feed_forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+    pub(crate) fn feed_forward(
+        &self,
+        x: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        state: &mut PassState<B>,
+    ) -> Tensor<B, 3> {
         let norm = &self.post_attention_layernorm;
-        let layer = |x, residual| self.mlp.forward(x, norm, residual, context);
         match &self.post_attention_residual {
-            None => layer(x, Residual::Stream),
-            scale => scaled(x.clone(), scale) + layer(x, Residual::None),
+            None => self.mlp.forward(x, norm, Residual::Stream, context, state),
+            scale => scaled(x.clone(), scale) + self.mlp.forward(x, norm, Residual::None, context, state),
         }
     }
 }

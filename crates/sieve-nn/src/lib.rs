@@ -7,7 +7,7 @@
 //! ```
 //! use burn::tensor::{Distribution, Tensor};
 //! use burn_flex::Flex;
-//! use sieve_nn::{AttentionConfig, LayerContext};
+//! use sieve_nn::{AttentionConfig, KindLayer, LayerContext, PassState};
 //! use sieve_ops::{DmaShape, Documents};
 //!
 //! let device = Default::default();
@@ -17,8 +17,9 @@
 //! let documents = Documents::whole_rows([1, 32], &device);
 //! let rope = config.rope(32, &device);
 //! let x: Tensor<Flex, 3> = Tensor::random([1, 32, 64], Distribution::Default, &device);
-//! // The layer adds its output to a residual stream; native_sparse and latent layers return only their output.
-//! let y = layer.forward(x.clone(), x.zeros_like(), &LayerContext::new(&documents, &rope)).x;
+//! // The layer adds its output to a residual stream. Layers of a model share one state; `None`: no caches.
+//! let (context, mut state) = (LayerContext::new(&documents, &rope), PassState::default());
+//! let y = layer.forward(x.clone(), x.zeros_like(), &context, &mut state, None).x;
 //! assert_eq!(y.dims(), [1, 32, 64]);
 //! ```
 
@@ -29,30 +30,34 @@ mod qkv_projection;
 mod rms_norm;
 mod swiglu_mlp;
 
-mod attention;
-mod decoder_layer;
+mod shared_prompts;
+
+mod layer;
+
+mod attention_config;
+mod attention_weights;
+mod kinds;
 mod kv_cache;
+
+mod decoder_layer;
 mod prefill_hook;
 mod qwen3;
 mod token_step;
 
-pub use attention::block_mlp::BlockMlp;
-pub use attention::chosen_blocks::{ChosenBlocksAttention, LastChoice};
-pub use attention::config::{AttentionConfig, AttentionConfigError};
-pub use attention::dynamic_mask::DynamicMaskAttention;
-pub use attention::indexer::Indexer;
-pub use attention::latent::LatentAttention;
-pub use attention::multi_head::MultiHeadAttention;
-pub use attention::native_sparse::NativeSparseAttention;
-pub use attention::shared_prompts::SharedPrompts;
-pub use attention::{Attention, LayerContext, LayerOutput};
+pub use attention_config::{AttentionConfig, AttentionConfigError};
 pub use decoder_layer::DecoderLayer;
-pub use kv_cache::{BlockCache, ChosenCache, KvCache, LatentCache, LayerCache, LayerCaches, TextRows};
+pub use kinds::{
+    Attention, BlockCache, BlockMlp, ChosenBlocksAttention, ChosenCache, DynamicMaskAttention, Indexer, KindLayer,
+    LatentAttention, LatentCache, LayerCache, MultiHeadAttention, NativeSparseAttention, RecentCache, SlotCache,
+};
+pub use kv_cache::{KvCache, LayerCaches, TextRows};
+pub use layer::{LastChoice, LayerContext, LayerOutput, PassState};
 pub use linear::{Linear, may_be_bf16};
 pub use prefill_hook::{CachedLayerAttention, HostOperands, LayerAttention, LayerOperands};
 pub use qkv_projection::QkvProjection;
 pub use qwen3::{LmHead, Qwen3, TokenEmbedding};
 pub use rms_norm::RmsNorm;
+pub use shared_prompts::SharedPrompts;
 pub use swiglu_mlp::SwigluMlp;
 pub use weight_init::WeightInit;
 

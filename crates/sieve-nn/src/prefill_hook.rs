@@ -2,9 +2,8 @@
 //!
 //! Selectors run on a checkpoint this way: the model's projections, norms, positions and feed-forward layers are
 //! unchanged.
-use crate::attention::Attention;
 use crate::decoder_layer::scaled;
-use crate::{DecoderLayer, KvCache, LayerCache, LayerContext, MultiHeadAttention, Qwen3};
+use crate::{DecoderLayer, KvCache, LayerCache, LayerContext, MultiHeadAttention, PassState, Qwen3};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::CallShape;
@@ -133,12 +132,13 @@ impl<B: SieveBackend> Qwen3<B> {
         is_read: &dyn Fn(&Range<usize>) -> bool,
         attend: &mut LayerAttention<'_, B, E>,
     ) -> Result<Tensor<B, 3>, E> {
-        let documents = documents_of(context.documents);
+        let (documents, mut state) = (documents_of(context.documents), PassState::default());
         self.through_layers(ids, |index, layer, x| {
             let Some(mha) = dense(layer) else {
-                return Ok(layer.forward(x, context).x);
+                let no_caches = None;
+                return Ok(layer.forward(x, context, &mut state, no_caches).x);
             };
-            layer.forward_attending(mha, x, context, |qkv| {
+            layer.forward_attending(mha, x, (context, &mut state), |qkv| {
                 let [batch, seq_len, heads, head_dim] = qkv.dims();
                 let rows = qkv.reshape([1, batch * seq_len, heads, head_dim]);
                 let of = |range: &Range<usize>| rows.clone().narrow(1, range.start, range.len());
@@ -187,11 +187,11 @@ impl<B: SieveBackend> Qwen3<B> {
     where
         B: DeviceBackend,
     {
-        self.cached_pass(ids, &mut [cache], rope, |index, layer, x, context, mut caches| {
+        self.cached_pass(ids, &mut [cache], rope, |index, layer, x, context, state, mut caches| {
             let Some(mha) = dense(layer) else {
-                return Ok(layer.forward_cached(x, context, &mut caches));
+                return Ok(layer.forward(x, context, state, Some(&mut caches)).x);
             };
-            layer.forward_attending(mha, x, context, |qkv| {
+            layer.forward_attending(mha, x, (context, state), |qkv| {
                 let (cache, scratch) = caches.single();
                 attend(&self.operands(index, mha, qkv), cache, scratch)
             })
@@ -218,7 +218,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
         &self,
         mha: &MultiHeadAttention<B>,
         x: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
+        (context, state): (&LayerContext<'_, B>, &mut PassState<B>),
         attend: impl FnOnce(Tensor<B, 4>) -> Result<Tensor<B, 4>, E>,
     ) -> Result<Tensor<B, 3>, E> {
         let [batch, seq_len, _] = x.dims();
@@ -226,16 +226,13 @@ impl<B: SieveBackend> DecoderLayer<B> {
         let o = attend(mha.qkv.forward(normed, context))?;
         let o = o.reshape([batch as i32, seq_len as i32, -1]);
         let residual = scaled(x, &self.input_residual);
-        Ok(self.feed_forward(mha.o_proj.forward_add(o, residual), context))
+        Ok(self.feed_forward(mha.o_proj.forward_add(o, residual), context, state))
     }
 }
 
 /// The layer's attention, if it is dense.
 fn dense<B: SieveBackend>(layer: &DecoderLayer<B>) -> Option<&MultiHeadAttention<B>> {
-    match &layer.self_attn {
-        Attention::Grouped(mha) if mha.spec().window_size.is_none() => Some(mha),
-        _ => None,
-    }
+    layer.self_attn.as_layer().as_grouped().filter(|mha| mha.spec().window_size.is_none())
 }
 
 /// Documents as ranges of tokens of the concatenated rows.

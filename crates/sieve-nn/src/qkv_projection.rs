@@ -1,6 +1,5 @@
 //! The packed projection of queries, keys and values, with biases, per-head norms and rotary positions.
-use crate::attention::LayerContext;
-use crate::{Linear, RmsNorm, WeightInit};
+use crate::{LayerContext, Linear, PassState, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
@@ -62,6 +61,7 @@ impl<B: SieveBackend> QkvProjection<B> {
         norm: &RmsNorm<B>,
         o_proj: &Linear<B>,
         context: &LayerContext<'_, B>,
+        state: &mut PassState<B>,
     ) -> Option<AttentionLayer<B>> {
         let qk_norm = self.qk_norm().filter(|_| self.qkv_bias.is_none())?;
         Some(AttentionLayer {
@@ -73,7 +73,7 @@ impl<B: SieveBackend> QkvProjection<B> {
             dma: None,
             precision: context.precision,
             keeping: context.keeping,
-            sums: context.take_sums([&self.qkv_proj, o_proj]),
+            sums: state.take_sums([&self.qkv_proj, o_proj]),
         })
     }
 

@@ -1,6 +1,6 @@
 //! The language model: embedding, blocks, norm and output projection.
-use crate::attention::rope_dim;
-use crate::{DecoderLayer, KvCache, LayerCaches, LayerContext, Linear, RmsNorm, WeightInit};
+use crate::layer::rope_dim;
+use crate::{DecoderLayer, KvCache, LayerCaches, LayerContext, Linear, PassState, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
@@ -116,7 +116,11 @@ impl<B: SieveBackend> Qwen3<B> {
 
     /// The residual stream after the last block, `[batch, seq_len, d_model]`.
     pub fn hidden(&self, ids: Tensor<B, 2, Int>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        let Ok(x) = self.through_layers(ids, |_, layer, x| Ok::<_, Infallible>(layer.forward(x, context).x));
+        let mut state = PassState::default();
+        let Ok(x) = self.through_layers(ids, |_, layer, x| {
+            let no_caches = None;
+            Ok::<_, Infallible>(layer.forward(x, context, &mut state, no_caches).x)
+        });
         x
     }
 
@@ -167,10 +171,9 @@ impl<B: SieveBackend> Qwen3<B> {
             }
             _ => caches.iter_mut().for_each(|cache| cache.single_tokens = 0),
         }
-        let step = |_, layer: &DecoderLayer<B>, x, context: &LayerContext<'_, B>, mut caches: LayerCaches<'_, B>| {
-            Ok::<_, Infallible>(layer.forward_cached(x, context, &mut caches))
-        };
-        let Ok(logits) = self.cached_pass(ids, caches, rope, step);
+        let Ok(logits) = self.cached_pass(ids, caches, rope, |_, layer, x, context, state, mut caches| {
+            Ok::<_, Infallible>(layer.forward(x, context, state, Some(&mut caches)).x)
+        });
         logits
     }
 
@@ -186,6 +189,7 @@ impl<B: SieveBackend> Qwen3<B> {
             &DecoderLayer<B>,
             Tensor<B, 3>,
             &LayerContext<'_, B>,
+            &mut PassState<B>,
             LayerCaches<'_, B>,
         ) -> Result<Tensor<B, 3>, E>,
     ) -> Result<Tensor<B, 2>, E>
@@ -201,8 +205,9 @@ impl<B: SieveBackend> Qwen3<B> {
             positions: documents.positions.clone() + Tensor::from_data(seen, &device),
             ..LayerContext::new(&documents, rope)
         };
+        let mut state = PassState::default();
         let x = self.through_layers(ids, |index, layer, x| {
-            step(index, layer, x, &context, LayerCaches::of_layer(caches, index))
+            step(index, layer, x, &context, &mut state, LayerCaches::of_layer(caches, index))
         })?;
         for cache in caches {
             cache.num_tokens += new;

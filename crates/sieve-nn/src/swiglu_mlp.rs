@@ -1,5 +1,5 @@
 //! The feed-forward layer: `down(silu(gate x) * up x)` (arXiv:2002.05202).
-use crate::{LayerContext, Linear, RmsNorm, WeightInit};
+use crate::{LayerContext, Linear, PassState, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
@@ -33,6 +33,7 @@ impl<B: SieveBackend> SwigluMlp<B> {
         norm: &RmsNorm<B>,
         residual: Residual,
         context: &LayerContext<'_, B>,
+        state: &mut PassState<B>,
     ) -> Tensor<B, 3> {
         let layer = FeedForward {
             norm: norm.weight.val(),
@@ -41,7 +42,7 @@ impl<B: SieveBackend> SwigluMlp<B> {
             epsilon: norm.epsilon,
             precision: context.precision,
             keeping: context.keeping,
-            sums: context.take_sums([&self.gate_up_proj, &self.down_proj]),
+            sums: state.take_sums([&self.gate_up_proj, &self.down_proj]),
         };
         sieve_ops::feed_forward(x, layer, residual)
     }

@@ -104,7 +104,7 @@ impl<B: Backend> Rows<B> {
         let device = Default::default();
         Self {
             documents: Documents::whole_rows(dims, &device),
-            rope: RotaryEmbedding::new(crate::attention::rope_dim(shape), dims[1], shape.rope_theta, &device),
+            rope: RotaryEmbedding::new(crate::layer::rope_dim(shape), dims[1], shape.rope_theta, &device),
         }
     }
 

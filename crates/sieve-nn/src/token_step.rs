@@ -1,5 +1,5 @@
 //! One new token of every row, through the whole model in one piece where the device can.
-use crate::{DecoderLayer, KvCache, LayerCache, Qwen3, TextRows};
+use crate::{DecoderLayer, KvCache, Qwen3, TextRows};
 use burn::tensor::{Int, Tensor};
 use sieve_ops::{DeviceBackend, RotaryEmbedding, TokenLayer, TokenStep, TokensBefore, repeat_token_step, token_step};
 
@@ -21,7 +21,9 @@ impl<B: DeviceBackend> Qwen3<B> {
         let before = TokensBefore::Same(cache.num_tokens);
         let logits = self.one_call(ids, cache, before, rope)?;
         cache.num_tokens += 1;
-        cache.layers.iter_mut().for_each(LayerCache::count_token);
+        for layer in &mut cache.layers {
+            layer.as_cache_mut().expect("token_step takes no empty cache").count_token();
+        }
         Some(logits)
     }
 
@@ -62,7 +64,7 @@ impl<B: DeviceBackend> Qwen3<B> {
         if let Some(logits) = repeat_token_step::<B>(graph, ids, before) {
             return Some(logits);
         }
-        let caches = layers.iter_mut().map(LayerCache::for_token_step);
+        let caches = layers.iter_mut().map(|cache| cache.as_cache_mut()?.for_token_step());
         let caches = caches.collect::<Option<_>>()?;
         let step = TokenStep {
             ids: ids.clone(),
@@ -87,7 +89,7 @@ impl<B: DeviceBackend> DecoderLayer<B> {
         }
         Some(TokenLayer {
             norms: [&self.input_layernorm, &self.post_attention_layernorm].map(|norm| norm.weight.val()),
-            attention: self.self_attn.for_token_step()?,
+            attention: self.self_attn.as_layer().for_token_step()?,
             gate_up: self.mlp.gate_up_proj.weight.val(),
             down: self.mlp.down_proj.weight.val(),
         })

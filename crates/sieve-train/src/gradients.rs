@@ -6,7 +6,6 @@ use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use sieve_core::recipe::GradientDtype;
 use sieve_hf::NamedTensor;
 use sieve_ops::{DeviceBackend, TrainBackend};
-use std::cell::RefCell;
 use std::collections::HashMap;
 
 /// One gradient per parameter. Looked up by id; walked only in module order, so sums have a fixed order.
@@ -21,8 +20,8 @@ pub struct GradientBuffer<B: TrainBackend> {
     are_reduced: bool,
 }
 
-/// Sums of matrix gradients over earlier micro-batches; see [`sieve_nn::LayerContext::sums`].
-pub(crate) type Sums<B> = RefCell<HashMap<ParamId, Tensor<B, 2>>>;
+/// Sums of matrix gradients over earlier micro-batches; see [`sieve_nn::PassState::sums`].
+pub(crate) type Sums<B> = HashMap<ParamId, Tensor<B, 2>>;
 
 #[derive(Debug)]
 pub(crate) struct Gradient<B: TrainBackend> {
@@ -89,12 +88,12 @@ impl<B: TrainBackend> GradientBuffer<B> {
         if is_f32 {
             module.visit(&mut taker);
         }
-        RefCell::new(taker.taken)
+        taker.taken
     }
 
     /// Puts the sums that no layer has taken back into the buffer.
     pub(crate) fn give_back(&mut self, sums: Sums<B>) {
-        for (id, sum) in sums.into_inner() {
+        for (id, sum) in sums {
             let gradient = Gradient { values: sum.inner().into_primitive().tensor(), is_piece: false };
             self.put(id, gradient);
         }

@@ -14,7 +14,7 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::recipe::ActivationCheckpointSection;
 use sieve_core::{Keeping, Recipe};
-use sieve_nn::{DecoderLayer, LastChoice, LayerContext, LayerOutput, Qwen3};
+use sieve_nn::{DecoderLayer, LastChoice, LayerContext, LayerOutput, PassState, Qwen3};
 use sieve_ops::{Documents, GemmPrecision, KernelPolicy, RotaryEmbedding, SumOrder, TrainBackend, seed_gradient};
 use std::ops::Range;
 
@@ -147,6 +147,7 @@ pub(crate) fn pass<B: TrainBackend>(
         reads_all: settings.reads_all,
         ..LayerContext::new(&batch.documents, rope)
     };
+    let mut state = PassState::default();
     before(model, Segment::Embedding, gradients)?;
     let embedded = model.embed_tokens.forward(batch.tokens.clone());
 
@@ -158,15 +159,15 @@ pub(crate) fn pass<B: TrainBackend>(
         let layer = &model.layers[layer_idx];
         context.precision = settings.precision(layer_idx);
         if settings.checkpointing.recomputes(layer_idx) {
-            blocks.push(Block::Input(stream.clone(), context.last_choice.kept()));
-            let output = without_graph(layer, stream, &context);
+            blocks.push(Block::Input(stream.clone(), state.last_choice.clone()));
+            let output = without_graph(layer, stream, &context, &mut state);
             expire.extend(output.expire.map(Tensor::from_inner));
             clamped_scores.extend(output.clamped_scores);
             indexers.extend(output.indexer);
             stream = output.x;
         } else {
             let input = Tensor::<B, 3>::from_inner(stream).require_grad();
-            let output = with_graph(layer, input.clone(), &context, gradients);
+            let output = with_graph(layer, input.clone(), &context, &mut state, gradients);
             expire.extend(output.expire);
             clamped_scores.extend(output.clamped_scores.map(Tensor::inner));
             indexers.extend(output.indexer);
@@ -199,10 +200,10 @@ pub(crate) fn pass<B: TrainBackend>(
         let (input, output) = match block {
             Block::Graph(input, output) => (input, output),
             Block::Input(input, last_choice) => {
-                context.last_choice = last_choice;
+                state.last_choice = last_choice;
                 let input = Tensor::<B, 3>::from_inner(input).require_grad();
                 context.precision = settings.precision(layer_idx);
-                let output = with_graph(layer, input.clone(), &context, gradients);
+                let output = with_graph(layer, input.clone(), &context, &mut state, gradients);
                 (input, output.x)
             }
         };
@@ -224,12 +225,13 @@ fn with_graph<B: TrainBackend>(
     layer: &DecoderLayer<B>,
     x: Tensor<B, 3>,
     context: &LayerContext<'_, B>,
+    state: &mut PassState<B>,
     gradients: &mut GradientBuffer<B>,
 ) -> LayerOutput<B> {
-    let sums = gradients.take_sums(layer);
-    let context = LayerContext { sums: Some(&sums), ..context.clone() };
-    let output = layer.forward(x, &context);
-    gradients.give_back(sums);
+    state.sums = gradients.take_sums(layer);
+    let no_caches = None;
+    let output = layer.forward(x, context, state, no_caches);
+    gradients.give_back(std::mem::take(&mut state.sums));
     output
 }
 
@@ -238,6 +240,7 @@ fn without_graph<B: TrainBackend>(
     layer: &DecoderLayer<B>,
     x: Tensor<B::InnerBackend, 3>,
     context: &LayerContext<'_, B>,
+    state: &mut PassState<B>,
 ) -> LayerOutput<B::InnerBackend> {
     let documents = Documents {
         start: context.documents.start.clone().inner(),
@@ -254,11 +257,12 @@ fn without_graph<B: TrainBackend>(
         parts: context.parts,
         measures_indexers: context.measures_indexers,
         reads_all: context.reads_all,
-        last_choice: context.last_choice.map(Tensor::inner),
         ..LayerContext::new(&documents, &rope)
     };
-    let output = layer.valid().forward(x, &inner);
+    let last_choice = std::mem::take(&mut state.last_choice).map(Tensor::inner);
+    let (mut inner_state, no_caches) = (PassState { last_choice, ..PassState::default() }, None);
+    let output = layer.valid().forward(x, &inner, &mut inner_state, no_caches);
     // Later layers may attend to the key blocks that this one chose.
-    context.last_choice.take_over(inner.last_choice.map(Tensor::from_inner));
+    state.last_choice = inner_state.last_choice.map(Tensor::from_inner);
     output
 }

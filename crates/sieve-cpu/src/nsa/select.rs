@@ -131,7 +131,7 @@ fn importance(
     let largest = |scores: &[f64]| scores.iter().fold(f64::NEG_INFINITY, |most, &x| x.max(most));
     let BlockChoice { blocks, rule, .. } = choice;
     if let ChoiceRule::MeanKey | ChoiceRule::LargestScore = rule {
-        // One pooled key per block, its mean (MoBA), or one per token (MSA). The own block is always chosen.
+        // One pooled key per block, its mean, or one per token. The own block is always chosen.
         let scores = scores(chooser);
         let of_block = scores.chunks_exact(blocks.select_block_size / blocks.compress_stride);
         return of_block.take(own).map(|scores| largest(scores) as f32).chain([0.0]).collect();

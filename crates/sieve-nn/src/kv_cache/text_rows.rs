@@ -38,6 +38,7 @@ impl<B: DeviceBackend> TextRows<B> {
             self.cache.layers = text.layers.iter().map(|layer| layer.rows(texts)).collect();
         }
         for (rows, text) in self.cache.layers.iter_mut().zip(&text.layers) {
+            let rows = rows.as_cache_mut().expect("a text fills every cache");
             rows.put(row, text, tokens);
         }
         self.lengths[row] = tokens;

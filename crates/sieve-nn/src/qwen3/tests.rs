@@ -1,6 +1,6 @@
 use super::Qwen3;
 use crate::testing::{Rows, assert_close, ids, input, kinds, shape, values};
-use crate::{Attention, DecoderLayer, LayerContext, SharedPrompts, WeightInit};
+use crate::{Attention, DecoderLayer, KindLayer, LayerContext, PassState, SharedPrompts, WeightInit};
 use burn::backend::Autodiff;
 use burn::module::Module;
 use burn::tensor::activation::log_softmax;
@@ -83,25 +83,25 @@ fn layers_that_share_a_choice_read_the_blocks_of_the_layer_before() {
         let model = Qwen3::<Flex>::new(&shape, 3, &Default::default());
         let rows = Rows::new(DIMS, &shape);
         let context = rows.context();
-        let mut chosen = None;
+        let (mut chosen, mut state) = (None, PassState::default());
         let mut x = model.embed_tokens.forward(ids(DIMS, 1));
         for (at, layer) in model.layers.iter().enumerate() {
             let Attention::Chosen(chosen_blocks) = &layer.self_attn else { panic!("a kind of chosen blocks") };
-            let normed = layer.input_layernorm.forward(x.clone());
+            let normed = || layer.input_layernorm.forward(x.clone());
             assert_eq!(chosen_blocks.indexer.is_some(), shape.of_layer(at).has_indexer());
             x = match at % 2 {
                 0 => {
-                    chosen = chosen_blocks.block_indices(normed, &context);
-                    layer.forward(x, &context).x
+                    chosen = chosen_blocks.block_indices(&normed, &context, &state);
+                    layer.forward(x, &context, &mut state, None).x
                 }
                 // A layer that shares a choice, computed with the choice of the layer before.
                 _ => {
                     let given = chosen.clone().expect("the layer before chose");
-                    let qkv = chosen_blocks.qkv.forward(normed, &context);
+                    let qkv = chosen_blocks.qkv.forward(normed(), &context);
                     let (spec, choice) = (chosen_blocks.spec(), chosen_blocks.choice());
                     let o = sieve_ops::chosen_attention(qkv, given, context.documents, spec, choice);
                     let x = chosen_blocks.o_proj.forward_add(o.flatten(2, 3), x);
-                    layer.feed_forward(x, &context)
+                    layer.feed_forward(x, &context, &mut state)
                 }
             };
         }
@@ -167,12 +167,15 @@ fn residual_scales_of_one_change_nothing_and_others_do() {
     let x = input::<Flex, 3>([2, 13, 24], 3);
     let layer =
         |shape: &ModelShape| DecoderLayer::<Flex>::new(shape, &mut WeightInit::new(1, 0.2), &Default::default());
-    let expected = values(layer(&plain).forward(x.clone(), &rows.context()).x);
+    let output = |layer: &DecoderLayer<Flex>| {
+        values(layer.forward(x.clone(), &rows.context(), &mut PassState::default(), None).x)
+    };
+    let expected = output(&layer(&plain));
     let mut ones = layer(&scaled);
-    let got = values(ones.forward(x.clone(), &rows.context()).x);
+    let got = output(&ones);
     assert_close("scales of one", &got, &expected, 0.0);
     ones.input_residual = ones.input_residual.map(|scale| scale.map(|scale| scale * 2.0));
-    let got = values(ones.forward(x, &rows.context()).x);
+    let got = output(&ones);
     assert!(got != expected);
 }
 

@@ -3,19 +3,13 @@
 use crate::workspace;
 use anyhow::Result;
 
-/// Where kinds may be named: their own files, the one place where a kind becomes a Burn layer, and the list below.
-const ROOMS: [&str; 4] = [
-    "crates/sieve-core/src/kinds",
-    "crates/sieve-nn/src/attention.rs",
-    "crates/sieve-nn/src/attention/",
-    "crates/xtask/src/tidy/kinds.rs",
-];
+/// Where kinds may be named: their own files, and the list below.
+const ROOMS: [&str; 3] = ["crates/sieve-core/src/kinds", "crates/sieve-nn/src/kinds", "crates/xtask/src/tidy/kinds.rs"];
 
 /// Files from before the rooms that name kinds, and how often at most. The numbers only fall.
-const BEFORE: [(&str, usize); 16] = [
+const BEFORE: [(&str, usize); 15] = [
     ("crates/sieve-bench/src/bench/scaling.rs", 5),
     ("crates/sieve-bench/src/build.rs", 2),
-    ("crates/sieve-bench/src/capture.rs", 1),
     ("crates/sieve-bench/src/latent.rs", 1),
     ("crates/sieve-bench/src/models.rs", 6),
     ("crates/sieve-bench/src/models/fp8.rs", 2),
@@ -34,17 +28,20 @@ const BEFORE: [(&str, usize); 16] = [
 /// The enums of kinds.
 const ENUMS: [&str; 2] = ["Attention", "AttentionKind"];
 
-/// The kinds: a variant of the enums, and the name in recipes.
-const KINDS: [(&str, &str); 8] = [
-    ("Mha", "mha"),
-    ("Swa", "swa"),
-    ("Mla", "mla"),
-    ("Nsa", "nsa"),
-    ("Dma", "dma"),
-    ("InfllmV2", "infllm_v2"),
-    ("Moba", "moba"),
-    ("Msa", "msa"),
-];
+/// The forms of layers of sieve-nn, variants of its enum of layers.
+const FORMS: [&str; 5] = ["Grouped", "Latent", "Branches", "Ranked", "Chosen"];
+
+/// The list of the kinds.
+const LIST: &str = include_str!("../../../sieve-core/src/kinds/list.rs");
+
+/// The kinds: a variant of the enums, and the name in recipes. A line of the list is `Variant(Shape) = "name",`.
+fn kinds() -> impl Iterator<Item = (&'static str, &'static str)> {
+    LIST.lines().filter_map(|line| {
+        let (variant, name) = line.trim().split_once(" = \"")?;
+        let variant = first_word(variant);
+        variant.starts_with(char::is_uppercase).then_some((variant, name.strip_suffix("\",")?))
+    })
+}
 
 /// Checks all sources of the crates but their tests.
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
@@ -74,7 +71,7 @@ fn mentions(text: &str) -> usize {
     let lines = code.lines().map(|line| line.split("//").next().unwrap_or_default());
     let code = lines.collect::<Vec<_>>().join("\n");
     let enums = names_of_enums(&code);
-    let is_variant = |word: &str| KINDS.iter().any(|(variant, _)| *variant == word);
+    let is_variant = |word: &str| FORMS.contains(&word) || kinds().any(|(variant, _)| variant == word);
     let variants = code.match_indices("::").map(|(at, _)| {
         let owner = last_word(&code[..at]);
         if !enums.contains(&owner) {
@@ -89,7 +86,7 @@ fn mentions(text: &str) -> usize {
             rest => usize::from(is_variant(first_word(rest))),
         }
     });
-    let texts = KINDS.iter().map(|(_, name)| code.matches(&format!("\"{name}\"")).count());
+    let texts = kinds().map(|(_, name)| code.matches(&format!("\"{name}\"")).count());
     variants.sum::<usize>() + texts.sum::<usize>()
 }
 
@@ -142,26 +139,36 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_list_of_kinds_is_read() {
+        let kinds: Vec<_> = kinds().collect();
+        assert_eq!(kinds[0], ("Mha", "mha"));
+        assert_eq!(kinds[kinds.len() - 1], ("Msa", "msa"));
+        // Each kind is a variant of the list and a file or a name in the dispatch.
+        assert_eq!(kinds.len(), LIST.lines().filter(|line| line.ends_with("\",")).count());
+    }
+
+    #[test]
     fn kinds_are_found_under_every_name() {
         for (code, count) in [
-            ("match attention { Attention::Moba(_) => 1, _ => 0 }", 1),
-            ("if matches!(kind, AttentionKind::Moba | AttentionKind::Msa) {}", 2),
+            ("match attention { Attention::Msa(_) => 1, _ => 0 }", 1),
+            ("if matches!(kind, AttentionKind::Nsa | AttentionKind::Msa) {}", 2),
             ("use sieve_core::Attention as Kind;\nif kind == Kind::Dma {}", 1),
             ("use sieve_core::{ModelShape, AttentionKind as K};\nif kind == K::Dma {}", 1),
             ("type A = sieve_core::Attention;\nif let A::Nsa(nsa) = attention {}", 1),
-            ("use sieve_core::recipe::AttentionKind::*;\nif kind == Moba {}", 1),
-            ("use AttentionKind::{Moba, Msa as M};", 2),
-            ("impl Attention { fn f(self) -> bool { matches!(self, Self::Moba(_)) } }", 1),
-            ("if recipe.attention.kind().name() == \"moba\" {}", 1),
-            ("match name { \"moba\" | \"msa\" => 1, _ => 0 }", 2),
+            ("use sieve_core::recipe::AttentionKind::*;\nif kind == Msa {}", 1),
+            ("use AttentionKind::{Nsa, Msa as M};", 2),
+            ("impl Attention { fn f(self) -> bool { matches!(self, Self::Msa(_)) } }", 1),
+            ("if recipe.attention.kind().name() == \"msa\" {}", 1),
+            ("match name { \"nsa\" | \"msa\" => 1, _ => 0 }", 2),
+            ("if let sieve_nn::Attention::Ranked(layer) = &layer.self_attn {}", 1),
             // Variants of other enums, and longer words.
             ("match part { CheckPart::Nsa => 1, Part::Dma => 2 }", 0),
-            ("impl Method { fn f(self) -> bool { matches!(self, Self::Moba(_)) } }", 0),
-            ("let x = Rule::MobaLike; let y = Attention::MobaLike;", 0),
-            ("let x = MyAttention::Moba;", 0),
-            ("let x = \"moba_like\";", 0),
-            ("// Attention::Moba\nlet x = MobaShape::published();", 0),
-            ("let x = 1;\n#[cfg(test)]\nmod tests {\n Attention::Moba\n}", 0),
+            ("impl Method { fn f(self) -> bool { matches!(self, Self::Msa(_)) } }", 0),
+            ("let x = Rule::MsaLike; let y = Attention::MsaLike;", 0),
+            ("let x = MyAttention::Msa;", 0),
+            ("let x = \"msa_like\";", 0),
+            ("// Attention::Msa\nlet x = MsaShape::published();", 0),
+            ("let x = 1;\n#[cfg(test)]\nmod tests {\n Attention::Msa\n}", 0),
         ] {
             assert_eq!(mentions(code), count, "{code}");
         }

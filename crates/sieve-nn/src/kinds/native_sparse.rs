@@ -1,17 +1,22 @@
 //! Native sparse attention (arXiv:2502.11089): the gated sum of a compressed, a selected and a window branch.
-use super::LayerContext;
-use super::block_mlp::BlockMlp;
-use super::weights::{by_key, with_values};
-use crate::kv_cache::BlockCache;
-use crate::{AttentionConfig, LayerCache, LayerCaches, Linear, QkvProjection, WeightInit};
+mod block_mlp;
+mod cache;
+
+pub use block_mlp::BlockMlp;
+pub use cache::BlockCache;
+
+use super::{Attention, BuildLayer, KindLayer, LayerCache};
+use crate::attention_weights::{by_key, with_values};
+use crate::layer::{LayerContext, LayerOutput, PassState, from_device, on_device};
+use crate::{AttentionConfig, LayerCaches, Linear, QkvProjection, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
+use sieve_core::ModelShape;
 use sieve_core::model::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};
-use sieve_core::{Attention, ModelShape};
 use sieve_ops::{
-    AttentionSpec, ContextParallel, DeviceBackend, Documents, Heads, KernelPolicy, NsaCall, SieveBackend,
-    TokenAttention, TokenBranches, TokenExtra,
+    AttentionSpec, ContextParallel, Documents, Heads, KernelPolicy, NsaCall, SieveBackend, TokenAttention,
+    TokenBranches, TokenExtra,
 };
 
 /// Initial bias of the gates (compressed, selected, window): training begins almost as window attention.
@@ -47,10 +52,10 @@ pub struct NativeSparseAttention<B: Backend> {
 
 /// The packed queries, keys and values of the three branches. Branches that share keys, values and rotation are clones.
 #[derive(Clone)]
-pub(crate) struct Branches<B: Backend> {
-    pub(crate) compressed: Tensor<B, 4>,
-    pub(crate) selected: Tensor<B, 4>,
-    pub(crate) window: Tensor<B, 4>,
+struct Branches<B: Backend> {
+    compressed: Tensor<B, 4>,
+    selected: Tensor<B, 4>,
+    window: Tensor<B, 4>,
 }
 
 impl<B: SieveBackend> Branches<B> {
@@ -61,6 +66,14 @@ impl<B: SieveBackend> Branches<B> {
             selected: with_values(&self.selected, values.clone(), num_kv_heads),
             window: with_values(&self.window, values, num_kv_heads),
         }
+    }
+}
+
+impl<B: SieveBackend> Branches<B> {
+    /// The same tensors without a graph.
+    fn on_device(self) -> Branches<B::Inner> {
+        let Self { compressed, selected, window } = self;
+        Branches { compressed: on_device(compressed), selected: on_device(selected), window: on_device(window) }
     }
 }
 
@@ -75,10 +88,16 @@ impl<B: Backend> Branches<B> {
     }
 }
 
+impl BuildLayer for NsaShape {
+    fn build<B: Backend>(&self, shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Attention<B> {
+        Attention::Branches(NativeSparseAttention::new(shape, *self, init, device))
+    }
+}
+
 impl AttentionConfig {
     /// Native sparse attention. Panics when [`validate`](Self::validate) fails or a block size is not valid.
     pub fn native_sparse<B: Backend>(&self, nsa: NsaShape, device: &B::Device) -> NativeSparseAttention<B> {
-        let shape = self.shape(Attention::Nsa(nsa));
+        let shape = self.shape(sieve_core::Attention::Nsa(nsa));
         NativeSparseAttention::new(&shape, nsa, &mut self.weights(), device)
     }
 }
@@ -122,8 +141,8 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         NsaCall::new(documents.bounds(), spec.of_packed_heads(packed.dims()[2]), self.nsa.blocks())
     }
 
-    /// The gated sum after the output projection, shape of x, `[batch, seq_len, d_model]`.
-    pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+    /// The gated sum after the output projection, shape of x, `[batch, seq_len, d_model]`, without a cache.
+    fn forward_of_rows(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let branches = self.branches(x.clone(), context);
         if let Some(parts) = context.parts {
             return self.forward_of_part(x, branches, parts, context.policy);
@@ -139,8 +158,9 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         self.gate(x, o)
     }
 
-    /// As [`forward`](Self::forward) with context parallelism: this rank attends over whole rows with its share of the
-    /// KV heads and their queries. Blocks are compressed and chosen per KV head, so nothing else is exchanged.
+    /// As [`forward_of_rows`](Self::forward_of_rows) with context parallelism: this rank attends over whole rows with
+    /// its share of the KV heads and their queries. Blocks are compressed and chosen per KV head, so nothing else is
+    /// exchanged.
     fn forward_of_part(
         &self,
         x: Tensor<B, 3>,
@@ -172,36 +192,29 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         self.o_proj.forward(o.flatten(2, 3))
     }
 
-    /// The blocks whose tokens each query reads in the selected branch,
-    /// `[batch, seq_len, num_kv_heads, num_selected_blocks]`: ascending, then -1, counted from the first token of the
-    /// document. [`forward`](Self::forward) chooses the same blocks.
-    pub fn block_indices(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 4, Int> {
-        let compressed = self.branches(x, context).compressed;
-        let pooled = self.compress(compressed.clone(), context.documents);
-        let call = self.call(&compressed, context.documents, context.policy);
-        sieve_ops::nsa_compressed_attention(compressed, pooled, &call).block_indices
-    }
-
     /// The output of new tokens without the residual; reads and extends the caches.
-    pub fn forward_cached(
+    fn forward_of_new(
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        caches: &mut LayerCaches<'_, B>,
-    ) -> Tensor<B, 3>
-    where
-        B: DeviceBackend,
-    {
+        caches: &mut LayerCaches<'_, B::Inner>,
+    ) -> Tensor<B, 3> {
         let (spec, blocks) = (self.spec(), self.nsa.blocks());
         let branches = self.branches(x.clone(), context);
         if let Some(cache) = caches.empty() {
             let compressed = self.compress(branches.compressed.clone(), context.documents);
-            let of_prompt = BlockCache::of_prompt(&branches, compressed.clone(), spec, blocks);
+            let of_prompt = branches.clone().on_device();
+            let of_prompt = BlockCache::of_prompt(&of_prompt, on_device(compressed.clone()), spec, blocks);
             *cache = LayerCache::Blocks(of_prompt);
             let o = self.attend(branches, compressed, context.documents, context.policy);
             return self.gate(x, o);
         }
-        let compress = |tail, documents: &Documents<B>| self.compress(tail, documents);
+        let branches = branches.on_device();
+        let compress = |block: Tensor<B::Inner, 4>| {
+            let [batch, size, _, _] = block.dims();
+            let documents = Documents::whole_rows([batch, size], &block.device());
+            on_device(self.compress(from_device(block), &documents))
+        };
         let mut parts = [const { Vec::new() }; NUM_NSA_BRANCHES];
         caches.each(x.dims()[0], |cached| {
             let LayerCache::Blocks(cache) = cached.cache else {
@@ -217,54 +230,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             let o = tokens.map(|o| Tensor::cat(o, 1));
             parts.iter_mut().zip(o).for_each(|(parts, o)| parts.push(o));
         });
-        self.gate(x, parts.map(|parts| Tensor::cat(parts, 0)))
-    }
-
-    /// The layer's weights and sizes for [`sieve_ops::token_step`].
-    pub(super) fn for_token_step(&self) -> TokenAttention<B> {
-        let weights = |mlp: &BlockMlp<B>| {
-            let (up, down) = (mlp.up_proj.weight.val(), mlp.down_proj.weight.val());
-            [mlp.positions.val(), up, down]
-        };
-        let mlp = self.k_compress.as_ref().zip(self.v_compress.as_ref());
-        let weight = |proj: &Option<Linear<B>>| proj.as_ref().map(|proj| proj.weight.val());
-        let branches = TokenBranches {
-            compress_kv: weight(&self.compress_kv_proj),
-            select_kv: weight(&self.select_kv_proj),
-            mlp: mlp.map(|(k, v)| [weights(k), weights(v)]),
-            gate: self.gate_proj.weight.val(),
-            gate_bias: self.gate_bias.val(),
-        };
-        TokenAttention { extra: TokenExtra::Branches(branches), ..self.qkv.for_token_step(&self.o_proj, self.spec()) }
-    }
-
-    /// The weight of each key for each query of one document, `[num_heads, seq_len, seq_len]`.
-    pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        let branches = self.branches(x.clone(), context);
-        let compressed = self.compress(branches.compressed.clone(), context.documents);
-        let (kv_heads, blocks) = (self.spec().num_kv_heads, self.nsa.blocks());
-        let [_, rows, head_dim] = compressed.dims();
-        let keys = compressed.narrow(0, 0, 1);
-        by_key(&branches.window, |one_hot| {
-            let [_, seq_len, _] = one_hot.dims();
-            // The value of a compressed block is the mean of its tokens' values. Slots after the last block are not
-            // read.
-            let starts = (0..rows / kv_heads).map(|slot| slot * blocks.compress_stride);
-            let means: Vec<Tensor<B, 3>> = starts
-                .map(|start| {
-                    let size = blocks.compress_block_size.min(seq_len.saturating_sub(start));
-                    match size {
-                        0 => Tensor::zeros([1, 1, head_dim], (&one_hot.device(), one_hot.dtype())),
-                        _ => one_hot.clone().narrow(1, start, size).sum_dim(1) / blocks.compress_block_size as f64,
-                    }
-                })
-                .collect();
-            let means = Tensor::cat(means, 1).unsqueeze_dim::<4>(2).repeat_dim(2, kv_heads);
-            let values = means.reshape([1, rows, head_dim]);
-            let compressed = Tensor::cat(vec![keys.clone(), values], 0);
-            let branches = branches.with_values(one_hot, kv_heads);
-            self.gated(x.clone(), self.attend(branches, compressed, context.documents, context.policy))
-        })
+        self.gate(x, parts.map(|parts| from_device(Tensor::cat(parts, 0))))
     }
 
     /// The outputs of the compressed, selected and window branch.
@@ -346,5 +312,81 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         let [_, rows, width] = inputs.dims();
         let part = |which| inputs.clone().narrow(0, which, 1).reshape([rows, width]);
         Tensor::stack(vec![k.forward(part(0)), v.forward(part(1))], 0)
+    }
+}
+
+impl<B: SieveBackend> KindLayer<B> for NativeSparseAttention<B> {
+    fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        residual: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        _state: &mut PassState<B>,
+        caches: Option<&mut LayerCaches<'_, B::Inner>>,
+    ) -> LayerOutput<B> {
+        let y = match caches {
+            None => self.forward_of_rows(x, context),
+            Some(caches) => self.forward_of_new(x, context, caches),
+        };
+        LayerOutput::of(residual + y)
+    }
+
+    // The blocks whose tokens each query reads in the selected branch, counted from the first token of the document.
+    fn block_indices(
+        &self,
+        x: &dyn Fn() -> Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        _state: &PassState<B>,
+    ) -> Option<Tensor<B, 4, Int>> {
+        let compressed = self.branches(x(), context).compressed;
+        let pooled = self.compress(compressed.clone(), context.documents);
+        let call = self.call(&compressed, context.documents, context.policy);
+        Some(sieve_ops::nsa_compressed_attention(compressed, pooled, &call).block_indices)
+    }
+
+    fn for_token_step(&self) -> Option<TokenAttention<B>> {
+        let weights = |mlp: &BlockMlp<B>| {
+            let (up, down) = (mlp.up_proj.weight.val(), mlp.down_proj.weight.val());
+            [mlp.positions.val(), up, down]
+        };
+        let mlp = self.k_compress.as_ref().zip(self.v_compress.as_ref());
+        let weight = |proj: &Option<Linear<B>>| proj.as_ref().map(|proj| proj.weight.val());
+        let branches = TokenBranches {
+            compress_kv: weight(&self.compress_kv_proj),
+            select_kv: weight(&self.select_kv_proj),
+            mlp: mlp.map(|(k, v)| [weights(k), weights(v)]),
+            gate: self.gate_proj.weight.val(),
+            gate_bias: self.gate_bias.val(),
+        };
+        let extra = TokenExtra::Branches(branches);
+        Some(TokenAttention { extra, ..self.qkv.for_token_step(&self.o_proj, self.spec()) })
+    }
+
+    fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>, _state: &PassState<B>) -> Tensor<B, 3> {
+        let branches = self.branches(x.clone(), context);
+        let compressed = self.compress(branches.compressed.clone(), context.documents);
+        let (kv_heads, blocks) = (self.spec().num_kv_heads, self.nsa.blocks());
+        let [_, rows, head_dim] = compressed.dims();
+        let keys = compressed.narrow(0, 0, 1);
+        by_key(&branches.window, |one_hot| {
+            let [_, seq_len, _] = one_hot.dims();
+            // The value of a compressed block is the mean of its tokens' values. Slots after the last block are not
+            // read.
+            let starts = (0..rows / kv_heads).map(|slot| slot * blocks.compress_stride);
+            let means: Vec<Tensor<B, 3>> = starts
+                .map(|start| {
+                    let size = blocks.compress_block_size.min(seq_len.saturating_sub(start));
+                    match size {
+                        0 => Tensor::zeros([1, 1, head_dim], (&one_hot.device(), one_hot.dtype())),
+                        _ => one_hot.clone().narrow(1, start, size).sum_dim(1) / blocks.compress_block_size as f64,
+                    }
+                })
+                .collect();
+            let means = Tensor::cat(means, 1).unsqueeze_dim::<4>(2).repeat_dim(2, kv_heads);
+            let values = means.reshape([1, rows, head_dim]);
+            let compressed = Tensor::cat(vec![keys.clone(), values], 0);
+            let branches = branches.with_values(one_hot, kv_heads);
+            self.gated(x.clone(), self.attend(branches, compressed, context.documents, context.policy))
+        })
     }
 }

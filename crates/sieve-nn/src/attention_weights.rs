@@ -3,26 +3,12 @@
 //! The output of attention is linear in the values. If key c has a value that is one-hot in column c, column c of the
 //! output is the weight of key c. One call gives the weights of `head_dim` keys. This works for every kind of
 //! attention, with the kernels that trained the model.
-use super::{Attention, LayerContext};
-use crate::QkvProjection;
+use crate::{LayerContext, QkvProjection};
 use burn::tensor::{Tensor, TensorData};
 use sieve_ops::{AttentionSpec, SieveBackend};
 
-impl<B: SieveBackend> Attention<B> {
-    /// As [`weights`](Self::weights), but the weights of dense attention with the same queries and keys and without
-    /// DMA's bias. `None` except for kinds that choose keys under one softmax: DMA and [`Attention::Chosen`].
-    pub fn dense_weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Option<Tensor<B, 3>> {
-        let (qkv, spec) = match self {
-            Self::Chosen(layer) => (&layer.qkv, layer.spec()),
-            Self::Dma(layer) => (&layer.qkv, layer.spec()),
-            Self::Grouped(_) | Self::Mla(_) | Self::Nsa(_) => return None,
-        };
-        Some(dense(qkv, spec, x, context))
-    }
-}
-
 /// Weights of dense or sliding-window attention with the queries and keys of `qkv`.
-pub(super) fn dense<B: SieveBackend>(
+pub(crate) fn dense<B: SieveBackend>(
     qkv: &QkvProjection<B>,
     spec: AttentionSpec,
     x: Tensor<B, 3>,
@@ -33,7 +19,7 @@ pub(super) fn dense<B: SieveBackend>(
 }
 
 /// The packed tensor with `values`, `[1, seq_len, head_dim]`, in place of every KV head's values.
-pub(super) fn with_values<B: SieveBackend>(
+pub(crate) fn with_values<B: SieveBackend>(
     qkv: &Tensor<B, 4>,
     values: Tensor<B, 3>,
     num_kv_heads: usize,
@@ -46,7 +32,7 @@ pub(super) fn with_values<B: SieveBackend>(
 /// Calls `attend` with one-hot values of `head_dim` keys at a time, `[1, seq_len, head_dim]`, and concatenates its
 /// outputs, `[1, seq_len, num_heads, head_dim]`, to the weights `[num_heads, seq_len, seq_len]`. `like`, `[1, seq_len,
 /// _, head_dim]`, gives sizes, device and dtype.
-pub(super) fn by_key<B: SieveBackend>(
+pub(crate) fn by_key<B: SieveBackend>(
     like: &Tensor<B, 4>,
     attend: impl Fn(Tensor<B, 3>) -> Tensor<B, 4>,
 ) -> Tensor<B, 3> {
@@ -68,7 +54,7 @@ pub(super) fn by_key<B: SieveBackend>(
 #[cfg(test)]
 mod tests {
     use crate::testing::{Rows, assert_close, input, kinds, msa_in_warmup, nsa, shape, values};
-    use crate::{Attention, WeightInit};
+    use crate::{Attention, PassState, WeightInit};
     use burn::tensor::Tensor;
     use burn_flex::Flex;
     use sieve_core::model::NsaCompression;
@@ -93,7 +79,8 @@ mod tests {
             let x = input::<Flex, 3>([1, 29, 24], 5);
             let mut init = WeightInit::new(1, 0.2);
             let layer = Attention::<Flex>::new(&shape, &mut init, &Default::default());
-            let weights = layer.weights(x.clone(), &context);
+            let layer_of = layer.as_layer();
+            let weights = layer_of.weights(x.clone(), &context, &PassState::default());
             assert_eq!(weights.dims(), [shape.num_heads, 29, 29], "{attention:?}");
             let kv_heads = shape.num_kv_heads;
             let v = |qkv: Tensor<Flex, 4>| {
@@ -102,21 +89,21 @@ mod tests {
             };
             let (v, o_proj) = match &layer {
                 Attention::Grouped(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
-                Attention::Dma(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
-                Attention::Mla(layer) => {
+                Attention::Ranked(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
+                Attention::Latent(layer) => {
                     let packed = layer.packed_of(x.clone(), &context);
                     let spec = layer.spec();
                     let (width, values) = (packed.dims()[2], spec.num_heads * spec.head_dim);
                     let v = packed.narrow(2, width - values, values);
                     (v.reshape([29, spec.num_heads, spec.head_dim]), &layer.o_proj)
                 }
-                Attention::Nsa(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
+                Attention::Branches(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
                 Attention::Chosen(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
             };
             let o = weights.matmul(v.swap_dims(0, 1)).swap_dims(0, 1);
             let [seq_len, heads, head_dim] = o.dims();
             let y = o_proj.forward(o.reshape([1, seq_len, heads * head_dim]));
-            let expected = layer.forward(x.clone(), x.zeros_like(), &context).x;
+            let expected = layer_of.forward(x.clone(), x.zeros_like(), &context, &mut PassState::default(), None).x;
             assert_close(&format!("{attention:?}"), &values(y), &values(expected), 1e-5);
         }
     }
@@ -129,7 +116,8 @@ mod tests {
             let rows = Rows::new([1, 21], &shape);
             let mut init = WeightInit::new(1, 0.2);
             let layer = Attention::<Flex>::new(&shape, &mut init, &Default::default());
-            let weights = layer.weights(input::<Flex, 3>([1, 21, 24], 5), &rows.context());
+            let x = input::<Flex, 3>([1, 21, 24], 5);
+            let weights = layer.as_layer().weights(x, &rows.context(), &PassState::default());
             for row in values(weights).chunks(21).enumerate() {
                 let (query, row) = (row.0 % 21, row.1);
                 let sum: f64 = row.iter().sum();

@@ -78,12 +78,12 @@ impl AttentionConfig {
         RotaryEmbedding::new(self.head_dim, max_positions, self.rope_theta, device)
     }
 
-    pub(super) fn weights(&self) -> WeightInit {
+    pub(crate) fn weights(&self) -> WeightInit {
         WeightInit::new(self.seed, self.initializer_range)
     }
 
     /// The shape of a model with this layer's sizes. Fields that attention layers do not read are 0 or empty.
-    pub(super) fn shape(&self, attention: Attention) -> ModelShape {
+    pub(crate) fn shape(&self, attention: Attention) -> ModelShape {
         if let Err(error) = self.validate() {
             panic!("{error}");
         }

@@ -1,15 +1,15 @@
-//! Multi-head latent attention (arXiv:2405.04434, section 2.1), without query compression.
-use super::LayerContext;
-use super::weights::by_key;
-use crate::kv_cache::{LatentCache, NewLatents};
+//! Multi-head latent attention (arXiv:2405.04434, section 2.1), without query compression, and its cache of latents.
+use super::{Attention, BuildLayer, KindCache, KindLayer, LayerCache, OTHER_CACHE};
+use crate::attention_weights::by_key;
+use crate::layer::{LayerContext, LayerOutput, PassState, from_device, on_device};
 use crate::{AttentionConfig, LayerCaches, Linear, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use sieve_core::{Attention, MlaShape, ModelShape};
+use sieve_core::{MlaShape, ModelShape};
 use sieve_ops::{
-    AttentionSpec, ContextParallel, DeviceBackend, Heads, KernelPolicy, MlaSpec, QkNorm, RotaryEmbedding, SieveBackend,
-    TokenAttention, TokenExtra, mla_decode,
+    AttentionSpec, ContextParallel, Heads, KernelPolicy, MlaSpec, QkNorm, RotaryEmbedding, RowsOf, SieveBackend,
+    TokenAttention, TokenBuffer, TokenCache, TokenExtra, mla_decode,
 };
 
 /// Dense attention that computes keys and values from a latent of `kv_lora_rank` values per token, and from one rotated
@@ -37,11 +37,17 @@ pub struct LatentAttention<B: Backend> {
     rope_dim: usize,
 }
 
+impl BuildLayer for MlaShape {
+    fn build<B: Backend>(&self, shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Attention<B> {
+        Attention::Latent(LatentAttention::new(shape, *self, init, device))
+    }
+}
+
 impl AttentionConfig {
     /// Latent attention, which needs the rotary tables of [`latent_rope`](Self::latent_rope). Panics when
     /// [`validate`](Self::validate) fails.
     pub fn latent<B: Backend>(&self, mla: MlaShape, device: &B::Device) -> LatentAttention<B> {
-        let shape = self.shape(Attention::Mla(mla));
+        let shape = self.shape(sieve_core::Attention::Mla(mla));
         LatentAttention::new(&shape, mla, &mut self.weights(), device)
     }
 
@@ -79,7 +85,7 @@ impl<B: Backend> LatentAttention<B> {
         }
     }
 
-    pub(super) fn spec(&self) -> MlaSpec {
+    pub(crate) fn spec(&self) -> MlaSpec {
         MlaSpec {
             num_heads: self.num_heads,
             head_dim: self.head_dim,
@@ -91,9 +97,8 @@ impl<B: Backend> LatentAttention<B> {
 }
 
 impl<B: SieveBackend> LatentAttention<B> {
-    /// The attention's output after the output projection, shape of x, `[batch, seq_len, d_model]`. The context's
-    /// rotary tables must be `qk_rope_head_dim` wide.
-    pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+    /// The attention's output after the output projection, shape of x, `[batch, seq_len, d_model]`, without a cache.
+    fn forward_of_rows(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let spec = MlaSpec { policy: context.policy, ..self.spec() };
         if let Some(parts) = context.parts {
             return self.forward_of_part(x, context, parts, spec);
@@ -104,8 +109,8 @@ impl<B: SieveBackend> LatentAttention<B> {
         self.o_proj.forward(o.flatten(2, 3))
     }
 
-    /// As [`forward`](Self::forward) with context parallelism: this rank receives the latents of whole rows, computes
-    /// the keys and values of its own heads from them, and attends with these heads.
+    /// As [`forward_of_rows`](Self::forward_of_rows) with context parallelism: this rank receives the latents of
+    /// whole rows, computes the keys and values of its own heads from them, and attends with these heads.
     fn forward_of_part(
         &self,
         x: Tensor<B, 3>,
@@ -136,7 +141,7 @@ impl<B: SieveBackend> LatentAttention<B> {
     }
 
     /// Queries, keys and values of x, packed by [`sieve_ops::mla_pack`].
-    pub(super) fn packed_of(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+    pub(crate) fn packed_of(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let (latent, k_rope) = self.latent(x.clone());
         self.packed(x, self.kv_b_proj.forward(latent), k_rope, context).0
     }
@@ -147,15 +152,12 @@ impl<B: SieveBackend> LatentAttention<B> {
     /// Tokens after the prompt attend to the latents instead of keys and values: queries are multiplied by the weight
     /// of the keys' norm and by W_UK, the attention's outputs by W_UV. A query head is then `kv_lora_rank +
     /// qk_rope_head_dim` wide.
-    pub fn forward_cached(
+    fn forward_of_new(
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        caches: &mut LayerCaches<'_, B>,
-    ) -> Tensor<B, 3>
-    where
-        B: DeviceBackend,
-    {
+        caches: &mut LayerCaches<'_, B::Inner>,
+    ) -> Tensor<B, 3> {
         let [batch, new, _d_model] = x.dims();
         let (latent, k_rope) = self.latent(x.clone());
         if let Some(cache) = caches.empty() {
@@ -191,38 +193,6 @@ impl<B: SieveBackend> LatentAttention<B> {
         (self.kv_a_norm.forward(latent), k_rope)
     }
 
-    /// The layer's weights and sizes for [`sieve_ops::token_step`].
-    pub(super) fn for_token_step(&self) -> TokenAttention<B> {
-        TokenAttention {
-            qkv: self.q_proj.weight.val(),
-            qkv_bias: None,
-            qk_norm: self.qk_norm(),
-            dma: None,
-            extra: TokenExtra::Latent {
-                down: self.kv_a_proj.weight.val(),
-                norm: self.kv_a_norm.weight.val(),
-                up: self.kv_b_proj.weight.val(),
-                rope_dim: self.rope_dim,
-            },
-            o: self.o_proj.weight.val(),
-            spec: AttentionSpec::dense([self.num_heads; 2], self.spec().key_dim()),
-        }
-    }
-
-    /// The weight of each key for each query of one document, `[num_heads, seq_len, seq_len]`.
-    pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        let (packed, spec) = (self.packed_of(x, context), self.spec());
-        let [_, seq_len, width] = packed.dims();
-        let v_width = spec.num_heads * spec.head_dim;
-        let q_and_k = packed.narrow(2, 0, width - v_width);
-        let like = Tensor::<B, 4>::zeros([1, seq_len, 1, spec.head_dim], (&q_and_k.device(), q_and_k.dtype()));
-        by_key(&like, |one_hot| {
-            let v = one_hot.unsqueeze_dim::<4>(2).repeat_dim(2, spec.num_heads);
-            let v = v.reshape([1, seq_len, v_width]);
-            sieve_ops::mla_attention(Tensor::cat(vec![q_and_k.clone(), v], 2), context.documents, spec)
-        })
-    }
-
     /// The norms of queries and keys; `None` if the layer has none.
     fn qk_norm(&self) -> Option<QkNorm<B>> {
         Some(RmsNorm::qk_norm(self.q_norm.as_ref()?, self.k_norm.as_ref()?))
@@ -243,7 +213,12 @@ impl<B: SieveBackend> LatentAttention<B> {
     }
 
     /// The cache's entries of new tokens, from the results of [`packed`](Self::packed).
-    fn cached(&self, latent: Tensor<B, 3>, packed: &Tensor<B, 3>, keys: Option<[Tensor<B, 3>; 2]>) -> NewLatents<B> {
+    fn cached(
+        &self,
+        latent: Tensor<B, 3>,
+        packed: &Tensor<B, 3>,
+        keys: Option<[Tensor<B, 3>; 2]>,
+    ) -> NewLatents<B::Inner> {
         let (k_rope, key_scale) = match keys {
             Some([k_rope, key_scale]) => (k_rope, Some(key_scale)),
             // All heads have the same rotated key. In the first key head it follows the columns without rotation.
@@ -253,14 +228,11 @@ impl<B: SieveBackend> LatentAttention<B> {
                 (k_rope, None)
             }
         };
-        NewLatents { latents: Tensor::cat(vec![latent, k_rope], 2), key_scale }
+        NewLatents { latents: on_device(Tensor::cat(vec![latent, k_rope], 2)), key_scale: key_scale.map(on_device) }
     }
 
     /// Attention of new tokens to the cached latents, `[batch, new, num_heads, head_dim]`.
-    fn attend_to_latents(&self, packed: Tensor<B, 3>, cache: &LatentCache<B>) -> Tensor<B, 4>
-    where
-        B: DeviceBackend,
-    {
+    fn attend_to_latents(&self, packed: Tensor<B, 3>, cache: &LatentCache<B::Inner>) -> Tensor<B, 4> {
         let (heads, d, rank) = (self.num_heads, self.head_dim, self.kv_lora_rank);
         let [batch, new, _] = packed.dims();
         let key_dim = self.spec().key_dim();
@@ -276,9 +248,147 @@ impl<B: SieveBackend> LatentAttention<B> {
         let q = Tensor::cat(vec![q_c.swap_dims(0, 1), q.narrow(2, d, self.rope_dim)], 2);
         let q = q.reshape([batch, new, heads, rank + self.rope_dim]);
         let (latents, key_scale) = cache.tokens();
-        let o = mla_decode(q, latents, key_scale, rank, self.spec().softmax_scale);
-        let o = o.reshape([batch * new, heads, rank]).swap_dims(0, 1);
+        let o = mla_decode(on_device(q), latents, key_scale, rank, self.spec().softmax_scale);
+        let o = from_device::<B, 4>(o).reshape([batch * new, heads, rank]).swap_dims(0, 1);
         let o = o.matmul(w_uv.swap_dims(1, 2)).swap_dims(0, 1);
         o.reshape([batch, new, heads, d])
+    }
+}
+
+impl<B: SieveBackend> KindLayer<B> for LatentAttention<B> {
+    // The context's rotary tables must be `qk_rope_head_dim` wide.
+    fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        residual: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        _state: &mut PassState<B>,
+        caches: Option<&mut LayerCaches<'_, B::Inner>>,
+    ) -> LayerOutput<B> {
+        let y = match caches {
+            None => self.forward_of_rows(x, context),
+            Some(caches) => self.forward_of_new(x, context, caches),
+        };
+        LayerOutput::of(residual + y)
+    }
+
+    fn for_token_step(&self) -> Option<TokenAttention<B>> {
+        Some(TokenAttention {
+            qkv: self.q_proj.weight.val(),
+            qkv_bias: None,
+            qk_norm: self.qk_norm(),
+            dma: None,
+            extra: TokenExtra::Latent {
+                down: self.kv_a_proj.weight.val(),
+                norm: self.kv_a_norm.weight.val(),
+                up: self.kv_b_proj.weight.val(),
+                rope_dim: self.rope_dim,
+            },
+            o: self.o_proj.weight.val(),
+            spec: AttentionSpec::dense([self.num_heads; 2], self.spec().key_dim()),
+        })
+    }
+
+    fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>, _state: &PassState<B>) -> Tensor<B, 3> {
+        let (packed, spec) = (self.packed_of(x, context), self.spec());
+        let [_, seq_len, width] = packed.dims();
+        let v_width = spec.num_heads * spec.head_dim;
+        let q_and_k = packed.narrow(2, 0, width - v_width);
+        let like = Tensor::<B, 4>::zeros([1, seq_len, 1, spec.head_dim], (&q_and_k.device(), q_and_k.dtype()));
+        by_key(&like, |one_hot| {
+            let v = one_hot.unsqueeze_dim::<4>(2).repeat_dim(2, spec.num_heads);
+            let v = v.reshape([1, seq_len, v_width]);
+            sieve_ops::mla_attention(Tensor::cat(vec![q_and_k.clone(), v], 2), context.documents, spec)
+        })
+    }
+}
+
+/// New tokens' entries of MLA's cache.
+#[derive(Clone, Debug)]
+struct NewLatents<B: Backend> {
+    /// The normalised latent, then the rotated key, `[batch, new, kv_lora_rank + qk_rope_head_dim]`. Where keys are
+    /// normed, the key is multiplied by the norm's weight.
+    latents: Tensor<B, 3>,
+    /// 1 / rms of each head's key, `[batch, new, num_heads]`, f32; `None` where keys are not normed.
+    key_scale: Option<Tensor<B, 3>>,
+}
+
+impl<B: Backend> NewLatents<B> {
+    /// The entries of `rows` rows from `row` on.
+    fn rows(&self, row: usize, rows: usize) -> Self {
+        let of = |x: &Tensor<B, 3>| x.clone().narrow(0, row, rows);
+        Self { latents: of(&self.latents), key_scale: self.key_scale.as_ref().map(of) }
+    }
+}
+
+/// Latents and rotated keys of all tokens. The buffers can hold `room` tokens.
+#[derive(Clone, Debug)]
+pub struct LatentCache<B: Backend> {
+    /// Latent, then rotated key, `[batch, room, kv_lora_rank + qk_rope_head_dim]`.
+    latents: TokenBuffer<B, 3>,
+    /// 1 / rms of each head's key, f32 `[batch, room, num_heads]`; `None` where keys are not normed.
+    key_scale: Option<TokenBuffer<B, 3>>,
+}
+
+impl<B: Backend> LatentCache<B> {
+    /// A cache of the prompt's tokens.
+    fn new(new: NewLatents<B>) -> Self {
+        let (token_axis, room) = (1, None);
+        let buffer = |x| TokenBuffer::new(x, token_axis, room);
+        Self { latents: buffer(new.latents), key_scale: new.key_scale.map(buffer) }
+    }
+
+    /// Appends the entries of new tokens.
+    fn append(&mut self, new: NewLatents<B>) {
+        self.latents.append(new.latents);
+        if let (Some(old), Some(new)) = (&mut self.key_scale, new.key_scale) {
+            old.append(new);
+        }
+    }
+
+    /// Of all tokens: latents with rotated keys, `[batch, tokens, kv_lora_rank + qk_rope_head_dim]`, and, where keys
+    /// are normed, 1 / rms of each head's key.
+    fn tokens(&self) -> (Tensor<B, 3>, Option<Tensor<B, 3>>) {
+        (self.latents.tokens(), self.key_scale.as_ref().map(TokenBuffer::tokens))
+    }
+}
+
+impl<B: Backend> KindCache<B> for LatentCache<B> {
+    fn num_keys(&self) -> usize {
+        self.latents.len()
+    }
+
+    fn for_token_step(&mut self) -> Option<TokenCache<'_, B>> {
+        Some(TokenCache::Latents(&mut self.latents, self.key_scale.as_mut()))
+    }
+
+    fn count_token(&mut self) {
+        let buffers = std::iter::once(&mut self.latents).chain(&mut self.key_scale);
+        buffers.for_each(|buffer| buffer.count(1));
+    }
+
+    fn rows(&self, rows: RowsOf) -> LayerCache<B> {
+        let of = |buffer: &TokenBuffer<B, 3>| buffer.rows(rows, |tokens| [tokens; 2]);
+        LayerCache::Latent(Self { latents: of(&self.latents), key_scale: self.key_scale.as_ref().map(of) })
+    }
+
+    fn put(&mut self, row: usize, text: &LayerCache<B>, tokens: usize) {
+        let LayerCache::Latent(text) = text else { panic!("{OTHER_CACHE}") };
+        self.latents.put(row, &text.latents, tokens);
+        if let (Some(scales), Some(text)) = (&mut self.key_scale, &text.key_scale) {
+            scales.put(row, text, tokens);
+        }
+    }
+}
+
+impl<B: Backend> LayerCache<B> {
+    /// Adds new tokens to an MLA layer's cache, which may be empty, and returns it.
+    fn extend_latents(&mut self, new: NewLatents<B>) -> &LatentCache<B> {
+        match self {
+            Self::Latent(cache) => cache.append(new),
+            _ => *self = Self::Latent(LatentCache::new(new)),
+        }
+        let Self::Latent(cache) = self else { unreachable!("just filled") };
+        cache
     }
 }

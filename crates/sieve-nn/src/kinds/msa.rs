@@ -1,13 +1,25 @@
-//! The indexer of MSA (arXiv:2606.13392) and of QSA (Qwen3.8-Flash-Next): queries and one key head by which an
-//! attention layer chooses blocks.
-use super::LayerContext;
+//! MSA (arXiv:2606.13392): queries choose blocks by an indexer, which may score blocks as QSA (Qwen3.8-Flash-Next)
+//! does.
+use super::{Attention, BuildLayer, ChosenBlocksAttention};
+use crate::layer::LayerContext;
 use crate::{Linear, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
-use sieve_core::{ModelShape, NsaBlocks};
+use sieve_core::{ModelShape, MsaShape, NsaBlocks};
 use sieve_ops::{AttentionSpec, Documents, NsaCall, QkNorm, RotaryEmbedding, SieveBackend};
 
+impl BuildLayer for MsaShape {
+    fn build<B: Backend>(&self, shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Attention<B> {
+        let layer = ChosenBlocksAttention::new(shape, self.choice(), init, device);
+        // A layer that reads another layer's blocks has no indexer.
+        let indexer = shape.has_indexer().then(|| Indexer::new(shape, init, device));
+        Attention::Chosen(layer.with_indexer(indexer, self.index_loss_weight, self.index_warmup))
+    }
+}
+
+/// The indexer of MSA and of QSA: queries and one key head by which an attention layer chooses blocks.
+///
 /// One query head per KV head of the attention, and one key head; all are normed and rotated.
 #[derive(Module, Debug)]
 pub struct Indexer<B: Backend> {

@@ -1,6 +1,7 @@
 //! The cache of layers whose queries choose blocks: keys and values of every token, and the keys by which blocks are
 //! chosen, which are pooled keys or an indexer's keys.
-use crate::attention::chosen_blocks::Packed;
+use super::Packed;
+use crate::kinds::{KindCache, LayerCache, OTHER_CACHE};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, activation::softmax};
 use sieve_core::{BlockChoice, ChoiceRule};
@@ -36,44 +37,12 @@ fn at_least_f32<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
 
 impl<B: Backend> ChosenCache<B> {
     /// Number of tokens processed so far.
-    pub fn num_tokens(&self) -> usize {
+    pub(super) fn num_tokens(&self) -> usize {
         self.keys.len()
     }
 
-    /// A copy with the rows that `rows` names. `[tokens; 2]`: entries of a text of `tokens` tokens, and their room.
-    pub(super) fn rows(&self, rows: RowsOf) -> Self {
-        let num_pooled = |tokens| match self.choice.has_indexer() {
-            _ if !self.pools => 0,
-            true => tokens,
-            false => self.choice.blocks.num_compressed_blocks(tokens),
-        };
-        Self {
-            keys: self.keys.rows(rows, |tokens| [tokens; 2]),
-            pooled: self.pooled.rows(rows, |tokens| [num_pooled(tokens); 2]),
-            ..*self
-        }
-    }
-
-    /// Writes a text of `tokens` tokens into a row.
-    pub(super) fn put(&mut self, row: usize, text: &Self, tokens: usize) {
-        self.keys.put(row, &text.keys, tokens);
-        self.pooled.put(row, &text.pooled, text.pooled.len());
-    }
-
-    /// The cache as an operand of [`sieve_ops::token_step`].
-    pub(super) fn for_token_step(&mut self) -> TokenCache<'_, B> {
-        TokenCache::Chosen { keys: &mut self.keys, pooled: &mut self.pooled, choice: self.choice }
-    }
-
-    /// Counts the token that [`sieve_ops::token_step`] has written, and the pooled key that ends with it, if any.
-    pub(super) fn count_token(&mut self) {
-        self.keys.count_token();
-        let ended = self.choice.blocks.num_compressed_blocks(self.num_tokens());
-        self.pooled.count(ended - self.pooled.len());
-    }
-
     /// The cache after a prompt; without `pools` the layer reads the blocks that another layer chose.
-    pub(crate) fn of_prompt(packed: &Packed<B>, spec: AttentionSpec, choice: BlockChoice, pools: bool) -> Self {
+    pub(super) fn of_prompt(packed: &Packed<B>, spec: AttentionSpec, choice: BlockChoice, pools: bool) -> Self {
         let [batch, seq_len, _, d] = packed.qkv.dims();
         let [_, k, v] = split_heads(packed.qkv.clone(), spec.num_kv_heads);
         let room = match packed.index {
@@ -96,7 +65,7 @@ impl<B: Backend> ChosenCache<B> {
     }
 
     /// Packed rows of all cached tokens, whose queries are zeros, followed by the new tokens.
-    pub(crate) fn row(&self, packed: &Packed<B>) -> Packed<B> {
+    pub(super) fn row(&self, packed: &Packed<B>) -> Packed<B> {
         let index = packed.index.as_ref().map(|new| {
             let keys = self.pooled.tokens().swap_dims(1, 2);
             let [batch, _, heads, d] = new.dims();
@@ -109,7 +78,7 @@ impl<B: Backend> ChosenCache<B> {
     }
 
     /// Appends keys and values of new tokens.
-    pub(crate) fn append(&mut self, packed: &Packed<B>, spec: AttentionSpec) {
+    pub(super) fn append(&mut self, packed: &Packed<B>, spec: AttentionSpec) {
         let [_, k, v] = split_heads(packed.qkv.clone(), spec.num_kv_heads);
         self.keys.append(k, v);
         self.pool(packed);
@@ -135,7 +104,7 @@ impl<B: Backend> ChosenCache<B> {
 
     /// Means of a QSA indexer's keys over each complete block, `[batch, blocks, 1, head_dim]`, and the positions of the
     /// blocks' first tokens, `[batch, blocks]`; `None` without a complete block.
-    pub(crate) fn block_means(&self) -> Option<(Tensor<B, 4>, Tensor<B, 2, Int>)> {
+    pub(super) fn block_means(&self) -> Option<(Tensor<B, 4>, Tensor<B, 2, Int>)> {
         let size = self.choice.blocks.select_block_size;
         let blocks = self.pooled.len() / size;
         if blocks == 0 {
@@ -170,9 +139,45 @@ impl<B: Backend> ChosenCache<B> {
     }
 }
 
+impl<B: Backend> KindCache<B> for ChosenCache<B> {
+    fn num_keys(&self) -> usize {
+        self.num_tokens()
+    }
+
+    fn for_token_step(&mut self) -> Option<TokenCache<'_, B>> {
+        Some(TokenCache::Chosen { keys: &mut self.keys, pooled: &mut self.pooled, choice: self.choice })
+    }
+
+    // The token, and the pooled key that ends with it, if any.
+    fn count_token(&mut self) {
+        self.keys.count_token();
+        let ended = self.choice.blocks.num_compressed_blocks(self.num_tokens());
+        self.pooled.count(ended - self.pooled.len());
+    }
+
+    fn rows(&self, rows: RowsOf) -> LayerCache<B> {
+        let num_pooled = |tokens| match self.choice.has_indexer() {
+            _ if !self.pools => 0,
+            true => tokens,
+            false => self.choice.blocks.num_compressed_blocks(tokens),
+        };
+        LayerCache::Chosen(Self {
+            keys: self.keys.rows(rows, |tokens| [tokens; 2]),
+            pooled: self.pooled.rows(rows, |tokens| [num_pooled(tokens); 2]),
+            ..*self
+        })
+    }
+
+    fn put(&mut self, row: usize, text: &LayerCache<B>, tokens: usize) {
+        let LayerCache::Chosen(text) = text else { panic!("{OTHER_CACHE}") };
+        self.keys.put(row, &text.keys, tokens);
+        self.pooled.put(row, &text.pooled, text.pooled.len());
+    }
+}
+
 impl<B: DeviceBackend> ChosenCache<B> {
     /// Appends one token and returns its attention over all keys, `[batch, 1, num_heads, head_dim]`.
-    pub(crate) fn attend_to_all(
+    pub(super) fn attend_to_all(
         &mut self,
         packed: Packed<B>,
         spec: AttentionSpec,
@@ -188,7 +193,7 @@ impl<B: DeviceBackend> ChosenCache<B> {
     /// list per row and chooser. These blocks are `earlier` where another layer chose them. Otherwise the token chooses
     /// them by the pooled keys or, with a QSA indexer, by `block_keys`, the indexer's keys of the complete blocks
     /// before the token, `[batch, 1, blocks, head_dim]`.
-    pub(crate) fn attend(
+    pub(super) fn attend(
         &mut self,
         packed: Packed<B>,
         spec: AttentionSpec,
@@ -224,7 +229,7 @@ fn queries<B: Backend>(packed: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 3
 /// The blocks that the last of `num_tokens` tokens chooses by pooled keys, one list per row and chooser. Its queries
 /// `q` are `[batch, num_heads, head_dim]`. With [`ChoiceRule::SumOfHeads`] all heads choose together, and their list is
 /// repeated for each head of `q`. `pooled` is `None` before the first pooled key; all blocks then score 0.
-pub(super) fn chosen_blocks<B: Backend>(
+pub(in crate::kinds) fn chosen_blocks<B: Backend>(
     q: Tensor<B, 3>,
     pooled: Option<Tensor<B, 4>>,
     num_tokens: usize,
@@ -258,7 +263,7 @@ pub(super) fn chosen_blocks<B: Backend>(
 }
 
 /// Keys and values of the chosen blocks, with one KV head per chooser.
-pub(super) fn keys_of_blocks<B: Backend>(
+pub(in crate::kinds) fn keys_of_blocks<B: Backend>(
     keys: &KeyCache<B>,
     chosen: &[Vec<i32>],
     choice: BlockChoice,

@@ -1,15 +1,20 @@
-use super::{Attention, LayerContext};
+use super::{Attention, KindLayer, LayerContext, PassState};
 use crate::testing::{KEEP_WINDOW_SIZE, Rows, assert_close, input, kinds, msa_in_warmup, shape, values};
-use crate::{AttentionConfig, DecoderLayer, KvCache, LayerCache, WeightInit};
+use crate::{AttentionConfig, DecoderLayer, KvCache, LayerCache, LayerOutput, SlotCache, WeightInit};
 use burn::backend::Autodiff;
 use burn::tensor::Tensor;
 use burn_flex::Flex;
 use sieve_core::{DmaBias, DmaRecency, DmaShape};
-use sieve_ops::{Documents, Residual};
+use sieve_ops::{Documents, Residual, SieveBackend};
 
 fn layer<B: burn::tensor::backend::Backend>(attention: sieve_core::Attention) -> Attention<B> {
     let mut init = WeightInit::new(1, 0.2);
     Attention::new(&shape(attention), &mut init, &Default::default())
+}
+
+/// The layer's output for whole rows, without a residual.
+fn whole<B: SieveBackend>(layer: &Attention<B>, x: &Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
+    layer.as_layer().forward(x.clone(), x.zeros_like(), context, &mut PassState::default(), None)
 }
 
 /// Outputs of the layer for `x`, `[1 or 2, tokens, width]`, processed with a cache in parts of these lengths. After
@@ -30,7 +35,9 @@ fn cached(
             ..context.clone()
         };
         let tokens = x.clone().narrow(1, done, new);
-        got.push(layer.forward_cached(tokens, &context, &mut cache.layer(0)));
+        let (residual, mut state) = (tokens.zeros_like(), PassState::default());
+        let output = layer.as_layer().forward(tokens, residual, &context, &mut state, Some(&mut cache.layer(0)));
+        got.push(output.x);
         done += new;
         after(&cache.layers[0], done);
     }
@@ -43,7 +50,7 @@ fn every_kind_keeps_the_shape_and_dma_returns_its_mask() {
         for dims in [[2, 13], [1, 1]] {
             let rows = Rows::new(dims, &shape(attention));
             let x = input::<Flex, 3>([dims[0], dims[1], 24], 2);
-            let result = layer::<Flex>(attention).forward(x.clone(), x.zeros_like(), &rows.context());
+            let result = whole(&layer::<Flex>(attention), &x, &rows.context());
             assert_eq!(result.x.dims(), [dims[0], dims[1], 24]);
             let is_dma = matches!(attention, sieve_core::Attention::Dma(_));
             assert_eq!(result.expire.map(|expire| expire.dims()), is_dma.then_some([dims[0], 3, dims[1]]));
@@ -65,8 +72,9 @@ fn after_its_norm_a_layer_is_the_same_layer() {
                 Residual::None => x.zeros_like(),
             };
             let normed = layer.input_layernorm.forward(x.clone());
-            let apart = layer.self_attn.forward(normed, added, &rows.context());
-            let whole = layer.attention(x.clone(), residual, &rows.context());
+            let (attention_layer, state) = (layer.self_attn.as_layer(), &mut PassState::default());
+            let apart = attention_layer.forward(normed, added, &rows.context(), state, None);
+            let whole = layer.attention(x.clone(), residual, &rows.context(), state);
             let what = format!("{attention:?} {residual:?}");
             assert_close(&what, &values(whole.x), &values(apart.x), 1e-6);
             assert_eq!(whole.expire.is_some(), apart.expire.is_some());
@@ -79,7 +87,7 @@ fn dma_starts_as_the_sliding_window_of_the_same_weights() {
     let x = input::<Flex, 3>([2, 17, 24], 3);
     let [mha, swa, dma, ..] = kinds(0.0).map(|kind| {
         let rows = Rows::new([2, 17], &shape(kind));
-        values(layer::<Flex>(kind).forward(x.clone(), x.zeros_like(), &rows.context()).x)
+        values(whole(&layer::<Flex>(kind), &x, &rows.context()).x)
     });
     assert_close("dma at A = 0", &dma, &swa, 4e-6);
     // Up to the window's length dense attention sees the same keys; after it, others.
@@ -117,19 +125,19 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
             let len = parts.iter().sum();
             let rows = Rows::new([2, len], &shape(attention));
             let x = input::<Flex, 3>([2, len, 24], 6);
-            let all = layer.forward(x.clone(), x.zeros_like(), &rows.context()).x;
+            let all = whole(&layer, &x, &rows.context()).x;
             let what = format!("{attention:?} in parts of {parts:?}");
             let (got, _) = cached(&layer, &x, rows.context(), parts.iter().copied(), |cache, done| {
                 if parts[1..].iter().all(|&part| part == 1) {
                     assert_eq!(cache.num_keys(), done.min(most), "{what}");
                 }
-                let Attention::Dma(dma) = &layer else {
+                let Attention::Ranked(dma) = &layer else {
                     return;
                 };
                 let rows = Rows::new([2, done], &shape(attention));
                 let so_far = dma.qkv.forward(x.clone().narrow(1, 0, done), &rows.context());
-                let whole = dma.attend(so_far, rows.context().documents, dma.spec());
-                holds_what_is_seen(&what, cache, whole);
+                let of_rows = dma.attend(so_far, rows.context().documents, dma.spec());
+                holds_what_is_seen(&what, cache, of_rows);
             });
             assert_close(&what, &values(Tensor::cat(got, 1)), &values(all), 1e-5);
         }
@@ -138,7 +146,7 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
 
 /// Checks that the slots hold the keys that the mask shows to the last query, with exactly equal ranks.
 fn holds_what_is_seen(what: &str, cache: &LayerCache<Flex>, whole: sieve_ops::DmaAttention<Flex>) {
-    let LayerCache::Selected { cache, next_position } = cache else { panic!("no slots") };
+    let LayerCache::Selected(SlotCache { slots: cache, next_position }) = cache else { panic!("no slots") };
     let len = whole.rank.dims()[2];
     assert_eq!(*next_position, len);
     let slots = cache.len();
@@ -166,7 +174,7 @@ fn every_parameter_and_the_input_get_gradients() {
     let rows = Rows::<Ad>::new([2, 13], &shape(sieve_core::Attention::Mha));
     let x = input::<Ad, 3>([2, 13, 24], 6).require_grad();
     let layer = config.dynamic_mask::<Ad>(DmaShape::published(4), &Default::default());
-    let y = layer.forward(x.clone(), x.zeros_like(), &rows.context()).x;
+    let y = layer.forward(x.clone(), x.zeros_like(), &rows.context(), &mut PassState::default(), None).x;
     let gradients = (y * input([2, 13, 24], 7)).sum().backward();
     let matrix =
         |weight: &burn::module::Param<Tensor<Ad, 2>>| values(weight.val().grad(&gradients).expect("a parameter"));
@@ -202,12 +210,12 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
     };
     let attention = sieve_core::Attention::Dma(dma);
     let layer = layer::<Flex>(attention);
-    let Attention::Dma(inner) = &layer else { panic!("not DMA") };
+    let Attention::Ranked(inner) = &layer else { panic!("not DMA") };
     let rows = Rows::new([1, len], &shape(attention));
     let x = input::<Flex, 3>([1, len, 24], 4);
-    let all = layer.forward(x.clone(), x.zeros_like(), &rows.context());
+    let all = whole(&layer, &x, &rows.context());
     let qkv = inner.qkv.forward(x.clone(), &rows.context());
-    let whole = inner.attend(qkv, rows.context().documents, inner.spec());
+    let of_rows = inner.attend(qkv, rows.context().documents, inner.spec());
     // The prompt in two parts, then token by token.
     let parts = [len - new - 9000, 9000].into_iter().chain(vec![1; new]);
     let (got, cache) = cached(&layer, &x, rows.context(), parts, |_, _| ());
@@ -215,8 +223,8 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
     let got = values(Tensor::cat(got.into_iter().skip(1).map(last).collect(), 1));
     let last = all.x.narrow(1, len - new - 1, new + 1);
     assert_close("the last rows", &got, &values(last), 1e-5);
-    holds_what_is_seen("131072 tokens", &cache.layers[0], whole);
-    let LayerCache::Selected { cache, .. } = &cache.layers[0] else { panic!("no slots") };
+    holds_what_is_seen("131072 tokens", &cache.layers[0], of_rows);
+    let LayerCache::Selected(SlotCache { slots: cache, .. }) = &cache.layers[0] else { panic!("no slots") };
     let positions: Vec<i64> = cache.positions.tokens().into_data().iter().collect();
     for head in positions.chunks(64) {
         let first = *head.iter().min().expect("64 keys") as usize;

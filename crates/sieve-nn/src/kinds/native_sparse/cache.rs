@@ -1,18 +1,19 @@
 //! NSA's cache: keys and values of all tokens for the selected branch, of the last tokens for the window branch, of
 //! each compressed block, and of the tokens of the next, incomplete block.
-use super::chosen::{chosen_blocks, keys_of_blocks};
-use super::last;
-use crate::attention::native_sparse::Branches;
+use super::Branches;
+use crate::kinds::chosen_blocks::{chosen_blocks, keys_of_blocks};
+use crate::kinds::{KindCache, LayerCache, OTHER_CACHE};
+use crate::kv_cache::last;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::BlockChoice;
 use sieve_ops::{
-    AttentionSpec, DeviceBackend, Documents, KeyCache, NsaBlocks, RowsOf, TokenCache, attention_decode,
-    cached_attention, split_heads,
+    AttentionSpec, DeviceBackend, KeyCache, NsaBlocks, RowsOf, TokenCache, attention_decode, cached_attention,
+    split_heads,
 };
 
-/// Computes compressed keys and values, `[2, rows, head_dim]`, from packed tokens.
-type Compress<'a, B> = dyn Fn(Tensor<B, 4>, &Documents<B>) -> Tensor<B, 3> + 'a;
+/// Computes the compressed keys and values, `[2, rows, head_dim]`, of the packed tokens of one block of each row.
+type Compress<'a, B> = dyn Fn(Tensor<B, 4>) -> Tensor<B, 3> + 'a;
 
 /// Keys and values of NSA's three branches.
 #[derive(Clone, Debug)]
@@ -30,7 +31,7 @@ pub struct BlockCache<B: Backend> {
 
 impl<B: Backend> BlockCache<B> {
     /// Number of tokens processed so far.
-    pub fn num_tokens(&self) -> usize {
+    fn num_tokens(&self) -> usize {
         self.selected.len()
     }
 
@@ -39,45 +40,9 @@ impl<B: Backend> BlockCache<B> {
         self.compressed.len()
     }
 
-    /// A copy with the rows that `rows` names. `[tokens; 2]`: entries of a text of `tokens` tokens, and their room.
-    pub(super) fn rows(&self, rows: RowsOf) -> Self {
-        let of_tokens = |cache: &KeyCache<B>| cache.rows(rows, |tokens| [tokens; 2]);
-        let num_compressed = |tokens| [self.blocks.num_compressed_blocks(tokens); 2];
-        Self {
-            selected: of_tokens(&self.selected),
-            window: of_tokens(&self.window),
-            compressed: self.compressed.rows(rows, num_compressed),
-            tail: of_tokens(&self.tail),
-            blocks: self.blocks,
-        }
-    }
-
-    /// Writes a text of `tokens` tokens into a row.
-    pub(super) fn put(&mut self, row: usize, text: &Self, tokens: usize) {
-        self.selected.put(row, &text.selected, tokens);
-        self.window.put(row, &text.window, tokens);
-        self.compressed.put(row, &text.compressed, text.num_compressed());
-        self.tail.put(row, &text.tail, tokens);
-    }
-
-    /// The cache as an operand of [`sieve_ops::token_step`].
-    pub(super) fn for_token_step(&mut self) -> TokenCache<'_, B> {
-        let Self { selected, window, compressed, tail, blocks } = self;
-        TokenCache::Branches { compressed, selected, window, tail, blocks: *blocks }
-    }
-
-    /// Counts the token that [`sieve_ops::token_step`] has written, and the compressed block that ends with it, if any.
-    pub(super) fn count_token(&mut self) {
-        let caches = [&mut self.selected, &mut self.window, &mut self.tail];
-        caches.into_iter().for_each(KeyCache::count_token);
-        if self.blocks.num_compressed_blocks(self.num_tokens()) > self.num_compressed() {
-            self.compressed.count_token();
-        }
-    }
-
     /// The cache after a prompt. `compressed` are the prompt's compressed keys, then values,
     /// `[2, batch * num_slots * num_kv_heads, head_dim]`.
-    pub(crate) fn of_prompt(
+    pub(super) fn of_prompt(
         new: &Branches<B>,
         compressed: Tensor<B, 3>,
         spec: AttentionSpec,
@@ -106,6 +71,46 @@ impl<B: Backend> BlockCache<B> {
     }
 }
 
+impl<B: Backend> KindCache<B> for BlockCache<B> {
+    fn num_keys(&self) -> usize {
+        self.num_tokens()
+    }
+
+    fn for_token_step(&mut self) -> Option<TokenCache<'_, B>> {
+        let Self { selected, window, compressed, tail, blocks } = self;
+        Some(TokenCache::Branches { compressed, selected, window, tail, blocks: *blocks })
+    }
+
+    // The token, and the compressed block that ends with it, if any.
+    fn count_token(&mut self) {
+        let caches = [&mut self.selected, &mut self.window, &mut self.tail];
+        caches.into_iter().for_each(KeyCache::count_token);
+        if self.blocks.num_compressed_blocks(self.num_tokens()) > self.num_compressed() {
+            self.compressed.count_token();
+        }
+    }
+
+    fn rows(&self, rows: RowsOf) -> LayerCache<B> {
+        let of_tokens = |cache: &KeyCache<B>| cache.rows(rows, |tokens| [tokens; 2]);
+        let num_compressed = |tokens| [self.blocks.num_compressed_blocks(tokens); 2];
+        LayerCache::Blocks(Self {
+            selected: of_tokens(&self.selected),
+            window: of_tokens(&self.window),
+            compressed: self.compressed.rows(rows, num_compressed),
+            tail: of_tokens(&self.tail),
+            blocks: self.blocks,
+        })
+    }
+
+    fn put(&mut self, row: usize, text: &LayerCache<B>, tokens: usize) {
+        let LayerCache::Blocks(text) = text else { panic!("{OTHER_CACHE}") };
+        self.selected.put(row, &text.selected, tokens);
+        self.window.put(row, &text.window, tokens);
+        self.compressed.put(row, &text.compressed, text.num_compressed());
+        self.tail.put(row, &text.tail, tokens);
+    }
+}
+
 /// The first `count` compressed keys and values of each row, `[batch, count, num_kv_heads, head_dim]` each.
 fn first_blocks<B: Backend>(
     compressed: Tensor<B, 3>,
@@ -127,7 +132,7 @@ impl<B: DeviceBackend> BlockCache<B> {
     /// `[batch, 1, num_heads, head_dim]` each. `compress` computes the compressed key and value of a block.
     ///
     /// Panics on more than one token.
-    pub(crate) fn attend(
+    pub(super) fn attend(
         &mut self,
         new: &Branches<B>,
         spec: AttentionSpec,
@@ -143,8 +148,7 @@ impl<B: DeviceBackend> BlockCache<B> {
         let size = blocks.compress_block_size;
         // This token completes a compressed block, whose other size - 1 tokens are the last ones of `tail`.
         if blocks.num_compressed_blocks(self.num_tokens()) > self.num_compressed() {
-            let documents = Documents::whole_rows([batch, size], &q.device());
-            let pair = compress(self.tail.before(&new.compressed, size - 1), &documents);
+            let pair = compress(self.tail.before(&new.compressed, size - 1));
             let [k, v] = first_blocks(pair, batch, blocks.num_slots(size), 1, spec);
             self.compressed.append(k, v);
         }

@@ -1,0 +1,190 @@
+//! Causal attention with grouped queries, over all earlier keys or a sliding window, and its cache of recent keys.
+use super::{Attention, BuildLayer, KindCache, KindLayer, LayerCache, OTHER_CACHE};
+use crate::attention_weights;
+use crate::kv_cache::{CachedRows, last};
+use crate::layer::{LayerContext, LayerOutput, PassState, from_device, on_device};
+use crate::{AttentionConfig, LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
+use burn::module::Module;
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use sieve_core::ModelShape;
+use sieve_core::kinds::Dense;
+use sieve_ops::{
+    AttentionLayer, AttentionSpec, DeviceBackend, Documents, KeyCache, RowsOf, SelectorCache, SieveBackend,
+    TokenAttention, TokenCache, cached_attention, split_heads,
+};
+
+/// Grouped-query attention (arXiv:2305.13245): a query sees all earlier keys of its document, or the last
+/// `window_size`.
+#[derive(Module, Debug)]
+pub struct MultiHeadAttention<B: Backend> {
+    /// Packed projection to q, k and v, with q/k-norm and RoPE.
+    pub qkv: QkvProjection<B>,
+    /// Output projection, `[d_model, num_heads * head_dim]`.
+    pub o_proj: Linear<B>,
+    /// Number of last tokens that a query sees; `None`: all.
+    window_size: Option<usize>,
+}
+
+impl BuildLayer for Dense {
+    fn build<B: Backend>(&self, shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Attention<B> {
+        let window_size = None;
+        Attention::Grouped(MultiHeadAttention::new(shape, window_size, init, device))
+    }
+}
+
+impl AttentionConfig {
+    /// Dense causal attention. Panics when [`validate`](Self::validate) fails.
+    pub fn multi_head<B: Backend>(&self, device: &B::Device) -> MultiHeadAttention<B> {
+        let (shape, window_size) = (self.shape(sieve_core::Attention::DENSE), None);
+        MultiHeadAttention::new(&shape, window_size, &mut self.weights(), device)
+    }
+}
+
+impl<B: Backend> MultiHeadAttention<B> {
+    /// Normal weights from `init`. A query sees the last `window_size` tokens, its own included; `None`: all.
+    pub fn new(shape: &ModelShape, window_size: Option<usize>, init: &mut WeightInit, device: &B::Device) -> Self {
+        Self {
+            qkv: QkvProjection::new(shape, init, device),
+            o_proj: Linear::new(shape.num_heads * shape.head_dim, shape.d_model, init, device),
+            window_size,
+        }
+    }
+
+    /// Sizes of the heads, scale and window.
+    pub(crate) fn spec(&self) -> AttentionSpec {
+        self.qkv.spec(self.window_size)
+    }
+}
+
+impl<B: SieveBackend> KindLayer<B> for MultiHeadAttention<B> {
+    fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        residual: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        _state: &mut PassState<B>,
+        caches: Option<&mut LayerCaches<'_, B::Inner>>,
+    ) -> LayerOutput<B> {
+        let (qkv, spec) = (self.qkv.forward(x, context), context.under_policy(self.spec()));
+        let of_rows = |qkv, documents: &Documents<B>| sieve_ops::attention(qkv, documents, spec);
+        let o = match caches {
+            None => context.attend(qkv, of_rows),
+            Some(caches) => match caches.empty() {
+                Some(cache) => {
+                    cache.keep_recent(&on_device(qkv.clone()), spec);
+                    of_rows(qkv, context.documents)
+                }
+                None => from_device(caches.attend(on_device(qkv), |cached, qkv| attend_recent(cached, qkv, spec))),
+            },
+        };
+        LayerOutput::of(self.o_proj.forward_add(o.flatten(2, 3), residual))
+    }
+
+    fn layer_op(
+        &self,
+        norm: &RmsNorm<B>,
+        context: &LayerContext<'_, B>,
+        state: &mut PassState<B>,
+    ) -> Option<(AttentionLayer<B>, AttentionSpec)> {
+        Some((self.qkv.layer_op(norm, &self.o_proj, context, state)?, self.spec()))
+    }
+
+    fn for_token_step(&self) -> Option<TokenAttention<B>> {
+        Some(self.qkv.for_token_step(&self.o_proj, self.spec()))
+    }
+
+    fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>, _state: &PassState<B>) -> Tensor<B, 3> {
+        attention_weights::dense(&self.qkv, self.spec(), x, context)
+    }
+
+    fn as_grouped(&self) -> Option<&MultiHeadAttention<B>> {
+        Some(self)
+    }
+}
+
+/// The most recent keys: all keys for dense attention, at least `window_size` for a sliding window.
+#[derive(Clone, Debug)]
+pub struct RecentCache<B: Backend> {
+    /// Keys and values of these tokens.
+    pub keys: KeyCache<B>,
+    /// Most keys that a query sees; `None`: all.
+    pub window_size: Option<usize>,
+}
+
+impl<B: Backend> KindCache<B> for RecentCache<B> {
+    fn num_keys(&self) -> usize {
+        self.window_size.unwrap_or(self.keys.len()).min(self.keys.len())
+    }
+
+    fn for_token_step(&mut self) -> Option<TokenCache<'_, B>> {
+        Some(TokenCache::Recent(&mut self.keys))
+    }
+
+    fn count_token(&mut self) {
+        self.keys.count_token();
+    }
+
+    fn rows(&self, rows: RowsOf) -> LayerCache<B> {
+        LayerCache::Recent(Self { keys: self.keys.rows(rows, |tokens| [tokens; 2]), window_size: self.window_size })
+    }
+
+    fn put(&mut self, row: usize, text: &LayerCache<B>, tokens: usize) {
+        let LayerCache::Recent(text) = text else { panic!("{OTHER_CACHE}") };
+        self.keys.put(row, &text.keys, tokens);
+    }
+}
+
+impl<B: Backend> LayerCache<B> {
+    /// Replaces the cache of a dense or sliding-window layer by the keys of a prompt.
+    pub fn keep_recent(&mut self, qkv: &Tensor<B, 4>, spec: AttentionSpec) {
+        let window_size = spec.window_size;
+        let [_, k, v] = split_heads(qkv.clone(), spec.num_kv_heads);
+        let seen = |x: Tensor<B, 4>| last(x, window_size.unwrap_or(usize::MAX));
+        *self = Self::Recent(RecentCache { keys: KeyCache::new(seen(k), seen(v)), window_size });
+    }
+}
+
+/// Dense or sliding-window attention of `new` tokens after cached tokens; returns `[batch, new, num_heads, head_dim]`.
+/// Several new tokens attend in a row of their own: the cached keys that they may see, then the new tokens.
+fn attend_recent<B: DeviceBackend>(cached: CachedRows<'_, B>, qkv: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 4> {
+    let LayerCache::Recent(RecentCache { keys, .. }) = cached.cache else {
+        panic!("a layer of grouped queries decodes after a prompt");
+    };
+    let [batch, new, _, _] = qkv.dims();
+    if new == 1 {
+        return cached_attention(keys, qkv, spec, cached.scratch);
+    }
+    // A window includes the query's own token, so the first new token sees one cached token fewer.
+    let earlier = spec.window_size.map_or(keys.len(), |window| keys.len().min(window - 1));
+    let row = keys.before(&qkv, earlier);
+    let documents = Documents::whole_rows([batch, earlier + new], &qkv.device());
+    let o = sieve_ops::attention(row, &documents, spec);
+    let [_, k, v] = split_heads(qkv, spec.num_kv_heads);
+    keys.reserve(new, earlier);
+    keys.append(k, v);
+    o.narrow(1, earlier, new)
+}
+
+/// The cache of a dense layer under a decode selector.
+impl<B: Backend> KindCache<B> for SelectorCache<B> {
+    fn num_keys(&self) -> usize {
+        self.reads.num_read(self.keys.len())
+    }
+
+    fn for_token_step(&mut self) -> Option<TokenCache<'_, B>> {
+        self.is_fixed.then_some(TokenCache::Selector(self))
+    }
+
+    fn count_token(&mut self) {
+        SelectorCache::count_token(self);
+    }
+
+    fn rows(&self, _rows: RowsOf) -> LayerCache<B> {
+        panic!("a selector's cache has one row")
+    }
+
+    fn put(&mut self, _row: usize, _text: &LayerCache<B>, _tokens: usize) {
+        panic!("{OTHER_CACHE}")
+    }
+}

@@ -1,0 +1,301 @@
+//! Dynamic Mask Attention (paper: Trainable Dynamic Mask Sparse Attention), which selects single tokens.
+use super::{Attention, BuildLayer, KindCache, KindLayer, LayerCache, OTHER_CACHE};
+use crate::attention_weights::{self, by_key, with_values};
+use crate::kv_cache::CachedRows;
+use crate::layer::{LayerContext, LayerOutput, PassState, from_device, on_device};
+use crate::{AttentionConfig, LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
+use burn::module::{Module, Param};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor, TensorData};
+use sieve_core::{DmaBias, DmaShape, DmaWindow, ModelShape};
+use sieve_ops::{
+    AttentionLayer, AttentionSpec, DeviceBackend, DmaAttention, DmaCache, DmaLayer, DmaToken, Documents,
+    PositionOrigin, Recency, RowsOf, SieveBackend, TokenAttention, TokenCache, dma_attention_by_rank, dma_decode,
+    dma_ranks, split_heads,
+};
+
+/// Every KV head scores each key once, from the token's values. A query sees the `keep_window_size` earlier keys with
+/// the highest scores.
+#[derive(Module, Debug)]
+pub struct DynamicMaskAttention<B: Backend> {
+    /// Packed projection to q, k and v, with q/k-norm and RoPE.
+    pub qkv: QkvProjection<B>,
+    /// Output projection, `[d_model, num_heads * head_dim]`.
+    pub o_proj: Linear<B>,
+    /// Scores from the values of all KV heads (eq. 3's Δ), `[num_kv_heads, num_kv_heads * head_dim]`.
+    pub dt_proj: Linear<B>,
+    /// Gate per KV head (eq. 3's A), `[num_kv_heads]`. At 0 all scores are equal, and DMA is a sliding window.
+    pub a: Param<Tensor<B, 1>>,
+    #[module(skip)]
+    dma: DmaShape,
+}
+
+impl BuildLayer for DmaShape {
+    fn build<B: Backend>(&self, shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Attention<B> {
+        Attention::Ranked(DynamicMaskAttention::new(shape, *self, init, device))
+    }
+}
+
+impl AttentionConfig {
+    /// Dynamic mask attention: of a recipe's form with [`DmaShape::new`], of the published one with
+    /// [`DmaShape::published`]. Panics when [`validate`](Self::validate) fails or `keep_window_size` is 0.
+    pub fn dynamic_mask<B: Backend>(&self, dma: DmaShape, device: &B::Device) -> DynamicMaskAttention<B> {
+        assert!(dma.keep_window_size > 0, "a query keeps at least one key");
+        let shape = self.shape(sieve_core::Attention::Dma(dma));
+        DynamicMaskAttention::new(&shape, dma, &mut self.weights(), device)
+    }
+}
+
+impl<B: Backend> DynamicMaskAttention<B> {
+    /// Normal weights from `init`; A filled with `dma.a_init`.
+    pub fn new(shape: &ModelShape, dma: DmaShape, init: &mut WeightInit, device: &B::Device) -> Self {
+        let ModelShape { d_model, num_heads, num_kv_heads, head_dim, .. } = *shape;
+        Self {
+            qkv: QkvProjection::new(shape, init, device),
+            o_proj: Linear::new(num_heads * head_dim, d_model, init, device),
+            dt_proj: Linear::new(num_kv_heads * head_dim, num_kv_heads, init, device),
+            a: init.constant(dma.a_init, [num_kv_heads], device),
+            dma,
+        }
+    }
+
+    pub(crate) fn spec(&self) -> AttentionSpec {
+        self.qkv.spec(None)
+    }
+}
+
+impl<B: SieveBackend> DynamicMaskAttention<B> {
+    /// The parameters w_dt and a, which rank keys.
+    pub fn dma_layer(&self) -> DmaLayer<B> {
+        DmaLayer { w_dt: self.dt_proj.weight.val(), a: self.a.val(), spec: self.dma }
+    }
+
+    /// The same parameters, without a graph.
+    fn dma_layer_on_device(&self) -> DmaLayer<B::Inner> {
+        let DmaLayer { w_dt, a, spec } = self.dma_layer();
+        DmaLayer { w_dt: on_device(w_dt), a: on_device(a), spec }
+    }
+
+    pub(super) fn attend(&self, qkv: Tensor<B, 4>, documents: &Documents<B>, spec: AttentionSpec) -> DmaAttention<B> {
+        let found = sieve_ops::dynamic_mask_attention(qkv, self.dma_layer(), documents, spec);
+        found.unwrap_or_else(|error| panic!("{error}"))
+    }
+}
+
+impl<B: SieveBackend> KindLayer<B> for DynamicMaskAttention<B> {
+    fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        residual: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        _state: &mut PassState<B>,
+        caches: Option<&mut LayerCaches<'_, B::Inner>>,
+    ) -> LayerOutput<B> {
+        let (qkv, spec) = (self.qkv.forward(x, context), context.under_policy(self.spec()));
+        let (mut expire, mut scores) = (None, None);
+        let o = match caches {
+            None => context.attend(qkv, |qkv, documents| {
+                let result = self.attend(qkv, documents, spec);
+                // With shared prompts the mask is of rows with repeated prompts, so it is not reported.
+                if context.shared.is_none() {
+                    expire = Some(result.expire);
+                    // Only the bias `exp(min(z, 60))` clamps scores; the linear bias is z itself.
+                    scores = Some(result.rank).filter(|_| self.clamps_scores());
+                }
+                result.o
+            }),
+            Some(caches) => match caches.empty() {
+                Some(cache) => {
+                    let DmaAttention { o, rank, expire } = self.attend(qkv.clone(), context.documents, spec);
+                    let expire = Tensor::from_primitive(expire.into_primitive());
+                    *cache = SlotCache::of_prompt(on_device(qkv), on_device(rank), expire, spec, self.dma.window());
+                    o
+                }
+                None => {
+                    let layer = self.dma_layer_on_device();
+                    let attend = |cached: CachedRows<'_, B::Inner>, qkv| attend_selected(cached, qkv, &layer, spec);
+                    from_device(caches.attend(on_device(qkv), attend))
+                }
+            },
+        };
+        let x = self.o_proj.forward_add(o.flatten(2, 3), residual);
+        LayerOutput { expire, clamped_scores: scores, ..LayerOutput::of(x) }
+    }
+
+    fn layer_op(
+        &self,
+        norm: &RmsNorm<B>,
+        context: &LayerContext<'_, B>,
+        state: &mut PassState<B>,
+    ) -> Option<(AttentionLayer<B>, AttentionSpec)> {
+        let dma = Some(self.dma_layer());
+        let operands = self.qkv.layer_op(norm, &self.o_proj, context, state)?;
+        Some((AttentionLayer { dma, ..operands }, self.spec()))
+    }
+
+    fn clamps_scores(&self) -> bool {
+        self.dma.bias == DmaBias::Exp
+    }
+
+    fn for_token_step(&self) -> Option<TokenAttention<B>> {
+        let dma = Some(self.dma_layer());
+        Some(TokenAttention { dma, ..self.qkv.for_token_step(&self.o_proj, self.spec()) })
+    }
+
+    fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>, _state: &PassState<B>) -> Tensor<B, 3> {
+        let (qkv, spec, documents) = (self.qkv.forward(x, context), self.spec(), context.documents);
+        // DMA's scores depend on the values, so the mask is computed before one-hot values replace them.
+        let chosen = self.attend(qkv.clone(), documents, spec);
+        by_key(&qkv, |one_hot| {
+            let qkv = with_values(&qkv, one_hot, spec.num_kv_heads);
+            let (rank, expire) = (chosen.rank.clone(), chosen.expire.clone());
+            let o = sieve_ops::dma_attention(qkv, rank, expire, documents, spec, self.dma.bias);
+            o.expect("the mask and the ranks are of this packed tensor")
+        })
+    }
+
+    fn dense_weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Option<Tensor<B, 3>> {
+        Some(attention_weights::dense(&self.qkv, self.spec(), x, context))
+    }
+
+    fn key_scores(
+        &self,
+        x: &dyn Fn() -> Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+    ) -> Option<Result<Tensor<B::Inner, 3>, String>> {
+        let (qkv, no_recency) = (on_device(self.qkv.forward(x(), context)), None);
+        let ranks = dma_ranks(qkv, &self.dma_layer_on_device(), self.spec(), no_recency);
+        Some(ranks.map_err(|error| error.to_string()))
+    }
+}
+
+/// The keys that DMA's mask still shows, at most `keep_window_size` per KV head.
+#[derive(Clone, Debug)]
+pub struct SlotCache<B: Backend> {
+    /// Keys, values and scores of the fixed-size cache.
+    pub slots: DmaCache<B>,
+    /// Position of the next token.
+    pub next_position: usize,
+}
+
+impl<B: Backend> SlotCache<B> {
+    /// The cache after a prompt: the keys that DMA's mask still shows to the next query.
+    fn of_prompt(
+        qkv: Tensor<B, 4>,
+        rank: Tensor<B, 3>,
+        expire: Tensor<B, 3, Int>,
+        spec: AttentionSpec,
+        window: DmaWindow,
+    ) -> LayerCache<B> {
+        let positions = positions(0, rank.dims(), &qkv.device());
+        let next_position = qkv.dims()[1];
+        LayerCache::Selected(Self { slots: still_seen(qkv, rank, expire, positions, spec, window), next_position })
+    }
+}
+
+impl<B: Backend> KindCache<B> for SlotCache<B> {
+    fn num_keys(&self) -> usize {
+        self.slots.len()
+    }
+
+    fn for_token_step(&mut self) -> Option<TokenCache<'_, B>> {
+        Some(TokenCache::Slots(&mut self.slots))
+    }
+
+    fn count_token(&mut self) {
+        self.slots.count_token();
+        self.next_position += 1;
+    }
+
+    fn rows(&self, rows: RowsOf) -> LayerCache<B> {
+        let next_position = match rows {
+            // The text's next token comes after its own tokens, however long the other texts are.
+            RowsOf::Text { tokens, .. } => tokens,
+            _ => self.next_position,
+        };
+        LayerCache::Selected(Self { slots: self.slots.rows(rows), next_position })
+    }
+
+    fn put(&mut self, row: usize, text: &LayerCache<B>, _tokens: usize) {
+        let LayerCache::Selected(text) = text else { panic!("{OTHER_CACHE}") };
+        self.slots.put(row, &text.slots);
+    }
+}
+
+/// The cache of the keys in a packed tensor that DMA's mask still shows to the next query. `rank`, `expire` and
+/// `positions` are `[batch, num_kv_heads, seq_len]`.
+fn still_seen<B: Backend>(
+    qkv: Tensor<B, 4>,
+    rank: Tensor<B, 3>,
+    expire: Tensor<B, 3, Int>,
+    positions: Tensor<B, 3, Int>,
+    spec: AttentionSpec,
+    window: DmaWindow,
+) -> DmaCache<B> {
+    let device = qkv.device();
+    let [batch, seq_len, _, head_dim] = qkv.dims();
+    let kv_heads = spec.num_kv_heads;
+    let [_, k, v] = split_heads(qkv, kv_heads);
+    let kept = seq_len.min(window.keep_window_size);
+    let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
+    let mut keys = Vec::with_capacity(batch * kv_heads * kept);
+    // The next query sees a key that expires only at `seq_len`; each head has `kept` of these.
+    for expire in expire.chunks(seq_len) {
+        let alive = expire.iter().enumerate().filter(|(_, end)| **end as usize == seq_len);
+        keys.extend(alive.map(|(key, _)| key as i32));
+    }
+    let keys = Tensor::<B, 3, Int>::from_data(TensorData::new(keys, [batch, kv_heads, kept]), &device);
+    let of_heads = keys.clone().unsqueeze_dim::<4>(3).expand([batch, kv_heads, kept, head_dim]);
+    let gather = |x: Tensor<B, 4>| x.swap_dims(1, 2).gather(2, of_heads.clone());
+    let rank = rank.gather(2, keys.clone());
+    DmaCache::new([gather(k), gather(v)], rank, positions.gather(2, keys), window)
+}
+
+/// DMA of `new` tokens; returns `[batch, new, num_heads, head_dim]`. Several new tokens attend in a row of their
+/// own: the keys in the slots, then the new tokens. The mask of this row equals the mask of the whole text, because
+/// a key's rank does not depend on the query and an evicted key never returns.
+fn attend_selected<B: DeviceBackend>(
+    cached: CachedRows<'_, B>,
+    qkv: Tensor<B, 4>,
+    layer: &DmaLayer<B>,
+    spec: AttentionSpec,
+) -> Tensor<B, 4> {
+    let dma = layer.spec;
+    let LayerCache::Selected(SlotCache { slots: cache, next_position }) = cached.cache else {
+        panic!("a DMA layer decodes after a prompt");
+    };
+    let [batch, new, _, _] = qkv.dims();
+    let (first, device) = (*next_position, qkv.device());
+    *next_position += new;
+    let recency = dma.slopes(spec.num_kv_heads).map(|slopes| Recency {
+        slopes,
+        origin: PositionOrigin::At { position: first, shape: [batch, new], device: device.clone() },
+    });
+    let rank = dma_ranks(qkv.clone(), layer, spec, recency).unwrap_or_else(|error| panic!("{error}"));
+    if new == 1 {
+        let one_token = |x: Tensor<B, 4>| x.squeeze_dim::<3>(1).into_primitive().tensor();
+        let [q, k, v] = split_heads(qkv, spec.num_kv_heads).map(one_token);
+        let token = DmaToken { q, k, v, rank: rank.squeeze_dim::<2>(2).into_primitive().tensor(), position: first };
+        let o = dma_decode(cache, token, spec.softmax_scale, dma.bias, cached.scratch);
+        let o = o.unwrap_or_else(|error| panic!("{error}"));
+        return o.unsqueeze_dim(1);
+    }
+    let slots = cache.in_order();
+    let earlier = slots.len();
+    let rank = Tensor::cat(vec![slots.rank.tokens(), rank], 2);
+    let row = slots.keys.before(&qkv, earlier);
+    let documents = Documents::whole_rows([batch, earlier + new], &device);
+    let found = dma_attention_by_rank(row.clone(), rank, &documents, spec, dma);
+    let DmaAttention { o, rank, expire } = found.unwrap_or_else(|error| panic!("{error}"));
+    let positions = positions(first, [batch, spec.num_kv_heads, new], &device);
+    let positions = Tensor::cat(vec![slots.positions.tokens(), positions], 2);
+    *cache = still_seen(row, rank, expire, positions, spec, dma.window());
+    o.narrow(1, earlier, new)
+}
+
+/// Positions `first..`, the same for each row and head, in a tensor of this shape, `[batch, heads, tokens]`.
+fn positions<B: Backend>(first: usize, shape: [usize; 3], device: &B::Device) -> Tensor<B, 3, Int> {
+    let first = first as i64;
+    let positions = Tensor::<B, 1, Int>::arange(first..first + shape[2] as i64, device);
+    positions.unsqueeze::<3>().expand(shape)
+}
