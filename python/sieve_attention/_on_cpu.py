@@ -1,4 +1,4 @@
-"""The functions of sieve_attention on CPU tensors, by their definitions in reference.py: any float type, with
+"""The functions of sieve_attention on CPU tensors, by their definitions (definitions.py): any float type, with
 gradients, tokens x tokens memory. `on_cpu()` turns them on.
 
 bf16 and f16 are computed in f32, and the result is rounded once. Only what the definitions lack is here: caches that
@@ -9,7 +9,7 @@ import contextlib
 
 import torch
 
-from . import _dma, reference
+from . import _dma, definitions
 from ._library import SieveError
 
 _is_on = False
@@ -114,7 +114,7 @@ def _check_local(local, keep):
 
 @_defines
 def attention(q, k, v, *, window=None, scale=None, bias=None, documents=None, deterministic=False):
-    o = reference.attention(*_wide(q, k, v), window=window, scale=scale, bias=bias, documents=documents)
+    o = definitions.attention(*_wide(q, k, v), window=window, scale=scale, bias=bias, documents=documents)
     return o.to(q.dtype)
 
 
@@ -123,7 +123,7 @@ def select(rank, *, keep, local=0, documents=None):
     from .functional import Selection
 
     _check_local(local, keep)
-    kept = reference.kept_keys(rank.detach(), keep=keep, local=local, documents=documents)
+    kept = definitions.kept_keys(rank.detach(), keep=keep, local=local, documents=documents)
     # A key that has left never returns, so its queries are those from its own on.
     position = torch.arange(rank.shape[2], device=rank.device)
     return Selection((position + kept.sum(2)).to(torch.int32), None, documents)
@@ -138,13 +138,13 @@ def expiring_attention(q, k, v, bias, selection, *, scale=None, deterministic=Fa
             raise SieveError(f"{name} is {sizes}, [batch, KV heads, tokens]")
     i = torch.arange(q.shape[1], device=q.device)
     seen = (i <= i[:, None]) & (i[:, None] < selection.expire[:, :, None, :])
-    return reference.masked_attention(*_wide(q, k, v), seen, bias, scale).to(q.dtype)
+    return definitions.masked_attention(*_wide(q, k, v), seen, bias, scale).to(q.dtype)
 
 
 @_defines
 def dma_scores(v, w_dt, a, *, slopes=None, documents=None):
     v, w_dt, a = _wide(v, w_dt, a)
-    return reference.dma_scores(v, w_dt, a, slopes=slopes or None, documents=documents)
+    return definitions.dma_scores(v, w_dt, a, slopes=slopes or None, documents=documents)
 
 
 @_defines
@@ -153,9 +153,11 @@ def dma_attention(
     longest_period=None, slopes=None, scale=None, documents=None, deterministic=False,
 ):  # fmt: skip
     _check_local(local or 0, keep)
-    form = {"preset": preset, "bias": bias, "recency": recency, "local": local, "slopes": slopes}
-    settings = {"keep": keep, "scale": scale, "documents": documents, "periods": (shortest_period, longest_period)}
-    return reference.dma_attention(*_wide(q, k, v, w_dt, a), **settings, **form).to(q.dtype)
+    given = {"preset": preset, "bias": bias, "recency": recency, "local": local, "slopes": slopes}
+    periods = shortest_period, longest_period
+    form = _dma.form("dma_attention", keep, v.shape[2], periods=periods, **given)._asdict()
+    settings = {"keep": keep, "scale": scale, "documents": documents}
+    return definitions.dma_attention(*_wide(q, k, v, w_dt, a), **settings, **form).to(q.dtype)
 
 
 @_defines
@@ -164,7 +166,7 @@ def nsa_mean_pool(k, v, *, blocks=None, documents=None):
     both = torch.stack(_wide(k, v))
     pooled = both.new_zeros(2, rows, -(-tokens // stride), *sizes)
     for row, start, end in _documents(documents, rows, tokens):
-        of_document = reference.nsa_mean_pool(*both[:, row : row + 1, start:end], stride, blocks.compressed)
+        of_document = definitions.nsa_mean_pool(*both[:, row : row + 1, start:end], stride, blocks.compressed)
         whole, slot = max((end - start - blocks.compressed) // stride + 1, 0), -(-start // stride)
         pooled[:, row, slot : slot + whole] = torch.cat(of_document)[:, :whole]
     return tuple(x.to(k.dtype) for x in pooled)
@@ -183,7 +185,7 @@ def nsa_compressed(
     def compressed(q, k, v):
         # The other branches are of no account: any keys of the right shape do.
         keys = q[:, :, : k.shape[2]]
-        (coarse, *_), chosen = reference.nsa_branches(q, keys, keys, k, v, blocks, window=1, scale=scale)
+        (coarse, *_), chosen = definitions.nsa_branches(q, keys, keys, k, v, blocks, window=1, scale=scale)
         listed = _listed(chosen, blocks.num_selected).to(q.dtype)
         # Side by side, so that both are put together again: numbers of blocks are whole in f32.
         return torch.cat([coarse.flatten(2), listed.flatten(2)], 2)
@@ -201,7 +203,7 @@ def nsa_selected(q, k, v, indices, *, blocks=None, scale=None, documents=None, d
 
     def selected(q, k, v, indices):
         chosen = _marked(indices, -(-q.shape[1] // size))
-        return reference.block_attention(q, k, v, chosen, size, scale)
+        return definitions.block_attention(q, k, v, chosen, size, scale)
 
     return _per_document(selected, documents, *_wide(q, k, v), indices).to(q.dtype)
 
@@ -213,7 +215,7 @@ def nsa(
 ):  # fmt: skip
     def of_document(q, k, v, weights, compressed_k, compressed_v):
         given = q, k, v, compressed_k, compressed_v, blocks
-        branches, _ = reference.nsa_branches(*given, window=window, scale=scale)
+        branches, _ = definitions.nsa_branches(*given, window=window, scale=scale)
         return sum(weights[..., n, None] * o for n, o in enumerate(branches))
 
     logits, added = _wide(gates, gate_bias)
@@ -226,8 +228,8 @@ def _chosen(q, k, v, by, blocks, choice, scale, documents):
     """Attention over the blocks that each query chooses by the queries and keys `by`; the choice has no gradient."""
 
     def of_document(q, k, v, *by):
-        chosen = reference.chosen_blocks(*by, blocks, *choice, scale)
-        return reference.block_attention(q, k, v, chosen, blocks.selected, scale)
+        chosen = definitions.chosen_blocks(*by, blocks, *choice, scale)
+        return definitions.block_attention(q, k, v, chosen, blocks.selected, scale)
 
     by = [x.detach() for x in by]
     return _per_document(of_document, documents, *_wide(q, k, v, *by)).to(q.dtype)
@@ -243,10 +245,10 @@ def selected_attention(
     check_selected(q, indices, counts, documents and documents[0], block, window, causal, validate)
     given = {"block": block, "counts": counts, "documents": documents, "scale": scale}
     wide = _wide(q, k, v)
-    o = reference.selected_attention(*wide, indices, **given).to(q.dtype)
+    o = definitions.selected_attention(*wide, indices, **given).to(q.dtype)
     if not block_sums:
         return o
-    return o, reference.selected_block_sums(*(x.detach() for x in wide[:2]), indices, **given).float()
+    return o, definitions.selected_block_sums(*(x.detach() for x in wide[:2]), indices, **given).float()
 
 
 @_defines
@@ -284,7 +286,7 @@ def block_sparse(q, k, v, mask, *, scale=None, deterministic=False):
     kept = kept.view(1, heads, queries, keys).repeat_interleave(mask.block, 2)[:, :, : q.shape[1]]
     if q.shape[:1] + q.shape[2:3] != (1, heads) or -(-q.shape[1] // mask.block) != queries:
         raise SieveError(f"the mask is {list(mask.shape)} of blocks of {mask.block}, and q {list(q.shape)}")
-    return reference.block_attention(*_wide(q, k, v), kept, mask.block, scale).to(q.dtype)
+    return definitions.block_attention(*_wide(q, k, v), kept, mask.block, scale).to(q.dtype)
 
 
 def _of_cache(q, k_cache, v_cache, seen, bias=None, scale=None):
@@ -296,7 +298,7 @@ def _of_cache(q, k_cache, v_cache, seen, bias=None, scale=None):
             raise SieveError(f"{choosers} choosers; they must divide {sizes}")
         k, v = (x.repeat_interleave(choosers // k.shape[1], 1) for x in (k, v))
     k, v = (x.masked_fill(~seen[..., None], 0.0).transpose(1, 2) for x in (k, v))
-    return reference.masked_attention(*_wide(q), k, v, seen[:, :, None], bias, scale).to(q.dtype)
+    return definitions.masked_attention(*_wide(q), k, v, seen[:, :, None], bias, scale).to(q.dtype)
 
 
 @_defines

@@ -10,7 +10,7 @@ import torch
 from parity import random
 
 import sieve_attention as sieve
-from sieve_attention import _library, reference
+from sieve_attention import _library, definitions
 
 DEVICE = "cuda"
 
@@ -374,7 +374,7 @@ def long_odd():
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         x = [y.detach().to(dtype).requires_grad_() for y in (q, k, v)]
-        exact = reference.attention(*x)
+        exact = definitions.attention(*x)
         results.append([z.detach() for z in (exact, *torch.autograd.grad(exact, x, d_o.to(dtype)))])
         del exact
     for name, x, exact, plain in zip(("o", "dq", "dk", "dv"), got, *results):

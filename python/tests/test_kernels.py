@@ -1,11 +1,11 @@
-"""Outputs and gradients of every function beside its definition in reference.py."""
+"""Outputs and gradients of every function beside its definition."""
 
 import pytest
 import torch
 from parity import assert_close, compare, marked, random
 
 import sieve_attention as sieve
-from sieve_attention import _library, functional, reference
+from sieve_attention import _library, definitions, functional
 
 
 def qkv(batch, tokens, heads, kv_heads, width, width_v=None, *, device, scale=1.0):
@@ -34,7 +34,7 @@ DENSE = {
 def test_attention(name, deterministic, device):
     shape, settings = DENSE[name]
     ours = lambda *x, **s: sieve.attention(*x, **s, deterministic=deterministic)  # noqa: E731
-    compare(name, ours, reference.attention, qkv(*shape, device=device), settings)
+    compare(name, ours, definitions.attention, qkv(*shape, device=device), settings)
 
 
 def test_documents(device):
@@ -43,20 +43,20 @@ def test_documents(device):
     assert bounds[0][0, [0, 22, 23, 24, 99]].tolist() == [0, 0, 23, 24, 24]
     assert bounds[1][0, [0, 22, 23, 24, 99]].tolist() == [23, 23, 24, 100, 100]
     inputs = qkv(1, tokens, 4, 2, 64, device=device)
-    o, *_ = compare("packed", sieve.attention, reference.attention, inputs, {"documents": bounds})
+    o, *_ = compare("packed", sieve.attention, definitions.attention, inputs, {"documents": bounds})
     alone = sieve.attention(*(x[:, 24:] for x in inputs))
     assert (o[:, 24:].float() - alone.float()).abs().max() < 0.02
 
 
 def test_large_scores(device):
-    compare("large", sieve.attention, reference.attention, qkv(1, 96, 2, 1, 64, device=device, scale=12.0))
+    compare("large", sieve.attention, definitions.attention, qkv(1, 96, 2, 1, 64, device=device, scale=12.0))
 
 
 def test_bias(device):
     added = random(2, 2, 75, device=device, dtype=torch.float32, scale=3, seed=4)
     inputs = (*qkv(2, 75, 4, 2, 64, device=device), added)
     ours = lambda q, k, v, bias: sieve.attention(q, k, v, bias=bias.float())  # noqa: E731
-    plain = lambda q, k, v, bias: reference.attention(q, k, v, bias=bias)  # noqa: E731
+    plain = lambda q, k, v, bias: definitions.attention(q, k, v, bias=bias)  # noqa: E731
     compare("bias", ours, plain, inputs, names=("q", "k", "v", "bias"))
 
 
@@ -81,7 +81,7 @@ def test_selection_is_exact(keep, local, device):
         selection = sieve.select(rank, keep=keep, local=local, documents=bounds)
         i = torch.arange(tokens, device=device)
         seen = (i <= i[:, None]) & (i[:, None] < selection.expire[:, :, None, :])
-        kept = reference.kept_keys(rank, keep=keep, local=local, documents=bounds)
+        kept = definitions.kept_keys(rank, keep=keep, local=local, documents=bounds)
         assert torch.equal(seen, kept)
         assert (selection.lists is None) == (keep >= tokens)
 
@@ -93,21 +93,21 @@ def test_expiring_attention(keep, local, documents, deterministic, device):
     bounds = two_documents(tokens, device) if documents else None
     rank = random(1, 2, tokens, device=device, dtype=torch.float32, seed=7)
     selection = sieve.select(rank, keep=keep, local=local, documents=bounds)
-    kept = reference.kept_keys(rank, keep=keep, local=local, documents=bounds)
+    kept = definitions.kept_keys(rank, keep=keep, local=local, documents=bounds)
     added = random(1, 2, tokens, device=device, dtype=torch.float32, seed=8)
     inputs = (*qkv(1, tokens, 4, 2, 64, device=device), added)
     ours = lambda q, k, v, bias: sieve.expiring_attention(  # noqa: E731
         q, k, v, bias.float(), selection, deterministic=deterministic
     )
-    plain = lambda q, k, v, bias: reference.masked_attention(q, k, v, kept, bias)  # noqa: E731
+    plain = lambda q, k, v, bias: definitions.masked_attention(q, k, v, kept, bias)  # noqa: E731
     got = compare("expiring", ours, plain, inputs, names=("q", "k", "v", "bias"))
     unseen = ~kept.any(2)
     assert unseen.any() or keep >= tokens or local
     for gradient in (got[2].transpose(1, 2), got[3].transpose(1, 2), got[4][..., None]):
         assert (gradient[unseen] == 0).all()
     unbiased = sieve.expiring_attention(*inputs[:3], None, selection)
-    exact = reference.masked_attention(*(x.float() for x in inputs[:3]), kept)
-    assert_close("no bias", unbiased, exact, reference.masked_attention(*inputs[:3], kept))
+    exact = definitions.masked_attention(*(x.float() for x in inputs[:3]), kept)
+    assert_close("no bias", unbiased, exact, definitions.masked_attention(*inputs[:3], kept))
 
 
 @pytest.mark.parametrize("scale", [1.0, 12.0])
@@ -121,10 +121,11 @@ def test_dma_attention(bias, slopes, scale, device):
     )
     settings = {"keep": 33, "local": 4, "slopes": slopes, "bias": bias}
     rank = sieve.dma_scores(*inputs[2:], slopes=slopes).detach()
-    exact = reference.dma_scores(*(x.float() for x in inputs[2:]), slopes=slopes)
+    exact = definitions.dma_scores(*(x.float() for x in inputs[2:]), slopes=slopes)
     assert (rank - exact).abs().max() <= 1e-5 * exact.abs().max()
     ours = lambda *x, **s: sieve.dma_attention(x[0], x[1], x[2], x[3].float(), x[4].float(), **s)  # noqa: E731
-    plain = lambda *x, **s: reference.dma_attention(*x[:3], x[3].to(x[2].dtype), x[4], rank=rank, **s)  # noqa: E731
+    form = {"keep": 33, "local": 4, "slopes": slopes, "linear": bias == "linear", "rank": rank}
+    plain = lambda *x, **_: definitions.dma_attention(*x[:3], x[3].to(x[2].dtype), x[4], **form)  # noqa: E731
     compare("dma", ours, plain, inputs, settings, names=("q", "k", "v", "w_dt", "a"))
 
 
@@ -135,12 +136,12 @@ def test_nsa(device):
     tokens, heads = 200, 4
     q, k, v = qkv(1, tokens, heads, 2, 64, device=device)
     pooled = sieve.nsa_mean_pool(k, v, blocks=BLOCKS)
-    for got, exact in zip(pooled, reference.nsa_mean_pool(k.float(), v.float(), BLOCKS.stride, BLOCKS.compressed)):
+    for got, exact in zip(pooled, definitions.nsa_mean_pool(k.float(), v.float(), BLOCKS.stride, BLOCKS.compressed)):
         whole = tokens // BLOCKS.stride - 1
         assert (got[:, :whole].float() - exact[:, :whole]).abs().max() < 0.01
     ck, cv = (x.detach() for x in pooled)
     _, indices = sieve.nsa_compressed(q, ck, cv, blocks=BLOCKS)
-    _, expected = reference.nsa_branches(*(x.float() for x in (q, k, v, ck, cv)), BLOCKS, window=24)
+    _, expected = definitions.nsa_branches(*(x.float() for x in (q, k, v, ck, cv)), BLOCKS, window=24)
     chosen = marked(indices, expected)
     assert (chosen == expected).float().mean() > 0.99, "rounding may swap blocks of nearly equal importance"
     gates, bias = random(1, tokens, heads, 3, device=device, seed=20), random(heads, 3, device=device, seed=21)
@@ -149,7 +150,7 @@ def test_nsa(device):
         return sieve.nsa(q, k, v, ck, cv, gates, gate_bias=bias.float(), blocks=BLOCKS, window=24)
 
     def plain(q, k, v, ck, cv, gates, bias):
-        branches, _ = reference.nsa_branches(q, k, v, ck, cv, BLOCKS, window=24, chosen=chosen)
+        branches, _ = definitions.nsa_branches(q, k, v, ck, cv, BLOCKS, window=24, chosen=chosen)
         weights = (gates + bias.to(gates.dtype)).sigmoid()
         return sum(weights[..., n, None] * o for n, o in enumerate(branches))
 
@@ -188,11 +189,11 @@ def test_chosen_blocks(name, scale, device):
         if rule == "largest_score":
             by = random(1, tokens, 2, 64, device=device, seed=4), random(1, tokens, 1, 64, device=device, seed=5)
             ours = lambda q, k, v: sieve.msa(q, k, v, *by, local=local, **settings)  # noqa: E731
-    chosen = reference.chosen_blocks(*(x.float() for x in by), blocks, rule, first, local)
+    chosen = definitions.chosen_blocks(*(x.float() for x in by), blocks, rule, first, local)
     (indices,) = sieve.functional.ops.choose_blocks(*by, None, None, 0.125, blocks.sizes(), rule, first, local)
     got = marked(indices, chosen)
     assert (got == chosen).float().mean() > 0.99, "rounding may swap blocks of nearly equal importance"
-    plain = lambda q, k, v: reference.block_attention(q, k, v, got, blocks.selected)  # noqa: E731
+    plain = lambda q, k, v: definitions.block_attention(q, k, v, got, blocks.selected)  # noqa: E731
     compare(name, ours, plain, (q, k, v), names="qkv")
 
 
@@ -248,7 +249,7 @@ def test_nsa_mean_pool_gradient(device):
     # The last blocks of the definition are cut by the row's end; ours hold no gradient there.
     whole = lambda pooled: torch.cat(pooled)[:, :11]  # noqa: E731
     ours = lambda k, v: whole(sieve.nsa_mean_pool(k, v, blocks=BLOCKS))  # noqa: E731
-    plain = lambda k, v: whole(reference.nsa_mean_pool(k, v, BLOCKS.stride, BLOCKS.compressed))  # noqa: E731
+    plain = lambda k, v: whole(definitions.nsa_mean_pool(k, v, BLOCKS.stride, BLOCKS.compressed))  # noqa: E731
     compare("pool", ours, plain, (k, v), names="kv")
 
 
@@ -266,7 +267,7 @@ def test_block_sparse(block, device):
     def each(q, k, v):
         """Head by head: KV heads' own masks are what the definition takes."""
         o = [(q[:, :, [h]], k[:, :, [h // 2]], v[:, :, [h // 2]], whole[:, [h]]) for h in range(4)]
-        return torch.cat([reference.masked_attention(*x) for x in o], 2)
+        return torch.cat([definitions.masked_attention(*x) for x in o], 2)
 
     assert_close("blocks", o, each(*(x.float() for x in (q, k, v))), each(q, k, v))
     for deterministic in (False, True):
@@ -289,8 +290,8 @@ def test_decode(device):
     q, k, v = qkv(batch, 20, heads, kv_heads, width, device=device)
     caches = [torch.zeros(batch, kv_heads, capacity, width, dtype=torch.bfloat16, device=device) for _ in range(2)]
     for window in (None, 5):
-        exact = reference.attention(*(x.float() for x in (q, k, v)), window=window)
-        plain = reference.attention(q, k, v, window=window)
+        exact = definitions.attention(*(x.float() for x in (q, k, v)), window=window)
+        plain = definitions.attention(q, k, v, window=window)
         for t in range(20):
             length = torch.full((batch,), t, dtype=torch.int32, device=device)
             o = sieve.decode(q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1], *caches, length, window=window)
@@ -303,8 +304,8 @@ def test_decode_in_a_cache_that_grows(device):
     q, k, v = qkv(2, tokens, 4, 2, 64, device=device)
     before = len(op.plans)
     for window in (None, 100):
-        exact = reference.attention(*(x.float() for x in (q, k, v)), window=window)
-        plain = reference.attention(q, k, v, window=window)
+        exact = definitions.attention(*(x.float() for x in (q, k, v)), window=window)
+        plain = definitions.attention(q, k, v, window=window)
         for t in (0, 5, 128, 253, 255, 256):
             caches = [x[:, : t + 1].transpose(1, 2).contiguous() for x in (k, v)]
             length = torch.full((2,), t + 1, dtype=torch.int32, device=device)
@@ -323,8 +324,8 @@ def test_decode_over_chosen_blocks(device):
     o = sieve.decode(token, None, None, *caches, length, chosen=chosen, block=16)
     key = torch.arange(80, device=device)
     seen = (chosen[..., None] == key // 16).any(2) & (key <= length[:, None, None])
-    exact = reference.masked_attention(*(x.float() for x in (token, k, v)), seen[:, :, None])
-    assert_close("chosen", o, exact, reference.masked_attention(token, k, v, seen[:, :, None]), floor=4e-3)
+    exact = definitions.masked_attention(*(x.float() for x in (token, k, v)), seen[:, :, None])
+    assert_close("chosen", o, exact, definitions.masked_attention(token, k, v, seen[:, :, None]), floor=4e-3)
     for block, sentence in ((24, "multiples of 16"), (None, "given together with block")):
         with pytest.raises(sieve.SieveError, match=sentence):
             sieve.decode(token, None, None, *caches, length, chosen=chosen, block=block)
@@ -334,9 +335,9 @@ def test_dma_decode(device):
     batch, keep, tokens = 1, 8, 30
     q, k, v = qkv(batch, tokens, 4, 2, 64, device=device)
     z = random(batch, 2, tokens, device=device, dtype=torch.float32, seed=11)
-    kept = reference.kept_keys(z, keep=keep, local=3)
-    exact = reference.masked_attention(q.float(), k.float(), v.float(), kept, z.exp())
-    plain = reference.masked_attention(q, k, v, kept, z.exp())
+    kept = definitions.kept_keys(z, keep=keep, local=3)
+    exact = definitions.masked_attention(q.float(), k.float(), v.float(), kept, z.exp())
+    plain = definitions.masked_attention(q, k, v, kept, z.exp())
     caches = [torch.zeros(batch, 2, keep, 64, dtype=torch.bfloat16, device=device) for _ in range(2)]
     caches.append(torch.zeros(batch, 2, keep, device=device))
     caches.append(torch.zeros(batch, 2, keep, dtype=torch.int32, device=device))
@@ -354,7 +355,7 @@ def test_mla_decode(device):
     def plain(q, latents):
         keys = latents[:, :, None]
         mask = torch.ones(3, 50, dtype=torch.bool, device=device).tril(47)[None, None]
-        return reference.masked_attention(q, keys, keys[..., :64], mask, scale=0.1)
+        return definitions.masked_attention(q, keys, keys[..., :64], mask, scale=0.1)
 
     assert_close("latents", o, plain(q.float(), latents.float()), plain(q, latents))
     # The same in a cache with room behind its 50 latents.

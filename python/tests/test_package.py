@@ -16,7 +16,7 @@ from conftest import DEVICE
 from parity import random
 
 import sieve_attention as sieve
-from sieve_attention import _library, _shapes, ops, reference
+from sieve_attention import _dma, _library, _shapes, definitions, ops
 
 BLOCKS = sieve.NsaBlocks(16, 8, 32, 3)
 
@@ -465,5 +465,6 @@ def test_definitions_pass_gradcheck():
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64, requires_grad=True)  # noqa: E731
     q, k, v, w, a = make(1, 9, 2, 4), make(1, 9, 1, 4), make(1, 9, 1, 4), make(1, 4), make(1)
     bounds = (torch.tensor([[0] * 4 + [4] * 5]), torch.tensor([[4] * 4 + [9] * 5]))
-    assert torch.autograd.gradcheck(lambda *x: reference.attention(*x, window=3, documents=bounds), (q, k, v))
-    assert torch.autograd.gradcheck(lambda *x: reference.dma_attention(*x, keep=3, local=1), (q, k, v, w, a))
+    form = _dma.form("dma_attention", 3, 1, local=1)._asdict()
+    assert torch.autograd.gradcheck(lambda *x: definitions.attention(*x, window=3, documents=bounds), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *x: definitions.dma_attention(*x, keep=3, **form), (q, k, v, w, a))

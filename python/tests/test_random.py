@@ -12,7 +12,7 @@ from conftest import DEVICE
 from parity import compare, marked, random
 
 import sieve_attention as sieve
-from sieve_attention import functional, reference
+from sieve_attention import definitions, functional
 
 NUM_DRAWS, LONGEST = (200, 700) if DEVICE == "cuda" else (3, 60)
 RULES = {"infllm_v2": "largest_probability", "moba": "mean_key", "msa": "largest_score"}
@@ -65,8 +65,8 @@ def test_random_shape(seed, device):
     parts, got = list(zip(cuts, cuts[1:])), []
     for begin, end in parts:
         sizes = blocks, rule, first, local, choice[0]
-        importance = reference.block_importance(*(x[:, begin:end].double() for x in by), *sizes)
-        expected = reference.chosen_blocks(*(x[:, begin:end].double() for x in by), *sizes)
+        importance = definitions.block_importance(*(x[:, begin:end].double() for x in by), *sizes)
+        expected = definitions.chosen_blocks(*(x[:, begin:end].double() for x in by), *sizes)
         got.append(marked(indices[:, begin:end], expected))
         assert torch.equal(got[-1].sum(-1), expected.sum(-1)), "numbers of chosen blocks"
         wrong = (got[-1] != expected).any(-1) & is_firm(importance, blocks.num_selected)
@@ -74,7 +74,7 @@ def test_random_shape(seed, device):
 
     def plain(q, k, v):
         rows = [[x[:, begin:end] for x in (q, k, v)] for begin, end in parts]
-        o = [reference.block_attention(*row, chosen, blocks.selected) for row, chosen in zip(rows, got)]
+        o = [definitions.block_attention(*row, chosen, blocks.selected) for row, chosen in zip(rows, got)]
         return torch.cat(o, 1)
 
     compare(f"{kind} {(tokens, heads, kv_heads, width)} {cuts} {blocks} {local}", ours, plain, (q, k, v))

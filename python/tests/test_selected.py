@@ -12,7 +12,7 @@ from conftest import DEVICE
 from parity import compare, random
 
 import sieve_attention as sieve
-from sieve_attention import ops, reference
+from sieve_attention import definitions, ops
 
 NUM_DRAWS, LONGEST = (200, 700) if DEVICE == "cuda" else (4, 70)
 NUM_DRAWS = int(os.environ.get("SIEVE_TEST_DRAWS", NUM_DRAWS))
@@ -67,7 +67,7 @@ def made(name):
 def test_definition(name, deterministic):
     qkv, indices, settings = made(name)
     ours = lambda *x, **s: sieve.selected_attention(*x, indices, **s, deterministic=deterministic)  # noqa: E731
-    compare(name, ours, lambda *x, **s: reference.selected_attention(*x, indices, **s), qkv, settings)
+    compare(name, ours, lambda *x, **s: definitions.selected_attention(*x, indices, **s), qkv, settings)
 
 
 def passes(qkv, indices, **settings):
@@ -106,7 +106,7 @@ def test_all_blocks_are_dense_attention(block):
     indices = order.expand(1, 140, 2, count).contiguous()
     bounds = bounds_of(140, (0, 41, 140))
     ours = lambda *x: sieve.selected_attention(*x, indices, block=block, documents=bounds)  # noqa: E731
-    compare("all blocks", ours, lambda *x: reference.attention(*x, documents=bounds), qkv)
+    compare("all blocks", ours, lambda *x: definitions.attention(*x, documents=bounds), qkv)
 
 
 def test_without_a_block_there_is_no_output_and_no_gradient():
@@ -145,7 +145,7 @@ def test_keys_that_no_query_has_are_not_read():
 @pytest.mark.parametrize("name", CASES)
 def test_block_sums(name):
     (q, k, v), indices, settings = made(name)
-    exact = reference.selected_block_sums(q.double(), k.double(), indices, **settings)
+    exact = definitions.selected_block_sums(q.double(), k.double(), indices, **settings)
     with torch.no_grad():
         o, sums = sieve.selected_attention(q, k, v, indices, block_sums=True, **settings)
         assert torch.equal(o, sieve.selected_attention(q, k, v, indices, **settings))
@@ -183,7 +183,7 @@ def test_random_shape(seed):
         counts = torch.randint(0, count + 1, (batch, tokens, choosers), generator=generator, dtype=torch.int32)
         settings["counts"] = counts.to(DEVICE)
     ours = lambda *x, **s: sieve.selected_attention(*x, indices, **s, deterministic=seed % 3 > 0)  # noqa: E731
-    plain = lambda *x, **s: reference.selected_attention(*x, indices, **s)  # noqa: E731
+    plain = lambda *x, **s: definitions.selected_attention(*x, indices, **s)  # noqa: E731
     compare(f"{shape} {choosers} {count} {block} {cuts}", ours, plain, inputs(*shape, seed=seed), settings)
 
 
@@ -193,7 +193,7 @@ def test_few_tokens(tokens):
     qkv = inputs(2, tokens, 4, 2, 64, seed=6)
     indices = torch.zeros(2, tokens, 2, 1, dtype=torch.int32, device=DEVICE)
     mine = [x.float().requires_grad_() for x in qkv]
-    o = reference.selected_attention(*mine, indices, block=16)
+    o = definitions.selected_attention(*mine, indices, block=16)
     exact = o, *torch.autograd.grad(o, mine, random(*o.shape, device=DEVICE, seed=9).float())
     for name, x, y in zip(("o", "dq", "dk", "dv"), passes(qkv, indices, block=16), exact):
         assert (x.float() - y).abs().max() <= 2**-6 * max(y.abs().max(), 1), name

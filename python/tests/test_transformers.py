@@ -2,7 +2,8 @@
 
 import collections
 import copy
-import importlib.util
+import importlib
+import sys
 import types
 from pathlib import Path
 
@@ -17,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 import sieve_attention.transformers as integration  # noqa: E402
 from sieve_attention import functional  # noqa: E402
 
-EXPORTED = Path(__file__).parents[2] / "crates/sieve-hf/src/export/modeling_sieve.py"
+ROOT = Path(__file__).parents[2]
 SIZES = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
@@ -369,10 +370,11 @@ def test_minimax_m3():
 
 
 def exported():
-    spec = importlib.util.spec_from_file_location("modeling_sieve", EXPORTED)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """modeling_sieve.py, with definitions.py beside it as in an export."""
+    package = types.ModuleType("exported")
+    package.__path__ = [str(ROOT / "crates/sieve-hf/src/export"), str(ROOT / "python/sieve_attention")]
+    sys.modules["exported"] = package
+    return importlib.import_module("exported.modeling_sieve")
 
 
 KINDS = {

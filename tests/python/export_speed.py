@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import torch
-from dma_expiry import SOURCE, modeling_of
+from dma_expiry import SOURCE, exported
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 SIZES = {
@@ -47,7 +47,7 @@ def model_of(kind, layers, source):
     if kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**sizes))
     else:
-        modeling = modeling_of(source)
+        modeling = exported("modeling_sieve", source)
         model = modeling.SieveForCausalLM(modeling.SieveConfig(**{**sizes, **KINDS[kind]}))
     with torch.no_grad():
         for name, weight in model.named_parameters():

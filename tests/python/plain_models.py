@@ -1,16 +1,19 @@
 """Sieve's models with latent or native sparse attention, InfLLM-V2, MoBA or MSA in plain PyTorch, from the weights of a
 checkpoint.
 
-Written from docs and papers (arXiv:2405.04434, 2502.11089, 2509.24663, 2502.13189, 2606.13392), with a full matrix of
-scores and autograd: nothing is shared with the program or with the code that it exports. One document a row. Parameters
-have the checkpoint's names.
+Attention and the choice of blocks are those of the package's definitions.py, with a full matrix of scores; projections,
+norms, rotations and the indexers' losses are here, with autograd. Nothing is shared with the program. One document a row.
+Parameters have the checkpoint's names.
 """
 
 import math
 
 import torch
+from dma_expiry import exported
 from torch import nn
 from torch.nn import functional
+
+definitions = exported("definitions")
 
 
 class RmsNorm(nn.Module):
@@ -32,18 +35,8 @@ def rotate(x, theta, step=1):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def attend(q, k, v, visible):
-    """Output [batch, queries, heads, width] and probabilities; a query that sees no key gives 0."""
-    group = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
-    p = scores.masked_fill(~visible, -math.inf).softmax(-1)
-    p = torch.where(visible.any(-1, keepdim=True), p, torch.zeros_like(p))
-    return torch.einsum("bhij,bjhd->bihd", p, v), p
-
-
 def causal(tokens):
-    return torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    return definitions.seen(1, tokens)[0, 0]
 
 
 def linear(inner, outer):
@@ -76,7 +69,7 @@ class LatentAttention(nn.Module):
         if self.has_norms:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = (torch.cat([y[..., :d], rotate(y[..., d:], self.theta)], -1) for y in (q, k))
-        o, _ = attend(q, k, kv[..., d:], causal(n))
+        o = definitions.attention(q, k, kv[..., d:])
         return self.o_proj(o.reshape(batch, n, heads * d))
 
 
@@ -99,26 +92,23 @@ class Packed(nn.Module):
         self.q_norm, self.k_norm = RmsNorm(model["head_dim"], eps), RmsNorm(model["head_dim"], eps)
 
 
-def reads(importance, forced, sizes, n):
-    """Whether each of the importance's heads [batch, heads, n, blocks] reads each token: the blocks `forced(own)`, then
-    the most important, of equal ones the later. The smallest relative gap between a block that a query chose and the
-    next one beside it."""
-    select, count = sizes["select_block_size"], sizes["num_selected_blocks"]
-    narrowest, values = math.inf, importance.tolist()
-    mask = torch.zeros(*importance.shape[:2], n, n, dtype=torch.bool)
-    for row in range(importance.shape[0]):
-        for head in range(importance.shape[1]):
-            for i in range(n):
-                own, of = i // select, values[row][head][i]
-                # Forced ones first, then by importance, of equal ones the later.
-                order = sorted(range(own + 1), key=lambda block: (block in forced(own), of[block], block), reverse=True)
-                if count <= own and order[count - 1] not in forced(own):
-                    kept, dropped = (of[block] for block in order[count - 1 : count + 1])
-                    if kept > dropped:
-                        narrowest = min(narrowest, (kept - dropped) / max(abs(kept), abs(dropped)))
-                for block in order[:count]:
-                    mask[row, head, i, block * select : min((block + 1) * select, i + 1)] = True
-    return mask, narrowest
+def chosen(importance, first, local, sizes):
+    """Which blocks each of the importance's heads [batch, heads, n, blocks] reads, and the smallest relative gap between
+    a block that a query chose and the next one beside it."""
+    n, count = importance.shape[2], sizes["num_selected_blocks"]
+    own = (torch.arange(n) // sizes["select_block_size"])[:, None]
+    forced = definitions.in_any_case(importance, own, first, local)
+    ranked = functional.pad(forced.sort(-1, descending=True).values, (0, 1), value=-math.inf)
+    kept, dropped = ranked[..., :-1][..., count - 1 : count], ranked[..., 1:][..., count - 1 : count]
+    gap = (kept - dropped) / torch.maximum(kept.abs(), dropped.abs())
+    gap = gap[kept.isfinite() & dropped.isfinite() & (kept > dropped)]
+    return definitions.best_blocks(forced, count), min([math.inf, *gap.tolist()])
+
+
+def tokens_of(blocks, size):
+    """Chosen blocks as the tokens that each query reads, [batch, heads, n, n]."""
+    n = blocks.shape[2]
+    return blocks.repeat_interleave(size, -1)[..., :n] & causal(n)
 
 
 class ChosenBlocks(nn.Module):
@@ -135,23 +125,23 @@ class ChosenBlocks(nn.Module):
             proj = linear(model["hidden_size"], (self.kv_heads + 1) * self.d)
             self.indexer = nn.ModuleDict({"proj": proj, "q_norm": RmsNorm(self.d, eps), "k_norm": RmsNorm(self.d, eps)})
 
-    def index_scores(self, x):
-        """Of each KV head, [batch, KV heads, queries, keys]."""
+    def index_heads(self, x):
+        """Queries of each KV head and the one key, [batch, heads, n, d]."""
         packed = self.indexer["proj"](x).unflatten(-1, (self.kv_heads + 1, self.d))
         q, k = (self.indexer[f"{name}_norm"](y) for name, y in (("q", packed[:, :, :-1]), ("k", packed[:, :, -1:])))
-        q, k = rotate(q, self.theta), rotate(k, self.theta)
-        return torch.einsum("bihd,bjd->bhij", q, k[:, :, 0])
+        return (rotate(x, self.theta).transpose(1, 2) for x in (q, k))
 
     def by_indexer(self, x, q, k, v):
         """The output; keeps the divergence of the indexer, summed over queries, averaged over KV heads."""
-        scores = self.index_scores(x.detach())
+        index_q, index_k = self.index_heads(x.detach())
         n, select = x.shape[1], self.of["select_block_size"]
-        seen = scores.detach().masked_fill(~causal(n), -math.inf)
-        importance = torch.stack([seen[..., b : b + select].amax(-1) for b in range(0, n, select)], -1)
-        mask, self.narrowest = reads(importance, lambda own: [own], self.of, n)
-        o, p = attend(q, k, v, mask.repeat_interleave(self.heads // self.kv_heads, 1))
-        p = p.detach().unflatten(1, (self.kv_heads, -1)).mean(2)
-        index = (scores / math.sqrt(self.d)).masked_fill(~mask, -math.inf).log_softmax(-1).masked_fill(~mask, 0.0)
+        by = index_q.detach(), index_k.detach(), torch.arange(n)[None, :, None]
+        blocks, self.narrowest = chosen(definitions.msa_importance(*by, select, n), 0, 1, self.of)
+        mask = tokens_of(blocks, select)
+        o = definitions.masked_attention(q, k, v, mask)
+        p = definitions.probabilities(q, k, mask).detach().unflatten(1, (self.kv_heads, -1)).mean(2)
+        scores = index_q @ index_k.transpose(2, 3) / math.sqrt(self.d)
+        index = scores.masked_fill(~mask, -math.inf).log_softmax(-1).masked_fill(~mask, 0.0)
         self.divergence = (torch.xlogy(p, p) - p * index).sum() / self.kv_heads
         return o
 
@@ -164,10 +154,11 @@ class ChosenBlocks(nn.Module):
         means = torch.stack(means, 1) if means else packed[:, :0, -1:]
         keys = rotate(self.indexer["k_norm"](means), self.theta, select)
         index_q = rotate(self.indexer["q_norm"](packed[:, :, :-1]), self.theta)
-        scores = torch.einsum("bihd,bcd->bhic", index_q, keys[:, :, 0]).relu().sum(1) / math.sqrt(self.d)
+        scores = definitions.qsa_scores(index_q.transpose(1, 2), keys.transpose(1, 2)) / math.sqrt(self.d)
         importance = functional.pad(scores.detach(), (0, -(-n // select) - complete))
-        mask, self.narrowest = reads(importance[:, None], lambda own: [own], self.of, n)
-        o, p = attend(q, k, v, mask.expand(-1, self.heads, -1, -1))
+        blocks, self.narrowest = chosen(importance, 0, 1, self.of)
+        mask, scores = tokens_of(blocks, select), scores[:, 0]
+        o, p = definitions.masked_attention(q, k, v, mask), definitions.probabilities(q, k, mask)
         if complete == 0:
             self.divergence = scores.sum()
             return o
@@ -182,28 +173,15 @@ class ChosenBlocks(nn.Module):
         return o
 
     def choice(self, q, k):
-        n, group, select = q.shape[1], self.heads // self.kv_heads, self.of["select_block_size"]
-        blocks = -(-n // select)
+        n, select, (q, k) = q.shape[1], self.of["select_block_size"], (x.transpose(1, 2) for x in (q, k))
         if self.of["kind"] == "moba":
-            means = torch.stack([k[:, b * select : (b + 1) * select].mean(1) for b in range(blocks)], 1)
-            importance = torch.einsum("bihd,bjhd->bhij", q, means.repeat_interleave(group, 2))
-            mask, self.narrowest = reads(importance, lambda own: [own], self.of, n)
-            return mask
-        size, stride = self.of["compress_block_size"], self.of["compress_stride"]
-        starts = range(0, n - size + 1, stride)
-        means = torch.stack([k[:, at : at + size].mean(1) for at in starts], 1)
-        ended = torch.tensor([at + size - 1 for at in starts])[None, :] <= torch.arange(n)[:, None]
-        _, p = attend(q, means, means, ended)
-        p = p.unflatten(1, (self.kv_heads, group)).sum(2)
-        importance = torch.zeros(*p.shape[:3], blocks, dtype=p.dtype)
-        for block in range(blocks):
-            for slot, at in enumerate(starts):
-                if at < (block + 1) * select and at + size > block * select:
-                    importance[..., block] = torch.maximum(importance[..., block], p[..., slot])
-        local = self.of["num_local_blocks"]
-        forced = lambda own: [0, *range(max(own - local + 1, 0), own + 1)]
-        mask, self.narrowest = reads(importance, forced, self.of, n)
-        return mask.repeat_interleave(group, 1)
+            scores = definitions.slot_scores(q, definitions.means_of(k, select, select))
+            return chosen(definitions.moba_importance(scores, select, n), 0, 1, self.of)
+        sizes = self.of["compress_block_size"], self.of["compress_stride"]
+        scores = definitions.slot_scores(q, definitions.means_of(k, *sizes)) / math.sqrt(self.d)
+        p = definitions.slot_probabilities(scores, torch.arange(n)[None, :, None], *sizes)
+        importance = definitions.infllm_importance(p, *sizes, select, n)
+        return chosen(importance, 1, self.of["num_local_blocks"], self.of)
 
     def forward(self, x):
         batch, n, _ = x.shape
@@ -214,7 +192,8 @@ class ChosenBlocks(nn.Module):
             by = self.by_pooled_indexer if self.of.get("indexer") == "qsa" else self.by_indexer
             o = by(x, q, k, v)
         else:
-            o, _ = attend(q, k, v, self.choice(q.detach(), k.detach()))
+            blocks, self.narrowest = self.choice(q.detach(), k.detach())
+            o = definitions.block_attention(q, k, v, blocks, self.of["select_block_size"])
         return self.o_proj(o.reshape(batch, n, self.heads * self.d))
 
 
@@ -236,23 +215,6 @@ class SparseAttention(nn.Module):
             sizes = attention["compress_block_size"], self.d, attention["compress_hidden_size"]
             self.k_compress, self.v_compress = BlockMlp(*sizes), BlockMlp(*sizes)
 
-    def choice(self, p):
-        """Whether each query's KV head reads each token, from the compressed branch's probabilities."""
-        batch, _, n, slots = p.shape
-        stride, select, size = (self.of[key] for key in ("compress_stride", "select_block_size", "compress_block_size"))
-        p = p.detach().view(batch, self.kv_heads, -1, n, slots).sum(2)
-        blocks = -(-n // select)
-        # A compressed block counts once for each pair of strides that it and the selected block share (eq. 9).
-        weight = torch.zeros(slots, blocks, dtype=p.dtype)
-        for block in range(blocks):
-            for m in range(select // stride):
-                for l in range(size // stride):
-                    slot = block * (select // stride) + m - l
-                    if 0 <= slot < slots:
-                        weight[slot, block] += 1
-        mask, self.narrowest = reads(p @ weight, lambda own: [own, own - 1, 0], self.of, n)
-        return mask.repeat_interleave(self.heads // self.kv_heads, 1)
-
     def forward(self, x):
         batch, n, _ = x.shape
         heads, kv_heads, d = self.heads, self.kv_heads, self.d
@@ -260,19 +222,20 @@ class SparseAttention(nn.Module):
         q, k, v = packed.split([heads, kv_heads, kv_heads], 2)
         q, k = self.qkv.q_norm(q), self.qkv.k_norm(k)
         turned_q, turned_k = rotate(q, self.theta), rotate(k, self.theta)
-        token = torch.arange(n)
-
         size, stride = self.of["compress_block_size"], self.of["compress_stride"]
         if self.of["compress"] == "mlp":
             blocks = [y.unfold(1, size, stride).transpose(-1, -2) for y in (k, v)]
             coarse_q, coarse_k, coarse_v = q, self.k_compress(blocks[0]), self.v_compress(blocks[1])
         else:
             coarse_q, coarse_k, coarse_v = turned_q, *(y.unfold(1, size, stride).mean(-1) for y in (turned_k, v))
-        last = torch.arange(coarse_k.shape[1]) * stride + size - 1
-        coarse, p = attend(coarse_q, coarse_k, coarse_v, last[None, :] <= token[:, None])
-        selected, _ = attend(turned_q, turned_k, v, self.choice(p))
-        near = causal(n) & (token[:, None] - token[None, :] < self.of["window_size"])
-        window, _ = attend(turned_q, turned_k, v, near)
+        select, query = self.of["select_block_size"], torch.arange(n)
+        ended = (torch.arange(coarse_k.shape[1]) * stride + size - 1 <= query[:, None])[None, None]
+        coarse = definitions.masked_attention(coarse_q, coarse_k, coarse_v, ended)
+        p = definitions.probabilities(coarse_q, coarse_k, ended).detach().unflatten(1, (kv_heads, -1))
+        importance = definitions.nsa_importance(p, size, stride, select, n)
+        blocks, self.narrowest = chosen(importance, 1, 2, self.of)
+        selected = definitions.block_attention(turned_q, turned_k, v, blocks, select)
+        window = definitions.attention(turned_q, turned_k, v, window=self.of["window_size"])
 
         gates = torch.sigmoid(self.gate_proj(x) + self.gate_bias).view(batch, n, heads, 3)
         o = sum(gates[..., at, None] * branch for at, branch in enumerate((coarse, selected, window)))

@@ -1,6 +1,7 @@
 //! Plans for caches of any number of keys up to the planned one: a growing cache needs no plan a token.
+use crate::ops::Call;
 use crate::plan::Plan;
-use crate::request::{Call, PlanError, Request};
+use crate::request::{PlanError, Request};
 use sieve_gpu::Step;
 
 /// Planned numbers of keys are multiples of this; decode kernels round their splits of the keys to smaller multiples.
@@ -24,7 +25,7 @@ impl Capacity {
     /// Rounds the caches of a request up, so that one plan serves several numbers of keys. `None` if the op is not
     /// decoding against a cache.
     pub(crate) fn planned(request: &mut Request) -> Option<Self> {
-        let Call::CachedDecode { .. } = request.call else {
+        let Call::CachedDecode(_) = request.call else {
             return None;
         };
         let input = request.tensors.iter().position(|tensor| tensor.name == "k_cache")?;

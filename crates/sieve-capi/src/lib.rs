@@ -9,11 +9,12 @@ pub mod abi;
 mod capacity;
 mod graph;
 mod launch;
-mod ops;
+pub mod ops;
 mod plan;
 mod request;
 
 pub use capacity::Capacity;
 pub use launch::Loaded;
+pub use ops::Call;
 pub use plan::Plan;
-pub use request::{Call, Gpu, PlanError, Request, TensorSpec};
+pub use request::{Gpu, PlanError, Request, TensorSpec};

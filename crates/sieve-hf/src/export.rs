@@ -105,8 +105,12 @@ pub struct ExportReport {
     pub num_bytes: u64,
 }
 
-/// The Python file with the class for models that no stock class computes.
-const MODELING: (&str, &str) = ("modeling_sieve.py", include_str!("export/modeling_sieve.py"));
+/// The Python files of models that no stock class computes: the class, and the definitions of attention that it
+/// imports, which are the package's.
+const MODELING: [(&str, &str); 2] = [
+    ("modeling_sieve.py", include_str!("export/modeling_sieve.py")),
+    ("definitions.py", include_str!("../../../python/sieve_attention/definitions.py")),
+];
 
 /// The class of `transformers` that computes a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -247,7 +251,8 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
     let tokenizer_files = tokenizer_files::read(checkpoint, &beside, shape.max_seq_len, options)?;
     let replaces_tokenizer = architecture == Architecture::Qwen2 && !tokenizer_files::splits_as_qwen2(&tokenizer_files);
 
-    let modeling = (architecture == Architecture::Sieve).then(|| (MODELING.0, MODELING.1.to_owned()));
+    let modeling = MODELING.into_iter().filter(|_| architecture == Architecture::Sieve);
+    let modeling = modeling.map(|(name, text)| (name, text.to_owned()));
     let num_parameters = tensors.iter().map(ExportTensor::num_elements).sum();
     let card = card::Card {
         checkpoint,

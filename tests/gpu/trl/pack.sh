@@ -20,7 +20,8 @@ cp -r "$root/python/sieve_attention" "$dir/site/"
 cp "$root/target/release/libsieve_capi.so" "$dir/site/sieve_attention/"
 if [ -f "$model/config.json" ]; then
   mkdir -p "$dir/exported"
-  cp "$model"/* "$root/crates/sieve-hf/src/export/modeling_sieve.py" "$dir/exported/"
+  cp "$model"/* "$root/crates/sieve-hf/src/export/modeling_sieve.py" "$root/python/sieve_attention/definitions.py" \
+    "$dir/exported/"
 else
   "$sieve" export --checkpoint "$model" --out "$dir/exported" -q
 fi

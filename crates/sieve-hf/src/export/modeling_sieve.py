@@ -7,6 +7,8 @@ Padding, wherever attention_mask has it, is moved behind the tokens of its row, 
 the outputs are moved back. So positions, blocks and windows count the tokens of a row alone. Queries are read in tiles
 of BLOCK, and no tensor has tokens x tokens elements.
 
+What a kind computes and chooses is in definitions.py, which lies beside this file.
+
 With attn_implementation="sieve", from the package sieve_attention, rows without a cache are read by Sieve's kernels,
 and so is one token a row behind a cache.
 
@@ -26,13 +28,18 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
+from .definitions import (
+    best_blocks, content_scores, dma_bias, expiry, in_any_case, infllm_importance, means_of, moba_importance,
+    msa_importance, nsa_importance, qsa_scores, slot_probabilities, slot_scores,
+)  # fmt: skip
+
 # Implementations that see this file's masks, biases and chosen blocks. An engine's own function passes over them.
 ATTENTION = ("eager", "sdpa", "sieve")
 NO_ENGINE = """an engine's attention function reads a cache of its own and no mask, and this file has its own of both
   hint: attn_implementation="sdpa" in transformers, or `sieve generate` on this folder; engines serve the dense and
   sliding-window models that `sieve export` writes for classes of transformers (Qwen3, Qwen2, Llama, Mistral)"""
 
-# Queries of one tile, and arriving keys of one step of DMA's selection.
+# Queries of one tile.
 BLOCK = 256
 
 
@@ -409,14 +416,8 @@ class DenseAttention(nn.Module):
 
 def choose(importance, query, config, first, local):
     """True where a query reads a block: the last `local` up to its own, the `first` ones, then the most important."""
-    block = torch.arange(importance.shape[-1], device=importance.device)
     own = (query // config.select_block_size)[:, None]
-    forced = (block > own - local) | (block < first)
-    importance = importance.masked_fill(forced, float("inf")).masked_fill(block > own, float("-inf"))
-    # Of equal blocks the later one wins: a stable sort of the blocks from the last to the first.
-    order = importance.flip(-1).sort(dim=-1, descending=True, stable=True).indices
-    best = len(block) - 1 - order[..., : config.num_selected_blocks]
-    return torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, best, True) & (block <= own)
+    return best_blocks(in_any_case(importance, own, first, local), config.num_selected_blocks)
 
 
 def read_blocks(module, q, k, v, chosen, query, rows, start, end, cache=None):
@@ -432,14 +433,6 @@ def read_blocks(module, q, k, v, chosen, query, rows, start, end, cache=None):
     index = torch.arange(begin, end, device=q.device)
     mask[..., begin:].masked_fill_((index > query)[:, None], float("-inf"))
     return attend(module, q, k[:, :, :end], v[:, :, :end], module.scale, mask)
-
-
-def overlapping(p, config, end):
-    """Of each block up to key `end` the compressed blocks that overlap it, by the last dimension of p; 0 where none."""
-    stride = config.compress_stride
-    before, step = config.compress_block_size // stride - 1, config.select_block_size // stride
-    blocks = -(-end // config.select_block_size)
-    return nn.functional.pad(p, (before, blocks * step - p.shape[-1])).unfold(-1, before + step, step)
 
 
 class BlocksAttention(DenseAttention):
@@ -479,17 +472,14 @@ class PooledAttention(BlocksAttention):
     def chooser(self, x, q, k, rows, cache):
         config, select, is_moba = self.config, self.config.select_block_size, self.config.attention_kind == "moba"
         size, stride = (select, select) if is_moba else (config.compress_block_size, config.compress_stride)
-        means = nn.functional.pad(k.float(), (0, 0, 0, max(size - k.shape[2], 0))).unfold(2, size, stride).mean(-1)
-        means = means.to(k.dtype).float().transpose(2, 3)[:, :, None]
-        last = torch.arange(means.shape[-1], device=x.device) * stride + size - 1
+        means = means_of(k.float(), size, stride).to(k.dtype).float()
 
         def chosen(start, stop, query, end):
-            scores = q[:, :, start:stop].unflatten(1, (k.shape[1], -1)).float() @ means
+            scores = slot_scores(q[:, :, start:stop].float(), means)
             if is_moba:
-                importance = nn.functional.pad(scores.flatten(1, 2), (0, -(-end // select) - scores.shape[-1]))
-                return choose(importance, query, config, 0, 1)
-            scores = (scores * self.scale).masked_fill(~(last <= query)[:, None, None], float("-inf"))
-            importance = overlapping(torch.softmax(scores, -1).nan_to_num(0.0).sum(2), config, end).amax(-1)
+                return choose(moba_importance(scores, select, end), query, config, 0, 1)
+            p = slot_probabilities(scores * self.scale, query, size, stride)
+            importance = infllm_importance(p, size, stride, select, end)
             return choose(importance, query, config, 1, config.num_local_blocks)
 
         return chosen
@@ -523,13 +513,14 @@ class IndexedAttention(BlocksAttention):
     def pooled_chooser(self, index_q, index_k, kv_heads):
         select, config = self.config.select_block_size, self.config
         count = index_k.shape[2] // select
-        means = index_k[:, :, : count * select].float().unflatten(2, (count, select)).mean(3).to(index_k.dtype)
+        # Complete blocks alone; means_of has a slot for a row without one, too.
+        means = means_of(index_k.float(), select, select)[:, :, :count].to(index_k.dtype)
         blocks = Rows(0, 0, count, count, config, index_k.device)
         blocks.positions = blocks.positions * select
-        keys = blocks.rotate(self.index_k_norm(means)).float().transpose(2, 3)
+        keys = blocks.rotate(self.index_k_norm(means)).float()
 
         def chosen(start, stop, query, end):
-            scores = (index_q[:, :, start:stop].float() @ keys[..., : end // select]).relu().sum(1, keepdim=True)
+            scores = qsa_scores(index_q[:, :, start:stop].float(), keys[:, :, : end // select])
             scores = nn.functional.pad(scores, (0, -(-end // select) - scores.shape[-1]))
             return choose(scores, query, config, 0, config.num_local_blocks).expand(-1, kv_heads, -1, -1)
 
@@ -541,10 +532,8 @@ class IndexedAttention(BlocksAttention):
         index_q, index_k = (y.float() for y in self.index_heads(x, rows, cache))
 
         def chosen(start, stop, query, end):
-            select, later = self.config.select_block_size, (torch.arange(end, device=x.device) > query)[:, None]
-            scores = (index_q[:, :, start:stop] @ index_k[:, :, :end].transpose(2, 3)).masked_fill(later, -math.inf)
-            scores = nn.functional.pad(scores, (0, -end % select), value=-math.inf)
-            scores = scores.unflatten(3, (-1, select)).amax(-1)
+            select = self.config.select_block_size
+            scores = msa_importance(index_q[:, :, start:stop], index_k, query, select, end)
             return choose(scores, query, self.config, 0, self.config.num_local_blocks)
 
         return chosen
@@ -599,7 +588,7 @@ class NativeSparseAttention(DenseAttention):
         return cache.append("compressed_k", k, done, total), cache.append("compressed_v", v, done, total)
 
     def forward(self, x, rows, cache):
-        config, device = self.config, x.device
+        config = self.config
         size, stride, select = config.compress_block_size, config.compress_stride, config.select_block_size
         q = self.q_norm(self.heads(self.q_proj(x)))
         q_rotated = rows.rotate(q)
@@ -613,21 +602,12 @@ class NativeSparseAttention(DenseAttention):
             o, chosen = sieve.nsa_compressed(coarse_q.transpose(1, 2), *coarse, blocks=blocks, scale=self.scale)
             selected = by_kernel(sieve.nsa_selected, q_rotated, k, v, chosen, blocks=blocks, scale=self.scale)
             return self.gated(o.transpose(1, 2), selected, x, q_rotated, rows, cache)
-        coarse_k, coarse_v = coarse_k[:, :, None].float().transpose(3, 4), coarse_v[:, :, None]
-        last = torch.arange(coarse_v.shape[3], device=device) * stride + size - 1
         coarse, selected = [], []
         for start, stop, query, end in tiles(rows, k.shape[2]):
-            here = coarse_q[:, :, start:stop].unflatten(1, (config.num_key_value_heads, -1)).float()
-            logits = here @ coarse_k * self.scale
-            logits = logits.masked_fill(~(last <= query)[:, None, None], float("-inf"))
-            # The first queries see no block: 0.
-            p = torch.softmax(logits, -1).nan_to_num(0.0)
-            coarse.append((p.to(v.dtype) @ coarse_v).flatten(1, 2))
-            near = overlapping(p.sum(2), config, end)
-            # The number of strides that each compressed block shares with the block.
-            place, most = torch.arange(1, near.shape[-1] + 1, device=device), min(size, select) // stride
-            shared = torch.minimum(place, place.flip(0)).clamp(max=most)
-            chosen = choose((near * shared).sum(-1), query, config, 1, 2)
+            scores = slot_scores(coarse_q[:, :, start:stop].float(), coarse_k.float()) * self.scale
+            p = slot_probabilities(scores, query, size, stride)
+            coarse.append((p.to(v.dtype) @ coarse_v[:, :, None]).flatten(1, 2))
+            chosen = choose(nsa_importance(p, size, stride, select, end), query, config, 1, 2)
             here = q_rotated[:, :, start:stop]
             selected.append(read_blocks(self, here, k, v, chosen, query, rows, start, end, cache))
         return self.gated(torch.cat(coarse, 2), torch.cat(selected, 2), x, q_rotated, rows, cache)
@@ -638,36 +618,6 @@ class NativeSparseAttention(DenseAttention):
         branches = coarse, selected, dense(self, q, k, v, rows, self.scale, self.config.window_size, cache)
         gate = torch.sigmoid(self.gate_proj(x)).unflatten(-1, (-1, 3, 1)).transpose(1, 2).unbind(3)
         return self.out(sum(weight * branch for weight, branch in zip(gate, branches)))
-
-
-@torch.no_grad()
-def expiry(rank, best, local):
-    """The query from which on a key is not seen, [batch, KV heads, keys]; at most the number of keys.
-
-    A query sees the last `local` keys, its own among them, and of the older ones the `best` with the largest
-    (rank, index). A key that left never returns, so this one number a key is the whole mask.
-    """
-    n, device = rank.shape[-1], rank.device
-    # When a key leaves the best, were it to arrive there at once; it arrives `local` queries later.
-    expire = torch.full(rank.shape, n, device=device)
-    kept = torch.arange(min(best, n), device=device).expand(*rank.shape[:2], -1)
-    for start in range(best, n - local, BLOCK):
-        stop = min(start + BLOCK, n - local)
-        arriving = torch.arange(start, stop, device=device).expand(*rank.shape[:2], -1)
-        index = torch.cat([kept, arriving], -1)
-        # Best first, of equal ranks the later key: a stable sort from the last key to the first.
-        ranks = rank.gather(2, index).flip(-1)
-        order = index.shape[-1] - 1 - ranks.sort(dim=-1, descending=True, stable=True).indices
-        places = torch.arange(order.shape[-1], device=device, dtype=torch.int32)
-        place = torch.empty_like(order, dtype=torch.int32).scatter_(2, order, places.expand_as(order))
-        place, leaving = place[..., kept.shape[-1] :], order[..., best:]
-        # At an arrival a key has so many better ones before it as it has in the end, less those that arrive later.
-        better = (place[..., None, :] < places[best:, None]).cumsum(-1, dtype=torch.int32)
-        time = start + (places[best:, None] + better - better[..., -1:] < best).sum(-1)
-        leaving = index.gather(2, leaving)
-        expire.scatter_(2, leaving, torch.maximum(time, leaving))
-        kept = index.gather(2, order[..., :best].sort(dim=-1).values)
-    return (expire + local).clamp(max=n)
 
 
 class DynamicMaskAttention(DenseAttention):
@@ -681,10 +631,10 @@ class DynamicMaskAttention(DenseAttention):
 
     def rank(self, v, rows):
         """Ranks of the call's keys, [batch, KV heads, tokens], in f32."""
-        z = self.A.float() * nn.functional.softplus(nn.functional.linear(v.float(), self.dt_proj.weight.float()))
+        z = content_scores(v.float(), self.dt_proj.weight.float(), self.A.float())
         if self.config.periods is None:
-            return z.transpose(1, 2)
-        return z.transpose(1, 2) + rows.positions[:, None].float() / z.new_tensor(self.config.periods)[:, None]
+            return z
+        return z + rows.positions[:, None].float() / z.new_tensor(self.config.periods)[:, None]
 
     def forward(self, x, rows, cache):
         keep, local = self.config.keep_window_size, self.config.local_window_size
@@ -711,7 +661,7 @@ class DynamicMaskAttention(DenseAttention):
                 keys[name] = put(room, new, first)
         n = num_kept + rows.count
         rank, query = keys["rank"], indices(first, rows.count, x.device)
-        bias = rank if self.config.bias == "linear" else torch.exp(rank.clamp(max=60.0))
+        bias = dma_bias(rank, self.config.bias == "linear")
         if sieve := kernels(self, cache):
             selection = sieve.select(rank, keep=keep, local=local)
             expire = selection.expire

@@ -207,8 +207,9 @@ fn latent_attention_is_deepseek_where_that_class_computes_it() {
         let said = report.not_stock.unwrap_or_default();
         assert_eq!(report.not_stock.is_some(), reason.is_some(), "{name}: {said}");
         assert!(said.contains(reason.unwrap_or_default()), "{name}: {said}");
-        let has_class = report.files.contains(&"modeling_sieve.py".to_owned());
-        assert_eq!(has_class, architecture == own, "{name}");
+        for file in ["modeling_sieve.py", "definitions.py"] {
+            assert_eq!(report.files.contains(&file.to_owned()), architecture == own, "{name}: {file}");
+        }
         assert_eq!(config["kv_lora_rank"], 8);
         assert_eq!(config["use_cache"], true);
     }
@@ -290,7 +291,9 @@ fn published_dma_takes_either_class_and_other_models_their_own() {
             assert_eq!(report.architecture, expected, "{attention} {form:?}");
             assert_eq!(report.leaves_ties_open, expected == either[0]);
             assert_eq!(report.is_remote_code, expected == own);
-            assert_eq!(out.join(MODELING.0).exists(), expected == own);
+            for (file, _) in MODELING {
+                assert_eq!(out.join(file).exists(), expected == own, "{file}");
+            }
         }
     }
 }

@@ -1,0 +1,146 @@
+//! Attention over consecutive keys, and over keys and blocks that the caller chose.
+use super::{Inputs, Outputs, o_low, result};
+use crate::request::PlanError;
+use serde::{Deserialize, Serialize};
+use sieve_core::{CallShape, KeyMask, MaskPlaces, Tiles};
+use sieve_gpu::{AttentionShape, CudaTensor, KernelError, SelectedBlocks};
+
+/// q, k, v, doc_start, bias? → o, lse, o_low?, base?
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct AttentionForward {
+    /// Factor on `q . k`.
+    pub scale: f32,
+    /// The most keys that a query sees, its own included; absent: all earlier ones.
+    #[serde(default)]
+    pub window: Option<usize>,
+    /// Whether `o` is the only output.
+    #[serde(default)]
+    pub only_o: bool,
+}
+
+impl AttentionForward {
+    pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
+        let &Self { scale, window, only_o } = self;
+        let (start, bias) = (t.get("doc_start")?, t.maybe("bias"));
+        let bias = bias.as_ref().map(|bias| (bias, o_low(only_o)));
+        Ok(result(t.qkv()?.attention_forward(&start, window, scale, bias)?, only_o))
+    }
+}
+
+/// The forward's inputs, doc_end, o, lse, o_low?, base?, d_o → dq, dk, dv, d_bias?
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct AttentionBackward {
+    /// Factor on `q . k`.
+    pub scale: f32,
+    /// The most keys that a query sees, its own included; absent: all earlier ones.
+    #[serde(default)]
+    pub window: Option<usize>,
+    /// Whether sums are added in a fixed order.
+    #[serde(default)]
+    pub fixed_order: bool,
+}
+
+impl AttentionBackward {
+    pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
+        let &Self { scale, window, fixed_order } = self;
+        let [start, end] = t.documents()?;
+        t.gradients(scale, fixed_order, |call| {
+            call.attention_backward([&start, &end], window, t.maybe("bias").as_ref())
+        })
+    }
+}
+
+/// Attention over given blocks: q, k, v, indices `[batch, tokens, KV heads, blocks]` in any order, counts? `[batch,
+/// tokens, KV heads]`, doc_start, doc_end → o, unless `only_o` lse, and block_indices for `nsa_selected_backward`,
+/// and with `block_sums` the attention on each index's block, summed over the heads of the group
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct SelectedForward {
+    /// Factor on `q . k`.
+    pub scale: f32,
+    /// Tokens of a block: 16, 32, 64 or 128.
+    pub block: usize,
+    /// Whether `o` is the only output, but for `block_sums`.
+    #[serde(default)]
+    pub only_o: bool,
+    /// Whether the attention on each block is an output.
+    #[serde(default)]
+    pub block_sums: bool,
+}
+
+impl SelectedForward {
+    pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
+        let &Self { scale, block, only_o, block_sums } = self;
+        let (indices, counts, [start, end]) = (t.get("indices")?, t.maybe("counts"), t.documents()?);
+        let selected = SelectedBlocks { indices: &indices, counts: counts.as_ref(), block };
+        let forward = t.qkv()?.selected_attention_forward([&start, &end], selected, scale, block_sums)?;
+        let mut outputs = result(forward.result, only_o);
+        outputs.extend((!only_o).then_some(("block_indices", forward.block_indices)));
+        outputs.extend(forward.block_sums.map(|sums| ("block_sums", sums)));
+        Ok(outputs)
+    }
+}
+
+/// q, k, v of one row, words (0, then row_ptr `[heads * query tiles + 1]`, then tile_idx) → o, lse
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct BlockSparse {
+    /// Factor on `q . k`.
+    pub scale: f32,
+    /// Queries, and keys, of a block.
+    pub block: [usize; 2],
+}
+
+impl BlockSparse {
+    pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
+        let Self { scale, block } = self;
+        let (qkv, words) = (t.qkv()?, t.get("words")?);
+        let mask = block_mask(qkv.shape("block_sparse")?, *block, words)?;
+        let only_o = false;
+        Ok(result(qkv.sparse_attention_forward(&mask, *scale)?, only_o))
+    }
+}
+
+/// The mask of all query heads' own lists of blocks; `words` on the device hold it.
+fn block_mask(
+    shape: AttentionShape,
+    [query_tile, key_tile]: [usize; 2],
+    words: CudaTensor,
+) -> Result<KeyMask<CudaTensor>, PlanError> {
+    let call = CallShape {
+        num_queries: shape.seq_len,
+        num_keys: shape.seq_len,
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        head_dim: shape.head_dim,
+    };
+    // Tiles must be whole stages of the kernels' shared memory.
+    if ![64, 128].contains(&query_tile) || ![64, 128].contains(&key_tile) {
+        let got = format!("{query_tile} x {key_tile}");
+        return Err(KernelError::unsupported("block_sparse", "block", got, "64 or 128 queries and keys").into());
+    }
+    let tiles = Tiles::new(call, query_tile, key_tile);
+    // Word 0 is unused; then come the start of each (head, query tile) in `tile_idx` and the end of the last, and
+    // `tile_idx`.
+    let row_ptr_len = shape.num_heads * tiles.num_query_tiles() + 1;
+    let [num_words] = words.dims("block_sparse", "words")?;
+    if num_words < 1 + row_ptr_len {
+        let supported = format!("at least {}: 0, the rows' starts and the blocks", 1 + row_ptr_len);
+        return Err(KernelError::unsupported("block_sparse", "number of words", num_words, supported).into());
+    }
+    let places =
+        MaskPlaces { row_ptr: 1..1 + row_ptr_len, tile_idx: 1 + row_ptr_len..num_words, ..MaskPlaces::default() };
+    Ok(KeyMask {
+        shape: call,
+        tiles,
+        heads_per_list: 1,
+        heads_per_order: 1,
+        causal: true,
+        dense_rows: Vec::new(),
+        places,
+        words,
+        counts: None,
+    })
+}

@@ -1,0 +1,142 @@
+//! One new token a row over a cache.
+use super::dma::score_bias;
+use super::{Inputs, Outputs, wrong};
+use crate::request::PlanError;
+use serde::{Deserialize, Serialize};
+use sieve_gpu::{
+    AttentionShape, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, LatentKeys, Qkv, WARP_KEYS,
+    mla_decode,
+};
+
+/// q, k, v of one token a row, k_cache, v_cache (written in place), length → o
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct AttentionDecode {
+    /// Factor on `q . k`.
+    pub scale: f32,
+    /// The most keys that a query sees, its own included; absent: all earlier ones.
+    #[serde(default)]
+    pub window: Option<usize>,
+}
+
+impl AttentionDecode {
+    pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
+        let &Self { scale, window } = self;
+        let (token, cache) = (t.qkv()?, t.cache()?);
+        let shape = token.shape("attention_decode")?;
+        let [_, _, capacity, _] = cache.k.dims("attention_decode", "k_cache")?;
+        let step = DecodeStep { window, ..DecodeStep::new(capacity.saturating_sub(1), scale) };
+        let max_keys = window.unwrap_or(capacity).min(capacity);
+        let scratch = DecodeScratch::new(&cache.k, shape, max_keys)?;
+        Ok(vec![("o", cache.attention_decode(&token, &t.get("length")?, step, &scratch)?)])
+    }
+}
+
+/// q of one token a row whose key is in the cache, k_cache, v_cache, length, chosen? → o. `length` counts the keys
+/// that the query sees; with `chosen`, i32 `[batch, choosers, blocks]`, the tokens before it. Keys of a cache: see
+/// [`Plan::capacity`](crate::Plan::capacity)
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct CachedDecode {
+    /// Factor on `q . k`.
+    pub scale: f32,
+    /// The most keys that a query sees, its own included; absent: all earlier ones.
+    #[serde(default)]
+    pub window: Option<usize>,
+    /// Keys of a chosen block: of the blocks in `chosen`, in ascending order and then -1, a query sees all tokens.
+    #[serde(default)]
+    pub block: Option<usize>,
+}
+
+impl CachedDecode {
+    pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
+        let &Self { scale, window, block } = self;
+        let (q, cache, length) = (t.get("q")?, t.cache()?, t.get("length")?);
+        let [batch, tokens, _, head_dim] = q.dims(t.op, "q")?;
+        let [_, kv_heads, capacity, head_dim_v] = cache.v.dims(t.op, "v_cache")?;
+        // Stand in for the new token's k and v, which no launch reads.
+        let unread = [head_dim, head_dim_v].map(|d| q.empty_contiguous(&[batch, tokens, kv_heads, d], DType::BF16));
+        let token = Qkv::separate(&q, &unread[0], &unread[1]);
+        let shape = token.shape(t.op)?;
+        let step = DecodeStep { window, ..DecodeStep::new(capacity, scale) };
+        let max_keys = window.unwrap_or(capacity).min(capacity);
+        let o = match (t.maybe("chosen"), block) {
+            (None, None) => {
+                let scratch = DecodeScratch::new(&cache.k, shape, max_keys)?;
+                cache.attention_decode_cached(&token, &length, step, &scratch)?
+            }
+            (Some(chosen), Some(block)) => {
+                if block == 0 || !block.is_multiple_of(WARP_KEYS) {
+                    let supported = format!("multiples of {WARP_KEYS}");
+                    return Err(KernelError::unsupported(t.op, "block", block, supported).into());
+                }
+                let [_, num_kv_heads, num_chosen] = chosen.dims(t.op, "chosen")?;
+                let fits = |heads: usize, of: usize| of > 0 && heads > 0 && heads.is_multiple_of(of);
+                if !fits(num_kv_heads, kv_heads) || !fits(shape.num_heads, num_kv_heads) {
+                    let got = format!("{num_kv_heads} for {}/{kv_heads} heads", shape.num_heads);
+                    let supported = "a divisor of the heads and a multiple of the KV heads";
+                    return Err(KernelError::unsupported(t.op, "choosers", got, supported).into());
+                }
+                let choosers = AttentionShape { num_kv_heads, ..shape };
+                let max_keys = num_chosen.saturating_mul(block).min(max_keys);
+                let scratch = DecodeScratch::new(&cache.k, choosers, max_keys)?;
+                cache.attention_decode_chosen(&token, &length, step, &scratch, &chosen, block)?
+            }
+            _ => return Err(wrong(t.op, "chosen", "must be given together with block, the number of keys of a block")),
+        };
+        Ok(vec![("o", o)])
+    }
+}
+
+/// q, k, v of one token a row, z, k_cache, v_cache, z_cache, positions (all written in place), length → o
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct DmaDecode {
+    /// Factor on `q . k`.
+    pub scale: f32,
+    /// The last keys, which never lose their place.
+    pub local: usize,
+    /// Whether the bias is z itself, not `exp(min(z, 60))`.
+    pub linear: bool,
+}
+
+impl DmaDecode {
+    pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
+        let &Self { scale, local, linear } = self;
+        let (token, kv) = (t.qkv()?, t.cache()?);
+        let shape = token.shape("dma_decode")?;
+        let [_, _, capacity, _] = kv.k.dims("dma_decode", "k_cache")?;
+        let scratch = DecodeScratch::new(&kv.k, shape, capacity)?;
+        let slots = DmaSlots { kv, z: t.get("z_cache")?, positions: t.get("positions")?, local_window_size: local };
+        let bias = score_bias(linear);
+        let o = slots.dma_decode(&token, &t.get("z")?, &t.get("length")?, scale, bias, &scratch)?;
+        Ok(vec![("o", o)])
+    }
+}
+
+/// q, latents, key_scale?, length? → o. `length`: tokens of each row before the new ones, where latents have room
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct MlaDecode {
+    /// Factor on `q . k`.
+    pub scale: f32,
+    /// Columns of the latents that are values, the first ones.
+    pub rank: usize,
+}
+
+impl MlaDecode {
+    pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
+        let &Self { scale, rank } = self;
+        let (q, latents, key_scale) = (t.get("q")?, t.get("latents")?, t.maybe("key_scale"));
+        let length = t.maybe("length");
+        let keys = LatentKeys { latents: &latents, rank, key_scale: key_scale.as_ref(), length: length.as_ref() };
+        Ok(vec![("o", mla_decode(&q, keys, scale)?)])
+    }
+}
+
+impl Inputs {
+    fn cache(&self) -> Result<KvCache, PlanError> {
+        let (k, v) = (self.get("k_cache")?, self.get("v_cache")?);
+        Ok(KvCache { k, v })
+    }
+}
