@@ -41,7 +41,7 @@ use sieve_core::recipe::TrainingPrecision;
 use sieve_core::{Attention, Keeping, ModelShape, Recipe, ShownPath};
 use sieve_data::OnChange;
 use sieve_hf::Checkpoint;
-use sieve_kernels::step::Fp8Format;
+use sieve_kernels::step::require_fp8;
 use sieve_kernels::{Cublaslt, DeviceReport, GpuState};
 use sieve_ops::{Cuda, TrainBackend};
 use sieve_plan::{check_gpu_attention, gpu_training_gap};
@@ -364,7 +364,7 @@ fn check_gpu_fp8(recipe: &Recipe, gpu: &DeviceReport) -> Result<()> {
         return Ok(());
     }
     let (name, major, minor) = (&gpu.name, gpu.major, gpu.minor);
-    let able = Fp8Format::require((major, minor)).and_then(|()| Cublaslt::require());
+    let able = require_fp8((major, minor)).and_then(|()| Cublaslt::require());
     able.map_err(|error| {
         anyhow!(
             "training.precision = \"fp8\" on {name}, compute capability {major}.{minor}: {error}\n  \
