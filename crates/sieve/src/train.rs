@@ -437,7 +437,7 @@ fn train<B: TrainBackend>(
 ) -> Result<Exit> {
     let (mut folder, origin) = ranks::open(session.mesh.as_deref(), out, start, recipe)?;
     let recipe = &origin.own_recipe(recipe)?;
-    let mut log = Log::new(session.prints());
+    let mut log = Log::new(session.prints(), !session.args.sweep.is_empty());
     if is_finished(&mut folder, start, &origin, recipe, out, &log)? {
         return Ok(Exit::Done);
     }
@@ -527,7 +527,7 @@ fn train<B: TrainBackend>(
         log.line(&format!("no sample: {error}"));
     }
     tell_references(&log);
-    next_steps(&log, recipe, &summary, trainer.data());
+    next_steps(&log, recipe, &summary, trainer.data(), out);
     Ok(Exit::Done)
 }
 
@@ -565,7 +565,7 @@ fn is_finished(
                  hint: --resume --extend {steps} continues it"
             );
         }
-        log.always(&format!(
+        log.result(&format!(
             "nothing to do: {path} is at step {step} of {steps}, and training.steps is {now} here\n  \
              to continue: leave training.steps out, or set it to {steps}"
         ));
@@ -581,7 +581,7 @@ fn is_finished(
         true => format!("is at step {step}, beyond training.steps = {steps}"),
         false => format!("has all {steps} steps"),
     };
-    log.always(&format!(
+    log.result(&format!(
         "nothing to do: {path} {has}\n  \
          to continue: --resume --extend {}, with a learning-rate schedule of its own for the new steps",
         2 * step
