@@ -25,7 +25,7 @@ pub(crate) enum DataCommand {
     )]
     Generate(generate::GenerateArgs),
     /// Write the token ids, labels and document ids of one training step as safetensors
-    #[command(after_help = "Example: sieve data batch --recipe mine.toml --out batch.safetensors")]
+    #[command(after_help = "Example: sieve data batch --recipe mine.toml --step 1 --out batch.safetensors")]
     Batch(batch::BatchArgs),
 }
 

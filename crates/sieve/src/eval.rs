@@ -40,7 +40,7 @@ pub(crate) enum EvalCommand {
     #[command(after_help = "Example: sieve eval ruler --checkpoint smollm2 --lengths 4096,8192")]
     Ruler(ruler::RulerArgs),
     /// The tasks of language-model papers on local files: LAMBADA, HellaSwag, PIQA, ARC and others, or one of your own
-    #[command(after_help = "Example: sieve eval tasks --checkpoint smollm2 --folder tasks")]
+    #[command(after_help = "Example: sieve eval tasks --checkpoint smollm2 --data piqa=piqa.jsonl --limit 200")]
     Tasks(tasks::TasksArgs),
     /// Sparse methods side by side on one dense model, and beside models trained sparse: density, recall, times, error,
     /// loss

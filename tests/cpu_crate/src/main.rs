@@ -22,5 +22,5 @@ fn main() {
     let gradients = y.clone().powi_scalar(2).sum().backward();
 
     let dx = x.grad(&gradients).expect("x requires a gradient");
-    println!("y {:?}, |dx| {:.3}", y.dims(), dx.powi_scalar(2).sum().sqrt().into_scalar());
+    println!("y {:?}, |dx| {:.3e}", y.dims(), dx.powi_scalar(2).sum().sqrt().into_scalar());
 }

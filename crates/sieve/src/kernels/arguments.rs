@@ -22,11 +22,11 @@ pub(crate) enum KernelsCommand {
     Bench(BenchArgs),
     /// Write what a trained model's attention is given for a text: DMA's scores, or q, k and v of a dense model
     #[command(
-        after_help = "Example: sieve kernels capture --checkpoint out/quickstart --data notes.txt --out captured"
+        after_help = "Example: sieve kernels capture --checkpoint out/quickstart --out captured.safetensors"
     )]
     Capture(CaptureArgs),
     /// Write one op's inputs, outputs and gradients, for other programs to check
-    #[command(after_help = "Example: sieve kernels run --help")]
+    #[command(after_help = "Example: sieve kernels run dma --shape batch=2,seq_len=300,heads=4,kv_heads=2,head_dim=64 --window 64 --out dma.safetensors")]
     Run(Box<RunArgs>),
 }
 
