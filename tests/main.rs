@@ -19,6 +19,7 @@ mod dma_form;
 mod initial_weights;
 mod kernel_branches;
 mod kernels_cli;
+mod library_page;
 mod operator;
 mod resume_kill;
 mod sessions;

@@ -1,4 +1,4 @@
-//! Generates two Rust files from `kernels/`:
+//! Generates two Rust files from `kernels/`, which is a link to the folder of that name at the root:
 //!
 //! - `kernel_files.rs`: the table `KERNEL_FILES` with the path below `kernels/` and the text of every file;
 //! - `kernel_params.rs`: a Rust struct for each `struct ..Params` of the kernels, and the table `ENTRY_PARAMS` with
@@ -13,7 +13,7 @@ use std::{env, fs};
 fn main() {
     let manifest = env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR");
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let kernels = PathBuf::from(manifest).join("../../kernels");
+    let kernels = PathBuf::from(manifest).join("kernels");
     println!("cargo:rerun-if-changed=src/runtime/params_text.rs");
     let mut files = Vec::new();
     collect(&kernels, &kernels, &mut files);

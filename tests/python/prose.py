@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # At most so much of each. `words` and `numbers` are means over the sentences of a page.
 BUDGET = {"words": 18.0, "numbers": 1.0, "cell": 160}
 # A page of measurements may have more, but no more than it has today.
-OF_PAGE = {"docs/benchmarks.md": {"numbers": 1.8}}
+OF_PAGE = {"docs/benchmarks.md": {"numbers": 1.5}}
 README = {"lines": 110, "first": 40}
 # Pages that are held to the budget.
 PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in (

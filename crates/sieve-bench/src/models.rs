@@ -21,7 +21,7 @@ use burn_flex::{Flex, FlexDevice};
 use sieve_core::recipe::{ActivationCheckpointMode, OptimizerName};
 use sieve_core::{ModelShape, Recipe, TokenKeys};
 use sieve_hf::{NamedTensor, load_parameters, named_parameters};
-use sieve_kernels::step::Fp8Format;
+use sieve_kernels::step::require_fp8;
 use sieve_kernels::{Cublaslt, DeviceReport, KernelPolicy, NeededKernels, SumOrder};
 use sieve_nn::{KvCache, LayerCache, LayerContext, LayerOperands, Qwen3, RecentCache, TextRows};
 use sieve_ops::{
@@ -154,7 +154,7 @@ struct On<'a, B: TrainBackend> {
 
 /// Whether a GPU and its libraries have GEMMs in fp8.
 pub(crate) fn has_fp8(gpu: &DeviceReport) -> bool {
-    Cublaslt::require().and_then(|()| Fp8Format::require((gpu.major, gpu.minor))).is_ok()
+    Cublaslt::require().and_then(|()| require_fp8((gpu.major, gpu.minor))).is_ok()
 }
 
 /// Checks the models of a part on a backend that computes in `dtype`: the CPU in f32, a GPU in bf16. `with_fp8` also

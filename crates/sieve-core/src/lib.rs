@@ -29,7 +29,10 @@ pub mod block_choice;
 mod block_selection;
 mod call_shape;
 mod did_you_mean;
+mod fp8_format;
+mod gemm_kind;
 mod keeping;
+mod kernel_policy;
 mod key_mask;
 mod keys;
 pub mod kinds;
@@ -47,7 +50,10 @@ pub use block_selection::{
 };
 pub use call_shape::{CallShape, Tiles};
 pub use did_you_mean::did_you_mean;
+pub use fp8_format::Fp8Format;
+pub use gemm_kind::GemmKind;
 pub use keeping::{KeepOLow, Keeping};
+pub use kernel_policy::{Arrivals, KernelFamilies, KernelPolicy, SumOrder};
 pub use key_mask::{ChosenKeys, KeptRows, KeyMask, MaskCounts, MaskError, MaskPlaces, TokenWindow};
 pub use model::{
     Attention, AttentionPreset, DmaBias, DmaForm, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape,

@@ -11,7 +11,6 @@ pub(crate) mod operands;
 pub(crate) mod params;
 #[cfg(test)]
 mod params_text;
-pub(crate) mod policy;
 pub(crate) mod recording;
 pub(crate) mod source;
 pub(crate) mod source_kernel;
@@ -28,7 +27,7 @@ pub(crate) use params::{
     AdamwParams, AttentionParams, NsaPlaceParams, NsaSelectedAttentionForwardParams, Params, TokenParams, params,
     words_for,
 };
-pub(crate) use policy::{Arrivals, KernelFamilies, KernelPolicy, SumOrder};
 pub(crate) use recording::Hardware;
+pub(crate) use sieve_core::{Arrivals, KernelFamilies, KernelPolicy, SumOrder};
 pub(crate) use source::{KernelText, assemble_file, assemble_text};
 pub(crate) use source_kernel::{LaunchRequest, SourceKernel, TileMap};

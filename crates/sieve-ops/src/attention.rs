@@ -1,5 +1,6 @@
 //! Dense causal and sliding-window attention on the packed tensor.
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 pub(crate) mod masks;
 pub(crate) mod reference;
@@ -11,7 +12,7 @@ use crate::tensors::{Float, primitive, tensor};
 use crate::{DeviceBackend, DocumentBounds, Documents, SieveBackend};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use sieve_kernels::KernelPolicy;
+use sieve_core::KernelPolicy;
 
 /// Grouped-query attention, causal: query i sees the keys j <= i of its document, or the last `spec.window_size` of
 /// them.

@@ -6,7 +6,7 @@
 //! pass calls the device again.
 use crate::tensors::{Float, Ints};
 use crate::{
-    AdamWTensors, AttentionCall, AttentionOutput, AttentionSpec, BackwardPass, ChoiceCall, Cuda, DmaCache, DmaCall,
+    AdamWTensors, AttentionCall, AttentionOutput, AttentionSpec, BackwardPass, ChoiceCall, DmaCache, DmaCall,
     DmaScoresCall, DmaSelection, DmaToken, DocumentBounds, Fp8Kept, IndexGradientCall, KeyCache, MlaCall, MlaPackCall,
     NsaCall, NsaCompressed, NsaSelected, QkNormRopeCall, RankGroup, Recency, RmsNormCall, RopeCall, SelectorCache,
     SendRecv, Snapshot, ToQuantise, TokenStep, TokensBefore,
@@ -14,9 +14,9 @@ use crate::{
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn_flex::Flex;
 use sieve_core::{
-    AdamWStep, BlockSelection, ChosenKeys, DmaBias, DmaWindow, HeavyKeys, KeepOLow, KeyMask, ProbeCorrection, TokenKeys,
+    AdamWStep, BlockSelection, ChosenKeys, DmaBias, DmaWindow, GemmKind, HeavyKeys, KeepOLow, KeyMask, ProbeCorrection,
+    TokenKeys,
 };
-use sieve_kernels::GemmKind;
 use std::fmt::Debug;
 use std::ops::Range;
 
@@ -106,7 +106,8 @@ macro_rules! device_ops {
             })+)+
         }
 
-        impl $trait for Cuda {
+        #[cfg(feature = "cuda")]
+        impl $trait for crate::Cuda {
             type DecodeScratch = crate::decode::cuda::CudaDecodeScratch;
             type StepGraph = crate::decode::cuda::CudaStepGraph;
 

@@ -3,6 +3,7 @@
 //!
 //! Blocks are counted from each document's first token.
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 mod indexed;
 mod pooled;

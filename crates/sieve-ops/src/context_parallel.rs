@@ -9,6 +9,7 @@
 //! can be seen.
 mod attend;
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 mod halo;
 mod heads;
@@ -26,6 +27,7 @@ pub use traced::TracedPart;
 use crate::Documents;
 use crate::tensors::{Float, ints};
 use burn::tensor::backend::Backend;
+#[cfg(feature = "cuda")]
 use sieve_kernels::NcclGroup;
 use std::fmt;
 use std::ops::Range;
@@ -44,12 +46,14 @@ pub trait RankGroup: Send + Sync + fmt::Debug {
     fn exchange(&self, values: Vec<Vec<f32>>, counts: &[usize]) -> Vec<Vec<f32>>;
     /// The NCCL group of these ranks, in the order of the parts, if their GPUs have one: tensors then move between GPUs
     /// without passing through host memory.
+    #[cfg(feature = "cuda")]
     fn nccl(&self) -> Option<&NcclGroup> {
         None
     }
 }
 
 /// The GPUs that hold the parts of the same rows.
+#[cfg(feature = "cuda")]
 impl RankGroup for NcclGroup {
     fn part(&self) -> usize {
         self.place()[0]

@@ -1,7 +1,9 @@
 //! Attention of new queries over the keys of a cache: dense, DMA, latent. No function here has a gradient.
 mod cache;
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+#[cfg(feature = "cuda")]
 mod cuda_step;
 pub(crate) mod reference;
 #[cfg(test)]

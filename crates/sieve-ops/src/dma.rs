@@ -8,6 +8,7 @@ mod bias;
 pub(crate) mod checks;
 pub(crate) mod composed;
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 pub(crate) mod rank;
 pub(crate) mod reference;

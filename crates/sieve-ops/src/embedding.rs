@@ -1,13 +1,10 @@
 //! Token embedding and its gradient on every device. Calls that the kernels refuse run `reference`.
-use crate::device::{
-    CudaPrimitive, contiguous, floats, from_vec, ints, kernel_or, last_dim, plain, tensors, unless_f32,
-};
+use crate::device::{contiguous, floats, from_vec, ints, last_dim, plain, unless_f32};
 use crate::tensors::{Float, Ints, primitive, tensor};
-use crate::{Cuda, DeviceBackend, SieveBackend};
+use crate::{DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorMetadata};
 use burn_flex::FlexTensor;
-use sieve_kernels::ToBurn;
 
 /// The row of `weight` of each token id.
 ///
@@ -84,9 +81,13 @@ pub(crate) mod cpu {
     }
 }
 
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda {
     //! Embedding on CUDA. If the gradient's kernel refuses a call, GEMMs sum the gradient in a fixed order.
     use super::*;
+    use crate::Cuda;
+    use crate::device::{CudaPrimitive, kernel_or, tensors};
+    use sieve_kernels::ToBurn;
 
     /// Tokens of one GEMM, which bounds the size of its one-hot matrix.
     const TOKENS: usize = 1024;

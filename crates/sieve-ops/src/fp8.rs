@@ -3,6 +3,7 @@
 //!
 //! Only the ops of whole layers (`block`) call these; there is no public function.
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 pub(crate) mod reference;
 #[cfg(test)]
@@ -29,6 +30,7 @@ pub struct Fp8Kept<B: Backend> {
     /// The rounded weight. With scales: bytes, `[in, out]`. Without: rounded values, `[out, in]`.
     pub(crate) weight: Float<B>,
     /// Scales of x and of the weight, `[1]`; `None` where the reference ran.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the CPU keeps no bytes"))]
     pub(crate) scales: Option<[Float<B>; 2]>,
 }
 

@@ -52,6 +52,7 @@ pub use decode::{
     likeliest, mla_decode, repeat_token_step, token_step,
 };
 pub use device::autodiff::BackwardPass;
+#[cfg(feature = "cuda")]
 pub use device::cuda::Cuda;
 pub use device::paths::{OpPath, Place, op_paths};
 pub use dma::{
@@ -72,7 +73,8 @@ pub use nsa::{
 };
 pub use operands::OperandError;
 pub use optimizer::{
-    AdamWStep, AdamWTensors, Snapshot, SnapshotReader, adamw, join_master, orthogonalised, split_master, sum_of_squares,
+    AdamWStep, AdamWTensors, Snapshot, SnapshotError, SnapshotReader, adamw, join_master, orthogonalised, split_master,
+    sum_of_squares,
 };
 pub use rope::{QkNorm, QkNormRopeCall, RopeCall, RopeTables, RotaryEmbedding, qk_norm_rope, rope};
 pub use sparse::{
@@ -83,7 +85,9 @@ pub use swiglu::swiglu;
 pub use tensors::split_heads;
 
 pub use sieve_core::{DmaBias, DmaForm, DmaRecency, DmaShape, DmaWindow};
-pub use sieve_kernels::{GpuState, KernelFamilies, KernelPolicy, MemoryPeak, SumOrder};
+pub use sieve_core::{KernelFamilies, KernelPolicy, SumOrder};
+#[cfg(feature = "cuda")]
+pub use sieve_kernels::{GpuState, MemoryPeak};
 
 pub mod reference {
     //! Every op in plain Burn operations: the definition that fast paths are compared with.

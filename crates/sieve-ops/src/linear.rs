@@ -2,14 +2,12 @@
 //! gradients on every device. Calls that the kernels of `cpu` or `cuda` refuse run `reference`.
 use crate::SieveBackend;
 use crate::backend::DeviceBackend;
-use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
 use crate::device::flex::{self, contiguous, floats, from_vec, last_dim, unless_f32, with_columns};
-use crate::device::paths::kernel_or;
 use crate::tensors::{Float, flatten, primitive, tensor, unflatten};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_kernels::{CudaTensor, GemmKind, KernelError, MatmulOutput, ToBurn, kernel_tensor};
+use sieve_core::GemmKind;
 
 /// `y = x Wᵀ`.
 ///
@@ -193,12 +191,15 @@ pub(crate) mod cpu {
     }
 }
 
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda {
     //! The GEMMs of linear layers, by cuBLASLt.
     use super::*;
+    use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
+    use crate::device::kernel_or;
     use sieve_kernels::DType::{BF16, F32};
-    use sieve_kernels::matmul;
     use sieve_kernels::step::residual_add;
+    use sieve_kernels::{CudaTensor, KernelError, MatmulOutput, ToBurn, kernel_tensor, matmul};
 
     pub(crate) fn linear(x: CudaPrimitive, weight: CudaPrimitive, residual: Option<CudaPrimitive>) -> CudaPrimitive {
         let [a, b] = tensors([&x, &weight]);

@@ -1,15 +1,11 @@
 //! Output projection and cross-entropy in one op, which never holds the logits of all tokens at once, and its
 //! gradients, on every device. Calls that the kernels of `cpu` or `cuda` refuse run `reference`.
-use crate::device::{
-    CudaPrimitive, contiguous, flex, floats, from_vec, ints, is_f32, kernel_on, kernel_or, last_dim, plain, tensors,
-    unless_f32, zeros_like,
-};
+use crate::device::{contiguous, flex, floats, from_vec, ints, is_f32, last_dim, plain, unless_f32, zeros_like};
 use crate::tensors::{Float, Ints, primitive, rows, tensor, unrows, upcast};
-use crate::{Cuda, DeviceBackend, SieveBackend};
+use crate::{DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Bool, DType, Int, Tensor, TensorMetadata};
+use burn::tensor::{Bool, Int, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_kernels::{KernelError, ToBurn};
 
 /// Label of a token that the loss leaves out.
 pub const IGNORE_LABEL: i32 = -100;
@@ -176,11 +172,15 @@ pub(crate) mod cpu {
     }
 }
 
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda {
     //! The kernels compute the logits of a block of tokens at a time.
     use super::*;
-    use crate::device::{cast, writable};
+    use crate::Cuda;
+    use crate::device::{CudaPrimitive, cast, kernel_on, kernel_or, tensors, writable};
+    use burn::tensor::DType;
     use sieve_kernels::step::{FixedSum, Term};
+    use sieve_kernels::{KernelError, ToBurn};
 
     pub(crate) fn token_losses(h: CudaPrimitive, weight: CudaPrimitive, labels: CudaPrimitive) -> CudaPrimitive {
         let [states, table, ids] = tensors([&h, &weight, &labels]);

@@ -1,6 +1,7 @@
 //! Multi-head latent attention (arXiv:2405.04434, section 2.1): the keys and values of all heads are projections of one
 //! small latent per token, and all heads share one rotated key.
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 pub(crate) mod reference;
 #[cfg(test)]
@@ -12,7 +13,7 @@ use crate::{
 };
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
-use sieve_kernels::KernelPolicy;
+use sieve_core::KernelPolicy;
 
 /// Rotates and packs queries, keys and values. A token has `num_heads` queries `[q_C ; RoPE(q_R)]`, then `num_heads`
 /// keys `[k_C ; RoPE(k_R)]` with one k_R for all heads, then `num_heads` values. With `norm`, of weights `[head_dim +

@@ -1,12 +1,11 @@
 //! RMSNorm (arXiv:1910.07467, eq. 4) and its gradient on every device. Calls that the kernels refuse run `reference`.
-use crate::device::{CudaPrimitive, contiguous, floats, from_vec, kernel_or, tensors, unless_f32, zeros_like};
+use crate::device::{contiguous, floats, from_vec, unless_f32, zeros_like};
 use crate::linear::added;
 use crate::tensors::{Float, primitive, rows, tensor, unrows};
-use crate::{Cuda, DeviceBackend, SieveBackend};
+use crate::{DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_kernels::{ToBurn, kernel_tensor};
 
 /// `y = x / sqrt(mean(x²) + epsilon) * weight`, with the mean over the last dimension, in f32.
 ///
@@ -150,9 +149,13 @@ pub(crate) mod cpu {
     }
 }
 
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda {
     //! RMSNorm on CUDA. The gradient of the weight is f32.
     use super::*;
+    use crate::Cuda;
+    use crate::device::{CudaPrimitive, kernel_or, tensors};
+    use sieve_kernels::{ToBurn, kernel_tensor};
 
     pub(crate) fn rms_norm(call: RmsNormCall<Cuda>) -> CudaPrimitive {
         let [x, weight] = tensors([&call.x, &call.weight]);

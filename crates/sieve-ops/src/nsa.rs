@@ -4,6 +4,7 @@
 //! Blocks are counted from each document's first token. Compressed blocks of a row have numbered slots, as
 //! [`NsaBlocks::first_slot`] says.
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 pub(crate) mod reference;
 #[cfg(test)]

@@ -5,21 +5,16 @@ mod snapshot;
 mod tests;
 
 pub use sieve_core::AdamWStep;
-pub use snapshot::{Snapshot, SnapshotReader};
+pub use snapshot::{Snapshot, SnapshotError, SnapshotReader};
 
-use crate::device::{
-    CudaPrimitive, cast, contiguous, floats, from_vec, is_f32, kernel_on, kernel_or, plain, tensors, unless_f32,
-    writable,
-};
+use crate::DeviceBackend;
+use crate::device::{contiguous, floats, from_vec, is_f32, plain, unless_f32};
 use crate::tensors::{Float, primitive, rows, tensor};
-use crate::{Cuda, DeviceBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, FloatDType, Shape, Tensor, TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexDevice, FlexTensor};
-use sieve_cuda::CudaDevice;
-use sieve_kernels::step::{AdamwTensors, FixedSum, Term};
-use sieve_kernels::{CudaTensor, GemmKind, HostCopy, KernelError, ToBurn, kernel_tensor};
+use sieve_core::GemmKind;
 
 /// One update of one parameter, in the order of PyTorch's AdamW: decay, moments, step.
 ///
@@ -230,9 +225,15 @@ pub(crate) mod cpu {
     }
 }
 
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda {
     //! AdamW and norms of gradients on CUDA.
     use super::*;
+    use crate::Cuda;
+    use crate::device::{CudaPrimitive, cast, kernel_on, kernel_or, tensors, writable};
+    use sieve_cuda::CudaDevice;
+    use sieve_kernels::step::{AdamwTensors, FixedSum, Term};
+    use sieve_kernels::{CudaTensor, HostCopy, KernelError, ToBurn, kernel_tensor};
 
     pub(crate) fn adamw(
         tensors: AdamWTensors<Cuda>,

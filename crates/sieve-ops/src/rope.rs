@@ -6,17 +6,13 @@ mod tests;
 
 pub use tables::{RopeTables, RotaryEmbedding};
 
-use crate::device::{
-    CudaPrimitive, cast, contiguous, floats, from_vec, ints, kernel_or, tensors, unless_f32, zeros_like,
-};
+use crate::device::{contiguous, floats, from_vec, ints, unless_f32, zeros_like};
 use crate::norm::reference::{norm_heads, norm_heads_backward};
-use crate::swiglu::reuse;
 use crate::tensors::{Float, Ints, primitive, split_heads, tensor, upcast};
-use crate::{Cuda, DeviceBackend, SieveBackend};
+use crate::{DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_kernels::{ToBurn, kernel_tensor};
 
 /// The RMSNorms of each head's query and key.
 #[derive(Clone, Debug)]
@@ -262,9 +258,14 @@ pub(crate) mod cpu {
     }
 }
 
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda {
     //! Rotary positions, with and without per-head norms, on CUDA.
     use super::*;
+    use crate::Cuda;
+    use crate::device::{CudaPrimitive, cast, kernel_or, tensors};
+    use crate::swiglu::cuda::reuse;
+    use sieve_kernels::{ToBurn, kernel_tensor};
 
     pub(crate) fn qk_norm_rope(qkv: CudaPrimitive, call: QkNormRopeCall<Cuda>) -> CudaPrimitive {
         let x = kernel_tensor(qkv.clone());

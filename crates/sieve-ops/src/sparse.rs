@@ -1,5 +1,6 @@
 //! Attention under a selector's mask, and the selection of one, without gradient.
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 
 use crate::tensors::{ints, primitive, tensor};

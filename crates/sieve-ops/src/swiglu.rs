@@ -1,15 +1,11 @@
 //! SwiGLU (arXiv:2002.05202) and its gradient on every device. Calls that the kernels refuse run `reference`.
-use crate::device::{
-    CudaPrimitive, contiguous, floats, from_vec, kernel_or, last_dim, tensors, unless_f32, with_columns, zeros_like,
-};
+use crate::device::{contiguous, floats, from_vec, last_dim, unless_f32, with_columns, zeros_like};
 use crate::tensors::{Float, primitive, rows, tensor, unrows};
-use crate::{Cuda, DeviceBackend, SieveBackend};
+use crate::{DeviceBackend, SieveBackend};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_kernels::step::Reuse;
-use sieve_kernels::{ToBurn, kernel_tensor};
 
 /// `silu(gate) * up` of a packed tensor, gate first.
 ///
@@ -81,8 +77,13 @@ pub(crate) mod cpu {
     }
 }
 
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda {
     use super::*;
+    use crate::Cuda;
+    use crate::device::{CudaPrimitive, kernel_or, tensors};
+    use sieve_kernels::step::Reuse;
+    use sieve_kernels::{ToBurn, kernel_tensor};
 
     pub(crate) fn swiglu(gate_up: CudaPrimitive) -> CudaPrimitive {
         let attempt = sieve_kernels::step::swiglu_forward(&kernel_tensor(gate_up.clone()));
@@ -107,13 +108,13 @@ pub(crate) mod cuda {
             [reference::swiglu_backward::<Cuda>(gate_up, dy), y]
         })
     }
-}
 
-/// Whether a kernel may overwrite its inputs: only if nothing else reads them.
-pub(crate) fn reuse(is_free: bool) -> Reuse {
-    match is_free {
-        true => Reuse::InPlace,
-        false => Reuse::Copy,
+    /// Whether a kernel may overwrite its inputs: only if nothing else reads them.
+    pub(crate) fn reuse(is_free: bool) -> Reuse {
+        match is_free {
+            true => Reuse::InPlace,
+            false => Reuse::Copy,
+        }
     }
 }
 

@@ -17,10 +17,15 @@ pub(crate) use tokenizer::{TokenizerCommand, run as run_tokenizer};
 #[derive(Subcommand, Debug)]
 pub(crate) enum DataCommand {
     /// Tokenise a recipe's text into shards; after an interruption the same command continues
+    #[command(after_help = "Example: sieve data prepare --recipe mine.toml")]
     Prepare(prepare::PrepareArgs),
     /// Write training samples of the tasks of `sieve eval ruler`, as JSON lines
+    #[command(
+        after_help = "Example: sieve data generate --tasks niah_single_1 --tokenizer tokenizer.json --out needles.jsonl"
+    )]
     Generate(generate::GenerateArgs),
     /// Write the token ids, labels and document ids of one training step as safetensors
+    #[command(after_help = "Example: sieve data batch --recipe mine.toml --step 1 --out batch.safetensors")]
     Batch(batch::BatchArgs),
 }
 

@@ -9,7 +9,7 @@ use sieve_core::ShownPath;
 use sieve_core::kinds::KeyReads;
 use sieve_core::model::Attention;
 use sieve_core::recipe::{AttentionKind, StartingSize};
-use sieve_kernels::step::Fp8Format;
+use sieve_kernels::step::require_fp8;
 use sieve_kernels::{AttentionShape, Cublaslt, CudaReport, KernelFamily, KeySource, LaunchCounts, NcclGroup};
 use sieve_plan::gpu_attention_gap;
 use sieve_train::MemoryProbe;
@@ -88,7 +88,7 @@ impl Info {
             name: gpu.name.clone(),
             arch: gpu.arch(),
             memory_bytes: gpu.total_memory_bytes,
-            trains_in_fp8: Fp8Format::require((gpu.major, gpu.minor)).is_ok(),
+            trains_in_fp8: require_fp8((gpu.major, gpu.minor)).is_ok(),
             launches_inline: LaunchCounts::probe(gpu.index).map_err(|error| error.to_string()),
         });
         let is_hopper = report.as_ref().and_then(|report| report.devices.first());

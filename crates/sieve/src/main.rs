@@ -66,23 +66,35 @@ pub(crate) struct OutputArgs {
 #[derive(Subcommand)]
 enum Command {
     /// Train a model from a recipe
+    #[command(after_help = "Example: sieve train --recipe quickstart.toml --set training.steps=200 --out out/mine")]
     Train(train::TrainArgs),
     /// Start several processes on this host that train together, one for each GPU
+    #[command(after_help = "Example: sieve launch --nproc 8 train --recipe dma_1p7b")]
     Launch(launch::LaunchArgs),
     /// Say what a recipe needs before it runs: parameters, FLOPs, memory, cache, time
+    #[command(after_help = "Example: sieve plan --recipe dma_1p7b --gpu h200")]
     Plan(plan::PlanArgs),
     /// Continue a prompt with a trained model
+    #[command(
+        after_help = "Example: sieve generate --checkpoint out/quickstart --prompt 'fn main' --max-new-tokens 100"
+    )]
     Generate(generate::GenerateArgs),
     /// Measure a trained model
     #[command(subcommand)]
     Eval(eval::EvalCommand),
     /// Show runs side by side in one HTML page: recipes, curves, speed, memory, evaluations
+    #[command(after_help = "Example: sieve compare out/mha out/dma --out compare.html")]
     Compare(compare::CompareArgs),
     /// Write a trained model in the Hugging Face layout
+    #[command(after_help = "Example: sieve export --checkpoint out/quickstart --out exported")]
     Export(export::ExportArgs),
     /// Read a Llama, Mistral, Qwen2, Qwen3 or Doge model in the Hugging Face layout as a checkpoint
+    #[command(
+        after_help = "Example: sieve import --from qwen --out in/qwen --attention dma --set attention.keep_window_size=1024"
+    )]
     Import(import::ImportArgs),
     /// Write raw model output, to compare with other programs
+    #[command(after_help = "Example: sieve logits --checkpoint out/quickstart --tokens 1,2,3 --out logits.safetensors")]
     Logits(logits::LogitsArgs),
     /// Prepare and inspect what a run reads
     #[command(subcommand)]
@@ -97,10 +109,13 @@ enum Command {
     #[command(subcommand)]
     Kernels(kernels::KernelsCommand),
     /// Say what this program is and what this machine gives it: versions, GPUs, libraries, paths of attention
+    #[command(after_help = "Example: sieve info --json")]
     Info(info::InfoArgs),
     /// Print a script that completes this program's commands in a shell
+    #[command(after_help = "Example: sieve completions bash")]
     Completions(manual::CompletionsArgs),
     /// Write manual pages
+    #[command(after_help = "Example: sieve man --out man1")]
     Man(manual::ManArgs),
 }
 

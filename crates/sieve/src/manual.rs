@@ -38,3 +38,47 @@ pub(crate) fn man(args: &ManArgs, command: Command) -> Result<()> {
     terminal::line(&format!("wrote manual pages to {}", args.out.shown()));
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::Cli;
+    use clap::{Command, CommandFactory, Parser};
+
+    /// The example of each command without subcommands, and the command's name behind `sieve`.
+    fn examples(command: &Command, name: &str, found: &mut Vec<(String, Option<String>)>) {
+        let mut inner = command.get_subcommands().filter(|inner| inner.get_name() != "help").peekable();
+        if inner.peek().is_none() {
+            let help = command.get_after_help().map(ToString::to_string);
+            found.push((name.to_owned(), help));
+            return;
+        }
+        for inner in inner {
+            examples(inner, &format!("{name} {}", inner.get_name()), found);
+        }
+    }
+
+    /// The words of a command line, of which some are in single quotes.
+    fn words(line: &str) -> Vec<String> {
+        let parts = line.split('\'').enumerate();
+        let words = parts.flat_map(|(index, part)| match index % 2 {
+            0 => part.split_whitespace().map(str::to_owned).collect(),
+            _ => vec![part.to_owned()],
+        });
+        words.collect()
+    }
+
+    #[test]
+    fn every_command_has_an_example_that_the_command_line_takes() {
+        let mut found = Vec::new();
+        examples(&Cli::command(), "sieve", &mut found);
+        assert!(found.len() > 30, "{} commands", found.len());
+        for (name, help) in found {
+            let help = help.unwrap_or_default();
+            let line = help.strip_prefix("Example: ").unwrap_or_else(|| panic!("{name} --help has no example: {help}"));
+            assert!(line.starts_with(&name), "{name} has the example of another command: {line}");
+            if let Err(error) = Cli::try_parse_from(words(line)) {
+                panic!("{line}\n{error}");
+            }
+        }
+    }
+}

@@ -17,12 +17,16 @@ use std::sync::{Arc, OnceLock};
 #[derive(Subcommand, Clone, Debug)]
 pub(crate) enum RecipeCommand {
     /// Write a recipe to begin with, by size and kind, with every key explained
+    #[command(after_help = "Example: sieve recipe new --data notes.txt --out notes.toml")]
     New(new::NewArgs),
     /// Print a recipe; without a name, list those inside the program
+    #[command(after_help = "Example: sieve recipe show dma_1p7b --all")]
     Show(new::ShowArgs),
     /// Print every key with its type, default and meaning, as Markdown
+    #[command(after_help = "Example: sieve recipe keys")]
     Keys,
     /// Print a JSON schema of every key, for editors
+    #[command(after_help = "Example: sieve recipe schema")]
     Schema,
 }
 

@@ -41,7 +41,7 @@ use sieve_core::recipe::TrainingPrecision;
 use sieve_core::{Attention, Keeping, ModelShape, Recipe, ShownPath};
 use sieve_data::OnChange;
 use sieve_hf::Checkpoint;
-use sieve_kernels::step::Fp8Format;
+use sieve_kernels::step::require_fp8;
 use sieve_kernels::{Cublaslt, DeviceReport, GpuState};
 use sieve_ops::{Cuda, TrainBackend};
 use sieve_plan::{check_gpu_attention, gpu_training_gap};
@@ -364,7 +364,7 @@ fn check_gpu_fp8(recipe: &Recipe, gpu: &DeviceReport) -> Result<()> {
         return Ok(());
     }
     let (name, major, minor) = (&gpu.name, gpu.major, gpu.minor);
-    let able = Fp8Format::require((major, minor)).and_then(|()| Cublaslt::require());
+    let able = require_fp8((major, minor)).and_then(|()| Cublaslt::require());
     able.map_err(|error| {
         anyhow!(
             "training.precision = \"fp8\" on {name}, compute capability {major}.{minor}: {error}\n  \
@@ -437,7 +437,7 @@ fn train<B: TrainBackend>(
 ) -> Result<Exit> {
     let (mut folder, origin) = ranks::open(session.mesh.as_deref(), out, start, recipe)?;
     let recipe = &origin.own_recipe(recipe)?;
-    let mut log = Log::new(session.prints());
+    let mut log = Log::new(session.prints(), !session.args.sweep.is_empty());
     if is_finished(&mut folder, start, &origin, recipe, out, &log)? {
         return Ok(Exit::Done);
     }
@@ -527,7 +527,7 @@ fn train<B: TrainBackend>(
         log.line(&format!("no sample: {error}"));
     }
     tell_references(&log);
-    next_steps(&log, recipe, &summary, trainer.data());
+    next_steps(&log, recipe, &summary, trainer.data(), out);
     Ok(Exit::Done)
 }
 
@@ -565,7 +565,7 @@ fn is_finished(
                  hint: --resume --extend {steps} continues it"
             );
         }
-        log.always(&format!(
+        log.result(&format!(
             "nothing to do: {path} is at step {step} of {steps}, and training.steps is {now} here\n  \
              to continue: leave training.steps out, or set it to {steps}"
         ));
@@ -581,7 +581,7 @@ fn is_finished(
         true => format!("is at step {step}, beyond training.steps = {steps}"),
         false => format!("has all {steps} steps"),
     };
-    log.always(&format!(
+    log.result(&format!(
         "nothing to do: {path} {has}\n  \
          to continue: --resume --extend {}, with a learning-rate schedule of its own for the new steps",
         2 * step

@@ -6,7 +6,7 @@ use crate::extent::Extent;
 use crate::report::{Outcome, Report, Wrong, wrong};
 use crate::tolerance::Tolerance;
 use sieve_kernels::DType;
-use sieve_kernels::step::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise};
+use sieve_kernels::step::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise, require_fp8};
 use sieve_kernels::{Cublaslt, CudaTensor, MatmulOutput, fp8_matmul};
 use sieve_ops::reference;
 
@@ -28,7 +28,7 @@ pub(super) fn check_rounding(report: &mut Report, device: &dyn Device, extent: &
 
 /// Checks fp8 GEMMs. Where the GPU has no fp8 or cuBLASLt is missing, the report says why they were not checked.
 pub(crate) fn check_gemms(report: &mut Report, device: &Gpu, extent: &Extent, cc: (u32, u32)) {
-    if let Err(error) = Cublaslt::require().and_then(|()| Fp8Format::require(cc)) {
+    if let Err(error) = Cublaslt::require().and_then(|()| require_fp8(cc)) {
         report.add_missing(PRODUCT, &error.to_string());
         return;
     }

@@ -16,6 +16,18 @@ impl Recipe {
     /// # Errors
     /// [`RecipeError::NotRepresentable`], as [`to_toml`](Self::to_toml).
     pub fn to_template(&self) -> Result<String, RecipeError> {
+        self.template(Keys::All)
+    }
+
+    /// The keys whose value is not the default, as TOML with a comment on each.
+    ///
+    /// # Errors
+    /// [`RecipeError::NotRepresentable`], as [`to_toml`](Self::to_toml).
+    pub fn to_short_template(&self) -> Result<String, RecipeError> {
+        self.template(Keys::Set)
+    }
+
+    fn template(&self, which: Keys) -> Result<String, RecipeError> {
         let table = Table::try_from(self)?;
         // Values that follow from others count as defaults, so that a user can change the others alone: the warm-up
         // follows from the steps, `training.steps` from the stages' steps, the rest of a stage from other sections.
@@ -30,6 +42,7 @@ impl Recipe {
         let mut text = String::new();
         for section in Recipe::KEYS {
             match (section.kind, table.get(section.name)) {
+                (Kind::Tables(_), None) if which == Keys::Set => {}
                 (Kind::Tables(_), None) => {
                     comment(&mut text, section.doc);
                     text += "# Each begins with [[stage]]; `sieve recipe keys` lists its keys.\n\n";
@@ -38,29 +51,34 @@ impl Recipe {
                     for stage in stages.iter().filter_map(Value::as_table) {
                         comment(&mut text, section.doc);
                         text += &format!("[[{}]]\n", section.name);
-                        write_keys(&mut text, keys, stage, &of_stages);
+                        write_keys(&mut text, which, keys, stage, &of_stages);
                         text.push('\n');
                     }
                 }
                 (Kind::Table(keys), Some(Value::Table(table))) => {
+                    let start = text.len();
                     comment(&mut text, section.doc);
                     text += &format!("[{}]\n", section.name);
+                    let empty = text.len();
                     match section.name {
                         "attention" => {
                             // The first key is `kind`; then come the keys of this kind alone.
-                            write_keys(&mut text, &keys[..1], table, &follows);
-                            write_keys(&mut text, self.attention.kind().keys(), table, &follows);
+                            write_keys(&mut text, which, &keys[..1], table, &follows);
+                            write_keys(&mut text, which, self.attention.kind().keys(), table, &follows);
                             for (name, other) in &self.attention.others {
                                 text += &format!("\n# The kind of the layers that model.layer_types calls {name:?}.\n");
                                 text += &format!("[attention.{name}]\n");
                                 let table = Table::try_from(other)?;
-                                write_keys(&mut text, &keys[..1], &table, &follows);
-                                write_keys(&mut text, other.kind().keys(), &table, &follows);
+                                write_keys(&mut text, which, &keys[..1], &table, &follows);
+                                write_keys(&mut text, which, other.kind().keys(), &table, &follows);
                             }
                         }
-                        _ => write_keys(&mut text, keys, table, &follows),
+                        _ => write_keys(&mut text, which, keys, table, &follows),
                     }
-                    text.push('\n');
+                    match text.len() == empty {
+                        true => text.truncate(start),
+                        false => text.push('\n'),
+                    }
                 }
                 _ => unreachable!("a recipe holds every section, and sections alone"),
             }
@@ -71,12 +89,24 @@ impl Recipe {
     }
 }
 
+/// Which keys a template has.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Keys {
+    /// Every key; those with their default are commented out.
+    All,
+    /// The keys whose value is not the default.
+    Set,
+}
+
 /// Writes the keys of one table; `follows` holds defaults that follow from other values.
-fn write_keys(text: &mut String, keys: &[Key], table: &Table, follows: &Table) {
+fn write_keys(text: &mut String, which: Keys, keys: &[Key], table: &Table, follows: &Table) {
     for key in keys {
         let default = key.default.and_then(|default| default());
         let default = default.or_else(|| follows.get(key.name).cloned());
         let value = table.get(key.name);
+        if which == Keys::Set && (value.is_none() || value == default.as_ref()) {
+            continue;
+        }
         comment(text, &about(key));
         match value {
             Some(value) if default.as_ref() != Some(value) => {
@@ -309,8 +339,17 @@ mod tests {
                 let tried = Recipe::load(&text, "template", &few).expect("fewer steps");
                 assert_eq!(tried.lr_scheduler.warmup_steps, 0);
                 let read = Recipe::load(&text, "template", &[]);
+                let recipe_of = recipe.clone();
                 assert_eq!(read, Ok(recipe), "{} {kind:?}\n{text}", size.name);
                 assert!(text.lines().all(|line| line.chars().count() <= 120), "{text}");
+                // The short form is the same recipe.
+                let short = recipe_of.to_short_template().expect("writable");
+                assert_eq!(Recipe::load(&short, "short", &[]).as_ref(), Ok(&recipe_of), "{short}");
+                assert!(
+                    short.lines().count() < 80
+                        && !short.lines().any(|line| line.starts_with("# ") && line.ends_with(" =")),
+                    "{short}"
+                );
                 // A key's comment has the bounds that docs/recipe.md has.
                 assert!(text.contains("# Width of the residual stream. (whole number, 1 to 1048576)"), "{text}");
                 for section in Recipe::KEYS.iter().filter(|it| it.name != "attention") {

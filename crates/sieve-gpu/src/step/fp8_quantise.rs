@@ -4,6 +4,7 @@
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require, require_non_empty};
 use crate::step::{WORD_ELEMENTS, require_alignment};
+use sieve_core::Fp8Format;
 
 const NAME: &str = "fp8_quantise";
 const AMAX: &str = "fp8_amax";
@@ -18,15 +19,6 @@ pub(crate) const AMAX_PARTIALS: usize = 512;
 const TILE: usize = 128;
 /// Every size of an fp8 GEMM is a multiple of this.
 const MULTIPLE: usize = 16;
-
-/// An 8-bit float format.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Fp8Format {
-    /// Four bits of exponent, three of mantissa, up to 448: weights and activations.
-    E4m3,
-    /// Five bits of exponent, two of mantissa, up to 57344: gradients.
-    E5m2,
-}
 
 /// A contiguous fp8 matrix and its scale, both on the device.
 #[derive(Debug, Clone)]
@@ -60,7 +52,7 @@ pub fn fp8_quantise(x: &CudaTensor, format: Fp8Format, amax: Option<&CudaTensor>
     let rows = x.num_elements() / width;
     require!(rows.is_multiple_of(MULTIPLE), NAME, "number of rows": rows, "multiples of {MULTIPLE}");
     require!(width.is_multiple_of(MULTIPLE), NAME, "width": width, "multiples of {MULTIPLE}");
-    Fp8Format::require(x.hardware().compute_capability)?;
+    require_fp8(x.hardware().compute_capability)?;
     let x = x.contiguous();
     require_alignment(NAME, "x", &x)?;
     let amax = match amax {
@@ -96,38 +88,14 @@ fn largest_magnitudes(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
     Ok(amax)
 }
 
-impl Fp8Format {
-    /// The number that an fp8 byte encodes.
-    pub fn number_of(self, byte: u8) -> f32 {
-        let byte = i32::from(byte);
-        let (mantissa_bits, bias) = match self {
-            Self::E4m3 => (3, 7),
-            Self::E5m2 => (2, 15),
-        };
-        let exponent = byte >> mantissa_bits & (0x7f >> mantissa_bits);
-        let mantissa = byte & ((1 << mantissa_bits) - 1);
-        let fraction = mantissa as f32 / (1 << mantissa_bits) as f32;
-        let magnitude = match exponent {
-            // The GPU's conversion to fp8 writes only this NaN. It saturates, so it writes no infinity.
-            _ if byte & 0x7f == 0x7f => f32::NAN,
-            0 => fraction * 2f32.powi(1 - bias),
-            _ => (1.0 + fraction) * 2f32.powi(exponent - bias),
-        };
-        match byte & 0x80 {
-            0 => magnitude,
-            _ => -magnitude,
-        }
-    }
-
-    /// Whether a GPU of this compute capability runs fp8 GEMMs.
-    ///
-    /// # Errors
-    /// [`KernelError::Refused`] below 8.9.
-    pub fn require((major, minor): (u32, u32)) -> Result<(), KernelError> {
-        let fits = (major, minor) >= (8, 9);
-        require!(fits, NAME, "compute capability": format!("{major}.{minor}"), "8.9 and later");
-        Ok(())
-    }
+/// Whether a GPU of this compute capability runs fp8 GEMMs.
+///
+/// # Errors
+/// [`KernelError::Refused`] below 8.9.
+pub fn require_fp8((major, minor): (u32, u32)) -> Result<(), KernelError> {
+    let fits = (major, minor) >= (8, 9);
+    require!(fits, NAME, "compute capability": format!("{major}.{minor}"), "8.9 and later");
+    Ok(())
 }
 
 /// The form of a kernel that also writes partial maxima of its output's magnitude (`kernels/common/amax.cuh`).

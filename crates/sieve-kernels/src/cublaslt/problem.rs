@@ -1,19 +1,9 @@
 //! The sizes of a row-major GEMM, and its matrices in cuBLASLt's column-major terms.
 use super::NAME;
+use sieve_core::GemmKind;
 use sieve_gpu::KernelError;
 use sieve_gpu::step::Fp8Format;
 use std::fmt;
-
-/// Which operands of a row-major GEMM are transposed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum GemmKind {
-    /// `x wᵀ`: `x [m, k]`, `w [n, k]`. A projection with a `[out, in]` weight.
-    Nt,
-    /// `x w`: `x [m, k]`, `w [k, n]`. The gradient of a projection's input.
-    Nn,
-    /// `xᵀ w`: `x [k, m]`, `w [k, n]`. The gradient of a projection's weight.
-    Tn,
-}
 
 /// Element types of the GEMM's operands x and w.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

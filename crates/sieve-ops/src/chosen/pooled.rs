@@ -10,9 +10,9 @@ use crate::{AttentionSpec, DeviceBackend, DocumentBounds, Documents, SieveBacken
 use burn::tensor::activation::log_softmax;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor};
+use sieve_core::GemmKind;
 use sieve_core::block_choice::SCORES_AT_ONCE;
 use sieve_core::{BlockChoice, NsaBlocks};
-use sieve_kernels::GemmKind;
 
 /// The complete blocks of a batch's documents. A row has a fixed number of slots; [`NsaBlocks::first_slot`] says which
 /// slot a block has.
@@ -146,6 +146,7 @@ fn row_of<B: Backend>(keys: &Tensor<B, 3>, row: usize) -> Tensor<B, 2> {
 /// Scores each query's blocks, without the factor s: calls `each(first query, scores)` for ranges of a row's queries,
 /// with scores `[queries, num_slots]` in the order of the blocks of the query's document. Scores of the query's own
 /// block and of later ones are meaningless.
+#[cfg(any(feature = "cuda", test))]
 pub(super) fn block_scores<D: DeviceBackend>(
     index: &Tensor<D, 4>,
     block_keys: &Tensor<D, 3>,

@@ -1,3 +1,4 @@
+#[cfg(feature = "cuda")]
 mod gpus;
 
 use super::attend::DmaParts;

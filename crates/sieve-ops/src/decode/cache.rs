@@ -129,6 +129,7 @@ impl<B: Backend> SelectorCache<B> {
     }
 
     /// Makes room for one more token. Returns how many further tokens fit before a buffer must grow.
+    #[cfg(any(feature = "cuda", test))]
     pub(super) fn reserve_token(&mut self) -> usize {
         self.keys.reserve(1, self.keys.len());
         let (len, mut room) = (self.keys.len() + 1, self.keys.k.room());

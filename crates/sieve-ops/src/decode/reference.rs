@@ -45,6 +45,7 @@ pub fn attention_decode<B: Backend>(
 }
 
 /// Reference of [`crate::cached_attention`].
+#[cfg(feature = "cuda")]
 pub(crate) fn cached_attention<B: Backend>(cache: &mut KeyCache<B>, qkv: Float<B>, spec: AttentionSpec) -> Float<B> {
     append_and_attend(cache, qkv, spec, attention_decode)
 }

@@ -3,7 +3,7 @@ use super::{Fp8Kept, ToQuantise, reference};
 use crate::Cuda;
 use crate::device::{kernel_or, tensors};
 use crate::linear::added;
-use crate::swiglu::{self, reuse};
+use crate::swiglu::cuda::{self as swiglu, reuse};
 use burn::tensor::TensorMetadata;
 use sieve_kernels::DType::{BF16, F32};
 use sieve_kernels::step::{
@@ -37,7 +37,7 @@ pub(crate) fn fp8_linear_backward(kept: Fp8Kept<Cuda>, dy: ToQuantise<Cuda>, sum
 pub(crate) fn fp8_swiglu(gate_up: Float) -> ToQuantise<Cuda> {
     let attempt = swiglu_forward_with_amax(&kernel_tensor(gate_up.clone()));
     let attempt = attempt.map(|(y, amax)| ToQuantise(y.burn(), Some(amax.burn())));
-    kernel_or("fp8_swiglu", attempt, || ToQuantise::new(swiglu::cuda::swiglu(gate_up)))
+    kernel_or("fp8_swiglu", attempt, || ToQuantise::new(swiglu::swiglu(gate_up)))
 }
 
 pub(crate) fn fp8_swiglu_backward(gate_up: Float, dy: Float) -> ToQuantise<Cuda> {
@@ -46,7 +46,7 @@ pub(crate) fn fp8_swiglu_backward(gate_up: Float, dy: Float) -> ToQuantise<Cuda>
     let [x, d] = tensors([&gate_up, &dy]);
     let attempt = swiglu_backward_with_amax(&x, &d, reuse(is_free && x.is_contiguous()));
     let attempt = attempt.map(|(dx, amax)| ToQuantise(dx.burn(), Some(amax.burn())));
-    kernel_or("fp8_swiglu_backward", attempt, || ToQuantise::new(swiglu::cuda::swiglu_backward(gate_up, dy)))
+    kernel_or("fp8_swiglu_backward", attempt, || ToQuantise::new(swiglu::swiglu_backward(gate_up, dy)))
 }
 
 /// The tensor rounded to fp8, row-major and column-major.

@@ -5,7 +5,7 @@ use crate::linear::reference::{linear, linear_input_gradient, linear_weight_grad
 use crate::tensors::Float;
 use burn::tensor::backend::{Backend, ExecutionError};
 use burn::tensor::{TensorData, TensorMetadata};
-use sieve_kernels::step::Fp8Format;
+use sieve_core::Fp8Format;
 
 /// Lower bound of the largest magnitude, so that a tensor of zeros has a scale. It is 2^-100.
 const SMALLEST_BOUND: f32 = 7.888_609e-31;
@@ -41,6 +41,7 @@ pub fn fp8_quantise(values: &[f32], format: Fp8Format) -> (Vec<f32>, f32) {
 }
 
 /// The values `[rows, width]` of e4m3 bytes `[width, rows]` with this scale.
+#[cfg(any(feature = "cuda", test))]
 pub(super) fn rows_of(bytes: &[u8], [width, rows]: [usize; 2], scale: f32) -> Vec<f32> {
     let row = |row| (0..width).map(move |column| Fp8Format::E4m3.number_of(bytes[column * rows + row]) * scale);
     (0..rows).flat_map(row).collect()
@@ -53,6 +54,7 @@ fn read<B: Backend>(x: Float<B>) -> TensorData {
 
 /// Operands that a device kept as bytes, as the reference keeps them; `dy`, the gradient of the output, gives dtype and
 /// device.
+#[cfg(feature = "cuda")]
 pub(super) fn unpacked<B: Backend>(kept: Fp8Kept<B>, dy: &Float<B>) -> Fp8Kept<B> {
     let Some(scales) = kept.scales else {
         return kept;

@@ -2,7 +2,7 @@ use super::reference::{fp8_linear, fp8_linear_backward, fp8_quantise, rows_of};
 use crate::testing::{Random, RandomInput, host};
 use burn::tensor::DType;
 use burn_flex::Flex;
-use sieve_kernels::step::Fp8Format::{self, E4m3, E5m2};
+use sieve_core::Fp8Format::{self, E4m3, E5m2};
 
 /// All non-negative numbers of a format, ascending, from the standard's definition of the bits.
 fn numbers(format: Fp8Format) -> Vec<f64> {

@@ -2,6 +2,7 @@
 use crate::tensors::{Float, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Shape, TensorData, TensorMetadata};
+#[cfg(feature = "cuda")]
 use sieve_kernels::{HostCopy, HostReader, KernelError};
 
 /// The values of a tensor when [`DeviceBackend::snapshot`](crate::DeviceBackend::snapshot) was called.
@@ -14,6 +15,7 @@ pub struct Snapshot(Source);
 #[derive(Debug)]
 enum Source {
     Host(TensorData),
+    #[cfg(feature = "cuda")]
     Cuda(Box<HostCopy>),
 }
 
@@ -32,6 +34,7 @@ impl Snapshot {
         Self(Source::Host(data))
     }
 
+    #[cfg(feature = "cuda")]
     pub(crate) fn of_cuda(copy: HostCopy) -> Self {
         Self(Source::Cuda(Box::new(copy)))
     }
@@ -41,6 +44,7 @@ impl Snapshot {
 #[derive(Debug, Default)]
 pub struct SnapshotReader {
     /// `None` before the first snapshot of a GPU.
+    #[cfg(feature = "cuda")]
     cuda: Option<HostReader>,
 }
 
@@ -49,16 +53,26 @@ impl SnapshotReader {
     ///
     /// # Errors
     /// An error of the CUDA driver.
-    pub fn read(&mut self, snapshot: Snapshot) -> Result<TensorData, KernelError> {
-        let copy = match snapshot.0 {
-            Source::Host(data) => return Ok(data),
-            Source::Cuda(copy) => copy,
-        };
+    pub fn read(&mut self, snapshot: Snapshot) -> Result<TensorData, SnapshotError> {
+        match snapshot.0 {
+            Source::Host(data) => Ok(data),
+            #[cfg(feature = "cuda")]
+            Source::Cuda(copy) => self.read_cuda(&copy).map_err(|error| SnapshotError(error.to_string())),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn read_cuda(&mut self, copy: &HostCopy) -> Result<TensorData, KernelError> {
         let reader = match &mut self.cuda {
             Some(reader) => reader,
             none => none.insert(HostReader::open(copy.device_index())?),
         };
-        let bytes = reader.read(&copy)?;
+        let bytes = reader.read(copy)?;
         Ok(TensorData::from_bytes_vec(bytes, copy.shape().to_vec(), sieve_kernels::burn_dtype(copy.dtype())))
     }
 }
+
+/// Why a snapshot's values could not be copied from its device, in the words of the device.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct SnapshotError(String);

@@ -14,6 +14,7 @@ use std::path::PathBuf;
 #[derive(Subcommand, Debug)]
 pub(crate) enum TokenizerCommand {
     /// Train a byte-level BPE on text and write its tokenizer.json
+    #[command(after_help = "Example: sieve tokenizer train --data notes.txt --vocab-size 4096 --out tokenizer.json")]
     Train(TrainArgs),
 }
 

@@ -12,14 +12,21 @@ use std::path::PathBuf;
 #[derive(Subcommand)]
 pub(crate) enum KernelsCommand {
     /// Compile kernels ahead of time into the cache; needs no GPU
+    #[command(after_help = "Example: sieve kernels build --recipe dma_1p7b --arch sm_90a --out kernels")]
     Build(BuildArgs),
     /// Compare every kernel, and small models of every kind, on this device with references on the host
+    #[command(after_help = "Example: sieve kernels check --cases 50")]
     Check(CheckArgs),
     /// Time the kernels on this GPU, after a short check of their results
+    #[command(after_help = "Example: sieve kernels bench --dma --lengths 8192,32768")]
     Bench(BenchArgs),
     /// Write what a trained model's attention is given for a text: DMA's scores, or q, k and v of a dense model
+    #[command(
+        after_help = "Example: sieve kernels capture --checkpoint out/quickstart --out captured.safetensors"
+    )]
     Capture(CaptureArgs),
     /// Write one op's inputs, outputs and gradients, for other programs to check
+    #[command(after_help = "Example: sieve kernels run dma --shape batch=2,seq_len=300,heads=4,kv_heads=2,head_dim=64 --window 64 --out dma.safetensors")]
     Run(Box<RunArgs>),
 }
 

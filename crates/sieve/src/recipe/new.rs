@@ -57,6 +57,9 @@ pub(crate) struct NewArgs {
     /// Set a key, for example training.steps=1000; may be repeated
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
+    /// The keys that differ from their defaults alone, instead of every key
+    #[arg(long)]
+    short: bool,
     /// The recipe to write; the terminal when absent
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
@@ -104,12 +107,15 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
             own.check_rows(&recipe)?;
         }
     }
+    let [about, keys] = match args.short {
+        true => ["`sieve recipe show FILE --all` lists the other keys.", &recipe.to_short_template()?],
+        false => ["Lines that are commented out hold defaults.", &recipe.to_template()?],
+    };
     let text = format!(
-        "# A recipe made by `sieve recipe new --size {} --kind {}`. Lines that are commented out hold defaults.\n\
-         # `sieve plan --recipe FILE` says what it needs, `sieve train --recipe FILE` trains.\n\n{}",
+        "# A recipe made by `sieve recipe new --size {} --kind {}`. {about}\n\
+         # `sieve plan --recipe FILE` says what it needs, `sieve train --recipe FILE` trains.\n\n{keys}",
         args.size,
         args.kind.name(),
-        recipe.to_template()?
     );
     match &args.out {
         None => terminal::text(&text),

@@ -8,6 +8,7 @@ use sieve_data::{Prepared, Tokenizer};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_ops::{DMA_SCORE_CLAMP, TrainBackend};
 use sieve_train::{TrainSummary, Trainer, TrainingData};
+use std::path::Path;
 
 /// Tokens of held-out text that the suggested prompt has, at most.
 const PROMPT_TOKENS: usize = 12;
@@ -22,7 +23,7 @@ pub(super) fn tell_references(log: &Log) {
 /// Prints a finished run's losses and statistics of its masks.
 pub(super) fn finish(log: &Log, summary: &TrainSummary, shape: &ModelShape) {
     if let (Some(first), Some(last)) = (&summary.first_validation, &summary.last_validation) {
-        log.always(&format!(
+        log.result(&format!(
             "             loss   perplexity   bits per byte\n\
              start    {:>8.4}   {:>10.2}   {:>13.4}\n\
              end      {:>8.4}   {:>10.2}   {:>13.4}\n\
@@ -93,7 +94,7 @@ pub(super) fn samples<B: TrainBackend>(
 }
 
 /// Prints the commands that a user may run next.
-pub(super) fn next_steps(log: &Log, recipe: &Recipe, summary: &TrainSummary, data: &TrainingData) {
+pub(super) fn next_steps(log: &Log, recipe: &Recipe, summary: &TrainSummary, data: &TrainingData, out: &Path) {
     let Some(checkpoint) = &summary.checkpoint else {
         return;
     };
@@ -110,7 +111,9 @@ pub(super) fn next_steps(log: &Log, recipe: &Recipe, summary: &TrainSummary, dat
     commands.push("export --out exported".to_owned());
     let commands = commands.into_iter();
     let commands = commands.map(|command| format!("{command} --checkpoint {checkpoint}"));
+    let commands = commands.chain([format!("compare {}", terminal::quoted(out))]);
     log.line(&terminal::next(&commands.collect::<Vec<_>>()));
+    log.line(&format!("curves: tensorboard --logdir {}", terminal::quoted(&out.join("tb"))));
 }
 
 /// The first words of the first held-out document.

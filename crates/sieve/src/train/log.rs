@@ -11,13 +11,16 @@ use std::path::Path;
 pub(super) struct Log {
     /// False on ranks other than 0, which neither print nor write.
     prints: bool,
+    /// Whether the run is one of a sweep, which prints a line for each run: the run's own lines are logged, and printed
+    /// with `--verbose`.
+    of_sweep: bool,
     file: RefCell<Option<File>>,
     early: RefCell<String>,
 }
 
 impl Log {
-    pub(super) fn new(prints: bool) -> Self {
-        Self { prints, file: RefCell::default(), early: RefCell::default() }
+    pub(super) fn new(prints: bool, of_sweep: bool) -> Self {
+        Self { prints, of_sweep, file: RefCell::default(), early: RefCell::default() }
     }
 
     /// Whether this process prints and logs.
@@ -45,7 +48,15 @@ impl Log {
         self.short(text, text);
     }
 
-    /// Prints a line even under `--quiet`, and logs it.
+    /// Prints a run's result even under `--quiet`, and logs it.
+    pub(super) fn result(&self, text: &str) {
+        match self.of_sweep {
+            true => self.line(text),
+            false => self.always(text),
+        }
+    }
+
+    /// Prints a warning even under `--quiet`, and logs it.
     pub(super) fn always(&self, text: &str) {
         if self.prints {
             terminal::line(text);
@@ -55,7 +66,7 @@ impl Log {
 
     /// Prints `short`, or with `--verbose` `whole`, and logs `whole`.
     pub(super) fn short(&self, short: &str, whole: &str) {
-        if self.prints {
+        if self.prints && (!self.of_sweep || terminal::is_verbose()) {
             terminal::status(if terminal::is_verbose() { whole } else { short });
         }
         self.keep(whole);

@@ -9,7 +9,9 @@ use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use sieve_core::{Recipe, ShownPath, covered_words};
 use sieve_train::{TrainError, last_validation};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 /// Runs of a sweep, at most. More are likely a mistake in the values.
 const MAX_RUNS: usize = 1000;
@@ -78,14 +80,10 @@ pub(super) fn run(args: TrainArgs) -> Result<Exit> {
     let session = Session::open(&args, &runs[0].recipe, mesh, Interrupt::install(prints)?)?;
     let starts = starts::of_runs(&session, &mut runs)?;
     let mut rows = Vec::new();
+    let begun = Instant::now();
+    let texts: BTreeSet<&String> = runs.iter().filter_map(|run| run.text.as_ref()).collect();
+    texts.iter().for_each(|text| terminal::status(text));
     for (number, (run, start)) in (1..).zip(runs.iter().zip(&starts)) {
-        terminal::line(&format!(
-            "sweep {number} of {}: {} in {}",
-            runs.len(),
-            run.overrides.join(" "),
-            run.out.shown()
-        ));
-        terminal::lines(&run.text);
         let error = match train_on(&session, start, &run.recipe, &run.out) {
             Ok(Exit::Done) => None,
             Ok(stopped) => {
@@ -98,7 +96,9 @@ pub(super) fn run(args: TrainArgs) -> Result<Exit> {
                 _ => return Err(error).context(run.overrides.join(" ")),
             },
         };
-        rows.push(Row::of(run, error));
+        let row = Row::of(run, error);
+        terminal::status(&line_of(&row, [number, runs.len()], begun.elapsed().as_secs_f64()));
+        rows.push(row);
     }
     let all = earlier.iter().chain(&rows).collect::<Vec<_>>();
     std::fs::write(&path, serde_json::to_string_pretty(&all)?).with_context(|| format!("writing {}", path.shown()))?;
@@ -109,6 +109,17 @@ pub(super) fn run(args: TrainArgs) -> Result<Exit> {
     let compare = format!("compare {}", terminal::quoted(&base));
     terminal::status(&terminal::next(&[compare]));
     Ok(Exit::Done)
+}
+
+/// The line of a run that has ended: its place, its values, its loss, and how long all runs behind it will take if each
+/// takes as long as the mean of those before.
+fn line_of(row: &Row, [number, of]: [usize; 2], seconds: f64) -> String {
+    let loss = row.loss.map_or("diverged".to_owned(), |loss| format!("loss {loss:.5}"));
+    let left = match of - number {
+        0 => format!("all in {}", terminal::duration(seconds)),
+        more => format!("{} left", terminal::duration(seconds / number as f64 * more as f64)),
+    };
+    format!("sweep {number} of {of}: {}  {loss}  ({left})", row.overrides.join(" "))
 }
 
 /// Refuses a sweep over keys of `[attention]` in none of whose runs attention hides a key: all of them would train
@@ -392,6 +403,14 @@ mod tests {
             perplexity: loss.map(f64::exp),
             error: None,
         }
+    }
+
+    #[test]
+    fn a_run_that_ended_is_one_line_with_the_time_of_the_others() {
+        let run = row("optimizer.lr=1e-3", Some(2.5));
+        assert_eq!(line_of(&run, [2, 5], 60.0), "sweep 2 of 5: optimizer.lr=1e-3  loss 2.50000  (1m 30s left)");
+        let run = row("optimizer.lr=1", None);
+        assert_eq!(line_of(&run, [5, 5], 150.0), "sweep 5 of 5: optimizer.lr=1  diverged  (all in 2m 30s)");
     }
 
     #[test]

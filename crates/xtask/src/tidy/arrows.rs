@@ -28,6 +28,10 @@ const LAUNCHING: &[&str] = &["sieve-gpu", "sieve-capi"];
 /// Features of Burn's and CubeCL's crates: `fusion` changes tensor types, `autotune` costs a minute at the first step.
 const FORBIDDEN_FEATURES: &[&str] = &["autotune", "fusion"];
 
+/// A crate that programs take for CPUs alone, and crates that its tree must not have without the feature `cuda`.
+const ON_CPUS: &str = "sieve-hf";
+const OF_CUDA: &[&str] = &["cudarc", "burn-cuda", "burn-cubecl", "cubecl", "cubecl-cuda", "sieve-gpu", "sieve-kernels"];
+
 /// Checks the dependencies between the workspace's crates, and the features of external ones.
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     let page = workspace::read(PAGE)?;
@@ -45,6 +49,8 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     }
     let tree = workspace::output("cargo tree --workspace -e features --prefix none")?;
     check_features(&tree, problems);
+    let tree = workspace::output(&format!("cargo tree -p {ON_CPUS} -e normal,build --prefix none"))?;
+    check_cpus(&tree, problems);
     Ok(())
 }
 
@@ -119,6 +125,17 @@ fn check_features(tree: &str, problems: &mut Vec<String>) {
     problems.append(&mut found);
 }
 
+/// Finds crates of CUDA in what `cargo tree` prints for [`ON_CPUS`] without features: a line `name version ..` a crate.
+fn check_cpus(tree: &str, problems: &mut Vec<String>) {
+    let names = tree.lines().filter_map(|line| line.split(' ').next());
+    let mut found: Vec<&str> = names.filter(|name| OF_CUDA.contains(name)).collect();
+    found.sort_unstable();
+    found.dedup();
+    problems.extend(found.iter().map(|name| {
+        format!("{ON_CPUS} without features depends on {name}; make that dependency part of the feature `cuda`")
+    }));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -144,5 +161,18 @@ mod tests {
         assert_eq!(problems("sieve-core", &["burn-flex"]).len(), 1);
         assert_eq!(problems("sieve-new", &[]).len(), 1);
         assert!(problems("sieve", &["sieve-train", "burn"]).is_empty());
+    }
+
+    #[test]
+    fn a_crate_of_cuda_in_a_tree_for_cpus_is_named_once() {
+        let found = |tree: &str| {
+            let mut problems = Vec::new();
+            check_cpus(tree, &mut problems);
+            problems
+        };
+        assert!(found("sieve-hf v0.1.0 (/a)\ncubecl-common v0.10.0\nburn v0.21.0").is_empty());
+        let problems = found("sieve-hf v0.1.0 (/a)\ncudarc v0.19.0\ncudarc v0.19.0 (*)");
+        assert_eq!(problems.len(), 1);
+        assert!(problems[0].contains("cudarc"));
     }
 }

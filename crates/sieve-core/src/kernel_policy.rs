@@ -1,7 +1,7 @@
 //! Options for the kernels of a call.
 
-/// Options for the kernels of a call. They are a property of its tensors
-/// ([`CudaTensor::under`](crate::CudaTensor::under)); attention uses the policy of the queries.
+/// Options for the kernels of a call. On a GPU they are a property
+/// of its tensors (`CudaTensor::under` of sieve-gpu); attention uses the policy of the queries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct KernelPolicy {
     /// Whether backward kernels add their sums in a fixed order.
