@@ -17,12 +17,14 @@ const TOLD: &str = "SIEVE_TEST_KILLED_RANK";
 const PLACES: [&str; 5] = ["start", "step", "validation", "files", "name"];
 
 /// Settings in addition to [`OVERRIDES`]. In the first mode a rank is killed at each place, in the second in a step and
-/// during a checkpoint.
-const MODES: [&[&str]; 2] = [
+/// during a checkpoint. In the third, a rank is killed while the other waits for it in a gather of weights: of a step, of
+/// a validation, or while a checkpoint is written.
+const MODES: [&[&str]; 3] = [
     &[],
     // Context parallelism is not tested here: it exchanges keys inside a backward pass, and ranks that are threads of
     // one process share autodiff's lock.
     &["parallelism.zero_stage=2", "training.local_batch_size=2"],
+    &["parallelism.zero_stage=3", "training.local_batch_size=2", "activation_checkpoint.mode=full"],
 ];
 
 /// Settings with which two ranks reach the same bits as one process.
@@ -156,13 +158,22 @@ fn a_rank_killed_in_any_place_is_named_and_the_run_goes_on() {
 
 #[test]
 fn a_rank_killed_with_sharded_gradients_is_named_and_the_run_goes_on() {
+    kill_sharded(&["step", "files"], 1);
+}
+
+#[test]
+fn a_rank_killed_with_sharded_weights_is_named_and_the_run_goes_on() {
+    kill_sharded(&["step", "validation", "files"], 2);
+}
+
+fn kill_sharded(places: &[&str], mode: usize) {
     let tiny = TinyRun::dma();
-    let overrides = overrides(1);
+    let overrides = overrides(mode);
     let pair = Pair::new(&tiny, "reference", &overrides);
     for outcome in pair.run(Default::default()) {
         outcome.result.expect("it ends");
     }
-    kill_in(&tiny, &["step", "files"], 1);
+    kill_in(&tiny, places, mode);
 }
 
 fn kill_in(tiny: &TinyRun, places: &[&str], mode: usize) {

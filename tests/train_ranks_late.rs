@@ -71,7 +71,7 @@ fn run(tiny: &TinyRun, out: &str, overrides: &[&str], transport: Transport) -> [
 
 #[test]
 fn nobody_reads_a_gradient_or_leaf_while_it_travels() {
-    for zero_stage in ["parallelism.zero_stage=1", "parallelism.zero_stage=2"] {
+    for zero_stage in ["parallelism.zero_stage=1", "parallelism.zero_stage=2", "parallelism.zero_stage=3"] {
         travel_late(zero_stage);
     }
 }

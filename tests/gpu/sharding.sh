@@ -2,10 +2,12 @@
 # Runs of a few steps on one and two GPUs. One line a run: losses, norms, tokens/s and memory beside `sieve plan`'s, and
 # how many times as fast as one GPU.
 #
-#   tests/gpu/sharding.sh SIEVE TEXT.jsonl OUT [zero|memory|rows|scale]…
+#   tests/gpu/sharding.sh SIEVE TEXT.jsonl OUT [zero|memory|weights|large|rows|scale]…
 #
 # zero     1.7B under ZeRO-1, ZeRO-2 and ZeRO-2 with bf16 gradients on the same rows; about 40 s
 # memory   8.2B under ZeRO-2; about 90 s
+# weights  1.7B, rows of 2048, four micro-batches, under ZeRO-2 and ZeRO-3 on all GPUS, with and without recomputation
+# large    14.8B, rows of 4096, under ZeRO-3 on all GPUS (4 or more), ROWS (2) a micro-batch; LIMIT=400
 # rows     KINDS (infllm_v2 moba msa), 12 layers, rows of 65,536 whole (but WHOLE=no) and in two parts; about 100 s
 # scale    CELLS (mha:2048:1 dma:2048:1 nsa:2048:1), KIND:TOKENS OF A ROW:MICRO-BATCHES, 1.7B on one GPU and on all GPUS
 #          (2); about 30 s a cell
@@ -131,6 +133,23 @@ for part in "${parts[@]}"; do
         model.vocab_size=151936 model.tie_word_embeddings=false activation_checkpoint.mode=full ||
         failed=1
       ;;
+    weights)
+      prepare
+      for way in 2:none 3:none 2:full 3:full; do
+        run "weights-${way/:/-}" mha "$gpus" - model.vocab_size=50304 training.seq_len=2048 \
+          training.local_batch_size=8 training.global_batch_size=$((32 * gpus)) \
+          parallelism.zero_stage="${way%:*}" activation_checkpoint.mode="${way#*:}" || failed=1
+      done
+      ;;
+    large)
+      prepare
+      rows="${ROWS:-2}"
+      run large-zero-3-full mha "$gpus" - parallelism.zero_stage=3 training.seq_len=4096 \
+        training.local_batch_size="$rows" training.global_batch_size=$((2 * rows * gpus)) model.num_hidden_layers=40 \
+        model.hidden_size=5120 model.num_attention_heads=40 model.num_key_value_heads=8 \
+        model.intermediate_size=17408 model.vocab_size=151936 model.tie_word_embeddings=false \
+        activation_checkpoint.mode=full || failed=1
+      ;;
     rows) # whole rows, two kinds at a time, then in two parts
       shape=(model.num_hidden_layers=12 model.max_position_embeddings=65536 training.seq_len=65536
         training.local_batch_size=1 training.global_batch_size=2)
@@ -162,7 +181,7 @@ for part in "${parts[@]}"; do
       done
       ;;
     *)
-      echo "there is no part '$part': zero, memory, rows or scale"
+      echo "there is no part '$part': zero, memory, weights, large, rows or scale"
       exit 2
       ;;
   esac

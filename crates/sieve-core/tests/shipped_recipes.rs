@@ -75,6 +75,29 @@ fn every_shipped_recipe_loads_and_is_complete() {
     }
 }
 
+/// The published config.json of Qwen3-8B, 14B and 32B: layers, width, inner width, heads, and billions of parameters.
+#[test]
+fn recipes_of_qwen3_s_sizes_have_its_shapes() {
+    let recipes = shipped();
+    for (name, sizes, billions) in [
+        ("dma_8b", [36, 4096, 12_288, 32], 8.19),
+        ("dma_14b", [40, 5120, 17_408, 40], 14.77),
+        ("dma_32b", [64, 5120, 25_600, 64], 32.76),
+    ] {
+        let (_, recipe) = &recipes[name];
+        let model = &recipe.model;
+        let found = [model.num_hidden_layers, model.hidden_size, model.intermediate_size, model.num_attention_heads];
+        assert_eq!(found, sizes, "{name}");
+        let others = (model.num_key_value_heads, model.head_dim, model.vocab_size);
+        assert_eq!(others, (8, 128, 151_936), "{name}");
+        assert!(!model.tie_word_embeddings && recipe.parallelism.zero_stage == 3, "{name}");
+        // DMA adds a projection of a few rows to each layer.
+        let parameters = recipe.model_shape(151_936).expect("a model").parameters().total() as f64 / 1e9;
+        assert!((parameters - billions).abs() < 0.02, "{name}: {parameters}");
+        assert_eq!(recipe.training.tokens_per_step(), 1 << 20, "{name}");
+    }
+}
+
 #[test]
 fn the_recipe_of_dense_steps_differs_from_its_kind_s_in_these_alone() {
     let recipes = shipped();

@@ -97,12 +97,10 @@ pub fn load_parameters<B: Backend, M: Module<B>, E>(
     kept: impl Into<Kept>,
     source: &mut TensorSource<'_, E>,
 ) -> Result<M, E> {
-    let mut writer = Writer { path: Vec::new(), kept: kept.into(), source, error: None };
-    let module = module.map(&mut writer);
-    match writer.error {
-        Some(error) => Err(error),
-        None => Ok(module),
-    }
+    let mut loader = ParameterLoader::new(kept, source);
+    let module = module.map(&mut loader);
+    loader.finish()?;
+    Ok(module)
 }
 
 /// Whether a container adds a level to parameter names; variants of enums do not.
@@ -133,14 +131,36 @@ impl<B: Backend, F: FnMut(String, &[usize], &dyn Fn() -> TensorData)> ModuleVisi
     }
 }
 
-struct Writer<'a, 'b, E> {
+/// Replaces parameters one by one, as [`load_parameters`] does; for a caller that maps each of them further before the
+/// next one is read.
+pub struct ParameterLoader<'a, 'b, E> {
     path: Vec<String>,
     kept: Kept,
     source: &'a mut TensorSource<'b, E>,
     error: Option<E>,
 }
 
-impl<B: Backend, E> ModuleMapper<B> for Writer<'_, '_, E> {
+impl<'a, 'b, E> ParameterLoader<'a, 'b, E> {
+    /// Loads parameters from `source` in the type of `kept`.
+    pub fn new(kept: impl Into<Kept>, source: &'a mut TensorSource<'b, E>) -> Self {
+        Self { path: Vec::new(), kept: kept.into(), source, error: None }
+    }
+
+    /// Whether `source` has failed: parameters are left as they were since.
+    pub fn has_failed(&self) -> bool {
+        self.error.is_some()
+    }
+
+    /// Ends the loading.
+    ///
+    /// # Errors
+    /// The first error of `source`.
+    pub fn finish(self) -> Result<(), E> {
+        self.error.map_or(Ok(()), Err)
+    }
+}
+
+impl<B: Backend, E> ModuleMapper<B> for ParameterLoader<'_, '_, E> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         // The first error ends the loading; the module is dropped then.
         if self.error.is_some() {

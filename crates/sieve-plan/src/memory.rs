@@ -39,6 +39,8 @@ const GPU_PROGRAM_BYTES: u64 = 700 << 20;
 
 /// GPU memory that NCCL takes, measured on two H200s.
 const NCCL_BYTES: u64 = 388 << 20;
+/// The most GPUs that the advice about a run that does not fit considers.
+const MOST_GPUS: usize = 256;
 /// Segments whose gradients exist at the same time while they are reduced over all ranks.
 const SUMS_UNDER_WAY: u64 = 3;
 
@@ -76,6 +78,7 @@ impl MemoryPlan {
             ("parameters", self.peak.parameter_bytes),
             ("rest of f32 masters", self.peak.master_bytes),
             ("moments", self.peak.moment_bytes),
+            ("gathered weights", self.peak.gathered_bytes),
             ("caches", self.peak.cache_bytes),
             ("activations", self.peak.activation_bytes),
             ("workspace", self.peak.workspace_bytes),
@@ -99,12 +102,14 @@ impl MemoryPlan {
 /// Memory at one point of a training step or of another command, by part.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct MemoryParts {
-    /// Parameters in the type that the layers compute in.
+    /// Parameters in the type that the layers compute in; with ZeRO-3 this rank's shard of them.
     pub parameter_bytes: u64,
     /// Bits of the f32 master weights that the parameters lack, and the ranks' copies; 0 for f32 parameters.
     pub master_bytes: u64,
     /// Bytes of the optimizer's moments, f32.
     pub moment_bytes: u64,
+    /// With ZeRO-3, the weights of segments that are whole at this point.
+    pub gathered_bytes: u64,
     /// KV caches of decoded sequences; 0 in training.
     pub cache_bytes: u64,
     /// Bytes of the parameters' gradients, f32.
@@ -119,8 +124,13 @@ pub struct MemoryParts {
 
 impl MemoryParts {
     fn total(&self) -> u64 {
-        let weights = self.parameter_bytes + self.master_bytes + self.moment_bytes + self.cache_bytes;
-        weights + self.gradient_bytes + self.activation_bytes + self.workspace_bytes + self.checkpoint_bytes
+        let weights = self.parameter_bytes + self.master_bytes + self.moment_bytes + self.gathered_bytes;
+        weights
+            + self.cache_bytes
+            + self.gradient_bytes
+            + self.activation_bytes
+            + self.workspace_bytes
+            + self.checkpoint_bytes
     }
 
     /// The plan of a process, one of `ranks`, whose peak has these parts; `moment` is the name of that point.
@@ -163,9 +173,36 @@ pub fn memory_plan(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: 
     };
     let mut plan = needed(recipe);
     if plan.verdict.needs_advice() {
-        plan.would_fit = advice::settings_that_fit(recipe, RowShare::of(recipe).groups(ranks), needed);
+        plan.would_fit = advice::settings_that_fit(recipe, RowShare::of(recipe).groups(ranks), ranks > 1, needed);
+        if plan.would_fit.is_empty() && !recipe.optimizer.name.needs_whole_matrices() {
+            plan.would_fit.extend(more_gpus(recipe, shape, target, ranks));
+        }
     }
     plan
+}
+
+/// The least number of GPUs, a power of two above `ranks`, that trains the recipe with ZeRO-3 and full recomputation;
+/// `None` for a CPU, whose processes share one memory, or if [`MOST_GPUS`] are too few.
+fn more_gpus(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> Option<FittingSetting> {
+    if matches!(target, Target::Cpu { .. }) {
+        return None;
+    }
+    let mut sharded = advice::with_mode(recipe, sieve_core::recipe::ActivationCheckpointMode::Full);
+    sharded.parallelism.zero_stage = 3;
+    let counts = (1..=MOST_GPUS.ilog2()).map(|power| 1 << power).filter(|&count| count > ranks);
+    let mut fitting = counts.filter_map(|count| {
+        let groups = RowShare::of(&sharded).groups(count);
+        let alone = advice::smallest_batch(&sharded, groups)?;
+        let plan = plan_keeping(&alone, shape, target, count, Keeping::NOTHING);
+        let batch = alone.training.local_batch_size;
+        let setting = format!(
+            "--nproc {count}: parallelism.zero_stage=3 activation_checkpoint.mode=full \
+             training.local_batch_size={batch}"
+        );
+        let fits = plan.leaves_a_tenth(plan.total_bytes);
+        fits.then_some(FittingSetting { setting, total_bytes: plan.total_bytes })
+    });
+    fitting.next()
 }
 
 /// As [`memory_plan`], with the optional activations of `keeping`, and without advice.
@@ -175,16 +212,17 @@ fn plan_keeping(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usi
     let (moment, parts) = fullest.expect("there are several");
     let (value_bytes, num_parameters) = (target.value_bytes(), shape.parameters().total());
     // With ZeRO a rank holds the bits that its shard of the parameters lacks, and a copy of that shard: together an
-    // f32 for each value.
+    // f32 for each value. With ZeRO-3 that copy is all that it holds of the parameters.
     let num_shards = num_shards(recipe, ranks);
     let shard = num_parameters.div_ceil(num_shards);
+    let shards_weights = shards_weights(recipe, ranks);
     let master_bytes = match (value_bytes, num_shards) {
-        (_, 2..) => times(shard, F32),
+        (_, 2..) if !shards_weights => times(shard, F32),
         (F32, _) => 0,
         _ => times(shard, F32 - value_bytes),
     };
     let peak = MemoryParts {
-        parameter_bytes: times(num_parameters, value_bytes),
+        parameter_bytes: times(if shards_weights { shard } else { num_parameters }, value_bytes),
         master_bytes,
         moment_bytes: times(num_moments(recipe, &shape.parameters()).div_ceil(num_shards), F32),
         ..parts
@@ -206,6 +244,50 @@ fn num_shards(recipe: &Recipe, ranks: usize) -> u64 {
         0 => 1,
         _ => ranks as u64,
     }
+}
+
+/// Whether ranks have only shards of the weights between their uses: ZeRO-3.
+pub(crate) fn shards_weights(recipe: &Recipe, ranks: usize) -> bool {
+    recipe.parallelism.zero_stage == 3 && ranks > 1
+}
+
+/// Weights that are whole at the points of a step, with ZeRO-3; all 0 without it.
+#[derive(Default)]
+struct GatheredBytes {
+    /// The matrix of the embedding, or of the output projection.
+    head: u64,
+    /// A block's.
+    block: u64,
+    /// Of blocks whose graphs wait for their backward passes, but for the last block.
+    kept: u64,
+}
+
+impl GatheredBytes {
+    fn new(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> Self {
+        if !shards_weights(recipe, ranks) {
+            return Self::default();
+        }
+        let block = block_parameters(shape) * target.value_bytes();
+        let last = shape.num_layers.saturating_sub(1);
+        let kept = (0..last).filter(|&layer| !recipe.activation_checkpoint.recomputes(layer));
+        Self {
+            head: (shape.vocab_size * shape.d_model) as u64 * target.value_bytes(),
+            block,
+            kept: kept.count() as u64 * block,
+        }
+    }
+
+    /// The last block and the next one before it, unless that is one of the kept.
+    fn in_last_block(&self, recipe: &Recipe, shape: &ModelShape) -> u64 {
+        let mut before = 0..shape.num_layers.saturating_sub(1);
+        let gathers = before.any(|layer| recipe.activation_checkpoint.recomputes(layer));
+        self.kept + self.block * (1 + u64::from(gathers))
+    }
+}
+
+/// Parameters of a block; of blocks that differ, the mean.
+fn block_parameters(shape: &ModelShape) -> u64 {
+    shape.parameters().non_embedding() / shape.num_layers.max(1) as u64
 }
 
 /// Memory that a checkpoint takes while it is written: f32 copies of weights and moments.
@@ -261,11 +343,11 @@ impl GradientBytes {
         let all = times(num_parameters, training.gradient_dtype.bytes());
         let shard = all / ranks as u64;
         let head = F32 * (shape.vocab_size * shape.d_model) as u64;
-        let block = times(shape.parameters().non_embedding() / shape.num_layers.max(1) as u64, F32);
+        let block = times(block_parameters(shape), F32);
         let has_micro_batches =
             training.global_batch_size * RowShare::of(recipe).degree > training.local_batch_size * ranks;
         // With several ranks, gradients are reduced while the backward pass continues: in the last micro-batch, and
-        // with ZeRO-2 in every one.
+        // from ZeRO-2 on in every one.
         let keeps_shards = ranks > 1 && zero_stage > 0 && (!has_micro_batches || zero_stage > 1);
         // From the second micro-batch on every weight has a gradient, or a shard of one.
         let (loss, new_in_loss) = match (has_micro_batches, keeps_shards) {
@@ -309,6 +391,7 @@ fn points_of_step(
     let rows = RowShare::of(recipe);
     let tokens = rows.tokens() as u64;
     let gradients = GradientBytes::new(recipe, shape, ranks);
+    let gathered = GatheredBytes::new(recipe, shape, target, ranks);
     let blocks = kept_by_blocks(recipe, shape, target, keeping);
     // Bytes of a micro-batch's residual stream.
     let stream = times(tokens, shape.d_model as u64 * target.value_bytes());
@@ -337,6 +420,7 @@ fn points_of_step(
         MemoryParts { checkpoint_bytes: if has_next_step { written } else { 0 }, ..MemoryParts::default() };
     let in_loss = MemoryParts {
         gradient_bytes: gradients.loss,
+        gathered_bytes: gathered.kept + gathered.block + gathered.head,
         activation_bytes: blocks + stream,
         // `2 * stream`: the final norm's output and its gradient.
         workspace_bytes: 2 * stream + logit_bytes(shape, tokens, target) + gradients.new_in_loss,
@@ -344,12 +428,14 @@ fn points_of_step(
     };
     let in_last_block = MemoryParts {
         gradient_bytes: gradients.last_block,
+        gathered_bytes: gathered.in_last_block(recipe, shape),
         activation_bytes: blocks + recomputed_last,
         workspace_bytes: temporaries,
         ..beside_step
     };
     let in_first_block = MemoryParts {
         gradient_bytes: gradients.first_block,
+        gathered_bytes: gathered.block,
         activation_bytes: kept_by(0),
         workspace_bytes: temporaries,
         ..beside_step
@@ -369,7 +455,11 @@ fn points_of_step(
             rows: rows.batch.min(recipe.validation.tokens.div_ceil(rows.seq_len.max(1))),
             ..InferenceSize::rows_of(rows.seq_len, 0)
         };
-        let in_validation = MemoryParts { activation_bytes: forward_bytes(shape, size, target), ..beside_step };
+        let in_validation = MemoryParts {
+            activation_bytes: forward_bytes(shape, size, target),
+            gathered_bytes: gathered.block + gathered.head,
+            ..beside_step
+        };
         points.push(("validation", in_validation));
     }
     points

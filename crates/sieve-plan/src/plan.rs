@@ -2,6 +2,7 @@
 
 use crate::context_parallel::RowShare;
 use crate::disk::DiskPlan;
+use crate::memory::shards_weights;
 use crate::{
     CachePlan, MemoryPlan, MemoryVerdict, OpPlan, Ranks, RanksPlan, cache_plan, check_gpu_attention, memory_plan,
     op_plans, time,
@@ -137,6 +138,8 @@ pub struct ZeroPlan {
     pub total_bytes: u64,
     /// Bytes of gradients that each rank sends in a step; it receives as many.
     pub sum_bytes: f64,
+    /// Bytes of weights that each rank sends in a step; it receives as many.
+    pub gather_bytes: f64,
     /// Whether the run fits into each device's memory.
     pub verdict: MemoryVerdict,
 }
@@ -180,7 +183,7 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
         // `alone`: the recipe of this stage alone. `together`: the ranks' communication in it.
         let alone = recipe.at_stage(&stage);
         let shape = alone.model_shape(vocab_size)?;
-        let together = (ranks.size > 1).then(|| communication(&alone, counts.total(), target, ranks));
+        let together = (ranks.size > 1).then(|| communication(&alone, &shape, target, ranks));
         if let Some(together) = together
             && most_together.is_none_or(|most| most.sum_bytes < together.sum_bytes)
         {
@@ -238,16 +241,31 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
     })
 }
 
-/// The ranks' communication in one training stage of a model of `num_parameters`.
-fn communication(recipe: &Recipe, num_parameters: u64, target: &Target, ranks: Ranks) -> RanksPlan {
+/// The ranks' communication in one training stage.
+fn communication(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Ranks) -> RanksPlan {
     let zero_stage = recipe.parallelism.zero_stage;
     // How many times a step reduces its gradients over all ranks.
     let num_sums = match zero_stage {
         0 | 1 => 1,
-        // ZeRO-2 reduces them after every micro-batch.
+        // From ZeRO-2 on they are reduced after every micro-batch.
         _ => RowShare::of(recipe).micro_batches(recipe.training.global_batch_size, ranks.size),
     };
-    ranks.together(num_parameters, target.value_bytes(), num_sums, zero_stage)
+    let num_parameters = shape.parameters().total();
+    let num_gathered = match shards_weights(recipe, ranks.size) {
+        true => num_sums as u64 * gathered_by_pass(recipe, shape),
+        false => num_parameters,
+    };
+    ranks.together(num_parameters, target.value_bytes(), num_sums, num_gathered, zero_stage)
+}
+
+/// Parameters that a micro-batch gathers with ZeRO-3: of the embedding and of the head once each, tied or not; of a
+/// block once, or twice if it is recomputed. The last block's stay from its forward pass to its backward pass.
+fn gathered_by_pass(recipe: &Recipe, shape: &ModelShape) -> u64 {
+    let parameters = shape.parameters().non_embedding();
+    let last = shape.num_layers.saturating_sub(1);
+    let again = (0..last).filter(|&layer| recipe.activation_checkpoint.recomputes(layer)).count() as u64;
+    let matrix = (shape.vocab_size * shape.d_model) as u64;
+    2 * matrix + parameters + again * parameters / shape.num_layers.max(1) as u64
 }
 
 /// A plan for every sharding and type of gradients in one stage.
@@ -255,7 +273,7 @@ fn zero_stages(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Rank
     let stages = match recipe.optimizer.name.needs_whole_matrices() {
         // Muon reads whole matrices, so its gradients are not sharded.
         true => 0..=0,
-        false => 1..=2,
+        false => 1..=3,
     };
     let ways = stages.flat_map(|zero_stage| {
         let dtypes = [GradientDtype::F32, GradientDtype::Bf16];
@@ -266,15 +284,27 @@ fn zero_stages(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Rank
         recipe.parallelism.zero_stage = zero_stage;
         recipe.training.gradient_dtype = gradient_dtype;
         let memory = memory_plan(&recipe, shape, target, ranks.size);
+        let together = communication(&recipe, shape, target, ranks);
         ZeroPlan {
             zero_stage,
             gradient_dtype,
             total_bytes: memory.total_bytes,
-            sum_bytes: communication(&recipe, shape.parameters().total(), target, ranks).sum_bytes,
+            sum_bytes: together.sum_bytes,
+            gather_bytes: together.gather_bytes,
             verdict: memory.verdict,
         }
     });
     planned.collect()
+}
+
+impl Plan {
+    /// The sharding and type of gradients that fits each device with the fewest bytes between the ranks; `None` for one
+    /// rank, or if none fits. f32 gradients come before bf16 ones.
+    pub fn cheapest_stage(&self) -> Option<&ZeroPlan> {
+        let fitting = self.zero_stages.iter().filter(|way| way.verdict == MemoryVerdict::Fits);
+        let cost = |way: &ZeroPlan| (way.gradient_dtype == GradientDtype::Bf16, way.sum_bytes + way.gather_bytes);
+        fitting.min_by(|one, other| cost(one).partial_cmp(&cost(other)).expect("numbers"))
+    }
 }
 
 /// Why a GPU cannot train a recipe in fp8; `None` if it can or the recipe's precision is another.

@@ -54,22 +54,25 @@ impl Ranks {
     }
 
     /// Communication of a model of `num_parameters` with weights of `value_bytes`, whose gradients are reduced over all
-    /// ranks `num_sums` times per step, by `parallelism.zero_stage`.
+    /// ranks `num_sums` times per step, by `parallelism.zero_stage`. A step gathers `num_gathered` parameters, a weight
+    /// that it gathers twice counted twice.
     pub(crate) fn together(
         self,
         num_parameters: u64,
         value_bytes: u64,
         num_sums: usize,
+        num_gathered: u64,
         zero_stage: usize,
     ) -> RanksPlan {
         let rate = self.rate();
         // In a ring all-gather each link carries every shard but one.
         let share = (self.size - 1) as f64 / self.size as f64;
         let sent = |bytes: u64| share * (num_parameters * bytes) as f64;
+        let gathered = share * (num_gathered * value_bytes) as f64;
         // Gradients are reduced in f32.
         let (sum_bytes, gather_bytes) = match zero_stage {
             0 => (2.0 * sent(4), 0.0),
-            _ => (num_sums as f64 * sent(4), sent(value_bytes)),
+            _ => (num_sums as f64 * sent(4), gathered),
         };
         RanksPlan {
             ranks: self,
@@ -118,7 +121,7 @@ mod tests {
             let ranks = Ranks { size, hosts: 1 };
             // What crates/sieve-plan/src/time.rs counts on an H200.
             let update = crate::time::UPDATE_BYTES * parameters as f64 / (0.84 * 4.8e12);
-            let plan = ranks.together(parameters, 2, 1, 1);
+            let plan = ranks.together(parameters, 2, 1, parameters, 1);
             let found = plan.tokens_per_second(tokens, tokens / alone, update);
             let ratio: f64 = found / together;
             assert!((ratio - 1.0).abs() < 0.03, "{size} GPUs, {parameters}: {ratio}");
@@ -128,7 +131,7 @@ mod tests {
     #[test]
     fn without_zero_gradients_are_all_reduced_and_each_rank_updates_all_weights() {
         let ranks = Ranks { size: 4, hosts: 1 };
-        let [none, one] = [0, 1].map(|stage| ranks.together(1_000_000, 2, 1, stage));
+        let [none, one] = [0, 1].map(|stage| ranks.together(1_000_000, 2, 1, 1_000_000, stage));
         assert_eq!((none.sum_bytes, none.gather_bytes), (2.0 * one.sum_bytes, 0.0));
         assert_eq!(none.sum_seconds, 2.0 * one.sum_seconds);
         let step = 1.0 + LENGTHENING * none.sum_seconds;

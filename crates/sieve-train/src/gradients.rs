@@ -52,6 +52,11 @@ impl<B: TrainBackend> GradientBuffer<B> {
         module.visit(&mut Collector { buffer: self, gradients });
     }
 
+    /// Adds the gradient of a parameter that was computed without a graph.
+    pub(crate) fn add_values<const D: usize>(&mut self, param: &Param<Tensor<B, D>>, values: Primitive<B>) {
+        self.add(param.id, Tensor::<B::InnerBackend, D>::from_primitive(TensorPrimitive::Float(values)));
+    }
+
     /// Stores a gradient.
     ///
     /// # Panics

@@ -5,11 +5,13 @@
 //! a rank accumulates only its pieces; vectors, which are not divided, are all-reduced after the last micro-batch. The
 //! gradient norm is over the pieces of all ranks. Each rank updates its pieces. The weights are gathered while later
 //! segments are updated and while the next forward pass runs, which waits for each segment's weights before it reads
-//! them.
+//! them. In ZeRO-3 a rank has only its pieces of the weights between their uses: see `weights.rs`.
 mod health;
 mod step_times;
+mod weights;
 
 pub use health::Health;
+pub(crate) use weights::{Released, WeightPieces, Weights};
 
 use crate::collectives::{Collectives, HostCollectives, Pending, Primitive};
 use crate::gradients::Gradient;
@@ -26,7 +28,7 @@ use sieve_comm::{CommError, Mesh, Pieces, Work};
 use sieve_nn::Qwen3;
 use sieve_ops::{RankGroup, TrainBackend};
 use std::cell::RefCell;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -35,7 +37,7 @@ use step_times::StepTimes;
 /// The most pending sums: each holds the gradients of a segment in memory until it ends.
 const MAX_SUMS: usize = 2;
 
-/// The ranks that train one model together. Each holds the whole model and takes every step.
+/// The ranks that train one model together. Each computes with the whole model and takes every step.
 pub struct Group<B: TrainBackend> {
     /// This rank's TCP connections to other ranks.
     mesh: Arc<Mesh>,
@@ -46,17 +48,27 @@ pub struct Group<B: TrainBackend> {
     row_error: RowError,
     /// Whether the present micro-batch is its step's last.
     is_last: bool,
-    /// `parallelism.zero_stage`. With 2, gradients are reduce-scattered in every micro-batch, else only in the last.
+    /// `parallelism.zero_stage`. From 2 on, gradients are reduce-scattered in every micro-batch, else only in the last.
     zero_stage: usize,
     /// All-reduces or reduce-scatters of gradients that still run, oldest first.
     sums: VecDeque<Sums<B>>,
-    /// All-gathers of updated weights that still run, by segment.
-    leaves: BTreeMap<Segment, (Vec<ParamId>, Pending<B>)>,
+    /// All-gathers of weights that still run, by segment.
+    leaves: BTreeMap<Segment, GatheredLeaves<B>>,
+    /// With ZeRO-3, the segments whose weights are whole on this rank.
+    held: BTreeSet<Segment>,
     step_times: RefCell<StepTimes>,
 }
 
 /// The first error that [`Neighbours`] met, shared between threads.
 type RowError = Arc<Mutex<Option<CommError>>>;
+
+/// A pending all-gather of a segment's weights.
+struct GatheredLeaves<B: TrainBackend> {
+    ids: Vec<ParamId>,
+    /// The tensors that the gather writes into, if the model does not have them yet.
+    wholes: Vec<Primitive<B>>,
+    pending: Pending<B>,
+}
 
 /// A pending sum of a segment's gradients.
 struct Sums<B: TrainBackend> {
@@ -70,13 +82,15 @@ struct Sums<B: TrainBackend> {
 pub(crate) struct Share {
     pub(crate) rank: usize,
     pub(crate) size: usize,
-    /// Whether matrices are divided into pieces: `parallelism.zero_stage` is 1 or 2.
+    /// Whether matrices are divided into pieces: `parallelism.zero_stage` is not 0.
     pub(crate) cuts: bool,
+    /// Whether a rank has whole weights between their uses: `parallelism.zero_stage` is not 3.
+    pub(crate) keeps_whole: bool,
 }
 
 impl Share {
     /// The share of a run in one process: everything.
-    pub(crate) const ALL: Self = Self { rank: 0, size: 1, cuts: true };
+    pub(crate) const ALL: Self = Self { rank: 0, size: 1, cuts: true, keeps_whole: true };
 
     /// This rank's share of the rows where `degree` consecutive ranks share each row.
     pub(crate) fn of_rows(&self, degree: usize) -> Self {
@@ -150,6 +164,7 @@ impl<B: TrainBackend> Group<B> {
             zero_stage: 1,
             sums: VecDeque::new(),
             leaves: BTreeMap::new(),
+            held: BTreeSet::new(),
             step_times: RefCell::default(),
         }
     }
@@ -167,7 +182,8 @@ impl<B: TrainBackend> Group<B> {
 
     pub(crate) fn share(&self) -> Share {
         let world = self.mesh.world();
-        Share { rank: world.rank, size: world.size, cuts: self.zero_stage > 0 }
+        let keeps_whole = self.zero_stage < 3 || world.size == 1;
+        Share { rank: world.rank, size: world.size, cuts: self.zero_stage > 0, keeps_whole }
     }
 
     /// The `degree` ranks that share each row, this one among them; `None` if no row is shared.
@@ -232,6 +248,38 @@ impl<B: TrainBackend> Group<B> {
         gradients.begin(is_last || self.zero_stage > 1);
     }
 
+    /// Starts summing the gradients of a segment over all ranks, if this micro-batch's are summed.
+    fn start_sums(
+        &mut self,
+        model: &Qwen3<B>,
+        segment: Segment,
+        gradients: &mut GradientBuffer<B>,
+    ) -> Result<(), TrainError> {
+        if !(self.is_last || self.zero_stage > 1) {
+            // The buffer adds up micro-batches on this rank until the last one.
+            return Ok(());
+        }
+        let share = self.share();
+        let mut places = Vec::new();
+        let mut tensors = Vec::new();
+        for id in segment.ids(model) {
+            let Some(Gradient { values, is_piece }) = gradients.take(id) else {
+                continue;
+            };
+            let pieces = share.pieces(&values.shape());
+            if pieces.is_none() && !self.is_last {
+                // Gradients that are not divided are all-reduced only after the last micro-batch.
+                gradients.put(id, Gradient { values, is_piece });
+                continue;
+            }
+            places.push((id, pieces.is_some()));
+            tensors.push((f32_of::<B>(values), pieces));
+        }
+        let pending = self.collectives.sum(tensors)?;
+        self.sums.push_back(Sums { places, pending });
+        self.finish_sums_but(MAX_SUMS, gradients)
+    }
+
     /// Waits for the sums of all gradients over the ranks.
     pub(crate) fn finish_sums(&mut self, gradients: &mut GradientBuffer<B>) -> Result<(), TrainError> {
         self.finish_sums_but(0, gradients)?;
@@ -280,7 +328,7 @@ impl<B: TrainBackend> Group<B> {
         let (ids, pieces): (Vec<_>, Vec<_>) = updated.into_iter().unzip();
         if !ids.is_empty() {
             let pending = self.collectives.gather(pieces)?;
-            self.leaves.insert(segment, (ids, pending));
+            self.leaves.insert(segment, GatheredLeaves { ids, wholes: Vec::new(), pending });
         }
         Ok(())
     }
@@ -300,14 +348,14 @@ impl<B: TrainBackend> Group<B> {
 
     /// Waits for the weights of a segment, if they are being gathered, and puts them into the model.
     fn put_leaves(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
-        let Some((ids, pending)) = self.leaves.remove(&segment) else {
+        let Some(GatheredLeaves { ids, wholes, pending }) = self.leaves.remove(&segment) else {
             return Ok(());
         };
         let leaves = pending()?;
-        // The list is empty if the gather has written into the model's own tensors.
+        // `leaves` is empty if the gather has written into `wholes`, or into the model's own tensors.
+        let leaves = if leaves.is_empty() { wholes } else { leaves };
         if !leaves.is_empty() {
-            let mut next = Leaves(ids.into_iter().zip(leaves).collect());
-            *model = segment.map(model.clone(), &mut next);
+            segment.replace(model, &mut Leaves(ids.into_iter().zip(leaves).collect()));
         }
         Ok(())
     }
@@ -364,52 +412,48 @@ fn gather_data<T: Serialize + DeserializeOwned>(mesh: &Mesh, own: &T) -> Result<
     Ok(all.collect::<Result<_, _>>().expect("ranks of one version"))
 }
 
-impl<B: TrainBackend> PassHooks<B> for Group<B> {
-    fn before(
+/// The collectives of a micro-batch: sums of gradients, and gathers of weights.
+pub(crate) struct StepHooks<'a, B: TrainBackend>(pub(crate) Weights<'a, B>);
+
+impl<B: TrainBackend> PassHooks<B> for StepHooks<'_, B> {
+    fn before_forward(
         &mut self,
         model: &mut Qwen3<B>,
         segment: Segment,
         gradients: &mut GradientBuffer<B>,
     ) -> Result<(), TrainError> {
-        self.tick_in_pass()?;
+        let group = &mut *self.0.group;
+        group.tick_in_pass()?;
         if segment == Segment::Head {
             // The last sums of the previous micro-batch ran during this forward pass; they end before the loss, where
             // memory peaks.
-            self.finish_sums_but(0, gradients)?;
+            group.finish_sums_but(0, gradients)?;
         }
-        self.put_leaves(model, segment)
+        match group.share().keeps_whole {
+            true => group.put_leaves(model, segment),
+            false => self.0.before_forward(model, segment),
+        }
     }
 
-    fn after(
+    fn after_forward(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
+        self.0.after_forward(model, segment);
+        Ok(())
+    }
+
+    fn before_backward(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
+        self.0.before_backward(model, segment)
+    }
+
+    fn after_backward(
         &mut self,
-        model: &Qwen3<B>,
+        model: &mut Qwen3<B>,
         segment: Segment,
         gradients: &mut GradientBuffer<B>,
     ) -> Result<(), TrainError> {
-        self.tick_in_pass()?;
-        if !(self.is_last || self.zero_stage > 1) {
-            // The buffer adds up micro-batches on this rank until the last one.
-            return Ok(());
-        }
-        let share = self.share();
-        let mut places = Vec::new();
-        let mut tensors = Vec::new();
-        for id in segment.ids(model) {
-            let Some(Gradient { values, is_piece }) = gradients.take(id) else {
-                continue;
-            };
-            let pieces = share.pieces(&values.shape());
-            if pieces.is_none() && !self.is_last {
-                // Gradients that are not divided are all-reduced only after the last micro-batch.
-                gradients.put(id, Gradient { values, is_piece });
-                continue;
-            }
-            places.push((id, pieces.is_some()));
-            tensors.push((f32_of::<B>(values), pieces));
-        }
-        let pending = self.collectives.sum(tensors)?;
-        self.sums.push_back(Sums { places, pending });
-        self.finish_sums_but(MAX_SUMS, gradients)
+        self.0.group.tick_in_pass()?;
+        self.0.group.start_sums(model, segment, gradients)?;
+        self.0.release(model, segment);
+        Ok(())
     }
 }
 

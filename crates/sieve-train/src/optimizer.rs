@@ -5,9 +5,9 @@ pub use snapshot::{OptimizerSnapshot, ReplicaSums};
 
 use crate::collectives::{Gathered, Primitive as Inner, flat};
 use crate::gradients::Gradient;
-use crate::group::Share;
+use crate::group::{Released, Share, WeightPieces};
 use crate::segment::Segment;
-use crate::{GradientBuffer, TrainError};
+use crate::{GradientBuffer, Precision, TrainError};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, Tensor, TensorMetadata, TensorPrimitive};
@@ -24,7 +24,8 @@ use std::ops::Range;
 /// and more) have weight decay; norms, gates and scales do not.
 ///
 /// With several ranks, each updates its piece of every matrix and holds the moments and low bits of that piece (ZeRO-1,
-/// arXiv:1910.02054). Vectors and small matrices are updated by all ranks. Muon needs whole matrices, so it runs with
+/// arXiv:1910.02054). With ZeRO-3 a rank has no more than that of the weights either. Vectors and small matrices are
+/// updated by all ranks. Muon needs whole matrices, so it runs with
 /// `zero_stage = 0`.
 #[derive(Debug)]
 pub struct Optimizer<B: TrainBackend> {
@@ -41,8 +42,8 @@ pub struct Optimizer<B: TrainBackend> {
     /// The 16 bits of the f32 master that the bf16 weight lacks, from [`sieve_ops::split_master`].
     masters: HashMap<ParamId, Inner<B>>,
     /// A flat copy of this rank's piece of each divided weight. An update changes the copy; then all ranks gather the
-    /// weight.
-    pieces: HashMap<ParamId, Inner<B>>,
+    /// weight. With ZeRO-3 it is all that this rank has of the weight.
+    pieces: WeightPieces<B>,
 }
 
 #[derive(Debug)]
@@ -78,7 +79,18 @@ impl<B: TrainBackend> Optimizer<B> {
     ///
     /// Updates then change the masters and round them into the module.
     pub fn hold_masters<M: Module<B>>(&mut self, module: M) -> M {
-        module.map(&mut ToBf16 { optimizer: self })
+        module.map(&mut self.holder(Precision::Bf16))
+    }
+
+    /// Maps f32 parameters to those that a step computes with: bf16 with masters as
+    /// [`hold_masters`](Self::hold_masters) keeps them, or f32. With ZeRO-3 it keeps this rank's pieces of them alone.
+    pub(crate) fn holder(&mut self, precision: Precision) -> Holder<'_, B> {
+        Holder { optimizer: self, precision }
+    }
+
+    /// This rank's piece of each divided weight.
+    pub(crate) fn pieces(&self) -> &WeightPieces<B> {
+        &self.pieces
     }
 
     /// Updates every parameter that has a gradient. `grad_scale`, `[1]`, multiplies all gradients.
@@ -222,7 +234,7 @@ struct Ids(Vec<(ParamId, Vec<usize>)>);
 
 impl<B: TrainBackend> ModuleVisitor<B> for Ids {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        self.0.push((param.id, param.val().dims().to_vec()));
+        self.0.push((param.id, param.lazy_shape().to_vec()));
     }
 }
 
@@ -358,8 +370,9 @@ impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
         let piece = piece.unwrap_or_else(|| cut::<B>(whole.clone(), pieces.of(share.rank)));
         let piece = self.updated_leaf(id, piece, values, decays);
         self.optimizer.pieces.insert(id, piece.clone());
-        let gathered = Gathered { piece, whole, pieces };
-        self.updated.push((id, gathered));
+        if share.keeps_whole {
+            self.updated.push((id, Gathered { piece, whole, pieces }));
+        }
         // The weight has its old values until the pieces of all ranks are gathered.
         Param::from_mapped_value(id, tensor, mapper)
     }
@@ -370,27 +383,50 @@ fn cut<B: TrainBackend>(whole: Inner<B>, range: Range<usize>) -> Inner<B> {
     flat::<B>(whole).slice([range]).into_primitive().tensor()
 }
 
-/// Casts parameters to bf16, and stores what is lost of their f32 masters in the optimizer.
-struct ToBf16<'a, B: TrainBackend> {
+/// Keeps f32 parameters as the optimizer needs them between updates; see [`Optimizer::holder`]. Maps one parameter after
+/// another, so that a model whose parameters are still to be drawn or read is never whole in memory.
+pub(crate) struct Holder<'a, B: TrainBackend> {
     optimizer: &'a mut Optimizer<B>,
+    precision: Precision,
 }
 
-impl<B: TrainBackend> ModuleMapper<B> for ToBf16<'_, B> {
+impl<B: TrainBackend> ModuleMapper<B> for Holder<'_, B> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let (id, tensor, mapper) = param.consume();
-        let range = self.optimizer.share.range(&tensor.dims());
-        let master = tensor.inner();
-        let (leaf, mut rest) = sieve_ops::split_master(master.clone());
-        if let Some(range) = range {
-            // The piece is split anew: a slice of `rest` would keep the whole tensor in memory.
-            let piece = cut::<B>(master.into_primitive().tensor(), range);
-            let piece = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(piece));
-            let (piece, own) = sieve_ops::split_master(piece);
-            self.optimizer.pieces.insert(id, piece.into_primitive().tensor());
-            rest = own;
+        let Optimizer { share, masters, pieces, .. } = &mut *self.optimizer;
+        let is_bf16 = self.precision == Precision::Bf16;
+        if !is_bf16 && share.keeps_whole {
+            return param;
         }
-        self.optimizer.masters.insert(id, rest);
-        Param::from_mapped_value(id, Tensor::from_inner(leaf).require_grad(), mapper)
+        let (id, tensor, mapper) = param.consume();
+        let range = share.range(&tensor.dims());
+        let mut master = tensor.inner();
+        let is_cut = range.is_some();
+        if let Some(range) = range {
+            // A copy, or split anew: a slice would keep the whole tensor in memory.
+            let piece = cut::<B>(master.clone().into_primitive().tensor(), range);
+            let piece = match is_bf16 {
+                true => {
+                    let piece = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(piece));
+                    let (piece, rest) = sieve_ops::split_master(piece);
+                    masters.insert(id, rest);
+                    piece.into_primitive().tensor()
+                }
+                false => B::InnerBackend::float_mul_scalar(piece, 1f32.into()),
+            };
+            pieces.insert(id, piece);
+            if !share.keeps_whole {
+                let param = Param::from_mapped_value(id, Tensor::from_inner(master).require_grad(), mapper);
+                return Released { pieces, nan: None }.map_float(param);
+            }
+        }
+        if is_bf16 {
+            let (leaf, rest) = sieve_ops::split_master(master);
+            master = leaf;
+            if !is_cut {
+                masters.insert(id, rest);
+            }
+        }
+        Param::from_mapped_value(id, Tensor::from_inner(master).require_grad(), mapper)
     }
 }
 

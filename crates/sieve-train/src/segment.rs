@@ -33,11 +33,42 @@ impl Segment {
         }
     }
 
+    /// Id and shape of each of the segment's parameters, in module order.
+    pub(crate) fn shapes<B: TrainBackend>(self, model: &Qwen3<B>) -> Vec<(ParamId, Vec<usize>)> {
+        let mut shapes = Shapes(Vec::new());
+        match self {
+            Self::Embedding => model.embed_tokens.visit(&mut shapes),
+            Self::Block(layer) => model.layers[layer].visit(&mut shapes),
+            Self::Head => model.head.visit(&mut shapes),
+        }
+        shapes.0
+    }
+
+    /// The segments whose parameters this one reads: a head with a tied embedding reads the embedding's too.
+    pub(crate) fn reads<B: TrainBackend>(self, model: &Qwen3<B>) -> impl Iterator<Item = Self> + use<B> {
+        let is_tied = self == Self::Head && model.head.lm_head.is_none();
+        std::iter::once(self).chain(is_tied.then_some(Self::Embedding))
+    }
+
+    /// The segment after this one in the forward pass.
+    pub(crate) fn next<B: TrainBackend>(self, model: &Qwen3<B>) -> Option<Self> {
+        Self::all(model).skip_while(|segment| *segment != self).nth(1)
+    }
+
     /// `model` with the parameters and parameter ids of `other`, a model of the same sizes.
     pub(crate) fn with_parameters_of<B: TrainBackend>(model: Qwen3<B>, other: &Qwen3<B>) -> Qwen3<B> {
         let mut all = Parameters(VecDeque::new());
         other.visit(&mut all);
         model.map(&mut all)
+    }
+
+    /// Maps the segment's parameters while clones of them may exist: their tensors are not updated in place.
+    pub(crate) fn replace<B: TrainBackend>(self, model: &mut Qwen3<B>, mapper: &mut impl ModuleMapper<B>) {
+        match self {
+            Self::Embedding => model.embed_tokens = model.embed_tokens.clone().map(mapper),
+            Self::Block(layer) => model.layers[layer] = model.layers[layer].clone().map(mapper),
+            Self::Head => model.head = model.head.clone().map(mapper),
+        }
     }
 
     /// The model with this segment's parameters mapped.
@@ -54,6 +85,15 @@ impl Segment {
             }
         }
         model
+    }
+}
+
+/// Collects id and shape of every float parameter.
+struct Shapes(Vec<(ParamId, Vec<usize>)>);
+
+impl<B: TrainBackend> ModuleVisitor<B> for Shapes {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        self.0.push((param.id, param.lazy_shape().to_vec()));
     }
 }
 

@@ -15,7 +15,9 @@ use burn::tensor::{Int, Tensor};
 use sieve_core::recipe::ActivationCheckpointSection;
 use sieve_core::{Keeping, Recipe};
 use sieve_nn::{DecoderLayer, LastChoice, LayerContext, LayerOutput, PassState, Qwen3};
-use sieve_ops::{Documents, GemmPrecision, KernelPolicy, RotaryEmbedding, SumOrder, TrainBackend, seed_gradient};
+use sieve_ops::{
+    DeviceBackend, Documents, GemmPrecision, KernelPolicy, RotaryEmbedding, SumOrder, TrainBackend, seed_gradient,
+};
 use std::ops::Range;
 
 /// Loss, masks and statistics of one micro-batch; its gradients go to the buffer.
@@ -90,19 +92,45 @@ enum Block<B: TrainBackend> {
 /// Collectives that run while a forward or backward pass runs.
 pub(crate) trait PassHooks<B: TrainBackend> {
     /// Runs before the forward pass of a segment.
-    fn before(
+    fn before_forward(
         &mut self,
         model: &mut Qwen3<B>,
         segment: Segment,
         gradients: &mut GradientBuffer<B>,
     ) -> Result<(), TrainError>;
+    /// Runs after the forward pass of a segment whose graph is not kept: until its backward pass, no code reads its
+    /// weights.
+    fn after_forward(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError>;
+    /// Runs before the backward pass of a block, which recomputes the block if its graph was not kept.
+    fn before_backward(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError>;
     /// Runs when this micro-batch has added its last gradient of a segment.
-    fn after(
+    fn after_backward(
         &mut self,
-        model: &Qwen3<B>,
+        model: &mut Qwen3<B>,
         segment: Segment,
         gradients: &mut GradientBuffer<B>,
     ) -> Result<(), TrainError>;
+}
+
+/// The hooks of a process without others.
+pub(crate) struct Alone;
+
+impl<B: TrainBackend> PassHooks<B> for Alone {
+    fn before_forward(&mut self, _: &mut Qwen3<B>, _: Segment, _: &mut GradientBuffer<B>) -> Result<(), TrainError> {
+        Ok(())
+    }
+
+    fn after_forward(&mut self, _: &mut Qwen3<B>, _: Segment) -> Result<(), TrainError> {
+        Ok(())
+    }
+
+    fn before_backward(&mut self, _: &mut Qwen3<B>, _: Segment) -> Result<(), TrainError> {
+        Ok(())
+    }
+
+    fn after_backward(&mut self, _: &mut Qwen3<B>, _: Segment, _: &mut GradientBuffer<B>) -> Result<(), TrainError> {
+        Ok(())
+    }
 }
 
 /// Runs forward and backward pass of one micro-batch and adds the gradients of `loss_scale * sum of cross-entropies` to
@@ -119,12 +147,11 @@ pub fn accumulate_gradients_with<B: TrainBackend>(
 ) -> MicroBatchResult<B> {
     // A clone of a module shares its tensors.
     let mut model = model.clone();
-    let result = pass(settings, &mut model, batch, rope, loss_scale, gradients, None);
+    let result = pass(settings, &mut model, batch, rope, loss_scale, gradients, &mut Alone);
     result.expect("only hooks return errors")
 }
 
-/// Forward and backward pass of one micro-batch, with collectives between its segments: `hooks` starts them; `None` for
-/// a process without others.
+/// Forward and backward pass of one micro-batch, with the collectives of `hooks` between its segments.
 pub(crate) fn pass<B: TrainBackend>(
     settings: &BlockSettings,
     model: &mut Qwen3<B>,
@@ -132,12 +159,8 @@ pub(crate) fn pass<B: TrainBackend>(
     rope: &RotaryEmbedding<B>,
     loss_scale: f64,
     gradients: &mut GradientBuffer<B>,
-    mut hooks: Option<&mut dyn PassHooks<B>>,
+    hooks: &mut dyn PassHooks<B>,
 ) -> Result<MicroBatchResult<B>, TrainError> {
-    let mut before = |model: &mut Qwen3<B>, segment: Segment, gradients: &mut GradientBuffer<B>| match &mut hooks {
-        Some(hooks) => hooks.before(model, segment, gradients),
-        None => Ok(()),
-    };
     let mut context = LayerContext {
         keeping: settings.keeping,
         policy: settings.policy,
@@ -148,14 +171,16 @@ pub(crate) fn pass<B: TrainBackend>(
         ..LayerContext::new(&batch.documents, rope)
     };
     let mut state = PassState::default();
-    before(model, Segment::Embedding, gradients)?;
-    let embedded = model.embed_tokens.forward(batch.tokens.clone());
+    hooks.before_forward(model, Segment::Embedding, gradients)?;
+    // Without a graph: the embedding's gradient needs the ids alone, and not the weight.
+    let ids = batch.tokens.clone().inner();
+    let mut stream = model.embed_tokens.valid().forward(ids.clone());
+    hooks.after_forward(model, Segment::Embedding)?;
 
     let (mut expire, mut clamped_scores, mut indexers) = (Vec::new(), Vec::new(), Vec::new());
     let mut blocks = Vec::with_capacity(model.layers.len());
-    let mut stream = embedded.clone().inner();
     for layer_idx in 0..model.layers.len() {
-        before(model, Segment::Block(layer_idx), gradients)?;
+        hooks.before_forward(model, Segment::Block(layer_idx), gradients)?;
         let layer = &model.layers[layer_idx];
         context.precision = settings.precision(layer_idx);
         if settings.checkpointing.recomputes(layer_idx) {
@@ -165,6 +190,7 @@ pub(crate) fn pass<B: TrainBackend>(
             clamped_scores.extend(output.clamped_scores);
             indexers.extend(output.indexer);
             stream = output.x;
+            hooks.after_forward(model, Segment::Block(layer_idx))?;
         } else {
             let input = Tensor::<B, 3>::from_inner(stream).require_grad();
             let output = with_graph(layer, input.clone(), &context, &mut state, gradients);
@@ -178,24 +204,43 @@ pub(crate) fn pass<B: TrainBackend>(
 
     // Recomputed blocks must not return their statistics a second time.
     context.measures_indexers = false;
-    before(model, Segment::Head, gradients)?;
-    let model = &*model;
-    let mut after = |segment, gradients: &mut GradientBuffer<B>| match &mut hooks {
-        Some(hooks) => hooks.after(model, segment, gradients),
-        None => Ok(()),
-    };
+    hooks.before_forward(model, Segment::Head, gradients)?;
     let input = Tensor::<B, 3>::from_inner(stream).require_grad();
     let loss = model.head.loss(input.clone(), batch.labels.clone(), &model.embed_tokens);
     let loss = loss.mul_scalar(loss_scale);
     let value = loss.clone().inner();
     let mut computed = loss.backward();
     gradients.collect(&model.head, &mut computed);
-    after(Segment::Head, gradients)?;
     // A tied embedding is a parameter of the head too.
     gradients.collect(&model.embed_tokens, &mut computed);
-    let mut dy = input.grad_remove(&mut computed).expect("the loss depends on the stream");
+    let dy = input.grad_remove(&mut computed).expect("the loss depends on the stream");
+    drop(computed);
+    hooks.after_backward(model, Segment::Head, gradients)?;
 
+    let dy = backward_of_blocks(settings, model, blocks, dy, context, gradients, hooks)?;
+    let vocab_size = model.embed_tokens.weight.val().dims()[0];
+    let (dy, ids) = (dy.into_primitive().tensor(), ids.into_primitive());
+    let gradient = B::InnerBackend::embedding_backward(dy, ids, vocab_size);
+    gradients.add_values(&model.embed_tokens.weight, gradient);
+    hooks.after_backward(model, Segment::Embedding, gradients)?;
+
+    Ok(MicroBatchResult { loss: value, expire, clamped_scores, indexers })
+}
+
+/// The backward passes of all blocks, from the last to the first, beginning with the gradient of the last one's output.
+/// Returns the gradient of the first one's input.
+fn backward_of_blocks<B: TrainBackend>(
+    settings: &BlockSettings,
+    model: &mut Qwen3<B>,
+    blocks: Vec<Block<B>>,
+    mut dy: Tensor<B::InnerBackend, 3>,
+    mut context: LayerContext<'_, B>,
+    gradients: &mut GradientBuffer<B>,
+    hooks: &mut dyn PassHooks<B>,
+) -> Result<Tensor<B::InnerBackend, 3>, TrainError> {
+    let mut state = PassState::default();
     for (layer_idx, block) in blocks.into_iter().enumerate().rev() {
+        hooks.before_backward(model, Segment::Block(layer_idx))?;
         let layer = &model.layers[layer_idx];
         let (input, output) = match block {
             Block::Graph(input, output) => (input, output),
@@ -209,14 +254,10 @@ pub(crate) fn pass<B: TrainBackend>(
         };
         let mut computed = seed_gradient(output, Tensor::from_inner(dy)).backward();
         gradients.collect(layer, &mut computed);
-        after(Segment::Block(layer_idx), gradients)?;
+        hooks.after_backward(model, Segment::Block(layer_idx), gradients)?;
         dy = input.grad_remove(&mut computed).expect("a block's output depends on its input");
     }
-    let mut computed = seed_gradient(embedded, Tensor::from_inner(dy)).backward();
-    gradients.collect(&model.embed_tokens, &mut computed);
-    after(Segment::Embedding, gradients)?;
-
-    Ok(MicroBatchResult { loss: value, expire, clamped_scores, indexers })
+    Ok(dy)
 }
 
 /// A block's forward pass with a graph. Where possible, the GEMMs of its backward pass add directly to the gradients of

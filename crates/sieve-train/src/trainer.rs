@@ -6,6 +6,7 @@ mod peak;
 mod replay;
 mod saving;
 mod stage;
+mod validating;
 mod writer;
 
 pub use checkpoints::tidy_finished;
@@ -15,18 +16,18 @@ pub use saving::WriteLimits;
 pub use stage::step_batch;
 
 use crate::device_batch::{num_labels_of_part, num_tokens_of_part};
-use crate::group::{Agreement, Share};
+use crate::group::{Agreement, Share, StepHooks, Weights};
 use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
 use crate::origin::Begun;
-use crate::segments::{BlockSettings, MicroBatchResult, PassHooks, pass};
+use crate::segments::{Alone, BlockSettings, MicroBatchResult, PassHooks, pass};
 use crate::unigram::Unigram;
-use crate::validation::{TokenBytes, check_labels, report, share_sums, sums_of_shares};
+use crate::validation::{TokenBytes, check_labels};
 use crate::{
     AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, IndexerFit, MemoryProbe, Optimizer, Origin,
-    Precision, RunFolder, StepReport, TrainError, TrainEvent, TrainSummary, TrainingData, ValidationReport,
+    Precision, RunFolder, StepReport, TrainError, TrainEvent, TrainSummary, TrainingData,
 };
-use burn::module::{AutodiffModule, Module};
+use burn::module::Module;
 use burn::tensor::Tensor;
 use clock::Clock;
 use guarding::{GuardLog, Scaled, Verdict, norms_by_part};
@@ -208,9 +209,13 @@ impl<B: TrainBackend> Trainer<B> {
                 // With another window or rotary base the losses change.
                 trainer.loss_mean.restart();
             }
-        } else if precision == Precision::Bf16 {
+        } else {
             let model = trainer.model.take();
-            trainer.model = model.map(|model| trainer.optimizer.hold_masters(model));
+            trainer.model = model.map(|model| model.map(&mut trainer.optimizer.holder(precision)));
+        }
+        if trainer.recipe.parallelism.zero_stage == 3 && share.size == 1 {
+            let note = "note: parallelism.zero_stage = 3 shards nothing in one process, which holds the whole model";
+            trainer.notices.push(note.to_owned());
         }
         Ok(trainer)
     }
@@ -246,7 +251,13 @@ impl<B: TrainBackend> Trainer<B> {
         self.share().rank == 0
     }
 
-    /// The model with the weights after the last step.
+    /// Whether this process has only its pieces of the weights between their uses (ZeRO-3).
+    pub fn shards_weights(&self) -> bool {
+        !self.share().keeps_whole
+    }
+
+    /// The model with the weights after the last step; of divided weights, NaN if the process
+    /// [shards](Self::shards_weights) them.
     pub fn model(&self) -> &Qwen3<B> {
         self.model.as_ref().expect(AWAY)
     }
@@ -635,10 +646,14 @@ impl<B: TrainBackend> Trainer<B> {
                 None => DeviceBatch::new(batch, &self.device),
             };
             let is_last = place + 1 == batches.len();
-            let hooks = self.group.as_mut().map(|group| {
+            let mut together = self.group.as_mut().map(|group| {
                 group.begin(is_last, &mut gradients);
-                group as &mut dyn PassHooks<B>
+                StepHooks(Weights { group, pieces: self.optimizer.pieces() })
             });
+            let hooks: &mut dyn PassHooks<B> = match &mut together {
+                Some(together) => together,
+                None => &mut Alone,
+            };
             let result = pass(
                 &settings,
                 self.model.as_mut().expect(AWAY),
@@ -750,30 +765,6 @@ impl<B: TrainBackend> Trainer<B> {
             eta_seconds: (num_steps - self.step) as f64 * step_seconds,
             attention,
         })
-    }
-
-    /// Validates the model. Several processes share the batches, and only rank 0 gets the report; `None` on the others.
-    fn validate(&mut self, reporter: &mut Reporter<'_>) -> Result<Option<ValidationReport>, TrainError> {
-        self.finish_leaves()?;
-        self.disturbance.at(self.step, Moment::Validating);
-        let model = self.model().valid();
-        let sums = share_sums(
-            self.share(),
-            &model,
-            &self.stage.validation_loader,
-            &self.ropes.validation,
-            self.stage.validation_size(),
-            (&self.token_bytes, &self.unigram),
-            &self.device,
-            &|| self.tick(),
-        )?;
-        let report = ValidationReport { step: self.step, ..report(&sums_of_shares(&self.gathered(sums)?)) };
-        if !self.writes() {
-            return Ok(None);
-        }
-        reporter.metrics.validation(&report);
-        reporter.emit(TrainEvent::Validation(&report));
-        Ok(Some(report))
     }
 }
 

@@ -2,10 +2,10 @@
 use crate::group::Share;
 use crate::unigram::Unigram;
 use crate::{DeviceBatch, TrainError, ValidationReport};
+use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 use sieve_data::{IGNORE_LABEL, Loader, Tokenizer};
-use sieve_nn::{LayerContext, Qwen3};
-use sieve_ops::{RotaryEmbedding, SieveBackend};
+use sieve_ops::SieveBackend;
 
 /// Number of bytes of text that each token decodes to after another token; 0 for special tokens.
 #[derive(Clone, Debug)]
@@ -82,35 +82,38 @@ pub(crate) fn sums_of_shares(shares: &[Vec<BatchSums>]) -> Vec<BatchSums> {
     (0..num_batches).map(|batch| shares[batch % size][batch / size]).collect()
 }
 
-/// Validates this rank's batches and returns the sums of each: of N ranks, rank r has the batches r, r + N, …. `tick`
-/// is called after each batch.
+/// Computes the cross-entropy of each token of a batch in nats, `[batch, seq_len]`. It is called with `None`, and
+/// returns `None`, where other ranks have a batch and this one does not.
+pub(crate) type TokenLosses<'a, B> =
+    dyn FnMut(Option<&DeviceBatch<B>>) -> Result<Option<Tensor<B, 2>>, TrainError> + 'a;
+
+/// Validates this rank's batches by `losses` and returns the sums of each: of N ranks, rank r has the batches r, r + N,
+/// …. All ranks call `losses` as often.
 ///
 /// The batches are about `size.num_tokens` tokens spread evenly over `loader`, or all of it when that is less, in
 /// `size.batch_size` rows each. The batch size does not decide which rows are read. Every token of a document but its
 /// first is predicted once; the unigram model is scored on the same tokens.
 ///
 /// # Errors
-/// A shard that cannot be read.
-#[allow(clippy::too_many_arguments)]
+/// A shard that cannot be read; the errors of `losses`.
 pub(crate) fn share_sums<B: SieveBackend>(
     share: Share,
-    model: &Qwen3<B>,
     loader: &Loader,
-    rope: &RotaryEmbedding<B>,
     size: ValidationSize,
     tokens: (&TokenBytes, &Unigram),
     device: &B::Device,
-    tick: &dyn Fn(),
+    losses: &mut TokenLosses<'_, B>,
 ) -> Result<Vec<BatchSums>, TrainError> {
     let (TokenBytes(bytes), unigram) = tokens;
     let samples = loader.spread_samples(size.num_tokens as u64);
-    let batches = samples.chunks(size.batch_size.max(1));
-    let own = batches.skip(share.rank).step_by(share.size);
-    own.map(|samples| {
-        let batch = loader.batch_of(samples)?;
-        let on_device = DeviceBatch::<B>::new(&batch, device);
-        let context = LayerContext::new(&on_device.documents, rope);
-        let losses = model.token_losses(on_device.tokens, on_device.labels, &context);
+    let batches = samples.chunks(size.batch_size.max(1)).collect::<Vec<_>>();
+    let mut all = Vec::new();
+    for round in batches.chunks(share.size) {
+        let batch = round.get(share.rank).map(|samples| loader.batch_of(samples)).transpose()?;
+        let on_device = batch.as_ref().map(|batch| DeviceBatch::<B>::new(batch, device));
+        let (Some(batch), Some(losses)) = (batch, losses(on_device.as_ref())?) else {
+            continue;
+        };
         let losses = losses.into_data();
         let mut sums = BatchSums::default();
         for (loss, &label) in losses.iter::<f64>().zip(&batch.labels) {
@@ -121,10 +124,9 @@ pub(crate) fn share_sums<B: SieveBackend>(
                 sums.num_bytes += u64::from(bytes[label as usize]);
             }
         }
-        tick();
-        Ok(sums)
-    })
-    .collect()
+        all.push(sums);
+    }
+    Ok(all)
 }
 
 /// Adds the sums of all batches in their order, so that the result does not depend on the number of ranks. The caller

@@ -103,6 +103,18 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
 /// The lines of `--suggest`: learning rate, batch and steps by Step Law beside the recipe's.
 fn suggestion_text(suggestion: &Suggestion, recipe: &Recipe, plan: &Plan) -> String {
     let tokens = suggestion.num_tokens as f64;
+    let sharding = match (plan.cheapest_stage(), plan.ranks) {
+        (Some(ZeroPlan { zero_stage, gradient_dtype, total_bytes, .. }), Some(_)) => format!(
+            "\n  --set parallelism.zero_stage={zero_stage} --set training.gradient_dtype={}: of the shardings that fit, \
+             the one that sends least ({})",
+            format!("{gradient_dtype:?}").to_lowercase(),
+            gib(*total_bytes)
+        ),
+        (None, Some(together)) => {
+            format!("\n  no sharding over {} processes fits; see `would fit` above", together.ranks.size)
+        }
+        _ => String::new(),
+    };
     format!(
         "\nsuggested     for {} tokens, {:.1} per parameter besides the embedding, {} FLOPs (20 is usual, \
          arXiv:2203.15556)\n\
@@ -111,7 +123,7 @@ fn suggestion_text(suggestion: &Suggestion, recipe: &Recipe, plan: &Plan) -> Str
          besides\n\
          \x20 the embedding, D the tokens; a start for a sweep, no promise: at 1.7B DMA's paper has steps of 1M \
          tokens, the law 0.66M\n\
-         \x20 {}",
+         \x20 {}{sharding}",
         short_count(tokens),
         tokens / plan.num_non_embedding.max(1) as f64,
         exponent(suggestion.total_flops),
@@ -327,13 +339,15 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
     if memory.verdict.needs_advice() && memory.would_fit.is_empty() {
         lines.push(format!("  {}", nothing_fits(memory)));
     }
-    for ZeroPlan { zero_stage, gradient_dtype, total_bytes, sum_bytes, verdict } in &plan.zero_stages {
+    for ZeroPlan { zero_stage, gradient_dtype, total_bytes, sum_bytes, gather_bytes, verdict } in &plan.zero_stages {
         lines.push(format!(
-            "  zero_stage = {zero_stage}, gradients in {:<4}: {}, {}; {:.1} GB of gradients cross a step",
+            "  zero_stage = {zero_stage}, gradients in {:<4}: {}, {}; {:.1} GB of gradients and {:.1} GB of weights cross a \
+             step",
             format!("{gradient_dtype:?}").to_lowercase(),
             gib(*total_bytes),
             verdict.words(),
-            sum_bytes / 1e9
+            sum_bytes / 1e9,
+            gather_bytes / 1e9
         ));
     }
     let modes = memory.activations_by_mode.iter();

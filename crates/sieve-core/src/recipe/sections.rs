@@ -464,8 +464,9 @@ keys! {
         pub context_parallel_degree: usize = 1,
         /// What the processes shard (ZeRO, arXiv:1910.02054). 0: nothing, each process holds and updates all. 1: the
         /// optimizer's moments and masters; gradients are reduce-scattered once a step, in its last micro-batch. 2:
-        /// gradients too; they are reduce-scattered in every micro-batch, and each process keeps only its shard.
-        #[key(within(0, 2, "weights are whole in every process: there is no stage 3"), may_change)]
+        /// gradients too; they are reduce-scattered in every micro-batch, and each process keeps only its shard. 3:
+        /// weights too; a block's are gathered before its forward and its backward pass, and released after them.
+        #[key(within(0, 3, "ZeRO has no other stage"), may_change)]
         pub zero_stage: usize = 1,
     }
 }

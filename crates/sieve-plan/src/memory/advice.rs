@@ -16,10 +16,12 @@ pub struct FittingSetting {
 
 /// Up to three settings, each the smallest change of its sort that fits: of the gradients' sharding and type; of
 /// recomputation; of the micro-batch. If neither of the last two fits, both are changed together. The tokens of a step
-/// stay the same. `ranks` is the number of ranks with different rows.
+/// stay the same. `ranks` is the number of ranks with different rows; `is_shared` says whether there are several ranks,
+/// which may share rows.
 pub(super) fn settings_that_fit(
     recipe: &Recipe,
     ranks: usize,
+    is_shared: bool,
     needed: impl Fn(&Recipe) -> MemoryPlan,
 ) -> Vec<FittingSetting> {
     let mut found = Vec::new();
@@ -31,7 +33,7 @@ pub(super) fn settings_that_fit(
         }
         fits
     };
-    let _found = other_gradients(recipe, ranks).any(|(changed, setting)| consider(&changed, setting));
+    let _found = other_sharding(recipe, ranks, is_shared).any(|(changed, setting)| consider(&changed, setting));
     let by_mode = modes_after(recipe.activation_checkpoint.mode)
         .into_iter()
         .any(|(name, mode)| consider(&with_mode(recipe, mode), mode_setting(name)));
@@ -49,25 +51,32 @@ pub(super) fn settings_that_fit(
     found
 }
 
-/// Recipes with less memory for gradients, beginning with the smallest change.
-fn other_gradients(recipe: &Recipe, ranks: usize) -> impl Iterator<Item = (Recipe, String)> {
+/// Recipes with less memory for gradients or weights, beginning with the smallest change.
+fn other_sharding(recipe: &Recipe, ranks: usize, is_shared: bool) -> impl Iterator<Item = (Recipe, String)> {
     let training = &recipe.training;
     let has_micro_batches = training.global_batch_size > training.local_batch_size * ranks;
-    let may_shard =
-        recipe.parallelism.zero_stage < 2 && has_micro_batches && !recipe.optimizer.name.needs_whole_matrices();
+    let (stage, needs_whole) = (recipe.parallelism.zero_stage, recipe.optimizer.name.needs_whole_matrices());
+    // ZeRO-2 keeps fewer gradients only where there are several micro-batches.
+    let may_take = move |other: usize| match other {
+        2 => stage < 2 && has_micro_batches && !needs_whole,
+        3 => stage < 3 && is_shared && !needs_whole,
+        _ => true,
+    };
     let may_round = training.gradient_dtype == GradientDtype::F32;
-    // (whether gradients are sharded by ZeRO-2, whether they are stored in bf16).
-    let ways = [(true, false), (false, true), (true, true)].into_iter();
-    let ways = ways.filter(move |&(shards, rounds)| (may_shard || !shards) && (may_round || !rounds));
-    ways.map(|(shards, rounds)| {
+    // (`parallelism.zero_stage`, whether gradients are stored in bf16).
+    let ways = [(2, false), (stage, true), (2, true), (3, false), (3, true)].into_iter();
+    let ways = ways.filter(move |&(other, rounds)| {
+        (other == stage || may_take(other)) && (other != stage || rounds) && (may_round || !rounds)
+    });
+    ways.map(move |(other, rounds)| {
         let (mut changed, mut settings) = (recipe.clone(), Vec::new());
-        if shards {
-            changed.parallelism.zero_stage = 2;
-            settings.push("parallelism.zero_stage=2");
+        if other != stage {
+            changed.parallelism.zero_stage = other;
+            settings.push(format!("parallelism.zero_stage={other}"));
         }
         if rounds {
             changed.training.gradient_dtype = GradientDtype::Bf16;
-            settings.push("training.gradient_dtype=bf16");
+            settings.push("training.gradient_dtype=bf16".to_owned());
         }
         (changed, settings.join(" "))
     })
@@ -91,6 +100,12 @@ pub(super) fn with_mode(recipe: &Recipe, mode: ActivationCheckpointMode) -> Reci
 
 fn mode_setting(name: &str) -> String {
     format!("activation_checkpoint.mode={name}")
+}
+
+/// The recipe with the smallest micro-batch that divides a step's rows among `ranks`; `None` if none does.
+pub(super) fn smallest_batch(recipe: &Recipe, ranks: usize) -> Option<Recipe> {
+    let rows = recipe.training.global_batch_size;
+    rows.is_multiple_of(ranks).then(|| with_batch(recipe, 1))
 }
 
 /// Smaller micro-batches that divide a step's rows, the largest first.

@@ -194,6 +194,8 @@ impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
             let copy = |part| B::InnerBackend::float_mul_scalar(part, 1f32.into());
             let copy_of = |range| copy(cut::<B>(leaf.clone(), range));
             match cuts {
+                // With ZeRO-3 no rank has a copy of another one's pieces.
+                Some(_) if !share.keeps_whole => {}
                 Some(cuts) => {
                     let own = match pieces.get(&param.id) {
                         Some(piece) => piece.clone(),

@@ -2,6 +2,7 @@
 //! gradients of the same micro-batch and compare them bit for bit.
 use super::{AWAY, Moment, Reporter, Trainer};
 use crate::collectives::{Primitive, flat};
+use crate::group::Weights;
 use crate::segment::Segment;
 use crate::segments::{BlockSettings, PassHooks, pass};
 use crate::{DeviceBatch, GradientBuffer, TrainError};
@@ -12,29 +13,47 @@ use xxhash_rust::xxh3::Xxh3;
 
 /// Hashes and drops the gradients of each segment as soon as they are known, so that no more memory is needed than in a
 /// step.
-#[derive(Default)]
-struct Hashes(Xxh3);
+struct Hashes<'a, B: TrainBackend> {
+    hash: Xxh3,
+    /// With ZeRO-3, the weights to gather.
+    weights: Option<Weights<'a, B>>,
+}
 
-impl Hashes {
-    fn add<B: TrainBackend>(&mut self, values: Primitive<B>) {
-        self.0.update(flat::<B>(values).into_data().as_bytes());
+impl<B: TrainBackend> Hashes<'_, B> {
+    fn add(&mut self, values: Primitive<B>) {
+        self.hash.update(flat::<B>(values).into_data().as_bytes());
     }
 }
 
-impl<B: TrainBackend> PassHooks<B> for Hashes {
-    fn before(&mut self, _: &mut Qwen3<B>, _: Segment, _: &mut GradientBuffer<B>) -> Result<(), TrainError> {
+impl<B: TrainBackend> PassHooks<B> for Hashes<'_, B> {
+    fn before_forward(
+        &mut self,
+        model: &mut Qwen3<B>,
+        segment: Segment,
+        _: &mut GradientBuffer<B>,
+    ) -> Result<(), TrainError> {
+        self.weights.as_mut().map_or(Ok(()), |weights| weights.before_forward(model, segment))
+    }
+
+    fn after_forward(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
+        self.weights.iter_mut().for_each(|weights| weights.after_forward(model, segment));
         Ok(())
     }
 
-    fn after(
+    fn before_backward(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
+        self.weights.as_mut().map_or(Ok(()), |weights| weights.before_backward(model, segment))
+    }
+
+    fn after_backward(
         &mut self,
-        model: &Qwen3<B>,
+        model: &mut Qwen3<B>,
         segment: Segment,
         gradients: &mut GradientBuffer<B>,
     ) -> Result<(), TrainError> {
         for gradient in segment.ids(model).into_iter().filter_map(|id| gradients.take(id)) {
-            self.add::<B>(gradient.values);
+            self.add(gradient.values);
         }
+        self.weights.iter_mut().for_each(|weights| weights.release(model, segment));
         Ok(())
     }
 }
@@ -93,7 +112,9 @@ impl<B: TrainBackend> Trainer<B> {
             ..BlockSettings::from(&self.recipe)
         };
         let loss_scale = self.disturbance.at(self.next_sample, Moment::Replay) / batch.num_labels().max(1) as f64;
-        let mut hashes = Hashes::default();
+        let group = self.group.as_mut().filter(|group| !group.share().keeps_whole);
+        let weights = group.map(|group| Weights { group, pieces: self.optimizer.pieces() });
+        let mut hashes = Hashes { hash: Xxh3::default(), weights };
         let result = pass(
             &settings,
             self.model.as_mut().expect(AWAY),
@@ -101,10 +122,11 @@ impl<B: TrainBackend> Trainer<B> {
             &self.ropes.training,
             loss_scale,
             &mut GradientBuffer::default(),
-            Some(&mut hashes),
+            &mut hashes,
         )?;
-        hashes.add::<B>(result.loss.into_primitive().tensor());
-        self.gathered(hashes.0.digest())
+        hashes.add(result.loss.into_primitive().tensor());
+        let digest = hashes.hash.digest();
+        self.gathered(digest)
     }
 }
 

@@ -2,15 +2,16 @@
 use super::{AWAY, Reporter, Trainer};
 use crate::data::rows_needed;
 use crate::group::Share;
+use crate::optimizer::Holder;
 use crate::segment::Segment;
 use crate::validation::{ValidationSize, check_labels};
-use crate::{Precision, TrainError, TrainingData};
-use burn::module::AutodiffModule;
-use burn::tensor::DType;
+use crate::{TrainError, TrainingData};
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{DType, Tensor};
 use sieve_core::recipe::Stage;
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::{Batch, Loader, LoaderConfig, Order, Packing, Prefetch, PrefetchPlan};
-use sieve_hf::{PartSource, TensorSource, load_parameters};
+use sieve_hf::{ParameterLoader, PartSource, TensorSource};
 use sieve_nn::Qwen3;
 use sieve_ops::{RotaryEmbedding, TrainBackend};
 use std::sync::Arc;
@@ -124,7 +125,9 @@ pub(super) struct Ropes<B: TrainBackend> {
 
 impl<B: TrainBackend> Ropes<B> {
     pub(super) fn new(model: &Qwen3<B>, seq_len: usize, device: &B::Device) -> Self {
-        Self { training: model.rope(seq_len, device), validation: model.valid().rope(seq_len, device) }
+        let training = model.rope(seq_len, device);
+        let [cos, sin] = [&training.cos, &training.sin].map(|table| table.clone().inner());
+        Self { validation: RotaryEmbedding { cos, sin }, training }
     }
 }
 
@@ -169,15 +172,39 @@ impl<B: TrainBackend> Trainer<B> {
     ) -> Result<(), TrainError> {
         let seed = self.recipe.training.seed;
         let model = Qwen3::new(&self.stage.shape, seed, &self.device);
-        let model = load_parameters(model, DType::F32, weights)?;
+        self.ropes = Ropes::new(&model, self.stage.recipe.training.seq_len, &self.device);
+        let mut held =
+            Loaded { loader: ParameterLoader::new(DType::F32, weights), holder: self.optimizer.holder(self.precision) };
+        let model = model.map(&mut held);
+        held.loader.finish()?;
         if let Some(moments) = moments {
             self.optimizer.load_state(&model, &self.device, moments)?;
         }
-        self.ropes = Ropes::new(&model, self.stage.recipe.training.seq_len, &self.device);
-        self.model = Some(match self.precision {
-            Precision::F32 => model,
-            Precision::Bf16 => self.optimizer.hold_masters(model),
-        });
+        self.model = Some(model);
         Ok(())
+    }
+}
+
+/// Reads each parameter from a checkpoint and hands it to the optimizer before the next one is read.
+struct Loaded<'a, 'b, B: TrainBackend> {
+    loader: ParameterLoader<'a, 'b, TrainError>,
+    holder: Holder<'a, B>,
+}
+
+impl<B: TrainBackend> ModuleMapper<B> for Loaded<'_, '_, B> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let param = self.loader.map_float(param);
+        match self.loader.has_failed() {
+            true => param,
+            false => self.holder.map_float(param),
+        }
+    }
+
+    fn enter_module(&mut self, name: &str, container: &str) {
+        ModuleMapper::<B>::enter_module(&mut self.loader, name, container);
+    }
+
+    fn exit_module(&mut self, name: &str, container: &str) {
+        ModuleMapper::<B>::exit_module(&mut self.loader, name, container);
     }
 }

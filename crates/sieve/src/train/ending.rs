@@ -74,6 +74,14 @@ pub(super) fn samples<B: TrainBackend>(
     trainer: &mut Trainer<B>,
     device: &B::Device,
 ) -> Result<()> {
+    if trainer.shards_weights() {
+        if !recipe.generation.prompts.is_empty() {
+            log.line(
+                "no samples: with parallelism.zero_stage = 3 no process holds the model; sieve generate makes them",
+            );
+        }
+        return Ok(());
+    }
     let model = trainer.model().valid();
     for (number, prompt) in (1..).zip(&recipe.generation.prompts) {
         let tokenizer = &trainer.data().tokenizer;

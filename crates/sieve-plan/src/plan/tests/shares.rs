@@ -18,7 +18,7 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
         (way.zero_stage, way.gradient_dtype, micro_batches.round() as usize)
     });
     use sieve_core::recipe::GradientDtype::{Bf16, F32};
-    let expected = [(1, F32, 1), (1, Bf16, 1), (2, F32, 4), (2, Bf16, 4)];
+    let expected = [(1, F32, 1), (1, Bf16, 1), (2, F32, 4), (2, Bf16, 4), (3, F32, 4), (3, Bf16, 4)];
     assert!(found.eq(expected), "{:?}", whole.zero_stages);
     // Muon reads whole matrices: nothing is sharded, and the blocks' matrices have one moment.
     let muon = planned(2, &["optimizer.name=Muon", "parallelism.zero_stage=0"]);
@@ -50,11 +50,20 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
         assert!((least..=2 * least).contains(&saved), "{:?}", whole.zero_stages);
     }
     assert!(bytes(3) < bytes(2));
+    // Sharded weights save most of two bytes a parameter, and of the copy of a shard: a block and the head stay whole.
+    let saved = bytes(2) - bytes(4);
+    assert!((3 * parameters / 2..=2 * parameters + parameters / 4).contains(&saved), "{:?}", whole.zero_stages);
+    // Recomputed blocks gather their weights twice in each of four micro-batches.
+    let gathers = whole.zero_stages[4].gather_bytes / whole.zero_stages[2].gather_bytes;
+    assert!((7.0..8.0).contains(&gathers), "{gathers}");
+    assert_eq!(whole.cheapest_stage(), Some(&whole.zero_stages[0]));
     // A recipe with a listed setting has the listed memory.
     let ways = [
         ["parallelism.zero_stage=1", "training.gradient_dtype=bf16"],
         ["parallelism.zero_stage=2", "training.gradient_dtype=f32"],
         ["parallelism.zero_stage=2", "training.gradient_dtype=bf16"],
+        ["parallelism.zero_stage=3", "training.gradient_dtype=f32"],
+        ["parallelism.zero_stage=3", "training.gradient_dtype=bf16"],
     ];
     for (at, way) in (1..).zip(ways) {
         let plan = planned(8, &[&way[..], &["training.global_batch_size=32"]].concat());
@@ -83,7 +92,31 @@ fn settings_that_keep_fewer_gradients_are_named_where_they_fit() {
     };
     let (needed, _) = named(1000.0);
     assert_eq!(named(needed * 0.97).1, ["parallelism.zero_stage=2"]);
-    assert_eq!(named(needed * 0.5).1, [] as [&str; 0]);
+    assert_eq!(named(needed * 0.5).1, ["parallelism.zero_stage=3"]);
+    // Not even eight suffice.
+    let [setting] = &named(needed * 0.15).1[..] else { panic!("one setting") };
+    assert!(setting.starts_with("--nproc ") && setting.contains("parallelism.zero_stage=3"), "{setting}");
+}
+
+#[test]
+fn models_of_qwen3_s_sizes_train_on_the_gpus_that_their_recipes_are_for() {
+    for (text, name, gpu, size) in [
+        (include_str!("../../../../../recipes/dma_8b.toml"), "8b", "h100", 4),
+        (include_str!("../../../../../recipes/dma_8b.toml"), "8b", "h200", 4),
+        (include_str!("../../../../../recipes/dma_14b.toml"), "14b", "h100", 8),
+        (include_str!("../../../../../recipes/dma_14b.toml"), "14b", "h200", 4),
+        (include_str!("../../../../../recipes/dma_32b.toml"), "32b", "h200", 8),
+    ] {
+        let target = Target::Gpu(sieve_core::model::gpu::find(gpu).expect("listed"));
+        let recipe = recipe(text, &[]);
+        let plan = plan_of_ranks(&recipe, 151_936, &target, Ranks { size, hosts: 1 }).expect("plans");
+        let memory = &plan.memory;
+        assert_eq!(memory.verdict, MemoryVerdict::Fits, "{name} on {size} {gpu}: {memory:?}");
+        assert!(memory.peak.gathered_bytes > 0);
+        // ZeRO-2 holds whole weights.
+        let two = plan.zero_stages.iter().find(|way| way.zero_stage == 2).expect("listed");
+        assert!(two.total_bytes > memory.total_bytes + plan.num_parameters, "{name}");
+    }
 }
 
 #[test]

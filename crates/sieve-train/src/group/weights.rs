@@ -1,0 +1,167 @@
+//! ZeRO-3 (arXiv:1910.02054): between its uses, a rank has only its piece of each divided weight.
+//!
+//! The weights of a segment are gathered before its forward pass, while the segment before computes, and released after
+//! it. A recomputed block's are gathered again before its backward pass, while the block after it computes. A block
+//! whose graph is kept keeps its weights until its backward pass, because the graph reads them. A released parameter
+//! keeps its id and shape; its values are one NaN, so that a use of it without a gather cannot go unnoticed.
+use super::{GatheredLeaves, Group};
+use crate::collectives::{Gathered, Primitive};
+use crate::segment::Segment;
+use crate::{DeviceBatch, TrainError};
+use burn::module::{AutodiffModule, ModuleMapper, Param, ParamId};
+use burn::tensor::ops::FloatTensorOps;
+use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
+use sieve_nn::{LayerContext, Qwen3};
+use sieve_ops::{RotaryEmbedding, TrainBackend};
+use std::collections::HashMap;
+
+/// This rank's piece of each divided weight, flat.
+pub(crate) type WeightPieces<B> = HashMap<ParamId, Primitive<B>>;
+
+/// The weights of a group's model during a pass. With other stages than ZeRO-3 they are whole, and only
+/// [`before_forward`](Self::before_forward) may not be called.
+pub(crate) struct Weights<'a, B: TrainBackend> {
+    pub(crate) group: &'a mut Group<B>,
+    pub(crate) pieces: &'a WeightPieces<B>,
+}
+
+impl<B: TrainBackend> Weights<'_, B> {
+    /// Makes the weights that a segment reads whole, and starts gathering those of the next one.
+    ///
+    /// # Errors
+    /// A rank is lost.
+    pub(crate) fn before_forward(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
+        assert!(segment != Segment::Embedding || self.group.held.is_empty(), "the pass before released all weights");
+        for read in segment.reads(model) {
+            self.hold(model, read)?;
+        }
+        let next = segment.next(model).into_iter().flat_map(|next| next.reads(model));
+        next.collect::<Vec<_>>().into_iter().try_for_each(|next| self.start(model, next))
+    }
+
+    /// Releases the weights of a segment whose graph is not kept. The last block's stay: they are read again at once.
+    pub(crate) fn after_forward(&mut self, model: &mut Qwen3<B>, segment: Segment) {
+        if segment.next(model) != Some(Segment::Head) {
+            self.release(model, segment);
+        }
+    }
+
+    /// Makes the weights of a block whole again, and starts gathering those of the last one before it that has none.
+    ///
+    /// # Errors
+    /// A rank is lost.
+    pub(crate) fn before_backward(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
+        if self.group.share().keeps_whole {
+            return Ok(());
+        }
+        self.hold(model, segment)?;
+        let before = Segment::all(model).take_while(|other| *other != segment).filter(|s| *s != Segment::Embedding);
+        let missing = before.filter(|other| !self.group.held.contains(other)).last();
+        missing.map_or(Ok(()), |missing| self.start(model, missing))
+    }
+
+    /// Releases all weights that a segment reads.
+    pub(crate) fn release(&mut self, model: &mut Qwen3<B>, segment: Segment) {
+        for read in segment.reads(model) {
+            if self.group.held.remove(&read) {
+                read.replace(model, &mut Released { pieces: self.pieces, nan: None });
+            }
+        }
+    }
+
+    /// Cross-entropy of each token in nats, `[batch, seq_len]`, with the weights of one or two segments at a time.
+    /// Every rank must call it as often; a rank without a batch gathers the weights for the others.
+    ///
+    /// # Errors
+    /// A rank is lost.
+    pub(crate) fn token_losses(
+        &mut self,
+        model: &mut Qwen3<B>,
+        batch: Option<&DeviceBatch<B::InnerBackend>>,
+        rope: &RotaryEmbedding<B::InnerBackend>,
+    ) -> Result<Option<Tensor<B::InnerBackend, 2>>, TrainError> {
+        let context = batch.map(|batch| LayerContext::new(&batch.documents, rope));
+        let (mut stream, mut losses) = (None, None);
+        for segment in Segment::all(model) {
+            self.group.tick_in_pass()?;
+            self.before_forward(model, segment)?;
+            if let (Some(batch), Some(context)) = (batch, &context) {
+                let x = stream.take();
+                let x = || x.expect("the segment before has computed it");
+                match segment {
+                    Segment::Embedding => {
+                        let x = model.embed_tokens.valid().forward(batch.tokens.clone());
+                        stream = Some(x.cast(model.head.norm.weight.val().dtype()));
+                    }
+                    Segment::Block(layer) => stream = Some(model.layers[layer].valid().forward(x(), context).x),
+                    Segment::Head => {
+                        let tied = model.embed_tokens.valid();
+                        losses = Some(model.head.valid().token_losses(x(), batch.labels.clone(), &tied));
+                    }
+                }
+            }
+            self.release(model, segment);
+        }
+        Ok(losses)
+    }
+
+    /// Makes the weights of a segment whole.
+    fn hold(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
+        self.start(model, segment)?;
+        self.group.put_leaves(model, segment)?;
+        self.group.held.insert(segment);
+        Ok(())
+    }
+
+    /// Starts gathering the weights of a segment, unless they are whole or under way.
+    fn start(&mut self, model: &Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
+        if self.group.held.contains(&segment) || self.group.leaves.contains_key(&segment) {
+            return Ok(());
+        }
+        let share = self.group.share();
+        let (mut ids, mut wholes, mut gathered) = (Vec::new(), Vec::new(), Vec::new());
+        for (id, shape) in segment.shapes(model) {
+            let (Some(piece), Some(pieces)) = (self.pieces.get(&id), share.pieces(&shape)) else {
+                continue;
+            };
+            let (device, count) = (B::InnerBackend::float_device(piece), shape.iter().product::<usize>());
+            // A tensor of one dimension has no gaps between its rows.
+            let whole = B::InnerBackend::float_empty([count].into(), &device, piece.dtype().into());
+            let whole = B::InnerBackend::float_reshape(whole, shape.into());
+            ids.push(id);
+            wholes.push(whole.clone());
+            gathered.push(Gathered { piece: piece.clone(), whole, pieces });
+        }
+        if !ids.is_empty() {
+            let pending = self.group.collectives.gather(gathered)?;
+            self.group.leaves.insert(segment, GatheredLeaves { ids, wholes, pending });
+        }
+        Ok(())
+    }
+}
+
+/// Releases the weights that are divided into `pieces`.
+pub(crate) struct Released<'a, B: TrainBackend> {
+    pub(crate) pieces: &'a WeightPieces<B>,
+    /// The one value of released weights, `[1]`.
+    pub(crate) nan: Option<Primitive<B>>,
+}
+
+impl<B: TrainBackend> ModuleMapper<B> for Released<'_, B> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let Some(piece) = self.pieces.get(&param.id) else {
+            return param;
+        };
+        let (id, tensor, mapper) = param.consume();
+        let held = self.nan.take().filter(|held| held.dtype() == piece.dtype());
+        let nan = held.unwrap_or_else(|| {
+            let device = B::InnerBackend::float_device(piece);
+            let zero = B::InnerBackend::float_zeros([1].into(), &device, piece.dtype().into());
+            B::InnerBackend::float_add_scalar(zero, f32::NAN.into())
+        });
+        self.nan = Some(nan.clone());
+        let nan = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(nan));
+        let released = nan.reshape([1; D]).expand(tensor.dims());
+        Param::from_mapped_value(id, Tensor::from_inner(released).require_grad(), mapper)
+    }
+}
