@@ -11,7 +11,7 @@ use crate::{DeviceBatch, TrainError};
 use burn::module::{AutodiffModule, ModuleMapper, Param, ParamId};
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
-use sieve_nn::{LayerContext, Qwen3};
+use sieve_nn::{LayerContext, PassState, Qwen3};
 use sieve_ops::{RotaryEmbedding, TrainBackend};
 use std::collections::HashMap;
 
@@ -82,6 +82,7 @@ impl<B: TrainBackend> Weights<'_, B> {
     ) -> Result<Option<Tensor<B::InnerBackend, 2>>, TrainError> {
         let context = batch.map(|batch| LayerContext::new(&batch.documents, rope));
         let (mut stream, mut losses) = (None, None);
+        let mut state = PassState::default();
         for segment in Segment::all(model) {
             self.group.tick_in_pass()?;
             self.before_forward(model, segment)?;
@@ -93,7 +94,10 @@ impl<B: TrainBackend> Weights<'_, B> {
                         let x = model.embed_tokens.valid().forward(batch.tokens.clone());
                         stream = Some(x.cast(model.head.norm.weight.val().dtype()));
                     }
-                    Segment::Block(layer) => stream = Some(model.layers[layer].valid().forward(x(), context).x),
+                    Segment::Block(layer) => {
+                        let (layer, no_caches) = (model.layers[layer].valid(), None);
+                        stream = Some(layer.forward(x(), context, &mut state, no_caches).x);
+                    }
                     Segment::Head => {
                         let tied = model.embed_tokens.valid();
                         losses = Some(model.head.valid().token_losses(x(), batch.labels.clone(), &tied));
