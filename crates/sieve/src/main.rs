@@ -89,9 +89,8 @@ enum Command {
     #[command(after_help = "Example: sieve export --checkpoint out/quickstart --out exported")]
     Export(export::ExportArgs),
     /// Read a Llama, Mistral, Qwen2, Qwen3 or Doge model in the Hugging Face layout as a checkpoint
-    #[command(
-        after_help = "Example: sieve import --from qwen --out in/qwen --attention dma --set attention.keep_window_size=1024"
-    )]
+    #[command(after_help = "Example: sieve import --from qwen --out in/qwen --attention dma \
+                      --set attention.keep_window_size=1024")]
     Import(import::ImportArgs),
     /// Write raw model output, to compare with other programs
     #[command(after_help = "Example: sieve logits --checkpoint out/quickstart --tokens 1,2,3 --out logits.safetensors")]

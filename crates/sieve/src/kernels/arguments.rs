@@ -21,12 +21,11 @@ pub(crate) enum KernelsCommand {
     #[command(after_help = "Example: sieve kernels bench --dma --lengths 8192,32768")]
     Bench(BenchArgs),
     /// Write what a trained model's attention is given for a text: DMA's scores, or q, k and v of a dense model
-    #[command(
-        after_help = "Example: sieve kernels capture --checkpoint out/quickstart --out captured.safetensors"
-    )]
+    #[command(after_help = "Example: sieve kernels capture --checkpoint out/quickstart --out captured.safetensors")]
     Capture(CaptureArgs),
     /// Write one op's inputs, outputs and gradients, for other programs to check
-    #[command(after_help = "Example: sieve kernels run dma --shape batch=2,seq_len=300,heads=4,kv_heads=2,head_dim=64 --window 64 --out dma.safetensors")]
+    #[command(after_help = "Example: sieve kernels run swa --window 64 --out swa.safetensors \
+                      --shape batch=2,seq_len=300,heads=4,kv_heads=2,head_dim=64")]
     Run(Box<RunArgs>),
 }
 
