@@ -196,7 +196,7 @@ fn more_gpus(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize)
         let plan = plan_keeping(&alone, shape, target, count, Keeping::NOTHING);
         let batch = alone.training.local_batch_size;
         let setting = format!(
-            "--nproc {count}: parallelism.zero_stage=3 activation_checkpoint.mode=full \
+            "sieve launch --nproc {count} and parallelism.zero_stage=3 activation_checkpoint.mode=full \
              training.local_batch_size={batch}"
         );
         let fits = plan.leaves_a_tenth(plan.total_bytes);

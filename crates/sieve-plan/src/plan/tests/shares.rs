@@ -95,7 +95,7 @@ fn settings_that_keep_fewer_gradients_are_named_where_they_fit() {
     assert_eq!(named(needed * 0.5).1, ["parallelism.zero_stage=3"]);
     // Not even eight suffice.
     let [setting] = &named(needed * 0.15).1[..] else { panic!("one setting") };
-    assert!(setting.starts_with("--nproc ") && setting.contains("parallelism.zero_stage=3"), "{setting}");
+    assert!(setting.starts_with("sieve launch --nproc ") && setting.contains("parallelism.zero_stage=3"), "{setting}");
 }
 
 #[test]
