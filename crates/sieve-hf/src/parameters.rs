@@ -3,6 +3,8 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
 use sieve_core::NumberFormat;
+use sieve_core::model::Conversion;
+use std::collections::HashMap;
 use std::ops::Range;
 
 /// A named parameter of a model, on the host.
@@ -103,6 +105,29 @@ pub fn load_parameters<B: Backend, M: Module<B>, E>(
         Some(error) => Err(error),
         None => Ok(module),
     }
+}
+
+/// As [`load_parameters`], for the weights of another model, which `source` has: the tensors that `conversion` adds keep
+/// their initial values.
+///
+/// # Errors
+/// The first error of `source`.
+pub fn load_converted<B: Backend, M: Module<B>, E>(
+    module: M,
+    conversion: &Conversion,
+    kept: impl Into<Kept>,
+    source: &mut TensorSource<'_, E>,
+) -> Result<M, E> {
+    let mut new = HashMap::new();
+    visit(&module, |name, _shape, data| {
+        if conversion.adds(&name) {
+            new.insert(name, data());
+        }
+    });
+    load_parameters(module, kept, &mut |name, shape| match new.remove(name) {
+        Some(data) => Ok(data),
+        None => source(name, shape),
+    })
 }
 
 /// Whether a container adds a level to parameter names; variants of enums do not.

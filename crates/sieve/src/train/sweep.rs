@@ -66,7 +66,7 @@ impl Row {
 pub(super) fn run(args: TrainArgs) -> Result<Exit> {
     let base = args.out_folder();
     // Every recipe is read before the first run begins: a mistake in the last value costs nothing.
-    let mut runs = runs(&args, &base)?;
+    let runs = runs(&args, &base)?;
     check_hidden_keys(&args, &runs)?;
     for (words, of) in warnings(&runs) {
         let place = if of.len() == runs.len() { String::new() } else { format!("\n  in {}", of.join(", ")) };
@@ -76,7 +76,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Exit> {
     let earlier = earlier_rows(&path, &runs)?;
     let (mesh, prints) = (None, true);
     let session = Session::open(&args, &runs[0].recipe, mesh, Interrupt::install(prints)?)?;
-    let starts = starts::of_runs(&session, &mut runs)?;
+    let starts = starts::of_runs(&session, &runs)?;
     let mut rows = Vec::new();
     for (number, (run, start)) in (1..).zip(runs.iter().zip(&starts)) {
         terminal::line(&format!(
