@@ -12,6 +12,7 @@ mod tiny_run;
 
 mod bf16_weights;
 mod command_line;
+mod conversions;
 mod damaged_texts;
 mod data_commands;
 mod data_safetensors;

@@ -9,8 +9,8 @@ use sieve_data::{IGNORE_LABEL, OnChange};
 use sieve_hf::named_parameters;
 use sieve_testing::says;
 use sieve_train::{
-    Collectives, DataSource, FaultInjection, Group, Hardware, MemoryProbe, Moment, Origin, Precision, RunFolder,
-    SkippedStep, Start, TrainError, TrainEvent, TrainSummary, Trainer,
+    BranchOptions, Collectives, DataSource, FaultInjection, Group, Hardware, MemoryProbe, Moment, Origin, Precision,
+    RunFolder, SkippedStep, Start, TrainError, TrainEvent, TrainSummary, Trainer,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -100,7 +100,7 @@ pub(crate) fn disturbed_rank(
         Some((mesh, _)) if mesh.world().rank > 0 => RunFolder::of_group(&run.path(out), name),
         _ => RunFolder::open(&run.path(out), name, &start).expect("free"),
     };
-    let origin = Origin::find(&folder, &start, &recipe).expect("of the same recipe");
+    let origin = Origin::find(&folder, &start, &recipe, BranchOptions::default()).expect("of the same recipe");
     folder.claim(&start).expect("free");
     let hardware = Hardware::<B> {
         device: FlexDevice,

@@ -1,5 +1,6 @@
 //! The sizes a model is built from, in the names the Rust code uses.
 
+mod conversion;
 mod density;
 mod flops;
 pub mod gpu;
@@ -13,6 +14,7 @@ pub use crate::kinds::{
     Attention, AttentionPreset, DmaBias, DmaForm, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape,
     MlaShape, MobaShape, MsaShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape,
 };
+pub use conversion::{Conversion, ConversionGap, names_of};
 pub use density::BranchDensity;
 pub(crate) use flops::window_pairs;
 pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents};

@@ -7,7 +7,6 @@
 
 mod config;
 mod keys;
-mod refit;
 mod rotary;
 mod weights;
 
@@ -20,7 +19,8 @@ use crate::{
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bytes, DType, TensorData};
 use config::HfConfig;
-pub use refit::{RefitReport, refit};
+use sieve_core::kinds::Part;
+use sieve_core::model::{Conversion, ConversionGap, names_of};
 use sieve_core::recipe::{AttentionKind, Location};
 use sieve_core::{ModelShape, Recipe, RecipeError, ShownPath};
 use sieve_files::write_synced;
@@ -30,6 +30,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use weights::{Weights, is_same};
 
+/// What [`import`] can make of grouped-query attention.
+const OTHER_KINDS: &str = "grouped-query attention becomes mha, dma, swa, nsa, infllm_v2, moba or msa";
 /// Most tensor names in one error message.
 const MAX_NAMES: usize = 20;
 /// Ending of tensors that are ignored: old files store tables of rotary frequencies.
@@ -51,6 +53,8 @@ pub struct ImportReport {
     pub num_parameters: u64,
     /// Parameters that the folder does not have; they are initialised as in a new model.
     pub added: Vec<String>,
+    /// What became of the layers' tensors, in words; `None` if the attention is the folder's.
+    pub converted: Option<String>,
     /// Names of tensors that the import does not need.
     pub ignored: Vec<String>,
     /// Whether every A of a DMA model is 0, so that all keys have the same score.
@@ -64,7 +68,8 @@ pub struct ImportReport {
 ///
 /// `attention` selects another attention kind, with the defaults of a recipe; `overrides` are `section.key=value`, as
 /// for a recipe. Parameters that the other kind adds are initialised as in a new model: DMA then starts as a window of
-/// `keep_window_size` with the slope of its recency (A is 0), and NSA mostly as its window (by its gates).
+/// `keep_window_size` with the slope of its recency (A is 0), and NSA mostly as its window (by its gates). Trained
+/// tensors that the other kind has no place for are an error, unless it `drops` them. [`Conversion`] is the rule.
 ///
 /// # Errors
 /// A configuration that no recipe can express; missing, unknown or ill-shaped tensors (all are named); an attention
@@ -74,6 +79,7 @@ pub fn import<B: Backend>(
     out: &Path,
     attention: Option<AttentionKind>,
     overrides: &[String],
+    drops: bool,
     device: &B::Device,
 ) -> Result<ImportReport, CheckpointError> {
     let path = out.join("step-0");
@@ -99,32 +105,21 @@ pub fn import<B: Backend>(
     let kept = std::path::absolute(path.join("tokenizer.json")).map_err(CheckpointError::io("finding", &path))?;
     let settings = settings(from, &kept, attention, overrides)?;
     let (recipe, shape, mut read) = read_model(from, &settings, DType::F32.into())?;
+    let conversion = Conversion::of(&read.shape, &shape).map_err(|gap| unfit(from, &gap))?;
+    read.drop_lost(from, &conversion, drops)?;
     let ties = attention.is_none() && read.all_scores_tie();
     let is_new_form = attention == Some(AttentionKind::Dma) && is_former_form(from, &recipe, &settings)?;
     let model = Qwen3::<B>::new(&shape, recipe.training.seed, device);
-    let (mut added, mut misfit) = (Vec::new(), None);
+    let mut added = Vec::new();
     let weights = named_parameters_but(&model, |name, wanted| {
         let data = read.tensors.remove(name);
         match &data {
-            Some(data) if data.shape.to_vec() != wanted => {
-                misfit = Some(format!("{name} is {:?}, the recipe's model expects {wanted:?}", data.shape.to_vec()));
-            }
-            Some(_) => (),
+            Some(data) => assert_eq!(data.shape.to_vec(), wanted, "{name} is kept by the conversion"),
             None => added.push(name.to_owned()),
         }
         data
     });
-    if let Some(problem) = misfit {
-        return Err(CheckpointError::not_importable(
-            from,
-            problem,
-            "only the attention may change; leave [model] as it is",
-        ));
-    }
-    if !read.tensors.is_empty() {
-        let names = read.tensors.keys().cloned().collect::<BTreeSet<_>>();
-        return Err(no_place_for(from, &list(&names)));
-    }
+    assert!(read.tensors.is_empty(), "the conversion drops or keeps {:?}", read.tensors.keys());
     let state = CheckpointState::untrained(shape.vocab_size);
     let recipe_toml = recipe.to_toml();
     let files = CheckpointFiles {
@@ -144,6 +139,7 @@ pub fn import<B: Backend>(
         num_parameters: shape.parameters().total(),
         recipe,
         added,
+        converted: conversion.words(),
         ignored: read.ignored,
         all_scores_tie: ties,
         is_new_form,
@@ -205,9 +201,12 @@ fn read_model(
     let may_scale = is_doge || config.residual_scale;
     let (_, source_shape) = recipe_and_shape(from, &config, may_scale, &[])?;
     config.check_derived(from, &source_shape)?;
-    let mut read = read_tensors(&config, &weights, &tensors_of(&source_shape, config.architecture), kept)?;
+    let wanted = tensors_of(&source_shape, config.architecture);
+    let mut read = read_tensors(&config, &weights, &wanted, source_shape, kept)?;
     let has_scales = config.residual_scale || (is_doge && !read.drop_unit_scales());
     let (recipe, shape) = recipe_and_shape(from, &config, has_scales, settings)?;
+    let no_settings = [];
+    (_, read.shape) = recipe_and_shape(from, &config, has_scales, &no_settings)?;
     Ok((recipe, shape, read))
 }
 
@@ -272,7 +271,7 @@ fn recipe_and_shape(
         return Err(CheckpointError::not_importable(
             from,
             "latent attention (mla) has weights that no other kind has",
-            "grouped-query attention becomes dma, swa, nsa, infllm_v2, moba or msa",
+            OTHER_KINDS,
         ));
     }
     let path = from.join("config.json");
@@ -299,6 +298,8 @@ fn by_set(mut error: RecipeError) -> RecipeError {
 struct ReadTensors {
     tensors: HashMap<String, TensorData>,
     ignored: Vec<String>,
+    /// The model that the tensors are of.
+    shape: ModelShape,
 }
 
 impl ReadTensors {
@@ -307,6 +308,25 @@ impl ReadTensors {
         let is_a = |name: &str| name.ends_with("self_attn.a");
         let mut a = self.tensors.iter().filter(|(name, _)| is_a(name)).peekable();
         a.peek().is_some() && a.all(|(_, data)| data.iter::<f32>().all(|value| value == 0.0))
+    }
+
+    /// Removes the tensors that a conversion drops. DMA's A of zeros adds nothing, nor does the W_dt that it is
+    /// multiplied with; other tensors are removed only if it `drops` trained ones.
+    fn drop_lost(&mut self, from: &Path, conversion: &Conversion, drops: bool) -> Result<(), CheckpointError> {
+        let ties = self.all_scores_tie();
+        let lost = conversion.dropped.iter().filter(|spec| !(ties && spec.part == Part::Mask));
+        let lost = lost.cloned().collect::<Vec<_>>();
+        if !lost.is_empty() && !drops {
+            return Err(CheckpointError::not_importable(
+                from,
+                format!("the new attention has no place for trained tensors: {}", names_of(&lost)),
+                "--drop imports the model without them",
+            ));
+        }
+        for spec in &conversion.dropped {
+            self.tensors.remove(&spec.ours);
+        }
+        Ok(())
     }
 
     /// Removes the residual scales if all of them are exactly one. Returns whether it did.
@@ -329,6 +349,7 @@ fn read_tensors(
     config: &HfConfig,
     weights: &Weights,
     wanted: &[ExportTensor],
+    shape: ModelShape,
     kept: Kept,
 ) -> Result<ReadTensors, CheckpointError> {
     let by_name: HashMap<&str, _> = wanted.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
@@ -372,7 +393,7 @@ fn read_tensors(
         stored.convert(dtype, &mut whole.bytes[rows.start * row_bytes..rows.end * row_bytes]);
     }
     problems.check(&weights.folder, &config.assumed)?;
-    Ok(ReadTensors { tensors, ignored })
+    Ok(ReadTensors { tensors, ignored, shape })
 }
 
 /// Names of tensors that do not fit the model, by kind of problem.
@@ -411,13 +432,13 @@ impl Problems {
     }
 }
 
-/// The error of weights that the parameters of another attention kind leave over.
-fn no_place_for(from: &Path, names: &str) -> CheckpointError {
-    CheckpointError::not_importable(
-        from,
-        format!("the new attention has no place for {names}"),
-        "grouped-query attention becomes dma, swa, nsa (with shared_kv = true), infllm_v2, moba or msa",
-    )
+/// The error of weights that cannot begin the recipe's model.
+fn unfit(from: &Path, gap: &ConversionGap) -> CheckpointError {
+    let hint = match gap {
+        ConversionGap::Kinds(_) => OTHER_KINDS,
+        ConversionGap::Size(_) => "only the attention may change; leave [model] as it is",
+    };
+    CheckpointError::not_importable(from, gap.to_string(), hint)
 }
 
 /// The names, at most [`MAX_NAMES`], and how many more there are.

@@ -17,10 +17,11 @@ pub use chat::{ChatMessage, ChatTemplate};
 pub use checkpoint::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, GuardState, list_checkpoints};
 pub use error::CheckpointError;
 pub use export::{DEFAULT_SHARD_BYTES, ExportDtype, ExportForm, ExportOptions, ExportReport, export};
-pub use import::{ImportReport, RefitReport, import, imported_model, refit};
+pub use import::{ImportReport, import, imported_model};
 pub use loaded_model::{LoadedModel, load_model, peek_model, peek_tokenizer};
 pub use parameters::{
-    Kept, NamedTensor, ParameterLoader, PartSource, TensorSource, load_parameters, named_parameters, parameter_names,
+    Kept, NamedTensor, ParameterLoader, PartSource, TensorSource, converted_source, load_converted, load_parameters,
+    named_parameters, parameter_names,
 };
 pub use tensor_file::{TensorFile, checksum, write_tensor_file};
 pub use tensor_files::TensorFiles;

@@ -3,6 +3,8 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
 use sieve_core::NumberFormat;
+use sieve_core::model::Conversion;
+use std::collections::HashMap;
 use std::ops::Range;
 
 /// A named parameter of a model, on the host.
@@ -101,6 +103,39 @@ pub fn load_parameters<B: Backend, M: Module<B>, E>(
     let module = module.map(&mut loader);
     loader.finish()?;
     Ok(module)
+}
+
+/// As [`load_parameters`], for the weights of another model, which `source` has: the tensors that `conversion` adds keep
+/// their initial values.
+///
+/// # Errors
+/// The first error of `source`.
+pub fn load_converted<B: Backend, M: Module<B>, E>(
+    module: M,
+    conversion: &Conversion,
+    kept: impl Into<Kept>,
+    source: &mut TensorSource<'_, E>,
+) -> Result<M, E> {
+    let mut source = converted_source(&module, conversion, source);
+    load_parameters(module, kept, &mut source)
+}
+
+/// The tensors of `source`, and the initial values of those that `conversion` adds to `module`.
+pub fn converted_source<'a, B: Backend, M: Module<B>, E>(
+    module: &M,
+    conversion: &Conversion,
+    source: &'a mut TensorSource<'_, E>,
+) -> impl FnMut(&str, &[usize]) -> Result<TensorData, E> + use<'a, '_, B, M, E> {
+    let mut new = HashMap::new();
+    visit(module, |name, _shape, data| {
+        if conversion.adds(&name) {
+            new.insert(name, data());
+        }
+    });
+    move |name: &str, shape: &[usize]| match new.remove(name) {
+        Some(data) => Ok(data),
+        None => source(name, shape),
+    }
 }
 
 /// Whether a container adds a level to parameter names; variants of enums do not.

@@ -40,7 +40,7 @@ pub use hardware::{DeviceMemory, Hardware, MemoryProbe, Precision};
 pub use metrics::last_validation;
 pub use optimizer::{Optimizer, OptimizerSnapshot, ReplicaSums};
 pub use origin::{
-    Origin, check_fit, ignored_checkpoint, initial_checkpoint, initial_weights, named_checkpoint, needs_import,
+    BranchOptions, Origin, check_fit, ignored_checkpoint, initial_checkpoint, initial_weights, named_checkpoint,
 };
 pub use report::{SkippedStep, StepReport, TrainEvent, TrainSummary, ValidationReport};
 pub use run_folder::{RunFolder, Start};

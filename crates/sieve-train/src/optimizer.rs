@@ -52,6 +52,9 @@ struct Moments<B: TrainBackend> {
     exp_avg: Inner<B>,
     /// AdamW's second moment; `None` for parameters that Muon updates.
     exp_avg_sq: Option<Inner<B>>,
+    /// Number of the optimizer's updates before the parameter's first one: not 0 for a parameter that was added to a
+    /// trained model. The correction of the moments' bias counts from there.
+    updates_before: u64,
 }
 
 impl<B: TrainBackend> Optimizer<B> {
@@ -153,16 +156,8 @@ impl<B: TrainBackend> Optimizer<B> {
     ) -> Update<'a, B> {
         self.num_updates += 1;
         let OptimizerSection { beta1, beta2, eps, .. } = self.settings;
-        let power = self.num_updates.min(i32::MAX as u64) as i32;
-        let step = AdamWStep {
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay: 0.0,
-            bias_correction1: 1.0 - beta1.powi(power),
-            bias_correction2: 1.0 - beta2.powi(power),
-        };
+        let [bias_correction1, bias_correction2] = self.bias_corrections(0);
+        let step = AdamWStep { lr, beta1, beta2, eps, weight_decay: 0.0, bias_correction1, bias_correction2 };
         Update {
             optimizer: self,
             gradients,
@@ -172,8 +167,15 @@ impl<B: TrainBackend> Optimizer<B> {
         }
     }
 
+    /// `1 - beta^n` of both moments, of a parameter with n updates: all but `updates_before`.
+    fn bias_corrections(&self, updates_before: u64) -> [f64; 2] {
+        let power = self.num_updates.saturating_sub(updates_before).min(i32::MAX as u64) as i32;
+        [self.settings.beta1, self.settings.beta2].map(|beta| 1.0 - beta.powi(power))
+    }
+
     /// Restores the moments and the number of updates from a saved [`snapshot`](Self::snapshot). `read` returns a
-    /// tensor by name and shape, or a range of its flattened elements.
+    /// tensor by name and shape, or a range of its flattened elements; `has` says whether one was saved. Parameters that
+    /// `is_new`, by their names, have none: their moments start at their first update.
     ///
     /// # Errors
     /// The first error of `read`.
@@ -182,9 +184,11 @@ impl<B: TrainBackend> Optimizer<B> {
         module: &M,
         device: &B::Device,
         read: &mut PartSource<'_, E>,
+        has: &dyn Fn(&str) -> bool,
+        is_new: &dyn Fn(&str) -> bool,
     ) -> Result<(), E> {
         let whole = None;
-        let updates = read(NUM_UPDATES, &[1], whole)?;
+        let updates = read(NUM_UPDATES, &[1], whole.clone())?;
         self.num_updates = updates.iter::<i64>().next().unwrap_or(0) as u64;
         self.moments.clear();
         if self.num_updates == 0 {
@@ -192,8 +196,13 @@ impl<B: TrainBackend> Optimizer<B> {
             return Ok(());
         }
         self.find_groups(module);
-        for (name, id, shape) in parameter_ids(module) {
+        for (name, id, shape) in parameter_ids(module).into_iter().filter(|(name, ..)| !is_new(name)) {
             let range = self.share.range(&shape);
+            let late = format!("{name}.{UPDATES_BEFORE}");
+            let updates_before = match has(&late) {
+                true => read(&late, &[1], whole.clone())?.iter::<i64>().next().unwrap_or(0) as u64,
+                false => 0,
+            };
             let mut part = |part: &str| -> Result<Inner<B>, E> {
                 let mut data = read(&format!("{name}.{part}"), &shape, range.clone())?;
                 let own = match &range {
@@ -211,6 +220,7 @@ impl<B: TrainBackend> Optimizer<B> {
                     true => None,
                     false => Some(part(EXP_AVG_SQ)?),
                 },
+                updates_before,
             };
             self.moments.insert(id, moments);
         }
@@ -221,6 +231,8 @@ impl<B: TrainBackend> Optimizer<B> {
 const NUM_UPDATES: &str = "num_updates";
 const EXP_AVG: &str = "exp_avg";
 const EXP_AVG_SQ: &str = "exp_avg_sq";
+/// Saved only where it is not 0.
+const UPDATES_BEFORE: &str = "updates_before";
 
 /// Name, id and shape of every float parameter, in module order.
 fn parameter_ids<B: TrainBackend, M: Module<B>>(module: &M) -> Vec<(String, ParamId, Vec<usize>)> {
@@ -271,8 +283,13 @@ impl<B: TrainBackend> Update<'_, B> {
         let lr_scale = optimizer.settings.indexer_scale().filter(|_| optimizer.indexers.contains(&id));
         let mut step = AdamWStep { lr: self.step.lr * lr_scale.unwrap_or(1.0), weight_decay, ..self.step };
         let (mut gradient, mut grad_scale) = (gradient, self.grad_scale.clone());
-        let mut moments =
-            optimizer.moments.remove(&id).unwrap_or_else(|| Moments { exp_avg: zeros(), exp_avg_sq: None });
+        let mut moments = optimizer.moments.remove(&id).unwrap_or_else(|| Moments {
+            exp_avg: zeros(),
+            exp_avg_sq: None,
+            updates_before: optimizer.num_updates.saturating_sub(1),
+        });
+        let updates_before = moments.updates_before;
+        [step.bias_correction1, step.bias_correction2] = optimizer.bias_corrections(updates_before);
         let mut momentum = None;
         if let Some(parts) = optimizer.matrices.get(&id) {
             let dtype = leaf.as_ref().map_or(param.dtype(), |leaf| leaf.dtype());
@@ -290,8 +307,8 @@ impl<B: TrainBackend> Update<'_, B> {
         };
         let next = B::InnerBackend::adamw(tensors, gradient, grad_scale, step);
         let moments = match momentum {
-            Some(exp_avg) => Moments { exp_avg, exp_avg_sq: None },
-            None => Moments { exp_avg: next.exp_avg, exp_avg_sq: Some(next.exp_avg_sq) },
+            Some(exp_avg) => Moments { exp_avg, exp_avg_sq: None, updates_before },
+            None => Moments { exp_avg: next.exp_avg, exp_avg_sq: Some(next.exp_avg_sq), updates_before },
         };
         optimizer.moments.insert(id, moments);
         match next.leaf {

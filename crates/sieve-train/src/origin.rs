@@ -3,7 +3,9 @@ mod initial;
 
 use crate::run_folder::rename_aside;
 use crate::{RunFolder, Start, TrainError};
-pub use initial::{check_fit, ignored_checkpoint, initial_checkpoint, initial_weights, named_checkpoint, needs_import};
+pub use initial::{
+    BranchOptions, check_fit, ignored_checkpoint, initial_checkpoint, initial_weights, named_checkpoint,
+};
 use serde::{Deserialize, Serialize};
 use sieve_core::recipe::{KeyChange, RANDOM_WEIGHTS};
 use sieve_core::{InitialWeights, Recipe, ShownPath};
@@ -37,6 +39,8 @@ pub struct Origin {
     /// Whether a new run with another recipe begins with the checkpoint: it uses the checkpoint's tokenizer, but its
     /// own data.
     pub is_branch: bool,
+    /// Whether a branch begins without the checkpoint's moments.
+    pub fresh_optimizer: bool,
     /// The run's `model.initial_weights`, with the folder in full; `None` if the run was begun by an earlier version
     /// that did not keep it.
     initial_weights: Option<String>,
@@ -55,17 +59,22 @@ impl Origin {
     ///
     /// # Errors
     /// A damaged checkpoint; a recipe that does not continue the run; `model.initial_weights` of a new run's recipe
-    /// names no checkpoint, or one of another model; the checkpoint that the run began with was removed or replaced.
-    pub fn find(folder: &RunFolder, start: &Start, recipe: &Recipe) -> Result<Self, TrainError> {
+    /// names no checkpoint, or one of another model; a branch that would lose a trained tensor, unless `options` drop it; the checkpoint that the run began with was removed or replaced.
+    pub fn find(
+        folder: &RunFolder,
+        start: &Start,
+        recipe: &Recipe,
+        options: BranchOptions,
+    ) -> Result<Self, TrainError> {
         let mut notices = Vec::new();
         let checkpoint = match start {
             Start::New => {
                 return match initial::folder(recipe)? {
-                    Some(path) => Self::branch(initial::opened(Checkpoint::open(&path))?, recipe),
+                    Some(path) => Self::branch(initial::opened(Checkpoint::open(&path))?, recipe, options),
                     None => Ok(Self::seed()),
                 };
             }
-            Start::BranchFrom(path) => return Self::branch(Checkpoint::open(path)?, recipe),
+            Start::BranchFrom(path) => return Self::branch(Checkpoint::open(path)?, recipe, options),
             Start::Resume if list_checkpoints(&folder.checkpoint_path())?.is_empty() => None,
             Start::Resume => Some(Checkpoint::open(&folder.checkpoint_path())?),
             Start::ResumeAlone { fallback } => latest_of_two(folder, fallback.as_deref(), recipe, &mut notices)?,
@@ -95,6 +104,7 @@ impl Origin {
         let (mut initial_weights, recipe) = (recipe.model.initial_weights.clone(), &recipe);
         let is_branch = checkpoint.is_none() && begun.as_ref().is_some_and(|begun| begun.is_branch);
         let recipe_key = begun.as_ref().and_then(|begun| begun.recipe_key.clone());
+        let fresh_optimizer = is_branch && begun.as_ref().is_some_and(|begun| begun.fresh_optimizer);
         let checkpoint = match (checkpoint, begun) {
             (None, Some(begun)) => {
                 let found = begun.open(folder, named.as_deref())?;
@@ -134,7 +144,7 @@ impl Origin {
             }
             None => notices.push("note: the run has no checkpoint yet; it starts over".to_owned()),
         }
-        Ok(Self { checkpoint, notices, is_branch, initial_weights, recipe_key })
+        Ok(Self { checkpoint, notices, is_branch, fresh_optimizer, initial_weights, recipe_key })
     }
 
     /// Writes `origin.json` into the folder of a run, or removes the file if the run begins with no other checkpoint.
@@ -157,10 +167,15 @@ impl Origin {
 
     /// A new run of `recipe` that begins with `checkpoint`. The checkpoint's recipe may differ in everything but the
     /// model's parameters.
-    fn branch(checkpoint: Checkpoint, recipe: &Recipe) -> Result<Self, TrainError> {
-        initial::check_fit(&checkpoint, recipe)?;
+    fn branch(checkpoint: Checkpoint, recipe: &Recipe, options: BranchOptions) -> Result<Self, TrainError> {
+        let conversion = initial::check_fit(&checkpoint, recipe, options)?;
         let before = saved_recipe(&checkpoint)?;
         let mut notices = initial::notices(&checkpoint, &before, recipe);
+        notices.extend(conversion.words().map(|words| format!("note: {words}")));
+        let fresh_optimizer = options.fresh_optimizer;
+        if fresh_optimizer && checkpoint.has_optimizer() {
+            notices.push("note: the optimizer begins without the checkpoint's moments".to_owned());
+        }
         let mut changes = before.diff(recipe)?;
         // What the checkpoint's own run began with is no matter of this one.
         changes.retain(|change| change.key != initial::KEY);
@@ -171,8 +186,11 @@ impl Origin {
                 .push(format!("note: the tokenizer is the checkpoint's, {}; the recipe's is not read", path.shown()));
         }
         for change in changes {
+            // What other kinds of layers compute is told by the losses before and after.
+            let is_told = conversion.changes_layers()
+                && (change.key.starts_with("attention.") || change.key.starts_with("model.layer_types"));
             // `starts_with` also finds the keys of a table such as `model.rope_scaling`.
-            if READS_WEIGHTS.iter().any(|key| change.key.starts_with(key)) {
+            if READS_WEIGHTS.iter().any(|key| change.key.starts_with(key)) && !is_told {
                 notices.push(format!(
                     "warning: {change}; the weights were trained with the former, and what they compute changes at once"
                 ));
@@ -183,7 +201,8 @@ impl Origin {
         }
         let initial_weights = Some(initial::full_key_of(&checkpoint)?);
         let recipe_key = recipe.model.initial_weights.clone();
-        Ok(Self { checkpoint: Some(checkpoint), notices, is_branch: true, initial_weights, recipe_key })
+        let (checkpoint, is_branch) = (Some(checkpoint), true);
+        Ok(Self { checkpoint, notices, is_branch, fresh_optimizer, initial_weights, recipe_key })
     }
 
     /// A new run with weights from the seed.
@@ -192,6 +211,7 @@ impl Origin {
             checkpoint: None,
             notices: Vec::new(),
             is_branch: false,
+            fresh_optimizer: false,
             initial_weights: Some(RANDOM_WEIGHTS.to_owned()),
             recipe_key: None,
         }
@@ -263,6 +283,9 @@ pub(crate) struct Begun {
     checkpoint: PathBuf,
     /// Whether the run is a new one with another recipe: it takes the checkpoint's tokenizer, but its own data.
     is_branch: bool,
+    /// Whether the new run began without the checkpoint's moments.
+    #[serde(default)]
+    fresh_optimizer: bool,
     /// The checkpoint's state, which includes the checksums of its files.
     state: CheckpointState,
     /// `model.initial_weights` of the recipe that the run began with, if it gave the key: the same recipe resumes the
@@ -280,6 +303,7 @@ impl Begun {
         Ok(Some(Self {
             checkpoint: path.canonicalize().map_err(TrainError::io("reading", path))?,
             is_branch: origin.is_branch,
+            fresh_optimizer: origin.fresh_optimizer,
             state: state.clone(),
             recipe_key: origin.recipe_key.clone(),
         }))

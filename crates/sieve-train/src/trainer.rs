@@ -200,7 +200,7 @@ impl<B: TrainBackend> Trainer<B> {
             trainer.shard_checks = trainer.data.shards().map(Prepared::check_beside).collect::<Result<_, _>>()?;
         }
         if let Some(checkpoint) = &origin.checkpoint {
-            trainer.restore(checkpoint)?;
+            trainer.restore(checkpoint, origin.fresh_optimizer)?;
             if trainer.last_checkpoint.is_none() {
                 // `restore` found that the checkpoint is in another folder than this run's.
                 trainer.begun = Begun::of(&origin)?;
@@ -208,6 +208,8 @@ impl<B: TrainBackend> Trainer<B> {
             if origin.is_branch {
                 // With another window or rotary base the losses change.
                 trainer.loss_mean.restart();
+                let note = trainer.converted_losses(checkpoint)?;
+                trainer.notices.extend(note);
             }
         } else {
             let model = trainer.model.take();
@@ -291,8 +293,9 @@ impl<B: TrainBackend> Trainer<B> {
         self.disturbance = disturbance;
     }
 
-    /// Restores weights, optimizer state, step, next row and the guard's mean loss from `checkpoint`.
-    fn restore(&mut self, checkpoint: &Checkpoint) -> Result<(), TrainError> {
+    /// Restores weights, optimizer state (unless `fresh_optimizer`), step, next row and the guard's mean loss from
+    /// `checkpoint`. Its tensors become those of the present stage's model as [`Conversion`] says.
+    fn restore(&mut self, checkpoint: &Checkpoint, fresh_optimizer: bool) -> Result<(), TrainError> {
         self.finish_leaves()?;
         let state = &checkpoint.state;
         let now = self.stage.shape.vocab_size;
@@ -302,15 +305,8 @@ impl<B: TrainBackend> Trainer<B> {
                 "give the tokenizer.json of the run's checkpoint as tokenizer.path",
             ));
         }
-        let weights = checkpoint.model()?;
-        let mut weights = |name: &str, shape: &[usize]| Ok(weights.tensor(name, shape)?);
         self.optimizer = Optimizer::of_share(self.recipe.optimizer.clone(), &self.stage.shape, self.share());
-        if checkpoint.has_optimizer() {
-            let moments = checkpoint.optimizer()?;
-            self.install(&mut weights, Some(&mut |name, shape, range| Ok(moments.part(name, shape, range)?)))?;
-        } else {
-            self.install(&mut weights, None)?; // without moments
-        }
+        self.install(checkpoint, fresh_optimizer)?;
         self.step = state.step;
         self.tokens_seen = state.tokens_seen;
         // The run continues at the checkpoint's next row if stage and data are the same, else at the first row.

@@ -28,6 +28,9 @@ pub(crate) struct ImportArgs {
     /// its sizes, --set attention.preset=paper takes the published form
     #[arg(long, value_name = "KIND")]
     attention: Option<String>,
+    /// With --attention: leave out trained tensors that the other attention has no place for, such as an indexer
+    #[arg(long, requires = "attention")]
+    drop: bool,
     /// Set a key of the checkpoint's recipe, for example attention.keep_window_size=1024; may be repeated
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
@@ -70,7 +73,7 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
             sets.push(format!("training.steps={steps}"));
         }
     }
-    let report = sieve_hf::import::<Flex>(&args.from, &args.out, kind, &sets, &FlexDevice)?;
+    let report = sieve_hf::import::<Flex>(&args.from, &args.out, kind, &sets, args.drop, &FlexDevice)?;
     let recipe_path = args.out.join("recipe.toml");
     let recipe = format!(
         "# Trains what `sieve import --from {}` made: a run begins with the weights that initial_weights names. Lines \
@@ -152,6 +155,9 @@ fn check_folder(from: &Path) -> Result<()> {
 fn print_notes(report: &ImportReport, tokenizer: &Tokenizer) {
     if let [first, ..] = report.added.as_slice() {
         terminal::line(&format!("{} parameters are new and start as in a new model: {first}, …", report.added.len()));
+    }
+    if let Some(words) = &report.converted {
+        terminal::line(&format!("note: {words}"));
     }
     for name in &report.ignored {
         terminal::line(&format!("note: {name} adds nothing and was ignored"));

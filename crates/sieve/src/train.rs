@@ -46,8 +46,8 @@ use sieve_kernels::{Cublaslt, DeviceReport, GpuState};
 use sieve_ops::{Cuda, TrainBackend};
 use sieve_plan::{check_gpu_attention, gpu_training_gap};
 use sieve_train::{
-    DataEvent, DataSource, DeviceMemory, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder, Start, TrainError,
-    TrainEvent, TrainSummary, Trainer, TrainingData, WriteLimits, tidy_finished,
+    BranchOptions, DataEvent, DataSource, DeviceMemory, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder,
+    Start, TrainError, TrainEvent, TrainSummary, Trainer, TrainingData, WriteLimits, tidy_finished,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -86,6 +86,13 @@ pub(crate) struct TrainArgs {
     /// recipe may be another one for the same model
     #[arg(long, value_name = "DIR", conflicts_with = "resume_from")]
     branch_from: Option<PathBuf>,
+    /// A new run that begins with a checkpoint: leave out trained tensors that its attention has no place for, such as
+    /// an indexer
+    #[arg(long, conflicts_with = "resume_from")]
+    drop: bool,
+    /// A new run that begins with a checkpoint: leave out the optimizer's moments; the step stays
+    #[arg(long, conflicts_with = "resume_from")]
+    fresh_optimizer: bool,
     /// Begin again in a folder that holds a run, which is moved aside: NAME to NAME.1. Nothing is deleted
     #[arg(long, conflicts_with_all = ["resume", "resume_from", "sweep"])]
     overwrite: bool,
@@ -219,6 +226,11 @@ impl TrainArgs {
         Some(recipe.attention.own)
     }
 
+    /// How a new run takes over a checkpoint's state.
+    fn branch_options(&self) -> BranchOptions {
+        BranchOptions { drops: self.drop, fresh_optimizer: self.fresh_optimizer }
+    }
+
     fn events(&self) -> OnEvent {
         OnEvent::new(self.on_event.clone(), &self.out_folder())
     }
@@ -281,6 +293,14 @@ impl TrainArgs {
                 "--checkpoint-fallback {} lies in the output folder, which cannot be written when it is needed\n  \
                  hint: name a folder on another disk\n",
                 dir.shown()
+            ));
+        }
+        let of_new_runs = [("--drop", self.drop), ("--fresh-optimizer", self.fresh_optimizer)];
+        let given = of_new_runs.into_iter().find(|(_, is_given)| *is_given);
+        if let Some((flag, _)) = given.filter(|_| self.resume == Some(Resume::Latest)) {
+            conflict(format!(
+                "{flag} is for new runs that begin with a checkpoint, and --resume continues a run\n  \
+                 hint: --branch-from CHECKPOINT begins one\n"
             ));
         }
         let other = match (&self.branch_from, &self.resume_from) {
@@ -435,7 +455,7 @@ fn train<B: TrainBackend>(
     hardware: impl FnOnce() -> (Hardware<B>, String),
     group: impl FnOnce(Arc<Mesh>, &B::Device) -> Result<Group<B>>,
 ) -> Result<Exit> {
-    let (mut folder, origin) = ranks::open(session.mesh.as_deref(), out, start, recipe)?;
+    let (mut folder, origin) = ranks::open(session.mesh.as_deref(), out, start, recipe, session.args.branch_options())?;
     let recipe = &origin.own_recipe(recipe)?;
     let mut log = Log::new(session.prints(), !session.args.sweep.is_empty());
     if is_finished(&mut folder, start, &origin, recipe, out, &log)? {

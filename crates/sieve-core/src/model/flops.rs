@@ -60,18 +60,31 @@ impl ModelShape {
         // Multiply-adds of a token: with weights, per key that it sees, and per key that indexers score.
         let mut with_weights = num_layers * mlp + d_model * self.vocab_size as f64;
         let (mut per_key, mut per_scored_key) = (0.0, 0.0);
+        // Multiply-adds of indexers' scores of the keys that their own layers see.
+        let mut scored_and_seen = 0.0;
+        let seen = self.keys_seen_by_kind(mean_keys);
         for part in self.by_kind() {
             let (layers, layer) = (part.num_layers as f64, part.attention.as_kind().flops(&part));
             with_weights += layers * layer.weights;
             per_key += layers * layer.per_pair;
             per_scored_key += layers * layer.per_scored_key;
+            scored_and_seen += layers * layer.per_scored_key * seen(part.attention) * mean_active_keys;
         }
         FlopsPerToken {
             linear: 2.0 * with_weights,
             attention: per_key * 2.0 * mean_active_keys,
             index_scores: per_scored_key * 2.0 * mean_keys,
-            index_gradient: per_scored_key * 4.0 * mean_active_keys,
+            index_gradient: 4.0 * scored_and_seen,
         }
+    }
+
+    /// How many keys a query sees in layers of a kind, relative to the mean over all layers, in one document whose
+    /// queries have `mean_keys` keys up to them.
+    fn keys_seen_by_kind(&self, mean_keys: f64) -> impl Fn(Attention) -> f64 {
+        // The mean of 1, 2, … up to `seq_len`.
+        let seq_len = (2.0 * mean_keys - 1.0).round().max(1.0) as usize;
+        let mean = self.mean_active_keys(seq_len);
+        move |attention| mean_active_keys(attention, seq_len) / mean
     }
 
     /// Training FLOPs that a token without a label saves: the three GEMMs of its output projection, one forward and two
@@ -123,8 +136,8 @@ pub(crate) fn window_pairs(window: usize, seq_len: usize) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::DmaShape;
     use crate::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa};
+    use crate::model::{DmaShape, LayerPattern, LayerType, MsaShape};
 
     #[test]
     fn an_indexer_scores_every_key_and_learns_from_those_that_are_read() {
@@ -227,5 +240,20 @@ mod tests {
         let pairs = 81.0 + (21.0 + 98.0) + (171.0 + 13.0 + 14.0);
         let expected = 3.0 * 4.0 * 24.0 * pairs / 20.0;
         assert!((flops.attention - expected).abs() < 1e-9, "{flops:?}");
+    }
+
+    #[test]
+    fn an_indexers_gradient_counts_the_keys_of_its_own_layers() {
+        let blocks = MsaShape { select_block_size: 4, num_selected_blocks: 2, ..MsaShape::published() };
+        let msa = Attention::Msa(blocks);
+        let all = ModelShape { attention: msa, num_layers: 4, ..tiny_dma() };
+        let types = [Attention::DENSE, Attention::swa(3), Attention::DENSE].map(LayerType::of);
+        let types = [LayerType::OWN].into_iter().chain(types);
+        let mixed = ModelShape { layers: LayerPattern::new(msa, types), ..all.clone() };
+        let [all, mixed] = [all, mixed].map(|shape| shape.executed_flops_per_token(40));
+        // One layer of four has an indexer, and what the others see is no matter of it.
+        assert!((4.0 * mixed.index_gradient - all.index_gradient).abs() < 1e-9 * all.index_gradient);
+        assert_eq!(4.0 * mixed.index_scores, all.index_scores);
+        assert!(mixed.attention > all.attention);
     }
 }

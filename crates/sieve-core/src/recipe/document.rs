@@ -73,6 +73,7 @@ impl Document {
                 }
             }
         }
+        resolve::repeated_layers(&mut self.table);
         self.drop_replaced(&set);
     }
 

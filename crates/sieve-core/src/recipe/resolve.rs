@@ -60,6 +60,27 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     }
 }
 
+/// Writes out the entries of `model.layer_types` that repeat a name: `"3 swa"` stands for three of `"swa"`. What is no
+/// such entry stays, and is checked later.
+pub(super) fn repeated_layers(table: &mut Table) {
+    let model = table.get_mut("model").and_then(Value::as_table_mut);
+    let Some(Value::Array(names)) = model.and_then(|model| model.get_mut("layer_types")) else {
+        return;
+    };
+    let written_out = std::mem::take(names).into_iter().flat_map(|entry| {
+        let repeated = entry.as_str().and_then(|text| text.trim().split_once(char::is_whitespace));
+        let repeated = repeated.and_then(|(count, name)| Some((count.parse::<usize>().ok()?, name.trim().to_owned())));
+        match repeated {
+            Some((count @ 1..=MOST_REPEATS, name)) => vec![Value::String(name); count],
+            _ => vec![entry],
+        }
+    });
+    *names = written_out.collect();
+}
+
+/// Most layers that one entry of `model.layer_types` stands for.
+const MOST_REPEATS: usize = 1000;
+
 /// Writes out the sizes of `[model]` that follow from others, and the keys of `[attention]` that follow from its preset
 /// or its kind's defaults. Works on checked values.
 ///

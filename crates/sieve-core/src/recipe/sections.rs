@@ -62,8 +62,8 @@ keys! {
         /// Kind of each layer, a list repeated over the layers: `"sparse"` or its name for the kind of `[attention]`,
         /// `"mha"` (or `"full_attention"`) for a dense layer, the NAME of a table `[attention.NAME]` for its kind,
         /// `"shared"` (kinds `infllm_v2`, `moba`, `msa`) for one whose queries read the blocks that the last layer
-        /// before it chose: it has no indexer, and an indexer learns from the layer that it is in. Absent: every layer
-        /// has the kind of `[attention]`.
+        /// before it chose: it has no indexer, and an indexer learns from the layer that it is in. `"3 swa"` stands for
+        /// three entries `"swa"`. Absent: every layer has the kind of `[attention]`.
         pub layer_types: Option<Vec<String>>,
         /// What a new run's weights are: `"random"`, drawn from `training.seed`, or a checkpoint's folder, with which
         /// the run begins as with `sieve train --branch-from FOLDER` (that flag wins over this key). A path is relative

@@ -47,7 +47,8 @@ fn imported(
     overrides: &[&str],
 ) -> Result<ImportReport, CheckpointError> {
     let overrides = overrides.iter().map(|item| (*item).to_owned()).collect::<Vec<_>>();
-    import::<Flex>(from, out, attention, &overrides, &Default::default())
+    let drops = false;
+    import::<Flex>(from, out, attention, &overrides, drops, &Default::default())
 }
 
 /// Rewrites one file of weights.

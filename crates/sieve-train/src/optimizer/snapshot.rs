@@ -1,5 +1,5 @@
 //! Snapshots of weights and moments, and checksums that show whether all ranks compute with the same weights.
-use super::{EXP_AVG, EXP_AVG_SQ, Inner, NUM_UPDATES, Optimizer, cut, parameter_ids};
+use super::{EXP_AVG, EXP_AVG_SQ, Inner, NUM_UPDATES, Optimizer, UPDATES_BEFORE, cut, parameter_ids};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensorOps;
@@ -54,9 +54,15 @@ impl<B: TrainBackend> Optimizer<B> {
             }
         }
         taker.wait();
+        let late = parameter_ids(module).into_iter().filter_map(|(name, id, _)| {
+            let updates_before = self.moments.get(&id)?.updates_before;
+            (share.rank == 0 && updates_before > 0).then(|| (format!("{name}.{UPDATES_BEFORE}"), updates_before))
+        });
+        let updates = (share.rank == 0).then_some((NUM_UPDATES.to_owned(), self.num_updates));
+        let counts = updates.into_iter().chain(late).collect();
         let names = parameters.into_iter();
         OptimizerSnapshot {
-            num_updates: (share.rank == 0).then_some(self.num_updates),
+            counts,
             weights: names.zip(taker.weights).map(|((name, _, shape), values)| (name, shape, values)).collect(),
             moments,
             replica: taker.replica,
@@ -67,8 +73,9 @@ impl<B: TrainBackend> Optimizer<B> {
 /// A copy of a rank's weights and optimizer moments between two updates.
 #[derive(Debug)]
 pub struct OptimizerSnapshot {
-    /// Number of updates so far; `None` on ranks other than 0.
-    num_updates: Option<u64>,
+    /// Numbers of updates, by name: so far, and before the first one of a parameter that was added to a trained model.
+    /// Empty on ranks other than 0.
+    counts: Vec<(String, u64)>,
     weights: Vec<Held>,
     moments: Vec<Held>,
     replica: Replica,
@@ -140,11 +147,8 @@ impl OptimizerSnapshot {
             tensors.collect()
         };
         let weights = read(self.weights)?;
-        let updates = self.num_updates.map(|updates| NamedTensor {
-            name: NUM_UPDATES.to_owned(),
-            data: TensorData::new(vec![updates as i64], [1]),
-        });
-        let mut state = updates.into_iter().collect::<Vec<_>>();
+        let count = |(name, count)| NamedTensor { name, data: TensorData::new(vec![count as i64], [1]) };
+        let mut state = self.counts.into_iter().map(count).collect::<Vec<_>>();
         state.extend(read(self.moments)?);
         Ok((weights, state, sums))
     }

@@ -1,9 +1,11 @@
 //! The weights that a new run begins with: `model.initial_weights`, and whether a checkpoint fits a recipe.
 use super::saved_recipe;
 use crate::TrainError;
+use sieve_core::kinds::{ParamSpec, Part};
+use sieve_core::model::{Conversion, ConversionGap, names_of};
 use sieve_core::paths::expand;
 use sieve_core::recipe::{OptimizerName, RANDOM_WEIGHTS};
-use sieve_core::{Attention, InitialWeights, ModelShape, Recipe, ShownPath};
+use sieve_core::{InitialWeights, ModelShape, Recipe, ShownPath};
 use sieve_hf::{Checkpoint, CheckpointError, list_checkpoints};
 use std::path::{Path, PathBuf};
 
@@ -30,7 +32,10 @@ pub fn initial_weights(recipe: &Recipe) -> InitialWeights {
 /// There is no checkpoint; it is of another model.
 pub fn initial_checkpoint(recipe: &Recipe) -> Result<Option<Checkpoint>, TrainError> {
     let checkpoint = named_checkpoint(recipe)?;
-    checkpoint.iter().try_for_each(|checkpoint| check_fit(checkpoint, recipe))?;
+    if let Some(checkpoint) = &checkpoint {
+        // Flags of the training command say what may be dropped.
+        check_fit(checkpoint, recipe, BranchOptions::ANY)?;
+    }
     Ok(checkpoint)
 }
 
@@ -102,34 +107,82 @@ pub(super) fn opened(found: Result<Checkpoint, CheckpointError>) -> Result<Check
     })
 }
 
+/// How a new run takes over a checkpoint's state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BranchOptions {
+    /// Whether trained tensors that the new model has no place for may be dropped.
+    pub drops: bool,
+    /// Whether the optimizer's moments begin at zero; the step and the position in the data stay.
+    pub fresh_optimizer: bool,
+}
+
+impl BranchOptions {
+    /// Whatever a checkpoint can begin with some flags.
+    pub(super) const ANY: Self = Self { drops: true, fresh_optimizer: true };
+}
+
 /// Checks that `checkpoint` can begin a run of `recipe`, which may differ from the checkpoint's in everything but the
-/// model's parameters.
+/// model's sizes. Returns how its tensors become the run's.
 ///
 /// # Errors
-/// Another kind of attention, or a size that differs; a recipe beside the checkpoint that cannot be read.
-pub fn check_fit(checkpoint: &Checkpoint, recipe: &Recipe) -> Result<(), TrainError> {
+/// A kind of attention that cannot use the weights, or a size that differs; a trained tensor that has no place in the
+/// model, unless `options` drop it; a recipe beside the checkpoint that cannot be read.
+pub fn check_fit(checkpoint: &Checkpoint, recipe: &Recipe, options: BranchOptions) -> Result<Conversion, TrainError> {
     let refused = |what: String, hint: String| {
         TrainError::refused(format!("{} cannot begin this run: {what}", checkpoint.path.shown()), hint)
     };
-    let (there, saved) = checkpoint.recipe_and_shape()?;
-    let now = recipe.model_shape(checkpoint.state.vocab_size)?;
-    let difference = match have_other_kinds(&there, recipe) {
-        true => Some(other_kind(there.attention.own, recipe.attention.own)),
-        false => other_size(&saved, &now),
-    };
-    if let Some((what, hint)) = difference {
-        return Err(refused(what, hint));
+    let (_, saved) = checkpoint.recipe_and_shape()?;
+    let first = recipe.at_stage(&recipe.stage_of_step(checkpoint.state.step as usize));
+    let now = first.model_shape(checkpoint.state.vocab_size)?;
+    let conversion = Conversion::of(&saved, &now).map_err(|gap| {
+        let hint = match &gap {
+            ConversionGap::Kinds(_) => "give [attention] a kind that the checkpoint's weights can become",
+            ConversionGap::Size(_) => {
+                "[model] and the weights' sizes in [attention] must be the checkpoint's; windows, numbers of blocks and \
+                 rope_theta may differ"
+            }
+        };
+        refused(gap.to_string(), hint.to_owned())
+    })?;
+    let lost = if options.drops { Vec::new() } else { trained(checkpoint, &conversion.dropped)? };
+    if !lost.is_empty() {
+        return Err(refused(
+            format!("its model has trained tensors that this one has no place for: {}", names_of(&lost)),
+            "--drop begins the run without them".to_owned(),
+        ));
     }
     let before = saved_recipe(checkpoint)?;
     let names = [&before, recipe].map(|recipe| recipe.optimizer.name);
-    if checkpoint.has_optimizer() && checkpoint.state.step > 0 && names == [OptimizerName::Muon, OptimizerName::AdamW] {
+    let has_moments = checkpoint.has_optimizer() && checkpoint.state.step > 0 && !options.fresh_optimizer;
+    if has_moments && names == [OptimizerName::Muon, OptimizerName::AdamW] {
         return Err(refused(
             "optimizer.name is Muon there, which keeps no second moments of matrices, and AdamW here".to_owned(),
-            "--set optimizer.name=Muon; or sieve export, then sieve import, which begins with the weights alone"
-                .to_owned(),
+            "--set optimizer.name=Muon; or --fresh-optimizer, which begins without moments".to_owned(),
         ));
     }
-    Ok(())
+    Ok(conversion)
+}
+
+/// Those of the `dropped` tensors whose loss changes what the model computes: DMA's A of zeros, and the W_dt that it is
+/// multiplied with, add nothing.
+fn trained(checkpoint: &Checkpoint, dropped: &[ParamSpec]) -> Result<Vec<ParamSpec>, TrainError> {
+    if dropped.is_empty() {
+        return Ok(Vec::new());
+    }
+    let tensors = checkpoint.model()?;
+    let mut lost = Vec::new();
+    for spec in dropped {
+        let layer = spec.ours.rsplit_once("self_attn.").map_or("", |(layer, _)| layer);
+        let a = dropped.iter().find(|other| other.ours == format!("{layer}self_attn.a"));
+        let is_zero = match a.filter(|_| spec.part == Part::Mask) {
+            Some(a) => tensors.tensor(&a.ours, &a.dims)?.iter::<f32>().all(|value| value == 0.0),
+            None => false,
+        };
+        if !is_zero {
+            lost.push(spec.clone());
+        }
+    }
+    Ok(lost)
 }
 
 /// Notices about where a new run of `recipe` begins: with `checkpoint`, whose own recipe is `saved`; and that
@@ -151,66 +204,6 @@ fn overruled(checkpoint: &Checkpoint, recipe: &Recipe) -> Option<String> {
     let named = folder(recipe).ok().flatten().and_then(|path| full(&Checkpoint::peek(&path).ok()?.path));
     let is_same = named.is_some() && named == full(&checkpoint.path);
     (!is_same).then(|| format!("note: --branch-from wins over the recipe's {KEY} = {key:?}, which is not read"))
-}
-
-/// Whether `checkpoint` has another kind of attention than `recipe`, so that an import alone can begin the run with its
-/// weights.
-///
-/// # Errors
-/// A recipe beside the checkpoint that cannot be read.
-pub fn needs_import(checkpoint: &Checkpoint, recipe: &Recipe) -> Result<bool, TrainError> {
-    let (there, _) = checkpoint.recipe_and_shape()?;
-    Ok(have_other_kinds(&there, recipe))
-}
-
-/// Whether one model's parameters are not the other's, because of the kinds of attention.
-fn have_other_kinds(there: &Recipe, here: &Recipe) -> bool {
-    let attentions = [there, here].map(|recipe| recipe.attention.own);
-    let [saved, now] = attentions.map(Attention::kind);
-    saved != now && !attentions.into_iter().all(is_dense_or_chosen)
-}
-
-/// Whether attention has exactly the parameters of dense attention, so that it can load any dense model: dense
-/// attention itself, and kinds that choose blocks by pooled keys.
-fn is_dense_or_chosen(attention: Attention) -> bool {
-    attention.as_kind().has_dense_parameters()
-}
-
-/// Problem and hint for a checkpoint with another kind of attention.
-fn other_kind(saved: Attention, now: Attention) -> (String, String) {
-    let [there, here] = [saved, now].map(|attention| attention.kind().name());
-    let what = format!("attention.kind is {there} there, {here} here");
-    let hint = match saved.as_kind().is_dense() && !now.as_kind().is_latent() {
-        true => {
-            format!(
-                "sieve export it, then sieve import --from EXPORT --attention {here} makes a checkpoint to branch from"
-            )
-        }
-        false => "[attention] must have the kind of the checkpoint".to_owned(),
-    };
-    (what, hint)
-}
-
-/// Problem and hint for the first size that differs: a key of `[model]`, or the number of parameters of a part of the
-/// model; `None` if all sizes are equal.
-fn other_size(saved: &ModelShape, now: &ModelShape) -> Option<(String, String)> {
-    let hint = "[model] and [attention] must have the sizes of the checkpoint; windows and rope_theta may differ";
-    let mut pairs = sizes(saved).into_iter().zip(sizes(now));
-    let key = pairs.find(|(saved, now)| saved != now);
-    let what = key.map(|((key, saved), (_, now))| format!("{key} is {saved} there and {now} here"));
-    let what = what.or_else(|| {
-        // A part that only one of the two models has counts as 0 parameters in the other.
-        let parts = [saved, now].map(|shape| shape.parameters().by_part());
-        let of = |index: usize, part: &str| {
-            let found = parts[index].iter().find(|(name, _)| *name == part);
-            found.map_or(0, |(_, count)| *count)
-        };
-        let mut names = parts.iter().flatten().map(|(name, _)| *name);
-        let part = names.find(|part| of(0, part) != of(1, part))?;
-        let (saved, now) = (of(0, part), of(1, part));
-        Some(format!("its {part} has {saved} parameters there and {now} here"))
-    });
-    what.map(|what| (what, hint.to_owned()))
 }
 
 /// The sizes of a model in `[model]` that do not depend on its attention, by their keys.

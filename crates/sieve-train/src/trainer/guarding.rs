@@ -363,7 +363,8 @@ impl<B: TrainBackend> Trainer<B> {
         if !same_stage {
             self.stage = StageState::new(&self.recipe, stage, &self.data, self.share())?;
         }
-        self.restore(&checkpoint)?;
+        let fresh_optimizer = false;
+        self.restore(&checkpoint, fresh_optimizer)?;
         let first_skipped = self.next_sample;
         if same_stage {
             self.next_sample = next_sample;

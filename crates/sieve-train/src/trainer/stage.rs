@@ -5,21 +5,26 @@ use crate::group::Share;
 use crate::optimizer::Holder;
 use crate::segment::Segment;
 use crate::validation::{ValidationSize, check_labels};
-use crate::{TrainError, TrainingData};
+use crate::{Precision, TrainError, TrainingData};
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, Tensor};
+use sieve_core::model::Conversion;
 use sieve_core::recipe::Stage;
-use sieve_core::{ModelShape, Recipe};
+use sieve_core::{ModelShape, Recipe, ShownPath};
 use sieve_data::{Batch, Loader, LoaderConfig, Order, Packing, Prefetch, PrefetchPlan};
-use sieve_hf::{ParameterLoader, PartSource, TensorSource};
+use sieve_hf::{Checkpoint, ParameterLoader, converted_source, load_parameters};
 use sieve_nn::Qwen3;
 use sieve_ops::{RotaryEmbedding, TrainBackend};
+use std::collections::HashSet;
 use std::sync::Arc;
 
 /// Batches prepared ahead of the step that needs them.
 const PREFETCH_DEPTH: usize = 4;
 /// The seed of a stage's row order is XORed with the stage's index times this: the golden ratio in 64 bits.
 const STAGE_SALT: u64 = 0x9E37_79B9_7F4A_7C15;
+
+/// Most held-out tokens by which a converted model is compared with the former one, where a row is not longer.
+const CONVERTED_TOKENS: usize = 16_384;
 
 /// Recipe, sizes and batches of one stage of the run.
 pub(super) struct StageState {
@@ -164,24 +169,67 @@ impl<B: TrainBackend> Trainer<B> {
         entered
     }
 
-    /// Builds the model of the present stage from these weights, and loads the moments if they are given.
-    pub(super) fn install(
-        &mut self,
-        weights: &mut TensorSource<'_, TrainError>,
-        moments: Option<&mut PartSource<'_, TrainError>>,
-    ) -> Result<(), TrainError> {
-        let seed = self.recipe.training.seed;
-        let model = Qwen3::new(&self.stage.shape, seed, &self.device);
+    /// Builds the model of the present stage from a checkpoint's weights, and loads the moments unless
+    /// `fresh_optimizer`. Tensors that the checkpoint does not have start as in a new model.
+    pub(super) fn install(&mut self, checkpoint: &Checkpoint, fresh_optimizer: bool) -> Result<(), TrainError> {
+        let (seed, shape) = (self.recipe.training.seed, &self.stage.shape);
+        let (_, saved) = checkpoint.recipe_and_shape()?;
+        let conversion = Conversion::of(&saved, shape).map_err(|gap| {
+            let what = format!("{} does not fit the model: {gap}", checkpoint.path.shown());
+            TrainError::refused(what, "give the recipe of the run that wrote it")
+        })?;
+        let weights = checkpoint.model()?;
+        let model = Qwen3::new(shape, seed, &self.device);
         self.ropes = Ropes::new(&model, self.stage.recipe.training.seq_len, &self.device);
-        let mut held =
-            Loaded { loader: ParameterLoader::new(DType::F32, weights), holder: self.optimizer.holder(self.precision) };
+        let mut read = |name: &str, shape: &[usize]| weights.tensor(name, shape).map_err(TrainError::from);
+        let mut source = converted_source(&model, &conversion, &mut read);
+        let loader = ParameterLoader::new(DType::F32, &mut source);
+        let mut held = Loaded { loader, holder: self.optimizer.holder(self.precision) };
         let model = model.map(&mut held);
         held.loader.finish()?;
-        if let Some(moments) = moments {
-            self.optimizer.load_state(&model, &self.device, moments)?;
+        if checkpoint.has_optimizer() && !fresh_optimizer {
+            let moments = checkpoint.optimizer()?;
+            let names = moments.names().into_iter().collect::<HashSet<_>>();
+            let has = |name: &str| names.contains(name);
+            let mut read = |name: &str, shape: &[usize], range| moments.part(name, shape, range);
+            self.optimizer.load_state(&model, &self.device, &mut read, &has, &|name| conversion.adds(name))?;
         }
         self.model = Some(model);
         Ok(())
+    }
+
+    /// The losses of the same held-out rows before and after a conversion, in words; `None` if `checkpoint`, which the
+    /// run begins with, has the kinds and tensors of the run's model. All ranks call it. Where weights are sharded, no
+    /// process could hold the former model: the loss after is told alone.
+    pub(super) fn converted_losses(&mut self, checkpoint: &Checkpoint) -> Result<Option<String>, TrainError> {
+        let (recipe, saved) = checkpoint.recipe_and_shape()?;
+        let is_changed = Conversion::of(&saved, &self.stage.shape).is_ok_and(|found| found.changes_layers());
+        if !is_changed {
+            return Ok(None);
+        }
+        let seq_len = self.stage.recipe.training.seq_len;
+        let own = self.stage.validation_size();
+        let size = ValidationSize { num_tokens: own.num_tokens.min(CONVERTED_TOKENS.max(seq_len)), ..own };
+        let after = self.present_report(size)?;
+        let labels = after.num_labels;
+        if !self.share().keeps_whole {
+            return Ok(after.loss.is_finite().then(|| {
+                format!("note: loss of {labels} held-out tokens after the conversion: {:.4}", after.loss)
+            }));
+        }
+        let dtype = match self.precision {
+            Precision::F32 => DType::F32,
+            Precision::Bf16 => DType::BF16,
+        };
+        let weights = checkpoint.model()?;
+        let former = Qwen3::<B::InnerBackend>::new(&saved, recipe.training.seed, &self.device);
+        let former = load_parameters(former, dtype, &mut |name, shape| weights.tensor(name, shape))?;
+        let before = self.report_of(&former, size)?;
+        let is_number = before.loss.is_finite() && after.loss.is_finite();
+        Ok(is_number.then(|| {
+            let (before, after) = (before.loss, after.loss);
+            format!("note: loss of the same {labels} held-out tokens: {before:.4} before, {after:.4} after")
+        }))
     }
 }
 

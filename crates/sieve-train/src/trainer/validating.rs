@@ -1,10 +1,10 @@
 //! Validation during a run.
 use super::{AWAY, Moment, Reporter, Trainer};
 use crate::group::Weights;
-use crate::validation::{TokenLosses, report, share_sums, sums_of_shares};
-use crate::{TrainError, TrainEvent, ValidationReport};
+use crate::validation::{ValidationSize, report, share_sums, sums_of_shares};
+use crate::{DeviceBatch, TrainError, TrainEvent, ValidationReport};
 use burn::module::AutodiffModule;
-use sieve_nn::LayerContext;
+use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::TrainBackend;
 
 impl<B: TrainBackend> Trainer<B> {
@@ -12,36 +12,52 @@ impl<B: TrainBackend> Trainer<B> {
     pub(super) fn validate(&mut self, reporter: &mut Reporter<'_>) -> Result<Option<ValidationReport>, TrainError> {
         self.finish_leaves()?;
         self.disturbance.at(self.step, Moment::Validating);
-        let share = self.share();
-        let model = self.model.as_mut().expect(AWAY);
-        let rope = &self.ropes.validation;
-        let (size, tokens) = (self.stage.validation_size(), (&self.token_bytes, &self.unigram));
-        let sums_by = |losses: &mut TokenLosses<'_, B::InnerBackend>| {
-            share_sums(share, &self.stage.validation_loader, size, tokens, &self.device, losses)
-        };
-        let sums = match &mut self.group {
-            Some(group) if !share.keeps_whole => {
-                let mut weights = Weights { group, pieces: self.optimizer.pieces() };
-                sums_by(&mut |batch| weights.token_losses(model, batch, rope))?
-            }
-            group => {
-                let model = model.valid();
-                sums_by(&mut |batch| {
-                    let losses = batch.map(|batch| {
-                        let context = LayerContext::new(&batch.documents, rope);
-                        model.token_losses(batch.tokens.clone(), batch.labels.clone(), &context)
-                    });
-                    group.iter().for_each(|group| group.tick());
-                    Ok(losses)
-                })?
-            }
-        };
-        let report = ValidationReport { step: self.step, ..report(&sums_of_shares(&self.gathered(sums)?)) };
+        let size = self.stage.validation_size();
+        let report = ValidationReport { step: self.step, ..self.present_report(size)? };
         if !self.writes() {
             return Ok(None);
         }
         reporter.metrics.validation(&report);
         reporter.emit(TrainEvent::Validation(&report));
         Ok(Some(report))
+    }
+
+    /// The loss of the present model on held-out rows. All ranks call it.
+    pub(super) fn present_report(&mut self, size: ValidationSize) -> Result<ValidationReport, TrainError> {
+        let share = self.share();
+        let model = self.model.as_mut().expect(AWAY);
+        match &mut self.group {
+            Some(group) if !share.keeps_whole => {
+                let (rope, tokens) = (&self.ropes.validation, (&self.token_bytes, &self.unigram));
+                let mut weights = Weights { group, pieces: self.optimizer.pieces() };
+                let losses = &mut |batch: Option<&_>| weights.token_losses(model, batch, rope);
+                let sums = share_sums(share, &self.stage.validation_loader, size, tokens, &self.device, losses)?;
+                Ok(report(&sums_of_shares(&self.gathered(sums)?)))
+            }
+            _ => {
+                let model = model.valid();
+                self.report_of(&model, size)
+            }
+        }
+    }
+
+    /// The loss of a whole model on held-out rows. All ranks call it.
+    pub(super) fn report_of(
+        &self,
+        model: &Qwen3<B::InnerBackend>,
+        size: ValidationSize,
+    ) -> Result<ValidationReport, TrainError> {
+        let rope = model.rope(self.stage.recipe.training.seq_len, &self.device);
+        let losses = &mut |batch: Option<&DeviceBatch<B::InnerBackend>>| {
+            let losses = batch.map(|batch| {
+                let context = LayerContext::new(&batch.documents, &rope);
+                model.token_losses(batch.tokens.clone(), batch.labels.clone(), &context)
+            });
+            self.tick();
+            Ok(losses)
+        };
+        let tokens = (&self.token_bytes, &self.unigram);
+        let sums = share_sums(self.share(), &self.stage.validation_loader, size, tokens, &self.device, losses)?;
+        Ok(report(&sums_of_shares(&self.gathered(sums)?)))
     }
 }

@@ -16,7 +16,7 @@ use sieve_core::{Recipe, ShownPath};
 use sieve_hf::Checkpoint;
 use sieve_kernels::{CudaPrimitive, KernelError, NcclGroup, NcclPiece, NcclWatch, NcclWork, ToBurn, kernel_tensor};
 use sieve_ops::Cuda;
-use sieve_train::{Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError};
+use sieve_train::{BranchOptions, Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -222,32 +222,44 @@ pub(super) fn resumes(mesh: &Mesh, holds_run: bool) -> Result<bool> {
 
 /// Opens the output folder and the checkpoint to start from. Of several ranks, rank 0 finds the checkpoint and sends
 /// its path to the others.
-pub(super) fn open(mesh: Option<&Mesh>, out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, Origin)> {
+pub(super) fn open(
+    mesh: Option<&Mesh>,
+    out: &Path,
+    start: &Start,
+    recipe: &Recipe,
+    options: BranchOptions,
+) -> Result<(RunFolder, Origin)> {
     let name = &recipe.checkpoint.folder;
     let Some(mesh) = mesh else {
-        return open_first(out, start, recipe);
+        return open_first(out, start, recipe, options);
     };
     if mesh.world().rank == 0 {
-        let (folder, origin) = open_first(out, start, recipe)?;
+        let (folder, origin) = open_first(out, start, recipe, options)?;
         let path = origin.checkpoint.as_ref().map(|found| &found.path);
         let path = path.map(|path| path.canonicalize()).transpose()?;
         let path = path.unwrap_or_default();
-        // "1" for a branch, else "0", then the checkpoint's path; no path: the run starts from its seed.
-        mesh.broadcast(format!("{}{}", u8::from(origin.is_branch), path.shown()).as_bytes())?;
+        // "1" for a branch, "2" for one without moments, else "0", then the checkpoint's path; no path: the run starts
+        // from its seed.
+        let how = u8::from(origin.is_branch) + u8::from(origin.fresh_optimizer);
+        mesh.broadcast(format!("{how}{}", path.shown()).as_bytes())?;
         return Ok((folder, origin));
     }
     let folder = RunFolder::of_group(out, name);
     let found = String::from_utf8(mesh.broadcast(&[])?)?;
     let origin = match found.split_at(1) {
         (_, "") => Origin::seed(),
-        ("1", path) => Origin::find(&folder, &Start::BranchFrom(path.into()), recipe)?,
-        (_, path) => Origin::find(&folder, &Start::ResumeFrom(path.into()), recipe)?,
+        ("0", path) => Origin::find(&folder, &Start::ResumeFrom(path.into()), recipe, options)?,
+        (how, path) => {
+            // Rank 0 has checked what may be dropped.
+            let options = BranchOptions { drops: true, fresh_optimizer: how == "2" };
+            Origin::find(&folder, &Start::BranchFrom(path.into()), recipe, options)?
+        }
     };
     Ok((folder, origin))
 }
 
 /// Like [`open`], in rank 0 or the only process.
-fn open_first(out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, Origin)> {
+fn open_first(out: &Path, start: &Start, recipe: &Recipe, options: BranchOptions) -> Result<(RunFolder, Origin)> {
     if let Start::ResumeFrom(path) | Start::BranchFrom(path) = start {
         // A path without a checkpoint is reported first: the hint about a folder that holds a run, --resume, would
         // continue from another checkpoint.
@@ -258,7 +270,7 @@ fn open_first(out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, 
     if matches!(start, Start::ResumeAlone { .. }) {
         folder.claim(start)?;
     }
-    let origin = Origin::find(&folder, start, recipe)?;
+    let origin = Origin::find(&folder, start, recipe, options)?;
     Ok((folder, origin))
 }
 

@@ -68,7 +68,7 @@ impl Row {
 pub(super) fn run(args: TrainArgs) -> Result<Exit> {
     let base = args.out_folder();
     // Every recipe is read before the first run begins: a mistake in the last value costs nothing.
-    let mut runs = runs(&args, &base)?;
+    let runs = runs(&args, &base)?;
     check_hidden_keys(&args, &runs)?;
     for (words, of) in warnings(&runs) {
         let place = if of.len() == runs.len() { String::new() } else { format!("\n  in {}", of.join(", ")) };
@@ -78,7 +78,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Exit> {
     let earlier = earlier_rows(&path, &runs)?;
     let (mesh, prints) = (None, true);
     let session = Session::open(&args, &runs[0].recipe, mesh, Interrupt::install(prints)?)?;
-    let starts = starts::of_runs(&session, &mut runs)?;
+    let starts = starts::of_runs(&session, &runs)?;
     let mut rows = Vec::new();
     let begun = Instant::now();
     let texts: BTreeSet<&String> = runs.iter().filter_map(|run| run.text.as_ref()).collect();

@@ -38,6 +38,23 @@ fn a_pattern_of_layers_fits_the_model() {
 }
 
 #[test]
+fn an_entry_may_repeat_a_name() {
+    let load = |types: &str| {
+        let attention = "kind = \"msa\"\n[attention.swa]\nsliding_window = 9";
+        load_replaced(&format!("\n[attention]\n{DMA}"), &format!("layer_types = {types}\n[attention]\n{attention}"))
+    };
+    let window = LayerType::of(Attention::swa(9));
+    let recipe = load("[\"2 swa\", \"1 sparse\"]").expect("three layers");
+    assert_eq!(recipe.layer_pattern().types(), [window, window, OWN]);
+    assert_eq!(load("[\"swa\", \"swa\", \"sparse\"]"), Ok(recipe));
+    refusal(load("[\"4 swa\", \"sparse\"]"), "has 5 entries, which do not divide num_hidden_layers");
+    for text in ["0 swa", "-1 swa", "1001 swa", "swa 2", "2"] {
+        refusal(load(&format!("[{text:?}, \"sparse\"]")), &format!("holds {text:?}, which is neither"));
+    }
+    refusal(load("[\"2 sw\", \"sparse\"]"), "holds \"sw\", which is neither");
+}
+
+#[test]
 fn each_layer_may_have_a_kind_of_its_own() {
     let load = |types: &str, tables: &str, overrides: &[&str]| {
         let text = format!("{DMA}\n{tables}\n");

@@ -1,0 +1,276 @@
+//! How a model's layers of one kind become layers of another: which tensors stay, which are dropped, which are new.
+
+use super::ModelShape;
+use crate::kinds::ParamSpec;
+use std::collections::BTreeMap;
+
+/// What becomes of each tensor of a model, when its weights begin a model with other attention in some layers.
+///
+/// A tensor with the same name and sizes is kept, any other is dropped. A new tensor has the value that it has in a new
+/// model. So the function stays where both kinds read all keys: dense attention, a window as long as the row, chosen
+/// blocks that hold it, DMA with `a_init = 0`, `recency = "none"` and a window as long as the row.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Conversion {
+    /// Layers whose kind changes: the names of both kinds, and the indices of the layers.
+    changes: BTreeMap<[&'static str; 2], Vec<usize>>,
+    /// Tensors that only the former model has.
+    pub dropped: Vec<ParamSpec>,
+    /// Tensors that only the new model has.
+    pub added: Vec<ParamSpec>,
+    /// Names inside a layer of the attention's tensors that stay in layers whose kind changes.
+    kept: Vec<String>,
+}
+
+/// Why a model's weights cannot begin another one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ConversionGap {
+    /// Kinds of attention between which no tensor can be carried over: what is so, and why.
+    Kinds(String),
+    /// A size or a part of the model that is not the attention's differs.
+    Size(String),
+}
+
+impl Conversion {
+    /// How the weights of a model of `from` begin a model of `to`.
+    ///
+    /// # Errors
+    /// Grouped-query attention and latent attention (MLA) with each other; sizes that differ.
+    pub fn of(from: &ModelShape, to: &ModelShape) -> Result<Self, ConversionGap> {
+        // Latent attention stands beside no other kind, and has sizes of its own.
+        let [there, here] = [from, to].map(|shape| shape.attention);
+        if there.as_kind().is_latent() != here.as_kind().is_latent() {
+            return Err(ConversionGap::Kinds(format!(
+                "attention.kind is {} there, {} here; latent attention makes keys and values from a latent, whose \
+                 weights no grouped-query attention has",
+                there.kind().name(),
+                here.kind().name()
+            )));
+        }
+        if let Some(problem) = other_size(from, to) {
+            return Err(ConversionGap::Size(problem));
+        }
+        let mut conversion = Self::default();
+        for layer_idx in 0..from.num_layers {
+            let [before, after] = [from, to].map(|shape| shape.of_layer(layer_idx));
+            conversion.add_layer(layer_idx, &before, &after)?;
+        }
+        Ok(conversion)
+    }
+
+    fn add_layer(&mut self, layer_idx: usize, from: &ModelShape, to: &ModelShape) -> Result<(), ConversionGap> {
+        let kinds = [from, to].map(|shape| shape.attention.kind().name());
+        let [before, after] = [from, to].map(ModelShape::layer_parameters);
+        let find = |all: &[ParamSpec], name: &str| all.iter().find(|spec| spec.ours == name).cloned();
+        for spec in &before {
+            match find(&after, &spec.ours) {
+                None => self.dropped.push(spec.clone().in_layer(layer_idx)),
+                Some(now) if now.dims != spec.dims => {
+                    let name = spec.clone().in_layer(layer_idx).ours;
+                    let (there, here) = (&spec.dims, &now.dims);
+                    return Err(ConversionGap::Size(format!("{name} is {there:?} there and {here:?} here")));
+                }
+                Some(_) if kinds[0] != kinds[1] && spec.ours.starts_with(ATTENTION) => {
+                    if !self.kept.contains(&spec.ours) {
+                        self.kept.push(spec.ours.clone());
+                    }
+                }
+                Some(_) => {}
+            }
+        }
+        let added = after.into_iter().filter(|spec| find(&before, &spec.ours).is_none());
+        self.added.extend(added.map(|spec| spec.in_layer(layer_idx)));
+        if kinds[0] != kinds[1] {
+            self.changes.entry(kinds).or_default().push(layer_idx);
+        }
+        Ok(())
+    }
+
+    /// Whether any layer changes its kind or its tensors.
+    pub fn changes_layers(&self) -> bool {
+        !self.changes.is_empty() || !self.dropped.is_empty() || !self.added.is_empty()
+    }
+
+    /// Whether the new model has the tensor `name` (as in a checkpoint) and the former one does not.
+    pub fn adds(&self, name: &str) -> bool {
+        self.added.iter().any(|spec| spec.ours == name)
+    }
+
+    /// What is done, on one line; `None` if nothing changes.
+    pub fn words(&self) -> Option<String> {
+        if !self.changes_layers() {
+            return None;
+        }
+        let changes = self.changes.iter().map(|([before, after], layers)| {
+            let noun = if layers.len() == 1 { "layer becomes" } else { "layers become" };
+            format!("{} {before} {noun} {after}", layers.len())
+        });
+        let mut parts = changes.collect::<Vec<_>>();
+        if !self.kept.is_empty() {
+            parts.push(format!("kept: {}", self.kept.join(", ")));
+        }
+        for (what, specs) in [("dropped", &self.dropped), ("new", &self.added)] {
+            if !specs.is_empty() {
+                parts.push(format!("{what}: {}", names_of(specs)));
+            }
+        }
+        Some(parts.join("; "))
+    }
+}
+
+/// The beginning of the names of a layer's attention tensors.
+const ATTENTION: &str = "self_attn.";
+
+/// The names of tensors inside a layer, each once, with the number of layers that have it.
+pub fn names_of(specs: &[ParamSpec]) -> String {
+    let mut counts = Vec::<(&str, usize)>::new();
+    for spec in specs {
+        // `layers.N.` begins the full name of a layer's tensor.
+        let name = spec.ours.splitn(3, '.').nth(2).unwrap_or(&spec.ours);
+        match counts.iter_mut().find(|(known, _)| *known == name) {
+            Some((_, count)) => *count += 1,
+            None => counts.push((name, 1)),
+        }
+    }
+    let words = counts.into_iter().map(|(name, count)| match count {
+        1 => format!("{name} in 1 layer"),
+        count => format!("{name} in {count} layers"),
+    });
+    words.collect::<Vec<_>>().join(", ")
+}
+
+/// The first key of `[model]` that fixes sizes, and differs.
+fn other_size(from: &ModelShape, to: &ModelShape) -> Option<String> {
+    let sizes = |shape: &ModelShape| {
+        [
+            ("num_hidden_layers", shape.num_layers),
+            ("hidden_size", shape.d_model),
+            ("intermediate_size", shape.d_ff),
+            ("num_attention_heads", shape.num_heads),
+            ("num_key_value_heads", shape.num_kv_heads),
+            ("head_dim", shape.head_dim),
+            ("vocab_size", shape.vocab_size),
+        ]
+    };
+    let parts = |shape: &ModelShape| {
+        [
+            ("tie_word_embeddings", shape.tie_word_embeddings),
+            ("residual_scale", shape.residual_scale),
+            ("qk_norm", shape.qk_norm),
+            ("qkv_bias", shape.qkv_bias),
+        ]
+    };
+    let size = sizes(from).into_iter().zip(sizes(to)).find(|(there, here)| there != here);
+    let size = size.map(|((key, there), (_, here))| format!("{key} is {there} there and {here} here"));
+    size.or_else(|| {
+        let part = parts(from).into_iter().zip(parts(to)).find(|(there, here)| there != here);
+        part.map(|((key, there), (_, here))| format!("model.{key} is {there} there and {here} here"))
+    })
+}
+
+impl std::fmt::Display for ConversionGap {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Kinds(problem) | Self::Size(problem) => out.write_str(problem),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kinds::AttentionKind;
+    use crate::model::test_shapes::{tiny_dma, tiny_nsa};
+    use crate::model::{Attention, LayerPattern, LayerType};
+
+    fn of_kind(kind: AttentionKind) -> ModelShape {
+        let attention = match kind {
+            // With weights that compress.
+            AttentionKind::Nsa => tiny_nsa().attention,
+            kind => kind.example(),
+        };
+        ModelShape { attention, residual_scale: false, ..tiny_dma() }
+    }
+
+    /// Every ordered pair of kinds: what is dropped and what is new, by the kinds of its tensors; or why not.
+    #[test]
+    fn every_kind_becomes_every_other_or_is_refused_with_a_reason() {
+        use AttentionKind::{Dma, Mla, Msa, Nsa};
+        // The tensors that a kind has besides grouped-query attention's, which all kinds but MLA have.
+        let own = |kind| match kind {
+            Dma => vec!["a", "dt_proj.weight"],
+            Msa => vec!["indexer.proj.weight", "indexer.q_norm.weight", "indexer.k_norm.weight"],
+            Nsa => {
+                let mut all = vec!["compress_kv_proj.weight", "select_kv_proj.weight"];
+                all.extend(["k_compress.positions", "k_compress.up_proj.weight", "k_compress.down_proj.weight"]);
+                all.extend(["v_compress.positions", "v_compress.up_proj.weight", "v_compress.down_proj.weight"]);
+                all.extend(["gate_proj.weight", "gate_bias"]);
+                all
+            }
+            _ => vec![],
+        };
+        let own = |kind| own(kind).into_iter().map(str::to_owned).collect::<Vec<_>>();
+        let names = |specs: &[ParamSpec]| {
+            let first = specs.iter().filter_map(|spec| spec.ours.strip_prefix("layers.0.self_attn."));
+            first.map(str::to_owned).collect::<Vec<_>>()
+        };
+        let mut refused = 0;
+        for from in AttentionKind::ALL {
+            for to in AttentionKind::ALL.into_iter().filter(|to| *to != from) {
+                let pair = format!("{} to {}", from.name(), to.name());
+                match Conversion::of(&of_kind(from), &of_kind(to)) {
+                    Err(ConversionGap::Kinds(problem)) => {
+                        assert!(from == Mla || to == Mla, "{pair}: {problem}");
+                        assert!(problem.contains("keys and values from a latent"), "{problem}");
+                        refused += 1;
+                    }
+                    Err(gap) => panic!("{pair}: {gap}"),
+                    Ok(made) => {
+                        assert!(from != Mla && to != Mla, "{pair}");
+                        assert_eq!((names(&made.dropped), names(&made.added)), (own(from), own(to)), "{pair}");
+                        let words = made.words().expect("another kind");
+                        let begin = format!("3 {} layers become {}; kept: self_attn.qkv.", from.name(), to.name());
+                        assert!(words.starts_with(&begin), "{words}");
+                    }
+                }
+            }
+        }
+        assert_eq!(refused, 14);
+    }
+
+    #[test]
+    fn layers_change_one_by_one() {
+        let dense = of_kind(AttentionKind::Mha);
+        let msa = AttentionKind::Msa.example();
+        let types = [LayerType::OWN, LayerType::of(msa), LayerType::of(Attention::swa(4))];
+        let mixed = ModelShape { layers: LayerPattern::new(Attention::DENSE, types), ..dense.clone() };
+        let made = Conversion::of(&dense, &mixed).expect("the same sizes");
+        let words = made.words().expect("it changes");
+        assert!(words.starts_with("1 mha layer becomes msa; 1 mha layer becomes swa; kept: self_attn.qkv."), "{words}");
+        assert!(words.ends_with("self_attn.indexer.k_norm.weight in 1 layer"), "{words}");
+        assert!(made.adds("layers.1.self_attn.indexer.proj.weight"));
+        assert_eq!(Conversion::of(&mixed, &mixed).map(|made| made.words()), Ok(None));
+        // A layer that shares an earlier choice has no indexer.
+        let all = ModelShape { attention: msa, ..dense.clone() };
+        let shared = ModelShape { layers: LayerPattern::new(msa, [LayerType::OWN, LayerType::SHARED]), ..all.clone() };
+        let made = Conversion::of(&all, &shared).expect("the same sizes");
+        assert_eq!(made.dropped.len(), 3);
+        assert!(made.words().expect("it drops").starts_with("dropped: self_attn.indexer.proj.weight in 1 layer"));
+    }
+
+    #[test]
+    fn sizes_that_differ_are_named() {
+        let dense = of_kind(AttentionKind::Mha);
+        let refused = |to: ModelShape, word: &str| {
+            let gap = Conversion::of(&dense, &to).expect_err(word);
+            assert!(matches!(&gap, ConversionGap::Size(problem) if problem.contains(word)), "{gap}");
+        };
+        refused(ModelShape { d_ff: 24, ..dense.clone() }, "intermediate_size is 20 there and 24 here");
+        refused(ModelShape { residual_scale: true, ..dense.clone() }, "model.residual_scale is false there");
+        let nsa = of_kind(AttentionKind::Nsa);
+        let Attention::Nsa(mut other) = nsa.attention else { panic!("not NSA") };
+        other.compress_block_size *= 2;
+        let to = ModelShape { attention: Attention::Nsa(other), ..nsa.clone() };
+        let gap = Conversion::of(&nsa, &to).expect_err("another block");
+        assert!(gap.to_string().contains("layers.0.self_attn.k_compress.positions is"), "{gap}");
+    }
+}
