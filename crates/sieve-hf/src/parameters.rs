@@ -121,11 +121,11 @@ pub fn load_converted<B: Backend, M: Module<B>, E>(
 }
 
 /// The tensors of `source`, and the initial values of those that `conversion` adds to `module`.
-pub fn converted_source<'a, B: Backend, M: Module<B>, E>(
+pub fn converted_source<'a, 'b, B: Backend, M: Module<B>, E>(
     module: &M,
     conversion: &Conversion,
-    source: &'a mut TensorSource<'_, E>,
-) -> impl FnMut(&str, &[usize]) -> Result<TensorData, E> + use<'a, '_, B, M, E> {
+    source: &'a mut TensorSource<'b, E>,
+) -> impl FnMut(&str, &[usize]) -> Result<TensorData, E> + use<'a, 'b, B, M, E> {
     let mut new = HashMap::new();
     visit(module, |name, _shape, data| {
         if conversion.adds(&name) {
