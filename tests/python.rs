@@ -42,6 +42,7 @@ fn scripts_without_options_print_their_use_alone() {
     for (script, imports) in [
         ("code_lines.py", "import tokenize"),
         ("draw_for_readers.py", "import random"),
+        ("houses.py", "import collections"),
         ("masked_attention.py", "import struct"),
         ("dma_expiry.py", "import torch, safetensors"),
         ("transformers_logits.py", "import torch, transformers, safetensors"),
@@ -73,6 +74,13 @@ fn the_corpus_comes_back_byte_for_byte_from_its_lock() {
 fn prose_is_counted_as_it_is_read() {
     if let Some(python) = interpreter("prose_is_counted_as_it_is_read", "import unittest") {
         run(&python, "test_prose.py", &[]);
+    }
+}
+
+#[test]
+fn circles_and_long_functions_are_found() {
+    if let Some(python) = interpreter("circles_and_long_functions_are_found", "import unittest") {
+        run(&python, "test_houses.py", &[]);
     }
 }
 

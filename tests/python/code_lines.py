@@ -1,9 +1,13 @@
-"""Counts lines of code by crate: no blank lines, comments or tests. Then the share of verification.
+"""Counts lines of code by crate: no blank lines, comments or tests. Then engine and lab, and the share of verification.
 
     python3 tests/python/code_lines.py [REVISION ...]      one column for each revision; HEAD when none is named
 
 Rust: `//` comments and `#[cfg(test)]` items go, and files that hold nothing but tests (tests.rs, tests/, testing.rs,
 test_*.rs, the crates sieve-tests and sieve-testing). CUDA: `//` comments go. Python: comments and doc strings go.
+
+The lab is what compares and measures: sieve-select, -eval, -bench and -report, the commands eval and kernels,
+experiments, tests/. The engine is all other code, with the PyTorch package; chores (xtask, sieve-testing) are neither.
+The engine grows by features alone, and CHANGELOG says which; the lab is free.
 
 Verification is Rust tests and sieve-bench. Its share is of all Rust with the tests, then of Rust and CUDA, then of
 Rust, CUDA and Python, in percent.
@@ -18,6 +22,11 @@ import tokenize
 
 TESTS = "Rust tests"
 TEST_FILE = re.compile(r"(^|/)(tests/|tests\.rs$|testing\.rs$|test_\w+\.(rs|py)$|sieve-testing/)")
+
+
+LAB = re.compile(r"crates/(sieve-(select|eval|bench|report)|sieve/src/(eval|kernels))(/|\.rs$)|(experiments|tests)/")
+CHORES = re.compile(r"crates/(xtask|sieve-testing)/")
+PARTS = "engine", "lab"
 
 
 def git(*words):
@@ -63,8 +72,14 @@ def python_lines(text):
 COUNTERS = {"rs": rust_lines, "cu": cuda_lines, "cuh": cuda_lines, "py": python_lines}
 
 
+def part(path):
+    """The part of the project that a file belongs to; None of chores."""
+    return None if CHORES.match(path) else PARTS[bool(LAB.match(path))]
+
+
 def count(revision):
-    totals = collections.Counter()
+    """Lines of code by place, and by part of the project."""
+    totals, parts = collections.Counter(), collections.Counter()
     for path in git("ls-tree", "-r", "--name-only", revision).split("\n"):
         ending = path.rsplit(".", 1)[-1]
         if ending not in COUNTERS:
@@ -76,9 +91,10 @@ def count(revision):
         lines = 0 if TEST_FILE.search(path) and ending == "rs" else COUNTERS[ending](text)
         if lines:
             totals[place] += lines
+            parts[part(path)] += lines
         if ending == "rs":
             totals[TESTS] += cuda_lines(text) - lines
-    return totals
+    return totals, parts
 
 
 def shares(totals):
@@ -92,12 +108,15 @@ def main():
     if any(word.startswith("-") for word in sys.argv[1:]):
         sys.exit(__doc__)
     revisions = sys.argv[1:] or ["HEAD"]
-    columns = [count(revision) for revision in revisions]
+    counted = [count(revision) for revision in revisions]
+    columns = [totals for totals, _ in counted]
     places = sorted(set().union(*columns) - {TESTS})
     print(f"{'':16}", *(f"{revision[:9]:>9}" for revision in revisions))
     for place in places:
         print(f"{place:16}", *(f"{column[place]:>9}" for column in columns))
     print(f"{'all':16}", *(f"{column.total() - column[TESTS]:>9}" for column in columns))
+    for name in PARTS:
+        print(f"{name:16}", *(f"{parts[name]:>9}" for _, parts in counted))
     print(f"{TESTS:16}", *(f"{column[TESTS]:>9}" for column in columns))
     for name, row in zip(["verified, Rust", "  and CUDA", "  and Python"], zip(*map(shares, columns))):
         print(f"{name:16}", *(f"{share:>8.1f}%" for share in row))

@@ -1,11 +1,11 @@
 //! `sieve kernels check`: every kernel and gradient on this device against references on the host.
 use crate::attention;
-use crate::bench::BenchRows;
-use crate::device::{Device, Gpu};
+use crate::device::{Device, Gpu, portable_only};
 use crate::emulator::Emulator;
 use crate::error::{BenchError, Result};
-use crate::extent::{Extent, GROUPS, WIDTHS};
+use crate::extent::{CheckPart, Extent, GROUPS, Target, WIDTHS, add_attention};
 use crate::report::{Report, wrong};
+use crate::timed::BenchRows;
 use crate::{biases, decode, latent, models, nsa, select, selection, sparse, step};
 use burn::backend::Autodiff;
 use burn::tensor::DType;
@@ -13,8 +13,8 @@ use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
 use sieve_core::ShownPath;
 use sieve_kernels::{
-    Arrivals, AttentionNeeds, AttentionShape, DeviceReport, KernelFamilies, KernelPolicy, NeededKernels, NeededKeys,
-    ScoreBias, SumOrder,
+    Arrivals, AttentionNeeds, AttentionShape, DeviceReport, KernelPolicy, NeededKernels, NeededKeys, ScoreBias,
+    SumOrder,
 };
 use sieve_ops::{Cuda, TrainBackend};
 use std::fmt;
@@ -46,21 +46,6 @@ pub struct CheckSettings {
     pub gemms: bool,
 }
 
-/// A group of kernels to check.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CheckPart {
-    /// All groups.
-    All,
-    /// Kernels of dense, windowed and dynamic mask attention.
-    Attention,
-    /// Attention under selectors' masks, on a GPU.
-    Sparse,
-    /// Kernels of native sparse attention.
-    Nsa,
-    /// Kernels of multi-head latent attention.
-    Mla,
-}
-
 impl CheckPart {
     /// Every specialisation that the random calls can launch. The caller compiles them on all cores before the check.
     pub fn kernels(self, gpu: &DeviceReport) -> NeededKernels {
@@ -88,25 +73,6 @@ impl BenchRows {
     }
 }
 
-/// The device that a check runs on.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Target {
-    /// The CPU, with the kernels of sieve-cpu.
-    Cpu,
-    /// A CUDA device whose runtime is ready.
-    Cuda(DeviceReport),
-}
-
-impl Target {
-    /// Name of the device.
-    pub fn name(&self) -> String {
-        match self {
-            Self::Cpu => "cpu".to_owned(),
-            Self::Cuda(gpu) => format!("{} ({})", gpu.name, gpu.arch()),
-        }
-    }
-}
-
 /// Compares every kernel, and then models, on a device with references on the host; `on_part` is called after each
 /// part.
 ///
@@ -130,17 +96,6 @@ impl CheckSettings {
             policy: KernelPolicy { arrivals: self.arrivals, ..portable_only(self.portable) },
             ..Extent::all(self.cases, self.longest, self.seed)
         }
-    }
-}
-
-/// A kernel policy of the portable kernels alone, or of all families.
-pub(crate) fn portable_only(portable: bool) -> KernelPolicy {
-    KernelPolicy {
-        families: match portable {
-            true => KernelFamilies::Portable,
-            false => KernelFamilies::All,
-        },
-        ..KernelPolicy::default()
     }
 }
 
@@ -390,16 +345,6 @@ fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
         }
     }
     list
-}
-
-/// Adds the specialisations of attention over these keys, in both orders of sums.
-pub(crate) fn add_attention(list: &mut NeededKernels, gpu: &DeviceReport, shape: AttentionShape, keys: &[NeededKeys]) {
-    for &keys in keys {
-        for order in [SumOrder::Any, SumOrder::Fixed] {
-            let needs = AttentionNeeds { shape, keys, order };
-            list.extend(needs.kernels(&gpu.arch()));
-        }
-    }
 }
 
 /// The report of a check as JSON, for programs.

@@ -1,11 +1,12 @@
 //! Devices that checks run launch wrappers on: a GPU, or the CPU emulator.
+use crate::error::BenchError;
 use crate::shape::{keys_of, packed_of, queries_of, values_of};
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_cuda::CudaDevice;
 use sieve_core::{KeyMask, MaskError};
 use sieve_kernels::{
-    AttentionShape, CudaPrimitive, CudaTensor, DType, KernelError, KernelFamily, KernelPolicy, KeySource, Qkv, ToBurn,
-    burn_dtype, kernel_tensor,
+    AttentionShape, CudaPrimitive, CudaTensor, DType, KernelError, KernelFamilies, KernelFamily, KernelPolicy,
+    KeySource, Qkv, ToBurn, burn_dtype, kernel_tensor,
 };
 use sieve_ops::Cuda;
 use std::ops::Deref;
@@ -33,6 +34,23 @@ pub(crate) trait Device {
     /// # Errors
     /// Errors of launches that were queued before.
     fn ints(&self, tensor: &CudaTensor) -> Result<Vec<i32>, KernelError>;
+}
+
+/// A kernel policy of the portable kernels alone, or of all families.
+pub(crate) fn portable_only(portable: bool) -> KernelPolicy {
+    KernelPolicy {
+        families: match portable {
+            true => KernelFamilies::Portable,
+            false => KernelFamilies::All,
+        },
+        ..KernelPolicy::default()
+    }
+}
+
+/// Waits for all work on the GPU.
+pub(crate) fn wait(device: &Gpu) -> Result<(), BenchError> {
+    use burn::tensor::backend::Backend;
+    Cuda::sync(device).map_err(BenchError::gpu)
 }
 
 /// Uploads queries, keys and values as three separate tensors.

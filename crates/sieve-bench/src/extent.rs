@@ -1,5 +1,5 @@
-//! How many random calls a check draws, and from which sizes.
-use sieve_kernels::KernelPolicy;
+//! What a check covers: its kernels, its device, how many random calls it draws and from which sizes.
+use sieve_kernels::{AttentionNeeds, AttentionShape, DeviceReport, KernelPolicy, NeededKernels, NeededKeys, SumOrder};
 
 /// Head widths of keys and of values.
 pub(crate) const WIDTHS: &[(usize, usize)] =
@@ -12,6 +12,40 @@ pub(crate) const GROUPS: &[usize] = &[1, 2, 3, 4, 7, 8, 16];
 /// 64 the softmax has one key; with 0.01 all keys have the same weight. Seven entries, since calls also cycle through
 /// lists of 2, 3, 4 and 5 kinds: every kind then meets every factor.
 const MAGNITUDES: [f32; 7] = [1.0, 8.0, 1.0, 0.01, 1.0, 64.0, 1.0];
+
+/// A group of kernels to check.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CheckPart {
+    /// All groups.
+    All,
+    /// Kernels of dense, windowed and dynamic mask attention.
+    Attention,
+    /// Attention under selectors' masks, on a GPU.
+    Sparse,
+    /// Kernels of native sparse attention.
+    Nsa,
+    /// Kernels of multi-head latent attention.
+    Mla,
+}
+
+/// The device that a check runs on.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Target {
+    /// The CPU, with the kernels of sieve-cpu.
+    Cpu,
+    /// A CUDA device whose runtime is ready.
+    Cuda(DeviceReport),
+}
+
+impl Target {
+    /// Name of the device.
+    pub fn name(&self) -> String {
+        match self {
+            Self::Cpu => "cpu".to_owned(),
+            Self::Cuda(gpu) => format!("{} ({})", gpu.name, gpu.arch()),
+        }
+    }
+}
 
 /// The number of random calls of a check, and the sizes that they are drawn from.
 #[derive(Clone, Copy, Debug)]
@@ -84,6 +118,16 @@ impl Extent {
         match self.is_part {
             true => self.cases,
             false => self.cases.div_ceil(5).max(4),
+        }
+    }
+}
+
+/// Adds the specialisations of attention over these keys, in both orders of sums.
+pub(crate) fn add_attention(list: &mut NeededKernels, gpu: &DeviceReport, shape: AttentionShape, keys: &[NeededKeys]) {
+    for &keys in keys {
+        for order in [SumOrder::Any, SumOrder::Fixed] {
+            let needs = AttentionNeeds { shape, keys, order };
+            list.extend(needs.kernels(&gpu.arch()));
         }
     }
 }

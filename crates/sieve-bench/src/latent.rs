@@ -2,10 +2,9 @@
 mod decode;
 
 use crate::case::{Case, Cuts, Keys, magnify};
-use crate::check::add_attention;
 use crate::device::Device;
 use crate::error::Result;
-use crate::extent::Extent;
+use crate::extent::{Extent, add_attention};
 use crate::on_device;
 use crate::report::{Outcome, Report, wrong};
 use crate::scores::Scores;

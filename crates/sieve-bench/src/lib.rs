@@ -22,6 +22,10 @@ mod tolerance;
 
 mod device;
 mod emulator;
+
+mod clock;
+mod timed;
+
 mod on_device;
 
 mod attention;
@@ -39,17 +43,18 @@ mod bench;
 mod build;
 mod capture;
 mod check;
-mod clock;
 mod run;
 
-pub use bench::{BenchEvent, BenchResult, BenchRow, BenchRows, BenchSettings, Ceilings, Growth, Outcome, Rate, bench};
+pub use bench::bench;
 pub use build::{BuildEvent, BuildSettings, build, build_table_head, needed_by, prefill};
 pub use capture::{Captured, capture, kernel_sources};
-pub use check::{CheckPart, CheckSettings, CheckedPart, Target, check, check_emulated, check_json, short_check};
+pub use check::{CheckSettings, CheckedPart, check, check_emulated, check_json, short_check};
 pub use clock::Times;
 pub use emulator::replay_emulated;
 pub use error::BenchError;
+pub use extent::{CheckPart, Target};
 pub use report::{Report, Row};
 pub use run::{NsaForm, Op, RunSettings, run};
 pub use scores::Scores;
 pub use shape::{BenchHeads, CaseBlocks, CaseShape};
+pub use timed::{BenchEvent, BenchResult, BenchRow, BenchRows, BenchSettings, Ceilings, Growth, Outcome, Rate};

@@ -7,8 +7,8 @@ mod fp8;
 
 use crate::attention::repeat;
 use crate::build::needed_by;
-use crate::check::CheckPart;
 use crate::error::{BenchError, Result};
+use crate::extent::CheckPart;
 use crate::extent::Extent;
 use crate::report::{Outcome, PathWatch, Report, Wrong, wrong};
 use crate::tensors::table_type;

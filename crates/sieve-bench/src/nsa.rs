@@ -4,10 +4,9 @@ mod selected_blocks;
 
 use crate::attention::{ORDERS, repeat};
 use crate::case::{Case, Cuts, Keys, magnify};
-use crate::check::add_attention;
 use crate::device::{self, Device};
 use crate::error::Result;
-use crate::extent::Extent;
+use crate::extent::{Extent, add_attention};
 use crate::report::{Outcome, Report, Wrong, wrong};
 use crate::scores::Scores;
 use crate::shape::{keys_of, packed_of};

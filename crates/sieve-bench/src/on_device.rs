@@ -1,11 +1,11 @@
 //! Uploads a case to a GPU or the emulator and runs the launch wrappers on it: q, k and v separate or packed in any
 //! layout, gradient buffers that begin as NaN, either sum order.
-use crate::bench::Inputs;
 use crate::case::{Case, Keys};
 use crate::device::{self, Device, separate};
 use crate::outputs::Outputs;
 use crate::shape::packed_of;
 use crate::strided::{self, Layout, packed};
+use crate::timed::Inputs;
 use sieve_core::KeepOLow;
 use sieve_kernels::{
     AttentionResult, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KeyLists,

@@ -5,9 +5,9 @@ mod masked;
 mod parts;
 
 use crate::case::{Case, Cuts, Keys};
-use crate::check::Target;
 use crate::device::{Device, Gpu};
 use crate::error::{BenchError, Result, refused};
+use crate::extent::Target;
 use crate::latent::ROPE_THETA;
 use crate::on_device::OnDevice;
 use crate::outputs::Outputs;

@@ -9,12 +9,12 @@ use crate::error::Result;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, wrong};
 use crate::shape::shape_of_call;
-use crate::tolerance::Tolerance;
 use sieve_core::{BlockSelection, KeyMask};
 use sieve_kernels::{DType, KernelError, KeySource, LongChoice};
 use sieve_select::prefill::minference::Pattern;
 use sieve_select::{Call, CallShape, Method, Selected, Selector};
 use sieve_testing::Random;
+use tokens::NEAR;
 
 /// Selectors that a device can run; `TAU` stands for a share of attention mass.
 const SELECTORS: &[&str] = &[
@@ -218,9 +218,6 @@ const CORRECTED: &[&str] = &[
     // Its choice of blocks computes the dense rows, but for chunks that begin between two of them.
     "momo:first_dense_layers=0,gamma=4,chi=32,beta=64,k=2,k_exact=1",
 ];
-
-/// Tolerance of an output that was rounded to bf16 three times; values are normal numbers.
-const NEAR: Tolerance = Tolerance::new(0.0, 0.05, 0.0);
 
 /// Compares attention under a mask, with its correction, with the CPU's: four query heads, two KV heads, heads 64 wide.
 fn corrected(device: &dyn Device, text: &str, [num_queries, num_keys]: [usize; 2], random: &mut Random) -> Outcome {

@@ -18,18 +18,13 @@ pub(crate) use gemms::check_gemms;
 pub(crate) use queue::check_order;
 pub(crate) use scores::KV_HEADS as SCORED_KV_HEADS;
 
-use crate::bench::Bench;
 use crate::device::Device;
 use crate::error::Result;
 use crate::extent::{Extent, WIDTHS};
 use crate::report::Report;
+use crate::timed::Bench;
 use sieve_kernels::{NeededKernels, SourceKernel};
-
-/// Vocabulary size of both timed models.
-const VOCAB: usize = 50280;
-
-/// Seed of the labels and token numbers of a timed call.
-const SEED: u64 = 20;
+use wrappers::VOCAB;
 
 /// Specialisations that no model of usual widths launches, for the checks: for heads of every checked width, and for
 /// DMA's scores with these numbers of KV heads. They are not among [`NeededKernels::shipped_for`].

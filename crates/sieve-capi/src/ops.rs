@@ -1,5 +1,5 @@
-//! Turns a request into launches by sieve-gpu's wrappers. An op is a type in the file of its family: its settings, inputs
-//! and outputs, and its launches.
+//! Turns a request into launches by sieve-gpu's wrappers. An op is a type in the file of its family: its settings,
+//! inputs and outputs, and its launches.
 mod attention;
 mod chosen;
 mod decode;

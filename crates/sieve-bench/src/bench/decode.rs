@@ -1,9 +1,9 @@
 //! Rows of one new token after a long text, in one layer: how long each method takes to choose the token's keys and to
 //! attend to them.
-use super::rows::{HEADS, decoding, dma_decoding, shape, slots, token};
-use super::{Bench, Work};
+use super::rows::{HEADS, decoding, dma_decoding, slots, token};
 use crate::device::Device;
 use crate::error::Result;
+use crate::timed::{Bench, Work, shape};
 use sieve_core::KeepBlocks;
 use sieve_kernels::{DecodeScratch, DecodeStep, KvCache, SelectorStep};
 use sieve_select::{CallShape, Selector, TokenKeys};
@@ -79,7 +79,7 @@ fn selector(bench: &mut Bench<'_>, name: &str) -> Result<()> {
             }
             // SnapKV: dense attention over the keys that it kept of the text.
             (None, KeepBlocks::Top(top)) => {
-                let kept = super::rows::shape(1, top + heavy.last + 1, HEADS, 128);
+                let kept = crate::timed::shape(1, top + heavy.last + 1, HEADS, 128);
                 decoding(bench, &format!("{name}, of {TOKENS} tokens"), kept)?;
             }
             _ => unreachable!("it keeps a number of keys"),

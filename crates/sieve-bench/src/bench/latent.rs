@@ -1,9 +1,8 @@
 //! Rows of latent attention (MLA): attention, packing of q, k and v, decoding over latents.
-use super::inputs::NO_WINDOW;
 use super::rows::dense;
-use super::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result;
+use crate::timed::{Bench, NO_WINDOW, Work};
 use sieve_kernels::{AttentionShape, CudaTensor, DType, LatentKeys, MlaNorm, MlaPack, mla_decode};
 
 const HEADS: usize = 16;

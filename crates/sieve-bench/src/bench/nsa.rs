@@ -1,9 +1,8 @@
 //! Rows of native sparse attention (all three branches with their gates), of InfLLM-V2, MoBA and MSA with as many keys
 //! a query, and of dense attention at the same lengths.
-use super::inputs::{Inputs, NO_BIAS, NO_WINDOW};
-use super::rows::{BACKWARD, ORDERS, dense, forward_flops, passes};
-use super::{Bench, Work};
+use super::rows::{BACKWARD, ORDERS, dense, passes};
 use crate::error::Result;
+use crate::timed::{Bench, Inputs, NO_BIAS, NO_WINDOW, Work, forward_flops};
 use burn::tensor::Tensor;
 use sieve_core::{BlockChoice, InfllmV2Shape, MobaShape, MsaShape};
 use sieve_kernels::{

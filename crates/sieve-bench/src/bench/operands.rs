@@ -1,8 +1,8 @@
 //! Queries, keys and values that selectors are timed on: captured from a trained model in a file, or generated.
 use super::generator::{Generated, HEAD_DIM, STEP, Weights};
-use super::rows::shape;
 use crate::device::{Device, Gpu};
-use crate::error::{BenchError, Result, refused};
+use crate::error::{Result, refused};
+use crate::timed::shape;
 use burn::tensor::Tensor;
 use sieve_core::ShownPath;
 use sieve_hf::TensorFile;
@@ -71,10 +71,4 @@ impl Operands {
         let (no_window, no_bias) = (None, None);
         self.qkv.attention_forward(&self.doc_start, no_window, self.scale(), no_bias)
     }
-}
-
-/// Waits for all work on the GPU.
-pub(super) fn wait(device: &Gpu) -> Result<()> {
-    use burn::tensor::backend::Backend;
-    Cuda::sync(device).map_err(BenchError::gpu)
 }

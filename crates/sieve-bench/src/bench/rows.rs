@@ -1,9 +1,8 @@
 //! The standard rows of a benchmark: which kernels are timed, on which shapes.
-use super::inputs::{Inputs, NO_BIAS, NO_WINDOW};
-use super::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result;
 use crate::scores::Scores;
+use crate::timed::{Bench, Inputs, NO_BIAS, NO_WINDOW, Work, forward_flops, shape};
 use sieve_core::{DmaBias, DmaRecency, DmaShape, DmaWindow, KeepOLow};
 use sieve_kernels::{
     AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv, ScoreBias,
@@ -17,20 +16,6 @@ pub(super) const HEADS: [usize; 2] = [16, 8];
 /// Seed of the random scores.
 pub(super) const SEED: u64 = 7;
 
-/// The sizes of a row's attention call.
-pub(crate) fn shape(batch: usize, seq_len: usize, heads: [usize; 2], width: usize) -> AttentionShape {
-    AttentionShape::new(batch, seq_len, heads, [width; 2])
-}
-
-/// FLOPs of a forward pass in which each query sees at most `window` keys.
-pub(crate) fn forward_flops(shape: AttentionShape, window: usize) -> f64 {
-    let (n, w) = (shape.seq_len as f64, window.min(shape.seq_len) as f64);
-    // Every query sees w keys, except that the first w - 1 see only those before them.
-    let pairs = w * n - w * (w - 1.0) / 2.0;
-    let widths = (shape.head_dim + shape.head_dim_v) as f64;
-    2.0 * widths * (shape.num_heads * shape.batch) as f64 * pairs
-}
-
 /// In longer rows a DMA training run keeps `o_low` only where memory is free, so both forms are timed.
 const LONG_ROW: usize = 32768;
 
@@ -43,11 +28,8 @@ fn backward_gemms(shape: AttentionShape) -> f64 {
     (3.0 * keys + 2.0 * values) / (keys + values)
 }
 
-/// Times dense and windowed attention, DMA and decoding: the rows of the table in docs/benchmarks.md.
+/// Times dense and windowed attention, DMA and decoding: rows of the table in docs/benchmarks.md.
 pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
-    if bench.settings.has_sizes() {
-        return asked(bench);
-    }
     for (batch, seq_len, width) in
         [(2, 8192, 128), (8, 2048, 128), (1, 16384, 128), (1, 32768, 128), (2, 8192, 64), (1, 32768, 64)]
     {
@@ -77,11 +59,11 @@ pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
         decoding(bench, "decode", shape(batch, 131072, HEADS, 128))?;
         dma_decoding(bench, shape(batch, 131072, HEADS, 128), 2048)?;
     }
-    super::latent::rows(bench)
+    Ok(())
 }
 
 /// Times dense attention, a window and DMA at the sizes that the user asked for.
-fn asked(bench: &mut Bench<'_>) -> Result<()> {
+pub(super) fn asked(bench: &mut Bench<'_>) -> Result<()> {
     const WINDOW: usize = 1024;
     for shape in bench.settings.shapes(&[HEADS], &[8192], 128) {
         dense(bench, shape, NO_WINDOW)?;

@@ -1,11 +1,10 @@
 //! How time and memory of a forward and backward pass grow: every kind with the length of a row, DMA with the keys it
 //! keeps.
-use super::inputs::{NO_BIAS, NO_WINDOW};
-use super::row::Growth;
-use super::rows::{BACKWARD, HEADS, SEED, forward_flops, shape};
-use super::{Bench, Work, latent, nsa};
+use super::rows::{BACKWARD, HEADS, SEED};
+use super::{latent, nsa};
 use crate::error::Result;
 use crate::scores::Scores;
+use crate::timed::{Bench, Growth, NO_BIAS, NO_WINDOW, Work, forward_flops, shape};
 use sieve_core::DmaShape;
 use sieve_kernels::{AttentionShape, KernelError, SumOrder};
 use sieve_testing::Random;

@@ -3,12 +3,12 @@
 use super::fit::{Fit, Masses, PROBES, fit, mean_error};
 use super::generator::{Generated, PARTS, STEP, Weights};
 use super::method::{Method, masses};
-use super::operands::{Operands, wait};
-use super::rows::{forward_flops, shape};
+use super::operands::Operands;
 use super::weights::FITTED;
-use super::{Bench, Work};
 use crate::device::Device;
+use crate::device::wait;
 use crate::error::Result;
+use crate::timed::{Bench, Work, forward_flops, shape};
 use burn::tensor::backend::Backend;
 use serde_json::json;
 use sieve_kernels::KernelError;
@@ -112,10 +112,11 @@ fn fitted(bench: &mut Bench<'_>, captured: &Operands, path: &Path) -> Result<Vec
     }
     let error = mean_error(&target, &masses);
     bench.skip("captured and generated", of, &format!("differ by {error:.4} a head"));
-    bench.json["fit"] = json!({
+    let entry = json!({
         "operands": path.to_string_lossy().into_owned(), "tokens": of.seq_len, "parts": PARTS, "probes": PROBES,
         "weights": weights, "captured": target, "generated": masses, "error": error,
     });
+    bench.set("fit", entry);
     Ok(weights)
 }
 

@@ -1,10 +1,8 @@
 //! Rows of attention under selectors' masks, beside dense attention.
-use super::inputs::{NO_BIAS, NO_WINDOW};
-use super::rows::{forward_flops, shape};
-use super::{Bench, Work};
 use crate::device::upload_mask;
 use crate::error::Result;
 use crate::shape::prompt_shape;
+use crate::timed::{Bench, NO_BIAS, NO_WINDOW, Work, forward_flops, shape};
 use sieve_core::{KeyMask, Tiles};
 use sieve_kernels::AttentionShape;
 use sieve_testing::Random;

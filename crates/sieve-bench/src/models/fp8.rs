@@ -149,7 +149,7 @@ fn ratio(name: &str, error: f64, tolerance: f64) -> Outcome {
 mod tests {
     use super::super::{WIDE, of_part};
     use super::*;
-    use crate::check::CheckPart;
+    use crate::extent::CheckPart;
 
     /// The plain bf16 computation, as a device, in other texts than those that give its tolerance: it passes with a
     /// seed whose one text fails. A gradient of another size, or of the other layer, does not.

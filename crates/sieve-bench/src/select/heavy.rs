@@ -1,7 +1,6 @@
 //! Compares selectors that keep the keys of a prompt with the most attention (SnapKV, H2O), and the tokens after it,
 //! with decode sessions on the CPU.
-use super::NEAR;
-use super::tokens::{HEADS, KV_HEADS, Operands, WIDTH};
+use super::tokens::{HEADS, KV_HEADS, NEAR, Operands, WIDTH};
 use crate::device::Device;
 use crate::report::{Outcome, Wrong, wrong};
 use sieve_core::HeavyKeys;

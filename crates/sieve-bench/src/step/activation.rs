@@ -1,10 +1,10 @@
 //! Checks and times the SwiGLU kernels.
 use super::wrappers::{LaunchCheck, same};
-use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, Wrong};
 use crate::tensors::floats;
+use crate::timed::{Bench, Work};
 use burn_flex::Flex;
 use sieve_kernels::step::{
     Reuse, swiglu_backward, swiglu_backward_with_amax, swiglu_backward_with_output, swiglu_forward,

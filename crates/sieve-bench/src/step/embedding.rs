@@ -1,10 +1,9 @@
 //! Checks and times the embedding lookup and its gradient.
-use super::wrappers::{GAP, LaunchCheck};
-use super::{SEED, VOCAB};
-use crate::bench::{Bench, Work};
+use super::wrappers::{GAP, LaunchCheck, SEED, VOCAB};
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report};
+use crate::timed::{Bench, Work};
 use rayon::prelude::*;
 use sieve_kernels::DType;
 use sieve_kernels::step::{embedding_backward, embedding_forward};

@@ -1,11 +1,10 @@
 //! Checks and times cuBLASLt's GEMMs: all three transpositions, rows with gaps, every kind of output, both searches for
 //! an algorithm, and their order among Burn's own operations. The emulator has no cuBLASLt.
-use super::VOCAB;
-use super::wrappers::{Input, LaunchCheck, plus, same};
-use crate::bench::{Bench, Work};
+use super::wrappers::{Input, LaunchCheck, VOCAB, plus, same};
 use crate::device::Gpu;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, Wrong, wrong};
+use crate::timed::{Bench, Work};
 use crate::tolerance::Tolerance;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorPrimitive};

@@ -1,12 +1,11 @@
 //! Checks and times the cross-entropy kernel: vocabularies of any size, labels that are ignored or out of range. With
 //! bf16 logits the kernel overwrites them with their gradients; with f32 logits it computes losses alone.
-use super::SEED;
-use super::wrappers::{LaunchCheck, gapped, same};
-use crate::bench::{Bench, Work};
+use super::wrappers::{LaunchCheck, SEED, gapped, same};
 use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, wrong};
+use crate::timed::{Bench, Work};
 use crate::tolerance::Tolerance;
 use sieve_kernels::DType;
 use sieve_kernels::step::{LogitRows, cross_entropy};

@@ -1,9 +1,9 @@
 //! Checks and times the GEMV kernel of decoding, a weight matrix times a few rows, and the greedy choice of a token.
 use super::wrappers::{LaunchCheck, same};
-use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report};
+use crate::timed::{Bench, Work};
 use crate::tolerance::Tolerance;
 use sieve_kernels::DType;
 use sieve_kernels::step::{Epilogue, MAX_VECTORS, Vectors, likeliest, matrix_vector};

@@ -1,9 +1,9 @@
 //! Checks and times AdamW, split masters, and sums over tensors.
 use super::wrappers::{LaunchCheck, same};
-use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, Wrong, wrong};
+use crate::timed::{Bench, Work};
 use sieve_core::AdamWStep;
 use sieve_kernels::DType;
 use sieve_kernels::step::{AdamwTensors, FixedSum, Term, join_master, split_master};

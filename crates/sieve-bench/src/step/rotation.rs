@@ -1,10 +1,10 @@
 //! Checks and times the norm and rotary position embedding of queries and keys.
 use super::wrappers::LaunchCheck;
-use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report};
 use crate::tensors::floats;
+use crate::timed::{Bench, Work};
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::DType;

@@ -1,11 +1,11 @@
 //! Checks and times DMA's scores of keys, their ranks and their gradient.
 use super::wrappers::LaunchCheck;
-use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report};
 use crate::tensors::floats;
+use crate::timed::{Bench, Work};
 use burn_flex::Flex;
 use sieve_kernels::{DType, PositionOrigin as Origin, Qkv, Recency as KernelRecency, ScoresBackward};
 use sieve_ops::{AttentionSpec, DmaScoresCall, reference};

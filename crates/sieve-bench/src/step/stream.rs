@@ -1,10 +1,10 @@
 //! Checks and times the kernels of the residual stream: RMS norm and residual sum.
 use super::wrappers::{LaunchCheck, plus};
-use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report};
 use crate::tensors::floats;
+use crate::timed::{Bench, Work};
 use burn_flex::Flex;
 use sieve_kernels::DType;
 use sieve_kernels::step::{residual_add, rms_norm_backward, rms_norm_backward_with_output, rms_norm_forward};

@@ -9,6 +9,12 @@ use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{CudaTensor, DType};
 use sieve_testing::Random;
 
+/// Vocabulary size of both timed models.
+pub(super) const VOCAB: usize = 50280;
+
+/// Seed of the labels and token numbers of a timed call.
+pub(super) const SEED: u64 = 20;
+
 /// Elements between the end of a row and the start of the next in [`LaunchCheck::pitched`].
 pub(super) const GAP: usize = 24;
 

@@ -25,11 +25,11 @@ pub(crate) struct Inputs {
 }
 
 /// Arguments of [`Inputs::forward`] and [`Inputs::backward`] for attention to all keys, and without a bias.
-pub(super) const NO_WINDOW: Option<usize> = None;
-pub(super) const NO_BIAS: Option<&CudaTensor> = None;
+pub(crate) const NO_WINDOW: Option<usize> = None;
+pub(crate) const NO_BIAS: Option<&CudaTensor> = None;
 
 /// A contiguous tensor of normal random numbers.
-pub(super) fn normal<const D: usize>(shape: [usize; D], dtype: DType, device: &Gpu) -> CudaTensor {
+pub(crate) fn normal<const D: usize>(shape: [usize; D], dtype: DType, device: &Gpu) -> CudaTensor {
     let normal = Distribution::Normal(0.0, 1.0);
     let tensor = Tensor::<Cuda, D>::random(shape, normal, &device.device).cast(burn_dtype(dtype));
     device.tensor(tensor.into_primitive().tensor()).contiguous()
@@ -137,7 +137,7 @@ impl Inputs {
     }
 
     /// First position and end of each token's document.
-    pub(super) fn documents(&self) -> [&CudaTensor; 2] {
+    pub(crate) fn documents(&self) -> [&CudaTensor; 2] {
         [&self.doc_start, &self.doc_end]
     }
 
@@ -158,7 +158,7 @@ impl Inputs {
     }
 
     /// The arguments of a backward pass; `qkv` are the inputs with a sum order ([`Qkv::in_order`]).
-    pub(super) fn call<'a>(&'a self, qkv: &'a Qkv, result: &'a AttentionResult) -> AttentionGradients<'a> {
+    pub(crate) fn call<'a>(&'a self, qkv: &'a Qkv, result: &'a AttentionResult) -> AttentionGradients<'a> {
         AttentionGradients { qkv, result, d_o: &self.d_o, grads: &self.grads, softmax_scale: self.scale }
     }
 }

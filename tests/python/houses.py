@@ -1,0 +1,221 @@
+"""Counts what a change must not make worse: how many files one idea touches, and what is hard to read.
+
+    python3 tests/python/houses.py            all numbers, each beside its limit; exit code 1 where one is above
+    python3 tests/python/houses.py --list     the files and functions behind them, too
+
+- files besides tests, outside of the two folders of kinds, that name a kind's variant (`Attention::..`), and files with the word moba, a kind like any other: what a new
+  kind touches;
+- files in circles: those of a crate that use each other, more than two of them. A path counts for the file that has the
+  name, also where it goes by a `pub use` of another; tests do not count;
+- functions of more than 110 lines;
+- words of a kernel's params struct whose value shares no word with them at the launch.
+
+A number that falls below its limit is the new limit: the program says so, and LIMITS below is changed with it.
+"""
+
+import collections
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+TEST_FILE = re.compile(r"(^|/)(tests/|tests\.rs$|testing\.rs$|test_\w+\.rs$|benches/|examples/)")
+MOST_LINES = 110
+LIMITS = {
+    "Rust files that name a variant": 5,
+    "Rust files with moba": 44,
+    "Python files with moba": 20,
+    "files in circles": 233,
+    f"functions above {MOST_LINES} lines": 6,
+    "params words of another name": 42,
+}
+
+
+def without_comments(text):
+    """Rust without comments, strings, and items under `#[cfg(test)]`."""
+    lines, skip_from = [], None
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        if skip_from is not None:
+            if indent == skip_from and line.rstrip()[-1:] in ("}", ";"):
+                skip_from = None
+            continue
+        if line.strip() == "#[cfg(test)]":
+            skip_from = indent
+        else:
+            lines.append(re.sub(r'"(\\.|[^"\\])*"', '""', line).split("//")[0])
+    return "\n".join(lines)
+
+
+def leaves(tree, prefix=()):
+    """Paths of the tree behind a `use`, each with the name that it gets."""
+    tree = tree.strip()
+    if tree.endswith("}"):
+        head, inner = tree[:-1].split("{", 1)
+        prefix = (*prefix, *(part for part in head.strip().split("::") if part))
+        depth, start = 0, 0
+        for at, letter in enumerate([*inner, ","]):
+            depth += {"{": 1, "}": -1}.get(letter, 0)
+            if letter == "," and depth == 0:
+                if inner[start:at].strip():
+                    yield from leaves(inner[start:at], prefix)
+                start = at + 1
+        return
+    path, _, alias = tree.partition(" as ")
+    path = (*prefix, *(part.strip() for part in path.split("::") if part.strip()))
+    if path and path[-1] == "self":
+        path = path[:-1]
+    if path:
+        yield path, alias.strip() or path[-1]
+
+
+class Crate:
+    """The files of a crate by module path, and which uses which."""
+
+    def __init__(self, sources):
+        """sources: text by path below src/."""
+        self.files = {}
+        for path, text in sources.items():
+            parts = path.removesuffix(".rs").split("/")
+            self.files[() if parts in (["lib"], ["main"]) else tuple(parts)] = without_comments(text)
+        self.names, self.public = {}, {}
+        for module, text in self.files.items():
+            uses = re.findall(r"^\s*(pub(?:\([^)]*\))?\s+)?use\s+([^;]+);", text, re.M)
+            self.names[module] = [(path, name) for _, tree in uses for path, name in leaves(tree)]
+            self.public[module] = {name: path for pub, tree in uses if pub for path, name in leaves(tree)}
+
+    def resolve(self, module, path, seen=()):
+        """The file with the name at the end of a path that is written in `module`; None where it is another crate's."""
+        path = list(path)
+        if path[0] == "crate":
+            at, path = (), path[1:]
+        elif path[0] in ("super", "self") or (*module, path[0]) in self.files:
+            at = module
+            while path and path[0] in ("super", "self"):
+                at, path = (at[:-1] if path[0] == "super" else at), path[1:]
+        else:
+            return None
+        while path and (*at, path[0]) in self.files:
+            at, path = (*at, path[0]), path[1:]
+        if path and (at, path[0]) not in seen and path[0] in self.public.get(at, {}):
+            there = self.resolve(at, (*self.public[at][path[0]], *path[1:]), (*seen, (at, path[0])))
+            return there if there is not None else at
+        return at
+
+    def arrows(self):
+        found = collections.defaultdict(set)
+        for module, text in self.files.items():
+            public = set(self.public[module].values())
+            paths = [path for path, _ in self.names[module] if path not in public]
+            body = re.sub(r"^\s*(pub(?:\([^)]*\))?\s+)?use\s+[^;]+;", "", text, flags=re.M)
+            modules = {name: path for path, name in self.names[module]}
+            for words in re.findall(r"\b[a-z_]\w*(?:::\w+)+", body):
+                path = tuple(words.split("::"))
+                paths.append((*modules[path[0]], *path[1:]) if path[0] in modules else path)
+            for path in paths:
+                to = self.resolve(module, path)
+                if to is not None and to != module:
+                    found[module].add(to)
+        return found
+
+    def circles(self):
+        """Sets of more than two files each of which uses each other, maybe by way of the others."""
+        arrows = self.arrows()
+
+        def reached(start):
+            seen, open_ = set(), [start]
+            while open_:
+                for to in arrows[open_.pop()]:
+                    if to not in seen:
+                        seen.add(to)
+                        open_.append(to)
+            return seen
+
+        reach = {module: reached(module) for module in self.files}
+        groups = {frozenset(b for b in reach[a] if a in reach[b]) for a in self.files if a in reach[a]}
+        return sorted((sorted(group) for group in groups if len(group) > 2), key=len, reverse=True)
+
+
+def long_functions(text):
+    """Name and lines of functions of more than MOST_LINES lines."""
+    lines, found = text.split("\n"), []
+    for at, line in enumerate(lines):
+        if start := re.match(r"(\s*)(?:pub(?:\([^)]*\))?\s+)?(?:const |unsafe |async |extern \"C\" )*fn (\w+)", line):
+            ends = (n for n in range(at, len(lines)) if lines[n] == start[1] + "}" or lines[n] == start[1] + ");")
+            end = at if line.rstrip()[-1:] in (";", "}") else next(ends, at)
+            if end - at + 1 > MOST_LINES:
+                found.append(f"{start[2]}, {end - at + 1} lines")
+    return found
+
+
+def parts(name):
+    """The words of a name, in the singular; where a range starts is its first."""
+    words = (re.sub(r"ies$", "y", word).rstrip("s") for word in re.split(r"[_.]", name) if word)
+    return {{"start": "first", "len": "length", "dim": "width"}.get(word, word) for word in words}
+
+
+def other_names(text):
+    """Words of params structs whose values share no word with them: `word: value` in `params!(.. { .. })`."""
+    found = []
+    for struct, body in re.findall(r"params!\((\w+) \{(.*?)\}\)", text, re.S):
+        for word, value in re.findall(r"(?:^|[\s,{])(\w+): ([\w.]+)\s*(?:,|$)", body, re.M):
+            if not value[0].isdigit() and value not in ("true", "false") and not parts(word) & parts(value):
+                found.append(f"{struct}.{word}: {value}")
+    return found
+
+
+def tracked():
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\n")
+    paths = [name for name in names if name.endswith((".rs", ".py")) and (ROOT / name).is_file()]
+    return {name: (ROOT / name).read_text(encoding="utf-8") for name in paths}
+
+
+def measured(files):
+    """What stands behind each number, by name."""
+    me = pathlib.Path(__file__).name
+    files = {path: text for path, text in files.items() if not path.endswith((me, "test_houses.py"))}
+    rust = {path: text for path, text in files.items() if path.endswith(".rs")}
+    python = {path: text for path, text in files.items() if path.endswith(".py")}
+    kinds = re.compile(r"\bAttention(Kind)?::(Mha|Swa|Mla|Nsa|Dma|InfllmV2|Moba|Msa)\b")
+    rooms = "crates/sieve-core/src/kinds", "crates/sieve-nn/src/attention"
+    others = {path: text for path, text in rust.items() if not TEST_FILE.search(path) and not path.startswith(rooms)}
+    circles, crates = [], collections.defaultdict(dict)
+    for path, text in rust.items():
+        if (place := re.match(r"crates/([^/]+)/src/(.*)", path)) and not TEST_FILE.search(path):
+            crates[place[1]][place[2]] = text
+    for crate, sources in sorted(crates.items()):
+        circles += [(crate, "/".join(file) or "lib") for group in Crate(sources).circles() for file in group]
+    return {
+        "Rust files that name a variant": [
+            path for path, text in others.items() if kinds.search(without_comments(text))
+        ],
+        "Rust files with moba": [path for path, text in rust.items() if "moba" in text.lower()],
+        "Python files with moba": [path for path, text in python.items() if "moba" in text.lower()],
+        "files in circles": [f"{crate} {file}" for crate, file in circles],
+        f"functions above {MOST_LINES} lines": [
+            f"{path} {name}" for path, text in rust.items() for name in long_functions(text)
+        ],
+        "params words of another name": [f"{path} {word}" for path, text in rust.items() for word in other_names(text)],
+    }
+
+
+def main():
+    if any(word != "--list" for word in sys.argv[1:]):
+        sys.exit(__doc__)
+    above, found = [], measured(tracked())
+    for name, behind in found.items():
+        limit = LIMITS[name]
+        print(f"{name:32} {len(behind):4}  at most {limit}")
+        if len(behind) > limit:
+            above.append(f"{name}: {len(behind)}, and at most {limit}\n  hint: --list names them")
+        elif len(behind) < limit:
+            print(f"  less than before: set its limit in {pathlib.Path(__file__).name} to {len(behind)}")
+        if sys.argv[1:]:
+            print(*(f"  {line}" for line in behind), sep="\n")
+    if above:
+        sys.exit("\n".join(above))
+
+
+if __name__ == "__main__":
+    main()
