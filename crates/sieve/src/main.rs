@@ -24,6 +24,7 @@ mod plan;
 mod recipe;
 mod room;
 mod selector;
+mod serve;
 mod shipped;
 mod startup;
 mod terminal;
@@ -73,6 +74,8 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Continue a prompt with a trained model
     Generate(generate::GenerateArgs),
+    /// Answer requests with a trained model: an OpenAI-compatible server
+    Serve(serve::ServeArgs),
     /// Measure a trained model
     #[command(subcommand)]
     Eval(eval::EvalCommand),
@@ -146,6 +149,7 @@ fn run(command: Command) -> anyhow::Result<Exit> {
         }
         Command::Plan(args) => done(plan::run(args)),
         Command::Generate(args) => done(paths::with_reference_lines(generate::run(args))),
+        Command::Serve(args) => done(paths::with_reference_lines(serve::run(args))),
         Command::Eval(command) => done(paths::with_reference_lines(eval::run(command))),
         Command::Compare(args) => done(compare::run(&args)),
         Command::Export(args) => done(export::run(args)),
