@@ -11,7 +11,9 @@ mod rows;
 mod continuation;
 mod generator;
 mod greedy;
+mod open_texts;
 mod sampler;
+mod token_scores;
 
 mod document;
 mod perplexity;
@@ -48,6 +50,7 @@ pub use long::{
 pub use needle::{
     Haystack, NUM_DISTRACTORS, NeedleCell, NeedleConfig, NeedleExample, NeedleReport, linear_grid, needle,
 };
+pub use open_texts::OpenTexts;
 pub use patterns::{PatternSearch, calibrate_dam, search_minference};
 pub use perplexity::{
     Extrapolation, LossByDistance, MeanLoss, PerplexityConfig, PerplexityReport, PositionLoss, RollingPerplexity,
@@ -66,6 +69,7 @@ pub use tasks::{
     TaskRun, TaskSize, TaskTexts, Turn, run_task,
 };
 pub use together::BatchGenerator;
+pub use token_scores::{PromptScores, TokenScore, score_prompts};
 pub use trained::{TrainedMeasure, measure_trained};
 pub use weights::{ChosenKeys, DISTANCES, HeadWeights, KeyLifetimes, LayerWeights, attention_weights};
 pub use words::WordUse;

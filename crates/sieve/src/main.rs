@@ -24,6 +24,7 @@ mod plan;
 mod recipe;
 mod room;
 mod selector;
+mod serve;
 mod shipped;
 mod startup;
 mod terminal;
@@ -79,6 +80,8 @@ enum Command {
         after_help = "Example: sieve generate --checkpoint out/quickstart --prompt 'fn main' --max-new-tokens 100"
     )]
     Generate(generate::GenerateArgs),
+    /// Answer requests with a trained model: an OpenAI-compatible server
+    Serve(serve::ServeArgs),
     /// Measure a trained model
     #[command(subcommand)]
     Eval(eval::EvalCommand),
@@ -160,6 +163,7 @@ fn run(command: Command) -> anyhow::Result<Exit> {
         }
         Command::Plan(args) => done(plan::run(args)),
         Command::Generate(args) => done(paths::with_reference_lines(generate::run(args))),
+        Command::Serve(args) => done(paths::with_reference_lines(serve::run(args))),
         Command::Eval(command) => done(paths::with_reference_lines(eval::run(command))),
         Command::Compare(args) => done(compare::run(&args)),
         Command::Export(args) => done(export::run(args)),

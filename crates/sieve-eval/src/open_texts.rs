@@ -1,0 +1,120 @@
+//! Texts that are decoded as one batch while others join and leave between tokens.
+use crate::continuation::{Continuation, rows_of_texts};
+use crate::input::check_row;
+use crate::{EvalError, Selection};
+use sieve_nn::{Qwen3, TextRows};
+use sieve_ops::DeviceBackend;
+
+/// Open texts, each with what its owner knows of it, a `T`.
+#[derive(Debug)]
+pub struct OpenTexts<'a, B: DeviceBackend, T> {
+    model: &'a Qwen3<B>,
+    /// A text before its prompt; all texts use its rotary tables.
+    empty: Continuation<'a, B>,
+    /// The selector of each text, which then has a cache of its own.
+    selection: Option<Selection>,
+    /// The common KV cache, where the device has one.
+    rows: Option<TextRows<B>>,
+    texts: Vec<(Continuation<'a, B>, T)>,
+    /// Most texts, and most tokens of each.
+    size: [usize; 2],
+}
+
+impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
+    /// No text yet: at most `max_texts` of at most `room` tokens each.
+    pub fn new(
+        model: &'a Qwen3<B>,
+        [max_texts, room]: [usize; 2],
+        selection: Option<Selection>,
+        device: &B::Device,
+    ) -> Self {
+        let mut this = Self {
+            model,
+            empty: Continuation::new(model, room, device),
+            selection,
+            rows: None,
+            texts: Vec::new(),
+            size: [max_texts, room],
+        };
+        this.clear();
+        this
+    }
+
+    /// Drops all texts and their caches, as after a pass that failed, and returns what their owner knows of them.
+    pub fn clear(&mut self) -> Vec<T> {
+        let [max_texts, room] = self.size;
+        let acts_in_decode = self.selection.as_ref().is_some_and(Selection::acts_in_decode);
+        self.rows = match acts_in_decode {
+            true => None,
+            false => rows_of_texts(self.model.shape(), max_texts, room),
+        };
+        self.texts.drain(..).map(|(_, owned)| owned).collect()
+    }
+
+    /// Number of open texts.
+    pub fn len(&self) -> usize {
+        self.texts.len()
+    }
+
+    /// Whether no text is open.
+    pub fn is_empty(&self) -> bool {
+        self.texts.is_empty()
+    }
+
+    /// Whether one more text may join.
+    pub fn has_room(&self) -> bool {
+        self.texts.len() < self.size[0]
+    }
+
+    /// Reads a prompt. `next` takes the logits of the next token, and returns what is kept of a text that joins the
+    /// others; `None` if it has ended.
+    ///
+    /// # Errors
+    /// A prompt that is empty, too long, or has a token outside the vocabulary; operands that the selector refuses; an
+    /// error of `next`.
+    pub fn join(
+        &mut self,
+        prompt: &[u32],
+        next: impl FnOnce(&[f32]) -> Result<Option<T>, EvalError>,
+    ) -> Result<(), EvalError> {
+        check_row(prompt, prompt.len(), self.model.shape())?;
+        let mut text = self.empty.clone().with_copy_of(self.selection.as_ref());
+        let logits = text.read(prompt)?;
+        if let Some(owned) = next(&logits)? {
+            text.join(&mut self.rows);
+            self.texts.push((text, owned));
+        }
+        Ok(())
+    }
+
+    /// Reads the token of each text that `token_of` gives; a text without one leaves first. Then `next` takes each
+    /// text's logits.
+    ///
+    /// # Errors
+    /// Operands that the selector refuses.
+    pub fn step(
+        &mut self,
+        mut token_of: impl FnMut(&T) -> Option<u32>,
+        mut next: impl FnMut(&mut T, &[f32]),
+    ) -> Result<(), EvalError> {
+        let mut tokens = Vec::with_capacity(self.texts.len());
+        let rows = &mut self.rows;
+        self.texts.retain_mut(|(text, owned)| {
+            let token = token_of(owned);
+            match token {
+                Some(token) => tokens.push(token),
+                None => text.leave(rows),
+            }
+            token.is_some()
+        });
+        if tokens.is_empty() {
+            return Ok(());
+        }
+        let mut texts: Vec<_> = self.texts.iter_mut().map(|(text, _)| text).collect();
+        let logits = Continuation::read_each(&mut texts, &tokens, rows)?;
+        for ((_, owned), logits) in self.texts.iter_mut().zip(&logits) {
+            next(owned, logits);
+        }
+        Ok(())
+    }
+}

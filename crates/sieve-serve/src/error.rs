@@ -1,0 +1,137 @@
+//! Errors of a server that cannot start, and of a request, in OpenAI's form.
+use axum::body::Body;
+use axum::http::{Response, StatusCode, header};
+use serde_json::{Value, json};
+use sieve_eval::EvalError;
+use std::io;
+
+/// Why a server cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The address cannot be listened at.
+    #[error(
+        "cannot listen at {host}:{port}: {error}\n  hint: use another --port, or a --host that is an address of this \
+         machine"
+    )]
+    Bind {
+        /// Name or address.
+        host: String,
+        /// The port.
+        port: u16,
+        /// What the system said.
+        error: io::Error,
+    },
+    /// The system gives no thread or no timer.
+    #[error("the server's threads cannot start: {0}\n  hint: raise the limits on threads and open files (ulimit -n)")]
+    Runtime(#[from] io::Error),
+}
+
+/// Why a request is not answered. Its message goes to the client.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ApiError {
+    pub(crate) status: StatusCode,
+    /// OpenAI's `type`.
+    kind: &'static str,
+    /// OpenAI's `code`, for errors that programs handle.
+    code: Option<&'static str>,
+    /// The field of the request.
+    param: Option<String>,
+    message: String,
+}
+
+impl ApiError {
+    fn new(status: StatusCode, kind: &'static str, message: String) -> Self {
+        Self { status, kind, code: None, param: None, message }
+    }
+
+    /// A request that is wrong as it is.
+    pub(crate) fn invalid(param: &str, message: impl Into<String>) -> Self {
+        let param = (!param.is_empty()).then(|| param.to_owned());
+        Self { param, ..Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", message.into()) }
+    }
+
+    /// A request that needs more tokens than a text may have.
+    pub(crate) fn too_long(prompt: usize, new: usize, context: usize) -> Self {
+        let message = format!(
+            "a prompt of {prompt} tokens and {new} new ones do not fit into the context of {context}; shorten the \
+             prompt or lower max_tokens"
+        );
+        Self { code: Some("context_length_exceeded"), ..Self::invalid("prompt", message) }
+    }
+
+    pub(crate) fn unknown_model(asked: &str, name: &str) -> Self {
+        let message = format!("the model {asked:?} does not exist; this server has {name:?}");
+        let invalid = Self::invalid("model", message);
+        Self { status: StatusCode::NOT_FOUND, code: Some("model_not_found"), ..invalid }
+    }
+
+    pub(crate) fn no_key() -> Self {
+        let message = "no API key, or a wrong one; send Authorization: Bearer KEY".to_owned();
+        let code = Some("invalid_api_key");
+        Self { code, ..Self::new(StatusCode::UNAUTHORIZED, "authentication_error", message) }
+    }
+
+    pub(crate) fn no_path(path: &str) -> Self {
+        let message = format!(
+            "nothing is at {path}; this server has /v1/completions, /v1/chat/completions, /v1/models, /health and \
+             /metrics"
+        );
+        Self::new(StatusCode::NOT_FOUND, "invalid_request_error", message)
+    }
+
+    pub(crate) fn wrong_method(method: &str, path: &str) -> Self {
+        let message = format!("{method} is not possible at {path}");
+        Self::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", message)
+    }
+
+    pub(crate) fn too_large(most_bytes: usize) -> Self {
+        let message = format!("the request has more than {most_bytes} bytes");
+        Self::new(StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error", message)
+    }
+
+    pub(crate) fn too_slow(seconds: u64) -> Self {
+        let message = format!("the request did not arrive within {seconds} seconds");
+        Self::new(StatusCode::REQUEST_TIMEOUT, "invalid_request_error", message)
+    }
+
+    pub(crate) fn queue_full(most: usize) -> Self {
+        let message = format!("the queue of {most} texts is full; try again later");
+        let code = Some("rate_limit_exceeded");
+        Self { code, ..Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message) }
+    }
+
+    pub(crate) fn stopping() -> Self {
+        let message = "the server is stopping".to_owned();
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message)
+    }
+
+    /// A fault of the server; the message names no part of a prompt.
+    pub(crate) fn server(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message.into())
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        let Self { kind, code, param, message, .. } = self;
+        json!({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    }
+
+    pub(crate) fn response(&self) -> Response<Body> {
+        let mut response = Response::new(Body::from(self.json().to_string()));
+        *response.status_mut() = self.status;
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, header::HeaderValue::from_static("application/json"));
+        if self.status == StatusCode::TOO_MANY_REQUESTS {
+            headers.insert(header::RETRY_AFTER, header::HeaderValue::from_static("1"));
+        }
+        response
+    }
+}
+
+impl From<EvalError> for ApiError {
+    fn from(error: EvalError) -> Self {
+        match error {
+            EvalError::NotFinite(_) => Self::server(error.to_string()),
+            _ => Self::invalid("", error.to_string()),
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! Typed fields of a request's JSON object. A field that the server does not know is refused, not ignored.
+use crate::error::ApiError;
+use serde_json::{Map, Value};
+
+/// Fields that change nothing in the answer.
+const WITHOUT_EFFECT: [&str; 4] = ["user", "store", "metadata", "service_tier"];
+
+/// The fields of a request that were not read yet.
+#[derive(Debug)]
+pub(crate) struct Fields(Map<String, Value>);
+
+impl Fields {
+    /// # Errors
+    /// A body that is no JSON object.
+    pub(crate) fn parse(body: &[u8]) -> Result<Self, ApiError> {
+        let value: Value = serde_json::from_slice(body).map_err(|error| {
+            // The message of serde_json has a place and no text of the request.
+            ApiError::invalid("", format!("the body is not valid JSON: {error}"))
+        })?;
+        match value {
+            Value::Object(fields) => Ok(Self(fields)),
+            _ => Err(ApiError::invalid("", "the body is not a JSON object")),
+        }
+    }
+
+    /// Takes a field; null counts as absent.
+    pub(crate) fn take(&mut self, name: &str) -> Option<Value> {
+        self.0.remove(name).filter(|value| !value.is_null())
+    }
+
+    fn of_type<T>(
+        &mut self,
+        name: &str,
+        wanted: &str,
+        read: impl FnOnce(&Value) -> Option<T>,
+    ) -> Result<Option<T>, ApiError> {
+        let Some(value) = self.take(name) else {
+            return Ok(None);
+        };
+        read(&value).map(Some).ok_or_else(|| ApiError::invalid(name, format!("{name} is not {wanted}")))
+    }
+
+    pub(crate) fn bool(&mut self, name: &str) -> Result<bool, ApiError> {
+        Ok(self.of_type(name, "true or false", Value::as_bool)?.unwrap_or(false))
+    }
+
+    pub(crate) fn string(&mut self, name: &str) -> Result<Option<String>, ApiError> {
+        self.of_type(name, "a string", |value| value.as_str().map(str::to_owned))
+    }
+
+    /// A whole number of at most `most`.
+    pub(crate) fn count(&mut self, name: &str, [least, most]: [u64; 2]) -> Result<Option<usize>, ApiError> {
+        let wanted = format!("a whole number from {least} to {most}");
+        let read = |value: &Value| value.as_u64().filter(|count| (least..=most).contains(count));
+        Ok(self.of_type(name, &wanted, read)?.map(|count| count as usize))
+    }
+
+    /// A number in a range, without its lower end if `is_open`.
+    pub(crate) fn number(
+        &mut self,
+        name: &str,
+        [least, most]: [f64; 2],
+        is_open: bool,
+    ) -> Result<Option<f64>, ApiError> {
+        let wanted = match is_open {
+            true => format!("a number above {least} and up to {most}"),
+            false => format!("a number from {least} to {most}"),
+        };
+        let is_in = |number: &f64| (least..=most).contains(number) && !(is_open && *number == least);
+        self.of_type(name, &wanted, |value| value.as_f64().filter(is_in))
+    }
+
+    /// Any 64-bit integer.
+    pub(crate) fn seed(&mut self) -> Result<Option<u64>, ApiError> {
+        let read = |value: &Value| value.as_u64().or(value.as_i64().map(|seed| seed as u64));
+        self.of_type("seed", "a whole number of 64 bits", read)
+    }
+
+    /// A field that may only have a value that changes nothing, since the server lacks what it asks for.
+    pub(crate) fn lacks(&mut self, name: &str, changes_nothing: impl FnOnce(&Value) -> bool) -> Result<(), ApiError> {
+        match self.take(name) {
+            Some(value) if !changes_nothing(&value) => {
+                Err(ApiError::invalid(name, format!("this server has no {name}; leave it out")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses what is left.
+    pub(crate) fn finish(self) -> Result<(), ApiError> {
+        let mut unknown = self.0.keys().filter(|name| !WITHOUT_EFFECT.contains(&name.as_str()));
+        match unknown.next() {
+            Some(name) => {
+                let shown: String = name.chars().take(64).flat_map(char::escape_debug).collect();
+                Err(ApiError::invalid(&shown, format!("this server does not know the field {shown}; leave it out")))
+            }
+            None => Ok(()),
+        }
+    }
+}

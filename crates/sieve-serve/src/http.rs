@@ -1,0 +1,191 @@
+//! The paths of the server.
+use crate::error::ApiError;
+use crate::queue::{Piece, Text};
+use crate::reply::Reply;
+use crate::request::{Asked, Form};
+use crate::serve::Server;
+use axum::Router;
+use axum::body::{Body, Bytes, to_bytes};
+use axum::extract::{Path, Request, State};
+use axum::http::{HeaderValue, Method, Response, Uri, header};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::routing::{get, post};
+use serde_json::{Value, json};
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::mpsc::UnboundedReceiver;
+
+/// Bytes of a request, at most.
+const MOST_BYTES: usize = 4 << 20;
+/// Seconds in which a request must arrive.
+const BODY_SECONDS: u64 = 30;
+
+/// The server's paths.
+pub(crate) fn router(server: Arc<Server>) -> Router {
+    Router::new()
+        .route("/v1/completions", post(completion))
+        .route("/v1/chat/completions", post(chat))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*name}", get(model))
+        .route("/health", get(async || json_response(&json!({"status": "ok"}))))
+        .route("/metrics", get(metrics))
+        .fallback(async |uri: Uri| ApiError::no_path(uri.path()).response())
+        .method_not_allowed_fallback(async |method: Method, uri: Uri| {
+            ApiError::wrong_method(method.as_str(), uri.path()).response()
+        })
+        .layer(from_fn_with_state(server.clone(), guard))
+        .with_state(server)
+}
+
+/// Checks the key, and counts the answer.
+async fn guard(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response<Body> {
+    let path = match request.uri().path() {
+        "/v1/completions" => "/v1/completions",
+        "/v1/chat/completions" => "/v1/chat/completions",
+        "/health" => "/health",
+        "/metrics" => "/metrics",
+        path if path.starts_with("/v1/models") => "/v1/models",
+        _ => "other",
+    };
+    let is_open = ["/health", "/metrics"].contains(&path);
+    let response = match &server.settings.api_key {
+        Some(key) if !is_open && !has_key(&request, key) => ApiError::no_key().response(),
+        _ => next.run(request).await,
+    };
+    server.metrics.count_answer(path, response.status().as_u16());
+    response
+}
+
+/// Whether a request has the key. The comparison takes the same time wherever the keys differ.
+fn has_key(request: &Request, key: &str) -> bool {
+    let sent = request.headers().get(header::AUTHORIZATION).map(HeaderValue::as_bytes).unwrap_or_default();
+    let Some(sent) = sent.strip_prefix(b"Bearer ") else {
+        return false;
+    };
+    let differing = sent.iter().zip(key.as_bytes()).fold(0, |differing, (a, b)| differing | (a ^ b));
+    sent.len() == key.len() && differing == 0
+}
+
+fn json_response(value: &Value) -> Response<Body> {
+    typed("application/json", value.to_string().into())
+}
+
+fn typed(kind: &'static str, body: Body) -> Response<Body> {
+    let mut response = Response::new(body);
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
+    response
+}
+
+async fn metrics(State(server): State<Arc<Server>>) -> Response<Body> {
+    typed("text/plain; version=0.0.4", server.metrics.text(server.queue.len()).into())
+}
+
+/// What `/v1/models` says about the model.
+fn about(server: &Server) -> Value {
+    let settings = &server.settings;
+    json!({
+        "id": settings.name, "object": "model", "created": 0, "owned_by": "sieve",
+        "max_model_len": settings.context, "attention": settings.attention, "selector": settings.selector,
+        "texts_at_once": settings.max_texts, "texts_waiting_at_most": settings.max_queue,
+        "has_chat_template": settings.template.is_some(),
+    })
+}
+
+async fn models(State(server): State<Arc<Server>>) -> Response<Body> {
+    json_response(&json!({"object": "list", "data": [about(&server)]}))
+}
+
+async fn model(State(server): State<Arc<Server>>, Path(name): Path<String>) -> Response<Body> {
+    match name == server.settings.name {
+        true => json_response(&about(&server)),
+        false => ApiError::unknown_model(&name, &server.settings.name).response(),
+    }
+}
+
+async fn completion(State(server): State<Arc<Server>>, request: Request) -> Response<Body> {
+    answer(Form::Completion, server, request).await.unwrap_or_else(|error| error.response())
+}
+
+async fn chat(State(server): State<Arc<Server>>, request: Request) -> Response<Body> {
+    answer(Form::Chat, server, request).await.unwrap_or_else(|error| error.response())
+}
+
+async fn answer(form: Form, server: Arc<Server>, request: Request) -> Result<Response<Body>, ApiError> {
+    let body = read(request).await?;
+    let asking = server.clone();
+    // Long texts take long to cut into tokens; other requests go on meanwhile.
+    let asked = tokio::task::spawn_blocking(move || Asked::read(form, &body, &asking)).await;
+    let asked = Arc::new(asked.map_err(|_| ApiError::server("the request could not be read"))??);
+    let mut pieces = server.queue.send(asked.num_texts(), |index, pieces| {
+        let prompt = asked.prompt(index);
+        Text {
+            index,
+            prompt: prompt.tokens.clone(),
+            max_tokens: prompt.max_tokens,
+            sampling: asked.sampling_of(index),
+            stop: asked.stop.clone(),
+            num_top: asked.num_top,
+            scores_prompt: asked.echo && asked.num_top.is_some(),
+            pieces,
+        }
+    })?;
+    let mut reply = Reply::new(server, asked.clone());
+    if asked.streams {
+        return Ok(typed("text/event-stream", stream(reply, pieces)));
+    }
+    while !reply.is_whole() {
+        let (text, piece) = pieces.recv().await.ok_or_else(ApiError::stopping)?;
+        reply.add(text, piece)?;
+    }
+    Ok(json_response(&reply.whole()))
+}
+
+/// The body of a request, within its limits of size and time.
+async fn read(request: Request) -> Result<Bytes, ApiError> {
+    let length = request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
+    if length.is_some_and(|length: u64| length > MOST_BYTES as u64) {
+        return Err(ApiError::too_large(MOST_BYTES));
+    }
+    let body = tokio::time::timeout(Duration::from_secs(BODY_SECONDS), to_bytes(request.into_body(), MOST_BYTES));
+    let body = body.await.map_err(|_| ApiError::too_slow(BODY_SECONDS))?;
+    // A body that broke off has no reader.
+    body.map_err(|_| ApiError::too_large(MOST_BYTES))
+}
+
+/// A stream of events: chunks as texts grow, an error if there is one, and `[DONE]`.
+fn stream(reply: Reply, pieces: UnboundedReceiver<(usize, Piece)>) -> Body {
+    let first = reply.first_chunks().iter().map(event).collect::<String>();
+    let events = futures_util::stream::unfold(Some((first, reply, pieces)), async |state| {
+        let (mut text, mut reply, mut pieces) = state?;
+        // The first chunks go out at once; afterwards each event waits for a piece.
+        while text.is_empty() {
+            let failed = match pieces.recv().await {
+                Some((at, piece)) => match reply.add(at, piece) {
+                    Ok(()) => {
+                        text += &reply.chunk(at).as_ref().map(event).unwrap_or_default();
+                        None
+                    }
+                    Err(error) => Some(error),
+                },
+                None => Some(ApiError::stopping()),
+            };
+            if failed.is_none() && !reply.is_whole() {
+                continue;
+            }
+            text += &failed
+                .map_or_else(|| reply.last_chunk(), |error| Some(error.json()))
+                .as_ref()
+                .map(event)
+                .unwrap_or_default();
+            text += "data: [DONE]\n\n";
+            return Some((Ok::<_, Infallible>(Bytes::from(text)), None));
+        }
+        Some((Ok(Bytes::from(text)), Some((String::new(), reply, pieces))))
+    });
+    Body::from_stream(events)
+}
+
+fn event(value: &Value) -> String {
+    format!("data: {value}\n\n")
+}

@@ -1,0 +1,22 @@
+//! An OpenAI-compatible HTTP server for a trained model.
+//!
+//! One thread owns the model and decodes all texts as one batch; texts join and leave between tokens. Another thread
+//! takes requests, checks them, and sends them over as texts through a bounded queue. A request that cannot be
+//! answered gets OpenAI's error JSON, and nothing that a request holds is printed or kept.
+
+mod error;
+mod metrics;
+mod queue;
+mod worker;
+
+mod fields;
+mod reply;
+mod request;
+
+mod http;
+mod listen;
+mod serve;
+
+pub use error::ServeError;
+pub use listen::listen;
+pub use serve::{Engine, Settings, Stop, serve};

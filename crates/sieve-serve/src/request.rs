@@ -1,0 +1,271 @@
+//! What a request asks for: its prompts, as tokens, and how they are continued.
+use crate::error::ApiError;
+use crate::fields::Fields;
+use crate::serve::Server;
+use serde_json::Value;
+use sieve_eval::Sampling;
+use sieve_hf::ChatMessage;
+use std::hash::{BuildHasher, RandomState};
+
+/// New tokens of a completion that does not say how many, as OpenAI has it.
+const DEFAULT_NEW_TOKENS: usize = 16;
+/// Prompts of one request, at most.
+const MOST_PROMPTS: usize = 2048;
+/// Texts of one prompt, at most.
+const MOST_SAMPLES: u64 = 128;
+/// Likeliest tokens that are given beside each token, at most.
+const MOST_TOP: u64 = 20;
+/// Stop texts, at most.
+const MOST_STOPS: usize = 16;
+/// Highest temperature, as OpenAI has it.
+const MOST_TEMPERATURE: f64 = 2.0;
+
+/// The form of a request and of its answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    Completion,
+    Chat,
+}
+
+/// A prompt as tokens, and its text if the answer repeats it.
+#[derive(Debug)]
+pub(crate) struct Prompt {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) text: Option<String>,
+    /// Tokens after the prompt, at most.
+    pub(crate) max_tokens: usize,
+}
+
+/// A checked request.
+#[derive(Debug)]
+pub(crate) struct Asked {
+    pub(crate) form: Form,
+    pub(crate) prompts: Vec<Prompt>,
+    /// Texts of each prompt; each has the next seed.
+    pub(crate) num_samples: usize,
+    pub(crate) sampling: Sampling,
+    pub(crate) stop: Vec<String>,
+    /// Whether the answer begins with the prompt.
+    pub(crate) echo: bool,
+    /// How many of the likeliest tokens are given beside each token; `None`: no log-probabilities.
+    pub(crate) num_top: Option<usize>,
+    pub(crate) streams: bool,
+    /// Whether a stream's last chunk has the number of tokens.
+    pub(crate) has_usage: bool,
+}
+
+impl Asked {
+    /// Reads a request's body.
+    ///
+    /// # Errors
+    /// A field that is wrong, unknown or not served; another model's name; more tokens than the context.
+    pub(crate) fn read(form: Form, body: &[u8], server: &Server) -> Result<Self, ApiError> {
+        let mut fields = Fields::parse(body)?;
+        let name = &server.settings.name;
+        if let Some(asked) = fields.string("model")?.filter(|asked| asked != name) {
+            return Err(ApiError::unknown_model(&asked, name));
+        }
+        let context = server.settings.context as u64;
+        let max_tokens = fields.count("max_tokens", [0, context])?;
+        let max_tokens = fields.count("max_completion_tokens", [0, context])?.or(max_tokens);
+        let (echo, num_top, texts) = match form {
+            Form::Completion => {
+                let num_top = fields.count("logprobs", [0, MOST_TOP])?;
+                (fields.bool("echo")?, num_top, completion_prompts(&mut fields, server)?)
+            }
+            Form::Chat => {
+                let num_top = fields.count("top_logprobs", [0, MOST_TOP])?;
+                let with_logprobs = fields.bool("logprobs")?;
+                if num_top.is_some() && !with_logprobs {
+                    return Err(ApiError::invalid("top_logprobs", "top_logprobs needs logprobs: true"));
+                }
+                (false, with_logprobs.then_some(num_top.unwrap_or(0)), vec![chat_prompt(&mut fields, server)?])
+            }
+        };
+        if echo && num_top.is_some() && server.settings.selector.is_some() {
+            let message = "a server with a selector does not score prompts; sieve eval tasks --selector does";
+            return Err(ApiError::invalid("logprobs", message));
+        }
+        let options = match fields.take("stream_options") {
+            Some(Value::Object(options)) => options,
+            None => serde_json::Map::new(),
+            Some(_) => return Err(ApiError::invalid("stream_options", "stream_options is not an object")),
+        };
+        let asked = Self {
+            form,
+            prompts: texts
+                .into_iter()
+                .map(|(tokens, text)| {
+                    let max_tokens = room(form, tokens.len(), max_tokens, server.settings.context)?;
+                    Ok(Prompt { tokens, text: text.filter(|_| echo), max_tokens })
+                })
+                .collect::<Result<_, ApiError>>()?,
+            num_samples: fields.count("n", [1, MOST_SAMPLES])?.unwrap_or(1),
+            sampling: Sampling {
+                temperature: fields.number("temperature", [0.0, MOST_TEMPERATURE], false)?.unwrap_or(1.0),
+                top_p: fields.number("top_p", [0.0, 1.0], true)?.unwrap_or(1.0),
+                top_k: fields.count("top_k", [1, u64::from(u32::MAX)])?,
+                // Without a seed each request gets another text: the hasher's keys are random.
+                seed: fields.seed()?.unwrap_or_else(|| RandomState::new().hash_one(0)),
+            },
+            stop: stop_texts(fields.take("stop"))?,
+            echo,
+            num_top,
+            streams: fields.bool("stream")?,
+            has_usage: options.get("include_usage").and_then(Value::as_bool).unwrap_or(false),
+        };
+        refuse_what_is_not_served(&mut fields, asked.num_samples)?;
+        fields.finish()?;
+        let most = server.queue.most();
+        match asked.num_texts() > most {
+            true => Err(ApiError::invalid("prompt", format!("the request asks for more than {most} texts"))),
+            false => Ok(asked),
+        }
+    }
+
+    /// Number of texts: samples of all prompts.
+    pub(crate) fn num_texts(&self) -> usize {
+        self.prompts.len() * self.num_samples
+    }
+
+    /// The prompt of a text. Samples of one prompt are side by side.
+    pub(crate) fn prompt(&self, text: usize) -> &Prompt {
+        &self.prompts[text / self.num_samples]
+    }
+
+    /// How a text is sampled.
+    pub(crate) fn sampling_of(&self, text: usize) -> Sampling {
+        let seed = self.sampling.seed.wrapping_add((text % self.num_samples) as u64);
+        Sampling { seed, ..self.sampling }
+    }
+}
+
+/// Tokens that a text may have after its prompt.
+fn room(form: Form, prompt: usize, asked: Option<usize>, context: usize) -> Result<usize, ApiError> {
+    let room = context.checked_sub(prompt).ok_or_else(|| ApiError::too_long(prompt, asked.unwrap_or(0), context))?;
+    match asked {
+        Some(asked) if asked > room => Err(ApiError::too_long(prompt, asked, context)),
+        Some(asked) => Ok(asked),
+        None if room == 0 => Err(ApiError::too_long(prompt, 1, context)),
+        None if form == Form::Chat => Ok(room),
+        None => Ok(room.min(DEFAULT_NEW_TOKENS)),
+    }
+}
+
+/// A prompt's tokens and text.
+type TokensAndText = (Vec<u32>, Option<String>);
+
+/// The field `prompt`: a string, tokens, or a list of either.
+fn completion_prompts(fields: &mut Fields, server: &Server) -> Result<Vec<TokensAndText>, ApiError> {
+    let invalid = |message: &str| ApiError::invalid("prompt", message);
+    let prompts = match fields.take("prompt").ok_or_else(|| invalid("prompt is missing"))? {
+        Value::Array(values) if values.iter().any(|value| !value.is_number()) => values,
+        Value::Array(values) if values.is_empty() => return Err(invalid("prompt is an empty list")),
+        one => vec![one],
+    };
+    if prompts.len() > MOST_PROMPTS {
+        return Err(invalid(&format!("prompt is a list of more than {MOST_PROMPTS}")));
+    }
+    let read = |prompt: Value| match prompt {
+        Value::String(text) => Ok((encoded(&text, server)?, Some(text))),
+        Value::Array(ids) => {
+            let most = server.settings.vocab_size as u64;
+            let id = |id: &Value| id.as_u64().filter(|id| *id < most).map(|id| id as u32);
+            let ids = ids.iter().map(id).collect::<Option<Vec<u32>>>();
+            let ids = ids.ok_or_else(|| invalid(&format!("a token of prompt is no whole number below {most}")))?;
+            let text = server.tokenizer.decode(&ids).map_err(|error| invalid(&error.to_string()))?;
+            Ok((ids, Some(text)))
+        }
+        _ => Err(invalid("prompt is not a string, a list of tokens, or a list of either")),
+    };
+    let from_start = |(tokens, text): TokensAndText| match tokens.is_empty() {
+        // A document's start, as generate begins an empty prompt.
+        true => (vec![server.settings.eos_id], text),
+        false => (tokens, text),
+    };
+    prompts.into_iter().map(|prompt| read(prompt).map(from_start)).collect()
+}
+
+fn encoded(text: &str, server: &Server) -> Result<Vec<u32>, ApiError> {
+    let tokens =
+        server.tokenizer.encode_marked(text).map_err(|error| ApiError::invalid("prompt", error.to_string()))?;
+    match tokens.iter().find(|token| **token as usize >= server.settings.vocab_size) {
+        Some(token) => Err(ApiError::invalid("prompt", format!("the model has no row for token {token}"))),
+        None => Ok(tokens),
+    }
+}
+
+/// The field `messages`, as the model's chat template writes it.
+fn chat_prompt(fields: &mut Fields, server: &Server) -> Result<TokensAndText, ApiError> {
+    let invalid = |message: &str| ApiError::invalid("messages", message);
+    let Some(Value::Array(messages)) = fields.take("messages") else {
+        return Err(invalid("messages is missing, or no list"));
+    };
+    let Some(template) = &server.settings.template else {
+        return Err(invalid("the model has no chat template; use /v1/completions"));
+    };
+    let mut turns: Vec<(String, String)> = Vec::new();
+    for message in messages {
+        let role = message.get("role").and_then(Value::as_str);
+        let role = role.filter(|role| ["system", "developer", "user", "assistant"].contains(role));
+        let role = role.ok_or_else(|| invalid("a message's role is not system, user or assistant"))?;
+        let content = message.get("content").and_then(content);
+        let content = content.ok_or_else(|| invalid("a message's content is no text"))?;
+        // OpenAI's newer name of the system's role.
+        let role = if role == "developer" { "system" } else { role };
+        turns.push((role.to_owned(), content));
+    }
+    if turns.is_empty() {
+        return Err(invalid("messages is empty"));
+    }
+    let messages: Vec<_> = turns.iter().map(|(role, content)| ChatMessage { role, content }).collect();
+    let text = template.render(&messages).map_err(|error| invalid(&error.to_string()))?;
+    match encoded(&text, server)? {
+        tokens if tokens.is_empty() => Ok((vec![server.settings.eos_id], None)),
+        tokens => Ok((tokens, None)),
+    }
+}
+
+/// A message's content: a string, or a list of parts that are texts.
+fn content(value: &Value) -> Option<String> {
+    let text_of = |part: &Value| {
+        let is_text = part.get("type").and_then(Value::as_str) == Some("text");
+        part.get("text").and_then(Value::as_str).filter(|_| is_text).map(str::to_owned)
+    };
+    match value {
+        Value::String(text) => Some(text.clone()),
+        Value::Array(parts) => parts.iter().map(text_of).collect(),
+        _ => None,
+    }
+}
+
+fn stop_texts(value: Option<Value>) -> Result<Vec<String>, ApiError> {
+    let texts = match value {
+        None => Some(Vec::new()),
+        Some(Value::String(text)) => Some(vec![text]),
+        Some(Value::Array(texts)) => texts.iter().map(|text| text.as_str().map(str::to_owned)).collect(),
+        Some(_) => None,
+    };
+    let is_short = |texts: &Vec<String>| texts.len() <= MOST_STOPS && texts.iter().all(|text| !text.is_empty());
+    texts.filter(is_short).ok_or_else(|| {
+        ApiError::invalid("stop", format!("stop is no text, or list of up to {MOST_STOPS} texts, none of them empty"))
+    })
+}
+
+/// Refuses fields of OpenAI that would change the answer and that this server lacks.
+fn refuse_what_is_not_served(fields: &mut Fields, num_samples: usize) -> Result<(), ApiError> {
+    let is_empty = |value: &Value| {
+        value.as_array().is_some_and(Vec::is_empty) || value.as_object().is_some_and(serde_json::Map::is_empty)
+    };
+    for name in ["presence_penalty", "frequency_penalty"] {
+        fields.lacks(name, |value| value.as_f64() == Some(0.0))?;
+    }
+    for name in ["logit_bias", "tools", "functions", "modalities"] {
+        fields.lacks(name, is_empty)?;
+    }
+    fields.lacks("best_of", |value| value.as_u64() == Some(num_samples as u64))?;
+    fields.lacks("suffix", |value| value.as_str() == Some(""))?;
+    fields.lacks("tool_choice", |value| value.as_str() == Some("none"))?;
+    fields.lacks("parallel_tool_calls", Value::is_boolean)?;
+    fields.lacks("response_format", |value| value.get("type").and_then(Value::as_str) == Some("text"))
+}

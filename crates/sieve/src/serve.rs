@@ -1,0 +1,174 @@
+//! `sieve serve`: an OpenAI-compatible server for a trained model.
+use crate::loaded::{PlaceArgs, on_device};
+use crate::{loaded, selector, terminal};
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use sieve_core::{ModelShape, attention_label};
+use sieve_eval::{prompt_part, texts_together};
+use sieve_hf::{ChatTemplate, Kept, peek_model};
+use sieve_ops::DeviceBackend;
+use sieve_plan::InferenceSize;
+use sieve_serve::{Engine, Settings, Stop};
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The variable that holds the key where `--api-key` is absent: other users can read a command line.
+const API_KEY: &str = "SIEVE_API_KEY";
+
+/// Arguments of `sieve serve`.
+#[derive(Args, Debug)]
+pub(crate) struct ServeArgs {
+    /// A checkpoint (step-N), a run folder (then its latest), an export, or another Hugging Face folder of Llama,
+    /// Mistral, Qwen2, Qwen3 or Doge
+    #[arg(long, value_name = "DIR")]
+    checkpoint: PathBuf,
+    /// Address to listen at; only this machine reaches the default, 0.0.0.0 is open to the network
+    #[arg(long, default_value = "127.0.0.1")]
+    host: String,
+    /// Port to listen at; 0 takes a free one
+    #[arg(long, default_value_t = 8000)]
+    port: u16,
+    /// The key that requests must send; the variable SIEVE_API_KEY when absent
+    #[arg(long, value_name = "KEY", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    api_key: Option<String>,
+    /// The model's name in requests; the folder's name when absent
+    #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    name: Option<String>,
+    /// A tokenizer.json in place of the model's own
+    #[arg(long, value_name = "FILE")]
+    tokenizer: Option<PathBuf>,
+    /// Tokens of a text with its prompt, at most; the model's context when absent
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    max_context: Option<u64>,
+    /// Texts that are decoded as one batch, at most; by the context when absent, up to 32
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1024))]
+    max_texts: Option<u64>,
+    /// Texts that wait, at most; a request beyond them gets status 429
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..))]
+    max_queue: u64,
+    #[command(flatten)]
+    sparse: selector::SelectorArgs,
+    #[command(flatten)]
+    place: PlaceArgs,
+}
+
+impl ServeArgs {
+    /// Tokens of a text, and texts at once.
+    fn limits(&self, shape: &ModelShape) -> Result<[usize; 2]> {
+        let context = self.max_context.map_or(shape.max_seq_len, |context| context as usize);
+        ensure!(
+            context <= shape.max_seq_len,
+            "--max-context is {context}, and the model's context is {} (max_position_embeddings)\n  hint: use at most \
+             {} or leave it out",
+            shape.max_seq_len,
+            shape.max_seq_len
+        );
+        let has_selector = self.sparse.selector.is_some();
+        ensure!(
+            !has_selector || self.max_texts.is_none_or(|texts| texts == 1),
+            "--max-texts is above 1, and a selector decodes one text at a time\n  hint: leave --max-texts out"
+        );
+        let max_texts = match self.max_texts {
+            _ if has_selector => 1,
+            Some(texts) => texts as usize,
+            None => texts_together(context),
+        };
+        Ok([context, max_texts])
+    }
+
+    /// The model's name in requests.
+    fn model_name(&self) -> String {
+        let folder = || {
+            let path = self.checkpoint.canonicalize().unwrap_or_else(|_| self.checkpoint.clone());
+            path.file_name().map_or_else(|| "sieve".to_owned(), |name| name.to_string_lossy().into_owned())
+        };
+        self.name.clone().unwrap_or_else(folder)
+    }
+}
+
+/// Runs `sieve serve`: answers requests until a signal asks for the end.
+pub(crate) fn run(args: ServeArgs) -> Result<()> {
+    let (_, shape) = peek_model(&args.checkpoint)?;
+    let [context, max_texts] = args.limits(&shape)?;
+    // A port in use is said before the model is loaded.
+    let listener = sieve_serve::listen(&args.host, args.port)?;
+    let place = args.place.for_checkpoint(&args.checkpoint, |_, shape| {
+        let part = prompt_part(shape, context);
+        // One cache more: a prompt is read into a cache of its own.
+        InferenceSize { cached_tokens: context, num_caches: max_texts + 1, ..InferenceSize::rows_of(part, part) }
+    });
+    let place = place.with_context(|| {
+        format!(
+            "planning for {} of {} tokens\n  hint: lower --max-texts or --max-context",
+            terminal::counted(max_texts as u64, "text"),
+            terminal::thousands(context as u64)
+        )
+    })?;
+    on_device!(place, run_on(&args, [context, max_texts], listener))
+}
+
+fn run_on<B: DeviceBackend>(
+    args: &ServeArgs,
+    [context, max_texts]: [usize; 2],
+    listener: TcpListener,
+    device: &B::Device,
+    kept: Kept,
+) -> Result<()> {
+    let (loaded, own) = loaded::load::<B>(&args.checkpoint, device, kept)?;
+    let tokenizer = match &args.tokenizer {
+        Some(path) => loaded::tokenizer(path, &loaded.recipe)?,
+        None => own,
+    };
+    terminal::line(&format!("model: {}", loaded.line()));
+    let eos_id = tokenizer.eos_id()?;
+    let engine = Engine {
+        model: &loaded.model,
+        device,
+        ends: loaded.end_ids(eos_id)?,
+        tokenizer: Arc::new(tokenizer),
+        selection: args.sparse.selection(&loaded.shape)?,
+    };
+    let settings = Settings {
+        name: args.model_name(),
+        api_key: args.api_key.clone().or_else(|| crate::train::variable(API_KEY).filter(|key| !key.is_empty())),
+        max_texts,
+        max_queue: args.max_queue as usize,
+        context,
+        vocab_size: loaded.shape.vocab_size,
+        eos_id,
+        template: ChatTemplate::of_model(&args.checkpoint)?,
+        attention: attention_label(&loaded.shape),
+        selector: args.sparse.selector.as_ref().map(ToString::to_string),
+    };
+    let address = listener.local_addr().context("reading the address")?;
+    if !address.ip().is_loopback() && settings.api_key.is_none() {
+        terminal::warning(&format!("anyone who reaches {address} can use this server; --api-key asks for a key"));
+    }
+    let stop = Stop::default();
+    stop_at_signals(&stop)?;
+    terminal::line(&format!(
+        "serving {} at http://{address}/v1: {} of {} tokens at once, {} more wait; stop with Ctrl-C",
+        settings.name,
+        terminal::counted(max_texts as u64, "text"),
+        terminal::thousands(context as u64),
+        terminal::thousands(settings.max_queue as u64)
+    ));
+    sieve_serve::serve(listener, &engine, settings, &stop)?;
+    terminal::line("stopped; every request that had begun was answered, or waited for 30 seconds");
+    Ok(())
+}
+
+/// The first signal lets open requests end, the second ends the process.
+fn stop_at_signals(stop: &Stop) -> Result<()> {
+    let (stop, has_asked) = (stop.clone(), AtomicBool::new(false));
+    let ask = move || {
+        if has_asked.swap(true, Ordering::Relaxed) {
+            crate::exit::Exit::Interrupted.now();
+        }
+        terminal::line("stopping when the open requests are answered; once more to quit at once");
+        stop.ask();
+    };
+    ctrlc::set_handler(ask).context("installing the signal handler")
+}
