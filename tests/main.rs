@@ -21,6 +21,7 @@ mod kernel_branches;
 mod kernels_cli;
 mod operator;
 mod resume_kill;
+mod serve;
 mod sessions;
 mod tasks_cli;
 mod train_faults;
