@@ -23,6 +23,7 @@ mod kernels_cli;
 mod library_page;
 mod operator;
 mod resume_kill;
+mod serve;
 mod sessions;
 mod tasks_cli;
 mod train_faults;

@@ -1,0 +1,401 @@
+//! The command `sieve serve`: its texts and likelihoods are those of `generate` and `eval tasks`, its refusals are
+//! OpenAI's, and neither clients nor requests end it.
+use crate::random_model::{kinds, random_model, recipe, write_checkpoint};
+use crate::tasks_cli::DENSE;
+use crate::tiny_run::{TinyRun, ended, json, signal, spawned, succeed, text, wait_until};
+use crate::words_model;
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::Child;
+use std::time::Duration;
+
+/// A running server and the first line that it read from its output.
+struct Served {
+    child: Child,
+    /// `127.0.0.1:PORT`.
+    address: String,
+}
+
+/// An answer: its status, and its body.
+struct Answer(u16, String);
+
+impl Answer {
+    fn json(&self) -> Value {
+        serde_json::from_str(&self.1).unwrap_or_else(|e| panic!("{e}: {}", self.1))
+    }
+}
+
+impl Served {
+    fn new(tiny: &TinyRun, checkpoint: &str, more: &str) -> Self {
+        let serve = format!("serve --checkpoint {checkpoint} --name tiny --device cpu --port 0 {more}");
+        let mut child = spawned(&mut tiny.sieve(&serve));
+        let mut output = BufReader::new(child.stdout.take().expect("a pipe"));
+        let mut printed = String::new();
+        while !printed.contains("/v1:") {
+            if output.read_line(&mut printed).expect("text") == 0 {
+                let output = child.wait_with_output().expect("it ends");
+                panic!("{printed}{}", text(&output));
+            }
+        }
+        // The rest of the output is short and fits into the pipe.
+        child.stdout = Some(output.into_inner());
+        let address = printed.split("http://").nth(1).and_then(|rest| rest.split("/v1").next());
+        let address = address.expect("an address").to_owned();
+        Self { child, address }
+    }
+
+    fn connect(&self) -> TcpStream {
+        let stream = TcpStream::connect(&self.address).expect("the server listens");
+        stream.set_read_timeout(Some(Duration::from_secs(240))).expect("a time");
+        stream
+    }
+
+    /// Sends a request and reads all of the answer.
+    fn send(&self, method: &str, path: &str, headers: &str, body: &[u8]) -> Answer {
+        let mut stream = self.connect();
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n{headers}\r\n",
+            body.len()
+        );
+        stream.write_all(&[head.as_bytes(), body].concat()).expect("it reads");
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).expect("an answer");
+        let answer = String::from_utf8(answer).expect("UTF-8");
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{answer:?}"));
+        let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("a status");
+        let body = match head.to_lowercase().contains("transfer-encoding: chunked") {
+            true => unchunked(body),
+            false => body.to_owned(),
+        };
+        Answer(status, body)
+    }
+
+    fn post(&self, path: &str, body: &Value) -> Answer {
+        self.send("POST", path, "", body.to_string().as_bytes())
+    }
+
+    fn get(&self, path: &str) -> Answer {
+        self.send("GET", path, "", b"")
+    }
+
+    /// The first choice of a completion.
+    fn completion(&self, body: &Value) -> Value {
+        let answer = self.post("/v1/completions", body);
+        assert_eq!(answer.0, 200, "{}", answer.1);
+        answer.json()["choices"][0].clone()
+    }
+
+    /// A number of `/metrics`.
+    fn metric(&self, name: &str) -> u64 {
+        let text = self.get("/metrics").1;
+        let line = text.lines().find(|line| line.starts_with(&format!("{name} "))).expect(name);
+        line.rsplit(' ').next().and_then(|value| value.parse().ok()).expect("a number")
+    }
+
+    /// The resident memory in KiB.
+    fn memory(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).expect("it runs");
+        let line = status.lines().find(|line| line.starts_with("VmRSS:")).expect("a size");
+        line.split_whitespace().nth(1).and_then(|size| size.parse().ok()).expect("a number")
+    }
+
+    /// Asks the server to stop, and returns what it printed since it listens.
+    fn stop(self) -> String {
+        signal(&self.child, "TERM");
+        text(&ended(self.child, 0))
+    }
+}
+
+fn unchunked(body: &str) -> String {
+    let (mut text, mut rest) = (String::new(), body);
+    while let Some((size, more)) = rest.split_once("\r\n") {
+        let size = usize::from_str_radix(size, 16).expect("a size");
+        text += &more[..size];
+        rest = more[size..].trim_start_matches("\r\n");
+        if size == 0 {
+            break;
+        }
+    }
+    text
+}
+
+/// The events of a stream, without `[DONE]`, which must be the last.
+fn events(answer: &Answer) -> Vec<Value> {
+    assert_eq!(answer.0, 200, "{}", answer.1);
+    let mut events: Vec<&str> = answer.1.split("\n\n").filter(|event| !event.is_empty()).collect();
+    assert_eq!(events.pop(), Some("data: [DONE]"), "{}", answer.1);
+    events.into_iter().map(|event| json(event.strip_prefix("data: ").expect("data"))).collect()
+}
+
+fn dense() -> TinyRun {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    let recipe = recipe(DENSE[0], DENSE[1]);
+    write_checkpoint(&tiny.path("run"), &recipe, &random_model(&recipe, 11));
+    tiny
+}
+
+/// What `generate` writes after a prompt.
+fn generated(tiny: &TinyRun, checkpoint: &str, more: &str, prompt: &str) -> Value {
+    let generate = format!("generate --checkpoint {checkpoint} --device cpu --json --max-new-tokens 9 {more}");
+    json(&succeed(tiny.sieve(&generate).args(["--prompt", prompt])))
+}
+
+#[test]
+fn served_texts_and_likelihoods_of_every_kind_are_those_of_generate_and_eval() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    let prompts = ["t5 t9 t11", "t1 t2 t3 t4 t5 t6 t7 t8 t9 t10 t11 t12 t13", "t40 t3"];
+    let task = "measure = \"choices\"\nprompt = \"{q}\"\nchoices = \"c\"\nlabel = \"{a}\"\n";
+    tiny.write("mine.toml", task);
+    let rows = prompts.map(|q| json!({"q": q, "c": ["t7 t8", "t30 t2 t77"], "a": 0}).to_string());
+    tiny.write("rows.jsonl", rows.join("\n"));
+    for [name, model, attention] in kinds() {
+        let recipe = recipe(model, attention);
+        write_checkpoint(&tiny.path(name), &recipe, &random_model(&recipe, 11));
+        let served = Served::new(&tiny, name, "");
+        std::thread::scope(|scope| {
+            // All at once: they join one batch.
+            let texts = prompts.map(|prompt| {
+                let body = json!({"model": "tiny", "prompt": prompt, "max_tokens": 9, "temperature": 0});
+                let served = &served;
+                scope.spawn(move || served.completion(&body))
+            });
+            for (prompt, choice) in prompts.iter().zip(texts) {
+                let choice = choice.join().expect("an answer");
+                let own = generated(&tiny, name, "--temperature 0", prompt);
+                assert_eq!(choice["text"], own["text"], "{name} {prompt}");
+            }
+        });
+        tiny.prints(&format!(
+            "eval tasks --checkpoint {name} --device cpu --data mine.toml=rows.jsonl --samples samples-{name}.jsonl"
+        ));
+        let samples = tiny.read(&format!("samples-{name}.jsonl"));
+        for (prompt, row) in prompts.iter().zip(samples.lines()) {
+            let row = json(row);
+            let likelihoods = row["likelihoods"].as_array().expect("a list");
+            for (ending, own) in ["t7 t8", "t30 t2 t77"].iter().zip(likelihoods) {
+                let body = json!({"prompt": format!("{prompt} {ending}"), "max_tokens": 1, "echo": true, "logprobs": 1,
+                    "temperature": 0});
+                let logprobs = served.completion(&body)["logprobs"].clone();
+                let found = logprobs["token_logprobs"].as_array().expect("a list");
+                let (first, end) = (prompt.split(' ').count(), found.len() - 1);
+                let sum: f64 = found[first..end].iter().map(|value| value.as_f64().expect("a number")).sum();
+                let wanted = own["log_likelihood"].as_f64().expect("a number");
+                assert!((sum - wanted).abs() < 1e-5 * wanted.abs().max(1.0), "{name} {prompt}: {sum} {wanted}");
+                assert!(found[0].is_null() && logprobs["tokens"][0] == prompt.split(' ').next().expect("a word"));
+            }
+        }
+        served.stop();
+    }
+}
+
+#[test]
+fn streams_samples_and_stop_texts_are_those_of_whole_answers() {
+    let tiny = dense();
+    let served = Served::new(&tiny, "run", "");
+    let body = |more: Value| {
+        let mut body = json!({"model": "tiny", "prompt": "t5 t9 t11", "max_tokens": 9, "temperature": 0.9, "seed": 4});
+        more.as_object().expect("fields").iter().for_each(|(name, value)| body[name] = value.clone());
+        body
+    };
+    let whole = served.post("/v1/completions", &body(json!({"n": 3, "logprobs": 2}))).json();
+    let own = generated(&tiny, "run", "--temperature 0.9 --top-p 1 --seed 5", "t5 t9 t11");
+    assert_eq!(whole["choices"][1]["text"], own["text"]);
+    assert_eq!(whole["usage"]["prompt_tokens"], 3);
+    let options = json!({"n": 3, "logprobs": 2, "stream": true, "stream_options": {"include_usage": true}});
+    let mut chunks = events(&served.post("/v1/completions", &body(options)));
+    assert_eq!(chunks.pop().expect("chunks")["usage"], whole["usage"]);
+    for (index, choice) in whole["choices"].as_array().expect("a list").iter().enumerate() {
+        let own = || chunks.iter().map(|chunk| &chunk["choices"][0]).filter(|choice| choice["index"] == index);
+        let text: String = own().map(|choice| choice["text"].as_str().expect("a text")).collect();
+        assert_eq!(choice["text"], text);
+        let tokens = own().flat_map(|choice| choice["logprobs"]["tokens"].as_array().expect("a list"));
+        assert_eq!(choice["logprobs"]["tokens"], tokens.cloned().collect::<Vec<_>>());
+        assert_eq!(own().last().expect("chunks")["finish_reason"], choice["finish_reason"]);
+    }
+    // Words of the test's tokenizer are joined by spaces.
+    let greedy = served.completion(&body(json!({"temperature": 0})));
+    let text = greedy["text"].as_str().expect("a text");
+    let word = text.split_whitespace().nth(2).expect("nine words");
+    let stopped = served.completion(&body(json!({"temperature": 0, "stop": [word, "never"]})));
+    assert_eq!((&stopped["finish_reason"], &stopped["text"]), (&json!("stop"), &json!(text.split(word).next())));
+    let echoed = served.completion(&body(json!({"temperature": 0, "echo": true})));
+    assert_eq!(echoed["text"], format!("t5 t9 t11{text}"));
+    let ids = served.completion(&body(json!({"temperature": 0, "prompt": [[5, 9, 11]]})));
+    assert_eq!(ids["text"], greedy["text"]);
+    let none = served.completion(&body(json!({"max_tokens": 0, "echo": true, "logprobs": 0})));
+    assert_eq!(none["logprobs"]["tokens"].as_array().expect("a list").len(), 3);
+    served.stop();
+}
+
+#[test]
+fn what_a_server_cannot_answer_it_refuses_in_the_form_of_openai() {
+    let tiny = dense();
+    let served = Served::new(&tiny, "run", "--api-key secret --max-texts 1 --max-queue 2");
+    let key = "Authorization: Bearer secret\r\n";
+    let post = |path: &str, body: &str| served.send("POST", path, key, body.as_bytes());
+    let completion = "/v1/completions";
+    for (answer, status, words) in [
+        (served.send("POST", completion, "", b"{}"), 401, "invalid_api_key"),
+        (served.send("POST", completion, "Authorization: Bearer secreT\r\n", b"{}"), 401, "invalid_api_key"),
+        (served.get("/v1/models"), 401, "invalid_api_key"),
+        (served.get("/v2"), 401, "invalid_api_key"),
+        (served.send("GET", "/v2", key, b""), 404, "/v1/completions"),
+        (served.send("GET", completion, key, b""), 405, "GET is not possible"),
+        (served.send("GET", "/v1/models/gpt", key, b""), 404, "model_not_found"),
+        (post(completion, "{"), 400, "not valid JSON"),
+        (post(completion, "[]"), 400, "not a JSON object"),
+        (post(completion, "{}"), 400, "prompt is missing"),
+        (post(completion, r#"{"model": "gpt", "prompt": "t1"}"#), 404, "model_not_found"),
+        (post(completion, r#"{"prompt": "t1", "max_tokens": 64}"#), 400, "context_length_exceeded"),
+        (post(completion, r#"{"prompt": [1, 97]}"#), 400, "below 97"),
+        (post(completion, r#"{"prompt": [1, "t1"]}"#), 400, "or a list of either"),
+        (post(completion, r#"{"prompt": "t1", "temperature": -1}"#), 400, "a number from 0 to 2"),
+        (post(completion, r#"{"prompt": "t1", "top_p": 0}"#), 400, "above 0"),
+        (post(completion, r#"{"prompt": "t1", "n": 3}"#), 400, "more than 2 texts"),
+        (post(completion, r#"{"prompt": "t1", "logit_bias": {"5": 1}}"#), 400, "has no logit_bias"),
+        (post(completion, r#"{"prompt": "t1", "temprature": 1}"#), 400, "temprature"),
+        (post(completion, r#"{"prompt": "t1", "stop": ""}"#), 400, "stop is no text"),
+        (post("/v1/chat/completions", r#"{"messages": [{"role": "user", "content": "t1"}]}"#), 400, "no chat template"),
+    ] {
+        assert_eq!(answer.0, status, "{words}: {}", answer.1);
+        let error = &answer.json()["error"];
+        assert!(error.to_string().contains(words) && error["message"].is_string(), "{words}: {}", answer.1);
+    }
+    assert_eq!((served.get("/health").0, served.get("/metrics").0), (200, 200));
+    // Of many requests at once some find the queue full; the others are answered.
+    let statuses: Vec<u16> = std::thread::scope(|scope| {
+        let body = r#"{"prompt": "t1 t2", "max_tokens": 60, "n": 2, "temperature": 0}"#;
+        let requests: Vec<_> = (0..24).map(|_| scope.spawn(|| post(completion, body).0)).collect();
+        requests.into_iter().map(|request| request.join().expect("an answer")).collect()
+    });
+    assert!(statuses.iter().all(|status| [200, 429].contains(status)) && statuses.contains(&200), "{statuses:?}");
+    assert!(statuses.contains(&429), "{statuses:?}");
+    assert!(!served.stop().contains("t1"), "a prompt was printed");
+    tiny.refuses(
+        "serve --checkpoint run --device cpu --port 0 --max-context 65",
+        "context is 64 | hint: use at most 64",
+    );
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = taken.local_addr().expect("an address").port();
+    tiny.refuses(&format!("serve --checkpoint run --device cpu --port {port}"), "cannot listen at | hint: use another");
+}
+
+#[test]
+fn a_chat_is_answered_by_the_models_template() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    words_model::write(&tiny);
+    let served = Served::new(&tiny, "metaspace", "");
+    let path = "/v1/chat/completions";
+    let body = |content: Value, stream: bool| {
+        json!({"messages": [{"role": "system", "content": "Be short"}, {"role": "user", "content": content}],
+            "max_completion_tokens": 5, "temperature": 0, "logprobs": true, "top_logprobs": 2, "stream": stream})
+    };
+    let whole = served.post(path, &body(json!("What?"), false)).json();
+    let choice = &whole["choices"][0];
+    assert_eq!(
+        (&choice["message"]["content"], &choice["finish_reason"]),
+        (&json!(" Paris"), &json!("stop")),
+        "{whole}"
+    );
+    // The end token is counted and has a log-probability.
+    let tokens = choice["logprobs"]["content"].as_array().expect("a list").len() as u64;
+    assert_eq!(whole["usage"]["completion_tokens"], tokens);
+    let parts = json!([{"type": "text", "text": "What?"}]);
+    let chunks = events(&served.post(path, &body(parts, true)));
+    assert_eq!(chunks[0]["choices"][0]["delta"]["role"], "assistant");
+    let said = chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"]["content"].as_str());
+    assert_eq!(said.collect::<String>(), " Paris");
+    let image = json!([{"type": "image_url", "image_url": {"url": "x"}}]);
+    assert_eq!(served.post(path, &body(image, false)).0, 400);
+    served.stop();
+}
+
+#[test]
+fn a_selector_decodes_one_text_at_a_time() {
+    let tiny = dense();
+    let selector = "--selector quest:page=4,budget=8,dense_layers=0";
+    let served = Served::new(&tiny, "run", selector);
+    let about = served.get("/v1/models").json()["data"][0].clone();
+    assert!(about["texts_at_once"] == 1 && about["selector"].as_str().expect("a name").starts_with("quest"), "{about}");
+    let prompt = "t5 t9 t11 t1 t2 t3 t4 t5 t6 t7 t8 t9 t10 t11 t12 t13";
+    let own = generated(&tiny, "run", &format!("{selector} --temperature 0"), prompt);
+    let body = json!({"prompt": [prompt, prompt], "max_tokens": 9, "temperature": 0});
+    let answer = served.post("/v1/completions", &body).json();
+    assert_eq!([&answer["choices"][0]["text"], &answer["choices"][1]["text"]], [&own["text"]; 2]);
+    let scored = served.post("/v1/completions", &json!({"prompt": prompt, "echo": true, "logprobs": 1}));
+    assert_eq!(scored.0, 400, "{}", scored.1);
+    served.stop();
+}
+
+#[test]
+fn neither_requests_nor_clients_end_a_server_or_fill_its_memory() {
+    let tiny = dense();
+    let served = Served::new(&tiny, "run", "");
+    let mut random = ChaCha8Rng::seed_from_u64(3);
+    let whole = json!({"model": "tiny", "prompt": ["t1 t2", "t3"], "max_tokens": 3, "temperature": 0.5, "top_p": 0.9,
+        "n": 2, "stop": ["t9"], "logprobs": 2, "echo": true, "stream": false, "seed": 5})
+    .to_string();
+    let mut statuses = std::collections::BTreeMap::<u16, usize>::new();
+    let mut first_memory = 0;
+    for round in 0..1000 {
+        let mut body = whole.clone().into_bytes();
+        for _ in 0..1 + random.next_u32() % 4 {
+            let at = random.next_u32() as usize % body.len();
+            match random.next_u32() % 4 {
+                0 => body[at] = random.next_u32() as u8,
+                1 => _ = body.remove(at),
+                2 => body.insert(at, b"{}[]\",:-0e9\\\x00\xff"[random.next_u32() as usize % 14]),
+                _ => body.truncate(at.max(1)),
+            }
+        }
+        let answer = served.send("POST", "/v1/completions", "", &body);
+        *statuses.entry(answer.0).or_default() += 1;
+        assert!(answer.0 < 500 && serde_json::from_str::<Value>(&answer.1).is_ok(), "{body:?}: {}", answer.1);
+        if round == 300 {
+            first_memory = served.memory();
+        }
+    }
+    assert!(statuses[&200] > 20 && statuses[&400] > 500, "{statuses:?}");
+    // Clients that go before, while and after they ask; one that reads nothing, and one that never asks.
+    let before = served.metric("sieve_cancelled_texts_total");
+    let silent = served.connect();
+    let body = json!({"prompt": "t1", "max_tokens": 60, "stream": true, "n": 40, "temperature": 1.5}).to_string();
+    let request = format!("POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+    let mut slow = served.connect();
+    slow.write_all(request.as_bytes()).expect("it reads");
+    for round in 0..60 {
+        let mut stream = served.connect();
+        let part = [&request[..40], &request[..request.len() - 5], &request][round % 3];
+        stream.write_all(part.as_bytes()).expect("it reads");
+    }
+    wait_until("texts of clients that went are cancelled", || {
+        served.metric("sieve_cancelled_texts_total") > before && served.metric("sieve_open_texts") == 0
+    });
+    assert_eq!(served.metric("sieve_waiting_texts"), 0);
+    let memory = served.memory();
+    assert!(memory < first_memory + first_memory / 4, "{first_memory} KiB became {memory}");
+    drop((silent, slow));
+    let printed = served.stop();
+    assert!(!printed.contains("a bug in Sieve"), "{printed}");
+}
+
+#[test]
+fn a_signal_lets_open_requests_end() {
+    let tiny = dense();
+    let served = Served::new(&tiny, "run", "");
+    let mut stream = served.connect();
+    let body = json!({"prompt": "t1", "max_tokens": 60, "stream": true, "n": 16, "temperature": 0}).to_string();
+    let request = format!("POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+    stream.write_all(request.as_bytes()).expect("it reads");
+    let mut first = [0; 64];
+    stream.read_exact(&mut first).expect("a beginning");
+    signal(&served.child, "TERM");
+    let mut rest = String::new();
+    stream.read_to_string(&mut rest).expect("an end");
+    assert!(rest.contains("[DONE]"), "{rest}");
+    let printed = text(&ended(served.child, 0));
+    assert!(printed.contains("stopping when the open requests are answered"), "{printed}");
+}
