@@ -304,7 +304,7 @@
     });
     const span = mark(idx);
     span.dataset.run = idx;
-    label.append(box, span, run.name);
+    label.append(box, span, run.diverged ? `${run.name} (diverged)` : run.name);
     byId("shown").append(label);
   });
   byId("joinBox").hidden = new Set(runs.map((run) => run.group)).size === runs.length;

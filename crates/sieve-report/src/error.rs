@@ -45,6 +45,14 @@ pub enum ReportError {
         /// The name that both runs have.
         name: String,
     },
+    /// A run to compare with that is not among the runs.
+    #[error("no run is called {name}\n  hint: name one of {}", names.join(", "))]
+    NoSuchRun {
+        /// The name that no run has.
+        name: String,
+        /// Names of the runs.
+        names: Vec<String>,
+    },
     /// The report was given no run.
     #[error("no run to compare\n  hint: name at least one run folder")]
     Nothing,

@@ -7,7 +7,7 @@
 //! use sieve_report::{Run, page};
 //!
 //! let runs = [Run::open("out/mha".as_ref(), None)?, Run::open("out/dma".as_ref(), Some("DMA, w 64"))?];
-//! std::fs::write("compare.html", page(&runs)?)?;
+//! std::fs::write("compare.html", page(&runs, Some("mha"))?)?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 

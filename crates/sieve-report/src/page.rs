@@ -2,7 +2,7 @@
 use crate::evaluations::Scores;
 use crate::groups::groups;
 use crate::series::{Knots, Series};
-use crate::tables::{commands, config, escaped, models, pictures, scores, summary};
+use crate::tables::{commands, config, escaped, models, pictures, samples, scores, summary};
 use crate::{ReportError, Run};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -18,6 +18,8 @@ const UPLOT_LICENSE: &str = include_str!("../assets/uPlot-LICENSE");
 #[derive(Serialize)]
 struct Charted<'a> {
     name: &'a str,
+    /// Whether the run diverged; its name on the page says so.
+    diverged: bool,
     group: usize,
     knots: Knots,
     series: BTreeMap<&'a str, Series>,
@@ -25,11 +27,12 @@ struct Charted<'a> {
     curves: BTreeMap<String, &'a [(f64, f64)]>,
 }
 
-/// A page that compares `runs`: recipes' differences, curves, speed, memory, evaluations.
+/// A page that compares `runs`: recipes' differences, curves, speed, memory, evaluations, samples. Behind the numbers
+/// of the other runs stands their difference to the run called `against`.
 ///
 /// # Errors
-/// No run; two runs with the same name.
-pub fn page(runs: &[Run]) -> Result<String, ReportError> {
+/// No run; two runs with the same name; no run called `against`.
+pub fn page(runs: &[Run], against: Option<&str>) -> Result<String, ReportError> {
     if runs.is_empty() {
         return Err(ReportError::Nothing);
     }
@@ -38,6 +41,14 @@ pub fn page(runs: &[Run]) -> Result<String, ReportError> {
             return Err(ReportError::SameName { name: run.name.clone() });
         }
     }
+    let against = against.map(|name| {
+        let found = runs.iter().position(|run| run.name == name);
+        found.ok_or_else(|| ReportError::NoSuchRun {
+            name: name.to_owned(),
+            names: runs.iter().map(|run| run.name.clone()).collect(),
+        })
+    });
+    let against = against.transpose()?;
     let groups = groups(runs);
     let charted: Vec<Charted<'_>> = runs.iter().zip(&groups).map(|(run, &group)| charted(run, group)).collect();
     // The data is inside a <script> element, where a name with "</script" or "<!--" would move its end.
@@ -50,11 +61,12 @@ pub fn page(runs: &[Run]) -> Result<String, ReportError> {
         ("UPLOT_LICENSE", UPLOT_LICENSE.to_owned()),
         ("UPLOT_STYLE", UPLOT_STYLE.to_owned()),
         ("STYLE", STYLE.to_owned()),
-        ("SUMMARY", summary(runs, &groups)),
+        ("SUMMARY", summary(runs, &groups, against)),
         ("MODELS", models(runs)),
         ("CONFIG", config(runs)),
         ("SCORES", scores(runs)),
         ("PICTURES", pictures(runs)),
+        ("SAMPLES", samples(runs)),
         ("COMMANDS", commands(runs)),
         ("UPLOT", UPLOT.to_owned()),
         ("SCRIPT", SCRIPT.to_owned()),
@@ -103,7 +115,14 @@ fn charted(run: &Run, group: usize) -> Charted<'_> {
         let of = scores.curves.iter();
         of.map(move |(name, points)| (of_file(scores, name), points.as_slice()))
     });
-    Charted { name: &run.name, group, knots: Knots::new(&run.steps, &run.sums()), series, curves: curves.collect() }
+    Charted {
+        name: &run.name,
+        diverged: run.has_diverged(),
+        group,
+        knots: Knots::new(&run.steps, &run.sums()),
+        series,
+        curves: curves.collect(),
+    }
 }
 
 #[cfg(test)]
@@ -115,7 +134,7 @@ mod tests {
     fn the_page_holds_everything_and_asks_no_network() {
         let recipe = folder("[attention]\nkind = \"dma\"\n", STEP);
         let runs = [Run::open(recipe.path(), Some("</script>one")).unwrap()];
-        let html = page(&runs).unwrap();
+        let html = page(&runs, None).unwrap();
         assert!(!html.contains("{{"), "a part is missing");
         assert!(html.contains("&lt;/script&gt;one") && !html.contains("</script>one"));
         let outside = ["src=\"http", "href=\"http", "@import", "url(http"];
@@ -129,7 +148,7 @@ mod tests {
     #[test]
     fn no_text_of_a_run_begins_an_element_in_the_data() {
         let runs = [Run::open(folder("", STEP).path(), Some("<!--<script><svg></SCRIPT >")).unwrap()];
-        let html = page(&runs).unwrap();
+        let html = page(&runs, None).unwrap();
         let (_, data) = html.split_once(r#"<script type="application/json" id="data">"#).unwrap();
         let (data, _) = data.split_once("</script>").unwrap();
         assert!(!data.contains('<'), "{data}");
@@ -139,10 +158,12 @@ mod tests {
 
     #[test]
     fn no_run_and_two_of_one_name_are_refused() {
-        assert!(matches!(page(&[]), Err(ReportError::Nothing)));
+        assert!(matches!(page(&[], None), Err(ReportError::Nothing)));
         let open = || Run::open(folder("", STEP).path(), Some("a")).unwrap();
-        let error = page(&[open(), open()]).unwrap_err().to_string();
+        let error = page(&[open(), open()], None).unwrap_err().to_string();
         assert!(error.contains("two runs are called a") && error.contains("NAME=FOLDER"), "{error}");
+        let error = page(&[open()], Some("b")).unwrap_err().to_string();
+        assert!(error.contains("no run is called b") && error.contains("one of a"), "{error}");
     }
 
     #[test]

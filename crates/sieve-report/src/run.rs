@@ -43,6 +43,8 @@ pub struct Run {
     pub(crate) validations: Vec<Validation>,
     pub(crate) scores: Vec<Scores>,
     pub(crate) pictures: Vec<Picture>,
+    /// The texts that the model wrote at the run's end, as its log has them.
+    pub(crate) samples: Vec<String>,
 }
 
 /// The loss of one validation.
@@ -148,6 +150,7 @@ impl Run {
             validations: Vec::new(),
             scores: scores(&folder.join("eval"))?,
             pictures: pictures(&folder.join("eval"))?,
+            samples: samples(&folder.join("log")),
         };
         run.read_metrics(&folder.join(METRICS))?;
         Ok(run)
@@ -311,6 +314,31 @@ fn last_checkpoint(folder: &Path) -> Option<LastCheckpoint> {
         serde_json::from_str::<LastCheckpoint>(&state).ok().filter(|state| state.step == step)
     });
     states.max_by_key(|state| state.step)
+}
+
+/// The last samples in the log of a run: a line `sample:` each, and the text indented below it. Samples of a run that
+/// was made longer replace the earlier ones.
+fn samples(log: &Path) -> Vec<String> {
+    let text = std::fs::read(log).unwrap_or_default();
+    let (mut all, mut open): (Vec<String>, bool) = (Vec::new(), false);
+    for line in String::from_utf8_lossy(&text).lines() {
+        match line.strip_prefix("  ").filter(|_| open) {
+            Some(words) => {
+                let sample = all.last_mut().expect("a sample is open");
+                sample.push_str(if sample.is_empty() { "" } else { "\n" });
+                sample.push_str(words);
+            }
+            None if line == "sample:" => {
+                if !open {
+                    all.clear();
+                }
+                all.push(String::new());
+                open = true;
+            }
+            None => open = false,
+        }
+    }
+    all
 }
 
 /// Whether the log of a run ends with its guard's error.

@@ -181,6 +181,21 @@ fn mean_and_spread(values: &[f64]) -> (f64, Option<f64>) {
     (mean, (values.len() > 1).then(|| (squares / (values.len() - 1) as f64).sqrt()))
 }
 
+/// How far a value is from that of the run to compare with: the difference of losses, the share of costs. `None` for
+/// columns without a better value, and where the numbers are not finite.
+fn difference(column: &Column, value: f64, base: f64) -> Option<String> {
+    let better = column.better?;
+    let size = match better.is_loss {
+        true => value - base,
+        false => 100.0 * (value / base - 1.0),
+    };
+    let sign = if size < 0.0 { "−" } else { "+" };
+    size.is_finite().then(|| match better.is_loss {
+        true => format!("{sign}{:.4}", size.abs()),
+        false => format!("{sign}{:.1} %", size.abs()),
+    })
+}
+
 /// Mean of the values of a group's runs, with their spread if they differ.
 fn cell(column: &Column, values: &[f64]) -> String {
     let (mean, spread) = mean_and_spread(values);
@@ -249,8 +264,9 @@ fn why_no_best_loss(runs: &[Run], groups: &[Vec<usize>]) -> Option<String> {
 }
 
 /// The table of runs: size, progress, loss, speed and memory; columns without a value are left out. A group of several
-/// seeds has a further row of means, and only that row can be the best.
-pub(crate) fn summary(runs: &[Run], groups: &[usize]) -> String {
+/// seeds has a further row of means, and only that row can be the best. Behind the numbers stands the difference to the
+/// run `against`; behind a mean, the difference to the mean of that run's group. Losses on other texts have none.
+pub(crate) fn summary(runs: &[Run], groups: &[usize], against: Option<usize>) -> String {
     let mut html = String::from("<div class=\"scroll\"><table class=\"wide\"><thead><tr><th>run</th>");
     let columns: Vec<_> = COLUMNS.iter().filter(|column| runs.iter().any(|run| !(column.of)(run).is_nan())).collect();
     for column in &columns {
@@ -259,6 +275,17 @@ pub(crate) fn summary(runs: &[Run], groups: &[usize]) -> String {
     html.push_str("</tr></thead><tbody>");
     let groups = members(groups);
     let why_not = why_no_best_loss(runs, &groups);
+    let texts_differ = other_text(runs).is_some();
+    let base_group = against.and_then(|run| groups.iter().find(|members| members.contains(&run)));
+    let base_of = |column: &Column, members: &[usize]| {
+        let base = match members {
+            [_] => vec![against?],
+            _ => base_group?.clone(),
+        };
+        let comparable = column.better.is_some_and(|better| !(better.is_loss && texts_differ));
+        let values: Vec<f64> = base.iter().map(|&idx| (column.of)(&runs[idx])).collect();
+        (comparable && members != base).then(|| mean_and_spread(&values).0)
+    };
     let best: Vec<_> = columns.iter().map(|column| best(column, runs, &groups, why_not.is_none())).collect();
     let mut row = |class: &str, title: &str, members: &[usize], group: Option<usize>| {
         let _ = write!(html, "<tr{class}><th>{title}</th>");
@@ -270,7 +297,10 @@ pub(crate) fn summary(runs: &[Run], groups: &[usize]) -> String {
                 _ => None,
             };
             let remark = remark.map_or(String::new(), |words| format!(" <small>{}</small>", escaped(&words)));
-            let _ = write!(html, "<td>{open}{}{close}{remark}</td>", cell(column, &values));
+            let base = base_of(column, members);
+            let apart = base.and_then(|base| difference(column, mean_and_spread(&values).0, base));
+            let apart = apart.map_or(String::new(), |words| format!(" <small>{words}</small>"));
+            let _ = write!(html, "<td>{open}{}{close}{apart}{remark}</td>", cell(column, &values));
         }
         html.push_str("</tr>");
     };
@@ -288,6 +318,9 @@ pub(crate) fn summary(runs: &[Run], groups: &[usize]) -> String {
         "</tbody></table></div><p class=\"hint\">Bold is ahead of all others by more than the seeds' spread, and by ",
     );
     let _ = write!(html, "{} % in tokens/s and {} % in memory.", 100.0 * LEVEL_SPEED, 100.0 * LEVEL_MEMORY);
+    if let Some(run) = against {
+        let _ = write!(html, " Small numbers with a sign are differences to {}.", escaped(&runs[run].name));
+    }
     if let Some(words) = why_not.filter(|_| groups.len() > 1) {
         let _ = write!(html, " {words}");
     }
@@ -384,6 +417,21 @@ pub(crate) fn pictures(runs: &[Run]) -> String {
     html
 }
 
+/// The texts that each run's model wrote at its end.
+pub(crate) fn samples(runs: &[Run]) -> String {
+    let mut html = String::new();
+    for (idx, run) in runs.iter().enumerate().filter(|(_, run)| !run.samples.is_empty()) {
+        let _ = write!(html, "<h3>{}{}</h3>", swatch(run, idx), marks(run));
+        for sample in &run.samples {
+            let _ = write!(html, "<pre class=\"sample\">{}</pre>", escaped(sample));
+        }
+    }
+    match html.is_empty() {
+        true => "<p>No run has one: <code>generation.prompts</code> of the recipe asks for them.</p>".to_owned(),
+        false => html,
+    }
+}
+
 /// A list of the commands that reproduce each run.
 pub(crate) fn commands(runs: &[Run]) -> String {
     let mut html = String::from("<ul class=\"commands\">");
@@ -432,28 +480,60 @@ mod tests {
     fn seeds_get_a_row_of_means_and_names_are_escaped() {
         let run = |seed: u32, loss: &str, name: &str| run_of(&format!("[training]\nseed = {seed}\n"), loss, name);
         let runs = [run(0, "2.0", "a<b"), run(1, "3.0", "c")];
-        let html = summary(&runs, &[0, 0]);
+        let html = summary(&runs, &[0, 0], None);
         assert!(html.contains("a&lt;b") && html.contains("mean of 2 seeds"), "{html}");
         assert!(html.contains("<td>2.5000 ± 0.7071</td>"), "{html}");
         assert!(!html.contains("<b>"), "no seed is best: {html}");
-        let apart = summary(&runs, &[0, 1]);
+        let apart = summary(&runs, &[0, 1], None);
         assert!(!apart.contains("mean of 2") && apart.contains("<td><b>2</b></td>"), "{apart}");
         // A recipe is best by the mean of its seeds, though another has the lowest of all losses.
         let runs = [run(0, "1.0", "a"), run(1, "6.0", "b"), run(0, "2.0", "c"), run(1, "2.1", "d")];
-        let html = summary(&runs, &[0, 0, 1, 1]);
+        let html = summary(&runs, &[0, 0, 1, 1], None);
         assert!(!html.contains("<b>"), "the means are nearer than a group's seeds: {html}");
         let runs = [run(0, "5.9", "a"), run(1, "6.0", "b"), run(0, "2.0", "c"), run(1, "2.5", "d")];
-        let html = summary(&runs, &[0, 0, 1, 1]);
+        let html = summary(&runs, &[0, 0, 1, 1], None);
         assert!(html.contains("<td><b>2.2500 ± 0.3536</b></td>"), "{html}");
         assert_eq!(html.matches("<b>").count(), 1, "{html}");
         assert!(config(&runs[..2]).contains("<th>training.seed</th><td>0</td><td>1</td>"));
     }
 
     #[test]
+    fn numbers_have_their_difference_to_the_chosen_run() {
+        let run = |lr: &str, seed: u32, loss: &str, name: &str| {
+            run_of(&format!("[optimizer]\nlr = {lr}\n[training]\nseed = {seed}\n"), loss, name)
+        };
+        let runs = [run("1.0", 0, "2.5", "a"), run("2.0", 0, "2.25", "b<"), run("2.0", 1, "2.75", "c")];
+        let html = summary(&runs, &[0, 1, 1], Some(0));
+        assert!(html.contains("<td>2.2500 <small>−0.2500</small></td>"), "{html}");
+        assert!(html.contains("<td>2.7500 <small>+0.2500</small></td>"), "{html}");
+        assert!(
+            html.contains("2.5000 ± 0.3536 <small>+0.0000</small>") && html.contains("differences to a."),
+            "{html}"
+        );
+        // A mean is compared with the mean of the chosen run's seeds, of which it is none itself.
+        let html = summary(&runs, &[0, 1, 1], Some(1));
+        assert!(html.contains("<td>2.5000 <small>+0.2500</small></td>") && html.contains("to b&lt;."), "{html}");
+        assert!(html.contains("2.5000 ± 0.3536</td>"), "{html}");
+        let other = run_of("[data]\npaths = [\"z\"]", "3.0", "d");
+        let html = summary(&[run("1.0", 0, "2.5", "a"), other], &[0, 1], Some(0));
+        assert!(!html.contains("+0.5"), "losses on other texts: {html}");
+    }
+
+    #[test]
+    fn samples_are_those_at_the_end_of_the_log() {
+        let folder = folder("", STEP);
+        let log = "sample:\n  old\nstep 2\nsample:\n  <b>one\n  two\nsample:\n  \n  three\nnext: sieve\n  generate\n";
+        std::fs::write(folder.path().join("log"), log).unwrap();
+        let run = Run::open(folder.path(), Some("a")).unwrap();
+        assert_eq!(run.samples, ["<b>one\ntwo", "three"]);
+        assert!(samples(&[run]).contains("<pre class=\"sample\">&lt;b&gt;one\ntwo</pre>"));
+    }
+
+    #[test]
     fn losses_that_do_not_compare_have_no_best() {
         let pair = |of: [&str; 2]| {
             let runs = [run_of(of[0], "2.0", "a"), run_of(of[1], "3.0", "b")];
-            summary(&runs, &[0, 1])
+            summary(&runs, &[0, 1], None)
         };
         assert!(pair(["[optimizer]\nlr = 1.0", "[optimizer]\nlr = 2.0"]).contains("<td><b>2</b></td>"));
         for (key, other, words) in [
@@ -485,17 +565,17 @@ mod tests {
         // The intervals of `slow` have the higher median: its two fast ones are the shorter time.
         let slow = run_logged(&[(10, 1000, 100.0), (20, 2000, 100.0), (30, 3000, 5000.0), (40, 4000, 5000.0)], "slow");
         let fast = run_logged(&[(10, 1000, 400.0), (20, 2000, 400.0), (30, 3000, 400.0), (40, 4000, 400.0)], "fast");
-        let html = summary(&[slow, fast], &[0, 1]);
+        let html = summary(&[slow, fast], &[0, 1], None);
         // 20.4 and 10 seconds for 4000 tokens.
         assert!(html.contains("<td>196.1</td>") && html.contains("<td><b>400</b></td>"), "{html}");
         assert!(html.contains("<td>20.4000 s</td>") && html.contains("<td>10 s</td>"), "{html}");
         // Memory of 1 GiB is level within 1 %, speed within 5 %.
         assert_eq!(html.matches("<b>").count(), 1, "{html}");
         let near = [run_logged(&[(40, 4000, 400.0)], "a"), run_logged(&[(40, 4000, 410.0)], "b")];
-        assert!(!summary(&near, &[0, 1]).contains("<b>"));
+        assert!(!summary(&near, &[0, 1], None).contains("<b>"));
         for (seconds, text) in [(90.0, "90 s"), (150.0, "2.5000 min"), (9000.0, "2.5000 h")] {
             let run = run_logged(&[(40, 9000, 9000.0 / seconds)], "a");
-            assert!(summary(&[run], &[0]).contains(&format!("<td>{text}</td>")), "{text}");
+            assert!(summary(&[run], &[0], None).contains(&format!("<td>{text}</td>")), "{text}");
         }
     }
 
@@ -538,7 +618,7 @@ mod tests {
             let state = format!("{{\"step\":{number},\"tokens_seen\":{}}}", 10 * number);
             std::fs::write(checkpoint.join("state.json"), state).unwrap();
         }
-        let html = summary(&[Run::open(stopped.path(), None).unwrap()], &[0]);
+        let html = summary(&[Run::open(stopped.path(), None).unwrap()], &[0], None);
         for part in ["37 of 40 steps", "<td>37</td><td>370</td>", "<td>9 <small>of step 0</small></td>"] {
             assert!(html.contains(part), "{part}: {html}");
         }

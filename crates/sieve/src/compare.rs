@@ -12,6 +12,9 @@ pub(crate) struct CompareArgs {
     /// Folders that `sieve train --out` wrote, of runs or of sweeps; NAME=FOLDER gives a run another name
     #[arg(required = true, value_name = "RUN")]
     runs: Vec<String>,
+    /// Also print each number's difference to this run, by its name
+    #[arg(long, value_name = "NAME")]
+    against: Option<String>,
     /// The page; it opens in any browser and needs no network
     #[arg(long, value_name = "FILE", default_value = "compare.html")]
     out: PathBuf,
@@ -21,7 +24,7 @@ pub(crate) struct CompareArgs {
 pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     crate::eval::output::check(args.out.as_path())?;
     let mut named = args.runs.iter().filter(|text| !lies_beside_runs(Path::new(text))).peekable();
-    let runs = match named.peek() {
+    let runs: Vec<Run> = match named.peek() {
         Some(_) => {
             let runs = named.map(|text| open(text)).collect::<Result<Vec<_>>>()?;
             runs.into_iter().flatten().collect()
@@ -29,7 +32,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
         // Every argument is a sweep's own file or folder: opening the first one gives the error to print.
         None => args.runs.first().map_or(Ok(Vec::new()), |text| open(text))?,
     };
-    let html = page(&runs)?;
+    let html = page(&runs, args.against.as_deref())?;
     crate::eval::output::write(&args.out, &html)?;
     let (runs, size) = (terminal::counted(runs.len() as u64, "run"), terminal::bytes(html.len() as u64));
     terminal::line(&format!("{}: {runs}, {size}", args.out.shown()));

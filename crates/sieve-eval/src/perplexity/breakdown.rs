@@ -10,6 +10,8 @@ pub struct MeanLoss {
     pub num_tokens: u64,
     /// Mean cross-entropy, nats per token; 0 without predictions.
     pub loss: f64,
+    /// Standard error of the mean, in nats, as if the losses of tokens were independent; 0 below two predictions.
+    pub standard_error: f64,
 }
 
 /// The loss of predictions that see at least `from` and fewer than `to` tokens.
@@ -46,21 +48,28 @@ pub struct WordLoss {
     pub no_word: MeanLoss,
 }
 
-/// Number and summed loss of predictions.
+/// Number of predictions, and the sums of their losses and of the losses' squares.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sum {
     num_tokens: u64,
     nats: f64,
+    squares: f64,
 }
 
 impl Sum {
     fn add(&mut self, nats: f64) {
         self.num_tokens += 1;
         self.nats += nats;
+        self.squares += nats * nats;
     }
 
     fn mean(self) -> MeanLoss {
-        MeanLoss { num_tokens: self.num_tokens, loss: self.nats / self.num_tokens.max(1) as f64 }
+        let count = self.num_tokens.max(1) as f64;
+        let loss = self.nats / count;
+        // Rounding may leave a variance of 0 slightly negative.
+        let variance = (self.squares / count - loss * loss).max(0.0);
+        let standard_error = if self.num_tokens > 1 { (variance / (count - 1.0)).sqrt() } else { 0.0 };
+        MeanLoss { num_tokens: self.num_tokens, loss, standard_error }
     }
 }
 
@@ -132,5 +141,24 @@ impl Breakdown {
             new: self.new.mean(),
             no_word: self.no_word.mean(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Sum;
+
+    #[test]
+    fn the_standard_error_is_that_of_the_mean() {
+        let of = |losses: &[f64]| {
+            let mut sum = Sum::default();
+            losses.iter().for_each(|&nats| sum.add(nats));
+            sum.mean()
+        };
+        // Sample variance 5/3 of four losses.
+        let mean = of(&[1.0, 2.0, 3.0, 4.0]);
+        assert_eq!((mean.num_tokens, mean.loss), (4, 2.5));
+        assert!((mean.standard_error - (5.0f64 / 3.0 / 4.0).sqrt()).abs() < 1e-12, "{mean:?}");
+        assert_eq!([of(&[]), of(&[7.0]), of(&[0.1; 9])].map(|mean| mean.standard_error < 1e-7), [true; 3]);
     }
 }

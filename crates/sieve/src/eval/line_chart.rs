@@ -10,6 +10,8 @@ pub(super) struct Curve {
     pub(super) name: String,
     /// Points (x, y) from left to right.
     pub(super) points: Vec<(f64, f64)>,
+    /// Half the length of an error bar at each point; empty for a line without bars.
+    pub(super) errors: Vec<f64>,
 }
 
 /// Range and labels of a chart's axis.
@@ -176,6 +178,14 @@ fn draw_plot(area: &Area<'_>, plot: &Plot<'_>) -> Drawn {
         let (look, points) = (look(n), curve.points.iter());
         let points = points.map(|point| (x.inside(point.0), y.inside(point.1)));
         chart.draw_series(LineSeries::new(points.clone(), look.line()))?;
+        let stroke = look.colour.stroke_width(1);
+        for ((at, value), error) in points.clone().zip(&curve.errors) {
+            let ends = [value - error, value + error].map(|end| (at, y.inside(end)));
+            chart.draw_series([PathElement::new(ends, stroke)])?;
+            // A cap of eleven pixels at each end.
+            let cap = |end| EmptyElement::at(end) + PathElement::new([(-5, 0), (5, 0)], stroke);
+            chart.draw_series(ends.map(cap))?;
+        }
         chart.draw_series(points.map(|at| EmptyElement::at(at) + look.inner() + look.edge()))?;
     }
     Ok(())
@@ -198,7 +208,7 @@ mod tests {
 
     #[test]
     fn exponents_of_two_are_written_as_numbers() {
-        let line = |name: &str, points| Curve { name: name.to_owned(), points };
+        let line = |name: &str, points| Curve { name: name.to_owned(), points, errors: Vec::new() };
         let curves = vec![line("first", vec![(2.0, 1.0), (5.0, 0.5)]), line("second", vec![])];
         let svg = svg(&Plot {
             title: "a <b> & c",
@@ -228,7 +238,11 @@ mod tests {
     #[test]
     fn a_picture_holds_every_curve_and_point_inside_its_frame() {
         let curves: Vec<Curve> = (0..10)
-            .map(|n| Curve { name: format!("a<b {n}"), points: vec![(0.1 * f64::from(n), 0.55), (1.0, 2.0)] })
+            .map(|n| Curve {
+                name: format!("a<b {n}"),
+                points: vec![(0.1 * f64::from(n), 0.55), (1.0, 2.0)],
+                errors: Vec::new(),
+            })
             .collect();
         let axis = |label| Axis { label, range: 0.0..1.0, most_numbers: 6, text: &|value| format!("{value:.1}") };
         let plot = Plot { title: "t & u", x: axis("over"), y: axis("up"), curves };

@@ -119,6 +119,7 @@ fn accuracy_by_distance(title: &str, report: &RecallReport) -> String {
             false => format!("{} tokens, {} pairs", kind.seq_len, kind.num_pairs),
         },
         points: (kind.by_distance.iter()).map(|bin| (bin.from.ilog2().into(), bin.accuracy)).collect(),
+        errors: Vec::new(),
     };
     let curves: Vec<Curve> = report.kinds.iter().map(curve).collect();
     line_chart::svg(&Plot {

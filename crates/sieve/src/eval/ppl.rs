@@ -13,8 +13,8 @@ use serde_json::json;
 use sieve_core::{ShownPath, covered_words};
 use sieve_data::{Corpus, Prepared};
 use sieve_eval::{
-    EvalDocument, EvalError, Extrapolation, MeanLoss, PerplexityConfig, PerplexityReport, RollingPerplexity, Selection,
-    first_tokens, perplexity, prepared_documents, text_documents,
+    EvalDocument, EvalError, Extrapolation, MeanLoss, PerplexityConfig, PerplexityReport, PositionLoss,
+    RollingPerplexity, Selection, first_tokens, perplexity, prepared_documents, text_documents,
 };
 use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
@@ -141,7 +141,7 @@ fn run_on<B: DeviceBackend>(args: &PplArgs, device: &B::Device, kept: Kept) -> R
     };
     if let Some(path) = &args.plot {
         let title = format!("Loss by tokens seen: {}", output::model_name(&loaded));
-        output::write(path, &loss_by_position(&title, &report))?;
+        output::write(path, &loss_by_position(&title, &report.by_position, report.loss))?;
     }
     print(args, &loaded, &config, &report, selection.as_ref(), &extrapolation)
 }
@@ -153,17 +153,18 @@ impl PplArgs {
 }
 
 /// An SVG of the loss by the number of tokens seen, in bins that begin at powers of two. A second line is the mean
-/// loss.
-fn loss_by_position(title: &str, report: &PerplexityReport) -> String {
-    let bins = (report.by_position.iter()).filter(|bin| bin.mean.num_tokens > 0);
+/// loss. A bar is two standard errors up and down.
+fn loss_by_position(title: &str, by_position: &[PositionLoss], mean_loss: f64) -> String {
+    let bins = by_position.iter().filter(|bin| bin.mean.num_tokens > 0);
+    let errors = bins.clone().map(|bin| 2.0 * bin.mean.standard_error).collect();
     let points: Vec<_> = bins.map(|bin| (f64::from(bin.from.max(1).ilog2()), bin.mean.loss)).collect();
-    let mean = (points.iter()).map(|(power, _)| (*power, report.loss));
+    let mean = (points.iter()).map(|(power, _)| (*power, mean_loss));
     let losses = points.iter().map(|(_, loss)| *loss);
-    let low = losses.clone().fold(report.loss, f64::min).floor();
-    let high = losses.fold(report.loss, f64::max).ceil().max(low + 1.0);
-    let curve = |name: &str, points| Curve { name: name.to_owned(), points };
-    let mean = curve("all tokens", mean.collect());
-    let curves = vec![curve("by tokens seen", points), mean];
+    let low = losses.clone().fold(mean_loss, f64::min).floor();
+    let high = losses.fold(mean_loss, f64::max).ceil().max(low + 1.0);
+    let curve = |name: &str, points, errors| Curve { name: name.to_owned(), points, errors };
+    let mean = curve("all tokens", mean.collect(), Vec::new());
+    let curves = vec![curve("by tokens seen, ± 2 s.e.", points, errors), mean];
     line_chart::svg(&Plot {
         title,
         x: Axis::powers_of_two("tokens seen, at least", &curves),
@@ -354,6 +355,25 @@ fn mean_line(what: &str, mean: &MeanLoss) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_bin_of_the_picture_has_an_error_bar() {
+        let bin = |from: usize, loss: f64, standard_error: f64| PositionLoss {
+            from,
+            to: 2 * from,
+            mean: MeanLoss { num_tokens: 9, loss, standard_error },
+        };
+        let by_position = [bin(1, 3.0, 0.2), bin(2, 2.5, 0.1), bin(4, 2.25, 0.0)];
+        let plain = loss_by_position(
+            "t",
+            &by_position.map(|bin| PositionLoss { mean: MeanLoss { standard_error: 0.0, ..bin.mean }, ..bin }),
+            2.5,
+        );
+        let drawn = loss_by_position("t", &by_position, 2.5);
+        // A bar is a line with a cap at each end.
+        assert_eq!(drawn.matches("<polyline").count(), plain.matches("<polyline").count());
+        assert_ne!(drawn, plain);
+    }
 
     #[test]
     fn word_perplexity_is_printed_where_words_are_about_tokens() {

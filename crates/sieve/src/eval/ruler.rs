@@ -366,8 +366,13 @@ fn picture<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) ->
         let mean =
             |value: fn(&LongTaskReport) -> f64| report.tasks.iter().map(value).sum::<f64>() / report.tasks.len() as f64;
         let summary = |score: f64, rank: f64| format!("score {:.1} %, mean rank {rank:.2}", 100.0 * score);
+        // Of one task the map of all tasks has one row.
+        let all = match &report.tasks[..] {
+            [task] => task.task,
+            _ => "all tasks",
+        };
         maps.push(Map {
-            name: format!("all tasks: {method}"),
+            name: format!("{all}: {method}"),
             summary: summary(mean(|task| task.score), mean(|task| task.mean_rank)),
             lengths: lengths.clone(),
             rows: report.tasks.iter().map(|task| task.task.to_owned()).collect(),
@@ -390,7 +395,10 @@ fn picture<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) ->
         }
     }
     Picture {
-        title: format!("RULER: {}", output::model_name(loaded)),
+        title: match reports.first().map(|report| &report.tasks[..]) {
+            Some([task]) => format!("RULER's {}: {}", task.task, output::model_name(loaded)),
+            _ => format!("RULER: {}", output::model_name(loaded)),
+        },
         trained_len: loaded.recipe.training.seq_len,
         maps,
     }

@@ -324,7 +324,7 @@ impl<B: DeviceBackend> Run<'_, B> {
                     Err(error) => failed.add(&sweep.label, "curve", &error.into()),
                 }
             }
-            curves.push(Curve { name: sweep.label, points });
+            curves.push(Curve { name: sweep.label, points, errors: Vec::new() });
         }
         let title = format!("Selectors at {} tokens: {}", self.tokens.len() - 1, output::model_name(self.loaded));
         output::write(path, &plot::svg(&title, curves))?;

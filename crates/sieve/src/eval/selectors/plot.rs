@@ -32,7 +32,7 @@ mod tests {
 
     #[test]
     fn recall_begins_at_the_tenth_below_the_lowest() {
-        let curve = |points| Curve { name: "a".to_owned(), points };
+        let curve = |points| Curve { name: "a".to_owned(), points, errors: Vec::new() };
         let svg = svg("t", vec![curve(vec![(1.0, 1.0), (0.1, 0.75)])]);
         assert!(svg.contains("\n0.70\n") && svg.contains("\n1.00\n"), "{svg}");
         assert!(!svg.contains("\n0.60\n"), "{svg}");
