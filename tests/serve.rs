@@ -212,7 +212,7 @@ fn streams_samples_and_stop_texts_are_those_of_whole_answers() {
         let text: String = own().map(|choice| choice["text"].as_str().expect("a text")).collect();
         assert_eq!(choice["text"], text);
         let tokens = own().flat_map(|choice| choice["logprobs"]["tokens"].as_array().expect("a list"));
-        assert_eq!(choice["logprobs"]["tokens"], tokens.cloned().collect::<Vec<_>>());
+        assert_eq!(choice["logprobs"]["tokens"], tokens.cloned().collect::<Value>());
         assert_eq!(own().last().expect("chunks")["finish_reason"], choice["finish_reason"]);
     }
     // Words of the test's tokenizer are joined by spaces.

@@ -213,9 +213,10 @@ impl<B: TrainBackend> Trainer<B> {
         let after = self.present_report(size)?;
         let labels = after.num_labels;
         if !self.share().keeps_whole {
-            return Ok(after.loss.is_finite().then(|| {
-                format!("note: loss of {labels} held-out tokens after the conversion: {:.4}", after.loss)
-            }));
+            return Ok(after
+                .loss
+                .is_finite()
+                .then(|| format!("note: loss of {labels} held-out tokens after the conversion: {:.4}", after.loss)));
         }
         let dtype = match self.precision {
             Precision::F32 => DType::F32,
