@@ -23,10 +23,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 TEST_FILE = re.compile(r"(^|/)(tests/|tests\.rs$|testing\.rs$|test_\w+\.rs$|benches/|examples/)")
 MOST_LINES = 110
 LIMITS = {
-    "Rust files that name a variant": 5,
-    "Rust files with moba": 44,
-    "Python files with moba": 20,
-    "files in circles": 233,
+    "Rust files that name a variant": 4,
+    "Rust files with moba": 39,
+    "Python files with moba": 21,  # one is of experiments/race, where it is a rival
+    "files in circles": 232,
     f"functions above {MOST_LINES} lines": 6,
     "params words of another name": 42,
 }
@@ -178,7 +178,7 @@ def measured(files):
     rust = {path: text for path, text in files.items() if path.endswith(".rs")}
     python = {path: text for path, text in files.items() if path.endswith(".py")}
     kinds = re.compile(r"\bAttention(Kind)?::(Mha|Swa|Mla|Nsa|Dma|InfllmV2|Moba|Msa)\b")
-    rooms = "crates/sieve-core/src/kinds", "crates/sieve-nn/src/attention"
+    rooms = "crates/sieve-core/src/kinds", "crates/sieve-nn/src/kinds"
     others = {path: text for path, text in rust.items() if not TEST_FILE.search(path) and not path.startswith(rooms)}
     circles, crates = [], collections.defaultdict(dict)
     for path, text in rust.items():
