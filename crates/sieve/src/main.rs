@@ -81,6 +81,7 @@ enum Command {
     )]
     Generate(generate::GenerateArgs),
     /// Answer requests with a trained model: an OpenAI-compatible server
+    #[command(after_help = "Example: sieve serve --checkpoint out/quickstart --port 8000")]
     Serve(serve::ServeArgs),
     /// Measure a trained model
     #[command(subcommand)]
