@@ -17,8 +17,8 @@ const TOLD: &str = "SIEVE_TEST_KILLED_RANK";
 const PLACES: [&str; 5] = ["start", "step", "validation", "files", "name"];
 
 /// Settings in addition to [`OVERRIDES`]. In the first mode a rank is killed at each place, in the second in a step and
-/// during a checkpoint. In the third, a rank is killed while the other waits for it in a gather of weights: of a step, of
-/// a validation, or while a checkpoint is written.
+/// during a checkpoint. In the third, a rank is killed while the other waits for it in a gather of weights: of a step,
+/// of a validation, or while a checkpoint is written.
 const MODES: [&[&str]; 3] = [
     &[],
     // Context parallelism is not tested here: it exchanges keys inside a backward pass, and ranks that are threads of

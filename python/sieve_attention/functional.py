@@ -203,6 +203,13 @@ class _Nsa(torch.autograd.Function):
         return (dq + of_coarse[:, :, : q.shape[2]], dk, dv, *d_compressed.unbind(0), d_gates, d_bias, *[None] * 6)
 
 
+def _chosen_gradients(ctx, d_o):
+    """dq, dk, dv over chosen blocks. A function, as torch.compile of 2.11 follows no call of another class's backward."""
+    q, k, v, indices, *rest = ctx.saved_tensors
+    dq, *d_kv = ops.nsa_selected_backward(q, *_by_chooser(k, v, indices), indices, *rest, d_o, *ctx.settings)
+    return (dq, *_by_kv_head(d_kv, k))
+
+
 class _Chosen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, index_q, index_k, start, end, scale, choice, deterministic):
@@ -214,12 +221,10 @@ class _Chosen(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o):
-        q, k, v, indices, *rest = ctx.saved_tensors
-        dq, *d_kv = ops.nsa_selected_backward(q, *_by_chooser(k, v, indices), indices, *rest, d_o, *ctx.settings)
-        return (dq, *_by_kv_head(d_kv, k), *[None] * 7)
+        return (*_chosen_gradients(ctx, d_o), *[None] * 7)
 
 
-class _Selected(_Chosen):
+class _Selected(torch.autograd.Function):
     """As `_Chosen`, over blocks that the caller gives."""
 
     @staticmethod
@@ -237,7 +242,7 @@ class _Selected(_Chosen):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o, *_):
-        return (*_Chosen.backward(ctx, d_o), None)
+        return (*_chosen_gradients(ctx, d_o), *[None] * 8)
 
 
 class _BlockSparse(torch.autograd.Function):

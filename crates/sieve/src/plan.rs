@@ -341,8 +341,8 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
     }
     for ZeroPlan { zero_stage, gradient_dtype, total_bytes, sum_bytes, gather_bytes, verdict } in &plan.zero_stages {
         lines.push(format!(
-            "  zero_stage = {zero_stage}, gradients in {:<4}: {}, {}; {:.1} GB of gradients and {:.1} GB of weights cross a \
-             step",
+            "  zero_stage = {zero_stage}, gradients in {:<4}: {}, {}; {:.1} GB of gradients and {:.1} GB of weights cross \
+             a step",
             format!("{gradient_dtype:?}").to_lowercase(),
             gib(*total_bytes),
             verdict.words(),

@@ -19,7 +19,7 @@ impl Recipe {
         self.template(Keys::All)
     }
 
-    /// The keys whose value is not the default, as TOML with a comment on each.
+    /// The keys whose value is not the default, as TOML, each with the first sentence of its meaning.
     ///
     /// # Errors
     /// [`RecipeError::NotRepresentable`], as [`to_toml`](Self::to_toml).
@@ -49,7 +49,7 @@ impl Recipe {
                 }
                 (Kind::Tables(keys), Some(Value::Array(stages))) => {
                     for stage in stages.iter().filter_map(Value::as_table) {
-                        comment(&mut text, section.doc);
+                        comment(&mut text, which.words(section.doc));
                         text += &format!("[[{}]]\n", section.name);
                         write_keys(&mut text, which, keys, stage, &of_stages);
                         text.push('\n');
@@ -57,7 +57,7 @@ impl Recipe {
                 }
                 (Kind::Table(keys), Some(Value::Table(table))) => {
                     let start = text.len();
-                    comment(&mut text, section.doc);
+                    comment(&mut text, which.words(section.doc));
                     text += &format!("[{}]\n", section.name);
                     let empty = text.len();
                     match section.name {
@@ -94,8 +94,18 @@ impl Recipe {
 enum Keys {
     /// Every key; those with their default are commented out.
     All,
-    /// The keys whose value is not the default.
+    /// The keys whose value is not the default, each with the first sentence of its meaning.
     Set,
+}
+
+impl Keys {
+    /// As much of a doc comment as a template has.
+    fn words(self, doc: &str) -> &str {
+        match (self, doc.find(". ")) {
+            (Self::Set, Some(end)) => &doc[..=end],
+            _ => doc,
+        }
+    }
 }
 
 /// Writes the keys of one table; `follows` holds defaults that follow from other values.
@@ -107,7 +117,10 @@ fn write_keys(text: &mut String, which: Keys, keys: &[Key], table: &Table, follo
         if which == Keys::Set && (value.is_none() || value == default.as_ref()) {
             continue;
         }
-        comment(text, &about(key));
+        match which {
+            Keys::All => comment(text, &about(key)),
+            Keys::Set => comment(text, which.words(key.doc)),
+        }
         match value {
             Some(value) if default.as_ref() != Some(value) => {
                 *text += &format!("{} = {}\n", key.name, inline(value));
