@@ -105,8 +105,8 @@ pub fn load_parameters<B: Backend, M: Module<B>, E>(
     Ok(module)
 }
 
-/// As [`load_parameters`], for the weights of another model, which `source` has: the tensors that `conversion` adds keep
-/// their initial values.
+/// As [`load_parameters`], for the weights of another model, which `source` has: the tensors that `conversion` adds
+/// keep their initial values.
 ///
 /// # Errors
 /// The first error of `source`.

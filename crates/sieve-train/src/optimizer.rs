@@ -174,8 +174,8 @@ impl<B: TrainBackend> Optimizer<B> {
     }
 
     /// Restores the moments and the number of updates from a saved [`snapshot`](Self::snapshot). `read` returns a
-    /// tensor by name and shape, or a range of its flattened elements; `has` says whether one was saved. Parameters that
-    /// `is_new`, by their names, have none: their moments start at their first update.
+    /// tensor by name and shape, or a range of its flattened elements; `has` says whether one was saved. Parameters
+    /// that `is_new`, by their names, have none: their moments start at their first update.
     ///
     /// # Errors
     /// The first error of `read`.
@@ -400,8 +400,8 @@ fn cut<B: TrainBackend>(whole: Inner<B>, range: Range<usize>) -> Inner<B> {
     flat::<B>(whole).slice([range]).into_primitive().tensor()
 }
 
-/// Keeps f32 parameters as the optimizer needs them between updates; see [`Optimizer::holder`]. Maps one parameter after
-/// another, so that a model whose parameters are still to be drawn or read is never whole in memory.
+/// Keeps f32 parameters as the optimizer needs them between updates; see [`Optimizer::holder`]. Maps one parameter
+/// after another, so that a model whose parameters are still to be drawn or read is never whole in memory.
 pub(crate) struct Holder<'a, B: TrainBackend> {
     optimizer: &'a mut Optimizer<B>,
     precision: Precision,

@@ -105,8 +105,8 @@ fn suggestion_text(suggestion: &Suggestion, recipe: &Recipe, plan: &Plan) -> Str
     let tokens = suggestion.num_tokens as f64;
     let sharding = match (plan.cheapest_stage(), plan.ranks) {
         (Some(ZeroPlan { zero_stage, gradient_dtype, total_bytes, .. }), Some(_)) => format!(
-            "\n  --set parallelism.zero_stage={zero_stage} --set training.gradient_dtype={}: of the shardings that fit, \
-             the one that sends least ({})",
+            "\n  --set parallelism.zero_stage={zero_stage} --set training.gradient_dtype={}: of the shardings that \
+             fit, the one that sends least ({})",
             format!("{gradient_dtype:?}").to_lowercase(),
             gib(*total_bytes)
         ),
@@ -341,8 +341,8 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
     }
     for ZeroPlan { zero_stage, gradient_dtype, total_bytes, sum_bytes, gather_bytes, verdict } in &plan.zero_stages {
         lines.push(format!(
-            "  zero_stage = {zero_stage}, gradients in {:<4}: {}, {}; {:.1} GB of gradients and {:.1} GB of weights cross \
-             a step",
+            "  zero_stage = {zero_stage}, gradients in {:<4}: {}, {}; {:.1} GB of gradients and {:.1} GB of weights \
+             cross a step",
             format!("{gradient_dtype:?}").to_lowercase(),
             gib(*total_bytes),
             verdict.words(),

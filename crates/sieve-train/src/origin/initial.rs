@@ -138,8 +138,8 @@ pub fn check_fit(checkpoint: &Checkpoint, recipe: &Recipe, options: BranchOption
         let hint = match &gap {
             ConversionGap::Kinds(_) => "give [attention] a kind that the checkpoint's weights can become",
             ConversionGap::Size(_) => {
-                "[model] and the weights' sizes in [attention] must be the checkpoint's; windows, numbers of blocks and \
-                 rope_theta may differ"
+                "[model] and the weights' sizes in [attention] must be the checkpoint's; windows, numbers of blocks \
+                 and rope_theta may differ"
             }
         };
         refused(gap.to_string(), hint.to_owned())
