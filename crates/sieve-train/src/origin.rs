@@ -59,8 +59,8 @@ impl Origin {
     ///
     /// # Errors
     /// A damaged checkpoint; a recipe that does not continue the run; `model.initial_weights` of a new run's recipe
-    /// names no checkpoint, or one of another model; a branch that would lose a trained tensor, unless `options` drop it;
-    /// the checkpoint that the run began with was removed or replaced.
+    /// names no checkpoint, or one of another model; a branch that would lose a trained tensor, unless `options` drop
+    /// it; the checkpoint that the run began with was removed or replaced.
     pub fn find(
         folder: &RunFolder,
         start: &Start,
