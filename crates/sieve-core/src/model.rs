@@ -65,6 +65,19 @@ pub struct ModelShape {
 }
 
 impl ModelShape {
+    /// The sizes that do not depend on the attention, by their keys in `[model]`.
+    pub fn sizes(&self) -> [(&'static str, usize); 7] {
+        [
+            ("num_hidden_layers", self.num_layers),
+            ("hidden_size", self.d_model),
+            ("intermediate_size", self.d_ff),
+            ("num_attention_heads", self.num_heads),
+            ("num_key_value_heads", self.num_kv_heads),
+            ("head_dim", self.head_dim),
+            ("vocab_size", self.vocab_size),
+        ]
+    }
+
     /// Query heads that share one KV head.
     pub fn group_size(&self) -> usize {
         self.num_heads / self.num_kv_heads

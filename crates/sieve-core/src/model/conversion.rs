@@ -140,17 +140,6 @@ pub fn names_of(specs: &[ParamSpec]) -> String {
 
 /// The first key of `[model]` that fixes sizes, and differs.
 fn other_size(from: &ModelShape, to: &ModelShape) -> Option<String> {
-    let sizes = |shape: &ModelShape| {
-        [
-            ("num_hidden_layers", shape.num_layers),
-            ("hidden_size", shape.d_model),
-            ("intermediate_size", shape.d_ff),
-            ("num_attention_heads", shape.num_heads),
-            ("num_key_value_heads", shape.num_kv_heads),
-            ("head_dim", shape.head_dim),
-            ("vocab_size", shape.vocab_size),
-        ]
-    };
     let parts = |shape: &ModelShape| {
         [
             ("tie_word_embeddings", shape.tie_word_embeddings),
@@ -159,7 +148,7 @@ fn other_size(from: &ModelShape, to: &ModelShape) -> Option<String> {
             ("qkv_bias", shape.qkv_bias),
         ]
     };
-    let size = sizes(from).into_iter().zip(sizes(to)).find(|(there, here)| there != here);
+    let size = from.sizes().into_iter().zip(to.sizes()).find(|(there, here)| there != here);
     let size = size.map(|((key, there), (_, here))| format!("{key} is {there} there and {here} here"));
     size.or_else(|| {
         let part = parts(from).into_iter().zip(parts(to)).find(|(there, here)| there != here);

@@ -5,7 +5,7 @@ use sieve_core::kinds::{ParamSpec, Part};
 use sieve_core::model::{Conversion, ConversionGap, names_of};
 use sieve_core::paths::expand;
 use sieve_core::recipe::{OptimizerName, RANDOM_WEIGHTS};
-use sieve_core::{InitialWeights, ModelShape, Recipe, ShownPath};
+use sieve_core::{InitialWeights, Recipe, ShownPath};
 use sieve_hf::{Checkpoint, CheckpointError, list_checkpoints};
 use std::path::{Path, PathBuf};
 
@@ -61,7 +61,7 @@ pub fn ignored_checkpoint(folder: &Path, recipe: &Recipe) -> Option<PathBuf> {
             return false;
         };
         let now = recipe.model_shape(recipe.stated_vocab_size().unwrap_or(vocab_size));
-        now.is_ok_and(|now| sizes(&there) == sizes(&now))
+        now.is_ok_and(|now| there.sizes() == now.sizes())
     };
     let own = folder.join("state.json").is_file().then(|| folder.to_owned());
     own.into_iter().chain(beside).find(is_of_model)
@@ -204,17 +204,4 @@ fn overruled(checkpoint: &Checkpoint, recipe: &Recipe) -> Option<String> {
     let named = folder(recipe).ok().flatten().and_then(|path| full(&Checkpoint::peek(&path).ok()?.path));
     let is_same = named.is_some() && named == full(&checkpoint.path);
     (!is_same).then(|| format!("note: --branch-from wins over the recipe's {KEY} = {key:?}, which is not read"))
-}
-
-/// The sizes of a model in `[model]` that do not depend on its attention, by their keys.
-fn sizes(shape: &ModelShape) -> [(&'static str, usize); 7] {
-    [
-        ("num_hidden_layers", shape.num_layers),
-        ("hidden_size", shape.d_model),
-        ("intermediate_size", shape.d_ff),
-        ("num_attention_heads", shape.num_heads),
-        ("num_key_value_heads", shape.num_kv_heads),
-        ("head_dim", shape.head_dim),
-        ("vocab_size", shape.vocab_size),
-    ]
 }

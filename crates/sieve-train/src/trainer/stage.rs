@@ -225,7 +225,7 @@ impl<B: TrainBackend> Trainer<B> {
         let weights = checkpoint.model()?;
         let former = Qwen3::<B::InnerBackend>::new(&saved, recipe.training.seed, &self.device);
         let former = load_parameters(former, dtype, &mut |name, shape| weights.tensor(name, shape))?;
-        let before = self.report_of(&former, size)?;
+        let before = self.report_of(&former, &former.rope(seq_len, &self.device), size)?;
         let is_number = before.loss.is_finite() && after.loss.is_finite();
         Ok(is_number.then(|| {
             let (before, after) = (before.loss, after.loss);

@@ -5,7 +5,7 @@ use crate::validation::{ValidationSize, report, share_sums, sums_of_shares};
 use crate::{DeviceBatch, TrainError, TrainEvent, ValidationReport};
 use burn::module::AutodiffModule;
 use sieve_nn::{LayerContext, Qwen3};
-use sieve_ops::TrainBackend;
+use sieve_ops::{RotaryEmbedding, TrainBackend};
 
 impl<B: TrainBackend> Trainer<B> {
     /// Validates the model. Several processes share the batches, and only rank 0 gets the report; `None` on the others.
@@ -36,21 +36,21 @@ impl<B: TrainBackend> Trainer<B> {
             }
             _ => {
                 let model = model.valid();
-                self.report_of(&model, size)
+                self.report_of(&model, &self.ropes.validation, size)
             }
         }
     }
 
-    /// The loss of a whole model on held-out rows. All ranks call it.
+    /// The loss of a whole model on held-out rows, with its rotary tables. All ranks call it.
     pub(super) fn report_of(
         &self,
         model: &Qwen3<B::InnerBackend>,
+        rope: &RotaryEmbedding<B::InnerBackend>,
         size: ValidationSize,
     ) -> Result<ValidationReport, TrainError> {
-        let rope = model.rope(self.stage.recipe.training.seq_len, &self.device);
         let losses = &mut |batch: Option<&DeviceBatch<B::InnerBackend>>| {
             let losses = batch.map(|batch| {
-                let context = LayerContext::new(&batch.documents, &rope);
+                let context = LayerContext::new(&batch.documents, rope);
                 model.token_losses(batch.tokens.clone(), batch.labels.clone(), &context)
             });
             self.tick();
