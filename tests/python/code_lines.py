@@ -20,6 +20,8 @@ import subprocess
 import sys
 import tokenize
 
+from houses import outside_tests
+
 TESTS = "Rust tests"
 TEST_FILE = re.compile(r"(^|/)(tests/|tests\.rs$|testing\.rs$|test_\w+\.(rs|py)$|sieve-testing/)")
 
@@ -33,24 +35,17 @@ def git(*words):
     return subprocess.run(["git", *words], check=True, capture_output=True).stdout.decode()
 
 
+def coded(lines):
+    """How many lines are neither empty nor a comment of Rust or CUDA."""
+    return sum(1 for line in lines if line.strip() and not line.strip().startswith("//"))
+
+
 def rust_lines(text):
-    lines, skip_from = [], None
-    for line in text.split("\n"):
-        indent = len(line) - len(line.lstrip())
-        if skip_from is not None:
-            # The item under `#[cfg(test)]` ends with the first line that closes it at the attribute's indentation.
-            if indent == skip_from and line.rstrip()[-1:] in ("}", ";"):
-                skip_from = None
-            continue
-        if line.strip() == "#[cfg(test)]":
-            skip_from = indent
-        elif line.strip() and not line.strip().startswith("//"):
-            lines.append(line)
-    return len(lines)
+    return coded(outside_tests(text))
 
 
 def cuda_lines(text):
-    return sum(1 for line in text.split("\n") if line.strip() and not line.strip().startswith("//"))
+    return coded(text.split("\n"))
 
 
 def python_lines(text):

@@ -32,20 +32,24 @@ LIMITS = {
 }
 
 
-def without_comments(text):
-    """Rust without comments, strings, and items under `#[cfg(test)]`."""
-    lines, skip_from = [], None
+def outside_tests(text):
+    """The lines of Rust outside of items under `#[cfg(test)]`: such an item ends with the first line that closes it at
+    the attribute's indentation."""
+    skip_from = None
     for line in text.split("\n"):
         indent = len(line) - len(line.lstrip())
         if skip_from is not None:
             if indent == skip_from and line.rstrip()[-1:] in ("}", ";"):
                 skip_from = None
-            continue
-        if line.strip() == "#[cfg(test)]":
+        elif line.strip() == "#[cfg(test)]":
             skip_from = indent
         else:
-            lines.append(re.sub(r'"(\\.|[^"\\])*"', '""', line).split("//")[0])
-    return "\n".join(lines)
+            yield line
+
+
+def without_comments(text):
+    """Rust without comments, strings, and items under `#[cfg(test)]`."""
+    return "\n".join(re.sub(r'"(\\.|[^"\\])*"', '""', line).split("//")[0] for line in outside_tests(text))
 
 
 def leaves(tree, prefix=()):

@@ -1,5 +1,6 @@
 //! A text with its KV cache: a prompt is read (in chunks, if all layers keep few keys), then one token after another.
 use crate::input::{check_vocabulary, ids};
+use crate::logits::max_and_log_sum;
 use crate::{EvalError, Selection};
 use burn::tensor::{DType, Tensor};
 use sieve_core::ModelShape;
@@ -363,12 +364,11 @@ impl Default for Ending {
 impl Ending {
     /// The likelihood of the ending with one more token, given the logits that predict it.
     fn and(self, logits: &[f32], token: u32) -> Self {
-        let max = logits.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
-        let sum: f64 = logits.iter().map(|&x| f64::from(x - max).exp()).sum();
+        let (max, log_sum) = max_and_log_sum(logits);
         let logit = logits[token as usize];
         let first = logits.iter().position(|&x| x == max);
         Self {
-            log_likelihood: self.log_likelihood + f64::from(logit - max) - sum.ln(),
+            log_likelihood: self.log_likelihood + f64::from(logit - max) - log_sum,
             is_greedy: self.is_greedy && first == Some(token as usize),
         }
     }

@@ -1,4 +1,4 @@
-//! Logits of a whole document, for comparison with other programs.
+//! Logits of a whole document, for comparison with other programs; and the sum by which logits become probabilities.
 use crate::EvalError;
 use crate::input::{check_row, ids};
 use burn::tensor::TensorData;
@@ -17,4 +17,11 @@ pub fn logits<B: DeviceBackend>(model: &Qwen3<B>, tokens: &[u32], device: &B::De
     let context = LayerContext::new(&documents, &rope);
     let logits = model.logits(ids(tokens, [1, num_tokens], device), &context);
     Ok(logits.into_data().convert::<f32>())
+}
+
+/// The largest of `logits`, m, and `ln(sum(exp(x - m)))`: the log-probability of x is `x - m` less the latter.
+pub(crate) fn max_and_log_sum(logits: &[f32]) -> (f32, f64) {
+    let max = logits.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
+    let sum: f64 = logits.iter().map(|&x| f64::from(x - max).exp()).sum();
+    (max, sum.ln())
 }

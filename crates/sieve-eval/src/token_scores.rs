@@ -1,6 +1,7 @@
 //! Log-probabilities of single tokens, and of every token of several prompts in one pass.
 use crate::EvalError;
 use crate::input::{check_row, ids};
+use crate::logits::max_and_log_sum;
 use crate::pass::LOGIT_TOKENS;
 use burn::tensor::{DType, Tensor, TensorData};
 use sieve_nn::{LayerContext, Qwen3};
@@ -23,9 +24,8 @@ pub struct TokenScore {
 impl TokenScore {
     /// The score of `token` by the logits before it, beside the `num_top` likeliest tokens.
     pub fn new(token: u32, logits: &[f32], num_top: usize) -> Self {
-        let max = logits.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
-        let sum: f64 = logits.iter().map(|&x| f64::from(x - max).exp()).sum();
-        let log_probability = f64::from(logits[token as usize] - max) - sum.ln();
+        let (max, log_sum) = max_and_log_sum(logits);
+        let log_probability = f64::from(logits[token as usize] - max) - log_sum;
         Self::known(token, log_probability, logits, num_top)
     }
 
@@ -63,7 +63,7 @@ pub struct PromptScores {
 }
 
 /// Scores every token of `prompts` but their first ones. Short prompts share a forward pass. `num_top` tokens are
-/// given beside each. Log-probabilities are those of [`run_task`](crate::run_task).
+/// given beside each. Log-probabilities equal those of [`run_task`](crate::run_task).
 ///
 /// # Errors
 /// A prompt that is empty, too long, or has a token outside the vocabulary; output that is NaN or infinite.
