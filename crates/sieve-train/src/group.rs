@@ -429,10 +429,7 @@ impl<B: TrainBackend> PassHooks<B> for StepHooks<'_, B> {
             // memory peaks.
             group.finish_sums_but(0, gradients)?;
         }
-        match group.share().keeps_whole {
-            true => group.put_leaves(model, segment),
-            false => self.0.before_forward(model, segment),
-        }
+        self.0.before_forward(model, segment)
     }
 
     fn after_forward(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {

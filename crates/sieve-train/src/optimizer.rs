@@ -24,9 +24,8 @@ use std::ops::Range;
 /// and more) have weight decay; norms, gates and scales do not.
 ///
 /// With several ranks, each updates its piece of every matrix and holds the moments and low bits of that piece (ZeRO-1,
-/// arXiv:1910.02054). With ZeRO-3 a rank has no more than that of the weights either. Vectors and small matrices are
-/// updated by all ranks. Muon needs whole matrices, so it runs with
-/// `zero_stage = 0`.
+/// arXiv:1910.02054). With ZeRO-3 it holds its piece of the weights alone, too. Vectors and small matrices are updated by
+/// all ranks. Muon needs whole matrices, so it runs with `zero_stage = 0`.
 #[derive(Debug)]
 pub struct Optimizer<B: TrainBackend> {
     settings: OptimizerSection,
@@ -289,7 +288,9 @@ impl<B: TrainBackend> Update<'_, B> {
             updates_before: optimizer.num_updates.saturating_sub(1),
         });
         let updates_before = moments.updates_before;
-        [step.bias_correction1, step.bias_correction2] = optimizer.bias_corrections(updates_before);
+        if updates_before > 0 {
+            [step.bias_correction1, step.bias_correction2] = optimizer.bias_corrections(updates_before);
+        }
         let mut momentum = None;
         if let Some(parts) = optimizer.matrices.get(&id) {
             let dtype = leaf.as_ref().map_or(param.dtype(), |leaf| leaf.dtype());

@@ -18,19 +18,22 @@ use std::collections::HashMap;
 /// This rank's piece of each divided weight, flat.
 pub(crate) type WeightPieces<B> = HashMap<ParamId, Primitive<B>>;
 
-/// The weights of a group's model during a pass. With other stages than ZeRO-3 they are whole, and only
-/// [`before_forward`](Self::before_forward) may not be called.
+/// The weights of a group's model during a pass. With other stages than ZeRO-3 they are whole: a segment's updated
+/// weights are waited for, and none is released.
 pub(crate) struct Weights<'a, B: TrainBackend> {
     pub(crate) group: &'a mut Group<B>,
     pub(crate) pieces: &'a WeightPieces<B>,
 }
 
 impl<B: TrainBackend> Weights<'_, B> {
-    /// Makes the weights that a segment reads whole, and starts gathering those of the next one.
+    /// Makes the weights whole that a segment reads, and starts gathering the next segment's.
     ///
     /// # Errors
     /// A rank is lost.
     pub(crate) fn before_forward(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
+        if self.group.share().keeps_whole {
+            return self.group.put_leaves(model, segment);
+        }
         assert!(segment != Segment::Embedding || self.group.held.is_empty(), "the pass before released all weights");
         for read in segment.reads(model) {
             self.hold(model, read)?;
@@ -46,7 +49,7 @@ impl<B: TrainBackend> Weights<'_, B> {
         }
     }
 
-    /// Makes the weights of a block whole again, and starts gathering those of the last one before it that has none.
+    /// Makes a block's weights whole again, and starts gathering the weights of the last block before it that has none.
     ///
     /// # Errors
     /// A rank is lost.
