@@ -3,8 +3,8 @@
     python3 tests/python/houses.py            all numbers, each beside its limit; exit code 1 where one is above
     python3 tests/python/houses.py --list     the files and functions behind them, too
 
-- files besides tests, outside of the two folders of kinds, that name a kind's variant (`Attention::..`), and files with the word moba, a kind like any other: what a new
-  kind touches;
+- files besides tests, outside of the two folders of kinds, that name a kind's variant (`Attention::..`), and files with
+  the word moba, a kind like any other: what a new kind touches;
 - files in circles: those of a crate that use each other, more than two of them. A path counts for the file that has the
   name, also where it goes by a `pub use` of another; tests do not count;
 - functions of more than 110 lines;

@@ -181,8 +181,8 @@ fn mean_and_spread(values: &[f64]) -> (f64, Option<f64>) {
     (mean, (values.len() > 1).then(|| (squares / (values.len() - 1) as f64).sqrt()))
 }
 
-/// How far a value is from that of the run to compare with: the difference of losses, the share of costs. `None` for
-/// columns without a better value, and where the numbers are not finite.
+/// How far a value is from the chosen run's: the difference of losses, the share of costs. `None` for columns without a
+/// better value, and where the numbers are not finite.
 fn difference(column: &Column, value: f64, base: f64) -> Option<String> {
     let better = column.better?;
     let size = match better.is_loss {
@@ -510,7 +510,7 @@ mod tests {
             html.contains("2.5000 ± 0.3536 <small>+0.0000</small>") && html.contains("differences to a."),
             "{html}"
         );
-        // A mean is compared with the mean of the chosen run's seeds, of which it is none itself.
+        // The mean of the chosen run's own group has no difference.
         let html = summary(&runs, &[0, 1, 1], Some(1));
         assert!(html.contains("<td>2.5000 <small>+0.2500</small></td>") && html.contains("to b&lt;."), "{html}");
         assert!(html.contains("2.5000 ± 0.3536</td>"), "{html}");
