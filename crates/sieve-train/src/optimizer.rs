@@ -24,8 +24,8 @@ use std::ops::Range;
 /// and more) have weight decay; norms, gates and scales do not.
 ///
 /// With several ranks, each updates its piece of every matrix and holds the moments and low bits of that piece (ZeRO-1,
-/// arXiv:1910.02054). With ZeRO-3 it holds its piece of the weights alone, too. Vectors and small matrices are updated by
-/// all ranks. Muon needs whole matrices, so it runs with `zero_stage = 0`.
+/// arXiv:1910.02054). With ZeRO-3 it holds its piece of the weights alone, too. Vectors and small matrices are updated
+/// by all ranks. Muon needs whole matrices, so it runs with `zero_stage = 0`.
 #[derive(Debug)]
 pub struct Optimizer<B: TrainBackend> {
     settings: OptimizerSection,
