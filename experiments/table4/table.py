@@ -39,28 +39,30 @@ def table(found):
 
 def picture(found):
     """Held-out loss over billions of tokens, without step 0."""
-    width, height, left, top = 640, 360, 60, 20
+    width, height, left, top, right = 640, 360, 60, 20, 150
     curves = [(head["recipe"].removesuffix(".toml"),
                [(line["step"] * tokens_per_step(steps) / 1e9, line["loss"]) for line in validations if line["step"]])
               for head, validations, steps in found]
     points = [point for _, curve in curves for point in curve]
     most_x = max(x for x, _ in points)
     low, high = math.floor(min(y for _, y in points) * 10) / 10, math.ceil(max(y for _, y in points) * 10) / 10
-    place = lambda x, y: (left + x / most_x * (width - left - 120), top + (high - y) / (high - low) * (height - top - 50))
+    place = lambda x, y: (left + x / most_x * (width - left - right), top + (high - y) / (high - low) * (height - top - 50))
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">',
              f'<rect width="{width}" height="{height}" fill="white"/>']
     for tick in range(round(low * 10), round(high * 10) + 1, 2):
         _, y = place(0, tick / 10)
-        parts.append(f'<line x1="{left}" x2="{width - 120}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
+        parts.append(f'<line x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
                      f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{tick / 10:.1f}</text>')
     for at in range(0, int(most_x * 4) + 1):
         x, _ = place(at / 4, low)
         parts.append(f'<text x="{x:.1f}" y="{height - 32}" text-anchor="middle">{at / 4:g}</text>')
-    for at, (name, curve) in enumerate(curves):
+    # A name stands where its curve ends, the lowest loss first, and at least a line above the name before it.
+    above = height
+    for at, (name, curve) in enumerate(sorted(curves, key=lambda named: named[1][-1][1])):
         colour = ["#1f6fb4", "#c4571a", "#2f8a4c", "#8a4fb0", "#7a6a00", "#555555"][at % 6]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in curve))
         x, y = place(*curve[-1])
-        y += 15 * (at - (len(curves) - 1) / 2)  # curves end close together
+        above = y = min(y, above - 15)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
                      f'<text x="{x + 6:.1f}" y="{y + 4:.1f}" fill="{colour}">{name} {curve[-1][1]:.3f}</text>')
     parts.append(f'<text x="{left}" y="{height - 10}">held-out loss (nats a token) over billions of training tokens</text></svg>')
