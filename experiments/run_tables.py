@@ -254,3 +254,45 @@ def ruler(task):
 
 for task in ("niah_multikey_1", "niah_multivalue", "vt"):
     TABLES[f"ruler_{task}"] = lambda task=task: ruler(task)
+
+
+SMOLLM2 = {"dense": "dense", "xattention:tau=0.9": "`xattention:tau=0.9`", "pbs": "`pbs`", "bfla": "`bfla`",
+           "streamingllm": "`streamingllm`, 4 + 1024 keys",
+           "block_sparse:block=64,topk=16": "`block_sparse`, 16 blocks of 64",
+           "DMA, one layer in four dense": "DMA, one layer in four dense",
+           "MSA, three layers in four windows": "MSA, three layers in four windows"}
+
+
+def of_smollm2(row):
+    """The numbers that both tables of the published model made sparse have, by column."""
+    found, asked, rank = row["needles"]
+    return {"held-out loss": fixed(row["loss"], 3), "far > 1024": fixed(row["far"]["1024"], 2),
+            "far > 4096": fixed(row["far"]["4096"], 2), "English": fixed(row["english"], 3),
+            f"needles of {asked} (rank)": f"{found} ({fixed(rank, 1)})",
+            **{f"`{task}`": fixed(row["ruler"][task], 1) for task in ("niah_single_1", "niah_single_2", "niah_multikey_1")}}
+
+
+@table("smollm2_imported")
+def smollm2_imported():
+    found = [(name, of_smollm2(runs("smollm2", phase="imported", kind=kind)[0])) for kind, name in SMOLLM2.items()]
+    return ["", *found[0][1]], [[name, *row.values()] for name, row in found]
+
+
+@table("smollm2_trained")
+def smollm2_trained():
+    lines = []
+    for kind in ("dense", "DMA, one layer in four dense", "MSA, three layers in four windows"):
+        seeds = runs("smollm2", phase="trained", kind=kind)
+        cells = [of_smollm2(row) for row in seeds]
+        lines.append([SMOLLM2[kind], rate(seeds[0]["rate"]), str(seeds[0]["steps"]),
+                      *(", ".join(row[key] for row in cells) for key in cells[0]),
+                      f"{round(statistics.median(row['tokens_per_second'] for row in seeds), -2):,.0f}"])
+    return ["", "rate", "steps", *cells[0], "tokens/s"], lines
+
+
+@table("smollm2_rates")
+def smollm2_rates():
+    rates = sorted({row["rate"] for row in runs("smollm2", phase="rate")})
+    lines = [[kind, *(fixed(runs("smollm2", phase="rate", kind=kind, rate=value)[0]["loss"], 3) for value in rates)]
+             for kind in ("dense", "DMA, one layer in four dense", "MSA, three layers in four windows")]
+    return ["loss after 60 steps at", *map(rate, rates)], lines
