@@ -20,6 +20,7 @@ import re
 import statistics
 import sys
 
+import choose_tables
 import papers
 import run_tables
 import selector_tables
@@ -31,7 +32,7 @@ from long import table as long_prompts  # noqa: E402
 from table4 import table as table4  # noqa: E402
 
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (
-    "long-prompts", "papers", "results", "benchmarks", "selectors", "published-models"))]
+    "choose", "limits", "long-prompts", "papers", "results", "benchmarks", "selectors", "published-models"))]
 MARK = re.compile(r"<!-- table (\w+) -->")
 SETTINGS = "<!-- settings -->"  # before a table of what was chosen, not measured
 NUMBER = re.compile(r"[-+−]?[\d.,]+ ?%?")
@@ -208,7 +209,7 @@ def speed():
     ]
 
 
-COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | {
+COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | choose_tables.TABLES | {
     "board_front": front, "table4": table_4, "far_apart": far_apart, "speed": speed, "advice": advice} | {
     f"long_{what}": functools.partial(long, what) for what in long_prompts.CELLS}
 
