@@ -162,7 +162,7 @@ def dma():
          f"{kept[0]:.0f} % at step 2000, {kept[1]:.0f} % at 2600", judged([kept[1] >= 90]),
          "MQAR with 16 of 64 keys, one seed", "`kept_keys`"],
         not_run("Figure 2: which keys copying and selecting need", "`experiments/figure2.sh` draws them",
-                condition="it answers 90 %, and a layer reads more than a tenth of its keys outside a window of as many"),
+                condition="it answers 90 %, and a layer reads a tenth of its keys outside a window of as many"),
     ]
 
 
