@@ -29,7 +29,8 @@ for k in 8 16 32 64 128 256 512; do
   # The GPU's exact lists and its trees hold 128 blocks.
   [ "$k" -gt 128 ] || topk+=("momo:$all,topk=exact,k=$k" "momo:$all,topk=tree,k=$k")
 done
-part trim 131072 "momo:$all" "momo:$all,k_trim=128" "momo:$all,k_trim=256"
+# k_trim is k (128) when absent; 1024 holds every block of eight rows' union.
+part trim 131072 "momo:$all" "momo:$all,k_trim=256" "momo:$all,k_trim=1024"
 part topk 131072 "${topk[@]}"
 part far 262144 bfla pbs pbs:permute=none xattention "flexprefill:gamma=0.9" "momo:$all" "ba_att:$all" \
   "ba_att:$all,sparsity=0.9" "ba_att:$all,compensate_layers=none" "ba_att:$all,sparsity=0.9,compensate_layers=none" \
