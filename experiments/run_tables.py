@@ -63,13 +63,13 @@ RATES = {
 }
 
 
-def at_best_rate(kind, length):
+def at_best_rate(kind, length, file="rates"):
     """The learning rate with the lowest loss of seed 0, and its runs; ("", []) where there are none."""
-    tried = runs("rates", kind=kind, length=length, seed=0)
+    tried = runs(file, kind=kind, length=length, seed=0)
     if not tried:
         return "", []
     best = min(tried, key=lambda row: row["loss"])["rate"]
-    return rate(best), runs("rates", kind=kind, length=length, rate=best)
+    return rate(best), runs(file, kind=kind, length=length, rate=best)
 
 
 @table("rates")

@@ -20,6 +20,7 @@ import re
 import statistics
 import sys
 
+import choose_tables
 import papers
 import run_tables
 import selector_tables
@@ -31,7 +32,7 @@ from long import table as long_prompts  # noqa: E402
 from table4 import table as table4  # noqa: E402
 
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (
-    "long-prompts", "papers", "results", "benchmarks", "selectors", "published-models"))]
+    "choose", "limits", "long-prompts", "papers", "results", "benchmarks", "selectors", "published-models"))]
 MARK = re.compile(r"<!-- table (\w+) -->")
 SETTINGS = "<!-- settings -->"  # before a table of what was chosen, not measured
 NUMBER = re.compile(r"[-+−]?[\d.,]+ ?%?")
@@ -183,11 +184,19 @@ def advice():
          f"{kept['loss − dense']:+} at {kept['density']} % of the pairs"]]
 
 
+def tiles():
+    """FlashAttention-4's time over ours under masks of tiles, both passes at 32,768 tokens, by heads."""
+    ms = {(row["rival"], row["heads"]): row["both_ms"] for row in run_tables.runs("race", kind="time", task="tiles")
+          if row["tokens"] == 32768}
+    return [ms["FlashAttention-4", heads] / ours for (rival, heads), ours in ms.items() if rival == "Sieve"]
+
+
 def speed():
     """README's, of the rows of docs/benchmarks.md."""
     of = {name: rows for name, (_, rows) in noted().items()}
     of_width = lambda width: [row for row in of["head_shapes"] if row["heads, width"].endswith(f", {width}")]
-    shapes = lambda width, column: span([float(one) for row in of_width(width) for one in row[column]], 2)
+    shapes = lambda width, *columns: span(
+        [float(one) for row in of_width(width) for column in columns for one in row[column]], 2)
     dma = {row["keys, kept, width"]: over_dma(row) for row in of["dma"]}
     step = ratio(of["gpu_steps"][0]["ours, tokens/s"][0], of["gpu_steps"][0]["rival, dense, bf16"])
     on_cpu = of["cpu_training"][0]
@@ -196,10 +205,12 @@ def speed():
         ["DMA with its selection, both passes, 8192 tokens, 1024 keys", dense, span(dma["8192, 1024, 128"])],
         ["the same, 32,768 tokens", dense, span(dma["32768, 1024, 128"])],
         ["the same, 131,072 tokens, 2048 keys", dense, span(dma["131072, 2048, 128"])],
-        ["dense attention, eight head shapes of width 128, forward", "cuDNN", shapes(128, "forward: cuDNN")],
-        ["dense attention, the same shapes, backward", "cuDNN", shapes(128, "backward: cuDNN")],
-        ["dense attention, the same shapes, forward", "FlashAttention-4", shapes(128, "forward: FA4")],
-        ["dense attention, three shapes of width 64, forward", "FlashAttention-4", shapes(64, "forward: FA4")],
+        ["dense attention, eight head shapes of width 128, each pass", "cuDNN",
+         shapes(128, "forward: cuDNN", "backward: cuDNN")],
+        ["the same", "FlashAttention-4", shapes(128, "forward: FA4", "backward: FA4")],
+        ["dense attention, three shapes of width 64, each pass", "FlashAttention-4",
+         shapes(64, "forward: FA4", "backward: FA4")],
+        ["masks of tiles, both passes, 32,768 tokens (an H100)", "FlashAttention-4", span(tiles(), 2)],
         ["NSA, both passes, 8192 tokens", dense, f"{nsa_ms('16/8', 8192)[1]:.2f}"],
         ["NSA, both passes, 65,536 tokens", dense, f"{nsa_ms('16/8', 65536)[1]:.2f}"],
         ["training 1.7B, dense, rows of 2048", "compiled Qwen3 in PyTorch", step],
@@ -208,7 +219,7 @@ def speed():
     ]
 
 
-COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | {
+COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | choose_tables.TABLES | {
     "board_front": front, "table4": table_4, "far_apart": far_apart, "speed": speed, "advice": advice} | {
     f"long_{what}": functools.partial(long, what) for what in long_prompts.CELLS}
 

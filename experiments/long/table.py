@@ -112,8 +112,8 @@ def picture(found):
     for length in sorted({row["length"] for row in timed}):
         x, _ = place(length, 1.0)
         parts.append(f'<text x="{x:.1f}" y="340" text-anchor="middle">{length:,}</text>')
-    colours = ["#1f6fb4", "#c4571a", "#2f8a4c", "#8a4fb0", "#7a6a00", "#555555", "#b0305c", "#00808a"]
-    last = -20.0
+    colours = ["#1f6fb4", "#c4571a", "#2f8a4c", "#8a4fb0", "#7a6a00", "#555555", "#b0305c", "#00808a", "#8c564b", "#000000"]
+    last, labels = -20.0, []
     for at, (name, curve) in enumerate(sorted(curves.items(), key=lambda item: -sorted(item[1])[-1][1])):
         curve.sort()
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in curve))
@@ -123,8 +123,10 @@ def picture(found):
         else:
             x, y = x - 80, y - 12  # a curve that ends early is named above its end
         colour = colours[at % len(colours)]
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
-                     f'<text x="{x + 6:.1f}" y="{y + 4:.1f}" fill="{colour}">{name} {curve[-1][1]:.2f}</text>')
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        labels.append(f'<text x="{x + 6:.1f}" y="{y + 4:.1f}" fill="{colour}" stroke="white" stroke-width="4" '
+                      f'paint-order="stroke">{name} {curve[-1][1]:.2f}</text>')
+    parts += labels  # above all curves, each with a white edge
     parts.append('<text x="60" y="365">dense time over the method\'s, to the first token, by tokens of the prompt'
                  f'{"; below " + format(SLOW, "g") + ": " + ", ".join(slow) if slow else ""}</text></svg>')
     return "\n".join(parts) + "\n"

@@ -310,16 +310,20 @@ def panel(at, title, series, names, columns=None, below="", number="{:.2f}"):
 
 
 def chart(panels, names):
-    """An SVG of panels side by side, each the arguments of `panel` behind its place, and a legend at the right."""
+    """An SVG of panels, each the arguments of `panel` behind its place, two a row so that a page of text shows their
+    letters at full size, and a legend at the right."""
     if not any(points for _, series, *_ in panels for points in series.values()):
         raise SystemExit("no finished run to draw: the picture is left as it is")
-    parts = [panel(number * PANEL, *one[:2], names, *one[2:]) for number, one in enumerate(panels)]
-    legend = len(panels) * PANEL + 10
+    rows = -(-len(panels) // 2)
+    place = lambda number: f'<g transform="translate(0 {number // 2 * HEIGHT})">'
+    parts = [f"{place(number)}{panel(number % 2 * PANEL, *one[:2], names, *one[2:])}</g>"
+             for number, one in enumerate(panels)]
+    legend = min(len(panels), 2) * PANEL + 10
     for number, name in enumerate(names):
         y, colour = TOP + 10 + 18 * number, COLOURS[number % len(COLOURS)]
         parts.append(f'<line x1="{legend}" x2="{legend + 18}" y1="{y}" y2="{y}" stroke="{colour}" stroke-width="3"/>'
                      f'<text x="{legend + 24}" y="{y + 4}">{name}</text>')
-    return svg(legend + 210, max(HEIGHT, TOP + 18 * len(names)), parts)
+    return svg(legend + 210, max(rows * HEIGHT, TOP + 18 * len(names)), parts)
 
 
 def svg(width, height, parts, more=""):

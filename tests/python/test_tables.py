@@ -5,6 +5,7 @@
 
 import json
 import pathlib
+import re
 import sys
 import tempfile
 import unittest
@@ -12,6 +13,7 @@ import unittest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "experiments"))
 
+import papers  # noqa: E402
 import tables  # noqa: E402
 from race import table as race_table  # noqa: E402
 
@@ -69,6 +71,16 @@ class Tables(unittest.TestCase):
         # Four multiplications a pair of causal attention: 2 x 16 heads, 8192² / 2 pairs of 128 columns.
         (row, *_) = tables.noted()["attention"][1]
         self.assertEqual(tables.rate_of(row | {"ours": 1}, None), f"{4 * 128 * 32 * 8192 ** 2 / 2 / 1e9:.0f}")
+
+    def test_a_claim_of_a_paper_names_rows_and_scripts_that_are_there(self):
+        for name, of_paper in papers.TABLES.items():
+            for line in of_paper()[1] if name != "papers" else []:
+                *_, verdict, why, rows = line
+                named = re.findall(r"`(\w+)`", rows)
+                self.assertLessEqual(set(named), {*tables.COMPUTED, *tables.noted()}, line)
+                self.assertEqual(bool(named), verdict.startswith("**"), line)
+                for path in re.findall(r"`(experiments/[\w./]+)`", why):
+                    self.assertTrue((ROOT / path).is_file(), path)
 
     def test_the_race_page_is_what_its_rows_give(self):
         for path, text in race_table.files(race_table.stored()).items():
