@@ -33,6 +33,7 @@ mod train_guard_runs;
 mod train_ranks;
 mod train_ranks_killed;
 mod train_ranks_late;
+mod train_ranks_matrix;
 mod train_run;
 mod what_is_trained;
 mod words_model;

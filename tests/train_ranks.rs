@@ -3,7 +3,7 @@ use crate::tiny_run::{TinyRun, spawned, wait_until};
 use crate::train_guard::{B, Outcome, Transport, at, disturbed, disturbed_rank, unlabelled, wrong_loss};
 use burn_flex::FlexTensor;
 use sieve_comm::{Mesh, Pieces, ReservedPort, Timeouts, World};
-use sieve_train::{Collectives, FaultInjection, Gathered, HostCollectives, Moment, Pending, TrainError};
+use sieve_train::{Collectives, Exchanged, FaultInjection, Gathered, HostCollectives, Moment, Pending, TrainError};
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command};
 use std::sync::Arc;
@@ -177,6 +177,10 @@ impl Collectives<B> for Cut {
 
     fn gather(&self, tensors: Vec<Gathered<B>>) -> Result<Pending<B>, TrainError> {
         Collectives::<B>::gather(&self.0, tensors)
+    }
+
+    fn exchange(&self, exchanged: Exchanged<B>) -> Result<Pending<B>, TrainError> {
+        Collectives::<B>::exchange(&self.0, exchanged)
     }
 }
 

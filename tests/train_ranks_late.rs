@@ -6,7 +6,7 @@ use crate::train_ranks::Pair;
 use burn::tensor::{DType, TensorMetadata};
 use burn_flex::FlexTensor;
 use sieve_comm::Pieces;
-use sieve_train::{Collectives, FaultInjection, Gathered, HostCollectives, Pending, TrainError};
+use sieve_train::{Collectives, Exchanged, FaultInjection, Gathered, HostCollectives, Pending, TrainError};
 
 /// A transport that behaves as a GPU's may. Values are sent when the work is waited for, and the gradients' memory is
 /// overwritten then. Gathered weights are written into their own memory, which holds NaN while the work is under way.
@@ -42,6 +42,11 @@ impl Collectives<B> for Late {
             Ok(Vec::new())
         }))
     }
+
+    fn exchange(&self, exchanged: Exchanged<B>) -> Result<Pending<B>, TrainError> {
+        let transport = self.0.clone();
+        Ok(Box::new(move || Collectives::<B>::exchange(&transport, exchanged)?()))
+    }
 }
 
 /// Writes values into a tensor's memory, so that every clone and view of it sees them, as on a GPU.
@@ -72,11 +77,13 @@ fn run(tiny: &TinyRun, out: &str, overrides: &[&str], transport: Transport) -> [
 #[test]
 fn nobody_reads_a_gradient_or_leaf_while_it_travels() {
     for zero_stage in ["parallelism.zero_stage=1", "parallelism.zero_stage=2", "parallelism.zero_stage=3"] {
-        travel_late(zero_stage);
+        for optimizer in ["optimizer.name=AdamW", "optimizer.name=Muon"] {
+            travel_late(zero_stage, optimizer);
+        }
     }
 }
 
-fn travel_late(zero_stage: &str) {
+fn travel_late(zero_stage: &str, optimizer: &str) {
     let tiny = TinyRun::dma();
     // Each rank has two micro-batches. The second stage has another window. There are validations, checkpoints, and one
     // return to a checkpoint.
@@ -84,7 +91,8 @@ fn travel_late(zero_stage: &str) {
     let stages = "[[stage]]\nsteps = 13\n[[stage]]\nsteps = 5\nwindow = 16\n";
     let staged = text.replace("[optimizer]", &format!("{stages}[optimizer]"));
     tiny.write("tiny.toml", staged.replace("steps = 40\n", ""));
-    let overrides = &["training.local_batch_size=2", "lr_scheduler.decay_ratio=0", "validation.interval=3", zero_stage];
+    let rows = "training.local_batch_size=2";
+    let overrides = &[rows, "lr_scheduler.decay_ratio=0", "validation.interval=3", zero_stage, optimizer];
     let [usual, late] = [
         ("usual", (|mesh| Box::new(HostCollectives(mesh))) as Transport),
         ("late", |mesh| Box::new(Late(HostCollectives(mesh)))),

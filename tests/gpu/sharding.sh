@@ -6,7 +6,8 @@
 #
 # zero     1.7B under ZeRO-1, ZeRO-2 and ZeRO-2 with bf16 gradients on the same rows; about 40 s
 # memory   8.2B under ZeRO-2; about 90 s
-# weights  1.7B, rows of 2048, four micro-batches, under ZeRO-2 and ZeRO-3 on all GPUS, with and without recomputation
+# weights  1.7B, rows of 2048, four micro-batches, under ZeRO-2 and ZeRO-3 on all GPUS, with and without recomputation;
+#          WAYS (2:none 3:none 2:full 3:full)
 # large    14.8B, rows of 4096, under ZeRO-3 on all GPUS (4 or more), ROWS (2) a micro-batch; LIMIT=400
 # rows     KINDS (infllm_v2 moba msa), 12 layers, rows of 65,536 whole (but WHOLE=no) and in two parts; about 100 s
 # scale    CELLS (mha:2048:1 dma:2048:1 nsa:2048:1), KIND:TOKENS OF A ROW:MICRO-BATCHES, 1.7B on one GPU and on all GPUS
@@ -135,7 +136,7 @@ for part in "${parts[@]}"; do
       ;;
     weights)
       prepare
-      for way in 2:none 3:none 2:full 3:full; do
+      for way in ${WAYS:-2:none 3:none 2:full 3:full}; do
         run "weights-${way/:/-}" mha "$gpus" - model.vocab_size=50304 training.seq_len=2048 \
           training.local_batch_size=8 training.global_batch_size=$((32 * gpus)) \
           parallelism.zero_stage="${way%:*}" activation_checkpoint.mode="${way#*:}" || failed=1

@@ -233,6 +233,44 @@ impl NcclGroup {
         self.begin(jobs, Vec::new(), inputs)
     }
 
+    /// Starts to send tensors to other ranks, given with their rank, and to receive a tensor of the given shape from each
+    /// rank of `wanted`; the received ones are the work's results, in this order. All have the type of `like`, which is
+    /// on this GPU. This rank is in neither list. A rank with two empty lists calls it too, where others count the
+    /// group's collectives.
+    ///
+    /// # Errors
+    /// Tensors of other types; an error of an earlier call.
+    pub fn start_exchange(
+        &self,
+        given: Vec<(usize, CudaTensor)>,
+        wanted: &[(usize, Vec<usize>)],
+        like: &CudaTensor,
+    ) -> Result<NcclWork, KernelError> {
+        let dtype = like.dtype();
+        let job = |tensor: &CudaTensor, work| Job {
+            from: binding_of(tensor),
+            to: binding_of(tensor),
+            count: tensor.num_elements() * dtype.size(),
+            work,
+            ranges: None,
+        };
+        // `like` names the GPU where nothing is received.
+        let (mut jobs, mut inputs) = (Vec::new(), vec![like.clone()]);
+        for (rank, tensor) in given {
+            tensor.require_dtype(NAME, "a given tensor", dtype)?;
+            let tensor = tensor.contiguous();
+            jobs.push(job(&tensor, Work::Send(rank)));
+            inputs.push(tensor);
+        }
+        let received = wanted.iter().map(|(rank, shape)| {
+            let tensor = like.empty_contiguous(shape, dtype);
+            jobs.push(job(&tensor, Work::Receive(*rank)));
+            tensor
+        });
+        let received = received.collect();
+        self.begin(jobs, received, inputs)
+    }
+
     /// Sends tensors to other ranks, given with their rank, and returns one tensor received from each rank of `from`.
     /// All have the shape `shape` and the type of `like`, which is on this GPU. This rank is in neither list.
     ///
@@ -245,33 +283,11 @@ impl NcclGroup {
         shape: &[usize],
         like: &CudaTensor,
     ) -> Result<Vec<CudaTensor>, KernelError> {
-        let dtype = like.dtype();
-        let count = shape.iter().product::<usize>() * dtype.size();
-        let job = |tensor: &CudaTensor, work| Job {
-            from: binding_of(tensor),
-            to: binding_of(tensor),
-            count,
-            work,
-            ranges: None,
-        };
-        let mut jobs = Vec::new();
-        for (rank, tensor) in given {
-            tensor.require_dtype(NAME, "a given tensor", dtype)?;
+        for (_, tensor) in &given {
             tensor.require_shape(NAME, "a given tensor", shape)?;
-            jobs.push(job(&tensor.contiguous(), Work::Send(rank)));
         }
-        let received = from.map(|rank| {
-            let tensor = like.empty_contiguous(shape, dtype);
-            jobs.push(job(&tensor, Work::Receive(rank)));
-            tensor
-        });
-        let received = received.collect();
-        if jobs.is_empty() {
-            return Ok(received);
-        }
-        // `like` is kept as a result to name the GPU.
-        self.begin(jobs, vec![like.clone()], Vec::new())?.finish();
-        Ok(received)
+        let wanted = from.map(|rank| (rank, shape.to_vec())).collect::<Vec<_>>();
+        Ok(self.start_exchange(given, &wanted, like)?.finish())
     }
 
     /// Sends each rank its slice of the outermost dimension of `tensor`, and returns the slices received, by rank.

@@ -40,11 +40,15 @@ impl DiskPlan {
 
 /// The optimizer's moments: two of each parameter, but one of the blocks' matrices with Muon.
 pub(crate) fn num_moments(recipe: &Recipe, parameters: &ParameterCounts) -> u64 {
-    let without_second = match recipe.optimizer.name {
+    2 * parameters.total() - orthogonalised(recipe, parameters)
+}
+
+/// Parameters that Muon updates: about all of the blocks'.
+pub(crate) fn orthogonalised(recipe: &Recipe, parameters: &ParameterCounts) -> u64 {
+    match recipe.optimizer.name {
         OptimizerName::AdamW => 0,
         OptimizerName::Muon => parameters.attention + parameters.mlp,
-    };
-    2 * parameters.total() - without_second
+    }
 }
 
 #[cfg(test)]

@@ -174,7 +174,7 @@ pub fn memory_plan(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: 
     let mut plan = needed(recipe);
     if plan.verdict.needs_advice() {
         plan.would_fit = advice::settings_that_fit(recipe, RowShare::of(recipe).groups(ranks), ranks > 1, needed);
-        if plan.would_fit.is_empty() && !recipe.optimizer.name.needs_whole_matrices() {
+        if plan.would_fit.is_empty() {
             plan.would_fit.extend(more_gpus(recipe, shape, target, ranks));
         }
     }

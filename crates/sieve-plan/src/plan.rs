@@ -1,7 +1,7 @@
 //! Builds the plan of a run, stage by stage, from the counts of the other modules.
 
 use crate::context_parallel::RowShare;
-use crate::disk::DiskPlan;
+use crate::disk::{DiskPlan, orthogonalised};
 use crate::memory::shards_weights;
 use crate::{
     CachePlan, MemoryPlan, MemoryVerdict, OpPlan, Ranks, RanksPlan, cache_plan, check_gpu_attention, memory_plan,
@@ -255,7 +255,9 @@ fn communication(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Ra
         true => num_sums as u64 * gathered_by_pass(recipe, shape),
         false => num_parameters,
     };
-    ranks.together(num_parameters, target.value_bytes(), num_sums, num_gathered, zero_stage)
+    // A rank sends its piece of each of Muon's updates to the rank that orthogonalises it, which returns as much.
+    let exchanged = 2 * orthogonalised(recipe, &shape.parameters()) / ranks.size as u64;
+    ranks.together(num_parameters, target.value_bytes(), num_sums, num_gathered + exchanged, zero_stage)
 }
 
 /// Parameters that a micro-batch gathers with ZeRO-3: of the embedding and of the head once each, tied or not; of a
@@ -270,12 +272,7 @@ fn gathered_by_pass(recipe: &Recipe, shape: &ModelShape) -> u64 {
 
 /// A plan for every sharding and type of gradients in one stage.
 fn zero_stages(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Ranks) -> Vec<ZeroPlan> {
-    let stages = match recipe.optimizer.name.needs_whole_matrices() {
-        // Muon reads whole matrices, so its gradients are not sharded.
-        true => 0..=0,
-        false => 1..=3,
-    };
-    let ways = stages.flat_map(|zero_stage| {
+    let ways = (1..=3).flat_map(|zero_stage| {
         let dtypes = [GradientDtype::F32, GradientDtype::Bf16];
         dtypes.map(|gradient_dtype| (zero_stage, gradient_dtype))
     });

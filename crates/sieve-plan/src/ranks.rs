@@ -33,7 +33,8 @@ pub struct RanksPlan {
     /// Bytes of f32 gradients that each rank sends in a step (it receives as many): after the last micro-batch or, with
     /// ZeRO-2, after every one; without ZeRO twice as many, since an all-reduce also sends the sums.
     pub sum_bytes: f64,
-    /// Bytes of weights that each rank sends in a step; it receives as many. 0 if each rank updates all of them.
+    /// Bytes of weights that each rank sends in a step, and of Muon's updates; it receives as many. 0 if each rank
+    /// updates all of them.
     pub gather_bytes: f64,
     /// Seconds that a step spends on reducing gradients.
     pub sum_seconds: f64,
@@ -54,8 +55,8 @@ impl Ranks {
     }
 
     /// Communication of a model of `num_parameters` with weights of `value_bytes`, whose gradients are reduced over all
-    /// ranks `num_sums` times per step, by `parallelism.zero_stage`. A step gathers `num_gathered` parameters, a weight
-    /// that it gathers twice counted twice.
+    /// ranks `num_sums` times per step, by `parallelism.zero_stage`. A step gathers or exchanges `num_gathered`
+    /// parameters, a weight that it gathers twice counted twice.
     pub(crate) fn together(
         self,
         num_parameters: u64,

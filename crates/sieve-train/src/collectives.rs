@@ -27,6 +27,17 @@ pub struct Gathered<B: TrainBackend> {
     pub pieces: Pieces,
 }
 
+/// What a rank sends to other ranks and receives from them: at most one tensor to each, and one from each.
+#[derive(Debug)]
+pub struct Exchanged<B: TrainBackend> {
+    /// Tensors of one dimension, each with the rank that receives it.
+    pub given: Vec<(usize, Primitive<B>)>,
+    /// The ranks that send a tensor to this one, and the number of its elements.
+    pub wanted: Vec<(usize, usize)>,
+    /// A tensor on this rank's device of the type that all tensors have.
+    pub like: Primitive<B>,
+}
+
 /// Reductions and gathers over all ranks. All ranks must pass tensors of the same shapes in the same order. Collectives
 /// overlap the device's other work and end in the order in which they began.
 pub trait Collectives<B: TrainBackend> {
@@ -42,6 +53,12 @@ pub trait Collectives<B: TrainBackend> {
     /// # Errors
     /// A rank is lost.
     fn gather(&self, tensors: Vec<Gathered<B>>) -> Result<Pending<B>, TrainError>;
+    /// Starts sending and receiving tensors; a rank with nothing to send or receive calls it too. The pending collective
+    /// returns the received tensors, of one dimension, in the order of [`Exchanged::wanted`].
+    ///
+    /// # Errors
+    /// A rank is lost; a tensor of another length than is wanted.
+    fn exchange(&self, exchanged: Exchanged<B>) -> Result<Pending<B>, TrainError>;
 }
 
 /// Collectives on the host, over TCP; sums are added in the order of the ranks. Values are exchanged when a collective
@@ -107,6 +124,43 @@ impl<B: TrainBackend> Collectives<B> for HostCollectives {
             Ok(wholes.collect())
         }))
     }
+
+    fn exchange(&self, Exchanged { given, wanted, like }: Exchanged<B>) -> Result<Pending<B>, TrainError> {
+        let mut bytes = vec![Vec::new(); self.0.world().size];
+        for (rank, tensor) in given {
+            bytes[rank] = bytes_of(values_of::<B>(tensor));
+        }
+        let found = self.0.exchange(bytes)?;
+        let (device, dtype) = (B::InnerBackend::float_device(&like), like.dtype());
+        let received = wanted.into_iter().map(|(rank, count)| {
+            let values = floats_of(&found[rank]);
+            match values.len() == count {
+                true => Ok(values),
+                false => {
+                    Err(TrainError::Collective(format!("rank {rank} has sent {} values of {count}", values.len())))
+                }
+            }
+        });
+        let received = received.collect::<Result<Vec<_>, _>>()?;
+        Ok(Box::new(move || {
+            let tensors = received.into_iter().map(|values| {
+                let shape = [values.len()].into();
+                tensor_of::<B>(values, shape, &device, dtype)
+            });
+            Ok(tensors.collect())
+        }))
+    }
+}
+
+/// The bytes in which values travel between hosts.
+pub(crate) fn bytes_of(values: Vec<f32>) -> Vec<u8> {
+    values.into_iter().flat_map(f32::to_le_bytes).collect()
+}
+
+/// The values of [`bytes_of`].
+pub(crate) fn floats_of(bytes: &[u8]) -> Vec<f32> {
+    let (values, _) = bytes.as_chunks();
+    values.iter().copied().map(f32::from_le_bytes).collect()
 }
 
 /// One tensor of an all-reduce or reduce-scatter.

@@ -86,7 +86,7 @@ impl TrainError {
     /// Checks that this number of processes can train a recipe.
     ///
     /// # Errors
-    /// The processes cannot share the rows evenly, or ZeRO would cut matrices that the optimizer needs whole.
+    /// The processes cannot share the rows evenly.
     pub fn check_ranks(recipe: &Recipe, ranks: usize) -> Result<(), Self> {
         let degree = recipe.parallelism.context_parallel_degree;
         if !ranks.is_multiple_of(degree) {
@@ -95,12 +95,6 @@ impl TrainError {
                     "parallelism.context_parallel_degree = {degree}, and {ranks} processes are no multiple of that"
                 ),
                 format!("sieve launch --nproc {degree}, or --set parallelism.context_parallel_degree=1"),
-            ));
-        }
-        if ranks > 1 && recipe.parallelism.zero_stage > 0 && recipe.optimizer.name.needs_whole_matrices() {
-            return Err(Self::refused(
-                format!("optimizer.name = \"Muon\" needs whole matrices, and {ranks} processes cut them"),
-                "--set parallelism.zero_stage=0, which takes more memory, or optimizer.name=AdamW",
             ));
         }
         let groups = ranks / degree;

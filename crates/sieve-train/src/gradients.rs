@@ -71,6 +71,11 @@ impl<B: TrainBackend> GradientBuffer<B> {
         self.by_id.remove(&id)
     }
 
+    /// Whether it has this rank's piece of a parameter's gradient.
+    pub(crate) fn has_piece(&self, id: ParamId) -> bool {
+        self.by_id.get(&id).is_some_and(|gradient| gradient.is_piece)
+    }
+
     /// Adds this rank's flat shard of a gradient to the shard of earlier micro-batches.
     pub(crate) fn add_shard(&mut self, id: ParamId, shard: Primitive<B>) {
         let shard = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(shard));

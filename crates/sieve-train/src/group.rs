@@ -13,7 +13,7 @@ mod weights;
 pub use health::Health;
 pub(crate) use weights::{Released, WeightPieces, Weights};
 
-use crate::collectives::{Collectives, HostCollectives, Pending, Primitive};
+use crate::collectives::{Collectives, Exchanged, HostCollectives, Pending, Primitive, bytes_of, floats_of};
 use crate::gradients::Gradient;
 use crate::optimizer::Updated;
 use crate::segment::Segment;
@@ -323,6 +323,12 @@ impl<B: TrainBackend> Group<B> {
         Ok(Tensor::from_primitive(TensorPrimitive::Float(sum)))
     }
 
+    /// Starts sending tensors to other ranks and receiving from them, and reports progress.
+    pub(crate) fn exchange(&self, exchanged: Exchanged<B>) -> Result<Pending<B>, TrainError> {
+        self.tick();
+        self.collectives.exchange(exchanged)
+    }
+
     /// Starts gathering the weights of a segment, after each rank has updated its pieces.
     pub(crate) fn gather_leaves(&mut self, segment: Segment, updated: Updated<B>) -> Result<(), TrainError> {
         let (ids, pieces): (Vec<_>, Vec<_>) = updated.into_iter().unzip();
@@ -478,7 +484,7 @@ impl RankGroup for Neighbours {
         let first = world.rank - self.part;
         let mut bytes = vec![Vec::new(); world.size];
         for (bytes, values) in bytes[first..].iter_mut().zip(values) {
-            *bytes = values.into_iter().flat_map(f32::to_le_bytes).collect();
+            *bytes = bytes_of(values);
         }
         // After an error the pass computes with zeros until its next segment, where `tick_in_pass` returns the error.
         let found = self.mesh.exchange(bytes).unwrap_or_else(|error| {
@@ -487,10 +493,7 @@ impl RankGroup for Neighbours {
             Vec::new()
         });
         let received = (first..).zip(counts).map(|(rank, &count)| {
-            let bytes = found.get(rank).map_or(&[][..], Vec::as_slice);
-            let (values, _) = bytes.as_chunks();
-            let values = values.iter().copied().map(f32::from_le_bytes);
-            let mut values = values.collect::<Vec<_>>();
+            let mut values = floats_of(found.get(rank).map_or(&[][..], Vec::as_slice));
             values.resize(count, 0.0);
             values
         });

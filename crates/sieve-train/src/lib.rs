@@ -28,7 +28,7 @@ mod unigram;
 mod validation;
 
 pub use attention_statistics::{AttentionStatistics, IndexerFit, KeyAges};
-pub use collectives::{Collectives, Gathered, HostCollectives, Pending, Primitive};
+pub use collectives::{Collectives, Exchanged, Gathered, HostCollectives, Pending, Primitive};
 pub use data::{
     DataEvent, DataSource, RowSource, StageText, TrainingData, chat_format, corpus_configs, tokenizer_file,
 };

@@ -1,11 +1,12 @@
 //! AdamW over all parameters of a model, or Muon over the matrices of its blocks and AdamW over the others.
+mod muon;
 mod snapshot;
 
 pub use snapshot::{OptimizerSnapshot, ReplicaSums};
 
 use crate::collectives::{Gathered, Primitive as Inner, flat};
 use crate::gradients::Gradient;
-use crate::group::{Released, Share, WeightPieces};
+use crate::group::{Group, Released, Share, WeightPieces};
 use crate::segment::Segment;
 use crate::{GradientBuffer, Precision, TrainError};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
@@ -25,7 +26,7 @@ use std::ops::Range;
 ///
 /// With several ranks, each updates its piece of every matrix and holds the moments and low bits of that piece (ZeRO-1,
 /// arXiv:1910.02054). With ZeRO-3 it holds its piece of the weights alone, too. Vectors and small matrices are updated
-/// by all ranks. Muon needs whole matrices, so it runs with `zero_stage = 0`.
+/// by all ranks. Muon gathers the update of a divided matrix on one rank, which orthogonalises it; see `muon.rs`.
 #[derive(Debug)]
 pub struct Optimizer<B: TrainBackend> {
     settings: OptimizerSection,
@@ -107,21 +108,25 @@ impl<B: TrainBackend> Optimizer<B> {
         module.map(&mut self.begin(gradients, grad_scale, lr))
     }
 
-    /// As [`step`](Self::step), segment by segment. `updated` receives the updated pieces of each segment, to gather
-    /// its weights.
+    /// As [`step`](Self::step), segment by segment. The ranks of `group` share the work on the matrices that Muon
+    /// updates, and start gathering a segment's weights once its pieces are updated.
+    ///
+    /// # Errors
+    /// A rank is lost.
     pub(crate) fn step_by_segment(
         &mut self,
         mut model: Qwen3<B>,
         gradients: &mut GradientBuffer<B>,
         grad_scale: Tensor<B::InnerBackend, 1>,
         lr: f64,
-        updated: &mut dyn FnMut(Segment, Updated<B>) -> Result<(), TrainError>,
+        group: &mut Group<B>,
     ) -> Result<Qwen3<B>, TrainError> {
         self.find_groups(&model);
         let mut update = self.begin(gradients, grad_scale, lr);
+        update.orthogonalise_pieces(&model, group)?;
         for segment in Segment::all(&model) {
             model = segment.map(model, &mut update);
-            updated(segment, std::mem::take(&mut update.updated))?;
+            group.gather_leaves(segment, std::mem::take(&mut update.updated))?;
         }
         Ok(model)
     }
@@ -162,6 +167,7 @@ impl<B: TrainBackend> Optimizer<B> {
             gradients,
             grad_scale: grad_scale.into_primitive().tensor(),
             step,
+            orthogonal: HashMap::new(),
             updated: Vec::new(),
         }
     }
@@ -258,12 +264,21 @@ struct Update<'a, B: TrainBackend> {
     gradients: &'a mut GradientBuffer<B>,
     grad_scale: Inner<B>,
     step: AdamWStep,
+    /// Muon's updates of this rank's pieces, from [`orthogonalise_pieces`](Self::orthogonalise_pieces).
+    orthogonal: HashMap<ParamId, muon::Orthogonal<B>>,
     updated: Updated<B>,
+}
+
+/// What changes a weight.
+enum Change<B: TrainBackend> {
+    Gradient(Inner<B>),
+    /// Muon's update, whose momentum is already among the moments.
+    Orthogonal(Inner<B>),
 }
 
 impl<B: TrainBackend> Update<'_, B> {
     /// Updates a weight, or this rank's piece of it, with its moments and master, and returns it.
-    fn updated_leaf(&mut self, id: ParamId, leaf: Inner<B>, gradient: Inner<B>, decays: bool) -> Inner<B> {
+    fn updated_leaf(&mut self, id: ParamId, leaf: Inner<B>, change: Change<B>, decays: bool) -> Inner<B> {
         let optimizer = &mut *self.optimizer;
         // With masters, `param` is the low bits and `leaf` the bf16 weight; without, `param` is the f32 weight.
         let (param, leaf) = match optimizer.masters.remove(&id) {
@@ -281,7 +296,6 @@ impl<B: TrainBackend> Update<'_, B> {
         let weight_decay = if decays { optimizer.settings.weight_decay } else { 0.0 };
         let lr_scale = optimizer.settings.indexer_scale().filter(|_| optimizer.indexers.contains(&id));
         let mut step = AdamWStep { lr: self.step.lr * lr_scale.unwrap_or(1.0), weight_decay, ..self.step };
-        let (mut gradient, mut grad_scale) = (gradient, self.grad_scale.clone());
         let mut moments = optimizer.moments.remove(&id).unwrap_or_else(|| Moments {
             exp_avg: zeros(),
             exp_avg_sq: None,
@@ -291,21 +305,34 @@ impl<B: TrainBackend> Update<'_, B> {
         if updates_before > 0 {
             [step.bias_correction1, step.bias_correction2] = optimizer.bias_corrections(updates_before);
         }
-        let mut momentum = None;
-        if let Some(parts) = optimizer.matrices.get(&id) {
-            let dtype = leaf.as_ref().map_or(param.dtype(), |leaf| leaf.dtype());
-            let old = std::mem::replace(&mut moments.exp_avg, zeros());
-            let next = muon::<B>(old, gradient, grad_scale, step.beta1, dtype, parts);
-            (gradient, grad_scale, momentum) = (next.update, next.gate, Some(next.momentum));
-            // p -= lr (weight_decay p + update), by AdamW's kernel: the update as gradient and first moment, no second.
-            step = AdamWStep { beta1: 0.0, beta2: 1.0, eps: 1.0, bias_correction1: 1.0, bias_correction2: 1.0, ..step };
-        }
-        let tensors = AdamWTensors {
-            exp_avg: moments.exp_avg,
-            exp_avg_sq: moments.exp_avg_sq.unwrap_or_else(zeros),
-            param,
-            leaf,
+        let change = match (change, optimizer.matrices.get(&id)) {
+            (Change::Gradient(gradient), Some(projections)) => {
+                let dtype = leaf.as_ref().map_or(param.dtype(), |leaf| leaf.dtype());
+                let (momentum, update) =
+                    muon::momentum::<B, 2>(moments.exp_avg, gradient, self.grad_scale.clone(), step.beta1, dtype);
+                moments.exp_avg = momentum;
+                Change::Orthogonal(muon::orthogonal::<B>(update, projections, moments.exp_avg.dtype()))
+            }
+            (change, _) => change,
         };
+        let (gradient, grad_scale, momentum, exp_avg) = match change {
+            Change::Gradient(gradient) => (gradient, self.grad_scale.clone(), None, moments.exp_avg),
+            Change::Orthogonal(update) => {
+                // p -= lr (weight_decay p + update), by AdamW's kernel: the update as gradient and first moment, no
+                // second.
+                step = AdamWStep {
+                    beta1: 0.0,
+                    beta2: 1.0,
+                    eps: 1.0,
+                    bias_correction1: 1.0,
+                    bias_correction2: 1.0,
+                    ..step
+                };
+                let gate = muon::gate::<B>(self.grad_scale.clone(), update.dtype());
+                (update, gate, Some(moments.exp_avg), zeros())
+            }
+        };
+        let tensors = AdamWTensors { exp_avg, exp_avg_sq: moments.exp_avg_sq.unwrap_or_else(zeros), param, leaf };
         let next = B::InnerBackend::adamw(tensors, gradient, grad_scale, step);
         let moments = match momentum {
             Some(exp_avg) => Moments { exp_avg, exp_avg_sq: None, updates_before },
@@ -322,61 +349,19 @@ impl<B: TrainBackend> Update<'_, B> {
     }
 }
 
-/// Muon's orthogonalised update of one weight matrix.
-struct Orthogonal<B: TrainBackend> {
-    momentum: Inner<B>,
-    /// The update; its root mean square is about the same as of AdamW's updates, so that one learning rate serves both.
-    update: Inner<B>,
-    /// `[1]`: 0 if the step is skipped, which is known by a gradient scale of 0, or one that is not finite; else 1.
-    gate: Inner<B>,
-}
-
-/// Nesterov momentum `m = beta m + g` of the gradient g times `scale`. The update is `g + beta m`; the update of each
-/// projection is orthogonalised in `dtype` and multiplied by `0.2 sqrt(max(out, in))` (arXiv:2502.16982, equations 2
-/// and 4). `projections` are the numbers of their rows. A skipped step leaves the momentum as it was.
-fn muon<B: TrainBackend>(
-    momentum: Inner<B>,
-    gradient: Inner<B>,
-    scale: Inner<B>,
-    beta: f64,
-    dtype: DType,
-    projections: &[usize],
-) -> Orthogonal<B> {
-    let tensor = |x| Tensor::<B::InnerBackend, 2>::from_primitive(TensorPrimitive::Float(x));
-    let scale = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(scale));
-    let is_skipped = scale.clone().equal_elem(0.0).bool_or(scale.clone().is_finite().bool_not());
-    let old = tensor(momentum);
-    let (shape, master_dtype) = (old.dims(), old.dtype());
-    assert_eq!(projections.iter().sum::<usize>(), shape[0], "projections of all rows");
-    let gradient = tensor(gradient).cast(master_dtype) * scale.cast(master_dtype).reshape([1, 1]);
-    let next = old.clone() * beta + gradient.clone();
-    let update = (gradient + next.clone() * beta).cast(dtype);
-    let updates = update.split_with_sizes(projections.to_vec(), 0).into_iter();
-    let updates = updates.zip(projections).map(|(update, &rows)| {
-        let factor = 0.2 * (rows.max(shape[1]) as f64).sqrt();
-        sieve_ops::orthogonalised(update).cast(master_dtype) * factor
-    });
-    let update = Tensor::cat(updates.collect(), 0);
-    let momentum = next.mask_where(is_skipped.clone().reshape([1, 1]).expand(shape), old);
-    let gate = is_skipped.bool_not().float().cast(master_dtype);
-    Orthogonal {
-        momentum: momentum.into_primitive().tensor(),
-        update: update.into_primitive().tensor(),
-        gate: gate.into_primitive().tensor(),
-    }
-}
-
 impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
     /// Updates a whole parameter in the model, or this rank's piece of it in `pieces`, which `updated` lists.
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let (id, tensor, mapper) = param.consume();
-        let Some(Gradient { values, is_piece }) = self.gradients.take(id) else {
+        let (change, is_piece) = match (self.orthogonal.remove(&id), self.gradients.take(id)) {
+            (Some(update), _) => (Change::Orthogonal(update.joined()), true),
+            (None, Some(Gradient { values, is_piece })) => (Change::Gradient(values), is_piece),
             // A parameter without a gradient is not updated.
-            return Param::from_mapped_value(id, tensor, mapper);
+            (None, None) => return Param::from_mapped_value(id, tensor, mapper),
         };
         let decays = D >= 2;
         if !is_piece {
-            let leaf = self.updated_leaf(id, tensor.inner().into_primitive().tensor(), values, decays);
+            let leaf = self.updated_leaf(id, tensor.inner().into_primitive().tensor(), change, decays);
             let leaf = Tensor::from_primitive(TensorPrimitive::Float(leaf));
             let leaf = Tensor::<B, D>::from_inner(leaf).require_grad();
             return Param::from_mapped_value(id, leaf, mapper);
@@ -386,7 +371,7 @@ impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
         let whole = tensor.clone().inner().into_primitive().tensor();
         let piece = self.optimizer.pieces.remove(&id);
         let piece = piece.unwrap_or_else(|| cut::<B>(whole.clone(), pieces.of(share.rank)));
-        let piece = self.updated_leaf(id, piece, values, decays);
+        let piece = self.updated_leaf(id, piece, change, decays);
         self.optimizer.pieces.insert(id, piece.clone());
         if share.keeps_whole {
             self.updated.push((id, Gathered { piece, whole, pieces }));

@@ -683,11 +683,7 @@ impl<B: TrainBackend> Trainer<B> {
         let scale = gated.grad_scale;
         self.model = Some(match &mut self.group {
             None => self.optimizer.step(model, &mut gradients, scale, lr),
-            Some(group) => {
-                let mut gather = |segment, updated| group.gather_leaves(segment, updated);
-                let optimizer = &mut self.optimizer;
-                optimizer.step_by_segment(model, &mut gradients, scale, lr, &mut gather)?
-            }
+            Some(group) => self.optimizer.step_by_segment(model, &mut gradients, scale, lr, group)?,
         });
 
         let factor = self.disturbance.at(self.next_sample, Moment::Leaves);

@@ -316,15 +316,8 @@ choices! {
         /// Adam with decoupled weight decay (arXiv:1711.05101).
         AdamW = "AdamW",
         /// Orthogonalised momentum for the matrices of the blocks, AdamW for everything else, at one learning rate
-        /// (arXiv:2502.16982). Several processes need `parallelism.zero_stage = 0`.
+        /// (arXiv:2502.16982). Several processes share the work on the matrices, unless `parallelism.zero_stage = 0`.
         Muon = "Muon",
-    }
-}
-
-impl OptimizerName {
-    /// Whether an update reads whole matrices. ZeRO-1 and ZeRO-2 leave each rank only a shard of each.
-    pub fn needs_whole_matrices(self) -> bool {
-        self == Self::Muon
     }
 }
 

@@ -55,11 +55,11 @@ pub(super) fn settings_that_fit(
 fn other_sharding(recipe: &Recipe, ranks: usize, is_shared: bool) -> impl Iterator<Item = (Recipe, String)> {
     let training = &recipe.training;
     let has_micro_batches = training.global_batch_size > training.local_batch_size * ranks;
-    let (stage, needs_whole) = (recipe.parallelism.zero_stage, recipe.optimizer.name.needs_whole_matrices());
+    let stage = recipe.parallelism.zero_stage;
     // ZeRO-2 keeps fewer gradients only where there are several micro-batches.
     let may_take = move |other: usize| match other {
-        2 => stage < 2 && has_micro_batches && !needs_whole,
-        3 => stage < 3 && is_shared && !needs_whole,
+        2 => stage < 2 && has_micro_batches,
+        3 => stage < 3 && is_shared,
         _ => true,
     };
     let may_round = training.gradient_dtype == GradientDtype::F32;

@@ -16,7 +16,9 @@ use sieve_core::{Recipe, ShownPath};
 use sieve_hf::Checkpoint;
 use sieve_kernels::{CudaPrimitive, KernelError, NcclGroup, NcclPiece, NcclWatch, NcclWork, ToBurn, kernel_tensor};
 use sieve_ops::Cuda;
-use sieve_train::{BranchOptions, Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError};
+use sieve_train::{
+    BranchOptions, Collectives, Exchanged, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError,
+};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -495,6 +497,13 @@ impl Collectives<Autodiff<Cuda>> for Nccl {
             ranges: self.ranges(gathered.pieces),
         });
         pending(self.0.gather(tensors.collect()))
+    }
+
+    fn exchange(&self, exchanged: Exchanged<Autodiff<Cuda>>) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
+        let Exchanged { given, wanted, like } = exchanged;
+        let given = given.into_iter().map(|(rank, tensor)| (rank, kernel_tensor(tensor)));
+        let wanted = wanted.into_iter().map(|(rank, count)| (rank, vec![count])).collect::<Vec<_>>();
+        pending(self.0.start_exchange(given.collect(), &wanted, &kernel_tensor(like)))
     }
 }
 

@@ -20,20 +20,25 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
     use sieve_core::recipe::GradientDtype::{Bf16, F32};
     let expected = [(1, F32, 1), (1, Bf16, 1), (2, F32, 4), (2, Bf16, 4), (3, F32, 4), (3, Bf16, 4)];
     assert!(found.eq(expected), "{:?}", whole.zero_stages);
-    // Muon reads whole matrices: nothing is sharded, and the blocks' matrices have one moment.
+    // Muon shards as AdamW does, and the blocks' matrices have one moment. Each rank sends its piece of an update to the
+    // rank that orthogonalises it, and gets as much back.
+    let [muon, adamw] = ["Muon", "AdamW"].map(|name| planned(2, &[&format!("optimizer.name={name}")]));
+    assert!(muon.zero_stages.iter().map(|way| way.zero_stage).eq([1, 1, 2, 2, 3, 3]), "{:?}", muon.zero_stages);
+    let of_muon = recipe(DMA_1P7B, &["optimizer.name=Muon"]);
+    let counts = of_muon.model_shape(50_304).expect("a shape").parameters();
+    let orthogonalised = crate::disk::orthogonalised(&of_muon, &counts);
+    let moments = |plan: &Plan| plan.memory.peak.moment_bytes;
+    assert_eq!(moments(&adamw) - moments(&muon), 4 * orthogonalised / 2);
+    for (of_muon, of_adamw) in muon.zero_stages.iter().zip(&adamw.zero_stages) {
+        assert_eq!(of_muon.sum_bytes, of_adamw.sum_bytes);
+        // Half of every piece stays where it is.
+        assert_eq!(of_muon.gather_bytes - of_adamw.gather_bytes, (2 * 2 * orthogonalised / 2) as f64 / 2.0);
+    }
     let muon = planned(2, &["optimizer.name=Muon", "parallelism.zero_stage=0"]);
-    let ways = &muon.zero_stages;
-    assert!(ways.iter().all(|way| way.zero_stage == 0), "{ways:?}");
-    assert_eq!(muon.zero_stages.len(), 2);
-    let adamw = planned(2, &["parallelism.zero_stage=0"]);
-    let (one, two) = (muon.memory.peak.moment_bytes, adamw.memory.peak.moment_bytes);
-    assert!(one < two && 2 * one > two, "{one} of {two}");
-    assert_eq!(muon.zero_stages[0].total_bytes, muon.memory.total_bytes);
     // Nothing is sharded: gradients are all-reduced, no weights are gathered, and rank 0 writes all of a checkpoint.
     let [whole_sums, cut_sums] = [&muon, &planned(2, &[])].map(|plan| plan.ranks.expect("several"));
     assert_eq!(whole_sums.gather_bytes, 0.0);
     assert_eq!(whole_sums.sum_bytes, 2.0 * cut_sums.sum_bytes);
-    assert_eq!(muon.zero_stages[0].sum_bytes, whole_sums.sum_bytes);
     let written = |stage: &str, size: usize| {
         let recipe = recipe(DMA_80M, &["training.local_batch_size=1", stage]);
         let plan = planned_of_ranks(&recipe, size, 1, &CPU);
