@@ -1,6 +1,6 @@
 //! `sieve serve`: an OpenAI-compatible server for a trained model.
 use crate::loaded::{PlaceArgs, on_device};
-use crate::{loaded, selector, terminal};
+use crate::{hub, loaded, selector, terminal};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use sieve_core::{ModelShape, attention_label};
@@ -21,7 +21,7 @@ const API_KEY: &str = "SIEVE_API_KEY";
 #[derive(Args, Debug)]
 pub(crate) struct ServeArgs {
     /// A checkpoint (step-N), a run folder (then its latest), an export, or another Hugging Face folder of Llama,
-    /// Mistral, Qwen2, Qwen3 or Doge
+    /// Mistral, Qwen2, Qwen3 or Doge; hf://OWNER/NAME[@REVISION] is a model of the hub
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
     /// Address to listen at; only this machine reaches the default, 0.0.0.0 is open to the network
@@ -89,7 +89,11 @@ impl ServeArgs {
 }
 
 /// Runs `sieve serve`: answers requests until a signal asks for the end.
-pub(crate) fn run(args: ServeArgs) -> Result<()> {
+pub(crate) fn run(mut args: ServeArgs) -> Result<()> {
+    if let Some(model) = hub::model(&args.checkpoint)? {
+        args.checkpoint = model.path;
+        args.name.get_or_insert(model.name);
+    }
     let (_, shape) = peek_model(&args.checkpoint)?;
     let [context, max_texts] = args.limits(&shape)?;
     // A port in use is said before the model is loaded.
