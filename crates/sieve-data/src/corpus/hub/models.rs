@@ -1,7 +1,7 @@
 //! Models of the hub: the files of one folder of a repository, fetched into a cache and kept there.
 //!
-//! A path is `hf://OWNER/NAME[@REVISION][/FOLDER]`. Configuration, tokenizer and weights as safetensors are fetched, and
-//! nothing else: no Python, no pickles. They keep their names, in the cache's folder
+//! A path is `hf://OWNER/NAME[@REVISION][/FOLDER]`. Configuration, tokenizer and weights as safetensors are fetched,
+//! and nothing else: no Python, no pickles. They keep their names, in the cache's folder
 //! `sieve/models/OWNER--NAME/COMMIT`. The listing is fetched once and kept, which pins a branch to its commit of that
 //! day; from then on no network is needed.
 

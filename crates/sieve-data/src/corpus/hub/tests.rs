@@ -153,7 +153,8 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> Option<()> {
             false => {
                 let blob = [format!("blob {}\0", bytes.len()).as_bytes(), bytes].concat();
                 let blob = hex(ring::digest::digest(&ring::digest::SHA1_FOR_LEGACY_USE_ONLY, &blob));
-                serde_json::json!({"rfilename": name, "size": listed_bytes.unwrap_or(bytes.len() as u64), "blobId": blob})
+                let num_bytes = listed_bytes.unwrap_or(bytes.len() as u64);
+                serde_json::json!({"rfilename": name, "size": num_bytes, "blobId": blob})
             }
         });
         let body = serde_json::json!({"sha": COMMIT, "private": false, "siblings": siblings.collect::<Vec<_>>()});
