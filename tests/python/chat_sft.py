@@ -3,10 +3,11 @@
 usage, from the repository's root (needs torch, transformers, TRL 1.16, datasets):
     chat_sft.py [--sieve target/release/sieve] [--steps 20] [--packed] [--keep DIR]
 
-A small Llama of random weights with the tokenizer of tests/golden/chat_masks and a ChatML template with
-{% generation %} blocks is imported. Sieve trains on chats of JSON lines (`data.messages_column`), one a row, and
-`sieve data batch` says which chats each step holds. TRL's SFTTrainer then takes the same steps with
-`assistant_only_loss`, and tokenises and masks by itself: AdamW, clipping, a constant learning rate, f32 on the CPU.
+A small Llama of random weights in the shape of SmolLM2 (9 heads on 3, tied embedding), with the tokenizer of
+tests/golden/chat_masks and a ChatML template with {% generation %} blocks, is imported. Sieve trains on chats of JSON
+lines (`data.messages_column`), one a row, and `sieve data batch` says which chats each step holds. TRL's SFTTrainer
+then takes the same steps with `assistant_only_loss`, and tokenises and masks by itself: AdamW, clipping, a constant
+learning rate, f32 on the CPU.
 
 --packed   Sieve packs the chats into rows, of which the last of a row goes on in the next. PyTorch takes the same steps
            with each chat of a row, or part of one, by itself.
@@ -42,8 +43,9 @@ def model_folder(folder):
     )
     tokenizer.chat_template = (MASKS / "chatml.jinja").read_text()
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=TOKENS, tie_word_embeddings=True,
+        vocab_size=len(tokenizer), hidden_size=144, intermediate_size=384, num_hidden_layers=3, num_attention_heads=9,
+        num_key_value_heads=3, head_dim=16, max_position_embeddings=TOKENS, tie_word_embeddings=True,
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e5},
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, initializer_range=0.1,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)

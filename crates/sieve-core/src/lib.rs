@@ -21,6 +21,7 @@
 pub mod recipe;
 
 pub mod paths;
+mod pickles;
 
 pub mod model;
 
@@ -63,6 +64,7 @@ pub use model_line::{
     InitialWeights, MODEL_LINE, NumberFormat, attention_label, attention_words, covered_words, model_line, thousands,
 };
 pub use nsa_blocks::NsaBlocks;
+pub use pickles::how_to_convert;
 pub use recipe::{Recipe, RecipeError};
 pub use score_matrix::{MOST_REFERENCE_SCORES, ReferenceTooLarge, ScoreMatrix};
 pub use short_form::number_of_short_form;

@@ -101,7 +101,7 @@ keys! {
         /// What changes on the way, one block after the other; without one, nothing does.
         #[serde(skip_serializing_if = "Vec::is_empty")]
         pub stage: Vec<StageSection> = Vec::new(),
-        /// Sample lines printed at the end of a run.
+        /// Sample lines while a run trains and at its end.
         pub generation: GenerationSection = GenerationSection::default(),
     }
 }

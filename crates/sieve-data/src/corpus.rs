@@ -20,7 +20,9 @@ pub(crate) use documents::Cursor;
 pub use documents::{CorpusReport, Documents};
 use files::PassedOver;
 use hub::{Hub, RemoteFile};
-pub use hub::{HubConfig, HubLimits, hub_tokenizer, is_hub_tokenizer};
+pub use hub::{
+    HubConfig, HubLimits, HubModel, HubModelEvent, hub_model, hub_tokenizer, is_hub_model, is_hub_tokenizer,
+};
 pub use source::JsonText;
 pub use table::{TableRow, read_table};
 

@@ -64,8 +64,9 @@ mod tokenizer;
 
 pub use chat::{ChatFormat, ChatText, ChatTurn};
 pub use corpus::{
-    Corpus, CorpusConfig, CorpusReport, Document, Documents, FileOrder, Format, HubConfig, HubLimits, JsonText,
-    SourceFile, TableRow, hub_tokenizer, is_hub_tokenizer, read_table,
+    Corpus, CorpusConfig, CorpusReport, Document, Documents, FileOrder, Format, HubConfig, HubLimits, HubModel,
+    HubModelEvent, JsonText, SourceFile, TableRow, hub_model, hub_tokenizer, is_hub_model, is_hub_tokenizer,
+    read_table,
 };
 pub use error::DataError;
 pub use guard::expects_panic;

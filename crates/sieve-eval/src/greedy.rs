@@ -1,7 +1,6 @@
 //! Greedy answers to several prompts, decoded as one batch.
-use crate::continuation::{Continuation, rows_of_texts};
-use crate::input::check_vocabulary;
-use crate::{EvalError, Selection, TaskModel};
+use crate::continuation::Continuation;
+use crate::{EvalError, OpenTexts, Selection, TaskModel};
 use sieve_data::DecodeStream;
 use sieve_ops::{DeviceBackend, first_of_largest};
 
@@ -41,81 +40,73 @@ impl<B: DeviceBackend> Greedy<'_, B> {
         let num_tokens = model.tokenizer.vocab_size().min(model.model.shape().vocab_size);
         let longest = prompts.iter().map(|prompt| prompt.as_ref().len()).max();
         let room = longest.unwrap_or(0).max(1) + self.room;
-        let empty = Continuation::new(model.model, room, model.device);
-        let acts_in_decode = selection.as_ref().is_some_and(|selection| selection.acts_in_decode());
-        let mut rows = match acts_in_decode {
-            // The texts then have caches of their own.
-            true => None,
-            false => rows_of_texts(model.model.shape(), self.together.min(prompts.len()), room),
-        };
+        let size = [self.together.min(prompts.len()), room];
+        let mut open = OpenTexts::new(model.model, size, selection.as_deref().cloned(), model.device);
         let mut answers = vec![String::new(); prompts.len()];
-        let (mut open, mut num_done) = (Vec::<OpenAnswer<'_, '_, B>>::new(), 0);
+        let mut num_done = 0;
         let mut unread = prompts.iter().enumerate();
         while num_done < prompts.len() {
-            for (prompt_idx, prompt) in unread.by_ref().take(self.together - open.len()) {
+            for (prompt_idx, prompt) in unread.by_ref().take(size[0] - open.len()) {
                 let asked = prompt.as_ref();
                 let prompt = match asked {
                     [] => std::slice::from_ref(&prefix_id),
                     prompt => prompt,
                 };
-                check_vocabulary(prompt, model.model.shape().vocab_size)?;
-                let mut text = empty.clone().with_copy_of(selection.as_deref());
-                let logits = text.read(prompt)?;
-                (self.after_prompt)(prompt_idx, &mut text, &logits)?;
-                text.join(&mut rows);
-                open.push(OpenAnswer {
-                    prompt_idx,
-                    text,
-                    next: first_of_largest(&logits[..num_tokens]),
-                    stream: model.tokenizer.decode_stream(asked)?,
-                    answer: String::new(),
-                    num_tokens: 0,
-                });
+                open.join_after(prompt, |text, logits| {
+                    (self.after_prompt)(prompt_idx, text, logits)?;
+                    Ok(Some(OpenAnswer {
+                        prompt_idx,
+                        num_read: prompt.len(),
+                        next: first_of_largest(&logits[..num_tokens]),
+                        last: None,
+                        stream: Some(model.tokenizer.decode_stream(asked)?),
+                        answer: String::new(),
+                        num_tokens: 0,
+                    }))
+                })?;
             }
-            let (mut tokens, mut still_open) = (Vec::new(), Vec::new());
-            for mut answer in open {
-                let prompt_idx = answer.prompt_idx;
-                let is_enough = |text: &str| (self.is_enough)(prompt_idx, text);
-                let max_new_tokens = (self.max_new_tokens)(prompt_idx);
-                if let Some(token) = answer.next_token(model.ends, max_new_tokens, is_enough)? {
-                    tokens.push(token);
-                    still_open.push(answer);
-                    continue;
+            for answer in open.owned_mut() {
+                let max_new_tokens = (self.max_new_tokens)(answer.prompt_idx);
+                let (prompt_idx, is_enough) = (answer.prompt_idx, self.is_enough);
+                answer.last = answer.next_token(model.ends, max_new_tokens, |text| is_enough(prompt_idx, text))?;
+                if answer.last.is_none()
+                    && let Some(stream) = answer.stream.take()
+                {
+                    answers[answer.prompt_idx] = std::mem::take(&mut answer.answer) + &stream.finish()?;
                 }
-                answer.text.leave(&mut rows);
-                answer.text.add_totals_to(selection.as_deref_mut());
-                answers[prompt_idx] = answer.answer + &answer.stream.finish()?;
-                num_done += 1;
-                observe(num_done);
             }
-            open = still_open;
-            if open.is_empty() {
-                continue;
-            }
-            let mut texts: Vec<_> = open.iter_mut().map(|answer| &mut answer.text).collect();
-            let next = Continuation::read_each_likeliest(&mut texts, &tokens, &mut rows, num_tokens)?;
-            for (answer, next) in open.iter_mut().zip(next) {
-                answer.next = next;
-            }
+            open.step_likeliest(
+                num_tokens,
+                |answer| answer.last,
+                |text, _| {
+                    text.add_totals_to(selection.as_deref_mut());
+                    num_done += 1;
+                    observe(num_done);
+                },
+                |answer, next| answer.next = next,
+            )?;
         }
         Ok(answers)
     }
 }
 
 /// A text whose answer is still being generated.
-struct OpenAnswer<'a, 't, B: DeviceBackend> {
+struct OpenAnswer<'t> {
     prompt_idx: usize,
-    /// Prompt and answer, without the answer's last token.
-    text: Continuation<'a, B>,
+    /// Number of tokens of the prompt.
+    num_read: usize,
     /// The likeliest next token; `None` after a NaN logit.
     next: Option<u32>,
-    stream: DecodeStream<'t>,
+    /// The last token, which the model has not read yet; `None` once the answer is complete.
+    last: Option<u32>,
+    /// `None` once the answer is complete.
+    stream: Option<DecodeStream<'t>>,
     answer: String,
     /// Number of tokens generated so far.
     num_tokens: usize,
 }
 
-impl<B: DeviceBackend> OpenAnswer<'_, '_, B> {
+impl OpenAnswer<'_> {
     /// Appends the likeliest token to the answer and returns it; `None` if the answer is complete.
     fn next_token(
         &mut self,
@@ -123,12 +114,14 @@ impl<B: DeviceBackend> OpenAnswer<'_, '_, B> {
         max_new_tokens: usize,
         is_enough: impl Fn(&str) -> bool,
     ) -> Result<Option<u32>, EvalError> {
-        let token = self.next.ok_or(EvalError::NotFinite(self.text.cache().num_tokens))?;
+        let token = self.next.ok_or(EvalError::NotFinite(self.num_read + self.num_tokens))?;
         if ends.contains(&token) || self.num_tokens == max_new_tokens {
             return Ok(None);
         }
         self.num_tokens += 1;
-        self.answer += &self.stream.push(token)?;
+        if let Some(stream) = &mut self.stream {
+            self.answer += &stream.push(token)?;
+        }
         let continues = !is_enough(&self.answer) && self.num_tokens < max_new_tokens;
         Ok(continues.then_some(token))
     }

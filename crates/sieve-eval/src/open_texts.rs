@@ -51,6 +51,11 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         self.texts.drain(..).map(|(_, owned)| owned).collect()
     }
 
+    /// What the owner knows of each open text.
+    pub(crate) fn owned_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.texts.iter_mut().map(|(_, owned)| owned)
+    }
+
     /// Number of open texts.
     pub fn len(&self) -> usize {
         self.texts.len()
@@ -77,10 +82,22 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         prompt: &[u32],
         next: impl FnOnce(&[f32]) -> Result<Option<T>, EvalError>,
     ) -> Result<(), EvalError> {
+        self.join_after(prompt, |_, logits| next(logits))
+    }
+
+    /// As [`join`](Self::join); `next` also takes the text after its prompt, for what else is asked of it.
+    ///
+    /// # Errors
+    /// As [`join`](Self::join).
+    pub(crate) fn join_after(
+        &mut self,
+        prompt: &[u32],
+        next: impl FnOnce(&mut Continuation<'a, B>, &[f32]) -> Result<Option<T>, EvalError>,
+    ) -> Result<(), EvalError> {
         check_row(prompt, prompt.len(), self.model.shape())?;
         let mut text = self.empty.clone().with_copy_of(self.selection.as_ref());
         let logits = text.read(prompt)?;
-        if let Some(owned) = next(&logits)? {
+        if let Some(owned) = next(&mut text, &logits)? {
             text.join(&mut self.rows);
             self.texts.push((text, owned));
         }
@@ -94,27 +111,64 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
     /// Operands that the selector refuses.
     pub fn step(
         &mut self,
-        mut token_of: impl FnMut(&T) -> Option<u32>,
+        token_of: impl FnMut(&T) -> Option<u32>,
         mut next: impl FnMut(&mut T, &[f32]),
     ) -> Result<(), EvalError> {
+        let tokens = self.tokens(token_of, |_, _| {});
+        if tokens.is_empty() {
+            return Ok(());
+        }
+        let mut texts: Vec<_> = self.texts.iter_mut().map(|(text, _)| text).collect();
+        let logits = Continuation::read_each(&mut texts, &tokens, &mut self.rows)?;
+        for ((_, owned), logits) in self.texts.iter_mut().zip(&logits) {
+            next(owned, logits);
+        }
+        Ok(())
+    }
+
+    /// As [`step`](Self::step), but `next` takes the likeliest of the first `num_tokens` tokens alone, chosen on the
+    /// device; `None` after a NaN logit. `left` takes each text that leaves, with its last state.
+    ///
+    /// # Errors
+    /// As [`step`](Self::step).
+    pub(crate) fn step_likeliest(
+        &mut self,
+        num_tokens: usize,
+        token_of: impl FnMut(&T) -> Option<u32>,
+        left: impl FnMut(&Continuation<'a, B>, &mut T),
+        mut next: impl FnMut(&mut T, Option<u32>),
+    ) -> Result<(), EvalError> {
+        let tokens = self.tokens(token_of, left);
+        if tokens.is_empty() {
+            return Ok(());
+        }
+        let mut texts: Vec<_> = self.texts.iter_mut().map(|(text, _)| text).collect();
+        let likeliest = Continuation::read_each_likeliest(&mut texts, &tokens, &mut self.rows, num_tokens)?;
+        for ((_, owned), likeliest) in self.texts.iter_mut().zip(likeliest) {
+            next(owned, likeliest);
+        }
+        Ok(())
+    }
+
+    /// The token of each text that goes on; the others leave.
+    fn tokens(
+        &mut self,
+        mut token_of: impl FnMut(&T) -> Option<u32>,
+        mut left: impl FnMut(&Continuation<'a, B>, &mut T),
+    ) -> Vec<u32> {
         let mut tokens = Vec::with_capacity(self.texts.len());
         let rows = &mut self.rows;
         self.texts.retain_mut(|(text, owned)| {
             let token = token_of(owned);
             match token {
                 Some(token) => tokens.push(token),
-                None => text.leave(rows),
+                None => {
+                    text.leave(rows);
+                    left(text, owned);
+                }
             }
             token.is_some()
         });
-        if tokens.is_empty() {
-            return Ok(());
-        }
-        let mut texts: Vec<_> = self.texts.iter_mut().map(|(text, _)| text).collect();
-        let logits = Continuation::read_each(&mut texts, &tokens, rows)?;
-        for ((_, owned), logits) in self.texts.iter_mut().zip(&logits) {
-            next(owned, logits);
-        }
-        Ok(())
+        tokens
     }
 }

@@ -1,22 +1,32 @@
 //! Generates several texts in one batch.
-use crate::continuation::{Continuation, rows_of_texts};
 use crate::generator::Start;
-use crate::{EvalError, GenerateConfig, Sampler};
-use sieve_nn::{Qwen3, TextRows};
+use crate::{EvalError, GenerateConfig, OpenTexts, Sampler};
+use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 
 /// Continues several prompts, or one prompt several times, as a batch: each forward pass gives one token of every text.
 #[derive(Debug)]
 pub struct BatchGenerator<'a, B: DeviceBackend> {
-    /// The prompt of all texts, or one prompt for each text.
-    starts: Vec<Start<'a, B>>,
-    /// The common KV cache of texts with prompts of their own; `None` without such a cache.
-    rows: Option<TextRows<B>>,
+    prompts: Prompts<'a, B>,
+    config: GenerateConfig,
+    /// Number of tokens that each text may still get.
+    remaining: usize,
+    /// Token ids that end a text.
+    ends: Vec<u32>,
     /// The sampler of each text.
     samplers: Vec<Sampler>,
     /// The last token of each text; empty before the prompt is read.
     last: Vec<u32>,
     is_done: Vec<bool>,
+}
+
+/// What the texts continue.
+#[derive(Debug)]
+enum Prompts<'a, B: DeviceBackend> {
+    /// One prompt, which is read once; then its cache is repeated.
+    Shared(Start<'a, B>),
+    /// A prompt for each text, of which some are open, by their indices.
+    Own(Vec<Vec<u32>>, OpenTexts<'a, B, usize>),
 }
 
 impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
@@ -37,13 +47,9 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
             sampling.seed = sampling.seed.wrapping_add(text as u64);
             Sampler::new(sampling)
         };
-        Ok(Self {
-            starts: vec![Start::new(model, prompt, config, device)?],
-            rows: None,
-            samplers: (0..num_texts).map(of_text).collect::<Result<_, _>>()?,
-            last: Vec::new(),
-            is_done: vec![false; num_texts],
-        })
+        let start = Start::new(model, prompt, config, device)?;
+        let samplers = (0..num_texts).map(of_text).collect::<Result<_, _>>()?;
+        Ok(Self::with(start.config, samplers, Prompts::Shared(start)))
     }
 
     /// Prepares a text of each of several prompts, all with the seed of `config`. Checks everything before the model
@@ -58,26 +64,32 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         device: &B::Device,
     ) -> Result<Self, EvalError> {
         let starts = prompts.iter().map(|prompt| Start::new(model, prompt, config, device));
-        let mut starts = starts.collect::<Result<Vec<_>, _>>()?;
+        let starts = starts.collect::<Result<Vec<_>, _>>()?;
+        let samplers = starts.iter().map(|_| Sampler::new(config.sampling)).collect::<Result<_, _>>()?;
         let longest = starts.iter().map(|start| start.prompt.len()).max().unwrap_or(0);
-        // All texts use the rotary tables of one.
-        let room = longest + config.max_new_tokens;
-        let empty = Continuation::new(model, room, device);
-        starts.iter_mut().for_each(|start| start.text = empty.clone());
-        let num_texts = starts.len();
-        Ok(Self {
-            starts,
-            rows: rows_of_texts(model.shape(), num_texts, room),
-            samplers: (0..num_texts).map(|_| Sampler::new(config.sampling)).collect::<Result<_, _>>()?,
+        let (size, no_selector) = ([starts.len(), longest + config.max_new_tokens], None);
+        let open = OpenTexts::new(model, size, no_selector, device);
+        let config = starts.first().map_or(config, |start| start.config);
+        let prompts = starts.into_iter().map(|start| start.prompt).collect();
+        Ok(Self::with(config, samplers, Prompts::Own(prompts, open)))
+    }
+
+    fn with(config: GenerateConfig, samplers: Vec<Sampler>, prompts: Prompts<'a, B>) -> Self {
+        Self {
+            prompts,
+            remaining: config.max_new_tokens,
+            ends: vec![config.eos_id],
+            config,
+            is_done: vec![false; samplers.len()],
+            samplers,
             last: Vec::new(),
-            is_done: vec![false; num_texts],
-        })
+        }
     }
 
     /// Also ends each text at these tokens. Such a token is not returned.
     #[must_use]
     pub fn ending_at(mut self, ids: &[u32]) -> Self {
-        self.starts.iter_mut().for_each(|start| start.ends.extend(ids));
+        self.ends.extend(ids);
         self
     }
 
@@ -93,60 +105,59 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         let is_prompt = self.last.is_empty();
         self.last.resize(num_texts, 0);
         // If each text gets one token only, the prompt's logits suffice, and caches are not read again.
-        let needs_more = self.starts[0].remaining > 0;
-        if let [Start { text, prompt, .. }] = &mut self.starts[..] {
-            let logits = match is_prompt {
-                true => text.read(prompt)?,
-                false => text.read_rows(&self.last),
-            };
-            if is_prompt && needs_more {
-                text.repeat(num_texts);
-            }
-            return Ok(logits.chunks(text.vocab_size()).map(<[f32]>::to_vec).collect());
-        }
-        if is_prompt {
-            let read = |Start { text, prompt, .. }: &mut Start<'a, B>| {
-                let logits = text.read(prompt)?;
-                if needs_more {
-                    text.join(&mut self.rows);
+        let needs_more = self.remaining > 0;
+        let mut rows = vec![Vec::new(); num_texts];
+        let (last, is_done) = (&self.last, &self.is_done);
+        match &mut self.prompts {
+            Prompts::Shared(Start { text, prompt, .. }) => {
+                let logits = match is_prompt {
+                    true => text.read(prompt)?,
+                    false => text.read_rows(last),
+                };
+                if is_prompt && needs_more {
+                    text.repeat(num_texts);
                 }
-                Ok(logits)
-            };
-            return self.starts.iter_mut().map(read).collect();
-        }
-        let (mut open, mut texts, mut tokens) = (Vec::new(), Vec::new(), Vec::new());
-        for (at, Start { text, .. }) in self.starts.iter_mut().enumerate() {
-            match self.is_done[at] {
-                true => text.leave(&mut self.rows),
-                false => {
-                    open.push(at);
-                    texts.push(text);
-                    tokens.push(self.last[at]);
+                return Ok(logits.chunks(text.vocab_size()).map(<[f32]>::to_vec).collect());
+            }
+            Prompts::Own(prompts, open) if is_prompt => {
+                for (at, prompt) in prompts.iter().enumerate() {
+                    open.join(prompt, |logits| {
+                        rows[at] = logits.to_vec();
+                        Ok(needs_more.then_some(at))
+                    })?;
                 }
             }
+            Prompts::Own(_, open) => {
+                open.step(|&at| (!is_done[at]).then(|| last[at]), |&mut at, logits| rows[at] = logits.to_vec())?;
+            }
         }
-        let mut logits = vec![Vec::new(); num_texts];
-        for (at, row) in open.into_iter().zip(Continuation::read_each(&mut texts, &tokens, &mut self.rows)?) {
-            logits[at] = row;
-        }
-        Ok(logits)
+        Ok(rows)
+    }
+
+    /// Number of tokens that a text has read.
+    fn num_read(&self, text: usize) -> usize {
+        let num_later = (self.config.max_new_tokens - self.remaining).saturating_sub(1);
+        num_later
+            + match &self.prompts {
+                Prompts::Shared(start) => start.prompt.len(),
+                Prompts::Own(prompts, _) => prompts[text].len(),
+            }
     }
 
     /// The next token of each text; `None` for a text that has ended.
     fn step(&mut self) -> Result<Vec<Option<u32>>, EvalError> {
         let rows = self.logits()?;
-        let Start { text, config, ends, .. } = &self.starts[0];
         let mut tokens = vec![None; self.samplers.len()];
         // A single row, after a shared prompt, serves all texts.
         for (at, logits) in (0..tokens.len()).zip(rows.iter().cycle()) {
             if self.is_done[at] {
                 continue;
             }
-            let logits = &logits[..config.num_tokens];
+            let logits = &logits[..self.config.num_tokens];
             let token = self.samplers[at].sample(logits);
-            let token = token.ok_or(EvalError::NotFinite(text.cache().num_tokens))?;
+            let token = token.ok_or_else(|| EvalError::NotFinite(self.num_read(at)))?;
             self.last[at] = token;
-            match ends.contains(&token) {
+            match self.ends.contains(&token) {
                 true => self.is_done[at] = true,
                 false => tokens[at] = Some(token),
             }
@@ -164,11 +175,10 @@ impl<B: DeviceBackend> Iterator for BatchGenerator<'_, B> {
         if self.is_done.iter().all(|done| *done) {
             return None;
         }
-        let remaining = &mut self.starts[0].remaining;
-        *remaining = remaining.checked_sub(1)?;
+        self.remaining = self.remaining.checked_sub(1)?;
         let tokens = self.step();
         if tokens.is_err() {
-            self.starts[0].remaining = 0;
+            self.remaining = 0;
         }
         Some(tokens)
     }

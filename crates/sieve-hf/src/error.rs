@@ -1,6 +1,7 @@
 //! Errors of reading and writing weights.
 use sieve_core::ShownPath;
 use sieve_files::python_number;
+use std::borrow::Cow;
 use std::fmt::Display;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -54,11 +55,13 @@ pub enum CheckpointError {
         /// What was refused, and where.
         what: String,
         /// How to fix the problem.
-        hint: &'static str,
+        hint: Cow<'static, str>,
     },
     /// A path holds no checkpoint.
     #[error("{} holds no checkpoint\n  hint: {}", path.shown(), match beside.as_slice() {
-        [] => "name a folder step-N, or a run folder with checkpoint/step-N inside".to_owned(),
+        [] => "name a folder step-N, or a run folder with checkpoint/step-N inside; a model of the Hugging Face hub is \
+               named hf://OWNER/NAME"
+            .to_owned(),
         names => format!("the latest checkpoints beside it are {}", names.join(", ")),
     })]
     NotFound {
@@ -70,12 +73,12 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
-    pub(crate) fn refused(what: impl Into<String>, hint: &'static str) -> Self {
-        Self::Refused { what: what.into(), hint }
+    pub(crate) fn refused(what: impl Into<String>, hint: impl Into<Cow<'static, str>>) -> Self {
+        Self::Refused { what: what.into(), hint: hint.into() }
     }
 
     /// The error of a file or folder of `transformers` that no recipe can describe.
-    pub(crate) fn not_importable(path: &Path, problem: impl Display, hint: &'static str) -> Self {
+    pub(crate) fn not_importable(path: &Path, problem: impl Display, hint: impl Into<Cow<'static, str>>) -> Self {
         Self::refused(format!("{} cannot be imported: {problem}", path.shown()), hint)
     }
 

@@ -23,8 +23,8 @@ impl DiskPlan {
             0 => all,
             latest => (latest + 1).min(all),
         };
-        // `keep_every` keeps some checkpoints for good; its 0 keeps none.
-        let always = steps.checked_div(checkpoint.keep_every as u64).unwrap_or(0);
+        // `keep_every` keeps some checkpoints for good; its 0 keeps none. `keep_best` keeps one more.
+        let always = steps.checked_div(checkpoint.keep_every as u64).unwrap_or(0) + u64::from(checkpoint.keep_best);
         Self {
             // Weights and moments are stored in f32, whatever the device.
             checkpoint_bytes: 4 * (parameters.total() + num_moments(recipe, parameters)),

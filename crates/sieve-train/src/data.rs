@@ -364,9 +364,7 @@ pub fn tokenizer_file(path: &str, variable: &dyn Fn(&str) -> Option<String>) -> 
     if !sieve_data::is_hub_tokenizer(&path) {
         return Ok(PathBuf::from(path));
     }
-    let cache = sieve_core::paths::expand("${HF_HOME:-~/.cache/huggingface}/hub", variable)?;
-    let config = HubConfig::from_variables(variable, PathBuf::from(cache));
-    Ok(sieve_data::hub_tokenizer(&path, config)?)
+    Ok(sieve_data::hub_tokenizer(&path, HubConfig::of_cache(variable)?)?)
 }
 
 /// The tokenizer of a file as the recipe uses it, and the file's text.

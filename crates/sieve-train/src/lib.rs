@@ -45,4 +45,7 @@ pub use origin::{
 pub use report::{SkippedStep, StepReport, TrainEvent, TrainSummary, ValidationReport};
 pub use run_folder::{RunFolder, Start};
 pub use segments::{BlockSettings, MicroBatchResult, accumulate_gradients_with};
-pub use trainer::{FaultInjection, Moment, Trainer, WriteLimits, step_batch, tidy_finished};
+pub use trainer::{
+    BestCheckpoint, FaultInjection, Moment, Trainer, WriteLimits, WriteSamples, best_checkpoint, step_batch,
+    tidy_finished,
+};

@@ -133,6 +133,11 @@ impl Metrics {
         Ok(())
     }
 
+    /// Writes a text that the model generated while it trains to TensorBoard.
+    pub(crate) fn greedy_sample(&mut self, number: usize, text: &str, step: u64) {
+        self.tensorboard.text(&format!("samples_greedy/{number}"), &fenced(text), step);
+    }
+
     /// Writes a text that the model generated to TensorBoard.
     pub(crate) fn sample(&mut self, number: usize, text: &str, step: u64) {
         self.tensorboard.text(&format!("samples/{number}"), &fenced(text), step);
@@ -264,6 +269,16 @@ pub fn last_validation(folder: &Path) -> Option<ValidationReport> {
     let text = std::fs::read_to_string(folder.join("metrics.jsonl")).ok()?;
     let mut lines = text.lines().rev();
     lines.find_map(|line| serde_json::from_str::<ValidationReport>(line).ok())
+}
+
+/// All validations in a `metrics.jsonl`, in its order.
+///
+/// # Errors
+/// A file that cannot be read.
+pub(crate) fn validations(path: &Path) -> Result<Vec<ValidationReport>, TrainError> {
+    let text = std::fs::read(path).map_err(TrainError::io("reading", path))?;
+    let text = String::from_utf8_lossy(&text);
+    Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
 }
 
 /// The fields by which a written line is kept or removed.

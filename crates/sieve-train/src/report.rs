@@ -101,6 +101,8 @@ pub enum TrainEvent<'a> {
     Validation(&'a ValidationReport),
     /// A checkpoint was written to this folder.
     Checkpoint(&'a Path),
+    /// A text that the model wrote after this step.
+    Sample(u64, &'a str),
     /// The device has done the first step of this process.
     FirstStep,
     /// A message for the user.

@@ -213,7 +213,7 @@ impl RunFolder {
     }
 
     /// Path of the metrics: one JSON object for each logged step and validation.
-    pub(crate) fn metrics_path(&self) -> PathBuf {
+    pub fn metrics_path(&self) -> PathBuf {
         self.path.join("metrics.jsonl")
     }
 

@@ -1,16 +1,20 @@
 //! The loop: batches, gradients, clipping, update, validation, checkpoints.
+mod best;
 mod checkpoints;
 mod clock;
 mod guarding;
 mod peak;
 mod replay;
+mod sampling;
 mod saving;
 mod stage;
 mod validating;
 mod writer;
 
+pub use best::{BestCheckpoint, best_checkpoint};
 pub use checkpoints::tidy_finished;
 pub use guarding::{FaultInjection, Moment};
+pub use sampling::WriteSamples;
 pub(crate) use saving::Tries;
 pub use saving::WriteLimits;
 pub use stage::step_batch;
@@ -95,6 +99,8 @@ pub struct Trainer<B: TrainBackend> {
     stop_at: Option<u64>,
     /// Writers of the metrics files after [`run`](Self::run), which hands them to its [`Reporter`] before.
     metrics: Option<Metrics>,
+    /// Writes the texts of `generation.interval`; `None` where this process writes none.
+    samples: Option<WriteSamples<B::InnerBackend>>,
     /// On rank 0, threads that check the shards' checksums while training continues.
     shard_checks: Vec<ShardCheck>,
 }
@@ -190,6 +196,7 @@ impl<B: TrainBackend> Trainer<B> {
             group,
             stop_at: None,
             metrics: None,
+            samples: None,
             shard_checks: Vec::new(),
             recipe,
             data,
@@ -275,6 +282,11 @@ impl<B: TrainBackend> Trainer<B> {
     /// The model's sizes in the present stage.
     pub fn shape(&self) -> &ModelShape {
         &self.stage.shape
+    }
+
+    /// The run's output folder.
+    pub fn folder(&self) -> &RunFolder {
+        &self.folder
     }
 
     /// The tokenizer and the source of rows.
@@ -490,6 +502,9 @@ impl<B: TrainBackend> Trainer<B> {
             if is_last || self.step.is_multiple_of(interval) {
                 let report = clock.pause(|| self.validate(reporter))?;
                 summary.last_validation = report.or(summary.last_validation.take());
+            }
+            if self.samples_now() {
+                clock.pause(|| self.sample(reporter))?;
             }
             if is_due && !self.guard_log.in_streak() {
                 clock.pause(|| self.start_checkpoint(reporter))?;

@@ -27,7 +27,7 @@ const COMMANDS: [(&str, &str); 16] = [
 /// Commands that read a recipe, or make one.
 const OF_RECIPES: &[&str] = &["train", "launch", "plan", "recipe", "import", "data"];
 /// Commands that read a trained model.
-const OF_MODELS: &[&str] = &["generate", "eval", "export", "logits"];
+const OF_MODELS: &[&str] = &["generate", "serve", "eval", "export", "logits"];
 
 /// A flag of other programs.
 struct Flag {
@@ -94,7 +94,7 @@ const FLAGS: [Flag; 41] = [
         &["compile", "no-compile", "flash-attn", "flash-attention"],
         "leave it out: the kernels are the program's own",
     ),
-    flag(&["import"], &["model", "model-name", "model-name-or-path", "checkpoint", "input"], "--from {:DIR}"),
+    flag(&["import"], &["model", "model-name", "model-name-or-path", "checkpoint", "input"], "--from {:MODEL}"),
     flag(&["recipe"], &["model"], "--size SIZE and --kind KIND; sieve recipe new --help lists them"),
     flag(&["recipe"], &["text-column"], "--set data.text_column={:NAME}"),
     flag(
@@ -138,7 +138,11 @@ const FLAGS: [Flag; 41] = [
     ),
     flag(&["train", "launch", "plan", "data"], &["tokenizer", "tokenizer-path"], "--set tokenizer.path={:FILE}"),
     flag(&["train", "launch", "plan"], &["attention", "kind", "attn-implementation"], "--set attention.kind={:KIND}"),
-    flag(OF_MODELS, &["model", "model-name", "model-path", "ckpt", "load", "run"], "--checkpoint {:DIR}"),
+    flag(
+        OF_MODELS,
+        &["model", "model-name", "model-name-or-path", "model-path", "ckpt", "load", "run"],
+        "--checkpoint {:MODEL}",
+    ),
     flag(
         &["generate"],
         &["max-tokens", "num-tokens", "max-length", "length", "n-predict", "tokens"],
@@ -200,16 +204,30 @@ fn flag_meant(typed: &str, command: &str, words: &[String]) -> Option<String> {
     while let Some((before, after)) = rest.split_once("{:") {
         let (word, after) = after.split_once('}')?;
         hint += before;
+        // Other programs take a model of the hub by its name alone.
+        let is_of_hub = word == "MODEL" && value.is_some_and(names_hub_model);
+        hint += if is_of_hub { "hf://" } else { "" };
         hint += &value.map_or_else(|| word.to_owned(), shell_word);
         rest = after;
     }
     Some(format!("sieve {command} has no flag {}\n  hint: {hint}{rest}", typed.split('=').next().unwrap_or(typed)))
 }
 
+/// Whether a text that is no folder here has the form OWNER/NAME.
+fn names_hub_model(text: &str) -> bool {
+    let is_name = |part: &str| {
+        let is_usual = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+        !part.is_empty() && !part.starts_with('.') && part.bytes().all(is_usual)
+    };
+    let parts = text.split_once('/');
+    parts.is_some_and(|(owner, name)| is_name(owner) && is_name(name)) && !Path::new(text).exists()
+}
+
 /// The hint for a file or folder that was typed without a flag.
 fn file_meant(typed: &str, command: &str) -> Option<String> {
     let (path, word) = (Path::new(typed), shell_word(typed));
     let ending = path.extension().map(|ending| ending.to_string_lossy().to_lowercase());
+    let is_model = path.is_dir() || typed.starts_with("hf://");
     let is_text = || path.is_dir() || ending.as_deref().is_some_and(|ending| TEXTS.contains(&ending));
     let hint = match command {
         "train" | "plan" if ending.as_deref() == Some("toml") => format!("--recipe {word}"),
@@ -219,9 +237,9 @@ fn file_meant(typed: &str, command: &str) -> Option<String> {
             format!("sieve recipe new --data {word} --out NAME.toml makes a recipe for it")
         }
         "import" => format!("--from {word}"),
-        "generate" if path.is_dir() => format!("--checkpoint {word}"),
+        "generate" if is_model => format!("--checkpoint {word}"),
         "generate" => format!("--prompt {word}"),
-        "eval" | "export" | "logits" if path.is_dir() => format!("--checkpoint {word}"),
+        "eval" | "export" | "logits" | "serve" if is_model => format!("--checkpoint {word}"),
         "eval" if is_text() => format!("--data {word}"),
         _ => return None,
     };

@@ -1,6 +1,6 @@
 //! `sieve generate`: continues a prompt and prints each token as it is generated.
 use crate::loaded::{PlaceArgs, on_device};
-use crate::{loaded, selector, terminal};
+use crate::{hub, loaded, selector, terminal};
 use anyhow::{Context, Result};
 use clap::Args;
 use sieve_core::ShownPath;
@@ -29,7 +29,7 @@ const BYTES_A_TOKEN: usize = 4;
 #[derive(Args, Debug)]
 pub(crate) struct GenerateArgs {
     /// A checkpoint (step-N), a run folder (then its latest), an export, or another Hugging Face folder of Llama,
-    /// Mistral, Qwen2, Qwen3 or Doge
+    /// Mistral, Qwen2, Qwen3 or Doge; hf://OWNER/NAME[@REVISION] is a model of the hub
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
     /// Text to continue; when empty, the text begins at a document's start; `-` reads standard input; may be repeated:
@@ -77,8 +77,9 @@ pub(crate) struct GenerateArgs {
 }
 
 /// Runs `sieve generate`: continues a prompt with a checkpoint's model.
-pub(crate) fn run(args: GenerateArgs) -> Result<()> {
+pub(crate) fn run(mut args: GenerateArgs) -> Result<()> {
     let prompts = prompts(&args)?;
+    args.checkpoint = hub::folder(&args.checkpoint)?;
     let chats = chats(&args, &prompts)?;
     let is_single = prompts.len() == 1;
     anyhow::ensure!(

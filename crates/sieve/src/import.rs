@@ -1,7 +1,7 @@
 //! `sieve import`: a model in the Hugging Face layout as a checkpoint.
 use crate::out_of_memory::MemoryArgs;
 use crate::own_text::{OwnText, gives_steps};
-use crate::terminal;
+use crate::{hub, terminal};
 use anyhow::{Context, Result, bail};
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 #[derive(Args, Debug)]
 pub(crate) struct ImportArgs {
     /// Folder of a Llama, Mistral, Qwen2, Qwen3 or Doge model in the Hugging Face layout: config.json, tokenizer.json,
-    /// safetensors
+    /// safetensors; or a model of the hub, hf://OWNER/NAME[@REVISION]
     #[arg(long, value_name = "HF_DIR")]
     from: PathBuf,
     /// Folder to write the checkpoint step-0 into
@@ -39,8 +39,10 @@ pub(crate) struct ImportArgs {
 }
 
 /// Runs `sieve import`: makes a checkpoint from a published model.
-pub(crate) fn run(args: ImportArgs) -> Result<()> {
+pub(crate) fn run(mut args: ImportArgs) -> Result<()> {
     let kind = args.attention.as_deref().map(kind).transpose()?;
+    let named = args.from.clone();
+    args.from = hub::folder(&args.from)?;
     check_folder(&args.from)?;
     let tokenizer = args.from.join("tokenizer.json");
     let tokenizer =
@@ -78,11 +80,11 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
     let recipe = format!(
         "# Trains what `sieve import --from {}` made: a run begins with the weights that initial_weights names. Lines \
          that are commented out hold defaults.\n\n{}",
-        args.from.shown(),
+        named.shown(),
         recipe_text(&report)?
     );
     std::fs::write(&recipe_path, recipe).with_context(|| format!("writing {}", recipe_path.shown()))?;
-    terminal::line(&format!("imported as {}\nmodel: {}", report.path.shown(), imported_line(&args.from, &report)?));
+    terminal::line(&format!("imported as {}\nmodel: {}", report.path.shown(), imported_line(&named, &report)?));
     print_notes(&report, &tokenizer);
     let checkpoint = terminal::quoted(&report.path);
     let recipe_file = terminal::quoted(&recipe_path);
@@ -143,12 +145,14 @@ fn check_folder(from: &Path) -> Result<()> {
     let problem = match from.is_dir() {
         false => "there is no folder",
         true if !from.join("config.json").is_file() => "config.json is missing in",
+        true if !from.join("tokenizer.json").is_file() => bail!(
+            "{} has no tokenizer.json\n  hint: {}",
+            from.shown(),
+            sieve_core::how_to_convert(&from.shown().to_string())
+        ),
         true => return Ok(()),
     };
-    bail!(
-        "{problem} {}\n  hint: a model of the hub is fetched by hf download OWNER/NAME --local-dir DIR",
-        from.shown()
-    );
+    bail!("{problem} {}\n  hint: a model of the hub is named hf://OWNER/NAME", from.shown());
 }
 
 /// Prints what differs between the imported model and the one in the folder.

@@ -5,7 +5,7 @@ use crate::device::{Device, DeviceChoice};
 use crate::eval::output;
 use crate::loaded::{Place, on_device};
 use crate::recipe::RecipeArgs;
-use crate::{loaded, terminal};
+use crate::{hub, loaded, terminal};
 use anyhow::{Context, Result, bail};
 pub(crate) use arguments::KernelsCommand;
 use arguments::{BenchArgs, BuildArgs, CaptureArgs, CheckArgs, RunArgs};
@@ -186,7 +186,8 @@ fn write_json(path: &Path, value: &serde_json::Value) -> Result<()> {
 }
 
 fn capture(args: &CaptureArgs) -> Result<()> {
-    let (checkpoint, text, out) = (&args.checkpoint, args.text.as_deref(), &args.out);
+    let checkpoint = &hub::folder(&args.checkpoint)?;
+    let (text, out) = (args.text.as_deref(), &args.out);
     on_device!(Place::new(args.device.resolve()?, None)?, capture_to(checkpoint, text, out))
 }
 

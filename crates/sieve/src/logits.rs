@@ -1,6 +1,6 @@
 //! `sieve logits`: raw model output for parity checks by other programs.
 use crate::loaded::{PlaceArgs, on_device};
-use crate::terminal;
+use crate::{hub, terminal};
 use anyhow::{Context, Result, ensure};
 use clap::{ArgGroup, Args};
 use sieve_core::ShownPath;
@@ -13,7 +13,7 @@ use std::path::PathBuf;
 #[derive(Args, Debug)]
 #[command(group = ArgGroup::new("input").required(true).args(["tokens", "tokens_file"]))]
 pub(crate) struct LogitsArgs {
-    /// A checkpoint (step-N), or a run folder: then its latest
+    /// A checkpoint (step-N), or a run folder: then its latest; or hf://OWNER/NAME
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
     /// Token ids, separated by commas
@@ -30,7 +30,8 @@ pub(crate) struct LogitsArgs {
 }
 
 /// Runs `sieve logits`: writes the logits of a checkpoint for given tokens to `--out`.
-pub(crate) fn run(args: LogitsArgs) -> Result<()> {
+pub(crate) fn run(mut args: LogitsArgs) -> Result<()> {
+    args.checkpoint = hub::folder(&args.checkpoint)?;
     crate::eval::output::check_place(&args.out)?;
     let tokens = match &args.tokens_file {
         Some(path) => {

@@ -86,17 +86,7 @@ impl MemoryArgs {
         let Ok((recipe, shape)) = sieve_hf::peek_model(checkpoint) else {
             return Ok(());
         };
-        let mut size = size(&recipe, &shape);
-        // The command itself refuses rows longer than the context, with a better message.
-        let InferenceSize { seq_len, cached_tokens, logit_tokens, .. } = &mut size;
-        for tokens in [seq_len, cached_tokens, logit_tokens] {
-            *tokens = (*tokens).min(shape.max_seq_len);
-        }
-        let weight_bytes = match place.kept {
-            Kept::All(dtype) => dtype.size(),
-            Kept::Bf16Weights => DType::BF16.size(),
-        };
-        self.warn(&inference_memory(&shape, size, &target(&place.device, None), weight_bytes as u64))
+        self.warn(&inference_plan(&shape, size(&recipe, &shape), place))
     }
 
     /// Refuses to import a model of `shape` if host memory is too small for it; warns if it may be.
@@ -134,6 +124,20 @@ impl MemoryArgs {
             MemoryVerdict::MayNotFit | MemoryVerdict::DoesNotFit => Ok(Some(format!("warning: {}", text()))),
         }
     }
+}
+
+/// What work of this size on a model takes of the memory that is free on a device now.
+pub(crate) fn inference_plan(shape: &ModelShape, mut size: InferenceSize, place: &Place) -> MemoryPlan {
+    // The command itself refuses rows longer than the context, with a better message.
+    let InferenceSize { seq_len, cached_tokens, logit_tokens, .. } = &mut size;
+    for tokens in [seq_len, cached_tokens, logit_tokens] {
+        *tokens = (*tokens).min(shape.max_seq_len);
+    }
+    let weight_bytes = match place.kept {
+        Kept::All(dtype) => dtype.size(),
+        Kept::Bf16Weights => DType::BF16.size(),
+    };
+    inference_memory(shape, size, &target(&place.device, None), weight_bytes as u64)
 }
 
 /// The plan's description of a device, with the memory that is free now. `cpu_flops` is only needed to estimate time.

@@ -1,13 +1,14 @@
 //! `sieve serve`: an OpenAI-compatible server for a trained model.
 use crate::loaded::{PlaceArgs, on_device};
-use crate::{loaded, selector, terminal};
+use crate::out_of_memory::inference_plan;
+use crate::{hub, loaded, selector, terminal};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use sieve_core::{ModelShape, attention_label};
 use sieve_eval::{prompt_part, texts_together};
 use sieve_hf::{ChatTemplate, Kept, peek_model};
 use sieve_ops::DeviceBackend;
-use sieve_plan::InferenceSize;
+use sieve_plan::{InferenceSize, MemoryVerdict};
 use sieve_serve::{Engine, Settings, Stop};
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -21,7 +22,7 @@ const API_KEY: &str = "SIEVE_API_KEY";
 #[derive(Args, Debug)]
 pub(crate) struct ServeArgs {
     /// A checkpoint (step-N), a run folder (then its latest), an export, or another Hugging Face folder of Llama,
-    /// Mistral, Qwen2, Qwen3 or Doge
+    /// Mistral, Qwen2, Qwen3 or Doge; hf://OWNER/NAME[@REVISION] is a model of the hub
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
     /// Address to listen at; only this machine reaches the default, 0.0.0.0 is open to the network
@@ -42,7 +43,7 @@ pub(crate) struct ServeArgs {
     /// Tokens of a text with its prompt, at most; the model's context when absent
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     max_context: Option<u64>,
-    /// Texts that are decoded as one batch, at most; by the context when absent, up to 32
+    /// Texts that are decoded as one batch, at most; by context and memory when absent, up to 64
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1024))]
     max_texts: Option<u64>,
     /// Texts that wait, at most; a request beyond them gets status 429
@@ -54,7 +55,33 @@ pub(crate) struct ServeArgs {
     place: PlaceArgs,
 }
 
+/// Texts at once where `--max-texts` is absent, at most, and the tokens of all of them: as many as one batch of
+/// `sieve generate` has, of 2048 tokens each.
+const USUAL_TEXTS: usize = 64;
+const USUAL_TOKENS: usize = USUAL_TEXTS * 2048;
+
+/// The work of `texts` texts of `context` tokens.
+fn work(shape: &ModelShape, [context, texts]: [usize; 2]) -> InferenceSize {
+    let part = prompt_part(shape, context);
+    // One cache more: a prompt is read into a cache of its own.
+    InferenceSize { cached_tokens: context, num_caches: texts + 1, ..InferenceSize::rows_of(part, part) }
+}
+
 impl ServeArgs {
+    /// Texts at once where nothing says how many: up to [`USUAL_TEXTS`], halved until the memory plan says that they
+    /// fit, but no fewer than other commands decode together.
+    fn usual_texts(&self, shape: &ModelShape, context: usize) -> Result<usize> {
+        let place = self.place.place(&self.checkpoint)?;
+        let least = texts_together(context);
+        let fits = |texts: usize| {
+            let plan = inference_plan(shape, work(shape, [context, texts]), &place);
+            plan.verdict == MemoryVerdict::Fits
+        };
+        let most = (USUAL_TOKENS / context.max(1)).clamp(1, USUAL_TEXTS);
+        let halved = std::iter::successors(Some(most), |texts| Some(texts / 2)).take_while(|&texts| texts > least);
+        Ok(halved.into_iter().find(|&texts| fits(texts)).unwrap_or(least))
+    }
+
     /// Tokens of a text, and texts at once.
     fn limits(&self, shape: &ModelShape) -> Result<[usize; 2]> {
         let context = self.max_context.map_or(shape.max_seq_len, |context| context as usize);
@@ -73,7 +100,7 @@ impl ServeArgs {
         let max_texts = match self.max_texts {
             _ if has_selector => 1,
             Some(texts) => texts as usize,
-            None => texts_together(context),
+            None => self.usual_texts(shape, context)?,
         };
         Ok([context, max_texts])
     }
@@ -89,16 +116,16 @@ impl ServeArgs {
 }
 
 /// Runs `sieve serve`: answers requests until a signal asks for the end.
-pub(crate) fn run(args: ServeArgs) -> Result<()> {
+pub(crate) fn run(mut args: ServeArgs) -> Result<()> {
+    if let Some(model) = hub::model(&args.checkpoint)? {
+        args.checkpoint = model.path;
+        args.name.get_or_insert(model.name);
+    }
     let (_, shape) = peek_model(&args.checkpoint)?;
     let [context, max_texts] = args.limits(&shape)?;
     // A port in use is said before the model is loaded.
     let listener = sieve_serve::listen(&args.host, args.port)?;
-    let place = args.place.for_checkpoint(&args.checkpoint, |_, shape| {
-        let part = prompt_part(shape, context);
-        // One cache more: a prompt is read into a cache of its own.
-        InferenceSize { cached_tokens: context, num_caches: max_texts + 1, ..InferenceSize::rows_of(part, part) }
-    });
+    let place = args.place.for_checkpoint(&args.checkpoint, |_, shape| work(shape, [context, max_texts]));
     let place = place.with_context(|| {
         format!(
             "planning for {} of {} tokens\n  hint: lower --max-texts or --max-context",

@@ -1,4 +1,5 @@
 //! `sieve train`: trains a model from a recipe.
+mod curve;
 mod ending;
 mod exporter;
 mod extend;
@@ -8,6 +9,7 @@ mod missing;
 mod on_event;
 mod profile;
 mod ranks;
+mod samples;
 mod stopped;
 mod sweep;
 mod useless;
@@ -26,7 +28,7 @@ use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
-use ending::{finish, next_steps, samples, tell_references};
+use ending::{curve, finish, next_steps, tell_references};
 use exporter::{Exporter, MetricsPort};
 use extend::extend;
 use indicatif::ProgressBar;
@@ -503,6 +505,7 @@ fn train<B: TrainBackend>(
         last: Duration::from_secs(session.args.checkpoint_patience),
         ..WriteLimits::default()
     });
+    samples::while_training(&log, recipe, &mut trainer, &device)?;
     let exporter = Exporter::default();
     let port = session.args.metrics_port.as_ref().filter(|_| session.prints());
     let address = port.map(|port| exporter.listen(port)).transpose()?;
@@ -539,10 +542,11 @@ fn train<B: TrainBackend>(
         terminal::counted(summary.step - first_step, "step"),
         terminal::duration(started.elapsed().as_secs_f64())
     ));
+    curve(&log, recipe, trainer.folder());
     finish(&log, &summary, trainer.shape());
     // Training is complete, so a failed sample, for example of too long a prompt, is no error.
     if session.prints()
-        && let Err(error) = samples(&log, recipe, &mut trainer, &device)
+        && let Err(error) = samples::at_the_end(&log, recipe, &mut trainer, &device)
     {
         log.line(&format!("no sample: {error}"));
     }
@@ -753,6 +757,7 @@ fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
         TrainEvent::Skipped(report) => log.always(&skipped_line(report)),
         TrainEvent::Validation(report) => log.line(&validation_line(report)),
         TrainEvent::Checkpoint(path) => log.line(&format!("checkpoint: {}", path.shown())),
+        TrainEvent::Sample(step, text) => log.line(&samples::line(&format!("sample at step {step}"), text)),
         TrainEvent::FirstStep => startup::elapsed_once().iter().for_each(|elapsed| log.line(&startup_line(*elapsed))),
         TrainEvent::Notice(text) => log.line(text),
         TrainEvent::Warning(text) => log.always(text),

@@ -109,6 +109,7 @@ pub(super) fn check(parts: &Parts, mistakes: &mut Vec<Mistake>) {
     if let Some(checkpoint) = &parts.checkpoint {
         rules.bounds("checkpoint", checkpoint);
         check_folder(&checkpoint.folder, &mut rules);
+        check_keep_best(checkpoint, parts.validation.as_ref(), &mut rules);
     }
     if let Some(metrics) = &parts.metrics {
         rules.bounds("metrics", metrics);
@@ -139,7 +140,29 @@ pub(super) fn check(parts: &Parts, mistakes: &mut Vec<Mistake>) {
             "is 0, but there are prompts",
             "give it at least 1, or leave the prompts out",
         );
+        rules.require(
+            generation.interval == 0 || !generation.prompts.is_empty(),
+            "generation.interval",
+            format!("is {}, but there are no prompts", generation.interval),
+            "add generation.prompts, the texts to continue, or leave it out",
+        );
     }
+}
+
+fn check_keep_best(checkpoint: &CheckpointSection, validation: Option<&ValidationSection>, rules: &mut Rules<'_>) {
+    let Some(validation) = validation.filter(|_| checkpoint.keep_best) else {
+        return;
+    };
+    let (interval, every) = (checkpoint.interval, validation.interval);
+    rules.require(
+        every == 0 || interval.is_multiple_of(every),
+        "checkpoint.keep_best",
+        format!(
+            "needs a validation of each checkpoint, and checkpoint.interval = {interval} is no multiple of \
+             validation.interval = {every}"
+        ),
+        format!("set validation.interval = {interval}, or a divisor of it"),
+    );
 }
 
 fn check_rope_scaling(scaling: &RopeScaling, rules: &mut Rules<'_>) {

@@ -378,6 +378,10 @@ keys! {
         /// Checkpoints of steps that are multiples of this are kept too, without a limit. 0: no others are kept.
         #[key(may_change)]
         pub keep_every: usize = 0,
+        /// Whether the checkpoint with the lowest loss on held-out text is kept too. Each checkpoint needs a validation
+        /// then: `interval` is a multiple of `validation.interval`.
+        #[key(may_change)]
+        pub keep_best: bool = false,
         /// Whether the weights before the first step are written too.
         #[key(may_change)]
         pub at_start: bool = false,
@@ -465,7 +469,7 @@ keys! {
 }
 
 keys! {
-    /// `[generation]`: sample lines at the end of a run.
+    /// `[generation]`: sample lines while a run trains and at its end.
     pub struct GenerationSection: Default {
         /// Texts to continue. Empty: none are generated.
         #[key(may_change)]
@@ -473,5 +477,9 @@ keys! {
         /// Tokens after each prompt, at most.
         #[key(may_change)]
         pub max_new_tokens: usize = 64,
+        /// Steps between two rounds of texts while the run trains, of the likeliest tokens; they go to the log and to
+        /// TensorBoard, and change no loss. 0: texts are written at the end alone.
+        #[key(may_change)]
+        pub interval: usize = 0,
     }
 }

@@ -1,14 +1,15 @@
-//! Data sets of the Hugging Face hub, named by paths.
+//! Data sets, tokenizers and models of the Hugging Face hub, named by paths.
 //!
-//! A path is `hf://datasets/OWNER/NAME[@REVISION][/FILES]`, as `huggingface_hub` writes it. FILES is a folder, a file
-//! or a glob; without it all files with an ending of the corpus are read. The listing is fetched once and kept, which
-//! pins the data set to that commit; after that the network is needed only for files that were not read yet. A file is
-//! fetched when it is read, a broken transfer is resumed, and a file that was read to its end is removed.
+//! A data set's path is `hf://datasets/OWNER/NAME[@REVISION][/FILES]`, as `huggingface_hub` writes it. FILES is a folder,
+//! a file or a glob; without it all files with an ending of the corpus are read. The listing is fetched once and kept,
+//! which pins the data set to that commit; after that the network is needed only for files that were not read yet. A
+//! file is fetched when it is read, a broken transfer is resumed, and a file that was read to its end is removed.
 //!
 //! The server is not trusted: the name of a fetched file on this disk is a hash of its name on the hub, and its bytes
 //! must have the listed checksum.
 
 mod client;
+mod models;
 
 use std::fmt;
 use std::fs;
@@ -21,6 +22,9 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 use crate::error::DataError;
 use client::{Checksum, Client, Download, is_hex};
+pub use models::{HubModel, HubModelEvent, hub_model, is_hub_model};
+use sieve_core::RecipeError;
+use sieve_core::paths::expand;
 use sieve_files::{temporary_name, write_atomically};
 
 /// How to reach the hub, and where fetched files are stored until they are read.
@@ -28,10 +32,12 @@ use sieve_files::{temporary_name, write_atomically};
 pub struct HubConfig {
     /// URL of the hub, usually [`ENDPOINT`](Self::ENDPOINT).
     pub endpoint: String,
-    /// Access token for data sets that are not public. It is sent only to the endpoint's host, and only over https.
+    /// Access token for repositories that are not public. It is sent only to the endpoint's host, and only over https.
     pub token: Option<String>,
     /// File with root certificates in PEM form, which replace the built-in web roots.
     pub certificates: Option<PathBuf>,
+    /// Whether nothing may be asked: only what is on this disk is read.
+    pub is_offline: bool,
     /// How long to wait for the hub.
     pub limits: HubLimits,
     /// Folder for listings and fetched files; nothing else may use it. Created if missing.
@@ -64,17 +70,40 @@ impl HubConfig {
     /// URL of the public Hugging Face hub.
     pub const ENDPOINT: &'static str = "https://huggingface.co";
 
-    /// Reads the variables `HF_ENDPOINT`, `HF_TOKEN` and `SSL_CERT_FILE`; each may be unset or empty.
+    /// Reads the variables `HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE` and `SSL_CERT_FILE`; each may be unset or empty.
     pub fn from_variables(variable: &dyn Fn(&str) -> Option<String>, dir: PathBuf) -> Self {
         let set = |value: Option<String>| value.filter(|value| !value.is_empty());
         Self {
             endpoint: set(variable("HF_ENDPOINT")).unwrap_or_else(|| Self::ENDPOINT.to_owned()),
             token: set(variable("HF_TOKEN")),
             certificates: set(variable("SSL_CERT_FILE")).map(PathBuf::from),
+            is_offline: variable(OFFLINE).is_some_and(|value| is_yes(&value)),
             limits: HubLimits::default(),
             dir,
         }
     }
+
+    /// As [`from_variables`](Self::from_variables), with the folder of `huggingface_hub`'s own cache: `HF_HUB_CACHE`,
+    /// or `hub` in `HF_HOME`.
+    ///
+    /// # Errors
+    /// No home folder is known.
+    pub fn of_cache(variable: &dyn Fn(&str) -> Option<String>) -> Result<Self, RecipeError> {
+        let named = variable("HF_HUB_CACHE").filter(|dir| !dir.is_empty());
+        let dir = match named {
+            Some(dir) => dir,
+            None => expand("${HF_HOME:-~/.cache/huggingface}/hub", variable)?,
+        };
+        Ok(Self::from_variables(variable, PathBuf::from(dir)))
+    }
+}
+
+/// The variable that forbids to ask the hub.
+const OFFLINE: &str = "HF_HUB_OFFLINE";
+
+/// Whether the value of a variable means yes, as `huggingface_hub` reads it.
+fn is_yes(value: &str) -> bool {
+    ["1", "on", "yes", "true"].contains(&value.to_ascii_lowercase().as_str())
 }
 
 // `Debug` is not derived, so that no message can contain the token.
@@ -99,28 +128,18 @@ pub fn is_hub_tokenizer(path: &str) -> bool {
 /// # Errors
 /// A path of another form; a hub that cannot be reached or has no such file.
 pub fn hub_tokenizer(path: &str, mut config: HubConfig) -> Result<PathBuf, DataError> {
-    let bad = || {
-        let hint = "write hf://OWNER/NAME, with @REVISION and /FOLDER behind it if need be";
-        DataError::refused(format!("{path:?} names no tokenizer of the hub"), hint)
-    };
-    let model = path.strip_prefix("hf://").ok_or_else(bad)?;
-    if model.starts_with("datasets/") {
-        return Err(bad());
-    }
-    let mut remote = RemotePath::parse(&format!("{PREFIX}{model}")).map_err(|_| bad())?;
+    let remote = RemotePath::parse_model(path, "tokenizer")?;
     let folder = remote.files.trim_end_matches("tokenizer.json");
     let folder = folder.trim_end_matches('/');
     let name = match folder {
         "" => "tokenizer.json".to_owned(),
         folder => format!("{folder}/tokenizer.json"),
     };
-    if name.split('/').any(|part| matches!(part, "" | "." | "..")) {
-        return Err(bad());
+    if let Some((snapshot, _)) = python_snapshot(&config.dir, &remote)
+        && snapshot.join(&name).is_file()
+    {
+        return Ok(snapshot.join(&name));
     }
-    if let Some(path) = in_python_cache(&config.dir, &remote, &name) {
-        return Ok(path);
-    }
-    remote.is_model = true;
     config.dir = config.dir.join("sieve");
     let hub = Hub::new(config)?;
     // A model has one listing for all its folders.
@@ -131,8 +150,8 @@ pub fn hub_tokenizer(path: &str, mut config: HubConfig) -> Result<PathBuf, DataE
     hub.fetch(&hub.files(&remote, listing).swap_remove(place))
 }
 
-/// The path of a model's file in `huggingface_hub`'s cache, if it is there.
-fn in_python_cache(cache: &Path, remote: &RemotePath, name: &str) -> Option<PathBuf> {
+/// The folder of a model's revision in `huggingface_hub`'s cache and its commit, if the cache knows the revision.
+fn python_snapshot(cache: &Path, remote: &RemotePath) -> Option<(PathBuf, String)> {
     let model = cache.join(format!("models--{}", remote.repo.replace('/', "--")));
     let commit = match is_hex(&remote.revision, &[40]) {
         true => remote.revision.clone(),
@@ -140,8 +159,7 @@ fn in_python_cache(cache: &Path, remote: &RemotePath, name: &str) -> Option<Path
         false => fs::read_to_string(model.join("refs").join(&remote.revision)).ok()?,
     };
     let commit = Some(commit.trim()).filter(|commit| is_hex(commit, &[40]))?;
-    let path = model.join("snapshots").join(commit).join(name);
-    path.is_file().then_some(path)
+    Some((model.join("snapshots").join(commit), commit.to_owned()))
 }
 
 /// A file of a repository on the hub.
@@ -205,6 +223,21 @@ impl RemotePath {
             true => self.repo.clone(),
             false => format!("datasets/{}", self.repo),
         }
+    }
+
+    /// Parses a model's `hf://OWNER/NAME[@REVISION][/FOLDER]`; `what` names what is read of the model.
+    fn parse_model(path: &str, what: &str) -> Result<Self, DataError> {
+        let bad = || {
+            let hint = "write hf://OWNER/NAME, with @REVISION and /FOLDER behind it if need be";
+            DataError::refused(format!("{path:?} names no {what} of the hub"), hint)
+        };
+        let model = path.strip_prefix("hf://").filter(|model| !model.starts_with("datasets/")).ok_or_else(bad)?;
+        let remote = Self::parse(&format!("{PREFIX}{model}")).map_err(|_| bad())?;
+        let folder = remote.files.strip_suffix('/').unwrap_or(&remote.files);
+        if !folder.is_empty() && folder.split('/').any(|part| matches!(part, "" | "." | "..")) {
+            return Err(bad());
+        }
+        Ok(Self { is_model: true, ..remote })
     }
 
     /// Parses `hf://datasets/OWNER/NAME[@REVISION][/FILES]`; the revision is `main` if the path names none.
@@ -367,8 +400,9 @@ impl Hub {
         let kind = if remote.is_model { "models" } else { "datasets" };
         let revision = encoded(&remote.revision, "");
         let url_path = format!("/api/{kind}/{}/revision/{revision}?blobs=true", remote.repo);
+        let what = format!("the listing of {}", remote.revision);
         let failed = |reason: String| self.failed(&remote.url_repo(), reason);
-        let body = self.client.text(&url_path, MAX_ANSWER_BYTES, &failed)?;
+        let body = self.client.text((&url_path, &what), MAX_ANSWER_BYTES, &failed)?;
         let answer = serde_json::from_str::<Listing>(&body)
             .map_err(|error| failed(format!("the answer is not a listing: {error}")))?;
         if !is_hex(&answer.sha, &[40, 64]) {
@@ -398,12 +432,18 @@ impl Hub {
     /// Fetches a file unless it exists, and returns its path.
     pub(super) fn fetch(&self, file: &RemoteFile) -> Result<PathBuf, DataError> {
         let path = self.local_path(file);
-        // A file gets its final name only after it is complete and its checksum was verified.
-        if path.is_file() {
-            return Ok(path);
-        }
         let folder = self.config.dir.join("files");
         fs::create_dir_all(&folder).map_err(DataError::io("create", &folder))?;
+        self.fetch_to(file, path.clone())?;
+        Ok(path)
+    }
+
+    /// Fetches a file to `path` unless it exists; the folder must exist.
+    fn fetch_to(&self, file: &RemoteFile, path: PathBuf) -> Result<(), DataError> {
+        // A file gets its final name only after it is complete and its checksum was verified.
+        if path.is_file() {
+            return Ok(());
+        }
         let RemoteFile { repo, commit, name, .. } = file;
         let download = Download {
             url_path: format!("/{repo}/resolve/{commit}/{}", encoded(name, "/")),
@@ -412,8 +452,7 @@ impl Hub {
             num_bytes: file.num_bytes,
             checksum: file.checksum.as_ref(),
         };
-        self.client.download(&download, &|reason| self.failed(repo, reason))?;
-        Ok(download.path)
+        self.client.download(&download, &|reason| self.failed(repo, reason))
     }
 
     /// Removes the fetched copy of a file, if there is one.

@@ -3,9 +3,13 @@ use super::{INDEX, SINGLE};
 use crate::tensor_file::Stored;
 use crate::{CheckpointError, TensorFile};
 use serde_json::Value;
+use sieve_core::ShownPath;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
+
+/// Weights in pickles, which are programs and are not read.
+const PICKLES: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
 
 /// The files, and the tensors in them.
 pub(super) struct Weights {
@@ -42,11 +46,13 @@ impl Weights {
                 (owners.values().cloned().collect(), owners)
             }
             (false, false) => {
-                return Err(CheckpointError::not_importable(
-                    from,
-                    format!("it has neither {SINGLE} nor {INDEX}"),
-                    "name a folder with weights as safetensors",
-                ));
+                let has_pickles = PICKLES.iter().any(|name| from.join(name).is_file());
+                let hint = match has_pickles {
+                    true => sieve_core::how_to_convert(&from.shown().to_string()),
+                    false => "name a folder with weights as safetensors".to_owned(),
+                };
+                let problem = format!("it has neither {SINGLE} nor {INDEX}");
+                return Err(CheckpointError::not_importable(from, problem, hint));
             }
         };
         let files = names.iter().map(|name| TensorFile::open(&from.join(name))).collect::<Result<Vec<_>, _>>()?;

@@ -1,6 +1,6 @@
 //! Writes a run's recipe and checkpoints, and removes outdated checkpoints.
 use super::writer::{Shard, Written};
-use super::{Moment, Reporter, Trainer};
+use super::{Moment, Reporter, Trainer, best_checkpoint};
 use crate::group::Group;
 use crate::metrics::drop_later_lines;
 use crate::optimizer::ReplicaSums;
@@ -231,7 +231,7 @@ impl<B: TrainBackend> Trainer<B> {
         self.saving.tries.succeed();
         self.last_checkpoint = Some(step);
         self.last_folder = folder;
-        if writes && let Err(error) = prune(&self.folder.checkpoint_path(), &self.recipe) {
+        if writes && let Err(error) = prune(&self.folder, &self.recipe) {
             reporter.emit(TrainEvent::Warning(&format!("warning: old checkpoints stay: {error}")));
         }
         Ok(())
@@ -374,9 +374,8 @@ pub fn tidy_finished(folder: &RunFolder, recipe: &Recipe) -> Result<(), TrainErr
     if metrics.exists() {
         drop_later_lines(&metrics, u64::MAX, None)?;
     }
-    let folder = folder.checkpoint_path();
-    remove_half_written(&folder)?;
-    prune(&folder, recipe)
+    remove_half_written(&folder.checkpoint_path())?;
+    prune(folder, recipe)
 }
 
 fn remove_half_written(folder: &Path) -> Result<(), TrainError> {
@@ -395,14 +394,20 @@ fn remove_half_written(folder: &Path) -> Result<(), TrainError> {
 }
 
 /// Removes all but the latest `checkpoint.keep_latest_k` checkpoints (0 keeps all). The checkpoint before the first
-/// step (`at_start`) and every `keep_every` steps stays.
-fn prune(folder: &Path, recipe: &Recipe) -> Result<(), TrainError> {
+/// step (`at_start`), every `keep_every` steps and with the lowest loss (`keep_best`) stays.
+fn prune(run: &RunFolder, recipe: &Recipe) -> Result<(), TrainError> {
+    let folder = &run.checkpoint_path();
     let keep = recipe.checkpoint.keep_latest_k;
     if keep == 0 {
         return Ok(());
     }
     let keep_every = recipe.checkpoint.keep_every as u64;
+    let best = match recipe.checkpoint.keep_best {
+        true => best_checkpoint(run)?.map(|best| best.step),
+        false => None,
+    };
     let always = |step: u64| match step {
+        step if best == Some(step) => true,
         0 => recipe.checkpoint.at_start,
         step => keep_every > 0 && step.is_multiple_of(keep_every),
     };

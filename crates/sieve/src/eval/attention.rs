@@ -2,7 +2,7 @@
 use super::heads::{Heads, Legend, Square};
 use super::{output, text};
 use crate::loaded::{PlaceArgs, on_device};
-use crate::{loaded, terminal};
+use crate::{hub, loaded, terminal};
 use anyhow::Result;
 use clap::Args;
 use serde_json::json;
@@ -27,7 +27,7 @@ const COMMAND: &str = "attention";
 /// Arguments of `sieve eval attention`.
 #[derive(Args, Debug)]
 pub(crate) struct AttentionArgs {
-    /// A checkpoint (step-N), or a run folder: then its latest; any kind of attention
+    /// A checkpoint (step-N), or a run folder: then its latest; any kind of attention; or hf://OWNER/NAME
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
     /// Text, JSONL or Parquet files, folders or globs; the first tokens of the documents laid end to end are the prompt
@@ -49,7 +49,8 @@ pub(crate) struct AttentionArgs {
 }
 
 /// Runs `sieve eval attention`: which keys a checkpoint's heads look at on a text.
-pub(crate) fn run(args: AttentionArgs) -> Result<()> {
+pub(crate) fn run(mut args: AttentionArgs) -> Result<()> {
+    args.checkpoint = hub::folder(&args.checkpoint)?;
     args.result.check(&args.checkpoint, COMMAND, &[&args.plot])?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let length = length(&args, shape.max_seq_len);

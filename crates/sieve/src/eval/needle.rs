@@ -2,7 +2,7 @@
 use super::grid::{Map, MapCell, Picture};
 use super::{output, text};
 use crate::loaded::{PlaceArgs, on_device};
-use crate::{loaded, selector, terminal};
+use crate::{hub, loaded, selector, terminal};
 use anyhow::{Result, bail};
 use clap::Args;
 use sieve_core::{ShownPath, attention_label};
@@ -27,7 +27,7 @@ const MOST_NEEDLES: usize = 1_000_000;
 /// Arguments of `sieve eval needle`.
 #[derive(Args, Debug)]
 pub(crate) struct NeedleArgs {
-    /// A checkpoint (step-N) of any kind, or a run folder: then its latest
+    /// A checkpoint (step-N) of any kind, or a run folder: then its latest; or hf://OWNER/NAME
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
     /// Text, JSONL or Parquet files, folders or globs to hide the needle in; made-up English sentences when absent
@@ -63,7 +63,8 @@ pub(crate) struct NeedleArgs {
 }
 
 /// Runs `sieve eval needle`: how many inserted sentences a model finds, by length and depth.
-pub(crate) fn run(args: NeedleArgs) -> Result<()> {
+pub(crate) fn run(mut args: NeedleArgs) -> Result<()> {
+    args.checkpoint = hub::folder(&args.checkpoint)?;
     if args.lengths.contains(&0) {
         bail!("--lengths must be positive\n  hint: a text also has to be longer than --buffer");
     }

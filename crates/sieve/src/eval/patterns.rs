@@ -1,7 +1,7 @@
 //! `sieve eval patterns`: searches, on a dense checkpoint, the patterns file of `minference` or the maps file of `dam`.
 use super::{output, text};
 use crate::loaded::{PlaceArgs, on_device};
-use crate::{loaded, terminal};
+use crate::{hub, loaded, terminal};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde_json::{Value, json};
@@ -24,7 +24,7 @@ const COMMAND: &str = "patterns";
 /// Arguments of `sieve eval patterns`.
 #[derive(Args, Debug)]
 pub(crate) struct PatternsArgs {
-    /// A checkpoint (step-N) of a model with dense layers, or a run folder: then its latest
+    /// A checkpoint (step-N) of a model with dense layers, or a run folder: then its latest; or hf://OWNER/NAME
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
     /// Text, JSONL or Parquet files, folders or globs; documents are read one after the other
@@ -88,7 +88,8 @@ fn search(text: &str) -> std::result::Result<Search, String> {
 }
 
 /// Runs `sieve eval patterns`: calibrates a selector that needs patterns by layer and head, and writes them.
-pub(crate) fn run(args: PatternsArgs) -> Result<()> {
+pub(crate) fn run(mut args: PatternsArgs) -> Result<()> {
+    args.checkpoint = hub::folder(&args.checkpoint)?;
     let flag = flag(&args)?;
     args.result.check(&args.checkpoint, COMMAND, &[])?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {

@@ -6,7 +6,7 @@ use super::{output, text};
 use crate::data::account;
 use crate::loaded::{PlaceArgs, on_device};
 use crate::text_files::FormatArg;
-use crate::{loaded, selector, terminal};
+use crate::{hub, loaded, selector, terminal};
 use anyhow::{Result, bail};
 use clap::{ArgGroup, Args};
 use serde_json::json;
@@ -35,7 +35,7 @@ const COMMAND: &str = "ppl";
 #[derive(Args, Debug)]
 #[command(group = ArgGroup::new("source").required(true).args(["data", "recipe_validation"]))]
 pub(crate) struct PplArgs {
-    /// A checkpoint (step-N), or a run folder: then its latest
+    /// A checkpoint (step-N), or a run folder: then its latest; or hf://OWNER/NAME
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
     /// Text, JSONL or Parquet files, folders or globs
@@ -85,7 +85,8 @@ pub(crate) struct PplArgs {
 }
 
 /// Runs `sieve eval ppl`: perplexity and bits per byte on a text.
-pub(crate) fn run(args: PplArgs) -> Result<()> {
+pub(crate) fn run(mut args: PplArgs) -> Result<()> {
+    args.checkpoint = hub::folder(&args.checkpoint)?;
     args.result.check(&args.checkpoint, COMMAND, &[&args.plot])?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let context = args.context.unwrap_or(recipe.training.seq_len).max(1);

@@ -2,7 +2,7 @@
 use super::grid::{Map, MapCell, Picture};
 use super::{output, text};
 use crate::loaded::{PlaceArgs, on_device};
-use crate::{loaded, selector, shipped, terminal};
+use crate::{hub, loaded, selector, shipped, terminal};
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use indicatif::ProgressBar;
@@ -22,7 +22,7 @@ const COMMAND: &str = "ruler";
 /// Arguments of `sieve eval ruler`.
 #[derive(Args, Debug)]
 pub(crate) struct RulerArgs {
-    /// A checkpoint (step-N) of any kind, or a run folder: then its latest
+    /// A checkpoint (step-N) of any kind, or a run folder: then its latest; or hf://OWNER/NAME
     #[arg(long, value_name = "DIR", required_unless_present = "list")]
     checkpoint: Option<PathBuf>,
     /// Tasks by name; RULER's thirteen when absent, without those that ask the questions of a file that is not given
@@ -148,7 +148,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
         terminal::lines(LONG_TASKS);
         return Ok(());
     }
-    let checkpoint = args.checkpoint.clone().context("--checkpoint is missing")?;
+    let checkpoint = hub::folder(args.checkpoint.as_ref().context("--checkpoint is missing")?)?;
     args.result.check(&checkpoint, COMMAND, &[&args.plot, &args.samples_file])?;
     let tasks = args.source.tasks(&args.tasks)?;
     let source = args.source.source(Split::Test)?;

@@ -10,7 +10,7 @@ mod table;
 use super::line_chart::Curve;
 use super::{output, text};
 use crate::loaded::{PlaceArgs, on_device};
-use crate::{loaded, selector, terminal};
+use crate::{hub, loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde::Serialize;
@@ -34,7 +34,7 @@ const COMMAND: &str = "selectors";
 /// Arguments of `sieve eval selectors`.
 #[derive(Args, Debug)]
 pub(crate) struct SelectorsArgs {
-    /// A checkpoint (step-N) of a dense model, or a run folder: then its latest
+    /// A checkpoint (step-N) of a dense model, or a run folder: then its latest; or hf://OWNER/NAME
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
     /// Text, JSONL or Parquet files, folders or globs; documents are read one after the other
@@ -82,6 +82,7 @@ pub(crate) struct SelectorsArgs {
 
 /// Runs `sieve eval selectors`: what each selector keeps and costs on a checkpoint, beside dense attention.
 pub(crate) fn run(mut args: SelectorsArgs) -> Result<()> {
+    args.checkpoint = hub::folder(&args.checkpoint)?;
     if args.lengths.is_empty() {
         let context = sieve_hf::peek_model(&args.checkpoint).map(|(_, shape)| shape.max_seq_len);
         args.lengths = vec![context.unwrap_or(USUAL_LENGTH).min(USUAL_LENGTH)];

@@ -1,7 +1,7 @@
 //! `sieve eval tasks`: language-model benchmarks on local files.
 use super::output;
 use crate::loaded::{PlaceArgs, on_device};
-use crate::{loaded, selector, terminal};
+use crate::{hub, loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use sieve_data::read_table;
@@ -21,7 +21,7 @@ const SCORE: usize = 21;
 /// Arguments of `sieve eval tasks`.
 #[derive(Args, Debug)]
 pub(crate) struct TasksArgs {
-    /// A checkpoint (step-N), or a run folder: then its latest
+    /// A checkpoint (step-N), or a run folder: then its latest; or hf://OWNER/NAME
     #[arg(long, value_name = "DIR", required_unless_present_any = ["list", "show"])]
     checkpoint: Option<PathBuf>,
     /// A task and its rows, a JSONL or Parquet file with the data set's own columns; several may follow. The task is a
@@ -105,7 +105,7 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     if args.list {
         return list("");
     }
-    let checkpoint = args.checkpoint.clone().context("--checkpoint is missing")?;
+    let checkpoint = hub::folder(args.checkpoint.as_ref().context("--checkpoint is missing")?)?;
     if args.data.is_empty() {
         bail!("--data is missing\n  hint: write for example --data piqa=validation.jsonl");
     }

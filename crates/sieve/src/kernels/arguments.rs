@@ -212,7 +212,7 @@ impl BenchArgs {
 /// Arguments of `sieve kernels capture`.
 #[derive(Args, Debug)]
 pub(crate) struct CaptureArgs {
-    /// A checkpoint (step-N) of a DMA or dense model, or a run folder: then its latest
+    /// A checkpoint (step-N) of a DMA or dense model, or a run folder: then its latest; or hf://OWNER/NAME
     #[arg(long, value_name = "DIR")]
     pub(super) checkpoint: PathBuf,
     /// The text to read; the kernels' own sources when absent

@@ -1,13 +1,10 @@
-//! The last lines of a run: its losses, a sample of the model's text, and the next commands.
+//! The last lines of a run: its losses, their curve, and the next commands.
 use super::log::Log;
 use crate::{terminal, text_files};
-use anyhow::Result;
-use burn::module::AutodiffModule;
-use sieve_core::{ModelShape, Recipe};
+use sieve_core::{ModelShape, Recipe, ShownPath};
 use sieve_data::{Prepared, Tokenizer};
-use sieve_eval::{GenerateConfig, Generator, Sampling};
-use sieve_ops::{DMA_SCORE_CLAMP, TrainBackend};
-use sieve_train::{TrainSummary, Trainer, TrainingData};
+use sieve_ops::DMA_SCORE_CLAMP;
+use sieve_train::{RunFolder, TrainSummary, TrainingData, best_checkpoint};
 use std::path::Path;
 
 /// Tokens of held-out text that the suggested prompt has, at most.
@@ -67,38 +64,21 @@ pub(super) fn finish(log: &Log, summary: &TrainSummary, shape: &ModelShape) {
     }
 }
 
-/// Prints a continuation of each of the recipe's `generation.prompts`.
-pub(super) fn samples<B: TrainBackend>(
-    log: &Log,
-    recipe: &Recipe,
-    trainer: &mut Trainer<B>,
-    device: &B::Device,
-) -> Result<()> {
-    if trainer.shards_weights() {
-        if !recipe.generation.prompts.is_empty() {
-            log.line(
-                "no samples: with parallelism.zero_stage = 3 no process holds the model; sieve generate makes them",
-            );
-        }
-        return Ok(());
+/// Prints the curve of the run's losses, and which checkpoint is the best one where the run keeps it.
+pub(super) fn curve(log: &Log, recipe: &Recipe, folder: &RunFolder) {
+    if !log.prints() {
+        return;
     }
-    let model = trainer.model().valid();
-    for (number, prompt) in (1..).zip(&recipe.generation.prompts) {
-        let tokenizer = &trainer.data().tokenizer;
-        let ids = tokenizer.encode_marked(prompt)?;
-        let positions_left = trainer.shape().max_seq_len.saturating_sub(ids.len().max(1));
-        let config = GenerateConfig {
-            max_new_tokens: recipe.generation.max_new_tokens.min(positions_left),
-            sampling: Sampling { temperature: 0.7, top_p: 0.95, top_k: None, seed: recipe.training.seed },
-            eos_id: tokenizer.eos_id()?,
-            num_tokens: tokenizer.vocab_size(),
-        };
-        let tokens: Vec<u32> = Generator::new(&model, &ids, config, device)?.collect::<Result<_, _>>()?;
-        let text = format!("{prompt}{}", tokenizer.decode_behind(&ids, &tokens)?);
-        log.line(&format!("sample:\n  {}", text.replace('\n', "\n  ")));
-        trainer.keep_sample(number, &text);
+    if let Some(curve) = super::curve::of_run(folder) {
+        log.line(&curve);
     }
-    Ok(())
+    // The run has ended well, so files that cannot be read now are no error of it.
+    if recipe.checkpoint.keep_best
+        && let Ok(Some(best)) = best_checkpoint(folder)
+    {
+        let (path, step) = (best.path.shown(), best.step);
+        log.line(&format!("best checkpoint: {path}, loss {:.4} on held-out text at step {step}", best.loss));
+    }
 }
 
 /// Prints the commands that a user may run next.

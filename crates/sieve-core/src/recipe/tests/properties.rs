@@ -195,12 +195,16 @@ impl Draw {
         checkpoint.interval = self.between(1, 1000);
         checkpoint.keep_latest_k = self.between(0, 10);
         checkpoint.keep_every = 3 * checkpoint.keep_latest_k;
+        checkpoint.keep_best = self.coin();
         checkpoint.at_start = self.coin();
         checkpoint.folder = "a/b".to_owned();
         recipe.metrics.log_freq = self.between(1, 100);
         recipe.metrics.enable_tensorboard = self.coin();
         let validation = &mut recipe.validation;
-        validation.interval = self.between(1, 1000);
+        validation.interval = match checkpoint.keep_best {
+            true => checkpoint.interval,
+            false => self.between(1, 1000),
+        };
         validation.tokens = self.between(1, 1000);
         validation.paths = self.maybe(|draw| draw.paths(3));
         let activations = &mut recipe.activation_checkpoint;
@@ -209,6 +213,7 @@ impl Draw {
         let num_prompts = self.between(0, 3);
         recipe.generation.prompts = (0..num_prompts).map(|_| self.text()).collect();
         recipe.generation.max_new_tokens = self.between(1, 1000);
+        recipe.generation.interval = if num_prompts > 0 { self.between(0, 1000) } else { 0 };
         // Half of them in two stages.
         let steps = (training.seed % 2 == 1 && training.steps > 1).then(|| [1, training.steps - 1]);
         let stage = steps.into_iter().flatten().map(|steps| StageSection {

@@ -14,7 +14,7 @@ use ureq::http::{Response, Uri, header};
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 use ureq::{Agent, Body};
 
-use super::{HubConfig, HubLimits};
+use super::{HubConfig, HubLimits, OFFLINE};
 use crate::error::DataError;
 
 /// A download fails if its mean rate is below this, in bytes per second.
@@ -125,6 +125,7 @@ pub(super) struct Client {
     agent: Agent,
     endpoint: String,
     token: Option<String>,
+    is_offline: bool,
     limits: HubLimits,
     /// Whether the endpoint has ever answered, even with an error.
     has_answered: AtomicBool,
@@ -157,22 +158,23 @@ impl Client {
             // Over plain http others could read the token, so it is not sent.
             token: config.token.clone().filter(|_| is_https),
             endpoint,
+            is_offline: config.is_offline,
             limits: config.limits,
             has_answered: AtomicBool::new(false),
         })
     }
 
-    /// Fetches the text at `url_path`; a text of more than `max_bytes` is an error.
+    /// Fetches the text at `url_path`, which messages call `what`; a text of more than `max_bytes` is an error.
     ///
     /// # Errors
     /// The reason of the failure, turned into an error by `failed`.
     pub(super) fn text(
         &self,
-        url_path: &str,
+        (url_path, what): (&str, &str),
         max_bytes: u64,
         failed: &dyn Fn(String) -> DataError,
     ) -> Result<String, DataError> {
-        self.insist("the listing", max_bytes, failed, &mut |budget, _| {
+        self.insist(what, max_bytes, failed, &mut |budget, _| {
             let first_byte = 0;
             let mut response = self.ask(url_path, first_byte, budget)?;
             let body = response.body_mut().with_config().limit(max_bytes);
@@ -328,6 +330,9 @@ impl Client {
 
     /// Sends a `GET` request for `url_path`, from byte `first` on.
     fn ask(&self, url_path: &str, first: u64, budget: Duration) -> Result<Response<Body>, Failure> {
+        if self.is_offline {
+            return Err(Failure::Lasting(format!("it is not on this disk, and {OFFLINE} forbids to ask the hub")));
+        }
         let request = self.agent.get(format!("{}{url_path}", self.endpoint));
         let mut request = request.config().timeout_global(Some(budget)).build();
         if let Some(token) = &self.token {
@@ -355,9 +360,27 @@ impl Client {
                 let asked = asked.and_then(|seconds| seconds.to_str().ok()?.trim().parse().ok());
                 Err(Failure::Passing(format!("http status {status}"), asked.map(Duration::from_secs)))
             }
-            _ => Err(Failure::Lasting(format!("http status {status}"))),
+            _ => {
+                let code = response.headers().get(ERROR_CODE).and_then(|code| code.to_str().ok());
+                Err(Failure::Lasting(refused(code).map_or_else(|| format!("http status {status}"), str::to_owned)))
+            }
         }
     }
+}
+
+/// The header by which the hub says why it refuses a request.
+const ERROR_CODE: &str = "x-error-code";
+
+/// What a code of the hub means; `None` for an unknown one, or none.
+fn refused(code: Option<&str>) -> Option<&'static str> {
+    Some(match code? {
+        "RepoNotFound" => "there is none of this name, or the token may not see it",
+        "RevisionNotFound" => "there is no such revision",
+        "EntryNotFound" => "there is no such file",
+        "GatedRepo" => "it is gated: its owner asks for an agreement on its page, then for a token (HF_TOKEN)",
+        "DisabledRepo" => "it was disabled on the hub",
+        _ => return None,
+    })
 }
 
 fn is_https(endpoint: &str) -> bool {

@@ -36,6 +36,8 @@ struct State {
     num_flipped: usize,
     /// `ETag` of every file, instead of a hash of it.
     etag: Option<String>,
+    /// Size of every file in the listing, instead of its own.
+    listed_bytes: Option<u64>,
     /// Whether the listing has SHA-256 checksums, as for large files, instead of Git blob ids.
     is_large: bool,
 }
@@ -64,6 +66,7 @@ impl Server {
             endpoint: self.endpoint.clone(),
             token: None,
             certificates: None,
+            is_offline: false,
             limits: HubLimits {
                 silence: Duration::from_secs(20),
                 outage: Duration::from_secs(4),
@@ -140,7 +143,7 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> Option<()> {
             let bytes = sum.as_ref().iter();
             bytes.map(|byte| format!("{byte:02x}")).collect::<String>()
         };
-        let is_large = state.is_large;
+        let (is_large, listed_bytes) = (state.is_large, state.listed_bytes);
         let siblings = state.files.iter().map(|(name, bytes)| match is_large {
             true => {
                 let sha256 = hex(ring::digest::digest(&ring::digest::SHA256, bytes));
@@ -150,7 +153,8 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> Option<()> {
             false => {
                 let blob = [format!("blob {}\0", bytes.len()).as_bytes(), bytes].concat();
                 let blob = hex(ring::digest::digest(&ring::digest::SHA1_FOR_LEGACY_USE_ONLY, &blob));
-                serde_json::json!({"rfilename": name, "size": bytes.len(), "blobId": blob})
+                let num_bytes = listed_bytes.unwrap_or(bytes.len() as u64);
+                serde_json::json!({"rfilename": name, "size": num_bytes, "blobId": blob})
             }
         });
         let body = serde_json::json!({"sha": COMMIT, "private": false, "siblings": siblings.collect::<Vec<_>>()});
@@ -473,7 +477,7 @@ fn a_server_that_says_nothing_is_given_up() {
     };
     server.set(|state| state.is_silent = true);
     let mut corpus = corpus("hf://datasets/me/texts/two");
-    refusal(corpus.connect(&config), "the listing: | timeout | given up after");
+    refusal(corpus.connect(&config), "the listing of main: | timeout | given up after");
     server.set(|state| state.is_silent = false);
     corpus.connect(&config).unwrap();
     server.set(|state| state.is_silent = true);
@@ -553,4 +557,145 @@ fn the_tokenizer_of_a_model_is_fetched_once() {
     fs::write(model.join("refs/main"), COMMIT).unwrap();
     fs::write(snapshot.join("tokenizer.json"), "{}").unwrap();
     assert_eq!(tokenizer("hf://other/model").unwrap(), snapshot.join("tokenizer.json"));
+}
+
+/// A repository "some/model" with these files, each of which holds its own name.
+fn model_server(files: &[&str]) -> Server {
+    Server::new(&files.iter().map(|name| (*name, name.as_bytes().to_vec())).collect::<Vec<_>>())
+}
+
+/// Fetches a model, and returns the events as text.
+fn fetched(path: &str, config: HubConfig) -> Result<(HubModel, Vec<String>), DataError> {
+    let mut events = Vec::new();
+    let model = hub_model(Path::new(path), config, &mut |event| {
+        events.push(match event {
+            HubModelEvent::Waiting => "waiting".to_owned(),
+            HubModelEvent::Fetching { num_files, num_bytes, .. } => format!("{num_files} files, {num_bytes} bytes"),
+            HubModelEvent::Fetched { name, .. } => name.to_owned(),
+        });
+    })?;
+    Ok((model, events))
+}
+
+/// Names of the files in a folder, sorted.
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap().flatten();
+    let mut names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect::<Vec<_>>();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_model_is_fetched_once_with_the_files_that_are_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let own = ["config.json", "tokenizer.json", "model.safetensors", "generation_config.json", "chat_template.jinja"];
+    let others = ["modeling_x.py", "pytorch_model.bin", "README.md", "x/model.safetensors", "consolidated.safetensors"];
+    let server = model_server(&[own.as_slice(), others.as_slice()].concat());
+    let (model, events) = fetched("hf://some/model", server.config(dir.path())).unwrap();
+    let mut wanted = own;
+    wanted.sort_unstable();
+    assert_eq!(
+        (names(&model.path), model.name.as_str(), model.commit.as_str()),
+        (wanted.map(str::to_owned).to_vec(), "model", COMMIT)
+    );
+    assert_eq!(events[0], format!("5 files, {} bytes", own.iter().map(|name| name.len()).sum::<usize>()));
+    // From then on no network is needed, whatever the path's form.
+    server.set(|state| state.is_down = true);
+    for path in ["hf://some/model", "hf://some/model@main/"] {
+        assert_eq!(fetched(path, server.config(dir.path())).unwrap(), (model.clone(), Vec::new()));
+    }
+    let offline = HubConfig { is_offline: true, ..server.config(dir.path()) };
+    assert_eq!(fetched("hf://some/model", offline.clone()).unwrap().0, model);
+    let error = refusal(fetched("hf://some/other", offline), "not on this disk, and HF_HUB_OFFLINE forbids");
+    assert!(!error.contains("given up"), "{error}");
+}
+
+#[test]
+fn a_broken_transfer_of_a_model_is_resumed_and_shards_are_those_of_the_index() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = model_server(&["x/config.json", "x/tokenizer.json", "x/b.safetensors", "x/unused.safetensors"]);
+    let index = br#"{"weight_map": {"one": "a.safetensors", "two": "b.safetensors"}}"#.to_vec();
+    server.set(|state| {
+        state.files.insert("x/model.safetensors.index.json".to_owned(), index);
+        state.files.insert("x/a.safetensors".to_owned(), vec![7; 1000]);
+        state.is_large = true;
+        state.break_off = Some((600, 1));
+    });
+    let (model, _) = fetched("hf://some/model/x", server.config(dir.path())).unwrap();
+    assert_eq!(server.requests("a.safetensors"), [0, 600]);
+    assert_eq!(fs::read(model.path.join("a.safetensors")).unwrap(), vec![7; 1000]);
+    let shards = ["a.safetensors", "b.safetensors", "config.json", "model.safetensors.index.json", "tokenizer.json"];
+    assert_eq!(names(&model.path), shards);
+    // An index that leads out of the folder, or to a file that is not there, is refused.
+    for (name, words) in [
+        ("../../a.safetensors", "which is no file of safetensors beside it"),
+        ("c.safetensors", "has no c.safetensors"),
+    ] {
+        let index = format!(r#"{{"weight_map": {{"one": {name:?}}}}}"#);
+        server.set(|state| drop(state.files.insert("x/model.safetensors.index.json".to_owned(), index.into_bytes())));
+        refusal(fetched("hf://some/model/x", server.config(&dir.path().join("other"))), words);
+        fs::remove_dir_all(dir.path().join("other")).unwrap();
+    }
+}
+
+#[test]
+fn models_that_cannot_be_fetched_are_refused_in_a_sentence() {
+    let dir = tempfile::tempdir().unwrap();
+    let refused = |files: &[&str], words: &str| {
+        let (server, dir) = (model_server(files), tempfile::tempdir().unwrap());
+        refusal(fetched("hf://some/model", server.config(dir.path())), words)
+    };
+    let convert = "from transformers import AutoModelForCausalLM, AutoTokenizer | from_pretrained(\"some/model\").save";
+    refused(&["README.md"], "model some/model at commit 0123 | has no config.json");
+    refused(&["config.json", "model.safetensors"], &format!("has no tokenizer.json | {convert}"));
+    refused(&["config.json", "tokenizer.json", "pytorch_model.bin"], &format!("are pickles | {convert}"));
+    refused(&["config.json", "tokenizer.json", "model.gguf"], "has no model.safetensors | GGUF");
+    let server = model_server(&["config.json", "tokenizer.json", "model.safetensors"]);
+    for (status, code, words) in [
+        ("401 Unauthorized", "RepoNotFound", "model some/model at | the listing of main: there is none of this name"),
+        ("404 Not Found", "RevisionNotFound", "the listing of main: there is no such revision"),
+        ("403 Forbidden", "GatedRepo", "it is gated: | HF_TOKEN"),
+        ("418 I'm a teapot", "Unknown", "http status 418"),
+    ] {
+        server.set(|state| state.next = vec![(status, format!("X-Error-Code: {code}\r\n"))]);
+        refusal(fetched("hf://some/model", server.config(dir.path())), words);
+    }
+    for wrong in [
+        "hf://datasets/some/model",
+        "hf://model",
+        "hf://some/model@../x",
+        "hf://some/model/../..",
+        "hf://some/model//x",
+    ] {
+        refusal(fetched(wrong, server.config(dir.path())), "names no model of the hub | hf://OWNER/NAME");
+    }
+    server.set(|state| state.listed_bytes = Some(1 << 60));
+    let error =
+        refusal(fetched("hf://some/model", server.config(dir.path())), "takes 3221225472.00 GiB more, and | HF_HOME");
+    assert!(error.contains("are free in"), "{error}");
+    assert!(server.requests("config.json").is_empty(), "nothing was fetched");
+    let nowhere = HubConfig { endpoint: "http://127.0.0.1:1".to_owned(), ..server.config(&dir.path().join("x")) };
+    refusal(
+        fetched("hf://some/model", nowhere),
+        "at http://127.0.0.1:1: the listing of main: | given up | the network",
+    );
+}
+
+#[test]
+fn a_model_that_is_whole_in_the_python_cache_is_read_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = model_server(&[]);
+    let model = dir.path().join("hub/models--some--model");
+    let snapshot = model.join("snapshots").join(COMMIT);
+    fs::create_dir_all(model.join("refs")).unwrap();
+    fs::create_dir_all(&snapshot).unwrap();
+    fs::write(model.join("refs/main"), COMMIT).unwrap();
+    for name in ["config.json", "tokenizer.json"] {
+        fs::write(snapshot.join(name), "{}").unwrap();
+    }
+    // Without weights it is not whole, and the hub is asked.
+    refusal(fetched("hf://some/model", server.config(dir.path())), "has no config.json");
+    fs::write(snapshot.join("model.safetensors"), "").unwrap();
+    let (found, events) = fetched("hf://some/model", server.config(dir.path())).unwrap();
+    assert_eq!((found.path, found.commit.as_str(), events.len()), (snapshot, COMMIT, 0));
 }

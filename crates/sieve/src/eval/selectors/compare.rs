@@ -1,5 +1,5 @@
 //! `--compare`: models with an attention of their own beside the selectors.
-use crate::loaded;
+use crate::{hub, loaded};
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use sieve_core::ShownPath;
@@ -31,7 +31,8 @@ pub(super) fn load<B: DeviceBackend>(
     let mut models = Vec::new();
     for folder in folders {
         let in_folder = || format!("--compare {}", folder.shown());
-        let (loaded, other) = loaded::load::<B>(folder, device, kept).with_context(in_folder)?;
+        let fetched = hub::folder(folder).with_context(in_folder)?;
+        let (loaded, other) = loaded::load::<B>(&fetched, device, kept).with_context(in_folder)?;
         if other.hash() != tokenizer.hash() {
             bail!(
                 "--compare {}: its tokenizer is not the one of --checkpoint, so losses per token cannot be compared\n  \
