@@ -33,15 +33,15 @@ LIMITS = {
 
 
 def outside_tests(text):
-    """The lines of Rust outside of items under `#[cfg(test)]`: such an item ends with the first line that closes it at
-    the attribute's indentation."""
+    """The lines of Rust outside of items under `#[cfg(test)]` or `#[cfg(all(test, ..))]`: such an item ends with the
+    first line that closes it at the attribute's indentation."""
     skip_from = None
     for line in text.split("\n"):
         indent = len(line) - len(line.lstrip())
         if skip_from is not None:
             if indent == skip_from and line.rstrip()[-1:] in ("}", ";"):
                 skip_from = None
-        elif line.strip() == "#[cfg(test)]":
+        elif re.match(r"#\[cfg\((all\()?test\b", line.strip()):
             skip_from = indent
         else:
             yield line

@@ -68,4 +68,4 @@ pub use pickles::how_to_convert;
 pub use recipe::{Recipe, RecipeError};
 pub use score_matrix::{MOST_REFERENCE_SCORES, ReferenceTooLarge, ScoreMatrix};
 pub use short_form::number_of_short_form;
-pub use shown::{Shown, ShownPath, shown_text};
+pub use shown::{Shown, ShownPath, quoted, shell_word, shown_text};

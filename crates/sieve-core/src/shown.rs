@@ -58,6 +58,30 @@ fn write_code(to: &mut impl Write, char: char) -> Result {
     write!(to, "\\x{:02x}", u32::from(char))
 }
 
+/// A path as one word of a shell; see [`shell_word`].
+pub fn quoted(path: &Path) -> String {
+    shell_word(&path.to_string_lossy())
+}
+
+/// A text as one word of a shell: in single quotes if it has a character that a shell may interpret, and as bash and
+/// zsh write control characters, `$'\033'`, if it has such.
+pub fn shell_word(text: &str) -> String {
+    let plain = |x: char| x.is_ascii_alphanumeric() || "/._-+=:,@%".contains(x);
+    if !text.is_empty() && text.chars().all(plain) {
+        return text.to_owned();
+    }
+    if !text.contains(char::is_control) {
+        return format!("'{}'", text.replace('\'', "'\\''"));
+    }
+    let escaped = |char: char| match char {
+        '\'' | '\\' => format!("\\{char}"),
+        // By its bytes, three digits each: a digit behind it is not taken for one of them.
+        char if char.is_control() => char.to_string().bytes().map(|byte| format!("\\{byte:03o}")).collect(),
+        char => char.to_string(),
+    };
+    format!("$'{}'", text.chars().map(escaped).collect::<String>())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -80,5 +104,18 @@ mod tests {
             assert_eq!(Path::new(path).shown().to_string(), shown);
         }
         assert_eq!(format!("{:>4}|", Path::new("ab").shown()), "  ab|");
+    }
+
+    #[test]
+    fn a_path_is_quoted_where_a_shell_would_cut_it() {
+        for (path, word) in [
+            ("run/checkpoint/step-400", "run/checkpoint/step-400"),
+            ("my runs/step-4", "'my runs/step-4'"),
+            ("it's $HOME", "'it'\\''s $HOME'"),
+            ("", "''"),
+            ("a\n1'\u{1b}\u{9b}é\\", "$'a\\0121\\'\\033\\302\\233é\\\\'"),
+        ] {
+            assert_eq!(quoted(Path::new(path)), word);
+        }
     }
 }

@@ -22,6 +22,7 @@ mod origin;
 mod report;
 mod rows;
 mod run_folder;
+mod session;
 mod tensorboard;
 mod trainer;
 mod unigram;
@@ -45,6 +46,7 @@ pub use origin::{
 pub use report::{SkippedStep, StepReport, TrainEvent, TrainSummary, ValidationReport};
 pub use run_folder::{RunFolder, Start};
 pub use segments::{BlockSettings, MicroBatchResult, accumulate_gradients_with};
+pub use session::{FoundRun, Opened, RecipeFile, RunRequest, Session, check_recipe};
 pub use trainer::{
     BestCheckpoint, FaultInjection, Moment, Trainer, WriteLimits, WriteSamples, best_checkpoint, step_batch,
     tidy_finished,

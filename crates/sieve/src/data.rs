@@ -5,11 +5,8 @@ mod generate;
 pub(crate) mod prepare;
 mod tokenizer;
 
-use crate::recipe::RecipeArgs;
 use anyhow::Result;
 use clap::Subcommand;
-use sieve_core::Recipe;
-use std::path::PathBuf;
 
 pub(crate) use tokenizer::{TokenizerCommand, run as run_tokenizer};
 
@@ -35,14 +32,4 @@ pub(crate) fn run(command: DataCommand) -> Result<()> {
         DataCommand::Generate(args) => generate::run(&args),
         DataCommand::Batch(args) => batch::run(args),
     }
-}
-
-/// Folder of a recipe's shards: `--data-dir`, else `data.cache_dir`, else `out/RECIPE/data`, as for `sieve train`
-/// without `--out`.
-pub(crate) fn folder(args: &RecipeArgs, recipe: &Recipe, data_dir: Option<PathBuf>) -> Result<PathBuf> {
-    Ok(match (data_dir, &recipe.data.cache_dir) {
-        (Some(dir), _) => dir,
-        (None, Some(dir)) => PathBuf::from(sieve_core::paths::expand(dir, &crate::train::variable)?),
-        (None, None) => args.default_out().join("data"),
-    })
 }

@@ -1,8 +1,8 @@
 //! The flag `--device`: where a command computes.
-use crate::loaded::{DtypeArg, Place};
-use anyhow::{Context, Result};
-use burn::tensor::{Distribution, Tensor};
+use anyhow::{Context, Result, bail};
+use burn::tensor::{DType, Distribution, Tensor};
 use burn_flex::{Flex, FlexDevice};
+use clap::ValueEnum;
 pub(crate) use sieve_bench::Target as Device;
 use sieve_core::ModelShape;
 use sieve_hf::Kept;
@@ -40,7 +40,37 @@ impl FromStr for DeviceChoice {
     }
 }
 
+/// Number type of the loaded weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DtypeArg {
+    F32,
+    Bf16,
+}
+
+/// The device a model runs on, and the type its parameters have there.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Place {
+    pub(crate) device: Device,
+    pub(crate) kept: Kept,
+}
+
 impl Place {
+    /// # Errors
+    /// `dtype` with a GPU: parameters are always bf16 there.
+    pub(crate) fn new(device: Device, dtype: Option<DtypeArg>) -> Result<Self> {
+        let kept = match (&device, dtype) {
+            (Device::Cpu, None | Some(DtypeArg::F32)) => Kept::All(DType::F32),
+            (Device::Cpu, Some(DtypeArg::Bf16)) => Kept::Bf16Weights,
+            (Device::Cuda(_), None) => Kept::All(DType::BF16),
+            (Device::Cuda(gpu), Some(_)) => bail!(
+                "--dtype is what a CPU keeps weights in; this model computes on cuda:{}, where all is bf16\n  \
+                 hint: leave --dtype out, or add --device cpu",
+                gpu.index
+            ),
+        };
+        Ok(Self { device, kept })
+    }
+
     /// With `--verbose`, prints the device's name.
     fn print_name(&self) {
         if !crate::terminal::is_verbose() {
@@ -175,12 +205,12 @@ pub(crate) fn num_threads() -> usize {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use super::*;
     use sieve_core::Recipe;
 
     /// The GPU of this index of a host of H200s.
-    pub(crate) fn h200(index: usize) -> Device {
+    fn h200(index: usize) -> Device {
         Device::Cuda(DeviceReport {
             index,
             name: "NVIDIA H200".to_owned(),
@@ -223,5 +253,19 @@ pub(crate) mod tests {
         assert_eq!("cuda:3".parse(), Ok(DeviceChoice::Cuda(3)));
         assert!("gpu".parse::<DeviceChoice>().is_err());
         assert!("cuda:x".parse::<DeviceChoice>().is_err());
+    }
+
+    #[test]
+    fn only_a_cpu_has_a_choice_of_type() {
+        let gpu = h200(2);
+        let kept = |dtype| Place::new(Device::Cpu, dtype).expect("a CPU takes any").kept;
+        assert_eq!(kept(None), Kept::All(DType::F32));
+        assert_eq!(kept(Some(DtypeArg::F32)), Kept::All(DType::F32));
+        assert_eq!(kept(Some(DtypeArg::Bf16)), Kept::Bf16Weights);
+        assert_eq!(Place::new(gpu.clone(), None).expect("bf16").kept, Kept::All(DType::BF16));
+        for dtype in [DtypeArg::F32, DtypeArg::Bf16] {
+            let error = Place::new(gpu.clone(), Some(dtype)).expect_err("a GPU").to_string();
+            assert!(error.contains("cuda:2") && error.contains("--device cpu"), "{error}");
+        }
     }
 }

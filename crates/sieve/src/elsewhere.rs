@@ -1,6 +1,6 @@
 //! What users of other programs type, and what is meant here: commands, flags, files without a flag.
 use crate::terminal::{print_error, shell_word};
-use clap::CommandFactory;
+use clap::Command;
 use clap::error::{ContextKind, ErrorKind};
 use std::path::Path;
 
@@ -156,8 +156,8 @@ const FLAGS: [Flag; 41] = [
     flag(&["export"], &["output", "output-dir"], "--out {:DIR}"),
 ];
 
-/// What is meant by a command line that `error` refuses; `None` where clap's own message is the best.
-pub(crate) fn meant(error: &clap::Error, words: &[String]) -> Option<String> {
+/// What is meant by a command line of `cli` that `error` refuses; `None` where clap's own message is the best.
+pub(crate) fn meant(cli: &Command, error: &clap::Error, words: &[String]) -> Option<String> {
     let typed = |kind| error.get(kind).map(ToString::to_string);
     match error.kind() {
         ErrorKind::InvalidSubcommand => {
@@ -167,7 +167,6 @@ pub(crate) fn meant(error: &clap::Error, words: &[String]) -> Option<String> {
         }
         ErrorKind::UnknownArgument => {
             let typed = typed(ContextKind::InvalidArg)?;
-            let cli = crate::Cli::command();
             // Flags of all commands may come before the command.
             let command = words.iter().skip(1).find(|word| cli.find_subcommand(word).is_some())?;
             match typed.starts_with('-') {
@@ -251,8 +250,8 @@ pub(crate) const TEXTS: [&str; 11] =
     ["txt", "md", "rs", "py", "json", "jsonl", "ndjson", "csv", "parquet", "gz", "zst"];
 
 /// Prints clap's error, or what was meant by the words of the command line, and ends the program.
-pub(crate) fn refuse(error: &clap::Error, words: &[String]) -> ! {
-    if let Some(text) = meant(error, words) {
+pub(crate) fn refuse(cli: &Command, error: &clap::Error, words: &[String]) -> ! {
+    if let Some(text) = meant(cli, error, words) {
         print_error(&anyhow::anyhow!(text));
         std::process::exit(2);
     }
@@ -263,7 +262,7 @@ pub(crate) fn refuse(error: &clap::Error, words: &[String]) -> ! {
 mod tests {
     use super::*;
     use crate::Cli;
-    use clap::Parser;
+    use clap::{CommandFactory, Parser};
 
     /// The flags in a hint, and the commands of `sieve` in it.
     fn flags_of(hint: &str) -> Vec<&str> {
@@ -310,7 +309,7 @@ mod tests {
         }
         let text = words("sieve train --recipe r --lr=1e-3");
         let error = Cli::try_parse_from(&text).err().expect("an unknown flag");
-        let found = meant(&error, &text).expect("a known one of other programs");
+        let found = meant(&Cli::command(), &error, &text).expect("a known one of other programs");
         assert_eq!(found, "sieve train has no flag --lr\n  hint: --set optimizer.lr=1e-3");
     }
 }

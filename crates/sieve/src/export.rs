@@ -1,5 +1,6 @@
 //! `sieve export`: a trained model in the Hugging Face layout.
-use crate::loaded::{self, DtypeArg};
+use crate::device::DtypeArg;
+use crate::loaded;
 use crate::terminal;
 use anyhow::Result;
 use clap::{Args, ValueEnum};

@@ -1,7 +1,7 @@
 //! SIGINT, SIGTERM and SIGHUP: the first signal asks a run to stop after its step, the second ends the process at once.
+use crate::environment::LAUNCHED;
 use crate::exit::Exit;
 use crate::terminal;
-use crate::train::LAUNCHED;
 use anyhow::{Context, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,9 +1,9 @@
 //! `sieve kernels`: compiles the CUDA kernels ahead of time, checks them, times them, and writes their outputs.
 mod arguments;
 
-use crate::device::{Device, DeviceChoice};
+use crate::device::{Device, DeviceChoice, Place};
 use crate::eval::output;
-use crate::loaded::{Place, on_device};
+use crate::loaded::on_device;
 use crate::recipe::RecipeArgs;
 use crate::{hub, loaded, terminal};
 use anyhow::{Context, Result, bail};

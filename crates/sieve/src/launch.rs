@@ -1,8 +1,8 @@
 //! `sieve launch`: starts several processes on this host that train one model, possibly together with other hosts.
+use crate::environment::{LAUNCHED, variable};
 use crate::exit::Exit;
 use crate::interrupt::respect_nohup;
 use crate::terminal;
-use crate::train::{LAUNCHED, variable};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use sieve_comm::ReservedPort;

@@ -1,10 +1,9 @@
 //! Loads a checkpoint and its tokenizer on a device, for the commands that use a trained model.
-use crate::device::{Device, DeviceChoice};
+use crate::device::{DeviceChoice, DtypeArg, Place};
 use crate::out_of_memory::MemoryArgs;
-use anyhow::{Context, Result, bail};
-use burn::tensor::DType;
+use anyhow::{Context, Result};
 use burn::tensor::backend::Backend;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use sieve_core::{ModelShape, Recipe, ShownPath};
 use sieve_data::Tokenizer;
 use sieve_hf::{ChatTemplate, Kept, LoadedModel, load_model, peek_model};
@@ -23,38 +22,6 @@ pub(crate) struct PlaceArgs {
     pub(crate) dtype: Option<DtypeArg>,
     #[command(flatten)]
     pub(crate) memory: MemoryArgs,
-}
-
-/// Number type of the loaded weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum DtypeArg {
-    F32,
-    Bf16,
-}
-
-/// The device a model runs on, and the type its parameters have there.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Place {
-    pub(crate) device: Device,
-    pub(crate) kept: Kept,
-}
-
-impl Place {
-    /// # Errors
-    /// `dtype` with a GPU: parameters are always bf16 there.
-    pub(crate) fn new(device: Device, dtype: Option<DtypeArg>) -> Result<Self> {
-        let kept = match (&device, dtype) {
-            (Device::Cpu, None | Some(DtypeArg::F32)) => Kept::All(DType::F32),
-            (Device::Cpu, Some(DtypeArg::Bf16)) => Kept::Bf16Weights,
-            (Device::Cuda(_), None) => Kept::All(DType::BF16),
-            (Device::Cuda(gpu), Some(_)) => bail!(
-                "--dtype is what a CPU keeps weights in; this model computes on cuda:{}, where all is bf16\n  \
-                 hint: leave --dtype out, or add --device cpu",
-                gpu.index
-            ),
-        };
-        Ok(Self { device, kept })
-    }
 }
 
 impl PlaceArgs {
@@ -116,24 +83,4 @@ pub(crate) fn chat_template(checkpoint: &Path, flag: &str) -> Result<ChatTemplat
             checkpoint.shown()
         )
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::device::tests::h200;
-
-    #[test]
-    fn only_a_cpu_has_a_choice_of_type() {
-        let gpu = h200(2);
-        let kept = |dtype| Place::new(Device::Cpu, dtype).expect("a CPU takes any").kept;
-        assert_eq!(kept(None), Kept::All(DType::F32));
-        assert_eq!(kept(Some(DtypeArg::F32)), Kept::All(DType::F32));
-        assert_eq!(kept(Some(DtypeArg::Bf16)), Kept::Bf16Weights);
-        assert_eq!(Place::new(gpu.clone(), None).expect("bf16").kept, Kept::All(DType::BF16));
-        for dtype in [DtypeArg::F32, DtypeArg::Bf16] {
-            let error = Place::new(gpu.clone(), Some(dtype)).expect_err("a GPU").to_string();
-            assert!(error.contains("cuda:2") && error.contains("--device cpu"), "{error}");
-        }
-    }
 }

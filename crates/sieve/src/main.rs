@@ -5,6 +5,7 @@ mod compare;
 mod data;
 mod device;
 mod elsewhere;
+mod environment;
 mod eval;
 mod exit;
 mod export;
@@ -125,13 +126,13 @@ enum Command {
 
 fn main() -> ExitCode {
     startup::mark();
-    terminal::install_panic_message();
+    terminal::install_panic_message(out_of_memory::message);
     interrupt::have_large_files_refused();
     let cli = Cli::try_parse().unwrap_or_else(|error| {
         let words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
-        elsewhere::refuse(&error, &words.collect::<Vec<_>>())
+        elsewhere::refuse(&Cli::command(), &error, &words.collect::<Vec<_>>())
     });
-    let threads = || startup::check_threads(train::variable("RAYON_NUM_THREADS"));
+    let threads = || startup::check_threads(environment::variable("RAYON_NUM_THREADS"));
     let result = match open_output(&cli.output).and_then(|()| threads()).map(|()| cli.command) {
         Err(error) => Err(error),
         Ok(command) => run(command),
@@ -160,7 +161,7 @@ fn run(command: Command) -> anyhow::Result<Exit> {
             // A bad command line is refused once here instead of by each process.
             let words = std::iter::once("sieve".to_owned()).chain(args.command.iter().cloned());
             let words: Vec<String> = words.collect();
-            Cli::try_parse_from(&words).unwrap_or_else(|error| elsewhere::refuse(&error, &words));
+            Cli::try_parse_from(&words).unwrap_or_else(|error| elsewhere::refuse(&Cli::command(), &error, &words));
             launch::run(&args)
         }
         Command::Plan(args) => done(plan::run(args)),

@@ -1,6 +1,5 @@
 //! Checks the memory plan before a command begins, and words the message if CubeCL still runs out of GPU memory.
-use crate::device::Device;
-use crate::loaded::Place;
+use crate::device::{Device, Place};
 use crate::terminal::{bytes, gib};
 use anyhow::{Result, bail};
 use burn::tensor::DType;

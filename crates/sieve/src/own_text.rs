@@ -1,7 +1,7 @@
 //! The text of a recipe that a command writes: how long a run of it is worth.
+use crate::environment::variable;
 use crate::terminal;
 use crate::text_files::{BEGINNING_BYTES, Beginning, first_words, local_tokenizer};
-use crate::train::variable;
 use anyhow::{Context, Result, bail};
 use sieve_core::Recipe;
 use sieve_core::recipe::{DataFormat, EPOCHS_AS_NEW};

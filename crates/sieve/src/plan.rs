@@ -2,12 +2,13 @@
 pub(crate) mod epochs;
 
 use crate::device::Device;
+use crate::environment::variable;
 use crate::out_of_memory::{self, need, nothing_fits};
 use crate::recipe::RecipeArgs;
+use crate::recipe::useless::useless_settings;
 use crate::room;
 use crate::terminal::{self, gib, short_count};
 use crate::text_files;
-use crate::train::{useless_settings, variable};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use epochs::TextEpochs;
@@ -64,7 +65,7 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
         Some(checkpoint) => checkpoint.state.vocab_size,
         None => vocab_size(&recipe)?,
     };
-    if let Some(words) = source.ignored_checkpoint(&recipe, &source.default_out()) {
+    if let Some(Err(words)) = source.file().map(|file| file.check_beside(&recipe, &source.default_out())) {
         terminal::warning(&format!("sieve train refuses this recipe: {words}"));
     }
     let (target, name) = target(args.gpu.as_deref())?;
@@ -72,7 +73,7 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
     TrainError::check_ranks(&recipe, ranks.size)?;
     let plan = plan_of_ranks(&recipe, vocab_size, &target, ranks)?;
     // `folder` fails if data.cache_dir has a variable that is not set here; the plan does without the text then.
-    let folder = crate::data::folder(&source, &recipe, None).ok();
+    let folder = source.data_folder(&recipe, None).ok();
     let found = folder.and_then(|folder| epochs::of_run(&recipe, &folder));
     let line = planned_line(&recipe, vocab_size, &target)?;
     let suggestion = args.suggest.then(|| Suggestion::new(&plan, &recipe, args.budget_tokens));

@@ -1,13 +1,15 @@
 //! `sieve recipe`, and how every command finds and reads its recipe.
 mod new;
+pub(crate) mod useless;
 
-use crate::train::variable;
+use crate::environment::variable;
 use crate::{elsewhere, shipped, terminal};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use sieve_comm::World;
 use sieve_core::recipe::{RecipeNotes, json_schema, keys_page};
 use sieve_core::{Attention, Recipe, RecipeError, ShownPath, did_you_mean};
+use sieve_train::RecipeFile;
 use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -143,32 +145,11 @@ impl RecipeArgs {
         Ok(full.to_string_lossy().into_owned().replace('$', "$$"))
     }
 
-    /// An error's text and hint if a new run of `recipe` in `out` would silently ignore a checkpoint of its model that
-    /// lies beside the recipe's file. Checkpoints of a run in `out` itself are its own.
-    pub(crate) fn ignored_checkpoint(&self, recipe: &Recipe, out: &Path) -> Option<String> {
-        let folder = self.found.get()?.folder.as_ref()?.canonicalize().ok()?;
-        let own = [out.to_owned(), out.join(&recipe.checkpoint.folder)];
-        if own.iter().any(|own| own.canonicalize().is_ok_and(|own| own == folder)) {
-            return None;
-        }
-        let found = sieve_train::ignored_checkpoint(&folder, recipe)?;
-        let hint = match found == folder {
-            // The recipe of a checkpoint is not to be edited.
-            true => format!(
-                "--set model.initial_weights={} begins with it, --set model.initial_weights=random without",
-                crate::terminal::quoted(&found)
-            ),
-            false => format!(
-                "write initial_weights = {:?} below [model] to begin with it, initial_weights = \"random\" to begin \
-                 without",
-                found.file_name()?.to_string_lossy()
-            ),
-        };
-        Some(format!(
-            "{} does not say which weights a run begins with, and {} is a checkpoint of its model\n  hint: {hint}",
-            self.recipe,
-            found.shown()
-        ))
+    /// The file that the recipe was read from; `None` for one from a pipe or inside the program, or before
+    /// [`load`](Self::load).
+    pub(crate) fn file(&self) -> Option<RecipeFile> {
+        let folder = self.found.get()?.folder.clone()?;
+        Some(RecipeFile { name: self.recipe.clone(), folder })
     }
 
     /// Whether the file that stands for a recipe is a text or a table by its ending.
@@ -192,6 +173,16 @@ impl RecipeArgs {
     /// Output folder of the recipe's runs without `--out`.
     pub(crate) fn default_out(&self) -> PathBuf {
         PathBuf::from("out").join(self.name())
+    }
+
+    /// Folder of the recipe's shards: `data_dir` (`--data-dir`), else `data.cache_dir`, else `out/RECIPE/data`, as for
+    /// `sieve train` without `--out`.
+    pub(crate) fn data_folder(&self, recipe: &Recipe, data_dir: Option<PathBuf>) -> Result<PathBuf> {
+        Ok(match (data_dir, &recipe.data.cache_dir) {
+            (Some(dir), _) => dir,
+            (None, Some(dir)) => PathBuf::from(sieve_core::paths::expand(dir, &variable)?),
+            (None, None) => self.default_out().join("data"),
+        })
     }
 
     /// Name of the recipe without folders and ending.

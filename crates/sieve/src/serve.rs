@@ -159,7 +159,7 @@ fn run_on<B: DeviceBackend>(
     };
     let settings = Settings {
         name: args.model_name(),
-        api_key: args.api_key.clone().or_else(|| crate::train::variable(API_KEY).filter(|key| !key.is_empty())),
+        api_key: args.api_key.clone().or_else(|| crate::environment::variable(API_KEY).filter(|key| !key.is_empty())),
         max_texts,
         max_queue: args.max_queue as usize,
         context,

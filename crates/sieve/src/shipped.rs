@@ -1,6 +1,6 @@
 //! Recipes and training text embedded in the program. The text replaces a recipe's missing files (`data.fallback`).
+use crate::environment::variable;
 use crate::terminal;
-use crate::train::variable;
 use anyhow::{Context, Result};
 use sieve_core::recipe::{DataFallback, DataFormat};
 use sieve_core::{Recipe, RecipeError, ShownPath};

@@ -3,8 +3,8 @@
 use crate::exit::{Exit, is_of_the_disk};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
-pub(crate) use sieve_core::thousands;
 use sieve_core::{ReferenceTooLarge, ShownPath, shown_text};
+pub(crate) use sieve_core::{quoted, shell_word, thousands};
 use std::borrow::Cow;
 use std::fs::{File, OpenOptions};
 use std::io::{IsTerminal, Write};
@@ -223,30 +223,6 @@ pub(crate) fn first_line(error: &anyhow::Error) -> String {
     text.lines().next().unwrap_or_default().to_owned()
 }
 
-/// A path as one word of a shell; see [`shell_word`].
-pub(crate) fn quoted(path: &Path) -> String {
-    shell_word(&path.to_string_lossy())
-}
-
-/// A text as one word of a shell: in single quotes if it has a character that a shell may interpret, and as bash and
-/// zsh write control characters, `$'\033'`, if it has such.
-pub(crate) fn shell_word(text: &str) -> String {
-    let plain = |x: char| x.is_ascii_alphanumeric() || "/._-+=:,@%".contains(x);
-    if !text.is_empty() && text.chars().all(plain) {
-        return text.to_owned();
-    }
-    if !text.contains(char::is_control) {
-        return format!("'{}'", text.replace('\'', "'\\''"));
-    }
-    let escaped = |char: char| match char {
-        '\'' | '\\' => format!("\\{char}"),
-        // By its bytes, three digits each: a digit behind it is not taken for one of them.
-        char if char.is_control() => char.to_string().bytes().map(|byte| format!("\\{byte:03o}")).collect(),
-        char => char.to_string(),
-    };
-    format!("$'{}'", text.chars().map(escaped).collect::<String>())
-}
-
 /// Lines with the commands to run next. They begin with the name that this program was called by, so that they can be
 /// copied.
 pub(crate) fn next(commands: &[String]) -> String {
@@ -333,18 +309,16 @@ pub(crate) fn duration(seconds: f64) -> String {
 
 /// Replaces Rust's panic report by one line with a hint, on every thread. Panics of TensorBoard's writer (on a full
 /// disk) and of readers of damaged data are not printed: their callers catch them. Full GPU memory and a reference with
-/// too many scores end the program here, since they come as panics on CubeCL's thread and reach no caller as an error.
-pub(crate) fn install_panic_message() {
-    std::panic::set_hook(Box::new(|panic| {
+/// too many scores end the program here, since they come as panics on CubeCL's thread and reach no caller as an error. `full_memory` words
+/// the former; it returns `None` for any other panic's text.
+pub(crate) fn install_panic_message(full_memory: fn(&str) -> Option<String>) {
+    std::panic::set_hook(Box::new(move |panic| {
         let file = panic.location().map_or("", |place| place.file());
         if file.contains("tensorboard-rs") || sieve_data::expects_panic() {
             return;
         }
         let too_large = panic.payload().downcast_ref::<ReferenceTooLarge>();
-        let message = too_large.map(ToString::to_string).or_else(|| {
-            let text = panic.payload_as_str()?;
-            crate::out_of_memory::message(text)
-        });
+        let message = too_large.map(ToString::to_string).or_else(|| full_memory(panic.payload_as_str()?));
         if let Some(message) = message {
             // This may be CubeCL's device thread. The thread that waits for it would hang or report a second error, so
             // the process ends here.
@@ -378,18 +352,5 @@ mod tests {
         let text = "a\u{1b}]0;title\u{7}\tb\n";
         assert_eq!(for_stream(true, text), "a\\x1b]0;title\\x07\tb\n");
         assert_eq!(for_stream(false, text), text);
-    }
-
-    #[test]
-    fn a_path_is_quoted_where_a_shell_would_cut_it() {
-        for (path, word) in [
-            ("run/checkpoint/step-400", "run/checkpoint/step-400"),
-            ("my runs/step-4", "'my runs/step-4'"),
-            ("it's $HOME", "'it'\\''s $HOME'"),
-            ("", "''"),
-            ("a\n1'\u{1b}\u{9b}é\\", "$'a\\0121\\'\\033\\302\\233é\\\\'"),
-        ] {
-            assert_eq!(quoted(Path::new(path)), word);
-        }
     }
 }

@@ -1,6 +1,6 @@
 //! Text files named on the command line or in a recipe.
+use crate::environment::variable;
 use crate::terminal::{counted, thousands};
-use crate::train::variable;
 use anyhow::Result;
 use clap::ValueEnum;
 use sieve_core::recipe::{TokenizerSource, tokens_of_text};

@@ -37,7 +37,7 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
         args.step,
         training.steps
     );
-    let dir = super::folder(&args.recipe, &recipe, args.data_dir)?;
+    let dir = args.recipe.data_folder(&recipe, args.data_dir)?;
     if recipe.data.format != DataFormat::Mqar
         && let Err(DataError::File(missing)) = Prepared::open(&dir)
     {
@@ -48,10 +48,10 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
         );
     }
     // OnChange::Refuse: shards in this folder are never replaced, since a run may be reading them.
-    let source = DataSource::open(&recipe, &crate::train::variable)?;
+    let source = DataSource::open(&recipe, &crate::environment::variable)?;
     let mut data = source.prepare(&recipe, &dir, OnChange::Refuse, &mut |_event| {})?;
     let place = (dir.as_path(), OnChange::Refuse);
-    let variable = &crate::train::variable;
+    let variable = &crate::environment::variable;
     let resumed = None;
     data.prepare_stages(&recipe, place, resumed, variable, &mut |_event| {})?;
     let batch = sieve_train::step_batch(&recipe, &data, args.step)?;

@@ -32,14 +32,14 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
         "data.format = \"mqar\" is generated as it is read; there is nothing to prepare"
     );
     terminal::lines(text);
-    let dir = super::folder(&args.recipe, &recipe, args.data_dir)?;
+    let dir = args.recipe.data_folder(&recipe, args.data_dir)?;
     let on_change = match args.replace {
         true => OnChange::ReplaceDamaged,
         false => OnChange::Refuse,
     };
     // A run that begins with a checkpoint reads the checkpoint's tokenizer.
     let begins_with = initial_checkpoint(&recipe)?;
-    let source = DataSource::with_tokenizer_of(begins_with.as_ref(), &recipe, &crate::train::variable)?;
+    let source = DataSource::with_tokenizer_of(begins_with.as_ref(), &recipe, &crate::environment::variable)?;
     for corpus in source.corpora() {
         text_files::warn_of_json(corpus);
         terminal::lines(text_files::passed_over(corpus));
@@ -51,7 +51,7 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     let place = (dir.as_path(), on_change);
     let observe = &mut |event| watch.see(event);
     let resumed = None;
-    data.prepare_stages(&recipe, place, resumed, &crate::train::variable, observe)?;
+    data.prepare_stages(&recipe, place, resumed, &crate::environment::variable, observe)?;
     drop(watch);
     // With --replace, shards that are damaged have been prepared again.
     for found in data.shards().filter(|shards| shards.reused && on_change == OnChange::Refuse) {

@@ -54,7 +54,7 @@ const DEFAULT_SAMPLE_BYTES: u64 = 16 << 20;
 /// many bytes of text a token holds.
 pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     let TokenizerCommand::Train(args) = command;
-    let variable = &crate::train::variable;
+    let variable = &crate::environment::variable;
     let (config, from_recipe) = match &args.recipe {
         Some(recipe) => {
             let recipe = RecipeArgs::new(recipe.clone(), args.overrides.clone());

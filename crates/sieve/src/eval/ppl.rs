@@ -203,7 +203,7 @@ fn with_progress<B: DeviceBackend>(
 fn prepared_data<B: DeviceBackend>(loaded: &LoadedModel<B>) -> Result<Prepared> {
     let (dir, hint) = match &loaded.recipe.data.cache_dir {
         Some(dir) => (
-            PathBuf::from(sieve_core::paths::expand(dir, &crate::train::variable)?),
+            PathBuf::from(sieve_core::paths::expand(dir, &crate::environment::variable)?),
             "run this where the recipe's data.cache_dir leads to them",
         ),
         None => (

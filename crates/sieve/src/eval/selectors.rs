@@ -4,81 +4,30 @@ mod heat_map;
 mod labels;
 mod panels;
 mod plot;
+mod run;
 mod scores;
 mod table;
 
 use super::line_chart::Curve;
 use super::{output, text};
-use crate::loaded::{PlaceArgs, on_device};
+use crate::loaded::on_device;
 use crate::{hub, loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
-use clap::Args;
-use serde::Serialize;
+pub(crate) use run::SelectorsArgs;
+use run::{COMMAND, Failures, Run};
 use sieve_core::{ModelShape, ShownPath};
 use sieve_eval::{
     BlockAgreement, EvalError, READY_GRIDS, Selection, block_agreement, measure_selectors, selector_grid,
     selector_masks, sweep_selectors,
 };
-use sieve_hf::{Kept, LoadedModel};
+use sieve_hf::Kept;
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use sieve_select::{ENTRIES, LayerSelectors, Phase, Selector};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Tokens of the prompts where the user names no length.
 const USUAL_LENGTH: usize = 1024;
-
-/// Name under which `--save` keeps the result.
-const COMMAND: &str = "selectors";
-
-/// Arguments of `sieve eval selectors`.
-#[derive(Args, Debug)]
-pub(crate) struct SelectorsArgs {
-    /// A checkpoint (step-N) of a dense model, or a run folder: then its latest; or hf://OWNER/NAME
-    #[arg(long, value_name = "DIR")]
-    checkpoint: PathBuf,
-    /// Text, JSONL or Parquet files, folders or globs; documents are read one after the other
-    #[arg(long, required = true, num_args = 1.., value_name = "PATH")]
-    data: Vec<String>,
-    /// Tokens of the prompts; when absent 1024, or the model's context where that is shorter
-    #[arg(long, value_delimiter = ',', value_name = "N,…")]
-    lengths: Vec<usize>,
-    /// Prompts of each length
-    #[arg(long, default_value_t = 2, value_name = "N")]
-    windows: usize,
-    /// A method to measure, once for each; all prefill methods when absent
-    #[arg(long, value_name = "NAME:…", value_parser = selector::parse)]
-    selector: Vec<LayerSelectors>,
-    /// Also measure the settings of a TOML file, every combination of their values, or of a grid that comes with the
-    /// program: all, ba_att, bfla_table5, momo_k, momo_probes, pbs
-    #[arg(long, value_name = "FILE")]
-    grid: Option<PathBuf>,
-    #[arg(long, value_name = "N", conflicts_with = "maps", help = selector::ABOUT_CHUNK)]
-    chunk: Option<usize>,
-    /// Also measure a model with an attention of its own (swa, dma, nsa, …) on the same prompts, once for each; it must
-    /// have the same tokenizer
-    #[arg(long, value_name = "DIR")]
-    compare: Vec<PathBuf>,
-    #[command(flatten)]
-    result: output::ResultArgs,
-    /// Also write an SVG of density against recall, a line for each method and setting, at the longest length
-    #[arg(long, value_name = "FILE")]
-    plot: Option<PathBuf>,
-    /// Also write an SVG of the measured rows at the longest length: the loss they add against density, and against
-    /// the prompt's time
-    #[arg(long, value_name = "FILE")]
-    scores: Option<PathBuf>,
-    /// Also write one SVG for each prefill method and setting into this folder: its kept blocks by layer and head, at
-    /// the longest length
-    #[arg(long, value_name = "DIR")]
-    maps: Option<PathBuf>,
-    /// Also print, for each ba_att, how its block scores agree with attention on the first prompt of the longest
-    /// length: correlations of its bound U with the error of the blocks' means, and of blocks' shares
-    #[arg(long)]
-    agreement: bool,
-    #[command(flatten)]
-    place: PlaceArgs,
-}
 
 /// Runs `sieve eval selectors`: what each selector keeps and costs on a checkpoint, beside dense attention.
 pub(crate) fn run(mut args: SelectorsArgs) -> Result<()> {
@@ -154,44 +103,6 @@ fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, kept: Kept
     failed.end(args.result.json)
 }
 
-/// Selectors and pictures that failed. The command still measures the others, and fails at its end.
-#[derive(Debug, Default, Serialize)]
-#[serde(transparent)]
-struct Failures(Vec<Failure>);
-
-#[derive(Debug, Serialize)]
-struct Failure {
-    label: String,
-    /// What was being done: the prompt's length, "map", "curve" or a file.
-    wanted: String,
-    error: String,
-}
-
-impl Failures {
-    fn add(&mut self, label: &str, wanted: &str, error: &anyhow::Error) {
-        let text = terminal::error_text(error);
-        self.0.push(Failure {
-            label: label.to_owned(),
-            wanted: wanted.to_owned(),
-            error: text.lines().next().unwrap_or_default().replacen("error: ", "", 1),
-        });
-    }
-
-    /// Returns an error that lists the failures, if there are any.
-    fn end(&self, json: bool) -> Result<()> {
-        let lines = self.0.iter().map(|failure| format!("{} ({}): {}", failure.label, failure.wanted, failure.error));
-        let lines: Vec<String> = lines.collect();
-        match lines.first() {
-            None => Ok(()),
-            Some(_) => bail!(
-                "{}\n  hint: everything else is {}; leave this out, or change its settings",
-                lines.join("\n  "),
-                if json { "in the JSON object" } else { "above" }
-            ),
-        }
-    }
-}
-
 /// The selectors to measure, and errors for selectors that this model does not take. They come from `--selector` and
 /// `--grid`; without either, all prefill methods.
 fn selectors(args: &SelectorsArgs, shape: &ModelShape) -> Result<(Vec<LayerSelectors>, Vec<anyhow::Error>)> {
@@ -247,18 +158,6 @@ fn all_prefill(chunk: Option<usize>) -> Result<Vec<LayerSelectors>> {
             Ok(selector.into())
         })
         .collect()
-}
-
-/// Model, prompts and flags of one run of the command.
-struct Run<'a, B: DeviceBackend> {
-    args: &'a SelectorsArgs,
-    loaded: &'a LoadedModel<B>,
-    /// The first prompt of the longest length, and the token after it.
-    tokens: &'a [u32],
-    selectors: &'a [LayerSelectors],
-    /// Each selector's name in the table and in file names.
-    labels: &'a [String],
-    device: &'a B::Device,
 }
 
 impl<B: DeviceBackend> Run<'_, B> {
@@ -356,12 +255,6 @@ impl<B: DeviceBackend> Run<'_, B> {
             }
         }
         sweeps.into_iter().map(|(_, sweep)| sweep).collect()
-    }
-
-    fn say(&self, text: &str) {
-        if !self.args.result.json {
-            terminal::line(text);
-        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! How many epochs a run reads of its text: exact if the text is tokenised, else estimated from the files' sizes.
+use crate::environment::variable;
 use crate::terminal;
 use crate::text_files::{Beginning, local_tokenizer};
-use crate::train::variable;
 use sieve_core::recipe::{DataFormat, EPOCHS_AS_NEW};
 use sieve_core::{Recipe, ShownPath};
 use sieve_data::{Corpus, Prepared, SplitMeta};

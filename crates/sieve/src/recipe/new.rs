@@ -1,10 +1,10 @@
 //! `sieve recipe new` and `sieve recipe show`.
 use super::RecipeArgs;
+use crate::environment::variable;
 use crate::eval::output;
 use crate::own_text::{OwnText, gives_steps};
 use crate::plan::epochs;
 use crate::text_files::remark_on_missing;
-use crate::train::variable;
 use crate::{shipped, terminal};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;

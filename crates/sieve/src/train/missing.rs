@@ -1,5 +1,5 @@
 //! What a run lacks before it can begin, in one message: memory, its tokenizer, its text.
-use super::variable;
+use crate::environment::variable;
 use crate::terminal;
 use anyhow::{Error, Result, anyhow, bail};
 use sieve_core::Recipe;

@@ -1,14 +1,16 @@
 //! `sieve train --sweep`: one run for each value, and a table.
 mod starts;
 
-use super::{Session, TrainArgs, train_on, useless_settings};
+use super::arguments::TrainArgs;
+use super::one::{Process, train_on};
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
+use crate::recipe::useless::useless_settings;
 use crate::terminal;
 use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use sieve_core::{Recipe, ShownPath, covered_words};
-use sieve_train::{TrainError, last_validation};
+use sieve_train::{RunRequest, TrainError, last_validation};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -26,7 +28,7 @@ struct Run {
     recipe: Recipe,
     /// The line about the text that `data.fallback` chose, if any.
     text: Option<String>,
-    out: PathBuf,
+    request: RunRequest,
 }
 
 /// Result of one run of the sweep.
@@ -49,13 +51,13 @@ impl Row {
 
     /// The row of a run that has ended, with the last validation of its log; `error` is the reason if it diverged.
     fn of(run: &Run, error: Option<String>) -> Self {
-        let report = error.is_none().then(|| last_validation(&run.out)).flatten();
+        let report = error.is_none().then(|| last_validation(&run.request.out)).flatten();
         let report = report.filter(|report| report.loss.is_finite() && report.perplexity.is_finite());
         let not_finite = "the last validation's loss or perplexity is not finite";
         let error = error.or_else(|| report.is_none().then(|| not_finite.to_owned()));
         Self {
             overrides: run.overrides.clone(),
-            folder: run.out.clone(),
+            folder: run.request.out.clone(),
             loss: report.as_ref().map(|report| report.loss),
             perplexity: report.as_ref().map(|report| report.perplexity),
             error,
@@ -77,14 +79,14 @@ pub(super) fn run(args: TrainArgs) -> Result<Exit> {
     let path = base.join("sweep.json");
     let earlier = earlier_rows(&path, &runs)?;
     let (mesh, prints) = (None, true);
-    let session = Session::open(&args, &runs[0].recipe, mesh, Interrupt::install(prints)?)?;
-    let starts = starts::of_runs(&session, &runs)?;
+    let process = Process::open(&args, &runs[0].recipe, mesh, Interrupt::install(prints)?)?;
+    starts::check(&process, &runs)?;
     let mut rows = Vec::new();
     let begun = Instant::now();
     let texts: BTreeSet<&String> = runs.iter().filter_map(|run| run.text.as_ref()).collect();
     texts.iter().for_each(|text| terminal::status(text));
-    for (number, (run, start)) in (1..).zip(runs.iter().zip(&starts)) {
-        let error = match train_on(&session, start, &run.recipe, &run.out) {
+    for (number, run) in (1..).zip(&runs) {
+        let error = match train_on(&process, &run.request, &run.recipe) {
             Ok(Exit::Done) => None,
             Ok(stopped) => {
                 terminal::line("the sweep stops here; the same command with --resume continues");
@@ -174,7 +176,7 @@ fn earlier_rows(path: &Path, runs: &[Run]) -> Result<Vec<Row>> {
         let path = path.shown();
         anyhow!("{path} is not the table of a sweep: {error}\n  hint: remove it, or name another folder with --out")
     })?;
-    rows.retain(|row| runs.iter().all(|run| run.out.file_name() != row.folder.file_name()));
+    rows.retain(|row| runs.iter().all(|run| run.request.out.file_name() != row.folder.file_name()));
     Ok(rows)
 }
 
@@ -226,11 +228,11 @@ fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
             let shared = base.join("data").to_string_lossy().into_owned();
             recipe.data.cache_dir = Some(shared.replace('$', "$$"));
         }
-        Ok(Run { overrides, recipe, text, out })
+        Ok(Run { overrides, recipe, text, request: args.request_of_sweep(&out) })
     });
     let runs = runs.collect::<Result<Vec<_>>>()?;
     for (index, run) in runs.iter().enumerate() {
-        if runs[..index].iter().any(|other| other.out == run.out) {
+        if runs[..index].iter().any(|other| other.request.out == run.request.out) {
             bail!("--sweep names {} twice\n  hint: give each value once", run.overrides.join(" "));
         }
     }

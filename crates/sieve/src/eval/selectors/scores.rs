@@ -1,7 +1,7 @@
 //! `--scores`: an SVG of the loss that each selector adds to the dense model's, over its density and over its time.
-use super::Run;
 use super::compare::Trained;
 use super::panels::{self, Panel, Section};
+use super::run::Run;
 use super::table::Row;
 use crate::eval::line_chart::Axis;
 use crate::eval::output;

@@ -1,6 +1,6 @@
 //! The measured rows as printed lines and as one JSON object.
 use super::compare::Trained;
-use super::{Failures, Run};
+use super::run::{COMMAND, Failures, Run};
 use crate::eval::output;
 use crate::{selector, terminal};
 use anyhow::Result;
@@ -36,7 +36,7 @@ pub(super) fn report<B: DeviceBackend>(
     if run.args.agreement {
         json["agreement"] = serde_json::json!(agreement);
     }
-    run.args.result.report(run.loaded, super::COMMAND, json)?;
+    run.args.result.report(run.loaded, COMMAND, json)?;
     Ok(())
 }
 

@@ -1,13 +1,13 @@
-//! `sieve train --resume --extend STEP`: more steps for a finished run.
-use anyhow::{Result, bail};
+//! More steps for a finished run.
+use crate::TrainError;
 use sieve_core::{Recipe, ShownPath};
 use sieve_hf::{Checkpoint, list_checkpoints};
 use std::path::Path;
 
 /// Extends the run in `out` to `steps`, with a warm-up and a decay of their own for the new steps.
-pub(super) fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()> {
+pub(super) fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<(), TrainError> {
     if !recipe.stage.is_empty() {
-        bail!("--extend is for recipes without [[stage]]\n  hint: add a stage with the new steps");
+        return Err(TrainError::refused("--extend is for recipes without [[stage]]", "add a stage with the new steps"));
     }
     let folder = out.join(&recipe.checkpoint.folder);
     let all = list_checkpoints(&folder)?;
@@ -21,16 +21,16 @@ pub(super) fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()
         // The same --extend is given again, after an interruption.
         before if before == steps => saved.lr_scheduler.after_step,
         before if before == done && done < steps => done,
-        before => bail!(
-            "--extend {steps}: the run in {} is at step {done} of {before}\n  hint: {}",
-            out.shown(),
-            match (done < before, saved.lr_scheduler.after_step) {
+        before => {
+            let hint = match (done < before, saved.lr_scheduler.after_step) {
                 (false, _) => format!("name a step after {done}"),
                 (true, 0) => "let it end with --resume first".to_owned(),
                 // after_step > 0: an earlier extension was interrupted.
                 (true, _) => format!("let it end with --resume --extend {before} first"),
-            }
-        ),
+            };
+            let what = format!("--extend {steps}: the run in {} is at step {done} of {before}", out.shown());
+            return Err(TrainError::refused(what, hint));
+        }
     };
     Ok(recipe.validate()?)
 }

@@ -1,0 +1,374 @@
+//! One run: its session, its lines, and what it writes when it ends.
+use super::arguments::TrainArgs;
+use super::ending::{curve, finish, next_steps, tell_references};
+use super::exporter::Exporter;
+use super::lines::{
+    cost_lines, describe, skipped_line, startup_line, step_line, stopped_line, validation_line, whole_step_line,
+};
+use super::log::Log;
+use super::on_event::{OnEvent, StallWatch};
+use super::place::{check_gpu, on_cpu, on_cuda, state_of};
+use super::profile::StepProfile;
+use super::{gpus, missing, samples};
+use crate::data::account;
+use crate::data::prepare::Watch;
+use crate::device::Device;
+use crate::environment::variable;
+use crate::exit::Exit;
+use crate::interrupt::Interrupt;
+use crate::recipe::useless::useless_settings;
+use crate::{allocator, out_of_memory, room, startup, terminal, text_files};
+use anyhow::{Context, Result, bail};
+use burn::backend::Autodiff;
+use burn_cuda::CudaDevice;
+use burn_flex::Flex;
+use indicatif::ProgressBar;
+use sieve_comm::Mesh;
+use sieve_core::{Keeping, Recipe, ShownPath};
+use sieve_ops::{Cuda, TrainBackend};
+use sieve_train::{
+    DataEvent, DataSource, Group, Hardware, Opened, RunRequest, Session, TrainError, TrainEvent, TrainSummary, Trainer,
+    TrainingData, WriteLimits, check_recipe,
+};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// What all runs of this process (several with `--sweep`) share.
+pub(super) struct Process<'a> {
+    pub(super) args: &'a TrainArgs,
+    pub(super) found: Device,
+    interrupt: Interrupt,
+    events: OnEvent,
+    /// Connections to the other ranks; `None` if this process trains alone.
+    mesh: Option<Arc<Mesh>>,
+}
+
+impl<'a> Process<'a> {
+    /// Opens the device, for this process alone or for a rank of `mesh`.
+    pub(super) fn open(
+        args: &'a TrainArgs,
+        recipe: &Recipe,
+        mesh: Option<Arc<Mesh>>,
+        interrupt: Interrupt,
+    ) -> Result<Self> {
+        Ok(Self {
+            args,
+            found: match &mesh {
+                Some(mesh) => gpus::device(args.device, mesh, recipe)?,
+                None => crate::kernels::device_for(args.device, recipe)?,
+            },
+            interrupt,
+            events: args.events(),
+            mesh,
+        })
+    }
+
+    /// `[processes on this host, all processes]`. Those on one host share its memory.
+    pub(super) fn sharers(&self) -> [usize; 2] {
+        let world = self.mesh.as_ref().map(|mesh| mesh.world());
+        world.map_or([1, 1], |world| [world.local_size, world.size])
+    }
+
+    /// Whether this process prints and writes files: it trains alone or is rank 0.
+    fn prints(&self) -> bool {
+        self.mesh.as_ref().is_none_or(|mesh| mesh.world().rank == 0)
+    }
+}
+
+/// Trains one run, in this process alone or as a rank of `mesh`.
+pub(super) fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> Result<Exit> {
+    let out = args.out_folder();
+    let (mut recipe, text) = args.load_recipe(&args.recipe, &out)?;
+    let request = args.request(&out);
+    request.extend(&mut recipe)?;
+    if let Some(mesh) = &mesh {
+        check_recipe(mesh, &recipe)?;
+    }
+    let process = Process::open(args, &recipe, mesh, interrupt)?;
+    text.iter().filter(|_| process.prints()).for_each(|line| terminal::status(line));
+    if process.prints() {
+        useless_settings(&recipe).iter().for_each(|words| terminal::warning(words));
+    }
+    if let Some(num_steps) = args.profile {
+        // Logging a step reads the loss back and so waits for the GPU. No step between the traced ones may be logged.
+        recipe.metrics.log_freq = num_steps as usize;
+    }
+    if args.overwrite
+        && process.prints()
+        && let Some(aside) = request.move_aside(&recipe)?
+    {
+        terminal::status(&format!("the run in {} was moved to {}", out.shown(), aside.shown()));
+    }
+    train_on(&process, &request, &recipe)
+}
+
+/// Opens the run that `request` asks for, and trains it on the process's device; on the CPU if `--device auto` found a
+/// GPU without kernels for its attention.
+pub(super) fn train_on(process: &Process<'_>, request: &RunRequest, recipe: &Recipe) -> Result<Exit> {
+    // The choice of the device does not depend on the vocabulary, so its size can be 0 here.
+    let shape = recipe.model_shape(0)?;
+    let device = process.args.device.for_model(&process.found, &shape);
+    if device == Device::Cpu && process.args.profile.is_some() {
+        bail!("--profile traces a GPU, and this run is on the CPU\n  hint: add --device cuda");
+    }
+    check_gpu(recipe, &shape, &device)?;
+    let log = Log::new(process.prints(), !process.args.sweep.is_empty());
+    let session = match Session::open(request, recipe, process.mesh.clone())? {
+        Opened::Run(session) => *session,
+        Opened::Finished(why) => {
+            log.result(&why);
+            return Ok(Exit::Done);
+        }
+    };
+    let run = Run { process, session, place: &device, log };
+    match &device {
+        Device::Cpu => {
+            allocator::keep_freed_memory();
+            let group = |mesh, _: &_| Ok(Group::on_host(mesh));
+            run.train::<Autodiff<Flex>>(on_cpu, group)
+        }
+        Device::Cuda(gpu) => {
+            let hardware = || on_cuda(gpu, &shape);
+            let degree = recipe.parallelism.context_parallel_degree;
+            let group = |mesh, device: &CudaDevice| gpus::connected(mesh, device, degree, &process.events);
+            run.train::<Autodiff<Cuda>>(hardware, group)
+        }
+    }
+}
+
+/// A run that begins, and where its lines go.
+struct Run<'a> {
+    process: &'a Process<'a>,
+    session: Session,
+    place: &'a Device,
+    log: Log,
+}
+
+impl Run<'_> {
+    /// Trains on a device of backend `B`: prepares the text, runs the steps, prints the results. Everything that can be
+    /// refused is checked before anything is written into the output folder.
+    fn train<B: TrainBackend>(
+        self,
+        hardware: impl FnOnce() -> (Hardware<B>, String),
+        group: impl FnOnce(Arc<Mesh>, &B::Device) -> Result<Group<B>>,
+    ) -> Result<Exit> {
+        let Self { process, mut session, place, mut log } = self;
+        let (args, recipe, out) = (process.args, session.recipe().clone(), session.path().to_owned());
+        // Memory is checked before text is tokenised, which may take hours.
+        let [_, num_ranks] = process.sharers();
+        TrainError::check_ranks(&recipe, num_ranks)?;
+        let admitted = admit(process, &session, place, &log);
+        let keeping = missing::all_at_once(admitted, &recipe, session.origin())?;
+        if let Some(dir) = args.checkpoint_fallback.as_ref().filter(|_| process.prints()) {
+            let what = || format!("creating {} for --checkpoint-fallback", dir.shown());
+            std::fs::create_dir_all(dir).with_context(what)?;
+        }
+        let data = session.first_then_others(|session| prepare(session, &log))?;
+        session.check_shared()?;
+
+        let (mut hardware, mut description) = hardware();
+        hardware.keeping = keeping;
+        let device = hardware.device.clone();
+        let hardware_memory = hardware.memory;
+        let begins_with = session.origin().checkpoint.as_ref().map(|c| c.path.clone());
+        let log_path = session.log_path();
+        let mut own_group = None;
+        if let Some(mesh) = &process.mesh {
+            let size = mesh.world().size;
+            description = format!("{size} processes, each on {description}");
+            let group = group(mesh.clone(), &device)?;
+            let health = group.health(&device, hardware.precision, &|| state_of(place))?;
+            log.line(&health.line);
+            health.warnings.iter().for_each(|warning| log.always(warning));
+            own_group = Some(group);
+        }
+        let mut trainer = session.trainer::<B>(data, hardware, own_group)?;
+        if let Some(num_steps) = args.stop_after {
+            trainer.stop_after(num_steps);
+        }
+        trainer.set_write_limits(WriteLimits {
+            last: Duration::from_secs(args.checkpoint_patience),
+            ..WriteLimits::default()
+        });
+        samples::while_training(&log, &recipe, &mut trainer, &device)?;
+        let exporter = Exporter::default();
+        let port = args.metrics_port.as_ref().filter(|_| process.prints());
+        let address = port.map(|port| exporter.listen(port)).transpose()?;
+        trainer.write_config()?;
+        log.open(&log_path)?;
+        log.line(&describe(&recipe, &trainer, &description));
+        let (line, warning) = room::lines(&recipe, &trainer.shape().parameters(), &out);
+        log.line(&line);
+        warning.iter().for_each(|line| log.always(line));
+        if let Some(path) = begins_with {
+            let (step, path) = (trainer.step(), path.shown());
+            log.line(&format!("continuing at step {step} from {path}"));
+        }
+        if let Some(address) = address {
+            log.line(&format!("metrics: http://{address}/metrics"));
+        }
+        let started = Instant::now();
+        let first_step = trainer.step();
+        let summary = run_steps(&mut trainer, process, &recipe, place, &log, &exporter)?;
+        for line in cost_lines(summary.peak_memory, hardware_memory) {
+            log.line(&line);
+        }
+        if summary.interrupted {
+            tell_references(&log);
+            log.always(&stopped_line(&recipe, &summary, args.checkpoint_fallback.as_deref()));
+            let is_as_asked = args.stop_after.is_some_and(|n| summary.step - first_step >= n);
+            return Ok(if is_as_asked { Exit::Done } else { Exit::StoppedEarly });
+        }
+        log.line(&format!(
+            "trained {} in {}",
+            terminal::counted(summary.step - first_step, "step"),
+            terminal::duration(started.elapsed().as_secs_f64())
+        ));
+        curve(&log, &recipe, trainer.folder());
+        finish(&log, &summary, trainer.shape());
+        // Training is complete, so a failed sample, for example of too long a prompt, is no error.
+        if process.prints()
+            && let Err(error) = samples::at_the_end(&log, &recipe, &mut trainer, &device)
+        {
+            log.line(&format!("no sample: {error}"));
+        }
+        tell_references(&log);
+        next_steps(&log, &recipe, &summary, trainer.data(), &out);
+        Ok(Exit::Done)
+    }
+}
+
+/// Checks that the run fits into the device's memory. Returns which optional activations fit too.
+fn admit(process: &Process<'_>, session: &Session, place: &Device, log: &Log) -> Result<Keeping> {
+    let recipe = session.recipe();
+    let vocab_size = match &session.origin().checkpoint {
+        Some(checkpoint) => Ok(checkpoint.state.vocab_size),
+        None => crate::plan::vocab_size(recipe),
+    };
+    // A tokenizer that cannot be read is reported with the text. What does not fit with a single token fits with none.
+    let least_rows = 1;
+    let admitted = vocab_size.as_ref().copied().unwrap_or(least_rows);
+    let admitted = (process.args.memory).check_training(recipe, admitted, place, process.sharers())?;
+    if vocab_size.is_err() {
+        return Ok(Keeping::default());
+    }
+    admitted.warning.iter().for_each(|warning| log.always(warning));
+    out_of_memory::advise(admitted.advice);
+    Ok(admitted.keeping)
+}
+
+/// Trains, with a progress bar, the served metrics, the profile of `--profile`, and a watch for stalls.
+fn run_steps<B: TrainBackend>(
+    trainer: &mut Trainer<B>,
+    process: &Process<'_>,
+    recipe: &Recipe,
+    place: &Device,
+    log: &Log,
+    exporter: &Exporter,
+) -> Result<TrainSummary> {
+    let mut profile = profile(process, place, recipe, trainer)?;
+    let (bar, stalls) = match process.prints() {
+        true => (
+            terminal::progress_bar(recipe.training.steps as u64, "{bar:30} {pos}/{len} steps  {msg}"),
+            Some(process.events.watch(process.args.long_patience())?),
+        ),
+        false => (ProgressBar::hidden(), None),
+    };
+    bar.set_position(trainer.step());
+    let result = trainer.run(process.interrupt.keep_state(), &mut |event| {
+        show(log, &bar, &event);
+        exporter.see(&event);
+        stalls.iter().for_each(StallWatch::restart);
+        if let (Some(profile), TrainEvent::Step(report)) = (&mut profile, &event)
+            && let Some(table) = profile.after(report)
+        {
+            bar.suspend(|| log.line(&table));
+        }
+    });
+    drop(stalls);
+    bar.finish_and_clear();
+    result.map_err(anyhow::Error::from).inspect_err(|error| log.keep(&terminal::error_text(error)))
+}
+
+/// The profiler of `--profile`; `None` without the flag, on the CPU, and on ranks other than 0.
+fn profile<B: TrainBackend>(
+    process: &Process<'_>,
+    place: &Device,
+    recipe: &Recipe,
+    trainer: &Trainer<B>,
+) -> Result<Option<StepProfile>> {
+    let num_steps = process.args.profile.filter(|_| process.prints());
+    let (Some(num_steps), Device::Cuda(gpu)) = (num_steps, place) else {
+        return Ok(None);
+    };
+    let training = &recipe.training;
+    let steps = trainer.step()..training.steps as u64;
+    let size = (process.mesh.as_ref()).map_or(1, |mesh| mesh.world().size);
+    let tokens = training.global_batch_size * training.seq_len / size;
+    StepProfile::new(num_steps, steps, trainer.shape(), tokens, &gpu.name).map(Some)
+}
+
+/// Prepares the shards and the tokenizer, with a progress bar or lines. Locks the output folder once the recipe's text
+/// files are found.
+fn prepare(session: &mut Session, log: &Log) -> Result<TrainingData> {
+    let source = session.find_text(&variable)?;
+    for corpus in source.iter().flat_map(DataSource::corpora) {
+        if let Some(words) = text_files::json_as_text(corpus) {
+            log.always(&format!("warning: {words}"));
+        }
+        if let Some(words) = text_files::passed_over(corpus) {
+            log.line(&format!("data: {words}"));
+        }
+    }
+    let say = |line: &str| log.line(line);
+    let has_lines = false;
+    let mut watch = Watch::new(["tokenizer: ", "data: "], has_lines, &say);
+    let data = session.prepare(source, &variable, &mut |event: DataEvent| watch.see(event))?;
+    drop(watch);
+    let seconds = (data.tokenizer_time + data.prepare_time).as_secs_f64();
+    let Some(prepared) = data.prepared() else {
+        log.line("data: a synthetic task, generated as it is read");
+        return Ok(data);
+    };
+    let meta = &prepared.meta;
+    let verb = if prepared.reused { "found" } else { "wrote" };
+    log.line(&format!(
+        "data: {verb} {} in {}, {} in {} ({}, {seconds:.1} s)",
+        terminal::counted(meta.train.num_tokens, "training token"),
+        terminal::counted(meta.train.num_documents, "document"),
+        terminal::counted(meta.validation.num_tokens, "held-out token"),
+        terminal::counted(meta.validation.num_documents, "document"),
+        session.data_path(&variable)?.shown(),
+    ));
+    let (recipe, resumed) = (session.recipe(), session.resumed());
+    let has_changed = resumed.is_some() && data.text_has_changed(recipe, &variable);
+    let lines = account::lines("data: ", &data, has_changed);
+    lines.iter().for_each(|line| log.line(line));
+    if resumed.is_some() && data.tokenizer_has_changed(recipe, &variable) {
+        log.line(
+            "data: the file of tokenizer.path has changed or is gone; the run continues with the checkpoint's \
+             tokenizer",
+        );
+    }
+    let warning = account::too_little_held_out(meta);
+    warning.iter().for_each(|line| log.always(line));
+    Ok(data)
+}
+
+/// Prints and logs an event of the run, and moves the progress bar.
+fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
+    bar.suspend(|| match event {
+        TrainEvent::Step(report) => log.short(&step_line(report), &whole_step_line(report)),
+        TrainEvent::Skipped(report) => log.always(&skipped_line(report)),
+        TrainEvent::Validation(report) => log.line(&validation_line(report)),
+        TrainEvent::Checkpoint(path) => log.line(&format!("checkpoint: {}", path.shown())),
+        TrainEvent::Sample(step, text) => log.line(&samples::line(&format!("sample at step {step}"), text)),
+        TrainEvent::FirstStep => startup::elapsed_once().iter().for_each(|elapsed| log.line(&startup_line(*elapsed))),
+        TrainEvent::Notice(text) => log.line(text),
+        TrainEvent::Warning(text) => log.always(text),
+    });
+    if let TrainEvent::Step(report) = event {
+        bar.set_position(report.step);
+        bar.set_message(format!("{} left", terminal::duration(report.eta_seconds)));
+    }
+}
