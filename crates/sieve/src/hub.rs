@@ -1,6 +1,6 @@
 //! Models of the Hugging Face hub, where a command takes the folder of a model.
+use crate::environment::variable;
 use crate::terminal;
-use crate::train::variable;
 use anyhow::Result;
 use sieve_core::ShownPath;
 use sieve_data::{HubConfig, HubModel, HubModelEvent, hub_model, is_hub_model};

@@ -23,6 +23,11 @@ impl Log {
         Self { prints, of_sweep, file: RefCell::default(), early: RefCell::default() }
     }
 
+    /// Whether this process prints and logs.
+    pub(super) fn prints(&self) -> bool {
+        self.prints
+    }
+
     /// Opens the log file and writes the earlier lines into it, on rank 0.
     pub(super) fn open(&mut self, path: &Path) -> Result<()> {
         if !self.prints {
