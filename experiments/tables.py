@@ -32,7 +32,8 @@ from long import table as long_prompts  # noqa: E402
 from table4 import table as table4  # noqa: E402
 
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (
-    "choose", "limits", "long-prompts", "papers", "results", "benchmarks", "selectors", "published-models"))]
+    "board", "choose", "limits", "long-prompts", "papers", "pytorch", "results", "benchmarks", "selectors",
+    "published-models"))]
 MARK = re.compile(r"<!-- table (\w+) -->")
 SETTINGS = "<!-- settings -->"  # before a table of what was chosen, not measured
 NUMBER = re.compile(r"[-+−]?[\d.,]+ ?%?")
@@ -131,10 +132,20 @@ def of_noted(name):
     return ["" if column == "row" else column for column in columns], lines
 
 
-def front():
-    text = board.front_table(board.finished(ROWS / "board.jsonl", board.KEY), 9.0)
-    head, _, *lines = (split(line) for line in text.splitlines())
+def of_board(made_by):
+    """A table that board.py makes of its nine-minute runs."""
+    head, _, *lines = (split(line) for line in made_by(
+        board.finished(ROWS / "board.jsonl", board.KEY), 9.0).splitlines())
     return head, lines
+
+
+def board_times():
+    """Tokens of the kinds without dense layers over others', rows of 32,768."""
+    of = {entry: statistics.mean(row["tokens"] for row in found) for (length, entry), found in board.by_entry(
+        board.finished(ROWS / "board.jsonl", board.KEY), 9.0) if length == 32768}
+    sparse = statistics.mean([of["DMA"], of["window + slope"]])
+    others = {"a hybrid": "DMA, 1 of 4 dense", "dense attention": "dense", "PyTorch": "PyTorch, dense"}
+    return ["than", "times as many"], [[name, ratio(sparse, of[entry], 1)] for name, entry in others.items()]
 
 
 def table_4():
@@ -220,7 +231,8 @@ def speed():
 
 
 COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | choose_tables.TABLES | {
-    "board_front": front, "table4": table_4, "far_apart": far_apart, "speed": speed, "advice": advice} | {
+    "board": functools.partial(of_board, board.table), "board_front": functools.partial(of_board, board.front_table),
+    "board_times": board_times, "table4": table_4, "far_apart": far_apart, "speed": speed, "advice": advice} | {
     f"long_{what}": functools.partial(long, what) for what in long_prompts.CELLS}
 
 

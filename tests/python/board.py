@@ -42,6 +42,7 @@ TINY = ["model.hidden_size=64", "model.intermediate_size=128", "model.num_hidden
         "model.num_attention_heads=2", "model.num_key_value_heads=1", "tokenizer.train.vocab_size=512",
         "tokenizer.train.sample_bytes=1000000", "metrics.log_freq=2", "lr_scheduler.warmup_steps=10"]
 KEY = ("entry", "length", "minutes", "seed")
+MARK = "<!-- table board -->\n"  # before the page's table, for experiments/tables.py
 MARGIN, TINY_MARGIN = 0.04, 0.6  # of the time: a GPU slows down as it warms up, and a CPU has other work
 TOLERANCE = {"cpu": 1e-5, "cuda": 2e-3}  # bits per byte between the two evaluations: f32, bf16
 
@@ -307,7 +308,7 @@ def main():
     if arguments.fill:
         page = arguments.fill.read_text(encoding="utf-8")
         heading = page.index("\n", page.rindex("\n## ") + 1)
-        arguments.fill.write_text(page[:heading + 1] + table(rows, arguments.minutes), encoding="utf-8")
+        arguments.fill.write_text(page[:heading + 1] + MARK + table(rows, arguments.minutes), encoding="utf-8")
 
 
 if __name__ == "__main__":

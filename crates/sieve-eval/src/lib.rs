@@ -60,8 +60,8 @@ pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, ValuesRea
 pub use sampler::{Sampler, Sampling};
 pub use selection::{LayerPath, Selection, SelectionTotals};
 pub use selectors::{
-    BlockAgreement, DensityAndRecall, LayerMeasure, READY_GRIDS, SelectorMeasure, block_agreement, measure_selectors,
-    selector_grid, selector_masks, sweep_selectors,
+    BlockAgreement, DensityAndRecall, LayerMasks, LayerMeasure, READY_GRIDS, SelectorMeasure, block_agreement,
+    measure_selectors, selector_grid, selector_masks, sweep_selectors,
 };
 pub use stop::StopTexts;
 pub use tasks::{

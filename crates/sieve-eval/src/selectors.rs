@@ -174,8 +174,11 @@ pub fn sweep_selectors<B: DeviceBackend>(
     Ok(selections.iter().map(point).collect())
 }
 
-/// The masks of each selector in every dense layer for one prompt, `[selectors][layers]`, on the activations of the
-/// dense model. A selector that fails (as every decode method does) returns its error.
+/// What a selector keeps in each dense layer, with the layer's index.
+pub type LayerMasks = Vec<(usize, Selected)>;
+
+/// The masks of each selector for one prompt, on the activations of the dense model. A selector that fails (as every
+/// decode method does) returns its error.
 ///
 /// # Errors
 /// As [`measure_selectors`].
@@ -184,10 +187,10 @@ pub fn selector_masks<B: DeviceBackend>(
     window: &[u32],
     selectors: &[LayerSelectors],
     device: &B::Device,
-) -> Result<Vec<Result<Vec<Selected>, EvalError>>, EvalError> {
+) -> Result<Vec<Result<LayerMasks, EvalError>>, EvalError> {
     check_vocabulary(window, model.shape().vocab_size)?;
     let start = |one: &LayerSelectors| Selection::new(one.clone(), model.shape()).map(|_| Vec::new());
-    let mut masks: Vec<Result<Vec<Selected>, EvalError>> = selectors.iter().map(start).collect();
+    let mut masks: Vec<Result<LayerMasks, EvalError>> = selectors.iter().map(start).collect();
     attending_pass(model, window, device, &mut |operands| {
         let call = call(operands)?;
         for (one, found) in selectors.iter().zip(&mut masks) {
@@ -195,7 +198,7 @@ pub fn selector_masks<B: DeviceBackend>(
                 continue;
             };
             match one.of(call.layer).select(&call) {
-                Ok(mask) => layers.push(mask),
+                Ok(mask) => layers.push((call.layer, mask)),
                 Err(error) => *found = Err(error.into()),
             }
         }

@@ -26,6 +26,8 @@ pub struct LayerWeights {
     pub overlap: Option<f64>,
     /// How long DMA keeps a key; `None` for other kinds.
     pub life: Option<KeyLifetimes>,
+    /// The same of each KV head; empty for other kinds.
+    pub lives: Vec<KeyLifetimes>,
     /// Statistics of the chosen keys, DMA's or a chosen block's; `None` for kinds without a choice, and for NSA, whose
     /// branches have a softmax each.
     pub chosen: Option<ChosenKeys>,
@@ -66,7 +68,7 @@ pub struct ChosenKeys {
     pub mass: f64,
 }
 
-/// For how many queries DMA keeps a key, over the keys of all KV heads.
+/// For how many queries DMA keeps a key.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct KeyLifetimes {
     /// Share of keys that no query sees.
@@ -118,7 +120,12 @@ pub fn attention_weights<B: DeviceBackend>(
                 layer: idx,
                 attention: layer_label(shape, idx),
                 overlap: overlap(&heads, group, num_tokens),
-                life: expire.map(|expire| life_spans(&expire, num_tokens)),
+                life: expire.as_ref().map(|expire| life_spans(expire, num_tokens)),
+                lives: expire
+                    .iter()
+                    .flat_map(|all| all.chunks(num_tokens))
+                    .map(|one| life_spans(one, num_tokens))
+                    .collect(),
                 chosen: dense.map(|dense| chosen_keys(&weights, &dense, num_tokens)),
                 heads,
             });
@@ -243,7 +250,8 @@ fn overlap(heads: &[HeadWeights], group: usize, num_tokens: usize) -> Option<f64
     (num > 0).then(|| sum / num as f64)
 }
 
-/// [`KeyLifetimes`] from `expire`, `[num_kv_heads, num_tokens]`: the first query that no longer sees the key.
+/// [`KeyLifetimes`] from `expire`, `[num_kv_heads, num_tokens]` or one head of it: the first query that no longer sees
+/// the key.
 fn life_spans(expire: &[i64], num_tokens: usize) -> KeyLifetimes {
     let (mut never, mut to_the_end, mut spans) = (0_usize, 0_usize, Vec::new());
     for (idx, &end) in expire.iter().enumerate() {
@@ -364,6 +372,9 @@ mod tests {
         }
         let life = all[0].life.as_ref().unwrap();
         assert!(life.percentiles.is_some() && life.to_the_end <= 5.0 / 40.0 + 1e-12, "{life:?}");
+        // Of all scores equal, each KV head keeps its keys as long as the other does.
+        let lives = &all[0].lives;
+        assert!(lives.len() == 2 && lives.iter().all(|one| one == life), "{lives:?}");
         // With A = 0 all scores are equal, and a query keeps the last 5 keys, on average 2 tokens back.
         let chosen = all[0].chosen.expect("DMA chooses keys");
         let age = (0.0 + 0.5 + 1.0 + 1.5 + 36.0 * 2.0) / 40.0;

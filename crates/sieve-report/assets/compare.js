@@ -160,7 +160,6 @@
       this.box.setAttribute("role", "group");
       this.box.setAttribute("aria-label", UNITS[name] || name);
       this.box.innerHTML = "<h3></h3><div></div><div class=values></div>";
-      this.box.firstChild.textContent = UNITS[name] || name;
       this.values = this.box.lastChild;
       this.box.addEventListener("keydown", (event) => this.key(event));
       byId("charts").append(this.box);
@@ -188,7 +187,11 @@
         if (state.band) bands.push({ series: [3 + 3 * i, 2 + 3 * i], fill: stroke + "30" });
       });
       const axis = axisStyle();
-      const drawn = data.slice(1).filter((_, i) => state.band || i % 3 === 0);
+      // Diverged runs do not set the scale of the others' losses: their lines leave the chart at its edge.
+      const diverged = shownLines.map(([, members]) => members.some((run) => run.diverged));
+      const isCut = isLoss(this.name) && diverged.includes(true) && diverged.includes(false);
+      this.box.firstChild.textContent = (UNITS[this.name] || this.name) + (isCut ? " (to the scale of runs that did not diverge)" : "");
+      const drawn = data.slice(1).filter((_, i) => (state.band || i % 3 === 0) && !(isCut && diverged[Math.floor(i / 3)]));
       let least = Infinity, most = -Infinity;
       for (const column of drawn) for (const value of column) if (value !== null) { least = Math.min(least, value); most = Math.max(most, value); }
       const log = state.log && isLoss(this.name) && least > 0;

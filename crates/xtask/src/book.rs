@@ -42,13 +42,13 @@ fn titles(summary: &str) -> BTreeMap<&str, &str> {
     entries.collect()
 }
 
-/// `text` with each path of a page outside of code replaced by a link.
+/// `text` with each path of a page outside of code replaced by a link. Code is fenced, or four columns to the right.
 fn linked(text: &str, titles: &BTreeMap<&str, &str>) -> String {
     let mut is_block = false;
     let lines = text.lines().map(|line| {
         let fence = line.trim_start().starts_with("```");
         is_block ^= fence;
-        if fence || is_block {
+        if fence || is_block || line.starts_with("    ") {
             return line.to_owned();
         }
         // Every second part lies between backticks, where nothing is replaced.
@@ -75,7 +75,7 @@ mod tests {
     fn named_pages_become_links_outside_of_code() {
         let titles = titles("# Summary\n\n- [Runs](runs.md)\n  - [Every key](recipe.md)\n");
         assert_eq!(titles.len(), 2);
-        let code = "`docs/runs.md`, and docs/other.\n```\ndocs/runs.md\n```\n";
+        let code = "`docs/runs.md`, and docs/other.\n```\ndocs/runs.md\n```\n\n    cat docs/runs.md\n";
         assert_eq!(
             linked(&format!("See docs/recipe.md, {code}"), &titles),
             format!("See [Every key](recipe.md), {code}")

@@ -153,15 +153,25 @@ fn lines(layers: &[LayerWeights], length: usize) -> Vec<String> {
     lines
 }
 
-/// An SVG of the attention weights of every head.
+/// An SVG of the attention weights of every head, with the share of pairs it reads and, of DMA, how long keys stay.
 fn picture(layers: &[LayerWeights], model: &str, length: usize) -> String {
     let squares = |layer: &LayerWeights| {
-        let heads = layer.heads.iter().map(|head| square(&head.weights, length));
+        let group = (layer.heads.len() / layer.lives.len().max(1)).max(1);
+        let heads = layer.heads.iter().enumerate().map(|(idx, head)| {
+            let stay = layer.lives.get(idx / group).and_then(|life| life.percentiles);
+            let reads = format!("reads {:.0} %", 100.0 * head.density);
+            let notes = [Some(reads), stay.map(|[_, middle, _]| format!("stays {middle}"))];
+            square(&head.weights, length, notes.into_iter().flatten().collect())
+        });
         (layer.layer, heads.collect())
+    };
+    let about = match layers.iter().any(|layer| !layer.lives.is_empty()) {
+        true => "; stays: for how many queries, the median of DMA's keys that left",
+        false => "",
     };
     let picture = Heads {
         title: format!("Attention weights of {length} tokens"),
-        about: format!("{model}; black is 1, by the logarithm"),
+        about: format!("{model}; black is 1, by the logarithm; reads: of the causal pairs{about}"),
         num_tokens: length,
         layers: layers.iter().map(squares).collect(),
         legend: Legend::Scale(&[(0.0, "1"), (0.25, "0.1"), (0.5, "0.01"), (0.75, "0.001"), (1.0, "≤ 1e-4")]),
@@ -171,7 +181,7 @@ fn picture(layers: &[LayerWeights], model: &str, length: usize) -> String {
 
 /// Grey values of one head: black is weight 1, white is [`FAINTEST`] or less, logarithmic between them. A pixel that
 /// covers several (query, key) pairs shows the largest weight. `weights` is `[length, length]`.
-fn square(weights: &[f32], length: usize) -> Square {
+fn square(weights: &[f32], length: usize, notes: Vec<String>) -> Square {
     let side = length.min(PIXELS);
     let mut largest = vec![0.0_f32; side * side];
     for (query, row) in weights.chunks(length).enumerate() {
@@ -184,12 +194,13 @@ fn square(weights: &[f32], length: usize) -> Square {
         let depth = 1.0 - (f64::from(weight).max(FAINTEST).ln() / FAINTEST.ln());
         255 - (255.0 * depth.clamp(0.0, 1.0)).round() as u8
     };
-    Square { side, pixels: largest.iter().map(grey).collect() }
+    Square { side, pixels: largest.iter().map(grey).collect(), notes }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sieve_eval::KeyLifetimes;
 
     fn layer(weights: Vec<f32>) -> LayerWeights {
         let head = HeadWeights {
@@ -208,6 +219,7 @@ mod tests {
             heads: vec![head.clone(), head],
             overlap: Some(0.5),
             life: None,
+            lives: Vec::new(),
             chosen: None,
         }
     }
@@ -216,9 +228,19 @@ mod tests {
     fn every_head_is_drawn_with_its_names() {
         let svg = picture(&[layer(vec![1.0, 0.0, 0.5, 0.5])], "run, step 3", 2);
         assert_eq!(svg.matches("<image").count(), 2);
-        for word in ["layer 3", "head 0", "head 1", "2 tokens", "run, step 3", ">0.001<"] {
+        for word in ["layer 3", "head 0", "head 1", "2 tokens", "run, step 3", ">0.001<", ">reads 50 %<"] {
             assert!(svg.contains(word), "{word}");
         }
+        assert!(!svg.contains("stays"));
+    }
+
+    #[test]
+    fn a_head_of_dma_says_how_long_its_keys_stay() {
+        let stay = |middle| KeyLifetimes { never: 0.0, to_the_end: 0.5, percentiles: Some([1, middle, 9]) };
+        let mut dma = layer(vec![1.0, 0.0, 0.5, 0.5]);
+        dma.lives = vec![stay(3), stay(7)];
+        let svg = picture(&[dma], "run, step 3", 2);
+        assert!(svg.contains(">stays 3<") && svg.contains(">stays 7<") && svg.contains("stays: for how many"), "{svg}");
     }
 
     #[test]

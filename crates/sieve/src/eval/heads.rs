@@ -21,6 +21,8 @@ pub(super) struct Square {
     pub(super) side: usize,
     /// Grey values, `[side, side]`, one row per query.
     pub(super) pixels: Vec<u8>,
+    /// Short lines that are written where keys are after their query, a dozen letters each.
+    pub(super) notes: Vec<String>,
 }
 
 /// What the grey levels mean.
@@ -135,6 +137,12 @@ fn draw(svg: &mut Svg, square: &Square, [x, y]: [f64; 2], side: f64) {
         STANDARD.encode(png(square))
     ));
     svg.rect([x, y], [side, side], "fill=\"none\" stroke=\"#999\"", "");
+    for (n, note) in square.notes.iter().enumerate() {
+        let at = [x + side - 4.0, y + 13.0 + 12.0 * n as f64];
+        // A white edge, for squares that are black there.
+        let look = "text-anchor=\"end\" font-size=\"10\" stroke=\"white\" stroke-width=\"3\" paint-order=\"stroke\"";
+        svg.text(at, look, note);
+    }
 }
 
 /// A head's picture as a PNG file in 8-bit grey.
@@ -172,7 +180,7 @@ mod tests {
     #[test]
     fn nothing_is_cut_off_and_axes_have_names_and_numbers() {
         for (heads, layers, num_tokens) in [(1, 1, 4), (2, 3, 256), (16, 2, 131_072)] {
-            let square = |_| Square { side: 2, pixels: vec![0, 255, 0, 0] };
+            let square = |_| Square { side: 2, pixels: vec![0, 255, 0, 0], notes: vec!["reads 9 %".to_owned()] };
             let picture = Heads {
                 title: "A title that is longer than one small square is wide".to_owned(),
                 about: "and & a line".to_owned(),
@@ -189,6 +197,7 @@ mod tests {
             assert_eq!(svg.matches(">query, token<").count(), layers);
             assert_eq!(svg.matches(&format!(">{num_tokens}<")).count(), heads + layers);
             assert!(svg.contains("and &amp; a line") && svg.contains(">after the query<"));
+            assert_eq!(svg.matches(">reads 9 %<").count(), heads * layers);
         }
     }
 }

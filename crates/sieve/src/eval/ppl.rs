@@ -154,15 +154,15 @@ impl PplArgs {
 }
 
 /// An SVG of the loss by the number of tokens seen, in bins that begin at powers of two. A second line is the mean
-/// loss. A bar is two standard errors up and down.
+/// loss. A bar is two standard errors up and down, and the axis holds all bars.
 fn loss_by_position(title: &str, by_position: &[PositionLoss], mean_loss: f64) -> String {
     let bins = by_position.iter().filter(|bin| bin.mean.num_tokens > 0);
-    let errors = bins.clone().map(|bin| 2.0 * bin.mean.standard_error).collect();
+    let errors: Vec<_> = bins.clone().map(|bin| 2.0 * bin.mean.standard_error).collect();
     let points: Vec<_> = bins.map(|bin| (f64::from(bin.from.max(1).ilog2()), bin.mean.loss)).collect();
     let mean = (points.iter()).map(|(power, _)| (*power, mean_loss));
-    let losses = points.iter().map(|(_, loss)| *loss);
-    let low = losses.clone().fold(mean_loss, f64::min).floor();
-    let high = losses.fold(mean_loss, f64::max).ceil().max(low + 1.0);
+    let bars = points.iter().zip(&errors).map(|((_, loss), error)| [loss - error, loss + error]);
+    let low = bars.clone().map(|[low, _]| low).fold(mean_loss, f64::min).floor();
+    let high = bars.map(|[_, high]| high).fold(mean_loss, f64::max).ceil().max(low + 1.0);
     let curve = |name: &str, points, errors| Curve { name: name.to_owned(), points, errors };
     let mean = curve("all tokens", mean.collect(), Vec::new());
     let curves = vec![curve("by tokens seen, ± 2 s.e.", points, errors), mean];
@@ -374,6 +374,13 @@ mod tests {
         // A bar is a line with a cap at each end.
         assert_eq!(drawn.matches("<polyline").count(), plain.matches("<polyline").count());
         assert_ne!(drawn, plain);
+        // Losses are 2.25 to 3: a bar from 0.8 to 5.2 ends inside the axis, and is not cut off at it.
+        let wide = loss_by_position(
+            "t",
+            &by_position.map(|bin| PositionLoss { mean: MeanLoss { standard_error: 1.1, ..bin.mean }, ..bin }),
+            2.5,
+        );
+        assert!(wide.contains("\n0.0\n") && wide.contains("\n6.0\n") && !plain.contains("\n4.0\n"), "{wide}");
     }
 
     #[test]

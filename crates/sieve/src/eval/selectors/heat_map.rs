@@ -8,26 +8,37 @@ const SIDE: usize = 1024;
 const LATER: u8 = 200;
 
 /// The SVG's text: a row of heads for each layer. Black tiles are kept, white ones dropped. A method that permutes
-/// tokens is drawn in the permuted order. A pixel that covers several tiles shows their mean.
-pub(super) fn svg(label: &str, model: &str, chosen: &[Selected]) -> String {
-    let masks: Vec<&KeyMask> = chosen.iter().map(|one| &one.mask).collect();
-    let num_tokens = masks.first().map_or(0, |mask| mask.shape.num_queries);
+/// tokens is drawn in the permuted order. A pixel that covers several tiles shows their mean. `chosen` has each layer's
+/// index.
+pub(super) fn svg(label: &str, model: &str, chosen: &[(usize, Selected)]) -> String {
+    let num_tokens = chosen.first().map_or(0, |(_, one)| one.mask.shape.num_queries);
     let square = |mask: &KeyMask, head| {
         let side = mask.tiles.num_query_tiles().clamp(1, SIDE);
-        Square { side, pixels: cells(mask, head, side) }
+        let notes = vec![format!("keeps {:.0} %", 100.0 * kept_share(mask, head))];
+        Square { side, pixels: cells(mask, head, side), notes }
     };
-    let layer = |(layer, mask): (usize, &&KeyMask)| {
-        let heads = (0..mask.shape.num_heads).map(|head| square(mask, head));
-        (layer, heads.collect())
+    let layer = |(layer, one): &(usize, Selected)| {
+        let heads = (0..one.mask.shape.num_heads).map(|head| square(&one.mask, head));
+        (*layer, heads.collect())
     };
     let picture = Heads {
         title: format!("Kept blocks of {label}"),
         about: format!("{model}; a prompt of {num_tokens} tokens, in the permuted order where tokens are permuted"),
         num_tokens,
-        layers: masks.iter().enumerate().map(layer).collect(),
+        layers: chosen.iter().map(layer).collect(),
         legend: Legend::Boxes(&[(0, "kept"), (255, "dropped"), (LATER, "after the query")]),
     };
     picture.svg()
+}
+
+/// The share of one head's tiles up to the queries' own that is kept; above 1 where later tiles are kept too.
+fn kept_share(mask: &KeyMask, head: usize) -> f64 {
+    let (mut kept, mut all) = (0, 0);
+    for i in 0..mask.tiles.num_query_tiles() {
+        kept += mask.row(mask.list_of(head), i).len();
+        all += mask.tiles.admissible(i);
+    }
+    kept as f64 / all.max(1) as f64
 }
 
 /// Grey values of one head, `[size, size]`.
@@ -64,9 +75,19 @@ mod tests {
         let chosen = Selected::dense(shape);
         let o = LATER;
         assert_eq!(cells(&chosen.mask, 1, 4), [0, o, o, o, 0, 0, o, o, 0, 0, 0, o, 0, 0, 0, 0]);
-        let svg = svg("a<b", "run, step 3", &[chosen.clone(), chosen]);
+        let svg = svg("a<b", "run, step 3", &[(2, chosen.clone()), (5, chosen)]);
         assert_eq!(svg.matches("<image").count(), 4);
-        for words in [">Kept blocks of a&lt;b<", "512 tokens", ">layer 1<", ">head 1<", ">512<", ">dropped<"] {
+        let words = [
+            ">Kept blocks of a&lt;b<",
+            "512 tokens",
+            ">layer 2<",
+            ">layer 5<",
+            ">head 1<",
+            ">512<",
+            ">dropped<",
+            ">keeps 100 %<",
+        ];
+        for words in words {
             assert!(svg.contains(words), "{words}");
         }
     }
