@@ -44,8 +44,8 @@ macro_rules! sessions {
     };
 }
 
-sessions! { begin chat command_line daily data eval kernels memory mistakes newcomer next ranks resume selectors stages train
-wrong_inputs }
+sessions! { begin chat command_line daily data eval kernels memory mistakes newcomer next ranks resume selectors
+stages train wrong_inputs }
 
 /// A command or an assertion, with the expectations below it.
 struct Step {

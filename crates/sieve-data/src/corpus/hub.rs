@@ -1,9 +1,10 @@
 //! Data sets, tokenizers and models of the Hugging Face hub, named by paths.
 //!
-//! A data set's path is `hf://datasets/OWNER/NAME[@REVISION][/FILES]`, as `huggingface_hub` writes it. FILES is a folder,
-//! a file or a glob; without it all files with an ending of the corpus are read. The listing is fetched once and kept,
-//! which pins the data set to that commit; after that the network is needed only for files that were not read yet. A
-//! file is fetched when it is read, a broken transfer is resumed, and a file that was read to its end is removed.
+//! A data set's path is `hf://datasets/OWNER/NAME[@REVISION][/FILES]`, as `huggingface_hub` writes it. FILES is a
+//! folder, a file or a glob; without it all files with an ending of the corpus are read. The listing is fetched once
+//! and kept, which pins the data set to that commit; after that the network is needed only for files that were not
+//! read yet. A file is fetched when it is read, a broken transfer is resumed, and a file that was read to its end is
+//! removed.
 //!
 //! The server is not trusted: the name of a fetched file on this disk is a hash of its name on the hub, and its bytes
 //! must have the listed checksum.
