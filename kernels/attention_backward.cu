@@ -20,6 +20,9 @@
 //            COMPUTE_DV alone, one without it);
 //            SHARES (0; 1: head_shares * query_shares blocks share a tile of keys (query_share.cuh), and
 //            attention_backward_convert and column_sums add up what they leave);
+//            TILE_LISTS (0; 1: each head and tile of queries sees the tiles of 64 or 128 keys that a mask names, up to
+//            the query's own, in one batch row without documents, window and bias; tile_lists i32 (tile_steps.cuh)
+//            take the place of doc_end);
 //            tiling NUM_WARPS (even), BLOCK_Q 32|64, MIN_BLOCKS
 // Tiling     BLOCK_KV = 16 * NUM_WARPS keys a block: grid (ceil(seq_len / BLOCK_KV),
 //            num_kv_heads * head_shares * query_shares, batch), early keys (most queries) first (block_order.cuh);
@@ -84,7 +87,12 @@ DEVICE void store_rows(u32 shared, const float (&sums)[2][2 * HALF_PAIRS][4], fl
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward(
-    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_end,
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats,
+#if TILE_LISTS
+    const i32* tile_lists,
+#else
+    const i32* doc_end,
+#endif
 #if HAS_BIAS
     const float* delta, const float* base,
 #endif
@@ -127,11 +135,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                                   v + params.v_offset + batch * params.v_batch_stride + (u64)kv_head * HEAD_DIM_V,
                                   (u32)params.v_token_stride, first_key, seq_len);
   int2* entries = (int2*)(shared_memory + ENTRIES_AT);
+#if !TILE_LISTS
   const int window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
+#endif
   for (int at = (int)threadIdx.x; at < BLOCK_KV; at += THREADS) {
     const int key = first_key + at;
     int2 entry = {key, 0};
+#if TILE_LISTS
+    if (key < seq_len) entry.y = seq_len;
+#else
     if (key < seq_len) entry.y = min(doc_end[(u64)batch * seq_len + key], key + window);
+#endif
     entries[at] = entry;
 #if HAS_BIAS
     ((float*)(shared_memory + BIAS_AT))[at] =
@@ -141,7 +155,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 #endif
   }
   __syncthreads();  // entries and bias are read by other threads
+#if !TILE_LISTS
   const int end_query = key_range(entries, BLOCK_KV).last_expire;
+#endif
 
   BackwardBlock block;
   block.q = q + params.q_offset + batch * params.q_batch_stride + (u64)head * HEAD_DIM;
@@ -152,13 +168,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.padded_len * HEAD_DIM;
 #endif
   block.num_heads = num_heads;
-  block.group_size = own_heads;
+  block.group_size = TILE_LISTS ? STEP_QUERIES / BLOCK_Q : own_heads;
   block.seq_len = seq_len;
   block.padded_len = (int)params.padded_len;
   block.dq_first = 0;
   block.dq_len = (int)params.padded_len;
+#if TILE_LISTS
+  const TileSteps list(tile_lists, num_kv_heads, seq_len, kv_head, first_key);
+  block.steps = list.steps;
+  block.first_tile = list.begin;
+  block.num_tiles = list.end - list.begin;
+#else
   block.first_tile = first_key / BLOCK_Q;
   block.num_tiles = ceil_div(end_query, BLOCK_Q) - block.first_tile;
+#endif
 #if SHARES
   share.take_part(block);
 #endif

@@ -5,8 +5,9 @@
 //            16 x 8 tile holds row g, columns 2t, 2t + 1, then row g + 8;
 //            it holds the queries first_query .. first_query + sum_len; dq bf16
 //            [batch, seq_len, num_heads, HEAD_DIM], any strides that are multiples of 8
-// Buffers    dq_sum, dq
-// Defines    HEAD_DIM; SUM_PARTS (0)
+// Buffers    dq_sum, (SEMAPHORES: dq_semaphores,) dq
+// Defines    HEAD_DIM; SUM_PARTS (0); SEMAPHORES (0; 1: dq is 0 where the semaphore of a tile of 64 queries is, i32
+//            [batch, num_heads, sum_len / 64]: nothing was added, and dq_sum holds anything)
 // Tiling     grid (ceil(batch * num_heads * sum_len / 16 * ceil(HEAD_DIM / 32) / 8)); 256 threads; a warp converts 16
 //            rows of 32 columns; no shared memory
 // Numerics   one rounding; memory-bound
@@ -16,6 +17,9 @@
 
 #ifndef SUM_PARTS
 #define SUM_PARTS 0
+#endif
+#ifndef SEMAPHORES
+#define SEMAPHORES 0
 #endif
 
 struct AttentionBackwardConvertParams {
@@ -28,7 +32,11 @@ struct AttentionBackwardConvertParams {
 };
 
 extern "C" __global__ void __launch_bounds__(256)
-    attention_backward_convert(const float* dq_sum, bf16* dq,
+    attention_backward_convert(const float* dq_sum,
+#if SEMAPHORES
+                               const i32* dq_semaphores,
+#endif
+                               bf16* dq,
                                const __grid_constant__ AttentionBackwardConvertParams params) {
   constexpr u32 COLUMN_TILES = HEAD_DIM / 8, PARTS = (COLUMN_TILES + 3) / 4;
   // 32-bit tile numbers: enough for any tensor that fits a GPU, and 64-bit divisions would cost more than the loads.
@@ -50,6 +58,11 @@ extern "C" __global__ void __launch_bounds__(256)
 #else
   const u64 first_tile = row_tile;
 #endif
+#if SEMAPHORES
+  const bool has_sums = dq_semaphores[row_tile / 4] != 0;
+#else
+  constexpr bool has_sums = true;
+#endif
   const float4* sums = (const float4*)(dq_sum + (first_tile * COLUMN_TILES + part * 4) * 128) + lane;
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
@@ -62,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(256)
       sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
     }
 #else
-    const float4 sum = sums[n * 32];
+    const float4 sum = has_sums ? sums[n * 32] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #endif
     low[n] = pack_bf16(sum.x * scale, sum.y * scale);
     high[n] = pack_bf16(sum.z * scale, sum.w * scale);

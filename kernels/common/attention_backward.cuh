@@ -4,7 +4,8 @@
 // the interface.
 // Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (even; a pair of warps owns 32 keys), BLOCK_Q queries a step (32 or 64);
 //            HAS_BIAS; CHOSEN_ROWS: the query rows come from a list (nsa_rows.cuh) instead of all queries of
-//            all heads, and each row has a partial dQ of its own; COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV: which gradients
+//            all heads, and each row has a partial dQ of its own; TILE_LISTS: steps come from a list (tile_steps.cuh),
+//            64 queries or the parts of 64; COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV: which gradients
 //            this launch computes (large heads need two launches to fit into registers)
 // Scores are kept transposed, S^T = K Q^T, so that P^T and dS^T in registers are A fragments of dV += P^T dO and dK +=
 // dS^T Q. Shared memory bandwidth limits this kernel, so a warp works on 32 keys: each fragment of Q or dO then serves
@@ -17,6 +18,7 @@
 #include "common/nsa_copy_rows.cuh"
 #include "common/quad.cuh"
 #include "common/reduce_add.cuh"
+#include "common/tile_steps.cuh"
 
 #ifndef HEAD_DIM_V
 #define HEAD_DIM_V HEAD_DIM
@@ -92,9 +94,13 @@ struct BackwardBlock {
   const float2* stats;   // as q: [heads, padded_len] {lse * log2(e), or +inf if it sees no key; rowsum(do * o)}
   const float* base;     // HAS_BIAS: [padded_len] of the KV head, the largest bias that each query sees
   float* dq_sum;         // as q: [heads, dq_len, HEAD_DIM], each 16 x 8 tile in the order of an accumulator fragment
-  int num_heads, group_size, seq_len, padded_len;
+  int num_heads, group_size, seq_len, padded_len;  // group_size: TILE_LISTS: steps of a place in `steps`
   int dq_first, dq_len;  // dq_sum holds the queries dq_first .. dq_first + dq_len
-  int first_tile, num_tiles;  // query tiles (of BLOCK_Q positions) that see a key of the block
+  // query tiles (of BLOCK_Q positions) that see a key of the block; TILE_LISTS: places of its steps in `steps`
+  int first_tile, num_tiles;
+#if TILE_LISTS
+  const int2* steps;
+#endif
   float scale_log2, bias_unit;  // bias_unit: 1 / softmax_scale
   int batch, kv_head, share, first_key;  // dense: for the stores at the end
 #if CHOSEN_ROWS
@@ -104,6 +110,25 @@ struct BackwardBlock {
 #endif
 };
 static_assert(sizeof(BackwardBlock) <= BLOCK_BYTES, "the description fits its place in shared memory");
+
+#if TILE_LISTS
+// A step of a block: the query tile (of BLOCK_Q positions) of a head, and which halves of the list's 128 keys it sees.
+struct ListedStep {
+  static constexpr int PARTS = STEP_QUERIES / BLOCK_Q;
+  int head, tile;
+  u32 halves;
+  DEVICE ListedStep(const BackwardBlock& block, int step) {
+    const TileStep listed(block.steps[block.first_tile + step / PARTS]);
+    head = listed.head;
+    tile = listed.tile * PARTS + step % PARTS;
+    halves = listed.halves;
+  }
+  // Whether the step sees the half in which the block's key number `at` lies.
+  DEVICE bool sees(const BackwardBlock& block, int at) const {
+    return halves >> ((block.first_key + at) % STEP_KEYS / (STEP_KEYS / 2)) & 1;
+  }
+};
+#endif
 
 // The entries {position, expire} of a block's keys in shared memory.
 struct BlockKeys {
@@ -159,7 +184,12 @@ DEVICE void load_queries(const BackwardBlock& block, unsigned char* memory, u32 
 #if COMPUTE_DQ
 // Computes dQ = dS K of one step from dS^T in shared memory. It is added to the f32 sums as 16 x 8 fragments of 512
 // contiguous bytes; with CHOSEN_ROWS it is rounded to bf16 and stored as the rows' partial dQ.
+#if TILE_LISTS
+DEVICE void add_dq(const BackwardBlock& block, unsigned char* memory, u32 shared, int slot, const ListedStep& of) {
+  const int head = of.head, query_tile = of.tile;
+#else
 DEVICE void add_dq(const BackwardBlock& block, unsigned char* memory, u32 shared, int slot, int head, int query_tile) {
+#endif
   const int thread = (int)opaque(threadIdx.x), lane = thread % 32, warp = thread / 32;
   if (warp >= DQ_COLUMN_WARPS * DQ_ROW_WARPS) return;
   // the warp's first row in units of 16, its first column in units of 8
@@ -174,6 +204,9 @@ DEVICE void add_dq(const BackwardBlock& block, unsigned char* memory, u32 shared
     k_at[n] = opaque(shared + KTile::offset(lane % 16, column + n * 2 + lane / 16));
 #pragma unroll
   for (int step = 0; step < BLOCK_KV / 16; ++step) {
+#if TILE_LISTS
+    if (!of.sees(block, step * 16)) continue;  // dS is 0 there, and the keys need not be finite
+#endif
     u32 a[DQ_ROW_TILES][4];
 #pragma unroll
     for (int m = 0; m < DQ_ROW_TILES; ++m) load_matrix_x4_transposed(a[m], DsTile::step(ds_at, step * 16, m * 2));
@@ -298,27 +331,48 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
 #endif
   }
 
-  // Steps go through the query tiles of one head after the other.
+  // Steps go through the query tiles of one head after the other, or through a list.
+#if TILE_LISTS
+  int step = 0;
+  auto load_step = [&](int step, int slot) {
+    const ListedStep of(block, step);
+    load_queries(block, memory, shared, slot, of.head, of.tile);
+  };
+  if (block.num_tiles > 0) load_step(0, 0);
+#else
   int step = 0, head = 0, tile = 0;
+#endif
 #if CHOSEN_ROWS
   describe_rows(block, memory, 0);
   describe_rows(block, memory, 1);
   __syncthreads();  // every thread copies rows that others described
 #endif
+#if !TILE_LISTS
   if (block.num_tiles > 0) load_queries(block, memory, shared, 0, 0, block.first_tile);
+#endif
   copy_async_commit();
 
   for (; step < block.num_tiles * (CHOSEN_ROWS ? 1 : block.group_size); ++step) {
     const int slot = step & 1;
+#if TILE_LISTS
+    const ListedStep now(block, step);
+    const int first_query = now.tile * BLOCK_Q;
+#if COMPUTE_DQ
+    const ListedStep last(block, max(step - 1, 0));
+#define LAST_STEP last
+#endif
+#else
 #if COMPUTE_DQ
     // head and query tile of the last step
     const int dq_head = tile == 0 ? head - 1 : head,
               dq_tile = block.first_tile + (tile == 0 ? block.num_tiles : tile) - 1;
+#define LAST_STEP dq_head, dq_tile
 #endif
 #if !CHOSEN_ROWS
     const int first_query = (block.first_tile + tile) * BLOCK_Q;
 #endif
     if (++tile == block.num_tiles) tile = 0, ++head;
+#endif
 
     copy_async_wait<0>();
     // after it every thread may read this step's rows and the last step's dS^T, and no thread reads the other slot
@@ -332,14 +386,18 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
 #else
     const int end_query = first_query + BLOCK_Q;
 #endif
+#if TILE_LISTS
+    if (step + 1 < block.num_tiles * block.group_size) load_step(step + 1, slot ^ 1);
+#else
     if (head < (CHOSEN_ROWS ? 1 : block.group_size))
       load_queries(block, memory, shared, slot ^ 1, head, block.first_tile + tile);
+#endif
     copy_async_commit();
 #if COMPUTE_DQ
     // Of two warps on one scheduler, one computes dQ at the beginning of a step and the other at its end, so that MMAs
     // of one overlap exponentials of the other: 11 % of the kernel's time at head_dim 128 on an H200.
     const bool early = threadIdx.x < THREADS / 2;
-    if (step > 0 && early) add_dq(block, memory, shared, slot ^ 1, dq_head, dq_tile);
+    if (step > 0 && early) add_dq(block, memory, shared, slot ^ 1, LAST_STEP);
 #endif
 
     // Values derived from the thread index are recomputed each step: held in registers they would spill.
@@ -363,13 +421,19 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     const u32 ds_word = opaque(ds_tile + own_word);
 #endif
     const AlignedRange keys = pair_keys[pair];
-    if (end_query <= keys.lowest || first_query >= keys.last_expire) {  // no query of the step sees a key of the pair
+#if TILE_LISTS
+    const bool is_listed = now.sees(block, pair * 32);
+#else
+    constexpr bool is_listed = true;
+#endif
+    // no query of the step sees a key of the pair
+    if (end_query <= keys.lowest || first_query >= keys.last_expire || !is_listed) {
 #if COMPUTE_DQ
 #pragma unroll
       for (int n = 0; n < HALF_QUERY_TILES; ++n)
 #pragma unroll
         for (int r = 0; r < 4; ++r) store_shared_32(DsTile::step(ds_word, r * 8, n), 0);
-      if (step > 0 && !early) add_dq(block, memory, shared, slot ^ 1, dq_head, dq_tile);
+      if (step > 0 && !early) add_dq(block, memory, shared, slot ^ 1, LAST_STEP);
 #endif
       // Nothing is swapped, but race checkers expect every pair to pass its barrier once a step.
       barrier_sync(1 + pair, 64);
@@ -513,13 +577,17 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
 #endif
     }
 #if COMPUTE_DQ
-    if (step > 0 && !early) add_dq(block, memory, shared, slot ^ 1, dq_head, dq_tile);
+    if (step > 0 && !early) add_dq(block, memory, shared, slot ^ 1, LAST_STEP);
 #endif
   }
   copy_async_wait<0>();
   __syncthreads();  // the last dS^T is complete
 #if COMPUTE_DQ
+#if TILE_LISTS
+  if (step > 0) add_dq(block, memory, shared, (step - 1) & 1, ListedStep(block, step - 1));
+#else
   if (step > 0) add_dq(block, memory, shared, (step - 1) & 1, head - 1, block.first_tile + block.num_tiles - 1);
+#endif
 #endif
 #if HAS_BIAS
 #pragma unroll

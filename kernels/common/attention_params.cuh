@@ -90,6 +90,11 @@ struct SparseAttentionForwardParams : AttentionParams {
   u64 num_blocks, num_probes, gamma;              // BLOCK_LSE (block_lse.cuh)
 };
 
+struct SparseAttentionBackwardQueryParams : SparseAttentionForwardParams {
+  u64 padded_len;  // rows of row_stats a head
+  u64 dq_offset, dq_token_stride, dq_batch_stride;
+};
+
 struct NsaSelectedAttentionForwardParams {
   u64 seq_len, num_heads, num_kv_heads;
   u64 q_offset, k_offset, v_offset;  // offsets and strides in elements

@@ -5,7 +5,7 @@
 //            the consumer); HAS_BIAS; DQ_BULK 0|1: dq leaves through shared memory by bulk adds, or
 //            from registers; ORDERED 0|1: dq is summed in the order of the tiles of keys (DQ_BULK), with DQ_STAGES (1)
 //            buffers and SENDERS (1) threads that send them; HEAD_BY_HEAD 0|1; Q_STAGES, DO_STAGES;
-//            CONSUMER_REGISTERS, PRODUCER_REGISTERS
+//            CONSUMER_REGISTERS, PRODUCER_REGISTERS; TILE_LISTS 0|1: a block's steps come from a list (tile_steps.cuh)
 // A producer warpgroup streams tiles of 64 queries and output gradients; two consumer warpgroups own 64 keys each.
 // Scores are kept transposed, S^T = K Q^T, so that P^T and dS^T in registers are the A operands of dV += P^T dO and dK
 // += dS^T Q, whose sums stay in registers. dS^T also goes through shared memory, for dQ = dS K, of which each warpgroup
@@ -17,7 +17,7 @@
 // follows the block of the preceding key tile by a step and a half and never waits for its turn. Head by head it would
 // wait at each head's end, since later keys are seen by fewer queries. In a window all keys are seen by equally many
 // queries: there HEAD_BY_HEAD is faster, since the L2 cache then holds the queries of the head that all blocks work
-// on.
+// on. TILE_LISTS: steps are a list's, in its order, and ORDERED takes the turns that it names.
 #pragma once
 #include "common/hopper_copy.cuh"
 #include "common/key_range.cuh"
@@ -25,6 +25,7 @@
 #include "common/quad.cuh"
 #include "common/reduce_add.cuh"
 #include "common/split_step.cuh"
+#include "common/tile_steps.cuh"
 #include "common/tma.cuh"
 #include "common/semaphores.cuh"
 #include "common/wgmma.cuh"
@@ -101,6 +102,7 @@ constexpr int SHARED_BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
 static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with room to align it");
 static_assert(!ORDERED || DQ_BULK, "adds in order leave through shared memory");
 static_assert(ORDERED || HEAD_BY_HEAD, "all heads at each tile is the order of ordered adds");
+static_assert(!TILE_LISTS || !(IS_WIDE || HAS_BIAS), "lists of steps come in one form");
 static_assert(Q_STAGES >= 2 && DO_STAGES >= 2, "the next step's scores are made before this step's sums");
 
 // The tensors that a block of keys streams. Pointers are to the batch row and the KV head's first query head.
@@ -113,15 +115,21 @@ struct BackwardBlock {
   float* dq_sum;         // [heads, dq_len] x HEAD_DIM, in fragment order
   int group_size, padded_len;
   int dq_first, dq_len;  // the queries dq_sum holds
-  int first_tile, num_tiles;  // query tiles (of BLOCK_Q positions) seen by a key of the block
+  // query tiles (of BLOCK_Q positions) seen by a key of the block; TILE_LISTS: places of its steps in `steps`
+  int first_tile, num_tiles;
+#if TILE_LISTS
+  const int2* steps;
+#endif
   float scale_log2, bias_unit;  // bias_unit: 1 / softmax_scale
   const TensorMap* q_map;     // of bf16 [batch, seq_len, num_heads * HEAD_DIM]
   const TensorMap* do_map;    // of bf16 [batch, seq_len, num_heads * HEAD_DIM_V]
   int batch, head;            // head: the KV head's first query head
 #if ORDERED
   i32* semaphores;  // as dq_sum: [heads, dq_len / BLOCK_Q], the tile of keys that adds next
+#if !TILE_LISTS
   int own_turn;   // number of the block's tile of keys in the order of sums
   int other_end;  // query tiles before this one are seen by a key of the tile before it, too
+#endif
 #endif
 };
 
@@ -150,6 +158,18 @@ DEVICE u32 start_block(void* memory) {
 // ---------------------------------------------------------------------------------------------------------------------
 
 // The head and the query tile of a block's step.
+#if TILE_LISTS
+struct StepPlace : TileStep {
+  int at, last;  // places in the list
+  DEVICE explicit StepPlace(const BackwardBlock& block)
+      : TileStep(block.steps[block.first_tile]), at(block.first_tile), last(at + block.num_tiles - 1) {}
+  DEVICE void advance(const BackwardBlock& block) {
+    at = min(at + 1, last);
+    *(TileStep*)this = TileStep(block.steps[at]);
+  }
+  DEVICE bool is_first(const BackwardBlock&) const { return own_turn == 0; }
+};
+#else
 struct StepPlace {
   int head, tile;
   DEVICE explicit StepPlace(const BackwardBlock& block)
@@ -163,7 +183,11 @@ struct StepPlace {
     if (++tile == block.first_tile + block.num_tiles) tile = block.first_tile, ++head;
 #endif
   }
+#if ORDERED
+  DEVICE bool is_first(const BackwardBlock& block) const { return tile >= block.other_end; }
+#endif
 };
+#endif
 
 // Queries and output gradients by the copy engine: thread 0's part.
 DEVICE void produce_tiles(const BackwardBlock& block, u32 shared) {
@@ -220,7 +244,13 @@ DEVICE void send_tiles(const BackwardBlock& block, int sender, u32 shared) {
   for (int tile = sender; tile < num_tiles; tile += SENDERS) {
     float* to = block.dq_sum + (i64)row_of(place) * HEAD_DIM;
     const u32 staging = shared + DQ_AT + tile % DQ_STAGES * DQ_BYTES;
-    const bool is_first = place.tile >= block.other_end;  // no block has written there yet
+    const bool is_first = place.is_first(block);  // no block has written there yet
+#if TILE_LISTS
+    const int own_turn = place.own_turn;
+#define OWN_TURN own_turn
+#else
+#define OWN_TURN block.own_turn  // kept in a variable it moves other code
+#endif
     auto add = [is_first](float* sums, u32 from, u32 bytes) {
       if (is_first) bulk_store(sums, from, bytes);
       else bulk_add_f32(sums, from, bytes);
@@ -235,7 +265,7 @@ DEVICE void send_tiles(const BackwardBlock& block, int sender, u32 shared) {
       barrier_arrive(barrier_at(shared, EMPTY_DQ + DqPlace(tile * DQ_PARTS).barrier));
     };
     staged(0);
-    while (!is_first && seen != block.own_turn) seen = read_semaphore(semaphore);
+    while (!is_first && seen != OWN_TURN) seen = read_semaphore(semaphore);
 #if IS_WIDE
     // Of 16 rows each: columns 0 to 63 and 128 to 191, then those between.
     constexpr int ROWS = 16 * HEAD_DIM, PART = 16 * 64;
@@ -255,7 +285,7 @@ DEVICE void send_tiles(const BackwardBlock& block, int sender, u32 shared) {
     seen = read_semaphore(semaphore);  // on its way while the adds and the fence are waited for
     bulk_wait();
     fence_sums();
-    write_semaphore(done, block.own_turn + 1);
+    write_semaphore(done, OWN_TURN + 1);
   }
 }
 #endif
@@ -395,6 +425,21 @@ DEVICE void multiply_keys(float (&dq)[N], u32 ds, u32 keys) {
   wgmma_commit();
 }
 
+// As multiply_keys. Where the step sees one half of the keys alone, these are multiplied with the other half's dS too,
+// which is 0: what lies there need not be finite.
+template <int N>
+DEVICE void multiply_seen_keys(float (&dq)[N], u32 ds, u32 keys, u32 halves) {
+  constexpr u32 HALF = BLOCK_KV / 2 * 128;
+  const u64 a = wgmma_across(ds, 0), first = wgmma_across(keys + (halves & 1 ? 0 : HALF), 0),
+            second = wgmma_across(keys + (halves & 2 ? HALF : 0), 0);
+#pragma unroll
+  for (int step = 0; step < BLOCK_KV / 16; ++step) {
+    const u64 b = step < BLOCK_KV / 32 ? wgmma_step(first, step * 2048) : wgmma_step(second, step * 2048 - HALF);
+    wgmma<1, 1>(dq, wgmma_step(a, step * 2048), b, step > 0);
+  }
+  wgmma_commit();
+}
+
 DEVICE void store_shared_float4(u32 shared, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
@@ -510,7 +555,14 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   RingPlace<Q_STAGES> q_place;
   RingPlace<DO_STAGES> do_place;
   StepPlace place(block);
-#if !ORDERED
+#if !ORDERED && TILE_LISTS
+  float* dq_to;
+  auto next_tile = [&] {
+    const u64 row = place.head * block.dq_len + place.tile * BLOCK_Q + warp * 16;
+    dq_to = block.dq_sum + (row * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8) * 16) * 8;
+  };
+  next_tile();
+#elif !ORDERED
   const u64 first_row = place.tile * BLOCK_Q - block.dq_first + warp * 16;
   float* dq_to = block.dq_sum + (first_row * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8) * 16) * 8;
   // Moves `dq_to` from the last step's tile to the same rows of this step's tile, which may be the next head's first.
@@ -556,6 +608,13 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
           if (!(key[x / 2] <= i && i < expire[x / 2])) scores[4 * n + x] = 0.0f;
         }
     }
+#if TILE_LISTS
+    const bool is_seen = place.halves >> warpgroup & 1;
+    if (!is_seen) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) scores[i] = 0.0f;
+    }
+#endif
     pack_operand(weights, scores);
     wgmma_fence();
     accumulate_queries(sums.dv, weights, d_out);  // dV += P^T dO
@@ -582,6 +641,12 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
         if (HAS_BIAS) sums.ddelta[x / 2] += dp[4 * n + x];
       }
     }
+#if TILE_LISTS
+    if (!is_seen) {  // 0 times a value that is no number is none
+#pragma unroll
+      for (int i = 0; i < 32; ++i) dp[i] = 0.0f;
+    }
+#endif
     u32 ds[4][4];
     pack_operand(ds, dp);
 #pragma unroll
@@ -606,7 +671,11 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     barrier_sync(1, NUM_CONSUMERS * 128);  // all of dS^T is there; and the other half of the memory is free again
     wgmma_wait<1>();  // dK
     wgmma_fence();
+#if TILE_LISTS
+    multiply_seen_keys(dq, shared + DS_AT + step % 2 * DS_BYTES, k_columns, place.halves);
+#else
     multiply_keys(dq, shared + DS_AT + step % 2 * DS_BYTES, k_columns);
+#endif
     release(barrier_at(shared, EMPTY_Q + q_place.slot));
     wgmma_wait<0>();
 #else

@@ -10,6 +10,7 @@ Every function raises SieveError for what no kernel does (another dtype, a CPU, 
 returns the same sentence instead. There is no fallback; `on_cpu()` computes CPU tensors by the definitions.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from . import _dma, ops
 from ._arguments import MOST_HEADS, checked
 from ._library import SieveError
+from ._tiles import BlockMask
 
 # The exponential of a larger rank counts as this one's (ARCHITECTURE.md: it would own the softmax).
 MOST_RANK = 60.0
@@ -48,6 +50,17 @@ def documents(cu_seqlens, tokens):
     return cu_seqlens[document][None], cu_seqlens[document + 1][None]
 
 
+def _once(backward):
+    """`once_differentiable` where gradients are differentiated. Elsewhere its guard is 4 us for nothing."""
+    guarded = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx, *gradients):
+        return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return run
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, start, end, scale, window, deterministic):
@@ -59,7 +72,7 @@ class _Attention(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx, d_o):
         gradients = ops.attention_backward(*ctx.saved_tensors, d_o, *ctx.settings)
         return (*gradients, *[None] * (9 - len(gradients)))
@@ -75,7 +88,7 @@ class _DmaAttention(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx, d_o):
         return (*ops.dma_attention_backward(*ctx.saved_tensors, d_o, *ctx.settings), *[None] * 3)
 
@@ -95,7 +108,7 @@ class _Dma(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx, d_o):
         q, k, v, bias, o, lse, o_low, base, start, end, w_dt, a, x, z, *lists = ctx.saved_tensors
         linear, *settings = ctx.settings
@@ -119,7 +132,7 @@ class _DmaScores(torch.autograd.Function):
         return z
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx, dz):
         return (*ops.dma_scores_backward(*ctx.saved_tensors, dz), None, None)
 
@@ -132,7 +145,7 @@ class _NsaMeanPool(torch.autograd.Function):
         return ops.nsa_mean_pool(k, v, start, end, blocks)[0]
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx, d_compressed):
         k, start, end = ctx.saved_tensors
         (dqkv,) = ops.nsa_mean_pool_backward(k, start, end, d_compressed, ctx.blocks)
@@ -150,7 +163,7 @@ class _NsaCompressed(torch.autograd.Function):
         return o, indices
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx, d_o, _):
         dqkv, d_compressed = ops.nsa_compressed_backward(*ctx.saved_tensors, d_o, *ctx.settings)
         heads = ctx.saved_tensors[0].shape[2]
@@ -166,7 +179,7 @@ class _NsaSelected(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx, d_o):
         return (*ops.nsa_selected_backward(*ctx.saved_tensors, d_o, *ctx.settings), *[None] * 6)
 
@@ -182,7 +195,7 @@ class _Nsa(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx, d_o):
         q, k, v, compressed, gates, bias, start, end, *kept = ctx.saved_tensors
         coarse, coarse_lse, indices, chosen, chosen_lse, near, near_lse = kept
@@ -206,6 +219,8 @@ class _Nsa(torch.autograd.Function):
 def _chosen_gradients(ctx, d_o):
     """dq, dk, dv over chosen blocks. A function, as torch.compile of 2.11 follows no call of another class's backward."""
     q, k, v, indices, *rest = ctx.saved_tensors
+    if indices.shape[2] == k.shape[2]:
+        return ops.nsa_selected_backward(q, k, v, indices, *rest, d_o, *ctx.settings)
     dq, *d_kv = ops.nsa_selected_backward(q, *_by_chooser(k, v, indices), indices, *rest, d_o, *ctx.settings)
     return (dq, *_by_kv_head(d_kv, k))
 
@@ -219,7 +234,7 @@ class _Chosen(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx, d_o):
         return (*_chosen_gradients(ctx, d_o), *[None] * 7)
 
@@ -240,29 +255,23 @@ class _Selected(torch.autograd.Function):
         return o, *sums
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx, d_o, *_):
         return (*_chosen_gradients(ctx, d_o), *[None] * 8)
 
 
 class _BlockSparse(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, words, kept, block, most, scale, deterministic):
+    def forward(ctx, q, k, v, words, tile_lists, block, scale, deterministic):
         o, lse = ops.block_sparse(q, k, v, words, scale, (block, block))
-        ctx.save_for_backward(q, k, v, kept, o, lse)
-        ctx.settings = block, most, scale, deterministic
+        ctx.save_for_backward(q, k, v, words, tile_lists, o, lse)
+        ctx.settings = scale, (block, block), deterministic
         return o
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx, d_o):
-        q, k, v, kept, o, lse = ctx.saved_tensors
-        block, most, scale, deterministic = ctx.settings
-        indices = _lists_of_queries(kept, block, max(most, 1), q.shape[1])
-        settings = scale, (64, 64, 64, indices.shape[3]), deterministic
-        of_heads = q, *_by_chooser(k, v, indices), indices, None, None, o, lse, d_o
-        dq, *d_kv = ops.nsa_selected_backward(*of_heads, *settings)
-        return (dq, *_by_kv_head(d_kv, k), *[None] * 6)
+        return (*ops.block_sparse_backward(*ctx.saved_tensors, d_o, *ctx.settings), *[None] * 5)
 
 
 def _tracks(*tensors):
@@ -646,19 +655,6 @@ def _refuse_first(name, values, wrong, why):
         raise SieveError(f"selected_attention: {name}{at} is {int(values[tuple(at)])}: {why}")
 
 
-@dataclass(frozen=True)
-class BlockMask:
-    """What `block_mask` returns: lists of key blocks for every head and query block, and the mask's sizes; the mask
-    without blocks after a query's own, and the most blocks of a query block.
-    """
-
-    words: torch.Tensor
-    block: int
-    shape: tuple
-    kept: torch.Tensor
-    most: int
-
-
 @checked
 def block_mask(mask, block=128):
     """Lists of key blocks from a mask `[heads, query blocks, key blocks]`, for `block_sparse`. Waits for the GPU.
@@ -672,19 +668,18 @@ def block_mask(mask, block=128):
     starts = kept.sum(-1).flatten().cumsum(0)
     tiles = kept.nonzero()[:, 2]
     words = torch.cat([starts.new_zeros(2), starts, tiles, tiles.new_zeros(1)]).to(torch.int32)
-    return BlockMask(words, block, tuple(mask.shape), kept, int(kept.sum(-1).max()) if kept.numel() else 0)
+    return BlockMask(words, block, tuple(mask.shape))
 
 
 @checked
 def block_sparse(q, k, v, mask, *, scale=None, deterministic=False):
     """Causal attention over chosen blocks of keys: `mask` is `block_mask(bools, 64 or 128)`.
 
-    As in arXiv:2205.14135, section 3.3, with a mask for each query head, and gradients to q, k and v at widths 64 and
-    128. One row: q `[1, tokens, heads, width]`; a query that sees no key gets 0 and no gradient. The backward pass has
-    a list of blocks for each query and head: int32 `[tokens, heads, the most blocks of 64 keys of a query]`.
+    As in arXiv:2205.14135, section 3.3, with a mask for each query head, and gradients to q, k and v. One row: q
+    `[1, tokens, heads, width]`; a query that sees no key gets 0 and no gradient, and so does a key that no query sees.
+    The backward pass goes over tiles of 128 keys and 64 queries: blocks of 64 keys that lie in one tile cost it as much
+    together as one alone.
     """
-    if _tracks(q, k, v) and q.shape[-1] not in (64, 128):
-        raise SieveError(f"block_sparse: heads of {q.shape[-1]} have no gradient; heads of 64 and 128 have one")
     if len(q) != 1:
         raise SieveError(f"block_sparse: q has {len(q)} rows, and must have one\n  hint: call it for each row")
     blocks = -(-q.shape[1] // mask.block)
@@ -692,18 +687,12 @@ def block_sparse(q, k, v, mask, *, scale=None, deterministic=False):
         wanted = f"{q.shape[2]} query heads, {blocks} x {blocks} blocks of {mask.block}"
         raise SieveError(f"block_sparse: the mask is {list(mask.shape)}; these tensors need {wanted}")
     scale = _scale(scale, q)
-    if _tracks(q, k, v):
-        return _BlockSparse.apply(q, k, v, mask.words, mask.kept, mask.block, mask.most, scale, deterministic)
-    return ops.block_sparse(q, k, v, mask.words, scale, (mask.block, mask.block))[0]
-
-
-def _lists_of_queries(kept, block, most, tokens):
-    """The blocks of 64 keys that each query keeps, int32 `[1, tokens, heads, blocks]`: ascending, then -1."""
-    # Whether a block is kept sorts before its number.
-    blocks = (~kept).byte().sort(dim=-1, stable=True).indices[..., :most]
-    lists = torch.where(kept.gather(-1, blocks), blocks, -1).to(torch.int32)
-    lists = lists.repeat_interleave(block, 1)[:, :tokens].permute(1, 0, 2)[None]
-    return _in_pieces(lists, block)[0].contiguous()
+    if not _tracks(q, k, v):
+        return ops.block_sparse(q, k, v, mask.words, scale, (mask.block, mask.block))[0]
+    kv_heads = k.shape[2]
+    # The plan refuses numbers of heads that do not divide.
+    lists = mask.by_keys(kv_heads) if kv_heads and q.shape[2] % kv_heads == 0 else mask.words
+    return _BlockSparse.apply(q, k, v, mask.words, lists, mask.block, scale, deterministic)
 
 
 @checked

@@ -55,6 +55,10 @@ TABLE = {
         ("float scale", "int block", "bool only_o=False", "bool block_sums=False"),
     ),
     "block_sparse": ((*QKV, "words"), ("float scale", "int[] block")),
+    "block_sparse_backward": (
+        (*QKV, "words", "tile_lists", "o", "lse", "d_o"),
+        ("float scale", "int[] block", "bool fixed_order"),
+    ),
     "attention_decode": ((*QKV, "k_cache!", "v_cache!", "length"), ("float scale", "int? window")),
     "cached_decode": (("q", "k_cache", "v_cache", "length", "chosen?"), ("float scale", "int? window", "int? block")),
     "dma_decode": (

@@ -403,6 +403,8 @@ def opcheck():
     caches = [torch.zeros(1, 2, 32, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
     length = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     slots = [y[..., :32].contiguous() for y in (rank, expire)]
+    tiles = sieve.block_mask(torch.ones(4, 5, 5, device=DEVICE), 64)
+    sparse = ops.block_sparse(q, k, v, tiles.words, scale, (64, 64))
     arguments = {
         "attention_forward": (q, k, v, None, None, scale, 50),
         "attention_backward": (q, k, v, None, None, None, o, lse, None, None, o, scale, None, True),
@@ -423,7 +425,8 @@ def opcheck():
         "chosen_forward": (q, k, v, *[None] * 4, scale, blocks, "largest_probability", True, 1),
         "nsa_selected_backward": (q, k, v, c[2], None, None, s[0], s[1], s[0], scale, blocks, True),
         "selected_forward": (q, k, v, indices_of(300, 2), None, None, None, scale, 64),
-        "block_sparse": (q, k, v, sieve.block_mask(torch.ones(4, 5, 5, device=DEVICE), 64).words, scale, [64, 64]),
+        "block_sparse": (q, k, v, tiles.words, scale, [64, 64]),
+        "block_sparse_backward": (q, k, v, tiles.words, tiles.by_keys(2), *sparse, sparse[0], scale, [64, 64], True),
         "attention_decode": (*one, *caches, length, scale, None),
         "dma_decode": (*one, rank[:, :, 0].contiguous(), *caches, *slots, length, scale, 2, False),
         "cached_decode": (one[0], *caches, length + 1, None, scale, None, None),
@@ -544,6 +547,57 @@ def speed_of_block_sparse(tokens):
         mask = sieve.block_mask((place < wanted[:, None]) | (row == row[:, None]), block)
         name = f"block_sparse, blocks of {block}, density {density}"
         found[name] = milliseconds(lambda: sieve.block_sparse(q, k, v, mask))
+        mine = [x.detach().requires_grad_() for x in (q, k, v)]
+        for order in (False, True):
+            both = lambda: torch.autograd.grad(  # noqa: E731
+                sieve.block_sparse(*mine, mask, deterministic=order), mine, q
+            )
+            found[f"{name}, both{', fixed order' if order else ''}"] = milliseconds(both, 7)
+    return found
+
+
+def tiles():
+    """us of the host for a forward and a backward pass at 256 tokens, the GPU far behind, and ms of masks at 32,768 tokens
+    in either order of sums, beside FlashAttention-4 where it is there. Without a GPU the host's part without launches.
+    """
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu:
+        without_a_gpu()
+    q, k, v = qkv(256, grad=True)
+    d_o, given = torch.randn_like(q), indices_of(256)
+    mask = sieve.block_mask(torch.ones(16, 2, 2, device=DEVICE), 128)
+    made = {
+        "selected_attention": lambda: sieve.selected_attention(q, k, v, given),
+        "block_sparse": lambda: sieve.block_sparse(q, k, v, mask, deterministic=True),
+        "attention": lambda: sieve.attention(q, k, v, deterministic=True),
+    }
+    try:
+        from flash_attn.cute import flash_attn_func
+
+        made["FlashAttention-4, dense"] = lambda: flash_attn_func(q, k, v, causal=True)[0]
+    except ImportError:
+        pass
+
+    def micros(call):
+        times = []
+        for _ in range(30):
+            if has_gpu:
+                torch.cuda.synchronize()
+                torch.cuda._sleep(20_000_000)
+            start = time.perf_counter()
+            for _ in range(20):
+                call()
+            times.append((time.perf_counter() - start) / 20 * 1e6)
+        return sorted(times)[15]
+
+    found = {}
+    for name, call in made.items():
+        pair = lambda call=call: torch.autograd.grad(call(), (q, k, v), d_o)  # noqa: E731
+        for _ in range(20):
+            pair()
+        found[f"host us, {name}: forward"], found[f"host us, {name}: a pair"] = micros(call), micros(pair)
+    if has_gpu:
+        found |= speed_of_block_sparse(32768)
     return found
 
 
@@ -744,7 +798,7 @@ def host():
 
 CHECKS = (
     side_stream, second_gpu, cuda_graph, capture_of_new_shapes, unaligned, deterministic, long_odd, opcheck, speed,
-    host, no_growth, compiled, generate, graphs_of_plans, memory_of_graphs,
+    host, tiles, no_growth, compiled, generate, graphs_of_plans, memory_of_graphs,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -130,9 +130,6 @@ WRONG = {
         *tensors(), torch.zeros(1, 2, 32, device=DEVICE), torch.zeros(9, dtype=torch.int32, device=DEVICE), 0.1
     ),
     "number of q/k/v heads 0/0/0": lambda: sieve.moba(*tensors(kv_heads=0), block=32),
-    "block_sparse: heads of 80 have no gradient; heads of 64 and 128 have one": lambda: sieve.block_sparse(
-        *[x.requires_grad_() for x in tensors(width=80)], mask(4, 1, 1)
-    ),
     "block_sparse: mask is a tensor [4, 1, 1]; it must be what block_mask(": lambda: sieve.block_sparse(
         *tensors(), torch.ones(4, 1, 1, dtype=torch.bool)
     ),
@@ -323,6 +320,8 @@ def test_opcheck():
     _, *lists = ops.dma_select(rank, None, None, 16, 2)
     (pooled,) = ops.nsa_mean_pool(k, v, None, None, BLOCKS.sizes())
     gates, w_dt = random(1, 70, 12, device=DEVICE, seed=3), torch.ones(2, 128, device=DEVICE)
+    tiles = mask(4, 2, 2)
+    masked = ops.block_sparse(q, k, v, tiles.words, 0.1, (64, 64))
     length = torch.full((1,), 70, dtype=torch.int32, device=DEVICE)
     for name, arguments in {
         "attention_forward": (q, k, v, None, None, 0.1, 20),
@@ -333,6 +332,8 @@ def test_opcheck():
         "dma_forward": (q, k, v, w_dt, rank[0, :, 0].contiguous(), None, None, 0.1, 16, 2, [0.1, 0.2], False),
         "nsa_forward": (q, k, v, pooled, gates, None, None, None, 0.1, BLOCKS.sizes(), 20),
         "chosen_forward": (q, k, v, *[None] * 4, 0.1, BLOCKS.sizes(), "largest_probability", True, 1),
+        "block_sparse": (q, k, v, tiles.words, 0.1, (64, 64)),
+        "block_sparse_backward": (q, k, v, tiles.words, tiles.by_keys(2), *masked, o, 0.1, (64, 64), True),
         "cached_decode": (q[:, :1], *(x.transpose(1, 2).contiguous() for x in (k, v)), length, None, 0.1, None, None),
     }.items():
         # Entries of a list behind its last one are never written: two runs on a GPU differ there.
@@ -412,8 +413,8 @@ def tensors_of(name, n, b=2):
 
 # Operators whose inputs are outputs of those in `tensors_of`, or whose queries are one token a row: `test_opcheck` and
 # `test_lengths_share_two_graphs` have them.
-NOT_BY_LENGTH = {"dma_attention_forward", "dma_attention_backward", "block_sparse", "attention_decode", "cached_decode",
-                 "dma_decode", "mla_decode"}  # fmt: skip
+NOT_BY_LENGTH = {"dma_attention_forward", "dma_attention_backward", "block_sparse", "block_sparse_backward",
+                 "attention_decode", "cached_decode", "dma_decode", "mla_decode"}  # fmt: skip
 
 
 @pytest.mark.parametrize("gpu", [None, _library.EMULATED], ids=["Hopper", "emulated"])

@@ -38,6 +38,7 @@ mod select;
 mod selection;
 mod sparse;
 mod step;
+mod tiles;
 
 mod bench;
 mod build;

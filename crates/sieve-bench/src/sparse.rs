@@ -7,6 +7,7 @@ use crate::extent::Extent;
 use crate::report::{Outcome, Report, wrong};
 use crate::select::{listed_keys, with_context};
 use crate::shape::shape_of_call;
+use crate::tiles;
 use crate::tolerance::Tolerance;
 use rayon::prelude::*;
 use sieve_cpu::reference::Rounding;
@@ -83,7 +84,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         let path = family_name(case.family(device));
         report.add_wrapper(&row, path, &case.label, case.run(device));
     }
-    Ok(())
+    tiles::check_wrappers(report, device, extent)
 }
 
 /// Every specialisation that checks and benchmarks of attention under selectors' masks launch.
@@ -92,7 +93,9 @@ pub(crate) fn sparse_kernels(gpu: &DeviceReport) -> NeededKernels {
     let is_hopper = (gpu.major, gpu.minor) == (9, 0);
     // MOMO's blocks among the checked selectors, beside the shipped size.
     let probed_blocks = [2, 8, 16];
-    NeededKernels::sparse(&WIDTHS, &probed_blocks, shared_bytes, is_hopper)
+    let mut list = NeededKernels::sparse(&WIDTHS, &probed_blocks, shared_bytes, is_hopper);
+    list.extend(NeededKernels::sparse_gradients(&tiles::WIDTHS, shared_bytes, is_hopper));
+    list
 }
 
 impl Case {

@@ -63,6 +63,7 @@ ops! {
         AttentionBackward = "attention_backward",
         SelectedForward = "selected_forward",
         BlockSparse = "block_sparse",
+        BlockSparseBackward = "block_sparse_backward",
     }
     dma {
         DmaScores = "dma_scores",

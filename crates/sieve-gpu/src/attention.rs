@@ -3,6 +3,7 @@
 pub(crate) mod backward;
 mod backward_tiling;
 mod bias_base;
+mod by_key;
 pub(crate) mod decode;
 pub(crate) mod decode_scratch;
 pub(crate) mod forward;
@@ -10,16 +11,18 @@ pub(crate) mod heads;
 pub(crate) mod hopper_tiling;
 mod launch;
 mod query_shares;
+mod sparse_backward;
 pub(crate) mod sparse_forward;
 pub(crate) mod tiling;
 
 pub(crate) use backward::{
-    AttentionGradients, attention_backward_convert_kernel, attention_backward_join_kernel,
-    attention_backward_prepare_kernel, convert_dq, dq_sum_shape, head_by_head, padded_len, require_gradients,
-    row_stats,
+    AttentionGradients, ROW_ALIGNMENT, attention_backward_convert_added_kernel, attention_backward_convert_kernel,
+    attention_backward_join_kernel, attention_backward_prepare_kernel, convert_added_dq, convert_dq, convert_sums,
+    dq_sum_shape, head_by_head, padded_len, require_gradients, row_stats,
 };
 pub(crate) use backward_tiling::{BackwardTiling, GradientSet};
 pub(crate) use bias_base::{Bias, SeenKeys, bias_base_kernel};
+pub(crate) use by_key::{DqSums, KeyPass, KeySteps, by_tile_lists};
 pub(crate) use decode::{DecodeForm, DecodeStep, KvCache, attention_decode_kernel, one_token};
 pub(crate) use decode_scratch::{DecodeScratch, DecodeTiling, WARP_KEYS};
 pub(crate) use forward::{AttentionResult, launch_forward, require_scale};
@@ -30,9 +33,10 @@ pub(crate) use hopper_tiling::{
 };
 pub(crate) use launch::PassInputs;
 pub(crate) use query_shares::{KeyTiles, QueryShares, sharing};
+pub(crate) use sparse_backward::{sparse_attention_backward_query_kernel, sparse_backward_query_tiling};
 pub(crate) use sparse_forward::{
-    BlockLse, SparseKeyReads, hopper_sparse_attention_forward_kernel, sparse_attention_forward_kernel,
-    sparse_attention_tiling,
+    BlockLse, LaunchRows, SparseKeyReads, hopper_sparse_attention_forward_kernel, launch_rows_params,
+    sparse_attention_forward_kernel, sparse_attention_tiling, tiling_beside_entries,
 };
 pub(crate) use tiling::{
     KeySource, QueryPass, QueryTiling, define_bias, define_head_dims, list_entries_in_flight, query_kernel_names,

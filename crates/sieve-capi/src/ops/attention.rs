@@ -103,6 +103,31 @@ impl BlockSparse {
     }
 }
 
+/// The forward's inputs, tile_lists (the mask by key tiles, `kernels/common/tile_steps.cuh`), o, lse, d_o → dq, dk, dv
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct BlockSparseBackward {
+    /// Factor on `q . k`.
+    pub scale: f32,
+    /// Queries, and keys, of a block.
+    pub block: [usize; 2],
+    /// Whether sums are added in a fixed order.
+    #[serde(default)]
+    pub fixed_order: bool,
+}
+
+impl BlockSparseBackward {
+    pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
+        let &Self { scale, block, fixed_order } = self;
+        let (words, lists) = (t.get("words")?, t.get("tile_lists")?);
+        let mask = block_mask(t.qkv()?.shape("block_sparse_backward")?, block, words)?;
+        t.gradients(scale, fixed_order, |call| {
+            call.sparse_attention_backward(&mask, &lists)?;
+            Ok(None)
+        })
+    }
+}
+
 /// The mask of all query heads' own lists of blocks; `words` on the device hold it.
 fn block_mask(
     shape: AttentionShape,

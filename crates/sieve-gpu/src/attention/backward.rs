@@ -1,17 +1,16 @@
 //! Launches of `kernels/attention_backward*.cu`: gradients of dense causal and sliding-window attention.
 use crate::KernelError;
 use crate::attention::{
-    AttentionResult, AttentionShape, BackwardTiling, Bias, Heads, KernelFamily, KeySource, PassInputs, Qkv, QueryPass,
-    QueryShares, SeenKeys, hopper_attention_backward_prepare_kernel, require_scale,
+    AttentionResult, AttentionShape, Bias, DqSums, Heads, KeyPass, KeySource, KeySteps, PassInputs, Qkv, QueryPass,
+    SeenKeys, hopper_attention_backward_prepare_kernel, require_scale,
 };
-use crate::runtime::{CudaTensor, DType, SourceKernel, SumOrder, operands, params, require, require_non_empty};
-use crate::step::{column_sums, empty_zero};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 
 const NAME: &str = "attention_backward";
 
 /// The f32 buffers per query (log-sum-exps, row sums, sums of dq) are padded to a multiple of this many tokens, the
 /// queries of one step, so that the backward kernels never read past their end.
-const ROW_ALIGNMENT: usize = 64;
+pub(crate) const ROW_ALIGNMENT: usize = 64;
 
 /// Operands of a backward attention call.
 #[derive(Debug, Clone, Copy)]
@@ -60,123 +59,38 @@ impl AttentionGradients<'_> {
         let d_o = self.d_o.contiguous();
         let pass = PassInputs { name: NAME, qkv: &qkv, d_o: Some(&d_o), shape: &shape, source };
         let stats = row_stats(&self, &d_o, &shape)?;
-        let [dq_sum, dq_semaphores] = dq_buffers(&pass, &d_o)?;
-        let tiles = pass.key_tiles()?;
-        let shares = match qkv.policy().blocks_per_tile {
-            Some(count) => QueryShares::of_count(count, shape.group_size()),
-            None => QueryShares::of_neighbours(&shape, window, tiles),
-        };
-        // Thread blocks that share a key tile write partial dk and dv, in the element order of tensor core
-        // accumulators. `AttentionShape::key_part_bytes` counts these buffers for the memory plan.
-        let parts = (shares != QueryShares::ONE).then(|| {
-            let rows = shares.count() * padded_len(shape.seq_len);
-            let partial_sums = |width| {
-                let shape = [shape.batch, shape.num_kv_heads, rows, width];
-                d_o.empty_contiguous(&shape, DType::F32)
-            };
-            [partial_sums(shape.head_dim), partial_sums(shape.head_dim_v)]
-        });
-        let [dk_to, dv_to] = match &parts {
-            Some([dk, dv]) => [dk, dv],
-            None => [self.grads.k.tensor(), self.grads.v.tensor()],
-        };
-        let dbias = bias.as_ref().map(|bias| match &parts {
-            Some(_) => bias.delta.empty_contiguous(&[shares.count(), bias.delta.num_elements()], DType::F32),
-            None => bias.delta.empty_contiguous(bias.delta.shape(), DType::F32),
-        });
-        let inputs_with = |bounds| -> Vec<&CudaTensor> {
-            let inputs = [qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), &d_o, &stats, bounds];
-            inputs.into_iter().chain(bias.iter().flat_map(Bias::tensors)).collect()
-        };
+        let steps = KeySteps::Neighbours { doc_end: &doc_end, window };
+        let by_key = KeyPass { call: &self, pass: &pass, d_o: &d_o, stats: &stats, bias: bias.as_ref(), steps };
         let (base, softmax_scale) = (qkv.params(NAME, &shape)?, self.softmax_scale);
-        let padded_len = padded_len(shape.seq_len);
         let by_query = params!(AttentionRowSumsParams {
             base: params!(AttentionForwardParams { base, window, softmax_scale }),
-            padded_len,
+            padded_len: padded_len(shape.seq_len),
         });
-        let [dq, dk, dv] = self.grads.head_words(NAME)?;
-
         if bias.is_some() && self.result.o_low.is_none() {
             // Without `o_low` the row sums are recomputed as sum P dP. Their other form, do . o, has the rounding error
             // of o, which would dominate the gradients where a bias makes the softmax peaked.
             let (kernel, grid, maps) = pass.by_query(QueryPass::RowSums)?;
             // SAFETY: sizes, strides and types checked above; overwrites the row sum of each query in `stats`; the maps
             // read q, k, v and d_o, which are among the tensors.
-            unsafe { kernel.launch_with_maps(grid, &maps, &inputs_with(&doc_start), &by_query) }?;
+            unsafe { kernel.launch_with_maps(grid, &maps, &by_key.inputs(&doc_start), &by_query) }?;
         }
-        for set in BackwardTiling::launches(&shape, dq_sum.is_some()) {
-            let params = params!(AttentionBackwardParams {
-                base,
-                [dk_offset, dk_token_stride, dk_batch_stride]: dk,
-                [dv_offset, dv_token_stride, dv_batch_stride]: dv,
-                window,
-                softmax_scale,
-                padded_len,
-                head_shares: shares.heads,
-                query_shares: shares.queries,
-            });
-            let mut tensors = inputs_with(&doc_end);
-            tensors.extend(dq_sum.as_ref().filter(|_| set.dq));
-            tensors.extend(&dq_semaphores);
-            tensors.extend(set.dk.then_some(dk_to));
-            tensors.extend(set.dv.then_some(dv_to));
-            tensors.extend(dbias.as_ref().filter(|_| set.dk));
-            let (mut kernel, maps) = pass.by_key(set, shares)?;
-            // Semaphores exist for the Hopper kernels in a fixed order alone.
-            if dq_semaphores.is_some() && source == KeySource::Dense && window < shape.seq_len {
-                kernel = head_by_head(kernel);
-            }
-            let blocks = shape.seq_len.div_ceil(tiles.block_kv);
-            let grid = [blocks, shape.num_kv_heads * shares.count(), shape.batch];
-            // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, or of their
-            // partial sums, and adds to dq_sum; the maps read q and d_o, which are among the tensors.
-            unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
-        }
-        let dbias = match (&parts, dbias) {
-            (None, dbias) => dbias,
-            (Some([dk_parts, dv_parts]), dbias_parts) => {
-                let (num_rows, first_row) = (padded_len, 0);
-                let rows = [num_rows, first_row];
-                // The softmax scale is a factor of dk, not of dv.
-                convert_sums(dk_parts, shares.count(), rows, (&self.grads.k, dk), softmax_scale)?;
-                convert_sums(dv_parts, shares.count(), rows, (&self.grads.v, dv), 1.0)?;
-                let sums = dbias_parts.map(|parts| column_sums(&parts, [&shape.per_key()]));
-                sums.transpose()?.map(|[sum]| sum)
-            }
-        };
-        if let Some(dq_sum) = &dq_sum {
+        let dq_sums = DqSums::new(&pass, &d_o)?;
+        let dbias = by_key.launch(&dq_sums)?;
+        if let Some(sums) = &dq_sums.sums {
             let first_query = 0;
-            convert_dq(dq_sum, &self, padded_len, first_query)?;
+            convert_dq(sums, &self, padded_len(shape.seq_len), first_query)?;
             return Ok(dbias);
         }
-        let params = params!(AttentionBackwardQueryParams {
-            base: by_query,
-            [dq_offset, dq_token_stride, dq_batch_stride]: dq,
-        });
-        let mut tensors = inputs_with(&doc_start);
+        let [[dq_offset, dq_token_stride, dq_batch_stride], _, _] = self.grads.head_words(NAME)?;
+        let params =
+            params!(AttentionBackwardQueryParams { base: by_query, dq_offset, dq_token_stride, dq_batch_stride });
+        let mut tensors = by_key.inputs(&doc_start);
         tensors.push(self.grads.q.tensor());
         let (kernel, grid, maps) = pass.by_query(QueryPass::Gradient)?;
         // SAFETY: sizes, strides and types checked above; writes every element of dq; the maps read q, k, v and d_o,
         // which are among the tensors.
         unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
         Ok(dbias)
-    }
-}
-
-/// The f32 sums of dq, and the semaphores that order the adds to them, `[batch, num_heads, tiles of 64 queries,
-/// consumer warps]`. The portable kernels in a fixed order have neither: a pass by query computes dq.
-fn dq_buffers(pass: &PassInputs<'_>, d_o: &CudaTensor) -> Result<[Option<CudaTensor>; 2], KernelError> {
-    let sum_shape = dq_sum_shape(pass.shape, padded_len(pass.shape.seq_len));
-    match (pass.qkv.policy().sums, pass.family()) {
-        (SumOrder::Any, _) => Ok([Some(empty_zero(d_o, &sum_shape)?), None]),
-        // The first key tile stores instead of adding, so only the semaphores begin at zero.
-        (SumOrder::Fixed, KernelFamily::Hopper) => {
-            let [batch, num_heads, rows, _] = sum_shape;
-            let semaphores = [batch, num_heads, rows / ROW_ALIGNMENT];
-            let sums = d_o.empty_contiguous(&sum_shape, DType::F32);
-            Ok([Some(sums), Some(empty_zero(d_o, &semaphores)?)])
-        }
-        (SumOrder::Fixed, KernelFamily::Portable) => Ok([None, None]),
     }
 }
 
@@ -188,6 +102,11 @@ pub(crate) fn attention_backward_prepare_kernel(head_dim_v: usize) -> SourceKern
 /// The kernel that converts f32 sums of dq to bf16 rows.
 pub(crate) fn attention_backward_convert_kernel(head_dim: usize) -> SourceKernel {
     SourceKernel::new("attention_backward_convert").define("HEAD_DIM", head_dim).threads(256)
+}
+
+/// The kernel that converts f32 sums of dq where something was added, by the semaphores of the adds.
+pub(crate) fn attention_backward_convert_added_kernel(head_dim: usize) -> SourceKernel {
+    attention_backward_convert_kernel(head_dim).define("SEMAPHORES", 1)
 }
 
 /// The form of a fixed-order Hopper kernel for sliding windows: it finishes one query head before the next, so that the
@@ -270,14 +189,26 @@ pub(crate) fn convert_dq(
     let [dq, _, _] = call.grads.head_words(NAME)?;
     let grad = (&call.grads.q, dq);
     let num_parts = 1;
-    convert_sums(dq_sum, num_parts, [rows, first_query], grad, call.softmax_scale)
+    convert_sums((dq_sum, None), num_parts, [rows, first_query], grad, call.softmax_scale)
+}
+
+/// As [`convert_dq`] of all queries; dq is 0 where the semaphore of a tile of [`ROW_ALIGNMENT`] queries is.
+pub(crate) fn convert_added_dq(
+    dq_sum: &CudaTensor,
+    semaphores: &CudaTensor,
+    call: &AttentionGradients,
+    rows: usize,
+) -> Result<(), KernelError> {
+    let [dq, _, _] = call.grads.head_words(NAME)?;
+    let (num_parts, first_row) = (1, 0);
+    convert_sums((dq_sum, Some(semaphores)), num_parts, [rows, first_row], (&call.grads.q, dq), call.softmax_scale)
 }
 
 /// Converts `rows` rows of a gradient, from `first_row` on, times `scale` to bf16. Each head has `num_parts` partial
 /// f32 sums in the order of tensor core accumulators, which are added first. `layout` is `{offset, token stride, batch
-/// stride}` of the gradient.
-fn convert_sums(
-    sums: &CudaTensor,
+/// stride}` of the gradient. With semaphores the gradient of 64 rows is 0 where theirs is.
+pub(crate) fn convert_sums(
+    (sums, semaphores): (&CudaTensor, Option<&CudaTensor>),
     num_parts: usize,
     [rows, first_row]: [usize; 2],
     (grad, layout): (&Heads, [usize; 3]),
@@ -300,6 +231,12 @@ fn convert_sums(
         1 => attention_backward_convert_kernel(width),
         _ => attention_backward_join_kernel(width),
     };
-    // SAFETY: reads `rows` rows of each part of a head's sums; rows past the sequence are skipped.
-    unsafe { kernel.launch([warps.div_ceil(8), 1, 1], &[sums, grad.tensor()], &params) }
+    let (kernel, mut tensors) = match semaphores {
+        None => (kernel, vec![sums]),
+        Some(semaphores) => (attention_backward_convert_added_kernel(width), vec![sums, semaphores]),
+    };
+    tensors.push(grad.tensor());
+    // SAFETY: reads `rows` rows of each part of a head's sums, and a semaphore for 64 of them; rows past the sequence
+    // are skipped.
+    unsafe { kernel.launch([warps.div_ceil(8), 1, 1], &tensors, &params) }
 }

@@ -18,7 +18,8 @@ use std::collections::BinaryHeap;
 pub(crate) struct QueryShares {
     /// Shares of the query heads of a KV head. The shares may differ in size by one head.
     pub(crate) heads: usize,
-    /// Shares of the queries of a head; more than one only where each share of heads has one head.
+    /// Shares of the queries of a head; more than one only where each share of heads has one head, or of a list of
+    /// query tiles.
     pub(crate) queries: usize,
 }
 
@@ -54,6 +55,9 @@ const L2_BYTES: usize = 40 << 20;
 
 /// The most shares for the L2 cache: more were 1 % faster at most, and each has partial dk and dv in memory.
 const MOST_L2_SHARES: usize = 8;
+
+/// The most shares of a list of query tiles: short rows have few tiles, and lists no longer than these.
+const MOST_LIST_SHARES: usize = 8;
 
 /// With more waves of thread blocks than this, all multiprocessors end at about the same time, and shares gain nothing.
 const MOST_WAVES: usize = 8;
@@ -105,6 +109,15 @@ impl QueryShares {
         }
         let heads_in_l2 = (L2_BYTES / query_bytes(shape, 1)).clamp(1, group_size);
         Self::of_count(group_size.div_ceil(heads_in_l2).min(MOST_L2_SHARES), group_size)
+    }
+
+    /// The shares of a pass over lists of query tiles: `count`, or so many that each multiprocessor has a block. Each
+    /// is a part of the list, whatever heads it names. More shares begin at more places of a row at once, and wait for
+    /// each other's sums of dq.
+    pub(crate) fn of_tile_lists(count: Option<usize>, shape: &AttentionShape, tiles: KeyTiles) -> Self {
+        let num_tiles = shape.seq_len.div_ceil(tiles.block_kv) * shape.num_kv_heads;
+        let queries = count.unwrap_or_else(|| tiles.at_once.div_ceil(num_tiles).min(MOST_LIST_SHARES));
+        Self { heads: 1, queries: queries.max(1) }
     }
 
     /// The shares with which a pass over key lists takes the least time. Lists have at most `capacity` keys; there is
@@ -290,6 +303,17 @@ mod tests {
         assert_eq!(of([16, 8]), QueryShares::ONE);
         let shared = of([16, 1]);
         assert!(shared.heads > 1 && shared.queries == 1, "{shared:?}");
+    }
+
+    #[test]
+    fn lists_of_tiles_are_shared_where_multiprocessors_would_have_no_work() {
+        for (seq_len, heads, count, expected) in
+            [(32768, [16, 8], None, 1), (8192, [32, 2], None, 2), (300, [2, 1], None, 8), (8192, [16, 8], Some(3), 3)]
+        {
+            let shape = AttentionShape::new(1, seq_len, heads, [128, 128]);
+            let shares = QueryShares::of_tile_lists(count, &shape, H200);
+            assert_eq!((shares.heads, shares.queries), (1, expected), "{seq_len} {heads:?}");
+        }
     }
 
     #[test]

@@ -4,6 +4,7 @@ use crate::attention::{
     AttentionResult, AttentionShape, BLOCK_KV, KernelFamily, KeySource, Qkv, QueryPass, QueryTiling, head_map,
     list_entries_in_flight, require_scale,
 };
+use crate::runtime::params::SparseAttentionForwardParams;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
 use sieve_core::{KeyMask, MaskPlaces, Tiles};
 use std::ops::Range;
@@ -135,34 +136,16 @@ impl Qkv {
         let reads = SparseKeyReads::of(mask);
         let launch = |rows: &LaunchRows<'_>| -> Result<(), KernelError> {
             let Tiles { query_tile, key_tile, .. } = rows.tiles;
-            let (num_tiles, places) = (rows.tiles.num_query_tiles(), rows.places);
-            let params = params!(SparseAttentionForwardParams {
-                base: qkv.params(NAME, &shape)?,
-                num_queries: mask.shape.num_queries,
-                first_row: rows.first,
-                num_slots: rows.tiles.num_queries,
-                query_tile,
-                query_offset: rows.tiles.query_offset,
-                key_tile,
-                num_query_tiles: num_tiles,
-                heads_per_list: rows.heads_per_list,
-                heads_per_order: mask.heads_per_order,
-                tile_order: places.tile_order.start,
-                row_ptr: places.row_ptr.start,
-                tile_idx: places.tile_idx.start,
-                col_ptr: places.col_ptr.start,
-                col_idx: places.col_idx.start,
-                key_order: places.key_order.start,
-                query_order: places.query_order.start,
-                windows: places.windows.start,
-                softmax_scale,
-                first_head: heads.start,
-                launch_heads: heads.len(),
-                launch_kv_heads,
-                num_blocks,
-                num_probes,
-                gamma,
-            });
+            let num_tiles = rows.tiles.num_query_tiles();
+            let params = SparseAttentionForwardParams {
+                first_head: heads.start.into(),
+                launch_heads: heads.len().into(),
+                launch_kv_heads: launch_kv_heads.into(),
+                num_blocks: num_blocks.into(),
+                num_probes: num_probes.into(),
+                gamma: gamma.into(),
+                ..launch_rows_params(&qkv, mask, rows, softmax_scale)?
+            };
             let (kernel, grid, maps) = match family {
                 KernelFamily::Hopper => {
                     let tiles = [query_tile, key_tile];
@@ -192,7 +175,7 @@ impl Qkv {
             // heads); the maps read k and v, which are among the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }
         };
-        launch(&LaunchRows { first: 0, tiles: mask.tiles, heads_per_list: mask.heads_per_list, places: &mask.places })?;
+        launch(&LaunchRows::of(mask))?;
         // Without lists (default places) the kernel takes all keys up to each query's own.
         for rows in &mask.dense_rows {
             launch(&LaunchRows {
@@ -207,12 +190,57 @@ impl Qkv {
 }
 
 /// The queries that one launch computes, and where their lists lie in the mask's words.
-struct LaunchRows<'a> {
+pub(crate) struct LaunchRows<'a> {
     first: usize,
     /// Tiles of the mask; `num_queries` counts the queries of this launch.
     tiles: Tiles,
     heads_per_list: usize,
     places: &'a MaskPlaces,
+}
+
+impl<'a> LaunchRows<'a> {
+    /// All queries of a mask.
+    pub(crate) fn of<W>(mask: &'a KeyMask<W>) -> Self {
+        Self { first: 0, tiles: mask.tiles, heads_per_list: mask.heads_per_list, places: &mask.places }
+    }
+}
+
+/// The params of a launch over all heads.
+pub(crate) fn launch_rows_params<W>(
+    qkv: &Qkv,
+    mask: &KeyMask<W>,
+    rows: &LaunchRows<'_>,
+    softmax_scale: f32,
+) -> Result<SparseAttentionForwardParams, KernelError> {
+    let shape = qkv.shape(NAME)?;
+    let places = rows.places;
+    Ok(params!(SparseAttentionForwardParams {
+        base: qkv.params(NAME, &shape)?,
+        num_queries: mask.shape.num_queries,
+        first_row: rows.first,
+        num_slots: rows.tiles.num_queries,
+        query_tile: rows.tiles.query_tile,
+        query_offset: rows.tiles.query_offset,
+        key_tile: rows.tiles.key_tile,
+        num_query_tiles: rows.tiles.num_query_tiles(),
+        heads_per_list: rows.heads_per_list,
+        heads_per_order: mask.heads_per_order,
+        tile_order: places.tile_order.start,
+        row_ptr: places.row_ptr.start,
+        tile_idx: places.tile_idx.start,
+        col_ptr: places.col_ptr.start,
+        col_idx: places.col_idx.start,
+        key_order: places.key_order.start,
+        query_order: places.query_order.start,
+        windows: places.windows.start,
+        softmax_scale,
+        first_head: 0usize,
+        launch_heads: shape.num_heads,
+        launch_kv_heads: shape.num_kv_heads,
+        num_blocks: 0usize,
+        num_probes: 0usize,
+        gamma: 0usize,
+    }))
 }
 
 /// The tiling of the portable kernel: dense attention's, in the shared memory that the list entries leave.
@@ -223,10 +251,23 @@ pub(crate) fn sparse_attention_tiling(
     shape: &AttentionShape,
     max_shared_bytes: usize,
 ) -> Result<QueryTiling, KernelError> {
+    tiling_beside_entries(NAME, QueryPass::Output, shape, max_shared_bytes)
+}
+
+/// Dense attention's tiling of a pass, in the shared memory that the entries of a mask's keys leave.
+///
+/// # Errors
+/// [`KernelError::Refused`] when no tiling fits the device.
+pub(crate) fn tiling_beside_entries(
+    kernel: &'static str,
+    pass: QueryPass,
+    shape: &AttentionShape,
+    max_shared_bytes: usize,
+) -> Result<QueryTiling, KernelError> {
     /// Most bytes of list entries: four tiles of 64 keys, 8 bytes a key.
     const MOST_ENTRIES: usize = 64 * 8 * 4;
     let limit = max_shared_bytes.saturating_sub(MOST_ENTRIES);
-    QueryTiling::choose(NAME, QueryPass::Output, shape, KeySource::Dense, limit)
+    QueryTiling::choose(kernel, pass, shape, KeySource::Dense, limit)
 }
 
 /// The specialisation that also stores log-sum-exps of blocks of `block` keys; 0: none.

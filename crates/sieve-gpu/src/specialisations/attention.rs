@@ -2,10 +2,11 @@
 use super::NeededKernels;
 use crate::attention::{
     AttentionShape, BackwardTiling, DecodeForm, DecodeTiling, HopperTiling, KernelFamily, KeySource, QueryPass,
-    QueryTiling, SparseKeyReads, attention_backward_convert_kernel, attention_backward_join_kernel,
-    attention_backward_prepare_kernel, attention_decode_kernel, bias_base_kernel, has_hopper_form, head_by_head,
-    hopper_attention_backward_prepare_kernel, hopper_backward_kernel, hopper_sparse_attention_forward_kernel, sharing,
-    sparse_attention_forward_kernel, sparse_attention_tiling,
+    QueryTiling, SparseKeyReads, attention_backward_convert_added_kernel, attention_backward_convert_kernel,
+    attention_backward_join_kernel, attention_backward_prepare_kernel, attention_decode_kernel, bias_base_kernel,
+    by_tile_lists, has_hopper_form, head_by_head, hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
+    hopper_sparse_attention_forward_kernel, sharing, sparse_attention_backward_query_kernel,
+    sparse_attention_forward_kernel, sparse_attention_tiling, sparse_backward_query_tiling,
 };
 use crate::dma::{
     ConvertedSums, DMA_LAST_KEPT, ScoreBias, dma_attention_backward_convert_kernel, dma_backward_lists_kernel,
@@ -143,6 +144,8 @@ pub(super) enum Part {
     RowSums,
     /// dq, dk, dv and the bias's gradient.
     Gradients(SumOrder),
+    /// dq, dk and dv under a mask of tiles.
+    MaskedGradients(SumOrder),
     /// Conversion of the f32 sums of dq, which a pass in any order has.
     ConvertDq,
     /// Attention of one new query, and the merge of its splits.
@@ -224,6 +227,19 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
                 list.add(query("attention_backward", QueryPass::Gradient));
             }
         }
+        Part::MaskedGradients(order) => {
+            let tiling = BackwardTiling::choose("attention_backward", shape, source, shared_bytes);
+            for set in BackwardTiling::launches(shape, order == SumOrder::Any) {
+                match tiling.clone().map(|tiling| by_tile_lists(tiling.kernel(shape, source, set, order))) {
+                    Ok(kernel) => list.extend_kernels(forms(kernel, false)),
+                    Err(error) => list.add(Err(error)),
+                }
+            }
+            if order == SumOrder::Fixed {
+                let tiling = sparse_backward_query_tiling(shape, shared_bytes);
+                list.add(tiling.map(|tiling| sparse_attention_backward_query_kernel(shape, &tiling)));
+            }
+        }
         Part::ConvertDq => list.extend_kernels([attention_backward_convert_kernel(head_dim)]),
         Part::Decode => match needs.keys {
             NeededKeys::Neighbours => {
@@ -286,6 +302,27 @@ impl NeededKernels {
     }
 }
 
+impl NeededKernels {
+    /// The kernels of gradients under masks of tiles, for heads of these widths, in both orders of sums.
+    pub fn sparse_gradients(head_dims: &[usize], shared_bytes: usize, is_hopper: bool) -> NeededKernels {
+        let mut list = NeededKernels::default();
+        for &head_dim in head_dims {
+            let shape = AttentionShape::new(1, 1, [1, 1], [head_dim, head_dim]);
+            for order in [SumOrder::Any, SumOrder::Fixed] {
+                let needs = AttentionNeeds { shape, keys: NeededKeys::Neighbours, order };
+                for part in [Part::MaskedGradients(order), Part::Around, Part::ConvertDq] {
+                    portable(&mut list, &needs, part, shared_bytes);
+                    if is_hopper && has_hopper_form(&shape, KeySource::Dense) {
+                        hopper(&mut list, &needs, part);
+                    }
+                }
+            }
+            list.extend_kernels([attention_backward_join_kernel(head_dim)]);
+        }
+        list
+    }
+}
+
 /// Adds a part's kernels of the Hopper family, for shapes that have them.
 pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Part) {
     let shape = &needs.shape;
@@ -328,6 +365,13 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
                 list.extend_kernels(forms(kernel.clone(), false).map(head_by_head));
             }
             list.extend_kernels(forms(kernel, has_whole_keys(needs, order)));
+        }
+        Part::MaskedGradients(order) => {
+            let kernel = by_tile_lists(hopper_backward_kernel(shape, source, order));
+            list.extend_kernels(forms(kernel, false));
+            if order == SumOrder::Fixed {
+                list.extend_kernels([attention_backward_convert_added_kernel(shape.head_dim)]);
+            }
         }
         // Hopper devices run the portable kernels for these parts.
         Part::Around | Part::RowSums | Part::Choose | Part::ConvertDq | Part::Decode => {}

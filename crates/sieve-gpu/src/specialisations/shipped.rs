@@ -6,7 +6,7 @@ use crate::dma::ScoreBias;
 use crate::runtime::{SourceKernel, SumOrder};
 use KernelFamily::{Hopper, Portable};
 use NeededKeys::{AllBiased, Blocks, Neighbours};
-use Part::{Around, Choose, ConvertDq, Decode, Forward, Gradients, Masked, RowSums};
+use Part::{Around, Choose, ConvertDq, Decode, Forward, Gradients, Masked, MaskedGradients, RowSums};
 use SumOrder::{Any, Fixed};
 
 /// Architectures that CI compiles for: A100, consumer Ampere, Ada, Hopper, data-centre and consumer Blackwell.
@@ -39,6 +39,7 @@ const SHIPPED: &[(KernelFamily, NeededKeys, Widths, HeadCounts, &[Part])] = &[
     (Portable, Neighbours, TRAINED, PAIRS, &[Gradients(Any)]),
     (Portable, Neighbours, WIDE, PAIRS, &[Gradients(Fixed), Masked]),
     (Portable, Neighbours, USUAL, PAIRS, &[Around, ConvertDq, Decode]),
+    (Portable, Neighbours, USUAL, PAIRS, &[MaskedGradients(Any), MaskedGradients(Fixed)]),
     (Portable, AllBiased, USUAL, PAIRS, &[Forward, RowSums, Gradients(Any)]),
     (Portable, DMA, OTHER, PAIRS, &[Forward]),
     (Portable, DMA, USUAL, UP_TO_FOUR, &[Forward]),
@@ -49,6 +50,7 @@ const SHIPPED: &[(KernelFamily, NeededKeys, Widths, HeadCounts, &[Part])] = &[
     (Portable, Blocks, USUAL, PAIRS, &[Choose, Gradients(Any)]),
     (Hopper, Neighbours, LATENT, SINGLE, &[Forward, Gradients(Any), Gradients(Fixed)]),
     (Hopper, Neighbours, USUAL, PAIRS, &[Forward, Gradients(Any), Gradients(Fixed), Masked]),
+    (Hopper, Neighbours, USUAL, PAIRS, &[MaskedGradients(Any), MaskedGradients(Fixed)]),
     (Hopper, AllBiased, USUAL, PAIRS, &[Forward, RowSums, Gradients(Any), Gradients(Fixed), Around]),
     (Hopper, DMA, USUAL, ONE_OR_TWO, &[Forward, RowSums, Gradients(Any), Gradients(Fixed)]),
     (Hopper, Blocks, USUAL, ONE_OR_TWO, &[Forward]),

@@ -1,0 +1,153 @@
+//! The pass by key tiles of attention's backward kernels: dk, dv, the gradient of a bias, and the sums of dq.
+use crate::KernelError;
+use crate::attention::{
+    AttentionGradients, BackwardTiling, Bias, KernelFamily, KeySource, PassInputs, QueryShares, ROW_ALIGNMENT,
+    convert_sums, dq_sum_shape, head_by_head, padded_len,
+};
+use crate::runtime::{CudaTensor, DType, SourceKernel, SumOrder, params};
+use crate::step::{column_sums, empty_zero};
+
+const NAME: &str = "attention_backward";
+
+/// The queries that a pass visits for each tile of keys.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum KeySteps<'a> {
+    /// Those that see a key: up to its document's end, i32 `[batch, seq_len]`, and at most `window` from it on.
+    Neighbours { doc_end: &'a CudaTensor, window: usize },
+    /// Those of a list (`tile_steps.cuh`), i32 in a row; of one batch row, without a bias.
+    Listed(&'a CudaTensor),
+}
+
+/// The f32 sums of dq, and the semaphores that order the adds to them, `[batch, num_heads, tiles of 64 queries]`. The
+/// portable kernels in a fixed order have neither: a pass by query computes dq.
+#[derive(Debug)]
+pub(crate) struct DqSums {
+    pub(crate) sums: Option<CudaTensor>,
+    pub(crate) semaphores: Option<CudaTensor>,
+}
+
+impl DqSums {
+    /// Room for the sums of a pass, and zeros where its kernel adds to them.
+    pub(crate) fn new(pass: &PassInputs<'_>, d_o: &CudaTensor) -> Result<Self, KernelError> {
+        let sum_shape = dq_sum_shape(pass.shape, padded_len(pass.shape.seq_len));
+        Ok(match (pass.qkv.policy().sums, pass.family()) {
+            (SumOrder::Any, _) => Self { sums: Some(empty_zero(d_o, &sum_shape)?), semaphores: None },
+            // The first key tile stores instead of adding, so only the semaphores begin at zero.
+            (SumOrder::Fixed, KernelFamily::Hopper) => {
+                let [batch, num_heads, rows, _] = sum_shape;
+                let semaphores = [batch, num_heads, rows / ROW_ALIGNMENT];
+                let sums = d_o.empty_contiguous(&sum_shape, DType::F32);
+                Self { sums: Some(sums), semaphores: Some(empty_zero(d_o, &semaphores)?) }
+            }
+            (SumOrder::Fixed, KernelFamily::Portable) => Self { sums: None, semaphores: None },
+        })
+    }
+}
+
+/// The operands of a pass by key tiles, whose sizes, strides and types are checked.
+pub(crate) struct KeyPass<'a> {
+    pub(crate) call: &'a AttentionGradients<'a>,
+    pub(crate) pass: &'a PassInputs<'a>,
+    /// The gradient of the output, contiguous.
+    pub(crate) d_o: &'a CudaTensor,
+    /// `{log-sum-exp, row sum}` of each query.
+    pub(crate) stats: &'a CudaTensor,
+    pub(crate) bias: Option<&'a Bias>,
+    pub(crate) steps: KeySteps<'a>,
+}
+
+impl KeyPass<'_> {
+    /// The tensors that the kernels begin with; `bounds` are documents or lists.
+    pub(crate) fn inputs<'b>(&'b self, bounds: &'b CudaTensor) -> Vec<&'b CudaTensor> {
+        let qkv = self.pass.qkv;
+        let inputs = [qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), self.d_o, self.stats, bounds];
+        inputs.into_iter().chain(self.bias.iter().flat_map(|bias| bias.tensors())).collect()
+    }
+
+    /// Launches the pass; writes every element of dk and dv. Returns the bias's gradient, f32
+    /// `[batch, num_kv_heads, seq_len]`, if there is a bias.
+    pub(crate) fn launch(&self, dq_sums: &DqSums) -> Result<Option<CudaTensor>, KernelError> {
+        let Self { call, pass, d_o, bias, steps, .. } = *self;
+        let (shape, qkv) = (pass.shape, pass.qkv);
+        let (window, bounds) = match steps {
+            KeySteps::Neighbours { doc_end, window } => (window, doc_end),
+            KeySteps::Listed(lists) => (shape.seq_len, lists),
+        };
+        let tiles = pass.key_tiles()?;
+        let shares = match (steps, qkv.policy().blocks_per_tile) {
+            (KeySteps::Neighbours { .. }, Some(count)) => QueryShares::of_count(count, shape.group_size()),
+            (KeySteps::Neighbours { .. }, None) => QueryShares::of_neighbours(shape, window, tiles),
+            (KeySteps::Listed(_), count) => QueryShares::of_tile_lists(count, shape, tiles),
+        };
+        // Thread blocks that share a key tile write partial dk and dv, in the element order of tensor core
+        // accumulators. `AttentionShape::key_part_bytes` counts these buffers for the memory plan.
+        let parts = (shares != QueryShares::ONE).then(|| {
+            let rows = shares.count() * padded_len(shape.seq_len);
+            let partial_sums = |width| {
+                let shape = [shape.batch, shape.num_kv_heads, rows, width];
+                d_o.empty_contiguous(&shape, DType::F32)
+            };
+            [partial_sums(shape.head_dim), partial_sums(shape.head_dim_v)]
+        });
+        let [dk_to, dv_to] = match &parts {
+            Some([dk, dv]) => [dk, dv],
+            None => [call.grads.k.tensor(), call.grads.v.tensor()],
+        };
+        let dbias = bias.map(|bias| match &parts {
+            Some(_) => bias.delta.empty_contiguous(&[shares.count(), bias.delta.num_elements()], DType::F32),
+            None => bias.delta.empty_contiguous(bias.delta.shape(), DType::F32),
+        });
+        let (base, softmax_scale) = (qkv.params(NAME, shape)?, call.softmax_scale);
+        let padded_len = padded_len(shape.seq_len);
+        let [_, dk, dv] = call.grads.head_words(NAME)?;
+        for set in BackwardTiling::launches(shape, dq_sums.sums.is_some()) {
+            let params = params!(AttentionBackwardParams {
+                base,
+                [dk_offset, dk_token_stride, dk_batch_stride]: dk,
+                [dv_offset, dv_token_stride, dv_batch_stride]: dv,
+                window,
+                softmax_scale,
+                padded_len,
+                head_shares: shares.heads,
+                query_shares: shares.queries,
+            });
+            let mut tensors = self.inputs(bounds);
+            tensors.extend(dq_sums.sums.as_ref().filter(|_| set.dq));
+            tensors.extend(&dq_sums.semaphores);
+            tensors.extend(set.dk.then_some(dk_to));
+            tensors.extend(set.dv.then_some(dv_to));
+            tensors.extend(dbias.as_ref().filter(|_| set.dk));
+            let (mut kernel, maps) = pass.by_key(set, shares)?;
+            match steps {
+                // Semaphores exist for the Hopper kernels in a fixed order alone.
+                KeySteps::Neighbours { window, .. } => {
+                    let is_window = pass.source == KeySource::Dense && window < shape.seq_len;
+                    if dq_sums.semaphores.is_some() && is_window {
+                        kernel = head_by_head(kernel);
+                    }
+                }
+                KeySteps::Listed(_) => kernel = by_tile_lists(kernel),
+            }
+            let blocks = shape.seq_len.div_ceil(tiles.block_kv);
+            let grid = [blocks, shape.num_kv_heads * shares.count(), shape.batch];
+            // SAFETY: sizes, strides and types checked by the caller; writes every element of dk, dv and dbias, or of
+            // their partial sums, and adds to the sums of dq; the maps read q and d_o, which are among the tensors.
+            unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
+        }
+        let Some([dk_parts, dv_parts]) = &parts else {
+            return Ok(dbias);
+        };
+        let (num_rows, first_row) = (padded_len, 0);
+        let rows = [num_rows, first_row];
+        // The softmax scale is a factor of dk, not of dv.
+        convert_sums((dk_parts, None), shares.count(), rows, (&call.grads.k, dk), softmax_scale)?;
+        convert_sums((dv_parts, None), shares.count(), rows, (&call.grads.v, dv), 1.0)?;
+        let sums = dbias.map(|parts| column_sums(&parts, [&shape.per_key()]));
+        Ok(sums.transpose()?.map(|[sum]| sum))
+    }
+}
+
+/// The form of a backward kernel whose steps come from lists (`tile_steps.cuh`).
+pub(crate) fn by_tile_lists(kernel: SourceKernel) -> SourceKernel {
+    kernel.define("TILE_LISTS", 1)
+}

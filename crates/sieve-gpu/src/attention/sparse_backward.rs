@@ -1,0 +1,104 @@
+//! Gradients of attention under a mask of tiles: `kernels/*attention_backward.cu` with TILE_LISTS, and
+//! `kernels/sparse_attention_backward_query.cu`.
+use crate::KernelError;
+use crate::attention::{
+    AttentionGradients, AttentionShape, BLOCK_KV, DqSums, KeyPass, KeySource, KeySteps, LaunchRows, PassInputs,
+    QueryPass, QueryTiling, convert_added_dq, convert_dq, launch_rows_params, list_entries_in_flight, padded_len,
+    require_gradients, row_stats, tiling_beside_entries,
+};
+use crate::runtime::{CudaTensor, SourceKernel, operands, params, require};
+use sieve_core::KeyMask;
+
+const NAME: &str = "sparse_attention_backward_query";
+
+impl AttentionGradients<'_> {
+    /// Gradients of [`sparse_attention_forward`](crate::Qkv::sparse_attention_forward) with the same mask, of query and
+    /// key tiles of 64 or 128, without permutations, single keys, windows and dense rows. `tile_lists`: the mask by key
+    /// tiles, i32 as `kernels/common/tile_steps.cuh` says. A query that sees no key gets dq = 0.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit the forward call; another mask; a width whose tiles do not fit the device's
+    /// shared memory.
+    pub fn sparse_attention_backward(
+        self,
+        mask: &KeyMask<CudaTensor>,
+        tile_lists: &CudaTensor,
+    ) -> Result<(), KernelError> {
+        let shape = self.qkv.shape(NAME)?;
+        let qkv = self.qkv.with_kernel_strides();
+        require_gradients(NAME, &self, &shape)?;
+        let expected = AttentionShape::new(
+            1,
+            mask.shape.num_keys,
+            [mask.shape.num_heads, mask.shape.num_kv_heads],
+            [shape.head_dim; 2],
+        );
+        require!(shape == expected, NAME, "shape": format!("{shape:?}"), "the mask's {expected:?}");
+        let is_plain = mask.dense_rows.is_empty() && mask.heads_per_list == 1 && {
+            let places = &mask.places;
+            [&places.col_ptr, &places.key_order, &places.query_order, &places.windows].iter().all(|x| x.is_empty())
+        };
+        require!(is_plain, NAME, "mask": "with more than tiles", "tiles alone, a list for each query head");
+        let num_starts = shape.num_kv_heads * shape.seq_len.div_ceil(BLOCK_KV) + 1;
+        let [num_words] = tile_lists.dims(NAME, "tile_lists")?;
+        let least = num_starts.next_multiple_of(2);
+        require!(num_words >= least, NAME, "number of words of tile_lists": num_words, "at least {least}");
+        let num_mask_words = mask.places.num_words();
+        operands!(only NAME,
+            tile_lists: I32[num_words] contiguous,
+            mask: I32[num_mask_words] contiguous = &mask.words,
+        );
+        let d_o = self.d_o.contiguous();
+        let pass = PassInputs { name: NAME, qkv: &qkv, d_o: Some(&d_o), shape: &shape, source: KeySource::Dense };
+        let stats = row_stats(&self, &d_o, &shape)?;
+        let steps = KeySteps::Listed(tile_lists);
+        let by_key = KeyPass { call: &self, pass: &pass, d_o: &d_o, stats: &stats, bias: None, steps };
+        let dq_sums = DqSums::new(&pass, &d_o)?;
+        by_key.launch(&dq_sums)?;
+        let padded_len = padded_len(shape.seq_len);
+        let first_query = 0;
+        match (&dq_sums.sums, &dq_sums.semaphores) {
+            (Some(sums), Some(semaphores)) => convert_added_dq(sums, semaphores, &self, padded_len),
+            (Some(sums), None) => convert_dq(sums, &self, padded_len, first_query),
+            (None, _) => {
+                let rows = LaunchRows::of(mask);
+                let [[dq_offset, dq_token_stride, dq_batch_stride], _, _] = self.grads.head_words(NAME)?;
+                let params = params!(SparseAttentionBackwardQueryParams {
+                    base: launch_rows_params(&qkv, mask, &rows, self.softmax_scale)?,
+                    padded_len,
+                    dq_offset,
+                    dq_token_stride,
+                    dq_batch_stride,
+                });
+                let tiling = sparse_backward_query_tiling(&shape, d_o.hardware().max_shared_bytes)?;
+                let parts = mask.tiles.query_tile.div_ceil(tiling.block_rows());
+                let grid = [mask.tiles.num_query_tiles() * parts, shape.num_heads, 1];
+                let tensors =
+                    [qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), &d_o, &stats, &mask.words, self.grads.q.tensor()];
+                let kernel = sparse_attention_backward_query_kernel(&shape, &tiling);
+                // SAFETY: sizes, strides and types checked above; every index was checked when the mask was built; the
+                // mask's query tiles cover every query, so all of dq is written.
+                unsafe { kernel.launch(grid, &tensors, &params) }
+            }
+        }
+    }
+}
+
+/// The tiling of the pass by query: dense attention's, in the shared memory that the list entries leave.
+///
+/// # Errors
+/// [`KernelError::Refused`] when no tiling fits the device.
+pub(crate) fn sparse_backward_query_tiling(
+    shape: &AttentionShape,
+    max_shared_bytes: usize,
+) -> Result<QueryTiling, KernelError> {
+    tiling_beside_entries(NAME, QueryPass::Gradient, shape, max_shared_bytes)
+}
+
+/// The specialisation of the pass by query for a shape and tiling.
+pub(crate) fn sparse_attention_backward_query_kernel(shape: &AttentionShape, tiling: &QueryTiling) -> SourceKernel {
+    let entries = tiling.block_kv * 8 * list_entries_in_flight(tiling.num_stages);
+    tiling
+        .apply(SourceKernel::new(NAME), shape, KeySource::Dense)
+        .shared_bytes(tiling.shared_bytes(shape, KeySource::Dense) + entries)
+}

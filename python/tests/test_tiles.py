@@ -1,0 +1,170 @@
+"""block_sparse beside its definition: lists by key tiles, widths, ragged lengths, unread keys, and whole masks."""
+
+import pytest
+import torch
+from conftest import DEVICE
+from parity import compare, random
+
+import sieve_attention as sieve
+from sieve_attention import definitions, ops
+
+
+def inputs(tokens, heads, kv_heads, width):
+    return [random(1, tokens, n, width, device=DEVICE, seed=at) for at, n in enumerate((heads, kv_heads, kv_heads))]
+
+
+def bools(heads, tokens, block, density=0.4, seed=0):
+    """A random mask `[heads, blocks, blocks]`, with a row and a column of nothing where there are several."""
+    count = -(-tokens // block)
+    mask = torch.rand(heads, count, count, generator=torch.Generator().manual_seed(seed)) < density
+    if count > 1:
+        mask[0, count // 2] = False
+        mask[:, :, count // 3] = False
+    return mask.to(DEVICE)
+
+
+def definition(mask, block):
+    """Attention under a mask of each query head by plain torch."""
+
+    def each(q, k, v):
+        tokens, group = q.shape[1], q.shape[2] // k.shape[2]
+        seen = mask.repeat_interleave(block, 1).repeat_interleave(block, 2)[None, :, :tokens, :tokens]
+        seen = seen & torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
+        heads = [(q[:, :, [h]], k[:, :, [h // group]], v[:, :, [h // group]], seen[:, [h]]) for h in range(q.shape[2])]
+        return torch.cat([definitions.masked_attention(*x) for x in heads], 2)
+
+    return each
+
+
+def ours(mask, block, deterministic):
+    return lambda *x: sieve.block_sparse(*x, sieve.block_mask(mask, block), deterministic=deterministic)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("shape", [(700, 4, 2, 64), (257, 3, 1, 128), (1, 2, 2, 64), (130, 6, 2, 80)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients(shape, block, deterministic):
+    tokens, heads, *_ = shape
+    mask = bools(heads, tokens, block)
+    compare("tiles", ours(mask, block, deterministic), definition(mask, block), inputs(*shape))
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_lists_name_each_query_tile_of_a_key_tile_once(block):
+    heads, kv_heads, tokens = 6, 2, 1000
+    mask = sieve.block_mask(bools(heads, tokens, block, seed=5), block)
+    words = mask.by_keys(kv_heads).cpu()
+    assert mask.by_keys(kv_heads) is mask.by_keys(kv_heads)
+    count, steps = -(-tokens // 128), -(-tokens // block) * block // 64
+    starts = words[: kv_heads * count + 1].tolist()
+    first, second = words[kv_heads * count + 1 + (kv_heads * count + 1) % 2 :].view(-1, 2).T
+    # By hand, from the words that the forward pass reads.
+    rows = mask.words[1 : 2 + heads * mask.shape[1]].tolist()
+    tiles = mask.words[2 + heads * mask.shape[1] : -1].tolist()
+    kept = {(row, tile) for row in range(len(rows) - 1) for tile in tiles[rows[row] : rows[row + 1]]}
+    for kv_head in range(kv_heads):
+        for tile in range(count):
+            wanted = []
+            for step in reversed(range(steps)):
+                for head in range(heads // kv_heads):
+                    row = (kv_head * heads // kv_heads + head) * mask.shape[1] + step * 64 // block
+                    halves = [(row, (tile * 128 + half * 64) // block) in kept for half in (0, 1)]
+                    before = {x * block // 128 for r, x in kept if r == row and x * block // 128 < tile}
+                    if any(halves):
+                        wanted.append((step, halves[0] + 2 * halves[1], head, len(before)))
+            at = slice(starts[kv_head * count + tile], starts[kv_head * count + tile + 1])
+            found = [(x >> 2, x & 3, y >> 16, y & 0xFFFF) for x, y in zip(first[at].tolist(), second[at].tolist())]
+            assert found == wanted, (kv_head, tile)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_keys_of_blocks_that_are_not_read_may_hold_anything(block, deterministic):
+    tokens, heads, kv_heads = 640, 4, 2
+    q, k, v = inputs(tokens, heads, kv_heads, 64)
+    mask = bools(heads, tokens, block, density=0.5, seed=2)
+    # No head reads block 1, whose neighbour in a tile of 128 keys is read.
+    mask[:, :, 1], mask[:, 1:, 0] = False, True
+    clean = [x.clone().requires_grad_() for x in (q, k, v)]
+    nan = [q.clone().requires_grad_(), *(x.clone() for x in (k, v))]
+    for x in nan[1:]:
+        x[:, block : 2 * block] = float("nan")
+        x.requires_grad_()
+    o, other = (ours(mask, block, deterministic)(*x) for x in (clean, nan))
+    d_o = random(*o.shape, device=DEVICE, seed=9)
+    gradients, others = (torch.autograd.grad(a, b, d_o) for a, b in ((o, clean), (other, nan)))
+    assert torch.equal(o, other)
+    for name, x, y in zip("qkv", gradients, others):
+        close = torch.equal(x, y) if deterministic else (x.float() - y.float()).norm() <= 1e-2 * x.float().norm()
+        assert close and torch.isfinite(y).all(), name
+    assert all((x[:, block : 2 * block] == 0).all() for x in others[1:])
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_queries_without_a_key_get_no_gradient(block):
+    tokens = 500
+    q, k, v = (x.requires_grad_() for x in inputs(tokens, 4, 2, 128))
+    count = -(-tokens // block)
+    mask = torch.ones(4, count, count, dtype=torch.bool, device=DEVICE)
+    mask[1, 2] = False
+    for deterministic in (False, True):
+        tiles = sieve.block_mask(mask, block)
+        o, lse = ops.block_sparse(*(x.detach() for x in (q, k, v)), tiles.words, 0.1, (block, block))
+        rows = slice(2 * block, min(3 * block, tokens))
+        assert (o[:, rows, 1] == 0).all() and (lse[:, 1, rows] == -torch.inf).all()
+        (dq,) = torch.autograd.grad(ours(mask, block, deterministic)(q, k, v), q, torch.ones_like(o))
+        assert (dq[:, rows, 1] == 0).all() and (dq[:, rows, 0] != 0).any()
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_all_blocks_are_dense_attention(block):
+    tokens = 400
+    given = [x.requires_grad_() for x in inputs(tokens, 4, 2, 64)]
+    count = -(-tokens // block)
+    mask = torch.ones(4, count, count, device=DEVICE)
+    results = []
+    for function in (ours(mask, block, True), lambda *x: sieve.attention(*x, deterministic=True)):
+        o = function(*given)
+        results.append((o, *torch.autograd.grad(o, given, torch.ones_like(o))))
+    for name, x, y in zip(("o", "dq", "dk", "dv"), *results):
+        assert (x.float() - y.float()).norm() <= 3e-3 * y.float().norm(), name
+
+
+def test_a_fixed_order_repeats_to_the_bit():
+    tokens, repeats = (3000, 200) if DEVICE == "cuda" else (300, 2)
+    given = [x.requires_grad_() for x in inputs(tokens, 4, 2, 64)]
+    mask = sieve.block_mask(bools(4, tokens, 64), 64)
+    first = None
+    for _ in range(repeats):
+        o = sieve.block_sparse(*given, mask, deterministic=True)
+        found = torch.autograd.grad(o, given, torch.ones_like(o))
+        first = first or found
+        assert all(torch.equal(x, y) for x, y in zip(first, found))
+
+
+def test_compiled_without_a_break():
+    given = [x.requires_grad_() for x in inputs(300, 4, 2, 64)]
+    mask = sieve.block_mask(bools(4, 300, 128), 128)
+
+    def model(q, k, v):
+        return sieve.block_sparse(q, k, v, mask, deterministic=True)
+
+    results = []
+    for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        o = function(*given)
+        results.append((o, *torch.autograd.grad(o, given, torch.ones_like(o))))
+    assert all(torch.equal(x, y) for x, y in zip(*results))
+
+
+def test_flops_are_those_of_the_tiles():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    tokens, block = 512, 128
+    given = [x.requires_grad_() for x in inputs(tokens, 4, 2, 64)]
+    mask = torch.eye(4, dtype=torch.bool, device=DEVICE).expand(4, 4, 4).clone()
+    mask[:, :, 0] = True
+    with FlopCounterMode(display=False) as counter:
+        o = sieve.block_sparse(*given, sieve.block_mask(mask, block))
+        torch.autograd.grad(o, given, torch.ones_like(o))
+    tiles = 4 * 7
+    assert counter.get_total_flops() == 7 * 2 * 64 * tiles * block * block
