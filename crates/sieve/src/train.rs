@@ -7,7 +7,7 @@ mod log;
 mod missing;
 mod on_event;
 mod profile;
-mod ranks;
+pub(crate) mod ranks;
 mod stopped;
 mod sweep;
 mod useless;
@@ -34,7 +34,8 @@ use lines::{
     cost_lines, describe, skipped_line, startup_line, step_line, stopped_line, validation_line, whole_step_line,
 };
 use log::Log;
-use on_event::{OnEvent, StallWatch};
+pub(crate) use on_event::OnEvent;
+use on_event::StallWatch;
 use profile::StepProfile;
 use sieve_comm::{Mesh, World};
 use sieve_core::recipe::TrainingPrecision;

@@ -32,6 +32,9 @@ const INLINE: &str = "SIEVE_NCCL_INLINE";
 /// All ranks must see a file of rank 0 within this many seconds.
 const SHARED_SECONDS: u64 = 10;
 
+/// What follows the line about a lost rank of a training run.
+const RESUME: &str = "\n  hint: the same command with --resume=auto continues from the last checkpoint";
+
 /// NCCL must connect all GPUs within this time, the same as in PyTorch.
 const NCCL_START: Duration = Duration::from_secs(300);
 /// After this time a line says that the ranks still wait for NCCL.
@@ -52,25 +55,37 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
         }
         bail!("--sweep works in one process, and these are {size}\n  hint: leave out sieve launch or torchrun");
     }
+    // Installed before this rank waits for the others: a launcher that dies has perhaps not started all of them.
+    let interrupt = Interrupt::install(rank == 0)?;
+    joined(world, args.patience, (events, RESUME), |mesh| run_one(args, Some(mesh), interrupt))
+}
+
+/// Joins the ranks of `world` and does `work`. Rank 0 prints errors and runs the command of `events`; the hint follows
+/// the line about a lost rank.
+pub(crate) fn joined(
+    world: World,
+    patience: u64,
+    (events, hint): (&OnEvent, &'static str),
+    work: impl FnOnce(Arc<Mesh>) -> Result<Exit>,
+) -> Result<Exit> {
+    let rank = world.rank;
     let late = events.clone();
     let give_up = move |failure: &Failure| {
-        tell(rank, failure, &late);
+        tell(rank, failure, (&late, hint));
         end_now(other_lost());
     };
     let timeouts = Timeouts {
-        silence: Duration::from_secs(args.patience),
-        still: Duration::from_secs(10 * args.patience / 3),
-        long: long_patience(args.patience),
+        silence: Duration::from_secs(patience),
+        still: Duration::from_secs(10 * patience / 3),
+        long: long_patience(patience),
         ..Timeouts::default()
     };
-    // Installed before this rank waits for the others: a launcher that dies has perhaps not started all of them.
-    let interrupt = Interrupt::install(rank == 0)?;
     let mesh = match Mesh::join(world, env!("CARGO_PKG_VERSION"), timeouts, give_up) {
         Ok(mesh) => Arc::new(mesh),
         Err(error) if rank == 0 => return events.ended(Err(error.into())),
         Err(error) => return Err(error.into()),
     };
-    match stopped_by(is_unsaved, run_one(args, Some(mesh.clone()), interrupt), rank == 0) {
+    match stopped_by(is_unsaved, work(mesh.clone()), rank == 0) {
         Ok(exit) => {
             mesh.leave();
             match rank {
@@ -88,7 +103,7 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
                 _ => None,
             };
             if let Some(failure) = lost {
-                tell(rank, &failure, events);
+                tell(rank, &failure, (events, hint));
                 return Ok(other_lost());
             }
             let text = terminal::error_text(&error);
@@ -127,7 +142,7 @@ fn end_now(exit: Exit) -> ! {
 
 /// Prints why all ranks stop and runs the command of `--on-event`. Only rank 0 does so, or rank 1 if rank 0 failed, and
 /// only once.
-fn tell(rank: usize, failure: &Failure, events: &OnEvent) {
+fn tell(rank: usize, failure: &Failure, (events, hint): (&OnEvent, &str)) {
     static WAS_CALLED: AtomicBool = AtomicBool::new(false);
     if WAS_CALLED.swap(true, Ordering::Relaxed) {
         return;
@@ -145,11 +160,11 @@ fn tell(rank: usize, failure: &Failure, events: &OnEvent) {
     }
     let (event, hint) = match failure.loss {
         Loss::Error(_) => (Event::Failed, ""),
-        _ => (Event::Lost, "\n  hint: the same command with --resume=auto continues from the last checkpoint"),
+        _ => (Event::Lost, hint),
     };
     let text = format!("error: {failure}");
     if !is_printed {
-        terminal::note(&format!("{text}{hint}"));
+        terminal::fault(&format!("{text}{hint}"));
     }
     // Rank 0 has already run the command for its own error.
     if !(event == Event::Failed && failure.rank == 0) {
@@ -184,7 +199,7 @@ fn without_gpu(error: anyhow::Error, world: &World) -> anyhow::Error {
 }
 
 /// The device of this rank: with a GPU, the one of its `LOCAL_RANK`.
-fn own_choice(choice: DeviceChoice, world: &World) -> Result<DeviceChoice> {
+pub(crate) fn own_choice(choice: DeviceChoice, world: &World) -> Result<DeviceChoice> {
     // Slurm can make only its own GPU visible to each process; that GPU has index 0.
     let shows_one = variable("CUDA_VISIBLE_DEVICES").is_some_and(|list| !list.contains(','));
     let own = if shows_one { 0 } else { world.local_rank };
@@ -336,7 +351,7 @@ pub(super) fn first_then_others<T>(mesh: Option<&Mesh>, work: impl FnOnce() -> R
 }
 
 /// Ranks whose GPUs work together by NCCL, `degree` of them on each row.
-pub(super) fn on_cuda(
+pub(crate) fn on_cuda(
     mesh: Arc<Mesh>,
     device: &CudaDevice,
     degree: usize,
