@@ -3,7 +3,7 @@ use crate::tiny_run::{TinyRun, succeed};
 use std::fs;
 
 /// Steps of each run.
-const STEPS: u64 = 3;
+const STEPS: u64 = 4;
 
 /// Rows of a step.
 const ROWS: usize = 8;
@@ -96,8 +96,8 @@ fn combinations_of(tiny: &TinyRun, numbers: (&str, &str, f64)) {
             1 => assert_same_files(tiny, &first, &base),
             _ => assert_near(tiny, &first, &reference, most),
         }
-        // Each process has one of one process's micro-batches.
-        if degree * micro_batches == 1 {
+        // Each process has one of one process's micro-batches; bf16 rounds the sum after each of them.
+        if degree * micro_batches == 1 && name != "bf16" {
             tiny.assert_same_at(&base, &reference, STEPS);
         }
     }

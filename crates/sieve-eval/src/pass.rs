@@ -72,7 +72,7 @@ fn pass<B: DeviceBackend>(
     // On a GPU the launches are only queued. Reading one row back waits for them.
     let _row = hidden.clone().narrow(1, num_tokens - 1, 1).into_data();
     let prefill_ms = milliseconds(started);
-    let losses = model.head.token_losses(hidden.clone(), labels, &model.embed_tokens).into_data();
+    let losses = model.token_losses_of(hidden.clone(), labels).into_data();
     let nats: f64 = losses.iter::<f64>().sum();
     match nats.is_finite() {
         true => Ok(Pass { hidden, nats, prefill_ms }),
@@ -100,7 +100,7 @@ impl Agreement {
             let count = LOGIT_TOKENS.min(num_tokens - first);
             let [p, q] = [dense, sparse].map(|hidden| {
                 let hidden = hidden.clone().narrow(1, first, count);
-                let logits = model.head.logits(hidden, &model.embed_tokens);
+                let logits = model.logits_of(hidden);
                 log_softmax(logits.cast(DType::F32), 2)
             });
             sum.kl += number((p.clone().exp() * (p.clone() - q.clone())).sum());

@@ -246,7 +246,7 @@ fn ask<B: DeviceBackend>(
     let num_rows = rows.len();
     let rows = Tensor::<B, 1, Int>::from_data(TensorData::new(rows, [num_rows]), device);
     let asked = hidden.flatten::<2>(0, 1).select(0, rows).unsqueeze_dim(0);
-    let logits = model.head.logits(asked, &model.embed_tokens);
+    let logits = model.logits_of(asked);
     let best = logits.flatten::<2>(0, 1).argmax(1).into_data();
     for (best, (distance, value)) in best.iter::<i64>().zip(questions) {
         counts.count(distance, best == i64::from(value));

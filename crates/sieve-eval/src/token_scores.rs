@@ -112,12 +112,12 @@ fn score_row<B: DeviceBackend>(
     let rope = model.rope(tokens.len(), device);
     let hidden = model.hidden(ids(&tokens, shape, device), &LayerContext::new(&documents, &rope));
     let labels = Tensor::from_data(TensorData::new(labels, shape), device);
-    let losses = model.head.token_losses(hidden.clone(), labels, &model.embed_tokens).into_data();
+    let losses = model.token_losses_of(hidden.clone(), labels).into_data();
     let losses: Vec<f64> = losses.iter::<f64>().collect();
     let mut found: Vec<PromptScores> = Vec::with_capacity(prompts.len());
     for first in (0..tokens.len()).step_by(LOGIT_TOKENS) {
         let count = LOGIT_TOKENS.min(tokens.len() - first);
-        let logits = model.head.logits(hidden.clone().narrow(1, first, count), &model.embed_tokens);
+        let logits = model.logits_of(hidden.clone().narrow(1, first, count));
         let logits: Vec<f32> = logits.cast(DType::F32).into_data().into_vec().expect("they were converted");
         for (position, logits) in (first..).zip(logits.chunks(model.shape().vocab_size)) {
             if start[position] as usize == position {

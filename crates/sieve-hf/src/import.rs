@@ -13,9 +13,10 @@ mod weights;
 use crate::export::tensors::{ExportTensor, Source, tensors_of};
 use crate::export::{Architecture, tokenizer_files};
 use crate::{
-    Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, Kept, LoadedModel, load_parameters,
-    parameters::named_parameters_but,
+    Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, Kept, LoadedModel,
+    parameters::{load_parameters_then, named_parameters_but},
 };
+use burn::module::ModuleMapper;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bytes, DType, TensorData};
 use config::HfConfig;
@@ -160,19 +161,25 @@ fn is_former_form(from: &Path, recipe: &Recipe, settings: &[String]) -> Result<b
 }
 
 /// Loads the model of a folder of `transformers`, as [`load_model`](crate::load_model) loads a checkpoint's model.
-pub(crate) fn load<B: Backend>(from: &Path, device: &B::Device, kept: Kept) -> Result<LoadedModel<B>, CheckpointError> {
+pub(crate) fn load<B: Backend>(
+    from: &Path,
+    device: &B::Device,
+    kept: Kept,
+    then: &mut impl ModuleMapper<B>,
+) -> Result<LoadedModel<B>, CheckpointError> {
     let tokenizer_path = from.join("tokenizer.json");
     // `None`: the model keeps its own attention. There are no overrides.
     let (recipe, shape, mut read) = read_model(from, &settings(from, &tokenizer_path, None, &[])?, kept)?;
     // No initial values are drawn from the seed.
     let seed = 0;
-    let model = load_parameters(Qwen3::new(&shape, seed, device), kept, &mut |name, dims| {
+    let mut source = |name: &str, dims: &[usize]| {
         let data = read.tensors.remove(name);
         data.filter(|data| data.shape.to_vec() == dims).ok_or_else(|| {
             let problem = format!("{name} is missing or of another shape");
             CheckpointError::not_importable(from, problem, "config.json and the weights must be of one model")
         })
-    })?;
+    };
+    let model = load_parameters_then(Qwen3::new(&shape, seed, device), kept, &mut source, then)?;
     Ok(LoadedModel {
         model,
         recipe,

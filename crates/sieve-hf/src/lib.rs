@@ -18,10 +18,10 @@ pub use checkpoint::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSIO
 pub use error::CheckpointError;
 pub use export::{DEFAULT_SHARD_BYTES, ExportDtype, ExportForm, ExportOptions, ExportReport, export};
 pub use import::{ImportReport, import, imported_model};
-pub use loaded_model::{LoadedModel, load_model, peek_model, peek_tokenizer};
+pub use loaded_model::{LoadedModel, load_model, load_model_then, peek_model, peek_tokenizer};
 pub use parameters::{
-    Kept, NamedTensor, ParameterLoader, PartSource, TensorSource, converted_source, load_converted, load_parameters,
-    named_parameters, parameter_names,
+    Kept, LoadedThen, NamedTensor, ParameterLoader, PartSource, TensorSource, converted_source, load_converted,
+    load_parameters, named_parameters, parameter_names,
 };
 pub use tensor_file::{TensorFile, checksum, write_tensor_file};
 pub use tensor_files::TensorFiles;

@@ -1,6 +1,8 @@
 //! Loads the model of a checkpoint.
 use crate::export::tokenizer_files;
-use crate::{Checkpoint, CheckpointError, CheckpointState, Kept, load_parameters};
+use crate::parameters::{AsTheyAre, load_parameters_then};
+use crate::{Checkpoint, CheckpointError, CheckpointState, Kept};
+use burn::module::ModuleMapper;
 use burn::tensor::backend::Backend;
 use serde_json::Value;
 use sieve_core::{InitialWeights, ModelShape, Recipe, ShownPath, model_line};
@@ -87,18 +89,31 @@ pub fn load_model<B: Backend>(
     device: &B::Device,
     kept: impl Into<Kept>,
 ) -> Result<LoadedModel<B>, CheckpointError> {
+    load_model_then(path, device, kept, &mut AsTheyAre)
+}
+
+/// As [`load_model`]; `then` maps each parameter that was read before the next one is, so that a mapper that keeps a
+/// piece of each never has the model whole. The tensors of a folder of `transformers` are whole in host memory.
+///
+/// # Errors
+/// As [`load_model`].
+pub fn load_model_then<B: Backend, M: ModuleMapper<B>>(
+    path: &Path,
+    device: &B::Device,
+    kept: impl Into<Kept>,
+    then: &mut M,
+) -> Result<LoadedModel<B>, CheckpointError> {
     let kept = kept.into();
     if is_of_transformers(path) {
-        return crate::import::load(path, device, kept);
+        return crate::import::load(path, device, kept, then);
     }
     let load = |checkpoint: &Checkpoint| {
         let (recipe, shape) = checkpoint.recipe_and_shape()?;
         let weights = checkpoint.model()?;
         // No initial values are drawn from the seed.
         let seed = 0;
-        let model = load_parameters(Qwen3::new(&shape, seed, device), kept, &mut |name, dims| {
-            weights.tensor_for(name, dims, kept.dtype(name))
-        })?;
+        let mut read = |name: &str, dims: &[usize]| weights.tensor_for(name, dims, kept.dtype(name));
+        let model = load_parameters_then(Qwen3::new(&shape, seed, device), kept, &mut read, then)?;
         Ok((recipe, shape, model))
     };
     let (checkpoint, (recipe, shape, model)) = Checkpoint::open_while(path, load)?;

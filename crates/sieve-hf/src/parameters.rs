@@ -99,9 +99,19 @@ pub fn load_parameters<B: Backend, M: Module<B>, E>(
     kept: impl Into<Kept>,
     source: &mut TensorSource<'_, E>,
 ) -> Result<M, E> {
-    let mut loader = ParameterLoader::new(kept, source);
-    let module = module.map(&mut loader);
-    loader.finish()?;
+    load_parameters_then(module, kept, source, &mut AsTheyAre)
+}
+
+/// As [`load_parameters`]; `then` maps each parameter that was read before the next one is.
+pub(crate) fn load_parameters_then<B: Backend, M: Module<B>, E>(
+    module: M,
+    kept: impl Into<Kept>,
+    source: &mut TensorSource<'_, E>,
+    then: &mut impl ModuleMapper<B>,
+) -> Result<M, E> {
+    let mut loading = LoadedThen { loader: ParameterLoader::new(kept, source), then };
+    let module = module.map(&mut loading);
+    loading.loader.finish()?;
     Ok(module)
 }
 
@@ -233,6 +243,42 @@ impl<B: Backend, E> ModuleMapper<B> for ParameterLoader<'_, '_, E> {
         if is_level(container) {
             self.path.pop();
         }
+    }
+}
+
+/// Reads each parameter and hands it to another mapper before the next one is read, so that a mapper that keeps a piece
+/// of each never has the model whole.
+pub struct LoadedThen<'a, 'b, 'm, E, M> {
+    /// Reads the parameters.
+    pub loader: ParameterLoader<'a, 'b, E>,
+    /// Maps each parameter that was read.
+    pub then: &'m mut M,
+}
+
+impl<B: Backend, E, M: ModuleMapper<B>> ModuleMapper<B> for LoadedThen<'_, '_, '_, E, M> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let param = self.loader.map_float(param);
+        match self.loader.has_failed() {
+            true => param,
+            false => self.then.map_float(param),
+        }
+    }
+
+    fn enter_module(&mut self, name: &str, container: &str) {
+        ModuleMapper::<B>::enter_module(&mut self.loader, name, container);
+    }
+
+    fn exit_module(&mut self, name: &str, container: &str) {
+        ModuleMapper::<B>::exit_module(&mut self.loader, name, container);
+    }
+}
+
+/// Leaves parameters as they are.
+pub(crate) struct AsTheyAre;
+
+impl<B: Backend> ModuleMapper<B> for AsTheyAre {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        param
     }
 }
 

@@ -233,10 +233,10 @@ impl NcclGroup {
         self.begin(jobs, Vec::new(), inputs)
     }
 
-    /// Starts to send tensors to other ranks, given with their rank, and to receive a tensor of the given shape from each
-    /// rank of `wanted`; the received ones are the work's results, in this order. All have the type of `like`, which is
-    /// on this GPU. This rank is in neither list. A rank with two empty lists calls it too, where others count the
-    /// group's collectives.
+    /// Starts to send tensors to other ranks, given with their rank, and to receive a tensor of the given shape from
+    /// each rank of `wanted`; the received ones are the work's results, in this order. All have the type of `like`,
+    /// which is on this GPU. This rank is in neither list. A rank with two empty lists calls it too, where others
+    /// count the group's collectives.
     ///
     /// # Errors
     /// Tensors of other types; an error of an earlier call.

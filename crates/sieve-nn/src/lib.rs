@@ -43,6 +43,7 @@ mod decoder_layer;
 mod prefill_hook;
 mod qwen3;
 mod token_step;
+mod whole_weights;
 
 pub use attention_config::{AttentionConfig, AttentionConfigError};
 pub use decoder_layer::DecoderLayer;
@@ -60,6 +61,7 @@ pub use rms_norm::RmsNorm;
 pub use shared_prompts::SharedPrompts;
 pub use swiglu_mlp::SwigluMlp;
 pub use weight_init::WeightInit;
+pub use whole_weights::WholeWeights;
 
 #[cfg(test)]
 mod testing;

@@ -170,7 +170,7 @@ impl<B: SieveBackend> Qwen3<B> {
         let all: Vec<i32> = labels.clone().into_data().iter::<i32>().collect();
         let is_read = |range: &Range<usize>| all[range.clone()].iter().any(|&label| label != IGNORE_LABEL);
         let hidden = self.hidden_of_documents(ids, context, &is_read, attend)?;
-        Ok(self.head.token_losses(hidden, labels, &self.embed_tokens))
+        Ok(self.token_losses_of(hidden, labels))
     }
 
     /// As [`next_logits`](Self::next_logits) for one text, with `attend` in place of the attention of dense layers.

@@ -1,5 +1,6 @@
 //! The language model: embedding, blocks, norm and output projection.
 use crate::layer::rope_dim;
+use crate::whole_weights::{WeightSource, WholeWeights};
 use crate::{DecoderLayer, KvCache, LayerCaches, LayerContext, Linear, PassState, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
@@ -69,6 +70,8 @@ pub struct Qwen3<B: Backend> {
     pub head: LmHead<B>,
     #[module(skip)]
     shape: ModelShape,
+    #[module(skip)]
+    weights: WeightSource,
 }
 
 impl<B: Backend> Qwen3<B> {
@@ -81,7 +84,24 @@ impl<B: Backend> Qwen3<B> {
         let layers = (0..num_layers).map(|layer| DecoderLayer::new(&shape.of_layer(layer), init, device)).collect();
         let norm = RmsNorm::new(d_model, shape.rms_norm_eps, init, device);
         let lm_head = (!shape.tie_word_embeddings).then(|| Linear::new(d_model, vocab_size, init, device));
-        Self { embed_tokens, layers, head: LmHead { norm, lm_head }, shape: shape.clone() }
+        Self {
+            embed_tokens,
+            layers,
+            head: LmHead { norm, lm_head },
+            shape: shape.clone(),
+            weights: WeightSource::default(),
+        }
+    }
+
+    /// The model with whole weights from `source` in every pass. Its own parameters are then read for their types and
+    /// sizes alone, except those that `source` leaves as they are.
+    pub fn with_whole_weights(self, source: Box<dyn WholeWeights<B>>) -> Self {
+        Self { weights: WeightSource::new(source), ..self }
+    }
+
+    /// Whether each pass gathers the weights that it reads.
+    pub(crate) fn gathers_weights(&self) -> bool {
+        self.weights.of::<B>().is_some()
     }
 
     /// The sizes this model was built from.
@@ -109,9 +129,34 @@ impl<B: SieveBackend> Qwen3<B> {
         mut step: impl FnMut(usize, &DecoderLayer<B>, Tensor<B, 3>) -> Result<Tensor<B, 3>, E>,
     ) -> Result<Tensor<B, 3>, E> {
         // On a CPU the embedding's weight may be bf16, while the residual stream is f32 like the norms.
-        let x = self.embed_tokens.forward(ids).cast(self.head.norm.weight.val().dtype());
+        let dtype = self.head.norm.weight.val().dtype();
         let mut layers = self.layers.iter().enumerate();
-        layers.try_fold(x, |x, (index, layer)| step(index, layer, x))
+        let Some(source) = self.weights.of::<B>() else {
+            let x = self.embed_tokens.forward(ids).cast(dtype);
+            return layers.try_fold(x, |x, (index, layer)| step(index, layer, x));
+        };
+        let x = source.embedding(&self.embed_tokens).forward(ids).cast(dtype);
+        layers.try_fold(x, |x, (index, layer)| step(index, &source.layer(layer), x))
+    }
+
+    /// Logits of the residual stream `x` after the last block, `[batch, seq_len, vocab_size]`.
+    pub fn logits_of(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+        self.with_head(|head, embedding| head.logits(x, embedding))
+    }
+
+    /// Cross-entropy of each token in nats, `[batch, seq_len]`, from the residual stream `x` after the last block; zero
+    /// where there is no label.
+    pub fn token_losses_of(&self, x: Tensor<B, 3>, labels: Tensor<B, 2, Int>) -> Tensor<B, 2> {
+        self.with_head(|head, embedding| head.token_losses(x, labels, embedding))
+    }
+
+    /// Calls `compute` with the whole weights of the head, and of the embedding if the head reads them.
+    fn with_head<T>(&self, compute: impl FnOnce(&LmHead<B>, &TokenEmbedding<B>) -> T) -> T {
+        match self.weights.of::<B>() {
+            None => compute(&self.head, &self.embed_tokens),
+            Some(source) if self.head.lm_head.is_some() => compute(&source.head(&self.head), &self.embed_tokens),
+            Some(source) => compute(&self.head, &source.embedding(&self.embed_tokens)),
+        }
     }
 
     /// The residual stream after the last block, `[batch, seq_len, d_model]`.
@@ -126,7 +171,7 @@ impl<B: SieveBackend> Qwen3<B> {
 
     /// Logits of all tokens, `[batch, seq_len, vocab_size]`.
     pub fn logits(&self, ids: Tensor<B, 2, Int>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        self.head.logits(self.hidden(ids, context), &self.embed_tokens)
+        self.logits_of(self.hidden(ids, context))
     }
 
     /// Cross-entropy of each token in nats, `[batch, seq_len]`.
@@ -136,7 +181,7 @@ impl<B: SieveBackend> Qwen3<B> {
         labels: Tensor<B, 2, Int>,
         context: &LayerContext<'_, B>,
     ) -> Tensor<B, 2> {
-        self.head.token_losses(self.hidden(ids, context), labels, &self.embed_tokens)
+        self.token_losses_of(self.hidden(ids, context), labels)
     }
 
     /// Logits of the last token, `[batch, vocab_size]`; adds the tokens to the cache. A text may be passed in chunks of
@@ -213,7 +258,7 @@ impl<B: SieveBackend> Qwen3<B> {
             cache.num_tokens += new;
         }
         let last = x.narrow(1, new - 1, 1);
-        Ok(self.head.logits(last, &self.embed_tokens).flatten(1, 2))
+        Ok(self.logits_of(last).flatten(1, 2))
     }
 }
 

@@ -47,7 +47,7 @@ impl<B: DeviceBackend> Qwen3<B> {
     }
 
     /// Repeats the captured step, or runs and captures a new one. `None` where the device, a layer or its cache has no
-    /// such step.
+    /// such step, or a model whose weights are gathered for each pass.
     fn one_call(
         &self,
         ids: &Tensor<B, 2, Int>,
@@ -55,6 +55,10 @@ impl<B: DeviceBackend> Qwen3<B> {
         before: TokensBefore<'_>,
         rope: &RotaryEmbedding<B>,
     ) -> Option<Tensor<B, 2>> {
+        // A captured step holds all weights.
+        if self.gathers_weights() {
+            return None;
+        }
         // A graph holds the tables that it was captured with.
         let rope_rows = rope.cos.dims()[0];
         if std::mem::replace(&mut cache.rope_rows, rope_rows) != rope_rows {

@@ -1,5 +1,6 @@
 //! Collective operations on tensors: sums and gathers over all ranks.
 use crate::TrainError;
+use burn::module::ParamId;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
@@ -14,7 +15,7 @@ pub type Primitive<B> =
 
 /// A collective that has begun. Calling it makes later work on this rank's device wait for the collective, and returns
 /// the resulting tensors; nothing may read them before that.
-pub type Pending<B> = Box<dyn FnOnce() -> Result<Vec<Primitive<B>>, TrainError>>;
+pub type Pending<B> = Box<dyn FnOnce() -> Result<Vec<Primitive<B>>, TrainError> + Send>;
 
 /// What a rank contributes to an all-gather.
 #[derive(Debug)]
@@ -26,6 +27,9 @@ pub struct Gathered<B: TrainBackend> {
     /// How `whole` is divided into the pieces.
     pub pieces: Pieces,
 }
+
+/// Weights of a segment whose pieces were updated, ready to be gathered.
+pub(crate) type Updated<B> = Vec<(ParamId, Gathered<B>)>;
 
 /// What a rank sends to other ranks and receives from them: at most one tensor to each, and one from each.
 #[derive(Debug)]
@@ -40,7 +44,7 @@ pub struct Exchanged<B: TrainBackend> {
 
 /// Reductions and gathers over all ranks. All ranks must pass tensors of the same shapes in the same order. Collectives
 /// overlap the device's other work and end in the order in which they began.
-pub trait Collectives<B: TrainBackend> {
+pub trait Collectives<B: TrainBackend>: Send {
     /// Starts summing f32 tensors over all ranks. A tensor with pieces is reduce-scattered: each rank gets the sum of
     /// its own piece, flat. A tensor without pieces is all-reduced.
     ///
@@ -53,8 +57,8 @@ pub trait Collectives<B: TrainBackend> {
     /// # Errors
     /// A rank is lost.
     fn gather(&self, tensors: Vec<Gathered<B>>) -> Result<Pending<B>, TrainError>;
-    /// Starts sending and receiving tensors; a rank with nothing to send or receive calls it too. The pending collective
-    /// returns the received tensors, of one dimension, in the order of [`Exchanged::wanted`].
+    /// Starts sending and receiving tensors; a rank with nothing to send or receive calls it too. The pending
+    /// collective returns the received tensors, of one dimension, in the order of [`Exchanged::wanted`].
     ///
     /// # Errors
     /// A rank is lost; a tensor of another length than is wanted.

@@ -7,15 +7,16 @@
 //! segments are updated and while the next forward pass runs, which waits for each segment's weights before it reads
 //! them. In ZeRO-3 a rank has only its pieces of the weights between their uses: see `weights.rs`.
 mod health;
+mod sharded_model;
 mod step_times;
 mod weights;
 
 pub use health::Health;
+pub use sharded_model::{PieceKeeper, ShardedWeights};
 pub(crate) use weights::{Released, WeightPieces, Weights};
 
-use crate::collectives::{Collectives, Exchanged, HostCollectives, Pending, Primitive, bytes_of, floats_of};
+use crate::collectives::{Collectives, Exchanged, HostCollectives, Pending, Primitive, Updated, bytes_of, floats_of};
 use crate::gradients::Gradient;
-use crate::optimizer::Updated;
 use crate::segment::Segment;
 use crate::segments::PassHooks;
 use crate::{GradientBuffer, TrainError};
@@ -354,14 +355,12 @@ impl<B: TrainBackend> Group<B> {
 
     /// Waits for the weights of a segment, if they are being gathered, and puts them into the model.
     fn put_leaves(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
-        let Some(GatheredLeaves { ids, wholes, pending }) = self.leaves.remove(&segment) else {
+        let Some(leaves) = self.leaves.remove(&segment) else {
             return Ok(());
         };
-        let leaves = pending()?;
-        // `leaves` is empty if the gather has written into `wholes`, or into the model's own tensors.
-        let leaves = if leaves.is_empty() { wholes } else { leaves };
+        let leaves = leaves.finish()?;
         if !leaves.is_empty() {
-            segment.replace(model, &mut Leaves(ids.into_iter().zip(leaves).collect()));
+            segment.replace(model, &mut Leaves(leaves));
         }
         Ok(())
     }

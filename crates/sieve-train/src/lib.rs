@@ -36,7 +36,7 @@ pub use data::{
 pub use device_batch::DeviceBatch;
 pub use error::TrainError;
 pub use gradients::GradientBuffer;
-pub use group::{Group, Health};
+pub use group::{Group, Health, PieceKeeper, ShardedWeights};
 pub use hardware::{DeviceMemory, Hardware, MemoryProbe, Precision};
 pub use metrics::last_validation;
 pub use optimizer::{Optimizer, OptimizerSnapshot, ReplicaSums};

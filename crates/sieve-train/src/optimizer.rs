@@ -4,7 +4,7 @@ mod snapshot;
 
 pub use snapshot::{OptimizerSnapshot, ReplicaSums};
 
-use crate::collectives::{Gathered, Primitive as Inner, flat};
+use crate::collectives::{Gathered, Primitive as Inner, Updated, flat};
 use crate::gradients::Gradient;
 use crate::group::{Group, Released, Share, WeightPieces};
 use crate::segment::Segment;
@@ -12,6 +12,7 @@ use crate::{GradientBuffer, Precision, TrainError};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, Tensor, TensorMetadata, TensorPrimitive};
+use muon::Projection;
 use sieve_core::ModelShape;
 use sieve_core::kinds::{ParamSpec, Part};
 use sieve_core::recipe::{OptimizerName, OptimizerSection};
@@ -255,9 +256,6 @@ impl<B: TrainBackend> ModuleVisitor<B> for Ids {
     }
 }
 
-/// Weights of a segment whose pieces were updated, ready to be gathered.
-pub(crate) type Updated<B> = Vec<(ParamId, Gathered<B>)>;
-
 /// One update of the optimizer, mapped over the model's parameters.
 struct Update<'a, B: TrainBackend> {
     optimizer: &'a mut Optimizer<B>,
@@ -346,6 +344,109 @@ impl<B: TrainBackend> Update<'_, B> {
             }
             None => next.param,
         }
+    }
+}
+
+impl<B: TrainBackend> Update<'_, B> {
+    /// Takes the gradients of this rank's pieces of the matrices that Muon updates, and fills `orthogonal` with their
+    /// updates. All ranks call it.
+    ///
+    /// # Errors
+    /// A rank is lost.
+    fn orthogonalise_pieces(&mut self, model: &Qwen3<B>, group: &Group<B>) -> Result<(), TrainError> {
+        let mut projections = self.divided_projections(model);
+        // The sort is stable: all ranks have the same order.
+        projections.sort_by_key(|projection| std::cmp::Reverse(projection.work()));
+        let Some(first) = projections.first() else {
+            return Ok(());
+        };
+        let dtype = self.dtype_of(first.id);
+        let like =
+            B::InnerBackend::float_zeros([1].into(), &B::InnerBackend::float_device(&self.grad_scale), dtype.into());
+        let updates = self.raw_updates(&projections, dtype);
+        let Share { rank, size, .. } = self.optimizer.share;
+        let exchange = |exchanged| group.exchange(exchanged);
+        let found = muon::orthogonalised_parts::<B>(&projections, updates, like, [rank, size], &exchange)?;
+        let mut parts: HashMap<ParamId, Vec<(usize, Inner<B>, f64)>> = HashMap::new();
+        for (place, part) in found {
+            let Projection { id, index, shape, .. } = projections[place];
+            parts.entry(id).or_default().push((index, part, muon::scale_of(shape)));
+        }
+        for (id, mut parts) in parts {
+            parts.sort_by_key(|(index, ..)| *index);
+            let parts = parts.into_iter().map(|(_, part, factor)| (part, factor)).collect();
+            let dtype = self.optimizer.moments[&id].exp_avg.dtype();
+            self.orthogonal.insert(id, muon::Orthogonal { parts, dtype });
+        }
+        Ok(())
+    }
+
+    /// The projections of which this rank has a piece of the gradient, in module order.
+    fn divided_projections(&self, model: &Qwen3<B>) -> Vec<Projection> {
+        let mut found = Vec::new();
+        for (_, id, shape) in parameter_ids(model) {
+            let rows = self.optimizer.matrices.get(&id).filter(|_| self.gradients.has_piece(id));
+            let (Some(rows), Some(pieces)) = (rows, self.optimizer.share.pieces(&shape)) else {
+                continue;
+            };
+            let mut end = 0;
+            for (index, &rows) in rows.iter().enumerate() {
+                let start = end;
+                end += rows * shape[1];
+                found.push(Projection { id, index, range: start..end, shape: [rows, shape[1]], pieces });
+            }
+            assert_eq!(end, shape.iter().product::<usize>(), "projections of all rows");
+        }
+        found
+    }
+
+    /// The type in which a divided matrix is orthogonalised: the weights'.
+    fn dtype_of(&self, id: ParamId) -> DType {
+        self.optimizer.pieces.get(&id).map_or(DType::F32, |piece| piece.dtype())
+    }
+
+    /// Advances the momentum of this rank's pieces, and returns its part of each projection's raw update, flat. `None`
+    /// where its piece holds nothing of the projection.
+    fn raw_updates(&mut self, projections: &[Projection], dtype: DType) -> Vec<Option<Inner<B>>> {
+        let rank = self.optimizer.share.rank;
+        let mut by_id: HashMap<ParamId, Vec<usize>> = HashMap::new();
+        for (place, projection) in projections.iter().enumerate() {
+            by_id.entry(projection.id).or_default().push(place);
+        }
+        let mut parts = vec![None; projections.len()];
+        for (id, places) in by_id {
+            assert_eq!(self.dtype_of(id), dtype, "all matrices have one type");
+            let Gradient { values, .. } = self.gradients.take(id).expect("it is among those with a gradient");
+            let optimizer = &mut *self.optimizer;
+            let moments = optimizer.moments.remove(&id);
+            let moments = moments.unwrap_or_else(|| Moments {
+                exp_avg: B::InnerBackend::float_zeros(
+                    values.shape(),
+                    &B::InnerBackend::float_device(&values),
+                    DType::F32.into(),
+                ),
+                exp_avg_sq: None,
+                updates_before: optimizer.num_updates.saturating_sub(1),
+            });
+            let beta = optimizer.settings.beta1;
+            let (exp_avg, update) =
+                muon::momentum::<B, 1>(moments.exp_avg, values, self.grad_scale.clone(), beta, dtype);
+            optimizer.moments.insert(id, Moments { exp_avg, ..moments });
+            for place in places {
+                let projection = &projections[place];
+                let part = projection.part(rank);
+                if part.is_empty() {
+                    continue;
+                }
+                let start = projection.range.start + part.start - projection.pieces.of(rank).start;
+                let range = start..start + part.len();
+                let part = flat::<B>(update.clone()).slice([range]);
+                // A copy: a slice would keep the whole update in memory.
+                let part = part.into_primitive().tensor();
+                parts[place] = Some(B::InnerBackend::float_mul_scalar(part, 1f32.into()));
+            }
+        }
+        parts
     }
 }
 

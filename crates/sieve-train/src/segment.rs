@@ -1,5 +1,6 @@
 //! The parts of a model that have an autodiff graph of their own.
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, list_param_ids};
+use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorPrimitive};
 use sieve_nn::Qwen3;
 use sieve_ops::TrainBackend;
@@ -89,9 +90,9 @@ impl Segment {
 }
 
 /// Collects id and shape of every float parameter.
-struct Shapes(Vec<(ParamId, Vec<usize>)>);
+pub(crate) struct Shapes(pub(crate) Vec<(ParamId, Vec<usize>)>);
 
-impl<B: TrainBackend> ModuleVisitor<B> for Shapes {
+impl<B: Backend> ModuleVisitor<B> for Shapes {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         self.0.push((param.id, param.lazy_shape().to_vec()));
     }

@@ -16,6 +16,7 @@ mod svg;
 mod tasks;
 mod text;
 
+use crate::exit::Exit;
 use anyhow::Result;
 use clap::Subcommand;
 
@@ -58,9 +59,9 @@ pub(crate) enum EvalCommand {
     Patterns(patterns::PatternsArgs),
 }
 
-pub(crate) fn run(command: EvalCommand) -> Result<()> {
-    match command {
-        EvalCommand::Ppl(args) => ppl::run(args),
+pub(crate) fn run(command: EvalCommand) -> Result<Exit> {
+    let done = match command {
+        EvalCommand::Ppl(args) => return ppl::run(args),
         EvalCommand::Mqar(args) => mqar::run(args),
         EvalCommand::Needle(args) => needle::run(args),
         EvalCommand::Longbench(args) => longbench::run(args),
@@ -69,5 +70,6 @@ pub(crate) fn run(command: EvalCommand) -> Result<()> {
         EvalCommand::Selectors(args) => selectors::run(args),
         EvalCommand::Attention(args) => attention::run(args),
         EvalCommand::Patterns(args) => patterns::run(args),
-    }
+    };
+    done.map(|()| Exit::Done)
 }

@@ -1,7 +1,10 @@
 //! `sieve generate`: continues a prompt and prints each token as it is generated.
+use crate::environment::{LAUNCHED, variable};
+use crate::exit::Exit;
 use crate::loaded::{PlaceArgs, on_device};
+use crate::model_ranks::{ModelBackend, ModelRanks, PlacedModel, own_place, with_ranks};
 use crate::{hub, loaded, selector, terminal};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use sieve_core::ShownPath;
 use sieve_data::{DecodeStream, Tokenizer};
@@ -76,11 +79,21 @@ pub(crate) struct GenerateArgs {
     place: PlaceArgs,
 }
 
-/// Runs `sieve generate`: continues a prompt with a checkpoint's model.
-pub(crate) fn run(mut args: GenerateArgs) -> Result<()> {
-    let prompts = prompts(&args)?;
+/// Runs `sieve generate`: continues a prompt with a checkpoint's model, by one process or several.
+pub(crate) fn run(mut args: GenerateArgs) -> Result<Exit> {
     args.checkpoint = hub::folder(&args.checkpoint)?;
-    let chats = chats(&args, &prompts)?;
+    with_ranks(|ranks| run_as(&args, ranks))
+}
+
+/// Runs the command as one process, or as one of `ranks`.
+fn run_as(args: &GenerateArgs, ranks: Option<&ModelRanks>) -> Result<()> {
+    if variable(LAUNCHED).is_some()
+        && (args.prompt == ["-"] || args.prompt_file.as_ref().is_some_and(|path| path.as_os_str() == "-"))
+    {
+        bail!("standard input: the processes of sieve launch cannot read it\n  hint: --prompt-file FILE");
+    }
+    let prompts = prompts(args)?;
+    let chats = chats(args, &prompts)?;
     let is_single = prompts.len() == 1;
     anyhow::ensure!(
         is_single || args.sparse.selector.is_none(),
@@ -93,7 +106,7 @@ pub(crate) fn run(mut args: GenerateArgs) -> Result<()> {
             "at --temperature 0 the likeliest token is taken: --samples are alike, --top-k, --top-p and --seed unused",
         );
     }
-    let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
+    let place = own_place(args.place, ranks)?.for_checkpoint(&args.checkpoint, |_, shape| {
         let texts = chats.as_ref().unwrap_or(&prompts);
         let prompt = texts.iter().map(String::len).max().unwrap_or(0) / BYTES_A_TOKEN + 1;
         let new = args.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS);
@@ -106,10 +119,11 @@ pub(crate) fn run(mut args: GenerateArgs) -> Result<()> {
                 None => prompts.len().min(MOST_TOGETHER as usize) + 1,
                 Some(_) => 1,
             },
+            ranks: ranks.map_or(1, ModelRanks::size),
             ..InferenceSize::rows_of(part, part)
         }
     })?;
-    on_device!(place, run_on(&args, &prompts, chats.as_deref()))
+    on_device!(place, run_on(args, &prompts, chats.as_deref(), ranks))
 }
 
 /// With `--chat`, the text of each prompt as a chat.
@@ -145,14 +159,17 @@ fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
     Ok(vec![text?])
 }
 
-fn run_on<B: DeviceBackend>(
+fn run_on<B: ModelBackend>(
     args: &GenerateArgs,
     prompts: &[String],
     chats: Option<&[String]>,
+    ranks: Option<&ModelRanks>,
     device: &B::Device,
     kept: Kept,
 ) -> Result<()> {
-    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
+    let placed = PlacedModel::<B>::load(&args.checkpoint, device, kept, ranks)?;
+    let loaded = &placed.loaded;
+    let tokenizer = loaded::tokenizer(&loaded.tokenizer_path, &loaded.recipe)?;
     // The text on standard output may be another program's input.
     terminal::remark(&format!("model: {}", loaded.line()));
     let tokens = chats.unwrap_or(prompts).iter().map(|prompt| tokenizer.encode_marked(prompt));
@@ -173,14 +190,14 @@ fn run_on<B: DeviceBackend>(
             num_tokens: tokenizer.vocab_size(),
         },
         ends: loaded.end_ids(eos_id)?,
-        loaded: &loaded,
+        loaded,
         tokenizer: &tokenizer,
         device,
     };
-    match prompts.len() > 1 || (args.samples > 1 && args.sparse.selector.is_none()) {
+    placed.checked(match prompts.len() > 1 || (args.samples > 1 && args.sparse.selector.is_none()) {
         true => run.in_batches(),
         false => run.one_by_one(),
-    }
+    })
 }
 
 /// Model, prompts and settings of one run of the command.

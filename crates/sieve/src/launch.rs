@@ -48,7 +48,7 @@ pub(crate) struct LaunchArgs {
     /// How often the processes are started again, with --resume=auto, after one of them was lost; on one host
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
-    /// What each process runs: train and its arguments, with or without -- before them
+    /// What each process runs: train, generate or eval ppl and its arguments, with or without -- before them
     #[arg(trailing_var_arg = true, required = true, value_name = "train …")]
     pub(crate) command: Vec<String>,
 }
@@ -150,13 +150,19 @@ fn number(name: &str) -> Result<Option<u16>> {
 
 /// Runs `sieve launch`: starts one process for each GPU, and again if one is lost.
 pub(crate) fn run(args: &LaunchArgs) -> Result<Exit> {
-    if args.command[0] != "train" {
+    let [first, second] = [0, 1].map(|at| args.command.get(at).map_or("", String::as_str));
+    if !matches!((first, second), ("train" | "generate", _) | ("eval", "ppl")) {
+        let name = if first == "eval" { format!("{first} {second}") } else { first.to_owned() };
         bail!(
-            "sieve launch starts train, not {}\n  hint: sieve launch --nproc {} -- train --recipe …",
-            args.command[0],
+            "sieve launch starts train, generate or eval ppl, not {name}\n  \
+             hint: sieve launch --nproc {} -- train --recipe …",
             args.nproc
         );
     }
+    anyhow::ensure!(
+        first == "train" || args.max_restarts == 0,
+        "--max-restarts is for train, whose checkpoints the next start continues from\n  hint: leave it out"
+    );
     let place = Place::of(args)?;
     respect_nohup();
     // Number of signals that asked the job to stop.

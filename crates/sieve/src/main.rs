@@ -19,6 +19,7 @@ mod launch;
 mod loaded;
 mod logits;
 mod manual;
+mod model_ranks;
 mod out_of_memory;
 mod own_text;
 mod paths;
@@ -71,7 +72,7 @@ enum Command {
     /// Train a model from a recipe
     #[command(after_help = "Example: sieve train --recipe quickstart.toml --set training.steps=200 --out out/mine")]
     Train(train::TrainArgs),
-    /// Start several processes on this host that train together, one for each GPU
+    /// Start several processes on this host, one for each GPU, that train together or use a divided model
     #[command(after_help = "Example: sieve launch --nproc 8 train --recipe dma_1p7b")]
     Launch(launch::LaunchArgs),
     /// Say what a recipe needs before it runs: parameters, FLOPs, memory, cache, time
@@ -165,9 +166,9 @@ fn run(command: Command) -> anyhow::Result<Exit> {
             launch::run(&args)
         }
         Command::Plan(args) => done(plan::run(args)),
-        Command::Generate(args) => done(paths::with_reference_lines(generate::run(args))),
+        Command::Generate(args) => paths::with_reference_lines(generate::run(args)),
         Command::Serve(args) => done(paths::with_reference_lines(serve::run(args))),
-        Command::Eval(command) => done(paths::with_reference_lines(eval::run(command))),
+        Command::Eval(command) => paths::with_reference_lines(eval::run(command)),
         Command::Compare(args) => done(compare::run(&args)),
         Command::Export(args) => done(export::run(args)),
         Command::Import(args) => done(import::run(args)),

@@ -14,7 +14,7 @@ pub(crate) fn reference_lines() -> Vec<String> {
 }
 
 /// Prints [`reference_lines`] after a command, whether it failed or not, and returns its result.
-pub(crate) fn with_reference_lines(result: Result<()>) -> Result<()> {
+pub(crate) fn with_reference_lines<T>(result: Result<T>) -> Result<T> {
     for line in reference_lines() {
         terminal::note(&line);
     }

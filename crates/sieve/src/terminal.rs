@@ -9,6 +9,7 @@ use std::borrow::Cow;
 use std::fs::{File, OpenOptions};
 use std::io::{IsTerminal, Write};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -29,6 +30,9 @@ struct Output {
 }
 
 static OUTPUT: OnceLock<Output> = OnceLock::new();
+
+/// Whether this process prints faults alone.
+static IS_MUTED: AtomicBool = AtomicBool::new(false);
 
 /// The first output that could not be written, and why.
 static LOST: OnceLock<String> = OnceLock::new();
@@ -138,7 +142,23 @@ pub(crate) fn status(text: &str) {
 
 /// Prints one line to standard error, since standard output may be another program's input.
 pub(crate) fn note(text: &str) {
+    if !is_muted() {
+        fault(text);
+    }
+}
+
+/// Prints a line about a fault, also where [`mute`] was called.
+pub(crate) fn fault(text: &str) {
     errors(&format!("{text}\n"));
+}
+
+/// From now on prints faults alone: another rank prints what this one would.
+pub(crate) fn mute() {
+    IS_MUTED.store(true, Ordering::Relaxed);
+}
+
+fn is_muted() -> bool {
+    IS_MUTED.load(Ordering::Relaxed)
 }
 
 /// Prints like [`note`], but not with `--quiet`.
@@ -150,6 +170,9 @@ pub(crate) fn remark(text: &str) {
 
 /// Prints text without a line end, and flushes. A terminal gets no control characters: the text may be a model's.
 pub(crate) fn text(text: &str) {
+    if is_muted() {
+        return;
+    }
     keep(text);
     let mut out = std::io::stdout().lock();
     let printed = for_stream(out.is_terminal(), text);
@@ -238,7 +261,7 @@ pub(crate) fn print_error(error: &anyhow::Error) {
 
 /// Prints a warning; the command continues.
 pub(crate) fn warning(text: &str) {
-    errors(&format!("warning: {text}\n"));
+    note(&format!("warning: {text}"));
 }
 
 /// Whether standard error, where progress bars go, is a terminal.

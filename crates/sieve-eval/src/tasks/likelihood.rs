@@ -372,8 +372,7 @@ impl Layout {
         let hidden: Tensor<B, 3> = hidden.select(0, ints(rows.collect())).unsqueeze();
         let labels: Vec<i32> = self.scored.iter().map(|scored| scored.token as i32).collect();
         let labels = ints(labels).unsqueeze::<2>();
-        let (head, embed) = (&model.head, &model.embed_tokens);
-        let losses = head.token_losses(hidden.clone(), labels, embed).into_data();
+        let losses = model.token_losses_of(hidden.clone(), labels).into_data();
         let likeliest = match with_greedy {
             true => likeliest(model, hidden),
             false => Vec::new(),
@@ -403,7 +402,7 @@ fn likeliest<B: DeviceBackend>(model: &Qwen3<B>, hidden: Tensor<B, 3>) -> Vec<i6
     for first in (0..num_places).step_by(LOGIT_TOKENS) {
         let count = LOGIT_TOKENS.min(num_places - first);
         let rows = hidden.clone().narrow(1, first, count);
-        let logits = model.head.logits(rows, &model.embed_tokens);
+        let logits = model.logits_of(rows);
         tokens.extend(logits.argmax(2).into_data().iter::<i64>());
     }
     tokens

@@ -1,7 +1,7 @@
 //! Memory of using a model: reading its weights, a forward pass, KV caches.
 
 use super::activations::{F32, block_kept, plain_score_bytes, times};
-use super::{MemoryParts, MemoryPlan, logit_bytes};
+use super::{MemoryParts, MemoryPlan, block_parameters, logit_bytes};
 use crate::{Target, cache_plan};
 use sieve_core::Keeping;
 use sieve_core::model::ModelShape;
@@ -19,19 +19,29 @@ pub struct InferenceSize {
     pub num_caches: usize,
     /// Tokens whose logits are returned together; 0 if logits are used chunk by chunk.
     pub logit_tokens: usize,
+    /// Processes among which the weights are divided; 1 for a whole model.
+    pub ranks: usize,
 }
 
 impl InferenceSize {
     /// Forward passes of `tokens / seq_len` rows (at least one) of `seq_len` tokens, without decoding.
     pub fn rows_of(seq_len: usize, tokens: usize) -> Self {
-        Self { rows: (tokens / seq_len.max(1)).max(1), seq_len, cached_tokens: 0, num_caches: 1, logit_tokens: 0 }
+        Self {
+            rows: (tokens / seq_len.max(1)).max(1),
+            seq_len,
+            cached_tokens: 0,
+            num_caches: 1,
+            logit_tokens: 0,
+            ranks: 1,
+        }
     }
 }
 
 /// Memory of reading a checkpoint and of forward passes of `size`. A weight takes `weight_bytes`.
 ///
 /// A checkpoint's weights are f32. While they are read, a CPU holds the file in addition to the model, and a GPU holds
-/// all weights in f32 before it rounds them.
+/// all weights in f32 before it rounds them. Of several ranks each keeps its shard of a tensor before it reads the next
+/// one, and its passes hold the weights of a block or of the largest matrix whole.
 pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target, weight_bytes: u64) -> MemoryPlan {
     let value_bytes = target.value_bytes();
     let parameters = shape.parameters().total();
@@ -42,20 +52,34 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
             times(size.num_caches.max(1) as u64, one)
         }
     };
-    let (parameter_bytes, workspace_bytes) = match target {
-        Target::Cpu { .. } => (times(parameters, weight_bytes), times(parameters, F32)),
-        Target::Gpu(_) => (times(parameters, F32), 0),
+    let largest = (shape.vocab_size * shape.d_model) as u64;
+    let (parameter_bytes, workspace_bytes) = match (size.ranks > 1, target) {
+        // The tensor that was read, on the host and the device, and its copy in the model's type.
+        (true, _) => {
+            (times(parameters.div_ceil(size.ranks as u64), weight_bytes), times(largest, 2 * F32 + weight_bytes))
+        }
+        (false, Target::Cpu { .. }) => (times(parameters, weight_bytes), times(parameters, F32)),
+        (false, Target::Gpu(_)) => (times(parameters, F32), 0),
     };
     let loaded = MemoryParts { parameter_bytes, workspace_bytes, ..MemoryParts::default() };
+    let gathered = match size.ranks {
+        1 => 0,
+        // A rank's host has what it received, in f32, beside the tensors on a CPU.
+        _ => times(
+            largest.max(block_parameters(shape)),
+            weight_bytes + if matches!(target, Target::Cpu { .. }) { F32 } else { 0 },
+        ),
+    };
     let forward = MemoryParts {
-        parameter_bytes: times(parameters, weight_bytes),
+        parameter_bytes: times(parameters.div_ceil(size.ranks.max(1) as u64), weight_bytes),
         cache_bytes,
+        gathered_bytes: gathered,
         activation_bytes: forward_bytes(shape, size, target),
         ..MemoryParts::default()
     };
     match loaded.total() > forward.total() {
-        true => loaded.plan("reading the weights", target, 1),
-        false => forward.plan("a forward pass", target, 1),
+        true => loaded.plan("reading the weights", target, size.ranks),
+        false => forward.plan("a forward pass", target, size.ranks),
     }
 }
 

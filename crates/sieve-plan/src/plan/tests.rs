@@ -320,7 +320,7 @@ fn sizes_that_no_machine_has_do_not_overflow() {
 fn a_loaded_model_needs_its_weights_and_its_caches() {
     let shape = dma_80m();
     let parameters = shape.parameters().total();
-    let size = InferenceSize { rows: 1, seq_len: 16, cached_tokens: 2048, num_caches: 1, logit_tokens: 0 };
+    let size = InferenceSize { rows: 1, seq_len: 16, cached_tokens: 2048, num_caches: 1, logit_tokens: 0, ranks: 1 };
     // The file is in memory beside the model while it is read; a few tokens need less.
     let memory = inference_memory(&shape, size, &CPU, CPU.value_bytes());
     assert_eq!(memory.moment, "reading the weights");
@@ -344,6 +344,23 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
     assert_eq!(eleven.peak.cache_bytes, 11 * cache);
     assert_eq!(decoded.total_bytes, memory.total_bytes + cache);
     assert_eq!(import_memory(&shape, &CPU).peak.workspace_bytes, 8 * parameters);
+}
+
+#[test]
+fn a_model_that_does_not_fit_one_gpu_is_used_by_several() {
+    let shape = recipe(include_str!("../../../../recipes/dma_32b.toml"), &[]).model_shape(151_936).expect("a shape");
+    let h100 = target("h100");
+    let plan = |ranks: usize| {
+        let size = InferenceSize { cached_tokens: 4096, ranks, ..InferenceSize::rows_of(4096, 4096) };
+        inference_memory(&shape, size, &h100, 2)
+    };
+    assert_eq!(plan(1).verdict, MemoryVerdict::DoesNotFit);
+    let four = plan(4);
+    assert_eq!(four.verdict, MemoryVerdict::Fits, "{four:?}");
+    // A quarter of the weights, and the largest matrix whole.
+    let (parameters, largest) = (shape.parameters().total(), 151_936 * shape.d_model as u64);
+    let weights = four.peak.parameter_bytes + four.peak.gathered_bytes;
+    assert!((2 * parameters / 4..=2 * parameters / 4 + 10 * largest).contains(&weights), "{four:?}");
 }
 
 #[test]

@@ -5,7 +5,7 @@
 //! whose graph is kept keeps its weights until its backward pass, because the graph reads them. A released parameter
 //! keeps its id and shape; its values are one NaN, so that a use of it without a gather cannot go unnoticed.
 use super::{GatheredLeaves, Group};
-use crate::collectives::{Gathered, Primitive};
+use crate::collectives::{Gathered, Pending, Primitive};
 use crate::segment::Segment;
 use crate::{DeviceBatch, TrainError};
 use burn::module::{AutodiffModule, ModuleMapper, Param, ParamId};
@@ -125,10 +125,25 @@ impl<B: TrainBackend> Weights<'_, B> {
         if self.group.held.contains(&segment) || self.group.leaves.contains_key(&segment) {
             return Ok(());
         }
-        let share = self.group.share();
+        let leaves = self.group.start_gather(self.pieces, segment.shapes(model))?;
+        if !leaves.ids.is_empty() {
+            self.group.leaves.insert(segment, leaves);
+        }
+        Ok(())
+    }
+}
+
+impl<B: TrainBackend> Group<B> {
+    /// Starts gathering those of the parameters that are divided into `pieces`.
+    pub(super) fn start_gather(
+        &self,
+        pieces: &WeightPieces<B>,
+        shapes: Vec<(ParamId, Vec<usize>)>,
+    ) -> Result<GatheredLeaves<B>, TrainError> {
+        let share = self.share();
         let (mut ids, mut wholes, mut gathered) = (Vec::new(), Vec::new(), Vec::new());
-        for (id, shape) in segment.shapes(model) {
-            let (Some(piece), Some(pieces)) = (self.pieces.get(&id), share.pieces(&shape)) else {
+        for (id, shape) in shapes {
+            let (Some(piece), Some(pieces)) = (pieces.get(&id), share.pieces(&shape)) else {
                 continue;
             };
             let (device, count) = (B::InnerBackend::float_device(piece), shape.iter().product::<usize>());
@@ -139,11 +154,22 @@ impl<B: TrainBackend> Weights<'_, B> {
             wholes.push(whole.clone());
             gathered.push(Gathered { piece: piece.clone(), whole, pieces });
         }
-        if !ids.is_empty() {
-            let pending = self.group.collectives.gather(gathered)?;
-            self.group.leaves.insert(segment, GatheredLeaves { ids, wholes, pending });
-        }
-        Ok(())
+        let pending: Pending<B> = match ids.is_empty() {
+            true => Box::new(|| Ok(Vec::new())),
+            false => self.collectives.gather(gathered)?,
+        };
+        Ok(GatheredLeaves { ids, wholes, pending })
+    }
+}
+
+impl<B: TrainBackend> GatheredLeaves<B> {
+    /// Waits for the gather and returns the weights by id; none if it has written into the model's own tensors.
+    pub(super) fn finish(self) -> Result<HashMap<ParamId, Primitive<B>>, TrainError> {
+        let Self { ids, wholes, pending } = self;
+        let leaves = pending()?;
+        // `leaves` is empty if the gather has written into `wholes`, or into the model's own tensors.
+        let leaves = if leaves.is_empty() { wholes } else { leaves };
+        Ok(ids.into_iter().zip(leaves).collect())
     }
 }
 
@@ -160,15 +186,24 @@ impl<B: TrainBackend> ModuleMapper<B> for Released<'_, B> {
             return param;
         };
         let (id, tensor, mapper) = param.consume();
-        let held = self.nan.take().filter(|held| held.dtype() == piece.dtype());
-        let nan = held.unwrap_or_else(|| {
-            let device = B::InnerBackend::float_device(piece);
-            let zero = B::InnerBackend::float_zeros([1].into(), &device, piece.dtype().into());
-            B::InnerBackend::float_add_scalar(zero, f32::NAN.into())
-        });
-        self.nan = Some(nan.clone());
-        let nan = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(nan));
-        let released = nan.reshape([1; D]).expand(tensor.dims());
+        let released = released::<B, D>(piece, tensor.dims(), &mut self.nan);
         Param::from_mapped_value(id, Tensor::from_inner(released).require_grad(), mapper)
     }
+}
+
+/// What is left of a weight whose piece is `piece`: its shape, with the one value `nan`.
+pub(super) fn released<B: TrainBackend, const D: usize>(
+    piece: &Primitive<B>,
+    shape: [usize; D],
+    nan: &mut Option<Primitive<B>>,
+) -> Tensor<B::InnerBackend, D> {
+    let held = nan.take().filter(|held| held.dtype() == piece.dtype());
+    let value = held.unwrap_or_else(|| {
+        let device = B::InnerBackend::float_device(piece);
+        let zero = B::InnerBackend::float_zeros([1].into(), &device, piece.dtype().into());
+        B::InnerBackend::float_add_scalar(zero, f32::NAN.into())
+    });
+    *nan = Some(value.clone());
+    let value = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(value));
+    value.reshape([1; D]).expand(shape)
 }

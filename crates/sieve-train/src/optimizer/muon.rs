@@ -1,26 +1,21 @@
 //! Muon (arXiv:2502.16982): momentum, and updates that Newton-Schulz steps orthogonalise.
 //!
-//! A rank with pieces of the matrices has the momentum and the raw update of its pieces. The update of each projection is
-//! gathered on one rank, which orthogonalises it and returns to every rank its part. Projections are taken in rounds of
-//! one for each rank, those with the most work first, so that the ranks have about the same work in a round. While the
-//! ranks orthogonalise the projections of a round, the updates of the next round are gathered. Nothing is summed over
-//! ranks here, so the update has the bits of one process's for the same gradient.
-use super::{Inner, Moments, Update, flat, parameter_ids};
+//! A rank with pieces of the matrices has the momentum and the raw update of its pieces. The update of each projection
+//! is gathered on one rank, which orthogonalises it and returns to every rank its part. Projections are taken in rounds
+//! of one for each rank, those with the most work first, so that the ranks have about the same work in a round. While
+//! the ranks orthogonalise the projections of a round, the updates of the next round are gathered. Nothing is summed
+//! over ranks here, so the update has the bits of one process's for the same gradient.
 use crate::TrainError;
-use crate::collectives::{Exchanged, Pending};
-use crate::gradients::Gradient;
-use crate::group::Group;
+use crate::collectives::{Exchanged, Pending, Primitive as Inner, flat};
 use burn::module::ParamId;
 use burn::tensor::ops::FloatTensorOps;
-use burn::tensor::{DType, Tensor, TensorMetadata, TensorPrimitive};
+use burn::tensor::{DType, Tensor, TensorPrimitive};
 use sieve_comm::Pieces;
-use sieve_nn::Qwen3;
 use sieve_ops::TrainBackend;
-use std::collections::HashMap;
 use std::ops::Range;
 
-/// Nesterov momentum `m = beta m + g` of the gradient g times `scale`: the next momentum, and the update `g + beta m` in
-/// `dtype`, which is still to be orthogonalised. A skipped step leaves the momentum as it was.
+/// Nesterov momentum `m = beta m + g` of the gradient g times `scale`: the next momentum, and the update `g + beta m`
+/// in `dtype`, which is still to be orthogonalised. A skipped step leaves the momentum as it was.
 pub(super) fn momentum<B: TrainBackend, const D: usize>(
     momentum: Inner<B>,
     gradient: Inner<B>,
@@ -63,7 +58,7 @@ pub(super) fn orthogonal<B: TrainBackend>(update: Inner<B>, projections: &[usize
 }
 
 /// The factor of an orthogonalised update, `0.2 sqrt(max(out, in))` (arXiv:2502.16982, equation 4).
-fn scale_of([rows, columns]: [usize; 2]) -> f64 {
+pub(super) fn scale_of([rows, columns]: [usize; 2]) -> f64 {
     0.2 * (rows.max(columns) as f64).sqrt()
 }
 
@@ -79,9 +74,9 @@ fn tensor<B: TrainBackend, const D: usize>(x: Inner<B>) -> Tensor<B::InnerBacken
 /// The orthogonalised update of this rank's piece of a matrix.
 pub(super) struct Orthogonal<B: TrainBackend> {
     /// The parts of the piece's projections, flat and in their order, each with its factor.
-    parts: Vec<(Inner<B>, f64)>,
+    pub(super) parts: Vec<(Inner<B>, f64)>,
     /// Type of the momentum and the masters.
-    dtype: DType,
+    pub(super) dtype: DType,
 }
 
 impl<B: TrainBackend> Orthogonal<B> {
@@ -95,153 +90,70 @@ impl<B: TrainBackend> Orthogonal<B> {
 
 /// A projection of a divided matrix, which one rank orthogonalises.
 #[derive(Clone, Debug)]
-struct Projection {
-    id: ParamId,
+pub(super) struct Projection {
+    pub(super) id: ParamId,
     /// Its place among the projections of the matrix.
-    index: usize,
+    pub(super) index: usize,
     /// Its range of elements of the flattened matrix.
-    range: Range<usize>,
-    shape: [usize; 2],
+    pub(super) range: Range<usize>,
+    pub(super) shape: [usize; 2],
     /// How the flattened matrix is divided.
-    pieces: Pieces,
+    pub(super) pieces: Pieces,
 }
 
 impl Projection {
     /// The elements of the flattened projection that a rank's piece of the matrix holds; often none.
-    fn part(&self, rank: usize) -> Range<usize> {
+    pub(super) fn part(&self, rank: usize) -> Range<usize> {
         let (piece, whole) = (self.pieces.of(rank), &self.range);
         let start = piece.start.clamp(whole.start, whole.end);
         start - whole.start..piece.end.clamp(start, whole.end.max(start)) - whole.start
     }
 
     /// Multiplications of a Newton-Schulz step, but for a constant.
-    fn work(&self) -> usize {
+    pub(super) fn work(&self) -> usize {
         let [rows, columns] = self.shape;
         rows * columns * rows.min(columns)
     }
 }
 
-impl<B: TrainBackend> Update<'_, B> {
-    /// Takes the gradients of this rank's pieces of the matrices that Muon updates, and fills `orthogonal` with their
-    /// updates. All ranks call it.
-    ///
-    /// # Errors
-    /// A rank is lost.
-    pub(super) fn orthogonalise_pieces(&mut self, model: &Qwen3<B>, group: &Group<B>) -> Result<(), TrainError> {
-        let mut projections = self.divided_projections(model);
-        // The sort is stable: all ranks have the same order.
-        projections.sort_by_key(|projection| std::cmp::Reverse(projection.work()));
-        let Some(first) = projections.first() else {
-            return Ok(());
-        };
-        let dtype = self.dtype_of(first.id);
-        let like =
-            B::InnerBackend::float_zeros([1].into(), &B::InnerBackend::float_device(&self.grad_scale), dtype.into());
-        let mut rounds = Rounds {
-            rank: self.optimizer.share.rank,
-            size: self.optimizer.share.size,
-            updates: self.raw_updates(&projections, dtype),
-            like,
-            group,
-        };
-        let size = rounds.size;
-        let mut parts: HashMap<ParamId, Vec<(usize, Inner<B>, f64)>> = HashMap::new();
-        let mut put = |round: &[Projection], done: Vec<(usize, Inner<B>)>| {
-            for (place, part) in done {
-                let Projection { id, index, shape, .. } = round[place];
-                parts.entry(id).or_default().push((index, part, scale_of(shape)));
-            }
-        };
-        let all = projections.chunks(size).collect::<Vec<_>>();
-        let mut gathering = Some(rounds.gather(all[0])?);
-        let mut returning = None;
-        for (idx, &round) in all.iter().enumerate() {
-            let own = rounds.whole(round, gathering.take().expect("each round is gathered before it is worked on"))?;
-            gathering = all.get(idx + 1).map(|next| rounds.gather(next)).transpose()?;
-            let own = own.map(sieve_ops::orthogonalised);
-            if let Some((round, returned)) = returning.take() {
-                put(round, rounds.returned(round, returned)?);
-            }
-            returning = Some((round, rounds.give_back(round, own)?));
+/// Orthogonalises divided projections on all ranks, of which this is number `rank` of `size`: from this rank's part of
+/// each raw update, `None` where it has none, to its parts of the results, by the projections' places. Factors are not
+/// applied. `like` is a tensor of the updates' type; `exchange` begins an exchange, and all ranks call it as often.
+///
+/// # Errors
+/// The first error of an exchange.
+pub(super) fn orthogonalised_parts<B: TrainBackend>(
+    projections: &[Projection],
+    updates: Vec<Option<Inner<B>>>,
+    like: Inner<B>,
+    [rank, size]: [usize; 2],
+    exchange: &Exchange<'_, B>,
+) -> Result<Vec<(usize, Inner<B>)>, TrainError> {
+    let mut rounds = Rounds { rank, size, updates, like, exchange };
+    let all = projections.chunks(size).collect::<Vec<_>>();
+    let mut parts = Vec::new();
+    let mut put = |number: usize, done: Vec<(usize, Inner<B>)>| {
+        parts.extend(done.into_iter().map(|(place, part)| (number * size + place, part)));
+    };
+    let mut gathering = all.first().map(|first| rounds.gather(first)).transpose()?;
+    let mut returning = None;
+    for (number, &round) in all.iter().enumerate() {
+        let own = rounds.whole(round, gathering.take().expect("each round is gathered before it is worked on"))?;
+        gathering = all.get(number + 1).map(|next| rounds.gather(next)).transpose()?;
+        let own = own.map(sieve_ops::orthogonalised);
+        if let Some((before, returned)) = returning.take() {
+            put(before, rounds.returned(all[before], returned)?);
         }
-        if let Some((round, returned)) = returning {
-            put(round, rounds.returned(round, returned)?);
-        }
-        for (id, mut parts) in parts {
-            parts.sort_by_key(|(index, ..)| *index);
-            let parts = parts.into_iter().map(|(_, part, factor)| (part, factor)).collect();
-            let dtype = self.optimizer.moments[&id].exp_avg.dtype();
-            self.orthogonal.insert(id, Orthogonal { parts, dtype });
-        }
-        Ok(())
+        returning = Some((number, rounds.give_back(round, own)?));
     }
-
-    /// The projections of which this rank has a piece of the gradient, in module order.
-    fn divided_projections(&self, model: &Qwen3<B>) -> Vec<Projection> {
-        let mut found = Vec::new();
-        for (_, id, shape) in parameter_ids(model) {
-            let rows = self.optimizer.matrices.get(&id).filter(|_| self.gradients.has_piece(id));
-            let (Some(rows), Some(pieces)) = (rows, self.optimizer.share.pieces(&shape)) else {
-                continue;
-            };
-            let mut end = 0;
-            for (index, &rows) in rows.iter().enumerate() {
-                let start = end;
-                end += rows * shape[1];
-                found.push(Projection { id, index, range: start..end, shape: [rows, shape[1]], pieces });
-            }
-            assert_eq!(end, shape.iter().product::<usize>(), "projections of all rows");
-        }
-        found
+    if let Some((before, returned)) = returning {
+        put(before, rounds.returned(all[before], returned)?);
     }
-
-    /// The type in which a divided matrix is orthogonalised: the weights'.
-    fn dtype_of(&self, id: ParamId) -> DType {
-        self.optimizer.pieces.get(&id).map_or(DType::F32, |piece| piece.dtype())
-    }
-
-    /// Advances the momentum of this rank's pieces, and returns its part of each projection's raw update, flat. `None`
-    /// where its piece holds nothing of the projection.
-    fn raw_updates(&mut self, projections: &[Projection], dtype: DType) -> Vec<Option<Inner<B>>> {
-        let rank = self.optimizer.share.rank;
-        let mut by_id: HashMap<ParamId, Vec<usize>> = HashMap::new();
-        for (place, projection) in projections.iter().enumerate() {
-            by_id.entry(projection.id).or_default().push(place);
-        }
-        let mut parts = vec![None; projections.len()];
-        for (id, places) in by_id {
-            assert_eq!(self.dtype_of(id), dtype, "all matrices have one type");
-            let Gradient { values, .. } = self.gradients.take(id).expect("it is among those with a gradient");
-            let optimizer = &mut *self.optimizer;
-            let moments = optimizer.moments.remove(&id);
-            let moments = moments.unwrap_or_else(|| Moments {
-                exp_avg: B::InnerBackend::float_zeros(
-                    values.shape(),
-                    &B::InnerBackend::float_device(&values),
-                    DType::F32.into(),
-                ),
-                exp_avg_sq: None,
-                updates_before: optimizer.num_updates.saturating_sub(1),
-            });
-            let beta = optimizer.settings.beta1;
-            let (exp_avg, update) = momentum::<B, 1>(moments.exp_avg, values, self.grad_scale.clone(), beta, dtype);
-            optimizer.moments.insert(id, Moments { exp_avg, ..moments });
-            for place in places {
-                let projection = &projections[place];
-                let part = projection.part(rank);
-                if part.is_empty() {
-                    continue;
-                }
-                let start = projection.range.start + part.start - projection.pieces.of(rank).start;
-                let part = flat::<B>(update.clone()).slice([start..start + part.len()]);
-                // A copy: a slice would keep the whole update in memory.
-                let part = part.into_primitive().tensor();
-                parts[place] = Some(B::InnerBackend::float_mul_scalar(part, 1f32.into()));
-            }
-        }
-        parts
-    }
+    Ok(parts)
 }
+
+/// Begins an exchange among all ranks.
+type Exchange<'a, B> = dyn Fn(Exchanged<B>) -> Result<Pending<B>, TrainError> + 'a;
 
 /// The exchanges of a rank. In each round the rank with number i orthogonalises the i-th projection.
 struct Rounds<'a, B: TrainBackend> {
@@ -250,7 +162,7 @@ struct Rounds<'a, B: TrainBackend> {
     /// This rank's part of each projection's update, until it is sent.
     updates: Vec<Option<Inner<B>>>,
     like: Inner<B>,
-    group: &'a Group<B>,
+    exchange: &'a Exchange<'a, B>,
 }
 
 /// An exchange that has begun, and this rank's own part of it, which is not sent.
@@ -339,7 +251,7 @@ impl<B: TrainBackend> Rounds<'_, B> {
     }
 
     fn exchange(&self, given: Vec<(usize, Inner<B>)>, wanted: Vec<(usize, usize)>) -> Result<Pending<B>, TrainError> {
-        self.group.exchange(Exchanged { given, wanted, like: self.like.clone() })
+        (self.exchange)(Exchanged { given, wanted, like: self.like.clone() })
     }
 }
 

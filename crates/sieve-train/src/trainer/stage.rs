@@ -2,17 +2,16 @@
 use super::{AWAY, Reporter, Trainer};
 use crate::data::rows_needed;
 use crate::group::Share;
-use crate::optimizer::Holder;
 use crate::segment::Segment;
 use crate::validation::{ValidationSize, check_labels};
 use crate::{Precision, TrainError, TrainingData};
-use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::{DType, Tensor};
+use burn::module::Module;
+use burn::tensor::DType;
 use sieve_core::model::Conversion;
 use sieve_core::recipe::Stage;
 use sieve_core::{ModelShape, Recipe, ShownPath};
 use sieve_data::{Batch, Loader, LoaderConfig, Order, Packing, Prefetch, PrefetchPlan};
-use sieve_hf::{Checkpoint, ParameterLoader, converted_source, load_parameters};
+use sieve_hf::{Checkpoint, LoadedThen, ParameterLoader, converted_source, load_parameters};
 use sieve_nn::Qwen3;
 use sieve_ops::{RotaryEmbedding, TrainBackend};
 use std::collections::HashSet;
@@ -184,7 +183,7 @@ impl<B: TrainBackend> Trainer<B> {
         let mut read = |name: &str, shape: &[usize]| weights.tensor(name, shape).map_err(TrainError::from);
         let mut source = converted_source(&model, &conversion, &mut read);
         let loader = ParameterLoader::new(DType::F32, &mut source);
-        let mut held = Loaded { loader, holder: self.optimizer.holder(self.precision) };
+        let mut held = LoadedThen { loader, then: &mut self.optimizer.holder(self.precision) };
         let model = model.map(&mut held);
         held.loader.finish()?;
         if checkpoint.has_optimizer() && !fresh_optimizer {
@@ -231,29 +230,5 @@ impl<B: TrainBackend> Trainer<B> {
             let (before, after) = (before.loss, after.loss);
             format!("note: loss of the same {labels} held-out tokens: {before:.4} before, {after:.4} after")
         }))
-    }
-}
-
-/// Reads each parameter from a checkpoint and hands it to the optimizer before the next one is read.
-struct Loaded<'a, 'b, B: TrainBackend> {
-    loader: ParameterLoader<'a, 'b, TrainError>,
-    holder: Holder<'a, B>,
-}
-
-impl<B: TrainBackend> ModuleMapper<B> for Loaded<'_, '_, B> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let param = self.loader.map_float(param);
-        match self.loader.has_failed() {
-            true => param,
-            false => self.holder.map_float(param),
-        }
-    }
-
-    fn enter_module(&mut self, name: &str, container: &str) {
-        ModuleMapper::<B>::enter_module(&mut self.loader, name, container);
-    }
-
-    fn exit_module(&mut self, name: &str, container: &str) {
-        ModuleMapper::<B>::exit_module(&mut self.loader, name, container);
     }
 }

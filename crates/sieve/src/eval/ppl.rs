@@ -4,7 +4,9 @@ mod extrapolation;
 use super::line_chart::{self, Axis, Curve, Plot};
 use super::{output, text};
 use crate::data::account;
+use crate::exit::Exit;
 use crate::loaded::{PlaceArgs, on_device};
+use crate::model_ranks::{ModelBackend, ModelRanks, PlacedModel, own_place, with_ranks};
 use crate::text_files::FormatArg;
 use crate::{hub, loaded, selector, terminal};
 use anyhow::{Result, bail};
@@ -85,18 +87,29 @@ pub(crate) struct PplArgs {
 }
 
 /// Runs `sieve eval ppl`: perplexity and bits per byte on a text.
-pub(crate) fn run(mut args: PplArgs) -> Result<()> {
+pub(crate) fn run(mut args: PplArgs) -> Result<Exit> {
     args.checkpoint = hub::folder(&args.checkpoint)?;
-    args.result.check(&args.checkpoint, COMMAND, &[&args.plot])?;
-    let place = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
-        let context = args.context.unwrap_or(recipe.training.seq_len).max(1);
-        InferenceSize::rows_of(context, BATCH_TOKENS)
-    })?;
-    on_device!(place, run_on(&args))
+    with_ranks(|ranks| run_as(&args, ranks))
 }
 
-fn run_on<B: DeviceBackend>(args: &PplArgs, device: &B::Device, kept: Kept) -> Result<()> {
-    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
+/// Runs the command as one process, or as one of `ranks`.
+fn run_as(args: &PplArgs, ranks: Option<&ModelRanks>) -> Result<()> {
+    args.result.check(&args.checkpoint, COMMAND, &[&args.plot])?;
+    let place = own_place(args.place, ranks)?.for_checkpoint(&args.checkpoint, |recipe, _| {
+        let context = args.context.unwrap_or(recipe.training.seq_len).max(1);
+        InferenceSize { ranks: ranks.map_or(1, ModelRanks::size), ..InferenceSize::rows_of(context, BATCH_TOKENS) }
+    })?;
+    on_device!(place, run_on(args, ranks))
+}
+
+fn run_on<B: ModelBackend>(args: &PplArgs, ranks: Option<&ModelRanks>, device: &B::Device, kept: Kept) -> Result<()> {
+    let placed = PlacedModel::<B>::load(&args.checkpoint, device, kept, ranks)?;
+    placed.checked(measure(args, &placed.loaded, ranks.is_none_or(ModelRanks::prints), device))
+}
+
+/// Measures a model; `prints` says whether this process prints the result and writes its files.
+fn measure<B: DeviceBackend>(args: &PplArgs, loaded: &LoadedModel<B>, prints: bool, device: &B::Device) -> Result<()> {
+    let tokenizer = loaded::tokenizer(&loaded.tokenizer_path, &loaded.recipe)?;
     let context = args.context.unwrap_or(loaded.recipe.training.seq_len);
     let usual_stride = match args.by_position || args.plot.is_some() {
         true => context,
@@ -117,34 +130,37 @@ fn run_on<B: DeviceBackend>(args: &PplArgs, device: &B::Device, kept: Kept) -> R
     let mut selection = args.sparse.selection(&loaded.shape)?;
     // First, because it may refuse the model or the documents.
     let extrapolation = match args.extrapolate {
-        true => extrapolation::measure(args, &loaded, &tokenizer, device)?,
+        true => extrapolation::measure(args, loaded, &tokenizer, device)?,
         false => Vec::new(),
     };
     let chosen = selection.as_mut();
     let report = if args.recipe_validation {
-        let prepared = prepared_data(&loaded)?;
+        let prepared = prepared_data(loaded)?;
         // The first token of a document is not predicted.
         let total = prepared.meta.validation.num_tokens - prepared.meta.validation.num_documents;
         let total = total.min(args.max_tokens.unwrap_or(total));
         let documents = prepared_documents(&prepared, &tokenizer)?;
         let documents = first_tokens(documents, &tokenizer, args.max_tokens);
-        with_progress(&loaded, documents, &config, device, chosen, Some(total))?
+        with_progress(loaded, documents, &config, device, chosen, Some(total))?
     } else {
         let corpus = args.corpus()?;
         let mut read = corpus.documents();
         let documents = text_documents(read.by_ref(), &tokenizer, tokenizer.eos_id()?);
         let documents = first_tokens(documents, &tokenizer, args.max_tokens);
-        let report = with_progress(&loaded, documents, &config, device, chosen, args.max_tokens)?;
+        let report = with_progress(loaded, documents, &config, device, chosen, args.max_tokens)?;
         let mut lines = Vec::new();
         account::left_out("", read.report(), &mut lines);
         lines.iter().for_each(|line| terminal::remark(line));
         report
     };
+    if !prints {
+        return Ok(());
+    }
     if let Some(path) = &args.plot {
-        let title = format!("Loss by tokens seen: {}", output::model_name(&loaded));
+        let title = format!("Loss by tokens seen: {}", output::model_name(loaded));
         output::write(path, &loss_by_position(&title, &report.by_position, report.loss))?;
     }
-    print(args, &loaded, &config, &report, selection.as_ref(), &extrapolation)
+    print(args, loaded, &config, &report, selection.as_ref(), &extrapolation)
 }
 
 impl PplArgs {

@@ -97,6 +97,11 @@ pub(super) enum Resume {
     Latest,
 }
 
+/// As [`TrainArgs::long_patience`], by the seconds without a heartbeat after which a process counts as lost.
+pub(super) fn long_patience(seconds: u64) -> Duration {
+    Duration::from_secs(20 * seconds)
+}
+
 impl TrainArgs {
     /// The run's output folder: `--out`, or the recipe's own.
     pub(super) fn out_folder(&self) -> PathBuf {
@@ -167,7 +172,7 @@ impl TrainArgs {
 
     /// Work other than a step (such as preparing text) counts as hung after this time without progress.
     pub(super) fn long_patience(&self) -> Duration {
-        Duration::from_secs(20 * self.patience)
+        long_patience(self.patience)
     }
 
     /// Ends the program if `--resume` is combined with `--branch-from` or `--resume-from`, or if

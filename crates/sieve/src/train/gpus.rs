@@ -53,7 +53,7 @@ fn without_gpu(error: anyhow::Error, world: &World) -> anyhow::Error {
 }
 
 /// The device of this rank: with a GPU, the one of its `LOCAL_RANK`.
-fn own_choice(choice: DeviceChoice, world: &World) -> Result<DeviceChoice> {
+pub(crate) fn own_choice(choice: DeviceChoice, world: &World) -> Result<DeviceChoice> {
     // Slurm can make only its own GPU visible to each process; that GPU has index 0.
     let shows_one = variable("CUDA_VISIBLE_DEVICES").is_some_and(|list| !list.contains(','));
     let own = if shows_one { 0 } else { world.local_rank };
@@ -70,7 +70,7 @@ fn own_choice(choice: DeviceChoice, world: &World) -> Result<DeviceChoice> {
 }
 
 /// Ranks whose GPUs work together by NCCL, `degree` of them on each row.
-pub(super) fn connected(
+pub(crate) fn connected(
     mesh: Arc<Mesh>,
     device: &CudaDevice,
     degree: usize,

@@ -41,7 +41,7 @@ impl Event {
 
 /// The command of `--on-event`, and the output folder of its run.
 #[derive(Clone, Debug)]
-pub(super) struct OnEvent {
+pub(crate) struct OnEvent {
     command: Option<String>,
     out: PathBuf,
     limit: Duration,
@@ -50,6 +50,11 @@ pub(super) struct OnEvent {
 impl OnEvent {
     pub(super) fn new(command: Option<String>, out: &Path) -> Self {
         Self { command, out: out.to_owned(), limit: LIMIT }
+    }
+
+    /// No command.
+    pub(crate) fn nothing() -> Self {
+        Self::new(None, Path::new(""))
     }
 
     /// Runs the command and waits for it. If it fails, prints a warning; the run is not affected.

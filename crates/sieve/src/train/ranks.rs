@@ -1,5 +1,5 @@
 //! `sieve train` as one of several ranks: which of them prints an error, and how all end.
-use super::arguments::TrainArgs;
+use super::arguments::{TrainArgs, long_patience};
 use super::gpus::{end_now, other_lost};
 use super::on_event::{Event, OnEvent};
 use super::one::run_one;
@@ -15,6 +15,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+/// What follows the line about a lost rank of a training run.
+const RESUME: &str = "\n  hint: the same command with --resume=auto continues from the last checkpoint";
+
 /// Trains as one rank of `world`. Rank 0 prints and runs the command of `--on-event`; other ranks print only errors
 /// that rank 0 cannot know. If rank 0 is lost, rank 1 takes over both.
 pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Exit> {
@@ -25,25 +28,37 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
         }
         bail!("--sweep works in one process, and these are {size}\n  hint: leave out sieve launch or torchrun");
     }
+    // Installed before this rank waits for the others: a launcher that dies has perhaps not started all of them.
+    let interrupt = Interrupt::install(rank == 0)?;
+    joined(world, args.patience, (events, RESUME), |mesh| run_one(args, Some(mesh), interrupt))
+}
+
+/// Joins the ranks of `world` and does `work`. Rank 0 prints errors and runs the command of `events`; the hint follows
+/// the line about a lost rank.
+pub(crate) fn joined(
+    world: World,
+    patience: u64,
+    (events, hint): (&OnEvent, &'static str),
+    work: impl FnOnce(Arc<Mesh>) -> Result<Exit>,
+) -> Result<Exit> {
+    let rank = world.rank;
     let late = events.clone();
     let give_up = move |failure: &Failure| {
-        tell(rank, failure, &late);
+        tell(rank, failure, (&late, hint));
         end_now(other_lost());
     };
     let timeouts = Timeouts {
-        silence: Duration::from_secs(args.patience),
-        still: Duration::from_secs(10 * args.patience / 3),
-        long: args.long_patience(),
+        silence: Duration::from_secs(patience),
+        still: Duration::from_secs(10 * patience / 3),
+        long: long_patience(patience),
         ..Timeouts::default()
     };
-    // Installed before this rank waits for the others: a launcher that dies has perhaps not started all of them.
-    let interrupt = Interrupt::install(rank == 0)?;
     let mesh = match Mesh::join(world, env!("CARGO_PKG_VERSION"), timeouts, give_up) {
         Ok(mesh) => Arc::new(mesh),
         Err(error) if rank == 0 => return events.ended(Err(error.into())),
         Err(error) => return Err(error.into()),
     };
-    match stopped_by(is_unsaved, run_one(args, Some(mesh.clone()), interrupt), rank == 0) {
+    match stopped_by(is_unsaved, work(mesh.clone()), rank == 0) {
         Ok(exit) => {
             mesh.leave();
             match rank {
@@ -61,7 +76,7 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
                 _ => None,
             };
             if let Some(failure) = lost {
-                tell(rank, &failure, events);
+                tell(rank, &failure, (events, hint));
                 return Ok(other_lost());
             }
             let text = terminal::error_text(&error);
@@ -77,7 +92,7 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
 
 /// Prints why all ranks stop and runs the command of `--on-event`. Only rank 0 does so, or rank 1 if rank 0 failed, and
 /// only once.
-fn tell(rank: usize, failure: &Failure, events: &OnEvent) {
+fn tell(rank: usize, failure: &Failure, (events, hint): (&OnEvent, &str)) {
     static WAS_CALLED: AtomicBool = AtomicBool::new(false);
     if WAS_CALLED.swap(true, Ordering::Relaxed) {
         return;
@@ -95,11 +110,11 @@ fn tell(rank: usize, failure: &Failure, events: &OnEvent) {
     }
     let (event, hint) = match failure.loss {
         Loss::Error(_) => (Event::Failed, ""),
-        _ => (Event::Lost, "\n  hint: the same command with --resume=auto continues from the last checkpoint"),
+        _ => (Event::Lost, hint),
     };
     let text = format!("error: {failure}");
     if !is_printed {
-        terminal::note(&format!("{text}{hint}"));
+        terminal::fault(&format!("{text}{hint}"));
     }
     // Rank 0 has already run the command for its own error.
     if !(event == Event::Failed && failure.rank == 0) {

@@ -20,8 +20,8 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
     use sieve_core::recipe::GradientDtype::{Bf16, F32};
     let expected = [(1, F32, 1), (1, Bf16, 1), (2, F32, 4), (2, Bf16, 4), (3, F32, 4), (3, Bf16, 4)];
     assert!(found.eq(expected), "{:?}", whole.zero_stages);
-    // Muon shards as AdamW does, and the blocks' matrices have one moment. Each rank sends its piece of an update to the
-    // rank that orthogonalises it, and gets as much back.
+    // Muon shards as AdamW does, and the blocks' matrices have one moment. Each rank sends its piece of an update to
+    // the rank that orthogonalises it, and gets as much back.
     let [muon, adamw] = ["Muon", "AdamW"].map(|name| planned(2, &[&format!("optimizer.name={name}")]));
     assert!(muon.zero_stages.iter().map(|way| way.zero_stage).eq([1, 1, 2, 2, 3, 3]), "{:?}", muon.zero_stages);
     let of_muon = recipe(DMA_1P7B, &["optimizer.name=Muon"]);
