@@ -8,6 +8,7 @@ import traceback
 
 import torch
 from parity import random
+from speed_of_tiles import speed_of_block_sparse
 
 import sieve_attention as sieve
 from sieve_attention import _library, definitions
@@ -525,34 +526,12 @@ def speed():
     *wide, _ = qkv(tokens, kv_heads=16, width=192, grad=True)
     narrow = random(1, tokens, 16, 128, device=DEVICE, seed=10).requires_grad_()
     both("latent", lambda: sieve.attention(*wide, narrow), (*wide, narrow), d_o)
-    found |= speed_of_block_sparse(tokens)
+    found |= speed_of_block_sparse(tokens, qkv, milliseconds)
     for batch in (16, 1):
         for name, call in decoding(batch, 131_072).items():
             found[f"{name}, {batch} x 131072"] = milliseconds(call)
     for batch, latents in ((1, 8192), (1, 131_072), (16, 8192)):
         found[f"mla_decode, {batch} x {latents}"] = milliseconds(latent_decoding(batch, latents))
-    return found
-
-
-def speed_of_block_sparse(tokens):
-    """32 query heads over 8 under random masks: the diagonal block and a share `density` of the earlier ones."""
-    found, (q, k, v) = {}, qkv(tokens, heads=32)
-    for block, density in ((128, 1.0), (128, 0.125), (128, 0.0625), (64, 0.125)):
-        count = tokens // block
-        row = torch.arange(count, device=DEVICE)
-        number = torch.rand(32, count, count, generator=torch.Generator(DEVICE).manual_seed(5), device=DEVICE)
-        # The place of each earlier block in a random order.
-        place = number.masked_fill(row >= row[:, None], 2.0).argsort(-1).argsort(-1)
-        wanted = (density * (row + 1)).round().clamp(min=1) - 1
-        mask = sieve.block_mask((place < wanted[:, None]) | (row == row[:, None]), block)
-        name = f"block_sparse, blocks of {block}, density {density}"
-        found[name] = milliseconds(lambda: sieve.block_sparse(q, k, v, mask))
-        mine = [x.detach().requires_grad_() for x in (q, k, v)]
-        for order in (False, True):
-            both = lambda: torch.autograd.grad(  # noqa: E731
-                sieve.block_sparse(*mine, mask, deterministic=order), mine, q
-            )
-            found[f"{name}, both{', fixed order' if order else ''}"] = milliseconds(both, 7)
     return found
 
 
@@ -597,7 +576,7 @@ def tiles():
             pair()
         found[f"host us, {name}: forward"], found[f"host us, {name}: a pair"] = micros(call), micros(pair)
     if has_gpu:
-        found |= speed_of_block_sparse(32768)
+        found |= speed_of_block_sparse(32768, qkv, milliseconds)
     return found
 
 
