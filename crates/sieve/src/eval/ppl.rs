@@ -1,9 +1,9 @@
 //! `sieve eval ppl`: perplexity and bits per byte on text.
 mod extrapolation;
 
-use super::line_chart::{self, Axis, Curve, Plot};
 use super::{output, text};
 use crate::data::account;
+use crate::draw::line_chart::{self, Axis, Curve, Plot};
 use crate::loaded::{PlaceArgs, on_device};
 use crate::text_files::FormatArg;
 use crate::{loaded, selector, terminal};
