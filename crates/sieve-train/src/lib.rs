@@ -25,6 +25,7 @@ mod run_folder;
 mod session;
 mod tensorboard;
 mod trainer;
+mod tries;
 mod unigram;
 mod validation;
 
@@ -47,4 +48,5 @@ pub use report::{SkippedStep, StepReport, TrainEvent, TrainSummary, ValidationRe
 pub use run_folder::{RunFolder, Start};
 pub use segments::{BlockSettings, MicroBatchResult, accumulate_gradients_with};
 pub use session::{FoundRun, Opened, RecipeFile, RunRequest, Session, check_recipe};
-pub use trainer::{FaultInjection, Moment, Trainer, WriteLimits, step_batch, tidy_finished};
+pub use trainer::{FaultInjection, Moment, Trainer, step_batch, tidy_finished};
+pub use tries::WriteLimits;
