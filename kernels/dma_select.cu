@@ -46,7 +46,9 @@ static_assert(BLOCK == SELECT_THREADS, "one thread per arrival, one block of thr
 static_assert(PREFIX_BLOCK % BLOCK == 0, "a block must not straddle a boundary of dma_select_prefix");
 
 struct DmaSelectParams {
-  u64 seq_len, num_kv_heads, keep_window_size, local_window_size;
+  u64 seq_len, num_kv_heads;
+  u64 num_ranked;  // keys that are kept for their rank: keep_window_size - local_window_size
+  u64 local_window_size;
 };
 
 struct Shared {
@@ -121,7 +123,7 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
   __shared__ Shared shared;
   extern __shared__ __align__(16) unsigned char staged_memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  const i32 seq_len = (i32)params.seq_len, window = (i32)params.keep_window_size, local = (i32)params.local_window_size;
+  const i32 seq_len = (i32)params.seq_len, window = (i32)params.num_ranked, local = (i32)params.local_window_size;
   const u32 head = blockIdx.z * (u32)params.num_kv_heads + blockIdx.y;
   const i64 tokens = (i64)blockIdx.z * seq_len;
   const u32* row_z = (const u32*)(z + (i64)head * seq_len);

@@ -1,7 +1,7 @@
 // dma_select_prefix: first of two launches of the DMA selection in sequences of more than 2 * PREFIX_BLOCK tokens: for
 // each boundary S of PREFIX_BLOCK positions the w keys that survive at S, so that dma_select need not look further back
 // than one block.
-// Math       survivors(S) = the w = keep_window_size largest (z_j, j) over doc_start[S] <= j < S (-0 counts as +0, ties
+// Math       survivors(S) = the w = num_ranked largest (z_j, j) over doc_start[S] <= j < S (-0 counts as +0, ties
 //            to the more recent key). Written only where S - doc_start[S] > w; elsewhere every key of the document
 //            survives.
 // Layout     z f32 [batch, num_kv_heads, seq_len]; doc_start i32 [batch, seq_len];
@@ -23,7 +23,7 @@ static_assert(PREFIX_BLOCK % 1024 == 0, "a block of dma_select must not straddle
 constexpr int MAX_CANDIDATES = 4096;  // keys that share the threshold's digits, in shared memory
 
 struct DmaSelectPrefixParams {
-  u64 seq_len, num_kv_heads, keep_window_size;
+  u64 seq_len, num_kv_heads, num_ranked;
 };
 
 struct Shared {
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
                       const __grid_constant__ DmaSelectPrefixParams params) {
   __shared__ Shared shared;
   const int block = gridDim.x - blockIdx.x;  // the longest prefix starts first
-  const i32 seq_len = (i32)params.seq_len, window = (i32)params.keep_window_size;
+  const i32 seq_len = (i32)params.seq_len, window = (i32)params.num_ranked;
   const i64 head = (i64)blockIdx.z * params.num_kv_heads + blockIdx.y;
   const u32* row_z = (const u32*)(z + head * seq_len);
   const i32 boundary = block * PREFIX_BLOCK;

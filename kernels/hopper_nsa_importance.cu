@@ -7,7 +7,7 @@
 // Layout     as nsa_importance
 // Buffers    q, keys, lse, doc_start, doc_end, importance
 // Defines    HEAD_DIM 64|128; RULE 0|1|3
-// Tiling     grid (ceil(num_queries / (128 / group)), num_kv_heads, batch); 256 threads: 128 rows (queries x heads, a
+// Tiling     grid (ceil(num_queries / (128 / group)), choosers, batch); 256 threads: 128 rows (queries x heads, a
 //            query's heads side by side) against 128 slots a step, counted from a document's first; two blocks a
 //            multiprocessor; dynamic shared bytes = 3 * 128 * HEAD_DIM * 2 + 1024
 // Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own
@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                           float* importance, const __grid_constant__ NsaImportanceParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = (shared_address(shared_memory) + 1023) & ~1023u, k_shared = shared + TILE_BYTES;
-  const int seq_len = (int)params.seq_len, heads = (int)params.num_kv_heads, group = (int)params.num_heads / heads,
+  const int seq_len = (int)params.seq_len, heads = (int)params.choosers, group = (int)params.num_heads / heads,
             tile_queries = ROWS / group, key_heads = heads / (int)params.key_group;
   const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, num_slots = (int)params.num_slots,
             warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0), lane = (int)threadIdx.x % 32;

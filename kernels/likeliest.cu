@@ -10,7 +10,7 @@
 
 constexpr int THREADS = 1024, NUM_WARPS = THREADS / 32;
 
-struct LikeliestParams { u64 width, x_stride; };
+struct LikeliestParams { u64 num_tokens, x_stride; };
 
 // A logit and its index; index -1 stands for a NaN, which counts as larger than all logits.
 struct Place {
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ float values[NUM_WARPS];
   __shared__ i32 places[NUM_WARPS];
   const bf16* row = x + blockIdx.x * params.x_stride;
-  const i32 width = (i32)params.width;
+  const i32 width = (i32)params.num_tokens;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Place best = {-INFINITY_F32, width};
 #pragma unroll 8

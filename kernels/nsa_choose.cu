@@ -2,17 +2,17 @@
 // most important; of equally important ones the later (arXiv:2502.11089, eq. 11, with two last ones and a first one).
 // Math       the num_selected largest by (importance, number of the block), the forced ones first; a query whose own
 //            block is b has b + 1 to choose from
-// Layout     importance f32 [batch, num_kv_heads, num_queries, num_blocks] of the queries from first_query on,
+// Layout     importance f32 [batch, choosers, num_queries, num_blocks] of the queries from first_query on,
 //            as nsa_importance writes it; doc_start i32 [batch, seq_len]; block_indices i32
-//            [batch, seq_len, num_kv_heads, num_selected]: ascending, counted from the document's first token, then -1
+//            [batch, seq_len, choosers, num_selected]: ascending, counted from the document's first token, then -1
 // Buffers    importance, doc_start, block_indices
 // Defines    QUERY_THREADS (32: a warp a query; 1024: a block a query, for few queries with long rows)
 // Method     a warp: of each lane's importances the largest; the needed-th largest of those 32 is a bound that the
 //            chosen reach. If at most 32 importances reach it, each goes to a lane, which counts the larger ones.
 //            Otherwise the least importance taken is found bit by bit. A block: radix_select.cuh finds the least taken
 //            (importance, number); each warp then writes what its blocks have taken, behind the warps before
-// Tiling     32: grid (ceil(num_queries / 8), num_kv_heads, batch), 256 threads; 1024: grid (num_queries,
-//            num_kv_heads, batch), 1024 threads
+// Tiling     32: grid (ceil(num_queries / 8), choosers, batch), 256 threads; 1024: grid (num_queries,
+//            choosers, batch), 1024 threads
 // Numerics   exact; every element of these queries written
 // Edges      any num_selected >= 1, num_local >= 1; forced blocks beyond num_selected stay out, first ones before last
 //            ones; NaN counts as most important; 1024: num_blocks at most 2^22 (radix_select.cuh)
@@ -30,7 +30,7 @@ static_assert(QUERY_THREADS == 32 || QUERY_THREADS == SELECT_THREADS, "a query h
 constexpr int HELD = 32;  // importances that a lane keeps in registers; further ones are read again
 
 struct NsaChooseParams {
-  u64 seq_len, num_kv_heads, select_size, num_selected, first_query, num_queries, num_blocks;
+  u64 seq_len, choosers, select_size, num_selected, first_query, num_queries, num_blocks;
   u64 num_first, num_local;  // forced blocks
 };
 
@@ -173,14 +173,14 @@ extern "C" __global__ void __launch_bounds__(QUERY_THREADS * QUERIES)
   const int own =
                 __shfl_sync(~0u, (query - doc_start[(u64)batch * params.seq_len + query]) / (int)params.select_size, 0),
             num_selected = (int)params.num_selected;
-  i32* chosen = block_indices + (((u64)batch * params.seq_len + query) * params.num_kv_heads + kv_head) * num_selected;
+  i32* chosen = block_indices + (((u64)batch * params.seq_len + query) * params.choosers + kv_head) * num_selected;
   // The list begins with the document's first blocks and ends with the last ones up to the query's own.
   const int count = min(num_selected, own + 1), last = min(count, (int)params.num_local),
             first = min(count - last, (int)params.num_first);
   const int needed = count - last - first;
 
   if (needed > 0) {
-    const u64 row = ((u64)batch * params.num_kv_heads + kv_head) * params.num_queries + in_range;
+    const u64 row = ((u64)batch * params.choosers + kv_head) * params.num_queries + in_range;
     const Choice choice = {importance + row * params.num_blocks + first, own + 1 - last - first, needed, chosen + first,
                            first};
     if (choice.count <= needed) {

@@ -8,12 +8,12 @@
 //            RULE 2: q_i . k_b, 0 for a block that has not ended;
 //            RULE 3: max over the slots c of block b that i sees of q_i . k_c
 // Layout     q bf16 [batch, seq_len, heads, HEAD_DIM]: any token and batch stride and an element offset, all multiples
-//            of 8; keys bf16 [batch, num_slots, num_kv_heads / key_group, HEAD_DIM]; lse f32 [batch, num_heads,
-//            seq_len], of RULE 2 and 3 not read; doc_start i32 [batch, seq_len]; importance f32 [batch, num_kv_heads,
+//            of 8; keys bf16 [batch, num_slots, choosers / key_group, HEAD_DIM]; lse f32 [batch, num_heads,
+//            seq_len], of RULE 2 and 3 not read; doc_start i32 [batch, seq_len]; importance f32 [batch, choosers,
 //            num_queries, num_blocks] of the queries from first_query on; contiguous
 // Buffers    q, keys, lse, doc_start, doc_end, importance
 // Defines    HEAD_DIM 64|128; RULE 0|1|2|3
-// Tiling     grid (ceil(num_queries / (64 / group)), num_kv_heads, batch); 128 threads: 64 rows (queries x heads, a
+// Tiling     grid (ceil(num_queries / (64 / group)), choosers, batch); 128 threads: 64 rows (queries x heads, a
 //            query's heads side by side) against 64 slots a step; dynamic shared bytes = 192 * HEAD_DIM * 2 + 64 * (64
 //            + CARRY + 1) * 4
 // Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     nsa_importance(const bf16* q, const bf16* keys, const float* lse, const i32* doc_start, const i32* doc_end,
                    float* importance, const __grid_constant__ NsaImportanceParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  const int seq_len = (int)params.seq_len, heads = (int)params.num_kv_heads, group = (int)params.num_heads / heads,
+  const int seq_len = (int)params.seq_len, heads = (int)params.choosers, group = (int)params.num_heads / heads,
             tile_queries = ROWS / group, key_heads = heads / (int)params.key_group;
   const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, num_slots = (int)params.num_slots;
   const int range_end = min((int)(params.first_query + params.num_queries), seq_len);

@@ -15,8 +15,8 @@
 #include "common/types.cuh"
 
 struct SelectGateParams {
-  u64 num_probes, num_blocks, block, context, gamma, tile, first_head;
-  u64 sinks, k, num_exact;
+  u64 num_probes, num_blocks, block, context, gamma, query_block, first_head;
+  u64 first_tiles, k, num_exact;
 };
 
 // The x below which a standard normal variable stays with probability p.
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(64)
   const int probe = (int)(blockIdx.x * 64 + threadIdx.x), probes = (int)params.num_probes,
             blocks = (int)params.num_blocks, block = (int)params.block;
   if (probe >= probes) return;
-  const int gamma = (int)params.gamma, context = (int)params.context, tile = (int)params.tile,
+  const int gamma = (int)params.gamma, context = (int)params.context, tile = (int)params.query_block,
             head = (int)params.first_head + (int)blockIdx.y, words = ceil_div(blocks, 32);
   lse += (u64)blockIdx.y * blocks * probes + probe;
   chosen += ((u64)head * probes + probe) * words;
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(64)
     return;
   }
   const int first_probe = probe * gamma / tile * tile, end = max((context + first_probe + 1) / block - 1, 0),
-            begin = min((int)params.sinks, end), count = end - begin;
+            begin = min((int)params.first_tiles, end), count = end - begin;
   const auto choose = [&](int j) { chosen[j / 32] |= 1u << j % 32; };
   if (count <= (int)params.k) {
     for (int j = begin; j < end; ++j) choose(j);

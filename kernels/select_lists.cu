@@ -1,6 +1,6 @@
 // select_lists: the tiles that each list of a mask keeps, from the blocks that heads kept.
 // Math       tile j of row i: some head of the list kept its block, or it meets the row's queries or the `local` tokens
-//            before them, or it is one of the first `sinks`; all tiles where a head met a NaN. A row of blocks is
+//            before them, or it is one of the first `first_tiles`; all tiles where a head met a NaN. A row of blocks is
 //            block / tile rows of tiles, and the blocks that meet its queries are kept whole.
 //            With segments, tokens move inside them, if at all: a row keeps the tiles of its own segments that hold a
 //            key not after one of its queries, and with keeps_first the tile of key 0
@@ -23,7 +23,7 @@
 struct SelectListsParams {
   u64 num_queries, num_keys, block, offset, query_block;
   u64 tile, heads_per_list, num_lists_per_order;
-  u64 local, sinks;
+  u64 local, first_tiles;
   u64 segment, keeps_first, moves_keys, moves_queries;
   u64 stride, limit, seed, is_linear, by_block;
 };
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(128)
   const int own = blocks.own(block_row, segment), own_end = blocks.own_end(block_row, segment),
             admissible = segment ? own_end : tiles.admissible(row);
   const int band = segment ? own : max(tiles.first(row) - (int)params.local, 0) / tiles.block,
-            sinks = (int)params.sinks;
+            sinks = (int)params.first_tiles;
   bool dense = false;
   for (int head = 0; head < heads; ++head) dense |= nan[list * heads + head] != 0;
   const u64 at_row = (u64)list * rows + row;

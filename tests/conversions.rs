@@ -2,9 +2,9 @@
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_flex::Flex;
 use sieve_core::model::Conversion;
-use sieve_core::model::test_shapes::{tiny_dma, tiny_nsa};
+use sieve_core::model::test_shapes::{tiny_dma, tiny_nsa, with_keys};
 use sieve_core::recipe::AttentionKind;
-use sieve_core::{Attention, DmaShape, InfllmV2Shape, MobaShape, ModelShape, MsaShape};
+use sieve_core::{Attention, DmaShape, ModelShape};
 use sieve_hf::{load_converted, named_parameters};
 use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::Documents;
@@ -16,18 +16,16 @@ fn of_whole_rows(kind: AttentionKind) -> Attention {
         AttentionKind::Nsa => tiny_nsa().attention,
         AttentionKind::Swa => Attention::swa(ROW),
         AttentionKind::Dma => Attention::Dma(DmaShape::published(ROW)),
-        AttentionKind::InfllmV2 => Attention::InfllmV2(InfllmV2Shape {
-            compress_block_size: 4,
-            compress_stride: 2,
-            select_block_size: 4,
-            num_selected_blocks: 16,
-            num_local_blocks: 8,
-        }),
-        AttentionKind::Moba => Attention::Moba(MobaShape { select_block_size: 4, num_selected_blocks: 16 }),
-        AttentionKind::Msa => {
-            let blocks = MsaShape { select_block_size: 4, num_selected_blocks: 16, ..MsaShape::published() };
-            Attention::Msa(blocks)
-        }
+        _ => with_keys(
+            kind.example(),
+            &[
+                ("compress_block_size", 4),
+                ("compress_stride", 2),
+                ("select_block_size", 4),
+                ("num_selected_blocks", 16),
+                ("num_local_blocks", 8),
+            ],
+        ),
     }
 }
 

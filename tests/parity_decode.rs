@@ -2,6 +2,8 @@
 use crate::random_model::{VOCAB_SIZE, generated, greedy, ids, kinds, max_difference, random_model, recipe, tokens};
 use burn_flex::Flex;
 use sieve_core::Attention;
+use sieve_core::model::test_shapes::with_keys;
+use sieve_core::recipe::AttentionKind;
 use sieve_eval::{BatchGenerator, GenerateConfig, Generator, Sampling, logits};
 use sieve_nn::{KvCache, Qwen3};
 
@@ -73,17 +75,13 @@ fn the_window_matters_at_these_sizes() {
 
 /// The recipe with a window that holds all tokens.
 fn recipe_with_window(recipe: &sieve_core::Recipe) -> sieve_core::Recipe {
-    use sieve_core::recipe::{Attention, SwaShape};
     let mut wide = recipe.clone();
-    match &mut wide.attention.own {
-        Attention::Nsa(nsa) => nsa.window_size = LEN,
-        Attention::InfllmV2(infllm) => infllm.num_selected_blocks = LEN,
-        Attention::Moba(moba) => moba.num_selected_blocks = LEN,
-        Attention::Msa(msa) => msa.num_selected_blocks = LEN,
-        Attention::Swa(SwaShape { sliding_window }) => *sliding_window = LEN,
-        Attention::Dma(dma) => dma.keep_window_size = LEN,
-        _ => {}
-    }
+    let own = wide.attention.own;
+    wide.attention.own = match own.kind() {
+        // Its window alone is wide, and its blocks stay as they are.
+        AttentionKind::Nsa => with_keys(own, &[("window_size", LEN)]),
+        _ => with_keys(own, &[("num_selected_blocks", LEN), ("sliding_window", LEN), ("keep_window_size", LEN)]),
+    };
     wide
 }
 

@@ -114,7 +114,7 @@ struct IndexGradientParams : NsaSelectedAttentionForwardParams {
 };
 
 struct NsaImportanceParams {
-  u64 seq_len, num_heads, num_kv_heads, q_offset, q_token_stride, q_batch_stride;  // elements
+  u64 seq_len, num_heads, choosers, q_offset, q_token_stride, q_batch_stride;      // elements
   u64 softmax_scale;                                                               // f32 bits
   u64 compress_size, stride, select_size, num_slots, first_query, num_queries, num_blocks;
   u64 key_group;  // heads that choose by one head of pooled keys

@@ -10,7 +10,7 @@ use crate::extent::Extent;
 use crate::report::{Outcome, Report, wrong};
 use crate::shape::shape_of_call;
 use sieve_core::{BlockSelection, KeyMask};
-use sieve_kernels::{DType, KernelError, KeySource, LongChoice};
+use sieve_kernels::{Amount, DType, KernelError, KeySource, LongChoice};
 use sieve_select::prefill::minference::Pattern;
 use sieve_select::{Call, CallShape, Method, Selected, Selector};
 use sieve_testing::Random;
@@ -155,19 +155,13 @@ fn long_choices(device: &dyn Device, extent: &Extent) -> [(&'static str, Outcome
     // The three large masses and two thirds of the small ones.
     let goal = 3.0 + small * (by_mass * 2 / 3) as f32;
     let needed = ((f64::from(goal) - 3.0) / f64::from(small)).ceil() as usize;
-    let choice = |masses: &[f32], [top, num_first]: [usize; 2], goal: f32| -> Result<Vec<i32>, KernelError> {
+    let choice = |masses: &[f32], amount: Amount<'_>| -> Result<Vec<i32>, KernelError> {
         let length = masses.len();
         let scores = device.float(masses, &[1, length], DType::F32);
         let nan_rows = device.int(&[0], &[1]);
         let kept = scores.empty_contiguous(&[1, length.div_ceil(32)], DType::I32);
         let first_and_num_heads = [0, 1];
-        let choice = LongChoice {
-            top,
-            num_first,
-            goal,
-            ..LongChoice::new([&scores, &kept, &nan_rows], first_and_num_heads, length)
-        };
-        choice.choose()?;
+        LongChoice::new([&scores, &kept, &nan_rows], first_and_num_heads, length, amount).choose()?;
         device.ints(&kept)
     };
     let judge = |words: Result<Vec<i32>, KernelError>, expected: &dyn Fn(usize) -> bool| -> Outcome {
@@ -188,9 +182,12 @@ fn long_choices(device: &dyn Device, extent: &Extent) -> [(&'static str, Outcome
     let top = by_number / 2 + 1;
     let equal = vec![0.25; by_number];
     [
-        ("by mass", judge(choice(&masses, [0, 0], goal), &|at| large(at) || first(at))),
-        ("by number", judge(choice(&equal, [top, 0], 0.0), &|at| at < top)),
-        ("by number, the first in any case", judge(choice(&equal, [top, 1], 0.0), &|at| at < top)),
+        ("by mass", judge(choice(&masses, Amount::Sum { goal, strict: false }), &|at| large(at) || first(at))),
+        ("by number", judge(choice(&equal, Amount::Count { top, num_first: 0 }), &|at| at < top)),
+        (
+            "by number, the first in any case",
+            judge(choice(&equal, Amount::Count { top, num_first: 1 }), &|at| at < top),
+        ),
     ]
 }
 

@@ -41,7 +41,7 @@ pub enum BenchRows {
     Selectors,
     /// Decoding of one new token, under each decode selector.
     Decode,
-    /// Native sparse attention, InfLLM-V2, MoBA and MSA, and dense attention.
+    /// Native sparse attention, the kinds that choose blocks, and dense attention.
     Nsa,
     /// DMA alone, as published and in the recipes' form.
     Dma,

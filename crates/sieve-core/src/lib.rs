@@ -39,6 +39,7 @@ mod keys;
 pub mod kinds;
 mod model_line;
 mod nsa_blocks;
+mod refusal;
 mod score_matrix;
 mod short_form;
 mod shown;
@@ -66,6 +67,7 @@ pub use model_line::{
 pub use nsa_blocks::NsaBlocks;
 pub use pickles::how_to_convert;
 pub use recipe::{Recipe, RecipeError};
+pub use refusal::Refusal;
 pub use score_matrix::{MOST_REFERENCE_SCORES, ReferenceTooLarge, ScoreMatrix};
 pub use short_form::number_of_short_form;
 pub use shown::{Shown, ShownPath, quoted, shell_word, shown_text};

@@ -1,6 +1,6 @@
 //! The one error type of the crate.
 
-use sieve_core::ShownPath;
+use sieve_core::{Refusal, ShownPath};
 use sieve_files::FileError;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
@@ -63,13 +63,8 @@ pub enum DataError {
         reason: String,
     },
     /// A problem of no single file or setting: a data set of the hub, or a corpus or split without documents.
-    #[error("{what}\n  hint: {hint}")]
-    Refused {
-        /// What is wrong, and where.
-        what: String,
-        /// How to fix the problem.
-        hint: Cow<'static, str>,
-    },
+    #[error(transparent)]
+    Refused(#[from] Refusal),
     /// A library or a thread failed, and no setting would help.
     #[error("{0}")]
     Failed(String),
@@ -138,8 +133,7 @@ impl DataError {
     }
 
     pub(crate) fn refused(what: impl Into<String>, hint: impl Into<Cow<'static, str>>) -> Self {
-        let (what, hint) = (what.into(), hint.into());
-        Self::Refused { what, hint }
+        Refusal::new(what, hint).into()
     }
 
     /// The error for an invalid glob pattern.

@@ -1,5 +1,5 @@
 //! Errors of sieve-eval.
-use sieve_core::{ModelShape, attention_label, did_you_mean};
+use sieve_core::{ModelShape, Refusal, attention_label, did_you_mean};
 use std::borrow::Cow;
 
 /// Every error of an evaluation.
@@ -94,13 +94,8 @@ pub enum EvalError {
         reason: String,
     },
     /// Files, rows or sizes that contradict each other.
-    #[error("{what}\n  hint: {hint}")]
-    Refused {
-        /// What contradicts, and where.
-        what: String,
-        /// How to fix the problem.
-        hint: Cow<'static, str>,
-    },
+    #[error(transparent)]
+    Refused(#[from] Refusal),
     /// A kernel refused a selector's mask.
     #[error("{selector}: attention under its mask: {reason}\n  hint: use --device cpu, and report this")]
     Kernel {
@@ -113,8 +108,7 @@ pub enum EvalError {
 
 impl EvalError {
     pub(crate) fn refused(what: String, hint: impl Into<Cow<'static, str>>) -> Self {
-        let hint = hint.into();
-        Self::Refused { what, hint }
+        Refusal::new(what, hint).into()
     }
 
     /// The error about a selector for a model of `shape`, which has no dense layer.

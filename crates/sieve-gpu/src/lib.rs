@@ -50,6 +50,6 @@ pub use runtime::operands::operand;
 pub use runtime::recording::{BufferView, Hardware, Launch, MapData, Recorder, Step, recorded_at};
 pub use runtime::source::KernelText;
 pub use runtime::source_kernel::{LaunchRequest, SourceKernel, TileMap};
-pub use select::{KeptKeys, LongChoice, SelectorStep};
+pub use select::{Amount, KeptKeys, LongChoice, SelectorStep};
 pub use sieve_core::{Arrivals, KernelFamilies, KernelPolicy, SumOrder};
 pub use specialisations::{AttentionNeeds, NeededKernels, NeededKeys};

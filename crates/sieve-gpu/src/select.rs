@@ -107,70 +107,91 @@ pub struct LongChoice<'a> {
     pub kept: &'a CudaTensor,
     /// i32 `[all heads]`: 1 is added for a head with a NaN score; such a head chooses nothing.
     pub nan_rows: &'a CudaTensor,
-    /// `top` of each head, i32 `[all heads]`: with 0 the entries are chosen by `goal`, without regard to `num_first`;
-    /// below 0 nothing is chosen.
-    pub tops: Option<&'a CudaTensor>,
     /// The first head, and the number of heads.
     pub heads: [usize; 2],
     /// Scores of a row.
     pub length: usize,
-    /// How many entries are chosen; with 0 as many of the largest as it takes for their sum to reach `goal`.
-    pub top: usize,
-    /// Number of first entries that are always chosen; they count towards `top`.
-    pub num_first: usize,
-    /// The sum to reach; infinity chooses all entries.
-    pub goal: f32,
-    /// Whether the sum must exceed `goal` rather than reach it.
-    pub strict: bool,
+    /// How many entries of a row are chosen.
+    pub amount: Amount<'a>,
     /// Whether entries of minus infinity are never chosen.
     pub drops_absent: bool,
 }
 
+/// How many entries of each row a [`LongChoice`] chooses.
+#[derive(Clone, Copy, Debug)]
+pub enum Amount<'a> {
+    /// The `top` largest, among them the first `num_first` entries, whatever their scores.
+    Count {
+        /// Number of entries.
+        top: usize,
+        /// Number of first entries that are always chosen.
+        num_first: usize,
+    },
+    /// As many of the largest as it takes for their sum to reach a goal.
+    Sum {
+        /// The sum to reach; infinity chooses all entries.
+        goal: f32,
+        /// Whether the sum must exceed `goal` rather than reach it.
+        strict: bool,
+    },
+    /// A number of each head, which the device has computed.
+    OfHead {
+        /// i32 `[all heads]`: above 0 as [`Count`](Self::Count) with this `top`, 0 as [`Sum`](Self::Sum), below 0 none.
+        tops: &'a CudaTensor,
+        /// Number of first entries that are always chosen, in heads with a count.
+        num_first: usize,
+        /// The sum to reach in heads without a count.
+        goal: f32,
+    },
+}
+
 impl<'a> LongChoice<'a> {
-    /// A choice with a goal of 0; callers then set `top`, `tops` or `goal`.
-    pub fn new([scores, kept, nan_rows]: [&'a CudaTensor; 3], heads: [usize; 2], length: usize) -> Self {
-        Self {
-            scores,
-            kept,
-            nan_rows,
-            tops: None,
-            heads,
-            length,
-            top: 0,
-            num_first: 0,
-            goal: 0.0,
-            strict: false,
-            drops_absent: false,
-        }
+    /// A choice of this amount in the rows of `heads`: the first one and their number.
+    pub fn new(
+        [scores, kept, nan_rows]: [&'a CudaTensor; 3],
+        heads: [usize; 2],
+        length: usize,
+        amount: Amount<'a>,
+    ) -> Self {
+        Self { scores, kept, nan_rows, heads, length, amount, drops_absent: false }
     }
 
     /// Writes `kept`.
     ///
     /// # Errors
     /// A launch that is refused.
-    ///
-    /// # Panics
-    /// When a choice by `goal` has `num_first` entries: the kernel does not know their sum.
     pub fn choose(&self) -> Result<(), KernelError> {
-        let is_by_number = self.top > 0 || self.tops.is_some();
-        assert!(is_by_number || self.num_first == 0, "{NAME}: the first entries stay in choices by number alone");
         let [first_head, num_heads] = self.heads;
+        // The kernel's words: a top of 0 stands for a sum.
+        let (top, num_first, goal, strict) = match self.amount {
+            Amount::Count { top, num_first } => (top, num_first, 0.0, false),
+            Amount::Sum { goal, strict } => (0, 0, goal, strict),
+            Amount::OfHead { num_first, goal, .. } => (0, num_first, goal, false),
+        };
+        // Without numbers of heads the kernel does not read the tensor that stands in for them.
+        let (has_tops, tops) = match self.amount {
+            Amount::OfHead { tops, .. } => (true, tops),
+            _ => (false, self.nan_rows),
+        };
         // To the kernel the row is one query's scores of blocks of one key.
+        let num_keys = self.length;
         let params = params!(SelectChooseParams {
             num_queries: 1usize,
-            num_keys: self.length,
+            num_keys,
             block: 1usize,
             offset: 0usize,
             query_block: 1usize,
             first_head,
-            { top, num_first, goal, strict, drops_absent }: self,
-            has_tops: self.tops.is_some(),
+            top,
+            num_first,
+            goal,
+            strict,
+            drops_absent: self.drops_absent,
+            has_tops,
             segment: 0usize,
             share: 0u64,
             absolute: true,
         });
-        // Without `tops` the kernel does not read the tensor that stands in for them.
-        let tops = self.tops.unwrap_or(self.nan_rows);
         let [is_mass, is_forced, is_long] = [true, false, true];
         let tensors = [self.scores, self.kept, self.nan_rows, tops];
         // SAFETY: reads `length` scores a head, writes every word of these heads' rows.
@@ -306,10 +327,9 @@ impl<'a> Call<'a> {
         let params = params!(SelectListsParams {
             { num_queries, num_keys }: s.shape,
             { block, offset, query_block }: s.scores,
-            { tile, heads_per_list }: s.keep,
+            { tile, heads_per_list, first_tiles }: s.keep,
             num_lists_per_order: lists / s.shape.num_kv_heads,
             local: s.keep.local_tokens,
-            sinks: s.keep.first_tiles,
             segment: self.segment(),
             keeps_first: s.order.is_some_and(|order| order.keeps_first),
             moves_keys: orders.keys.is_some(),

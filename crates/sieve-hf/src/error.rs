@@ -1,5 +1,5 @@
 //! Errors of reading and writing weights.
-use sieve_core::ShownPath;
+use sieve_core::{Refusal, ShownPath};
 use sieve_files::python_number;
 use std::borrow::Cow;
 use std::fmt::Display;
@@ -50,13 +50,8 @@ pub enum CheckpointError {
         source: Box<sieve_core::RecipeError>,
     },
     /// Files, folders or models that cannot be read, exported or imported.
-    #[error("{what}\n  hint: {hint}")]
-    Refused {
-        /// What was refused, and where.
-        what: String,
-        /// How to fix the problem.
-        hint: Cow<'static, str>,
-    },
+    #[error(transparent)]
+    Refused(#[from] Refusal),
     /// A path holds no checkpoint.
     #[error("{} holds no checkpoint\n  hint: {}", path.shown(), match beside.as_slice() {
         [] => "name a folder step-N, or a run folder with checkpoint/step-N inside; a model of the Hugging Face hub is \
@@ -74,7 +69,7 @@ pub enum CheckpointError {
 
 impl CheckpointError {
     pub(crate) fn refused(what: impl Into<String>, hint: impl Into<Cow<'static, str>>) -> Self {
-        Self::Refused { what: what.into(), hint: hint.into() }
+        Refusal::new(what, hint).into()
     }
 
     /// The error of a file or folder of `transformers` that no recipe can describe.

@@ -2,10 +2,8 @@
 use crate::LayerContext;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::{
-    Attention, DmaShape, IndexScores, InfllmV2Shape, MlaShape, MobaShape, ModelShape, MsaShape, NsaCompression,
-    NsaShape,
-};
+use sieve_core::model::test_shapes::block_kinds;
+use sieve_core::{Attention, DmaShape, IndexScores, MlaShape, ModelShape, MsaShape, NsaCompression, NsaShape};
 use sieve_ops::{Documents, RotaryEmbedding};
 use sieve_testing::Random;
 pub(crate) use sieve_testing::assert_close;
@@ -44,10 +42,17 @@ pub(crate) fn nsa(compress: NsaCompression, shared_kv: bool) -> Attention {
 }
 
 /// The kinds, DMA with gates at `a_init`: MHA, SWA, DMA, MLA, NSA in three forms, MLA without norms of queries and
-/// keys, InfLLM-V2, MoBA and MSA, the last with QSA's scores too.
+/// keys, the kinds that choose blocks, and MSA with two local blocks and with QSA's scores.
 pub(crate) fn kinds(a_init: f64) -> [Attention; 13] {
     let mla = MlaShape { kv_lora_rank: 10, qk_rope_head_dim: 4, qk_norm: true };
     let msa = MsaShape { select_block_size: 4, num_selected_blocks: 3, ..MsaShape::published() };
+    let [pooled, by_head, indexed] = block_kinds(&[
+        ("compress_block_size", 4),
+        ("compress_stride", 2),
+        ("select_block_size", 4),
+        ("num_selected_blocks", 3),
+        ("num_local_blocks", 1),
+    ]);
     [
         Attention::Mha,
         Attention::swa(KEEP_WINDOW_SIZE),
@@ -57,15 +62,9 @@ pub(crate) fn kinds(a_init: f64) -> [Attention; 13] {
         nsa(NsaCompression::Mean, false),
         nsa(NsaCompression::Mlp, false),
         Attention::Mla(MlaShape { qk_norm: false, ..mla }),
-        Attention::InfllmV2(InfllmV2Shape {
-            compress_block_size: 4,
-            compress_stride: 2,
-            select_block_size: 4,
-            num_selected_blocks: 3,
-            num_local_blocks: 1,
-        }),
-        Attention::Moba(MobaShape { select_block_size: 4, num_selected_blocks: 3 }),
-        Attention::Msa(msa),
+        pooled,
+        by_head,
+        indexed,
         Attention::Msa(MsaShape { num_local_blocks: 2, ..msa }),
         Attention::Msa(MsaShape { indexer: IndexScores::Qsa, ..msa }),
     ]

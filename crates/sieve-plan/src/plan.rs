@@ -453,7 +453,7 @@ fn speed_alone(
 fn longest_rows(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> Vec<(&'static str, usize)> {
     let dense = shape.dense();
     let own = recipe.attention.kind().name();
-    let kinds = [("mha", &dense), (own, shape)].into_iter();
+    let kinds = [(dense.attention.kind().name(), &dense), (own, shape)].into_iter();
     let longest = kinds.map(|(name, shape)| {
         let mut recipe = recipe.clone();
         recipe.training.local_batch_size = 1;

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::path::Path;
 
 use serde::de::DeserializeOwned;
-use sieve_core::{MaskError, ShownPath};
+use sieve_core::{MaskError, Refusal, ShownPath};
 use thiserror::Error;
 
 /// Every error of a selector.
@@ -22,13 +22,8 @@ pub enum SelectError {
     },
     /// An unknown selector, a text or key that cannot be read, layers without exactly one selector, or impossible
     /// sizes.
-    #[error("{problem}\n  hint: {hint}")]
-    Refused {
-        /// What was refused, with its values.
-        problem: String,
-        /// How to fix the refused text or sizes.
-        hint: Cow<'static, str>,
-    },
+    #[error(transparent)]
+    Refused(#[from] Refusal),
     /// A mask whose arrays break the rules of its form.
     #[error(transparent)]
     Mask(#[from] MaskError),
@@ -52,8 +47,7 @@ impl SelectError {
     }
 
     pub(crate) fn refused(problem: impl Into<String>, hint: impl Into<Cow<'static, str>>) -> Self {
-        let (problem, hint) = (problem.into(), hint.into());
-        Self::Refused { problem, hint }
+        Refusal::new(problem, hint).into()
     }
 
     /// The error about a file that a setting names.

@@ -1,6 +1,6 @@
 //! Errors that end a run.
 use sieve_core::recipe::TrainingSection;
-use sieve_core::{Recipe, ShownPath};
+use sieve_core::{Recipe, Refusal, ShownPath};
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
@@ -60,13 +60,8 @@ pub enum TrainError {
     #[error("{0}")]
     Unsaved(String),
     /// Folders, recipes, checkpoints or ranks that do not fit each other.
-    #[error("{what}\n  hint: {hint}")]
-    Refused {
-        /// What does not fit, and where.
-        what: String,
-        /// How to fix the problem.
-        hint: Cow<'static, str>,
-    },
+    #[error(transparent)]
+    Refused(#[from] Refusal),
     /// A file of the run could not be replaced as a whole.
     #[error(transparent)]
     File(#[from] sieve_files::FileError),
@@ -122,15 +117,13 @@ impl TrainError {
     }
 
     pub(crate) fn refused(what: impl Into<String>, hint: impl Into<Cow<'static, str>>) -> Self {
-        let (what, hint) = (what.into(), hint.into());
-        Self::Refused { what, hint }
+        Refusal::new(what, hint).into()
     }
 
     /// Adds to an error the number, from 1, of the later stage that it concerns.
     pub(crate) fn in_stage(number: usize, error: Self) -> Self {
-        let text = error.to_string();
-        let (what, hint) = text.split_once("\n  hint: ").unwrap_or((text.as_str(), "change that stage"));
-        Self::refused(format!("stage {number}: {what}"), hint.to_owned())
+        let Refusal { what, hint } = Refusal::of_text(&error.to_string(), "change that stage");
+        Self::refused(format!("stage {number}: {what}"), hint)
     }
 
     /// On resume, `dir` does not hold the data that the run began with.

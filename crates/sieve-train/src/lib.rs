@@ -25,6 +25,7 @@ mod run_folder;
 mod session;
 mod tensorboard;
 mod trainer;
+mod tries;
 mod unigram;
 mod validation;
 
@@ -48,6 +49,6 @@ pub use run_folder::{RunFolder, Start};
 pub use segments::{BlockSettings, MicroBatchResult, accumulate_gradients_with};
 pub use session::{FoundRun, Opened, RecipeFile, RunRequest, Session, check_recipe};
 pub use trainer::{
-    BestCheckpoint, FaultInjection, Moment, Trainer, WriteLimits, WriteSamples, best_checkpoint, step_batch,
-    tidy_finished,
+    BestCheckpoint, FaultInjection, Moment, Trainer, WriteSamples, best_checkpoint, step_batch, tidy_finished,
 };
+pub use tries::WriteLimits;

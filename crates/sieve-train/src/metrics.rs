@@ -1,7 +1,7 @@
 //! Writes `metrics.jsonl` and TensorBoard files; the tags are torchtitan's.
 use crate::run_folder::is_same_file;
 use crate::tensorboard::{TensorBoard, fenced};
-use crate::trainer::Tries;
+use crate::tries::Tries;
 use crate::{RunFolder, SkippedStep, StepReport, TrainError, ValidationReport};
 use serde::{Deserialize, Serialize};
 use sieve_core::{Recipe, ShownPath};
@@ -407,7 +407,7 @@ mod tests {
     #[cfg(unix)]
     #[test]
     fn lines_that_cannot_be_written_wait_and_a_half_one_goes() {
-        use crate::trainer::WriteLimits;
+        use crate::tries::WriteLimits;
         const PEAK: MemoryPeak = MemoryPeak { in_use_bytes: 1, reserved_bytes: 2 };
         let dir = tempfile::tempdir().unwrap();
         let folder = RunFolder::open(dir.path(), "checkpoint", &Start::New).unwrap();

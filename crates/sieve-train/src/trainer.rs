@@ -2,51 +2,56 @@
 mod best;
 mod checkpoints;
 mod clock;
+mod faults;
+mod guard_log;
 mod guarding;
 mod peak;
+mod ranks;
 mod replay;
+mod reporter;
 mod sampling;
 mod saving;
 mod stage;
+mod steps;
 mod validating;
 mod writer;
 
 pub use best::{BestCheckpoint, best_checkpoint};
 pub use checkpoints::tidy_finished;
-pub use guarding::{FaultInjection, Moment};
+pub use faults::{FaultInjection, Moment};
 pub use sampling::WriteSamples;
-pub(crate) use saving::Tries;
-pub use saving::WriteLimits;
 pub use stage::step_batch;
 
-use crate::device_batch::{num_labels_of_part, num_tokens_of_part};
-use crate::group::{Agreement, Share, StepHooks, Weights};
+use crate::group::{Share, StepHooks, Weights};
 use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
 use crate::origin::Begun;
 use crate::segments::{Alone, BlockSettings, MicroBatchResult, PassHooks, pass};
+use crate::tries::WriteLimits;
 use crate::unigram::Unigram;
 use crate::validation::{TokenBytes, check_labels};
 use crate::{
-    AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, IndexerFit, MemoryProbe, Optimizer, Origin,
-    Precision, RunFolder, StepReport, TrainError, TrainEvent, TrainSummary, TrainingData,
+    DeviceBatch, GradientBuffer, Group, Hardware, MemoryProbe, Optimizer, Origin, Precision, RunFolder, TrainError,
+    TrainEvent, TrainSummary, TrainingData,
 };
 use burn::module::Module;
 use burn::tensor::Tensor;
-use clock::Clock;
-use guarding::{GuardLog, Scaled, Verdict, norms_by_part};
-use peak::PeakWatch;
-use saving::Saving;
+use faults::Scaled;
+use guard_log::{GuardLog, norms_by_part};
+use ranks::Ranks;
+use reporter::Reporter;
+use saving::Checkpoints;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use sieve_comm::Work;
 use sieve_core::{Keeping, ModelShape, Recipe, model_line};
-use sieve_data::{Batch, Prefetch, Prepared, ShardCheck};
+use sieve_data::{Batch, Prepared, ShardCheck};
 use sieve_hf::{Checkpoint, GuardState};
 use sieve_nn::Qwen3;
 use sieve_ops::TrainBackend;
 use stage::{Ropes, StageState};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use writer::CheckpointWriter;
 
 /// Message of a panic that cannot occur: `Trainer::model` is `None` only while a function has moved the model out.
 const AWAY: &str = "the model is put back before an update returns";
@@ -57,20 +62,12 @@ pub struct Trainer<B: TrainBackend> {
     recipe: Recipe,
     stage: StageState,
     data: TrainingData,
-    folder: RunFolder,
     device: B::Device,
     precision: Precision,
     model: Option<Qwen3<B>>,
     optimizer: Optimizer<B>,
     ropes: Ropes<B>,
-    token_bytes: TokenBytes,
-    unigram: Unigram,
-    loss_mean: LossMean,
-    guard_log: GuardLog<B>,
-    /// Peak FLOP/s of the device, if it is known.
-    peak_flops: Option<f64>,
-    memory: MemoryProbe,
-    keeping: Keeping,
+    /// Number of optimizer steps done.
     step: u64,
     /// Index of the next row in the order of the stage.
     next_sample: u64,
@@ -78,31 +75,51 @@ pub struct Trainer<B: TrainBackend> {
     unlabelled: Unlabelled,
     /// Learning rate of the last step, and the result of its last micro-batch.
     last_step: Option<(f64, MicroBatchResult<B>)>,
-    /// The checkpoint of another folder that this process begins with.
-    begun: Option<Begun>,
-    /// Step of the last checkpoint of this run.
-    last_checkpoint: Option<u64>,
-    /// Folder to which the last checkpoint was written.
-    last_folder: PathBuf,
-    saving: Saving,
-    writer: CheckpointWriter,
-    /// Whether all processes have written their files of the checkpoint that is being written.
-    all_written: bool,
-    /// What is trained, on one line.
-    model_line: String,
-    /// Messages that are reported when the run begins.
-    notices: Vec<String>,
-    disturbance: FaultInjection,
-    /// The processes that train together; `None` if this process trains without others.
-    group: Option<Group<B>>,
+    loss_mean: LossMean,
+    guard_log: GuardLog<B>,
+    held_out: HeldOut,
+    checkpoints: Checkpoints,
+    ranks: Ranks<B>,
+    budget: Budget,
+    lines: Lines,
     /// Step after which this process stops, with a checkpoint.
     stop_at: Option<u64>,
-    /// Writers of the metrics files after [`run`](Self::run), which hands them to its [`Reporter`] before.
-    metrics: Option<Metrics>,
     /// Writes the texts of `generation.interval`; `None` where this process writes none.
     samples: Option<WriteSamples<B::InnerBackend>>,
     /// On rank 0, threads that check the shards' checksums while training continues.
     shard_checks: Vec<ShardCheck>,
+    disturbance: FaultInjection,
+}
+
+/// What the losses of held-out tokens are compared with.
+struct HeldOut {
+    token_bytes: TokenBytes,
+    unigram: Unigram,
+}
+
+impl HeldOut {
+    fn tokens(&self) -> (&TokenBytes, &Unigram) {
+        (&self.token_bytes, &self.unigram)
+    }
+}
+
+/// The device's speed and memory.
+struct Budget {
+    /// Peak FLOP/s of the device, if it is known.
+    peak_flops: Option<f64>,
+    memory: MemoryProbe,
+    /// Optional activations that fit into the memory.
+    keeping: Keeping,
+}
+
+/// What a run says besides its events.
+struct Lines {
+    /// What is trained, on one line.
+    model: String,
+    /// Messages that are reported when the run begins.
+    notices: Vec<String>,
+    /// Writers of the metrics files after [`Trainer::run`], which hands them to its [`Reporter`] before.
+    metrics: Option<Metrics>,
 }
 
 /// Steps whose rows hold no label, so that no loss exists.
@@ -112,25 +129,6 @@ struct Unlabelled {
     num_steps: u64,
     /// Rows of such steps since the last step with a label, or since the stage began.
     num_rows_in_a_row: u64,
-}
-
-/// The two receivers of a run's numbers and messages: the metrics files, and the caller's callback.
-struct Reporter<'a> {
-    metrics: Metrics,
-    observe: &'a mut dyn FnMut(TrainEvent<'_>),
-}
-
-impl Reporter<'_> {
-    fn emit(&mut self, event: TrainEvent<'_>) {
-        (self.observe)(event);
-    }
-
-    /// Reports writes of the metrics files that failed or succeed again.
-    fn report_writes(&mut self) {
-        for message in self.metrics.take_messages() {
-            self.emit(TrainEvent::Warning(&message));
-        }
-    }
 }
 
 impl<B: TrainBackend> Trainer<B> {
@@ -167,8 +165,7 @@ impl<B: TrainBackend> Trainer<B> {
         let training = &recipe.training;
         let model = Qwen3::new(&stage.shape, training.seed, &device);
         let mut trainer = Self {
-            token_bytes: TokenBytes::new(&data.tokenizer, vocab_size)?,
-            unigram,
+            held_out: HeldOut { token_bytes: TokenBytes::new(&data.tokenizer, vocab_size)?, unigram },
             ropes: Ropes::new(&model, stage.recipe.training.seq_len, &device),
             model: Some(model),
             optimizer: Optimizer::of_share(recipe.optimizer.clone(), &stage.shape, share),
@@ -176,47 +173,37 @@ impl<B: TrainBackend> Trainer<B> {
             guard_log: GuardLog::new(precision),
             stage,
             precision,
-            peak_flops,
-            memory,
-            keeping,
+            budget: Budget { peak_flops, memory, keeping },
             step: 0,
             next_sample: 0,
             tokens_seen: 0,
             unlabelled: Unlabelled::default(),
             last_step: None,
-            begun: None,
-            last_checkpoint: None,
-            last_folder: folder.checkpoint_path(),
-            saving: Saving::default(),
-            writer: CheckpointWriter::default(),
-            all_written: false,
-            model_line,
-            notices: std::mem::take(&mut origin.notices),
+            checkpoints: Checkpoints::new(folder),
+            ranks: Ranks::new(group),
+            lines: Lines { model: model_line, notices: std::mem::take(&mut origin.notices), metrics: None },
             disturbance: FaultInjection::default(),
-            group,
             stop_at: None,
-            metrics: None,
             samples: None,
             shard_checks: Vec::new(),
             recipe,
             data,
-            folder,
             device,
         };
-        if trainer.writes() {
+        if trainer.ranks.writes() {
             trainer.shard_checks = trainer.data.shards().map(Prepared::check_beside).collect::<Result<_, _>>()?;
         }
         if let Some(checkpoint) = &origin.checkpoint {
             trainer.restore(checkpoint, origin.fresh_optimizer)?;
-            if trainer.last_checkpoint.is_none() {
+            if trainer.checkpoints.last.is_none() {
                 // `restore` found that the checkpoint is in another folder than this run's.
-                trainer.begun = Begun::of(&origin)?;
+                trainer.checkpoints.begun = Begun::of(&origin)?;
             }
             if origin.is_branch {
                 // With another window or rotary base the losses change.
                 trainer.loss_mean.restart();
                 let note = trainer.converted_losses(checkpoint)?;
-                trainer.notices.extend(note);
+                trainer.lines.notices.extend(note);
             }
         } else {
             let model = trainer.model.take();
@@ -224,7 +211,7 @@ impl<B: TrainBackend> Trainer<B> {
         }
         if trainer.recipe.parallelism.zero_stage == 3 && share.size == 1 {
             let note = "note: parallelism.zero_stage = 3 shards nothing in one process, which holds the whole model";
-            trainer.notices.push(note.to_owned());
+            trainer.lines.notices.push(note.to_owned());
         }
         Ok(trainer)
     }
@@ -237,13 +224,13 @@ impl<B: TrainBackend> Trainer<B> {
     /// Sets the folder for the last checkpoint of this process if the run's own folder cannot be written to. No other
     /// run may use it (see [`RunFolder::fallback_name`]), and it must be the same for all processes of the run.
     pub fn set_fallback(&mut self, folder: PathBuf) {
-        self.saving.fallback = Some(folder);
+        self.checkpoints.fallback = Some(folder);
     }
 
     /// Changes how failed writes are retried. For tests.
     #[doc(hidden)]
     pub fn set_write_limits(&mut self, limits: WriteLimits) {
-        self.saving.tries.limits = limits;
+        self.checkpoints.tries.limits = limits;
     }
 
     /// Whether the run must end before its next step.
@@ -252,12 +239,7 @@ impl<B: TrainBackend> Trainer<B> {
     }
 
     fn share(&self) -> Share {
-        self.group.as_ref().map_or(Share::ALL, Group::share)
-    }
-
-    /// Whether this process writes the run's files.
-    fn writes(&self) -> bool {
-        self.share().rank == 0
+        self.ranks.share()
     }
 
     /// Whether this process has only its pieces of the weights between their uses (ZeRO-3).
@@ -273,10 +255,7 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Waits until the weights of the last update are gathered from all ranks.
     fn finish_leaves(&mut self) -> Result<(), TrainError> {
-        match &mut self.group {
-            Some(group) => group.finish_leaves(&mut self.model),
-            None => Ok(()),
-        }
+        self.ranks.finish_leaves(&mut self.model)
     }
 
     /// The model's sizes in the present stage.
@@ -286,7 +265,7 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// The run's output folder.
     pub fn folder(&self) -> &RunFolder {
-        &self.folder
+        &self.checkpoints.folder
     }
 
     /// The tokenizer and the source of rows.
@@ -335,10 +314,10 @@ impl<B: TrainBackend> Trainer<B> {
         self.next_sample = next_sample;
         self.loss_mean = LossMean::new(&self.recipe.training, guard);
         // Unless the checkpoint is in this run's folder, the run has no checkpoint of its own yet.
-        let own = self.folder.checkpoint_path().join(format!("step-{}", state.step));
+        let own = self.checkpoints.folder.checkpoint_path().join(format!("step-{}", state.step));
         let [own, found] = [&own, &checkpoint.path].map(|path| path.canonicalize().ok());
         if own.is_some() && found == own {
-            self.last_checkpoint = Some(state.step);
+            self.checkpoints.last = Some(state.step);
         }
         Ok(())
     }
@@ -352,7 +331,7 @@ impl<B: TrainBackend> Trainer<B> {
         stop: &AtomicBool,
         observe: &mut dyn FnMut(TrainEvent<'_>),
     ) -> Result<TrainSummary, TrainError> {
-        if let Some(group) = &self.group {
+        if let Some(group) = self.ranks.group() {
             group.check_equal(&format!(
                 "step {}, row {}, data {}",
                 self.step,
@@ -360,7 +339,7 @@ impl<B: TrainBackend> Trainer<B> {
                 self.data.fingerprint()
             ))?;
         }
-        self.set_work(Work::Long);
+        self.ranks.set_work(Work::Long);
         let (mut reporter, history) = self.begin(observe)?;
         // Only rank 0 has read the metrics of an earlier process.
         let is_validated = self.gathered(history.first.is_some())?[0];
@@ -378,210 +357,44 @@ impl<B: TrainBackend> Trainer<B> {
             peak_memory: None,
         };
         // The run began with a checkpoint of another folder; after a checkpoint of its own it no longer needs that one.
-        let is_fork = self.step > 0 && self.last_checkpoint.is_none();
+        let is_fork = self.step > 0 && self.checkpoints.last.is_none();
         if is_fork || (self.step == 0 && self.recipe.checkpoint.at_start) {
             self.start_checkpoint(&mut reporter)?;
             self.finish_checkpoint(&mut reporter)?;
-            self.warn_unsaved(&mut reporter);
+            self.checkpoints.warn_unsaved(&mut reporter);
         }
         let result = self.steps(stop, &mut reporter, &mut summary);
         // After a failed step, a process without others finishes the checkpoint that is being written. A rank drops it,
         // because the other ranks may not know of the error.
         let written = match result {
             Ok(()) => self.save_last(&mut reporter),
-            Err(_) if self.group.is_none() => self.finish_checkpoint(&mut reporter),
+            Err(_) if self.ranks.is_alone() => self.finish_checkpoint(&mut reporter),
             Err(_) => self.discard_checkpoint(),
         };
         reporter.metrics.finish();
         reporter.report_writes();
-        self.set_work(Work::Any);
+        self.ranks.set_work(Work::Any);
         result?;
         written?;
-        summary.peak_memory = self.memory.peak();
+        summary.peak_memory = self.budget.memory.peak();
         let num_steps = self.recipe.training.steps as u64;
         summary.step = self.step;
         summary.interrupted = self.step < num_steps;
-        summary.checkpoint = self.last_checkpoint_path();
-        self.metrics = Some(reporter.metrics);
+        summary.checkpoint = self.checkpoints.last_path();
+        self.lines.metrics = Some(reporter.metrics);
         Ok(summary)
     }
 
     /// Writes a text that the model generated after its [`run`](Self::run) to the run's TensorBoard file.
     pub fn keep_sample(&mut self, number: usize, text: &str) {
-        if let Some(metrics) = &mut self.metrics {
+        if let Some(metrics) = &mut self.lines.metrics {
             metrics.sample(number, text, self.step);
         }
     }
 
-    /// Trains step by step, until all steps are done or a stop is requested.
-    fn steps(
-        &mut self,
-        stop: &AtomicBool,
-        reporter: &mut Reporter<'_>,
-        summary: &mut TrainSummary,
-    ) -> Result<(), TrainError> {
-        let num_steps = self.recipe.training.steps as u64;
-        let mut batches = self.stage.batches(self.next_sample)?;
-        let mut clock = Clock::start();
-        let mut watch = PeakWatch::start(self.memory);
-        let mut peak_is_new = true;
-        let mut is_first = true;
-        // Whether a checkpoint must be written. It waits until a streak of bad steps is over, because the guard goes
-        // back to the last checkpoint, which must hold no bad step.
-        let mut is_due = false;
-        // Ranks of a group agree on the step at which they stop, with `agreed.stops`.
-        let stops_alone = self.group.is_none();
-        while self.step < num_steps && !(stops_alone && self.is_asked_to_stop(stop)) {
-            let mut is_usual = !is_first && !self.guard_log.is_slow();
-            if let Some(next) = self.next_stage() {
-                is_usual = false;
-                drop(batches);
-                clock.pause(|| self.enter_or_save(next, reporter))?;
-                watch.restart();
-                peak_is_new = true;
-                reporter.emit(TrainEvent::Notice(&self.stage_line()));
-                batches = self.stage.batches(self.next_sample)?;
-            }
-            // A first step compiles kernels, so other ranks wait longer for it.
-            self.set_work(if is_usual { Work::Step } else { Work::Long });
-            let mut step_batches = self.take_batches(&mut batches)?;
-            self.disturbance.at(self.next_sample, Moment::Batches(&mut step_batches));
-            let agreed = self.agree(&step_batches, stop)?;
-            self.all_written = agreed.all_written;
-            is_due |= agreed.saves;
-            if agreed.stops {
-                self.set_work(Work::Long);
-                break;
-            }
-            if agreed.num_labels == 0 {
-                self.pass_over(reporter)?;
-            } else {
-                // Every `training.guard_replay` steps, checks the devices for silent data corruption.
-                self.replay(reporter)?;
-                self.train_step(&step_batches, [agreed.num_labels, agreed.num_tokens])?;
-                self.unlabelled.num_rows_in_a_row = 0;
-            }
-            self.set_work(Work::Long);
-            clock.step(self.stage.recipe.training.tokens_per_step() as u64);
-            watch.step();
-
-            let (is_last, is_logged) = (self.step == num_steps, self.is_logged(self.step));
-            let interval = self.recipe.checkpoint.interval as u64;
-            // A failed checkpoint is retried after a pause (`agreed.saves`) and not at each interval.
-            is_due |= (is_last || self.step.is_multiple_of(interval)) && !self.saving.tries.has_failed();
-            // The guard compares a loss with the mean of its stage, so all losses are read before the stage ends.
-            let ends_stage = self.next_stage().is_some();
-            let reads = is_logged || is_due || is_first || ends_stage || agreed.is_far_behind;
-            let verdict = self.check_steps(reads, reporter)?;
-            if std::mem::take(&mut is_first) {
-                reporter.emit(TrainEvent::FirstStep);
-            }
-            if verdict == Verdict::WentBack {
-                drop(batches);
-                batches = self.stage.batches(self.next_sample)?;
-                clock = Clock::start();
-                is_due = false;
-                continue;
-            }
-            if is_logged && let Some(report) = self.step_report(&step_batches, &mut clock) {
-                reporter.metrics.step(&report);
-                reporter.emit(TrainEvent::Step(&report));
-                summary.last_step = Some(report);
-            }
-            // Reading a logged step's loss has waited for the device, so the peak of the watched steps is complete.
-            if is_logged && watch.is_over() && std::mem::take(&mut peak_is_new) {
-                self.report_peak(reporter)?;
-            }
-            if is_logged
-                && self.writes()
-                && let Some(slow) = self.group.as_ref().and_then(Group::slow_rank)
-            {
-                reporter.emit(TrainEvent::Notice(&slow));
-            }
-            let interval = self.recipe.validation.interval as u64;
-            if is_last || self.step.is_multiple_of(interval) {
-                let report = clock.pause(|| self.validate(reporter))?;
-                summary.last_validation = report.or(summary.last_validation.take());
-            }
-            if self.samples_now() {
-                clock.pause(|| self.sample(reporter))?;
-            }
-            if is_due && !self.guard_log.in_streak() {
-                clock.pause(|| self.start_checkpoint(reporter))?;
-                is_due = false;
-            }
-            self.poll_checkpoint(reporter)?;
-            self.warn_unsaved(reporter);
-            reporter.report_writes();
-            if self.saving.gives_up() {
-                break;
-            }
-            for check in &self.shard_checks {
-                check.result()?;
-            }
-        }
-        drop(batches);
-        // A signal may have ended the loop while losses were unread; the guard may still go back to a checkpoint now.
-        self.check_steps(true, reporter)?; // reads now
-        if peak_is_new {
-            self.report_peak(reporter)?;
-        }
-        self.finish_leaves()
-    }
-
-    /// Reports to the other ranks which work begins, and with it the progress timeout of this rank.
-    fn set_work(&self, work: Work) {
-        if let Some(group) = &self.group {
-            group.set_work(work);
-        }
-    }
-
-    /// Reports progress to the other ranks.
-    fn tick(&self) {
-        if let Some(group) = &self.group {
-            group.tick();
-        }
-    }
-
-    /// The micro-batches of the next step.
-    fn take_batches(&self, batches: &mut Prefetch) -> Result<Vec<Batch>, TrainError> {
-        let mut kinds = self.stage.shape.attentions().into_iter();
-        let has_indexer = kinds.any(|(attention, _)| attention.as_kind().has_indexer());
-        let taken = (0..self.stage.micro_batches).map(|_| {
-            let mut batch = batches.next().expect("the plan has no end")?;
-            // Split into documents of one token, what no label depends on adds nothing to an indexer's loss: a query
-            // that attends only to itself has a divergence of 0.
-            if has_indexer {
-                batch.part_padding();
-            }
-            Ok(batch)
-        });
-        taken.collect()
-    }
-
-    /// Exchanges what all ranks must know before the next step.
-    fn agree(&self, batches: &[Batch], stop: &AtomicBool) -> Result<Agreement, TrainError> {
-        let [num_labels, num_tokens] = self.counts(batches);
-        let own = Agreement {
-            num_labels,
-            num_tokens,
-            // A process without others checks before it reads the rows.
-            stops: self.group.is_some() && self.is_asked_to_stop(stop),
-            is_far_behind: self.guard_log.is_far_behind(),
-            all_written: self.writer.step().is_some() && self.writer.is_done(),
-            saves: self.writes() && self.saving.tries.is_due() && self.writer.step().is_none(),
-        };
-        match &self.group {
-            Some(group) => group.agree(self.step, self.loss_mean.state().mean_loss, own),
-            None => Ok(own),
-        }
-    }
-
-    /// Labels, and tokens besides padding, in this process's part of the batches (context parallelism: of each row).
-    fn counts(&self, batches: &[Batch]) -> [usize; 2] {
-        let degree = self.recipe.parallelism.context_parallel_degree;
-        let part = [self.share().rank % degree, degree];
-        [num_labels_of_part, num_tokens_of_part].map(|count| batches.iter().map(|batch| count(batch, part)).sum())
+    /// A value of every rank, by rank.
+    fn gathered<T: Serialize + DeserializeOwned>(&self, own: T) -> Result<Vec<T>, TrainError> {
+        self.ranks.gathered(own)
     }
 
     /// The line of the log about the stage that begins.
@@ -605,15 +418,15 @@ impl<B: TrainBackend> Trainer<B> {
         self.write_config()?;
         let (metrics, history) = self.open_metrics()?;
         let mut reporter = Reporter { metrics, observe };
-        let notices = std::mem::take(&mut self.notices);
+        let notices = std::mem::take(&mut self.lines.notices);
         for notice in notices.into_iter().chain(reporter.metrics.take_messages()) {
             reporter.emit(match notice.starts_with("warning:") {
                 true => TrainEvent::Warning(&notice),
                 false => TrainEvent::Notice(&notice),
             });
         }
-        if self.writes() {
-            self.tidy_checkpoints(&mut reporter)?;
+        if self.ranks.writes() {
+            self.checkpoints.tidy(self.step, &mut reporter)?;
         }
         if !self.recipe.stage.is_empty() {
             reporter.emit(TrainEvent::Notice(&self.stage_line()));
@@ -624,12 +437,14 @@ impl<B: TrainBackend> Trainer<B> {
     /// Opens the metrics files, keeps the lines of an earlier process up to the present step, sets later ones aside if
     /// their checkpoints are set aside, and writes the recipe to TensorBoard. Ranks other than 0 write no metrics.
     fn open_metrics(&self) -> Result<(Metrics, History), TrainError> {
-        if !self.writes() {
+        if !self.ranks.writes() {
             return Ok(Default::default());
         }
-        let aside = (!self.other_checkpoints()?.is_empty()).then(|| self.folder.metrics_aside_path());
+        let aside =
+            (!self.checkpoints.others(self.step)?.is_empty()).then(|| self.checkpoints.folder.metrics_aside_path());
         let has_tensorboard = self.recipe.metrics.enable_tensorboard;
-        let (mut metrics, history) = Metrics::open(&self.folder, self.step, has_tensorboard, aside.as_deref())?;
+        let (mut metrics, history) =
+            Metrics::open(&self.checkpoints.folder, self.step, has_tensorboard, aside.as_deref())?;
         metrics.recipe(&self.recipe, self.step)?;
         Ok((metrics, history))
     }
@@ -640,9 +455,9 @@ impl<B: TrainBackend> Trainer<B> {
         let loss_scale = self.disturbance.at(self.next_sample, Moment::Loss) / num_labels as f64;
         let degree = self.recipe.parallelism.context_parallel_degree;
         // With context parallelism, the ranks that share each row.
-        let links = self.group.as_ref().and_then(|group| group.rank_group(degree));
+        let links = self.ranks.group().and_then(|group| group.rank_group(degree));
         let settings = BlockSettings {
-            keeping: self.keeping,
+            keeping: self.budget.keeping,
             token_share: 1.0 / num_tokens as f64,
             measures_indexers: self.is_logged(self.step + 1),
             reads_all: self.recipe.training.reads_all(self.step as usize),
@@ -657,7 +472,7 @@ impl<B: TrainBackend> Trainer<B> {
                 None => DeviceBatch::new(batch, &self.device),
             };
             let is_last = place + 1 == batches.len();
-            let mut together = self.group.as_mut().map(|group| {
+            let mut together = self.ranks.group_mut().map(|group| {
                 group.begin(is_last, &mut gradients);
                 StepHooks(Weights { group, pieces: self.optimizer.pieces() })
             });
@@ -678,7 +493,7 @@ impl<B: TrainBackend> Trainer<B> {
             last_result = Some(result);
         }
         let model = self.model.take().expect(AWAY);
-        let grad_norm = match &mut self.group {
+        let grad_norm = match self.ranks.group_mut() {
             None => gradients.norm(&model, &self.device),
             Some(group) => {
                 group.finish_sums(&mut gradients)?;
@@ -693,10 +508,10 @@ impl<B: TrainBackend> Trainer<B> {
         let training = &self.stage.recipe.training;
         let num_rows = training.global_batch_size as u64;
         self.guard_log.note(self.step + 1, lr, (self.next_sample, num_rows), batches, &gated, || {
-            norms_by_part(&model, &gradients, self.group.as_ref(), &self.device)
+            norms_by_part(&model, &gradients, self.ranks.group(), &self.device)
         })?;
         let scale = gated.grad_scale;
-        self.model = Some(match &mut self.group {
+        self.model = Some(match self.ranks.group_mut() {
             None => self.optimizer.step(model, &mut gradients, scale, lr),
             Some(group) => self.optimizer.step_by_segment(model, &mut gradients, scale, lr, group)?,
         });
@@ -723,55 +538,6 @@ impl<B: TrainBackend> Trainer<B> {
     fn learning_rate(&self) -> f64 {
         let rate = self.recipe.learning_rate(self.step as usize);
         rate * self.disturbance.at(self.next_sample, Moment::Rate)
-    }
-
-    /// The report of the last step; `None` if it was skipped, which [`TrainEvent::Skipped`] has reported.
-    fn step_report(&self, batches: &[Batch], clock: &mut Clock) -> Option<StepReport> {
-        let numbers = self.guard_log.last_taken(self.step)?;
-        let (lr, result) = self.last_step.as_ref()?;
-        let last = batches.last()?;
-        let shape = &self.stage.shape;
-        let attention = AttentionStatistics {
-            indexer: IndexerFit::of_layers(&result.indexers),
-            ..AttentionStatistics::of_model(
-                shape,
-                self.recipe.training.dense_steps,
-                last,
-                &result.expire,
-                &result.clamped_scores,
-            )
-        };
-        let labels: usize = batches.iter().map(Batch::num_labels).sum();
-        let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
-        let unlabelled = 1.0 - labels as f64 / tokens.max(1) as f64;
-        // All FLOPs are per token; tokens without a label save part of the head's.
-        let saved = unlabelled * shape.unlabelled_training_flops();
-        // `keys / density` is the mean number of causal keys.
-        let keys = attention.mean_active_keys;
-        let executed = shape.flops_per_token(keys, keys / attention.density).training() - saved;
-        let seq_len = self.stage.recipe.training.seq_len;
-        let dense = shape.dense_flops_per_token(seq_len).training() - saved;
-        let (tokens_per_second, step_seconds) = clock.restart();
-        let device_rate = tokens_per_second / self.share().size as f64;
-        let percent = |flops: f64| self.peak_flops.map(|peak| 100.0 * flops * device_rate / peak);
-        let (memory_bytes, memory_total_bytes) = self.memory.read();
-        let num_steps = self.recipe.training.steps as u64;
-        Some(StepReport {
-            step: self.step,
-            num_steps,
-            loss: f64::from(numbers.loss),
-            grad_norm: f64::from(numbers.grad_norm),
-            lr: *lr,
-            tokens_seen: self.tokens_seen,
-            tokens_per_second,
-            tflops: executed * device_rate / 1e12,
-            mfu_percent: percent(executed),
-            dense_mfu_percent: percent(dense),
-            memory_bytes,
-            memory_total_bytes,
-            eta_seconds: (num_steps - self.step) as f64 * step_seconds,
-            attention,
-        })
     }
 }
 

@@ -1,9 +1,6 @@
 //! `sieve eval`: how good a model is.
 
 mod attention;
-mod grid;
-mod heads;
-mod line_chart;
 mod longbench;
 mod mqar;
 mod needle;
@@ -12,7 +9,6 @@ mod patterns;
 mod ppl;
 mod ruler;
 mod selectors;
-mod svg;
 mod tasks;
 mod text;
 

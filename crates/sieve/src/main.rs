@@ -4,6 +4,7 @@ mod allocator;
 mod compare;
 mod data;
 mod device;
+mod draw;
 mod elsewhere;
 mod environment;
 mod eval;

@@ -4,6 +4,7 @@ use super::{
     Attention, DmaShape, IndexScores, InfllmV2Shape, LayerPattern, MlaShape, MobaShape, ModelShape, MsaShape,
     NsaCompression, NsaShape,
 };
+use crate::recipe::AttentionKind;
 use crate::{BlockChoice, NsaBlocks};
 
 /// Qwen3-0.6B, as its published config.json says.
@@ -77,6 +78,24 @@ pub fn tiny_nsa() -> ModelShape {
     }
 }
 
+/// `attention` with these values of those of the keys that its kind has.
+pub fn with_keys(attention: Attention, keys: &[(&str, usize)]) -> Attention {
+    let mut table = toml::Table::try_from(attention).expect("a table of keys");
+    for (key, value) in keys {
+        if let Some(own) = table.get_mut(*key) {
+            *own = toml::Value::Integer(*value as i64);
+        }
+    }
+    table.try_into().expect("the kind's own keys")
+}
+
+/// The kinds whose queries choose blocks, with these values of their keys, in the order of the documentation.
+pub fn block_kinds(keys: &[(&str, usize)]) -> [Attention; 3] {
+    let kinds = AttentionKind::ALL.into_iter().map(AttentionKind::example);
+    let kinds = kinds.filter(|kind| kind.as_kind().chooses_blocks()).map(|kind| with_keys(kind, keys));
+    kinds.collect::<Vec<_>>().try_into().expect("three kinds")
+}
+
 /// InfLLM-V2's choice by `[compress_block_size, compress_stride, select_block_size, num_selected_blocks]`.
 pub fn infllm_v2(sizes: [usize; 4], num_local_blocks: usize) -> BlockChoice {
     let published = InfllmV2Shape::published();
@@ -84,8 +103,8 @@ pub fn infllm_v2(sizes: [usize; 4], num_local_blocks: usize) -> BlockChoice {
     BlockChoice { blocks: NsaBlocks::of(sizes), ..shape.choice() }
 }
 
-/// MoBA's choice.
-pub fn moba(select_block_size: usize, num_selected_blocks: usize) -> BlockChoice {
+/// MoBA's choice: each query head compares mean keys.
+pub fn mean_key(select_block_size: usize, num_selected_blocks: usize) -> BlockChoice {
     MobaShape { select_block_size, num_selected_blocks }.choice()
 }
 

@@ -1,6 +1,7 @@
 use super::*;
 use crate::test_model::{NSA, llama_tokenizer, tiny_shape};
 use burn_flex::{Flex, FlexDevice};
+use sieve_core::model::test_shapes::block_kinds;
 use sieve_core::{Attention, DmaShape, MlaShape, ModelShape};
 use sieve_data::Tokenizer;
 use sieve_nn::Qwen3;
@@ -29,25 +30,22 @@ fn task_model<'a>(model: &'a Qwen3<Flex>, tokenizer: &'a Tokenizer) -> TaskModel
 }
 
 fn kinds() -> [Attention; 8] {
+    let [pooled, by_head, indexed] = block_kinds(&[
+        ("compress_block_size", 8),
+        ("compress_stride", 4),
+        ("select_block_size", 8),
+        ("num_selected_blocks", 4),
+        ("num_local_blocks", 2),
+    ]);
     [
         Attention::Mha,
         Attention::swa(20),
         Attention::Dma(DmaShape { a_init: 0.5, ..DmaShape::published(20) }),
         Attention::Mla(MlaShape { kv_lora_rank: 12, qk_rope_head_dim: 4, qk_norm: true }),
         Attention::Nsa(NSA),
-        Attention::InfllmV2(sieve_core::InfllmV2Shape {
-            compress_block_size: 8,
-            compress_stride: 4,
-            select_block_size: 8,
-            num_selected_blocks: 4,
-            num_local_blocks: 2,
-        }),
-        Attention::Moba(sieve_core::MobaShape { select_block_size: 8, num_selected_blocks: 3 }),
-        Attention::Msa(sieve_core::MsaShape {
-            select_block_size: 8,
-            num_selected_blocks: 3,
-            ..sieve_core::MsaShape::published()
-        }),
+        pooled,
+        by_head,
+        indexed,
     ]
 }
 

@@ -31,47 +31,47 @@ pub struct Selection {
 }
 
 /// Per document and KV head, keeps for each query the last `local_window_size` keys and the older keys with the largest
-/// `(z_j, j)`, `keep_window_size` in all (arXiv:2508.02124, eq. 3, which has no local window; of equal z the later key
-/// is kept). `z` is f32 `[batch, num_kv_heads, seq_len]`, the documents' bounds i32 `[batch, seq_len]`. The result is
-/// exact.
+/// `(rank_j, j)`, `keep_window_size` in all (arXiv:2508.02124, eq. 3, which has no local window; of equal ranks the
+/// later key is kept). `rank` is f32 `[batch, num_kv_heads, seq_len]`, the documents' bounds i32 `[batch, seq_len]`. The
+/// result is exact.
 ///
 /// # Errors
 /// Other types or shapes, an empty sequence, one of 2^22 tokens or more, a window of 0 or smaller than its local part.
 pub fn dma_select(
-    z: &CudaTensor,
+    rank: &CudaTensor,
     doc_start: &CudaTensor,
     doc_end: &CudaTensor,
     window: DmaWindow,
 ) -> Result<Selection, KernelError> {
     let DmaWindow { keep_window_size, local_window_size } = window;
-    let [batch, num_kv_heads, seq_len] = z.dims(NAME, "z")?;
-    operands!(NAME, z: F32[batch, num_kv_heads, seq_len]);
+    let [batch, num_kv_heads, seq_len] = rank.dims(NAME, "rank")?;
+    operands!(NAME, rank: F32[batch, num_kv_heads, seq_len]);
     require_non_empty(NAME, "the number of KV heads", num_kv_heads)?;
     require_non_empty(NAME, "keep_window_size", keep_window_size)?;
     require_local_window(NAME, local_window_size, keep_window_size)?;
     require_sequence(NAME, batch, seq_len)?;
     operands!(NAME, doc_start: I32[batch, seq_len], doc_end: I32[batch, seq_len]);
-    let expire = z.empty_contiguous(&[batch, num_kv_heads, seq_len], DType::I32);
+    let expire = rank.empty_contiguous(&[batch, num_kv_heads, seq_len], DType::I32);
     // No query sees more than seq_len keys; a larger window would only take more memory.
     let kept = keep_window_size.min(seq_len);
     // Keys that are kept for their rank; the kernel adds the local window.
     let num_ranked = window.num_ranked().min(seq_len);
     let survivors_of = |window: usize| {
         let shape = survivors_shape(batch, num_kv_heads, seq_len, window);
-        z.empty_contiguous(&shape, DType::I64)
+        rank.empty_contiguous(&shape, DType::I64)
     };
     let survivors = survivors_of(num_ranked.max(1));
     let [prefix, select] = dma_select_kernels();
     if seq_len > SHORT_SEQUENCE && num_ranked > 0 {
         let grid = [seq_len.div_ceil(PREFIX_BLOCK) - 1, num_kv_heads, batch];
-        let params = params!(DmaSelectPrefixParams { seq_len, num_kv_heads, keep_window_size: num_ranked });
-        // SAFETY: reads z and the documents' starts, writes some of survivors; sizes checked above.
-        unsafe { prefix.launch(grid, &[&z, &doc_start, &survivors], &params) }?;
+        let params = params!(DmaSelectPrefixParams { seq_len, num_kv_heads, num_ranked });
+        // SAFETY: reads rank and the documents' starts, writes some of survivors; sizes checked above.
+        unsafe { prefix.launch(grid, &[&rank, &doc_start, &survivors], &params) }?;
     }
     let grid = [seq_len.div_ceil(BLOCK), num_kv_heads, batch];
-    let tensors = [&z, &doc_start, &doc_end, &survivors, &expire];
-    let params = params!(DmaSelectParams { seq_len, num_kv_heads, keep_window_size: num_ranked, local_window_size });
-    // SAFETY: reads z, the bounds and what the launch before wrote, writes every element of expire.
+    let tensors = [&rank, &doc_start, &doc_end, &survivors, &expire];
+    let params = params!(DmaSelectParams { seq_len, num_kv_heads, num_ranked, local_window_size });
+    // SAFETY: reads rank, the bounds and what the launch before wrote, writes every element of expire.
     unsafe { select.launch(grid, &tensors, &params) }?;
     let survivors = match local_window_size {
         0 => survivors,

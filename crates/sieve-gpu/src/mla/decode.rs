@@ -34,29 +34,29 @@ pub struct LatentKeys<'a> {
     pub length: Option<&'a CudaTensor>,
 }
 
-/// Causal attention of the last `new` tokens of a row over its latents. `q`, bf16 `[batch, new, num_heads, width]`, is
-/// the query times `W_UK`, and times the weight of the keys' norm. Returns bf16 `[batch, new, num_heads, rank]`, the
-/// output before `W_UV`.
+/// Causal attention of the last `num_queries` tokens of a row over its latents. `q`, bf16 `[batch, num_queries,
+/// num_heads, width]`, is the query times `W_UK`, and times the weight of the keys' norm. Returns bf16 `[batch,
+/// num_queries, num_heads, rank]`, the output before `W_UV`.
 ///
 /// # Errors
 /// Other types or shapes, more new tokens than latents, widths that are not multiples of 16 or above 576.
 pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> Result<CudaTensor, KernelError> {
     let LatentKeys { latents, rank, key_scale, length } = keys;
-    let [batch, new, num_heads, width] = q.dims(NAME, "q")?;
-    let [_, len, _] = latents.dims(NAME, "latents")?;
+    let [batch, num_queries, num_heads, width] = q.dims(NAME, "q")?;
+    let [_, num_keys, _] = latents.dims(NAME, "latents")?;
     operands!(NAME,
-        q: BF16[batch, new, num_heads, width] aligned,
-        latents: BF16[batch, len, width] strided,
+        q: BF16[batch, num_queries, num_heads, width] aligned,
+        latents: BF16[batch, num_keys, width] strided,
     );
-    for (what, size) in [("batch", batch), ("the number of heads", num_heads), ("new tokens", new)] {
+    for (what, size) in [("batch", batch), ("the number of heads", num_heads), ("new tokens", num_queries)] {
         require_non_empty(NAME, what, size)?;
     }
     require_scale(NAME, softmax_scale)?;
-    require_sizes([new, len], [width, rank])?;
+    require_sizes([num_queries, num_keys], [width, rank])?;
     let row_layout_of = |latents: &CudaTensor| {
         let strides: [usize; 3] = latents.strides().try_into().ok()?;
         let strides = [strides[0], strides[1], width, strides[2]];
-        row_layout([batch, len, 1, width], strides, WORD_ELEMENTS)
+        row_layout([batch, num_keys, 1, width], strides, WORD_ELEMENTS)
     };
     let (latents, layout) = match row_layout_of(latents) {
         Some(layout) => (latents.clone(), layout),
@@ -72,7 +72,7 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
     let (key_scale, scale_strides) = match key_scale {
         None => (q.clone(), [0; 3]),
         Some(scale) => {
-            operands!(NAME, key_scale: F32[batch, len, num_heads] strided = scale);
+            operands!(NAME, key_scale: F32[batch, num_keys, num_heads] strided = scale);
             let scale = match key_scale.strides().last() {
                 Some(1) => key_scale.clone(),
                 _ => key_scale.contiguous(),
@@ -83,10 +83,10 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
         }
     };
 
-    let (rows, row_blocks) = (batch * new, num_heads.div_ceil(ROWS));
+    let (rows, row_blocks) = (batch * num_queries, num_heads.div_ceil(ROWS));
     let hardware = q.hardware();
-    let num_splits = num_splits(rows * row_blocks, len, hardware.num_multiprocessors);
-    let o = q.empty_contiguous(&[batch, new, num_heads, rank], DType::BF16);
+    let num_splits = num_splits(rows * row_blocks, num_keys, hardware.num_multiprocessors);
+    let o = q.empty_contiguous(&[batch, num_queries, num_heads, rank], DType::BF16);
     // A partial result is an output with its largest logit and its sum of exponentials; a single split writes o itself.
     let partials = match num_splits {
         1 => [1, 1, 1],
@@ -95,8 +95,8 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
     let partials = q.empty_contiguous(&partials, DType::F32);
     let params = params!(MlaDecodeParams {
         num_heads,
-        num_queries: new,
-        num_keys: len,
+        num_queries,
+        num_keys,
         key_stride: layout.token_stride,
         batch_stride: layout.batch_stride,
         [scale_batch_stride, scale_stride]: scale_strides,
@@ -112,8 +112,9 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
     }
     tensors.extend([&o, &partials]);
     let grid = [rows, row_blocks, num_splits];
-    // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to `len`; reads at most `len` latents a
-    // row and their factors, writes every element of o, or of the partial results where there are several splits.
+    // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to `num_keys`; reads at most `num_keys`
+    // latents a row and their factors, writes every element of o, or of the partial results where there are several
+    // splits.
     unsafe { kernel.launch(grid, &tensors, &params) }?;
     if num_splits > 1 {
         let grid = [rows * num_heads, rank.div_ceil(JOINED_COLUMNS), 1];
@@ -144,8 +145,8 @@ pub struct LatentToken<'a> {
 }
 
 impl LatentToken<'_> {
-    /// Appends the token to the cache and attends over all cached tokens. The cache has room for `room` tokens:
-    /// `latents`, bf16 `[batch, room, rank + rope_dim]`, and where keys are normed `scales`, f32 `[batch, room,
+    /// Appends the token to the cache and attends over all cached tokens. The cache has room for `capacity` tokens:
+    /// `latents`, bf16 `[batch, capacity, rank + rope_dim]`, and where keys are normed `scales`, f32 `[batch, capacity,
     /// num_heads]`. Returns the output after `W_UV`, bf16 `[batch, 1, num_heads * head_dim]`.
     ///
     /// # Errors
@@ -157,26 +158,26 @@ impl LatentToken<'_> {
         softmax_scale: f32,
     ) -> Result<CudaTensor, KernelError> {
         let [num_heads, head_dim, rope_dim] = self.heads;
-        let [batch, _, packed_width] = self.packed.dims(JOIN, "packed")?;
-        let [_, room, width] = latents.dims(JOIN, "latents")?;
+        let [batch, _, q_stride] = self.packed.dims(JOIN, "packed")?;
+        let [_, capacity, width] = latents.dims(JOIN, "latents")?;
         let rank = width.saturating_sub(rope_dim);
         let first_key = num_heads * (head_dim + rope_dim);
-        require_sizes([1, room], [width, rank])?;
+        require_sizes([1, capacity], [width, rank])?;
         operands!(only JOIN,
-            packed: BF16[batch, 1, packed_width] contiguous = self.packed,
+            packed: BF16[batch, 1, q_stride] contiguous = self.packed,
             up: BF16[num_heads * 2 * head_dim, rank] contiguous = self.up,
             latent: BF16[batch, 1, rank] contiguous = self.latent,
-            latents: BF16[batch, room, width] contiguous,
+            latents: BF16[batch, capacity, width] contiguous,
             length: I32[batch] contiguous = self.length,
         );
-        let fits = packed_width >= 2 * first_key && head_dim.is_multiple_of(8);
+        let fits = q_stride >= 2 * first_key && head_dim.is_multiple_of(8);
         require!(fits && scales.is_some() == self.norm.is_some(), JOIN, "token": format!("{self:?}"),
             "a packed token of these heads, factors where keys are normed");
         // Without norms the kernel reads the rotated key from the packed tensor, where it ends the first head's key,
         // and does not read the weight and the factors: `packed` stands in for them.
         let [norm, rotated, key_scale] = self.norm.unwrap_or([self.packed; 3]);
         let (rotated_offset, rotated_stride) = match self.norm {
-            None => (first_key + head_dim, packed_width),
+            None => (first_key + head_dim, q_stride),
             Some(_) => {
                 operands!(only JOIN,
                     norm: BF16[head_dim + rope_dim] contiguous,
@@ -187,25 +188,19 @@ impl LatentToken<'_> {
             }
         };
         if let Some(scales) = scales {
-            operands!(only JOIN, scales: F32[batch, room, num_heads] contiguous);
+            operands!(only JOIN, scales: F32[batch, capacity, num_heads] contiguous);
         }
         // The token's queries times `W_UK`, which attend to latents.
         let folded = latents.empty_contiguous(&[batch, 1, num_heads, width], DType::BF16);
-        let params = params!(MlaJoinTokenParams {
-            num_heads,
-            rank,
-            capacity: room,
-            q_stride: packed_width,
-            rotated_offset,
-            rotated_stride,
-        });
+        let params =
+            params!(MlaJoinTokenParams { num_heads, rank, capacity, q_stride, rotated_offset, rotated_stride });
         let kernel = mla_join_token_kernel(head_dim, rope_dim, self.norm.is_some());
         // Without norms the kernel writes no factors: `latents` stands in for their cache.
         let of_scales = scales.unwrap_or(latents);
         let tensors = [self.packed, norm, self.up, self.latent, rotated, key_scale];
         let tensors = [&tensors[..], &[self.length, latents, of_scales, &folded]].concat();
-        // SAFETY: sizes and types checked above; the kernel clamps lengths to the room, writes one row of the cache and
-        // every folded query.
+        // SAFETY: sizes and types checked above; the kernel clamps lengths to the capacity, writes one row of the cache
+        // and every folded query.
         unsafe { kernel.launch([num_heads, rank.div_ceil(JOINED_COLUMNS), batch], &tensors, &params) }?;
         let keys = LatentKeys { latents, rank, key_scale: scales, length: Some(self.length) };
         let attended = mla_decode(&folded, keys, softmax_scale)?;

@@ -129,8 +129,9 @@ impl MlaPack<'_> {
         let keys = (norm_dim > 0).then(|| [new(self.rope_dim, DType::BF16), new(self.num_heads, DType::F32)]);
         // Without norms the kernel writes no keys: `packed` stands in for them.
         let [rotated_keys, key_scale] = keys.clone().unwrap_or_else(|| [packed.clone(), packed.clone()]);
+        let tokens = q.rows;
         let params = params!(MlaPackForwardParams {
-            tokens: q.rows,
+            tokens,
             num_heads: self.num_heads,
             q_stride: q.stride,
             kv_stride: kv.stride,
@@ -155,7 +156,7 @@ impl MlaPack<'_> {
         let [kernel, _] = mla_pack_kernels(self.head_dim, self.rope_dim, norm_dim);
         // SAFETY: sizes, strides and types checked above; positions are clamped; writes every element of packed and of
         // the keys.
-        unsafe { kernel.launch([q.rows.div_ceil(BLOCK_TOKENS), 1, 1], &tensors, &params) }?;
+        unsafe { kernel.launch([tokens.div_ceil(BLOCK_TOKENS), 1, 1], &tensors, &params) }?;
         Ok((packed, keys))
     }
 
@@ -188,7 +189,8 @@ impl MlaPack<'_> {
             let shape = [batch, seq_len, width];
             dy.tensor.empty_contiguous(&shape, DType::BF16)
         });
-        let blocks = dy.rows.div_ceil(BLOCK_TOKENS);
+        let tokens = dy.rows;
+        let blocks = tokens.div_ceil(BLOCK_TOKENS);
         let (blocks, partials) = match norm_dim {
             0 => (blocks, grads[2].clone()),
             _ => {
@@ -198,7 +200,7 @@ impl MlaPack<'_> {
         };
         let [q, kv, k_rope] = &inputs;
         let params = params!(MlaPackBackwardParams {
-            tokens: dy.rows,
+            tokens,
             num_heads: self.num_heads,
             q_stride: q.stride,
             kv_stride: kv.stride,

@@ -52,22 +52,22 @@ fn forward(
     blocks.check();
     let shape = qkv.shape(NAME)?;
     let qkv = qkv.with_kernel_strides();
-    let (size, d) = (blocks.compress_block_size, shape.head_dim);
+    let (size, head_dim) = (blocks.compress_block_size, shape.head_dim);
     let [start, end] = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
     let mut embeddings = Vec::new();
     for positions in positions.into_iter().flatten() {
-        operands!(NAME, positions: BF16[size, d]);
+        operands!(NAME, positions: BF16[size, head_dim]);
         embeddings.push(positions);
     }
     let num_slots = blocks.num_slots(shape.seq_len);
     let rows = shape.batch * num_slots * shape.num_kv_heads;
-    let width = if positions.is_some() { size * d } else { d };
+    let width = if positions.is_some() { size * head_dim } else { head_dim };
     let k = qkv.k.tensor();
     let y = k.empty_contiguous(&[2, rows, width], DType::BF16);
     let [_, k_words, v_words] = qkv.head_words(NAME)?;
     let params = params!(NsaBlocksParams {
         { seq_len, num_kv_heads }: shape,
-        width: d,
+        width: head_dim,
         size,
         stride: blocks.compress_stride,
         [k_offset, k_token_stride, k_batch_stride]: k_words,
@@ -96,8 +96,8 @@ pub fn nsa_blocks_backward(
 ) -> Result<[CudaTensor; 3], KernelError> {
     let is_mean = false;
     let dqkv = backward(shape, documents, blocks, dy, is_mean)?;
-    let (size, d) = (blocks.compress_block_size, shape.head_dim);
-    let columns = size * d;
+    let (size, head_dim) = (blocks.compress_block_size, shape.head_dim);
+    let columns = size * head_dim;
     let documents = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
     let partials = dqkv.empty_contiguous(&[POSITION_PARTS, 2 * columns], DType::F32);
     let num_slots = blocks.num_slots(shape.seq_len);
@@ -113,7 +113,7 @@ pub fn nsa_blocks_backward(
     let tensors = [&dy, &documents[0], &documents[1], &partials];
     // SAFETY: `backward` checked dy's size; writes every element of the partials.
     unsafe { NSA_POSITIONS_BACKWARD.launch(grid, &tensors, &params) }?;
-    let [dk_positions, dv_positions] = column_sums(&partials, [&[size, d]; 2])?;
+    let [dk_positions, dv_positions] = column_sums(&partials, [&[size, head_dim]; 2])?;
     Ok([dqkv, dk_positions, dv_positions])
 }
 
@@ -143,15 +143,15 @@ fn backward(
     let [start, end] = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
     let num_slots = blocks.num_slots(shape.seq_len);
     let rows = shape.batch * num_slots * shape.num_kv_heads;
-    let (size, d) = (blocks.compress_block_size, shape.head_dim);
-    let width = if is_mean { d } else { size * d };
+    let (size, head_dim) = (blocks.compress_block_size, shape.head_dim);
+    let width = if is_mean { head_dim } else { size * head_dim };
     operands!(NAME, dy: BF16[2, rows, width]);
-    require_words(NAME, d)?;
+    require_words(NAME, head_dim)?;
     let heads = shape.num_heads + 2 * shape.num_kv_heads;
-    let dqkv = dy.empty_contiguous(&[shape.batch, shape.seq_len, heads, d], DType::BF16);
+    let dqkv = dy.empty_contiguous(&[shape.batch, shape.seq_len, heads, head_dim], DType::BF16);
     let params = params!(NsaBlocksBackwardParams {
         { seq_len, num_heads, num_kv_heads }: shape,
-        width: d,
+        width: head_dim,
         size,
         stride: blocks.compress_stride,
         num_slots,

@@ -56,7 +56,7 @@ pub(super) fn nsa_choose(
         let params = params!(NsaImportanceParams {
             seq_len,
             num_heads: shape.num_heads,
-            num_kv_heads: choosers,
+            choosers,
             [q_offset, q_token_stride, q_batch_stride]: q,
             softmax_scale,
             compress_size: blocks.compress_block_size,
@@ -133,7 +133,7 @@ pub(crate) fn take_largest(
     let [_, _, _, num_blocks] = importance.dims(NAME, "importance")?;
     let params = params!(NsaChooseParams {
         seq_len,
-        num_kv_heads: choosers,
+        choosers,
         select_size: size,
         num_selected,
         first_query: queries.start,

@@ -97,11 +97,11 @@ impl NsaToken<'_> {
         let shape = one_token(COMPRESS, &token)?;
         let (blocks, width) = (self.blocks, shape.head_dim);
         require_words(COMPRESS, width)?;
-        let (room, capacity) = (tail.capacity(COMPRESS, &shape)?, compressed.capacity(COMPRESS, &shape)?);
+        let (tail_capacity, capacity) = (tail.capacity(COMPRESS, &shape)?, compressed.capacity(COMPRESS, &shape)?);
         let (size, ended) = (blocks.compress_block_size, blocks.num_compressed_blocks(max_length + 1));
-        let fits = (num_dropped..num_dropped + room).contains(&max_length) && ended <= capacity;
+        let fits = (num_dropped..num_dropped + tail_capacity).contains(&max_length) && ended <= capacity;
         require!(fits, COMPRESS, "length": format!("{max_length} with {ended} compressed keys"),
-            "from {num_dropped} on, below a tail of {room}, {capacity} compressed keys");
+            "from {num_dropped} on, below a tail of {tail_capacity}, {capacity} compressed keys");
         let mut hidden = 0;
         let mut weights = Vec::new();
         if let Some(mlp) = self.mlp {
@@ -122,7 +122,7 @@ impl NsaToken<'_> {
         let params = params!(NsaCompressTokenParams {
             num_kv_heads: shape.num_kv_heads,
             width,
-            tail_capacity: room,
+            tail_capacity,
             num_dropped,
             capacity,
             size,
@@ -172,22 +172,22 @@ impl Pooled<'_> {
             (shape.batch, shape.num_heads, shape.num_kv_heads, shape.head_dim);
         require_scale(NAME, step.softmax_scale)?;
         let capacity = cache.capacity(NAME, &shape)?;
-        let [_, _, room, _] = self.keys.dims::<4>(NAME, "pooled")?;
+        let [_, _, pooled_capacity, _] = self.keys.dims::<4>(NAME, "pooled")?;
         operands!(only NAME,
-            pooled: BF16[batch, num_kv_heads, room, head_dim] contiguous = self.keys,
+            pooled: BF16[batch, num_kv_heads, pooled_capacity, head_dim] contiguous = self.keys,
             length: I32[batch] strided,
         );
         let ended = (step.max_length + 1).checked_sub(self.size).map_or(0, |left| left / self.stride + 1);
-        let fits = step.max_length < capacity && ended <= room;
+        let fits = step.max_length < capacity && ended <= pooled_capacity;
         require!(fits, NAME, "length": format!("{} with {ended} pooled keys", step.max_length),
-            "below the cache's capacity of {capacity}, {room} pooled keys");
+            "below the cache's capacity of {capacity}, {pooled_capacity} pooled keys");
         // Blocks larger than the cache are never complete, and nothing reads their scores.
-        let scored = if self.size > capacity { 1 } else { room };
+        let scored = if self.size > capacity { 1 } else { pooled_capacity };
         let scores = self.keys.empty_contiguous(&[batch, num_heads, scored], DType::F32);
         let params = params!(PooledScoresParams {
             base: token.token_params(NAME, &shape, step.softmax_scale)?,
             capacity,
-            pooled_capacity: room,
+            pooled_capacity,
             { size, stride }: self,
         });
         let multiprocessors = self.keys.hardware().num_multiprocessors;
@@ -231,7 +231,7 @@ fn choose(
     choice: BlockChoice,
     capacity: usize,
 ) -> Result<CudaTensor, KernelError> {
-    let [batch, num_heads, room] = scores.dims(NAME, "scores")?;
+    let [batch, num_heads, pooled_capacity] = scores.dims(NAME, "scores")?;
     operands!(only NAME, start: I32[batch, 1] contiguous);
     let blocks = choice.blocks;
     let num_blocks = capacity.div_ceil(blocks.select_block_size);
@@ -239,7 +239,7 @@ fn choose(
     let params = params!(BlockScoresParams {
         num_heads,
         choosers,
-        pooled_capacity: room,
+        pooled_capacity,
         num_blocks,
         size: blocks.compress_block_size,
         stride: blocks.compress_stride,

@@ -29,12 +29,12 @@ impl ChoiceLists {
         queries: &Range<usize>,
         item_queries: usize,
     ) -> Result<Self, KernelError> {
-        let [batch, seq_len, heads, k] = indices.dims("nsa_lists", "block_indices")?;
+        let [batch, seq_len, heads, num_selected] = indices.dims("nsa_lists", "block_indices")?;
         let shared_bytes = indices.hardware().max_shared_bytes;
         require_cells("nsa_lists", seq_len, blocks.select_block_size, shared_bytes)?;
         let cells = seq_len.div_ceil(blocks.select_block_size);
         let parts = queries.len().div_ceil(PART_QUERIES);
-        let choices = queries.len() * k;
+        let choices = queries.len() * num_selected;
         // Full items, and for each block's list a last one that is not full.
         let max_items = choices.div_ceil(item_queries) + cells;
         let new = |sizes: &[usize]| indices.empty_contiguous(sizes, DType::I32);
@@ -47,7 +47,7 @@ impl ChoiceLists {
         let params = params!(NsaCellsParams {
             seq_len,
             num_kv_heads: heads,
-            num_selected: k,
+            num_selected,
             select_size: blocks.select_block_size,
             num_cells: cells,
             first_query: queries.start,

@@ -1,7 +1,7 @@
 //! Fixed-size caches of decode selectors: the keys of a prompt that received the most attention (SnapKV, H2O), and
 //! decoding, where a new key evicts the key with the least accumulated attention.
 use super::lines::ProbeSums;
-use super::{Call, LongChoice};
+use super::{Amount, Call, LongChoice};
 use crate::KernelError;
 use crate::attention::{DecodeScratch, DecodeTiling, Qkv};
 use crate::dma::{DmaSlots, dma_decode_kernel, slots_decode};
@@ -59,8 +59,8 @@ impl Qkv {
         let score = call.smoothed(&received, heavy, count)?;
         let words = count.div_ceil(u32::BITS as usize);
         let marks = like.empty_contiguous(&[s.shape.num_kv_heads, words], DType::I32);
-        let all = LongChoice::new([&score, &marks, &nan_rows], [0, s.shape.num_kv_heads], count);
-        LongChoice { top, ..all }.choose()?;
+        let amount = Amount::Count { top, num_first: 0 };
+        LongChoice::new([&score, &marks, &nan_rows], [0, s.shape.num_kv_heads], count, amount).choose()?;
         call.gathered(&marks, &received, [count, top.min(count) + heavy.last])
     }
 }
@@ -153,9 +153,9 @@ impl Call<'_> {
         nan_rows: &CudaTensor,
     ) -> Result<(), KernelError> {
         let s = self.selection;
-        let n = s.shape.num_keys;
+        let num_keys = s.shape.num_keys;
         let params = params!(ReceivedAttentionParams {
-            num_keys: n,
+            num_keys,
             { num_heads, num_kv_heads }: s.shape,
             first_query: first,
             softmax_scale: s.scores.softmax_scale,
@@ -163,7 +163,7 @@ impl Call<'_> {
             [k_offset, k_token_stride]: self.k,
         });
         let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), lse, all, nan_rows];
-        let grid = [n.div_ceil(RECEIVING_KEYS), s.shape.num_kv_heads, 1];
+        let grid = [num_keys.div_ceil(RECEIVING_KEYS), s.shape.num_kv_heads, 1];
         // SAFETY: tokens and strides are the tensors' own; writes every sum and adds to nan_rows.
         unsafe { received_attention_kernel(self.shape.head_dim).launch(grid, &tensors, &params) }
     }
@@ -186,7 +186,7 @@ impl DmaSlots {
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
         let shape = token.shape(NAME)?;
-        let [batch, num_kv_heads, room] = self.z.dims(NAME, "slots")?;
+        let [batch, num_kv_heads, slots] = self.z.dims(NAME, "slots")?;
         let group = shape.group_size();
         let fits = batch == 1 && shape.head_dim.is_multiple_of(32);
         require!(fits, NAME, "shape": format!("{shape:?}"), "one sequence, heads of a multiple of 32 columns");
@@ -196,27 +196,21 @@ impl DmaSlots {
         let bias = None;
         let o = slots_decode(&token, &z, self, length, softmax_scale, bias, scratch)?;
         // The softmax of the token's logits with all slots is added to z.
-        let used = (tokens + 1).min(room);
-        let logits = z.empty_contiguous(&[shape.num_heads, 1, room], DType::F32);
+        let count = (tokens + 1).min(slots);
+        let logits = z.empty_contiguous(&[shape.num_heads, 1, slots], DType::F32);
         let [[q_offset, ..], ..] = token.head_words(NAME)?;
-        let params = params!(SlotLogitsParams {
-            slots: room,
-            count: used,
-            head_dim: shape.head_dim,
-            group,
-            q_offset,
-            softmax_scale,
-        });
-        let grid = [used.div_ceil(SLOTS_AT_ONCE), num_kv_heads, 1];
+        let params =
+            params!(SlotLogitsParams { slots, count, head_dim: shape.head_dim, group, q_offset, softmax_scale });
+        let grid = [count.div_ceil(SLOTS_AT_ONCE), num_kv_heads, 1];
         let tensors = [token.q.tensor(), &self.kv.k, &logits];
         // SAFETY: slots_decode checked the slots against the token; writes logits of the slots in use.
         unsafe { SLOT_LOGITS.launch(grid, &tensors, &params) }?;
         // Counts are 32-bit integers; zero has the same bits as an f32.
         let nan_rows = empty_zero(&z, &[shape.num_heads])?;
-        let columns = self.z.reshaped(NAME, "received", &[num_kv_heads, room])?;
+        let columns = self.z.reshaped(NAME, "received", &[num_kv_heads, slots])?;
         let sums = ProbeSums { group, factor: 1.0, adds: true, columns: &columns, diagonals: None };
-        // As the last of `used` positions, the query sees all slots in use.
-        let (position, first_head) = (used - 1, 0);
+        // As the last of `count` positions, the query sees all slots in use.
+        let (position, first_head) = (count - 1, 0);
         sums.add(&logits, position, first_head, &nan_rows)?;
         Ok(o)
     }

@@ -1,7 +1,7 @@
 //! Selection by columns and diagonals of the last queries' attention (MInference's vertical-slash), and FlexPrefill's
 //! choice between these and the largest entries of an estimated block map.
 use super::scores::{Cut, Pooled};
-use super::{Call, KeptBits, LongChoice, NAME, SCORE_BYTES};
+use super::{Amount, Call, KeptBits, LongChoice, NAME, SCORE_BYTES};
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, ranges};
 use sieve_core::{BlockScores, HeadRule};
@@ -103,17 +103,18 @@ impl Call<'_> {
         Ok(sums)
     }
 
-    /// Bits of the chosen entries of each head.
-    fn best_of(&self, choice: LongChoice<'_>) -> Result<CudaTensor, KernelError> {
-        let words = choice.length.div_ceil(u32::BITS as usize);
-        let kept = choice.nan_rows.empty_contiguous(&[self.selection.shape.num_heads, words], DType::I32);
-        LongChoice { kept: &kept, ..choice }.choose()?;
+    /// Bits of the entries that are chosen among `length` scores of each head.
+    fn best_of(
+        &self,
+        scores: &CudaTensor,
+        nan_rows: &CudaTensor,
+        length: usize,
+        amount: Amount<'_>,
+    ) -> Result<CudaTensor, KernelError> {
+        let num_heads = self.selection.shape.num_heads;
+        let kept = nan_rows.empty_contiguous(&[num_heads, length.div_ceil(u32::BITS as usize)], DType::I32);
+        LongChoice::new([scores, &kept, nan_rows], [0, num_heads], length, amount).choose()?;
         Ok(kept)
-    }
-
-    /// A choice among `length` scores of every head; [`Self::best_of`] sets its output.
-    fn of_all_heads<'a>(&self, scores: &'a CudaTensor, nan_rows: &'a CudaTensor, length: usize) -> LongChoice<'a> {
-        LongChoice::new([scores, nan_rows, nan_rows], [0, self.selection.shape.num_heads], length)
     }
 
     /// Marks in `kept` the blocks that the kept columns and diagonals meet, and the blocks of `map`. With `by_token` a
@@ -157,8 +158,8 @@ impl Call<'_> {
                 let scores = sums[kind].row_range(NAME, "sums", heads[0], heads[1])?;
                 let (_, numbers) = numbers(rule);
                 let [top, num_first] = numbers[kind];
-                let choice = LongChoice::new([&scores, &kept, nan_rows], heads, s.shape.num_keys);
-                LongChoice { top, num_first, ..choice }.choose()?;
+                let amount = Amount::Count { top, num_first };
+                LongChoice::new([&scores, &kept, nan_rows], heads, s.shape.num_keys, amount).choose()?;
             }
             Ok(kept)
         };
@@ -201,10 +202,9 @@ impl Call<'_> {
         self.dot_products(&means, &estimate, last, 0..s.shape.num_heads, scale, adds)?;
         // Chooses the tokens whose columns or diagonals hold a share of `gamma` of the attention.
         let passes = |sums: &CudaTensor| {
-            let all = self.of_all_heads(sums, nan_rows, s.shape.num_keys);
             // A gamma of 1 keeps all: a rounded sum may exceed 1 before the last entry.
             let goal = if gamma < 1.0 { gamma as f32 } else { f32::INFINITY };
-            self.best_of(LongChoice { goal, strict: true, ..all })
+            self.best_of(sums, nan_rows, s.shape.num_keys, Amount::Sum { goal, strict: true })
         };
         let tokens = [passes(&sums[0])?, passes(&sums[1])?];
         let new = || self.new_f32(&[s.shape.num_heads, columns]);
@@ -224,8 +224,8 @@ impl Call<'_> {
         unsafe { SELECT_PATTERNS.launch([s.shape.num_heads, 1, 1], &tensors, &params) }?;
         let best = |at: usize| {
             let tops = tops.row_range(NAME, "tops", at, 1)?;
-            let all = self.of_all_heads(&by_block[at], nan_rows, columns);
-            self.best_of(LongChoice { tops: Some(&tops), num_first: 1, ..all })
+            let amount = Amount::OfHead { tops: &tops, num_first: 1, goal: 0.0 };
+            self.best_of(&by_block[at], nan_rows, columns, amount)
         };
         let lines = [best(0)?, best(1)?];
         let wanted = tops.row_range(NAME, "tops", 2, 1)?;
@@ -254,9 +254,8 @@ impl Call<'_> {
             // SAFETY: writes the rows of the scores in place.
             unsafe { SELECT_SOFTMAX.launch(grid, &tensors, &params) }?;
             let goal = if gamma < 1.0 { (gamma * rows as f64) as f32 } else { f32::INFINITY };
-            let tops = Some(wanted);
-            let all = LongChoice::new([&scores, &kept, nan_rows], [heads.start, heads.len()], length);
-            LongChoice { tops, goal, ..all }.choose()?;
+            let amount = Amount::OfHead { tops: wanted, num_first: 0, goal };
+            LongChoice::new([&scores, &kept, nan_rows], [heads.start, heads.len()], length, amount).choose()?;
         }
         Ok(kept)
     }

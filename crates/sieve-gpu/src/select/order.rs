@@ -20,15 +20,15 @@ pub(super) struct Orders {
     pub(super) queries: Option<CudaTensor>,
 }
 
-/// Operands of a sort: `sets` rows (heads) of `count` tokens, which are sorted by descending score in each segment.
+/// Operands of a sort: `sets` rows (heads) of `num_tokens` tokens, sorted by descending score in each segment.
 struct Sorted<'a> {
-    /// Scores to sort by, f32 `[sets, count]`.
+    /// Scores to sort by, f32 `[sets, num_tokens]`.
     score: CudaTensor,
     nan_rows: &'a CudaTensor,
     sets: usize,
     /// Position of the first sorted token.
     first: usize,
-    count: usize,
+    num_tokens: usize,
     /// Whether a last segment that is not full keeps its order.
     whole_only: bool,
     /// Query heads of a row: the row keeps its order if one of them has NaN scores. 0 if none are counted.
@@ -62,7 +62,7 @@ impl Call<'_> {
                 nan_rows,
                 sets: s.shape.num_kv_heads,
                 first: 0,
-                count: s.shape.num_keys,
+                num_tokens: s.shape.num_keys,
                 whole_only: true,
                 heads_per_set,
             };
@@ -79,7 +79,7 @@ impl Call<'_> {
             nan_rows,
             sets: s.shape.num_heads,
             first: s.shape.context(),
-            count: s.shape.num_queries,
+            num_tokens: s.shape.num_queries,
             whole_only: false,
             heads_per_set: 0,
         };
@@ -121,12 +121,12 @@ impl Call<'_> {
     /// Writes the sorted tokens of each segment into `order`.
     fn sort(&self, sorted: &Sorted<'_>, segment: usize, order: &CudaTensor) -> Result<(), KernelError> {
         let params = params!(SelectOrderParams {
-            num_tokens: sorted.count,
+            num_tokens: sorted.num_tokens,
             first_position: sorted.first,
             segment,
             { whole_only, heads_per_set }: sorted,
         });
-        let segments = (sorted.first + sorted.count).div_ceil(segment) - sorted.first / segment;
+        let segments = (sorted.first + sorted.num_tokens).div_ceil(segment) - sorted.first / segment;
         let tensors = [&sorted.score, sorted.nan_rows, order];
         // SAFETY: `require_order` checked that a segment has at most as many tokens as a thread block has threads;
         // every slot is written.

@@ -20,27 +20,27 @@ impl Call<'_> {
         let BlockScores::Probes { gamma, chosen: [k, num_exact] } = s.scores.by else {
             unreachable!("the caller matched this variant")
         };
-        let [rows, columns] = s.blocks();
+        let [rows, num_blocks] = s.blocks();
         let num_probes = s.shape.num_queries.div_ceil(gamma);
-        let words = columns.div_ceil(u32::BITS as usize);
+        let words = num_blocks.div_ceil(u32::BITS as usize);
         let [kept, nan_rows] = bits;
         let chosen = kept.empty_contiguous(&[s.shape.num_heads, num_probes, words], DType::I32);
         let mask = probe_mask(s.shape, gamma, kept)?;
         let dense = self.qkv.new_sparse_output(&mask)?;
-        for heads in self.slabs(self.heads(), num_probes * columns * DType::F32.size()) {
-            let lse = self.new_f32(&[heads.len(), columns, num_probes]);
+        for heads in self.slabs(self.heads(), num_probes * num_blocks * DType::F32.size()) {
+            let lse = self.new_f32(&[heads.len(), num_blocks, num_probes]);
             let blocks = BlockLse { values: &lse, heads: heads.clone(), block: s.scores.block, gamma };
             let scale = s.scores.softmax_scale;
             self.qkv.sparse_attention_into(&mask, scale, &dense, Some(&blocks))?;
             let params = params!(SelectGateParams {
                 num_probes,
-                num_blocks: columns,
+                num_blocks,
                 block: s.scores.block,
                 context: s.shape.context(),
                 gamma,
-                tile: s.scores.query_block,
+                query_block: s.scores.query_block,
                 first_head: heads.start,
-                sinks: s.keep.first_tiles,
+                first_tiles: s.keep.first_tiles,
                 k,
                 num_exact,
             });
@@ -50,14 +50,14 @@ impl Call<'_> {
             let kernel = SELECT_GATE.shared_bytes(num_exact.min(k) * 64 * 2 * DType::F32.size());
             // SAFETY: reads scores of blocks that a probe sees; writes every word of these heads.
             unsafe { kernel.launch(grid, &tensors, &params) }?;
-            let scores = self.new_f32(&[heads.len(), rows, columns]);
+            let scores = self.new_f32(&[heads.len(), rows, num_blocks]);
             let params = params!(SelectVotesParams {
                 num_probes,
-                num_blocks: columns,
+                num_blocks,
                 per_tile: s.scores.query_block / gamma,
                 first_head: heads.start,
             });
-            let grid = [columns.div_ceil(128), rows, heads.len()];
+            let grid = [num_blocks.div_ceil(128), rows, heads.len()];
             // SAFETY: reads scores of chosen blocks; writes every score.
             unsafe { SELECT_VOTES.launch(grid, &[&lse, &chosen, &scores], &params) }?;
             self.choose(&Choice {

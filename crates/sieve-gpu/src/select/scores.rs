@@ -101,15 +101,15 @@ impl Call<'_> {
     pub(super) fn pool(&self, pooled: &Pooled<'_>, has_variance: bool) -> Result<[CudaTensor; 2], KernelError> {
         let p = pooled;
         let blocks = (p.num_tokens + p.offset).div_ceil(p.block);
-        let d = self.shape.head_dim;
-        let means = self.new_f32(&[p.num_heads, blocks, d]);
+        let head_dim = self.shape.head_dim;
+        let means = self.new_f32(&[p.num_heads, blocks, head_dim]);
         let variances = match has_variance {
-            true => self.new_f32(&[p.num_heads, blocks, d]),
+            true => self.new_f32(&[p.num_heads, blocks, head_dim]),
             false => means.clone(),
         };
         let params = params!(SelectPoolParams {
             [x_offset, token_stride]: p.at,
-            head_dim: d,
+            head_dim,
             { first_token, num_tokens, block, offset }: p,
             has_order: p.order.is_some(),
             has_variance,

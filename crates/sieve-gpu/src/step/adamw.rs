@@ -33,8 +33,8 @@ impl AdamwTensors<'_> {
     /// # Errors
     /// Another type, sizes that differ, gaps, no elements.
     pub fn adamw(self, step: AdamWStep) -> Result<(), KernelError> {
-        let size = self.param.num_elements();
-        require_non_empty(NAME, "the number of elements", size)?;
+        let num_elements = self.param.num_elements();
+        require_non_empty(NAME, "the number of elements", num_elements)?;
         let (master, param_type) = match (self.leaf, self.param.dtype()) {
             (Some(_), DType::BF16) => (Master::Split, DType::BF16),
             (Some(_), _) => (Master::BesideLeaf, DType::F32),
@@ -51,24 +51,24 @@ impl AdamwTensors<'_> {
             tensor.require_dtype(NAME, name, dtype)?;
             tensor.require_contiguous(NAME, name)?;
             require_alignment(NAME, name, tensor)?;
-            if tensor.num_elements() != size {
+            if tensor.num_elements() != num_elements {
                 return Err(KernelError::shape(NAME, name, tensor.shape(), self.param.shape()));
             }
         }
         operands!(only NAME, grad_scale: F32[1] strided = self.grad_scale);
         let mut buffers = vec![self.param, self.exp_avg, self.exp_avg_sq, self.grad, self.grad_scale];
         buffers.extend(self.leaf);
-        let grid = [size.div_ceil(BLOCK_ELEMENTS), 1, 1];
+        let grid = [num_elements.div_ceil(BLOCK_ELEMENTS), 1, 1];
         let kernel = adamw_kernel(master);
-        // SAFETY: reads and writes `size` elements of each tensor; sizes, types and layouts checked above.
-        unsafe { kernel.launch(grid, &buffers, &params(&step, size)) }
+        // SAFETY: reads and writes `num_elements` elements of each tensor; sizes, types and layouts checked above.
+        unsafe { kernel.launch(grid, &buffers, &params(&step, num_elements)) }
     }
 }
 
 /// The kernel's params struct. Factors are combined in f64 before they are rounded to f32.
-fn params(step: &AdamWStep, size: usize) -> AdamwParams {
+fn params(step: &AdamWStep, num_elements: usize) -> AdamwParams {
     params!(AdamwParams {
-        num_elements: size,
+        num_elements,
         beta1: step.beta1 as f32,
         beta2: step.beta2 as f32,
         eps: step.eps as f32,

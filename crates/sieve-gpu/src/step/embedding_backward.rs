@@ -27,23 +27,20 @@ pub fn embedding_backward(dy: &CudaTensor, ids: &CudaTensor, vocab_size: usize) 
     let dy = Rows::of_words(NAME, "dy", dy)?;
     let dweight = empty_zero(&dy.tensor, &[vocab_size, width])?;
     let order = token_order(&ids, vocab_size)?;
-    let chunks = dy.rows.div_ceil(RUN_CHUNK);
+    let tokens = dy.rows;
+    let chunks = tokens.div_ceil(RUN_CHUNK);
+    // `dweight` is contiguous.
+    let dweight_stride = width;
     // Partial sums of the id whose tokens began in the previous chunk (begun), and of the id whose tokens continue in
     // the next chunk (ended).
     let partial_sums = || dy.tensor.empty_contiguous(&[chunks, width], DType::F32);
     let (begun, ended) = (partial_sums(), partial_sums());
     let grid = [chunks, width.div_ceil(RUN_COLUMNS), 1];
-    let params = params!(EmbeddingBackwardParams {
-        tokens: dy.rows,
-        vocab_size,
-        width,
-        dy_stride: dy.stride,
-        dweight_stride: width,
-    });
+    let params = params!(EmbeddingBackwardParams { tokens, vocab_size, width, dy_stride: dy.stride, dweight_stride });
     let tensors = [&dy.tensor, &order, &dweight, &begun, &ended];
     // SAFETY: reads every row of dy, adds to rows of dweight, writes rows of the partial sums; sizes checked above.
     unsafe { EMBEDDING_BACKWARD.launch(grid, &tensors, &params) }?;
-    let params = params!(EmbeddingCarryParams { tokens: dy.rows, vocab_size, width, dweight_stride: width });
+    let params = params!(EmbeddingCarryParams { tokens, vocab_size, width, dweight_stride });
     // SAFETY: reads the partial sums that the launch before wrote, adds to rows of dweight.
     unsafe { EMBEDDING_CARRY.launch(grid, &[&order, &begun, &ended, &dweight], &params) }?;
     Ok(dweight)

@@ -11,11 +11,11 @@ const NAME: &str = "fill_zero";
 pub fn fill_zero(tensor: &CudaTensor) -> Result<(), KernelError> {
     tensor.require_dtype(NAME, "the tensor", DType::F32)?;
     tensor.require_contiguous(NAME, "the tensor")?;
-    let size = tensor.num_elements();
-    require_non_empty(NAME, "the number of elements", size)?;
-    let params = params!(FillZeroParams { num_elements: size });
-    // SAFETY: writes `size` elements of a contiguous tensor.
-    unsafe { FILL_ZERO.launch([size.div_ceil(1024), 1, 1], &[tensor], &params) }
+    let num_elements = tensor.num_elements();
+    require_non_empty(NAME, "the number of elements", num_elements)?;
+    let params = params!(FillZeroParams { num_elements });
+    // SAFETY: writes `num_elements` elements of a contiguous tensor.
+    unsafe { FILL_ZERO.launch([num_elements.div_ceil(1024), 1, 1], &[tensor], &params) }
 }
 
 pub(crate) const FILL_ZERO: SourceKernel = SourceKernel::new(NAME).threads(256);

@@ -19,7 +19,7 @@ pub fn likeliest(logits: &CudaTensor, num_tokens: usize) -> Result<CudaTensor, K
         "up to the {vocab_size} logits of a row, below 2^31");
     let Rows { tensor: logits, stride: x_stride, .. } = Rows::of(logits);
     let ids = logits.empty_contiguous(&[rows, 1], DType::I32);
-    let params = params!(LikeliestParams { width: num_tokens, x_stride });
+    let params = params!(LikeliestParams { num_tokens, x_stride });
     // SAFETY: reads `num_tokens` of each row, writes every id; sizes checked above.
     unsafe { LIKELIEST.launch([rows, 1, 1], &[&logits, &ids], &params) }?;
     Ok(ids)

@@ -18,15 +18,15 @@ const BLOCK_ELEMENTS: usize = 1024;
 /// # Errors
 /// Another type, gaps, no elements.
 pub fn split_master(master: &CudaTensor) -> Result<(CudaTensor, CudaTensor), KernelError> {
-    let size = checked("master", master, DType::F32)?;
+    let num_elements = checked("master", master, DType::F32)?;
     let new = || master.empty_contiguous(master.shape(), DType::BF16);
     let (leaf, rest) = (new(), new());
-    // SAFETY: reads `size` elements, writes every element of leaf and rest; checked above.
+    // SAFETY: reads `num_elements` elements, writes every element of leaf and rest; checked above.
     unsafe {
         split_master_kernel(Direction::Split).launch(
-            grid(size),
+            grid(num_elements),
             &[master, &leaf, &rest],
-            &params!(SplitMasterParams { num_elements: size }),
+            &params!(SplitMasterParams { num_elements }),
         )
     }?;
     Ok((leaf, rest))
@@ -37,16 +37,16 @@ pub fn split_master(master: &CudaTensor) -> Result<(CudaTensor, CudaTensor), Ker
 /// # Errors
 /// Other types, shapes that differ, gaps, no elements.
 pub fn join_master(leaf: &CudaTensor, rest: &CudaTensor) -> Result<CudaTensor, KernelError> {
-    let size = checked("leaf", leaf, DType::BF16)?;
+    let num_elements = checked("leaf", leaf, DType::BF16)?;
     checked("rest", rest, DType::BF16)?;
     rest.require_shape(NAME, "rest", leaf.shape())?;
     let master = leaf.empty_contiguous(leaf.shape(), DType::F32);
-    // SAFETY: reads `size` elements of both, writes every element of master; checked above.
+    // SAFETY: reads `num_elements` elements of both, writes every element of master; checked above.
     unsafe {
         split_master_kernel(Direction::Join).launch(
-            grid(size),
+            grid(num_elements),
             &[leaf, rest, &master],
-            &params!(SplitMasterParams { num_elements: size }),
+            &params!(SplitMasterParams { num_elements }),
         )
     }?;
     Ok(master)
@@ -70,11 +70,11 @@ fn checked(name: &'static str, tensor: &CudaTensor, dtype: DType) -> Result<usiz
     tensor.require_dtype(NAME, name, dtype)?;
     tensor.require_contiguous(NAME, name)?;
     require_alignment(NAME, name, tensor)?;
-    let size = tensor.num_elements();
-    require_non_empty(NAME, "the number of elements", size)?;
-    Ok(size)
+    let num_elements = tensor.num_elements();
+    require_non_empty(NAME, "the number of elements", num_elements)?;
+    Ok(num_elements)
 }
 
-fn grid(size: usize) -> [usize; 3] {
-    [size.div_ceil(BLOCK_ELEMENTS), 1, 1]
+fn grid(num_elements: usize) -> [usize; 3] {
+    [num_elements.div_ceil(BLOCK_ELEMENTS), 1, 1]
 }

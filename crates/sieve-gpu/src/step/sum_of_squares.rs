@@ -25,14 +25,14 @@ pub struct FixedSum {
     term: Term,
     partials: CudaTensor,
     /// Partial sums written so far.
-    used: usize,
+    num_partials: usize,
 }
 
 impl FixedSum {
     /// An empty sum with room for tensors of `sizes` elements, on the device of `like`.
     pub fn new(like: &CudaTensor, term: Term, sizes: impl IntoIterator<Item = usize>) -> Self {
         let room: usize = sizes.into_iter().map(num_partials).sum();
-        Self { term, partials: like.empty_contiguous(&[room.max(1)], DType::F32), used: 0 }
+        Self { term, partials: like.empty_contiguous(&[room.max(1)], DType::F32), num_partials: 0 }
     }
 
     /// Adds a tensor, f32 or bf16, of any shape.
@@ -41,18 +41,18 @@ impl FixedSum {
     /// Another type, no elements, more partial sums than [`new`](Self::new) made room for.
     pub fn add(&mut self, x: &CudaTensor) -> Result<(), KernelError> {
         let is_bf16 = require_float(NAME, "the tensor's type", x)?;
-        let size = x.num_elements();
-        require_non_empty(NAME, "the number of elements", size)?;
+        let num_elements = x.num_elements();
+        require_non_empty(NAME, "the number of elements", num_elements)?;
         let x = x.contiguous();
         require_alignment(NAME, "the tensor", &x)?;
-        let (count, room) = (num_partials(size), self.partials.num_elements());
-        if self.used + count > room {
-            return Err(KernelError::over_limit(NAME, "number of partial sums", self.used + count, room));
+        let (count, room) = (num_partials(num_elements), self.partials.num_elements());
+        if self.num_partials + count > room {
+            return Err(KernelError::over_limit(NAME, "number of partial sums", self.num_partials + count, room));
         }
-        let params = params!(SumPartialsParams { num_elements: size, first_partial: self.used });
+        let params = params!(SumPartialsParams { num_elements, first_partial: self.num_partials });
         // SAFETY: reads the tensor, writes `count` partial sums, for which there is room.
         unsafe { sum_partials_kernel(self.term, is_bf16).launch([count, 1, 1], &[&x, &self.partials], &params) }?;
-        self.used += count;
+        self.num_partials += count;
         Ok(())
     }
 
@@ -75,9 +75,9 @@ impl FixedSum {
     }
 
     fn finish(self, root: bool) -> Result<CudaTensor, KernelError> {
-        require_non_empty(FINISH, "the number of tensors", self.used)?;
+        require_non_empty(FINISH, "the number of tensors", self.num_partials)?;
         let out = self.partials.empty_contiguous(&[1], DType::F32);
-        let params = params!(FinishSumParams { num_partials: self.used });
+        let params = params!(FinishSumParams { num_partials: self.num_partials });
         // SAFETY: reads the partial sums that were written, writes one element.
         unsafe { finish_sum_kernel(root).launch([1, 1, 1], &[&self.partials, &out], &params) }?;
         Ok(out)

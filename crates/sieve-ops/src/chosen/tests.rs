@@ -9,7 +9,7 @@ use crate::testing::{
 };
 use burn::tensor::TensorData;
 use burn::tensor::activation::log_softmax;
-use sieve_core::model::test_shapes::{infllm_v2, moba, msa};
+use sieve_core::model::test_shapes::{infllm_v2, mean_key, msa};
 
 fn infllm(num_selected_blocks: usize) -> BlockChoice {
     infllm_v2([4, 2, 4, num_selected_blocks], 2)
@@ -18,7 +18,7 @@ fn infllm(num_selected_blocks: usize) -> BlockChoice {
 #[test]
 fn choices_equal_the_reference() {
     for call in calls() {
-        for choice in [infllm(4), moba(4, 3), moba(5, 2), msa(4, 3), msa(6, 2)] {
+        for choice in [infllm(4), mean_key(4, 3), mean_key(5, 2), msa(4, 3), msa(6, 2)] {
             let of = |dtype| {
                 let qkv = float::<4>(&call.qkv(7).untracked(dtype));
                 host_ints(choose_key_blocks(qkv, &call.documents, call.spec, choice))
@@ -33,7 +33,7 @@ fn choices_equal_the_reference() {
 fn blocks_beyond_64_tokens_are_read_in_pieces() {
     let call = Call::new([1, 300], [2, 1], 8, &[140]);
     let qkv = float::<4>(&call.qkv(1).untracked(DType::F32));
-    let chosen = choose_key_blocks(qkv, &call.documents, call.spec, moba(128, 2));
+    let chosen = choose_key_blocks(qkv, &call.documents, call.spec, mean_key(128, 2));
     assert_eq!(chosen.dims(), [1, 300, 2, 4]);
     for (at, chosen) in host_ints(chosen).chunks(4).enumerate() {
         let token = at / 2;
@@ -48,7 +48,7 @@ fn blocks_beyond_64_tokens_are_read_in_pieces() {
 #[test]
 fn attention_over_all_blocks_is_dense() {
     for call in calls() {
-        for choice in [infllm(64), moba(4, 64)] {
+        for choice in [infllm(64), mean_key(4, 64)] {
             let inputs = [call.qkv(3)];
             let of = |inputs: &[AdFloat]| -> AdFloat {
                 let qkv = float::<4>(&inputs[0]);
@@ -74,7 +74,7 @@ fn attention_over_some_blocks_equals_the_reference() {
         primitive(chosen_attention(qkv, chosen, &call.documents, call.spec, choice))
     };
     for call in calls() {
-        for choice in [infllm(3), moba(4, 2)] {
+        for choice in [infllm(3), mean_key(4, 2)] {
             let inputs = [call.qkv(4)];
             let qkv = float::<4>(&inputs[0].untracked(DType::F32));
             let chosen = choose_key_blocks(qkv, &call.documents, call.spec, choice);
@@ -98,7 +98,7 @@ fn attention_over_some_blocks_equals_the_reference() {
         }
     }
     let call = Call::new([2, 13], [4, 2], 3, &[6]);
-    for choice in [infllm(3), moba(4, 2)] {
+    for choice in [infllm(3), mean_key(4, 2)] {
         let input = call.qkv(4);
         let chosen = choose_key_blocks(float::<4>(&input.untracked(DType::F32)), &call.documents, call.spec, choice);
         check_finite_differences("chosen_attention", &[input], &|inputs| op(&call, choice, &chosen, inputs));

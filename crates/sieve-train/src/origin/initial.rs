@@ -5,7 +5,7 @@ use sieve_core::kinds::{ParamSpec, Part};
 use sieve_core::model::{Conversion, ConversionGap, names_of};
 use sieve_core::paths::expand;
 use sieve_core::recipe::{OptimizerName, RANDOM_WEIGHTS};
-use sieve_core::{InitialWeights, Recipe, ShownPath};
+use sieve_core::{InitialWeights, Recipe, Refusal, ShownPath};
 use sieve_hf::{Checkpoint, CheckpointError, list_checkpoints};
 use std::path::{Path, PathBuf};
 
@@ -93,7 +93,7 @@ pub(super) fn full_key_of(checkpoint: &Checkpoint) -> Result<String, TrainError>
 pub(super) fn opened(found: Result<Checkpoint, CheckpointError>) -> Result<Checkpoint, TrainError> {
     found.map_err(|error| {
         let text = error.to_string();
-        let (what, hint) = text.split_once("\n  hint: ").unwrap_or((&text, ""));
+        let Refusal { what, hint } = Refusal::of_text(&text, "");
         let hint = match error {
             CheckpointError::NotFound { .. } => {
                 format!(
@@ -101,7 +101,7 @@ pub(super) fn opened(found: Result<Checkpoint, CheckpointError>) -> Result<Check
                      begins without a checkpoint"
                 )
             }
-            _ => hint.to_owned(),
+            _ => hint.into_owned(),
         };
         TrainError::refused(format!("{KEY}: {what}"), hint)
     })

@@ -1,19 +1,21 @@
 //! Writes a run's recipe and checkpoints, and removes outdated checkpoints.
+use super::{Trainer, best_checkpoint};
+use super::faults::Moment;
+use super::reporter::Reporter;
+#[cfg(doc)]
+use super::saving::Checkpoints;
+use super::saving::remove_half_written;
 use super::writer::{Shard, Written};
-use super::{Moment, Reporter, Trainer, best_checkpoint};
-use crate::group::Group;
 use crate::metrics::drop_later_lines;
 use crate::optimizer::ReplicaSums;
 use crate::run_folder::rename_aside;
 use crate::{Origin, RunFolder, TrainError, TrainEvent};
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 use sieve_core::{MODEL_LINE, Recipe, ShownPath};
 use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints};
 use sieve_ops::TrainBackend;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// The longest pause between two tries to write the last checkpoint.
@@ -22,23 +24,20 @@ const LONGEST_LAST_PAUSE: Duration = Duration::from_secs(60);
 impl<B: TrainBackend> Trainer<B> {
     /// Takes a snapshot of the state and begins to write it, unless the folder has it already. Waits until the previous
     /// checkpoint is on disk or has failed. Each rank writes its shards. If a write fails, training continues on all
-    /// ranks: see [`warn_unsaved`](Self::warn_unsaved).
+    /// ranks: see [`Checkpoints::warn_unsaved`].
     ///
     /// # Errors
     /// A rank or a device is lost; another process has taken the output folder.
     pub(super) fn start_checkpoint(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
-        if [self.last_checkpoint, self.writer.step()].contains(&Some(self.step)) {
+        if [self.checkpoints.last, self.checkpoints.writer.step()].contains(&Some(self.step)) {
             return Ok(());
         }
         self.finish_checkpoint(reporter)?;
-        // Reports a failure of the previous checkpoint before this one can replace it in `saving.problem`.
-        self.warn_unsaved(reporter);
+        // Reports a failure of the previous checkpoint before this one's can replace it.
+        self.checkpoints.warn_unsaved(reporter);
         self.finish_leaves()?;
-        let folder = match (&self.saving.fallback, self.saving.uses_fallback) {
-            (Some(folder), true) => folder.clone(),
-            _ => self.folder.checkpoint_path(),
-        };
-        let begun = match self.writes() {
+        let folder = self.checkpoints.next_folder();
+        let begun = match self.ranks.writes() {
             true => self.begin_folder(&folder, reporter),
             false => Ok(()),
         };
@@ -47,8 +46,8 @@ impl<B: TrainBackend> Trainer<B> {
             begun => begun.err().map(|error| error.to_string()),
         };
         // The other ranks write into the folder that rank 0 has created.
-        if let Some(problem) = self.of_any(problem)? {
-            self.note_failure(self.step, problem);
+        if let Some(problem) = self.ranks.problem_of_any(problem)? {
+            self.checkpoints.note_failure(self.step, problem);
             return Ok(());
         }
         let (recipe_toml, tokenizer_json) = (self.recipe.to_toml()?, self.data.tokenizer_json.clone());
@@ -76,12 +75,12 @@ impl<B: TrainBackend> Trainer<B> {
             num_shards: share.size,
             checksums: Default::default(),
         };
-        self.writer.start(&folder, state, share, files)
+        self.checkpoints.writer.start(&folder, state, share, files)
     }
 
     /// What is trained, on one line ([`model_line`](sieve_core::model_line)).
     pub fn model_line(&self) -> &str {
-        &self.model_line
+        &self.lines.model
     }
 
     /// Writes the recipe into the run's folder, with [`model_line`](Self::model_line) as a comment on its first line.
@@ -92,29 +91,29 @@ impl<B: TrainBackend> Trainer<B> {
     /// # Errors
     /// Any failure of the file system.
     pub fn write_config(&self) -> Result<(), TrainError> {
-        if !self.writes() {
+        if !self.ranks.writes() {
             return Ok(());
         }
-        if self.last_checkpoint.is_none() {
-            Origin::note(self.begun.as_ref(), &self.folder)?;
+        if self.checkpoints.last.is_none() {
+            Origin::note(self.checkpoints.begun.as_ref(), &self.checkpoints.folder)?;
         }
-        let text = format!("{MODEL_LINE}{}\n{}", self.model_line, self.recipe.to_toml()?);
-        Ok(write_atomically(&self.folder.config_path(), text.as_bytes())?)
+        let text = format!("{MODEL_LINE}{}\n{}", self.lines.model, self.recipe.to_toml()?);
+        Ok(write_atomically(&self.checkpoints.folder.config_path(), text.as_bytes())?)
     }
 
     /// Creates the folder that a checkpoint is written into, and the run's folder again if it was removed. Opens
     /// `metrics.jsonl` again if it was moved.
     fn begin_folder(&mut self, folder: &Path, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
-        if self.folder.regain()? {
+        if self.checkpoints.folder.regain()? {
             self.write_config()?;
             reporter.metrics.reopen();
-            let path = self.folder.path().shown();
+            let path = self.checkpoints.folder.path().shown();
             reporter.emit(TrainEvent::Warning(&format!(
                 "warning: {path} was removed while the run writes to it; it is recreated without its earlier contents"
             )));
         } else if reporter.metrics.is_elsewhere() {
             reporter.metrics.reopen();
-            let path = self.folder.metrics_path();
+            let path = self.checkpoints.folder.metrics_path();
             reporter.emit(TrainEvent::Warning(&format!(
                 "warning: {} was moved, removed or replaced while the run writes to it; the lines since the last \
                  checkpoint are in the old file, later ones go to the new one",
@@ -123,47 +122,10 @@ impl<B: TrainBackend> Trainer<B> {
         }
         fs::create_dir_all(folder).map_err(TrainError::io("creating", folder))?;
         let taken = folder.join(format!("step-{}", self.step));
-        if self.saving.uses_fallback && taken.exists() {
+        if self.checkpoints.uses_fallback && taken.exists() {
             rename_aside(&taken, "aside")?;
         }
         Ok(Checkpoint::begin(folder, self.step)?)
-    }
-
-    /// A value of every rank, by rank.
-    pub(super) fn gathered<T: Serialize + DeserializeOwned>(&self, own: T) -> Result<Vec<T>, TrainError> {
-        match &self.group {
-            Some(group) => group.gather_data(&own),
-            None => Ok(vec![own]),
-        }
-    }
-
-    /// The problem of the first rank that has one, `None` if no rank has; all ranks get the same answer.
-    fn of_any(&self, own: Option<String>) -> Result<Option<String>, TrainError> {
-        let Some(group) = &self.group else {
-            return Ok(own);
-        };
-        let mut all = group.gather_data(&own)?.into_iter().enumerate();
-        Ok(all.find_map(|(rank, problem)| Some(format!("rank {rank}: {}", problem?))))
-    }
-
-    /// Records that the checkpoint of a step could not be written. All ranks call it.
-    fn note_failure(&mut self, step: u64, problem: String) {
-        self.saving.tries.fail();
-        self.saving.problem = Some((step, problem));
-    }
-
-    /// Reports a checkpoint that failed, and whether training continues.
-    pub(super) fn warn_unsaved(&mut self, reporter: &mut Reporter<'_>) {
-        if let Some((step, problem)) = self.saving.problem.take() {
-            let (failed, most) = (self.saving.tries.num_failed, self.saving.tries.limits.max_failures);
-            let next = match self.saving.gives_up() {
-                true => "the run stops".to_owned(),
-                false => "training continues, and soon tries again".to_owned(),
-            };
-            reporter.emit(TrainEvent::Warning(&format!(
-                "warning: no checkpoint at step {step}: {problem}\n  {next} (failure {failed} of {most})"
-            )));
-        }
     }
 
     /// Waits until all ranks have written the pending checkpoint, gives it its final name, reports it, and removes
@@ -177,8 +139,8 @@ impl<B: TrainBackend> Trainer<B> {
         };
         let step = state.step;
         self.disturbance.at(step, Moment::Naming);
-        self.all_written = false;
-        let writes = self.writes();
+        self.checkpoints.all_written = false;
+        let writes = self.ranks.writes();
         let discard = || {
             if writes {
                 Checkpoint::discard(&folder, step);
@@ -186,20 +148,20 @@ impl<B: TrainBackend> Trainer<B> {
         };
         let all = self.gathered(shard).inspect_err(|_| discard())?;
         let name = |(rank, shard): (usize, Result<Shard, String>)| {
-            shard.map_err(|problem| match self.group {
-                Some(_) => format!("rank {rank}: {problem}"),
-                None => problem,
+            shard.map_err(|problem| match self.ranks.is_alone() {
+                true => problem,
+                false => format!("rank {rank}: {problem}"),
             })
         };
         let shards = match all.into_iter().enumerate().map(name).collect::<Result<Vec<_>, _>>() {
             Ok(shards) => shards,
             Err(problem) => {
                 discard();
-                self.note_failure(step, problem);
+                self.checkpoints.note_failure(step, problem);
                 return Ok(());
             }
         };
-        if self.group.is_some() {
+        if !self.ranks.is_alone() {
             let sums = shards.iter().map(|shard| shard.replica.clone());
             if let Some([one, other]) = ReplicaSums::differ(&sums.collect::<Vec<_>>(), self.distance(step)) {
                 discard();
@@ -224,14 +186,14 @@ impl<B: TrainBackend> Trainer<B> {
             }
         }
         // All ranks learn from rank 0 whether the checkpoint has its final name.
-        if let Some(problem) = self.of_any(problem)? {
-            self.note_failure(step, problem);
+        if let Some(problem) = self.ranks.problem_of_any(problem)? {
+            self.checkpoints.note_failure(step, problem);
             return Ok(());
         }
-        self.saving.tries.succeed();
-        self.last_checkpoint = Some(step);
-        self.last_folder = folder;
-        if writes && let Err(error) = prune(&self.folder, &self.recipe) {
+        self.checkpoints.tries.succeed();
+        self.checkpoints.last = Some(step);
+        self.checkpoints.last_folder = folder;
+        if writes && let Err(error) = prune(&self.checkpoints.folder, &self.recipe) {
             reporter.emit(TrainEvent::Warning(&format!("warning: old checkpoints stay: {error}")));
         }
         Ok(())
@@ -242,30 +204,30 @@ impl<B: TrainBackend> Trainer<B> {
     /// a checkpoint for its messages. Errors that occur on all ranks finish the checkpoint before they return.
     pub(super) fn discard_checkpoint(&mut self) -> Result<(), TrainError> {
         if let Some(Written { folder, state, .. }) = self.finish_writing()?
-            && self.writes()
+            && self.ranks.writes()
         {
             Checkpoint::discard(&folder, state.step);
         }
         Ok(())
     }
 
-    /// Writes the last state of the run. Failures are retried for [`WriteLimits::last`](super::WriteLimits::last),
+    /// Writes the last state of the run. Failures are retried for [`WriteLimits::last`](crate::WriteLimits::last),
     /// first at once and then after pauses, alternating between the run's folder and the fallback folder if there is
     /// one.
     ///
     /// # Errors
     /// It cannot be written; a rank or a device is lost.
     pub(super) fn save_last(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
-        let limits = self.saving.tries.limits;
+        let limits = self.checkpoints.tries.limits;
         let (since, mut pause) = (Instant::now(), Duration::ZERO);
         loop {
             self.start_checkpoint(reporter)?;
             self.finish_checkpoint(reporter)?;
-            let Some((step, problem)) = self.saving.problem.take() else {
+            let Some((step, problem)) = self.checkpoints.problem.take() else {
                 return Ok(());
             };
-            let goes_to_fallback = self.saving.fallback.is_some() && !self.saving.uses_fallback;
-            self.saving.uses_fallback = goes_to_fallback;
+            let goes_to_fallback = self.checkpoints.fallback.is_some() && !self.checkpoints.uses_fallback;
+            self.checkpoints.uses_fallback = goes_to_fallback;
             let left = limits.last.saturating_sub(since.elapsed());
             // The last pause is shorter, so that a try ends it. Rank 0's clock decides for all ranks.
             let (is_over, wait) = self.gathered((left.is_zero(), pause.min(left)))?[0];
@@ -276,7 +238,7 @@ impl<B: TrainBackend> Trainer<B> {
                     format!("the weights are kept in memory, the next try is in {:.0} s", wait.as_secs_f64().ceil())
                 }
                 (false, true) => {
-                    let last = match self.last_checkpoint_path() {
+                    let last = match self.checkpoints.last_path() {
                         Some(path) => format!("the last one is {}", path.shown()),
                         None => "there is no earlier one".to_owned(),
                     };
@@ -293,7 +255,7 @@ impl<B: TrainBackend> Trainer<B> {
             if !goes_to_fallback {
                 let until = Instant::now() + wait;
                 while Instant::now() < until {
-                    self.tick();
+                    self.ranks.tick();
                     std::thread::sleep(Duration::from_millis(100));
                 }
                 pause = (2 * pause).clamp(limits.first_pause, LONGEST_LAST_PAUSE);
@@ -303,12 +265,12 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Waits until this process has written its files of the pending checkpoint; `None` if no checkpoint is pending.
     fn finish_writing(&mut self) -> Result<Option<Written>, TrainError> {
-        let group = self.group.as_ref();
-        let written = self.writer.finish(&|| group.into_iter().for_each(Group::tick));
+        let ranks = &self.ranks;
+        let written = self.checkpoints.writer.finish(&|| ranks.tick());
         // If a rank is lost, rank 0 has removed the folder, so writing into it failed. Then the error to return is that
         // the rank is lost.
         written.or_else(|error| {
-            group.map_or(Ok(()), Group::check)?;
+            ranks.check()?;
             Err(error)
         })
     }
@@ -326,41 +288,14 @@ impl<B: TrainBackend> Trainer<B> {
     /// # Errors
     /// The errors of [`finish_checkpoint`](Self::finish_checkpoint).
     pub(super) fn poll_checkpoint(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
-        let is_done = match &self.group {
-            Some(_) => self.all_written,
-            None => self.writer.is_done(),
+        let is_done = match self.ranks.is_alone() {
+            true => self.checkpoints.writer.is_done(),
+            false => self.checkpoints.all_written,
         };
         match is_done {
             true => self.finish_checkpoint(reporter),
             false => Ok(()),
         }
-    }
-
-    /// Path of the last checkpoint of this run.
-    pub(super) fn last_checkpoint_path(&self) -> Option<PathBuf> {
-        let step = self.last_checkpoint?;
-        Some(self.last_folder.join(format!("step-{step}")))
-    }
-
-    /// Checkpoints of another continuation of the run: they have a later step, or have this step and are not the one
-    /// that this process resumed from.
-    pub(super) fn other_checkpoints(&self) -> Result<Vec<(u64, PathBuf)>, TrainError> {
-        let mut all = list_checkpoints(&self.folder.checkpoint_path())?;
-        all.retain(|(step, _)| *step >= self.step && self.last_checkpoint != Some(*step));
-        Ok(all)
-    }
-
-    /// Removes half-written checkpoints of a killed process. Renames checkpoints of another continuation: otherwise a
-    /// later resume would take them for this continuation's.
-    pub(super) fn tidy_checkpoints(&self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
-        for (step, path) in self.other_checkpoints()? {
-            let aside = rename_aside(&path, "aside")?;
-            reporter.emit(TrainEvent::Notice(&format!(
-                "note: step-{step} belongs to another continuation; it is kept as {}",
-                aside.shown()
-            )));
-        }
-        remove_half_written(&self.folder.checkpoint_path())
     }
 }
 
@@ -376,21 +311,6 @@ pub fn tidy_finished(folder: &RunFolder, recipe: &Recipe) -> Result<(), TrainErr
     }
     remove_half_written(&folder.checkpoint_path())?;
     prune(folder, recipe)
-}
-
-fn remove_half_written(folder: &Path) -> Result<(), TrainError> {
-    let Ok(entries) = fs::read_dir(folder) else {
-        // A run without a checkpoint has no such folder.
-        return Ok(());
-    };
-    for entry in entries.flatten() {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        if name.starts_with("step-") && name.ends_with(".tmp") {
-            let path = entry.path();
-            fs::remove_dir_all(&path).map_err(TrainError::io("removing", &path))?;
-        }
-    }
-    Ok(())
 }
 
 /// Removes all but the latest `checkpoint.keep_latest_k` checkpoints (0 keeps all). The checkpoint before the first

@@ -1,6 +1,8 @@
 //! Detects silent data corruption, a device that computes a wrong gradient without an error: all ranks compute the
 //! gradients of the same micro-batch and compare them bit for bit.
-use super::{AWAY, Moment, Reporter, Trainer};
+use super::faults::Moment;
+use super::reporter::Reporter;
+use super::{AWAY, Trainer};
 use crate::collectives::{Primitive, flat};
 use crate::group::Weights;
 use crate::segment::Segment;
@@ -71,10 +73,10 @@ impl<B: TrainBackend> Trainer<B> {
             return Ok(());
         }
         // The kernels that sum in a fixed order may have to be compiled first.
-        self.set_work(Work::Long);
+        self.ranks.set_work(Work::Long);
         self.finish_leaves()?;
         let first = self.replayed()?;
-        if self.group.is_some() && first.iter().all(|hash| *hash == first[0]) {
+        if !self.ranks.is_alone() && first.iter().all(|hash| *hash == first[0]) {
             return Ok(());
         }
         let second = self.replayed()?;
@@ -107,12 +109,12 @@ impl<B: TrainBackend> Trainer<B> {
         let rows = self.stage.recipe.training.local_batch_size;
         let batch = self.stage.loader.batch(self.next_sample, rows)?;
         let settings = BlockSettings {
-            keeping: self.keeping,
+            keeping: self.budget.keeping,
             policy: KernelPolicy { sums: SumOrder::Fixed, ..KernelPolicy::default() },
             ..BlockSettings::from(&self.recipe)
         };
         let loss_scale = self.disturbance.at(self.next_sample, Moment::Replay) / batch.num_labels().max(1) as f64;
-        let group = self.group.as_mut().filter(|group| !group.share().keeps_whole);
+        let group = self.ranks.group_mut().filter(|group| !group.share().keeps_whole);
         let weights = group.map(|group| Weights { group, pieces: self.optimizer.pieces() });
         let mut hashes = Hashes { hash: Xxh3::default(), weights };
         let result = pass(

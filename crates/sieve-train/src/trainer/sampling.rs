@@ -32,7 +32,7 @@ impl<B: TrainBackend> Trainer<B> {
         let model = self.model().valid();
         let written = write(&model, &self.stage.shape, &self.data.tokenizer);
         self.samples = Some(write);
-        self.tick();
+        self.ranks.tick();
         match written {
             Ok(texts) => {
                 for (number, text) in (1..).zip(&texts) {

@@ -1,74 +1,31 @@
-//! Retries failed writes while training continues; a run ends only after many failures.
-use std::path::PathBuf;
-use std::time::{Duration, Instant};
+//! Where a run's checkpoints are and go, and which writes failed.
+use super::reporter::Reporter;
+use super::writer::CheckpointWriter;
+use crate::origin::Begun;
+use crate::run_folder::rename_aside;
+use crate::tries::Tries;
+use crate::{RunFolder, TrainError, TrainEvent};
+use sieve_core::ShownPath;
+use sieve_hf::list_checkpoints;
+use std::fs;
+use std::path::{Path, PathBuf};
 
-/// How often and how long a failed write is retried.
-#[doc(hidden)]
-#[derive(Clone, Copy, Debug)]
-pub struct WriteLimits {
-    /// Pause before the second attempt to write; it doubles with every further one.
-    pub first_pause: Duration,
-    /// Longest pause between two attempts to write.
-    pub longest_pause: Duration,
-    /// A run ends after this many failed checkpoints in a row.
-    pub max_failures: u32,
-    /// How long the last checkpoint of a run is retried.
-    pub last: Duration,
-}
-
-impl Default for WriteLimits {
-    /// Ten failures take half an hour, with pauses from five seconds to ten minutes.
-    fn default() -> Self {
-        Self {
-            first_pause: Duration::from_secs(5),
-            longest_pause: Duration::from_secs(600),
-            max_failures: 10,
-            last: Duration::from_secs(600),
-        }
-    }
-}
-
-/// The failed attempts of a write, and the time of the next one.
-#[derive(Debug, Default)]
-pub(crate) struct Tries {
-    pub(crate) limits: WriteLimits,
-    /// Number of failures since the last success.
-    pub(crate) num_failed: u32,
-    /// Time of the next attempt; `None` if the last write succeeded.
-    next: Option<Instant>,
-}
-
-impl Tries {
-    /// Whether the last write failed and the pause after it has passed.
-    pub(crate) fn is_due(&self) -> bool {
-        self.next.is_some_and(|next| Instant::now() >= next)
-    }
-
-    /// Whether the last attempt to write failed.
-    pub(crate) fn has_failed(&self) -> bool {
-        self.next.is_some()
-    }
-
-    /// Records a failed write. Returns the pause until the next try.
-    pub(crate) fn fail(&mut self) -> Duration {
-        let WriteLimits { first_pause, longest_pause, .. } = self.limits;
-        // Doubles with each failure; the exponent is limited, so that the shift cannot overflow.
-        let pause = first_pause.saturating_mul(1 << self.num_failed.min(16)).min(longest_pause);
-        self.num_failed += 1;
-        self.next = Some(Instant::now() + pause);
-        pause
-    }
-
-    /// Records a successful write. Returns whether the write before it had failed.
-    pub(crate) fn succeed(&mut self) -> bool {
-        self.num_failed = 0;
-        self.next.take().is_some()
-    }
-}
-
-/// Where checkpoints are written, and which writes failed.
-#[derive(Debug, Default)]
-pub(super) struct Saving {
+/// The checkpoints of a run: the last one, the one that is being written, and the failed ones.
+pub(super) struct Checkpoints {
+    /// The run's folder.
+    pub(super) folder: RunFolder,
+    /// The checkpoint of another folder that this process begins with.
+    pub(super) begun: Option<Begun>,
+    /// Step of the last checkpoint of this run.
+    pub(super) last: Option<u64>,
+    /// Folder to which the last checkpoint was written.
+    pub(super) last_folder: PathBuf,
+    pub(super) writer: CheckpointWriter,
+    /// Whether all processes have written their files of the checkpoint that is being written.
+    pub(super) all_written: bool,
+    /// Whether a checkpoint must be written. It waits until a streak of bad steps is over, because the guard goes back
+    /// to the last checkpoint, which must hold no bad step.
+    pub(super) is_due: bool,
     pub(super) tries: Tries,
     /// The folder for the last checkpoint of a process when the run's own folder cannot be written to.
     pub(super) fallback: Option<PathBuf>,
@@ -78,25 +35,107 @@ pub(super) struct Saving {
     pub(super) problem: Option<(u64, String)>,
 }
 
-impl Saving {
+impl Checkpoints {
+    /// Of a run in `folder` that has none yet.
+    pub(super) fn new(folder: RunFolder) -> Self {
+        Self {
+            begun: None,
+            last: None,
+            last_folder: folder.checkpoint_path(),
+            writer: CheckpointWriter::default(),
+            all_written: false,
+            is_due: false,
+            tries: Tries::default(),
+            fallback: None,
+            uses_fallback: false,
+            problem: None,
+            folder,
+        }
+    }
+
+    /// The folder into which the next checkpoint is written.
+    pub(super) fn next_folder(&self) -> PathBuf {
+        match (&self.fallback, self.uses_fallback) {
+            (Some(folder), true) => folder.clone(),
+            _ => self.folder.checkpoint_path(),
+        }
+    }
+
+    /// Path of the last checkpoint of this run.
+    pub(super) fn last_path(&self) -> Option<PathBuf> {
+        let step = self.last?;
+        Some(self.last_folder.join(format!("step-{step}")))
+    }
+
+    /// Whether a failed checkpoint must be tried again now.
+    pub(super) fn must_retry(&self) -> bool {
+        self.tries.is_due() && self.writer.step().is_none()
+    }
+
+    /// Whether this process has written its files of the checkpoint that is being written.
+    pub(super) fn has_written(&self) -> bool {
+        self.writer.step().is_some() && self.writer.is_done()
+    }
+
     /// Whether enough checkpoints failed to end the run.
-    pub(super) fn gives_up(&self) -> bool {
+    pub(super) fn give_up(&self) -> bool {
         self.tries.num_failed >= self.tries.limits.max_failures
+    }
+
+    /// Records that the checkpoint of a step could not be written. All ranks call it.
+    pub(super) fn note_failure(&mut self, step: u64, problem: String) {
+        self.tries.fail();
+        self.problem = Some((step, problem));
+    }
+
+    /// Reports a checkpoint that failed, and whether training continues.
+    pub(super) fn warn_unsaved(&mut self, reporter: &mut Reporter<'_>) {
+        if let Some((step, problem)) = self.problem.take() {
+            let (failed, most) = (self.tries.num_failed, self.tries.limits.max_failures);
+            let next = match self.give_up() {
+                true => "the run stops".to_owned(),
+                false => "training continues, and soon tries again".to_owned(),
+            };
+            reporter.emit(TrainEvent::Warning(&format!(
+                "warning: no checkpoint at step {step}: {problem}\n  {next} (failure {failed} of {most})"
+            )));
+        }
+    }
+
+    /// Checkpoints of another continuation of a run that is at `step`: they have a later step, or have this step and
+    /// are not the one that this process resumed from.
+    pub(super) fn others(&self, step: u64) -> Result<Vec<(u64, PathBuf)>, TrainError> {
+        let mut all = list_checkpoints(&self.folder.checkpoint_path())?;
+        all.retain(|(other, _)| *other >= step && self.last != Some(*other));
+        Ok(all)
+    }
+
+    /// Removes half-written checkpoints of a killed process. Renames checkpoints of another continuation: otherwise a
+    /// later resume would take them for this continuation's.
+    pub(super) fn tidy(&self, step: u64, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
+        for (step, path) in self.others(step)? {
+            let aside = rename_aside(&path, "aside")?;
+            reporter.emit(TrainEvent::Notice(&format!(
+                "note: step-{step} belongs to another continuation; it is kept as {}",
+                aside.shown()
+            )));
+        }
+        remove_half_written(&self.folder.checkpoint_path())
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn pauses_grow_to_a_bound_and_begin_anew() {
-        let mut tries = Tries::default();
-        assert!(!tries.has_failed() && !tries.is_due());
-        let pauses = [(); 9].map(|()| tries.fail().as_secs());
-        assert_eq!(pauses, [5, 10, 20, 40, 80, 160, 320, 600, 600]);
-        assert!(tries.has_failed() && !tries.is_due());
-        assert!(tries.succeed() && !tries.succeed());
-        assert_eq!(tries.fail().as_secs(), 5);
+/// Removes half-written checkpoints.
+pub(super) fn remove_half_written(folder: &Path) -> Result<(), TrainError> {
+    let Ok(entries) = fs::read_dir(folder) else {
+        // A run without a checkpoint has no such folder.
+        return Ok(());
+    };
+    for entry in entries.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.starts_with("step-") && name.ends_with(".tmp") {
+            let path = entry.path();
+            fs::remove_dir_all(&path).map_err(TrainError::io("removing", &path))?;
+        }
     }
+    Ok(())
 }

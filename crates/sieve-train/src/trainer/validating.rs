@@ -1,5 +1,7 @@
 //! Validation during a run.
-use super::{AWAY, Moment, Reporter, Trainer};
+use super::faults::Moment;
+use super::reporter::Reporter;
+use super::{AWAY, Trainer};
 use crate::group::Weights;
 use crate::validation::{ValidationSize, report, share_sums, sums_of_shares};
 use crate::{DeviceBatch, TrainError, TrainEvent, ValidationReport};
@@ -14,7 +16,7 @@ impl<B: TrainBackend> Trainer<B> {
         self.disturbance.at(self.step, Moment::Validating);
         let size = self.stage.validation_size();
         let report = ValidationReport { step: self.step, ..self.present_report(size)? };
-        if !self.writes() {
+        if !self.ranks.writes() {
             return Ok(None);
         }
         reporter.metrics.validation(&report);
@@ -26,9 +28,9 @@ impl<B: TrainBackend> Trainer<B> {
     pub(super) fn present_report(&mut self, size: ValidationSize) -> Result<ValidationReport, TrainError> {
         let share = self.share();
         let model = self.model.as_mut().expect(AWAY);
-        match &mut self.group {
+        match self.ranks.group_mut() {
             Some(group) if !share.keeps_whole => {
-                let (rope, tokens) = (&self.ropes.validation, (&self.token_bytes, &self.unigram));
+                let (rope, tokens) = (&self.ropes.validation, self.held_out.tokens());
                 let mut weights = Weights { group, pieces: self.optimizer.pieces() };
                 let losses = &mut |batch: Option<&_>| weights.token_losses(model, batch, rope);
                 let sums = share_sums(share, &self.stage.validation_loader, size, tokens, &self.device, losses)?;
@@ -53,10 +55,10 @@ impl<B: TrainBackend> Trainer<B> {
                 let context = LayerContext::new(&batch.documents, rope);
                 model.token_losses(batch.tokens.clone(), batch.labels.clone(), &context)
             });
-            self.tick();
+            self.ranks.tick();
             Ok(losses)
         };
-        let tokens = (&self.token_bytes, &self.unigram);
+        let tokens = self.held_out.tokens();
         let sums = share_sums(self.share(), &self.stage.validation_loader, size, tokens, &self.device, losses)?;
         Ok(report(&sums_of_shares(&self.gathered(sums)?)))
     }

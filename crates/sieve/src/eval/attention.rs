@@ -1,6 +1,6 @@
 //! `sieve eval attention`: where the attention of a trained model goes, in numbers and as a picture.
-use super::heads::{Heads, Legend, Square};
 use super::{output, text};
+use crate::draw::heads::{Heads, Legend, Square};
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{hub, loaded, terminal};
 use anyhow::Result;

@@ -1,7 +1,7 @@
 //! `sieve eval mqar`: accuracy on multi-query associative recall.
 
-use super::line_chart::{self, Axis, Curve, Plot};
 use super::output;
+use crate::draw::line_chart::{self, Axis, Curve, Plot};
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, terminal};
 use anyhow::{Result, anyhow, bail};

@@ -1,6 +1,6 @@
 //! `sieve eval needle`: a number hidden in a long text, asked for at its end.
-use super::grid::{Map, MapCell, Picture};
 use super::{output, text};
+use crate::draw::grid::{Map, MapCell, Picture};
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{hub, loaded, selector, terminal};
 use anyhow::{Result, bail};

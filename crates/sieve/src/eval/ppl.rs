@@ -1,9 +1,9 @@
 //! `sieve eval ppl`: perplexity and bits per byte on text.
 mod extrapolation;
 
-use super::line_chart::{self, Axis, Curve, Plot};
 use super::{output, text};
 use crate::data::account;
+use crate::draw::line_chart::{self, Axis, Curve, Plot};
 use crate::exit::Exit;
 use crate::loaded::{PlaceArgs, on_device};
 use crate::model_ranks::{ModelBackend, ModelRanks, PlacedModel, own_place, with_ranks};

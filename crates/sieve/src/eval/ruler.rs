@@ -1,6 +1,6 @@
 //! `sieve eval ruler`: RULER's tasks (arXiv:2404.06654) and others about long texts.
-use super::grid::{Map, MapCell, Picture};
 use super::{output, text};
+use crate::draw::grid::{Map, MapCell, Picture};
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{hub, loaded, selector, shipped, terminal};
 use anyhow::{Context, Result, bail};

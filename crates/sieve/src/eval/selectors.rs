@@ -2,14 +2,13 @@
 mod compare;
 mod heat_map;
 mod labels;
-mod panels;
 mod plot;
 mod run;
 mod scores;
 mod table;
 
-use super::line_chart::Curve;
 use super::{output, text};
+use crate::draw::line_chart::Curve;
 use crate::loaded::on_device;
 use crate::{hub, loaded, selector, terminal};
 use anyhow::{Context, Result, bail};

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::nsa::slot_starts;
-use sieve_core::model::test_shapes::{infllm_v2, moba, msa};
+use sieve_core::model::test_shapes::{infllm_v2, mean_key, msa};
 use sieve_testing::{Random, threads, whole_rows, wide};
 
 /// A packed tensor in f64 with its sizes.
@@ -177,9 +177,9 @@ fn choices() -> [BlockChoice; 14] {
         infllm_v2([8, 4, 16, 5], 3),
         infllm_v2([12, 4, 4, 4], 2),
         infllm_v2([32, 16, 64, 4], 2),
-        moba(4, 3),
-        moba(7, 1),
-        moba(64, 2),
+        mean_key(4, 3),
+        mean_key(7, 1),
+        mean_key(64, 2),
         msa(4, 3),
         msa(64, 2),
         msa(5, 1),
@@ -208,7 +208,7 @@ fn choices_equal_the_definition() {
         let sizes = [1 + random.below(2), 1 + random.below(150), kv_heads * (1 + random.below(4)), kv_heads, 8];
         let k = 1 + random.below(6);
         let choice = match seed % 3 {
-            0 => moba(1 + random.below(20), k),
+            0 => mean_key(1 + random.below(20), k),
             1 => msa(1 + random.below(20), k),
             _ => {
                 let stride = 1 + random.below(4);
@@ -240,7 +240,7 @@ fn a_choice_neither_sees_later_tokens_nor_depends_on_threads() {
 #[test]
 fn extreme_scores_still_choose_the_largest() {
     for factor in [1e-20_f32, 1e18] {
-        for choice in [moba(4, 3), msa(4, 3), infllm_v2([4, 2, 4, 4], 1)] {
+        for choice in [mean_key(4, 3), msa(4, 3), infllm_v2([4, 2, 4, 4], 1)] {
             let mut case = Case::new([1, 61, 2, 1, 8], choice, 3);
             case.qkv.iter_mut().for_each(|x| *x *= factor);
             let chosen = case.run();

@@ -1,5 +1,5 @@
 //! An SVG of the key tiles that a prefill selector keeps, by layer and head.
-use crate::eval::heads::{Heads, Legend, Square};
+use crate::draw::heads::{Heads, Legend, Square};
 use sieve_select::{KeyMask, Selected};
 
 /// Pixels of one head's side, at most.

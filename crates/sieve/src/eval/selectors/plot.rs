@@ -1,5 +1,5 @@
 //! `--plot`: an SVG of recall over density.
-use crate::eval::line_chart::{self, Axis, Curve, Plot};
+use crate::draw::line_chart::{self, Axis, Curve, Plot};
 
 /// The SVG's text. The curves' points are (density, recall), both in [0, 1]. The axis of recall begins at the lowest
 /// value, rounded down to a tenth.

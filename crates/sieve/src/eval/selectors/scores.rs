@@ -1,9 +1,9 @@
 //! `--scores`: an SVG of the loss that each selector adds to the dense model's, over its density and over its time.
 use super::compare::Trained;
-use super::panels::{self, Panel, Section};
 use super::run::Run;
 use super::table::Row;
-use crate::eval::line_chart::Axis;
+use crate::draw::line_chart::Axis;
+use crate::draw::panels::{self, Panel, Section};
 use crate::eval::output;
 use sieve_ops::DeviceBackend;
 use sieve_select::LayerSelectors;

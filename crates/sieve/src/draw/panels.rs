@@ -1,24 +1,24 @@
 //! An SVG of curves, one panel for each. A panel also shows the points of all other curves in grey.
-use crate::eval::line_chart::{Area, Axis, Drawn, FONT};
+use super::line_chart::{Area, Axis, Drawn, FONT};
 use plotters::prelude::*;
 
 /// Panels with the same axes, below a heading.
-pub(super) struct Section<'a> {
-    pub(super) heading: &'a str,
-    pub(super) x: Axis<'a>,
-    pub(super) y: Axis<'a>,
+pub(crate) struct Section<'a> {
+    pub(crate) heading: &'a str,
+    pub(crate) x: Axis<'a>,
+    pub(crate) y: Axis<'a>,
     /// The point of dense attention: a cross in every panel.
-    pub(super) dense: (f64, f64),
-    pub(super) panels: Vec<Panel>,
+    pub(crate) dense: (f64, f64),
+    pub(crate) panels: Vec<Panel>,
 }
 
 /// One chart of a picture with several.
-pub(super) struct Panel {
-    pub(super) name: String,
+pub(crate) struct Panel {
+    pub(crate) name: String,
     /// The key that differs among its points and the key's values, from left to right.
-    pub(super) says: String,
+    pub(crate) says: String,
     /// Points from left to right. Points outside the axes are drawn at the edge.
-    pub(super) points: Vec<(f64, f64)>,
+    pub(crate) points: Vec<(f64, f64)>,
 }
 
 const COLUMNS: usize = 4;
@@ -31,7 +31,7 @@ const GREY: RGBColor = RGBColor(0xc4, 0xc4, 0xc4);
 const BLUE: RGBColor = RGBColor(0x00, 0x72, 0xb2);
 
 /// The SVG's text: the sections, one below the other.
-pub(super) fn svg(title: &str, sections: &[Section<'_>]) -> String {
+pub(crate) fn svg(title: &str, sections: &[Section<'_>]) -> String {
     let mut svg = String::new();
     let rows = |section: &Section<'_>| section.panels.len().div_ceil(COLUMNS) as i32;
     let heights: Vec<i32> = (sections.iter()).map(|section| HEADING + HEIGHT * rows(section)).collect();

@@ -1,46 +1,46 @@
 //! Heat maps of answers by length and a second axis (depth or task), as an SVG. Each method or task has one row of two
 //! panels: the score and the rank.
-use crate::eval::svg::Svg;
+use super::svg::Svg;
 use sieve_eval::NUM_DISTRACTORS;
 
 /// Contents of an SVG of heat maps.
-pub(super) struct Picture {
+pub(crate) struct Picture {
     /// Heading above all maps.
-    pub(super) title: String,
+    pub(crate) title: String,
     /// Tokens of a training row. A dashed line marks it between the lengths.
-    pub(super) trained_len: usize,
+    pub(crate) trained_len: usize,
     /// A heat map for each method or task.
-    pub(super) maps: Vec<Map>,
+    pub(crate) maps: Vec<Map>,
 }
 
 /// A row of two panels, which show the same cells by score and by rank.
-pub(super) struct Map {
+pub(crate) struct Map {
     /// Name of the method or task, left above the panels.
-    pub(super) name: String,
+    pub(crate) name: String,
     /// Overall numbers of the method or task, right above the panels.
-    pub(super) summary: String,
+    pub(crate) summary: String,
     /// Columns from left to right, in tokens.
-    pub(super) lengths: Vec<usize>,
+    pub(crate) lengths: Vec<usize>,
     /// Labels of the rows from top to bottom.
-    pub(super) rows: Vec<String>,
+    pub(crate) rows: Vec<String>,
     /// Label of the vertical axis.
-    pub(super) about_rows: &'static str,
+    pub(crate) about_rows: &'static str,
     /// The measured cells; the others stay white.
-    pub(super) cells: Vec<MapCell>,
+    pub(crate) cells: Vec<MapCell>,
 }
 
 /// A measured length and depth, or length and task.
-pub(super) struct MapCell {
+pub(crate) struct MapCell {
     /// Column of the cell, an index into [`Map::lengths`].
-    pub(super) column: usize,
+    pub(crate) column: usize,
     /// Row of the cell, an index into [`Map::rows`].
-    pub(super) row: usize,
+    pub(crate) row: usize,
     /// Share of the answer found, from 0 to 1.
-    pub(super) score: f64,
+    pub(crate) score: f64,
     /// Rank of the answer's likelihood, from 1 to `NUM_DISTRACTORS + 1`.
-    pub(super) mean_rank: f64,
+    pub(crate) mean_rank: f64,
     /// Tooltip: the cell's numbers in words.
-    pub(super) title: String,
+    pub(crate) title: String,
 }
 
 // Left margin; all sizes are in pixels.
@@ -122,7 +122,7 @@ const END_GREY: &str = "text-anchor=\"end\" fill=\"#444\"";
 
 impl Picture {
     /// The picture as SVG text.
-    pub(super) fn svg(&self) -> String {
+    pub(crate) fn svg(&self) -> String {
         let row_height = HEAD + PANEL_HEIGHT + FOOT;
         let width = LEFT + 2.0 * (PANEL_WIDTH + GAP);
         let height = TOP + row_height * self.maps.len() as f64 + LEGEND_HEIGHT;

@@ -5,28 +5,28 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::ops::Range;
 
 /// One line of a chart.
-pub(super) struct Curve {
+pub(crate) struct Curve {
     /// Name of the line in the legend.
-    pub(super) name: String,
+    pub(crate) name: String,
     /// Points (x, y) from left to right.
-    pub(super) points: Vec<(f64, f64)>,
+    pub(crate) points: Vec<(f64, f64)>,
     /// Half the length of an error bar at each point; empty for a line without bars.
-    pub(super) errors: Vec<f64>,
+    pub(crate) errors: Vec<f64>,
 }
 
 /// Range and labels of a chart's axis.
-pub(super) struct Axis<'a> {
-    pub(super) label: &'a str,
-    pub(super) range: Range<f64>,
+pub(crate) struct Axis<'a> {
+    pub(crate) label: &'a str,
+    pub(crate) range: Range<f64>,
     /// Numbers written along the axis, at most.
-    pub(super) most_numbers: usize,
+    pub(crate) most_numbers: usize,
     /// Formats a number of this axis.
-    pub(super) text: &'a dyn Fn(f64) -> String,
+    pub(crate) text: &'a dyn Fn(f64) -> String,
 }
 
 impl<'a> Axis<'a> {
     /// The x axis of curves whose x values are exponents of two; the axis shows the powers.
-    pub(super) fn powers_of_two(label: &'a str, curves: &[Curve]) -> Self {
+    pub(crate) fn powers_of_two(label: &'a str, curves: &[Curve]) -> Self {
         let powers = curves.iter().flat_map(|curve| &curve.points).map(|point| point.0);
         let low = powers.clone().reduce(f64::min).unwrap_or(0.0);
         let high = powers.reduce(f64::max).unwrap_or(1.0).max(low + 1.0);
@@ -42,7 +42,7 @@ impl<'a> Axis<'a> {
     }
 
     /// `value`, clamped to the axis's range.
-    pub(super) fn inside(&self, value: f64) -> f64 {
+    pub(crate) fn inside(&self, value: f64) -> f64 {
         value.clamp(self.range.start, self.range.end)
     }
 }
@@ -50,7 +50,7 @@ impl<'a> Axis<'a> {
 const HEIGHT: u32 = 520;
 const PLOT_WIDTH: u32 = 640;
 const ROW_HEIGHT: i32 = 18;
-pub(super) const FONT: &str = "sans-serif";
+pub(crate) const FONT: &str = "sans-serif";
 
 /// Okabe and Ito's palette: its colours differ in most kinds of colour blindness and in grey.
 const COLOURS: [RGBColor; 8] = [
@@ -75,16 +75,16 @@ const MARKS: [&[(i32, i32)]; 5] = [
 ];
 
 /// Lines, axes and titles of a chart.
-pub(super) struct Plot<'a> {
-    pub(super) title: &'a str,
-    pub(super) x: Axis<'a>,
-    pub(super) y: Axis<'a>,
-    pub(super) curves: Vec<Curve>,
+pub(crate) struct Plot<'a> {
+    pub(crate) title: &'a str,
+    pub(crate) x: Axis<'a>,
+    pub(crate) y: Axis<'a>,
+    pub(crate) curves: Vec<Curve>,
 }
 
 /// The SVG's text. Points outside the axes are drawn at the edge. From the ninth curve on the colours repeat, with
 /// marks that are not filled.
-pub(super) fn svg(plot: &Plot<'_>) -> String {
+pub(crate) fn svg(plot: &Plot<'_>) -> String {
     let mut svg = String::new();
     // The legend fits the longest name, at 7 pixels a letter.
     let longest = plot.curves.iter().map(|curve| curve.name.len()).max();
@@ -96,8 +96,8 @@ pub(super) fn svg(plot: &Plot<'_>) -> String {
     svg
 }
 
-pub(super) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-pub(super) type Drawn = Result<(), Box<dyn std::error::Error>>;
+pub(crate) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+pub(crate) type Drawn = Result<(), Box<dyn std::error::Error>>;
 
 /// Draws the chart at the left and the legend at the right.
 fn draw(root: Area<'_>, plot: &Plot<'_>) -> Drawn {

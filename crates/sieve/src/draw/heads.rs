@@ -1,32 +1,32 @@
 //! A square for each head of each layer, queries downwards and keys to the right, with axes and a legend, as an SVG.
-use crate::eval::svg::Svg;
+use super::svg::Svg;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 
 /// Contents of an SVG of attention heads.
-pub(super) struct Heads<'a> {
-    pub(super) title: String,
+pub(crate) struct Heads<'a> {
+    pub(crate) title: String,
     /// A line in smaller letters below the title.
-    pub(super) about: String,
+    pub(crate) about: String,
     /// Tokens along both axes.
-    pub(super) num_tokens: usize,
+    pub(crate) num_tokens: usize,
     /// Each layer's number with its heads. Layers go from top to bottom, heads from left to right.
-    pub(super) layers: Vec<(usize, Vec<Square>)>,
-    pub(super) legend: Legend<'a>,
+    pub(crate) layers: Vec<(usize, Vec<Square>)>,
+    pub(crate) legend: Legend<'a>,
 }
 
 /// A head as an 8-bit grey picture.
-pub(super) struct Square {
+pub(crate) struct Square {
     /// Width and height in pixels.
-    pub(super) side: usize,
+    pub(crate) side: usize,
     /// Grey values, `[side, side]`, one row per query.
-    pub(super) pixels: Vec<u8>,
+    pub(crate) pixels: Vec<u8>,
     /// Short lines that are written where keys are after their query, a dozen letters each.
-    pub(super) notes: Vec<String>,
+    pub(crate) notes: Vec<String>,
 }
 
 /// What the grey levels mean.
-pub(super) enum Legend<'a> {
+pub(crate) enum Legend<'a> {
     /// A gradient from black to white, with (position from 0 at black to 1 at white, label).
     Scale(&'a [(f64, &'a str)]),
     /// Boxes of one grey each, with (grey, label).
@@ -50,7 +50,7 @@ const CENTRED: &str = "text-anchor=\"middle\"";
 
 impl Heads<'_> {
     /// The picture as SVG text.
-    pub(super) fn svg(&self) -> String {
+    pub(crate) fn svg(&self) -> String {
         let heads = self.layers.iter().map(|(_, heads)| heads.len()).max().unwrap_or(0);
         let side = (WIDTH / heads.max(1) as f64).floor().clamp(SIDES[0], SIDES[1]);
         let place = |n: usize| n as f64 * (side + GAP);
