@@ -211,8 +211,8 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         }
     }
 
-    /// Reads one more token of each of several texts with the same number of positions. Returns the logits of each
-    /// text's next token.
+    /// Reads one more token of each of several texts with the same number of positions. Calls `next` with each text's
+    /// place and the logits of its next token.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -220,12 +220,16 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         texts: &mut [&mut Self],
         tokens: &[u32],
         rows: &mut Option<TextRows<B>>,
-    ) -> Result<Vec<Vec<f32>>, EvalError> {
+        mut next: impl FnMut(usize, &[f32]),
+    ) -> Result<(), EvalError> {
         let (logits, row_of) = Self::logits_each(texts, tokens, rows)?;
         let [_, vocab_size] = logits.dims();
+        // A batch's logits may be as large as the model's weights: no text gets a copy of its own.
         let logits = on_host(logits);
-        let of_text = |row: usize| logits[row * vocab_size..][..vocab_size].to_vec();
-        Ok(row_of.into_iter().map(of_text).collect())
+        for (text, row) in row_of.into_iter().enumerate() {
+            next(text, &logits[row * vocab_size..][..vocab_size]);
+        }
+        Ok(())
     }
 
     /// As [`read_each`](Self::read_each), but returns only the likeliest tokens, as

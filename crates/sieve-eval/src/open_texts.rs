@@ -118,12 +118,8 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         if tokens.is_empty() {
             return Ok(());
         }
-        let mut texts: Vec<_> = self.texts.iter_mut().map(|(text, _)| text).collect();
-        let logits = Continuation::read_each(&mut texts, &tokens, &mut self.rows)?;
-        for ((_, owned), logits) in self.texts.iter_mut().zip(&logits) {
-            next(owned, logits);
-        }
-        Ok(())
+        let (mut texts, mut owned): (Vec<_>, Vec<_>) = self.texts.iter_mut().map(|(text, owned)| (text, owned)).unzip();
+        Continuation::read_each(&mut texts, &tokens, &mut self.rows, |at, logits| next(owned[at], logits))
     }
 
     /// As [`step`](Self::step), but `next` takes the likeliest of the first `num_tokens` tokens alone, chosen on the

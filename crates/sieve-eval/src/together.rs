@@ -98,17 +98,21 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         self.is_done[text] = true;
     }
 
-    /// The logits of each text's next token, one row for each text. After a prompt that all texts share, there is one
-    /// row for all. With prompts of their own, the row of a text that has ended is empty.
-    fn logits(&mut self) -> Result<Vec<Vec<f32>>, EvalError> {
+    /// The token drawn for each text; `None` after a NaN logit, and for a text that has ended.
+    fn draw(&mut self) -> Result<Vec<Option<u32>>, EvalError> {
         let num_texts = self.samplers.len();
         let is_prompt = self.last.is_empty();
         self.last.resize(num_texts, 0);
         // If each text gets one token only, the prompt's logits suffice, and caches are not read again.
         let needs_more = self.remaining > 0;
-        let mut rows = vec![Vec::new(); num_texts];
-        let (last, is_done) = (&self.last, &self.is_done);
-        match &mut self.prompts {
+        let Self { prompts, config, samplers, last, is_done, .. } = self;
+        let mut drawn = vec![None; num_texts];
+        let mut draw = |at: usize, logits: &[f32]| {
+            if !is_done[at] {
+                drawn[at] = samplers[at].sample(&logits[..config.num_tokens]);
+            }
+        };
+        match prompts {
             Prompts::Shared(Start { text, prompt, .. }) => {
                 let logits = match is_prompt {
                     true => text.read(prompt)?,
@@ -117,21 +121,23 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
                 if is_prompt && needs_more {
                     text.repeat(num_texts);
                 }
-                return Ok(logits.chunks(text.vocab_size()).map(<[f32]>::to_vec).collect());
+                // After the prompt there is one row, which serves all texts.
+                let rows = logits.chunks(text.vocab_size()).cycle();
+                (0..num_texts).zip(rows).for_each(|(at, logits)| draw(at, logits));
             }
             Prompts::Own(prompts, open) if is_prompt => {
                 for (at, prompt) in prompts.iter().enumerate() {
                     open.join(prompt, |logits| {
-                        rows[at] = logits.to_vec();
+                        draw(at, logits);
                         Ok(needs_more.then_some(at))
                     })?;
                 }
             }
             Prompts::Own(_, open) => {
-                open.step(|&at| (!is_done[at]).then(|| last[at]), |&mut at, logits| rows[at] = logits.to_vec())?;
+                open.step(|&at| (!is_done[at]).then(|| last[at]), |&mut at, logits| draw(at, logits))?;
             }
         }
-        Ok(rows)
+        Ok(drawn)
     }
 
     /// Number of tokens that a text has read.
@@ -146,15 +152,12 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
 
     /// The next token of each text; `None` for a text that has ended.
     fn step(&mut self) -> Result<Vec<Option<u32>>, EvalError> {
-        let rows = self.logits()?;
-        let mut tokens = vec![None; self.samplers.len()];
-        // A single row, after a shared prompt, serves all texts.
-        for (at, logits) in (0..tokens.len()).zip(rows.iter().cycle()) {
+        let drawn = self.draw()?;
+        let mut tokens = vec![None; drawn.len()];
+        for (at, token) in drawn.into_iter().enumerate() {
             if self.is_done[at] {
                 continue;
             }
-            let logits = &logits[..self.config.num_tokens];
-            let token = self.samplers[at].sample(logits);
             let token = token.ok_or_else(|| EvalError::NotFinite(self.num_read(at)))?;
             self.last[at] = token;
             match self.ends.contains(&token) {

@@ -8,6 +8,9 @@ use sieve_eval::{EvalError, GenerateConfig, Generator, Sampling};
 use sieve_ops::TrainBackend;
 use sieve_train::Trainer;
 
+/// The tokens that a model continues others with.
+type Continues<'a> = dyn Fn(&[u32], GenerateConfig) -> Result<Vec<u32>, EvalError> + 'a;
+
 /// Has texts written every `generation.interval` steps, where this process prints and holds the model.
 ///
 /// # Errors
@@ -80,7 +83,7 @@ fn texts(
     recipe: &Recipe,
     sampling: Sampling,
     (shape, tokenizer): (&ModelShape, &Tokenizer),
-    write: &dyn Fn(&[u32], GenerateConfig) -> Result<Vec<u32>, EvalError>,
+    write: &Continues<'_>,
 ) -> Result<Vec<String>> {
     let text = |prompt: &String| {
         let ids = tokenizer.encode_marked(prompt)?;
