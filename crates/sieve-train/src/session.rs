@@ -155,8 +155,8 @@ impl RunRequest {
 }
 
 impl RecipeFile {
-    /// Refuses a new run of `recipe`, which gives no initial weights, if the file lies beside a checkpoint of its model.
-    /// Checkpoints of a run in `out` itself are its own.
+    /// Refuses a new run of `recipe`, which gives no initial weights, if the file lies beside a checkpoint of its
+    /// model. Checkpoints of a run in `out` itself are its own.
     ///
     /// # Errors
     /// As said.

@@ -332,8 +332,8 @@ pub(crate) fn duration(seconds: f64) -> String {
 
 /// Replaces Rust's panic report by one line with a hint, on every thread. Panics of TensorBoard's writer (on a full
 /// disk) and of readers of damaged data are not printed: their callers catch them. Full GPU memory and a reference with
-/// too many scores end the program here, since they come as panics on CubeCL's thread and reach no caller as an error. `full_memory` words
-/// the former; it returns `None` for any other panic's text.
+/// too many scores end the program here, since they come as panics on CubeCL's thread and reach no caller as an error.
+/// `full_memory` words the former; it returns `None` for any other panic's text.
 pub(crate) fn install_panic_message(full_memory: fn(&str) -> Option<String>) {
     std::panic::set_hook(Box::new(move |panic| {
         let file = panic.location().map_or("", |place| place.file());

@@ -32,8 +32,8 @@ pub struct Selection {
 
 /// Per document and KV head, keeps for each query the last `local_window_size` keys and the older keys with the largest
 /// `(rank_j, j)`, `keep_window_size` in all (arXiv:2508.02124, eq. 3, which has no local window; of equal ranks the
-/// later key is kept). `rank` is f32 `[batch, num_kv_heads, seq_len]`, the documents' bounds i32 `[batch, seq_len]`. The
-/// result is exact.
+/// later key is kept). `rank` is f32 `[batch, num_kv_heads, seq_len]`, the documents' bounds i32 `[batch, seq_len]`.
+/// The result is exact.
 ///
 /// # Errors
 /// Other types or shapes, an empty sequence, one of 2^22 tokens or more, a window of 0 or smaller than its local part.
