@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 
-CLASSES = ["llama", "mistral", "qwen2", "qwen3", "doge", "deepseek_v3"]
+CLASSES = ["llama", "mistral", "ministral", "smollm3", "qwen2", "qwen3", "doge", "deepseek_v3"]
 
 
 def fields(cls):

@@ -1,4 +1,4 @@
-"""Variants of config.json of five families, read by Sieve and by transformers: CPU, float32, tiny random weights.
+"""Variants of config.json of seven families, read by Sieve and by transformers: CPU, float32, tiny random weights.
 
 usage: config_matrix.py SIEVE [--old PYTHON] [--write] [--keep FOLDER] [--only WORD]
 
@@ -28,7 +28,7 @@ TOLERANCE = 1e-4
 TOKENS = [(i * 37 + 11) % 256 for i in range(100)]
 LAYERS = 3
 ABSENT = object()
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "doge"]
+FAMILIES = ["llama", "mistral", "ministral", "smollm3", "qwen2", "qwen3", "doge"]
 
 
 def base(family):
@@ -47,8 +47,13 @@ def base(family):
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    if family == "qwen3":
+    if family in ("qwen3", "ministral"):
         config["head_dim"] = 16
+    if family == "ministral":
+        config["sliding_window"] = 24
+    if family == "smollm3":
+        # The class's padding token lies outside this vocabulary; its layer 1 does not rotate.
+        config |= {"pad_token_id": None, "no_rope_layer_interval": 2}
     if family == "mistral":
         config["sliding_window"] = None
     if family == "doge":
@@ -236,16 +241,44 @@ def doge_variants():
     yield "experts that are off", "num_experts", {"is_moe": False, "num_experts": 16384, "num_experts_per_tok": 64}, {}
 
 
+def smollm3_variants():
+    key, interval = "no_rope_layers", "no_rope_layer_interval"
+    yield "a layer named", key, {key: [0, 1, 1]}, {}
+    yield "all layers named", key, {key: [0, 0, 0]}, {}
+    yield "no layer named", key, {key: [1, 1, 1]}, {}
+    yield "named against the interval", key, {key: [1, 1, 0], interval: 1}, {}
+    yield "more names than layers", key, {key: [1, 0, 1, 0, 0]}, {}
+    yield "fewer names than layers", key, {key: [1, 0]}, {}
+    yield "names null", key, {key: None}, {}
+    yield "names as a number", key, {key: 2}, {}
+    yield "a name of 2", key, {key: [1, 2, 0]}, {}
+    yield "names empty", key, {key: []}, {}
+    yield "every layer by the interval", interval, {interval: 1}, {}
+    yield "the interval absent", interval, {interval: ABSENT}, {}
+    yield "an interval of 0", interval, {interval: 0}, {}
+    yield "an interval of null", interval, {interval: None}, {}
+    windows = {"use_sliding_window": True, "sliding_window": 16}
+    yield "windows where nothing rotates", "sliding_window", {**windows, key: [0, 1, 0]}, {}
+    yield "windows elsewhere", "layer_types", {
+        **windows,
+        key: [0, 1, 0],
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    }, {}
+
+
 def variants(only):
     for family in FAMILIES:
         named = [("as it is", "model_type", {}, {})]
         named += [(*variant, {}) for variant in rotary_variants()]
         named += list(other_variants())
-        named += list(doge_variants()) if family == "doge" else []
+        named += list({"doge": doge_variants, "smollm3": smollm3_variants}.get(family, list)())
         for name, key, changes, of_weights in named:
             # Doge's window is refused whatever the other keys say.
             if family == "doge" and changes.get("sliding_window") not in (None, ABSENT) and key != "sliding_window":
                 continue
+            # The one class that ties by default.
+            if family == "smollm3" and name == "tie_word_embeddings absent":
+                of_weights = {"tie_word_embeddings": True}
             config = {**base(family), **changes}
             config = {name: value for name, value in config.items() if value is not ABSENT}
             name = f"{family}: {name}"
@@ -311,7 +344,7 @@ def theirs(folder):
         return None, f"{type(error).__name__}: {error}".splitlines()[0][:160]
     config, rotary, attention = model.config, model.model.rotary_emb, model.model.layers[0].self_attn
     # AutoModelForCausalLM takes Ministral for a Mistral with layer_types.
-    by_layer = config.model_type in ("ministral", "qwen2", "qwen3")
+    by_layer = config.model_type in ("ministral", "smollm3", "qwen2", "qwen3")
     window = config.sliding_window if by_layer or config.model_type == "mistral" else None
     types = config.layer_types if by_layer else ["sliding_attention"] * LAYERS
     return logits, {
@@ -322,6 +355,7 @@ def theirs(folder):
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": bool(config.tie_word_embeddings),
         "windows": [window if kind == "sliding_attention" else None for kind in types],
+        "rotates": [bool(mark) for mark in getattr(config, "no_rope_layers", [1] * LAYERS)[:LAYERS]],
         "keep_window_size": getattr(config, "keep_window_size", None),
     }
 

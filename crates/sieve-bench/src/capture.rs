@@ -61,7 +61,7 @@ fn operands<B: DeviceBackend>(
     let mut parts: [Vec<Tensor<B, 3>>; 3] = Default::default();
     each_layer(model, &tokens, device, &mut |at, layer, x, context| {
         if let (true, Some(mha)) = (is_wanted(at), layer.self_attn.as_layer().as_grouped()) {
-            let qkv = mha.qkv.forward(layer.input_layernorm.forward(x), context);
+            let qkv = mha.qkv.forward(layer.input_layernorm.forward(x), &layer.attention_context(context));
             let mut first = 0;
             let heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads];
             for (part, heads) in parts.iter_mut().zip(heads) {
@@ -150,7 +150,7 @@ fn scores_of_row<B: DeviceBackend>(model: &Qwen3<B>, tokens: &[u32], device: &B:
     let mut rows = Vec::new();
     each_layer(model, tokens, device, &mut |_, layer, x, context| {
         let normed = || layer.input_layernorm.forward(x.clone());
-        let Some(z) = layer.self_attn.as_layer().key_scores(&normed, context) else {
+        let Some(z) = layer.self_attn.as_layer().key_scores(&normed, &layer.attention_context(context)) else {
             return refused(
                 "not every layer has DMA, so not all keys have scores, and not every layer is dense\n  hint: use a \
                  checkpoint with kind = \"dma\" or \"mha\" in every layer",

@@ -77,6 +77,7 @@ const OF_A_CHOICE: [f64; 2] = [0.1, 1.0];
 /// the dense kernels with a bias.
 const KINDS: &str = r"
     mha => attention => neighbours => kind = 'mha'
+    mha, one layer without RoPE => attention => neighbours => rope_layers = [true, false]\n[attention]\nkind = 'mha'
     swa => attention => neighbours => kind = 'swa'\nsliding_window = 16
     dma as published => attention => chosen => kind = 'dma'\npreset = 'paper'\nkeep_window_size = 24
     dma => attention => chosen => kind = 'dma'\nkeep_window_size = 24\nbias = 'linear'\nrecency = 'slope'\n\
@@ -94,7 +95,8 @@ const KINDS: &str = r"
         num_selected_blocks = 4
 ";
 
-/// A row of [`KINDS`]: name, part of the check, how queries find keys, `[attention]` section.
+/// A row of [`KINDS`]: name, part of the check, how queries find keys, `[attention]` section, behind further keys of
+/// `[model]` if there are some.
 type Kind = [&'static str; 4];
 
 /// Query heads, KV heads and head width of a model. A row's name says them where they differ from [`USUAL`].
@@ -283,14 +285,14 @@ fn judge(kind: &Kind, is_bf16: bool, [own, plain]: [&[f32]; 2], (name, width, ex
 
 /// The recipe of a model; its tokenizer and data are never read.
 fn recipe(kind: &Kind, [heads, kv_heads, head_dim]: HeadSizes) -> Result<Recipe> {
+    let (model, attention) = kind[3].split_once("[attention]\n").unwrap_or(("", kind[3]));
     let text = format!(
-        "[model]\nhidden_size = 128\nintermediate_size = 192\nnum_hidden_layers = {LAYERS}\n\
+        "[model]\n{model}hidden_size = 128\nintermediate_size = 192\nnum_hidden_layers = {LAYERS}\n\
          num_attention_heads = {heads}\nnum_key_value_heads = {kv_heads}\nhead_dim = {head_dim}\n\
          max_position_embeddings = {SEQ_LEN}\ninitializer_range = 0.09\nrms_norm_eps = {NORM_EPSILON}\n\
-         [attention]\n{}\n[tokenizer]\n\
+         [attention]\n{attention}\n[tokenizer]\n\
          path = \"none\"\n[data]\npaths = [\"none\"]\n[training]\nsteps = 1\nseq_len = {SEQ_LEN}\n\
-         local_batch_size = {ROWS}\n[optimizer]\nlr = {LEARNING_RATE}\n",
-        kind[3]
+         local_batch_size = {ROWS}\n[optimizer]\nlr = {LEARNING_RATE}\n"
     );
     Recipe::load(&text, kind[0], &[]).map_err(|error| BenchError::Refused(error.to_string()))
 }
@@ -557,9 +559,7 @@ fn rows_of<B: Backend>(values: &[i32], device: &B::Device) -> Tensor<B, 2, Int> 
 
 /// The rotary tables of `len` positions; for f64 the same f32 numbers, cast.
 fn rope<B: Backend>(model: &Qwen3<B>, len: usize, dtype: DType, device: &B::Device) -> RotaryEmbedding<B> {
-    let RotaryEmbedding { cos, sin } = model.rope(len, device);
-    let [cos, sin] = [cos, sin].map(|table| table.cast(table_type(dtype)));
-    RotaryEmbedding { cos, sin }
+    model.rope(len, device).map(&|table| table.cast(table_type(dtype)))
 }
 
 fn floats(data: TensorData) -> Vec<f32> {

@@ -58,6 +58,8 @@ pub(crate) enum Kind {
     String,
     /// A list of strings.
     Strings,
+    /// A list of `true` and `false`.
+    Bools,
     /// A list of whole numbers of at least 0.
     Integers,
     /// A list of numbers.
@@ -255,6 +257,7 @@ key_values!(
     bool: Bool,
     String: String,
     Vec<String>: Strings,
+    Vec<bool>: Bools,
     Vec<usize>: Integers,
     Vec<f64>: Numbers,
 );

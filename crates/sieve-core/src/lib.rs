@@ -59,7 +59,7 @@ pub use kernel_policy::{Arrivals, KernelFamilies, KernelPolicy, SumOrder};
 pub use key_mask::{ChosenKeys, KeptRows, KeyMask, MaskCounts, MaskError, MaskPlaces, TokenWindow};
 pub use model::{
     Attention, AttentionPreset, DmaBias, DmaForm, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape,
-    LayerPattern, LayerType, MlaShape, MobaShape, ModelShape, MsaShape, NsaCompression, NsaShape,
+    LayerPattern, LayerType, MlaShape, MobaShape, ModelShape, MsaShape, NsaCompression, NsaShape, RopeLayers,
 };
 pub use model_line::{
     InitialWeights, MODEL_LINE, NumberFormat, attention_label, attention_words, covered_words, model_line, thousands,

@@ -6,6 +6,7 @@ mod flops;
 pub mod gpu;
 mod layers;
 mod parameters;
+mod rope_layers;
 mod rope_scaling;
 #[doc(hidden)]
 pub mod test_shapes;
@@ -21,6 +22,7 @@ pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents};
 pub use gpu::peak_bf16_flops;
 pub use layers::{LayerPattern, LayerType};
 pub use parameters::ParameterCounts;
+pub use rope_layers::RopeLayers;
 pub use rope_scaling::{RopeScaling, RopeType};
 
 /// Everything that fixes a model's mathematics and parameter shapes.
@@ -58,6 +60,8 @@ pub struct ModelShape {
     pub qkv_bias: bool,
     /// How the rotary frequencies differ from `rope_theta`'s; `None` if they do not.
     pub rope_scaling: Option<RopeScaling>,
+    /// Which layers rotate queries and keys, a list repeated over the layers; empty if all do.
+    pub rope_layers: RopeLayers,
     /// The model's own kind: the attention of every layer to which `layers` gives no other.
     pub attention: Attention,
     /// Which layers have another kind, or share an earlier layer's choice of blocks.
@@ -93,9 +97,10 @@ impl ModelShape {
         self.num_kv_heads * self.head_dim
     }
 
-    /// Whether attention has Qwen3's form: queries and keys normed, no biases, rotary frequencies not scaled.
+    /// Whether attention has Qwen3's form: queries and keys normed and rotated in every layer, no biases, rotary
+    /// frequencies not scaled.
     pub fn is_like_qwen3(&self) -> bool {
-        self.qk_norm && !self.qkv_bias && self.rope_scaling.is_none()
+        self.qk_norm && !self.qkv_bias && self.rope_scaling.is_none() && self.rope_layers.is_every()
     }
 
     /// Rotary frequencies (radians per position) of the channel pairs of `width` rotated channels, `[width / 2]`, and a

@@ -119,12 +119,13 @@ pub fn attention_label(shape: &ModelShape) -> String {
     label.collect::<Vec<_>>().join(", ")
 }
 
-/// How many layers are of another kind or share an earlier layer's choice.
+/// How many layers are of another kind, share an earlier layer's choice, or do not rotate queries and keys.
 fn layer_counts(shape: &ModelShape) -> impl Iterator<Item = String> {
     let layers = shape.num_layers;
+    let without_rope = (shape.num_nope_layers(), "without RoPE".to_owned());
     let others = shape.attentions().into_iter().skip(1).map(|(other, count)| (count, other_words(other)));
     let shared = (shape.num_shared_layers(), "with an earlier layer's choice".to_owned());
-    let counts = others.chain([shared]).filter(|(count, _)| *count > 0);
+    let counts = others.chain([shared, without_rope]).filter(|(count, _)| *count > 0);
     counts.map(move |(count, words)| format!("{count} of {layers} layers {words}"))
 }
 
@@ -150,7 +151,7 @@ fn layer_words(shape: &ModelShape) -> Option<String> {
     });
     let names = names.collect::<Vec<_>>().join(", ");
     // A published model may list all of its layers.
-    let names = if period <= MOST_NAMES { format!(" (layers {names})") } else { String::new() };
+    let names = if (1..=MOST_NAMES).contains(&period) { format!(" (layers {names})") } else { String::new() };
     (!counts.is_empty()).then(|| format!("{counts}{names}"))
 }
 

@@ -179,6 +179,19 @@ impl Selection {
             }
             selector.check_context(shape.max_seq_len)?;
         }
+        let nope = (0..shape.num_layers).filter(|&layer| shape.has_dense_attention(layer) && !shape.has_rope(layer));
+        for layer in nope {
+            let selector = selectors.of(layer);
+            if selector.moves_keys() {
+                let name = selector.name();
+                let what = format!(
+                    "{name} rotates keys to other positions, and layer {layer} of this model rotates none \
+                     (model.rope_layers)"
+                );
+                let hint = format!("give that layer a method that leaves keys at their positions: {layer}=dense/…");
+                return Err(EvalError::refused(what, hint));
+            }
+        }
         let steps = selectors.clone().map(|selector| match selector.phase() {
             Phase::Prefill => Selector { method: Method::Dense, ..selector },
             Phase::Decode | Phase::Both => selector,

@@ -139,7 +139,8 @@ fn blocks_of<B: DeviceBackend>(
     state: &PassState<B>,
 ) -> Option<Vec<i64>> {
     let normed = || layer.input_layernorm.forward(x.clone());
-    let chosen = layer.self_attn.as_layer().block_indices(&normed, context, state)?;
+    let context = layer.attention_context(context);
+    let chosen = layer.self_attn.as_layer().block_indices(&normed, &context, state)?;
     Some(chosen.into_data().iter::<i64>().collect())
 }
 

@@ -104,7 +104,7 @@ pub fn attention_weights<B: DeviceBackend>(
         let weights = is_asked.then(|| {
             let normed = layer.input_layernorm.forward(x.clone());
             let host = |x: Tensor<B, 3>| x.into_data().iter::<f32>().collect::<Vec<f32>>();
-            let attention = layer.self_attn.as_layer();
+            let (attention, context) = (layer.self_attn.as_layer(), layer.attention_context(&context));
             let dense = attention.dense_weights(normed.clone(), &context).map(host);
             (host(attention.weights(normed, &context, &state)), dense)
         });

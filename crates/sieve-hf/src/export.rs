@@ -1,10 +1,11 @@
 //! The Hugging Face layout: weights, configuration and tokenizer as stock `transformers` classes read them.
 //!
 //! Stock classes need no remote code. Dense and sliding-window models are `Qwen3ForCausalLM`; without norms of queries
-//! and keys they are `LlamaForCausalLM`, `MistralForCausalLM` (every layer has the window) or `Qwen2ForCausalLM` (with
-//! biases). Dynamic mask models are `DogeForCausalLM`, and latent ones without head norms `DeepseekV3ForCausalLM`.
+//! and keys they are `LlamaForCausalLM`, `MistralForCausalLM` (every layer has the window), `MinistralForCausalLM` (some
+//! layers have it), `SmolLM3ForCausalLM` (some layers do not rotate) or `Qwen2ForCausalLM` (with biases). Dynamic mask
+//! models are `DogeForCausalLM`, and latent ones without head norms `DeepseekV3ForCausalLM`.
 //!
-//! Other models (NSA; DMA or windows with dense layers between them, without norms or with biases) are computed by
+//! Other models (NSA; DMA with dense layers; norms and biases, or norms and layers that do not rotate) are computed by
 //! `modeling_sieve.py`, which is written next to the weights (`trust_remote_code=True`); DMA's published form too, on
 //! request. The same checkpoint always gives the same bytes.
 
@@ -119,6 +120,8 @@ pub(crate) enum Architecture {
     Llama,
     Mistral,
     Qwen2,
+    Ministral,
+    SmolLm3,
     Doge,
     DeepseekV3,
     /// The class in `modeling_sieve.py`, which is exported with the weights.
@@ -137,6 +140,8 @@ pub(crate) struct Class {
     pub(crate) qkv_bias: bool,
     /// Layers that may have a sliding window, with grouped-query attention.
     pub(crate) windows: Windows,
+    /// Whether layers may leave queries and keys unrotated (NoPE).
+    pub(crate) nope: bool,
 }
 
 /// Which layers of a class may have a sliding window.
@@ -150,8 +155,17 @@ pub(crate) enum Windows {
 }
 
 impl Architecture {
-    pub(crate) const ALL: [Self; 7] =
-        [Self::Qwen3, Self::Llama, Self::Mistral, Self::Qwen2, Self::Doge, Self::DeepseekV3, Self::Sieve];
+    pub(crate) const ALL: [Self; 9] = [
+        Self::Qwen3,
+        Self::Llama,
+        Self::Mistral,
+        Self::Qwen2,
+        Self::Ministral,
+        Self::SmolLm3,
+        Self::Doge,
+        Self::DeepseekV3,
+        Self::Sieve,
+    ];
 
     /// The names and properties of the class.
     pub(crate) fn class(self) -> Class {
@@ -160,11 +174,14 @@ impl Architecture {
             Self::Llama => ("LlamaForCausalLM", "llama", false, false, Windows::None),
             Self::Mistral => ("MistralForCausalLM", "mistral", false, false, Windows::Every),
             Self::Qwen2 => ("Qwen2ForCausalLM", "qwen2", false, true, Windows::Named),
+            Self::Ministral => ("MinistralForCausalLM", "ministral", false, false, Windows::Named),
+            Self::SmolLm3 => ("SmolLM3ForCausalLM", "smollm3", false, false, Windows::Named),
             Self::Doge => ("DogeForCausalLM", "doge", true, false, Windows::None),
             Self::DeepseekV3 => ("DeepseekV3ForCausalLM", "deepseek_v3", true, false, Windows::None),
             Self::Sieve => ("SieveForCausalLM", "sieve", true, false, Windows::Named),
         };
-        Class { name, model_type, qk_norm, qkv_bias, windows }
+        let nope = matches!(self, Self::SmolLm3 | Self::Sieve);
+        Class { name, model_type, qk_norm, qkv_bias, windows, nope }
     }
 
     /// Whether the attention is grouped-query attention with or without a window.
@@ -206,11 +223,12 @@ impl Architecture {
                 };
                 let computes = |class: Class| {
                     (class.qk_norm, class.qkv_bias) == (shape.qk_norm, shape.qkv_bias)
+                        && (class.nope || shape.rope_layers.is_every())
                         && (class.windows == Windows::Named || [Windows::None, class.windows].contains(&needed))
                 };
                 let mut classes = Self::ALL.into_iter().filter(|architecture| architecture.is_grouped());
                 let found = classes.find(|architecture| computes(architecture.class()));
-                // No class has both norms and biases, or windows beside dense layers without either.
+                // No class has both norms and biases, or either in layers that do not rotate.
                 found.unwrap_or(Self::Sieve)
             }
         }

@@ -12,7 +12,7 @@ use burn::tensor::activation::sigmoid;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
-use sieve_core::{Attention, LayerPattern, ModelShape};
+use sieve_core::{Attention, LayerPattern, ModelShape, RopeLayers};
 use sieve_nn::{
     LayerContext, Linear, LmHead, PassState, QkvProjection, RmsNorm, SwigluMlp, TokenEmbedding, WeightInit,
 };
@@ -99,6 +99,7 @@ fn train<B: AutodiffBackend + SieveBackend>(device: &B::Device) -> (f32, f32) {
         qk_norm: true,
         qkv_bias: false,
         rope_scaling: None,
+        rope_layers: RopeLayers::default(),
         attention: Attention::Mha, // not read here: the layers are this program's
         layers: LayerPattern::default(),
     };

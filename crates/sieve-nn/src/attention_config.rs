@@ -1,7 +1,7 @@
 //! Sizes of an attention layer without a model. The file of each kind has the method that builds its layer.
 use crate::WeightInit;
 use burn::tensor::backend::Backend;
-use sieve_core::{Attention, LayerPattern, ModelShape};
+use sieve_core::{Attention, LayerPattern, ModelShape, RopeLayers};
 use sieve_ops::RotaryEmbedding;
 use thiserror::Error;
 
@@ -104,6 +104,7 @@ impl AttentionConfig {
             qk_norm: true,
             qkv_bias: false,
             rope_scaling: None,
+            rope_layers: RopeLayers::default(),
             attention,
             layers: LayerPattern::default(),
         }

@@ -21,6 +21,9 @@ pub struct DecoderLayer<B: Backend> {
     pub input_residual: Option<Param<Tensor<B, 1>>>,
     /// Scale of the residual around the feed-forward layer, `[d_model]`; `None`: 1.
     pub post_attention_residual: Option<Param<Tensor<B, 1>>>,
+    /// Whether queries and keys are rotated; not in a layer without positions (NoPE).
+    #[module(skip)]
+    pub(crate) rotates: bool,
 }
 
 impl<B: Backend> DecoderLayer<B> {
@@ -39,11 +42,19 @@ impl<B: Backend> DecoderLayer<B> {
             mlp,
             input_residual: scale(),
             post_attention_residual: scale(),
+            // `shape` is one layer's, so its only layer has index 0.
+            rotates: shape.has_rope(0),
         }
     }
 }
 
 impl<B: SieveBackend> DecoderLayer<B> {
+    /// The context for this layer's attention: with tables that rotate nothing in a layer without positions. Whoever
+    /// calls the attention itself passes it; [`forward`](Self::forward) takes the model's context.
+    pub fn attention_context<'a>(&self, context: &LayerContext<'a, B>) -> LayerContext<'a, B> {
+        context.of_layer(self.rotates)
+    }
+
     /// The block's output, shape of x, `[batch, seq_len, d_model]`. With `caches` the tokens follow those in the
     /// caches, see [`KindLayer::forward`](crate::KindLayer::forward).
     pub fn forward(
@@ -53,6 +64,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
         state: &mut PassState<B>,
         caches: Option<&mut LayerCaches<'_, B::Inner>>,
     ) -> LayerOutput<B> {
+        let context = &self.attention_context(context);
         let output = match (&self.input_residual, caches) {
             (None, None) => self.attention(x, Residual::Stream, context, state),
             (scale, None) => {

@@ -59,6 +59,11 @@ impl<'a, B: Backend> LayerContext<'a, B> {
 }
 
 impl<B: Backend> LayerContext<'_, B> {
+    /// The context for a layer that rotates queries and keys (`rotates`), or for one that does not.
+    pub(crate) fn of_layer(&self, rotates: bool) -> Self {
+        Self { rope: self.rope.of_layer(rotates), ..self.clone() }
+    }
+
     /// Positions, RoPE tables and documents for [`sieve_ops::attention_layer`].
     pub(crate) fn tokens(&self) -> LayerTokens<'_, B> {
         LayerTokens { positions: self.positions.clone(), rope: self.rope, documents: self.documents, parts: self.parts }

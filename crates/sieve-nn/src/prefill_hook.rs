@@ -223,7 +223,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
     ) -> Result<Tensor<B, 3>, E> {
         let [batch, seq_len, _] = x.dims();
         let normed = self.input_layernorm.forward(x.clone());
-        let o = attend(mha.qkv.forward(normed, context))?;
+        let o = attend(mha.qkv.forward(normed, &self.attention_context(context)))?;
         let o = o.reshape([batch as i32, seq_len as i32, -1]);
         let residual = scaled(x, &self.input_residual);
         Ok(self.feed_forward(mha.o_proj.forward_add(o, residual), context, state))

@@ -112,7 +112,8 @@ impl<B: Backend> Qwen3<B> {
     /// RoPE tables for `max_positions` positions.
     pub fn rope(&self, max_positions: usize, device: &B::Device) -> RotaryEmbedding<B> {
         let (frequencies, amplitude) = self.shape.rotary_frequencies(rope_dim(&self.shape));
-        RotaryEmbedding::of_frequencies((&frequencies, amplitude), max_positions, device, DType::F32)
+        let rope = RotaryEmbedding::of_frequencies((&frequencies, amplitude), max_positions, device, DType::F32);
+        if self.shape.rope_layers.is_every() { rope } else { rope.with_still() }
     }
 }
 

@@ -96,6 +96,7 @@ impl<B: DeviceBackend> DecoderLayer<B> {
             attention: self.self_attn.as_layer().for_token_step()?,
             gate_up: self.mlp.gate_up_proj.weight.val(),
             down: self.mlp.down_proj.weight.val(),
+            rotates: self.rotates,
         })
     }
 }

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 /// Keys that change what a model computes with the same weights. Windows and block counts are left out, because a
 /// branch often changes them on purpose.
-const READS_WEIGHTS: [&str; 10] = [
+const READS_WEIGHTS: [&str; 11] = [
     "attention.bias",
     "attention.compress_stride",
     "attention.longest_period",
@@ -25,6 +25,7 @@ const READS_WEIGHTS: [&str; 10] = [
     "attention.shortest_period",
     "model.layer_types",
     "model.rms_norm_eps",
+    "model.rope_layers",
     "model.rope_scaling",
     "model.rope_theta",
 ];
@@ -189,7 +190,9 @@ impl Origin {
         for change in changes {
             // What other kinds of layers compute is told by the losses before and after.
             let is_told = conversion.changes_layers()
-                && (change.key.starts_with("attention.") || change.key.starts_with("model.layer_types"));
+                && ["attention.", "model.layer_types", "model.rope_layers"]
+                    .iter()
+                    .any(|key| change.key.starts_with(key));
             // `starts_with` also finds the keys of a table such as `model.rope_scaling`.
             if READS_WEIGHTS.iter().any(|key| change.key.starts_with(key)) && !is_told {
                 notices.push(format!(

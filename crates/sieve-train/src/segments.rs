@@ -10,7 +10,6 @@
 use crate::segment::Segment;
 use crate::{DeviceBatch, GradientBuffer, TrainError};
 use burn::module::AutodiffModule;
-use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::recipe::ActivationCheckpointSection;
 use sieve_core::{Keeping, Recipe};
@@ -288,10 +287,7 @@ fn without_graph<B: TrainBackend>(
         end: context.documents.end.clone().inner(),
         positions: context.documents.positions.clone().inner(),
     };
-    let rope = RotaryEmbedding::<<B as AutodiffBackend>::InnerBackend> {
-        cos: context.rope.cos.clone().inner(),
-        sin: context.rope.sin.clone().inner(),
-    };
+    let rope = context.rope.map(&Tensor::inner);
     let inner = LayerContext {
         precision: context.precision,
         policy: context.policy,

@@ -94,6 +94,12 @@ impl Settings for MlaShape {
                 "leave it out; attention.qk_norm says whether MLA norms queries and keys",
             );
         }
+        rules.require(
+            model.rope_layers.is_none(),
+            "model.rope_layers",
+            "does not go with kind = \"mla\", whose heads have rotated channels of their own",
+            "leave it out, or take another kind",
+        );
         let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
         rules.require(
             heads == kv_heads,

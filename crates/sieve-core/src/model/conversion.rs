@@ -13,6 +13,8 @@ use std::collections::BTreeMap;
 pub struct Conversion {
     /// Layers whose kind changes: the names of both kinds, and the indices of the layers.
     changes: BTreeMap<[&'static str; 2], Vec<usize>>,
+    /// Layers that stop rotating queries and keys, and layers that begin to.
+    rope: [usize; 2],
     /// Tensors that only the former model has.
     pub dropped: Vec<ParamSpec>,
     /// Tensors that only the new model has.
@@ -79,15 +81,20 @@ impl Conversion {
         }
         let added = after.into_iter().filter(|spec| find(&before, &spec.ours).is_none());
         self.added.extend(added.map(|spec| spec.in_layer(layer_idx)));
+        match [from, to].map(|shape| shape.has_rope(0)) {
+            [true, false] => self.rope[0] += 1,
+            [false, true] => self.rope[1] += 1,
+            _ => {}
+        }
         if kinds[0] != kinds[1] {
             self.changes.entry(kinds).or_default().push(layer_idx);
         }
         Ok(())
     }
 
-    /// Whether any layer changes its kind or its tensors.
+    /// Whether any layer changes its kind, its positions or its tensors.
     pub fn changes_layers(&self) -> bool {
-        !self.changes.is_empty() || !self.dropped.is_empty() || !self.added.is_empty()
+        !self.changes.is_empty() || self.rope != [0; 2] || !self.dropped.is_empty() || !self.added.is_empty()
     }
 
     /// Whether the new model has the tensor `name` (as in a checkpoint) and the former one does not.
@@ -105,6 +112,13 @@ impl Conversion {
             format!("{} {before} {noun} {after}", layers.len())
         });
         let mut parts = changes.collect::<Vec<_>>();
+        for (count, what) in self.rope.into_iter().zip(["without", "with"]) {
+            match count {
+                0 => {}
+                1 => parts.push(format!("1 layer goes on {what} RoPE")),
+                _ => parts.push(format!("{count} layers go on {what} RoPE")),
+            }
+        }
         if !self.kept.is_empty() {
             parts.push(format!("kept: {}", self.kept.join(", ")));
         }
@@ -169,7 +183,7 @@ mod tests {
     use super::*;
     use crate::kinds::AttentionKind;
     use crate::model::test_shapes::{tiny_dma, tiny_nsa};
-    use crate::model::{Attention, LayerPattern, LayerType};
+    use crate::model::{Attention, LayerPattern, LayerType, RopeLayers};
 
     fn of_kind(kind: AttentionKind) -> ModelShape {
         let attention = match kind {
@@ -244,6 +258,17 @@ mod tests {
         let made = Conversion::of(&all, &shared).expect("the same sizes");
         assert_eq!(made.dropped.len(), 3);
         assert!(made.words().expect("it drops").starts_with("dropped: self_attn.indexer.proj.weight in 1 layer"));
+    }
+
+    #[test]
+    fn layers_that_begin_or_stop_to_rotate_are_told() {
+        let all = of_kind(AttentionKind::Mha);
+        let two = RopeLayers::new(&[true, false, false]);
+        let some = ModelShape { rope_layers: two, ..all.clone() };
+        let words = |from, to| Conversion::of(from, to).expect("the same sizes").words();
+        assert_eq!(words(&all, &some).as_deref(), Some("2 layers go on without RoPE"));
+        assert_eq!(words(&some, &all).as_deref(), Some("2 layers go on with RoPE"));
+        assert_eq!(words(&some, &some), None);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Models whose layers differ: in their kind of attention, and in whether they choose blocks or share the choice of an
 //! earlier layer.
 
-use super::{Attention, ModelShape, mean_active_keys};
+use super::{Attention, ModelShape, RopeLayers, mean_active_keys};
 
 /// What attention a layer has.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -96,7 +96,8 @@ impl ModelShape {
 
     /// The model with the attention of layer `layer` (from 0) in every layer.
     pub fn of_layer(&self, layer: usize) -> Self {
-        self.with(self.attention_of(layer), self.num_layers, self.is_shared_layer(layer))
+        let rope_layers = RopeLayers::new(&[self.has_rope(layer)]);
+        Self { rope_layers, ..self.with(self.attention_of(layer), self.num_layers, self.is_shared_layer(layer)) }
     }
 
     /// The model with dense attention in every layer.

@@ -2,7 +2,7 @@
 
 use super::{
     Attention, DmaShape, IndexScores, InfllmV2Shape, LayerPattern, MlaShape, MobaShape, ModelShape, MsaShape,
-    NsaCompression, NsaShape,
+    NsaCompression, NsaShape, RopeLayers,
 };
 use crate::recipe::AttentionKind;
 use crate::{BlockChoice, NsaBlocks};
@@ -45,6 +45,7 @@ pub fn tiny_dma() -> ModelShape {
         qk_norm: true,
         qkv_bias: false,
         rope_scaling: None,
+        rope_layers: RopeLayers::default(),
         attention: Attention::Dma(DmaShape::published(4)),
         layers: LayerPattern::default(),
     }

@@ -161,6 +161,7 @@ fn check_value(path: &str, key: &Key, value: &mut Value, mistakes: &mut Vec<Mist
         (Kind::Number, Value::Integer(_) | Value::Float(_)) => true,
         (Kind::Bool, Value::Boolean(_)) | (Kind::String, Value::String(_)) => true,
         (Kind::Strings, Value::Array(items)) => items.iter().all(Value::is_str),
+        (Kind::Bools, Value::Array(items)) => items.iter().all(Value::is_bool),
         (Kind::Integers, Value::Array(items)) => {
             items.iter().all(|item| item.as_integer().is_some_and(|number| number >= 0))
         }
@@ -301,6 +302,7 @@ fn wanted(key: &Key) -> String {
         Kind::Bool => "true or false".to_owned(),
         Kind::String => "a string".to_owned(),
         Kind::Strings => "a list of strings, like [\"a\", \"b\"]".to_owned(),
+        Kind::Bools => "a list of true and false, like [true, false]".to_owned(),
         Kind::Integers => "a list of whole numbers of at least 0, like [64, 128]".to_owned(),
         Kind::Numbers => "a list of numbers, like [0.7, 0.3]".to_owned(),
         Kind::Choice(choices) => format!("one of {}", quoted(choices.names)),

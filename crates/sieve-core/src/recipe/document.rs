@@ -271,6 +271,10 @@ impl Document {
                 left_out.push(types.to_owned());
             }
         }
+        let rope_layers = "model.rope_layers";
+        if is_latent && of_text(rope_layers) && model.remove("rope_layers").is_some() {
+            left_out.push(rope_layers.to_owned());
+        }
         let differs = model.get("num_key_value_heads") != model.get("num_attention_heads");
         if is_latent && differs && of_text(kv_heads) && model.remove("num_key_value_heads").is_some() {
             left_out.push(kv_heads.to_owned());

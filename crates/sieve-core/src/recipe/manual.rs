@@ -116,6 +116,7 @@ pub(super) fn value_words(key: &Key) -> String {
         Kind::Bool => "`true` or `false`".to_owned(),
         Kind::String => "string".to_owned(),
         Kind::Strings => "list of strings".to_owned(),
+        Kind::Bools => "list of `true` and `false`".to_owned(),
         Kind::Integers => "list of whole numbers".to_owned(),
         Kind::Numbers => "list of numbers".to_owned(),
         Kind::Choice(Choices { names, .. }) => {
@@ -179,6 +180,7 @@ fn schema_of(key: &Key) -> Value {
         Kind::Bool => json!({"type": "boolean"}),
         Kind::String => json!({"type": "string"}),
         Kind::Strings => list(json!({"type": "string"})),
+        Kind::Bools => list(json!({"type": "boolean"})),
         Kind::Integers => list(whole),
         Kind::Numbers => list(json!({"type": "number"})),
         Kind::Choice(Choices { names, .. }) => json!({"type": "string", "enum": names}),

@@ -1,7 +1,7 @@
 //! Converts a recipe's `[model]`, with Hugging Face's names, into a [`ModelShape`] with Sieve's names.
 
 use super::{Recipe, RecipeError, TokenizerSource};
-use crate::model::{LayerPattern, ModelShape};
+use crate::model::{LayerPattern, ModelShape, RopeLayers};
 
 impl Recipe {
     /// The model of this recipe for a tokenizer of `tokenizer_vocab_size` tokens.
@@ -34,6 +34,7 @@ impl Recipe {
             qk_norm: model.qk_norm,
             qkv_bias: model.qkv_bias,
             rope_scaling: model.rope_scaling,
+            rope_layers: RopeLayers::new(model.rope_layers.as_deref().unwrap_or_default()),
             attention: self.attention.own,
             layers: self.layer_pattern(),
         })

@@ -9,7 +9,7 @@ use std::path::{Component, Path};
 
 use toml::Table;
 
-use attention::{check_attention, check_layer_tables, check_layer_types};
+use attention::{check_attention, check_layer_tables, check_layer_types, check_rope_layers};
 
 use super::data;
 use super::mistake::Mistake;
@@ -186,6 +186,7 @@ fn check_rope_scaling(scaling: &RopeScaling, rules: &mut Rules<'_>) {
 
 fn check_model(model: &ModelSection, rules: &mut Rules<'_>) {
     rules.bounds("model", model);
+    check_rope_layers(model, rules);
     if let Some(scaling) = &model.rope_scaling {
         check_rope_scaling(scaling, rules);
     }

@@ -1,5 +1,5 @@
 //! `config.json` and `generation_config.json`, readable by `transformers` 4 and 5.
-use super::{Architecture, ExportOptions, Windows, tokenizer_files};
+use super::{Architecture, ExportOptions, tokenizer_files};
 use serde_json::{Map, Value, json};
 use sieve_core::ModelShape;
 use sieve_core::model::RopeScaling;
@@ -57,9 +57,11 @@ pub(super) fn model(
         "vocab_size": shape.vocab_size,
     });
     let mut of_kind = attention(shape, architecture);
-    // Of the keys below, these classes have only `sliding_window`.
-    if architecture.class().windows != Windows::Named && architecture.is_grouped() {
-        of_kind.retain(|key, _| key == "sliding_window");
+    if architecture.is_grouped() {
+        of_kind.retain(|key, _| window_keys(architecture).contains(&key.as_str()));
+    }
+    if architecture.class().nope && !shape.rope_layers.is_every() {
+        of_kind.insert(NO_ROPE.to_owned(), no_rope_layers(shape));
     }
     if scaling.is_some() {
         of_kind.insert("rope_scaling".to_owned(), rope_parameters(shape, scaling));
@@ -67,6 +69,26 @@ pub(super) fn model(
     let all = config.as_object_mut().expect("built as an object above");
     all.extend(of_kind);
     to_text(&config)
+}
+
+/// The keys of windows that a class of grouped-query attention has.
+fn window_keys(architecture: Architecture) -> &'static [&'static str] {
+    match architecture {
+        Architecture::Ministral => &["sliding_window", "layer_types"],
+        Architecture::SmolLm3 => &["use_sliding_window", "sliding_window", "layer_types"],
+        Architecture::Qwen2 | Architecture::Qwen3 => {
+            &["use_sliding_window", "sliding_window", "max_window_layers", "layer_types"]
+        }
+        _ => &["sliding_window"],
+    }
+}
+
+/// The key of `config.json` that says of each layer whether it rotates queries and keys: 1 if so, 0 if not.
+pub(crate) const NO_ROPE: &str = "no_rope_layers";
+
+/// The value of [`NO_ROPE`].
+fn no_rope_layers(shape: &ModelShape) -> Value {
+    (0..shape.num_layers).map(|layer| usize::from(shape.has_rope(layer))).collect()
 }
 
 /// Base and scaling of the rotary frequencies.

@@ -62,6 +62,8 @@ DEFAULTS = {
     "shared_layers": [],
     # Repeated over the layers: the keys of a layer of another kind than the model's own, its attention_kind among them.
     "layer_attention": [],
+    # For each layer 1 where it rotates queries and keys, 0 where it does not (NoPE); an empty list: all do.
+    "no_rope_layers": [],
     # Whether each head's query and key go through RMSNorm before the rotation (MLA: mla_qk_norm), and whether the
     # projections of queries, keys and values have biases.
     "qk_norm": True,
@@ -397,7 +399,11 @@ class DenseAttention(nn.Module):
     def rotated(self, x, rows):
         """Normalised and rotated queries and keys, [batch, heads, tokens, head_dim]."""
         q, k = self.heads(self.q_proj(x)), self.heads(self.k_proj(x))
-        return rows.rotate(self.q_norm(q)), rows.rotate(self.k_norm(k))
+        return self.rotate(self.q_norm(q), rows), self.rotate(self.k_norm(k), rows)
+
+    def rotate(self, x, rows):
+        """x at the positions of rows; unchanged in a layer without positions."""
+        return rows.rotate(x) if self.config.rotates else x
 
     def out(self, o):
         return self.o_proj(o.transpose(1, 2).flatten(2))
@@ -499,10 +505,10 @@ class IndexedAttention(BlocksAttention):
         self.has_kernel = config.indexer == "msa"
 
     def index_heads(self, x, rows, cache):
-        index_q = rows.rotate(self.index_q_norm(self.heads(self.index_q_proj(x))))
+        index_q = self.rotate(self.index_q_norm(self.heads(self.index_q_proj(x))), rows)
         index_k = self.heads(self.index_k_proj(x))
         if self.config.indexer == "msa":
-            index_k = rows.rotate(self.index_k_norm(index_k))
+            index_k = self.rotate(self.index_k_norm(index_k), rows)
         return index_q, index_k if cache is None else cache.append("index_k", index_k, rows.first, rows.total)
 
     def by_kernel(self, sieve, qkv, *inputs):
@@ -517,7 +523,7 @@ class IndexedAttention(BlocksAttention):
         means = means_of(index_k.float(), select, select)[:, :, :count].to(index_k.dtype)
         blocks = Rows(0, 0, count, count, config, index_k.device)
         blocks.positions = blocks.positions * select
-        keys = blocks.rotate(self.index_k_norm(means)).float()
+        keys = self.rotate(self.index_k_norm(means), blocks).float()
 
         def chosen(start, stop, query, end):
             scores = qsa_scores(index_q[:, :, start:stop].float(), keys[:, :, : end // select])
@@ -559,7 +565,7 @@ class NativeSparseAttention(DenseAttention):
         k = self.k_norm(self.heads(getattr(self, f"{source}k_proj")(x)))
         # An MLP's keys carry learned positions instead.
         is_plain = branch == "compress" and config.compress == "mlp"
-        k = k * config.rope_amplitude if is_plain else rows.rotate(k)
+        k = k * config.rope_amplitude if is_plain else self.rotate(k, rows)
         v = self.heads(getattr(self, f"{source}v_proj")(x))
         if cache is None:
             return k, v
@@ -591,7 +597,7 @@ class NativeSparseAttention(DenseAttention):
         config = self.config
         size, stride, select = config.compress_block_size, config.compress_stride, config.select_block_size
         q = self.q_norm(self.heads(self.q_proj(x)))
-        q_rotated = rows.rotate(q)
+        q_rotated = self.rotate(q, rows)
         coarse_q = q_rotated if config.compress == "mean" else q * config.rope_amplitude
         coarse_k, coarse_v = self.compressed(*self.key_value(x, "compress", rows, cache), rows, cache)
         k, v = self.key_value(x, "select", rows, cache)
@@ -720,7 +726,10 @@ class DecoderLayer(GradientCheckpointingLayer):
             "swa": lambda config: DenseAttention(config, config.window_size),
         }  # fmt: skip
         others = config.layer_attention or [{}]
-        own = lambda layer: LayerConfig(config, others[layer % len(others)])  # noqa: E731
+        rotates = bool((config.no_rope_layers or [1] * (index + 1))[index])
+        # The factor of cosines and sines is part of the rotation.
+        still = {"rotates": rotates, **({} if rotates else {"rope_amplitude": 1.0})}
+        own = lambda layer: LayerConfig(config, {**others[layer % len(others)], **still})  # noqa: E731
         marked = ("mha", config.dense_layers), ("shared", config.shared_layers)
         of = lambda n: next((kind for kind, at in marked if at and at[n % len(at)]), own(n).attention_kind)  # noqa: E731
         self.self_attn = kinds[of(index)](own(index))

@@ -272,9 +272,11 @@ fn published_dma_takes_either_class_and_other_models_their_own() {
         (TIED, recency, own, None, Some(own)),
         (TIED, MHA, "Qwen3ForCausalLM", None, None),
         (TIED, SWA, "Qwen3ForCausalLM", None, None),
-        // Of these two no class of transformers has the rest of the model.
+        (no_norms_and_dense, SWA, "MinistralForCausalLM", None, None),
+        ("qk_norm = false\nrope_layers = [true, false]", MHA, "SmolLM3ForCausalLM", None, None),
+        // Of these no class of transformers has the rest of the model.
         (no_norms, DMA, own, None, Some(own)),
-        (no_norms_and_dense, SWA, own, None, Some(own)),
+        ("rope_layers = [true, false]", MHA, own, None, Some(own)),
     ]
     .into_iter()
     .enumerate()

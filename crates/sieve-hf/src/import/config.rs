@@ -2,7 +2,7 @@
 use super::keys::{Use, defaults, use_of};
 use crate::CheckpointError;
 use crate::export::config::LAYER_KEYS;
-use crate::export::config::{AMPLITUDE, DERIVED};
+use crate::export::config::{AMPLITUDE, DERIVED, NO_ROPE};
 use crate::export::{self, Architecture, DEEPSEEK_LATENT_EPS, Windows};
 use serde_json::{Map, Value};
 use sieve_core::ModelShape;
@@ -12,9 +12,10 @@ use std::cell::RefCell;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const HINT: &str = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM (rotary embedding plain \
-    or scaled as linear, llama3 or yarn), DogeForCausalLM, DeepseekV3ForCausalLM (q_lora_rank null, rope_interleave \
-    false) and own exports can be imported, all with dense SiLU feed-forward layers";
+const HINT: &str = "LlamaForCausalLM, MistralForCausalLM, MinistralForCausalLM, SmolLM3ForCausalLM, Qwen2ForCausalLM, \
+    Qwen3ForCausalLM (rotary embedding plain or scaled as linear, llama3 or yarn), DogeForCausalLM, \
+    DeepseekV3ForCausalLM (q_lora_rank null, rope_interleave false) and own exports can be imported, all with dense \
+    SiLU feed-forward layers";
 /// The hint for a wrong value of a class that can be imported.
 const VALUE_HINT: &str = "correct this value, or take the config.json that was published or exported with the weights";
 /// The keys of `config.json` that decide the shapes of tensors.
@@ -150,7 +151,7 @@ impl Reader {
         if !self.value[KEY].is_null() {
             return self.integer(KEY);
         }
-        if self.architecture == Architecture::Mistral {
+        if matches!(self.architecture, Architecture::Mistral | Architecture::Ministral) {
             self.note(format!("{KEY} is null: {heads} are read, as transformers 4 does; transformers 5 refuses it"));
         }
         Ok(heads)
@@ -167,14 +168,17 @@ impl Reader {
                  it, transformers 4 reads it as here"
             ));
         }
-        // With `layer_types`, a file is of another class.
-        if self.architecture == Architecture::Mistral && self.is_given("layer_types") {
-            for key in ["head_dim", "sliding_window"] {
-                if self.value[key].is_null() {
-                    return Err(self.bad_value(format!(
-                        "with layer_types transformers takes MinistralForCausalLM, which needs {key}, and {key} is null"
-                    )));
-                }
+        // With `layer_types`, a Mistral's file is of another class.
+        let taken = match self.architecture {
+            Architecture::Mistral if self.is_given("layer_types") => "with layer_types transformers takes ",
+            Architecture::Ministral => "this is ",
+            _ => "",
+        };
+        for key in ["head_dim", "sliding_window"].into_iter().filter(|_| !taken.is_empty()) {
+            if self.value[key].is_null() {
+                return Err(
+                    self.bad_value(format!("{taken}MinistralForCausalLM, which needs {key}, and {key} is null"))
+                );
             }
         }
         match &self.value["head_dim"] {
@@ -210,16 +214,22 @@ impl Reader {
     /// list is empty if all layers have the same attention, dense or with a window.
     fn grouped_attention(&self, windows: Windows, num_layers: usize) -> Result<(String, Vec<bool>), CheckpointError> {
         let types = self.layer_types(num_layers)?;
+        let has_switch = self.architecture != Architecture::Ministral;
         let window = match (windows, &self.value["sliding_window"]) {
             (Windows::None, _) | (_, Value::Null) => None,
-            (Windows::Named, _) if !self.flag("use_sliding_window")? => None,
+            (Windows::Named, _) if has_switch && !self.flag("use_sliding_window")? => None,
             _ => Some(self.integer("sliding_window")?),
         };
         let is_dense: Vec<bool> = match (windows, &types) {
             (Windows::Named | Windows::Every, Some(types)) => {
                 types.iter().map(|kind| *kind == FULL_ATTENTION).collect()
             }
-            (Windows::Named, None) => {
+            // Windows are in the layers that do not rotate.
+            (Windows::Named, None) if self.architecture == Architecture::SmolLm3 => {
+                let rotates = self.rope_layers(num_layers)?;
+                rotates.into_iter().map(|rotates| rotates || window.is_none()).collect()
+            }
+            (Windows::Named, None) if has_switch => {
                 let dense = self.integer("max_window_layers")?;
                 (0..num_layers).map(|layer| layer < dense || window.is_none()).collect()
             }
@@ -237,6 +247,31 @@ impl Reader {
             )));
         };
         Ok((format!("kind = \"swa\"\nsliding_window = {window}"), is_dense))
+    }
+
+    /// For each layer whether it rotates queries and keys.
+    fn rope_layers(&self, num_layers: usize) -> Result<Vec<bool>, CheckpointError> {
+        if !self.architecture.class().nope {
+            return Ok(vec![true; num_layers]);
+        }
+        match &self.value[NO_ROPE] {
+            Value::Null if self.architecture == Architecture::Sieve => Ok(vec![true; num_layers]),
+            Value::Null => match self.integer("no_rope_layer_interval")? {
+                0 => Err(self.bad_value("no_rope_layer_interval is 0, and no layer is a multiple of it")),
+                interval => Ok((1..=num_layers).map(|number| !number.is_multiple_of(interval)).collect()),
+            },
+            Value::Array(marks) if marks.len() >= num_layers => {
+                let known = marks.iter().take(num_layers).map(|mark| match mark.as_u64() {
+                    Some(mark @ 0..=1) => Ok(mark == 1),
+                    _ => Err(self.bad_value(format!("{NO_ROPE} has {mark}, neither 0 nor 1"))),
+                });
+                known.collect()
+            }
+            Value::Array(marks) => {
+                Err(self.bad_value(format!("{NO_ROPE} names {} layers of {num_layers}", marks.len())))
+            }
+            other => Err(self.bad_value(format!("{NO_ROPE} is {other}, not a list"))),
+        }
     }
 
     /// Notes settings of windows that the class does not read. `is_dense` is what it computes.
@@ -301,6 +336,14 @@ impl Reader {
         };
         pattern.ok_or_else(|| self.bad_value(format!("{key} is {}, not a list of true and false", self.value[key])))
     }
+}
+
+/// The shortest list that `all` repeats.
+fn repeated(all: &[bool]) -> &[bool] {
+    let repeats =
+        |period: usize| all.len().is_multiple_of(period) && all.chunks(period).all(|part| part == &all[..period]);
+    let period = (1..all.len()).find(|&period| repeats(period)).unwrap_or(all.len());
+    &all[..period]
 }
 
 /// The items of a list; any other value is one item.
@@ -460,6 +503,10 @@ local_window_size = 0"
         let (qk_norm, qkv_bias) = (flag("qk_norm", class.qk_norm), flag("qkv_bias", class.qkv_bias));
         model.push_str(&format!("qk_norm = {qk_norm}\nqkv_bias = {qkv_bias}\n"));
         model.push_str(&rotary.scaling);
+        let rotates = reader.rope_layers(num_layers)?;
+        if rotates.contains(&false) {
+            model.push_str(&format!("rope_layers = {:?}\n", repeated(&rotates)));
+        }
         let (shared_layers, (tables, layer_kinds)) = match architecture {
             Architecture::Sieve => (reader.sieve_layers("shared_layers")?, reader.sieve_layer_kinds()?),
             _ => Default::default(),

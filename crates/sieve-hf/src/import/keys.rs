@@ -1,7 +1,7 @@
 //! The keys of `config.json` that the classes of `transformers` have, and what an import does with each.
 //!
 //! A test compares the list with a dump of the classes (`tests/golden/transformers_config_keys.json`).
-use crate::export::Architecture::{self, DeepseekV3, Doge, Llama, Mistral, Qwen2, Qwen3};
+use crate::export::Architecture::{self, DeepseekV3, Doge, Llama, Ministral, Mistral, Qwen2, Qwen3, SmolLm3};
 use serde_json::{Map, Value};
 
 /// What an import does with a key.
@@ -53,8 +53,10 @@ const KEYS: &[Entry] = &[
         ],
         Use::Read,
     ),
-    (&[Mistral, Qwen2, Qwen3, Llama], &["sliding_window"], Use::Read),
-    (&[Qwen2, Qwen3], &["use_sliding_window", "max_window_layers"], Use::Read),
+    (&[Mistral, Ministral, SmolLm3, Qwen2, Qwen3, Llama], &["sliding_window"], Use::Read),
+    (&[Qwen2, Qwen3, SmolLm3], &["use_sliding_window"], Use::Read),
+    (&[Qwen2, Qwen3], &["max_window_layers"], Use::Read),
+    (&[SmolLm3], &["no_rope_layers", "no_rope_layer_interval"], Use::Read),
     (&[Doge], &["keep_window_size"], Use::Read),
     (
         &[DeepseekV3],
@@ -85,7 +87,7 @@ const KEYS: &[Entry] = &[
     (&[Doge], &["is_moe"], Use::Off("experts")),
     (&[Doge], &["sliding_window"], Use::Off("a window below the dynamic mask")),
     (&[DeepseekV3], &["sliding_window"], Use::Off("a window over latents")),
-    (&[Llama, Mistral, Qwen2, Qwen3, DeepseekV3], &["num_experts"], Use::Off("experts")),
+    (&[Llama, Mistral, Ministral, SmolLm3, Qwen2, Qwen3, DeepseekV3], &["num_experts"], Use::Off("experts")),
     (&[], &["is_causal"], Use::On("in a recipe's model no token reads a later one")),
     // No effect on logits.
     (
@@ -300,6 +302,17 @@ pub(super) fn defaults(architecture: Architecture) -> Map<String, Value> {
             r#"{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
                 "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
                 "sliding_window": 4096}"#
+        }
+        Ministral => {
+            r#"{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+                "sliding_window": 4096}"#
+        }
+        SmolLm3 => {
+            r#"{"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+                "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32768,
+                "use_sliding_window": false, "no_rope_layer_interval": 4, "tie_word_embeddings": true,
+                "rope_theta": 2000000.0}"#
         }
         Qwen2 => {
             r#"{"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,

@@ -1,4 +1,4 @@
-//! Variants of `config.json` of five families, read as transformers 5 read them (`tests/golden/config_matrix.json`).
+//! Variants of `config.json` of seven families, read as transformers 5 read them (`tests/golden/config_matrix.json`).
 use super::config::HfConfig;
 use super::recipe_and_shape;
 use crate::CheckpointError;
@@ -38,6 +38,8 @@ fn compare(name: &str, shape: &ModelShape, theirs: &Value) {
     assert_eq!(theirs["rms_norm_eps"], shape.rms_norm_eps, "{name}");
     assert_eq!(theirs["tie_word_embeddings"], shape.tie_word_embeddings, "{name}");
     assert_eq!(theirs["windows"], Value::from(windows(shape)), "{name}");
+    let rotates = (0..shape.num_layers).map(|layer| Value::from(shape.has_rope(layer))).collect::<Vec<_>>();
+    assert_eq!(theirs["rotates"], Value::from(rotates), "{name}");
     if let Attention::Dma(dma) = shape.attention {
         assert_eq!(theirs["keep_window_size"], dma.keep_window_size, "{name}");
     }

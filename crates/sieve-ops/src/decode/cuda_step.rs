@@ -6,7 +6,7 @@ use super::{
 use crate::device::{cast, kernel_or, kernel_or_refusal};
 use crate::linear::cuda::gemm_plus_residual;
 use crate::tensors::{Float, Ints, primitive};
-use crate::{Cuda, QkNorm};
+use crate::{Cuda, QkNorm, RotaryEmbedding};
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::{BlockChoice, NsaBlocks, TokenKeys};
 use sieve_kernels::step::{
@@ -196,15 +196,17 @@ fn tokens_until_growth(layer: &TokenLayer<Cuda>, cache: &mut TokenCache<'_, Cuda
 fn run(step: &mut TokenStep<'_, Cuda>, tape: &StepTape) -> Result<(StepInputs, CudaTensor), KernelError> {
     let ids = kernel_tensor(step.ids.clone().into_primitive());
     let inputs = StepInputs::new(tape, &ids, &positions_of(step.before, &ids))?;
-    let tables = [&step.rope.cos, &step.rope.sin];
-    let tables = tables.map(|table| tape.noted(&cast(&primitive(table.clone()), burn::tensor::DType::F32)));
+    let noted = |rope: &RotaryEmbedding<Cuda>| {
+        [&rope.cos, &rope.sin].map(|table| tape.noted(&cast(&primitive(table.clone()), burn::tensor::DType::F32)))
+    };
+    let (tables, still) = (noted(step.rope), step.rope.still.as_deref().map(noted));
     let epsilon = step.epsilon as f32;
     let mut scratch = Recent::default();
     let mut x = embedding_forward(&tape.noted(&of(&step.embedding)), &inputs.ids)?;
     for (layer, cache) in step.layers.iter().zip(&mut step.caches) {
         let layer = Layer {
             inputs: &inputs,
-            tables: tables.each_ref(),
+            tables: still.as_ref().filter(|_| !layer.rotates).unwrap_or(&tables).each_ref(),
             epsilon,
             before: step.before,
             tape,

@@ -51,6 +51,8 @@ pub struct TokenLayer<B: Backend> {
     pub gate_up: Tensor<B, 2>,
     /// Weight of the down projection, `[d_model, d_ff]`.
     pub down: Tensor<B, 2>,
+    /// Whether queries and keys are rotated; otherwise the layer reads [`RotaryEmbedding::still`].
+    pub rotates: bool,
 }
 
 /// Weights and sizes of an attention layer.

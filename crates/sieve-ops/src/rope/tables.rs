@@ -14,6 +14,9 @@ pub struct RotaryEmbedding<B: Backend> {
     pub cos: Tensor<B, 2>,
     /// Sines of position times frequency, `[max_positions, head_dim / 2]`.
     pub sin: Tensor<B, 2>,
+    /// Tables of the same size that rotate nothing, ones and zeros, for layers without positions (NoPE); `None` in
+    /// models without such layers.
+    pub still: Option<Box<Self>>,
 }
 
 impl<B: Backend> RotaryEmbedding<B> {
@@ -42,7 +45,30 @@ impl<B: Backend> RotaryEmbedding<B> {
             let data = TensorData::new(values, [max_positions, half]).convert_dtype(dtype);
             Tensor::from_data(data, (device, dtype))
         };
-        Self { cos: table(f64::cos), sin: table(f64::sin) }
+        Self { cos: table(f64::cos), sin: table(f64::sin), still: None }
+    }
+
+    /// These tables with those of layers that do not rotate.
+    pub fn with_still(self) -> Self {
+        let still = Self { cos: self.cos.ones_like(), sin: self.sin.zeros_like(), still: None };
+        Self { still: Some(Box::new(still)), ..self }
+    }
+
+    /// The tables of a layer that rotates (`rotates`), or of one that does not.
+    ///
+    /// # Panics
+    /// For a layer that does not rotate, without [`with_still`](Self::with_still).
+    pub fn of_layer(&self, rotates: bool) -> &Self {
+        match rotates {
+            true => self,
+            false => self.still.as_deref().expect("the tables of a model with NoPE layers are made with_still"),
+        }
+    }
+
+    /// The same tables on another backend or of another type.
+    pub fn map<I: Backend>(&self, change: &dyn Fn(Tensor<B, 2>) -> Tensor<I, 2>) -> RotaryEmbedding<I> {
+        let still = self.still.as_ref().map(|still| Box::new(still.map(change)));
+        RotaryEmbedding { cos: change(self.cos.clone()), sin: change(self.sin.clone()), still }
     }
 
     /// Number of positions that the tables hold.

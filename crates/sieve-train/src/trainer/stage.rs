@@ -130,8 +130,7 @@ pub(super) struct Ropes<B: TrainBackend> {
 impl<B: TrainBackend> Ropes<B> {
     pub(super) fn new(model: &Qwen3<B>, seq_len: usize, device: &B::Device) -> Self {
         let training = model.rope(seq_len, device);
-        let [cos, sin] = [&training.cos, &training.sin].map(|table| table.clone().inner());
-        Self { validation: RotaryEmbedding { cos, sin }, training }
+        Self { validation: training.map(&Tensor::inner), training }
     }
 }
 

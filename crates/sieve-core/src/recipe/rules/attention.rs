@@ -60,6 +60,24 @@ pub(super) fn check_layer_types(model: &ModelSection, attention: &AttentionSecti
     );
 }
 
+/// Checks that `model.rope_layers` divides the layers.
+pub(super) fn check_rope_layers(model: &ModelSection, rules: &mut Rules<'_>) {
+    let Some(rotates) = &model.rope_layers else {
+        return;
+    };
+    const KEY: &str = "model.rope_layers";
+    if rotates.is_empty() {
+        return rules.require(false, KEY, "is an empty list", "leave it out: every layer then has rotary positions");
+    }
+    let (layers, length) = (model.num_hidden_layers, rotates.len());
+    rules.require(
+        layers.is_multiple_of(length),
+        KEY,
+        format!("has {length} entries, which do not divide num_hidden_layers = {layers}"),
+        "the list is repeated over the layers",
+    );
+}
+
 /// What is wrong with the names of layers, and a hint; `None` if nothing.
 fn misnamed(types: &[String], attention: &AttentionSection) -> Option<(String, String)> {
     let some = |what: &str, hint: &str| Some((what.to_owned(), hint.to_owned()));

@@ -108,6 +108,36 @@ fn each_layer_may_have_a_kind_of_its_own() {
 }
 
 #[test]
+fn some_layers_have_no_positions() {
+    let load = |line: &str, attention: &str| {
+        load_replaced(&format!("\n[attention]\n{DMA}"), &format!("rope_layers = {line}\n[attention]\n{attention}"))
+    };
+    let recipe = load("[true, true, false]", DMA).unwrap_or_else(|error| panic!("{error}"));
+    let shape = recipe.model_shape(512).expect("large enough");
+    assert_eq!([0, 1, 2].map(|layer| shape.has_rope(layer)), [true, true, false]);
+    let written = recipe.to_toml().expect("small numbers");
+    assert_eq!(load_with(&written, &[]).as_ref(), Ok(&recipe), "{written}");
+    let words = crate::attention_label(&shape);
+    assert!(words.ends_with("1 of 3 layers without RoPE"), "{words}");
+    // All layers rotate: the same model as without the key.
+    let all = load("[true]", DMA).expect("valid").model_shape(512).expect("large enough");
+    assert_eq!(all, load_with(MINIMAL, &[]).expect("valid").model_shape(512).expect("large enough"));
+    refusal(load("[]", DMA), "model.rope_layers: is an empty list | leave it out");
+    refusal(load("[true, false]", DMA), "model.rope_layers: has 2 entries, which do not divide num_hidden_layers = 3");
+    refusal(load("[1, 0, 1]", DMA), "model.rope_layers: expected a list of true and false");
+    let mla = "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 8";
+    refusal(load("[true, true, false]", mla), "model.rope_layers: does not go with kind = \"mla\"");
+    // An override to that kind leaves the key out.
+    let text = MINIMAL.replacen("[attention]", "rope_layers = [false]\n[attention]", 1);
+    let (latent, notes) = Recipe::load_with_notes(&text, "r.toml", &["attention.kind=mla".to_owned()])
+        .unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(latent.model.rope_layers, None);
+    assert!(notes.left_out.contains(&"model.rope_layers".to_owned()), "{notes:?}");
+    // Weights that learned with positions are not resumed without them.
+    refusal(recipe.check_resume(&load("[false]", DMA).expect("valid"), 1), "model.rope_layers was");
+}
+
+#[test]
 fn dense_steps_are_spread_evenly_and_of_kinds_that_choose_blocks() {
     let load = |attention: &str, share: f64| {
         let steps = format!("[training]\ndense_steps = {share}");
