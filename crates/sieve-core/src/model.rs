@@ -56,6 +56,8 @@ pub struct ModelShape {
     pub qk_norm: bool,
     /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
+    /// Whether dense and window layers have a learned logit of each query head in the softmax, whose value is zero.
+    pub attention_sinks: bool,
     /// How the rotary frequencies differ from `rope_theta`'s; `None` if they do not.
     pub rope_scaling: Option<RopeScaling>,
     /// The model's own kind: the attention of every layer to which `layers` gives no other.
@@ -93,9 +95,15 @@ impl ModelShape {
         self.num_kv_heads * self.head_dim
     }
 
-    /// Whether attention has Qwen3's form: queries and keys normed, no biases, rotary frequencies not scaled.
+    /// Whether attention has Qwen3's form: queries and keys normed, no biases, no sinks, rotary frequencies not scaled.
     pub fn is_like_qwen3(&self) -> bool {
-        self.qk_norm && !self.qkv_bias && self.rope_scaling.is_none()
+        self.fits_one_op() && self.rope_scaling.is_none()
+    }
+
+    /// Whether layers with this model's projections and softmax can compute norm, projections and attention as one op,
+    /// which has norms of queries and keys, no biases and no sinks.
+    pub fn fits_one_op(&self) -> bool {
+        self.qk_norm && !self.qkv_bias && !self.attention_sinks
     }
 
     /// Rotary frequencies (radians per position) of the channel pairs of `width` rotated channels, `[width / 2]`, and a

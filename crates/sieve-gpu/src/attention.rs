@@ -10,6 +10,7 @@ pub(crate) mod heads;
 pub(crate) mod hopper_tiling;
 mod launch;
 mod query_shares;
+mod sinks;
 pub(crate) mod sparse_forward;
 pub(crate) mod tiling;
 
@@ -30,6 +31,7 @@ pub(crate) use hopper_tiling::{
 };
 pub(crate) use launch::PassInputs;
 pub(crate) use query_shares::{KeyTiles, QueryShares, sharing};
+pub(crate) use sinks::attention_sinks_kernels;
 pub(crate) use sparse_forward::{
     BlockLse, SparseKeyReads, hopper_sparse_attention_forward_kernel, sparse_attention_forward_kernel,
     sparse_attention_tiling,

@@ -33,6 +33,7 @@ impl Recipe {
             residual_scale: model.residual_scale,
             qk_norm: model.qk_norm,
             qkv_bias: model.qkv_bias,
+            attention_sinks: model.attention_sinks,
             rope_scaling: model.rope_scaling,
             attention: self.attention.own,
             layers: self.layer_pattern(),
