@@ -5,7 +5,8 @@
 //            window_size), length), nothing is written. CHOSEN=0: also over the first num_first j of the cache.
 //            CHOSEN=1: over the tokens up to `length` of the blocks that are listed for each chooser, the last of them
 //            the token's own or select_size 1; nothing is written. ROTATE: q and k_new are first rotated to position
-//            `length` (ROTATE=2: after a norm of each head), as by qk_norm_rope_forward
+//            `length` (ROTATE=2: after a norm of each head), as by qk_norm_rope_forward. SINKS: the softmax of head h
+//            has the logit sinks[h] too, whose value is zero (gpt-oss, arXiv:2508.10925)
 // Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new bf16 [batch, num_kv_heads, HEAD_DIM], v_new bf16 [batch,
 //            num_kv_heads, HEAD_DIM_V], each with an element offset and a batch stride (slices of one packed row,
 //            multiples of 8); k_cache bf16 [batch, num_kv_heads, capacity, HEAD_DIM], v_cache bf16 [.., HEAD_DIM_V];
@@ -15,12 +16,13 @@
 //            cos, sin f32 [max_positions, HEAD_DIM / 2], rows table_stride apart (a multiple of 4), a position past
 //            them takes the last row; o bf16 [batch, num_heads, HEAD_DIM_V]; partials f32 [batch, num_heads,
 //            num_splits, HEAD_DIM_V + 2] (any content, unused and of any size when num_splits = 1); counters u32
-//            [batch, num_kv_heads], zero before the first launch, zero again after each
-// Buffers    q, k_new, v_new, k_cache, v_cache, chosen, q_weight, k_weight, cos, sin, length, o, partials, counters;
-//            APPEND=0: without k_new and v_new; CHOSEN=0: without chosen; ROTATE=0: without the weights, cos and sin,
-//            ROTATE=1: without the weights
+//            [batch, num_kv_heads], zero before the first launch, zero again after each; sinks bf16 [num_heads]
+// Buffers    q, k_new, v_new, k_cache, v_cache, chosen, q_weight, k_weight, cos, sin, sinks, length, o, partials,
+//            counters; APPEND=0: without k_new and v_new; CHOSEN=0: without chosen; ROTATE=0: without the weights, cos
+//            and sin, ROTATE=1: without the weights; SINKS=0: without sinks
 // Defines    HEAD_DIM, HEAD_DIM_V, APPEND 0|1, CHOSEN 0|1 (1 with APPEND=0), ROTATE 0|1|2 (1 or 2 with APPEND=1),
-//            NUM_STAGES (4 for HEAD_DIM <= 64, else 2), NUM_WARPS (2 where a head_dim is above 128, else 4 or 8)
+//            SINKS 0|1 (1 with CHOSEN=0), NUM_STAGES (4 for HEAD_DIM <= 64, else 2), NUM_WARPS (2 where a head_dim is
+//            above 128, else 4 or 8)
 // Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); 32 NUM_WARPS threads;
 //            dynamic shared bytes = 16 * (2 HEAD_DIM + 16)
 //              + NUM_WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576);
@@ -39,6 +41,7 @@
 
 static_assert(!(CHOSEN && APPEND), "the token of a choice is in the cache");
 static_assert(!ROTATE || APPEND, "a key is rotated before it joins the cache");
+static_assert(!SINKS || !CHOSEN, "a query of chosen blocks has no sink");
 
 struct AttentionDecodeParams : TokenParams {
   u64 capacity, window_size, num_splits;
@@ -60,6 +63,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
 #endif
 #if ROTATE
                      const float* __restrict__ cos, const float* __restrict__ sin,
+#endif
+#if SINKS
+                     const bf16* __restrict__ sinks,
 #endif
                      const i32* __restrict__ length, bf16* __restrict__ o,
                      float* partials, u32* counters, const __grid_constant__ AttentionDecodeParams params) {
@@ -176,6 +182,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   const float scale = f32_word(params.softmax_scale) * LOG2_E;
   Decode decode;
   decode.init();
+#if SINKS
+  // A sink joins once, in the first warp of the first split, which exists for a row without keys, too.
+  const bf16* first_sink = sinks + (i64)kv_head * group_size + first_row;
+  if (split == 0 && warp == 0) decode.begin_with([&](int row) { return bf16_to_f32(first_sink[row]); }, num_rows);
+#endif
   decode.take_q(shared_address(shared_bytes), num_rows);
   for (int tile = 0; tile < num_tiles + has_token; tile++) {
     copy_async_wait<NUM_STAGES - 1>();

@@ -71,6 +71,14 @@ fn the_corpus_comes_back_byte_for_byte_from_its_lock() {
 }
 
 #[test]
+fn sinks_are_those_of_gpt_oss() {
+    let imports = "import torch, transformers.models.gpt_oss.modeling_gpt_oss";
+    if let Some(python) = interpreter("sinks_are_those_of_gpt_oss", imports) {
+        run(&python, "test_sinks.py", &[]);
+    }
+}
+
+#[test]
 fn prose_is_counted_as_it_is_read() {
     if let Some(python) = interpreter("prose_is_counted_as_it_is_read", "import unittest") {
         run(&python, "test_prose.py", &[]);

@@ -40,6 +40,9 @@ pub(crate) fn kinds() -> Vec<[&'static str; 3]> {
         msa_shared => tie_word_embeddings = true\nlayer_types = ["sparse", "shared", "sparse"] \
             => kind = "msa"\nselect_block_size = 4\nnum_selected_blocks = 3
         swa => tie_word_embeddings = false => kind = "swa"\nsliding_window = 7
+        mha_sinks => tie_word_embeddings = true\nattention_sinks = true => kind = "mha"
+        swa_sinks => tie_word_embeddings = false\nqk_norm = false\nattention_sinks = true\n\
+            layer_types = ["swa", "mha", "swa"] => kind = "swa"\nsliding_window = 7
         dma => tie_word_embeddings = true\nresidual_scale = true => kind = "dma"\nkeep_window_size = 5\npreset = "paper"
         dma_recency => tie_word_embeddings = false => kind = "dma"\nkeep_window_size = 7\nbias = "linear"\n\
             recency = "slope"\nshortest_period = 3\nlongest_period = 20\nlocal_window_size = 3
@@ -138,6 +141,7 @@ fn distribution(name: &str, shape: &ModelShape) -> (f64, f64) {
         _ if name.ends_with("norm.weight") => (1.0, 0.5),
         _ if name.ends_with("_residual") => (1.0, 0.2),
         _ if name.ends_with(".a") => (0.0, 1.0),
+        _ if name.ends_with(".sinks") => (0.5, 1.5),
         _ if name.ends_with("qkv_bias") => (0.0, 0.5),
         _ if name.ends_with("dt_proj.weight") => product(shape.kv_width()),
         _ if name.ends_with("o_proj.weight") => product(shape.q_width()),

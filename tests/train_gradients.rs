@@ -21,7 +21,7 @@ const SEQ_LEN: usize = 37;
 /// Weight of one token in the loss of MSA's indexers.
 const TOKEN_SHARE: f64 = 0.01;
 
-const KINDS: [&str; 12] = [
+const KINDS: [&str; 13] = [
     "kind = \"mha\"",
     "kind = \"swa\"\nsliding_window = 7",
     QWEN2,
@@ -36,6 +36,7 @@ const KINDS: [&str; 12] = [
     "kind = \"msa\"\nindexer = \"qsa\"\nselect_block_size = 4\nnum_selected_blocks = 3",
     SHARED_MSA,
     SHARED_MOBA,
+    SINKS,
 ];
 
 /// MSA whose last two layers read the blocks that the first one chose.
@@ -45,6 +46,9 @@ const SHARED_MOBA: &str = "kind = \"moba\"\nselect_block_size = 4\nnum_selected_
 /// Qwen2's form: biases in place of the norms of queries and keys.
 const QWEN2: &str = "kind = \"swa\"\nsliding_window = 9";
 
+/// Windows with sinks.
+const SINKS: &str = "kind = \"swa\"\nsliding_window = 5";
+
 /// MLA has keys and values for each head, so this model has as many KV heads as query heads.
 const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 20\nqk_rope_head_dim = 6";
 
@@ -52,6 +56,7 @@ fn recipe(attention: &str, tied: bool) -> Recipe {
     let kv_heads = if attention == MLA { 4 } else { 2 };
     let form = match attention {
         QWEN2 => "qk_norm = false\nqkv_bias = true\n",
+        SINKS => "attention_sinks = true\n",
         SHARED_MSA | SHARED_MOBA => "layer_types = [\"sparse\", \"shared\", \"shared\"]\n",
         _ => "",
     };

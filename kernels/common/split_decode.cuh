@@ -49,6 +49,21 @@ struct SplitDecode {
     row_sum[0] = row_sum[1] = 0.f;
   }
 
+  // Begins the softmax of each row with one more logit, whose value is zero; `of_row` gives it for rows below
+  // `num_rows`. One warp of one split calls it, before its first tile.
+  template <class Logit>
+  DEVICE void begin_with(Logit of_row, int num_rows) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int row = (lane >> 2) + 8 * h;
+      if (row >= num_rows) continue;
+      row_max[h] = of_row(row) * LOG2_E;
+      // One of the four lanes counts it; a logit of -inf counts nothing.
+      row_sum[h] = (lane & 3) == 0 && row_max[h] != -INFINITY_F32 ? 1.f : 0.f;
+    }
+  }
+
   // Fills `room` rows of shared memory with the query rows and zeros below them. Every thread of the block calls; a
   // barrier must follow.
   static DEVICE void load_q(unsigned char* shared_q, const bf16* q, int num_rows, int room) {

@@ -46,7 +46,7 @@ WANTED = {
     "counts": _tensor(3),
     "selected_attention.block": ("16, 32, 64 or 128", lambda x: x in (16, 32, 64, 128)),
     **dict.fromkeys(["w_dt", "z", "gate_bias"], _tensor(2)),
-    **dict.fromkeys(["a", "length", "cu_seqlens"], _tensor(1)),
+    **dict.fromkeys(["a", "length", "cu_seqlens", "sinks"], _tensor(1)),
     **{
         argument: (" or ".join(f'"{name}"' for name in names), lambda x, names=names: x in names)
         for argument, names in (("dma_attention.bias", NAMES["bias"]), ("dma_decode.bias", NAMES["bias"]),
@@ -75,6 +75,16 @@ RENAMED = {
     "compressed has shape": "compressed_k with compressed_v has shape", "call: ": "",
     "select_block_size": "block",
 }  # fmt: skip
+
+
+def check_sinks(name, q, sinks, other):
+    """Refuses sinks that are not one a query head, and sinks beside a bias or chosen blocks, `other`."""
+    if other is not None:
+        raise SieveError(f"{name}: sinks with a bias or chosen blocks have no kernel\n  hint: pass one of them")
+    if is_tensor(sinks) and sinks.dim() == 1 and is_tensor(q) and q.dim() == 4 and len(sinks) != q.shape[2]:
+        raise SieveError(f"{name}: sinks are {len(sinks)}, and q has {q.shape[2]} heads; give one for each")
+
+
 # Tensors that autocast casts, as those of torch's own attention.
 CAST = ("q", "k", "v", "compressed_k", "compressed_v", "gates", "index_q", "index_k")
 

@@ -107,15 +107,23 @@ def _marked(indices, blocks):
     return marked.scatter_(-1, torch.where(slots < 0, blocks, slots), True)[..., :blocks]
 
 
+def _check_sinks(name, q, sinks, other):
+    from ._arguments import check_sinks
+
+    if sinks is not None:
+        check_sinks(name, q, sinks, other)
+
+
 def _check_local(local, keep):
     if local > keep:
         raise SieveError(f"local {local} is not supported (supported: at most keep, {keep})")
 
 
 @_defines
-def attention(q, k, v, *, window=None, scale=None, bias=None, documents=None, deterministic=False):
-    o = definitions.attention(*_wide(q, k, v), window=window, scale=scale, bias=bias, documents=documents)
-    return o.to(q.dtype)
+def attention(q, k, v, *, window=None, scale=None, bias=None, sinks=None, documents=None, deterministic=False):
+    _check_sinks("attention", q, sinks, bias)
+    settings = {"window": window, "scale": scale, "bias": bias, "sinks": sinks, "documents": documents}
+    return definitions.attention(*_wide(q, k, v), **settings).to(q.dtype)
 
 
 @_defines
@@ -289,7 +297,7 @@ def block_sparse(q, k, v, mask, *, scale=None, deterministic=False):
     return definitions.block_attention(*_wide(q, k, v), kept, mask.block, scale).to(q.dtype)
 
 
-def _of_cache(q, k_cache, v_cache, seen, bias=None, scale=None):
+def _of_cache(q, k_cache, v_cache, seen, bias=None, scale=None, sinks=None):
     """One query a row over the places `seen`, bools `[batch, 1 or choosers, places]`; others may hold anything."""
     k, v = _wide(k_cache, v_cache)
     if (choosers := seen.shape[1]) > 1:
@@ -298,13 +306,14 @@ def _of_cache(q, k_cache, v_cache, seen, bias=None, scale=None):
             raise SieveError(f"{choosers} choosers; they must divide {sizes}")
         k, v = (x.repeat_interleave(choosers // k.shape[1], 1) for x in (k, v))
     k, v = (x.masked_fill(~seen[..., None], 0.0).transpose(1, 2) for x in (k, v))
-    return definitions.masked_attention(*_wide(q), k, v, seen[:, :, None], bias, scale).to(q.dtype)
+    return definitions.masked_attention(*_wide(q), k, v, seen[:, :, None], bias, scale, sinks).to(q.dtype)
 
 
 @_defines
-def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, chosen=None, block=None):
+def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, sinks=None, chosen=None, block=None):
     if (chosen is None) != (block is None):
         raise SieveError("chosen is given together with block")
+    _check_sinks("decode", q, sinks, chosen)
     row, length = torch.arange(len(q)), length.long()
     if k is not None:
         k_cache[row, :, length], v_cache[row, :, length] = k[:, 0].to(k_cache.dtype), v[:, 0].to(v_cache.dtype)
@@ -317,7 +326,7 @@ def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, chosen
     if chosen is not None:
         marked = _marked(chosen[:, None], -(-len(place) // block))[:, :, 0]
         seen = seen & marked.repeat_interleave(block, -1)[..., : len(place)]
-    return _of_cache(q, k_cache, v_cache, seen, scale=scale)
+    return _of_cache(q, k_cache, v_cache, seen, scale=scale, sinks=sinks)
 
 
 @_defines

@@ -24,6 +24,7 @@ FORMS = {
     "d_compressed": [".bs..", "bn.."],
     "d_logits": ["bn.", "bn.."],
     "d_bias": ["b.n", "..", "."],
+    "d_sinks": ["."],
     "dw_dt": [".."],
     "da": ["."],
 }

@@ -29,9 +29,9 @@ def seen(batch, tokens, window=None, documents=None, device=None):
     return mask
 
 
-def probabilities(q, k, mask, bias=None, scale=None):
+def probabilities(q, k, mask, bias=None, scale=None, sinks=None):
     """softmax(q . k * scale + bias), [batch, heads, tokens, keys], where mask [batch, KV heads, heads or 1, tokens, keys]
-    is true; 0 where nothing is.
+    is true; 0 where nothing is. sinks [heads]: one more logit of each head, which takes its share and has no value.
     """
     group = q.shape[2] // k.shape[2]
     logits = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(group, 2))
@@ -42,18 +42,22 @@ def probabilities(q, k, mask, bias=None, scale=None):
         mask = mask.repeat_interleave(group, 1)
     # A row without a key would be NaN, in its gradient too.
     empty = ~mask.any(-1, keepdim=True)
-    return torch.softmax(logits.masked_fill(~(mask | empty), float("-inf")), -1).masked_fill(~mask, 0.0)
+    logits = logits.masked_fill(~(mask | empty), float("-inf"))
+    if sinks is not None:
+        sinks = sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sinks], -1)
+    return torch.softmax(logits, -1)[..., : k.shape[1]].masked_fill(~mask, 0.0)
 
 
-def masked_attention(q, k, v, mask, bias=None, scale=None):
+def masked_attention(q, k, v, mask, bias=None, scale=None, sinks=None):
     """The values by `probabilities`, [batch, tokens, heads, width]."""
-    p = probabilities(q, k, mask, bias, scale)
+    p = probabilities(q, k, mask, bias, scale, sinks)
     return torch.einsum("bhij,bjhd->bihd", p, v.repeat_interleave(q.shape[2] // v.shape[2], 2))
 
 
-def attention(q, k, v, *, window=None, scale=None, bias=None, documents=None):
+def attention(q, k, v, *, window=None, scale=None, bias=None, sinks=None, documents=None):
     mask = seen(q.shape[0], q.shape[1], window, documents, q.device)
-    return masked_attention(q, k, v, mask, bias, scale)
+    return masked_attention(q, k, v, mask, bias, scale, sinks)
 
 
 def kept_keys(rank, *, keep, local=0, documents=None):

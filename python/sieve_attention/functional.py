@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import _dma, ops
-from ._arguments import MOST_HEADS, checked
+from ._arguments import MOST_HEADS, check_sinks, checked
 from ._library import SieveError
 from ._tiles import BlockMask
 
@@ -63,19 +63,23 @@ def _once(backward):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bias, start, end, scale, window, deterministic):
-        o, lse, *kept = ops.attention_forward(q, k, v, start, bias, scale, window)
+    def forward(ctx, q, k, v, bias, sinks, start, end, scale, window, deterministic):
+        o, lse, *kept = ops.attention_forward(q, k, v, start, bias, sinks, scale, window)
         # With a bias: o_low where the kernel keeps it, and base.
         kept = [*[None] * (2 - len(kept)), *kept]
-        ctx.save_for_backward(q, k, v, start, end, bias, o, lse, *kept)
+        ctx.save_for_backward(q, k, v, start, end, bias, sinks, o, lse, *kept)
         ctx.settings = scale, window, deterministic
         return o
 
     @staticmethod
     @_once
     def backward(ctx, d_o):
+        sinks = ctx.saved_tensors[6]
         gradients = ops.attention_backward(*ctx.saved_tensors, d_o, *ctx.settings)
-        return (*gradients, *[None] * (9 - len(gradients)))
+        if sinks is not None:
+            # There is no bias then.
+            gradients = [*gradients[:3], None, gradients[3].to(sinks.dtype)]
+        return (*gradients, *[None] * (10 - len(gradients)))
 
 
 class _DmaAttention(torch.autograd.Function):
@@ -117,7 +121,8 @@ class _Dma(torch.autograd.Function):
             dq, dk, dv, dz = ops.dma_attention_backward(q, k, v, bias, *lists, *kept, *settings)
         else:
             scale, deterministic = settings
-            dq, dk, dv, dz = ops.attention_backward(q, k, v, start, end, bias, *kept, scale, None, deterministic)
+            given = q, k, v, start, end, bias, None
+            dq, dk, dv, dz = ops.attention_backward(*given, *kept, scale, None, deterministic)
         if not linear:
             dz = torch.where(z <= MOST_RANK, dz * bias, 0.0)
         dv_of_scores, d_w, d_a = ops.dma_scores_backward(v, w_dt.float(), a.float(), x, dz)
@@ -206,7 +211,7 @@ class _Nsa(torch.autograd.Function):
             q, k, v, indices, start, end, chosen, chosen_lse, d_chosen, scale, blocks, deterministic
         )
         of_near = ops.attention_backward(
-            q, k, v, start, end, None, near, near_lse, None, None, d_near, scale, window, deterministic
+            q, k, v, start, end, None, None, near, near_lse, None, None, d_near, scale, window, deterministic
         )
         of_coarse, d_compressed = ops.nsa_compressed_backward(
             q, compressed, start, end, coarse, coarse_lse, d_coarse, scale, blocks, deterministic
@@ -297,20 +302,23 @@ def _scale(scale, q):
 
 
 @checked
-def attention(q, k, v, *, window=None, scale=None, bias=None, documents=None, deterministic=False):
+def attention(q, k, v, *, window=None, scale=None, bias=None, sinks=None, documents=None, deterministic=False):
     """Causal attention, dense or over the last `window` keys, tile by tile (arXiv:2307.08691, algorithms 1 and 2).
 
     q: bf16 `[batch, tokens, heads, width]`; k: `[batch, tokens, KV heads, width]`; v: as k, or narrower (MLA: keys of
     192, values of 128). Widths are multiples of 16 up to 256. bias: f32 `[batch, KV heads, tokens]`, added to every
     logit of its key, with a gradient; it must be finite: -inf gives NaN where a query sees no other key (-1e4 hides a
-    key, `documents` and `select` leave it out). scale: the factor on `q . k`, `1 / sqrt(width)` without one. Returns
-    `o`, bf16 `[batch, tokens, heads, width of v]`; a query that sees no key gets 0.
+    key, `documents` and `select` leave it out). scale: the factor on `q . k`, `1 / sqrt(width)` without one. sinks: bf16
+    or f32 `[heads]`, one more logit of each query head, whose value is zero (gpt-oss, arXiv:2508.10925), with a gradient.
+    Returns `o`, bf16 `[batch, tokens, heads, width of v]`; a query that sees no key gets 0.
     """
+    if sinks is not None:
+        check_sinks("attention", q, sinks, bias)
     start, end = documents or (None, None)
     scale = _scale(scale, q)
-    if not _tracks(q, k, v, bias):
-        return ops.attention_forward(q, k, v, start, bias, scale, window, True)[0]
-    return _Attention.apply(q, k, v, bias, start, end, scale, window, deterministic)
+    if not _tracks(q, k, v, bias, sinks):
+        return ops.attention_forward(q, k, v, start, bias, sinks, scale, window, True)[0]
+    return _Attention.apply(q, k, v, bias, sinks, start, end, scale, window, deterministic)
 
 
 class Selection(NamedTuple):
@@ -696,7 +704,7 @@ def block_sparse(q, k, v, mask, *, scale=None, deterministic=False):
 
 
 @checked
-def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, chosen=None, block=None):
+def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, sinks=None, chosen=None, block=None):
     """One new token a row against its cache, which gets the token's key and value: the row of `attention` for it.
 
     Keys are divided among thread blocks, whose results are joined by their log-sum-exps (arXiv:2307.08691, section 2).
@@ -708,9 +716,11 @@ def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, chosen
     sees. Or the query sees, of the keys up to its own, those of the blocks of `block` keys in `chosen`, int32
     `[batch, choosers, blocks]`: in ascending order, its own block last, then -1; choosers divide the heads, and KV
     heads the choosers; `length` counts the tokens before. A capacity that grows from call to call, as in a cache
-    of transformers, costs nothing. No gradient.
+    of transformers, costs nothing. sinks: as `attention` has them, bf16 alone. No gradient.
     """
-    _require_no_gradient("decode", q, k, v, k_cache, v_cache)
+    _require_no_gradient("decode", q, k, v, k_cache, v_cache, sinks)
+    if sinks is not None:
+        check_sinks("decode", q, sinks, chosen)
     if (k is None) != (v is None):
         raise SieveError("decode: of k and v one is None; pass both, or neither")
     if k is not None and (chosen is not None or block is not None):
@@ -719,8 +729,8 @@ def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, chosen
     if chosen is not None and window is not None:
         raise SieveError("decode: chosen and window together have no kernel; pass one of them")
     if k is None:
-        return ops.cached_decode(q, k_cache, v_cache, length, chosen, _scale(scale, q), window, block)[0]
-    return ops.attention_decode(q, k, v, k_cache, v_cache, length, _scale(scale, q), window)[0]
+        return ops.cached_decode(q, k_cache, v_cache, length, chosen, sinks, _scale(scale, q), window, block)[0]
+    return ops.attention_decode(q, k, v, k_cache, v_cache, length, sinks, _scale(scale, q), window)[0]
 
 
 @checked

@@ -14,9 +14,9 @@ CHOICE = ("float scale", "int[] blocks", "str rule", "bool first", "int local", 
 
 # Tensors, which of them may be None, settings with their types. A tensor with ! is written in place.
 TABLE = {
-    "attention_forward": ((*QKV, "doc_start?", "bias?"), ("float scale", "int? window", "bool only_o=False")),
+    "attention_forward": ((*QKV, "doc_start?", "bias?", "sinks?"), ("float scale", "int? window", "bool only_o=False")),
     "attention_backward": (
-        (*QKV, "doc_start?", "doc_end?", "bias?", "o", "lse", "o_low?", "base?", "d_o"),
+        (*QKV, "doc_start?", "doc_end?", "bias?", "sinks?", "o", "lse", "o_low?", "base?", "d_o"),
         ("float scale", "int? window", "bool fixed_order"),
     ),
     "dma_scores": (("v", "w_dt", "a", "doc_start?"), ("float[] slopes",)),
@@ -59,8 +59,10 @@ TABLE = {
         (*QKV, "words", "tile_lists", "o", "lse", "d_o"),
         ("float scale", "int[] block", "bool fixed_order"),
     ),
-    "attention_decode": ((*QKV, "k_cache!", "v_cache!", "length"), ("float scale", "int? window")),
-    "cached_decode": (("q", "k_cache", "v_cache", "length", "chosen?"), ("float scale", "int? window", "int? block")),
+    "attention_decode": ((*QKV, "k_cache!", "v_cache!", "length", "sinks?"), ("float scale", "int? window")),
+    "cached_decode": (
+        ("q", "k_cache", "v_cache", "length", "chosen?", "sinks?"), ("float scale", "int? window", "int? block")
+    ),
     "dma_decode": (
         (*QKV, "z", "k_cache!", "v_cache!", "z_cache!", "positions!", "length"),
         ("float scale", "int local", "bool linear"),

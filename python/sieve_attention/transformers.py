@@ -72,9 +72,9 @@ def attention_forward(
     """As transformers calls it: query `[batch, heads, tokens, width]`; attention_mask as the function of this name.
 
     block_indices of MiniMax M3 (arXiv:2606.13392), `[batch, (choosers,) tokens, blocks]` in any order, -1 for none, are
-    the blocks of `module.indexer.block_size` keys that each query sees.
+    the blocks of `module.indexer.block_size` keys that each query sees. s_aux of gpt-oss, `[heads]`, are sinks.
     """
-    for setting in ("softcap", "s_aux", "sinks"):
+    for setting in ("softcap", "sinks"):
         if kwargs.get(setting) is not None:
             raise SieveError(f"attention: {setting} has no kernel\n  hint: attn_implementation='sdpa'")
     if dropout:
@@ -87,14 +87,16 @@ def attention_forward(
         raise SieveError(f"attention: the mask is {shape}; it must be {expected}")
     if query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-    chosen, block = kwargs.get("block_indices"), None
+    chosen, block, sinks = kwargs.get("block_indices"), None, kwargs.get("s_aux")
+    if chosen is not None and sinks is not None:
+        raise SieveError("attention: block_indices with s_aux have no kernel\n  hint: attn_implementation='eager'")
     if chosen is not None:
         chosen, block = _chosen_blocks(module, chosen, query, key, sliding_window)
     if attention_mask is not None and attention_mask.dim() == 1:
         # The decode kernels read a query's own block with the others.
         has_own = chosen is None or getattr(module.indexer, "local_blocks", 0) > 0
-        if has_own and not functional._tracks(query, key, value):
-            q, settings = query.transpose(1, 2), {"window": sliding_window, "scale": scaling}
+        if has_own and not functional._tracks(query, key, value, sinks):
+            q, settings = query.transpose(1, 2), {"window": sliding_window, "scale": scaling, "sinks": sinks}
             if chosen is not None:
                 # There the length is without the query's own key.
                 attention_mask = attention_mask - 1
@@ -116,6 +118,8 @@ def attention_forward(
         if chosen is not None:
             in_blocks = _keys_of(chosen, block, query, key)
             attention_mask = attention_mask.where(in_blocks, -math.inf) if is_added else attention_mask & in_blocks
+        if sinks is not None:
+            key, value, attention_mask = _with_sinks(query, key, value, attention_mask, sinks)
         o = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
         )
@@ -128,7 +132,17 @@ def attention_forward(
         k, v = functional._by_chooser(k, v, chosen)
         blocks = functional.NsaBlocks(*sizes)
         return functional.nsa_selected(q, k, v, chosen.contiguous(), blocks=blocks, scale=scaling), None
-    return functional.attention(q, k, v, window=sliding_window, scale=scaling, documents=bounds), None
+    return functional.attention(q, k, v, window=sliding_window, scale=scaling, sinks=sinks, documents=bounds), None
+
+
+def _with_sinks(query, key, value, mask, sinks):
+    """Keys, values and added mask `[batch, heads, queries, keys + 1]` with a last key of zeros, whose bias is the sink."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
+    mask = mask.expand(query.shape[0], query.shape[1], *mask.shape[2:])
+    sinks = sinks.to(mask.dtype)[:, None, None].expand(*mask.shape[:3], 1)
+    key, value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
+    return key, value, torch.cat([mask, sinks], -1)
 
 
 def _chosen_blocks(module, chosen, query, key, window):

@@ -407,8 +407,8 @@ def opcheck():
     tiles = sieve.block_mask(torch.ones(4, 5, 5, device=DEVICE), 64)
     sparse = ops.block_sparse(q, k, v, tiles.words, scale, (64, 64))
     arguments = {
-        "attention_forward": (q, k, v, None, None, scale, 50),
-        "attention_backward": (q, k, v, None, None, None, o, lse, None, None, o, scale, None, True),
+        "attention_forward": (q, k, v, None, None, gates[1][:4], scale, 50),
+        "attention_backward": (q, k, v, None, None, None, gates[1][:4], o, lse, None, None, o, scale, None, True),
         "dma_scores": (v, w, a, None, [0.1, 0.2]),
         "dma_scores_backward": (v, w, a, x, z),
         "dma_select": (rank, None, None, 64, 8),
@@ -428,9 +428,9 @@ def opcheck():
         "selected_forward": (q, k, v, indices_of(300, 2), None, None, None, scale, 64),
         "block_sparse": (q, k, v, tiles.words, scale, [64, 64]),
         "block_sparse_backward": (q, k, v, tiles.words, tiles.by_keys(2), *sparse, sparse[0], scale, [64, 64], True),
-        "attention_decode": (*one, *caches, length, scale, None),
+        "attention_decode": (*one, *caches, length, None, scale, None),
         "dma_decode": (*one, rank[:, :, 0].contiguous(), *caches, *slots, length, scale, 2, False),
-        "cached_decode": (one[0], *caches, length + 1, None, scale, None, None),
+        "cached_decode": (one[0], *caches, length + 1, None, None, scale, None, None),
         "mla_decode": (q, torch.randn(1, 400, 64, device=DEVICE, dtype=torch.bfloat16), None, None, scale, 32),
     }
     assert set(arguments) == set(ops.TABLE)

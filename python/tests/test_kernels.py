@@ -60,6 +60,24 @@ def test_bias(device):
     compare("bias", ours, plain, inputs, names=("q", "k", "v", "bias"))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("settings", [{}, {"window": 9}, {"documents": (0, 37, 38)}])
+def test_sinks(settings, dtype, device):
+    """Outputs and gradients; a sink of -inf is none, and a very large one leaves nothing to the keys."""
+    tokens, bounds = 75, settings.get("documents")
+    if bounds is not None:
+        settings = {"documents": two_documents(tokens, device, bounds)}
+    inputs = qkv(1 if bounds else 2, tokens, 4, 2, 64, device=device)
+    sinks = random(4, device=device, dtype=torch.float32, scale=2, seed=5).to(dtype)
+    ours = lambda q, k, v, sinks, **s: sieve.attention(q, k, v, sinks=sinks, **s)  # noqa: E731
+    plain = lambda q, k, v, sinks, **s: definitions.attention(q, k, v, sinks=sinks, **s)  # noqa: E731
+    compare("sinks", ours, plain, (*inputs, sinks), settings, names=("q", "k", "v", "sinks"))
+    with torch.no_grad():
+        none = sieve.attention(*inputs, **settings)
+        assert torch.equal(sieve.attention(*inputs, sinks=torch.full_like(sinks, -torch.inf), **settings), none)
+        assert (sieve.attention(*inputs, sinks=torch.full_like(sinks, 1e30), **settings) == 0).all()
+
+
 def test_strides_are_walked_or_copied(device):
     packed = random(2, 40, 8, 64, device=device, seed=5)
     q, k, v = packed[:, :, :4], packed[:, :, 4:6], packed[:, :, 6:]
@@ -68,7 +86,7 @@ def test_strides_are_walked_or_copied(device):
     heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     assert torch.equal(sieve.attention(*heads_first), expected)
     op = functional.ops.IMPLEMENTATIONS["attention_forward"]
-    copies = lambda *x: op.plan((*x, None, None), (0.1, None), _library.EMULATED)[1]  # noqa: E731
+    copies = lambda *x: op.plan((*x, None, None, None), (0.1, None), _library.EMULATED)[1]  # noqa: E731
     assert copies(q, k, v) == [] and copies(*heads_first) == [0, 1, 2]
 
 
@@ -289,12 +307,14 @@ def test_decode(device):
     batch, capacity, heads, kv_heads, width = 2, 48, 4, 2, 64
     q, k, v = qkv(batch, 20, heads, kv_heads, width, device=device)
     caches = [torch.zeros(batch, kv_heads, capacity, width, dtype=torch.bfloat16, device=device) for _ in range(2)]
-    for window in (None, 5):
-        exact = definitions.attention(*(x.float() for x in (q, k, v)), window=window)
-        plain = definitions.attention(q, k, v, window=window)
+    sinks = random(heads, device=device, scale=2, seed=5)
+    for window, sinks in ((None, None), (5, None), (None, sinks), (5, sinks)):
+        exact = definitions.attention(*(x.float() for x in (q, k, v)), window=window, sinks=sinks)
+        plain = definitions.attention(q, k, v, window=window, sinks=sinks)
         for t in range(20):
             length = torch.full((batch,), t, dtype=torch.int32, device=device)
-            o = sieve.decode(q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1], *caches, length, window=window)
+            token = [x[:, t : t + 1] for x in (q, k, v)]
+            o = sieve.decode(*token, *caches, length, window=window, sinks=sinks)
             assert_close(f"token {t}", o, exact[:, t : t + 1], plain[:, t : t + 1], floor=4e-3)
 
 
@@ -303,15 +323,15 @@ def test_decode_in_a_cache_that_grows(device):
     tokens, op = 270, functional.ops.IMPLEMENTATIONS["cached_decode"]
     q, k, v = qkv(2, tokens, 4, 2, 64, device=device)
     before = len(op.plans)
-    for window in (None, 100):
-        exact = definitions.attention(*(x.float() for x in (q, k, v)), window=window)
-        plain = definitions.attention(q, k, v, window=window)
+    for window, sinks in ((None, None), (100, random(4, device=device, scale=2, seed=5))):
+        exact = definitions.attention(*(x.float() for x in (q, k, v)), window=window, sinks=sinks)
+        plain = definitions.attention(q, k, v, window=window, sinks=sinks)
         for t in (0, 5, 128, 253, 255, 256):
             caches = [x[:, : t + 1].transpose(1, 2).contiguous() for x in (k, v)]
             length = torch.full((2,), t + 1, dtype=torch.int32, device=device)
-            o = sieve.decode(q[:, t : t + 1], None, None, *caches, length, window=window)
+            o = sieve.decode(q[:, t : t + 1], None, None, *caches, length, window=window, sinks=sinks)
             assert_close(f"token {t}", o, exact[:, t : t + 1], plain[:, t : t + 1], floor=4e-3)
-    assert len(op.plans) - before == 4, "a plan for up to 256 keys and one for more, with and without a window"
+    assert len(op.plans) - before == 4, "a plan for up to 256 keys and one for more, with a window and sinks and without"
 
 
 def test_decode_over_chosen_blocks(device):

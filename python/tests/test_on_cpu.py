@@ -68,6 +68,7 @@ def nsa(q, k, v, gates, bias, **documents):
 FUNCTIONS = {
     "attention": (lambda q, k, v, **s: sieve.attention(q, k, v, window=17, scale=0.2, **s), (Q, K, V)),
     "attention with a bias": (lambda q, k, v, b, **s: sieve.attention(q, k, v, bias=b, **s), (Q, K, V, RANK)),
+    "attention with sinks": (lambda q, k, v, x, **s: sieve.attention(q, k, v, sinks=x, **s), (Q, K, V, f32((4,), 25))),
     "expiring_attention": (expiring, (Q, K, V, RANK)),
     "dma_scores": (lambda v, w, a, **s: sieve.dma_scores(v, w, a, slopes=[0.1, 0.2], **s), (V, W_DT, A)),
     "dma_attention": (lambda *x, **s: sieve.dma_attention(*x, keep=24, **s), (Q, K, V, W_DT, A)),

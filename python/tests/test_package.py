@@ -69,6 +69,8 @@ WRONG = {
     "attention: q is None": lambda: sieve.attention(None, *tensors()[1:]),
     "attention: batch is 0, nothing to compute": lambda: sieve.attention(*(x[:0] for x in tensors())),
     "attention: bias is bf16, expected f32": lambda: sieve.attention(*tensors(), bias=rank(1, 2, 32).bfloat16()),
+    "attention: sinks are 3, and q has 4 heads": lambda: sieve.attention(*tensors(), sinks=torch.zeros(3)),
+    "attention: sinks with a bias": lambda: sieve.attention(*tensors(), bias=rank(1, 2, 32), sinks=torch.zeros(4)),
     "documents is a tensor [3]; it must be a pair of tensors: use documents(cu_seqlens, tokens)": lambda: (
         sieve.attention(*tensors(), documents=BOUNDS)
     ),
@@ -315,17 +317,17 @@ def test_the_package_works_from_a_bare_folder(tmp_path):
 
 def test_opcheck():
     q, k, v = (random(*x.shape, device=DEVICE, seed=1) for x in tensors(tokens=70))
-    o, lse = ops.attention_forward(q, k, v, None, None, 0.1, None)
+    o, lse = ops.attention_forward(q, k, v, None, None, None, 0.1, None)
     rank = random(1, 2, 70, device=DEVICE, dtype=torch.float32, seed=2)
     _, *lists = ops.dma_select(rank, None, None, 16, 2)
     (pooled,) = ops.nsa_mean_pool(k, v, None, None, BLOCKS.sizes())
     gates, w_dt = random(1, 70, 12, device=DEVICE, seed=3), torch.ones(2, 128, device=DEVICE)
     tiles = mask(4, 2, 2)
     masked = ops.block_sparse(q, k, v, tiles.words, 0.1, (64, 64))
-    length = torch.full((1,), 70, dtype=torch.int32, device=DEVICE)
+    length, sinks = torch.full((1,), 70, dtype=torch.int32, device=DEVICE), random(4, device=DEVICE, seed=4)
     for name, arguments in {
-        "attention_forward": (q, k, v, None, None, 0.1, 20),
-        "attention_backward": (q, k, v, None, None, None, o, lse, None, None, o, 0.1, None, True),
+        "attention_forward": (q, k, v, None, None, sinks, 0.1, 20),
+        "attention_backward": (q, k, v, None, None, None, sinks, o, lse, None, None, o, 0.1, None, True),
         "dma_select": (rank, None, None, 16, 2),
         "dma_attention_forward": (q, k, v, rank, *lists, 0.1),
         "nsa_mean_pool": (k, v, None, None, BLOCKS.sizes()),
@@ -334,7 +336,7 @@ def test_opcheck():
         "chosen_forward": (q, k, v, *[None] * 4, 0.1, BLOCKS.sizes(), "largest_probability", True, 1),
         "block_sparse": (q, k, v, tiles.words, 0.1, (64, 64)),
         "block_sparse_backward": (q, k, v, tiles.words, tiles.by_keys(2), *masked, o, 0.1, (64, 64), True),
-        "cached_decode": (q[:, :1], *(x.transpose(1, 2).contiguous() for x in (k, v)), length, None, 0.1, None, None),
+        "cached_decode": (q[:, :1], *(x.transpose(1, 2).contiguous() for x in (k, v)), length, None, sinks, 0.1, None, None),
     }.items():
         # Entries of a list behind its last one are never written: two runs on a GPU differ there.
         tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -382,9 +384,12 @@ def tensors_of(name, n, b=2):
     by_mean = 0.1, (64, 64, 64, 3), "mean_key", False, 1
     return {
         "attention_forward": [
-            (q, k, v, None, None, 0.1, 20), (q, k, v, None, bias, 0.1, None), (q, k, v, None, bias, 0.1, None, True)
+            (q, k, v, None, None, None, 0.1, 20), (q, k, v, None, None, make(4), 0.1, 20),
+            (q, k, v, None, bias, None, 0.1, None), (q, k, v, None, bias, None, 0.1, None, True),
         ],
-        "attention_backward": [(q, k, v, None, None, None, q, lse, None, None, q, 0.1, None, True)],
+        "attention_backward": [
+            (q, k, v, None, None, None, sinks, q, lse, None, None, q, 0.1, None, True) for sinks in (None, make(4))
+        ],
         "dma_scores": [(v, make(2, 128, **f32), make(2, **f32), None, ())],
         "dma_scores_backward": [(v, make(2, 128, **f32), make(2, **f32), rank, rank)],
         "dma_select": [(rank, *bounds, keep, 8) for keep in (16, 512)],
@@ -435,6 +440,7 @@ def one_layer_each(q, k, v, rank):
     """Every function with gradients that a model's layers call, on the same tensors."""
     w_dt, a = rank[0, :, :1].expand(-1, 128) / 8, rank[0, :, 1].abs()
     o = sieve.attention(q, k, v) + sieve.attention(q, k, v, window=9) + sieve.attention(q, k, v, bias=rank)
+    o = o + sieve.attention(q, k, v, sinks=rank[0, :, 2].repeat(2))
     for form in ({}, {"preset": "paper"}):
         o = o + sieve.dma_attention(q, k, v, w_dt, a, keep=16, **form)
     o = o + sieve.infllm_v2(q, k, v, blocks=BLOCKS, local=1) + sieve.moba(q, k, v, block=128, num_selected=2)
@@ -468,4 +474,6 @@ def test_definitions_pass_gradcheck():
     bounds = (torch.tensor([[0] * 4 + [4] * 5]), torch.tensor([[4] * 4 + [9] * 5]))
     form = _dma.form("dma_attention", 3, 1, local=1)._asdict()
     assert torch.autograd.gradcheck(lambda *x: definitions.attention(*x, window=3, documents=bounds), (q, k, v))
+    with_sinks = lambda q, k, v, sinks: definitions.attention(q, k, v, sinks=sinks, documents=bounds)  # noqa: E731
+    assert torch.autograd.gradcheck(with_sinks, (q, k, v, make(2)))
     assert torch.autograd.gradcheck(lambda *x: definitions.dma_attention(*x, keep=3, **form), (q, k, v, w, a))

@@ -30,10 +30,12 @@ def tokens(batch=2, count=40):
 
 
 def randomise(model):
-    """Matrices alone; the factors of DMA's scores, of which 0 would give all keys one rank, become 1."""
+    """Matrices and sinks; the factors of DMA's scores, of which 0 would give all keys one rank, become 1."""
     for name, weights in model.named_parameters():
         if weights.dim() > 1:
             torch.nn.init.normal_(weights, std=weights.shape[-1] ** -0.5)
+        elif name.endswith(".sinks"):
+            torch.nn.init.normal_(weights)
         elif name.endswith(".A"):
             weights.data.fill_(1.0)
 
@@ -53,8 +55,11 @@ def models(config, kind=None):
     return made
 
 
-def compare(three, *inputs, real=None, **settings):
-    """Logits and gradients of ours are at most twice as far from f32 as eager attention's in bf16."""
+def compare(three, *inputs, real=None, of_few=1e-3, **settings):
+    """Logits and gradients of ours are at most twice as far from f32 as eager attention's in bf16.
+
+    of_few: added tolerance of gradients of fewer than 16 numbers, as a share of their norm; 1e-3 for others.
+    """
     results = []
     for model in three:
         logits = model(*inputs, **settings, use_cache=False).logits.float()
@@ -65,7 +70,8 @@ def compare(three, *inputs, real=None, **settings):
         model.zero_grad()
     assert len({len(result) for result in results}) == 1, "a gradient is missing"
     for at, (exact, plain, ours) in enumerate(zip(*results)):
-        error, allowed = (ours - exact).norm(), 2 * (plain - exact).norm() + 1e-3 * exact.norm() + 1e-6
+        floor = of_few if exact.numel() < 16 else 1e-3
+        error, allowed = (ours - exact).norm(), 2 * (plain - exact).norm() + floor * exact.norm() + 1e-6
         assert error <= allowed, f"{'logits' if at == 0 else f'gradient {at}'}: {error:.3g} against {allowed:.3g}"
 
 
@@ -153,6 +159,35 @@ def test_generation(config, padded, cache):
             # Behind a tie that falls the other way the rows are different texts.
             if got[row].argmax() != expected[row].argmax():
                 break
+
+
+def gpt_oss():
+    """A window layer and a dense one, both with sinks; every token goes to all experts, whatever rounding does."""
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 2}
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+    return transformers.GptOssConfig(**SIZES, **experts, **layers)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "GptOssConfig"), reason="this transformers has no gpt-oss")
+def test_sinks_of_gpt_oss(monkeypatch):
+    """Whole rows with gradients, padded rows, steps by the decode kernels, several tokens at once by SDPA."""
+    three, ids = models(gpt_oss()), tokens()
+    # A layer's four sinks: measured 0.022 of the norm where eager attention in bf16 happened to have 0.007.
+    compare(three, ids, of_few=0.04)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    compare(three, ids, real=mask.bool(), attention_mask=mask, of_few=0.04)
+    exact, _, ours = three
+    ran, cache, at, logits = count_runs(monkeypatch), transformers.DynamicCache(config=ours.config), 0, []
+    parts = [12, 1, 1, 5, *[1] * 21]
+    with torch.no_grad():
+        for count in parts:
+            logits.append(ours(ids[:, at : at + count], past_key_values=cache, use_cache=True).logits)
+            at += count
+        whole = exact(ids, use_cache=False).logits
+    assert ran["cached_decode"] == 2 * parts.count(1), ran
+    error = (torch.cat(logits, 1).float() - whole).norm(dim=-1) / whole.norm(dim=-1)
+    assert error.max() < 0.1, error.max()
 
 
 @pytest.mark.parametrize("config", [qwen3, window_config])
@@ -419,6 +454,21 @@ DECODING = {
     "nsa": {"cached_decode": 4}, "infllm_v2": {"cached_decode": 2}, "moba": {"cached_decode": 2},
     "msa": {"cached_decode": 2},
 }  # fmt: skip
+
+
+def test_an_export_with_sinks(monkeypatch):
+    """Rows and steps by the kernels, beside eager attention in f32 and bf16."""
+    module = exported()
+    layers = {"attention_kind": "swa", "window_size": 9, "dense_layers": [1], "attention_sinks": True}
+    three = models(module.SieveConfig(**SIZES, **layers), module.SieveForCausalLM)
+    compare(three, tokens(), of_few=0.04)
+    ours, ran = three[2], count_runs(monkeypatch)
+    with torch.no_grad():
+        whole = ours(tokens(), use_cache=False).logits
+        first = ours(tokens()[:, :39], use_cache=True)
+        step = ours(tokens()[:, 39:], past_key_values=first.past_key_values, use_cache=True).logits
+    assert (step[:, 0] - whole[:, 39]).norm() < 0.1 * whole[:, 39].norm()
+    assert ran["cached_decode"] == 2, ran
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -289,7 +289,8 @@ fn kind_needs(recipe: &Recipe, attention: Attention) -> Result<Vec<AttentionNeed
     if kind.has_indexer() {
         keys.push(NeededKeys::Neighbours);
     }
-    Ok(keys.into_iter().map(|keys| AttentionNeeds { shape, keys, order }).collect())
+    let has_sinks = model.attention_sinks;
+    Ok(keys.into_iter().map(|keys| AttentionNeeds { shape, keys, order, has_sinks }).collect())
 }
 
 #[cfg(test)]

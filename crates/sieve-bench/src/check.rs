@@ -54,6 +54,7 @@ impl CheckPart {
             Self::Sparse => sparse::sparse_kernels(gpu),
             Self::Nsa => nsa::nsa_check_kernels(gpu),
             Self::Mla => latent::latent_kernels(gpu),
+            Self::Sinks => token_kernels(gpu),
         };
         list.extend(models::needed_kernels(self, gpu));
         list
@@ -131,6 +132,7 @@ const NSA: Part = ("native sparse attention", nsa::check_wrappers);
 const SELECTION: Part = ("DMA's selection", selection::check_wrappers);
 const DECODING: Part = ("decoding", decode::check_wrappers);
 const STEP: Part = ("step", step::check_wrappers);
+const SINKS: Part = ("sinks", step::check_sinks);
 
 /// Parts whose kernels exist in the portable and in the Hopper family. The first, "long rows", is too slow for the
 /// emulator.
@@ -158,6 +160,7 @@ impl CheckPart {
             Self::Sparse => &[SELECTIONS, MASKS],
             Self::Nsa => &[NSA],
             Self::Mla => &[LATENT],
+            Self::Sinks => &[SINKS, DECODING],
         }
     }
 }
@@ -323,6 +326,7 @@ fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
                 shape: AttentionShape::new(1, 1, [1, 1], [head_dim, head_dim_v]),
                 keys,
                 order: SumOrder::Any,
+                has_sinks: keys == NeededKeys::Neighbours,
             };
             list.extend(needs.decoding(&gpu.arch()));
         }
@@ -423,6 +427,7 @@ mod tests {
             ((8, 9), OF_A_FAMILY, all.clone()),
             ((9, 0), OF_A_FAMILY, all),
             ((9, 0), TOKENS, BenchRows::Decode.kernels(&gpu)),
+            ((9, 0), CheckPart::Sinks.of_a_family(), CheckPart::Sinks.kernels(&gpu)),
         ] {
             let ahead = compiled.kernels.len();
             let hardware = Hardware { compute_capability, ..Hardware::HOPPER };

@@ -26,6 +26,8 @@ pub enum CheckPart {
     Nsa,
     /// Kernels of multi-head latent attention.
     Mla,
+    /// Kernels of sinks, decoding, and models with sinks.
+    Sinks,
 }
 
 /// The device that a check runs on.
@@ -126,7 +128,7 @@ impl Extent {
 pub(crate) fn add_attention(list: &mut NeededKernels, gpu: &DeviceReport, shape: AttentionShape, keys: &[NeededKeys]) {
     for &keys in keys {
         for order in [SumOrder::Any, SumOrder::Fixed] {
-            let needs = AttentionNeeds { shape, keys, order };
+            let needs = AttentionNeeds { shape, keys, order, has_sinks: keys == NeededKeys::Neighbours };
             list.extend(needs.kernels(&gpu.arch()));
         }
     }

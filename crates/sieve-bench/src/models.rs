@@ -72,13 +72,15 @@ const NORM_EPSILON: f64 = 1e-2;
 /// nearly equal score may change places, and a query then reads another key.
 const OF_A_CHOICE: [f64; 2] = [0.1, 1.0];
 
-/// The checked models: name, part of the check (attention, nsa or mla), how queries find keys (neighbours, chosen, or
-/// all biased), and the recipe's `[attention]` section. "all biased": DMA's window holds every key, so attention takes
-/// the dense kernels with a bias.
+/// The checked models: name (which says whether they have sinks), part of the check (attention, nsa or mla), how
+/// queries find keys (neighbours, chosen, or all biased), and the recipe's `[attention]` section. "all biased": DMA's
+/// window holds every key, so attention takes the dense kernels with a bias.
 const KINDS: &str = r"
     mha => attention => neighbours => kind = 'mha'
     mha, one layer without RoPE => attention => neighbours => rope_layers = [true, false]\n[attention]\nkind = 'mha'
     swa => attention => neighbours => kind = 'swa'\nsliding_window = 16
+    mha with sinks => attention => neighbours => kind = 'mha'
+    swa with sinks => attention => neighbours => kind = 'swa'\nsliding_window = 16
     dma as published => attention => chosen => kind = 'dma'\npreset = 'paper'\nkeep_window_size = 24
     dma => attention => chosen => kind = 'dma'\nkeep_window_size = 24\nbias = 'linear'\nrecency = 'slope'\n\
         local_window_size = 3
@@ -242,16 +244,22 @@ pub(crate) fn needed_kernels(part: CheckPart, gpu: &DeviceReport) -> NeededKerne
     list
 }
 
+/// Whether query heads of a row's model have sinks.
+fn has_sinks(kind: &Kind) -> bool {
+    kind[0].ends_with(" with sinks")
+}
+
 /// The models of a part of the check, each at the head sizes to check.
 fn of_part(part: CheckPart) -> impl Iterator<Item = (Kind, HeadSizes)> {
-    let is_of_part = move |of: &str| match part {
+    let is_of_part = move |kind: &Kind| match part {
         CheckPart::All => true,
-        CheckPart::Attention => of == "attention",
-        CheckPart::Nsa => of == "nsa",
-        CheckPart::Mla => of == "mla",
+        CheckPart::Attention => kind[1] == "attention",
+        CheckPart::Nsa => kind[1] == "nsa",
+        CheckPart::Mla => kind[1] == "mla",
+        CheckPart::Sinks => has_sinks(kind),
         CheckPart::Sparse => false,
     };
-    let kinds = cases(KINDS).into_iter().filter(move |kind: &Kind| is_of_part(kind[1]));
+    let kinds = cases(KINDS).into_iter().filter(is_of_part);
     let sizes = |kind: Kind| match kind[1] {
         "attention" => vec![(kind, USUAL), (kind, WIDE)],
         "mla" => vec![(kind, [4, 4, 64])],
@@ -290,9 +298,10 @@ fn recipe(kind: &Kind, [heads, kv_heads, head_dim]: HeadSizes) -> Result<Recipe>
         "[model]\n{model}hidden_size = 128\nintermediate_size = 192\nnum_hidden_layers = {LAYERS}\n\
          num_attention_heads = {heads}\nnum_key_value_heads = {kv_heads}\nhead_dim = {head_dim}\n\
          max_position_embeddings = {SEQ_LEN}\ninitializer_range = 0.09\nrms_norm_eps = {NORM_EPSILON}\n\
-         [attention]\n{attention}\n[tokenizer]\n\
+         attention_sinks = {}\n[attention]\n{attention}\n[tokenizer]\n\
          path = \"none\"\n[data]\npaths = [\"none\"]\n[training]\nsteps = 1\nseq_len = {SEQ_LEN}\n\
-         local_batch_size = {ROWS}\n[optimizer]\nlr = {LEARNING_RATE}\n"
+         local_batch_size = {ROWS}\n[optimizer]\nlr = {LEARNING_RATE}\n",
+        has_sinks(kind),
     );
     Recipe::load(&text, kind[0], &[]).map_err(|error| BenchError::Refused(error.to_string()))
 }
@@ -583,8 +592,8 @@ mod tests {
         let mut report = Report::default();
         let (extent, on) = (Extent::all(1, 1, 7), (&FlexDevice, DType::F32));
         check::<B>(&mut report, on, (CheckPart::All, true), &extent).expect("recipes");
-        // Twelve kinds, five of them with wide heads too.
-        assert_eq!((report.failed(), report.rows().len()), (0, 17), "{report}");
+        // Twelve kinds and two with sinks; seven of these with wide heads too.
+        assert_eq!((report.failed(), report.rows().len()), (0, 21), "{report}");
     }
 
     /// Results that a wrong device might give, held to the wide tolerance of bf16.

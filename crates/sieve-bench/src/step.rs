@@ -10,6 +10,7 @@ mod optimizer;
 mod queue;
 mod rotation;
 mod scores;
+mod sinks;
 mod stream;
 mod wrappers;
 
@@ -44,11 +45,18 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         embedding::check_launches,
         optimizer::check_launches,
         scores::check_launches,
+        sinks::check_launches,
         fp8::check_rounding,
         losses::check_launches,
     ] {
         check(report, device, extent);
     }
+    Ok(())
+}
+
+/// Checks the kernels of sinks alone.
+pub(crate) fn check_sinks(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
+    sinks::check_launches(report, device, extent);
     Ok(())
 }
 
@@ -63,6 +71,7 @@ pub(crate) fn bench(bench: &mut Bench<'_>) -> Result<()> {
     for (tokens, heads, kv_heads, head_dim) in [(16384, 16, 8, 128), (65536, 12, 4, 64)] {
         rotation::bench(bench, tokens, [heads, kv_heads], head_dim);
         scores::bench(bench, tokens, [heads, kv_heads], head_dim)?;
+        sinks::bench(bench, tokens, heads, head_dim);
     }
     for (rows, vocab) in [(4096, VOCAB), (1664, 151_936)] {
         losses::bench(bench, rows, vocab)?;
@@ -84,6 +93,7 @@ mod tests {
         let extent = Extent::emulated(1, 64, 3);
         emulated("step", AMPERE, 4, |device, report| {
             activation::check_launches(report, device, &extent);
+            sinks::check_launches(report, device, &extent);
             matrix_vector::check_launches(report, device, &extent);
             matrix_vector::check_likeliest(report, device, &extent);
             fp8::check_rounding(report, device, &extent);

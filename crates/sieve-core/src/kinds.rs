@@ -170,6 +170,11 @@ pub trait Kind: std::fmt::Debug {
         false
     }
 
+    /// Whether the softmax of a layer can have a learned logit of each query head, `model.attention_sinks`.
+    fn takes_sinks(&self) -> bool {
+        false
+    }
+
     /// The chosen blocks as attention's kernels read them; `None` for kinds without blocks.
     fn attended_blocks(&self) -> Option<NsaBlocks> {
         None

@@ -58,6 +58,8 @@ pub struct ModelShape {
     pub qk_norm: bool,
     /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
+    /// Whether dense and window layers have a learned logit of each query head in the softmax, whose value is zero.
+    pub attention_sinks: bool,
     /// How the rotary frequencies differ from `rope_theta`'s; `None` if they do not.
     pub rope_scaling: Option<RopeScaling>,
     /// Which layers rotate queries and keys, a list repeated over the layers; empty if all do.
@@ -97,10 +99,16 @@ impl ModelShape {
         self.num_kv_heads * self.head_dim
     }
 
-    /// Whether attention has Qwen3's form: queries and keys normed and rotated in every layer, no biases, rotary
+    /// Whether attention has Qwen3's form: queries and keys normed and rotated in every layer, no biases, no sinks, rotary
     /// frequencies not scaled.
     pub fn is_like_qwen3(&self) -> bool {
-        self.qk_norm && !self.qkv_bias && self.rope_scaling.is_none() && self.rope_layers.is_every()
+        self.fits_one_op() && self.rope_scaling.is_none() && self.rope_layers.is_every()
+    }
+
+    /// Whether layers with this model's projections and softmax can compute norm, projections and attention as one op,
+    /// which has norms of queries and keys, no biases and no sinks.
+    pub fn fits_one_op(&self) -> bool {
+        self.qk_norm && !self.qkv_bias && !self.attention_sinks
     }
 
     /// Rotary frequencies (radians per position) of the channel pairs of `width` rotated channels, `[width / 2]`, and a

@@ -11,6 +11,7 @@ pub mod listed;
 pub(crate) mod panel;
 pub(crate) mod scratch;
 pub(crate) mod segments;
+pub mod sinks;
 #[cfg(test)]
 mod tests;
 pub(crate) mod tile;

@@ -40,8 +40,9 @@ pub mod softmax;
 mod zeros;
 
 pub use adamw::adamw;
-pub use attention::decode::{DecodeShape, attention_decode};
+pub use attention::decode::{DecodeBias, DecodeShape, attention_decode};
 pub use attention::listed::{ListedAttention, ListedTile};
+pub use attention::sinks::{join_sinks, sinks_backward};
 pub use attention::{AttentionShape, ChosenBlocks, Documents, Mask, attention_backward, attention_forward};
 pub use dma_scores::{dma_scores_backward, dma_scores_forward};
 pub use embedding::{embedding_backward, embedding_forward};

@@ -86,7 +86,7 @@ fn attend_simd<S: Simd>(
         }
         max = if *logit > max { *logit } else { max };
     }
-    weigh(simd, &mut logits, max, |at| &latents[at * width..(at + 1) * width], o);
+    weigh(simd, &mut logits, [max, 0.0], |at| &latents[at * width..(at + 1) * width], o);
 }
 
 #[cfg(test)]

@@ -71,7 +71,7 @@ pub(crate) fn step<B: DeviceBackend>(
             (o, pairs, is_chosen(selector, operands.layer))
         }
         LayerCache::Recent(RecentCache { keys, .. }) => {
-            let o = cached_attention(keys, operands.qkv.clone(), spec, scratch);
+            let o = cached_attention(keys, operands.qkv.clone(), None, spec, scratch);
             (o, keys.len() as f64, is_chosen(selector, operands.layer))
         }
         LayerCache::Selected(SlotCache { slots, next_position }) => {

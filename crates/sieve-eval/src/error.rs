@@ -111,9 +111,23 @@ impl EvalError {
         Refusal::new(what, hint).into()
     }
 
-    /// The error about a selector for a model of `shape`, which has no dense layer.
-    pub fn not_dense(selector: impl Into<String>, shape: &ModelShape) -> Self {
-        Self::NotDense { selector: selector.into(), attention: attention_label(shape) }
+    /// Checks that a selector can act on a model of `shape`.
+    ///
+    /// # Errors
+    /// No dense layer; sinks, which attention under a selector's mask does not count.
+    pub fn require_dense(selector: impl Into<String>, shape: &ModelShape) -> Result<(), Self> {
+        let selector = selector.into();
+        if shape.num_layers_of_dense_attention() == 0 {
+            return Err(Self::NotDense { selector, attention: attention_label(shape) });
+        }
+        if shape.attention_sinks {
+            let what = format!(
+                "{selector} computes a softmax over the keys alone, and this model's has sinks too \
+                 (model.attention_sinks)"
+            );
+            return Err(Self::refused(what, "leave the selector out, or use a checkpoint without sinks"));
+        }
+        Ok(())
     }
 
     pub(crate) fn setting(name: &'static str, value: impl ToString, hint: &'static str) -> Self {

@@ -119,9 +119,7 @@ fn check_dam_memory(shape: &ModelShape, capture: usize) -> Result<(), EvalError>
 }
 
 fn check(method: &'static str, shape: &ModelShape, window: &[u32]) -> Result<(), EvalError> {
-    if shape.num_layers_of_dense_attention() == 0 {
-        return Err(EvalError::not_dense(method, shape));
-    }
+    EvalError::require_dense(method, shape)?;
     check_row(window, window.len().saturating_sub(1), shape)
 }
 

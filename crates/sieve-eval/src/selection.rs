@@ -157,14 +157,12 @@ impl Selection {
     /// Checks that the selectors fit the model. They act in its dense layers; other layers keep their own attention.
     ///
     /// # Errors
-    /// A model without a dense layer; selectors for layers that do not exist, or layers without a selector; settings
-    /// that no prompt within the context can meet; a method without its file; a method that rotates keys by other
-    /// angles than the model.
+    /// A model without a dense layer, or with sinks; selectors for layers that do not exist, or layers without a
+    /// selector; settings that no prompt within the context can meet; a method without its file; a method that rotates
+    /// keys by other angles than the model.
     pub fn new(selectors: impl Into<LayerSelectors>, shape: &ModelShape) -> Result<Self, EvalError> {
         let selectors = selectors.into();
-        if shape.num_layers_of_dense_attention() == 0 {
-            return Err(EvalError::not_dense(selectors.name(), shape));
-        }
+        EvalError::require_dense(selectors.name(), shape)?;
         let selectors = selectors.for_layers(shape.num_layers)?;
         let selectors = selectors.map(|selector| selector.for_rope_theta(shape.rope_theta));
         for selector in selectors.iter() {

@@ -11,6 +11,7 @@ pub(crate) mod heads;
 pub(crate) mod hopper_tiling;
 mod launch;
 mod query_shares;
+mod sinks;
 mod sparse_backward;
 pub(crate) mod sparse_forward;
 pub(crate) mod tiling;
@@ -33,6 +34,7 @@ pub(crate) use hopper_tiling::{
 };
 pub(crate) use launch::PassInputs;
 pub(crate) use query_shares::{KeyTiles, QueryShares, sharing};
+pub(crate) use sinks::attention_sinks_kernels;
 pub(crate) use sparse_backward::{sparse_attention_backward_query_kernel, sparse_backward_query_tiling};
 pub(crate) use sparse_forward::{
     BlockLse, LaunchRows, SparseKeyReads, hopper_sparse_attention_forward_kernel, launch_rows_params,

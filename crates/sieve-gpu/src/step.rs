@@ -46,6 +46,7 @@ pub(crate) use fill_zero::{FILL_ZERO, empty_zero};
 pub(crate) use fp8_quantise::{AMAX_PARTIALS, with_amax};
 pub(crate) use rows::{WORD_ELEMENTS, require_alignment, require_words, vector_width, with_width};
 
+use crate::attention::attention_sinks_kernels;
 use crate::dma::{dma_scores_backward_kernel, dma_scores_kernel};
 use crate::runtime::SourceKernel;
 use crate::specialisations::NeededKernels;
@@ -117,6 +118,10 @@ impl NeededKernels {
     pub fn step_rarely(head_dims: &[usize], kv_heads: &[usize]) -> Vec<SourceKernel> {
         let vector = 1;
         let mut kernels = swiglu_kernels(vector).to_vec();
+        let (odd, usual) = (7, 128);
+        for (width, are_bf16) in [(odd, true), (odd, false), (usual, false)] {
+            kernels.extend(attention_sinks_kernels(width, are_bf16));
+        }
         kernels.extend(head_dims.iter().copied().flat_map(qk_norm_rope_kernels));
         for &kv_heads in kv_heads {
             kernels.extend([dma_scores_kernel(kv_heads, 64, &[]), dma_scores_backward_kernel(kv_heads)]);

@@ -304,9 +304,10 @@ mod tests {
                 &[][..],
                 &["model.tie_word_embeddings=false", "model.residual_scale=true"],
                 &["model.qk_norm=false", "model.qkv_bias=true"],
+                &["model.attention_sinks=true"],
             ] {
                 let more = more.iter().map(|&set| set.to_owned()).collect::<Vec<_>>();
-                // Some kinds have no form without norms of heads, or with biases.
+                // Some kinds have no form without norms of heads, with biases, or with sinks.
                 let Ok(recipe) = Recipe::load(&text, "a recipe", &more) else { continue };
                 let shape = recipe.model_shape(50_277).expect("a model");
                 let mut found = Vec::new();

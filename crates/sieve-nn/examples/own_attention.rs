@@ -98,6 +98,7 @@ fn train<B: AutodiffBackend + SieveBackend>(device: &B::Device) -> (f32, f32) {
         residual_scale: false,
         qk_norm: true,
         qkv_bias: false,
+        attention_sinks: false,
         rope_scaling: None,
         rope_layers: RopeLayers::default(),
         attention: Attention::Mha, // not read here: the layers are this program's

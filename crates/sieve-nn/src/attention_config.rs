@@ -103,6 +103,7 @@ impl AttentionConfig {
             residual_scale: false,
             qk_norm: true,
             qkv_bias: false,
+            attention_sinks: false,
             rope_scaling: None,
             rope_layers: RopeLayers::default(),
             attention,

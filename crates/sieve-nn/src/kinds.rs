@@ -66,9 +66,9 @@ pub trait KindLayer<B: SieveBackend> {
 
     /// The attention weight of each key for each query of one document, `[num_heads, seq_len, seq_len]`, keys last.
     ///
-    /// Each row sums to 1. With NSA it sums to the sum of the query's gates, and the weight of a compressed block is
-    /// spread evenly over its tokens. `state` must be the one of the whole pass, because an earlier layer may have
-    /// chosen the blocks that this layer reads.
+    /// Each row sums to 1, with sinks to less. With NSA it sums to the sum of the query's gates, and the weight of a
+    /// compressed block is spread evenly over its tokens. `state` must be the one of the whole pass, because an earlier
+    /// layer may have chosen the blocks that this layer reads.
     ///
     /// # Shapes
     /// - x: `[1, seq_len, d_model]`, after the layer's norm

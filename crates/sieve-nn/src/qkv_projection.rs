@@ -80,6 +80,7 @@ impl<B: SieveBackend> QkvProjection<B> {
     /// Operands of [`sieve_ops::token_step`] for the layer from this projection to `o_proj`.
     pub(crate) fn for_token_step(&self, o_proj: &Linear<B>, spec: AttentionSpec) -> TokenAttention<B> {
         TokenAttention {
+            sinks: None,
             qkv: self.qkv_proj.weight.val(),
             qkv_bias: self.qkv_bias.as_ref().map(Param::val),
             qk_norm: self.qk_norm(),

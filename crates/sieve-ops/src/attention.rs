@@ -27,6 +27,31 @@ pub fn attention<B: SieveBackend>(qkv: Tensor<B, 4>, documents: &Documents<B>, s
     tensor(B::node([&qkv], output.o.clone(), move |d_o| [B::Inner::attention_backward(x, &call, output, d_o)]))
 }
 
+/// As [`attention`] with one more logit in every query's softmax, a learned one of each query head whose value is zero
+/// (a sink, as in gpt-oss, arXiv:2508.10925): weights of keys sum to less than 1.
+///
+/// # Shapes
+/// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
+/// - sinks: `[num_heads]`
+/// - returns: `[batch, seq_len, num_heads, head_dim]`
+pub fn attention_with_sinks<B: SieveBackend>(
+    qkv: Tensor<B, 4>,
+    sinks: Tensor<B, 1>,
+    documents: &Documents<B>,
+    spec: AttentionSpec,
+) -> Tensor<B, 4> {
+    let (qkv, sinks) = (primitive(qkv), primitive(sinks));
+    let (x, logits) = (B::value(qkv.clone()), B::value(sinks.clone()));
+    let call = AttentionCall::new(documents.bounds(), spec);
+    let output = <B::Inner as DeviceBackend>::attention(x.clone(), &call);
+    // The backward pass of attention reads the joined output like any other: its probabilities are exp(score - lse).
+    let output = B::Inner::join_sinks(output, logits.clone());
+    tensor(B::node([&qkv, &sinks], output.o.clone(), move |d_o: Float<B::Inner>| {
+        let d_sinks = B::Inner::sinks_backward(&output, logits, d_o.clone());
+        [B::Inner::attention_backward(x, &call, output, d_o), d_sinks]
+    }))
+}
+
 /// Sizes and scale of one grouped-query attention call on a packed tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionSpec {

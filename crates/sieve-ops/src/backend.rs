@@ -213,6 +213,11 @@ device_ops! {
             output: AttentionOutput<Self>,
             d_o: Float<Self>,
         ) -> Float<Self>;
+        /// Output of dense or window attention with one more logit of each query head, `sinks` `[num_heads]`, in the
+        /// softmax; see [`crate::attention_with_sinks`]. May change o in place.
+        fn join_sinks(output: AttentionOutput<Self>, sinks: Float<Self>) -> AttentionOutput<Self>;
+        /// Gradient of the sinks, `[num_heads]`, from the joined output and the gradient of its o.
+        fn sinks_backward(output: &AttentionOutput<Self>, sinks: Float<Self>, d_o: Float<Self>) -> Float<Self>;
     }
 
     dma {
@@ -349,6 +354,7 @@ device_ops! {
         fn cached_attention(
             cache: &mut KeyCache<Self>,
             qkv: Float<Self>,
+            sinks: Option<Float<Self>>,
             spec: AttentionSpec,
             scratch: &mut Self::DecodeScratch,
         ) -> Float<Self>;

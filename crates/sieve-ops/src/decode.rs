@@ -49,16 +49,18 @@ pub fn attention_decode<B: DeviceBackend>(
 ///
 /// # Shapes
 /// - qkv: `[batch, 1, num_heads + 2 * num_kv_heads, head_dim]`
+/// - sinks: `[num_heads]`, as in [`attention_with_sinks`](crate::attention_with_sinks); `None`: no sinks
 /// - returns: `[batch, 1, num_heads, head_dim]`
 pub fn cached_attention<B: DeviceBackend>(
     cache: &mut KeyCache<B>,
     qkv: Tensor<B, 4>,
+    sinks: Option<Tensor<B, 1>>,
     spec: AttentionSpec,
     scratch: &mut B::DecodeScratch,
 ) -> Tensor<B, 4> {
     // If the token needs a larger buffer, that keeps only the keys that the token's window includes.
     cache.reserve(1, spec.window_size.map_or(cache.len(), |window| window - 1));
-    tensor(B::cached_attention(cache, primitive(qkv), spec, scratch))
+    tensor(B::cached_attention(cache, primitive(qkv), sinks.map(primitive), spec, scratch))
 }
 
 /// Latent attention of the last `new` tokens, each over the cached latents up to its own. A latent serves as the key of

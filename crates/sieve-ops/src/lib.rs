@@ -35,7 +35,7 @@ mod tensors;
 #[cfg(test)]
 mod testing;
 
-pub use attention::{AttentionCall, AttentionOutput, AttentionSpec, attention};
+pub use attention::{AttentionCall, AttentionOutput, AttentionSpec, attention, attention_with_sinks};
 pub use backend::{DeviceBackend, SieveBackend, TrainBackend};
 pub use block::{
     AttentionLayer, FeedForward, LayerTokens, MaskAndRanks, Residual, WeightSums, attention_layer, feed_forward,
@@ -95,9 +95,9 @@ pub mod reference {
     //! Intermediate values are f32, or f64 for f64 inputs, whatever the dtype of the input; outputs have the input's
     //! dtype. No fast library is called and nothing is skipped: attention builds its full score matrix.
 
-    pub use crate::attention::reference::{attention, attention_backward};
+    pub use crate::attention::reference::{attention, attention_backward, join_sinks, sinks_backward};
     pub use crate::chosen::reference::{choose_key_blocks, selected_blocks};
-    pub use crate::decode::reference::{attention_decode, mla_decode};
+    pub use crate::decode::reference::{Logits, attention_decode, mla_decode};
     pub use crate::dma::reference::{
         dma_attention, dma_attention_backward, dma_ranks, dma_scores, dma_scores_backward, dma_select,
     };

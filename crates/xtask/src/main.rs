@@ -24,7 +24,7 @@ const USAGE: &str = "cargo xtask <command>
   check [--gpu]          fmt, tidy, clippy, tests, kernels: what CI runs, cheapest first; --gpu adds `sieve kernels \
   check`
                          and all tools of compute-sanitizer, and fails where there is no GPU
-  check --gpu SIEVE [kernels|memcheck|synccheck|initcheck|racecheck ..] [--attention|--sparse|--nsa|--mla]
+  check --gpu SIEVE [kernels|memcheck|synccheck|initcheck|racecheck ..] [--attention|--sparse|--nsa|--mla|--sinks]
                          the GPU's part alone, or only what is named, with a program that is there: needs neither cargo
                          nor the sources, so both programs can be carried to a machine with a GPU
   tidy                   arrows between crates, features, file lengths, kernel headers, forbidden words

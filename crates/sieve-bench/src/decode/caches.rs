@@ -92,6 +92,8 @@ pub(super) struct TokenCheck<'a> {
     pub(super) magnitude: f32,
     pub(super) random: Random,
     pub(super) worst: f32,
+    /// One more logit of each query head, whose value is zero; empty: no sinks.
+    sinks: Vec<f32>,
 }
 
 /// A new token of every row: the tensors, and q, k and v on the host.
@@ -122,7 +124,7 @@ impl Rotation {
 
 impl<'a> TokenCheck<'a> {
     pub(super) fn new(device: &'a dyn Device, shape: AttentionShape, magnitude: f32, seed: u64) -> Self {
-        Self { device, shape, magnitude, random: Random(seed), worst: 0.0 }
+        Self { device, shape, magnitude, random: Random(seed), worst: 0.0, sinks: Vec::new() }
     }
 
     pub(super) fn scale(&self) -> f32 {
@@ -179,13 +181,17 @@ impl<'a> TokenCheck<'a> {
         let (group, scale) = (self.shape.batch * num_heads / keys.len(), self.scale());
         let got = self.device.floats(o)?;
         let (mut exact, mut plain) = (Vec::new(), Vec::new());
+        // A sink is a key whose bias is all of its logit.
+        let nothing = [vec![0.0; head_dim], vec![0.0; self.shape.head_dim_v]];
         for (at, q) in token.q.chunks_exact(head_dim).enumerate() {
             let seen = keys[at / group].iter().map(|key| reference::Key {
                 k: key.k.as_slice(),
                 v: &key.v,
                 bias: key.bias.into(),
             });
-            let seen: Vec<_> = seen.collect();
+            let sink = self.sinks.get(at % num_heads);
+            let sink = sink.map(|&sink| reference::Key { k: nothing[0].as_slice(), v: &nothing[1], bias: sink.into() });
+            let seen: Vec<_> = seen.chain(sink).collect();
             for (to, rounding) in [(&mut exact, Rounding::None), (&mut plain, Rounding::Bf16)] {
                 let mut o = vec![0.0; self.shape.head_dim_v];
                 attend(q, &seen, scale.into(), rounding, &mut o);
@@ -246,7 +252,7 @@ impl<'a> TokenCheck<'a> {
         Ok((token, Rotation { weights, tables }))
     }
 
-    /// Checks one token over a dense cache after a prefill, with a window in half of the calls.
+    /// Checks one token over a dense cache after a prefill, with a window in half of the calls, and sinks in half.
     /// With `rotate` the launch rotates the token, after norms where that is true.
     fn dense(&mut self, rotate: Option<bool>) -> Result<(), Wrong> {
         let [batch, _, num_kv_heads, head_dim] = keys_of(self.shape);
@@ -282,9 +288,18 @@ impl<'a> TokenCheck<'a> {
             keys.push(self.key_of(&token, row, NO_BIAS, NO_RANK));
         }
         let scratch = DecodeScratch::new(&cache.k, self.shape, capacity)?;
+        if self.random.chance(0.5) {
+            self.sinks = self.random.bf16_normals(self.shape.num_heads);
+            // A sink without weight, and a sink that takes all.
+            self.sinks[0] = f32::NEG_INFINITY;
+            *self.sinks.last_mut().expect("a head") = round_bf16(1e30);
+        }
+        let has_sinks = !self.sinks.is_empty();
+        let sinks = has_sinks.then(|| self.device.float(&self.sinks, &[self.shape.num_heads], DType::BF16));
         let step = DecodeStep {
             window,
             num_dropped,
+            sinks: sinks.as_ref(),
             ..DecodeStep::new(lengths.iter().copied().max().unwrap_or(0), self.scale())
         };
         // The second call would fail if the first left the splits' counters other than zero.

@@ -195,7 +195,7 @@ impl<'a> Text<'a> {
         &self,
         token: usize,
         keys: TokenKeys,
-        run: impl FnOnce(DecodeStep, SelectorStep<'_>) -> Result<T, KernelError>,
+        run: impl FnOnce(DecodeStep<'_>, SelectorStep<'_>) -> Result<T, KernelError>,
     ) -> Result<T, KernelError> {
         let choice = SelectorStep {
             length: &self.device.int(&[token as i32], &[1]),

@@ -5,7 +5,9 @@ use serde::{Deserialize, Serialize};
 use sieve_core::{CallShape, KeyMask, MaskPlaces, Tiles};
 use sieve_gpu::{AttentionShape, CudaTensor, KernelError, SelectedBlocks};
 
-/// q, k, v, doc_start, bias? → o, lse, o_low?, base?
+/// q, k, v, doc_start, bias?, sinks? → o, lse, o_low?, base?
+///
+/// `sinks`, bf16 or f32 `[heads]`, are one more logit of each query head, whose value is zero.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttentionForward {
@@ -24,11 +26,16 @@ impl AttentionForward {
         let &Self { scale, window, only_o } = self;
         let (start, bias) = (t.get("doc_start")?, t.maybe("bias"));
         let bias = bias.as_ref().map(|bias| (bias, o_low(only_o)));
-        Ok(result(t.qkv()?.attention_forward(&start, window, scale, bias)?, only_o))
+        let forward = t.qkv()?.attention_forward(&start, window, scale, bias)?;
+        let forward = match t.maybe("sinks") {
+            Some(sinks) => forward.with_sinks(&sinks)?,
+            None => forward,
+        };
+        Ok(result(forward, only_o))
     }
 }
 
-/// The forward's inputs, doc_end, o, lse, o_low?, base?, d_o → dq, dk, dv, d_bias?
+/// The forward's inputs, doc_end, o, lse, o_low?, base?, d_o → dq, dk, dv, d_bias?, d_sinks?
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttentionBackward {
@@ -46,9 +53,13 @@ impl AttentionBackward {
     pub(super) fn launches(&self, t: &Inputs) -> Result<Outputs, PlanError> {
         let &Self { scale, window, fixed_order } = self;
         let [start, end] = t.documents()?;
-        t.gradients(scale, fixed_order, |call| {
+        let mut outputs = t.gradients(scale, fixed_order, |call| {
             call.attention_backward([&start, &end], window, t.maybe("bias").as_ref())
-        })
+        })?;
+        if let Some(sinks) = t.maybe("sinks") {
+            outputs.push(("d_sinks", t.result()?.sinks_gradient(&sinks, &t.get("d_o")?)?));
+        }
+        Ok(outputs)
     }
 }
 

@@ -8,7 +8,7 @@ use sieve_gpu::{
     mla_decode,
 };
 
-/// q, k, v of one token a row, k_cache, v_cache (written in place), length → o
+/// q, k, v of one token a row, k_cache, v_cache (written in place), length, sinks? (bf16 `[heads]`) → o
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttentionDecode {
@@ -25,15 +25,17 @@ impl AttentionDecode {
         let (token, cache) = (t.qkv()?, t.cache()?);
         let shape = token.shape("attention_decode")?;
         let [_, _, capacity, _] = cache.k.dims("attention_decode", "k_cache")?;
-        let step = DecodeStep { window, ..DecodeStep::new(capacity.saturating_sub(1), scale) };
+        let sinks = t.maybe("sinks");
+        let all = DecodeStep::new(capacity.saturating_sub(1), scale);
+        let step = DecodeStep { window, sinks: sinks.as_ref(), ..all };
         let max_keys = window.unwrap_or(capacity).min(capacity);
         let scratch = DecodeScratch::new(&cache.k, shape, max_keys)?;
         Ok(vec![("o", cache.attention_decode(&token, &t.get("length")?, step, &scratch)?)])
     }
 }
 
-/// q of one token a row whose key is in the cache, k_cache, v_cache, length, chosen? → o. `length` counts the keys
-/// that the query sees; with `chosen`, i32 `[batch, choosers, blocks]`, the tokens before it. Keys of a cache: see
+/// q of one token a row whose key is in the cache, k_cache, v_cache, length, chosen?, sinks? → o. `length` counts the
+/// keys that the query sees; with `chosen`, i32 `[batch, choosers, blocks]`, the tokens before it. Keys of a cache: see
 /// [`Plan::capacity`](crate::Plan::capacity)
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
@@ -58,7 +60,8 @@ impl CachedDecode {
         let unread = [head_dim, head_dim_v].map(|d| q.empty_contiguous(&[batch, tokens, kv_heads, d], DType::BF16));
         let token = Qkv::separate(&q, &unread[0], &unread[1]);
         let shape = token.shape(t.op)?;
-        let step = DecodeStep { window, ..DecodeStep::new(capacity, scale) };
+        let sinks = t.maybe("sinks");
+        let step = DecodeStep { window, sinks: sinks.as_ref(), ..DecodeStep::new(capacity, scale) };
         let max_keys = window.unwrap_or(capacity).min(capacity);
         let o = match (t.maybe("chosen"), block) {
             (None, None) => {

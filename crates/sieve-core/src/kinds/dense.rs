@@ -13,6 +13,10 @@ pub struct Dense;
 impl Kind for Dense {
     fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec> {
         let mut all = grouped_projections(layer);
+        if layer.attention_sinks {
+            let name = "self_attn.sinks";
+            all.push(ParamSpec::vectors(name, name, &[layer.num_heads], Part::Attention));
+        }
         all.push(output_projection(layer));
         all
     }
@@ -30,6 +34,10 @@ impl Kind for Dense {
     }
 
     fn is_one_op(&self) -> bool {
+        true
+    }
+
+    fn takes_sinks(&self) -> bool {
         true
     }
 
@@ -155,6 +163,9 @@ pub(super) fn grouped_activations(layer: &ModelShape) -> Activations {
 /// The class of a model whose layers are dense or have one sliding window, with its keys. No class with residual scales
 /// is one of grouped-query attention.
 pub(super) fn grouped_stock(model: &ModelShape) -> Result<Stock, Option<&'static str>> {
+    if model.attention_sinks {
+        return Err(Some("no class of grouped-query attention has sinks (model.attention_sinks = true)"));
+    }
     let attentions = model.attentions().into_iter().map(|(attention, _)| attention);
     let mut windows = attentions.filter_map(|attention| attention.as_kind().cached_window());
     let window = windows.next();

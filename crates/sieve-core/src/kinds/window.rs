@@ -64,6 +64,10 @@ impl Kind for SwaShape {
         true
     }
 
+    fn takes_sinks(&self) -> bool {
+        true
+    }
+
     fn label(&self) -> Option<String> {
         Some(format!("window {}", self.sliding_window))
     }

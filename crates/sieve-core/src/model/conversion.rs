@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 ///
 /// A tensor with the same name and sizes is kept, any other is dropped. A new tensor has the value that it has in a new
 /// model. So the function stays where both kinds read all keys: dense attention, a window as long as the row, chosen
-/// blocks that hold it, DMA with `a_init = 0`, `recency = "none"` and a window as long as the row.
+/// blocks that hold it, DMA with `a_init = 0`, `recency = "none"` and a window as long as the row. Sinks that are new
+/// or dropped change it: only a logit of minus infinity would not, and it has no gradient.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Conversion {
     /// Layers whose kind changes: the names of both kinds, and the indices of the layers.
@@ -269,6 +270,23 @@ mod tests {
         assert_eq!(words(&all, &some).as_deref(), Some("2 layers go on without RoPE"));
         assert_eq!(words(&some, &all).as_deref(), Some("2 layers go on with RoPE"));
         assert_eq!(words(&some, &some), None);
+    }
+
+    #[test]
+    fn sinks_are_kept_added_and_dropped_by_name() {
+        let dense = of_kind(AttentionKind::Mha);
+        let with_sinks = ModelShape { attention_sinks: true, ..dense.clone() };
+        let window = ModelShape { attention: Attention::swa(4), ..with_sinks.clone() };
+        let words = |from: &ModelShape, to: &ModelShape| {
+            let made = Conversion::of(from, to).expect("the same sizes");
+            made.words().expect("it changes")
+        };
+        assert_eq!(words(&dense, &with_sinks), "new: self_attn.sinks in 3 layers");
+        assert_eq!(words(&with_sinks, &of_kind(AttentionKind::Mha)), "dropped: self_attn.sinks in 3 layers");
+        let kept = words(&with_sinks, &window);
+        assert!(kept.contains("self_attn.sinks") && !kept.contains("new") && !kept.contains("dropped"), "{kept}");
+        let blocks = words(&window, &of_kind(AttentionKind::InfllmV2));
+        assert!(blocks.ends_with("dropped: self_attn.sinks in 3 layers"), "{blocks}");
     }
 
     #[test]

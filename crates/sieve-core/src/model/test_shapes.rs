@@ -44,6 +44,7 @@ pub fn tiny_dma() -> ModelShape {
         residual_scale: true,
         qk_norm: true,
         qkv_bias: false,
+        attention_sinks: false,
         rope_scaling: None,
         rope_layers: RopeLayers::default(),
         attention: Attention::Dma(DmaShape::published(4)),

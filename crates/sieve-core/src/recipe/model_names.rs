@@ -33,6 +33,7 @@ impl Recipe {
             residual_scale: model.residual_scale,
             qk_norm: model.qk_norm,
             qkv_bias: model.qkv_bias,
+            attention_sinks: model.attention_sinks,
             rope_scaling: model.rope_scaling,
             rope_layers: RopeLayers::new(model.rope_layers.as_deref().unwrap_or_default()),
             attention: self.attention.own,

@@ -9,7 +9,7 @@ use std::path::{Component, Path};
 
 use toml::Table;
 
-use attention::{check_attention, check_layer_tables, check_layer_types, check_rope_layers};
+use attention::{check_attention, check_layer_tables, check_layer_types, check_rope_layers, check_sinks};
 
 use super::data;
 use super::mistake::Mistake;
@@ -76,6 +76,7 @@ pub(super) fn check(parts: &Parts, mistakes: &mut Vec<Mistake>) {
         check_layer_tables(attention, parts.model.as_ref(), &mut rules);
         if let Some(model) = &parts.model {
             check_layer_types(model, attention, &mut rules);
+            check_sinks(model, attention, &mut rules);
         }
     }
     if let Some(tokenizer) = &parts.tokenizer {

@@ -57,6 +57,9 @@ keys! {
         pub qk_norm: bool = true,
         /// Whether the projections of queries, keys and values have biases, as in Qwen2.
         pub qkv_bias: bool = false,
+        /// Whether dense and window layers (kinds `mha` and `swa`) have sinks: a learned logit of each query head in
+        /// the softmax, whose value is zero, as in gpt-oss. They start as small random numbers, as gpt-oss draws them.
+        pub attention_sinks: bool = false,
         /// How the rotary frequencies differ from `rope_theta`'s; absent: they do not.
         pub rope_scaling: Option<RopeScaling>,
         /// Whether each layer rotates its queries and keys, a list repeated over the layers: `[true, true, true, false]`

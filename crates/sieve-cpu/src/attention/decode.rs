@@ -21,16 +21,26 @@ pub struct DecodeShape {
     pub softmax_scale: f32,
 }
 
+/// What is added to the logits of a decoding step, or joins them.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DecodeBias<'a> {
+    /// Bias of each key, `[heads, kv_len]`; `None`: keys have no biases.
+    pub delta: Option<&'a [f32]>,
+    /// One more logit of each query head, whose value is zero (a sink), `[num_heads]` of one batch row; `None`: none.
+    pub sinks: Option<&'a [f32]>,
+}
+
 /// `o = softmax(scale q k^T + delta) v` for one query token of each batch row. Slots from `kv_len` on are not read.
 ///
 /// # Shapes
 /// - q, o: `[heads, group_size, head_dim]`, heads counted over all batch rows
 /// - k, v: `[heads, capacity, head_dim]`; the last head may end after its `kv_len` slots
-/// - delta: `[heads, kv_len]`; `None`: keys have no biases
+/// - bias: as [`DecodeBias`] says
 ///
 /// # Panics
 /// When lengths do not fit.
-pub fn attention_decode(shape: DecodeShape, q: &[f32], k: &[f32], v: &[f32], delta: Option<&[f32]>, o: &mut [f32]) {
+pub fn attention_decode(shape: DecodeShape, q: &[f32], k: &[f32], v: &[f32], bias: DecodeBias<'_>, o: &mut [f32]) {
+    let DecodeBias { delta, sinks } = bias;
     let DecodeShape { group_size, head_dim, capacity, kv_len, .. } = shape;
     let group_len = group_size * head_dim;
     assert!(
@@ -43,6 +53,11 @@ pub fn attention_decode(shape: DecodeShape, q: &[f32], k: &[f32], v: &[f32], del
         let heads = q.len() / group_len;
         assert_eq!(delta.len(), heads * kv_len, "attention_decode: delta has another size");
     }
+    if let Some(sinks) = sinks {
+        let heads = q.len() / head_dim;
+        let fits = sinks.len().is_multiple_of(group_size) && !sinks.is_empty() && heads.is_multiple_of(sinks.len());
+        assert!(fits, "attention_decode: sinks are not one for each query head");
+    }
     let groups = o.par_chunks_mut(group_len).zip(q.par_chunks(group_len)).enumerate();
     groups.for_each(|(head, (o, q))| {
         let [k, v] = [k, v].map(|cache| {
@@ -50,13 +65,14 @@ pub fn attention_decode(shape: DecodeShape, q: &[f32], k: &[f32], v: &[f32], del
             slots.expect("attention_decode: k or v is too short")
         });
         let delta = delta.map(|delta| &delta[head * kv_len..][..kv_len]);
-        attend_group(shape, q, k, v, delta, o);
+        let sinks = sinks.map(|sinks| &sinks[head * group_size % sinks.len()..][..group_size]);
+        attend_group(shape, q, k, v, DecodeBias { delta, sinks }, o);
     });
 }
 
 on_arch! {
     fn attend_group<'a>(
-        shape: DecodeShape, q: &'a [f32], k: &'a [f32], v: &'a [f32], delta: Option<&'a [f32]>, o: &'a mut [f32],
+        shape: DecodeShape, q: &'a [f32], k: &'a [f32], v: &'a [f32], bias: DecodeBias<'a>, o: &'a mut [f32],
     ) -> () = attend_group_simd;
 }
 
@@ -68,7 +84,7 @@ fn attend_group_simd<S: Simd>(
     q: &[f32],
     k: &[f32],
     v: &[f32],
-    delta: Option<&[f32]>,
+    DecodeBias { delta, sinks }: DecodeBias<'_>,
     o: &mut [f32],
 ) {
     let d = shape.head_dim;
@@ -76,28 +92,30 @@ fn attend_group_simd<S: Simd>(
     // The largest bias is subtracted: next to a large bias `q . k` would lose its digits.
     let largest = |delta: &[f32]| delta.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let base = delta.map_or(0.0, largest);
-    for (o, q) in o.chunks_exact_mut(d).zip(q.chunks_exact(d)) {
-        let mut max = f32::NEG_INFINITY;
+    for (head, (o, q)) in o.chunks_exact_mut(d).zip(q.chunks_exact(d)).enumerate() {
+        let sink = sinks.map(|sinks| sinks[head]);
+        let mut max = sink.unwrap_or(f32::NEG_INFINITY);
         for (slot, (logit, k)) in logits.iter_mut().zip(k.chunks_exact(d)).enumerate() {
             let bias = delta.map_or(0.0, |delta| delta[slot] - base);
             *logit = shape.softmax_scale * dot(simd, q, k) + bias;
             max = if *logit > max { *logit } else { max };
         }
-        weigh(simd, &mut logits, max, |slot| &v[slot * d..(slot + 1) * d], o);
+        let without_value = sink.filter(|sink| *sink > f32::NEG_INFINITY).map_or(0.0, |sink| (sink - max).exp());
+        weigh(simd, &mut logits, [max, without_value], |slot| &v[slot * d..(slot + 1) * d], o);
     }
 }
 
-/// Computes `o = sum_s softmax(logits)_s value(s)`, 0 without keys. `max` is the largest logit; the logits become
-/// unnormalised probabilities.
+/// Computes `o = sum_s softmax(logits)_s value(s)`, 0 without keys. `max` is the largest logit, `without_value` the
+/// unnormalised probability of logits that have no value; the logits become unnormalised probabilities.
 #[inline(always)]
 pub(crate) fn weigh<'v, S: Simd>(
     simd: S,
     logits: &mut [f32],
-    max: f32,
+    [max, without_value]: [f32; 2],
     value: impl Fn(usize) -> &'v [f32],
     o: &mut [f32],
 ) {
-    let sum = exp_and_sum(simd, logits, max);
+    let sum = exp_and_sum(simd, logits, max) + without_value;
     o.fill(0.0);
     for (s, &p) in logits.iter().enumerate() {
         for (o, &v) in o.iter_mut().zip(value(s)) {
@@ -143,7 +161,7 @@ mod tests {
 
     fn decode(shape: DecodeShape, [q, k, v]: [&[f32]; 3], delta: Option<&[f32]>) -> Vec<f32> {
         let mut o = vec![f32::NAN; q.len()];
-        attention_decode(shape, q, k, v, delta, &mut o);
+        attention_decode(shape, q, k, v, DecodeBias { delta, sinks: None }, &mut o);
         o
     }
 

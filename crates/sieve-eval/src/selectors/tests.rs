@@ -245,3 +245,10 @@ fn keys_are_not_moved_by_the_plain_angles_of_scaled_frequencies() {
     }
     new("streamingllm").expect("keys stay where they are");
 }
+
+#[test]
+fn selectors_refuse_models_with_sinks() {
+    let shape = ModelShape { attention_sinks: true, ..model(Attention::Mha).shape().clone() };
+    let selector = LayerSelectors::parse("streamingllm").expect("valid");
+    refusal(Selection::new(selector, &shape), "this model's has sinks too (model.attention_sinks)");
+}

@@ -17,7 +17,7 @@ pub struct KvCache {
 
 /// Which keys of the cache a decode step sees.
 #[derive(Debug, Clone, Copy)]
-pub struct DecodeStep {
+pub struct DecodeStep<'a> {
     /// Size of the sliding window in keys, the new key included; `None` is all keys.
     pub window: Option<usize>,
     /// Factor on the dot products `q.k`.
@@ -29,12 +29,15 @@ pub struct DecodeStep {
     /// Tokens that the cache of a sliding window no longer holds: row 0 of the cache is token `num_dropped` of the
     /// sequence. `length` counts all tokens of the sequence, the dropped ones too.
     pub num_dropped: usize,
+    /// One more logit of each query head, whose value is zero, bf16 `[num_heads]`; `None`: no sinks. Chosen blocks take
+    /// none.
+    pub sinks: Option<&'a CudaTensor>,
 }
 
-impl DecodeStep {
+impl DecodeStep<'_> {
     /// A query sees all keys; the cache holds them all, at most `max_length` before this token.
     pub const fn new(max_length: usize, softmax_scale: f32) -> Self {
-        Self { window: None, softmax_scale, num_first: 0, max_length, num_dropped: 0 }
+        Self { window: None, softmax_scale, num_first: 0, max_length, num_dropped: 0, sinks: None }
     }
 }
 
@@ -75,7 +78,7 @@ impl KvCache {
         &self,
         token: &Qkv,
         length: &CudaTensor,
-        step: DecodeStep,
+        step: DecodeStep<'_>,
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
         launch(token, self, length, step, scratch, Seen::Appended)
@@ -91,7 +94,7 @@ impl KvCache {
         token: &Qkv,
         rotation: TokenRotation<'_>,
         length: &CudaTensor,
-        step: DecodeStep,
+        step: DecodeStep<'_>,
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
         launch(token, self, length, step, scratch, Seen::Rotated(rotation))
@@ -106,7 +109,7 @@ impl KvCache {
         &self,
         token: &Qkv,
         length: &CudaTensor,
-        step: DecodeStep,
+        step: DecodeStep<'_>,
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
         launch(token, self, length, step, scratch, Seen::Cached)
@@ -123,7 +126,7 @@ impl KvCache {
         &self,
         token: &Qkv,
         length: &CudaTensor,
-        step: DecodeStep,
+        step: DecodeStep<'_>,
         scratch: &DecodeScratch,
         chosen: &CudaTensor,
         block_size: usize,
@@ -149,7 +152,7 @@ fn launch(
     token: &Qkv,
     cache: &KvCache,
     length: &CudaTensor,
-    step: DecodeStep,
+    step: DecodeStep<'_>,
     scratch: &DecodeScratch,
     seen: Seen<'_>,
 ) -> Result<CudaTensor, KernelError> {
@@ -206,6 +209,13 @@ fn launch(
         }
     };
     scratch.require(NAME, &heads)?;
+    let sinks = step.sinks.map(|sinks| {
+        require!(!matches!(form, DecodeForm::Chosen), NAME, "sinks": "there", "none over chosen blocks");
+        operands!(NAME, sinks: BF16[shape.num_heads]);
+        Ok(sinks)
+    });
+    let sinks = sinks.transpose()?;
+    tensors.extend(&sinks);
     tensors.extend([length, &o, &scratch.partials, &scratch.counters]);
     let params = params!(AttentionDecodeParams {
         base: token.token_params(NAME, &heads, step.softmax_scale)?,
@@ -220,7 +230,7 @@ fn launch(
         table_stride,
         epsilon: norm_epsilon,
     });
-    let kernel = attention_decode_kernel(scratch.tiling, form);
+    let kernel = attention_decode_kernel(scratch.tiling, form, sinks.is_some());
     // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to the capacity; writes every element
     // of o and, when appending, row `length` of the caches.
     unsafe { kernel.launch(scratch.grid(), &tensors, &params) }?;
@@ -243,6 +253,14 @@ pub(crate) enum DecodeForm {
 }
 
 impl DecodeForm {
+    /// The forms that take sinks.
+    pub(crate) const WITH_SINKS: [Self; 4] = [Self::Cached, Self::Appended, Self::Rotated, Self::NormedRotated];
+
+    /// Whether the form rotates the token.
+    pub(crate) const fn rotates(self) -> bool {
+        matches!(self, Self::Rotated | Self::NormedRotated)
+    }
+
     /// The forms without a rotation.
     pub(crate) const PLAIN: [Self; 3] = [Self::Cached, Self::Appended, Self::Chosen];
 
@@ -252,8 +270,8 @@ impl DecodeForm {
     }
 }
 
-/// The specialisation for a tiling and a form.
-pub(crate) fn attention_decode_kernel(tiling: DecodeTiling, form: DecodeForm) -> SourceKernel {
+/// The specialisation for a tiling and a form, with sinks or without.
+pub(crate) fn attention_decode_kernel(tiling: DecodeTiling, form: DecodeForm, has_sinks: bool) -> SourceKernel {
     let [append, chosen, rotate] = match form {
         DecodeForm::Cached => [0, 0, 0],
         DecodeForm::Chosen => [0, 1, 0],
@@ -266,6 +284,7 @@ pub(crate) fn attention_decode_kernel(tiling: DecodeTiling, form: DecodeForm) ->
         .define("APPEND", append)
         .define("CHOSEN", chosen)
         .define("ROTATE", rotate)
+        .define("SINKS", has_sinks as u8)
         .starts_early()
 }
 

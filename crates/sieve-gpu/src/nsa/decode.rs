@@ -60,7 +60,7 @@ impl NsaToken<'_> {
     pub fn decode(
         &self,
         length: &CudaTensor,
-        [step, window]: [DecodeStep; 2],
+        [step, window]: [DecodeStep<'_>; 2],
         scratch: [&DecodeScratch; 3],
     ) -> Result<[CudaTensor; 3], KernelError> {
         let [coarse, fine, near] = self.branches;
@@ -164,7 +164,7 @@ impl Pooled<'_> {
         token: &Qkv,
         cache: &KvCache,
         length: &CudaTensor,
-        step: DecodeStep,
+        step: DecodeStep<'_>,
     ) -> Result<CudaTensor, KernelError> {
         let token = token.with_kernel_strides();
         let shape = one_token(NAME, &token)?;
@@ -212,7 +212,7 @@ pub(crate) fn key_logits(
     cache: &KvCache,
     token: &Qkv,
     length: &CudaTensor,
-    step: DecodeStep,
+    step: DecodeStep<'_>,
 ) -> Result<CudaTensor, KernelError> {
     let head_dim = one_token(NAME, token)?.head_dim;
     require!([64, 128].contains(&head_dim), NAME, "head_dim": head_dim, "64 or 128");
@@ -269,7 +269,7 @@ impl KvCache {
         token: &Qkv,
         index: Option<&Qkv>,
         length: &CudaTensor,
-        step: DecodeStep,
+        step: DecodeStep<'_>,
         pooled: PooledStep<'_>,
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {

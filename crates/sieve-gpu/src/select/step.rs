@@ -50,7 +50,7 @@ impl KvCache {
     pub fn selector_decode(
         &self,
         token: &Qkv,
-        step: DecodeStep,
+        step: DecodeStep<'_>,
         choice: SelectorStep<'_>,
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
@@ -73,7 +73,7 @@ impl KvCache {
     pub fn selected_blocks(
         &self,
         token: &Qkv,
-        step: DecodeStep,
+        step: DecodeStep<'_>,
         choice: SelectorStep<'_>,
     ) -> Result<CudaTensor, KernelError> {
         let (scores, [size, num_local], count) = match (choice.keys, choice.bounds) {
@@ -103,7 +103,7 @@ impl KvCache {
     fn page_scores(
         &self,
         token: &Qkv,
-        step: DecodeStep,
+        step: DecodeStep<'_>,
         length: &CudaTensor,
         bounds: &CudaTensor,
         page: usize,

@@ -3,10 +3,11 @@ use super::NeededKernels;
 use crate::attention::{
     AttentionShape, BackwardTiling, DecodeForm, DecodeTiling, HopperTiling, KernelFamily, KeySource, QueryPass,
     QueryTiling, SparseKeyReads, attention_backward_convert_added_kernel, attention_backward_convert_kernel,
-    attention_backward_join_kernel, attention_backward_prepare_kernel, attention_decode_kernel, bias_base_kernel,
-    by_tile_lists, has_hopper_form, head_by_head, hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
-    hopper_sparse_attention_forward_kernel, sharing, sparse_attention_backward_query_kernel,
-    sparse_attention_forward_kernel, sparse_attention_tiling, sparse_backward_query_tiling,
+    attention_backward_join_kernel, attention_backward_prepare_kernel, attention_decode_kernel,
+    attention_sinks_kernels, bias_base_kernel, by_tile_lists, has_hopper_form, head_by_head,
+    hopper_attention_backward_prepare_kernel, hopper_backward_kernel, hopper_sparse_attention_forward_kernel, sharing,
+    sparse_attention_backward_query_kernel, sparse_attention_forward_kernel, sparse_attention_tiling,
+    sparse_backward_query_tiling,
 };
 use crate::dma::{
     ConvertedSums, DMA_LAST_KEPT, ScoreBias, dma_attention_backward_convert_kernel, dma_backward_lists_kernel,
@@ -32,6 +33,8 @@ pub struct AttentionNeeds {
     pub keys: NeededKeys,
     /// Whether training sums in a fixed order.
     pub order: SumOrder,
+    /// Whether query heads have sinks.
+    pub has_sinks: bool,
 }
 
 /// How a model chooses its keys.
@@ -63,6 +66,9 @@ impl AttentionNeeds {
         if self.order == SumOrder::Any {
             parts.push(Part::ConvertDq);
         }
+        if self.has_sinks {
+            parts.push(Part::Sinks);
+        }
         for &part in &parts {
             portable(&mut list, self, part, shared_bytes);
         }
@@ -79,6 +85,9 @@ impl AttentionNeeds {
         let mut list = NeededKernels::default();
         if let Some(shared_bytes) = NeededKernels::shared_bytes_of(arch) {
             portable(&mut list, self, Part::Decode, shared_bytes);
+            if self.has_sinks {
+                portable(&mut list, self, Part::Sinks, shared_bytes);
+            }
         }
         list
     }
@@ -150,6 +159,8 @@ pub(super) enum Part {
     ConvertDq,
     /// Attention of one new query, and the merge of its splits.
     Decode,
+    /// Sinks: joined to the output, their gradient, and decoding with them.
+    Sinks,
 }
 
 /// Adds the portable kernels of one part of attention.
@@ -244,11 +255,12 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
         Part::Decode => match needs.keys {
             NeededKeys::Neighbours => {
                 let tiling = DecodeTiling::new([head_dim, head_dim_v], shared_bytes);
-                list.extend_kernels(DecodeForm::PLAIN.map(|form| attention_decode_kernel(tiling, form)));
+                let has_sinks = false;
+                list.extend_kernels(DecodeForm::PLAIN.map(|form| attention_decode_kernel(tiling, form, has_sinks)));
                 // Latent attention, whose heads of values are narrower, rotates in a kernel of its own.
                 if head_dim == head_dim_v {
                     let rotated = [true, false].map(DecodeForm::rotated);
-                    list.extend_kernels(rotated.map(|form| attention_decode_kernel(tiling, form)));
+                    list.extend_kernels(rotated.map(|form| attention_decode_kernel(tiling, form, has_sinks)));
                 }
             }
             NeededKeys::Chosen(bias) => {
@@ -258,6 +270,14 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
             NeededKeys::Blocks => list.extend_kernels(chosen_decode_kernels(head_dim)),
             NeededKeys::AllBiased => {}
         },
+        Part::Sinks => {
+            let are_bf16 = true;
+            list.extend_kernels(attention_sinks_kernels(head_dim_v, are_bf16));
+            list.extend_kernels([COLUMN_SUMS]);
+            let (tiling, has_sinks) = (DecodeTiling::new([head_dim, head_dim_v], shared_bytes), true);
+            let forms = DecodeForm::WITH_SINKS.into_iter().filter(|form| !form.rotates() || head_dim == head_dim_v);
+            list.extend_kernels(forms.map(|form| attention_decode_kernel(tiling, form, has_sinks)));
+        }
     }
 }
 
@@ -282,7 +302,7 @@ impl NeededKernels {
         for &head_dim in head_dims {
             // Only the widths decide which kernels these are.
             let shape = AttentionShape::new(1, 1, [1, 1], [head_dim, head_dim]);
-            let needs = AttentionNeeds { shape, keys: NeededKeys::Neighbours, order: SumOrder::Any };
+            let needs = AttentionNeeds { shape, keys: NeededKeys::Neighbours, order: SumOrder::Any, has_sinks: false };
             portable(&mut list, &needs, Part::Masked, shared_bytes);
             if let Ok(tiling) = sparse_attention_tiling(&shape, shared_bytes) {
                 let probes = |&block: &usize| sparse_attention_forward_kernel(&shape, &tiling, block);
@@ -374,7 +394,7 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
             }
         }
         // Hopper devices run the portable kernels for these parts.
-        Part::Around | Part::RowSums | Part::Choose | Part::ConvertDq | Part::Decode => {}
+        Part::Around | Part::RowSums | Part::Choose | Part::ConvertDq | Part::Decode | Part::Sinks => {}
     }
 }
 
@@ -385,7 +405,7 @@ mod tests {
 
     fn needs(width: usize, keys: NeededKeys, order: SumOrder) -> AttentionNeeds {
         let shape = AttentionShape::new(1, 1, [4, 2], [width, width]);
-        AttentionNeeds { shape, keys, order }
+        AttentionNeeds { shape, keys, order, has_sinks: false }
     }
 
     fn names(needed: &NeededKernels) -> BTreeSet<&'static str> {
@@ -436,6 +456,21 @@ mod tests {
             assert!(!needed.contains("dma_select") && !needed.contains("attention_forward"));
             let hopper = needed.contains("hopper_nsa_selected_attention_backward");
             assert_eq!(hopper, arch == "sm_90a");
+        }
+    }
+
+    #[test]
+    fn sinks_need_kernels_of_their_own() {
+        let without = needs(128, NeededKeys::Neighbours, SumOrder::Any);
+        let with = AttentionNeeds { has_sinks: true, ..without };
+        for arch in ["sm_80", "sm_90a"] {
+            let (more, plain) = (with.kernels(arch), without.kernels(arch));
+            let added = more.kernels.iter().filter(|k| !plain.kernels.iter().any(|known| known.is_same_code(k)));
+            let added: Vec<_> = added.map(SourceKernel::name).collect();
+            for name in ["attention_sinks_forward", "attention_sinks_backward"] {
+                assert!(added.contains(&name), "{added:?}");
+            }
+            assert_eq!(added.iter().filter(|name| **name == "attention_decode").count(), 4, "{added:?}");
         }
     }
 

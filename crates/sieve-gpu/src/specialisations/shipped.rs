@@ -6,7 +6,7 @@ use crate::dma::ScoreBias;
 use crate::runtime::{SourceKernel, SumOrder};
 use KernelFamily::{Hopper, Portable};
 use NeededKeys::{AllBiased, Blocks, Neighbours};
-use Part::{Around, Choose, ConvertDq, Decode, Forward, Gradients, Masked, MaskedGradients, RowSums};
+use Part::{Around, Choose, ConvertDq, Decode, Forward, Gradients, Masked, MaskedGradients, RowSums, Sinks};
 use SumOrder::{Any, Fixed};
 
 /// Architectures that CI compiles for: A100, consumer Ampere, Ada, Hopper, data-centre and consumer Blackwell.
@@ -38,7 +38,7 @@ const SHIPPED: &[(KernelFamily, NeededKeys, Widths, HeadCounts, &[Part])] = &[
     (Portable, Neighbours, ALL, PAIRS, &[Forward]),
     (Portable, Neighbours, TRAINED, PAIRS, &[Gradients(Any)]),
     (Portable, Neighbours, WIDE, PAIRS, &[Gradients(Fixed), Masked]),
-    (Portable, Neighbours, USUAL, PAIRS, &[Around, ConvertDq, Decode]),
+    (Portable, Neighbours, USUAL, PAIRS, &[Around, ConvertDq, Decode, Sinks]),
     (Portable, Neighbours, USUAL, PAIRS, &[MaskedGradients(Any), MaskedGradients(Fixed)]),
     (Portable, AllBiased, USUAL, PAIRS, &[Forward, RowSums, Gradients(Any)]),
     (Portable, DMA, OTHER, PAIRS, &[Forward]),
@@ -98,7 +98,7 @@ impl NeededKernels {
             for &(head_dim, head_dim_v) in widths {
                 for &(num_heads, num_kv_heads) in heads {
                     let shape = AttentionShape::new(1, 1, [num_heads, num_kv_heads], [head_dim, head_dim_v]);
-                    let needs = AttentionNeeds { shape, keys, order: Any };
+                    let needs = AttentionNeeds { shape, keys, order: Any, has_sinks: true };
                     for &part in parts {
                         match family {
                             Portable => portable(&mut list, &needs, part, shared_bytes),

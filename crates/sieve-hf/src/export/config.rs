@@ -147,6 +147,7 @@ fn of_sieve(shape: &ModelShape, kind: &str, sizes: Value) -> Value {
         "residual_scale": shape.residual_scale,
         "qk_norm": shape.qk_norm,
         "qkv_bias": shape.qkv_bias,
+        "attention_sinks": shape.attention_sinks,
         "auto_map": {
             "AutoConfig": "modeling_sieve.SieveConfig",
             "AutoModel": "modeling_sieve.SieveModel",

@@ -29,8 +29,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from .definitions import (
-    best_blocks, content_scores, dma_bias, expiry, in_any_case, infllm_importance, means_of, moba_importance,
-    msa_importance, nsa_importance, qsa_scores, slot_probabilities, slot_scores,
+    best_blocks, content_scores, dma_bias, expiry, in_any_case, infllm_importance, masked_attention, means_of,
+    moba_importance, msa_importance, nsa_importance, qsa_scores, slot_probabilities, slot_scores,
 )  # fmt: skip
 
 # Implementations that see this file's masks, biases and chosen blocks. An engine's own function passes over them.
@@ -68,6 +68,7 @@ DEFAULTS = {
     # projections of queries, keys and values have biases.
     "qk_norm": True,
     "qkv_bias": False,
+    "attention_sinks": False,  # whether dense and window layers have a logit of each head, whose value is zero
     # Angle per position of each channel pair, and the factor of cosines and sines; without a list those of rope_theta.
     "rope_frequencies": None,
     "rope_amplitude": 1.0,
@@ -281,21 +282,23 @@ def tiles(rows, keys):
         yield start, stop, rows.positions[:, start:stop, None], end
 
 
-def dense(module, q, k, v, rows, scale, window=None, cache=None):
+def dense(module, q, k, v, rows, scale, window=None, cache=None, sinks=None):
     """Causal attention over the keys of a row up to the query's own, or the last `window` of them."""
     if sieve := kernels(module, cache):
-        return by_kernel(sieve.attention, q, k, v, scale=scale, window=window)
+        return by_kernel(sieve.attention, q, k, v, scale=scale, window=window, sinks=sinks)
     if sieve := steps(module, q, rows, cache):
-        return sieve.attention(q, k, v, rows, scale=scale, window=window)
+        return sieve.attention(q, k, v, rows, scale=scale, window=window, sinks=sinks)
     keys, own_alone = k.shape[2], not torch.is_tensor(rows.first) and rows.first == 0
-    if own_alone and (window is None or window >= keys):
+    if sinks is None and own_alone and (window is None or window >= keys):
         return attend(module, q, k, v, scale, is_causal=True)
     o = []
     for start, stop, query, end in tiles(rows, keys):
         begin = 0 if window is None or torch.is_tensor(rows.first) else max(rows.first + start + 1 - window, 0)
         index = torch.arange(begin, end, device=q.device)
         visible = index <= query if window is None else (index <= query) & (index > query - window)
-        o.append(attend(module, q[:, :, start:stop], k[:, :, begin:end], v[:, :, begin:end], scale, visible[:, None]))
+        tile, mask = (q[:, :, start:stop], k[:, :, begin:end], v[:, :, begin:end]), visible[:, None]
+        y = sinks is not None and masked_attention(*(x.transpose(1, 2).float() for x in tile), mask, None, scale, sinks)
+        o.append(attend(module, *tile, scale, mask) if sinks is None else y.transpose(1, 2).to(q.dtype))
     return torch.cat(o, 2)
 
 
@@ -391,6 +394,7 @@ class DenseAttention(nn.Module):
         self.k_proj, self.v_proj = (linear(size, kv_heads * d, config.qkv_bias) for _ in range(2))
         norm = (lambda: RMSNorm(d, config.rms_norm_eps)) if config.qk_norm else nn.Identity
         self.q_norm, self.k_norm = norm(), norm()
+        self.sinks = nn.Parameter(torch.zeros(heads)) if config.attention_sinks else None
         self.o_proj = linear(heads * d, size)
 
     def heads(self, x):
@@ -417,7 +421,7 @@ class DenseAttention(nn.Module):
 
     def forward(self, x, rows, cache):
         q, k, v = self.keys(x, rows, cache)
-        return self.out(dense(self, q, k, v, rows, self.scale, self.window, cache))
+        return self.out(dense(self, q, k, v, rows, self.scale, self.window, cache, self.sinks))
 
 
 def choose(importance, query, config, first, local):

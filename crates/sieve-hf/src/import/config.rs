@@ -501,7 +501,8 @@ local_window_size = 0"
             _ => of_class,
         };
         let (qk_norm, qkv_bias) = (flag("qk_norm", class.qk_norm), flag("qkv_bias", class.qkv_bias));
-        model.push_str(&format!("qk_norm = {qk_norm}\nqkv_bias = {qkv_bias}\n"));
+        let attention_sinks = flag("attention_sinks", false);
+        model.push_str(&format!("qk_norm = {qk_norm}\nqkv_bias = {qkv_bias}\nattention_sinks = {attention_sinks}\n"));
         model.push_str(&rotary.scaling);
         let rotates = reader.rope_layers(num_layers)?;
         if rotates.contains(&false) {

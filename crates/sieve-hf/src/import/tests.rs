@@ -91,6 +91,7 @@ fn export_import_export_gives_the_same_bytes() {
         (true, "qk_norm = false", MHA, ""),
         (false, llama3, MHA, ""),
         (false, "qk_norm = false", SWA, ""),
+        (true, "attention_sinks = true\nlayer_types = [\"swa\", \"mha\"]", SWA, ""),
         (true, yarn, SWA, ""),
         (false, "qk_norm = false\nlayer_types = [\"swa\", \"mha\"]", SWA, ""),
         (true, "residual_scale = true\nqkv_bias = true", MHA, ""),

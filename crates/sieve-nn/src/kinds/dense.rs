@@ -1,10 +1,10 @@
 //! Causal attention with grouped queries, over all earlier keys or a sliding window, and its cache of recent keys.
 use super::{Attention, BuildLayer, KindCache, KindLayer, LayerCache, OTHER_CACHE};
-use crate::attention_weights;
+use crate::attention_weights::{by_key, with_values};
 use crate::kv_cache::{CachedRows, last};
 use crate::layer::{LayerContext, LayerOutput, PassState, from_device, on_device};
 use crate::{AttentionConfig, LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::ModelShape;
@@ -20,6 +20,8 @@ use sieve_ops::{
 pub struct MultiHeadAttention<B: Backend> {
     /// Packed projection to q, k and v, with q/k-norm and RoPE.
     pub qkv: QkvProjection<B>,
+    /// A logit of each query head in the softmax, whose value is zero, `[num_heads]`; `None` in models without sinks.
+    pub sinks: Option<Param<Tensor<B, 1>>>,
     /// Output projection, `[d_model, num_heads * head_dim]`.
     pub o_proj: Linear<B>,
     /// Number of last tokens that a query sees; `None`: all.
@@ -42,10 +44,12 @@ impl AttentionConfig {
 }
 
 impl<B: Backend> MultiHeadAttention<B> {
-    /// Normal weights from `init`. A query sees the last `window_size` tokens, its own included; `None`: all.
+    /// Normal weights and sinks (as gpt-oss draws them) from `init`. A query sees the last `window_size` tokens, its
+    /// own included; `None`: all.
     pub fn new(shape: &ModelShape, window_size: Option<usize>, init: &mut WeightInit, device: &B::Device) -> Self {
         Self {
             qkv: QkvProjection::new(shape, init, device),
+            sinks: shape.attention_sinks.then(|| init.normal([shape.num_heads], device)),
             o_proj: Linear::new(shape.num_heads * shape.head_dim, shape.d_model, init, device),
             window_size,
         }
@@ -54,6 +58,26 @@ impl<B: Backend> MultiHeadAttention<B> {
     /// Sizes of the heads, scale and window.
     pub(crate) fn spec(&self) -> AttentionSpec {
         self.qkv.spec(self.window_size)
+    }
+}
+
+impl<B: SieveBackend> MultiHeadAttention<B> {
+    /// The sinks as an operand of ops.
+    fn sinks(&self) -> Option<Tensor<B, 1>> {
+        self.sinks.as_ref().map(Param::val)
+    }
+}
+
+/// Attention of a packed tensor, with the layer's sinks where it has any.
+fn attend<B: SieveBackend>(
+    qkv: Tensor<B, 4>,
+    sinks: Option<Tensor<B, 1>>,
+    documents: &Documents<B>,
+    spec: AttentionSpec,
+) -> Tensor<B, 4> {
+    match sinks {
+        Some(sinks) => sieve_ops::attention_with_sinks(qkv, sinks, documents, spec),
+        None => sieve_ops::attention(qkv, documents, spec),
     }
 }
 
@@ -67,7 +91,7 @@ impl<B: SieveBackend> KindLayer<B> for MultiHeadAttention<B> {
         caches: Option<&mut LayerCaches<'_, B::Inner>>,
     ) -> LayerOutput<B> {
         let (qkv, spec) = (self.qkv.forward(x, context), context.under_policy(self.spec()));
-        let of_rows = |qkv, documents: &Documents<B>| sieve_ops::attention(qkv, documents, spec);
+        let of_rows = |qkv, documents: &Documents<B>| attend(qkv, self.sinks(), documents, spec);
         let o = match caches {
             None => context.attend(qkv, of_rows),
             Some(caches) => match caches.empty() {
@@ -75,7 +99,12 @@ impl<B: SieveBackend> KindLayer<B> for MultiHeadAttention<B> {
                     cache.keep_recent(&on_device(qkv.clone()), spec);
                     of_rows(qkv, context.documents)
                 }
-                None => from_device(caches.attend(on_device(qkv), |cached, qkv| attend_recent(cached, qkv, spec))),
+                None => {
+                    let sinks = self.sinks().map(on_device);
+                    let attend =
+                        |cached: CachedRows<'_, B::Inner>, qkv| attend_recent(cached, qkv, sinks.clone(), spec);
+                    from_device(caches.attend(on_device(qkv), attend))
+                }
             },
         };
         LayerOutput::of(self.o_proj.forward_add(o.flatten(2, 3), residual))
@@ -87,15 +116,21 @@ impl<B: SieveBackend> KindLayer<B> for MultiHeadAttention<B> {
         context: &LayerContext<'_, B>,
         state: &mut PassState<B>,
     ) -> Option<(AttentionLayer<B>, AttentionSpec)> {
+        if self.sinks.is_some() {
+            return None; // the op has no place for sinks
+        }
         Some((self.qkv.layer_op(norm, &self.o_proj, context, state)?, self.spec()))
     }
 
     fn for_token_step(&self) -> Option<TokenAttention<B>> {
-        Some(self.qkv.for_token_step(&self.o_proj, self.spec()))
+        Some(TokenAttention { sinks: self.sinks(), ..self.qkv.for_token_step(&self.o_proj, self.spec()) })
     }
 
     fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>, _state: &PassState<B>) -> Tensor<B, 3> {
-        attention_weights::dense(&self.qkv, self.spec(), x, context)
+        let (qkv, spec) = (self.qkv.forward(x, context), self.spec());
+        by_key(&qkv, |one_hot| {
+            attend(with_values(&qkv, one_hot, spec.num_kv_heads), self.sinks(), context.documents, spec)
+        })
     }
 
     fn as_grouped(&self) -> Option<&MultiHeadAttention<B>> {
@@ -147,19 +182,24 @@ impl<B: Backend> LayerCache<B> {
 
 /// Dense or sliding-window attention of `new` tokens after cached tokens; returns `[batch, new, num_heads, head_dim]`.
 /// Several new tokens attend in a row of their own: the cached keys that they may see, then the new tokens.
-fn attend_recent<B: DeviceBackend>(cached: CachedRows<'_, B>, qkv: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 4> {
+fn attend_recent<B: DeviceBackend>(
+    cached: CachedRows<'_, B>,
+    qkv: Tensor<B, 4>,
+    sinks: Option<Tensor<B, 1>>,
+    spec: AttentionSpec,
+) -> Tensor<B, 4> {
     let LayerCache::Recent(RecentCache { keys, .. }) = cached.cache else {
         panic!("a layer of grouped queries decodes after a prompt");
     };
     let [batch, new, _, _] = qkv.dims();
     if new == 1 {
-        return cached_attention(keys, qkv, spec, cached.scratch);
+        return cached_attention(keys, qkv, sinks, spec, cached.scratch);
     }
     // A window includes the query's own token, so the first new token sees one cached token fewer.
     let earlier = spec.window_size.map_or(keys.len(), |window| keys.len().min(window - 1));
     let row = keys.before(&qkv, earlier);
     let documents = Documents::whole_rows([batch, earlier + new], &qkv.device());
-    let o = sieve_ops::attention(row, &documents, spec);
+    let o = attend(row, sinks, &documents, spec);
     let [_, k, v] = split_heads(qkv, spec.num_kv_heads);
     keys.reserve(new, earlier);
     keys.append(k, v);

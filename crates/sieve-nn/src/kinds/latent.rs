@@ -274,6 +274,7 @@ impl<B: SieveBackend> KindLayer<B> for LatentAttention<B> {
 
     fn for_token_step(&self) -> Option<TokenAttention<B>> {
         Some(TokenAttention {
+            sinks: None,
             qkv: self.q_proj.weight.val(),
             qkv_bias: None,
             qk_norm: self.qk_norm(),

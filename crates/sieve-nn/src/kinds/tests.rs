@@ -4,7 +4,7 @@ use crate::{AttentionConfig, DecoderLayer, KvCache, LayerCache, LayerOutput, Slo
 use burn::backend::Autodiff;
 use burn::tensor::Tensor;
 use burn_flex::Flex;
-use sieve_core::{DmaBias, DmaRecency, DmaShape};
+use sieve_core::{DmaBias, DmaRecency, DmaShape, ModelShape};
 use sieve_ops::{Documents, Residual, SieveBackend};
 
 fn layer<B: burn::tensor::backend::Backend>(attention: sieve_core::Attention) -> Attention<B> {
@@ -141,6 +141,28 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
             });
             assert_close(&what, &values(Tensor::cat(got, 1)), &values(all), 1e-5);
         }
+    }
+}
+
+#[test]
+fn a_text_in_parts_gives_the_rows_of_one_pass_with_sinks() {
+    for attention in [kinds(0.5)[0], kinds(0.5)[1]] {
+        let shape = ModelShape { attention_sinks: true, ..shape(attention) };
+        let layer = Attention::<Flex>::new(&shape, &mut WeightInit::new(7, 0.2), &Default::default());
+        let grouped = layer.as_layer().as_grouped().expect("a grouped kind");
+        assert_eq!(grouped.sinks.as_ref().expect("the shape has sinks").dims(), [6]);
+        let x = input::<Flex, 3>([2, 23, 24], 6);
+        let rows = Rows::new([2, 23], &shape);
+        let all = whole(&layer, &x, &rows.context()).x;
+        for parts in [vec![3, 7, 1, 12], [vec![4], vec![1; 19]].concat(), vec![1, 22]] {
+            let (got, _) = cached(&layer, &x, rows.context(), parts.iter().copied(), |_, _| {});
+            let what = format!("{attention:?} in parts of {parts:?}");
+            assert_close(&what, &values(Tensor::cat(got, 1)), &values(all.clone()), 1e-5);
+        }
+        // Each row of weights leaves a share to the sink.
+        let one = input::<Flex, 3>([1, 9, 24], 6);
+        let weights = layer.as_layer().weights(one, &Rows::new([1, 9], &shape).context(), &PassState::default());
+        assert!(values(weights.sum_dim(2)).iter().all(|sum| *sum > 0.0 && *sum < 1.0));
     }
 }
 

@@ -20,6 +20,7 @@ fn a_model_has_the_parameters_its_shape_counts() {
                 residual_scale,
                 qk_norm: residual_scale,
                 qkv_bias: tie_word_embeddings,
+                attention_sinks: tie_word_embeddings,
                 ..shape(attention)
             };
             let model = Qwen3::<Flex>::new(&shape, 1, &Default::default());

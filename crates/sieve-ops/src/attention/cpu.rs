@@ -26,6 +26,24 @@ pub(crate) fn attention_backward(
     backward(&qkv, shape, window(call.spec), &call.documents, operands, d_delta)
 }
 
+pub(crate) fn join_sinks(output: AttentionOutput<Flex>, sinks: FlexTensor) -> AttentionOutput<Flex> {
+    unless_f32!(&output.o, "join_sinks": reference::join_sinks::<Flex>(output, sinks));
+    let (o_shape, lse_shape) = (output.o.shape(), output.lse.shape());
+    let seq_len = lse_shape[2];
+    let [o, lse, sinks] = [output.o, output.lse, sinks].map(contiguous);
+    let [mut o, mut lse] = [o, lse].map(|x| floats(&x).to_vec());
+    sieve_cpu::join_sinks(seq_len, floats(&sinks), &mut o, &mut lse);
+    AttentionOutput::new(from_vec(o, o_shape), from_vec(lse, lse_shape))
+}
+
+pub(crate) fn sinks_backward(output: &AttentionOutput<Flex>, sinks: FlexTensor, d_o: FlexTensor) -> FlexTensor {
+    unless_f32!(&output.o, "sinks_backward": reference::sinks_backward::<Flex>(output, sinks, d_o));
+    let seq_len = output.lse.shape()[2];
+    let [o, lse, d_o, sinks] = [output.o.clone(), output.lse.clone(), d_o, sinks].map(contiguous);
+    let gradient = sieve_cpu::sinks_backward(seq_len, floats(&sinks), floats(&o), floats(&lse), floats(&d_o));
+    from_vec(gradient, sinks.shape())
+}
+
 /// Sizes of an attention call, from a packed tensor of q, k and v heads.
 pub(crate) fn attention_shape(qkv: &FlexTensor, spec: AttentionSpec) -> AttentionShape {
     shape_of(qkv.shape().dims(), spec)

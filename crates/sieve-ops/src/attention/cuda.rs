@@ -1,7 +1,7 @@
 //! Dense and sliding-window attention on CUDA, and the operands that all attention kernels take. Calls that a kernel
 //! refuses run the reference, which holds a score matrix.
 use super::{AttentionCall, AttentionOutput, AttentionSpec, reference};
-use crate::device::{kernel_or_scores, scores};
+use crate::device::{kernel_or, kernel_or_scores, scores};
 use crate::{Cuda, DocumentBounds};
 use sieve_core::KeepOLow;
 use sieve_kernels::{
@@ -26,6 +26,17 @@ pub(crate) fn attention_backward(
     kernel_or_scores("attention_backward", attempt, score_matrix, || {
         reference::attention_backward::<Cuda>(qkv, call, output, d_o)
     })
+}
+
+pub(crate) fn join_sinks(output: AttentionOutput<Cuda>, sinks: Float) -> AttentionOutput<Cuda> {
+    let attempt = result(&output).with_sinks(&kernel_tensor(sinks.clone()));
+    kernel_or("join_sinks", attempt.map(self::output), || reference::join_sinks::<Cuda>(output, sinks))
+}
+
+pub(crate) fn sinks_backward(output: &AttentionOutput<Cuda>, sinks: Float, d_o: Float) -> Float {
+    let [logits, d] = [&sinks, &d_o].map(|x| kernel_tensor(x.clone()));
+    let attempt = result(output).sinks_gradient(&logits, &d);
+    kernel_or("sinks_backward", attempt.map(ToBurn::burn), || reference::sinks_backward::<Cuda>(output, sinks, d_o))
 }
 
 /// A packed tensor as the kernels take it.

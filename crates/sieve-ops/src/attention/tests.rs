@@ -1,4 +1,4 @@
-use super::attention;
+use super::{attention, attention_with_sinks};
 use crate::testing::{
     Ad, Float, Input, Random, RandomInput, assert_close, check_finite_differences, check_later_tokens_change_nothing,
     check_other_documents_change_nothing, check_parity, check_views, documents, float, host, primitive,
@@ -101,4 +101,66 @@ fn later_tokens_and_other_documents_change_no_bit_of_a_row() {
         let op = |inputs: &[Float], documents: &Documents<Ad>| run(&inputs[0], documents, spec);
         check_other_documents_change_nothing([packed(spec, [1, 120, 16], 7)], 0.0, &op);
     }
+}
+
+fn with_sinks(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec) -> Float {
+    primitive(attention_with_sinks(float(&inputs[0]), float(&inputs[1]), documents, spec))
+}
+
+fn constant(value: f64, dims: &[usize]) -> Float {
+    Random(1).input(dims).affine(0.0, value).untracked(DType::F32)
+}
+
+#[test]
+fn sinks_equal_the_reference_in_values_and_gradients() {
+    for (group_size, head_dim, window_size) in [(1, 16, None), (2, 20, Some(7)), (4, 7, Some(1)), (2, 32, Some(40))] {
+        let spec = spec(group_size, head_dim, window_size);
+        for (dims, lengths) in
+            [([2, 63, head_dim], &[5, 1, 1, 30][..]), ([1, 1, head_dim], &[]), ([2, 63, head_dim], &[])]
+        {
+            let inputs = [packed(spec, dims, 8), Random(9).input(&[3 * group_size]).affine(3.0, 0.5)];
+            let documents = documents::<Ad>(lengths, [dims[0], dims[1]]);
+            let what = format!("sinks {spec:?} {dims:?} {lengths:?}");
+            let op = |inputs: &[Float]| with_sinks(inputs, &documents, spec);
+            check_parity(&what, &inputs, &op, &|inputs| {
+                let call = AttentionCall::new(documents.bounds(), spec);
+                let output = reference::attention::<Ad>(inputs[0].clone(), &call);
+                reference::join_sinks::<Ad>(output, inputs[1].clone()).o
+            });
+            check_views(&what, &inputs, &op);
+        }
+    }
+}
+
+#[test]
+fn gradients_of_sinks_are_those_of_the_function() {
+    for window_size in [None, Some(3)] {
+        let spec = spec(2, 4, window_size);
+        let documents = documents::<Ad>(&[4, 1], [2, 9]);
+        let inputs = [packed(spec, [2, 9, 4], 3), Random(10).input(&[6])];
+        check_finite_differences("sinks", &inputs, &|inputs| with_sinks(inputs, &documents, spec));
+    }
+}
+
+#[test]
+fn a_sink_is_a_key_whose_value_is_zero() {
+    // In a row that begins with a key of zeros, every query gives it the logit 0.
+    let spec = spec(2, 16, None);
+    let qkv = packed(spec, [1, 21, 16], 11).untracked(DType::F32);
+    let first = constant(0.0, &[1, 1, spec.packed_heads(), 16]);
+    let longer = burn::tensor::Tensor::<Ad, 4>::cat(vec![float(&first), float(&qkv)], 1);
+    let [whole, longer_row] = [21, 22].map(|len| documents::<Ad>(&[], [1, len]));
+    let wanted = attention(longer, &longer_row, spec).narrow(1, 1, 21);
+    let got = with_sinks(&[qkv, constant(0.0, &[6])], &whole, spec);
+    assert_close("o", &host(got.primitive), &host(primitive(wanted).primitive), 2e-6);
+}
+
+#[test]
+fn sinks_without_weight_change_no_bit_and_heavy_ones_take_all() {
+    let spec = spec(2, 16, Some(7));
+    let documents = documents::<Ad>(&[20, 1], [2, 37]);
+    let qkv = packed(spec, [2, 37, 16], 12).untracked(DType::F32);
+    let o = |value| host(with_sinks(&[qkv.clone(), constant(value, &[6])], &documents, spec).primitive);
+    assert_eq!(o(f64::NEG_INFINITY), host(run(&qkv, &documents, spec).primitive));
+    assert!(o(1e30).iter().all(|x| *x == 0.0));
 }

@@ -1,4 +1,5 @@
 //! Attention of one new query on the CPU. The functions implement methods of `DeviceBackend`.
+use super::reference::Logits;
 use super::{DmaCache, DmaToken, KeyCache, TokenStep, TokensBefore, reference};
 use crate::AttentionSpec;
 use crate::device::{contiguous, floats, from_vec, ints, is_f32, last_dim, unless_f32, zeros_like};
@@ -7,7 +8,7 @@ use crate::tensors::{primitive, tensor};
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::DmaBias;
-use sieve_cpu::first_of_largest;
+use sieve_cpu::{DecodeBias, first_of_largest};
 
 /// The CPU has no fused step: a call per layer has no launch overhead there.
 pub(crate) fn token_step(_: TokenStep<'_, Flex>, (): &mut ()) -> Option<FlexTensor> {
@@ -35,16 +36,17 @@ pub(crate) fn attention_decode(
     softmax_scale: f64,
     (): &mut (),
 ) -> FlexTensor {
-    attend(q, keys, keys.len(), delta, softmax_scale)
+    attend(q, keys, keys.len(), Logits { delta, sinks: None }, softmax_scale)
 }
 
 pub(crate) fn cached_attention(
     cache: &mut KeyCache<Flex>,
     qkv: FlexTensor,
+    sinks: Option<FlexTensor>,
     spec: AttentionSpec,
     (): &mut (),
 ) -> FlexTensor {
-    reference::append_and_attend(cache, qkv, spec, attend)
+    reference::append_and_attend(cache, qkv, sinks, spec, attend)
 }
 
 pub(crate) fn mla_decode(
@@ -88,7 +90,7 @@ pub(crate) fn dma_decode(
     }
     replace_lightest(cache, &token);
     let delta = primitive(dma_bias(cache.rank.tokens(), bias));
-    attend(token.q, &cache.keys, cache.len(), Some(delta), softmax_scale)
+    attend(token.q, &cache.keys, cache.len(), Logits { delta: Some(delta), sinks: None }, softmax_scale)
 }
 
 /// Writes the token, in each head, to the slot of the smallest (rank, position) outside the local window. Without a
@@ -139,14 +141,8 @@ fn replace_lightest(cache: &mut DmaCache<Flex>, token: &DmaToken<Flex>) {
 }
 
 /// One query per sequence, `[batch, num_heads, head_dim]`, over the last `seen` keys of the cache.
-fn attend(
-    q: FlexTensor,
-    keys: &KeyCache<Flex>,
-    seen: usize,
-    delta: Option<FlexTensor>,
-    softmax_scale: f64,
-) -> FlexTensor {
-    unless_f32!(&q, "attention_decode": reference::attention_decode::<Flex>(q, keys, seen, delta, softmax_scale));
+fn attend(q: FlexTensor, keys: &KeyCache<Flex>, seen: usize, logits: Logits<Flex>, softmax_scale: f64) -> FlexTensor {
+    unless_f32!(&q, "attention_decode": reference::attention_decode::<Flex>(q, keys, seen, logits, softmax_scale));
     let [k, v] = [&keys.k, &keys.v].map(|x| contiguous(primitive(x.buffer().clone())));
     let (q_shape, q) = (q.shape(), contiguous(q));
     let [_, num_kv_heads, capacity, head_dim] = k.shape().dims();
@@ -157,11 +153,12 @@ fn attend(
         kv_len: seen,
         softmax_scale: softmax_scale as f32,
     };
-    let delta = delta.map(contiguous);
+    let [delta, sinks] = [logits.delta, logits.sinks].map(|x| x.map(contiguous));
+    let bias = DecodeBias { delta: delta.as_ref().map(floats), sinks: sinks.as_ref().map(floats) };
     // Each head's keys before the last `seen` are skipped; heads remain `capacity` keys apart.
     let skipped = (keys.len() - seen) * head_dim;
     let [k, v] = [&k, &v].map(|x| &floats(x)[skipped..]);
     let mut o = zeros_like(&q);
-    sieve_cpu::attention_decode(shape, floats(&q), k, v, delta.as_ref().map(floats), &mut o);
+    sieve_cpu::attention_decode(shape, floats(&q), k, v, bias, &mut o);
     from_vec(o, q_shape)
 }

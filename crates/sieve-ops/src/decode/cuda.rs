@@ -1,4 +1,5 @@
 //! Decoding on CUDA: one new token of each sequence against its cache. Calls that a kernel refuses run the reference.
+use super::reference::Logits;
 use super::{DmaCache, DmaToken, KeyCache, SelectorCache, TokenBuffer, reference};
 use crate::attention::cuda::{packed, packed_heads};
 use crate::device::{kernel_of, kernel_or, tensors};
@@ -25,18 +26,19 @@ pub(crate) fn attention_decode(
 ) -> Float {
     let attempt = attend(&q, keys, delta.as_ref(), softmax_scale, scratch);
     kernel_or("attention_decode", attempt, || {
-        reference::attention_decode::<Cuda>(q, keys, keys.len(), delta, softmax_scale)
+        reference::attention_decode::<Cuda>(q, keys, keys.len(), Logits { delta, sinks: None }, softmax_scale)
     })
 }
 
 pub(crate) fn cached_attention(
     cache: &mut KeyCache<Cuda>,
     qkv: Float,
+    sinks: Option<Float>,
     spec: AttentionSpec,
     scratch: &mut CudaDecodeScratch,
 ) -> Float {
-    let attempt = append(cache, &qkv, spec, scratch);
-    kernel_or("attention_decode", attempt, || reference::cached_attention(cache, qkv, spec))
+    let attempt = append(cache, &qkv, sinks.as_ref(), spec, scratch);
+    kernel_or("attention_decode", attempt, || reference::cached_attention(cache, qkv, sinks, spec))
 }
 
 pub(crate) fn mla_decode(q: Float, latents: Float, key_scale: Option<Float>, rank: usize, softmax_scale: f64) -> Float {
@@ -199,13 +201,16 @@ fn attend(
 fn append(
     cache: &mut KeyCache<Cuda>,
     qkv: &Float,
+    sinks: Option<&Float>,
     spec: AttentionSpec,
     scratch: &mut CudaDecodeScratch,
 ) -> Result<Float, KernelError> {
     let token = packed(qkv, spec);
     let shape = token.shape(NAME)?;
     let (len, kv) = (cache.len(), writable(cache));
-    let step = DecodeStep { window: spec.window_size, ..DecodeStep::new(len, spec.softmax_scale as f32) };
+    let sinks = sinks.map(|sinks| kernel_tensor(sinks.clone()));
+    let all = DecodeStep::new(len, spec.softmax_scale as f32);
+    let step = DecodeStep { window: spec.window_size, sinks: sinks.as_ref(), ..all };
     let seen = spec.window_size.unwrap_or(len + 1).min(len + 1);
     let (length, buffers) = scratch.for_call(&kv.k, shape, len, seen)?;
     let o = kv.attention_decode(&token, length, step, buffers)?;

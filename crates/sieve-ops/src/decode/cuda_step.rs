@@ -103,7 +103,8 @@ fn require_kernels(step: &TokenStep<'_, Cuda>) -> Result<(), KernelError> {
     bf16(&of(&step.output))?;
     step.layers.iter().zip(&step.caches).try_for_each(|(layer, cache)| {
         let (gate_up, down) = (&layer.gate_up, &layer.down);
-        let TokenAttention { qkv, o, spec, extra, .. } = &layer.attention;
+        let TokenAttention { qkv, o, spec, extra, sinks, .. } = &layer.attention;
+        sinks.iter().try_for_each(|sinks| bf16(&of(sinks)))?;
         let group = spec.num_heads / spec.num_kv_heads;
         let head_dims = |keys: &KeyCache<Cuda>| [&keys.k, &keys.v].map(|x| x.buffer().dims()[3]);
         match cache {
@@ -440,7 +441,7 @@ impl Layer<'_> {
     }
 
     /// The step of a cache of a window or of all keys, the cache's buffers, and the most keys that the step sees.
-    fn recent(&self, keys: &mut KeyCache<Cuda>) -> (DecodeStep, KvCache, usize) {
+    fn recent(&self, keys: &mut KeyCache<Cuda>) -> (DecodeStep<'static>, KvCache, usize) {
         let ([len, num_dropped], window) = (self.held(keys), self.attention.spec.window_size);
         let step = DecodeStep { window, num_dropped, ..DecodeStep::new(len, self.attention.spec.softmax_scale as f32) };
         (step, self.cache(keys), window.unwrap_or(len + 1).min(len + 1))
@@ -462,7 +463,9 @@ impl Layer<'_> {
         let weights = norm.map(|norm| [&norm.q_weight, &norm.k_weight].map(|w| self.noted(w)));
         let weights = weights.as_ref().map(|weights| weights.each_ref());
         let rotation = TokenRotation { norm: weights.zip(norm.map(|norm| norm.epsilon as f32)), tables: self.tables };
+        let sinks = self.attention.sinks.as_ref().map(|sinks| self.noted(sinks));
         let (step, kv, seen) = self.recent(keys);
+        let step = DecodeStep { sinks: sinks.as_ref(), ..step };
         let buffers = scratch_of(scratch, &kv.k, token.shape(NAME)?, seen)?;
         let length = self.length()?;
         let o = if self.batch() == 1 {

@@ -17,12 +17,21 @@ pub(crate) fn likeliest<B: Backend>(logits: Float<B>, num_tokens: usize) -> Ints
     ids.into_primitive()
 }
 
+/// What is added to the logits of one query per sequence, or joins them.
+#[derive(Clone, Debug)]
+pub struct Logits<B: Backend> {
+    /// Bias of each key, `[batch, num_kv_heads, keys]`; `None`: no biases.
+    pub delta: Option<Float<B>>,
+    /// One more logit of each query head, whose value is zero, `[num_heads]`; `None`: no sinks.
+    pub sinks: Option<Float<B>>,
+}
+
 /// One query per sequence over the last `seen` keys of the cache; see [`crate::attention_decode`].
 pub fn attention_decode<B: Backend>(
     q: Float<B>,
     keys: &KeyCache<B>,
     seen: usize,
-    delta: Option<Float<B>>,
+    Logits { delta, sinks }: Logits<B>,
     softmax_scale: f64,
 ) -> Float<B> {
     let (q, dtype) = upcast::<B, 3>(q);
@@ -39,32 +48,42 @@ pub fn attention_decode<B: Backend>(
         // The largest bias is subtracted: next to a large bias q . k would lose its digits.
         logits = logits + (delta.clone() - delta.max_dim(3));
     }
-    let p = softmax(logits, 3);
+    if let Some(sinks) = sinks {
+        let sinks = tensor::<B, 1>(sinks).cast(logits.dtype()).reshape([1, num_kv_heads, group_size, 1]);
+        logits = Tensor::cat(vec![logits, sinks.expand([batch, num_kv_heads, group_size, 1])], 3);
+    }
+    let p = softmax(logits, 3).narrow(3, 0, seen);
     let o = p.matmul(v);
     primitive(o.reshape([batch, num_heads, head_dim]).cast(dtype))
 }
 
 /// Reference of [`crate::cached_attention`].
 #[cfg(feature = "cuda")]
-pub(crate) fn cached_attention<B: Backend>(cache: &mut KeyCache<B>, qkv: Float<B>, spec: AttentionSpec) -> Float<B> {
-    append_and_attend(cache, qkv, spec, attention_decode)
+pub(crate) fn cached_attention<B: Backend>(
+    cache: &mut KeyCache<B>,
+    qkv: Float<B>,
+    sinks: Option<Float<B>>,
+    spec: AttentionSpec,
+) -> Float<B> {
+    append_and_attend(cache, qkv, sinks, spec, attention_decode)
 }
 
-/// Appends a token to the cache and calls `attend(q, keys, seen, delta, softmax_scale)`, which takes and returns
+/// Appends a token to the cache and calls `attend(q, keys, seen, logits, softmax_scale)`, which takes and returns
 /// `[batch, num_heads, head_dim]`.
 pub(crate) fn append_and_attend<B: Backend>(
     cache: &mut KeyCache<B>,
     qkv: Float<B>,
+    sinks: Option<Float<B>>,
     spec: AttentionSpec,
-    attend: impl FnOnce(Float<B>, &KeyCache<B>, usize, Option<Float<B>>, f64) -> Float<B>,
+    attend: impl FnOnce(Float<B>, &KeyCache<B>, usize, Logits<B>, f64) -> Float<B>,
 ) -> Float<B> {
     let [q, k, v] = split_heads(tensor::<B, 4>(qkv), spec.num_kv_heads);
     let [batch, _, num_heads, head_dim] = q.dims();
     cache.append(k, v);
     let seen = spec.window_size.unwrap_or(cache.len()).min(cache.len());
     let q = primitive(q.reshape([batch, num_heads, head_dim]));
-    let delta = None;
-    let o = attend(q, cache, seen, delta, spec.softmax_scale);
+    let logits = Logits { delta: None, sinks };
+    let o = attend(q, cache, seen, logits, spec.softmax_scale);
     primitive(tensor::<B, 3>(o).reshape([batch, 1, num_heads, head_dim]))
 }
 

@@ -70,6 +70,8 @@ pub struct TokenAttention<B: Backend> {
     pub extra: TokenExtra<B>,
     /// Weight of the output projection, `[d_model, num_heads * head_dim]`.
     pub o: Tensor<B, 2>,
+    /// Sinks, `[num_heads]`, as in [`attention_with_sinks`](crate::attention_with_sinks); `None`: no sinks.
+    pub sinks: Option<Tensor<B, 1>>,
     /// Numbers of heads, softmax scale and window.
     pub spec: AttentionSpec,
 }

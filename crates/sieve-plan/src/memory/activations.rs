@@ -44,7 +44,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
 
 /// Whether a block's attention is one op together with its norm and GEMMs.
 fn joins_attention(shape: &ModelShape) -> bool {
-    shape.attention.as_kind().is_one_op() && shape.qk_norm && !shape.qkv_bias
+    shape.attention.as_kind().is_one_op() && shape.fits_one_op()
 }
 
 /// Values per token of GEMM inputs that a block's backward pass can recompute.

@@ -1,11 +1,11 @@
 //! Writes a run's recipe and checkpoints, and removes outdated checkpoints.
-use super::{Trainer, best_checkpoint};
 use super::faults::Moment;
 use super::reporter::Reporter;
 #[cfg(doc)]
 use super::saving::Checkpoints;
 use super::saving::remove_half_written;
 use super::writer::{Shard, Written};
+use super::{Trainer, best_checkpoint};
 use crate::metrics::drop_later_lines;
 use crate::optimizer::ReplicaSums;
 use crate::run_folder::rename_aside;

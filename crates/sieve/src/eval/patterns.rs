@@ -160,11 +160,9 @@ fn flag(args: &PatternsArgs) -> Result<String> {
     Ok(format!("--selector {}", terminal::shell_word(&selector)))
 }
 
-/// Tokens of a prompt. Fails, before any text is read, if the model has no dense layer or too short a context.
+/// Tokens of a prompt. Fails, before any text is read, if the model has no dense layer, sinks, or too short a context.
 fn length(args: &PatternsArgs, shape: &ModelShape, trained: usize) -> Result<usize> {
-    if shape.num_layers_of_dense_attention() == 0 {
-        return Err(EvalError::not_dense(args.method.name(), shape).into());
-    }
+    EvalError::require_dense(args.method.name(), shape)?;
     let context = shape.max_seq_len;
     let length = match (&args.method, args.length) {
         (_, Some(length)) => length,

@@ -106,8 +106,8 @@ fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, kept: Kept
 /// `--grid`; without either, all prefill methods.
 fn selectors(args: &SelectorsArgs, shape: &ModelShape) -> Result<(Vec<LayerSelectors>, Vec<anyhow::Error>)> {
     let mut asked = args.selector.clone();
-    if asked.is_empty() && shape.num_layers_of_dense_attention() == 0 {
-        return Err(EvalError::not_dense("every method", shape).into());
+    if asked.is_empty() {
+        EvalError::require_dense("every method", shape)?;
     }
     let (candidates, mut left_out) = match &args.grid {
         Some(grid) => read_grid(grid)?,

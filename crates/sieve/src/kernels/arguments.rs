@@ -65,17 +65,20 @@ pub(crate) struct CheckArgs {
     #[arg(long)]
     pub(super) portable: bool,
     /// Check dense, windowed and dynamic mask attention alone, in every family of this GPU
-    #[arg(long)]
+    #[arg(long, group = "part")]
     pub(super) attention: bool,
     /// Check attention under selectors' masks alone, in every family of this GPU
-    #[arg(long, conflicts_with = "attention")]
+    #[arg(long, group = "part")]
     pub(super) sparse: bool,
     /// Check native sparse attention alone, in every family of this GPU
-    #[arg(long, conflicts_with_all = ["attention", "sparse"])]
+    #[arg(long, group = "part")]
     pub(super) nsa: bool,
     /// Check latent attention alone, in every family of this GPU
-    #[arg(long, conflicts_with_all = ["attention", "sparse", "nsa"])]
+    #[arg(long, group = "part")]
     pub(super) mla: bool,
+    /// Check attention with sinks alone: their kernels, decoding, and models with sinks
+    #[arg(long, group = "part")]
+    pub(super) sinks: bool,
     /// Let each lane of Hopper's backward kernels arrive at barriers, not one a warp, for compute-sanitizer's racecheck
     #[arg(long, hide = true)]
     pub(super) every_lane_arrives: bool,
@@ -99,6 +102,7 @@ impl CheckArgs {
             (self.sparse, CheckPart::Sparse),
             (self.nsa, CheckPart::Nsa),
             (self.mla, CheckPart::Mla),
+            (self.sinks, CheckPart::Sinks),
         ];
         let asked = parts.into_iter().find_map(|(is_asked, part)| is_asked.then_some(part));
         asked.unwrap_or(CheckPart::All)

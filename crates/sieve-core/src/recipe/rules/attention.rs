@@ -2,7 +2,7 @@
 
 use super::Rules;
 use crate::did_you_mean;
-use crate::kinds::kind_of_layer_type;
+use crate::kinds::{AttentionKind, kind_of_layer_type};
 use crate::recipe::attention::{LayerName, table_name};
 use crate::recipe::mistake::{Mistake, quoted};
 use crate::recipe::sections::{OWN_LAYER, SHARED_LAYER};
@@ -76,6 +76,23 @@ pub(super) fn check_rope_layers(model: &ModelSection, rules: &mut Rules<'_>) {
         format!("has {length} entries, which do not divide num_hidden_layers = {layers}"),
         "the list is repeated over the layers",
     );
+}
+
+/// Checks that every layer of a model with sinks is of a kind that has a place for them.
+pub(super) fn check_sinks(model: &ModelSection, attention: &AttentionSection, rules: &mut Rules<'_>) {
+    let without = attention.kinds().find(|kind| !kind.as_kind().takes_sinks());
+    if let Some(without) = without.filter(|_| model.attention_sinks) {
+        let with: Vec<_> =
+            AttentionKind::ALL.into_iter().filter(|kind| kind.example().as_kind().takes_sinks()).collect();
+        let with = with.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(" and ");
+        let kind = without.kind().name();
+        rules.require(
+            false,
+            "model.attention_sinks",
+            format!("is true, and attention of kind = {kind:?} has no place for a sink"),
+            format!("leave it out; layers of the kinds {with} take sinks"),
+        );
+    }
 }
 
 /// What is wrong with the names of layers, and a hint; `None` if nothing.

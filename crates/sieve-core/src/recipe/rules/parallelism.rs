@@ -54,10 +54,13 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts, rul
     );
     if let Some(model) = &parts.model {
         rules.require(
-            model.qk_norm && !model.qkv_bias,
+            model.qk_norm && !model.qkv_bias && !model.attention_sinks,
             DEGREE,
-            format!("is {degree}, and a model with qk_norm = false or qkv_bias = true needs whole rows"),
-            "leave it out, or train a model with norms of queries and keys",
+            format!(
+                "is {degree}, and a model with qk_norm = false, qkv_bias = true or attention_sinks = true needs whole \
+                 rows"
+            ),
+            "leave it out, or train a model with norms of queries and keys and without biases and sinks",
         );
     }
 }

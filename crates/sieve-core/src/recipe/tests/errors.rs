@@ -1,6 +1,7 @@
 //! Every rule, broken alone and together.
 
 use super::*;
+use crate::model::ModelShape;
 use sieve_testing::{refusal, says};
 
 fn message(from: &str, to: &str) -> String {
@@ -220,6 +221,28 @@ fn rules_of_norms_biases_and_scaled_rotation() {
     ] {
         refusal(load_with(MINIMAL, &["model.qkv_bias=true", other]), wanted);
     }
+}
+
+#[test]
+fn sinks_are_of_dense_and_window_layers() {
+    const SINKS: &str = "model.attention_sinks=true";
+    for kind in AttentionKind::ALL {
+        let loaded = load_with(&with_attention(&format!("kind = {:?}", kind.name())), &[SINKS]);
+        match kind {
+            AttentionKind::Mha | AttentionKind::Swa => {
+                let shape = loaded.expect("a kind with sinks").model_shape(512).expect("it fits");
+                let sinks = shape.all_parameters().into_iter().filter(|spec| spec.ours.ends_with("self_attn.sinks"));
+                assert!(sinks.map(|spec| spec.dims).eq(vec![vec![shape.num_heads]; shape.num_layers]));
+                let without = ModelShape { attention_sinks: false, ..shape.clone() };
+                assert_eq!(shape.executed_flops_per_token(64), without.executed_flops_per_token(64));
+            }
+            _ => {
+                let wanted = format!("model.attention_sinks: is true, and attention of kind = \"{}\"", kind.name());
+                refusal(loaded, &wanted);
+            }
+        }
+    }
+    refusal(load_with(MINIMAL, &[SINKS, "parallelism.context_parallel_degree=2"]), "needs whole rows");
 }
 
 #[test]

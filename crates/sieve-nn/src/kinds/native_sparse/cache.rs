@@ -144,7 +144,7 @@ impl<B: DeviceBackend> BlockCache<B> {
         assert_eq!(num_new, 1, "a filled cache takes one token at a time");
         let [q, k, v] = split_heads(new.selected.clone(), spec.num_kv_heads);
         self.selected.append(k, v);
-        let window = cached_attention(&mut self.window, new.window.clone(), spec, scratch);
+        let window = cached_attention(&mut self.window, new.window.clone(), None, spec, scratch);
         let size = blocks.compress_block_size;
         // This token completes a compressed block, whose other size - 1 tokens are the last ones of `tail`.
         if blocks.num_compressed_blocks(self.num_tokens()) > self.num_compressed() {
