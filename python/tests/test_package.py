@@ -336,7 +336,9 @@ def test_opcheck():
         "chosen_forward": (q, k, v, *[None] * 4, 0.1, BLOCKS.sizes(), "largest_probability", True, 1),
         "block_sparse": (q, k, v, tiles.words, 0.1, (64, 64)),
         "block_sparse_backward": (q, k, v, tiles.words, tiles.by_keys(2), *masked, o, 0.1, (64, 64), True),
-        "cached_decode": (q[:, :1], *(x.transpose(1, 2).contiguous() for x in (k, v)), length, None, sinks, 0.1, None, None),
+        "cached_decode": (
+            q[:, :1], *(x.transpose(1, 2).contiguous() for x in (k, v)), length, None, sinks, 0.1, None, None
+        ),
     }.items():
         # Entries of a list behind its last one are never written: two runs on a GPU differ there.
         tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

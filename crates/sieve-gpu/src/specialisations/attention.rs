@@ -329,7 +329,7 @@ impl NeededKernels {
         for &head_dim in head_dims {
             let shape = AttentionShape::new(1, 1, [1, 1], [head_dim, head_dim]);
             for order in [SumOrder::Any, SumOrder::Fixed] {
-                let needs = AttentionNeeds { shape, keys: NeededKeys::Neighbours, order };
+                let needs = AttentionNeeds { shape, keys: NeededKeys::Neighbours, order, has_sinks: false };
                 for part in [Part::MaskedGradients(order), Part::Around, Part::ConvertDq] {
                     portable(&mut list, &needs, part, shared_bytes);
                     if is_hopper && has_hopper_form(&shape, KeySource::Dense) {

@@ -6,7 +6,7 @@ use crate::segment::Segment;
 use crate::validation::{ValidationSize, check_labels};
 use crate::{Precision, TrainError, TrainingData};
 use burn::module::Module;
-use burn::tensor::DType;
+use burn::tensor::{DType, Tensor};
 use sieve_core::model::Conversion;
 use sieve_core::recipe::Stage;
 use sieve_core::{ModelShape, Recipe, ShownPath};
