@@ -25,9 +25,9 @@ MOST_LINES = 110
 LIMITS = {
     "Rust files that name a variant": 4,
     "Rust files with moba": 32,
-    "Python files with moba": 21,  # one is of experiments/race, where it is a rival
-    "files in circles": 186,
-    f"functions above {MOST_LINES} lines": 5,
+    "Python files with moba": 22,  # two are of experiments: a rival of the race, and rows of a table of results
+    "files in circles": 184,
+    f"functions above {MOST_LINES} lines": 4,
     "params words of another name": 3,
 }
 
