@@ -95,8 +95,8 @@ def times(rows, task):
 # Why, by task: what is known of our kernel, so that a losing row is not left without a word.
 REASONS = {
     "dense": "It sums dq in any order by default; ours has a fixed order. Its fixed order is slower than ours.",
-    "tiles": "Measured before ours had a backward pass by tiles: it went over a list of 64-key blocks for each query, "
-             "and keys were repeated for each query head.",
+    "tiles": "It sums dq in any order; ours has a fixed order, in which tiles of keys wait for their turn. How long they "
+             "wait was simulated, not profiled.",
     "selected": "Groups of 16 query heads fill its tile; ours writes block sums beside the output.",
 }
 
@@ -179,8 +179,11 @@ def page(rows):
     for row in of(rows, "about"):
         names = ("driver", "driver"), ("PyTorch", "torch"), ("Triton", "triton")
         known = [f"{name} {row[key]}" for name, key in names if key in row]
+        # A call of its own for some tasks, whose rows replace the earlier ones.
+        tasks = row["command"].partition("--only ")[2].split(" ")[0]
         lines += ["", f"Measured on one {row.get('card', row['device'])}, {row['date']}"
-                  + (f", commit {row['commit']}" if row.get("commit") else "") + f" ({', '.join(known)})."]
+                  + (f", commit {row['commit']}" if row.get("commit") else "") + f" ({', '.join(known)})"
+                  + (f": {tasks}, in a later call." if tasks else ".")]
         others = [f"{key} {row[key]}" for key in row if key.startswith(("flash", "fla-", "attn", "nvidia"))]
         lines += [f"Rivals: {', '.join(others)}."] if others else []
     if of(rows, "time"):

@@ -19,8 +19,13 @@ def marked(indices, like):
     return counts.scatter_add_(-1, slots.clamp(min=0), (slots >= 0).long()) > 0
 
 
-def assert_close(name, got, exact, plain, floor=1e-3):
-    """The error of `got` is at most twice that of `plain`, over the whole tensor and in the worst row."""
+# In a tensor of fewer numbers the error that plain bf16 makes once is luck: the largest of DRAWS is taken.
+FEW, DRAWS = 16, 5
+
+
+def assert_close(name, got, exact, plain, floor=1e-3, others=()):
+    """The error of `got` is at most twice that of `plain`, over the whole tensor and in the worst row; `others` are
+    further pairs of exact and plain results, of which the worst error counts."""
     got, exact, plain = (x.detach().double() for x in (got, exact, plain))
     assert got.shape == exact.shape, f"{name}: {tuple(got.shape)}, expected {tuple(exact.shape)}"
     assert torch.isfinite(got).all(), f"{name}: a number that is not finite"
@@ -30,22 +35,27 @@ def assert_close(name, got, exact, plain, floor=1e-3):
         "row": lambda x: x.norm(dim=-1).max(),
     }
     for form, size in sizes.items():
-        error, allowed = size(got - exact), 2 * size(plain - exact) + floor * scale + 1e-5
+        plain_errors = [size(plain - exact), *(size(b.detach().double() - a.detach().double()) for a, b in others)]
+        error, allowed = size(got - exact), 2 * max(plain_errors) + floor * scale + 1e-5
         assert error <= allowed, f"{name}, by {form}: error {error:.3g}, plain bf16 allows {allowed:.3g}"
 
 
 def compare(name, ours, definition, inputs, settings=None, names="qkv"):
     """Output and all gradients of `ours` beside the definition in f32 and in the inputs' own types."""
     settings = settings or {}
-    results = []
-    d_o = None
-    for function, dtype in ((ours, None), (definition, torch.float32), (definition, None)):
+
+    def results(function, dtype, seed=99):
         mine = leaves(inputs, dtype)
         o = function(*mine, **settings)
-        if d_o is None:
-            d_o = random(*o.shape, device=o.device, seed=99)
-        gradients = torch.autograd.grad(o, mine, d_o.to(o.dtype))
-        results.append((o, *gradients))
-    for part, *three in zip(("o", *(f"d{x}" for x in names)), *results):
-        assert_close(f"{name}: {part}", *three)
-    return results[0]
+        d_o = random(*o.shape, device=o.device, seed=seed).to(o.dtype)
+        return (o, *torch.autograd.grad(o, mine, d_o))
+
+    found = [results(ours, None), results(definition, torch.float32), results(definition, None)]
+    others = []
+    if any(x.numel() < FEW for x in found[0]):
+        others = [(results(definition, torch.float32, seed), results(definition, None, seed))
+                  for seed in range(100, 99 + DRAWS)]
+    for at, part in enumerate(("o", *(f"d{x}" for x in names))):
+        pairs = [(exact[at], plain[at]) for exact, plain in others] if found[0][at].numel() < FEW else ()
+        assert_close(f"{name}: {part}", *(x[at] for x in found), others=pairs)
+    return found[0]

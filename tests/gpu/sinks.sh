@@ -37,7 +37,7 @@ wheel() {
 train() {
   local sets=() set run="$out/sinks" prompt='let mut sum'
   for set in model.attention_sinks=true 'model.layer_types=["swa","mha"]' data.cache_dir="$out/cache" \
-    tokenizer.train.vocab_size=257 metrics.log_freq=5 ${SETS:-}; do
+    tokenizer.train.vocab_size=258 metrics.log_freq=5 ${SETS:-}; do
     sets+=(--set "$set")
   done
   rm -rf "$out/sinks.toml" "$run"

@@ -1,10 +1,11 @@
 //! `sieve serve`: an OpenAI-compatible server for a trained model.
+use crate::device::Place;
 use crate::loaded::{PlaceArgs, on_device};
 use crate::out_of_memory::inference_plan;
 use crate::{hub, loaded, selector, terminal};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use sieve_core::{ModelShape, attention_label};
+use sieve_core::{ModelShape, Recipe, attention_label};
 use sieve_eval::{prompt_part, texts_together};
 use sieve_hf::{ChatTemplate, Kept, peek_model};
 use sieve_ops::DeviceBackend;
@@ -70,20 +71,19 @@ fn work(shape: &ModelShape, [context, texts]: [usize; 2]) -> InferenceSize {
 impl ServeArgs {
     /// Texts at once where nothing says how many: up to [`USUAL_TEXTS`], halved until the memory plan says that they
     /// fit, but no fewer than other commands decode together.
-    fn usual_texts(&self, shape: &ModelShape, context: usize) -> Result<usize> {
-        let place = self.place.place(&self.checkpoint)?;
+    fn usual_texts(&self, shape: &ModelShape, context: usize, place: &Place) -> usize {
         let least = texts_together(context);
         let fits = |texts: usize| {
-            let plan = inference_plan(shape, work(shape, [context, texts]), &place);
+            let plan = inference_plan(shape, work(shape, [context, texts]), place);
             plan.verdict == MemoryVerdict::Fits
         };
         let most = (USUAL_TOKENS / context.max(1)).clamp(1, USUAL_TEXTS);
         let halved = std::iter::successors(Some(most), |texts| Some(texts / 2)).take_while(|&texts| texts > least);
-        Ok(halved.into_iter().find(|&texts| fits(texts)).unwrap_or(least))
+        halved.into_iter().find(|&texts| fits(texts)).unwrap_or(least)
     }
 
-    /// Tokens of a text, and texts at once.
-    fn limits(&self, shape: &ModelShape) -> Result<[usize; 2]> {
+    /// Tokens of a text.
+    fn context(&self, shape: &ModelShape) -> Result<usize> {
         let context = self.max_context.map_or(shape.max_seq_len, |context| context as usize);
         ensure!(
             context <= shape.max_seq_len,
@@ -97,12 +97,16 @@ impl ServeArgs {
             !has_selector || self.max_texts.is_none_or(|texts| texts == 1),
             "--max-texts is above 1, and a selector decodes one text at a time\n  hint: leave --max-texts out"
         );
-        let max_texts = match self.max_texts {
-            _ if has_selector => 1,
+        Ok(context)
+    }
+
+    /// Texts at once on this device.
+    fn texts(&self, shape: &ModelShape, context: usize, place: &Place) -> usize {
+        match self.max_texts {
+            _ if self.sparse.selector.is_some() => 1,
             Some(texts) => texts as usize,
-            None => self.usual_texts(shape, context)?,
-        };
-        Ok([context, max_texts])
+            None => self.usual_texts(shape, context, place),
+        }
     }
 
     /// The model's name in requests.
@@ -122,11 +126,14 @@ pub(crate) fn run(mut args: ServeArgs) -> Result<()> {
         args.name.get_or_insert(model.name);
     }
     let (_, shape) = peek_model(&args.checkpoint)?;
-    let [context, max_texts] = args.limits(&shape)?;
-    // A port in use is said before the model is loaded.
+    let context = args.context(&shape)?;
+    // A port in use is said before the device is opened, which a process does once.
     let listener = sieve_serve::listen(&args.host, args.port)?;
-    let place = args.place.for_checkpoint(&args.checkpoint, |_, shape| work(shape, [context, max_texts]));
-    let place = place.with_context(|| {
+    let place = args.place.place(&args.checkpoint)?;
+    let max_texts = args.texts(&shape, context, &place);
+    let of_all = |_: &Recipe, shape: &ModelShape| work(shape, [context, max_texts]);
+    let planned = args.place.memory.check_inference(&args.checkpoint, &place, of_all);
+    planned.with_context(|| {
         format!(
             "planning for {} of {} tokens\n  hint: lower --max-texts or --max-context",
             terminal::counted(max_texts as u64, "text"),

@@ -241,8 +241,8 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
         Part::MaskedGradients(order) => {
             let tiling = BackwardTiling::choose("attention_backward", shape, source, shared_bytes);
             for set in BackwardTiling::launches(shape, order == SumOrder::Any) {
-                match tiling.clone().map(|tiling| by_tile_lists(tiling.kernel(shape, source, set, order))) {
-                    Ok(kernel) => list.extend_kernels(forms(kernel, false)),
+                match tiling.clone().map(|tiling| tiling.kernel(shape, source, set, order)) {
+                    Ok(kernel) => list.extend_kernels(forms(kernel, false).map(by_tile_lists)),
                     Err(error) => list.add(Err(error)),
                 }
             }
@@ -387,8 +387,8 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
             list.extend_kernels(forms(kernel, has_whole_keys(needs, order)));
         }
         Part::MaskedGradients(order) => {
-            let kernel = by_tile_lists(hopper_backward_kernel(shape, source, order));
-            list.extend_kernels(forms(kernel, false));
+            let kernel = hopper_backward_kernel(shape, source, order);
+            list.extend_kernels(forms(kernel, false).map(by_tile_lists));
             if order == SumOrder::Fixed {
                 list.extend_kernels([attention_backward_convert_added_kernel(shape.head_dim)]);
             }
