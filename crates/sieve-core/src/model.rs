@@ -99,8 +99,8 @@ impl ModelShape {
         self.num_kv_heads * self.head_dim
     }
 
-    /// Whether attention has Qwen3's form: queries and keys normed and rotated in every layer, no biases, no sinks, rotary
-    /// frequencies not scaled.
+    /// Whether attention has Qwen3's form: queries and keys normed and rotated in every layer, no biases, no sinks,
+    /// rotary frequencies not scaled.
     pub fn is_like_qwen3(&self) -> bool {
         self.fits_one_op() && self.rope_scaling.is_none() && self.rope_layers.is_every()
     }

@@ -1,9 +1,9 @@
 //! The Hugging Face layout: weights, configuration and tokenizer as stock `transformers` classes read them.
 //!
 //! Stock classes need no remote code. Dense and sliding-window models are `Qwen3ForCausalLM`; without norms of queries
-//! and keys they are `LlamaForCausalLM`, `MistralForCausalLM` (every layer has the window), `MinistralForCausalLM` (some
-//! layers have it), `SmolLM3ForCausalLM` (some layers do not rotate) or `Qwen2ForCausalLM` (with biases). Dynamic mask
-//! models are `DogeForCausalLM`, and latent ones without head norms `DeepseekV3ForCausalLM`.
+//! and keys they are `LlamaForCausalLM`, `MistralForCausalLM` (every layer has the window), `MinistralForCausalLM`
+//! (some layers have it), `SmolLM3ForCausalLM` (some layers do not rotate) or `Qwen2ForCausalLM` (with biases).
+//! Dynamic mask models are `DogeForCausalLM`, and latent ones without head norms `DeepseekV3ForCausalLM`.
 //!
 //! Other models (NSA; DMA with dense layers; norms and biases, or norms and layers that do not rotate) are computed by
 //! `modeling_sieve.py`, which is written next to the weights (`trust_remote_code=True`); DMA's published form too, on

@@ -7,7 +7,7 @@ use anyhow::Result;
 const MAX_LINES: usize = 800;
 
 /// Files that may have more lines: an export's code, since transformers takes only one file.
-const LONGER: &[(&str, usize)] = &[("crates/sieve-hf/src/export/modeling_sieve.py", 885)];
+const LONGER: &[(&str, usize)] = &[("crates/sieve-hf/src/export/modeling_sieve.py", 894)];
 
 /// Most columns of a line of Rust or CUDA, comments included.
 const MAX_COLUMNS: usize = 120;
