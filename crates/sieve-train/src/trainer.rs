@@ -208,9 +208,9 @@ impl<B: TrainBackend> Trainer<B> {
             if origin.is_branch {
                 // With another window or rotary base the losses change.
                 trainer.loss_mean.restart();
-                let note = trainer.converted_losses(checkpoint)?;
-                trainer.notices.extend(note);
             }
+            let notes = trainer.conversion_notes(checkpoint, origin.is_branch)?;
+            trainer.notices.extend(notes);
         } else {
             let model = trainer.model.take();
             trainer.model = model.map(|model| model.map(&mut trainer.optimizer.holder(precision)));
@@ -424,10 +424,11 @@ impl<B: TrainBackend> Trainer<B> {
             if let Some(next) = self.next_stage() {
                 is_usual = false;
                 drop(batches);
-                clock.pause(|| self.enter_or_save(next, reporter))?;
+                let notes = clock.pause(|| self.enter_or_save(next, reporter))?;
                 watch.restart();
                 peak_is_new = true;
                 reporter.emit(TrainEvent::Notice(&self.stage_line()));
+                notes.iter().for_each(|note| reporter.emit(TrainEvent::Notice(note)));
                 batches = self.stage.batches(self.next_sample)?;
             }
             // A first step compiles kernels, so other ranks wait longer for it.
@@ -574,8 +575,12 @@ impl<B: TrainBackend> Trainer<B> {
         let stage = &self.stage.stage;
         let section = &stage.section;
         let window = section.window.map_or(String::new(), |window| format!(", window {window}"));
+        let kind = match section.kind {
+            Some(_) => format!(", {}", self.stage.shape.attention.kind().name()),
+            None => String::new(),
+        };
         format!(
-            "stage {} of {}: steps {} to {}, rows of {} tokens, rope_theta {}{window}",
+            "stage {} of {}: steps {} to {}, rows of {} tokens, rope_theta {}{window}{kind}",
             stage.index + 1,
             self.recipe.stages().len(),
             stage.steps.start + 1,

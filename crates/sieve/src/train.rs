@@ -192,6 +192,7 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> R
     }
     let start = args.start(&out, session.mesh.as_deref())?;
     args.refuse_ignored(&start, &recipe, &out)?;
+    args.refuse_idle_flags([(&start, &recipe)])?;
     train_on(&session, &start, &recipe, &out)
 }
 
@@ -229,6 +230,23 @@ impl TrainArgs {
     /// How a new run takes over a checkpoint's state.
     fn branch_options(&self) -> BranchOptions {
         BranchOptions { drops: self.drop, fresh_optimizer: self.fresh_optimizer }
+    }
+
+    /// Refuses flags that say how a run begins with a checkpoint, where all these runs begin with random weights.
+    fn refuse_idle_flags<'a>(&self, runs: impl IntoIterator<Item = (&'a Start, &'a Recipe)>) -> Result<()> {
+        let of_branches = [("--drop", self.drop), ("--fresh-optimizer", self.fresh_optimizer)];
+        let Some((flag, _)) = of_branches.into_iter().find(|(_, is_given)| *is_given) else {
+            return Ok(());
+        };
+        let is_random =
+            |start: &Start, recipe: &Recipe| *start == Start::New && recipe.model.initial_folder().is_none();
+        if runs.into_iter().all(|(start, recipe)| is_random(start, recipe)) {
+            bail!(
+                "{flag} is for runs that begin with a checkpoint, and this one begins with random weights\n  \
+                 hint: --branch-from CHECKPOINT or model.initial_weights names one; else leave {flag} out"
+            );
+        }
+        Ok(())
     }
 
     fn events(&self) -> OnEvent {
@@ -349,7 +367,7 @@ impl<'a> Session<'a> {
 fn train_on(session: &Session<'_>, start: &Start, recipe: &Recipe, out: &Path) -> Result<Exit> {
     // The choice of the device does not depend on the vocabulary, so its size can be 0 here.
     let shape = recipe.model_shape(0)?;
-    let device = session.args.device.for_model(&session.found, &shape);
+    let device = session.args.device.for_model(&session.found, &recipe.shapes_of_stages(&shape));
     match &device {
         Device::Cpu if session.args.profile.is_some() => {
             bail!("--profile traces a GPU, and this run is on the CPU\n  hint: add --device cuda")

@@ -9,7 +9,9 @@ use sieve_train::{RunFolder, Start, TrainError, check_fit, named_checkpoint};
 /// The start of each run, checked: the run's folder, its initial weights, and the memory that it needs.
 pub(super) fn of_runs(session: &Session<'_>, runs: &[Run]) -> Result<Vec<Start>> {
     let starts = runs.iter().map(|run| check(session, run).with_context(|| run.overrides.join(" ")));
-    starts.collect()
+    let starts = starts.collect::<Result<Vec<_>>>()?;
+    session.args.refuse_idle_flags(starts.iter().zip(runs.iter().map(|run| &run.recipe)))?;
+    Ok(starts)
 }
 
 /// Finds where a run starts, and refuses what would fail later.
@@ -45,7 +47,7 @@ fn check(session: &Session<'_>, run: &Run) -> Result<Start> {
         None => crate::plan::vocab_size(&run.recipe),
     };
     let shape = run.recipe.model_shape(0)?;
-    let device = args.device.for_model(&session.found, &shape);
+    let device = args.device.for_model(&session.found, &run.recipe.shapes_of_stages(&shape));
     check_gpu(&run.recipe, &shape, &device)?;
     TrainError::check_ranks(&run.recipe, 1)?;
     // A tokenizer that cannot be read is reported when the text is prepared.
