@@ -90,6 +90,24 @@ pub(crate) fn kinds() -> Vec<[&'static str; 3]> {
             => kind = "nsa"\ncompress_block_size = 4\ncompress_stride = 2\ncompress = "mlp"\n\
             compress_hidden_size = 20\nselect_block_size = 4\nnum_selected_blocks = 4\nwindow_size = 7\n\
             shared_kv = false
+        ministral => tie_word_embeddings = false\nqk_norm = false\nlayer_types = ["swa", "mha", "swa"] \
+            => kind = "swa"\nsliding_window = 7
+        smollm3 => tie_word_embeddings = true\nqk_norm = false\nrope_layers = [true, false, true] => kind = "mha"
+        smollm3_windows => tie_word_embeddings = false\nqk_norm = false\nlayer_types = ["swa", "mha", "swa"]\n\
+            rope_layers = [true, true, false] => kind = "swa"\nsliding_window = 7
+        nope => tie_word_embeddings = true\nrope_layers = [false] => kind = "mha"
+        nope_mixed => tie_word_embeddings = true\nlayer_types = ["swa", "msa", "sparse"]\n\
+            rope_layers = [true, false, false] => kind = "dma"\nkeep_window_size = 5\nbias = "linear"\n\
+            recency = "slope"\nshortest_period = 4\n[attention.swa]\nsliding_window = 7\n\
+            [attention.msa]\nselect_block_size = 4\nnum_selected_blocks = 3
+        nope_nsa => tie_word_embeddings = false\nqk_norm = false\nqkv_bias = true\nrope_layers = [false, true, false]\n\
+            rope_scaling = { rope_type = "yarn", factor = 4.0, original_max_position_embeddings = 32 } \
+            => kind = "nsa"\ncompress_block_size = 4\ncompress_stride = 2\ncompress = "mlp"\n\
+            compress_hidden_size = 20\nselect_block_size = 4\nnum_selected_blocks = 4\nwindow_size = 7
+        nope_blocks => tie_word_embeddings = false\nrope_layers = [false, true, false]\n\
+            layer_types = ["sparse", "moba", "sparse"] => kind = "infllm_v2"\ncompress_block_size = 4\n\
+            compress_stride = 2\nselect_block_size = 4\nnum_selected_blocks = 4\nnum_local_blocks = 1\n\
+            [attention.moba]\nselect_block_size = 4\nnum_selected_blocks = 3
     "#,
     )
 }

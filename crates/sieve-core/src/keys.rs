@@ -5,6 +5,7 @@
 //! to write docs/recipe.md and the JSON schema.
 
 use serde::Serialize;
+use std::collections::BTreeMap;
 use toml::Value;
 
 // Bounds of sizes: token ids and positions are `i32` on devices, and the products of sizes that a pass computes with
@@ -62,6 +63,8 @@ pub(crate) enum Kind {
     Bools,
     /// A list of whole numbers of at least 0.
     Integers,
+    /// A table of whole numbers of at least 1, by names of the recipe's own.
+    Sizes,
     /// A list of numbers.
     Numbers,
     /// One name out of a list.
@@ -260,6 +263,7 @@ key_values!(
     Vec<bool>: Bools,
     Vec<usize>: Integers,
     Vec<f64>: Numbers,
+    BTreeMap<String, usize>: Sizes,
 );
 
 impl<T: KeyValue> KeyValue for Option<T> {

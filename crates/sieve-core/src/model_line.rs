@@ -157,16 +157,27 @@ fn layer_words(shape: &ModelShape) -> Option<String> {
 
 /// The density of a stage's full rows, after the stage's window if it has one of its own.
 fn density_words(recipe: &Recipe, stage: &Stage, shape: &ModelShape) -> String {
-    let (attention, seq_len) = (recipe.at_stage(stage).attention, stage.section.seq_len);
+    let (recipe_of_stage, seq_len) = (recipe.at_stage(stage), stage.section.seq_len);
+    let attention = recipe_of_stage.attention.own;
+    let shape = &recipe.shape_at(stage, shape);
+    if attention.kind() != recipe.attention.kind() || recipe_of_stage.model.layer_types != recipe.model.layer_types {
+        let words = std::iter::once(attention.kind().name().to_owned()).chain(layer_words(shape));
+        return words.collect::<Vec<_>>().join(", ") + ", " + &density_of(attention, shape, seq_len);
+    }
     let window = (attention.window() != recipe.attention.window()).then(|| attention.as_kind().label()).flatten();
     let window = window.map_or(String::new(), |label| format!("{label}: "));
+    window + &density_of(attention, shape, seq_len)
+}
+
+/// The density of full rows of a model of `shape`, whose own kind is `attention`.
+fn density_of(attention: Attention, shape: &ModelShape, seq_len: usize) -> String {
     let branches = attention.densities(seq_len);
     let of = |density: f64, branch: Option<&str>| {
         let branch = branch.map_or(String::new(), |name| format!(" {name}"));
         format!("{}{branch}", share(density))
     };
     let densities = branches.iter().map(|branch| of(branch.density, branch.branch)).collect::<Vec<_>>().join(" + ");
-    let mut words = format!("{window}density {densities} on rows of {seq_len}");
+    let mut words = format!("density {densities} on rows of {seq_len}");
     let others = &shape.attentions()[1..];
     if let [only] = branches.as_slice()
         && !others.is_empty()

@@ -99,6 +99,42 @@ fn recipes_of_qwen3_s_sizes_have_its_shapes() {
 }
 
 #[test]
+fn most_tokens_are_sparse_before_a_dense_end_of_a_tenth() {
+    let recipes = shipped();
+    let (_, recipe) = &recipes["sparse_then_dense_80m"];
+    let stages = recipe.stages();
+    let shapes = recipe.shapes_of_stages(&recipe.model_shape(50_304).expect("a model"));
+    let found = shapes.iter().map(|shape| shape.attention.kind()).collect::<Vec<_>>();
+    assert_eq!(found, [AttentionKind::InfllmV2, AttentionKind::Mha]);
+    assert_eq!(10 * stages[1].steps.len(), recipe.training.steps);
+    assert!(stages.iter().all(|stage| stage.section.seq_len == 32_768));
+    // Any kind may come before the end, where its own tensors are dropped.
+    let text = &recipes["sparse_then_dense_80m"].0;
+    let msa = Recipe::load(text, "as msa", &["attention.kind=msa".to_owned()]);
+    assert!(msa.is_ok(), "{msa:?}");
+}
+
+/// The config.json of SmolLM2-135M.
+#[test]
+fn recipes_of_smollm2_have_its_sizes_and_one_layer_in_four_of_the_other_kind() {
+    let recipes = shipped();
+    for (name, own, other) in [("smollm2_sparse", "msa", "swa"), ("smollm2_sparse_dma", "dma", "mha")] {
+        let (_, recipe) = &recipes[name];
+        let model = &recipe.model;
+        let sizes = [model.num_hidden_layers, model.hidden_size, model.intermediate_size, model.num_attention_heads];
+        assert_eq!(sizes, [30, 576, 1536, 9], "{name}");
+        assert_eq!((model.num_key_value_heads, model.head_dim, model.vocab_size), (3, 64, Some(49_152)), "{name}");
+        assert!(model.tie_word_embeddings && !model.qk_norm && model.rope_theta == 1e5, "{name}");
+        assert!(recipe.training.steps <= 500, "{name}");
+        let shape = recipe.model_shape(49_152).expect("a model");
+        let kinds = shape.attentions().into_iter().map(|(kind, count)| (kind.kind().name(), count));
+        let [few, many] = [7, 23];
+        let wanted = if own == "msa" { [(own, few), (other, many)] } else { [(own, many), (other, few)] };
+        assert_eq!(kinds.collect::<Vec<_>>(), wanted, "{name}");
+    }
+}
+
+#[test]
 fn the_recipe_of_dense_steps_differs_from_its_kind_s_in_these_alone() {
     let recipes = shipped();
     let (_, mut recipe) = recipes["infllm_v2_80m_ssa"].clone();
@@ -175,7 +211,8 @@ fn recipes_have_the_sizes_their_names_say() {
     // Besides the embedding; the 1.7B counts its vocabulary of 151,936 tokens in the paper's model, Qwen3-1.7B.
     // Beside one recipe of each kind there are these many.
     for (size, millions, more) in [
-        ("80m", 85.0, 5), // the published form of DMA, another text, code, dense steps, the board
+        // The published form of DMA, another text, code, dense steps, the board, a dense end.
+        ("80m", 85.0, 6),
         ("200m", 201.0, 1),
         ("680m", 680.0, 1),
         ("1p7b", 1410.0, 1),

@@ -20,12 +20,12 @@ pub struct OpPlan {
     pub reason: String,
 }
 
-/// The ops of a training step and their paths on `target`.
+/// The ops of the training steps of models of these shapes, which a run has in its stages, and their paths on `target`.
 ///
 /// A running program counts the calls itself and prints each op that ran as its reference.
-pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
+pub fn op_plans(shapes: &[ModelShape], target: &Target) -> Vec<OpPlan> {
     let rest = ["GEMMs", "norms, rotation, embedding", "swiglu", "loss", "adamw"];
-    let attention = shape.by_kind().into_iter().flat_map(|part| {
+    let attention = shapes.iter().flat_map(ModelShape::by_kind).flat_map(|part| {
         let ops = part.attention.as_kind().ops(&part).iter();
         ops.map(move |op| (*op, part.clone())).collect::<Vec<_>>()
     });
@@ -44,7 +44,13 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
         };
         OpPlan { op, path, reason }
     });
-    attention.chain(rest).collect()
+    let mut all = Vec::new();
+    for op in attention.chain(rest) {
+        if !all.contains(&op) {
+            all.push(op);
+        }
+    }
+    all
 }
 
 /// Widths of heads that the attention kernels take.
@@ -93,12 +99,13 @@ fn needed_keys(reads: KeyReads) -> NeededKeys {
 /// # Errors
 /// [`ReferenceTooLarge`].
 pub fn check_gpu_attention(recipe: &Recipe, shape: &ModelShape, arch: &str) -> Result<(), ReferenceTooLarge> {
-    let of_any_row = gpu_training_gap(shape, arch);
-    let op = format!("{} attention", recipe.attention.kind().name());
     for stage in recipe.stages() {
+        let shape = &recipe.shape_at(&stage, shape);
+        let of_any_row = gpu_training_gap(shape, arch);
+        let op = format!("{} attention", shape.attention.kind().name());
         let seq_len = stage.section.seq_len;
         // `None`: the kernels take the stage's rows.
-        let Some(reason) = of_any_row.clone().or_else(|| row_gap(shape, seq_len, arch)) else {
+        let Some(reason) = of_any_row.or_else(|| row_gap(shape, seq_len, arch)) else {
             continue;
         };
         let scores = ScoreMatrix { batch: stage.section.local_batch_size, num_heads: shape.num_heads, seq_len };

@@ -237,7 +237,7 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
                 .map(|error| error.to_string())
                 .or_else(|| fp8_refusal(recipe, gpu)),
         },
-        ops: op_plans(&shape, target),
+        ops: op_plans(&recipe.shapes_of_stages(&shape), target),
     })
 }
 

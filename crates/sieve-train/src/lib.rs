@@ -47,7 +47,7 @@ pub use origin::{
 pub use report::{SkippedStep, StepReport, TrainEvent, TrainSummary, ValidationReport};
 pub use run_folder::{RunFolder, Start};
 pub use segments::{BlockSettings, MicroBatchResult, accumulate_gradients_with};
-pub use session::{FoundRun, Opened, RecipeFile, RunRequest, Session, check_recipe};
+pub use session::{FoundRun, Opened, RecipeFile, RunRequest, Session, check_branch_options, check_recipe};
 pub use trainer::{
     BestCheckpoint, FaultInjection, Moment, Trainer, WriteSamples, best_checkpoint, step_batch, tidy_finished,
 };

@@ -97,6 +97,19 @@ impl<B: TrainBackend> Optimizer<B> {
         &self.pieces
     }
 
+    /// Goes on with a model of `shape`, whose parameters are those of `module`: forgets the state of all others. What is
+    /// new begins without moments.
+    pub(crate) fn go_on_with<M: Module<B>>(&mut self, shape: &ModelShape, module: &M) {
+        self.parameters = shape.all_parameters();
+        let kept = parameter_ids(module).into_iter().map(|(_, id, _)| id).collect::<HashSet<_>>();
+        self.moments.retain(|id, _| kept.contains(id));
+        self.masters.retain(|id, _| kept.contains(id));
+        self.pieces.retain(|id, _| kept.contains(id));
+        // Found again at the next update.
+        self.matrices.clear();
+        self.indexers.clear();
+    }
+
     /// Updates every parameter that has a gradient. `grad_scale`, `[1]`, multiplies all gradients.
     pub fn step<M: Module<B>>(
         &mut self,

@@ -2,9 +2,10 @@
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, list_param_ids};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorPrimitive};
+use sieve_hf::parameter_names;
 use sieve_nn::Qwen3;
 use sieve_ops::TrainBackend;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
 /// A part of the model, in the order of the forward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -56,11 +57,18 @@ impl Segment {
         Self::all(model).skip_while(|segment| *segment != self).nth(1)
     }
 
-    /// `model` with the parameters and parameter ids of `other`, a model of the same sizes.
-    pub(crate) fn with_parameters_of<B: TrainBackend>(model: Qwen3<B>, other: &Qwen3<B>) -> Qwen3<B> {
-        let mut all = Parameters(VecDeque::new());
+    /// `model` with the parameters and parameter ids of `other` where both have one of the same name. `new` maps those
+    /// that `other` does not have.
+    pub(crate) fn with_parameters_of<B: TrainBackend>(
+        model: Qwen3<B>,
+        other: &Qwen3<B>,
+        new: &mut impl ModuleMapper<B>,
+    ) -> Qwen3<B> {
+        let mut all = Values(Vec::new());
         other.visit(&mut all);
-        model.map(&mut all)
+        let held = parameter_names(other).into_iter().zip(all.0).collect();
+        let names = parameter_names(&model).into();
+        model.map(&mut Parameters { names, held, new })
     }
 
     /// Maps the segment's parameters while clones of them may exist: their tensors are not updated in place.
@@ -98,21 +106,32 @@ impl<B: Backend> ModuleVisitor<B> for Shapes {
     }
 }
 
-/// All parameters of a model, in module order: a visit collects them, and a map puts them into another model.
-struct Parameters<B: TrainBackend>(VecDeque<(ParamId, TensorPrimitive<B>)>);
+/// Collects id and values of every float parameter, in module order.
+struct Values<B: TrainBackend>(Vec<(ParamId, TensorPrimitive<B>)>);
 
-impl<B: TrainBackend> ModuleVisitor<B> for Parameters<B> {
+impl<B: TrainBackend> ModuleVisitor<B> for Values<B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        self.0.push_back((param.id, param.val().into_primitive()));
+        self.0.push((param.id, param.val().into_primitive()));
     }
 }
 
-impl<B: TrainBackend> ModuleMapper<B> for Parameters<B> {
+/// Puts the parameters of another model into one, by name.
+struct Parameters<'a, B: TrainBackend, N> {
+    /// Names of the parameters that are still to be mapped, in module order.
+    names: VecDeque<String>,
+    held: HashMap<String, (ParamId, TensorPrimitive<B>)>,
+    new: &'a mut N,
+}
+
+impl<B: TrainBackend, N: ModuleMapper<B>> ModuleMapper<B> for Parameters<'_, B, N> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let name = self.names.pop_front().expect("a name for each parameter");
+        let Some((id, held)) = self.held.remove(&name) else {
+            return self.new.map_float(param);
+        };
         let (_, initial, mapper) = param.consume();
-        let (id, held) = self.0.pop_front().expect("models of the same parts");
         let held = Tensor::<B, D>::from_primitive(held);
-        assert_eq!(initial.dims(), held.dims(), "models of the same sizes");
+        assert_eq!(initial.dims(), held.dims(), "{name} keeps its sizes");
         Param::from_mapped_value(id, held, mapper)
     }
 }

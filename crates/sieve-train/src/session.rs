@@ -154,6 +154,36 @@ impl RunRequest {
     }
 }
 
+/// Refuses [`RunRequest::branch`] where all of these runs begin with random weights: nothing would be taken over. All
+/// ranks of a `mesh` call it.
+///
+/// # Errors
+/// As said.
+pub fn check_branch_options<'a>(
+    runs: impl IntoIterator<Item = (&'a RunRequest, &'a Recipe)>,
+    mesh: Option<&Mesh>,
+) -> Result<(), TrainError> {
+    let mut idle = None;
+    for (request, recipe) in runs {
+        let flag = match (request.branch.drops, request.branch.fresh_optimizer) {
+            (true, _) => "--drop",
+            (_, true) => "--fresh-optimizer",
+            (false, false) => return Ok(()),
+        };
+        if request.begins_at(mesh)? != Start::New || recipe.model.initial_folder().is_some() {
+            return Ok(());
+        }
+        idle = Some(flag);
+    }
+    match idle {
+        None => Ok(()),
+        Some(flag) => Err(TrainError::refused(
+            format!("{flag} is for runs that begin with a checkpoint, and this one begins with random weights"),
+            format!("--branch-from CHECKPOINT or model.initial_weights names one; else leave {flag} out"),
+        )),
+    }
+}
+
 impl RecipeFile {
     /// Refuses a new run of `recipe`, which gives no initial weights, if the file lies beside a checkpoint of its
     /// model. Checkpoints of a run in `out` itself are its own.

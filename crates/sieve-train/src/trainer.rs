@@ -202,9 +202,9 @@ impl<B: TrainBackend> Trainer<B> {
             if origin.is_branch {
                 // With another window or rotary base the losses change.
                 trainer.loss_mean.restart();
-                let note = trainer.converted_losses(checkpoint)?;
-                trainer.lines.notices.extend(note);
             }
+            let notes = trainer.conversion_notes(checkpoint, origin.is_branch)?;
+            trainer.lines.notices.extend(notes);
         } else {
             let model = trainer.model.take();
             trainer.model = model.map(|model| model.map(&mut trainer.optimizer.holder(precision)));
@@ -402,8 +402,12 @@ impl<B: TrainBackend> Trainer<B> {
         let stage = &self.stage.stage;
         let section = &stage.section;
         let window = section.window.map_or(String::new(), |window| format!(", window {window}"));
+        let kind = match section.kind {
+            Some(_) => format!(", {}", self.stage.shape.attention.kind().name()),
+            None => String::new(),
+        };
         format!(
-            "stage {} of {}: steps {} to {}, rows of {} tokens, rope_theta {}{window}",
+            "stage {} of {}: steps {} to {}, rows of {} tokens, rope_theta {}{window}{kind}",
             stage.index + 1,
             self.recipe.stages().len(),
             stage.steps.start + 1,

@@ -101,7 +101,7 @@ impl DeviceChoice {
         shape: impl FnOnce() -> Result<ModelShape>,
     ) -> Result<Place> {
         let device = match self.look(|_, _| Ok(()))? {
-            Device::Cuda(gpu) if self == Self::Auto => self.for_model(&Device::Cuda(gpu), &shape()?),
+            Device::Cuda(gpu) if self == Self::Auto => self.for_model(&Device::Cuda(gpu), &[shape()?]),
             device => device,
         };
         let place = Place::new(device, dtype)?;
@@ -109,10 +109,11 @@ impl DeviceChoice {
         Ok(place)
     }
 
-    /// The device a model runs on. With `auto`, a GPU whose kernels do not take this model's attention is not used: the
+    /// The device a model runs on, which has these shapes in the run's stages. With `auto`, a GPU whose kernels do not take
+    /// its attention in one of them is not used: the
     /// reference op would be slower than the CPU. Then a line is printed.
-    pub(crate) fn for_model(self, found: &Device, shape: &ModelShape) -> Device {
-        match (self, found, gpu_attention_gap(shape)) {
+    pub(crate) fn for_model(self, found: &Device, shapes: &[ModelShape]) -> Device {
+        match (self, found, shapes.iter().find_map(gpu_attention_gap)) {
             (Self::Auto, Device::Cuda(gpu), Some(reason)) => {
                 crate::terminal::note(&format!(
                     "device: using the CPU, because {reason}; --device cuda:{} would run its reference on {}",
@@ -236,13 +237,14 @@ mod tests {
         let narrow = ModelShape { head_dim: 40, ..dma.clone() };
         let narrow_nsa = ModelShape { head_dim: 96, ..nsa.clone() };
         for shape in [&narrow_nsa, &narrow] {
-            assert_eq!(auto.for_model(&gpu, shape), Device::Cpu);
+            let shapes = &[dma.clone(), shape.clone()];
+            assert_eq!(auto.for_model(&gpu, shapes), Device::Cpu);
             // A GPU that the user names is used.
-            assert_eq!(cuda.for_model(&gpu, shape), gpu);
-            assert_eq!(auto.for_model(&Device::Cpu, shape), Device::Cpu);
+            assert_eq!(cuda.for_model(&gpu, shapes), gpu);
+            assert_eq!(auto.for_model(&Device::Cpu, shapes), Device::Cpu);
         }
         for shape in [&dma, &mla, &nsa] {
-            assert_eq!(auto.for_model(&gpu, shape), gpu);
+            assert_eq!(auto.for_model(&gpu, std::slice::from_ref(shape)), gpu);
         }
     }
 

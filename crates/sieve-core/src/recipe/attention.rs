@@ -7,6 +7,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use toml::{Table, Value};
 
+use super::StageSection;
 use super::sections::{OWN_LAYER, SHARED_LAYER};
 use crate::keys::{KeyValue, Kind};
 use crate::kinds::{ATTENTION_KEYS, Attention, kind_of_layer_type};
@@ -54,6 +55,28 @@ impl AttentionSection {
         // A dense layer has no settings, and so needs no table.
         let dense = (kind == Attention::DENSE.kind()).then_some(LayerName::Other(Attention::DENSE));
         if kind == self.own.kind() { Some(LayerName::Own) } else { dense }
+    }
+
+    /// The attention of a stage: with the windows that it gives tables, then with its own kind, then with that kind's
+    /// window and warm-up. `stage` was checked. The former kind stays a table of its own name, which layers may have.
+    pub(super) fn of_stage(&self, stage: &StageSection) -> Self {
+        let mut section = self.clone();
+        for (name, &window) in stage.windows.iter().flatten() {
+            if let Some(table) = section.others.get_mut(table_name(name)) {
+                *table = table.with_window(window);
+            }
+        }
+        if let Some(LayerName::Other(own)) = stage.kind.as_deref().and_then(|kind| section.layer_named(kind)) {
+            let former = std::mem::replace(&mut section.own, own);
+            section.others.entry(former.kind().name().to_owned()).or_insert(former);
+        }
+        if let Some(window) = stage.window {
+            section.own = section.own.with_window(window);
+        }
+        if let Some(warms_up) = stage.index_warmup {
+            section.own = section.own.with_index_warmup(warms_up);
+        }
+        section
     }
 
     /// [`ModelShape::layers`](crate::ModelShape::layers) of `model.layer_types`, which was checked.

@@ -165,6 +165,9 @@ fn check_value(path: &str, key: &Key, value: &mut Value, mistakes: &mut Vec<Mist
         (Kind::Integers, Value::Array(items)) => {
             items.iter().all(|item| item.as_integer().is_some_and(|number| number >= 0))
         }
+        (Kind::Sizes, Value::Table(items)) => {
+            items.iter().all(|(_, size)| size.as_integer().is_some_and(|number| number >= 1))
+        }
         (Kind::Numbers, Value::Array(items)) => {
             // Whole numbers among floats become floats: serde takes no integer for an f64.
             for item in items.iter_mut() {
@@ -304,6 +307,7 @@ fn wanted(key: &Key) -> String {
         Kind::Strings => "a list of strings, like [\"a\", \"b\"]".to_owned(),
         Kind::Bools => "a list of true and false, like [true, false]".to_owned(),
         Kind::Integers => "a list of whole numbers of at least 0, like [64, 128]".to_owned(),
+        Kind::Sizes => "a table of whole numbers of at least 1, like { swa = 512 }".to_owned(),
         Kind::Numbers => "a list of numbers, like [0.7, 0.3]".to_owned(),
         Kind::Choice(choices) => format!("one of {}", quoted(choices.names)),
         Kind::Table(keys) | Kind::Tables(keys) => {

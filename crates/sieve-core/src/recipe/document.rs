@@ -135,8 +135,11 @@ impl Document {
         let stages = self.table.get_mut(schema::STAGE);
         let mut stages = stages.and_then(Value::as_array_mut);
         let count = stages.as_ref().map_or(0, |stages| stages.len());
-        let [number, key] = names else {
-            return Err(Box::new(override_form()));
+        let (number, key, inner) = match names {
+            [number, key] => (number, key, None),
+            // The window of a table, `stage.2.windows.swa`.
+            [number, key, inner] => (number, key, Some(*inner)),
+            _ => return Err(Box::new(override_form())),
         };
         let stage = number.parse::<usize>().ok().and_then(|number| stages.as_mut()?.get_mut(number.checked_sub(1)?));
         let Some(stage) = stage.and_then(Value::as_table_mut) else {
@@ -145,6 +148,17 @@ impl Document {
             return Err(Box::new(Mistake::new(path, what, hint)));
         };
         let kind = resolve_key(&format!("stage.{number}"), schema::STAGE_KEYS, &[key])?;
+        if let (Some(inner), Kind::Sizes) = (inner, kind) {
+            let sizes = stage.entry(*key).or_insert_with(|| Value::Table(toml::Table::new()));
+            let Some(sizes) = sizes.as_table_mut() else {
+                return Err(Box::new(override_form()));
+            };
+            sizes.insert(inner.to_owned(), parse_value(text, Kind::Integer));
+            return Ok(path.to_owned());
+        }
+        if inner.is_some() {
+            return Err(Box::new(override_form()));
+        }
         // A stage gives either steps or tokens: the override replaces the other one.
         match *key {
             "steps" => stage.remove("tokens"),
@@ -196,6 +210,10 @@ impl Document {
             }
             if !set.contains("model.layer_types") {
                 drop("model", "layer_types");
+                // No list names their layers any more.
+                if let Some(Value::Table(attention)) = self.table.get_mut("attention") {
+                    attention.retain(|_, value| !value.is_table());
+                }
             }
         }
     }
@@ -230,6 +248,16 @@ impl Document {
                 let is_the_texts = of_text(&key) && self.kind.is_some_and(|own| resolve::has_any(own, keys));
                 let is_of_kind = resolve::has_any(kind, keys) && !is_the_texts;
                 if !is_of_kind && stage.remove(name).is_some() {
+                    left_out.push(key);
+                }
+            }
+        }
+        let stages = self.table.get_mut(schema::STAGE).and_then(Value::as_array_mut);
+        let stages = stages.into_iter().flatten().filter_map(Value::as_table_mut).filter(|_| is_latent);
+        for (number, stage) in (1..).zip(stages) {
+            for name in ["kind", "layer_types", "windows", "drop"] {
+                let key = format!("{}.{number}.{name}", schema::STAGE);
+                if of_text(&key) && stage.remove(name).is_some() {
                     left_out.push(key);
                 }
             }
@@ -271,9 +299,19 @@ impl Document {
                 left_out.push(types.to_owned());
             }
         }
-        let rope_layers = "model.rope_layers";
-        if is_latent && of_text(rope_layers) && model.remove("rope_layers").is_some() {
-            left_out.push(rope_layers.to_owned());
+        // Latent attention has norms and rotated channels of its own.
+        for (name, only) in [
+            ("qk_norm", Some(Value::Boolean(false))),
+            ("qkv_bias", Some(Value::Boolean(true))),
+            ("rope_scaling", None),
+            ("rope_layers", None),
+        ] {
+            let key = format!("model.{name}");
+            let conflicts = model.get(name).is_some_and(|value| only.as_ref().is_none_or(|only| value == only));
+            if is_latent && of_text(&key) && conflicts {
+                model.remove(name);
+                left_out.push(key);
+            }
         }
         let differs = model.get("num_key_value_heads") != model.get("num_attention_heads");
         if is_latent && differs && of_text(kv_heads) && model.remove("num_key_value_heads").is_some() {

@@ -58,7 +58,13 @@ impl Recipe {
         rules::check(&Parts::from(&document.table), &mut mistakes);
         if mistakes.is_empty() {
             match document.table.clone().try_into() {
-                Ok(recipe) => return Ok((recipe, RecipeNotes { left_out: document.left_out, former_form })),
+                Ok(recipe) => {
+                    let recipe: Self = recipe;
+                    mistakes.extend(recipe.impossible_stages());
+                    if mistakes.is_empty() {
+                        return Ok((recipe, RecipeNotes { left_out: document.left_out, former_form }));
+                    }
+                }
                 Err(error) => mistakes.push(Mistake::new("recipe", error.message(), "")),
             }
         }
@@ -78,6 +84,9 @@ impl Recipe {
     pub fn validate(&self) -> Result<(), RecipeError> {
         let mut mistakes = Vec::new();
         rules::check(&Parts::from(self), &mut mistakes);
+        if mistakes.is_empty() {
+            mistakes = self.impossible_stages();
+        }
         if mistakes.is_empty() {
             Ok(())
         } else {

@@ -118,6 +118,7 @@ pub(super) fn value_words(key: &Key) -> String {
         Kind::Strings => "list of strings".to_owned(),
         Kind::Bools => "list of `true` and `false`".to_owned(),
         Kind::Integers => "list of whole numbers".to_owned(),
+        Kind::Sizes => "table of whole numbers of at least 1".to_owned(),
         Kind::Numbers => "list of numbers".to_owned(),
         Kind::Choice(Choices { names, .. }) => {
             let names = names.iter().map(|name| format!("`{name:?}`"));
@@ -182,6 +183,7 @@ fn schema_of(key: &Key) -> Value {
         Kind::Strings => list(json!({"type": "string"})),
         Kind::Bools => list(json!({"type": "boolean"})),
         Kind::Integers => list(whole),
+        Kind::Sizes => json!({"type": "object", "additionalProperties": {"type": "integer", "minimum": 1}}),
         Kind::Numbers => list(json!({"type": "number"})),
         Kind::Choice(Choices { names, .. }) => json!({"type": "string", "enum": names}),
         Kind::Table(keys) => object(keys),

@@ -1,6 +1,6 @@
 //! Converts a recipe's `[model]`, with Hugging Face's names, into a [`ModelShape`] with Sieve's names.
 
-use super::{Recipe, RecipeError, TokenizerSource};
+use super::{Recipe, RecipeError, Stage, TokenizerSource};
 use crate::model::{LayerPattern, ModelShape, RopeLayers};
 
 impl Recipe {
@@ -39,6 +39,18 @@ impl Recipe {
             attention: self.attention.own,
             layers: self.layer_pattern(),
         })
+    }
+
+    /// The model of `stage`, in a run whose model is `of`.
+    pub fn shape_at(&self, stage: &Stage, of: &ModelShape) -> ModelShape {
+        let alone = self.at_stage(stage);
+        let layers = alone.layer_pattern();
+        ModelShape { rope_theta: alone.model.rope_theta, attention: alone.attention.own, layers, ..of.clone() }
+    }
+
+    /// As [`shape_at`](Self::shape_at), of every stage.
+    pub fn shapes_of_stages(&self, of: &ModelShape) -> Vec<ModelShape> {
+        self.stages().iter().map(|stage| self.shape_at(stage, of)).collect()
     }
 
     /// [`ModelShape::layers`] of `model.layer_types`.

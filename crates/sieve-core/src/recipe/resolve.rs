@@ -2,9 +2,11 @@
 
 use toml::{Table, Value};
 
+use super::attention::table_name;
 use super::document::{kind_of, own_kind};
 use super::load::FormerForm;
 use super::mistake::Mistake;
+use super::sections::OWN_LAYER;
 use super::{AttentionKind, Recipe, schema};
 use crate::keys::{Key, Section, Source};
 use crate::kinds::settings::{Sizes, derived, number};
@@ -60,13 +62,20 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     }
 }
 
-/// Writes out the entries of `model.layer_types` that repeat a name: `"3 swa"` stands for three of `"swa"`. What is no
-/// such entry stays, and is checked later.
+/// Writes out the entries of `model.layer_types`, and of a stage's, that repeat a name: `"3 swa"` stands for three of
+/// `"swa"`. What is no such entry stays, and is checked later.
 pub(super) fn repeated_layers(table: &mut Table) {
-    let model = table.get_mut("model").and_then(Value::as_table_mut);
-    let Some(Value::Array(names)) = model.and_then(|model| model.get_mut("layer_types")) else {
-        return;
-    };
+    for section in ["model", schema::STAGE] {
+        for section in tables(table, section) {
+            if let Some(Value::Array(names)) = section.get_mut("layer_types") {
+                write_out(names);
+            }
+        }
+    }
+}
+
+/// As [`repeated_layers`], of one list.
+fn write_out(names: &mut Vec<Value>) {
     let written_out = std::mem::take(names).into_iter().flat_map(|entry| {
         let repeated = entry.as_str().and_then(|text| text.trim().split_once(char::is_whitespace));
         let repeated = repeated.and_then(|(count, name)| Some((count.parse::<usize>().ok()?, name.trim().to_owned())));
@@ -196,11 +205,7 @@ pub(super) fn defaults(table: &mut Table) {
         derived(schedule, "warmup_steps", || of_steps.map(default_warmup));
     }
     fill(table, Recipe::KEYS);
-    let attention = table.get("attention").and_then(Value::as_table);
-    let of_attention = OF_ATTENTION.map(|(name, keys)| {
-        let value = keys.iter().find_map(|key| attention?.get(*key));
-        (name, value.cloned())
-    });
+    let attention = table.get("attention").and_then(Value::as_table).cloned();
     for section in Recipe::KEYS {
         let mut inherited = Vec::new();
         for key in section.keys() {
@@ -208,10 +213,15 @@ pub(super) fn defaults(table: &mut Table) {
                 inherited.push((key.name, value_at(table, source)));
             }
         }
-        if section.name == schema::STAGE {
-            inherited.extend(of_attention.clone());
-        }
         for table in tables(table, section.name) {
+            let mut inherited = inherited.clone();
+            if section.name == schema::STAGE {
+                let own = attention.as_ref().and_then(|attention| attention_of_stage(attention, table));
+                inherited.extend(OF_ATTENTION.map(|(name, keys)| {
+                    let value = keys.iter().find_map(|key| own?.get(*key));
+                    (name, value.cloned())
+                }));
+            }
             for (key, value) in &inherited {
                 if let Some(value) = value
                     && !table.contains_key(*key)
@@ -222,6 +232,16 @@ pub(super) fn defaults(table: &mut Table) {
         }
     }
     original_positions(table);
+}
+
+/// The table of a stage's own kind: `[attention]`, or a table in it that the stage's `kind` names.
+fn attention_of_stage<'t>(attention: &'t Table, stage: &Table) -> Option<&'t Table> {
+    match stage.get("kind").and_then(Value::as_str) {
+        Some(name) if name != OWN_LAYER && attention.get("kind").and_then(Value::as_str) != Some(table_name(name)) => {
+            attention.get(table_name(name))?.as_table()
+        }
+        _ => Some(attention),
+    }
 }
 
 /// Writes out the number of positions from which rotary frequencies are scaled, so that it stays the same when a run is

@@ -73,7 +73,8 @@ pub(super) fn check(parts: &Parts, mistakes: &mut Vec<Mistake>) {
     }
     if let Some(attention) = &parts.attention {
         check_attention(attention, parts.model.as_ref(), &mut rules);
-        check_layer_tables(attention, parts.model.as_ref(), &mut rules);
+        let stages = parts.stage.as_deref().unwrap_or_default();
+        check_layer_tables(attention, parts.model.as_ref(), stages, &mut rules);
         if let Some(model) = &parts.model {
             check_layer_types(model, attention, &mut rules);
             check_sinks(model, attention, &mut rules);

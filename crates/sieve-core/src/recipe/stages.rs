@@ -1,9 +1,13 @@
 //! `[[stage]]`: a run whose sequence length, rotary base, window, text or batch size changes between its stages.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::Recipe;
+use super::attention::table_name;
+use super::mistake::Mistake;
 use crate::keys::{KeyValue, Kind, MAX_BATCH, MAX_ROPE_THETA, MAX_SEQ_LEN, MAX_STEPS, Section, USUAL_ROPE_THETA, keys};
+use crate::model::{Conversion, names_of};
 
 keys! {
     /// One `[[stage]]`. What the text leaves out is the value of the sections it comes from.
@@ -27,6 +31,17 @@ keys! {
         /// stage.
         #[key(filled("as in `[attention]`"))]
         pub index_warmup: Option<bool>,
+        /// The kind of the stage's `"sparse"` layers, where it is another than that of `[attention]`: `"mha"`, or the
+        /// NAME of a table `[attention.NAME]`, which has its settings. The weights become that kind's as with
+        /// `--branch-from`, with the moments of what is kept.
+        pub kind: Option<String>,
+        /// The stage's own `model.layer_types`.
+        pub layer_types: Option<Vec<String>>,
+        /// Windows in tokens of tables `[attention.NAME]` in this stage: `{ swa = 512 }`.
+        pub windows: Option<BTreeMap<String, usize>>,
+        /// Whether the stage may begin without trained tensors that its kinds of attention have no place for, such as
+        /// an indexer. Without it a recipe that would lose one is refused.
+        pub drop: bool = false,
         /// Globs of text that this stage trains on instead of `data.paths`: the same format, settings and tokenizer.
         pub paths: Option<Vec<String>>,
         /// One number for each of the stage's `paths`, or of `data.paths` if the stage has none: the share of its text
@@ -65,6 +80,10 @@ impl Recipe {
             rope_theta: self.model.rope_theta,
             window: self.attention.window(),
             index_warmup: self.attention.index_warmup(),
+            kind: None,
+            layer_types: None,
+            windows: None,
+            drop: false,
             paths: None,
             weights: None,
             local_batch_size: self.training.local_batch_size,
@@ -107,12 +126,12 @@ impl Recipe {
         let mut recipe = self.clone();
         recipe.stage.clear();
         recipe.model.rope_theta = section.rope_theta;
-        if let Some(window) = section.window {
-            recipe.attention.own = self.attention.with_window(window);
+        recipe.attention = self.attention.of_stage(section);
+        if section.layer_types.is_some() {
+            recipe.model.layer_types.clone_from(&section.layer_types);
         }
-        if let Some(warms_up) = section.index_warmup {
-            recipe.attention.own = recipe.attention.with_index_warmup(warms_up);
-        }
+        let types = recipe.model.layer_types.as_deref().unwrap_or_default();
+        recipe.attention.others.retain(|name, _| types.iter().any(|of| table_name(of) == name));
         if let Some(paths) = &section.paths {
             recipe.data.paths.clone_from(paths);
             // The weights of `[data]` belong to the paths that are replaced here.
@@ -125,6 +144,37 @@ impl Recipe {
         recipe.training.local_batch_size = section.local_batch_size;
         recipe.training.global_batch_size = section.global_batch_size;
         recipe
+    }
+
+    /// What makes a stage's model one that the model of the stage before cannot become: by the stage's number, the key
+    /// and the reason, with a hint.
+    pub(super) fn impossible_stages(&self) -> Vec<Mistake> {
+        let stages = self.stages();
+        let shape = |stage: &Stage| {
+            let any_vocabulary = 0;
+            self.at_stage(stage).model_shape(any_vocabulary).ok()
+        };
+        let pairs = stages.iter().zip(stages.iter().skip(1));
+        let mistakes = pairs.filter_map(|(before, stage)| {
+            let (number, section) = (stage.index + 1, &stage.section);
+            let key = match section.layer_types {
+                Some(_) => format!("stage.{number}.layer_types"),
+                None => format!("stage.{number}.kind"),
+            };
+            match Conversion::of(&shape(before)?, &shape(stage)?) {
+                Err(gap) => {
+                    let hint = "stages change kinds between which weights can be kept";
+                    Some(Mistake::new(key, format!("cannot follow the stage before it: {gap}"), hint))
+                }
+                Ok(made) if made.dropped.is_empty() || section.drop => None,
+                Ok(made) => {
+                    let lost = names_of(&made.dropped);
+                    let what = format!("would lose trained tensors that its layers have no place for: {lost}");
+                    Some(Mistake::new(key, what, format!("give stage {number} drop = true, or keep those layers")))
+                }
+            }
+        });
+        mistakes.collect()
     }
 
     /// Whether attention of a kind that hides keys hides none in any stage

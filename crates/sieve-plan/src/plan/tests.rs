@@ -422,7 +422,7 @@ fn a_gpu_that_is_too_small_is_told_with_what_would_fit() {
 fn ops_say_their_path_and_why() {
     let shape = qwen3_0_6b();
     let path = |shape: &ModelShape, target: &Target, op: &str| {
-        let ops = op_plans(shape, target);
+        let ops = op_plans(std::slice::from_ref(shape), target);
         let found = ops.iter().find(|plan| plan.op == op);
         let plan = found.unwrap_or_else(|| panic!("{op} is not in {ops:?}"));
         assert!(!plan.reason.is_empty());

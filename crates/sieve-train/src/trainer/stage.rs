@@ -142,24 +142,63 @@ impl<B: TrainBackend> Trainer<B> {
     }
 
     /// Switches to `stage`: keeps weights and moments, in a model with the stage's window and rotary base, and begins
-    /// with the stage's first row.
-    pub(super) fn enter_stage(&mut self, stage: Stage) -> Result<(), TrainError> {
+    /// with the stage's first row. Where the stage has other kinds of attention, tensors become those of its model as
+    /// [`Conversion`] says, and what was done and the losses of the same rows before and after are returned.
+    pub(super) fn enter_stage(&mut self, stage: Stage) -> Result<Vec<String>, TrainError> {
         self.finish_leaves()?;
+        let former = self.stage.shape.clone();
         self.stage = StageState::new(&self.recipe, stage, &self.data, self.share())?;
         self.next_sample = 0;
         self.unlabelled.num_rows_in_a_row = 0;
         self.loss_mean.restart();
-        let seed = self.recipe.training.seed;
+        let conversion = self.conversion_from(&former, "the stage before")?;
+        let (seed, seq_len) = (self.recipe.training.seed, self.stage.recipe.training.seq_len);
+        let size = self.size_of_comparison();
+        let loss_before = match conversion.changes_layers() {
+            // The former model on the rows of the new stage.
+            true => {
+                self.ropes = Ropes::new(self.model(), seq_len, &self.device);
+                Some(self.present_report(size)?.loss)
+            }
+            false => None,
+        };
         let next = Qwen3::new(&self.stage.shape, seed, &self.device);
         let before = self.model.take().expect(AWAY);
-        let model = Segment::with_parameters_of(next, &before);
-        self.ropes = Ropes::new(&model, self.stage.recipe.training.seq_len, &self.device);
+        let model = Segment::with_parameters_of(next, &before, &mut self.optimizer.holder(self.precision));
+        if conversion.changes_layers() {
+            self.optimizer.go_on_with(&self.stage.shape, &model);
+        }
+        self.ropes = Ropes::new(&model, seq_len, &self.device);
         self.model = Some(model);
-        Ok(())
+        let Some(loss_before) = loss_before else {
+            return Ok(Vec::new());
+        };
+        let after = self.present_report(size)?;
+        let words = conversion.words().map(|words| format!("note: {words}"));
+        Ok(words.into_iter().chain(losses_in_words(loss_before, after.loss, after.num_labels)).collect())
+    }
+
+    /// How the weights of a model of `former` become those of the present stage; `whose` says whose model that is.
+    fn conversion_from(&self, former: &ModelShape, whose: &str) -> Result<Conversion, TrainError> {
+        Conversion::of(former, &self.stage.shape).map_err(|gap| {
+            let what = format!("the model of {whose} does not fit: {gap}");
+            TrainError::refused(what, "give the recipe of the run that wrote it")
+        })
+    }
+
+    /// How much held-out text models before and after a conversion are compared on.
+    fn size_of_comparison(&self) -> ValidationSize {
+        let own = self.stage.validation_size();
+        let seq_len = self.stage.recipe.training.seq_len;
+        ValidationSize { num_tokens: own.num_tokens.min(CONVERTED_TOKENS.max(seq_len)), ..own }
     }
 
     /// Enters a stage. If no rank can, the state before it is written as a checkpoint.
-    pub(super) fn enter_or_save(&mut self, stage: Stage, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
+    pub(super) fn enter_or_save(
+        &mut self,
+        stage: Stage,
+        reporter: &mut Reporter<'_>,
+    ) -> Result<Vec<String>, TrainError> {
         let entered = self.enter_stage(stage);
         if !self.gathered(entered.is_ok())?.contains(&true) {
             self.save_last(reporter)?;
@@ -172,10 +211,7 @@ impl<B: TrainBackend> Trainer<B> {
     pub(super) fn install(&mut self, checkpoint: &Checkpoint, fresh_optimizer: bool) -> Result<(), TrainError> {
         let (seed, shape) = (self.recipe.training.seed, &self.stage.shape);
         let (_, saved) = checkpoint.recipe_and_shape()?;
-        let conversion = Conversion::of(&saved, shape).map_err(|gap| {
-            let what = format!("{} does not fit the model: {gap}", checkpoint.path.shown());
-            TrainError::refused(what, "give the recipe of the run that wrote it")
-        })?;
+        let conversion = self.conversion_from(&saved, &checkpoint.path.shown().to_string())?;
         let weights = checkpoint.model()?;
         let model = Qwen3::new(shape, seed, &self.device);
         self.ropes = Ropes::new(&model, self.stage.recipe.training.seq_len, &self.device);
@@ -196,18 +232,31 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(())
     }
 
-    /// The losses of the same held-out rows before and after a conversion, in words; `None` if `checkpoint`, which the
-    /// run begins with, has the kinds and tensors of the run's model. All ranks call it. Where weights are sharded, no
-    /// process could hold the former model: the loss after is told alone.
-    pub(super) fn converted_losses(&mut self, checkpoint: &Checkpoint) -> Result<Option<String>, TrainError> {
+    /// How a checkpoint that the run goes on from became the present stage's model, in words: as `is_branch` the losses
+    /// alone, because the checkpoint's origin tells the rest. Empty if it has the kinds and tensors of that model. All
+    /// ranks call it. Where weights are sharded, no process could hold the former model: the loss after is told alone.
+    pub(super) fn conversion_notes(
+        &mut self,
+        checkpoint: &Checkpoint,
+        is_branch: bool,
+    ) -> Result<Vec<String>, TrainError> {
         let (recipe, saved) = checkpoint.recipe_and_shape()?;
-        let is_changed = Conversion::of(&saved, &self.stage.shape).is_ok_and(|found| found.changes_layers());
-        if !is_changed {
-            return Ok(None);
+        let conversion = self.conversion_from(&saved, &checkpoint.path.shown().to_string())?;
+        if !conversion.changes_layers() {
+            return Ok(Vec::new());
         }
-        let seq_len = self.stage.recipe.training.seq_len;
-        let own = self.stage.validation_size();
-        let size = ValidationSize { num_tokens: own.num_tokens.min(CONVERTED_TOKENS.max(seq_len)), ..own };
+        let words = conversion.words().filter(|_| !is_branch).map(|words| format!("note: {words}"));
+        Ok(words.into_iter().chain(self.converted_losses(checkpoint, &recipe, &saved)?).collect())
+    }
+
+    /// The losses of the same held-out rows before and after a conversion, in words.
+    fn converted_losses(
+        &mut self,
+        checkpoint: &Checkpoint,
+        recipe: &Recipe,
+        saved: &ModelShape,
+    ) -> Result<Option<String>, TrainError> {
+        let (seq_len, size) = (self.stage.recipe.training.seq_len, self.size_of_comparison());
         let after = self.present_report(size)?;
         let labels = after.num_labels;
         if !self.share().keeps_whole {
@@ -221,13 +270,16 @@ impl<B: TrainBackend> Trainer<B> {
             Precision::Bf16 => DType::BF16,
         };
         let weights = checkpoint.model()?;
-        let former = Qwen3::<B::InnerBackend>::new(&saved, recipe.training.seed, &self.device);
+        let former = Qwen3::<B::InnerBackend>::new(saved, recipe.training.seed, &self.device);
         let former = load_parameters(former, dtype, &mut |name, shape| weights.tensor(name, shape))?;
         let before = self.report_of(&former, &former.rope(seq_len, &self.device), size)?;
-        let is_number = before.loss.is_finite() && after.loss.is_finite();
-        Ok(is_number.then(|| {
-            let (before, after) = (before.loss, after.loss);
-            format!("note: loss of the same {labels} held-out tokens: {before:.4} before, {after:.4} after")
-        }))
+        Ok(losses_in_words(before.loss, after.loss, labels))
     }
+}
+
+/// The losses of the same `labels` held-out tokens before and after a conversion, in words; `None` on ranks that have
+/// none.
+fn losses_in_words(before: f64, after: f64, labels: u64) -> Option<String> {
+    let is_number = before.is_finite() && after.is_finite();
+    is_number.then(|| format!("note: loss of the same {labels} held-out tokens: {before:.4} before, {after:.4} after"))
 }

@@ -88,10 +88,11 @@ impl<B: TrainBackend> Trainer<B> {
             return Ok(false);
         };
         pace.batches = None;
-        pace.clock.pause(|| self.enter_or_save(next, reporter))?;
+        let notes = pace.clock.pause(|| self.enter_or_save(next, reporter))?;
         pace.watch.restart();
         pace.peak_is_new = true;
         reporter.emit(TrainEvent::Notice(&self.stage_line()));
+        notes.iter().for_each(|note| reporter.emit(TrainEvent::Notice(note)));
         pace.batches = Some(self.stage.batches(self.next_sample)?);
         Ok(true)
     }

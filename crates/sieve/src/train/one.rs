@@ -28,7 +28,7 @@ use sieve_core::{Keeping, Recipe, ShownPath};
 use sieve_ops::{Cuda, TrainBackend};
 use sieve_train::{
     DataEvent, DataSource, Group, Hardware, Opened, RunRequest, Session, TrainError, TrainEvent, TrainSummary, Trainer,
-    TrainingData, WriteLimits, check_recipe,
+    TrainingData, WriteLimits, check_branch_options, check_recipe,
 };
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -99,6 +99,7 @@ pub(super) fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Inte
     {
         terminal::status(&format!("the run in {} was moved to {}", out.shown(), aside.shown()));
     }
+    check_branch_options([(&request, &recipe)], process.mesh.as_deref())?;
     train_on(&process, &request, &recipe)
 }
 
@@ -107,7 +108,7 @@ pub(super) fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Inte
 pub(super) fn train_on(process: &Process<'_>, request: &RunRequest, recipe: &Recipe) -> Result<Exit> {
     // The choice of the device does not depend on the vocabulary, so its size can be 0 here.
     let shape = recipe.model_shape(0)?;
-    let device = process.args.device.for_model(&process.found, &shape);
+    let device = process.args.device.for_model(&process.found, &recipe.shapes_of_stages(&shape));
     if device == Device::Cpu && process.args.profile.is_some() {
         bail!("--profile traces a GPU, and this run is on the CPU\n  hint: add --device cuda");
     }

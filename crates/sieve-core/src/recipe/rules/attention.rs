@@ -2,11 +2,12 @@
 
 use super::Rules;
 use crate::did_you_mean;
+use crate::keys::MAX_SEQ_LEN;
 use crate::kinds::{AttentionKind, kind_of_layer_type};
 use crate::recipe::attention::{LayerName, table_name};
 use crate::recipe::mistake::{Mistake, quoted};
 use crate::recipe::sections::{OWN_LAYER, SHARED_LAYER};
-use crate::recipe::{Attention, AttentionSection, ModelSection};
+use crate::recipe::{Attention, AttentionSection, ModelSection, StageSection};
 
 /// Checks the numbers of `[attention]`, or of a table in it, and the rules between them.
 pub(super) fn check_attention(attention: &Attention, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
@@ -15,7 +16,12 @@ pub(super) fn check_attention(attention: &Attention, model: Option<&ModelSection
 }
 
 /// Checks the kinds of tables `[attention.NAME]` as that of `[attention]`, and that they can stand beside it.
-pub(super) fn check_layer_tables(section: &AttentionSection, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
+pub(super) fn check_layer_tables(
+    section: &AttentionSection,
+    model: Option<&ModelSection>,
+    stages: &[StageSection],
+    rules: &mut Rules<'_>,
+) {
     for (name, attention) in &section.others {
         let path = format!("attention.{name}");
         let mut mistakes = Vec::new();
@@ -35,7 +41,8 @@ pub(super) fn check_layer_tables(section: &AttentionSection, model: Option<&Mode
         });
         rules.0.extend(placed);
         let types = model.map(|model| model.layer_types.as_deref().unwrap_or_default());
-        let is_used = types.is_none_or(|types| types.iter().any(|of| table_name(of) == name));
+        let of_stages = stages.iter().flat_map(|stage| stage.kind.iter().chain(stage.layer_types.iter().flatten()));
+        let is_used = types.is_none_or(|types| types.iter().chain(of_stages).any(|of| table_name(of) == name));
         let hint = format!("model.layer_types = [\"{OWN_LAYER}\", \"{name}\"] names it, or leave the table out");
         rules.require(is_used, &path, "is the kind of no layer", hint);
     }
@@ -47,17 +54,73 @@ pub(super) fn check_layer_types(model: &ModelSection, attention: &AttentionSecti
     let Some(types) = &model.layer_types else {
         return;
     };
-    const KEY: &str = "model.layer_types";
+    check_types("model.layer_types", types, model, attention, rules);
+}
+
+/// Checks `types`, the value of the key `key`, for layers beside `attention`.
+fn check_types(key: &str, types: &[String], model: &ModelSection, attention: &AttentionSection, rules: &mut Rules<'_>) {
     if let Some((what, hint)) = misnamed(types, attention) {
-        return rules.require(false, KEY, what, hint);
+        return rules.require(false, key, what, hint);
     }
     let (layers, length) = (model.num_hidden_layers, types.len());
     rules.require(
         layers.is_multiple_of(length),
-        KEY,
+        key,
         format!("has {length} entries, which do not divide num_hidden_layers = {layers}"),
         "the list is repeated over the layers",
     );
+}
+
+/// Checks the kinds of the layers of stage `number`: its `kind`, its `layer_types` and its `windows`.
+pub(super) fn check_stage_layers(
+    number: usize,
+    stage: &StageSection,
+    attention: &AttentionSection,
+    model: Option<&ModelSection>,
+    rules: &mut Rules<'_>,
+) {
+    let key = |name: &str| format!("stage.{number}.{name}");
+    for (name, &window) in stage.windows.iter().flatten() {
+        let table = attention.others.get(table_name(name));
+        let problem = match table.map(|table| (table.window(), table.local_window())) {
+            None => Some(format!("names {name:?}, and there is no table [attention.{name}]")),
+            Some(_) if window > MAX_SEQ_LEN => Some(format!("has {name} = {window}, above {MAX_SEQ_LEN}")),
+            Some((None, _)) => Some(format!("names {name:?}, a kind without a window")),
+            Some((_, local)) if local > window => {
+                Some(format!("has {name} = {window}, less than local_window_size = {local} of that table"))
+            }
+            Some(_) => None,
+        };
+        let hint = "name tables [attention.NAME] with a window; that of [attention] is the stage's window";
+        rules.require(problem.is_none(), &key("windows"), problem.unwrap_or_default(), hint);
+    }
+    if let Some(name) = &stage.kind {
+        match attention.layer_named(name) {
+            Some(LayerName::Own | LayerName::Other(_)) => {}
+            Some(LayerName::Shared) => {
+                return rules.require(false, &key("kind"), "is \"shared\", which is no kind", "name a kind");
+            }
+            None => {
+                let (what, hint) = unknown_layer(name, attention);
+                return rules.require(false, &key("kind"), what.replacen("holds", "is", 1), hint);
+            }
+        }
+    }
+    let own = attention.of_stage(stage);
+    if own.as_kind().is_latent() != attention.as_kind().is_latent() {
+        let what = "changes between latent attention (mla) and a kind of grouped queries, which share no weights";
+        return rules.require(false, &key("kind"), what, "leave it out");
+    }
+    let Some(model) = model else { return };
+    match (&stage.layer_types, &model.layer_types, &stage.kind) {
+        (Some(types), ..) => check_types(&key("layer_types"), types, model, &own, rules),
+        (None, Some(types), Some(_)) => {
+            let problem = misnamed(types, &own).map(|(what, _)| format!("leaves model.layer_types, which {what}"));
+            let hint = "give the stage its own layer_types, or name \"sparse\" in the model's";
+            rules.require(problem.is_none(), &key("kind"), problem.unwrap_or_default(), hint);
+        }
+        _ => {}
+    }
 }
 
 /// Checks that `model.rope_layers` divides the layers.

@@ -1,5 +1,6 @@
 //! Rules of `[[stage]]`.
 
+use super::attention::check_stage_layers;
 use super::{Parts, Rules, check_paths};
 use crate::recipe::data::check_weights;
 use crate::recipe::{DataFormat, StageSection};
@@ -62,7 +63,14 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts, rules: &mut R
             format!("set model.max_position_embeddings to {}", stage.seq_len),
         );
     }
-    if let (Some(window), Some(attention)) = (stage.window, &parts.attention) {
+    let attention = parts.attention.as_ref();
+    if let Some(attention) = attention {
+        check_stage_layers(number, stage, attention, parts.model.as_ref(), rules);
+    }
+    // The stage's own kind, without its window and warm-up, which are checked here.
+    let kind_alone = StageSection { window: None, index_warmup: None, ..stage.clone() };
+    let attention = attention.map(|attention| attention.of_stage(&kind_alone));
+    if let (Some(window), Some(attention)) = (stage.window, &attention) {
         let local = attention.local_window();
         rules.require(
             local <= window,
@@ -77,7 +85,7 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts, rules: &mut R
             "leave it out",
         );
     }
-    if let (Some(_), Some(attention)) = (stage.index_warmup, &parts.attention) {
+    if let (Some(_), Some(attention)) = (stage.index_warmup, &attention) {
         rules.require(
             attention.index_warmup().is_some(),
             &key("index_warmup"),

@@ -31,6 +31,10 @@ fn what_a_stage_leaves_out_comes_from_the_sections() {
             rope_theta: 10_000.0,
             window: Some(16),
             index_warmup: None,
+            kind: None,
+            layer_types: None,
+            windows: None,
+            drop: false,
             paths: None,
             weights: None,
             local_batch_size: 5,
@@ -49,6 +53,72 @@ fn what_a_stage_leaves_out_comes_from_the_sections() {
     let changed = ["stage.1.steps=20".to_owned(), "training.seq_len=32".to_owned()];
     let changed = Recipe::load(&text, "again", &changed).expect("other steps and rows");
     assert_eq!((changed.training.steps, changed.stage[0].seq_len, changed.stage[1].seq_len), (26, 32, 128));
+}
+
+/// The minimal recipe as msa with windows in one layer of three, and a stage of other layers.
+fn changing(stage: &str, overrides: &[&str]) -> Result<Recipe, RecipeError> {
+    let attention = "kind = \"msa\"\nselect_block_size = 8\n[attention.near]\nkind = \"swa\"\nsliding_window = 9\n";
+    let text = MINIMAL.replacen("steps = 40\n", "", 1).replacen(DMA, attention, 1);
+    let text = text.replacen("[attention]", "layer_types = [\"near\", \"2 sparse\"]\n[attention]", 1);
+    let stages = format!("local_batch_size = 5\n[[stage]]\nsteps = 30\n[[stage]]\nsteps = 10\n{stage}\n");
+    load_with(&text.replacen("local_batch_size = 5", &stages, 1), overrides)
+}
+
+#[test]
+fn a_stage_has_layers_of_its_own() {
+    let kinds = |recipe: &Recipe, stage: usize| {
+        let shape = recipe.at_stage(&recipe.stages()[stage]).model_shape(512).expect("large enough");
+        [0, 1, 2].map(|layer| shape.attention_of(layer))
+    };
+    let load = |stage: &str| changing(stage, &[]).unwrap_or_else(|error| panic!("{error}"));
+    let dense_end = load("kind = \"mha\"\ndrop = true");
+    let [near, msa, _] = kinds(&dense_end, 0);
+    assert_eq!((near, msa.kind().name()), (Attention::swa(9), "msa"));
+    assert_eq!(kinds(&dense_end, 1), [near, Attention::DENSE, Attention::DENSE]);
+    // The stage's recipe holds, alone too.
+    let alone = dense_end.at_stage(&dense_end.stages()[1]);
+    assert_eq!(alone.validate().map_err(|error| error.to_string()), Ok(()));
+    for written in [dense_end.to_toml().expect("TOML"), dense_end.to_template().expect("writable")] {
+        assert_eq!(Recipe::load(&written, "again", &[]).as_ref(), Ok(&dense_end), "{written}");
+    }
+    let all_near = load("kind = \"near\"\ndrop = true\nwindow = 21");
+    assert_eq!(kinds(&all_near, 1), [Attention::swa(9), Attention::swa(21), Attention::swa(21)]);
+    // Without a window of its own the stage has the table's.
+    assert_eq!(load("kind = \"near\"\ndrop = true").stage[1].window, Some(9));
+    let wider = load("windows = { near = 12 }");
+    assert_eq!(kinds(&wider, 1), [Attention::swa(12), msa, msa]);
+    let set = changing("", &["stage.2.windows.near=12"]).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(kinds(&set, 1), kinds(&wider, 1));
+    let moved = load("layer_types = [\"sparse\", \"2 near\"]\ndrop = true");
+    assert_eq!(kinds(&moved, 1), [msa, near, near]);
+    // A stage that gains tensors needs no word for it.
+    let gains = load("layer_types = [\"sparse\"]");
+    assert_eq!(kinds(&gains, 1), [msa; 3]);
+}
+
+#[test]
+fn a_stage_that_cannot_follow_is_refused() {
+    let refused = |stage: &str, words: &str| refusal(changing(stage, &[]), words);
+    refused(
+        "kind = \"mha\"",
+        "stage.2.kind: would lose trained tensors | self_attn.indexer.proj.weight in 2 layers | give stage 2 drop = true",
+    );
+    refused(
+        "layer_types = [\"near\", \"near\", \"sparse\"]",
+        "stage.2.layer_types: would lose trained tensors | self_attn.indexer.proj.weight in 1 layer",
+    );
+    refused("kind = \"moba\"", "stage.2.kind: is \"moba\", and there is no table [attention.moba]");
+    refused("kind = \"shared\"", "stage.2.kind: is \"shared\", which is no kind");
+    refused("kind = \"mlaa\"", "stage.2.kind: is \"mlaa\", which is neither");
+    refused("layer_types = [\"near\"]", "stage.2.layer_types: holds no layer of the kind of [attention]");
+    refused("layer_types = [\"sparse\", \"near\"]", "stage.2.layer_types: has 2 entries, which do not divide");
+    refused("windows = { far = 12 }", "stage.2.windows: names \"far\", and there is no table [attention.far]");
+    refused("windows = { near = 0 }", "stage.2.windows: expected a table of whole numbers");
+    refused("windows = 3", "stage.2.windows: expected a table of whole numbers");
+    refused("kind = \"mha\"\ndrop = true\nwindow = 8", "stage.2.window: does not go with kind = \"mha\"");
+    // An override to latent attention leaves out what it shares no weights with.
+    let latent = changing("kind = \"mha\"\ndrop = true", &["attention.kind=mla"]);
+    assert_eq!(latent.unwrap_or_else(|error| panic!("{error}")).stage[1].kind, None);
 }
 
 #[test]

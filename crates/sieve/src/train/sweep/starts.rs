@@ -3,11 +3,12 @@ use super::Run;
 use crate::train::one::Process;
 use crate::train::place::check_gpu;
 use anyhow::{Context, Result};
-use sieve_train::TrainError;
+use sieve_train::{TrainError, check_branch_options};
 
 /// Refuses what would fail later in one of the runs: its folder, its initial weights, its device, its memory.
 pub(super) fn check(process: &Process<'_>, runs: &[Run]) -> Result<()> {
-    runs.iter().try_for_each(|run| check_one(process, run).with_context(|| run.overrides.join(" ")))
+    runs.iter().try_for_each(|run| check_one(process, run).with_context(|| run.overrides.join(" ")))?;
+    Ok(check_branch_options(runs.iter().map(|run| (&run.request, &run.recipe)), None)?)
 }
 
 fn check_one(process: &Process<'_>, run: &Run) -> Result<()> {
@@ -16,7 +17,7 @@ fn check_one(process: &Process<'_>, run: &Run) -> Result<()> {
         None => crate::plan::vocab_size(&run.recipe),
     };
     let shape = run.recipe.model_shape(0)?;
-    let device = process.args.device.for_model(&process.found, &shape);
+    let device = process.args.device.for_model(&process.found, &run.recipe.shapes_of_stages(&shape));
     check_gpu(&run.recipe, &shape, &device)?;
     TrainError::check_ranks(&run.recipe, 1)?;
     // A tokenizer that cannot be read is reported when the text is prepared.
