@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #endif
 #if SEMAPHORES
   const bool has_sums = dq_semaphores[row_tile / 4] != 0;
-#else
+#elif !SUM_PARTS
   constexpr bool has_sums = true;
 #endif
   const float4* sums = (const float4*)(dq_sum + (first_tile * COLUMN_TILES + part * 4) * 128) + lane;
