@@ -26,7 +26,7 @@ LIMITS = {
     "Rust files that name a variant": 4,
     "Rust files with moba": 32,
     "Python files with moba": 22,  # two are of experiments: a rival of the race, and rows of a table of results
-    "files in circles": 184,
+    "files in circles": 185,
     f"functions above {MOST_LINES} lines": 4,
     "params words of another name": 3,
 }

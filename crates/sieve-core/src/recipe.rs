@@ -70,8 +70,9 @@ keys! {
         /// the model. `--set attention.kind=KIND` on a recipe of another kind takes that kind's defaults; what goes
         /// with other kinds alone, in the recipe or the command, is then left out, and a warning names it: their keys,
         /// `window` of a `[[stage]]`, and what `"mla"` cannot have (dense layers of `model.layer_types`, another
-        /// `model.num_key_value_heads`, `model.rope_layers`). Without it a key of another kind is a mistake. `"mha"` and `"swa"` have no
-        /// preset: no paper gives the one its own sizes, and each paper gives the other another window.
+        /// `model.num_key_value_heads`, `model.rope_layers`). Without it a key of another kind is a mistake. `"mha"`
+        /// and `"swa"` have no preset: no paper gives the one its own sizes, and each paper gives the other another
+        /// window.
         ///
         /// A table `[attention.NAME]` gives layers that `model.layer_types` calls NAME a kind of their own, with the
         /// same keys: `[attention.swa]` with `sliding_window = 512`. NAME is a kind, `sliding_attention` (`swa`), or a

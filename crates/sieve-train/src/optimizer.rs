@@ -97,8 +97,8 @@ impl<B: TrainBackend> Optimizer<B> {
         &self.pieces
     }
 
-    /// Goes on with a model of `shape`, whose parameters are those of `module`: forgets the state of all others. What is
-    /// new begins without moments.
+    /// Goes on with a model of `shape`, whose parameters are those of `module`: forgets the state of all others. What
+    /// is new begins without moments.
     pub(crate) fn go_on_with<M: Module<B>>(&mut self, shape: &ModelShape, module: &M) {
         self.parameters = shape.all_parameters();
         let kept = parameter_ids(module).into_iter().map(|(_, id, _)| id).collect::<HashSet<_>>();

@@ -109,9 +109,9 @@ impl DeviceChoice {
         Ok(place)
     }
 
-    /// The device a model runs on, which has these shapes in the run's stages. With `auto`, a GPU whose kernels do not take
-    /// its attention in one of them is not used: the
-    /// reference op would be slower than the CPU. Then a line is printed.
+    /// The device a model runs on, which has these shapes in the run's stages. With `auto`, a GPU whose kernels do not
+    /// take its attention in one of them is not used: the reference op would be slower than the CPU. Then a line is
+    /// printed.
     pub(crate) fn for_model(self, found: &Device, shapes: &[ModelShape]) -> Device {
         match (self, found, shapes.iter().find_map(gpu_attention_gap)) {
             (Self::Auto, Device::Cuda(gpu), Some(reason)) => {

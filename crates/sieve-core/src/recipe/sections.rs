@@ -62,10 +62,10 @@ keys! {
         pub attention_sinks: bool = false,
         /// How the rotary frequencies differ from `rope_theta`'s; absent: they do not.
         pub rope_scaling: Option<RopeScaling>,
-        /// Whether each layer rotates its queries and keys, a list repeated over the layers:
-        /// `[true, true, true, false]` makes every fourth layer one without positions (NoPE, arXiv:2305.19466), as in
-        /// SmolLM3, whose `config.json` calls the list `no_rope_layers`. What a kind has besides, such as an indexer, is
-        /// not rotated there either; `recency` of `dma` stays. Absent: every layer rotates. `mla` has no such layers.
+        /// Whether each layer rotates its queries and keys, a list repeated over the layers: `[true, true, true,
+        /// false]` makes every fourth layer one without positions (NoPE, arXiv:2305.19466), as in SmolLM3, whose
+        /// `config.json` calls the list `no_rope_layers`. What a kind has besides, such as an indexer, is not rotated
+        /// there either; `recency` of `dma` stays. Absent: every layer rotates. `mla` has no such layers.
         pub rope_layers: Option<Vec<bool>>,
         /// Kind of each layer, a list repeated over the layers: `"sparse"` or its name for the kind of `[attention]`,
         /// `"mha"` (or `"full_attention"`) for a dense layer, the NAME of a table `[attention.NAME]` for its kind,

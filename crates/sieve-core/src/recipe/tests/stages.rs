@@ -34,7 +34,7 @@ fn what_a_stage_leaves_out_comes_from_the_sections() {
             kind: None,
             layer_types: None,
             windows: None,
-            drop: false,
+            drop: None,
             paths: None,
             weights: None,
             local_batch_size: 5,
@@ -101,13 +101,14 @@ fn a_stage_that_cannot_follow_is_refused() {
     let refused = |stage: &str, words: &str| refusal(changing(stage, &[]), words);
     refused(
         "kind = \"mha\"",
-        "stage.2.kind: would lose trained tensors | self_attn.indexer.proj.weight in 2 layers | give stage 2 drop = true",
+        "stage.2.kind: would lose trained tensors | self_attn.indexer.proj.weight in 2 layers | \
+         give stage 2 drop = true",
     );
     refused(
         "layer_types = [\"near\", \"near\", \"sparse\"]",
         "stage.2.layer_types: would lose trained tensors | self_attn.indexer.proj.weight in 1 layer",
     );
-    refused("kind = \"moba\"", "stage.2.kind: is \"moba\", and there is no table [attention.moba]");
+    refused("kind = \"nsa\"", "stage.2.kind: is \"nsa\", and there is no table [attention.nsa]");
     refused("kind = \"shared\"", "stage.2.kind: is \"shared\", which is no kind");
     refused("kind = \"mlaa\"", "stage.2.kind: is \"mlaa\", which is neither");
     refused("layer_types = [\"near\"]", "stage.2.layer_types: holds no layer of the kind of [attention]");
