@@ -52,6 +52,8 @@ fn misfit(schema: &Value, value: &Value, path: &str) -> Option<String> {
         let path = format!("{path}.{name}");
         match schema["properties"].get(name) {
             Some(schema) => misfit(schema, value, &path),
+            // A table [attention.NAME].
+            None if schema["additionalProperties"]["type"] == "object" && value.is_object() => None,
             None => Some(format!("{path}: unknown")),
         }
     })

@@ -309,7 +309,7 @@ mod tests {
                 let more = more.iter().map(|&set| set.to_owned()).collect::<Vec<_>>();
                 // Some kinds have no form without norms of heads, with biases, or with sinks.
                 let Ok(recipe) = Recipe::load(&text, "a recipe", &more) else { continue };
-                let shape = recipe.model_shape(50_277).expect("a model");
+                let shape = recipe.model_shape(49_152).expect("a model");
                 let mut found = Vec::new();
                 // No initial values are drawn.
                 visit(&Qwen3::<Flex>::new(&shape, 0, &Default::default()), |name, dims, _| {
