@@ -283,7 +283,7 @@ fn fill(table: &mut Table, keys: &'static [Key]) {
             table.insert(key.name.to_owned(), value);
         }
         for table in tables(table, key.name) {
-            // [attention] and its tables are filled in with the keys of their kinds only. A stage's `kind` names one too.
+            // [attention] and its tables are filled in with the keys of their kinds only. A stage has a `kind` too.
             let of_kind = own_kind(table).filter(|_| key.name == "attention");
             fill(table, of_kind.map_or(key.keys(), AttentionKind::keys));
             let inner = table.iter_mut().filter(|_| of_kind.is_some());
