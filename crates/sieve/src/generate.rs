@@ -32,7 +32,7 @@ const BYTES_A_TOKEN: usize = 4;
 #[derive(Args, Debug)]
 pub(crate) struct GenerateArgs {
     /// A checkpoint (step-N), a run folder (then its latest), an export, or another Hugging Face folder of Llama,
-    /// Mistral, Qwen2, Qwen3 or Doge; hf://OWNER/NAME[@REVISION] is a model of the hub
+    /// Mistral, Ministral, SmolLM3, Qwen2, Qwen3 or Doge; hf://OWNER/NAME or hf://OWNER/NAME@REVISION is one of the hub
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
     /// Text to continue; when empty, the text begins at a document's start; `-` reads standard input; may be repeated:

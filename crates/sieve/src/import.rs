@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 /// Arguments of `sieve import`.
 #[derive(Args, Debug)]
 pub(crate) struct ImportArgs {
-    /// Folder of a Llama, Mistral, Qwen2, Qwen3 or Doge model in the Hugging Face layout: config.json, tokenizer.json,
-    /// safetensors; or a model of the hub, hf://OWNER/NAME[@REVISION]
+    /// Folder of a Llama, Mistral, Ministral, SmolLM3, Qwen2, Qwen3 or Doge model in the Hugging Face layout:
+    /// config.json, tokenizer.json, safetensors; or a model of the hub, hf://OWNER/NAME or hf://OWNER/NAME@REVISION
     #[arg(long, value_name = "HF_DIR")]
     from: PathBuf,
     /// Folder to write the checkpoint step-0 into

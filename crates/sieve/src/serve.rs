@@ -23,7 +23,7 @@ const API_KEY: &str = "SIEVE_API_KEY";
 #[derive(Args, Debug)]
 pub(crate) struct ServeArgs {
     /// A checkpoint (step-N), a run folder (then its latest), an export, or another Hugging Face folder of Llama,
-    /// Mistral, Qwen2, Qwen3 or Doge; hf://OWNER/NAME[@REVISION] is a model of the hub
+    /// Mistral, Ministral, SmolLM3, Qwen2, Qwen3 or Doge; hf://OWNER/NAME or hf://OWNER/NAME@REVISION is one of the hub
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
     /// Address to listen at; only this machine reaches the default, 0.0.0.0 is open to the network
