@@ -20,7 +20,7 @@ mod write;
 
 pub use atomic_file::{AtomicFile, FinishedFile, temporary_name};
 pub use error::FileError;
-pub use lock::{Taken, try_lock};
+pub use lock::{Taken, lock_or_wait, try_lock};
 pub use python_number::python_number;
 pub use room::free_bytes;
 pub use write::{

@@ -26,6 +26,20 @@ pub fn try_lock(path: &Path) -> io::Result<Taken> {
     }
 }
 
+/// As [`try_lock`], and waits for the process that holds the lock, after a call of `waiting`.
+///
+/// # Errors
+/// An error of the file system.
+pub fn lock_or_wait(path: &Path, waiting: impl FnOnce()) -> io::Result<File> {
+    match try_lock(path)? {
+        Taken::Yes(file) => Ok(file),
+        Taken::ByAnother(file) => {
+            waiting();
+            file.lock().map(|()| file)
+        }
+    }
+}
+
 /// Whether an error means that the file system has no locks, like some network file systems and NFS without a lock
 /// daemon.
 fn has_no_locks(error: &io::Error) -> bool {

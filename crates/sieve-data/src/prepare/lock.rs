@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
 use std::path::PathBuf;
 
-use sieve_files::{Taken, try_lock};
+use sieve_files::lock_or_wait;
 
 use super::Progress;
 use crate::error::DataError;
@@ -21,14 +21,7 @@ const MARK: &[u8] = b"The files train.* and validation.* beside this one were wr
 impl Lock {
     /// Takes a folder's lock. If another process holds it, reports [`Progress::Waiting`] and waits.
     pub(super) fn take(path: PathBuf, progress: &dyn Fn(Progress)) -> Result<Self, DataError> {
-        let locked = try_lock(&path).and_then(|taken| match taken {
-            Taken::Yes(file) => Ok(file),
-            Taken::ByAnother(file) => {
-                progress(Progress::Waiting);
-                file.lock().map(|()| file)
-            }
-        });
-        let file = locked.map_err(DataError::io("lock", &path))?;
+        let file = lock_or_wait(&path, || progress(Progress::Waiting)).map_err(DataError::io("lock", &path))?;
         Ok(Self { file, path })
     }
 

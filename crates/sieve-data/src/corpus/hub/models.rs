@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use sieve_core::ShownPath;
-use sieve_files::{Taken, free_bytes, temporary_name, try_lock};
+use sieve_files::{free_bytes, lock_or_wait, temporary_name};
 
 use super::{Hub, HubConfig, RemoteFile, RemotePath, python_snapshot};
 use crate::error::DataError;
@@ -89,14 +89,7 @@ pub fn hub_model(
     let hub = Hub::new(config)?;
     fs::create_dir_all(&models).map_err(DataError::io("create", &models))?;
     let lock = models.join("lock");
-    let locked = try_lock(&lock).and_then(|taken| match taken {
-        Taken::Yes(file) => Ok(file),
-        Taken::ByAnother(file) => {
-            observe(HubModelEvent::Waiting);
-            file.lock().map(|()| file)
-        }
-    });
-    let _lock = locked.map_err(DataError::io("lock", &lock))?;
+    let _lock = lock_or_wait(&lock, || observe(HubModelEvent::Waiting)).map_err(DataError::io("lock", &lock))?;
     let listing = hub.listing(&format!("hf://{}@{}", remote.repo, remote.revision), &remote)?;
     let commit = listing.sha.clone();
     let dir = models.join(&commit).join(&folder);

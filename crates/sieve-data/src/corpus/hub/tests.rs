@@ -559,7 +559,7 @@ fn the_tokenizer_of_a_model_is_fetched_once() {
     assert_eq!(tokenizer("hf://other/model").unwrap(), snapshot.join("tokenizer.json"));
 }
 
-/// A repository "some/model" with these files, each of which holds its own name.
+/// A repository "some/model" with these files. The content of a file is its name.
 fn model_server(files: &[&str]) -> Server {
     Server::new(&files.iter().map(|name| (*name, name.as_bytes().to_vec())).collect::<Vec<_>>())
 }
