@@ -80,7 +80,7 @@ pub fn tiny_nsa() -> ModelShape {
     }
 }
 
-/// `attention` with these values of those of the keys that its kind has.
+/// `attention` with these values. A key that its kind does not have is passed over.
 pub fn with_keys(attention: Attention, keys: &[(&str, usize)]) -> Attention {
     let mut table = toml::Table::try_from(attention).expect("a table of keys");
     for (key, value) in keys {

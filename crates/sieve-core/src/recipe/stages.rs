@@ -41,7 +41,7 @@ keys! {
         pub windows: Option<BTreeMap<String, usize>>,
         /// Whether the stage may begin without trained tensors that its kinds of attention have no place for, such as
         /// an indexer. Without it a recipe that would lose one is refused.
-        pub drop: Option<bool>,
+        pub drop: bool = false,
         /// Globs of text that this stage trains on instead of `data.paths`: the same format, settings and tokenizer.
         pub paths: Option<Vec<String>>,
         /// One number for each of the stage's `paths`, or of `data.paths` if the stage has none: the share of its text
@@ -83,7 +83,7 @@ impl Recipe {
             kind: None,
             layer_types: None,
             windows: None,
-            drop: None,
+            drop: false,
             paths: None,
             weights: None,
             local_batch_size: self.training.local_batch_size,
@@ -166,7 +166,7 @@ impl Recipe {
                     let hint = "stages change kinds between which weights can be kept";
                     Some(Mistake::new(key, format!("cannot follow the stage before it: {gap}"), hint))
                 }
-                Ok(made) if made.dropped.is_empty() || section.drop == Some(true) => None,
+                Ok(made) if made.dropped.is_empty() || section.drop => None,
                 Ok(made) => {
                     let lost = names_of(&made.dropped);
                     let what = format!("would lose trained tensors that its layers have no place for: {lost}");

@@ -225,7 +225,7 @@ impl Draw {
             kind: None,
             layer_types: None,
             windows: None,
-            drop: None,
+            drop: false,
             paths: validation.paths.clone(),
             weights: None,
             local_batch_size: training.local_batch_size,

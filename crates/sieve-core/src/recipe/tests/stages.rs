@@ -34,7 +34,7 @@ fn what_a_stage_leaves_out_comes_from_the_sections() {
             kind: None,
             layer_types: None,
             windows: None,
-            drop: None,
+            drop: false,
             paths: None,
             weights: None,
             local_batch_size: 5,
