@@ -80,20 +80,21 @@ pub(crate) struct GenerateArgs {
 }
 
 /// Runs `sieve generate`: continues a prompt with a checkpoint's model, by one process or several.
-pub(crate) fn run(mut args: GenerateArgs) -> Result<Exit> {
-    args.checkpoint = hub::folder(&args.checkpoint)?;
-    with_ranks(|ranks| run_as(&args, ranks))
+pub(crate) fn run(args: GenerateArgs) -> Result<Exit> {
+    with_ranks(|ranks| run_as(args, ranks))
 }
 
 /// Runs the command as one process, or as one of `ranks`.
-fn run_as(args: &GenerateArgs, ranks: Option<&ModelRanks>) -> Result<()> {
+fn run_as(mut args: GenerateArgs, ranks: Option<&ModelRanks>) -> Result<()> {
     if variable(LAUNCHED).is_some()
         && (args.prompt == ["-"] || args.prompt_file.as_ref().is_some_and(|path| path.as_os_str() == "-"))
     {
         bail!("standard input: the processes of sieve launch cannot read it\n  hint: --prompt-file FILE");
     }
-    let prompts = prompts(args)?;
-    let chats = chats(args, &prompts)?;
+    // A prompt that cannot be read is said before a model is fetched.
+    let prompts = prompts(&args)?;
+    args.checkpoint = hub::folder(&args.checkpoint)?;
+    let chats = chats(&args, &prompts)?;
     let is_single = prompts.len() == 1;
     anyhow::ensure!(
         is_single || args.sparse.selector.is_none(),
@@ -123,7 +124,7 @@ fn run_as(args: &GenerateArgs, ranks: Option<&ModelRanks>) -> Result<()> {
             ..InferenceSize::rows_of(part, part)
         }
     })?;
-    on_device!(place, run_on(args, &prompts, chats.as_deref(), ranks))
+    on_device!(place, run_on(&args, &prompts, chats.as_deref(), ranks))
 }
 
 /// With `--chat`, the text of each prompt as a chat.

@@ -87,19 +87,19 @@ pub(crate) struct PplArgs {
 }
 
 /// Runs `sieve eval ppl`: perplexity and bits per byte on a text.
-pub(crate) fn run(mut args: PplArgs) -> Result<Exit> {
-    args.checkpoint = hub::folder(&args.checkpoint)?;
-    with_ranks(|ranks| run_as(&args, ranks))
+pub(crate) fn run(args: PplArgs) -> Result<Exit> {
+    with_ranks(|ranks| run_as(args, ranks))
 }
 
 /// Runs the command as one process, or as one of `ranks`.
-fn run_as(args: &PplArgs, ranks: Option<&ModelRanks>) -> Result<()> {
+fn run_as(mut args: PplArgs, ranks: Option<&ModelRanks>) -> Result<()> {
+    args.checkpoint = hub::folder(&args.checkpoint)?;
     args.result.check(&args.checkpoint, COMMAND, &[&args.plot])?;
     let place = own_place(args.place, ranks)?.for_checkpoint(&args.checkpoint, |recipe, _| {
         let context = args.context.unwrap_or(recipe.training.seq_len).max(1);
         InferenceSize { ranks: ranks.map_or(1, ModelRanks::size), ..InferenceSize::rows_of(context, BATCH_TOKENS) }
     })?;
-    on_device!(place, run_on(args, ranks))
+    on_device!(place, run_on(&args, ranks))
 }
 
 fn run_on<B: ModelBackend>(args: &PplArgs, ranks: Option<&ModelRanks>, device: &B::Device, kept: Kept) -> Result<()> {

@@ -97,7 +97,8 @@ pub(super) enum Resume {
     Latest,
 }
 
-/// As [`TrainArgs::long_patience`], by the seconds without a heartbeat after which a process counts as lost.
+/// Work other than a step (such as preparing text) counts as hung after this time without progress; `seconds` are those
+/// without a heartbeat after which a process counts as lost.
 pub(super) fn long_patience(seconds: u64) -> Duration {
     Duration::from_secs(20 * seconds)
 }
@@ -168,11 +169,6 @@ impl TrainArgs {
             Start::Resume => RunRequest { start: Start::New, found: FoundRun::Resume, ..request },
             _ => request,
         }
-    }
-
-    /// Work other than a step (such as preparing text) counts as hung after this time without progress.
-    pub(super) fn long_patience(&self) -> Duration {
-        long_patience(self.patience)
     }
 
     /// Ends the program if `--resume` is combined with `--branch-from` or `--resume-from`, or if

@@ -1,5 +1,5 @@
 //! One run: its session, its lines, and what it writes when it ends.
-use super::arguments::TrainArgs;
+use super::arguments::{TrainArgs, long_patience};
 use super::ending::{curve, finish, next_steps, tell_references};
 use super::exporter::Exporter;
 use super::lines::{
@@ -271,7 +271,7 @@ fn run_steps<B: TrainBackend>(
     let (bar, stalls) = match process.prints() {
         true => (
             terminal::progress_bar(recipe.training.steps as u64, "{bar:30} {pos}/{len} steps  {msg}"),
-            Some(process.events.watch(process.args.long_patience())?),
+            Some(process.events.watch(long_patience(process.args.patience))?),
         ),
         false => (ProgressBar::hidden(), None),
     };
