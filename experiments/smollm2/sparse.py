@@ -30,6 +30,9 @@ from pydoc_data.topics import topics
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tests/python"))
 
+import dense_to_sparse
+
+from dense_to_sparse import layers_of
 from runs import (Unfinished, append, device_name, json_lines, metrics, named, on_devices, output_of, parsed, parser_of,
                   saved_steps, sets, steps_of, succeed, table_text)
 
@@ -38,26 +41,15 @@ TASKS = ["niah_single_1", "niah_single_2", "niah_multikey_1", "vt"]
 
 
 def kinds(w, layers=30):
-    """Words of `sieve import` by kind; each query of a sparse layer reads `w` keys."""
-    def pattern(*kinds):
-        return ["--set", f"model.layer_types={json.dumps([kinds[at % 4] for at in range(layers)])}"]
-
-    one_dense = pattern("sparse", "sparse", "sparse", "mha")
-    blocks = ["--set", f"attention.num_selected_blocks={max(w // 64, 2)}"]
-    dma = ["--attention", "dma", "--set", f"attention.keep_window_size={w}", "--set", "attention.bias=linear",
-           "--set", "attention.recency=none", "--set", f"attention.local_window_size={w // 8}"]
-    window = ["--attention", "swa", "--set", f"attention.sliding_window={w}"]
-    return {
-        "dense": [],
-        "MSA, three layers in four windows": ["--attention", "msa", *blocks, *pattern("swa", "swa", "swa", "sparse"),
-                                              "--set", f"attention.swa.sliding_window={w}"],
-        "DMA, one layer in four dense": [*dma, *one_dense],
-        "window, one layer in four dense": [*window, *one_dense],
-        "InfLLM-V2": ["--attention", "infllm_v2", *blocks],
-        "MSA": ["--attention", "msa", *blocks],
-        "DMA": dma,
-        "window": window,
-    }
+    """Words of `sieve import` by kind; each query of a sparse layer reads `w` keys. First the three that run by default."""
+    found = dense_to_sparse.kinds(w, layers)
+    one_dense, one_msa = (layers_of(four, layers) for four in (["sparse"] * 3 + ["mha"], ["swa"] * 3 + ["sparse"]))
+    names = ("dense", "DMA, one layer in four dense")
+    return {name: found.pop(name) for name in names} | {
+        "MSA, three layers in four windows": [
+            *found["MSA"], "--set", one_msa, "--set", f"attention.swa.sliding_window={w}"],
+        "window, one layer in four dense": [*found["window"], "--set", one_dense],
+    } | found
 
 
 # Training-free methods on the dense model, beside the kinds that were trained.

@@ -535,6 +535,20 @@ def speed():
     return found
 
 
+def micros(call):
+    """us of the host for one call, the median of 20 times 20; a GPU is kept busy, so that nothing waits for it."""
+    times = []
+    for _ in range(20):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda._sleep(20_000_000)
+        start = time.perf_counter()
+        for _ in range(20):
+            call()
+        times.append((time.perf_counter() - start) / 20 * 1e6)
+    return sorted(times)[10]
+
+
 def tiles():
     """us of the host for a forward and a backward pass at 256 tokens, the GPU far behind, and ms of masks at 32,768 tokens
     in either order of sums, beside FlashAttention-4 where it is there. Without a GPU the host's part without launches.
@@ -556,18 +570,6 @@ def tiles():
         made["FlashAttention-4, dense"] = lambda: flash_attn_func(q, k, v, causal=True)[0]
     except ImportError:
         pass
-
-    def micros(call):
-        times = []
-        for _ in range(30):
-            if has_gpu:
-                torch.cuda.synchronize()
-                torch.cuda._sleep(20_000_000)
-            start = time.perf_counter()
-            for _ in range(20):
-                call()
-            times.append((time.perf_counter() - start) / 20 * 1e6)
-        return sorted(times)[15]
 
     found = {}
     for name, call in made.items():
@@ -714,24 +716,12 @@ def host():
     run, seen, found = _library._run, [], {}
     _library._run = lambda *given: (seen.append(given), run(*given))[1]
 
-    def micros(call, count):
-        times = []
-        for _ in range(20):
-            if has_gpu:
-                torch.cuda.synchronize()
-                torch.cuda._sleep(20_000_000)
-            start = time.perf_counter()
-            for _ in range(20):
-                call()
-            times.append((time.perf_counter() - start) / 20 * 1e6)
-        return sorted(times)[10] / count
-
     one = None
     if has_gpu:
         launch, nothing = empty_launch()
         # Ten of them, as the queue holds about a thousand.
         ten = lambda call: lambda: [call() for _ in range(10)]  # noqa: E731
-        one = micros(ten(launch), 10) - micros(ten(nothing), 10)
+        one = (micros(ten(launch)) - micros(ten(nothing))) / 10
     made, with_grad = ({**calls(128, grad)[0], **parts(128, grad)[0]} for grad in (False, True))
     del with_grad["select"]
     q, k, v = qkv(128)
@@ -753,7 +743,7 @@ def host():
         "detach": q.detach, "view": lambda: q.view(2048, 128), "clamp": lambda: z.clamp(max=60.0), "exp_": z.exp_,
         "transpose": lambda: w.t().contiguous(), "cat": lambda: torch.cat((k, k), 3),
     }  # fmt: skip
-    print(", ".join(f"{name} {micros(call, 1):.1f} us" for name, call in alone.items()))
+    print(", ".join(f"{name} {micros(call):.1f} us" for name, call in alone.items()))
     print(f"{'':24} launches memsets    call   plans  empty launches, us")
     for name, call in made.items():
         for _ in range(20):
@@ -766,8 +756,8 @@ def host():
         kernels = [kernel for given in mine for kernel in plans[given[0]].launches]
         memsets = kernels.count("memset")
         _library._run = run
-        row = [len(kernels) - memsets, memsets, micros(call, 1)]
-        row += [micros(lambda: [run(*given) for given in mine], 1), one * len(kernels)] if has_gpu else []
+        row = [len(kernels) - memsets, memsets, micros(call)]
+        row += [micros(lambda: [run(*given) for given in mine]), one * len(kernels)] if has_gpu else []
         _library._run = lambda *given: (seen.append(given), run(*given))[1]
         print(f"{name:24} {row[0]:8} {row[1]:7} " + " ".join(f"{x:7.1f}" for x in row[2:]), flush=True)
         found[name] = row[2]

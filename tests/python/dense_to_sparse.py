@@ -24,14 +24,18 @@ import time
 
 from runs import append, json_lines, metrics, named, saved_steps, sets, steps_of, table_text, validations_of
 
-# Each fourth of the 30 layers is dense.
-HYBRID = f"model.layer_types={json.dumps([*['sparse', 'sparse', 'sparse', 'mha'] * 7, 'sparse', 'sparse'])}"
 # What the lines of one folder have in common.
 SETTINGS = ("row", "rows", "w", "steps", "lr", "validation", "needles")
 
 
-def kinds(w):
-    """Options of `import` by name."""
+def layers_of(four, layers):
+    """`model.layer_types` of these four layers over and over, cut off after the last one."""
+    return f"model.layer_types={json.dumps([four[at % 4] for at in range(layers)])}"
+
+
+def kinds(w, layers=30):
+    """Options of `import` by name, for a model of so many layers; SmolLM2 has 30."""
+    hybrid = layers_of(["sparse", "sparse", "sparse", "mha"], layers)
     dma = ["--attention", "dma", "--set", f"attention.keep_window_size={w}", "--set", "attention.bias=linear",
            "--set", "attention.recency=none"]
     last = ["--set", f"attention.local_window_size={w // 8}"]
@@ -39,7 +43,7 @@ def kinds(w):
     return {
         "dense": [],
         "DMA": [*dma, *last],
-        "DMA, one layer in four dense": [*dma, *last, "--set", HYBRID],
+        "DMA, one layer in four dense": [*dma, *last, "--set", hybrid],
         "window + slope": [*dma, "--set", f"attention.local_window_size={w}", "--set", "attention.recency=slope"],
         "window": ["--attention", "swa", "--set", f"attention.sliding_window={w}"],
         "InfLLM-V2": ["--attention", "infllm_v2", *blocks],
