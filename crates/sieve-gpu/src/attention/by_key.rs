@@ -14,7 +14,7 @@ const NAME: &str = "attention_backward";
 pub(crate) enum KeySteps<'a> {
     /// Those that see a key: up to its document's end, i32 `[batch, seq_len]`, and at most `window` from it on.
     Neighbours { doc_end: &'a CudaTensor, window: usize },
-    /// Those of a list (`tile_steps.cuh`), i32 in a row; of one batch row, without a bias.
+    /// Steps of a list (`tile_steps.cuh`), a row of i32. The batch has one row, and there is no bias.
     Listed(&'a CudaTensor),
 }
 

@@ -48,7 +48,7 @@ impl<B: Backend> RotaryEmbedding<B> {
         Self { cos: table(f64::cos), sin: table(f64::sin), still: None }
     }
 
-    /// These tables with those of layers that do not rotate.
+    /// These tables, and beside them the tables of layers that do not rotate.
     pub fn with_still(self) -> Self {
         let still = Self { cos: self.cos.ones_like(), sin: self.sin.zeros_like(), still: None };
         Self { still: Some(Box::new(still)), ..self }

@@ -134,7 +134,7 @@ impl<B: TrainBackend> Weights<'_, B> {
 }
 
 impl<B: TrainBackend> Group<B> {
-    /// Starts gathering those of the parameters that are divided into `pieces`.
+    /// Starts gathering the parameters that are divided into `pieces`.
     pub(super) fn start_gather(
         &self,
         pieces: &WeightPieces<B>,
