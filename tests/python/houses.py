@@ -6,7 +6,8 @@
 - files besides tests, outside of the two folders of kinds, that name a kind's variant (`Attention::..`), and files with
   the word moba, a kind like any other: what a new kind touches;
 - files in circles: those of a crate that use each other, more than two of them. A path counts for the file that has the
-  name, also where it goes by a `pub use` of another; tests do not count;
+  name, also where it goes by a `use` of another; a module written out in its file (`mod cpu { .. }`) is that file, so
+  that its `super` is the file, too; tests do not count;
 - functions of more than 110 lines;
 - words of a kernel's params struct whose value shares no word with them at the launch.
 
@@ -26,7 +27,7 @@ LIMITS = {
     "Rust files that name a variant": 4,
     "Rust files with moba": 32,
     "Python files with moba": 22,  # two are of experiments: a rival of the race, and rows of a table of results
-    "files in circles": 185,
+    "files in circles": 182,
     f"functions above {MOST_LINES} lines": 4,
     "params words of another name": 3,
 }
@@ -74,53 +75,70 @@ def leaves(tree, prefix=()):
         yield path, alias.strip() or path[-1]
 
 
+def modules(text):
+    """The text of a file's own module, and of those that are written out in it (`mod cpu { .. }`), by path."""
+    found, open_ = collections.defaultdict(list), []
+    for line in text.split("\n"):
+        if open_ and line == open_[-1][1] + "}":
+            open_.pop()
+        elif start := re.match(r"(\s*)(?:pub(?:\([^)]*\))?\s+)?mod (\w+) \{$", line):
+            open_.append((start[2], start[1]))
+        else:
+            found[tuple(name for name, _ in open_)].append(line)
+    return {path: "\n".join(lines) for path, lines in found.items()}
+
+
 class Crate:
     """The files of a crate by module path, and which uses which."""
 
     def __init__(self, sources):
         """sources: text by path below src/."""
-        self.files = {}
+        self.modules, self.file_of = {}, {}
         for path, text in sources.items():
             parts = path.removesuffix(".rs").split("/")
-            self.files[() if parts in (["lib"], ["main"]) else tuple(parts)] = without_comments(text)
-        self.names, self.public = {}, {}
-        for module, text in self.files.items():
+            file = () if parts in (["lib"], ["main"]) else tuple(parts)
+            for inner, lines in modules(without_comments(text)).items():
+                self.modules[(*file, *inner)] = lines
+                self.file_of[(*file, *inner)] = file
+        self.files = set(self.file_of.values())
+        self.names, self.used = {}, {}
+        for module, text in self.modules.items():
             uses = re.findall(r"^\s*(pub(?:\([^)]*\))?\s+)?use\s+([^;]+);", text, re.M)
-            self.names[module] = [(path, name) for _, tree in uses for path, name in leaves(tree)]
-            self.public[module] = {name: path for pub, tree in uses if pub for path, name in leaves(tree)}
+            self.names[module] = {name: path for _, tree in uses for path, name in leaves(tree)}
+            self.used[module] = [path for pub, tree in uses if not pub for path, _ in leaves(tree)]
 
     def resolve(self, module, path, seen=()):
-        """The file with the name at the end of a path that is written in `module`; None where it is another crate's."""
+        """The module with the name at the end of a path that is written in `module`; None where it is another
+        crate's."""
         path = list(path)
         if path[0] == "crate":
             at, path = (), path[1:]
-        elif path[0] in ("super", "self") or (*module, path[0]) in self.files:
+        elif path[0] in ("super", "self") or (*module, path[0]) in self.modules:
             at = module
             while path and path[0] in ("super", "self"):
                 at, path = (at[:-1] if path[0] == "super" else at), path[1:]
         else:
             return None
-        while path and (*at, path[0]) in self.files:
+        while path and (*at, path[0]) in self.modules:
             at, path = (*at, path[0]), path[1:]
-        if path and (at, path[0]) not in seen and path[0] in self.public.get(at, {}):
-            there = self.resolve(at, (*self.public[at][path[0]], *path[1:]), (*seen, (at, path[0])))
+        if path and (at, path[0]) not in seen and path[0] in self.names.get(at, {}):
+            there = self.resolve(at, (*self.names[at][path[0]], *path[1:]), (*seen, (at, path[0])))
             return there if there is not None else at
         return at
 
     def arrows(self):
         found = collections.defaultdict(set)
-        for module, text in self.files.items():
-            public = set(self.public[module].values())
-            paths = [path for path, _ in self.names[module] if path not in public]
+        for module, text in self.modules.items():
+            names = self.names[module]
+            paths = list(self.used[module])
             body = re.sub(r"^\s*(pub(?:\([^)]*\))?\s+)?use\s+[^;]+;", "", text, flags=re.M)
-            modules = {name: path for path, name in self.names[module]}
             for words in re.findall(r"\b[a-z_]\w*(?:::\w+)+", body):
                 path = tuple(words.split("::"))
-                paths.append((*modules[path[0]], *path[1:]) if path[0] in modules else path)
+                paths.append((*names[path[0]], *path[1:]) if path[0] in names else path)
             for path in paths:
                 to = self.resolve(module, path)
-                if to is not None and to != module:
-                    found[module].add(to)
+                if to is not None and self.file_of[to] != self.file_of[module]:
+                    found[self.file_of[module]].add(self.file_of[to])
         return found
 
     def circles(self):

@@ -24,6 +24,20 @@ class Houses(unittest.TestCase):
         self.assertEqual(houses.Crate(two).circles(), [])
         self.assertEqual(houses.Crate({**two, "b.rs": "pub struct Two(Box<crate::a::One>);\n"}).circles(), [])
 
+    def test_a_module_written_out_is_its_file(self):
+        inner = {**RING, "c.rs": "pub struct Three;\npub mod cpu {\n    use super::*;\n    use super::Three;\n}\n"}
+        self.assertEqual(houses.Crate(inner).circles(), [])
+        beyond = {**RING, "c.rs": "pub struct Three;\nmod cpu {\n    use super::super::One;\n}\n"}
+        self.assertEqual(houses.Crate(beyond).circles(), [[("a",), ("b",), ("c",)]])
+        by_name = {**RING, "lib.rs": "mod a;\nmod b;\nmod c;\npub mod all {\n    pub use crate::a::One;\n}\n"}
+        by_name["c.rs"] = "pub struct Three(Option<Box<crate::all::One>>);\n"
+        self.assertEqual(houses.Crate(by_name).circles(), [[("a",), ("b",), ("c",)]])
+
+    def test_a_name_counts_for_the_file_that_has_it(self):
+        lent = {**RING, "lib.rs": "mod a;\nmod b;\nmod c;\nuse b::Two;\n", "a.rs": "pub struct One(super::Two);\n"}
+        lent["c.rs"] = "use crate::a::One;\npub struct Three(Option<Box<One>>);\n"
+        self.assertEqual(houses.Crate(lent).circles(), [[("a",), ("b",), ("c",)]])
+
     def test_a_comment_or_a_string_uses_nothing(self):
         quiet = {**RING, "c.rs": '// crate::a::One\npub const THREE: &str = "crate::a::One";\n'}
         self.assertEqual(houses.Crate(quiet).circles(), [])
