@@ -5,6 +5,7 @@ mod density;
 mod flops;
 pub mod gpu;
 mod layers;
+mod pairs;
 mod parameters;
 mod rope_layers;
 mod rope_scaling;
@@ -16,11 +17,11 @@ pub use crate::kinds::{
     MlaShape, MobaShape, MsaShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape,
 };
 pub use conversion::{Conversion, ConversionGap, names_of};
-pub use density::BranchDensity;
-pub(crate) use flops::window_pairs;
 pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents};
 pub use gpu::peak_bf16_flops;
 pub use layers::{LayerPattern, LayerType};
+pub use pairs::BranchDensity;
+pub(crate) use pairs::window_pairs;
 pub use parameters::ParameterCounts;
 pub use rope_layers::RopeLayers;
 pub use rope_scaling::{RopeScaling, RopeType};

@@ -24,6 +24,10 @@ mod mistake;
 
 mod error;
 
+mod former_form;
+
+mod key_change;
+
 mod lr_schedule;
 
 mod resume;
@@ -40,10 +44,11 @@ pub use crate::kinds::{Attention, AttentionKind, SwaShape};
 pub use attention::AttentionSection;
 pub use data::{DataFallback, DataFormat, DataSection, MqarNoise, MqarSection};
 pub use error::RecipeError;
-pub use load::{FormerForm, RecipeNotes};
+pub use former_form::FormerForm;
+pub use key_change::KeyChange;
+pub use load::RecipeNotes;
 pub use manual::{json_schema, keys_page};
 pub use mistake::{Location, Mistake};
-pub use resume::KeyChange;
 pub use sections::{
     ActivationCheckpointMode, ActivationCheckpointSection, CheckpointSection, DecayType, GenerationSection,
     GradientDtype, LrSchedulerSection, MetricsSection, ModelSection, OptimizerName, OptimizerSection,

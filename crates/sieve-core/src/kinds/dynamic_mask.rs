@@ -4,27 +4,16 @@ use super::dense::{
     dense_pairs_rate, grouped_activations, grouped_flops, grouped_projections, key_and_value, output_projection,
 };
 use super::settings::{A_QUARTER_OF_THE_ROW, AttentionPreset, Settings, Sizes, choice, derived, named, number, whole};
-use super::sizes::F32;
+use super::sizes::{DmaBias, F32};
 use super::{
     Activations, AttentionOp, BackwardCall, Halo, KeptCall, KeyReads, Kind, LayerFlops, ParamSpec, Part, Stock,
     StockClass, times,
 };
 use crate::keys::{MAX_SEQ_LEN, choices, keys};
-use crate::model::{Attention, ModelShape, window_pairs};
+use crate::model::{ModelShape, window_pairs};
 use crate::recipe::{FormerForm, ModelSection, Rules};
 use serde_json::{Value, json};
 use toml::Table;
-
-choices! {
-    /// How a DMA key's score z enters the logit.
-    #[derive(Hash)]
-    pub enum DmaBias {
-        /// `q.k / sqrt(head_dim) + exp(min(z, 60))`
-        Exp = "exp",
-        /// `q.k / sqrt(head_dim) + z`
-        Linear = "linear",
-    }
-}
 
 choices! {
     /// What makes later keys of a document rank higher in DMA.
@@ -303,8 +292,8 @@ impl Kind for DmaShape {
         Some(self.keep_window_size)
     }
 
-    fn with_window(&self, window: usize) -> Option<Attention> {
-        Some(Attention::Dma(DmaShape::with_window(*self, window)))
+    fn set_window(&mut self, window: usize) {
+        *self = self.with_window(window);
     }
 
     fn local_window(&self) -> usize {

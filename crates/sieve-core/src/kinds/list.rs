@@ -3,6 +3,8 @@
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
+use super::dense::Dense;
+use super::kind::{FULL_ATTENTION, Kind, SLIDING_ATTENTION};
 use super::settings::{Settings, Sizes};
 use crate::keys::{Key, Section, choices, joined};
 use crate::model::{DmaShape, InfllmV2Shape, MlaShape, MobaShape, MsaShape, NsaShape};
@@ -50,6 +52,22 @@ macro_rules! attention_kinds {
         }
 
         impl Attention {
+            /// The kind with its sizes: the one place that leads from a kind's name to its file.
+            pub fn as_kind(&self) -> &dyn Kind {
+                match self {
+                    $($(Self::$kind(shape) => shape as &$shape,)?)+
+                    _ => &Dense,
+                }
+            }
+
+            /// The kind, to change its sizes; `None` for dense attention, which has none.
+            pub(super) fn as_kind_mut(&mut self) -> Option<&mut dyn Kind> {
+                match self {
+                    $($(Self::$kind(shape) => Some(shape as &mut $shape),)?)+
+                    _ => None,
+                }
+            }
+
             /// Checks the rules between the values of the kind's keys.
             pub(crate) fn check(&self, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
                 match self {
@@ -135,4 +153,19 @@ impl Attention {
     pub const fn swa(sliding_window: usize) -> Self {
         Self::Swa(SwaShape { sliding_window })
     }
+}
+
+/// The kind of this name in `model.layer_types`: a recipe's, or `full_attention` and `sliding_attention`, as in
+/// `transformers`.
+pub(crate) fn kind_of_layer_type(name: &str) -> Option<AttentionKind> {
+    match name {
+        FULL_ATTENTION => Some(AttentionKind::Mha),
+        SLIDING_ATTENTION => Some(AttentionKind::Swa),
+        name => AttentionKind::named(name),
+    }
+}
+
+/// The name of a table `[attention.NAME]` as it is kept: a kind's own name for the names of `transformers`.
+pub(crate) fn table_name(name: &str) -> &str {
+    kind_of_layer_type(name).map_or(name, |kind| kind.name())
 }

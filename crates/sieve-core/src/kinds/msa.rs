@@ -11,7 +11,7 @@ use super::{
 use crate::NsaBlocks;
 use crate::block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
 use crate::keys::{MAX_SEQ_LEN, choices, keys};
-use crate::model::{Attention, BranchDensity, ModelShape};
+use crate::model::{BranchDensity, ModelShape};
 use crate::recipe::{FormerForm, ModelSection, Rules};
 use serde_json::{Value, json};
 use toml::Table;
@@ -150,8 +150,8 @@ impl Kind for MsaShape {
         Some(self.index_warmup)
     }
 
-    fn with_index_warmup(&self, index_warmup: bool) -> Option<Attention> {
-        Some(Attention::Msa(Self { index_warmup, ..*self }))
+    fn set_index_warmup(&mut self, index_warmup: bool) {
+        self.index_warmup = index_warmup;
     }
 
     fn has_indexer(&self) -> bool {

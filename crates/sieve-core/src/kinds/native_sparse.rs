@@ -10,7 +10,7 @@ use super::{
 };
 use crate::NsaBlocks;
 use crate::keys::{MAX_SEQ_LEN, MAX_WIDTH, choices, keys};
-use crate::model::{Attention, BranchDensity, ModelShape, window_pairs};
+use crate::model::{BranchDensity, ModelShape, window_pairs};
 use crate::recipe::{FormerForm, ModelSection, Rules};
 use serde_json::{Value, json};
 use toml::Table;
@@ -197,8 +197,8 @@ impl Kind for NsaShape {
         Some(self.window_size)
     }
 
-    fn with_window(&self, window_size: usize) -> Option<Attention> {
-        Some(Attention::Nsa(Self { window_size, ..*self }))
+    fn set_window(&mut self, window_size: usize) {
+        self.window_size = window_size;
     }
 
     fn pairs(&self, seq_len: usize) -> f64 {

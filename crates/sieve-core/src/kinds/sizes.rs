@@ -1,7 +1,8 @@
 //! What plans and kinds tell each other: sizes of kernels' buffers, activations, exchanges between processes.
 
 use crate::KeepOLow;
-use crate::model::{DmaBias, ModelShape};
+use crate::keys::choices;
+use crate::model::ModelShape;
 
 /// Bytes of an f32, and of an i32.
 pub(super) const F32: u64 = 4;
@@ -11,6 +12,17 @@ const MOST_BYTES: u64 = 1 << 58;
 /// The product `count * bytes`, at most 2^58, so that sums of products fit into a u64.
 pub fn times(count: u64, bytes: u64) -> u64 {
     count.saturating_mul(bytes).min(MOST_BYTES)
+}
+
+choices! {
+    /// How a DMA key's score z enters the logit.
+    #[derive(Hash)]
+    pub enum DmaBias {
+        /// `q.k / sqrt(head_dim) + exp(min(z, 60))`
+        Exp = "exp",
+        /// `q.k / sqrt(head_dim) + z`
+        Linear = "linear",
+    }
 }
 
 /// How attention's kernels find the keys of a query.

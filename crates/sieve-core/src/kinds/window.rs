@@ -6,7 +6,7 @@ use super::{
     Activations, AttentionOp, BackwardCall, Dense, Halo, KeptCall, KeyReads, Kind, LayerFlops, ParamSpec, Stock,
 };
 use crate::keys::{MAX_SEQ_LEN, keys};
-use crate::model::{Attention, ModelShape, window_pairs};
+use crate::model::{ModelShape, window_pairs};
 use crate::recipe::FormerForm;
 use serde_json::{Value, json};
 use toml::Table;
@@ -44,8 +44,8 @@ impl Kind for SwaShape {
         Some(self.sliding_window)
     }
 
-    fn with_window(&self, sliding_window: usize) -> Option<Attention> {
-        Some(Attention::Swa(Self { sliding_window }))
+    fn set_window(&mut self, sliding_window: usize) {
+        self.sliding_window = sliding_window;
     }
 
     fn pairs(&self, seq_len: usize) -> f64 {

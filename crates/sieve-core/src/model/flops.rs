@@ -127,12 +127,6 @@ pub fn mean_active_keys_of_documents(attention: Attention, lengths: impl IntoIte
     if tokens == 0 { 0.0 } else { pairs / tokens as f64 }
 }
 
-/// Number of (query, key) pairs in a document of `seq_len` tokens whose queries see the last `window` keys.
-pub(crate) fn window_pairs(window: usize, seq_len: usize) -> f64 {
-    let window = window.min(seq_len) as f64;
-    window * (seq_len as f64 - (window - 1.0) / 2.0)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -10,7 +10,7 @@ use toml::{Table, Value};
 use super::StageSection;
 use super::sections::{OWN_LAYER, SHARED_LAYER};
 use crate::keys::{KeyValue, Kind};
-use crate::kinds::{ATTENTION_KEYS, Attention, kind_of_layer_type};
+use crate::kinds::{ATTENTION_KEYS, Attention, kind_of_layer_type, table_name};
 use crate::model::{LayerPattern, LayerType};
 
 /// `[attention]`, which reads as the model's own kind, and its tables `[attention.NAME]`.
@@ -96,11 +96,6 @@ impl AttentionSection {
         });
         LayerPattern::new(self.own, types)
     }
-}
-
-/// The name of a table `[attention.NAME]` as it is kept: a kind's own name for the names of `transformers`.
-pub(super) fn table_name(name: &str) -> &str {
-    kind_of_layer_type(name).map_or(name, |kind| kind.name())
 }
 
 impl Deref for AttentionSection {

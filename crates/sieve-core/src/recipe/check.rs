@@ -2,13 +2,12 @@
 
 use toml::{Table, Value};
 
-use super::attention::table_name;
 use super::mistake::{Mistake, quoted};
 use super::sections::{OWN_LAYER, SHARED_LAYER};
 use super::{AttentionKind, TokenizerSection, schema};
 use crate::did_you_mean;
 use crate::keys::{Bound, Choices, Key, Kind};
-use crate::kinds::ATTENTION_KEYS;
+use crate::kinds::{ATTENTION_KEYS, table_name};
 use crate::short_form::number_of_short_form;
 
 /// Checks `table` against the schema and removes unknown sections and keys, so that the rest can still be converted.

@@ -5,13 +5,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use toml::Value;
 use toml::de::{DeTable, DeValue};
 
-use super::attention::table_name;
 use super::check;
 use super::error::RecipeError;
 use super::mistake::{Location, Mistake};
 use super::sections::{OWN_LAYER, SHARED_LAYER};
 use super::{Attention, AttentionKind, TokenizerSection, resolve, schema};
 use crate::keys::{Key, Kind};
+use crate::kinds::table_name;
 
 /// A parsed recipe text with its overrides.
 pub(super) struct Document {
@@ -42,7 +42,7 @@ impl Document {
         let spans = DeTable::parse(text).map_err(syntax)?;
         let mut locations = BTreeMap::new();
         record_lines(spans.get_ref(), "", &LineStarts::new(text), &mut locations);
-        let kind = kind_of(&table);
+        let kind = resolve::kind_of(&table);
         Ok(Self {
             gives_window: resolve::gives_window(&table, kind),
             table,
@@ -191,7 +191,7 @@ impl Document {
                 data.remove("weights");
             }
         }
-        let Some(kind) = kind_of(&self.table) else {
+        let Some(kind) = resolve::kind_of(&self.table) else {
             return; // It is missing or misspelt, which `check_table` reports.
         };
         if set.contains("attention.kind") {
@@ -324,16 +324,6 @@ impl Document {
 fn override_form() -> Mistake {
     let what = "an override is written section.key=value";
     Mistake::new("override", what, "for example --set optimizer.lr=1e-3")
-}
-
-/// The attention kind of a recipe's table.
-pub(super) fn kind_of(table: &toml::Table) -> Option<AttentionKind> {
-    own_kind(table.get("attention")?.as_table()?)
-}
-
-/// The kind that `[attention]`, or a table in it, gives.
-pub(super) fn own_kind(attention: &toml::Table) -> Option<AttentionKind> {
-    AttentionKind::named(attention.get("kind")?.as_str()?)
 }
 
 /// The type of values of the key at the path `names` below `owner`.

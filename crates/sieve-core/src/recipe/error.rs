@@ -2,8 +2,8 @@
 
 use thiserror::Error;
 
+use super::key_change::KeyChange;
 use super::mistake::Mistake;
-use super::resume::KeyChange;
 
 /// An error in a recipe or in the paths that it names.
 #[derive(Clone, Debug, PartialEq, Error)]

@@ -5,6 +5,7 @@ use toml::Table;
 use super::check;
 use super::document::Document;
 use super::error::RecipeError;
+use super::former_form::FormerForm;
 use super::mistake::{Location, Mistake};
 use super::rules::{self, Parts};
 use super::{Recipe, resolve, schema};
@@ -16,15 +17,6 @@ pub struct RecipeNotes {
     pub left_out: Vec<String>,
     /// Of a text of kind DMA that an earlier version read as another form; `None` for all others.
     pub former_form: Option<FormerForm>,
-}
-
-/// How an earlier version read a text of kind DMA.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FormerForm {
-    /// A sentence for the user: what the text was, and how to write that now.
-    pub words: String,
-    /// The overrides that give the text its former form.
-    pub overrides: Vec<String>,
 }
 
 impl Recipe {

@@ -2,14 +2,13 @@
 
 use toml::{Table, Value};
 
-use super::attention::table_name;
-use super::document::{kind_of, own_kind};
-use super::load::FormerForm;
+use super::former_form::FormerForm;
 use super::mistake::Mistake;
 use super::sections::OWN_LAYER;
 use super::{AttentionKind, Recipe, schema};
 use crate::keys::{Key, Section, Source};
 use crate::kinds::settings::{Sizes, derived, number};
+use crate::kinds::table_name;
 
 /// Replaces a stage's `tokens` by `steps`, and sets a missing `training.steps` to the sum over the stages.
 ///
@@ -310,4 +309,14 @@ fn value_at(table: &Table, path: &str) -> Option<Value> {
     let (section, key) = path.split_once('.')?;
     let written = table.get(section).and_then(|section| section.get(key));
     written.cloned().or_else(|| schema::key_at(path)?.default?())
+}
+
+/// The attention kind of a recipe's table.
+pub(super) fn kind_of(table: &Table) -> Option<AttentionKind> {
+    own_kind(table.get("attention")?.as_table()?)
+}
+
+/// The kind that `[attention]`, or a table in it, gives.
+pub(super) fn own_kind(attention: &Table) -> Option<AttentionKind> {
+    AttentionKind::named(attention.get("kind")?.as_str()?)
 }

@@ -2,68 +2,28 @@
 //! rule is reported at once.
 
 mod attention;
+mod broken;
+mod data;
 mod parallelism;
+mod parts;
+mod paths;
 mod stages;
 
 use std::path::{Component, Path};
 
-use toml::Table;
+pub(crate) use broken::Rules;
+pub(super) use parts::Parts;
 
 use attention::{check_attention, check_layer_tables, check_layer_types, check_rope_layers, check_sinks};
+use paths::check_paths;
 
-use super::data;
 use super::mistake::Mistake;
 use super::{
-    ActivationCheckpointSection, AttentionSection, CheckpointSection, DataSection, GenerationSection,
-    LrSchedulerSection, MetricsSection, ModelSection, OptimizerSection, ParallelismSection, Recipe, StageSection,
-    TokenizerSection, TokenizerSource, TrainingPrecision, TrainingSection, ValidationSection,
+    CheckpointSection, LrSchedulerSection, ModelSection, TokenizerSection, TokenizerSource, TrainingPrecision,
+    TrainingSection, ValidationSection,
 };
-use crate::keys::{Bound, MAX_COUNT, Number, Section, short_number};
+use crate::keys::MAX_COUNT;
 use crate::model::RopeScaling;
-
-/// Defines [`Parts`] with one field per section, and its conversions from a TOML table and from a [`Recipe`].
-macro_rules! parts {
-    ($($name:ident: $section:ty),+ $(,)?) => {
-        /// The sections to check. A section that could not be read, because a value has a wrong type, is `None`: its
-        /// rules are skipped, and the other sections are still checked.
-        pub(super) struct Parts {
-            $(pub(super) $name: Option<$section>,)+
-        }
-
-        impl From<&Table> for Parts {
-            fn from(table: &Table) -> Self {
-                Self {
-                    $($name: table.get(stringify!($name)).and_then(|section| section.clone().try_into().ok()),)+
-                }
-            }
-        }
-
-        impl From<&Recipe> for Parts {
-            fn from(recipe: &Recipe) -> Self {
-                Self {
-                    $($name: Some(recipe.$name.clone()),)+
-                }
-            }
-        }
-    };
-}
-
-parts! {
-    model: ModelSection,
-    attention: AttentionSection,
-    tokenizer: TokenizerSection,
-    data: DataSection,
-    training: TrainingSection,
-    optimizer: OptimizerSection,
-    lr_scheduler: LrSchedulerSection,
-    checkpoint: CheckpointSection,
-    metrics: MetricsSection,
-    validation: ValidationSection,
-    generation: GenerationSection,
-    activation_checkpoint: ActivationCheckpointSection,
-    parallelism: ParallelismSection,
-    stage: Vec<StageSection>,
-}
 
 /// Appends every broken rule to `mistakes`.
 pub(super) fn check(parts: &Parts, mistakes: &mut Vec<Mistake>) {
@@ -241,18 +201,6 @@ fn check_rows(model: Option<&ModelSection>, tokens: usize, key: &str, rules: &mu
     }
 }
 
-pub(super) fn check_paths(key: &str, paths: &[String], rules: &mut Rules<'_>) {
-    rules.require(!paths.is_empty(), key, "is an empty list", "name at least one file or glob");
-    for (index, path) in paths.iter().enumerate() {
-        rules.require(
-            !path.trim().is_empty(),
-            key,
-            format!("item {} is empty", index + 1),
-            "name a file or a glob, or remove the item",
-        );
-    }
-}
-
 fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
     rules.bounds("training", training);
     let (local, global) = (training.local_batch_size, training.global_batch_size);
@@ -392,57 +340,4 @@ fn check_folder(folder: &str, rules: &mut Rules<'_>) {
         format!("is {folder:?}, where a run writes other files"),
         "\"checkpoint\" is usual",
     );
-}
-
-/// Collects the rules that a recipe breaks.
-pub(crate) struct Rules<'a>(&'a mut Vec<Mistake>);
-
-impl Rules<'_> {
-    /// Reports a mistake at `key` unless the rule `holds`; `what` is wrong and `hint` says how to fix it.
-    pub(crate) fn require(&mut self, holds: bool, key: &str, what: impl Into<String>, hint: impl Into<String>) {
-        if !holds {
-            self.0.push(Mistake::new(key, what, hint));
-        }
-    }
-
-    /// Checks the numbers of a section against the bounds of its keys; `owner` is the section's path in the recipe.
-    pub(crate) fn bounds<T: Section>(&mut self, owner: &str, section: &T) {
-        for (key, number) in T::KEYS.iter().zip(section.numbers()) {
-            let (Some(bound), Some(number)) = (key.bound, number) else {
-                continue;
-            };
-            let key = format!("{owner}.{}", key.name);
-            match (bound, number) {
-                (Bound::Within(least, most, hint), Number::Whole(value)) => self.require(
-                    (least as u64..=most as u64).contains(&value),
-                    &key,
-                    format!("is {value}, outside {least} to {most}"),
-                    hint,
-                ),
-                (Bound::AtLeastOne, Number::Whole(value)) => self.at_least_one(&key, value),
-                (Bound::Between(least, most, hint), Number::Real(value)) => self.require(
-                    (least..=most).contains(&value),
-                    &key,
-                    {
-                        let [value, least, most] = [value, least, most].map(short_number);
-                        format!("is {value}, outside {least} to {most}")
-                    },
-                    hint,
-                ),
-                (Bound::Share(range, hint), Number::Real(value)) => self.require(
-                    (0.0..=1.0).contains(&value)
-                        && (value > 0.0 || range.starts_with('['))
-                        && (value < 1.0 || range.ends_with(']')),
-                    &key,
-                    format!("is {value}, outside {range}"),
-                    hint,
-                ),
-                _ => unreachable!("{key} has a bound of another type of number"),
-            }
-        }
-    }
-
-    pub(super) fn at_least_one(&mut self, key: &str, value: u64) {
-        self.require(value > 0, key, "is 0", "the smallest is 1");
-    }
 }

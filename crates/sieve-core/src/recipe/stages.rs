@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::Recipe;
-use super::attention::table_name;
 use super::mistake::Mistake;
 use crate::keys::{KeyValue, Kind, MAX_BATCH, MAX_ROPE_THETA, MAX_SEQ_LEN, MAX_STEPS, Section, USUAL_ROPE_THETA, keys};
+use crate::kinds::table_name;
 use crate::model::{Conversion, names_of};
 
 keys! {

@@ -1,10 +1,10 @@
 //! Rules of `[attention]`.
 
-use super::Rules;
+use super::broken::Rules;
 use crate::did_you_mean;
 use crate::keys::MAX_SEQ_LEN;
-use crate::kinds::{AttentionKind, kind_of_layer_type};
-use crate::recipe::attention::{LayerName, table_name};
+use crate::kinds::{AttentionKind, kind_of_layer_type, table_name};
+use crate::recipe::attention::LayerName;
 use crate::recipe::mistake::{Mistake, quoted};
 use crate::recipe::sections::{OWN_LAYER, SHARED_LAYER};
 use crate::recipe::{Attention, AttentionSection, ModelSection, StageSection};

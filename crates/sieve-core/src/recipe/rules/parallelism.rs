@@ -1,6 +1,7 @@
 //! Rules of `[parallelism]`.
 
-use super::{Parts, Rules};
+use super::broken::Rules;
+use super::parts::Parts;
 use crate::recipe::{AttentionSection, ParallelismSection};
 
 const DEGREE: &str = "parallelism.context_parallel_degree";

@@ -1,8 +1,10 @@
 //! Rules of `[[stage]]`.
 
 use super::attention::check_stage_layers;
-use super::{Parts, Rules, check_paths};
-use crate::recipe::data::check_weights;
+use super::broken::Rules;
+use super::data::check_weights;
+use super::parts::Parts;
+use super::paths::check_paths;
 use crate::recipe::{DataFormat, StageSection};
 
 pub(super) fn check_stages(stages: &[StageSection], parts: &Parts, rules: &mut Rules<'_>) {

@@ -1,0 +1,283 @@
+//! What a kind of attention is: the trait of the files beside this one, and what its methods return.
+
+use serde_json::Value;
+
+use super::op::AttentionOp;
+use super::param::ParamSpec;
+use super::sizes::{Activations, BackwardCall, Exchanged, Halo, HeadWidths, KeptCall, KeyReads};
+use crate::NsaBlocks;
+use crate::model::{BranchDensity, ModelShape};
+
+/// Multiply-adds of one layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LayerFlops {
+    /// Weights that a token is multiplied with.
+    pub weights: f64,
+    /// Multiply-adds of `Q K^T` and `P V` for a pair of a query and a key, over all heads.
+    pub per_pair: f64,
+    /// Multiply-adds of an indexer's scores for a key of the document up to the query; 0 without an indexer.
+    pub per_scored_key: f64,
+}
+
+/// What a kind of attention is.
+pub trait Kind: std::fmt::Debug {
+    /// The parameters of a layer's attention, in the order of the forward pass.
+    fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec>;
+
+    /// (Query, key) pairs of one query head in a document of `seq_len` tokens; see
+    /// [`mean_active_keys`](crate::model::mean_active_keys).
+    fn pairs(&self, seq_len: usize) -> f64;
+
+    /// The densities of the branches in a row of `seq_len` tokens, at least 1: one, or NSA's. See
+    /// [`Attention::densities`](super::Attention::densities).
+    fn densities(&self, seq_len: usize) -> Vec<BranchDensity> {
+        vec![BranchDensity::of_keys(None, self.pairs(seq_len), seq_len)]
+    }
+
+    /// The window that a stage of a run may change, in tokens; `None` for kinds without one.
+    fn window(&self) -> Option<usize> {
+        None
+    }
+
+    /// Sets the window, for kinds with one.
+    fn set_window(&mut self, _window: usize) {}
+
+    /// Number of latest keys that every query sees whatever their scores, where a window holds others too.
+    fn local_window(&self) -> usize {
+        0
+    }
+
+    /// Whether queries read all keys while an indexer learns to choose; `None` for kinds without one.
+    fn index_warmup(&self) -> Option<bool> {
+        None
+    }
+
+    /// Sets [`index_warmup`](Self::index_warmup), for kinds with an indexer.
+    fn set_index_warmup(&mut self, _warms_up: bool) {}
+
+    /// Whether keys and values are made from a latent, one for each query head. Layers of other kinds have no place
+    /// beside such ones.
+    fn is_latent(&self) -> bool {
+        false
+    }
+
+    /// Whether this is dense causal attention with grouped queries, on which selectors act at inference.
+    fn is_dense(&self) -> bool {
+        false
+    }
+
+    /// Whether the kind is meant to hide keys from queries. While an indexer warms up, none is hidden on purpose.
+    fn hides_keys(&self) -> bool {
+        true
+    }
+
+    /// The recipe's keys that say how many tokens a query reads whatever their scores, in words; `None` for a kind that
+    /// reads all.
+    fn reads_words(&self) -> Option<String>;
+
+    /// The settings of the kind that its [label](Self::label) does not say.
+    fn form_words(&self, _layer: &ModelShape) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// Weights that a token meets, and multiply-adds per pair.
+    fn flops(&self, layer: &ModelShape) -> LayerFlops;
+
+    /// The sizes in a few words; `None` for dense attention.
+    fn label(&self) -> Option<String>;
+
+    /// Whether a layer has exactly a dense layer's parameters and reads them alike, so that any dense model can begin a
+    /// run of this kind.
+    fn has_dense_parameters(&self) -> bool {
+        false
+    }
+
+    /// Whether queries choose keys or blocks by content in layers whose attention weights show what was chosen.
+    fn chooses(&self) -> bool {
+        self.chooses_blocks()
+    }
+
+    /// Whether queries choose blocks in a step of its own, so that layers can share a choice and `training.dense_steps`
+    /// can read all keys instead.
+    fn chooses_blocks(&self) -> bool {
+        false
+    }
+
+    /// Why layers cannot share a choice, for kinds that choose no blocks in a step of its own.
+    fn no_shared_choice(&self) -> &'static str {
+        "choose no blocks to share"
+    }
+
+    /// What a query computes over blocks, to count it from the chosen ones; `None` for kinds without blocks.
+    fn block_pairs(&self) -> Option<BlockPairs> {
+        None
+    }
+
+    /// Whether blocks are scored by an indexer, which has parameters and a loss of its own.
+    fn has_indexer(&self) -> bool {
+        false
+    }
+
+    /// Whether that indexer scores a block by one pooled key.
+    fn has_pooled_indexer(&self) -> bool {
+        false
+    }
+
+    /// The most keys of a head that a query reads and a cache holds; `None` if both grow with the text.
+    fn num_kept(&self) -> Option<usize> {
+        None
+    }
+
+    /// Whether training computes the norm, the projections, attention and the residual addition of a layer as one op.
+    fn is_one_op(&self) -> bool {
+        false
+    }
+
+    /// Whether the softmax of a layer can have a learned logit of each query head, `model.attention_sinks`.
+    fn takes_sinks(&self) -> bool {
+        false
+    }
+
+    /// The chosen blocks as attention's kernels read them; `None` for kinds without blocks.
+    fn attended_blocks(&self) -> Option<NsaBlocks> {
+        None
+    }
+
+    /// Width of the part of queries and keys that is rotated and that values do not have; 0 for most kinds.
+    fn rope_width(&self) -> usize {
+        0
+    }
+
+    /// How kernels find the keys that a query reads, one for each launch of attention.
+    fn reads(&self) -> &'static [KeyReads];
+
+    /// The ops of a layer that are not the model's common ones, in the order of the forward pass.
+    fn ops(&self, layer: &ModelShape) -> &'static [AttentionOp];
+
+    /// KV heads that attention is launched with, in a layer of `[num_heads, num_kv_heads]`: one for each choice of
+    /// blocks.
+    fn attended_kv_heads(&self, heads: [usize; 2]) -> usize {
+        heads[1]
+    }
+
+    /// Why no CUDA kernel takes the kind's blocks for heads of `head_dim` and `group_size` query heads a KV head: the
+    /// size that does not fit, and the sizes that kernels take. `None` if kernels take them, or without blocks.
+    fn block_gap(&self, _head_dim: usize, _group_size: usize) -> Option<(String, &'static str)> {
+        None
+    }
+
+    /// Why the attention has no kernel on any GPU, so that its reference would run; `None` if there is a kernel.
+    fn gpu_gap(&self, layer: &ModelShape, widths: HeadWidths) -> Option<String> {
+        widths.gap(layer.head_dim)
+    }
+
+    /// Share of the peak FLOP/s that attention's kernels reach over the pairs that they compute, in rows of `seq_len`
+    /// tokens, measured on an H200 (docs/benchmarks.md). Traffic around attention is counted apart.
+    fn pairs_rate(&self, seq_len: usize) -> f64;
+
+    /// Values per token that a layer reads and writes, forward and backward, beyond a dense layer's.
+    fn extra_traffic(&self, _layer: &ModelShape) -> f64 {
+        0.0
+    }
+
+    /// Whether training may be slower than with dense attention up to long rows, so that a plan says from which length
+    /// on the kind pays.
+    fn pays_late(&self) -> bool {
+        false
+    }
+
+    /// By how much the estimated speeds of ranks that share rows exceeded the measured ones on two H200s, with rows of
+    /// 65,536 and 131,072 tokens (docs/scale.md); `None` if by at most 6 %.
+    fn shared_rows_too_fast(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// What a layer keeps for its backward pass, per token.
+    fn activations(&self, call: &KeptCall<'_>) -> Activations;
+
+    /// Width of the packed q, k and v.
+    fn packed_width(&self, layer: &ModelShape) -> u64 {
+        (layer.q_width() + 2 * layer.kv_width()) as u64
+    }
+
+    /// Bytes of f32 sums and other buffers of attention's backward pass on a GPU.
+    fn backward_buffers(&self, call: &BackwardCall<'_>) -> u64;
+
+    /// The KV cache of one layer: bytes that one more token adds while it grows, and bytes at `seq_len` tokens.
+    fn cache(&self, layer: &ModelShape, seq_len: usize, value_bytes: u64) -> [u64; 2];
+
+    /// Keys of a window whose cache holds only them for one text, and all tokens in rows of several texts.
+    fn cached_window(&self) -> Option<usize> {
+        None
+    }
+
+    /// Earlier keys that a query may see, where attention over a longer row serves context parallelism; `None` where it
+    /// may see all, and heads are exchanged.
+    fn halo(&self) -> Option<Halo> {
+        None
+    }
+
+    /// What processes that share a row exchange for one layer when they exchange heads.
+    fn exchanged(&self, layer: &ModelShape) -> Exchanged {
+        Exchanged::packed(layer)
+    }
+
+    /// The sizes of the kind as keys of `config.json`, for the exported `modeling_sieve.py`.
+    fn config_keys(&self, layer: &ModelShape) -> Value;
+
+    /// The name in `layer_types` of classes of grouped-query attention; `None` for kinds that no such class has.
+    fn stock_layer_type(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// The class of `transformers` that computes a model of this kind in its layers, and its keys of `config.json`.
+    ///
+    /// # Errors
+    /// No such class; why the class of the kind does not compute this model, where there is one.
+    fn stock(&self, _model: &ModelShape) -> Result<Stock, Option<&'static str>> {
+        Err(None)
+    }
+}
+
+/// What a query computes over blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockPairs {
+    /// The chosen blocks as attention reads them.
+    pub chosen: NsaBlocks,
+    /// The pooled blocks that are scored.
+    pub pooled: NsaBlocks,
+    /// Keys of a window beside the blocks; 0 without one.
+    pub window_size: usize,
+    /// Halves of a pair that a pooled key counts: 2 with a value, 1 with a score alone, 0 where an indexer has its own
+    /// scores, which are counted apart.
+    pub halves_of_pooled: u32,
+}
+
+/// A class of `transformers` for a kind.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stock {
+    /// The class, or family of classes.
+    pub class: StockClass,
+    /// Its keys of `config.json` that describe the attention.
+    pub keys: Value,
+}
+
+/// Classes of `transformers`, by what their attention computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StockClass {
+    /// Qwen3, Llama, Mistral or Qwen2: grouped-query attention, with a window where `windowed`.
+    Grouped {
+        /// Whether layers have a window.
+        windowed: bool,
+    },
+    /// `DogeForCausalLM`.
+    Doge,
+    /// `DeepseekV3ForCausalLM`.
+    DeepseekV3,
+}
+
+/// The name of a dense layer in `layer_types` of `transformers`.
+pub const FULL_ATTENTION: &str = "full_attention";
+
+/// The same of a layer with a sliding window.
+pub const SLIDING_ATTENTION: &str = "sliding_attention";
