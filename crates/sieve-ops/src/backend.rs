@@ -4,13 +4,14 @@
 //! `FAMILY::cuda`, under the same name. A device without a kernel for a call runs the op's `reference` and counts it.
 //! Autodiff is not part of the table: a public op adds one node to the graph ([`SieveBackend::node`]), whose backward
 //! pass calls the device again.
-use crate::tensors::{Float, Ints};
+use crate::tensors::{Float, Ints, primitive, tensor};
 use crate::{
-    AdamWTensors, AttentionCall, AttentionOutput, AttentionSpec, BackwardPass, ChoiceCall, DmaCache, DmaCall,
-    DmaScoresCall, DmaSelection, DmaToken, DocumentBounds, Fp8Kept, IndexGradientCall, KeyCache, MlaCall, MlaPackCall,
-    NsaCall, NsaCompressed, NsaSelected, QkNormRopeCall, RankGroup, Recency, RmsNormCall, RopeCall, SelectorCache,
-    SendRecv, Snapshot, ToQuantise, TokenStep, TokensBefore,
+    AdamWTensors, AttentionCall, AttentionOutput, AttentionSpec, ChoiceCall, DmaCache, DmaCall, DmaScoresCall,
+    DmaSelection, DmaToken, DocumentBounds, Fp8Kept, IndexGradientCall, KeyCache, MlaCall, MlaPackCall, NsaCall,
+    NsaCompressed, NsaSelected, QkNormRopeCall, RankGroup, Recency, RmsNormCall, RopeCall, SelectorCache, SendRecv,
+    Snapshot, ToQuantise, TokenStep, TokensBefore,
 };
+use burn::tensor::Tensor;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn_flex::Flex;
 use sieve_core::{
@@ -65,6 +66,19 @@ impl<D: DeviceBackend> SieveBackend for D {
     fn node<F: BackwardPass<D, N>, const N: usize>(_: [&Float<D>; N], output: Float<D>, _: F) -> Float<D> {
         output
     }
+}
+
+/// The gradients of an op's `N` differentiable inputs from the gradient of its output.
+pub trait BackwardPass<B: Backend, const N: usize>: FnOnce(Float<B>) -> [Float<B>; N] + Clone + Send + 'static {}
+
+impl<B: Backend, F, const N: usize> BackwardPass<B, N> for F where
+    F: FnOnce(Float<B>) -> [Float<B>; N] + Clone + Send + 'static
+{
+}
+
+/// A tensor's value on the device, without its place in the graph.
+pub(crate) fn value<B: SieveBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B::Inner, D> {
+    tensor(B::value(primitive(x)))
 }
 
 /// What a training loop needs of its backend: Sieve's ops with gradients, over a device.

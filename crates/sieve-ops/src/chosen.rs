@@ -2,6 +2,7 @@
 //! (MSA, arXiv:2606.13392). One exact softmax, no gates; the attention itself is NSA's selected branch.
 //!
 //! Blocks are counted from each document's first token.
+mod call;
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
@@ -14,6 +15,7 @@ mod selected;
 #[cfg(test)]
 mod tests;
 
+pub use call::{ChoiceCall, IndexGradientCall};
 pub use indexed::{IndexedCall, index_statistics, indexed_attention, indexer_spec};
 pub use pooled::block_positions;
 pub use selected::{SelectedBlocks, selected_attention};
@@ -26,28 +28,6 @@ use crate::{
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorMetadata};
 use sieve_core::{BlockChoice, NsaBlocks};
-
-/// Operands of a choice of blocks other than the tensors.
-#[derive(Clone, Debug)]
-pub struct ChoiceCall<B: Backend> {
-    /// Bounds of the documents.
-    pub documents: DocumentBounds<B>,
-    /// Heads and scale; the window is not read.
-    pub spec: AttentionSpec,
-    /// Pooled keys, blocks and the rule of the choice.
-    pub choice: BlockChoice,
-}
-
-/// Operands of the fused kernel for the gradient of an indexer's loss, other than the packed tensors.
-#[derive(Clone, Debug)]
-pub struct IndexGradientCall<'a, B: Backend> {
-    /// The call of the attention over the chosen blocks.
-    pub call: NsaCall<B>,
-    /// The output of that attention.
-    pub attention: &'a NsaSelected<B>,
-    /// Weight of the divergence of one query and KV head in the loss.
-    pub weight: f64,
-}
 
 /// The blocks whose tokens each query reads, chosen by means of keys; without gradient. A block of more than 64 tokens
 /// is listed as its pieces of 64 tokens, the attended blocks ([`BlockChoice::attended`]).

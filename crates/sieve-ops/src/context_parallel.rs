@@ -13,6 +13,7 @@ pub(crate) mod cpu;
 pub(crate) mod cuda;
 mod halo;
 mod heads;
+mod links;
 mod reference;
 #[cfg(test)]
 mod tests;
@@ -21,56 +22,15 @@ mod traced;
 
 pub(crate) use attend::{Parted, backward, forward};
 pub use heads::Heads;
+pub use links::{RankGroup, SendRecv};
 pub use threads::ThreadGroup;
 pub use traced::TracedPart;
 
 use crate::Documents;
-use crate::tensors::{Float, ints};
+use crate::tensors::ints;
 use burn::tensor::backend::Backend;
-#[cfg(feature = "cuda")]
-use sieve_kernels::NcclGroup;
-use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-
-/// The ranks that hold the parts of one row.
-pub trait RankGroup: Send + Sync + fmt::Debug {
-    /// Which part of every row is this rank's.
-    fn part(&self) -> usize;
-    /// Parts of a row.
-    fn num_parts(&self) -> usize;
-    /// Sends each part's rank its values, and returns the values received, `counts` of them part by part. All ranks
-    /// call it in the same order.
-    ///
-    /// A lost rank is not reported here: zeros replace its values, and the next collective fails.
-    fn exchange(&self, values: Vec<Vec<f32>>, counts: &[usize]) -> Vec<Vec<f32>>;
-    /// The NCCL group of these ranks, in the order of the parts, if their GPUs have one: tensors then move between GPUs
-    /// without passing through host memory.
-    #[cfg(feature = "cuda")]
-    fn nccl(&self) -> Option<&NcclGroup> {
-        None
-    }
-}
-
-/// The GPUs that hold the parts of the same rows.
-#[cfg(feature = "cuda")]
-impl RankGroup for NcclGroup {
-    fn part(&self) -> usize {
-        self.place()[0]
-    }
-
-    fn num_parts(&self) -> usize {
-        self.place()[1]
-    }
-
-    fn exchange(&self, _: Vec<Vec<f32>>, _: &[usize]) -> Vec<Vec<f32>> {
-        unreachable!("tensors of a GPU travel by NCCL")
-    }
-
-    fn nccl(&self) -> Option<&NcclGroup> {
-        Some(self)
-    }
-}
 
 /// A batch of rows, of each of which this rank holds one part.
 #[derive(Clone, Debug)]
@@ -143,18 +103,6 @@ impl ContextParallel {
         }
         bounds
     }
-}
-
-/// What this rank sends to other parts' ranks, and what it receives from them: tensors of one shape.
-pub struct SendRecv<B: Backend> {
-    /// Parts to send to, and what each gets.
-    pub given: Vec<(usize, Float<B>)>,
-    /// Parts that send a tensor to this rank.
-    pub from: Range<usize>,
-    /// Shape of every tensor.
-    pub shape: Vec<usize>,
-    /// A tensor on this rank's device with the dtype of all.
-    pub like: Float<B>,
 }
 
 impl<B: Backend> Documents<B> {

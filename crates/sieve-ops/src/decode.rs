@@ -1,29 +1,29 @@
 //! Attention of new queries over the keys of a cache: dense, DMA, latent. No function here has a gradient.
 mod cache;
+mod call;
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 #[cfg(feature = "cuda")]
 mod cuda_step;
 pub(crate) mod reference;
+#[cfg(feature = "cuda")]
+mod scratch;
 #[cfg(test)]
 mod tests;
 mod token_buffer;
 mod token_step;
 
 pub use cache::{DmaCache, KeyCache, SelectorCache};
+pub use call::{DmaToken, TokenAttention, TokenBranches, TokenCache, TokenExtra, TokenLayer, TokenStep, TokensBefore};
 pub use sieve_cpu::first_of_largest;
 pub use token_buffer::{RowsOf, TokenBuffer};
-pub use token_step::{
-    TokenAttention, TokenBranches, TokenCache, TokenExtra, TokenLayer, TokenStep, TokensBefore, repeat_token_step,
-    token_step,
-};
+pub use token_step::{repeat_token_step, token_step};
 
 use crate::dma::checks;
 use crate::operands::Operands;
-use crate::tensors::{Float, primitive, tensor};
+use crate::tensors::{primitive, tensor};
 use crate::{AttentionSpec, DeviceBackend, OperandError};
-use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::DmaBias;
 
@@ -110,19 +110,4 @@ pub fn likeliest<B: DeviceBackend>(logits: Tensor<B, 2>, num_tokens: usize) -> V
     let ids = Tensor::<B, 2, Int>::from_primitive(B::likeliest(primitive(logits), num_tokens));
     let ids = ids.into_data();
     ids.iter::<i64>().map(|id| u32::try_from(id).ok()).collect()
-}
-
-/// What [`dma_decode`] reads of one new token of every sequence.
-#[derive(Clone, Debug)]
-pub struct DmaToken<B: Backend> {
-    /// `[batch, num_heads, head_dim]`.
-    pub q: Float<B>,
-    /// `[batch, num_kv_heads, head_dim]`.
-    pub k: Float<B>,
-    /// `[batch, num_kv_heads, head_dim]`.
-    pub v: Float<B>,
-    /// Rank of the key, `[batch, num_kv_heads]`.
-    pub rank: Float<B>,
-    /// Position of the token, larger than any in the cache.
-    pub position: usize,
 }

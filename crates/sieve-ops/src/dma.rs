@@ -5,6 +5,7 @@
 //! older ones those with the largest (rank, position). A key that one query no longer sees is seen by no later query,
 //! so the mask is one integer per key, `expire`: the first query that no longer sees the key.
 mod bias;
+mod call;
 pub(crate) mod checks;
 pub(crate) mod composed;
 pub(crate) mod cpu;
@@ -15,13 +16,13 @@ pub(crate) mod reference;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub use bias::dma_bias;
 pub(crate) use bias::dma_bias_backward;
-pub use composed::DmaLayer;
+pub use bias::{DMA_SCORE_CLAMP, dma_bias};
+pub use call::{DmaCall, DmaKeyLists, DmaKeys, DmaLayer, DmaScoresCall, DmaSelection};
 pub use rank::{PositionOrigin, Recency, dma_rank};
 
 use crate::operands::Operands;
-use crate::tensors::{Float, Ints, primitive, tensor};
+use crate::tensors::{primitive, tensor};
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, Documents, OperandError, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
@@ -179,73 +180,4 @@ pub fn dma_ranks<B: DeviceBackend>(
         op.value(slopes == spec.num_kv_heads, "number of slopes", slopes, hint)?;
     }
     Ok(tensor(B::dma_ranks(&layer.scores(primitive(qkv), spec), recency)))
-}
-
-/// Scores are clamped to this value before the exponential, which overflows f32 from 88.7 on.
-pub const DMA_SCORE_CLAMP: f64 = 60.0;
-
-/// Result of `dma_select`: the mask, and in which form the device's kernels read it.
-#[derive(Clone, Debug)]
-pub struct DmaSelection<B: Backend> {
-    /// First query that no longer sees the key, i32 `[batch, num_kv_heads, seq_len]`:
-    /// `active(i, j) <=> j <= i < expire[j]`.
-    pub expire: Ints<B>,
-    /// The form of the mask that kernels read.
-    pub keys: DmaKeys<B>,
-}
-
-/// The form in which a device's attention kernels read a selection, forward and backward.
-#[derive(Clone, Debug)]
-pub enum DmaKeys<B: Backend> {
-    /// Only `expire`, as the references and the CPU read it.
-    Expire,
-    /// Queries see all earlier keys of their document: dense attention with a bias per key.
-    All,
-    /// Lists of the selected keys.
-    Lists(DmaKeyLists<B>),
-}
-
-/// Lists of the selected keys for tiles of queries, built by `sieve_kernels::Selection::dma_lists`.
-#[derive(Clone, Debug)]
-pub struct DmaKeyLists<B: Backend> {
-    /// Keys of each tile.
-    pub list: Ints<B>,
-    /// Keys in each tile's list.
-    pub list_len: Ints<B>,
-    /// Range of the list that each tile of queries reads.
-    pub tile_window: Ints<B>,
-}
-
-impl<B: Backend> DmaSelection<B> {
-    /// A mask without lists for kernels.
-    pub fn of_expire(expire: Ints<B>) -> Self {
-        let keys = DmaKeys::Expire;
-        Self { expire, keys }
-    }
-}
-
-/// Operands of DMA's scores.
-#[derive(Clone, Debug)]
-pub struct DmaScoresCall<B: Backend> {
-    /// The packed tensor; only its values are read.
-    pub qkv: Float<B>,
-    /// Projection W_dt of the values, `[num_kv_heads, num_kv_heads * head_dim]`.
-    pub w_dt: Float<B>,
-    /// Factor A of each KV head, `[num_kv_heads]`.
-    pub a: Float<B>,
-    /// Numbers of heads, and their width.
-    pub spec: AttentionSpec,
-}
-
-/// Operands of attention over selected keys.
-#[derive(Clone, Debug)]
-pub struct DmaCall<B: Backend> {
-    /// The packed tensor.
-    pub qkv: Float<B>,
-    /// Bias of each key, `[batch, num_kv_heads, seq_len]`.
-    pub delta: Float<B>,
-    /// The selected keys. They are the whole mask: the window of `attention` is not read.
-    pub selection: DmaSelection<B>,
-    /// Documents, heads and scale.
-    pub attention: AttentionCall<B>,
 }

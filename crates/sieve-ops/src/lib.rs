@@ -36,7 +36,7 @@ mod tensors;
 mod testing;
 
 pub use attention::{AttentionCall, AttentionOutput, AttentionSpec, attention, attention_with_sinks};
-pub use backend::{DeviceBackend, SieveBackend, TrainBackend};
+pub use backend::{BackwardPass, DeviceBackend, SieveBackend, TrainBackend};
 pub use block::{
     AttentionLayer, FeedForward, LayerTokens, MaskAndRanks, Residual, WeightSums, attention_layer, feed_forward,
     seed_gradient,
@@ -51,7 +51,6 @@ pub use decode::{
     TokenExtra, TokenLayer, TokenStep, TokensBefore, attention_decode, cached_attention, dma_decode, first_of_largest,
     likeliest, mla_decode, repeat_token_step, token_step,
 };
-pub use device::autodiff::BackwardPass;
 #[cfg(feature = "cuda")]
 pub use device::cuda::Cuda;
 pub use device::paths::{OpPath, Place, op_paths};

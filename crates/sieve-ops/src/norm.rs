@@ -1,4 +1,8 @@
 //! RMSNorm (arXiv:1910.07467, eq. 4) and its gradient on every device. Calls that the kernels refuse run `reference`.
+mod call;
+
+pub use call::RmsNormCall;
+
 use crate::device::{contiguous, floats, from_vec, unless_f32, zeros_like};
 use crate::linear::added;
 use crate::tensors::{Float, primitive, rows, tensor, unrows};
@@ -21,17 +25,6 @@ pub fn rms_norm<B: SieveBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor
         let d_residual = None;
         B::Inner::rms_norm_backward(call, dy, d_residual)
     }))
-}
-
-/// Operands of [`crate::rms_norm`].
-#[derive(Clone, Debug)]
-pub struct RmsNormCall<B: Backend> {
-    /// Input of the norm, `[.., d_model]`.
-    pub x: Float<B>,
-    /// Weight of the norm, one factor a column, `[d_model]`.
-    pub weight: Float<B>,
-    /// Epsilon that the norm adds to the mean square.
-    pub epsilon: f64,
 }
 
 pub(crate) mod reference {

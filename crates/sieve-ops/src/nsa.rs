@@ -3,6 +3,7 @@
 //!
 //! Blocks are counted from each document's first token. Compressed blocks of a row have numbered slots, as
 //! [`NsaBlocks::first_slot`] says.
+mod call;
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
@@ -10,11 +11,12 @@ pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 
+pub use call::{NsaCall, NsaCompressed, NsaSelected};
 pub use sieve_cpu::NsaBlocks;
 pub use sieve_cpu::nsa::{choose_blocks, overlap_weight};
 
-use crate::tensors::{Ints, primitive, tensor};
-use crate::{AttentionOutput, AttentionSpec, DeviceBackend, DocumentBounds, SieveBackend};
+use crate::tensors::{primitive, tensor};
+use crate::{DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
@@ -118,50 +120,4 @@ pub fn nsa_gates<B: SieveBackend>(
     tensor(B::node([compressed, selected, window, &logits, &bias], y, |dy| {
         B::Inner::nsa_gates_backward(outputs, logit_values, bias_values, dy)
     }))
-}
-
-/// Operands of NSA's ops other than tensors.
-#[derive(Clone, Debug)]
-pub struct NsaCall<B: Backend> {
-    /// Bounds of the documents.
-    pub documents: DocumentBounds<B>,
-    /// Heads and scale. The window, of the window branch, is not read.
-    pub spec: AttentionSpec,
-    /// Sizes of compressed and selected blocks.
-    pub blocks: NsaBlocks,
-}
-
-impl<B: Backend> NsaCall<B> {
-    /// The call inside these documents.
-    pub fn new(documents: DocumentBounds<B>, spec: AttentionSpec, blocks: NsaBlocks) -> Self {
-        Self { documents, spec, blocks }
-    }
-}
-
-/// Output of the compressed branch.
-#[derive(Clone, Debug)]
-pub struct NsaCompressed<B: Backend> {
-    /// Attention over the compressed blocks.
-    pub output: AttentionOutput<B>,
-    /// Blocks of the selected branch; see [`CompressedAttention::block_indices`].
-    pub block_indices: Ints<B>,
-}
-
-/// Output of the selected branch.
-#[derive(Clone, Debug)]
-pub struct NsaSelected<B: Backend> {
-    /// Attention over the chosen blocks.
-    pub output: AttentionOutput<B>,
-    /// For the backward pass: which queries chose each block, where the device keeps that. One triple per range of
-    /// queries: the concatenated lists of queries, the pieces into which kernels divide long lists, and the number of
-    /// pieces.
-    pub lists: Vec<[Ints<B>; 3]>,
-}
-
-impl<B: Backend> NsaSelected<B> {
-    /// The output of a device that keeps no lists.
-    pub(crate) fn without_lists(output: AttentionOutput<B>) -> Self {
-        let lists = Vec::new();
-        Self { output, lists }
-    }
 }

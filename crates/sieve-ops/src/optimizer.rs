@@ -1,9 +1,11 @@
 //! AdamW (arXiv:1711.05101) with f32 master weights, Muon's orthogonalisation, norms of gradients, and snapshots, on
 //! every device. None of these ops has a gradient. Calls that the kernels of `cpu` or `cuda` refuse run `reference`.
+mod call;
 mod snapshot;
 #[cfg(test)]
 mod tests;
 
+pub use call::AdamWTensors;
 pub use sieve_core::AdamWStep;
 pub use snapshot::{Snapshot, SnapshotError, SnapshotReader};
 
@@ -74,21 +76,6 @@ pub fn orthogonalised<B: DeviceBackend>(x: Tensor<B, 2>) -> Tensor<B, 2> {
 /// Sum of squares, `[1]`. The order of the sum does not depend on the number of threads.
 pub fn sum_of_squares<B: DeviceBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, 1> {
     tensor(B::sum_of_squares(primitive(x)))
-}
-
-/// One parameter's tensors in an AdamW update. All have the parameter's shape. They are f32 (f64 in tests), except
-/// `leaf` and the low bits in `param`.
-#[derive(Clone, Debug)]
-pub struct AdamWTensors<B: Backend> {
-    /// The f32 master weights. With a `leaf`: the rest, i.e. the low bits that [`DeviceBackend::split_master`]
-    /// returned.
-    pub param: Float<B>,
-    /// The bf16 weights that the model computes with; `None` where it computes with `param`.
-    pub leaf: Option<Float<B>>,
-    /// First moment.
-    pub exp_avg: Float<B>,
-    /// Second moment.
-    pub exp_avg_sq: Float<B>,
 }
 
 pub(crate) mod reference {

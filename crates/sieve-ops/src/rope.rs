@@ -1,9 +1,11 @@
 //! Rotary position embedding on the packed tensor, after per-head RMSNorm of queries and keys or without it: the ops
 //! and their gradients on every device. Calls that the kernels of `cpu` or `cuda` refuse run `reference`.
+mod call;
 mod tables;
 #[cfg(test)]
 mod tests;
 
+pub use call::{QkNorm, QkNormRopeCall, RopeCall};
 pub use tables::{RopeTables, RotaryEmbedding};
 
 use crate::device::{contiguous, floats, from_vec, ints, unless_f32, zeros_like};
@@ -13,17 +15,6 @@ use crate::{DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-
-/// The RMSNorms of each head's query and key.
-#[derive(Clone, Debug)]
-pub struct QkNorm<B: Backend> {
-    /// Weight of the norm of each query head, `[head_dim]`.
-    pub q_weight: Tensor<B, 1>,
-    /// Weight of the norm of each key head, `[head_dim]`.
-    pub k_weight: Tensor<B, 1>,
-    /// Added to the mean square.
-    pub epsilon: f64,
-}
 
 /// Normalises and rotates q and k inside the packed tensor; v passes through.
 ///
@@ -65,39 +56,10 @@ pub fn rope<B: SieveBackend>(
     tensor(B::node([&qkv], y, |dy| [B::Inner::rope(dy, call.inverse())]))
 }
 
-/// Operands of [`crate::qk_norm_rope`] other than the packed tensor.
-#[derive(Clone, Debug)]
-pub struct QkNormRopeCall<B: Backend> {
-    /// Weight of the norm of each query head, `[head_dim]`.
-    pub q_weight: Float<B>,
-    /// Weight of the norm of each key head, `[head_dim]`.
-    pub k_weight: Float<B>,
-    /// Row of the tables for each token, `[batch, seq_len]`.
-    pub positions: Ints<B>,
-    /// Tables of the angles.
-    pub rope: RopeTables<B>,
-    /// Number of key heads, and of value heads.
-    pub num_kv_heads: usize,
-    /// Added to the mean square.
-    pub epsilon: f64,
-}
-
-/// Operands of [`crate::rope`] other than the packed tensor.
-#[derive(Clone, Debug)]
-pub struct RopeCall<B: Backend> {
-    /// Row of the tables for each token, `[batch, seq_len]`.
-    pub positions: Ints<B>,
-    /// Tables of the angles.
-    pub rope: RopeTables<B>,
-    /// Number of key heads, and of value heads.
-    pub num_kv_heads: usize,
-}
-
-impl<B: Backend> RopeCall<B> {
-    /// The rotation by the negative angles: the backward pass of this one.
-    pub(crate) fn inverse(self) -> Self {
-        let rope = RopeTables { sin: B::float_neg(self.rope.sin), ..self.rope };
-        Self { rope, ..self }
+impl<B: SieveBackend> RopeTables<B> {
+    /// The tables' values, without their place in a graph.
+    pub(crate) fn values(&self) -> RopeTables<B::Inner> {
+        RopeTables { cos: B::value(self.cos.clone()), sin: B::value(self.sin.clone()) }
     }
 }
 

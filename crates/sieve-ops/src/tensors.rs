@@ -1,5 +1,4 @@
 //! Primitives as tensors of known rank, and the dtype that references compute in.
-use crate::SieveBackend;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
@@ -14,11 +13,6 @@ pub(crate) fn tensor<B: Backend, const D: usize>(primitive: Float<B>) -> Tensor<
 /// The backend primitive of a tensor.
 pub(crate) fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Float<B> {
     tensor.into_primitive().tensor()
-}
-
-/// A tensor's value on the device, without its place in the graph.
-pub(crate) fn value<B: SieveBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B::Inner, D> {
-    tensor(B::value(primitive(x)))
 }
 
 /// The dtype a reference computes in: f64 stays, everything else becomes f32.

@@ -9,9 +9,10 @@ mod forward;
 pub use forward::AttentionLayer;
 
 use super::{Residual, kept_by};
+use crate::backend::value;
 use crate::dma::checks;
 use crate::operands::Operands;
-use crate::tensors::{primitive, tensor, value};
+use crate::tensors::{primitive, tensor};
 use crate::{
     AttentionCall, AttentionSpec, ContextParallel, DmaLayer, Documents, QkNorm, RotaryEmbedding, SieveBackend,
 };

@@ -6,7 +6,8 @@
 //! stream.
 use super::gemm::{Operands, Weight, begin_gradients, gemm, gemm_gradients};
 use super::{Residual, WeightSums, kept_by};
-use crate::tensors::{Float, primitive, tensor, value};
+use crate::backend::value;
+use crate::tensors::{Float, primitive, tensor};
 use crate::{DeviceBackend, GemmPrecision, RmsNormCall, SieveBackend, ToQuantise};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;

@@ -10,7 +10,8 @@
 //! So the attention kernels compute the gradient, forward and backward, without storing probabilities. A device may
 //! have fused kernels instead, which compute `I - mean_h P^h` over the chosen blocks.
 use super::{IndexGradientCall, Read, Reads, pooled, repeat_heads};
-use crate::tensors::{Float, compute_dtype, primitive, split_heads, tensor, value};
+use crate::backend::value;
+use crate::tensors::{Float, compute_dtype, primitive, split_heads, tensor};
 use crate::{AttentionSpec, DeviceBackend, Documents, SieveBackend};
 use burn::tensor::{Bool, DType, Int, Tensor};
 use sieve_core::BlockChoice;

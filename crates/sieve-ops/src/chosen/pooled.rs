@@ -5,7 +5,8 @@
 //! query reads, normalised over these blocks. The indexer's loss is `KL(T || softmax(I))` over the same blocks. GEMMs
 //! compute scores and probabilities for some queries at a time, so no matrix of all pairs exists.
 use super::{IndexedCall, Reads};
-use crate::tensors::{Float, compute_dtype, primitive, split_heads, tensor, value};
+use crate::backend::value;
+use crate::tensors::{Float, compute_dtype, primitive, split_heads, tensor};
 use crate::{AttentionSpec, DeviceBackend, DocumentBounds, Documents, SieveBackend};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::backend::Backend;

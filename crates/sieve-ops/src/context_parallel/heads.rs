@@ -3,7 +3,8 @@
 //!
 //! Before the exchange a copy makes each rank's slice contiguous. After it, a batch of one row needs no copy.
 use super::{ContextParallel, RankGroup};
-use crate::tensors::{primitive, tensor, value};
+use crate::backend::value;
+use crate::tensors::{primitive, tensor};
 use crate::{DeviceBackend, Documents, SieveBackend};
 use burn::tensor::{DType, Tensor, s};
 use std::ops::Range;

@@ -1,12 +1,14 @@
 //! A step of one token on CUDA: run once, then replayed as a graph.
-use super::cuda::{Recent, SCRATCH_KEYS, slots_of, writable, writable_buffer};
+use super::cuda::{slots_of, writable, writable_buffer};
+use super::scratch::{CudaStepGraph, KernelScratch, Recent, SCRATCH_KEYS};
 use super::{
-    KeyCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer, TokenStep, TokensBefore,
+    DmaCache, KeyCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer, TokenStep,
+    TokensBefore,
 };
 use crate::device::{cast, kernel_or, kernel_or_refusal};
 use crate::linear::cuda::gemm_plus_residual;
 use crate::tensors::{Float, Ints, primitive};
-use crate::{Cuda, QkNorm, RotaryEmbedding};
+use crate::{Cuda, DmaLayer, QkNorm, RotaryEmbedding};
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::{BlockChoice, NsaBlocks, TokenKeys};
 use sieve_kernels::step::{
@@ -16,22 +18,11 @@ use sieve_kernels::step::{
 use sieve_kernels::{
     AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, GemmKind, KernelError, KvCache,
     LatentToken, MatmulOutput, MlaNorm, MlaPack, NsaToken, PooledStep, PositionOrigin, Qkv, Recency, SelectorStep,
-    StepGraph, StepInputs, StepPositions, StepTape, ToBurn, TokenRotation, device_of, kernel_tensor, matmul, nsa_gates,
+    StepInputs, StepPositions, StepTape, ToBurn, TokenRotation, device_of, kernel_tensor, matmul, nsa_gates,
     require_chosen_decode,
 };
 
 const NAME: &str = "token_step";
-
-/// The captured step, and for how many more tokens it is valid: until a buffer is full, or more keys need more blocks.
-#[derive(Debug, Default)]
-pub struct CudaStepGraph(Option<(StepGraph, usize)>);
-
-/// A clone starts without a captured graph, because its caches lie elsewhere.
-impl Clone for CudaStepGraph {
-    fn clone(&self) -> Self {
-        Self::default()
-    }
-}
 
 /// `None` without a graph that this thread captured, and once a cache's buffer is full.
 pub(crate) fn repeat_token_step(
@@ -223,7 +214,7 @@ fn run(step: &mut TokenStep<'_, Cuda>, tape: &StepTape) -> Result<(StepInputs, C
 }
 
 /// Buffers of decode kernels by the heads of a call and its keys at most.
-type Scratch = Recent<(AttentionShape, usize), DecodeScratch>;
+type Scratch = KernelScratch;
 
 /// One block of a step, attention and feed-forward layer, and the step's shared operands.
 struct Layer<'s> {
@@ -344,30 +335,7 @@ impl Layer<'_> {
         let shape = token.shape(NAME)?;
         let step = |max_length| DecodeStep::new(max_length, scale);
         let o = match (cache, &self.attention.dma) {
-            (TokenCache::Slots(cache), dma) => {
-                let (window, slots) = (cache.window.keep_window_size, slots_of(cache));
-                let buffers = scratch_of(scratch, &slots.kv.k, shape, window)?;
-                let slots = DmaSlots {
-                    z: self.tape.noted(&slots.z),
-                    positions: self.tape.noted(&slots.positions),
-                    kv: self.noted_cache(&slots.kv),
-                    ..slots
-                };
-                let Some(dma) = dma else {
-                    // The slots are full: any number of tokens from there on gives the same launches.
-                    let o = slots.heavy_decode(&token, &length, window, scale, &buffers)?;
-                    return o.reshaped(NAME, "o", &[batch, 1, num_heads * shape.head_dim]);
-                };
-                let (w_dt, a) = (self.f32s(&dma.w_dt), self.f32s(&dma.a));
-                let slopes = dma.spec.slopes(num_kv_heads);
-                let slopes = slopes.map(|slopes| slopes.iter().map(|&slope| slope as f32).collect::<Vec<_>>());
-                let recency = slopes
-                    .as_deref()
-                    .map(|slopes| Recency { slopes, origin: PositionOrigin::DocumentStart(&self.inputs.start) });
-                let rank = token.dma_ranks(&w_dt, &a, recency.as_ref())?.z;
-                let rank = rank.reshaped(NAME, "rank", &[batch, num_kv_heads])?;
-                slots.dma_decode(&token, &rank, &length, scale, dma.spec.bias.into(), &buffers)?
-            }
+            (TokenCache::Slots(cache), dma) => self.attend_slots(&token, cache, dma.as_ref(), &length, scratch)?,
             (TokenCache::Selector(cache), _) => {
                 let (len, kv) = (self.held(&cache.keys)[0], self.cache(&mut cache.keys));
                 let seen = match cache.reads {
@@ -438,6 +406,40 @@ impl Layer<'_> {
             (TokenCache::Latents(..) | TokenCache::Recent(_), _) => unreachable!("taken above"),
         };
         o.reshaped(NAME, "o", &[batch, 1, num_heads * shape.head_dim])
+    }
+
+    /// Attention of `token` over DMA's slots, or, without DMA, over the keys that were kept of a prompt.
+    fn attend_slots(
+        &self,
+        token: &Qkv,
+        cache: &mut DmaCache<Cuda>,
+        dma: Option<&DmaLayer<Cuda>>,
+        length: &CudaTensor,
+        scratch: &mut Scratch,
+    ) -> Result<CudaTensor, KernelError> {
+        let (spec, shape) = (self.attention.spec, token.shape(NAME)?);
+        let (num_kv_heads, scale) = (spec.num_kv_heads, spec.softmax_scale as f32);
+        let (window, slots) = (cache.window.keep_window_size, slots_of(cache));
+        let buffers = scratch_of(scratch, &slots.kv.k, shape, window)?;
+        let slots = DmaSlots {
+            z: self.tape.noted(&slots.z),
+            positions: self.tape.noted(&slots.positions),
+            kv: self.noted_cache(&slots.kv),
+            ..slots
+        };
+        let Some(dma) = dma else {
+            // The slots are full: any number of tokens from there on gives the same launches.
+            return slots.heavy_decode(token, length, window, scale, &buffers);
+        };
+        let (w_dt, a) = (self.f32s(&dma.w_dt), self.f32s(&dma.a));
+        let slopes = dma.spec.slopes(num_kv_heads);
+        let slopes = slopes.map(|slopes| slopes.iter().map(|&slope| slope as f32).collect::<Vec<_>>());
+        let recency = slopes
+            .as_deref()
+            .map(|slopes| Recency { slopes, origin: PositionOrigin::DocumentStart(&self.inputs.start) });
+        let rank = token.dma_ranks(&w_dt, &a, recency.as_ref())?.z;
+        let rank = rank.reshaped(NAME, "rank", &[self.batch(), num_kv_heads])?;
+        slots.dma_decode(token, &rank, length, scale, dma.spec.bias.into(), &buffers)
     }
 
     /// The step of a cache of a window or of all keys, the cache's buffers, and the most keys that the step sees.

@@ -1,6 +1,6 @@
 //! One node of Burn's autodiff graph for each op.
+use crate::backend::{BackwardPass, DeviceBackend, SieveBackend};
 use crate::tensors::Float;
-use crate::{DeviceBackend, SieveBackend};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
@@ -9,14 +9,6 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use std::fmt::{self, Debug};
 use std::marker::PhantomData;
-
-/// The gradients of an op's `N` differentiable inputs from the gradient of its output.
-pub trait BackwardPass<B: Backend, const N: usize>: FnOnce(Float<B>) -> [Float<B>; N] + Clone + Send + 'static {}
-
-impl<B: Backend, F, const N: usize> BackwardPass<B, N> for F where
-    F: FnOnce(Float<B>) -> [Float<B>; N] + Clone + Send + 'static
-{
-}
 
 /// State of a graph node: the op's backward pass, a closure that owns what the forward pass kept.
 #[derive(Clone)]

@@ -1,8 +1,10 @@
 //! The additive bias of a key, a function of its score.
-use super::DMA_SCORE_CLAMP;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::DmaBias;
+
+/// Scores are clamped to this value before the exponential, which overflows f32 from 88.7 on.
+pub const DMA_SCORE_CLAMP: f64 = 60.0;
 
 /// The additive bias of each key: `exp(min(z, 60))` or `z`.
 pub fn dma_bias<B: Backend, const D: usize>(z: Tensor<B, D>, bias: DmaBias) -> Tensor<B, D> {

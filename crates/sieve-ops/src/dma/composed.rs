@@ -1,24 +1,12 @@
 //! DMA as a whole: scores, selection and attention, forward and backward.
 use super::bias::{dma_bias, dma_bias_backward};
+use super::call::{DmaCall, DmaLayer, DmaScoresCall, DmaSelection};
 use super::rank::{PositionOrigin, Recency};
-use super::{DmaCall, DmaScoresCall, DmaSelection};
-use crate::tensors::{Float, primitive, tensor, value};
+use crate::backend::value;
+use crate::tensors::{Float, primitive, tensor};
 use crate::{AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, SieveBackend};
-use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::{DmaShape, KeepOLow};
-
-/// Parameters and settings of dynamic mask attention other than the projections.
-#[derive(Clone, Debug)]
-pub struct DmaLayer<B: Backend> {
-    /// Weight from the values of all KV heads to the scores, `[num_kv_heads, num_kv_heads * head_dim]`, stored `[out,
-    /// in]` as a linear layer's.
-    pub w_dt: Tensor<B, 2>,
-    /// Gate of each KV head's scores, `[num_kv_heads]`.
-    pub a: Tensor<B, 1>,
-    /// Number of selected keys, recency and form of the bias.
-    pub spec: DmaShape,
-}
 
 /// Operands of the composed DMA layer, [`forward`] and [`backward`].
 #[derive(Clone, Debug)]

@@ -6,6 +6,7 @@ use crate::testing::{
     primitive,
 };
 use burn::tensor::DType;
+use sieve_core::KernelPolicy;
 
 fn spec(num_heads: usize, head_dim: usize, rope_dim: usize) -> MlaSpec {
     MlaSpec {

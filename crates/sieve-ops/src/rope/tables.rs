@@ -1,5 +1,4 @@
 //! Cosine and sine tables of rotary position embeddings.
-use crate::SieveBackend;
 use crate::tensors::{Float, primitive};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
@@ -89,11 +88,4 @@ pub struct RopeTables<B: Backend> {
     pub cos: Float<B>,
     /// Sines of position times frequency.
     pub sin: Float<B>,
-}
-
-impl<B: SieveBackend> RopeTables<B> {
-    /// The tables' values, without their place in a graph.
-    pub(crate) fn values(&self) -> RopeTables<B::Inner> {
-        RopeTables { cos: B::value(self.cos.clone()), sin: B::value(self.sin.clone()) }
-    }
 }

@@ -1,0 +1,51 @@
+//! Call and outputs of native sparse attention.
+use crate::tensors::Ints;
+use crate::{AttentionOutput, AttentionSpec, DocumentBounds};
+use burn::tensor::backend::Backend;
+use sieve_core::NsaBlocks;
+
+/// Operands of NSA's ops other than tensors.
+#[derive(Clone, Debug)]
+pub struct NsaCall<B: Backend> {
+    /// Bounds of the documents.
+    pub documents: DocumentBounds<B>,
+    /// Heads and scale. The window, of the window branch, is not read.
+    pub spec: AttentionSpec,
+    /// Sizes of compressed and selected blocks.
+    pub blocks: NsaBlocks,
+}
+
+impl<B: Backend> NsaCall<B> {
+    /// The call inside these documents.
+    pub fn new(documents: DocumentBounds<B>, spec: AttentionSpec, blocks: NsaBlocks) -> Self {
+        Self { documents, spec, blocks }
+    }
+}
+
+/// Output of the compressed branch.
+#[derive(Clone, Debug)]
+pub struct NsaCompressed<B: Backend> {
+    /// Attention over the compressed blocks.
+    pub output: AttentionOutput<B>,
+    /// Blocks of the selected branch; see [`CompressedAttention::block_indices`].
+    pub block_indices: Ints<B>,
+}
+
+/// Output of the selected branch.
+#[derive(Clone, Debug)]
+pub struct NsaSelected<B: Backend> {
+    /// Attention over the chosen blocks.
+    pub output: AttentionOutput<B>,
+    /// For the backward pass: which queries chose each block, where the device keeps that. One triple per range of
+    /// queries: the concatenated lists of queries, the pieces into which kernels divide long lists, and the number of
+    /// pieces.
+    pub lists: Vec<[Ints<B>; 3]>,
+}
+
+impl<B: Backend> NsaSelected<B> {
+    /// The output of a device that keeps no lists.
+    pub(crate) fn without_lists(output: AttentionOutput<B>) -> Self {
+        let lists = Vec::new();
+        Self { output, lists }
+    }
+}
