@@ -15,213 +15,35 @@
 //!                                         names are Sieve's
 //! ```
 
+mod call;
 mod check;
 mod lock;
 mod meta;
+mod names;
 mod partial;
 mod plan;
+mod prepared;
 mod split;
 mod tokenise;
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use xxhash_rust::xxh3::Xxh3;
 
+pub use call::{OnChange, PrepareConfig, Progress, ValidationSource};
 pub use check::ShardCheck;
 pub use meta::{ChatsMeta, DocumentSize, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings, read_document_sizes};
+pub use prepared::Prepared;
 
-use crate::corpus::{Corpus, CorpusConfig, Document};
+use crate::corpus::{Corpus, CorpusConfig};
 use crate::error::DataError;
-use crate::shard::ShardReader;
 use crate::tokenizer::Tokenizer;
 use lock::Lock;
 use meta::FORMAT_VERSION;
+use names::{LOCK, hex};
 use plan::{Plan, earlier_preparation, refuse_foreign_files, remove_leftovers};
 use tokenise::Pace;
-
-/// Where the validation documents come from.
-#[derive(Debug, Clone, Copy)]
-pub enum ValidationSource<'a> {
-    /// This fraction of the corpus, in (0, 1). A hash of its text decides whether a document is held out, so that
-    /// adding text moves no document between the splits, and equal documents stay together. If this left one split
-    /// empty, the last bytes of the corpus are held out instead, and the document around the boundary is cut
-    /// ([`PreparedMeta::is_cut`]); no corpus that holds the same documents trains on these bytes.
-    Fraction(f64),
-    /// Another corpus, whose documents are left out of the training split.
-    Corpus(&'a Corpus),
-}
-
-impl<'a> ValidationSource<'a> {
-    /// The corpus of validation documents; `None` if they come from the training corpora.
-    fn corpus(self) -> Option<&'a Corpus> {
-        match self {
-            Self::Corpus(corpus) => Some(corpus),
-            Self::Fraction(_) => None,
-        }
-    }
-}
-
-/// What to do with a folder that holds data prepared from other sources or settings.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum OnChange {
-    /// Fail with an error that says what differs.
-    Refuse,
-    /// Prepare again and replace the folder's data.
-    Replace,
-    /// As `Replace`, and also if the shards are not the ones that were prepared ([`Prepared::verify`]).
-    ReplaceDamaged,
-}
-
-/// Sources and settings of [`prepare`].
-#[derive(Debug, Clone)]
-pub struct PrepareConfig<'a> {
-    /// The folder to write to; created if missing.
-    pub dir: PathBuf,
-    /// Where the validation documents come from.
-    pub validation: ValidationSource<'a>,
-    /// What to do if the folder holds data prepared from other sources or settings.
-    pub on_change: OnChange,
-    /// For the text of a stage, the run's data: the stage does not train on text that the run validates on.
-    pub base: Option<&'a Prepared>,
-}
-
-/// How far [`prepare`] is. The callback runs on the thread that called it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Progress {
-    /// Another process prepares in the same folder.
-    Waiting,
-    /// Documents are read and tokenised.
-    Tokenising {
-        /// `"validation"` for a separate validation corpus, else `"train"`, whose corpus may have held-out documents.
-        split: &'static str,
-        /// Bytes of text tokenised so far.
-        bytes_done: u64,
-        /// Upper bound of the bytes of text, from the sizes of the files.
-        bytes_total: u64,
-        /// Number of documents tokenised so far.
-        num_documents: u64,
-        /// Number of tokens written so far.
-        num_tokens: u64,
-        /// Number of files read to their end.
-        num_files_done: usize,
-        /// Number of files of all corpora.
-        num_files: usize,
-    },
-    /// All documents are tokenised; files are being fsynced.
-    Writing,
-}
-
-/// A folder of prepared data.
-#[derive(Debug, Clone)]
-pub struct Prepared {
-    /// Path of the folder.
-    pub dir: PathBuf,
-    /// The contents of `meta.json`.
-    pub meta: PreparedMeta,
-    /// Whether the data existed already and nothing was written.
-    pub reused: bool,
-}
-
-impl Prepared {
-    /// Opens data that was prepared earlier, from any sources.
-    ///
-    /// # Errors
-    /// No `meta.json`, a `meta.json` of another version, or files of other sizes than it names.
-    pub fn open(dir: &Path) -> Result<Self, DataError> {
-        let meta = PreparedMeta::read(dir)?;
-        meta.check_files(dir)?;
-        Ok(Self { dir: dir.to_path_buf(), meta, reused: true })
-    }
-
-    /// Starts a thread that reads the shards and compares their checksums with the ones in `meta.json`; opening
-    /// compared only sizes.
-    ///
-    /// # Errors
-    /// The system cannot create a thread.
-    pub fn check_beside(&self) -> Result<ShardCheck, DataError> {
-        ShardCheck::start(self.hashed_files())
-    }
-
-    /// Reads the shards to their end and compares their checksums with the ones in `meta.json`.
-    ///
-    /// # Errors
-    /// A shard whose bytes are not those that were prepared.
-    pub fn verify(&self) -> Result<(), DataError> {
-        // Opening checks every entry of the .idx files.
-        self.train_shards()?;
-        self.validation()?;
-        check::check_now(self.hashed_files())
-    }
-
-    /// The `.bin` files, and the `.idx` files that say what is predicted, each with its XXH3-128 in hexadecimal.
-    fn hashed_files(&self) -> Vec<(PathBuf, String)> {
-        let files = self.meta.shards().into_iter().flat_map(|(name, split)| {
-            let path = |ending: &str| crate::shard::with_ending(&self.dir.join(&name), ending);
-            let bounds = split.bounds_hash.clone().map(|hash| (path(".idx"), hash));
-            std::iter::once((path(".bin"), split.tokens_hash.clone())).chain(bounds)
-        });
-        files.collect()
-    }
-
-    /// Maps the training shard.
-    ///
-    /// # Errors
-    /// The errors of [`ShardReader::open`]; several corpora were prepared.
-    pub fn train(&self) -> Result<ShardReader, DataError> {
-        if !self.meta.sources.is_empty() {
-            let what = format!("{} sources to be mixed, not one", self.meta.sources.len());
-            return Err(DataError::meta(&meta::path(&self.dir), what));
-        }
-        self.shard(TRAIN)
-    }
-
-    /// Maps the training shards, one for each corpus.
-    ///
-    /// # Errors
-    /// The errors of [`ShardReader::open`].
-    pub fn train_shards(&self) -> Result<Vec<ShardReader>, DataError> {
-        let names = train_names(self.meta.sources.len().max(1));
-        names.iter().map(|name| self.shard(name)).collect()
-    }
-
-    fn shard(&self, name: &str) -> Result<ShardReader, DataError> {
-        let shard = ShardReader::open(&self.dir.join(name))?;
-        match self.meta.settings.has_parts() {
-            true => shard.with_parts(),
-            false => Ok(shard),
-        }
-    }
-
-    /// Maps the validation shard.
-    ///
-    /// # Errors
-    /// The errors of [`ShardReader::open`].
-    pub fn validation(&self) -> Result<ShardReader, DataError> {
-        self.shard(VALIDATION)
-    }
-
-    /// Bytes and words of each document of the validation shard, in order.
-    ///
-    /// # Errors
-    /// The errors of [`read_document_sizes`].
-    pub fn validation_sizes(&self) -> Result<Vec<DocumentSize>, DataError> {
-        read_document_sizes(&self.dir.join(VALIDATION_SIZES))
-    }
-}
-
-const TRAIN: &str = "train";
-const VALIDATION: &str = "validation";
-const VALIDATION_SIZES: &str = "validation.docs.json";
-const LOCK: &str = "prepare.lock";
-
-/// File names of the training shards, without suffix.
-fn train_names(num_corpora: usize) -> Vec<String> {
-    match num_corpora {
-        1 => vec![TRAIN.to_owned()],
-        _ => (0..num_corpora).map(|number| format!("{TRAIN}-{number:03}")).collect(),
-    }
-}
 
 /// Tokenises `corpora` into `config.dir`, unless the folder holds data prepared from the same files, tokenizer and
 /// settings. Each corpus gets its own training shard; the held-out text of all of them goes into one shard.
@@ -341,21 +163,6 @@ fn fingerprint(corpora: &[Corpus], tokenizer: &Tokenizer, config: &PrepareConfig
         ValidationSource::Corpus(corpus) => hash.update(&corpus.fingerprint().to_le_bytes()),
     }
     hex(hash.digest128())
-}
-
-/// A hash of a document's prompt and text, which decides whether the document is held out and finds equal documents.
-fn content_hash(document: &Document) -> u128 {
-    const SEED: u64 = 0x7661_6C69_6461_7465;
-    let hash = |text: &str| xxhash_rust::xxh3::xxh3_128_with_seed(text.as_bytes(), SEED);
-    match &document.prompt {
-        None => hash(&document.text),
-        // No text holds a NUL, so prompt and text cannot be divided in another way with the same hash.
-        Some(prompt) => hash(&[prompt.as_str(), "\0", &document.text].concat()),
-    }
-}
-
-fn hex(hash: u128) -> String {
-    format!("{hash:032x}")
 }
 
 #[cfg(test)]

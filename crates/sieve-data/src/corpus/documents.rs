@@ -8,8 +8,9 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
+use super::config::{Format, SourceFile};
 use super::source::{self, DocumentSource};
-use super::{Corpus, Document, Format, SourceFile};
+use super::{Corpus, Document};
 use crate::chat::turns;
 use crate::error::DataError;
 

@@ -3,16 +3,14 @@
 use sieve_core::ShownPath;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::OsStr;
 use std::fs::{self, Metadata};
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use super::config::{CorpusConfig, FileOrder, Format, SourceFile, ending};
 use super::hub::{Hub, RemoteFile, is_remote};
-use super::source::Packed;
-use super::{CorpusConfig, FileOrder, Format, SourceFile};
 use crate::error::DataError;
 
 /// A file that a path of the corpus leads to.
@@ -267,10 +265,4 @@ fn literal_base(pattern: &Path) -> PathBuf {
 fn has_extension(path: &Path, extensions: &[String]) -> bool {
     let ending = ending(path);
     extensions.iter().any(|wanted| wanted.eq_ignore_ascii_case(ending))
-}
-
-/// The ending of a file's name, before `.gz` or `.zst` if it has one of these.
-pub(super) fn ending(path: &Path) -> &str {
-    let ending = Packed::of(path).1.extension();
-    ending.and_then(OsStr::to_str).unwrap_or_default()
 }

@@ -1,16 +1,18 @@
 //! Reads the documents of one file: plain text, JSONL or Parquet. A new format implements [`DocumentSource`].
 
+mod document;
 mod jsonl;
 mod parquet;
 mod parquet_messages;
 mod text;
 mod unpack;
 
-use sieve_core::ShownPath;
 use std::path::Path;
 
-use super::Format;
+use super::config::Format;
 use crate::error::DataError;
+pub(super) use document::DocumentSource;
+use document::Holds;
 pub(super) use jsonl::JsonLines;
 use jsonl::JsonlSource;
 use parquet::ParquetSource;
@@ -20,18 +22,6 @@ pub use text::JsonText;
 use text::TextSource;
 pub(super) use text::json_of;
 pub(super) use unpack::{Packed, broken_archive};
-
-/// The documents of one file, in order.
-///
-/// An error for which [`DataError::is_invalid_document`] holds concerns that document alone: the next call returns the
-/// next document. After any other error the source is not used again.
-pub(super) trait DocumentSource: Send {
-    /// The next document's text and line, or `None` at the end.
-    fn next_document(&mut self) -> Option<Result<(String, u64), DataError>>;
-
-    /// The share of the file that was read; the file has about `num_bytes`, unpacked.
-    fn share_read(&self, num_bytes: u64) -> f64;
-}
 
 /// Opens a file and reads its documents in this format.
 pub(super) fn open(
@@ -51,14 +41,6 @@ pub(super) fn open(
     })
 }
 
-/// What a column holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Holds {
-    Text,
-    /// A list of messages. Its JSON is the document's text.
-    Messages,
-}
-
 /// Opens a file of JSON lines or Parquet whose column holds lists of messages. The text of a document is their JSON.
 pub(super) fn open_messages(
     format: &Format,
@@ -74,92 +56,3 @@ pub(super) fn open_messages(
         Format::Text => return open(format, path, max_document_bytes),
     })
 }
-
-const BYTE_ORDER_MARK: &[u8] = b"\xEF\xBB\xBF";
-
-fn check_size(path: &Path, bytes: u64, max_bytes: u64) -> Result<(), DataError> {
-    if bytes > max_bytes {
-        let what = format!("a document of {bytes} bytes is over the limit of {max_bytes}");
-        let hint = "raise data.max_document_bytes, split the document, or leave such documents out: \
-            data.skip_invalid (eval ppl: --skip-invalid); a text file that a path names by itself may be larger";
-        return Err(DataError::document(path, what, hint));
-    }
-    Ok(())
-}
-
-/// Refuses text that begins with a byte order mark of UTF-32 or UTF-16.
-fn check_encoding(path: &Path, bytes: &[u8]) -> Result<(), DataError> {
-    // UTF-32 comes first, because its little-endian mark begins with UTF-16's.
-    let marks: [(&[u8], _, _); 4] = [
-        (b"\xFF\xFE\0\0", "UTF-32", "four"),
-        (b"\0\0\xFE\xFF", "UTF-32", "four"),
-        (b"\xFF\xFE", "UTF-16", "two"),
-        (b"\xFE\xFF", "UTF-16", "two"),
-    ];
-    if let Some((_, name, count)) = marks.iter().find(|(mark, ..)| bytes.starts_with(mark)) {
-        let what = format!("{name}, by its first {count} bytes; text is read as UTF-8");
-        let path_shown = path.shown();
-        let hint = format!(
-            "iconv -f {name} -t UTF-8 {path_shown} > NEW.txt, or leave such documents out: skip_invalid \
-             (eval ppl: --skip-invalid)"
-        );
-        return Err(DataError::document(path, what, hint));
-    }
-    Ok(())
-}
-
-/// The bytes of a file from `offset` on, as UTF-8 text.
-fn check_utf8<'a>(path: &Path, bytes: &'a [u8], offset: u64) -> Result<&'a str, DataError> {
-    std::str::from_utf8(bytes).map_err(|error| {
-        let what = format!("not UTF-8 at byte {}", offset + error.valid_up_to() as u64);
-        let hint = "convert the file, or leave such documents out: skip_invalid (eval ppl: --skip-invalid)";
-        DataError::document(path, what, hint)
-    })
-}
-
-/// The error of a document whose text has a NUL at this byte.
-fn nul_byte(path: &Path, offset: usize) -> DataError {
-    let what = format!("NUL at byte {offset} of the text, so this is probably not text");
-    let hint = "leave the file out, or all such documents: skip_invalid (eval ppl: --skip-invalid)";
-    DataError::document(path, what, hint)
-}
-
-impl Holds {
-    /// The error of a column that holds something else in `row`, as "line 3"; `found` names its type, as "a number".
-    fn not_in_column(self, path: &Path, row: &str, column: &str, found: &str) -> DataError {
-        let wanted = match self {
-            Self::Text => "a string",
-            Self::Messages => "a list of messages",
-        };
-        let what = format!("{row}: column {column:?} is {found}, not {wanted}");
-        DataError::document(path, what, self.set_column_or_skip())
-    }
-
-    /// The hint about a file with these columns, and not with the one that is named.
-    fn set_column_of<'a>(self, mut columns: impl Iterator<Item = &'a str>, usual: &'static str) -> &'static str {
-        match self == Self::Text && columns.any(|column| column.split('.').next() == Some("messages")) {
-            true => SET_MESSAGES_OF_CHATS,
-            false => usual,
-        }
-    }
-
-    /// The hint about a row without the column.
-    fn set_column_or_skip(self) -> &'static str {
-        match self {
-            Self::Text => SET_COLUMN_OR_SKIP,
-            Self::Messages => SET_MESSAGES_OR_SKIP,
-        }
-    }
-}
-
-/// Hints about a text column that is missing or holds no text, for a file and for one document.
-const SET_COLUMN: &str = "name the column that holds the text: --set data.text_column=NAME with a recipe, \
-    --text-column NAME without (the prompt's: data.prompt_column)";
-const SET_COLUMN_OR_SKIP: &str = "name the column that holds the text: --set data.text_column=NAME with a recipe, \
-    --text-column NAME without (the prompt's: data.prompt_column), or leave such rows out: skip_invalid \
-    (eval ppl: --skip-invalid)";
-const SET_MESSAGES_OF_CHATS: &str = "chats are read with --set data.messages_column=messages; else name the \
-    column that holds the text: --set data.text_column=NAME";
-const SET_MESSAGES: &str = "name the column that holds lists of messages: data.messages_column";
-const SET_MESSAGES_OR_SKIP: &str = "name the column that holds lists of messages: data.messages_column, or leave such \
-    rows out: skip_invalid";

@@ -8,7 +8,8 @@ use parquet::record::Field;
 use serde_json::{Map, Value};
 use sieve_files::python_number;
 
-use super::files::{ending, require_file};
+use super::config::ending;
+use super::files::require_file;
 use super::source::{JsonLines, guarded, several_columns};
 use crate::error::DataError;
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::{LoaderConfig, Order, Packing};
+use super::batch::{LoaderConfig, Order, Packing};
 use crate::permutation::Permutation;
 use crate::shard::ShardReader;
 

@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex};
 
+use super::batch::{Batch, IGNORE_LABEL, LoaderConfig, Order, PAD_DOCUMENT};
 use super::epoch::Epoch;
-use super::{Batch, IGNORE_LABEL, LoaderConfig, Order, PAD_DOCUMENT};
 use crate::error::DataError;
 use crate::shard::{ShardReader, with_ending};
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use xxhash_rust::xxh3::Xxh3;
 
-use super::hex;
+use super::names::hex;
 use crate::error::DataError;
 
 /// Number of bytes read between two pauses.

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use sieve_files::lock_or_wait;
 
-use super::Progress;
+use super::call::Progress;
 use crate::error::DataError;
 
 /// The locked file `prepare.lock`. The system releases the lock when the file is closed or the process is killed.

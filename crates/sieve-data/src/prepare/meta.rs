@@ -1,5 +1,6 @@
 //! The side files of prepared data: `meta.json` and `validation.docs.json`.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -7,8 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::split::TrainBytes;
-use super::{VALIDATION, VALIDATION_SIZES, hex};
+use super::names::{VALIDATION, VALIDATION_SIZES, hex, train_names};
 #[cfg(doc)]
 use crate::chat::ChatFormat;
 use crate::corpus::{Corpus, CorpusConfig, CorpusReport};
@@ -16,6 +16,9 @@ use crate::error::DataError;
 use crate::shard::{TokenDtype, with_ending};
 
 pub(super) const FORMAT_VERSION: u32 = 1;
+
+/// For documents of cut corpora, by hash in hexadecimal: how many bytes from their beginning may be trained on.
+pub(super) type TrainBytes = BTreeMap<String, u64>;
 
 pub(super) fn path(dir: &Path) -> PathBuf {
     dir.join("meta.json")
@@ -206,7 +209,7 @@ impl PreparedMeta {
     /// Name and contents of every shard, the validation shard last.
     pub(super) fn shards(&self) -> Vec<(String, &SplitMeta)> {
         let corpora = self.corpora();
-        let names = super::train_names(corpora.len()).into_iter();
+        let names = train_names(corpora.len()).into_iter();
         let trains = names.zip(corpora).map(|(name, (.., train))| (name, train));
         trains.chain([(VALIDATION.to_owned(), &self.validation)]).collect()
     }

@@ -12,10 +12,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::meta::FORMAT_VERSION;
+use super::meta::{DocumentSize, FORMAT_VERSION, SplitMeta};
 use super::split::{Cuts, Target};
 use super::tokenise::Encoded;
-use super::{DocumentSize, SplitMeta};
 use crate::corpus::{CorpusReport, Cursor};
 use crate::error::DataError;
 use crate::shard::ShardWriter;

@@ -6,14 +6,15 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
+use super::call::{OnChange, PrepareConfig, Progress, ValidationSource};
 use super::lock::Lock;
-use super::meta::{self, ChatsMeta, FORMAT_VERSION, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings};
-use super::partial::{self, JOURNAL, Partial};
-use super::split::{Cuts, Split, TrainBytes, cuts};
-use super::tokenise::{Batch, Pace, encode};
-use super::{
-    OnChange, PrepareConfig, Progress, TRAIN, VALIDATION, VALIDATION_SIZES, ValidationSource, hex, train_names,
+use super::meta::{
+    self, ChatsMeta, FORMAT_VERSION, PreparedMeta, SourceMeta, SplitMeta, TrainBytes, ValidationSettings,
 };
+use super::names::{TRAIN, VALIDATION, VALIDATION_SIZES, hex, train_names};
+use super::partial::{self, JOURNAL, Partial};
+use super::split::{Cuts, Split, cuts};
+use super::tokenise::{Batch, Pace, encode};
 use crate::corpus::{Corpus, CorpusReport, Cursor, Documents};
 use crate::error::DataError;
 use crate::shard::{FinishedShard, TokenDtype};

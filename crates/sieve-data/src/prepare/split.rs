@@ -6,16 +6,15 @@
 //! are validated on. If the same document occurs again (in another corpus, twice in one, or in the text of a stage), no
 //! more bytes of it are trained on there than before the cut.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 
 use serde::{Deserialize, Serialize};
 
-use super::{DocumentSize, Prepared, content_hash, hex};
+use super::meta::{DocumentSize, TrainBytes};
+use super::names::{content_hash, hex};
+use super::prepared::Prepared;
 use crate::corpus::{Corpus, Cursor, Document, Documents};
 use crate::error::DataError;
-
-/// For documents of cut corpora, by hash in hexadecimal: how many bytes from their beginning may be trained on.
-pub(super) type TrainBytes = BTreeMap<String, u64>;
 
 /// The corpora that are cut, and where.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]

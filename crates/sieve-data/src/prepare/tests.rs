@@ -1,5 +1,6 @@
 use sieve_testing::refusal;
 use std::cell::RefCell;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use super::*;
@@ -9,7 +10,7 @@ mod few_documents;
 mod prompts;
 mod resume;
 use crate::corpus::CorpusConfig;
-use crate::shard::with_ending;
+use crate::shard::{ShardReader, with_ending};
 
 struct Place {
     dir: tempfile::TempDir,

@@ -2,8 +2,9 @@
 
 use rayon::prelude::*;
 
+use super::meta::DocumentSize;
+use super::names::content_hash;
 use super::split::{Split, Target};
-use super::{DocumentSize, content_hash};
 use crate::corpus::{Cursor, Document, Documents};
 use crate::error::DataError;
 use crate::tokenizer::Tokenizer;

@@ -8,8 +8,8 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
 use sieve_files::python_number;
 
+use super::document::{BYTE_ORDER_MARK, DocumentSource, Holds, check_encoding, check_size, check_utf8, nul_byte};
 use super::unpack::Unpacked;
-use super::{BYTE_ORDER_MARK, DocumentSource, Holds, check_encoding, check_size, check_utf8, nul_byte};
 use crate::error::DataError;
 
 /// The longest line, if documents have no limit.

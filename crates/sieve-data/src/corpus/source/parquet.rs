@@ -9,7 +9,7 @@ use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
-use super::{DocumentSource, Holds, SET_COLUMN, check_size};
+use super::document::{DocumentSource, Holds, SET_COLUMN, check_size};
 use crate::error::DataError;
 use crate::guard;
 

@@ -8,8 +8,8 @@ use parquet::record::reader::RowIter;
 use parquet::record::{Field, Row};
 use parquet::schema::types::Type;
 
+use super::document::{DocumentSource, Holds, SET_MESSAGES, check_size};
 use super::parquet::{guarded, several_columns};
-use super::{DocumentSource, Holds, SET_MESSAGES, check_size};
 use crate::error::DataError;
 
 /// Reads a column row by row.

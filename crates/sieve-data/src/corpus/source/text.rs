@@ -3,8 +3,8 @@
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
+use super::document::{BYTE_ORDER_MARK, DocumentSource, check_encoding, check_size, check_utf8, nul_byte};
 use super::unpack::Unpacked;
-use super::{BYTE_ORDER_MARK, DocumentSource, check_encoding, check_size, check_utf8, nul_byte};
 use crate::error::DataError;
 
 pub(super) struct TextSource {
