@@ -195,6 +195,19 @@ fn matrix(x: &[f32], head_dim: usize, heads: usize, head: usize, rows: Range<usi
     Matrix::strided(&x[start..], rows.len(), head_dim, heads * head_dim, 1)
 }
 
+/// What a selection reads of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reads {
+    /// Only the sizes of q, k and v.
+    Nothing,
+    /// Means of blocks of this many queries, and of as many keys.
+    BlockMeans(usize),
+    /// All queries and keys.
+    Tokens,
+    /// Queries, keys and values, for dense outputs of some rows.
+    Values,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

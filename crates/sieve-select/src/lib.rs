@@ -48,7 +48,7 @@ mod test_data;
 mod tests;
 
 pub use attention::{AttentionOutput, block_sparse_attention, dense_rows_attention};
-pub use call::{BlockMeans, Call};
+pub use call::{BlockMeans, Call, Reads};
 pub use decode::{DecodeSession, LayerShape};
 pub use error::SelectError;
 pub use gqa::GqaPolicy;
@@ -56,5 +56,5 @@ pub use mask::{Correction, CorrectionMode, SelectStats, Selected};
 pub use measure::{Density, dense_attention, density, recall};
 pub use oracle::{oracle_attention, oracle_dense};
 pub use selector::layers::LayerSelectors;
-pub use selector::{Common, ENTRIES, Entry, Method, Phase, Prefill, Reads, Selector, names_of};
+pub use selector::{Common, ENTRIES, Entry, Method, Phase, Prefill, Selector, names_of};
 pub use sieve_core::{CallShape, KeyMask, Tiles, TokenKeys, TokenWindow};

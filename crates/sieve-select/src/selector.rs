@@ -13,7 +13,7 @@ pub use methods::{ENTRIES, Entry, Method, Phase};
 use serde::{Deserialize, Serialize};
 
 use crate::attention::{AttentionOutput, block_sparse_attention};
-use crate::call::Call;
+use crate::call::{Call, Reads};
 use crate::error::SelectError;
 use crate::gqa::GqaPolicy;
 use crate::mask::Selected;
@@ -42,19 +42,6 @@ pub struct Common {
     pub last_dense_rows: usize,
     /// How the query heads of a group choose.
     pub gqa: GqaPolicy,
-}
-
-/// What a selection reads of a call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reads {
-    /// Only the sizes of q, k and v.
-    Nothing,
-    /// Means of blocks of this many queries, and of as many keys.
-    BlockMeans(usize),
-    /// All queries and keys.
-    Tokens,
-    /// Queries, keys and values, for dense outputs of some rows.
-    Values,
 }
 
 /// Attention output and mask of a prefill call.

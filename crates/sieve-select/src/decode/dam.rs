@@ -8,7 +8,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Cache, LayerShape, RowAttention, ascending};
+use super::cache::{Cache, LayerShape, RowAttention, ascending};
 use crate::error::read_json;
 use crate::keep::falling;
 use crate::pool::causal_probabilities;

@@ -17,7 +17,7 @@ use safetensors::{Dtype, SafeTensors};
 use sieve_core::DmaBias;
 use sieve_cpu::{AttentionShape, dma_scores_forward, rank_key};
 
-use super::{Cache, LayerShape, RowAttention, ascending};
+use super::cache::{Cache, LayerShape, RowAttention, ascending};
 use crate::prelude::*;
 
 settings! {

@@ -1,7 +1,7 @@
 //! The largest logits, after computing them all: an upper bound for other methods at the same budget, no faster than
 //! dense.
 
-use super::{Cache, amount, ascending};
+use super::cache::{Cache, amount, ascending};
 use crate::keep::descending;
 use crate::prelude::*;
 

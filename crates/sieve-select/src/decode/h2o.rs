@@ -2,8 +2,7 @@
 
 use sieve_core::{DmaWindow, HeavyKeys};
 
-use super::step::most_attended;
-use super::{Cache, LayerShape, RowAttention, amount};
+use super::cache::{Cache, LayerShape, RowAttention, amount, most_attended};
 use crate::pool::for_each_prompt_row;
 use crate::prelude::*;
 

@@ -4,7 +4,7 @@
 //! A stage that is not recomputed keeps its last result, and later stages choose from it. Our interpretation: keys stay
 //! in the window until the first stage has seen them, so that every key is reachable between refreshes.
 
-use super::{Cache, LayerShape, ascending};
+use super::cache::{Cache, LayerShape, ascending};
 use crate::prefill::infinitehip::{Chunk, InfinitehipConfig};
 use crate::prelude::*;
 use crate::vector::dot;

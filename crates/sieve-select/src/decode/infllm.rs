@@ -1,8 +1,8 @@
 //! InfLLM (arXiv:2402.04617): a local window, the first tokens, and the past blocks whose representative keys have the
 //! largest products with the query, read at a fixed distance.
 
+use super::cache::{Cache, LayerShape, ascending};
 use super::rope::rotate;
-use super::{Cache, LayerShape, ascending};
 use crate::keep::{falling, top_k};
 use crate::pool::for_each_prompt_row;
 use crate::prelude::*;

@@ -1,7 +1,7 @@
 //! Quest (arXiv:2406.10774): reads the pages of keys with the largest upper bounds of products with the query. It
 //! evicts nothing.
 
-use super::{Cache, LayerShape, amount, ascending};
+use super::cache::{Cache, LayerShape, amount, ascending};
 use crate::keep::top_k_forced;
 use crate::prelude::*;
 

@@ -3,8 +3,7 @@
 
 use sieve_core::HeavyKeys;
 
-use super::step::most_attended;
-use super::{Cache, LayerShape, ascending};
+use super::cache::{Cache, LayerShape, ascending, most_attended};
 use crate::keep::top_k;
 use crate::pool::{causal_probabilities, last_rows};
 use crate::prelude::*;

@@ -1,7 +1,7 @@
 //! What devices need to know of decode selectors: which keys a decoded token reads, and which keys of a prompt stay.
 use sieve_core::{HeavyKeys, TokenKeys};
 
-use super::amount;
+use super::cache::amount;
 use super::quest::QuestConfig;
 use crate::prelude::*;
 use crate::selector::{Method, Selector};
@@ -62,25 +62,6 @@ impl Selector {
             Method::Snapkv(_) | Method::H2o(_) => head_dim.is_multiple_of(64),
             _ => false,
         }
-    }
-}
-
-/// The selection of `num_kept` keys of a prompt: its `num_last` last keys, and the earlier keys with the most attention
-/// from its last `num_queries` queries. A prompt of at most `num_kept` keys keeps all.
-pub(super) fn most_attended(shape: CallShape, num_queries: usize, [num_kept, num_last]: [usize; 2]) -> HeavyKeys {
-    let num_keys = shape.num_keys;
-    let shape = CallShape { num_queries: num_queries.min(num_keys), ..shape };
-    let [num_ranked, last] = match num_keys <= num_kept {
-        true => [num_keys, 0],
-        false => [num_kept - num_last, num_last],
-    };
-    let block = 1;
-    HeavyKeys {
-        selection: BlockSelection::new(shape, block, BlockScores::Logits, KeepBlocks::Top(num_ranked)),
-        last,
-        width: 1,
-        by_largest: false,
-        slots: None,
     }
 }
 

@@ -1,8 +1,8 @@
 //! StreamingLLM while decoding: the first and the last tokens, at their own positions or (`reindex`) at their positions
 //! in the cache.
 
+use super::cache::{Cache, RowAttention};
 use super::rope::rotate;
-use super::{Cache, RowAttention};
 use crate::prefill::streaming::StreamingConfig;
 use crate::prelude::*;
 use crate::vector::dot;

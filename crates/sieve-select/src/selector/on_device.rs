@@ -2,10 +2,10 @@
 
 use sieve_core::{BlockSelection, CallShape, KeepBlocks, ProbeCorrection};
 
-use crate::call::Call;
+use crate::call::{Call, Reads};
 use crate::gqa::GqaPolicy;
 use crate::mask::CorrectionMode;
-use crate::selector::{Method, Reads, Selector};
+use crate::selector::{Method, Selector};
 
 impl Selector {
     /// The selection of a call in a layer as device steps; `None` if the method, or one of its settings, selects on the
