@@ -15,6 +15,7 @@ mod memory;
 mod ops;
 mod ranks;
 mod suggest;
+mod target;
 mod time;
 
 pub use cache::{CachePlan, cache_plan};
@@ -24,6 +25,7 @@ pub use memory::{
     inference_memory, memory_plan,
 };
 pub use ops::{OpPlan, check_gpu_attention, gpu_attention_gap, gpu_training_gap, op_plans};
-pub use plan::{ASSUMED_MFU, ContextParallelPlan, Plan, StagePlan, Target, ZeroPlan, plan, plan_of_ranks};
+pub use plan::{ASSUMED_MFU, ContextParallelPlan, Plan, StagePlan, ZeroPlan, plan, plan_of_ranks};
 pub use ranks::{Ranks, RanksPlan};
 pub use suggest::Suggestion;
+pub use target::Target;

@@ -1,18 +1,7 @@
 //! Finds settings with which a run fits into memory.
 
-use serde::Serialize;
-
-use super::MemoryPlan;
+use super::{FittingSetting, MemoryPlan};
 use sieve_core::recipe::{ActivationCheckpointMode, GradientDtype, Recipe};
-
-/// A change of the recipe, and the memory with it.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct FittingSetting {
-    /// The change in the form of `--set`. Several are separated by a space.
-    pub setting: String,
-    /// Bytes that the run needs with this setting.
-    pub total_bytes: u64,
-}
 
 /// Up to three settings, each the smallest change of its sort that fits: of the gradients' sharding and type; of
 /// recomputation; of the micro-batch. If neither of the last two fits, both are changed together. The tokens of a step

@@ -1,0 +1,138 @@
+//! Memory at one moment, by part, and whether it fits.
+
+use serde::Serialize;
+use sieve_core::Keeping;
+
+use super::verdict::MemoryVerdict;
+use crate::Target;
+
+/// Memory of a process on a CPU before it has a model, as measured.
+const CPU_PROGRAM_BYTES: u64 = 110 << 20;
+
+/// GPU memory of a process before it has a model: the context and cuBLASLt's workspace.
+const GPU_PROGRAM_BYTES: u64 = 700 << 20;
+
+/// GPU memory that NCCL takes, measured on two H200s.
+const NCCL_BYTES: u64 = 388 << 20;
+
+/// Memory at a training step's peak, without the allocator's overhead.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct MemoryPlan {
+    /// Memory at the peak, by part, without the program's own.
+    #[serde(flatten)]
+    pub peak: MemoryParts,
+    /// A checkpoint being written by a run on a GPU, in host memory; not in the total.
+    pub host_checkpoint_bytes: u64,
+    /// Optional activations that fit into the memory, for the trainer (`sieve_train::Hardware::keeping`).
+    pub keeping: Keeping,
+    /// The program and its libraries: an assumption.
+    pub program_bytes: u64,
+    /// Memory of all parts, in bytes.
+    pub total_bytes: u64,
+    /// Name of the point of the step, or of the command, at which memory peaks.
+    pub moment: &'static str,
+    /// Activations of all blocks by `activation_checkpoint.mode`, to choose with.
+    pub activations_by_mode: Vec<(&'static str, u64)>,
+    /// Free memory in bytes; 0 if unknown.
+    pub available_bytes: u64,
+    /// Whether the run fits into the free memory.
+    pub verdict: MemoryVerdict,
+    /// If it may not fit: settings with which it fits into nine tenths of the free memory.
+    pub would_fit: Vec<FittingSetting>,
+}
+
+impl MemoryPlan {
+    /// (name, bytes) of every part that is not 0, in the order in which a run allocates them.
+    pub fn parts(&self) -> Vec<(&'static str, u64)> {
+        let parts = [
+            ("program", self.program_bytes),
+            ("parameters", self.peak.parameter_bytes),
+            ("rest of f32 masters", self.peak.master_bytes),
+            ("moments", self.peak.moment_bytes),
+            ("gathered weights", self.peak.gathered_bytes),
+            ("caches", self.peak.cache_bytes),
+            ("activations", self.peak.activation_bytes),
+            ("workspace", self.peak.workspace_bytes),
+            ("gradients", self.peak.gradient_bytes),
+            ("checkpoint", self.peak.checkpoint_bytes),
+        ];
+        parts.into_iter().filter(|(_, bytes)| *bytes > 0).collect()
+    }
+
+    /// Whether the run would fit but for its activations and workspace, which grow with the rows.
+    pub fn fits_without_rows(&self) -> bool {
+        self.leaves_a_tenth(self.total_bytes - self.peak.activation_bytes - self.peak.workspace_bytes)
+    }
+
+    /// Whether so many bytes are at most nine tenths of the free memory.
+    pub(super) fn leaves_a_tenth(&self, bytes: u64) -> bool {
+        bytes <= self.available_bytes / 10 * 9
+    }
+}
+
+/// Memory at one point of a training step or of another command, by part.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct MemoryParts {
+    /// Parameters in the type that the layers compute in; with ZeRO-3 this rank's shard of them.
+    pub parameter_bytes: u64,
+    /// Bits of the f32 master weights that the parameters lack, and the ranks' copies; 0 for f32 parameters.
+    pub master_bytes: u64,
+    /// Bytes of the optimizer's moments, f32.
+    pub moment_bytes: u64,
+    /// With ZeRO-3, the weights of segments that are whole at this point.
+    pub gathered_bytes: u64,
+    /// KV caches of decoded sequences; 0 in training.
+    pub cache_bytes: u64,
+    /// Bytes of the parameters' gradients, f32.
+    pub gradient_bytes: u64,
+    /// Bytes of activations, with the recipe's activation checkpointing.
+    pub activation_bytes: u64,
+    /// Bytes of temporary tensors.
+    pub workspace_bytes: u64,
+    /// A checkpoint being written, on a CPU.
+    pub checkpoint_bytes: u64,
+}
+
+impl MemoryParts {
+    pub(super) fn total(&self) -> u64 {
+        let weights = self.parameter_bytes + self.master_bytes + self.moment_bytes + self.gathered_bytes;
+        weights
+            + self.cache_bytes
+            + self.gradient_bytes
+            + self.activation_bytes
+            + self.workspace_bytes
+            + self.checkpoint_bytes
+    }
+
+    /// The plan of a process, one of `ranks`, whose peak has these parts; `moment` is the name of that point.
+    pub(super) fn plan(self, moment: &'static str, target: &Target, ranks: usize) -> MemoryPlan {
+        let program_bytes = match target {
+            Target::Cpu { .. } => CPU_PROGRAM_BYTES,
+            Target::Gpu(_) if ranks > 1 => GPU_PROGRAM_BYTES + NCCL_BYTES,
+            Target::Gpu(_) => GPU_PROGRAM_BYTES,
+        };
+        let total_bytes = program_bytes + self.total();
+        let available_bytes = target.memory_bytes();
+        MemoryPlan {
+            peak: self,
+            host_checkpoint_bytes: 0,
+            keeping: Keeping::NOTHING,
+            program_bytes,
+            total_bytes,
+            moment,
+            activations_by_mode: Vec::new(),
+            available_bytes,
+            verdict: MemoryVerdict::of(total_bytes, available_bytes),
+            would_fit: Vec::new(),
+        }
+    }
+}
+
+/// A change of the recipe, and the memory with it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct FittingSetting {
+    /// The change in the form of `--set`. Several are separated by a space.
+    pub setting: String,
+    /// Bytes that the run needs with this setting.
+    pub total_bytes: u64,
+}
