@@ -3,7 +3,7 @@
 //! All files are written into `step-N.tmp` and synced; then the folder is renamed. `state.json` holds a checksum of
 //! every file and of its own other fields, so that a damaged file is detected and named. Each rank of a group writes
 //! its own files, with its pieces of the tensors; a reader joins the pieces.
-use crate::import::{INDEX, SINGLE};
+use crate::tensor_files::{INDEX, SINGLE};
 use crate::{CheckpointError, NamedTensor, TensorFiles, write_tensor_file};
 use serde::{Deserialize, Serialize};
 use sieve_core::ShownPath;

@@ -40,9 +40,6 @@ const IGNORED_ENDING: &str = "rotary_emb.inv_freq";
 /// The output projection; in a tied model it equals [`EMBEDDING`].
 const OUTPUT: &str = "lm_head.weight";
 const EMBEDDING: &str = "model.embed_tokens.weight";
-pub(crate) const INDEX: &str = "model.safetensors.index.json";
-pub(crate) const SINGLE: &str = "model.safetensors";
-
 /// What an import found and converted.
 #[derive(Clone, Debug)]
 pub struct ImportReport {

@@ -1,4 +1,5 @@
 //! `config.json` and `generation_config.json`, readable by `transformers` 4 and 5.
+use super::json_text::to_text;
 use super::{Architecture, ExportOptions, tokenizer_files};
 use serde_json::{Map, Value, json};
 use sieve_core::ModelShape;
@@ -11,13 +12,6 @@ pub(crate) const SCALING: &str = "rotary_scaling";
 /// [`AMPLITUDE`] is 1.
 pub(crate) const DERIVED: [&str; 3] = ["periods", "rope_frequencies", AMPLITUDE];
 pub(crate) const AMPLITUDE: &str = "rope_amplitude";
-
-/// Text of a JSON file: indented by two spaces, keys in the given order, with a line end at the end.
-pub(super) fn to_text(value: &Value) -> String {
-    let mut text = serde_json::to_string_pretty(value).expect("plain data serialises");
-    text.push('\n');
-    text
-}
 
 /// Text of `config.json`. `generation` is the result of [`generation`]; its ids of special tokens are repeated here.
 pub(super) fn model(

@@ -1,5 +1,5 @@
 //! The folder of an export: files are written under a temporary name, then renamed.
-use super::config::to_text;
+use super::json_text::to_text;
 use crate::CheckpointError;
 
 use serde_json::{Value, json};

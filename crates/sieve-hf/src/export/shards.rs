@@ -38,7 +38,7 @@ pub(super) fn index(shards: &[Shard<'_>], dtype: DType) -> String {
     let total_size: u64 = tensors().map(|(_, tensor)| tensor.num_bytes(dtype)).sum();
     let weight_map: BTreeMap<&str, &str> =
         tensors().map(|(shard, tensor)| (tensor.name.as_str(), shard.file.as_str())).collect();
-    super::config::to_text(&json!({
+    super::json_text::to_text(&json!({
         "metadata": { "total_size": total_size },
         "weight_map": weight_map,
     }))

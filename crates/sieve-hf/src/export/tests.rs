@@ -1,5 +1,6 @@
 use super::*;
 use crate::{CheckpointFiles, CheckpointState, NamedTensor, TensorFile, load_model, named_parameters};
+use burn::tensor::DType;
 use burn_flex::Flex;
 use serde_json::Value;
 use sieve_nn::Qwen3;

@@ -1,7 +1,7 @@
 //! The tokenizer, and the files that name its special tokens for `transformers`. Chat template, special tokens and
 //! generation settings of an imported model are exported again.
 use super::ExportOptions;
-use super::config::to_text;
+use super::json_text::to_text;
 use crate::{Checkpoint, CheckpointError};
 use serde_json::{Map, Value, json};
 use sieve_core::Recipe;

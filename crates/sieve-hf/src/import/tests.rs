@@ -1,6 +1,7 @@
 use super::*;
 use crate::export::tests::{self, DMA, MHA, SLOPED, SWA, changed_checkpoint, read_json};
 use crate::named_parameters;
+use crate::tensor_files::{INDEX, SINGLE};
 use crate::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, TensorFile, export, load_model};
 use burn_flex::Flex;
 use serde_json::json;

@@ -1,6 +1,6 @@
 //! The files of weights in a folder of `transformers`, and which file each tensor is read from.
-use super::{INDEX, SINGLE};
 use crate::tensor_file::Stored;
+use crate::tensor_files::{INDEX, SINGLE};
 use crate::{CheckpointError, TensorFile};
 use serde_json::Value;
 use sieve_core::ShownPath;
