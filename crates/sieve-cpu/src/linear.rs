@@ -11,6 +11,7 @@
 mod bf16_pairs;
 #[cfg(target_arch = "x86_64")]
 mod few_rows;
+mod weight;
 
 use half::bf16;
 #[cfg(target_arch = "x86_64")]
@@ -27,16 +28,8 @@ use crate::simd::{arch, on_arch};
 use bf16_pairs::bf16_pairs;
 #[cfg(target_arch = "x86_64")]
 use few_rows::{FEW_ROWS, few_rows};
-
-/// Weight of a linear layer, `[out, in]`, row-major.
-#[derive(Clone, Copy, Debug)]
-pub enum Weight<'a> {
-    /// A weight stored in f32.
-    F32(&'a [f32]),
-    /// A weight stored in bf16, whose elements are multiplied by x rounded to bf16, or, on CPUs without `vdpbf16ps`,
-    /// widened to f32 where they are multiplied by x.
-    Bf16(&'a [bf16]),
-}
+use weight::TASK_OUTPUTS;
+pub use weight::Weight;
 
 /// The `gemm` crate adds each sum in the same order from `MIN_GEMM_ROWS` rows of x on, if x has `MIN_GEMM_SIDE` rows or
 /// the weight as many outputs.
@@ -47,34 +40,12 @@ const MIN_GEMM_SIDE: usize = 65;
 /// weights and 16 rows on two cores of a Zen 5 this takes 54 ms, and `x Wᵀ` 297 ms; at 256 rows both take as long.
 pub(crate) const MAX_COLUMN_ROWS: usize = 256;
 
-/// Columns of the output that one task computes.
-const TASK_OUTPUTS: usize = 128;
-
-/// The `gemm` crate splits the inner length into equal blocks of at most this size (`kc` in its `cache.rs`) and adds
-/// each block's sum to the result. [`few_rows`] does the same, to get the same bits.
-const MAX_DEPTH: usize = 512;
-
 /// Weights that are widened from bf16 at once (16 MiB of f32). The GEMM of each such panel packs x again, so panels are
 /// large.
 const PANEL_WEIGHTS: usize = 1 << 22;
 
 /// Fewest output columns of a panel.
 const MIN_PANEL_OUTPUTS: usize = 128;
-
-impl Weight<'_> {
-    /// Number of elements of the weight.
-    pub fn len(&self) -> usize {
-        match self {
-            Self::F32(weight) => weight.len(),
-            Self::Bf16(weight) => weight.len(),
-        }
-    }
-
-    /// Whether the weight has no elements.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-}
 
 /// `y = x Wᵀ`. A row of y depends, to the bit, only on its row of x, on the weight and on the CPU's instruction set.
 /// On CPUs without `vdpbf16ps` an f32 weight of the same values gives the same y as a bf16 weight.

@@ -7,11 +7,11 @@ use pulp::Simd;
 use rayon::prelude::*;
 
 use super::keys::Keys;
-use super::panel::{Aligned, LANES, SIDE, multiply, multiply_transposed};
+use super::panel::{Aligned, BLOCK_KEYS, LANES, SIDE, multiply, multiply_transposed};
 use super::scratch::Pool;
 use super::segments::{KeySums, segments_of, split_by_group, write_sums};
-use super::tile::{BLOCK_KEYS, KeyBlock, Pairs, RowPanels, Tile, row_positions};
-use super::{AttentionShape, Documents, Mask};
+use super::shape::{AttentionShape, Documents, Mask};
+use super::tile::{KeyBlock, Pairs, RowPanels, Tile, row_positions};
 use crate::simd::{dot, exp, on_arch, reduce_sum};
 
 /// Tensors that the backward pass reads.

@@ -6,10 +6,10 @@ use pulp::Simd;
 use rayon::prelude::*;
 
 use super::keys::Keys;
-use super::panel::{Aligned, LANES, SIDE, multiply, multiply_transposed, scale_rows};
+use super::panel::{Aligned, BLOCK_KEYS, LANES, SIDE, multiply, multiply_transposed, scale_rows};
 use super::scratch::Pool;
-use super::tile::{BLOCK_KEYS, KeyBlock, Pairs, RowPanels, Tile, row_positions};
-use super::{AttentionShape, Documents, Mask};
+use super::shape::{AttentionShape, Documents, Mask};
+use super::tile::{KeyBlock, Pairs, RowPanels, Tile, row_positions};
 use crate::simd::{exp_below, on_arch};
 
 /// The queries of a tile in panels, the block of keys that is read next, and the running softmax and output.

@@ -2,9 +2,8 @@
 
 use rayon::prelude::*;
 
-use super::panel::{Aligned, LANES};
-use super::tile::BLOCK_KEYS;
-use super::{AttentionShape, Documents, Mask};
+use super::panel::{Aligned, BLOCK_KEYS, LANES};
+use super::shape::{AttentionShape, Documents, Mask};
 
 /// Approximate number of query rows (tokens times heads of the group) in a tile, so that its panels fit the L2 cache.
 const TILE_ROWS: usize = 192;

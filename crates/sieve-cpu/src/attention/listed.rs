@@ -4,9 +4,9 @@
 use pulp::Simd;
 
 use super::forward::TileState;
-use super::panel::{Aligned, LANES};
+use super::panel::{Aligned, BLOCK_KEYS, LANES};
 use super::scratch::Pool;
-use super::tile::{BLOCK_KEYS, KeyBlock, copy_columns, panel_width};
+use super::tile::{KeyBlock, copy_columns, panel_width};
 use crate::simd::on_arch;
 
 /// Query rows and the keys they read. A key is visible where `key_position <= query_position < key_expire`.

@@ -8,6 +8,8 @@ use std::ops::{Deref, DerefMut};
 
 use pulp::Simd;
 
+/// Keys that are gathered into one block.
+pub(crate) const BLOCK_KEYS: usize = 96;
 /// Query rows (lanes) of one panel.
 pub(crate) const LANES: usize = 64;
 

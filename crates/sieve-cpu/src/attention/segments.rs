@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use pulp::Simd;
 
-use super::AttentionShape;
 use super::keys::Keys;
+use super::shape::AttentionShape;
 use crate::simd::on_arch;
 
 /// Minimum number of tasks to aim for: where there are fewer groups than this, each is cut into several segments. A

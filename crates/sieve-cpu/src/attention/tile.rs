@@ -4,11 +4,9 @@ use std::ops::Range;
 
 use pulp::Simd;
 
-use super::panel::{Aligned, KEY_STEP, LANES};
-use super::{AttentionShape, keys::Keys};
-
-/// Keys that are gathered into one block.
-pub(crate) const BLOCK_KEYS: usize = 96;
+use super::keys::Keys;
+use super::panel::{Aligned, BLOCK_KEYS, KEY_STEP, LANES};
+use super::shape::AttentionShape;
 
 /// Columns of a panel for this head_dim: 16 up to a head_dim of 16, else 64 where that needs no more padding than 32.
 pub(crate) fn panel_width(head_dim: usize) -> usize {

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use std::arch::x86_64::*;
 use std::cell::Cell;
 
-use super::TASK_OUTPUTS;
+use super::weight::TASK_OUTPUTS;
 use crate::simd::Bf16Pairs;
 
 /// Elements of a vector.

@@ -8,7 +8,7 @@ use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 use std::arch::x86_64::{__m256, __m256d, __m512, __m512d, _MM_HINT_T0, _mm_prefetch};
 
-use super::{MAX_DEPTH, TASK_OUTPUTS, Weight};
+use super::weight::{MAX_DEPTH, TASK_OUTPUTS, Weight};
 
 /// Most rows of x that this form takes.
 pub(super) const FEW_ROWS: usize = 8;
