@@ -9,20 +9,19 @@ mod plan;
 mod problem;
 
 use crate::burn_memory::{binding_of, device_of};
-use crate::lane::{self, DEVICE_THREAD_GONE, device_queue, late_error, lock, report_late};
+use crate::lane::{self, DEVICE_THREAD_GONE, device_queue, late_error, report_late};
+use crate::locked::lock;
 use crate::probe::version_text;
 use crate::step_graph::{Work, tape_of};
 use cubecl::stream_id::StreamId;
 pub(crate) use library::Call;
-use library::Refusal;
-use problem::{OperandTypes, Problem, operand_rows, result_shape};
+use plan::Refusal;
+use problem::{NAME, OperandTypes, Problem, operand_rows, result_shape};
 pub use sieve_core::GemmKind;
 use sieve_gpu::step::{Fp8Matrix, Rows};
 use sieve_gpu::{CudaTensor, DType, KernelError};
 use std::collections::HashSet;
 use std::sync::{LazyLock, Mutex, OnceLock};
-
-const NAME: &str = "cublaslt";
 
 /// Where the result of a GEMM is stored.
 #[derive(Debug, Clone, Copy)]

@@ -2,7 +2,7 @@
 //!
 //! CUPTI is NVIDIA's tracing library and comes with the CUDA toolkit. It sees Burn's kernels, cuBLASLt's and ours
 //! alike, times them on the GPU and costs the host about a microsecond a launch.
-use crate::lane::lock;
+use crate::locked::lock;
 use cudarc::cupti::result::{CuptiError, activity};
 use cudarc::cupti::sys::{
     self, CUpti_Activity, CUpti_ActivityKernel9, CUpti_ActivityKind, CUpti_ActivityMemcpy5, CUpti_ActivityMemset4,

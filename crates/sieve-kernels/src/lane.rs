@@ -8,6 +8,7 @@
 //! stream to which the server queues the caller's work. A captured copy does not run. If a later CubeCL's text has no
 //! addresses, the fallback is taken.
 use crate::burn_memory::{binding_of, device_of};
+use crate::locked::lock;
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::Device;
 use cubecl::device_handle::DeviceHandle;
@@ -22,7 +23,7 @@ use sieve_gpu::{CudaTensor, DType, KernelError};
 use std::any::Any;
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{LazyLock, Mutex};
 
 const NAME: &str = "stream";
 
@@ -304,11 +305,6 @@ pub(crate) fn check(call: &str, result: CUresult) -> Result<(), String> {
         CUresult::CUDA_SUCCESS => Ok(()),
         error => Err(format!("{call}: {error:?}")),
     }
-}
-
-/// Locks a mutex, also after a panic of another holder.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

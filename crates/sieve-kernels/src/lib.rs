@@ -14,6 +14,7 @@ mod kernel_trace;
 mod lane;
 mod launch;
 mod linear_cross_entropy;
+mod locked;
 mod memory_watch;
 mod nccl;
 mod nvml;

@@ -12,7 +12,8 @@ mod watch;
 pub use watch::NcclWatch;
 
 use crate::burn_memory::{binding_of, can_mut};
-use crate::lane::{self, Server, address_of, device_queue, lock, on_lane, record_event};
+use crate::lane::{self, Server, address_of, device_queue, on_lane, record_event};
+use crate::locked::lock;
 use crate::probe::version_text;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::server::Binding;
@@ -20,14 +21,12 @@ use cubecl::stream_id::StreamId;
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::{CUcontext, CUevent, CUevent_wait_flags, CUstream};
 use cudarc::nccl::sys;
-use library::Nccl;
+use library::{NAME, Nccl, failed};
 use sieve_gpu::{CudaTensor, DType, KernelError};
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use watch::Marks;
-
-const NAME: &str = "nccl";
 
 /// Bytes of a group's unique id, which one rank creates and sends to the others so that they can join.
 pub(crate) const NCCL_ID_BYTES: usize = 128;
@@ -558,8 +557,4 @@ fn wait_for(stream: CUstream, event: CUevent) -> Result<(), String> {
         driver::stream::wait_event(stream, event, flags).map_err(failed)?;
         driver::event::destroy(event).map_err(failed)
     }
-}
-
-fn failed(reason: String) -> KernelError {
-    KernelError::Launch { kernel: NAME, reason }
 }

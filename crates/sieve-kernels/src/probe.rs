@@ -1,6 +1,6 @@
 //! Checks that CUDA can be used on this machine. It runs before any CubeCL client is made, because making one without
 //! CUDA panics.
-use crate::lane::lock;
+use crate::locked::lock;
 use cubecl::cuda::install;
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::{self as driver_sys, CUdevice_attribute};

@@ -9,10 +9,9 @@
 //! the caches.
 use crate::burn_memory::{BurnMemory, binding_of, burn_memory};
 use crate::cublaslt::Call;
-use crate::lane::{
-    self, Server, check, device_queue, late_error, lock, on_lane, on_lane_with, report_late, run_blocking,
-};
+use crate::lane::{self, Server, check, device_queue, late_error, on_lane, on_lane_with, report_late, run_blocking};
 use crate::launch::{self, QueuedLaunch};
+use crate::locked::lock;
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 use cudarc::driver::result::graph as driver_graph;

@@ -1,5 +1,5 @@
 //! cuBLASLt on CubeCL's device thread: the library's handle, its plans, and a workspace for each stream.
-use super::plan::{Operands, Plan, WORKSPACE_BYTES};
+use super::plan::{Operands, Plan, Refusal, WORKSPACE_BYTES};
 use super::problem::{Problem, Tile};
 use crate::lane::{Server, on_lane_with};
 use cubecl::server::Binding;
@@ -9,23 +9,6 @@ use cudarc::driver::result as driver;
 use cudarc::driver::sys::CUstream;
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::fmt;
-
-/// Why cuBLASLt did not queue a GEMM.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Refusal {
-    /// cuBLASLt has no algorithm for it; the caller may compute it without cuBLASLt.
-    NoAlgorithm(String),
-    /// cuBLASLt, the driver or CubeCL's server failed.
-    Failed(String),
-}
-
-impl fmt::Display for Refusal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (Self::NoAlgorithm(reason) | Self::Failed(reason)) = self;
-        f.write_str(reason)
-    }
-}
 
 /// One GEMM, sent to the device thread. Its bindings keep the buffers alive until it is queued; unlike handles they do
 /// not keep the next op from writing in place.

@@ -1,5 +1,4 @@
 //! cuBLASLt's descriptors and algorithm for one GEMM, created once per shape and kept.
-use super::library::Refusal;
 use super::problem::{Layout, OperandTypes, Problem, Tile};
 use cudarc::cublaslt::result as lt;
 use cudarc::cublaslt::sys::{
@@ -11,6 +10,7 @@ use cudarc::cublaslt::sys::{
 use cudarc::driver::sys::CUstream;
 use sieve_gpu::step::Fp8Format;
 use std::ffi::c_void;
+use std::fmt;
 use std::mem::MaybeUninit;
 
 /// How many algorithms are requested from cuBLASLt's heuristic.
@@ -18,6 +18,22 @@ const MAX_ALGORITHMS: usize = 16;
 
 /// Workspace that an algorithm may use: twice the 32 MiB that NVIDIA recommends for Hopper.
 pub(super) const WORKSPACE_BYTES: usize = 64 << 20;
+
+/// Why cuBLASLt did not queue a GEMM.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Refusal {
+    /// cuBLASLt has no algorithm for it; the caller may compute it without cuBLASLt.
+    NoAlgorithm(String),
+    /// cuBLASLt, the driver or CubeCL's server failed.
+    Failed(String),
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Self::NoAlgorithm(reason) | Self::Failed(reason)) = self;
+        f.write_str(reason)
+    }
+}
 
 /// Descriptors of a GEMM with the algorithm that runs it.
 #[derive(Debug)]

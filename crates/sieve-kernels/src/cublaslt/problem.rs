@@ -1,9 +1,11 @@
 //! The sizes of a row-major GEMM, and its matrices in cuBLASLt's column-major terms.
-use super::NAME;
 use sieve_core::GemmKind;
 use sieve_gpu::KernelError;
 use sieve_gpu::step::Fp8Format;
 use std::fmt;
+
+/// The library in errors.
+pub(super) const NAME: &str = "cublaslt";
 
 /// Element types of the GEMM's operands x and w.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -2,12 +2,14 @@
 //!
 //! They are not loaded through cudarc, which looks for `libnccl.so` only: NCCL's run-time packages contain
 //! `libnccl.so.2` only.
-use super::{NAME, failed};
 use cudarc::nccl::sys::{cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
 use libloading::Library;
 use sieve_gpu::KernelError;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
+
+/// The library in errors.
+pub(super) const NAME: &str = "nccl";
 
 /// File names of the library; the first that can be opened is used.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
@@ -126,6 +128,10 @@ impl std::fmt::Debug for Nccl {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(NAME)
     }
+}
+
+pub(super) fn failed(reason: String) -> KernelError {
+    KernelError::Launch { kernel: NAME, reason }
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! Progress of the GPU's collectives and NCCL's errors, polled from a thread of its own.
-use super::{Link, lock};
+use super::Link;
+use crate::locked::lock;
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::CUevent;
 use sieve_gpu::KernelError;
