@@ -38,9 +38,11 @@ class Houses(unittest.TestCase):
         lent["c.rs"] = "use crate::a::One;\npub struct Three(Option<Box<One>>);\n"
         self.assertEqual(houses.Crate(lent).circles(), [[("a",), ("b",), ("c",)]])
 
-    def test_a_comment_or_a_string_uses_nothing(self):
+    def test_a_comment_a_string_and_who_may_see_use_nothing(self):
         quiet = {**RING, "c.rs": '// crate::a::One\npub const THREE: &str = "crate::a::One";\n'}
         self.assertEqual(houses.Crate(quiet).circles(), [])
+        seen = {**RING, "c.rs": "pub(in crate::a) struct Three;\n"}
+        self.assertEqual(houses.Crate(seen).circles(), [])
 
     def test_functions_are_measured_from_their_first_line_to_their_last(self):
         function = lambda lines: "    pub fn long(\n" + "        x,\n" * (lines - 2) + "    }\nfn next() {}\n"  # noqa: E731
