@@ -53,7 +53,7 @@ use stage::{Ropes, StageState};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Message of a panic that cannot occur: `Trainer::model` is `None` only while a function has moved the model out.
+/// Message of a panic that cannot occur: `Learner::model` is `None` only while a function has moved the model out.
 const AWAY: &str = "the model is put back before an update returns";
 
 /// A run: model, optimizer, data, and how far the run is.
@@ -64,15 +64,8 @@ pub struct Trainer<B: TrainBackend> {
     data: TrainingData,
     device: B::Device,
     precision: Precision,
-    model: Option<Qwen3<B>>,
-    optimizer: Optimizer<B>,
-    ropes: Ropes<B>,
-    /// Number of optimizer steps done.
-    step: u64,
-    /// Index of the next row in the order of the stage.
-    next_sample: u64,
-    tokens_seen: u64,
-    unlabelled: Unlabelled,
+    learner: Learner<B>,
+    progress: Progress,
     /// Learning rate of the last step, and the result of its last micro-batch.
     last_step: Option<(f64, MicroBatchResult<B>)>,
     loss_mean: LossMean,
@@ -89,6 +82,25 @@ pub struct Trainer<B: TrainBackend> {
     /// On rank 0, threads that check the shards' checksums while training continues.
     shard_checks: Vec<ShardCheck>,
     disturbance: FaultInjection,
+}
+
+/// What learns: the model, its optimizer, and the rotary tables that it reads.
+struct Learner<B: TrainBackend> {
+    model: Option<Qwen3<B>>,
+    optimizer: Optimizer<B>,
+    ropes: Ropes<B>,
+}
+
+/// How far the run is.
+#[derive(Default)]
+struct Progress {
+    /// Number of optimizer steps done.
+    step: u64,
+    /// Index of the next row in the order of the stage.
+    next_sample: u64,
+    /// Tokens of all rows that the run has read.
+    tokens_seen: u64,
+    unlabelled: Unlabelled,
 }
 
 /// What the losses of held-out tokens are compared with.
@@ -166,18 +178,17 @@ impl<B: TrainBackend> Trainer<B> {
         let model = Qwen3::new(&stage.shape, training.seed, &device);
         let mut trainer = Self {
             held_out: HeldOut { token_bytes: TokenBytes::new(&data.tokenizer, vocab_size)?, unigram },
-            ropes: Ropes::new(&model, stage.recipe.training.seq_len, &device),
-            model: Some(model),
-            optimizer: Optimizer::of_share(recipe.optimizer.clone(), &stage.shape, share),
+            learner: Learner {
+                ropes: Ropes::new(&model, stage.recipe.training.seq_len, &device),
+                model: Some(model),
+                optimizer: Optimizer::of_share(recipe.optimizer.clone(), &stage.shape, share),
+            },
             loss_mean: LossMean::new(training, GuardState::default()),
             guard_log: GuardLog::new(precision),
             stage,
             precision,
             budget: Budget { peak_flops, memory, keeping },
-            step: 0,
-            next_sample: 0,
-            tokens_seen: 0,
-            unlabelled: Unlabelled::default(),
+            progress: Progress::default(),
             last_step: None,
             checkpoints: Checkpoints::new(folder),
             ranks: Ranks::new(group),
@@ -206,8 +217,8 @@ impl<B: TrainBackend> Trainer<B> {
             let notes = trainer.conversion_notes(checkpoint, origin.is_branch)?;
             trainer.lines.notices.extend(notes);
         } else {
-            let model = trainer.model.take();
-            trainer.model = model.map(|model| model.map(&mut trainer.optimizer.holder(precision)));
+            let model = trainer.learner.model.take();
+            trainer.learner.model = model.map(|model| model.map(&mut trainer.learner.optimizer.holder(precision)));
         }
         if trainer.recipe.parallelism.zero_stage == 3 && share.size == 1 {
             let note = "note: parallelism.zero_stage = 3 shards nothing in one process, which holds the whole model";
@@ -218,7 +229,7 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Stops after this many steps of this process, with a checkpoint to resume from, as after a signal.
     pub fn stop_after(&mut self, num_steps: u64) {
-        self.stop_at = Some(self.step.saturating_add(num_steps));
+        self.stop_at = Some(self.progress.step.saturating_add(num_steps));
     }
 
     /// Sets the folder for the last checkpoint of this process if the run's own folder cannot be written to. No other
@@ -235,7 +246,7 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Whether the run must end before its next step.
     fn is_asked_to_stop(&self, stop: &AtomicBool) -> bool {
-        stop.load(Ordering::Relaxed) || self.stop_at.is_some_and(|last| self.step >= last)
+        stop.load(Ordering::Relaxed) || self.stop_at.is_some_and(|last| self.progress.step >= last)
     }
 
     fn share(&self) -> Share {
@@ -250,12 +261,12 @@ impl<B: TrainBackend> Trainer<B> {
     /// The model with the weights after the last step; of divided weights, NaN if the process
     /// [shards](Self::shards_weights) them.
     pub fn model(&self) -> &Qwen3<B> {
-        self.model.as_ref().expect(AWAY)
+        self.learner.model.as_ref().expect(AWAY)
     }
 
     /// Waits until the weights of the last update are gathered from all ranks.
     fn finish_leaves(&mut self) -> Result<(), TrainError> {
-        self.ranks.finish_leaves(&mut self.model)
+        self.ranks.finish_leaves(&mut self.learner.model)
     }
 
     /// The model's sizes in the present stage.
@@ -275,7 +286,7 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Number of optimizer steps done.
     pub fn step(&self) -> u64 {
-        self.step
+        self.progress.step
     }
 
     /// Injects faults. For tests of the guard.
@@ -296,10 +307,10 @@ impl<B: TrainBackend> Trainer<B> {
                 "give the tokenizer.json of the run's checkpoint as tokenizer.path",
             ));
         }
-        self.optimizer = Optimizer::of_share(self.recipe.optimizer.clone(), &self.stage.shape, self.share());
+        self.learner.optimizer = Optimizer::of_share(self.recipe.optimizer.clone(), &self.stage.shape, self.share());
         self.install(checkpoint, fresh_optimizer)?;
-        self.step = state.step;
-        self.tokens_seen = state.tokens_seen;
+        self.progress.step = state.step;
+        self.progress.tokens_seen = state.tokens_seen;
         // The run continues at the checkpoint's next row if stage and data are the same, else at the first row.
         let ended = self.recipe.stage_of_state(state.step as usize).index;
         let same_stage = ended == self.stage.stage.index;
@@ -311,7 +322,7 @@ impl<B: TrainBackend> Trainer<B> {
         } else {
             (0, GuardState::default())
         };
-        self.next_sample = next_sample;
+        self.progress.next_sample = next_sample;
         self.loss_mean = LossMean::new(&self.recipe.training, guard);
         // Unless the checkpoint is in this run's folder, the run has no checkpoint of its own yet.
         let own = self.checkpoints.folder.checkpoint_path().join(format!("step-{}", state.step));
@@ -334,8 +345,8 @@ impl<B: TrainBackend> Trainer<B> {
         if let Some(group) = self.ranks.group() {
             group.check_equal(&format!(
                 "step {}, row {}, data {}",
-                self.step,
-                self.next_sample,
+                self.progress.step,
+                self.progress.next_sample,
                 self.data.fingerprint()
             ))?;
         }
@@ -348,7 +359,7 @@ impl<B: TrainBackend> Trainer<B> {
             false => self.validate(&mut reporter)?,
         };
         let mut summary = TrainSummary {
-            step: self.step,
+            step: self.progress.step,
             interrupted: false,
             last_validation: history.last.or_else(|| first_validation.clone()),
             first_validation,
@@ -357,8 +368,8 @@ impl<B: TrainBackend> Trainer<B> {
             peak_memory: None,
         };
         // The run began with a checkpoint of another folder; after a checkpoint of its own it no longer needs that one.
-        let is_fork = self.step > 0 && self.checkpoints.last.is_none();
-        if is_fork || (self.step == 0 && self.recipe.checkpoint.at_start) {
+        let is_fork = self.progress.step > 0 && self.checkpoints.last.is_none();
+        if is_fork || (self.progress.step == 0 && self.recipe.checkpoint.at_start) {
             self.start_checkpoint(&mut reporter)?;
             self.finish_checkpoint(&mut reporter)?;
             self.checkpoints.warn_unsaved(&mut reporter);
@@ -378,8 +389,8 @@ impl<B: TrainBackend> Trainer<B> {
         written?;
         summary.peak_memory = self.budget.memory.peak();
         let num_steps = self.recipe.training.steps as u64;
-        summary.step = self.step;
-        summary.interrupted = self.step < num_steps;
+        summary.step = self.progress.step;
+        summary.interrupted = self.progress.step < num_steps;
         summary.checkpoint = self.checkpoints.last_path();
         self.lines.metrics = Some(reporter.metrics);
         Ok(summary)
@@ -388,7 +399,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// Writes a text that the model generated after its [`run`](Self::run) to the run's TensorBoard file.
     pub fn keep_sample(&mut self, number: usize, text: &str) {
         if let Some(metrics) = &mut self.lines.metrics {
-            metrics.sample(number, text, self.step);
+            metrics.sample(number, text, self.progress.step);
         }
     }
 
@@ -430,7 +441,7 @@ impl<B: TrainBackend> Trainer<B> {
             });
         }
         if self.ranks.writes() {
-            self.checkpoints.tidy(self.step, &mut reporter)?;
+            self.checkpoints.tidy(self.progress.step, &mut reporter)?;
         }
         if !self.recipe.stage.is_empty() {
             reporter.emit(TrainEvent::Notice(&self.stage_line()));
@@ -444,27 +455,27 @@ impl<B: TrainBackend> Trainer<B> {
         if !self.ranks.writes() {
             return Ok(Default::default());
         }
-        let aside =
-            (!self.checkpoints.others(self.step)?.is_empty()).then(|| self.checkpoints.folder.metrics_aside_path());
+        let aside = (!self.checkpoints.others(self.progress.step)?.is_empty())
+            .then(|| self.checkpoints.folder.metrics_aside_path());
         let has_tensorboard = self.recipe.metrics.enable_tensorboard;
         let (mut metrics, history) =
-            Metrics::open(&self.checkpoints.folder, self.step, has_tensorboard, aside.as_deref())?;
-        metrics.recipe(&self.recipe, self.step)?;
+            Metrics::open(&self.checkpoints.folder, self.progress.step, has_tensorboard, aside.as_deref())?;
+        metrics.recipe(&self.recipe, self.progress.step)?;
         Ok((metrics, history))
     }
 
     /// Computes the gradients of all micro-batches, clips them, and updates the model if the guard's gate lets the step
     /// pass. Labels and tokens are counted over all processes.
     fn train_step(&mut self, batches: &[Batch], [num_labels, num_tokens]: [usize; 2]) -> Result<(), TrainError> {
-        let loss_scale = self.disturbance.at(self.next_sample, Moment::Loss) / num_labels as f64;
+        let loss_scale = self.disturbance.at(self.progress.next_sample, Moment::Loss) / num_labels as f64;
         let degree = self.recipe.parallelism.context_parallel_degree;
         // With context parallelism, the ranks that share each row.
         let links = self.ranks.group().and_then(|group| group.rank_group(degree));
         let settings = BlockSettings {
             keeping: self.budget.keeping,
             token_share: 1.0 / num_tokens as f64,
-            measures_indexers: self.is_logged(self.step + 1),
-            reads_all: self.recipe.training.reads_all(self.step as usize),
+            measures_indexers: self.is_logged(self.progress.step + 1),
+            reads_all: self.recipe.training.reads_all(self.progress.step as usize),
             ..BlockSettings::from(&self.recipe)
         };
         let mut gradients = GradientBuffer::kept_in(self.recipe.training.gradient_dtype);
@@ -478,7 +489,7 @@ impl<B: TrainBackend> Trainer<B> {
             let is_last = place + 1 == batches.len();
             let mut together = self.ranks.group_mut().map(|group| {
                 group.begin(is_last, &mut gradients);
-                StepHooks(Weights { group, pieces: self.optimizer.pieces() })
+                StepHooks(Weights { group, pieces: self.learner.optimizer.pieces() })
             });
             let hooks: &mut dyn PassHooks<B> = match &mut together {
                 Some(together) => together,
@@ -486,9 +497,9 @@ impl<B: TrainBackend> Trainer<B> {
             };
             let result = pass(
                 &settings,
-                self.model.as_mut().expect(AWAY),
+                self.learner.model.as_mut().expect(AWAY),
                 &on_device,
-                &self.ropes.training,
+                &self.learner.ropes.training,
                 loss_scale,
                 &mut gradients,
                 hooks,
@@ -496,7 +507,7 @@ impl<B: TrainBackend> Trainer<B> {
             loss = loss + result.loss.clone();
             last_result = Some(result);
         }
-        let model = self.model.take().expect(AWAY);
+        let model = self.learner.model.take().expect(AWAY);
         let grad_norm = match self.ranks.group_mut() {
             None => gradients.norm(&model, &self.device),
             Some(group) => {
@@ -511,20 +522,25 @@ impl<B: TrainBackend> Trainer<B> {
         let lr = self.learning_rate();
         let training = &self.stage.recipe.training;
         let num_rows = training.global_batch_size as u64;
-        self.guard_log.note(self.step + 1, lr, (self.next_sample, num_rows), batches, &gated, || {
-            norms_by_part(&model, &gradients, self.ranks.group(), &self.device)
-        })?;
+        self.guard_log.note(
+            self.progress.step + 1,
+            lr,
+            (self.progress.next_sample, num_rows),
+            batches,
+            &gated,
+            || norms_by_part(&model, &gradients, self.ranks.group(), &self.device),
+        )?;
         let scale = gated.grad_scale;
-        self.model = Some(match self.ranks.group_mut() {
-            None => self.optimizer.step(model, &mut gradients, scale, lr),
-            Some(group) => self.optimizer.step_by_segment(model, &mut gradients, scale, lr, group)?,
+        self.learner.model = Some(match self.ranks.group_mut() {
+            None => self.learner.optimizer.step(model, &mut gradients, scale, lr),
+            Some(group) => self.learner.optimizer.step_by_segment(model, &mut gradients, scale, lr, group)?,
         });
 
-        let factor = self.disturbance.at(self.next_sample, Moment::Leaves);
+        let factor = self.disturbance.at(self.progress.next_sample, Moment::Leaves);
         if factor != 1.0 {
             self.finish_leaves()?;
-            let model = self.model.take().expect(AWAY);
-            self.model = Some(model.map(&mut Scaled(factor)));
+            let model = self.learner.model.take().expect(AWAY);
+            self.learner.model = Some(model.map(&mut Scaled(factor)));
         }
 
         self.count_step();
@@ -540,8 +556,8 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Learning rate of the next step, by the schedule.
     fn learning_rate(&self) -> f64 {
-        let rate = self.recipe.learning_rate(self.step as usize);
-        rate * self.disturbance.at(self.next_sample, Moment::Rate)
+        let rate = self.recipe.learning_rate(self.progress.step as usize);
+        rate * self.disturbance.at(self.progress.next_sample, Moment::Rate)
     }
 }
 

@@ -29,7 +29,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// # Errors
     /// A rank or a device is lost; another process has taken the output folder.
     pub(super) fn start_checkpoint(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
-        if [self.checkpoints.last, self.checkpoints.writer.step()].contains(&Some(self.step)) {
+        if [self.checkpoints.last, self.checkpoints.writer.step()].contains(&Some(self.progress.step)) {
             return Ok(());
         }
         self.finish_checkpoint(reporter)?;
@@ -47,13 +47,13 @@ impl<B: TrainBackend> Trainer<B> {
         };
         // The other ranks write into the folder that rank 0 has created.
         if let Some(problem) = self.ranks.problem_of_any(problem)? {
-            self.checkpoints.note_failure(self.step, problem);
+            self.checkpoints.note_failure(self.progress.step, problem);
             return Ok(());
         }
         let (recipe_toml, tokenizer_json) = (self.recipe.to_toml()?, self.data.tokenizer_json.clone());
-        let distance = self.distance(self.step);
-        let snapshot = self.optimizer.snapshot(self.model(), &self.device, distance);
-        let (step, disturbance) = (self.step, self.disturbance.clone());
+        let distance = self.distance(self.progress.step);
+        let snapshot = self.learner.optimizer.snapshot(self.model(), &self.device, distance);
+        let (step, disturbance) = (self.progress.step, self.disturbance.clone());
         let files = move || {
             disturbance.at(step, Moment::Writing);
             let (model, optimizer, replica) = snapshot.read()?;
@@ -63,9 +63,9 @@ impl<B: TrainBackend> Trainer<B> {
         let share = self.share();
         let state = CheckpointState {
             format_version: FORMAT_VERSION,
-            step: self.step,
-            next_sample: self.next_sample,
-            tokens_seen: self.tokens_seen,
+            step: self.progress.step,
+            next_sample: self.progress.next_sample,
+            tokens_seen: self.progress.tokens_seen,
             guard: Some(self.loss_mean.state()),
             vocab_size: self.stage.shape.vocab_size,
             data_fingerprint: self.data.fingerprint(),
@@ -121,11 +121,11 @@ impl<B: TrainBackend> Trainer<B> {
             )));
         }
         fs::create_dir_all(folder).map_err(TrainError::io("creating", folder))?;
-        let taken = folder.join(format!("step-{}", self.step));
+        let taken = folder.join(format!("step-{}", self.progress.step));
         if self.checkpoints.uses_fallback && taken.exists() {
             rename_aside(&taken, "aside")?;
         }
-        Ok(Checkpoint::begin(folder, self.step)?)
+        Ok(Checkpoint::begin(folder, self.progress.step)?)
     }
 
     /// Waits until all ranks have written the pending checkpoint, gives it its final name, reports it, and removes

@@ -26,25 +26,25 @@ impl<B: TrainBackend> Trainer<B> {
     /// # Errors
     /// As many consecutive rows as an epoch has held no label.
     pub(super) fn pass_over(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
-        let (first, num_rows) = (self.next_sample, self.stage.recipe.training.global_batch_size as u64);
-        self.unlabelled.num_steps += 1;
-        self.unlabelled.num_rows_in_a_row += num_rows;
-        if self.unlabelled.num_rows_in_a_row >= self.stage.loader.samples_per_epoch() {
+        let (first, num_rows) = (self.progress.next_sample, self.stage.recipe.training.global_batch_size as u64);
+        self.progress.unlabelled.num_steps += 1;
+        self.progress.unlabelled.num_rows_in_a_row += num_rows;
+        if self.progress.unlabelled.num_rows_in_a_row >= self.stage.loader.samples_per_epoch() {
             // All ranks return this error at this step, so all of them can finish the checkpoint.
             self.finish_checkpoint(reporter)?;
             return Err(TrainError::refused(
-                format!("step {}: no row of the text holds a token with a label", self.step + 1),
+                format!("step {}: no row of the text holds a token with a label", self.progress.step + 1),
                 "documents of one token teach nothing, nor do rows that a prompt or a question of a chat \
                  fills (data.prompt_column, data.messages_column): check data.paths, or raise training.seq_len",
             ));
         }
         self.count_step();
-        let count = self.unlabelled.num_steps;
+        let count = self.progress.unlabelled.num_steps;
         if count.is_power_of_two() {
             reporter.emit(TrainEvent::Warning(&format!(
                 "warning: step {}: rows {first} to {} hold no token with a label and are skipped ({count} such \
                  steps in this process)",
-                self.step,
+                self.progress.step,
                 first + num_rows - 1
             )));
         }
@@ -54,15 +54,15 @@ impl<B: TrainBackend> Trainer<B> {
     /// Advances step, next row and tokens by one step.
     pub(super) fn count_step(&mut self) {
         let training = &self.stage.recipe.training;
-        self.step += 1;
-        self.next_sample += training.global_batch_size as u64;
-        self.tokens_seen += training.tokens_per_step() as u64;
+        self.progress.step += 1;
+        self.progress.next_sample += training.global_batch_size as u64;
+        self.progress.tokens_seen += training.tokens_per_step() as u64;
     }
 
     /// Reads the losses and gradient norms of all unread steps, if `now` is set, a step is watched, or [`MAX_UNREAD`]
     /// steps are unread. After too many bad steps, goes back to the last checkpoint.
     pub(super) fn check_steps(&mut self, now: bool, reporter: &mut Reporter<'_>) -> Result<Verdict, TrainError> {
-        let is_watched = self.step <= self.guard_log.watched_until;
+        let is_watched = self.progress.step <= self.guard_log.watched_until;
         if !(now || is_watched || self.guard_log.unread.len() >= MAX_UNREAD) {
             return Ok(Verdict::GoOn);
         }
@@ -130,11 +130,11 @@ impl<B: TrainBackend> Trainer<B> {
                  diverged; {last}\n  \
                  hint: start a new run (--out) with a lower optimizer.lr (now {:?}; the rate of this step is {lr:.2e}) \
                  or more lr_scheduler.warmup_steps",
-                self.step, self.recipe.optimizer.lr
+                self.progress.step, self.recipe.optimizer.lr
             )));
         };
         let checkpoint = Checkpoint::open(&path)?;
-        let (from, index, next_sample) = (self.step, self.stage.stage.index, self.next_sample);
+        let (from, index, next_sample) = (self.progress.step, self.stage.stage.index, self.progress.next_sample);
         let stage = self.recipe.stage_of_step(checkpoint.state.step as usize);
         let same_stage = stage.index == index;
         if !same_stage {
@@ -142,9 +142,9 @@ impl<B: TrainBackend> Trainer<B> {
         }
         let fresh_optimizer = false;
         self.restore(&checkpoint, fresh_optimizer)?;
-        let first_skipped = self.next_sample;
+        let first_skipped = self.progress.next_sample;
         if same_stage {
-            self.next_sample = next_sample;
+            self.progress.next_sample = next_sample;
         }
         // Drops the lines of steps after the checkpoint; the lines of the skipped steps are written again below.
         match self.open_metrics() {
@@ -160,8 +160,8 @@ impl<B: TrainBackend> Trainer<B> {
         }
         log.unread.clear();
         log.last = None;
-        let times = if log.returns.0 == self.step { log.returns.1 } else { 0 };
-        log.returns = (self.step, times + 1);
+        let times = if log.returns.0 == self.progress.step { log.returns.1 } else { 0 };
+        log.returns = (self.progress.step, times + 1);
         let rows = if same_stage {
             format!("rows {first_skipped} to {} are skipped", next_sample.max(1) - 1)
         } else {

@@ -56,7 +56,7 @@ impl<B: TrainBackend> Trainer<B> {
         let own = peak.map_or(0, |peak| peak.in_use_bytes);
         let by_rank = self.gathered(own)?;
         if let (MemoryProbe::Device(_), Some(peak)) = (self.budget.memory, peak) {
-            reporter.metrics.memory(self.step, peak, by_rank);
+            reporter.metrics.memory(self.progress.step, peak, by_rank);
         }
         Ok(())
     }

@@ -69,7 +69,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// Gradients differ; a rank is lost.
     pub(super) fn replay(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let every = self.recipe.training.guard_replay as u64;
-        if every == 0 || !(self.step + 1).is_multiple_of(every) {
+        if every == 0 || !(self.progress.step + 1).is_multiple_of(every) {
             return Ok(());
         }
         // The kernels that sum in a fixed order may have to be compiled first.
@@ -95,7 +95,7 @@ impl<B: TrainBackend> Trainer<B> {
                         "the gradients of {rank} {names} of one micro-batch, which all ranks computed before step \
                          {}, {differ}: bad memory or arithmetic of a device, or a fault of Sieve's; the step was \
                          not taken",
-                        self.step + 1
+                        self.progress.step + 1
                     ),
                     "--resume continues from the last checkpoint, without that device; ranks on GPUs of two models \
                      may differ by right: training.guard_replay = 0",
@@ -107,21 +107,22 @@ impl<B: TrainBackend> Trainer<B> {
     /// Computes the micro-batch and returns the hash of loss and gradients of every rank.
     fn replayed(&mut self) -> Result<Vec<u64>, TrainError> {
         let rows = self.stage.recipe.training.local_batch_size;
-        let batch = self.stage.loader.batch(self.next_sample, rows)?;
+        let batch = self.stage.loader.batch(self.progress.next_sample, rows)?;
         let settings = BlockSettings {
             keeping: self.budget.keeping,
             policy: KernelPolicy { sums: SumOrder::Fixed, ..KernelPolicy::default() },
             ..BlockSettings::from(&self.recipe)
         };
-        let loss_scale = self.disturbance.at(self.next_sample, Moment::Replay) / batch.num_labels().max(1) as f64;
+        let loss_scale =
+            self.disturbance.at(self.progress.next_sample, Moment::Replay) / batch.num_labels().max(1) as f64;
         let group = self.ranks.group_mut().filter(|group| !group.share().keeps_whole);
-        let weights = group.map(|group| Weights { group, pieces: self.optimizer.pieces() });
+        let weights = group.map(|group| Weights { group, pieces: self.learner.optimizer.pieces() });
         let mut hashes = Hashes { hash: Xxh3::default(), weights };
         let result = pass(
             &settings,
-            self.model.as_mut().expect(AWAY),
+            self.learner.model.as_mut().expect(AWAY),
             &DeviceBatch::new(&batch, &self.device),
-            &self.ropes.training,
+            &self.learner.ropes.training,
             loss_scale,
             &mut GradientBuffer::default(),
             &mut hashes,

@@ -20,7 +20,9 @@ impl<B: TrainBackend> Trainer<B> {
     /// Whether texts are written after the present step. The last step's are written by the caller, after the run.
     pub(super) fn samples_now(&self) -> bool {
         let interval = self.recipe.generation.interval as u64;
-        interval > 0 && self.step.is_multiple_of(interval) && self.step < self.recipe.training.steps as u64
+        interval > 0
+            && self.progress.step.is_multiple_of(interval)
+            && self.progress.step < self.recipe.training.steps as u64
     }
 
     /// Writes a text for each prompt, into the log and TensorBoard. All ranks call it; rank 0 writes.
@@ -36,12 +38,14 @@ impl<B: TrainBackend> Trainer<B> {
         match written {
             Ok(texts) => {
                 for (number, text) in (1..).zip(&texts) {
-                    reporter.metrics.greedy_sample(number, text, self.step);
-                    reporter.emit(TrainEvent::Sample(self.step, text));
+                    reporter.metrics.greedy_sample(number, text, self.progress.step);
+                    reporter.emit(TrainEvent::Sample(self.progress.step, text));
                 }
             }
             // The weights may be unusable for the moment, which is no reason to end a run.
-            Err(error) => reporter.emit(TrainEvent::Notice(&format!("no sample at step {}: {error}", self.step))),
+            Err(error) => {
+                reporter.emit(TrainEvent::Notice(&format!("no sample at step {}: {error}", self.progress.step)))
+            }
         }
         Ok(())
     }

@@ -137,7 +137,7 @@ impl<B: TrainBackend> Ropes<B> {
 impl<B: TrainBackend> Trainer<B> {
     /// The stage of the next step, if it is not the present one.
     pub(super) fn next_stage(&self) -> Option<Stage> {
-        let next = self.recipe.stage_of_step(self.step as usize);
+        let next = self.recipe.stage_of_step(self.progress.step as usize);
         (next.index != self.stage.stage.index).then_some(next)
     }
 
@@ -148,8 +148,8 @@ impl<B: TrainBackend> Trainer<B> {
         self.finish_leaves()?;
         let former = self.stage.shape.clone();
         self.stage = StageState::new(&self.recipe, stage, &self.data, self.share())?;
-        self.next_sample = 0;
-        self.unlabelled.num_rows_in_a_row = 0;
+        self.progress.next_sample = 0;
+        self.progress.unlabelled.num_rows_in_a_row = 0;
         self.loss_mean.restart();
         let conversion = self.conversion_from(&former, "the stage before")?;
         let (seed, seq_len) = (self.recipe.training.seed, self.stage.recipe.training.seq_len);
@@ -157,19 +157,19 @@ impl<B: TrainBackend> Trainer<B> {
         let loss_before = match conversion.changes_layers() {
             // The former model on the rows of the new stage.
             true => {
-                self.ropes = Ropes::new(self.model(), seq_len, &self.device);
+                self.learner.ropes = Ropes::new(self.model(), seq_len, &self.device);
                 Some(self.present_report(size)?.loss)
             }
             false => None,
         };
         let next = Qwen3::new(&self.stage.shape, seed, &self.device);
-        let before = self.model.take().expect(AWAY);
-        let model = Segment::with_parameters_of(next, &before, &mut self.optimizer.holder(self.precision));
+        let before = self.learner.model.take().expect(AWAY);
+        let model = Segment::with_parameters_of(next, &before, &mut self.learner.optimizer.holder(self.precision));
         if conversion.changes_layers() {
-            self.optimizer.go_on_with(&self.stage.shape, &model);
+            self.learner.optimizer.go_on_with(&self.stage.shape, &model);
         }
-        self.ropes = Ropes::new(&model, seq_len, &self.device);
-        self.model = Some(model);
+        self.learner.ropes = Ropes::new(&model, seq_len, &self.device);
+        self.learner.model = Some(model);
         let Some(loss_before) = loss_before else {
             return Ok(Vec::new());
         };
@@ -214,11 +214,11 @@ impl<B: TrainBackend> Trainer<B> {
         let conversion = self.conversion_from(&saved, &checkpoint.path.shown().to_string())?;
         let weights = checkpoint.model()?;
         let model = Qwen3::new(shape, seed, &self.device);
-        self.ropes = Ropes::new(&model, self.stage.recipe.training.seq_len, &self.device);
+        self.learner.ropes = Ropes::new(&model, self.stage.recipe.training.seq_len, &self.device);
         let mut read = |name: &str, shape: &[usize]| weights.tensor(name, shape).map_err(TrainError::from);
         let mut source = converted_source(&model, &conversion, &mut read);
         let loader = ParameterLoader::new(DType::F32, &mut source);
-        let mut held = LoadedThen { loader, then: &mut self.optimizer.holder(self.precision) };
+        let mut held = LoadedThen { loader, then: &mut self.learner.optimizer.holder(self.precision) };
         let model = model.map(&mut held);
         held.loader.finish()?;
         if checkpoint.has_optimizer() && !fresh_optimizer {
@@ -226,9 +226,9 @@ impl<B: TrainBackend> Trainer<B> {
             let names = moments.names().into_iter().collect::<HashSet<_>>();
             let has = |name: &str| names.contains(name);
             let mut read = |name: &str, shape: &[usize], range| moments.part(name, shape, range);
-            self.optimizer.load_state(&model, &self.device, &mut read, &has, &|name| conversion.adds(name))?;
+            self.learner.optimizer.load_state(&model, &self.device, &mut read, &has, &|name| conversion.adds(name))?;
         }
-        self.model = Some(model);
+        self.learner.model = Some(model);
         Ok(())
     }
 

@@ -35,7 +35,7 @@ impl<B: TrainBackend> Trainer<B> {
     ) -> Result<(), TrainError> {
         let num_steps = self.recipe.training.steps as u64;
         let mut pace = Pace {
-            batches: Some(self.stage.batches(self.next_sample)?),
+            batches: Some(self.stage.batches(self.progress.next_sample)?),
             clock: Clock::start(),
             watch: PeakWatch::start(self.budget.memory),
             peak_is_new: true,
@@ -44,12 +44,12 @@ impl<B: TrainBackend> Trainer<B> {
         self.checkpoints.is_due = false;
         // Ranks of a group agree on the step at which they stop.
         let stops_alone = self.ranks.is_alone();
-        while self.step < num_steps && !(stops_alone && self.is_asked_to_stop(stop)) {
+        while self.progress.step < num_steps && !(stops_alone && self.is_asked_to_stop(stop)) {
             let is_usual = !self.change_stage(&mut pace, reporter)? && !pace.is_first && !self.guard_log.is_slow();
             // A first step compiles kernels, so other ranks wait longer for it.
             self.ranks.set_work(if is_usual { Work::Step } else { Work::Long });
             let mut batches = self.take_batches(&mut pace)?;
-            self.disturbance.at(self.next_sample, Moment::Batches(&mut batches));
+            self.disturbance.at(self.progress.next_sample, Moment::Batches(&mut batches));
             let agreed = self.agree(&batches, stop)?;
             self.checkpoints.all_written = agreed.all_written;
             self.checkpoints.is_due |= agreed.saves;
@@ -93,7 +93,7 @@ impl<B: TrainBackend> Trainer<B> {
         pace.peak_is_new = true;
         reporter.emit(TrainEvent::Notice(&self.stage_line()));
         notes.iter().for_each(|note| reporter.emit(TrainEvent::Notice(note)));
-        pace.batches = Some(self.stage.batches(self.next_sample)?);
+        pace.batches = Some(self.stage.batches(self.progress.next_sample)?);
         Ok(true)
     }
 
@@ -110,7 +110,7 @@ impl<B: TrainBackend> Trainer<B> {
         // Every `training.guard_replay` steps, checks the devices for silent data corruption.
         self.replay(reporter)?;
         self.train_step(batches, [agreed.num_labels, agreed.num_tokens])?;
-        self.unlabelled.num_rows_in_a_row = 0;
+        self.progress.unlabelled.num_rows_in_a_row = 0;
         Ok(())
     }
 
@@ -122,14 +122,16 @@ impl<B: TrainBackend> Trainer<B> {
         reporter: &mut Reporter<'_>,
     ) -> Result<bool, TrainError> {
         let interval = self.recipe.checkpoint.interval as u64;
-        let is_last = self.step == self.recipe.training.steps as u64;
+        let is_last = self.progress.step == self.recipe.training.steps as u64;
         // A failed checkpoint is retried after a pause (`agreed.saves`) and not at each interval.
         let checkpoints = &mut self.checkpoints;
-        checkpoints.is_due |= (is_last || self.step.is_multiple_of(interval)) && !checkpoints.tries.has_failed();
+        checkpoints.is_due |=
+            (is_last || self.progress.step.is_multiple_of(interval)) && !checkpoints.tries.has_failed();
         // The guard compares a loss with the mean of its stage, so all losses are read before the stage ends.
         let ends_stage = self.next_stage().is_some();
         let must_save = self.checkpoints.is_due;
-        let reads = self.is_logged(self.step) || must_save || pace.is_first || ends_stage || agreed.is_far_behind;
+        let reads =
+            self.is_logged(self.progress.step) || must_save || pace.is_first || ends_stage || agreed.is_far_behind;
         let verdict = self.check_steps(reads, reporter)?;
         if std::mem::take(&mut pace.is_first) {
             reporter.emit(TrainEvent::FirstStep);
@@ -137,7 +139,7 @@ impl<B: TrainBackend> Trainer<B> {
         if verdict == Verdict::GoOn {
             return Ok(false);
         }
-        pace.batches = Some(self.stage.batches(self.next_sample)?);
+        pace.batches = Some(self.stage.batches(self.progress.next_sample)?);
         pace.clock = Clock::start();
         self.checkpoints.is_due = false;
         Ok(true)
@@ -151,7 +153,8 @@ impl<B: TrainBackend> Trainer<B> {
         reporter: &mut Reporter<'_>,
         summary: &mut TrainSummary,
     ) -> Result<(), TrainError> {
-        let (is_last, is_logged) = (self.step == self.recipe.training.steps as u64, self.is_logged(self.step));
+        let (is_last, is_logged) =
+            (self.progress.step == self.recipe.training.steps as u64, self.is_logged(self.progress.step));
         if is_logged && let Some(report) = self.step_report(batches, &mut pace.clock) {
             reporter.metrics.step(&report);
             reporter.emit(TrainEvent::Step(&report));
@@ -167,7 +170,7 @@ impl<B: TrainBackend> Trainer<B> {
         {
             reporter.emit(TrainEvent::Notice(&slow));
         }
-        if is_last || self.step.is_multiple_of(self.recipe.validation.interval as u64) {
+        if is_last || self.progress.step.is_multiple_of(self.recipe.validation.interval as u64) {
             let report = pace.clock.pause(|| self.validate(reporter))?;
             summary.last_validation = report.or(summary.last_validation.take());
         }
@@ -217,7 +220,7 @@ impl<B: TrainBackend> Trainer<B> {
             all_written: self.checkpoints.has_written(),
             saves: self.ranks.writes() && self.checkpoints.must_retry(),
         };
-        self.ranks.agree(self.step, self.loss_mean.state().mean_loss, own)
+        self.ranks.agree(self.progress.step, self.loss_mean.state().mean_loss, own)
     }
 
     /// Labels, and tokens besides padding, in this process's part of the batches (context parallelism: of each row).
@@ -229,7 +232,7 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// The report of the last step; `None` if it was skipped, which [`TrainEvent::Skipped`] has reported.
     fn step_report(&self, batches: &[Batch], clock: &mut Clock) -> Option<StepReport> {
-        let numbers = self.guard_log.last_taken(self.step)?;
+        let numbers = self.guard_log.last_taken(self.progress.step)?;
         let (lr, result) = self.last_step.as_ref()?;
         let last = batches.last()?;
         let shape = &self.stage.shape;
@@ -259,19 +262,19 @@ impl<B: TrainBackend> Trainer<B> {
         let (memory_bytes, memory_total_bytes) = self.budget.memory.read();
         let num_steps = self.recipe.training.steps as u64;
         Some(StepReport {
-            step: self.step,
+            step: self.progress.step,
             num_steps,
             loss: f64::from(numbers.loss),
             grad_norm: f64::from(numbers.grad_norm),
             lr: *lr,
-            tokens_seen: self.tokens_seen,
+            tokens_seen: self.progress.tokens_seen,
             tokens_per_second,
             tflops: executed * device_rate / 1e12,
             mfu_percent: percent(executed),
             dense_mfu_percent: percent(dense),
             memory_bytes,
             memory_total_bytes,
-            eta_seconds: (num_steps - self.step) as f64 * step_seconds,
+            eta_seconds: (num_steps - self.progress.step) as f64 * step_seconds,
             attention,
         })
     }

@@ -13,9 +13,9 @@ impl<B: TrainBackend> Trainer<B> {
     /// Validates the model. Several processes share the batches, and only rank 0 gets the report; `None` on the others.
     pub(super) fn validate(&mut self, reporter: &mut Reporter<'_>) -> Result<Option<ValidationReport>, TrainError> {
         self.finish_leaves()?;
-        self.disturbance.at(self.step, Moment::Validating);
+        self.disturbance.at(self.progress.step, Moment::Validating);
         let size = self.stage.validation_size();
-        let report = ValidationReport { step: self.step, ..self.present_report(size)? };
+        let report = ValidationReport { step: self.progress.step, ..self.present_report(size)? };
         if !self.ranks.writes() {
             return Ok(None);
         }
@@ -27,18 +27,18 @@ impl<B: TrainBackend> Trainer<B> {
     /// The loss of the present model on held-out rows. All ranks call it.
     pub(super) fn present_report(&mut self, size: ValidationSize) -> Result<ValidationReport, TrainError> {
         let share = self.share();
-        let model = self.model.as_mut().expect(AWAY);
+        let model = self.learner.model.as_mut().expect(AWAY);
         match self.ranks.group_mut() {
             Some(group) if !share.keeps_whole => {
-                let (rope, tokens) = (&self.ropes.validation, self.held_out.tokens());
-                let mut weights = Weights { group, pieces: self.optimizer.pieces() };
+                let (rope, tokens) = (&self.learner.ropes.validation, self.held_out.tokens());
+                let mut weights = Weights { group, pieces: self.learner.optimizer.pieces() };
                 let losses = &mut |batch: Option<&_>| weights.token_losses(model, batch, rope);
                 let sums = share_sums(share, &self.stage.validation_loader, size, tokens, &self.device, losses)?;
                 Ok(report(&sums_of_shares(&self.gathered(sums)?)))
             }
             _ => {
                 let model = model.valid();
-                self.report_of(&model, &self.ropes.validation, size)
+                self.report_of(&model, &self.learner.ropes.validation, size)
             }
         }
     }
