@@ -21,9 +21,9 @@ BUDGET = {"words": 18.0, "numbers": 1.0, "cell": 160}
 README = {"lines": 110, "first": 40}
 # Pages that are held to the budget.
 PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in (
-    "benchmarks", "board", "choose", "command-line", "evaluation", "export", "first-steps", "library", "limits",
-    "long-prompts", "own-data", "papers", "parity", "published-models", "pytorch", "related", "results",
-    "scale", "selectors", "serving", "troubleshooting"))]
+    "benchmarks", "board", "choose", "command-line", "evaluation", "export", "first-steps", "glossary", "library",
+    "limits", "long-prompts", "own-data", "papers", "parity", "published-models", "pytorch", "race", "recipes", "related",
+    "results", "runs", "scale", "selectors", "serving", "troubleshooting"))]
 FENCE = re.compile(r"\s*(```|~~~)")
 ITEM = re.compile(r"^\s*(?:[-*+]|\d+\.)\s+")
 TABLE_RULE = re.compile(r"[|:\- ]+")
@@ -58,7 +58,7 @@ def blocks(text):
             paragraphs.append(begun)
         else:
             begun[1] += " " + line.strip()
-        blank = not line.strip()
+        blank = not line.strip() or line.startswith("#")
     return paragraphs, cells
 
 
