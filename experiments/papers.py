@@ -16,6 +16,7 @@ from selector_tables import added, row
 
 HEAD = ["claim", "it is reproduced if", "here", "verdict", "what differs", "rows"]
 ALONE = "first_dense_layers=0"
+MOMO = f"momo:{ALONE}"
 GPU = "`experiments/papers_gpu.sh`"
 
 
@@ -26,6 +27,27 @@ def judged(conditions):
 def not_run(claim, why, verdict="not run", condition="-"):
     """A claim that no row decides; `condition` where experiments/papers_gpu.sh or another script will."""
     return [claim, condition, "-", verdict, why, "-"]
+
+
+def alone(method, tokens=131072):
+    """What experiments/papers_gpu.sh measured of a selector as (dense ms, whole ms, selection ms, pairs in percent);
+    None where it did not."""
+    columns = ("dense, ms", "whole, ms", "selection, ms", "pairs, %")
+    for one in noted().get("selectors_alone", (None, ()))[1]:
+        if (one["method"], one["tokens"]) == (f"`{method}`", f"{tokens:,}"):
+            return [float(one[column]) for column in columns]
+    return None
+
+
+def timed(claim, condition, part, differs, methods, judge, tokens=131072):
+    """A claim that papers_gpu.sh decides: `judge` has what was measured of each method and returns the cell of what
+    was found and the conditions. Without all of these methods the claim is not run."""
+    found = [alone(method, tokens) for method in methods]
+    if None in found:
+        return not_run(claim, "; ".join(filter(None, [f"{GPU}, part `{part}`", differs])), condition=condition)
+    here, conditions = judge(*found)
+    return [claim, condition, here, judged(conditions), differs or "generated operands, 32/8 heads",
+            "`selectors_alone`"]
 
 
 def numbers(name, label, *columns):
@@ -81,6 +103,20 @@ def share_found(kind):
 
 def both(values, form="{:.0f}"):
     return " and ".join(form.format(value) for value in values)
+
+
+def figure2():
+    """The claim that experiments/figure2.sh decides, of the published form."""
+    claim = "Figure 2: which keys copying and selecting need"
+    condition = "it answers 90 %, and a layer reads a tenth of its keys outside a window of as many"
+    rows = [one for one in noted().get("figure2", (None, ()))[1]
+            if one["form"] == "as published" and one["task"] in ("copy", "select")]
+    if len(rows) < 2:
+        return not_run(claim, "`experiments/figure2.sh` draws them", condition=condition)
+    answered, far = "answered, % at 512", "keys outside a window of as many, % in the layer with most"
+    said = "; ".join(f"{one['task']}: {one[answered]:.0f} % answered, {one[far]:.0f} % of the keys" for one in rows)
+    return [claim, condition, said, judged([one[column] >= least for one in rows for column, least in (
+        (answered, 90), (far, 10))]), "2.5M parameters, texts of 512 tokens, one seed", "`figure2`"]
 
 
 def dma():
@@ -161,8 +197,7 @@ def dma():
          "a layer keeps the asked value in 90 % of the questions, where chance is 20 %",
          f"{kept[0]:.0f} % at step 2000, {kept[1]:.0f} % at 2600", judged([kept[1] >= 90]),
          "MQAR with 16 of 64 keys, one seed", "`kept_keys`"],
-        not_run("Figure 2: which keys copying and selecting need", "`experiments/figure2.sh` draws them",
-                condition="it answers 90 %, and a layer reads a tenth of its keys outside a window of as many"),
+        figure2(),
     ]
 
 
@@ -176,7 +211,7 @@ def in_order(times):
     return ", ".join(f"{times[length]:.2f}" for length in sorted(times))
 
 
-def alone(method):
+def selection(method):
     """Milliseconds of the selection alone at 131,072 tokens, which stands in the row's name."""
     first = "method (selection alone, 128K)"
     (found,) = (one[first] for one in noted()["whole_selectors"][1] if one[first].startswith(f"`{method}` ("))
@@ -203,8 +238,8 @@ def bfla():
          f"{min(losses):+.3f} nats", judged([min(losses) <= 0.02]), "the same", "`bfla_rescue`"],
         ["Table 5: builds its mask in a quarter of XAttention's time (1.65 to 2.27 for 7.82 ms)",
          "it takes at most a third",
-         f"{alone('bfla')} and {alone('xattention')} ms at 131,072 tokens",
-         judged([alone("bfla") <= alone("xattention") / 3]),
+         f"{selection('bfla')} and {selection('xattention')} ms at 131,072 tokens",
+         judged([selection("bfla") <= selection("xattention") / 3]),
          "generated operands, 32/8 heads, an H200", "`whole_selectors`"],
         ["Eq. 22 to 27: the cost falls with the group", "it falls with each doubling from 32 to 256",
          f"{', '.join(map(str, group))} ms", judged([rising([-one for one in group])]), "131,072 tokens, an H200",
@@ -212,6 +247,11 @@ def bfla():
         not_run("Table 3: LongBench 0.3975 for 0.4022", "Llama-3.1-8B; LongBench's files"),
         not_run("Table 4: MMLU-Pro, AIME, GPQA, LiveCodeBench unchanged", "models of 4B to 31B"),
     ]
+
+
+def per_pair(permuted, plain):
+    """By how many percent `permuted` takes longer for a pair that it keeps."""
+    return 100 * (permuted[1] / permuted[3] / (plain[1] / plain[3]) - 1)
 
 
 def momo():
@@ -252,14 +292,20 @@ def momo():
          "trimmed to k it keeps 95 % of the union's mass, at k = 2, 4, 8",
          f"{', '.join(f'{100 * one:.0f}' for one in trimmed)} %", judged([one >= 0.95 for one in trimmed]),
          "the same; on 0.5 to 0.6 of the union's pairs", "`momo_trim`"],
-        not_run("Table 1: trimming turns 45.0 into 26.5 ms, dense 31.5", f"{GPU}, part `trim`",
-                condition="at 131,072 tokens the trimmed union takes less than dense attention, the whole one more"),
-        not_run("Figure 4: the tree is faster than exact lists for large k, the estimate than both",
-                f"{GPU}, part `topk`; its trees hold 128 blocks",
-                condition="at k = 128 hybrid takes less than tree, tree less than exact"),
-        not_run("Figure 6, Table 4: first token 2.3 to 2.5 times as fast at 1M",
-                f"30B on 4 and 8 GPUs; attention alone: {GPU}, part `million`",
-                condition="attention is at least 2.3 times dense attention's speed at 1M"),
+        timed("Table 1: trimming turns 45.0 into 26.5 ms, dense 31.5",
+              "at 131,072 tokens the trimmed union takes less than dense attention, the whole one more", "trim", "",
+              [MOMO, f"momo:k_trim=1024,{ALONE}"], lambda trimmed, union: (
+                  f"{union[1]:.1f} to {trimmed[1]:.1f} ms, dense {trimmed[0]:.1f}",
+                  [trimmed[1] < trimmed[0], union[1] > union[0]])),
+        timed("Figure 4: the tree is faster than exact lists for large k, the estimate than both",
+              "at k = 128 choosing by the estimate takes less than by the tree, and that less than by lists", "topk",
+              "its trees hold 128 blocks", [MOMO, f"momo:topk=tree,{ALONE}", f"momo:topk=exact,{ALONE}"],
+              lambda *ways: (f"{', '.join(f'{one[2]:.1f}' for one in ways)} ms at 131,072 tokens",
+                             [ways[0][2] < ways[1][2], ways[1][2] < ways[2][2]])),
+        timed("Figure 6, Table 4: first token 2.3 to 2.5 times as fast at 1M",
+              "attention is at least 2.3 times dense attention's speed at 1M", "million",
+              "30B on 4 and 8 GPUs; here attention alone", [MOMO],
+              lambda ours: (f"{ours[0] / ours[1]:.2f} times", [ours[0] >= 2.3 * ours[1]]), 1048576),
         not_run("Table 3: InfiniteBench 66.5 for 68.3", "30B; the data set is not read"),
         ["Eq. 9, Figure 8: sparsity grows with the length",
          "the share of pairs falls from each length to the next, from 8K",
@@ -309,8 +355,11 @@ def pbs():
          f"{100 * with_choice[1]['density']:.1f} % without",
          judged([with_choice[0]["loss"] <= with_choice[1]["loss"]]), "the same", "`papers_settings`"],
         not_run("Tables 1, 2: LongBench 37.37 for 38.28, v2 29.82 for 28.83", "8B and 7B models; LongBench's files"),
-        not_run("Appendix C: permuting takes 4 % of block attention's time at 128K", f"{GPU}, part `permute`",
-                condition="`pbs` takes at most 10 % more than `pbs:permute=none`, per pair that it keeps"),
+        timed("Appendix C: permuting takes 4 % of block attention's time at 128K",
+              "`pbs` takes at most 10 % more than `pbs:permute=none`, per pair that it keeps", "permute", "",
+              ["pbs", "pbs:permute=none"], lambda permuted, plain: (
+                  f"{per_pair(permuted, plain):+.0f} % per pair; {permuted[1]:.1f} ms on {permuted[3]:.0f} % of the "
+                  f"pairs, {plain[1]:.1f} on {plain[3]:.0f} %", [per_pair(permuted, plain) <= 10])),
     ]
 
 
@@ -342,8 +391,11 @@ def ba_att():
          f"{of[0.5, 'qk']:+.3f} nats",
          judged([of[0.5, "qk"] <= 0.02]), "the same; blocks of 128 of 8192 tokens", "`ba_att_sorts`"],
         not_run("LongBench 31.3 for 31.5, RULER 90.06 for 88.37", "bidirectional diffusion models cannot be loaded"),
-        not_run("6.95 times FlashAttention at 256K, 5.70 with compensation", f"{GPU}, part `far`",
-                condition="at 262,144 tokens, nine tenths dropped, it is at least 6 times dense, 5 with compensation"),
+        timed("6.95 times FlashAttention at 256K, 5.70 with compensation",
+              "at 262,144 tokens, nine tenths dropped, it is at least 6 times dense, 5 with compensation", "far", "",
+              ["ba_att:sparsity=0.9,compensate_layers=none", "ba_att:sparsity=0.9"], lambda bare, ours: (
+                  f"{bare[0] / bare[1]:.2f} times, {ours[0] / ours[1]:.2f} with compensation",
+                  [bare[0] >= 6 * bare[1], ours[0] >= 5 * ours[1]]), 262144),
         ["Figure 2: the bound's correlation with the error is above 0.5",
          "it is, in both forms, when queries and keys are sorted",
          f"{bound[0]} in segments of 128, {bound[1]} bidirectional", judged([float(one) > 0.5 for one in bound]),

@@ -6,8 +6,8 @@
 
 A table is either computed from runs (run_tables.py, selector_tables.py) or shows rows that were noted by hand from
 what a command printed: experiments/rows/README.md says what such a row has. Ratios, means and rates are computed here
-from the row's numbers, never stored. In a table without a mark no cell may be a number alone, but for settings behind
-`<!-- settings -->`. Needs nothing but Python.
+from the row's numbers, never stored. In a table without a mark no cell may be a number alone, but for settings and
+codes behind `<!-- settings -->`. Needs nothing but Python.
 """
 
 import argparse
@@ -31,9 +31,10 @@ import board  # noqa: E402  (run_tables names its folder)
 from long import table as long_prompts  # noqa: E402
 from table4 import table as table4  # noqa: E402
 
-PAGES = ["README.md", *(f"docs/{name}.md" for name in (
-    "board", "choose", "limits", "long-prompts", "papers", "pytorch", "results", "benchmarks", "selectors",
-    "published-models"))]
+# race.md has a script of its own (experiments/race/table.py), recipe.md is the program's, scale.md has no rows yet.
+OTHERS = {"race", "recipe", "scale"}
+PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(
+    f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")) if page.stem not in OTHERS)]
 MARK = re.compile(r"<!-- table (\w+) -->")
 SETTINGS = "<!-- settings -->"  # before a table of what was chosen, not measured
 NUMBER = re.compile(r"[-+−]?[\d.,]+ ?%?")

@@ -174,25 +174,29 @@ def refusals(rows):
     return ["## Without a number", ""] + table(["task", "rival", "where", "why"], lines)
 
 
+def measured(rows):
+    """A column for each call of race.py: some tasks have a later one, whose rows replace the earlier ones."""
+    calls = of(rows, "about")
+    if not calls:
+        return []
+    tasks = [row["command"].partition("--only ")[2].split(" ")[0] or "all tasks" for row in calls]
+    names = {"day": "date", "commit": "commit", "driver": "driver", "PyTorch": "torch", "Triton": "triton"}
+    names |= {key: key for row in calls for key in row if key.startswith(("flash", "fla-", "attn", "nvidia"))}
+    lines = [["card", *(row.get("card", row["device"]) for row in calls)]]
+    lines += [[name, *(row.get(key, "") for row in calls)] for name, key in names.items()
+              if any(row.get(key) for row in calls)]
+    return ["## Measured with", "A later call has the tasks that it names.", "", *table(["", *tasks], lines)]
+
+
 def page(rows):
     lines = HEAD.splitlines()
-    for row in of(rows, "about"):
-        names = ("driver", "driver"), ("PyTorch", "torch"), ("Triton", "triton")
-        known = [f"{name} {row[key]}" for name, key in names if key in row]
-        # A call of its own for some tasks, whose rows replace the earlier ones.
-        tasks = row["command"].partition("--only ")[2].split(" ")[0]
-        lines += ["", f"Measured on one {row.get('card', row['device'])}, {row['date']}"
-                  + (f", commit {row['commit']}" if row.get("commit") else "") + f" ({', '.join(known)})"
-                  + (f": {tasks}, in a later call." if tasks else ".")]
-        others = [f"{key} {row[key]}" for key in row if key.startswith(("flash", "fla-", "attn", "nvidia"))]
-        lines += [f"Rivals: {', '.join(others)}."] if others else []
     if of(rows, "time"):
         lines += ["", "![both passes at 32,768 tokens, by task](race.svg)"]
     lines.append("")
     for task, (heading, meaning) in TASKS.items():
         if made := times(rows, task):
             lines += [f"## {heading}", meaning, "", *made]
-    for part in (behind, checks, repeats, odd, refusals):
+    for part in (behind, checks, repeats, odd, refusals, measured):
         lines += part(rows)
     return "\n".join(lines).rstrip() + "\n"
 

@@ -9,11 +9,13 @@ import re
 import sys
 import tempfile
 import unittest
+import unittest.mock
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "experiments"))
 
 import papers  # noqa: E402
+import papers_rows  # noqa: E402
 import tables  # noqa: E402
 from race import table as race_table  # noqa: E402
 
@@ -81,6 +83,44 @@ class Tables(unittest.TestCase):
                 self.assertEqual(bool(named), verdict.startswith("**"), line)
                 for path in re.findall(r"`(experiments/[\w./]+)`", why):
                     self.assertTrue((ROOT / path).is_file(), path)
+
+    def test_what_one_gpu_measures_decides_a_claim(self):
+        ms = {"momo:first_dense_layers=0": (50.0, 20.0), "momo:topk=tree,first_dense_layers=0": (70.0, 40.0),
+              "momo:topk=exact,first_dense_layers=0": (60.0, 30.0),
+              "momo:k_trim=1024,first_dense_layers=0": (150.0, 20.0)}
+        rows = [{"method": "dense", "tokens": 131072, "whole_ms": 211.0}] + [
+            {"method": method, "tokens": 131072, "heads": 32, "density": 0.2, "mass": 0.9, "dense_ms": 211.0,
+             "whole_ms": whole, "selection_ms": select} for method, (whole, select) in ms.items()]
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "topk.json")
+            path.write_text(json.dumps({"device": "a card", "selectors": rows}), encoding="utf-8")
+            name, found, columns, card, lacks, _ = papers_rows.selectors(path.parent)
+        self.assertEqual((name, card, len(found), lacks), ("selectors_alone", "a card", 4, [
+            "trim", "permute", "far", "million", "more"]))
+        self.assertEqual({"table", *columns}, found[0].keys())
+        stored = tables.noted() | {name: ({"columns": columns}, found)}
+        before = {line[0]: line for line in papers.momo()[1]}
+        with unittest.mock.patch.object(papers, "noted", lambda: stored):
+            after = {line[0]: line for line in papers.momo()[1]}
+        changed = {claim.partition(":")[0]: line for claim, line in after.items() if line != before[claim]}
+        self.assertEqual({claim: line[2:4] for claim, line in changed.items()}, {
+            "Table 1": ["150.0 to 50.0 ms, dense 211.0", "**partly**"],
+            "Figure 4": ["20.0, 40.0, 30.0 ms at 131,072 tokens", "**partly**"]})
+
+    def test_what_figure2_draws_decides_its_claim(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out, tasks = pathlib.Path(folder), []
+            for task, score, inside in (("copy", 0.95, 0.5), ("select", 0.4, 0.95)):
+                tasks.append({"task": task, "lengths": [{"length": n, "score": score} for n in (512, 1024)]})
+                layers = [{"chosen": {"in_window": share}} for share in (inside, 1.0)]
+                (out / f"paper-{task}.json").write_text(json.dumps({"layers": layers}), encoding="utf-8")
+            (out / "paper-ruler.json").write_text(json.dumps({"methods": [{"tasks": tasks}]}), encoding="utf-8")
+            name, rows, columns, _, lacks, _ = papers_rows.figure2(out)
+        self.assertEqual(lacks, ["slope"])
+        with unittest.mock.patch.object(papers, "noted", lambda: {name: ({"columns": columns}, rows)}):
+            claim = papers.figure2()
+        self.assertEqual(claim[2:4], ["copy: 95 % answered, 50 % of the keys; select: 40 % answered, 5 % of the keys",
+                                      "**partly**"])
 
     def test_the_race_page_is_what_its_rows_give(self):
         for path, text in race_table.files(race_table.stored()).items():

@@ -320,6 +320,14 @@ pub(crate) fn short_count(number: f64) -> String {
     }
 }
 
+/// A perplexity with so many digits behind the point; from ten million on, as of a run that diverges, a power of ten.
+pub(crate) fn perplexity(value: f64, digits: usize) -> String {
+    match value < 1e7 {
+        true => format!("{value:.digits$}"),
+        false => format!("{value:.2e}"),
+    }
+}
+
 /// Formats a time in seconds: `1m 05s`, `2h 03m`.
 pub(crate) fn duration(seconds: f64) -> String {
     let total = seconds.max(0.0).round() as u64;
@@ -368,6 +376,12 @@ mod tests {
         let expected =
             [["0 steps", "0 micro-batches"], ["1 step", "1 micro-batch"], ["1,234 steps", "1,234 micro-batches"]];
         assert_eq!(texts, expected);
+    }
+
+    #[test]
+    fn a_huge_perplexity_is_a_power_of_ten() {
+        let shown = [1.5, 9_999_999.0, 1e7, 2.5e261, f64::INFINITY, f64::NAN].map(|value| perplexity(value, 2));
+        assert_eq!(shown, ["1.50", "9999999.00", "1.00e7", "2.50e261", "inf", "NaN"]);
     }
 
     #[test]

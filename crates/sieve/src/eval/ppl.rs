@@ -285,9 +285,9 @@ fn print_totals<B: DeviceBackend>(loaded: &LoadedModel<B>, report: &PerplexityRe
          words             {:>14}\n\
          bytes             {:>14}\n\
          loss              {:>14.4}  nats per token\n\
-         token perplexity  {:>14.3}\n\
+         token perplexity  {:>14}\n\
          {}\n\
-         byte perplexity   {:>14.4}\n\
+         byte perplexity   {:>14}\n\
          bits per byte     {:>14.4}",
         output::heading(loaded),
         report.context,
@@ -297,9 +297,9 @@ fn print_totals<B: DeviceBackend>(loaded: &LoadedModel<B>, report: &PerplexityRe
         count(report.num_words),
         count(report.num_bytes),
         report.loss,
-        report.token_perplexity,
+        terminal::perplexity(report.token_perplexity, 3),
         word_line(report.word_perplexity, report.num_tokens, report.num_words),
-        report.byte_perplexity,
+        terminal::perplexity(report.byte_perplexity, 4),
         report.bits_per_byte,
     ));
     if let Some(speed) = report.tokens_per_second {
@@ -318,10 +318,10 @@ fn print_rolling(config: &PerplexityConfig, context: usize, rolling: &RollingPer
         "\nby lm-evaluation-harness's rolling likelihood ({before} before each text, none predicted behind it; \
          windows of {context})\n\
          {}\n\
-         byte perplexity   {:>14.4}\n\
+         byte perplexity   {:>14}\n\
          bits per byte     {:>14.4}",
         word_line(rolling.word_perplexity, rolling.num_tokens, rolling.num_words),
-        rolling.byte_perplexity,
+        terminal::perplexity(rolling.byte_perplexity, 4),
         rolling.bits_per_byte,
     ));
 }
@@ -352,7 +352,7 @@ fn print_breakdowns(args: &PplArgs, report: &PerplexityReport) {
 fn word_line(word_perplexity: f64, num_tokens: u64, num_words: u64) -> String {
     let tokens_per_word = num_tokens as f64 / num_words.max(1) as f64;
     match tokens_per_word > TOKENS_PER_WORD {
-        false => format!("word perplexity   {word_perplexity:>14.3}"),
+        false => format!("word perplexity   {:>14}", terminal::perplexity(word_perplexity, 3)),
         true => format!(
             "word perplexity   {:>14}  not of words of {tokens_per_word:.1} tokens, which this text has in this \
              tokenizer; --json has it",

@@ -22,14 +22,14 @@ pub(super) fn finish(log: &Log, summary: &TrainSummary, shape: &ModelShape) {
     if let (Some(first), Some(last)) = (&summary.first_validation, &summary.last_validation) {
         log.result(&format!(
             "             loss   perplexity   bits per byte\n\
-             start    {:>8.4}   {:>10.2}   {:>13.4}\n\
-             end      {:>8.4}   {:>10.2}   {:>13.4}\n\
+             start    {:>8.4}   {:>10}   {:>13.4}\n\
+             end      {:>8.4}   {:>10}   {:>13.4}\n\
              unigram                          {:>10.4}   (end / unigram = {:.3})",
             first.loss,
-            first.perplexity,
+            terminal::perplexity(first.perplexity, 2),
             first.bits_per_byte,
             last.loss,
-            last.perplexity,
+            terminal::perplexity(last.perplexity, 2),
             last.bits_per_byte,
             last.unigram_bits_per_byte,
             last.bits_per_byte / last.unigram_bits_per_byte,

@@ -140,10 +140,10 @@ pub(super) fn skipped_line(report: &SkippedStep) -> String {
 /// The line that reports a validation.
 pub(super) fn validation_line(report: &ValidationReport) -> String {
     format!(
-        "validate step: {:>5}  loss: {:>8.5}  perplexity: {:.2}  bits per byte: {:.4}  (unigram: {:.4}; {} tokens)",
+        "validate step: {:>5}  loss: {:>8.5}  perplexity: {}  bits per byte: {:.4}  (unigram: {:.4}; {} tokens)",
         report.step,
         report.loss,
-        report.perplexity,
+        terminal::perplexity(report.perplexity, 2),
         report.bits_per_byte,
         report.unigram_bits_per_byte,
         terminal::thousands(report.num_labels),

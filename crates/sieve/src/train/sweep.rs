@@ -335,7 +335,10 @@ fn table(rows: &[Row]) -> Vec<String> {
         let group = groups.iter().find(|group| !has_seeds && std::ptr::eq(group.rows[0], row));
         let mark = group.map_or("", mark);
         lines.push(match (row.loss, row.perplexity) {
-            (Some(loss), Some(perplexity)) => format!("{name:<width$}  {loss:>10.5}  {perplexity:>12.3}{mark}"),
+            (Some(loss), Some(perplexity)) => {
+                let perplexity = terminal::perplexity(perplexity, 3);
+                format!("{name:<width$}  {loss:>10.5}  {perplexity:>12}{mark}")
+            }
             _ => format!("{name:<width$}  diverged"),
         });
     }

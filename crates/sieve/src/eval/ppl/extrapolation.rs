@@ -71,10 +71,10 @@ pub(super) fn print(measured: &[Extrapolation]) {
     ));
     for row in measured {
         terminal::line(&format!(
-            "{:<10} {:>8.4} {:>12.3} {:>8.4}",
+            "{:<10} {:>8.4} {:>12} {:>8.4}",
             terminal::thousands(row.context as u64),
             row.loss,
-            row.perplexity,
+            terminal::perplexity(row.perplexity, 3),
             row.ratio
         ));
     }

@@ -1,0 +1,97 @@
+"""Puts what experiments/papers_gpu.sh and figure2.sh measured into experiments/rows/papers.jsonl, from which papers.py
+judges the claims of docs/papers.md.
+
+    python3 experiments/papers_rows.py OUT [--card NAME]    a folder of either script; NAME where no file says it
+
+A table of the same name is replaced. What a measurement lacks is said: its claims stay "not run". A table that is new
+needs its mark, which is printed, in docs/papers.md; then `python3 experiments/tables.py` writes the page.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+from run_tables import ROOT, ROWS
+
+FILE = ROWS / "papers.jsonl"
+PAGE = ROOT / "docs/papers.md"
+PARTS = ("trim", "topk", "permute", "far", "million", "more")
+SELECTORS = {"method": "{}", "tokens": "{}", "heads": "{}", "dense, ms": "{:.2f}", "whole, ms": "{:.2f}",
+             "selection, ms": "{:.2f}", "pairs, %": "{:.2f}", "mass, %": "{:.1f}"}
+FIGURE = {"form": "{}", "task": "{}", "answered, % at 512": "{:.0f}", "at 1024": "{:.0f}",
+          "keys outside a window of as many, % in the layer with most": "{:.1f}"}
+
+
+def rounded(value, digits=4):
+    return round(value, digits)
+
+
+def selectors(folder):
+    """The rows of papers_gpu.sh, and the card; the first of several rows of the same method and length."""
+    rows, card, lacks = {}, None, []
+    for part in PARTS:
+        path = folder / f"{part}.json"
+        if not path.is_file():
+            lacks.append(part)
+            continue
+        measured = json.loads(path.read_text(encoding="utf-8"))
+        card = measured["device"]
+        for one in measured["selectors"]:
+            if one["method"] == "dense" or None in (one["whole_ms"], one["dense_ms"]):
+                continue
+            rows.setdefault((one["method"], one["tokens"]), {
+                "table": "selectors_alone", "method": f"`{one['method']}`", "tokens": f"{one['tokens']:,}",
+                "heads": str(one["heads"]), "dense, ms": rounded(one["dense_ms"]),
+                "whole, ms": rounded(one["whole_ms"]), "selection, ms": rounded(one["selection_ms"] or 0.0),
+                "pairs, %": rounded(100 * one["density"]),
+                "mass, %": rounded(100 * one["mass"], 2)})
+    return "selectors_alone", list(rows.values()), SELECTORS, card, lacks, "experiments/papers_gpu.sh SIEVE OUT"
+
+
+def figure2(folder):
+    """The rows of figure2.sh: what is answered, and which keys are read by the layer that reads most far ones."""
+    rows, lacks = [], []
+    for kind, form in (("paper", "as published"), ("slope", "with the slope")):
+        path = folder / f"{kind}-ruler.json"
+        if not path.is_file():
+            lacks.append(kind)
+            continue
+        tasks = json.loads(path.read_text(encoding="utf-8"))["methods"][0]["tasks"]
+        for task in tasks:
+            attention = folder / f"{kind}-{task['task']}.json"
+            if not attention.is_file():
+                lacks.append(attention.name)
+                continue
+            layers = json.loads(attention.read_text(encoding="utf-8"))["layers"]
+            score = {one["length"]: 100 * one["score"] for one in task["lengths"]}
+            rows.append({"table": "figure2", "form": form, "task": task["task"],
+                         "answered, % at 512": rounded(score[512]), "at 1024": rounded(score[1024]),
+                         list(FIGURE)[-1]: rounded(100 * max(1 - layer["chosen"]["in_window"] for layer in layers))})
+    return "figure2", rows, FIGURE, None, lacks, "experiments/figure2.sh SIEVE OUT"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--card", help="the device, where the files do not say it")
+    arguments = parser.parse_args()
+    ours = any((arguments.out / f"{part}.json").is_file() for part in PARTS)
+    name, rows, columns, card, lacks, command = (selectors if ours else figure2)(arguments.out)
+    card = arguments.card or card
+    if not rows or not card:
+        sys.exit(f"{arguments.out}: no rows" if not rows else f"{arguments.out}: no file says the card: give --card")
+    program, date = (arguments.out / "program.txt").read_text(encoding="utf-8").split("\n")[:2]
+    about = {"about": name, "card": card, "date": date, "commit": program.partition("(")[2].strip(")"), "seeds": [0],
+             "command": command, "columns": columns}
+    kept = [line for line in FILE.read_text(encoding="utf-8").splitlines()
+            if name not in (json.loads(line).get("about"), json.loads(line).get("table"))]
+    FILE.write_text("\n".join([*kept, *map(json.dumps, [about, *rows])]) + "\n", encoding="utf-8")
+    print(f"{len(rows)} rows of {name}" + (f"; not there: {', '.join(lacks)}" if lacks else ""))
+    if f"<!-- table {name} -->" not in PAGE.read_text(encoding="utf-8"):
+        print(f"put this line before an empty one into docs/papers.md: <!-- table {name} -->")
+    print("then: python3 experiments/tables.py")
+
+
+if __name__ == "__main__":
+    main()
