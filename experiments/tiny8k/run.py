@@ -1,12 +1,12 @@
 """Makes checkpoints/tiny8k on one GPU, from text to scores: a dense model of 11M parameters that finds needles at 8K.
 
     python3 experiments/tiny8k/run.py --sieve target/release/sieve --text data/text/train.jsonl --out OUT
-    python3 experiments/tiny8k/run.py --take OUT/back     # afterwards: checkpoints/tiny8k from the pieces, with its card
+    python3 experiments/tiny8k/run.py --take OUT/back     # afterwards: checkpoints/tiny8k of the pieces, with its card
 
-TEXT is that of experiments/text, of which the first 130 MB are read (or one compressed by xz). A few steps measure this
-device's speed in rows of 1024 and of 8192; both stages then take the steps that fit in their shares of --train-seconds,
-the decay included. OUT/back has what is to be kept: `rows.jsonl` (speed, run, a line a score), the log, the recipe and the
-bf16 export as a tar file in pieces of 14 MB. A call that was cut off repeats nothing that it finished.
+TEXT is that of experiments/text, of which the first 130 MB are read (or one compressed by xz). A few steps measure
+this device's speed in rows of 1024 and of 8192; both stages then take the steps that fit in their shares of
+--train-seconds, the decay included. OUT/back has what is to be kept: `rows.jsonl` (speed, run, a line a score), the log,
+the recipe and the bf16 export as a tar file in pieces of 14 MB. A call that was cut off repeats nothing that it finished.
 Needs nothing but Python.
 """
 
@@ -24,7 +24,8 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/python"))
 
-from runs import append, device_name, json_lines, metrics, sets, steps_of, succeed, table_text, validations_of  # noqa: E402
+from runs import (append, device_name, json_lines, metrics, sets, steps_of, succeed, table_text,  # noqa: E402
+                  validations_of)
 
 HERE = pathlib.Path(__file__).parent
 RECIPE = HERE / "tiny8k.toml"
@@ -87,7 +88,7 @@ def train(given, folder, keys):
 
 
 def speeds(given, keys):
-    """Tokens a second in each stage, the median of a few steps without the first half, in which kernels are compiled."""
+    """Tokens a second in each stage, the median of a few steps without the first half, which compiles kernels."""
     steps = given.probe_steps
     lines = train(given, given.out / "probe", [
         *keys, f"stage.1.steps={steps}", f"stage.2.steps={steps}", "metrics.log_freq=1", "validation.interval=1000",
@@ -155,8 +156,8 @@ def make(given):
     if not any(row["row"] == "run" for row in json_lines(rows)):
         version = subprocess.run([given.sieve, "--version"], capture_output=True, text=True, check=True).stdout.strip()
         append(rows, {
-            "row": "run", "program": version, "card": device_name(given.device), "tokens": steps_of(lines)[-1]["tokens_seen"],
-            "steps": [first, second], "seconds": {"texts": round(made), "speed": round(probed - made),
+            "row": "run", "program": version, "card": device_name(given.device), "steps": [first, second],
+            "tokens": steps_of(lines)[-1]["tokens_seen"], "seconds": {"texts": round(made), "speed": round(probed - made),
                                                   "training": round(time.monotonic() - clock - probed)},
             "curve": [[line["step"], round(line["loss"], 4)] for line in steps_of(lines)[::10]],
             "heldout": [[line["step"], round(line["loss"], 4), round(line["bits_per_byte"], 4)]
@@ -171,9 +172,10 @@ def make(given):
     score(given, "needles", ["needle", "--checkpoint", export, *grid, "--needles", given.needles, *chosen])
     score(given, "selectors", ["selectors", "--checkpoint", export, "--data", heldout, "--lengths",
                                given.lengths.split(",")[-1], "--windows", 4, *chosen])
-    score(given, "needles_in_text", ["needle", "--checkpoint", export, *grid, "--needles", given.needles, "--data", heldout])
-    score(given, "needles_decoding", ["needle", "--checkpoint", export, *grid, "--needles", 1, "--selector", "streamingllm",
-                                      "--selector", "quest"])
+    score(given, "needles_in_text",
+          ["needle", "--checkpoint", export, *grid, "--needles", given.needles, "--data", heldout])
+    score(given, "needles_decoding",
+          ["needle", "--checkpoint", export, *grid, "--needles", 1, "--selector", "streamingllm", "--selector", "quest"])
     score(given, "ppl", ["ppl", "--checkpoint", export, "--data", heldout, "--max-tokens", 500_000])
     print(f"{time.monotonic() - clock:.0f} s")
     print("\n\n".join(tables(json_lines(rows))))
@@ -228,7 +230,8 @@ def take(given):
     (given.to / "MODEL_CARD.md").write_text(card, encoding="utf-8")
     recipe = RECIPE.read_text(encoding="utf-8").split("steps = 1500")
     first, second = run["steps"]
-    (given.to / "recipe.toml").write_text(f"{recipe[0]}steps = {first}{recipe[1]}steps = {second}{recipe[2]}", encoding="utf-8")
+    text = f"{recipe[0]}steps = {first}{recipe[1]}steps = {second}{recipe[2]}"
+    (given.to / "recipe.toml").write_text(text, encoding="utf-8")
     print(f"{given.to}: {sum(path.stat().st_size for path in given.to.iterdir()):,} bytes")
 
 

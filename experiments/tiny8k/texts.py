@@ -6,8 +6,8 @@ Reads the first BYTES of TEXT in whole lines and writes JSON lines with a `text`
 
 - long.jsonl, short.jsonl: stretches of neighbouring documents of about 26,000 and 2,600 letters (8192 and 800 tokens),
   with facts stated at ends of lines and stated again later, by experiments/long/join.py;
-- needles_long.jsonl, needles_short.jsonl: made-up sentences or such text with facts anywhere, and each fact again at the
-  end in another order: what `sieve eval needle` asks;
+- needles_long.jsonl, needles_short.jsonl: made-up sentences or such text with facts anywhere, and each fact again at
+  the end in another order: what `sieve eval needle` asks;
 - recall.jsonl: pairs of words, then the same pairs again (tests/python/tiny_corpus.py);
 - heldout.jsonl: the last hundred documents as such stretches, without facts, of no other file.
 
