@@ -79,9 +79,10 @@ def part(job):
     draw = random.Random(number)
     plain = [*joined(texts, [4 * LONG], [1.0], 0, draw)]
     long, short = ((with_facts(text, FACTS[size], draw) for text in stretches(plain, size)) for size in (LONG, SHORT))
-    # A fifth as many letters of documents that end in facts as of joined text.
-    letters = sum(map(len, texts)) // 5
-    ends = {size: needles(draw, plain, size, NEEDLES[size], letters // (size // 2)) for size in (LONG, SHORT)}
+    # Half as many letters of documents that end in facts as of joined text; the longest fill a row, since their sentences
+    # have more letters a token.
+    letters = sum(map(len, texts)) // 2
+    ends = {size: needles(draw, plain, size + size // 6, NEEDLES[size], 2 * letters // size) for size in (LONG, SHORT)}
     files = {"long": long, "short": short, "needles_long": ends[LONG], "needles_short": ends[SHORT],
              "recall": recall(draw, max(len(texts), 20))}
     for file, documents in files.items():
