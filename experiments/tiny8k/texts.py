@@ -79,7 +79,7 @@ def part(job):
     draw = random.Random(number)
     plain = [*joined(texts, [4 * LONG], [1.0], 0, draw)]
     long, short = ((with_facts(text, FACTS[size], draw) for text in stretches(plain, size)) for size in (LONG, SHORT))
-    # Half as many letters of documents that end in facts as of joined text; the longest fill a row, since their sentences
+    # Half as many letters of documents that end in facts as of joined text; the longest fill a row, as their sentences
     # have more letters a token.
     letters = sum(map(len, texts)) // 2
     ends = {size: needles(draw, plain, size + size // 6, NEEDLES[size], 2 * letters // size) for size in (LONG, SHORT)}
