@@ -5,10 +5,11 @@
 #   tests/gpu/serve_rivals.sh SIEVE EXPORT OUT
 #
 # EXPORT is a folder that transformers opens (dense: `sieve export`). DEVICE (cuda), PYTHON (python3 with torch and
-# transformers), CLIENTS ("1 16 64"), NEW tokens of a text, a number for each of CLIENTS and the same for both sides ("128
-# 128 64": 64 texts of 128 take transformers too long), PROMPT tokens (128), MAX_TEXTS for a second server (empty: none;
-# the first one has `serve`'s default), LIMIT seconds for each program (50). Predicted on one H100: 20 s a server, 45 s
-# for transformers. What a program measured before its limit is kept. `DEVICE=cpu NEW="8 8 8"` with a small export tries it.
+# transformers), CLIENTS ("1 16 64"), NEW tokens of a text, a number for each of CLIENTS and the same for both sides
+# ("128 128 64": 64 texts of 128 take transformers too long), PROMPT tokens (128), MAX_TEXTS for a second server (empty:
+# none; the first one has `serve`'s default), LIMIT seconds for each program (50). Predicted on one H100: 20 s a server,
+# 45 s for transformers. What a program measured before its limit is kept. `DEVICE=cpu NEW="8 8 8"` with a small export
+# tries it.
 set -uo pipefail
 sieve="$1" export="$2" out="$3"
 device="${DEVICE:-cuda}" python="${PYTHON:-python3}" clients="${CLIENTS:-1 16 64}"

@@ -1,6 +1,9 @@
-"""Asks `sieve serve` with several clients at once: clients.py ADDRESS EXPORT PROMPT "NEW…" OUT.json "CLIENTS…"
+"""Asks `sieve serve` with several clients at once:
 
-Each client sends one request of PROMPT token ids and reads NEW greedy tokens, a number for each of CLIENTS. Prints tokens a second of all together.
+    clients.py ADDRESS EXPORT PROMPT "NEW…" OUT.json "CLIENTS…"
+
+Each client sends one request of PROMPT token ids and reads NEW greedy tokens, a number for each of CLIENTS. Prints
+tokens a second of all together.
 """
 
 import http.client
