@@ -1,11 +1,12 @@
 """The scores of one long model: a table and a picture from what score.sh wrote.
 
-    python3 experiments/long/table.py rows OUT CARD COMMIT >> experiments/long/rows.jsonl   one line a number, from OUT/*.json
+    python3 experiments/long/table.py rows OUT CARD COMMIT >> experiments/long/rows.jsonl  one line a number, from OUT/*.json
+    … rows OUT CARD COMMIT random                                                           of rest.sh: no loss, no needles
     python3 experiments/long/table.py [FILE.svg]                                            tables, and picture, of rows.jsonl
 
 A line of rows.jsonl is a method at a length: milliseconds to the first token under it and dense, the share of pairs of
 queries and keys that it reads, the loss it adds (nats), needles found of asked under it and dense; or null where a command
-failed, with its words.
+failed, with its words. Of two lines of a method and length the later one counts.
 """
 
 import json
@@ -32,23 +33,27 @@ def needles(folder, method):
     return found
 
 
-def rows(folder, card, commit):
-    for path in sorted([*folder.glob("time-*.json"), *folder.glob("stream-*.json")]):
+def rows(folder, card, commit, weights="trained"):
+    commands = sorted(path.with_suffix("") for path in [*folder.glob("time-*.txt"), *folder.glob("stream-*.txt")])
+    for path in commands:
         kind, method, *at = path.stem.split("-")
         hidden = needles(folder, method)
-        head = {"method": method, "kind": kind, "card": card, "commit": commit}
+        head = {"method": method, "kind": kind, "card": card, "commit": commit, "weights": weights}
         try:
-            found = json.loads(path.read_text())["selectors"][0]
-        except (ValueError, LookupError):
+            found = json.loads(path.with_suffix(".json").read_text())["selectors"][0]
+        except (OSError, ValueError, LookupError):
             words = path.with_suffix(".txt").read_text().strip().splitlines()
-            yield head | {"length": int(at[0]) if at else None, "failed": words[-1] if words else "no output"}
+            yield head | {"length": int(at[0]) if at else None, "failed": words[-1] if words else "not reached"}
             continue
-        length = found["num_tokens"]
-        yield head | {
-            "length": length, "selector": found["selector"], "prefill_ms": found["prefill_ms"],
-            "dense_prefill_ms": found["dense_prefill_ms"], "density": found["density"], "recall": found["recall"],
-            "loss_added": found["loss"] - found["dense_loss"], "windows": found["num_windows"],
+        length, trained = found["num_tokens"], weights == "trained"
+        times = {name: found[name] for name in ("prefill_ms", "dense_prefill_ms", "density")}
+        yield head | times | {
+            "length": length, "selector": found["selector"], "recall": found["recall"] if trained else None,
+            "loss_added": found["loss"] - found["dense_loss"] if trained else None, "windows": found["num_windows"],
             "needles": hidden.get(length, {}).get("method"), "dense_needles": hidden.get(length, {}).get("dense")}
+        if kind == "stream":  # needles of a decode method lie in texts of all lengths, whose prompts were dense
+            yield from (head | {"length": other, "needles": one["method"], "dense_needles": one["dense"]}
+                        for other, one in sorted(hidden.items()) if other != length)
 
 
 def dense_needles(found):
@@ -57,13 +62,15 @@ def dense_needles(found):
 
 
 def stored():
-    return [json.loads(line) for line in (HERE / "rows.jsonl").read_text().splitlines()]
+    """The lines of rows.jsonl, of each method and length the last one in the place of the first."""
+    found = [json.loads(line) for line in (HERE / "rows.jsonl").read_text().splitlines()]
+    return list({(row["kind"], row["method"], row["length"]): row for row in found}.values())
 
 
 CELLS = {
     "time": lambda row: f"{row['dense_prefill_ms'] / row['prefill_ms']:.2f}",
     "density": lambda row: f"{row['density']:.2f}",
-    "loss": lambda row: f"{row['loss_added']:+.3f}",
+    "loss": lambda row: "" if row["loss_added"] is None else f"{row['loss_added']:+.3f}",
     "needles": lambda row: "{} of {}".format(*row["needles"]) if row["needles"] else "",
 }
 
@@ -88,6 +95,21 @@ def table(found, what):
             line = [cells.get(length, "") for length in lengths]
             lines.append([f"`{method}`", *line])
     return ["method", *(f"{length:,} tokens" for length in lengths)], lines
+
+
+def streams(found):
+    """Head and lines of the decode methods: a prompt as a stream, and needles behind dense prompts."""
+    rows = [row for row in found if row["kind"] == "stream"]
+    lengths = sorted({row["length"] for row in rows})
+    read = [row for row in rows if "density" in row]
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = {row["length"]: row for row in rows if row["method"] == method}
+        as_stream = next((row for row in read if row["method"] == method), None)
+        numbers = [f"{as_stream['density']:.2f}", CELLS["loss"](as_stream)] if as_stream else ["", ""]
+        cells = [CELLS["needles"](own[length]) if own.get(length, {}).get("needles") else "" for length in lengths]
+        lines.append([f"`{method}`", *numbers, *cells])
+    return ["method", "pairs read", "loss added", *(f"needles, {length:,} tokens" for length in lengths)], lines
 
 
 def picture(found):
@@ -134,7 +156,7 @@ def picture(found):
 
 def main():
     if sys.argv[1:2] == ["rows"]:
-        for row in rows(pathlib.Path(sys.argv[2]), *sys.argv[3:5]):
+        for row in rows(pathlib.Path(sys.argv[2]), *sys.argv[3:6]):
             print(json.dumps(row))
         return
     found = stored()

@@ -5,12 +5,15 @@
 #   tests/gpu/serve_rivals.sh SIEVE EXPORT OUT
 #
 # EXPORT is a folder that transformers opens (dense: `sieve export`). DEVICE (cuda), PYTHON (python3 with torch and
-# transformers), CLIENTS ("1 16 64"), PROMPT tokens (128), NEW tokens (128), MAX_TEXTS for a second server ("32"; empty:
-# none), LIMIT seconds for each program (50). Below 120 s on one GPU; `DEVICE=cpu NEW=16` with a small export tries it.
+# transformers), CLIENTS ("1 16 64"), NEW tokens of a text, a number for each of CLIENTS and the same for both sides
+# ("128 128 64": 64 texts of 128 take transformers too long), PROMPT tokens (128), MAX_TEXTS for a second server (empty:
+# none; the first one has `serve`'s default), LIMIT seconds for each program (50). Predicted on one H100: 20 s a server,
+# 45 s for transformers. What a program measured before its limit is kept. `DEVICE=cpu NEW="8 8 8"` with a small export
+# tries it.
 set -uo pipefail
 sieve="$1" export="$2" out="$3"
 device="${DEVICE:-cuda}" python="${PYTHON:-python3}" clients="${CLIENTS:-1 16 64}"
-prompt="${PROMPT:-128}" new="${NEW:-128}" limit="${LIMIT:-50}"
+prompt="${PROMPT:-128}" new="${NEW:-128 128 64}" limit="${LIMIT:-50}"
 here="$(cd "$(dirname "$0")" && pwd)"
 mkdir -p "$out"
 failed=0
@@ -30,15 +33,14 @@ serve() {
   local address
   address="$(sed -n 's|.*http://\([^/]*\)/v1.*|\1|p' "$log")"
   timeout "$limit" "$python" "$here/serve/clients.py" "$address" "$export" "$prompt" "$new" "$out/$name.json" \
-    $clients ||
-    { echo "FAILED: $name"; failed=1; }
+    "$clients" || { echo "FAILED: $name"; failed=1; }
   kill -TERM $server
   wait $server || { echo "FAILED: the server's exit code"; failed=1; }
 }
 
 serve sieve
-[ -z "${MAX_TEXTS-32}" ] || serve "sieve_${MAX_TEXTS-32}" --max-texts "${MAX_TEXTS-32}"
+[ -z "${MAX_TEXTS:-}" ] || serve "sieve_$MAX_TEXTS" --max-texts "$MAX_TEXTS"
 timeout "$limit" "$python" "$here/serve/batching.py" "$export" "$device" "$prompt" "$new" "$out/transformers.json" \
-  $clients 2> "$out/transformers.err" || { echo "FAILED: transformers"; tail -5 "$out/transformers.err"; failed=1; }
+  "$clients" 2> "$out/transformers.err" || { echo "FAILED: transformers"; tail -5 "$out/transformers.err"; failed=1; }
 "$python" "$here/serve/table.py" "$out"/*.json
 exit $failed

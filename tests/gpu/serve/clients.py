@@ -1,6 +1,9 @@
-"""Asks `sieve serve` with several clients at once: clients.py ADDRESS EXPORT PROMPT NEW OUT.json CLIENTS…
+"""Asks `sieve serve` with several clients at once:
 
-Each client sends one request of PROMPT token ids and reads NEW greedy tokens. Prints tokens a second of all together.
+    clients.py ADDRESS EXPORT PROMPT "NEW…" OUT.json "CLIENTS…"
+
+Each client sends one request of PROMPT token ids and reads NEW greedy tokens, a number for each of CLIENTS. Prints
+tokens a second of all together.
 """
 
 import http.client
@@ -9,7 +12,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from prompts import prompts, write
+from prompts import pairs, prompts, write
 
 
 def ask(address, prompt, new):
@@ -28,19 +31,19 @@ def name(address):
     return json.loads(connection.getresponse().read())["data"][0]["id"]
 
 
-address, export, prompt, new, out = sys.argv[1:6]
-counts = [int(count) for count in sys.argv[6:]]
+address, export, prompt, new, out, clients = sys.argv[1:7]
+counts = pairs(clients, new)
 MODEL = name(address)
-asked = prompts(export, max(counts), int(prompt))
+asked = prompts(export, counts[-1][0], int(prompt))
 # The first requests compile kernels and capture graphs.
-ask(address, asked[0], int(new))
-rates, texts = {}, []
-for count in counts:
+ask(address, asked[0], counts[0][1])
+rates, texts = {}, {}
+for count, tokens in counts:
     with ThreadPoolExecutor(count) as pool:
         begun = time.monotonic()
-        answers = list(pool.map(lambda prompt: ask(address, prompt, int(new)), asked[:count]))
+        answers = list(pool.map(lambda prompt: ask(address, prompt, tokens), asked[:count]))
         seconds = time.monotonic() - begun
-    rates[count] = sum(tokens for _, tokens in answers) / seconds
-    texts = [text for text, _ in answers]
-    print(f"sieve serve, {count} clients: {rates[count]:.1f} tokens a second", flush=True)
-write(out, "sieve", rates, texts)
+    rates[count] = [tokens, sum(got for _, got in answers) / seconds]
+    texts[count] = [text for text, _ in answers]
+    print(f"sieve serve, {count} clients, {tokens} tokens each: {rates[count][1]:.1f} tokens a second", flush=True)
+    write(out, "sieve", rates, texts)

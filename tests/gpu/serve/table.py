@@ -1,16 +1,21 @@
-"""The numbers of several programs side by side: table.py FILE.json…"""
+"""The numbers of several programs side by side: table.py FILE.json… A dash is what a program did not come to."""
 
 import json
 import pathlib
 import sys
 
 found = {pathlib.Path(path).stem: json.loads(pathlib.Path(path).read_text()) for path in sys.argv[1:]}
-counts = next(iter(found.values()))["rates"].keys()
-print(f"{'clients':>8}" + "".join(f"{name:>16}" for name in found))
-for count in counts:
-    print(f"{count:>8}" + "".join(f"{one['rates'][count]:>16.1f}" for one in found.values()))
-own = found.get("sieve", {}).get("texts", [])
+rows = {}
 for name, one in found.items():
-    if name != "sieve" and own:
-        same = sum(a == b for a, b in zip(own, one["texts"]))
-        print(f"{name}: {same} of {len(own)} greedy texts are those of sieve")
+    for count, (tokens, rate) in one["rates"].items():
+        rows.setdefault((int(count), tokens), {})[name] = rate
+print(f"{'clients':>8}{'tokens each':>12}" + "".join(f"{name:>16}" for name in found))
+for (count, tokens), rates in sorted(rows.items()):
+    cells = [f"{rates[name]:.1f}" if name in rates else "-" for name in found]
+    print(f"{count:>8}{tokens:>12}" + "".join(f"{cell:>16}" for cell in cells))
+own = found.get("sieve", {}).get("texts", {})
+for name, one in found.items():
+    for count in one["texts"] if name != "sieve" else []:
+        if count in own:
+            same = sum(a == b for a, b in zip(own[count], one["texts"][count]))
+            print(f"{name}: {same} of {len(own[count])} greedy texts of {count} clients are those of sieve")

@@ -34,13 +34,12 @@ const FORBIDDEN: &[&str] = &[
     concat!("files.", "pythonhosted.org"),
 ];
 
-/// The folder of the trained model in the repository, and how large the folder may be.
-const MODEL: &str = "checkpoints/tiny/";
-const MAX_MODEL_BYTES: u64 = 8_000_000;
+/// The folders of trained models in the repository, and how large each may be.
+const MODELS: &[(&str, u64)] = &[("checkpoints/tiny/", 8_000_000), ("checkpoints/tiny8k/", 25_000_000)];
 
 /// Checks all files of the repository.
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
-    let mut model_bytes = 0;
+    let mut model_bytes = [0; MODELS.len()];
     for file in workspace::files()? {
         if file.ends_with("/mod.rs") {
             problems.push(format!(
@@ -48,8 +47,8 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
                 mod.rs"
             ));
         }
-        if file.starts_with(MODEL) {
-            model_bytes += std::fs::metadata(workspace::root().join(&file))?.len();
+        if let Some(model) = MODELS.iter().position(|(folder, _)| file.starts_with(folder)) {
+            model_bytes[model] += std::fs::metadata(workspace::root().join(&file))?.len();
         }
         let is = |endings: &[&str]| endings.iter().any(|ending| file.ends_with(ending));
         if !is(SOURCES) && !is(TEXTS) {
@@ -76,8 +75,10 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
             }
         }
     }
-    if model_bytes > MAX_MODEL_BYTES {
-        problems.push(format!("{MODEL}: {model_bytes} bytes, at most {MAX_MODEL_BYTES}"));
+    for ((folder, most), bytes) in MODELS.iter().zip(model_bytes) {
+        if bytes > *most {
+            problems.push(format!("{folder}: {bytes} bytes, at most {most}"));
+        }
     }
     Ok(())
 }
