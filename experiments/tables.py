@@ -28,6 +28,7 @@ from noted import noted
 from run_tables import ROOT, ROWS
 
 import board  # noqa: E402  (run_tables names its folder)
+from layouts import table as layouts  # noqa: E402
 from long import table as long_prompts  # noqa: E402
 from table4 import table as table4  # noqa: E402
 
@@ -233,7 +234,8 @@ def speed():
 COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | choose_tables.TABLES | {
     "board": functools.partial(of_board, board.table), "board_front": functools.partial(of_board, board.front_table),
     "board_times": board_times, "table4": table_4, "far_apart": far_apart, "speed": speed, "advice": advice} | {
-    f"long_{what}": functools.partial(long, what) for what in long_prompts.CELLS}
+    f"long_{what}": functools.partial(long, what) for what in long_prompts.CELLS} | {
+    name: functools.partial(of_rows, layouts.stored()) for name, of_rows in layouts.TABLES.items() if layouts.stored()}
 
 
 def made(name):
