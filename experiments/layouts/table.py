@@ -42,14 +42,14 @@ def learning(found):
     """Loss of all seeds, on words last used far back, and what the time was enough for."""
     fars = sorted({tokens for rows in found.values() for row in rows for tokens in row["far"] or {}}, key=int)
     head = ["layout", "held-out loss, mean", "least", "most", *(f"words last used > {int(one):,} back" for one in fars),
-            "tokens/s", "tokens", "rate", "seeds"]
+            "tokens/s", "tokens", "seconds", "rate", "seeds"]
     lines = []
     for layout, rows in found.items():
         losses = [row["loss"] for row in rows]
         speed, tokens = (statistics.mean(row[name] for row in rows) for name in ("tokens_per_second", "tokens"))
         lines.append([layout, mean(losses), f"{min(losses):.3f}", f"{max(losses):.3f}",
                       *(mean(far(rows, one)) for one in fars), f"{round(speed, -3):,.0f}", f"{tokens / 1e6:.1f}M",
-                      f"{rows[0]['rate']:g}", str(len(rows))])
+                      mean([row["seconds"] for row in rows], 0), f"{rows[0]['rate']:g}", str(len(rows))])
     return head, lines
 
 
