@@ -1,0 +1,129 @@
+"""The race of layouts: tables and a picture from the lines of experiments/rows/layouts.jsonl (layouts.py).
+
+    python3 experiments/layouts/table.py                   prints the tables
+    python3 experiments/layouts/table.py --draw FILE.svg   losses of all seeds, over time, far back; ranks of needles
+    python3 experiments/layouts/table.py --section         the section of docs/choose.md, its prose to be written
+
+docs/choose.md's tables `layouts` and `layouts_recall` are made of it once there are lines. Needs nothing but Python.
+"""
+
+import argparse
+import pathlib
+import statistics
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests/python"))
+
+from runs import chart, json_lines, over_time, table_text  # noqa: E402
+
+ROWS = ROOT / "experiments/rows/layouts.jsonl"
+
+
+def stored(path=ROWS):
+    """The lines of whole runs by layout, the lowest mean loss first."""
+    found = {}
+    for row in json_lines(path):
+        if row["phase"] == "run":
+            found.setdefault(row["layout"], []).append(row)
+    return dict(sorted(found.items(), key=lambda pair: statistics.mean(row["loss"] for row in pair[1])))
+
+
+def mean(values, digits=3):
+    found = [value for value in values if value is not None]
+    return f"{statistics.mean(found):.{digits}f}" if found else "-"
+
+
+def far(rows, tokens):
+    return [(row["far"] or {}).get(tokens) for row in rows]
+
+
+def learning(found):
+    """Loss of all seeds, on words last used far back, and what the time was enough for."""
+    fars = sorted({tokens for rows in found.values() for row in rows for tokens in row["far"] or {}}, key=int)
+    head = ["layout", "held-out loss, mean", "least", "most", *(f"words last used > {int(one):,} back" for one in fars),
+            "tokens/s", "tokens", "seconds", "rate", "seeds"]
+    lines = []
+    for layout, rows in found.items():
+        losses = [row["loss"] for row in rows]
+        speed, tokens = (statistics.mean(row[name] for row in rows) for name in ("tokens_per_second", "tokens"))
+        lines.append([layout, mean(losses), f"{min(losses):.3f}", f"{max(losses):.3f}",
+                      *(mean(far(rows, one)) for one in fars), f"{round(speed, -3):,.0f}", f"{tokens / 1e6:.1f}M",
+                      mean([row["seconds"] for row in rows], 0), f"{rows[0]['rate']:g}", str(len(rows))])
+    return head, lines
+
+
+def recall(found):
+    """Needles of all seeds together with the right number's rank, and the mean rank in RULER's tasks."""
+    any_of = next((row for rows in found.values() for row in rows if row["needles"] and row["ruler"]), None)
+    lengths = list(any_of["needles"]) if any_of else []
+    tasks = [(task, length) for task, by_length in any_of["ruler"].items() for length in by_length] if any_of else []
+    head = ["layout", *(f"needles in {int(length):,} tokens (mean rank)" for length in lengths),
+            *(f"{task}, {int(length):,}" for task, length in tasks)]
+    lines = []
+    for layout, rows in found.items():
+        of = [row["needles"] for row in rows if row["needles"]]
+        needles = [f"{sum(one[at][0] for one in of)} of {sum(one[at][1] for one in of)} "
+                   f"({mean([one[at][2] for one in of], 1)})" if of else "-" for at in lengths]
+        ruled = [row["ruler"] for row in rows if row["ruler"]]
+        lines.append([layout, *needles, *(f"{mean([one[task][length][0] for one in ruled], 2)} "
+                                          f"({mean([one[task][length][1] for one in ruled], 1)})" if ruled else "-"
+                                          for task, length in tasks)])
+    return head, lines
+
+
+TABLES = {"layouts": learning, "layouts_recall": recall}
+
+
+def drawn(found):
+    """Held-out losses, training loss over time of the first seed, words used far back, ranks of needles by length."""
+    seconds = statistics.median(row["seconds"] for rows in found.values() for row in rows)
+    row = next(iter(found.values()))[0]["row"]
+    backs = {layout: [(int(one), [loss for loss in far(rows, one) if loss]) for one in rows[0]["far"] or {}]
+             for layout, rows in found.items()}
+    ranks = {layout: [(int(one), [row["needles"][one][2] for row in rows if row["needles"]])
+                      for one in rows[0]["needles"] or {}] for layout, rows in found.items()}
+    panels = [
+        (f"held-out loss after {seconds:.0f} s, rows of {row:,}",
+         {layout: [(layout, [one["loss"] for one in rows])] for layout, rows in found.items()}, list(found),
+         "a dot a seed"),
+        ("training loss", {layout: over_time(rows[0], rows[0]["seconds"]) for layout, rows in found.items()}, "linear",
+         "seconds of training"),
+        ("held-out loss, words used far back", backs, None, "last used more than so many tokens back"),
+        ("mean rank of a needle's number, of 11", ranks, None, "tokens of the text")]
+    return chart(panels, list(found))
+
+
+SECTION = """## Which layout
+```
+experiments/layouts/run.sh SIEVE TEXT.jsonl OUT     # four GPUs of one host, a quarter of an hour
+```
+WHAT THE NUMBERS SAY.
+
+<!-- table layouts -->
+{}
+
+![Losses of the layouts](layouts.svg)
+
+<!-- table layouts_recall -->
+{}
+"""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=pathlib.Path, default=ROWS, help="other lines than the stored ones")
+    parser.add_argument("--draw", type=pathlib.Path)
+    parser.add_argument("--section", action="store_true")
+    args = parser.parse_args()
+    found = stored(args.rows)
+    if not found:
+        parser.error(f"{args.rows} has no line of a run")
+    texts = [table_text(*table(found)) for table in TABLES.values()]
+    print(SECTION.format(*texts) if args.section else "\n\n".join(texts))
+    if args.draw:
+        args.draw.write_text(drawn(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
