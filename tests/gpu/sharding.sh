@@ -2,7 +2,7 @@
 # Runs of a few steps on one and two GPUs. One line a run: losses, norms, tokens/s and memory beside `sieve plan`'s, and
 # how many times as fast as one GPU.
 #
-#   tests/gpu/sharding.sh SIEVE TEXT.jsonl OUT [zero|memory|weights|large|rows|scale]…
+#   tests/gpu/sharding.sh SIEVE TEXT.jsonl OUT [zero|memory|weights|large|rows|long|scale]…
 #
 # zero     1.7B under ZeRO-1, ZeRO-2 and ZeRO-2 with bf16 gradients on the same rows; about 40 s
 # memory   8.2B under ZeRO-2; about 90 s
@@ -10,6 +10,9 @@
 #          WAYS (2:none 3:none 2:full 3:full)
 # large    14.8B, rows of 4096, under ZeRO-3 on all GPUS (4 or more), ROWS (2) a micro-batch; LIMIT=400
 # rows     KINDS (infllm_v2 moba msa), 12 layers, rows of 65,536 whole (but WHOLE=no) and in two parts; about 100 s
+# long     KINDS (all eight), SIZES (80m 1p7b), rows of LENGTH (524288) tokens in PARTS (GPUS) parts, all blocks recomputed,
+#          one step of dense and latent attention and two of the others; on four H100s by plan about 150 s for 80m and
+#          430 s for 1p7b, of them the longest 85 s each for mha and mla; LIMIT=200
 # scale    CELLS (mha:2048:1 dma:2048:1 nsa:2048:1), KIND:TOKENS OF A ROW:MICRO-BATCHES, 1.7B on one GPU and on all GPUS
 #          (2); about 30 s a cell
 #
@@ -22,24 +25,28 @@ parts=("$@")
 [ "$#" -gt 0 ] || parts=(zero memory rows)
 device="${DEVICE:-cuda}" steps="${STEPS:-3}" gpus="${GPUS:-2}"
 mkdir -p "$out"
-failed=0 jobs=() sessions="$out/sessions"
+failed=0 size=1p7b left_out='stage' jobs=() sessions="$out/sessions"
 # A script that is stopped leaves no run behind.
 : > "$sessions"
 trap 'while read -r job; do pkill -KILL -s "$job"; done < "$sessions"' EXIT
 trap 'exit 143' INT TERM
 cached=(--set "data.cache_dir=\"$out/cache\"" --set "tokenizer.train={ vocab_size = 2048, sample_bytes = 4_000_000 }")
 
+# A text of any length will do for the steps that are taken: 1.7B asks for more.
+any_text() { [ "$size" = 80m ] || echo --set stage.1.steps=10; }
+
 # run NAME KIND PROCESSES GPU key=value…
 run() {
   local name="$1" kind="$2" nproc="$3" gpu="$4" sets=() set
   shift 4
-  for set in training.steps=1000 lr_scheduler.warmup_steps=100 metrics.log_freq=1 validation.tokens=8192 "$@" \
-    ${SETS:-}; do
+  for set in training.steps=1000 lr_scheduler.warmup_steps=100 metrics.log_freq=1 "$@" ${SETS:-}; do
     sets+=(--set "$set")
   done
   # Without stages, whose steps would not add up.
-  "$sieve" recipe new --size 1p7b --kind "$kind" --data "$text" 2> /dev/null |
-    sed '/^\[\[stage\]\]/,$d' > "$out/$name.toml"
+  # shellcheck disable=SC2046 # two words
+  "$sieve" recipe new --size "$size" --kind "$kind" --data "$text" $(any_text) 2> "$out/$name.txt" |
+    awk -v left_out="$left_out" '/^\[/ { is_out = $1 ~ left_out } !is_out' > "$out/$name.toml"
+  grep -q '^\[validation\]' "$out/$name.toml" && sets+=(--set validation.tokens=8192)
   local all=(--recipe "$out/$name.toml" "${cached[@]}" "${sets[@]}")
   rm -rf "${out:?}/$name"
   "$sieve" plan "${all[@]}" --gpu h200 --nproc "$nproc" > "$out/$name.plan" 2>&1 &
@@ -115,7 +122,8 @@ settle() {
 # Before two runs would prepare the text at once.
 prepare() {
   rm -f "$out/text.toml"
-  "$sieve" recipe new --size 1p7b --data "$text" --out "$out/text.toml" > "$out/text.txt" 2>&1 &&
+  # shellcheck disable=SC2046
+  "$sieve" recipe new --size "$size" --data "$text" $(any_text) --out "$out/text.toml" > "$out/text.txt" 2>&1 &&
     "$sieve" data prepare --recipe "$out/text.toml" "${cached[@]}" >> "$out/text.txt" 2>&1 ||
     { echo "FAILED to prepare the text: $(tail -1 "$out/text.txt")"; exit 1; }
 }
@@ -163,6 +171,29 @@ for part in "${parts[@]}"; do
         run "$kind-2" "$kind" 2 - "${shape[@]}" parallelism.context_parallel_degree=2 || failed=1
       done
       ;;
+    long)
+      prepare
+      length="${LENGTH:-524288}" all="$steps"
+      # A validation computes whole rows in each process.
+      left_out='stage|validation'
+      for size in ${SIZES:-80m 1p7b}; do
+        for kind in ${KINDS:-swa moba infllm_v2 msa nsa dma mha mla}; do
+          # Kinds that share out KV heads need a multiple of the parts; 80M has three.
+          case "$size-$kind" in
+            80m-mla) heads=(model.num_attention_heads=8 model.num_key_value_heads=8) ;;
+            80m-msa) heads=(model.num_attention_heads=16 model.num_key_value_heads=4) ;;
+            80m-*) heads=(model.num_attention_heads=12 model.num_key_value_heads=4) ;;
+            *) heads=() ;;
+          esac
+          case "$kind" in mha | mla) steps=1 ;; *) steps=2 ;; esac
+          run "long-$size-$kind-$gpus" "$kind" "$gpus" - training.seq_len="$length" \
+            model.max_position_embeddings="$length" training.local_batch_size=1 training.global_batch_size=1 \
+            parallelism.context_parallel_degree="${PARTS:-$gpus}" activation_checkpoint.mode=full "${heads[@]}" ||
+            failed=1
+        done
+      done
+      size=1p7b left_out='stage' steps="$all"
+      ;;
     scale) # 16,384 tokens a micro-batch and the vocabulary of tests/gpu/rivals/ranks.py
       prepare
       cells=(${CELLS:-mha:2048:1 dma:2048:1 nsa:2048:1})
@@ -182,7 +213,7 @@ for part in "${parts[@]}"; do
       done
       ;;
     *)
-      echo "there is no part '$part': zero, memory, weights, large, rows or scale"
+      echo "there is no part '$part': zero, memory, weights, large, rows, long or scale"
       exit 2
       ;;
   esac

@@ -1,21 +1,25 @@
 #!/usr/bin/env bash
-# Two GPUs of one host under every launcher, and what happens to them: an 80M model whose sums have a fixed order. One
-# line a part; losses are compared with `sieve launch --nproc 2`, which runs first.
+# Two or four GPUs of one host under every launcher, and what happens to them: an 80M model whose sums have a fixed
+# order. One line a part; losses are compared with `sieve launch --nproc GPUS`, which runs first.
 #
-#   tests/gpu/two.sh SIEVE TEXT.jsonl OUT [hosts|torchrun|kill|slow]…
+#   tests/gpu/two.sh SIEVE TEXT.jsonl OUT [hosts|groups|torchrun|kill|slow]…
 #
-# hosts     two launchers as two hosts of one GPU each: NCCL over sockets, neither peer access nor shared memory
-# torchrun  one torchrun of two processes, and two torchruns as two hosts; TORCHRUN (torchrun) is the program
-# kill      kill -9 of a rank in a step, continued on one GPU; under ZeRO-1 and under ZeRO-2
+# hosts     two launchers as two hosts of half the GPUs each: NCCL over sockets between them
+# groups    the same with ZeRO-3 inside each host and copies on the other (parallelism.shard_ranks), four GPUs
+# torchrun  one torchrun of all processes, and two torchruns as two hosts; TORCHRUN (torchrun) is the program
+# kill      kill -9 of a rank in a step, continued on RESUMED GPUs (1; of four 2 and 4); under STAGES of ZeRO (1 2; of
+#           four 3)
 # slow      another training run on the second GPU: does the health test name rank 1?
 #
-# KIND (dma), STEPS (60), LIMIT of seconds a run (60). DEVICE=cpu with SETS="section.key=value …", a small shape, tries
-# the script. About 170 s on two H200s.
+# GPUS (2), KIND (dma), STEPS (60), LIMIT of seconds a run (60). DEVICE=cpu with SETS="section.key=value …", a small
+# shape, tries the script. About 170 s on two H200s. By those, GPUS=4 … hosts groups kill: 90 s on four.
 set -uo pipefail
 sieve="$1" text="$2" out="$3"
 shift 3
 parts=("$@")
 [ "$#" -gt 0 ] || parts=(hosts torchrun kill slow)
+gpus="${GPUS:-2}" half=$((${GPUS:-2} / 2))
+[ "$gpus" = 2 ] && stages="${STAGES:-1 2}" resumed="${RESUMED:-1}" || stages="${STAGES:-3}" resumed="${RESUMED:-2 4}"
 device="${DEVICE:-cuda}" steps="${STEPS:-60}" torchrun="${TORCHRUN:-torchrun}" failed=0 port=29640
 export SIEVE_TOKEN="two-$$"
 mkdir -p "$out"
@@ -61,23 +65,25 @@ sys.exit(not ok)
 PYTHON
 }
 
-# as_hosts NAME COMMAND…: the same command as host 1 and as host 0, each with one GPU; NODE_RANK in it is the host.
+# as_hosts NAME COMMAND…: the same command as host 1 and as host 0, each with half the GPUs; NODE_RANK in it is the host.
 as_hosts() {
-  local name="$1" rank pids=()
+  local name="$1" rank pids=() apart
   shift
+  # Of two GPUs each is alone on its host. Of four, those of a host reach each other.
+  [ "$gpus" = 2 ] && apart=(NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1) || apart=(NCCL_HOSTID=host-NODE_RANK)
   port=$((port + 1))
   rm -f "$out/$name".{txt,nccl.*}
   for rank in 1 0; do
-    CUDA_VISIBLE_DEVICES="$rank" NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_IB_DISABLE=1 NCCL_SOCKET_IFNAME=lo \
-      NCCL_DEBUG=INFO NCCL_DEBUG_FILE="$out/$name.nccl.$rank" \
-      limited "${@//NODE_RANK/$rank}" >> "$out/$name.txt" 2>&1 &
+    env CUDA_VISIBLE_DEVICES="$(seq -s, $((rank * half)) $((rank * half + half - 1)))" "${apart[@]//NODE_RANK/$rank}" \
+      NCCL_IB_DISABLE=1 NCCL_SOCKET_IFNAME=lo NCCL_DEBUG=INFO NCCL_DEBUG_FILE="$out/$name.nccl.$rank.%p" \
+      timeout -k 5 "${LIMIT:-60}" "${@//NODE_RANK/$rank}" >> "$out/$name.txt" 2>&1 &
     pids+=($!)
   done
   finished "$name" 0 "${pids[@]}" || return
   local ways
   ways="$(grep -ho 'via [A-Z0-9a-z/]*' "$out/$name".nccl.* 2> /dev/null | sort | uniq -c | xargs)"
   [ "$device" = cpu ] || [[ "$ways" = *NET/Socket* ]] || fail "$name" "no NET/Socket in $out/$name.nccl.*"
-  near "$name" "${TOLERANCE:-0}" "$ways"
+  near "$name" "$tolerance" "$ways"
 }
 
 # Waits for a run's STEP, or the end of its PID.
@@ -89,30 +95,37 @@ reaches() {
 }
 
 train launch "$device" --stop-after "$steps"
-limited "$sieve" launch --nproc 2 -- "${words[@]}" > "$out/launch.txt" 2>&1 &
+limited "$sieve" launch --nproc "$gpus" -- "${words[@]}" > "$out/launch.txt" 2>&1 &
 finished launch 0 $! || exit 1
+tolerance="${TOLERANCE:-0}"
 near launch 0 "$(grep -h '^health' "$out/launch/log")"
 
 for part in "${parts[@]}"; do
   case "$part" in
     hosts)
       train hosts "$device" --stop-after "$steps"
-      as_hosts hosts "$sieve" launch --nproc 1 --nnodes 2 --node-rank NODE_RANK --master "127.0.0.1:$((port + 1))" \
-        -- "${words[@]}"
+      as_hosts hosts "$sieve" launch --nproc "$half" --nnodes 2 --node-rank NODE_RANK \
+        --master "127.0.0.1:$((port + 1))" -- "${words[@]}"
+      ;;
+    groups)
+      train groups "$device" --stop-after "$steps" --set parallelism.zero_stage=3 --set parallelism.shard_ranks="$half"
+      # Sums have another order.
+      tolerance="${TOLERANCE:-0.02}" as_hosts groups "$sieve" launch --nproc "$half" --nnodes 2 --node-rank NODE_RANK \
+        --master "127.0.0.1:$((port + 1))" -- "${words[@]}"
       ;;
     torchrun)
       train torchrun "$device" --stop-after "$steps"
-      limited "$torchrun" --nproc-per-node 2 --no-python "$sieve" "${words[@]}" > "$out/torchrun.txt" 2>&1 &
-      finished torchrun 0 $! && near torchrun "${TOLERANCE:-0}" "one torchrun"
+      limited "$torchrun" --nproc-per-node "$gpus" --no-python "$sieve" "${words[@]}" > "$out/torchrun.txt" 2>&1 &
+      finished torchrun 0 $! && near torchrun "$tolerance" "one torchrun"
       train torchruns "$device" --stop-after "$steps"
-      as_hosts torchruns "$torchrun" --nnodes 2 --nproc-per-node 1 --node-rank NODE_RANK --master-addr 127.0.0.1 \
+      as_hosts torchruns "$torchrun" --nnodes 2 --nproc-per-node "$half" --node-rank NODE_RANK --master-addr 127.0.0.1 \
         --master-port "$((port + 1))" --no-python "$sieve" "${words[@]}"
       ;;
     kill)
-      for stage in 1 2; do
+      for stage in $stages; do
         name="kill-zero-$stage"
         train "$name" "$device" --set parallelism.zero_stage="$stage" --set checkpoint.interval=5
-        limited "$sieve" launch --nproc 2 -- "${words[@]}" > "$out/$name.txt" 2>&1 &
+        limited "$sieve" launch --nproc "$gpus" -- "${words[@]}" > "$out/$name.txt" 2>&1 &
         job=$!
         until ls "$out/$name/checkpoint" 2> /dev/null | grep -q 'step-[0-9]*$' || ! kill -0 "$job" 2> /dev/null; do
           sleep 0.05
@@ -122,12 +135,18 @@ for part in "${parts[@]}"; do
         since="$(date +%s%N)"
         finished "$name" 75 "$job" || continue
         took=$(($(date +%s%N) - since)) line="$(grep -m1 '^error' "$out/$name.txt")"
-        [ "$device" = cpu ] && one=cpu || one=cuda:0
-        limited "$sieve" train "${recipe[@]}" --device "$one" --out "$out/$name" --set parallelism.zero_stage="$stage" \
-          --resume --stop-after 10 > "$out/$name-one.txt" 2>&1 &
-        finished "$name-one" 0 $! || continue
-        near "$name" 0.02 \
-          "$((took / 1000000)) ms from kill -9 to exit code 75 ($line); $(grep -h 'continuing at' "$out/$name/log")"
+        for count in $resumed; do
+          again="$name-$count" place="$device" launched=()
+          rm -rf "${out:?}/$again"
+          cp -r "$out/$name" "$out/$again"
+          [ "$count" -gt 1 ] && launched=(launch --nproc "$count" --)
+          [ "$count$device" != 1cuda ] || place=cuda:0
+          limited "$sieve" "${launched[@]}" train "${recipe[@]}" --device "$place" --out "$out/$again" \
+            --set parallelism.zero_stage="$stage" --resume --stop-after 10 > "$out/$again.txt" 2>&1 &
+          finished "$again" 0 $! || continue
+          near "$again" 0.02 \
+            "$((took / 1000000)) ms from kill -9 to exit code 75 ($line); $(grep -h 'continuing at' "$out/$again/log")"
+        done
       done
       ;;
     slow)
@@ -137,7 +156,7 @@ for part in "${parts[@]}"; do
       load=$!
       reaches load 3 "$load"
       train slow "$device" --stop-after 5
-      limited "$sieve" launch --nproc 2 -- "${words[@]}" > "$out/slow.txt" 2>&1 &
+      limited "$sieve" launch --nproc "$gpus" -- "${words[@]}" > "$out/slow.txt" 2>&1 &
       finished slow 0 $!
       kill -0 "$load" 2> /dev/null || fail slow "the load ended, see $out/load.txt"
       pgrep -f -- "--out $out/load" | xargs -r kill -KILL
@@ -145,7 +164,7 @@ for part in "${parts[@]}"; do
       echo "slow: $(grep -hE '^health' "$out/slow/log"); $(grep -h 'is slow' "$out/slow/log" || echo 'nobody named')"
       ;;
     *)
-      echo "there is no part '$part': hosts, torchrun, kill or slow"
+      echo "there is no part '$part': hosts, groups, torchrun, kill or slow"
       exit 2
       ;;
   esac
