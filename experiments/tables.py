@@ -236,11 +236,8 @@ COMPUTED = run_tables.TABLES | selector_tables.TABLES | papers.TABLES | choose_t
     "board": functools.partial(of_board, board.table), "board_front": functools.partial(of_board, board.front_table),
     "board_times": board_times, "table4": table_4, "far_apart": far_apart, "speed": speed, "advice": advice} | {
     f"long_{what}": functools.partial(long, what) for what in long_prompts.CELLS} | {
-<<<<<<< HEAD
-    "long_memory": memory.table, "long_streams": lambda: long_prompts.streams(long_prompts.stored())}
-=======
+    "long_memory": memory.table, "long_streams": lambda: long_prompts.streams(long_prompts.stored())} | {
     name: functools.partial(of_rows, layouts.stored()) for name, of_rows in layouts.TABLES.items() if layouts.stored()}
->>>>>>> 19d933f8bc6b351da0b43bd3996e62b4d468ce6b
 
 
 def made(name):
