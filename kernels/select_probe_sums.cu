@@ -3,9 +3,10 @@
 // Math       p[h, r, j] = exp(x[h, r, j] - max[h, r]) / sum[h, r] over j <= first_position + r; with the sums over the
 //            rows r and the heads of a group:
 //            column[g, j] = factor * sum p[h, r, j], diagonal[g, o] = factor * sum p[h, r, first_position + r - o];
-//            adds: added to what column holds
-// Layout     logit f32 [heads, rows, num_keys], scale f32 [heads, rows, 2] as select_probe_rows writes it; column,
-//            diagonal f32 [heads / group, num_keys]
+//            factor weighs each probability; adds: the sums are added to what column and diagonal hold, else they
+//            replace it
+// Layout     logit f32 [heads, rows, num_keys], scale f32 [heads, rows, 2], max and 1 / sum of a row's exponentials
+//            (select_probe_rows writes them); column, diagonal f32 [heads / group, num_keys]
 // Buffers    logit, scale, column, diagonal
 // Defines    none
 // Tiling     grid (ceil(num_keys / 256), heads / group, 1 or, with diagonals, 2); 256 threads, each a key or a

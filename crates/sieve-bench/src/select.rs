@@ -116,7 +116,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
             // Some selectors are dense at this size whatever the operands are.
             let is_dense = selection_of(shape, name).is_none();
             for has_nan in [false, true] {
-                // Dense calls, and a NaN, are checked at the first size alone.
+                // A dense call, or one with a NaN, takes the same way at every size: the first is enough.
                 if (has_nan || is_dense) && at != 0 {
                     continue;
                 }

@@ -103,7 +103,9 @@ pub unsafe extern "C" fn sieve_plan_load(
 /// Queues the plan's launches.
 ///
 /// # Safety
-/// As [`Loaded::run`]; `plan` comes from [`sieve_plan`], and `pointers` has `num_pointers` elements.
+/// `plan` comes from [`sieve_plan`], and `pointers` has `num_pointers` elements. Each is the address of a buffer on the
+/// plan's GPU, with the bytes that the plan says, which stays until the launches have run; integer inputs have the
+/// values that the op's docs require. `stream` is one of this GPU's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sieve_plan_run(
     plan: *const PlanHandle,

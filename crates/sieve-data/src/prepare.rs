@@ -145,6 +145,7 @@ fn fingerprint(corpora: &[Corpus], tokenizer: &Tokenizer, config: &PrepareConfig
     for corpus in corpora {
         hash.update(&corpus.fingerprint().to_le_bytes());
     }
+    // All corpora of a recipe are chats, with the same template, or none is.
     if let Some(chats) = corpora[0].chats() {
         hash.update(&chats.hash().to_le_bytes());
     }
@@ -155,9 +156,10 @@ fn fingerprint(corpora: &[Corpus], tokenizer: &Tokenizer, config: &PrepareConfig
                 // An earlier version did not hold text out of every corpus; its data must not count as the same.
                 hash.update(b"of each");
             }
-            for (document, most) in config.base.iter().flat_map(|base| &base.meta.train_bytes) {
+            // A text that is added to keeps held out what `base`, its earlier preparation, held out.
+            for (document, max_bytes) in config.base.iter().flat_map(|base| &base.meta.train_bytes) {
                 hash.update(document.as_bytes());
-                hash.update(&most.to_le_bytes());
+                hash.update(&max_bytes.to_le_bytes());
             }
         }
         ValidationSource::Corpus(corpus) => hash.update(&corpus.fingerprint().to_le_bytes()),

@@ -441,8 +441,8 @@ impl Selection {
         Ok(o)
     }
 
-    /// Counts a token that went through the whole model in one call, number `num_tokens` of its text; `caches` are the
-    /// layers' caches after it.
+    /// Adds a decoded token to the statistics of each dense layer, where one call ran the whole model and no layer
+    /// counted itself. `num_tokens`: of the text, with this token; `caches`: the layers' caches after it.
     pub(crate) fn count_call<B: DeviceBackend>(
         &mut self,
         shape: &ModelShape,

@@ -1,11 +1,12 @@
-//! Reductions and gathers over the GPUs of several processes, by NCCL.
+//! Reductions, gathers and exchanges over the GPUs of several processes, by NCCL.
 //!
 //! NCCL works on a stream of its own. A collective starts once Burn's stream has run what was queued before it, and
 //! [`NcclWork::finish`] makes Burn's stream wait for its end; in between both streams run concurrently. Only events of
 //! these two streams order them, so a checkpoint's copies on a third stream delay nothing, and the host never waits.
-//! One call takes all tensors of a segment as an NCCL group. NCCL does not report a rank that died: the collectives of
-//! the other ranks then never end, and whoever watches the processes must end them. Errors that NCCL does detect, such
-//! as a broken link, are read by [`NcclWatch`].
+//! One call takes all tensors of a part of the
+//! model (the embedding, a block, the output) as an NCCL group. NCCL does not report a rank that died: the collectives
+//! of the other ranks then never end, and whoever watches the processes must end them. Errors that NCCL does detect,
+//! such as a broken link, are read by [`NcclWatch`].
 mod library;
 mod watch;
 

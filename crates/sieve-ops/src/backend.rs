@@ -419,7 +419,7 @@ device_ops! {
             lse: Float<Self>,
             heavy: &HeavyKeys,
         ) -> Result<DmaCache<Self>, String>;
-        /// The op [`crate::heavy_decode`].
+        /// The op [`crate::heavy_decode`]: a token over the keys that got the most attention so far (H2O).
         fn heavy_decode(
             cache: &mut DmaCache<Self>,
             qkv: Float<Self>,

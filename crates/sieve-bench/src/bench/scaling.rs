@@ -78,6 +78,7 @@ fn dense(bench: &mut Bench<'_>, name: &str, shape: AttentionShape, window: Optio
     pass(bench, name, shape, flops, forward, backward)
 }
 
+/// Times DMA that keeps `kept` keys in a row of `len`; `None` if it does not fit.
 fn dma(bench: &mut Bench<'_>, len: usize, kept: usize) -> Result<Option<Point>> {
     let shape = shape(1, len, HEADS, WIDTH);
     let Some(inputs) = bench.inputs_or_skip(shape)? else {
@@ -91,6 +92,7 @@ fn dma(bench: &mut Bench<'_>, len: usize, kept: usize) -> Result<Option<Point>> 
     if kept >= len {
         // The window masks nothing, so the op takes the dense kernel with a bias, without lists.
         let forward = || -> Result<_, KernelError> {
+            // What it selects is every key; it counts as the op's time all the same.
             inputs.select(&z, form.window())?;
             inputs.forward(NO_WINDOW, Some(&delta))
         };

@@ -131,7 +131,7 @@ fn compressed(inputs: &Inputs) -> Vec<Output> {
     let of_slots =
         [slots([&exact.dk, &exact.dv], d), slots([&plain.dk, &plain.dv], d), slots([&terms.dk, &terms.dv], 1)];
     let gradients = [("compressed dqkv", of_queries), ("dcompressed", of_slots)];
-    branch(["compressed o", "compressed lse"], exact, plain, gradients)
+    outputs_of_branch(["compressed o", "compressed lse"], exact, plain, gradients)
 }
 
 /// The selected branch by the definition of attention over the blocks `inputs.chosen`.
@@ -148,7 +148,7 @@ fn selected(inputs: &Inputs) -> Vec<Output> {
     let terms = &exact.terms;
     let terms = packed(shape, [&terms.dq, &terms.dk, &terms.dv], 1);
     let gradients = [("selected dqkv", [gradient(&exact), gradient(&plain), terms])];
-    branch(["selected o", "selected lse"], exact, plain, gradients)
+    outputs_of_branch(["selected o", "selected lse"], exact, plain, gradients)
 }
 
 /// The gradient of an indexer's loss over the blocks `inputs.chosen`, by its definition: `dS = I - mean_h P^h` over the
@@ -222,9 +222,9 @@ fn index_gradient(inputs: &Inputs) -> Output {
     }
 }
 
-/// The outputs of a softmax branch named `o` and `lse`. `gradients` holds, for each gradient, the exact values, the
-/// plain ones, and the size of each row's terms.
-fn branch<const N: usize>(
+/// The outputs of a softmax branch, whose o and lse have these names. `gradients` holds, for each gradient, the exact
+/// values, the plain ones, and the size of each row's terms.
+fn outputs_of_branch<const N: usize>(
     [o, lse]: [&'static str; 2],
     exact: Results,
     plain: Results,

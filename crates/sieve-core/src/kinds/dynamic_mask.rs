@@ -146,7 +146,8 @@ impl DmaShape {
         Self::with_form(keep_window_size, form)
     }
 
-    /// Whether this is the published form, up to `bias` and `a_init`.
+    /// Whether a key's rank depends on its content alone, with no recency and no local window, as in arXiv:2508.02124;
+    /// whatever `bias` and `a_init` are.
     pub fn ranks_by_content_alone(&self) -> bool {
         self.recency == DmaRecency::None && self.local_window_size == 0
     }
@@ -428,7 +429,8 @@ impl Kind for DmaShape {
         keys
     }
 
-    /// Doge has neither recency nor a local window, and its bias is the exponential of the score.
+    /// transformers computes DMA in its class Doge alone: without recency and local window, with the exponential of the
+    /// score as bias.
     fn stock(&self, model: &ModelShape) -> Result<Stock, Option<&'static str>> {
         let is_doge =
             self.ranks_by_content_alone() && self.bias == DmaBias::Exp && model.is_uniform() && model.is_like_qwen3();

@@ -117,7 +117,7 @@ pub const DEEPSEEK_LATENT_EPS: f64 = 1e-6;
 const LATENT_PAIRS: f64 = 0.6;
 
 impl Kind for MlaShape {
-    /// In DeepSeek's names.
+    /// Each tensor by our name and by DeepSeek's.
     fn parameters(&self, layer: &ModelShape) -> Vec<ParamSpec> {
         let (d_model, num_heads, head_dim) = (layer.d_model, layer.num_heads, layer.head_dim);
         let Self { kv_lora_rank: rank, qk_rope_head_dim: rope, qk_norm } = *self;
@@ -133,6 +133,7 @@ impl Kind for MlaShape {
             gemm("q_proj", "q_proj", [num_heads * (head_dim + rope), d_model]),
             gemm("kv_a_proj", "kv_a_proj_with_mqa", [rank + rope, d_model]),
             norm("kv_a_norm", "kv_a_layernorm", rank),
+            // In f32, since decoding multiplies it into other weights.
             gemm("kv_b_proj", "kv_b_proj", [num_heads * 2 * head_dim, rank]).in_f32(),
         ];
         if qk_norm {

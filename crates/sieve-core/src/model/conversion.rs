@@ -20,7 +20,7 @@ pub struct Conversion {
     pub dropped: Vec<ParamSpec>,
     /// Tensors that only the new model has.
     pub added: Vec<ParamSpec>,
-    /// Names inside a layer of the attention's tensors that stay in layers whose kind changes.
+    /// Attention tensors that keep their values where a layer changes its kind, by their names inside the layer.
     kept: Vec<String>,
 }
 

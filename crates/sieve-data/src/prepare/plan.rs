@@ -254,7 +254,8 @@ impl Plan<'_> {
         Ok(meta)
     }
 
-    /// The contents of `meta.json`, as if no corpus was cut.
+    /// The contents of `meta.json` but `is_cut` and `train_bytes`, which `run` sets: they tell of corpora that are too
+    /// short to hold whole documents out of, so that a document is cut.
     fn meta(
         &self,
         train: Vec<SplitMeta>,

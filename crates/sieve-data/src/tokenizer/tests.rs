@@ -22,7 +22,7 @@ fn json(tokenizer: &Tokenizer) -> String {
     tokenizer.marked.to_string(false).unwrap()
 }
 
-/// The tokenizer of a file that was changed.
+/// The tokenizer that is read from the JSON of `tokenizer` after `change`.
 fn changed(tokenizer: &Tokenizer, change: impl FnOnce(&mut serde_json::Value)) -> Tokenizer {
     let mut json: serde_json::Value = serde_json::from_str(&json(tokenizer)).unwrap();
     change(&mut json);

@@ -125,7 +125,8 @@ impl QaData {
         Self { questions: hotpot.iter().map(question).collect(), documents }
     }
 
-    /// A random question with `parts` documents: the one with its answer, then others.
+    /// A random question with `parts` documents in random order: the question's own ones, filled up with others, those
+    /// of the same article first.
     pub(super) fn sample(&self, random: &mut Random, parts: usize) -> LongSample {
         let asked = random.below(self.questions.len());
         let question = &self.questions[asked];

@@ -137,7 +137,7 @@ pub(super) fn likelihoods<B: DeviceBackend>(
     let (long, short): (Vec<&Question>, Vec<&Question>) = questions.iter().partition(is_long);
     let mut done = 0;
     for question in long {
-        after_prompts(model, question.pairs, selection.as_deref_mut(), |n, ending| {
+        score_after_contexts(model, question.pairs, selection.as_deref_mut(), |n, ending| {
             keep(question.first_pair + n, ending, question.pairs[n].num_scored);
         })?;
         done += question.pairs.len();
@@ -221,10 +221,11 @@ impl<'a> Question<'a> {
     }
 }
 
-/// Reads each different context once into a KV cache, then the continuations after it. With a prefill selector the
+/// Reads the context of neighbours that have the same once into a KV cache, then the continuations after it; `keep`
+/// gets the index of each pair and what its ending scored. With a prefill selector the
 /// context is sparse and later tokens attend to every key; with a decode method the context is dense and later tokens
 /// are sparse.
-pub(super) fn after_prompts<B: DeviceBackend>(
+pub(super) fn score_after_contexts<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     pairs: &[Pair],
     mut selection: Option<&mut Selection>,

@@ -1,4 +1,4 @@
-use super::likelihood::{Pair, after_prompts, likelihoods};
+use super::likelihood::{Pair, likelihoods, score_after_contexts};
 use super::*;
 use crate::test_model::{llama_tokenizer, tiny_model};
 use crate::{GenerateConfig, Generator, Sampling, logits};
@@ -296,7 +296,7 @@ fn endings_of_a_shared_prompt_get_what_they_get_alone() {
                     is_greedy: Some(ending.is_greedy),
                 });
             };
-            after_prompts(&asked, pairs, None, keep).expect("finite");
+            score_after_contexts(&asked, pairs, None, keep).expect("finite");
         }
         assert_eq!((together.len(), cached.len()), (120, 120));
         for found in [&together, &cached] {

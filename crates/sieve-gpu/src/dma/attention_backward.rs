@@ -135,8 +135,9 @@ pub(crate) fn listed_key_sums(
     let (padded_len, list_capacity) = (padded_len(seq_len), lists.capacity());
     let tile_queries = lists.tile_queries;
 
-    // Without `o_low` the row sums are recomputed as sum P dP. Their other form, do . o, has the rounding error of o,
-    // which would dominate the gradients where a bias makes the softmax peaked.
+    // Without `o_low` (what the bf16 output lacks of the f32 one) the row sums are recomputed as sum P dP. Their other
+    // form, do . o, has the rounding error of o, which would dominate the gradients where a bias makes the softmax
+    // peaked.
     if call.result.o_low.is_none() && delta.is_some() {
         let params =
             params!(DmaAttentionRowSumsParams { base, softmax_scale, list_capacity, padded_len, tile_queries });

@@ -168,7 +168,7 @@ impl Reader {
                  it, transformers 4 reads it as here"
             ));
         }
-        // With `layer_types`, a Mistral's file is of another class.
+        // transformers loads a Mistral's config.json with `layer_types` as MinistralForCausalLM, which needs both keys.
         let taken = match self.architecture {
             Architecture::Mistral if self.is_given("layer_types") => "with layer_types transformers takes ",
             Architecture::Ministral => "this is ",

@@ -222,7 +222,7 @@ impl<B: Backend> KindCache<B> for SlotCache<B> {
     }
 }
 
-/// The cache of the keys in a packed tensor that DMA's mask still shows to the next query. `rank`, `expire` and
+/// The cache of the keys in a packed tensor that DMA's mask shows to the last query. `rank`, `expire` and
 /// `positions` are `[batch, num_kv_heads, seq_len]`.
 fn still_seen<B: Backend>(
     qkv: Tensor<B, 4>,
@@ -239,7 +239,8 @@ fn still_seen<B: Backend>(
     let kept = seq_len.min(window.keep_window_size);
     let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
     let mut keys = Vec::with_capacity(batch * kv_heads * kept);
-    // The next query sees a key that expires only at `seq_len`; each head has `kept` of these.
+    // `expire`, the first query that no longer sees a key, is at most `seq_len`. The keys with `seq_len` are those that
+    // the last query still sees, `kept` a head.
     for expire in expire.chunks(seq_len) {
         let alive = expire.iter().enumerate().filter(|(_, end)| **end as usize == seq_len);
         keys.extend(alive.map(|(key, _)| key as i32));

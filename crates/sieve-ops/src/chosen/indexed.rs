@@ -51,7 +51,8 @@ pub fn indexer_spec(spec: AttentionSpec) -> AttentionSpec {
 /// Causal attention over the tokens of `call.chosen`. Its backward pass gives `index` the gradient of the indexer's
 /// loss, `loss_weight * sum over queries and KV heads of KL(mean_h P^h || I)` as at the top of this file. The loss has
 /// no gradient in `qkv`, and the output has none in `index`. With `call.block_keys` the loss is the one that
-/// `pooled.rs` defines, and the block keys get its gradient too.
+/// `pooled.rs` defines: the KL divergence of the indexer's probabilities of blocks from the largest attention
+/// probability in each, normalised. The block keys get its gradient too.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`

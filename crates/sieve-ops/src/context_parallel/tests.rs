@@ -19,7 +19,7 @@ const WIDTH: usize = 8;
 const BATCH: usize = 2;
 const ROW: usize = 24;
 
-/// The kind of attention, and the number of KV heads.
+/// One kind of attention to test: DMA where `dma` is set, else dense or a window, as `spec` says. `spec` has the heads.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     spec: AttentionSpec,
@@ -97,7 +97,7 @@ struct Found {
     d_w_dt: Vec<f32>,
     d_a: Vec<f32>,
     /// For each row, KV head and query: the keys that it sees.
-    active: Vec<Vec<usize>>,
+    seen_keys: Vec<Vec<usize>>,
     /// The keys of the part's halo, if it has one.
     slots: Option<usize>,
 }
@@ -140,7 +140,7 @@ fn whole(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found 
         (found.d_w_dt, found.d_a) = (values::<2>(d_w_dt), values::<1>(d_a));
         for head in expire_of(expire).chunks(ROW) {
             let seen = |query: usize| (0..=query).filter(|&key| (query as i64) < head[key]).collect();
-            found.active.extend((0..ROW).map(seen));
+            found.seen_keys.extend((0..ROW).map(seen));
         }
     }
     found
@@ -168,21 +168,22 @@ fn part(case: Case, parts: ContextParallel, inputs: &[FlexTensor; 4]) -> Found {
     let own_call = AttentionCall::new(documents.bounds(), case.spec);
     let place = (&parts, &own_call);
     let parted = forward::<Flex>(own(qkv.clone()), dma(), place, KeepOLow::Never);
-    let active = active(&parted, first, len, qkv.clone());
+    let seen_keys = seen_keys(&parted, first, len, qkv.clone());
     let slots = parted.halo().map(|(halo, _)| halo.slots);
     let o = values::<4>(parted.o.clone());
     let (d_qkv, d_dma) = backward::<Flex>(parted, own(qkv), dma(), place, own(d_o));
     let (d_w_dt, d_a) = d_dma.map_or((Vec::new(), Vec::new()), |[d_w_dt, d_a]| (values::<2>(d_w_dt), values::<1>(d_a)));
-    Found { o, d_qkv: values::<4>(d_qkv), d_w_dt, d_a, active, slots }
+    Found { o, d_qkv: values::<4>(d_qkv), d_w_dt, d_a, seen_keys, slots }
 }
 
-/// The keys that each query of a part sees, by their positions in the whole row.
-fn active(parted: &Parted<Flex>, first: usize, len: usize, qkv: FlexTensor) -> Vec<Vec<usize>> {
+/// The keys that each query of a part sees, by their positions in the whole row; none without DMA. Keys are
+/// counted through the halo's `slots` (keys of earlier parts), then the part's own `len`, which begin at `first`.
+fn seen_keys(parted: &Parted<Flex>, first: usize, len: usize, qkv: FlexTensor) -> Vec<Vec<usize>> {
     let Some((halo, Some(expire))) = parted.halo() else {
         return Vec::new();
     };
     let (slots, positions) = (halo.slots, positions(halo, qkv));
-    let mut active = Vec::new();
+    let mut seen_keys = Vec::new();
     for (head, expire) in expire_of(expire).chunks(slots + len).enumerate() {
         for query in slots..slots + len {
             let seen = (0..=query).filter(|&key| (query as i64) < expire[key]);
@@ -190,10 +191,10 @@ fn active(parted: &Parted<Flex>, first: usize, len: usize, qkv: FlexTensor) -> V
                 Some(own) => Some(first + own),
                 None => positions[head * slots + key],
             });
-            active.push(positions.collect());
+            seen_keys.push(positions.collect());
         }
     }
-    active
+    seen_keys
 }
 
 /// Positions of a halo's keys in the whole rows `qkv`, by row, KV head and slot. They are found by value: no two keys
@@ -271,9 +272,9 @@ fn check(case: Case, num_parts: usize, lengths: [&[usize]; BATCH], a: f64) {
     assert_near(&format!("da of {what}"), &sum(|part| &part.d_a), &expected.d_a);
     // Masks are exactly equal.
     let len = ROW / num_parts;
-    for (index, expected) in expected.active.iter().enumerate() {
+    for (index, expected) in expected.seen_keys.iter().enumerate() {
         let (head, query) = (index / ROW, index % ROW);
-        let part = &found[query / len].active[head * len + query % len];
+        let part = &found[query / len].seen_keys[head * len + query % len];
         assert_eq!(part, expected, "query {query} of head {head} of {what}");
     }
 }

@@ -43,7 +43,7 @@ pub(super) fn documents<B: Backend>(
     Ok(())
 }
 
-/// Checks ranks, or what else has one number for each key.
+/// Checks the shape of a tensor with one number for each KV head and key, such as the ranks by which DMA orders keys.
 pub(super) fn per_key(
     op: Operands,
     name: &'static str,

@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn work_that_lasts_is_spoken_of_and_has_an_end() {
+    fn long_work_is_reported_once_and_again_at_its_limit() {
         let millis = Duration::from_millis;
         let spoken = |work: Duration, limit: Duration| {
             let (sender, receiver) = channel();
@@ -300,6 +300,7 @@ mod tests {
             drop(limit);
             receiver.into_iter().collect::<Vec<_>>()
         };
+        // `false`: it takes long; `true`: its limit is over.
         assert_eq!(spoken(millis(0), millis(60_000)), [false; 0]);
         assert_eq!(spoken(millis(1000), millis(60_000)), [false]);
         assert_eq!(spoken(millis(2000), millis(100)), [false, true]);
