@@ -1,10 +1,10 @@
 """The race of layouts: tables and a picture from the lines of experiments/rows/layouts.jsonl (layouts.py).
 
-    python3 experiments/layouts/table.py                   prints the tables
+    python3 experiments/layouts/table.py                   prints the table
     python3 experiments/layouts/table.py --draw FILE.svg   losses of all seeds, over time, far back; ranks of needles
     python3 experiments/layouts/table.py --section         the section of docs/choose.md, its prose to be written
 
-docs/choose.md's tables `layouts` and `layouts_recall` are made of it once there are lines. Needs nothing but Python.
+docs/choose.md's table `layouts` is made of it. Needles and RULER's tasks stand in the lines and in the picture. Needs nothing but Python.
 """
 
 import argparse
@@ -18,6 +18,8 @@ sys.path.insert(0, str(ROOT / "tests/python"))
 from runs import chart, json_lines, over_time, table_text  # noqa: E402
 
 ROWS = ROOT / "experiments/rows/layouts.jsonl"
+# The table's distance of words; the picture has all.
+FAR = "4096"
 
 
 def stored(path=ROWS):
@@ -40,39 +42,19 @@ def far(rows, tokens):
 
 def learning(found):
     """Loss of all seeds, on words last used far back, and what the time was enough for."""
-    fars = sorted({tokens for rows in found.values() for row in rows for tokens in row["far"] or {}}, key=int)
-    head = ["layout", "held-out loss, mean", "least", "most", *(f"words last used > {int(one):,} back" for one in fars),
-            "tokens/s", "tokens", "seconds", "rate", "seeds"]
+    head = ["layout", "held-out loss, mean", "least", "most", f"words last used > {int(FAR):,} tokens back", "tokens/s",
+            "tokens", "learning rate", "seeds"]
     lines = []
     for layout, rows in found.items():
         losses = [row["loss"] for row in rows]
         speed, tokens = (statistics.mean(row[name] for row in rows) for name in ("tokens_per_second", "tokens"))
         lines.append([layout, mean(losses), f"{min(losses):.3f}", f"{max(losses):.3f}",
-                      *(mean(far(rows, one)) for one in fars), f"{round(speed, -3):,.0f}", f"{tokens / 1e6:.1f}M",
-                      mean([row["seconds"] for row in rows], 0), f"{rows[0]['rate']:g}", str(len(rows))])
+                      mean(far(rows, FAR)), f"{round(speed, -3):,.0f}", f"{tokens / 1e6:.1f}M",
+                      f"{rows[0]['rate']:g}", str(len(rows))])
     return head, lines
 
 
-def recall(found):
-    """Needles of all seeds together with the right number's rank, and the mean rank in RULER's tasks."""
-    any_of = next((row for rows in found.values() for row in rows if row["needles"] and row["ruler"]), None)
-    lengths = list(any_of["needles"]) if any_of else []
-    tasks = [(task, length) for task, by_length in any_of["ruler"].items() for length in by_length] if any_of else []
-    head = ["layout", *(f"needles in {int(length):,} tokens (mean rank)" for length in lengths),
-            *(f"{task}, {int(length):,}" for task, length in tasks)]
-    lines = []
-    for layout, rows in found.items():
-        of = [row["needles"] for row in rows if row["needles"]]
-        needles = [f"{sum(one[at][0] for one in of)} of {sum(one[at][1] for one in of)} "
-                   f"({mean([one[at][2] for one in of], 1)})" if of else "-" for at in lengths]
-        ruled = [row["ruler"] for row in rows if row["ruler"]]
-        lines.append([layout, *needles, *(f"{mean([one[task][length][0] for one in ruled], 2)} "
-                                          f"({mean([one[task][length][1] for one in ruled], 1)})" if ruled else "-"
-                                          for task, length in tasks)])
-    return head, lines
-
-
-TABLES = {"layouts": learning, "layouts_recall": recall}
+TABLES = {"layouts": learning}
 
 
 def drawn(found):
@@ -104,9 +86,6 @@ WHAT THE NUMBERS SAY.
 {}
 
 ![Losses of the layouts](layouts.svg)
-
-<!-- table layouts_recall -->
-{}
 """
 
 

@@ -49,6 +49,9 @@ def kinds(w, layers=30):
         "MSA, three layers in four windows": [
             *found["MSA"], "--set", one_msa, "--set", f"attention.swa.sliding_window={w}"],
         "window, one layer in four dense": [*found["window"], "--set", one_dense],
+        # What the first tokens take up goes to sinks: learned logits, which start as small random numbers.
+        "window with sinks, one layer in four dense": [
+            *found["window"], "--set", one_dense, "--set", "model.attention_sinks=true"],
     } | found
 
 
