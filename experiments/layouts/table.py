@@ -4,7 +4,8 @@
     python3 experiments/layouts/table.py --draw FILE.svg   losses of all seeds, over time, far back; ranks of needles
     python3 experiments/layouts/table.py --section         the section of docs/choose.md, its prose to be written
 
-docs/choose.md's tables `layouts` and `layouts_recall` are made of it once there are lines. Needs nothing but Python.
+docs/choose.md's tables `layouts`, `layouts_recall` and `layouts_rates` are made of it once there are lines. Needs nothing
+but Python.
 """
 
 import argparse
@@ -21,9 +22,13 @@ ROWS = ROOT / "experiments/rows/layouts.jsonl"
 
 
 def stored(path=ROWS):
+    return json_lines(path)
+
+
+def runs_of(lines):
     """The lines of whole runs by layout, the lowest mean loss first."""
     found = {}
-    for row in json_lines(path):
+    for row in lines:
         if row["phase"] == "run":
             found.setdefault(row["layout"], []).append(row)
     return dict(sorted(found.items(), key=lambda pair: statistics.mean(row["loss"] for row in pair[1])))
@@ -38,8 +43,9 @@ def far(rows, tokens):
     return [(row["far"] or {}).get(tokens) for row in rows]
 
 
-def learning(found):
+def learning(lines_of_all):
     """Loss of all seeds, on words last used far back, and what the time was enough for."""
+    found = runs_of(lines_of_all)
     fars = sorted({tokens for rows in found.values() for row in rows for tokens in row["far"] or {}}, key=int)
     head = ["layout", "held-out loss, mean", "least", "most", *(f"words last used > {int(one):,} back" for one in fars),
             "tokens/s", "tokens", "seconds", "rate", "seeds"]
@@ -53,8 +59,9 @@ def learning(found):
     return head, lines
 
 
-def recall(found):
-    """Needles of all seeds together with the right number's rank, and the mean rank in RULER's tasks."""
+def recall(lines_of_all):
+    """Needles of all seeds together with the right number's rank, and score and rank in RULER's tasks."""
+    found = runs_of(lines_of_all)
     any_of = next((row for rows in found.values() for row in rows if row["needles"] and row["ruler"]), None)
     lengths = list(any_of["needles"]) if any_of else []
     tasks = [(task, length) for task, by_length in any_of["ruler"].items() for length in by_length] if any_of else []
@@ -72,7 +79,18 @@ def recall(found):
     return head, lines
 
 
-TABLES = {"layouts": learning, "layouts_recall": recall}
+def rates(lines_of_all):
+    """Losses of the runs that chose the rates, so that one at the border of those tried is seen."""
+    tried = [row for row in lines_of_all if row["phase"] == "rate"]
+    values = sorted({row["rate"] for row in tried})
+    loss = {(row["layout"], row["rate"]): f"{row['loss']:.3f}" for row in tried}
+    head = [f"held-out loss after {tried[0]['steps']:,} steps in rows of {tried[0]['rate_row']:,} at",
+            *(f"{value:g}" for value in values)]
+    layouts = dict.fromkeys(row["layout"] for row in tried)
+    return head, [[layout, *(loss.get((layout, value), "-") for value in values)] for layout in layouts]
+
+
+TABLES = {"layouts": learning, "layouts_recall": recall, "layouts_rates": rates}
 
 
 def drawn(found):
@@ -107,6 +125,9 @@ WHAT THE NUMBERS SAY.
 
 <!-- table layouts_recall -->
 {}
+
+<!-- table layouts_rates -->
+{}
 """
 
 
@@ -116,13 +137,13 @@ def main():
     parser.add_argument("--draw", type=pathlib.Path)
     parser.add_argument("--section", action="store_true")
     args = parser.parse_args()
-    found = stored(args.rows)
-    if not found:
+    lines = stored(args.rows)
+    if not runs_of(lines):
         parser.error(f"{args.rows} has no line of a run")
-    texts = [table_text(*table(found)) for table in TABLES.values()]
+    texts = [table_text(*table(lines)) for table in TABLES.values()]
     print(SECTION.format(*texts) if args.section else "\n\n".join(texts))
     if args.draw:
-        args.draw.write_text(drawn(found), encoding="utf-8")
+        args.draw.write_text(drawn(runs_of(lines)), encoding="utf-8")
 
 
 if __name__ == "__main__":
