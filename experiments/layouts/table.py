@@ -4,8 +4,8 @@
     python3 experiments/layouts/table.py --draw FILE.svg   losses of all seeds, over time, far back; ranks of needles
     python3 experiments/layouts/table.py --section         the section of docs/choose.md, its prose to be written
 
-docs/choose.md's tables `layouts`, `layouts_recall` and `layouts_rates` are made of it once there are lines. Needs nothing
-but Python.
+docs/choose.md's tables `layouts`, `layouts_recall` and `layouts_rates` are made of it once there are lines. Needs
+nothing but Python.
 """
 
 import argparse
