@@ -3,7 +3,8 @@
     python3 experiments/layouts/layouts.py --sieve target/release/sieve --text train.jsonl --heldout heldout.jsonl \\
       --tokenizer tokenizer.json --out OUT --devices cuda:0 cuda:1 cuda:2 cuda:3
 
-An 85M model after Table 4 of arXiv:2508.02124 (mha_80m.toml), each query of a sparse layer or window reads --w keys.
+An 85M model after Table 4 of arXiv:2508.02124 (mha_80m.toml); `layouts` has the keys in which the layouts differ. Each
+query of a sparse layer or window reads --w keys, also in "InfLLM-V2, then dense", whose recipe has four times as many.
 Three phases, one run at a time on a device, with no wait for a whole phase:
 
 - `speed`: --speed-steps steps of each layout in rows of --row, which give its tokens/s;
@@ -15,7 +16,8 @@ Three phases, one run at a time on a device, with no wait for a whole phase:
 A run is scored on its device at once: loss on held-out text, also of words last used far back, needles, RULER's tasks.
 OUT/layouts.jsonl gets a line for each finished one. A call does what has no line yet, and begins nothing that --seconds
 leaves no time for. A run that was cut off begins again, since its time was not one stretch. MSA has no warm-up of its
-indexer here. Needs nothing but Python.
+indexer here. MQAR's hard form is left out: it takes minutes of training on two layers of its own. Needs nothing but
+Python.
 """
 
 import collections

@@ -1,10 +1,11 @@
 """The race of layouts: tables and a picture from the lines of experiments/rows/layouts.jsonl (layouts.py).
 
-    python3 experiments/layouts/table.py                   prints the table
+    python3 experiments/layouts/table.py                   prints the tables
     python3 experiments/layouts/table.py --draw FILE.svg   losses of all seeds, over time, far back; ranks of needles
     python3 experiments/layouts/table.py --section         the section of docs/choose.md, its prose to be written
 
-docs/choose.md's table `layouts` is made of it. Needles and RULER's tasks stand in the lines and in the picture. Needs nothing but Python.
+docs/choose.md's tables `layouts` and `layouts_rates` are made of it. Needles stand in the picture, RULER's tasks in the
+lines alone. Needs nothing but Python.
 """
 
 import argparse
@@ -23,9 +24,13 @@ FAR = "4096"
 
 
 def stored(path=ROWS):
+    return json_lines(path)
+
+
+def runs_of(lines):
     """The lines of whole runs by layout, the lowest mean loss first."""
     found = {}
-    for row in json_lines(path):
+    for row in lines:
         if row["phase"] == "run":
             found.setdefault(row["layout"], []).append(row)
     return dict(sorted(found.items(), key=lambda pair: statistics.mean(row["loss"] for row in pair[1])))
@@ -40,21 +45,33 @@ def far(rows, tokens):
     return [(row["far"] or {}).get(tokens) for row in rows]
 
 
-def learning(found):
+def learning(lines_of_all):
     """Loss of all seeds, on words last used far back, and what the time was enough for."""
+    found = runs_of(lines_of_all)
     head = ["layout", "held-out loss, mean", "least", "most", f"words last used > {int(FAR):,} tokens back", "tokens/s",
-            "tokens", "learning rate", "seeds"]
+            "tokens", "seconds", "learning rate", "seeds"]
     lines = []
     for layout, rows in found.items():
         losses = [row["loss"] for row in rows]
         speed, tokens = (statistics.mean(row[name] for row in rows) for name in ("tokens_per_second", "tokens"))
         lines.append([layout, mean(losses), f"{min(losses):.3f}", f"{max(losses):.3f}",
                       mean(far(rows, FAR)), f"{round(speed, -3):,.0f}", f"{tokens / 1e6:.1f}M",
-                      f"{rows[0]['rate']:g}", str(len(rows))])
+                      mean([row["seconds"] for row in rows], 0), f"{rows[0]['rate']:g}", str(len(rows))])
     return head, lines
 
 
-TABLES = {"layouts": learning}
+def rates(lines_of_all):
+    """Losses of the runs that chose the rates, so that one at the border of those tried is seen."""
+    tried = [row for row in lines_of_all if row["phase"] == "rate"]
+    values = sorted({row["rate"] for row in tried})
+    loss = {(row["layout"], row["rate"]): f"{row['loss']:.3f}" for row in tried}
+    head = [f"held-out loss after {tried[0]['steps']:,} steps in rows of {tried[0]['rate_row']:,} at",
+            *(f"{value:g}" for value in values)]
+    layouts = dict.fromkeys(row["layout"] for row in tried)
+    return head, [[layout, *(loss.get((layout, value), "-") for value in values)] for layout in layouts]
+
+
+TABLES = {"layouts": learning, "layouts_rates": rates}
 
 
 def drawn(found):
@@ -86,6 +103,9 @@ WHAT THE NUMBERS SAY.
 {}
 
 ![Losses of the layouts](layouts.svg)
+
+<!-- table layouts_rates -->
+{}
 """
 
 
@@ -95,13 +115,13 @@ def main():
     parser.add_argument("--draw", type=pathlib.Path)
     parser.add_argument("--section", action="store_true")
     args = parser.parse_args()
-    found = stored(args.rows)
-    if not found:
+    lines = stored(args.rows)
+    if not runs_of(lines):
         parser.error(f"{args.rows} has no line of a run")
-    texts = [table_text(*table(found)) for table in TABLES.values()]
+    texts = [table_text(*table(lines)) for table in TABLES.values()]
     print(SECTION.format(*texts) if args.section else "\n\n".join(texts))
     if args.draw:
-        args.draw.write_text(drawn(found), encoding="utf-8")
+        args.draw.write_text(drawn(runs_of(lines)), encoding="utf-8")
 
 
 if __name__ == "__main__":
