@@ -148,6 +148,6 @@ impl KeyPass<'_> {
 }
 
 /// The form of a backward kernel whose steps come from lists (`tile_steps.cuh`).
-pub(crate) fn by_tile_lists(kernel: SourceKernel) -> SourceKernel {
+fn by_tile_lists(kernel: SourceKernel) -> SourceKernel {
     kernel.define("TILE_LISTS", 1)
 }

@@ -228,7 +228,7 @@ pub(crate) enum ConvertedSums {
 }
 
 /// The kernel that converts f32 sums of dk or dv to bf16 rows.
-pub(crate) fn dma_attention_backward_convert_kernel(row_dim: usize, sums: ConvertedSums) -> SourceKernel {
+fn dma_attention_backward_convert_kernel(row_dim: usize, sums: ConvertedSums) -> SourceKernel {
     let kernel = SourceKernel::new("dma_attention_backward_convert").define("ROW_DIM", row_dim);
     let kernel = match sums {
         ConvertedSums::All => kernel,
