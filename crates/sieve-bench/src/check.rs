@@ -317,7 +317,7 @@ pub fn short_check(
 fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = sparse::sparse_kernels(gpu);
     // A token's rotation is compared with the kernel that rotates whole rows.
-    list.extend_kernels(step::rare_kernels(&[]));
+    list.extend(step::rare_kernels(gpu, &[]));
     let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);
     for &(head_dim, head_dim_v) in WIDTHS {
         let blocks = (head_dim == head_dim_v && [64, 128].contains(&head_dim)).then_some(NeededKeys::Blocks);
@@ -340,7 +340,7 @@ fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     list.extend(latent::latent_kernels(gpu));
     list.extend(sparse::sparse_kernels(gpu));
     list.extend(nsa::nsa_check_kernels(gpu));
-    list.extend_kernels(step::rare_kernels(step::SCORED_KV_HEADS));
+    list.extend(step::rare_kernels(gpu, step::SCORED_KV_HEADS));
     let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);
     for &(head_dim, head_dim_v) in WIDTHS {
         for &group in GROUPS {

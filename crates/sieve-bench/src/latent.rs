@@ -402,20 +402,18 @@ impl Expected {
 
 /// Every specialisation that a check of latent attention launches.
 pub(crate) fn latent_kernels(gpu: &DeviceReport) -> NeededKernels {
-    let shared_bytes = NeededKernels::shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
+    let arch = gpu.arch();
     let mut list = NeededKernels::default();
     for &[head_dim, rope_dim] in WIDTHS {
         let shape = AttentionShape::new(1, 1, [1, 1], [head_dim + rope_dim, head_dim]);
         add_attention(&mut list, gpu, shape, &[NeededKeys::Neighbours]);
-        for norm_dim in [0, head_dim + rope_dim] {
-            list.extend_kernels(NeededKernels::mla_pack(head_dim, rope_dim, norm_dim));
+        for has_norm in [false, true] {
+            list.extend(NeededKernels::mla_pack(&arch, [head_dim, rope_dim], has_norm));
         }
     }
     for &[rank, rope_dim] in decode::WIDTHS {
-        // Any width of a norm gives the same kernel: it only reads the norm's factors.
-        for norm_dim in [0, 1] {
-            list.extend_kernels(NeededKernels::mla_decode(rank, rope_dim, norm_dim, shared_bytes));
-            list.extend_kernels(NeededKernels::mla_token(2 * rope_dim, rope_dim, norm_dim));
+        for has_norm in [false, true] {
+            list.extend(NeededKernels::mla_decode(&arch, rank, [2 * rope_dim, rope_dim], has_norm));
         }
     }
     list

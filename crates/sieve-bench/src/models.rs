@@ -230,13 +230,12 @@ pub(crate) fn check<B: TrainBackend>(
 /// Every specialisation that the models of a part launch.
 pub(crate) fn needed_kernels(part: CheckPart, gpu: &DeviceReport) -> NeededKernels {
     let mut list = NeededKernels::default();
-    let shared_bytes = NeededKernels::shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
     for (kind, sizes) in of_part(part) {
         for order in [SumOrder::Any, SumOrder::Fixed] {
             // A recipe whose kernels cannot be listed gets them compiled at first use.
             let recipe = recipe(&kind, sizes).and_then(|mut recipe| {
                 recipe.training.deterministic = order == SumOrder::Fixed;
-                needed_by(Some(&recipe), &gpu.arch(), shared_bytes)
+                needed_by(Some(&recipe), &gpu.arch())
             });
             list.extend(recipe.unwrap_or_default());
         }

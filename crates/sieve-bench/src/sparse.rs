@@ -89,12 +89,11 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
 
 /// Every specialisation that checks and benchmarks of attention under selectors' masks launch.
 pub(crate) fn sparse_kernels(gpu: &DeviceReport) -> NeededKernels {
-    let shared_bytes = NeededKernels::shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
-    let is_hopper = (gpu.major, gpu.minor) == (9, 0);
-    // MOMO's blocks among the checked selectors, beside the shipped size.
-    let probed_blocks = [2, 8, 16];
-    let mut list = NeededKernels::sparse(&WIDTHS, &probed_blocks, shared_bytes, is_hopper);
-    list.extend(NeededKernels::sparse_gradients(&tiles::WIDTHS, shared_bytes, is_hopper));
+    let arch = gpu.arch();
+    // MOMO's blocks among the checked selectors, and the shipped size.
+    let probed_blocks = [2, 8, 16, 64];
+    let mut list = NeededKernels::sparse(&arch, &WIDTHS, &probed_blocks);
+    list.extend(NeededKernels::sparse_gradients(&arch, &tiles::WIDTHS));
     list
 }
 

@@ -24,14 +24,14 @@ use crate::error::Result;
 use crate::extent::{Extent, WIDTHS};
 use crate::report::Report;
 use crate::timed::Bench;
-use sieve_kernels::{NeededKernels, SourceKernel};
+use sieve_kernels::{DeviceReport, NeededKernels};
 use wrappers::VOCAB;
 
 /// Specialisations that no model of usual widths launches, for the checks: for heads of every checked width, and for
 /// DMA's scores with these numbers of KV heads. They are not among [`NeededKernels::shipped_for`].
-pub(crate) fn rare_kernels(kv_heads: &[usize]) -> Vec<SourceKernel> {
+pub(crate) fn rare_kernels(gpu: &DeviceReport, kv_heads: &[usize]) -> NeededKernels {
     let head_dims: Vec<usize> = WIDTHS.iter().map(|&(head_dim, _)| head_dim).collect();
-    NeededKernels::step_rarely(&head_dims, kv_heads)
+    NeededKernels::step_rarely(&gpu.arch(), &head_dims, kv_heads)
 }
 
 /// Checks every launch; on the emulator with small sizes only.

@@ -17,29 +17,23 @@ pub(crate) mod sparse_forward;
 pub(crate) mod tiling;
 
 pub(crate) use backward::{
-    AttentionGradients, ROW_ALIGNMENT, attention_backward_convert_added_kernel, attention_backward_convert_kernel,
-    attention_backward_join_kernel, attention_backward_prepare_kernel, convert_added_dq, convert_dq, convert_sums,
-    dq_sum_shape, head_by_head, padded_len, require_gradients, row_stats,
+    AttentionGradients, ROW_ALIGNMENT, convert_added_dq, convert_dq, convert_sums, dq_sum_shape, head_by_head,
+    padded_len, require_gradients, row_stats,
 };
 pub(crate) use backward_tiling::{BackwardTiling, GradientSet};
-pub(crate) use bias_base::{Bias, SeenKeys, bias_base_kernel};
-pub(crate) use by_key::{DqSums, KeyPass, KeySteps, by_tile_lists};
-pub(crate) use decode::{DecodeForm, DecodeStep, KvCache, attention_decode_kernel, one_token};
+pub(crate) use bias_base::{Bias, SeenKeys};
+pub(crate) use by_key::{DqSums, GradientWords, KeyPass, KeySteps};
+pub(crate) use decode::{DecodeStep, KvCache, one_token};
 pub(crate) use decode_scratch::{DecodeScratch, DecodeTiling, WARP_KEYS};
 pub(crate) use forward::{AttentionResult, launch_forward, require_scale};
 pub(crate) use heads::{AttentionShape, Heads, Qkv};
 pub(crate) use hopper_tiling::{
-    BACKWARD_BLOCK_Q, BLOCK_KV, HopperTiling, KernelFamily, arriving, backward_maps, has_hopper_form, head_map,
+    BACKWARD_BLOCK_Q, BLOCK_KV, HopperTiling, KernelFamily, arriving, backward_maps, head_map,
     hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
 };
 pub(crate) use launch::PassInputs;
-pub(crate) use query_shares::{KeyTiles, QueryShares, sharing};
-pub(crate) use sinks::attention_sinks_kernels;
-pub(crate) use sparse_backward::{sparse_attention_backward_query_kernel, sparse_backward_query_tiling};
-pub(crate) use sparse_forward::{
-    BlockLse, LaunchRows, SparseKeyReads, hopper_sparse_attention_forward_kernel, launch_rows_params,
-    sparse_attention_forward_kernel, sparse_attention_tiling, tiling_beside_entries,
-};
+pub(crate) use query_shares::{KeyTiles, QueryShares};
+pub(crate) use sparse_forward::{BlockLse, LaunchRows, launch_rows_params, tiling_beside_entries};
 pub(crate) use tiling::{
     KeySource, QueryPass, QueryTiling, define_bias, define_head_dims, list_entries_in_flight, query_kernel_names,
 };

@@ -52,4 +52,4 @@ pub use runtime::source::KernelText;
 pub use runtime::source_kernel::{LaunchRequest, SourceKernel, TileMap};
 pub use select::{Amount, KeptKeys, LongChoice, SelectorStep};
 pub use sieve_core::{Arrivals, KernelFamilies, KernelPolicy, SumOrder};
-pub use specialisations::{AttentionNeeds, NeededKernels, NeededKeys};
+pub use specialisations::{AttentionNeeds, NeededKernels, NeededKeys, StepSizes};

@@ -22,26 +22,14 @@ pub(crate) use choose::take_largest;
 pub(crate) use decode::key_logits;
 pub use decode::{NsaToken, PooledStep, require_chosen_decode};
 pub use gates::{nsa_gates, nsa_gates_backward};
-pub(crate) use hopper::nsa_hopper_kernels;
 pub use index_gradient::IndexGradient;
 pub use lists::ChoiceLists;
 pub use selected_blocks::{SelectedAttention, SelectedBlocks};
 
-use blocks::{NSA_POSITIONS_BACKWARD, nsa_blocks_backward_kernel, nsa_blocks_kernel};
-use choose::{nsa_choose_kernel, nsa_importance_kernel};
-use compressed::{NSA_COMPRESSED_LISTS, nsa_place_kernel};
-use decode::{block_scores_kernel, nsa_compress_token_kernel, pooled_scores_kernel};
-use gates::{NSA_GATES, NSA_GATES_BACKWARD};
-use lists::{nsa_list_counts_kernel, nsa_lists_kernel};
-use selected::{
-    Joined, nsa_selected_attention_backward_kernel, nsa_selected_attention_forward_kernel, nsa_selected_combine_kernel,
-};
-use selected_blocks::{selected_block_sums_kernel, selected_blocks_kernel};
-
 use crate::KernelError;
 use crate::attention::{AttentionShape, Qkv};
-use crate::runtime::{CudaTensor, SourceKernel, operands, require};
-use sieve_core::{ChoiceRule, NsaBlocks};
+use crate::runtime::{CudaTensor, operands, require};
+use sieve_core::NsaBlocks;
 
 /// `[start, end]` of each token's document, i32 `[batch, seq_len]`.
 type Bounds<'a> = [&'a CudaTensor; 2];
@@ -86,58 +74,6 @@ fn require_row(kernel: &'static str, shape: &AttentionShape, qkv: &Qkv) -> Resul
     require!(shape.head_dim == shape.head_dim_v, kernel, "call:": "values of another width", "one width");
     require!(row <= MAX_ROW_ELEMENTS, kernel, "call:": format!("a row of {row} numbers"), "up to 2^34, 32 GiB");
     Ok(())
-}
-
-/// The rules for choosing blocks that have kernels of their own.
-const RULES: [ChoiceRule; 4] =
-    [ChoiceRule::WeightedProbability, ChoiceRule::LargestProbability, ChoiceRule::MeanKey, ChoiceRule::LargestScore];
-
-/// The decoding kernels that choose blocks for a new token by pooled keys, compressed keys or an indexer's keys,
-/// without the attention kernels.
-pub(crate) fn chosen_decode_kernels(head_dim: usize) -> Vec<SourceKernel> {
-    let (group_size, has_mlp) = (1, true);
-    let mut kernels = vec![
-        nsa_choose_kernel(false),
-        nsa_choose_kernel(true),
-        pooled_scores_kernel(head_dim, group_size),
-        pooled_scores_kernel(head_dim, group_size).define("POOLS", 0),
-        nsa_compress_token_kernel(!has_mlp),
-        nsa_compress_token_kernel(has_mlp),
-    ];
-    kernels.extend(RULES.map(block_scores_kernel));
-    kernels
-}
-
-/// Every portable kernel that the compressed and the selected branch launch for a head width, without DMA's kernels.
-pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
-    // Cells and shared memory differ between launches, but not the code.
-    let (num_cells, shared_bytes) = (0, usize::MAX);
-    let (takes, clears_sums) = (true, true);
-    let mut kernels = vec![
-        NSA_POSITIONS_BACKWARD,
-        NSA_COMPRESSED_LISTS,
-        nsa_list_counts_kernel(num_cells, shared_bytes),
-        nsa_lists_kernel(num_cells, shared_bytes),
-        selected_blocks_kernel(false, num_cells),
-        selected_blocks_kernel(true, num_cells),
-        selected_block_sums_kernel(false),
-        selected_block_sums_kernel(true),
-        NSA_GATES,
-        NSA_GATES_BACKWARD,
-        nsa_place_kernel(!takes, !clears_sums),
-        nsa_place_kernel(!takes, clears_sums),
-        nsa_place_kernel(takes, !clears_sums),
-        nsa_selected_attention_forward_kernel(head_dim),
-        nsa_selected_attention_backward_kernel(head_dim),
-    ];
-    kernels.extend(chosen_decode_kernels(head_dim));
-    kernels.extend(RULES.map(|rule| nsa_importance_kernel(head_dim, rule)));
-    kernels.extend([Joined::Output, Joined::QueryGradient].map(|joined| nsa_selected_combine_kernel(head_dim, joined)));
-    for is_mean in [false, true] {
-        kernels.push(nsa_blocks_kernel(is_mean));
-        kernels.push(nsa_blocks_backward_kernel(is_mean));
-    }
-    kernels
 }
 
 #[cfg(test)]

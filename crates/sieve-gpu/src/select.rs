@@ -13,7 +13,6 @@ pub use step::SelectorStep;
 use crate::KernelError;
 use crate::attention::{AttentionShape, KernelFamily, Qkv};
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, ranges, require};
-use crate::step::FILL_ZERO;
 use order::{MOST_IN_SEGMENT, Orders};
 use probes::MOST_EXACT;
 use scores::CELL_SIDE;
@@ -482,37 +481,3 @@ const SELECT_COLUMNS: SourceKernel = SourceKernel::new("select_columns").threads
 const SELECT_LISTS: SourceKernel = SourceKernel::new("select_lists").threads(128);
 const SELECT_OFFSETS: SourceKernel = SourceKernel::new("select_offsets").threads(1024);
 const SELECT_FILL: SourceKernel = SourceKernel::new("select_fill").threads(128);
-
-/// The kernels of a family that multiply cells of heads of a width; none for widths that have no kernel.
-pub(crate) fn select_cells_kernels(head_dim: usize, family: KernelFamily) -> Vec<SourceKernel> {
-    if !head_dim.is_multiple_of(CELL_STEP) {
-        return Vec::new();
-    }
-    [[true, false], [false, false], [true, true]].map(|form| select_cells_kernel(head_dim, form, family)).to_vec()
-}
-
-/// All portable specialisations for heads of a width; `max_shared_bytes` is the shared memory of a thread block.
-pub(crate) fn select_blocks_kernels(head_dim: usize, max_shared_bytes: usize) -> Vec<SourceKernel> {
-    let mut kernels = vec![
-        SELECT_POOL,
-        SELECT_SCORES,
-        SELECT_CELL_SUMS,
-        SELECT_LISTS,
-        SELECT_OFFSETS,
-        SELECT_FILL,
-        SELECT_COLUMNS,
-        FILL_ZERO,
-    ];
-    for [is_mass, is_forced, is_long] in
-        [[false, false, false], [true, true, false], [true, false, false], [true, false, true]]
-    {
-        kernels.push(select_choose_kernel(is_mass, is_forced, is_long));
-    }
-    kernels.extend(lines::lines_kernels());
-    kernels.extend(order::order_kernels());
-    kernels.extend(probes::probe_kernels());
-    kernels.push(step::SELECT_PAGES);
-    kernels.extend(heavy::heavy_kernels(head_dim, max_shared_bytes));
-    kernels.extend(select_cells_kernels(head_dim, KernelFamily::Portable));
-    kernels
-}

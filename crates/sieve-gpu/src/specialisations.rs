@@ -1,12 +1,17 @@
-//! Lists of specialisations to compile ahead of time. `attention.rs` here and `crate::step` name the kernels of each
-//! part of a model; two lists are built from these:
+//! Kernels to compile ahead of time. Nothing here names a kernel: launch wrappers are called on a recording GPU
+//! (`calls.rs`), and what they launch is the list.
 //!
-//! - [`AttentionNeeds::kernels`]: all parts of one model's attention;
+//! - [`AttentionNeeds::kernels`]: all parts of one model's attention; [`NeededKernels::step`] and the functions beside
+//!   it: the rest of a model;
 //! - [`NeededKernels::shipped`]: the parts and usual widths in the table of `shipped.rs`, which CI compiles.
 mod attention;
+mod calls;
+mod model;
 mod shipped;
 
 pub use attention::{AttentionNeeds, NeededKeys};
+pub(crate) use calls::{Calls, EPSILON, ROW};
+pub use model::StepSizes;
 
 use crate::KernelError;
 use crate::runtime::SourceKernel;
@@ -16,7 +21,8 @@ use crate::runtime::SourceKernel;
 pub struct NeededKernels {
     /// Kernels with their `#define`s, to compile.
     pub kernels: Vec<SourceKernel>,
-    /// Errors of kernels whose tiles do not fit the device's shared memory; their ops run the reference there.
+    /// Errors of calls that the device has no kernel for, for example because tiles do not fit its shared memory; their
+    /// ops run the reference there.
     pub refused: Vec<KernelError>,
 }
 
@@ -24,11 +30,7 @@ impl NeededKernels {
     /// Adds the kernels and errors that are not in the list yet.
     pub fn extend(&mut self, other: Self) {
         self.extend_kernels(other.kernels);
-        for error in other.refused {
-            if !self.refused.contains(&error) {
-                self.refused.push(error);
-            }
-        }
+        other.refused.into_iter().for_each(|error| self.refuse(error));
     }
 
     /// Adds the kernels that are not in the list yet.
@@ -40,11 +42,10 @@ impl NeededKernels {
         }
     }
 
-    /// Adds a kernel to compile, or the reason that it cannot run.
-    fn add(&mut self, kernel: Result<SourceKernel, KernelError>) {
-        match kernel {
-            Ok(kernel) => self.extend_kernels([kernel]),
-            Err(error) => self.extend(Self { refused: vec![error], ..Self::default() }),
+    /// Adds the reason that a call was refused, if it is not in the list yet.
+    fn refuse(&mut self, error: KernelError) {
+        if !self.refused.contains(&error) {
+            self.refused.push(error);
         }
     }
 }

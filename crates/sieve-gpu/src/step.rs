@@ -1,5 +1,5 @@
 //! Launches of a training step except attention: embedding, norms, rotary position embedding, SwiGLU, loss, optimizer,
-//! and sums over tensors. Each has a line here for its file, its public names, and its shipped specialisations.
+//! and sums over tensors. Each has a line here for its file, its public names, and a call that is recorded.
 pub(crate) mod adamw;
 pub(crate) mod column_sums;
 pub(crate) mod cross_entropy;
@@ -41,108 +41,133 @@ pub use sum_of_squares::{FixedSum, Term};
 pub use swiglu_backward::{swiglu_backward, swiglu_backward_with_amax, swiglu_backward_with_output};
 pub use swiglu_forward::{swiglu_forward, swiglu_forward_with_amax};
 
-pub(crate) use column_sums::{COLUMN_SUMS, column_sums};
-pub(crate) use fill_zero::{FILL_ZERO, empty_zero};
+pub(crate) use column_sums::column_sums;
+pub(crate) use fill_zero::empty_zero;
 pub(crate) use fp8_quantise::{AMAX_PARTIALS, with_amax};
 pub(crate) use rows::{WORD_ELEMENTS, require_alignment, require_words, vector_width, with_width};
 
-use crate::attention::attention_sinks_kernels;
-use crate::dma::{dma_scores_backward_kernel, dma_scores_kernel};
-use crate::runtime::SourceKernel;
-use crate::specialisations::NeededKernels;
-use crate::step::matrix_vector::Form;
-use crate::step::rms_norm_backward::NormResidual;
+use crate::runtime::DType;
+use crate::specialisations::{Calls, EPSILON, ROW};
+use sieve_core::AdamWStep;
 
-impl NeededKernels {
-    /// The kernels of a training step except attention that an architecture can run, for heads of 64 and 128 columns.
-    /// Most do not depend on a model's sizes.
-    pub fn step(arch: &str) -> Vec<SourceKernel> {
-        let (has_gradient, is_bf16, root) = (true, true, true);
-        // Elements of a 16-byte access.
-        let (bf16_vector, f32_vector) = (8, 4);
-        let mut kernels = vec![
-            column_sums::COLUMN_SUMS,
-            cross_entropy::cross_entropy_kernel(has_gradient),
-            cross_entropy::cross_entropy_kernel(!has_gradient),
-            embedding_forward::EMBEDDING_FORWARD,
-            likeliest::LIKELIEST,
-            embedding_backward::EMBEDDING_ORDER,
-            embedding_backward::EMBEDDING_BACKWARD,
-            embedding_backward::EMBEDDING_CARRY,
-            sum_of_squares::sum_partials_kernel(Term::Square, !is_bf16),
-            sum_of_squares::sum_partials_kernel(Term::Value, !is_bf16),
-            sum_of_squares::finish_sum_kernel(!root),
-            sum_of_squares::finish_sum_kernel(root),
-            adamw::adamw_kernel(adamw::Master::Alone),
-            adamw::adamw_kernel(adamw::Master::BesideLeaf),
-            adamw::adamw_kernel(adamw::Master::Split),
-            split_master::split_master_kernel(split_master::Direction::Split),
-            split_master::split_master_kernel(split_master::Direction::Join),
-            residual_add::residual_add_kernel(bf16_vector),
-            scale::scale_kernel(is_bf16, bf16_vector),
-            scale::scale_kernel(!is_bf16, f32_vector),
-            fill_zero::FILL_ZERO,
-        ];
-        // fp8 needs compute capability 8.9; 8.0 and 8.6 lack it.
-        if !["sm_80", "sm_86"].contains(&arch) {
-            kernels.extend([
-                fp8_quantise::FP8_AMAX,
-                fp8_quantise::fp8_quantise_kernel(Fp8Format::E4m3),
-                fp8_quantise::fp8_quantise_kernel(Fp8Format::E5m2),
-                fp8_quantise::with_amax(swiglu_forward::swiglu_forward_kernel(bf16_vector)),
-                fp8_quantise::with_amax(swiglu_backward::swiglu_backward_kernel(bf16_vector)),
-            ]);
-        }
-        kernels.extend(swiglu_kernels(bf16_vector));
-        let warps_per_row = [1, 4];
-        kernels.extend(warps_per_row.map(rms_norm_forward::rms_norm_forward_kernel));
-        for warps_per_row in [2, 4, 8] {
-            for residual in [NormResidual::None, NormResidual::Added, NormResidual::AddedWithOutput] {
-                kernels.push(rms_norm_backward::rms_norm_backward_kernel(residual, warps_per_row));
-            }
-        }
-        kernels.extend([64, 128].into_iter().flat_map(qk_norm_rope_kernels));
-        let (plain, normed, rows) = (0, 1, 1);
-        for warps_per_row in [1, 2, 4, 8] {
-            for (input, output) in
-                [(plain, Form::Stored), (plain, Form::Added), (normed, Form::Stored), (normed, Form::SwiGlu)]
-            {
-                kernels.push(matrix_vector::matrix_vector_kernel(input, output, rows, warps_per_row));
-            }
-        }
-        kernels
+/// Tokens of a vocabulary.
+const VOCAB: usize = 1024;
+
+/// The kernels that depend on no width: embedding, loss, optimizer, sums.
+pub(crate) fn call_with_any_width(calls: &mut Calls) {
+    let width = 1024;
+    let (ids, weight, dy) = (calls.i32(&[1, ROW]), calls.bf16(&[VOCAB, width]), calls.bf16(&[1, ROW, width]));
+    calls.note(embedding_forward(&weight, &ids));
+    calls.note(embedding_backward(&dy, &ids, VOCAB));
+    calls.note(likeliest(&calls.bf16(&[1, VOCAB]), VOCAB));
+    let (labels, losses) = (calls.i32(&[ROW]), calls.f32(&[ROW]));
+    for dtype in [DType::BF16, DType::F32] {
+        calls.note(cross_entropy(&LogitRows::new(&labels, ROW, VOCAB, dtype), &labels, &losses));
     }
-
-    /// Specialisations that no model of usual widths launches: for rows that are not whole 16-byte words, for heads of
-    /// these widths, and for DMA's scores with these numbers of KV heads.
-    pub fn step_rarely(head_dims: &[usize], kv_heads: &[usize]) -> Vec<SourceKernel> {
-        let vector = 1;
-        let mut kernels = swiglu_kernels(vector).to_vec();
-        let (odd, usual) = (7, 128);
-        for (width, are_bf16) in [(odd, true), (odd, false), (usual, false)] {
-            kernels.extend(attention_sinks_kernels(width, are_bf16));
+    call_optimizer(calls, &[width]);
+    let x = calls.bf16(&[ROW, width]);
+    calls.note(residual_add(&x, &x));
+    let (master, factor) = (calls.f32(&[width]), calls.f32(&[1]));
+    calls.note(scale(&x, &factor));
+    calls.note(scale(&master, &factor));
+    calls.note(fill_zero(&master));
+    calls.note(FixedSum::of(&master, Term::Value));
+    let mut norm = FixedSum::new(&master, Term::Square, [width]);
+    if calls.note(norm.add(&master)).is_some() {
+        calls.note(norm.root());
+    }
+    if has_fp8(calls) {
+        for format in [Fp8Format::E4m3, Fp8Format::E5m2] {
+            calls.note(fp8_quantise(&x, format, None));
         }
-        kernels.extend(head_dims.iter().copied().flat_map(qk_norm_rope_kernels));
-        for &kv_heads in kv_heads {
-            kernels.extend([dma_scores_kernel(kv_heads, 64, &[]), dma_scores_backward_kernel(kv_heads)]);
-        }
-        kernels
     }
 }
 
-fn swiglu_kernels(vector: usize) -> [SourceKernel; 3] {
-    [
-        swiglu_forward::swiglu_forward_kernel(vector),
-        swiglu_backward::swiglu_backward_kernel(vector),
-        swiglu_backward::swiglu_backward_with_output_kernel(vector),
-    ]
+fn has_fp8(calls: &Calls) -> bool {
+    require_fp8(calls.hardware().compute_capability).is_ok()
 }
 
-fn qk_norm_rope_kernels(head_dim: usize) -> [SourceKernel; 4] {
-    [
-        qk_norm_rope_forward::qk_norm_rope_forward_kernel(head_dim),
-        qk_norm_rope_forward::rope_kernel(head_dim),
-        qk_norm_rope_backward::qk_norm_rope_backward_kernel(head_dim, Reuse::Copy),
-        qk_norm_rope_backward::qk_norm_rope_backward_kernel(head_dim, Reuse::InPlace),
-    ]
+/// AdamW on a master weight alone, beside its bf16 leaf, and split into leaf and rest.
+fn call_optimizer(calls: &mut Calls, sizes: &[usize]) {
+    let (param, leaf, factor) = (calls.f32(sizes), calls.bf16(sizes), calls.f32(&[1]));
+    let step = AdamWStep {
+        lr: 1e-3,
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        bias_correction1: 0.1,
+        bias_correction2: 0.1,
+    };
+    for (param, leaf) in [(&param, None), (&param, Some(&leaf)), (&leaf, Some(&leaf))] {
+        let moment = &calls.f32(sizes);
+        let tensors =
+            AdamwTensors { param, exp_avg: moment, exp_avg_sq: moment, grad: moment, grad_scale: &factor, leaf };
+        calls.note(tensors.adamw(step));
+    }
+    if let Some((leaf, rest)) = calls.note(split_master(&param)) {
+        calls.note(join_master(&leaf, &rest));
+    }
+}
+
+/// Norms and the GEMVs of decoding `num_tokens` tokens at once, for a residual stream of `d_model` columns.
+pub(crate) fn call_on_residual_stream(calls: &mut Calls, d_model: usize, num_tokens: &[usize]) {
+    let (x, weight) = (calls.bf16(&[1, ROW, d_model]), calls.bf16(&[d_model]));
+    calls.note(rms_norm_forward(&x, &weight, EPSILON));
+    for d_residual in [None, Some(&x)] {
+        calls.note(rms_norm_backward(&x, &weight, EPSILON, &x, d_residual));
+    }
+    calls.note(rms_norm_backward_with_output(&x, &weight, EPSILON, &x, &x));
+    for &num_tokens in num_tokens {
+        let x = calls.bf16(&[num_tokens, 1, d_model]);
+        // The fewer rows a matrix has, the more warps share a row.
+        for rows in (8..18).map(|bits| 1 << bits) {
+            let w = calls.bf16(&[rows, d_model]);
+            let residual = calls.bf16(&[num_tokens, 1, rows]);
+            calls.note(matrix_vector(Vectors::Plain(&x), &w, Epilogue::Stored));
+            calls.note(matrix_vector(Vectors::Plain(&x), &w, Epilogue::Added(&residual)));
+            let normed = Vectors::Normed(&x, &weight, EPSILON);
+            calls.note(matrix_vector(normed, &w, Epilogue::Stored));
+            calls.note(matrix_vector(normed, &w, Epilogue::SwiGlu));
+        }
+    }
+}
+
+/// The gated activation of `d_ff` columns, and its gradient.
+pub(crate) fn call_swiglu(calls: &mut Calls, d_ff: usize) {
+    let (gate_up, dy) = (calls.bf16(&[1, ROW, 2 * d_ff]), calls.bf16(&[1, ROW, d_ff]));
+    calls.note(swiglu_forward(&gate_up));
+    calls.note(swiglu_backward(&gate_up, &dy, Reuse::Copy));
+    calls.note(swiglu_backward_with_output(&gate_up, &dy, Reuse::Copy));
+}
+
+/// As [`call_swiglu`], with largest magnitudes, where the device has fp8.
+pub(crate) fn call_swiglu_for_fp8(calls: &mut Calls, d_ff: usize) {
+    let (gate_up, dy) = (calls.bf16(&[1, ROW, 2 * d_ff]), calls.bf16(&[1, ROW, d_ff]));
+    if has_fp8(calls) {
+        calls.note(swiglu_forward_with_amax(&gate_up));
+        calls.note(swiglu_backward_with_amax(&gate_up, &dy, Reuse::Copy));
+    }
+}
+
+/// Norm and rotary position embedding of heads of `head_dim` columns, and its gradients.
+pub(crate) fn call_rotation(calls: &mut Calls, head_dim: usize) {
+    let (num_heads, num_kv_heads) = (2, 1);
+    let qkv = calls.bf16(&[1, ROW, num_heads + 2 * num_kv_heads, head_dim]);
+    let (positions, table) = (calls.i32(&[1, ROW]), calls.f32(&[ROW, head_dim / 2]));
+    let weight = calls.bf16(&[head_dim]);
+    let call = QkNormRope {
+        q_weight: &weight,
+        k_weight: &weight,
+        positions: &positions,
+        cos: &table,
+        sin: &table,
+        num_kv_heads,
+        epsilon: EPSILON,
+    };
+    calls.note(call.qk_norm_rope_forward(&qkv));
+    calls.note(rope(&qkv, &positions, [&table; 2], num_kv_heads));
+    for reuse in [Reuse::Copy, Reuse::InPlace] {
+        calls.note(call.qk_norm_rope_backward(&qkv, &qkv, reuse));
+    }
 }

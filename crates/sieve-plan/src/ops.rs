@@ -77,9 +77,8 @@ fn refused_tiles(shape: &ModelShape, arch: &str) -> Option<String> {
         let shape = AttentionShape::new(1, part.max_seq_len, heads, [head_dim, part.head_dim]);
         let order = SumOrder::Any;
         kind.reads().iter().find_map(|&reads| {
-            let needed = AttentionNeeds { shape, keys: needed_keys(reads), order, has_sinks: part.attention_sinks }
-                .kernels(arch);
-            needed.refused.first().map(ToString::to_string)
+            let needs = AttentionNeeds { shape, keys: needed_keys(reads), order, has_sinks: part.attention_sinks };
+            needs.gap(arch).map(|error| error.to_string())
         })
     })
 }

@@ -78,10 +78,10 @@ pub(crate) fn device_for(choice: DeviceChoice, recipe: &Recipe) -> Result<Device
     choice.resolve_and_prepare(|cache, gpu| {
         let arch = gpu.arch();
         // For an unlisted architecture each kernel is compiled at its first use.
-        let Some(shared_bytes) = NeededKernels::shared_bytes_of(&arch) else {
+        if NeededKernels::shared_bytes_of(&arch).is_none() {
             return Ok(());
-        };
-        let needed = sieve_bench::needed_by(Some(recipe), &arch, shared_bytes)?;
+        }
+        let needed = sieve_bench::needed_by(Some(recipe), &arch)?;
         if let Err(error) = fill(cache, &arch, &needed) {
             // No error: each kernel is then compiled at its first use.
             terminal::warning(&format!("kernels were not compiled ahead: {error}"));

@@ -95,17 +95,17 @@ impl AttentionGradients<'_> {
 }
 
 /// The kernel that computes `stats`, see [`row_stats`].
-pub(crate) fn attention_backward_prepare_kernel(head_dim_v: usize) -> SourceKernel {
+fn attention_backward_prepare_kernel(head_dim_v: usize) -> SourceKernel {
     SourceKernel::new("attention_backward_prepare").define("HEAD_DIM_V", head_dim_v).threads(256)
 }
 
 /// The kernel that converts f32 sums of dq to bf16 rows.
-pub(crate) fn attention_backward_convert_kernel(head_dim: usize) -> SourceKernel {
+fn attention_backward_convert_kernel(head_dim: usize) -> SourceKernel {
     SourceKernel::new("attention_backward_convert").define("HEAD_DIM", head_dim).threads(256)
 }
 
 /// The kernel that converts f32 sums of dq where something was added, by the semaphores of the adds.
-pub(crate) fn attention_backward_convert_added_kernel(head_dim: usize) -> SourceKernel {
+fn attention_backward_convert_added_kernel(head_dim: usize) -> SourceKernel {
     attention_backward_convert_kernel(head_dim).define("SEMAPHORES", 1)
 }
 
@@ -116,7 +116,7 @@ pub(crate) fn head_by_head(kernel: SourceKernel) -> SourceKernel {
 }
 
 /// The kernel that adds up partial sums of dk or dv and converts them to bf16.
-pub(crate) fn attention_backward_join_kernel(width: usize) -> SourceKernel {
+fn attention_backward_join_kernel(width: usize) -> SourceKernel {
     attention_backward_convert_kernel(width).define("SUM_PARTS", 1)
 }
 

@@ -63,6 +63,6 @@ impl Bias {
 }
 
 /// The specialisation for a source of keys with a bias.
-pub(crate) fn bias_base_kernel(source: KeySource) -> SourceKernel {
+fn bias_base_kernel(source: KeySource) -> SourceKernel {
     SourceKernel::new("bias_base").define("GATHER", (source == KeySource::Gathered) as u8).threads(SUPER_BLOCK)
 }

@@ -1,10 +1,10 @@
 //! The pass by key tiles of attention's backward kernels: dk, dv, the gradient of a bias, and the sums of dq.
 use crate::KernelError;
 use crate::attention::{
-    AttentionGradients, BackwardTiling, Bias, KernelFamily, KeySource, PassInputs, QueryShares, ROW_ALIGNMENT,
-    convert_sums, dq_sum_shape, head_by_head, padded_len,
+    AttentionGradients, AttentionShape, BackwardTiling, Bias, KernelFamily, KeySource, PassInputs, Qkv, QueryShares,
+    ROW_ALIGNMENT, convert_sums, dq_sum_shape, head_by_head, padded_len,
 };
-use crate::runtime::{CudaTensor, DType, SourceKernel, SumOrder, params};
+use crate::runtime::{AttentionParams, CudaTensor, DType, SourceKernel, SumOrder, params};
 use crate::step::{column_sums, empty_zero};
 
 const NAME: &str = "attention_backward";
@@ -41,6 +41,32 @@ impl DqSums {
             }
             (SumOrder::Fixed, KernelFamily::Portable) => Self { sums: None, semaphores: None },
         })
+    }
+}
+
+/// The words that params of both backward kernels by key tiles have: over consecutive keys, and over lists.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GradientWords {
+    pub(crate) base: AttentionParams,
+    /// Offset, token stride and batch stride of the gradient of keys, and of values.
+    pub(crate) dk: [usize; 3],
+    pub(crate) dv: [usize; 3],
+    pub(crate) softmax_scale: f32,
+    /// Tokens of the buffers per query.
+    pub(crate) padded_len: usize,
+}
+
+impl GradientWords {
+    /// The words of a call with heads `qkv`, whose strides kernels take.
+    pub(crate) fn new(
+        kernel: &'static str,
+        call: &AttentionGradients<'_>,
+        qkv: &Qkv,
+        shape: &AttentionShape,
+    ) -> Result<Self, KernelError> {
+        let [_, dk, dv] = call.grads.head_words(kernel)?;
+        let (base, softmax_scale) = (qkv.params(kernel, shape)?, call.softmax_scale);
+        Ok(Self { base, dk, dv, softmax_scale, padded_len: padded_len(shape.seq_len) })
     }
 }
 
@@ -97,17 +123,13 @@ impl KeyPass<'_> {
             Some(_) => bias.delta.empty_contiguous(&[shares.count(), bias.delta.num_elements()], DType::F32),
             None => bias.delta.empty_contiguous(bias.delta.shape(), DType::F32),
         });
-        let (base, softmax_scale) = (qkv.params(NAME, shape)?, call.softmax_scale);
-        let padded_len = padded_len(shape.seq_len);
-        let [_, dk, dv] = call.grads.head_words(NAME)?;
+        let words = GradientWords::new(NAME, call, qkv, shape)?;
         for set in BackwardTiling::launches(shape, dq_sums.sums.is_some()) {
             let params = params!(AttentionBackwardParams {
-                base,
-                [dk_offset, dk_token_stride, dk_batch_stride]: dk,
-                [dv_offset, dv_token_stride, dv_batch_stride]: dv,
+                { base, softmax_scale, padded_len }: words,
+                [dk_offset, dk_token_stride, dk_batch_stride]: words.dk,
+                [dv_offset, dv_token_stride, dv_batch_stride]: words.dv,
                 window,
-                softmax_scale,
-                padded_len,
                 head_shares: shares.heads,
                 query_shares: shares.queries,
             });
@@ -137,17 +159,17 @@ impl KeyPass<'_> {
         let Some([dk_parts, dv_parts]) = &parts else {
             return Ok(dbias);
         };
-        let (num_rows, first_row) = (padded_len, 0);
+        let (num_rows, first_row) = (words.padded_len, 0);
         let rows = [num_rows, first_row];
         // The softmax scale is a factor of dk, not of dv.
-        convert_sums((dk_parts, None), shares.count(), rows, (&call.grads.k, dk), softmax_scale)?;
-        convert_sums((dv_parts, None), shares.count(), rows, (&call.grads.v, dv), 1.0)?;
+        convert_sums((dk_parts, None), shares.count(), rows, (&call.grads.k, words.dk), words.softmax_scale)?;
+        convert_sums((dv_parts, None), shares.count(), rows, (&call.grads.v, words.dv), 1.0)?;
         let sums = dbias.map(|parts| column_sums(&parts, [&shape.per_key()]));
         Ok(sums.transpose()?.map(|[sum]| sum))
     }
 }
 
 /// The form of a backward kernel whose steps come from lists (`tile_steps.cuh`).
-pub(crate) fn by_tile_lists(kernel: SourceKernel) -> SourceKernel {
+fn by_tile_lists(kernel: SourceKernel) -> SourceKernel {
     kernel.define("TILE_LISTS", 1)
 }

@@ -239,7 +239,7 @@ fn launch(
 
 /// The keys that a specialisation of the kernel reads, and what it does to the token first.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum DecodeForm {
+enum DecodeForm {
     /// The keys of a cache, which the token does not join.
     Cached,
     /// Chosen blocks of a cache.
@@ -253,25 +253,14 @@ pub(crate) enum DecodeForm {
 }
 
 impl DecodeForm {
-    /// The forms that take sinks.
-    pub(crate) const WITH_SINKS: [Self; 4] = [Self::Cached, Self::Appended, Self::Rotated, Self::NormedRotated];
-
-    /// Whether the form rotates the token.
-    pub(crate) const fn rotates(self) -> bool {
-        matches!(self, Self::Rotated | Self::NormedRotated)
-    }
-
-    /// The forms without a rotation.
-    pub(crate) const PLAIN: [Self; 3] = [Self::Cached, Self::Appended, Self::Chosen];
-
     /// The form that rotates, with or without norms of the heads.
-    pub(crate) const fn rotated(has_norm: bool) -> Self {
+    const fn rotated(has_norm: bool) -> Self {
         if has_norm { Self::NormedRotated } else { Self::Rotated }
     }
 }
 
 /// The specialisation for a tiling and a form, with sinks or without.
-pub(crate) fn attention_decode_kernel(tiling: DecodeTiling, form: DecodeForm, has_sinks: bool) -> SourceKernel {
+fn attention_decode_kernel(tiling: DecodeTiling, form: DecodeForm, has_sinks: bool) -> SourceKernel {
     let [append, chosen, rotate] = match form {
         DecodeForm::Cached => [0, 0, 0],
         DecodeForm::Chosen => [0, 1, 0],

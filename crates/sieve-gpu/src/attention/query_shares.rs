@@ -164,7 +164,7 @@ impl AttentionShape {
 }
 
 /// The form of a backward kernel whose thread blocks share key tiles.
-pub(crate) fn sharing(kernel: SourceKernel) -> SourceKernel {
+fn sharing(kernel: SourceKernel) -> SourceKernel {
     kernel.define("SHARES", 1)
 }
 

@@ -97,12 +97,7 @@ impl Sizes {
     }
 }
 
-/// The kernels for values of `width` columns, with bf16 or f32 sinks.
-pub(crate) fn attention_sinks_kernels(width: usize, sinks_bf16: bool) -> [SourceKernel; 2] {
-    let vector = vector_width(DType::BF16, &[width]);
-    [FORWARD, BACKWARD].map(|name| sinks_kernel(name, vector, sinks_bf16))
-}
-
+/// The kernel of a pass for values in vectors of this many columns, with bf16 or f32 sinks.
 fn sinks_kernel(name: &'static str, vector: usize, sinks_bf16: bool) -> SourceKernel {
     let kernel = SourceKernel::new(name).define("IS_BF16", 1).define("VECTOR", vector);
     kernel.define("SINKS_BF16", sinks_bf16 as u8).threads(THREADS)

@@ -88,15 +88,12 @@ impl AttentionGradients<'_> {
 ///
 /// # Errors
 /// [`KernelError::Refused`] when no tiling fits the device.
-pub(crate) fn sparse_backward_query_tiling(
-    shape: &AttentionShape,
-    max_shared_bytes: usize,
-) -> Result<QueryTiling, KernelError> {
+fn sparse_backward_query_tiling(shape: &AttentionShape, max_shared_bytes: usize) -> Result<QueryTiling, KernelError> {
     tiling_beside_entries(NAME, QueryPass::Gradient, shape, max_shared_bytes)
 }
 
 /// The specialisation of the pass by query for a shape and tiling.
-pub(crate) fn sparse_attention_backward_query_kernel(shape: &AttentionShape, tiling: &QueryTiling) -> SourceKernel {
+fn sparse_attention_backward_query_kernel(shape: &AttentionShape, tiling: &QueryTiling) -> SourceKernel {
     let entries = tiling.block_kv * 8 * list_entries_in_flight(tiling.num_stages);
     tiling
         .apply(SourceKernel::new(NAME), shape, KeySource::Dense)

@@ -247,10 +247,7 @@ pub(crate) fn launch_rows_params<W>(
 ///
 /// # Errors
 /// [`KernelError::Refused`] when no tiling fits the device.
-pub(crate) fn sparse_attention_tiling(
-    shape: &AttentionShape,
-    max_shared_bytes: usize,
-) -> Result<QueryTiling, KernelError> {
+fn sparse_attention_tiling(shape: &AttentionShape, max_shared_bytes: usize) -> Result<QueryTiling, KernelError> {
     tiling_beside_entries(NAME, QueryPass::Output, shape, max_shared_bytes)
 }
 
@@ -279,11 +276,7 @@ fn with_block_lse(kernel: SourceKernel, block: usize) -> SourceKernel {
 }
 
 /// The portable specialisation for a shape and tiling; `block` as [`with_block_lse`].
-pub(crate) fn sparse_attention_forward_kernel(
-    shape: &AttentionShape,
-    tiling: &QueryTiling,
-    block: usize,
-) -> SourceKernel {
+fn sparse_attention_forward_kernel(shape: &AttentionShape, tiling: &QueryTiling, block: usize) -> SourceKernel {
     let entries = tiling.block_kv * 8 * list_entries_in_flight(tiling.num_stages);
     tiling
         .apply(with_block_lse(SourceKernel::new(NAME), block), shape, KeySource::Dense)
@@ -292,7 +285,7 @@ pub(crate) fn sparse_attention_forward_kernel(
 
 /// The Hopper specialisation for a shape; `tiles`, the sizes of query and key tiles, matters only where keys are read
 /// by tiles; `block` as [`with_block_lse`].
-pub(crate) fn hopper_sparse_attention_forward_kernel(
+fn hopper_sparse_attention_forward_kernel(
     shape: &AttentionShape,
     reads: SparseKeyReads,
     tiles: [usize; 2],

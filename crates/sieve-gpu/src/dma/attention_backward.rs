@@ -1,8 +1,8 @@
 //! Launches of `kernels/dma_attention_backward*.cu`: gradients of attention over DMA's key lists.
 use crate::KernelError;
 use crate::attention::{
-    AttentionGradients, BACKWARD_BLOCK_Q, BackwardTiling, Bias, Heads, KernelFamily, PassInputs, QueryPass,
-    QueryShares, convert_dq, dq_sum_shape, padded_len, require_gradients, row_stats,
+    AttentionGradients, BACKWARD_BLOCK_Q, BackwardTiling, Bias, GradientWords, Heads, KernelFamily, PassInputs,
+    QueryPass, QueryShares, convert_dq, dq_sum_shape, require_gradients, row_stats,
 };
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::dma::{BackwardLists, KeyLists, listed_bias, listed_source, require_lists, with_whole_keys};
@@ -131,16 +131,14 @@ pub(crate) fn listed_key_sums(
     };
     let mut inputs = vec![qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), &d_o, &stats];
     inputs.extend(bias.iter().flat_map(Bias::tensors));
-    let (base, softmax_scale) = (qkv.params(NAME, &shape)?, call.softmax_scale);
-    let (padded_len, list_capacity) = (padded_len(seq_len), lists.capacity());
-    let tile_queries = lists.tile_queries;
+    let words = GradientWords::new(NAME, call, &qkv, &shape)?;
+    let (list_capacity, tile_queries) = (lists.capacity(), lists.tile_queries);
 
     // Without `o_low` (what the bf16 output lacks of the f32 one) the row sums are recomputed as sum P dP. Their other
     // form, do . o, has the rounding error of o, which would dominate the gradients where a bias makes the softmax
     // peaked.
     if call.result.o_low.is_none() && delta.is_some() {
-        let params =
-            params!(DmaAttentionRowSumsParams { base, softmax_scale, list_capacity, padded_len, tile_queries });
+        let params = params!(DmaAttentionRowSumsParams { { base, softmax_scale, padded_len }: words, list_capacity, tile_queries });
         let mut tensors = inputs.clone();
         tensors.extend([&lists.list, &lists.tile_window]);
         let (kernel, grid, maps) = pass.by_query(QueryPass::RowSums)?;
@@ -149,7 +147,7 @@ pub(crate) fn listed_key_sums(
     }
 
     let [dk_sum, dv_sum] = key_sums;
-    let [dq, dk, dv] = call.grads.head_words(NAME)?;
+    let [dq, _, _] = call.grads.head_words(NAME)?;
     for first in (0..num_super_blocks).step_by(per_launch) {
         let count = per_launch.min(num_super_blocks - first);
         let shares = match own_lists {
@@ -162,11 +160,9 @@ pub(crate) fn listed_key_sums(
         }
         for set in BackwardTiling::launches(&shape, dq_sum.is_some()) {
             let params = params!(DmaAttentionBackwardParams {
-                base,
-                [dk_offset, dk_token_stride, dk_batch_stride]: dk,
-                [dv_offset, dv_token_stride, dv_batch_stride]: dv,
-                softmax_scale,
-                padded_len,
+                { base, softmax_scale, padded_len }: words,
+                [dk_offset, dk_token_stride, dk_batch_stride]: words.dk,
+                [dv_offset, dv_token_stride, dv_batch_stride]: words.dv,
                 list_capacity,
                 first_super_block: first,
                 dq_len: count * SUPER_BLOCK,
@@ -201,10 +197,8 @@ pub(crate) fn listed_key_sums(
     }
     if dq_sum.is_none() {
         let params = params!(DmaAttentionBackwardQueryParams {
-            base,
-            softmax_scale,
+            { base, softmax_scale, padded_len }: words,
             list_capacity,
-            padded_len,
             [dq_offset, dq_token_stride, dq_batch_stride]: dq,
             tile_queries,
         });
@@ -229,7 +223,7 @@ pub(crate) enum ConvertedSums {
 }
 
 /// The kernel that converts f32 sums of dk or dv to bf16 rows.
-pub(crate) fn dma_attention_backward_convert_kernel(row_dim: usize, sums: ConvertedSums) -> SourceKernel {
+fn dma_attention_backward_convert_kernel(row_dim: usize, sums: ConvertedSums) -> SourceKernel {
     let kernel = SourceKernel::new("dma_attention_backward_convert").define("ROW_DIM", row_dim);
     let kernel = match sums {
         ConvertedSums::All => kernel,

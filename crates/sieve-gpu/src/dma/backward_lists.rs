@@ -70,7 +70,7 @@ impl KeyLists {
 }
 
 /// The kernel that makes the lists, for keys and values of these widths.
-pub(crate) fn dma_backward_lists_kernel([head_dim, head_dim_v]: [usize; 2]) -> SourceKernel {
+fn dma_backward_lists_kernel([head_dim, head_dim_v]: [usize; 2]) -> SourceKernel {
     SourceKernel::new(NAME).define("HEAD_DIM", head_dim).define("HEAD_DIM_V", head_dim_v).threads(SUPER_BLOCK)
 }
 

@@ -117,9 +117,9 @@ impl Sizes {
 }
 
 /// The kernel of [`dma_last_kept`].
-pub(crate) const DMA_LAST_KEPT: SourceKernel = SourceKernel::new(LAST).threads(1024);
+const DMA_LAST_KEPT: SourceKernel = SourceKernel::new(LAST).threads(1024);
 
 /// The kernels that copy halo keys, and that add their gradients.
-pub(crate) fn dma_border_keys_kernels() -> [SourceKernel; 2] {
+fn dma_border_keys_kernels() -> [SourceKernel; 2] {
     [FORWARD, BACKWARD].map(|name| SourceKernel::new(name).define("IS_BF16", 1).define("VECTOR", VECTOR).threads(256))
 }

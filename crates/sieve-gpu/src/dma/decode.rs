@@ -102,7 +102,7 @@ pub(crate) fn slots_decode(
 }
 
 /// The specialisation for a tiling and a form of the bias, or for none.
-pub(crate) fn dma_decode_kernel(tiling: DecodeTiling, bias: Option<ScoreBias>) -> SourceKernel {
+fn dma_decode_kernel(tiling: DecodeTiling, bias: Option<ScoreBias>) -> SourceKernel {
     let kernel = tiling.kernel(SourceKernel::new(NAME)).starts_early();
     match bias {
         Some(bias) => kernel.define("BIAS_LINEAR", (bias == ScoreBias::Linear) as u8),

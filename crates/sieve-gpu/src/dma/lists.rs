@@ -121,12 +121,12 @@ impl Selection {
 }
 
 /// The kernel that builds the key lists.
-pub(crate) fn dma_lists_kernel() -> SourceKernel {
+fn dma_lists_kernel() -> SourceKernel {
     SourceKernel::new(NAME).define("PREFIX_BLOCK", PREFIX_BLOCK).threads(SUPER_BLOCK)
 }
 
 /// The kernel that finds the survivors, the keys that are kept at each multiple of 8192 tokens, in a given `expire`.
-pub(crate) fn dma_lists_prefix_kernel() -> SourceKernel {
+fn dma_lists_prefix_kernel() -> SourceKernel {
     SourceKernel::new("dma_lists_prefix").define("PREFIX_BLOCK", PREFIX_BLOCK).threads(1024)
 }
 

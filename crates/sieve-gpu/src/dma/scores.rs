@@ -140,7 +140,7 @@ impl Qkv {
 }
 
 /// The specialisation for a number of KV heads, and for their slopes where there are any.
-pub(crate) fn dma_scores_kernel(num_kv_heads: usize, head_dim: usize, slopes: &[f32]) -> SourceKernel {
+fn dma_scores_kernel(num_kv_heads: usize, head_dim: usize, slopes: &[f32]) -> SourceKernel {
     let kernel = SourceKernel::new(NAME)
         .starts_early()
         .define("NUM_KV_HEADS", num_kv_heads)

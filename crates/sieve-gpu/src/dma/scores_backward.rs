@@ -73,7 +73,7 @@ impl ScoresBackward<'_> {
 }
 
 /// The specialisation for a number of KV heads.
-pub(crate) fn dma_scores_backward_kernel(num_kv_heads: usize) -> SourceKernel {
+fn dma_scores_backward_kernel(num_kv_heads: usize) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("NUM_KV_HEADS", num_kv_heads)
         .threads(THREADS)

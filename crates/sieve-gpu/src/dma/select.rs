@@ -85,7 +85,7 @@ pub fn dma_select(
 }
 
 /// The two kernels of a selection, in the order of their launches; short sequences need the second alone.
-pub(crate) fn dma_select_kernels() -> [SourceKernel; 2] {
+fn dma_select_kernels() -> [SourceKernel; 2] {
     // The second kernel holds the scores of all keys before its thread block in shared memory.
     const STAGED_BYTES: usize = 4 * (SHORT_SEQUENCE - BLOCK);
     [("dma_select_prefix", 0), (NAME, STAGED_BYTES)].map(|(name, shared_bytes)| {

@@ -219,7 +219,7 @@ const JOIN: &str = "mla_join_token";
 const VALUE_ROWS: usize = 16;
 
 /// The kernel that appends a token to the cache and multiplies its queries by `W_UK`.
-pub(crate) fn mla_join_token_kernel(head_dim: usize, rope_dim: usize, normed: bool) -> SourceKernel {
+fn mla_join_token_kernel(head_dim: usize, rope_dim: usize, normed: bool) -> SourceKernel {
     SourceKernel::new(JOIN)
         .define("HEAD_DIM", head_dim)
         .define("ROPE_DIM", rope_dim)
@@ -229,16 +229,11 @@ pub(crate) fn mla_join_token_kernel(head_dim: usize, rope_dim: usize, normed: bo
 }
 
 /// The kernel that multiplies the attended latents by `W_UV`.
-pub(crate) const MLA_VALUES: SourceKernel = SourceKernel::new("mla_values").threads(256).starts_early();
+const MLA_VALUES: SourceKernel = SourceKernel::new("mla_values").threads(256).starts_early();
 
 /// The specialisation for widths of keys and values, with factors of keys or without, on a device with
 /// `max_shared_bytes` of shared memory a block.
-pub(crate) fn mla_decode_kernel(
-    width: usize,
-    rank: usize,
-    has_key_scale: bool,
-    max_shared_bytes: usize,
-) -> SourceKernel {
+fn mla_decode_kernel(width: usize, rank: usize, has_key_scale: bool, max_shared_bytes: usize) -> SourceKernel {
     let fits = |num_warps: &usize| shared_bytes(width, *num_warps) <= max_shared_bytes;
     let num_warps = [4, 2].into_iter().find(fits).unwrap_or(2);
     SourceKernel::new(NAME)
@@ -252,7 +247,7 @@ pub(crate) fn mla_decode_kernel(
 }
 
 /// The kernel that joins the splits' partial results.
-pub(crate) fn mla_decode_join_kernel(rank: usize) -> SourceKernel {
+fn mla_decode_join_kernel(rank: usize) -> SourceKernel {
     SourceKernel::new("mla_decode_join").define("VALUE_DIM", rank).threads(256).starts_early()
 }
 

@@ -260,7 +260,7 @@ impl MlaPack<'_> {
 }
 
 /// The forward and the backward specialisation; `norm_dim` is 0 without norms.
-pub(crate) fn mla_pack_kernels(head_dim: usize, rope_dim: usize, norm_dim: usize) -> [SourceKernel; 2] {
+fn mla_pack_kernels(head_dim: usize, rope_dim: usize, norm_dim: usize) -> [SourceKernel; 2] {
     [FORWARD, BACKWARD].map(|name| {
         SourceKernel::new(name)
             .define("CONTENT_DIM", head_dim)

@@ -164,14 +164,14 @@ fn backward(
 }
 
 /// The kernel that gathers the tokens of each block, or takes their mean.
-pub(super) fn nsa_blocks_kernel(is_mean: bool) -> SourceKernel {
+fn nsa_blocks_kernel(is_mean: bool) -> SourceKernel {
     SourceKernel::new(NAME).define("MEAN", u8::from(is_mean)).threads(256)
 }
 
 /// The gradient kernel for keys and values.
-pub(super) fn nsa_blocks_backward_kernel(is_mean: bool) -> SourceKernel {
+fn nsa_blocks_backward_kernel(is_mean: bool) -> SourceKernel {
     SourceKernel::new("nsa_blocks_backward").define("MEAN", u8::from(is_mean)).threads(128)
 }
 
 /// The gradient kernel for position embeddings, which writes partial sums.
-pub(super) const NSA_POSITIONS_BACKWARD: SourceKernel = SourceKernel::new("nsa_positions_backward").threads(128);
+const NSA_POSITIONS_BACKWARD: SourceKernel = SourceKernel::new("nsa_positions_backward").threads(128);

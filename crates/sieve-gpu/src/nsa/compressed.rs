@@ -202,9 +202,9 @@ impl Qkv {
 /// The kernel between compressed blocks and the positions of their last tokens. Without `take` it copies compressed
 /// keys and values to these positions, and with `sums` clears the gradient sums there; with `take` it copies gradients
 /// back.
-pub(super) fn nsa_place_kernel(take: bool, sums: bool) -> SourceKernel {
+fn nsa_place_kernel(take: bool, sums: bool) -> SourceKernel {
     SourceKernel::new("nsa_place").define("TAKE", u8::from(take)).define("SUMS", u8::from(sums)).threads(128)
 }
 
 /// The kernel that builds the compressed branch's key lists.
-pub(super) const NSA_COMPRESSED_LISTS: SourceKernel = SourceKernel::new("nsa_compressed_lists").threads(256);
+const NSA_COMPRESSED_LISTS: SourceKernel = SourceKernel::new("nsa_compressed_lists").threads(256);

@@ -323,7 +323,7 @@ pub fn require_chosen_decode(choice: BlockChoice, head_dims: [usize; 2], group_s
 }
 
 /// The kernel that scores pooled keys, for `group_size` query heads per KV head.
-pub(super) fn pooled_scores_kernel(head_dim: usize, group_size: usize) -> SourceKernel {
+fn pooled_scores_kernel(head_dim: usize, group_size: usize) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("HEAD_DIM", head_dim)
         .threads(256)
@@ -332,11 +332,11 @@ pub(super) fn pooled_scores_kernel(head_dim: usize, group_size: usize) -> Source
 }
 
 /// The kernel that scores blocks by pooled keys.
-pub(super) fn block_scores_kernel(rule: ChoiceRule) -> SourceKernel {
+fn block_scores_kernel(rule: ChoiceRule) -> SourceKernel {
     SourceKernel::new("block_scores").define("RULE", rule_number(rule)).threads(512).starts_early()
 }
 
 /// The kernel that appends a token to the compressed branch and compresses a block by an MLP or by its mean.
-pub(super) fn nsa_compress_token_kernel(mlp: bool) -> SourceKernel {
+fn nsa_compress_token_kernel(mlp: bool) -> SourceKernel {
     SourceKernel::new(COMPRESS).define("MLP", u8::from(mlp)).threads(512).starts_early()
 }

@@ -122,7 +122,7 @@ fn sum_rows(values: &CudaTensor, width: usize) -> Result<CudaTensor, KernelError
 }
 
 /// The kernel of the forward pass.
-pub(super) const NSA_GATES: SourceKernel = SourceKernel::new(NAME).threads(256);
+const NSA_GATES: SourceKernel = SourceKernel::new(NAME).threads(256);
 
 /// The kernel of the backward pass.
-pub(super) const NSA_GATES_BACKWARD: SourceKernel = SourceKernel::new("nsa_gates_backward").threads(256);
+const NSA_GATES_BACKWARD: SourceKernel = SourceKernel::new("nsa_gates_backward").threads(256);

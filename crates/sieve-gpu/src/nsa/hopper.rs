@@ -13,9 +13,8 @@
 //! | the gradient of an indexer's loss | `hopper_index_gradient.cu` |
 //! | everything else | the portable kernels |
 use super::choose::rule_number;
-use super::selected::{BLOCK_KEYS, Joined, nsa_selected_combine_kernel};
+use super::selected::BLOCK_KEYS;
 use crate::attention::{AttentionShape, KernelFamily, KeySource};
-use crate::dma::{ConvertedSums, dma_attention_backward_convert_kernel};
 use crate::runtime::{CudaTensor, SourceKernel, SumOrder};
 use sieve_core::{BlockChoice, ChoiceRule};
 
@@ -108,24 +107,6 @@ fn selected(name: &'static str, head_dim: usize, stages: usize, [consumer, produ
         .threads(384)
 }
 
-/// Every kernel of this family for a head width.
-pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 11] {
-    [
-        nsa_importance_kernel(head_dim, ChoiceRule::WeightedProbability),
-        nsa_importance_kernel(head_dim, ChoiceRule::LargestProbability),
-        nsa_importance_kernel(head_dim, ChoiceRule::LargestScore),
-        index_lse_kernel(head_dim),
-        nsa_selected_combine_kernel(head_dim, Joined::LogSumExp),
-        index_gradient_kernel(head_dim, SumOrder::Any),
-        index_gradient_kernel(head_dim, SumOrder::Fixed),
-        // In a fixed order each KV head has its own sums of the indexer's key, which this kernel adds up.
-        dma_attention_backward_convert_kernel(head_dim, ConvertedSums::Joined),
-        selected_forward_kernel(head_dim),
-        selected_backward_kernel(head_dim, SumOrder::Any),
-        selected_backward_kernel(head_dim, SumOrder::Fixed),
-    ]
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -133,13 +114,8 @@ mod tests {
     use sieve_core::model::test_shapes::msa;
 
     #[test]
-    fn every_kernel_fits_a_hopper_block() {
+    fn two_blocks_that_score_importance_share_a_multiprocessor() {
         for head_dim in [64, 128] {
-            for kernel in nsa_hopper_kernels(head_dim) {
-                let bytes = kernel.dynamic_shared_bytes();
-                assert!(bytes <= 227 * 1024, "{} {bytes}", kernel.name());
-            }
-            // Two blocks of threads share a multiprocessor.
             let importance = nsa_importance_kernel(head_dim, ChoiceRule::LargestProbability).dynamic_shared_bytes();
             assert!(2 * (importance + 1024) <= 228 * 1024);
         }

@@ -111,12 +111,12 @@ fn cells_with_room(num_cells: usize, shared_bytes: usize) -> usize {
 
 /// The kernel that counts the choices of each cell, for rows of `num_cells` cells, on a device whose thread blocks have
 /// at most `shared_bytes` of shared memory.
-pub(super) fn nsa_list_counts_kernel(num_cells: usize, shared_bytes: usize) -> SourceKernel {
+fn nsa_list_counts_kernel(num_cells: usize, shared_bytes: usize) -> SourceKernel {
     SourceKernel::new("nsa_list_counts").threads(256).shared_bytes(cells_with_room(num_cells, shared_bytes) * 4)
 }
 
 /// The kernel that builds the lists, with the same arguments.
-pub(super) fn nsa_lists_kernel(num_cells: usize, shared_bytes: usize) -> SourceKernel {
+fn nsa_lists_kernel(num_cells: usize, shared_bytes: usize) -> SourceKernel {
     SourceKernel::new("nsa_lists").threads(512).shared_bytes(cells_with_room(num_cells, shared_bytes) * CELL_BYTES)
 }
 

@@ -304,7 +304,7 @@ impl AttentionGradients<'_> {
 }
 
 /// The forward kernel for a head width. Its shared memory holds a block's keys and values and two tiles of rows.
-pub(super) fn nsa_selected_attention_forward_kernel(head_dim: usize) -> SourceKernel {
+fn nsa_selected_attention_forward_kernel(head_dim: usize) -> SourceKernel {
     SourceKernel::new("nsa_selected_attention_forward")
         .define("HEAD_DIM", head_dim)
         .threads(128)
@@ -312,7 +312,7 @@ pub(super) fn nsa_selected_attention_forward_kernel(head_dim: usize) -> SourceKe
 }
 
 /// The specialisation for a head width. Its steps have so few rows that two thread blocks fit on a multiprocessor.
-pub(super) fn nsa_selected_attention_backward_kernel(head_dim: usize) -> SourceKernel {
+fn nsa_selected_attention_backward_kernel(head_dim: usize) -> SourceKernel {
     let rows = if head_dim > 64 { 32 } else { 64 };
     // K, V and two steps of q and d_o; P and two steps of dS; statistics of queries, entries of keys, the work item,
     // and the query and head of each row.
@@ -332,7 +332,7 @@ pub(super) fn nsa_selected_attention_backward_kernel(head_dim: usize) -> SourceK
 }
 
 /// The kernel that joins the partial results of each query.
-pub(super) fn nsa_selected_combine_kernel(head_dim: usize, joined: Joined) -> SourceKernel {
+fn nsa_selected_combine_kernel(head_dim: usize, joined: Joined) -> SourceKernel {
     let kernel = SourceKernel::new("nsa_selected_combine")
         .define("HEAD_DIM", head_dim)
         .define("GRADIENT", u8::from(matches!(joined, Joined::QueryGradient)))

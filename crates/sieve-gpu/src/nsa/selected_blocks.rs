@@ -151,7 +151,7 @@ fn words(seq_len: usize, block: usize) -> usize {
 }
 
 /// The kernel with or without counts, for warps of `num_words` words.
-pub(super) fn selected_blocks_kernel(has_counts: bool, num_words: usize) -> SourceKernel {
+fn selected_blocks_kernel(has_counts: bool, num_words: usize) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("COUNTS", u8::from(has_counts))
         .threads(32 * WARPS)
@@ -159,7 +159,7 @@ pub(super) fn selected_blocks_kernel(has_counts: bool, num_words: usize) -> Sour
 }
 
 /// The kernel that sums the attention on each block, with or without counts.
-pub(super) fn selected_block_sums_kernel(has_counts: bool) -> SourceKernel {
+fn selected_block_sums_kernel(has_counts: bool) -> SourceKernel {
     SourceKernel::new("selected_block_sums").define("COUNTS", u8::from(has_counts)).threads(32 * WARPS)
 }
 

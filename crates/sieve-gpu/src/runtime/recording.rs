@@ -40,6 +40,26 @@ impl Hardware {
     pub const HOPPER: Self =
         Self { compute_capability: (9, 0), num_multiprocessors: 132, max_shared_bytes: 227 << 10, ..Self::AMPERE };
 
+    /// An RTX 5090: a GPU of the least shared memory, which takes the smallest tilings.
+    pub(crate) const SMALLEST: Self =
+        Self { compute_capability: (12, 0), num_multiprocessors: 170, max_shared_bytes: 99 << 10, ..Self::AMPERE };
+
+    /// The usual GPU of an architecture that kernels are compiled ahead of time for; `None` for any other architecture.
+    /// Their multiprocessors are those of an A100, RTX 3090, L40S, H100, B200 and RTX 5090.
+    pub fn of_arch(arch: &str) -> Option<Self> {
+        let (compute_capability, num_multiprocessors, shared_kib) = match arch {
+            "sm_80" => return Some(Self::AMPERE),
+            "sm_86" => ((8, 6), 82, 99),
+            "sm_89" => ((8, 9), 142, 99),
+            "sm_90a" => return Some(Self::HOPPER),
+            "sm_100a" => ((10, 0), 148, 227),
+            "sm_120a" => return Some(Self::SMALLEST),
+            _ => return None,
+        };
+        let max_shared_bytes = shared_kib << 10;
+        Some(Self { compute_capability, num_multiprocessors, max_shared_bytes, ..Self::AMPERE })
+    }
+
     /// The architecture's name for compilers: `sm_80`, `sm_90a`. The `a` permits instructions of that one alone.
     pub fn arch(&self) -> String {
         let (major, minor) = self.compute_capability;

@@ -3,8 +3,8 @@
 use super::lines::ProbeSums;
 use super::{Amount, Call, LongChoice};
 use crate::KernelError;
-use crate::attention::{DecodeScratch, DecodeTiling, Qkv};
-use crate::dma::{DmaSlots, dma_decode_kernel, slots_decode};
+use crate::attention::{DecodeScratch, Qkv};
+use crate::dma::{DmaSlots, slots_decode};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
 use crate::step::empty_zero;
 use sieve_core::{HeavyKeys, KeepBlocks};
@@ -235,12 +235,3 @@ fn received_attention_kernel(head_dim: usize) -> SourceKernel {
 const SELECT_SMOOTH: SourceKernel = SourceKernel::new("select_smooth").threads(TOKENS_AT_ONCE);
 const SELECT_GATHER: SourceKernel = SourceKernel::new("select_gather").threads(TOKENS_AT_ONCE);
 const SLOT_LOGITS: SourceKernel = SourceKernel::new("slot_logits").threads(256);
-
-pub(super) fn heavy_kernels(head_dim: usize, max_shared_bytes: usize) -> Vec<SourceKernel> {
-    let (tiling, bias) = (DecodeTiling::new([head_dim; 2], max_shared_bytes), None);
-    let mut kernels = vec![SELECT_SMOOTH, SELECT_GATHER, SLOT_LOGITS, dma_decode_kernel(tiling, bias)];
-    if head_dim <= WIDEST_RECEIVING {
-        kernels.push(received_attention_kernel(head_dim));
-    }
-    kernels
-}

@@ -266,7 +266,3 @@ const SELECT_PROBE_SUMS: SourceKernel = SourceKernel::new("select_probe_sums").t
 const SELECT_SLASHES: SourceKernel = SourceKernel::new("select_slashes").threads(128);
 const SELECT_PATTERNS: SourceKernel = SourceKernel::new("select_patterns").threads(256);
 const SELECT_SOFTMAX: SourceKernel = SourceKernel::new("select_softmax").threads(128);
-
-pub(super) fn lines_kernels() -> [SourceKernel; 5] {
-    [SELECT_PROBE_ROWS, SELECT_PROBE_SUMS, SELECT_SLASHES, SELECT_PATTERNS, SELECT_SOFTMAX]
-}

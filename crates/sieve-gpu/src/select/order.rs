@@ -136,7 +136,3 @@ impl Call<'_> {
 
 const SELECT_NORMS: SourceKernel = SourceKernel::new("select_norms").threads(128);
 const SELECT_ORDER: SourceKernel = SourceKernel::new("select_order").threads(MOST_IN_SEGMENT);
-
-pub(super) fn order_kernels() -> [SourceKernel; 2] {
-    [SELECT_NORMS, SELECT_ORDER]
-}

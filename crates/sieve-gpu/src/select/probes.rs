@@ -176,7 +176,3 @@ const SELECT_GATE: SourceKernel = SourceKernel::new("select_gate").threads(64);
 const SELECT_VOTES: SourceKernel = SourceKernel::new("select_votes").threads(128);
 const PROBE_MASK: SourceKernel = SourceKernel::new("probe_mask").threads(128);
 const PROBE_CORRECT: SourceKernel = SourceKernel::new("probe_correct").threads(128);
-
-pub(super) fn probe_kernels() -> [SourceKernel; 4] {
-    [SELECT_GATE, SELECT_VOTES, PROBE_MASK, PROBE_CORRECT]
-}

@@ -141,7 +141,7 @@ impl KvCache {
     }
 }
 
-pub(super) const SELECT_PAGES: SourceKernel = SourceKernel::new(NAME).threads(32 * PAGES_AT_ONCE).starts_early();
+const SELECT_PAGES: SourceKernel = SourceKernel::new(NAME).threads(32 * PAGES_AT_ONCE).starts_early();
 
 #[cfg(test)]
 mod tests {

@@ -1,28 +1,10 @@
 //! The kernels of each part of attention, and of all parts of a model's attention.
 use super::NeededKernels;
-use crate::attention::{
-    AttentionShape, BackwardTiling, DecodeForm, DecodeTiling, HopperTiling, KernelFamily, KeySource, QueryPass,
-    QueryTiling, SparseKeyReads, attention_backward_convert_added_kernel, attention_backward_convert_kernel,
-    attention_backward_join_kernel, attention_backward_prepare_kernel, attention_decode_kernel,
-    attention_sinks_kernels, bias_base_kernel, by_tile_lists, has_hopper_form, head_by_head,
-    hopper_attention_backward_prepare_kernel, hopper_backward_kernel, hopper_sparse_attention_forward_kernel, sharing,
-    sparse_attention_backward_query_kernel, sparse_attention_forward_kernel, sparse_attention_tiling,
-    sparse_backward_query_tiling,
-};
-use crate::dma::{
-    ConvertedSums, DMA_LAST_KEPT, ScoreBias, dma_attention_backward_convert_kernel, dma_backward_lists_kernel,
-    dma_border_keys_kernels, dma_decode_kernel, dma_lists_kernel, dma_lists_prefix_kernel, dma_scores_backward_kernel,
-    dma_scores_kernel, dma_select_kernels, with_whole_keys,
-};
-use crate::mla::{MLA_VALUES, mla_decode_join_kernel, mla_decode_kernel, mla_join_token_kernel, mla_pack_kernels};
-use crate::nsa::{chosen_decode_kernels, nsa_hopper_kernels, nsa_kernels};
-use crate::runtime::{SourceKernel, SumOrder};
-use crate::select::{select_blocks_kernels, select_cells_kernels};
-use crate::step::{COLUMN_SUMS, FILL_ZERO};
-
-/// Keys of a block that probes score in the shipped kernels: MOMO's default. Kernels of other sizes are compiled when
-/// they are first launched.
-const PROBED_BLOCK: usize = 64;
+use super::calls::{Calls, blocks, dense, dma, masked};
+use crate::KernelError;
+use crate::attention::AttentionShape;
+use crate::dma::ScoreBias;
+use crate::runtime::{DType, Hardware, SumOrder};
 
 /// The properties of a model's attention that decide which kernels it launches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +28,8 @@ pub enum NeededKeys {
     Chosen(ScoreBias),
     /// DMA in rows where every key is kept: consecutive keys with a bias.
     AllBiased,
-    /// NSA's compressed and selected branches. Its window branch takes [`Neighbours`](Self::Neighbours).
+    /// NSA's compressed and selected branches, and other choices of blocks. NSA's window branch takes
+    /// [`Neighbours`](Self::Neighbours).
     Blocks,
 }
 
@@ -54,353 +37,113 @@ impl AttentionNeeds {
     /// All specialisations that a model with this attention launches in training and decoding on a device of `arch`.
     /// For Hopper these are the kernels of both families. Empty for unsupported architectures.
     pub fn kernels(&self, arch: &str) -> NeededKernels {
-        let mut list = NeededKernels::default();
-        let Some(shared_bytes) = NeededKernels::shared_bytes_of(arch) else {
-            return list;
-        };
-        let source = key_source(self.keys);
-        let mut parts = vec![Part::Choose, Part::Forward, Part::Around, Part::Gradients(self.order), Part::Decode];
-        if source != KeySource::Dense {
-            parts.push(Part::RowSums);
-        }
-        if self.order == SumOrder::Any {
-            parts.push(Part::ConvertDq);
+        let mut parts = vec![Part::Choose, Part::Training(self.order)];
+        // Latent attention, whose values are narrower, decodes over latents.
+        if self.shape.head_dim == self.shape.head_dim_v {
+            parts.push(Part::Decode);
         }
         if self.has_sinks {
             parts.push(Part::Sinks);
         }
-        for &part in &parts {
-            portable(&mut list, self, part, shared_bytes);
-        }
-        if arch == "sm_90a" && has_hopper_form(&self.shape, source) {
-            for &part in &parts {
-                hopper(&mut list, self, part);
-            }
-        }
-        list
+        self.parts(arch, &parts)
     }
 
     /// The kernels that decoding alone launches.
     pub fn decoding(&self, arch: &str) -> NeededKernels {
-        let mut list = NeededKernels::default();
-        if let Some(shared_bytes) = NeededKernels::shared_bytes_of(arch) {
-            portable(&mut list, self, Part::Decode, shared_bytes);
-            if self.has_sinks {
-                portable(&mut list, self, Part::Sinks, shared_bytes);
-            }
+        match self.has_sinks {
+            true => self.parts(arch, &[Part::Decode, Part::Sinks]),
+            false => self.parts(arch, &[Part::Decode]),
         }
-        list
     }
+
+    /// Why a pass of training has no kernel on a device of `arch`; `None` if all have one.
+    pub fn gap(&self, arch: &str) -> Option<KernelError> {
+        self.parts(arch, &[Part::Training(self.order)]).refused.into_iter().next()
+    }
+
+    fn parts(&self, arch: &str, parts: &[Part]) -> NeededKernels {
+        let mut needed = NeededKernels::default();
+        if Hardware::of_arch(arch).is_none() {
+            return needed;
+        }
+        for mut calls in Calls::of_each_family(arch) {
+            parts.iter().for_each(|&part| self.call(&mut calls, part));
+            needed.extend(calls.into_needed());
+        }
+        needed
+    }
+
+    /// Makes the calls of a part.
+    pub(super) fn call(&self, calls: &mut Calls, part: Part) {
+        let Self { shape, keys, .. } = self;
+        match (part, *keys) {
+            (Part::Choose, NeededKeys::Chosen(_)) => {
+                let slopes = [];
+                dma::scores(calls, shape, &slopes);
+                dma::choice(calls, shape);
+            }
+            // Blocks are chosen between forward passes.
+            (Part::Choose, NeededKeys::Neighbours | NeededKeys::AllBiased | NeededKeys::Blocks) => {}
+            (Part::Forward, NeededKeys::Neighbours) => dense::forward(calls, shape),
+            (Part::Forward, NeededKeys::Chosen(_)) => dma::forward(calls, shape),
+            // These have no forward pass that is called alone.
+            (Part::Forward, NeededKeys::AllBiased | NeededKeys::Blocks) => {}
+            (Part::Training(sums), NeededKeys::Neighbours) => dense::training(calls, shape, sums),
+            (Part::Training(sums), NeededKeys::AllBiased) => dense::biased_training(calls, shape, sums),
+            (Part::Training(sums), NeededKeys::Chosen(_)) => dma::training(calls, shape, sums),
+            (Part::Training(sums), NeededKeys::Blocks) => blocks::training(calls, shape, sums),
+            (Part::Decode, NeededKeys::Neighbours) => {
+                let has_sinks = false;
+                dense::decoding(calls, shape, has_sinks);
+            }
+            (Part::Decode, NeededKeys::Chosen(bias)) => dma::decoding(calls, shape, bias),
+            (Part::Decode, NeededKeys::Blocks) => blocks::decoding(calls, shape),
+            (Part::Decode, NeededKeys::AllBiased) => {}
+            (Part::Sinks, _) => {
+                let has_sinks = true;
+                dense::sinks(calls, shape.head_dim_v, DType::BF16);
+                dense::decoding(calls, shape, has_sinks);
+            }
+            (Part::Masked, _) => masked::attention(calls, shape, &[PROBED_BLOCK]),
+            (Part::MaskedTraining(sums), _) => masked::training(calls, shape, sums),
+        }
+    }
+}
+
+/// Keys of a block that probes score in the shipped kernels: MOMO's default. Kernels of other sizes are compiled when
+/// they are first launched.
+const PROBED_BLOCK: usize = 64;
+
+/// A part of attention whose launch wrappers are called together.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Part {
+    /// Scores of keys, the choice of keys, and the scores' gradient.
+    Choose,
+    /// Forward passes.
+    Forward,
+    /// Forward and backward passes in an order of sums, and everything between them.
+    Training(SumOrder),
+    /// Attention of new tokens.
+    Decode,
+    /// Sinks: joined to the output, their gradient, and decoding with them.
+    Sinks,
+    /// Selections, attention under their masks, and decoding under selectors.
+    Masked,
+    /// Forward and backward passes under a mask of tiles.
+    MaskedTraining(SumOrder),
 }
 
 impl NeededKernels {
     /// Most shared memory of a thread block on an architecture, in bytes; `None` for unsupported architectures.
     pub fn shared_bytes_of(arch: &str) -> Option<usize> {
-        let kib = match arch {
-            "sm_80" => 163,
-            "sm_86" | "sm_89" | "sm_120a" => 99,
-            "sm_90a" | "sm_100a" => 227,
-            _ => return None,
-        };
-        Some(kib * 1024)
-    }
-
-    /// The kernel that ranks DMA's keys with these slopes, one for each KV head.
-    pub fn dma_ranks(head_dim: usize, slopes: &[f32]) -> SourceKernel {
-        dma_scores_kernel(slopes.len(), head_dim, slopes)
-    }
-
-    /// The packing kernels of latent attention, forward and backward: heads of `head_dim` columns and `rope_dim`
-    /// rotated columns, with norms over `norm_dim` columns, or without norms where `norm_dim` is 0.
-    pub fn mla_pack(head_dim: usize, rope_dim: usize, norm_dim: usize) -> [SourceKernel; 2] {
-        mla_pack_kernels(head_dim, rope_dim, norm_dim)
-    }
-
-    /// The decoding kernels for latents of `rank` columns and `rope_dim` rotated columns. Keys have norms unless
-    /// `norm_dim` is 0.
-    pub fn mla_decode(rank: usize, rope_dim: usize, norm_dim: usize, shared_bytes: usize) -> [SourceKernel; 3] {
-        let decode = mla_decode_kernel(rank + rope_dim, rank, norm_dim > 0, shared_bytes);
-        [decode.clone().define("LENGTHS", 1), decode, mla_decode_join_kernel(rank)]
-    }
-
-    /// The kernels that a captured decoding step launches beside the kernels of [`mla_decode`](Self::mla_decode), for
-    /// heads of `head_dim` columns and `rope_dim` rotated columns.
-    pub fn mla_token(head_dim: usize, rope_dim: usize, norm_dim: usize) -> [SourceKernel; 2] {
-        [mla_join_token_kernel(head_dim, rope_dim, norm_dim > 0), MLA_VALUES]
-    }
-}
-
-fn key_source(keys: NeededKeys) -> KeySource {
-    match keys {
-        NeededKeys::Neighbours => KeySource::Dense,
-        NeededKeys::AllBiased => KeySource::Biased,
-        NeededKeys::Chosen(_) | NeededKeys::Blocks => KeySource::Gathered,
-    }
-}
-
-/// A part of attention that launches kernels of its own.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Part {
-    /// The choice of keys, and the gradient of the scores by which keys are chosen.
-    Choose,
-    /// The forward pass: output and log-sum-exp.
-    Forward,
-    /// Output and log-sum-exp under a selector's mask, and the selection.
-    Masked,
-    /// Launches around the backward pass: row statistics before it, conversion of dk and dv of key lists after it.
-    Around,
-    /// Row sums P dP, which the backward pass with a bias needs.
-    RowSums,
-    /// dq, dk, dv and the bias's gradient.
-    Gradients(SumOrder),
-    /// dq, dk and dv under a mask of tiles.
-    MaskedGradients(SumOrder),
-    /// Conversion of the f32 sums of dq, which a pass in any order has.
-    ConvertDq,
-    /// Attention of one new query, and the merge of its splits.
-    Decode,
-    /// Sinks: joined to the output, their gradient, and decoding with them.
-    Sinks,
-}
-
-/// Adds the portable kernels of one part of attention.
-pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: Part, shared_bytes: usize) {
-    let AttentionShape { head_dim, head_dim_v, num_kv_heads, .. } = needs.shape;
-    let (shape, source) = (&needs.shape, key_source(needs.keys));
-    let query = |op, pass| {
-        let tiling = QueryTiling::choose(op, pass, shape, source, shared_bytes);
-        tiling.map(|tiling| tiling.kernel(shape, source))
-    };
-    match part {
-        Part::Choose => match needs.keys {
-            NeededKeys::Chosen(_) => {
-                list.extend_kernels(dma_select_kernels());
-                list.extend_kernels(dma_border_keys_kernels());
-                list.extend_kernels([
-                    dma_lists_kernel(),
-                    dma_lists_prefix_kernel(),
-                    DMA_LAST_KEPT,
-                    dma_scores_kernel(num_kv_heads, head_dim_v, &[]),
-                    dma_scores_backward_kernel(num_kv_heads),
-                ]);
-            }
-            NeededKeys::Blocks => {
-                list.extend_kernels(nsa_kernels(head_dim));
-                list.extend_kernels([COLUMN_SUMS]);
-            }
-            NeededKeys::Neighbours | NeededKeys::AllBiased => {}
-        },
-        Part::Forward => {
-            if source != KeySource::Dense {
-                list.extend_kernels([bias_base_kernel(source)]);
-            }
-            list.add(query("attention_forward", QueryPass::Output));
-        }
-        Part::Masked => {
-            let tiling = sparse_attention_tiling(shape, shared_bytes);
-            if let Ok(tiling) = &tiling {
-                list.extend_kernels([sparse_attention_forward_kernel(shape, tiling, PROBED_BLOCK)]);
-            }
-            list.add(tiling.map(|tiling| sparse_attention_forward_kernel(shape, &tiling, 0)));
-            list.extend_kernels(select_blocks_kernels(head_dim, shared_bytes));
-        }
-        Part::Around => {
-            list.extend_kernels([FILL_ZERO, attention_backward_prepare_kernel(head_dim_v)]);
-            if source == KeySource::Gathered {
-                let convert = |sums| [head_dim, head_dim_v].map(|dim| dma_attention_backward_convert_kernel(dim, sums));
-                list.extend_kernels(convert(ConvertedSums::All));
-                if has_whole_keys(needs, needs.order) {
-                    list.extend_kernels(convert(ConvertedSums::Marked));
-                    list.extend_kernels([dma_backward_lists_kernel([head_dim, head_dim_v])]);
-                }
-            }
-        }
-        Part::RowSums => list.add(query("attention_backward", QueryPass::RowSums)),
-        Part::Gradients(order) => {
-            let tiling = BackwardTiling::choose("attention_backward", shape, source, shared_bytes);
-            // In a fixed order a pass by query computes dq.
-            let with_dq = order == SumOrder::Any;
-            for set in BackwardTiling::launches(shape, with_dq) {
-                match tiling.clone().map(|tiling| tiling.kernel(shape, source, set, order)) {
-                    // Over key lists in a fixed order thread blocks never share a key tile.
-                    Ok(kernel) if source.is_gathered() && order == SumOrder::Fixed => list.extend_kernels([kernel]),
-                    Ok(kernel) => list.extend_kernels(forms(kernel, has_whole_keys(needs, order))),
-                    Err(error) => list.add(Err(error)),
-                }
-            }
-            if !source.is_gathered() {
-                list.extend_kernels([head_dim, head_dim_v].map(attention_backward_join_kernel));
-            }
-            if source == KeySource::Biased {
-                list.extend_kernels([COLUMN_SUMS]);
-            }
-            if order == SumOrder::Fixed {
-                list.add(query("attention_backward", QueryPass::Gradient));
-            }
-        }
-        Part::MaskedGradients(order) => {
-            let tiling = BackwardTiling::choose("attention_backward", shape, source, shared_bytes);
-            for set in BackwardTiling::launches(shape, order == SumOrder::Any) {
-                match tiling.clone().map(|tiling| tiling.kernel(shape, source, set, order)) {
-                    Ok(kernel) => list.extend_kernels(forms(kernel, false).map(by_tile_lists)),
-                    Err(error) => list.add(Err(error)),
-                }
-            }
-            if order == SumOrder::Fixed {
-                let tiling = sparse_backward_query_tiling(shape, shared_bytes);
-                list.add(tiling.map(|tiling| sparse_attention_backward_query_kernel(shape, &tiling)));
-            }
-        }
-        Part::ConvertDq => list.extend_kernels([attention_backward_convert_kernel(head_dim)]),
-        Part::Decode => match needs.keys {
-            NeededKeys::Neighbours => {
-                let tiling = DecodeTiling::new([head_dim, head_dim_v], shared_bytes);
-                let has_sinks = false;
-                list.extend_kernels(DecodeForm::PLAIN.map(|form| attention_decode_kernel(tiling, form, has_sinks)));
-                // Latent attention, whose heads of values are narrower, rotates in a kernel of its own.
-                if head_dim == head_dim_v {
-                    let rotated = [true, false].map(DecodeForm::rotated);
-                    list.extend_kernels(rotated.map(|form| attention_decode_kernel(tiling, form, has_sinks)));
-                }
-            }
-            NeededKeys::Chosen(bias) => {
-                let tiling = DecodeTiling::new([head_dim, head_dim_v], shared_bytes);
-                list.extend_kernels([dma_decode_kernel(tiling, Some(bias))])
-            }
-            NeededKeys::Blocks => list.extend_kernels(chosen_decode_kernels(head_dim)),
-            NeededKeys::AllBiased => {}
-        },
-        Part::Sinks => {
-            let are_bf16 = true;
-            list.extend_kernels(attention_sinks_kernels(head_dim_v, are_bf16));
-            list.extend_kernels([COLUMN_SUMS]);
-            let (tiling, has_sinks) = (DecodeTiling::new([head_dim, head_dim_v], shared_bytes), true);
-            let forms = DecodeForm::WITH_SINKS.into_iter().filter(|form| !form.rotates() || head_dim == head_dim_v);
-            list.extend_kernels(forms.map(|form| attention_decode_kernel(tiling, form, has_sinks)));
-        }
-    }
-}
-
-/// Whether one thread block for each key tile may write gradients of keys, summed in `order`
-/// (`dma_backward_lists.cu`).
-fn has_whole_keys(needs: &AttentionNeeds, order: SumOrder) -> bool {
-    matches!(needs.keys, NeededKeys::Chosen(_)) && order == SumOrder::Any
-}
-
-/// Both forms of a backward kernel: with one thread block for each key tile, and with several.
-fn forms(kernel: SourceKernel, has_whole_keys: bool) -> [SourceKernel; 2] {
-    let alone = kernel.clone();
-    let alone = if has_whole_keys { with_whole_keys(alone) } else { alone };
-    [alone, sharing(kernel)]
-}
-
-impl NeededKernels {
-    /// The kernels of selectors for heads of these widths: attention under their masks, attention of probes that also
-    /// scores blocks of `probed_blocks` keys, and dense attention.
-    pub fn sparse(head_dims: &[usize], probed_blocks: &[usize], shared_bytes: usize, is_hopper: bool) -> NeededKernels {
-        let mut list = NeededKernels::default();
-        for &head_dim in head_dims {
-            // Only the widths decide which kernels these are.
-            let shape = AttentionShape::new(1, 1, [1, 1], [head_dim, head_dim]);
-            let needs = AttentionNeeds { shape, keys: NeededKeys::Neighbours, order: SumOrder::Any, has_sinks: false };
-            portable(&mut list, &needs, Part::Masked, shared_bytes);
-            if let Ok(tiling) = sparse_attention_tiling(&shape, shared_bytes) {
-                let probes = |&block: &usize| sparse_attention_forward_kernel(&shape, &tiling, block);
-                list.extend_kernels(probed_blocks.iter().map(probes));
-            }
-            if is_hopper && has_hopper_form(&shape, KeySource::Dense) {
-                let (reads, tiles) = (SparseKeyReads::Tiles, [128, 128]);
-                let probes = |&block: &usize| hopper_sparse_attention_forward_kernel(&shape, reads, tiles, block);
-                list.extend_kernels(probed_blocks.iter().map(probes));
-                hopper(&mut list, &needs, Part::Masked);
-                hopper(&mut list, &needs, Part::Forward);
-            } else {
-                portable(&mut list, &needs, Part::Forward, shared_bytes);
-            }
-        }
-        list
-    }
-}
-
-impl NeededKernels {
-    /// The kernels of gradients under masks of tiles, for heads of these widths, in both orders of sums.
-    pub fn sparse_gradients(head_dims: &[usize], shared_bytes: usize, is_hopper: bool) -> NeededKernels {
-        let mut list = NeededKernels::default();
-        for &head_dim in head_dims {
-            let shape = AttentionShape::new(1, 1, [1, 1], [head_dim, head_dim]);
-            for order in [SumOrder::Any, SumOrder::Fixed] {
-                let needs = AttentionNeeds { shape, keys: NeededKeys::Neighbours, order, has_sinks: false };
-                for part in [Part::MaskedGradients(order), Part::Around, Part::ConvertDq] {
-                    portable(&mut list, &needs, part, shared_bytes);
-                    if is_hopper && has_hopper_form(&shape, KeySource::Dense) {
-                        hopper(&mut list, &needs, part);
-                    }
-                }
-            }
-            list.extend_kernels([attention_backward_join_kernel(head_dim)]);
-        }
-        list
-    }
-}
-
-/// Adds a part's kernels of the Hopper family, for shapes that have them.
-pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Part) {
-    let shape = &needs.shape;
-    let source = match needs.keys {
-        NeededKeys::Blocks => KeySource::GatheredUnbiased,
-        keys => key_source(keys),
-    };
-    let mut add_pass = |pass| list.extend_kernels([HopperTiling::new(pass, shape, source).kernel()]);
-    match part {
-        Part::Forward => {
-            add_pass(QueryPass::Output);
-            // With a bias, short rows store `o_low`; long rows recompute row sums instead.
-            if source.has_bias() {
-                add_pass(QueryPass::OutputAndOLow);
-            }
-        }
-        Part::Masked => {
-            use SparseKeyReads::{Keys, Tiles};
-            // How keys are read, the sizes of query and key tiles, and keys of a block of probes.
-            let forms = [
-                (Keys, [128, 128], 0),
-                (Tiles, [128, 128], 0),
-                (Tiles, [128, 128], PROBED_BLOCK),
-                (Tiles, [128, 64], 0),
-                (Tiles, [64, 64], 0),
-            ];
-            let attention = |(reads, tiles, block)| hopper_sparse_attention_forward_kernel(shape, reads, tiles, block);
-            list.extend_kernels(forms.map(attention));
-            list.extend_kernels(select_cells_kernels(shape.head_dim, KernelFamily::Hopper));
-        }
-        Part::Around if source.has_bias() => {
-            list.extend_kernels([hopper_attention_backward_prepare_kernel(shape.head_dim_v)]);
-        }
-        Part::RowSums if source.has_bias() => add_pass(QueryPass::RowSums),
-        Part::Choose if needs.keys == NeededKeys::Blocks => list.extend_kernels(nsa_hopper_kernels(shape.head_dim)),
-        Part::Gradients(order) => {
-            list.extend_kernels([attention_backward_convert_kernel(shape.head_dim)]);
-            let kernel = hopper_backward_kernel(shape, source, order);
-            if order == SumOrder::Fixed && source == KeySource::Dense {
-                list.extend_kernels(forms(kernel.clone(), false).map(head_by_head));
-            }
-            list.extend_kernels(forms(kernel, has_whole_keys(needs, order)));
-        }
-        Part::MaskedGradients(order) => {
-            let kernel = hopper_backward_kernel(shape, source, order);
-            list.extend_kernels(forms(kernel, false).map(by_tile_lists));
-            if order == SumOrder::Fixed {
-                list.extend_kernels([attention_backward_convert_added_kernel(shape.head_dim)]);
-            }
-        }
-        // Hopper devices run the portable kernels for these parts.
-        Part::Around | Part::RowSums | Part::Choose | Part::ConvertDq | Part::Decode | Part::Sinks => {}
+        Hardware::of_arch(arch).map(|hardware| hardware.max_shared_bytes)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::runtime::SourceKernel;
     use std::collections::BTreeSet;
 
     fn needs(width: usize, keys: NeededKeys, order: SumOrder) -> AttentionNeeds {

@@ -1,12 +1,13 @@
 //! The shipped specialisations: a table of the parts of attention that are compiled ahead of time for the usual widths.
-use super::NeededKernels;
-use super::attention::{AttentionNeeds, NeededKeys, Part, hopper, portable};
-use crate::attention::{AttentionShape, KernelFamily};
+use super::attention::{AttentionNeeds, NeededKeys, Part};
+use super::calls::{Calls, dma};
+use super::{NeededKernels, StepSizes};
+use crate::attention::AttentionShape;
 use crate::dma::ScoreBias;
-use crate::runtime::{SourceKernel, SumOrder};
-use KernelFamily::{Hopper, Portable};
+use crate::runtime::{KernelFamilies, SourceKernel, SumOrder};
+use KernelFamilies::{All, Portable};
 use NeededKeys::{AllBiased, Blocks, Neighbours};
-use Part::{Around, Choose, ConvertDq, Decode, Forward, Gradients, Masked, MaskedGradients, RowSums, Sinks};
+use Part::{Choose, Decode, Forward, Masked, MaskedTraining, Sinks, Training};
 use SumOrder::{Any, Fixed};
 
 /// Architectures that CI compiles for: A100, consumer Ampere, Ada, Hopper, data-centre and consumer Blackwell.
@@ -14,7 +15,7 @@ const ARCHITECTURES: [&str; 6] = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a"
 
 /// Widths of queries and keys, and of values.
 type Widths = &'static [(usize, usize)];
-const ALL: Widths = &[(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)];
+const EVERY: Widths = &[(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)];
 const TRAINED: Widths = &[(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)];
 const USUAL: Widths = &[(64, 64), (128, 128)];
 const WIDE: Widths = &[(128, 128)];
@@ -23,39 +24,52 @@ const OTHER: Widths = &[(32, 32), (96, 96)];
 /// In latent attention keys have a rotated part, and values do not.
 const LATENT: Widths = &[(192, 128)];
 
-/// Numbers of query heads and KV heads. Only DMA's scores depend on the numbers, all other kernels on their ratio.
+/// Numbers of query heads and KV heads. Only DMA's scores depend on the numbers; most other kernels depend on their
+/// ratio at most, and an indexer's gradient in a fixed order on whether there are several KV heads.
 type HeadCounts = &'static [(usize, usize)];
 const PAIRS: HeadCounts = &[(2, 1)];
 const SINGLE: HeadCounts = &[(1, 1)];
 const ONE_OR_TWO: HeadCounts = &[(1, 1), (2, 1)];
+const SEVERAL: HeadCounts = &[(2, 2), (4, 2)];
 const UP_TO_FOUR: HeadCounts = &[(1, 1), (2, 1), (4, 1)];
 const MODELS: HeadCounts = &[(8, 4), (16, 8)];
 
 const DMA: NeededKeys = NeededKeys::Chosen(ScoreBias::Exp);
 
-/// The shipped attention kernels: for each row of the table all its parts, at all its widths and numbers of heads.
-const SHIPPED: &[(KernelFamily, NeededKeys, Widths, HeadCounts, &[Part])] = &[
-    (Portable, Neighbours, ALL, PAIRS, &[Forward]),
-    (Portable, Neighbours, TRAINED, PAIRS, &[Gradients(Any)]),
-    (Portable, Neighbours, WIDE, PAIRS, &[Gradients(Fixed), Masked]),
-    (Portable, Neighbours, USUAL, PAIRS, &[Around, ConvertDq, Decode, Sinks]),
-    (Portable, Neighbours, USUAL, PAIRS, &[MaskedGradients(Any), MaskedGradients(Fixed)]),
-    (Portable, AllBiased, USUAL, PAIRS, &[Forward, RowSums, Gradients(Any)]),
+/// The shipped attention kernels: for each row of the table all its parts, at all its widths and numbers of heads, by
+/// the portable kernels alone or by Hopper's family.
+const SHIPPED: &[(KernelFamilies, NeededKeys, Widths, HeadCounts, &[Part])] = &[
+    (Portable, Neighbours, EVERY, PAIRS, &[Forward]),
+    (Portable, Neighbours, TRAINED, PAIRS, &[Training(Any)]),
+    (Portable, Neighbours, WIDE, PAIRS, &[Training(Fixed), Masked]),
+    (Portable, Neighbours, USUAL, PAIRS, &[Decode, Sinks, MaskedTraining(Any), MaskedTraining(Fixed)]),
+    (Portable, AllBiased, USUAL, PAIRS, &[Training(Any)]),
     (Portable, DMA, OTHER, PAIRS, &[Forward]),
     (Portable, DMA, USUAL, UP_TO_FOUR, &[Forward]),
-    (Portable, DMA, NARROW, PAIRS, &[Gradients(Any)]),
-    (Portable, DMA, USUAL, PAIRS, &[RowSums, Gradients(Any), Around, Decode]),
-    (Portable, DMA, WIDE, PAIRS, &[Gradients(Fixed)]),
+    (Portable, DMA, NARROW, PAIRS, &[Training(Any)]),
+    (Portable, DMA, USUAL, PAIRS, &[Training(Any), Decode]),
+    (Portable, DMA, WIDE, PAIRS, &[Training(Fixed)]),
     (Portable, DMA, WIDE, MODELS, &[Choose]),
-    (Portable, Blocks, USUAL, PAIRS, &[Choose, Gradients(Any)]),
-    (Hopper, Neighbours, LATENT, SINGLE, &[Forward, Gradients(Any), Gradients(Fixed)]),
-    (Hopper, Neighbours, USUAL, PAIRS, &[Forward, Gradients(Any), Gradients(Fixed), Masked]),
-    (Hopper, Neighbours, USUAL, PAIRS, &[MaskedGradients(Any), MaskedGradients(Fixed)]),
-    (Hopper, AllBiased, USUAL, PAIRS, &[Forward, RowSums, Gradients(Any), Gradients(Fixed), Around]),
-    (Hopper, DMA, USUAL, ONE_OR_TWO, &[Forward, RowSums, Gradients(Any), Gradients(Fixed)]),
-    (Hopper, Blocks, USUAL, ONE_OR_TWO, &[Forward]),
-    (Hopper, Blocks, USUAL, PAIRS, &[Choose, Gradients(Any)]),
+    (Portable, Blocks, USUAL, PAIRS, &[Training(Any), Decode]),
+    (All, Neighbours, LATENT, SINGLE, &[Training(Any), Training(Fixed)]),
+    (All, Neighbours, USUAL, PAIRS, &[Training(Any), Training(Fixed), Masked]),
+    (All, Neighbours, USUAL, PAIRS, &[MaskedTraining(Any), MaskedTraining(Fixed)]),
+    (All, AllBiased, USUAL, PAIRS, &[Training(Any), Training(Fixed)]),
+    (All, DMA, USUAL, ONE_OR_TWO, &[Training(Any), Training(Fixed)]),
+    (All, Blocks, USUAL, SEVERAL, &[Training(Any), Training(Fixed)]),
 ];
+
+/// Models whose norms have each number of warps a row, with heads of both usual widths.
+const STEPS: [StepSizes; 5] = [
+    StepSizes { d_model: 512, d_ff: 1536, rotated_head_dim: Some(64) },
+    StepSizes { d_model: 1024, d_ff: 3072, rotated_head_dim: Some(128) },
+    StepSizes { d_model: 2048, d_ff: 6144, rotated_head_dim: Some(128) },
+    StepSizes { d_model: 4096, d_ff: 12288, rotated_head_dim: Some(128) },
+    StepSizes { d_model: 5120, d_ff: 17408, rotated_head_dim: Some(128) },
+];
+
+/// Tokens that one launch of a GEMV decodes: 3 take the form for 4.
+const DECODED_AT_ONCE: [usize; 3] = [1, 2, 4];
 
 impl NeededKernels {
     /// Each shipped specialisation once, with the architectures whose tilings need it.
@@ -74,39 +88,35 @@ impl NeededKernels {
 
     /// The shipped specialisations with the tilings of an architecture; for an unknown one the smallest tilings.
     pub fn shipped_for(arch: &str) -> NeededKernels {
-        let shared_bytes = NeededKernels::shared_bytes_of(arch).unwrap_or(99 * 1024);
-        let mut list = NeededKernels::default();
-        list.extend_kernels(NeededKernels::step(arch));
+        let mut list = NeededKernels::step_of(arch, &STEPS, &DECODED_AT_ONCE);
         // Latent attention with norms of queries and keys, as in the recipes, and without.
-        let (head_dim, rope_dim) = (128, 64);
-        let norm_dim = head_dim + rope_dim;
-        for norm_dim in [norm_dim, 0] {
-            list.extend_kernels(NeededKernels::mla_pack(head_dim, rope_dim, norm_dim));
-            list.extend_kernels(NeededKernels::mla_token(head_dim, rope_dim, norm_dim));
+        let widths = [128, 64];
+        for has_norm in [true, false] {
+            list.extend(NeededKernels::mla_pack(arch, widths, has_norm));
+        }
+        // Latents of DeepSeek-V2 and of the 80M and 200M recipes; tokens of heads without norms once.
+        for (rank, has_norm) in [(192, true), (256, true), (512, true), (512, false)] {
+            list.extend(NeededKernels::mla_decode(arch, rank, widths, has_norm));
         }
         // Slopes depend on the recipe; the slopes of eight KV heads are compiled as an example.
         let slopes: [f32; 8] = std::array::from_fn(|head| 1.0 / (64 << head) as f32);
-        list.extend_kernels([NeededKernels::dma_ranks(head_dim, &slopes)]);
-        // Latents of DeepSeek-V2 and of the 80M and 200M recipes.
-        for rank in [192, 256, 512] {
-            list.extend_kernels(NeededKernels::mla_decode(rank, rope_dim, norm_dim, shared_bytes));
-        }
-        for &(family, keys, widths, heads, parts) in SHIPPED {
-            if family == Hopper && arch != "sm_90a" {
+        list.extend(NeededKernels::dma_ranks(arch, 128, &slopes));
+        for &(families, keys, widths, heads, parts) in SHIPPED {
+            if families == All && arch != "sm_90a" {
                 continue;
             }
+            let mut calls = Calls::on(arch, families);
             for &(head_dim, head_dim_v) in widths {
                 for &(num_heads, num_kv_heads) in heads {
                     let shape = AttentionShape::new(1, 1, [num_heads, num_kv_heads], [head_dim, head_dim_v]);
                     let needs = AttentionNeeds { shape, keys, order: Any, has_sinks: true };
-                    for &part in parts {
-                        match family {
-                            Portable => portable(&mut list, &needs, part, shared_bytes),
-                            Hopper => hopper(&mut list, &needs, part),
-                        }
+                    parts.iter().for_each(|&part| needs.call(&mut calls, part));
+                    if matches!(parts, [Choose]) {
+                        dma::scores_with_bias(&mut calls, &shape);
                     }
                 }
             }
+            list.extend(calls.into_needed());
         }
         list
     }
@@ -115,6 +125,7 @@ impl NeededKernels {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::runtime::KernelText;
     use std::collections::BTreeSet;
 
     #[test]
@@ -122,6 +133,15 @@ mod tests {
         let kernels = NeededKernels::shipped();
         let keys = kernels.iter().map(|(k, _)| k.code_key().expect("the file exists"));
         assert_eq!(keys.collect::<BTreeSet<u128>>().len(), kernels.len());
+    }
+
+    #[test]
+    fn every_kernel_is_launched_by_some_call() {
+        let shipped = NeededKernels::shipped();
+        let launched: BTreeSet<String> = shipped.iter().map(|(kernel, _)| format!("{}.cu", kernel.name())).collect();
+        let kernels = KernelText::files().filter(|file| file.ends_with(".cu"));
+        let missing: Vec<&str> = kernels.filter(|file| !launched.contains(*file)).collect();
+        assert_eq!(missing, [""; 0], "a call of its wrapper belongs to `step.rs` or `specialisations/calls`");
     }
 
     #[test]

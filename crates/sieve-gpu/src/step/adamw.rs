@@ -90,7 +90,7 @@ pub(crate) enum Master {
 }
 
 /// The AdamW kernel for a form of master weights.
-pub(crate) fn adamw_kernel(master: Master) -> SourceKernel {
+fn adamw_kernel(master: Master) -> SourceKernel {
     let kernel = SourceKernel::new(NAME).define("HAS_LEAF", (master != Master::Alone) as u8);
     match master {
         Master::Split => kernel.define("SPLIT_MASTER", 1),

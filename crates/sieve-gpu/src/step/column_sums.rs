@@ -31,4 +31,4 @@ pub(crate) fn column_sums<const N: usize>(
     Ok(outputs)
 }
 
-pub(crate) const COLUMN_SUMS: SourceKernel = SourceKernel::new(NAME).threads(1024);
+const COLUMN_SUMS: SourceKernel = SourceKernel::new(NAME).threads(1024);

@@ -64,7 +64,7 @@ pub fn cross_entropy(logits: &LogitRows, labels: &CudaTensor, losses: &CudaTenso
 }
 
 /// The specialisation for bf16 logits with their gradients, or for f32 logits.
-pub(crate) fn cross_entropy_kernel(has_gradient: bool) -> SourceKernel {
+fn cross_entropy_kernel(has_gradient: bool) -> SourceKernel {
     SourceKernel::new(NAME).define("GRADIENT", has_gradient as u8).threads(512)
 }
 

@@ -64,13 +64,13 @@ fn num_bits(vocab_size: usize) -> u32 {
 }
 
 /// The kernel that sums the tokens of each id inside a chunk.
-pub(crate) const EMBEDDING_BACKWARD: SourceKernel = SourceKernel::new(NAME).threads(256);
+const EMBEDDING_BACKWARD: SourceKernel = SourceKernel::new(NAME).threads(256);
 
 /// The kernel that sorts tokens by id.
-pub(crate) const EMBEDDING_ORDER: SourceKernel = SourceKernel::new(ORDER).threads(1024);
+const EMBEDDING_ORDER: SourceKernel = SourceKernel::new(ORDER).threads(1024);
 
 /// The kernel that joins the sums of ids whose tokens lie in several chunks.
-pub(crate) const EMBEDDING_CARRY: SourceKernel = SourceKernel::new(CARRY).threads(256);
+const EMBEDDING_CARRY: SourceKernel = SourceKernel::new(CARRY).threads(256);
 
 #[cfg(test)]
 mod tests {

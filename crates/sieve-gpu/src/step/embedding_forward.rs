@@ -27,4 +27,4 @@ pub fn embedding_forward(weight: &CudaTensor, ids: &CudaTensor) -> Result<CudaTe
     Ok(y)
 }
 
-pub(crate) const EMBEDDING_FORWARD: SourceKernel = SourceKernel::new(NAME).threads(256);
+const EMBEDDING_FORWARD: SourceKernel = SourceKernel::new(NAME).threads(256);

@@ -18,7 +18,7 @@ pub fn fill_zero(tensor: &CudaTensor) -> Result<(), KernelError> {
     unsafe { FILL_ZERO.launch([num_elements.div_ceil(1024), 1, 1], &[tensor], &params) }
 }
 
-pub(crate) const FILL_ZERO: SourceKernel = SourceKernel::new(NAME).threads(256);
+const FILL_ZERO: SourceKernel = SourceKernel::new(NAME).threads(256);
 
 /// A new f32 tensor of zeros on the device of `like`.
 pub(crate) fn empty_zero(like: &CudaTensor, shape: &[usize]) -> Result<CudaTensor, KernelError> {

@@ -104,10 +104,10 @@ pub(crate) fn with_amax(kernel: SourceKernel) -> SourceKernel {
 }
 
 /// The kernel that computes partial maxima of absolute values.
-pub(crate) const FP8_AMAX: SourceKernel = SourceKernel::new(AMAX).threads(256);
+const FP8_AMAX: SourceKernel = SourceKernel::new(AMAX).threads(256);
 
 /// The kernel that quantises to an fp8 format.
-pub(crate) fn fp8_quantise_kernel(format: Fp8Format) -> SourceKernel {
+fn fp8_quantise_kernel(format: Fp8Format) -> SourceKernel {
     SourceKernel::new(NAME).define("E5M2", (format == Fp8Format::E5m2) as u8).threads(256)
 }
 

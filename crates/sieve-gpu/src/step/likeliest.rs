@@ -25,4 +25,4 @@ pub fn likeliest(logits: &CudaTensor, num_tokens: usize) -> Result<CudaTensor, K
     Ok(ids)
 }
 
-pub(crate) const LIKELIEST: SourceKernel = SourceKernel::new(NAME).threads(1024);
+const LIKELIEST: SourceKernel = SourceKernel::new(NAME).threads(1024);

@@ -109,7 +109,7 @@ impl Form {
 
 /// The specialisation for an input (0: plain, 1: normed), an epilogue, a number of rows of x, and warps that share a
 /// row of w.
-pub(crate) fn matrix_vector_kernel(input: u8, output: Form, rows: usize, warps_per_row: usize) -> SourceKernel {
+fn matrix_vector_kernel(input: u8, output: Form, rows: usize, warps_per_row: usize) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("INPUT", input)
         .define("OUTPUT", u8::from(matches!(output, Form::SwiGlu)))

@@ -62,6 +62,6 @@ impl QkNormRope<'_> {
 }
 
 /// The specialisation for a head width and a way of output.
-pub(crate) fn qk_norm_rope_backward_kernel(head_dim: usize, reuse: Reuse) -> SourceKernel {
+fn qk_norm_rope_backward_kernel(head_dim: usize, reuse: Reuse) -> SourceKernel {
     SourceKernel::new(NAME).define("HEAD_DIM", head_dim).define("COPY_V", (reuse == Reuse::Copy) as u8).threads(256)
 }

@@ -117,12 +117,12 @@ fn grid(tokens: usize, rotated_heads: usize) -> [usize; 3] {
 }
 
 /// The specialisation for a head width without norms.
-pub(crate) fn rope_kernel(head_dim: usize) -> SourceKernel {
+fn rope_kernel(head_dim: usize) -> SourceKernel {
     qk_norm_rope_forward_kernel(head_dim).define("QK_NORM", 0)
 }
 
 /// The specialisation for a head width with norms.
-pub(crate) fn qk_norm_rope_forward_kernel(head_dim: usize) -> SourceKernel {
+fn qk_norm_rope_forward_kernel(head_dim: usize) -> SourceKernel {
     SourceKernel::new(NAME).define("HEAD_DIM", head_dim).threads(256).starts_early()
 }
 

@@ -26,6 +26,6 @@ pub fn residual_add(a: &CudaTensor, b: &CudaTensor) -> Result<CudaTensor, Kernel
 }
 
 /// The specialisation for a vector width, 1 or 8.
-pub(crate) fn residual_add_kernel(vector: usize) -> SourceKernel {
+fn residual_add_kernel(vector: usize) -> SourceKernel {
     SourceKernel::new(NAME).define("IS_BF16", 1).define("VECTOR", vector).threads(THREADS)
 }

@@ -98,7 +98,7 @@ pub(crate) enum NormResidual {
 }
 
 /// The specialisation for rows that `warps_per_row` warps share.
-pub(crate) fn rms_norm_backward_kernel(residual: NormResidual, warps_per_row: usize) -> SourceKernel {
+fn rms_norm_backward_kernel(residual: NormResidual, warps_per_row: usize) -> SourceKernel {
     let kernel = SourceKernel::new(NAME)
         .define("HAS_RESIDUAL", (residual != NormResidual::None) as u8)
         .define("WARPS_PER_ROW", warps_per_row)

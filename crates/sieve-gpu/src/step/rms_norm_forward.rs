@@ -33,7 +33,7 @@ pub fn rms_norm_forward(x: &CudaTensor, weight: &CudaTensor, epsilon: f32) -> Re
 }
 
 /// The specialisation for rows that `warps_per_row` warps share.
-pub(crate) fn rms_norm_forward_kernel(warps_per_row: usize) -> SourceKernel {
+fn rms_norm_forward_kernel(warps_per_row: usize) -> SourceKernel {
     SourceKernel::new(NAME).define("WARPS_PER_ROW", warps_per_row).threads(256)
 }
 

@@ -25,6 +25,6 @@ pub fn scale(x: &CudaTensor, factor: &CudaTensor) -> Result<(), KernelError> {
 }
 
 /// The specialisation for an element type and a vector width (1, or 16 bytes' worth).
-pub(crate) fn scale_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
+fn scale_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
     SourceKernel::new(NAME).define("IS_BF16", is_bf16 as u8).define("VECTOR", vector).threads(THREADS)
 }

@@ -62,7 +62,7 @@ pub(crate) enum Direction {
 }
 
 /// The kernel that converts in one direction.
-pub(crate) fn split_master_kernel(direction: Direction) -> SourceKernel {
+fn split_master_kernel(direction: Direction) -> SourceKernel {
     SourceKernel::new(NAME).define("JOIN", (direction == Direction::Join) as u8).threads(256)
 }
 

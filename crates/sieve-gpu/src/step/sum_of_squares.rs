@@ -95,12 +95,12 @@ impl FixedSum {
 }
 
 /// The specialisation for a term and an element type.
-pub(crate) fn sum_partials_kernel(term: Term, is_bf16: bool) -> SourceKernel {
+fn sum_partials_kernel(term: Term, is_bf16: bool) -> SourceKernel {
     SourceKernel::new(NAME).define("SQUARE", (term == Term::Square) as u8).define("IS_BF16", is_bf16 as u8).threads(256)
 }
 
 /// The specialisation for a sum or its root.
-pub(crate) fn finish_sum_kernel(root: bool) -> SourceKernel {
+fn finish_sum_kernel(root: bool) -> SourceKernel {
     SourceKernel::new(FINISH).define("ROOT", u8::from(root)).threads(1024)
 }
 

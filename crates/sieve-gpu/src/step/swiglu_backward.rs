@@ -85,11 +85,11 @@ fn output_at(x: &CudaTensor, what: &'static str, reuse: Reuse) -> Result<CudaTen
 }
 
 /// The specialisation for a vector width, 1 or 8.
-pub(crate) fn swiglu_backward_kernel(vector: usize) -> SourceKernel {
+fn swiglu_backward_kernel(vector: usize) -> SourceKernel {
     SourceKernel::new(NAME).define("IS_BF16", 1).define("VECTOR", vector).threads(THREADS)
 }
 
 /// The specialisation for a vector width that also recomputes the output.
-pub(crate) fn swiglu_backward_with_output_kernel(vector: usize) -> SourceKernel {
+fn swiglu_backward_with_output_kernel(vector: usize) -> SourceKernel {
     swiglu_backward_kernel(vector).define("HAS_OUTPUT", 1)
 }

@@ -52,7 +52,7 @@ fn launch(gate_up: &CudaTensor, amax: Option<&CudaTensor>) -> Result<CudaTensor,
 }
 
 /// The specialisation for a vector width, 1 or 8.
-pub(crate) fn swiglu_forward_kernel(vector: usize) -> SourceKernel {
+fn swiglu_forward_kernel(vector: usize) -> SourceKernel {
     SourceKernel::new(NAME).define("IS_BF16", 1).define("VECTOR", vector).threads(THREADS)
 }
 

@@ -1,0 +1,174 @@
+//! Attention over chosen blocks of keys: NSA's branches, the rules that choose blocks, blocks that a caller chose, an
+//! indexer's gradient, and decoding.
+use super::{Calls, ROW, SCALE};
+use crate::attention::{AttentionShape, DecodeScratch, DecodeStep, KvCache, Qkv};
+use crate::runtime::SumOrder;
+use crate::{
+    ChoiceLists, IndexGradient, NsaToken, PooledStep, SelectedBlocks, choose_by_scores, nsa_blocks_backward, nsa_gates,
+    nsa_gates_backward, nsa_mean_pool_backward,
+};
+use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks, NsaBlocks};
+
+/// The usual sizes of blocks.
+const BLOCKS: NsaBlocks = NsaBlocks::PUBLISHED;
+
+/// Tokens of a cache whose choice of blocks takes a thread block for each query.
+const LONG_CACHE: usize = 1 << 17;
+
+/// The rules that compare blocks in kernels, beside NSA's.
+const RULES: [ChoiceRule; 3] = [ChoiceRule::LargestProbability, ChoiceRule::MeanKey, ChoiceRule::LargestScore];
+
+/// How queries choose blocks by a rule.
+fn choice(rule: ChoiceRule) -> BlockChoice {
+    let blocks = match rule {
+        // Each key counts for itself.
+        ChoiceRule::LargestScore => NsaBlocks { compress_block_size: 1, compress_stride: 1, ..BLOCKS },
+        _ => BLOCKS,
+    };
+    BlockChoice { blocks, rule, forced: ForcedBlocks::NSA }
+}
+
+/// Heads that choose blocks by a rule: the layer's, or an indexer's.
+fn scored(shape: &AttentionShape, choice: BlockChoice) -> AttentionShape {
+    let [num_heads, num_kv_heads] = choice.scored_heads([shape.num_heads, shape.num_kv_heads]);
+    AttentionShape { num_heads, num_kv_heads, ..*shape }
+}
+
+/// Forward and backward passes of all branches, with the choice of blocks.
+pub(in crate::specialisations) fn training(calls: &mut Calls, shape: &AttentionShape, sums: SumOrder) {
+    calls.with_shares(sums, |calls| {
+        compressed(calls, shape);
+        selected(calls, shape);
+        index_gradient(calls, shape);
+    });
+    choices(calls, shape);
+    gates(calls, shape);
+}
+
+/// Compression by an MLP's blocks or by means, attention over compressed blocks, and their gradients.
+fn compressed(calls: &mut Calls, shape: &AttentionShape) {
+    let row = calls.row(shape, ROW);
+    let bounds = row.documents.each_ref();
+    let positions = calls.bf16(&[BLOCKS.compress_block_size, shape.head_dim]);
+    if let Some(y) = calls.note(row.qkv.nsa_blocks([&positions; 2], bounds, BLOCKS)) {
+        calls.note(nsa_blocks_backward(&row.shape, bounds, BLOCKS, &y));
+    }
+    let Some(pooled) = calls.note(row.qkv.nsa_mean_pool(bounds, BLOCKS)) else {
+        return;
+    };
+    calls.note(nsa_mean_pool_backward(&row.shape, bounds, BLOCKS, &pooled));
+    let forward = row.qkv.nsa_compressed_attention_forward(bounds, &pooled, BLOCKS, SCALE);
+    if let Some((result, _)) = calls.note(forward) {
+        let backward = row.qkv.nsa_compressed_attention_backward(bounds, &pooled, BLOCKS, SCALE, &result, &row.d_o);
+        calls.note(backward);
+    }
+}
+
+/// Attention over the chosen blocks, and over blocks that a caller chose, and its gradients.
+fn selected(calls: &mut Calls, shape: &AttentionShape) {
+    let row = calls.row(shape, ROW);
+    let bounds = row.documents.each_ref();
+    let per_query = [1, ROW, shape.num_kv_heads];
+    let indices = calls.i32(&[1, ROW, shape.num_kv_heads, BLOCKS.num_selected_blocks]);
+    let forward = row.qkv.nsa_selected_attention_forward(bounds, &indices, BLOCKS, SCALE);
+    if let Some((result, lists)) = calls.note(forward) {
+        calls.note(row.gradients(&result).nsa_selected_attention_backward(bounds, &indices, BLOCKS, &lists));
+    }
+    let counts = calls.i32(&per_query);
+    for counts in [None, Some(&counts)] {
+        let given = SelectedBlocks { indices: &indices, counts, block: BLOCKS.select_block_size };
+        for wants_sums in [false, true] {
+            calls.note(row.qkv.selected_attention_forward(bounds, given, SCALE, wants_sums));
+        }
+    }
+}
+
+/// The gradient of an indexer's loss, which Hopper devices have a kernel for.
+fn index_gradient(calls: &mut Calls, shape: &AttentionShape) {
+    let row = calls.row(shape, ROW);
+    let bounds = row.documents.each_ref();
+    let indices = calls.i32(&[1, ROW, shape.num_kv_heads, BLOCKS.num_selected_blocks]);
+    let forward = row.qkv.nsa_selected_attention_forward(bounds, &indices, BLOCKS, SCALE);
+    let Some((result, lists)) = calls.note(forward) else {
+        return;
+    };
+    let index = calls.bf16(&[1, ROW, shape.num_kv_heads + 2, shape.head_dim]);
+    let lists: &[ChoiceLists] = &lists;
+    let call = IndexGradient { index: &index, lse: &result.lse, block_indices: &indices, lists, weight: 1.0 };
+    calls.note(row.qkv.index_gradient(bounds, call, BLOCKS, SCALE));
+}
+
+/// The choice of blocks by each rule that has kernels of its own, and by scores that a GEMM computed.
+fn choices(calls: &mut Calls, shape: &AttentionShape) {
+    for choice in RULES.map(choice) {
+        let row = calls.row(&scored(shape, choice), ROW);
+        let rows = choice.blocks.num_slots(ROW) * row.shape.num_kv_heads;
+        let pooled = calls.bf16(&[2, rows, shape.head_dim]);
+        calls.note(row.qkv.choose_key_blocks(row.documents.each_ref(), &pooled, choice, SCALE));
+    }
+    let by_gemms = choice(ChoiceRule::SumOfHeads);
+    let importance = calls.f32(&[1, 1, ROW, ROW.div_ceil(BLOCKS.select_block_size)]);
+    let (start, indices) = (calls.i32(&[1, ROW]), calls.i32(&[1, ROW, 1, BLOCKS.num_selected_blocks]));
+    calls.note(choose_by_scores(&importance, &start, &indices, by_gemms, 0));
+}
+
+/// NSA's gates of the three branches, and their gradients.
+fn gates(calls: &mut Calls, shape: &AttentionShape) {
+    let branch = calls.bf16(&[1, ROW, shape.num_heads, shape.head_dim]);
+    let (logits, bias) = (calls.bf16(&[1, ROW, 3 * shape.num_heads]), calls.f32(&[3 * shape.num_heads]));
+    calls.note(nsa_gates([&branch; 3], &logits, &bias));
+    calls.note(nsa_gates_backward([&branch; 3], &logits, &bias, &branch));
+}
+
+/// Decoding: NSA's three branches, and chosen blocks by each rule, in short and long caches.
+pub(in crate::specialisations) fn decoding(calls: &mut Calls, shape: &AttentionShape) {
+    for capacity in [ROW, LONG_CACHE] {
+        three_branches(calls, shape, capacity);
+        for choice in RULES.map(choice) {
+            by_choice(calls, shape, choice, capacity);
+        }
+    }
+}
+
+fn three_branches(calls: &mut Calls, shape: &AttentionShape, capacity: usize) {
+    let Some(token) = calls.token(shape, capacity) else {
+        return;
+    };
+    let (size, width, hidden) = (BLOCKS.compress_block_size, shape.head_dim, 2 * shape.head_dim);
+    let new_cache = |room| KvCache::new(token.qkv.q.tensor(), &token.shape, room);
+    let (compressed, tail) = (new_cache(BLOCKS.num_slots(capacity)), new_cache(capacity));
+    let (positions, up, down) =
+        (calls.bf16(&[size, width]), calls.bf16(&[hidden, size * width]), calls.bf16(&[width, hidden]));
+    let start = calls.i32(&[1, 1]);
+    let step = DecodeStep::new(capacity / 2, SCALE);
+    for mlp in [None, Some([[&positions, &up, &down]; 2])] {
+        let call = NsaToken {
+            branches: [&token.qkv; 3],
+            caches: [&compressed, &token.cache, &token.cache],
+            tail: (&tail, 0),
+            mlp,
+            start: &start,
+            blocks: BLOCKS,
+        };
+        calls.note(call.decode(&token.length, [step; 2], [&token.scratch; 3]));
+    }
+}
+
+fn by_choice(calls: &mut Calls, shape: &AttentionShape, choice: BlockChoice, capacity: usize) {
+    let Some(token) = calls.token(shape, capacity) else {
+        return;
+    };
+    let index = calls.row(&scored(shape, choice), 1);
+    let index_heads = Qkv::separate(index.qkv.q.tensor(), index.qkv.k.tensor(), index.qkv.k.tensor());
+    let choosers = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
+    let attended = AttentionShape { num_kv_heads: choosers, ..token.shape };
+    let Some(scratch) = calls.note(DecodeScratch::new(token.qkv.q.tensor(), attended, capacity)) else {
+        return;
+    };
+    let pooled = calls.bf16(&[1, index.shape.num_kv_heads, choice.blocks.num_slots(capacity), shape.head_dim]);
+    let start = calls.i32(&[1, 1]);
+    let step = PooledStep { pooled: &pooled, start: &start, choice };
+    let index = choice.has_indexer().then_some(&index_heads);
+    let decode = DecodeStep::new(capacity / 2, SCALE);
+    calls.note(token.cache.chosen_decode(&token.qkv, index, &token.length, decode, step, &scratch));
+}

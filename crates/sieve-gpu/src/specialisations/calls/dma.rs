@@ -1,0 +1,110 @@
+//! Dynamic mask attention: scores of keys, their choice, attention over lists of keys, halo keys, and decoding.
+use super::{Calls, ROW, SCALE};
+use crate::attention::AttentionShape;
+use crate::runtime::SumOrder;
+use crate::{
+    DmaSlots, KeyLists, PositionOrigin, Recency, ScoreBias, ScoresBackward, Selection, dma_border_keys_backward,
+    dma_border_keys_forward, dma_last_kept, dma_select,
+};
+use sieve_core::{DmaWindow, KeepOLow};
+
+/// Keys that each query keeps.
+const KEPT: usize = 1024;
+
+/// Tokens of a row whose choice of keys has a pass of its own over the keys before each 8192nd token.
+const LONG_ROW: usize = 32_768;
+
+/// Scores of keys, with the slopes of their recency where there are any, and the scores' gradient.
+pub(in crate::specialisations) fn scores(calls: &mut Calls, shape: &AttentionShape, slopes: &[f32]) {
+    let row = calls.row(shape, ROW);
+    let kv_heads = shape.num_kv_heads;
+    let (w_dt, a) = (calls.f32(&[kv_heads, kv_heads * shape.head_dim_v]), calls.f32(&[kv_heads]));
+    let origin = PositionOrigin::DocumentStart(&row.documents[0]);
+    let recency = (!slopes.is_empty()).then_some(Recency { slopes, origin });
+    let Some(scores) = calls.note(row.qkv.dma_ranks(&w_dt, &a, recency.as_ref())) else {
+        return;
+    };
+    let backward = ScoresBackward { qkv: &row.qkv, w_dt: &w_dt, a: &a, x: &scores.x, dz: &scores.z };
+    calls.note(backward.dma_scores_backward(&row.grads));
+}
+
+/// Scores with the biases of logits beside them, as callers of the C interface ask for them.
+pub(in crate::specialisations) fn scores_with_bias(calls: &mut Calls, shape: &AttentionShape) {
+    let row = calls.row(shape, ROW);
+    let kv_heads = shape.num_kv_heads;
+    let (w_dt, a) = (calls.f32(&[kv_heads, kv_heads * shape.head_dim_v]), calls.f32(&[kv_heads]));
+    let recency = None;
+    calls.note(row.qkv.dma_ranks_and_bias(&w_dt, &a, recency, ScoreBias::Exp));
+}
+
+/// The choice of keys in short and long rows, with a local window and without, and the halo keys of later ranks.
+pub(in crate::specialisations) fn choice(calls: &mut Calls, shape: &AttentionShape) {
+    for (seq_len, local_window_size) in [(ROW, 0), (LONG_ROW, 0), (LONG_ROW, KEPT / 2)] {
+        let row = calls.row(shape, seq_len);
+        let [start, end] = &row.documents;
+        let rank = calls.f32(&row.shape.per_key());
+        let window = DmaWindow { keep_window_size: KEPT, local_window_size };
+        let Some(selection) = calls.note(dma_select(&rank, start, end, window)) else {
+            continue;
+        };
+        calls.note(selection.dma_lists(start, end, KeyLists::TILE_QUERIES));
+        // The keys of a rank of a context parallel group, and of the ranks before it.
+        calls.note(Selection::of_expire(&selection.expire, start, KEPT));
+        let Some(kept) = calls.note(dma_last_kept(&selection.expire, KEPT)) else {
+            continue;
+        };
+        let heads = row.shape.num_heads + 2 * row.shape.num_kv_heads;
+        let packed = calls.bf16(&[1, seq_len, heads, row.shape.head_dim]);
+        if let Some([keys, ranks]) = calls.note(dma_border_keys_forward(&packed, &rank, &kept)) {
+            calls.note(dma_border_keys_backward([&packed, &rank], &kept, [&keys, &ranks]));
+        }
+    }
+}
+
+/// A forward pass over lists, with and without the low bits of the output.
+pub(in crate::specialisations) fn forward(calls: &mut Calls, shape: &AttentionShape) {
+    for o_low in [KeepOLow::Never, KeepOLow::Always] {
+        let row = calls.row(shape, ROW);
+        let delta = calls.f32(&row.shape.per_key());
+        let lists = lists(calls, &row.shape);
+        calls.note(row.qkv.dma_attention_forward(&delta, &lists, SCALE, o_low));
+    }
+}
+
+/// Forward and backward passes over lists, with and without the low bits of the output.
+pub(in crate::specialisations) fn training(calls: &mut Calls, shape: &AttentionShape, sums: SumOrder) {
+    calls.with_shares(sums, |calls| {
+        for o_low in [KeepOLow::Never, KeepOLow::Always] {
+            let row = calls.row(shape, ROW);
+            let delta = calls.f32(&row.shape.per_key());
+            let lists = lists(calls, &row.shape);
+            let Some(result) = calls.note(row.qkv.dma_attention_forward(&delta, &lists, SCALE, o_low)) else {
+                continue;
+            };
+            calls.note(row.gradients(&result).dma_attention_backward(&delta, &lists));
+        }
+    });
+}
+
+/// Lists as the choice of keys makes them.
+fn lists(calls: &Calls, shape: &AttentionShape) -> KeyLists {
+    let [batch, heads, seq_len] = shape.per_key();
+    let [blocks, capacity, pair] = KeyLists::shape(seq_len, KEPT);
+    let tile_queries = KeyLists::TILE_QUERIES;
+    KeyLists {
+        list: calls.i32(&[batch, heads, blocks, capacity, pair]),
+        list_len: calls.i32(&[batch, heads, blocks]),
+        tile_window: calls.i32(&[batch, heads, seq_len.div_ceil(tile_queries), 2]),
+        tile_queries,
+    }
+}
+
+/// Decoding from a cache of a fixed size.
+pub(in crate::specialisations) fn decoding(calls: &mut Calls, shape: &AttentionShape, bias: ScoreBias) {
+    let Some(token) = calls.token(shape, KEPT) else {
+        return;
+    };
+    let slots = DmaSlots::new(token.qkv.q.tensor(), &token.shape, KEPT);
+    let z = calls.f32(&[1, token.shape.num_kv_heads]);
+    calls.note(slots.dma_decode(&token.qkv, &z, &token.length, SCALE, bias, &token.scratch));
+}
