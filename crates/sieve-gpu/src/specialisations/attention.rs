@@ -252,24 +252,7 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
             }
         }
         Part::ConvertDq => list.extend_kernels([attention_backward_convert_kernel(head_dim)]),
-        Part::Decode => match needs.keys {
-            NeededKeys::Neighbours => {
-                let tiling = DecodeTiling::new([head_dim, head_dim_v], shared_bytes);
-                let has_sinks = false;
-                list.extend_kernels(DecodeForm::PLAIN.map(|form| attention_decode_kernel(tiling, form, has_sinks)));
-                // Latent attention, whose heads of values are narrower, rotates in a kernel of its own.
-                if head_dim == head_dim_v {
-                    let rotated = [true, false].map(DecodeForm::rotated);
-                    list.extend_kernels(rotated.map(|form| attention_decode_kernel(tiling, form, has_sinks)));
-                }
-            }
-            NeededKeys::Chosen(bias) => {
-                let tiling = DecodeTiling::new([head_dim, head_dim_v], shared_bytes);
-                list.extend_kernels([dma_decode_kernel(tiling, Some(bias))])
-            }
-            NeededKeys::Blocks => list.extend_kernels(chosen_decode_kernels(head_dim)),
-            NeededKeys::AllBiased => {}
-        },
+        Part::Decode => decode(list, needs, shared_bytes),
         Part::Sinks => {
             let are_bf16 = true;
             list.extend_kernels(attention_sinks_kernels(head_dim_v, are_bf16));
@@ -278,6 +261,29 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
             let forms = DecodeForm::WITH_SINKS.into_iter().filter(|form| !form.rotates() || head_dim == head_dim_v);
             list.extend_kernels(forms.map(|form| attention_decode_kernel(tiling, form, has_sinks)));
         }
+    }
+}
+
+/// Adds the portable kernels of decoding without sinks.
+fn decode(list: &mut NeededKernels, needs: &AttentionNeeds, shared_bytes: usize) {
+    let AttentionShape { head_dim, head_dim_v, .. } = needs.shape;
+    match needs.keys {
+        NeededKeys::Neighbours => {
+            let tiling = DecodeTiling::new([head_dim, head_dim_v], shared_bytes);
+            let has_sinks = false;
+            list.extend_kernels(DecodeForm::PLAIN.map(|form| attention_decode_kernel(tiling, form, has_sinks)));
+            // Latent attention, whose heads of values are narrower, rotates in a kernel of its own.
+            if head_dim == head_dim_v {
+                let rotated = [true, false].map(DecodeForm::rotated);
+                list.extend_kernels(rotated.map(|form| attention_decode_kernel(tiling, form, has_sinks)));
+            }
+        }
+        NeededKeys::Chosen(bias) => {
+            let tiling = DecodeTiling::new([head_dim, head_dim_v], shared_bytes);
+            list.extend_kernels([dma_decode_kernel(tiling, Some(bias))])
+        }
+        NeededKeys::Blocks => list.extend_kernels(chosen_decode_kernels(head_dim)),
+        NeededKeys::AllBiased => {}
     }
 }
 
