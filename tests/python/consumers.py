@@ -32,6 +32,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from kinds import names
+
 os.environ.update(CUDA_VISIBLE_DEVICES="", TRANSFORMERS_OFFLINE="1", TRANSFORMERS_VERBOSITY="critical")
 os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TQDM_DISABLE="1")
 NEW = 16
@@ -65,21 +67,16 @@ interval = 100
 """
 # By kind: overrides of the recipe.
 KINDS = {
-    "mha": ["attention.kind=mha"],
+    **{kind: [f"attention.kind={kind}"] for kind in names()},
     "swa": ["attention.kind=swa", "attention.sliding_window=12"],
     "mha, residual scales": ["attention.kind=mha", "model.residual_scale=true"],
     "mla, no norms": ["attention.kind=mla", "attention.qk_norm=false"],
-    "mla": ["attention.kind=mla"],
     # Texts within the window: beyond it stock Doge keeps whichever of equal keys it finds.
     "dma, preset paper": ["attention.kind=dma", "attention.preset=paper", "attention.keep_window_size=128"],
     "dma": ["attention.kind=dma", "attention.keep_window_size=12"],
     "dma, one dense layer": [
         "attention.kind=dma", "attention.keep_window_size=12", 'model.layer_types=["dma","mha","dma"]',
     ],
-    "nsa": ["attention.kind=nsa"],
-    "infllm_v2": ["attention.kind=infllm_v2"],
-    "moba": ["attention.kind=moba"],
-    "msa": ["attention.kind=msa"],
 }  # fmt: skip
 WORKS = "works"
 ENGINE = "refused: attn_implementation='vllm': an engine's attention function"
@@ -95,19 +92,17 @@ SIEVE = {
 DMA = {**SIEVE, "assisted": CROP}
 STOCK = dict.fromkeys(SIEVE, WORKS)
 EXPECTED = {
+    **dict.fromkeys(KINDS, SIEVE),
     "mha": STOCK,
     "swa": {**STOCK, "gguf": "WRONG: the window is lost"},
-    "mha, residual scales": SIEVE,
     # The class of transformers: a traceback is logged and no error raised.
     "mla, no norms": {**STOCK, "continuous": "WRONG: [[], [], []]"},
-    "mla": SIEVE,
     # Attention of an engine reads all keys, and no rank is added to the logits.
     "dma, preset paper": {
         **STOCK, "engine": "WRONG: other logits", "gguf": "refused: Model DogeForCausalLM is not supported",
     },
     "dma": DMA,
     "dma, one dense layer": DMA,
-    **dict.fromkeys(["nsa", "infllm_v2", "moba", "msa"], SIEVE),
 }  # fmt: skip
 
 

@@ -20,6 +20,8 @@ import re
 import subprocess
 import sys
 
+import kinds
+
 ROOT = pathlib.Path(__file__).parents[2]
 TEST_FILE = re.compile(r"(^|/)(tests/|tests\.rs$|testing\.rs$|test_\w+\.rs$|benches/|examples/)")
 MOST_LINES = 110
@@ -199,7 +201,7 @@ def measured(files):
     files = {path: text for path, text in files.items() if not path.endswith((me, "test_houses.py"))}
     rust = {path: text for path, text in files.items() if path.endswith(".rs")}
     python = {path: text for path, text in files.items() if path.endswith(".py")}
-    kinds = re.compile(r"\bAttention(Kind)?::(Mha|Swa|Mla|Nsa|Dma|InfllmV2|Moba|Msa)\b")
+    named = re.compile(rf"\bAttention(Kind)?::({'|'.join(kinds.variants())})\b")
     rooms = "crates/sieve-core/src/kinds", "crates/sieve-nn/src/kinds"
     others = {path: text for path, text in rust.items() if not TEST_FILE.search(path) and not path.startswith(rooms)}
     circles, crates = [], collections.defaultdict(dict)
@@ -210,7 +212,7 @@ def measured(files):
         circles += [(crate, "/".join(file) or "lib") for group in Crate(sources).circles() for file in group]
     return {
         "Rust files that name a variant": [
-            path for path, text in others.items() if kinds.search(without_comments(text))
+            path for path, text in others.items() if named.search(without_comments(text))
         ],
         "Rust files with moba": [path for path, text in rust.items() if "moba" in text.lower()],
         "Python files with moba": [path for path, text in python.items() if "moba" in text.lower()],

@@ -1,9 +1,9 @@
 //! What each kind of attention is, in one file a kind: parameters, pairs of queries and keys, FLOPs, caches,
 //! activations, ops, and what processes exchange.
 //!
-//! [`Kind`] is the trait, [`Attention::as_kind`] the one dispatch, which the list of the kinds generates. Plans, exports,
-//! checkpoints and reports ask the trait and never which kind it is. A kind's Burn layer is the second file that it has,
-//! in sieve-nn.
+//! [`Kind`] is the trait, [`Attention::as_kind`] the one dispatch, which the list of the kinds generates. Plans,
+//! exports, checkpoints and reports ask the trait and never which kind it is. A kind's Burn layer is the second file
+//! that it has, in sieve-nn.
 //!
 //! A method's `layer` is the shape of a model whose layers all have the kind
 //! ([`ModelShape::of_layer`](crate::ModelShape::of_layer), [`ModelShape::by_kind`](crate::ModelShape::by_kind)); a
@@ -31,7 +31,7 @@ pub use infllm::InfllmV2Shape;
 pub use kind::{BlockPairs, FULL_ATTENTION, Kind, LayerFlops, SLIDING_ATTENTION, Stock, StockClass};
 pub use latent::{DEEPSEEK_LATENT_EPS, MlaShape};
 pub(crate) use list::{ATTENTION_KEYS, kind_of_layer_type, table_name};
-pub use list::{Attention, AttentionKind};
+pub use list::{Attention, AttentionKind, names_of_kinds};
 pub use moba::MobaShape;
 pub use msa::{IndexScores, MsaShape};
 pub use native_sparse::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};

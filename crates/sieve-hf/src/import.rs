@@ -20,7 +20,7 @@ use burn::module::ModuleMapper;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bytes, DType, TensorData};
 use config::HfConfig;
-use sieve_core::kinds::Part;
+use sieve_core::kinds::{Part, names_of_kinds};
 use sieve_core::model::{Conversion, ConversionGap, names_of};
 use sieve_core::recipe::{AttentionKind, Location};
 use sieve_core::{ModelShape, Recipe, RecipeError, ShownPath};
@@ -31,8 +31,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use weights::{Weights, is_same};
 
-/// What [`import`] can make of grouped-query attention.
-const OTHER_KINDS: &str = "grouped-query attention becomes mha, dma, swa, nsa, infllm_v2, moba or msa";
 /// Most tensor names in one error message.
 const MAX_NAMES: usize = 20;
 /// Ending of tensors that are ignored: old files store tables of rotary frequencies.
@@ -40,6 +38,12 @@ const IGNORED_ENDING: &str = "rotary_emb.inv_freq";
 /// The output projection; in a tied model it equals [`EMBEDDING`].
 const OUTPUT: &str = "lm_head.weight";
 const EMBEDDING: &str = "model.embed_tokens.weight";
+
+/// What [`import`] can make of grouped-query attention.
+fn other_kinds() -> String {
+    format!("grouped-query attention becomes {}", names_of_kinds(|kind| !kind.is_latent()))
+}
+
 /// What an import found and converted.
 #[derive(Clone, Debug)]
 pub struct ImportReport {
@@ -270,12 +274,13 @@ fn recipe_and_shape(
     settings: &[String],
 ) -> Result<(Recipe, ModelShape), CheckpointError> {
     let text = config.recipe_toml(residual_scale);
-    let is_mla = settings.contains(&format!("attention.kind={}", AttentionKind::Mla.name()));
-    if is_mla && !config.is_of(AttentionKind::Mla) {
+    let asked = |kind: &AttentionKind| settings.contains(&format!("attention.kind={}", kind.name()));
+    let latent = AttentionKind::ALL.into_iter().filter(|kind| kind.example().as_kind().is_latent());
+    if let Some(kind) = latent.filter(asked).find(|kind| !config.is_of(*kind)) {
         return Err(CheckpointError::not_importable(
             from,
-            "latent attention (mla) has weights that no other kind has",
-            OTHER_KINDS,
+            format!("latent attention ({}) has weights that no other kind has", kind.name()),
+            other_kinds(),
         ));
     }
     let path = from.join("config.json");
@@ -439,8 +444,8 @@ impl Problems {
 /// The error of weights that cannot begin the recipe's model.
 fn unfit(from: &Path, gap: &ConversionGap) -> CheckpointError {
     let hint = match gap {
-        ConversionGap::Kinds(_) => OTHER_KINDS,
-        ConversionGap::Size(_) => "only the attention may change; leave [model] as it is",
+        ConversionGap::Kinds(_) => other_kinds(),
+        ConversionGap::Size(_) => "only the attention may change; leave [model] as it is".to_owned(),
     };
     CheckpointError::not_importable(from, gap.to_string(), hint)
 }

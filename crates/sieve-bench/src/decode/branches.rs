@@ -148,26 +148,7 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
             blocks,
         };
         let o = token.decode(&length, [all, near], scratch.each_ref())?;
-        // Compressed keys and values are compared with the host's. Attention and choice are then compared over the
-        // device's own compressed keys, so that their rounding does not count twice.
-        let got = [device.floats(&of_blocks.k)?, device.floats(&of_blocks.v)?];
-        let mut coarse: Vec<Vec<Key>> = Vec::new();
-        for (row, pair) in ended(&keys[0]).iter().enumerate() {
-            let of_row = (0..pair[0].len()).map(|c| {
-                let of = |which: usize| got[which][(row * room + c) * width..][..width].to_vec();
-                Key { k: of(0), v: of(1), ..calls.drawn_key(NO_BIAS, NO_RANK) }
-            });
-            let of_row: Vec<Key> = of_row.collect();
-            for (c, key) in of_row.iter().enumerate() {
-                for (name, got, expected) in [("key", &key.k, &pair[0][c]), ("value", &key.v, &pair[1][c])] {
-                    let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 0.01 + b.abs() / 64.0;
-                    if !got.iter().zip(expected).all(near) {
-                        return wrong(format!("compressed {name} {c} of row {row} is {got:?}, expected {expected:?}"));
-                    }
-                }
-            }
-            coarse.push(of_row);
-        }
+        let coarse = coarse_keys(calls, &of_blocks, &ended(&keys[0]), room)?;
         let of_row = device.floats(&o[0])?;
         let of_row = of_row.chunks_exact(shape.group_size() * width).zip(&coarse);
         let is_zero = |(o, keys): (&[f32], &Vec<Key>)| !keys.is_empty() || o.iter().all(|x| *x == 0.0);
@@ -189,4 +170,34 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
         calls.judge(&o[2], &tokens[2], &near)?;
     }
     Ok(())
+}
+
+/// The compressed keys and values on the device, by row, compared with the host's (`ended`). Attention and choice are
+/// then compared over the device's own, so that their rounding does not count twice.
+fn coarse_keys(
+    calls: &mut TokenCheck<'_>,
+    of_blocks: &KvCache,
+    ended: &[[Vec<Vec<f32>>; 2]],
+    room: usize,
+) -> Result<Vec<Vec<Key>>, Wrong> {
+    let (device, width) = (calls.device, calls.shape.head_dim);
+    let got = [device.floats(&of_blocks.k)?, device.floats(&of_blocks.v)?];
+    let mut coarse: Vec<Vec<Key>> = Vec::new();
+    for (row, pair) in ended.iter().enumerate() {
+        let of_row = (0..pair[0].len()).map(|c| {
+            let of = |which: usize| got[which][(row * room + c) * width..][..width].to_vec();
+            Key { k: of(0), v: of(1), ..calls.drawn_key(NO_BIAS, NO_RANK) }
+        });
+        let of_row: Vec<Key> = of_row.collect();
+        for (c, key) in of_row.iter().enumerate() {
+            for (name, got, expected) in [("key", &key.k, &pair[0][c]), ("value", &key.v, &pair[1][c])] {
+                let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 0.01 + b.abs() / 64.0;
+                if !got.iter().zip(expected).all(near) {
+                    return wrong(format!("compressed {name} {c} of row {row} is {got:?}, expected {expected:?}"));
+                }
+            }
+        }
+        coarse.push(of_row);
+    }
+    Ok(coarse)
 }

@@ -1,4 +1,4 @@
-//! What the kinds that read all keys of chosen blocks have in common: InfLLM-V2, MoBA, MSA.
+//! What the kinds that read all keys of chosen blocks have in common.
 
 use super::dense::{
     Dense, dense_pairs_rate, grouped_flops, grouped_projections, head_norms, key_and_value, output_projection,
@@ -12,7 +12,7 @@ use crate::recipe::Rules;
 use toml::Table;
 
 pub(super) const MOST_BLOCKS: &str = "a query chooses 64 blocks at most; larger blocks hold more tokens";
-/// The most blocks that a query of InfLLM-V2, MoBA or MSA chooses.
+/// The most blocks that a query chooses.
 pub(crate) const MAX_CHOSEN_BLOCKS: usize = 64;
 
 /// Sets missing sizes of blocks without pooled keys.

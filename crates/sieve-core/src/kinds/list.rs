@@ -155,6 +155,16 @@ impl Attention {
     }
 }
 
+/// The names of the kinds of which `holds` is true of any sizes, as a list in words: `swa, dma or nsa`.
+pub fn names_of_kinds(holds: impl Fn(&dyn Kind) -> bool) -> String {
+    let kinds = AttentionKind::ALL.into_iter().filter(|kind| holds(kind.example().as_kind()));
+    let names: Vec<&str> = kinds.map(AttentionKind::name).collect();
+    match names.split_last() {
+        Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
+        _ => names.concat(),
+    }
+}
+
 /// The kind of this name in `model.layer_types`: a recipe's, or `full_attention` and `sliding_attention`, as in
 /// `transformers`.
 pub(crate) fn kind_of_layer_type(name: &str) -> Option<AttentionKind> {

@@ -79,12 +79,36 @@ fn sizes_and_schedule_that_follow_from_others_may_be_left_out() {
     assert!(error.starts_with("r.toml is not a valid recipe: 1 mistake"), "{error}");
 }
 
-// All that may be left out, as the documentation has it.
+// The defaults that follow from other values are stored here; docs/recipe.md has all others.
+const FOLLOWING: &str = include_str!("tests/following.toml");
+
 #[test]
 fn resolved_text_states_every_default_and_loads_back_equal() {
+    fn fill(table: &mut toml::Table, more: toml::Table) {
+        for (name, value) in more {
+            match (table.get_mut(&name), value) {
+                (Some(toml::Value::Table(inner)), toml::Value::Table(more)) => fill(inner, more),
+                (Some(_), _) => {}
+                (None, value) => drop(table.insert(name, value)),
+            }
+        }
+    }
     let recipe = minimal();
     let text = recipe.to_toml().expect("a loaded recipe can be written");
-    assert_eq!(text, include_str!("tests/resolved.toml"));
+    let mut wanted: toml::Table = MINIMAL.parse().expect("TOML");
+    fill(&mut wanted, FOLLOWING.parse().expect("TOML"));
+    // The keys of [attention] are its kind's: they are given, or follow from others.
+    for section in schema::sections().filter(|section| section.name != "attention") {
+        let defaults = section.keys().iter().filter_map(|key| Some((key.name.to_owned(), key.default?()?)));
+        let defaults = toml::Value::Table(defaults.collect());
+        fill(&mut wanted, toml::Table::from_iter([(section.name.to_owned(), defaults)]));
+    }
+    assert_eq!(text.parse::<toml::Table>().expect("TOML"), wanted);
+    // Sections and keys are written in the order of the page.
+    let mut places = schema::sections().map(|section| text.find(&format!("[{}", section.name)).expect(section.name));
+    assert!(places.by_ref().is_sorted());
+    let [rate, decay] = ["\nlr = ", "\nweight_decay = "].map(|key| text.find(key).expect("a key of [optimizer]"));
+    assert!(rate < decay);
     assert_eq!(Recipe::load(&text, "resolved", &[]), Ok(recipe));
 }
 
@@ -127,6 +151,33 @@ fn every_bound_goes_with_the_type_of_its_key() {
     let mut bounds = 0;
     check("", Recipe::KEYS, &mut bounds);
     assert!(bounds > 40, "{bounds}");
+}
+
+#[test]
+fn every_bound_of_a_section_is_checked() {
+    let mut bounds = 0;
+    for section in schema::sections() {
+        for key in section.keys() {
+            let outside = match key.bound {
+                None => continue,
+                Some(Bound::AtLeastOne) => "0".to_owned(),
+                Some(Bound::Within(_, most, _)) => (most as u64 + 1).to_string(),
+                Some(Bound::Between(least, ..)) => format!("{:?}", least - 1.0),
+                Some(Bound::Share(..)) => "1.5".to_owned(),
+            };
+            let path = format!("{}.{}", section.name, key.name);
+            // A key of `[attention]` belongs to some kinds alone.
+            let has_key = |kind: &AttentionKind| schema::key(kind.keys(), key.name).is_some();
+            let kind = AttentionKind::ALL.into_iter().find(|kind| section.name == "attention" && has_key(kind));
+            let kind = kind.map(|kind| format!("attention.kind={}", kind.name()));
+            let sets = kind.into_iter().chain([format!("{path}={outside}")]).collect::<Vec<_>>();
+            let Err(error) = Recipe::load(MINIMAL, "r.toml", &sets) else { panic!("{path} = {outside}") };
+            let error = error.to_string();
+            assert!(error.contains(&format!("{path}: is ")), "{path} = {outside}: {error}");
+            bounds += 1;
+        }
+    }
+    assert!(bounds > 30, "{bounds}");
 }
 
 #[test]

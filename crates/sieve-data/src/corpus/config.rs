@@ -102,7 +102,8 @@ pub struct CorpusConfig {
     /// Files, folders and globs, with `~` and variables already expanded, and data sets of the Hugging Face hub
     /// (`hf://datasets/OWNER/NAME[@REVISION][/FILES]`). Each must match at least one file.
     pub paths: Vec<String>,
-    /// How files hold documents. [`Corpus::open`](super::Corpus::open) replaces [`Format::ByEnding`] if all files have the same format.
+    /// How files hold documents. [`Corpus::open`](super::Corpus::open) replaces [`Format::ByEnding`] if all files have
+    /// the same format.
     pub format: Format,
     /// File name endings that are read from *folders*, without the dot, and without the `.gz` or `.zst` of a compressed
     /// file. A file that a path or glob names is always read; hidden files and folders, and links to folders, never

@@ -11,7 +11,8 @@ pub enum ValidationSource<'a> {
     /// This fraction of the corpus, in (0, 1). A hash of its text decides whether a document is held out, so that
     /// adding text moves no document between the splits, and equal documents stay together. If this left one split
     /// empty, the last bytes of the corpus are held out instead, and the document around the boundary is cut
-    /// ([`PreparedMeta::is_cut`](super::PreparedMeta::is_cut)); no corpus that holds the same documents trains on these bytes.
+    /// ([`PreparedMeta::is_cut`](super::PreparedMeta::is_cut)); no corpus that holds the same documents trains on these
+    /// bytes.
     Fraction(f64),
     /// Another corpus, whose documents are left out of the training split.
     Corpus(&'a Corpus),

@@ -15,7 +15,7 @@ const BEFORE: [(&str, usize); 14] = [
     ("crates/sieve-bench/src/models/fp8.rs", 2),
     ("crates/sieve-bench/src/nsa.rs", 1),
     ("crates/sieve-bench/src/run.rs", 4),
-    ("crates/sieve-hf/src/import.rs", 4),
+    ("crates/sieve-hf/src/import.rs", 2),
     ("crates/sieve-hf/src/import/config.rs", 6),
     ("crates/sieve-hf/src/import/matrix.rs", 1),
     ("crates/sieve-select/src/decode/dma.rs", 2),

@@ -3,7 +3,7 @@
 use super::broken::Rules;
 use crate::did_you_mean;
 use crate::keys::MAX_SEQ_LEN;
-use crate::kinds::{AttentionKind, kind_of_layer_type, table_name};
+use crate::kinds::{AttentionKind, kind_of_layer_type, names_of_kinds, table_name};
 use crate::recipe::attention::LayerName;
 use crate::recipe::mistake::{Mistake, quoted};
 use crate::recipe::sections::{OWN_LAYER, SHARED_LAYER};
@@ -194,7 +194,7 @@ fn misnamed(types: &[String], attention: &AttentionSection) -> Option<(String, S
             let reason = attention.as_kind().no_shared_choice();
             return Some((
                 format!("holds \"shared\", but layers of attention.kind = \"{kind}\" {reason}"),
-                "take kind infllm_v2, moba or msa, or name \"sparse\" in its place".to_owned(),
+                format!("take kind {}, or name \"sparse\" in its place", names_of_kinds(|kind| kind.chooses_blocks())),
             ));
         }
         if !layers[..first].iter().any(chooses) {

@@ -5,6 +5,7 @@ use super::broken::Rules;
 use super::data::check_weights;
 use super::parts::Parts;
 use super::paths::check_paths;
+use crate::kinds::names_of_kinds;
 use crate::recipe::{DataFormat, StageSection};
 
 pub(super) fn check_stages(stages: &[StageSection], parts: &Parts, rules: &mut Rules<'_>) {
@@ -31,7 +32,7 @@ pub(super) fn check_dense_steps(parts: &Parts, rules: &mut Rules<'_>) {
         training.dense_steps == 0.0 || attention.kinds().any(|kind| kind.as_kind().chooses_blocks()),
         "training.dense_steps",
         format!("does not go with kind = {:?}, whose queries choose no blocks", attention.kind().name()),
-        "leave it out, or set attention.kind to infllm_v2, moba or msa",
+        format!("leave it out, or set attention.kind to {}", names_of_kinds(|kind| kind.chooses_blocks())),
     );
 }
 

@@ -1,6 +1,6 @@
 use super::*;
 use crate::model::{Attention, LayerType};
-use sieve_testing::refusal;
+use sieve_testing::{refusal, says};
 
 const OWN: LayerType = LayerType::OWN;
 const DENSE: LayerType = LayerType::of(Attention::DENSE);
@@ -143,18 +143,22 @@ fn dense_steps_are_spread_evenly_and_of_kinds_that_choose_blocks() {
         let steps = format!("[training]\ndense_steps = {share}");
         load_with(&with_attention(attention).replacen("[training]", &steps, 1), &[])
     };
-    let dense = |share: f64| {
-        let training = load("kind = \"moba\"", share).expect("valid").training;
-        (0..8).map(|step| usize::from(training.reads_all(step))).collect::<Vec<_>>()
-    };
-    assert_eq!(dense(0.5), [0, 1, 0, 1, 0, 1, 0, 1]);
-    assert_eq!(dense(0.25), [0, 0, 0, 1, 0, 0, 0, 1]);
-    assert_eq!(dense(0.75), [0, 1, 1, 1, 0, 1, 1, 1]);
-    assert_eq!(dense(0.0), [0; 8]);
-    refusal(load("kind = \"moba\"", 1.0), "training.dense_steps: is 1, outside 0 to 0.999");
-    refusal(load("kind = \"moba\"", -0.5), "training.dense_steps: is -0.5");
-    refusal(
-        load("kind = \"swa\"\nsliding_window = 8", 0.5),
-        "training.dense_steps: does not go with kind = \"swa\", whose queries choose no blocks",
-    );
+    for kind in AttentionKind::ALL {
+        let lines = format!("kind = {:?}", kind.name());
+        if !kind.example().as_kind().chooses_blocks() {
+            let Err(error) = load(&lines, 0.5) else { panic!("{lines} takes dense steps") };
+            says(&error.to_string(), &format!("does not go with {lines}, whose queries choose no blocks"));
+            continue;
+        }
+        let dense = |share: f64| {
+            let training = load(&lines, share).expect("valid").training;
+            (0..8).map(|step| usize::from(training.reads_all(step))).collect::<Vec<_>>()
+        };
+        assert_eq!(dense(0.5), [0, 1, 0, 1, 0, 1, 0, 1]);
+        assert_eq!(dense(0.25), [0, 0, 0, 1, 0, 0, 0, 1]);
+        assert_eq!(dense(0.75), [0, 1, 1, 1, 0, 1, 1, 1]);
+        assert_eq!(dense(0.0), [0; 8]);
+        refusal(load(&lines, 1.0), "training.dense_steps: is 1, outside 0 to 0.999");
+        refusal(load(&lines, -0.5), "training.dense_steps: is -0.5");
+    }
 }

@@ -110,15 +110,11 @@ impl Holds {
 /// Hints about a text column that is missing or holds no text, for a file and for one document.
 pub(super) const SET_COLUMN: &str = "name the column that holds the text: --set data.text_column=NAME with a recipe, \
     --text-column NAME without (the prompt's: data.prompt_column)";
-
-pub(super) const SET_COLUMN_OR_SKIP: &str = "name the column that holds the text: --set data.text_column=NAME with a recipe, \
-    --text-column NAME without (the prompt's: data.prompt_column), or leave such rows out: skip_invalid \
+pub(super) const SET_COLUMN_OR_SKIP: &str = "name the column that holds the text: --set data.text_column=NAME with a \
+    recipe, --text-column NAME without (the prompt's: data.prompt_column), or leave such rows out: skip_invalid \
     (eval ppl: --skip-invalid)";
-
 pub(super) const SET_MESSAGES_OF_CHATS: &str = "chats are read with --set data.messages_column=messages; else name the \
     column that holds the text: --set data.text_column=NAME";
-
 pub(super) const SET_MESSAGES: &str = "name the column that holds lists of messages: data.messages_column";
-
-pub(super) const SET_MESSAGES_OR_SKIP: &str = "name the column that holds lists of messages: data.messages_column, or leave such \
-    rows out: skip_invalid";
+pub(super) const SET_MESSAGES_OR_SKIP: &str = "name the column that holds lists of messages: data.messages_column, or \
+    leave such rows out: skip_invalid";
