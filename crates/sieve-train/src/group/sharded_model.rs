@@ -198,7 +198,7 @@ mod tests {
             let of_rank = |rank: usize| {
                 let world = World::on_this_host(rank, NUM_RANKS, port.number());
                 let mesh = Arc::new(Mesh::join(world, "1", Timeouts::default(), |_| {}).expect("three ranks"));
-                let mut weights = ShardedWeights::<Autodiff<Flex>>::new(Group::on_host(mesh.clone()));
+                let mut weights = ShardedWeights::<Autodiff<Flex>>::new(Group::on_host(mesh.clone(), 0));
                 let model = Qwen3::<Flex>::new(&shape, 7, &FlexDevice).map(&mut weights.keeper());
                 weights.check_equal("the same").expect("three ranks");
                 let own = model.layers[1].mlp.down_proj.weight.val().into_data();
