@@ -33,7 +33,7 @@ from table4 import table as table4  # noqa: E402
 
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (
     "board", "choose", "limits", "long-prompts", "papers", "pytorch", "results", "benchmarks", "selectors",
-    "published-models"))]
+    "published-models", "scale"))]
 MARK = re.compile(r"<!-- table (\w+) -->")
 SETTINGS = "<!-- settings -->"  # before a table of what was chosen, not measured
 NUMBER = re.compile(r"[-+−]?[\d.,]+ ?%?")
