@@ -6,7 +6,7 @@ import json
 
 from run_tables import ROWS
 
-FILES = ["results_noted", "benchmarks", "selectors", "published_noted", "papers"]
+FILES = ["results_noted", "benchmarks", "selectors", "published_noted", "papers", "scale"]
 
 
 @functools.cache

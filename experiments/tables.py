@@ -32,8 +32,8 @@ from layouts import table as layouts  # noqa: E402
 from long import memory, table as long_prompts  # noqa: E402
 from table4 import table as table4  # noqa: E402
 
-# race.md has a script of its own (experiments/race/table.py), recipe.md is the program's, scale.md has no rows yet.
-OTHERS = {"race", "recipe", "scale"}
+# race.md has a script of its own (experiments/race/table.py) and recipe.md is the program's.
+OTHERS = {"race", "recipe"}
 PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(
     f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")) if page.stem not in OTHERS)]
 MARK = re.compile(r"<!-- table (\w+) -->")

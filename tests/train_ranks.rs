@@ -2,7 +2,7 @@
 use crate::tiny_run::{TinyRun, spawned, wait_until};
 use crate::train_guard::{B, Outcome, Transport, at, disturbed, disturbed_rank, unlabelled, wrong_loss};
 use burn_flex::FlexTensor;
-use sieve_comm::{Mesh, Pieces, ReservedPort, Timeouts, World};
+use sieve_comm::{Mesh, Pieces, ReservedPort, ShardGroup, Timeouts, World};
 use sieve_train::{Collectives, Exchanged, FaultInjection, Gathered, HostCollectives, Moment, Pending, TrainError};
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command};
@@ -46,7 +46,7 @@ pub(crate) struct Pair<'a> {
 
 impl<'a> Pair<'a> {
     pub(crate) fn new(tiny: &'a TinyRun, out: &'a str, overrides: &'a [&'a str]) -> Self {
-        Self { tiny, out, overrides, transport: |mesh| Box::new(HostCollectives(mesh)) }
+        Self { tiny, out, overrides, transport: |mesh| Box::new(HostCollectives::new(mesh, 0)) }
     }
 
     /// Connects `rank` with the other rank.
@@ -168,8 +168,12 @@ static IS_CUT: AtomicBool = AtomicBool::new(false);
 struct Cut(HostCollectives);
 
 impl Collectives<B> for Cut {
+    fn shard_group(&self) -> ShardGroup {
+        Collectives::<B>::shard_group(&self.0)
+    }
+
     fn sum(&self, tensors: Vec<(FlexTensor, Option<Pieces>)>) -> Result<Pending<B>, TrainError> {
-        match self.0.0.world().rank == 1 && IS_CUT.load(Ordering::Acquire) {
+        match self.0.mesh.world().rank == 1 && IS_CUT.load(Ordering::Acquire) {
             true => Err(TrainError::Collective("the wire is cut".to_owned())),
             false => Collectives::<B>::sum(&self.0, tensors),
         }
@@ -188,7 +192,7 @@ impl Collectives<B> for Cut {
 fn the_error_of_a_rank_that_writes_a_checkpoint_reaches_rank_0() {
     let tiny = TinyRun::dma();
     let pair = Pair {
-        transport: |mesh| Box::new(Cut(HostCollectives(mesh))),
+        transport: |mesh| Box::new(Cut(HostCollectives::new(mesh, 0))),
         ..Pair::new(&tiny, "run", &["training.steps=12"])
     };
     let port = ReservedPort::take().expect("a port");

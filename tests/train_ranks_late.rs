@@ -5,7 +5,7 @@ use crate::train_guard::{B, Outcome, Transport, wrong_loss};
 use crate::train_ranks::Pair;
 use burn::tensor::{DType, TensorMetadata};
 use burn_flex::FlexTensor;
-use sieve_comm::Pieces;
+use sieve_comm::{Pieces, ShardGroup};
 use sieve_train::{Collectives, Exchanged, FaultInjection, Gathered, HostCollectives, Pending, TrainError};
 
 /// A transport that behaves as a GPU's may. Values are sent when the work is waited for, and the gradients' memory is
@@ -13,6 +13,10 @@ use sieve_train::{Collectives, Exchanged, FaultInjection, Gathered, HostCollecti
 struct Late(HostCollectives);
 
 impl Collectives<B> for Late {
+    fn shard_group(&self) -> ShardGroup {
+        Collectives::<B>::shard_group(&self.0)
+    }
+
     fn sum(&self, tensors: Vec<(FlexTensor, Option<Pieces>)>) -> Result<Pending<B>, TrainError> {
         let transport = self.0.clone();
         Ok(Box::new(move || {
@@ -94,8 +98,8 @@ fn travel_late(zero_stage: &str, optimizer: &str) {
     let rows = "training.local_batch_size=2";
     let overrides = &[rows, "lr_scheduler.decay_ratio=0", "validation.interval=3", zero_stage, optimizer];
     let [usual, late] = [
-        ("usual", (|mesh| Box::new(HostCollectives(mesh))) as Transport),
-        ("late", |mesh| Box::new(Late(HostCollectives(mesh)))),
+        ("usual", (|mesh| Box::new(HostCollectives::new(mesh, 0))) as Transport),
+        ("late", |mesh| Box::new(Late(HostCollectives::new(mesh, 0)))),
     ]
     .map(|(out, transport)| run(&tiny, out, overrides, transport));
     for (usual, late) in usual.iter().zip(&late) {

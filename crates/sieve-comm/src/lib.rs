@@ -10,6 +10,7 @@ mod frame;
 mod mesh;
 mod pieces;
 mod port;
+mod shard_group;
 mod watch;
 mod world;
 
@@ -17,5 +18,6 @@ pub use error::{CommError, Failure, Loss};
 pub use mesh::{Mesh, Timeouts, Work, place};
 pub use pieces::Pieces;
 pub use port::ReservedPort;
+pub use shard_group::ShardGroup;
 pub use watch::CollectiveCounts;
 pub use world::World;

@@ -33,7 +33,7 @@ pub use linear_cross_entropy::{
     LinearCrossEntropyGradients, linear_cross_entropy_with_gradients, loss_block_tokens, token_losses,
 };
 pub use memory_watch::MemoryPeak;
-pub use nccl::{NcclGroup, NcclPiece, NcclWatch, NcclWork};
+pub use nccl::{NcclGroup, NcclPiece, NcclReplicas, NcclStream, NcclSums, NcclWatch, NcclWork};
 pub use nvml::GpuState;
 pub use probe::{CudaReport, DeviceReport};
 pub use step_graph::{StepGraph, StepInputs, StepPositions, StepTape};

@@ -8,8 +8,10 @@
 //! of the other ranks then never end, and whoever watches the processes must end them. Errors that NCCL does detect,
 //! such as a broken link, are read by [`NcclWatch`].
 mod library;
+mod replicas;
 mod watch;
 
+pub use replicas::{NcclReplicas, NcclSums};
 pub use watch::NcclWatch;
 
 use crate::burn_memory::{binding_of, can_mut};
@@ -58,6 +60,17 @@ struct Link {
 unsafe impl Send for Link {}
 // SAFETY: as above.
 unsafe impl Sync for Link {}
+
+/// The stream on which a group's collectives run.
+#[derive(Clone, Copy, Debug)]
+pub enum NcclStream<'a> {
+    /// A stream of the group's own: they run beside Burn's ops.
+    Own,
+    /// Burn's stream.
+    Burns,
+    /// The stream of another group, behind whose collectives they run in the order in which they began.
+    Of(&'a NcclGroup),
+}
 
 /// What one rank contributes to an all-gather.
 #[derive(Clone, Debug)]
@@ -125,12 +138,16 @@ impl NcclGroup {
     }
 
     /// Joins the group of `id` as `rank` of `size` ranks, and waits for all others. Burn must have put a tensor on the
-    /// GPU before: the first one creates the CUDA context that NCCL works in. With `overlaps` collectives get a stream
-    /// of their own and run beside Burn's ops; without it they are queued on Burn's stream.
+    /// GPU before: the first one creates the CUDA context that NCCL works in.
     ///
     /// # Errors
     /// No library; an id of another length; GPUs that cannot reach each other, or one GPU for two ranks.
-    pub fn join(device_index: usize, id: &[u8], [rank, size]: [usize; 2], overlaps: bool) -> Result<Self, KernelError> {
+    pub fn join(
+        device_index: usize,
+        id: &[u8],
+        [rank, size]: [usize; 2],
+        on: NcclStream<'_>,
+    ) -> Result<Self, KernelError> {
         let nccl = Nccl::get()?;
         let id: [u8; NCCL_ID_BYTES] = id.try_into().map_err(|_| failed(format!("an id of {} bytes", id.len())))?;
         let id = sys::ncclUniqueId { internal: id.map(|byte| byte as _) };
@@ -144,7 +161,11 @@ impl NcclGroup {
                 .and_then(|context| driver::ctx::set_current(context).map(|()| context))
                 .map_err(|error| failed(format!("the primary context: {error:?}")))?;
             let new_stream = || driver::stream::create(driver::stream::StreamKind::NonBlocking);
-            let stream = overlaps.then(new_stream).transpose();
+            let stream = match on {
+                NcclStream::Own => new_stream().map(Some),
+                NcclStream::Burns => Ok(None),
+                NcclStream::Of(other) => Ok(other.link.stream),
+            };
             let stream = stream.map_err(|error| failed(format!("cuStreamCreate: {error:?}")))?;
             let joined = (nccl.comm_init_rank)(&mut communicator, size as i32, id, rank as i32);
             (stream, joined, context)

@@ -5,8 +5,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorPrimitive};
 use sieve_core::{Keeping, ModelShape};
 use sieve_ops::{
-    AttentionSpec, ContextParallel, Documents, GemmPrecision, KernelPolicy, LayerTokens, RotaryEmbedding, SieveBackend,
-    WeightSums,
+    AttentionSpec, ContextParallel, Documents, GemmPrecision, KernelPolicy, LayerTokens, PassFor, RotaryEmbedding,
+    SieveBackend, WeightSums,
 };
 use std::collections::HashMap;
 
@@ -28,6 +28,8 @@ pub struct LayerContext<'a, B: Backend> {
     pub precision: GemmPrecision,
     /// What layers that are one op keep for the backward pass beyond the minimum.
     pub keeping: Keeping,
+    /// Whether the pass over a layer is for its output, or for its backward pass alone.
+    pub pass: PassFor,
     /// Which kernels attention may use on a GPU, and in which order backward kernels sum.
     pub policy: KernelPolicy,
     /// Weight of one token in an indexer's loss, whose gradient the indexer's backward pass computes: 1 / the number of
@@ -50,6 +52,7 @@ impl<'a, B: Backend> LayerContext<'a, B> {
             shared: None,
             precision: GemmPrecision::Tensors,
             keeping: Keeping::default(),
+            pass: PassFor::Output,
             policy: KernelPolicy::default(),
             token_share: 0.0,
             measures_indexers: false,

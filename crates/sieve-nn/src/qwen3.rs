@@ -142,7 +142,11 @@ impl<B: SieveBackend> Qwen3<B> {
 
     /// Logits of the residual stream `x` after the last block, `[batch, seq_len, vocab_size]`.
     pub fn logits_of(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
-        self.with_head(|head, embedding| head.logits(x, embedding))
+        let logits = self.with_head(|head, embedding| head.logits(x, embedding));
+        match self.weights.of::<B>() {
+            None => logits,
+            Some(source) => source.agreed(logits),
+        }
     }
 
     /// Cross-entropy of each token in nats, `[batch, seq_len]`, from the residual stream `x` after the last block; zero

@@ -42,6 +42,7 @@ impl<B: SieveBackend> SwigluMlp<B> {
             epsilon: norm.epsilon,
             precision: context.precision,
             keeping: context.keeping,
+            pass: context.pass,
             sums: state.take_sums([&self.gate_up_proj, &self.down_proj]),
         };
         sieve_ops::feed_forward(x, layer, residual)

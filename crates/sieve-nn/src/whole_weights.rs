@@ -1,5 +1,6 @@
 //! Weights that a device holds whole only while a pass reads them: of a model that is divided among several devices.
 use crate::{DecoderLayer, LmHead, TokenEmbedding};
+use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use std::any::Any;
 use std::fmt;
@@ -14,6 +15,9 @@ pub trait WholeWeights<B: Backend>: fmt::Debug + Send + Sync {
     fn layer(&self, part: &DecoderLayer<B>) -> DecoderLayer<B>;
     /// The final norm and the output projection with whole weights, unless the embedding's are used.
     fn head(&self, part: &LmHead<B>) -> LmHead<B>;
+    /// The logits of the first device on all of them. Their own may differ in last bits, and a token that two devices
+    /// chose apart would end a text on one of them alone, while the other one waits for its pieces of the weights.
+    fn agreed(&self, logits: Tensor<B, 3>) -> Tensor<B, 3>;
 }
 
 /// Where a model's whole weights come from; by default from its own parameters. The type does not name the backend,

@@ -25,6 +25,17 @@ pub enum Residual {
     None,
 }
 
+/// What a pass over a layer is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PassFor {
+    /// Its output, and its backward pass if there is one.
+    #[default]
+    Output,
+    /// Its backward pass alone, as of a block that is recomputed: the output was read before. What only the output needs
+    /// may be left out, and its values mean nothing then.
+    Gradients,
+}
+
 /// `keeping`, or nothing where there is no backward pass.
 fn kept_by<B: SieveBackend>(keeping: Keeping) -> Keeping {
     match B::HAS_GRAPH {

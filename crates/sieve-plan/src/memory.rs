@@ -68,6 +68,8 @@ fn more_gpus(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize)
     }
     let mut sharded = advice::with_mode(recipe, sieve_core::recipe::ActivationCheckpointMode::Full);
     sharded.parallelism.zero_stage = 3;
+    sharded.parallelism.shard_ranks = 0;
+    let all = if recipe.parallelism.shard_ranks > 0 { " parallelism.shard_ranks=0" } else { "" };
     let counts = (1..=MOST_GPUS.ilog2()).map(|power| 1 << power).filter(|&count| count > ranks);
     let mut fitting = counts.filter_map(|count| {
         let groups = RowShare::of(&sharded).groups(count);
@@ -76,7 +78,7 @@ fn more_gpus(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize)
         let batch = alone.training.local_batch_size;
         let setting = format!(
             "sieve launch --nproc {count} and parallelism.zero_stage=3 activation_checkpoint.mode=full \
-             training.local_batch_size={batch}"
+             training.local_batch_size={batch}{all}"
         );
         let fits = plan.leaves_a_tenth(plan.total_bytes);
         fits.then_some(FittingSetting { setting, total_bytes: plan.total_bytes })
@@ -92,7 +94,7 @@ fn plan_keeping(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usi
     let (value_bytes, num_parameters) = (target.value_bytes(), shape.parameters().total());
     // With ZeRO a rank holds the bits that its shard of the parameters lacks, and a copy of that shard: together an
     // f32 for each value. With ZeRO-3 that copy is all that it holds of the parameters.
-    let num_shards = num_shards(recipe, ranks);
+    let num_shards = recipe.parallelism.num_shards(ranks) as u64;
     let shard = num_parameters.div_ceil(num_shards);
     let shards_weights = shards_weights(recipe, ranks);
     let master_bytes = match (value_bytes, num_shards) {
@@ -117,17 +119,9 @@ fn plan_keeping(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usi
     }
 }
 
-/// Number of shards of masters, moments and checkpoints: one for each rank with ZeRO.
-fn num_shards(recipe: &Recipe, ranks: usize) -> u64 {
-    match recipe.parallelism.zero_stage {
-        0 => 1,
-        _ => ranks as u64,
-    }
-}
-
 /// Whether ranks have only shards of the weights between their uses: ZeRO-3.
 pub(crate) fn shards_weights(recipe: &Recipe, ranks: usize) -> bool {
-    recipe.parallelism.zero_stage == 3 && ranks > 1
+    recipe.parallelism.zero_stage == 3 && recipe.parallelism.num_shards(ranks) > 1
 }
 
 /// Weights that are whole at the points of a step, with ZeRO-3; all 0 without it.
@@ -173,7 +167,7 @@ fn block_parameters(shape: &ModelShape) -> u64 {
 fn snapshot_bytes(recipe: &Recipe, shape: &ModelShape, ranks: usize) -> u64 {
     let parameters = shape.parameters();
     let values = parameters.total() + num_moments(recipe, &parameters);
-    times(values.div_ceil(num_shards(recipe, ranks)), F32)
+    times(values.div_ceil(recipe.parallelism.num_shards(ranks) as u64), F32)
 }
 
 /// (name of a mode of activation checkpointing, bytes that all blocks keep with it).
@@ -220,14 +214,15 @@ impl GradientBytes {
         let (training, zero_stage) = (&recipe.training, recipe.parallelism.zero_stage);
         let num_parameters = shape.parameters().total();
         let all = times(num_parameters, training.gradient_dtype.bytes());
-        let shard = all / ranks as u64;
+        let num_shards = recipe.parallelism.num_shards(ranks) as u64;
+        let shard = all / num_shards;
         let head = F32 * (shape.vocab_size * shape.d_model) as u64;
         let block = times(block_parameters(shape), F32);
         let has_micro_batches =
             training.global_batch_size * RowShare::of(recipe).degree > training.local_batch_size * ranks;
         // With several ranks, gradients are reduced while the backward pass continues: in the last micro-batch, and
         // from ZeRO-2 on in every one.
-        let keeps_shards = ranks > 1 && zero_stage > 0 && (!has_micro_batches || zero_stage > 1);
+        let keeps_shards = num_shards > 1 && (!has_micro_batches || zero_stage > 1);
         // From the second micro-batch on every weight has a gradient, or a shard of one.
         let (loss, new_in_loss) = match (has_micro_batches, keeps_shards) {
             (true, false) => (all, head),
@@ -241,7 +236,7 @@ impl GradientBytes {
         }
         // Sharded sums of earlier micro-batches exist in addition to the gradients being reduced.
         let reduced = |bytes: u64| match has_micro_batches {
-            true => bytes + bytes / ranks as u64,
+            true => bytes + bytes / num_shards,
             false => bytes,
         };
         let most = reduced(times(num_parameters, F32));

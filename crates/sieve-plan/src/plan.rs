@@ -92,6 +92,8 @@ pub struct StagePlan {
 pub struct ZeroPlan {
     /// Value of `parallelism.zero_stage`.
     pub zero_stage: usize,
+    /// Value of `parallelism.shard_ranks`; 0: all ranks.
+    pub shard_ranks: usize,
     /// Value of `training.gradient_dtype`.
     pub gradient_dtype: GradientDtype,
     /// Memory of each rank, in bytes.
@@ -100,6 +102,8 @@ pub struct ZeroPlan {
     pub sum_bytes: f64,
     /// Bytes of weights that each rank sends in a step; it receives as many.
     pub gather_bytes: f64,
+    /// Seconds of a step in which gradients and weights cross.
+    pub seconds: f64,
     /// Whether the run fits into each device's memory.
     pub verdict: MemoryVerdict,
 }
@@ -216,8 +220,9 @@ fn communication(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Ra
         false => num_parameters,
     };
     // A rank sends its piece of each of Muon's updates to the rank that orthogonalises it, which returns as much.
-    let exchanged = 2 * orthogonalised(recipe, &shape.parameters()) / ranks.size as u64;
-    ranks.together(num_parameters, target.value_bytes(), num_sums, num_gathered + exchanged, zero_stage)
+    let num_shards = recipe.parallelism.num_shards(ranks.size) as u64;
+    let exchanged = 2 * orthogonalised(recipe, &shape.parameters()) / num_shards;
+    ranks.together(num_parameters, target.value_bytes(), num_sums, num_gathered + exchanged, &recipe.parallelism)
 }
 
 /// Parameters that a micro-batch gathers with ZeRO-3: of the embedding and of the head once each, tied or not; of a
@@ -230,24 +235,31 @@ fn gathered_by_pass(recipe: &Recipe, shape: &ModelShape) -> u64 {
     2 * matrix + parameters + again * parameters / shape.num_layers.max(1) as u64
 }
 
-/// A plan for every sharding and type of gradients in one stage.
+/// A plan for every sharding and type of gradients in one stage: over all ranks, the recipe's own groups of them, and
+/// those of each host.
 fn zero_stages(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Ranks) -> Vec<ZeroPlan> {
-    let ways = (1..=3).flat_map(|zero_stage| {
+    let groups = [0, recipe.parallelism.shard_ranks, ranks.size / ranks.hosts.max(1)];
+    let is_group = |&size: &usize| size == 0 || (size > 1 && size < ranks.size && ranks.size.is_multiple_of(size));
+    let groups = groups.into_iter().filter(is_group).collect::<std::collections::BTreeSet<_>>();
+    let ways = groups.into_iter().flat_map(|shard_ranks| {
         let dtypes = [GradientDtype::F32, GradientDtype::Bf16];
-        dtypes.map(|gradient_dtype| (zero_stage, gradient_dtype))
+        (1..=3).flat_map(move |zero_stage| dtypes.map(|gradient_dtype| (shard_ranks, zero_stage, gradient_dtype)))
     });
-    let planned = ways.map(|(zero_stage, gradient_dtype)| {
+    let planned = ways.map(|(shard_ranks, zero_stage, gradient_dtype)| {
         let mut recipe = recipe.clone();
         recipe.parallelism.zero_stage = zero_stage;
+        recipe.parallelism.shard_ranks = shard_ranks;
         recipe.training.gradient_dtype = gradient_dtype;
         let memory = memory_plan(&recipe, shape, target, ranks.size);
         let together = communication(&recipe, shape, target, ranks);
         ZeroPlan {
             zero_stage,
+            shard_ranks,
             gradient_dtype,
             total_bytes: memory.total_bytes,
             sum_bytes: together.sum_bytes,
             gather_bytes: together.gather_bytes,
+            seconds: together.sum_seconds + together.gather_seconds,
             verdict: memory.verdict,
         }
     });
@@ -255,11 +267,11 @@ fn zero_stages(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Rank
 }
 
 impl Plan {
-    /// The sharding and type of gradients that fits each device with the fewest bytes between the ranks; `None` for one
-    /// rank, or if none fits. f32 gradients come before bf16 ones.
+    /// The sharding and type of gradients that fits each device and whose bytes between the ranks take the least time;
+    /// `None` for one rank, or if none fits. f32 gradients come before bf16 ones.
     pub fn cheapest_stage(&self) -> Option<&ZeroPlan> {
         let fitting = self.zero_stages.iter().filter(|way| way.verdict == MemoryVerdict::Fits);
-        let cost = |way: &ZeroPlan| (way.gradient_dtype == GradientDtype::Bf16, way.sum_bytes + way.gather_bytes);
+        let cost = |way: &ZeroPlan| (way.gradient_dtype == GradientDtype::Bf16, way.seconds);
         fitting.min_by(|one, other| cost(one).partial_cmp(&cost(other)).expect("numbers"))
     }
 }

@@ -4,6 +4,7 @@
 //! between hosts it is an assumption.
 
 use serde::Serialize;
+use sieve_core::recipe::ParallelismSection;
 
 /// Bytes per second of all-reduces and all-gathers between GPUs of one host (NCCL's bus bandwidth), measured on two
 /// H200s.
@@ -30,8 +31,11 @@ pub struct Ranks {
 pub struct RanksPlan {
     /// Number of ranks and hosts.
     pub ranks: Ranks,
+    /// Number of ranks that divide what ZeRO shards; other groups of as many hold copies. 1 without ZeRO.
+    pub num_shards: usize,
     /// Bytes of f32 gradients that each rank sends in a step (it receives as many): after the last micro-batch or, with
-    /// ZeRO-2, after every one; without ZeRO twice as many, since an all-reduce also sends the sums.
+    /// ZeRO-2, after every one; without ZeRO twice as many, since an all-reduce also sends the sums. With copies of
+    /// shards, the all-reduce of their sums too.
     pub sum_bytes: f64,
     /// Bytes of weights that each rank sends in a step, and of Muon's updates; it receives as many. 0 if each rank
     /// updates all of them.
@@ -54,8 +58,16 @@ impl Ranks {
         }
     }
 
+    /// Bytes per second between ranks that divide weights `num_shards` ways.
+    fn rate_within(self, num_shards: usize) -> f64 {
+        match (self.size / self.hosts.max(1)).is_multiple_of(num_shards) {
+            true => HOST_RATE,
+            false => self.rate(),
+        }
+    }
+
     /// Communication of a model of `num_parameters` with weights of `value_bytes`, whose gradients are reduced over all
-    /// ranks `num_sums` times per step, by `parallelism.zero_stage`. A step gathers or exchanges `num_gathered`
+    /// ranks `num_sums` times per step, as `parallelism` divides them. A step gathers or exchanges `num_gathered`
     /// parameters, a weight that it gathers twice counted twice.
     pub(crate) fn together(
         self,
@@ -63,24 +75,25 @@ impl Ranks {
         value_bytes: u64,
         num_sums: usize,
         num_gathered: u64,
-        zero_stage: usize,
+        parallelism: &ParallelismSection,
     ) -> RanksPlan {
-        let rate = self.rate();
-        // In a ring all-gather each link carries every shard but one.
-        let share = (self.size - 1) as f64 / self.size as f64;
-        let sent = |bytes: u64| share * (num_parameters * bytes) as f64;
-        let gathered = share * (num_gathered * value_bytes) as f64;
-        // Gradients are reduced in f32.
-        let (sum_bytes, gather_bytes) = match zero_stage {
-            0 => (2.0 * sent(4), 0.0),
-            _ => (num_sums as f64 * sent(4), gathered),
-        };
+        let num_shards = parallelism.num_shards(self.size);
+        let (rate, rate_within) = (self.rate(), self.rate_within(num_shards));
+        // In a ring all-gather of n ranks each link carries every shard but one.
+        let share = |ranks: usize| (ranks - 1) as f64 / ranks as f64;
+        // Gradients are reduced in f32: scattered among the ranks that divide them, their shards all-reduced over the
+        // others.
+        let gradient_bytes = (num_sums as u64 * num_parameters * 4) as f64;
+        let within = share(num_shards) * gradient_bytes;
+        let across = 2.0 * share(self.size / num_shards) * gradient_bytes / num_shards as f64;
+        let gather_bytes = share(num_shards) * (num_gathered * value_bytes) as f64;
         RanksPlan {
             ranks: self,
-            sum_bytes,
+            num_shards,
+            sum_bytes: within + across,
             gather_bytes,
-            sum_seconds: sum_bytes / rate,
-            gather_seconds: gather_bytes / rate,
+            sum_seconds: within / rate_within + across / rate,
+            gather_seconds: gather_bytes / rate_within,
         }
     }
 }
@@ -98,8 +111,7 @@ impl RanksPlan {
     /// `update_seconds` are the optimizer's update, which the ranks divide among them with ZeRO.
     pub(crate) fn tokens_per_second(&self, step_tokens: f64, step_seconds: f64, update_seconds: f64) -> f64 {
         let size = self.ranks.size as f64;
-        let divides_update = self.gather_bytes > 0.0;
-        let saved = if divides_update { update_seconds * (1.0 - 1.0 / size) } else { 0.0 };
+        let saved = update_seconds * (1.0 - 1.0 / self.num_shards as f64);
         let together = LENGTHENING * (self.sum_seconds + self.gather_seconds);
         size * step_tokens / (step_seconds - saved + together)
     }
@@ -122,7 +134,7 @@ mod tests {
             let ranks = Ranks { size, hosts: 1 };
             // What crates/sieve-plan/src/time.rs counts on an H200.
             let update = crate::time::UPDATE_BYTES * parameters as f64 / (0.84 * 4.8e12);
-            let plan = ranks.together(parameters, 2, 1, parameters, 1);
+            let plan = ranks.together(parameters, 2, 1, parameters, &ParallelismSection::default());
             let found = plan.tokens_per_second(tokens, tokens / alone, update);
             let ratio: f64 = found / together;
             assert!((ratio - 1.0).abs() < 0.03, "{size} GPUs, {parameters}: {ratio}");
@@ -132,11 +144,32 @@ mod tests {
     #[test]
     fn without_zero_gradients_are_all_reduced_and_each_rank_updates_all_weights() {
         let ranks = Ranks { size: 4, hosts: 1 };
-        let [none, one] = [0, 1].map(|stage| ranks.together(1_000_000, 2, 1, 1_000_000, stage));
+        let stages = [0, 1].map(|zero_stage| ParallelismSection { zero_stage, ..Default::default() });
+        let [none, one] = stages.map(|stage| ranks.together(1_000_000, 2, 1, 1_000_000, &stage));
         assert_eq!((none.sum_bytes, none.gather_bytes), (2.0 * one.sum_bytes, 0.0));
         assert_eq!(none.sum_seconds, 2.0 * one.sum_seconds);
         let step = 1.0 + LENGTHENING * none.sum_seconds;
         assert_eq!(none.tokens_per_second(1.0, 1.0, 0.5), 4.0 / step);
         assert!(one.tokens_per_second(1.0, 1.0, 0.5) > 6.0);
+    }
+
+    #[test]
+    fn shards_inside_hosts_are_gathered_there_and_their_sums_alone_cross_between_hosts() {
+        let ranks = Ranks { size: 8, hosts: 2 };
+        let of = |shard_ranks| ParallelismSection { zero_stage: 3, shard_ranks, ..Default::default() };
+        let together = |shard_ranks| ranks.together(1_000_000, 2, 3, 5_000_000, &of(shard_ranks));
+        let [all, inside, across] = [0, 4, 2].map(together);
+        assert_eq!([all, inside, across].map(|plan| plan.num_shards), [8, 4, 2]);
+        let bytes = |plan: RanksPlan| [plan.sum_bytes, plan.gather_bytes];
+        assert_eq!(bytes(all), [3.0 * 4e6 * 7.0 / 8.0, 1e7 * 7.0 / 8.0]);
+        // Three of four shards are sent inside the host; of its own one each process sends all once to the other host.
+        assert_eq!(bytes(inside), [3.0 * (4e6 * 3.0 / 4.0 + 1e6), 1e7 * 3.0 / 4.0]);
+        assert_eq!(inside.gather_seconds, inside.gather_bytes / HOST_RATE);
+        assert_eq!(inside.sum_seconds, 9e6 / HOST_RATE + 3e6 / NETWORK_RATE);
+        assert_eq!(all.gather_seconds, all.gather_bytes / NETWORK_RATE);
+        assert!(inside.sum_seconds < all.sum_seconds && across.sum_seconds > inside.sum_seconds);
+        // Three processes that divide weights do not lie on a host of four.
+        let odd = Ranks { size: 12, hosts: 3 }.together(1_000_000, 2, 1, 1_000_000, &of(3));
+        assert_eq!(odd.gather_seconds, odd.gather_bytes / NETWORK_RATE);
     }
 }

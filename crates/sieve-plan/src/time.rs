@@ -94,7 +94,9 @@ pub(super) fn tokens_per_second(shape: &ModelShape, spared_flops: f64, size: &St
     // bf16 logits and their gradients are written and read once each.
     bytes += 2.0 * 4.0 * shape.vocab_size as f64;
     let linear = shape.executed_flops_per_token(size.seq_len).linear;
-    let mut gemms = (passes * linear - spared_flops) / (GEMMS * gpu.bf16_flops);
+    // A recomputed feed-forward layer leaves out its second GEMM, but in fp8.
+    let unread = (shape.num_layers - size.fp8.len()) as f64 * 2.0 * (shape.d_ff * shape.d_model) as f64;
+    let mut gemms = (passes * linear - spared_flops - size.recomputed * unread) / (GEMMS * gpu.bf16_flops);
     for layer_idx in size.fp8.clone() {
         let (weights, [inner, outer]) = fp8_gemms(&shape.of_layer(layer_idx));
         let seconds = passes * 2.0 * weights as f64 / (GEMMS * gpu.bf16_flops);

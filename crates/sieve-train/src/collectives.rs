@@ -4,7 +4,7 @@ use burn::module::ParamId;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
-use sieve_comm::{Mesh, Pieces};
+use sieve_comm::{Mesh, Pieces, ShardGroup};
 use sieve_ops::TrainBackend;
 use std::ops::Range;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub struct Gathered<B: TrainBackend> {
 /// Weights of a segment whose pieces were updated, ready to be gathered.
 pub(crate) type Updated<B> = Vec<(ParamId, Gathered<B>)>;
 
-/// What a rank sends to other ranks and receives from them: at most one tensor to each, and one from each.
+/// What a rank sends to other ranks of its group and receives from them: at most one tensor to each, and one from each.
 #[derive(Debug)]
 pub struct Exchanged<B: TrainBackend> {
     /// Tensors of one dimension, each with the rank that receives it.
@@ -42,22 +42,25 @@ pub struct Exchanged<B: TrainBackend> {
     pub like: Primitive<B>,
 }
 
-/// Reductions and gathers over all ranks. All ranks must pass tensors of the same shapes in the same order. Collectives
-/// overlap the device's other work and end in the order in which they began.
+/// Reductions and gathers over the ranks of a run. All must pass tensors of the same shapes in the same order.
+/// Collectives overlap the device's other work and end in the order in which they began.
 pub trait Collectives<B: TrainBackend>: Send {
+    /// The ranks that divide tensors into pieces. Numbers of ranks in [`Exchanged`] and in [`Pieces`] are places in this
+    /// group.
+    fn shard_group(&self) -> ShardGroup;
     /// Starts summing f32 tensors over all ranks. A tensor with pieces is reduce-scattered: each rank gets the sum of
     /// its own piece, flat. A tensor without pieces is all-reduced.
     ///
     /// # Errors
     /// A rank is lost; another element type.
     fn sum(&self, tensors: Vec<(Primitive<B>, Option<Pieces>)>) -> Result<Pending<B>, TrainError>;
-    /// Starts gathering the pieces of all ranks. The pending collective returns the whole tensors, or no tensors if the
+    /// Starts gathering the pieces of all ranks of the group. The pending collective returns the whole tensors, or no tensors if the
     /// implementation writes into [`Gathered::whole`] in place.
     ///
     /// # Errors
     /// A rank is lost.
     fn gather(&self, tensors: Vec<Gathered<B>>) -> Result<Pending<B>, TrainError>;
-    /// Starts sending and receiving tensors; a rank with nothing to send or receive calls it too. The pending
+    /// Starts sending tensors inside the group, and receiving them; a rank with nothing to send or receive calls it too. The pending
     /// collective returns the received tensors, of one dimension, in the order of [`Exchanged::wanted`].
     ///
     /// # Errors
@@ -68,9 +71,25 @@ pub trait Collectives<B: TrainBackend>: Send {
 /// Collectives on the host, over TCP; sums are added in the order of the ranks. Values are exchanged when a collective
 /// begins, and the tensors with the result are created when it ends, as on a device.
 #[derive(Clone, Debug)]
-pub struct HostCollectives(pub Arc<Mesh>);
+pub struct HostCollectives {
+    /// The connections of all ranks.
+    pub mesh: Arc<Mesh>,
+    group: ShardGroup,
+}
+
+impl HostCollectives {
+    /// Over the ranks of `mesh`, of which `shard_ranks` consecutive ones divide tensors; 0: all.
+    pub fn new(mesh: Arc<Mesh>, shard_ranks: usize) -> Self {
+        let group = ShardGroup::new(mesh.world().rank, mesh.world().size, shard_ranks);
+        Self { mesh, group }
+    }
+}
 
 impl<B: TrainBackend> Collectives<B> for HostCollectives {
+    fn shard_group(&self) -> ShardGroup {
+        self.group
+    }
+
     fn sum(&self, tensors: Vec<(Primitive<B>, Option<Pieces>)>) -> Result<Pending<B>, TrainError> {
         let Some((first, _)) = tensors.first() else {
             return Ok(Box::new(|| Ok(Vec::new())));
@@ -84,9 +103,12 @@ impl<B: TrainBackend> Collectives<B> for HostCollectives {
             let range = start..values.len();
             summands.push(Summand { range, pieces, shape });
         }
-        let ranges_of = |rank: usize| summands.iter().map(|summand| summand.range_of(rank)).collect::<Vec<_>>();
-        let own = ranges_of(self.0.world().rank);
-        let mut sums = self.0.sum_parts(values, &ranges_of)?.into_iter();
+        // Every rank with the same place gets the same sums.
+        let place_of = |rank: usize| self.group.place_of(rank);
+        let ranges_of =
+            |rank: usize| summands.iter().map(|summand| summand.range_of(place_of(rank))).collect::<Vec<_>>();
+        let own = ranges_of(self.mesh.world().rank);
+        let mut sums = self.mesh.sum_parts(values, &ranges_of)?.into_iter();
         let sums = summands.into_iter().zip(own).map(|(summand, own)| {
             let shape = match summand.pieces {
                 Some(_) => [own.len()].into(),
@@ -103,22 +125,25 @@ impl<B: TrainBackend> Collectives<B> for HostCollectives {
     }
 
     fn gather(&self, tensors: Vec<Gathered<B>>) -> Result<Pending<B>, TrainError> {
-        let size = self.0.world().size;
         let mut own = Vec::new();
         let mut wholes = Vec::new();
         for Gathered { piece, whole, pieces } in tensors {
             own.extend(values_of::<B>(piece));
             wholes.push((whole, pieces));
         }
-        let count = |rank: usize| wholes.iter().map(|(_, pieces)| pieces.of(rank).len()).sum();
-        let all = self.0.gather_values(&own, &count)?;
+        let group = self.group;
+        let count = |rank: usize| wholes.iter().map(|(_, pieces)| pieces.of(group.place_of(rank)).len()).sum::<usize>();
+        // The ranks one after another, and for each rank its piece of every tensor. Of several groups this one counts.
+        let mut all = self.mesh.gather_values(&own, &count)?;
+        let [others, own_group] = [0..group.ranks().start, group.ranks()].map(|ranks| ranks.map(count).sum::<usize>());
+        all.drain(..others);
+        all.truncate(own_group);
         Ok(Box::new(move || {
-            // `all` holds the ranks one after another, and for each rank its piece of every tensor.
             let mut all = all.into_iter();
             let mut values: Vec<Vec<f32>> = wholes.iter().map(|_| Vec::new()).collect();
-            for rank in 0..size {
+            for place in 0..group.size() {
                 for (values, (_, pieces)) in values.iter_mut().zip(&wholes) {
-                    values.extend(all.by_ref().take(pieces.of(rank).len()));
+                    values.extend(all.by_ref().take(pieces.of(place).len()));
                 }
             }
             let wholes = wholes.into_iter().zip(values).map(|((whole, _), values)| {
@@ -130,13 +155,15 @@ impl<B: TrainBackend> Collectives<B> for HostCollectives {
     }
 
     fn exchange(&self, Exchanged { given, wanted, like }: Exchanged<B>) -> Result<Pending<B>, TrainError> {
-        let mut bytes = vec![Vec::new(); self.0.world().size];
-        for (rank, tensor) in given {
-            bytes[rank] = bytes_of(values_of::<B>(tensor));
+        let first = self.group.ranks().start;
+        let mut bytes = vec![Vec::new(); self.mesh.world().size];
+        for (place, tensor) in given {
+            bytes[first + place] = bytes_of(values_of::<B>(tensor));
         }
-        let found = self.0.exchange(bytes)?;
+        let found = self.mesh.exchange(bytes)?;
         let (device, dtype) = (B::InnerBackend::float_device(&like), like.dtype());
-        let received = wanted.into_iter().map(|(rank, count)| {
+        let received = wanted.into_iter().map(|(place, count)| {
+            let rank = first + place;
             let values = floats_of(&found[rank]);
             match values.len() == count {
                 true => Ok(values),
@@ -171,17 +198,17 @@ pub(crate) fn floats_of(bytes: &[u8]) -> Vec<f32> {
 struct Summand {
     /// The tensor's range in the concatenated values of all tensors.
     range: Range<usize>,
-    /// The piece of each rank in a reduce-scatter; `None` in an all-reduce.
+    /// The piece of each place in a reduce-scatter; `None` in an all-reduce.
     pieces: Option<Pieces>,
     shape: Shape,
 }
 
 impl Summand {
-    /// The values whose sum a rank receives: its piece, or the whole tensor.
-    fn range_of(&self, rank: usize) -> Range<usize> {
+    /// The values whose sum the ranks of a place receive: their piece, or the whole tensor.
+    fn range_of(&self, place: usize) -> Range<usize> {
         match self.pieces {
             Some(pieces) => {
-                let piece = pieces.of(rank);
+                let piece = pieces.of(place);
                 self.range.start + piece.start..self.range.start + piece.end
             }
             None => self.range.clone(),

@@ -92,6 +92,13 @@ impl TrainError {
                 format!("sieve launch --nproc {degree}, or --set parallelism.context_parallel_degree=1"),
             ));
         }
+        let shards = recipe.parallelism.shard_ranks;
+        if ranks > 1 && shards > 0 && !ranks.is_multiple_of(shards) {
+            return Err(Self::refused(
+                format!("parallelism.shard_ranks = {shards}, and {ranks} processes are no multiple of that"),
+                format!("sieve launch --nproc {shards}, or --set parallelism.shard_ranks=0: all processes"),
+            ));
+        }
         let groups = ranks / degree;
         let mut stages = recipe.stages().into_iter();
         stages.try_for_each(|stage| Self::micro_batches(&recipe.at_stage(&stage).training, groups).map(drop))

@@ -1,5 +1,6 @@
 //! Gradients of all parameters, added up over micro-batches.
 use crate::collectives::Primitive;
+use crate::group::Share;
 use burn::module::{Module, ModuleVisitor, Param, ParamId, list_param_ids};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
@@ -111,15 +112,14 @@ impl<B: TrainBackend> GradientBuffer<B> {
 
     /// Euclidean norm over all gradients of `module`: `[1]`, f32.
     pub fn norm<M: Module<B>>(&self, module: &M, device: &B::Device) -> Tensor<B::InnerBackend, 1> {
-        let includes_whole = true;
-        self.norm_of(&list_param_ids(module), device, includes_whole)
+        self.norm_of(&list_param_ids(module), device, Share::ALL)
     }
 
-    /// Euclidean norm over this rank's pieces of the gradients of these parameters, `[1]`, f32; gradients that every
-    /// rank holds whole are included only if `whole` is set.
-    pub(crate) fn norm_of(&self, ids: &[ParamId], device: &B::Device, whole: bool) -> Tensor<B::InnerBackend, 1> {
+    /// Euclidean norm over what counts of this rank's gradients of these parameters, `[1]`, f32: over all ranks each
+    /// element of a gradient counts once.
+    pub(crate) fn norm_of(&self, ids: &[ParamId], device: &B::Device, share: Share) -> Tensor<B::InnerBackend, 1> {
         let gradients = ids.iter().filter_map(|id| self.by_id.get(id));
-        let gradients = gradients.filter(|gradient| whole || gradient.is_piece);
+        let gradients = gradients.filter(|gradient| share.counts(gradient.is_piece));
         let found: Vec<_> = gradients.map(|gradient| gradient.values.clone()).collect();
         if found.is_empty() {
             return Tensor::zeros([1], device);

@@ -6,6 +6,9 @@
 //! gradient norm is over the pieces of all ranks. Each rank updates its pieces. The weights are gathered while later
 //! segments are updated and while the next forward pass runs, which waits for each segment's weights before it reads
 //! them. In ZeRO-3 a rank has only its pieces of the weights between their uses: see `weights.rs`.
+//!
+//! With `parallelism.shard_ranks` the ranks are several groups that divide all tensors alike. Gradients are summed over
+//! all ranks, and weights are gathered within a group.
 mod health;
 mod sharded_model;
 mod step_times;
@@ -25,7 +28,7 @@ use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, FloatDType, Tensor, TensorMetadata, TensorPrimitive};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use sieve_comm::{CommError, Mesh, Pieces, Work};
+use sieve_comm::{CommError, Mesh, Pieces, ShardGroup, Work};
 use sieve_nn::Qwen3;
 use sieve_ops::{RankGroup, TrainBackend};
 use std::cell::RefCell;
@@ -83,6 +86,8 @@ struct Sums<B: TrainBackend> {
 pub(crate) struct Share {
     pub(crate) rank: usize,
     pub(crate) size: usize,
+    /// The ranks among which matrices are divided: all, or those of `parallelism.shard_ranks`.
+    pub(crate) group: ShardGroup,
     /// Whether matrices are divided into pieces: `parallelism.zero_stage` is not 0.
     pub(crate) cuts: bool,
     /// Whether a rank has whole weights between their uses: `parallelism.zero_stage` is not 3.
@@ -91,7 +96,7 @@ pub(crate) struct Share {
 
 impl Share {
     /// The share of a run in one process: everything.
-    pub(crate) const ALL: Self = Self { rank: 0, size: 1, cuts: true, keeps_whole: true };
+    pub(crate) const ALL: Self = Self { rank: 0, size: 1, group: ShardGroup::ALONE, cuts: true, keeps_whole: true };
 
     /// This rank's share of the rows where `degree` consecutive ranks share each row.
     pub(crate) fn of_rows(&self, degree: usize) -> Self {
@@ -101,12 +106,26 @@ impl Share {
     /// The pieces of a parameter of this shape; `None` for vectors and small matrices, which every rank updates whole.
     pub(crate) fn pieces(&self, shape: &[usize]) -> Option<Pieces> {
         let count = shape.iter().product();
-        (self.cuts && shape.len() > 1).then(|| Pieces::new(count, self.size))?
+        (self.cuts && shape.len() > 1).then(|| Pieces::new(count, self.group.size()))?
+    }
+
+    /// This rank's range of a parameter that is divided into `pieces`.
+    pub(crate) fn own(&self, pieces: Pieces) -> Range<usize> {
+        pieces.of(self.group.place())
     }
 
     /// This rank's range of the flattened parameter; `None` if ranks do not divide it.
     pub(crate) fn range(&self, shape: &[usize]) -> Option<Range<usize>> {
-        Some(self.pieces(shape)?.of(self.rank))
+        Some(self.own(self.pieces(shape)?))
+    }
+
+    /// Whether this rank's values count in sums over all ranks, and are saved: of a piece that is held by a rank of each
+    /// replica, and of what all ranks have whole, one rank's do.
+    pub(crate) fn counts(&self, is_piece: bool) -> bool {
+        match is_piece {
+            true => self.group.is_first(),
+            false => self.rank == 0,
+        }
     }
 }
 
@@ -170,9 +189,10 @@ impl<B: TrainBackend> Group<B> {
         }
     }
 
-    /// A group that sums tensors on the host, in the order of the ranks.
-    pub fn on_host(mesh: Arc<Mesh>) -> Self {
-        Self::new(mesh.clone(), Box::new(HostCollectives(mesh)))
+    /// A group that sums tensors on the host, in the order of the ranks, of which `shard_ranks` consecutive ones divide
+    /// weights; 0: all.
+    pub fn on_host(mesh: Arc<Mesh>, shard_ranks: usize) -> Self {
+        Self::new(mesh.clone(), Box::new(HostCollectives::new(mesh, shard_ranks)))
     }
 
     /// Exchanges the parts of a row by `links` instead of the mesh.
@@ -182,9 +202,15 @@ impl<B: TrainBackend> Group<B> {
     }
 
     pub(crate) fn share(&self) -> Share {
-        let world = self.mesh.world();
-        let keeps_whole = self.zero_stage < 3 || world.size == 1;
-        Share { rank: world.rank, size: world.size, cuts: self.zero_stage > 0, keeps_whole }
+        let (world, group) = (self.mesh.world(), self.collectives.shard_group());
+        let keeps_whole = self.zero_stage < 3 || group.size() == 1;
+        Share { rank: world.rank, size: world.size, group, cuts: self.zero_stage > 0, keeps_whole }
+    }
+
+    /// Processes of each host, if ranks that divide weights are on several hosts though they are not all ranks.
+    pub(crate) fn crossed_hosts(&self) -> Option<usize> {
+        let (on_host, group) = (self.mesh.world().local_size, self.collectives.shard_group());
+        (group.num_replicas() > 1 && !on_host.is_multiple_of(group.size())).then_some(on_host)
     }
 
     /// The `degree` ranks that share each row, this one among them; `None` if no row is shared.
@@ -310,8 +336,7 @@ impl<B: TrainBackend> Group<B> {
         gradients: &GradientBuffer<B>,
         device: &B::Device,
     ) -> Result<[Tensor<B::InnerBackend, 1>; 2], TrainError> {
-        // Gradients that every rank holds whole are counted once, by rank 0.
-        let own = gradients.norm_of(&list_param_ids(model), device, self.share().rank == 0);
+        let own = gradients.norm_of(&list_param_ids(model), device, self.share());
         let sums = self.sum_of(Tensor::cat(vec![loss, own.clone() * own], 0))?;
         let [loss, square] = [0, 1].map(|place| sums.clone().narrow(0, place, 1));
         Ok([loss, square.sqrt()])
@@ -553,7 +578,7 @@ mod tests {
                 mesh.leave();
             });
             let mesh = join(0);
-            let group = Group::<Autodiff<Flex>>::on_host(mesh.clone());
+            let group = Group::<Autodiff<Flex>>::on_host(mesh.clone(), 0);
             let links = group.rank_group(2).expect("two parts");
             group.tick_in_pass().expect("all is well");
             let values = links.exchange(vec![vec![1.0], vec![2.0]], &[1, 1]);

@@ -27,7 +27,8 @@ use std::ops::Range;
 ///
 /// With several ranks, each updates its piece of every matrix and holds the moments and low bits of that piece (ZeRO-1,
 /// arXiv:1910.02054). With ZeRO-3 it holds its piece of the weights alone, too. Vectors and small matrices are updated
-/// by all ranks. Muon gathers the update of a divided matrix on one rank, which orthogonalises it; see `muon.rs`.
+/// by all ranks. Muon gathers the update of a divided matrix on one rank, which orthogonalises it; see `muon.rs`. Of
+/// several groups of ranks (`parallelism.shard_ranks`) each does all of this.
 #[derive(Debug)]
 pub struct Optimizer<B: TrainBackend> {
     settings: OptimizerSection,
@@ -377,9 +378,10 @@ impl<B: TrainBackend> Update<'_, B> {
         let like =
             B::InnerBackend::float_zeros([1].into(), &B::InnerBackend::float_device(&self.grad_scale), dtype.into());
         let updates = self.raw_updates(&projections, dtype);
-        let Share { rank, size, .. } = self.optimizer.share;
+        let Share { group: shards, .. } = self.optimizer.share;
+        let place = [shards.place(), shards.size()];
         let exchange = |exchanged| group.exchange(exchanged);
-        let found = muon::orthogonalised_parts::<B>(&projections, updates, like, [rank, size], &exchange)?;
+        let found = muon::orthogonalised_parts::<B>(&projections, updates, like, place, &exchange)?;
         let mut parts: HashMap<ParamId, Vec<(usize, Inner<B>, f64)>> = HashMap::new();
         for (place, part) in found {
             let Projection { id, index, shape, .. } = projections[place];
@@ -421,7 +423,7 @@ impl<B: TrainBackend> Update<'_, B> {
     /// Advances the momentum of this rank's pieces, and returns its part of each projection's raw update, flat. `None`
     /// where its piece holds nothing of the projection.
     fn raw_updates(&mut self, projections: &[Projection], dtype: DType) -> Vec<Option<Inner<B>>> {
-        let rank = self.optimizer.share.rank;
+        let rank = self.optimizer.share.group.place();
         let mut by_id: HashMap<ParamId, Vec<usize>> = HashMap::new();
         for (place, projection) in projections.iter().enumerate() {
             by_id.entry(projection.id).or_default().push(place);
@@ -484,7 +486,7 @@ impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
         let pieces = share.pieces(&tensor.dims()).expect("its gradient is cut");
         let whole = tensor.clone().inner().into_primitive().tensor();
         let piece = self.optimizer.pieces.remove(&id);
-        let piece = piece.unwrap_or_else(|| cut::<B>(whole.clone(), pieces.of(share.rank)));
+        let piece = piece.unwrap_or_else(|| cut::<B>(whole.clone(), share.own(pieces)));
         let piece = self.updated_leaf(id, piece, change, decays);
         self.optimizer.pieces.insert(id, piece.clone());
         if share.keeps_whole {

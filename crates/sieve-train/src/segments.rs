@@ -15,7 +15,8 @@ use sieve_core::recipe::ActivationCheckpointSection;
 use sieve_core::{Keeping, Recipe};
 use sieve_nn::{DecoderLayer, LastChoice, LayerContext, LayerOutput, PassState, Qwen3};
 use sieve_ops::{
-    DeviceBackend, Documents, GemmPrecision, KernelPolicy, RotaryEmbedding, SumOrder, TrainBackend, seed_gradient,
+    DeviceBackend, Documents, GemmPrecision, KernelPolicy, PassFor, RotaryEmbedding, SumOrder, TrainBackend,
+    seed_gradient,
 };
 use std::ops::Range;
 
@@ -238,6 +239,8 @@ fn backward_of_blocks<B: TrainBackend>(
     hooks: &mut dyn PassHooks<B>,
 ) -> Result<Tensor<B::InnerBackend, 3>, TrainError> {
     let mut state = PassState::default();
+    // Blocks that are recomputed here have had their outputs.
+    context.pass = PassFor::Gradients;
     for (layer_idx, block) in blocks.into_iter().enumerate().rev() {
         hooks.before_backward(model, Segment::Block(layer_idx))?;
         let layer = &model.layers[layer_idx];

@@ -220,6 +220,13 @@ impl<B: TrainBackend> Trainer<B> {
             let model = trainer.learner.model.take();
             trainer.learner.model = model.map(|model| model.map(&mut trainer.learner.optimizer.holder(precision)));
         }
+        if let Some(on_host) = trainer.ranks.group().and_then(Group::crossed_hosts) {
+            let size = share.group.size();
+            trainer.lines.notices.push(format!(
+                "note: parallelism.shard_ranks = {size}, and a host has {on_host} processes: weights are gathered across \
+                 hosts"
+            ));
+        }
         if trainer.recipe.parallelism.zero_stage == 3 && share.size == 1 {
             let note = "note: parallelism.zero_stage = 3 shards nothing in one process, which holds the whole model";
             trainer.lines.notices.push(note.to_owned());

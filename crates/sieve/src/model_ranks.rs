@@ -12,12 +12,15 @@ use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use sieve_comm::{Mesh, World};
 use sieve_core::ShownPath;
+use sieve_core::recipe::ParallelismSection;
 use sieve_hf::{Kept, LoadedModel, load_model_then};
 use sieve_ops::{Cuda, DeviceBackend, TrainBackend};
 use sieve_train::{Group, ShardedWeights};
 use std::path::Path;
 use std::sync::Arc;
 
+/// All ranks divide the weights.
+const ALL_RANKS: usize = 0;
 /// Seconds without a heartbeat after which a rank is lost.
 const PATIENCE: u64 = 30;
 
@@ -77,7 +80,7 @@ impl ModelBackend for Flex {
     type Train = Autodiff<Self>;
 
     fn group(mesh: Arc<Mesh>, _device: &FlexDevice) -> Result<Group<Self::Train>> {
-        Ok(Group::on_host(mesh))
+        Ok(Group::on_host(mesh, ALL_RANKS))
     }
 }
 
@@ -85,8 +88,7 @@ impl ModelBackend for Cuda {
     type Train = Autodiff<Self>;
 
     fn group(mesh: Arc<Mesh>, device: &CudaDevice) -> Result<Group<Self::Train>> {
-        let whole_rows = 1;
-        gpus::connected(mesh, device, whole_rows, &OnEvent::nothing())
+        gpus::connected(mesh, device, &ParallelismSection::default(), &OnEvent::nothing())
     }
 }
 

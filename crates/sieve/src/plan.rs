@@ -105,9 +105,13 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
 fn suggestion_text(suggestion: &Suggestion, recipe: &Recipe, plan: &Plan) -> String {
     let tokens = suggestion.num_tokens as f64;
     let sharding = match (plan.cheapest_stage(), plan.ranks) {
-        (Some(ZeroPlan { zero_stage, gradient_dtype, total_bytes, .. }), Some(_)) => format!(
-            "\n  --set parallelism.zero_stage={zero_stage} --set training.gradient_dtype={}: of the shardings that \
-             fit, the one that sends least ({})",
+        (Some(ZeroPlan { zero_stage, shard_ranks, gradient_dtype, total_bytes, .. }), Some(_)) => format!(
+            "\n  --set parallelism.zero_stage={zero_stage}{} --set training.gradient_dtype={}: of the shardings that \
+             fit, the one whose transfers take least time ({})",
+            match shard_ranks {
+                0 => String::new(),
+                size => format!(" --set parallelism.shard_ranks={size}"),
+            },
             format!("{gradient_dtype:?}").to_lowercase(),
             gib(*total_bytes)
         ),
@@ -306,14 +310,19 @@ fn context_parallel_lines(parts: &ContextParallelPlan) -> Vec<String> {
 }
 
 fn ranks_line(together: &RanksPlan) -> String {
-    let RanksPlan { ranks, sum_bytes, gather_bytes, sum_seconds, gather_seconds } = together;
+    let RanksPlan { ranks, num_shards, sum_bytes, gather_bytes, sum_seconds, gather_seconds } = together;
     let [sums, gathered] = [sum_seconds, gather_seconds].map(|seconds| 1e3 * seconds);
     let hosts = match ranks.hosts {
         1 => "on one host".to_owned(),
         hosts => format!("on {hosts} hosts, one 400 Gb/s card each assumed"),
     };
+    let copies = match ranks.size / num_shards {
+        1 => String::new(),
+        copies if *num_shards > 1 => format!(", {copies} groups that divide weights {num_shards} ways"),
+        _ => ", each with all weights".to_owned(),
+    };
     format!(
-        "  together   {} processes {hosts}: {sums:.1} ms of gradient sums ({:.1} GB) and {gathered:.1} ms of gathered \
+        "  together   {} processes {hosts}{copies}: {sums:.1} ms of gradient sums ({:.1} GB) and {gathered:.1} ms of gathered \
          weights ({:.1} GB) a step, while the passes run; \
          memory below is of each process",
         ranks.size,
@@ -340,10 +349,21 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
     if memory.verdict.needs_advice() && memory.would_fit.is_empty() {
         lines.push(format!("  {}", nothing_fits(memory)));
     }
-    for ZeroPlan { zero_stage, gradient_dtype, total_bytes, sum_bytes, gather_bytes, verdict } in &plan.zero_stages {
+    for way in &plan.zero_stages {
+        let ZeroPlan { zero_stage, shard_ranks, gradient_dtype, total_bytes, sum_bytes, gather_bytes, .. } = way;
+        let ZeroPlan { seconds, verdict, .. } = way;
+        let within = match shard_ranks {
+            0 => String::new(),
+            size => format!(", shard_ranks = {size}"),
+        };
+        // Between hosts the bytes do not say what a step costs.
+        let time = match plan.ranks {
+            Some(RanksPlan { ranks: Ranks { hosts: 2.., .. }, .. }) => format!(" in {:.1} ms", 1e3 * seconds),
+            _ => String::new(),
+        };
         lines.push(format!(
-            "  zero_stage = {zero_stage}, gradients in {:<4}: {}, {}; {:.1} GB of gradients and {:.1} GB of weights \
-             cross a step",
+            "  zero_stage = {zero_stage}{within}, gradients in {:<4}: {}, {}; {:.1} GB of gradients and {:.1} GB of \
+             weights cross a step{time}",
             format!("{gradient_dtype:?}").to_lowercase(),
             gib(*total_bytes),
             verdict.words(),

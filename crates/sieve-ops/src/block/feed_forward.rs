@@ -5,7 +5,7 @@
 //! SwiGLU recompute these from inputs that they read anyway. The norm's kernel also adds the gradient of the residual
 //! stream.
 use super::gemm::{Operands, Weight, begin_gradients, gemm, gemm_gradients};
-use super::{Residual, WeightSums, kept_by};
+use super::{PassFor, Residual, WeightSums, kept_by};
 use crate::backend::value;
 use crate::tensors::{Float, primitive, tensor};
 use crate::{DeviceBackend, GemmPrecision, RmsNormCall, SieveBackend, ToQuantise};
@@ -28,6 +28,8 @@ pub struct FeedForward<B: Backend> {
     pub precision: GemmPrecision,
     /// What is kept for the backward pass beyond the minimum: `o_low`, and activations that it could recompute.
     pub keeping: Keeping,
+    /// Whether the output is read.
+    pub pass: PassFor,
     /// Sums of earlier micro-batches' gradients of `gate_up` and `down`.
     pub sums: WeightSums<B>,
 }
@@ -36,7 +38,8 @@ pub struct FeedForward<B: Backend> {
 ///
 /// # Shapes
 /// - x: `[.., d_model]`
-/// - returns: shape of x
+/// - returns: shape of x. With [`PassFor::Gradients`] in bf16 it has x's values: the GEMM with `down` is left out, a
+///   third of the layer's forward pass.
 pub fn feed_forward<B: SieveBackend, const D: usize>(
     x: Tensor<B, D>,
     layer: FeedForward<B>,
@@ -60,6 +63,7 @@ impl<B: SieveBackend> FeedForward<B> {
             epsilon: self.epsilon,
             precision: self.precision,
             keeping: kept_by::<B>(self.keeping),
+            pass: self.pass,
             sums: self.sums.map(|sum| sum.map(value::<B, 2>)),
         }
     }
@@ -86,6 +90,14 @@ fn forward<B: DeviceBackend>(x: Float<B>, layer: FeedForward<B>, residual: Resid
     let how = (layer.precision, layer.keeping);
     // `None`: the residual stream is added in the second GEMM.
     let (gate_up, first) = gemm::<B>(how, normed, primitive(layer.gate_up.clone()), None);
+    if layer.pass == PassFor::Gradients && layer.precision == GemmPrecision::Tensors {
+        // In fp8 the GEMM makes the rounded operands that the backward pass reads.
+        let second = match layer.keeping.recomputable {
+            true => Operands::X(B::swiglu(gate_up.clone())),
+            false => Operands::None,
+        };
+        return (x.clone(), Kept { x, gate_up, operands: [first, second], layer, residual });
+    }
     let hidden = match layer.precision {
         GemmPrecision::Fp8 => B::fp8_swiglu(gate_up.clone()),
         GemmPrecision::Tensors => ToQuantise::new(B::swiglu(gate_up.clone())),

@@ -240,7 +240,7 @@ mod tests {
         let rank = |rank: usize| {
             let world = World::on_this_host(rank, 3, port.number());
             let mesh = Arc::new(Mesh::join(world, "1", Timeouts::default(), |_| {}).expect("three ranks"));
-            let collectives = HostCollectives(mesh.clone());
+            let collectives = HostCollectives::new(mesh.clone(), 0);
             let [mut gemm, copy, sum] = probes::<Autodiff<Flex>>(&collectives, 3, &FlexDevice, Precision::F32);
             if rank == 1 && pause > Duration::ZERO {
                 let mut work = gemm.work;

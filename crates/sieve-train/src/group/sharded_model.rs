@@ -1,12 +1,12 @@
 //! A trained model whose weights are divided among ranks, for passes without gradients: as ZeRO-3 divides them.
 //!
 //! Every rank computes the same passes on the same tokens. A part of the model is gathered when a pass reaches it and
-//! dropped behind it, so a rank holds its pieces, and one block or the largest matrix. Ranks stay in step because they
-//! compute the same numbers.
+//! dropped behind it, so a rank holds its pieces, and one block or the largest matrix. Ranks stay in step because all
+//! read rank 0's logits.
 use super::weights::released;
 use super::{Group, WeightPieces};
 use crate::TrainError;
-use crate::collectives::{Primitive, flat};
+use crate::collectives::{Exchanged, Primitive, flat};
 use crate::segment::Shapes;
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::backend::AutodiffBackend;
@@ -83,10 +83,41 @@ impl<B: TrainBackend> ShardedWeights<B> {
         match leaves {
             Ok(leaves) => part.clone().map(&mut Whole::<B>(leaves)),
             Err(error) => {
-                self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                self.note(error);
                 part.clone()
             }
         }
+    }
+
+    /// Rank 0's logits; after an error this rank's.
+    fn agreed(&self, logits: Tensor<B::InnerBackend, 3>) -> Tensor<B::InnerBackend, 3> {
+        let (shape, group) = (logits.dims(), self.group());
+        let shards = group.share().group;
+        let own = flat::<B>(logits.clone().into_primitive().tensor()).into_primitive().tensor();
+        let exchanged = match shards.place() {
+            0 => Exchanged {
+                given: (1..shards.size()).map(|place| (place, own.clone())).collect(),
+                wanted: Vec::new(),
+                like: own,
+            },
+            _ => Exchanged { given: Vec::new(), wanted: vec![(0, shape.iter().product())], like: own },
+        };
+        let found = group.exchange(exchanged).and_then(|pending| pending());
+        match found {
+            Ok(found) => found.into_iter().next().map_or(logits, |first| {
+                let first = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(first));
+                first.reshape(shape)
+            }),
+            Err(error) => {
+                self.note(error);
+                logits
+            }
+        }
+    }
+
+    /// Keeps the first error.
+    fn note(&self, error: TrainError) {
+        self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
     }
 }
 
@@ -118,6 +149,10 @@ impl<B: TrainBackend> WholeWeights<<B as AutodiffBackend>::InnerBackend> for Sha
 
     fn head(&self, part: &LmHead<B::InnerBackend>) -> LmHead<B::InnerBackend> {
         self.0.whole(part)
+    }
+
+    fn agreed(&self, logits: Tensor<B::InnerBackend, 3>) -> Tensor<B::InnerBackend, 3> {
+        self.0.agreed(logits)
     }
 }
 
@@ -198,13 +233,19 @@ mod tests {
             let of_rank = |rank: usize| {
                 let world = World::on_this_host(rank, NUM_RANKS, port.number());
                 let mesh = Arc::new(Mesh::join(world, "1", Timeouts::default(), |_| {}).expect("three ranks"));
-                let mut weights = ShardedWeights::<Autodiff<Flex>>::new(Group::on_host(mesh.clone()));
+                let mut weights = ShardedWeights::<Autodiff<Flex>>::new(Group::on_host(mesh.clone(), 0));
                 let model = Qwen3::<Flex>::new(&shape, 7, &FlexDevice).map(&mut weights.keeper());
                 weights.check_equal("the same").expect("three ranks");
                 let own = model.layers[1].mlp.down_proj.weight.val().into_data();
                 assert!(own.iter::<f32>().all(f32::is_nan), "released");
                 let weights = Arc::new(weights);
-                let found = logits(&model.with_whole_weights(weights.source()));
+                let mut model = model.with_whole_weights(weights.source());
+                if rank == 1 {
+                    // A device whose arithmetic differs: the norm is a vector, which each rank has whole.
+                    let norm = model.head.norm.weight.val() * 1.01;
+                    model.head.norm.weight = Param::from_tensor(norm);
+                }
+                let found = logits(&model);
                 assert!(weights.take_error().is_none());
                 mesh.leave();
                 (weights.piece_bytes() as u64, found)

@@ -9,11 +9,12 @@ use sieve_hf::NamedTensor;
 use sieve_ops::{DeviceBackend, Snapshot, SnapshotReader, TrainBackend};
 
 impl<B: TrainBackend> Optimizer<B> {
-    /// The weights and optimizer moments after the last update, to be read on any thread. Each rank takes its shards;
-    /// rank 0 also takes the tensors that are not sharded.
+    /// The weights and optimizer moments after the last update, to be read on any thread. Each rank takes its shards, if
+    /// it is of the first replica; rank 0 also takes the tensors that are not sharded.
     ///
     /// The snapshot also holds weights for checksums, which show whether all ranks compute with the same weights: this
-    /// rank's own shard, its copy of the shard of rank + `distance`, and every tensor that is not sharded.
+    /// rank's own shard, its copy of the shard of rank + `distance`, and every tensor that is not sharded. With ZeRO-3
+    /// that rank has the same shard, if there are replicas.
     ///
     /// On a GPU with room for a second copy nothing is read now, and later updates write to copies. Without that room
     /// every tensor is read before this returns.
@@ -25,8 +26,8 @@ impl<B: TrainBackend> Optimizer<B> {
         let parameters = parameter_ids(module).into_iter().filter_map(|parameter| {
             let (name, id, shape) = parameter;
             match share.range(&shape) {
-                Some(range) => Some((name, id, vec![range.len()])),
-                None => (share.rank == 0).then_some((name, id, shape)),
+                Some(range) => share.counts(true).then(|| (name, id, vec![range.len()])),
+                None => share.counts(false).then_some((name, id, shape)),
             }
         });
         let parameters = parameters.collect::<Vec<_>>();
@@ -85,6 +86,7 @@ pub struct OptimizerSnapshot {
 #[derive(Debug, Default)]
 struct Replica {
     own: Vec<Snapshot>,
+    /// Empty if the other rank's pieces are this one's too.
     other: Vec<Snapshot>,
     whole: Vec<Snapshot>,
 }
@@ -133,11 +135,12 @@ impl OptimizerSnapshot {
                 Ok(sieve_hf::checksum([&sum.to_le_bytes(), &data.bytes[..]]))
             })
         };
-        let sums = ReplicaSums {
-            own: sum(self.replica.own)?,
-            other: sum(self.replica.other)?,
-            whole: sum(self.replica.whole)?,
+        let own = sum(self.replica.own)?;
+        let other = match self.replica.other.is_empty() {
+            true => own,
+            false => sum(self.replica.other)?,
         };
+        let sums = ReplicaSums { own, other, whole: sum(self.replica.whole)? };
         let mut read = |held: Vec<Held>| -> Result<Vec<NamedTensor>, String> {
             let tensors = held.into_iter().map(|(name, shape, values)| {
                 let mut data = reader.read(values).map_err(|error| error.to_string())?;
@@ -190,20 +193,24 @@ impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
         let Optimizer { share, masters, pieces, .. } = self.optimizer;
         let tensor = param.val();
         let cuts = share.pieces(&tensor.dims());
-        let range = cuts.map(|cuts| cuts.of(share.rank));
+        let range = cuts.map(|cuts| share.own(cuts));
         let leaf = tensor.inner().into_primitive().tensor();
         if share.size > 1 {
-            let further = (share.rank + self.distance) % share.size;
+            let further = share.group.place_of((share.rank + self.distance) % share.size);
             // A copy: the gather after the next update overwrites the weight in place while the snapshot is read.
             let copy = |part| B::InnerBackend::float_mul_scalar(part, 1f32.into());
             let copy_of = |range| copy(cut::<B>(leaf.clone(), range));
             match cuts {
-                // With ZeRO-3 no rank has a copy of another one's pieces.
-                Some(_) if !share.keeps_whole => {}
+                // With ZeRO-3 no rank has a copy of another one's pieces, but for the ranks of its place.
+                Some(_) if !share.keeps_whole => {
+                    let piece = pieces.get(&param.id).filter(|_| share.group.num_replicas() > 1);
+                    let piece = piece.map(|piece| self.take(piece.clone()));
+                    self.replica.own.extend(piece);
+                }
                 Some(cuts) => {
                     let own = match pieces.get(&param.id) {
                         Some(piece) => piece.clone(),
-                        None => copy_of(cuts.of(share.rank)),
+                        None => copy_of(share.own(cuts)),
                     };
                     let own = self.take(own);
                     self.replica.own.push(own);
@@ -216,8 +223,8 @@ impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
                 }
             }
         }
-        if range.is_none() && share.rank > 0 {
-            // Rank 0 saves the tensors that are not divided.
+        if !share.counts(range.is_some()) {
+            // Rank 0 saves the tensors that are not divided, the first replica those that are.
             return;
         }
         let leaf = match (pieces.get(&param.id), range) {

@@ -72,7 +72,7 @@ impl<B: TrainBackend> Trainer<B> {
             data_tokens: self.data.tokens(),
             num_threads: rayon::current_num_threads(),
             sieve_version: env!("CARGO_PKG_VERSION").to_owned(),
-            num_shards: share.size,
+            num_shards: share.group.size(),
             checksums: Default::default(),
         };
         self.checkpoints.writer.start(&folder, state, share, files)
@@ -278,9 +278,15 @@ impl<B: TrainBackend> Trainer<B> {
     /// Rank r compares its copy of the weights with the pieces of rank r + distance. The distance changes from
     /// checkpoint to checkpoint, so that in time every pair of ranks is compared.
     fn distance(&self, step: u64) -> usize {
-        let others = self.share().size.saturating_sub(1).max(1) as u64;
+        let share = self.share();
+        // With ZeRO-3 ranks of the same place in their groups have weights to compare.
+        let (num_ranks, apart) = match share.keeps_whole {
+            true => (share.size, 1),
+            false => (share.group.num_replicas(), share.group.size()),
+        };
+        let others = num_ranks.saturating_sub(1).max(1) as u64;
         let interval = self.recipe.checkpoint.interval.max(1) as u64;
-        1 + (step / interval % others) as usize
+        apart * (1 + (step / interval % others) as usize)
     }
 
     /// Calls [`finish_checkpoint`](Self::finish_checkpoint) if all processes have written their files, else nothing.

@@ -1,4 +1,5 @@
 //! The steps whose loss and gradient norm the host has not read yet, and the streak of bad ones.
+use crate::group::Share;
 use crate::guard::{GatedStep, StepNumbers};
 use crate::segment::Segment;
 use crate::{GradientBuffer, Group, Precision, SkippedStep, TrainError};
@@ -172,9 +173,8 @@ pub(super) fn norms_by_part<B: TrainBackend>(
     let names = [vec!["embedding".to_owned()], layers.collect()].concat();
     let names = names.into_iter().chain(Some("head".to_owned()));
     let norms = Segment::all(model).map(|segment| {
-        // Gradients that every rank holds whole are counted once, by rank 0.
-        let whole = group.is_none_or(|group| group.share().rank == 0);
-        gradients.norm_of(&segment.ids(model), device, whole)
+        let share = group.map_or(Share::ALL, Group::share);
+        gradients.norm_of(&segment.ids(model), device, share)
     });
     let mut norms = Tensor::cat(norms.collect(), 0);
     if let Some(group) = group {

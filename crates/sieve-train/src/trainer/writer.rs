@@ -116,6 +116,10 @@ fn write(
     files: impl FnOnce() -> Result<(CheckpointFiles, ReplicaSums), String>,
 ) -> Result<Shard, TrainError> {
     let (files, replica) = files().map_err(TrainError::Device)?;
-    let files = Checkpoint::write_shard(folder, step, [share.rank, share.size], &files)?;
+    let files = match share.group.is_first() {
+        true => Checkpoint::write_shard(folder, step, [share.group.place(), share.group.size()], &files)?,
+        // The first replica has written the same.
+        false => BTreeMap::new(),
+    };
     Ok(Shard { files, replica })
 }

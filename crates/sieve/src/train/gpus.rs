@@ -8,9 +8,13 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::backend::Autodiff;
 use burn::tensor::Tensor;
 use burn_cuda::CudaDevice;
-use sieve_comm::{CollectiveCounts, Mesh, Pieces, World};
+use sieve_comm::{CollectiveCounts, Mesh, Pieces, ShardGroup, World};
 use sieve_core::Recipe;
-use sieve_kernels::{CudaPrimitive, KernelError, NcclGroup, NcclPiece, NcclWatch, NcclWork, ToBurn, kernel_tensor};
+use sieve_core::recipe::ParallelismSection;
+use sieve_kernels::{
+    CudaPrimitive, KernelError, NcclGroup, NcclPiece, NcclReplicas, NcclStream, NcclWatch, NcclWork, ToBurn,
+    kernel_tensor,
+};
 use sieve_ops::Cuda;
 use sieve_train::{Collectives, Exchanged, Gathered, Group, Pending, TrainError};
 use std::ops::Range;
@@ -69,11 +73,11 @@ pub(crate) fn own_choice(choice: DeviceChoice, world: &World) -> Result<DeviceCh
     }
 }
 
-/// Ranks whose GPUs work together by NCCL, `degree` of them on each row.
+/// Ranks whose GPUs work together by NCCL: those of a row, and those that divide weights, as `parallelism` says.
 pub(crate) fn connected(
     mesh: Arc<Mesh>,
     device: &CudaDevice,
-    degree: usize,
+    parallelism: &ParallelismSection,
     events: &OnEvent,
 ) -> Result<Group<Autodiff<Cuda>>> {
     // The first tensor makes the context that NCCL works in.
@@ -101,8 +105,8 @@ pub(crate) fn connected(
             end_now(Exit::Failed);
         }
     })?;
-    let overlaps = variable(INLINE).is_none();
-    let nccl = Nccl(join(&mesh, device, size, overlaps)?);
+    let on = if variable(INLINE).is_none() { NcclStream::Own } else { NcclStream::Burns };
+    let nccl = Nccl::join(&mesh, device, parallelism.shard_ranks, on)?;
     // Tests the group. Without pieces, every rank gets the whole sum.
     let sums = nccl.sum(vec![(one.into_primitive().tensor(), None)])?()?;
     let sums = sums.into_iter().map(|sum| {
@@ -115,15 +119,13 @@ pub(crate) fn connected(
         "the sum of a one of each of {size} ranks is {found} on this GPU\n  \
          hint: NCCL_DEBUG=INFO says how NCCL connects them"
     );
+    let degree = parallelism.context_parallel_degree;
     let links = match degree > 1 && size.is_multiple_of(degree) {
-        true => {
-            // Attention needs the other ranks' keys at once: nothing could overlap with it.
-            let overlaps = false;
-            Some(join(&mesh, device, degree, overlaps)?)
-        }
+        // On Burn's stream: attention needs the other ranks' keys at once, and nothing could overlap with it.
+        true => Some(join(&mesh, device, ShardGroup::new(rank, size, degree).ranks(), NcclStream::Burns)?),
         false => None,
     };
-    let watches = std::iter::once(nccl.0.watch()).chain(links.iter().map(NcclGroup::watch));
+    let watches = nccl.groups().chain(&links).map(NcclGroup::watch);
     watch_nccl(&mesh, watches.collect(), events.clone())?;
     let group = Group::new(mesh, Box::new(nccl));
     Ok(match links {
@@ -132,8 +134,8 @@ pub(crate) fn connected(
     })
 }
 
-/// Starts a thread that checks NCCL every second. An error of NCCL ends all ranks. The first group's count of
-/// collectives is reported to the other ranks. If a rank is lost, NCCL's work is aborted, since this host may be
+/// Starts a thread that checks NCCL every second. An error of NCCL ends all ranks. The count of collectives of all
+/// groups is reported to the other ranks. If a rank is lost, NCCL's work is aborted, since this host may be
 /// waiting for its GPU, which waits for the lost rank.
 fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>, events: OnEvent) -> Result<()> {
     let mesh = Arc::downgrade(mesh);
@@ -145,7 +147,8 @@ fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>, events: OnEvent) ->
             let looked = watches.iter_mut().map(NcclWatch::look).collect::<Result<Vec<_>, _>>();
             match looked {
                 Ok(counts) => {
-                    let [num_ended, num_reached] = counts.first().copied().unwrap_or_default();
+                    let sum = |at: usize| counts.iter().map(|count| count[at]).sum();
+                    let [num_ended, num_reached] = [sum(0), sum(1)];
                     mesh.set_collective_counts(CollectiveCounts { num_ended, num_reached });
                 }
                 // Ranks that have finished close their connections.
@@ -193,35 +196,81 @@ fn all_have_nccl(mesh: &Mesh, own: Result<(), KernelError>) -> Result<()> {
     Ok(mesh.barrier()?)
 }
 
-/// Joins this rank's NCCL group. Each `size` consecutive ranks form a group.
-fn join(mesh: &Mesh, device: &CudaDevice, size: usize, overlaps: bool) -> Result<NcclGroup> {
-    let rank = mesh.world().rank;
-    let own = match rank % size {
+/// Joins the NCCL group of `members`, in this order, of which this rank is one. All ranks call it, for groups of their
+/// own; the first of each group makes its id.
+fn join(
+    mesh: &Mesh,
+    device: &CudaDevice,
+    members: impl Iterator<Item = usize>,
+    on: NcclStream<'_>,
+) -> Result<NcclGroup> {
+    let (rank, members) = (mesh.world().rank, members.collect::<Vec<_>>());
+    let place = members.iter().position(|&member| member == rank).expect("this rank is one of them");
+    let own = match place {
         0 => NcclGroup::new_id()?.to_vec(),
         _ => Vec::new(),
     };
     let ids = mesh.gather(&own)?;
-    let (first, place) = (rank - rank % size, [rank % size, size]);
-    Ok(NcclGroup::join(device.index, &ids[first], place, overlaps)?)
+    Ok(NcclGroup::join(device.index, &ids[members[0]], [place, members.len()], on)?)
 }
 
-/// The NCCL group of all ranks' GPUs.
-struct Nccl(NcclGroup);
+/// The NCCL groups of the ranks' GPUs.
+struct Nccl {
+    all: NcclGroup,
+    shards: ShardGroup,
+    /// Where the ranks that divide weights are not all.
+    replicas: Option<NcclReplicas>,
+}
 
 impl Nccl {
+    fn join(mesh: &Mesh, device: &CudaDevice, shard_ranks: usize, on: NcclStream<'_>) -> Result<Self> {
+        let (rank, size) = (mesh.world().rank, mesh.world().size);
+        let shards = ShardGroup::new(rank, size, shard_ranks);
+        let all = join(mesh, device, 0..size, on)?;
+        let replicas = match shards.num_replicas() {
+            1 => None,
+            _ => Some(NcclReplicas {
+                within: join(mesh, device, shards.ranks(), NcclStream::Of(&all))?,
+                across: join(mesh, device, shards.alike(), NcclStream::Of(&all))?,
+            }),
+        };
+        Ok(Self { all, shards, replicas })
+    }
+
+    fn groups(&self) -> impl Iterator<Item = &NcclGroup> {
+        let replicas = self.replicas.iter().flat_map(|replicas| [&replicas.within, &replicas.across]);
+        std::iter::once(&self.all).chain(replicas)
+    }
+
+    /// The group of the ranks that divide weights.
+    fn within(&self) -> &NcclGroup {
+        self.replicas.as_ref().map_or(&self.all, |replicas| &replicas.within)
+    }
+
     fn ranges(&self, pieces: Pieces) -> Vec<Range<usize>> {
-        let [_, size] = self.0.place();
-        (0..size).map(|rank| pieces.of(rank)).collect()
+        (0..self.shards.size()).map(|place| pieces.of(place)).collect()
     }
 }
 
 impl Collectives<Autodiff<Cuda>> for Nccl {
+    fn shard_group(&self) -> ShardGroup {
+        self.shards
+    }
+
     fn sum(&self, tensors: Vec<(CudaPrimitive, Option<Pieces>)>) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
         let tensors = tensors.into_iter().map(|(tensor, pieces)| {
             let ranges = pieces.map(|pieces| self.ranges(pieces));
             (kernel_tensor(tensor), ranges)
         });
-        pending(self.0.sum(tensors.collect()))
+        let tensors = tensors.collect();
+        match &self.replicas {
+            None => pending(self.all.sum(tensors)),
+            Some(replicas) => {
+                let sums =
+                    replicas.sum(&self.all, tensors).map_err(|error| TrainError::Collective(error.to_string()))?;
+                Ok(Box::new(move || Ok(sums.finish().into_iter().map(ToBurn::burn).collect())))
+            }
+        }
     }
 
     fn gather(&self, tensors: Vec<Gathered<Autodiff<Cuda>>>) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
@@ -230,14 +279,14 @@ impl Collectives<Autodiff<Cuda>> for Nccl {
             whole: kernel_tensor(gathered.whole),
             ranges: self.ranges(gathered.pieces),
         });
-        pending(self.0.gather(tensors.collect()))
+        pending(self.within().gather(tensors.collect()))
     }
 
     fn exchange(&self, exchanged: Exchanged<Autodiff<Cuda>>) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
         let Exchanged { given, wanted, like } = exchanged;
         let given = given.into_iter().map(|(rank, tensor)| (rank, kernel_tensor(tensor)));
         let wanted = wanted.into_iter().map(|(rank, count)| (rank, vec![count])).collect::<Vec<_>>();
-        pending(self.0.start_exchange(given.collect(), &wanted, &kernel_tensor(like)))
+        pending(self.within().start_exchange(given.collect(), &wanted, &kernel_tensor(like)))
     }
 }
 

@@ -125,13 +125,13 @@ pub(super) fn train_on(process: &Process<'_>, request: &RunRequest, recipe: &Rec
     match &device {
         Device::Cpu => {
             allocator::keep_freed_memory();
-            let group = |mesh, _: &_| Ok(Group::on_host(mesh));
+            let group = |mesh, _: &_| Ok(Group::on_host(mesh, recipe.parallelism.shard_ranks));
             run.train::<Autodiff<Flex>>(on_cpu, group)
         }
         Device::Cuda(gpu) => {
             let hardware = || on_cuda(gpu, &shape);
-            let degree = recipe.parallelism.context_parallel_degree;
-            let group = |mesh, device: &CudaDevice| gpus::connected(mesh, device, degree, &process.events);
+            let parallelism = &recipe.parallelism;
+            let group = |mesh, device: &CudaDevice| gpus::connected(mesh, device, parallelism, &process.events);
             run.train::<Autodiff<Cuda>>(hardware, group)
         }
     }

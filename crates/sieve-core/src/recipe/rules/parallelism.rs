@@ -8,6 +8,13 @@ const DEGREE: &str = "parallelism.context_parallel_degree";
 
 pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts, rules: &mut Rules<'_>) {
     rules.bounds("parallelism", section);
+    let shards = section.shard_ranks;
+    rules.require(
+        shards == 0 || (shards > 1 && section.zero_stage > 0),
+        "parallelism.shard_ranks",
+        format!("is {shards}, and parallelism.zero_stage = {}: nothing is divided", section.zero_stage),
+        "leave it out, or choose the GPUs of a host and zero_stage = 1, 2 or 3",
+    );
     let degree = section.context_parallel_degree;
     if degree < 2 {
         return; // Each process computes whole rows, for which there are no rules.

@@ -2,7 +2,7 @@ use super::{FeedForward, Residual, feed_forward, forward};
 use crate::block::gemm::Operands;
 use crate::linear::added;
 use crate::testing::{Ad, Float, Input, Random, RandomInput, check_op, evaluate, float, primitive};
-use crate::{GemmPrecision, RmsNormCall, linear, linear_add, reference, rms_norm, swiglu};
+use crate::{GemmPrecision, PassFor, RmsNormCall, linear, linear_add, reference, rms_norm, swiglu};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::Flex;
@@ -29,6 +29,7 @@ fn layer(inputs: &[Float], keeping: Keeping) -> FeedForward<Ad> {
         epsilon: EPSILON,
         precision: GemmPrecision::Tensors,
         keeping,
+        pass: PassFor::Output,
         sums: [None, None],
     }
 }
@@ -81,6 +82,25 @@ fn equals_its_parts_to_the_last_bit() {
         assert_eq!(found, expected, "{sizes:?}");
         let found = evaluate(&op_that_keeps(Residual::Stream, ALL), &inputs, 5, DType::F32, whole);
         assert_eq!(found, expected, "{sizes:?}, all kept");
+    }
+}
+
+#[test]
+fn a_pass_for_gradients_alone_leaves_the_output_out_and_has_the_same_gradients() {
+    let inputs = inputs([2, 7, 24, 20], 6);
+    let ways = BOTH.into_iter().flat_map(|residual| [(residual, Keeping::default()), (residual, ALL)]);
+    for (residual, keeping) in ways {
+        let op = |pass| {
+            move |inputs: &[Float]| {
+                let layer = FeedForward { pass, ..layer(inputs, keeping) };
+                primitive(feed_forward(float::<3>(&inputs[0]), layer, residual))
+            }
+        };
+        let of = |pass| evaluate(&op(pass), &inputs, 5, DType::F32, crate::testing::View::Contiguous);
+        let [whole, alone] = [PassFor::Output, PassFor::Gradients].map(of);
+        assert_eq!(alone.gradients, whole.gradients, "{residual:?} {keeping:?}");
+        assert_eq!(alone.output, inputs[0].values);
+        assert_ne!(whole.output, alone.output);
     }
 }
 

@@ -14,7 +14,7 @@ use crate::{AttentionCall, AttentionSpec, ContextParallel, Documents, RankGroup}
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepOLow};
 use sieve_cuda::Cuda;
-use sieve_kernels::{CudaReport, KernelCache, KernelPolicy, NcclGroup};
+use sieve_kernels::{CudaReport, KernelCache, KernelPolicy, NcclGroup, NcclStream};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -234,7 +234,7 @@ fn run_part(part_idx: usize, folder: &Path) {
         std::thread::sleep(Duration::from_millis(20));
     }
     let id = std::fs::read(id_file).expect("it is there");
-    let nccl = NcclGroup::join(0, &id, [part_idx, PARTS], false).expect("a group");
+    let nccl = NcclGroup::join(0, &id, [part_idx, PARTS], NcclStream::Burns).expect("a group");
     let links = Arc::new(nccl);
     let keys = all_keys();
     for (number, case) in cases().iter().enumerate() {

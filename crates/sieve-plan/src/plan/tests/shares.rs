@@ -86,6 +86,39 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
 }
 
 #[test]
+fn shards_of_a_host_need_the_memory_of_its_processes_and_are_planned_beside_those_of_all() {
+    let planned = |size: usize, hosts: usize, more: &[&str]| {
+        let settings =
+            ["training.local_batch_size=1", "training.global_batch_size=8", "activation_checkpoint.mode=full"];
+        let mut recipe = recipe(DMA_1P7B, &[&settings, more].concat());
+        recipe.stage.truncate(1);
+        planned_of_ranks(&recipe, size, hosts, &h200())
+    };
+    for stage in ["parallelism.zero_stage=1", "parallelism.zero_stage=2", "parallelism.zero_stage=3"] {
+        let [inside, of_four] =
+            [(8, "training.global_batch_size=8"), (4, "training.global_batch_size=4")].map(|(size, rows)| {
+                let group = if size == 8 { "parallelism.shard_ranks=4" } else { stage };
+                planned(size, 1, &[stage, group, rows])
+            });
+        assert_eq!(inside.memory.total_bytes, of_four.memory.total_bytes, "{stage}");
+        assert_eq!(inside.memory.host_checkpoint_bytes, of_four.memory.host_checkpoint_bytes, "{stage}");
+    }
+    // Two hosts of four: every sharding over all and inside a host.
+    let two_hosts = planned(8, 2, &[]);
+    let ways = two_hosts.zero_stages.iter().map(|way| (way.shard_ranks, way.zero_stage));
+    let expected = [(0, 1), (0, 1), (0, 2), (0, 2), (0, 3), (0, 3), (4, 1), (4, 1), (4, 2), (4, 2), (4, 3), (4, 3)];
+    assert!(ways.eq(expected), "{:?}", two_hosts.zero_stages);
+    for (all, inside) in two_hosts.zero_stages[..6].iter().zip(&two_hosts.zero_stages[6..]) {
+        assert!(inside.total_bytes > all.total_bytes && inside.seconds < all.seconds, "{all:?} {inside:?}");
+    }
+    // One host has no others to keep copies for.
+    assert_eq!(planned(8, 1, &[]).zero_stages.len(), 6);
+    assert_eq!(planned(8, 1, &["parallelism.shard_ranks=2"]).zero_stages.len(), 12);
+    let best = two_hosts.cheapest_stage().expect("fits");
+    assert_eq!((best.shard_ranks, best.zero_stage), (4, 1));
+}
+
+#[test]
 fn settings_that_keep_fewer_gradients_are_named_where_they_fit() {
     let settings = "training.local_batch_size=1 training.global_batch_size=64 activation_checkpoint.mode=full \
         model.num_hidden_layers=56 model.layer_types=[\"sparse\"]";
