@@ -122,3 +122,47 @@ fn models_of_the_hub_are_imported_continued_and_measured_by_name() {
     let mut command = asking(&tiny, &address, &format!("{generate} hf://some/other"));
     refused(command.env("HF_HUB_OFFLINE", "1"), "not on this disk, and HF_HUB_OFFLINE");
 }
+
+#[test]
+fn a_run_begins_with_a_model_of_the_hub_as_with_its_import() {
+    let tiny = TinyRun::dma();
+    words_model::write(&tiny);
+    let address = serve([("some/words.v1".to_owned(), files(&tiny, "metaspace"))].into());
+    let said = |args: &str| succeed(&mut asking(&tiny, &address, args));
+    tiny.write("text.txt", "The lazy dog jumps. ".repeat(400));
+    said("import --from metaspace --out in --data text.txt");
+    let recipe = tiny.read("in/recipe.toml").replace("\ninitial_weights = \"step-0\"", "");
+    tiny.write("recipe.toml", recipe);
+    let sets = "--set training.steps=2 --set training.seq_len=32 --set training.local_batch_size=1 \
+                --set lr_scheduler.warmup_steps=1 --set metrics.log_freq=1 --set validation.interval=1000";
+    let losses = |out: &str, begins: &str| {
+        let first = said(&format!("train --recipe recipe.toml --device cpu --out {out} {sets} {begins}"));
+        let lines = tiny.read(&format!("{out}/metrics.jsonl"));
+        let lines = lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).expect("JSON"));
+        (lines.filter_map(|line| line["loss"].as_f64()).collect::<Vec<_>>(), first)
+    };
+    let (imported, _) = losses("imported", "--branch-from in");
+    assert!(imported.len() >= 2, "{imported:?}");
+    let (branch, first) = losses("branch", "--branch-from hf://some/words.v1");
+    assert_eq!(branch, imported);
+    words_of(&first, "fetching hf://some/words.v1: | begins with | some--words");
+    let (keyed, again) = losses("keyed", "--set model.initial_weights=\"hf://some/words.v1\"");
+    assert_eq!(keyed, imported);
+    words_of(&again, "is at commit 0123456789abcdef | !fetching");
+    assert!(tiny.read("keyed/config.toml").contains("sieve/checkpoints/some--words.v1-"));
+    // The recipe of a run that was begun so resumes it.
+    let more = sets.replace("steps=2", "steps=3");
+    let resumed = "--resume --set model.initial_weights=\"hf://some/words.v1\"";
+    said(&format!("train --recipe recipe.toml --device cpu --out keyed {more} {resumed}"));
+    let plan = said("plan --recipe recipe.toml --set model.initial_weights=\"hf://some/words.v1\"");
+    words_of(&plan, "some--words.v1");
+    let refuses = |args: &str, words: &str| {
+        refused(
+            &mut asking(&tiny, &address, &format!("train --recipe recipe.toml --device cpu --out no {args}")),
+            words,
+        );
+    };
+    refuses("--branch-from hf://some/nothing", "there is none of this name");
+    refuses("--set model.initial_weights=\"hf://some/nothing\"", "model.initial_weights | there is none of this name");
+    refuses("--resume-from hf://some/words.v1", "no run to continue | --branch-from");
+}

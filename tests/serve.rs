@@ -248,6 +248,8 @@ fn what_a_server_cannot_answer_it_refuses_in_the_form_of_openai() {
         (post(completion, "{"), 400, "not valid JSON"),
         (post(completion, "[]"), 400, "not a JSON object"),
         (post(completion, "{}"), 400, "prompt is missing"),
+        (post(completion, r#"{"messages": []}"#), 400, "at /v1/chat/completions"),
+        (post("/v1/chat/completions", r#"{"prompt": "t1"}"#), 400, "at /v1/completions"),
         (post(completion, r#"{"model": "gpt", "prompt": "t1"}"#), 404, "model_not_found"),
         (post(completion, r#"{"prompt": "t1", "max_tokens": 64}"#), 400, "context_length_exceeded"),
         (post(completion, r#"{"prompt": [1, 97]}"#), 400, "below 97"),
@@ -340,7 +342,7 @@ fn neither_requests_nor_clients_end_a_server_or_fill_its_memory() {
     .to_string();
     let mut statuses = std::collections::BTreeMap::<u16, usize>::new();
     let mut first_memory = 0;
-    for round in 0..400 {
+    for round in 0..1000 {
         let mut body = whole.clone().into_bytes();
         for _ in 0..random.next_u32() % 4 {
             let at = random.next_u32() as usize % body.len().max(1);
@@ -352,7 +354,8 @@ fn neither_requests_nor_clients_end_a_server_or_fill_its_memory() {
                 _ => body.truncate(at.max(1)),
             }
         }
-        let answer = served.send("POST", "/v1/completions", "", &body);
+        let path = ["/v1/completions", "/v1/chat/completions"][usize::from(round % 8 == 7)];
+        let answer = served.send("POST", path, "", &body);
         *statuses.entry(answer.0).or_default() += 1;
         assert!(answer.0 < 500 && serde_json::from_str::<Value>(&answer.1).is_ok(), "{body:?}: {}", answer.1);
         if round == 150 {

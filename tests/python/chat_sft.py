@@ -1,7 +1,7 @@
 """Twenty steps of fine-tuning on chats by Sieve and by TRL, from the same weights, chats and order.
 
 usage, from the repository's root (needs torch, transformers, TRL 1.16, datasets):
-    chat_sft.py [--sieve target/release/sieve] [--steps 20] [--packed] [--keep DIR]
+    chat_sft.py [--sieve target/release/sieve] [--steps 20] [--packed] [--keep DIR] [--model FOLDER]
 
 A small Llama of random weights in the shape of SmolLM2 (9 heads on 3, tied embedding), with the tokenizer of
 tests/golden/chat_masks and a ChatML template with {% generation %} blocks, is imported. Sieve trains on chats of JSON
@@ -12,6 +12,8 @@ learning rate, f32 on the CPU.
 --packed   Sieve packs the chats into rows, of which the last of a row goes on in the next. PyTorch takes the same steps
            with each chat of a row, or part of one, by itself.
 
+--model    Trains this model of ChatML, such as SmolLM2 by smollm2.py, with two chats a step of at most 128 tokens.
+
 Prints both losses of every step; exit code 1 when one differs by more than 1e-3.
 """
 
@@ -19,6 +21,7 @@ import argparse
 import json
 import pathlib
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,13 +30,22 @@ import torch
 from datasets import Dataset
 from runs import metrics, steps_of
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MASKS = ROOT / "tests/golden/chat_masks"
 TOLERANCE = 1e-3
 ROWS, TOKENS, LR = 4, 256, 1e-3
+
+
+def published_folder(model, folder):
+    """A copy of a model with the template that marks the assistant's words."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (MASKS / "chatml.jinja").read_text()
+    tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
 def model_folder(folder):
@@ -154,12 +166,18 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--packed", action="store_true")
     parser.add_argument("--keep")
+    parser.add_argument("--model", type=pathlib.Path)
     arguments = parser.parse_args()
+    if arguments.model:
+        global ROWS, TOKENS, LR
+        ROWS, TOKENS, LR = 2, 128, 1e-4
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(arguments.keep or temporary).resolve()
         (folder / "model").mkdir(parents=True)
-        tokenizer = model_folder(folder / "model")
-        all_chats = list(chats(300))
+        model = folder / "model"
+        tokenizer = published_folder(arguments.model, model) if arguments.model else model_folder(model)
+        length = lambda chat: len(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"])  # noqa: E731
+        all_chats = [chat for chat in chats(300) if length(chat) <= TOKENS]
         lines = [json.dumps({"messages": chat}, ensure_ascii=False) for chat in all_chats]
         (folder / "chats.jsonl").write_text("\n".join(lines) + "\n")
         sieve = Sieve(arguments.sieve, folder, arguments.packed, arguments.steps)

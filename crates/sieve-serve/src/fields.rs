@@ -23,6 +23,11 @@ impl Fields {
         }
     }
 
+    /// Whether a field was not read yet.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.0.contains_key(name)
+    }
+
     /// Takes a field; null counts as absent.
     pub(crate) fn take(&mut self, name: &str) -> Option<Value> {
         self.0.remove(name).filter(|value| !value.is_null())

@@ -158,7 +158,12 @@ type TokensAndText = (Vec<u32>, Option<String>);
 /// The field `prompt`: a string, tokens, or a list of either.
 fn completion_prompts(fields: &mut Fields, server: &Server) -> Result<Vec<TokensAndText>, ApiError> {
     let invalid = |message: &str| ApiError::invalid("prompt", message);
-    let prompts = match fields.take("prompt").ok_or_else(|| invalid("prompt is missing"))? {
+    let is_chat = fields.has("messages");
+    let missing = || match is_chat {
+        true => invalid("prompt is missing; chats (messages) are answered at /v1/chat/completions"),
+        false => invalid("prompt is missing"),
+    };
+    let prompts = match fields.take("prompt").ok_or_else(missing)? {
         Value::Array(values) if values.iter().any(|value| !value.is_number()) => values,
         Value::Array(values) if values.is_empty() => return Err(invalid("prompt is an empty list")),
         one => vec![one],
@@ -199,7 +204,10 @@ fn encoded(text: &str, server: &Server) -> Result<Vec<u32>, ApiError> {
 fn chat_prompt(fields: &mut Fields, server: &Server) -> Result<TokensAndText, ApiError> {
     let invalid = |message: &str| ApiError::invalid("messages", message);
     let Some(Value::Array(messages)) = fields.take("messages") else {
-        return Err(invalid("messages is missing, or no list"));
+        return Err(match fields.has("prompt") {
+            true => invalid("messages is missing; a prompt is continued at /v1/completions"),
+            false => invalid("messages is missing, or no list"),
+        });
     };
     let Some(template) = &server.settings.template else {
         return Err(invalid("the model has no chat template; use /v1/completions"));

@@ -5,7 +5,7 @@ use clap::error::{ContextKind, ErrorKind};
 use std::path::Path;
 
 /// Commands of other programs that a user may type, and the hint for each: the command of `sieve`.
-const COMMANDS: [(&str, &str); 16] = [
+const COMMANDS: [(&str, &str); 15] = [
     ("init", "recipe new"),
     ("new", "recipe new"),
     ("config", "recipe show --all RECIPE"),
@@ -17,7 +17,6 @@ const COMMANDS: [(&str, &str); 16] = [
     ("resume", "train --recipe R --resume"),
     ("finetune", "import, then train --branch-from"),
     ("chat", "generate --chat --prompt TEXT answers one message of an instruct model"),
-    ("serve", "export: other programs serve the exported model (docs/export.md)"),
     ("sample", "generate"),
     ("prepare", "data prepare"),
     ("evaluate", "eval ppl, and eval --help for the others"),
@@ -44,7 +43,7 @@ const fn flag(commands: &'static [&'static str], names: &'static [&'static str],
 }
 
 /// Flags of other programs, mostly trainers, and the hint for each.
-const FLAGS: [Flag; 41] = [
+const FLAGS: [Flag; 51] = [
     flag(OF_RECIPES, &["lr", "learning-rate"], "--set optimizer.lr={:RATE}"),
     flag(
         OF_RECIPES,
@@ -154,6 +153,44 @@ const FLAGS: [Flag; 41] = [
     flag(&["generate"], &["system-prompt", "system-message"], "--chat --system {:TEXT}"),
     flag(&["generate"], &["apply-chat-template", "chat-template"], "--chat"),
     flag(&["export"], &["output", "output-dir"], "--out {:DIR}"),
+    flag(
+        &["serve"],
+        &["max-model-len", "ctx-size", "context-length", "max-seq-len", "max-length", "max-total-tokens"],
+        "--max-context {:TOKENS}",
+    ),
+    flag(
+        &["serve"],
+        &["max-num-seqs", "max-running-requests", "max-concurrent-requests", "max-batch-size", "batch-size", "parallel"],
+        "--max-texts {:N}",
+    ),
+    flag(&["serve"], &["served-model-name", "model-id", "alias"], "--name {:NAME}"),
+    flag(&["serve"], &["hostname", "bind", "listen", "address"], "--host {:ADDRESS}, and --port N"),
+    flag(
+        &["serve"],
+        &["tensor-parallel-size", "tp", "tp-size", "num-gpus", "gpus", "pipeline-parallel-size", "data-parallel-size"],
+        "leave it out: one GPU holds the model; --device cuda:N names it",
+    ),
+    flag(
+        &["generate"],
+        &["tensor-parallel-size", "tp", "tp-size", "num-gpus", "gpus"],
+        "sieve launch --nproc {:N} -- generate divides the weights of a model that one GPU does not hold",
+    ),
+    flag(
+        &["serve"],
+        &["gpu-memory-utilization", "mem-fraction-static", "kv-cache-memory"],
+        "leave it out: memory is planned for --max-texts texts of --max-context tokens",
+    ),
+    flag(OF_MODELS, &["trust-remote-code"], "leave it out: no code of a model is run"),
+    flag(
+        &["serve"],
+        &["chat-template", "jinja"],
+        "leave it out: chats are written by the chat template in the model's folder",
+    ),
+    flag(
+        &["serve", "generate"],
+        &["quantization", "load-in-4bit", "load-in-8bit"],
+        "leave it out: weights are bf16 on a GPU, and f32 or bf16 on a CPU (--dtype)",
+    ),
 ];
 
 /// What is meant by a command line of `cli` that `error` refuses; `None` where clap's own message is the best.
@@ -238,7 +275,9 @@ fn file_meant(typed: &str, command: &str) -> Option<String> {
         "import" => format!("--from {word}"),
         "generate" if is_model => format!("--checkpoint {word}"),
         "generate" => format!("--prompt {word}"),
-        "eval" | "export" | "logits" | "serve" if is_model => format!("--checkpoint {word}"),
+        "serve" if names_hub_model(typed) => format!("--checkpoint hf://{word}"),
+        "serve" => format!("--checkpoint {word}"),
+        "eval" | "export" | "logits" if is_model => format!("--checkpoint {word}"),
         "eval" if is_text() => format!("--data {word}"),
         _ => return None,
     };

@@ -3,12 +3,13 @@ mod new;
 pub(crate) mod useless;
 
 use crate::environment::variable;
-use crate::{elsewhere, shipped, terminal};
+use crate::{elsewhere, hub, shipped, terminal};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use sieve_comm::World;
 use sieve_core::recipe::{RecipeNotes, json_schema, keys_page};
 use sieve_core::{Attention, Recipe, RecipeError, ShownPath, did_you_mean};
+use sieve_data::is_hub_model;
 use sieve_train::RecipeFile;
 use std::collections::BTreeSet;
 use std::io::Read;
@@ -117,7 +118,11 @@ impl RecipeArgs {
             error => error.into(),
         })?;
         if let Some(path) = recipe.model.initial_folder() {
-            recipe.model.initial_weights = Some(self.in_full(path, found.folder.as_deref())?);
+            let path = match is_hub_model(Path::new(path)) {
+                true => key_of(&hub::checkpoint(Path::new(path)).context("model.initial_weights")?),
+                false => self.in_full(path, found.folder.as_deref())?,
+            };
+            recipe.model.initial_weights = Some(path);
         }
         Ok((recipe, notes))
     }
@@ -142,7 +147,7 @@ impl RecipeArgs {
         // A folder that is not there is reported by the command that needs it.
         let full = path.canonicalize().or_else(|_| std::path::absolute(&path));
         let full = full.with_context(|| format!("finding {}", path.shown()))?;
-        Ok(full.to_string_lossy().into_owned().replace('$', "$$"))
+        Ok(key_of(&full))
     }
 
     /// The file that the recipe was read from; `None` for one from a pipe or inside the program, or before
@@ -209,6 +214,11 @@ const STANDARD_INPUT: &str = "-";
 const PIPED: &str = "recipe";
 /// Bytes of a recipe, at most: a device such as /dev/zero would never end.
 const MOST_BYTES: u64 = 16 << 20;
+
+/// The value of `model.initial_weights` that stands for a path.
+fn key_of(path: &Path) -> String {
+    path.to_string_lossy().into_owned().replace('$', "$$")
+}
 
 /// Whether a recipe comes from the standard input or a pipe, which has no name of its own.
 fn is_pipe(recipe: &str) -> bool {

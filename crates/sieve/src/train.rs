@@ -18,8 +18,9 @@ mod sweep;
 
 use crate::environment::variable;
 use crate::exit::Exit;
+use crate::hub;
 use crate::interrupt::{Interrupt, respect_nohup};
-use anyhow::Result;
+use anyhow::{Context, Result};
 pub(crate) use arguments::TrainArgs;
 pub(crate) use on_event::OnEvent;
 use one::run_one;
@@ -27,9 +28,10 @@ use sieve_comm::World;
 use stopped::{is_of_a_disk, is_unsaved, stopped_by};
 
 /// Runs `sieve train`: as one process, as one rank of several, or as a sweep over settings.
-pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
+pub(crate) fn run(mut args: TrainArgs) -> Result<Exit> {
     args.check();
     respect_nohup();
+    args.branch_from = args.branch_from.map(|path| hub::checkpoint(&path).context("--branch-from")).transpose()?;
     let events = args.events();
     match World::from_env(&variable)? {
         Some(world) => ranks::run(&args, world, &events),

@@ -256,6 +256,10 @@ impl Reader {
         }
         match &self.value[NO_ROPE] {
             Value::Null if self.architecture == Architecture::Sieve => Ok(vec![true; num_layers]),
+            // What save_pretrained writes of a model in which every layer rotates.
+            Value::Array(marks) if marks.is_empty() && self.architecture == Architecture::Sieve => {
+                Ok(vec![true; num_layers])
+            }
             Value::Null => match self.integer("no_rope_layer_interval")? {
                 0 => Err(self.bad_value("no_rope_layer_interval is 0, and no layer is a multiple of it")),
                 interval => Ok((1..=num_layers).map(|number| !number.is_multiple_of(interval)).collect()),

@@ -433,6 +433,7 @@ fn an_export_that_transformers_saved_again_is_read() {
     // It writes the defaults of modeling_sieve.py too.
     saved["rope_frequencies"] = json!(null);
     saved["rope_amplitude"] = json!(1.0);
+    saved["no_rope_layers"] = json!([]);
     fs::write(&path, saved.to_string()).expect("writable");
     imported(&from, &folder.path().join("out"), None, &[]).expect("imports");
 }

@@ -8,6 +8,7 @@ use anyhow::Result;
 use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
 use sieve_core::{Attention, Recipe, ShownPath};
+use sieve_data::is_hub_model;
 use sieve_hf::Checkpoint;
 use sieve_train::{BranchOptions, FoundRun, RunRequest, Start};
 use std::path::{Path, PathBuf};
@@ -38,7 +39,7 @@ pub(crate) struct TrainArgs {
     #[arg(long, value_name = "DIR")]
     pub(super) resume_from: Option<PathBuf>,
     /// Begin a new run with this checkpoint's weights, moments and step, whatever model.initial_weights says; the
-    /// recipe may be another one for the same model
+    /// recipe may be another one for the same model. A model of the hub, hf://OWNER/NAME, is imported first
     #[arg(long, value_name = "DIR", conflicts_with = "resume_from")]
     pub(super) branch_from: Option<PathBuf>,
     /// A new run that begins with a checkpoint: leave out trained tensors that its attention has no place for, such as
@@ -183,6 +184,13 @@ impl TrainArgs {
                 "--checkpoint-fallback {} lies in the output folder, which cannot be written when it is needed\n  \
                  hint: name a folder on another disk\n",
                 dir.shown()
+            ));
+        }
+        if let Some(path) = self.resume_from.as_deref().filter(|path| is_hub_model(path)) {
+            conflict(format!(
+                "--resume-from {} names a model of the hub, and no run to continue\n  \
+                 hint: --branch-from begins a new run with it\n",
+                path.shown()
             ));
         }
         let of_new_runs = [("--drop", self.drop), ("--fresh-optimizer", self.fresh_optimizer)];
