@@ -75,7 +75,8 @@ fn keys_that_change_no_step_taken_may_change() {
         checkpoint.at_start metrics.log_freq metrics.enable_tensorboard validation.interval \
         validation.tokens activation_checkpoint.mode activation_checkpoint.selective_ac_option \
         parallelism.context_parallel_degree parallelism.zero_stage parallelism.shard_ranks \
-        generation.prompts generation.max_new_tokens generation.interval checkpoint.keep_best data.cache_dir data.fallback";
+        generation.prompts generation.max_new_tokens generation.interval checkpoint.keep_best data.cache_dir \
+        data.fallback";
     for key in allowed.split(' ') {
         assert!(change(key).is_allowed(), "{key}");
     }
