@@ -31,8 +31,8 @@ pub enum PassFor {
     /// Its output, and its backward pass if there is one.
     #[default]
     Output,
-    /// Its backward pass alone, as of a block that is recomputed: the output was read before. What only the output needs
-    /// may be left out, and its values mean nothing then.
+    /// Its backward pass alone, as of a block that is recomputed: the output was read before. What only the output
+    /// needs may be left out, and its values mean nothing then.
     Gradients,
 }
 

@@ -45,8 +45,8 @@ pub struct Exchanged<B: TrainBackend> {
 /// Reductions and gathers over the ranks of a run. All must pass tensors of the same shapes in the same order.
 /// Collectives overlap the device's other work and end in the order in which they began.
 pub trait Collectives<B: TrainBackend>: Send {
-    /// The ranks that divide tensors into pieces. Numbers of ranks in [`Exchanged`] and in [`Pieces`] are places in this
-    /// group.
+    /// The ranks that divide tensors into pieces. Numbers of ranks in [`Exchanged`] and in [`Pieces`] are places in
+    /// this group.
     fn shard_group(&self) -> ShardGroup;
     /// Starts summing f32 tensors over all ranks. A tensor with pieces is reduce-scattered: each rank gets the sum of
     /// its own piece, flat. A tensor without pieces is all-reduced.
@@ -54,14 +54,15 @@ pub trait Collectives<B: TrainBackend>: Send {
     /// # Errors
     /// A rank is lost; another element type.
     fn sum(&self, tensors: Vec<(Primitive<B>, Option<Pieces>)>) -> Result<Pending<B>, TrainError>;
-    /// Starts gathering the pieces of all ranks of the group. The pending collective returns the whole tensors, or no tensors if the
-    /// implementation writes into [`Gathered::whole`] in place.
+    /// Starts gathering the pieces of all ranks of the group. The pending collective returns the whole tensors, or no
+    /// tensors if the implementation writes into [`Gathered::whole`] in place.
     ///
     /// # Errors
     /// A rank is lost.
     fn gather(&self, tensors: Vec<Gathered<B>>) -> Result<Pending<B>, TrainError>;
-    /// Starts sending tensors inside the group, and receiving them; a rank with nothing to send or receive calls it too. The pending
-    /// collective returns the received tensors, of one dimension, in the order of [`Exchanged::wanted`].
+    /// Starts sending tensors inside the group, and receiving them; a rank with nothing to send or receive calls it
+    /// too. The pending collective returns the received tensors, of one dimension, in the order of
+    /// [`Exchanged::wanted`].
     ///
     /// # Errors
     /// A rank is lost; a tensor of another length than is wanted.

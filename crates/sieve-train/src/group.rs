@@ -119,8 +119,8 @@ impl Share {
         Some(self.own(self.pieces(shape)?))
     }
 
-    /// Whether this rank's values count in sums over all ranks, and are saved: of a piece that is held by a rank of each
-    /// replica, and of what all ranks have whole, one rank's do.
+    /// Whether this rank's values count in sums over all ranks, and are saved: of a piece that a rank of each replica
+    /// holds, and of what all ranks have whole, one rank's do.
     pub(crate) fn counts(&self, is_piece: bool) -> bool {
         match is_piece {
             true => self.group.is_first(),

@@ -223,8 +223,8 @@ impl<B: TrainBackend> Trainer<B> {
         if let Some(on_host) = trainer.ranks.group().and_then(Group::crossed_hosts) {
             let size = share.group.size();
             trainer.lines.notices.push(format!(
-                "note: parallelism.shard_ranks = {size}, and a host has {on_host} processes: weights are gathered across \
-                 hosts"
+                "note: parallelism.shard_ranks = {size}, and a host has {on_host} processes: weights are gathered \
+                 across hosts"
             ));
         }
         if trainer.recipe.parallelism.zero_stage == 3 && share.size == 1 {

@@ -322,9 +322,8 @@ fn ranks_line(together: &RanksPlan) -> String {
         _ => ", each with all weights".to_owned(),
     };
     format!(
-        "  together   {} processes {hosts}{copies}: {sums:.1} ms of gradient sums ({:.1} GB) and {gathered:.1} ms of gathered \
-         weights ({:.1} GB) a step, while the passes run; \
-         memory below is of each process",
+        "  together   {} processes {hosts}{copies}: {sums:.1} ms of gradient sums ({:.1} GB) and {gathered:.1} ms of \
+         gathered weights ({:.1} GB) a step, while the passes run; memory below is of each process",
         ranks.size,
         sum_bytes / 1e9,
         gather_bytes / 1e9

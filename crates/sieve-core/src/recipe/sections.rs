@@ -473,9 +473,9 @@ keys! {
         /// weights too; a block's are gathered before its forward and its backward pass, and released after them.
         #[key(within(0, 3, "ZeRO has no other stage"), may_change)]
         pub zero_stage: usize = 1,
-        /// How many consecutive processes divide what `zero_stage` shards. Other groups of as many hold copies. With the
-        /// number of GPUs of a host, weights are gathered inside hosts, and only sums of gradients cross between them.
-        /// 0: all processes.
+        /// How many consecutive processes divide what `zero_stage` shards. Other groups of as many hold copies. With
+        /// the number of GPUs of a host, weights are gathered inside hosts, and only sums of gradients cross between
+        /// them. 0: all processes.
         #[key(may_change)]
         pub shard_ranks: usize = 0,
     }

@@ -3,8 +3,8 @@ use super::{NcclGroup, NcclWork};
 use sieve_gpu::{CudaTensor, KernelError};
 use std::ops::Range;
 
-/// The groups of a rank that divides tensors with some of all ranks. Their collectives run on the stream of the group of
-/// all ranks ([`NcclStream::Of`](super::NcclStream::Of)): a sum over one group follows a sum over the other.
+/// The groups of a rank that divides tensors with some of all ranks. Their collectives run on the stream of the group
+/// of all ranks ([`NcclStream::Of`](super::NcclStream::Of)): a sum over one group follows a sum over the other.
 #[derive(Debug)]
 pub struct NcclReplicas {
     /// The ranks that divide tensors.

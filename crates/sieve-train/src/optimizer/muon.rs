@@ -116,9 +116,10 @@ impl Projection {
     }
 }
 
-/// Orthogonalises divided projections on the ranks that divide them, of which this is number `rank` of `size`: from this rank's part of
-/// each raw update, `None` where it has none, to its parts of the results, by the projections' places. Factors are not
-/// applied. `like` is a tensor of the updates' type; `exchange` begins an exchange, and all ranks call it as often.
+/// Orthogonalises divided projections on the ranks that divide them, of which this is number `rank` of `size`: from
+/// this rank's part of each raw update, `None` where it has none, to its parts of the results, by the projections'
+/// places. Factors are not applied. `like` is a tensor of the updates' type; `exchange` begins an exchange, and all
+/// ranks call it as often.
 ///
 /// # Errors
 /// The first error of an exchange.

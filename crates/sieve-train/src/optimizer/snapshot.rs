@@ -9,8 +9,8 @@ use sieve_hf::NamedTensor;
 use sieve_ops::{DeviceBackend, Snapshot, SnapshotReader, TrainBackend};
 
 impl<B: TrainBackend> Optimizer<B> {
-    /// The weights and optimizer moments after the last update, to be read on any thread. Each rank takes its shards, if
-    /// it is of the first replica; rank 0 also takes the tensors that are not sharded.
+    /// The weights and optimizer moments after the last update, to be read on any thread. Each rank of the first
+    /// replica takes its shards; rank 0 also takes the tensors that are not sharded.
     ///
     /// The snapshot also holds weights for checksums, which show whether all ranks compute with the same weights: this
     /// rank's own shard, its copy of the shard of rank + `distance`, and every tensor that is not sharded. With ZeRO-3
