@@ -160,7 +160,7 @@ const FLAGS: [Flag; 51] = [
     ),
     flag(
         &["serve"],
-        &["max-num-seqs", "max-running-requests", "max-concurrent-requests", "max-batch-size", "batch-size", "parallel"],
+        &["max-num-seqs", "max-running-requests", "max-batch-size", "batch-size", "parallel"],
         "--max-texts {:N}",
     ),
     flag(&["serve"], &["served-model-name", "model-id", "alias"], "--name {:NAME}"),
