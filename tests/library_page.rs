@@ -2,6 +2,11 @@
 use std::fs;
 use std::path::Path;
 
+/// The program, which so is compiled with the crates that it calls.
+#[allow(dead_code, clippy::print_stdout, reason = "a program of its own")]
+#[path = "cpu_crate/src/main.rs"]
+mod program;
+
 /// The text of the first block of this language behind `heading`.
 fn block<'a>(page: &'a str, heading: &str, language: &str) -> &'a str {
     let (_, section) = page.split_once(heading).expect("the page has the heading");
@@ -24,4 +29,21 @@ fn dependencies_and_call_of_the_page_are_those_of_the_program() {
     let call = block(program, "[dependencies]", "rust");
     assert!(call.contains("dynamic_mask") && call.contains("backward()"), "{call}");
     assert!(read("tests/cpu_crate/src/main.rs").contains(call), "the program has other lines than\n{call}");
+}
+
+#[test]
+fn the_page_shows_lines_of_the_examples() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let read = |path: &str| fs::read_to_string(root.join(path)).expect("the file is there");
+    let page = read("docs/library.md");
+    for (heading, path) in [
+        ("\n## An attention kind of one's own\n", "crates/sieve-nn/examples/own_attention.rs"),
+        ("\n## The kernels from another Burn program\n", "crates/sieve-ops/examples/kernels_in_burn.rs"),
+    ] {
+        let example = read(path);
+        let known: Vec<&str> = example.lines().map(str::trim).collect();
+        for line in block(&page, heading, "rust").lines() {
+            assert!(known.contains(&line.trim()), "{path} has no line {line}");
+        }
+    }
 }

@@ -2,7 +2,7 @@
 use burn::backend::Autodiff;
 use burn::tensor::{Distribution, Tensor};
 use burn_flex::{Flex, FlexDevice};
-use sieve_nn::{AttentionConfig, LayerContext};
+use sieve_nn::{AttentionConfig, KindLayer, LayerContext, PassState};
 use sieve_ops::{DmaShape, Documents};
 
 type B = Autodiff<Flex>;
@@ -18,7 +18,8 @@ fn main() {
     let rope = config.rope(seq_len, &device);
     let x = Tensor::random([batch, seq_len, d_model], Distribution::Normal(0.0, 1.0), &device).require_grad();
     let residual = x.zeros_like();
-    let y = layer.forward(x.clone(), residual, &LayerContext::new(&documents, &rope)).x;
+    let (context, mut state, no_caches) = (LayerContext::new(&documents, &rope), PassState::default(), None);
+    let y = layer.forward(x.clone(), residual, &context, &mut state, no_caches).x;
     let gradients = y.clone().powi_scalar(2).sum().backward();
 
     let dx = x.grad(&gradients).expect("x requires a gradient");
