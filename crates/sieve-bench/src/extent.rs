@@ -130,6 +130,8 @@ pub(crate) fn add_attention(list: &mut NeededKernels, gpu: &DeviceReport, shape:
         for order in [SumOrder::Any, SumOrder::Fixed] {
             let needs = AttentionNeeds { shape, keys, order, has_sinks: keys == NeededKeys::Neighbours };
             list.extend(needs.kernels(&gpu.arch()));
+            // No model decodes by heads whose values are narrower, but checks do.
+            list.extend(needs.decoding(&gpu.arch()));
         }
     }
 }

@@ -524,7 +524,8 @@ pub(crate) fn nsa_check_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = NeededKernels::default();
     for head_dim in [64, 128] {
         for group in GROUPS {
-            let shape = AttentionShape::new(1, 1, [group, 1], [head_dim, head_dim]);
+            // An indexer's gradient in a fixed order has a form of its own for several KV heads.
+            let shape = AttentionShape::new(1, 1, [2 * group, 2], [head_dim, head_dim]);
             add_attention(&mut list, gpu, shape, &[NeededKeys::Blocks, NeededKeys::Neighbours]);
         }
     }
