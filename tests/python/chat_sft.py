@@ -116,8 +116,16 @@ class Sieve:
         return load_file(out)
 
 
-def trl_losses(folder, tokenizer, rows):
+def torch_model(folder):
+    """The model in f32, with all its gradients: transformers leaves out that of the padding token's row in the input
+    embedding, which in SmolLM2's chats is a token that counts, `<|im_end|>`."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    model.get_input_embeddings().padding_idx = None
+    return model
+
+
+def trl_losses(folder, tokenizer, rows):
+    model = torch_model(folder)
     steps = len(rows) // ROWS
     config = SFTConfig(
         output_dir=str(folder / "trl"), max_steps=steps, per_device_train_batch_size=ROWS, learning_rate=LR,
@@ -147,7 +155,7 @@ def packed_loss(model, batch):
 
 
 def packed_losses(folder, batches):
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    model = torch_model(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     losses = []
     for batch in batches:
