@@ -227,7 +227,7 @@ pub fn needed_by(recipe: Option<&Recipe>, arch: &str) -> Result<NeededKernels> {
         return Ok(NeededKernels::shipped_for(arch));
     };
     let model = &recipe.model;
-    let is_latent = matches!(recipe.attention.own, Attention::Mla(_));
+    let is_latent = recipe.attention.own.as_kind().is_latent();
     let mut list = NeededKernels::step(
         arch,
         StepSizes {

@@ -51,7 +51,7 @@ pub(crate) fn model(path: &Path) -> Result<Option<HubModel>> {
     Ok(Some(model))
 }
 
-/// The checkpoint that a run begins with: a path is itself, and `hf://OWNER/NAME` is fetched and imported into the cache,
+/// The checkpoint that a run begins with: a path is itself, `hf://OWNER/NAME` is fetched and imported into the cache,
 /// once for each commit.
 pub(crate) fn checkpoint(path: &Path) -> Result<PathBuf> {
     let mut known = CHECKPOINTS.lock().unwrap_or_else(PoisonError::into_inner);

@@ -76,8 +76,8 @@ keys! {
         /// What a new run's weights are: `"random"`, drawn from `training.seed`, or a checkpoint's folder, with which
         /// the run begins as with `sieve train --branch-from FOLDER` (that flag wins over this key). A path is relative
         /// to the recipe's file, by `--set` to the current folder; `~` and variables are expanded as in `data.paths`;
-        /// `hf://OWNER/NAME` is fetched and imported. A run's `config.toml` names the folder in full. Absent: random, and refused where a checkpoint of the same
-        /// model lies beside the recipe; a resumed run keeps its own.
+        /// `hf://OWNER/NAME` is fetched and imported. A run's `config.toml` names the folder in full. Absent: random,
+        /// and refused where a checkpoint of the same model lies beside the recipe; a resumed run keeps its own.
         pub initial_weights: Option<String>,
     }
 }

@@ -138,7 +138,9 @@ pub(crate) fn listed_key_sums(
     // form, do . o, has the rounding error of o, which would dominate the gradients where a bias makes the softmax
     // peaked.
     if call.result.o_low.is_none() && delta.is_some() {
-        let params = params!(DmaAttentionRowSumsParams { { base, softmax_scale, padded_len }: words, list_capacity, tile_queries });
+        let params = params!(DmaAttentionRowSumsParams {
+            { base, softmax_scale, padded_len }: words, list_capacity, tile_queries
+        });
         let mut tensors = inputs.clone();
         tensors.extend([&lists.list, &lists.tile_window]);
         let (kernel, grid, maps) = pass.by_query(QueryPass::RowSums)?;

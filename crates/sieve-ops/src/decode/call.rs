@@ -6,7 +6,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::{BlockChoice, NsaBlocks};
 
-/// What [`dma_decode`] reads of one new token of every sequence.
+/// What [`dma_decode`](crate::dma_decode) reads of one new token of every sequence.
 #[derive(Clone, Debug)]
 pub struct DmaToken<B: Backend> {
     /// `[batch, num_heads, head_dim]`.

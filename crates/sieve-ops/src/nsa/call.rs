@@ -27,7 +27,8 @@ impl<B: Backend> NsaCall<B> {
 pub struct NsaCompressed<B: Backend> {
     /// Attention over the compressed blocks.
     pub output: AttentionOutput<B>,
-    /// Blocks of the selected branch; see [`CompressedAttention::block_indices`].
+    /// Blocks of the selected branch; see
+    /// [`CompressedAttention::block_indices`](crate::CompressedAttention::block_indices).
     pub block_indices: Ints<B>,
 }
 

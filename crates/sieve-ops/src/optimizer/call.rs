@@ -6,8 +6,8 @@ use burn::tensor::backend::Backend;
 /// `leaf` and the low bits in `param`.
 #[derive(Clone, Debug)]
 pub struct AdamWTensors<B: Backend> {
-    /// The f32 master weights. With a `leaf`: the rest, i.e. the low bits that [`DeviceBackend::split_master`]
-    /// returned.
+    /// The f32 master weights. With a `leaf`: the rest, i.e. the low bits that
+    /// [`split_master`](crate::split_master) returned.
     pub param: Float<B>,
     /// The bf16 weights that the model computes with; `None` where it computes with `param`.
     pub leaf: Option<Float<B>>,

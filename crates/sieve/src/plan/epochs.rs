@@ -21,8 +21,8 @@ pub(crate) struct TextEpochs {
     /// Of these tokens, the predicted ones, where not all are.
     #[serde(skip_serializing_if = "Option::is_none")]
     num_predicted: Option<u64>,
-    /// The fewest tokens that the text must have: those of the longest row of the run's stages, since rows are filled; 1
-    /// where each document has rows of its own, which need not be full.
+    /// The fewest tokens that the text must have: those of the longest row of the run's stages, since rows are filled;
+    /// 1 where each document has rows of its own, which need not be full.
     #[serde(skip)]
     seq_len: u64,
 }
