@@ -1,7 +1,7 @@
 //! The ranks that divide tensors among them.
 
-/// The consecutive ranks that divide tensors among them, this rank one of them. The ranks of a run are one such group,
-/// or several of one size, each of which has all tensors: its replica.
+/// The consecutive ranks that divide tensors among them, this rank one of them. The ranks of a run form one such group,
+/// or several of equal size. Each group has all tensors, and is then called a replica.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShardGroup {
     rank: usize,

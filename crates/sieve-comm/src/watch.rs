@@ -44,7 +44,7 @@ pub(crate) struct Watch {
 pub struct CollectiveCounts {
     /// Number of collectives that all ranks have completed.
     pub num_ended: u64,
-    /// Collectives that this rank's device has reached, where it waits for the others.
+    /// Number of collectives that this rank's device has reached; in the last of them it may still wait for the others.
     pub num_reached: u64,
 }
 
@@ -60,7 +60,7 @@ struct State {
     /// The ranks that have said goodbye.
     gone: Vec<usize>,
     progress: Progress,
-    /// How long this rank has waited for others in all, without a wait in progress.
+    /// How long this rank has waited for others in all; a wait in progress is not counted yet.
     waited: Duration,
 }
 
@@ -209,7 +209,7 @@ impl Watch {
         self.lock().progress.limit.is_some()
     }
 
-    /// How long this rank has waited for others so far, without a wait in progress.
+    /// How long this rank has waited for others so far; a wait in progress is not counted yet.
     pub(crate) fn waited(&self) -> Duration {
         self.lock().waited
     }

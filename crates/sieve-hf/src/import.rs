@@ -148,7 +148,8 @@ pub fn import<B: Backend>(
     })
 }
 
-/// Whether `settings`, which make DMA of a model of another kind, gave another attention before 0.1.0 than `recipe`'s.
+/// Whether an import with `settings`, which make DMA of a model of another kind, gave another attention than `recipe`'s
+/// before 0.1.0, when the published form was the default.
 fn is_former_form(from: &Path, recipe: &Recipe, settings: &[String]) -> Result<bool, CheckpointError> {
     let (config, _) = read_config(from)?;
     if config.is_of(AttentionKind::Dma) {
@@ -156,7 +157,7 @@ fn is_former_form(from: &Path, recipe: &Recipe, settings: &[String]) -> Result<b
     }
     let published = ["attention.bias=exp", "attention.recency=none", "attention.local_window_size=0"];
     let former = published.map(str::to_owned).into_iter().chain(settings.iter().cloned()).collect::<Vec<_>>();
-    // Settings that were refused then had no other meaning.
+    // Settings that the published form refuses gave no model then.
     let former = recipe_and_shape(from, &config, recipe.model.residual_scale, &former);
     Ok(former.is_ok_and(|(former, _)| former.attention != recipe.attention))
 }
@@ -284,7 +285,7 @@ fn recipe_and_shape(
         ));
     }
     let path = from.join("config.json");
-    let recipe = Recipe::load(&text, "the imported model", settings).map_err(by_set);
+    let recipe = Recipe::load(&text, "the imported model", settings).map_err(without_lines);
     let recipe = recipe.map_err(CheckpointError::bad_recipe(&path))?;
     let shape = recipe.model_shape(config.vocab_size);
     let shape = shape.map_err(CheckpointError::bad_recipe(&path))?;
@@ -292,7 +293,7 @@ fn recipe_and_shape(
 }
 
 /// Removes line numbers from the mistakes of a recipe, because an imported model's recipe is generated.
-fn by_set(mut error: RecipeError) -> RecipeError {
+fn without_lines(mut error: RecipeError) -> RecipeError {
     if let RecipeError::Invalid { mistakes, .. } = &mut error {
         for mistake in mistakes {
             if let Some(Location::Line(_)) = mistake.location {
@@ -319,8 +320,8 @@ impl ReadTensors {
         a.peek().is_some() && a.all(|(_, data)| data.iter::<f32>().all(|value| value == 0.0))
     }
 
-    /// Removes the tensors that a conversion drops. DMA's A of zeros adds nothing, nor does the W_dt that it is
-    /// multiplied with; other tensors are removed only if it `drops` trained ones.
+    /// Removes the tensors that a conversion drops. Trained ones are an error unless `drops`. If DMA's A is all zeros,
+    /// then neither it nor W_dt, which it is multiplied with, counts as trained.
     fn drop_lost(&mut self, from: &Path, conversion: &Conversion, drops: bool) -> Result<(), CheckpointError> {
         let ties = self.all_scores_tie();
         let lost = conversion.dropped.iter().filter(|spec| !(ties && spec.part == Part::Mask));

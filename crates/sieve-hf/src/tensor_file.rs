@@ -325,7 +325,7 @@ mod tests {
         }
     }
 
-    /// Values that count how many of them there are.
+    /// A tensor's values; the cell has the number of such tensors in memory, and the most so far.
     struct Counted<'a>(Vec<u8>, &'a Cell<[usize; 2]>);
 
     impl Deref for Counted<'_> {

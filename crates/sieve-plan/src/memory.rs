@@ -124,14 +124,14 @@ pub(crate) fn shards_weights(recipe: &Recipe, ranks: usize) -> bool {
     recipe.parallelism.zero_stage == 3 && recipe.parallelism.num_shards(ranks) > 1
 }
 
-/// Weights that are whole at the points of a step, with ZeRO-3; all 0 without it.
+/// Bytes of the weights that a rank has whole at points of a step, with ZeRO-3; all 0 without it.
 #[derive(Default)]
 struct GatheredBytes {
     /// The matrix of the embedding, or of the output projection.
     head: u64,
-    /// A block's.
+    /// The weights of one block.
     block: u64,
-    /// Of blocks whose graphs wait for their backward passes, but for the last block.
+    /// The weights of the blocks whose graphs wait for their backward passes, without the last block.
     kept: u64,
 }
 

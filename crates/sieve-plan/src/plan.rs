@@ -49,7 +49,7 @@ pub struct Plan {
     pub cache: CachePlan,
     /// Words for the speed that the estimated time assumes; `None` without an estimate.
     pub assumption: Option<String>,
-    /// Estimated seconds of the whole run; `None` if no such attention was measured.
+    /// Estimated seconds of the whole run; `None` if the speed of its attention was not measured.
     pub seconds: Option<f64>,
     /// Why `sieve train` refuses the run on this device; `None` if it does not.
     pub refused: Option<String>,
@@ -76,7 +76,7 @@ pub struct StagePlan {
     pub dense_flops_per_token: f64,
     /// Share of the executed FLOPs that attention takes.
     pub attention_share: f64,
-    /// Estimated tokens per second of all ranks; `None` if no such attention was measured.
+    /// Estimated tokens per second of all ranks; `None` if the speed of the attention was not measured.
     pub tokens_per_second: Option<f64>,
     /// How ranks share a row; `None` if each has whole rows.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -102,7 +102,7 @@ pub struct ZeroPlan {
     pub sum_bytes: f64,
     /// Bytes of weights that each rank sends in a step; it receives as many.
     pub gather_bytes: f64,
-    /// Seconds of a step in which gradients and weights cross.
+    /// Seconds of a step in which gradients and weights are sent between ranks.
     pub seconds: f64,
     /// Whether the run fits into each device's memory.
     pub verdict: MemoryVerdict,
@@ -403,8 +403,8 @@ fn over_steps(recipe: &Recipe, own: f64, dense: f64) -> f64 {
     own + (dense - own) * recipe.training.dense_steps
 }
 
-/// Estimated tokens per second of one GPU without other ranks; `None` if no such attention was measured. Training
-/// spares `spared_flops` of a token's executed FLOPs.
+/// Estimated tokens per second of one GPU without other ranks; `None` if the speed of the attention was not measured.
+/// `spared_flops` of a token's executed FLOPs are not computed, because tokens without a label have no logits.
 fn speed_alone(
     recipe: &Recipe,
     shape: &ModelShape,

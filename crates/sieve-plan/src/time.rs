@@ -12,9 +12,9 @@ use std::ops::Range;
 
 /// Share of the peak that GEMMs with weights reach.
 const GEMMS: f64 = 0.71;
-/// An indexer's scores over all causal pairs.
+/// Share of the peak that an indexer's scores over all causal pairs reach.
 const INDEX_SCORES: f64 = 0.42;
-/// An indexer's loss over attention's pairs, whose scores it recomputes.
+/// Share of the peak that an indexer's loss over attention's pairs reaches; it recomputes their scores.
 const INDEX_LOSS: f64 = 0.145;
 /// Bytes that QSA's loss reads and writes for each score of a head: to write it, scale it, take its exponential, and
 /// sum over heads. Not measured.
@@ -94,7 +94,7 @@ pub(super) fn tokens_per_second(shape: &ModelShape, spared_flops: f64, size: &St
     // bf16 logits and their gradients are written and read once each.
     bytes += 2.0 * 4.0 * shape.vocab_size as f64;
     let linear = shape.executed_flops_per_token(size.seq_len).linear;
-    // A recomputed feed-forward layer leaves out its second GEMM, but in fp8.
+    // A recomputed feed-forward layer leaves out its second GEMM, except in fp8.
     let unread = (shape.num_layers - size.fp8.len()) as f64 * 2.0 * (shape.d_ff * shape.d_model) as f64;
     let mut gemms = (passes * linear - spared_flops - size.recomputed * unread) / (GEMMS * gpu.bf16_flops);
     for layer_idx in size.fp8.clone() {
@@ -112,9 +112,9 @@ pub(super) fn tokens_per_second(shape: &ModelShape, spared_flops: f64, size: &St
     Some(1.0 / (gemms + pairs + memory + update + ends))
 }
 
-/// For kinds that pay late ([`Kind::pays_late`](sieve_core::kinds::Kind::pays_late)): the shortest rows, among powers
-/// of two, for which training is estimated to be faster than with dense attention. `None` for other kinds, or if there
-/// are no such rows.
+/// The shortest rows, among powers of two, for which training is estimated to be faster than with dense attention.
+/// `None` if there are none, and for kinds that are not slower in short rows
+/// ([`Kind::pays_late`](sieve_core::kinds::Kind::pays_late) is false).
 pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Option<usize> {
     if !shape.attentions().iter().any(|(attention, _)| attention.as_kind().pays_late()) {
         return None;
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn nsa_pays_in_longer_rows_than_it_was_slower_at() {
+    fn nsa_is_estimated_faster_only_in_rows_longer_than_8192() {
         // At 1.7B and rows of 8192 dense attention was faster: 55,700 against 44,600 tokens/s.
         let h200 = crate::Target::Gpu(gpu::find("h200").expect("listed"));
         let pays_from = |text, rows: &str| {

@@ -184,7 +184,7 @@ impl AttentionStatistics {
             let found = kinds.iter().find(|(kind, _)| *kind == attention);
             found.map_or(&kinds[0].1, |(_, statistics)| statistics)
         };
-        // In `dense_steps` of the steps queries read all keys.
+        // In the share `dense_steps` of the steps, queries read all keys.
         let mean = |number: fn(&Self) -> f64| {
             let dense = number(&dense);
             shape.mean_over_layers(|attention| {
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn ages_are_those_of_the_pairs_one_by_one() {
+    fn ages_equal_those_counted_pair_by_pair() {
         let lifetimes = [7usize, 0, 3, 3, 1, 5, 2];
         let mut keys = vec![0; 8];
         let mut ages = Vec::new();
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_query_that_one_head_shows_its_own_key_sees_itself() {
+    fn a_query_sees_itself_if_one_head_keeps_its_key() {
         // Two layers of two heads: in the first both leave out key 1, one leaves out key 2; in the second nothing is
         // left out.
         let expire = |heads: [[i32; 5]; 2]| {

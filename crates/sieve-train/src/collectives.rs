@@ -79,7 +79,7 @@ pub struct HostCollectives {
 }
 
 impl HostCollectives {
-    /// Over the ranks of `mesh`, of which `shard_ranks` consecutive ones divide tensors; 0: all.
+    /// Collectives over the ranks of `mesh`. Each `shard_ranks` consecutive ranks divide tensors among them; 0: all.
     pub fn new(mesh: Arc<Mesh>, shard_ranks: usize) -> Self {
         let group = ShardGroup::new(mesh.world().rank, mesh.world().size, shard_ranks);
         Self { mesh, group }
@@ -134,7 +134,7 @@ impl<B: TrainBackend> Collectives<B> for HostCollectives {
         }
         let group = self.group;
         let count = |rank: usize| wholes.iter().map(|(_, pieces)| pieces.of(group.place_of(rank)).len()).sum::<usize>();
-        // The ranks one after another, and for each rank its piece of every tensor. Of several groups this one counts.
+        // The ranks one after another, and for each rank its piece of every tensor; then this group's ranks alone.
         let mut all = self.mesh.gather_values(&own, &count)?;
         let [others, own_group] = [0..group.ranks().start, group.ranks()].map(|ranks| ranks.map(count).sum::<usize>());
         all.drain(..others);

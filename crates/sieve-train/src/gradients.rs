@@ -115,8 +115,8 @@ impl<B: TrainBackend> GradientBuffer<B> {
         self.norm_of(&list_param_ids(module), device, Share::ALL)
     }
 
-    /// Euclidean norm over what counts of this rank's gradients of these parameters, `[1]`, f32: over all ranks each
-    /// element of a gradient counts once.
+    /// Euclidean norm of this rank's gradients of these parameters, `[1]`, f32. It leaves out gradients that another
+    /// rank counts, so that each element counts once over all ranks.
     pub(crate) fn norm_of(&self, ids: &[ParamId], device: &B::Device, share: Share) -> Tensor<B::InnerBackend, 1> {
         let gradients = ids.iter().filter_map(|id| self.by_id.get(id));
         let gradients = gradients.filter(|gradient| share.counts(gradient.is_piece));

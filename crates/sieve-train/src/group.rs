@@ -119,8 +119,8 @@ impl Share {
         Some(self.own(self.pieces(shape)?))
     }
 
-    /// Whether this rank's values count in sums over all ranks, and are saved: of a piece that a rank of each replica
-    /// holds, and of what all ranks have whole, one rank's do.
+    /// Whether this rank's values count in sums over all ranks, and are saved. Every group of `parallelism.shard_ranks`
+    /// has the same pieces: those of the first group count. What all ranks have whole counts on rank 0.
     pub(crate) fn counts(&self, is_piece: bool) -> bool {
         match is_piece {
             true => self.group.is_first(),
@@ -189,8 +189,8 @@ impl<B: TrainBackend> Group<B> {
         }
     }
 
-    /// A group that sums tensors on the host, in the order of the ranks, of which `shard_ranks` consecutive ones divide
-    /// weights; 0: all.
+    /// A group that sums tensors on the CPU, in the order of the ranks. Each `shard_ranks` consecutive ranks divide the
+    /// weights among them; 0: all ranks.
     pub fn on_host(mesh: Arc<Mesh>, shard_ranks: usize) -> Self {
         Self::new(mesh.clone(), Box::new(HostCollectives::new(mesh, shard_ranks)))
     }
@@ -207,7 +207,7 @@ impl<B: TrainBackend> Group<B> {
         Share { rank: world.rank, size: world.size, group, cuts: self.zero_stage > 0, keeps_whole }
     }
 
-    /// Processes of each host, if ranks that divide weights are on several hosts though they are not all ranks.
+    /// Number of processes on a host, if a group of `parallelism.shard_ranks` crosses hosts; else `None`.
     pub(crate) fn crossed_hosts(&self) -> Option<usize> {
         let (on_host, group) = (self.mesh.world().local_size, self.collectives.shard_group());
         (group.num_replicas() > 1 && !on_host.is_multiple_of(group.size())).then_some(on_host)
@@ -484,11 +484,13 @@ impl<B: TrainBackend> PassHooks<B> for StepHooks<'_, B> {
     }
 }
 
-/// The ranks that share each row, which exchange values over TCP.
+/// The ranks that share each row of a batch, which exchange values over TCP.
 #[derive(Debug)]
 struct Neighbours {
     mesh: Arc<Mesh>,
+    /// This rank's part of the row, from 0.
     part: usize,
+    /// Number of ranks that share a row.
     degree: usize,
     error: RowError,
 }
@@ -551,7 +553,7 @@ fn f32_of<B: TrainBackend>(values: Primitive<B>) -> Primitive<B> {
     }
 }
 
-/// The error of a rank whose state differs from this rank's.
+/// The error to return when a rank's state differs from this rank's.
 fn apart(rank: usize, theirs: String, ours: String) -> TrainError {
     CommError::OutOfStep { rank, theirs, ours }.into()
 }
@@ -564,7 +566,7 @@ mod tests {
     use sieve_comm::{ReservedPort, Timeouts, World};
 
     #[test]
-    fn a_row_whose_ranks_are_apart_ends_its_pass_with_the_reason() {
+    fn a_failed_exchange_in_a_row_is_returned_at_the_next_segment() {
         let port = ReservedPort::take().expect("a port");
         let join = |rank: usize| {
             let world = World::on_this_host(rank, 2, port.number());

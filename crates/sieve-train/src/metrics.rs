@@ -346,6 +346,7 @@ mod tests {
         r#"{"kind":"step","step":3,"loss":0.5}"#,
     ];
 
+    /// Opens a `metrics.jsonl` with this text for a run at `step`: the text that stays, and its validations.
     fn reopened(text: &str, step: u64) -> (String, History) {
         let dir = tempfile::tempdir().unwrap();
         let folder = RunFolder::open(dir.path(), "checkpoint", &Start::New).unwrap();
@@ -382,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn a_validation_that_is_not_finite_is_the_last_one_all_the_same() {
+    fn a_validation_that_is_not_finite_counts_as_the_last_one() {
         let spoilt = LINES[2]
             .replace("1.0,\"perplexity\":2.7,\"bits_per_byte\":0.5", "null,\"perplexity\":null,\"bits_per_byte\":null");
         let text = [LINES[0], LINES[1], &spoilt, LINES[3]].join("\n") + "\n";
@@ -406,7 +407,7 @@ mod tests {
 
     #[cfg(unix)]
     #[test]
-    fn lines_that_cannot_be_written_wait_and_a_half_one_goes() {
+    fn unwritten_lines_wait_and_a_half_written_one_is_cut_off() {
         use crate::tries::WriteLimits;
         const PEAK: MemoryPeak = MemoryPeak { in_use_bytes: 1, reserved_bytes: 2 };
         let dir = tempfile::tempdir().unwrap();

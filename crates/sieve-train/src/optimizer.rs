@@ -27,13 +27,13 @@ use std::ops::Range;
 ///
 /// With several ranks, each updates its piece of every matrix and holds the moments and low bits of that piece (ZeRO-1,
 /// arXiv:1910.02054). With ZeRO-3 it holds its piece of the weights alone, too. Vectors and small matrices are updated
-/// by all ranks. Muon gathers the update of a divided matrix on one rank, which orthogonalises it; see `muon.rs`. Of
-/// several groups of ranks (`parallelism.shard_ranks`) each does all of this.
+/// by all ranks. Muon gathers the update of a divided matrix on one rank, which orthogonalises it; see `muon.rs`. With
+/// `parallelism.shard_ranks`, matrices are divided within each group of that many ranks, so that every group has all.
 #[derive(Debug)]
 pub struct Optimizer<B: TrainBackend> {
     settings: OptimizerSection,
     share: Share,
-    /// The model's parameters, by which groups are found.
+    /// The model's list of parameters, which says what Muon updates and what belongs to an indexer.
     parameters: Vec<ParamSpec>,
     num_updates: u64,
     /// Parameters that Muon updates, and the number of rows of each projection that is packed in them.
@@ -123,8 +123,8 @@ impl<B: TrainBackend> Optimizer<B> {
         module.map(&mut self.begin(gradients, grad_scale, lr))
     }
 
-    /// As [`step`](Self::step), segment by segment. The ranks of `group` share the work on the matrices that Muon
-    /// updates, and start gathering a segment's weights once its pieces are updated.
+    /// As [`step`](Self::step), in the order embedding, blocks, head. The ranks of `group` share the work on matrices
+    /// that Muon updates, and start gathering a segment's weights once its pieces are updated.
     ///
     /// # Errors
     /// A rank is lost.
@@ -187,7 +187,8 @@ impl<B: TrainBackend> Optimizer<B> {
         }
     }
 
-    /// `1 - beta^n` of both moments, of a parameter with n updates: all but `updates_before`.
+    /// `1 - beta^n` of both moments, where n is the number of the parameter's own updates: all of the optimizer's but
+    /// `updates_before`.
     fn bias_corrections(&self, updates_before: u64) -> [f64; 2] {
         let power = self.num_updates.saturating_sub(updates_before).min(i32::MAX as u64) as i32;
         [self.settings.beta1, self.settings.beta2].map(|beta| 1.0 - beta.powi(power))
@@ -330,8 +331,8 @@ impl<B: TrainBackend> Update<'_, B> {
         let (gradient, grad_scale, momentum, exp_avg) = match change {
             Change::Gradient(gradient) => (gradient, self.grad_scale.clone(), None, moments.exp_avg),
             Change::Orthogonal(update) => {
-                // p -= lr (weight_decay p + update), by AdamW's kernel: the update as gradient and first moment, no
-                // second.
+                // AdamW's kernel with these numbers computes p -= lr (weight_decay p + update): its first moment is the
+                // update, and its second moment stays 0.
                 step = AdamWStep {
                     beta1: 0.0,
                     beta2: 1.0,
@@ -369,7 +370,7 @@ impl<B: TrainBackend> Update<'_, B> {
     /// A rank is lost.
     fn orthogonalise_pieces(&mut self, model: &Qwen3<B>, group: &Group<B>) -> Result<(), TrainError> {
         let mut projections = self.divided_projections(model);
-        // The sort is stable: all ranks have the same order.
+        // The most work first, so that ranks work about equally long. The sort is stable: all ranks have one order.
         projections.sort_by_key(|projection| std::cmp::Reverse(projection.work()));
         let Some(first) = projections.first() else {
             return Ok(());
@@ -456,7 +457,7 @@ impl<B: TrainBackend> Update<'_, B> {
                 let start = projection.range.start + part.start - projection.pieces.of(rank).start;
                 let range = start..start + part.len();
                 let part = flat::<B>(update.clone()).slice([range]);
-                // A copy: a slice would keep the whole update in memory.
+                // Multiplied by 1 to copy it: a slice would keep the whole update in memory.
                 let part = part.into_primitive().tensor();
                 parts[place] = Some(B::InnerBackend::float_mul_scalar(part, 1f32.into()));
             }
@@ -521,7 +522,7 @@ impl<B: TrainBackend> ModuleMapper<B> for Holder<'_, B> {
         let mut master = tensor.inner();
         let is_cut = range.is_some();
         if let Some(range) = range {
-            // A copy, or split anew: a slice would keep the whole tensor in memory.
+            // `split_master` and the multiplication by 1 both copy: a slice would keep the whole tensor in memory.
             let piece = cut::<B>(master.clone().into_primitive().tensor(), range);
             let piece = match is_bf16 {
                 true => {

@@ -45,7 +45,7 @@ pub struct Origin {
     /// The run's `model.initial_weights`, with the folder in full; `None` if the run was begun by an earlier version
     /// that did not keep it.
     initial_weights: Option<String>,
-    /// The key as the recipe of a new run gives it; `--branch-from` may have named another checkpoint.
+    /// `model.initial_weights` as the recipe of a new run gives it, even if `--branch-from` names another checkpoint.
     recipe_key: Option<String>,
 }
 
@@ -118,7 +118,7 @@ impl Origin {
                 Some(found)
             }
             (Some(checkpoint), Some(begun)) => {
-                // Of several ranks, the first one alone finds the checkpoint so.
+                // Other ranks start with `ResumeFrom` the checkpoint that rank 0 found: the notice is given once.
                 if matches!(start, Start::Resume | Start::ResumeAlone { .. }) {
                     notices.extend(begun.change());
                 }
@@ -179,7 +179,7 @@ impl Origin {
             notices.push("note: the optimizer begins without the checkpoint's moments".to_owned());
         }
         let mut changes = before.diff(recipe)?;
-        // What the checkpoint's own run began with is no matter of this one.
+        // Where the checkpoint's own run began does not matter to this one.
         changes.retain(|change| change.key != initial::KEY);
         let (tokenizer, changes) = changes.into_iter().partition::<Vec<_>, _>(|change| names_tokenizer(&change.key));
         if !tokenizer.is_empty() {
@@ -188,7 +188,7 @@ impl Origin {
                 .push(format!("note: the tokenizer is the checkpoint's, {}; the recipe's is not read", path.shown()));
         }
         for change in changes {
-            // What other kinds of layers compute is told by the losses before and after.
+            // Where layers change their kind, the trainer reports the loss before and after, which says more.
             let is_told = conversion.changes_layers()
                 && ["attention.", "model.layer_types", "model.rope_layers"]
                     .iter()
@@ -342,8 +342,8 @@ impl Begun {
         ))
     }
 
-    /// A notice if the weights that the run began with are no longer there, which a run with a checkpoint of its own
-    /// does not need. `None` if they are, or if the run continues another one.
+    /// A notice if the checkpoint that a branch began with was removed or replaced. The branch no longer needs it: it
+    /// has one of its own. `None` if it is unchanged, or if the run is no branch.
     fn change(&self) -> Option<String> {
         let path = &self.checkpoint;
         let what = match Checkpoint::open_model(path) {

@@ -274,7 +274,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_new_run_wants_a_folder_without_one() {
+    fn a_new_run_needs_a_folder_without_a_run() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("run");
         let open = |start: &Start| RunFolder::open(&path, "checkpoint", start);
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn only_one_process_has_the_folder() {
+    fn only_one_process_can_lock_the_folder() {
         let dir = tempfile::tempdir().unwrap();
         let open = || RunFolder::open(dir.path(), "checkpoint", &Start::New).unwrap();
         let mut first = open();
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn a_foreign_checkpoint_begins_only_an_empty_folder() {
+    fn a_checkpoint_of_another_run_needs_a_new_folder() {
         let dir = tempfile::tempdir().unwrap();
         let own = dir.path().join("run/checkpoint/step-3");
         let other = dir.path().join("other/checkpoint/step-3");
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_was_removed_is_taken_again_unless_another_has_it() {
+    fn a_removed_folder_is_locked_again_unless_another_process_has_it() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("run");
         let open = || RunFolder::open(&path, "checkpoint", &Start::New).unwrap();

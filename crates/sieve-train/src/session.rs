@@ -40,9 +40,9 @@ pub struct RunRequest {
 pub enum FoundRun {
     /// [`RunRequest::start`] decides; it may refuse the folder.
     AsStart,
-    /// As [`Start::Resume`].
+    /// The run resumes from its latest checkpoint: [`Start::Resume`].
     Resume,
-    /// As [`Start::ResumeAlone`].
+    /// The run resumes from its latest whole checkpoint, and damaged ones are renamed: [`Start::ResumeAlone`].
     ResumeAlone,
 }
 
@@ -145,7 +145,7 @@ impl RunRequest {
         })
     }
 
-    /// As [`RecipeFile::check_beside`], of a run that starts anew.
+    /// For a run that starts anew, refuses what [`RecipeFile::check_beside`] refuses.
     fn check_beside(&self, start: &Start, recipe: &Recipe) -> Result<(), TrainError> {
         match self.recipe_file.as_ref().filter(|_| *start == Start::New) {
             Some(file) => file.check_beside(recipe, &self.out),

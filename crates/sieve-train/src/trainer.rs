@@ -265,8 +265,8 @@ impl<B: TrainBackend> Trainer<B> {
         !self.share().keeps_whole
     }
 
-    /// The model with the weights after the last step; of divided weights, NaN if the process
-    /// [shards](Self::shards_weights) them.
+    /// The model with the weights after the last step. Divided weights are NaN in it if the process
+    /// [has only its pieces of them](Self::shards_weights).
     pub fn model(&self) -> &Qwen3<B> {
         self.learner.model.as_ref().expect(AWAY)
     }

@@ -15,8 +15,8 @@ const QUICK: Timeouts = Timeouts {
     goodbye: Duration::from_millis(200),
 };
 
-/// A listener for rank 0, which keeps its port from other programs, and the port.
-fn host() -> (TcpListener, u16) {
+/// A listener for rank 0, which reserves a free port, and that port.
+fn listen_as_first() -> (TcpListener, u16) {
     let listener = listen(&World::on_this_host(0, 1, 0)).unwrap();
     let port = listener.local_addr().unwrap().port();
     (listener, port)
@@ -36,18 +36,18 @@ fn join(
     Mesh::start(world, peers, timeouts, Box::new(give_up))
 }
 
-/// Runs `work` on each of `size` ranks and returns the results.
-fn ranks<T: Send + 'static>(size: usize, work: impl Fn(&Mesh) -> T + Clone + Send + 'static) -> Vec<T> {
-    ranks_of(QUICK, size, work)
+/// Runs `work` on each of `size` ranks, each in a thread, and returns the results by rank.
+fn on_ranks<T: Send + 'static>(size: usize, work: impl Fn(&Mesh) -> T + Clone + Send + 'static) -> Vec<T> {
+    on_ranks_within(QUICK, size, work)
 }
 
-/// As [`ranks`], with other timeouts.
-fn ranks_of<T: Send + 'static>(
+/// As [`on_ranks`], with other timeouts.
+fn on_ranks_within<T: Send + 'static>(
     timeouts: Timeouts,
     size: usize,
     work: impl Fn(&Mesh) -> T + Clone + Send + 'static,
 ) -> Vec<T> {
-    let (listener, port) = host();
+    let (listener, port) = listen_as_first();
     let mut listener = Some(listener);
     let threads = (0..size).map(|rank| {
         // Rank 0, the first of them, takes the listener.
@@ -76,9 +76,9 @@ fn values(rank: usize, count: usize) -> Vec<f32> {
 }
 
 #[test]
-fn sums_are_added_in_the_order_of_the_ranks_and_equal_everywhere() {
+fn sums_are_added_in_the_order_of_the_ranks_and_are_equal_on_all() {
     for size in [2, 3, 4] {
-        let found = ranks(size, |mesh| {
+        let found = on_ranks(size, |mesh| {
             // Several sizes one after another; the last is sent in many chunks.
             [0, 1, 5, MANY].map(|count| {
                 let mut sum = values(mesh.world().rank, count);
@@ -102,9 +102,9 @@ fn sums_are_added_in_the_order_of_the_ranks_and_equal_everywhere() {
 }
 
 #[test]
-fn each_rank_gets_its_pieces_of_a_sum_and_all_ranks_all_pieces() {
+fn sum_parts_gives_each_rank_its_pieces_and_gather_values_joins_them() {
     for size in [2, 3, 4] {
-        let found = ranks(size, |mesh| {
+        let found = on_ranks(size, |mesh| {
             let World { rank, size, .. } = *mesh.world();
             [0, 1, 5, MANY].map(|count| {
                 // Two tensors one after another, each with a piece for every rank.
@@ -131,8 +131,8 @@ fn each_rank_gets_its_pieces_of_a_sum_and_all_ranks_all_pieces() {
 }
 
 #[test]
-fn bytes_come_from_all_ranks_or_from_the_first() {
-    let found = ranks(3, |mesh| {
+fn gather_returns_the_bytes_of_all_ranks_and_broadcast_those_of_rank_0() {
+    let found = on_ranks(3, |mesh| {
         let rank = mesh.world().rank;
         mesh.barrier().unwrap();
         let all = mesh.gather(&vec![rank as u8; rank]).unwrap();
@@ -145,9 +145,9 @@ fn bytes_come_from_all_ranks_or_from_the_first() {
 }
 
 #[test]
-fn each_rank_gets_what_the_others_have_for_it() {
+fn exchange_gives_each_rank_what_the_others_sent_to_it() {
     for size in [2, 3, 4] {
-        let found = ranks(size, |mesh| {
+        let found = on_ranks(size, |mesh| {
             let (rank, size) = (mesh.world().rank, mesh.world().size);
             // No bytes for some ranks, many chunks for others.
             let bytes = |to: usize| vec![(10 * rank + to) as u8; (rank + to) % 3 * 2 * MANY];
@@ -165,7 +165,7 @@ fn each_rank_gets_what_the_others_have_for_it() {
 
 #[test]
 fn a_rank_that_ends_is_named_to_all_others() {
-    let errors = ranks(3, |mesh| {
+    let errors = on_ranks(3, |mesh| {
         if mesh.world().rank == 1 {
             // The system closes the connections of a killed process in this way.
             for peer in mesh.peers.iter() {
@@ -187,7 +187,7 @@ fn a_rank_that_ends_is_named_to_all_others() {
 
 #[test]
 fn an_error_of_one_rank_is_told_to_all_others() {
-    let errors = ranks(3, |mesh| {
+    let errors = on_ranks(3, |mesh| {
         if mesh.world().rank == 2 {
             mesh.fail("shard 3 is damaged");
             return String::new();
@@ -201,8 +201,8 @@ fn an_error_of_one_rank_is_told_to_all_others() {
 }
 
 #[test]
-fn a_rank_without_a_sign_is_lost_and_who_waits_elsewhere_is_ended() {
-    let (listener, port) = host();
+fn a_rank_without_heartbeats_is_lost_even_if_no_collective_waits_for_it() {
+    let (listener, port) = listen_as_first();
     let timeouts = Timeouts { silence: Duration::from_millis(300), ..QUICK };
     // This rank joins and sends no heartbeats, because it never starts its threads.
     let silent = thread::spawn(move || connect(&World::on_this_host(1, 2, port), "1", timeouts).unwrap());
@@ -220,7 +220,7 @@ fn a_rank_without_a_sign_is_lost_and_who_waits_elsewhere_is_ended() {
 /// The results of a barrier of three ranks, which rank `late` enters after `work`.
 fn late_at_a_barrier(late: usize, work: impl Fn(&Mesh) + Clone + Send + 'static) -> Vec<Result<(), CommError>> {
     let timeouts = Timeouts { silence: Duration::from_secs(1), ..QUICK };
-    ranks_of(timeouts, 3, move |mesh| {
+    on_ranks_within(timeouts, 3, move |mesh| {
         if mesh.world().rank == late {
             work(mesh);
         }
@@ -228,7 +228,7 @@ fn late_at_a_barrier(late: usize, work: impl Fn(&Mesh) + Clone + Send + 'static)
     })
 }
 
-/// Makes no progress until the other ranks have given this one up.
+/// Makes no progress until the other ranks have reported this one as lost.
 fn stand_still(mesh: &Mesh) {
     let told = mesh.watch.failure(Duration::from_secs(60));
     assert!(told.is_some(), "nobody gave this rank up");
@@ -244,7 +244,7 @@ fn side_by_side<T: Sync>(cases: &[T], run: impl Fn(&T) + Sync) {
 }
 
 #[test]
-fn a_rank_that_lives_and_does_not_go_on_with_its_step_is_named() {
+fn a_rank_with_heartbeats_and_without_progress_is_named() {
     side_by_side(&[0, 2], |&late| {
         let met = late_at_a_barrier(late, |mesh| {
             mesh.set_work(Work::Step);
@@ -261,10 +261,10 @@ fn a_rank_that_lives_and_does_not_go_on_with_its_step_is_named() {
 
 /// If one GPU hangs in a collective, each rank waits for its own GPU and none for another rank.
 #[test]
-fn ranks_that_all_stand_still_end_though_none_waits_for_another_and_the_one_behind_is_named() {
+fn if_no_rank_makes_progress_all_end_and_name_the_one_behind() {
     let timeouts = Timeouts { silence: Duration::from_secs(1), long: Duration::from_secs(1), ..QUICK };
     side_by_side(&[0, 2, 3], |&behind| {
-        let told = ranks_of(timeouts, 3, move |mesh| {
+        let told = on_ranks_within(timeouts, 3, move |mesh| {
             let is_behind = mesh.world().rank == behind;
             mesh.set_work(Work::Step);
             mesh.set_collective_counts(CollectiveCounts { num_ended: 7, num_reached: if is_behind { 7 } else { 8 } });
@@ -287,11 +287,11 @@ fn ranks_that_all_stand_still_end_though_none_waits_for_another_and_the_one_behi
 }
 
 #[test]
-fn also_what_may_last_has_a_limit() {
+fn long_work_has_a_limit_and_any_work_has_none() {
     side_by_side(&[(Work::Long, true), (Work::Any, false)], |&(work, is_lost)| {
         let late = move |mesh: &Mesh| {
             mesh.set_work(work);
-            // It makes progress once, then never again.
+            // It makes progress once, after the timeout of a step (1 s) and before that of long work (2 s).
             thread::sleep(Duration::from_millis(1200));
             mesh.tick();
             let ticked = Instant::now();
@@ -314,7 +314,7 @@ fn also_what_may_last_has_a_limit() {
 }
 
 #[test]
-fn a_host_that_nobody_knows_is_named() {
+fn an_unknown_host_name_is_reported_with_a_hint() {
     let timeouts = Timeouts { silence: Duration::from_millis(300), ..QUICK };
     for rank in [0, 1] {
         let mut world = World::on_this_host(rank, 2, 1);
@@ -330,7 +330,8 @@ fn a_host_that_nobody_knows_is_named() {
 }
 
 #[test]
-fn a_rank_that_goes_on_or_does_something_long_is_waited_for() {
+fn the_others_wait_for_a_rank_that_makes_progress_or_does_long_work() {
+    // Both last longer than the timeout of a step, which is 1 s here.
     let works: [fn(&Mesh); 2] = [
         |mesh| {
             mesh.set_work(Work::Step);
@@ -353,8 +354,8 @@ fn a_rank_that_goes_on_or_does_something_long_is_waited_for() {
 }
 
 #[test]
-fn strangers_and_double_ranks_are_refused() {
-    let (listener, port) = host();
+fn ranks_of_another_run_and_second_processes_of_a_rank_are_refused() {
+    let (listener, port) = listen_as_first();
     let first = thread::spawn(move || join(World::on_this_host(0, 3, port), Some(listener), QUICK, |_| {}));
     // Another program and a rank of another run are ignored.
     let stranger = TcpStream::connect(("127.0.0.1", port)).unwrap();
@@ -371,8 +372,8 @@ fn strangers_and_double_ranks_are_refused() {
 }
 
 #[test]
-fn strangers_who_know_the_run_and_not_its_token_end_nothing() {
-    let (listener, port) = host();
+fn a_process_without_the_token_does_not_end_the_run() {
+    let (listener, port) = listen_as_first();
     let world = |rank, token: &str| World { token: token.to_owned(), ..World::on_this_host(rank, 2, port) };
     let first = world(0, "secret");
     let first = thread::spawn(move || join(first, Some(listener), QUICK, |_| {}));
@@ -386,8 +387,8 @@ fn strangers_who_know_the_run_and_not_its_token_end_nothing() {
 }
 
 #[test]
-fn strangers_who_say_nothing_or_a_byte_now_and_then_hold_up_nobody() {
-    let (listener, port) = host();
+fn silent_and_slow_connections_do_not_delay_the_ranks() {
+    let (listener, port) = listen_as_first();
     let stranger = || TcpStream::connect(("127.0.0.1", port)).unwrap();
     let silent = [(); 6].map(|()| stranger());
     let mut slow = stranger();
@@ -410,8 +411,8 @@ fn strangers_who_say_nothing_or_a_byte_now_and_then_hold_up_nobody() {
 }
 
 #[test]
-fn each_rank_gets_one_message_with_what_all_have() {
-    let (listener, port) = host();
+fn a_gather_sends_one_message_to_each_rank() {
+    let (listener, port) = listen_as_first();
     let size = 5;
     let first = thread::spawn(move || {
         let mesh = join(World::on_this_host(0, size, port), Some(listener), QUICK, |_| {}).unwrap();
@@ -453,9 +454,9 @@ fn connect_quietly(port: u16, rank: usize) -> [TcpStream; 2] {
 }
 
 #[test]
-fn another_version_or_size_ends_the_group_with_both_numbers() {
+fn another_version_or_size_is_refused_with_both_numbers() {
     for (size, version, words) in [(2, "2", ["version 2", "version 1"]), (4, "1", ["WORLD_SIZE=4", "with 2"])] {
-        let (listener, port) = host();
+        let (listener, port) = listen_as_first();
         let first = thread::spawn(move || join(World::on_this_host(0, 2, port), Some(listener), QUICK, |_| {}));
         let own = Mesh::join(World::on_this_host(1, size, port), version, QUICK, |_| {}).unwrap_err();
         let first = first.join().unwrap().unwrap_err();
@@ -467,7 +468,7 @@ fn another_version_or_size_ends_the_group_with_both_numbers() {
 
 #[test]
 fn a_rank_that_is_refused_before_its_second_connection_says_why() {
-    let (listener, port) = host();
+    let (listener, port) = listen_as_first();
     listener.set_nonblocking(false).unwrap();
     let data = TcpStream::connect(("127.0.0.1", port)).unwrap();
     let (first, _) = listener.accept().unwrap();
@@ -481,9 +482,9 @@ fn a_rank_that_is_refused_before_its_second_connection_says_why() {
 }
 
 #[test]
-fn a_rank_whose_connection_ends_unanswered_comes_again() {
+fn a_rank_whose_connection_ends_unanswered_connects_again() {
     // The first listener is not rank 0, and ends.
-    let (listener, port) = host();
+    let (listener, port) = listen_as_first();
     listener.set_nonblocking(false).unwrap();
     let second = thread::spawn(move || Mesh::join(World::on_this_host(1, 3, port), "1", QUICK, |_| {}));
     let (data, _) = listener.accept().unwrap();
@@ -498,15 +499,15 @@ fn a_rank_whose_connection_ends_unanswered_comes_again() {
 }
 
 #[test]
-fn a_port_that_is_taken_and_ranks_that_never_come_are_told() {
-    let (taken, port) = host();
+fn a_taken_port_and_missing_ranks_are_reported() {
+    let (taken, port) = listen_as_first();
     let error = Mesh::join(World::on_this_host(0, 2, port), "1", QUICK, |_| {}).unwrap_err();
     assert!(error.to_string().contains(&format!("127.0.0.1:{port}")), "{error}");
     let timeouts = Timeouts { join: Duration::from_millis(50), ..QUICK };
     let error = join(World::on_this_host(0, 3, port), Some(taken), timeouts, |_| {}).unwrap_err();
     assert!(error.to_string().contains("1 of 3") && error.to_string().contains("missing: 1, 2"), "{error}");
     // A port that is in use, but on which no program listens: the near end of a connection.
-    let (other, port) = host();
+    let (other, port) = listen_as_first();
     let held = TcpStream::connect(("127.0.0.1", port)).unwrap();
     let port = held.local_addr().unwrap().port();
     let error = Mesh::join(World::on_this_host(2, 3, port), "1", timeouts, |_| {}).unwrap_err();

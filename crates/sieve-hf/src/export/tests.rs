@@ -12,7 +12,7 @@ const TIED: &str = "tie_word_embeddings = true";
 pub(crate) const MHA: &str = "kind = \"mha\"";
 pub(crate) const SWA: &str = "kind = \"swa\"\nsliding_window = 5";
 pub(crate) const DMA: &str = "kind = \"dma\"\nkeep_window_size = 3\npreset = \"paper\"";
-/// The default form.
+/// DMA in its default form; [`DMA`] is the paper's.
 pub(crate) const SLOPED: &str = "kind = \"dma\"\nkeep_window_size = 3\nshortest_period = 4";
 
 const TOKENIZER: &str = r#"{"added_tokens":[{"id":1,"content":"<|endoftext|>","special":true}],
@@ -27,7 +27,7 @@ fn checkpoint(folder: &Path, model: &str, attention: &str) -> Checkpoint {
     })
 }
 
-/// The same, with `change` made to each weight and its number.
+/// As [`checkpoint`], with `change` made to each weight, which is called with the weight's index.
 pub(crate) fn changed_checkpoint(
     folder: &Path,
     model: &str,
@@ -87,7 +87,7 @@ impl Exported {
     }
 }
 
-/// Gives residual scales other values than a new model has.
+/// Residual scales unlike those of a new model, which are all one.
 fn trained_scale() -> Vec<f32> {
     (0..12).map(|n| n as f32).collect()
 }
@@ -171,7 +171,7 @@ fn a_dynamic_mask_model_becomes_doge_with_scales_of_one_or_the_trained_ones() {
 }
 
 #[test]
-fn a_scaling_names_all_that_transformers_asks_for() {
+fn rope_scaling_is_exported_with_every_key_that_transformers_needs() {
     let model = "qk_norm = false\nrope_scaling = { rope_type = \"llama3\", factor = 8.0 }";
     for (attention, key) in [(MHA, "rope_parameters"), (DMA, "rotary_scaling")] {
         let config = exported(model, attention, &options()).config();
@@ -217,7 +217,7 @@ fn latent_attention_is_deepseek_where_that_class_computes_it() {
 }
 
 #[test]
-fn the_same_checkpoint_gives_the_same_bytes_and_replaces_an_earlier_export_alone() {
+fn exports_have_equal_bytes_and_replace_only_earlier_exports() {
     let folder = tempfile::tempdir().expect("a folder");
     let checkpoint = checkpoint(&folder.path().join("run"), TIED, DMA);
     let (first, second) = (folder.path().join("a"), folder.path().join("b"));
@@ -262,12 +262,13 @@ fn bf16_halves_the_bytes_and_rounds_to_nearest() {
 }
 
 #[test]
-fn published_dma_takes_either_class_and_other_models_their_own() {
+fn published_dma_can_be_exported_as_either_class_and_other_models_as_one() {
     let folder = tempfile::tempdir().expect("a folder");
     let recency = "kind = \"dma\"\nkeep_window_size = 3\nbias = \"linear\"\nrecency = \"slope\"";
     let [doge, sieve] = [ExportForm::Doge, ExportForm::Sieve];
     let (either, own) = (["DogeForCausalLM", "SieveForCausalLM"], "SieveForCausalLM");
     let [no_norms, no_norms_and_dense] = ["qk_norm = false", "qk_norm = false\nlayer_types = [\"swa\", \"mha\"]"];
+    // [model], [attention], the class where no form is given, where Doge is, where Sieve is; `None`: it is refused.
     for (n, (model, attention, usual, of_doge, of_sieve)) in [
         (TIED, DMA, either[0], Some(either[0]), Some(either[1])),
         (TIED, recency, own, None, Some(own)),
@@ -275,7 +276,7 @@ fn published_dma_takes_either_class_and_other_models_their_own() {
         (TIED, SWA, "Qwen3ForCausalLM", None, None),
         (no_norms_and_dense, SWA, "MinistralForCausalLM", None, None),
         ("qk_norm = false\nrope_layers = [true, false]", MHA, "SmolLM3ForCausalLM", None, None),
-        // Of these no class of transformers has the rest of the model.
+        // No class of transformers computes the whole of these models.
         (no_norms, DMA, own, None, Some(own)),
         ("rope_layers = [true, false]", MHA, own, None, Some(own)),
     ]

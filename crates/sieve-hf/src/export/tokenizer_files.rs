@@ -150,7 +150,7 @@ pub(crate) fn special_tokens(folder: &Path) -> Result<Map<String, Value>, Checkp
     Ok(tokens.filter_map(|(name, value)| Some((name.clone(), text(value)?.into()))).collect())
 }
 
-/// Copies what lies beside a `tokenizer.json` and an export reads: names of special tokens, chat templates.
+/// Copies the files beside a `tokenizer.json` that an export reads: names of special tokens, chat templates.
 pub(crate) fn copy(from: &Path, to: &Path) -> Result<(), CheckpointError> {
     for name in [CONFIG, CHAT_TEMPLATE] {
         if let Some(text) = text_of(&from.join(name))? {

@@ -224,7 +224,7 @@ impl Reader {
             (Windows::Named | Windows::Every, Some(types)) => {
                 types.iter().map(|kind| *kind == FULL_ATTENTION).collect()
             }
-            // Windows are in the layers that do not rotate.
+            // SmolLM3 has its windows in the layers that do not rotate queries and keys.
             (Windows::Named, None) if self.architecture == Architecture::SmolLm3 => {
                 let rotates = self.rope_layers(num_layers)?;
                 rotates.into_iter().map(|rotates| rotates || window.is_none()).collect()
@@ -342,8 +342,8 @@ impl Reader {
     }
 }
 
-/// The shortest list that `all` repeats.
-fn repeated(all: &[bool]) -> &[bool] {
+/// The shortest list whose repetitions make up `all`.
+fn shortest_period(all: &[bool]) -> &[bool] {
     let repeats =
         |period: usize| all.len().is_multiple_of(period) && all.chunks(period).all(|part| part == &all[..period]);
     let period = (1..all.len()).find(|&period| repeats(period)).unwrap_or(all.len());
@@ -375,8 +375,8 @@ fn keys_of_kind(kind: &str) -> Option<Vec<String>> {
 }
 
 impl Reader {
-    /// The lines of `[attention]` for an export of Sieve, or of a table in it, whose keys are the recipe's. `of` has
-    /// them: the file itself, or an entry of its list of layers.
+    /// The lines of the recipe's `[attention]`, or of a table `[attention.NAME]`, for an export of Sieve. `of` has the
+    /// recipe's keys: it is the file itself, or an entry of its list of layers.
     fn sieve_attention(&self, of: &Value) -> Result<String, CheckpointError> {
         let kind = of["attention_kind"].as_str().unwrap_or_default();
         let Some(keys) = keys_of_kind(kind) else {
@@ -387,11 +387,11 @@ impl Reader {
         for key in keys {
             let (none, zero) = (Value::from("none"), Value::from(0));
             let value = match (kind, key.as_str()) {
-                // Older exports do not have the keys; their models have the published form.
+                // Older exports lack the keys; their models are as published, without recency and local window.
                 ("dma", "recency") if of[&key].is_null() => &none,
                 ("dma", "local_window_size") if of[&key].is_null() => &zero,
                 ("swa", "sliding_window") => &of["window_size"],
-                // Older exports do not have the key; their models have no norms.
+                // Older exports lack the key; their models have no norms of queries and keys.
                 ("mla", "qk_norm") if of["mla_qk_norm"].is_null() => &Value::Bool(false),
                 ("mla", "qk_norm") => &of["mla_qk_norm"],
                 _ => &of[&key],
@@ -408,8 +408,8 @@ impl Reader {
         Ok(lines)
     }
 
-    /// The kinds of layers of an export of Sieve that differ from its own: the tables `[attention.NAME]`, and the name
-    /// of each entry of the pattern, `None` for the model's own kind. Empty for a file without them.
+    /// For an export of Sieve: a table `[attention.NAME]` for each kind of layer that is not the model's own kind, and
+    /// for each entry of the layer pattern its NAME, `None` for the own kind. Both are empty if all layers have it.
     fn sieve_layer_kinds(&self) -> Result<(String, Vec<Option<String>>), CheckpointError> {
         let entries = match &self.value[LAYER_KEYS] {
             Value::Null => return Ok((String::new(), Vec::new())),
@@ -478,7 +478,7 @@ local_window_size = 0"
             Architecture::Sieve => (reader.sieve_attention(&reader.value)?, reader.sieve_layers("dense_layers")?),
             _ => reader.grouped_attention(class.windows, num_layers)?,
         };
-        // Two names of one function.
+        // `silu` and `swish` are two names of one function.
         if reader.value["hidden_act"] != "silu" && reader.value["hidden_act"] != "swish" {
             return Err(reader.refuse(format!("hidden_act is {}", reader.value["hidden_act"])));
         }
@@ -510,7 +510,7 @@ local_window_size = 0"
         model.push_str(&rotary.scaling);
         let rotates = reader.rope_layers(num_layers)?;
         if rotates.contains(&false) {
-            model.push_str(&format!("rope_layers = {:?}\n", repeated(&rotates)));
+            model.push_str(&format!("rope_layers = {:?}\n", shortest_period(&rotates)));
         }
         let (shared_layers, (tables, layer_kinds)) = match architecture {
             Architecture::Sieve => (reader.sieve_layers("shared_layers")?, reader.sieve_layer_kinds()?),

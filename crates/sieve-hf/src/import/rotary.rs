@@ -143,7 +143,7 @@ impl Reader {
         const PARTIAL: &str = "partial_rotary_factor";
         let whole = |value: &Value| value.as_f64() == Some(1.0);
         let inside = dictionary.and_then(|dictionary| dictionary.values.get(PARTIAL));
-        // A dictionary of another type with null is no model in transformers.
+        // transformers makes no model from null in a dictionary of another type.
         let is_plain = |value: &Value| whole(value) || (value.is_null() && kind == "default");
         let beside = Some(&self.value[PARTIAL]).filter(|value| !value.is_null());
         let part = inside.filter(|value| !is_plain(value)).or(beside.filter(|value| !whole(value)));
@@ -213,6 +213,7 @@ impl Reader {
                 None => return Err(self.bad_value(format!("{key} is missing in {name}, and {kind} needs it"))),
             }
         }
+        // As transformers computes yarn's attention_factor from `mscale` and `mscale_all_dim`.
         if is_used("mscale")
             && number("attention_factor")?.is_none()
             && let (Some((factor, _)), Some((own, _)), Some((all, _))) =

@@ -28,6 +28,7 @@ fn options(dtype: ExportDtype, max_shard_bytes: u64) -> ExportOptions {
     ExportOptions { dtype, max_shard_bytes, ..tests::options() }
 }
 
+/// An export of f32 values in one file.
 fn whole() -> ExportOptions {
     options(ExportDtype::F32, DEFAULT_SHARD_BYTES)
 }
@@ -136,7 +137,7 @@ fn export_import_export_gives_the_same_bytes() {
 }
 
 #[test]
-fn a_dense_model_becomes_sparse_with_new_weights_at_their_start() {
+fn a_dense_model_becomes_sparse_with_initial_values_of_new_weights() {
     let (folder, hf) = dense(TIED);
     let out = folder.path().join("dma");
     let kind = Some(AttentionKind::Dma);
@@ -178,9 +179,9 @@ fn a_dense_model_becomes_sparse_with_new_weights_at_their_start() {
     assert_eq!(found.as_bytes(), expected.as_bytes());
 }
 
-// Version 4 of transformers and older ones wrote no key that has its default.
+// Version 4 of transformers and older ones left out keys whose values are the class's defaults.
 #[test]
-fn old_configurations_mean_what_their_class_does_by_default() {
+fn absent_keys_have_the_defaults_of_their_class() {
     let (_folder, hf) = dense("tie_word_embeddings = true\nqk_norm = false");
     let path = hf.join("config.json");
     let config = read_json(&path);
@@ -227,7 +228,7 @@ fn missing_unknown_and_ill_shaped_tensors_are_all_named() {
 }
 
 #[test]
-fn what_says_nothing_new_is_passed_over() {
+fn rotary_tables_and_a_tied_output_projection_are_ignored() {
     let (folder, hf) = dense(TIED);
     rewrite(&hf, |tensors| {
         let frequencies = TensorData::new(vec![0f32; 3], [3]);
@@ -247,7 +248,7 @@ fn embedding_of(tensors: &[NamedTensor]) -> TensorData {
 
 /// Some tools write an output projection of its own and leave `tie_word_embeddings` true; `transformers` reads it.
 #[test]
-fn an_output_unlike_the_embedding_unties_the_model() {
+fn an_output_projection_unlike_the_embedding_unties_the_model() {
     let (folder, hf) = dense(TIED);
     let mut output = Vec::new();
     rewrite(&hf, |tensors| {
@@ -286,7 +287,7 @@ fn residual_scales_that_bf16_would_round_to_one_are_kept() {
 }
 
 #[test]
-fn chat_templates_and_special_tokens_come_back_out() {
+fn chat_templates_and_special_tokens_are_exported_again() {
     let (folder, hf) = dense(TIED);
     let config_path = "tokenizer_config.json";
     let read = |folder: &Path| read_json(&folder.join(config_path));
@@ -312,7 +313,7 @@ fn chat_templates_and_special_tokens_come_back_out() {
 }
 
 #[test]
-fn tokens_that_generation_ends_and_begins_at_come_back_out() {
+fn tokens_that_begin_and_end_generation_are_exported_again() {
     let (folder, hf) = dense(TIED);
     let read = |folder: &Path, name: &str| read_json(&folder.join(name));
     let change = |name: &str, changes: serde_json::Value| {
@@ -322,7 +323,7 @@ fn tokens_that_generation_ends_and_begins_at_come_back_out() {
         }
         fs::write(hf.join(name), all.to_string()).expect("writable");
     };
-    // The first of the ids is the tokenizer's token "a"; a key that one file lacks is in the other.
+    // Id 0 is the tokenizer's token "a". Each key is in one of the two files only.
     let sampling = json!({ "do_sample": true, "temperature": 0.5, "transformers_version": "5" });
     change("generation_config.json", sampling);
     change("config.json", json!({ "bos_token_id": 0, "eos_token_id": 0 }));
@@ -430,7 +431,7 @@ fn an_export_that_transformers_saved_again_is_read() {
     let from = exported(&folder.path().join("export"), TIED, SLOPED, whole());
     let path = from.join("config.json");
     let mut saved = read_json(&path);
-    // It writes the defaults of modeling_sieve.py too.
+    // `save_pretrained` also writes the keys that have the defaults of modeling_sieve.py.
     saved["rope_frequencies"] = json!(null);
     saved["rope_amplitude"] = json!(1.0);
     saved["no_rope_layers"] = json!([]);

@@ -83,7 +83,7 @@ pub(super) fn fp8_kept(shape: &ModelShape, target: &Target, tokens: u64, keeping
     (times(tokens, inner * bytes) + times(weights, bytes)) as i64 - inputs as i64
 }
 
-/// As the launch wrappers have them. On a CPU there are no such buffers.
+/// Sizes of the buffers that sieve-gpu's launch wrappers allocate. On a CPU there are no such buffers.
 impl KernelSizes for Target {
     fn key_list_bytes(&self, layer: &ModelShape, seq_len: usize, kept: usize) -> u64 {
         // There is a list for each KV head and super-block (1024 queries).

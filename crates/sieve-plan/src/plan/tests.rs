@@ -58,7 +58,7 @@ fn cache_of_each_kind() {
     assert_eq!(cache.bytes_at_seq_len, 4096 * 28 * 4096);
     assert_eq!(cache.stops_at_tokens, None);
 
-    // 3 layers, 2 KV heads of 6: 24 numbers a token.
+    // 3 layers, 2 KV heads of 6: 24 numbers a token, and for each KV head 8 bytes for the key's score and position.
     let mut shape = tiny_dma();
     let cache = cache_plan(&shape, 10, 4);
     assert_eq!(cache.bytes_per_token, 3 * (24 * 4 + 2 * 8));
@@ -153,7 +153,7 @@ fn tokens_are_counted_per_parameter_besides_the_embedding() {
 }
 
 #[test]
-fn long_rows_keep_the_rest_of_o_where_there_is_room() {
+fn o_low_of_long_rows_is_kept_where_memory_allows() {
     let memory = |seq_len: usize, mode: &str| {
         let settings = format!(
             "model.layer_types=[\"sparse\"] training.local_batch_size=1 training.seq_len={seq_len} \
@@ -242,7 +242,8 @@ fn measured_peaks_of_1p7b_steps_on_an_h200_are_met_within_a_fiftieth() {
         alone.training.local_batch_size = 16_384 / seq_len;
         alone.training.global_batch_size = 16_384 / seq_len;
         let shape = alone.model_shape(50_304).expect("a shape");
-        // Measured when blocks kept the least in any case, and the loss took 4096 tokens at once instead of 8192.
+        // The limit of memory makes blocks keep the least, as they did when this was measured. `since` is what the plan
+        // has and the measurement lacks: the program, and logits of 8192 tokens at once instead of 4096.
         let memory = memory_plan(&alone, &shape, &h200_of(gib * 1.1), 1);
         let since = memory.parts()[0].1 + 4096 * 50_304 * 2;
         let ratio = (memory.total_bytes - since) as f64 / (gib * (1u64 << 30) as f64);
@@ -300,7 +301,7 @@ fn measured_peaks_on_a_cpu_are_met_within_a_sixth() {
 }
 
 #[test]
-fn sizes_that_no_machine_has_do_not_overflow() {
+fn byte_counts_of_huge_sizes_do_not_overflow() {
     let largest = "model.max_position_embeddings=134217728 training.seq_len=134217728 \
         training.local_batch_size=16777216 training.global_batch_size=16777216 training.steps=1 \
         lr_scheduler.warmup_steps=0";
@@ -317,7 +318,7 @@ fn sizes_that_no_machine_has_do_not_overflow() {
 }
 
 #[test]
-fn a_loaded_model_needs_its_weights_and_its_caches() {
+fn inference_needs_the_weights_and_the_caches() {
     let shape = dma_80m();
     let parameters = shape.parameters().total();
     let size = InferenceSize { rows: 1, seq_len: 16, cached_tokens: 2048, num_caches: 1, logit_tokens: 0, ranks: 1 };
@@ -379,7 +380,7 @@ fn logits_that_are_returned_together_are_held_together() {
 }
 
 #[test]
-fn rows_without_a_token_need_no_less_than_one_token() {
+fn rows_of_no_tokens_need_as_much_as_rows_of_one() {
     let shape = dma_80m();
     for target in [CPU, h200()] {
         let [none, one] = [0, 1].map(|seq_len| {
@@ -390,7 +391,7 @@ fn rows_without_a_token_need_no_less_than_one_token() {
 }
 
 #[test]
-fn a_gpu_that_is_too_small_is_told_with_what_would_fit() {
+fn a_plan_that_does_not_fit_names_settings_that_do() {
     let none = planned(DMA_1P7B, &[], &target("L4"));
     assert_eq!(none.memory.verdict, MemoryVerdict::DoesNotFit);
     // 16 bytes a parameter alone are more than nine tenths of 24 GB. Two such GPUs share them.
@@ -434,7 +435,7 @@ fn ops_say_their_path_and_why() {
     let (way, reason) = path(&narrow, &h200(), "attention");
     assert_eq!(way, "plain");
     assert!(reason.contains("heads of 40"), "{reason}");
-    // The backward pass of so wide heads does not fit the 99 KiB of a block there.
+    // The backward pass of heads of 256 does not fit into the 99 KiB of shared memory of a thread block on an RTX 4090.
     let wide = ModelShape { head_dim: 256, ..qwen3_0_6b() };
     assert_eq!(path(&wide, &h200(), "attention").0, "cuda kernel");
     for (name, way) in [("a100", "cuda kernel"), ("rtx 4090", "plain")] {
@@ -475,7 +476,7 @@ fn latent_attention_has_kernels_where_its_widths_fit() {
 }
 
 #[test]
-fn no_speed_is_told_where_nothing_was_measured() {
+fn no_speed_is_estimated_where_nothing_was_measured() {
     // Heads of 40: no attention kernel takes them, whatever the kind.
     let narrow: &[&str] = &["model.head_dim=40"];
     for text in [NSA_80M, MLA_80M, DMA_80M] {
@@ -555,9 +556,9 @@ fn several_processes_share_masters_and_moments() {
     assert!(four < alone, "{four} {alone}");
 }
 
-// docs/scale.md: four H200s, one row of 131,072 tokens in four parts.
+// Four H200s, one row of 131,072 tokens in four parts; the measurements are in docs/scale.md.
 #[test]
-fn rows_in_parts_need_what_was_measured() {
+fn context_parallel_rows_have_the_measured_memory_and_speed() {
     let planned_on = |target: &Target, degree: usize, more: &[&str]| {
         let settings = format!(
             "training.local_batch_size=1 training.global_batch_size=1 training.seq_len=131072 \
@@ -568,7 +569,7 @@ fn rows_in_parts_need_what_was_measured() {
         planned_of_ranks(&recipe, 4, 1, target)
     };
     let planned = |degree: usize, more: &[&str]| planned_on(&h200(), degree, more);
-    // Measured when blocks kept the least in any case.
+    // With 60 GiB the blocks keep the least, as they did when this was measured.
     let parts = planned_on(&h200_of(60.0), 4, &[]);
     let tensors = (parts.memory.total_bytes - parts.memory.program_bytes) as f64;
     // Rank 0 has no halo; ranks 1, 2 and 3 have one.
@@ -589,7 +590,7 @@ fn rows_in_parts_need_what_was_measured() {
     let longest = context_parallel.longest_rows;
     assert_eq!(longest.iter().map(|row| row.0).collect::<Vec<_>>(), ["mha", "dma"]);
     assert!(longest.iter().all(|row| row.1 >= 131_072), "{longest:?}");
-    // Whole rows do not fit; in parts, four rows are four micro-batches.
+    // Whole rows do not fit. Of four rows a rank has one whole row, or a quarter of each in four micro-batches.
     let four_rows = ["training.global_batch_size=4"];
     let whole = planned(1, &four_rows);
     assert_eq!(whole.memory.verdict, MemoryVerdict::DoesNotFit);
@@ -629,7 +630,7 @@ fn whole_rows_of_a_validation_count_beside_rows_in_parts() {
 }
 
 #[test]
-fn a_gpu_without_eight_bit_floats_is_told() {
+fn fp8_is_refused_on_a_gpu_that_lacks_it() {
     let refused = |name: &str, precision: &str| {
         planned(DMA_80M, &[&format!("training.precision={precision}")], &target(name)).refused
     };

@@ -151,7 +151,7 @@ fn measure(
         own.sum = own.sum.max(sum.rate(mesh)?);
         let all = super::gather_data(mesh, &own)?;
         // All ranks see the same rates, so all of them measure again or none does.
-        if round == MORE_ROUNDS || slow(&all).is_empty() {
+        if round == MORE_ROUNDS || slow_ranks(&all).is_empty() {
             return Ok(Health { line: line_of(&all), warnings: warnings_of(&all) });
         }
     }
@@ -159,7 +159,7 @@ fn measure(
 }
 
 /// The slow ranks, each with its rate and the median rate in words.
-fn slow(all: &[Rates]) -> Vec<(usize, String)> {
+fn slow_ranks(all: &[Rates]) -> Vec<(usize, String)> {
     type Rate = fn(&Rates) -> f64;
     let kinds = [("GEMM", (|rates| rates.gemm / 1e12) as Rate, "TFLOP/s"), ("copy", |rates| rates.copy / 1e9, "GB/s")];
     let mut found = Vec::new();
@@ -181,7 +181,7 @@ fn slow(all: &[Rates]) -> Vec<(usize, String)> {
 
 fn warnings_of(all: &[Rates]) -> Vec<String> {
     let mut warnings = Vec::new();
-    for (rank, words) in slow(all) {
+    for (rank, words) in slow_ranks(all) {
         let Rates { place, state, .. } = &all[rank];
         let state = state.map(|state| words_of(&state)).unwrap_or_default();
         warnings.push(format!("warning: rank {rank} ({place}) is slow: {words}{state}; every step waits for it"));
@@ -235,7 +235,7 @@ mod tests {
     use std::time::Duration;
 
     /// The health of three ranks on the CPU, with this pause in each GEMM of rank 1.
-    fn of_three(pause: Duration) -> Health {
+    fn health_of_three(pause: Duration) -> Health {
         let port = ReservedPort::take().expect("a port");
         let rank = |rank: usize| {
             let world = World::on_this_host(rank, 3, port.number());
@@ -265,7 +265,7 @@ mod tests {
 
     #[test]
     fn a_rank_whose_gemms_are_slow_is_named() {
-        let health = of_three(Duration::from_millis(100));
+        let health = health_of_three(Duration::from_millis(100));
         let slow = health.warnings.iter().filter(|line| line.contains("GEMM")).collect::<Vec<_>>();
         assert!(slow.len() == 1 && slow[0].starts_with("warning: rank 1 ("), "{health:?}");
         assert!(health.line.starts_with("health: 3 ranks, each GEMM 0."), "{health:?}");
@@ -286,12 +286,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_below_four_fifths_of_the_median_is_slow_and_memory_errors_are_told() {
+    fn a_rate_below_four_fifths_of_the_median_and_memory_errors_give_warnings() {
         let of = |all: [[f64; 2]; 4]| {
             let all = all.map(|[gemm, copy]| rates(gemm * 1e12, copy * 1e9, 0));
-            let slow = slow(&all).into_iter();
+            let slow = slow_ranks(&all).into_iter();
             slow.map(|(rank, _)| rank).collect::<Vec<_>>()
         };
+        // TFLOP/s of the GEMM, GB/s of the copy. Four fifths of them are 480 and 3200.
         let well = [600.0, 4000.0];
         assert_eq!(of([well, [481.0, 3300.0], well, well]), [0; 0]);
         assert_eq!(of([well, well, [479.0, 4000.0], well]), [2]);

@@ -73,7 +73,7 @@ fn tensor<B: TrainBackend, const D: usize>(x: Inner<B>) -> Tensor<B::InnerBacken
 
 /// The orthogonalised update of this rank's piece of a matrix.
 pub(super) struct Orthogonal<B: TrainBackend> {
-    /// The parts of the piece's projections, flat and in their order, each with its factor.
+    /// This rank's parts of the matrix's projections, flat and in order, each with the factor of [`scale_of`].
     pub(super) parts: Vec<(Inner<B>, f64)>,
     /// Type of the momentum and the masters.
     pub(super) dtype: DType,
@@ -116,10 +116,10 @@ impl Projection {
     }
 }
 
-/// Orthogonalises divided projections on the ranks that divide them, of which this is number `rank` of `size`: from
-/// this rank's part of each raw update, `None` where it has none, to its parts of the results, by the projections'
-/// places. Factors are not applied. `like` is a tensor of the updates' type; `exchange` begins an exchange, and all
-/// ranks call it as often.
+/// Orthogonalises the updates of divided projections; this is rank `rank` of the `size` that divide them. `updates` has
+/// this rank's part of each projection's raw update, `None` where it has none. Returns this rank's parts of the
+/// results, each with its projection's index, without the factor of [`scale_of`]. `like` is a tensor of the updates'
+/// type; `exchange` begins an exchange, and all ranks call it equally often.
 ///
 /// # Errors
 /// The first error of an exchange.

@@ -157,6 +157,7 @@ impl OptimizerSnapshot {
     }
 }
 
+/// Takes snapshots of a model's weights, one parameter after another.
 struct Taker<'a, B: TrainBackend> {
     optimizer: &'a Optimizer<B>,
     device: &'a B::Device,
@@ -201,7 +202,7 @@ impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
             let copy = |part| B::InnerBackend::float_mul_scalar(part, 1f32.into());
             let copy_of = |range| copy(cut::<B>(leaf.clone(), range));
             match cuts {
-                // With ZeRO-3 no rank has a copy of another one's pieces, but for the ranks of its place.
+                // With ZeRO-3 only the ranks of one place, one in each replica, have the same piece to compare.
                 Some(_) if !share.keeps_whole => {
                     let piece = pieces.get(&param.id).filter(|_| share.group.num_replicas() > 1);
                     let piece = piece.map(|piece| self.take(piece.clone()));

@@ -29,7 +29,7 @@ pub fn check_recipe(mesh: &Mesh, recipe: &Recipe) -> Result<(), TrainError> {
     Ok(())
 }
 
-/// What rank 0 answers; a process that trains alone answers for itself.
+/// Returns rank 0's `own` on every rank; without a mesh, this process's.
 pub(super) fn of_first(mesh: Option<&Mesh>, own: bool) -> Result<bool, TrainError> {
     match mesh {
         Some(mesh) => Ok(mesh.broadcast(&[u8::from(own)])? == [1]),
@@ -37,7 +37,7 @@ pub(super) fn of_first(mesh: Option<&Mesh>, own: bool) -> Result<bool, TrainErro
     }
 }
 
-/// As [`of_first`], of a text. A name made from a folder's path may differ between hosts, so all take rank 0's.
+/// Returns rank 0's text on every rank: a name made from a folder's path may differ between hosts.
 pub(super) fn text_of_first(mesh: Option<&Mesh>, own: String) -> Result<String, TrainError> {
     match mesh {
         Some(mesh) => Ok(String::from_utf8_lossy(&mesh.broadcast(own.as_bytes())?).into_owned()),

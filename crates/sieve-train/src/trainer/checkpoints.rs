@@ -279,7 +279,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// checkpoint to checkpoint, so that in time every pair of ranks is compared.
     fn distance(&self, step: u64) -> usize {
         let share = self.share();
-        // With ZeRO-3 ranks of the same place in their groups have weights to compare.
+        // With ZeRO-3 only the ranks of one place, one in each replica, have the same piece to compare.
         let (num_ranks, apart) = match share.keeps_whole {
             true => (share.size, 1),
             false => (share.group.num_replicas(), share.group.size()),

@@ -22,7 +22,7 @@ const PREFETCH_DEPTH: usize = 4;
 /// The seed of a stage's row order is XORed with the stage's index times this: the golden ratio in 64 bits.
 const STAGE_SALT: u64 = 0x9E37_79B9_7F4A_7C15;
 
-/// Most held-out tokens by which a converted model is compared with the former one, where a row is not longer.
+/// The most held-out tokens on which a model is compared before and after a conversion; a longer row is taken whole.
 const CONVERTED_TOKENS: usize = 16_384;
 
 /// Recipe, sizes and batches of one stage of the run.
@@ -143,7 +143,7 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Switches to `stage`: keeps weights and moments, in a model with the stage's window and rotary base, and begins
     /// with the stage's first row. Where the stage has other kinds of attention, tensors become those of its model as
-    /// [`Conversion`] says, and what was done and the losses of the same rows before and after are returned.
+    /// [`Conversion`] says; the returned notes say what was done, with the losses of the same rows before and after.
     pub(super) fn enter_stage(&mut self, stage: Stage) -> Result<Vec<String>, TrainError> {
         self.finish_leaves()?;
         let former = self.stage.shape.clone();
@@ -232,9 +232,9 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(())
     }
 
-    /// How a checkpoint that the run goes on from became the present stage's model, in words: as `is_branch` the losses
-    /// alone, because the checkpoint's origin tells the rest. Empty if it has the kinds and tensors of that model. All
-    /// ranks call it. Where weights are sharded, no process could hold the former model: the loss after is told alone.
+    /// How the checkpoint that the run goes on from became the present stage's model, in words. For a branch these are
+    /// the losses alone: the notices of its `Origin` say the rest. Empty if no layer changed. With sharded weights no
+    /// process could hold the former model, so only the loss after the conversion is given. All ranks call it.
     pub(super) fn conversion_notes(
         &mut self,
         checkpoint: &Checkpoint,

@@ -1,9 +1,9 @@
-//! Shares of gradients and of heads, and models of 8B.
+//! Plans for several ranks: sharded gradients and weights, exchanged heads, and models of 8B to 32B.
 use super::*;
 use sieve_core::recipe::AttentionKind;
 
 #[test]
-fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch() {
+fn sharded_gradients_save_memory_and_are_reduced_in_every_micro_batch() {
     let planned = |size: usize, more: &[&str]| {
         let settings = ["training.local_batch_size=1", "activation_checkpoint.mode=full"];
         let mut recipe = recipe(DMA_1P7B, &[&settings, more].concat());
@@ -46,6 +46,7 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
         plan.memory.peak.checkpoint_bytes
     };
     let [one, four] = [1, 4].map(|size| written("parallelism.zero_stage=0", size));
+    // With ZeRO-1 each of four ranks writes a quarter of the f32 values, of 4 bytes each.
     assert_eq!((one, written("parallelism.zero_stage=1", 4)), (four, 4 * four.div_ceil(16)));
     assert_eq!(muon.memory.host_checkpoint_bytes, muon.disk.checkpoint_bytes);
     let bytes = |way: usize| whole.zero_stages[way].total_bytes;
@@ -86,7 +87,7 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
 }
 
 #[test]
-fn shards_of_a_host_need_the_memory_of_its_processes_and_are_planned_beside_those_of_all() {
+fn sharding_within_a_host_is_planned_beside_sharding_over_all_ranks() {
     let planned = |size: usize, hosts: usize, more: &[&str]| {
         let settings =
             ["training.local_batch_size=1", "training.global_batch_size=8", "activation_checkpoint.mode=full"];
@@ -111,7 +112,7 @@ fn shards_of_a_host_need_the_memory_of_its_processes_and_are_planned_beside_thos
     for (all, inside) in two_hosts.zero_stages[..6].iter().zip(&two_hosts.zero_stages[6..]) {
         assert!(inside.total_bytes > all.total_bytes && inside.seconds < all.seconds, "{all:?} {inside:?}");
     }
-    // One host has no others to keep copies for.
+    // On one host, sharding within the host is sharding over all ranks.
     assert_eq!(planned(8, 1, &[]).zero_stages.len(), 6);
     assert_eq!(planned(8, 1, &["parallelism.shard_ranks=2"]).zero_stages.len(), 12);
     let best = two_hosts.cheapest_stage().expect("fits");
@@ -119,7 +120,7 @@ fn shards_of_a_host_need_the_memory_of_its_processes_and_are_planned_beside_thos
 }
 
 #[test]
-fn settings_that_keep_fewer_gradients_are_named_where_they_fit() {
+fn advice_names_the_lowest_zero_stage_that_fits() {
     let settings = "training.local_batch_size=1 training.global_batch_size=64 activation_checkpoint.mode=full \
         model.num_hidden_layers=56 model.layer_types=[\"sparse\"]";
     let mut recipe = recipe(DMA_1P7B, &[settings]);
@@ -160,7 +161,7 @@ fn models_of_qwen3_s_sizes_train_on_the_gpus_that_their_recipes_are_for() {
 }
 
 #[test]
-fn kinds_that_exchange_heads_need_a_share_of_their_memory() {
+fn kinds_that_exchange_heads_divide_activations_among_ranks() {
     for kind in AttentionKind::ALL {
         let example = kind.example();
         if example.as_kind().is_dense() || example.as_kind().halo().is_some() {
@@ -195,7 +196,7 @@ fn kinds_that_exchange_heads_need_a_share_of_their_memory() {
 // notes/experiments.md, "Moved from docs/scale.md": peak of the tensors on one and two H200s, 8.2B parameters, rows of
 // 2048, full recomputation.
 #[test]
-fn a_model_of_8b_needs_what_was_measured() {
+fn memory_of_an_8b_model_is_within_a_hundredth_of_the_measured() {
     let eight = "model.hidden_size=4096 model.intermediate_size=12288 model.num_hidden_layers=36 \
         model.num_attention_heads=32 model.vocab_size=151936 model.tie_word_embeddings=false attention.kind=mha \
         activation_checkpoint.mode=full";
