@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn what_other_pieces_hold_of_one_is_all_of_it() {
+    fn pieces_among_some_ranks_cover_each_piece_among_others() {
         for len in [1024, 5000, 50_280 * 48] {
             for (before, now) in (2..=8).flat_map(|n| (2..=8).map(move |m| (n, m))) {
                 let (before_pieces, now_pieces) = (Pieces::new(len, before), Pieces::new(len, now));

@@ -43,7 +43,7 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     #[test]
-    fn one_can_listen_on_a_held_port_by_its_number() {
+    fn rank_0_can_listen_on_a_reserved_port() {
         let port = ReservedPort::take().unwrap();
         let address = ("127.0.0.1", port.number());
         assert!(TcpStream::connect(address).is_err(), "nobody listens yet");
@@ -54,7 +54,7 @@ mod tests {
     }
 
     #[test]
-    fn a_held_port_is_free_while_other_threads_start_processes() {
+    fn a_reserved_port_stays_usable_while_other_threads_start_processes() {
         let ended = AtomicBool::new(false);
         let start = || {
             while !ended.load(Ordering::Acquire) {

@@ -216,6 +216,7 @@ impl Stored<'_> {
         });
     }
 
+    /// Writes `from`, a part of this tensor's values, as `dtype` to `to`. Types without a case of their own go by f32.
     fn convert_part(&self, from: &[u8], dtype: DType, to: &mut [u8]) {
         match (self.dtype, dtype) {
             (from_dtype, dtype) if from_dtype == dtype => to.copy_from_slice(from),

@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// The weights of a folder in the Hugging Face layout that holds one file of them.
 pub(crate) const SINGLE: &str = "model.safetensors";
-/// Of a folder that holds several: which tensor is in which file.
+/// The index of a folder that holds several files of weights: it says which tensor is in which file.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
 /// Tensors that are whole in the first file, or divided into flat pieces in all files.

@@ -17,7 +17,7 @@ pub(crate) struct RowShare {
 
 /// What the ranks exchange for the attention of one layer.
 enum Exchange {
-    /// All-to-all: each rank gets whole rows of some heads for its own tokens of all heads.
+    /// All-to-all: each rank gives its own tokens of all heads, and gets all tokens of its share of the heads.
     Heads,
     /// Each rank sends its last `share` keys; the last rank puts `slots` keys of earlier parts before its own.
     Halo { slots: usize, share: usize },

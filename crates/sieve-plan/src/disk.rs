@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_more_than_stay_and_those_that_stay_for_ever() {
+    fn checkpoints_on_disk_are_those_kept_and_the_one_being_written() {
         let recipe = include_str!("../../../recipes/quickstart.toml");
         for (steps, latest, every, count) in [(1000, 3, 0, 4), (1000, 3, 250, 8), (1000, 0, 0, 20), (101, 9, 0, 3)] {
             let sets = [

@@ -31,7 +31,7 @@ pub struct Ranks {
 pub struct RanksPlan {
     /// Number of ranks and hosts.
     pub ranks: Ranks,
-    /// Number of ranks that divide what ZeRO shards; other groups of as many hold copies. 1 without ZeRO.
+    /// Number of ranks that divide what ZeRO shards; if not all do, every group of so many has a copy. 1 without ZeRO.
     pub num_shards: usize,
     /// Bytes of f32 gradients that each rank sends in a step (it receives as many): after the last micro-batch or, with
     /// ZeRO-2, after every one; without ZeRO twice as many, since an all-reduce also sends the sums. With copies of
@@ -132,7 +132,7 @@ mod tests {
         ] {
             let tokens = 16_384.0 * f64::from(micro_batches);
             let ranks = Ranks { size, hosts: 1 };
-            // What crates/sieve-plan/src/time.rs counts on an H200.
+            // As `time::update_seconds` on an H200: 0.84 of its 4.8 TB/s.
             let update = crate::time::UPDATE_BYTES * parameters as f64 / (0.84 * 4.8e12);
             let plan = ranks.together(parameters, 2, 1, parameters, &ParallelismSection::default());
             let found = plan.tokens_per_second(tokens, tokens / alone, update);
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn shards_inside_hosts_are_gathered_there_and_their_sums_alone_cross_between_hosts() {
+    fn with_shards_inside_hosts_only_sums_are_sent_between_hosts() {
         let ranks = Ranks { size: 8, hosts: 2 };
         let of = |shard_ranks| ParallelismSection { zero_stage: 3, shard_ranks, ..Default::default() };
         let together = |shard_ranks| ranks.together(1_000_000, 2, 3, 5_000_000, &of(shard_ranks));
@@ -162,13 +162,13 @@ mod tests {
         assert_eq!([all, inside, across].map(|plan| plan.num_shards), [8, 4, 2]);
         let bytes = |plan: RanksPlan| [plan.sum_bytes, plan.gather_bytes];
         assert_eq!(bytes(all), [3.0 * 4e6 * 7.0 / 8.0, 1e7 * 7.0 / 8.0]);
-        // Three of four shards are sent inside the host; of its own one each process sends all once to the other host.
+        // Each process sends three of four shards inside its host, and its own shard once to the other host.
         assert_eq!(bytes(inside), [3.0 * (4e6 * 3.0 / 4.0 + 1e6), 1e7 * 3.0 / 4.0]);
         assert_eq!(inside.gather_seconds, inside.gather_bytes / HOST_RATE);
         assert_eq!(inside.sum_seconds, 9e6 / HOST_RATE + 3e6 / NETWORK_RATE);
         assert_eq!(all.gather_seconds, all.gather_bytes / NETWORK_RATE);
         assert!(inside.sum_seconds < all.sum_seconds && across.sum_seconds > inside.sum_seconds);
-        // Three processes that divide weights do not lie on a host of four.
+        // Hosts of four processes do not hold whole groups of three.
         let odd = Ranks { size: 12, hosts: 3 }.together(1_000_000, 2, 1, 1_000_000, &of(3));
         assert_eq!(odd.gather_seconds, odd.gather_bytes / NETWORK_RATE);
     }

@@ -25,7 +25,7 @@ pub struct Suggestion {
     /// Steps and rows of a step of each `[[stage]]`; empty without stages.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub stages: Vec<[usize; 2]>,
-    /// Warm-up steps where the recipe has more than all steps.
+    /// A fifth of the steps as warm-up, where the recipe has more warm-up steps than `steps`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub warmup_steps: Option<usize>,
 }

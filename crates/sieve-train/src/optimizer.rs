@@ -558,7 +558,7 @@ mod tests {
     use sieve_core::Recipe;
 
     /// A model of one layer, and its optimizer.
-    fn small(recipe: &str, more: &[&str]) -> (Qwen3<Autodiff<Flex>>, Optimizer<Autodiff<Flex>>) {
+    fn small_model(recipe: &str, more: &[&str]) -> (Qwen3<Autodiff<Flex>>, Optimizer<Autodiff<Flex>>) {
         let small = "model.num_hidden_layers=1 model.hidden_size=96 model.intermediate_size=40 \
             model.num_attention_heads=4 model.num_key_value_heads=2 model.head_dim=32 model.vocab_size=64";
         let overrides = small.split_whitespace().chain(more.iter().copied());
@@ -570,8 +570,8 @@ mod tests {
     }
 
     /// The packed matrices of a block that Muon updates, by name, with the rows of their projections.
-    fn packed(recipe: &str, more: &[&str]) -> Vec<(String, Vec<usize>)> {
-        let (model, mut optimizer) = small(recipe, &[&["optimizer.name=Muon"], more].concat());
+    fn packed_matrices(recipe: &str, more: &[&str]) -> Vec<(String, Vec<usize>)> {
+        let (model, mut optimizer) = small_model(recipe, &[&["optimizer.name=Muon"], more].concat());
         optimizer.find_groups(&model);
         let all = parameter_ids(&model).into_iter();
         let parts = all.filter_map(|(name, id, _)| Some((name, optimizer.matrices.get(&id)?.clone())));
@@ -580,8 +580,8 @@ mod tests {
     }
 
     /// Every parameter's name and values after an update whose gradients are all 1.
-    fn updated(more: &[&str]) -> Vec<(String, Vec<f32>)> {
-        let (model, mut optimizer) = small(include_str!("../../../recipes/msa_80m.toml"), more);
+    fn values_after_update(more: &[&str]) -> Vec<(String, Vec<f32>)> {
+        let (model, mut optimizer) = small_model(include_str!("../../../recipes/msa_80m.toml"), more);
         let mut gradients = GradientBuffer::default();
         for (_, id, shape) in parameter_ids(&model) {
             let values = <Flex as FloatTensorOps<Flex>>::float_ones(shape.into(), &FlexDevice, DType::F32.into());
@@ -596,9 +596,9 @@ mod tests {
     #[test]
     fn an_indexer_has_a_learning_rate_of_its_own() {
         let rate = |scale: f64| format!("optimizer.indexer_lr={}", 3e-3 * scale);
-        let [same, still, double] = [1.0, 0.0, 2.0].map(|scale| updated(&[&rate(scale)]));
-        assert_eq!(same, updated(&[]));
-        let (before, _) = small(include_str!("../../../recipes/msa_80m.toml"), &[]);
+        let [same, still, double] = [1.0, 0.0, 2.0].map(|scale| values_after_update(&[&rate(scale)]));
+        assert_eq!(same, values_after_update(&[]));
+        let (before, _) = small_model(include_str!("../../../recipes/msa_80m.toml"), &[]);
         let before = sieve_hf::named_parameters(&before);
         let mut num_of_indexer = 0;
         for (at, (name, values)) in same.iter().enumerate() {
@@ -635,7 +635,7 @@ mod tests {
         ] {
             let expected = [vec![qkv.clone()], own, vec![gate_up.clone()]].concat();
             let expected = expected.into_iter().map(|(name, parts)| (name.to_owned(), parts));
-            assert_eq!(packed(recipe, more), expected.collect::<Vec<_>>());
+            assert_eq!(packed_matrices(recipe, more), expected.collect::<Vec<_>>());
         }
     }
 }

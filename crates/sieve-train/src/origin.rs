@@ -233,6 +233,7 @@ impl Origin {
         Ok(own)
     }
 
+    /// `recipe` with the tokenizer that the run reads: the checkpoint's, if the run begins with or resumes from one.
     fn with_own_tokenizer(&self, recipe: &Recipe) -> Result<Recipe, TrainError> {
         let Some(checkpoint) = &self.checkpoint else {
             return Ok(recipe.clone());

@@ -88,7 +88,7 @@ pub(crate) type TokenLosses<'a, B> =
     dyn FnMut(Option<&DeviceBatch<B>>) -> Result<Option<Tensor<B, 2>>, TrainError> + 'a;
 
 /// Validates this rank's batches by `losses` and returns the sums of each: of N ranks, rank r has the batches r, r + N,
-/// …. All ranks call `losses` as often.
+/// …. All ranks call `losses` equally often.
 ///
 /// The batches are about `size.num_tokens` tokens spread evenly over `loader`, or all of it when that is less, in
 /// `size.batch_size` rows each. The batch size does not decide which rows are read. Every token of a document but its

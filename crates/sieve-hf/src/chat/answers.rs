@@ -1,8 +1,8 @@
 //! Where the assistant speaks in the text of a chat.
 //!
 //! A template says it by `{% generation %}` blocks, which `transformers` reads for `return_assistant_tokens_mask`.
-//! Without them, an answer is what the chat up to its message has behind the chat before it, with the beginning of an
-//! answer.
+//! Without them, the chat is rendered twice for each message of the assistant: up to the message, and up to the one
+//! before it with the beginning of an answer. The answer is what the first text has behind the second.
 
 use super::{ChatMessage, ChatTemplate};
 use minijinja::{Error, ErrorKind};
@@ -60,8 +60,7 @@ pub(super) fn check(messages: &[ChatMessage<'_>]) -> Result<(), Error> {
     }
 }
 
-/// A rendered text without its marks, and the bytes between them. The text in a block of another block is the outer
-/// one's.
+/// A rendered text without its marks, and the bytes between them. A block inside another one is part of the outer one.
 pub(super) fn take_marks(rendered: &str) -> Marked {
     let (mut text, mut answers, mut starts) = (String::with_capacity(rendered.len()), Vec::new(), Vec::new());
     let mut rest = rendered;

@@ -3,7 +3,7 @@
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
-/// The text of a value in a template where Jinja's differs from Python's; `None` for the others.
+/// A value as Python prints it, where this Jinja would print it otherwise; `None` for other values.
 pub(super) fn printed(value: &Value) -> Option<String> {
     match value.kind() {
         ValueKind::Bool | ValueKind::None | ValueKind::Seq | ValueKind::Map => Some(repr(value)),
@@ -97,6 +97,7 @@ struct Json {
 }
 
 impl Json {
+    /// Appends a value to `text`; `depth` lists or dictionaries hold it.
     fn write(&self, value: &serde_json::Value, depth: usize, text: &mut String) {
         match value {
             serde_json::Value::Array(items) => self.list(['[', ']'], items.iter(), depth, text, |item, text| {

@@ -3,7 +3,7 @@ use serde_json::json;
 use sieve_testing::refusal;
 use std::fs;
 
-/// The chats that transformers was asked, beside their templates.
+/// The folder of chats that transformers rendered, with their templates.
 fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/chat")
 }

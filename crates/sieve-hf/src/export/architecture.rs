@@ -1,4 +1,4 @@
-//! The classes of `transformers` that computes a model, and the settings of an export.
+//! The classes of `transformers` that compute models, and the settings of an export.
 
 use crate::CheckpointError;
 use burn::tensor::DType;

@@ -176,6 +176,7 @@ impl Card<'_> {
         .to_owned()
     }
 
+    /// The card's section on the limits of the model, as a Markdown list.
     fn limits(&self) -> String {
         let ties = "- Of keys with equal scores the class keeps whichever `torch.topk` returns: logits differ from \
                     Sieve's by some tenths beyond `keep_window_size` tokens.\n";

@@ -8,8 +8,8 @@ use sieve_core::model::RopeScaling;
 /// The key of an export for `modeling_sieve.py` that holds the scaling of its rotary frequencies.
 pub(crate) const SCALING: &str = "rotary_scaling";
 
-/// Keys of an export for `modeling_sieve.py` that follow from others of its keys. An absent one is `None` there, but
-/// [`AMPLITUDE`] is 1.
+/// Keys of an export for `modeling_sieve.py` that follow from others of its keys. If absent, [`AMPLITUDE`] is 1 there
+/// and the others are `None`.
 pub(crate) const DERIVED: [&str; 3] = ["periods", "rope_frequencies", AMPLITUDE];
 pub(crate) const AMPLITUDE: &str = "rope_amplitude";
 
@@ -111,8 +111,8 @@ pub(crate) fn attention(shape: &ModelShape, architecture: Architecture) -> Map<S
     }
 }
 
-/// The keys of each entry of the pattern of layers that differ from the model's own: none for its own kind, else
-/// `attention_kind` and that kind's sizes.
+/// One object for each entry of the layer pattern: empty for the model's own kind of attention, else `attention_kind`
+/// and that kind's sizes.
 fn layer_keys(shape: &ModelShape) -> Value {
     let own = shape.attention;
     let layers = (0..shape.layers.types().len()).map(|layer| shape.attention_of(layer));
@@ -127,7 +127,7 @@ fn layer_keys(shape: &ModelShape) -> Value {
     keys.collect()
 }
 
-/// Which entries of the pattern of layers `has` marks.
+/// Whether `has` holds, for each entry of the layer pattern.
 fn marks(shape: &ModelShape, has: impl Fn(&ModelShape, usize) -> bool) -> Vec<bool> {
     (0..shape.layers.types().len()).map(|layer| has(shape, layer)).collect()
 }

@@ -342,7 +342,7 @@ fn loads_the_model_it_was_written_from() {
     assert!(error.to_string().contains("model.safetensors"), "{error}");
 }
 
-/// AutoTokenizer of transformers 5 puts Qwen2's words in place of a tokenizer's own.
+/// AutoTokenizer of transformers 5 splits texts as Qwen2's tokenizer does, whatever the exported tokenizer.json says.
 #[test]
 fn a_qwen2_export_tells_whether_its_tokenizer_splits_as_qwen2s() {
     let words = |pattern: &str| {

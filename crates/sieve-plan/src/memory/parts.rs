@@ -75,7 +75,8 @@ impl MemoryPlan {
 pub struct MemoryParts {
     /// Parameters in the type that the layers compute in; with ZeRO-3 this rank's shard of them.
     pub parameter_bytes: u64,
-    /// Bits of the f32 master weights that the parameters lack, and the ranks' copies; 0 for f32 parameters.
+    /// Bits of the f32 master weights that the parameters lack; with several ranks also a copy of this rank's shard of
+    /// the parameters. 0 for f32 parameters in one process.
     pub master_bytes: u64,
     /// Bytes of the optimizer's moments, f32.
     pub moment_bytes: u64,

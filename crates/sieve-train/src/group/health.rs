@@ -179,6 +179,7 @@ fn slow_ranks(all: &[Rates]) -> Vec<(usize, String)> {
     found
 }
 
+/// A warning for each rank that is slow, then for each whose GPU had memory errors.
 fn warnings_of(all: &[Rates]) -> Vec<String> {
     let mut warnings = Vec::new();
     for (rank, words) in slow_ranks(all) {

@@ -73,7 +73,7 @@ impl<B: TrainBackend> ShardedWeights<B> {
         self.group.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A part of the model with whole weights; after an error, as it is.
+    /// Returns a part of the model with whole weights; if the gather fails, the part as it is.
     fn whole<M: Module<B::InnerBackend>>(&self, part: &M) -> M {
         let mut shapes = Shapes(Vec::new());
         part.visit(&mut shapes);
@@ -89,7 +89,7 @@ impl<B: TrainBackend> ShardedWeights<B> {
         }
     }
 
-    /// Rank 0's logits; after an error this rank's.
+    /// Returns rank 0's logits on every rank, because ranks may round differently; after an error this rank's.
     fn agreed(&self, logits: Tensor<B::InnerBackend, 3>) -> Tensor<B::InnerBackend, 3> {
         let (shape, group) = (logits.dims(), self.group());
         let shards = group.share().group;
@@ -127,7 +127,7 @@ impl<B: TrainBackend> fmt::Debug for ShardedWeights<B> {
     }
 }
 
-/// The weights as a model's source; the caller keeps them too, for their error.
+/// The source from which a model takes whole weights; the caller shares it, to read its error.
 #[derive(Debug)]
 struct Shared<B: TrainBackend>(Arc<ShardedWeights<B>>);
 

@@ -49,7 +49,7 @@ impl<B: TrainBackend> Weights<'_, B> {
         }
     }
 
-    /// Makes a block's weights whole again, and starts gathering the weights of the last block before it that has none.
+    /// Makes a block's weights whole again, and starts gathering those of the nearest earlier block that has none.
     ///
     /// # Errors
     /// A rank is lost.
@@ -73,7 +73,7 @@ impl<B: TrainBackend> Weights<'_, B> {
     }
 
     /// Cross-entropy of each token in nats, `[batch, seq_len]`, with the weights of one or two segments at a time.
-    /// Every rank must call it as often; a rank without a batch gathers the weights for the others.
+    /// All ranks must call it equally often; a rank without a batch takes part in gathering the weights.
     ///
     /// # Errors
     /// A rank is lost.

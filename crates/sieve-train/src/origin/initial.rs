@@ -9,7 +9,7 @@ use sieve_core::{InitialWeights, Recipe, Refusal, ShownPath};
 use sieve_hf::{Checkpoint, CheckpointError, list_checkpoints};
 use std::path::{Path, PathBuf};
 
-/// The recipe's key.
+/// The recipe's key for the weights that a new run begins with.
 pub(super) const KEY: &str = "model.initial_weights";
 
 /// The weights that a run of `recipe` begins with, or began with. The step is left out where the checkpoint is no
@@ -39,7 +39,7 @@ pub fn initial_checkpoint(recipe: &Recipe) -> Result<Option<Checkpoint>, TrainEr
     Ok(checkpoint)
 }
 
-/// As [`initial_checkpoint`], of whatever model.
+/// As [`initial_checkpoint`], but does not check that the checkpoint fits the recipe's model.
 ///
 /// # Errors
 /// There is no checkpoint.
@@ -48,8 +48,8 @@ pub fn named_checkpoint(recipe: &Recipe) -> Result<Option<Checkpoint>, TrainErro
     path.map(|path| opened(Checkpoint::peek(&path))).transpose()
 }
 
-/// The latest checkpoint in `folder`, in which a recipe lies that gives no `model.initial_weights`, if that checkpoint
-/// is of the recipe's model; the attention may be another. `folder` may be a checkpoint itself.
+/// The latest checkpoint in `folder`, where the recipe's file lies, that has the sizes of the recipe's model; its
+/// attention may differ. `None` if the recipe gives `model.initial_weights`. `folder` may be a checkpoint itself.
 pub fn ignored_checkpoint(folder: &Path, recipe: &Recipe) -> Option<PathBuf> {
     if recipe.model.initial_weights.is_some() {
         return None;
@@ -117,7 +117,7 @@ pub struct BranchOptions {
 }
 
 impl BranchOptions {
-    /// Whatever a checkpoint can begin with some flags.
+    /// The options that allow the most: a checkpoint that does not fit with them fits with no others.
     pub(super) const ANY: Self = Self { drops: true, fresh_optimizer: true };
 }
 
@@ -163,8 +163,8 @@ pub fn check_fit(checkpoint: &Checkpoint, recipe: &Recipe, options: BranchOption
     Ok(conversion)
 }
 
-/// Those of the `dropped` tensors whose loss changes what the model computes: DMA's A of zeros, and the W_dt that it is
-/// multiplied with, add nothing.
+/// The `dropped` tensors without which the model computes something else. DMA's A of zeros, and the W_dt that it is
+/// multiplied with, are not among them.
 fn trained(checkpoint: &Checkpoint, dropped: &[ParamSpec]) -> Result<Vec<ParamSpec>, TrainError> {
     if dropped.is_empty() {
         return Ok(Vec::new());

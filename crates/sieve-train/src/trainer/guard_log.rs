@@ -189,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slow_steps_are_read_before_they_look_like_a_device_that_hangs() {
+    fn a_device_is_far_behind_with_a_minute_of_queued_steps() {
         let mut pace = DevicePace::start();
         assert!(!pace.is_far_behind(MAX_UNREAD), "nothing is known yet");
         let mut now = pace.caught_up;

@@ -15,7 +15,7 @@ impl<B: TrainBackend> Ranks<B> {
         Self(group)
     }
 
-    /// The other processes too; `None` if this one trains alone.
+    /// The group of this process and the others; `None` if this one trains alone.
     pub(super) fn group(&self) -> Option<&Group<B>> {
         self.0.as_ref()
     }

@@ -36,7 +36,7 @@ pub(super) struct Checkpoints {
 }
 
 impl Checkpoints {
-    /// Of a run in `folder` that has none yet.
+    /// The checkpoints of a run in `folder` that has none yet.
     pub(super) fn new(folder: RunFolder) -> Self {
         Self {
             begun: None,

@@ -1,4 +1,4 @@
-//! Which tokens of chats are predicted, beside what transformers says.
+//! Compares which tokens of chats are predicted with what transformers says.
 use super::*;
 use serde_json::Value;
 use sieve_data::Tokenizer;
@@ -10,7 +10,7 @@ fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden")
 }
 
-/// A chat that transformers was asked.
+/// A chat, and the tokens that transformers makes of it.
 struct Row {
     template: String,
     tokenizer: String,
@@ -19,6 +19,7 @@ struct Row {
     expected: Option<(Vec<u32>, Vec<bool>)>,
 }
 
+/// The stored chats.
 fn rows() -> Vec<Row> {
     let text = fs::read_to_string(golden().join("chat_masks/masks.json")).expect("stored");
     let rows: Vec<Value> = serde_json::from_str(&text).expect("JSON");
@@ -87,14 +88,15 @@ fn tokens_of_answers_are_those_of_transformers() {
     assert!(names.len() >= 12 && num_equal > 100 && num_refused > 5, "{} {num_equal} {num_refused}", names.len());
 }
 
-/// A template says the same with and without blocks where it ends each message by a token, as published ones do.
+/// Without `{% generation %}` blocks the same answers are found, in templates that end each message by a token, as
+/// published ones do.
 #[test]
 fn answers_without_blocks_are_those_of_the_blocks() {
     let mut num_equal = 0;
     // Not Zephyr's: the beginning of an answer ends with a line break there, which the block counts as the answer's.
     let same = ["chatml.jinja", "llama2.jinja", "llama3.jinja"];
     for row in rows().iter().filter(|row| same.contains(&row.template.as_str())) {
-        // Before a chat that begins with an answer there is no chat, which Llama 3's template cannot write.
+        // An answer at the beginning follows an empty chat, which Llama 3's template cannot write.
         let is_first = row.chat[0].is_answer() && row.template == "llama3.jinja";
         let Some(expected) = row.expected.as_ref().filter(|(_, mask)| mask.contains(&true) && !is_first) else {
             continue;
