@@ -294,7 +294,7 @@ mod tests {
     /// The model's list of parameters, by which they are counted, exported, imported and grouped, against the module's
     /// own fields, in every shipped recipe and in the forms that none has.
     #[test]
-    fn the_list_of_parameters_is_the_modules() {
+    fn the_list_of_parameters_equals_the_fields_of_the_module() {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes");
         let mut checked = 0;
         for entry in std::fs::read_dir(&folder).expect("recipes") {

@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_has_the_bytes_that_the_format_s_own_crate_writes() {
+    fn a_file_has_the_bytes_that_the_safetensors_crate_writes() {
         let dir = tempfile::tempdir().expect("a folder");
         let path = dir.path().join("tensors");
         let tensors = tensors();

@@ -19,7 +19,8 @@ pub(crate) struct RowShare {
 enum Exchange {
     /// All-to-all: each rank gives its own tokens of all heads, and gets all tokens of its share of the heads.
     Heads,
-    /// Each rank sends its last `share` keys; the last rank puts `slots` keys of earlier parts before its own.
+    /// Each rank sends its last `share` keys to the ranks of later parts of the row. The last rank puts `slots` of them,
+    /// the halo, before its own keys.
     Halo { slots: usize, share: usize },
 }
 
@@ -196,8 +197,8 @@ impl RowShare {
         self.tokens() as u64 * (kept_outputs + (self.degree as u64 * shared).saturating_sub(kept_shared))
     }
 
-    /// Queries that attention computes for each of a rank's own queries. With a halo there are more: it adds zero
-    /// queries.
+    /// Queries that attention computes for each of a rank's own queries. With a halo there are more: each of its keys
+    /// comes with a query of zeros.
     pub(crate) fn queries_for_each(&self, shape: &ModelShape) -> f64 {
         let own = (self.seq_len / self.degree).max(1) as f64;
         let layers = (0..shape.num_layers).map(|layer_idx| {

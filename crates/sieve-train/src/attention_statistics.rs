@@ -258,6 +258,7 @@ mod tests {
 
     #[test]
     fn dense_and_window_follow_from_positions() {
+        // Documents of 3 and 2 tokens have 6 + 3 causal pairs, of which a window of two keys lacks one.
         let dense = AttentionStatistics::of::<Flex>(Attention::Mha, &batch(), &[]);
         assert_eq!((dense.density, dense.mean_active_keys), (1.0, 9.0 / 5.0));
         let window = Attention::swa(2);

@@ -81,7 +81,7 @@ struct Sums<B: TrainBackend> {
     pending: Pending<B>,
 }
 
-/// This rank and the number of ranks.
+/// This rank, the number of ranks, and how they divide the weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Share {
     pub(crate) rank: usize,

@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_is_never_taken_and_its_scale_is_zero() {
+    fn a_step_that_is_not_finite_is_skipped_with_a_scale_of_zero() {
         let (nan, inf) = (f32::NAN, f32::INFINITY);
         for (loss, norm) in [(nan, 1.0), (1.0, nan), (inf, 1.0), (1.0, inf), (-inf, inf)] {
             assert_eq!(gated(loss, norm), (false, 0.0), "{loss} {norm}");
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mean_goes_on_from_its_state() {
+    fn a_mean_continues_from_a_saved_state() {
         let mut one = mean(4.0);
         for loss in [1.0, 0.3, 2.2] {
             one.judge(loss);

@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tightest_group_around_a_process_counts() {
+    fn the_cgroup_with_the_least_room_counts() {
         let dir = tempfile::tempdir().expect("a folder");
         let root = dir.path();
         write(

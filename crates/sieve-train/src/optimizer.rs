@@ -279,6 +279,7 @@ struct Update<'a, B: TrainBackend> {
     step: AdamWStep,
     /// Muon's updates of this rank's pieces, from [`orthogonalise_pieces`](Self::orthogonalise_pieces).
     orthogonal: HashMap<ParamId, muon::Orthogonal<B>>,
+    /// Divided weights whose pieces were updated, until a gather takes them.
     updated: Updated<B>,
 }
 
@@ -569,7 +570,7 @@ mod tests {
         (model, Optimizer::new(recipe.optimizer, &shape))
     }
 
-    /// The packed matrices of a block that Muon updates, by name, with the rows of their projections.
+    /// The packed and the compressing matrices of a block that Muon updates, by name, with their projections' rows.
     fn packed_matrices(recipe: &str, more: &[&str]) -> Vec<(String, Vec<usize>)> {
         let (model, mut optimizer) = small_model(recipe, &[&["optimizer.name=Muon"], more].concat());
         optimizer.find_groups(&model);

@@ -7,6 +7,7 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Instant;
 
+/// Timeouts that a test can wait for.
 const QUICK: Timeouts = Timeouts {
     join: Duration::from_secs(20),
     silence: Duration::from_secs(10),
@@ -186,7 +187,7 @@ fn a_rank_that_ends_is_named_to_all_others() {
 }
 
 #[test]
-fn an_error_of_one_rank_is_told_to_all_others() {
+fn the_error_of_one_rank_reaches_all_others() {
     let errors = on_ranks(3, |mesh| {
         if mesh.world().rank == 2 {
             mesh.fail("shard 3 is damaged");
@@ -405,6 +406,7 @@ fn silent_and_slow_connections_do_not_delay_the_ranks() {
     let second = Mesh::join(World::on_this_host(1, 2, port), "1", QUICK, |_| {});
     second.expect("rank 1").leave();
     first.join().unwrap().expect("rank 0").leave();
+    // Less than the 5 s of `HELLO_WAIT`, after which rank 0 drops a silent connection.
     assert!(since.elapsed() < Duration::from_secs(4), "{:?}", since.elapsed());
     drip.join().unwrap();
     drop(silent);

@@ -32,7 +32,7 @@ fn rendered(template: &str, chat: &[(&str, &str)]) -> Result<String, CheckpointE
 }
 
 #[test]
-fn texts_are_those_of_transformers() {
+fn rendered_chats_are_those_of_transformers() {
     let rows = fs::read_to_string(golden().join("rendered.json")).expect("stored");
     let rows: Vec<serde_json::Value> = serde_json::from_str(&rows).expect("JSON");
     let (mut num_texts, mut num_refused) = (0, 0);
@@ -96,7 +96,7 @@ fn a_template_that_is_no_jinja_or_never_ends_is_refused() {
 }
 
 #[test]
-fn the_clock_and_special_tokens_are_there() {
+fn templates_can_read_the_clock_and_special_tokens() {
     let chat = [("user", "hi")];
     let year = chrono::Local::now().format("%Y").to_string();
     let text = rendered("{{ bos_token }}{{ strftime_now('%Y') }}{{ eos_token }}{{ pad_token }}", &chat);

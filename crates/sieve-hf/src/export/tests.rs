@@ -27,7 +27,7 @@ fn checkpoint(folder: &Path, model: &str, attention: &str) -> Checkpoint {
     })
 }
 
-/// As [`checkpoint`], with `change` made to each weight, which is called with the weight's index.
+/// Writes a random checkpoint after `change` was called with the index of each weight and the weight.
 pub(crate) fn changed_checkpoint(
     folder: &Path,
     model: &str,
@@ -127,7 +127,7 @@ fn folder_bytes(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 }
 
 #[test]
-fn packed_rows_are_split_and_nothing_is_lost() {
+fn packed_projections_are_split_without_loss() {
     let model = exported("tie_word_embeddings = false", MHA, &options());
     assert_eq!(model.report.architecture, "Qwen3ForCausalLM");
     let (_, shape) = model.checkpoint.recipe_and_shape().expect("just written");
@@ -192,7 +192,7 @@ fn a_window_is_in_every_layer() {
 }
 
 #[test]
-fn latent_attention_is_deepseek_where_that_class_computes_it() {
+fn latent_attention_is_exported_as_deepseek_where_that_class_computes_it() {
     const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4";
     let own = "SieveForCausalLM";
     for (name, model, architecture, reason) in [
@@ -303,7 +303,7 @@ fn published_dma_can_be_exported_as_either_class_and_other_models_as_one() {
 }
 
 #[test]
-fn refuses_what_it_cannot_express_and_folders_of_others() {
+fn a_form_that_does_not_fit_and_a_folder_of_other_files_are_refused() {
     let folder = tempfile::tempdir().expect("a folder");
     let checkpoint = checkpoint(&folder.path().join("run"), TIED, MHA);
     let out = folder.path().join("refused");
@@ -319,7 +319,7 @@ fn refuses_what_it_cannot_express_and_folders_of_others() {
 }
 
 #[test]
-fn loads_the_model_it_was_written_from() {
+fn a_loaded_model_has_the_weights_of_its_checkpoint() {
     let folder = tempfile::tempdir().expect("a folder");
     let run = folder.path().join("run");
     let checkpoint = checkpoint(&run, TIED, DMA);

@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_copies_of_a_tensor_the_one_that_index_and_transformers_agree_on_is_read() {
+    fn of_two_copies_the_one_that_index_and_transformers_agree_on_is_read() {
         let dir = tempfile::tempdir().expect("a folder");
         let folder = dir.path();
         // The values of `a` in the two shards, the shard that the index names, and the value that is read.

@@ -348,7 +348,7 @@ fn inference_needs_the_weights_and_the_caches() {
 }
 
 #[test]
-fn a_model_that_does_not_fit_one_gpu_is_used_by_several() {
+fn a_model_too_large_for_one_gpu_fits_several() {
     let shape = recipe(include_str!("../../../../recipes/dma_32b.toml"), &[]).model_shape(151_936).expect("a shape");
     let h100 = target("h100");
     let plan = |ranks: usize| {
@@ -365,7 +365,7 @@ fn a_model_that_does_not_fit_one_gpu_is_used_by_several() {
 }
 
 #[test]
-fn logits_that_are_returned_together_are_held_together() {
+fn logits_that_are_returned_together_count_all_at_once() {
     let shape = dma_80m();
     let tokens = 8192;
     let size = InferenceSize { logit_tokens: tokens, ..InferenceSize::rows_of(tokens, tokens) };

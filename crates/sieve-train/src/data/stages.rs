@@ -121,7 +121,8 @@ impl TrainingData {
     }
 }
 
-/// Hashes of the training tokens and of the held-out tokens, and of which of them are predicted.
+/// Hashes of the training tokens and of the held-out tokens, each with a hash of which tokens are predicted, unless all
+/// are.
 pub(super) fn tokens_of(prepared: &Prepared) -> String {
     let meta = &prepared.meta;
     let of_split = |split: &SplitMeta| match &split.bounds_hash {

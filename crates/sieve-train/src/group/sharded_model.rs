@@ -256,7 +256,7 @@ mod tests {
             });
             let held = all.iter().map(|(bytes, _)| bytes);
             let parameters = 4 * shape.parameters().total();
-            // Vectors and what is too small to be cut are whole on each rank.
+            // Vectors and matrices that are too small to be divided are whole on each rank, and are not counted here.
             assert!(held.clone().sum::<u64>() > parameters * 9 / 10 && held.clone().sum::<u64>() <= parameters);
             assert!(held.clone().all(|&bytes| bytes < parameters * 4 / 10), "{:?}", held.collect::<Vec<_>>());
             assert!(all.iter().all(|(_, found)| *found == expected), "tied: {tied}");

@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn waits_and_other_work_are_no_part_of_a_step() {
+    fn the_time_of_a_step_leaves_out_waits_and_other_work() {
         let mut times = StepTimes::default();
         let pause = Duration::from_millis(30);
         times.set_work(Work::Long, Duration::ZERO);

@@ -245,7 +245,7 @@ impl<B: TrainBackend> Rounds<'_, B> {
         parts.filter(|(_, part)| !part.is_empty())
     }
 
-    /// The projections of a round, by place, of which this rank holds a part, with the number of its elements.
+    /// (place in the round, number of elements) of each part of a projection that this rank holds.
     fn own_parts(&self, round: &[Projection]) -> impl Iterator<Item = (usize, usize)> {
         let counts = round.iter().map(|projection| projection.part(self.rank).len()).enumerate();
         counts.filter(|(_, count)| *count > 0)
@@ -261,7 +261,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_parts_of_packed_projections_cover_them_and_the_pieces_once() {
+    fn parts_cover_each_projection_and_each_piece_once() {
         let rows = [128, 64, 64, 33];
         let columns = 96;
         for size in 2..=9 {
