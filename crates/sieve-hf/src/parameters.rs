@@ -153,7 +153,9 @@ fn is_level(container: &str) -> bool {
     !container.starts_with("Enum:")
 }
 
+/// Calls `take` for each float parameter of a module.
 struct Reader<F> {
+    /// Names of the fields that lead to the present one.
     path: Vec<String>,
     take: F,
 }

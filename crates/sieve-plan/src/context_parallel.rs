@@ -19,8 +19,8 @@ pub(crate) struct RowShare {
 enum Exchange {
     /// All-to-all: each rank gives its own tokens of all heads, and gets all tokens of its share of the heads.
     Heads,
-    /// Each rank sends its last `share` keys to the ranks of later parts of the row. The last rank puts `slots` of them,
-    /// the halo, before its own keys.
+    /// Each rank sends its last `share` keys to the ranks of later parts of the row. The last rank puts `slots` of
+    /// them, the halo, before its own keys.
     Halo { slots: usize, share: usize },
 }
 

@@ -177,6 +177,7 @@ fn rounded<B: TrainBackend, const D: usize>(x: Tensor<B::InnerBackend, D>, dtype
     x.into_primitive().tensor()
 }
 
+/// Adds a backward pass's gradients of a module to the buffer.
 struct Collector<'a, B: TrainBackend> {
     buffer: &'a mut GradientBuffer<B>,
     gradients: &'a mut B::Gradients,
@@ -190,6 +191,7 @@ impl<B: TrainBackend> ModuleVisitor<B> for Collector<'_, B> {
     }
 }
 
+/// Takes the sums of a module's matrices out of the buffer.
 struct Taker<'a, B: TrainBackend> {
     buffer: &'a mut GradientBuffer<B>,
     taken: HashMap<ParamId, Tensor<B, 2>>,
@@ -206,6 +208,7 @@ impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
     }
 }
 
+/// Copies the gradient of each parameter to the host, `None` where the buffer has none.
 struct Reader<'a, B: TrainBackend> {
     buffer: &'a GradientBuffer<B>,
     found: Vec<Option<TensorData>>,

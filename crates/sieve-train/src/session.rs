@@ -60,7 +60,7 @@ pub struct RecipeFile {
 pub enum Opened {
     /// The run has steps to do.
     Run(Box<Session>),
-    /// The run has all of its steps: why, and how to train further.
+    /// The run has all of its steps; the text says so, and how to train further.
     Finished(String),
 }
 
@@ -105,7 +105,7 @@ impl RunRequest {
         RunFolder::move_aside(&self.out, &recipe.checkpoint.folder)
     }
 
-    /// Checks that a run of `recipe` can start, as far as its folder and the checkpoint that it begins with tell.
+    /// Checks by the output folder, and by the checkpoint to begin with, that a run of `recipe` can start.
     /// Returns the size of that checkpoint's vocabulary; `None` if the run begins with none, or resumes. Writes
     /// nothing. For several runs that are checked before the first of them trains.
     ///
@@ -158,7 +158,7 @@ impl RunRequest {
 /// ranks of a `mesh` call it.
 ///
 /// # Errors
-/// As said.
+/// An option is given, and all runs begin with random weights; a rank is lost.
 pub fn check_branch_options<'a>(
     runs: impl IntoIterator<Item = (&'a RunRequest, &'a Recipe)>,
     mesh: Option<&Mesh>,
@@ -185,11 +185,11 @@ pub fn check_branch_options<'a>(
 }
 
 impl RecipeFile {
-    /// Refuses a new run of `recipe`, which gives no initial weights, if the file lies beside a checkpoint of its
-    /// model. Checkpoints of a run in `out` itself are its own.
+    /// Refuses a new run of `recipe` if the recipe names no initial weights and its file lies beside a checkpoint of
+    /// its model. Checkpoints in `out` do not count: they are the run's own.
     ///
     /// # Errors
-    /// As said.
+    /// There is such a checkpoint.
     pub fn check_beside(&self, recipe: &Recipe, out: &Path) -> Result<(), TrainError> {
         let Ok(folder) = self.folder.canonicalize() else {
             return Ok(());
@@ -351,7 +351,7 @@ impl Session {
     /// Fails if a rank does not see rank 0's output folder. All ranks write parts of each checkpoint into it.
     ///
     /// # Errors
-    /// As said; a rank is lost.
+    /// A rank does not see the folder; a rank is lost.
     pub fn check_shared(&self) -> Result<(), TrainError> {
         self.mesh.as_deref().map_or(Ok(()), |mesh| ranks::check_shared(mesh, self.folder.path()))
     }

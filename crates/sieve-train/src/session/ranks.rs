@@ -12,7 +12,7 @@ const SHARED: Duration = Duration::from_secs(10);
 /// Fails if the ranks were given different recipes.
 ///
 /// # Errors
-/// As said; a rank is lost.
+/// The recipes of two ranks differ; a recipe cannot be read; a rank is lost.
 pub fn check_recipe(mesh: &Mesh, recipe: &Recipe) -> Result<(), TrainError> {
     let all = mesh.gather(recipe.to_toml()?.as_bytes())?;
     let first = Recipe::load(&String::from_utf8_lossy(&all[0]), "the recipe of rank 0", &[])?;
