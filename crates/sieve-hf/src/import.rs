@@ -157,7 +157,7 @@ fn is_former_form(from: &Path, recipe: &Recipe, settings: &[String]) -> Result<b
     }
     let published = ["attention.bias=exp", "attention.recency=none", "attention.local_window_size=0"];
     let former = published.map(str::to_owned).into_iter().chain(settings.iter().cloned()).collect::<Vec<_>>();
-    // Settings that the published form refuses gave no model then.
+    // If these settings are refused, the import gave no model before 0.1.0.
     let former = recipe_and_shape(from, &config, recipe.model.residual_scale, &former);
     Ok(former.is_ok_and(|(former, _)| former.attention != recipe.attention))
 }

@@ -97,6 +97,7 @@ pub struct DataSource {
     tokenizer: Option<(Tokenizer, String)>,
 }
 
+/// The corpora of a recipe whose rows are text.
 #[derive(Debug)]
 struct TextSource {
     /// One corpus of all paths, or with `data.weights` a corpus for each path.

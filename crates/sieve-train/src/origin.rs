@@ -233,7 +233,7 @@ impl Origin {
         Ok(own)
     }
 
-    /// `recipe` with the tokenizer that the run reads: the checkpoint's, if the run begins with or resumes from one.
+    /// `recipe` as it continues the checkpoint's run; for a branch, with the tokenizer that the branch reads.
     fn with_own_tokenizer(&self, recipe: &Recipe) -> Result<Recipe, TrainError> {
         let Some(checkpoint) = &self.checkpoint else {
             return Ok(recipe.clone());

@@ -323,7 +323,7 @@ fn tokens_that_begin_and_end_generation_are_exported_again() {
         }
         fs::write(hf.join(name), all.to_string()).expect("writable");
     };
-    // Id 0 is the tokenizer's token "a". Each key is in one of the two files only.
+    // Id 0 is the tokenizer's token "a". A key that generation_config.json lacks is taken from config.json.
     let sampling = json!({ "do_sample": true, "temperature": 0.5, "transformers_version": "5" });
     change("generation_config.json", sampling);
     change("config.json", json!({ "bos_token_id": 0, "eos_token_id": 0 }));

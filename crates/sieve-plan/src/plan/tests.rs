@@ -152,6 +152,7 @@ fn tokens_are_counted_per_parameter_besides_the_embedding() {
     assert_eq!(plan.tokens_per_parameter, 13_500.0 * 131_072.0 / 84_956_928.0);
 }
 
+// `o_low` is the low 16 bits of attention's f32 output, which its bf16 output lacks.
 #[test]
 fn o_low_of_long_rows_is_kept_where_memory_allows() {
     let memory = |seq_len: usize, mode: &str| {
