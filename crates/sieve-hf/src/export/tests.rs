@@ -342,7 +342,7 @@ fn a_loaded_model_has_the_weights_of_its_checkpoint() {
     assert!(error.to_string().contains("model.safetensors"), "{error}");
 }
 
-/// AutoTokenizer of transformers 5 splits a Qwen2 model's texts as Qwen2's tokenizer does, whatever tokenizer.json says.
+/// AutoTokenizer of transformers 5 splits texts for a Qwen2 model as its own tokenizer does, not by tokenizer.json.
 #[test]
 fn a_qwen2_export_tells_whether_its_tokenizer_splits_as_qwen2s() {
     let words = |pattern: &str| {
