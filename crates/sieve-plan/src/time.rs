@@ -63,7 +63,7 @@ pub(super) fn is_measured(gpu: &Gpu) -> bool {
 }
 
 /// Estimated tokens per second; `None` if attention has no kernel on this GPU, since its reference was not measured.
-/// Training spares `spared_flops` of a token's executed FLOPs.
+/// `spared_flops` of a token's executed FLOPs are not computed, because tokens without a label have no logits.
 pub(super) fn tokens_per_second(shape: &ModelShape, spared_flops: f64, size: &StepSize, gpu: &Gpu) -> Option<f64> {
     if gpu_training_gap(shape, &gpu.arch).is_some() {
         return None;

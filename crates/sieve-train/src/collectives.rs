@@ -184,7 +184,7 @@ impl<B: TrainBackend> Collectives<B> for HostCollectives {
     }
 }
 
-/// The bytes in which values travel between hosts.
+/// Values as the bytes that are sent to another rank, little-endian.
 pub(crate) fn bytes_of(values: Vec<f32>) -> Vec<u8> {
     values.into_iter().flat_map(f32::to_le_bytes).collect()
 }

@@ -132,7 +132,7 @@ impl Origin {
         }
         notices.extend(rate_line(&saved, recipe, steps_done as usize));
         match &checkpoint {
-            // A new run has no earlier sums to repeat.
+            // A branch is a new run: it need not repeat the bits of earlier sums, which depend on the threads.
             Some(_) if is_branch => {}
             Some(Checkpoint { state, .. }) => {
                 let now = rayon::current_num_threads();

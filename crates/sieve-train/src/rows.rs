@@ -66,7 +66,7 @@ impl TrainingData {
         }
     }
 
-    /// The shards, where rows come from shards.
+    /// The shards that rows come from; `None` for a synthetic task.
     pub fn prepared(&self) -> Option<&Prepared> {
         match &self.rows {
             RowSource::Shards { prepared, .. } => Some(prepared),

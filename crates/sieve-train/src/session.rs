@@ -23,7 +23,7 @@ pub struct RunRequest {
     pub out: PathBuf,
     /// Where the run starts.
     pub start: Start,
-    /// Where the run starts instead if `out` holds one.
+    /// Where the run starts instead if `out` holds a run.
     pub found: FoundRun,
     /// How a new run takes over a checkpoint's state.
     pub branch: BranchOptions,

@@ -72,7 +72,7 @@ fn templates_are_found_where_transformers_finds_them() {
     assert_eq!(text(&[("tokenizer_config.json", "{\"chat_template\": null}")]), None);
     assert_eq!(text(&[("tokenizer_config.json", &one)]).as_deref(), Some("one"));
     assert_eq!(text(&[("tokenizer_config.json", &list)]).as_deref(), Some("d"));
-    // Files come before the configuration's.
+    // A file with a template comes before the template in tokenizer_config.json.
     assert_eq!(text(&[("tokenizer_config.json", &one), ("chat_template.jinja", "file")]).as_deref(), Some("file"));
     let more = ("additional_chat_templates/rag.jinja", "rag");
     assert_eq!(text(&[("chat_template.jinja", "file"), more]).as_deref(), Some("file"));

@@ -158,7 +158,7 @@ fn a_dense_model_becomes_sparse_with_initial_values_of_new_weights() {
     assert!(a.data.iter::<f32>().all(|value| value == 0.0));
     let dt = find("layers.1.self_attn.dt_proj.weight");
     assert!(dt.data.iter::<f32>().any(|value| value != 0.0));
-    // NSA takes the same weights; its gates start at its window.
+    // NSA takes the same weights; its gates begin with its window for the most part.
     let sizes = [
         "attention.compress_block_size=4",
         "attention.compress_stride=2",

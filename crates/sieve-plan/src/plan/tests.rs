@@ -51,7 +51,7 @@ fn dma_80m() -> ModelShape {
 
 #[test]
 fn cache_of_each_kind() {
-    // Qwen3-0.6B: 28 layers, 2 x 8 x 128 numbers of 2 bytes a token.
+    // Qwen3-0.6B: 28 layers; in each a token's K and V have 2 x 8 heads x 128 numbers of 2 bytes.
     let shape = qwen3_0_6b();
     let cache = cache_plan(&shape, 4096, 2);
     assert_eq!(cache.bytes_per_token, 28 * 2 * 1024 * 2);
@@ -180,7 +180,7 @@ fn activation_checkpointing_is_in_the_total() {
 
 #[test]
 fn memory_of_a_1p7b_step_of_one_micro_batch() {
-    // 28 x 2048, 16384 tokens a step, dense: the size that other programs are measured at.
+    // 28 layers of width 2048, dense, 16,384 tokens a step: the size that other programs are measured at.
     let recipe = recipe(DMA_1P7B, &[]);
     let mut alone = recipe.at_stage(&recipe.stages()[0]);
     alone.training.local_batch_size = 8;
