@@ -147,7 +147,7 @@ impl<B: TrainBackend> Group<B> {
                 continue;
             };
             let (device, count) = (B::InnerBackend::float_device(piece), shape.iter().product::<usize>());
-            // A tensor of one dimension has no gaps between its rows.
+            // Allocated with one dimension, so that there are no gaps between rows: the gather fills one range.
             let whole = B::InnerBackend::float_empty([count].into(), &device, piece.dtype().into());
             let whole = B::InnerBackend::float_reshape(whole, shape.into());
             ids.push(id);

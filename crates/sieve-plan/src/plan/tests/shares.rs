@@ -7,7 +7,7 @@ fn sharded_gradients_save_memory_and_are_reduced_in_every_micro_batch() {
     let planned = |size: usize, more: &[&str]| {
         let settings = ["training.local_batch_size=1", "activation_checkpoint.mode=full"];
         let mut recipe = recipe(DMA_1P7B, &[&settings, more].concat());
-        // The second stage has a batch of its own.
+        // The first stage alone, because the second has a batch size of its own.
         recipe.stage.truncate(1);
         planned_of_ranks(&recipe, size, 1, &h200())
     };
@@ -133,7 +133,7 @@ fn advice_names_the_lowest_zero_stage_that_fits() {
     let (needed, _) = named(1000.0);
     assert_eq!(named(needed * 0.97).1, ["parallelism.zero_stage=2"]);
     assert_eq!(named(needed * 0.5).1, ["parallelism.zero_stage=3"]);
-    // Not even eight suffice.
+    // Eight GPUs do not suffice even with ZeRO-3, so the advice is to take more.
     let (_, settings) = named(needed * 0.3);
     let [setting] = &settings[..] else { panic!("{settings:?}") };
     assert!(setting.starts_with("sieve launch --nproc ") && setting.contains("parallelism.zero_stage=3"), "{setting}");

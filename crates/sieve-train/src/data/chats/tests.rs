@@ -77,7 +77,7 @@ fn tokens_of_answers_are_those_of_transformers() {
                 assert!(what.contains("the chat template cannot be applied"), "{place}: {what}");
                 num_refused += 1;
             }
-            // A chat whose only answer is no text teaches nothing, and transformers masks it whole.
+            // A chat whose only answer is empty teaches nothing, and transformers masks it whole.
             (Err(what), Some((_, mask))) if !mask.contains(&true) => {
                 assert!(what.contains("writes no word of the assistant's"), "{place}: {what}");
             }
