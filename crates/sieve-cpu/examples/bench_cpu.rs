@@ -16,7 +16,9 @@ use sieve_cpu::{
 };
 use sieve_testing::{Random, Time, measure, wide};
 
+/// Tokens of a batch, whatever the length of its rows.
 const TOKENS: usize = 16384;
+/// Keys that a query sees with a window or with DMA.
 const WINDOW: usize = 256;
 
 /// Rates of the 2048^3 GEMM, in FLOP per second of wall clock and of CPU time.

@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn equals_the_definition_and_its_differences() {
+    fn losses_equal_the_definition_and_gradients_its_finite_differences() {
         on_every_arch(|| {
             for (n, d_model, vocab_size) in [(1, 1, 1), (7, 3, 5), (4, 6, 37), (9, 2, 19), (3, 5, 101)] {
                 let case = Case::new(n, d_model, vocab_size, n as u64);
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn per_row_losses() {
+    fn token_losses_are_the_loss_of_each_row() {
         let case = Case::new(23, 5, 31, 4);
         let mut nll = vec![f32::NAN; 23];
         token_losses(&case.h, Weight::F32(&case.weight), &case.labels, 5, &mut nll);
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn no_rows_and_no_labels() {
+    fn without_rows_or_labels_the_gradients_are_0() {
         let mut case = Case::new(3, 2, 4, 6);
         case.labels.fill(-100);
         let (loss, dh, dweight) = case.with_grad();

@@ -39,8 +39,8 @@ enum Kind {
     Chosen([usize; 2]),
 }
 
-/// `[block size, blocks per query]`. Blocks of 112 hold more keys than are gathered at once, blocks of 4096 a whole row;
-/// 9 blocks of 64 are more than most rows have.
+/// `[block size, blocks per query]`. A block of 112 keys is more than are gathered at once, one of 4096 is a whole row,
+/// and most rows have fewer than 9 blocks of 64.
 const CHOSEN: [[usize; 2]; 5] = [[4, 3], [16, 5], [112, 1], [4096, 2], [64, 9]];
 
 fn shape(batch: usize, seq_len: usize, num_heads: usize, num_kv_heads: usize, head_dim: usize) -> AttentionShape {
@@ -218,7 +218,7 @@ fn a_block_that_no_query_chose_is_never_read() {
         case.qkv[token * len + 2 * 16..(token + 1) * len].fill(f32::NAN);
     }
     let after = case.run(Kind::Chosen(sizes));
-    // Queries are computed in panels of 32. The two panels that hold queries 24 to 39 multiply the block's values by 0
+    // A panel has 64 rows: 32 queries of two heads. The two panels that hold queries 24 to 39 multiply the block's values by 0
     // for their other queries, so these become NaN too; later panels do not read the block.
     let panel = 64 * 2 * 16;
     assert!(before.o[panel..] == after.o[panel..]);

@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn rolling_windows_are_the_harnesss() {
+    fn rolling_windows_agree_with_lm_evaluation_harness() {
         let cases = include_str!("../../../../tests/golden/rolling_windows.json");
         let cases: Vec<Rolling> = serde_json::from_str(cases).expect("its form");
         assert_eq!(cases.len(), 65);
