@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn equals_the_definition_and_its_differences() {
+    fn results_equal_the_definition_and_gradients_its_finite_differences() {
         on_every_arch(|| {
             let mut random = Random(1);
             for (rows, d_ff) in [(1, 1), (3, 5), (2, 16), (19, 37), (5, 100)] {

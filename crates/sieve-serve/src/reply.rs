@@ -25,7 +25,7 @@ pub(crate) struct Reply {
 /// One text of the answer.
 #[derive(Debug)]
 struct Choice {
-    /// What was not sent, or all of an answer that is no stream.
+    /// Text that was not sent yet; without a stream, all text so far.
     text: String,
     tokens: Vec<ShownToken>,
     finish: Option<&'static str>,
@@ -33,7 +33,7 @@ struct Choice {
     has_begun: bool,
     /// The token before the next one, which may decide how that is written.
     last: Option<u32>,
-    /// Letters before the next token.
+    /// Characters before the next token.
     offset: usize,
 }
 
@@ -164,7 +164,7 @@ impl Reply {
         })
     }
 
-    /// Takes what a text has so far.
+    /// A text as JSON, with what was added to it since the last call.
     fn choice(&mut self, index: usize) -> Value {
         let Asked { form, streams, num_top, .. } = *self.asked;
         let choice = &mut self.choices[index];
@@ -195,7 +195,7 @@ impl Choice {
         scores.iter().for_each(|score| self.show(server, score.token, Some(score)));
     }
 
-    /// Adds a token. OpenAI gives it among the likeliest too, where it is none of them.
+    /// Adds a token with its log-probability. As with OpenAI, the likeliest tokens beside it include it in any case.
     fn show(&mut self, server: &Server, token: u32, score: Option<&TokenScore>) {
         let text_of = |token: u32| token_text(server, self.last, token);
         let text = text_of(token);
@@ -226,7 +226,7 @@ fn completion_logprobs(tokens: &[ShownToken]) -> Value {
     let top = |token: &ShownToken| {
         let mut map = Map::new();
         for (text, log_probability) in &token.top {
-            // Of tokens with one text the likeliest counts.
+            // Several tokens may have the same text: the likeliest counts.
             map.entry(text.as_str()).or_insert((*log_probability).into());
         }
         token.log_probability.map(|_| map)

@@ -218,8 +218,8 @@ fn a_block_that_no_query_chose_is_never_read() {
         case.qkv[token * len + 2 * 16..(token + 1) * len].fill(f32::NAN);
     }
     let after = case.run(Kind::Chosen(sizes));
-    // A panel has 64 rows: 32 queries of two heads. The two panels that hold queries 24 to 39 multiply the block's values by 0
-    // for their other queries, so these become NaN too; later panels do not read the block.
+    // A panel has 64 rows: 32 queries of two heads. The two panels that hold queries 24 to 39 multiply the block's
+    // values by 0 for their other queries, so these become NaN too; later panels do not read the block.
     let panel = 64 * 2 * 16;
     assert!(before.o[panel..] == after.o[panel..]);
     assert!(after.o[39 * 2 * 16].is_nan());

@@ -19,7 +19,7 @@ const STEP: usize = 32;
 /// Accumulators of a tile: as many as a vector has lanes, so that the sums of their lanes are one vector.
 const SUMS: usize = 16;
 
-/// Bytes of rounded x that a task multiplies with one group of outputs after the other. They stay in the second cache,
+/// Bytes of rounded x that a task multiplies with one group of outputs after the other. They stay in the L2 cache,
 /// which has at least 1 MiB on CPUs with `vdpbf16ps`.
 const BLOCK_BYTES: usize = 192 << 10;
 

@@ -166,6 +166,7 @@ impl Case {
     }
 }
 
+/// Choices by all rules; some blocks are longer than the rows.
 fn choices() -> [BlockChoice; 14] {
     let nsa = |sizes| BlockChoice::nsa(NsaBlocks::of(sizes));
     [
@@ -201,7 +202,7 @@ fn choices_equal_the_definition() {
             Case::new(sizes, choice, (7 * n + c) as u64).check();
         }
     }
-    // Any sizes.
+    // Random sizes.
     let mut random = Random(5);
     for seed in 0..120 {
         let kv_heads = 1 + random.below(3);
