@@ -232,6 +232,7 @@ fn row_loss_simd<S: Simd>(simd: S, row: &mut [f32], label: i32, with_gradient: b
     Some(f64::from(lse) - f64::from(logit))
 }
 
+/// The largest element of a row.
 #[inline(always)]
 fn max_of<S: Simd>(simd: S, row: &[f32]) -> f32 {
     let (row, tail) = S::as_simd_f32s(row);

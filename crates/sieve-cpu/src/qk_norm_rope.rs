@@ -322,6 +322,7 @@ mod tests {
     }
 
     impl Case {
+        /// `offset` is added to all positions; `packed`: rows have several documents.
         fn new(sizes: [usize; 5], offset: usize, packed: bool) -> Self {
             let [batch, seq_len, num_heads, num_kv_heads, head_dim] = sizes;
             let mut random = Random(head_dim as u64);

@@ -53,6 +53,7 @@ on_arch! {
     ) -> () = forward_rows_simd;
 }
 
+/// The forward pass of the rows of one task.
 #[inline(always)]
 fn forward_rows_simd<S: Simd>(simd: S, x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
     let d = weight.len();
@@ -70,6 +71,7 @@ on_arch! {
     ) -> () = backward_rows_simd;
 }
 
+/// The backward pass of the rows of one task: writes dx and adds to dweight.
 #[inline(always)]
 fn backward_rows_simd<S: Simd>(
     simd: S,

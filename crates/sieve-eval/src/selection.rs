@@ -53,7 +53,7 @@ pub struct SelectionTotals {
     pub device_selections: u64,
     /// Bytes of queries, keys, values and their means that were copied from the device to the host.
     pub host_bytes: u64,
-    /// Lists that ran dense because a score was NaN.
+    /// Choices of a query head (with `gqa=mean`, of a group) that became dense because a score was NaN.
     pub nan_lists: u64,
     /// Computed pairs of a query and a key, of all query heads.
     pub pairs: f64,

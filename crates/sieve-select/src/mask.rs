@@ -31,7 +31,7 @@ pub struct Correction {
 /// What a selection did and how long it took.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SelectStats {
-    /// Lists that run dense because a score was NaN.
+    /// Query heads (with `gqa=mean`, groups of them) whose choice became dense because a score was NaN.
     pub nan_lists: usize,
     /// The whole call runs dense (it is short, or its layer is dense).
     pub dense_call: bool,

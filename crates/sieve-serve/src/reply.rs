@@ -48,6 +48,7 @@ struct ShownToken {
 }
 
 impl Reply {
+    /// The answer to a request before its first text: an id, and an empty choice for each text.
     pub(crate) fn new(server: Arc<Server>, asked: Arc<Asked>) -> Self {
         let created = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let prefix = match asked.form {
@@ -222,6 +223,7 @@ fn token_text(server: &Server, before: Option<u32>, token: u32) -> String {
     }
 }
 
+/// `logprobs` in the form of OpenAI's completions.
 fn completion_logprobs(tokens: &[ShownToken]) -> Value {
     let top = |token: &ShownToken| {
         let mut map = Map::new();
@@ -239,6 +241,7 @@ fn completion_logprobs(tokens: &[ShownToken]) -> Value {
     })
 }
 
+/// `logprobs` in the form of OpenAI's chats.
 fn chat_logprobs(tokens: &[ShownToken]) -> Value {
     let one = |text: &str, log_probability: Option<f64>| {
         let bytes = text.as_bytes();

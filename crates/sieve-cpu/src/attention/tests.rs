@@ -103,6 +103,7 @@ impl Case {
         AttentionCall::packed(self.shape, qkv, self.documents(), mask, &self.d_o).run(Rounding::None)
     }
 
+    /// Compares outputs and gradients with the definition.
     fn check(&self, kind: Kind) {
         let got = self.run(kind);
         let expected = self.definition(&self.qkv, self.mask(kind));

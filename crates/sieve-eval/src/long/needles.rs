@@ -153,6 +153,7 @@ impl Needles {
         }
     }
 
+    /// The text with its question, in RULER's words for one value or for several.
     fn prompt(self, context: &str, queries: &[&str]) -> String {
         let query = match queries {
             [one] => (*one).to_owned(),

@@ -29,6 +29,7 @@ fn task_model<'a>(model: &'a Qwen3<Flex>, tokenizer: &'a Tokenizer) -> TaskModel
     TaskModel { model, tokenizer, ends: &[0], device: &FlexDevice }
 }
 
+/// Kinds of attention whose windows and blocks are shorter than the texts.
 fn kinds() -> [Attention; 8] {
     let [pooled, by_head, indexed] = block_kinds(&[
         ("compress_block_size", 8),

@@ -48,6 +48,7 @@ impl Filter {
         })
     }
 
+    /// The filtered text; an error says what the text lacks.
     pub(super) fn apply(self, text: &str) -> Result<String, String> {
         let blank = || text.split_once('_').ok_or_else(|| format!("has no blank (_) in {text:?}"));
         Ok(match self {

@@ -39,6 +39,7 @@ pub(crate) struct Quest {
     config: QuestConfig,
     /// Smallest key values, `[pages, num_kv_heads, head_dim]`.
     min: Vec<f32>,
+    /// Largest key values, laid out as `min`.
     max: Vec<f32>,
     len: usize,
     dense: bool,

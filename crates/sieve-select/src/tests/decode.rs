@@ -134,8 +134,8 @@ fn stream_is_causal_and_reads_no_more_than_its_budget(texts: &[&str]) {
                 assert!(list.windows(2).all(|w| w[0] < w[1]), "{text}, token {t}");
                 // The token's own logit need not be among the largest, which `exact_top` keeps.
                 assert!(list.contains(&(t as u32)) || text.starts_with("exact_top"), "{text}, token {t}");
-                // h2o: 6 heavy keys, 4 recent ones and the new one. infllm: first and local keys, 2 blocks of 4, and
-                // up to 3 keys before the local ones that do not fill a block yet.
+                // h2o: 6 heavy keys, 4 recent ones and the new one. snapkv: capacity and window. infllm: first and
+                // local keys, 2 blocks of 4, and up to 3 keys before the local ones that do not fill a block yet.
                 let most = match text.split(':').next() {
                     Some("h2o") if text.contains("heavy=6") => 11,
                     Some("snapkv") => 16,

@@ -111,6 +111,7 @@ impl Case {
         Documents::new(&self.start, &self.end)
     }
 
+    /// The blocks that [`choose_key_blocks`] chooses. Empty slots of pooled keys hold NaN, which a choice must not read.
     fn run(&self) -> Vec<i32> {
         let Self { shape, choice, .. } = *self;
         let blocks = choice.blocks;
@@ -138,6 +139,7 @@ impl Case {
         chosen
     }
 
+    /// Checks that forced blocks are chosen, and that no other block left out is more important than a chosen one.
     fn check(&self) {
         let qkv = wide(&self.qkv);
         let (shape, k) = (self.shape, self.choice.blocks.num_selected_blocks);
