@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_add_up() {
+    fn gradients_of_several_chunks_add_up() {
         // Three chunks of rows; gradients by the formula (softmax - onehot).
         let case = Case::new(2 * MAX_CHUNK_ROWS + 17, 4, 11, 3);
         let (loss, dh, dweight) = case.with_grad();

@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_no_probability() {
+    fn bad_temperatures_top_p_and_nan_logits_are_refused() {
         for (temperature, top_p) in [(-1.0, 1.0), (f64::NAN, 1.0), (1.0, 0.0), (1.0, 1.5)] {
             assert!(new(temperature, top_p, None, 0).is_err(), "{temperature} {top_p}");
         }

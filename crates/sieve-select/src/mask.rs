@@ -130,7 +130,7 @@ impl Selected {
     }
 }
 
-/// The key in a slot of a list: slots are the places of the list's permuted order.
+/// The key in a slot of a list, which is a position in the list's order of keys.
 pub(crate) fn key_of(mask: &KeyMask, list: usize, slot: usize) -> usize {
     mask.key_order_of(list).map_or(slot, |order| order[slot] as usize)
 }

@@ -156,7 +156,7 @@ impl Reply {
         })
     }
 
-    /// The chunk behind all texts, if the request asks for the number of tokens.
+    /// The chunk after all texts, if the request asks for the number of tokens.
     pub(crate) fn last_chunk(&self) -> Option<Value> {
         self.asked.has_usage.then(|| {
             let mut map = self.object(Vec::new());
@@ -214,7 +214,7 @@ impl Choice {
     }
 }
 
-/// The text of a token behind another one; what the vocabulary calls it, if it has no text or is part of a character.
+/// The text of a token after another one; what the vocabulary calls it, if it has no text or is part of a character.
 fn token_text(server: &Server, before: Option<u32>, token: u32) -> String {
     let text = server.tokenizer.decode_behind(before.as_slice(), &[token]).unwrap_or_default();
     match text.is_empty() || text.contains(char::REPLACEMENT_CHARACTER) {

@@ -100,7 +100,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         }
     }
 
-    /// Scores prompts, and draws one token behind each that asks for it.
+    /// Scores prompts, and draws one token after each that asks for it.
     fn score(&self, texts: Vec<Text>) -> Result<(), EvalError> {
         let Engine { model, device, .. } = *self.engine;
         let num_top = texts.iter().filter_map(|text| text.num_top).max().unwrap_or(0);

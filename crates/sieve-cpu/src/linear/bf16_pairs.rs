@@ -33,7 +33,7 @@ const AHEAD: usize = 12288;
 /// Fewest groups of rows that a task rounds.
 const MIN_ROUNDED_GROUPS: usize = 16;
 
-/// Elements of a row of x or of zeros behind its end; aligned, so that no load touches two cache lines.
+/// Elements of a row of x, with zeros after its end; aligned, so that no load touches two cache lines.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Vector([bf16; STEP]);
@@ -243,7 +243,7 @@ fn load(from: &[bf16; STEP]) -> __m512bh {
     unsafe { std::mem::transmute(_mm512_loadu_si512(from.as_ptr().cast())) }
 }
 
-/// The vector of a row's end, fewer than [`STEP`] elements, and zeros behind them.
+/// The vector of a row's end: fewer than [`STEP`] elements, then zeros.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn load_part(from: &[bf16]) -> __m512bh {

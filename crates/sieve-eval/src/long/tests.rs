@@ -171,7 +171,7 @@ fn samples_repeat_and_differ_by_number_and_split() {
 }
 
 #[test]
-fn needles_are_as_many_as_their_task_says_and_lie_everywhere() {
+fn needles_have_the_number_of_their_task_and_uniform_depths() {
     let size = Size { parts: 100, length: 2048 };
     // Each case: a task and its numbers of needles, keys and references.
     for (name, needles, keys, references) in [
@@ -274,6 +274,7 @@ fn variables_form_one_chain_in_order() {
             assert!(sample.references.iter().all(|name| name.len() == 5));
             let (example, text) = sample.prompt.rsplit_once("Memorize and track").expect("a question");
             assert_eq!(example.matches("Memorize and track").count(), examples);
+            // Five assignments, of which four name another variable.
             assert_eq!(text.matches("VAR ").count(), 9);
             let places: Vec<usize> = (sample.references.iter())
                 .map(|name| text.find(&format!("VAR {name} = ")).expect("assigned"))

@@ -147,7 +147,7 @@ fn equal_likelihoods_share_their_ranks() {
 }
 
 #[test]
-fn grids_reach_from_end_to_end() {
+fn linear_grids_include_both_ends() {
     assert_eq!(linear_grid(0.0, 100.0, 5), [0.0, 25.0, 50.0, 75.0, 100.0]);
     assert_eq!(linear_grid(0.0, 100.0, 1), [100.0]);
     assert!(linear_grid(0.0, 100.0, 0).is_empty());

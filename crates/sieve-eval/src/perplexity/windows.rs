@@ -100,7 +100,7 @@ mod tests {
         }
     }
 
-    /// A text of this many tokens behind a prefix, and its windows by lm-evaluation-harness.
+    /// A text of this many tokens after a prefix, and its windows by lm-evaluation-harness.
     #[derive(serde::Deserialize)]
     struct Rolling {
         num_tokens: usize,

@@ -160,7 +160,9 @@ pub struct Task {
     labels: Option<Texts<Template>>,
     label: Option<Template>,
     filters: Vec<Filter>,
+    /// Text between a prompt and its answer.
     delimiter: String,
+    /// Column with all classes, for a classification.
     classes: Option<String>,
     /// Whether a prompt that is too long is cut in its middle instead of at its beginning.
     pub(super) cut_middle: bool,
@@ -170,8 +172,10 @@ pub struct Task {
 /// How a text is generated and compared with the answers.
 #[derive(Clone, Debug)]
 pub(super) struct Matching {
+    /// Texts that end an answer.
     pub(super) stop: Vec<String>,
     pub(super) max_new_tokens: usize,
+    /// Only the number after this text is compared; `None`: the whole text.
     pub(super) number_after: Option<String>,
     pub(super) ignore_case: bool,
     pub(super) ignore_punctuation: bool,

@@ -249,7 +249,7 @@ fn streamingllm_decode_agrees_with_its_prefill_mask() {
 }
 
 #[test]
-fn infllm_of_settings_beyond_any_text_reads_all_keys() {
+fn infllm_with_huge_settings_reads_all_keys() {
     let data = TestCall::random(&mut Random(97), 20, 20, [2, 1], 8);
     let most = u64::MAX;
     for sizes in [
@@ -265,7 +265,7 @@ fn infllm_of_settings_beyond_any_text_reads_all_keys() {
 }
 
 #[test]
-fn infllm_of_a_chunk_of_queries_shares_its_blocks() {
+fn infllm_with_a_chunk_of_queries_has_finite_outputs() {
     // The whole stream is one feed: chunks of 20 queries choose their blocks at their first query.
     let data = TestCall::structured(&mut Random(99), 100, [2, 1], 8);
     let mut session = session("infllm:init=4,local=8,block=4,topk=2,repr=2,chunk=20", &data);

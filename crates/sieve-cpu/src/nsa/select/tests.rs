@@ -111,7 +111,7 @@ impl Case {
         Documents::new(&self.start, &self.end)
     }
 
-    /// The blocks that [`choose_key_blocks`] chooses. Empty slots of pooled keys hold NaN, which a choice must not read.
+    /// The blocks that [`choose_key_blocks`] chooses. Empty slots of pooled keys hold NaN, which it must not read.
     fn run(&self) -> Vec<i32> {
         let Self { shape, choice, .. } = *self;
         let blocks = choice.blocks;
