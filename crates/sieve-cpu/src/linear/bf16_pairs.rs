@@ -143,7 +143,7 @@ impl Task<'_> {
                 weights[output] = &weight[(first + output).min(outputs - 1) * d_in..][..d_in];
             }
             let last = outputs.min(first + OUTPUTS);
-            // With one group of rows each weight is used once, so reading the weight takes the time.
+            // With one group of rows each weight is loaded once, so reading the weight takes the time.
             let is_memory_bound = groups.len() == steps;
             if !is_memory_bound {
                 let next_group = OUTPUTS * d_in;

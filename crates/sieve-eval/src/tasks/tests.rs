@@ -330,7 +330,7 @@ fn answers_of_many_prompts_are_those_of_each_alone() {
     let ends = [vec![30], vec![30, 3, 8, 11, 20, 27]];
     for (attention, ends) in kinds().into_iter().flat_map(|kind| ends.each_ref().map(|ends| (kind, ends))) {
         let model = tiny_model(attention, 64);
-        let asked = TaskModel { ends, ..asked(&model, &tokenizer, &device) };
+        let asked = TaskModel { ends, ..task_model(&model, &tokenizer, &device) };
         let mut heard = Vec::new();
         let found = answers(&asked, &prompts, &task.matching, None, &mut |n| heard.push(n));
         let found = found.expect("answers");

@@ -168,7 +168,7 @@ impl Case {
     }
 }
 
-/// Choices by all rules; some blocks are longer than the rows.
+/// Choices of several rules and sizes; some blocks are longer than some rows.
 fn choices() -> [BlockChoice; 14] {
     let nsa = |sizes| BlockChoice::nsa(NsaBlocks::of(sizes));
     [
