@@ -16,7 +16,9 @@ use sieve_cpu::{
 };
 use sieve_testing::{Random, Time, measure, wide};
 
+/// Tokens of a batch, whatever the length of its rows.
 const TOKENS: usize = 16384;
+/// Keys that a query sees with a window or with DMA.
 const WINDOW: usize = 256;
 
 /// Rates of the 2048^3 GEMM, in FLOP per second of wall clock and of CPU time.
@@ -53,6 +55,7 @@ fn main() {
     chosen_blocks();
 }
 
+/// Measures and prints the GEMM that other kernels are compared with.
 fn gemm_rate(n: usize) -> Reference {
     let (a, b) = (values(n * n, 1), values(n * n, 2));
     let mut c = vec![0.0; n * n];
@@ -172,6 +175,7 @@ fn chosen_blocks() {
     }
 }
 
+/// Times of the loss alone, and of the loss with its gradients.
 fn cross_entropy(reference: Reference) {
     for (n, d_model, vocab_size) in [(2048, 256, 4096), (2048, 512, 8192), (1024, 512, 50304)] {
         let (h, weight) = (values(n * d_model, 6), values(vocab_size * d_model, 7));

@@ -45,6 +45,7 @@ on_arch! {
     fn forward_rows<'a>(gate_up: &'a [f32], d_ff: usize, y: &'a mut [f32]) -> () = forward_rows_simd;
 }
 
+/// The forward pass of the rows of one task.
 #[inline(always)]
 fn forward_rows_simd<S: Simd>(simd: S, gate_up: &[f32], d_ff: usize, y: &mut [f32]) {
     for (y, gate_up) in y.chunks_exact_mut(d_ff).zip(gate_up.chunks_exact(2 * d_ff)) {
@@ -72,6 +73,7 @@ on_arch! {
     ) -> () = backward_rows_simd;
 }
 
+/// The backward pass of the rows of one task.
 #[inline(always)]
 fn backward_rows_simd<S: Simd>(simd: S, gate_up: &[f32], d_ff: usize, dy: &[f32], d_gate_up: &mut [f32]) {
     let rows = d_gate_up.chunks_exact_mut(2 * d_ff).zip(gate_up.chunks_exact(2 * d_ff));
@@ -117,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn equals_the_definition_and_its_differences() {
+    fn results_equal_the_definition_and_gradients_its_finite_differences() {
         on_every_arch(|| {
             let mut random = Random(1);
             for (rows, d_ff) in [(1, 1), (3, 5), (2, 16), (19, 37), (5, 100)] {

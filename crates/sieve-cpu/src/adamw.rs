@@ -35,6 +35,7 @@ on_arch! {
     ) -> () = update_simd;
 }
 
+/// The update of the elements of one task.
 #[inline(always)]
 fn update_simd<S: Simd>(
     _simd: S,

@@ -10,7 +10,7 @@ use crate::attention::AttentionShape;
 use crate::rms_norm::add_partials;
 use crate::simd::{dot, on_arch};
 
-/// Tokens of a task. Each task has a partial weight gradient, so this also fixes the order of that sum.
+/// Tokens of a parallel task. Each task sums its own weight gradients, so this also fixes the order of additions.
 const TOKENS: usize = 64;
 
 /// Scores of all keys.
@@ -213,6 +213,7 @@ mod tests {
             assert_close_relative("z", &z, &exact, 1e-6);
 
             let dz = Random(2).vector(z.len());
+            // The gradient of the values is added to the 0.5 that d_qkv already has.
             let (mut d_qkv, mut dw, mut da) = (vec![0.5; qkv.len()], vec![f32::NAN; w.len()], vec![f32::NAN; a.len()]);
             dma_scores_backward(shape, &qkv, &w, &a, &dz, &mut d_qkv, &mut dw, &mut da);
             let (qkv, w, a) = (wide(&qkv), wide(&w), wide(&a));
@@ -239,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_scores_alone_as_among_others_on_any_number_of_threads() {
+    fn scores_depend_on_no_other_token_and_gradients_on_no_number_of_threads() {
         let Case { shape, qkv, w, a } = case(shape(2, 70, 16));
         let mut z = vec![0.0; 2 * 3 * 70];
         dma_scores_forward(shape, &qkv, &w, &a, &mut z);

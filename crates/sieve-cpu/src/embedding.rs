@@ -89,7 +89,7 @@ mod tests {
     use sieve_testing::{Random, assert_close_relative, threads};
 
     #[test]
-    fn looks_up_and_adds_up() {
+    fn rows_are_looked_up_and_their_gradients_added() {
         on_every_arch(|| {
             let mut random = Random(1);
             for (n, d_model, vocab_size) in [(1, 3, 1), (40, 5, 7), (301, 16, 50), (0, 4, 3)] {

@@ -173,7 +173,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
         #[test]
-        fn equals_the_top_w_of_every_row(seed in any::<u64>()) {
+        fn every_query_keeps_the_keys_of_the_definition(seed in any::<u64>()) {
             check(seed);
         }
     }
@@ -189,11 +189,11 @@ mod tests {
 
     #[test]
     fn ties_falling_scores_and_infinities_by_hand() {
-        // Equal scores are a sliding window.
+        // With equal scores the kept keys are a sliding window.
         let equal: Vec<f32> = (0..40).map(|j| if j % 3 == 0 { -0.0 } else { 0.0 }).collect();
         let window: Vec<i32> = (0..40).map(|j| (j + 7).min(40)).collect();
         assert_eq!(select(&equal, 7), window);
-        // Of falling scores later keys are removed by their own arrival.
+        // With falling scores the first four keys stay, and each later key expires at its own position.
         let falling: Vec<f32> = (0..20).map(|j| -(j as f32)).collect();
         let first: Vec<i32> = (0..20).map(|j| if j < 4 { 20 } else { j }).collect();
         assert_eq!(select(&falling, 4), first);

@@ -232,6 +232,7 @@ fn row_loss_simd<S: Simd>(simd: S, row: &mut [f32], label: i32, with_gradient: b
     Some(f64::from(lse) - f64::from(logit))
 }
 
+/// The largest element of a row.
 #[inline(always)]
 fn max_of<S: Simd>(simd: S, row: &[f32]) -> f32 {
     let (row, tail) = S::as_simd_f32s(row);
@@ -307,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn equals_the_definition_and_its_differences() {
+    fn losses_equal_the_definition_and_gradients_its_finite_differences() {
         on_every_arch(|| {
             for (n, d_model, vocab_size) in [(1, 1, 1), (7, 3, 5), (4, 6, 37), (9, 2, 19), (3, 5, 101)] {
                 let case = Case::new(n, d_model, vocab_size, n as u64);
@@ -327,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_add_up() {
+    fn gradients_of_several_chunks_add_up() {
         // Three chunks of rows; gradients by the formula (softmax - onehot).
         let case = Case::new(2 * MAX_CHUNK_ROWS + 17, 4, 11, 3);
         let (loss, dh, dweight) = case.with_grad();
@@ -351,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn per_row_losses() {
+    fn token_losses_are_the_loss_of_each_row() {
         let case = Case::new(23, 5, 31, 4);
         let mut nll = vec![f32::NAN; 23];
         token_losses(&case.h, Weight::F32(&case.weight), &case.labels, 5, &mut nll);
@@ -370,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn no_rows_and_no_labels() {
+    fn without_rows_or_labels_the_gradients_are_0() {
         let mut case = Case::new(3, 2, 4, 6);
         case.labels.fill(-100);
         let (loss, dh, dweight) = case.with_grad();

@@ -10,7 +10,7 @@ use crate::attention::Documents;
 use crate::rms_norm::{add_partials, norm_row_backward, reciprocal_rms};
 use crate::simd::on_arch;
 
-/// Tokens of a task. Each task has partial weight gradients, so this also fixes the order of that sum.
+/// Tokens of a parallel task. Each task sums its own weight gradients, so this also fixes the order of additions.
 const TOKENS: usize = 32;
 
 /// Sizes and weights of q/k-norm and RoPE.
@@ -308,6 +308,7 @@ mod tests {
     use sieve_testing::{Random, assert_close_relative, finite_differences, inner, threads, whole_rows, wide};
 
     struct Case {
+        /// `[batch, seq_len, num_heads, num_kv_heads, head_dim]`.
         sizes: [usize; 5],
         q_weight: Vec<f32>,
         k_weight: Vec<f32>,
@@ -321,6 +322,7 @@ mod tests {
     }
 
     impl Case {
+        /// `offset` is added to all positions; `packed`: rows have several documents.
         fn new(sizes: [usize; 5], offset: usize, packed: bool) -> Self {
             let [batch, seq_len, num_heads, num_kv_heads, head_dim] = sizes;
             let mut random = Random(head_dim as u64);
@@ -407,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn equals_the_definition_and_its_differences() {
+    fn results_equal_the_definition_and_gradients_its_finite_differences() {
         on_every_arch(|| {
             for (sizes, offset, packed) in [
                 ([1, 1, 1, 1, 2], 0, false),

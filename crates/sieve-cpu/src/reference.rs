@@ -383,6 +383,7 @@ mod tests {
     fn rounding_is_that_of_bf16() {
         let mut random = Random(1);
         let half = 1.0 / 256.0;
+        // Halfway between two bf16 numbers: the even one is taken.
         let halves = [1.0 + half, -1.0 - 3.0 * half, 0.0, f32::INFINITY];
         let drawn: Vec<f32> = (0..1000).map(|_| random.normal_with_tails()).collect();
         for x in halves.into_iter().chain(drawn) {
@@ -393,6 +394,7 @@ mod tests {
 
     #[test]
     fn a_single_key_has_no_gradient_of_its_bias() {
+        // Each key expires at the next query, so each query sees only its own key.
         let expire: Vec<i32> = (0..18).map(|at| at % 9 + 1).collect();
         let delta = Random(5).vector(18);
         let mask = Mask::Expire { expire: &expire, delta: &delta };
@@ -404,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn rounding_costs_what_bf16_costs() {
+    fn results_rounded_to_bf16_have_an_error_of_its_size() {
         let [exact, plain] = [Rounding::None, Rounding::Bf16].map(|r| run(Mask::Causal, r));
         let error = |of: fn(&Results) -> &[f64]| {
             let pairs = of(&exact).iter().zip(of(&plain));

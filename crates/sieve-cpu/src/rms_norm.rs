@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use crate::simd::{dot, on_arch};
 
-/// Rows of a task. Each task has a partial weight gradient, so this also fixes the order of that sum.
+/// Rows of a parallel task. Each task sums its own weight gradient, so this also fixes the order of additions.
 const ROWS: usize = 64;
 
 /// `y = weight * x / sqrt(mean(x^2) + eps)` per row.
@@ -53,6 +53,7 @@ on_arch! {
     ) -> () = forward_rows_simd;
 }
 
+/// The forward pass of the rows of one task.
 #[inline(always)]
 fn forward_rows_simd<S: Simd>(simd: S, x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
     let d = weight.len();
@@ -70,6 +71,7 @@ on_arch! {
     ) -> () = backward_rows_simd;
 }
 
+/// The backward pass of the rows of one task: writes dx and adds to dweight.
 #[inline(always)]
 fn backward_rows_simd<S: Simd>(
     simd: S,
@@ -149,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn equals_the_definition_and_its_differences() {
+    fn results_equal_the_definition_and_gradients_its_finite_differences() {
         on_every_arch(|| {
             let mut random = Random(1);
             for (rows, d) in [(1, 1), (3, 7), (2, 33), (5, 64), (67, 5)] {
@@ -186,6 +188,7 @@ mod tests {
         rms_norm_forward(&[0.0; 3], &[1.0; 3], 1e-6, &mut y);
         rms_norm_backward(&[0.0; 3], &[1.0; 3], 1e-6, &[1.0; 3], &mut dx, &mut dweight);
         assert_eq!(y, [0.0; 3]);
+        // For x = 0 the gradient is dy * weight / sqrt(eps).
         assert!(dx.iter().all(|x| (x - 1000.0).abs() < 1.0));
         assert_eq!(dweight, [0.0; 3]);
     }

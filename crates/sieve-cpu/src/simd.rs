@@ -238,7 +238,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn exp_at_the_ends() {
+    fn exp_is_0_or_infinity_outside_its_range() {
         on_every_arch(|| {
             let y = exp_of(&[f32::NEG_INFINITY, -1.0e30, -87.34, 88.38, 1.0e30, f32::INFINITY, 0.0, -0.0, f32::NAN]);
             assert_eq!(y[..3], [0.0; 3]);

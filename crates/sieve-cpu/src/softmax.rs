@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nan_anywhere_is_not_lost() {
+    fn the_maximum_of_a_row_with_a_nan_is_nan() {
         for at in [0, 31, 32, 39] {
             let mut row = [1.0; 40];
             row[at] = f32::NAN;

@@ -386,6 +386,7 @@ mod tests {
         Selector::parse(&format!("{text},min_prefill_tokens=0")).expect("valid")
     }
 
+    /// Operands of a layer with queries, keys and values that are all 1.
     fn ones(layer: usize, num_layers: usize, tokens: usize) -> LayerOperands<Flex> {
         LayerOperands {
             layer,
@@ -397,8 +398,9 @@ mod tests {
     }
 
     #[test]
-    fn a_selection_by_means_is_that_by_tokens() {
+    fn block_means_choose_the_mask_that_their_tokens_choose() {
         let whole = CallShape::new([77; 2], [4, 2], 8);
+        // Pseudo-random values from -2.5 to 2.5, for 77 tokens with 4 query, 2 key and 2 value heads of width 8.
         let number = |at: usize| ((at * 7919 + at / 13 * 104_729) % 1000) as f32 / 200.0 - 2.5;
         let packed: Vec<f32> = (0..77 * 8 * 8).map(number).collect();
         let qkv = TensorData::new(packed.clone(), [1, 77, 8, 8]);
@@ -487,7 +489,7 @@ mod tests {
     }
 
     #[test]
-    fn positions_alone_choose_a_window() {
+    fn a_window_is_chosen_by_positions_alone() {
         let shape = CallShape::new([90, 130], [2, 1], 4);
         let (q, k) = (vec![0.5; 90 * 8], vec![0.5; 130 * 4]);
         for text in ["streamingllm:n_local=20", "a_shape:n_local=20", "tri_shape:n_local=20"] {

@@ -34,7 +34,7 @@ impl TextsWithEndings {
         Self { texts: (most / 2).max(1), endings: most.div_ceil(2) }
     }
 
-    /// Caches in memory at once. A prompt has a cache of its own before it moves to its row of the others' cache.
+    /// Caches in memory at once. In a batch, a prompt is read into one more cache, and then moved into its row.
     pub fn num_caches(self) -> usize {
         self.texts + usize::from(self.texts > 1) + self.endings
     }
@@ -153,8 +153,8 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         let logits = match &mut self.selection {
             Some(selection) if selection.acts_in_decode() => {
                 let ids = ids_of(tokens, &self.device);
-                // Behind a prompt a token can be one call on the device: it is added to the selector's caches as to a
-                // model's own.
+                // After the prompt, one call on the device can run all layers on a token. It adds the token to the
+                // selector's caches as it would to the model's own.
                 let in_one_call = match tokens {
                     [_] => model.token_step(&ids, cache, rope),
                     _ => None,
@@ -212,7 +212,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     }
 
     /// Reads one more token of each of several texts with the same number of positions. Calls `next` with each text's
-    /// place and the logits of its next token.
+    /// index in `texts` and the logits of its next token.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -248,9 +248,10 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         Ok(row_of.into_iter().map(|row| likeliest[row]).collect())
     }
 
-    /// The logits after one more token of each text, and the texts' rows in them; one forward pass unless a selector
-    /// acts in decoding. With `rows` all texts have joined them, and the pass is one call where the device has such a
-    /// call; else the texts get their own caches back, and `rows` is `None` from then on.
+    /// The logits after one more token of each text, and for each text the index of its row of logits. It is one
+    /// forward pass unless a selector acts in decoding. With `rows`, each text has its keys in a row of them, and a
+    /// single device call runs the pass. A device without such a call moves the keys back into a cache of each text,
+    /// and sets `rows` to `None`.
     ///
     /// Panics without a text.
     fn logits_each(
@@ -387,11 +388,13 @@ mod tests {
     use sieve_testing::wide;
 
     #[test]
-    fn a_long_prompt_of_a_dma_model_goes_through_in_parts_and_leaves_what_one_pass_leaves() {
+    fn a_prompt_in_chunks_gives_the_logits_of_one_pass() {
         let dma = |kept| Attention::Dma(DmaShape::published(kept));
         let part = |attention, num_tokens| prompt_part(&tiny_shape(attention, 64), num_tokens);
+        // With 3000 kept keys a chunk has 4 x 3000 tokens; a prompt of 70 tokens is one chunk.
         assert_eq!([part(dma(5), 9000), part(dma(3000), 90_000), part(dma(5), 70)], [8192, 12_000, 70]);
         assert_eq!([part(Attention::swa(7), 8193), part(Attention::Mha, 9000)], [8192, 9000]);
+        // The dense layer caches every token, so the prompt is one chunk.
         let hybrid = ModelShape {
             layers: LayerPattern::new(dma(5), [LayerType::of(Attention::DENSE), LayerType::OWN]),
             ..tiny_shape(dma(5), 64)
@@ -417,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn a_streamed_prompt_is_its_tokens_one_by_one() {
+    fn a_streamed_prompt_gives_the_logits_of_its_tokens_read_one_by_one() {
         let model = tiny_model(Attention::Mha, 64);
         let shape = tiny_shape(Attention::Mha, 64);
         let device = Default::default();
@@ -450,6 +453,7 @@ mod tests {
             let differs = wide(&own).iter().zip(wide(&whole)).any(|(a, b)| (a - b).abs() > 1e-3);
             assert_eq!(differs, !keeps_all, "{selector}");
             let totals = streamed.selection().expect("it has one").totals();
+            // Two layers, each with one call for the prompt and one for each of the two tokens.
             assert_eq!(totals.calls, 2 * 3, "{selector}");
             assert_eq!(totals.density() < 1.0, !keeps_all, "{selector} {totals:?}");
         }
@@ -458,10 +462,11 @@ mod tests {
     }
 
     #[test]
-    fn a_token_of_one_call_counts_for_each_layer_with_the_keys_that_it_read() {
+    fn a_token_decoded_by_one_device_call_is_counted_in_each_layer() {
         let (model, shape) = (tiny_model(Attention::Mha, 64), tiny_shape(Attention::Mha, 64));
         let mut text = Continuation::new(&model, 40, &Default::default());
         text.read(&words(7)).expect("a prompt");
+        // Each case: selectors, and the number of layers whose keys the device chooses.
         for (selector, chosen) in [("0=dense/1-=snapkv", 1), ("h2o:heavy=4,recent=4", 2)] {
             let selectors = LayerSelectors::parse(selector).expect("valid");
             let mut selection = Selection::new(selectors, &shape).expect("it fits");
@@ -469,14 +474,16 @@ mod tests {
             let totals = selection.totals();
             let counts = [totals.calls, totals.kernel_calls, totals.device_selections, totals.dense_calls];
             assert_eq!(counts, [2, 2, chosen, 0], "{selector}");
+            // Each of the two layers read the 7 cached keys; dense attention would read all 30.
             assert_eq!([totals.pairs, totals.dense_pairs], [7, 30].map(|keys| (2 * keys * shape.num_heads) as f64));
         }
     }
 
     #[test]
-    fn the_models_cache_holds_nothing_of_a_prompt_that_a_decode_method_keeps() {
+    fn the_models_cache_stays_empty_where_a_decode_method_keeps_the_prompt() {
         let model = tiny_model(Attention::Mha, 64);
         let shape = tiny_shape(Attention::Mha, 64);
+        // Each case: a selector, and the number of layers of the model's cache with keys.
         for (selector, layers) in [
             ("snapkv:window=2,capacity=8", 0),
             ("quest:page=4,budget=8,dense_layers=0", 0),

@@ -67,7 +67,7 @@ pub(crate) fn step<B: DeviceBackend>(
     let spec = operands.spec();
     let (o, read, is_chosen) = match cache {
         LayerCache::Selector(cache) => {
-            let (o, pairs) = selected(selector, operands, cache, scratch)?;
+            let (o, pairs) = decode_tokens(selector, operands, cache, scratch)?;
             (o, pairs, is_chosen(selector, operands.layer))
         }
         LayerCache::Recent(RecentCache { keys, .. }) => {
@@ -97,7 +97,7 @@ pub(crate) fn is_chosen(selector: &Selector, layer: usize) -> bool {
 
 /// Reads the tokens of `operands`, which follow those in the cache, one by one. Returns o and the number of computed
 /// pairs of a head.
-fn selected<B: DeviceBackend>(
+fn decode_tokens<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
     cache: &mut SelectorCache<B>,
@@ -148,7 +148,7 @@ pub(crate) fn stream<B: DeviceBackend>(
     let o = dense(&start).o;
     let (o, pairs) = match cache {
         LayerCache::Selector(cache) if num_tokens > 1 => {
-            let (rest, pairs) = selected(selector, &part(1, num_tokens - 1), cache, scratch)?;
+            let (rest, pairs) = decode_tokens(selector, &part(1, num_tokens - 1), cache, scratch)?;
             (Tensor::cat(vec![o, rest], 1), 1.0 + pairs)
         }
         _ => (o, 1.0),

@@ -33,6 +33,7 @@ pub(crate) struct Start<'a, B: DeviceBackend> {
 }
 
 impl<'a, B: DeviceBackend> Start<'a, B> {
+    /// Checks a prompt and its settings. An empty prompt becomes the end-of-document token.
     pub(crate) fn new(
         model: &'a Qwen3<B>,
         prompt: &[u32],

@@ -161,6 +161,7 @@ enum Kind {
     VariableTracking,
     CommonWords,
     FrequentWords,
+    /// Index in [`LongSource::qa`].
     Qa(usize),
     Passkey,
     KeyValue,
@@ -247,6 +248,7 @@ impl LongTask {
         }
     }
 
+    /// Draws a sample. `source` has the questions of a question task.
     fn sample(&self, source: &LongSource, random: &mut Random, size: Size) -> LongSample {
         let parts = size.parts;
         match self.kind {

@@ -247,7 +247,7 @@ struct Reader<'a, B: DeviceBackend> {
 }
 
 impl<B: DeviceBackend> Reader<'_, B> {
-    /// Of each of several needles at one place, the rank of the answer's likelihood, and whether the greedy
+    /// For each of several needles at one length and depth: the rank of the answer's likelihood, and whether the greedy
     /// continuation contains the answer.
     fn ask(
         &mut self,

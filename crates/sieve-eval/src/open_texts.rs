@@ -5,7 +5,7 @@ use crate::{EvalError, Selection};
 use sieve_nn::{Qwen3, TextRows};
 use sieve_ops::DeviceBackend;
 
-/// Open texts, each with what its owner knows of it, a `T`.
+/// Texts that are being decoded, each with data of its owner, a `T`.
 #[derive(Debug)]
 pub struct OpenTexts<'a, B: DeviceBackend, T> {
     model: &'a Qwen3<B>,
@@ -40,7 +40,7 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         this
     }
 
-    /// Drops all texts and their caches, as after a pass that failed, and returns what their owner knows of them.
+    /// Drops all texts and their caches, as after a pass that failed, and returns their owner's data.
     pub fn clear(&mut self) -> Vec<T> {
         let [max_texts, room] = self.size;
         let acts_in_decode = self.selection.as_ref().is_some_and(Selection::acts_in_decode);
@@ -51,7 +51,7 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         self.texts.drain(..).map(|(_, owned)| owned).collect()
     }
 
-    /// What the owner knows of each open text.
+    /// The owner's data of each open text.
     pub(crate) fn owned_mut(&mut self) -> impl Iterator<Item = &mut T> {
         self.texts.iter_mut().map(|(_, owned)| owned)
     }
@@ -71,8 +71,8 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         self.texts.len() < self.size[0]
     }
 
-    /// Reads a prompt. `next` takes the logits of the next token, and returns what is kept of a text that joins the
-    /// others; `None` if it has ended.
+    /// Reads a prompt. `next` takes the logits of the next token, and returns the owner's data of a text that joins
+    /// the others; `None` if it has ended.
     ///
     /// # Errors
     /// A prompt that is empty, too long, or has a token outside the vocabulary; operands that the selector refuses; an
@@ -85,7 +85,7 @@ impl<'a, B: DeviceBackend, T> OpenTexts<'a, B, T> {
         self.join_after(prompt, |_, logits| next(logits))
     }
 
-    /// As [`join`](Self::join); `next` also takes the text after its prompt, for what else is asked of it.
+    /// As [`join`](Self::join); `next` also takes the text after its prompt, to score endings after it.
     ///
     /// # Errors
     /// As [`join`](Self::join).

@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_searched_is_told() {
+    fn other_attention_long_prompts_and_unknown_tokens_are_refused() {
         let device = Default::default();
         let error = |attention, window: &[u32]| {
             let model = model(attention);

@@ -188,6 +188,7 @@ pub fn perplexity<B: DeviceBackend>(
     })
 }
 
+/// Refuses a context longer than the model's, and a stride of 0 or longer than the context.
 fn check(context: usize, stride: usize, max_seq_len: usize) -> Result<(), EvalError> {
     if context == 0 || context > max_seq_len {
         return Err(EvalError::setting(
@@ -249,6 +250,7 @@ struct Rolling<'a, B: DeviceBackend> {
 }
 
 impl<B: DeviceBackend> Rolling<'_, B> {
+    /// Predicts a document's text, window by window.
     fn add(&mut self, document: &EvalDocument, context: usize) -> Result<(), EvalError> {
         let text = document.text;
         self.num_words += text.num_words;
@@ -261,6 +263,7 @@ impl<B: DeviceBackend> Rolling<'_, B> {
         Ok(())
     }
 
+    /// Runs the last forward pass; returns the perplexities of all texts.
     fn finish(mut self) -> Result<RollingPerplexity, EvalError> {
         self.pass.run()?;
         let Self { pass: Pass { sums, .. }, num_words, num_bytes, .. } = self;

@@ -8,7 +8,7 @@ use sieve_data::{Mqar, MqarConfig, MqarSplit};
 use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 
-/// Samples of a kind in which the keys that the questions read are counted.
+/// Samples of a kind, at most, of which [`RecallOfKind::reads`] is measured.
 const READ_SAMPLES: u64 = 8;
 
 /// Number of questions and of right answers.
@@ -153,6 +153,7 @@ fn check<B: DeviceBackend>(model: &Qwen3<B>, config: &MqarConfig) -> Result<(), 
     Ok(())
 }
 
+/// The keys that each choosing layer reads, over the first `num_samples` samples; see [`RecallOfKind::reads`].
 fn values_read<B: DeviceBackend>(
     model: &Qwen3<B>,
     mqar: &Mqar,
@@ -176,6 +177,7 @@ fn values_read<B: DeviceBackend>(
                 mean.values_of_all += share * (layer.heads.len() * num_pairs) as f64 / (query.position + 1) as f64;
                 for head in &layer.heads {
                     let row = &head.weights[query.position * seq_len..][..=query.position];
+                    // Pair p is the sample's tokens 2 p (the key) and 2 p + 1 (the value).
                     let is_read = |pair: usize| row[2 * pair + 1] > 0.0;
                     let num_read = row.iter().filter(|&&weight| weight > 0.0).count();
                     let values = (0..num_pairs).filter(|&pair| is_read(pair)).count();
@@ -325,6 +327,7 @@ mod tests {
             |model: &Qwen3<Flex>| recall(model, &[config], num_samples, 64, &device, &mut |_| {}).expect("it fits");
         let mqar = Mqar::new(config).expect("valid");
         for window in [6, 12, 32] {
+            // Means over 12 questions: three samples of four pairs, whose values are tokens 1, 3, 5 and 7.
             let (mut values, mut of_all, mut answers) = (0.0, 0.0, 0.0);
             for index in 0..num_samples {
                 for query in mqar.sample(MqarSplit::Test, index).queries {
@@ -349,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_model_cannot_be_asked_is_told() {
+    fn samples_beyond_the_context_the_vocabulary_or_their_own_length_are_refused() {
         let device = Default::default();
         let run = |kind| recall(&model(80), &[kind], 1, 64, &device, &mut |_| {});
         refusal(run(kind(66, 3)), "context of 64");

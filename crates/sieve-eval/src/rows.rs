@@ -2,7 +2,7 @@
 use sieve_ops::IGNORE_LABEL;
 use std::ops::Range;
 
-/// Rows of one forward pass. `P` describes a prediction, for whoever reads its loss.
+/// Rows of one forward pass. `P` describes a prediction, for the caller that sums up the losses.
 #[derive(Debug)]
 pub(crate) struct Rows<P> {
     row_len: usize,

@@ -163,6 +163,7 @@ mod tests {
     #[test]
     fn the_nucleus_is_that_of_the_sorted_weights() {
         let mut random = ChaCha8Rng::seed_from_u64(5);
+        // Each case: the number of tokens, and the number of different weights.
         for (len, flat) in [(1, 1), (255, 3), (257, 40), (5000, 4), (5000, 5000)] {
             let mut weight = || (1 + random.next_u64() % flat) as f64;
             let all: Vec<(f64, u32)> = (0..len).map(|token| (weight(), token)).collect();
@@ -241,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_no_probability() {
+    fn bad_temperatures_top_p_and_nan_logits_are_refused() {
         for (temperature, top_p) in [(-1.0, 1.0), (f64::NAN, 1.0), (1.0, 0.0), (1.0, 1.5)] {
             assert!(new(temperature, top_p, None, 0).is_err(), "{temperature} {top_p}");
         }

@@ -53,7 +53,7 @@ pub struct SelectionTotals {
     pub device_selections: u64,
     /// Bytes of queries, keys, values and their means that were copied from the device to the host.
     pub host_bytes: u64,
-    /// Lists that ran dense because a score was NaN.
+    /// Choices of a query head (with `gqa=mean`, of a group) that became dense because a score was NaN.
     pub nan_lists: u64,
     /// Computed pairs of a query and a key, of all query heads.
     pub pairs: f64,
@@ -99,7 +99,7 @@ impl SelectionTotals {
         self.dense_pairs += dense_pairs;
     }
 
-    /// Adds a generated token, or a text, whose attention ran on the device. `is_chosen`: so did its choice of keys.
+    /// Adds a generated token, or a text, whose attention ran on the device. `is_chosen`: it also chose the keys.
     fn add_device_step(&mut self, is_chosen: bool, pairs: f64, dense_pairs: f64) {
         self.kernel_calls += 1;
         self.device_selections += u64::from(is_chosen);

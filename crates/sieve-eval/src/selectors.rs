@@ -62,7 +62,7 @@ pub struct SelectorMeasure {
     pub cosine: f64,
     /// Whether a row depends only on earlier tokens, so that the loss is a likelihood.
     pub causal: bool,
-    /// Lists that ran dense because a score was NaN.
+    /// Choices of a query head (with `gqa=mean`, of a group) that became dense because a score was NaN.
     pub nan_lists: u64,
     /// Calls whose masks were made on the device, in all layers, mean per prompt.
     pub device_selections: f64,

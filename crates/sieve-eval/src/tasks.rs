@@ -117,6 +117,7 @@ pub struct TaskTexts<'a> {
     texts: Texts,
 }
 
+/// The tokens to ask, row by row: pairs to score, or prompts to continue.
 #[derive(Debug)]
 enum Texts {
     Pairs(Vec<Vec<Pair>>),
@@ -137,7 +138,7 @@ pub struct TaskSize {
 }
 
 impl TaskSize {
-    /// The larger of two sizes, each by itself.
+    /// Each field is the larger one of the two.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
         Self {
@@ -165,7 +166,7 @@ impl<'a> TaskTexts<'a> {
     ) -> Result<Self, EvalError> {
         let num_rows = data.rows.len().min(run.limit.unwrap_or(usize::MAX));
         let questions = task.questions(&data.rows[..num_rows])?;
-        // A chat's template writes names of special tokens.
+        // A chat template writes special tokens by name; `encode_chat` reads these names as tokens.
         let encode = if chat.is_some() { Tokenizer::encode_chat } else { Tokenizer::encode_with_bos };
         let mut encoder = Encoder { task, tokenizer, encode, context, truncate: run.truncate, num_truncated: 0 };
         let asked = questions.iter().zip(&data.rows).map(|(question, row)| {
@@ -200,7 +201,7 @@ impl<'a> TaskTexts<'a> {
                     longest,
                     pass: longest,
                     cached,
-                    // A prompt has a cache of its own before it moves to its row of the others' cache.
+                    // In a batch, a prompt is read into one more cache, and then moved into its row.
                     num_caches: together + usize::from(together > 1),
                 }
             }

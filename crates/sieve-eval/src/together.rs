@@ -25,7 +25,7 @@ pub struct BatchGenerator<'a, B: DeviceBackend> {
 enum Prompts<'a, B: DeviceBackend> {
     /// One prompt, which is read once; then its cache is repeated.
     Shared(Start<'a, B>),
-    /// The prompt of each text. Some texts are open; they are named by their indices.
+    /// The prompt of each text, and the texts that still get tokens, by their indices.
     Own(Vec<Vec<u32>>, OpenTexts<'a, B, usize>),
 }
 

@@ -58,7 +58,7 @@ fn largest(logits: &[f32], count: usize) -> Vec<(u32, f32)> {
 pub struct PromptScores {
     /// The score of each token but the first.
     pub tokens: Vec<TokenScore>,
-    /// The logits of the token behind the prompt.
+    /// The logits of the token after the prompt.
     pub next: Vec<f32>,
 }
 
@@ -105,7 +105,7 @@ fn score_row<B: DeviceBackend>(
         let [first, last] = [start.len(), start.len() + prompt.len()].map(|position| position as u32);
         start.resize(last as usize, first);
         end.resize(last as usize, last);
-        // No token is behind a prompt's last one, whose loss is not used.
+        // No token follows a prompt's last one; the loss of the 0 in its place is not used.
         labels.extend(prompt[1..].iter().chain([&0]).map(|&token| token as i32));
     }
     let documents = Documents::new(&start, &end, shape, device);

@@ -63,7 +63,7 @@ pub fn measure_trained<B: DeviceBackend>(
         let pass = own_pass(model, window, device)?;
         nats += pass.nats;
         prefill_ms = pass.prefill_ms.min(prefill_ms);
-        for (sum, layer) in layers.iter_mut().zip(masks(model, window, device)) {
+        for (sum, layer) in layers.iter_mut().zip(pairs_of_layers(model, window, device)) {
             sum.computed += layer.computed / windows.len() as f64;
             sum.distinct += layer.distinct / windows.len() as f64;
         }
@@ -97,7 +97,7 @@ impl Counted {
 }
 
 /// Runs the model on a window and counts the pairs of each layer's mask.
-fn masks<B: DeviceBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device) -> Vec<Counted> {
+fn pairs_of_layers<B: DeviceBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device) -> Vec<Counted> {
     let num_tokens = window.len() - 1;
     let shape = [1, num_tokens];
     let documents = Documents::whole_rows(shape, device);
@@ -195,6 +195,7 @@ mod tests {
         measure_trained(&model, windows, &Default::default())
     }
 
+    /// Two prompts of 100 tokens, each with the token after it.
     fn windows() -> [Vec<u32>; 2] {
         [1, 3].map(|k| (0..101).map(|n| ((n * n * 5 + n * k) % 31) as u32).collect())
     }
@@ -232,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_count_from_their_own_query_to_their_end() {
+    fn a_key_counts_for_the_queries_from_its_own_position_to_its_expire() {
         // Two heads of four keys; key 1 of the first head is never seen, as its expire is its own position.
         let counted = count_by_expire(&[2, 1, 4, 4, 4, 2, 3, 4], 4);
         let pairs = ((2 + 2 + 1) + (4 + 1 + 1 + 1)) as f64 / 2.0;
@@ -260,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_measured_is_told() {
+    fn no_window_a_long_one_and_unknown_tokens_are_refused() {
         for (windows, words) in [
             (&[][..], "no token"),
             (&[vec![0; 130]], "context of 128"),

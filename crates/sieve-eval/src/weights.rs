@@ -26,7 +26,7 @@ pub struct LayerWeights {
     pub overlap: Option<f64>,
     /// How long DMA keeps a key; `None` for other kinds.
     pub life: Option<KeyLifetimes>,
-    /// The same of each KV head; empty for other kinds.
+    /// As `life`, but of each KV head alone; empty for other kinds.
     pub lives: Vec<KeyLifetimes>,
     /// Statistics of the chosen keys, DMA's or a chosen block's; `None` for kinds without a choice, and for NSA, whose
     /// branches have a softmax each.
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_that_see_other_keys_do_not_overlap() {
+    fn overlap_is_the_share_of_keys_that_both_heads_see() {
         let head = |keys: [f32; 4]| head_weights(&keys, 2);
         let (own, first) = (head([1.0, 0.0, 0.0, 1.0]), head([1.0, 0.0, 1.0, 0.0]));
         assert_eq!(overlap(&[own.clone(), first.clone()], 1, 2), Some(0.5));
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_of_chosen_blocks_says_what_they_hold() {
+    fn chosen_blocks_hold_part_of_the_mass_unless_all_are_chosen() {
         let device = Default::default();
         let moba = |num_selected_blocks| {
             let moba = sieve_core::MobaShape { select_block_size: 4, num_selected_blocks };
@@ -326,6 +326,7 @@ mod tests {
             let all = attention_weights(&model, &words(40), &[1], &device, &mut |_| {}).expect("valid");
             all[0].chosen.expect("a kind that chooses")
         };
+        // The 40 tokens are 10 blocks.
         let (few, all) = (moba(2), moba(10));
         assert!((all.mass - 1.0).abs() < 1e-5 && (all.in_window - 1.0).abs() < 1e-5, "{all:?}");
         assert!(few.mass < 0.99 && few.in_window < 1.0 && few.age < all.age, "{few:?}");
@@ -359,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_with_a_window_of_keys_sees_no_more() {
+    fn a_query_of_a_dma_model_reads_at_most_the_kept_keys() {
         let dma = Attention::Dma(DmaShape::published(5));
         let (model, device) = (tiny_model(dma, 64), Default::default());
         let mut steps = Vec::new();
@@ -372,7 +373,7 @@ mod tests {
         }
         let life = all[0].life.as_ref().unwrap();
         assert!(life.percentiles.is_some() && life.to_the_end <= 5.0 / 40.0 + 1e-12, "{life:?}");
-        // Of all scores equal, each KV head keeps its keys as long as the other does.
+        // All scores are equal, so both KV heads keep each key equally long.
         let lives = &all[0].lives;
         assert!(lives.len() == 2 && lives.iter().all(|one| one == life), "{lives:?}");
         // With A = 0 all scores are equal, and a query keeps the last 5 keys, on average 2 tokens back.
@@ -387,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn a_layer_and_a_length_out_of_range_are_told() {
+    fn a_layer_and_a_length_out_of_range_are_refused() {
         let (model, device) = (tiny_model(Attention::Mha, 8192), Default::default());
         refusal(attention_weights(&model, &words(4), &[2], &device, &mut |_| {}), "layers is 2 | 2 layers");
         refusal(attention_weights(&model, &words(5000), &[], &device, &mut |_| {}), "length is 5000 | shorter prompt");

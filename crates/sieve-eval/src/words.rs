@@ -73,7 +73,7 @@ mod tests {
     use WordUse::{Again, New, NoWord};
 
     #[test]
-    fn a_word_knows_its_last_use_however_it_is_cut() {
+    fn the_last_use_of_a_word_is_found_however_tokens_divide_it() {
         let tokens = "let Ġcou nter = 7 ; <|endoftext|> counter + let".split(' ');
         let (n, w) = (New, NoWord);
         let again = |distance| Again { distance };

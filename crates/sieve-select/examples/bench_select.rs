@@ -114,6 +114,7 @@ struct Operands {
 }
 
 impl Operands {
+    /// Made-up operands with the sink, the columns and the topics that this file's head describes.
     fn new(tokens: usize, num_heads: usize, num_kv_heads: usize, head_dim: usize) -> Self {
         let mut random = Random(7);
         let topics: Vec<Vec<f32>> = (0..12).map(|_| random.vector(head_dim)).collect();

@@ -40,7 +40,7 @@ pub struct Call<'a> {
     pub q: &'a [f32],
     /// Keys, `[num_keys, num_kv_heads, head_dim]`.
     pub k: &'a [f32],
-    /// `[num_keys, num_kv_heads, head_dim]`; empty in a call made by [`Call::without_values`].
+    /// Values, `[num_keys, num_kv_heads, head_dim]`; empty in a call made by [`Call::without_values`].
     pub v: &'a [f32],
     /// Means of blocks; `None` unless the call was made by [`Call::of_means`].
     pub(crate) means: Option<BlockMeans<'a>>,

@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn forced_ones_count_first() {
+    fn forced_scores_are_kept_first_and_count_towards_the_goal() {
         // Unforced, key 3 alone reaches 0.5; here the forced key 0 is kept too, and the sum starts at 0.1.
         let p = [0.1, 0.2, 0.15, 0.55];
         assert_eq!(keep_mass_forced(&p, &[0], 0.5), [0, 3]);

@@ -31,7 +31,7 @@ pub struct Correction {
 /// What a selection did and how long it took.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SelectStats {
-    /// Lists that run dense because a score was NaN.
+    /// Query heads (with `gqa=mean`, groups of them) whose choice became dense because a score was NaN.
     pub nan_lists: usize,
     /// The whole call runs dense (it is short, or its layer is dense).
     pub dense_call: bool,
@@ -130,7 +130,7 @@ impl Selected {
     }
 }
 
-/// The key in a slot of a list: slots are the places of the list's permuted order.
+/// The key in a slot of a list, which is a position in the list's order of keys.
 pub(crate) fn key_of(mask: &KeyMask, list: usize, slot: usize) -> usize {
     mask.key_order_of(list).map_or(slot, |order| order[slot] as usize)
 }

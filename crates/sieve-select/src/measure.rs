@@ -101,7 +101,7 @@ mod tests {
 
     /// The cases have windows that end inside tiles, among the first tokens, and before a chunk's first row.
     #[test]
-    fn pairs_of_a_window_are_those_that_its_rule_lets_see() {
+    fn density_counts_the_pairs_that_a_window_lets_see() {
         for (num_queries, num_keys) in [(200, 200), (70, 333), (1, 130)] {
             let shape = sieve_core::CallShape::new([num_queries, num_keys], [4, 2], 8);
             for (init, local) in [(0, 1), (4, 64), (4, 65), (100, 40), (3, 500)] {

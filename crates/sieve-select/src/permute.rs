@@ -1,4 +1,5 @@
-//! Orders of keys and queries inside segments of a sequence, and the blocks they make.
+//! Orders of keys and queries inside segments of a sequence, and the blocks they make. A slot is a position in such an
+//! order.
 
 use std::ops::Range;
 use std::time::Instant;

@@ -66,7 +66,8 @@ impl TestCall {
     }
 
     /// A prompt with the queries and keys of a stored file, and the keys as values too. By name: `random.…` and
-    /// `structured.…` are in the file of lists, `trained.…` in the captured.
+    /// `structured.…` are in the file of lists, `trained.…` in that of trained
+    /// models.
     pub(crate) fn stored(name: &str) -> Self {
         // Inputs without groups have only the first query head of each KV head.
         let (source, step) = match name {

@@ -53,7 +53,7 @@ impl Fields {
         self.of_type(name, "a string", |value| value.as_str().map(str::to_owned))
     }
 
-    /// A whole number of at most `most`.
+    /// A whole number from `least` to `most`.
     pub(crate) fn count(&mut self, name: &str, [least, most]: [u64; 2]) -> Result<Option<usize>, ApiError> {
         let wanted = format!("a whole number from {least} to {most}");
         let read = |value: &Value| value.as_u64().filter(|count| (least..=most).contains(count));
@@ -91,7 +91,7 @@ impl Fields {
         }
     }
 
-    /// Refuses what is left.
+    /// Refuses fields that were not read, unless they change nothing.
     pub(crate) fn finish(self) -> Result<(), ApiError> {
         let mut unknown = self.0.keys().filter(|name| !WITHOUT_EFFECT.contains(&name.as_str()));
         match unknown.next() {

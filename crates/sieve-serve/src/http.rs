@@ -40,6 +40,7 @@ pub(crate) fn router(server: Arc<Server>) -> Router {
 
 /// Checks the key, and counts the answer.
 async fn guard(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response<Body> {
+    // The path that counts; unknown paths share one counter.
     let path = match request.uri().path() {
         "/v1/completions" => "/v1/completions",
         "/v1/chat/completions" => "/v1/chat/completions",
@@ -111,6 +112,7 @@ async fn chat(State(server): State<Arc<Server>>, request: Request) -> Response<B
     answer(Form::Chat, server, request).await.unwrap_or_else(|error| error.response())
 }
 
+/// Answers a request: sends its texts to the worker, and returns what comes back, whole or as a stream.
 async fn answer(form: Form, server: Arc<Server>, request: Request) -> Result<Response<Body>, ApiError> {
     let body = read(request).await?;
     let asking = server.clone();
@@ -149,7 +151,7 @@ async fn read(request: Request) -> Result<Bytes, ApiError> {
     }
     let body = tokio::time::timeout(Duration::from_secs(BODY_SECONDS), to_bytes(request.into_body(), MOST_BYTES));
     let body = body.await.map_err(|_| ApiError::too_slow(BODY_SECONDS))?;
-    // A body that broke off has no reader.
+    // Also the error of a connection that broke off, where no client reads the answer.
     body.map_err(|_| ApiError::too_large(MOST_BYTES))
 }
 

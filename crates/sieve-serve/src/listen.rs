@@ -55,7 +55,7 @@ pub(crate) async fn accept(
             tokio::time::sleep(ACCEPT_PAUSE).await;
             continue;
         };
-        // Tokens are sent one by one.
+        // Tokens are sent one by one, so small packets must not wait for more data.
         let _ = stream.set_nodelay(true);
         let mut stream = TimeoutStream::new(stream);
         stream.set_write_timeout(Some(READ_TIME));

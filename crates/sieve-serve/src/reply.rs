@@ -25,7 +25,7 @@ pub(crate) struct Reply {
 /// One text of the answer.
 #[derive(Debug)]
 struct Choice {
-    /// What was not sent, or all of an answer that is no stream.
+    /// Text that was not sent yet; without a stream, all text so far.
     text: String,
     tokens: Vec<ShownToken>,
     finish: Option<&'static str>,
@@ -33,7 +33,7 @@ struct Choice {
     has_begun: bool,
     /// The token before the next one, which may decide how that is written.
     last: Option<u32>,
-    /// Letters before the next token.
+    /// Characters before the next token.
     offset: usize,
 }
 
@@ -48,6 +48,7 @@ struct ShownToken {
 }
 
 impl Reply {
+    /// The answer to a request before its first text: an id, and an empty choice for each text.
     pub(crate) fn new(server: Arc<Server>, asked: Arc<Asked>) -> Self {
         let created = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let prefix = match asked.form {
@@ -155,7 +156,7 @@ impl Reply {
         })
     }
 
-    /// The chunk behind all texts, if the request asks for the number of tokens.
+    /// The chunk after all texts, if the request asks for the number of tokens.
     pub(crate) fn last_chunk(&self) -> Option<Value> {
         self.asked.has_usage.then(|| {
             let mut map = self.object(Vec::new());
@@ -164,7 +165,7 @@ impl Reply {
         })
     }
 
-    /// Takes what a text has so far.
+    /// A text as JSON, with what was added to it since the last call.
     fn choice(&mut self, index: usize) -> Value {
         let Asked { form, streams, num_top, .. } = *self.asked;
         let choice = &mut self.choices[index];
@@ -195,7 +196,7 @@ impl Choice {
         scores.iter().for_each(|score| self.show(server, score.token, Some(score)));
     }
 
-    /// Adds a token. OpenAI gives it among the likeliest too, where it is none of them.
+    /// Adds a token with its log-probability. As with OpenAI, the likeliest tokens beside it include it in any case.
     fn show(&mut self, server: &Server, token: u32, score: Option<&TokenScore>) {
         let text_of = |token: u32| token_text(server, self.last, token);
         let text = text_of(token);
@@ -213,7 +214,7 @@ impl Choice {
     }
 }
 
-/// The text of a token behind another one; what the vocabulary calls it, if it has no text or is part of a character.
+/// The text of a token after another one; what the vocabulary calls it, if it has no text or is part of a character.
 fn token_text(server: &Server, before: Option<u32>, token: u32) -> String {
     let text = server.tokenizer.decode_behind(before.as_slice(), &[token]).unwrap_or_default();
     match text.is_empty() || text.contains(char::REPLACEMENT_CHARACTER) {
@@ -222,11 +223,12 @@ fn token_text(server: &Server, before: Option<u32>, token: u32) -> String {
     }
 }
 
+/// `logprobs` in the form of OpenAI's completions.
 fn completion_logprobs(tokens: &[ShownToken]) -> Value {
     let top = |token: &ShownToken| {
         let mut map = Map::new();
         for (text, log_probability) in &token.top {
-            // Of tokens with one text the likeliest counts.
+            // Several tokens may have the same text: the likeliest counts.
             map.entry(text.as_str()).or_insert((*log_probability).into());
         }
         token.log_probability.map(|_| map)
@@ -239,6 +241,7 @@ fn completion_logprobs(tokens: &[ShownToken]) -> Value {
     })
 }
 
+/// `logprobs` in the form of OpenAI's chats.
 fn chat_logprobs(tokens: &[ShownToken]) -> Value {
     let one = |text: &str, log_probability: Option<f64>| {
         let bytes = text.as_bytes();

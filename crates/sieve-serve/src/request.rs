@@ -184,7 +184,7 @@ fn completion_prompts(fields: &mut Fields, server: &Server) -> Result<Vec<Tokens
         _ => Err(invalid("prompt is not a string, a list of tokens, or a list of either")),
     };
     let from_start = |(tokens, text): TokensAndText| match tokens.is_empty() {
-        // A document's start, as generate begins an empty prompt.
+        // An empty prompt becomes the end-of-document token, as in `sieve generate`.
         true => (vec![server.settings.eos_id], text),
         false => (tokens, text),
     };

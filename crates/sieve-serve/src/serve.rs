@@ -115,7 +115,7 @@ pub fn serve<B: DeviceBackend>(
     let stop = stop.receiver();
     let requests = std::thread::Builder::new().name("requests".to_owned()).spawn(move || {
         let done = runtime.block_on(listen::accept(listener, server, stop));
-        // Requests that are not answered yet are dropped, and with them the queue's end.
+        // Drops unanswered requests, and with them the sending end of the queue, so that the worker ends.
         runtime.shutdown_background();
         done
     })?;

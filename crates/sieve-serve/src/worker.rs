@@ -14,7 +14,7 @@ use std::sync::mpsc::Receiver;
 /// Tokens of prompts that are read before the open texts get their next token.
 const PROMPT_TOKENS: usize = 2048;
 
-/// Takes texts until no request can come any more and all texts have ended.
+/// Decodes the texts that requests send through the queue.
 pub(crate) struct Worker<'a, B: DeviceBackend> {
     engine: &'a Engine<'a, B>,
     metrics: &'a Metrics,
@@ -35,6 +35,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         Self { engine, metrics, texts, num_waiting, waiting: VecDeque::new(), open }
     }
 
+    /// Decodes until the queue is closed and every text has ended.
     pub(crate) fn run(mut self) {
         loop {
             if self.open.is_empty() && self.waiting.is_empty() {
@@ -99,7 +100,7 @@ impl<'a, B: DeviceBackend> Worker<'a, B> {
         }
     }
 
-    /// Scores prompts, and draws one token behind each that asks for it.
+    /// Scores prompts, and draws one token after each that asks for it.
     fn score(&self, texts: Vec<Text>) -> Result<(), EvalError> {
         let Engine { model, device, .. } = *self.engine;
         let num_top = texts.iter().filter_map(|text| text.num_top).max().unwrap_or(0);
@@ -228,7 +229,7 @@ impl<'t> Writing<'t> {
             (shown, self.has_stopped) = self.stop.push(&stream.push(token)?);
             self.has_ended = self.has_stopped || self.num_tokens == self.text.max_tokens;
             if self.has_stopped {
-                // Nothing held back comes behind a stop text.
+                // After a stop text, bytes that were held back are not sent.
                 self.stream = None;
             }
         }

@@ -25,7 +25,7 @@ struct Inputs<'a> {
     keys: &'a Keys<'a>,
 }
 
-/// Working memory of one thread.
+/// Working memory of one thread; a panel has W columns of a head.
 struct Scratch<const W: usize> {
     q: RowPanels<W>,
     d_o: RowPanels<W>,
@@ -54,8 +54,8 @@ struct RowStatistics {
     o_dot_d_o: Aligned<[f32; LANES]>,
 }
 
-/// Runs [`attention_backward`](super::attention_backward) with panels of W columns. The segments of a group (one batch
-/// row and KV head) are tasks of their own; their sums are added in order.
+/// Runs [`attention_backward`](super::attention_backward) with panels of W columns. A group is one batch row and
+/// KV head; its segments (runs of tiles) are tasks, whose sums of dk and dv are added in order.
 #[allow(clippy::too_many_arguments, reason = "the operands of the public function")]
 pub(super) fn run<const W: usize>(
     shape: AttentionShape,

@@ -12,7 +12,7 @@ use super::shape::{AttentionShape, Documents, Mask};
 use super::tile::{KeyBlock, Pairs, RowPanels, Tile, row_positions};
 use crate::simd::{exp_below, on_arch};
 
-/// The queries of a tile in panels, the block of keys that is read next, and the running softmax and output.
+/// The queries of a tile in panels of W columns, the block of keys that is read next, the running softmax and output.
 pub(crate) struct TileState<const W: usize> {
     q: RowPanels<W>,
     /// Positions of each panel's rows, -1 for unused rows.

@@ -250,7 +250,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_largest_bias_seen_is_the_largest() {
+    fn bases_are_the_largest_biases_that_queries_see() {
         let expire = [7, 1, 2, 5, 4, 7, 7];
         let delta = [-3.0, 9.0, -4.0, 1e26, 2.0, -8192.0, 1.0];
         let seen = |i: usize| {

@@ -39,6 +39,7 @@ pub struct ListedAttention {
     pools: Pools,
 }
 
+/// Buffers by the columns of a panel, which depend on the head's width.
 enum Pools {
     Of16(Pool<TileState<16>>),
     Of32(Pool<TileState<32>>),

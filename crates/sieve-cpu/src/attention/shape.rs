@@ -107,6 +107,7 @@ impl AttentionShape {
         Self { head_dim_v, ..self }
     }
 
+    /// Panics unless sizes, documents and mask fit each other.
     pub(super) fn check(&self, documents: Documents<'_>, mask: Mask<'_>) {
         assert!(self.num_kv_heads > 0 && self.head_dim > 0, "attention: num_kv_heads and head_dim must not be 0");
         assert!(self.num_heads > 0, "attention: num_heads must not be 0");

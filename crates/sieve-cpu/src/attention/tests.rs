@@ -16,7 +16,7 @@ struct Case {
     end: Vec<i32>,
     expire: Vec<i32>,
     delta: Vec<f32>,
-    /// By size and number of the blocks.
+    /// Blocks that the queries chose, by `[block size, blocks per query]`.
     chosen: BTreeMap<[usize; 2], Vec<i32>>,
     d_o: Vec<f32>,
 }
@@ -33,13 +33,14 @@ struct Results {
 enum Kind {
     Causal,
     Window(usize),
+    /// DMA: queries see a key until its `expire`.
     Expire,
-    /// Blocks of a size, so many of them.
+    /// Chosen blocks, `[block size, blocks per query]`.
     Chosen([usize; 2]),
 }
 
-/// Sizes and numbers of blocks; one is longer than the keys that are gathered at once, one holds a whole row, and in
-/// one there are more than most rows have.
+/// `[block size, blocks per query]`. A block of 112 keys is more than are gathered at once, one of 4096 is a whole row,
+/// and most rows have fewer than 9 blocks of 64.
 const CHOSEN: [[usize; 2]; 5] = [[4, 3], [16, 5], [112, 1], [4096, 2], [64, 9]];
 
 fn shape(batch: usize, seq_len: usize, num_heads: usize, num_kv_heads: usize, head_dim: usize) -> AttentionShape {
@@ -47,6 +48,7 @@ fn shape(batch: usize, seq_len: usize, num_heads: usize, num_kv_heads: usize, he
 }
 
 impl Case {
+    /// `packed`: rows have several documents. `keep_window_size`: keys that DMA keeps for a query.
     fn new(shape: AttentionShape, packed: bool, keep_window_size: usize, seed: u64) -> Self {
         let mut random = Random(seed);
         let (start, end) =
@@ -101,6 +103,7 @@ impl Case {
         AttentionCall::packed(self.shape, qkv, self.documents(), mask, &self.d_o).run(Rounding::None)
     }
 
+    /// Compares outputs and gradients with the definition.
     fn check(&self, kind: Kind) {
         let got = self.run(kind);
         let expected = self.definition(&self.qkv, self.mask(kind));
@@ -201,10 +204,10 @@ fn keeping_every_key_is_dense_with_a_bias() {
 }
 
 #[test]
-fn a_block_that_nobody_chose_is_never_read() {
+fn a_block_that_no_query_chose_is_never_read() {
     let mut case = Case::new(shape(1, 196, 2, 1, 16), false, 5, 3);
     let sizes = [8, 3];
-    // Everybody keeps the first block, its own and the one before: then tokens 24 to 39 alone see block 3.
+    // Every query keeps the first block, its own and the one before: only queries 24 to 39 see block 3.
     let kept = (0..196).flat_map(|token| {
         let own = token / 8;
         [0, if own > 1 { own - 1 } else { -1 }, if own > 0 { own } else { -1 }]
@@ -216,7 +219,8 @@ fn a_block_that_nobody_chose_is_never_read() {
         case.qkv[token * len + 2 * 16..(token + 1) * len].fill(f32::NAN);
     }
     let after = case.run(Kind::Chosen(sizes));
-    // Rows of the two panels that hold queries 24 to 39, 32 tokens each, multiply the block's values by 0.
+    // A panel has 64 rows: 32 queries of two heads. The two panels that hold queries 24 to 39 multiply the block's
+    // values by 0 for their other queries, so these become NaN too; later panels do not read the block.
     let panel = 64 * 2 * 16;
     assert!(before.o[panel..] == after.o[panel..]);
     assert!(after.o[39 * 2 * 16].is_nan());
@@ -231,7 +235,7 @@ fn a_block_after_its_query_is_refused() {
 }
 
 #[test]
-fn beside_large_biases_scores_keep_their_digits() {
+fn scores_keep_their_digits_next_to_large_biases() {
     let case = Case::new(shape(1, 90, 2, 1, 16), true, 12, 6);
     for largest in [2.2e4, 4.9e8, 1.0e26, 8192.0, -8192.0] {
         let mut case = case.clone();
@@ -288,7 +292,7 @@ fn later_tokens_leave_earlier_rows_of_dma_within_rounding() {
 }
 
 #[test]
-fn keys_that_nobody_sees_may_be_nan() {
+fn keys_that_no_query_sees_may_be_nan() {
     on_every_arch(|| {
         let shape = shape(2, 333, 4, 2, 48);
         let case = Case::new(shape, true, 5, 10);
@@ -320,7 +324,7 @@ fn keys_that_nobody_sees_may_be_nan() {
 }
 
 #[test]
-fn a_row_that_sees_nothing_is_empty() {
+fn a_query_that_sees_no_key_has_zero_output_and_gradients() {
     on_every_arch(|| {
         let shape = shape(1, 70, 2, 1, 16);
         let mut case = Case::new(shape, false, 70, 11);
@@ -355,7 +359,7 @@ fn threads_do_not_change_a_bit() {
 }
 
 #[test]
-fn the_definition_s_gradients_are_its_differences() {
+fn gradients_of_the_definition_are_its_finite_differences() {
     let case = Case::new(shape(1, 9, 4, 2, 3), true, 3, 13);
     for kind in [Kind::Causal, Kind::Window(4), Kind::Expire, Kind::Chosen([4, 3])] {
         let loss = |qkv: &[f32], delta: &[f32]| {
@@ -401,7 +405,7 @@ fn a_short_operand_is_refused() {
 }
 
 #[test]
-fn narrow_values_are_wide_values_cut_off() {
+fn values_narrower_than_keys_give_what_values_padded_with_zeros_give() {
     on_every_arch(|| {
         for (n, heads, d, d_v) in [(70, 3, 24, 16), (130, 2, 192, 128), (33, 2, 96, 64)] {
             let mut random = Random(n as u64);

@@ -19,7 +19,7 @@ const STEP: usize = 32;
 /// Accumulators of a tile: as many as a vector has lanes, so that the sums of their lanes are one vector.
 const SUMS: usize = 16;
 
-/// Bytes of rounded x that a task multiplies with one group of outputs after the other. They stay in the second cache,
+/// Bytes of rounded x that a task multiplies with one group of outputs after the other. They stay in the L2 cache,
 /// which has at least 1 MiB on CPUs with `vdpbf16ps`.
 const BLOCK_BYTES: usize = 192 << 10;
 
@@ -33,7 +33,7 @@ const AHEAD: usize = 12288;
 /// Fewest groups of rows that a task rounds.
 const MIN_ROUNDED_GROUPS: usize = 16;
 
-/// Elements of a row of x or of zeros behind its end; aligned, so that no load touches two cache lines.
+/// Elements of a row of x, with zeros after its end; aligned, so that no load touches two cache lines.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Vector([bf16; STEP]);
@@ -143,6 +143,7 @@ impl Task<'_> {
                 weights[output] = &weight[(first + output).min(outputs - 1) * d_in..][..d_in];
             }
             let last = outputs.min(first + OUTPUTS);
+            // With one group of rows each weight is loaded once, so reading the weight takes the time.
             let is_memory_bound = groups.len() == steps;
             if !is_memory_bound {
                 let next_group = OUTPUTS * d_in;
@@ -242,7 +243,7 @@ fn load(from: &[bf16; STEP]) -> __m512bh {
     unsafe { std::mem::transmute(_mm512_loadu_si512(from.as_ptr().cast())) }
 }
 
-/// The vector of a row's end, fewer than [`STEP`] elements, and zeros behind them.
+/// The vector of a row's end: fewer than [`STEP`] elements, then zeros.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn load_part(from: &[bf16]) -> __m512bh {

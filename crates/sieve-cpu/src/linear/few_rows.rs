@@ -10,7 +10,7 @@ use std::arch::x86_64::{__m256, __m256d, __m512, __m512d, _MM_HINT_T0, _mm_prefe
 
 use super::weight::{MAX_DEPTH, TASK_OUTPUTS, Weight};
 
-/// Most rows of x that this form takes.
+/// Most rows of x for which this kernel is used.
 pub(super) const FEW_ROWS: usize = 8;
 
 /// Number of weights from which all threads are used.

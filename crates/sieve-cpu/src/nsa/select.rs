@@ -119,8 +119,9 @@ pub fn choose_key_blocks(
     });
 }
 
-/// Importance of the blocks `0..=own` for one chooser of a query. `scores(head)` is `q . k` of a query head with each
-/// pooled key whose tokens all come before the query or end with it.
+/// Importance of the blocks `0..=own` for one chooser of a query: a query head, or by some rules a KV head, whose query
+/// heads choose together. `scores(head)` is `q . k` of a query head with each pooled key whose tokens all come before
+/// the query or end with it.
 fn importance(
     shape: AttentionShape,
     choice: BlockChoice,

@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_block_is_dropped_and_blocks_of_128_are_cut() {
+    fn invalid_indices_are_dropped_and_blocks_of_128_tokens_are_cut() {
         // Two documents, of 300 and 100 tokens.
         let start = [vec![0; 300], vec![300; 100]].concat();
         let indices = [2, 0, -1, 0, 7].repeat(400);

@@ -95,7 +95,7 @@ pub fn ask_long<B: DeviceBackend>(
 ) -> Result<Vec<SampleScore>, EvalError> {
     let shape = model.model.shape();
     check_length(texts.length, shape)?;
-    // Of each sample the right answer is the first one.
+    // The first ending of each sample is the right answer.
     let endings = texts.samples.iter().map(|(sample, _)| {
         let answers = sample.references.iter().take(1).chain(&sample.wrong);
         let endings = answers.map(|answer| model.tokenizer.encode(&format!(" {answer}")));

@@ -51,7 +51,7 @@ pub fn long_texts(
             if parts == fewest {
                 return Err(maker.too_short(tokens.len()));
             }
-            // As many parts as take the surplus tokens.
+            // As many parts fewer as the surplus tokens take, and one at least.
             let surplus = parts * (tokens.len() - room) / tokens.len();
             parts = parts.saturating_sub(surplus.max(1)).max(fewest);
         });
@@ -59,6 +59,7 @@ pub fn long_texts(
     Ok(LongTexts { task, length, samples })
 }
 
+/// Makes samples of one task and length.
 struct Maker<'a> {
     task: LongTask,
     source: &'a LongSource,
@@ -69,6 +70,7 @@ struct Maker<'a> {
 }
 
 impl Maker<'_> {
+    /// Sample `number` with this many parts, and its prompt's tokens.
     fn make(&self, number: u64, parts: usize) -> Result<(LongSample, Vec<u32>), EvalError> {
         let name = self.task.name();
         let mut random = Random::new(self.split, self.seed, name, self.length, number);

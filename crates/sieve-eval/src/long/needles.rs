@@ -9,6 +9,7 @@ pub(super) const NOISE: &str =
 /// Needles in essays are placed at depths drawn from this many even steps from 0 to 100 %.
 const NUM_DEPTHS: usize = 40;
 
+/// What the needles are hidden in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Hay {
     Noise,
@@ -16,6 +17,7 @@ enum Hay {
     Needles,
 }
 
+/// What a needle's key or its value is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Thing {
     Words,
@@ -78,6 +80,7 @@ impl Needles {
         }
     }
 
+    /// Fewest parts of the text: as many as needles, since each is inserted before another part.
     pub(super) fn fewest(self) -> usize {
         self.num_keys * self.num_values
     }
@@ -150,6 +153,7 @@ impl Needles {
         }
     }
 
+    /// The text with its question, in RULER's words for one value or for several.
     fn prompt(self, context: &str, queries: &[&str]) -> String {
         let query = match queries {
             [one] => (*one).to_owned(),

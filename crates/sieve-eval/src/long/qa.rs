@@ -86,6 +86,7 @@ impl QaData {
         self.documents.len()
     }
 
+    /// Each paragraph is a document; questions without an answer are left out.
     fn of_squad(squad: Squad) -> Self {
         let contexts = squad.data.iter().flat_map(|article| &article.paragraphs);
         let (documents, numbers) = numbered(contexts.map(|paragraph| paragraph.context.clone()));
@@ -112,6 +113,7 @@ impl QaData {
         Self { documents, questions }
     }
 
+    /// Each titled text in a question's context is a document.
     fn of_hotpot(hotpot: Vec<HotpotQuestion>) -> Self {
         let text = |(title, sentences): &(String, Vec<String>)| format!("{title}\n{}", sentences.concat());
         let contexts = hotpot.iter().flat_map(|question| &question.context);

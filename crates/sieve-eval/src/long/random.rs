@@ -97,6 +97,7 @@ impl Random {
     /// A random UUID of version 4.
     pub(super) fn uuid(&mut self) -> String {
         let (a, b) = (self.random.next_u64(), self.random.next_u64());
+        // Sets the bits of version 4, and those of the variant (RFC 9562).
         let (a, b) = ((a & !0xf000) | 0x4000, (b & !(3 << 62)) | (2 << 62));
         format!(
             "{:08x}-{:04x}-{:04x}-{:04x}-{:012x}",

@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_the_room_is_told_with_what_it_needs() {
+    fn a_buffer_that_is_too_small_is_refused_with_the_tokens_it_needs() {
         let config = NeedleConfig { lengths: vec![300], depths: vec![0.0], num_needles: 1, buffer: 30, seed: 0 };
         let error = samples(&config, &tokenizer()).err().expect("too little");
         let EvalError::NeedleTooLong { needed, buffer: 30 } = error else {

@@ -29,6 +29,7 @@ fn task_model<'a>(model: &'a Qwen3<Flex>, tokenizer: &'a Tokenizer) -> TaskModel
     TaskModel { model, tokenizer, ends: &[0], device: &FlexDevice }
 }
 
+/// Kinds of attention whose windows and blocks are shorter than the texts.
 fn kinds() -> [Attention; 8] {
     let [pooled, by_head, indexed] = block_kinds(&[
         ("compress_block_size", 8),
@@ -53,10 +54,12 @@ fn config() -> NeedleConfig {
     NeedleConfig { lengths: vec![160, 250], depths: vec![0.0, 60.0, 100.0], num_needles: 2, buffer: 130, seed: 5 }
 }
 
+/// The report on the needles of `config`, asked of a tiny model.
 fn asked(attention: Attention, config: &NeedleConfig, selector: Option<&str>) -> Result<NeedleReport, EvalError> {
     asked_in(&tokenizer(), attention, config, selector)
 }
 
+/// As [`asked`], with another tokenizer.
 fn asked_in(
     tokenizer: &Tokenizer,
     attention: Attention,
@@ -123,7 +126,7 @@ fn a_model_that_knows_nothing_ranks_as_a_guess_does() {
 }
 
 #[test]
-fn selectors_act_and_everything_kept_changes_nothing() {
+fn selectors_change_the_results_unless_they_keep_everything() {
     let own = asked(Attention::Mha, &config(), None).expect("it fits");
     let with = |text| asked(Attention::Mha, &config(), Some(text)).expect("it fits");
     let all = with("meanpool:tau=1,min_prefill_tokens=0");
@@ -137,14 +140,14 @@ fn selectors_act_and_everything_kept_changes_nothing() {
 }
 
 #[test]
-fn ranks_of_equals_are_shared() {
+fn equal_likelihoods_share_their_ranks() {
     assert_eq!(rank(&[0.0, -1.0, -2.0]), 1.0);
     assert_eq!(rank(&[-3.0, -1.0, -2.0]), 3.0);
     assert_eq!(rank(&[0.0; 11]), 6.0);
 }
 
 #[test]
-fn grids_reach_from_end_to_end() {
+fn linear_grids_include_both_ends() {
     assert_eq!(linear_grid(0.0, 100.0, 5), [0.0, 25.0, 50.0, 75.0, 100.0]);
     assert_eq!(linear_grid(0.0, 100.0, 1), [100.0]);
     assert!(linear_grid(0.0, 100.0, 0).is_empty());
@@ -153,7 +156,7 @@ fn grids_reach_from_end_to_end() {
 
 // The command line's tests have the other refusals.
 #[test]
-fn no_lengths_are_refused() {
+fn an_empty_list_of_lengths_is_refused() {
     let none = NeedleConfig { lengths: Vec::new(), ..config() };
     refusal(asked(Attention::Mha, &none, None), "at least one");
 }

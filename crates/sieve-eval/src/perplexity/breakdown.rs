@@ -98,6 +98,7 @@ impl Breakdown {
         }
     }
 
+    /// Adds the loss of one prediction to the groups that it belongs to.
     pub(super) fn add(&mut self, place: &Place, nats: f64) {
         self.all.add(nats);
         let power = place.num_seen.max(1).ilog2() as usize;

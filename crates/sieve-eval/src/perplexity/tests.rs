@@ -20,6 +20,7 @@ fn model(attention: Attention) -> Qwen3<Flex> {
     Qwen3::new(&shape, 3, &Default::default())
 }
 
+/// Documents of so many tokens, with made-up sizes and words.
 fn documents(lengths: &[usize]) -> Vec<EvalDocument> {
     let token = |n: usize| ((n * 7 + n * n * 3) % VOCAB_SIZE) as u32;
     lengths
@@ -94,6 +95,7 @@ fn expected_nats(model: &Qwen3<Flex>, config: &PerplexityConfig, lengths: &[usiz
     nats
 }
 
+/// One window in each forward pass.
 const ONE_BY_ONE: PerplexityConfig = PerplexityConfig {
     context: 9,
     stride: 4,
@@ -114,6 +116,7 @@ fn packed_windows_equal_windows_alone_for_every_kind() {
             let config = PerplexityConfig { batch_tokens, rolling_bos, ..ONE_BY_ONE };
             let report = run(&model, &config, &lengths);
             let expected = expected_nats(&model, &config, &lengths);
+            // The eight documents have 77 tokens, and the first of each is not predicted.
             assert_eq!(report.num_tokens, 77 - 8);
             // The rolling likelihood does not predict the end-of-document token, which is a document's last token.
             let rolling = report.lm_eval_rolling.expect("a prefix is given");
@@ -136,7 +139,7 @@ fn packed_windows_equal_windows_alone_for_every_kind() {
 }
 
 #[test]
-fn the_units_agree() {
+fn perplexities_per_token_word_and_byte_come_from_the_same_nats() {
     let report = run(&model(Attention::Mha), &ONE_BY_ONE, &[30, 12]);
     assert_eq!((report.num_words, report.num_bytes), (42, 126));
     let bits = report.num_bytes as f64 * report.bits_per_byte;
@@ -151,7 +154,7 @@ fn the_units_agree() {
 }
 
 #[test]
-fn the_parts_sum_to_the_whole_and_a_use_out_of_sight_is_none() {
+fn parts_of_the_loss_sum_to_it_and_a_use_outside_the_window_counts_as_new() {
     let model = model(Attention::Mha);
     let far = |context, far: &[usize]| {
         let config = PerplexityConfig { context, stride: 4, far: far.to_vec(), ..ONE_BY_ONE };
@@ -180,7 +183,7 @@ fn the_parts_sum_to_the_whole_and_a_use_out_of_sight_is_none() {
 }
 
 #[test]
-fn refuses_settings_and_documents_that_mean_nothing() {
+fn settings_out_of_range_and_documents_without_a_prediction_are_refused() {
     let model = model(Attention::Mha);
     let with = |context, stride| PerplexityConfig { context, stride, ..ONE_BY_ONE };
     for (config, lengths, words) in [

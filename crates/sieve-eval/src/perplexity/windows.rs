@@ -100,7 +100,7 @@ mod tests {
         }
     }
 
-    /// A text of this many tokens behind a prefix, and its windows by lm-evaluation-harness.
+    /// A text of this many tokens after a prefix, and its windows by lm-evaluation-harness.
     #[derive(serde::Deserialize)]
     struct Rolling {
         num_tokens: usize,
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn rolling_windows_are_the_harnesss() {
+    fn rolling_windows_agree_with_lm_evaluation_harness() {
         let cases = include_str!("../../../../tests/golden/rolling_windows.json");
         let cases: Vec<Rolling> = serde_json::from_str(cases).expect("its form");
         assert_eq!(cases.len(), 65);

@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn every_ready_grid_is_one() {
+    fn every_ready_grid_parses_and_names_each_selector_once() {
         for (name, text) in READY_GRIDS {
             let (found, forbidden) = selector_grid(name, text).expect(name);
             assert!(found.len() >= 8, "{name}");

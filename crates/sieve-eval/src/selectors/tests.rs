@@ -26,6 +26,7 @@ fn measured_with(selections: &[Selection]) -> Vec<SelectorMeasure> {
     measures.map(|measure| measure.expect("valid")).collect()
 }
 
+/// Measures each selection on two prompts of 300 tokens; a selection that fails gives its error.
 fn measured_each(selections: &[Selection]) -> Vec<Result<SelectorMeasure, EvalError>> {
     let windows = [window(301), window(301)[1..].iter().chain(&[3]).copied().collect()];
     measure_selectors(&model(Attention::Mha), &windows, selections, &Default::default(), &mut |_| {}).expect("valid")
@@ -57,7 +58,7 @@ fn a_selector_that_fails_leaves_the_others_their_measures() {
 }
 
 #[test]
-fn everything_kept_is_the_model_itself_and_less_is_less() {
+fn keeping_every_key_gives_the_dense_loss_and_keeping_fewer_an_error() {
     let all = measured(&[
         "meanpool:tau=1",
         "streamingllm:n_init=2,n_local=40",
@@ -132,7 +133,7 @@ fn predictions_and_layers_are_compared_with_the_dense_model() {
 }
 
 #[test]
-fn the_first_prompt_runs_once_before_the_clocks() {
+fn a_warm_up_on_the_first_prompt_is_not_counted() {
     let selections = ["meanpool:tau=1", "exact_top:k=1000"].map(selection);
     let mut seen = Vec::new();
     let found =
@@ -151,7 +152,7 @@ fn the_first_prompt_runs_once_before_the_clocks() {
 }
 
 #[test]
-fn the_seconds_of_the_host_hold_its_dense_layers_too() {
+fn the_seconds_on_the_host_include_dense_layers() {
     for text in ["meanpool", "dense", "exact_top:k=9"] {
         let mut selection = selection(text);
         let model = model(Attention::Mha);
@@ -181,7 +182,7 @@ fn a_selector_of_some_layers_leaves_the_others_as_they_are() {
 }
 
 #[test]
-fn a_sweep_moves_density_and_recall_together() {
+fn a_wider_window_raises_density_and_recall() {
     let selections = [40, 80, 160].map(|local| selection(&format!("streamingllm:n_local={local}")));
     let points = sweep_selectors(&model(Attention::Mha), &window(301), &selections, &Default::default());
     let points: Result<Vec<(f64, f64)>, EvalError> = points.expect("valid").into_iter().collect();
@@ -220,7 +221,7 @@ fn chunks_of_whole_blocks_measure_as_the_whole_prompt_does() {
 }
 
 #[test]
-fn keys_are_not_moved_by_the_plain_angles_of_scaled_frequencies() {
+fn methods_that_rotate_keys_are_refused_where_rope_is_scaled() {
     let shape = ModelShape {
         rope_scaling: Some(RopeScaling {
             rope_type: RopeType::Linear,

@@ -19,7 +19,7 @@ impl<'a> TaskChat<'a> {
         Self { system, render, lacks_system: Cell::new(false) }
     }
 
-    /// Whether the template refused a system message, which then was left out, as the harness leaves it out.
+    /// Whether the template refused a system message, which then was left out, as in lm-evaluation-harness.
     pub fn lacks_system(&self) -> bool {
         self.lacks_system.get()
     }
@@ -50,7 +50,7 @@ impl Debug for TaskChat<'_> {
     }
 }
 
-/// Two texts with a blank line between them, unless white space or nothing is there.
+/// Two texts with a blank line between them, unless one is empty or white space already separates them.
 fn joined(first: &str, second: &str) -> String {
     let is_apart = first.is_empty()
         || second.is_empty()

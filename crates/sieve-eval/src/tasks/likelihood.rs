@@ -221,10 +221,9 @@ impl<'a> Question<'a> {
     }
 }
 
-/// Reads the context of neighbours that have the same once into a KV cache, then the continuations after it; `keep`
-/// gets the index of each pair and what its ending scored. With a prefill selector the
-/// context is sparse and later tokens attend to every key; with a decode method the context is dense and later tokens
-/// are sparse.
+/// Reads each context into a KV cache, then the continuations after it. Neighbouring pairs with the same context share
+/// one reading. `keep` gets the index of each pair and its ending's likelihood. With a prefill selector the context is
+/// sparse and later tokens attend to every key; with a decode method the context is dense and later tokens are sparse.
 pub(super) fn score_after_contexts<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     pairs: &[Pair],

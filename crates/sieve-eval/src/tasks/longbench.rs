@@ -60,7 +60,7 @@ mod tests {
     use crate::tasks::{READY_TASKS, mean_of};
 
     #[test]
-    fn data_sets_count_alike_in_the_mean_and_categories_in_the_overall() {
+    fn the_mean_is_over_data_sets_and_the_overall_over_categories() {
         let report = |name: &str, value: f64| TaskReport {
             task: format!("{PREFIX}{name}"),
             num_rows: 1,

@@ -64,6 +64,7 @@ enum Texts<T> {
     Templates(Vec<T>),
 }
 
+/// The keys of a task's TOML file.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
@@ -159,7 +160,9 @@ pub struct Task {
     labels: Option<Texts<Template>>,
     label: Option<Template>,
     filters: Vec<Filter>,
+    /// Text between a prompt and its answer.
     delimiter: String,
+    /// Column with all classes, for a classification.
     classes: Option<String>,
     /// Whether a prompt that is too long is cut in its middle instead of at its beginning.
     pub(super) cut_middle: bool,
@@ -169,8 +172,10 @@ pub struct Task {
 /// How a text is generated and compared with the answers.
 #[derive(Clone, Debug)]
 pub(super) struct Matching {
+    /// Texts that end an answer.
     pub(super) stop: Vec<String>,
     pub(super) max_new_tokens: usize,
+    /// Only the number after this text is compared; `None`: the whole text.
     pub(super) number_after: Option<String>,
     pub(super) ignore_case: bool,
     pub(super) ignore_punctuation: bool,
@@ -316,7 +321,7 @@ impl Task {
             Some(label) => {
                 let label = label.render(row)?;
                 let labels = self.labels.as_ref().map(list).transpose()?;
-                // Choices that the task itself names are what a row may call them: "B".
+                // Where the task's file lists the choices, a row may give the label as one of them, as "B".
                 let names = match &self.endings {
                     Texts::Templates(_) => endings.as_slice(),
                     Texts::Column(_) => &[],
@@ -446,7 +451,7 @@ mod tests {
         );
         let shot = task.shot(&rows(row)[0]).expect("an example");
         assert_eq!(shot, pair("Ann met Eve, and Eve", "smiled."));
-        // LongBench v2's own file, and the one with a column of choices.
+        // A row of LongBench v2's own file, and a row that has the choices in one column.
         let own = concat!(
             r#"{"_id": "6", "question": "Who? ", "choice_A": "Ann", "choice_B": "Eve", "choice_C": "Joe", "#,
             r#""choice_D": "Sue", "answer": "C", "context": "It was Joe."}"#

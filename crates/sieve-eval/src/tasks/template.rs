@@ -48,6 +48,7 @@ impl Filter {
         })
     }
 
+    /// The filtered text; an error says what the text lacks.
     pub(super) fn apply(self, text: &str) -> Result<String, String> {
         let blank = || text.split_once('_').ok_or_else(|| format!("has no blank (_) in {text:?}"));
         Ok(match self {
@@ -195,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn places_hold_columns_groups_and_lists() {
+    fn templates_name_columns_groups_and_lists() {
         let render = |text: &str| Template::parse(text).and_then(|t| t.render(&row()));
         for [template, text] in cases(
             r#"
@@ -224,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn wikihow_leaves_no_brackets() {
+    fn wikihow_removes_brackets_that_close_on_their_line() {
         let text = " How to [a] sit [title] Take a [step] chair.  [open\n] end ";
         assert_eq!(wikihow(text), "How to sit. Take a chair. [open\n] end");
         assert_eq!(wikihow("x [header] y [title] z"), "x y. z");

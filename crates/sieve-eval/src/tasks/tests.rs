@@ -38,25 +38,27 @@ fn piqa(num_rows: usize) -> Vec<TableRow> {
     rows(&(0..num_rows).map(row).collect::<Vec<_>>())
 }
 
+/// The report of a ready task, asked of a tiny model.
 fn ask(attention: Attention, task: &str, data: &TaskRows, run: TaskRun) -> Result<TaskReport, EvalError> {
     let tokenizer = tokenizer();
     let (model, device) = (tiny_model(attention, 64), Default::default());
-    let model = asked(&model, &tokenizer, &device);
+    let model = task_model(&model, &tokenizer, &device);
     let task = Task::ready(task).expect("ready");
     let texts = TaskTexts::new(&task, data, run, None, &tokenizer, 64)?;
     run_task(&model, &texts, None, &mut |_, _| {})
 }
 
-fn asked<'a>(model: &'a Qwen3<Flex>, tokenizer: &'a Tokenizer, device: &'a FlexDevice) -> TaskModel<'a, Flex> {
+fn task_model<'a>(model: &'a Qwen3<Flex>, tokenizer: &'a Tokenizer, device: &'a FlexDevice) -> TaskModel<'a, Flex> {
     TaskModel { model, tokenizer, ends: &[30], device }
 }
 
-/// Tokens of a text that is no chat.
+/// Encodes a text that is no chat.
 const PLAIN: likelihood::Encode = Tokenizer::encode_with_bos;
 const ZERO_SHOT: TaskRun = TaskRun { fewshot: 0, limit: None, truncate: false };
+/// Long texts are cut instead of refused.
 const CUT: TaskRun = TaskRun { truncate: true, ..ZERO_SHOT };
 
-fn only(rows: Vec<TableRow>) -> TaskRows {
+fn without_examples(rows: Vec<TableRow>) -> TaskRows {
     TaskRows { rows, examples: None }
 }
 
@@ -72,7 +74,7 @@ fn mixed(from: usize, len: usize) -> String {
 }
 
 #[test]
-fn packed_rows_give_each_pair_what_it_has_alone() {
+fn packed_pairs_get_the_likelihoods_that_each_has_alone() {
     let tokenizer = tokenizer();
     let device = Default::default();
     for attention in [Attention::Mha, Attention::swa(3)] {
@@ -84,7 +86,7 @@ fn packed_rows_give_each_pair_what_it_has_alone() {
                 pair.expect("known words").expect("something to score")
             })
             .collect();
-        let asked = asked(&model, &tokenizer, &device);
+        let asked = task_model(&model, &tokenizer, &device);
         let questions: Vec<Vec<Pair>> = pairs.iter().map(|pair| vec![pair.clone()]).collect();
         let found = likelihoods(&asked, &questions, true, None, &mut |_| {}).expect("finite");
         for (pair, found) in pairs.iter().zip(&found) {
@@ -93,6 +95,7 @@ fn packed_rows_give_each_pair_what_it_has_alone() {
             let logits: Vec<f32> = logits(&model, inputs, &device).expect("known").to_vec().expect("f32");
             let (mut expected, mut greedy) = (0.0, true);
             for at in inputs.len() - num_scored..inputs.len() {
+                // The vocabulary has 31 tokens.
                 let row = &logits[at * 31..(at + 1) * 31];
                 let sum: f64 = row.iter().map(|&x| f64::from(x).exp()).sum();
                 let label = tokens[at + 1] as usize;
@@ -107,8 +110,8 @@ fn packed_rows_give_each_pair_what_it_has_alone() {
 }
 
 #[test]
-fn scores_are_those_of_the_rows() {
-    let data = only(piqa(60));
+fn accuracy_is_the_share_of_rows_whose_right_choice_is_likeliest() {
+    let data = without_examples(piqa(60));
     let report = ask(Attention::Mha, "piqa", &data, ZERO_SHOT).expect("scores");
     let names: Vec<&str> = report.scores.iter().map(|score| score.name).collect();
     assert_eq!(names, ["acc", "acc_norm", "acc_bytes"]);
@@ -134,7 +137,7 @@ fn scores_are_those_of_the_rows() {
 fn examples_are_the_first_rows_and_never_the_row_asked() {
     let (task, rows) = (Task::ready("piqa").expect("ready"), piqa(3));
     let shot = |n: usize| task.shot(&rows[n]).expect("an example");
-    let data = only(rows.clone());
+    let data = without_examples(rows.clone());
     let before = |n: usize, fewshot| shots(&task, &data, fewshot, &rows[n]);
     assert_eq!(before(2, 2).expect("two"), [shot(0), shot(1)]);
     assert_eq!(before(0, 2).expect("two"), [shot(1), shot(2)]);
@@ -149,7 +152,7 @@ fn examples_are_the_first_rows_and_never_the_row_asked() {
 fn long_texts_are_refused_or_cut_at_their_beginning() {
     let long = |len: usize| {
         let text = text_of((0..len).map(|n| n % 29));
-        only(rows(&[format!(r#"{{"text": "{text}"}}"#)]))
+        without_examples(rows(&[format!(r#"{{"text": "{text}"}}"#)]))
     };
     let fits = ask(Attention::Mha, "lambada_openai", &long(65), ZERO_SHOT).expect("64 go in");
     assert_eq!(fits.num_truncated, 0);
@@ -167,7 +170,7 @@ fn long_prompts_lose_their_middle_and_texts_are_scored() {
     let row = |context: &str| {
         let row = serde_json::json!({"context": context, "input": "t3", "answers": ["t5 t6", "x"],
             "all_classes": null, "length": 3, "dataset": "hotpotqa"});
-        only(rows(&[row.to_string()]))
+        without_examples(rows(&[row.to_string()]))
     };
     let (tokenizer, context) = (tokenizer(), 64 + 32);
     let task = Task::ready("longbench_hotpotqa").expect("ready");
@@ -187,6 +190,7 @@ fn long_prompts_lose_their_middle_and_texts_are_scored() {
     let exact = Task::ready("triviaqa").expect("ready");
     assert_eq!(exact.matching.score("x", &["x".to_owned()], &[]), None);
     let mean = mean_of("x", vec![0.0, 1.0, 0.5]);
+    // The three values have a sample variance of 0.25.
     assert_eq!((mean.value, mean.stderr), (0.5, Some((0.25f64 / 3.0).sqrt())));
 }
 
@@ -195,7 +199,7 @@ fn long_prompts_lose_their_middle_and_texts_are_scored() {
 fn every_longbench_task_takes_short_and_long_prompts() {
     let tokenizer = tokenizer();
     let (model, device) = (tiny_model(Attention::Mha, 1024), Default::default());
-    let asked = asked(&model, &tokenizer, &device);
+    let asked = task_model(&model, &tokenizer, &device);
     let names = READY_TASKS.iter().map(|(name, _)| *name);
     let names: Vec<&str> = names.filter(|name| name.starts_with("longbench_")).collect();
     assert_eq!(names.len(), 16);
@@ -208,7 +212,7 @@ fn every_longbench_task_takes_short_and_long_prompts() {
             .to_string()
         };
         let lengths = [1, room * 2 / 3, room + 70];
-        let data = only(rows(&lengths.map(row)));
+        let data = without_examples(rows(&lengths.map(row)));
         let texts = TaskTexts::new(&task, &data, CUT, None, &tokenizer, 1024).expect(name);
         let Texts::Prompts(prompts) = &texts.texts else { panic!("{name}: prompts") };
         let questions = task.questions(&data.rows).expect("columns");
@@ -226,7 +230,7 @@ fn every_longbench_task_takes_short_and_long_prompts() {
 }
 
 #[test]
-fn a_context_and_its_ending_are_split_where_the_harness_splits_them() {
+fn a_context_and_its_ending_are_split_as_by_lm_evaluation_harness() {
     let text = "the cat sat on the mat and the cat ran to the cat on the mat ".repeat(40);
     let tokenizer = Tokenizer::train_on(std::iter::once(text.as_str()), 270).expect("enough text");
     let eos_id = tokenizer.eos_id().expect("its own name");
@@ -255,6 +259,7 @@ fn a_context_and_its_ending_are_split_where_the_harness_splits_them() {
     }
 }
 
+/// Kinds of attention whose KV caches differ: dense, a window and DMA.
 fn kinds() -> [Attention; 3] {
     let dma = DmaShape { a_init: 0.5, ..DmaShape::published(5) };
     [Attention::Mha, Attention::swa(6), Attention::Dma(dma)]
@@ -262,14 +267,15 @@ fn kinds() -> [Attention; 3] {
 
 /// An ending gets the same score alone, after a prompt that all endings share in a pass, and after a cached prompt.
 #[test]
-fn endings_of_a_shared_prompt_get_what_they_get_alone() {
+fn endings_of_a_shared_prompt_get_the_likelihoods_that_they_get_alone() {
     let tokenizer = tokenizer();
     let device = Default::default();
     let pair = |context: &str, ending: String| {
         let pair = Pair::encode(&tokenizer, PLAIN, 30, [context, &format!(" {ending}")]);
         pair.expect("known words").expect("something to score")
     };
-    // Endings have one token or several, or are equal; or the prompts differ after a common beginning.
+    // 30 questions with 4 endings each. Endings have one token or several, or are equal; or the prompts differ after a
+    // common beginning.
     let questions: Vec<Vec<Pair>> = (0..30)
         .map(|n| {
             let one = |k: usize| match n % 3 {
@@ -282,7 +288,7 @@ fn endings_of_a_shared_prompt_get_what_they_get_alone() {
         .collect();
     for attention in kinds() {
         let model = tiny_model(attention, 64);
-        let asked = asked(&model, &tokenizer, &device);
+        let asked = task_model(&model, &tokenizer, &device);
         let ask = |questions: &[Vec<Pair>]| likelihoods(&asked, questions, true, None, &mut |_| {}).expect("finite");
         let flat = questions.iter().flatten();
         let alone: Vec<Vec<Pair>> = flat.map(|pair| vec![pair.clone()]).collect();
@@ -310,7 +316,7 @@ fn endings_of_a_shared_prompt_get_what_they_get_alone() {
     }
 }
 
-/// Prompts of several lengths, more than one batch decodes, get the same answers as one after another.
+/// The prompts have several lengths and are more than one batch holds.
 #[test]
 fn answers_of_many_prompts_are_those_of_each_alone() {
     let tokenizer = tokenizer();
@@ -324,7 +330,7 @@ fn answers_of_many_prompts_are_those_of_each_alone() {
     let ends = [vec![30], vec![30, 3, 8, 11, 20, 27]];
     for (attention, ends) in kinds().into_iter().flat_map(|kind| ends.each_ref().map(|ends| (kind, ends))) {
         let model = tiny_model(attention, 64);
-        let asked = TaskModel { ends, ..asked(&model, &tokenizer, &device) };
+        let asked = TaskModel { ends, ..task_model(&model, &tokenizer, &device) };
         let mut heard = Vec::new();
         let found = answers(&asked, &prompts, &task.matching, None, &mut |n| heard.push(n));
         let found = found.expect("answers");
@@ -388,9 +394,9 @@ fn chats_are_the_texts_of_lm_evaluation_harness() {
     }
 }
 
-/// A template may write the token that the tokenizer would put first, which then is there once.
+/// A chat template may write the BOS token itself; the tokenizer then adds no second one.
 #[test]
-fn a_chat_begins_with_one_token_of_its_beginning() {
+fn a_chat_begins_with_one_bos_token() {
     let llama = llama_tokenizer();
     let plain = llama.encode_chat("the").expect("text");
     assert_eq!((plain[0], plain.iter().filter(|&&id| id == 1).count()), (1, 1));

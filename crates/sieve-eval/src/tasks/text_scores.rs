@@ -187,6 +187,7 @@ fn numbers(text: &str) -> impl Iterator<Item = &str> {
     text.split(|c: char| !c.is_ascii_digit()).filter(|run| !run.is_empty())
 }
 
+/// Share of the numbers in `text` that equal `answer`.
 fn share_of_numbers(text: &str, answer: &str) -> f64 {
     let all: Vec<&str> = numbers(text).collect();
     let right = all.iter().filter(|number| **number == answer).count();
@@ -260,7 +261,7 @@ mod tests {
     /// The scores are those of lm-evaluation-harness's `longbench/metrics.py`, stored by
     /// tests/python/longbench_scores.py.
     #[test]
-    fn scores_are_those_of_the_scorer() {
+    fn scores_agree_with_the_longbench_scorer_of_lm_evaluation_harness() {
         let golden: Vec<serde_json::Value> =
             serde_json::from_str(include_str!("../../../../tests/golden/longbench_scores.json")).expect("JSON");
         assert!(golden.len() > 200);

@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn h2o_of_equal_attention_the_older_goes() {
+    fn h2o_evicts_the_older_of_keys_with_equal_attention() {
         let shape = LayerShape::new([1, 1], 4, 0);
         let config = H2oConfig { heavy: 2.0, recent: 1.0 };
         let mut state = H2o::new(config, shape);
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn h2o_of_more_keys_than_any_text_has_keeps_all() {
+    fn h2o_with_huge_settings_keeps_all_keys() {
         for [heavy, recent] in [[1e30, 4.0], [4.0, 1e30], [1e30, 1e30]] {
             let config = H2oConfig { heavy, recent };
             let mut state = H2o::new(config.clone(), LayerShape::new([1, 1], 4, 0));

@@ -39,6 +39,7 @@ pub(crate) struct Quest {
     config: QuestConfig,
     /// Smallest key values, `[pages, num_kv_heads, head_dim]`.
     min: Vec<f32>,
+    /// Largest key values, laid out as `min`.
     max: Vec<f32>,
     len: usize,
     dense: bool,
@@ -102,7 +103,7 @@ impl Quest {
                 let scores = self.page_scores(cache, q, kv_head);
                 let last = scores.len() - 1;
                 let pages = self.config.num_pages(n);
-                // Of equal scores the later page is read, so the order is turned round.
+                // Of equal scores the later page is read, so the scores are ranked from the last page on.
                 let turned: Vec<f32> = scores.into_iter().rev().collect();
                 let kept = top_k_forced(&turned, pages, |at| at == 0).into_iter().map(|at| last - at);
                 let tokens = |page: usize| page * self.config.page..((page + 1) * self.config.page).min(n);

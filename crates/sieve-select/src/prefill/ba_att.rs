@@ -101,7 +101,7 @@ impl PrefillMethod for BaAttConfig {
 
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         let n = call.shape.num_keys;
-        // Blocks of earlier segments compete, and there are none.
+        // Only blocks of earlier segments compete; a call within one segment has none.
         if self.causal && n <= self.segment {
             return Selected::dense(call.shape);
         }

@@ -102,7 +102,7 @@ impl PrefillMethod for PbsConfig {
     }
 
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
-        // Blocks of earlier segments compete, and there are none.
+        // Only blocks of earlier segments compete; a call within one segment has none.
         if call.shape.num_keys <= self.segment {
             return Selected::dense(call.shape);
         }
@@ -260,8 +260,8 @@ impl PbsConfig {
     }
 }
 
-/// Keys of each whole segment by falling importance: the mean attention of the last block of queries (eq. 10, with the
-/// token rule inside that block). `None` on NaN.
+/// Keys of each whole segment by falling importance: the attention from the last block of queries (eq. 10; inside that
+/// block a query sees no key after its own position). `None` on NaN.
 fn key_order(call: &Call<'_>, segments: Segments, heads: &[usize], queries: &[Vec<i32>]) -> Option<Vec<i32>> {
     let n = call.shape.num_keys;
     let rows = last_rows(call, segments.tiles.key_tile);

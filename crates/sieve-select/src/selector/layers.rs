@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn one_selector_is_that_of_all_layers() {
+    fn a_single_selector_serves_all_layers() {
         for text in ["meanpool:tau=0.5", "dense"] {
             let selectors = parsed(text).for_layers(2).expect("it fits");
             assert_eq!(selectors.only(), Some(selectors.of(1)));

@@ -78,7 +78,7 @@ mod tests {
     use sieve_core::BlockScores;
 
     #[test]
-    fn a_device_takes_what_its_steps_say_and_no_more() {
+    fn a_device_selects_only_where_it_has_all_steps() {
         let shape = CallShape::new([300, 428], [4, 2], 64);
         let selection = |text: &str| {
             let selector = Selector::parse(text).expect("valid");
@@ -105,6 +105,7 @@ mod tests {
             assert_eq!(selection(text), None, "{text}");
         }
         let of = |text| selection(text).expect("a device takes it");
+        // A tenth of the 2^24 hashes, rounded up.
         assert_eq!(of("bfla:stride=16,prob=0.1").keep.rescue.limit, 1_677_722);
         let segments = ["pbs:permute=none", "pbs:perm=query,permute=none", "ba_att:segment=256,sort=none"];
         for text in segments {

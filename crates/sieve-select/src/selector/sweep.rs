@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn the_knob_is_the_key_that_acts() {
+    fn the_knob_is_the_setting_in_use() {
         for (text, key) in [
             ("meanpool", Some("tau")),
             ("meanpool:top_k=5", Some("top_k")),
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn a_label_holds_what_was_asked_for() {
+    fn a_label_has_only_settings_that_differ_from_their_defaults() {
         for asked in [
             "meanpool",
             "quest:budget=64",

@@ -7,7 +7,7 @@ use crate::{density, oracle_dense};
 use sieve_testing::{Random, assert_close};
 
 #[test]
-fn momo_probe_rows_are_dense_and_the_windows_shifted() {
+fn momo_probe_rows_are_dense_and_correct_the_rows_after_them() {
     let data = TestCall::random(&mut Random(45), 130, 203, [2, 1], 16);
     let (call, chosen) = (data.call(), select("momo:gamma=8,beta=8,chi=16,k=2,k_exact=1,first_dense_layers=0", &data));
     let correction = chosen.correction.clone().expect("momo corrects");
@@ -56,6 +56,7 @@ fn momo_row_cost_is_that_of_equation_9() {
     // One row in gamma is a probe, so probes compute a share of 1 / gamma of all pairs.
     let shares = density(&chosen);
     assert!((shares.probes * gamma as f64 - 1.0).abs() < 0.01, "{shares:?}");
+    // A row sees whole the chosen blocks, the sink and the last complete block, and on average half of its own block.
     let row = |c: f64| ((beta * (k + 1)) as f64 + 24.0).min(c);
     let pairs: f64 = (1..=n).map(|c| row(c as f64)).sum();
     let expected = pairs / (n * (n + 1) / 2) as f64;

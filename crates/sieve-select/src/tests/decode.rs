@@ -134,6 +134,8 @@ fn stream_is_causal_and_reads_no_more_than_its_budget(texts: &[&str]) {
                 assert!(list.windows(2).all(|w| w[0] < w[1]), "{text}, token {t}");
                 // The token's own logit need not be among the largest, which `exact_top` keeps.
                 assert!(list.contains(&(t as u32)) || text.starts_with("exact_top"), "{text}, token {t}");
+                // h2o: 6 heavy keys, 4 recent ones and the new one. snapkv: capacity and window. infllm: first and
+                // local keys, 2 blocks of 4, and up to 3 keys before the local ones that do not fill a block yet.
                 let most = match text.split(':').next() {
                     Some("h2o") if text.contains("heavy=6") => 11,
                     Some("snapkv") => 16,
@@ -247,7 +249,7 @@ fn streamingllm_decode_agrees_with_its_prefill_mask() {
 }
 
 #[test]
-fn infllm_of_settings_beyond_any_text_reads_all_keys() {
+fn infllm_with_huge_settings_reads_all_keys() {
     let data = TestCall::random(&mut Random(97), 20, 20, [2, 1], 8);
     let most = u64::MAX;
     for sizes in [
@@ -263,7 +265,7 @@ fn infllm_of_settings_beyond_any_text_reads_all_keys() {
 }
 
 #[test]
-fn infllm_of_a_chunk_of_queries_shares_its_blocks() {
+fn infllm_with_a_chunk_of_queries_has_finite_outputs() {
     // The whole stream is one feed: chunks of 20 queries choose their blocks at their first query.
     let data = TestCall::structured(&mut Random(99), 100, [2, 1], 8);
     let mut session = session("infllm:init=4,local=8,block=4,topk=2,repr=2,chunk=20", &data);
@@ -327,7 +329,7 @@ fn dam_maps_that_name_keys_outside_their_rows_are_refused() {
 }
 
 #[test]
-fn dam_of_a_text_that_calibrates_itself() {
+fn dam_without_a_file_calibrates_on_the_first_tokens_of_the_text() {
     let data = TestCall::structured(&mut Random(115), 80, [2, 1], 8);
     let (_, kept) = stream("dam:capture=32,density=0.3,sink=3", &data);
     let calibration = DamConfig { capture: 32, density: 0.3, sink: 3, ..DamConfig::default() };
@@ -342,7 +344,7 @@ fn dam_of_a_text_that_calibrates_itself() {
 }
 
 #[test]
-fn decode_mistakes_are_told() {
+fn prefill_methods_wrong_sizes_and_bad_settings_are_refused() {
     let data = TestCall::random(&mut Random(102), 10, 10, [2, 1], 8);
     refusal(DecodeSession::new(&Selector::parse("pbs").expect("valid"), layer(&data)), "pbs: acts in prefill");
     for text in ["infllm", "streamingllm:reindex=true"] {

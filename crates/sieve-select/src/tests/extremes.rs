@@ -14,6 +14,7 @@ fn agrees_with_the_oracle(text: &str, data: &TestCall) {
 #[test]
 fn threshold_zero_keeps_the_forced_blocks_only() {
     let data = TestCall::random(&mut Random(31), 200, 200, [2, 1], 16);
+    // Each case: a selector, and the most tiles that a row keeps.
     for (text, most) in [
         ("bfla:keep_mass=0,local_tokens=0,sink_tiles=1,block=16,group=8,tile=16", 4),
         ("xattention:tau=0,block=16,stride=4", 2),
@@ -121,7 +122,7 @@ fn density_grows_with_every_threshold() {
 }
 
 #[test]
-fn as_many_tiles_as_everything_has_are_not_everything() {
+fn a_mask_with_as_many_tiles_as_a_dense_one_need_not_be_dense() {
     let shape = TestCall::random(&mut Random(3), 32, 32, [1, 1], 8).call().shape;
     let tiles = Tiles::new(shape, 16, 16);
     let chosen = |rows: [Vec<i32>; 2]| {

@@ -170,7 +170,7 @@ pub(super) fn batches_of_different_lengths_with_an_empty_document_between(texts:
 }
 
 #[test]
-fn short_calls_early_layers_and_decode_methods() {
+fn short_calls_and_early_layers_are_dense_and_decode_methods_are_refused() {
     let data = TestCall::random(&mut Random(28), 255, 255, [2, 1], 16);
     let selector = crate::Selector::parse("meanpool:block=16,tau=0,first_dense_layers=2").expect("valid");
     assert!(selector.select(&data.call()).expect("valid").stats.dense_call);

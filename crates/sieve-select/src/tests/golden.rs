@@ -60,6 +60,7 @@ fn same_tiles(file: &SafeTensors<'_>, case: &str, chosen: &Selected, _: &Call<'_
     same_rows(file, case, "", &chosen.mask, |list, i| chosen.mask.row(list, i));
 }
 
+/// The stored rows of an array equal `row_of(list, query tile)`.
 fn same_rows<'m>(
     file: &SafeTensors<'_>,
     case: &str,

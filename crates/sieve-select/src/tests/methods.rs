@@ -65,6 +65,7 @@ fn ranges_are_exact_to_the_token() {
     ] {
         let chosen = select(text, &data);
         for row in 0..150 {
+            // The 150 queries follow 50 earlier keys.
             let a = 50 + row;
             let is_last = row + last >= 150;
             let expected: Vec<usize> = (0..=a).filter(|&j| is_last || j < init || j + local > a).collect();

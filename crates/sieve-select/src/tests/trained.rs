@@ -66,6 +66,7 @@ fn as_many_tiles(data: &TestCall, chosen: &Selected, order: &dyn Fn(&[f32]) -> V
     other.into()
 }
 
+/// Whether key tile `j` has the key at the position of a row of query tile `i`.
 fn holds_an_own_key(chosen: &Selected, list: usize, i: usize, j: usize) -> bool {
     let positions = chosen.mask.tiles.first(i)..chosen.mask.tiles.last(i) + 1;
     let mut slots = chosen.mask.tiles.keys(j);
@@ -114,7 +115,7 @@ fn oracle_topk_bounds_the_methods_on_its_blocks_at_equal_density() {
 /// Over both models, every method keeps more dense mass than the same number of tiles drawn at random among the tiles
 /// with visible keys.
 #[test]
-fn every_method_keeps_more_than_as_many_tiles_drawn_blindly() {
+fn every_method_keeps_more_mass_than_as_many_random_tiles() {
     for text in SAME_BLOCKS {
         let [mut kept, mut drawn] = [0.0; 2];
         for data in trained() {

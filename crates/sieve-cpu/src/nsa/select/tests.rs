@@ -111,6 +111,7 @@ impl Case {
         Documents::new(&self.start, &self.end)
     }
 
+    /// The blocks that [`choose_key_blocks`] chooses. Empty slots of pooled keys hold NaN, which it must not read.
     fn run(&self) -> Vec<i32> {
         let Self { shape, choice, .. } = *self;
         let blocks = choice.blocks;
@@ -138,6 +139,7 @@ impl Case {
         chosen
     }
 
+    /// Checks that forced blocks are chosen, and that no other block left out is more important than a chosen one.
     fn check(&self) {
         let qkv = wide(&self.qkv);
         let (shape, k) = (self.shape, self.choice.blocks.num_selected_blocks);
@@ -166,6 +168,7 @@ impl Case {
     }
 }
 
+/// Choices of several rules and sizes; some blocks are longer than some rows.
 fn choices() -> [BlockChoice; 14] {
     let nsa = |sizes| BlockChoice::nsa(NsaBlocks::of(sizes));
     [
@@ -201,7 +204,7 @@ fn choices_equal_the_definition() {
             Case::new(sizes, choice, (7 * n + c) as u64).check();
         }
     }
-    // Any sizes.
+    // Random sizes.
     let mut random = Random(5);
     for seed in 0..120 {
         let kv_heads = 1 + random.below(3);

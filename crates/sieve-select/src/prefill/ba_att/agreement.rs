@@ -191,13 +191,13 @@ mod tests {
         }
     }
 
-    /// A bound that left one of its two terms out, or the mean's error, would not hold or not be 0 here.
+    /// Equal tokens have no distance to their block's mean, so the error and both terms of the bound are 0.
     #[test]
     fn equal_tokens_have_no_error_and_no_bound() {
         let mut data = TestCall::random(&mut Random(3), 96, 96, [2, 1], 8);
         for (x, heads) in [(&mut data.q, 2), (&mut data.k, 1)] {
             for (token, row) in x.chunks_exact_mut(8 * heads).enumerate() {
-                // Blocks of 16 equal tokens, of falling lengths in a block's place: sorting moves whole blocks.
+                // Blocks of 16 equal tokens, each block's shorter than those of the block before.
                 row.fill(1.0 / (1 + token / 16) as f32);
             }
         }
