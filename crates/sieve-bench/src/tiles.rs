@@ -11,7 +11,8 @@ use sieve_kernels::{AttentionGradients, CudaTensor, DType, KernelPolicy, KeySour
 use sieve_select::{CallShape, KeyMask, Tiles};
 use sieve_testing::Random;
 
-/// Keys of a list's tile, and queries of its steps (`kernels/common/tile_steps.cuh`).
+/// Keys of a tile: a list of steps for each KV head and key tile. A step is one tile of queries of which a head sees
+/// one of these keys ([`STEP_QUERIES`]).
 const TILE_KEYS: usize = 128;
 const STEP_QUERIES: usize = 64;
 
@@ -80,7 +81,7 @@ impl Case {
         self.mask.row(head, query / tiles.query_tile).contains(&((key / tiles.key_tile) as i32))
     }
 
-    /// The mask by key tiles, as `tile_steps.cuh` describes it.
+    /// The list of steps of each KV head and key tile, in the layout that `kernels/common/tile_steps.cuh` describes.
     fn tile_lists(&self) -> Vec<i32> {
         let CallShape { num_keys, num_heads, num_kv_heads, .. } = self.shape;
         let group = num_heads / num_kv_heads;
@@ -152,7 +153,7 @@ impl Case {
         Ok(worst)
     }
 
-    /// Keys and KV heads, as their place in k, that no query sees.
+    /// Indices into k, by key and KV head, of the keys that no query sees.
     fn unseen(&self) -> Vec<usize> {
         let CallShape { num_queries, num_keys, num_heads, num_kv_heads, .. } = self.shape;
         let group = num_heads / num_kv_heads;

@@ -473,7 +473,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_folder_that_is_no_run_is_told() {
+    fn a_folder_that_is_no_run_or_damaged_is_refused() {
         let empty = tempfile::tempdir().unwrap();
         let error = Run::open(empty.path(), None).unwrap_err().to_string();
         assert!(error.contains("holds no run: there is no config.toml") && error.contains("hint"), "{error}");

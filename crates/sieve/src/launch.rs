@@ -336,7 +336,7 @@ fn job_exit(codes: &[Option<i32>]) -> Exit {
     } else if codes.iter().flatten().any(|code| !usual.contains(code)) {
         Exit::Failed
     } else if any(INTERRUPTED) {
-        // A second signal ended one rank; the others then lost it.
+        // A second signal ended one rank at once, and the other ranks then lost it.
         Exit::Interrupted
     } else if any(STOPPED_EARLY) || any(OTHER_LOST) || codes.iter().any(is_lost) {
         Exit::StoppedEarly

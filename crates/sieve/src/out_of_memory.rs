@@ -67,7 +67,7 @@ impl MemoryArgs {
         Ok(Admitted {
             warning: self.decide("this run", &memory)?,
             keeping: memory.keeping,
-            advice: format!("{}\n{}", parts(&memory), way_out(&memory)),
+            advice: format!("{}\n{}", parts(&memory), fitting_settings_hint(&memory)),
         })
     }
 
@@ -112,7 +112,7 @@ impl MemoryArgs {
                 memory.verdict.words(),
                 need(memory),
                 parts(memory),
-                way_out(memory)
+                fitting_settings_hint(memory)
             )
         };
         match memory.verdict {
@@ -191,7 +191,7 @@ fn parts(memory: &MemoryPlan) -> String {
 }
 
 /// The hint: settings with which the run fits, or what else to change.
-fn way_out(memory: &MemoryPlan) -> String {
+fn fitting_settings_hint(memory: &MemoryPlan) -> String {
     let settings = memory.would_fit.iter().map(|fitting| {
         let (setting, total) = (&fitting.setting, gib(fitting.total_bytes));
         format!("{setting} ({total})")
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn need_parts_and_settings_are_named() {
+    fn needed_memory_its_parts_and_settings_that_fit_are_named() {
         let memory = memory(23.0, &["training.local_batch_size=64"]);
         let error = REFUSE.decide("this run", &memory).expect_err("too large");
         let text = error.to_string();
@@ -284,20 +284,20 @@ mod tests {
     }
 
     #[test]
-    fn weights_that_are_too_large_are_told_to_be() {
-        let text = way_out(&memory(1.0, &[]));
+    fn weights_that_do_not_fit_get_a_hint_of_a_smaller_model() {
+        let text = fitting_settings_hint(&memory(1.0, &[]));
         assert!(text.contains("the optimizer's state are too large; make the model smaller"), "{text}");
     }
 
     #[test]
-    fn a_row_that_is_too_long_is_told_to_be() {
+    fn a_row_that_does_not_fit_gets_a_hint_of_a_shorter_one() {
         let long = "training.seq_len=2000000";
-        let text = way_out(&memory(80.0, &[long, "model.max_position_embeddings=2000000"]));
+        let text = fitting_settings_hint(&memory(80.0, &[long, "model.max_position_embeddings=2000000"]));
         assert!(text.contains("of a single row are too large; lower training.seq_len"), "{text}");
     }
 
     #[test]
-    fn a_panic_of_the_allocator_is_told_plainly() {
+    fn a_panic_of_the_allocator_becomes_a_message_with_a_hint() {
         let panic = "called `Result::unwrap()` on an `Err` value: can't allocate buffer of size: 2361393152\n   \
             0: frame";
         let text = message(panic).expect("it is about memory");

@@ -164,7 +164,7 @@ fn methods(bench: &mut Bench<'_>, of: &str, operands: &Operands) -> Result<()> {
         };
         let density = method.density(&mask)?;
         let select_ms = match method.host_ms() {
-            // The host's mask of positions serves every prompt.
+            // The host makes a mask of positions once for all prompts of this length, so a prompt costs nothing.
             Some(_) => Some(0.0),
             None => timed(bench, &row("selection"), operands, &mut || method.select().map(drop))?,
         };

@@ -198,7 +198,7 @@ impl<'a> TokenCheck<'a> {
                 to.extend(o.into_iter().map(|x| x as f32));
             }
         }
-        // Largest logit: rounding it in f32 changes a probability by that share of EPSILON.
+        // The largest logit. Rounded to f32, it changes a probability by about the logit times f32's epsilon.
         let largest = self.magnitude.powi(2) * (head_dim as f32).sqrt();
         let tolerance = Tolerance::new(2.0, Tolerance::FLOOR, 1.0 / 256.0 + 2.0 * f32::EPSILON * largest);
         self.worst = self.worst.max(tolerance.judge("o", &got, &plain, &exact)?);
@@ -353,7 +353,7 @@ impl<'a> TokenCheck<'a> {
             }
         }
         let pooled = (self.device).float(&pooled, &[batch, pooled_heads, room, head_dim], DType::BF16);
-        // A token makes so many choices of blocks, each for a group of its query heads.
+        // How many lists of blocks a token chooses, each for a group of its query heads.
         let choosers = choice.choices_per_token([self.shape.num_heads, num_kv_heads]);
         let heads = [self.shape.num_heads, choosers];
         let scratch = AttentionShape::new(batch, 1, heads, [head_dim; 2]);
@@ -434,7 +434,7 @@ impl<'a> TokenCheck<'a> {
         let mut slot_position = vec![-1; rows * kept];
         let mut keys: Vec<Vec<(usize, Key)>> = Vec::new();
         for row in 0..rows {
-            // + 0.0 turns -0 into 0: both rank as equal.
+            // + 0.0 turns -0 into 0, since both rank as equal.
             let score = |j: usize| z[row * seq_len + j] + 0.0;
             let length = lengths[row / num_kv_heads];
             let mut best: Vec<usize> = (0..length).collect();

@@ -64,9 +64,9 @@ impl Operands {
     }
 }
 
-/// Decodes tokens with the launches that a captured step repeats: sizes fit the first token and a full cache, and only
-/// what lies on the device changes. Where the selector reads a share of the keys, each token's launches
-/// have its own number.
+/// Decodes tokens with the launches that a CUDA graph repeats for each token: their sizes fit the first token and a
+/// full cache, and only what lies on the device changes. Where the selector reads a share of the keys, a token's
+/// launches have a number of keys of their own.
 pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Outcome {
     let (all, layer, scale, heads) = (PROMPT + DECODED, 0, 0.125, [HEADS, KV_HEADS]);
     let drawn = Operands::draw(all, random);
@@ -76,7 +76,7 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Out
     session.take_prompt(q, k, v).expect("sizes fit");
     let keys_of = |num_keys| selector.token_keys(num_keys, layer).expect("a device takes these");
     let shape = AttentionShape::new(1, 1, heads, [WIDTH; 2]);
-    // With room for more than 1024 keys a thread block takes a head's keys.
+    // With room for more than 1024 keys one thread block chooses among a head's keys.
     let room = if text.ends_with("k=0.3") { 1100 } else { all + 3 };
     let cache = Text::new(device, [k, v], shape, [PROMPT, room], keys_of(PROMPT));
     let mut worst = 0.0f32;
@@ -112,7 +112,7 @@ pub(super) fn long_rows(device: &dyn Device, random: &mut Random) -> Outcome {
                     1 => *score = random.between(0, 4) as f32,
                     2 => *score = [0.0, -0.0][at % 2],
                     3 if random.chance(0.1) => *score = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][at % 3],
-                    // Their highest bits are the same.
+                    // Scores that differ in their lowest bits alone.
                     _ => *score = 1.0 + score.abs() * 1e-5,
                 }
             }
@@ -176,7 +176,7 @@ impl<'a> Text<'a> {
                 for token in first..(first + page).min(tokens) {
                     for column in 0..width {
                         let x = k[(token * heads + head) * width + column];
-                        // The smallest and the largest of NaN and a number is the number.
+                        // `min` and `max` of NaN, which unset bounds hold, and a number are the number.
                         bounds[column] = bounds[column].min(x);
                         bounds[width + column] = bounds[width + column].max(x);
                     }

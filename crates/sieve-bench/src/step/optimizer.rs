@@ -39,8 +39,9 @@ pub(super) fn bench(bench: &mut Bench<'_>, size: usize) {
         step(UPDATE, tensors, [&grad, &grad_scale], Some(&leaf))
     };
     let shape = size.to_string();
-    // Bytes: f32 master 8 and leaf 2, or bf16 leaf and rest 4 each; both moments 16; gradient 4. All but the gradient
-    // and the leaf beside an f32 master are read and written.
+    // Bytes moved for each parameter: an f32 master 8 and its bf16 copy (the leaf) 2, or a master split into the leaf
+    // and its low 16 bits 4 each; both moments 16; the gradient 4. The gradient is only read, the leaf beside an f32
+    // master only written, all else both.
     let moved = |bytes: usize| Work::Bytes((bytes * size) as f64);
     bench.row("adamw, f32 master", &shape, moved(30), || update(&param));
     bench.row("adamw, split master", &shape, moved(28), || update(&rest));

@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_panel_a_method_shows_its_points_before_those_of_all() {
+    fn each_panel_has_its_own_points_over_those_of_all_panels() {
         let axis = |label| Axis { label, range: 0.0..1.0, most_numbers: 3, text: &|value| format!("{value:.1}") };
         let panel = |name: &str, points: &[(f64, f64)]| Panel {
             name: name.to_owned(),
@@ -124,7 +124,8 @@ mod tests {
         for text in ["t &amp; u", "first", "second", "a&lt;b", "says c"] {
             assert!(svg.contains(text), "{text}: {svg}");
         }
-        // There are two sections of five panels. Each panel has the six points of all panels, and its own again.
+        // There are two sections of five panels. Each panel has the six points of all panels in grey (radius 2), and
+        // its own again (radius 4).
         let circles = |radius: u32| svg.matches(&format!("r=\"{radius}\"")).count();
         assert_eq!((circles(2), circles(4)), (2 * 5 * 6, 2 * 6), "{svg}");
         // Two headings and the title, and two rows of panels in each section.

@@ -366,7 +366,7 @@ fn picture<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) ->
         let mean =
             |value: fn(&LongTaskReport) -> f64| report.tasks.iter().map(value).sum::<f64>() / report.tasks.len() as f64;
         let summary = |score: f64, rank: f64| format!("score {:.1} %, mean rank {rank:.2}", 100.0 * score);
-        // Of one task the map of all tasks has one row.
+        // With a single task the map of all tasks has one row, so it is named after the task.
         let all = match &report.tasks[..] {
             [task] => task.task,
             _ => "all tasks",

@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_given_to_who_asks_and_nobody_holds_the_others_up() {
+    fn a_silent_and_an_endless_request_do_not_block_others() {
         let exporter = Exporter::default();
         let address = exporter.listen(&"0".parse().expect("any port")).expect("a free port");
         assert!(address.ip().is_loopback());

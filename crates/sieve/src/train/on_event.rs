@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_is_told_how_a_run_ended_and_never_changes_it() {
+    fn the_command_gets_how_a_run_ended_and_does_not_change_the_exit_code() {
         let dir = std::env::temp_dir().join(format!("sieve-on-event-{}", std::process::id()));
         std::fs::create_dir_all(&dir).expect("writable");
         let (events, kept) = keeper(&dir);
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_stands_still_is_told_of_once_until_it_goes_on() {
+    fn a_stalled_run_is_reported_once_until_its_next_event() {
         let dir = std::env::temp_dir().join(format!("sieve-stalls-{}", std::process::id()));
         std::fs::create_dir_all(&dir).expect("writable");
         let (events, kept) = keeper(&dir);

@@ -28,7 +28,7 @@ const LAUNCHING: &[&str] = &["sieve-gpu", "sieve-capi"];
 /// Features of Burn's and CubeCL's crates: `fusion` changes tensor types, `autotune` costs a minute at the first step.
 const FORBIDDEN_FEATURES: &[&str] = &["autotune", "fusion"];
 
-/// A crate that programs take for CPUs alone, and crates that its tree must not have without the feature `cuda`.
+/// A crate that programs without a GPU depend on. Without its feature `cuda` none of these crates may be in its tree.
 const ON_CPUS: &str = "sieve-hf";
 const OF_CUDA: &[&str] = &["cudarc", "burn-cuda", "burn-cubecl", "cubecl", "cubecl-cuda", "sieve-gpu", "sieve-kernels"];
 
