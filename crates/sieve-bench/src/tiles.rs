@@ -52,6 +52,7 @@ struct Case {
 }
 
 impl Case {
+    /// Draws a call under a random causal mask of tiles of `block` tokens, each kept with the probability `density`.
     fn draw(shape: CallShape, block: usize, density: f64, random: &mut Random) -> Self {
         let CallShape { num_queries, num_keys, num_heads, num_kv_heads, head_dim } = shape;
         let tiles = Tiles::new(shape, block, block);
@@ -113,6 +114,7 @@ impl Case {
         starts
     }
 
+    /// Compares dq, dk and dv of the launch wrapper with the expected ones.
     fn run(&self, device: &dyn Device, sums: SumOrder, blocks_per_tile: Option<usize>) -> Outcome {
         let shape = shape_of_call(self.shape);
         let [exact, plain] = [false, true].map(|rounds| self.expected(rounds));

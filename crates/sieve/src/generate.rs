@@ -160,6 +160,7 @@ fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
     Ok(vec![text?])
 }
 
+/// Loads the model and continues the prompts, in batches or, for one text or with a selector, one by one.
 fn run_on<B: ModelBackend>(
     args: &GenerateArgs,
     prompts: &[String],

@@ -63,6 +63,8 @@ impl Call {
         }
     }
 
+    /// Forward pass of all branches and of the gates that add their outputs, and the gather of the blocks that the
+    /// compression MLP reads.
     pub(super) fn forward(&self) -> Result<Branches, KernelError> {
         let Inputs { qkv, scale, .. } = &self.inputs;
         let documents = self.inputs.documents();
@@ -97,6 +99,7 @@ impl Call {
     }
 }
 
+/// Outputs of the compressed, the selected and the window branch.
 fn outputs(branches: &Branches) -> [&CudaTensor; 3] {
     [&branches.compressed.o, &branches.selected.o, &branches.window.o]
 }
@@ -108,6 +111,7 @@ pub(super) fn flops(shape: AttentionShape) -> f64 {
     dense / BLOCKS.compress_stride as f64 + forward_flops(shape, chosen) + forward_flops(shape, WINDOW)
 }
 
+/// Times both passes of NSA with its gates, the backward pass in each order of sums.
 fn sparse(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     let Some(inputs) = bench.inputs_or_skip(shape)? else {
         return Ok(());

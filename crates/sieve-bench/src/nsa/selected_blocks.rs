@@ -27,6 +27,7 @@ struct Given {
 }
 
 impl Given {
+    /// Draws a call, with its label; a tenth of the indices and of the counts are out of range.
     fn draw(random: &mut Random, extent: &Extent) -> Result<(Self, String)> {
         let block = random.one_of(&SELECTED_SIZES);
         let seq_len = random.one_of(extent.pick(EMULATED_LENGTHS, LENGTHS));
@@ -64,6 +65,7 @@ impl Given {
         given.attended(&case.doc_start, case.shape.seq_len)
     }
 
+    /// Compares every list of blocks that the kernel writes with the definition.
     fn on_device(&self, device: &dyn Device) -> Outcome {
         let shape = self.case.shape;
         let [batch, seq_len, choosers] = [shape.batch, shape.seq_len, shape.num_kv_heads];

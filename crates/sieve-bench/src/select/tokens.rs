@@ -191,6 +191,7 @@ impl<'a> Text<'a> {
         Self { device, cache: KvCache { k: put(k), v: put(v) }, bounds, shape, sizes }
     }
 
+    /// Calls `run` with the operands of the decoding step of token number `token`.
     fn step<T>(
         &self,
         token: usize,

@@ -59,6 +59,8 @@ fn step(
     tensors.adamw(update)
 }
 
+/// Compares an AdamW update with f64; an update of a split master must give the same bits, and a gradient scale of 0 or
+/// not finite must change nothing.
 fn adamw_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
     const UPDATE: AdamWStep = AdamWStep {
         lr: 3e-3,
@@ -125,6 +127,7 @@ fn adamw_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
     Ok(calls.worst)
 }
 
+/// Compares the sum, the sum of squares and the norm of a tensor with f64.
 fn sums_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
     for dtype in [DType::F32, DType::BF16] {
         let x = calls.flat(&[size], dtype);

@@ -43,6 +43,7 @@ pub(crate) fn svg(title: &str, sections: &[Section<'_>]) -> String {
     svg
 }
 
+/// Draws the title, then each section of this height: its heading and its panels in rows.
 fn draw(root: &Area<'_>, title: &str, sections: &[Section<'_>], heights: &[i32]) -> Drawn {
     root.fill(&WHITE)?;
     let text = |size: i32| TextStyle::from((FONT, size).into_font());
@@ -66,6 +67,7 @@ fn draw(root: &Area<'_>, title: &str, sections: &[Section<'_>], heights: &[i32])
     Ok(())
 }
 
+/// Draws the points of all panels in grey, dense attention as a cross, and the panel's own points in blue.
 fn draw_panel(area: &Area<'_>, section: &Section<'_>, panel: &Panel) -> Drawn {
     let (x, y) = (&section.x, &section.y);
     let mut chart = ChartBuilder::on(area)

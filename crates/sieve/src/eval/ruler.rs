@@ -111,6 +111,7 @@ impl SourceArgs {
         Ok(LongSource { text, qa: [qa(&self.qa_1)?, qa(&self.qa_2)?] })
     }
 
+    /// The first 8 MiB of the documents of `--data`.
     fn text(&self) -> Result<String> {
         let corpus = text::corpus(&self.data)?;
         let mut all = String::new();
@@ -218,6 +219,7 @@ fn texts(
     Ok(all)
 }
 
+/// Asks all samples with the model's own attention and with each selector; prints the result and writes the files.
 fn run_on<B: DeviceBackend>(
     args: &RulerArgs,
     checkpoint: &Path,
@@ -280,6 +282,7 @@ fn line(score: &SampleScore, selector: Option<&str>) -> Result<String> {
     Ok(line.to_string() + "\n")
 }
 
+/// Prints, for each method, score and rank of each task by length; or one JSON object.
 fn print<B: DeviceBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[LongReport]) -> Result<()> {
     let json = serde_json::json!({
         "attention": attention_label(&loaded.shape),

@@ -224,6 +224,8 @@ struct Nccl {
 }
 
 impl Nccl {
+    /// Joins the group of all ranks and, where the weights have several copies, that of this rank's copy and that of
+    /// the ranks with the same pieces.
     fn join(mesh: &Mesh, device: &CudaDevice, shard_ranks: usize, on: NcclStream<'_>) -> Result<Self> {
         let (rank, size) = (mesh.world().rank, mesh.world().size);
         let shards = ShardGroup::new(rank, size, shard_ranks);
