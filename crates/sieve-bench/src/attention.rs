@@ -87,6 +87,7 @@ impl Draw {
         }
     }
 
+    /// The call in a report: sizes, mask, scores and what else it takes to draw it again.
     fn label(&self) -> String {
         let ([batch, seq_len, num_heads, head_dim], seed) = (queries_of(self.shape), self.seed);
         let [_, _, num_kv_heads, head_dim_v] = values_of(self.shape);
@@ -102,6 +103,7 @@ impl Draw {
         )
     }
 
+    /// Draws the numbers of the call and computes its references.
     fn prepare(&self) -> Result<Prepared> {
         let (keys, cuts) = (self.keys, self.cuts);
         let case = Case::draw(self.shape, keys, cuts, &self.scores, self.seed)?;

@@ -48,9 +48,11 @@ struct Inputs {
     blocks: NsaBlocks,
     /// Position embeddings of keys and of values, `[compress_block_size, head_dim]`.
     positions: [Vec<f32>; 2],
-    /// A compressed key and value of each block: `[2, batch * slots * num_kv_heads, head_dim]`.
+    /// A compressed key and value of each block: `[2, batch * slots * num_kv_heads, head_dim]`, where slots are the
+    /// places for compressed blocks in a row of the batch ([`NsaBlocks::num_slots`]).
     compressed: Vec<f32>,
-    /// A pooled key and value of each selected block: `[2, batch * slots * num_kv_heads, head_dim]`.
+    /// A pooled key and value of each block that can be selected: `[2, batch * blocks of a row * num_kv_heads,
+    /// head_dim]`.
     means: Vec<f32>,
     /// A pooled key and value of each token: `[2, batch * seq_len * num_kv_heads, head_dim]`.
     tokens: Vec<f32>,

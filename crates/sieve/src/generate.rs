@@ -437,6 +437,7 @@ impl Written {
         seconds.get(seconds.len() / 2).copied()
     }
 
+    /// The line about a sample: its tokens, their speed, and the time of the prompt.
     fn speed(&self, num_prompt_tokens: usize) -> String {
         format!(
             "{} tokens, {:.1} a second; the prompt of {num_prompt_tokens} took {:.2} s",

@@ -385,6 +385,7 @@ fn ask_to_stop(rank: &mut Rank) {
     let _ = rank.child.kill();
 }
 
+/// Kills the processes that still run.
 fn end(ranks: &mut [Rank]) {
     for rank in ranks.iter_mut().filter(|rank| rank.status.is_none()) {
         let _ = rank.child.kill();

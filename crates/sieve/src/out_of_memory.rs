@@ -75,7 +75,8 @@ impl MemoryArgs {
     /// not.
     ///
     /// # Errors
-    /// As [`check_training`](Self::check_training). An unreadable checkpoint is no error here; loading it reports that.
+    /// It does not fit: a message as of [`check_training`](Self::check_training). An unreadable checkpoint is no error
+    /// here; loading it reports that.
     pub(crate) fn check_inference(
         self,
         checkpoint: &Path,
@@ -91,11 +92,12 @@ impl MemoryArgs {
     /// Refuses to import a model of `shape` if host memory is too small for it; warns if it may be.
     ///
     /// # Errors
-    /// As [`check_training`](Self::check_training).
+    /// It does not fit: a message as of [`check_training`](Self::check_training).
     pub(crate) fn check_import(self, shape: &ModelShape) -> Result<()> {
         self.warn(&import_memory(shape, &target(&Device::Cpu, None)))
     }
 
+    /// Prints a warning if the model may not fit; fails if it does not.
     fn warn(self, memory: &MemoryPlan) -> Result<()> {
         if let Some(warning) = self.decide("this model", memory)? {
             crate::terminal::note(&warning);
@@ -236,6 +238,7 @@ mod tests {
 
     const REFUSE: MemoryArgs = MemoryArgs { ignore_memory: false };
 
+    /// The memory plan of a shipped recipe, with these overrides, on a GPU of this size.
     fn memory(gigabytes: f64, overrides: &[&str]) -> MemoryPlan {
         let text = include_str!("../../../recipes/dma_80m.toml");
         let overrides: Vec<String> = overrides.iter().map(|&set| set.to_owned()).collect();

@@ -389,6 +389,7 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
     lines
 }
 
+/// The line about the KV cache: bytes of a token and of a row.
 fn cache_lines(plan: &Plan) -> Vec<String> {
     let cache = &plan.cache;
     let until = match cache.stops_at_tokens {

@@ -47,6 +47,7 @@ fn sinks_launches(mut calls: LaunchCheck<'_>, shape: [usize; 4], dtype: DType) -
     }
     let mut sinks = calls.random.bf16_normals(heads);
     if heads > 2 {
+        // A sink without weight, and one that takes all; its number is cut to what bf16 holds.
         (sinks[1], sinks[2]) = (f32::NEG_INFINITY, 1e30);
         sinks[2] = f32::from_bits(sinks[2].to_bits() & 0xffff_0000);
     }

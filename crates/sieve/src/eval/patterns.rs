@@ -192,6 +192,7 @@ struct Report {
     json: Value,
 }
 
+/// A pattern and its settings, as the report names it.
 fn label(pattern: &Pattern) -> String {
     match *pattern {
         Pattern::AShape { n_init, n_local } => format!("a_shape {n_init} + {n_local}"),

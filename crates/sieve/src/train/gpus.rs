@@ -250,6 +250,7 @@ impl Nccl {
         self.replicas.as_ref().map_or(&self.all, |replicas| &replicas.within)
     }
 
+    /// The range that each rank has of a tensor that is divided into `pieces`.
     fn ranges(&self, pieces: Pieces) -> Vec<Range<usize>> {
         (0..self.shards.size()).map(|place| pieces.of(place)).collect()
     }
@@ -293,6 +294,7 @@ impl Collectives<Autodiff<Cuda>> for Nccl {
     }
 }
 
+/// NCCL's work as the trainer waits for it; its results are tensors of Burn.
 fn pending(work: Result<NcclWork, KernelError>) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
     let work = work.map_err(|error| TrainError::Collective(error.to_string()))?;
     Ok(Box::new(move || {

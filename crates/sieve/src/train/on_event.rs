@@ -157,6 +157,7 @@ mod tests {
         text.lines().map(str::to_owned).collect()
     }
 
+    /// A command of `--on-event` that appends its variables to a file, and the file's path.
     fn keeper(dir: &Path) -> (OnEvent, PathBuf) {
         let kept = dir.join("kept");
         let command = format!("echo \"$SIEVE_EVENT $SIEVE_OUT $SIEVE_MESSAGE\" >> {}", kept.to_string_lossy());

@@ -186,6 +186,7 @@ const GROUPS: [(&str, &[&str]); 10] = [
     ("the rest: residual gradients, copies, fills", &[""]),
 ];
 
+/// The first of the [`GROUPS`] that a kernel's name fits.
 fn group_of(kernel: &str) -> &'static str {
     let fits = |part: &&str| match part.strip_prefix('*') {
         Some(part) => kernel.contains(part),
