@@ -374,7 +374,7 @@ impl<B: DeviceBackend> Run<'_, B> {
     fn print_numbers(&self, prompt: usize, sample: u64, written: &Written, selection: Option<&Selection>) {
         let num_prompt_tokens = self.tokens[prompt].len();
         if written.token_times.is_empty() && written.stopped == "end of document" {
-            self.warn_of_nothing();
+            self.warn_of_empty_text();
         }
         if !self.args.json {
             return terminal::remark(&written.speed(num_prompt_tokens));
@@ -392,8 +392,9 @@ impl<B: DeviceBackend> Run<'_, B> {
         terminal::line(&json.to_string());
     }
 
-    /// Says that a text ended before its first token, and what an instruct model wants.
-    fn warn_of_nothing(&self) {
+    /// Warns that the model ended the text before its first token, with a hint at `--chat` where it has a chat
+    /// template.
+    fn warn_of_empty_text(&self) {
         let hint = match ChatTemplate::of_model(&self.args.checkpoint) {
             Ok(Some(_)) if !self.args.chat => "it has a chat template: --chat",
             _ => "another prompt, a higher --temperature or another --seed may give some",

@@ -112,7 +112,8 @@ impl Tokens {
     }
 }
 
-/// Compares the stored calls of a method that select on the device. `wanted(inputs, place)` says which of them to run.
+/// Compares the stored calls of a method that select on the device. `wanted(inputs, place)` says which of them to run;
+/// a place is a chunk of a prompt, `CONTEXT-END`, or a decoded token, `token-N`.
 fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> bool) -> Result<Compared, KernelError> {
     let [lists, captured] = [LISTS, CAPTURED].map(|file| SafeTensors::deserialize(file).expect("a stored file"));
     let mut done = Compared::default();

@@ -104,6 +104,8 @@ pub(super) fn long_rows(device: &dyn Device, random: &mut Random) -> Outcome {
     for (num_blocks, num_chosen) in
         [(1025, 4), (8192, 1), (8192, 16), (8191, 700), (8200, 8199), (20_003, 33), (131_072, 2000)]
     {
+        // Kinds of scores: normal numbers, few values, zeros of both signs, some that are not finite, nearly equal
+        // ones.
         for kind in 0..5 {
             let mut scores = random.bf16_normals(num_blocks);
             for (at, score) in scores.iter_mut().enumerate() {
@@ -116,7 +118,7 @@ pub(super) fn long_rows(device: &dyn Device, random: &mut Random) -> Outcome {
                     _ => *score = 1.0 + score.abs() * 1e-5,
                 }
             }
-            // The last of the blocks is the query's own, or some blocks behind it have no score.
+            // The query's own block is the last one, or the blocks behind it are left out: their scores are NaN.
             let own = num_blocks - 1 - kind % 3 * (num_blocks / 5);
             scores[own + 1..].fill(f32::NAN);
             let forced = ForcedBlocks { first: kind % 2 == 1, local: 1 + kind / 2 };
