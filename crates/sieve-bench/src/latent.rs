@@ -149,6 +149,7 @@ impl Call {
         }
     }
 
+    /// Rows of the batch, and tokens of each.
     fn rows(&self) -> [usize; 2] {
         [self.case.shape.batch, self.case.shape.seq_len]
     }

@@ -38,7 +38,7 @@ pub struct Run {
     pub(crate) last_checkpoint: Option<LastCheckpoint>,
     /// Whether the run's log ends with the error of a run that diverged.
     pub(crate) is_given_up: bool,
-    /// Number of steps that the guard skipped.
+    /// Number of steps that the guard against diverging losses skipped.
     pub(crate) num_skipped: usize,
     pub(crate) validations: Vec<Validation>,
     pub(crate) scores: Vec<Scores>,

@@ -105,6 +105,7 @@ fn fitted(bench: &mut Bench<'_>, captured: &Operands, path: &Path) -> Result<Vec
     let drawn = Generated::<Cuda>::draw(of.seq_len, heads, &device);
     let Fit { weights, masses } = fit(&target, &mut |weights| measure(&Operands::weighted(&drawn, weights, &device)))?;
     let mean = |masses: &[Masses], at: usize| masses.iter().map(|of| of[at]).sum::<f64>() / masses.len() as f64;
+    // Rows without a time: they show what is kept where a skipped row shows its reason.
     for (at, probe) in PROBES.iter().enumerate() {
         let [captured, generated] = [mean(&target, at), mean(&masses, at)];
         let text = format!("keeps {captured:.4} of the captured mass, {generated:.4} of the generated");
