@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_expires_its_keys() {
+    fn equal_scores_make_dma_a_window_and_falling_ones_hide_keys() {
         let case = Case::draw(shape(), Keys::Window(5), Cuts::Count(1), &Scores::Tied, 9).expect("one document");
         let tied = Case::draw(shape(), Keys::chosen(5), Cuts::Count(1), &Scores::Tied, 9).expect("one document");
         assert_eq!(case.expire, tied.expire, "tied scores are a window");

@@ -397,7 +397,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_differ() {
+    fn each_launch_draws_another_secret() {
         let tokens = [(); 3].map(|()| random_token());
         assert!(tokens.iter().all(|token| token.len() == 32));
         assert!(tokens[0] != tokens[1] && tokens[1] != tokens[2] && tokens[0] != tokens[2]);

@@ -190,7 +190,7 @@ mod tests {
     use sieve_select::LayerSelectors;
 
     #[test]
-    fn a_short_form_holds_what_was_asked_for() {
+    fn a_short_form_parses_to_the_same_selector() {
         for asked in ["meanpool", "quest:budget=64", "xattention:stride=16,tau=0.5", "0-1=dense/2-=meanpool:tau=0.5"] {
             let selector = LayerSelectors::parse(asked).expect("valid");
             let short = short(&selector.to_string());

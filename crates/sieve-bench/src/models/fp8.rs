@@ -155,7 +155,7 @@ mod tests {
     /// tolerance. Over many texts it passes with a seed with which a single text would fail; a gradient of another
     /// size, or of the other layer, fails.
     #[test]
-    fn few_numbers_are_judged_over_texts() {
+    fn gradients_of_few_numbers_are_averaged_over_texts() {
         let (device, policy) = (&FlexDevice, KernelPolicy::default());
         let on = |dtype| On::<Autodiff<Flex>> { device, dtype, policy };
         let (kind, _) = of_part(CheckPart::Attention).find(|(kind, _)| kind[0] == "dma of all keys").expect("a kind");

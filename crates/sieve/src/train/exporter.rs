@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_alone_is_of_this_machine() {
+    fn a_port_without_an_address_is_reached_from_this_machine_alone() {
         let parsed = |text: &str| text.parse::<MetricsPort>();
         assert_eq!(parsed("9100").expect("a port").0[0].to_string(), "127.0.0.1:9100");
         assert_eq!(parsed("0.0.0.0:9100").expect("an address").0[0].to_string(), "0.0.0.0:9100");

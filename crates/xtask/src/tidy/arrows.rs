@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn arrows_point_one_way() {
+    fn a_crate_must_depend_on_what_the_map_says() {
         assert!(problems("sieve-nn", &["sieve-ops", "sieve-core", "burn"]).is_empty());
         // An arrow that no code needs is taken out too.
         assert_eq!(problems("sieve-nn", &["sieve-ops"]).len(), 1);

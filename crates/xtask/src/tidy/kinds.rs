@@ -27,7 +27,7 @@ const BEFORE: [(&str, usize); 14] = [
 /// The enums of kinds.
 const ENUMS: [&str; 2] = ["Attention", "AttentionKind"];
 
-/// The forms of layers of sieve-nn, variants of its enum of layers.
+/// Variants of sieve-nn's enum of attention layers, which is called Attention too: they count as kinds.
 const FORMS: [&str; 5] = ["Grouped", "Latent", "Branches", "Ranked", "Chosen"];
 
 /// The list of the kinds.
