@@ -115,10 +115,10 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
                 _ => [kv_heads * random.one_of(groups), kv_heads],
             };
             let shape = CallShape::new(sizes, heads, [64, 128][at % 2]);
-            // Some selectors are dense at this size whatever the operands are.
+            // Some selectors are dense at this size whatever the operands are: the device then has nothing to choose.
             let is_dense = selection_of(shape, name).is_none();
             for has_nan in [false, true] {
-                // A dense call, or one with a NaN, takes the same way at every size: the first is enough.
+                // No selector is dense at its first size. A NaN takes the same way at every size: one is enough.
                 if (has_nan || is_dense) && at != 0 {
                     continue;
                 }

@@ -30,6 +30,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     }
 }
 
+/// Times an AdamW update of both kinds of masters, and a sum of squares.
 pub(super) fn bench(bench: &mut Bench<'_>, size: usize) {
     let [param, exp_avg, exp_avg_sq, grad] = [0; 4].map(|_| bench.f32([size]));
     let [leaf, rest] = [0; 2].map(|_| bench.bf16([size]));
