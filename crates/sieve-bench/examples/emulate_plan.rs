@@ -25,6 +25,7 @@ fn main() -> ExitCode {
     }
 }
 
+/// Makes the plan in `folder`, runs it on the inputs there, and writes all buffers but the scratch.
 fn replay(folder: &Path) -> Result<(), Box<dyn Error>> {
     let mut plan = Plan::new(&fs::read_to_string(folder.join("request.json"))?)?;
     if let Ok(keys) = fs::read_to_string(folder.join("capacity")) {

@@ -87,6 +87,7 @@ impl Draw {
         }
     }
 
+    /// The call in a report: sizes, mask, scores and what else it takes to draw it again.
     fn label(&self) -> String {
         let ([batch, seq_len, num_heads, head_dim], seed) = (queries_of(self.shape), self.seed);
         let [_, _, num_kv_heads, head_dim_v] = values_of(self.shape);
@@ -102,6 +103,7 @@ impl Draw {
         )
     }
 
+    /// Draws the numbers of the call and computes its references.
     fn prepare(&self) -> Result<Prepared> {
         let (keys, cuts) = (self.keys, self.cuts);
         let case = Case::draw(self.shape, keys, cuts, &self.scores, self.seed)?;
@@ -310,7 +312,8 @@ pub(crate) fn check_long_row(report: &mut Report, device: &dyn Device, extent: &
         (Keys::local(400, 300), Scores::Independent),
     ] {
         let cuts = Cuts::Count(2);
-        // In a free order a single block for each key tile may hold a key's queries of several super-blocks.
+        // One thread block for each key tile: where the order of sums is free, it may sum over queries of several
+        // super-blocks.
         let policy = KernelPolicy { blocks_per_tile: Some(1), ..extent.policy };
         let case = Case::draw(shape, keys, cuts, &scores, extent.seed)?.under(policy);
         let call = OnDevice::new(&case, device);
@@ -437,7 +440,7 @@ mod tests {
             ("ddelta", |x| x.ddelta[1] += 0.1),
             ("expire", |x| x.expire[3] += 1),
             ("no query sees", |x| {
-                // With falling scores the last key leaves at once.
+                // With falling scores DMA does not keep the last key, so no query sees it.
                 let last = x.dv.len() - 1;
                 x.dv[last] = 1e-6;
             }),
@@ -451,7 +454,7 @@ mod tests {
 
     #[test]
     fn plain_bf16_passes_its_own_tolerance() {
-        // Rounded scores alone move large ones further than a kernel may.
+        // Factor 1 alone: with large logits, rounding them to bf16 changes results by more than a kernel may.
         let extent = Extent { magnitude: Some(1.0), ..Extent::all(10, 90, 11) };
         for_each_case(&extent, |prepared| {
             let ratio = judge(prepared, &prepared.plain.outputs);

@@ -137,6 +137,7 @@ fn check_decoding(report: &mut Report, device: &dyn Device, head_dim: usize, see
 /// Draws a case and computes its references; cases of an odd `number` have two documents a row.
 fn prepare(biases: Biases, keys: Keys, widths: (usize, usize), number: usize, seed: u64) -> Result<Prepared> {
     let seq_len = match keys {
+        // Key lists of two super-blocks; 333 tokens have one list.
         Keys::Chosen(window) if window.keep_window_size == 64 => 1100,
         Keys::Chosen(_) => 333,
         _ => 200,

@@ -166,7 +166,7 @@ fn compile_all(
                 loop {
                     let index = next.fetch_add(1, Ordering::Relaxed);
                     let Some(kernel) = kernels.get(index) else {
-                        // Every kernel is taken.
+                        // Another thread has taken the last kernel.
                         break;
                     };
                     let outcome = match cubins.has(keys[index]) {
@@ -315,7 +315,7 @@ mod tests {
             for arch in ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"] {
                 match needed_by(Some(&recipe), arch) {
                     Ok(needed) => assert_eq!(needed.refused, [], "{file:?} {arch}"),
-                    // Heads of 32, in the recipes for two CPU cores: blocks are chosen for wider heads alone.
+                    // The recipes for two CPU cores have heads of 32, and kernels choose blocks for wider heads alone.
                     Err(error) => {
                         assert!(error.to_string().contains("heads of 32"), "{file:?} {arch}: {error}");
                         narrow += 1;

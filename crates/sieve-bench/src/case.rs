@@ -153,7 +153,7 @@ impl Case {
             expire: Vec::new(),
             policy: KernelPolicy::default(),
         };
-        case.expire = case.oracle();
+        case.expire = case.expire_by_definition();
         Ok(case)
     }
 
@@ -175,7 +175,7 @@ impl Case {
             self.z = z;
         }
         self.delta = delta;
-        self.expire = self.oracle();
+        self.expire = self.expire_by_definition();
     }
 
     /// Whether a bias is added to the logits.
@@ -279,12 +279,12 @@ impl Case {
         }
         repeat(&mut self.doc_start, batch);
         repeat(&mut self.doc_end, batch);
-        self.expire = self.oracle();
+        self.expire = self.expire_by_definition();
     }
 
     /// The mask `expire` by the CPU's definition: DMA's selection by rank, extended by the local window; without DMA, a
     /// key expires where the window or its document ends.
-    fn oracle(&self) -> Vec<i32> {
+    fn expire_by_definition(&self) -> Vec<i32> {
         let AttentionShape { batch, seq_len, num_kv_heads, .. } = self.shape;
         let documents = Documents::new(&self.doc_start, &self.doc_end);
         let mut expire = vec![0; batch * num_kv_heads * seq_len];
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_expires_its_keys() {
+    fn equal_scores_make_dma_a_window_and_falling_ones_hide_keys() {
         let case = Case::draw(shape(), Keys::Window(5), Cuts::Count(1), &Scores::Tied, 9).expect("one document");
         let tied = Case::draw(shape(), Keys::chosen(5), Cuts::Count(1), &Scores::Tied, 9).expect("one document");
         assert_eq!(case.expire, tied.expire, "tied scores are a window");

@@ -410,7 +410,8 @@ mod tests {
         }
     }
 
-    /// What is compiled at its first use costs a check a second each, one after the other.
+    /// A kernel that is compiled at its first launch costs a check a second; the kernels listed before are compiled on
+    /// all cores at once.
     #[test]
     fn what_a_check_launches_is_compiled_before_it() {
         let gpu = DeviceReport {
@@ -478,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_that_panics_leaves_its_words_in_the_report() {
+    fn a_part_that_panics_leaves_its_message_in_the_report() {
         type Part = fn(&mut Progress<'_>) -> Result<()>;
         let parts: [Part; 2] =
             [|_| panic!("no memory"), |progress| panic!("after {} row", progress.report.rows().len())];

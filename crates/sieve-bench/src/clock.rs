@@ -128,7 +128,7 @@ impl Clock {
         unsafe { kernel.launch_words([1, 1, 1], &[], &[&self.stamps], &[index as u64]) }
     }
 
-    /// Evicts the L2, and keeps the GPU busy until `wait_ns` have passed, so that the host can queue the work.
+    /// Evicts the L2 cache, and keeps the GPU busy until `wait_ns` have passed, so that the host can queue the work.
     fn flush(&self, wait_ns: u64) -> Result<(), KernelError> {
         let kernel = SourceKernel::from_text("bench_flush", FLUSH).threads(1024);
         let params = [(FLUSH_BYTES / 16) as u64, wait_ns];

@@ -546,9 +546,10 @@ pub(crate) mod tests {
 
     #[test]
     fn buffers_end_with_their_page() {
+        // Sizes are rounded up to 16 bytes, so that buffers begin at multiples of 16.
         for (bytes, padding) in [(16, PAGE - 16), (17, PAGE - 32), (PAGE, 0), (PAGE + 1, PAGE - 16)] {
             assert_eq!(Emulator::padding(bytes), padding);
         }
-        assert_eq!(place(5, &[2, 3], &[10, 2]), 14);
+        assert_eq!(place(5, &[2, 3], &[10, 2]), 14); // element (1, 2)
     }
 }

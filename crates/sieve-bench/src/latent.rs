@@ -68,7 +68,7 @@ impl Call {
         let num_heads = random.between(1, 6);
         let (batch, key_dim) = (random.between(1, 4), head_dim + rope_dim);
         let shape = AttentionShape::new(batch, seq_len, [num_heads; 2], [key_dim, head_dim]);
-        // A query that sees one key gives queries and keys no gradient. With large numbers rounding leaves something
+        // Where a query sees a single key, the gradients of both are 0. With large numbers rounding leaves something
         // else, and in a short batch row there are no other gradients to compare its size with.
         let largest = if seq_len < 15 { Size::Usual } else { Size::Large };
         let size = random.one_of(&[Size::Usual, Size::Usual, Size::Peaked, largest]);
@@ -149,6 +149,7 @@ impl Call {
         }
     }
 
+    /// Rows of the batch, and tokens of each.
     fn rows(&self) -> [usize; 2] {
         [self.case.shape.batch, self.case.shape.seq_len]
     }
@@ -466,7 +467,8 @@ mod tests {
             wrong[at].1[0] = f32::NAN;
             let judged = expected.judge(&wrong);
             assert!(judged.is_err(), "{}", wrong[at].0);
-            // The last tokens of one result; a late gradient is far smaller than the first ones.
+            // The last tokens of one result are 10 % too small: late gradients are far smaller than the first ones,
+            // and a tolerance for the whole tensor would not see them.
             let mut wrong = plain.clone();
             let late = wrong[at].1.len() / 20;
             wrong[at].1.iter_mut().rev().take(late).for_each(|x| *x *= 0.9);

@@ -45,11 +45,12 @@ const LONGER_FROM: usize = 48;
 /// Prompts of texts of different lengths that are decoded together. The third begins when the first has ended.
 const PROMPTS: [usize; 3] = [63, PREFILLED, 50];
 
-/// Tokens from which on another thread decodes: with the cache, and with the model alone.
+/// The token from which on another thread decodes: in the middle of the row, with the cache that this thread filled; or
+/// the first one, so that the other thread does all.
 const MOVED_AT: [usize; 2] = [72, 0];
 
-/// What tokens of a dense model read under selectors on a GPU: each time all keys, so that its own logits are expected.
-/// Which keys a smaller number gives is checked with the kernels' wrappers.
+/// Choices of keys under which a dense model decodes on a GPU. Each has room for all keys, so the logits must be those
+/// of dense attention. Choices of fewer keys are checked with the launch wrappers.
 const ALL_KEYS: [TokenKeys; 4] = [
     TokenKeys::Ends { first: SEQ_LEN - 7, last: 7 },
     TokenKeys::Pages { page: 16, count: 6 },
@@ -123,10 +124,10 @@ const FORMS: [Form; 2] = [
 /// Tolerance of a bf16 loss in nats, besides twice the error of the plain bf16 computation.
 const LOSS_TOLERANCE: f32 = 5e-3;
 
-/// Added tolerance of a row of a weight's gradient, as a share of the row's norm; the norm of all rows has none of
-/// it. A model has some 2,800 such rows, and a row's error may be three times that of another bf16 computation by
-/// chance. Of 366,036 rows (22 seeds, six models) PyTorch's bf16 gradients have 270 over twice the plain error and 1
-/// / 128 of the row, in each of the seeds, by up to 0.0214 of the row; both beside f64 gradients of the same inputs.
+/// Added tolerance of a row of a weight's gradient, as a share of the row's norm; the norm of all rows has none of it.
+/// A model has some 2,800 such rows, and a row's error may be three times that of another bf16 computation by chance.
+/// In 270 of 366,036 rows (22 seeds, six models), some in each seed, the error of PyTorch's bf16 gradients is over
+/// twice the plain error and 1/128 of the row, by up to 0.0214 of the row; f64 gradients of the same inputs are exact.
 const OF_A_ROW: f64 = 3.0 / 128.0;
 
 /// Tolerance of the gradient of DMA's `a` where nothing is masked, as a share of its norm. Each query's gradients of
@@ -187,7 +188,7 @@ pub(crate) fn check<B: TrainBackend>(
         });
         let in_fp8 = (with_fp8 && fp8::COMPARED.contains(&kind[0])).then(|| setup.in_fp8(&model, &on));
         let reference = watch.reference();
-        // Not watched: a graph takes no weights of another thread, so each launch is queued by itself.
+        // Not watched: a CUDA graph takes no weights of another thread, so kernels are launched one by one there.
         let decoder = model.valid();
         let moved = MOVED_AT.map(|at| (at, setup.through_the_cache(&decoder, on.dtype, device, at)));
         let [exact, plain] = setup.references();
@@ -499,8 +500,8 @@ impl Setup {
         Ok(logits.into_iter().flat_map(|logits| floats(logits.into_data())).collect())
     }
 
-    /// The decoded logits of the first row behind each of [`PROMPTS`], two such texts at a time in the three rows of
-    /// one cache, and how steps were called.
+    /// Logits of the first row's tokens after each of [`PROMPTS`], decoded as texts in the three rows of one cache, two
+    /// at a time; and whether a step is one call or a call for each layer.
     fn in_rows<B: DeviceBackend>(
         &self,
         model: &Qwen3<B>,
@@ -595,7 +596,7 @@ mod tests {
         assert_eq!((report.failed(), report.rows().len()), (0, 23), "{report}");
     }
 
-    /// Results that a wrong device might give, held to the wide tolerance of bf16.
+    /// Results such as a faulty device gives must fail even the wide tolerance of bf16.
     #[test]
     fn a_wrong_model_does_not_pass() {
         let (kind, _) = &of_part(CheckPart::Attention).find(|(kind, _)| kind[0] == "swa").expect("windows");

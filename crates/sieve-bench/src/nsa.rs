@@ -48,9 +48,11 @@ struct Inputs {
     blocks: NsaBlocks,
     /// Position embeddings of keys and of values, `[compress_block_size, head_dim]`.
     positions: [Vec<f32>; 2],
-    /// A compressed key and value of each block: `[2, batch * slots * num_kv_heads, head_dim]`.
+    /// A compressed key and value of each block: `[2, batch * slots * num_kv_heads, head_dim]`, where slots are the
+    /// places for compressed blocks in a row of the batch ([`NsaBlocks::num_slots`]).
     compressed: Vec<f32>,
-    /// A pooled key and value of each selected block: `[2, batch * slots * num_kv_heads, head_dim]`.
+    /// A pooled key and value of each block that can be selected: `[2, batch * blocks of a row * num_kv_heads,
+    /// head_dim]`.
     means: Vec<f32>,
     /// A pooled key and value of each token: `[2, batch * seq_len * num_kv_heads, head_dim]`.
     tokens: Vec<f32>,
@@ -133,8 +135,8 @@ impl Inputs {
         device::family_name(family)
     }
 
-    /// Gives the selected branch the CPU's choice, so that ties between blocks do not matter, without every third
-    /// block, so that some blocks are read by no query; free entries are -1. Returns the expected results.
+    /// Fills `chosen` with the blocks that the CPU chooses, so that ties between blocks do not matter, but leaves out
+    /// every third block of a document (1, 4, 7, ..), so that no query reads it. Returns the expected results.
     fn expected(&mut self) -> Expected {
         let choices = self.chosen_by_cpu();
         let count = self.blocks.num_selected_blocks;
@@ -182,7 +184,7 @@ impl Inputs {
     /// The blocks that the CPU chooses: by NSA's compressed branch, then by each rule of [`choices`](Self::choices).
     fn chosen_by_cpu(&self) -> Vec<Choice> {
         let (shape, call) = (self.case.shape, self.call());
-        let [qkv, compressed] = self.coarse(DType::F32);
+        let [qkv, compressed] = self.packed_and_compressed(DType::F32);
         let coarse = Flex::nsa_compressed_attention(qkv.clone(), compressed, &call);
         let blocks = indices::<Flex, 4>(coarse.block_indices);
         let of_nsa = Choice { name: "choice", rule: ChoiceRule::WeightedProbability, blocks };
@@ -221,7 +223,7 @@ impl Inputs {
     }
 
     /// The packed q, k, v and the compressed keys and values as tensors on the CPU.
-    fn coarse(&self, dtype: DType) -> [FloatTensor<Flex>; 2] {
+    fn packed_and_compressed(&self, dtype: DType) -> [FloatTensor<Flex>; 2] {
         let (packed, d) = (packed_of(self.case.shape), self.case.shape.head_dim);
         [
             cast::<Flex, 4>(&self.qkv, packed, dtype, &FlexDevice),
@@ -265,7 +267,7 @@ fn linear_ops(inputs: &Inputs, dtype: DType) -> Results {
     let (dims, output, call) = (packed_of(*shape), shape.output(), inputs.call());
     let [batch, seq_len, num_heads, d] = output;
     let size = inputs.blocks.compress_block_size;
-    let [qkv, compressed] = inputs.coarse(dtype);
+    let [qkv, compressed] = inputs.packed_and_compressed(dtype);
     let d_o = cast::<Flex, 4>(d_o, output, dtype, &FlexDevice);
     let positions = inputs.positions.each_ref();
     let positions = positions.map(|x| cast::<Flex, 2>(x, [size, d], dtype, &FlexDevice));
@@ -535,7 +537,7 @@ pub(crate) fn nsa_check_kernels(gpu: &DeviceReport) -> NeededKernels {
 /// Checks the launch wrappers of native sparse attention.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     selected_blocks::check(report, device, extent)?;
-    let mut random = Random(extent.seed ^ 0x006e_7361);
+    let mut random = Random(extent.seed ^ 0x006e_7361); // "nsa" in ASCII: other numbers than the other checks draw
     for at in 0..extent.few() {
         // One long call: its reference takes the CPU seconds, and the emulator would take hours.
         let is_long = at == 0 && extent.has_long_rows();

@@ -145,6 +145,7 @@ impl<'a> OnDevice<'a> {
         separate(self.device, [&q, &k, &v], token)
     }
 
+    /// The length of each row's cache, the same for all.
     fn lengths(&self, length: usize) -> CudaTensor {
         let batch = self.case.shape.batch;
         self.device.int(&vec![length as i32; batch], &[batch])

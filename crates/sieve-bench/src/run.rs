@@ -297,6 +297,7 @@ fn on_cpu(op: Op, case: &Case) -> Outputs {
     }
 }
 
+/// Outputs of an attention op by the launch wrappers, in the case's order of sums.
 fn on_cuda(op: Op, case: &Case, device: &Gpu) -> Result<Outputs, KernelError> {
     let call = OnDevice::new(case, device);
     let mut outputs = match op {

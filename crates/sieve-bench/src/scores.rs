@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_go_both_ways() {
+    fn each_kind_is_parsed_from_its_name() {
         for scores in Scores::RANDOM {
             assert_eq!(scores.name().parse(), Ok(scores));
         }

@@ -41,14 +41,15 @@ const SELECTORS: &[&str] = &[
     "pbs:block=16,segment=64,tau=TAU,permute=none",
     "pbs:block=16,segment=64,tau=TAU,select=xattention,stride=4",
     "pbs:block=32,segment=32,tau=TAU,select=xattention,permute=none,gqa=union",
-    // A segment of 64 blocks, more than a word has bits.
+    // A segment of 64 blocks, more than the bits of a 32-bit word.
     "pbs:block=8,segment=512,tau=TAU",
     "ba_att:block=16,segment=64,sparsity=0.3,compensate_layers=all",
     "ba_att:block=32,segment=128,sort=k,gqa=union,compensate_layers=none",
     "ba_att:block=16,segment=64,sparsity=0.3,sort=q",
     "ba_att:block=16,segment=64,sparsity=0.7,sort=none,gqa=union",
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=12,k_exact=4,k_trim=9",
-    // One slot for dozens of blocks: the gate's quantile lies in the tail of its approximation.
+    // One slot (k - k_exact) for dozens of blocks: the gate rejects nearly all, so its normal quantile comes from the
+    // approximation of the tail.
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=5,k_exact=4",
     // Streams of several chunks of 32 scores.
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=2,k=21,k_exact=3",
@@ -72,8 +73,9 @@ const PATTERNS: [Pattern; 6] = [
     Pattern::BlockSparse { topk: 1 },
 ];
 
-/// The value of `TAU`, and how far another sum order may change a share of mass.
+/// The share of attention mass that stands for `TAU`.
 const TAU: f64 = 0.6;
+/// How far another order of sums may change a share of mass.
 const MARGIN: f64 = 1e-5;
 
 /// Share of the rows whose choice may lie within [`MARGIN`].
@@ -113,10 +115,10 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
                 _ => [kv_heads * random.one_of(groups), kv_heads],
             };
             let shape = CallShape::new(sizes, heads, [64, 128][at % 2]);
-            // Some selectors are dense at this size whatever the operands are.
+            // Some selectors are dense at this size whatever the operands are: the device then has nothing to choose.
             let is_dense = selection_of(shape, name).is_none();
             for has_nan in [false, true] {
-                // A dense call, or one with a NaN, takes the same way at every size: the first is enough.
+                // No selector is dense at its first size. A NaN takes the same way at every size: one is enough.
                 if (has_nan || is_dense) && at != 0 {
                     continue;
                 }
@@ -207,12 +209,12 @@ pub(crate) fn check_tokens(report: &mut Report, device: &dyn Device, extent: &Ex
     Ok(())
 }
 
-/// Selectors whose output is corrected by dense rows.
+/// Selectors that correct attention under their mask by some rows of dense attention.
 const CORRECTED: &[&str] = &[
     "delta:gamma=7,base.min_prefill_tokens=0,base.n_local=20,base.n_init=3",
     "delta:gamma=16,dense_tail=false,base.min_prefill_tokens=0,base.n_local=20",
     "delta:mode=recompute,base.min_prefill_tokens=0,base.n_local=20",
-    // Its choice of blocks computes the dense rows, but for chunks that begin between two of them.
+    // The kernels that choose its blocks compute its dense rows too, except where a chunk begins between two of them.
     "momo:first_dense_layers=0,gamma=4,chi=32,beta=64,k=2,k_exact=1",
 ];
 

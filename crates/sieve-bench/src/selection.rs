@@ -50,7 +50,8 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
     })
 }
 
-/// Checks `expire`, the key lists of a selection, the lists rebuilt from `expire` alone, and the halo keys.
+/// Checks `expire`, the key lists of a selection, the lists rebuilt from `expire` alone, and the halo: the keys that a
+/// rank of context parallelism hands to the next one.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let mut random = Random(extent.seed);
     for case in cases(extent) {
@@ -94,7 +95,7 @@ fn border_keys(expire: &CudaTensor, case: &Case, device: &dyn Device, random: &m
     let (shape, head_dim) = (case.shape, 8 * random.between(1, 4));
     let (batch, seq_len, kv_heads) = (shape.batch, shape.seq_len, shape.num_kv_heads);
     let heads = 2 * kv_heads + random.between(0, 3);
-    // There may be fewer slots than kept keys: the last keys take them. Slots of missing keys come first, with -1.
+    // Where there are fewer slots than kept keys, the last keys take them. Slots without a key come first, with -1.
     let slots = random.between(1, case.window().min(seq_len) + 1);
     let kept = dma_last_kept(expire, slots)?;
     let mut places = Vec::new();

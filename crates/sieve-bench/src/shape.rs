@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named() {
+    fn each_mistake_in_a_shape_is_refused_by_name() {
         for (text, word) in [
             ("seq_len=3,heads=4", "head_dim is missing"),
             ("seqlen=3", "no key seqlen"),

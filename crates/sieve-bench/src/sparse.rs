@@ -137,6 +137,8 @@ impl Case {
         device::family(device, &shape_of_call(self.shape), KeySource::Dense)
     }
 
+    /// Compares o and lse of the launch wrapper with the expected ones, with NaN in all keys that the kernel must not
+    /// read.
     fn run(&self, device: &dyn Device) -> Outcome {
         let head_dim = self.shape.head_dim;
         let (expected, seen) = self.expected();

@@ -11,7 +11,8 @@ use sieve_kernels::{AttentionGradients, CudaTensor, DType, KernelPolicy, KeySour
 use sieve_select::{CallShape, KeyMask, Tiles};
 use sieve_testing::Random;
 
-/// Keys of a list's tile, and queries of its steps (`kernels/common/tile_steps.cuh`).
+/// Keys of a tile: a list of steps for each KV head and key tile. A step is one tile of queries of which a head sees
+/// one of these keys ([`STEP_QUERIES`]).
 const TILE_KEYS: usize = 128;
 const STEP_QUERIES: usize = 64;
 
@@ -51,6 +52,7 @@ struct Case {
 }
 
 impl Case {
+    /// Draws a call under a random causal mask of tiles of `block` tokens, each kept with the probability `density`.
     fn draw(shape: CallShape, block: usize, density: f64, random: &mut Random) -> Self {
         let CallShape { num_queries, num_keys, num_heads, num_kv_heads, head_dim } = shape;
         let tiles = Tiles::new(shape, block, block);
@@ -80,7 +82,7 @@ impl Case {
         self.mask.row(head, query / tiles.query_tile).contains(&((key / tiles.key_tile) as i32))
     }
 
-    /// The mask by key tiles, as `tile_steps.cuh` describes it.
+    /// The list of steps of each KV head and key tile, in the layout that `kernels/common/tile_steps.cuh` describes.
     fn tile_lists(&self) -> Vec<i32> {
         let CallShape { num_keys, num_heads, num_kv_heads, .. } = self.shape;
         let group = num_heads / num_kv_heads;
@@ -112,6 +114,7 @@ impl Case {
         starts
     }
 
+    /// Compares dq, dk and dv of the launch wrapper with the expected ones.
     fn run(&self, device: &dyn Device, sums: SumOrder, blocks_per_tile: Option<usize>) -> Outcome {
         let shape = shape_of_call(self.shape);
         let [exact, plain] = [false, true].map(|rounds| self.expected(rounds));
@@ -152,7 +155,7 @@ impl Case {
         Ok(worst)
     }
 
-    /// Keys and KV heads, as their place in k, that no query sees.
+    /// Indices into k, by key and KV head, of the keys that no query sees.
     fn unseen(&self) -> Vec<usize> {
         let CallShape { num_queries, num_keys, num_heads, num_kv_heads, .. } = self.shape;
         let group = num_heads / num_kv_heads;

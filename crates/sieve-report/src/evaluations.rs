@@ -132,7 +132,7 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn numbers_are_named_by_their_way_through_the_file() {
+    fn numbers_are_named_by_their_path_in_the_json() {
         let folder = tempfile::tempdir().unwrap();
         let json = r#"{"tasks":[{"task":"piqa","acc":0.5,"rows":[1]},{"task":"arc_easy","acc":0.25}],
             "loss":2.0,"text":"x","by":[{"length":64,"hit":1}],

@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_is_not_searched_for_other_parts() {
+    fn text_that_is_filled_in_is_not_searched_for_placeholders() {
         let parts = [("A", "{{B}}".to_owned()), ("B", "b".to_owned())];
         assert_eq!(filled("x{{A}}y{{B}}z", &parts), "x{{B}}ybz");
     }

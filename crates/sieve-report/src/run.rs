@@ -38,7 +38,7 @@ pub struct Run {
     pub(crate) last_checkpoint: Option<LastCheckpoint>,
     /// Whether the run's log ends with the error of a run that diverged.
     pub(crate) is_given_up: bool,
-    /// Number of steps that the guard skipped.
+    /// Number of steps that the guard against diverging losses skipped.
     pub(crate) num_skipped: usize,
     pub(crate) validations: Vec<Validation>,
     pub(crate) scores: Vec<Scores>,
@@ -473,7 +473,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_folder_that_is_no_run_is_told() {
+    fn a_folder_that_is_no_run_or_damaged_is_refused() {
         let empty = tempfile::tempdir().unwrap();
         let error = Run::open(empty.path(), None).unwrap_err().to_string();
         assert!(error.contains("holds no run: there is no config.toml") && error.contains("hint"), "{error}");

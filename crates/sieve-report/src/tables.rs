@@ -92,9 +92,9 @@ const TIME: &str = "of training up to the last logged step, without validation a
 const SPEED: &str = "tokens divided by training time, up to the last logged step, all devices together";
 const MFU: &str = "executed FLOPs as a share of the device's peak, mean over the training time";
 
-/// Speeds of equal runs on one machine differ by as much.
+/// Share by which the speeds of equal runs on one machine may differ.
 const LEVEL_SPEED: f64 = 0.05;
-/// Memory of equal runs differs by as much.
+/// Share by which the memory of equal runs may differ.
 const LEVEL_MEMORY: f64 = 0.01;
 
 const COLUMNS: [Column; 11] = [
@@ -610,7 +610,7 @@ mod tests {
         }
         let spike = [&begun[..], &[step(30, "4e6"), step(40, "5.0")]].concat();
         assert_eq!(marks_of(&spike, ""), "<span class=\"mark bad\">loss 4,000,000 at step 30</span>");
-        // It was stopped at step 37, and logged step 20 before.
+        // A run that was stopped at step 37, where it wrote a checkpoint; the last step that it logged is 20.
         let stopped = folder("", &begun.join("\n"));
         for number in [30, 37] {
             let checkpoint = stopped.path().join(format!("checkpoint/step-{number}"));
@@ -625,10 +625,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_trained_is_shown() {
+    fn the_trained_model_is_described_also_for_older_runs() {
         let said = Run::open(folder("# model: 7 parameters, attention <dma>\n[a]\n", STEP).path(), Some("a")).unwrap();
         assert!(models(&[said]).contains("<td>7 parameters, attention &lt;dma&gt;</td>"));
-        // A run of before has no such line, and its recipe says what it can.
+        // The config.toml of an older run lacks this comment; then the recipe alone says what it trained.
         let recipe = include_str!("../../../recipes/quickstart.toml");
         let before = Run::open(folder(recipe, STEP).path(), Some("a")).unwrap();
         let html = models(&[before]);

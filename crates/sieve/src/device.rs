@@ -125,7 +125,7 @@ impl DeviceChoice {
         }
     }
 
-    /// As [`resolve`](Self::resolve), but `prepare` may first add kernels to a CUDA device's kernel cache.
+    /// Finds the device; before a CUDA device is opened, `prepare` may add kernels to its kernel cache.
     pub(crate) fn resolve_and_prepare(
         self,
         prepare: impl FnOnce(&KernelCache, &DeviceReport) -> Result<()>,

@@ -160,6 +160,7 @@ fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
     Ok(vec![text?])
 }
 
+/// Loads the model and continues the prompts, in batches or, for one text or with a selector, one by one.
 fn run_on<B: ModelBackend>(
     args: &GenerateArgs,
     prompts: &[String],
@@ -373,7 +374,7 @@ impl<B: DeviceBackend> Run<'_, B> {
     fn print_numbers(&self, prompt: usize, sample: u64, written: &Written, selection: Option<&Selection>) {
         let num_prompt_tokens = self.tokens[prompt].len();
         if written.token_times.is_empty() && written.stopped == "end of document" {
-            self.warn_of_nothing();
+            self.warn_of_empty_text();
         }
         if !self.args.json {
             return terminal::remark(&written.speed(num_prompt_tokens));
@@ -391,8 +392,9 @@ impl<B: DeviceBackend> Run<'_, B> {
         terminal::line(&json.to_string());
     }
 
-    /// Says that a text ended before its first token, and what an instruct model wants.
-    fn warn_of_nothing(&self) {
+    /// Warns that the model ended the text before its first token, with a hint at `--chat` where it has a chat
+    /// template.
+    fn warn_of_empty_text(&self) {
         let hint = match ChatTemplate::of_model(&self.args.checkpoint) {
             Ok(Some(_)) if !self.args.chat => "it has a chat template: --chat",
             _ => "another prompt, a higher --temperature or another --seed may give some",
@@ -436,6 +438,7 @@ impl Written {
         seconds.get(seconds.len() / 2).copied()
     }
 
+    /// The line about a sample: its tokens, their speed, and the time of the prompt.
     fn speed(&self, num_prompt_tokens: usize) -> String {
         format!(
             "{} tokens, {:.1} a second; the prompt of {num_prompt_tokens} took {:.2} s",

@@ -188,6 +188,7 @@ fn print_notes(report: &ImportReport, tokenizer: &Tokenizer) {
     }
 }
 
+/// Parses the value of `--attention`.
 fn kind(name: &str) -> Result<AttentionKind> {
     AttentionKind::named(name).with_context(|| {
         // A model of another kind cannot be turned into latent attention.

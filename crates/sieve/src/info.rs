@@ -120,6 +120,7 @@ impl Info {
         }
     }
 
+    /// The printed lines: program, machine, GPUs, libraries, kernel cache, and the path of each kind of attention.
     fn text(&self) -> String {
         let found = |version: &Option<String>| version.clone().unwrap_or("not found".to_owned());
         let mut lines = vec![

@@ -30,6 +30,7 @@ pub(crate) fn run(command: KernelsCommand) -> Result<()> {
     }
 }
 
+/// Runs `sieve kernels build`.
 fn build(args: BuildArgs) -> Result<()> {
     let overrides = args.overrides;
     let recipe = args.recipe.map(|recipe| RecipeArgs::new(recipe, overrides).load());
@@ -90,6 +91,7 @@ pub(crate) fn device_for(choice: DeviceChoice, recipe: &Recipe) -> Result<Device
     })
 }
 
+/// Runs `sieve kernels check`: prints a line for each part, then the table; fails if a row failed.
 fn check(args: &CheckArgs) -> Result<()> {
     if args.cases == 0 {
         bail!("--cases 0: nothing would be checked");
@@ -131,6 +133,7 @@ fn print_part(part: CheckedPart) {
     terminal::line(&part.to_string());
 }
 
+/// Runs `sieve kernels bench`: a short check, then the times.
 fn bench(args: BenchArgs) -> Result<()> {
     if args.repetitions == 0 {
         bail!("--repetitions 0: nothing would be timed");
@@ -191,6 +194,7 @@ fn capture(args: &CaptureArgs) -> Result<()> {
     on_device!(Place::new(args.device.resolve()?, None)?, capture_to(checkpoint, text, out))
 }
 
+/// Runs `sieve kernels capture` on the backend of a device.
 fn capture_to<B: DeviceBackend>(
     checkpoint: &Path,
     text: Option<&Path>,
@@ -218,6 +222,7 @@ fn capture_to<B: DeviceBackend>(
     Ok(())
 }
 
+/// Runs `sieve kernels run`.
 fn run_op(args: Box<RunArgs>) -> Result<()> {
     let nsa = args.nsa();
     let settings = RunSettings {

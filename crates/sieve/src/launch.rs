@@ -336,7 +336,7 @@ fn job_exit(codes: &[Option<i32>]) -> Exit {
     } else if codes.iter().flatten().any(|code| !usual.contains(code)) {
         Exit::Failed
     } else if any(INTERRUPTED) {
-        // A second signal ended one rank; the others then lost it.
+        // A second signal ended one rank at once, and the other ranks then lost it.
         Exit::Interrupted
     } else if any(STOPPED_EARLY) || any(OTHER_LOST) || codes.iter().any(is_lost) {
         Exit::StoppedEarly
@@ -385,6 +385,7 @@ fn ask_to_stop(rank: &mut Rank) {
     let _ = rank.child.kill();
 }
 
+/// Kills the processes that still run.
 fn end(ranks: &mut [Rank]) {
     for rank in ranks.iter_mut().filter(|rank| rank.status.is_none()) {
         let _ = rank.child.kill();
@@ -396,7 +397,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_differ() {
+    fn each_launch_draws_another_secret() {
         let tokens = [(); 3].map(|()| random_token());
         assert!(tokens.iter().all(|token| token.len() == 32));
         assert!(tokens[0] != tokens[1] && tokens[1] != tokens[2] && tokens[0] != tokens[2]);

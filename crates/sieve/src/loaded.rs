@@ -30,7 +30,7 @@ impl PlaceArgs {
         (self.device).resolve_for(self.dtype, || Ok(peek_model(checkpoint)?.1))
     }
 
-    /// As [`place`](Self::place), and checks that work of this size fits into the device's memory.
+    /// Finds the device for a checkpoint's model, and checks that work of this size fits into its memory.
     pub(crate) fn for_checkpoint(
         self,
         checkpoint: &Path,

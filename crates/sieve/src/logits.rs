@@ -57,6 +57,7 @@ fn run_on<B: DeviceBackend>(args: &LogitsArgs, tokens: &[u32], device: &B::Devic
     Ok(())
 }
 
+/// Parses token ids that are separated by commas or white space.
 fn parse(text: &str) -> Result<Vec<u32>> {
     let words = text.split(|c: char| c == ',' || c.is_whitespace());
     let tokens = words

@@ -155,6 +155,7 @@ fn open_output(args: &OutputArgs) -> anyhow::Result<()> {
     terminal::open(loudness, args.log_file.as_deref())
 }
 
+/// Runs a command. Those that use a trained model end with a line for each op that took its reference, not a kernel.
 fn run(command: Command) -> anyhow::Result<Exit> {
     let done = |result: anyhow::Result<()>| result.map(|()| Exit::Done);
     match command {

@@ -19,7 +19,7 @@ use sieve_train::{Group, ShardedWeights};
 use std::path::Path;
 use std::sync::Arc;
 
-/// All ranks divide the weights.
+/// The `shard_ranks` with which all ranks divide the weights.
 const ALL_RANKS: usize = 0;
 /// Seconds without a heartbeat after which a rank is lost.
 const PATIENCE: u64 = 30;

@@ -67,7 +67,7 @@ impl MemoryArgs {
         Ok(Admitted {
             warning: self.decide("this run", &memory)?,
             keeping: memory.keeping,
-            advice: format!("{}\n{}", parts(&memory), way_out(&memory)),
+            advice: format!("{}\n{}", parts(&memory), fitting_settings_hint(&memory)),
         })
     }
 
@@ -75,7 +75,8 @@ impl MemoryArgs {
     /// not.
     ///
     /// # Errors
-    /// As [`check_training`](Self::check_training). An unreadable checkpoint is no error here; loading it reports that.
+    /// It does not fit: a message as of [`check_training`](Self::check_training). An unreadable checkpoint is no error
+    /// here; loading it reports that.
     pub(crate) fn check_inference(
         self,
         checkpoint: &Path,
@@ -91,11 +92,12 @@ impl MemoryArgs {
     /// Refuses to import a model of `shape` if host memory is too small for it; warns if it may be.
     ///
     /// # Errors
-    /// As [`check_training`](Self::check_training).
+    /// It does not fit: a message as of [`check_training`](Self::check_training).
     pub(crate) fn check_import(self, shape: &ModelShape) -> Result<()> {
         self.warn(&import_memory(shape, &target(&Device::Cpu, None)))
     }
 
+    /// Prints a warning if the model may not fit; fails if it does not.
     fn warn(self, memory: &MemoryPlan) -> Result<()> {
         if let Some(warning) = self.decide("this model", memory)? {
             crate::terminal::note(&warning);
@@ -112,7 +114,7 @@ impl MemoryArgs {
                 memory.verdict.words(),
                 need(memory),
                 parts(memory),
-                way_out(memory)
+                fitting_settings_hint(memory)
             )
         };
         match memory.verdict {
@@ -191,7 +193,7 @@ fn parts(memory: &MemoryPlan) -> String {
 }
 
 /// The hint: settings with which the run fits, or what else to change.
-fn way_out(memory: &MemoryPlan) -> String {
+fn fitting_settings_hint(memory: &MemoryPlan) -> String {
     let settings = memory.would_fit.iter().map(|fitting| {
         let (setting, total) = (&fitting.setting, gib(fitting.total_bytes));
         format!("{setting} ({total})")
@@ -236,6 +238,7 @@ mod tests {
 
     const REFUSE: MemoryArgs = MemoryArgs { ignore_memory: false };
 
+    /// The memory plan of a shipped recipe, with these overrides, on a GPU of this size.
     fn memory(gigabytes: f64, overrides: &[&str]) -> MemoryPlan {
         let text = include_str!("../../../recipes/dma_80m.toml");
         let overrides: Vec<String> = overrides.iter().map(|&set| set.to_owned()).collect();
@@ -251,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn need_parts_and_settings_are_named() {
+    fn needed_memory_its_parts_and_settings_that_fit_are_named() {
         let memory = memory(23.0, &["training.local_batch_size=64"]);
         let error = REFUSE.decide("this run", &memory).expect_err("too large");
         let text = error.to_string();
@@ -284,20 +287,20 @@ mod tests {
     }
 
     #[test]
-    fn weights_that_are_too_large_are_told_to_be() {
-        let text = way_out(&memory(1.0, &[]));
+    fn weights_that_do_not_fit_get_a_hint_of_a_smaller_model() {
+        let text = fitting_settings_hint(&memory(1.0, &[]));
         assert!(text.contains("the optimizer's state are too large; make the model smaller"), "{text}");
     }
 
     #[test]
-    fn a_row_that_is_too_long_is_told_to_be() {
+    fn a_row_that_does_not_fit_gets_a_hint_of_a_shorter_one() {
         let long = "training.seq_len=2000000";
-        let text = way_out(&memory(80.0, &[long, "model.max_position_embeddings=2000000"]));
+        let text = fitting_settings_hint(&memory(80.0, &[long, "model.max_position_embeddings=2000000"]));
         assert!(text.contains("of a single row are too large; lower training.seq_len"), "{text}");
     }
 
     #[test]
-    fn a_panic_of_the_allocator_is_told_plainly() {
+    fn a_panic_of_the_allocator_becomes_a_message_with_a_hint() {
         let panic = "called `Result::unwrap()` on an `Err` value: can't allocate buffer of size: 2361393152\n   \
             0: frame";
         let text = message(panic).expect("it is about memory");

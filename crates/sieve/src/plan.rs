@@ -204,6 +204,7 @@ fn planned_line(recipe: &Recipe, vocab_size: usize, target: &Target) -> Result<S
     Ok(model_line(recipe, &recipe.model_shape(vocab_size)?, numbers, &initial_weights(recipe)))
 }
 
+/// The printed lines: parameters, stages, memory, cache, path of each op, and time.
 fn text(plan: &Plan, recipe: &Recipe, [target, line]: [&str; 2], found: Option<&[TextEpochs]>) -> Vec<String> {
     let mut lines = vec![format!("plan for {target}"), format!("model: {line}"), String::new()];
     lines.push(format!(
@@ -252,6 +253,7 @@ fn text(plan: &Plan, recipe: &Recipe, [target, line]: [&str; 2], found: Option<&
     lines
 }
 
+/// The lines about the steps and FLOPs of a stage.
 fn stage_lines(number: usize, stage: &StagePlan, num_stages: usize) -> Vec<String> {
     let name = if num_stages == 1 { "steps".to_owned() } else { format!("stage {number}") };
     let mut lines = vec![
@@ -286,6 +288,7 @@ fn stage_lines(number: usize, stage: &StagePlan, num_stages: usize) -> Vec<Strin
     lines
 }
 
+/// The lines about rows that several ranks divide: the time of their exchange, and the longest rows that fit.
 fn context_parallel_lines(parts: &ContextParallelPlan) -> Vec<String> {
     let ContextParallelPlan { degree, tokens, exchange_seconds, longest_rows, speed_too_high_by } = parts;
     let longest = longest_rows.iter().map(|(kind, seq_len)| match seq_len {
@@ -309,6 +312,7 @@ fn context_parallel_lines(parts: &ContextParallelPlan) -> Vec<String> {
     too_high.into_iter().chain(lines).collect()
 }
 
+/// The line about what several processes exchange in a step: gradient sums and gathered weights.
 fn ranks_line(together: &RanksPlan) -> String {
     let RanksPlan { ranks, num_shards, sum_bytes, gather_bytes, sum_seconds, gather_seconds } = together;
     let [sums, gathered] = [sum_seconds, gather_seconds].map(|seconds| 1e3 * seconds);
@@ -330,6 +334,8 @@ fn ranks_line(together: &RanksPlan) -> String {
     )
 }
 
+/// The lines about memory: need and parts, settings that would fit, and the need of other `zero_stage`s and activation
+/// modes.
 fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
     let memory = &plan.memory;
     let mut lines =
@@ -383,6 +389,7 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
     lines
 }
 
+/// The line about the KV cache: bytes of a token and of a row.
 fn cache_lines(plan: &Plan) -> Vec<String> {
     let cache = &plan.cache;
     let until = match cache.stops_at_tokens {

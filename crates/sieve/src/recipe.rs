@@ -163,7 +163,7 @@ impl RecipeArgs {
         ending.is_some_and(|ending| elsewhere::TEXTS.contains(&ending.as_str()))
     }
 
-    /// As [`load`](Self::load), for a command that reads the training text. Replaces paths without files as
+    /// Finds, reads and checks the recipe for a command that reads the training text. Replaces paths without files as
     /// `data.fallback` says, and returns a line about that. Paths given by `--set` are not replaced.
     pub(crate) fn load_with_text(&self) -> Result<(Recipe, Option<String>)> {
         let mut recipe = self.load()?;
@@ -226,6 +226,7 @@ fn is_pipe(recipe: &str) -> bool {
     recipe == STANDARD_INPUT || (path.exists() && !path.is_file() && !path.is_dir())
 }
 
+/// Reads the text of a recipe; more than [`MOST_BYTES`] are an error.
 fn read(reader: impl Read, origin: String, folder: Option<PathBuf>) -> Result<Found> {
     let mut text = String::new();
     let read = reader.take(MOST_BYTES + 1).read_to_string(&mut text);
@@ -281,6 +282,7 @@ fn find(recipe: &str) -> Result<Found> {
     })
 }
 
+/// The names behind each other, for a message.
 fn list(names: &BTreeSet<String>) -> String {
     if names.is_empty() {
         return "(there is none)".to_owned();

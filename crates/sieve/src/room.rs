@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn too_little_room_is_warned_of_by_both_numbers() {
+    fn too_little_disk_space_gives_a_warning_with_both_numbers() {
         let dir = std::env::temp_dir();
         let recipe = include_str!("../../../recipes/quickstart.toml");
         let recipe = Recipe::load(recipe, "quickstart", &[]).expect("a recipe");

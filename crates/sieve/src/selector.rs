@@ -70,7 +70,8 @@ pub(crate) fn selection(selectors: &LayerSelectors, chunk: Option<usize>, shape:
     })
 }
 
-/// As [`selection`]. With `stream`, a decode method also reads the prompt, token by token.
+/// Prepares a selector for a model, with prompts in chunks; with `stream`, a decode method reads the prompt too, token
+/// by token.
 fn reading(one: &LayerSelectors, chunk: Option<usize>, stream: bool, shape: &ModelShape) -> Result<Selection> {
     let selection = selection(one, chunk, shape)?;
     Ok(if stream { selection.as_stream()? } else { selection })
@@ -90,7 +91,7 @@ pub(crate) fn parse(text: &str) -> std::result::Result<LayerSelectors, String> {
     LayerSelectors::parse(text).map_err(|error| error.to_string())
 }
 
-/// Like [`parse`], for a single selector of all layers.
+/// Parses `--selector` where it must be a single selector for all layers; `help` prints the list and ends the program.
 pub(crate) fn parse_one(text: &str) -> std::result::Result<Selector, String> {
     help(text);
     Selector::parse(text).map_err(|error| error.to_string())
@@ -189,7 +190,7 @@ mod tests {
     use sieve_select::LayerSelectors;
 
     #[test]
-    fn a_short_form_holds_what_was_asked_for() {
+    fn a_short_form_parses_to_the_same_selector() {
         for asked in ["meanpool", "quest:budget=64", "xattention:stride=16,tau=0.5", "0-1=dense/2-=meanpool:tau=0.5"] {
             let selector = LayerSelectors::parse(asked).expect("valid");
             let short = short(&selector.to_string());

@@ -143,6 +143,7 @@ pub(crate) fn run(mut args: ServeArgs) -> Result<()> {
     on_device!(place, run_on(&args, [context, max_texts], listener))
 }
 
+/// Loads the model and serves it on the bound `listener` until a signal.
 fn run_on<B: DeviceBackend>(
     args: &ServeArgs,
     [context, max_texts]: [usize; 2],

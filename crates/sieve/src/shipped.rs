@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_text_is_enough_to_learn_from_and_little_to_carry() {
+    fn embedded_text_and_recipes_keep_their_sizes() {
         let num_bytes = OWN_TEXT.iter().map(|(_, text)| text.len()).sum::<usize>();
         assert!((500_000..=900_000).contains(&num_bytes), "{num_bytes}");
         let recipes = RECIPES.iter().map(|(_, text)| text.len()).sum::<usize>();

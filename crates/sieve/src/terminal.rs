@@ -320,7 +320,7 @@ pub(crate) fn short_count(number: f64) -> String {
     }
 }
 
-/// A perplexity with so many digits behind the point; from ten million on, as of a run that diverges, a power of ten.
+/// A perplexity with `digits` digits behind the point; from ten million on, as of a run that diverges, a power of ten.
 pub(crate) fn perplexity(value: f64, digits: usize) -> String {
     match value < 1e7 {
         true => format!("{value:.digits$}"),

@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_newest_glibc_is_found_by_numbers() {
+    fn versions_of_glibc_are_compared_as_numbers() {
         let library = b"\0GLIBC_2.9\0xGLIBC_2.17\0GLIBC_2.2.5\0GLIBC_PRIVATE\0";
         assert_eq!(newest_glibc(library), (2, 17));
         assert_eq!(newest_glibc(b"none"), (0, 0));

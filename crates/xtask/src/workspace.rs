@@ -17,7 +17,7 @@ pub(crate) fn run(program: &str, arguments: &[&str]) -> Result<()> {
     run_in(&root(), program, arguments)
 }
 
-/// As [`run`], in another folder.
+/// Runs a command in `folder` with its output shown; an exit status other than 0 is an error.
 pub(crate) fn run_in(folder: &Path, program: &str, arguments: &[&str]) -> Result<()> {
     let line = format!("{program} {}", arguments.join(" "));
     println!("$ {line}");

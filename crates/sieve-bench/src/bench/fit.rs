@@ -79,7 +79,7 @@ mod tests {
     fn masses(weights: &Weights) -> Masses {
         let keys = [4.0, 64.0, 60.0, 300.0, 1000.0];
         let part: Vec<f64> = (0..PARTS.len()).map(|at| keys[at] * f64::from(weights[at]).exp()).collect();
-        let all = part.iter().sum::<f64>() + 30_000.0;
+        let all = part.iter().sum::<f64>() + 30_000.0; // the mass of all other keys
         let [sinks, lines, local, diagonals, regions] = part[..] else {
             unreachable!("five parts");
         };

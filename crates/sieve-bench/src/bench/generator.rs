@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_phase_is_right_far_from_the_start() {
+    fn position_codes_are_exact_far_from_the_start() {
         let n = 64 * STEP;
         let frequencies = vec![2.9; FREQUENCIES];
         let code = position_code::<Flex>(n, &frequencies, &[7.0], &FlexDevice);

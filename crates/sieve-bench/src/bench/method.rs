@@ -21,6 +21,7 @@ pub(super) struct Method<'a> {
     kind: Kind,
 }
 
+/// How a selector's mask is made.
 enum Kind {
     /// Chooses by queries and keys, on the device.
     Chooses(Box<BlockSelection>),
@@ -69,6 +70,7 @@ impl<'a> Method<'a> {
         }
     }
 
+    /// The keys that the selector keeps: chosen on the device, or by the mask of positions.
     pub(super) fn select(&self) -> Result<ChosenKeys<CudaTensor>, KernelError> {
         match &self.kind {
             Kind::Positions { mask, .. } => Ok(ChosenKeys { mask: KeyMask::clone(mask), probe_o: None }),

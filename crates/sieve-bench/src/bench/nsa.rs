@@ -22,9 +22,9 @@ const BLOCKS: NsaBlocks = NsaBlocks::PUBLISHED;
 pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     for shape in bench.settings.shapes(&HEADS, &LENGTHS, HEAD_DIM) {
         dense(bench, shape, NO_WINDOW)?;
-        sparse(bench, shape)?;
+        time_nsa(bench, shape)?;
         for (name, choice) in choices() {
-            chosen(bench, shape, name, choice)?;
+            time_choice(bench, shape, name, choice)?;
         }
     }
     Ok(())
@@ -63,6 +63,8 @@ impl Call {
         }
     }
 
+    /// Forward pass of all branches and of the gates that add their outputs, and the gather of the blocks that the
+    /// compression MLP reads.
     pub(super) fn forward(&self) -> Result<Branches, KernelError> {
         let Inputs { qkv, scale, .. } = &self.inputs;
         let documents = self.inputs.documents();
@@ -97,6 +99,7 @@ impl Call {
     }
 }
 
+/// Outputs of the compressed, the selected and the window branch.
 fn outputs(branches: &Branches) -> [&CudaTensor; 3] {
     [&branches.compressed.o, &branches.selected.o, &branches.window.o]
 }
@@ -108,7 +111,8 @@ pub(super) fn flops(shape: AttentionShape) -> f64 {
     dense / BLOCKS.compress_stride as f64 + forward_flops(shape, chosen) + forward_flops(shape, WINDOW)
 }
 
-fn sparse(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
+/// Times both passes of NSA with its gates, the backward pass in each order of sums.
+fn time_nsa(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     let Some(inputs) = bench.inputs_or_skip(shape)? else {
         return Ok(());
     };
@@ -147,7 +151,7 @@ fn choices() -> [(&'static str, BlockChoice); 6] {
 /// attention reads keys and values copied to every head; the copy is not timed. Where an indexer chooses (MSA), also
 /// times what its loss adds to a backward pass: attention over the indexer's keys and, on Hopper, one kernel for its
 /// gradient; elsewhere that gradient is two backward passes of attention.
-fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: BlockChoice) -> Result<()> {
+fn time_choice(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: BlockChoice) -> Result<()> {
     let heads = [shape.num_heads, shape.num_kv_heads];
     let of_heads = |[num_heads, num_kv_heads]: [usize; 2]| AttentionShape { num_heads, num_kv_heads, ..shape };
     let (scored, choosers) = (of_heads(choice.scored_heads(heads)), choice.choices_per_token(heads));

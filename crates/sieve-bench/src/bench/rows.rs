@@ -22,7 +22,8 @@ const LONG_ROW: usize = 32768;
 /// A backward pass's FLOPs divided by the forward pass's: five GEMMs against two.
 pub(super) const BACKWARD: f64 = 2.5;
 
-/// [`BACKWARD`] for values narrower than keys: three of the five GEMMs, and one of the two, are as wide as keys.
+/// [`BACKWARD`] for values narrower than keys: three of the backward pass's five GEMMs, and one of the forward pass's
+/// two, are as wide as keys; the others are as wide as values.
 fn backward_gemms(shape: AttentionShape) -> f64 {
     let (keys, values) = (shape.head_dim as f64, shape.head_dim_v as f64);
     (3.0 * keys + 2.0 * values) / (keys + values)
@@ -52,7 +53,7 @@ pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
     ] {
         let form = DmaShape::published(kept);
         for scores in bench.settings.scores.clone() {
-            dma(bench, shape(1, seq_len, HEADS, width), form, &scores)?;
+            dma_form(bench, shape(1, seq_len, HEADS, width), form, &scores)?;
         }
     }
     for batch in [16, 1] {
@@ -70,7 +71,7 @@ pub(super) fn asked(bench: &mut Bench<'_>) -> Result<()> {
         if shape.seq_len > WINDOW {
             dense(bench, shape, Some(WINDOW))?;
             for scores in bench.settings.scores.clone() {
-                dma(bench, shape, DmaShape::published(WINDOW), &scores)?;
+                dma_form(bench, shape, DmaShape::published(WINDOW), &scores)?;
             }
         }
     }
@@ -156,14 +157,14 @@ fn nothing_masked(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     )
 }
 
-/// Times DMA as published, and DMA as the recipes train it: with a slope, and an eighth of the kept keys always the
-/// last.
+/// Times DMA as published, and DMA as the recipes train it: later keys rank higher by a slope, and an eighth of the
+/// kept keys are the last ones, whatever their rank.
 pub(crate) fn dma_forms(bench: &mut Bench<'_>) -> Result<()> {
     for shape in bench.settings.shapes(&[HEADS], &[8192, 32768, 131072], 128) {
         let kept = if shape.seq_len > 65536 { 2048 } else { 1024 };
         for scores in bench.settings.scores.clone() {
             for form in [DmaShape::published(kept), trained(kept)] {
-                dma(bench, shape, form, &scores)?;
+                dma_form(bench, shape, form, &scores)?;
             }
         }
     }
@@ -206,7 +207,7 @@ fn form_name(form: DmaShape, scores: &Scores) -> String {
 
 /// Times one form of DMA: the selection, the key lists, both passes, and for independent scores the memory between the
 /// passes.
-fn dma(bench: &mut Bench<'_>, shape: AttentionShape, form: DmaShape, scores: &Scores) -> Result<()> {
+fn dma_form(bench: &mut Bench<'_>, shape: AttentionShape, form: DmaShape, scores: &Scores) -> Result<()> {
     let Some(mut inputs) = bench.inputs_or_skip(shape)? else {
         return Ok(());
     };

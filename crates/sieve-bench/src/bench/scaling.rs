@@ -43,8 +43,8 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     let kinds: [(&str, PointOf); 5] = [
         ("dense", |bench, len| dense(bench, "dense", shape(1, len, HEADS, WIDTH), NO_WINDOW)),
         ("window 1024", |bench, len| dense(bench, "window 1024", shape(1, len, HEADS, WIDTH), Some(KEPT))),
-        (&dma_name, |bench, len| dma(bench, len, KEPT)),
-        ("nsa", sparse),
+        (&dma_name, |bench, len| dma_point(bench, len, KEPT)),
+        ("nsa", nsa_point),
         ("mla", |bench, len| dense(bench, "mla", latent::shape(1, len), NO_WINDOW)),
     ];
     for (name, point) in kinds {
@@ -52,7 +52,7 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
         growth(bench, name, "tokens", long(points).collect());
     }
     let kept = points(KEPTS.map(|power| 1 << power), |kept| {
-        let point = dma(bench, LONG, kept)?;
+        let point = dma_point(bench, LONG, kept)?;
         Ok(point.map(|point| Point { at: kept, ..point }))
     })?;
     growth(bench, "dma", "kept keys", kept);
@@ -68,6 +68,7 @@ fn points(
     Ok(points?.into_iter().flatten().collect())
 }
 
+/// Times dense attention, or a sliding window; `None` if it does not fit.
 fn dense(bench: &mut Bench<'_>, name: &str, shape: AttentionShape, window: Option<usize>) -> Result<Option<Point>> {
     let Some(inputs) = bench.inputs_or_skip(shape)? else {
         return Ok(None);
@@ -79,7 +80,7 @@ fn dense(bench: &mut Bench<'_>, name: &str, shape: AttentionShape, window: Optio
 }
 
 /// Times DMA that keeps `kept` keys in a row of `len`; `None` if it does not fit.
-fn dma(bench: &mut Bench<'_>, len: usize, kept: usize) -> Result<Option<Point>> {
+fn dma_point(bench: &mut Bench<'_>, len: usize, kept: usize) -> Result<Option<Point>> {
     let shape = shape(1, len, HEADS, WIDTH);
     let Some(inputs) = bench.inputs_or_skip(shape)? else {
         return Ok(None);
@@ -92,7 +93,7 @@ fn dma(bench: &mut Bench<'_>, len: usize, kept: usize) -> Result<Option<Point>> 
     if kept >= len {
         // The window masks nothing, so the op takes the dense kernel with a bias, without lists.
         let forward = || -> Result<_, KernelError> {
-            // What it selects is every key; it counts as the op's time all the same.
+            // Selects every key, to no effect; the op does so too, so its time counts.
             inputs.select(&z, form.window())?;
             inputs.forward(NO_WINDOW, Some(&delta))
         };
@@ -108,7 +109,8 @@ fn dma(bench: &mut Bench<'_>, len: usize, kept: usize) -> Result<Option<Point>> 
     pass(bench, &name, shape, flops, forward, backward)
 }
 
-fn sparse(bench: &mut Bench<'_>, len: usize) -> Result<Option<Point>> {
+/// Times NSA in a row of `len`; `None` if it does not fit.
+fn nsa_point(bench: &mut Bench<'_>, len: usize) -> Result<Option<Point>> {
     let shape = shape(1, len, HEADS, WIDTH);
     let Some(inputs) = bench.inputs_or_skip(shape)? else {
         return Ok(None);

@@ -105,6 +105,7 @@ fn fitted(bench: &mut Bench<'_>, captured: &Operands, path: &Path) -> Result<Vec
     let drawn = Generated::<Cuda>::draw(of.seq_len, heads, &device);
     let Fit { weights, masses } = fit(&target, &mut |weights| measure(&Operands::weighted(&drawn, weights, &device)))?;
     let mean = |masses: &[Masses], at: usize| masses.iter().map(|of| of[at]).sum::<f64>() / masses.len() as f64;
+    // Rows without a time: they show what is kept where a skipped row shows its reason.
     for (at, probe) in PROBES.iter().enumerate() {
         let [captured, generated] = [mean(&target, at), mean(&masses, at)];
         let text = format!("keeps {captured:.4} of the captured mass, {generated:.4} of the generated");
@@ -164,7 +165,7 @@ fn methods(bench: &mut Bench<'_>, of: &str, operands: &Operands) -> Result<()> {
         };
         let density = method.density(&mask)?;
         let select_ms = match method.host_ms() {
-            // The host's mask of positions serves every prompt.
+            // The host makes a mask of positions once for all prompts of this length, so a prompt costs nothing.
             Some(_) => Some(0.0),
             None => timed(bench, &row("selection"), operands, &mut || method.select().map(drop))?,
         };

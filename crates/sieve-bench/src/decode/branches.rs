@@ -172,8 +172,8 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
     Ok(())
 }
 
-/// The compressed keys and values on the device, by row, compared with the host's (`ended`). Attention and choice are
-/// then compared over the device's own, so that their rounding does not count twice.
+/// The compressed keys and values that the device holds, for each row and KV head, once they agree with the host's
+/// (`ended`). The caller compares attention and choice over these, so that their rounding does not count twice.
 fn coarse_keys(
     calls: &mut TokenCheck<'_>,
     of_blocks: &KvCache,

@@ -23,7 +23,7 @@ pub(super) struct Key {
     pub(super) k: Vec<f32>,
     pub(super) v: Vec<f32>,
     pub(super) bias: f32,
-    /// Score z of DMA and position of the key.
+    /// What DMA evicts keys by: the score z, and among equal scores the position.
     pub(super) rank: (f32, i32),
 }
 
@@ -53,9 +53,9 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let mut calls = TokenCheck::new(device, shape, extent.magnitude_of(at), seed);
         let has_local_window = at % 4 == 3;
         let (name, outcome) = match at % 4 {
-            0 | 2 => ("decode, caches", calls.dense([None, Some(true), Some(false)][at / 2 % 3])),
-            1 => ("dma_decode, caches", calls.dma(has_local_window)),
-            _ => ("dma_decode, local window, caches", calls.dma(has_local_window)),
+            0 | 2 => ("decode, caches", calls.check_dense([None, Some(true), Some(false)][at / 2 % 3])),
+            1 => ("dma_decode, caches", calls.check_dma(has_local_window)),
+            _ => ("dma_decode, local window, caches", calls.check_dma(has_local_window)),
         };
         let case = format!("{shape:?} q, k x {} seed {seed}", calls.magnitude);
         let outcome = outcome.map(|()| calls.worst);
@@ -70,7 +70,7 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let mut calls = TokenCheck::new(device, shape, magnitude, seed);
         let (blocks, rule, first, local) = CHOICES[at % 4];
         let choice = BlockChoice { blocks: NsaBlocks::of(blocks), rule, forced: ForcedBlocks { first, local } };
-        let outcome = calls.chosen(choice).map(|()| calls.worst);
+        let outcome = calls.check_chosen(choice).map(|()| calls.worst);
         report.add("chosen_decode", "kernel", &format!("{shape:?} {choice:?} seed {seed}"), outcome);
     }
 }
@@ -131,6 +131,7 @@ impl<'a> TokenCheck<'a> {
         1.0 / (self.shape.head_dim as f32).sqrt()
     }
 
+    /// Draws a new token of every row.
     pub(super) fn token(&mut self) -> Token {
         let shape = self.shape;
         let [mut q, mut k, v] = [queries_of(shape), keys_of(shape), values_of(shape)]
@@ -198,7 +199,7 @@ impl<'a> TokenCheck<'a> {
                 to.extend(o.into_iter().map(|x| x as f32));
             }
         }
-        // Largest logit: rounding it in f32 changes a probability by that share of EPSILON.
+        // The largest logit. Rounded to f32, it changes a probability by about the logit times f32's epsilon.
         let largest = self.magnitude.powi(2) * (head_dim as f32).sqrt();
         let tolerance = Tolerance::new(2.0, Tolerance::FLOOR, 1.0 / 256.0 + 2.0 * f32::EPSILON * largest);
         self.worst = self.worst.max(tolerance.judge("o", &got, &plain, &exact)?);
@@ -254,7 +255,7 @@ impl<'a> TokenCheck<'a> {
 
     /// Checks one token over a dense cache after a prefill, with a window in half of the calls, and sinks in half.
     /// With `rotate` the launch rotates the token, after norms where that is true.
-    fn dense(&mut self, rotate: Option<bool>) -> Result<(), Wrong> {
+    fn check_dense(&mut self, rotate: Option<bool>) -> Result<(), Wrong> {
         let [batch, _, num_kv_heads, head_dim] = keys_of(self.shape);
         let capacity = self.random.between(1, 700);
         let has_window = self.random.chance(0.5);
@@ -326,7 +327,7 @@ impl<'a> TokenCheck<'a> {
     }
 
     /// Checks some tokens after a prefill, each over the blocks that its queries choose.
-    fn chosen(&mut self, choice: BlockChoice) -> Result<(), Wrong> {
+    fn check_chosen(&mut self, choice: BlockChoice) -> Result<(), Wrong> {
         let [batch, _, num_kv_heads, head_dim] = keys_of(self.shape);
         let (blocks, rows) = (choice.blocks, batch * num_kv_heads);
         let lengths: Vec<usize> = (0..batch).map(|_| self.random.below(400)).collect();
@@ -353,7 +354,7 @@ impl<'a> TokenCheck<'a> {
             }
         }
         let pooled = (self.device).float(&pooled, &[batch, pooled_heads, room, head_dim], DType::BF16);
-        // A token makes so many choices of blocks, each for a group of its query heads.
+        // How many lists of blocks a token chooses, each for a group of its query heads.
         let choosers = choice.choices_per_token([self.shape.num_heads, num_kv_heads]);
         let heads = [self.shape.num_heads, choosers];
         let scratch = AttentionShape::new(batch, 1, heads, [head_dim; 2]);
@@ -408,9 +409,9 @@ impl<'a> TokenCheck<'a> {
         Ok(())
     }
 
-    /// Checks some tokens after a prefill against DMA's slots; `has_local_window`: the row's last keys are never
-    /// evicted.
-    fn dma(&mut self, has_local_window: bool) -> Result<(), Wrong> {
+    /// Checks some tokens after a prefill over DMA's cache of a fixed number of keys (slots): the outputs, and which
+    /// keys are left. `has_local_window`: the row's last keys are never evicted.
+    fn check_dma(&mut self, has_local_window: bool) -> Result<(), Wrong> {
         let [batch, num_kv_heads] = [self.shape.batch, self.shape.num_kv_heads];
         let kept: usize = self.random.one_of(&[1, 2, 16, 17, 63, 64, 65, 200]);
         let local = match has_local_window {
@@ -434,7 +435,7 @@ impl<'a> TokenCheck<'a> {
         let mut slot_position = vec![-1; rows * kept];
         let mut keys: Vec<Vec<(usize, Key)>> = Vec::new();
         for row in 0..rows {
-            // + 0.0 turns -0 into 0: both rank as equal.
+            // + 0.0 turns -0 into 0, since both rank as equal.
             let score = |j: usize| z[row * seq_len + j] + 0.0;
             let length = lengths[row / num_kv_heads];
             let mut best: Vec<usize> = (0..length).collect();
@@ -507,6 +508,7 @@ impl<'a> TokenCheck<'a> {
     }
 }
 
+/// The keys of each row and KV head alone.
 fn without_slots(keys: Vec<Vec<(usize, Key)>>) -> Vec<Vec<Key>> {
     let rows = keys.into_iter();
     let of_row = |row: Vec<(usize, Key)>| row.into_iter().map(|(_, key)| key).collect();

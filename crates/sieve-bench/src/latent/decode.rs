@@ -39,6 +39,7 @@ struct Call {
 }
 
 impl Call {
+    /// Draws call number `at`; half of the calls have factors 1 / rms of keys.
     fn draw(extent: &Extent, at: usize, random: &mut Random) -> Self {
         let [rank, rope] = random.one_of(extent.pick(&[[48, 16]], WIDTHS));
         let drawn = random.between(1, extent.pick(300, 5000));
@@ -79,6 +80,7 @@ impl Call {
         floats::<Flex, 4>(Flex::mla_decode(q, latents, key_scale, rank, scale))
     }
 
+    /// The output of the launch wrapper, over a cache with NaN between its values.
     fn wrapper(&self, device: &dyn Device) -> Result<Vec<f32>, KernelError> {
         let Self { batch, new, heads, len, .. } = *self;
         let width = self.width();
@@ -110,6 +112,7 @@ impl Call {
         device.floats(&o)
     }
 
+    /// Compares the output of the launch wrapper with the reference.
     fn judge(&self, device: &dyn Device) -> Outcome {
         let got = self.wrapper(device)?;
         let exact = self.reference(DType::F64);
@@ -121,6 +124,7 @@ impl Call {
     }
 }
 
+/// Checks attention over given latents (`mla_decode`), then the whole step of a new token, with and without norms.
 pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) {
     let mut random = Random(extent.seed);
     for at in 0..extent.few() {
@@ -151,6 +155,7 @@ struct TokenCall {
 }
 
 impl TokenCall {
+    /// Draws sizes, and how many tokens each row has; the numbers are drawn when the call is judged.
     fn draw(extent: &Extent, has_norm: bool, random: &mut Random) -> Self {
         let [rank, rope] = random.one_of(extent.pick(&[[48, 16]], WIDTHS));
         let (batch, room) = (random.between(1, 4), random.between(1, extent.pick(300, 3000)));

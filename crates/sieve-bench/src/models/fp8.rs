@@ -151,10 +151,11 @@ mod tests {
     use super::*;
     use crate::extent::CheckPart;
 
-    /// The plain bf16 computation, as a device, in other texts than those that give its tolerance: it passes with a
-    /// seed whose one text fails. A gradient of another size, or of the other layer, does not.
+    /// Judges the plain bf16 computation as if it were a device's result, in other texts than those that set the
+    /// tolerance. Over many texts it passes with a seed with which a single text would fail; a gradient of another
+    /// size, or of the other layer, fails.
     #[test]
-    fn few_numbers_are_judged_over_texts() {
+    fn gradients_of_few_numbers_are_averaged_over_texts() {
         let (device, policy) = (&FlexDevice, KernelPolicy::default());
         let on = |dtype| On::<Autodiff<Flex>> { device, dtype, policy };
         let (kind, _) = of_part(CheckPart::Attention).find(|(kind, _)| kind[0] == "dma of all keys").expect("a kind");

@@ -87,7 +87,7 @@ fn compressed(inputs: &Inputs) -> Vec<Output> {
     let (n, d, heads, kv_heads) = (shape.seq_len, shape.head_dim, shape.num_heads, shape.num_kv_heads);
     let starts = slot_starts(blocks, shape.batch, n, documents(inputs));
     let num_slots = blocks.num_slots(n);
-    // Pairs (slot, index in the batch of the last token of the slot's block).
+    // Pairs (slot, that is, index of a compressed block; index in the batch of the last token of the slot's block).
     let ends = starts.iter().enumerate().filter(|(_, start)| **start >= 0);
     let ends =
         ends.map(|(slot, &start)| (slot, slot / num_slots * n + start as usize + blocks.compress_block_size - 1));

@@ -9,7 +9,8 @@ use sieve_core::SELECTED_SIZES;
 use sieve_kernels::{AttentionShape, SelectedBlocks};
 use sieve_testing::Random;
 
-/// Tokens of a row on a GPU: of the last one bits of blocks of 16 fill several passes of a warp.
+/// Tokens of a row on a GPU. The last one has so many blocks of 16 tokens that a warp, which keeps a bit for each
+/// block, reads their bits in several passes.
 const LENGTHS: &[usize] = &[1, 63, 64, 1025, 3000, 20_001];
 const EMULATED_LENGTHS: &[usize] = &[1, 65, 600];
 
@@ -26,6 +27,7 @@ struct Given {
 }
 
 impl Given {
+    /// Draws a call, with its label; a tenth of the indices and of the counts are out of range.
     fn draw(random: &mut Random, extent: &Extent) -> Result<(Self, String)> {
         let block = random.one_of(&SELECTED_SIZES);
         let seq_len = random.one_of(extent.pick(EMULATED_LENGTHS, LENGTHS));
@@ -39,7 +41,7 @@ impl Given {
         let lists = batch * seq_len * choosers;
         let mut index = || match random.chance(0.1) {
             true => random.one_of(&NONE),
-            // Some are after the query's own block, some are given twice.
+            // Some indices are after the query's own block, some occur twice.
             false => random.below(seq_len.div_ceil(block) + 1) as i32,
         };
         let indices = (0..lists * num_indices).map(|_| index()).collect();
@@ -63,6 +65,7 @@ impl Given {
         given.attended(&case.doc_start, case.shape.seq_len)
     }
 
+    /// Compares every list of blocks that the kernel writes with the definition.
     fn on_device(&self, device: &dyn Device) -> Outcome {
         let shape = self.case.shape;
         let [batch, seq_len, choosers] = [shape.batch, shape.seq_len, shape.num_kv_heads];
@@ -85,7 +88,7 @@ impl Given {
 
 /// Random calls of the kernel.
 pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
-    let mut random = Random(extent.seed ^ 0x0073_656c);
+    let mut random = Random(extent.seed ^ 0x0073_656c); // "sel" in ASCII: other numbers than the other checks draw
     for _ in 0..2 * extent.few() {
         let (given, label) = Given::draw(&mut random, extent)?;
         report.add("selected_blocks", "kernel", &label, given.on_device(device));

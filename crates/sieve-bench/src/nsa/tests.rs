@@ -4,6 +4,7 @@ use sieve_testing::refusal;
 #[test]
 fn another_choice_fails() {
     let none = |_, _: &[usize]| false;
+    // Two of three queries differ, which is allowed where there are so few.
     assert!(judge_choice(&[0, 1, 0, 2, 0, 3], &[0, 1, 0, 1, 0, 1], 2, none).is_ok());
     let judge = |found: [i32; 2], is_tied: bool| {
         judge_choice(&[found; 20].concat(), &[[1, 2]; 20].concat(), 2, |_, _: &[usize]| is_tied)
@@ -83,7 +84,7 @@ fn blocks_that_f32_cannot_tell_apart_are_tied_and_others_are_not() {
     // of key 5 is 0 in f32.
     let keys = inputs.compressed.len() / 2;
     inputs.compressed[..keys].fill(0.0);
-    let token = 63 * 4 * 64;
+    let token = 63 * 4 * 64; // the last token: before it 63 of 2 query heads, 1 key and 1 value, each 64 wide
     inputs.qkv[token..token + 128].fill(0.0);
     for (head, key, logit) in [(0, 3, 200.0), (1, 7, 240.0)] {
         inputs.qkv[token + head * 64 + key] = logit;

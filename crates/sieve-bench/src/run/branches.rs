@@ -178,7 +178,7 @@ pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B
     let (output, num_kv_heads) = (case.shape.output(), case.shape.num_kv_heads);
     let [batch, seq_len, num_heads, d] = output;
     let gates = num_heads * 3;
-    let mut random = Random(seed ^ 0x0067_6174);
+    let mut random = Random(seed ^ 0x0067_6174); // "gat" (gates) in ASCII: other numbers than the case's
     let (logits, bias) = (random.bf16_normals(batch * seq_len * gates), random.bf16_normals(gates));
     tensors.qkv(case);
     let gates_shape = [batch, seq_len, num_heads, 3];

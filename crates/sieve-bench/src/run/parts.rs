@@ -28,12 +28,13 @@ pub(super) fn check(parts: usize, shape: &AttentionShape) -> Result<()> {
     Ok(())
 }
 
-/// The tensors of the file: the whole rows, then the halo, output and gradients of each rank. DMA's scores are computed
-/// from the values, as published.
+/// The tensors of the file: the whole rows, then for each rank the halo (keys and values of earlier ranks that its
+/// queries may see; `border` in the file), the output and the gradients. DMA's scores are computed from the values, as
+/// published.
 pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
     let shape = case.shape;
     let (kv_heads, d) = (shape.num_kv_heads, shape.head_dim);
-    let mut random = Random(seed ^ 0x7061_7274);
+    let mut random = Random(seed ^ 0x7061_7274); // "part" in ASCII: other numbers than the case's
     let factor = 1.0 / ((kv_heads * d) as f32).sqrt();
     let w_dt = scaled_normals(&mut random, kv_heads * d * kv_heads, factor);
     let a: Vec<f32> = random.bf16_normals(kv_heads);

@@ -11,8 +11,8 @@ use std::ops::Range;
 static LISTS: &[u8] = include_bytes!("../../../../tests/golden/selectors/lists.safetensors");
 static CAPTURED: &[u8] = include_bytes!("../../../../tests/golden/selectors/captured.safetensors");
 
-/// Methods with stored lists, each with the number of stored calls that select on the device and on the host.
-/// MOMO selects on the host with `score=normalised`, and where a chunk begins between two probes.
+/// Methods with stored lists, each with the number of stored calls that select on the device and on the host. MOMO
+/// selects on the host with `score=normalised`, and where a chunk begins between two of its probe rows.
 const METHODS: &[(&str, Counts)] = &[
     ("bfla", [9, 0]),
     ("momo", [9, 27]),
@@ -75,7 +75,7 @@ struct Tokens {
 
 impl Tokens {
     /// A copy with every `step`-th head.
-    fn some(&self, step: usize) -> Self {
+    fn every_nth_head(&self, step: usize) -> Self {
         let heads = self.values.chunks_exact(self.width).enumerate();
         let kept = heads.filter(|(at, _)| (at % self.heads).is_multiple_of(step));
         Self {
@@ -112,7 +112,8 @@ impl Tokens {
     }
 }
 
-/// Compares the stored calls of a method that select on the device. `wanted(inputs, place)` says which of them to run.
+/// Compares the stored calls of a method that select on the device. `wanted(inputs, place)` says which of them to run;
+/// a place is a chunk of a prompt, `CONTEXT-END`, or a decoded token, `token-N`.
 fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> bool) -> Result<Compared, KernelError> {
     let [lists, captured] = [LISTS, CAPTURED].map(|file| SafeTensors::deserialize(file).expect("a stored file"));
     let mut done = Compared::default();
@@ -130,7 +131,7 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
             "trained.2.2" => ("trained.4.2", 2),
             inputs => (inputs, 1),
         };
-        let q = heads(&captured, &format!("{of}/q")).some(step);
+        let q = heads(&captured, &format!("{of}/q")).every_nth_head(step);
         let k = heads(&captured, &format!("{of}/k"));
         let number = |text: &str| text.parse::<usize>().expect("a number");
         let token = place.strip_prefix("token-").map(number);
@@ -198,7 +199,7 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
             let heads = found.key_order().chunks_exact(end);
             for (kv_head, (found, stored)) in heads.zip(stored.chunks_exact(end)).enumerate() {
                 let place = format!("{case}: keys of KV head {kv_head}");
-                let stored = with_ties(found, stored, || attention_of_keys(&q, &k, kv_head, end));
+                let stored = with_ties(found, stored, || attention_by_key(&q, &k, kv_head, end));
                 done.check(&place, found, &stored);
             }
         }
@@ -229,7 +230,7 @@ fn with_ties(found: &[i32], stored: &[i32], scores: impl Fn() -> Vec<f64>) -> Ve
 }
 
 /// The score by which PBS orders keys: the sum of attention probabilities that the last 32 rows give a key, in f64.
-fn attention_of_keys(q: &Tokens, k: &Tokens, kv_head: usize, end: usize) -> Vec<f64> {
+fn attention_by_key(q: &Tokens, k: &Tokens, kv_head: usize, end: usize) -> Vec<f64> {
     const LAST_ROWS: usize = 32;
     let mut sums = vec![0.0; end];
     let group = q.heads / k.heads;

@@ -64,9 +64,9 @@ impl Operands {
     }
 }
 
-/// Decodes tokens with the launches that a captured step repeats: sizes fit the first token and a full cache, and only
-/// what lies on the device changes. Where the selector reads a share of the keys, each token's launches
-/// have its own number.
+/// Decodes tokens with the launches that a CUDA graph repeats for each token: their sizes fit the first token and a
+/// full cache, and only what lies on the device changes. Where the selector reads a share of the keys, a token's
+/// launches have a number of keys of their own.
 pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Outcome {
     let (all, layer, scale, heads) = (PROMPT + DECODED, 0, 0.125, [HEADS, KV_HEADS]);
     let drawn = Operands::draw(all, random);
@@ -76,7 +76,7 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Out
     session.take_prompt(q, k, v).expect("sizes fit");
     let keys_of = |num_keys| selector.token_keys(num_keys, layer).expect("a device takes these");
     let shape = AttentionShape::new(1, 1, heads, [WIDTH; 2]);
-    // With room for more than 1024 keys a thread block takes a head's keys.
+    // With room for more than 1024 keys one thread block chooses among a head's keys.
     let room = if text.ends_with("k=0.3") { 1100 } else { all + 3 };
     let cache = Text::new(device, [k, v], shape, [PROMPT, room], keys_of(PROMPT));
     let mut worst = 0.0f32;
@@ -104,6 +104,8 @@ pub(super) fn long_rows(device: &dyn Device, random: &mut Random) -> Outcome {
     for (num_blocks, num_chosen) in
         [(1025, 4), (8192, 1), (8192, 16), (8191, 700), (8200, 8199), (20_003, 33), (131_072, 2000)]
     {
+        // Kinds of scores: normal numbers, few values, zeros of both signs, some that are not finite, nearly equal
+        // ones.
         for kind in 0..5 {
             let mut scores = random.bf16_normals(num_blocks);
             for (at, score) in scores.iter_mut().enumerate() {
@@ -112,11 +114,11 @@ pub(super) fn long_rows(device: &dyn Device, random: &mut Random) -> Outcome {
                     1 => *score = random.between(0, 4) as f32,
                     2 => *score = [0.0, -0.0][at % 2],
                     3 if random.chance(0.1) => *score = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][at % 3],
-                    // Their highest bits are the same.
+                    // Scores that differ in their lowest bits alone.
                     _ => *score = 1.0 + score.abs() * 1e-5,
                 }
             }
-            // The last of the blocks is the query's own, or some blocks behind it have no score.
+            // The query's own block is the last one, or the blocks behind it are left out: their scores are NaN.
             let own = num_blocks - 1 - kind % 3 * (num_blocks / 5);
             scores[own + 1..].fill(f32::NAN);
             let forced = ForcedBlocks { first: kind % 2 == 1, local: 1 + kind / 2 };
@@ -176,7 +178,7 @@ impl<'a> Text<'a> {
                 for token in first..(first + page).min(tokens) {
                     for column in 0..width {
                         let x = k[(token * heads + head) * width + column];
-                        // The smallest and the largest of NaN and a number is the number.
+                        // `min` and `max` of NaN, which unset bounds hold, and a number are the number.
                         bounds[column] = bounds[column].min(x);
                         bounds[width + column] = bounds[width + column].max(x);
                     }
@@ -191,6 +193,7 @@ impl<'a> Text<'a> {
         Self { device, cache: KvCache { k: put(k), v: put(v) }, bounds, shape, sizes }
     }
 
+    /// Calls `run` with the operands of the decoding step of token number `token`.
     fn step<T>(
         &self,
         token: usize,

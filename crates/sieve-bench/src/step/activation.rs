@@ -21,6 +21,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     }
 }
 
+/// Times the forward pass, and the backward pass that also computes the output again.
 pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, d_ff: usize) {
     let (gate_up, dy) = (bench.bf16([tokens, 2 * d_ff]), bench.bf16([tokens, d_ff]));
     let shape = format!("{tokens}x{d_ff}");
@@ -31,6 +32,8 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, d_ff: usize) {
     bench.row(name, &shape, moved(12), || swiglu_backward_with_output(&gate_up, &dy, Reuse::InPlace));
 }
 
+/// Compares forward and backward pass with the reference; each further form (in place, with the largest magnitude, with
+/// the output) must give the same bits.
 fn swiglu_launches(mut calls: LaunchCheck<'_>, rows: usize, d_ff: usize) -> Outcome {
     let (wide, narrow) = ([rows, 2 * d_ff], [rows, d_ff]);
     let gate_up = calls.pitched(wide)?;

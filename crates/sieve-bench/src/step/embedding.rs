@@ -48,6 +48,7 @@ enum Ids {
     Outside,
 }
 
+/// Times the lookup and its gradient over token ids as in text, and the gradient where all ids are the same.
 pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
     let mut random = Random(SEED);
     // Zipf's law, as in text: the token of rank r has a probability of about 1 / r.
@@ -73,6 +74,8 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
     bench.row("embedding backward", &shape, work, || backward(&same));
 }
 
+/// Compares the lookup with the table's rows, and its gradient with sums in f64; two runs of the gradient must be
+/// equal.
 fn embedding_launches(
     mut calls: LaunchCheck<'_>,
     weight: &[f32],

@@ -115,6 +115,7 @@ fn kept_on_hopper(x: &[f64], w: &[f64]) -> f64 {
 /// The numbers that an operand's bytes encode, and the scale that multiplies them.
 type Operand = (Vec<f64>, f64);
 
+/// Quantises values on the host.
 fn operand(values: &[f32], format: Fp8Format) -> Operand {
     let (values, scale) = reference::fp8_quantise(values, format);
     (values.into_iter().map(f64::from).collect(), scale.into())

@@ -137,6 +137,7 @@ fn outputs(mut calls: LaunchCheck<'_>, kind: GemmKind, [m, n, k]: [usize; 3], ga
     Ok(calls.worst)
 }
 
+/// Fails where a GEMM's result differs by more than the share of its type.
 fn within(calls: &mut LaunchCheck<'_>, name: &str, got: &CudaTensor, exact: &[f32]) -> Result<(), Wrong> {
     let share = match got.dtype() {
         DType::BF16 => BF16_SHARE,

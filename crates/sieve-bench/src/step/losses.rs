@@ -30,6 +30,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     report.add("cross_entropy", "kernel", "a label outside", outcome);
 }
 
+/// Times losses with gradients over bf16 logits, and losses alone over f32 logits.
 pub(super) fn bench(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> Result<()> {
     let mut random = Random(SEED);
     let labels: Vec<i32> = (0..rows).map(|_| random.below(vocab) as i32).collect();
@@ -65,6 +66,8 @@ fn expected(logits: &[f32], label: i32) -> (f32, Vec<f32>) {
     ((lse - wide(logits[label])) as f32, logits.iter().enumerate().map(gradient).collect())
 }
 
+/// Compares the losses, and what the kernel leaves in the logits: gradients in bf16, in f32 the logits themselves.
+/// Every fifth label is ignored.
 fn losses(mut calls: LaunchCheck<'_>, rows: usize, vocab: usize, dtype: DType) -> Outcome {
     let device = calls.device;
     let width = vocab.next_multiple_of(8);

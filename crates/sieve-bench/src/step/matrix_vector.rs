@@ -74,6 +74,8 @@ pub(super) fn bench(bench: &mut Bench<'_>, width: usize, d_ff: usize, vocab_size
     }
 }
 
+/// Compares a form of the GEMV with sums in f64, also with a residual added; a second call must be equal, and more than
+/// [`MAX_VECTORS`] rows must be refused.
 fn launches(mut calls: LaunchCheck<'_>, form: &str, [rows, n, k]: [usize; 3]) -> Outcome {
     let x = calls.pitched([rows, k])?;
     let w = calls.pitched([if form == "swiglu" { 2 * n } else { n }, k])?;

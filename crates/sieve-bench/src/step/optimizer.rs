@@ -30,6 +30,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     }
 }
 
+/// Times an AdamW update of both kinds of masters, and a sum of squares.
 pub(super) fn bench(bench: &mut Bench<'_>, size: usize) {
     let [param, exp_avg, exp_avg_sq, grad] = [0; 4].map(|_| bench.f32([size]));
     let [leaf, rest] = [0; 2].map(|_| bench.bf16([size]));
@@ -39,8 +40,9 @@ pub(super) fn bench(bench: &mut Bench<'_>, size: usize) {
         step(UPDATE, tensors, [&grad, &grad_scale], Some(&leaf))
     };
     let shape = size.to_string();
-    // Bytes: f32 master 8 and leaf 2, or bf16 leaf and rest 4 each; both moments 16; gradient 4. All but the gradient
-    // and the leaf beside an f32 master are read and written.
+    // Bytes moved for each parameter: an f32 master 8 and its bf16 copy (the leaf) 2, or a master split into the leaf
+    // and its low 16 bits 4 each; both moments 16; the gradient 4. The gradient is only read, the leaf beside an f32
+    // master only written, all else both.
     let moved = |bytes: usize| Work::Bytes((bytes * size) as f64);
     bench.row("adamw, f32 master", &shape, moved(30), || update(&param));
     bench.row("adamw, split master", &shape, moved(28), || update(&rest));
@@ -58,6 +60,8 @@ fn step(
     tensors.adamw(update)
 }
 
+/// Compares an AdamW update with f64; an update of a split master must give the same bits, and a gradient scale of 0 or
+/// not finite must change nothing.
 fn adamw_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
     const UPDATE: AdamWStep = AdamWStep {
         lr: 3e-3,
@@ -124,6 +128,7 @@ fn adamw_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
     Ok(calls.worst)
 }
 
+/// Compares the sum, the sum of squares and the norm of a tensor with f64.
 fn sums_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
     for dtype in [DType::F32, DType::BF16] {
         let x = calls.flat(&[size], dtype);

@@ -31,6 +31,7 @@ pub(crate) fn check_order(report: &mut Report, device: &Gpu, extent: &Extent) ->
     Ok(())
 }
 
+/// Scales a tensor by 10,000 factors of 1: it stays the same unless the memory of a factor was used again too early.
 fn factors_stay(mut calls: LaunchCheck<'_>, device: &Gpu) -> Outcome {
     let total = calls.flat(&[ELEMENTS / 256, 256], DType::F32);
     // Buffers of other streams that launches keep until they have run.

@@ -25,6 +25,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     }
 }
 
+/// Times the forward pass, and the backward pass into a copy and in place.
 pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, [heads, kv_heads]: [usize; 2], head_dim: usize) {
     const POSITIONS: usize = 2048;
     let packed = [1, tokens, heads + 2 * kv_heads, head_dim];
@@ -55,6 +56,8 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, [heads, kv_heads]: [us
     bench.row(name, &shape, work, || backward(Reuse::InPlace));
 }
 
+/// Compares rotation without norms, and both passes of norms with rotation, with the references; in place must give the
+/// same bits.
 fn qk_norm_rope_launches(
     mut calls: LaunchCheck<'_>,
     tokens: usize,

@@ -25,6 +25,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     }
 }
 
+/// Times the scores and their backward pass.
 pub(super) fn bench(
     bench: &mut Bench<'_>,
     tokens: usize,
@@ -51,6 +52,7 @@ pub(super) fn bench(
     Ok(())
 }
 
+/// Compares scores and gradients with the references, and ranks with scores plus slope times position.
 fn dma_scores_launches(mut calls: LaunchCheck<'_>, tokens: usize, kv_heads: usize, head_dim: usize) -> Outcome {
     const BATCH: usize = 2;
     let shape = [BATCH, tokens, 4 * kv_heads, head_dim];

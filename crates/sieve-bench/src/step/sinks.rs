@@ -19,6 +19,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     }
 }
 
+/// Times the joining of sinks to the output of attention, and their gradient.
 pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, heads: usize, width: usize) {
     let shape = [1, tokens, heads, width];
     let [o, d_o] = [0, 1].map(|_| bench.bf16(shape));
@@ -31,6 +32,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, heads: usize, width: u
     bench.row("attention sinks backward", &name, work(), || result().sinks_gradient(&sinks, &d_o));
 }
 
+/// Compares o, lse and the sinks' gradient with the references; a second gradient must have the same bits.
 fn sinks_launches(mut calls: LaunchCheck<'_>, shape: [usize; 4], dtype: DType) -> Outcome {
     let [batch, seq_len, heads, width] = shape;
     let lse_shape = [batch, heads, seq_len];
@@ -45,6 +47,7 @@ fn sinks_launches(mut calls: LaunchCheck<'_>, shape: [usize; 4], dtype: DType) -
     }
     let mut sinks = calls.random.bf16_normals(heads);
     if heads > 2 {
+        // A sink without weight, and one that takes all; its number is cut to what bf16 holds.
         (sinks[1], sinks[2]) = (f32::NEG_INFINITY, 1e30);
         sinks[2] = f32::from_bits(sinks[2].to_bits() & 0xffff_0000);
     }

@@ -45,6 +45,8 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
     bench.row("residual_add", &shape, moved(6), || residual_add(&x, &residual));
 }
 
+/// Compares both passes of RMS norm with the references, also with a residual's gradient added, and with the output
+/// computed again.
 fn rms_norm_launches(mut calls: LaunchCheck<'_>, shape: [usize; 2]) -> Outcome {
     let mut drawn = || calls.pitched(shape);
     let [x, dy, residual] = [drawn()?, drawn()?, drawn()?];

@@ -242,6 +242,7 @@ fn shortened(name: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    /// A map of equal scores, with a cell for each length and depth.
     fn map(name: &str, lengths: &[usize], depths: &[f64]) -> Map {
         let columns = 0..lengths.len();
         let cells = columns.flat_map(|column| {

@@ -99,6 +99,7 @@ impl Heads<'_> {
 }
 
 impl Legend<'_> {
+    /// Draws the legend with its left edge at `x`.
     fn draw(&self, svg: &mut Svg, x: f64) {
         const HEIGHT: f64 = 132.0;
         const SMALL: &str = "font-size=\"11\"";
@@ -125,6 +126,7 @@ impl Legend<'_> {
     }
 }
 
+/// Draws the square of one head with its notes, its upper left corner at `x`, `y`.
 fn draw(svg: &mut Svg, square: &Square, [x, y]: [f64; 2], side: f64) {
     // A picture with fewer pixels than the side is drawn with sharp squares; a larger one is smoothed.
     let style = match (square.side as f64) < side {

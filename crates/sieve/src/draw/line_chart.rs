@@ -152,6 +152,7 @@ fn look(n: usize) -> Look {
     }
 }
 
+/// Draws axes, lines, error bars and marks; points outside the axes are moved to the edge.
 fn draw_plot(area: &Area<'_>, plot: &Plot<'_>) -> Drawn {
     let Plot { title, x, y, curves } = plot;
     let mut chart = ChartBuilder::on(area)

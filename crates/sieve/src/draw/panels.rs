@@ -43,6 +43,7 @@ pub(crate) fn svg(title: &str, sections: &[Section<'_>]) -> String {
     svg
 }
 
+/// Draws the title, then each section of this height: its heading and its panels in rows.
 fn draw(root: &Area<'_>, title: &str, sections: &[Section<'_>], heights: &[i32]) -> Drawn {
     root.fill(&WHITE)?;
     let text = |size: i32| TextStyle::from((FONT, size).into_font());
@@ -66,6 +67,7 @@ fn draw(root: &Area<'_>, title: &str, sections: &[Section<'_>], heights: &[i32])
     Ok(())
 }
 
+/// Draws the points of all panels in grey, dense attention as a cross, and the panel's own points in blue.
 fn draw_panel(area: &Area<'_>, section: &Section<'_>, panel: &Panel) -> Drawn {
     let (x, y) = (&section.x, &section.y);
     let mut chart = ChartBuilder::on(area)
@@ -100,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_panel_a_method_shows_its_points_before_those_of_all() {
+    fn each_panel_has_its_own_points_over_those_of_all_panels() {
         let axis = |label| Axis { label, range: 0.0..1.0, most_numbers: 3, text: &|value| format!("{value:.1}") };
         let panel = |name: &str, points: &[(f64, f64)]| Panel {
             name: name.to_owned(),
@@ -124,7 +126,8 @@ mod tests {
         for text in ["t &amp; u", "first", "second", "a&lt;b", "says c"] {
             assert!(svg.contains(text), "{text}: {svg}");
         }
-        // There are two sections of five panels. Each panel has the six points of all panels, and its own again.
+        // There are two sections of five panels. Each panel has the six points of all panels in grey (radius 2), and
+        // its own again (radius 4).
         let circles = |radius: u32| svg.matches(&format!("r=\"{radius}\"")).count();
         assert_eq!((circles(2), circles(4)), (2 * 5 * 6, 2 * 6), "{svg}");
         // Two headings and the title, and two rows of panels in each section.

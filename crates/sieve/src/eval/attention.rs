@@ -63,6 +63,7 @@ fn length(args: &AttentionArgs, context: usize) -> usize {
     args.length.map_or(LENGTH.min(context), |length| length as usize)
 }
 
+/// Reads the prompt with the model; prints where attention goes, layer by layer, and draws it.
 fn run_on<B: DeviceBackend>(args: &AttentionArgs, device: &B::Device, kept: Kept) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let length = length(args, loaded.shape.max_seq_len);
@@ -202,6 +203,7 @@ mod tests {
     use super::*;
     use sieve_eval::KeyLifetimes;
 
+    /// A layer of two heads that have these weights.
     fn layer(weights: Vec<f32>) -> LayerWeights {
         let head = HeadWeights {
             weights,

@@ -77,6 +77,7 @@ pub(crate) fn run(args: MqarArgs) -> Result<()> {
     on_device!(place, run_on(&args))
 }
 
+/// Asks the samples of every kind; prints the accuracies and draws them by distance.
 fn run_on<B: DeviceBackend>(args: &MqarArgs, device: &B::Device, kept: Kept) -> Result<()> {
     let (loaded, _tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let kinds = kinds(args, &loaded.recipe, loaded.model.shape().vocab_size)?;

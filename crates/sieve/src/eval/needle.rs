@@ -79,6 +79,7 @@ pub(crate) fn run(mut args: NeedleArgs) -> Result<()> {
     on_device!(place, run_on(&args))
 }
 
+/// Asks for all needles with the model's own attention and with each selector; prints the result and draws it.
 fn run_on<B: DeviceBackend>(args: &NeedleArgs, device: &B::Device, kept: Kept) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let config = config(args, loaded.shape.max_seq_len)?;
@@ -168,6 +169,7 @@ fn config(args: &NeedleArgs, context: usize) -> Result<NeedleConfig> {
     Ok(NeedleConfig { lengths, depths, num_needles: args.needles, buffer: args.buffer, seed: args.seed })
 }
 
+/// The text around the needles: of `--data`, else made up.
 fn haystack(args: &NeedleArgs, config: &NeedleConfig, tokenizer: &Tokenizer) -> Result<Haystack> {
     let wanted = config.haystack_tokens();
     if args.data.is_empty() {
@@ -178,6 +180,7 @@ fn haystack(args: &NeedleArgs, config: &NeedleConfig, tokenizer: &Tokenizer) -> 
     Ok(Haystack::of_documents(documents, wanted, tokenizer)?)
 }
 
+/// Prints, for each method, how many needles it found and its mean rank; or one JSON object.
 fn print<B: DeviceBackend>(
     args: &NeedleArgs,
     loaded: &LoadedModel<B>,

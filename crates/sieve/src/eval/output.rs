@@ -107,6 +107,7 @@ pub(super) fn run_folder(checkpoint: &Path, folder: &str) -> Option<PathBuf> {
     parent.ancestors().nth(levels).map(Path::to_owned)
 }
 
+/// Name of the checkpoint's run folder, or of the checkpoint itself where it belongs to no run.
 fn run_name(checkpoint: &Path, folder: &str) -> String {
     let run = run_folder(checkpoint, folder).or_else(|| std::path::absolute(checkpoint).ok());
     let name = run.as_deref().and_then(Path::file_name);

@@ -99,6 +99,7 @@ pub(crate) fn run(mut args: PatternsArgs) -> Result<()> {
     on_device!(place, run_on(&args, &flag))
 }
 
+/// Searches the patterns or maps on the first tokens of the text, writes the file and prints what was found.
 fn run_on<B: DeviceBackend>(args: &PatternsArgs, flag: &str, device: &B::Device, kept: Kept) -> Result<()> {
     output::check(args.out.as_path())?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
@@ -191,6 +192,7 @@ struct Report {
     json: Value,
 }
 
+/// A pattern and its settings, as the report names it.
 fn label(pattern: &Pattern) -> String {
     match *pattern {
         Pattern::AShape { n_init, n_local } => format!("a_shape {n_init} + {n_local}"),

@@ -235,6 +235,7 @@ fn prepared_data<B: DeviceBackend>(loaded: &LoadedModel<B>) -> Result<Prepared> 
     Ok(Prepared::open(&dir)?)
 }
 
+/// Prints the result as tables or as one JSON object.
 fn print<B: DeviceBackend>(
     args: &PplArgs,
     loaded: &LoadedModel<B>,
@@ -276,6 +277,7 @@ fn print<B: DeviceBackend>(
     Ok(())
 }
 
+/// Prints counts, loss and perplexities of the whole text.
 fn print_totals<B: DeviceBackend>(loaded: &LoadedModel<B>, report: &PerplexityReport) {
     let count = terminal::thousands;
     terminal::line(&format!(

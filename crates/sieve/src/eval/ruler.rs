@@ -111,6 +111,7 @@ impl SourceArgs {
         Ok(LongSource { text, qa: [qa(&self.qa_1)?, qa(&self.qa_2)?] })
     }
 
+    /// The first 8 MiB of the documents of `--data`.
     fn text(&self) -> Result<String> {
         let corpus = text::corpus(&self.data)?;
         let mut all = String::new();
@@ -218,6 +219,7 @@ fn texts(
     Ok(all)
 }
 
+/// Asks all samples with the model's own attention and with each selector; prints the result and writes the files.
 fn run_on<B: DeviceBackend>(
     args: &RulerArgs,
     checkpoint: &Path,
@@ -280,6 +282,7 @@ fn line(score: &SampleScore, selector: Option<&str>) -> Result<String> {
     Ok(line.to_string() + "\n")
 }
 
+/// Prints, for each method, score and rank of each task by length; or one JSON object.
 fn print<B: DeviceBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[LongReport]) -> Result<()> {
     let json = serde_json::json!({
         "attention": attention_label(&loaded.shape),
@@ -366,7 +369,7 @@ fn picture<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) ->
         let mean =
             |value: fn(&LongTaskReport) -> f64| report.tasks.iter().map(value).sum::<f64>() / report.tasks.len() as f64;
         let summary = |score: f64, rank: f64| format!("score {:.1} %, mean rank {rank:.2}", 100.0 * score);
-        // Of one task the map of all tasks has one row.
+        // With a single task the map of all tasks has one row, so it is named after the task.
         let all = match &report.tasks[..] {
             [task] => task.task,
             _ => "all tasks",

@@ -46,6 +46,8 @@ pub(crate) fn run(mut args: SelectorsArgs) -> Result<()> {
     on_device!(place, run_on(&args))
 }
 
+/// Measures every selector at every length, then prints the tables and writes the pictures. A selector or a picture
+/// that fails does not stop the others.
 fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, kept: Kept) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let (selectors, left_out) = selectors(args, &loaded.shape)?;

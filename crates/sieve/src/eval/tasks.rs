@@ -197,6 +197,7 @@ fn pairs(arguments: &[String]) -> Result<Vec<(&str, &str)>> {
     pairs.collect()
 }
 
+/// Runs the tasks one after the other; prints the scores and writes the file of `--samples`.
 fn run_on<B: DeviceBackend>(
     args: &TasksArgs,
     checkpoint: &Path,
@@ -244,6 +245,7 @@ fn samples(reports: &[TaskReport]) -> Result<String> {
     Ok(text)
 }
 
+/// Prints the scores, and LongBench's averages where its tasks were run; or one JSON object.
 fn print<B: DeviceBackend>(
     args: &TasksArgs,
     loaded: &LoadedModel<B>,

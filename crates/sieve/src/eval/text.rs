@@ -12,7 +12,8 @@ pub(super) fn corpus(paths: &[String]) -> Result<Corpus> {
     open(paths, None, "text", skip_invalid)
 }
 
-/// As [`corpus`], with a format and a text column. `skip_invalid` leaves out documents that cannot be read.
+/// Opens files, folders and globs; without a format, a file's extension says it. A document's text is in the column
+/// `text_column`. `skip_invalid` leaves out documents that cannot be read.
 pub(super) fn open(
     paths: &[String],
     format: Option<FormatArg>,

@@ -175,6 +175,7 @@ impl OwnText {
         Ok(())
     }
 
+    /// The error of a text that is too short for a size, with the bytes that are enough.
     fn too_little(&self, size: &str, tokens_per_step: usize, steps: &str) -> anyhow::Error {
         anyhow!(
             "{} of text are too little for --size {size}, which takes {} or more\n  \

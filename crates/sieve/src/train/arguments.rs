@@ -163,7 +163,7 @@ impl TrainArgs {
         }
     }
 
-    /// As [`request`](Self::request), of one run of a sweep: with `--resume`, one that has not started yet starts anew.
+    /// What the flags ask of one run of a sweep: with `--resume`, a run that has not begun yet begins anew.
     pub(super) fn request_of_sweep(&self, out: &Path) -> RunRequest {
         let request = self.request(out);
         match request.start {

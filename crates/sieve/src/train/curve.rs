@@ -53,7 +53,7 @@ fn draw(training: &[Point], held_out: &[Point]) -> Option<String> {
         false => height - 1,
     };
     let mut cells = vec![vec![' '; width]; height];
-    // Held-out text comes last, because it has fewer points.
+    // Held-out losses are drawn last, over training losses, because they are fewer.
     for (points, mark) in [(training, '*'), (held_out, 'o')] {
         let mut sums = vec![(0.0, 0_usize); width];
         for &(step, loss) in points {

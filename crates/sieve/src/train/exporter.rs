@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_given_to_who_asks_and_nobody_holds_the_others_up() {
+    fn a_silent_and_an_endless_request_do_not_block_others() {
         let exporter = Exporter::default();
         let address = exporter.listen(&"0".parse().expect("any port")).expect("a free port");
         assert!(address.ip().is_loopback());
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_alone_is_of_this_machine() {
+    fn a_port_without_an_address_is_reached_from_this_machine_alone() {
         let parsed = |text: &str| text.parse::<MetricsPort>();
         assert_eq!(parsed("9100").expect("a port").0[0].to_string(), "127.0.0.1:9100");
         assert_eq!(parsed("0.0.0.0:9100").expect("an address").0[0].to_string(), "0.0.0.0:9100");

@@ -73,7 +73,8 @@ pub(crate) fn own_choice(choice: DeviceChoice, world: &World) -> Result<DeviceCh
     }
 }
 
-/// Ranks whose GPUs work together by NCCL: those of a row, and those that divide weights, as `parallelism` says.
+/// The ranks as a group whose GPUs are connected by NCCL: all of them; those among which `parallelism` divides weights;
+/// and those among which it divides a row's tokens.
 pub(crate) fn connected(
     mesh: Arc<Mesh>,
     device: &CudaDevice,
@@ -218,11 +219,13 @@ fn join(
 struct Nccl {
     all: NcclGroup,
     shards: ShardGroup,
-    /// Where the ranks that divide weights are not all.
+    /// Set where the ranks that divide one copy of the weights are not all ranks.
     replicas: Option<NcclReplicas>,
 }
 
 impl Nccl {
+    /// Joins the group of all ranks and, where the weights have several copies, that of this rank's copy and that of
+    /// the ranks with the same pieces.
     fn join(mesh: &Mesh, device: &CudaDevice, shard_ranks: usize, on: NcclStream<'_>) -> Result<Self> {
         let (rank, size) = (mesh.world().rank, mesh.world().size);
         let shards = ShardGroup::new(rank, size, shard_ranks);
@@ -242,11 +245,12 @@ impl Nccl {
         std::iter::once(&self.all).chain(replicas)
     }
 
-    /// The group of the ranks that divide weights.
+    /// The group of the ranks that divide one copy of the weights.
     fn within(&self) -> &NcclGroup {
         self.replicas.as_ref().map_or(&self.all, |replicas| &replicas.within)
     }
 
+    /// The range that each rank has of a tensor that is divided into `pieces`.
     fn ranges(&self, pieces: Pieces) -> Vec<Range<usize>> {
         (0..self.shards.size()).map(|place| pieces.of(place)).collect()
     }
@@ -290,6 +294,7 @@ impl Collectives<Autodiff<Cuda>> for Nccl {
     }
 }
 
+/// NCCL's work as the trainer waits for it; its results are tensors of Burn.
 fn pending(work: Result<NcclWork, KernelError>) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
     let work = work.map_err(|error| TrainError::Collective(error.to_string()))?;
     Ok(Box::new(move || {
@@ -327,7 +332,7 @@ mod tests {
     use sieve_comm::Timeouts;
 
     #[test]
-    fn more_processes_than_gpus_are_told_in_both_numbers() {
+    fn more_processes_than_gpus_are_refused_with_both_numbers() {
         let world = World { rank: 12, size: 16, ..World::on_this_host(4, 8, 1) };
         let error = |count| without_gpu(KernelError::WrongDevice { wanted: 4, count }.into(), &world);
         let text = error(4).to_string();
@@ -356,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_without_nccl_is_named_to_the_others_and_nobody_waits_for_it() {
+    fn where_a_rank_lacks_nccl_all_ranks_fail_and_name_it() {
         let port = sieve_comm::ReservedPort::take().expect("a port");
         let join = |rank| {
             let world = World::on_this_host(rank, 2, port.number());

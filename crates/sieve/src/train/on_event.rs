@@ -157,6 +157,7 @@ mod tests {
         text.lines().map(str::to_owned).collect()
     }
 
+    /// A command of `--on-event` that appends its variables to a file, and the file's path.
     fn keeper(dir: &Path) -> (OnEvent, PathBuf) {
         let kept = dir.join("kept");
         let command = format!("echo \"$SIEVE_EVENT $SIEVE_OUT $SIEVE_MESSAGE\" >> {}", kept.to_string_lossy());
@@ -164,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_is_told_how_a_run_ended_and_never_changes_it() {
+    fn the_command_gets_how_a_run_ended_and_does_not_change_the_exit_code() {
         let dir = std::env::temp_dir().join(format!("sieve-on-event-{}", std::process::id()));
         std::fs::create_dir_all(&dir).expect("writable");
         let (events, kept) = keeper(&dir);
@@ -185,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_stands_still_is_told_of_once_until_it_goes_on() {
+    fn a_stalled_run_is_reported_once_until_its_next_event() {
         let dir = std::env::temp_dir().join(format!("sieve-stalls-{}", std::process::id()));
         std::fs::create_dir_all(&dir).expect("writable");
         let (events, kept) = keeper(&dir);

@@ -246,7 +246,8 @@ fn admit(process: &Process<'_>, session: &Session, place: &Device, log: &Log) ->
         Some(checkpoint) => Ok(checkpoint.state.vocab_size),
         None => crate::plan::vocab_size(recipe),
     };
-    // A tokenizer that cannot be read is reported with the text. What does not fit with a single token fits with none.
+    // A tokenizer that cannot be read is reported with the text. Until then the embedding counts with a single row: a
+    // run that does not fit so does not fit with any vocabulary.
     let least_rows = 1;
     let admitted = vocab_size.as_ref().copied().unwrap_or(least_rows);
     let admitted = (process.args.memory).check_training(recipe, admitted, place, process.sharers())?;

@@ -87,6 +87,8 @@ impl StepProfile {
         }
     }
 
+    /// The printed table of `steps` traced steps: each group of kernels with its rate, the kernels that took longest,
+    /// and the longest idle times.
     fn table(&self, result: &TraceResult, steps: u64, report: &StepReport) -> String {
         let steps_f = steps as f64;
         let (span, busy) = (result.span_ns() as f64, result.busy_ns() as f64);
@@ -184,6 +186,7 @@ const GROUPS: [(&str, &[&str]); 10] = [
     ("the rest: residual gradients, copies, fills", &[""]),
 ];
 
+/// The first of the [`GROUPS`] that a kernel's name fits.
 fn group_of(kernel: &str) -> &'static str {
     let fits = |part: &&str| match part.strip_prefix('*') {
         Some(part) => kernel.contains(part),

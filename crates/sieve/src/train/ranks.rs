@@ -49,7 +49,7 @@ pub(crate) fn joined(
     };
     let timeouts = Timeouts {
         silence: Duration::from_secs(patience),
-        still: Duration::from_secs(10 * patience / 3),
+        still: Duration::from_secs(10 * patience / 3), // as the defaults are to each other: 30 s and 100 s
         long: long_patience(patience),
         ..Timeouts::default()
     };

@@ -125,7 +125,7 @@ fn line_of(row: &Row, [number, of]: [usize; 2], seconds: f64) -> String {
 }
 
 /// Refuses a sweep over keys of `[attention]` in none of whose runs attention hides a key: all of them would train
-/// dense attention. A sweep of kinds that are dense by themselves alone is none.
+/// dense attention. A sweep over kinds that are dense by definition (mha, mla) alone is not refused.
 fn check_hidden_keys(args: &TrainArgs, runs: &[Run]) -> Result<()> {
     let mut keys = args.sweep.iter().map(|sweep| sweep.split('=').next().unwrap_or_default());
     let Some(key) = keys.find(|key| key.starts_with("attention.")) else {

@@ -83,7 +83,7 @@ ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions
     }
 
     #[test]
-    fn a_serialised_wgmma_is_no_note() {
+    fn a_serialised_wgmma_is_a_warning() {
         assert_eq!(warnings(LOG).count(), 1);
     }
 }

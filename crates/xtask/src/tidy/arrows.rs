@@ -28,7 +28,7 @@ const LAUNCHING: &[&str] = &["sieve-gpu", "sieve-capi"];
 /// Features of Burn's and CubeCL's crates: `fusion` changes tensor types, `autotune` costs a minute at the first step.
 const FORBIDDEN_FEATURES: &[&str] = &["autotune", "fusion"];
 
-/// A crate that programs take for CPUs alone, and crates that its tree must not have without the feature `cuda`.
+/// A crate that programs without a GPU depend on. Without its feature `cuda` none of these crates may be in its tree.
 const ON_CPUS: &str = "sieve-hf";
 const OF_CUDA: &[&str] = &["cudarc", "burn-cuda", "burn-cubecl", "cubecl", "cubecl-cuda", "sieve-gpu", "sieve-kernels"];
 
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn arrows_point_one_way() {
+    fn a_crate_must_depend_on_what_the_map_says() {
         assert!(problems("sieve-nn", &["sieve-ops", "sieve-core", "burn"]).is_empty());
         // An arrow that no code needs is taken out too.
         assert_eq!(problems("sieve-nn", &["sieve-ops"]).len(), 1);

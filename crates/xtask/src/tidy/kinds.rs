@@ -3,10 +3,10 @@
 use crate::workspace;
 use anyhow::Result;
 
-/// Where kinds may be named: their own files, and the list below.
+/// Where code may name kinds: in their own folders, and in this file, whose list and tests do.
 const ROOMS: [&str; 3] = ["crates/sieve-core/src/kinds", "crates/sieve-nn/src/kinds", "crates/xtask/src/tidy/kinds.rs"];
 
-/// Files from before the rooms that name kinds, and how often at most. The numbers only fall.
+/// Other files that name kinds, and how often each does so at most. They are older than this rule: numbers only fall.
 const BEFORE: [(&str, usize); 14] = [
     ("crates/sieve-bench/src/bench/scaling.rs", 5),
     ("crates/sieve-bench/src/build.rs", 2),
@@ -27,7 +27,7 @@ const BEFORE: [(&str, usize); 14] = [
 /// The enums of kinds.
 const ENUMS: [&str; 2] = ["Attention", "AttentionKind"];
 
-/// The forms of layers of sieve-nn, variants of its enum of layers.
+/// Variants of sieve-nn's enum of attention layers, which is called Attention too: they count as kinds.
 const FORMS: [&str; 5] = ["Grouped", "Latent", "Branches", "Ranked", "Chosen"];
 
 /// The list of the kinds.
@@ -96,7 +96,7 @@ fn names_of_enums(code: &str) -> Vec<&str> {
     for name in ENUMS {
         for (at, _) in code.match_indices(name) {
             let (before, after) = (&code[..at], &code[at + name.len()..]);
-            // Part of a longer word.
+            // The name found is part of a longer word.
             if !first_word(after).is_empty() || !last_word(before).is_empty() {
                 continue;
             }

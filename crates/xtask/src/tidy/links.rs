@@ -10,7 +10,7 @@ const SUMMARY: &str = "docs/SUMMARY.md";
 /// Endings of files whose text may name pages.
 const NAMING: &[&str] = &[".md", ".rs", ".toml", ".cu", ".cuh"];
 
-/// Checks all files of the repository.
+/// Checks the links, the named pages and the diffs in all files of the repository.
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     let files = workspace::files()?;
     let pages = files.iter().filter(|file| file.ends_with(".md"));

@@ -19,6 +19,7 @@ pub(super) fn file_names(labels: &[String]) -> Vec<String> {
     distinct(labels.iter().map(|label| label.chars().map(plain).take(LONGEST).collect()))
 }
 
+/// The names, each repeated one with a number behind it.
 fn distinct(names: impl Iterator<Item = String>) -> Vec<String> {
     let mut all: Vec<String> = Vec::new();
     for name in names {

@@ -89,6 +89,7 @@ fn percent(x: Option<f64>) -> String {
     x.map_or("-".to_owned(), |x| format!("{:.2}%", 100.0 * x))
 }
 
+/// Prints the table of one length, with names `width` letters wide, and on which device each selector ran.
 fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
     let Some(Row { measure: first, .. }) = rows.first() else {
         return;
@@ -191,6 +192,7 @@ fn notes(rows: &[&Row]) -> Vec<String> {
     notes
 }
 
+/// Prints the table of the models of `--compare`, with the loss that each adds to the dense model's.
 fn print_trained(rows: &[&Trained], dense_loss: Option<f64>) {
     if rows.is_empty() {
         return;

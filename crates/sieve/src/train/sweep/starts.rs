@@ -11,6 +11,7 @@ pub(super) fn check(process: &Process<'_>, runs: &[Run]) -> Result<()> {
     Ok(check_branch_options(runs.iter().map(|run| (&run.request, &run.recipe)), None)?)
 }
 
+/// Checks one run, as a process that trains alone.
 fn check_one(process: &Process<'_>, run: &Run) -> Result<()> {
     let vocab_size = match run.request.check(&run.recipe)? {
         Some(vocab_size) => Ok(vocab_size),
