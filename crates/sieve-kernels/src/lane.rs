@@ -99,8 +99,8 @@ pub(crate) fn device_queue(tensor: &CudaTensor) -> DeviceHandle<Server> {
     DeviceHandle::new(device_of(tensor).to_id())
 }
 
-/// Runs `work` on the device thread of a tensor's GPU and waits for it; it reports an error as a launch of `kernel`
-/// would.
+/// Runs `work` on the device thread of a tensor's GPU and waits for it; its error becomes a [`KernelError::Launch`] of
+/// `kernel`.
 pub(crate) fn run_blocking<T: Send + 'static>(
     tensor: &CudaTensor,
     kernel: &'static str,
@@ -247,7 +247,7 @@ impl Lane {
         let Order::Events { context, after, .. } = self.order else {
             return Ok(());
         };
-        // SAFETY: as in `enter`.
+        // SAFETY: context, event and stream live as long as the process.
         unsafe {
             check("cuEventRecord", cuda::cuEventRecord(after, self.stream))?;
             check("cuCtxWaitEvent", cuda::cuCtxWaitEvent(context, after))

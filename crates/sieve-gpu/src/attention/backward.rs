@@ -192,7 +192,8 @@ pub(crate) fn convert_dq(
     convert_sums((dq_sum, None), num_parts, [rows, first_query], grad, call.softmax_scale)
 }
 
-/// As [`convert_dq`] of all queries; dq is 0 where the semaphore of a tile of [`ROW_ALIGNMENT`] queries is.
+/// Converts all `rows` queries of `dq_sum` to bf16 dq. A tile of [`ROW_ALIGNMENT`] queries whose semaphore is 0 gets a
+/// dq of 0: nothing was added to its sums.
 pub(crate) fn convert_added_dq(
     dq_sum: &CudaTensor,
     semaphores: &CudaTensor,
@@ -206,7 +207,7 @@ pub(crate) fn convert_added_dq(
 
 /// Converts `rows` rows of a gradient, from `first_row` on, times `scale` to bf16. Each head has `num_parts` partial
 /// f32 sums in the order of tensor core accumulators, which are added first. `layout` is `{offset, token stride, batch
-/// stride}` of the gradient. With semaphores the gradient of 64 rows is 0 where theirs is.
+/// stride}` of the gradient. With semaphores, one for 64 rows, rows whose semaphore is 0 get a gradient of 0.
 pub(crate) fn convert_sums(
     (sums, semaphores): (&CudaTensor, Option<&CudaTensor>),
     num_parts: usize,

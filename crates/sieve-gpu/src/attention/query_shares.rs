@@ -56,7 +56,7 @@ const L2_BYTES: usize = 40 << 20;
 /// The most shares for the L2 cache: more were 1 % faster at most, and each has partial dk and dv in memory.
 const MOST_L2_SHARES: usize = 8;
 
-/// The most shares of a list of query tiles: short rows have few tiles, and lists no longer than these.
+/// The most shares of a list of query tiles: in short rows, which would get more shares, a list has few tiles.
 const MOST_LIST_SHARES: usize = 8;
 
 /// With more waves of thread blocks than this, all multiprocessors end at about the same time, and shares gain nothing.
@@ -75,7 +75,7 @@ impl QueryShares {
     pub(crate) fn define(self, kernel: SourceKernel) -> SourceKernel {
         match self {
             Self::ONE => kernel,
-            _ => sharing(kernel),
+            _ => with_shares(kernel),
         }
     }
 
@@ -90,8 +90,8 @@ impl QueryShares {
     pub(crate) fn of_neighbours(shape: &AttentionShape, window: usize, tiles: KeyTiles) -> Self {
         let num_tiles = shape.seq_len.div_ceil(tiles.block_kv) * shape.num_kv_heads * shape.batch;
         let most_shares = usize::MAX;
-        let simulated = first_to_end(shape.group_size(), most_shares, num_tiles, tiles, |shares| {
-            let end = makespan(tiles.at_once, neighbour_blocks(shape, window, tiles.block_kv, shares));
+        let simulated = cheapest_shares(shape.group_size(), most_shares, num_tiles, tiles, |shares| {
+            let end = makespan(tiles.at_once, neighbour_block_times(shape, window, tiles.block_kv, shares));
             let join = if shares == Self::ONE { 0 } else { JOIN_COST + PART_COST * num_tiles * shares.count() };
             1024 * end + join
         });
@@ -127,7 +127,7 @@ impl QueryShares {
         let (group, chunks) = (shape.group_size(), capacity.div_ceil(tiles.block_kv));
         let lists = super_blocks * shape.num_kv_heads * shape.batch;
         let most_shares = group;
-        first_to_end(group, most_shares, lists * chunks, tiles, |shares| {
+        cheapest_shares(group, most_shares, lists * chunks, tiles, |shares| {
             // Steps of a chunk of keys. Keys enter and leave the list one by one, so most queries of the super-block
             // see the middle of the list, and few see its ends.
             let steps_of =
@@ -164,13 +164,13 @@ impl AttentionShape {
 }
 
 /// The form of a backward kernel whose thread blocks share key tiles.
-fn sharing(kernel: SourceKernel) -> SourceKernel {
+fn with_shares(kernel: SourceKernel) -> SourceKernel {
     kernel.define("SHARES", 1)
 }
 
 /// The shares of each of `num_tiles` key tiles with the smallest cost, at most `most` of them; of equal costs the
 /// fewest shares.
-fn first_to_end(
+fn cheapest_shares(
     group_size: usize,
     most: usize,
     num_tiles: usize,
@@ -193,7 +193,7 @@ fn first_to_end(
 
 /// Time of each thread block of a pass over consecutive keys, in steps, in the order in which blocks start: sections
 /// of KV heads whose queries fit the L2 cache; in a section key tiles from the first on; for a key tile all its shares.
-fn neighbour_blocks(
+fn neighbour_block_times(
     shape: &AttentionShape,
     window: usize,
     block_kv: usize,
@@ -243,6 +243,7 @@ mod tests {
 
     const H200: KeyTiles = KeyTiles { block_kv: 128, at_once: 132 };
 
+    /// The shares of query heads and of queries in a pass over consecutive keys.
     fn neighbours(batch: usize, seq_len: usize, heads: [usize; 2], width: usize, window: usize) -> [usize; 2] {
         let shape = AttentionShape::new(batch, seq_len, heads, [width, width]);
         let QueryShares { heads, queries } = QueryShares::of_neighbours(&shape, window, H200);
@@ -317,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_block_bounds_the_end() {
+    fn each_block_starts_where_another_ends_first() {
         assert_eq!(makespan(2, [5, 4, 3, 2].into_iter()), 7);
         assert_eq!(makespan(132, std::iter::empty()), 0);
     }

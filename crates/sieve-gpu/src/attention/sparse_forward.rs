@@ -275,7 +275,7 @@ fn with_block_lse(kernel: SourceKernel, block: usize) -> SourceKernel {
     }
 }
 
-/// The portable specialisation for a shape and tiling; `block` as [`with_block_lse`].
+/// The portable specialisation for a shape and tiling, which stores log-sum-exps of blocks of `block` keys; 0: none.
 fn sparse_attention_forward_kernel(shape: &AttentionShape, tiling: &QueryTiling, block: usize) -> SourceKernel {
     let entries = tiling.block_kv * 8 * list_entries_in_flight(tiling.num_stages);
     tiling
@@ -283,8 +283,8 @@ fn sparse_attention_forward_kernel(shape: &AttentionShape, tiling: &QueryTiling,
         .shared_bytes(tiling.shared_bytes(shape, KeySource::Dense) + entries)
 }
 
-/// The Hopper specialisation for a shape; `tiles`, the sizes of query and key tiles, matters only where keys are read
-/// by tiles; `block` as [`with_block_lse`].
+/// The Hopper specialisation for a shape, which stores log-sum-exps of blocks of `block` keys; 0: none. `tiles`, the
+/// sizes of query and key tiles, matters only where keys are read by tiles.
 fn hopper_sparse_attention_forward_kernel(
     shape: &AttentionShape,
     reads: SparseKeyReads,
@@ -325,7 +325,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stages_come_whole_where_tiles_allow() {
+    fn a_copy_fills_a_stage_where_the_tiles_allow() {
         for (tiles, form) in [
             ([128, 128], (false, 128)),
             ([100, 256], (false, 128)),

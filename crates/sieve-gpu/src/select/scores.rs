@@ -121,7 +121,7 @@ impl Call<'_> {
         Ok([means, variances])
     }
 
-    /// Mean-pooled keys of all KV heads.
+    /// Operands of select_pool for the keys of all KV heads.
     pub(super) fn pooled_keys<'a>(&'a self, order: Option<&'a CudaTensor>) -> Pooled<'a> {
         let s = self.selection;
         Pooled {

@@ -16,7 +16,7 @@ const PAGES_AT_ONCE: usize = 8;
 pub struct SelectorStep<'a> {
     /// Tokens before the new one, i32 `[batch]`.
     pub length: &'a CudaTensor,
-    /// Minus that, i32 `[batch, 1]`.
+    /// Minus the number of tokens before the new one, i32 `[batch, 1]`.
     pub start: &'a CudaTensor,
     /// Which keys are read.
     pub keys: TokenKeys,
@@ -205,6 +205,7 @@ mod tests {
         let selection = BlockSelection::new(shape, 1, cells, KeepBlocks::Top(1_000));
         let refused = choose(&selection).map_err(|error| error.to_string());
         assert!(refused.is_err_and(|text| text.contains("2^31")));
+        // The 1,000 best keys and the 1,000 last ones need no mask.
         let gpu = Recorder::new(Hardware::HOPPER);
         let packed = gpu.tensor(&[1, shape.num_keys, 12, 64], DType::BF16);
         let lse = gpu.tensor(&[1, 6, shape.num_keys], DType::F32);

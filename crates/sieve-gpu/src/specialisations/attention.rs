@@ -15,7 +15,7 @@ pub struct AttentionNeeds {
     pub keys: NeededKeys,
     /// Whether training sums in a fixed order.
     pub order: SumOrder,
-    /// Whether query heads have sinks.
+    /// Whether query heads have sinks: one more logit in each softmax, whose value is zero.
     pub has_sinks: bool,
 }
 

@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn widths_of_heads() {
+    fn head_widths_are_multiples_of_16_up_to_256() {
         assert!([16, 48, 64, 96, 128, 192, 256].iter().all(|&d| require_head_dim("k", d).is_ok()));
         assert!([0, 8, 40, 272].iter().all(|&d| require_head_dim("k", d).is_err()));
     }
