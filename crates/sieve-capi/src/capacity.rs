@@ -1,4 +1,5 @@
-//! Plans for caches of any number of keys up to the planned one: a growing cache needs no plan a token.
+//! Plans for caches of any number of keys up to the planned one, so that a growing cache needs no new plan for each
+//! token.
 use crate::ops::Call;
 use crate::plan::Plan;
 use crate::request::{PlanError, Request};

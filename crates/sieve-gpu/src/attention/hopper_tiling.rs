@@ -33,7 +33,7 @@ pub(crate) const BACKWARD_BLOCK_Q: usize = 64;
 /// Threads of a warpgroup, which issues WGMMA together.
 const WARPGROUP: usize = 128;
 
-/// Defines how threads of a Hopper backward kernel arrive at barriers, by the policy.
+/// Defines how a warp of a Hopper kernel arrives at barriers: by one lane or by every lane, as the policy says.
 pub(crate) fn arriving(kernel: SourceKernel, policy: KernelPolicy) -> SourceKernel {
     match policy.arrivals {
         Arrivals::Warp => kernel,
@@ -262,7 +262,7 @@ pub(crate) fn backward_maps<'a>(
     ])
 }
 
-/// The kernel that computes each query's log-sum-exp in base 2 and row sum from o and `o_low`.
+/// The kernel that computes each query's log-sum-exp in base 2, and its row sum o . do from o and `o_low`.
 pub(crate) fn hopper_attention_backward_prepare_kernel(head_dim_v: usize) -> SourceKernel {
     SourceKernel::new("hopper_attention_backward_prepare").define("HEAD_DIM_V", head_dim_v).threads(256)
 }

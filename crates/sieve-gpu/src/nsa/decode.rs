@@ -258,9 +258,10 @@ fn choose(
 
 impl KvCache {
     /// Appends one new token a row to the cache, and the pooled key whose block ends at it. Attends over the tokens of
-    /// the blocks that the token's queries choose (arXiv:2509.24663; arXiv:2502.13189). `token`, `length` and `step` are the
-    /// same as in [`attention_decode`](Self::attention_decode), without a window; `scratch` must be made with one KV
-    /// head for each chooser. Returns `[batch, 1, num_heads, head_dim]`.
+    /// the blocks that the token's queries choose (arXiv:2509.24663; arXiv:2502.13189). `token`, `length` and `step`
+    /// are the same as in [`attention_decode`](Self::attention_decode), without a window; `scratch` must be made with
+    /// one KV head for each chooser, a group of query heads with a choice of its own. Returns `[batch, 1, num_heads,
+    /// head_dim]`.
     ///
     /// With an indexer (arXiv:2606.13392) blocks are chosen by the queries and keys of `index` instead of the token's.
     /// Its key is appended to `pooled.pooled`, `[batch, 1, room, head_dim]`; its values are not read.

@@ -78,7 +78,7 @@ impl Work {
         hopper::is_hopper(&self.shape, self.qkv.q.tensor())
     }
 
-    /// The lists of a range of queries: for each block, who chose it, in items of `item_queries` queries.
+    /// The lists of a range of queries: for each block the queries that chose it, in items of `item_queries` queries.
     fn lists(&self, range: &Range<usize>, item_queries: usize) -> Result<ChoiceLists, KernelError> {
         let [start, _] = &self.documents;
         ChoiceLists::new(&self.indices, start, self.blocks, range, item_queries)

@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_to_compute_is_said_plainly() {
+    fn a_size_of_0_is_refused_by_name() {
         let error = require_non_empty("k", "seq_len", 0).expect_err("zero").to_string();
         assert!(error.starts_with("k: seq_len is 0"), "{error}");
         assert!(require_non_empty("k", "seq_len", 1).is_ok());

@@ -1,5 +1,5 @@
-//! Permutations of tokens inside segments, which permuted block-sparse attention (PBS) computes before it
-//! chooses blocks.
+//! Permutations of tokens inside segments (runs of a fixed number of tokens), which permuted block-sparse attention
+//! (PBS) computes before it chooses blocks.
 use super::{Call, NAME};
 use crate::KernelError;
 use crate::attention::Heads;

@@ -213,6 +213,7 @@ mod tests {
             for name in ["attention_sinks_forward", "attention_sinks_backward"] {
                 assert!(added.contains(&name), "{added:?}");
             }
+            // The token is cached, appended, rotated and appended, or normed, rotated and appended.
             assert_eq!(added.iter().filter(|name| **name == "attention_decode").count(), 4, "{added:?}");
         }
     }

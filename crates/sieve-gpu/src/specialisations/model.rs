@@ -16,14 +16,14 @@ pub struct StepSizes {
     pub rotated_head_dim: Option<usize>,
 }
 
-/// What `record` calls on the portable family of an architecture.
-fn recorded(arch: &str, record: impl FnOnce(&mut Calls)) -> NeededKernels {
+/// The kernels that the calls of `record` launch on an architecture, by the portable family.
+fn of_portable_family(arch: &str, record: impl FnOnce(&mut Calls)) -> NeededKernels {
     let mut calls = Calls::on(arch, KernelFamilies::Portable);
     record(&mut calls);
     calls.into_needed()
 }
 
-/// What `record` calls on each family of an architecture.
+/// The kernels that the calls of `record` launch on an architecture, by each of its families.
 fn of_each_family(arch: &str, record: impl Fn(&mut Calls)) -> NeededKernels {
     let mut needed = NeededKernels::default();
     for mut calls in Calls::of_each_family(arch) {
@@ -41,7 +41,7 @@ impl NeededKernels {
 
     /// The kernels of training steps of these models, and of decoding as many tokens at once.
     pub(super) fn step_of(arch: &str, models: &[StepSizes], num_tokens: &[usize]) -> Self {
-        recorded(arch, |calls| {
+        of_portable_family(arch, |calls| {
             step::call_with_any_width(calls);
             for sizes in models {
                 step::call_on_residual_stream(calls, sizes.d_model, num_tokens);
@@ -57,7 +57,7 @@ impl NeededKernels {
     /// Specialisations that no model of usual widths launches: for rows that are not whole 16-byte words, for heads of
     /// these widths, and for DMA's scores with these numbers of KV heads.
     pub fn step_rarely(arch: &str, head_dims: &[usize], kv_heads: &[usize]) -> Self {
-        recorded(arch, |calls| {
+        of_portable_family(arch, |calls| {
             let (odd, usual) = (7, 128);
             step::call_swiglu(calls, odd);
             for (width, dtype) in [(odd, DType::BF16), (odd, DType::F32), (usual, DType::F32)] {
@@ -73,19 +73,19 @@ impl NeededKernels {
     /// The kernels that rank DMA's keys with these slopes, one for each KV head.
     pub fn dma_ranks(arch: &str, head_dim: usize, slopes: &[f32]) -> Self {
         let shape = AttentionShape::new(1, 1, [slopes.len(); 2], [head_dim; 2]);
-        recorded(arch, |calls| dma::scores(calls, &shape, slopes))
+        of_portable_family(arch, |calls| dma::scores(calls, &shape, slopes))
     }
 
     /// The packing kernels of latent attention, forward and backward, for heads of `[head_dim, rope_dim]` columns
     /// without and with rotation.
     pub fn mla_pack(arch: &str, widths: [usize; 2], has_norm: bool) -> Self {
-        recorded(arch, |calls| latent::packing(calls, widths, has_norm))
+        of_portable_family(arch, |calls| latent::packing(calls, widths, has_norm))
     }
 
     /// The kernels that decode over latents of `rank` columns, for heads of `[head_dim, rope_dim]` columns without and
     /// with rotation.
     pub fn mla_decode(arch: &str, rank: usize, widths: [usize; 2], has_norm: bool) -> Self {
-        recorded(arch, |calls| latent::decoding(calls, rank, widths, has_norm))
+        of_portable_family(arch, |calls| latent::decoding(calls, rank, widths, has_norm))
     }
 
     /// The kernels of selectors for heads of these widths, where probes score blocks of these numbers of keys, and of

@@ -94,7 +94,7 @@ impl NeededKernels {
         for has_norm in [true, false] {
             list.extend(NeededKernels::mla_pack(arch, widths, has_norm));
         }
-        // Latents of DeepSeek-V2 and of the 80M and 200M recipes; tokens of heads without norms once.
+        // Latents of DeepSeek-V2 and of the 80M and 200M recipes; only one rank also without norms of keys.
         for (rank, has_norm) in [(192, true), (256, true), (512, true), (512, false)] {
             list.extend(NeededKernels::mla_decode(arch, rank, widths, has_norm));
         }

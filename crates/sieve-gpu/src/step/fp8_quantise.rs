@@ -117,7 +117,7 @@ mod tests {
     use crate::{Hardware, Recorder};
 
     #[test]
-    fn sizes_and_devices_that_cannot_are_named() {
+    fn sizes_and_devices_without_fp8_gemms_are_refused_by_name() {
         let ada = Hardware { compute_capability: (8, 9), ..Hardware::AMPERE };
         let text = |hardware, shape: &[usize]| {
             let x = Recorder::new(hardware).tensor(shape, DType::BF16);

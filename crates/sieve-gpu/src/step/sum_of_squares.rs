@@ -104,6 +104,7 @@ fn finish_sum_kernel(root: bool) -> SourceKernel {
     SourceKernel::new(FINISH).define("ROOT", u8::from(root)).threads(1024)
 }
 
+/// Partial sums of a tensor of `size` elements.
 fn num_partials(size: usize) -> usize {
     size.div_ceil(BLOCK_ELEMENTS)
 }

@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_library_is_told_with_the_names_that_were_tried() {
+    fn the_error_for_a_missing_library_has_the_names_that_were_tried() {
         let reason = Nccl::open(&["libnccl.so.none", "libnccl-none.so"]).expect_err("none is there");
         let text = KernelError::no_nccl(reason).to_string();
         for part in ["libnccl.so.none", "libnccl-none.so", "nvidia-nccl-cu13", "hint"] {
@@ -149,7 +149,7 @@ mod tests {
 
     #[test]
     fn a_library_without_the_functions_is_named() {
-        // Every program has it open.
+        // The C library is always there, and has no function of NCCL.
         let error = Nccl::open(&["libc.so.6"]).expect_err("no NCCL");
         assert!(error.contains("libc.so.6") && error.contains("ncclGetUniqueId"), "{error}");
     }

@@ -37,7 +37,8 @@ pub(in crate::specialisations) fn scores_with_bias(calls: &mut Calls, shape: &At
     calls.note(row.qkv.dma_ranks_and_bias(&w_dt, &a, recency, ScoreBias::Exp));
 }
 
-/// The choice of keys in short and long rows, with a local window and without, and the halo keys of later ranks.
+/// The choice of keys in short and long rows, with a local window and without, and the keys that context parallelism
+/// sends to later GPUs.
 pub(in crate::specialisations) fn choice(calls: &mut Calls, shape: &AttentionShape) {
     for (seq_len, local_window_size) in [(ROW, 0), (LONG_ROW, 0), (LONG_ROW, KEPT / 2)] {
         let row = calls.row(shape, seq_len);
@@ -48,7 +49,7 @@ pub(in crate::specialisations) fn choice(calls: &mut Calls, shape: &AttentionSha
             continue;
         };
         calls.note(selection.dma_lists(start, end, KeyLists::TILE_QUERIES));
-        // The keys of a rank of a context parallel group, and of the ranks before it.
+        // Under context parallelism: lists from an `expire` that other kernels made, and the keys that later GPUs see.
         calls.note(Selection::of_expire(&selection.expire, start, KEPT));
         let Some(kept) = calls.note(dma_last_kept(&selection.expire, KEPT)) else {
             continue;

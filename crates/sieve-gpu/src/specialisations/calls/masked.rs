@@ -8,7 +8,7 @@ use sieve_core::{
     TokenKeys,
 };
 
-/// Rows from one probe to the next.
+/// Rows from one probe, a query with dense attention, to the next.
 const GAMMA: usize = 16;
 
 /// A prefill by each method, attention under its mask, and decoding. Probes score blocks of each of these sizes.
