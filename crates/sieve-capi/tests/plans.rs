@@ -18,7 +18,8 @@ fn tensor(name: &str, shape: &[usize], dtype: &str) -> Value {
 /// Tensors, and each op as a call with the names of its tensors.
 const REQUESTS: &str = include_str!("requests.txt");
 
-/// The tensor `name` of a call, by the lines of all tensors; `name@64` has heads of 64 columns instead of 128.
+/// The tensor `name` of a call, from the lines of all tensors. `q@64` is `q` with heads of 64 columns instead of 128;
+/// `q@token` has a line of its own.
 fn named(name: &str, rows: &[Vec<&str>]) -> Value {
     let (plain, width) = name.split_once('@').unwrap_or((name, "128"));
     let find = |name: &str| rows.iter().find(|row| row.first() == Some(&name));

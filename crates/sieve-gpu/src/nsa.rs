@@ -34,6 +34,7 @@ use sieve_core::NsaBlocks;
 /// `[start, end]` of each token's document, i32 `[batch, seq_len]`.
 type Bounds<'a> = [&'a CudaTensor; 2];
 
+/// Checks the documents' bounds against `[batch, seq_len]`, and copies bounds with gaps.
 fn require_bounds(
     kernel: &'static str,
     [start, end]: Bounds,

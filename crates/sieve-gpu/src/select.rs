@@ -212,6 +212,7 @@ struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
+    /// Checks the heads against the selection, and copies heads whose strides the kernels do not take.
     fn new(qkv: &Qkv, selection: &'a BlockSelection) -> Result<Self, KernelError> {
         let shape = qkv.shape(NAME)?;
         let s = selection;

@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn overlapping_kernels_are_busy_once() {
+    fn the_time_of_overlapping_kernels_counts_once() {
         let result = TraceResult::new(vec![
             record("a", 30, 31),
             record("a", 10, 20),

@@ -139,8 +139,8 @@ pub(crate) fn on_lane<T>(stream: StreamId, work: impl FnOnce(CUstream) -> Result
     })
 }
 
-/// As [`on_lane`], for work on the buffers of `bindings`: it is given their addresses, and their memory is kept until
-/// it has run on the GPU.
+/// Queues `work` on the buffers of `bindings`, in order with Burn's launches on `stream`: it is given their addresses,
+/// and their memory is kept until it has run on the GPU. Runs on the device thread, after [`open`] of the stream.
 pub(crate) fn on_lane_with(
     server: &mut Server,
     stream: StreamId,

@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn splits_fill_the_device_and_no_more() {
+    fn there_are_as_many_splits_as_fill_the_device() {
         let splits = |batch, max_keys, shared: usize| {
             DecodeTiling::new([128, 128], shared << 10).num_splits(&shape(batch, 16, 8), max_keys, 132)
         };

@@ -92,8 +92,9 @@ impl Qkv {
         })
     }
 
-    /// As [`sparse_attention_forward`](Self::sparse_attention_forward), into `result`. With `blocks` the mask is one of
-    /// probe rows, only some heads are computed, and log-sum-exps of blocks are stored too.
+    /// Writes the results of [`sparse_attention_forward`](Self::sparse_attention_forward) into `result`. With `blocks`
+    /// the mask is one of probe rows (every gamma-th query, which sees all keys up to its own), only some heads are
+    /// computed, and log-sum-exps of blocks are stored too.
     pub(crate) fn sparse_attention_into(
         &self,
         mask: &KeyMask<CudaTensor>,

@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_shares_a_gathered_tile() {
+    fn heads_of_a_group_share_a_gathered_tile() {
         let heads = |group| {
             let tiling =
                 QueryTiling::choose("k", QueryPass::Output, &shape(128, 128, group), KeySource::Gathered, HOPPER);

@@ -7,7 +7,7 @@ use crate::runtime::{CudaTensor, DType, SourceKernel, params};
 
 const NAME: &str = "dma_backward_lists";
 
-/// Chunks of a list, of 128 entries each, that may have keys of the list's own super-block.
+/// Chunks of a list (128 entries each, the keys of a thread block) that may have keys of the list's own super-block.
 const ENTERING_CHUNKS: usize = 8;
 
 /// What 128 keys cost in one more list beside their queries, as a number of steps of 64 queries of a key tile's block.
@@ -18,9 +18,10 @@ const CHUNK_STEPS: usize = 13;
 /// then writes their gradients; the other keys' gradients are summed from several blocks.
 #[derive(Debug)]
 pub(crate) struct BackwardLists {
-    /// As [`KeyLists::list`], without the keys that a block of an earlier super-block holds.
+    /// `{position, expire}` of each listed key in the shape of [`KeyLists::list`], without the keys that a thread block
+    /// of an earlier super-block holds.
     pub(crate) list: CudaTensor,
-    /// As [`KeyLists::list_len`].
+    /// Entries in use, in the shape of [`KeyLists::list_len`].
     pub(crate) list_len: CudaTensor,
     /// The first query that each chunk's block does not take, i32 `[batch, num_kv_heads, num_super_blocks, 8]`.
     pub(crate) chunk_end: CudaTensor,

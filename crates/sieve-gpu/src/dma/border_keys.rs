@@ -91,6 +91,7 @@ struct Sizes {
 }
 
 impl Sizes {
+    /// Checks the three tensors against each other.
     fn of(kernel: &'static str, [packed, rank, kept]: [&CudaTensor; 3]) -> Result<Self, KernelError> {
         let [batch, seq_len, num_heads, head_dim] = packed.dims(kernel, "packed")?;
         let [_, num_kv_heads, slots] = kept.dims(kernel, "kept")?;

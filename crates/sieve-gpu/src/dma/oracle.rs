@@ -43,7 +43,7 @@ mod tests {
     use crate::dma::lists::tests::expire_of_one_document;
 
     #[test]
-    fn a_tile_window_holds_every_active_key_of_its_queries() {
+    fn a_tile_window_holds_every_key_that_its_queries_see() {
         let seq_len = 2500_usize;
         // Pseudorandom scores.
         let scores: Vec<f32> = (0..seq_len).map(|i| ((i * 7919) % 1009) as f32).collect();

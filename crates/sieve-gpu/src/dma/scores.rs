@@ -173,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wide_w_dt_is_tiled() {
+    fn a_w_dt_above_48_kib_is_read_in_tiles() {
         assert_eq!(shared_bytes(8, 128), 32 * 8 * 128, "8 heads of 128: all of it");
         assert_eq!(shared_bytes(32, 128), 32 * 32 * 48, "32 heads: 48 KiB of 512");
         assert!((1..=32).all(|heads| shared_bytes(heads, 256) <= 48 * 1024));

@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn many_heads_leave_room_for_fewer_channels() {
+    fn with_more_kv_heads_a_thread_has_fewer_channels() {
         for heads in 1..=32 {
             assert!(heads * channels_per_thread(heads) <= 64, "{heads}");
             assert!(shared_bytes(heads) <= 64 * 1024, "{heads}");

@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn words_keep_their_names_and_order() {
+    fn fields_keep_their_names_and_order() {
         let found = structs_in(&without_comments(KERNEL)).expect("well formed");
         let names: Vec<&str> = found.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["FirstParams", "AParams"]);

@@ -69,7 +69,7 @@ impl KvCache {
     /// pages for each KV head, or keys for each query head; i32 `[batch, heads, count]`, ascending, then -1.
     ///
     /// # Errors
-    /// The same as [`selector_decode`](Self::selector_decode); [`TokenKeys::Ends`], which chooses nothing.
+    /// The errors of [`selector_decode`](Self::selector_decode); [`TokenKeys::Ends`], which chooses nothing.
     pub fn selected_blocks(
         &self,
         token: &Qkv,

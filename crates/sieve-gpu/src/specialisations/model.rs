@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_needs_the_widths_that_it_has() {
+    fn the_widths_of_a_model_decide_its_kernels() {
         let warps = |d_model| {
             let needed = NeededKernels::step("sm_90a", StepSizes { d_model, ..MODEL });
             let mut norms = needed.kernels.into_iter().filter(|kernel| kernel.name() == "rms_norm_backward");

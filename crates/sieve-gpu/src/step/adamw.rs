@@ -105,7 +105,7 @@ mod tests {
     use crate::runtime::words_for;
 
     #[test]
-    fn words_hold_the_combined_factors() {
+    fn params_hold_the_combined_factors() {
         let step = AdamWStep {
             lr: 0.5,
             beta1: 0.75,

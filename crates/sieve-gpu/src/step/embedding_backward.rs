@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_sort_sees_every_id_and_the_one_outside() {
+    fn the_sort_has_bits_for_all_ids_and_for_ids_outside_the_table() {
         assert_eq!(num_bits(1), 1);
         assert_eq!(num_bits(255), 8);
         assert_eq!(num_bits(256), 9);

@@ -66,6 +66,7 @@ fn split_master_kernel(direction: Direction) -> SourceKernel {
     SourceKernel::new(NAME).define("JOIN", (direction == Direction::Join) as u8).threads(256)
 }
 
+/// Checks a tensor, and returns its number of elements.
 fn checked(name: &'static str, tensor: &CudaTensor, dtype: DType) -> Result<usize, KernelError> {
     tensor.require_dtype(NAME, name, dtype)?;
     tensor.require_contiguous(NAME, name)?;

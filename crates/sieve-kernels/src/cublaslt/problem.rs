@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn leading_dimensions_stay() {
+    fn the_output_has_the_leading_dimensions_of_x() {
         assert_eq!(result_shape(GemmKind::Nt, &[2, 3, 4], [6, 5, 4]), [2, 3, 5]);
         assert_eq!(result_shape(GemmKind::Tn, &[2, 3, 4], [4, 5, 6]), [4, 5]);
     }

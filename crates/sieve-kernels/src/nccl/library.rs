@@ -50,6 +50,7 @@ impl Nccl {
         found.as_ref().map_err(KernelError::no_nccl)
     }
 
+    /// Opens the first of these libraries that can be opened.
     fn open(names: &[&str]) -> Result<Self, String> {
         let mut reasons = Vec::new();
         for name in names {
@@ -64,6 +65,7 @@ impl Nccl {
         Err(reasons.join("; "))
     }
 
+    /// Finds all functions in an opened library.
     fn of(library: Library) -> Result<Self, libloading::Error> {
         // SAFETY: the types are nccl.h's; no release since 2.0 has changed them for these functions.
         unsafe {

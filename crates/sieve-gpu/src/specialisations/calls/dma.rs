@@ -67,7 +67,7 @@ pub(in crate::specialisations) fn forward(calls: &mut Calls, shape: &AttentionSh
     for o_low in [KeepOLow::Never, KeepOLow::Always] {
         let row = calls.row(shape, ROW);
         let delta = calls.f32(&row.shape.per_key());
-        let lists = lists(calls, &row.shape);
+        let lists = key_lists(calls, &row.shape);
         calls.note(row.qkv.dma_attention_forward(&delta, &lists, SCALE, o_low));
     }
 }
@@ -78,7 +78,7 @@ pub(in crate::specialisations) fn training(calls: &mut Calls, shape: &AttentionS
         for o_low in [KeepOLow::Never, KeepOLow::Always] {
             let row = calls.row(shape, ROW);
             let delta = calls.f32(&row.shape.per_key());
-            let lists = lists(calls, &row.shape);
+            let lists = key_lists(calls, &row.shape);
             let Some(result) = calls.note(row.qkv.dma_attention_forward(&delta, &lists, SCALE, o_low)) else {
                 continue;
             };
@@ -88,7 +88,7 @@ pub(in crate::specialisations) fn training(calls: &mut Calls, shape: &AttentionS
 }
 
 /// Lists as the choice of keys makes them.
-fn lists(calls: &Calls, shape: &AttentionShape) -> KeyLists {
+fn key_lists(calls: &Calls, shape: &AttentionShape) -> KeyLists {
     let [batch, heads, seq_len] = shape.per_key();
     let [blocks, capacity, pair] = KeyLists::shape(seq_len, KEPT);
     let tile_queries = KeyLists::TILE_QUERIES;

@@ -37,7 +37,7 @@ pub(in crate::specialisations) fn attention(calls: &mut Calls, shape: &Attention
     decoding(calls, shape);
 }
 
-/// A selection of each form that methods have (`sieve-select/src/prefill`).
+/// A selection for each way in which the methods of `sieve-select/src/prefill` choose blocks.
 fn selections(call: CallShape, probed_blocks: &[usize]) -> Vec<BlockSelection> {
     let by_mass = |block, scores| BlockSelection::new(call, block, scores, KeepBlocks::Mass(0.9));
     let means = |variances| BlockScores::Means { variances };
