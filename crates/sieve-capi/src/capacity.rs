@@ -18,7 +18,7 @@ pub struct Capacity {
     pub input: usize,
     /// Most keys that a run may give.
     pub keys: usize,
-    /// Index of the step, and of the word in its launch, for each word that is the number of keys plus a constant.
+    /// The words that are the number of keys plus a constant: index of the step, and of the word in its launch.
     words: Vec<[usize; 2]>,
 }
 

@@ -1,5 +1,5 @@
-//! CUDA graphs of runs: where a plan of several launches gets the addresses of an earlier run, one graph launch takes
-//! the place of all its launches.
+//! CUDA graphs of a plan's runs. A plan of several launches that runs at the same addresses again and again queues one
+//! graph launch instead.
 #![allow(unsafe_code, reason = "the driver's graphs")]
 use crate::request::PlanError;
 use cudarc::driver::result::{self as driver, DriverError};
@@ -203,7 +203,7 @@ mod tests {
         };
         let got = [1, 1, 1, 2, 1, 1].map(&mut call);
         assert_eq!(got, ["launches", "launches", "launches", "launches", "record", "graph"]);
-        // The table has room for 510 more addresses. The last miss empties it, and is then known with the next run of 1.
+        // The table has room for 510 more addresses. The last miss empties it: it then holds that run and run 1.
         let last = 3 + (MOST_SETS - 2 + MOST_MISSES) as u64 - 1;
         for run in 3..=last {
             assert_eq!(call(run), "launches", "{run}");

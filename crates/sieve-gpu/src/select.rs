@@ -198,8 +198,8 @@ impl<'a> LongChoice<'a> {
     }
 }
 
-/// Most blocks in the segments (runs of tokens that may be reordered) that a row of blocks overlaps: select_lists has a
-/// 64-bit mask of them.
+/// A row of blocks overlaps one segment or two, runs of tokens that may be reordered. These have at most so many
+/// blocks, since select_lists marks them in a 64-bit mask.
 const MOST_OWN_BLOCKS: usize = 64;
 
 /// A selector's call with its checked operands.

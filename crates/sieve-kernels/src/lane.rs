@@ -172,8 +172,8 @@ fn with_lane<T>(stream: StreamId, action: impl FnOnce(&mut Lane) -> Result<T, St
     })
 }
 
-/// Finds the CUDA stream of `stream`, or makes one between events, and keeps it as a lane. Returns whether its order is
-/// [`Order::Inline`].
+/// Finds the CUDA stream of `stream`, or makes another that events keep in order, and keeps it as a lane. Returns
+/// whether its order is [`Order::Inline`].
 fn open_lane(server: &mut Server, stream: StreamId, scratch: &Binding) -> Result<bool, String> {
     // Without the flush, errors and copies that are pending would appear during the capture below.
     server.flush(stream).map_err(|e| format!("an operation queued before: {e}"))?;

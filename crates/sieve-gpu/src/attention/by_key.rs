@@ -170,7 +170,7 @@ impl KeyPass<'_> {
     }
 }
 
-/// The form of a backward kernel whose steps come from lists (`tile_steps.cuh`).
+/// Makes a backward kernel take its steps from lists of query tiles (`tile_steps.cuh`).
 fn by_tile_lists(kernel: SourceKernel) -> SourceKernel {
     kernel.define("TILE_LISTS", 1)
 }

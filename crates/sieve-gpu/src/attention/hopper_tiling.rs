@@ -26,9 +26,9 @@ pub enum KernelFamily {
     Hopper,
 }
 
-/// Keys of a stage of the forward kernels, and of a block of the backward kernels.
+/// Keys of a pipeline stage of the forward kernels, and keys of a thread block of the backward kernels.
 pub(crate) const BLOCK_KV: usize = 128;
-/// Queries of a step of the backward kernels.
+/// Queries that a backward kernel takes in a step of its loop.
 pub(crate) const BACKWARD_BLOCK_Q: usize = 64;
 /// Threads of a warpgroup, which issues WGMMA together.
 const WARPGROUP: usize = 128;

@@ -18,8 +18,8 @@ use std::collections::BinaryHeap;
 pub(crate) struct QueryShares {
     /// Shares of the query heads of a KV head. The shares may differ in size by one head.
     pub(crate) heads: usize,
-    /// Shares of the queries of a head; more than one only where each share of heads has one head, or of a list of
-    /// query tiles.
+    /// Shares of a head's queries, which are more than one only where each share of heads has one head; or shares of a
+    /// list of query tiles.
     pub(crate) queries: usize,
 }
 
@@ -40,8 +40,8 @@ const BLOCK_STEPS: usize = 4;
 /// Time of a thread block of listed keys beside its steps: it adds to dk and dv in memory.
 const LISTED_BLOCK_STEPS: usize = 8;
 
-/// Cost of writing and reading the partial dk and dv of a thread block (`PART_COST`), and of the launches that sum them
-/// (`JOIN_COST`), in 1/1024 of the time in which every multiprocessor does one step.
+/// Costs in 1/1024 of the time in which every multiprocessor does one step: `PART_COST` to write and read the partial
+/// dk and dv of a thread block, `JOIN_COST` for the launches that sum them.
 const PART_COST: usize = 46;
 const JOIN_COST: usize = 4096;
 
@@ -49,8 +49,8 @@ const JOIN_COST: usize = 4096;
 /// `SECTION_BYTES` of the Hopper kernel.
 const SECTION_BYTES: usize = 32 << 20;
 
-/// Bytes of queries and output gradients that a share of a key tile may walk through, so that blocks at different heads
-/// find them in an L2 cache of 50 MB.
+/// Bytes of queries and output gradients that a thread block may loop over, so that blocks which are at different heads
+/// at a time find them in an L2 cache of 50 MB.
 const L2_BYTES: usize = 40 << 20;
 
 /// The most shares for the L2 cache: more were 1 % faster at most, and each has partial dk and dv in memory.
@@ -99,9 +99,9 @@ impl QueryShares {
         if for_l2.heads > simulated.heads { for_l2 } else { simulated }
     }
 
-    /// The fewest shares whose queries stay in the L2 cache, for dense attention over rows of which a KV head's queries
-    /// are several times that cache. A window's blocks read neighbouring queries of all heads, and need none; with two
-    /// or four query heads a KV head shares gained nothing, or lost 4 %.
+    /// The fewest shares whose queries stay in the L2 cache. Only for dense attention over long rows, where a KV head's
+    /// queries are several times that cache: a window's blocks read neighbouring queries of all heads, and with two or
+    /// four query heads a KV head shares gained nothing, or lost 4 %.
     fn for_l2(shape: &AttentionShape, window: usize) -> Self {
         let group_size = shape.group_size();
         if window < shape.seq_len || group_size < 8 || query_bytes(shape, group_size) < 3 * L2_BYTES {
@@ -120,15 +120,15 @@ impl QueryShares {
         Self { heads: 1, queries: queries.max(1) }
     }
 
-    /// The shares with which a pass over key lists takes the least time. Lists have at most `capacity` keys; there is
-    /// one for each row of the batch, KV head and super-block (1024 queries that share a list) of the launch, which has
-    /// `super_blocks` of them in a row. Only query heads are divided.
+    /// The shares with which a pass over key lists takes the least time. Each row of the batch, KV head and super-block
+    /// (1024 queries that share a list) has a list of at most `capacity` keys; the launch has `super_blocks`
+    /// super-blocks of each row. Only query heads are divided.
     pub(crate) fn of_lists(shape: &AttentionShape, super_blocks: usize, capacity: usize, tiles: KeyTiles) -> Self {
         let (group, chunks) = (shape.group_size(), capacity.div_ceil(tiles.block_kv));
         let lists = super_blocks * shape.num_kv_heads * shape.batch;
         let most_shares = group;
         cheapest_shares(group, most_shares, lists * chunks, tiles, |shares| {
-            // Steps of a chunk of keys. Keys enter and leave the list one by one, so most queries of the super-block
+            // Steps of a chunk, the listed keys of a thread block. Keys enter and leave the list one by one, so most queries of the super-block
             // see the middle of the list, and few see its ends.
             let steps_of =
                 |chunk: usize| SUPER_BLOCK.min(tiles.block_kv * (chunk + 1).min(chunks - chunk)).div_ceil(STEP);
@@ -163,7 +163,7 @@ impl AttentionShape {
     }
 }
 
-/// The form of a backward kernel whose thread blocks share key tiles.
+/// Makes the thread blocks of a backward kernel share key tiles.
 fn with_shares(kernel: SourceKernel) -> SourceKernel {
     kernel.define("SHARES", 1)
 }

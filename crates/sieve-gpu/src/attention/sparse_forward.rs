@@ -48,8 +48,8 @@ impl SparseKeyReads {
 
 /// What a launch over probe rows stores beside their output, for some query heads.
 pub(crate) struct BlockLse<'a> {
-    /// Log-sum-exp of a probe's logits in each block of keys, in powers of two, f32 `[heads, num_blocks, num_probes]`.
-    /// Blocks after the last probe of a tile of probes are left as they are.
+    /// Log-sum-exp to base 2 of a probe's logits in each block of keys, f32 `[heads, num_blocks, num_probes]`. Blocks
+    /// after the last probe of a tile of probes are not written.
     pub(crate) values: &'a CudaTensor,
     /// The query heads that the launch computes.
     pub(crate) heads: Range<usize>,

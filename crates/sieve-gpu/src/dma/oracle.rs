@@ -29,7 +29,7 @@ pub fn key_list(expire: &[i32], block: usize) -> KeyList {
     KeyList { entries, num_entering }
 }
 
-/// The range `[begin, end)` of list entries that holds every key which a query of `first_query..=last_query` may see.
+/// The list entries, `[begin, end)`, that queries `first_query..=last_query` may see.
 pub fn tile_window(list: &KeyList, first_query: usize, last_query: usize) -> [i32; 2] {
     let (entering, old) = list.entries.split_at(list.num_entering);
     let begin = entering.iter().filter(|[position, _]| *position > last_query as i32).count();

@@ -154,7 +154,7 @@ impl Qkv {
         operands!(NAME, pooled: BF16[2, rows, shape.head_dim]);
         let documents = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
         let lse = match choice.rule.takes_scores() {
-            // Nothing reads this tensor.
+            // Rules that compare scores read no log-sum-exp: this tensor stands in for it.
             true => pooled.empty_contiguous(&[1], DType::F32),
             false => {
                 let (sums, delta) = (None, None);

@@ -225,7 +225,7 @@ pub(crate) fn key_logits(
     keys.scores(token, cache, length, unscaled)
 }
 
-/// The blocks that each of `choosers` groups of heads chooses by its scores in a cache of `capacity` keys, i32
+/// Chooses blocks of a cache of `capacity` keys by `scores`, for each of `choosers` groups of heads. Returns i32
 /// `[batch, choosers, num_selected_blocks]`. `length` counts the tokens before the new one, `start` is minus that.
 fn choose(
     scores: &CudaTensor,

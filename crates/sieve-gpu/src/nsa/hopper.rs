@@ -62,7 +62,8 @@ pub(super) fn selected_forward_kernel(head_dim: usize) -> SourceKernel {
         .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 8 * TILE_ROWS + 16) + DESCRIPTIONS)
 }
 
-/// The kernel of the log-sum-exps of an indexer, which has one key head and whose values are not read.
+/// The kernel that computes the log-sum-exps of an indexer's scores. An indexer has one key head, and its values are
+/// not read.
 pub(super) fn index_lse_kernel(head_dim: usize) -> SourceKernel {
     selected_forward_kernel(head_dim).define("KEYS_ONLY", 1)
 }

@@ -21,8 +21,8 @@ impl ChoiceLists {
     pub const PART_BYTES: usize = 1 << 30;
 }
 
-/// About how many rows (queries x heads of a group) a work item has, which is a part of the list of queries that chose
-/// a block: enough to amortise loading the block's keys, few enough to spread the longest lists over thread blocks.
+/// About how many rows (queries x heads of a group) a work item has. An item is a part of a block's list of queries:
+/// long enough to amortise loading the block's keys, short enough to spread the longest lists over thread blocks.
 const ITEM_ROWS: usize = 2048;
 
 /// Keys of a block that queries choose.
@@ -35,7 +35,9 @@ const FORWARD_ROWS: usize = 128;
 pub(super) struct Work {
     pub(super) shape: AttentionShape,
     pub(super) qkv: Qkv,
+    /// The first token of each token's document, and its end.
     pub(super) documents: [CudaTensor; 2],
+    /// The blocks that each query chose, i32 `[batch, seq_len, num_kv_heads, num_selected_blocks]`.
     pub(super) indices: CudaTensor,
     pub(super) blocks: NsaBlocks,
     pub(super) softmax_scale: f32,

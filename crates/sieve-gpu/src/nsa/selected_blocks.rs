@@ -111,7 +111,7 @@ pub struct SelectedAttention {
     pub result: AttentionResult,
     /// The blocks as [`AttentionGradients::nsa_selected_attention_backward`](crate::AttentionGradients) takes them.
     pub block_indices: CudaTensor,
-    /// Their sizes.
+    /// Size and number of these blocks.
     pub blocks: NsaBlocks,
     /// The attention on the block of each index, summed over the heads of the group, f32 of the indices' shape: 0 where
     /// an index counts as none, and at each place of a block that is given twice. An indexer's loss reads it.

@@ -1,5 +1,5 @@
-//! Dense probe rows, every gamma-th query: the blocks that they choose for their tile (MOMO), and the correction of a
-//! sparse output by the probes' dense outputs.
+//! Probes: every gamma-th query has dense attention. It chooses the blocks of its query tile (as in MOMO), and its dense
+//! output corrects the sparse output of the queries after it.
 use super::{Call, Choice, KeptBits};
 use crate::KernelError;
 use crate::attention::{BlockLse, Qkv};

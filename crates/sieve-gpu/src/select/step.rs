@@ -1,5 +1,6 @@
 //! Decoding under selectors that evict nothing: one new token a row reads some keys of its cache, which the device
-//! chooses. Launches of `kernels/select_pages.cu`, and of the kernels that trained choices of blocks decode with.
+//! chooses. Launches of `kernels/select_pages.cu`, and of the decoding kernels of models that are trained to choose
+//! blocks.
 use crate::KernelError;
 use crate::attention::{AttentionShape, DecodeScratch, DecodeStep, KvCache, Qkv, one_token};
 use crate::nsa::{key_logits, take_largest};
@@ -26,7 +27,7 @@ pub struct SelectorStep<'a> {
 }
 
 impl SelectorStep<'_> {
-    /// The shape and the most keys with which to make the [`DecodeScratch`] of a call of `shape` where a row has
+    /// The arguments of [`DecodeScratch::new`], a shape and the most keys, for a call of `shape` where a row has
     /// `num_keys` keys, the token's own included.
     pub fn scratch(keys: TokenKeys, shape: AttentionShape, num_keys: usize) -> (AttentionShape, usize) {
         match keys {

@@ -1,4 +1,5 @@
-//! The kernels of a model beside its attention, of selectors, and of forms that only checks launch.
+//! The kernels that a model launches beside its attention, those of selectors, and specialisations that only checks
+//! launch.
 use super::NeededKernels;
 use super::calls::{Calls, dense, dma, latent, masked};
 use crate::attention::AttentionShape;
@@ -88,8 +89,8 @@ impl NeededKernels {
         of_portable_family(arch, |calls| latent::decoding(calls, rank, widths, has_norm))
     }
 
-    /// The kernels of selectors for heads of these widths, where probes score blocks of these numbers of keys, and of
-    /// the dense attention that their outputs are compared with.
+    /// The kernels of selectors for heads of these widths, and of the dense attention that their outputs are compared
+    /// with. `probed_blocks`: how many keys the blocks have that probes (queries with dense attention) score.
     pub fn sparse(arch: &str, head_dims: &[usize], probed_blocks: &[usize]) -> Self {
         of_each_family(arch, |calls| {
             for &head_dim in head_dims {
@@ -101,7 +102,7 @@ impl NeededKernels {
         })
     }
 
-    /// The kernels of gradients under masks of tiles, for heads of these widths, in both orders of sums.
+    /// The kernels that compute gradients under masks of tiles, for heads of these widths, in both orders of sums.
     pub fn sparse_gradients(arch: &str, head_dims: &[usize]) -> Self {
         of_each_family(arch, |calls| {
             for &head_dim in head_dims {

@@ -98,7 +98,7 @@ pub fn require_fp8((major, minor): (u32, u32)) -> Result<(), KernelError> {
     Ok(())
 }
 
-/// The form of a kernel that also writes partial maxima of its output's magnitude (`kernels/common/amax.cuh`).
+/// Makes a kernel also write partial maxima of its output's magnitude (`kernels/common/amax.cuh`).
 pub(crate) fn with_amax(kernel: SourceKernel) -> SourceKernel {
     kernel.define("AMAX_PARTIALS", AMAX_PARTIALS)
 }

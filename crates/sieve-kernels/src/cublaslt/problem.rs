@@ -4,7 +4,7 @@ use sieve_gpu::KernelError;
 use sieve_gpu::step::Fp8Format;
 use std::fmt;
 
-/// The library in errors.
+/// Name of the library in error messages.
 pub(super) const NAME: &str = "cublaslt";
 
 /// Element types of the GEMM's operands x and w.

@@ -8,7 +8,7 @@ use sieve_gpu::KernelError;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
-/// The library in errors.
+/// Name of the library in error messages.
 pub(super) const NAME: &str = "nccl";
 
 /// File names of the library; the first that can be opened is used.

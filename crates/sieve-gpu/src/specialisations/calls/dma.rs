@@ -11,7 +11,7 @@ use sieve_core::{DmaWindow, KeepOLow};
 /// Keys that each query keeps.
 const KEPT: usize = 1024;
 
-/// Tokens of a row whose choice of keys has a pass of its own over the keys before each 8192nd token.
+/// Tokens of a long row: its keys are chosen in two passes, the first over the keys before each 8192nd token.
 const LONG_ROW: usize = 32_768;
 
 /// Scores of keys, with the slopes of their recency where there are any, and the scores' gradient.
