@@ -337,7 +337,7 @@ impl<'a> Call<'a> {
             moves_queries: orders.queries.is_some(),
             { stride, limit, seed, is_linear, by_block }: s.keep.rescue,
         });
-        // The kernel does not read the order of tokens that keep their order.
+        // Tokens that do not move have no order: `data` stands in for it, and is not read as an order.
         let [keys, queries] = [&orders.keys, &orders.queries].map(|x| x.as_ref().unwrap_or(data));
         let tensors = [kept, nan_rows, keys, queries, &bits, &counts, &pairs];
         // SAFETY: reads what select_choose wrote, writes every element of bits, counts and pairs.

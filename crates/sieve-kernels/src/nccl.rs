@@ -69,7 +69,7 @@ pub enum NcclStream<'a> {
     Own,
     /// Burn's stream.
     Burns,
-    /// The stream of another group, behind whose collectives they run in the order in which they began.
+    /// The stream of another group: the collectives of both groups run one by one, in the order in which they began.
     Of(&'a NcclGroup),
 }
 

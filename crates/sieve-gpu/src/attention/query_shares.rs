@@ -128,8 +128,8 @@ impl QueryShares {
         let lists = super_blocks * shape.num_kv_heads * shape.batch;
         let most_shares = group;
         cheapest_shares(group, most_shares, lists * chunks, tiles, |shares| {
-            // Steps of a chunk, the listed keys of a thread block. Keys enter and leave the list one by one, so most queries of the super-block
-            // see the middle of the list, and few see its ends.
+            // Steps of a chunk, the listed keys of a thread block. Keys enter and leave the list one by one, so most
+            // queries of the super-block see the middle of the list, and few see its ends.
             let steps_of =
                 |chunk: usize| SUPER_BLOCK.min(tiles.block_kv * (chunk + 1).min(chunks - chunk)).div_ceil(STEP);
             let blocks =

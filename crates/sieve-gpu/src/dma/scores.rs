@@ -123,7 +123,7 @@ impl Qkv {
             has_start: start.is_some(),
         });
         let grid = [shape.seq_len.div_ceil(BLOCK_TOKENS), 1, shape.batch];
-        // Without document starts the kernel does not read the tensor that stands in for them.
+        // Without document starts `a` stands in for them, and the kernel does not read it as starts.
         let start = start.as_ref().unwrap_or(&a);
         let exponentials = (bias == ScoreBias::Exp).then(new);
         let kernel = dma_scores_kernel(kv_heads, head_dim, slopes);

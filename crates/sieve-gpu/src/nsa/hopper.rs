@@ -98,7 +98,7 @@ fn keys_bytes(head_dim: usize) -> usize {
     KEY_SLOTS * 2 * BLOCK_KEYS * head_dim * 2
 }
 
-/// What the three kernels of chosen blocks share. `consumer` and `producer` are registers a thread of their warpgroups.
+/// What the three kernels of chosen blocks share. `consumer` and `producer`: registers per thread of these warpgroups.
 fn base_kernel(name: &'static str, head_dim: usize, stages: usize, [consumer, producer]: [usize; 2]) -> SourceKernel {
     SourceKernel::new(name)
         .define("HEAD_DIM", head_dim)

@@ -204,9 +204,9 @@ impl Qkv {
 /// The log-sum-exps of a range of queries whose results were joined.
 pub(super) struct JoinedRange<'a> {
     pub(super) queries: Range<usize>,
-    /// Of each choice, to base 2, f32 `[batch, num_kv_heads, choices, group_size, 1]`.
+    /// Log-sum-exp of each choice, to base 2, f32 `[batch, num_kv_heads, choices, group_size, 1]`.
     pub(super) part_lse: &'a CudaTensor,
-    /// Of each query, f32 `[batch, num_heads, seq_len]`.
+    /// Log-sum-exp of each query, f32 `[batch, num_heads, seq_len]`.
     pub(super) lse: &'a CudaTensor,
 }
 

@@ -1,4 +1,4 @@
-//! Probes: every gamma-th query has dense attention. It chooses the blocks of its query tile (as in MOMO), and its dense
+//! Probes: every gamma-th query has dense attention. It chooses blocks for its query tile (as in MOMO), and its dense
 //! output corrects the sparse output of the queries after it.
 use super::{Call, Choice, KeptBits};
 use crate::KernelError;

@@ -223,7 +223,7 @@ impl Call<'_> {
         let grid =
             [s.shape.num_keys.div_ceil(cells.cell).div_ceil(CELL_SIDE), query_cells.div_ceil(CELL_SIDE), heads.len()];
         let [q, k] = [self.qkv.q.tensor(), self.qkv.k.tensor()];
-        // The kernel does not read the order of keys that keep their order.
+        // Keys that do not move have no order: `k` stands in for it, and is not read as an order.
         let tensors = [q, k, cells.order.unwrap_or(k), &scores];
         let family = KernelFamily::of(&self.shape, KeySource::Dense, self.qkv.q.tensor());
         let kernel = select_cells_kernel(self.shape.head_dim, [cells.is_lse, cells.order.is_some()], family);

@@ -81,11 +81,11 @@ pub fn rope(
     const NAME: &str = "rope";
     let qkv = PackedTokens::of(NAME, "qkv", qkv, Reuse::Copy)?;
     let rotation = Rotation::of(NAME, &qkv, positions, tables, num_kv_heads)?;
-    // This form does not read weights; qkv stands in for them.
+    // Without norms the kernel reads no weights; qkv stands in for them.
     launch(rope_kernel(qkv.head_dim), &qkv, [&qkv.tensor; 2], &rotation, 0.0)
 }
 
-/// Launches a form of the kernel.
+/// Launches the kernel, with norms or without.
 fn launch(
     kernel: SourceKernel,
     qkv: &PackedTokens,

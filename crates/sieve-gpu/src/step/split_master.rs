@@ -52,7 +52,7 @@ pub fn join_master(leaf: &CudaTensor, rest: &CudaTensor) -> Result<CudaTensor, K
     Ok(master)
 }
 
-/// Whether the master weights are split or joined.
+/// Whether master weights are split into leaf and rest, or joined from them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
     /// f32 master to bf16 leaf and low bits.

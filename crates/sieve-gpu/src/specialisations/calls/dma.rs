@@ -87,7 +87,7 @@ pub(in crate::specialisations) fn training(calls: &mut Calls, shape: &AttentionS
     });
 }
 
-/// Lists as the choice of keys makes them.
+/// Key lists of the sizes that the choice of keys makes.
 fn key_lists(calls: &Calls, shape: &AttentionShape) -> KeyLists {
     let [batch, heads, seq_len] = shape.per_key();
     let [blocks, capacity, pair] = KeyLists::shape(seq_len, KEPT);
