@@ -243,7 +243,7 @@ mod tests {
             record("a", 30, 31),
             record("a", 10, 20),
             record("b", 15, 18),
-            // Not timed.
+            // CUPTI could not time it.
             record("b", 0, 0),
         ]);
         assert_eq!(result.busy_ns(), 11);

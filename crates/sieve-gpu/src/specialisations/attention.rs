@@ -83,7 +83,7 @@ impl AttentionNeeds {
                 dma::scores(calls, shape, &slopes);
                 dma::choice(calls, shape);
             }
-            // Blocks are chosen between forward passes.
+            // No keys are scored; the choice of blocks is among the calls of training.
             (Part::Choose, NeededKeys::Neighbours | NeededKeys::AllBiased | NeededKeys::Blocks) => {}
             (Part::Forward, NeededKeys::Neighbours) => dense::forward(calls, shape),
             (Part::Forward, NeededKeys::Chosen(_)) => dma::forward(calls, shape),

@@ -142,7 +142,7 @@ mod tests {
             let needed = NeededKernels::step("sm_90a", StepSizes { d_model, ..MODEL });
             let mut norms = needed.kernels.into_iter().filter(|kernel| kernel.name() == "rms_norm_backward");
             let (first, rest) = (norms.next().expect("a norm"), norms.count());
-            // Alone, with a residual, and with the output computed again.
+            // The gradient alone, with a residual's gradient added, and with the norm's output recomputed too.
             assert_eq!(rest, 2, "{d_model}");
             first.defines().iter().find(|(name, _)| *name == "WARPS_PER_ROW").map(|(_, warps)| warps.clone())
         };

@@ -21,7 +21,7 @@ const RULES: [ChoiceRule; 3] = [ChoiceRule::LargestProbability, ChoiceRule::Mean
 /// How queries choose blocks by a rule.
 fn choice(rule: ChoiceRule) -> BlockChoice {
     let blocks = match rule {
-        // Each key counts for itself.
+        // Keys are scored one by one, without means.
         ChoiceRule::LargestScore => NsaBlocks { compress_block_size: 1, compress_stride: 1, ..BLOCKS },
         _ => BLOCKS,
     };

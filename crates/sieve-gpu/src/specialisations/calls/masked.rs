@@ -20,7 +20,7 @@ pub(in crate::specialisations) fn attention(calls: &mut Calls, shape: &Attention
             calls.note(row.qkv.sparse_attention_forward(&chosen.mask, SCALE));
         }
     }
-    // A mask that the host made.
+    // A mask of tiles alone, as the host makes it.
     let mask = plain_mask(calls, call, [64, 64]);
     if let Some(result) = calls.note(row.qkv.sparse_attention_forward(&mask, SCALE)) {
         let correction = ProbeCorrection { gamma: GAMMA, replaces_only: false };
