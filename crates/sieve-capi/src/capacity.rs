@@ -1,4 +1,5 @@
-//! Plans for caches of any number of keys up to the planned one: a growing cache needs no plan a token.
+//! Plans for caches of any number of keys up to the planned one, so that a growing cache needs no new plan for each
+//! token.
 use crate::ops::Call;
 use crate::plan::Plan;
 use crate::request::{PlanError, Request};
@@ -17,7 +18,7 @@ pub struct Capacity {
     pub input: usize,
     /// Most keys that a run may give.
     pub keys: usize,
-    /// Index of the step, and of the word in its launch, for each word that is the number of keys plus a constant.
+    /// The words that are the number of keys plus a constant: index of the step, and of the word in its launch.
     words: Vec<[usize; 2]>,
 }
 

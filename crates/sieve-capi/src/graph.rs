@@ -1,5 +1,5 @@
-//! CUDA graphs of runs: where a plan of several launches gets the addresses of an earlier run, one graph launch takes
-//! the place of all its launches.
+//! CUDA graphs of a plan's runs. A plan of several launches that runs at the same addresses again and again queues one
+//! graph launch instead.
 #![allow(unsafe_code, reason = "the driver's graphs")]
 use crate::request::PlanError;
 use cudarc::driver::result::{self as driver, DriverError};
@@ -137,6 +137,7 @@ impl Graph {
         recorded
     }
 
+    /// Captures what `queue` queues on a new stream. The calling thread's capture mode must be relaxed.
     fn record_relaxed(queue: impl FnOnce(CUstream) -> Result<(), PlanError>) -> Result<Self, PlanError> {
         // Not a blocking stream: while it is captured, the default stream would refuse all work.
         let stream = driver::stream::create(driver::stream::StreamKind::NonBlocking).map_err(failed)?;
@@ -190,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_that_come_again_get_a_graph_and_others_do_not_evict_it() {
+    fn repeated_addresses_get_a_graph_that_other_addresses_do_not_evict() {
         let mut runs = Runs::default();
         let mut call = |run: u64| match runs.next(&[0, run]) {
             Next::Launches => "launches",
@@ -202,7 +203,7 @@ mod tests {
         };
         let got = [1, 1, 1, 2, 1, 1].map(&mut call);
         assert_eq!(got, ["launches", "launches", "launches", "launches", "record", "graph"]);
-        // The table takes 510 more; the last of the misses empties it.
+        // The table has room for 510 more addresses. The last miss empties it: it then holds that run and run 1.
         let last = 3 + (MOST_SETS - 2 + MOST_MISSES) as u64 - 1;
         for run in 3..=last {
             assert_eq!(call(run), "launches", "{run}");

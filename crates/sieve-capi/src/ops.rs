@@ -109,7 +109,7 @@ fn result(result: AttentionResult, only_o: bool) -> Outputs {
     outputs
 }
 
-/// Where a forward pass keeps `o_low`: only if a backward pass may follow.
+/// When a forward pass also returns `o_low`, what bf16 o lacks of the f32 output: only if a backward pass may follow.
 fn o_low(only_o: bool) -> KeepOLow {
     match only_o {
         true => KeepOLow::Never,

@@ -56,7 +56,7 @@ impl Plan {
             "outputs": described(&outputs, &places.bytes[inputs.len()..]),
             "workspace_bytes": places.workspace_bytes,
             "capacity_of": capacity.as_ref().map(|capacity| capacity.input),
-            "launches": steps.iter().map(launch_of).collect::<Vec<_>>(),
+            "launches": steps.iter().map(described_step).collect::<Vec<_>>(),
         });
         let description = CString::new(described.to_string()).expect("JSON escapes NUL");
         let mut buffers = places.bytes;
@@ -161,6 +161,7 @@ impl Places {
     }
 }
 
+/// The recorded buffers that a step reads or writes.
 fn buffers_of(step: &Step) -> Vec<usize> {
     match step {
         Step::Launch(launch) => {
@@ -205,7 +206,8 @@ fn described(tensors: &Named, bytes: &[usize]) -> Value {
     described.collect()
 }
 
-fn launch_of(step: &Step) -> Value {
+/// Describes a step.
+fn described_step(step: &Step) -> Value {
     match step {
         Step::Launch(launch) => json!({
             "kernel": launch.kernel.name(),

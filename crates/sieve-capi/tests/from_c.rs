@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 #[test]
-fn a_c_program_plans() {
+fn a_c_program_makes_a_plan() {
     let built = std::env::current_exe().expect("a path");
     let Some(library) = built.ancestors().map(|folder| folder.join("libsieve_capi.so")).find(|path| path.is_file())
     else {

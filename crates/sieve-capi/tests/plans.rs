@@ -7,6 +7,7 @@ use std::fs;
 use std::panic::catch_unwind;
 use std::path::Path;
 
+/// Architecture, compute capability, multiprocessors, and bytes of shared memory of a thread block.
 const GPUS: [(&str, [u32; 2], usize, usize); 3] =
     [("sm_80", [8, 0], 108, 163 << 10), ("sm_89", [8, 9], 128, 99 << 10), ("sm_90a", [9, 0], 132, 227 << 10)];
 
@@ -17,7 +18,8 @@ fn tensor(name: &str, shape: &[usize], dtype: &str) -> Value {
 /// Tensors, and each op as a call with the names of its tensors.
 const REQUESTS: &str = include_str!("requests.txt");
 
-/// The tensor of a name in a call, by the rows of all tensors.
+/// The tensor `name` of a call, from the lines of all tensors. `q@64` is `q` with heads of 64 columns instead of 128;
+/// `q@token` has a line of its own.
 fn named(name: &str, rows: &[Vec<&str>]) -> Value {
     let (plain, width) = name.split_once('@').unwrap_or((name, "128"));
     let find = |name: &str| rows.iter().find(|row| row.first() == Some(&name));

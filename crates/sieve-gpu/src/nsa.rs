@@ -34,6 +34,7 @@ use sieve_core::NsaBlocks;
 /// `[start, end]` of each token's document, i32 `[batch, seq_len]`.
 type Bounds<'a> = [&'a CudaTensor; 2];
 
+/// Checks the documents' bounds against `[batch, seq_len]`, and copies bounds with gaps.
 fn require_bounds(
     kernel: &'static str,
     [start, end]: Bounds,
@@ -85,6 +86,7 @@ mod tests {
     fn a_row_beyond_31_bits_of_words_is_refused() {
         let gpu = Recorder::new(Hardware::HOPPER);
         let blocks = NsaBlocks::PUBLISHED;
+        // A token has 144 heads of 128 numbers; 2^34 numbers are 932,067 tokens and a part of one.
         let [heads, kv_heads, d] = [128, 8, 128];
         for (seq_len, fits) in [(932_067, true), (932_068, false)] {
             let packed = gpu.tensor(&[1, seq_len, heads + 2 * kv_heads, d], DType::BF16);

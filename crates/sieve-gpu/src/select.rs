@@ -133,7 +133,7 @@ pub enum Amount<'a> {
         /// Whether the sum must exceed `goal` rather than reach it.
         strict: bool,
     },
-    /// A number of each head, which the device has computed.
+    /// An amount for each head, which an earlier kernel has computed.
     OfHead {
         /// i32 `[all heads]`: above 0 as [`Count`](Self::Count) with this `top`, 0 as [`Sum`](Self::Sum), below 0 none.
         tops: &'a CudaTensor,
@@ -161,13 +161,13 @@ impl<'a> LongChoice<'a> {
     /// A launch that is refused.
     pub fn choose(&self) -> Result<(), KernelError> {
         let [first_head, num_heads] = self.heads;
-        // The kernel's words: a top of 0 stands for a sum.
+        // To the kernel a `top` of 0 means that the amount is a sum.
         let (top, num_first, goal, strict) = match self.amount {
             Amount::Count { top, num_first } => (top, num_first, 0.0, false),
             Amount::Sum { goal, strict } => (0, 0, goal, strict),
             Amount::OfHead { num_first, goal, .. } => (0, num_first, goal, false),
         };
-        // Without numbers of heads the kernel does not read the tensor that stands in for them.
+        // Without a count for each head `nan_rows` stands in for `tops`, which the kernel then does not read.
         let (has_tops, tops) = match self.amount {
             Amount::OfHead { tops, .. } => (true, tops),
             _ => (false, self.nan_rows),
@@ -198,7 +198,8 @@ impl<'a> LongChoice<'a> {
     }
 }
 
-/// Most blocks in the segments that a row of blocks meets: select_lists has a 64-bit mask of them.
+/// A row of blocks overlaps one segment or two, runs of tokens that may be reordered. These have at most so many
+/// blocks, since select_lists marks them in a 64-bit mask.
 const MOST_OWN_BLOCKS: usize = 64;
 
 /// A selector's call with its checked operands.
@@ -211,6 +212,7 @@ struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
+    /// Checks the heads against the selection, and copies heads whose strides the kernels do not take.
     fn new(qkv: &Qkv, selection: &'a BlockSelection) -> Result<Self, KernelError> {
         let shape = qkv.shape(NAME)?;
         let s = selection;
@@ -298,7 +300,7 @@ impl<'a> Call<'a> {
         Ok(())
     }
 
-    /// Ranges of some query heads whose scores are in memory at the same time; a head has `head_bytes` of scores.
+    /// Splits `heads` into ranges whose scores are in memory at the same time; a head has `head_bytes` of scores.
     fn slabs(&self, heads: Range<usize>, head_bytes: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let at_once = ranges(heads.len(), SCORE_BYTES / head_bytes.max(1));
         at_once.map(move |at| heads.start + at.start..heads.start + at.end)
@@ -335,7 +337,7 @@ impl<'a> Call<'a> {
             moves_queries: orders.queries.is_some(),
             { stride, limit, seed, is_linear, by_block }: s.keep.rescue,
         });
-        // The kernel does not read the order of tokens that keep their order.
+        // Tokens that do not move have no order: `data` stands in for it, and is not read as an order.
         let [keys, queries] = [&orders.keys, &orders.queries].map(|x| x.as_ref().unwrap_or(data));
         let tensors = [kept, nan_rows, keys, queries, &bits, &counts, &pairs];
         // SAFETY: reads what select_choose wrote, writes every element of bits, counts and pairs.

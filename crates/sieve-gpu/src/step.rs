@@ -1,5 +1,6 @@
 //! Launches of a training step except attention: embedding, norms, rotary position embedding, SwiGLU, loss, optimizer,
-//! and sums over tensors. Each has a line here for its file, its public names, and a call that is recorded.
+//! and sums over tensors. Each has a line here for its file, one for its public names, and a call on a recording GPU,
+//! which finds the specialisations to ship.
 pub(crate) mod adamw;
 pub(crate) mod column_sums;
 pub(crate) mod cross_entropy;
@@ -87,7 +88,8 @@ fn has_fp8(calls: &Calls) -> bool {
     require_fp8(calls.hardware().compute_capability).is_ok()
 }
 
-/// AdamW on a master weight alone, beside its bf16 leaf, and split into leaf and rest.
+/// AdamW on an f32 master weight alone, beside its leaf (the bf16 weight that the model computes with), and split into
+/// the leaf and the low bits that the leaf lacks.
 fn call_optimizer(calls: &mut Calls, sizes: &[usize]) {
     let (param, leaf, factor) = (calls.f32(sizes), calls.bf16(sizes), calls.f32(&[1]));
     let step = AdamWStep {
@@ -141,7 +143,7 @@ pub(crate) fn call_swiglu(calls: &mut Calls, d_ff: usize) {
     calls.note(swiglu_backward_with_output(&gate_up, &dy, Reuse::Copy));
 }
 
-/// As [`call_swiglu`], with largest magnitudes, where the device has fp8.
+/// The gated activation and its gradient with the largest magnitudes that fp8 scales need, where the device has fp8.
 pub(crate) fn call_swiglu_for_fp8(calls: &mut Calls, d_ff: usize) {
     let (gate_up, dy) = (calls.bf16(&[1, ROW, 2 * d_ff]), calls.bf16(&[1, ROW, d_ff]));
     if has_fp8(calls) {

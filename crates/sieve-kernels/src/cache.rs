@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_torn_cache_is_repaired_once() {
+    fn a_cache_with_half_an_entry_is_repaired_once() {
         let root = tempfile::tempdir().expect("a temporary folder");
         let open = || KernelCache::open(root.path(), "sm_80", "12.8").expect("writable");
         let folder = open().folder().to_owned();

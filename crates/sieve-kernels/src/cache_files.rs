@@ -68,6 +68,7 @@ mod tests {
         CacheEntry { entrypoint_name: "k".into(), shared_mem_bytes: 7, ptx: vec![byte; 1000] }
     }
 
+    /// The file in which CubeCL keeps entries, below `folder`.
     fn chunk_file(folder: &Path) -> PathBuf {
         let mut open = vec![cubecl_folder(folder)];
         while let Some(path) = open.pop() {
@@ -97,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_to_repair_is_fine() {
+    fn a_missing_or_whole_cache_needs_no_repair() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         assert_eq!(repair(folder.path()), Ok(()));
         open_files(folder.path()).insert(1, entry(1)).expect("new");

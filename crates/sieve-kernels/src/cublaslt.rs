@@ -242,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_library_is_told_plainly() {
+    fn the_error_names_a_missing_library_and_has_a_hint() {
         let text = KernelError::no_cublaslt().to_string();
         assert!(text.contains("libcublasLt") && text.contains("hint"), "{text}");
     }

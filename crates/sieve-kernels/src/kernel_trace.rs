@@ -238,12 +238,12 @@ mod tests {
     }
 
     #[test]
-    fn overlapping_kernels_are_busy_once() {
+    fn the_time_of_overlapping_kernels_counts_once() {
         let result = TraceResult::new(vec![
             record("a", 30, 31),
             record("a", 10, 20),
             record("b", 15, 18),
-            // Not timed.
+            // CUPTI could not time it.
             record("b", 0, 0),
         ]);
         assert_eq!(result.busy_ns(), 11);

@@ -99,8 +99,8 @@ pub(crate) fn device_queue(tensor: &CudaTensor) -> DeviceHandle<Server> {
     DeviceHandle::new(device_of(tensor).to_id())
 }
 
-/// Runs `work` on the device thread of a tensor's GPU and waits for it; it reports an error as a launch of `kernel`
-/// would.
+/// Runs `work` on the device thread of a tensor's GPU and waits for it; its error becomes a [`KernelError::Launch`] of
+/// `kernel`.
 pub(crate) fn run_blocking<T: Send + 'static>(
     tensor: &CudaTensor,
     kernel: &'static str,
@@ -139,8 +139,8 @@ pub(crate) fn on_lane<T>(stream: StreamId, work: impl FnOnce(CUstream) -> Result
     })
 }
 
-/// As [`on_lane`], for work on the buffers of `bindings`: it is given their addresses, and their memory is kept until
-/// it has run on the GPU.
+/// Queues `work` on the buffers of `bindings`, in order with Burn's launches on `stream`: it is given their addresses,
+/// and their memory is kept until it has run on the GPU. Runs on the device thread, after [`open`] of the stream.
 pub(crate) fn on_lane_with(
     server: &mut Server,
     stream: StreamId,
@@ -172,8 +172,8 @@ fn with_lane<T>(stream: StreamId, action: impl FnOnce(&mut Lane) -> Result<T, St
     })
 }
 
-/// Finds the CUDA stream of `stream`, or makes one between events, and keeps it as a lane. Returns whether its order is
-/// [`Order::Inline`].
+/// Finds the CUDA stream of `stream`, or makes another that events keep in order, and keeps it as a lane. Returns
+/// whether its order is [`Order::Inline`].
 fn open_lane(server: &mut Server, stream: StreamId, scratch: &Binding) -> Result<bool, String> {
     // Without the flush, errors and copies that are pending would appear during the capture below.
     server.flush(stream).map_err(|e| format!("an operation queued before: {e}"))?;
@@ -247,7 +247,7 @@ impl Lane {
         let Order::Events { context, after, .. } = self.order else {
             return Ok(());
         };
-        // SAFETY: as in `enter`.
+        // SAFETY: context, event and stream live as long as the process.
         unsafe {
             check("cuEventRecord", cuda::cuEventRecord(after, self.stream))?;
             check("cuCtxWaitEvent", cuda::cuCtxWaitEvent(context, after))

@@ -82,6 +82,7 @@ struct Input {
 }
 
 impl Input {
+    /// Checks the operands, and copies those with gaps.
     fn of(h: &CudaTensor, weight: &CudaTensor, labels: &CudaTensor) -> Result<Self, KernelError> {
         let [tokens, d_model] = h.dims(NAME, "h")?;
         let [vocab_size, _] = weight.dims(NAME, "weight")?;

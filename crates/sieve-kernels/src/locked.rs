@@ -1,4 +1,4 @@
-//! Mutexes of state that is whole whatever a holder did.
+//! Mutexes whose state is valid even after a holder has panicked.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_most_of_each_is_kept() {
+    fn the_peak_of_each_number_is_kept() {
         assert_eq!(MemoryPeak::seen(), None);
         for (in_use, reserved) in [(5, 9), (7, 8), (6, 11)] {
             note(in_use, reserved);

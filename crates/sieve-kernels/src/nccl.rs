@@ -1,12 +1,13 @@
 //! Reductions, gathers and exchanges over the GPUs of several processes, by NCCL.
 //!
-//! NCCL works on a stream of its own. A collective starts once Burn's stream has run what was queued before it, and
-//! [`NcclWork::finish`] makes Burn's stream wait for its end; in between both streams run concurrently. Only events of
-//! these two streams order them, so a checkpoint's copies on a third stream delay nothing, and the host never waits.
-//! One call takes all tensors of a part of the
-//! model (the embedding, a block, the output) as an NCCL group. NCCL does not report a rank that died: the collectives
-//! of the other ranks then never end, and whoever watches the processes must end them. Errors that NCCL does detect,
-//! such as a broken link, are read by [`NcclWatch`].
+//! With [`NcclStream::Own`] NCCL works on a stream of its own. A collective starts once Burn's stream has run what was
+//! queued before it, and [`NcclWork::finish`] makes Burn's stream wait for its end; in between both streams run
+//! concurrently. Only events of these two streams order them, so a checkpoint's copies on a third stream delay nothing,
+//! and the host never waits. One call takes all tensors of a part of the model (the embedding, a block, the output) as
+//! an NCCL group.
+//!
+//! NCCL does not report a rank that died: the collectives of the other ranks then never end, and whoever watches the
+//! processes must end them. Errors that NCCL does detect, such as a broken link, are read by [`NcclWatch`].
 mod library;
 mod replicas;
 mod watch;
@@ -68,7 +69,7 @@ pub enum NcclStream<'a> {
     Own,
     /// Burn's stream.
     Burns,
-    /// The stream of another group, behind whose collectives they run in the order in which they began.
+    /// The stream of another group: the collectives of both groups run one by one, in the order in which they began.
     Of(&'a NcclGroup),
 }
 
@@ -89,7 +90,7 @@ pub struct NcclWork {
     results: Vec<CudaTensor>,
     /// The device thread's queue; `None` if there was nothing to do.
     queue: Option<DeviceHandle<Server>>,
-    /// Keep the memory until Burn's stream waits for the work; the next op may still write to it in place.
+    /// Keep the memory until Burn's stream waits for the work. They do not keep Burn's ops from writing to it in place.
     bindings: Vec<Binding>,
     /// Inputs that may have other owners: while they are held here, in-place ops of those owners write to a copy.
     inputs: Vec<CudaTensor>,
@@ -417,6 +418,7 @@ struct Job<Buffer> {
     ranges: Option<Vec<Range<usize>>>,
 }
 
+/// What a collective does with its buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Work {
     Sum,
@@ -489,7 +491,7 @@ impl Link {
             nccl.check("ncclSend", result)
         };
         let receive = |to: u64, count, peer: usize| {
-            // SAFETY: as in `send`.
+            // SAFETY: room for `count` bytes at the address, by the caller's promise.
             let result = unsafe { (nccl.receive)(to as _, count, bytes, peer as i32, comm, stream) };
             nccl.check("ncclRecv", result)
         };
@@ -564,7 +566,7 @@ impl Link {
     }
 }
 
-/// The length that all ranges have; `None` if they differ, as one collective can then not serve all ranks.
+/// The length that all ranges have; `None` if they differ: NCCL's collectives take equal lengths alone.
 fn common_len(ranges: &[Range<usize>]) -> Option<usize> {
     let len = ranges.first()?.len();
     ranges.iter().all(|range| range.len() == len).then_some(len)

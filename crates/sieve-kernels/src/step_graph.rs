@@ -45,6 +45,7 @@ pub struct StepTape {
     notes: Arc<Mutex<Notes>>,
 }
 
+/// What a tape has recorded so far.
 #[derive(Default)]
 struct Notes {
     work: Vec<Work>,
@@ -153,7 +154,7 @@ impl StepTape {
         late_error()?;
         let Notes { work, refused } = std::mem::take(&mut *lock(&self.notes));
         let stream = StreamId::current();
-        // The lane keeps buffers of other streams until an event has passed, but a captured event cannot be queried.
+        // Buffers of other streams are kept until an event has passed, but a captured event cannot be queried.
         let is_foreign = |work: &Work| work.bindings().iter().any(|binding| binding.stream != stream);
         let refused = match lane::is_inline() {
             Some(true) => refused.or_else(|| work.iter().any(is_foreign).then_some("buffers of another thread")),

@@ -139,7 +139,7 @@ impl BlockSparseBackward {
     }
 }
 
-/// The mask of all query heads' own lists of blocks; `words` on the device hold it.
+/// The mask in which each query head has a list of blocks of its own; `words`, on the device, hold the lists.
 fn block_mask(
     shape: AttentionShape,
     [query_tile, key_tile]: [usize; 2],

@@ -48,7 +48,7 @@ impl ChosenForward {
 }
 
 impl Inputs {
-    /// The blocks that each query chooses by means of the keys, `by` the tensors of these names.
+    /// The blocks that each query chooses by its scores with mean keys; `by` names the tensors of queries and of keys.
     fn chosen(&self, choice: &Choice, by: [&str; 2], [start, end]: &[CudaTensor; 2]) -> Result<CudaTensor, PlanError> {
         let &Choice { first, local, .. } = choice;
         let (blocks, forced) = (choice.blocks.checked()?, ForcedBlocks { first, local });

@@ -1,4 +1,4 @@
-//! One new token a row over a cache.
+//! Attention of one new token for each row of the batch over a cache.
 use super::dma::score_bias;
 use super::{Inputs, Outputs, wrong};
 use crate::request::PlanError;

@@ -8,8 +8,8 @@ use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require,
 
 const NAME: &str = "attention_backward";
 
-/// The f32 buffers per query (log-sum-exps, row sums, sums of dq) are padded to a multiple of this many tokens, the
-/// queries of one step, so that the backward kernels never read past their end.
+/// The f32 buffers per query (log-sum-exps, row sums, sums of dq) are padded to a multiple of this many tokens. The
+/// backward kernels read so many queries in a step, and then never read past a buffer's end.
 pub(crate) const ROW_ALIGNMENT: usize = 64;
 
 /// Operands of a backward attention call.
@@ -104,13 +104,13 @@ fn attention_backward_convert_kernel(head_dim: usize) -> SourceKernel {
     SourceKernel::new("attention_backward_convert").define("HEAD_DIM", head_dim).threads(256)
 }
 
-/// The kernel that converts f32 sums of dq where something was added, by the semaphores of the adds.
+/// The kernel that converts f32 sums of dq and writes 0 where nothing was added, which the adds' semaphores tell.
 fn attention_backward_convert_added_kernel(head_dim: usize) -> SourceKernel {
     attention_backward_convert_kernel(head_dim).define("SEMAPHORES", 1)
 }
 
-/// The form of a fixed-order Hopper kernel for sliding windows: it finishes one query head before the next, so that the
-/// L2 cache holds the head's queries.
+/// Makes a Hopper kernel in a fixed order finish one query head before the next, so that the L2 cache holds the head's
+/// queries; for sliding windows.
 pub(crate) fn head_by_head(kernel: SourceKernel) -> SourceKernel {
     kernel.define("HEAD_BY_HEAD", 1)
 }
@@ -192,7 +192,8 @@ pub(crate) fn convert_dq(
     convert_sums((dq_sum, None), num_parts, [rows, first_query], grad, call.softmax_scale)
 }
 
-/// As [`convert_dq`] of all queries; dq is 0 where the semaphore of a tile of [`ROW_ALIGNMENT`] queries is.
+/// Converts all `rows` queries of `dq_sum` to bf16 dq. A tile of [`ROW_ALIGNMENT`] queries whose semaphore is 0 gets a
+/// dq of 0: nothing was added to its sums.
 pub(crate) fn convert_added_dq(
     dq_sum: &CudaTensor,
     semaphores: &CudaTensor,
@@ -206,7 +207,7 @@ pub(crate) fn convert_added_dq(
 
 /// Converts `rows` rows of a gradient, from `first_row` on, times `scale` to bf16. Each head has `num_parts` partial
 /// f32 sums in the order of tensor core accumulators, which are added first. `layout` is `{offset, token stride, batch
-/// stride}` of the gradient. With semaphores the gradient of 64 rows is 0 where theirs is.
+/// stride}` of the gradient. With semaphores, one for 64 rows, rows whose semaphore is 0 get a gradient of 0.
 pub(crate) fn convert_sums(
     (sums, semaphores): (&CudaTensor, Option<&CudaTensor>),
     num_parts: usize,

@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn every_gradient_is_made_exactly_once() {
+    fn the_launches_compute_each_gradient_once() {
         for (head_dim, head_dim_v) in [(64, 64), (128, 128), (192, 128), (256, 256)] {
             for dq in [true, false] {
                 let launches = BackwardTiling::launches(&shape(head_dim, head_dim_v), dq);

@@ -18,8 +18,9 @@ pub(crate) enum SeenKeys<'a> {
 /// A bias per key and KV head (f32 `[batch, num_kv_heads, seq_len]`), and the largest of them that each query sees.
 #[derive(Debug, Clone)]
 pub(crate) struct Bias {
+    /// The biases.
     pub(crate) delta: CudaTensor,
-    /// f32 `[batch, num_kv_heads, seq_len rounded up to 64]`.
+    /// The largest bias that each query sees, f32 `[batch, num_kv_heads, seq_len rounded up to 64]`.
     pub(crate) base: CudaTensor,
 }
 

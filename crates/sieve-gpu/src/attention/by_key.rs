@@ -44,7 +44,8 @@ impl DqSums {
     }
 }
 
-/// The words that params of both backward kernels by key tiles have: over consecutive keys, and over lists.
+/// The fields that the params structs of both backward kernels by key tiles share: the kernel over consecutive keys,
+/// and the kernel over lists of keys.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GradientWords {
     pub(crate) base: AttentionParams,
@@ -57,7 +58,7 @@ pub(crate) struct GradientWords {
 }
 
 impl GradientWords {
-    /// The words of a call with heads `qkv`, whose strides kernels take.
+    /// The fields of a call with heads `qkv`, whose strides kernels take.
     pub(crate) fn new(
         kernel: &'static str,
         call: &AttentionGradients<'_>,
@@ -169,7 +170,7 @@ impl KeyPass<'_> {
     }
 }
 
-/// The form of a backward kernel whose steps come from lists (`tile_steps.cuh`).
+/// Makes a backward kernel take its steps from lists of query tiles (`tile_steps.cuh`).
 fn by_tile_lists(kernel: SourceKernel) -> SourceKernel {
     kernel.define("TILE_LISTS", 1)
 }

@@ -1,4 +1,4 @@
-//! Launch of `kernels/attention_decode.cu`: one new token a row against its key-value cache.
+//! Launch of `kernels/attention_decode.cu`: attention of one new token for each row of the batch over its KV cache.
 use crate::KernelError;
 use crate::attention::{AttentionShape, DecodeScratch, DecodeTiling, Qkv, require_scale};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};

@@ -92,7 +92,7 @@ impl DecodeScratch {
         // A partial result is an output with its largest logit and its sum of exponentials.
         let partials = [shape.batch, shape.num_heads, num_splits, shape.head_dim_v + 2];
         let partials = like.empty_contiguous(&partials, DType::F32);
-        // The counters are 32-bit integers; zero has the same bits as an f32.
+        // The counters are 32-bit integers; an f32 of 0 has the same bits.
         let counters = empty_zero(like, &[shape.batch, shape.num_kv_heads])?;
         Ok(Self { partials, counters, num_splits, tiling, shape })
     }
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn splits_fill_the_device_and_no_more() {
+    fn there_are_as_many_splits_as_fill_the_device() {
         let splits = |batch, max_keys, shared: usize| {
             DecodeTiling::new([128, 128], shared << 10).num_splits(&shape(batch, 16, 8), max_keys, 132)
         };

@@ -6,7 +6,7 @@
 //! | compute capability | head widths | forward, row sums, backward | dq in a fixed order |
 //! |---|---|---|---|
 //! | 9.0, unless [`KernelFamilies::Portable`] | 64, 128 (values as wide as keys) | `hopper_*.cu` | in the same pass |
-//! | 9.0, likewise | keys of 192 and values of 128, neighbours without a bias | `hopper_attention_*.cu` | in the same pass |
+//! | 9.0, likewise | keys of 192, values of 128, consecutive keys without a bias | `hopper_attention_*.cu` | likewise |
 //! | any other, or other widths | 16 to 256 | the portable kernels | the portable kernels |
 //!
 //! `sieve kernels check` compares both families with the reference.
@@ -26,14 +26,14 @@ pub enum KernelFamily {
     Hopper,
 }
 
-/// Keys of a stage of the forward kernels, and of a block of the backward kernels.
+/// Keys of a pipeline stage of the forward kernels, and keys of a thread block of the backward kernels.
 pub(crate) const BLOCK_KV: usize = 128;
-/// Queries of a step of the backward kernels.
+/// Queries that a backward kernel takes in a step of its loop.
 pub(crate) const BACKWARD_BLOCK_Q: usize = 64;
 /// Threads of a warpgroup, which issues WGMMA together.
 const WARPGROUP: usize = 128;
 
-/// Defines how threads of a Hopper backward kernel arrive at barriers, by the policy.
+/// Defines how a warp of a Hopper kernel arrives at barriers: by one lane or by every lane, as the policy says.
 pub(crate) fn arriving(kernel: SourceKernel, policy: KernelPolicy) -> SourceKernel {
     match policy.arrivals {
         Arrivals::Warp => kernel,
@@ -58,7 +58,7 @@ impl KernelFamily {
         if is_hopper && has_hopper_form(shape, source) { KernelFamily::Hopper } else { KernelFamily::Portable }
     }
 
-    /// Whether a forward pass with a bias on each key of a row also returns `o_low`.
+    /// Whether a forward pass with a bias on each key also returns `o_low`, what bf16 o lacks of the f32 output.
     pub fn keeps_o_low(self, o_low: KeepOLow, seq_len: usize) -> bool {
         self == KernelFamily::Hopper && o_low.in_row(seq_len)
     }
@@ -112,6 +112,7 @@ impl HopperTiling {
         }
     }
 
+    /// Queries of a tile, of which each consumer warpgroup has 64 rows; a row is a query of one head.
     fn tile_queries(&self) -> usize {
         self.num_consumers * 64 / self.heads_per_tile
     }
@@ -261,7 +262,7 @@ pub(crate) fn backward_maps<'a>(
     ])
 }
 
-/// The kernel that computes each query's log-sum-exp in base 2 and row sum from o and `o_low`.
+/// The kernel that computes each query's log-sum-exp in base 2, and its row sum o . do from o and `o_low`.
 pub(crate) fn hopper_attention_backward_prepare_kernel(head_dim_v: usize) -> SourceKernel {
     SourceKernel::new("hopper_attention_backward_prepare").define("HEAD_DIM_V", head_dim_v).threads(256)
 }
@@ -303,16 +304,18 @@ pub(crate) fn head_map<'a>(
 mod tests {
     use super::*;
 
+    /// A shape with `group` query heads for each KV head.
     fn shape(head_dim: usize, group: usize) -> AttentionShape {
         AttentionShape::new(2, 2500, [3 * group, 3], [head_dim, head_dim])
     }
 
+    /// The widths of latent attention: keys of 192 columns, values of 128.
     fn latent() -> AttentionShape {
         AttentionShape { head_dim_v: 128, ..shape(192, 1) }
     }
 
     #[test]
-    fn only_two_widths_have_a_hopper_form() {
+    fn hopper_kernels_take_widths_64_and_128_and_dense_latent_attention() {
         for width in (16..=256).step_by(16) {
             let expected = width == 64 || width == 128;
             for source in [KeySource::Dense, KeySource::Biased, KeySource::Gathered] {

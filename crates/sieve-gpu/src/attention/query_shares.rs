@@ -18,8 +18,8 @@ use std::collections::BinaryHeap;
 pub(crate) struct QueryShares {
     /// Shares of the query heads of a KV head. The shares may differ in size by one head.
     pub(crate) heads: usize,
-    /// Shares of the queries of a head; more than one only where each share of heads has one head, or of a list of
-    /// query tiles.
+    /// Shares of a head's queries, which are more than one only where each share of heads has one head; or shares of a
+    /// list of query tiles.
     pub(crate) queries: usize,
 }
 
@@ -40,8 +40,8 @@ const BLOCK_STEPS: usize = 4;
 /// Time of a thread block of listed keys beside its steps: it adds to dk and dv in memory.
 const LISTED_BLOCK_STEPS: usize = 8;
 
-/// Cost of writing and reading the partial dk and dv of a thread block (`PART_COST`), and of the launches that sum them
-/// (`JOIN_COST`), in 1/1024 of the time in which every multiprocessor does one step.
+/// Costs in 1/1024 of the time in which every multiprocessor does one step: `PART_COST` to write and read the partial
+/// dk and dv of a thread block, `JOIN_COST` for the launches that sum them.
 const PART_COST: usize = 46;
 const JOIN_COST: usize = 4096;
 
@@ -49,14 +49,14 @@ const JOIN_COST: usize = 4096;
 /// `SECTION_BYTES` of the Hopper kernel.
 const SECTION_BYTES: usize = 32 << 20;
 
-/// Bytes of queries and output gradients that a share of a key tile may walk through, so that blocks at different heads
-/// find them in an L2 cache of 50 MB.
+/// Bytes of queries and output gradients that a thread block may loop over, so that blocks which are at different heads
+/// at a time find them in an L2 cache of 50 MB.
 const L2_BYTES: usize = 40 << 20;
 
 /// The most shares for the L2 cache: more were 1 % faster at most, and each has partial dk and dv in memory.
 const MOST_L2_SHARES: usize = 8;
 
-/// The most shares of a list of query tiles: short rows have few tiles, and lists no longer than these.
+/// The most shares of a list of query tiles: in short rows, which would get more shares, a list has few tiles.
 const MOST_LIST_SHARES: usize = 8;
 
 /// With more waves of thread blocks than this, all multiprocessors end at about the same time, and shares gain nothing.
@@ -75,7 +75,7 @@ impl QueryShares {
     pub(crate) fn define(self, kernel: SourceKernel) -> SourceKernel {
         match self {
             Self::ONE => kernel,
-            _ => sharing(kernel),
+            _ => with_shares(kernel),
         }
     }
 
@@ -90,8 +90,8 @@ impl QueryShares {
     pub(crate) fn of_neighbours(shape: &AttentionShape, window: usize, tiles: KeyTiles) -> Self {
         let num_tiles = shape.seq_len.div_ceil(tiles.block_kv) * shape.num_kv_heads * shape.batch;
         let most_shares = usize::MAX;
-        let simulated = first_to_end(shape.group_size(), most_shares, num_tiles, tiles, |shares| {
-            let end = makespan(tiles.at_once, neighbour_blocks(shape, window, tiles.block_kv, shares));
+        let simulated = cheapest_shares(shape.group_size(), most_shares, num_tiles, tiles, |shares| {
+            let end = makespan(tiles.at_once, neighbour_block_times(shape, window, tiles.block_kv, shares));
             let join = if shares == Self::ONE { 0 } else { JOIN_COST + PART_COST * num_tiles * shares.count() };
             1024 * end + join
         });
@@ -99,9 +99,9 @@ impl QueryShares {
         if for_l2.heads > simulated.heads { for_l2 } else { simulated }
     }
 
-    /// The fewest shares whose queries stay in the L2 cache, for dense attention over rows of which a KV head's queries
-    /// are several times that cache. A window's blocks read neighbouring queries of all heads, and need none; with two
-    /// or four query heads a KV head shares gained nothing, or lost 4 %.
+    /// The fewest shares whose queries stay in the L2 cache. Only for dense attention over long rows, where a KV head's
+    /// queries are several times that cache: a window's blocks read neighbouring queries of all heads, and with two or
+    /// four query heads a KV head shares gained nothing, or lost 4 %.
     fn for_l2(shape: &AttentionShape, window: usize) -> Self {
         let group_size = shape.group_size();
         if window < shape.seq_len || group_size < 8 || query_bytes(shape, group_size) < 3 * L2_BYTES {
@@ -120,16 +120,16 @@ impl QueryShares {
         Self { heads: 1, queries: queries.max(1) }
     }
 
-    /// The shares with which a pass over key lists takes the least time. Lists have at most `capacity` keys; there is
-    /// one for each row of the batch, KV head and super-block (1024 queries that share a list) of the launch, which has
-    /// `super_blocks` of them in a row. Only query heads are divided.
+    /// The shares with which a pass over key lists takes the least time. Each row of the batch, KV head and super-block
+    /// (1024 queries that share a list) has a list of at most `capacity` keys; the launch has `super_blocks`
+    /// super-blocks of each row. Only query heads are divided.
     pub(crate) fn of_lists(shape: &AttentionShape, super_blocks: usize, capacity: usize, tiles: KeyTiles) -> Self {
         let (group, chunks) = (shape.group_size(), capacity.div_ceil(tiles.block_kv));
         let lists = super_blocks * shape.num_kv_heads * shape.batch;
         let most_shares = group;
-        first_to_end(group, most_shares, lists * chunks, tiles, |shares| {
-            // Steps of a chunk of keys. Keys enter and leave the list one by one, so most queries of the super-block
-            // see the middle of the list, and few see its ends.
+        cheapest_shares(group, most_shares, lists * chunks, tiles, |shares| {
+            // Steps of a chunk, the listed keys of a thread block. Keys enter and leave the list one by one, so most
+            // queries of the super-block see the middle of the list, and few see its ends.
             let steps_of =
                 |chunk: usize| SUPER_BLOCK.min(tiles.block_kv * (chunk + 1).min(chunks - chunk)).div_ceil(STEP);
             let blocks =
@@ -163,14 +163,14 @@ impl AttentionShape {
     }
 }
 
-/// The form of a backward kernel whose thread blocks share key tiles.
-fn sharing(kernel: SourceKernel) -> SourceKernel {
+/// Makes the thread blocks of a backward kernel share key tiles.
+fn with_shares(kernel: SourceKernel) -> SourceKernel {
     kernel.define("SHARES", 1)
 }
 
 /// The shares of each of `num_tiles` key tiles with the smallest cost, at most `most` of them; of equal costs the
 /// fewest shares.
-fn first_to_end(
+fn cheapest_shares(
     group_size: usize,
     most: usize,
     num_tiles: usize,
@@ -193,7 +193,7 @@ fn first_to_end(
 
 /// Time of each thread block of a pass over consecutive keys, in steps, in the order in which blocks start: sections
 /// of KV heads whose queries fit the L2 cache; in a section key tiles from the first on; for a key tile all its shares.
-fn neighbour_blocks(
+fn neighbour_block_times(
     shape: &AttentionShape,
     window: usize,
     block_kv: usize,
@@ -243,6 +243,7 @@ mod tests {
 
     const H200: KeyTiles = KeyTiles { block_kv: 128, at_once: 132 };
 
+    /// The shares of query heads and of queries in a pass over consecutive keys.
     fn neighbours(batch: usize, seq_len: usize, heads: [usize; 2], width: usize, window: usize) -> [usize; 2] {
         let shape = AttentionShape::new(batch, seq_len, heads, [width, width]);
         let QueryShares { heads, queries } = QueryShares::of_neighbours(&shape, window, H200);
@@ -317,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_block_bounds_the_end() {
+    fn each_block_starts_where_another_ends_first() {
         assert_eq!(makespan(2, [5, 4, 3, 2].into_iter()), 7);
         assert_eq!(makespan(132, std::iter::empty()), 0);
     }

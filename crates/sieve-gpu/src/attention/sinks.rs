@@ -56,13 +56,15 @@ impl AttentionResult {
     }
 }
 
-/// Sizes of a call, and the specialisation that takes it.
+/// Sizes of a call, and what decides its specialisation.
 #[derive(Debug, Clone, Copy)]
 struct Sizes {
     rows: usize,
     seq_len: usize,
     num_heads: usize,
+    /// Columns of a value.
     width: usize,
+    /// Columns that a thread reads at once: 1, or as many as 16 bytes have.
     vector: usize,
     sinks_bf16: bool,
 }

@@ -13,8 +13,9 @@ const NAME: &str = "sparse_attention_backward_query";
 
 impl AttentionGradients<'_> {
     /// Gradients of [`sparse_attention_forward`](crate::Qkv::sparse_attention_forward) with the same mask, of query and
-    /// key tiles of 64 or 128, without permutations, single keys, windows and dense rows. `tile_lists`: the mask by key
-    /// tiles, i32 as `kernels/common/tile_steps.cuh` says. A query that sees no key gets dq = 0.
+    /// key tiles of 64 or 128, without permutations, single keys, windows and dense rows. `tile_lists` names for each
+    /// key tile the query tiles that see it, i32 in the layout of `kernels/common/tile_steps.cuh`. A query that sees no
+    /// key gets dq = 0.
     ///
     /// # Errors
     /// Types or sizes that do not fit the forward call; another mask; a width whose tiles do not fit the device's

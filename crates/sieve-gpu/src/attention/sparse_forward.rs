@@ -48,8 +48,8 @@ impl SparseKeyReads {
 
 /// What a launch over probe rows stores beside their output, for some query heads.
 pub(crate) struct BlockLse<'a> {
-    /// Log-sum-exp of a probe's logits in each block of keys, in powers of two, f32 `[heads, num_blocks, num_probes]`.
-    /// Blocks after the last probe of a tile of probes are left as they are.
+    /// Log-sum-exp to base 2 of a probe's logits in each block of keys, f32 `[heads, num_blocks, num_probes]`. Blocks
+    /// after the last probe of a tile of probes are not written.
     pub(crate) values: &'a CudaTensor,
     /// The query heads that the launch computes.
     pub(crate) heads: Range<usize>,
@@ -92,8 +92,9 @@ impl Qkv {
         })
     }
 
-    /// As [`sparse_attention_forward`](Self::sparse_attention_forward), into `result`. With `blocks` the mask is one of
-    /// probe rows, only some heads are computed, and log-sum-exps of blocks are stored too.
+    /// Writes the results of [`sparse_attention_forward`](Self::sparse_attention_forward) into `result`. With `blocks`
+    /// the mask is one of probe rows (every gamma-th query, which sees all keys up to its own), only some heads are
+    /// computed, and log-sum-exps of blocks are stored too.
     pub(crate) fn sparse_attention_into(
         &self,
         mask: &KeyMask<CudaTensor>,
@@ -275,7 +276,7 @@ fn with_block_lse(kernel: SourceKernel, block: usize) -> SourceKernel {
     }
 }
 
-/// The portable specialisation for a shape and tiling; `block` as [`with_block_lse`].
+/// The portable specialisation for a shape and tiling, which stores log-sum-exps of blocks of `block` keys; 0: none.
 fn sparse_attention_forward_kernel(shape: &AttentionShape, tiling: &QueryTiling, block: usize) -> SourceKernel {
     let entries = tiling.block_kv * 8 * list_entries_in_flight(tiling.num_stages);
     tiling
@@ -283,8 +284,8 @@ fn sparse_attention_forward_kernel(shape: &AttentionShape, tiling: &QueryTiling,
         .shared_bytes(tiling.shared_bytes(shape, KeySource::Dense) + entries)
 }
 
-/// The Hopper specialisation for a shape; `tiles`, the sizes of query and key tiles, matters only where keys are read
-/// by tiles; `block` as [`with_block_lse`].
+/// The Hopper specialisation for a shape, which stores log-sum-exps of blocks of `block` keys; 0: none. `tiles`, the
+/// sizes of query and key tiles, matters only where keys are read by tiles.
 fn hopper_sparse_attention_forward_kernel(
     shape: &AttentionShape,
     reads: SparseKeyReads,
@@ -325,7 +326,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stages_come_whole_where_tiles_allow() {
+    fn a_copy_fills_a_stage_where_the_tiles_allow() {
         for (tiles, form) in [
             ([128, 128], (false, 128)),
             ([100, 256], (false, 128)),

@@ -43,7 +43,7 @@ impl KeySource {
 pub(crate) enum QueryPass {
     /// The attention output and its log-sum-exp.
     Output,
-    /// o, lse and `o_low`; only Hopper kernels have this form.
+    /// o, lse and `o_low`, what bf16 o lacks of the f32 output; only Hopper kernels have this form.
     OutputAndOLow,
     /// Row sums P dP in f32 for the backward pass with a bias, whose gradients need their precision.
     RowSums,
@@ -142,7 +142,7 @@ impl QueryTiling {
             KeySource::Dense => 0,
             _ => keys * F32,
         };
-        // A list entry has 8 bytes: position and `expire` of a key.
+        // A list entry has 8 bytes: a key's position, and `expire`, the first query that no longer sees the key.
         let entries = match source.is_gathered() {
             true => self.block_kv * 8 * list_entries_in_flight(self.num_stages),
             false => 0,
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_shares_a_gathered_tile() {
+    fn heads_of_a_group_share_a_gathered_tile() {
         let heads = |group| {
             let tiling =
                 QueryTiling::choose("k", QueryPass::Output, &shape(128, 128, group), KeySource::Gathered, HOPPER);
@@ -281,6 +281,7 @@ mod tests {
     fn grids_cover_every_query() {
         let shape = shape(128, 128, 2);
         let dense = QueryTiling::choose("k", QueryPass::Output, &shape, KeySource::Dense, HOPPER).expect("fits");
+        // 20 tiles of 128 queries, 6 heads, 2 rows of the batch.
         assert_eq!(dense.grid(&shape, KeySource::Dense), [20, 6, 2]);
         let gathered = QueryTiling::choose("k", QueryPass::Output, &shape, KeySource::Gathered, HOPPER).expect("fits");
         // 3 super-blocks of 16 tiles of 64 queries; two heads a tile.
@@ -291,6 +292,8 @@ mod tests {
     fn shared_memory_is_the_sum_of_its_parts() {
         let shape = shape(192, 128, 2);
         let tiling = QueryTiling::choose("k", QueryPass::Output, &shape, KeySource::Gathered, HOPPER).expect("fits");
+        // q of 128 rows; two stages of 64 keys and values, 192 + 128 columns of bf16; gathered keys also have a bias
+        // (f32) and four tiles of list entries.
         assert_eq!(tiling.shared_bytes(&shape, KeySource::Dense), 128 * 192 * 2 + 2 * 64 * 320 * 2);
         assert_eq!(
             tiling.shared_bytes(&shape, KeySource::Gathered),

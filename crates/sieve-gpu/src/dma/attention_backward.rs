@@ -27,8 +27,9 @@ impl KeyLists {
 }
 
 impl AttentionGradients<'_> {
-    /// Gradients of [`dma_attention_forward`](crate::Qkv::dma_attention_forward) over the same `delta` and lists.
-    /// Returns ddelta, f32 `[batch, num_kv_heads, seq_len]`; keys that no query saw get exactly 0 everywhere.
+    /// Gradients of [`dma_attention_forward`](crate::Qkv::dma_attention_forward) with the same lists and the same bias
+    /// `delta` of each key. Returns ddelta, f32 `[batch, num_kv_heads, seq_len]`; keys that no query saw get exactly 0
+    /// in dk, dv and ddelta.
     ///
     /// # Errors
     /// Types or sizes that do not fit the forward call; a width whose tiles do not fit the device's shared memory.

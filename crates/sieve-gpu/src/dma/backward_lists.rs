@@ -7,22 +7,24 @@ use crate::runtime::{CudaTensor, DType, SourceKernel, params};
 
 const NAME: &str = "dma_backward_lists";
 
-/// Chunks of a list, of 128 entries each, that may have keys of the list's own super-block.
+/// Chunks of a list (128 entries each, the keys of a thread block) that may have keys of the list's own super-block.
 const ENTERING_CHUNKS: usize = 8;
 
-/// What 128 keys cost in one more list beside their queries, as a number of steps of 64 queries of a key tile's block.
-/// The block's start and end take 8 of them (`LISTED_BLOCK_STEPS`), clearing and converting sums the others.
+/// What it costs to list 128 keys once more, beside the steps over their queries, in steps of 64 queries of a thread
+/// block. The block's start and end take 8 of them (`LISTED_BLOCK_STEPS`), clearing and converting sums the others.
 const CHUNK_STEPS: usize = 13;
 
-/// Key lists of a backward pass in which a thread block holds its keys for all queries that see them, where it can, and
-/// then writes their gradients; the other keys' gradients are summed from several blocks.
+/// Key lists of a backward pass that avoids sums in memory. Where it can, a thread block holds its keys for all queries
+/// that see them, and then writes the keys' gradients. The other keys' gradients are summed from several thread blocks.
 #[derive(Debug)]
 pub(crate) struct BackwardLists {
-    /// As [`KeyLists::list`], without the keys that a block of an earlier super-block holds.
+    /// `{position, expire}` of each listed key in the shape of [`KeyLists::list`], without the keys that a thread block
+    /// of an earlier super-block holds.
     pub(crate) list: CudaTensor,
-    /// As [`KeyLists::list_len`].
+    /// Entries in use, in the shape of [`KeyLists::list_len`].
     pub(crate) list_len: CudaTensor,
-    /// The first query that each chunk's block does not take, i32 `[batch, num_kv_heads, num_super_blocks, 8]`.
+    /// The end of each chunk's queries, i32 `[batch, num_kv_heads, num_super_blocks, 8]`: the first query that its
+    /// thread block does not take.
     pub(crate) chunk_end: CudaTensor,
     /// 1 for a key whose gradients are summed, i32 `[batch, num_kv_heads, seq_len]`.
     pub(crate) summed: CudaTensor,
@@ -74,7 +76,7 @@ fn dma_backward_lists_kernel([head_dim, head_dim_v]: [usize; 2]) -> SourceKernel
     SourceKernel::new(NAME).define("HEAD_DIM", head_dim).define("HEAD_DIM_V", head_dim_v).threads(SUPER_BLOCK)
 }
 
-/// The form of a backward kernel that takes these lists.
+/// Makes a backward kernel take [`BackwardLists`].
 pub(crate) fn with_whole_keys(kernel: SourceKernel) -> SourceKernel {
     kernel.define("WHOLE_KEYS", 1)
 }

@@ -1,5 +1,5 @@
 //! Launches of `kernels/dma_last_kept.cu` and `kernels/dma_border_keys_*.cu`: the halo keys of context parallelism,
-//! that is, the keys of one rank's part of a row that later ranks still see.
+//! that is, the keys of one GPU's part of a row that the queries of later GPUs' parts still see.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 
@@ -15,7 +15,7 @@ const VECTOR: usize = 8;
 /// for each key the first query that no longer sees it.
 ///
 /// # Errors
-/// Another type or rank, no tokens, no slots.
+/// Another type or number of dimensions, no tokens, no slots.
 pub fn dma_last_kept(expire: &CudaTensor, slots: usize) -> Result<CudaTensor, KernelError> {
     let [batch, num_kv_heads, seq_len] = expire.dims(LAST, "expire")?;
     operands!(LAST, expire: I32[batch, num_kv_heads, seq_len]);
@@ -30,8 +30,8 @@ pub fn dma_last_kept(expire: &CudaTensor, slots: usize) -> Result<CudaTensor, Ke
 }
 
 /// Copies the keys in `kept` of each KV head and their values, bf16 `[batch, slots, 2 * num_kv_heads, head_dim]`, and
-/// their ranks, f32 `[batch, num_kv_heads, slots]`; zeros where `kept` is -1. `packed` is bf16
-/// `[batch, seq_len, heads, head_dim]` with keys and values as its last heads, `rank` f32
+/// their ranks (the numbers by which DMA orders keys), f32 `[batch, num_kv_heads, slots]`; zeros where `kept` is -1.
+/// `packed` is bf16 `[batch, seq_len, heads, head_dim]` with keys and values as its last heads, `rank` f32
 /// `[batch, num_kv_heads, seq_len]`, and `kept` the result of [`dma_last_kept`].
 ///
 /// # Errors
@@ -91,6 +91,7 @@ struct Sizes {
 }
 
 impl Sizes {
+    /// Checks the three tensors against each other.
     fn of(kernel: &'static str, [packed, rank, kept]: [&CudaTensor; 3]) -> Result<Self, KernelError> {
         let [batch, seq_len, num_heads, head_dim] = packed.dims(kernel, "packed")?;
         let [_, num_kv_heads, slots] = kept.dims(kernel, "kept")?;

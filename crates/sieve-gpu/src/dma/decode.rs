@@ -1,4 +1,5 @@
-//! Launch of `kernels/dma_decode.cu`: one new token a row against a fixed-size cache of the keys that DMA keeps.
+//! Launch of `kernels/dma_decode.cu`: attention of one new token for each row of the batch over a fixed-size cache of
+//! the keys that DMA keeps.
 use crate::KernelError;
 use crate::attention::{AttentionShape, DecodeScratch, DecodeTiling, KvCache, Qkv, one_token, require_scale};
 use crate::dma::{ScoreBias, require_local_window};

@@ -29,7 +29,7 @@ pub fn key_list(expire: &[i32], block: usize) -> KeyList {
     KeyList { entries, num_entering }
 }
 
-/// The range `[begin, end)` of list entries that holds every key which a query of `first_query..=last_query` may see.
+/// The list entries, `[begin, end)`, that queries `first_query..=last_query` may see.
 pub fn tile_window(list: &KeyList, first_query: usize, last_query: usize) -> [i32; 2] {
     let (entering, old) = list.entries.split_at(list.num_entering);
     let begin = entering.iter().filter(|[position, _]| *position > last_query as i32).count();
@@ -43,7 +43,7 @@ mod tests {
     use crate::dma::lists::tests::expire_of_one_document;
 
     #[test]
-    fn a_tile_window_holds_every_active_key_of_its_queries() {
+    fn a_tile_window_holds_every_key_that_its_queries_see() {
         let seq_len = 2500_usize;
         // Pseudorandom scores.
         let scores: Vec<f32> = (0..seq_len).map(|i| ((i * 7919) % 1009) as f32).collect();

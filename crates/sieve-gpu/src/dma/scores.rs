@@ -123,7 +123,7 @@ impl Qkv {
             has_start: start.is_some(),
         });
         let grid = [shape.seq_len.div_ceil(BLOCK_TOKENS), 1, shape.batch];
-        // Without document starts the kernel does not read the tensor that stands in for them.
+        // Without document starts `a` stands in for them, and the kernel does not read it as starts.
         let start = start.as_ref().unwrap_or(&a);
         let exponentials = (bias == ScoreBias::Exp).then(new);
         let kernel = dma_scores_kernel(kv_heads, head_dim, slopes);
@@ -173,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wide_w_dt_is_tiled() {
+    fn a_w_dt_above_48_kib_is_read_in_tiles() {
         assert_eq!(shared_bytes(8, 128), 32 * 8 * 128, "8 heads of 128: all of it");
         assert_eq!(shared_bytes(32, 128), 32 * 32 * 48, "32 heads: 48 KiB of 512");
         assert!((1..=32).all(|heads| shared_bytes(heads, 256) <= 48 * 1024));

@@ -1,4 +1,4 @@
-//! Launches of `kernels/dma_scores_backward.cu` and `column_sums.cu`.
+//! Launches of `kernels/dma_scores_backward.cu` and `column_sums.cu`: gradients of the scores by which DMA ranks keys.
 use crate::KernelError;
 use crate::attention::Qkv;
 use crate::dma::require_kv_heads;
@@ -56,7 +56,7 @@ impl ScoresBackward<'_> {
         let blocks = tiles.min(MAX_PARTIALS);
         let width = (channels + 1) * kv_heads;
         let partials = w_dt.empty_contiguous(&[blocks, width], DType::F32);
-        // Each block sums the tokens for one slab of channels.
+        // Each thread block sums its tokens for one slab, a range of channels.
         let slabs = channels.div_ceil(THREADS * channels_per_thread(kv_heads));
         let params = params!(DmaScoresBackwardParams {
             { batch, seq_len }: shape,
@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn many_heads_leave_room_for_fewer_channels() {
+    fn with_more_kv_heads_a_thread_has_fewer_channels() {
         for heads in 1..=32 {
             assert!(heads * channels_per_thread(heads) <= 64, "{heads}");
             assert!(shared_bytes(heads) <= 64 * 1024, "{heads}");

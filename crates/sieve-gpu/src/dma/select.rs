@@ -20,7 +20,7 @@ const MAX_SEQ_LEN: usize = 1 << 22;
 /// The keys that [`dma_select`] chose.
 #[derive(Debug, Clone)]
 pub struct Selection {
-    /// `active(i, j)` holds exactly when `j <= i < expire[j]`; i32 `[batch, num_kv_heads, seq_len]`.
+    /// Query i sees key j exactly when `j <= i < expire[j]`; i32 `[batch, num_kv_heads, seq_len]`.
     pub expire: CudaTensor,
     /// The keys that are kept at each multiple of 8192 tokens, 64-bit words
     /// `[batch, num_kv_heads, boundaries, keep_window_size]`. [`dma_lists`](crate::Selection::dma_lists) reads them for

@@ -68,7 +68,7 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
         }
     };
     require_alignment(NAME, "latents", &latents)?;
-    // Without factors the kernel does not read the tensor that stands in for them.
+    // Without factors `q` stands in for them, and the kernel does not read it as factors.
     let (key_scale, scale_strides) = match key_scale {
         None => (q.clone(), [0; 3]),
         Some(scale) => {

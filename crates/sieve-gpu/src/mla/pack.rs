@@ -53,6 +53,7 @@ impl MlaPack<'_> {
         self.head_dim + self.rope_dim
     }
 
+    /// Elements of a packed token: queries, keys and values of all heads.
     fn token_len(&self) -> usize {
         self.num_heads * (2 * self.key_dim() + self.head_dim)
     }
@@ -240,7 +241,7 @@ impl MlaPack<'_> {
     /// holds for each token all queries, then all keys, then all values. A tensor with gaps is copied.
     ///
     /// # Errors
-    /// Another width, or a tensor of another rank.
+    /// Another width, or another number of dimensions.
     pub fn heads(packed: &CudaTensor, num_heads: usize, [head_dim, rope_dim]: [usize; 2]) -> Result<Qkv, KernelError> {
         const NAME: &str = "mla_attention";
         let key_dim = head_dim + rope_dim;

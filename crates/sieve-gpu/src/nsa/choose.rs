@@ -120,8 +120,8 @@ pub(super) fn take_important(
     take_largest(importance, start, indices, sizes, queries)
 }
 
-/// As [`take_important`], for blocks of `size` keys. The first `num_first` blocks, and the last `num_local` blocks up
-/// to the query's own, are always chosen.
+/// Writes the choice of `queries` among blocks of `size` keys; the tensors are those of [`take_important`]. The first
+/// `num_first` blocks, and the last `num_local` blocks up to the query's own, are always chosen.
 pub(crate) fn take_largest(
     importance: &CudaTensor,
     start: &CudaTensor,

@@ -44,11 +44,12 @@ impl Placed {
         unsafe { kernel.launch(grid, &tensors, &params) }?;
         Ok(Self {
             qkv: Qkv { q: qkv.q.clone(), k: Heads::all(&k), v: Heads::all(&v) },
-            lists: lists(shape, documents, blocks)?,
+            lists: compressed_lists(shape, documents, blocks)?,
         })
     }
 }
 
+/// The params of [`nsa_place_kernel`]; `scale` is a factor on the gradients of keys.
 fn place_params(shape: &AttentionShape, blocks: NsaBlocks, scale: f32) -> NsaPlaceParams {
     params!(NsaPlaceParams {
         { seq_len, num_heads, num_kv_heads }: shape,
@@ -61,7 +62,11 @@ fn place_params(shape: &AttentionShape, blocks: NsaBlocks, scale: f32) -> NsaPla
 }
 
 /// The key lists of the compressed branch: of each super-block of 1024 queries, the blocks that they may see.
-fn lists(shape: &AttentionShape, [start, end]: &[CudaTensor; 2], blocks: NsaBlocks) -> Result<KeyLists, KernelError> {
+fn compressed_lists(
+    shape: &AttentionShape,
+    [start, end]: &[CudaTensor; 2],
+    blocks: NsaBlocks,
+) -> Result<KeyLists, KernelError> {
     let (batch, heads, seq_len) = (shape.batch, shape.num_kv_heads, shape.seq_len);
     let super_blocks = seq_len.div_ceil(SUPER_BLOCK);
     let capacity = blocks.num_slots(seq_len).next_multiple_of(LIST_ALIGNMENT);
@@ -149,7 +154,7 @@ impl Qkv {
         operands!(NAME, pooled: BF16[2, rows, shape.head_dim]);
         let documents = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
         let lse = match choice.rule.takes_scores() {
-            // Nothing reads this tensor.
+            // Rules that compare scores read no log-sum-exp: this tensor stands in for it.
             true => pooled.empty_contiguous(&[1], DType::F32),
             false => {
                 let (sums, delta) = (None, None);

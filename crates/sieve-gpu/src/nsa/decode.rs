@@ -30,7 +30,8 @@ pub struct PooledStep<'a> {
     pub choice: BlockChoice,
 }
 
-/// One new token a row of native sparse attention (arXiv:2502.11089): the heads and caches of its three branches.
+/// One new token for each row of the batch under native sparse attention (arXiv:2502.11089): the heads and caches of
+/// its three branches.
 #[derive(Debug, Clone, Copy)]
 pub struct NsaToken<'a> {
     /// Queries, keys and values of the compressed, the selected and the window branch, `[batch, 1, heads, head_dim]`.
@@ -150,7 +151,9 @@ impl NsaToken<'_> {
 struct Pooled<'a> {
     /// Pooled keys, `[batch, num_kv_heads, room, head_dim]`.
     keys: &'a CudaTensor,
+    /// Tokens that a pooled key stands for.
     size: usize,
+    /// Tokens between the first tokens of two pooled keys.
     stride: usize,
     /// Whether the launch writes the mean of the block that ends at the token.
     is_written: bool,
@@ -222,7 +225,7 @@ pub(crate) fn key_logits(
     keys.scores(token, cache, length, unscaled)
 }
 
-/// The blocks that each of `choosers` groups of heads chooses by its scores in a cache of `capacity` keys, i32
+/// Chooses blocks of a cache of `capacity` keys by `scores`, for each of `choosers` groups of heads. Returns i32
 /// `[batch, choosers, num_selected_blocks]`. `length` counts the tokens before the new one, `start` is minus that.
 fn choose(
     scores: &CudaTensor,
@@ -254,10 +257,11 @@ fn choose(
 }
 
 impl KvCache {
-    /// Appends one new token a row to the cache, and the pooled key whose block ends at it, and attends over the tokens
-    /// of the blocks that its queries choose (arXiv:2509.24663; arXiv:2502.13189). `token`, `length` and `step` are the
-    /// same as in [`attention_decode`](Self::attention_decode), without a window; `scratch` must be made with one KV
-    /// head for each chooser. Returns `[batch, 1, num_heads, head_dim]`.
+    /// Appends one new token a row to the cache, and the pooled key whose block ends at it. Attends over the tokens of
+    /// the blocks that the token's queries choose (arXiv:2509.24663; arXiv:2502.13189). `token`, `length` and `step`
+    /// are the same as in [`attention_decode`](Self::attention_decode), without a window; `scratch` must be made with
+    /// one KV head for each chooser, a group of query heads with a choice of its own. Returns `[batch, 1, num_heads,
+    /// head_dim]`.
     ///
     /// With an indexer (arXiv:2606.13392) blocks are chosen by the queries and keys of `index` instead of the token's.
     /// Its key is appended to `pooled.pooled`, `[batch, 1, room, head_dim]`; its values are not read.

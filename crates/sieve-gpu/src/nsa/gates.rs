@@ -34,6 +34,7 @@ struct Inputs {
 }
 
 impl Inputs {
+    /// Checks the inputs, and copies those with gaps.
     fn new(branches: [&CudaTensor; BRANCHES], logits: &CudaTensor, bias: &CudaTensor) -> Result<Self, KernelError> {
         let dims: [usize; 4] = branches[0].dims(NAME, "a branch")?;
         let [batch, seq_len, heads, width] = dims;

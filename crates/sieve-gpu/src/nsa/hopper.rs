@@ -58,11 +58,12 @@ pub(super) fn nsa_importance_kernel(head_dim: usize, rule: ChoiceRule) -> Source
 /// places for each row, and two barriers.
 pub(super) fn selected_forward_kernel(head_dim: usize) -> SourceKernel {
     let (stages, tile_bytes) = (4, TILE_ROWS * head_dim * 2);
-    selected("hopper_nsa_selected_attention_forward", head_dim, stages, [216, 72])
+    base_kernel("hopper_nsa_selected_attention_forward", head_dim, stages, [216, 72])
         .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 8 * TILE_ROWS + 16) + DESCRIPTIONS)
 }
 
-/// The kernel of the log-sum-exps of an indexer, which has one key head and whose values are not read.
+/// The kernel that computes the log-sum-exps of an indexer's scores. An indexer has one key head, and its values are
+/// not read.
 pub(super) fn index_lse_kernel(head_dim: usize) -> SourceKernel {
     selected_forward_kernel(head_dim).define("KEYS_ONLY", 1)
 }
@@ -71,7 +72,7 @@ pub(super) fn index_lse_kernel(head_dim: usize) -> SourceKernel {
 pub(super) fn selected_backward_kernel(head_dim: usize, order: SumOrder) -> SourceKernel {
     let (stages, tile_bytes) = (2, 2 * TILE_ROWS * head_dim * 2);
     let scores = TILE_ROWS * BLOCK_KEYS * 2;
-    let kernel = selected("hopper_nsa_selected_attention_backward", head_dim, stages, [224, 56])
+    let kernel = base_kernel("hopper_nsa_selected_attention_backward", head_dim, stages, [224, 56])
         .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 16 * TILE_ROWS + 16) + scores + DESCRIPTIONS);
     in_order(kernel, order)
 }
@@ -87,7 +88,7 @@ fn in_order(kernel: SourceKernel, order: SumOrder) -> SourceKernel {
 pub(super) fn index_gradient_kernel(head_dim: usize, order: SumOrder) -> SourceKernel {
     let (stages, tile_bytes) = (4, TILE_ROWS * head_dim * 2);
     let scores = TILE_ROWS * BLOCK_KEYS * 2;
-    let kernel = selected("hopper_index_gradient", head_dim, stages, [216, 72])
+    let kernel = base_kernel("hopper_index_gradient", head_dim, stages, [216, 72])
         .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 16 * TILE_ROWS + 16) + scores + DESCRIPTIONS);
     in_order(kernel, order)
 }
@@ -97,8 +98,8 @@ fn keys_bytes(head_dim: usize) -> usize {
     KEY_SLOTS * 2 * BLOCK_KEYS * head_dim * 2
 }
 
-/// What the three kernels of chosen blocks share. `consumer` and `producer` are registers a thread of their warpgroups.
-fn selected(name: &'static str, head_dim: usize, stages: usize, [consumer, producer]: [usize; 2]) -> SourceKernel {
+/// What the three kernels of chosen blocks share. `consumer` and `producer`: registers per thread of these warpgroups.
+fn base_kernel(name: &'static str, head_dim: usize, stages: usize, [consumer, producer]: [usize; 2]) -> SourceKernel {
     SourceKernel::new(name)
         .define("HEAD_DIM", head_dim)
         .define("ROW_STAGES", stages)
@@ -114,15 +115,16 @@ mod tests {
     use sieve_core::model::test_shapes::msa;
 
     #[test]
-    fn two_blocks_that_score_importance_share_a_multiprocessor() {
+    fn two_thread_blocks_of_the_importance_kernel_fit_a_multiprocessor() {
         for head_dim in [64, 128] {
             let importance = nsa_importance_kernel(head_dim, ChoiceRule::LargestProbability).dynamic_shared_bytes();
+            // A multiprocessor has 228 KiB, of which CUDA reserves 1 KiB for each thread block.
             assert!(2 * (importance + 1024) <= 228 * 1024);
         }
     }
 
     #[test]
-    fn importance_has_a_form_for_the_paper_s_blocks_and_powers_of_two() {
+    fn the_importance_kernel_takes_the_paper_s_blocks_and_groups_of_powers_of_two() {
         let choice = |sizes| BlockChoice::nsa(NsaBlocks::of(sizes));
         let tiles = [1, 2, 3, 4, 8, 16, 32].map(|group| importance_tile(choice([32, 16, 64, 16]), group));
         let expected = [Some(128), Some(64), None, Some(32), Some(16), Some(8), None];

@@ -12,7 +12,8 @@ use sieve_core::NsaBlocks;
 
 const NAME: &str = "index_gradient";
 
-/// Operands of the gradient of an indexer's loss, beside the queries and keys of the attention that it learns from.
+/// Operands of the gradient of an indexer's loss, beside the queries and keys of the attention that the indexer learns
+/// to predict.
 #[derive(Clone, Copy, Debug)]
 pub struct IndexGradient<'a> {
     /// Packed heads of the indexer, bf16 `[batch, seq_len, num_kv_heads + 2, head_dim]`: a query for each KV head, a

@@ -32,6 +32,7 @@ impl ChoiceLists {
         let [batch, seq_len, heads, num_selected] = indices.dims("nsa_lists", "block_indices")?;
         let shared_bytes = indices.hardware().max_shared_bytes;
         require_cells("nsa_lists", seq_len, blocks.select_block_size, shared_bytes)?;
+        // A cell is a run of `select_block_size` positions of the row. A block counts in the cell where it begins.
         let cells = seq_len.div_ceil(blocks.select_block_size);
         let parts = queries.len().div_ceil(PART_QUERIES);
         let choices = queries.len() * num_selected;
@@ -97,7 +98,7 @@ const CELL_BYTES: usize = 8;
 /// Most bytes of shared memory that nsa_lists uses beside its cells.
 const STATIC_BYTES: usize = 1024;
 
-/// Number of cells of the longest row; a cell has `select_block_size` tokens (see `kernels/common/nsa_cells.cuh`).
+/// The most cells of a row, by the shared memory of a thread block.
 fn most_cells(shared_bytes: usize) -> usize {
     shared_bytes.saturating_sub(STATIC_BYTES) / CELL_BYTES
 }

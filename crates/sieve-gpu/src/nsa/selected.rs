@@ -21,8 +21,8 @@ impl ChoiceLists {
     pub const PART_BYTES: usize = 1 << 30;
 }
 
-/// About how many rows (queries x heads of a group) an item of a list has: enough to amortise loading a block's keys,
-/// few enough to spread the longest lists over thread blocks.
+/// About how many rows (queries x heads of a group) a work item has. An item is a part of a block's list of queries:
+/// long enough to amortise loading the block's keys, short enough to spread the longest lists over thread blocks.
 const ITEM_ROWS: usize = 2048;
 
 /// Keys of a block that queries choose.
@@ -35,7 +35,9 @@ const FORWARD_ROWS: usize = 128;
 pub(super) struct Work {
     pub(super) shape: AttentionShape,
     pub(super) qkv: Qkv,
+    /// The first token of each token's document, and its end.
     pub(super) documents: [CudaTensor; 2],
+    /// The blocks that each query chose, i32 `[batch, seq_len, num_kv_heads, num_selected_blocks]`.
     pub(super) indices: CudaTensor,
     pub(super) blocks: NsaBlocks,
     pub(super) softmax_scale: f32,
@@ -78,12 +80,13 @@ impl Work {
         hopper::is_hopper(&self.shape, self.qkv.q.tensor())
     }
 
+    /// The lists of a range of queries: for each block the queries that chose it, in items of `item_queries` queries.
     fn lists(&self, range: &Range<usize>, item_queries: usize) -> Result<ChoiceLists, KernelError> {
         let [start, _] = &self.documents;
         ChoiceLists::new(&self.indices, start, self.blocks, range, item_queries)
     }
 
-    /// Queries of an item of a list.
+    /// Queries of a work item.
     fn item_queries(&self) -> usize {
         (ITEM_ROWS / self.shape.group_size()).max(1)
     }
@@ -170,10 +173,11 @@ impl Work {
 /// What nsa_selected_combine joins of a query's choices.
 #[derive(Clone, Copy)]
 pub(super) enum Joined {
-    /// o, weighted by the partial log-sum-exps, and these.
+    /// The partial outputs, weighted by their log-sum-exps, and the log-sum-exps.
     Output,
     /// The partial log-sum-exps alone.
     LogSumExp,
+    /// The partial gradients of the query.
     QueryGradient,
 }
 
@@ -200,14 +204,14 @@ impl Qkv {
 /// The log-sum-exps of a range of queries whose results were joined.
 pub(super) struct JoinedRange<'a> {
     pub(super) queries: Range<usize>,
-    /// Of each choice, to base 2, f32 `[batch, num_kv_heads, choices, group_size, 1]`.
+    /// Log-sum-exp of each choice, to base 2, f32 `[batch, num_kv_heads, choices, group_size, 1]`.
     pub(super) part_lse: &'a CudaTensor,
-    /// Of each query, f32 `[batch, num_heads, seq_len]`.
+    /// Log-sum-exp of each query, f32 `[batch, num_heads, seq_len]`.
     pub(super) lse: &'a CudaTensor,
 }
 
 impl Work {
-    /// The forward pass, range by range; `behind` is called behind each.
+    /// The forward pass, range by range; `behind` is called after each range was queued.
     pub(super) fn forward(
         &self,
         behind: impl Fn(JoinedRange<'_>) -> Result<(), KernelError>,
@@ -311,7 +315,7 @@ fn nsa_selected_attention_forward_kernel(head_dim: usize) -> SourceKernel {
         .shared_bytes((2 * BLOCK_KEYS + 2 * FORWARD_ROWS) * head_dim * 2)
 }
 
-/// The specialisation for a head width. Its steps have so few rows that two thread blocks fit on a multiprocessor.
+/// The backward kernel for a head width. Its steps have so few rows that two thread blocks fit on a multiprocessor.
 fn nsa_selected_attention_backward_kernel(head_dim: usize) -> SourceKernel {
     let rows = if head_dim > 64 { 32 } else { 64 };
     // K, V and two steps of q and d_o; P and two steps of dS; statistics of queries, entries of keys, the work item,

@@ -10,11 +10,11 @@ use sieve_core::{NsaBlocks, SELECTED_SIZES, selected_pieces};
 
 const NAME: &str = "selected_blocks";
 
-/// Lists of a thread block, a warp each.
+/// Warps of a thread block; each takes the list of one query and KV head.
 const WARPS: usize = 8;
 
-/// Blocks that a caller gives each query and KV head, in any order. Indices below 0, of blocks after the query's own
-/// one and of a block that is named before count as none.
+/// Blocks that a caller gives each query and KV head, in any order. An index counts as none if it is below 0, if its
+/// block comes after the query's own, or if an earlier index names the same block.
 #[derive(Debug, Clone, Copy)]
 pub struct SelectedBlocks<'a> {
     /// Indices of blocks from the document's first token on, i32 `[batch, seq_len, num_kv_heads, num_indices]`.
@@ -46,7 +46,7 @@ impl SelectedBlocks<'_> {
         let shared_bytes = indices.hardware().max_shared_bytes;
         require_cells(NAME, seq_len, size, shared_bytes)?;
         let attended = indices.empty_contiguous(&[batch, seq_len, num_choosers, num_indices * pieces], DType::I32);
-        let num_words = words(seq_len, block);
+        let num_words = words_per_warp(seq_len, block);
         let lists = batch * seq_len * num_choosers;
         let params = params!(SelectedBlocksParams {
             lists,
@@ -111,7 +111,7 @@ pub struct SelectedAttention {
     pub result: AttentionResult,
     /// The blocks as [`AttentionGradients::nsa_selected_attention_backward`](crate::AttentionGradients) takes them.
     pub block_indices: CudaTensor,
-    /// Their sizes.
+    /// Size and number of these blocks.
     pub blocks: NsaBlocks,
     /// The attention on the block of each index, summed over the heads of the group, f32 of the indices' shape: 0 where
     /// an index counts as none, and at each place of a block that is given twice. An indexer's loss reads it.
@@ -145,8 +145,8 @@ impl Qkv {
     }
 }
 
-/// Words of the bits of a warp: a bit for each block of a row. A power of two, so that few different launches exist.
-fn words(seq_len: usize, block: usize) -> usize {
+/// Words in which a warp has a bit for each block of a row. A power of two, so that few different launches exist.
+fn words_per_warp(seq_len: usize, block: usize) -> usize {
     seq_len.div_ceil(32 * block).next_power_of_two()
 }
 
@@ -168,6 +168,7 @@ mod tests {
     use super::*;
     use crate::{Hardware, Recorder};
 
+    /// The blocks as attention reads them, of 5 indices for each query and KV head; the counts have the shape `counts`.
     fn attended(block: usize, seq_len: usize, counts: &[usize]) -> Result<(CudaTensor, NsaBlocks), KernelError> {
         let gpu = Recorder::new(Hardware::HOPPER);
         let tensor = |shape: &[usize]| gpu.tensor(shape, DType::I32);
@@ -199,7 +200,7 @@ mod tests {
             let size = block / selected_pieces(block);
             let most = crate::ChoiceLists::most_tokens(size, Hardware::HOPPER.max_shared_bytes);
             for seq_len in [1, 32 * block, 32 * block + 1, most] {
-                let (words, limit) = (words(seq_len, block), Hardware::HOPPER.max_shared_bytes);
+                let (words, limit) = (words_per_warp(seq_len, block), Hardware::HOPPER.max_shared_bytes);
                 assert!(words * 32 * block >= seq_len, "{block} {seq_len}");
                 assert!(selected_blocks_kernel(true, words).dynamic_shared_bytes() <= limit, "{block} {seq_len}");
             }

@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_of_pitched_and_sliced_tensors() {
+    fn rows_have_one_stride_between_all_neighbours() {
         assert_eq!(uniform_rows(&[2, 3, 5], &[15, 5, 1]), Some((6, 5)));
         assert_eq!(uniform_rows(&[2, 3, 5], &[24, 8, 1]), Some((6, 8)), "pitched rows");
         assert_eq!(uniform_rows(&[2, 3, 5], &[64, 8, 1]), None, "a gap between batches");
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_to_compute_is_said_plainly() {
+    fn a_size_of_0_is_refused_by_name() {
         let error = require_non_empty("k", "seq_len", 0).expect_err("zero").to_string();
         assert!(error.starts_with("k: seq_len is 0"), "{error}");
         assert!(require_non_empty("k", "seq_len", 1).is_ok());

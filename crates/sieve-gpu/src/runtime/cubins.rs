@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_found_again_and_only_that() {
+    fn only_cubins_that_were_written_are_found() {
         let root = tempfile::tempdir().expect("a temporary folder");
         let cubins = Cubins::below(root.path(), "sm_80", "13.0");
         assert!(!cubins.has(7) && cubins.read(7).is_none() && !cubins.folder().exists());

@@ -276,6 +276,7 @@ impl CudaTensor {
         layout_error(kernel, tensor, [self.shape(), self.strides()], expected)
     }
 
+    /// A contiguous tensor on new memory, with this tensor's policy.
     fn of_new(&self, memory: Arc<dyn Memory>, shape: &[usize], dtype: DType) -> Self {
         Self::new(memory, 0, [shape, &contiguous_strides(shape)], dtype).under(self.policy)
     }

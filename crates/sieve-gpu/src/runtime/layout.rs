@@ -65,13 +65,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn strides_of_a_shape() {
+    fn contiguous_strides_are_row_major() {
         assert_eq!(contiguous_strides(&[2, 3, 5]), [15, 5, 1]);
         assert_eq!(contiguous_strides(&[]), Vec::<usize>::new());
     }
 
     #[test]
-    fn a_view_needs_its_last_element() {
+    fn a_buffer_reaches_to_the_last_element_of_a_view() {
         assert_eq!(required_elements(&[2, 3, 5], &[15, 5, 1]), 30);
         assert_eq!(required_elements(&[2, 3, 5], &[64, 8, 1]), 64 + 16 + 5);
         assert_eq!(required_elements(&[4, 7], &[0, 1]), 7);

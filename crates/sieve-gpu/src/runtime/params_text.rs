@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn words_keep_their_names_and_order() {
+    fn fields_keep_their_names_and_order() {
         let found = structs_in(&without_comments(KERNEL)).expect("well formed");
         let names: Vec<&str> = found.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["FirstParams", "AParams"]);
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_words_is_refused() {
+    fn other_fields_than_u64_and_unknown_structs_are_refused() {
         assert!(rust(&KERNEL.replace("u64 window", "float window")).is_err());
         assert!(rust(&KERNEL.replace(": FirstParams", ": NoParams")).is_err());
         assert!(rust(&KERNEL.replace("AParams params", "u64 n")).is_err());

@@ -294,7 +294,9 @@ mod tests {
         };
         assert_eq!(launch.kernel.name(), "attention_forward");
         assert!(launch.kernel.defines().contains(&("HEAD_DIM", "64".to_owned())));
+        // One tile of queries, for each of 4 heads and 2 rows of the batch.
         assert_eq!((launch.grid, launch.kernel.block_threads()), ([1, 4, 2], 128));
+        // The params begin with batch, seq_len and the numbers of query heads and of KV heads.
         assert_eq!(launch.words[..4], [2, 70, 4, 2]);
         // q, k, v, doc_start, o, lse: buffers in the order of their allocation.
         let buffers: Vec<usize> = launch.tensors.iter().map(|view| view.buffer).collect();
@@ -315,6 +317,7 @@ mod tests {
             panic!("{steps:?}");
         };
         assert_eq!(launch.kernel.name(), "hopper_attention_forward");
+        // A thread block for each of 132 multiprocessors; maps of q, k and v.
         assert_eq!((launch.grid, launch.maps.len()), ([132, 1, 1], 3));
         // Keys in tiles of 128 rows and 64 columns.
         let MapLayout { shape, tile, .. } = launch.maps[1].layout;

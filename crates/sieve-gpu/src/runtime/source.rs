@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn any_change_changes_the_hash() {
+    fn another_text_or_define_has_another_hash() {
         let base = assemble_text("a.cu", "x", &[("A", "1".into())]).expect("no include");
         let other_text = assemble_text("a.cu", "y", &[("A", "1".into())]).expect("no include");
         let other_define = assemble_text("a.cu", "x", &[("A", "2".into())]).expect("no include");

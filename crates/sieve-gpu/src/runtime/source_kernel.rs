@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn the_key_follows_the_code_alone() {
+    fn the_cache_key_depends_on_the_code_alone() {
         let key = |kernel: SourceKernel| kernel.code_key().expect("plain text");
         let others = [
             SourceKernel::from_text("probe", "extern \"C\" __global__ void probe(float* x) { x[0] = 2.0f; }"),

@@ -205,7 +205,7 @@ impl DmaSlots {
         let tensors = [token.q.tensor(), &self.kv.k, &logits];
         // SAFETY: slots_decode checked the slots against the token; writes logits of the slots in use.
         unsafe { SLOT_LOGITS.launch(grid, &tensors, &params) }?;
-        // Counts are 32-bit integers; zero has the same bits as an f32.
+        // The kernel counts in 32-bit integers; an f32 of 0 has the same bits.
         let nan_rows = empty_zero(&z, &[shape.num_heads])?;
         let columns = self.z.reshaped(NAME, "received", &[num_kv_heads, slots])?;
         let sums = ProbeSums { group, factor: 1.0, adds: true, columns: &columns, diagonals: None };

@@ -119,7 +119,7 @@ impl Call<'_> {
 
     /// Marks in `kept` the blocks that the kept columns and diagonals meet, and the blocks of `map`. With `by_token` a
     /// bit of columns and diagonals stands for a token, otherwise for a block.
-    fn slashes(
+    fn mark_blocks(
         &self,
         [columns, diagonals]: &Lines,
         map: Option<&CudaTensor>,
@@ -165,7 +165,7 @@ impl Call<'_> {
         };
         let lines = [best(0)?, best(1)?];
         let (map, by_token) = (None, true);
-        self.slashes(&lines, map, by_token, kept)?;
+        self.mark_blocks(&lines, map, by_token, kept)?;
         let [columns, _] = lines;
         Ok(columns)
     }
@@ -229,13 +229,13 @@ impl Call<'_> {
         };
         let lines = [best(0)?, best(1)?];
         let wanted = tops.row_range(NAME, "tops", 2, 1)?;
-        let map = self.map(&wanted, nan_rows, gamma)?;
+        let map = self.map_bits(&wanted, nan_rows, gamma)?;
         let by_token = false;
-        self.slashes(&lines, Some(&map), by_token, kept)
+        self.mark_blocks(&lines, Some(&map), by_token, kept)
     }
 
     /// Bits of the largest entries of the block map, for the heads in `wanted` whose pattern is the block map.
-    fn map(&self, wanted: &CudaTensor, nan_rows: &CudaTensor, gamma: f64) -> Result<CudaTensor, KernelError> {
+    fn map_bits(&self, wanted: &CudaTensor, nan_rows: &CudaTensor, gamma: f64) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let [rows, columns] = s.blocks();
         let length = rows * columns;

@@ -1,5 +1,5 @@
-//! Permutations of tokens inside segments, which permuted block-sparse attention (PBS) computes before it
-//! chooses blocks.
+//! Permutations of tokens inside segments (runs of a fixed number of tokens), which permuted block-sparse attention
+//! (PBS) computes before it chooses blocks.
 use super::{Call, NAME};
 use crate::KernelError;
 use crate::attention::Heads;
@@ -54,7 +54,7 @@ impl Call<'_> {
                 }
                 KeyScores::Length => {
                     let tokens = [0, s.shape.num_keys];
-                    (self.lengths(&self.qkv.k, self.k, s.shape.num_kv_heads, tokens)?, 0)
+                    (self.negated_norms(&self.qkv.k, self.k, s.shape.num_kv_heads, tokens)?, 0)
                 }
             };
             let sorted = Sorted {
@@ -75,7 +75,7 @@ impl Call<'_> {
         let queries = part(&mask.places.query_order, s.shape.num_heads, s.shape.num_queries)?;
         let tokens = [s.shape.context(), s.shape.num_queries];
         let sorted = Sorted {
-            score: self.lengths(&self.qkv.q, self.q, s.shape.num_heads, tokens)?,
+            score: self.negated_norms(&self.qkv.q, self.q, s.shape.num_heads, tokens)?,
             nan_rows,
             sets: s.shape.num_heads,
             first: s.shape.context(),
@@ -98,7 +98,7 @@ impl Call<'_> {
     }
 
     /// Negated vector norms of some tokens, so that the sort puts the shortest first, f32 `[heads, tokens]`.
-    fn lengths(
+    fn negated_norms(
         &self,
         x: &Heads,
         at: [usize; 3],

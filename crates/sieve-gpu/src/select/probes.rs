@@ -1,5 +1,5 @@
-//! Dense probe rows, every gamma-th query: the blocks that they choose for their tile (MOMO), and the correction of a
-//! sparse output by the probes' dense outputs.
+//! Probes: every gamma-th query has dense attention. It chooses blocks for its query tile (as in MOMO), and its dense
+//! output corrects the sparse output of the queries after it.
 use super::{Call, Choice, KeptBits};
 use crate::KernelError;
 use crate::attention::{BlockLse, Qkv};
@@ -46,7 +46,7 @@ impl Call<'_> {
             });
             let grid = [num_probes.div_ceil(64), heads.len(), 1];
             let tensors = [&lse, &chosen, nan_rows];
-            // A score and a block for each of the 64 threads' best.
+            // For each of the 64 threads the scores and the numbers of its best blocks.
             let kernel = SELECT_GATE.shared_bytes(num_exact.min(k) * 64 * 2 * DType::F32.size());
             // SAFETY: reads scores of blocks that a probe sees; writes every word of these heads.
             unsafe { kernel.launch(grid, &tensors, &params) }?;
@@ -104,7 +104,7 @@ fn probe_mask(shape: CallShape, gamma: usize, like: &CudaTensor) -> Result<KeyMa
         places: MaskPlaces {
             row_ptr: row_ptr_at..tile_idx_at,
             tile_idx: tile_idx_at..query_order_at,
-            // An order of all rows would be one for each head; probes of all rows are in order.
+            // All heads share an order of some rows. Where every row is a probe, they are in order and need none.
             query_order: if num_probes < shape.num_queries { query_order_at..num_words } else { 0..0 },
             ..MaskPlaces::default()
         },

@@ -121,7 +121,7 @@ impl Call<'_> {
         Ok([means, variances])
     }
 
-    /// Mean-pooled keys of all KV heads.
+    /// Operands of select_pool for the keys of all KV heads.
     pub(super) fn pooled_keys<'a>(&'a self, order: Option<&'a CudaTensor>) -> Pooled<'a> {
         let s = self.selection;
         Pooled {
@@ -223,7 +223,7 @@ impl Call<'_> {
         let grid =
             [s.shape.num_keys.div_ceil(cells.cell).div_ceil(CELL_SIDE), query_cells.div_ceil(CELL_SIDE), heads.len()];
         let [q, k] = [self.qkv.q.tensor(), self.qkv.k.tensor()];
-        // The kernel does not read the order of keys that keep their order.
+        // Keys that do not move have no order: `k` stands in for it, and is not read as an order.
         let tensors = [q, k, cells.order.unwrap_or(k), &scores];
         let family = KernelFamily::of(&self.shape, KeySource::Dense, self.qkv.q.tensor());
         let kernel = select_cells_kernel(self.shape.head_dim, [cells.is_lse, cells.order.is_some()], family);

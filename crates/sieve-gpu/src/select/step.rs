@@ -1,5 +1,6 @@
 //! Decoding under selectors that evict nothing: one new token a row reads some keys of its cache, which the device
-//! chooses. Launches of `kernels/select_pages.cu`, and of the kernels that trained choices of blocks decode with.
+//! chooses. Launches of `kernels/select_pages.cu`, and of the decoding kernels of models that are trained to choose
+//! blocks.
 use crate::KernelError;
 use crate::attention::{AttentionShape, DecodeScratch, DecodeStep, KvCache, Qkv, one_token};
 use crate::nsa::{key_logits, take_largest};
@@ -16,7 +17,7 @@ const PAGES_AT_ONCE: usize = 8;
 pub struct SelectorStep<'a> {
     /// Tokens before the new one, i32 `[batch]`.
     pub length: &'a CudaTensor,
-    /// Minus that, i32 `[batch, 1]`.
+    /// Minus the number of tokens before the new one, i32 `[batch, 1]`.
     pub start: &'a CudaTensor,
     /// Which keys are read.
     pub keys: TokenKeys,
@@ -26,7 +27,7 @@ pub struct SelectorStep<'a> {
 }
 
 impl SelectorStep<'_> {
-    /// The shape and the most keys with which to make the [`DecodeScratch`] of a call of `shape` where a row has
+    /// The arguments of [`DecodeScratch::new`], a shape and the most keys, for a call of `shape` where a row has
     /// `num_keys` keys, the token's own included.
     pub fn scratch(keys: TokenKeys, shape: AttentionShape, num_keys: usize) -> (AttentionShape, usize) {
         match keys {
@@ -69,7 +70,7 @@ impl KvCache {
     /// pages for each KV head, or keys for each query head; i32 `[batch, heads, count]`, ascending, then -1.
     ///
     /// # Errors
-    /// The same as [`selector_decode`](Self::selector_decode); [`TokenKeys::Ends`], which chooses nothing.
+    /// The errors of [`selector_decode`](Self::selector_decode); [`TokenKeys::Ends`], which chooses nothing.
     pub fn selected_blocks(
         &self,
         token: &Qkv,
@@ -205,6 +206,7 @@ mod tests {
         let selection = BlockSelection::new(shape, 1, cells, KeepBlocks::Top(1_000));
         let refused = choose(&selection).map_err(|error| error.to_string());
         assert!(refused.is_err_and(|text| text.contains("2^31")));
+        // The 1,000 best keys and the 1,000 last ones need no mask.
         let gpu = Recorder::new(Hardware::HOPPER);
         let packed = gpu.tensor(&[1, shape.num_keys, 12, 64], DType::BF16);
         let lse = gpu.tensor(&[1, 6, shape.num_keys], DType::F32);

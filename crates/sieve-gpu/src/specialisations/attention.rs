@@ -15,7 +15,7 @@ pub struct AttentionNeeds {
     pub keys: NeededKeys,
     /// Whether training sums in a fixed order.
     pub order: SumOrder,
-    /// Whether query heads have sinks.
+    /// Whether query heads have sinks: one more logit in each softmax, whose value is zero.
     pub has_sinks: bool,
 }
 
@@ -45,23 +45,24 @@ impl AttentionNeeds {
         if self.has_sinks {
             parts.push(Part::Sinks);
         }
-        self.parts(arch, &parts)
+        self.kernels_of(arch, &parts)
     }
 
     /// The kernels that decoding alone launches.
     pub fn decoding(&self, arch: &str) -> NeededKernels {
         match self.has_sinks {
-            true => self.parts(arch, &[Part::Decode, Part::Sinks]),
-            false => self.parts(arch, &[Part::Decode]),
+            true => self.kernels_of(arch, &[Part::Decode, Part::Sinks]),
+            false => self.kernels_of(arch, &[Part::Decode]),
         }
     }
 
     /// Why a pass of training has no kernel on a device of `arch`; `None` if all have one.
     pub fn gap(&self, arch: &str) -> Option<KernelError> {
-        self.parts(arch, &[Part::Training(self.order)]).refused.into_iter().next()
+        self.kernels_of(arch, &[Part::Training(self.order)]).refused.into_iter().next()
     }
 
-    fn parts(&self, arch: &str, parts: &[Part]) -> NeededKernels {
+    /// The kernels of some parts, by each family of an architecture.
+    fn kernels_of(&self, arch: &str, parts: &[Part]) -> NeededKernels {
         let mut needed = NeededKernels::default();
         if Hardware::of_arch(arch).is_none() {
             return needed;
@@ -73,7 +74,7 @@ impl AttentionNeeds {
         needed
     }
 
-    /// Makes the calls of a part.
+    /// Calls the launch wrappers of a part.
     pub(super) fn call(&self, calls: &mut Calls, part: Part) {
         let Self { shape, keys, .. } = self;
         match (part, *keys) {
@@ -82,7 +83,7 @@ impl AttentionNeeds {
                 dma::scores(calls, shape, &slopes);
                 dma::choice(calls, shape);
             }
-            // Blocks are chosen between forward passes.
+            // No keys are scored; the choice of blocks is among the calls of training.
             (Part::Choose, NeededKeys::Neighbours | NeededKeys::AllBiased | NeededKeys::Blocks) => {}
             (Part::Forward, NeededKeys::Neighbours) => dense::forward(calls, shape),
             (Part::Forward, NeededKeys::Chosen(_)) => dma::forward(calls, shape),
@@ -171,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fixed_order_replaces_the_sums_of_dq() {
+    fn in_a_fixed_order_a_pass_by_query_computes_dq() {
         let dma = NeededKeys::Chosen(ScoreBias::Exp);
         let any = names(&needs(64, dma, SumOrder::Any).kernels("sm_80"));
         let fixed = names(&needs(64, dma, SumOrder::Fixed).kernels("sm_80"));
@@ -213,12 +214,13 @@ mod tests {
             for name in ["attention_sinks_forward", "attention_sinks_backward"] {
                 assert!(added.contains(&name), "{added:?}");
             }
+            // The token is cached, appended, rotated and appended, or normed, rotated and appended.
             assert_eq!(added.iter().filter(|name| **name == "attention_decode").count(), 4, "{added:?}");
         }
     }
 
     #[test]
-    fn hopper_gets_both_families_where_it_has_its_own() {
+    fn hopper_needs_both_families_at_widths_that_have_hopper_kernels() {
         let dma = NeededKeys::Chosen(ScoreBias::Exp);
         for (width, expected) in [(128, true), (96, false)] {
             let needed = names(&needs(width, dma, SumOrder::Any).kernels("sm_90a"));
@@ -232,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_named_and_the_rest_is_kept() {
+    fn a_pass_that_does_not_fit_is_refused_by_name_and_others_are_kept() {
         let needed = needs(256, NeededKeys::Neighbours, SumOrder::Any).kernels("sm_86");
         assert!(names(&needed).contains("attention_forward"));
         let reason = needed.refused.first().expect("no tile of 256 fits").to_string();

@@ -105,8 +105,8 @@ impl Calls {
         Some(Token { shape, qkv, cache, length, scratch })
     }
 
-    /// Makes the calls of a backward pass in an order of sums: with one thread block for each tile of keys, and with
-    /// two.
+    /// Makes the calls of a backward pass in an order of sums twice, as its code differs: with one thread block for
+    /// each tile of keys, and with two.
     fn with_shares(&mut self, sums: SumOrder, calls: impl Fn(&mut Self)) {
         let before = self.policy;
         for blocks in [1, 2] {

@@ -1,4 +1,5 @@
-//! The kernels of a model beside its attention, of selectors, and of forms that only checks launch.
+//! The kernels that a model launches beside its attention, those of selectors, and specialisations that only checks
+//! launch.
 use super::NeededKernels;
 use super::calls::{Calls, dense, dma, latent, masked};
 use crate::attention::AttentionShape;
@@ -16,14 +17,14 @@ pub struct StepSizes {
     pub rotated_head_dim: Option<usize>,
 }
 
-/// What `record` calls on the portable family of an architecture.
-fn recorded(arch: &str, record: impl FnOnce(&mut Calls)) -> NeededKernels {
+/// The kernels that the calls of `record` launch on an architecture, by the portable family.
+fn of_portable_family(arch: &str, record: impl FnOnce(&mut Calls)) -> NeededKernels {
     let mut calls = Calls::on(arch, KernelFamilies::Portable);
     record(&mut calls);
     calls.into_needed()
 }
 
-/// What `record` calls on each family of an architecture.
+/// The kernels that the calls of `record` launch on an architecture, by each of its families.
 fn of_each_family(arch: &str, record: impl Fn(&mut Calls)) -> NeededKernels {
     let mut needed = NeededKernels::default();
     for mut calls in Calls::of_each_family(arch) {
@@ -41,7 +42,7 @@ impl NeededKernels {
 
     /// The kernels of training steps of these models, and of decoding as many tokens at once.
     pub(super) fn step_of(arch: &str, models: &[StepSizes], num_tokens: &[usize]) -> Self {
-        recorded(arch, |calls| {
+        of_portable_family(arch, |calls| {
             step::call_with_any_width(calls);
             for sizes in models {
                 step::call_on_residual_stream(calls, sizes.d_model, num_tokens);
@@ -57,7 +58,7 @@ impl NeededKernels {
     /// Specialisations that no model of usual widths launches: for rows that are not whole 16-byte words, for heads of
     /// these widths, and for DMA's scores with these numbers of KV heads.
     pub fn step_rarely(arch: &str, head_dims: &[usize], kv_heads: &[usize]) -> Self {
-        recorded(arch, |calls| {
+        of_portable_family(arch, |calls| {
             let (odd, usual) = (7, 128);
             step::call_swiglu(calls, odd);
             for (width, dtype) in [(odd, DType::BF16), (odd, DType::F32), (usual, DType::F32)] {
@@ -73,23 +74,23 @@ impl NeededKernels {
     /// The kernels that rank DMA's keys with these slopes, one for each KV head.
     pub fn dma_ranks(arch: &str, head_dim: usize, slopes: &[f32]) -> Self {
         let shape = AttentionShape::new(1, 1, [slopes.len(); 2], [head_dim; 2]);
-        recorded(arch, |calls| dma::scores(calls, &shape, slopes))
+        of_portable_family(arch, |calls| dma::scores(calls, &shape, slopes))
     }
 
     /// The packing kernels of latent attention, forward and backward, for heads of `[head_dim, rope_dim]` columns
     /// without and with rotation.
     pub fn mla_pack(arch: &str, widths: [usize; 2], has_norm: bool) -> Self {
-        recorded(arch, |calls| latent::packing(calls, widths, has_norm))
+        of_portable_family(arch, |calls| latent::packing(calls, widths, has_norm))
     }
 
     /// The kernels that decode over latents of `rank` columns, for heads of `[head_dim, rope_dim]` columns without and
     /// with rotation.
     pub fn mla_decode(arch: &str, rank: usize, widths: [usize; 2], has_norm: bool) -> Self {
-        recorded(arch, |calls| latent::decoding(calls, rank, widths, has_norm))
+        of_portable_family(arch, |calls| latent::decoding(calls, rank, widths, has_norm))
     }
 
-    /// The kernels of selectors for heads of these widths, where probes score blocks of these numbers of keys, and of
-    /// the dense attention that their outputs are compared with.
+    /// The kernels of selectors for heads of these widths, and of the dense attention that their outputs are compared
+    /// with. `probed_blocks`: how many keys the blocks have that probes (queries with dense attention) score.
     pub fn sparse(arch: &str, head_dims: &[usize], probed_blocks: &[usize]) -> Self {
         of_each_family(arch, |calls| {
             for &head_dim in head_dims {
@@ -101,7 +102,7 @@ impl NeededKernels {
         })
     }
 
-    /// The kernels of gradients under masks of tiles, for heads of these widths, in both orders of sums.
+    /// The kernels that compute gradients under masks of tiles, for heads of these widths, in both orders of sums.
     pub fn sparse_gradients(arch: &str, head_dims: &[usize]) -> Self {
         of_each_family(arch, |calls| {
             for &head_dim in head_dims {
@@ -136,12 +137,12 @@ mod tests {
     }
 
     #[test]
-    fn a_model_needs_the_widths_that_it_has() {
+    fn the_widths_of_a_model_decide_its_kernels() {
         let warps = |d_model| {
             let needed = NeededKernels::step("sm_90a", StepSizes { d_model, ..MODEL });
             let mut norms = needed.kernels.into_iter().filter(|kernel| kernel.name() == "rms_norm_backward");
             let (first, rest) = (norms.next().expect("a norm"), norms.count());
-            // Alone, with a residual, and with the output computed again.
+            // The gradient alone, with a residual's gradient added, and with the norm's output recomputed too.
             assert_eq!(rest, 2, "{d_model}");
             first.defines().iter().find(|(name, _)| *name == "WARPS_PER_ROW").map(|(_, warps)| warps.clone())
         };

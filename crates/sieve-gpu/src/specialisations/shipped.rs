@@ -94,7 +94,7 @@ impl NeededKernels {
         for has_norm in [true, false] {
             list.extend(NeededKernels::mla_pack(arch, widths, has_norm));
         }
-        // Latents of DeepSeek-V2 and of the 80M and 200M recipes; tokens of heads without norms once.
+        // Latents of the 80M and 200M recipes and of DeepSeek-V2; only DeepSeek-V2's rank of 512 also without norms.
         for (rank, has_norm) in [(192, true), (256, true), (512, true), (512, false)] {
             list.extend(NeededKernels::mla_decode(arch, rank, widths, has_norm));
         }
@@ -155,7 +155,7 @@ mod tests {
             }
             let refused: Vec<String> = list.refused.iter().map(ToString::to_string).collect();
             match limit / 1024 {
-                // The backward pass of heads of 256.
+                // In 99 KiB the backward pass of heads of 256 columns does not fit.
                 99 => assert!(refused.len() == 1 && refused[0].contains("attention_backward"), "{refused:?}"),
                 _ => assert_eq!(refused, [""; 0], "{arch}"),
             }

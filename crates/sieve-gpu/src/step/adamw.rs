@@ -105,7 +105,7 @@ mod tests {
     use crate::runtime::words_for;
 
     #[test]
-    fn words_hold_the_combined_factors() {
+    fn params_hold_the_combined_factors() {
         let step = AdamWStep {
             lr: 0.5,
             beta1: 0.75,
@@ -115,6 +115,7 @@ mod tests {
             bias_correction1: 0.25,
             bias_correction2: 0.5,
         };
+        // beta1, beta2, eps, 1 - lr * weight_decay, lr / bias_correction1, 1 / bias_correction2.
         let expected = [0.75f32, 0.5, 0.25, 0.75, 2.0, 2.0].map(|value| u64::from(value.to_bits()));
         let words = words_for(NAME, &params(&step, 12)).expect("its own struct");
         assert_eq!(words[0], 12);

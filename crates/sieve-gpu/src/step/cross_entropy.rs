@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_are_padded_to_words() {
+    fn rows_of_logits_are_padded_to_16_bytes() {
         assert_eq!(padded_width(50280), 50280);
         assert_eq!(padded_width(50257), 50264);
         assert_eq!(padded_width(1), 8);

@@ -31,8 +31,8 @@ pub fn embedding_backward(dy: &CudaTensor, ids: &CudaTensor, vocab_size: usize) 
     let chunks = tokens.div_ceil(RUN_CHUNK);
     // `dweight` is contiguous.
     let dweight_stride = width;
-    // Partial sums of the id whose tokens began in the previous chunk (begun), and of the id whose tokens continue in
-    // the next chunk (ended).
+    // Two partial sums of each chunk: `begun` of the id whose tokens began in the previous chunk, `ended` of the id
+    // whose tokens continue in the next chunk.
     let partial_sums = || dy.tensor.empty_contiguous(&[chunks, width], DType::F32);
     let (begun, ended) = (partial_sums(), partial_sums());
     let grid = [chunks, width.div_ceil(RUN_COLUMNS), 1];
@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_sort_sees_every_id_and_the_one_outside() {
+    fn the_sort_has_bits_for_all_ids_and_for_ids_outside_the_table() {
         assert_eq!(num_bits(1), 1);
         assert_eq!(num_bits(255), 8);
         assert_eq!(num_bits(256), 9);

@@ -98,7 +98,7 @@ pub fn require_fp8((major, minor): (u32, u32)) -> Result<(), KernelError> {
     Ok(())
 }
 
-/// The form of a kernel that also writes partial maxima of its output's magnitude (`kernels/common/amax.cuh`).
+/// Makes a kernel also write partial maxima of its output's magnitude (`kernels/common/amax.cuh`).
 pub(crate) fn with_amax(kernel: SourceKernel) -> SourceKernel {
     kernel.define("AMAX_PARTIALS", AMAX_PARTIALS)
 }
@@ -117,7 +117,7 @@ mod tests {
     use crate::{Hardware, Recorder};
 
     #[test]
-    fn sizes_and_devices_that_cannot_are_named() {
+    fn sizes_and_devices_without_fp8_gemms_are_refused_by_name() {
         let ada = Hardware { compute_capability: (8, 9), ..Hardware::AMPERE };
         let text = |hardware, shape: &[usize]| {
             let x = Recorder::new(hardware).tensor(shape, DType::BF16);

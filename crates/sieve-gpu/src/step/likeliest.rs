@@ -5,8 +5,8 @@ use crate::step::Rows;
 
 const NAME: &str = "likeliest";
 
-/// The index of the largest of the first `num_tokens` logits of each row of bf16 `[rows, vocab_size]`, of equal ones
-/// the first. Returns i32 `[rows, 1]`; -1 where one of these logits is NaN or infinite.
+/// Finds the largest logit among the first `num_tokens` in each row of bf16 `[rows, vocab_size]`; of equal ones the
+/// first. Returns its index, i32 `[rows, 1]`; -1 where one of these logits is NaN or infinite.
 ///
 /// # Errors
 /// Other types, no logits, more than 2^31 of them in a row.

@@ -120,7 +120,7 @@ fn matrix_vector_kernel(input: u8, output: Form, rows: usize, warps_per_row: usi
         .starts_early()
 }
 
-/// Rows for which the kernel is compiled.
+/// Rows of x for which the kernel is compiled, where a call has `rows`.
 fn held_rows(rows: usize) -> usize {
     rows.next_power_of_two()
 }

@@ -81,11 +81,11 @@ pub fn rope(
     const NAME: &str = "rope";
     let qkv = PackedTokens::of(NAME, "qkv", qkv, Reuse::Copy)?;
     let rotation = Rotation::of(NAME, &qkv, positions, tables, num_kv_heads)?;
-    // This form does not read weights; qkv stands in for them.
+    // Without norms the kernel reads no weights; qkv stands in for them.
     launch(rope_kernel(qkv.head_dim), &qkv, [&qkv.tensor; 2], &rotation, 0.0)
 }
 
-/// Launches a form of the kernel.
+/// Launches the kernel, with norms or without.
 fn launch(
     kernel: SourceKernel,
     qkv: &PackedTokens,
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn widths_of_heads() {
+    fn head_widths_are_multiples_of_16_up_to_256() {
         assert!([16, 48, 64, 96, 128, 192, 256].iter().all(|&d| require_head_dim("k", d).is_ok()));
         assert!([0, 8, 40, 272].iter().all(|&d| require_head_dim("k", d).is_err()));
     }

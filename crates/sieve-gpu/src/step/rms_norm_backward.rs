@@ -116,6 +116,7 @@ fn warps_per_row(width: usize) -> Result<usize, KernelError> {
     Ok(warps)
 }
 
+/// Thread blocks of a launch; each writes a partial sum of the weight's gradient.
 fn num_blocks(rows: usize, warps_per_row: usize) -> usize {
     rows.div_ceil(BLOCK_WARPS / warps_per_row).min(MAX_PARTIALS)
 }
@@ -125,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn wide_rows_are_shared() {
+    fn wide_rows_are_shared_among_warps() {
         let warps = [8, 512, 768, 2048, 4096, 8192].map(|width| warps_per_row(width).ok());
         assert_eq!(warps, [1, 1, 2, 4, 8, 16].map(Some));
         assert!(warps_per_row(8200).is_err());

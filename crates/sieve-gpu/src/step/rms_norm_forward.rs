@@ -46,7 +46,7 @@ pub(crate) fn warps_per_row(kernel: &'static str, width: usize) -> Result<usize,
     Ok(4)
 }
 
-/// A thread block has eight warps.
+/// The grid of a launch; a thread block has eight warps.
 fn grid(rows: usize, warps_per_row: usize) -> [usize; 3] {
     [rows.div_ceil(8 / warps_per_row), 1, 1]
 }
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn wide_rows_are_shared() {
+    fn wide_rows_are_shared_among_warps() {
         assert_eq!(warps_per_row("k", 8), Ok(1));
         assert_eq!(warps_per_row("k", 2048), Ok(1));
         assert_eq!(warps_per_row("k", 2056), Ok(4));

@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn widths_are_whole_words() {
+    fn widths_are_multiples_of_16_bytes() {
         assert!(require_words("k", 768).is_ok());
         let error = require_words("k", 100).expect_err("not whole").to_string();
         assert!(error.contains("width 100") && error.contains("multiples of 8"), "{error}");

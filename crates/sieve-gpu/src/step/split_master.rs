@@ -52,7 +52,7 @@ pub fn join_master(leaf: &CudaTensor, rest: &CudaTensor) -> Result<CudaTensor, K
     Ok(master)
 }
 
-/// Whether the master weights are split or joined.
+/// Whether master weights are split into leaf and rest, or joined from them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
     /// f32 master to bf16 leaf and low bits.
@@ -66,6 +66,7 @@ fn split_master_kernel(direction: Direction) -> SourceKernel {
     SourceKernel::new(NAME).define("JOIN", (direction == Direction::Join) as u8).threads(256)
 }
 
+/// Checks a tensor, and returns its number of elements.
 fn checked(name: &'static str, tensor: &CudaTensor, dtype: DType) -> Result<usize, KernelError> {
     tensor.require_dtype(NAME, name, dtype)?;
     tensor.require_contiguous(NAME, name)?;

@@ -74,6 +74,7 @@ impl FixedSum {
         self.finish(root)
     }
 
+    /// Launches the sum of the partial sums, and takes its root if `root`.
     fn finish(self, root: bool) -> Result<CudaTensor, KernelError> {
         require_non_empty(FINISH, "the number of tensors", self.num_partials)?;
         let out = self.partials.empty_contiguous(&[1], DType::F32);
@@ -104,6 +105,7 @@ fn finish_sum_kernel(root: bool) -> SourceKernel {
     SourceKernel::new(FINISH).define("ROOT", u8::from(root)).threads(1024)
 }
 
+/// Partial sums of a tensor of `size` elements.
 fn num_partials(size: usize) -> usize {
     size.div_ceil(BLOCK_ELEMENTS)
 }
@@ -113,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn partial_sums_follow_the_size_alone() {
+    fn the_number_of_partial_sums_depends_on_the_size_alone() {
         assert_eq!(num_partials(1), 1);
         assert_eq!(num_partials(65536), 1);
         assert_eq!(num_partials(65537), 2);

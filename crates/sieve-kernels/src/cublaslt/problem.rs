@@ -4,7 +4,7 @@ use sieve_gpu::KernelError;
 use sieve_gpu::step::Fp8Format;
 use std::fmt;
 
-/// The library in errors.
+/// Name of the library in error messages.
 pub(super) const NAME: &str = "cublaslt";
 
 /// Element types of the GEMM's operands x and w.
@@ -186,12 +186,12 @@ mod tests {
     }
 
     #[test]
-    fn column_major_words_give_the_row_major_gemm() {
+    fn column_major_layouts_give_the_row_major_gemm() {
         let [m, n, k] = [3, 5, 4];
         for kind in [GemmKind::Nt, GemmKind::Nn, GemmKind::Tn] {
             let (x_rows, x_cols) = if kind == GemmKind::Tn { (k, m) } else { (m, k) };
             let (w_rows, w_cols) = if kind == GemmKind::Nt { (n, k) } else { (k, n) };
-            // Pitched rows everywhere, each by another amount.
+            // Every matrix has a gap after each row, each of another length.
             let problem = Problem {
                 kind,
                 operands: OperandTypes::Bf16,
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn cuts_are_preferred_where_they_were_measured() {
+    fn tiles_are_preferred_where_they_were_measured() {
         let cuts = |kind, operands, sizes| {
             let problem = Problem {
                 kind,
@@ -256,7 +256,7 @@ mod tests {
             (GemmKind::Nn, OperandTypes::Bf16, [16384, 2048, 12288], None),
             (GemmKind::Tn, OperandTypes::Bf16, [12288, 2048, 16384], Some(Tile::C256x128)),
             (GemmKind::Tn, OperandTypes::Bf16, [2048, 6144, 16384], None),
-            // Fewer tiles than an H200 has processors: the sum over k is cut instead.
+            // Fewer tiles than an H200 has multiprocessors: the sum over k is split instead.
             (GemmKind::Tn, OperandTypes::Bf16, [2304, 768, 65536], None),
             (GemmKind::Nt, forward, [16384, 12288, 2048], Some(Tile::C176x128)),
             (GemmKind::Nt, fp8(Fp8Format::E5m2), [16384, 6144, 2048], None),
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn leading_dimensions_stay() {
+    fn the_output_has_the_leading_dimensions_of_x() {
         assert_eq!(result_shape(GemmKind::Nt, &[2, 3, 4], [6, 5, 4]), [2, 3, 5]);
         assert_eq!(result_shape(GemmKind::Tn, &[2, 3, 4], [4, 5, 6]), [4, 5]);
     }

@@ -8,7 +8,7 @@ use sieve_gpu::KernelError;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
-/// The library in errors.
+/// Name of the library in error messages.
 pub(super) const NAME: &str = "nccl";
 
 /// File names of the library; the first that can be opened is used.
@@ -50,6 +50,7 @@ impl Nccl {
         found.as_ref().map_err(KernelError::no_nccl)
     }
 
+    /// Opens the first of these libraries that can be opened.
     fn open(names: &[&str]) -> Result<Self, String> {
         let mut reasons = Vec::new();
         for name in names {
@@ -64,6 +65,7 @@ impl Nccl {
         Err(reasons.join("; "))
     }
 
+    /// Finds all functions in an opened library.
     fn of(library: Library) -> Result<Self, libloading::Error> {
         // SAFETY: the types are nccl.h's; no release since 2.0 has changed them for these functions.
         unsafe {
@@ -139,7 +141,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_library_is_told_with_the_names_that_were_tried() {
+    fn the_error_for_a_missing_library_has_the_names_that_were_tried() {
         let reason = Nccl::open(&["libnccl.so.none", "libnccl-none.so"]).expect_err("none is there");
         let text = KernelError::no_nccl(reason).to_string();
         for part in ["libnccl.so.none", "libnccl-none.so", "nvidia-nccl-cu13", "hint"] {
@@ -149,7 +151,7 @@ mod tests {
 
     #[test]
     fn a_library_without_the_functions_is_named() {
-        // Every program has it open.
+        // The C library is always there, and has no function of NCCL.
         let error = Nccl::open(&["libc.so.6"]).expect_err("no NCCL");
         assert!(error.contains("libc.so.6") && error.contains("ncclGetUniqueId"), "{error}");
     }

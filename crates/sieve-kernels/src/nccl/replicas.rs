@@ -1,10 +1,12 @@
-//! Sums over ranks that are several groups, each of which divides the same tensors among its ranks.
+//! Sums over all ranks where there are several groups of ranks, and each group divides the same tensors among its
+//! ranks (hybrid sharding).
 use super::{NcclGroup, NcclWork};
 use sieve_gpu::{CudaTensor, KernelError};
 use std::ops::Range;
 
-/// The groups of a rank that divides tensors with some of all ranks. Their collectives run on the stream of the group
-/// of all ranks ([`NcclStream::Of`](super::NcclStream::Of)): a sum over one group follows a sum over the other.
+/// The two groups of a rank where tensors are divided among some of all ranks. Their collectives run on the stream of
+/// the group of all ranks ([`NcclStream::Of`](super::NcclStream::Of)): a sum over one group follows a sum over the
+/// other.
 #[derive(Debug)]
 pub struct NcclReplicas {
     /// The ranks that divide tensors.
@@ -25,11 +27,12 @@ pub struct NcclSums {
 }
 
 impl NcclReplicas {
-    /// As [`NcclGroup::sum`], over the ranks of `all`: tensors with ranges are reduce-scattered among the ranks that
-    /// divide them, and their pieces are all-reduced over the replicas.
+    /// Starts to sum f32 tensors over the ranks of `all`. Tensors with ranges of their elements by rank are
+    /// reduce-scattered among the ranks that divide them, and their pieces are all-reduced over the replicas; tensors
+    /// without ranges are all-reduced.
     ///
     /// # Errors
-    /// As [`NcclGroup::sum`].
+    /// The errors of [`NcclGroup::sum`].
     pub fn sum(
         &self,
         all: &NcclGroup,

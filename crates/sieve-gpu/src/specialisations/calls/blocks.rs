@@ -21,15 +21,15 @@ const RULES: [ChoiceRule; 3] = [ChoiceRule::LargestProbability, ChoiceRule::Mean
 /// How queries choose blocks by a rule.
 fn choice(rule: ChoiceRule) -> BlockChoice {
     let blocks = match rule {
-        // Each key counts for itself.
+        // Keys are scored one by one, without means.
         ChoiceRule::LargestScore => NsaBlocks { compress_block_size: 1, compress_stride: 1, ..BLOCKS },
         _ => BLOCKS,
     };
     BlockChoice { blocks, rule, forced: ForcedBlocks::NSA }
 }
 
-/// Heads that choose blocks by a rule: the layer's, or an indexer's.
-fn scored(shape: &AttentionShape, choice: BlockChoice) -> AttentionShape {
+/// The shape of the heads that choose blocks by a rule: the layer's, or an indexer's.
+fn choosing_heads(shape: &AttentionShape, choice: BlockChoice) -> AttentionShape {
     let [num_heads, num_kv_heads] = choice.scored_heads([shape.num_heads, shape.num_kv_heads]);
     AttentionShape { num_heads, num_kv_heads, ..*shape }
 }
@@ -37,16 +37,16 @@ fn scored(shape: &AttentionShape, choice: BlockChoice) -> AttentionShape {
 /// Forward and backward passes of all branches, with the choice of blocks.
 pub(in crate::specialisations) fn training(calls: &mut Calls, shape: &AttentionShape, sums: SumOrder) {
     calls.with_shares(sums, |calls| {
-        compressed(calls, shape);
-        selected(calls, shape);
-        index_gradient(calls, shape);
+        call_compressed(calls, shape);
+        call_selected(calls, shape);
+        call_index_gradient(calls, shape);
     });
-    choices(calls, shape);
-    gates(calls, shape);
+    call_choices(calls, shape);
+    call_gates(calls, shape);
 }
 
 /// Compression by an MLP's blocks or by means, attention over compressed blocks, and their gradients.
-fn compressed(calls: &mut Calls, shape: &AttentionShape) {
+fn call_compressed(calls: &mut Calls, shape: &AttentionShape) {
     let row = calls.row(shape, ROW);
     let bounds = row.documents.each_ref();
     let positions = calls.bf16(&[BLOCKS.compress_block_size, shape.head_dim]);
@@ -65,7 +65,7 @@ fn compressed(calls: &mut Calls, shape: &AttentionShape) {
 }
 
 /// Attention over the chosen blocks, and over blocks that a caller chose, and its gradients.
-fn selected(calls: &mut Calls, shape: &AttentionShape) {
+fn call_selected(calls: &mut Calls, shape: &AttentionShape) {
     let row = calls.row(shape, ROW);
     let bounds = row.documents.each_ref();
     let per_query = [1, ROW, shape.num_kv_heads];
@@ -84,7 +84,7 @@ fn selected(calls: &mut Calls, shape: &AttentionShape) {
 }
 
 /// The gradient of an indexer's loss, which Hopper devices have a kernel for.
-fn index_gradient(calls: &mut Calls, shape: &AttentionShape) {
+fn call_index_gradient(calls: &mut Calls, shape: &AttentionShape) {
     let row = calls.row(shape, ROW);
     let bounds = row.documents.each_ref();
     let indices = calls.i32(&[1, ROW, shape.num_kv_heads, BLOCKS.num_selected_blocks]);
@@ -99,9 +99,9 @@ fn index_gradient(calls: &mut Calls, shape: &AttentionShape) {
 }
 
 /// The choice of blocks by each rule that has kernels of its own, and by scores that a GEMM computed.
-fn choices(calls: &mut Calls, shape: &AttentionShape) {
+fn call_choices(calls: &mut Calls, shape: &AttentionShape) {
     for choice in RULES.map(choice) {
-        let row = calls.row(&scored(shape, choice), ROW);
+        let row = calls.row(&choosing_heads(shape, choice), ROW);
         let rows = choice.blocks.num_slots(ROW) * row.shape.num_kv_heads;
         let pooled = calls.bf16(&[2, rows, shape.head_dim]);
         calls.note(row.qkv.choose_key_blocks(row.documents.each_ref(), &pooled, choice, SCALE));
@@ -113,7 +113,7 @@ fn choices(calls: &mut Calls, shape: &AttentionShape) {
 }
 
 /// NSA's gates of the three branches, and their gradients.
-fn gates(calls: &mut Calls, shape: &AttentionShape) {
+fn call_gates(calls: &mut Calls, shape: &AttentionShape) {
     let branch = calls.bf16(&[1, ROW, shape.num_heads, shape.head_dim]);
     let (logits, bias) = (calls.bf16(&[1, ROW, 3 * shape.num_heads]), calls.f32(&[3 * shape.num_heads]));
     calls.note(nsa_gates([&branch; 3], &logits, &bias));
@@ -123,14 +123,15 @@ fn gates(calls: &mut Calls, shape: &AttentionShape) {
 /// Decoding: NSA's three branches, and chosen blocks by each rule, in short and long caches.
 pub(in crate::specialisations) fn decoding(calls: &mut Calls, shape: &AttentionShape) {
     for capacity in [ROW, LONG_CACHE] {
-        three_branches(calls, shape, capacity);
+        decode_three_branches(calls, shape, capacity);
         for choice in RULES.map(choice) {
-            by_choice(calls, shape, choice, capacity);
+            decode_by_choice(calls, shape, choice, capacity);
         }
     }
 }
 
-fn three_branches(calls: &mut Calls, shape: &AttentionShape, capacity: usize) {
+/// Decodes one token under NSA over caches of `capacity` tokens, with blocks compressed by their means and by MLPs.
+fn decode_three_branches(calls: &mut Calls, shape: &AttentionShape, capacity: usize) {
     let Some(token) = calls.token(shape, capacity) else {
         return;
     };
@@ -154,11 +155,12 @@ fn three_branches(calls: &mut Calls, shape: &AttentionShape, capacity: usize) {
     }
 }
 
-fn by_choice(calls: &mut Calls, shape: &AttentionShape, choice: BlockChoice, capacity: usize) {
+/// Decodes one token that attends over the blocks that it chooses in a cache of `capacity` tokens.
+fn decode_by_choice(calls: &mut Calls, shape: &AttentionShape, choice: BlockChoice, capacity: usize) {
     let Some(token) = calls.token(shape, capacity) else {
         return;
     };
-    let index = calls.row(&scored(shape, choice), 1);
+    let index = calls.row(&choosing_heads(shape, choice), 1);
     let index_heads = Qkv::separate(index.qkv.q.tensor(), index.qkv.k.tensor(), index.qkv.k.tensor());
     let choosers = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
     let attended = AttentionShape { num_kv_heads: choosers, ..token.shape };

@@ -11,7 +11,7 @@ use sieve_core::{DmaWindow, KeepOLow};
 /// Keys that each query keeps.
 const KEPT: usize = 1024;
 
-/// Tokens of a row whose choice of keys has a pass of its own over the keys before each 8192nd token.
+/// Tokens of a long row: its keys are chosen in two passes, the first over the keys before each 8192nd token.
 const LONG_ROW: usize = 32_768;
 
 /// Scores of keys, with the slopes of their recency where there are any, and the scores' gradient.
@@ -37,7 +37,8 @@ pub(in crate::specialisations) fn scores_with_bias(calls: &mut Calls, shape: &At
     calls.note(row.qkv.dma_ranks_and_bias(&w_dt, &a, recency, ScoreBias::Exp));
 }
 
-/// The choice of keys in short and long rows, with a local window and without, and the halo keys of later ranks.
+/// The choice of keys in short and long rows, with a local window and without, and the keys that context parallelism
+/// sends to later GPUs.
 pub(in crate::specialisations) fn choice(calls: &mut Calls, shape: &AttentionShape) {
     for (seq_len, local_window_size) in [(ROW, 0), (LONG_ROW, 0), (LONG_ROW, KEPT / 2)] {
         let row = calls.row(shape, seq_len);
@@ -48,7 +49,7 @@ pub(in crate::specialisations) fn choice(calls: &mut Calls, shape: &AttentionSha
             continue;
         };
         calls.note(selection.dma_lists(start, end, KeyLists::TILE_QUERIES));
-        // The keys of a rank of a context parallel group, and of the ranks before it.
+        // Under context parallelism: lists from an `expire` that other kernels made, and the keys that later GPUs see.
         calls.note(Selection::of_expire(&selection.expire, start, KEPT));
         let Some(kept) = calls.note(dma_last_kept(&selection.expire, KEPT)) else {
             continue;
@@ -66,7 +67,7 @@ pub(in crate::specialisations) fn forward(calls: &mut Calls, shape: &AttentionSh
     for o_low in [KeepOLow::Never, KeepOLow::Always] {
         let row = calls.row(shape, ROW);
         let delta = calls.f32(&row.shape.per_key());
-        let lists = lists(calls, &row.shape);
+        let lists = key_lists(calls, &row.shape);
         calls.note(row.qkv.dma_attention_forward(&delta, &lists, SCALE, o_low));
     }
 }
@@ -77,7 +78,7 @@ pub(in crate::specialisations) fn training(calls: &mut Calls, shape: &AttentionS
         for o_low in [KeepOLow::Never, KeepOLow::Always] {
             let row = calls.row(shape, ROW);
             let delta = calls.f32(&row.shape.per_key());
-            let lists = lists(calls, &row.shape);
+            let lists = key_lists(calls, &row.shape);
             let Some(result) = calls.note(row.qkv.dma_attention_forward(&delta, &lists, SCALE, o_low)) else {
                 continue;
             };
@@ -86,8 +87,8 @@ pub(in crate::specialisations) fn training(calls: &mut Calls, shape: &AttentionS
     });
 }
 
-/// Lists as the choice of keys makes them.
-fn lists(calls: &Calls, shape: &AttentionShape) -> KeyLists {
+/// Key lists of the sizes that the choice of keys makes.
+fn key_lists(calls: &Calls, shape: &AttentionShape) -> KeyLists {
     let [batch, heads, seq_len] = shape.per_key();
     let [blocks, capacity, pair] = KeyLists::shape(seq_len, KEPT);
     let tile_queries = KeyLists::TILE_QUERIES;

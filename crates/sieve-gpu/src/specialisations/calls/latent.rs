@@ -20,8 +20,8 @@ pub(in crate::specialisations) fn packing(calls: &mut Calls, [head_dim, rope_dim
     }
 }
 
-/// Decoding over latents of `rank` columns: of a text read in parts, and of one new token, whose heads have `head_dim`
-/// columns and `rope_dim` rotated ones.
+/// Decoding over latents of `rank` columns: of a prompt that is read in chunks, and of one new token, whose heads have
+/// `head_dim` columns and `rope_dim` rotated ones.
 pub(in crate::specialisations) fn decoding(
     calls: &mut Calls,
     rank: usize,

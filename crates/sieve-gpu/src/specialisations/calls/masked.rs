@@ -8,7 +8,7 @@ use sieve_core::{
     TokenKeys,
 };
 
-/// Rows from one probe to the next.
+/// Rows from one probe, a query with dense attention, to the next.
 const GAMMA: usize = 16;
 
 /// A prefill by each method, attention under its mask, and decoding. Probes score blocks of each of these sizes.
@@ -20,7 +20,7 @@ pub(in crate::specialisations) fn attention(calls: &mut Calls, shape: &Attention
             calls.note(row.qkv.sparse_attention_forward(&chosen.mask, SCALE));
         }
     }
-    // A mask that the host made.
+    // A mask of tiles alone, as the host makes it.
     let mask = plain_mask(calls, call, [64, 64]);
     if let Some(result) = calls.note(row.qkv.sparse_attention_forward(&mask, SCALE)) {
         let correction = ProbeCorrection { gamma: GAMMA, replaces_only: false };
@@ -37,7 +37,7 @@ pub(in crate::specialisations) fn attention(calls: &mut Calls, shape: &Attention
     decoding(calls, shape);
 }
 
-/// A selection of each form that methods have (`sieve-select/src/prefill`).
+/// A selection for each way in which the methods of `sieve-select/src/prefill` choose blocks.
 fn selections(call: CallShape, probed_blocks: &[usize]) -> Vec<BlockSelection> {
     let by_mass = |block, scores| BlockSelection::new(call, block, scores, KeepBlocks::Mass(0.9));
     let means = |variances| BlockScores::Means { variances };
