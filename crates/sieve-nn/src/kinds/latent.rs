@@ -109,8 +109,9 @@ impl<B: SieveBackend> LatentAttention<B> {
         self.o_proj.forward(o.flatten(2, 3))
     }
 
-    /// As [`forward_of_rows`](Self::forward_of_rows) with context parallelism: this rank receives the latents of
-    /// whole rows, computes the keys and values of its own heads from them, and attends with these heads.
+    /// [`forward_of_rows`](Self::forward_of_rows) with context parallelism: this rank has one part of each row. It
+    /// receives the latents of whole rows, computes the keys and values of its own heads from them, and attends with
+    /// these heads.
     fn forward_of_part(
         &self,
         x: Tensor<B, 3>,
@@ -150,8 +151,8 @@ impl<B: SieveBackend> LatentAttention<B> {
     /// qk_rope_head_dim` values per token, and where keys are normed one more per head.
     ///
     /// Tokens after the prompt attend to the latents instead of keys and values: queries are multiplied by the weight
-    /// of the keys' norm and by W_UK, the attention's outputs by W_UV. A query head is then `kv_lora_rank +
-    /// qk_rope_head_dim` wide.
+    /// of the keys' norm and by W_UK, the rows of `kv_b_proj` for keys; the attention's outputs by W_UV, its rows for
+    /// values. A query head is then `kv_lora_rank + qk_rope_head_dim` wide.
     fn forward_of_new(
         &self,
         x: Tensor<B, 3>,
@@ -315,7 +316,7 @@ struct NewLatents<B: Backend> {
 }
 
 impl<B: Backend> NewLatents<B> {
-    /// The entries of `rows` rows from `row` on.
+    /// The entries of `rows` rows of the batch, from row `row` on.
     fn rows(&self, row: usize, rows: usize) -> Self {
         let of = |x: &Tensor<B, 3>| x.clone().narrow(0, row, rows);
         Self { latents: of(&self.latents), key_scale: self.key_scale.as_ref().map(of) }

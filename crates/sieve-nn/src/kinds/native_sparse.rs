@@ -82,7 +82,7 @@ impl<B: Backend> Branches<B> {
         Self { compressed: change(self.compressed), selected: change(self.selected), window: change(self.window) }
     }
 
-    /// `count` rows (`dim` 0) or tokens (`dim` 1) of the branches, from `first` on.
+    /// `count` rows of the batch (`dim` 0) or tokens (`dim` 1) of each branch, from `first` on.
     fn part(&self, dim: usize, [first, count]: [usize; 2]) -> Self {
         self.clone().map(|branch| branch.narrow(dim, first, count))
     }
@@ -158,9 +158,9 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         self.gate(x, o)
     }
 
-    /// As [`forward_of_rows`](Self::forward_of_rows) with context parallelism: this rank attends over whole rows with
-    /// its share of the KV heads and their queries. Blocks are compressed and chosen per KV head, so nothing else is
-    /// exchanged.
+    /// [`forward_of_rows`](Self::forward_of_rows) with context parallelism: this rank has one part of each row, and
+    /// attends over whole rows with its share of the KV heads and their queries. Blocks are compressed and chosen per
+    /// KV head, so nothing else is exchanged.
     fn forward_of_part(
         &self,
         x: Tensor<B, 3>,
@@ -233,7 +233,8 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         self.gate(x, parts.map(|parts| from_device(Tensor::cat(parts, 0))))
     }
 
-    /// The outputs of the compressed, selected and window branch.
+    /// Compresses the compressed branch's keys and values, and returns the outputs of the compressed, selected and
+    /// window branch.
     fn attend_compressing(
         &self,
         branches: Branches<B>,
@@ -292,7 +293,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         Branches { compressed, selected, window }
     }
 
-    /// The packed tensor with other keys and values, `kv` `[batch, seq_len, 2 * num_kv_heads * head_dim]`.
+    /// The packed tensor `raw` with `kv`, `[batch, seq_len, 2 * num_kv_heads * head_dim]`, as its keys and values.
     fn with_kv(&self, raw: Tensor<B, 4>, kv: Tensor<B, 3>) -> Tensor<B, 4> {
         let [batch, seq_len, heads, head_dim] = raw.dims();
         let AttentionSpec { num_heads, num_kv_heads, .. } = self.spec();

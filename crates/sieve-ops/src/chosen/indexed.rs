@@ -49,10 +49,13 @@ pub fn indexer_spec(spec: AttentionSpec) -> AttentionSpec {
 }
 
 /// Causal attention over the tokens of `call.chosen`. Its backward pass gives `index` the gradient of the indexer's
-/// loss, `loss_weight * sum over queries and KV heads of KL(mean_h P^h || I)` as at the top of this file. The loss has
-/// no gradient in `qkv`, and the output has none in `index`. With `call.block_keys` the loss is the one that
-/// `pooled.rs` defines: the KL divergence of the indexer's probabilities of blocks from the largest attention
-/// probability in each, normalised. The block keys get its gradient too.
+/// loss, `loss_weight * sum over queries and KV heads of KL(mean_h P^h || I)`: P^h are the attention's probabilities of
+/// head h of the KV head's group, I the indexer's. The loss has no gradient in `qkv`, and the output has none in
+/// `index`.
+///
+/// With `call.block_keys` the indexer scores blocks, not tokens. The loss of a query is then `KL(T || I)` over complete
+/// blocks, where T is the largest attention probability in each block, normalised over the blocks. The block keys get
+/// its gradient too.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
@@ -102,7 +105,8 @@ fn index_gradient<D: DeviceBackend>(
     let [q_index, k_index, _] = split_heads(index, 1);
     let [q, k, _] = split_heads(tensor::<D, 4>(qkv.clone()), groups);
     let [batch, seq_len, _, d] = q.dims();
-    // The student is the indexer, the teacher is the attention; both take the indexer's keys as values.
+    // The student is the indexer, the teacher is the attention whose probabilities it learns; both take the indexer's
+    // keys as values.
     let student = primitive(Tensor::cat(vec![q_index.clone(), k_index.clone(), k_index.clone()], 2));
     // For the gradient of q, the attention sums over keys.
     let of_student = reads.forward(student.clone(), index_spec);

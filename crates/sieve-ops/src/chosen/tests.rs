@@ -11,6 +11,8 @@ use burn::tensor::TensorData;
 use burn::tensor::activation::log_softmax;
 use sieve_core::model::test_shapes::{infllm_v2, mean_key, msa};
 
+/// InfLLM-V2's choice: pooled keys are means of 4 tokens, one every 2 tokens; blocks have 4 tokens, the last 2 are
+/// always chosen.
 fn infllm(num_selected_blocks: usize) -> BlockChoice {
     infllm_v2([4, 2, 4, num_selected_blocks], 2)
 }
@@ -79,7 +81,7 @@ fn attention_over_some_blocks_equals_the_reference() {
             let qkv = float::<4>(&inputs[0].untracked(DType::F32));
             let chosen = choose_key_blocks(qkv, &call.documents, call.spec, choice);
             check_parity("chosen_attention", &inputs, &|inputs| op(&call, choice, &chosen, inputs), &|inputs| {
-                // A KV head for each query head.
+                // The reference takes one chooser per KV head, so each query head gets a KV head of its own.
                 let spec = AttentionSpec { num_kv_heads: call.spec.num_heads, ..call.spec };
                 let [q, k, v] = split_heads::<Ad>(float(&inputs[0]), call.spec.num_kv_heads);
                 let group = call.spec.num_heads / call.spec.num_kv_heads;
@@ -179,9 +181,11 @@ fn defined(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> (T
 
 pub(super) const LOSS_WEIGHT: f64 = 0.3;
 
-/// `o`, whose loss in [`check_parity`] also has the gradients of [`LOSS_WEIGHT`] times the divergence.
+/// `o` with its values unchanged, but with the gradients of [`LOSS_WEIGHT`] times the divergence added to those that
+/// [`check_parity`] takes.
 pub(super) fn with_loss(o: Tensor<Ad, 4>, divergence: Tensor<Ad, 1>) -> AdFloat {
-    // That loss is the sum of o times numbers of seed 77. The term added to o has the value 0.
+    // `check_parity` takes the gradients of the sum of o times random numbers of seed 77. A term that is added to each
+    // number of o is thus multiplied by the sum of these, so it is divided by it. The term's value is 0.
     let sum: f64 = Random(77).input(&o.dims()).values.iter().sum();
     let loss = (divergence.clone() - divergence.detach()) * (LOSS_WEIGHT / sum);
     primitive(o + loss.reshape([1, 1, 1, 1]))

@@ -15,8 +15,10 @@ use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepOLow};
 use sieve_testing::wide;
 use std::sync::Arc;
 
+/// Columns of a head.
 const WIDTH: usize = 8;
 const BATCH: usize = 2;
+/// Tokens of a whole row.
 const ROW: usize = 24;
 
 /// One kind of attention to test: DMA where `dma` is set, else dense or a window, as `spec` says. `spec` has the heads.
@@ -31,6 +33,7 @@ fn case(num_kv_heads: usize, window_size: Option<usize>, dma: Option<DmaShape>) 
     Case { spec, dma }
 }
 
+/// DMA whose ranks have a recency term, and which always keeps the last `local_window_size` keys.
 fn recency(keep_window_size: usize, local_window_size: usize) -> DmaShape {
     DmaShape {
         bias: DmaBias::Linear,
@@ -43,10 +46,11 @@ fn recency(keep_window_size: usize, local_window_size: usize) -> DmaShape {
 fn cases() -> Vec<Case> {
     let dma = |num_kv_heads, shape| case(num_kv_heads, None, Some(shape));
     vec![
-        // With two parts, tokens are exchanged for heads; with three and four, attention runs over longer rows.
+        // Dense: tokens are exchanged for heads where the number of parts divides that of the KV heads. With more
+        // parts, attention runs over longer rows.
         case(2, None, None),
         case(1, None, None),
-        // Shorter than a part, and longer than two.
+        // Windows shorter than a part, longer than two parts, and of the query's own token alone.
         case(2, Some(5), None),
         case(3, Some(17), None),
         case(2, Some(1), None),
@@ -78,7 +82,7 @@ fn bounds<'a>(rows: impl IntoIterator<Item = &'a [usize]>, row_len: usize) -> [V
     bounds
 }
 
-/// qkv, the gradient of o, w_dt and a.
+/// qkv, the gradient of o, and DMA's weights w_dt and a. The numbers in a have mean `a`; with 0 all keys have score 0.
 fn inputs(case: Case, a: f64) -> [FlexTensor; 4] {
     let mut random = Random(3);
     let kv = case.spec.num_kv_heads;
@@ -98,7 +102,7 @@ struct Found {
     d_a: Vec<f32>,
     /// For each row, KV head and query: the keys that it sees.
     seen_keys: Vec<Vec<usize>>,
-    /// The keys of the part's halo, if it has one.
+    /// Number of keys in the part's halo; `None` where tokens were exchanged for heads.
     slots: Option<usize>,
 }
 
@@ -107,7 +111,8 @@ fn values<const D: usize>(x: FlexTensor) -> Vec<f32> {
     data.iter::<f32>().collect()
 }
 
-/// o, the gradient of qkv and, with DMA, `expire` and the gradients of w_dt and a.
+/// o, the gradient of qkv and, with DMA, `expire` (the first query that no longer sees each key) and the gradients of
+/// w_dt and a.
 type Attended<B> = (Float<B>, Float<B>, Option<(Ints<B>, [Float<B>; 2])>);
 
 /// Attention over whole rows by the backend's own ops; the inputs in the order of [`inputs`].
@@ -131,6 +136,7 @@ fn attend<B: DeviceBackend>(
     (o, d_qkv, Some((expire, [d_w_dt, d_a])))
 }
 
+/// The results of whole rows, from which those of the parts must not differ.
 fn whole(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found {
     let device = Default::default();
     let documents = Documents::<Flex>::new(&bounds[0], &bounds[1], [BATCH, ROW], &device).bounds();
@@ -146,6 +152,7 @@ fn whole(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found 
     found
 }
 
+/// The numbers of DMA's mask.
 fn expire_of(expire: FlexTensor) -> Vec<i64> {
     host_ints::<Flex, 3>(Tensor::from_primitive(expire))
 }
@@ -221,6 +228,7 @@ fn positions(halo: &Halo<Flex>, qkv: FlexTensor) -> Vec<Option<usize>> {
     positions
 }
 
+/// The results of all parts, each computed by a thread that stands for a rank.
 fn all_parts(case: Case, num_parts: usize, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Vec<Found> {
     std::thread::scope(|scope| {
         let ranks = ThreadGroup::all(num_parts).into_iter().map(|links| {
@@ -249,6 +257,7 @@ fn assert_near(what: &str, found: &[f32], expected: &[f32]) {
     assert_close(what, found, &expected, 2e-6 * largest);
 }
 
+/// Checks the parts' outputs, gradients and masks against those of whole rows; `a` as in [`inputs`].
 fn check(case: Case, num_parts: usize, lengths: [&[usize]; BATCH], a: f64) {
     let what = format!("{case:?} in {num_parts} parts, documents {lengths:?}, a {a}");
     let (bounds, inputs) = (bounds(lengths, ROW), inputs(case, a));
@@ -290,9 +299,10 @@ fn parts_of_rows_attend_as_whole_rows_do() {
     }
 }
 
-// Of keys with equal ranks the later key is kept, also when they are in different parts.
+// Scores of 0 give the keys of a document equal ranks, or ranks of recency alone. Of keys with equal ranks the later
+// one is kept, also where they are in different parts.
 #[test]
-fn keys_of_equal_rank_leave_in_the_same_order() {
+fn of_keys_with_equal_ranks_parts_keep_those_that_whole_rows_keep() {
     for num_parts in [2, 4] {
         for dma in [DmaShape::published(5), recency(7, 2)] {
             check(case(2, None, Some(dma)), num_parts, ROWS[1], 0.0);
@@ -307,7 +317,7 @@ fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
     for num_parts in [2, 4, 8] {
         let slots = all_parts(case, num_parts, &bounds, &inputs).into_iter();
         let slots = slots.map(|part| part.slots.expect("a halo"));
-        // All keys before the part, or as many as are kept.
+        // All keys before the part, at most the 5 that a query keeps.
         let expected = (0..num_parts).map(|part| 5.min(part * ROW / num_parts));
         assert!(expected.eq(slots), "{num_parts} parts");
     }
@@ -315,6 +325,7 @@ fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
 
 #[test]
 fn tokens_are_exchanged_for_heads_and_back() {
+    // 13 heads: 4 and 8 that are divided among the parts, and between them one that every part gets.
     let kinds = [Heads::Split(4), Heads::Shared(1), Heads::Split(8)];
     for num_parts in [1, 2, 4] {
         let rows = Random(5).input(&[BATCH, ROW, 13, 3]).tensor(DType::F32);

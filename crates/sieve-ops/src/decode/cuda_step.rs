@@ -1,4 +1,5 @@
-//! A step of one token on CUDA: run once, then replayed as a graph.
+//! A decoding step on CUDA, one new token for each row: the first step runs and is captured as a graph, which computes
+//! the later ones.
 use super::cuda::{slots_of, writable, writable_buffer};
 use super::scratch::{CudaStepGraph, KernelScratch, Recent, SCRATCH_KEYS};
 use super::{
@@ -24,7 +25,8 @@ use sieve_kernels::{
 
 const NAME: &str = "token_step";
 
-/// `None` without a graph that this thread captured, and once a cache's buffer is full.
+/// The logits of the next tokens, by a replay of the captured step. `None` without a graph that this thread captured,
+/// and once a cache's buffer is full.
 pub(crate) fn repeat_token_step(
     graph: &mut CudaStepGraph,
     ids: Ints<Cuda>,
@@ -37,7 +39,8 @@ pub(crate) fn repeat_token_step(
     Some(kernel_or(NAME, logits.map(ToBurn::burn), || unreachable!("the graph took these rows")))
 }
 
-/// `None` where launches would differ from token to token, or a kernel refuses the model.
+/// Runs a step, captures it for later tokens, and returns its logits. `None` where launches would differ from token to
+/// token, or a kernel refuses the model.
 pub(crate) fn token_step(mut step: TokenStep<'_, Cuda>, graph: &mut CudaStepGraph) -> Option<Float<Cuda>> {
     *graph = CudaStepGraph::default();
     let before = step.before;
@@ -76,8 +79,9 @@ fn positions_of(before: TokensBefore<'_>, like: &CudaTensor) -> StepPositions {
     StepPositions::Each(kernel_tensor(words.into_primitive()))
 }
 
-/// Whether a layer's launches are the same for all later tokens. With slots ranked by accumulated attention they are so
-/// once all slots are in use, for a batch of one text.
+/// Whether a layer's launches are the same for all later tokens. Slots of a layer without DMA keep the keys with the
+/// most attention so far (H2O): their launches stay the same once all slots are in use. Their kernel takes one text and
+/// heads of a multiple of 32 columns.
 fn is_lasting(before: TokensBefore<'_>, layer: &TokenLayer<Cuda>, cache: &TokenCache<'_, Cuda>) -> bool {
     let TokenCache::Slots(slots) = cache else {
         return true;
@@ -126,7 +130,8 @@ fn recent_room(cache: &mut KeyCache<Cuda>, window: Option<usize>) -> usize {
     cache.k.room() - (cache.len() + 1)
 }
 
-/// Tokens until a step over so many keys, `seen`, needs other scratch memory; a full window never does.
+/// How many more tokens the scratch buffers serve, which have room for a multiple of [`SCRATCH_KEYS`] keys, where a
+/// step sees `seen` keys. Without end for a full window, which always sees as many.
 fn scratch_room(seen: usize, window: Option<usize>) -> usize {
     match window {
         Some(window) if window <= seen => usize::MAX,
@@ -134,8 +139,9 @@ fn scratch_room(seen: usize, window: Option<usize>) -> usize {
     }
 }
 
-/// Tokens until a buffer of `room` pooled keys is full, `seen` with this one. Pooled key p ends with token number
-/// `compress_block_size + p * compress_stride`, so key `room` is the first that does not fit.
+/// How many more tokens come before a buffer for `room` pooled keys is too small; `seen` counts the tokens so far, this
+/// one included. Pooled key p is complete with token `compress_block_size + p * compress_stride`, counted from 1, so
+/// key `room` is the first that does not fit.
 fn pooled_room(room: usize, blocks: NsaBlocks, seen: usize) -> usize {
     blocks.compress_block_size + room * blocks.compress_stride - 1 - seen
 }
@@ -184,7 +190,7 @@ fn tokens_until_growth(layer: &TokenLayer<Cuda>, cache: &mut TokenCache<'_, Cuda
     }
 }
 
-/// Runs the step on tensors of a tape. Returns its inputs and the logits.
+/// Runs the step on tensors whose launches `tape` records for the graph. Returns the step's inputs and the logits.
 fn run(step: &mut TokenStep<'_, Cuda>, tape: &StepTape) -> Result<(StepInputs, CudaTensor), KernelError> {
     let ids = kernel_tensor(step.ids.clone().into_primitive());
     let inputs = StepInputs::new(tape, &ids, &positions_of(step.before, &ids))?;
@@ -251,8 +257,8 @@ impl Layer<'_> {
         project(Vectors::Plain(&h), &down, Epilogue::Added(&x))
     }
 
-    /// Tokens of the longest row in a cache, and how many tokens before them it has dropped. A step for rows of
-    /// different lengths is recorded for a full cache.
+    /// How many tokens of the longest row a cache holds, and how many before them it has dropped. A step for rows of
+    /// different lengths is recorded as for a full cache, so that the graph serves rows of any length.
     fn held(&self, keys: &KeyCache<Cuda>) -> [usize; 2] {
         match self.before {
             TokensBefore::Same(position) => [keys.len(), position - keys.len()],
@@ -274,6 +280,7 @@ impl Layer<'_> {
         self.tape.noted(&of(tensor).contiguous())
     }
 
+    /// A weight in f32, without gaps between its rows.
     fn f32s<const D: usize>(&self, tensor: &Tensor<Cuda, D>) -> CudaTensor {
         let tensor = cast(&primitive(tensor.clone()), burn::tensor::DType::F32);
         self.tape.noted(&tensor.contiguous())
@@ -340,7 +347,7 @@ impl Layer<'_> {
                 let (len, kv) = (self.held(&cache.keys)[0], self.cache(&mut cache.keys));
                 let seen = match cache.reads {
                     TokenKeys::Ends { .. } => len + 1,
-                    // Later tokens read more keys until the buffers grow.
+                    // Replays for later tokens read more keys, at most as many as the buffers hold.
                     TokenKeys::Pages { .. } | TokenKeys::Largest(_) => cache.keys.k.room(),
                 };
                 let (choosers, seen) = SelectorStep::scratch(cache.reads, shape, seen);
@@ -364,7 +371,7 @@ impl Layer<'_> {
                 let buffers = scratch_of(scratch, &kv.k, choosers, seen)?;
                 let index = match &self.attention.extra {
                     TokenExtra::Indexer { proj, norm } => {
-                        // A packed tensor ends with a value head; the key fills it, too.
+                        // The indexer has no values, but a packed tensor ends with a value head: the key fills it, too.
                         let [rows, _] = proj.dims();
                         let key = proj.clone().narrow(0, rows - shape.head_dim, shape.head_dim);
                         let proj = Tensor::cat(vec![proj.clone(), key], 0);
@@ -428,7 +435,7 @@ impl Layer<'_> {
             ..slots
         };
         let Some(dma) = dma else {
-            // The slots are full: any number of tokens from there on gives the same launches.
+            // The slots are full, so the launches do not depend on how many tokens came before.
             return slots.heavy_decode(token, length, window, scale, &buffers);
         };
         let (w_dt, a) = (self.f32s(&dma.w_dt), self.f32s(&dma.a));
@@ -481,7 +488,8 @@ impl Layer<'_> {
         o.reshaped(NAME, "o", &[self.batch(), 1, spec.num_heads * head_dim])
     }
 
-    /// NSA's selected branch of a token whose window branch is `token`.
+    /// Query, key and value of NSA's selected branch: those of the window branch, `token`, or its query with key and
+    /// value from the selected branch's own projection.
     fn fine(&self, token: &Qkv, normed: Vectors<'_>, weights: &TokenBranches<Cuda>) -> Result<Qkv, KernelError> {
         let Some(kv) = &weights.select_kv else {
             return Ok(token.clone());
@@ -490,8 +498,8 @@ impl Layer<'_> {
         self.with_kv(token, &kv, &self.inputs.position)
     }
 
-    /// NSA's compressed branch. With compression MLPs, learned position embeddings replace the rotation: all heads have
-    /// position 0.
+    /// Query, key and value of NSA's compressed branch; `token` are the window branch's. With compression MLPs, learned
+    /// position embeddings replace the rotation, so all heads are rotated as at position 0.
     fn coarse(
         &self,
         token: &Qkv,
@@ -546,7 +554,7 @@ impl Layer<'_> {
         let [latent, k_rope] = [(0, rank), (rank, *rope_dim)]
             .map(|(first, columns)| down.view_at(NAME, "latent", first, &[batch, 1, columns], &[width, width, 1]));
         let latent = rms_norm_forward(&latent?, &self.noted(norm), self.epsilon)?;
-        // Where keys are not normed, the projected latent is not read.
+        // Without norms of keys, attention over the cached latents does not read these keys and values.
         let kv = project(Vectors::Plain(&latent), &up, Epilogue::Stored)?;
         let weights = self.attention.qk_norm.as_ref();
         let weights = weights.map(|norm| [&norm.q_weight, &norm.k_weight].map(|w| self.noted(w)));

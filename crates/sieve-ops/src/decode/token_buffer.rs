@@ -108,8 +108,8 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
         }
     }
 
-    /// A new buffer with these rows. `size` is the number of entries that a text of so many tokens has here, and the
-    /// room for them.
+    /// A new buffer with the rows of the batch that `rows` names. `size(tokens)` is the number of entries that a text
+    /// of `tokens` tokens has in this buffer, and the room for them.
     pub fn rows(&self, rows: RowsOf, size: impl Fn(usize) -> [usize; 2]) -> Self {
         match rows {
             RowsOf::Copies(rows) => self.moved(self.len, self.room(), rows),
@@ -130,8 +130,8 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
         }
     }
 
-    /// Writes the entries of `text`, a buffer of one row, into row `row` of [`RowsOf::Texts`], where the last becomes
-    /// entry `end - 1`. This buffer stays at its address: no other tensor shares it.
+    /// Writes the entries of `text`, a buffer of one row, into row `row` of this buffer of [`RowsOf::Texts`], where the
+    /// last becomes entry `end - 1`. The write is in place, because no other tensor shares the buffer.
     pub fn put(&mut self, row: usize, text: &Self, end: usize) {
         if text.is_empty() {
             return;
@@ -171,7 +171,8 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
     }
 }
 
-/// `buffer` with `values` from entry `first` of each dimension on, in place if it has no other handle.
+/// `buffer` with `values` from entry `first` of each dimension on. On the CPU this writes in place if the buffer has no
+/// other handle.
 fn with_block<B: Backend, const D: usize, K: BasicOps<B> + 'static>(
     buffer: Tensor<B, D, K>,
     first: [usize; D],
@@ -228,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_stay_where_they_are_while_the_buffer_grows_and_a_clone_keeps_its_own() {
+    fn tokens_are_not_copied_until_the_buffer_is_full_and_a_clone_has_a_buffer_of_its_own() {
         let (prompt, len) = (5, 700);
         for axis in [1, 2] {
             let mut shape = [2, 3, 3, 4];

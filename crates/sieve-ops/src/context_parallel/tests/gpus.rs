@@ -22,12 +22,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 const NAME: &str = "context_parallel::tests::gpus::four_gpus_choose_the_keys_that_one_chooses";
+/// Environment variable with the number of the part that a process computes.
 const PART: &str = "SIEVE_TEST_PART";
+/// Environment variable with the folder for the parts' results.
 const FOLDER: &str = "SIEVE_TEST_FOLDER";
 const PARTS: usize = 4;
+/// Tokens of a part.
 const LEN: usize = 32_768;
+/// Tokens of the whole row.
 const ROW: usize = PARTS * LEN;
+/// Columns of a head.
 const WIDTH: usize = 128;
+/// Keys that a DMA query sees at most.
 const KEPT: usize = 2048;
 const SPEC: AttentionSpec = AttentionSpec {
     num_heads: 8,
@@ -41,7 +47,8 @@ const GONE: i32 = -1;
 /// Tolerance of bf16 results whose sums have another order: relative error in the Euclidean norm.
 const TOLERANCE: f64 = 1e-2;
 
-/// The kind of attention, A, and the lengths of the documents.
+/// One kind of attention (DMA where `dma` is set, else dense), the size of DMA's gates A, and the lengths of the
+/// documents.
 struct Case {
     name: &'static str,
     dma: Option<DmaShape>,
@@ -65,7 +72,7 @@ fn cases() -> Vec<Case> {
         case("slope alone", Some(recent), 0.0, &[ROW]),
         case("published", Some(published), 0.5, &[ROW]),
         case("published, documents", Some(published), 0.5, &many),
-        // All ranks are equal, so the later key is kept.
+        // All keys have the same rank, so a query keeps the last ones.
         case("published, ties", Some(published), 0.0, &many),
     ]
 }
@@ -124,7 +131,7 @@ struct Found {
     expire: Vec<i32>,
 }
 
-/// The values of every sixteenth token.
+/// The values of every sixteenth token: enough to find an error, with less to write and compare.
 fn some(x: Float<Cuda>) -> Vec<f32> {
     let x = tensor::<Cuda, 4>(x);
     let [_, len, heads, width] = x.dims();
@@ -138,6 +145,7 @@ fn ints(x: crate::tensors::Ints<Cuda>) -> Vec<i32> {
     values.iter::<i32>().collect()
 }
 
+/// The results of the whole row on one GPU.
 fn whole(gpu: &Gpu, case: &Case) -> Found {
     let [start, end] = bounds([&case.documents[..]], ROW);
     let documents = Documents::<Cuda>::new(&start, &end, [1, ROW], &gpu.device).bounds();
@@ -147,6 +155,8 @@ fn whole(gpu: &Gpu, case: &Case) -> Found {
     Found { o: some(o), d_qkv: some(d_qkv), expire: dma.map_or(Vec::new(), |(expire, _)| ints(expire)) }
 }
 
+/// The results of this GPU's part. The attention's mask counts keys through the halo, then the part's own; `expire` in
+/// the results counts positions in the whole row, at which `keys` ([`all_keys`]) finds the halo's keys.
 fn part(gpu: &Gpu, links: &Arc<NcclGroup>, case: &Case, keys: &HashMap<[u32; 4], usize>) -> Found {
     let first = links.part() * LEN;
     let parts = ContextParallel::new(links.clone(), bounds([&case.documents[..]], ROW), [1, ROW]);
@@ -196,7 +206,7 @@ fn part(gpu: &Gpu, links: &Arc<NcclGroup>, case: &Case, keys: &HashMap<[u32; 4],
     Found { o, d_qkv: some(d_qkv), expire }
 }
 
-/// The bits of a key, which no other key has.
+/// The first 16 numbers of a key in 16 bytes, which no other key has.
 fn word(key: &[f32]) -> [u32; 4] {
     let byte = |x: &f32| (x * 128.0) as i32 as u32 & 0xff;
     let mut words = [0; 4];
@@ -206,7 +216,7 @@ fn word(key: &[f32]) -> [u32; 4] {
     words
 }
 
-/// Index of every key by its bits: token * number of KV heads + head.
+/// Index of every key, token * number of KV heads + head, by its [`word`].
 fn all_keys() -> HashMap<[u32; 4], usize> {
     let (heads, kv) = (SPEC.packed_heads(), SPEC.num_kv_heads);
     let places = (0..ROW).flat_map(|token| (0..kv).map(move |head| (token, head)));
