@@ -62,11 +62,11 @@ impl<B: SieveBackend> LmHead<B> {
 /// A Qwen3-style causal language model with one attention kind in all layers.
 #[derive(Module, Debug)]
 pub struct Qwen3<B: Backend> {
-    /// Token embedding, the first segment of a training step.
+    /// Token embedding. Training cuts the graph into segments, of which this is the first.
     pub embed_tokens: TokenEmbedding<B>,
-    /// The decoder layers, one segment each.
+    /// The decoder layers, each a segment in training.
     pub layers: Vec<DecoderLayer<B>>,
-    /// Final norm and output projection, the last segment.
+    /// Final norm and output projection, the last segment in training.
     pub head: LmHead<B>,
     #[module(skip)]
     shape: ModelShape,

@@ -110,7 +110,7 @@ mod tests {
     use sieve_core::model::IndexScores;
 
     #[test]
-    fn a_step_takes_every_kind_but_an_indexers_warm_up_and_qsa() {
+    fn every_kind_has_operands_for_a_step_but_an_indexer_in_its_warm_up_and_qsa() {
         for kind in kinds(0.5).into_iter().chain([msa_in_warmup()]) {
             let model = Qwen3::<Flex>::new(&shape(kind), 1, &Default::default());
             let is_qsa = matches!(kind, Attention::Msa(msa) if msa.indexer == IndexScores::Qsa);

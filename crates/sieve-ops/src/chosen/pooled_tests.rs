@@ -16,7 +16,7 @@ fn inputs_of(call: &Call, choice: BlockChoice, seed: u64) -> [Input; 3] {
     [call.qkv(seed), call.index(seed + 1), keys]
 }
 
-/// The call of the inputs' attention.
+/// The call of attention over the blocks that the indexer chooses from these inputs, or over all tokens in a warm-up.
 fn indexed<'a>(
     call: &'a Call,
     choice: BlockChoice,
@@ -33,7 +33,7 @@ fn slot_starts(call: &Call, choice: BlockChoice) -> Vec<i32> {
     crate::documents::HostBounds::new::<Ad>(&call.documents.bounds()).slot_starts(choice.blocks)
 }
 
-/// The output's reference, and the sum of the divergences from all scores, for the blocks that `indexed` reads.
+/// The sum of the queries' divergences `KL(T || softmax(I))` over the blocks that `indexed` reads, from all scores.
 fn defined(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> Tensor<Ad, 1> {
     let ([batch, n], groups, size) = (call.dims, call.spec.num_kv_heads, indexed.choice.blocks.select_block_size);
     let (starts, group) = (slot_starts(call, indexed.choice), call.spec.group_size());
@@ -168,6 +168,7 @@ fn statistics_of_pooled_scores_are_those_of_every_score() {
             let measured = host(primitive(measured));
             let divergence = host(primitive(defined(&call, &given, &leaves)).primitive)[0] / 16.0;
             assert!((measured[0] - divergence).abs() < 1e-4, "{measured:?}, KL {divergence}");
+            // A recall of at most 1, and the entropy of at most 8 blocks of 2 of the 16 tokens.
             assert!(measured[1] <= 1.0 + 1e-5 && measured[1] > 0.0, "{measured:?}");
             assert!(measured[2] >= 0.0 && measured[2] <= 8f64.ln(), "{measured:?}");
         }

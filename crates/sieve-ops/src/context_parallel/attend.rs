@@ -146,7 +146,7 @@ pub(crate) fn backward<B: DeviceBackend>(
     (d_qkv, Some([d_w_dt, d_a]))
 }
 
-/// The heads of a packed tensor: queries, keys, values.
+/// The heads of a packed tensor, queries, keys and values, which are all divided among the ranks.
 fn kinds(spec: AttentionSpec) -> [Heads; 3] {
     [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads].map(Heads::Split)
 }
@@ -156,7 +156,7 @@ fn to_own_heads<B: DeviceBackend>(parts: &ContextParallel, qkv: Float<B>, spec: 
     primitive(to_heads(&*parts.links, tensor::<B, 4>(qkv), &kinds(spec)))
 }
 
-/// Attention over whole rows of this rank's heads.
+/// The call of attention over whole rows with the heads in `own`, this rank's.
 fn whole<B: Backend>(parts: &ContextParallel, own: &Float<B>, spec: AttentionSpec) -> AttentionCall<B> {
     let device = B::float_device(own);
     let shape = [parts.batch, parts.seq_len];

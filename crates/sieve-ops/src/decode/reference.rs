@@ -157,12 +157,12 @@ impl<B: Backend> DmaCache<B> {
         let local = self.window.local_window_size;
         let (ranks, positions) = (self.rank.buffer(), self.positions.buffer());
         let all = ranks.dims();
-        // With the new key, the last `local` keys are those after this position.
+        // The last `local` keys, the new one included, are those after this position.
         let last_candidate = position as i64 - local as i64;
         let in_local_window = positions.clone().greater_elem(last_candidate);
         let ranks = ranks.clone().mask_fill(in_local_window.clone(), f64::INFINITY);
         let smallest = ranks.clone().min_dim(2).expand(all);
-        // Of equal ranks the lower position leaves first.
+        // Of keys with equal ranks the one with the lowest position is replaced.
         let no_candidate = (ranks.equal(smallest.clone()).bool_not()).bool_or(in_local_window);
         let later = positions.clone().mask_fill(no_candidate.clone(), i32::MAX);
         let first = later.min_dim(2).expand(all);

@@ -28,7 +28,8 @@ pub struct AttentionLayer<B: Backend> {
     pub dma: Option<DmaLayer<B>>,
     /// Data type of the GEMMs with `qkv` and `o`.
     pub precision: GemmPrecision,
-    /// What is kept for the backward pass beyond the minimum: `o_low`, and activations that it could recompute.
+    /// What is kept for the backward pass beyond the minimum: `o_low` (the low 16 bits of the attention's f32 output,
+    /// which the bf16 output lacks), and activations that it could recompute.
     pub keeping: Keeping,
     /// Sums of earlier micro-batches' gradients of `qkv` and `o`.
     pub sums: WeightSums<B>,

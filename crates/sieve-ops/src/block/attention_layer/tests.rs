@@ -23,7 +23,8 @@ const HEAD_DIM: usize = 8;
 const NUM_KV_HEADS: usize = 3;
 const ALL: Keeping = Keeping { o_low: KeepOLow::Always, recomputable: true };
 
-/// Kind of attention and documents of a call.
+/// One call to test: the kind of attention (DMA where `dma` is set, else dense or a window, as `spec` says), the
+/// documents, and whether x is added to the output.
 struct Case {
     spec: AttentionSpec,
     dma: Option<DmaShape>,
@@ -118,7 +119,7 @@ impl Case {
         added::<Ad>((self.residual == Residual::Stream).then_some(x), y)
     }
 
-    /// The layer by single ops, each with a node in the graph.
+    /// The layer as a chain of Sieve's single ops, each with a node of its own in the graph.
     fn parts(&self, inputs: &[Float]) -> Float {
         let x = float::<3>(&inputs[0]);
         let [batch, seq_len, _] = x.dims();
@@ -212,9 +213,9 @@ fn equals_its_parts_to_the_last_bit() {
     }
 }
 
-// sieve-plan counts the normed residual stream and the rotated heads.
+// With `recomputable`, sieve-plan counts the normed residual stream and the rotated heads of each token.
 #[test]
-fn what_is_kept_to_be_faster_is_what_the_plan_counts() {
+fn kept_activations_are_those_that_the_plan_counts() {
     let dims = [2, 19];
     for kind in KINDS {
         let case = Case::new(2, kind, dims, Residual::Stream);

@@ -65,7 +65,7 @@ fn equals_the_reference_and_differences_for_any_sizes() {
     }
 }
 
-// A layer of single ops keeps every intermediate value; this one computes them again, with the same ops.
+// A layer of single ops keeps every intermediate value. The op of the whole layer recomputes some, with the same ops.
 #[test]
 fn equals_its_parts_to_the_last_bit() {
     let parts = |inputs: &[Float]| {
@@ -104,9 +104,9 @@ fn a_pass_for_gradients_alone_leaves_the_output_out_and_has_the_same_gradients()
     }
 }
 
-// sieve-plan counts a normed stream and the gated activation.
+// With `recomputable`, sieve-plan counts the normed residual stream and the gated activation of each token.
 #[test]
-fn what_is_kept_to_be_faster_is_what_the_plan_counts() {
+fn kept_activations_are_those_that_the_plan_counts() {
     let [batch, seq_len, d_model, d_ff] = [2, 7, 24, 20];
     let inputs = inputs([batch, seq_len, d_model, d_ff], 3).map(|x| x.tensor(DType::F32));
     let leaves = inputs.clone().map(Ad::from_inner);
