@@ -121,6 +121,7 @@ mod tests {
             for row in values(weights).chunks(21).enumerate() {
                 let (query, row) = (row.0 % 21, row.1);
                 let sum: f64 = row.iter().sum();
+                // NSA's weights sum to the sum of its three gates, each below 1.
                 assert!(is_nsa && sum > 0.0 && sum < 3.0 || (sum - 1.0).abs() < 1e-5, "{attention:?} {query} {sum}");
                 assert!(row[query + 1..].iter().all(|&weight| weight == 0.0), "{attention:?} {query}");
             }

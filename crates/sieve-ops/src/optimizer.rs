@@ -54,6 +54,7 @@ const QUINTIC: [f64; 3] = [3.4445, -4.775, 2.0315];
 /// - returns: `[out, in]`
 pub fn orthogonalised<B: DeviceBackend>(x: Tensor<B, 2>) -> Tensor<B, 2> {
     let ([rows, columns], dtype) = (x.dims(), x.dtype());
+    // The small number keeps x = 0 from becoming NaN.
     let norm = sum_of_squares(x.clone()).sqrt() + 1e-12;
     let mut x = x / norm.cast(dtype).reshape([1, 1]);
     let [a, b, c] = QUINTIC;

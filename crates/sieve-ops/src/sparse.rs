@@ -1,4 +1,5 @@
-//! Attention under a selector's mask, and the selection of one, without gradient.
+//! Attention under the mask of a selector, which chooses the keys that a trained dense model reads, and the making of
+//! such a mask. Nothing here has a gradient.
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;

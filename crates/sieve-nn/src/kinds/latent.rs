@@ -297,6 +297,7 @@ impl<B: SieveBackend> KindLayer<B> for LatentAttention<B> {
         let v_width = spec.num_heads * spec.head_dim;
         let q_and_k = packed.narrow(2, 0, width - v_width);
         let like = Tensor::<B, 4>::zeros([1, seq_len, 1, spec.head_dim], (&q_and_k.device(), q_and_k.dtype()));
+        // With one-hot values, column c of the output is the weight of key c.
         by_key(&like, |one_hot| {
             let v = one_hot.unsqueeze_dim::<4>(2).repeat_dim(2, spec.num_heads);
             let v = v.reshape([1, seq_len, v_width]);

@@ -13,7 +13,7 @@ fn layer<B: burn::tensor::backend::Backend>(attention: sieve_core::Attention) ->
 }
 
 /// The layer's output for whole rows, without a residual.
-fn output_of_rows<B: SieveBackend>(layer: &Attention<B>, x: &Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
+fn one_pass<B: SieveBackend>(layer: &Attention<B>, x: &Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
     layer.as_layer().forward(x.clone(), x.zeros_like(), context, &mut PassState::default(), None)
 }
 
@@ -50,7 +50,7 @@ fn every_kind_keeps_the_shape_and_dma_returns_its_mask() {
         for dims in [[2, 13], [1, 1]] {
             let rows = Rows::new(dims, &shape(attention));
             let x = input::<Flex, 3>([dims[0], dims[1], 24], 2);
-            let result = output_of_rows(&layer::<Flex>(attention), &x, &rows.context());
+            let result = one_pass(&layer::<Flex>(attention), &x, &rows.context());
             assert_eq!(result.x.dims(), [dims[0], dims[1], 24]);
             let is_dma = matches!(attention, sieve_core::Attention::Dma(_));
             assert_eq!(result.expire.map(|expire| expire.dims()), is_dma.then_some([dims[0], 3, dims[1]]));
@@ -87,7 +87,7 @@ fn dma_starts_as_the_sliding_window_of_the_same_weights() {
     let x = input::<Flex, 3>([2, 17, 24], 3);
     let [mha, swa, dma, ..] = kinds(0.0).map(|kind| {
         let rows = Rows::new([2, 17], &shape(kind));
-        values(output_of_rows(&layer::<Flex>(kind), &x, &rows.context()).x)
+        values(one_pass(&layer::<Flex>(kind), &x, &rows.context()).x)
     });
     assert_close("dma at A = 0", &dma, &swa, 4e-6);
     // Up to the window's length dense attention sees the same keys; after it, others.
@@ -125,7 +125,7 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
             let len = parts.iter().sum();
             let rows = Rows::new([2, len], &shape(attention));
             let x = input::<Flex, 3>([2, len, 24], 6);
-            let all = output_of_rows(&layer, &x, &rows.context()).x;
+            let all = one_pass(&layer, &x, &rows.context()).x;
             let what = format!("{attention:?} in parts of {parts:?}");
             let (got, _) = outputs_of_parts(&layer, &x, rows.context(), parts.iter().copied(), |cache, done| {
                 if parts[1..].iter().all(|&part| part == 1) {
@@ -153,7 +153,7 @@ fn a_text_in_parts_gives_the_rows_of_one_pass_with_sinks() {
         assert_eq!(grouped.sinks.as_ref().expect("the shape has sinks").dims(), [6]);
         let x = input::<Flex, 3>([2, 23, 24], 6);
         let rows = Rows::new([2, 23], &shape);
-        let all = output_of_rows(&layer, &x, &rows.context()).x;
+        let all = one_pass(&layer, &x, &rows.context()).x;
         for parts in [vec![3, 7, 1, 12], [vec![4], vec![1; 19]].concat(), vec![1, 22]] {
             let (got, _) = outputs_of_parts(&layer, &x, rows.context(), parts.iter().copied(), |_, _| {});
             let what = format!("{attention:?} in parts of {parts:?}");
@@ -235,7 +235,7 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
     let Attention::Ranked(inner) = &layer else { panic!("not DMA") };
     let rows = Rows::new([1, len], &shape(attention));
     let x = input::<Flex, 3>([1, len, 24], 4);
-    let all = output_of_rows(&layer, &x, &rows.context());
+    let all = one_pass(&layer, &x, &rows.context());
     let qkv = inner.qkv.forward(x.clone(), &rows.context());
     let of_rows = inner.attend(qkv, rows.context().documents, inner.spec());
     // The prompt in two parts, then token by token.

@@ -7,6 +7,7 @@ use crate::{AttentionCall, AttentionSpec, DeviceBackend, Documents, reference};
 use burn::tensor::DType;
 use burn_flex::Flex;
 
+/// Three KV heads with `group_size` query heads each.
 fn spec(group_size: usize, head_dim: usize, window_size: Option<usize>) -> AttentionSpec {
     AttentionSpec { window_size, ..AttentionSpec::dense([3 * group_size, 3], head_dim) }
 }
@@ -25,6 +26,8 @@ fn reference_run(qkv: &Float, documents: &Documents<Ad>, spec: AttentionSpec) ->
     reference::attention::<Ad>(qkv.clone(), &AttentionCall::new(documents.bounds(), spec)).o
 }
 
+/// Compares attention with its reference, and views with contiguous inputs. `dims` are batch, tokens and head_dim;
+/// `lengths` are those of the documents.
 fn check(spec: AttentionSpec, dims: [usize; 3], lengths: &[usize]) {
     let inputs = [packed(spec, dims, 1)];
     let documents = documents::<Ad>(lengths, [dims[0], dims[1]]);
@@ -107,6 +110,7 @@ fn with_sinks(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec) 
     primitive(attention_with_sinks(float(&inputs[0]), float(&inputs[1]), documents, spec))
 }
 
+/// A tensor filled with `value`.
 fn constant(value: f64, dims: &[usize]) -> Float {
     Random(1).input(dims).affine(0.0, value).untracked(DType::F32)
 }

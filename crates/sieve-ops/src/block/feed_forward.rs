@@ -26,7 +26,7 @@ pub struct FeedForward<B: Backend> {
     pub epsilon: f64,
     /// Data type in which both GEMMs multiply: bf16 or fp8.
     pub precision: GemmPrecision,
-    /// Whether activations are kept that the backward pass could recompute. The rest of it is for attention.
+    /// Whether activations are kept that the backward pass could recompute; its other setting is attention's.
     pub keeping: Keeping,
     /// Whether the output is read.
     pub pass: PassFor,

@@ -282,7 +282,7 @@ mod tests {
                 };
                 assert_eq!(bound, expected, "{tokens} tokens, entry {at}");
             }
-            // Buffers grow before a token needs them.
+            // Buffers grow before a token needs them: 1200 tokens exceed the spare room for 256 keys and for 256 pages.
             for len in tokens + 1..tokens + 1200 {
                 let left = cache.reserve_token();
                 cache.count_token();
