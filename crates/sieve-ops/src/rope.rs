@@ -108,6 +108,7 @@ pub(crate) mod reference {
     }
 
     impl<B: Backend> Angles<B> {
+        /// Looks up each token's position in the tables.
         pub(crate) fn new(rope: &RopeTables<B>, positions: Ints<B>, dtype: DType) -> Self {
             let positions: Tensor<B, 2, Int> = Tensor::from_primitive(positions);
             let [batch, seq_len] = positions.dims();

@@ -51,6 +51,7 @@ pub(crate) mod reference {
 }
 
 pub(crate) mod cpu {
+    //! SwiGLU on the CPU: methods of `DeviceBackend`.
     use super::*;
 
     pub(crate) fn swiglu(gate_up: FlexTensor) -> FlexTensor {
@@ -79,6 +80,7 @@ pub(crate) mod cpu {
 
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda {
+    //! SwiGLU on CUDA: methods of `DeviceBackend`.
     use super::*;
     use crate::Cuda;
     use crate::device::{CudaPrimitive, kernel_or, tensors};

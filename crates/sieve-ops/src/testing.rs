@@ -77,6 +77,7 @@ pub(crate) enum View {
     Expanded,
 }
 
+/// The input as a tensor that lies in memory as `view` says.
 fn view(input: &Input, dtype: DType, view: View) -> FlexTensor {
     let rank = input.dims.len();
     match view {

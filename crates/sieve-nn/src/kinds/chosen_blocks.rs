@@ -1,7 +1,8 @@
 //! Attention over blocks of keys that each query chooses: the layer and the cache of the kinds that do.
 //!
-//! Queries choose by pooled keys, without parameters of their own, or by an indexer. A layer may also read the blocks
-//! that an earlier layer chose.
+//! Queries choose by pooled keys (means of several tokens' keys), without parameters of their own, or by an indexer, a
+//! projection to further queries and one further key per token. A layer may also read the blocks that an earlier layer
+//! chose.
 mod cache;
 
 pub use cache::ChosenCache;

@@ -21,6 +21,7 @@ pub struct SelectedBlocks<B: Backend> {
 }
 
 impl<B: Backend> SelectedBlocks<B> {
+    /// Refuses shapes that do not fit a packed tensor of these dimensions, and blocks of another size.
     fn check(&self, [batch, seq_len, width, _]: [usize; 4], spec: AttentionSpec) -> Result<(), OperandError> {
         let operands = Operands("selected_attention");
         let [num_heads, kv_heads] = [spec.num_heads, spec.num_kv_heads];

@@ -256,6 +256,7 @@ fn defined_statistics(
     let [attended, blocks] = [indexed.choice.attended(), indexed.choice.blocks];
     let row = |x: &Input, token: usize, head: usize| x.values[(token * x.dims[2] + head) * d..][..d].to_vec();
     let (mut divergence, mut entropy, mut found, mut best) = (0.0, 0.0, 0.0, 0.0);
+    // The queries that `index_statistics` measures: at most 16, in the middle of as many equal parts of the row.
     let count = n.min(16);
     for (at, kv_head) in (0..count * groups).map(|pair| (pair / groups, pair % groups)) {
         let query = (2 * at + 1) * n / (2 * count);

@@ -167,7 +167,7 @@ fn page_bounds<B: Backend>(k: Tensor<B, 4>, page: usize) -> TokenBuffer<B, 4> {
 
 /// The keys that a DMA layer keeps, in `window.keep_window_size` slots. Each KV head keeps other tokens' keys.
 ///
-/// A key that has left the mask never returns, so a new key takes its slot.
+/// A key that one query no longer sees is seen by no later query, so a new key takes its slot.
 #[derive(Clone, Debug)]
 pub struct DmaCache<B: Backend> {
     /// Keys and values, one in each slot.

@@ -22,7 +22,8 @@ pub(crate) fn likeliest<B: Backend>(logits: Float<B>, num_tokens: usize) -> Ints
 pub struct Logits<B: Backend> {
     /// Bias of each key, `[batch, num_kv_heads, keys]`; `None`: no biases.
     pub delta: Option<Float<B>>,
-    /// One more logit of each query head, whose value is zero, `[num_heads]`; `None`: no sinks.
+    /// Attention sinks, `[num_heads]`: one more logit per query head in the softmax, with a value of zero. `None`:
+    /// none.
     pub sinks: Option<Float<B>>,
 }
 

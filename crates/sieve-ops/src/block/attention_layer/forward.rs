@@ -42,7 +42,7 @@ pub(super) struct AttentionLayerCall<B: Backend> {
     pub(super) positions: Ints<B>,
     pub(super) rope: RopeTables<B>,
     pub(super) attention: AttentionCall<B>,
-    /// With context parallelism: the whole rows that the tokens are parts of.
+    /// With context parallelism: the whole rows; the tokens are one rank's part of them.
     pub(super) parts: Option<ContextParallel>,
     pub(super) residual: Residual,
 }

@@ -33,6 +33,8 @@ struct Case {
 }
 
 impl Case {
+    /// A call of this kind with `group_size` query heads per KV head, in rows `dims`, `[batch, tokens]`, with
+    /// documents.
     fn new(group_size: usize, kind: Kind, dims: [usize; 2], residual: Residual) -> Self {
         let spec = AttentionSpec {
             window_size: match kind {
@@ -58,6 +60,7 @@ impl Case {
         RotaryEmbedding::with_dtype(HEAD_DIM, 64, 100.0, &Default::default(), like.dtype())
     }
 
+    /// The layer whose weights are in `inputs`, in the order of [`inputs`](Self::inputs).
     fn layer(&self, inputs: &[Float], keeping: Keeping) -> AttentionLayer<Ad> {
         AttentionLayer {
             norm: float(&inputs[1]),
@@ -76,6 +79,7 @@ impl Case {
         self.op_that_keeps(inputs, Keeping::default())
     }
 
+    /// The op under test, which keeps activations as `keeping` says.
     fn op_that_keeps(&self, inputs: &[Float], keeping: Keeping) -> Float {
         let rope = self.rope(&inputs[0]);
         let tokens = LayerTokens {
@@ -166,6 +170,7 @@ impl Case {
     }
 }
 
+/// Dense attention, a window of so many tokens, or DMA that keeps so many keys, without and with recency.
 #[derive(Clone, Copy, Debug)]
 enum Kind {
     Dense,

@@ -11,6 +11,7 @@ use sieve_core::{KeepOLow, Keeping};
 const EPSILON: f64 = 1e-5;
 const ALL: Keeping = Keeping { o_low: KeepOLow::Always, recomputable: true };
 
+/// x, and the weights of the norm, of gate and up, and of the down projection.
 fn inputs([batch, seq_len, d_model, d_ff]: [usize; 4], seed: u64) -> [Input; 4] {
     let mut random = Random(seed);
     [
@@ -21,6 +22,7 @@ fn inputs([batch, seq_len, d_model, d_ff]: [usize; 4], seed: u64) -> [Input; 4] 
     ]
 }
 
+/// The layer whose weights are in `inputs`, after x.
 fn layer(inputs: &[Float], keeping: Keeping) -> FeedForward<Ad> {
     FeedForward {
         norm: float(&inputs[1]),

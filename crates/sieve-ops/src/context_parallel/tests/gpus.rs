@@ -85,6 +85,7 @@ struct Gpu {
 }
 
 impl Gpu {
+    /// Opens the process's GPU, and fills it with the `len` tokens of the row from token `first` on.
     fn open([first, len]: [usize; 2]) -> Self {
         let report = CudaReport::probe().expect("a GPU");
         let device = report.device(0).expect("a GPU");
