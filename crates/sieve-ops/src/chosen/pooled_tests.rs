@@ -34,7 +34,7 @@ fn slot_starts(call: &Call, choice: BlockChoice) -> Vec<i32> {
 }
 
 /// The sum of the queries' divergences `KL(T || softmax(I))` over the blocks that `indexed` reads, from all scores.
-fn defined(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> Tensor<Ad, 1> {
+fn total_divergence(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> Tensor<Ad, 1> {
     let ([batch, n], groups, size) = (call.dims, call.spec.num_kv_heads, indexed.choice.blocks.select_block_size);
     let (starts, group) = (slot_starts(call, indexed.choice), call.spec.group_size());
     let (num_slots, tokens) = (starts.len() / batch, tokens_read(call, indexed));
@@ -149,7 +149,7 @@ fn attention_and_the_loss_of_pooled_scores_equal_the_definition() {
                 Some(chosen) => chosen_attention(float(&inputs[0]), chosen.clone(), &call.documents, call.spec, choice),
                 None => crate::attention(float::<4>(&inputs[0]), &call.documents, call.spec),
             };
-            with_loss(o, defined(&call, &given, inputs))
+            with_loss(o, total_divergence(&call, &given, inputs))
         });
         check_views("pooled indexed_attention", &inputs, &op);
     }
@@ -166,7 +166,7 @@ fn statistics_of_pooled_scores_are_those_of_every_score() {
             let given = indexed(&call, choice, &leaves, (is_warmup, 1.0));
             let measured = index_statistics(float::<4>(&leaves[0]), float::<4>(&leaves[1]), chosen, &given);
             let measured = host(primitive(measured));
-            let divergence = host(primitive(defined(&call, &given, &leaves)).primitive)[0] / 16.0;
+            let divergence = host(primitive(total_divergence(&call, &given, &leaves)).primitive)[0] / 16.0;
             assert!((measured[0] - divergence).abs() < 1e-4, "{measured:?}, KL {divergence}");
             // A recall of at most 1, and the entropy of at most 8 blocks of 2 of the 16 tokens.
             assert!(measured[1] <= 1.0 + 1e-5 && measured[1] > 0.0, "{measured:?}");

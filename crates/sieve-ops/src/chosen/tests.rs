@@ -150,7 +150,7 @@ pub(super) fn tokens_read(call: &Call, indexed: &IndexedCall<'_, Ad>) -> Vec<boo
 }
 
 /// The definition of indexed attention in plain Burn, with all scores: the output, and the sum of the divergences.
-fn defined(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> (Tensor<Ad, 4>, Tensor<Ad, 1>) {
+fn by_definition(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> (Tensor<Ad, 4>, Tensor<Ad, 1>) {
     let ([batch, n], groups, group) = (call.dims, call.spec.num_kv_heads, call.spec.group_size());
     let [q, k, v] = split_heads::<Ad>(float(&inputs[0]), groups).map(|x| x.swap_dims(1, 2));
     let [q_index, k_index, _] = split_heads::<Ad>(float(&inputs[1]), 1).map(|x| x.swap_dims(1, 2));
@@ -201,7 +201,7 @@ fn indexed_attention_and_its_loss_equal_the_definition() {
             let indexed = call.indexed(choice, chooses, LOSS_WEIGHT);
             let op = |inputs: &[AdFloat]| primitive(indexed_attention(float(&inputs[0]), float(&inputs[1]), &indexed));
             check_parity("indexed_attention", &inputs, &op, &|inputs| {
-                let (o, divergence) = defined(&call, &indexed, inputs);
+                let (o, divergence) = by_definition(&call, &indexed, inputs);
                 with_loss(o, divergence)
             });
             check_views("indexed_attention", &inputs, &op);
@@ -227,7 +227,7 @@ fn the_indexer_learns_from_its_loss_alone_and_the_attention_from_the_output_alon
     let indexed = call.indexed(msa(4, 3), Some(&inputs[1]), 1.0);
     let loss = |index: &Input| {
         let leaves = [&inputs[0], index].map(|input| input.untracked(DType::F64));
-        let (_, divergence) = defined(&call, &indexed, &leaves);
+        let (_, divergence) = by_definition(&call, &indexed, &leaves);
         divergence.into_data().iter::<f64>().sum::<f64>()
     };
     let gradient = &one.gradients[1];

@@ -137,7 +137,7 @@ fn attend<B: DeviceBackend>(
 }
 
 /// The results of whole rows, from which those of the parts must not differ.
-fn whole(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found {
+fn whole_results(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found {
     let device = Default::default();
     let documents = Documents::<Flex>::new(&bounds[0], &bounds[1], [BATCH, ROW], &device).bounds();
     let (o, d_qkv, dma) = attend::<Flex>(inputs.clone(), documents, case.spec, case.dma, KeepOLow::Never);
@@ -163,7 +163,7 @@ fn layer<B: DeviceBackend>(w_dt: Float<B>, a: Float<B>, spec: DmaShape) -> DmaLa
 }
 
 /// One rank's results for its part.
-fn part(case: Case, parts: ContextParallel, inputs: &[FlexTensor; 4]) -> Found {
+fn part_results(case: Case, parts: ContextParallel, inputs: &[FlexTensor; 4]) -> Found {
     let (len, first) = (parts.len(), parts.links.part() * parts.len());
     let [qkv, d_o, w_dt, a] = inputs.clone();
     let own = |x: FlexTensor| primitive(tensor::<Flex, 4>(x).narrow(1, first, len));
@@ -189,7 +189,7 @@ fn seen_keys(parted: &Parted<Flex>, first: usize, len: usize, qkv: FlexTensor) -
     let Some((halo, Some(expire))) = parted.halo() else {
         return Vec::new();
     };
-    let (slots, positions) = (halo.slots, positions(halo, qkv));
+    let (slots, positions) = (halo.slots, halo_positions(halo, qkv));
     let mut seen_keys = Vec::new();
     for (head, expire) in expire_of(expire).chunks(slots + len).enumerate() {
         for query in slots..slots + len {
@@ -206,7 +206,7 @@ fn seen_keys(parted: &Parted<Flex>, first: usize, len: usize, qkv: FlexTensor) -
 
 /// Positions of a halo's keys in the whole rows `qkv`, by row, KV head and slot. They are found by value: no two keys
 /// are equal.
-fn positions(halo: &Halo<Flex>, qkv: FlexTensor) -> Vec<Option<usize>> {
+fn halo_positions(halo: &Halo<Flex>, qkv: FlexTensor) -> Vec<Option<usize>> {
     let Some(keys) = &halo.keys else {
         return Vec::new();
     };
@@ -233,7 +233,7 @@ fn all_parts(case: Case, num_parts: usize, bounds: &[Vec<u32>; 2], inputs: &[Fle
     std::thread::scope(|scope| {
         let ranks = ThreadGroup::all(num_parts).into_iter().map(|links| {
             let parts = ContextParallel::new(Arc::new(links), bounds.clone(), [BATCH, ROW]);
-            scope.spawn(move || part(case, parts, inputs))
+            scope.spawn(move || part_results(case, parts, inputs))
         });
         let ranks = ranks.collect::<Vec<_>>().into_iter();
         ranks.map(|rank| rank.join().expect("it ends well")).collect()
@@ -241,7 +241,7 @@ fn all_parts(case: Case, num_parts: usize, bounds: &[Vec<u32>; 2], inputs: &[Fle
 }
 
 /// Parts of rows `[batch, len, width]` as whole rows.
-fn rows(parts: &[&[f32]]) -> Vec<f32> {
+fn joined_rows(parts: &[&[f32]]) -> Vec<f32> {
     let row = |row: usize| {
         parts.iter().flat_map(move |part| {
             let width = part.len() / BATCH;
@@ -261,9 +261,9 @@ fn assert_near(what: &str, found: &[f32], expected: &[f32]) {
 fn check(case: Case, num_parts: usize, lengths: [&[usize]; BATCH], a: f64) {
     let what = format!("{case:?} in {num_parts} parts, documents {lengths:?}, a {a}");
     let (bounds, inputs) = (bounds(lengths, ROW), inputs(case, a));
-    let expected = whole(case, &bounds, &inputs);
+    let expected = whole_results(case, &bounds, &inputs);
     let found = all_parts(case, num_parts, &bounds, &inputs);
-    let joined = |of: fn(&Found) -> &[f32]| rows(&found.iter().map(of).collect::<Vec<_>>());
+    let joined = |of: fn(&Found) -> &[f32]| joined_rows(&found.iter().map(of).collect::<Vec<_>>());
     assert_near(&format!("o of {what}"), &joined(|part| &part.o), &expected.o);
     let d_qkv = joined(|part| &part.d_qkv);
     assert_near(&format!("dqkv of {what}"), &d_qkv, &expected.d_qkv);

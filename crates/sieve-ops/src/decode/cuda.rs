@@ -37,7 +37,7 @@ pub(crate) fn cached_attention(
     spec: AttentionSpec,
     scratch: &mut CudaDecodeScratch,
 ) -> Float {
-    let attempt = append(cache, &qkv, sinks.as_ref(), spec, scratch);
+    let attempt = append_and_attend(cache, &qkv, sinks.as_ref(), spec, scratch);
     kernel_or("attention_decode", attempt, || reference::cached_attention(cache, qkv, sinks, spec))
 }
 
@@ -124,7 +124,7 @@ fn attend(
 }
 
 /// Writes the token's key and value after the others and attends.
-fn append(
+fn append_and_attend(
     cache: &mut KeyCache<Cuda>,
     qkv: &Float,
     sinks: Option<&Float>,

@@ -17,8 +17,8 @@ pub struct CudaDecodeScratch {
     pub(super) buffers: KernelScratch,
 }
 
-/// Buffers of the decode kernels, by a call's shape and the most keys that it sees. A launch ends with the contents
-/// that the next one expects, so that all layers may share them.
+/// Buffers of the decode kernels, by a call's shape and the most keys that it sees. Each launch leaves the counters in
+/// them at zero, so that all layers may share them.
 pub(super) type KernelScratch = Recent<(AttentionShape, usize), DecodeScratch>;
 
 /// A cache of the last few values created, by key. It holds four: NSA's branches use three in turn.

@@ -33,13 +33,13 @@ pub(crate) fn dma_select(rank: Float, documents: &DocumentBounds<Cuda>, window: 
 }
 
 pub(crate) fn dma_attention(call: &DmaCall<Cuda>, o_low: KeepOLow) -> AttentionOutput<Cuda> {
-    let attempt = launch(call, o_low);
+    let attempt = launch_attention(call, o_low);
     let score_matrix = scores(&call.qkv, call.attention.spec.num_heads);
     kernel_or_scores("dma_attention", attempt, score_matrix, || reference::dma_attention(call))
 }
 
 pub(crate) fn dma_attention_backward(call: &DmaCall<Cuda>, output: AttentionOutput<Cuda>, d_o: Float) -> [Float; 2] {
-    let attempt = launch_backward(call, &output, &d_o);
+    let attempt = launch_attention_backward(call, &output, &d_o);
     let score_matrix = scores(&call.qkv, call.attention.spec.num_heads);
     kernel_or_scores("dma_attention_backward", attempt, score_matrix, || {
         reference::dma_attention_backward(call, output, d_o)
@@ -102,7 +102,7 @@ fn launch_select(
 }
 
 /// Attention over the selected keys, by the kernel for the selection's form.
-fn launch(call: &DmaCall<Cuda>, o_low: KeepOLow) -> Result<AttentionOutput<Cuda>, KernelError> {
+fn launch_attention(call: &DmaCall<Cuda>, o_low: KeepOLow) -> Result<AttentionOutput<Cuda>, KernelError> {
     let delta = kernel_tensor(call.delta.clone());
     let whole = without_window(&call.attention);
     match &call.selection.keys {
@@ -118,7 +118,7 @@ fn launch(call: &DmaCall<Cuda>, o_low: KeepOLow) -> Result<AttentionOutput<Cuda>
 }
 
 /// Gradients `[dqkv, ddelta]` of DMA's attention.
-fn launch_backward(
+fn launch_attention_backward(
     call: &DmaCall<Cuda>,
     output: &AttentionOutput<Cuda>,
     d_o: &Float,

@@ -133,7 +133,7 @@ struct Found {
 }
 
 /// The values of every sixteenth token: enough to find an error, with less to write and compare.
-fn some(x: Float<Cuda>) -> Vec<f32> {
+fn sampled(x: Float<Cuda>) -> Vec<f32> {
     let x = tensor::<Cuda, 4>(x);
     let [_, len, heads, width] = x.dims();
     let token = heads * width;
@@ -147,18 +147,18 @@ fn ints(x: crate::tensors::Ints<Cuda>) -> Vec<i32> {
 }
 
 /// The results of the whole row on one GPU.
-fn whole(gpu: &Gpu, case: &Case) -> Found {
+fn whole_results(gpu: &Gpu, case: &Case) -> Found {
     let [start, end] = bounds([&case.documents[..]], ROW);
     let documents = Documents::<Cuda>::new(&start, &end, [1, ROW], &gpu.device).bounds();
     let [w_dt, a] = gpu.weights(case);
     let inputs = [gpu.qkv.clone(), gpu.d_o.clone(), w_dt, a];
     let (o, d_qkv, dma) = attend::<Cuda>(inputs, documents, SPEC, case.dma, KeepOLow::default());
-    Found { o: some(o), d_qkv: some(d_qkv), expire: dma.map_or(Vec::new(), |(expire, _)| ints(expire)) }
+    Found { o: sampled(o), d_qkv: sampled(d_qkv), expire: dma.map_or(Vec::new(), |(expire, _)| ints(expire)) }
 }
 
 /// The results of this GPU's part. The attention's mask counts keys through the halo, then the part's own; `expire` in
 /// the results counts positions in the whole row, at which `keys` ([`all_keys`]) finds the halo's keys.
-fn part(gpu: &Gpu, links: &Arc<NcclGroup>, case: &Case, keys: &HashMap<[u32; 4], usize>) -> Found {
+fn part_results(gpu: &Gpu, links: &Arc<NcclGroup>, case: &Case, keys: &HashMap<[u32; 4], usize>) -> Found {
     let first = links.part() * LEN;
     let parts = ContextParallel::new(links.clone(), bounds([&case.documents[..]], ROW), [1, ROW]);
     let documents = Documents::<Cuda>::of_part(&parts, &gpu.device);
@@ -186,7 +186,7 @@ fn part(gpu: &Gpu, links: &Arc<NcclGroup>, case: &Case, keys: &HashMap<[u32; 4],
                     Some(own) => first + own,
                     None => {
                         let key = &halo_keys[(place * 2 * kv + head) * WIDTH..][..WIDTH];
-                        match keys.get(&word(key)) {
+                        match keys.get(&key_bytes(key)) {
                             Some(at) if at % kv == head => at / kv,
                             _ => {
                                 // An empty slot.
@@ -202,13 +202,13 @@ fn part(gpu: &Gpu, links: &Arc<NcclGroup>, case: &Case, keys: &HashMap<[u32; 4],
             }
         }
     }
-    let o = some(parted.o.clone());
+    let o = sampled(parted.o.clone());
     let (d_qkv, _) = backward::<Cuda>(parted, qkv, dma(), place, d_o);
-    Found { o, d_qkv: some(d_qkv), expire }
+    Found { o, d_qkv: sampled(d_qkv), expire }
 }
 
 /// The first 16 numbers of a key in 16 bytes, which no other key has.
-fn word(key: &[f32]) -> [u32; 4] {
+fn key_bytes(key: &[f32]) -> [u32; 4] {
     let byte = |x: &f32| (x * 128.0) as i32 as u32 & 0xff;
     let mut words = [0; 4];
     for (at, x) in key.iter().take(16).enumerate() {
@@ -217,14 +217,14 @@ fn word(key: &[f32]) -> [u32; 4] {
     words
 }
 
-/// Index of every key, token * number of KV heads + head, by its [`word`].
+/// Index of every key, token * number of KV heads + head, by its [`key_bytes`].
 fn all_keys() -> HashMap<[u32; 4], usize> {
     let (heads, kv) = (SPEC.packed_heads(), SPEC.num_kv_heads);
     let places = (0..ROW).flat_map(|token| (0..kv).map(move |head| (token, head)));
     let keys = places.map(|(token, head)| {
         let at = (token * heads + SPEC.num_heads + head) * WIDTH;
         let key = (at..at + 16).map(|at| value(1, at)).collect::<Vec<_>>();
-        (word(&key), token * kv + head)
+        (key_bytes(&key), token * kv + head)
     });
     let keys = keys.collect::<HashMap<_, _>>();
     assert_eq!(keys.len(), ROW * kv, "two keys are alike");
@@ -249,7 +249,7 @@ fn run_part(part_idx: usize, folder: &Path) {
     let links = Arc::new(nccl);
     let keys = all_keys();
     for (number, case) in cases().iter().enumerate() {
-        let found = part(&gpu, &links, case, &keys);
+        let found = part_results(&gpu, &links, case, &keys);
         let write = |what: &str, bytes: Vec<u8>| {
             let file = folder.join(format!("{number}-{part_idx}-{what}"));
             std::fs::write(file, bytes).expect("it is written");
@@ -289,7 +289,7 @@ fn four_gpus_choose_the_keys_that_one_chooses() {
     }
     let gpu = Gpu::open([0, ROW]);
     for (number, case) in cases().iter().enumerate() {
-        let expected = whole(&gpu, case);
+        let expected = whole_results(&gpu, case);
         let read = |part: usize, what: &str| {
             let bytes = std::fs::read(folder.join(format!("{number}-{part}-{what}")));
             bytes.expect("written above")
