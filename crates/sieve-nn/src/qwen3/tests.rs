@@ -223,7 +223,7 @@ fn rows_of_different_lengths_get_the_logits_that_each_gets_alone() {
 /// A prompt of 7 tokens that endings of 3 and 4 tokens share, and a text of 5 tokens, against the same texts as
 /// separate documents.
 #[test]
-fn a_shared_prompt_is_one_before_each_ending() {
+fn a_shared_prompt_gives_the_outputs_of_a_prompt_before_each_ending() {
     for attention in kinds(0.5) {
         for residual_scale in [false, true] {
             let shape = ModelShape { residual_scale, ..shape(attention) };

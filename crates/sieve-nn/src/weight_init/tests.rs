@@ -51,7 +51,7 @@ fn values_are_normal_with_the_given_deviation() {
 }
 
 #[test]
-fn a_constant_fills() {
+fn a_constant_parameter_has_one_value() {
     let param = WeightInit::new(0, 1.0).constant::<Flex, 1>(0.25, [5], &Default::default());
     let values: Vec<f32> = param.val().into_data().to_vec().expect("f32");
     assert_eq!(values, [0.25; 5]);

@@ -65,7 +65,7 @@ fn log_sum_exp_equals_the_reference() {
 }
 
 #[test]
-fn gradients_are_those_of_the_function() {
+fn gradients_equal_finite_differences() {
     for window_size in [None, Some(3)] {
         let spec = spec(2, 4, window_size);
         let documents = documents::<Ad>(&[4, 1], [2, 9]);
@@ -137,7 +137,7 @@ fn sinks_equal_the_reference_in_values_and_gradients() {
 }
 
 #[test]
-fn gradients_of_sinks_are_those_of_the_function() {
+fn gradients_of_sinks_equal_finite_differences() {
     for window_size in [None, Some(3)] {
         let spec = spec(2, 4, window_size);
         let documents = documents::<Ad>(&[4, 1], [2, 9]);
@@ -160,7 +160,7 @@ fn a_sink_is_a_key_whose_value_is_zero() {
 }
 
 #[test]
-fn sinks_without_weight_change_no_bit_and_heavy_ones_take_all() {
+fn sinks_of_minus_infinity_change_no_bit_and_large_ones_make_the_output_zero() {
     let spec = spec(2, 16, Some(7));
     let documents = documents::<Ad>(&[20, 1], [2, 37]);
     let qkv = packed(spec, [2, 37, 16], 12).untracked(DType::F32);

@@ -153,7 +153,7 @@ pub fn index_statistics<B: SieveBackend>(
     let ([_, n, _, d], size) = (qkv.dims(), blocks.select_block_size);
     let (count, num_blocks, device) = (MEASURED_QUERIES.min(n), n.div_ceil(size), qkv.device());
     let of_row = |x: Tensor<B, 4>| value::<B, 4>(x).narrow(0, 0, 1).cast(DType::F32).squeeze_dim::<3>(0);
-    // The measured queries are spread evenly over the row.
+    // The measured queries lie in the middle of `count` equal parts of the row.
     let queries: Vec<i32> = (0..count).map(|at| ((2 * at + 1) * n / (2 * count)) as i32).collect();
     let queries = Tensor::<B::Inner, 1, Int>::from_ints(queries.as_slice(), &device);
     let packed_index = index.clone();
@@ -189,7 +189,7 @@ pub fn index_statistics<B: SieveBackend>(
     let mean_over = |hidden: &Tensor<B::Inner, 5, Bool>| log_softmax(logits.clone(), hidden.clone()).exp().mean_dim(1);
     let dense = mean_over(&hidden);
 
-    // Masks the keys outside the chosen blocks, which attention counts in pieces.
+    // Masks the keys outside the chosen blocks. `chosen` lists attended blocks, the pieces of larger ones.
     let not_chosen = {
         let chosen = Tensor::<B::Inner, 4, Int>::from_primitive(chosen.into_primitive()).narrow(0, 0, 1);
         let chosen = chosen.select(1, queries.clone()).permute([2, 1, 0, 3]);

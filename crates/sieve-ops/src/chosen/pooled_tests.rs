@@ -121,7 +121,7 @@ fn gemms_choose_as_the_definition_does_and_each_query_reads_its_own_block() {
 }
 
 #[test]
-fn keys_of_blocks_stand_at_the_first_token_s_position() {
+fn block_positions_are_those_of_the_first_tokens() {
     for (call, choice, _) in all_calls() {
         let positions = host_ints(block_positions(&call.documents, choice.blocks));
         let in_document = host_ints(call.documents.positions.clone());
@@ -156,7 +156,7 @@ fn attention_and_the_loss_of_pooled_scores_equal_the_definition() {
 }
 
 #[test]
-fn statistics_of_pooled_scores_are_those_of_every_score() {
+fn statistics_of_pooled_scores_have_the_divergence_of_the_definition() {
     // As many tokens as the number of queries that are measured, so that the mean is over all queries.
     for (lengths, heads) in [(&[][..], [4, 2]), (&[5][..], [3, 3]), (&[1, 9][..], [2, 1])] {
         let call = Call::new([1, 16], heads, 8, lengths);

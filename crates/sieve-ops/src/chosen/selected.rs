@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn every_block_is_dense_attention_and_none_is_zero() {
+    fn all_blocks_give_dense_attention_and_no_block_gives_zero() {
         for call in calls() {
             let [batch, n] = call.dims;
             let count = n.div_ceil(16);
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn given_blocks_are_those_of_the_list_that_attention_reads() {
+    fn attention_reads_exactly_the_given_blocks() {
         for (at, call) in calls().into_iter().enumerate() {
             let choosers = [call.spec.num_kv_heads, call.spec.num_heads][at % 2];
             let selected = given(&call, choosers, 4, [16, 32, 64, 128][at % 4], at % 3 > 0);

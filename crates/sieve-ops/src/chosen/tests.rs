@@ -301,7 +301,7 @@ fn defined_statistics(
 }
 
 #[test]
-fn statistics_are_those_of_every_score() {
+fn statistics_equal_the_definition() {
     let lengths = [&[][..], &[5], &[1, 9], &[140, 33]];
     for (seed, n) in [(10, 16), (20, 5), (30, 67), (40, 300)] {
         for (lengths, heads) in lengths.into_iter().zip([[4, 2], [3, 3], [2, 1], [6, 2]]) {

@@ -194,7 +194,7 @@ impl<B: DeviceBackend> Halo<B> {
 
     /// The gradients of this part's packed tensor and of DMA's biases of its keys, from the gradients of the longer
     /// rows, `d_longer` and `d_delta`: every part sends the gradients of its halo to the parts that the keys came from,
-    /// and adds the received gradients to its own. The biases' gradients go the way that the ranks came.
+    /// and adds the received gradients to its own. The biases' gradients are sent like the ranks, the other way.
     pub(super) fn own_gradients(
         &self,
         parts: &ContextParallel,

@@ -311,7 +311,7 @@ fn of_keys_with_equal_ranks_parts_keep_those_that_whole_rows_keep() {
 }
 
 #[test]
-fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
+fn a_halo_has_at_most_the_keys_that_a_query_keeps() {
     let case = case(2, None, Some(recency(5, 2)));
     let (bounds, inputs) = (bounds(ROWS[0], ROW), inputs(case, 0.5));
     for num_parts in [2, 4, 8] {

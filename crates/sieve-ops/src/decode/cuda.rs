@@ -180,7 +180,8 @@ fn dma_step(
     without_token_dimension(o)
 }
 
-/// The kept keys of a prompt, in slots; as many slots as keys if `heavy` sets no number.
+/// A cache of the keys that `heavy` keeps of a prompt, one in each slot; as many slots as keys if `heavy` sets no
+/// number.
 pub(crate) fn kept_cache(qkv: &Qkv, lse: &CudaTensor, heavy: &HeavyKeys) -> Result<DmaCache<Cuda>, KernelError> {
     let kept = qkv.keep_heavy_keys(heavy, lse)?;
     let [_, _, len] = kept.positions.dims(NAME, "positions")?;

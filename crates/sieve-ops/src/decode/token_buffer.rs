@@ -131,7 +131,8 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
     }
 
     /// Writes the entries of `text`, a buffer of one row, into row `row` of this buffer of [`RowsOf::Texts`], where the
-    /// last becomes entry `end - 1`. The write is in place, because no other tensor shares the buffer.
+    /// last becomes entry `end - 1`. No other tensor shares the buffer, so it is written in place and keeps its
+    /// address.
     pub fn put(&mut self, row: usize, text: &Self, end: usize) {
         if text.is_empty() {
             return;

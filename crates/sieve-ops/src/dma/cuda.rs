@@ -65,7 +65,7 @@ fn launch_ranks(call: &DmaScoresCall<Cuda>, recency: Option<&Recency<Cuda>>) -> 
     Ok(packed(&call.qkv, call.spec).dma_ranks(&w_dt, &a, Some(&recency))?.z.burn())
 }
 
-/// Adds the path through the scores to `dqkv` in place; returns `[dw_dt, da]` in f32.
+/// Adds the gradient that the values get through the scores to `dqkv`, in place; returns `[dw_dt, da]` in f32.
 fn launch_scores_backward(call: &DmaScoresCall<Cuda>, dz: &Float, dqkv: &Float) -> Result<[Float; 2], KernelError> {
     let [w_dt, a] = [&call.w_dt, &call.a].map(|x| cast(x, DType::F32).contiguous());
     let qkv = packed(&call.qkv, call.spec);
@@ -101,7 +101,8 @@ fn launch_select(
     Ok(DmaSelection { expire, keys })
 }
 
-/// Attention over the selected keys, by the kernel for the selection's form.
+/// Attention over the selected keys: by the dense kernel where queries see all keys, else by the kernel that reads
+/// lists.
 fn launch_attention(call: &DmaCall<Cuda>, o_low: KeepOLow) -> Result<AttentionOutput<Cuda>, KernelError> {
     let delta = kernel_tensor(call.delta.clone());
     let whole = without_window(&call.attention);

@@ -69,7 +69,7 @@ fn bytes_that_a_device_kept_are_unpacked_to_their_numbers() {
 }
 
 #[test]
-fn scales_bring_the_largest_to_the_formats_largest() {
+fn the_largest_value_becomes_the_largest_number_of_the_format() {
     let (codes, scale) = fp8_quantise(&[0.5, -3.0, 0.0], E4m3);
     assert_eq!(codes[1], -448.0);
     assert!((codes[1] * scale + 3.0).abs() < 1e-6);

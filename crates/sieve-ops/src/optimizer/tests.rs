@@ -183,7 +183,7 @@ fn gradients_may_be_views() {
 }
 
 #[test]
-fn squares_add_up_in_any_view() {
+fn the_sum_of_squares_is_the_same_in_any_view() {
     let input: Input = Random(7).input(&[63, 40]);
     let exact: f64 = input.values.iter().map(|x| x * x).sum();
     let x = input.tensor(DType::F32);

@@ -182,7 +182,7 @@ enum Kind {
 const KINDS: [Kind; 5] = [Kind::Dense, Kind::Window(5), Kind::Dma(4), Kind::Dma(99), Kind::Recency(6)];
 
 #[test]
-fn equals_the_reference_and_differences_for_kinds_groups_and_documents() {
+fn equals_the_reference_and_finite_differences_for_kinds_groups_and_documents() {
     for kind in KINDS {
         for (group_size, dims, residual) in
             [(2, [2, 37], Residual::Stream), (1, [1, 13], Residual::None), (4, [1, 1], Residual::Stream)]
@@ -202,7 +202,7 @@ fn equals_the_reference_and_differences_for_kinds_groups_and_documents() {
 // A layer of single ops keeps all intermediate values. The op of the whole layer recomputes some, with the same ops, so
 // results are equal to the last bit.
 #[test]
-fn equals_its_parts_to_the_last_bit() {
+fn equals_a_chain_of_single_ops_to_the_last_bit() {
     let dims = [2, 37];
     for kind in KINDS {
         for residual in [Residual::Stream, Residual::None] {

@@ -58,7 +58,7 @@ fn reference_op(residual: Residual) -> impl Fn(&[Float]) -> Float {
 const BOTH: [Residual; 2] = [Residual::Stream, Residual::None];
 
 #[test]
-fn equals_the_reference_and_differences_for_any_sizes() {
+fn equals_the_reference_and_finite_differences_for_any_sizes() {
     for residual in BOTH {
         let sizes = [[2, 63, 24, 20], [1, 1, 5, 3], [3, 2, 33, 8], [1, 17, 8, 1]];
         let (all, small) = (sizes.map(|sizes| inputs(sizes, 1)), inputs([2, 3, 7, 4], 2));
@@ -69,7 +69,7 @@ fn equals_the_reference_and_differences_for_any_sizes() {
 
 // A layer of single ops keeps every intermediate value. The op of the whole layer recomputes some, with the same ops.
 #[test]
-fn equals_its_parts_to_the_last_bit() {
+fn equals_a_chain_of_single_ops_to_the_last_bit() {
     let parts = |inputs: &[Float]| {
         let x: Tensor<Ad, 3> = float(&inputs[0]);
         let normed = rms_norm(x.clone(), float(&inputs[1]), EPSILON);

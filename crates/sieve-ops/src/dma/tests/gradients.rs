@@ -61,7 +61,7 @@ fn a_query_that_keeps_one_key_copies_its_value() {
 }
 
 #[test]
-fn gradients_are_those_of_the_function() {
+fn gradients_equal_finite_differences() {
     let spec = spec(2, 4);
     let documents = documents::<Ad>(&[6, 1], [2, 12]);
     for dma in [dma(3, DmaBias::Exp), dma(3, DmaBias::Linear), with_recency(3)] {
@@ -98,7 +98,7 @@ fn with_gates(a: f64) -> [Input; 3] {
 }
 
 #[test]
-fn above_the_clamp_the_bias_is_flat() {
+fn scores_above_the_clamp_get_no_gradient() {
     // The softplus of a number near 0 is about 0.7, so a gate of 400 puts scores near 280, above the clamp of 60.
     let documents = documents::<Ad>(&[], [1, 12]);
     let op = |inputs: &[Float]| run(inputs, &documents, spec(2, 4), dma(5, DmaBias::Exp));

@@ -117,8 +117,9 @@ fn a_query_that_sees_nothing_gives_zeros() {
     }
 }
 
+// Other tokens may change in which groups a row's terms are summed, and so their rounding.
 #[test]
-fn later_tokens_and_other_documents_change_rows_by_the_grouping_of_sums_at_most() {
+fn later_tokens_and_other_documents_change_rows_by_rounding_errors_at_most() {
     let spec = spec(2, 16);
     let op = |inputs: &[crate::testing::Float], documents: &Documents<Ad>| {
         run(inputs, documents, spec, dma(9, DmaBias::Exp))
