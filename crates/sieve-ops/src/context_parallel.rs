@@ -2,12 +2,12 @@
 //! each, or threads in tests).
 //!
 //! Everything but attention looks at one token at a time and needs no other part. Attention does one of two things.
-//! Dense attention exchanges tokens for heads, so that each rank has whole rows of a few heads (Ulysses,
+//! Dense attention exchanges tokens for heads: each rank then has whole rows of a few heads (Ulysses,
 //! arXiv:2309.14509); so do all kinds that choose blocks, and latent attention, whose latents every rank gets. Window
 //! attention and DMA run on a longer row: the halo, keys of earlier parts that this part's queries may see, followed by
 //! the part. A window's halo is the last keys before the part. DMA's is as many keys a head as a query keeps, however
-//! long the row is: a key that one query no longer sees is seen by no later query, so of all earlier keys only those
-//! that are kept where the part begins can be seen.
+//! long the row is: a key that one query no longer sees is seen by no later query. So the part's queries can see only
+//! those earlier keys that are still kept where the part begins.
 mod attend;
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]

@@ -135,8 +135,8 @@ const MEASURED_QUERIES: usize = 16;
 /// `chosen` are the blocks that the indexer chooses, even in a warm-up, when attention reads all tokens.
 ///
 /// - `KL(mean_h P^h || I)` over the tokens that are read, in nats;
-/// - recall: dense attention's probability in the chosen blocks, divided by its probability in the best choice of as
-///   many blocks, which includes the query's own;
+/// - recall: dense attention's probability in the chosen blocks, divided by that in the best choice of as many blocks;
+///   both include the query's own block;
 /// - the entropy of I, in nats.
 ///
 /// With `block_keys`, divergence and entropy are over complete blocks. A block's share of the attention is its largest

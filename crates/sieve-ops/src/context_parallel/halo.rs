@@ -192,9 +192,9 @@ impl<B: DeviceBackend> Halo<B> {
         primitive(Tensor::cat(vec![ranks, own], 2))
     }
 
-    /// The gradients of this part's packed tensor and of DMA's biases of its keys, from the gradients of the longer
-    /// rows, `d_longer` and `d_delta`: every part sends the gradients of its halo to the parts that the keys came from,
-    /// and adds the received gradients to its own. The biases' gradients are sent like the ranks, the other way.
+    /// The gradients of this part's packed tensor and of DMA's biases of its keys, from `d_longer` and `d_delta`, those
+    /// of the longer rows. Every part sends its halo's gradients back to the parts whose keys they are, and adds the
+    /// received ones to its own.
     pub(super) fn own_gradients(
         &self,
         parts: &ContextParallel,
