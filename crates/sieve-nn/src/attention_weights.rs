@@ -68,7 +68,8 @@ mod tests {
 
     #[test]
     fn weights_times_values_are_the_layers_output() {
-        // In the other forms of NSA a branch has other values than the window branch.
+        // In the other forms of NSA the branches have different values, so no single matrix of weights gives the
+        // output.
         let with_one_value_a_key =
             |attention: &sieve_core::Attention| !matches!(attention, sieve_core::Attention::Nsa(_));
         let kinds = kinds(0.5).into_iter().filter(with_one_value_a_key);

@@ -6,7 +6,8 @@ use burn::tensor::backend::Backend;
 use sieve_core::ModelShape;
 use sieve_ops::{Residual, SieveBackend};
 
-/// Pre-norm block as in Qwen3; with residual scales as in Doge.
+/// Pre-norm block as in Qwen3. Models like Doge also have learned scales, by which the residual stream is multiplied
+/// where it passes a layer.
 #[derive(Module, Debug)]
 pub struct DecoderLayer<B: Backend> {
     /// RMSNorm before the attention layer.

@@ -156,7 +156,7 @@ mod tests {
         check_finite_differences("selected_attention", &[call.qkv(4)], &|inputs| op(&call, &selected, inputs));
     }
 
-    /// The definition in plain Burn, with all scores.
+    /// Attention over the given blocks by its definition, in plain Burn with a mask over all scores.
     fn masked(call: &Call, selected: &SelectedBlocks<Ad>, inputs: &[AdFloat]) -> AdFloat {
         let ([batch, n], [heads, groups]) = (call.dims, [call.spec.num_heads, call.spec.num_kv_heads]);
         let [_, _, choosers, most] = selected.indices.dims();

@@ -39,7 +39,7 @@ impl Reach {
 #[derive(Clone, Debug)]
 pub(super) struct Halo<B: Backend> {
     spec: AttentionSpec,
-    /// Tokens of this rank's part of a sequence.
+    /// Tokens of this rank's part of a row.
     len: usize,
     /// Slots of the halo in each row, one key each.
     pub(super) slots: usize,

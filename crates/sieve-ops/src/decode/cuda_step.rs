@@ -449,7 +449,8 @@ impl Layer<'_> {
         slots.dma_decode(token, &rank, length, scale, dma.spec.bias.into(), &buffers)
     }
 
-    /// The step of a cache of a window or of all keys, the cache's buffers, and the most keys that the step sees.
+    /// Operands of a step over a cache of all keys or of a window's: the step's sizes, the cache's buffers, and the
+    /// most keys that the step sees.
     fn recent(&self, keys: &mut KeyCache<Cuda>) -> (DecodeStep<'static>, KvCache, usize) {
         let ([len, num_dropped], window) = (self.held(keys), self.attention.spec.window_size);
         let step = DecodeStep { window, num_dropped, ..DecodeStep::new(len, self.attention.spec.softmax_scale as f32) };
