@@ -95,8 +95,8 @@ pub trait KindLayer<B: SieveBackend> {
         None
     }
 
-    /// The scores of keys without recency, `[batch, num_kv_heads, seq_len]`, for x after the layer's norm; `None` for
-    /// kinds that do not score single keys.
+    /// DMA's scores of the keys (its ranks without recency), `[batch, num_kv_heads, seq_len]`, for x after the layer's
+    /// norm; `None` for kinds that do not score single keys.
     fn key_scores(
         &self,
         _x: &dyn Fn() -> Tensor<B, 3>,
@@ -155,8 +155,8 @@ pub enum Attention<B: Backend> {
 }
 
 impl<B: Backend> Attention<B> {
-    /// A layer of the kind that `shape.attention` names, with weights from `init`: the one place that leads from a
-    /// kind to its layer.
+    /// A layer of the kind that `shape.attention` names, with weights from `init`. No other code maps a kind to its
+    /// layer.
     pub fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
         use sieve_core::Attention as Kind;
         match shape.attention {

@@ -109,6 +109,7 @@ enum Read<D: DeviceBackend> {
 }
 
 impl<D: DeviceBackend> Read<D> {
+    /// The attention's output, whichever tokens were read.
     fn output(&self) -> &AttentionOutput<D> {
         match self {
             Self::All(output) => output,

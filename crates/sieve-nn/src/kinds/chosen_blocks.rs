@@ -110,6 +110,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         pools.then(|| indexer.block_keys(index, documents, sizes, rope))
     }
 
+    /// Projects x, after the layer's norm, for the attention and for the indexer.
     fn packed(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Packed<B> {
         Packed {
             index: self.indexer.as_ref().map(|indexer| indexer.forward(x.clone(), context)),

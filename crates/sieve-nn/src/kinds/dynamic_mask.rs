@@ -24,7 +24,8 @@ pub struct DynamicMaskAttention<B: Backend> {
     pub o_proj: Linear<B>,
     /// Scores from the values of all KV heads (eq. 3's Δ), `[num_kv_heads, num_kv_heads * head_dim]`.
     pub dt_proj: Linear<B>,
-    /// Gate per KV head (eq. 3's A), `[num_kv_heads]`. At 0 all scores are equal, and DMA is a sliding window.
+    /// Gate per KV head (eq. 3's A), `[num_kv_heads]`. At 0 all scores are equal, and of equal keys the last are kept:
+    /// DMA is then a sliding window.
     pub a: Param<Tensor<B, 1>>,
     #[module(skip)]
     dma: DmaShape,

@@ -85,6 +85,7 @@ impl<B: Backend> LatentAttention<B> {
         }
     }
 
+    /// Sizes of the heads and scale.
     pub(crate) fn spec(&self) -> MlaSpec {
         MlaSpec {
             num_heads: self.num_heads,

@@ -2,6 +2,7 @@ use super::{CHUNK, WeightInit};
 use burn::tensor::Tensor;
 use burn_flex::Flex;
 
+/// The values of the next normal parameter.
 fn draw(init: &mut WeightInit, shape: [usize; 2]) -> Vec<f32> {
     let param = init.normal::<Flex, 2>(shape, &Default::default());
     let values: Tensor<Flex, 2> = param.val();

@@ -12,6 +12,7 @@ fn spec(group_size: usize, head_dim: usize, window_size: Option<usize>) -> Atten
     AttentionSpec { window_size, ..AttentionSpec::dense([3 * group_size, 3], head_dim) }
 }
 
+/// A random packed tensor.
 fn packed(spec: AttentionSpec, [batch, seq_len, head_dim]: [usize; 3], seed: u64) -> Input {
     // Values that give both large and small logits.
     let dims = [batch, seq_len, spec.packed_heads(), head_dim];

@@ -114,6 +114,8 @@ impl Call {
         Random(seed).input(&[batch, n, self.spec.num_kv_heads + 2, self.head_dim])
     }
 
+    /// The call of indexed attention over the blocks that the indexer's tensor `index` chooses; `None`: over all
+    /// tokens.
     fn indexed(&self, choice: BlockChoice, index: Option<&Input>, loss_weight: f64) -> IndexedCall<'_, Ad> {
         let chosen = index.map(|index| {
             let (index, spec) = (float::<4>(&index.untracked(DType::F32)), indexer_spec(self.spec));

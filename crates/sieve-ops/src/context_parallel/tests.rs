@@ -43,6 +43,7 @@ fn recency(keep_window_size: usize, local_window_size: usize) -> DmaShape {
     }
 }
 
+/// Dense and window attention, and DMA of both forms.
 fn cases() -> Vec<Case> {
     let dma = |num_kv_heads, shape| case(num_kv_heads, None, Some(shape));
     vec![
@@ -251,6 +252,7 @@ fn joined_rows(parts: &[&[f32]]) -> Vec<f32> {
     (0..BATCH).flat_map(row).copied().collect()
 }
 
+/// Checks that the values differ by rounding errors at most.
 fn assert_near(what: &str, found: &[f32], expected: &[f32]) {
     let expected = wide(expected);
     let largest = expected.iter().fold(1.0, |most: f64, x| most.max(x.abs()));

@@ -8,6 +8,7 @@ use crate::testing::{
 use burn::tensor::DType;
 use sieve_core::KernelPolicy;
 
+/// Sizes with the usual softmax scale.
 fn spec(num_heads: usize, head_dim: usize, rope_dim: usize) -> MlaSpec {
     MlaSpec {
         num_heads,

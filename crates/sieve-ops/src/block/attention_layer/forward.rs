@@ -59,6 +59,7 @@ pub(super) enum Attended<B: Backend> {
 }
 
 impl<B: Backend> Attended<B> {
+    /// The attention's output, `[batch, seq_len, num_heads, head_dim]`.
     pub(super) fn o(&self) -> Float<B> {
         match self {
             Self::Recent(output) => output.o.clone(),

@@ -56,6 +56,7 @@ struct Case {
     documents: Vec<usize>,
 }
 
+/// Dense attention and both forms of DMA, in rows of one document and of many.
 fn cases() -> Vec<Case> {
     let published = DmaShape::published(KEPT);
     let recent =
@@ -261,6 +262,7 @@ fn run_part(part_idx: usize, folder: &Path) {
     }
 }
 
+/// The Euclidean norm of the difference, divided by that of `expected`.
 fn relative_error(found: &[f32], expected: &[f32]) -> f64 {
     assert_eq!(found.len(), expected.len());
     let square = |x: f32| f64::from(x) * f64::from(x);
