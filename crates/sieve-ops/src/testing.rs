@@ -209,7 +209,7 @@ pub(crate) fn check_views(what: &str, inputs: &[Input], op: Op) {
     assert_same(what, View::Expanded, &expanded, &stored);
 }
 
-/// Checks that output and gradients are equal to the last bit.
+/// Checks that output and gradients have equal values.
 #[track_caller]
 fn assert_same(what: &str, how: View, got: &Evaluation, expected: &Evaluation) {
     let (got, expected) = (parts(what, got), parts(what, expected));
