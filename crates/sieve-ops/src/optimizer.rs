@@ -229,7 +229,7 @@ pub(crate) mod cuda {
         grad_scale: CudaPrimitive,
         step: AdamWStep,
     ) -> AdamWTensors<Cuda> {
-        let (tensors, outcome) = launch(tensors, &grad, &grad_scale, step);
+        let (tensors, outcome) = launch_update(tensors, &grad, &grad_scale, step);
         kernel_on("adamw", tensors, outcome, |tensors| {
             let AdamWTensors { param, leaf, .. } = &tensors;
             let Some(leaf) = leaf.clone().filter(|_| param.dtype == DType::BF16) else {
@@ -285,7 +285,7 @@ pub(crate) mod cuda {
 
     /// One update, in place where a tensor has no other owner. Returns the tensors after a refusal too: with clones for
     /// that case every update would copy.
-    fn launch(
+    fn launch_update(
         tensors: AdamWTensors<Cuda>,
         grad: &CudaPrimitive,
         grad_scale: &CudaPrimitive,

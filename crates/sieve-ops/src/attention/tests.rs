@@ -107,6 +107,7 @@ fn later_tokens_and_other_documents_change_no_bit_of_a_row() {
     }
 }
 
+/// Attention of the packed tensor `inputs[0]` with the sinks `inputs[1]`.
 fn with_sinks(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec) -> Float {
     primitive(attention_with_sinks(float(&inputs[0]), float(&inputs[1]), documents, spec))
 }

@@ -64,7 +64,7 @@ pub(crate) fn forward<B: DeviceBackend>(
     let is_dense = dma.is_none() && spec.window_size.is_none();
     if is_dense && spec.num_kv_heads.is_multiple_of(num_parts) {
         let own = to_own_heads::<B>(parts, qkv, spec);
-        let output = <B as DeviceBackend>::attention(own.clone(), &whole::<B>(parts, &own, spec));
+        let output = <B as DeviceBackend>::attention(own.clone(), &call_of_whole_rows::<B>(parts, &own, spec));
         let o = tensor::<B, 4>(output.o.clone());
         let o = to_tokens(&*parts.links, o, &[Heads::Split(spec.num_heads)]);
         return Parted { o: primitive(o), way: Way::Heads(output) };
@@ -109,7 +109,7 @@ pub(crate) fn backward<B: DeviceBackend>(
         Way::Heads(output) => {
             let d_o = primitive(to_heads(links, tensor::<B, 4>(d_o), &[Heads::Split(spec.num_heads)]));
             let own = to_own_heads::<B>(parts, qkv, spec);
-            let d_own = B::attention_backward(own.clone(), &whole::<B>(parts, &own, spec), output, d_o);
+            let d_own = B::attention_backward(own.clone(), &call_of_whole_rows::<B>(parts, &own, spec), output, d_o);
             let d_qkv = to_tokens(links, tensor::<B, 4>(d_own), &kinds(spec));
             return (primitive(d_qkv), None);
         }
@@ -157,7 +157,7 @@ fn to_own_heads<B: DeviceBackend>(parts: &ContextParallel, qkv: Float<B>, spec: 
 }
 
 /// The call of attention over whole rows with the heads in `own`, this rank's.
-fn whole<B: Backend>(parts: &ContextParallel, own: &Float<B>, spec: AttentionSpec) -> AttentionCall<B> {
+fn call_of_whole_rows<B: Backend>(parts: &ContextParallel, own: &Float<B>, spec: AttentionSpec) -> AttentionCall<B> {
     let device = B::float_device(own);
     let shape = [parts.batch, parts.seq_len];
     let documents = [0, 1].map(|bound| {

@@ -45,7 +45,7 @@ pub(crate) fn token_step(mut step: TokenStep<'_, Cuda>, graph: &mut CudaStepGrap
     *graph = CudaStepGraph::default();
     let before = step.before;
     let mut pairs = step.layers.iter().zip(&step.caches);
-    if !pairs.all(|(layer, cache)| is_lasting(before, layer, cache)) {
+    if !pairs.all(|(layer, cache)| has_fixed_launches(before, layer, cache)) {
         return None;
     }
     kernel_or_refusal(NAME, require_kernels(&step)).ok()?;
@@ -82,7 +82,7 @@ fn positions_of(before: TokensBefore<'_>, like: &CudaTensor) -> StepPositions {
 /// Whether a layer's launches are the same for all later tokens. Slots of a layer without DMA keep the keys with the
 /// most attention so far (H2O): their launches stay the same once all slots are in use. Their kernel takes one text and
 /// heads of a multiple of 32 columns.
-fn is_lasting(before: TokensBefore<'_>, layer: &TokenLayer<Cuda>, cache: &TokenCache<'_, Cuda>) -> bool {
+fn has_fixed_launches(before: TokensBefore<'_>, layer: &TokenLayer<Cuda>, cache: &TokenCache<'_, Cuda>) -> bool {
     let TokenCache::Slots(slots) = cache else {
         return true;
     };
@@ -259,7 +259,7 @@ impl Layer<'_> {
 
     /// How many tokens of the longest row a cache holds, and how many before them it has dropped. A step for rows of
     /// different lengths is recorded as for a full cache, so that the graph serves rows of any length.
-    fn held(&self, keys: &KeyCache<Cuda>) -> [usize; 2] {
+    fn held_and_dropped(&self, keys: &KeyCache<Cuda>) -> [usize; 2] {
         match self.before {
             TokensBefore::Same(position) => [keys.len(), position - keys.len()],
             TokensBefore::Each(_) => [keys.k.room() - 1, 0],
@@ -276,12 +276,12 @@ impl Layer<'_> {
     }
 
     /// A weight without gaps between its rows, which Burn may leave: a copy where there are some.
-    fn whole<const D: usize>(&self, tensor: &Tensor<Cuda, D>) -> CudaTensor {
+    fn without_gaps<const D: usize>(&self, tensor: &Tensor<Cuda, D>) -> CudaTensor {
         self.tape.noted(&of(tensor).contiguous())
     }
 
     /// A weight in f32, without gaps between its rows.
-    fn f32s<const D: usize>(&self, tensor: &Tensor<Cuda, D>) -> CudaTensor {
+    fn in_f32<const D: usize>(&self, tensor: &Tensor<Cuda, D>) -> CudaTensor {
         let tensor = cast(&primitive(tensor.clone()), burn::tensor::DType::F32);
         self.tape.noted(&tensor.contiguous())
     }
@@ -344,7 +344,7 @@ impl Layer<'_> {
         let o = match (cache, &self.attention.dma) {
             (TokenCache::Slots(cache), dma) => self.attend_slots(&token, cache, dma.as_ref(), &length, scratch)?,
             (TokenCache::Selector(cache), _) => {
-                let (len, kv) = (self.held(&cache.keys)[0], self.cache(&mut cache.keys));
+                let (len, kv) = (self.held_and_dropped(&cache.keys)[0], self.cache(&mut cache.keys));
                 let seen = match cache.reads {
                     TokenKeys::Ends { .. } => len + 1,
                     // Replays for later tokens read more keys, at most as many as the buffers hold.
@@ -362,7 +362,7 @@ impl Layer<'_> {
                 kv.selector_decode(&token, step(len), choice, &buffers)?
             }
             (TokenCache::Chosen { keys, pooled, choice }, _) => {
-                let (len, kv) = (self.held(keys)[0], self.cache(keys));
+                let (len, kv) = (self.held_and_dropped(keys)[0], self.cache(keys));
                 let pooled = PooledStep { pooled: &self.buffer(pooled), start: &self.inputs.start, choice: *choice };
                 let blocks = choice.blocks;
                 let choosers =
@@ -388,12 +388,17 @@ impl Layer<'_> {
                 let TokenExtra::Branches(weights) = &self.attention.extra else {
                     unreachable!("NSA's caches are its layers'")
                 };
-                let (fine, coarse) = (self.fine(&token, normed, weights)?, self.coarse(&token, qkv, normed, weights)?);
-                let (near_step, near, near_seen) = self.recent(window);
-                let ([len, _], [_, dropped], all) = (self.held(selected), self.held(tail), self.cache(selected));
+                let (fine, coarse) = (
+                    self.selected_token(&token, normed, weights)?,
+                    self.compressed_token(&token, qkv, normed, weights)?,
+                );
+                let (near_step, near, near_seen) = self.recent_step(window);
+                let ([len, _], [_, dropped], all) =
+                    (self.held_and_dropped(selected), self.held_and_dropped(tail), self.cache(selected));
                 let room = compressed.k.room();
                 let (compressed, tail) = (self.cache(compressed), self.cache(tail));
-                let mlp = weights.mlp.as_ref().map(|mlp| mlp.each_ref().map(|w| w.each_ref().map(|w| self.whole(w))));
+                let mlp =
+                    weights.mlp.as_ref().map(|mlp| mlp.each_ref().map(|w| w.each_ref().map(|w| self.without_gaps(w))));
                 let chosen = blocks.num_selected_blocks * blocks.select_block_size;
                 let buffers = [room, chosen, near_seen].map(|keys| scratch_of(scratch, &all.k, shape, keys));
                 let [a, b, c] = buffers;
@@ -408,7 +413,7 @@ impl Layer<'_> {
                 };
                 let branches = token.decode(&length, [step(len), near_step], buffers.each_ref())?;
                 let logits = project(normed, &self.noted(&weights.gate), Epilogue::Stored)?;
-                nsa_gates(branches.each_ref(), &logits, &self.f32s(&weights.gate_bias))?
+                nsa_gates(branches.each_ref(), &logits, &self.in_f32(&weights.gate_bias))?
             }
             (TokenCache::Latents(..) | TokenCache::Recent(_), _) => unreachable!("taken above"),
         };
@@ -438,7 +443,7 @@ impl Layer<'_> {
             // The slots are full, so the launches do not depend on how many tokens came before.
             return slots.heavy_decode(token, length, window, scale, &buffers);
         };
-        let (w_dt, a) = (self.f32s(&dma.w_dt), self.f32s(&dma.a));
+        let (w_dt, a) = (self.in_f32(&dma.w_dt), self.in_f32(&dma.a));
         let slopes = dma.spec.slopes(num_kv_heads);
         let slopes = slopes.map(|slopes| slopes.iter().map(|&slope| slope as f32).collect::<Vec<_>>());
         let recency = slopes
@@ -451,8 +456,8 @@ impl Layer<'_> {
 
     /// Operands of a step over a cache of all keys or of a window's: the step's sizes, the cache's buffers, and the
     /// most keys that the step sees.
-    fn recent(&self, keys: &mut KeyCache<Cuda>) -> (DecodeStep<'static>, KvCache, usize) {
-        let ([len, num_dropped], window) = (self.held(keys), self.attention.spec.window_size);
+    fn recent_step(&self, keys: &mut KeyCache<Cuda>) -> (DecodeStep<'static>, KvCache, usize) {
+        let ([len, num_dropped], window) = (self.held_and_dropped(keys), self.attention.spec.window_size);
         let step = DecodeStep { window, num_dropped, ..DecodeStep::new(len, self.attention.spec.softmax_scale as f32) };
         (step, self.cache(keys), window.unwrap_or(len + 1).min(len + 1))
     }
@@ -474,7 +479,7 @@ impl Layer<'_> {
         let weights = weights.as_ref().map(|weights| weights.each_ref());
         let rotation = TokenRotation { norm: weights.zip(norm.map(|norm| norm.epsilon as f32)), tables: self.tables };
         let sinks = self.attention.sinks.as_ref().map(|sinks| self.noted(sinks));
-        let (step, kv, seen) = self.recent(keys);
+        let (step, kv, seen) = self.recent_step(keys);
         let step = DecodeStep { sinks: sinks.as_ref(), ..step };
         let buffers = scratch_of(scratch, &kv.k, token.shape(NAME)?, seen)?;
         let length = self.length()?;
@@ -491,7 +496,12 @@ impl Layer<'_> {
 
     /// Query, key and value of NSA's selected branch: those of the window branch, `token`, or its query with key and
     /// value from the selected branch's own projection.
-    fn fine(&self, token: &Qkv, normed: Vectors<'_>, weights: &TokenBranches<Cuda>) -> Result<Qkv, KernelError> {
+    fn selected_token(
+        &self,
+        token: &Qkv,
+        normed: Vectors<'_>,
+        weights: &TokenBranches<Cuda>,
+    ) -> Result<Qkv, KernelError> {
         let Some(kv) = &weights.select_kv else {
             return Ok(token.clone());
         };
@@ -501,7 +511,7 @@ impl Layer<'_> {
 
     /// Query, key and value of NSA's compressed branch; `token` are the window branch's. With compression MLPs, learned
     /// position embeddings replace the rotation, so all heads are rotated as at position 0.
-    fn coarse(
+    fn compressed_token(
         &self,
         token: &Qkv,
         qkv: &CudaTensor,
@@ -550,7 +560,7 @@ impl Layer<'_> {
         let (spec, batch) = (self.attention.spec, self.batch());
         let [_, rank] = up.dims();
         let head_dim = q.num_elements() / (batch * spec.num_heads) - rope_dim;
-        let (up, down) = (self.whole(up), project(normed, &self.noted(down), Epilogue::Stored)?);
+        let (up, down) = (self.without_gaps(up), project(normed, &self.noted(down), Epilogue::Stored)?);
         let width = rank + rope_dim;
         let [latent, k_rope] = [(0, rank), (rank, *rope_dim)]
             .map(|(first, columns)| down.view_at(NAME, "latent", first, &[batch, 1, columns], &[width, width, 1]));
@@ -614,6 +624,7 @@ fn scratch_of(
     made.cloned()
 }
 
+/// The kernels' view of a tensor; no copy.
 fn of<const D: usize>(tensor: &Tensor<Cuda, D>) -> CudaTensor {
     kernel_tensor(primitive(tensor.clone()))
 }

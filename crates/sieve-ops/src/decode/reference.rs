@@ -125,14 +125,14 @@ pub(crate) fn dma_decode<B: DeviceBackend>(
     scratch: &mut B::DecodeScratch,
 ) -> Float<B> {
     let q = token.q.clone();
-    cache.offer(token);
+    cache.insert(token);
     let delta = primitive(dma_bias(cache.rank.tokens(), bias));
     B::attention_decode(q, &cache.keys, Some(delta), softmax_scale, scratch)
 }
 
 impl<B: Backend> DmaCache<B> {
     /// Adds the token's key to a free slot, or overwrites the slot that [`replaced_slot`](Self::replaced_slot) returns.
-    fn offer(&mut self, token: DmaToken<B>) {
+    fn insert(&mut self, token: DmaToken<B>) {
         let [k, v] = [token.k, token.v].map(|x| tensor::<B, 3>(x).unsqueeze_dim::<4>(2));
         let rank = tensor::<B, 2>(token.rank).unsqueeze_dim::<3>(2);
         let [batch, kv_heads, _] = rank.dims();
