@@ -73,15 +73,16 @@ impl<B: Backend> LayerOperands<B> {
 
     /// Copies the queries to the host.
     pub fn queries(&self) -> Vec<f32> {
-        self.copied(0, self.num_heads)
+        self.heads_on_host(0, self.num_heads)
     }
 
     /// Copies the keys to the host.
     pub fn keys(&self) -> Vec<f32> {
-        self.copied(self.num_heads, self.num_kv_heads)
+        self.heads_on_host(self.num_heads, self.num_kv_heads)
     }
 
-    fn copied(&self, first_head: usize, num_heads: usize) -> Vec<f32> {
+    /// Copies heads of the packed tensor to the host.
+    fn heads_on_host(&self, first_head: usize, num_heads: usize) -> Vec<f32> {
         let part = self.qkv.clone().narrow(2, first_head, num_heads);
         part.into_data().iter::<f32>().collect()
     }
@@ -93,7 +94,7 @@ impl<B: Backend> LayerOperands<B> {
     /// The error of `attend`.
     pub fn on_host<E>(&self, attend: impl FnOnce(HostOperands<'_>) -> Result<Vec<f32>, E>) -> Result<Tensor<B, 4>, E> {
         let shape = self.shape(self.num_tokens());
-        let v = self.copied(self.num_heads + self.num_kv_heads, self.num_kv_heads);
+        let v = self.heads_on_host(self.num_heads + self.num_kv_heads, self.num_kv_heads);
         let o = attend(HostOperands {
             layer: self.layer,
             num_layers: self.num_layers,
@@ -134,7 +135,7 @@ impl<B: SieveBackend> Qwen3<B> {
     ) -> Result<Tensor<B, 3>, E> {
         let (documents, mut state) = (documents_of(context.documents), PassState::default());
         self.through_layers(ids, |index, layer, x| {
-            let Some(mha) = dense(layer) else {
+            let Some(mha) = dense_attention(layer) else {
                 let no_caches = None;
                 return Ok(layer.forward(x, context, &mut state, no_caches).x);
             };
@@ -188,7 +189,7 @@ impl<B: SieveBackend> Qwen3<B> {
         B: DeviceBackend,
     {
         self.cached_pass(ids, &mut [cache], rope, |index, layer, x, context, state, mut caches| {
-            let Some(mha) = dense(layer) else {
+            let Some(mha) = dense_attention(layer) else {
                 return Ok(layer.forward(x, context, state, Some(&mut caches)).x);
             };
             layer.forward_attending(mha, x, (context, state), |qkv| {
@@ -231,7 +232,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
 }
 
 /// The layer's attention, if it is dense.
-fn dense<B: SieveBackend>(layer: &DecoderLayer<B>) -> Option<&MultiHeadAttention<B>> {
+fn dense_attention<B: SieveBackend>(layer: &DecoderLayer<B>) -> Option<&MultiHeadAttention<B>> {
     layer.self_attn.as_layer().as_grouped().filter(|mha| mha.spec().window_size.is_none())
 }
 

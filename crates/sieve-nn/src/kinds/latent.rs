@@ -165,7 +165,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         if let Some(cache) = caches.empty() {
             let kv = self.kv_b_proj.forward(latent.clone());
             let (packed, keys) = self.packed(x, kv, k_rope, context);
-            cache.extend_latents(self.cached(latent, &packed, keys));
+            cache.extend_latents(self.cache_entries(latent, &packed, keys));
             let o = sieve_ops::mla_attention(packed, context.documents, self.spec());
             return self.o_proj.forward(o.flatten(2, 3));
         }
@@ -176,7 +176,7 @@ impl<B: SieveBackend> LatentAttention<B> {
             None => Tensor::zeros([batch, new, self.num_heads * 2 * self.head_dim], (&x.device(), x.dtype())),
         };
         let (packed, keys) = self.packed(x, kv, k_rope, context);
-        let cached = self.cached(latent, &packed, keys);
+        let cached = self.cache_entries(latent, &packed, keys);
         let o = caches.each(batch, |of_rows| {
             let [row, rows] = of_rows.rows;
             let cached = of_rows.cache.extend_latents(cached.rows(row, rows));
@@ -201,8 +201,8 @@ impl<B: SieveBackend> LatentAttention<B> {
     }
 
     /// Normed, rotated and packed queries, keys and values of all heads at the context's positions; where keys are
-    /// normed also the two tensors that [`cached`](Self::cached) keeps. `kv` are keys and values before norm and
-    /// rotation, `k_rope` is the shared key.
+    /// normed also the two tensors that [`cache_entries`](Self::cache_entries) keeps. `kv` are keys and values before
+    /// norm and rotation, `k_rope` is the shared key.
     fn packed(
         &self,
         x: Tensor<B, 3>,
@@ -215,7 +215,7 @@ impl<B: SieveBackend> LatentAttention<B> {
     }
 
     /// The cache's entries of new tokens, from the results of [`packed`](Self::packed).
-    fn cached(
+    fn cache_entries(
         &self,
         latent: Tensor<B, 3>,
         packed: &Tensor<B, 3>,

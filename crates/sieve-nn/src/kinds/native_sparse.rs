@@ -155,7 +155,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
                 o.map(|o| shared.once(o))
             }
         };
-        self.gate(x, o)
+        self.gate_and_project(x, o)
     }
 
     /// [`forward_of_rows`](Self::forward_of_rows) with context parallelism: this rank has one part of each row, and
@@ -207,7 +207,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             let of_prompt = BlockCache::of_prompt(&of_prompt, on_device(compressed.clone()), spec, blocks);
             *cache = LayerCache::Blocks(of_prompt);
             let o = self.attend(branches, compressed, context.documents, context.policy);
-            return self.gate(x, o);
+            return self.gate_and_project(x, o);
         }
         let branches = branches.on_device();
         let compress = |block: Tensor<B::Inner, 4>| {
@@ -230,7 +230,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             let o = tokens.map(|o| Tensor::cat(o, 1));
             parts.iter_mut().zip(o).for_each(|(parts, o)| parts.push(o));
         });
-        self.gate(x, parts.map(|parts| from_device(Tensor::cat(parts, 0))))
+        self.gate_and_project(x, parts.map(|parts| from_device(Tensor::cat(parts, 0))))
     }
 
     /// Compresses the compressed branch's keys and values, and returns the outputs of the compressed, selected and
@@ -262,7 +262,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     }
 
     /// The gated sum of the branches' outputs, after the output projection.
-    fn gate(&self, x: Tensor<B, 3>, branches: [Tensor<B, 4>; NUM_NSA_BRANCHES]) -> Tensor<B, 3> {
+    fn gate_and_project(&self, x: Tensor<B, 3>, branches: [Tensor<B, 4>; NUM_NSA_BRANCHES]) -> Tensor<B, 3> {
         self.o_proj.forward(self.gated(x, branches).flatten(2, 3))
     }
 

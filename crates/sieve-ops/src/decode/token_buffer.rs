@@ -47,7 +47,7 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
     /// These tokens along `axis`, in a buffer of `room` tokens; `None`: with some spare room.
     pub fn new(tokens: Tensor<B, D, K>, axis: usize, room: Option<usize>) -> Self {
         let mut shape = tokens.dims();
-        shape[axis] = room.unwrap_or(shape[axis] + spare(shape[axis]));
+        shape[axis] = room.unwrap_or(shape[axis] + spare_room(shape[axis]));
         let mut new = Self::empty(shape, axis, (&tokens.device(), tokens.dtype()));
         new.append(tokens);
         new
@@ -104,7 +104,7 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
     pub fn reserve(&mut self, new: usize, kept: usize) {
         if self.len + new > self.room() {
             let (kept, copies) = (kept.min(self.len), 1);
-            *self = self.moved(kept, kept + new + spare(kept), copies);
+            *self = self.copy_of_last(kept, kept + new + spare_room(kept), copies);
         }
     }
 
@@ -112,16 +112,16 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
     /// of `tokens` tokens has in this buffer, and the room for them.
     pub fn rows(&self, rows: RowsOf, size: impl Fn(usize) -> [usize; 2]) -> Self {
         match rows {
-            RowsOf::Copies(rows) => self.moved(self.len, self.room(), rows),
+            RowsOf::Copies(rows) => self.copy_of_last(self.len, self.room(), rows),
             RowsOf::Texts { rows, tokens } => {
                 let [_, room] = size(tokens);
-                let mut texts = self.resized(rows, room.max(1));
+                let mut texts = self.empty_like(rows, room.max(1));
                 texts.count(room.max(1));
                 texts
             }
             RowsOf::Text { row, tokens } => {
                 let [len, room] = size(tokens);
-                let mut text = self.resized(1, room.max(1));
+                let mut text = self.empty_like(1, room.max(1));
                 if len > 0 {
                     text.append(self.buffer().clone().narrow(0, row, 1).narrow(self.axis, 0, len));
                 }
@@ -144,8 +144,8 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
     }
 
     /// A copy of the last `kept` tokens in a buffer with this room, each row `rows` times.
-    fn moved(&self, kept: usize, room: usize, rows: usize) -> Self {
-        let mut moved = self.resized(rows * self.buffer().dims()[0], room);
+    fn copy_of_last(&self, kept: usize, room: usize, rows: usize) -> Self {
+        let mut moved = self.empty_like(rows * self.buffer().dims()[0], room);
         if kept > 0 {
             let kept = self.buffer().clone().narrow(self.axis, self.len - kept, kept);
             moved.append(match rows {
@@ -157,7 +157,7 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
     }
 
     /// A buffer without a token, of this number of rows and this room.
-    fn resized(&self, rows: usize, room: usize) -> Self {
+    fn empty_like(&self, rows: usize, room: usize) -> Self {
         let (old, mut shape) = (self.buffer(), self.buffer().dims());
         shape[0] = rows;
         shape[self.axis] = room;
@@ -198,13 +198,13 @@ fn with_block<B: Backend, const D: usize, K: BasicOps<B> + 'static>(
 }
 
 /// Room for new tokens that a buffer of `len` tokens gets.
-fn spare(len: usize) -> usize {
+fn spare_room(len: usize) -> usize {
     LEAST_ROOM.max(len / ROOM_SHARE)
 }
 
 impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> Clone for TokenBuffer<B, D, K> {
     fn clone(&self) -> Self {
-        self.moved(self.len, self.room(), 1)
+        self.copy_of_last(self.len, self.room(), 1)
     }
 }
 

@@ -60,7 +60,7 @@ impl<B: Backend> ChosenCache<B> {
             choice,
             pools,
         };
-        cache.pool(packed);
+        cache.add_choice_keys(packed);
         cache
     }
 
@@ -82,12 +82,12 @@ impl<B: Backend> ChosenCache<B> {
     pub(super) fn append(&mut self, packed: &Packed<B>, spec: AttentionSpec) {
         let [_, k, v] = split_heads(packed.qkv.clone(), spec.num_kv_heads);
         self.keys.append(k, v);
-        self.pool(packed);
+        self.add_choice_keys(packed);
     }
 
     /// Adds the new tokens' indexer keys, or the pooled keys that end with the new tokens. `self.keys` already has the
     /// new tokens.
-    fn pool(&mut self, packed: &Packed<B>) {
+    fn add_choice_keys(&mut self, packed: &Packed<B>) {
         let new = match &packed.index {
             _ if !self.pools => None,
             Some(index) => {
