@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_that_build_no_layer_are_named() {
+    fn invalid_sizes_are_refused_by_name() {
         let valid = AttentionConfig::new(64, 4, 2, 16);
         assert_eq!(valid.validate(), Ok(()));
         for (config, message) in [

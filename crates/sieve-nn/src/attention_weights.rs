@@ -68,7 +68,8 @@ mod tests {
 
     #[test]
     fn weights_times_values_are_the_layers_output() {
-        // In the other forms of NSA a branch has other values than the window branch.
+        // In the other forms of NSA the branches have different values, so no single matrix of weights gives the
+        // output.
         let with_one_value_a_key =
             |attention: &sieve_core::Attention| !matches!(attention, sieve_core::Attention::Nsa(_));
         let kinds = kinds(0.5).into_iter().filter(with_one_value_a_key);
@@ -121,6 +122,7 @@ mod tests {
             for row in values(weights).chunks(21).enumerate() {
                 let (query, row) = (row.0 % 21, row.1);
                 let sum: f64 = row.iter().sum();
+                // NSA's weights sum to the sum of its three gates, each below 1.
                 assert!(is_nsa && sum > 0.0 && sum < 3.0 || (sum - 1.0).abs() < 1e-5, "{attention:?} {query} {sum}");
                 assert!(row[query + 1..].iter().all(|&weight| weight == 0.0), "{attention:?} {query}");
             }

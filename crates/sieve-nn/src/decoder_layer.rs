@@ -6,7 +6,8 @@ use burn::tensor::backend::Backend;
 use sieve_core::ModelShape;
 use sieve_ops::{Residual, SieveBackend};
 
-/// Pre-norm block as in Qwen3; with residual scales as in Doge.
+/// Pre-norm block as in Qwen3. Models like Doge also have learned scales, by which the residual stream is multiplied
+/// where it passes a layer.
 #[derive(Module, Debug)]
 pub struct DecoderLayer<B: Backend> {
     /// RMSNorm before the attention layer.
@@ -88,7 +89,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
         state: &mut PassState<B>,
     ) -> LayerOutput<B> {
         let (norm, attention) = (&self.input_layernorm, self.self_attn.as_layer());
-        // With shared prompts attention sees other rows than the projections.
+        // With shared prompts attention reads rows in which the prompts are repeated, so it is an op of its own.
         let op = if context.shared.is_some() { None } else { attention.layer_op(norm, context, state) };
         let Some((layer, spec)) = op else {
             let added = match residual {
@@ -118,6 +119,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
     }
 }
 
+/// x times a scale per column; x itself without one.
 pub(crate) fn scaled<B: Backend>(x: Tensor<B, 3>, scale: &Option<Param<Tensor<B, 1>>>) -> Tensor<B, 3> {
     match scale {
         Some(scale) => x * scale.val().unsqueeze(),

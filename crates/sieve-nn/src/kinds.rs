@@ -1,8 +1,8 @@
 //! The Burn layer of each kind of attention and its cache, in one file a kind.
 //!
 //! [`KindLayer`] is the trait of layers, [`Attention::as_layer`] its one dispatch; [`KindCache`] and
-//! [`LayerCache::as_cache`] are the same of caches. All other files ask the traits and never which kind it is. What a
-//! kind is beside its layer is the file of the same name in sieve-core's `kinds`.
+//! [`LayerCache::as_cache`] are the same of caches. All other files ask the traits and never which kind it is. The rest
+//! of a kind's definition is in the file of the same name in sieve-core's `kinds`.
 
 mod chosen_blocks;
 mod dense;
@@ -95,8 +95,8 @@ pub trait KindLayer<B: SieveBackend> {
         None
     }
 
-    /// The scores of keys without recency, `[batch, num_kv_heads, seq_len]`, for x after the layer's norm; `None` for
-    /// kinds that do not score single keys.
+    /// DMA's scores of the keys (its ranks without recency), `[batch, num_kv_heads, seq_len]`, for x after the layer's
+    /// norm; `None` for kinds that do not score single keys.
     fn key_scores(
         &self,
         _x: &dyn Fn() -> Tensor<B, 3>,
@@ -111,7 +111,7 @@ pub trait KindLayer<B: SieveBackend> {
     }
 }
 
-/// The cache of a layer of one form, after a prompt.
+/// The cache of a layer after a prompt, implemented for what each kind of attention stores.
 pub(crate) trait KindCache<B: Backend> {
     /// Earlier keys per head that the next query may see.
     fn num_keys(&self) -> usize;
@@ -155,8 +155,8 @@ pub enum Attention<B: Backend> {
 }
 
 impl<B: Backend> Attention<B> {
-    /// A layer of the kind that `shape.attention` names, with weights from `init`: the one place that leads from a
-    /// kind to its layer.
+    /// A layer of the kind that `shape.attention` names, with weights from `init`. No other code maps a kind to its
+    /// layer.
     pub fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
         use sieve_core::Attention as Kind;
         match shape.attention {

@@ -19,7 +19,7 @@ pub struct LayerContext<'a, B: Backend> {
     pub positions: Tensor<B, 2, Int>,
     /// Cosine and sine tables of RoPE.
     pub rope: &'a RotaryEmbedding<B>,
-    /// With context parallelism: the whole rows that these tokens are one rank's part of.
+    /// With context parallelism: the whole rows; this pass has one rank's part of them.
     pub parts: Option<&'a ContextParallel>,
     /// With prompts that several endings share: the rows and documents that attention sees in place of `documents`.
     pub shared: Option<&'a SharedPrompts<B>>,

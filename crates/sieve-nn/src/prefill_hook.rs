@@ -1,7 +1,7 @@
 //! Passes in which a callback computes the attention of every dense layer, on the device or on the host.
 //!
-//! Selectors run on a checkpoint this way: the model's projections, norms, positions and feed-forward layers are
-//! unchanged.
+//! Selectors, which choose the keys that a trained dense model reads, run this way: the model's projections, norms,
+//! positions and feed-forward layers are unchanged.
 use crate::decoder_layer::scaled;
 use crate::{DecoderLayer, KvCache, LayerCache, LayerContext, MultiHeadAttention, PassState, Qwen3};
 use burn::tensor::backend::Backend;
@@ -59,7 +59,7 @@ impl<B: Backend> LayerOperands<B> {
         self.qkv.dims()[1]
     }
 
-    /// The call of these tokens' queries on the first `num_keys` keys of their text.
+    /// The shape of a call in which these tokens' queries read the first `num_keys` keys of their text.
     pub fn shape(&self, num_keys: usize) -> CallShape {
         let [_, num_tokens, _, head_dim] = self.qkv.dims();
         CallShape::new([num_tokens, num_keys], [self.num_heads, self.num_kv_heads], head_dim)
@@ -73,15 +73,16 @@ impl<B: Backend> LayerOperands<B> {
 
     /// Copies the queries to the host.
     pub fn queries(&self) -> Vec<f32> {
-        self.copied(0, self.num_heads)
+        self.heads_on_host(0, self.num_heads)
     }
 
     /// Copies the keys to the host.
     pub fn keys(&self) -> Vec<f32> {
-        self.copied(self.num_heads, self.num_kv_heads)
+        self.heads_on_host(self.num_heads, self.num_kv_heads)
     }
 
-    fn copied(&self, first_head: usize, num_heads: usize) -> Vec<f32> {
+    /// Copies heads of the packed tensor to the host.
+    fn heads_on_host(&self, first_head: usize, num_heads: usize) -> Vec<f32> {
         let part = self.qkv.clone().narrow(2, first_head, num_heads);
         part.into_data().iter::<f32>().collect()
     }
@@ -93,7 +94,7 @@ impl<B: Backend> LayerOperands<B> {
     /// The error of `attend`.
     pub fn on_host<E>(&self, attend: impl FnOnce(HostOperands<'_>) -> Result<Vec<f32>, E>) -> Result<Tensor<B, 4>, E> {
         let shape = self.shape(self.num_tokens());
-        let v = self.copied(self.num_heads + self.num_kv_heads, self.num_kv_heads);
+        let v = self.heads_on_host(self.num_heads + self.num_kv_heads, self.num_kv_heads);
         let o = attend(HostOperands {
             layer: self.layer,
             num_layers: self.num_layers,
@@ -134,7 +135,7 @@ impl<B: SieveBackend> Qwen3<B> {
     ) -> Result<Tensor<B, 3>, E> {
         let (documents, mut state) = (documents_of(context.documents), PassState::default());
         self.through_layers(ids, |index, layer, x| {
-            let Some(mha) = dense(layer) else {
+            let Some(mha) = dense_attention(layer) else {
                 let no_caches = None;
                 return Ok(layer.forward(x, context, &mut state, no_caches).x);
             };
@@ -188,7 +189,7 @@ impl<B: SieveBackend> Qwen3<B> {
         B: DeviceBackend,
     {
         self.cached_pass(ids, &mut [cache], rope, |index, layer, x, context, state, mut caches| {
-            let Some(mha) = dense(layer) else {
+            let Some(mha) = dense_attention(layer) else {
                 return Ok(layer.forward(x, context, state, Some(&mut caches)).x);
             };
             layer.forward_attending(mha, x, (context, state), |qkv| {
@@ -212,8 +213,8 @@ impl<B: SieveBackend> Qwen3<B> {
 }
 
 impl<B: SieveBackend> DecoderLayer<B> {
-    /// As [`forward`](Self::forward) with `attend`, from the packed tensor to `[.., num_heads, head_dim]`, in place of
-    /// attention. `mha` is this layer's attention.
+    /// [`forward`](Self::forward) with `attend` in place of the attention `mha` of this layer. `attend` takes the
+    /// packed queries, keys and values and returns `[.., num_heads, head_dim]`.
     fn forward_attending<E>(
         &self,
         mha: &MultiHeadAttention<B>,
@@ -231,7 +232,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
 }
 
 /// The layer's attention, if it is dense.
-fn dense<B: SieveBackend>(layer: &DecoderLayer<B>) -> Option<&MultiHeadAttention<B>> {
+fn dense_attention<B: SieveBackend>(layer: &DecoderLayer<B>) -> Option<&MultiHeadAttention<B>> {
     layer.self_attn.as_layer().as_grouped().filter(|mha| mha.spec().window_size.is_none())
 }
 
@@ -297,6 +298,7 @@ mod tests {
             let hooked = hooked.expect("it never fails");
             assert_close("hidden", &values(hooked), &values(plain), 1e-4);
             let is_dense = kind == sieve_core::Attention::Mha;
+            // Three documents in each of two layers.
             assert_eq!(calls, if is_dense { 6 } else { 0 });
             // Padding is a document without labels, for which the callback is not called.
             let labels = [vec![3; 5], vec![IGNORE_LABEL; 6], vec![4; 11]].concat();
@@ -313,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prompt_fills_the_cache() {
+    fn a_prompt_through_the_callback_fills_the_cache_for_later_tokens() {
         let model = Qwen3::<Flex>::new(&shape(sieve_core::Attention::Mha), 6, &Default::default());
         let rope = model.rope(12, &Default::default());
         let (mut plain, mut hooked) = (KvCache::new(2), KvCache::new(2));

@@ -47,6 +47,8 @@ impl<B: Backend> QkvProjection<B> {
 }
 
 impl<B: SieveBackend> QkvProjection<B> {
+    /// The packed queries, keys and values of x, normed and rotated.
+    ///
     /// # Shapes
     /// - x: `[batch, seq_len, d_model]`
     /// - returns: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`

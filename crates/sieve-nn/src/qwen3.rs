@@ -51,6 +51,7 @@ impl<B: SieveBackend> LmHead<B> {
         sieve_ops::linear(self.norm.forward(x), self.weight(tied))
     }
 
+    /// The weight of the projection: its own, or the embedding's if they are tied.
     pub(crate) fn weight(&self, tied: &TokenEmbedding<B>) -> Tensor<B, 2> {
         match &self.lm_head {
             Some(lm_head) => lm_head.weight.val(),
@@ -59,14 +60,14 @@ impl<B: SieveBackend> LmHead<B> {
     }
 }
 
-/// A Qwen3-style causal language model with one attention kind in all layers.
+/// A Qwen3-style causal language model, each of whose layers has the kind of attention that its shape says.
 #[derive(Module, Debug)]
 pub struct Qwen3<B: Backend> {
-    /// Token embedding, the first segment of a training step.
+    /// Token embedding. Training cuts the graph into segments, of which this is the first.
     pub embed_tokens: TokenEmbedding<B>,
-    /// The decoder layers, one segment each.
+    /// The decoder layers, each a segment in training.
     pub layers: Vec<DecoderLayer<B>>,
-    /// Final norm and output projection, the last segment.
+    /// Final norm and output projection, the last segment in training.
     pub head: LmHead<B>,
     #[module(skip)]
     shape: ModelShape,

@@ -25,6 +25,7 @@ pub(crate) fn shape(attention: Attention) -> ModelShape {
     }
 }
 
+/// Most keys that a query sees in the window and in DMA layers of the tests.
 pub(crate) const KEEP_WINDOW_SIZE: usize = 5;
 
 /// NSA with blocks of four tokens: three of them selected, the window as long as the others'.
@@ -99,6 +100,7 @@ pub(crate) struct Rows<B: Backend> {
 }
 
 impl<B: Backend> Rows<B> {
+    /// Rows of `dims`, `[batch, tokens]`.
     pub(crate) fn new(dims: [usize; 2], shape: &ModelShape) -> Self {
         let device = Default::default();
         Self {

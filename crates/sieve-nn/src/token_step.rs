@@ -5,8 +5,8 @@ use sieve_ops::{DeviceBackend, RotaryEmbedding, TokenLayer, TokenStep, TokensBef
 
 impl<B: DeviceBackend> Qwen3<B> {
     /// Logits of the next token of every row, `[batch, vocab_size]`; adds the tokens `ids`, `[batch, 1]`, to the cache.
-    /// `None` where the layers have to be called one by one: for the first pass of one token, on a device or in a model
-    /// without such a step, and with a selector that reads a share of the keys.
+    /// `None` where the layers have to be called one by one: in the first pass of a single token, where the device or
+    /// the model has no such step, and under a selector that reads a share of the keys.
     pub fn token_step(
         &self,
         ids: &Tensor<B, 2, Int>,
@@ -110,7 +110,7 @@ mod tests {
     use sieve_core::model::IndexScores;
 
     #[test]
-    fn a_step_takes_every_kind_but_an_indexers_warm_up_and_qsa() {
+    fn every_kind_has_operands_for_a_step_but_an_indexer_in_its_warm_up_and_qsa() {
         for kind in kinds(0.5).into_iter().chain([msa_in_warmup()]) {
             let model = Qwen3::<Flex>::new(&shape(kind), 1, &Default::default());
             let is_qsa = matches!(kind, Attention::Msa(msa) if msa.indexer == IndexScores::Qsa);

@@ -15,8 +15,9 @@ pub trait WholeWeights<B: Backend>: fmt::Debug + Send + Sync {
     fn layer(&self, part: &DecoderLayer<B>) -> DecoderLayer<B>;
     /// The final norm and the output projection with whole weights, unless the embedding's are used.
     fn head(&self, part: &LmHead<B>) -> LmHead<B>;
-    /// The logits of the first device on all of them. Their own may differ in last bits, and a token that two devices
-    /// chose apart would end a text on one of them alone, while the other one waits for its pieces of the weights.
+    /// The first device's logits, on all devices. The devices' own may differ in the last bits: two devices could
+    /// choose different tokens, and a text could end on one of them, while the other still waits for its pieces of the
+    /// weights.
     fn agreed(&self, logits: Tensor<B, 3>) -> Tensor<B, 3>;
 }
 

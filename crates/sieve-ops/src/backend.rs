@@ -245,7 +245,7 @@ device_ops! {
         /// The op [`crate::dma_select`].
         fn dma_select(rank: Float<Self>, documents: &DocumentBounds<Self>, window: DmaWindow) -> DmaSelection<Self>;
         /// Attention over the selected keys with an additive bias per key. Where `o_low` asks for it and the kernel
-        /// supports it, the output includes `o_low`.
+        /// supports it, the output includes [`AttentionOutput::o_low`].
         fn dma_attention(call: &DmaCall<Self>, o_low: KeepOLow) -> AttentionOutput<Self>;
         /// Gradients `[dqkv, ddelta]` of [`dma_attention`](Self::dma_attention).
         fn dma_attention_backward(
@@ -413,7 +413,7 @@ device_ops! {
             dense_rows: Range<usize>,
             softmax_scale: f64,
         ) -> Result<Float<Self>, String>;
-        /// The op [`crate::keep_heavy_keys`].
+        /// The op [`crate::keep_heavy_keys`]: the cache of a prompt's keys that got the most attention (H2O).
         fn keep_heavy_keys(
             qkv: Float<Self>,
             lse: Float<Self>,

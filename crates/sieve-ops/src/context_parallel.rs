@@ -1,12 +1,13 @@
-//! Rows cut into parts of equal length, one for each of several ranks: context parallelism.
+//! Context parallelism: each row is cut into parts of equal length, one for each of several ranks (processes with a GPU
+//! each, or threads in tests).
 //!
 //! Everything but attention looks at one token at a time and needs no other part. Attention does one of two things.
-//! Dense attention exchanges tokens for heads, so that each rank has whole rows of a few heads (Ulysses,
+//! Dense attention exchanges tokens for heads: each rank then has whole rows of a few heads (Ulysses,
 //! arXiv:2309.14509); so do all kinds that choose blocks, and latent attention, whose latents every rank gets. Window
 //! attention and DMA run on a longer row: the halo, keys of earlier parts that this part's queries may see, followed by
-//! the part. A window's halo is the last keys before the part. DMA's is as many keys a head as it keeps, however long
-//! the row is: a key that has left never returns, so of all earlier keys only those that are kept where the part begins
-//! can be seen.
+//! the part. A window's halo is the last keys before the part. DMA's is as many keys a head as a query keeps, however
+//! long the row is: a key that one query no longer sees is seen by no later query. So the part's queries can see only
+//! those earlier keys that are still kept where the part begins.
 mod attend;
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
@@ -66,8 +67,8 @@ impl ContextParallel {
         [0, 1].map(|bound| self.bounds[bound][token] as usize)
     }
 
-    /// For each row: the number of tokens, among the last `share` tokens of each part of `from`, that belong to the
-    /// document that continues into this rank's part.
+    /// For each row, how many keys of the parts `from` belong to the document that continues into this rank's part,
+    /// where each part has at most `share` keys to send.
     fn keys_of_open_documents(&self, from: Range<usize>, share: usize) -> Vec<usize> {
         let len = self.len();
         let keys = |row: usize| {

@@ -58,7 +58,7 @@ pub fn cached_attention<B: DeviceBackend>(
     spec: AttentionSpec,
     scratch: &mut B::DecodeScratch,
 ) -> Tensor<B, 4> {
-    // If the token needs a larger buffer, that keeps only the keys that the token's window includes.
+    // A larger buffer, if the token needs one, gets only the keys that the token's window includes.
     cache.reserve(1, spec.window_size.map_or(cache.len(), |window| window - 1));
     tensor(B::cached_attention(cache, primitive(qkv), sinks.map(primitive), spec, scratch))
 }

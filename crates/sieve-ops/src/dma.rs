@@ -41,9 +41,9 @@ pub struct DmaAttention<B: Backend> {
 }
 
 /// Scores, selection and attention over the selected keys, as one node of the graph. The selection has no gradient; the
-/// scores get a gradient through the bias of the keys. `layer.spec` says the form: [`DmaShape::new`] is a recipe's of
-/// `kind = "dma"`, [`DmaShape::published`] the form of arXiv:2508.02124. Where a query keeps more keys than a row has,
-/// this is dense attention with a bias.
+/// scores get a gradient through the bias of the keys. `layer.spec` says which form of DMA is computed:
+/// [`DmaShape::new`] is that of a recipe with `kind = "dma"`, [`DmaShape::published`] that of arXiv:2508.02124. Where a
+/// query keeps more keys than a row has, this is dense attention with a bias.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, after q/k-norm and RoPE

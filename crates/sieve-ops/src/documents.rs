@@ -62,6 +62,7 @@ pub(crate) struct HostBounds {
 }
 
 impl HostBounds {
+    /// Copies the bounds to the host.
     pub(crate) fn new<B: Backend>(documents: &DocumentBounds<B>) -> Self {
         let [start, end] = documents.clone().map(Tensor::<B, 2, Int>::from_primitive);
         let [batch, seq_len] = start.dims();

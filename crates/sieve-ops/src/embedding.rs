@@ -46,6 +46,7 @@ pub(crate) mod reference {
 }
 
 pub(crate) mod cpu {
+    //! Embedding on the CPU: methods of `DeviceBackend`.
     use super::*;
     use burn::tensor::{Element, bf16};
     use burn_flex::Flex;

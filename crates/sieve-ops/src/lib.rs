@@ -4,8 +4,8 @@
 //! Each family of ops has a folder or a file with the public functions, which add nodes to the autodiff graph, the call
 //! structs, and the modules `reference`, `cpu` and `cuda`. `backend` has the table of all ops that a device computes.
 //!
-//! Queries, keys and values are packed as `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`. Every mask is
-//! `active(i, j) <=> j <= i < expire[j]`.
+//! Queries, keys and values are packed as `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`. DMA's mask is one
+//! integer per key, `expire`: query i sees key j of its document if `j <= i < expire[j]`.
 
 mod backend;
 mod documents;

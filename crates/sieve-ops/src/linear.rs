@@ -120,6 +120,7 @@ pub(crate) mod reference {
 }
 
 pub(crate) mod cpu {
+    //! The GEMMs of linear layers on the CPU: methods of `DeviceBackend`.
     use super::*;
     use sieve_cpu::{Matrix, MatrixMut, Threads, matmul, zeros};
 

@@ -116,6 +116,7 @@ pub(crate) mod reference {
 }
 
 pub(crate) mod cpu {
+    //! Projection and cross-entropy on the CPU: methods of `DeviceBackend`.
     use super::*;
 
     pub(crate) fn token_losses(h: FlexTensor, weight: FlexTensor, labels: FlexTensor) -> FlexTensor {
@@ -164,7 +165,7 @@ pub(crate) mod cpu {
         }
         let factor = floats(&contiguous(factor))[0];
         let mut x = contiguous(x);
-        // Most often the loss's gradient is 1.
+        // The factor is the loss's gradient, most often 1.
         if factor != 1.0 {
             x.storage_mut::<f32>().iter_mut().for_each(|x| *x *= factor);
         }
@@ -174,7 +175,7 @@ pub(crate) mod cpu {
 
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda {
-    //! The kernels compute the logits of a block of tokens at a time.
+    //! Projection and cross-entropy on CUDA. The kernels compute the logits of a block of tokens at a time.
     use super::*;
     use crate::Cuda;
     use crate::device::{CudaPrimitive, cast, kernel_on, kernel_or, tensors, writable};

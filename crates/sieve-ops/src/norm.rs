@@ -98,6 +98,7 @@ pub(crate) mod reference {
 }
 
 pub(crate) mod cpu {
+    //! RMSNorm on the CPU: methods of `DeviceBackend`.
     use super::*;
 
     pub(crate) fn rms_norm(call: RmsNormCall<Flex>) -> FlexTensor {

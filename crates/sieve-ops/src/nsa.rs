@@ -1,8 +1,9 @@
 //! Native sparse attention (arXiv:2502.11089): ops of the compressed and the selected branch, and the gated sum of the
 //! branches. The window branch is [`attention`](crate::attention()).
 //!
-//! Blocks are counted from each document's first token. Compressed blocks of a row have numbered slots, as
-//! [`NsaBlocks::first_slot`] says.
+//! Blocks are counted from each document's first token. So that shapes do not depend on the documents, every row has
+//! the same number of slots for compressed blocks, some of them empty; [`NsaBlocks::first_slot`] says where a
+//! document's blocks begin.
 mod call;
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]

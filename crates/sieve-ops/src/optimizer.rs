@@ -54,6 +54,7 @@ const QUINTIC: [f64; 3] = [3.4445, -4.775, 2.0315];
 /// - returns: `[out, in]`
 pub fn orthogonalised<B: DeviceBackend>(x: Tensor<B, 2>) -> Tensor<B, 2> {
     let ([rows, columns], dtype) = (x.dims(), x.dtype());
+    // The small number keeps x = 0 from becoming NaN.
     let norm = sum_of_squares(x.clone()).sqrt() + 1e-12;
     let mut x = x / norm.cast(dtype).reshape([1, 1]);
     let [a, b, c] = QUINTIC;
@@ -228,7 +229,7 @@ pub(crate) mod cuda {
         grad_scale: CudaPrimitive,
         step: AdamWStep,
     ) -> AdamWTensors<Cuda> {
-        let (tensors, outcome) = launch(tensors, &grad, &grad_scale, step);
+        let (tensors, outcome) = launch_update(tensors, &grad, &grad_scale, step);
         kernel_on("adamw", tensors, outcome, |tensors| {
             let AdamWTensors { param, leaf, .. } = &tensors;
             let Some(leaf) = leaf.clone().filter(|_| param.dtype == DType::BF16) else {
@@ -284,7 +285,7 @@ pub(crate) mod cuda {
 
     /// One update, in place where a tensor has no other owner. Returns the tensors after a refusal too: with clones for
     /// that case every update would copy.
-    fn launch(
+    fn launch_update(
         tensors: AdamWTensors<Cuda>,
         grad: &CudaPrimitive,
         grad_scale: &CudaPrimitive,

@@ -108,6 +108,7 @@ pub(crate) mod reference {
     }
 
     impl<B: Backend> Angles<B> {
+        /// Looks up each token's position in the tables.
         pub(crate) fn new(rope: &RopeTables<B>, positions: Ints<B>, dtype: DType) -> Self {
             let positions: Tensor<B, 2, Int> = Tensor::from_primitive(positions);
             let [batch, seq_len] = positions.dims();
@@ -257,7 +258,7 @@ pub(crate) mod cuda {
         kernel_or("qk_norm_rope_backward", attempt, || reference::qk_norm_rope_backward(qkv, call, dy))
     }
 
-    /// Calls `launch` with the kernels' form of the call.
+    /// Calls `launch` with the call's operands as kernels take them: CUDA tensors, with f32 tables.
     fn with_kernel_call<T>(
         call: &QkNormRopeCall<Cuda>,
         launch: impl FnOnce(sieve_kernels::step::QkNormRope<'_>) -> T,

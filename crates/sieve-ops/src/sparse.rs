@@ -1,4 +1,5 @@
-//! Attention under a selector's mask, and the selection of one, without gradient.
+//! Attention under the mask of a selector, which chooses the keys that a trained dense model reads, and the making of
+//! such a mask. Nothing here has a gradient.
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
@@ -70,7 +71,7 @@ pub fn attention_with_lse<B: DeviceBackend>(
 /// Chooses the blocks that a selector keeps, from queries and keys, on the device; nothing is copied to the host.
 ///
 /// # Shapes
-/// - qkv: as [`sparse_attention`]
+/// - qkv: `[1, num_keys, num_heads + 2 * num_kv_heads, head_dim]`
 ///
 /// # Errors
 /// The reason why the kernels refuse the call, or that the backend has none.
@@ -82,11 +83,13 @@ pub fn select_blocks<B: DeviceBackend>(
     Ok(ChosenKeys { mask: chosen.mask.map(Tensor::from_primitive), probe_o: chosen.probe_o.map(tensor) })
 }
 
-/// Corrects the output `o` of [`sparse_attention`] by rows of dense attention: one row in `correction.gamma`, which are
-/// rows of `probe_o` or computed here, and `dense_rows`, which are dense in `o` already.
+/// Corrects the output `o` of [`sparse_attention`] by rows of dense attention. These are the probes (the first row, and
+/// each whose position is a multiple of `correction.gamma`), from `probe_o` or computed here, and `dense_rows`, which
+/// are dense in `o` already.
 ///
 /// # Shapes
-/// - qkv, o: as [`sparse_attention`]; probe_o as o, from [`select_blocks`]
+/// - qkv: `[1, num_keys, num_heads + 2 * num_kv_heads, head_dim]`
+/// - o and the result: `[1, num_queries, num_heads, head_dim]`; `probe_o` is from [`select_blocks`]
 ///
 /// # Errors
 /// The reason why the kernels refuse the call, or that the backend has none.
@@ -106,7 +109,7 @@ pub fn correct_by_probes<B: DeviceBackend>(
 /// which becomes their rank. Nothing is copied to the host.
 ///
 /// # Shapes
-/// - qkv: as [`sparse_attention`]
+/// - qkv: `[1, num_keys, num_heads + 2 * num_kv_heads, head_dim]`
 /// - lse: log-sum-exp of the prompt's dense attention, f32 `[1, num_heads, num_keys]`
 ///
 /// # Errors

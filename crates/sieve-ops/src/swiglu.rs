@@ -51,6 +51,7 @@ pub(crate) mod reference {
 }
 
 pub(crate) mod cpu {
+    //! SwiGLU on the CPU: methods of `DeviceBackend`.
     use super::*;
 
     pub(crate) fn swiglu(gate_up: FlexTensor) -> FlexTensor {
@@ -79,6 +80,7 @@ pub(crate) mod cpu {
 
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda {
+    //! SwiGLU on CUDA: methods of `DeviceBackend`.
     use super::*;
     use crate::Cuda;
     use crate::device::{CudaPrimitive, kernel_or, tensors};
@@ -133,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn equals_the_reference_and_differences_for_any_sizes() {
+    fn equals_the_reference_and_finite_differences_for_any_sizes() {
         let inputs = |[batch, seq_len, d_ff]: [usize; 3]| [Random(1).input(&[batch, seq_len, 2 * d_ff])];
         let all = [[2, 63, 20], [1, 1, 1], [3, 2, 33]].map(inputs);
         check_op("swiglu", all, &inputs([2, 3, 3]), &op, &reference_op);

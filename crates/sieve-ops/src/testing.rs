@@ -1,7 +1,8 @@
 //! Inputs and comparisons of the ops' tests.
 //!
-//! An op under test is a function of primitives, so that one harness serves every rank. Its reference is the plain-Burn
-//! forward pass on `Autodiff<Flex>`: Burn's own autodiff then gives gradients that share nothing with ours.
+//! An op under test is a function of primitives, which have no number of dimensions in their type, so that one harness
+//! serves all ops. Its reference is the plain-Burn forward pass on `Autodiff<Flex>`: Burn's own autodiff then gives
+//! gradients that share nothing with ours.
 pub(crate) use crate::tensors::primitive;
 use crate::tensors::tensor;
 use crate::{AttentionSpec, Documents};
@@ -15,7 +16,7 @@ pub(crate) use sieve_testing::{Random, assert_close};
 
 /// The backend on which ops are tested.
 pub(crate) type Ad = Autodiff<Flex>;
-/// Its primitive, of any rank.
+/// A float tensor of that backend with any number of dimensions.
 pub(crate) type Float = FloatTensor<Ad>;
 /// An op under test.
 pub(crate) type Op<'a> = &'a dyn Fn(&[Float]) -> Float;
@@ -48,7 +49,7 @@ impl Input {
         self
     }
 
-    /// Row 0's values in every row of the first dimension.
+    /// An input of the same shape whose entries along the first dimension all have the values of the first one.
     fn with_equal_rows(&self) -> Self {
         let row = self.values.len() / self.dims[0];
         Self { values: self.values[..row].repeat(self.dims[0]), dims: self.dims.clone() }
@@ -76,6 +77,7 @@ pub(crate) enum View {
     Expanded,
 }
 
+/// The input as a tensor that lies in memory as `view` says.
 fn view(input: &Input, dtype: DType, view: View) -> FlexTensor {
     let rank = input.dims.len();
     match view {
@@ -171,7 +173,7 @@ pub(crate) fn check_parity(what: &str, inputs: &[Input], op: Op, reference: Op) 
     check_parity_within(32.0, what, inputs, op, reference);
 }
 
-/// As [`check_parity`] with another number of epsilons.
+/// [`check_parity`] with `roundings` f32 epsilons in place of 32.
 #[track_caller]
 pub(crate) fn check_parity_within(roundings: f64, what: &str, inputs: &[Input], op: Op, reference: Op) {
     let run = |op, dtype| evaluate(op, inputs, 77, dtype, View::Contiguous);
@@ -207,6 +209,7 @@ pub(crate) fn check_views(what: &str, inputs: &[Input], op: Op) {
     assert_same(what, View::Expanded, &expanded, &stored);
 }
 
+/// Checks that output and gradients have equal values.
 #[track_caller]
 fn assert_same(what: &str, how: View, got: &Evaluation, expected: &Evaluation) {
     let (got, expected) = (parts(what, got), parts(what, expected));
@@ -292,7 +295,7 @@ fn rows_of(inputs: &[Input], lengths: &[usize], op: RowOp) -> Vec<Vec<f64>> {
     o.chunks(o.len() / seq_len).map(<[f64]>::to_vec).collect()
 }
 
-/// The op's rows, before and after a change of the first input's tokens in the range `changed`.
+/// The op's output rows for the inputs as they are, and with other values in the tokens `changed` of the first input.
 fn rows_with_others(
     inputs: &[Input],
     changed: &std::ops::Range<usize>,
@@ -358,7 +361,8 @@ impl Call {
     }
 }
 
-/// As [`check_op`], with each of [`calls`], and finite differences of a small call.
+/// [`check_parity`] and [`check_views`] with the inputs of each of [`calls`], and [`check_finite_differences`] with
+/// those of a small call.
 #[track_caller]
 pub(crate) fn check_calls<const N: usize>(
     what: &str,

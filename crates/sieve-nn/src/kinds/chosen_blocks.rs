@@ -1,7 +1,8 @@
 //! Attention over blocks of keys that each query chooses: the layer and the cache of the kinds that do.
 //!
-//! Queries choose by pooled keys, without parameters of their own, or by an indexer. A layer may also read the blocks
-//! that an earlier layer chose.
+//! Queries choose by pooled keys (means of several tokens' keys), without parameters of their own, or by an indexer, a
+//! projection to further queries and one further key per token. A layer may also read the blocks that an earlier layer
+//! chose.
 mod cache;
 
 pub use cache::ChosenCache;
@@ -73,8 +74,8 @@ impl<B: Backend> ChosenBlocksAttention<B> {
         }
     }
 
-    /// The layer with an indexer, whose loss has this weight, if it chooses blocks. While `is_warmup` is set queries
-    /// read all earlier keys.
+    /// The layer with this indexer, if any, and the weight of its loss. While `is_warmup` is set, queries read all
+    /// earlier keys.
     pub(super) fn with_indexer(self, indexer: Option<Indexer<B>>, loss_weight: f64, is_warmup: bool) -> Self {
         Self { indexer, loss_weight, is_warmup, ..self }
     }
@@ -90,11 +91,13 @@ impl<B: Backend> ChosenBlocksAttention<B> {
 }
 
 impl<B: SieveBackend> ChosenBlocksAttention<B> {
+    /// Whether queries read all earlier keys in this pass, whatever blocks they would choose.
     fn reads_all(&self, context: &LayerContext<'_, B>) -> bool {
         self.is_warmup || context.reads_all
     }
 
-    /// One key per complete block, by which a QSA indexer scores blocks; `None` without such an indexer.
+    /// One key per complete block, by which an indexer of QSA's kind ([`ChoiceRule::SumOfHeads`]) scores blocks; `None`
+    /// where the layer has none, because other indexers score each token's key.
     fn block_keys(
         &self,
         packed: &Packed<B>,
@@ -107,6 +110,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         pools.then(|| indexer.block_keys(index, documents, sizes, rope))
     }
 
+    /// Projects x, after the layer's norm, for the attention and for the indexer.
     fn packed(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Packed<B> {
         Packed {
             index: self.indexer.as_ref().map(|indexer| indexer.forward(x.clone(), context)),
@@ -133,9 +137,9 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         sieve_ops::choose_key_blocks(scored.clone(), documents, spec, self.choice)
     }
 
-    /// As [`attend`](Self::attend) with context parallelism: this rank chooses blocks and attends over whole rows, with
-    /// its share of the KV heads and their queries. An indexer has one query per KV head, and one key and one value
-    /// that every rank gets.
+    /// [`attend`](Self::attend) with context parallelism: this rank has one part of each row; it chooses blocks and
+    /// attends over whole rows, with its share of the KV heads and their queries. An indexer has one query per KV head,
+    /// and one key and one value that every rank gets.
     fn attend_of_part(
         &self,
         packed: Packed<B>,
@@ -242,7 +246,8 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
                 state.last_choice.set(first, LayerChoice::Token(chosen));
                 return o;
             }
-            // Several tokens after cached tokens attend in a row of all tokens; the cached tokens' queries are zeros.
+            // Several new tokens attend in a row of all tokens, where the cached tokens have queries of zero, whose
+            // outputs are not read.
             let row = cache.row(&packed);
             let earlier = cache.num_tokens();
             cache.append(&packed, spec);

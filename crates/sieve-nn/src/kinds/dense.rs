@@ -20,7 +20,8 @@ use sieve_ops::{
 pub struct MultiHeadAttention<B: Backend> {
     /// Packed projection to q, k and v, with q/k-norm and RoPE.
     pub qkv: QkvProjection<B>,
-    /// A logit of each query head in the softmax, whose value is zero, `[num_heads]`; `None` in models without sinks.
+    /// Attention sinks, `[num_heads]`: one more logit per query head in each softmax, with a value of zero. `None` in
+    /// models without sinks.
     pub sinks: Option<Param<Tensor<B, 1>>>,
     /// Output projection, `[d_model, num_heads * head_dim]`.
     pub o_proj: Linear<B>,

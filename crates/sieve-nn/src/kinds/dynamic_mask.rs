@@ -24,7 +24,8 @@ pub struct DynamicMaskAttention<B: Backend> {
     pub o_proj: Linear<B>,
     /// Scores from the values of all KV heads (eq. 3's Δ), `[num_kv_heads, num_kv_heads * head_dim]`.
     pub dt_proj: Linear<B>,
-    /// Gate per KV head (eq. 3's A), `[num_kv_heads]`. At 0 all scores are equal, and DMA is a sliding window.
+    /// Gate per KV head (eq. 3's A), `[num_kv_heads]`. At 0 all scores are equal, and of equal keys the last are kept:
+    /// DMA is then a sliding window.
     pub a: Param<Tensor<B, 1>>,
     #[module(skip)]
     dma: DmaShape,
@@ -189,7 +190,10 @@ impl<B: Backend> SlotCache<B> {
     ) -> LayerCache<B> {
         let positions = positions(0, rank.dims(), &qkv.device());
         let next_position = qkv.dims()[1];
-        LayerCache::Selected(Self { slots: still_seen(qkv, rank, expire, positions, spec, window), next_position })
+        LayerCache::Selected(Self {
+            slots: cache_of_seen_keys(qkv, rank, expire, positions, spec, window),
+            next_position,
+        })
     }
 }
 
@@ -224,7 +228,7 @@ impl<B: Backend> KindCache<B> for SlotCache<B> {
 
 /// The cache of the keys in a packed tensor that DMA's mask shows to the last query. `rank`, `expire` and
 /// `positions` are `[batch, num_kv_heads, seq_len]`.
-fn still_seen<B: Backend>(
+fn cache_of_seen_keys<B: Backend>(
     qkv: Tensor<B, 4>,
     rank: Tensor<B, 3>,
     expire: Tensor<B, 3, Int>,
@@ -290,7 +294,7 @@ fn attend_selected<B: DeviceBackend>(
     let DmaAttention { o, rank, expire } = found.unwrap_or_else(|error| panic!("{error}"));
     let positions = positions(first, [batch, spec.num_kv_heads, new], &device);
     let positions = Tensor::cat(vec![slots.positions.tokens(), positions], 2);
-    *cache = still_seen(row, rank, expire, positions, spec, dma.window());
+    *cache = cache_of_seen_keys(row, rank, expire, positions, spec, dma.window());
     o.narrow(1, earlier, new)
 }
 

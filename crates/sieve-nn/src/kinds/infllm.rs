@@ -1,4 +1,5 @@
-//! InfLLM-V2 (arXiv:2509.24663): queries choose blocks by pooled keys, without parameters of their own.
+//! InfLLM-V2 (arXiv:2509.24663): queries choose blocks by pooled keys (means of overlapping runs of keys), without
+//! parameters of their own.
 use super::{Attention, BuildLayer, ChosenBlocksAttention};
 use crate::WeightInit;
 use burn::tensor::backend::Backend;

@@ -85,6 +85,7 @@ impl<B: Backend> LatentAttention<B> {
         }
     }
 
+    /// Sizes of the heads and scale.
     pub(crate) fn spec(&self) -> MlaSpec {
         MlaSpec {
             num_heads: self.num_heads,
@@ -109,8 +110,9 @@ impl<B: SieveBackend> LatentAttention<B> {
         self.o_proj.forward(o.flatten(2, 3))
     }
 
-    /// As [`forward_of_rows`](Self::forward_of_rows) with context parallelism: this rank receives the latents of
-    /// whole rows, computes the keys and values of its own heads from them, and attends with these heads.
+    /// [`forward_of_rows`](Self::forward_of_rows) with context parallelism: this rank has one part of each row. It
+    /// receives the latents of whole rows, computes the keys and values of its own heads from them, and attends with
+    /// these heads.
     fn forward_of_part(
         &self,
         x: Tensor<B, 3>,
@@ -150,8 +152,8 @@ impl<B: SieveBackend> LatentAttention<B> {
     /// qk_rope_head_dim` values per token, and where keys are normed one more per head.
     ///
     /// Tokens after the prompt attend to the latents instead of keys and values: queries are multiplied by the weight
-    /// of the keys' norm and by W_UK, the attention's outputs by W_UV. A query head is then `kv_lora_rank +
-    /// qk_rope_head_dim` wide.
+    /// of the keys' norm and by W_UK, the rows of `kv_b_proj` for keys; the attention's outputs by W_UV, its rows for
+    /// values. A query head is then `kv_lora_rank + qk_rope_head_dim` wide.
     fn forward_of_new(
         &self,
         x: Tensor<B, 3>,
@@ -163,7 +165,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         if let Some(cache) = caches.empty() {
             let kv = self.kv_b_proj.forward(latent.clone());
             let (packed, keys) = self.packed(x, kv, k_rope, context);
-            cache.extend_latents(self.cached(latent, &packed, keys));
+            cache.extend_latents(self.cache_entries(latent, &packed, keys));
             let o = sieve_ops::mla_attention(packed, context.documents, self.spec());
             return self.o_proj.forward(o.flatten(2, 3));
         }
@@ -174,7 +176,7 @@ impl<B: SieveBackend> LatentAttention<B> {
             None => Tensor::zeros([batch, new, self.num_heads * 2 * self.head_dim], (&x.device(), x.dtype())),
         };
         let (packed, keys) = self.packed(x, kv, k_rope, context);
-        let cached = self.cached(latent, &packed, keys);
+        let cached = self.cache_entries(latent, &packed, keys);
         let o = caches.each(batch, |of_rows| {
             let [row, rows] = of_rows.rows;
             let cached = of_rows.cache.extend_latents(cached.rows(row, rows));
@@ -199,8 +201,8 @@ impl<B: SieveBackend> LatentAttention<B> {
     }
 
     /// Normed, rotated and packed queries, keys and values of all heads at the context's positions; where keys are
-    /// normed also the two tensors that [`cached`](Self::cached) keeps. `kv` are keys and values before norm and
-    /// rotation, `k_rope` is the shared key.
+    /// normed also the two tensors that [`cache_entries`](Self::cache_entries) keeps. `kv` are keys and values before
+    /// norm and rotation, `k_rope` is the shared key.
     fn packed(
         &self,
         x: Tensor<B, 3>,
@@ -213,7 +215,7 @@ impl<B: SieveBackend> LatentAttention<B> {
     }
 
     /// The cache's entries of new tokens, from the results of [`packed`](Self::packed).
-    fn cached(
+    fn cache_entries(
         &self,
         latent: Tensor<B, 3>,
         packed: &Tensor<B, 3>,
@@ -296,6 +298,7 @@ impl<B: SieveBackend> KindLayer<B> for LatentAttention<B> {
         let v_width = spec.num_heads * spec.head_dim;
         let q_and_k = packed.narrow(2, 0, width - v_width);
         let like = Tensor::<B, 4>::zeros([1, seq_len, 1, spec.head_dim], (&q_and_k.device(), q_and_k.dtype()));
+        // With one-hot values, column c of the output is the weight of key c.
         by_key(&like, |one_hot| {
             let v = one_hot.unsqueeze_dim::<4>(2).repeat_dim(2, spec.num_heads);
             let v = v.reshape([1, seq_len, v_width]);
@@ -315,7 +318,7 @@ struct NewLatents<B: Backend> {
 }
 
 impl<B: Backend> NewLatents<B> {
-    /// The entries of `rows` rows from `row` on.
+    /// The entries of `rows` rows of the batch, from row `row` on.
     fn rows(&self, row: usize, rows: usize) -> Self {
         let of = |x: &Tensor<B, 3>| x.clone().narrow(0, row, rows);
         Self { latents: of(&self.latents), key_scale: self.key_scale.as_ref().map(of) }

@@ -1,4 +1,4 @@
-//! MoBA (arXiv:2502.13189): queries choose blocks by pooled keys, without parameters of their own.
+//! MoBA (arXiv:2502.13189): queries choose blocks by the mean of each block's keys, without parameters of their own.
 use super::{Attention, BuildLayer, ChosenBlocksAttention};
 use crate::WeightInit;
 use burn::tensor::backend::Backend;

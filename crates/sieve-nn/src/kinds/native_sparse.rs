@@ -82,7 +82,7 @@ impl<B: Backend> Branches<B> {
         Self { compressed: change(self.compressed), selected: change(self.selected), window: change(self.window) }
     }
 
-    /// `count` rows (`dim` 0) or tokens (`dim` 1) of the branches, from `first` on.
+    /// `count` rows of the batch (`dim` 0) or tokens (`dim` 1) of each branch, from `first` on.
     fn part(&self, dim: usize, [first, count]: [usize; 2]) -> Self {
         self.clone().map(|branch| branch.narrow(dim, first, count))
     }
@@ -155,12 +155,12 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
                 o.map(|o| shared.once(o))
             }
         };
-        self.gate(x, o)
+        self.gate_and_project(x, o)
     }
 
-    /// As [`forward_of_rows`](Self::forward_of_rows) with context parallelism: this rank attends over whole rows with
-    /// its share of the KV heads and their queries. Blocks are compressed and chosen per KV head, so nothing else is
-    /// exchanged.
+    /// [`forward_of_rows`](Self::forward_of_rows) with context parallelism: this rank has one part of each row, and
+    /// attends over whole rows with its share of the KV heads and their queries. Blocks are compressed and chosen per
+    /// KV head, so nothing else is exchanged.
     fn forward_of_part(
         &self,
         x: Tensor<B, 3>,
@@ -207,7 +207,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             let of_prompt = BlockCache::of_prompt(&of_prompt, on_device(compressed.clone()), spec, blocks);
             *cache = LayerCache::Blocks(of_prompt);
             let o = self.attend(branches, compressed, context.documents, context.policy);
-            return self.gate(x, o);
+            return self.gate_and_project(x, o);
         }
         let branches = branches.on_device();
         let compress = |block: Tensor<B::Inner, 4>| {
@@ -230,10 +230,11 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             let o = tokens.map(|o| Tensor::cat(o, 1));
             parts.iter_mut().zip(o).for_each(|(parts, o)| parts.push(o));
         });
-        self.gate(x, parts.map(|parts| from_device(Tensor::cat(parts, 0))))
+        self.gate_and_project(x, parts.map(|parts| from_device(Tensor::cat(parts, 0))))
     }
 
-    /// The outputs of the compressed, selected and window branch.
+    /// Compresses the compressed branch's keys and values, and returns the outputs of the compressed, selected and
+    /// window branch.
     fn attend_compressing(
         &self,
         branches: Branches<B>,
@@ -261,7 +262,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     }
 
     /// The gated sum of the branches' outputs, after the output projection.
-    fn gate(&self, x: Tensor<B, 3>, branches: [Tensor<B, 4>; NUM_NSA_BRANCHES]) -> Tensor<B, 3> {
+    fn gate_and_project(&self, x: Tensor<B, 3>, branches: [Tensor<B, 4>; NUM_NSA_BRANCHES]) -> Tensor<B, 3> {
         self.o_proj.forward(self.gated(x, branches).flatten(2, 3))
     }
 
@@ -292,7 +293,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         Branches { compressed, selected, window }
     }
 
-    /// The packed tensor with other keys and values, `kv` `[batch, seq_len, 2 * num_kv_heads * head_dim]`.
+    /// The packed tensor `raw` with `kv`, `[batch, seq_len, 2 * num_kv_heads * head_dim]`, as its keys and values.
     fn with_kv(&self, raw: Tensor<B, 4>, kv: Tensor<B, 3>) -> Tensor<B, 4> {
         let [batch, seq_len, heads, head_dim] = raw.dims();
         let AttentionSpec { num_heads, num_kv_heads, .. } = self.spec();

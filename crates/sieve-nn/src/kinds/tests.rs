@@ -13,13 +13,13 @@ fn layer<B: burn::tensor::backend::Backend>(attention: sieve_core::Attention) ->
 }
 
 /// The layer's output for whole rows, without a residual.
-fn whole<B: SieveBackend>(layer: &Attention<B>, x: &Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
+fn one_pass<B: SieveBackend>(layer: &Attention<B>, x: &Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
     layer.as_layer().forward(x.clone(), x.zeros_like(), context, &mut PassState::default(), None)
 }
 
 /// Outputs of the layer for `x`, `[1 or 2, tokens, width]`, processed with a cache in parts of these lengths. After
 /// each part calls `after` with the cache and the number of tokens so far.
-fn cached(
+fn outputs_of_parts(
     layer: &Attention<Flex>,
     x: &Tensor<Flex, 3>,
     context: LayerContext<'_, Flex>,
@@ -50,7 +50,7 @@ fn every_kind_keeps_the_shape_and_dma_returns_its_mask() {
         for dims in [[2, 13], [1, 1]] {
             let rows = Rows::new(dims, &shape(attention));
             let x = input::<Flex, 3>([dims[0], dims[1], 24], 2);
-            let result = whole(&layer::<Flex>(attention), &x, &rows.context());
+            let result = one_pass(&layer::<Flex>(attention), &x, &rows.context());
             assert_eq!(result.x.dims(), [dims[0], dims[1], 24]);
             let is_dma = matches!(attention, sieve_core::Attention::Dma(_));
             assert_eq!(result.expire.map(|expire| expire.dims()), is_dma.then_some([dims[0], 3, dims[1]]));
@@ -59,7 +59,7 @@ fn every_kind_keeps_the_shape_and_dma_returns_its_mask() {
 }
 
 #[test]
-fn after_its_norm_a_layer_is_the_same_layer() {
+fn norm_and_attention_as_one_op_equal_norm_then_attention() {
     for attention in kinds(0.5) {
         let rows = Rows::new([2, 13], &shape(attention));
         let x = input::<Flex, 3>([2, 13, 24], 2);
@@ -87,7 +87,7 @@ fn dma_starts_as_the_sliding_window_of_the_same_weights() {
     let x = input::<Flex, 3>([2, 17, 24], 3);
     let [mha, swa, dma, ..] = kinds(0.0).map(|kind| {
         let rows = Rows::new([2, 17], &shape(kind));
-        values(whole(&layer::<Flex>(kind), &x, &rows.context()).x)
+        values(one_pass(&layer::<Flex>(kind), &x, &rows.context()).x)
     });
     assert_close("dma at A = 0", &dma, &swa, 4e-6);
     // Up to the window's length dense attention sees the same keys; after it, others.
@@ -125,9 +125,9 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
             let len = parts.iter().sum();
             let rows = Rows::new([2, len], &shape(attention));
             let x = input::<Flex, 3>([2, len, 24], 6);
-            let all = whole(&layer, &x, &rows.context()).x;
+            let all = one_pass(&layer, &x, &rows.context()).x;
             let what = format!("{attention:?} in parts of {parts:?}");
-            let (got, _) = cached(&layer, &x, rows.context(), parts.iter().copied(), |cache, done| {
+            let (got, _) = outputs_of_parts(&layer, &x, rows.context(), parts.iter().copied(), |cache, done| {
                 if parts[1..].iter().all(|&part| part == 1) {
                     assert_eq!(cache.num_keys(), done.min(most), "{what}");
                 }
@@ -137,7 +137,7 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
                 let rows = Rows::new([2, done], &shape(attention));
                 let so_far = dma.qkv.forward(x.clone().narrow(1, 0, done), &rows.context());
                 let of_rows = dma.attend(so_far, rows.context().documents, dma.spec());
-                holds_what_is_seen(&what, cache, of_rows);
+                check_slots(&what, cache, of_rows);
             });
             assert_close(&what, &values(Tensor::cat(got, 1)), &values(all), 1e-5);
         }
@@ -153,9 +153,9 @@ fn a_text_in_parts_gives_the_rows_of_one_pass_with_sinks() {
         assert_eq!(grouped.sinks.as_ref().expect("the shape has sinks").dims(), [6]);
         let x = input::<Flex, 3>([2, 23, 24], 6);
         let rows = Rows::new([2, 23], &shape);
-        let all = whole(&layer, &x, &rows.context()).x;
+        let all = one_pass(&layer, &x, &rows.context()).x;
         for parts in [vec![3, 7, 1, 12], [vec![4], vec![1; 19]].concat(), vec![1, 22]] {
-            let (got, _) = cached(&layer, &x, rows.context(), parts.iter().copied(), |_, _| {});
+            let (got, _) = outputs_of_parts(&layer, &x, rows.context(), parts.iter().copied(), |_, _| {});
             let what = format!("{attention:?} in parts of {parts:?}");
             assert_close(&what, &values(Tensor::cat(got, 1)), &values(all.clone()), 1e-5);
         }
@@ -167,7 +167,7 @@ fn a_text_in_parts_gives_the_rows_of_one_pass_with_sinks() {
 }
 
 /// Checks that the slots hold the keys that the mask shows to the last query, with exactly equal ranks.
-fn holds_what_is_seen(what: &str, cache: &LayerCache<Flex>, whole: sieve_ops::DmaAttention<Flex>) {
+fn check_slots(what: &str, cache: &LayerCache<Flex>, whole: sieve_ops::DmaAttention<Flex>) {
     let LayerCache::Selected(SlotCache { slots: cache, next_position }) = cache else { panic!("no slots") };
     let len = whole.rank.dims()[2];
     assert_eq!(*next_position, len);
@@ -235,17 +235,17 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
     let Attention::Ranked(inner) = &layer else { panic!("not DMA") };
     let rows = Rows::new([1, len], &shape(attention));
     let x = input::<Flex, 3>([1, len, 24], 4);
-    let all = whole(&layer, &x, &rows.context());
+    let all = one_pass(&layer, &x, &rows.context());
     let qkv = inner.qkv.forward(x.clone(), &rows.context());
     let of_rows = inner.attend(qkv, rows.context().documents, inner.spec());
     // The prompt in two parts, then token by token.
     let parts = [len - new - 9000, 9000].into_iter().chain(vec![1; new]);
-    let (got, cache) = cached(&layer, &x, rows.context(), parts, |_, _| ());
+    let (got, cache) = outputs_of_parts(&layer, &x, rows.context(), parts, |_, _| ());
     let last = |y: Tensor<Flex, 3>| y.clone().narrow(1, y.dims()[1] - 1, 1);
     let got = values(Tensor::cat(got.into_iter().skip(1).map(last).collect(), 1));
     let last = all.x.narrow(1, len - new - 1, new + 1);
     assert_close("the last rows", &got, &values(last), 1e-5);
-    holds_what_is_seen("131072 tokens", &cache.layers[0], of_rows);
+    check_slots("131072 tokens", &cache.layers[0], of_rows);
     let LayerCache::Selected(SlotCache { slots: cache, .. }) = &cache.layers[0] else { panic!("no slots") };
     let positions: Vec<i64> = cache.positions.tokens().into_data().iter().collect();
     for head in positions.chunks(64) {

@@ -195,7 +195,7 @@ fn tokens_beyond_the_rotary_tables_are_refused() {
 
 /// A step of texts of different lengths, each with its own cache, gives each the logits that it gets alone.
 #[test]
-fn rows_with_their_own_caches_go_on_alone() {
+fn rows_of_different_lengths_get_the_logits_that_each_gets_alone() {
     for attention in kinds(0.5) {
         let model = Qwen3::<Flex>::new(&shape(attention), 2, &Default::default());
         let rope = model.rope(30, &Default::default());
@@ -223,20 +223,23 @@ fn rows_with_their_own_caches_go_on_alone() {
 /// A prompt of 7 tokens that endings of 3 and 4 tokens share, and a text of 5 tokens, against the same texts as
 /// separate documents.
 #[test]
-fn a_shared_prompt_is_one_before_each_ending() {
+fn a_shared_prompt_gives_the_outputs_of_a_prompt_before_each_ending() {
     for attention in kinds(0.5) {
         for residual_scale in [false, true] {
             let shape = ModelShape { residual_scale, ..shape(attention) };
             let model = Qwen3::<Flex>::new(&shape, 3, &Default::default());
             let device = Default::default();
             let rope = model.rope(30, &device);
-            // Rows of 16 positions: prompt with first ending, the other text, one padding; prompt with second ending.
+            // The batch has 19 tokens: the prompt (0 to 6), its endings (7 to 9 and 10 to 13) and the other text (14 to
+            // 18). Attention sees two rows of 16 positions, here by the batch's tokens: prompt with first ending, the
+            // other text, one padding; prompt with second ending, padding.
             let first: Vec<u32> = (0..10).chain(14..19).chain([0]).collect();
             let second: Vec<u32> = (0..7).chain(10..14).chain([0; 5]).collect();
             let start = [[0; 10].as_slice(), &[10; 5], &[15], &[0; 11], &[11; 5]].concat();
             let end = [[10; 10].as_slice(), &[15; 5], &[16], &[11; 11], &[16; 5]].concat();
             let documents = Documents::new(&start, &end, [2, 16], &device);
             let tokens = [first, second].concat();
+            // For each token of the batch, one of its positions in the two rows.
             let place: Vec<usize> = (0..10).chain(23..27).chain(10..15).collect();
             let flat = ids::<Flex>([1, 19], 4);
             let repeated: Vec<i64> = {

@@ -2,6 +2,7 @@ use super::{CHUNK, WeightInit};
 use burn::tensor::Tensor;
 use burn_flex::Flex;
 
+/// The values of the next normal parameter.
 fn draw(init: &mut WeightInit, shape: [usize; 2]) -> Vec<f32> {
     let param = init.normal::<Flex, 2>(shape, &Default::default());
     let values: Tensor<Flex, 2> = param.val();
@@ -51,7 +52,7 @@ fn values_are_normal_with_the_given_deviation() {
 }
 
 #[test]
-fn a_constant_fills() {
+fn a_constant_parameter_has_one_value() {
     let param = WeightInit::new(0, 1.0).constant::<Flex, 1>(0.25, [5], &Default::default());
     let values: Vec<f32> = param.val().into_data().to_vec().expect("f32");
     assert_eq!(values, [0.25; 5]);

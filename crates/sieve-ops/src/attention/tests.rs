@@ -7,10 +7,12 @@ use crate::{AttentionCall, AttentionSpec, DeviceBackend, Documents, reference};
 use burn::tensor::DType;
 use burn_flex::Flex;
 
+/// Three KV heads with `group_size` query heads each.
 fn spec(group_size: usize, head_dim: usize, window_size: Option<usize>) -> AttentionSpec {
     AttentionSpec { window_size, ..AttentionSpec::dense([3 * group_size, 3], head_dim) }
 }
 
+/// A random packed tensor.
 fn packed(spec: AttentionSpec, [batch, seq_len, head_dim]: [usize; 3], seed: u64) -> Input {
     // Values that give both large and small logits.
     let dims = [batch, seq_len, spec.packed_heads(), head_dim];
@@ -25,6 +27,8 @@ fn reference_run(qkv: &Float, documents: &Documents<Ad>, spec: AttentionSpec) ->
     reference::attention::<Ad>(qkv.clone(), &AttentionCall::new(documents.bounds(), spec)).o
 }
 
+/// Compares attention with its reference, and views with contiguous inputs. `dims` are batch, tokens and head_dim;
+/// `lengths` are those of the documents.
 fn check(spec: AttentionSpec, dims: [usize; 3], lengths: &[usize]) {
     let inputs = [packed(spec, dims, 1)];
     let documents = documents::<Ad>(lengths, [dims[0], dims[1]]);
@@ -62,7 +66,7 @@ fn log_sum_exp_equals_the_reference() {
 }
 
 #[test]
-fn gradients_are_those_of_the_function() {
+fn gradients_equal_finite_differences() {
     for window_size in [None, Some(3)] {
         let spec = spec(2, 4, window_size);
         let documents = documents::<Ad>(&[4, 1], [2, 9]);
@@ -103,10 +107,12 @@ fn later_tokens_and_other_documents_change_no_bit_of_a_row() {
     }
 }
 
+/// Attention of the packed tensor `inputs[0]` with the sinks `inputs[1]`.
 fn with_sinks(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec) -> Float {
     primitive(attention_with_sinks(float(&inputs[0]), float(&inputs[1]), documents, spec))
 }
 
+/// A tensor filled with `value`.
 fn constant(value: f64, dims: &[usize]) -> Float {
     Random(1).input(dims).affine(0.0, value).untracked(DType::F32)
 }
@@ -133,7 +139,7 @@ fn sinks_equal_the_reference_in_values_and_gradients() {
 }
 
 #[test]
-fn gradients_of_sinks_are_those_of_the_function() {
+fn gradients_of_sinks_equal_finite_differences() {
     for window_size in [None, Some(3)] {
         let spec = spec(2, 4, window_size);
         let documents = documents::<Ad>(&[4, 1], [2, 9]);
@@ -156,7 +162,7 @@ fn a_sink_is_a_key_whose_value_is_zero() {
 }
 
 #[test]
-fn sinks_without_weight_change_no_bit_and_heavy_ones_take_all() {
+fn sinks_of_minus_infinity_change_no_bit_and_large_ones_make_the_output_zero() {
     let spec = spec(2, 16, Some(7));
     let documents = documents::<Ad>(&[20, 1], [2, 37]);
     let qkv = packed(spec, [2, 37, 16], 12).untracked(DType::F32);

@@ -34,7 +34,7 @@ pub struct LayerTokens<'a, B: Backend> {
     pub rope: &'a RotaryEmbedding<B>,
     /// Document bounds and positions of the tokens.
     pub documents: &'a Documents<B>,
-    /// With context parallelism: the whole rows that these tokens are one rank's part of.
+    /// With context parallelism: the whole rows; these tokens are one rank's part of them.
     pub parts: Option<&'a ContextParallel>,
 }
 

@@ -26,7 +26,7 @@ pub struct FeedForward<B: Backend> {
     pub epsilon: f64,
     /// Data type in which both GEMMs multiply: bf16 or fp8.
     pub precision: GemmPrecision,
-    /// What is kept for the backward pass beyond the minimum: `o_low`, and activations that it could recompute.
+    /// Whether activations are kept that the backward pass could recompute; its other setting is attention's.
     pub keeping: Keeping,
     /// Whether the output is read.
     pub pass: PassFor,
@@ -91,7 +91,7 @@ fn forward<B: DeviceBackend>(x: Float<B>, layer: FeedForward<B>, residual: Resid
     // `None`: the residual stream is added in the second GEMM.
     let (gate_up, first) = gemm::<B>(how, normed, primitive(layer.gate_up.clone()), None);
     if layer.pass == PassFor::Gradients && layer.precision == GemmPrecision::Tensors {
-        // In fp8 the GEMM makes the rounded operands that the backward pass reads.
+        // Not in fp8, where the GEMM with `down` makes the rounded operands that the backward pass reads.
         let second = match layer.keeping.recomputable {
             true => Operands::X(B::swiglu(gate_up.clone())),
             false => Operands::None,

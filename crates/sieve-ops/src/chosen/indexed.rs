@@ -49,10 +49,13 @@ pub fn indexer_spec(spec: AttentionSpec) -> AttentionSpec {
 }
 
 /// Causal attention over the tokens of `call.chosen`. Its backward pass gives `index` the gradient of the indexer's
-/// loss, `loss_weight * sum over queries and KV heads of KL(mean_h P^h || I)` as at the top of this file. The loss has
-/// no gradient in `qkv`, and the output has none in `index`. With `call.block_keys` the loss is the one that
-/// `pooled.rs` defines: the KL divergence of the indexer's probabilities of blocks from the largest attention
-/// probability in each, normalised. The block keys get its gradient too.
+/// loss, `loss_weight * sum over queries and KV heads of KL(mean_h P^h || I)`: P^h are the attention's probabilities of
+/// head h of the KV head's group, I the indexer's. The loss has no gradient in `qkv`, and the output has none in
+/// `index`.
+///
+/// With `call.block_keys` the indexer scores blocks, not tokens. The loss of a query is then `KL(T || I)` over complete
+/// blocks, where T is the largest attention probability in each block, normalised over the blocks. The block keys get
+/// its gradient too.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
@@ -102,7 +105,8 @@ fn index_gradient<D: DeviceBackend>(
     let [q_index, k_index, _] = split_heads(index, 1);
     let [q, k, _] = split_heads(tensor::<D, 4>(qkv.clone()), groups);
     let [batch, seq_len, _, d] = q.dims();
-    // The student is the indexer, the teacher is the attention; both take the indexer's keys as values.
+    // The student is the indexer, the teacher is the attention whose probabilities it learns; both take the indexer's
+    // keys as values.
     let student = primitive(Tensor::cat(vec![q_index.clone(), k_index.clone(), k_index.clone()], 2));
     // For the gradient of q, the attention sums over keys.
     let of_student = reads.forward(student.clone(), index_spec);
@@ -131,8 +135,8 @@ const MEASURED_QUERIES: usize = 16;
 /// `chosen` are the blocks that the indexer chooses, even in a warm-up, when attention reads all tokens.
 ///
 /// - `KL(mean_h P^h || I)` over the tokens that are read, in nats;
-/// - recall: dense attention's probability in the chosen blocks, divided by its probability in the best choice of as
-///   many blocks, which includes the query's own;
+/// - recall: dense attention's probability in the chosen blocks, divided by that in the best choice of as many blocks;
+///   both include the query's own block;
 /// - the entropy of I, in nats.
 ///
 /// With `block_keys`, divergence and entropy are over complete blocks. A block's share of the attention is its largest
@@ -149,7 +153,7 @@ pub fn index_statistics<B: SieveBackend>(
     let ([_, n, _, d], size) = (qkv.dims(), blocks.select_block_size);
     let (count, num_blocks, device) = (MEASURED_QUERIES.min(n), n.div_ceil(size), qkv.device());
     let of_row = |x: Tensor<B, 4>| value::<B, 4>(x).narrow(0, 0, 1).cast(DType::F32).squeeze_dim::<3>(0);
-    // The measured queries are spread evenly over the row.
+    // The measured queries lie in the middle of `count` equal parts of the row.
     let queries: Vec<i32> = (0..count).map(|at| ((2 * at + 1) * n / (2 * count)) as i32).collect();
     let queries = Tensor::<B::Inner, 1, Int>::from_ints(queries.as_slice(), &device);
     let packed_index = index.clone();
@@ -185,7 +189,7 @@ pub fn index_statistics<B: SieveBackend>(
     let mean_over = |hidden: &Tensor<B::Inner, 5, Bool>| log_softmax(logits.clone(), hidden.clone()).exp().mean_dim(1);
     let dense = mean_over(&hidden);
 
-    // Masks the keys outside the chosen blocks, which attention counts in pieces.
+    // Masks the keys outside the chosen blocks. `chosen` lists attended blocks, the pieces of larger ones.
     let not_chosen = {
         let chosen = Tensor::<B::Inner, 4, Int>::from_primitive(chosen.into_primitive()).narrow(0, 0, 1);
         let chosen = chosen.select(1, queries.clone()).permute([2, 1, 0, 3]);

@@ -1,5 +1,6 @@
 //! An indexer that scores blocks as QSA does (Qwen3.8-Flash-Next): each complete block of a document has one key, kb,
-//! and a query's score of it is `I = s sum_h max(0, q_h . kb)`, one for all heads of the attention.
+//! and a query's score of it is `I = s sum_h max(0, q_h . kb)` with the softmax scale s and the indexer's heads h. All
+//! heads of the attention read the blocks with the largest scores.
 //!
 //! P are the probabilities of the attention, summed over its heads. T is the largest P in each complete block that the
 //! query reads, normalised over these blocks. The indexer's loss is `KL(T || softmax(I))` over the same blocks. GEMMs
@@ -122,13 +123,14 @@ fn scores_of<D: DeviceBackend>(q: Tensor<D, 3>, k: Tensor<D, 2>) -> Tensor<D, 3>
     scores.cast(dtype)
 }
 
-/// Splits a row's queries into ranges `[first, end]` without `end`, so that at `per_query` scores a query a range has
-/// at most [`SCORES_AT_ONCE`] scores.
+/// Splits a row's queries into ranges `[first, end]`, `end` excluded, so that with `per_query` scores for each query a
+/// range has at most [`SCORES_AT_ONCE`] scores, but at least one query.
 fn query_ranges(seq_len: usize, per_query: usize) -> impl Iterator<Item = [usize; 2]> {
     let at_once = (SCORES_AT_ONCE / per_query.max(1)).clamp(1, seq_len);
     (0..seq_len).step_by(at_once).map(move |first| [first, (first + at_once).min(seq_len)])
 }
 
+/// The integers from `first` to `end`, `end` excluded, as a tensor.
 fn indices<B: Backend>([first, end]: [usize; 2], device: &B::Device) -> Tensor<B, 1, Int> {
     Tensor::arange(first as i64..end as i64, device)
 }
@@ -167,8 +169,9 @@ pub(super) fn block_scores<D: DeviceBackend>(
     }
 }
 
-/// T and log softmax(I), `[queries, num_slots]` each, 0 for blocks that are not read. `summed` are probabilities summed
-/// over heads, `[queries, num_slots * size]`; `scores` is I.
+/// The indexer's target T and its own log softmax(I), as at the top of this file, `[queries, num_slots]` each, 0 for
+/// blocks that are not read. `summed` are the attention's probabilities summed over its heads,
+/// `[queries, num_slots * size]`; `scores` is I.
 pub(super) fn distributions<B: Backend>(
     summed: Tensor<B, 2>,
     scores: Tensor<B, 2>,

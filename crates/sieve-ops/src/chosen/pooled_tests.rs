@@ -16,7 +16,7 @@ fn inputs_of(call: &Call, choice: BlockChoice, seed: u64) -> [Input; 3] {
     [call.qkv(seed), call.index(seed + 1), keys]
 }
 
-/// The call of the inputs' attention.
+/// The call of attention over the blocks that the indexer chooses from these inputs, or over all tokens in a warm-up.
 fn indexed<'a>(
     call: &'a Call,
     choice: BlockChoice,
@@ -33,8 +33,8 @@ fn slot_starts(call: &Call, choice: BlockChoice) -> Vec<i32> {
     crate::documents::HostBounds::new::<Ad>(&call.documents.bounds()).slot_starts(choice.blocks)
 }
 
-/// The output's reference, and the sum of the divergences from all scores, for the blocks that `indexed` reads.
-fn defined(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> Tensor<Ad, 1> {
+/// The sum of the queries' divergences `KL(T || softmax(I))` over the blocks that `indexed` reads, from all scores.
+fn total_divergence(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> Tensor<Ad, 1> {
     let ([batch, n], groups, size) = (call.dims, call.spec.num_kv_heads, indexed.choice.blocks.select_block_size);
     let (starts, group) = (slot_starts(call, indexed.choice), call.spec.group_size());
     let (num_slots, tokens) = (starts.len() / batch, tokens_read(call, indexed));
@@ -121,7 +121,7 @@ fn gemms_choose_as_the_definition_does_and_each_query_reads_its_own_block() {
 }
 
 #[test]
-fn keys_of_blocks_stand_at_the_first_token_s_position() {
+fn block_positions_are_those_of_the_first_tokens() {
     for (call, choice, _) in all_calls() {
         let positions = host_ints(block_positions(&call.documents, choice.blocks));
         let in_document = host_ints(call.documents.positions.clone());
@@ -149,14 +149,14 @@ fn attention_and_the_loss_of_pooled_scores_equal_the_definition() {
                 Some(chosen) => chosen_attention(float(&inputs[0]), chosen.clone(), &call.documents, call.spec, choice),
                 None => crate::attention(float::<4>(&inputs[0]), &call.documents, call.spec),
             };
-            with_loss(o, defined(&call, &given, inputs))
+            with_loss(o, total_divergence(&call, &given, inputs))
         });
         check_views("pooled indexed_attention", &inputs, &op);
     }
 }
 
 #[test]
-fn statistics_of_pooled_scores_are_those_of_every_score() {
+fn statistics_of_pooled_scores_have_the_divergence_of_the_definition() {
     // As many tokens as the number of queries that are measured, so that the mean is over all queries.
     for (lengths, heads) in [(&[][..], [4, 2]), (&[5][..], [3, 3]), (&[1, 9][..], [2, 1])] {
         let call = Call::new([1, 16], heads, 8, lengths);
@@ -166,8 +166,9 @@ fn statistics_of_pooled_scores_are_those_of_every_score() {
             let given = indexed(&call, choice, &leaves, (is_warmup, 1.0));
             let measured = index_statistics(float::<4>(&leaves[0]), float::<4>(&leaves[1]), chosen, &given);
             let measured = host(primitive(measured));
-            let divergence = host(primitive(defined(&call, &given, &leaves)).primitive)[0] / 16.0;
+            let divergence = host(primitive(total_divergence(&call, &given, &leaves)).primitive)[0] / 16.0;
             assert!((measured[0] - divergence).abs() < 1e-4, "{measured:?}, KL {divergence}");
+            // A recall of at most 1, and the entropy of at most 8 blocks of 2 of the 16 tokens.
             assert!(measured[1] <= 1.0 + 1e-5 && measured[1] > 0.0, "{measured:?}");
             assert!(measured[2] >= 0.0 && measured[2] <= 8f64.ln(), "{measured:?}");
         }

@@ -21,6 +21,7 @@ pub struct SelectedBlocks<B: Backend> {
 }
 
 impl<B: Backend> SelectedBlocks<B> {
+    /// Refuses shapes that do not fit a packed tensor of these dimensions, and blocks of another size.
     fn check(&self, [batch, seq_len, width, _]: [usize; 4], spec: AttentionSpec) -> Result<(), OperandError> {
         let operands = Operands("selected_attention");
         let [num_heads, kv_heads] = [spec.num_heads, spec.num_kv_heads];
@@ -119,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn every_block_is_dense_attention_and_none_is_zero() {
+    fn all_blocks_give_dense_attention_and_no_block_gives_zero() {
         for call in calls() {
             let [batch, n] = call.dims;
             let count = n.div_ceil(16);
@@ -140,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn given_blocks_are_those_of_the_list_that_attention_reads() {
+    fn attention_reads_exactly_the_given_blocks() {
         for (at, call) in calls().into_iter().enumerate() {
             let choosers = [call.spec.num_kv_heads, call.spec.num_heads][at % 2];
             let selected = given(&call, choosers, 4, [16, 32, 64, 128][at % 4], at % 3 > 0);
@@ -155,7 +156,7 @@ mod tests {
         check_finite_differences("selected_attention", &[call.qkv(4)], &|inputs| op(&call, &selected, inputs));
     }
 
-    /// The definition in plain Burn, with all scores.
+    /// Attention over the given blocks by its definition, in plain Burn with a mask over all scores.
     fn masked(call: &Call, selected: &SelectedBlocks<Ad>, inputs: &[AdFloat]) -> AdFloat {
         let ([batch, n], [heads, groups]) = (call.dims, [call.spec.num_heads, call.spec.num_kv_heads]);
         let [_, _, choosers, most] = selected.indices.dims();

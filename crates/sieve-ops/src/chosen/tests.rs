@@ -11,6 +11,8 @@ use burn::tensor::TensorData;
 use burn::tensor::activation::log_softmax;
 use sieve_core::model::test_shapes::{infllm_v2, mean_key, msa};
 
+/// InfLLM-V2's choice: pooled keys are means of 4 tokens, one every 2 tokens; blocks have 4 tokens, the last 2 are
+/// always chosen.
 fn infllm(num_selected_blocks: usize) -> BlockChoice {
     infllm_v2([4, 2, 4, num_selected_blocks], 2)
 }
@@ -79,7 +81,7 @@ fn attention_over_some_blocks_equals_the_reference() {
             let qkv = float::<4>(&inputs[0].untracked(DType::F32));
             let chosen = choose_key_blocks(qkv, &call.documents, call.spec, choice);
             check_parity("chosen_attention", &inputs, &|inputs| op(&call, choice, &chosen, inputs), &|inputs| {
-                // A KV head for each query head.
+                // The reference takes one chooser per KV head, so each query head gets a KV head of its own.
                 let spec = AttentionSpec { num_kv_heads: call.spec.num_heads, ..call.spec };
                 let [q, k, v] = split_heads::<Ad>(float(&inputs[0]), call.spec.num_kv_heads);
                 let group = call.spec.num_heads / call.spec.num_kv_heads;
@@ -112,6 +114,8 @@ impl Call {
         Random(seed).input(&[batch, n, self.spec.num_kv_heads + 2, self.head_dim])
     }
 
+    /// The call of indexed attention over the blocks that the indexer's tensor `index` chooses; `None`: over all
+    /// tokens.
     fn indexed(&self, choice: BlockChoice, index: Option<&Input>, loss_weight: f64) -> IndexedCall<'_, Ad> {
         let chosen = index.map(|index| {
             let (index, spec) = (float::<4>(&index.untracked(DType::F32)), indexer_spec(self.spec));
@@ -148,7 +152,7 @@ pub(super) fn tokens_read(call: &Call, indexed: &IndexedCall<'_, Ad>) -> Vec<boo
 }
 
 /// The definition of indexed attention in plain Burn, with all scores: the output, and the sum of the divergences.
-fn defined(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> (Tensor<Ad, 4>, Tensor<Ad, 1>) {
+fn by_definition(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> (Tensor<Ad, 4>, Tensor<Ad, 1>) {
     let ([batch, n], groups, group) = (call.dims, call.spec.num_kv_heads, call.spec.group_size());
     let [q, k, v] = split_heads::<Ad>(float(&inputs[0]), groups).map(|x| x.swap_dims(1, 2));
     let [q_index, k_index, _] = split_heads::<Ad>(float(&inputs[1]), 1).map(|x| x.swap_dims(1, 2));
@@ -179,9 +183,11 @@ fn defined(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> (T
 
 pub(super) const LOSS_WEIGHT: f64 = 0.3;
 
-/// `o`, whose loss in [`check_parity`] also has the gradients of [`LOSS_WEIGHT`] times the divergence.
+/// `o` with its values unchanged, but with the gradients of [`LOSS_WEIGHT`] times the divergence added to those that
+/// [`check_parity`] takes.
 pub(super) fn with_loss(o: Tensor<Ad, 4>, divergence: Tensor<Ad, 1>) -> AdFloat {
-    // That loss is the sum of o times numbers of seed 77. The term added to o has the value 0.
+    // `check_parity` takes the gradients of the sum of o times random numbers of seed 77. A term that is added to each
+    // number of o is thus multiplied by the sum of these, so it is divided by it. The term's value is 0.
     let sum: f64 = Random(77).input(&o.dims()).values.iter().sum();
     let loss = (divergence.clone() - divergence.detach()) * (LOSS_WEIGHT / sum);
     primitive(o + loss.reshape([1, 1, 1, 1]))
@@ -197,7 +203,7 @@ fn indexed_attention_and_its_loss_equal_the_definition() {
             let indexed = call.indexed(choice, chooses, LOSS_WEIGHT);
             let op = |inputs: &[AdFloat]| primitive(indexed_attention(float(&inputs[0]), float(&inputs[1]), &indexed));
             check_parity("indexed_attention", &inputs, &op, &|inputs| {
-                let (o, divergence) = defined(&call, &indexed, inputs);
+                let (o, divergence) = by_definition(&call, &indexed, inputs);
                 with_loss(o, divergence)
             });
             check_views("indexed_attention", &inputs, &op);
@@ -223,7 +229,7 @@ fn the_indexer_learns_from_its_loss_alone_and_the_attention_from_the_output_alon
     let indexed = call.indexed(msa(4, 3), Some(&inputs[1]), 1.0);
     let loss = |index: &Input| {
         let leaves = [&inputs[0], index].map(|input| input.untracked(DType::F64));
-        let (_, divergence) = defined(&call, &indexed, &leaves);
+        let (_, divergence) = by_definition(&call, &indexed, &leaves);
         divergence.into_data().iter::<f64>().sum::<f64>()
     };
     let gradient = &one.gradients[1];
@@ -252,6 +258,7 @@ fn defined_statistics(
     let [attended, blocks] = [indexed.choice.attended(), indexed.choice.blocks];
     let row = |x: &Input, token: usize, head: usize| x.values[(token * x.dims[2] + head) * d..][..d].to_vec();
     let (mut divergence, mut entropy, mut found, mut best) = (0.0, 0.0, 0.0, 0.0);
+    // The queries that `index_statistics` measures: at most 16, in the middle of as many equal parts of the row.
     let count = n.min(16);
     for (at, kv_head) in (0..count * groups).map(|pair| (pair / groups, pair % groups)) {
         let query = (2 * at + 1) * n / (2 * count);
@@ -296,7 +303,7 @@ fn defined_statistics(
 }
 
 #[test]
-fn statistics_are_those_of_every_score() {
+fn statistics_equal_the_definition() {
     let lengths = [&[][..], &[5], &[1, 9], &[140, 33]];
     for (seed, n) in [(10, 16), (20, 5), (30, 67), (40, 300)] {
         for (lengths, heads) in lengths.into_iter().zip([[4, 2], [3, 3], [2, 1], [6, 2]]) {

@@ -64,7 +64,7 @@ pub(crate) fn forward<B: DeviceBackend>(
     let is_dense = dma.is_none() && spec.window_size.is_none();
     if is_dense && spec.num_kv_heads.is_multiple_of(num_parts) {
         let own = to_own_heads::<B>(parts, qkv, spec);
-        let output = <B as DeviceBackend>::attention(own.clone(), &whole::<B>(parts, &own, spec));
+        let output = <B as DeviceBackend>::attention(own.clone(), &call_of_whole_rows::<B>(parts, &own, spec));
         let o = tensor::<B, 4>(output.o.clone());
         let o = to_tokens(&*parts.links, o, &[Heads::Split(spec.num_heads)]);
         return Parted { o: primitive(o), way: Way::Heads(output) };
@@ -109,7 +109,7 @@ pub(crate) fn backward<B: DeviceBackend>(
         Way::Heads(output) => {
             let d_o = primitive(to_heads(links, tensor::<B, 4>(d_o), &[Heads::Split(spec.num_heads)]));
             let own = to_own_heads::<B>(parts, qkv, spec);
-            let d_own = B::attention_backward(own.clone(), &whole::<B>(parts, &own, spec), output, d_o);
+            let d_own = B::attention_backward(own.clone(), &call_of_whole_rows::<B>(parts, &own, spec), output, d_o);
             let d_qkv = to_tokens(links, tensor::<B, 4>(d_own), &kinds(spec));
             return (primitive(d_qkv), None);
         }
@@ -146,7 +146,7 @@ pub(crate) fn backward<B: DeviceBackend>(
     (d_qkv, Some([d_w_dt, d_a]))
 }
 
-/// The heads of a packed tensor: queries, keys, values.
+/// The heads of a packed tensor, queries, keys and values, which are all divided among the ranks.
 fn kinds(spec: AttentionSpec) -> [Heads; 3] {
     [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads].map(Heads::Split)
 }
@@ -156,8 +156,8 @@ fn to_own_heads<B: DeviceBackend>(parts: &ContextParallel, qkv: Float<B>, spec: 
     primitive(to_heads(&*parts.links, tensor::<B, 4>(qkv), &kinds(spec)))
 }
 
-/// Attention over whole rows of this rank's heads.
-fn whole<B: Backend>(parts: &ContextParallel, own: &Float<B>, spec: AttentionSpec) -> AttentionCall<B> {
+/// The call of attention over whole rows with the heads in `own`, this rank's.
+fn call_of_whole_rows<B: Backend>(parts: &ContextParallel, own: &Float<B>, spec: AttentionSpec) -> AttentionCall<B> {
     let device = B::float_device(own);
     let shape = [parts.batch, parts.seq_len];
     let documents = [0, 1].map(|bound| {

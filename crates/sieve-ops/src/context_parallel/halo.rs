@@ -39,7 +39,7 @@ impl Reach {
 #[derive(Clone, Debug)]
 pub(super) struct Halo<B: Backend> {
     spec: AttentionSpec,
-    /// Tokens of this rank's part of a sequence.
+    /// Tokens of this rank's part of a row.
     len: usize,
     /// Slots of the halo in each row, one key each.
     pub(super) slots: usize,
@@ -108,7 +108,7 @@ impl<B: DeviceBackend> Halo<B> {
             primitive(Tensor::cat(ranks, 2))
         });
         let all = halo.from.len() * share;
-        // Only these keys of a row belong to a document that the part's queries see.
+        // How many of each row's candidates, the last ones, belong to the document that continues into this part.
         let valid = parts.keys_of_open_documents(halo.from.clone(), share);
         halo.slots = all.min(reach.keys());
         let device = B::float_device(qkv);
@@ -192,9 +192,9 @@ impl<B: DeviceBackend> Halo<B> {
         primitive(Tensor::cat(vec![ranks, own], 2))
     }
 
-    /// The gradients of this part's packed tensor and of its DMA ranks, from the gradients of the longer rows: every
-    /// part sends the gradients of its halo to the parts that the keys came from, and adds the received gradients to
-    /// its own.
+    /// The gradients of this part's packed tensor and of DMA's biases of its keys, from `d_longer` and `d_delta`, those
+    /// of the longer rows. Every part sends its halo's gradients back to the parts whose keys they are, and adds the
+    /// received ones to its own.
     pub(super) fn own_gradients(
         &self,
         parts: &ContextParallel,
@@ -234,8 +234,8 @@ impl<B: DeviceBackend> Halo<B> {
         vec![batch, self.share, 2 * self.spec.num_kv_heads, head_dim]
     }
 
-    /// Gradients of all keys that earlier parts sent, and of their DMA ranks, from the gradients of the longer rows;
-    /// zero where a key got no slot.
+    /// Gradients of all keys that earlier parts sent, and of DMA's biases of these keys, from the gradients of the
+    /// longer rows; zero where a key got no slot.
     fn candidate_gradients(
         &self,
         d_longer: Tensor<B, 4>,

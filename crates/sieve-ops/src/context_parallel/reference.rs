@@ -63,6 +63,7 @@ struct Places<B: Backend> {
 }
 
 impl<B: Backend> Places<B> {
+    /// The places of the keys at the positions `kept`, `[batch, num_kv_heads, slots]`; -1 is an empty slot.
     fn new(kept: Ints<B>, head_dim: usize) -> Self {
         let kept = Tensor::<B, 3, Int>::from_primitive(kept);
         let [batch, kv_heads, slots] = kept.dims();

@@ -15,8 +15,10 @@ use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepOLow};
 use sieve_testing::wide;
 use std::sync::Arc;
 
+/// Columns of a head.
 const WIDTH: usize = 8;
 const BATCH: usize = 2;
+/// Tokens of a whole row.
 const ROW: usize = 24;
 
 /// One kind of attention to test: DMA where `dma` is set, else dense or a window, as `spec` says. `spec` has the heads.
@@ -31,6 +33,7 @@ fn case(num_kv_heads: usize, window_size: Option<usize>, dma: Option<DmaShape>) 
     Case { spec, dma }
 }
 
+/// DMA whose ranks have a recency term, and which always keeps the last `local_window_size` keys.
 fn recency(keep_window_size: usize, local_window_size: usize) -> DmaShape {
     DmaShape {
         bias: DmaBias::Linear,
@@ -40,13 +43,15 @@ fn recency(keep_window_size: usize, local_window_size: usize) -> DmaShape {
     }
 }
 
+/// Dense and window attention, and DMA of both forms.
 fn cases() -> Vec<Case> {
     let dma = |num_kv_heads, shape| case(num_kv_heads, None, Some(shape));
     vec![
-        // With two parts, tokens are exchanged for heads; with three and four, attention runs over longer rows.
+        // Dense: tokens are exchanged for heads where the number of parts divides that of the KV heads. With more
+        // parts, attention runs over longer rows.
         case(2, None, None),
         case(1, None, None),
-        // Shorter than a part, and longer than two.
+        // Windows shorter than a part, longer than two parts, and of the query's own token alone.
         case(2, Some(5), None),
         case(3, Some(17), None),
         case(2, Some(1), None),
@@ -78,7 +83,7 @@ fn bounds<'a>(rows: impl IntoIterator<Item = &'a [usize]>, row_len: usize) -> [V
     bounds
 }
 
-/// qkv, the gradient of o, w_dt and a.
+/// qkv, the gradient of o, and DMA's weights w_dt and a. The numbers in a have mean `a`; with 0 all keys have score 0.
 fn inputs(case: Case, a: f64) -> [FlexTensor; 4] {
     let mut random = Random(3);
     let kv = case.spec.num_kv_heads;
@@ -98,7 +103,7 @@ struct Found {
     d_a: Vec<f32>,
     /// For each row, KV head and query: the keys that it sees.
     seen_keys: Vec<Vec<usize>>,
-    /// The keys of the part's halo, if it has one.
+    /// Number of keys in the part's halo; `None` where tokens were exchanged for heads.
     slots: Option<usize>,
 }
 
@@ -107,7 +112,8 @@ fn values<const D: usize>(x: FlexTensor) -> Vec<f32> {
     data.iter::<f32>().collect()
 }
 
-/// o, the gradient of qkv and, with DMA, `expire` and the gradients of w_dt and a.
+/// o, the gradient of qkv and, with DMA, `expire` (the first query that no longer sees each key) and the gradients of
+/// w_dt and a.
 type Attended<B> = (Float<B>, Float<B>, Option<(Ints<B>, [Float<B>; 2])>);
 
 /// Attention over whole rows by the backend's own ops; the inputs in the order of [`inputs`].
@@ -131,7 +137,8 @@ fn attend<B: DeviceBackend>(
     (o, d_qkv, Some((expire, [d_w_dt, d_a])))
 }
 
-fn whole(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found {
+/// The results of whole rows, from which those of the parts must not differ.
+fn whole_results(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found {
     let device = Default::default();
     let documents = Documents::<Flex>::new(&bounds[0], &bounds[1], [BATCH, ROW], &device).bounds();
     let (o, d_qkv, dma) = attend::<Flex>(inputs.clone(), documents, case.spec, case.dma, KeepOLow::Never);
@@ -146,6 +153,7 @@ fn whole(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found 
     found
 }
 
+/// The numbers of DMA's mask.
 fn expire_of(expire: FlexTensor) -> Vec<i64> {
     host_ints::<Flex, 3>(Tensor::from_primitive(expire))
 }
@@ -156,7 +164,7 @@ fn layer<B: DeviceBackend>(w_dt: Float<B>, a: Float<B>, spec: DmaShape) -> DmaLa
 }
 
 /// One rank's results for its part.
-fn part(case: Case, parts: ContextParallel, inputs: &[FlexTensor; 4]) -> Found {
+fn part_results(case: Case, parts: ContextParallel, inputs: &[FlexTensor; 4]) -> Found {
     let (len, first) = (parts.len(), parts.links.part() * parts.len());
     let [qkv, d_o, w_dt, a] = inputs.clone();
     let own = |x: FlexTensor| primitive(tensor::<Flex, 4>(x).narrow(1, first, len));
@@ -182,7 +190,7 @@ fn seen_keys(parted: &Parted<Flex>, first: usize, len: usize, qkv: FlexTensor) -
     let Some((halo, Some(expire))) = parted.halo() else {
         return Vec::new();
     };
-    let (slots, positions) = (halo.slots, positions(halo, qkv));
+    let (slots, positions) = (halo.slots, halo_positions(halo, qkv));
     let mut seen_keys = Vec::new();
     for (head, expire) in expire_of(expire).chunks(slots + len).enumerate() {
         for query in slots..slots + len {
@@ -199,7 +207,7 @@ fn seen_keys(parted: &Parted<Flex>, first: usize, len: usize, qkv: FlexTensor) -
 
 /// Positions of a halo's keys in the whole rows `qkv`, by row, KV head and slot. They are found by value: no two keys
 /// are equal.
-fn positions(halo: &Halo<Flex>, qkv: FlexTensor) -> Vec<Option<usize>> {
+fn halo_positions(halo: &Halo<Flex>, qkv: FlexTensor) -> Vec<Option<usize>> {
     let Some(keys) = &halo.keys else {
         return Vec::new();
     };
@@ -221,11 +229,12 @@ fn positions(halo: &Halo<Flex>, qkv: FlexTensor) -> Vec<Option<usize>> {
     positions
 }
 
+/// The results of all parts, each computed by a thread that stands for a rank.
 fn all_parts(case: Case, num_parts: usize, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Vec<Found> {
     std::thread::scope(|scope| {
         let ranks = ThreadGroup::all(num_parts).into_iter().map(|links| {
             let parts = ContextParallel::new(Arc::new(links), bounds.clone(), [BATCH, ROW]);
-            scope.spawn(move || part(case, parts, inputs))
+            scope.spawn(move || part_results(case, parts, inputs))
         });
         let ranks = ranks.collect::<Vec<_>>().into_iter();
         ranks.map(|rank| rank.join().expect("it ends well")).collect()
@@ -233,7 +242,7 @@ fn all_parts(case: Case, num_parts: usize, bounds: &[Vec<u32>; 2], inputs: &[Fle
 }
 
 /// Parts of rows `[batch, len, width]` as whole rows.
-fn rows(parts: &[&[f32]]) -> Vec<f32> {
+fn joined_rows(parts: &[&[f32]]) -> Vec<f32> {
     let row = |row: usize| {
         parts.iter().flat_map(move |part| {
             let width = part.len() / BATCH;
@@ -243,18 +252,20 @@ fn rows(parts: &[&[f32]]) -> Vec<f32> {
     (0..BATCH).flat_map(row).copied().collect()
 }
 
+/// Checks that the values differ by rounding errors at most.
 fn assert_near(what: &str, found: &[f32], expected: &[f32]) {
     let expected = wide(expected);
     let largest = expected.iter().fold(1.0, |most: f64, x| most.max(x.abs()));
     assert_close(what, found, &expected, 2e-6 * largest);
 }
 
+/// Checks the parts' outputs, gradients and masks against those of whole rows; `a` as in [`inputs`].
 fn check(case: Case, num_parts: usize, lengths: [&[usize]; BATCH], a: f64) {
     let what = format!("{case:?} in {num_parts} parts, documents {lengths:?}, a {a}");
     let (bounds, inputs) = (bounds(lengths, ROW), inputs(case, a));
-    let expected = whole(case, &bounds, &inputs);
+    let expected = whole_results(case, &bounds, &inputs);
     let found = all_parts(case, num_parts, &bounds, &inputs);
-    let joined = |of: fn(&Found) -> &[f32]| rows(&found.iter().map(of).collect::<Vec<_>>());
+    let joined = |of: fn(&Found) -> &[f32]| joined_rows(&found.iter().map(of).collect::<Vec<_>>());
     assert_near(&format!("o of {what}"), &joined(|part| &part.o), &expected.o);
     let d_qkv = joined(|part| &part.d_qkv);
     assert_near(&format!("dqkv of {what}"), &d_qkv, &expected.d_qkv);
@@ -290,9 +301,10 @@ fn parts_of_rows_attend_as_whole_rows_do() {
     }
 }
 
-// Of keys with equal ranks the later key is kept, also when they are in different parts.
+// Scores of 0 give the keys of a document equal ranks, or ranks of recency alone. Of keys with equal ranks the later
+// one is kept, also where they are in different parts.
 #[test]
-fn keys_of_equal_rank_leave_in_the_same_order() {
+fn of_keys_with_equal_ranks_parts_keep_those_that_whole_rows_keep() {
     for num_parts in [2, 4] {
         for dma in [DmaShape::published(5), recency(7, 2)] {
             check(case(2, None, Some(dma)), num_parts, ROWS[1], 0.0);
@@ -301,13 +313,13 @@ fn keys_of_equal_rank_leave_in_the_same_order() {
 }
 
 #[test]
-fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
+fn a_halo_has_at_most_the_keys_that_a_query_keeps() {
     let case = case(2, None, Some(recency(5, 2)));
     let (bounds, inputs) = (bounds(ROWS[0], ROW), inputs(case, 0.5));
     for num_parts in [2, 4, 8] {
         let slots = all_parts(case, num_parts, &bounds, &inputs).into_iter();
         let slots = slots.map(|part| part.slots.expect("a halo"));
-        // All keys before the part, or as many as are kept.
+        // All keys before the part, at most the 5 that a query keeps.
         let expected = (0..num_parts).map(|part| 5.min(part * ROW / num_parts));
         assert!(expected.eq(slots), "{num_parts} parts");
     }
@@ -315,6 +327,7 @@ fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
 
 #[test]
 fn tokens_are_exchanged_for_heads_and_back() {
+    // 13 heads: 4 and 8 that are divided among the parts, and between them one that every part gets.
     let kinds = [Heads::Split(4), Heads::Shared(1), Heads::Split(8)];
     for num_parts in [1, 2, 4] {
         let rows = Random(5).input(&[BATCH, ROW, 13, 3]).tensor(DType::F32);

@@ -165,14 +165,15 @@ fn page_bounds<B: Backend>(k: Tensor<B, 4>, page: usize) -> TokenBuffer<B, 4> {
     TokenBuffer::new(Tensor::cat(parts.collect(), KEY_AXIS), KEY_AXIS, room)
 }
 
-/// The keys that a DMA layer keeps, in `window.keep_window_size` slots. Each KV head keeps other tokens' keys.
+/// The keys that a DMA layer keeps, in `window.keep_window_size` slots. KV heads may keep the keys of different tokens.
 ///
-/// A key that has left the mask never returns, so a new key takes its slot.
+/// A key that one query no longer sees is seen by no later query, so a new key takes its slot.
 #[derive(Clone, Debug)]
 pub struct DmaCache<B: Backend> {
     /// Keys and values, one in each slot.
     pub keys: KeyCache<B>,
-    /// Ranks of the keys, `[batch, num_kv_heads, keep_window_size]`; see [`crate::dma_rank`].
+    /// Ranks of the keys, `[batch, num_kv_heads, keep_window_size]`, by which keys are replaced: [`crate::dma_rank`]'s,
+    /// or in [`crate::heavy_decode`] the attention that each key received.
     pub rank: TokenBuffer<B, 3>,
     /// Positions of the keys, `[batch, num_kv_heads, keep_window_size]`.
     pub positions: TokenBuffer<B, 3, Int>,
@@ -282,7 +283,7 @@ mod tests {
                 };
                 assert_eq!(bound, expected, "{tokens} tokens, entry {at}");
             }
-            // Buffers grow before a token needs them.
+            // Buffers grow before a token needs them: 1200 tokens exceed the spare room for 256 keys and for 256 pages.
             for len in tokens + 1..tokens + 1200 {
                 let left = cache.reserve_token();
                 cache.count_token();

@@ -50,7 +50,7 @@ pub struct TokenStep<'a, B: Backend> {
     pub output: Tensor<B, 2>,
     /// Epsilon of the norms of width `d_model`.
     pub epsilon: f64,
-    /// Tables that reach beyond the token's position.
+    /// Rotary tables for every position that the step's tokens may have.
     pub rope: &'a RotaryEmbedding<B>,
 }
 

@@ -84,18 +84,18 @@ pub(crate) fn dma_decode(
     scratch: &mut (),
 ) -> FlexTensor {
     let is_i32 = cache.positions.buffer().dtype() == DType::I32;
-    // `replace_lightest` takes full slots of f32 with i32 positions.
+    // `replace_lowest_rank` takes full slots of f32 with i32 positions.
     if !(cache.is_full() && is_i32 && is_f32(&token.k) && is_f32(&token.rank)) {
         return reference::dma_decode(cache, token, softmax_scale, bias, scratch);
     }
-    replace_lightest(cache, &token);
+    replace_lowest_rank(cache, &token);
     let delta = primitive(dma_bias(cache.rank.tokens(), bias));
     attend(token.q, &cache.keys, cache.len(), Logits { delta: Some(delta), sinks: None }, softmax_scale)
 }
 
 /// Writes the token, in each head, to the slot of the smallest (rank, position) outside the local window. Without a
 /// local window, a token whose own rank is the smallest is not stored.
-fn replace_lightest(cache: &mut DmaCache<Flex>, token: &DmaToken<Flex>) {
+fn replace_lowest_rank(cache: &mut DmaCache<Flex>, token: &DmaToken<Flex>) {
     let (slots, local) = (cache.len(), cache.window.local_window_size);
     let [k, v, rank] = [&token.k, &token.v, &token.rank].map(|x| contiguous(x.clone()));
     let (held, positions) = (cache.rank.buffer().clone(), cache.positions.buffer().clone());

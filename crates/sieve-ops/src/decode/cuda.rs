@@ -37,7 +37,7 @@ pub(crate) fn cached_attention(
     spec: AttentionSpec,
     scratch: &mut CudaDecodeScratch,
 ) -> Float {
-    let attempt = append(cache, &qkv, sinks.as_ref(), spec, scratch);
+    let attempt = append_and_attend(cache, &qkv, sinks.as_ref(), spec, scratch);
     kernel_or("attention_decode", attempt, || reference::cached_attention(cache, qkv, sinks, spec))
 }
 
@@ -103,12 +103,14 @@ fn attend(
     scratch: &mut CudaDecodeScratch,
 ) -> Result<Float, KernelError> {
     if delta.is_some() {
+        // The kernel of `dma_decode` computes the bias from the ranks of its slots.
         let supported = "none; dma_decode adds the bias of its own slots";
         let what = "bias per key";
         return Err(KernelError::unsupported("attention_decode", what, "one", supported));
     }
     let query = one_token(q)?;
-    // The kernel takes the new token's key and value but does not read them: they are in the cache already.
+    // The kernel takes a new token with key and value but does not read these, as all keys are in the cache already;
+    // the cache's first token stands in for them.
     let first = |x: &Tensor<Cuda, 4>| kernel_of(&x.clone().narrow(2, 0, 1).swap_dims(1, 2)).contiguous();
     let [unread_key, unread_value] = [&keys.k, &keys.v].map(|x| first(x.buffer()));
     let token = Qkv::separate(&query, &unread_key, &unread_value);
@@ -122,7 +124,7 @@ fn attend(
 }
 
 /// Writes the token's key and value after the others and attends.
-fn append(
+fn append_and_attend(
     cache: &mut KeyCache<Cuda>,
     qkv: &Float,
     sinks: Option<&Float>,
@@ -142,6 +144,7 @@ fn append(
     Ok(o.burn())
 }
 
+/// The cache's slots as operands of kernels, which write them in place.
 pub(super) fn slots_of(cache: &mut DmaCache<Cuda>) -> DmaSlots {
     DmaSlots {
         kv: writable(&mut cache.keys),
@@ -177,7 +180,8 @@ fn dma_step(
     without_token_dimension(o)
 }
 
-/// The kept keys of a prompt, in slots; as many slots as keys if `heavy` sets no number.
+/// A cache of the keys that `heavy` keeps of a prompt, one in each slot; as many slots as keys if `heavy` sets no
+/// number.
 pub(crate) fn kept_cache(qkv: &Qkv, lse: &CudaTensor, heavy: &HeavyKeys) -> Result<DmaCache<Cuda>, KernelError> {
     let kept = qkv.keep_heavy_keys(heavy, lse)?;
     let [_, _, len] = kept.positions.dims(NAME, "positions")?;
@@ -226,6 +230,7 @@ pub(crate) fn selector_steps(
     let [_, new, heads, head_dim] = packed.dims(NAME, "qkv")?;
     let [_, num_kv_heads, _, _] = cache.keys.k.buffer().dims();
     let (first, row) = (cache.keys.len(), heads * head_dim);
+    // The number of tokens before each new token, then minus each: where the document begins, relative to that token.
     let run = scratch.runs.get([first, new], || {
         let lengths = (first..first + new).map(|length| length as i32);
         let words: Vec<i32> = lengths.clone().chain(lengths.map(|length| -length)).collect();

@@ -1,4 +1,5 @@
-//! A step of one token on CUDA: run once, then replayed as a graph.
+//! A decoding step on CUDA, one new token for each row: the first step runs and is captured as a graph, which computes
+//! the later ones.
 use super::cuda::{slots_of, writable, writable_buffer};
 use super::scratch::{CudaStepGraph, KernelScratch, Recent, SCRATCH_KEYS};
 use super::{
@@ -24,7 +25,8 @@ use sieve_kernels::{
 
 const NAME: &str = "token_step";
 
-/// `None` without a graph that this thread captured, and once a cache's buffer is full.
+/// The logits of the next tokens, by a replay of the captured step. `None` without a graph that this thread captured,
+/// and once a cache's buffer is full.
 pub(crate) fn repeat_token_step(
     graph: &mut CudaStepGraph,
     ids: Ints<Cuda>,
@@ -37,12 +39,13 @@ pub(crate) fn repeat_token_step(
     Some(kernel_or(NAME, logits.map(ToBurn::burn), || unreachable!("the graph took these rows")))
 }
 
-/// `None` where launches would differ from token to token, or a kernel refuses the model.
+/// Runs a step, captures it for later tokens, and returns its logits. `None` where launches would differ from token to
+/// token, or a kernel refuses the model.
 pub(crate) fn token_step(mut step: TokenStep<'_, Cuda>, graph: &mut CudaStepGraph) -> Option<Float<Cuda>> {
     *graph = CudaStepGraph::default();
     let before = step.before;
     let mut pairs = step.layers.iter().zip(&step.caches);
-    if !pairs.all(|(layer, cache)| is_lasting(before, layer, cache)) {
+    if !pairs.all(|(layer, cache)| has_fixed_launches(before, layer, cache)) {
         return None;
     }
     kernel_or_refusal(NAME, require_kernels(&step)).ok()?;
@@ -76,9 +79,10 @@ fn positions_of(before: TokensBefore<'_>, like: &CudaTensor) -> StepPositions {
     StepPositions::Each(kernel_tensor(words.into_primitive()))
 }
 
-/// Whether a layer's launches are the same for all later tokens. With slots ranked by accumulated attention they are so
-/// once all slots are in use, for a batch of one text.
-fn is_lasting(before: TokensBefore<'_>, layer: &TokenLayer<Cuda>, cache: &TokenCache<'_, Cuda>) -> bool {
+/// Whether a layer's launches are the same for all later tokens. Slots of a layer without DMA keep the keys with the
+/// most attention so far (H2O): their launches stay the same once all slots are in use. Their kernel takes one text and
+/// heads of a multiple of 32 columns.
+fn has_fixed_launches(before: TokensBefore<'_>, layer: &TokenLayer<Cuda>, cache: &TokenCache<'_, Cuda>) -> bool {
     let TokenCache::Slots(slots) = cache else {
         return true;
     };
@@ -126,7 +130,8 @@ fn recent_room(cache: &mut KeyCache<Cuda>, window: Option<usize>) -> usize {
     cache.k.room() - (cache.len() + 1)
 }
 
-/// Tokens until a step over so many keys, `seen`, needs other scratch memory; a full window never does.
+/// How many more tokens the scratch buffers serve, which have room for a multiple of [`SCRATCH_KEYS`] keys, where a
+/// step sees `seen` keys. Without end for a full window, which always sees as many.
 fn scratch_room(seen: usize, window: Option<usize>) -> usize {
     match window {
         Some(window) if window <= seen => usize::MAX,
@@ -134,8 +139,9 @@ fn scratch_room(seen: usize, window: Option<usize>) -> usize {
     }
 }
 
-/// Tokens until a buffer of `room` pooled keys is full, `seen` with this one. Pooled key p ends with token number
-/// `compress_block_size + p * compress_stride`, so key `room` is the first that does not fit.
+/// How many more tokens come before a buffer for `room` pooled keys is too small; `seen` counts the tokens so far, this
+/// one included. Pooled key p is complete with token `compress_block_size + p * compress_stride`, counted from 1, so
+/// key `room` is the first that does not fit.
 fn pooled_room(room: usize, blocks: NsaBlocks, seen: usize) -> usize {
     blocks.compress_block_size + room * blocks.compress_stride - 1 - seen
 }
@@ -184,7 +190,7 @@ fn tokens_until_growth(layer: &TokenLayer<Cuda>, cache: &mut TokenCache<'_, Cuda
     }
 }
 
-/// Runs the step on tensors of a tape. Returns its inputs and the logits.
+/// Runs the step on tensors whose launches `tape` records for the graph. Returns the step's inputs and the logits.
 fn run(step: &mut TokenStep<'_, Cuda>, tape: &StepTape) -> Result<(StepInputs, CudaTensor), KernelError> {
     let ids = kernel_tensor(step.ids.clone().into_primitive());
     let inputs = StepInputs::new(tape, &ids, &positions_of(step.before, &ids))?;
@@ -251,9 +257,9 @@ impl Layer<'_> {
         project(Vectors::Plain(&h), &down, Epilogue::Added(&x))
     }
 
-    /// Tokens of the longest row in a cache, and how many tokens before them it has dropped. A step for rows of
-    /// different lengths is recorded for a full cache.
-    fn held(&self, keys: &KeyCache<Cuda>) -> [usize; 2] {
+    /// How many tokens of the longest row a cache holds, and how many before them it has dropped. A step for rows of
+    /// different lengths is recorded as for a full cache, so that the graph serves rows of any length.
+    fn held_and_dropped(&self, keys: &KeyCache<Cuda>) -> [usize; 2] {
         match self.before {
             TokensBefore::Same(position) => [keys.len(), position - keys.len()],
             TokensBefore::Each(_) => [keys.k.room() - 1, 0],
@@ -270,11 +276,12 @@ impl Layer<'_> {
     }
 
     /// A weight without gaps between its rows, which Burn may leave: a copy where there are some.
-    fn whole<const D: usize>(&self, tensor: &Tensor<Cuda, D>) -> CudaTensor {
+    fn without_gaps<const D: usize>(&self, tensor: &Tensor<Cuda, D>) -> CudaTensor {
         self.tape.noted(&of(tensor).contiguous())
     }
 
-    fn f32s<const D: usize>(&self, tensor: &Tensor<Cuda, D>) -> CudaTensor {
+    /// A weight in f32, without gaps between its rows.
+    fn in_f32<const D: usize>(&self, tensor: &Tensor<Cuda, D>) -> CudaTensor {
         let tensor = cast(&primitive(tensor.clone()), burn::tensor::DType::F32);
         self.tape.noted(&tensor.contiguous())
     }
@@ -337,10 +344,10 @@ impl Layer<'_> {
         let o = match (cache, &self.attention.dma) {
             (TokenCache::Slots(cache), dma) => self.attend_slots(&token, cache, dma.as_ref(), &length, scratch)?,
             (TokenCache::Selector(cache), _) => {
-                let (len, kv) = (self.held(&cache.keys)[0], self.cache(&mut cache.keys));
+                let (len, kv) = (self.held_and_dropped(&cache.keys)[0], self.cache(&mut cache.keys));
                 let seen = match cache.reads {
                     TokenKeys::Ends { .. } => len + 1,
-                    // Later tokens read more keys until the buffers grow.
+                    // Replays for later tokens read more keys, at most as many as the buffers hold.
                     TokenKeys::Pages { .. } | TokenKeys::Largest(_) => cache.keys.k.room(),
                 };
                 let (choosers, seen) = SelectorStep::scratch(cache.reads, shape, seen);
@@ -355,7 +362,7 @@ impl Layer<'_> {
                 kv.selector_decode(&token, step(len), choice, &buffers)?
             }
             (TokenCache::Chosen { keys, pooled, choice }, _) => {
-                let (len, kv) = (self.held(keys)[0], self.cache(keys));
+                let (len, kv) = (self.held_and_dropped(keys)[0], self.cache(keys));
                 let pooled = PooledStep { pooled: &self.buffer(pooled), start: &self.inputs.start, choice: *choice };
                 let blocks = choice.blocks;
                 let choosers =
@@ -364,7 +371,7 @@ impl Layer<'_> {
                 let buffers = scratch_of(scratch, &kv.k, choosers, seen)?;
                 let index = match &self.attention.extra {
                     TokenExtra::Indexer { proj, norm } => {
-                        // A packed tensor ends with a value head; the key fills it, too.
+                        // The indexer has no values, but a packed tensor ends with a value head: the key fills it, too.
                         let [rows, _] = proj.dims();
                         let key = proj.clone().narrow(0, rows - shape.head_dim, shape.head_dim);
                         let proj = Tensor::cat(vec![proj.clone(), key], 0);
@@ -381,12 +388,17 @@ impl Layer<'_> {
                 let TokenExtra::Branches(weights) = &self.attention.extra else {
                     unreachable!("NSA's caches are its layers'")
                 };
-                let (fine, coarse) = (self.fine(&token, normed, weights)?, self.coarse(&token, qkv, normed, weights)?);
-                let (near_step, near, near_seen) = self.recent(window);
-                let ([len, _], [_, dropped], all) = (self.held(selected), self.held(tail), self.cache(selected));
+                let (fine, coarse) = (
+                    self.selected_token(&token, normed, weights)?,
+                    self.compressed_token(&token, qkv, normed, weights)?,
+                );
+                let (near_step, near, near_seen) = self.recent_step(window);
+                let ([len, _], [_, dropped], all) =
+                    (self.held_and_dropped(selected), self.held_and_dropped(tail), self.cache(selected));
                 let room = compressed.k.room();
                 let (compressed, tail) = (self.cache(compressed), self.cache(tail));
-                let mlp = weights.mlp.as_ref().map(|mlp| mlp.each_ref().map(|w| w.each_ref().map(|w| self.whole(w))));
+                let mlp =
+                    weights.mlp.as_ref().map(|mlp| mlp.each_ref().map(|w| w.each_ref().map(|w| self.without_gaps(w))));
                 let chosen = blocks.num_selected_blocks * blocks.select_block_size;
                 let buffers = [room, chosen, near_seen].map(|keys| scratch_of(scratch, &all.k, shape, keys));
                 let [a, b, c] = buffers;
@@ -401,7 +413,7 @@ impl Layer<'_> {
                 };
                 let branches = token.decode(&length, [step(len), near_step], buffers.each_ref())?;
                 let logits = project(normed, &self.noted(&weights.gate), Epilogue::Stored)?;
-                nsa_gates(branches.each_ref(), &logits, &self.f32s(&weights.gate_bias))?
+                nsa_gates(branches.each_ref(), &logits, &self.in_f32(&weights.gate_bias))?
             }
             (TokenCache::Latents(..) | TokenCache::Recent(_), _) => unreachable!("taken above"),
         };
@@ -428,10 +440,10 @@ impl Layer<'_> {
             ..slots
         };
         let Some(dma) = dma else {
-            // The slots are full: any number of tokens from there on gives the same launches.
+            // The slots are full, so the launches do not depend on how many tokens came before.
             return slots.heavy_decode(token, length, window, scale, &buffers);
         };
-        let (w_dt, a) = (self.f32s(&dma.w_dt), self.f32s(&dma.a));
+        let (w_dt, a) = (self.in_f32(&dma.w_dt), self.in_f32(&dma.a));
         let slopes = dma.spec.slopes(num_kv_heads);
         let slopes = slopes.map(|slopes| slopes.iter().map(|&slope| slope as f32).collect::<Vec<_>>());
         let recency = slopes
@@ -442,9 +454,10 @@ impl Layer<'_> {
         slots.dma_decode(token, &rank, length, scale, dma.spec.bias.into(), &buffers)
     }
 
-    /// The step of a cache of a window or of all keys, the cache's buffers, and the most keys that the step sees.
-    fn recent(&self, keys: &mut KeyCache<Cuda>) -> (DecodeStep<'static>, KvCache, usize) {
-        let ([len, num_dropped], window) = (self.held(keys), self.attention.spec.window_size);
+    /// Operands of a step over a cache of all keys or of a window's: the step's sizes, the cache's buffers, and the
+    /// most keys that the step sees.
+    fn recent_step(&self, keys: &mut KeyCache<Cuda>) -> (DecodeStep<'static>, KvCache, usize) {
+        let ([len, num_dropped], window) = (self.held_and_dropped(keys), self.attention.spec.window_size);
         let step = DecodeStep { window, num_dropped, ..DecodeStep::new(len, self.attention.spec.softmax_scale as f32) };
         (step, self.cache(keys), window.unwrap_or(len + 1).min(len + 1))
     }
@@ -466,7 +479,7 @@ impl Layer<'_> {
         let weights = weights.as_ref().map(|weights| weights.each_ref());
         let rotation = TokenRotation { norm: weights.zip(norm.map(|norm| norm.epsilon as f32)), tables: self.tables };
         let sinks = self.attention.sinks.as_ref().map(|sinks| self.noted(sinks));
-        let (step, kv, seen) = self.recent(keys);
+        let (step, kv, seen) = self.recent_step(keys);
         let step = DecodeStep { sinks: sinks.as_ref(), ..step };
         let buffers = scratch_of(scratch, &kv.k, token.shape(NAME)?, seen)?;
         let length = self.length()?;
@@ -481,8 +494,14 @@ impl Layer<'_> {
         o.reshaped(NAME, "o", &[self.batch(), 1, spec.num_heads * head_dim])
     }
 
-    /// NSA's selected branch of a token whose window branch is `token`.
-    fn fine(&self, token: &Qkv, normed: Vectors<'_>, weights: &TokenBranches<Cuda>) -> Result<Qkv, KernelError> {
+    /// Query, key and value of NSA's selected branch: those of the window branch, `token`, or its query with key and
+    /// value from the selected branch's own projection.
+    fn selected_token(
+        &self,
+        token: &Qkv,
+        normed: Vectors<'_>,
+        weights: &TokenBranches<Cuda>,
+    ) -> Result<Qkv, KernelError> {
         let Some(kv) = &weights.select_kv else {
             return Ok(token.clone());
         };
@@ -490,9 +509,9 @@ impl Layer<'_> {
         self.with_kv(token, &kv, &self.inputs.position)
     }
 
-    /// NSA's compressed branch. With compression MLPs, learned position embeddings replace the rotation: all heads have
-    /// position 0.
-    fn coarse(
+    /// Query, key and value of NSA's compressed branch; `token` are the window branch's. With compression MLPs, learned
+    /// position embeddings replace the rotation, so all heads are rotated as at position 0.
+    fn compressed_token(
         &self,
         token: &Qkv,
         qkv: &CudaTensor,
@@ -541,12 +560,12 @@ impl Layer<'_> {
         let (spec, batch) = (self.attention.spec, self.batch());
         let [_, rank] = up.dims();
         let head_dim = q.num_elements() / (batch * spec.num_heads) - rope_dim;
-        let (up, down) = (self.whole(up), project(normed, &self.noted(down), Epilogue::Stored)?);
+        let (up, down) = (self.without_gaps(up), project(normed, &self.noted(down), Epilogue::Stored)?);
         let width = rank + rope_dim;
         let [latent, k_rope] = [(0, rank), (rank, *rope_dim)]
             .map(|(first, columns)| down.view_at(NAME, "latent", first, &[batch, 1, columns], &[width, width, 1]));
         let latent = rms_norm_forward(&latent?, &self.noted(norm), self.epsilon)?;
-        // Where keys are not normed, the projected latent is not read.
+        // Without norms of keys, attention over the cached latents does not read these keys and values.
         let kv = project(Vectors::Plain(&latent), &up, Epilogue::Stored)?;
         let weights = self.attention.qk_norm.as_ref();
         let weights = weights.map(|norm| [&norm.q_weight, &norm.k_weight].map(|w| self.noted(w)));
@@ -605,6 +624,7 @@ fn scratch_of(
     made.cloned()
 }
 
+/// The kernels' view of a tensor; no copy.
 fn of<const D: usize>(tensor: &Tensor<Cuda, D>) -> CudaTensor {
     kernel_tensor(primitive(tensor.clone()))
 }

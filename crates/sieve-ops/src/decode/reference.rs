@@ -22,7 +22,8 @@ pub(crate) fn likeliest<B: Backend>(logits: Float<B>, num_tokens: usize) -> Ints
 pub struct Logits<B: Backend> {
     /// Bias of each key, `[batch, num_kv_heads, keys]`; `None`: no biases.
     pub delta: Option<Float<B>>,
-    /// One more logit of each query head, whose value is zero, `[num_heads]`; `None`: no sinks.
+    /// Attention sinks, `[num_heads]`: one more logit per query head in the softmax, with a value of zero. `None`:
+    /// none.
     pub sinks: Option<Float<B>>,
 }
 
@@ -124,14 +125,14 @@ pub(crate) fn dma_decode<B: DeviceBackend>(
     scratch: &mut B::DecodeScratch,
 ) -> Float<B> {
     let q = token.q.clone();
-    cache.offer(token);
+    cache.insert(token);
     let delta = primitive(dma_bias(cache.rank.tokens(), bias));
     B::attention_decode(q, &cache.keys, Some(delta), softmax_scale, scratch)
 }
 
 impl<B: Backend> DmaCache<B> {
     /// Adds the token's key to a free slot, or overwrites the slot that [`replaced_slot`](Self::replaced_slot) returns.
-    fn offer(&mut self, token: DmaToken<B>) {
+    fn insert(&mut self, token: DmaToken<B>) {
         let [k, v] = [token.k, token.v].map(|x| tensor::<B, 3>(x).unsqueeze_dim::<4>(2));
         let rank = tensor::<B, 2>(token.rank).unsqueeze_dim::<3>(2);
         let [batch, kv_heads, _] = rank.dims();
@@ -157,12 +158,12 @@ impl<B: Backend> DmaCache<B> {
         let local = self.window.local_window_size;
         let (ranks, positions) = (self.rank.buffer(), self.positions.buffer());
         let all = ranks.dims();
-        // With the new key, the last `local` keys are those after this position.
+        // The last `local` keys, the new one included, are those after this position.
         let last_candidate = position as i64 - local as i64;
         let in_local_window = positions.clone().greater_elem(last_candidate);
         let ranks = ranks.clone().mask_fill(in_local_window.clone(), f64::INFINITY);
         let smallest = ranks.clone().min_dim(2).expand(all);
-        // Of equal ranks the lower position leaves first.
+        // Of keys with equal ranks the one with the lowest position is replaced.
         let no_candidate = (ranks.equal(smallest.clone()).bool_not()).bool_or(in_local_window);
         let later = positions.clone().mask_fill(no_candidate.clone(), i32::MAX);
         let first = later.min_dim(2).expand(all);

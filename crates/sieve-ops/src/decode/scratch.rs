@@ -11,16 +11,17 @@ pub(super) const SCRATCH_KEYS: usize = 256;
 pub struct CudaDecodeScratch {
     /// The length of every row, i32, by the number of rows and the length.
     pub(super) lengths: Recent<[usize; 2], CudaTensor>,
-    /// The lengths of a text before each of some tokens, i32, then minus each, by the first length and their number.
+    /// For a run of new tokens of one text: the number of tokens before each, i32, then minus each. By the first of
+    /// these numbers and how many there are.
     pub(super) runs: Recent<[usize; 2], CudaTensor>,
     pub(super) buffers: KernelScratch,
 }
 
-/// Buffers of the decode kernels, by a call's shape and the most keys that it sees. A launch leaves them as it found
-/// them, so that the next may use them.
+/// Buffers of the decode kernels, by a call's shape and the most keys that it sees. Each launch leaves the counters in
+/// them at zero, so that all layers may share them.
 pub(super) type KernelScratch = Recent<(AttentionShape, usize), DecodeScratch>;
 
-/// A cache of the last few values created, by key. NSA's branches use three in turn.
+/// A cache of the last few values created, by key. It holds four: NSA's branches use three in turn.
 #[derive(Clone, Debug)]
 pub(super) struct Recent<K, V>(Vec<(K, V)>);
 
@@ -80,7 +81,7 @@ impl CudaDecodeScratch {
     }
 }
 
-/// The captured step, and for how many more tokens it is valid: until a buffer is full, or more keys need more blocks.
+/// The captured step, and for how many more tokens it is valid: until a cache's buffer or a scratch buffer must grow.
 #[derive(Debug, Default)]
 pub struct CudaStepGraph(pub(super) Option<(StepGraph, usize)>);
 

@@ -47,7 +47,7 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
     /// These tokens along `axis`, in a buffer of `room` tokens; `None`: with some spare room.
     pub fn new(tokens: Tensor<B, D, K>, axis: usize, room: Option<usize>) -> Self {
         let mut shape = tokens.dims();
-        shape[axis] = room.unwrap_or(shape[axis] + spare(shape[axis]));
+        shape[axis] = room.unwrap_or(shape[axis] + spare_room(shape[axis]));
         let mut new = Self::empty(shape, axis, (&tokens.device(), tokens.dtype()));
         new.append(tokens);
         new
@@ -104,24 +104,24 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
     pub fn reserve(&mut self, new: usize, kept: usize) {
         if self.len + new > self.room() {
             let (kept, copies) = (kept.min(self.len), 1);
-            *self = self.moved(kept, kept + new + spare(kept), copies);
+            *self = self.copy_of_last(kept, kept + new + spare_room(kept), copies);
         }
     }
 
-    /// A new buffer with these rows. `size` is the number of entries that a text of so many tokens has here, and the
-    /// room for them.
+    /// A new buffer with the rows of the batch that `rows` names. `size(tokens)` is the number of entries that a text
+    /// of `tokens` tokens has in this buffer, and the room for them.
     pub fn rows(&self, rows: RowsOf, size: impl Fn(usize) -> [usize; 2]) -> Self {
         match rows {
-            RowsOf::Copies(rows) => self.moved(self.len, self.room(), rows),
+            RowsOf::Copies(rows) => self.copy_of_last(self.len, self.room(), rows),
             RowsOf::Texts { rows, tokens } => {
                 let [_, room] = size(tokens);
-                let mut texts = self.resized(rows, room.max(1));
+                let mut texts = self.empty_like(rows, room.max(1));
                 texts.count(room.max(1));
                 texts
             }
             RowsOf::Text { row, tokens } => {
                 let [len, room] = size(tokens);
-                let mut text = self.resized(1, room.max(1));
+                let mut text = self.empty_like(1, room.max(1));
                 if len > 0 {
                     text.append(self.buffer().clone().narrow(0, row, 1).narrow(self.axis, 0, len));
                 }
@@ -130,8 +130,9 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
         }
     }
 
-    /// Writes the entries of `text`, a buffer of one row, into row `row` of [`RowsOf::Texts`], where the last becomes
-    /// entry `end - 1`. This buffer stays at its address: no other tensor shares it.
+    /// Writes the entries of `text`, a buffer of one row, into row `row` of this buffer of [`RowsOf::Texts`], where the
+    /// last becomes entry `end - 1`. No other tensor shares the buffer, so it is written in place and keeps its
+    /// address.
     pub fn put(&mut self, row: usize, text: &Self, end: usize) {
         if text.is_empty() {
             return;
@@ -143,8 +144,8 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
     }
 
     /// A copy of the last `kept` tokens in a buffer with this room, each row `rows` times.
-    fn moved(&self, kept: usize, room: usize, rows: usize) -> Self {
-        let mut moved = self.resized(rows * self.buffer().dims()[0], room);
+    fn copy_of_last(&self, kept: usize, room: usize, rows: usize) -> Self {
+        let mut moved = self.empty_like(rows * self.buffer().dims()[0], room);
         if kept > 0 {
             let kept = self.buffer().clone().narrow(self.axis, self.len - kept, kept);
             moved.append(match rows {
@@ -156,7 +157,7 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
     }
 
     /// A buffer without a token, of this number of rows and this room.
-    fn resized(&self, rows: usize, room: usize) -> Self {
+    fn empty_like(&self, rows: usize, room: usize) -> Self {
         let (old, mut shape) = (self.buffer(), self.buffer().dims());
         shape[0] = rows;
         shape[self.axis] = room;
@@ -171,7 +172,8 @@ impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> TokenBuffer<B, D, K> 
     }
 }
 
-/// `buffer` with `values` from entry `first` of each dimension on, in place if it has no other handle.
+/// `buffer` with `values` from entry `first` of each dimension on. On the CPU this writes in place if the buffer has no
+/// other handle.
 fn with_block<B: Backend, const D: usize, K: BasicOps<B> + 'static>(
     buffer: Tensor<B, D, K>,
     first: [usize; D],
@@ -196,13 +198,13 @@ fn with_block<B: Backend, const D: usize, K: BasicOps<B> + 'static>(
 }
 
 /// Room for new tokens that a buffer of `len` tokens gets.
-fn spare(len: usize) -> usize {
+fn spare_room(len: usize) -> usize {
     LEAST_ROOM.max(len / ROOM_SHARE)
 }
 
 impl<B: Backend, const D: usize, K: BasicOps<B> + 'static> Clone for TokenBuffer<B, D, K> {
     fn clone(&self) -> Self {
-        self.moved(self.len, self.room(), 1)
+        self.copy_of_last(self.len, self.room(), 1)
     }
 }
 
@@ -228,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_stay_where_they_are_while_the_buffer_grows_and_a_clone_keeps_its_own() {
+    fn tokens_are_not_copied_until_the_buffer_is_full_and_a_clone_has_a_buffer_of_its_own() {
         let (prompt, len) = (5, 700);
         for axis in [1, 2] {
             let mut shape = [2, 3, 3, 4];

@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "broken stream")]
-    fn a_failed_launch_is_not_papered_over() {
+    fn a_failed_launch_panics_and_runs_no_reference() {
         let error = KernelError::Launch { kernel: "test_launch", reason: "broken stream".into() };
         kernel_or("test_launch", Err(error), || ());
     }

@@ -78,6 +78,7 @@ pub(crate) fn scores(x: &impl TensorMetadata, num_heads: usize) -> ScoreMatrix {
     ScoreMatrix { batch: shape[0], num_heads, seq_len: shape[1] }
 }
 
+/// Counts a call that took no kernel, and keeps the reason of the first.
 pub(super) fn count_refusal((place, op): (Place, &'static str), reason: &str) {
     count(place, op, |path| {
         path.reference_calls += 1;

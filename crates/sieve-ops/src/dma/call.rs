@@ -8,8 +8,8 @@ use sieve_core::DmaShape;
 /// Result of `dma_select`: the mask, and in which form the device's kernels read it.
 #[derive(Clone, Debug)]
 pub struct DmaSelection<B: Backend> {
-    /// First query that no longer sees the key, i32 `[batch, num_kv_heads, seq_len]`:
-    /// `active(i, j) <=> j <= i < expire[j]`.
+    /// First query that no longer sees the key, i32 `[batch, num_kv_heads, seq_len]`: query i sees key j of its
+    /// document if `j <= i < expire[j]`.
     pub expire: Ints<B>,
     /// The form of the mask that kernels read.
     pub keys: DmaKeys<B>,

@@ -80,7 +80,7 @@ pub(crate) fn dma_attention_backward(
     [dqkv, from_vec(d_delta, delta.shape())]
 }
 
-/// The packed tensor, the keys' biases and their expiry.
+/// The packed tensor, the keys' biases, and `expire`: the first query that no longer sees each key.
 fn keys(call: &DmaCall<Flex>) -> [FlexTensor; 3] {
     [call.qkv.clone(), call.delta.clone(), call.selection.expire.clone()].map(contiguous)
 }

@@ -33,13 +33,13 @@ pub(crate) fn dma_select(rank: Float, documents: &DocumentBounds<Cuda>, window: 
 }
 
 pub(crate) fn dma_attention(call: &DmaCall<Cuda>, o_low: KeepOLow) -> AttentionOutput<Cuda> {
-    let attempt = launch(call, o_low);
+    let attempt = launch_attention(call, o_low);
     let score_matrix = scores(&call.qkv, call.attention.spec.num_heads);
     kernel_or_scores("dma_attention", attempt, score_matrix, || reference::dma_attention(call))
 }
 
 pub(crate) fn dma_attention_backward(call: &DmaCall<Cuda>, output: AttentionOutput<Cuda>, d_o: Float) -> [Float; 2] {
-    let attempt = launch_backward(call, &output, &d_o);
+    let attempt = launch_attention_backward(call, &output, &d_o);
     let score_matrix = scores(&call.qkv, call.attention.spec.num_heads);
     kernel_or_scores("dma_attention_backward", attempt, score_matrix, || {
         reference::dma_attention_backward(call, output, d_o)
@@ -65,7 +65,7 @@ fn launch_ranks(call: &DmaScoresCall<Cuda>, recency: Option<&Recency<Cuda>>) -> 
     Ok(packed(&call.qkv, call.spec).dma_ranks(&w_dt, &a, Some(&recency))?.z.burn())
 }
 
-/// Adds the path through the scores to `dqkv` in place; returns `[dw_dt, da]` in f32.
+/// Adds the gradient that the values get through the scores to `dqkv`, in place; returns `[dw_dt, da]` in f32.
 fn launch_scores_backward(call: &DmaScoresCall<Cuda>, dz: &Float, dqkv: &Float) -> Result<[Float; 2], KernelError> {
     let [w_dt, a] = [&call.w_dt, &call.a].map(|x| cast(x, DType::F32).contiguous());
     let qkv = packed(&call.qkv, call.spec);
@@ -101,8 +101,9 @@ fn launch_select(
     Ok(DmaSelection { expire, keys })
 }
 
-/// Attention over the selected keys, by the kernel for the selection's form.
-fn launch(call: &DmaCall<Cuda>, o_low: KeepOLow) -> Result<AttentionOutput<Cuda>, KernelError> {
+/// Attention over the selected keys: by the dense kernel where queries see all keys, else by the kernel that reads
+/// lists.
+fn launch_attention(call: &DmaCall<Cuda>, o_low: KeepOLow) -> Result<AttentionOutput<Cuda>, KernelError> {
     let delta = kernel_tensor(call.delta.clone());
     let whole = without_window(&call.attention);
     match &call.selection.keys {
@@ -118,7 +119,7 @@ fn launch(call: &DmaCall<Cuda>, o_low: KeepOLow) -> Result<AttentionOutput<Cuda>
 }
 
 /// Gradients `[dqkv, ddelta]` of DMA's attention.
-fn launch_backward(
+fn launch_attention_backward(
     call: &DmaCall<Cuda>,
     output: &AttentionOutput<Cuda>,
     d_o: &Float,

@@ -13,7 +13,7 @@ fn ids(batch: usize, seq_len: usize) -> Tensor<Ad, 2, Int> {
 }
 
 #[test]
-fn equals_the_reference_and_differences() {
+fn equals_the_reference_and_finite_differences() {
     for (batch, seq_len, d_model) in [(2, 63, 24), (1, 1, 5), (2, 7, 3)] {
         let ids = ids(batch, seq_len);
         let inputs = [Random(1).input(&[VOCAB_SIZE, d_model])];

@@ -6,6 +6,7 @@ use sieve_core::Fp8Format::{self, E4m3, E5m2};
 
 /// All non-negative numbers of a format, ascending, from the standard's definition of the bits.
 fn numbers(format: Fp8Format) -> Vec<f64> {
+    // E4m3's code 0x7f is NaN; E5m2's codes from 0x7c on are infinity and NaN.
     let (mantissa_bits, bias, count) = match format {
         E4m3 => (3, 7, 0x7f),
         E5m2 => (2, 15, 0x7c),
@@ -29,7 +30,7 @@ fn nearest(x: f64, numbers: &[f64]) -> f64 {
 }
 
 #[test]
-fn numbers_are_rounded_to_the_nearest_even_one() {
+fn numbers_are_rounded_to_the_nearest_one_and_ties_to_even() {
     for format in [E4m3, E5m2] {
         let numbers = numbers(format);
         let largest = numbers[numbers.len() - 1];
@@ -53,7 +54,7 @@ fn numbers_are_rounded_to_the_nearest_even_one() {
 }
 
 #[test]
-fn bytes_that_a_device_kept_are_numbers_again() {
+fn bytes_that_a_device_kept_are_unpacked_to_their_numbers() {
     let codes = numbers(E4m3);
     let bytes: Vec<u8> = (0..0x7f).chain(0x80..0xff).collect();
     let found = rows_of(&bytes, [1, bytes.len()], 0.5);
@@ -68,7 +69,7 @@ fn bytes_that_a_device_kept_are_numbers_again() {
 }
 
 #[test]
-fn scales_bring_the_largest_to_the_formats_largest() {
+fn the_largest_value_becomes_the_largest_number_of_the_format() {
     let (codes, scale) = fp8_quantise(&[0.5, -3.0, 0.0], E4m3);
     assert_eq!(codes[1], -448.0);
     assert!((codes[1] * scale + 3.0).abs() < 1e-6);

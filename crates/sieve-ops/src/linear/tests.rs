@@ -14,7 +14,7 @@ fn reference_op(inputs: &[Float]) -> Float {
 }
 
 #[test]
-fn equals_the_reference_and_differences_for_any_sizes() {
+fn equals_the_reference_and_finite_differences_for_any_sizes() {
     let inputs = |[batch, seq_len, d_in, d_out]: [usize; 4]| {
         let x = Random(1).input(&[batch, seq_len, d_in]);
         [x, Random(2).input(&[d_out, d_in])]

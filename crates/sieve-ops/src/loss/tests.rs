@@ -32,7 +32,7 @@ fn reference_run(inputs: &[Float], labels: &Tensor<Ad, 1, Int>) -> Float {
 }
 
 #[test]
-fn equals_the_reference_and_differences_for_any_sizes() {
+fn equals_the_reference_and_finite_differences_for_any_sizes() {
     for dims in [[63, 24, 40], [1, 5, 3], [300, 16, 700], [7, 3, 1], [21, 16, 30], [8, 5, 6]] {
         let (inputs, labels) = (inputs(dims), labels(dims[0], dims[2]));
         let op = |inputs: &[Float]| run(inputs, &labels);

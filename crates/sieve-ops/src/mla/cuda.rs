@@ -49,7 +49,7 @@ pub(crate) fn mla_attention_backward(
     })
 }
 
-/// Calls `launch` with the kernels' form of the call.
+/// Calls `launch` with the call's operands as kernels take them: CUDA tensors, with f32 tables.
 fn with_kernel_call<T>(call: &MlaPackCall<Cuda>, launch: impl FnOnce(MlaPack<'_>) -> T) -> T {
     let norm = call.norm.as_ref();
     let weights = norm.map(|norm| tensors([&norm.q_weight, &norm.k_weight]));

@@ -8,6 +8,7 @@ use crate::testing::{
 use burn::tensor::DType;
 use sieve_core::KernelPolicy;
 
+/// Sizes with the usual softmax scale.
 fn spec(num_heads: usize, head_dim: usize, rope_dim: usize) -> MlaSpec {
     MlaSpec {
         num_heads,
@@ -36,7 +37,7 @@ fn rope(spec: MlaSpec, dtype: DType) -> RotaryEmbedding<Ad> {
     RotaryEmbedding::with_dtype(spec.rope_dim, 80, 100.0, &Default::default(), dtype)
 }
 
-/// The whole layer between projections.
+/// Both ops, as a layer runs them between its projections.
 fn run(inputs: &[Float], lengths: &[usize], dims: [usize; 2], spec: MlaSpec) -> Float {
     let documents = documents::<Ad>(lengths, dims);
     let qkv = [0, 1, 2].map(|n| float::<3>(&inputs[n]));
@@ -50,6 +51,7 @@ fn run(inputs: &[Float], lengths: &[usize], dims: [usize; 2], spec: MlaSpec) -> 
     primitive(mla_attention(packed, &documents, spec))
 }
 
+/// The references of both ops.
 fn run_reference(inputs: &[Float], lengths: &[usize], dims: [usize; 2], spec: MlaSpec) -> Float {
     let documents = documents::<Ad>(lengths, dims);
     let rope = rope(spec, float::<3>(&inputs[0]).dtype());

@@ -13,7 +13,7 @@ fn reference_op(inputs: &[Float]) -> Float {
 }
 
 #[test]
-fn equals_the_reference_and_differences_for_any_sizes() {
+fn equals_the_reference_and_finite_differences_for_any_sizes() {
     let inputs = |[batch, seq_len, d_model]: [usize; 3]| {
         let x = Random(1).input(&[batch, seq_len, d_model]);
         [x, Random(2).input(&[d_model]).affine(0.5, 1.0)]

@@ -18,6 +18,7 @@ impl Call {
         NsaCall::new(self.documents.bounds(), self.spec, BLOCKS)
     }
 
+    /// Random compressed keys and values, one per slot and KV head.
     fn compressed(&self, seed: u64) -> Input {
         let [batch, n] = self.dims;
         let rows = batch * BLOCKS.num_slots(n) * self.spec.num_kv_heads;
@@ -49,7 +50,7 @@ fn blocks_op(call: &Call, inputs: &[Float]) -> Float {
     primitive(nsa_blocks(qkv, k, v, &call.call()))
 }
 
-/// The definition of `nsa_blocks`, token by token.
+/// The result of `nsa_blocks` by its definition, token by token.
 fn defined_blocks(call: &Call, inputs: &[Input]) -> Vec<f64> {
     let ([_, n], d, spec) = (call.dims, call.head_dim, call.spec);
     let (size, stride, kv_heads) = (BLOCKS.compress_block_size, BLOCKS.compress_stride, spec.num_kv_heads);
@@ -74,6 +75,7 @@ fn defined_blocks(call: &Call, inputs: &[Input]) -> Vec<f64> {
     all
 }
 
+/// Random position embeddings of the compression MLP.
 fn positions(call: &Call, seed: u64) -> Input {
     Random(seed).input(&[BLOCKS.compress_block_size, call.head_dim])
 }

@@ -61,6 +61,7 @@ impl SnapshotReader {
         }
     }
 
+    /// The values of a copy from a GPU, which the reader's own stream brings to the host.
     #[cfg(feature = "cuda")]
     fn read_cuda(&mut self, copy: &HostCopy) -> Result<TensorData, KernelError> {
         let reader = match &mut self.cuda {

@@ -5,6 +5,7 @@ use crate::{AdamWStep, AdamWTensors};
 use burn::tensor::{DType, Tensor};
 use burn_flex::{Flex, FlexTensor};
 
+/// The settings of step `t`, counted from 1.
 fn step_number(t: i32) -> AdamWStep {
     let (beta1, beta2) = (0.9_f64, 0.95_f64);
     AdamWStep {
@@ -18,6 +19,7 @@ fn step_number(t: i32) -> AdamWStep {
     }
 }
 
+/// A parameter before its first step: its moments are 0.
 fn start(param: FlexTensor) -> AdamWTensors<Flex> {
     let zeros = || FlexTensor::zeros(param.layout().shape().clone(), param.dtype());
     AdamWTensors { exp_avg: zeros(), exp_avg_sq: zeros(), leaf: None, param }
@@ -27,7 +29,7 @@ fn scale(value: f64, dtype: DType) -> Tensor<Flex, 1> {
     Tensor::from_data([value], (&Default::default(), dtype))
 }
 
-/// The first step in f32.
+/// The tensors after their first step, in f32.
 fn stepped(tensors: AdamWTensors<Flex>, gradient: FlexTensor) -> AdamWTensors<Flex> {
     adamw(tensors, tensor::<Flex, 2>(gradient), scale(1.0, DType::F32), step_number(1))
 }
@@ -181,7 +183,7 @@ fn gradients_may_be_views() {
 }
 
 #[test]
-fn squares_add_up_in_any_view() {
+fn the_sum_of_squares_is_the_same_in_any_view() {
     let input: Input = Random(7).input(&[63, 40]);
     let exact: f64 = input.values.iter().map(|x| x * x).sum();
     let x = input.tensor(DType::F32);

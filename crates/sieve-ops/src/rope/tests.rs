@@ -15,6 +15,7 @@ fn rope(qkv: &Float, max_positions: usize) -> RotaryEmbedding<Ad> {
     RotaryEmbedding::with_dtype(head_dim, max_positions, THETA, &device, qkv.dtype())
 }
 
+/// The op on a packed tensor and the norms' weights.
 fn run(inputs: &[Float], positions: Tensor<Ad, 2, Int>, num_kv_heads: usize) -> Float {
     let rope = rope(&inputs[0], 64);
     let norm = QkNorm { q_weight: float(&inputs[1]), k_weight: float(&inputs[2]), epsilon: EPSILON };
@@ -22,6 +23,7 @@ fn run(inputs: &[Float], positions: Tensor<Ad, 2, Int>, num_kv_heads: usize) -> 
     primitive(y)
 }
 
+/// The op's reference on the same inputs.
 fn reference_run(inputs: &[Float], positions: Tensor<Ad, 2, Int>, num_kv_heads: usize) -> Float {
     let call = QkNormRopeCall {
         q_weight: inputs[1].clone(),

@@ -60,16 +60,17 @@ impl<B: Backend> ChosenCache<B> {
             choice,
             pools,
         };
-        cache.pool(packed);
+        cache.add_choice_keys(packed);
         cache
     }
 
-    /// Packed rows of all cached tokens, whose queries are zeros, followed by the new tokens.
+    /// Packed tensors of all cached tokens, with queries of zero, followed by the new tokens `packed`.
     pub(super) fn row(&self, packed: &Packed<B>) -> Packed<B> {
         let index = packed.index.as_ref().map(|new| {
             let keys = self.pooled.tokens().swap_dims(1, 2);
             let [batch, _, heads, d] = new.dims();
-            // After the queries come a key head and a value head; the cached keys fill both.
+            // After the queries come the indexer's key head, and a value head that is not read; the cached keys fill
+            // both.
             let queries = Tensor::zeros([batch, self.pooled.len(), heads - 2, d], (&new.device(), new.dtype()));
             let earlier = Tensor::cat(vec![queries, keys.clone(), keys], 2);
             Tensor::cat(vec![earlier, new.clone()], 1)
@@ -81,16 +82,17 @@ impl<B: Backend> ChosenCache<B> {
     pub(super) fn append(&mut self, packed: &Packed<B>, spec: AttentionSpec) {
         let [_, k, v] = split_heads(packed.qkv.clone(), spec.num_kv_heads);
         self.keys.append(k, v);
-        self.pool(packed);
+        self.add_choice_keys(packed);
     }
 
     /// Adds the new tokens' indexer keys, or the pooled keys that end with the new tokens. `self.keys` already has the
     /// new tokens.
-    fn pool(&mut self, packed: &Packed<B>) {
+    fn add_choice_keys(&mut self, packed: &Packed<B>) {
         let new = match &packed.index {
             _ if !self.pools => None,
             Some(index) => {
                 let num_key_heads = 1;
+                // The value head of an indexer's packed tensor has the key before its norm.
                 let [_, k, before_norm] = split_heads(index.clone(), num_key_heads);
                 let is_qsa = self.choice.rule == ChoiceRule::SumOfHeads;
                 Some(if is_qsa { before_norm } else { k }.swap_dims(1, 2))
@@ -286,7 +288,7 @@ pub(in crate::kinds) fn keys_of_blocks<B: Backend>(
     // number of tokens.
     let count = rows.len() / (batch * choosers);
     let rows = Tensor::<B, 1, Int>::from_data(&rows[..], &k.device());
-    // Whole rows: on the CPU a gather would look up an index for each number.
+    // Selects whole rows, one per token: on the CPU a gather would look up an index for each number.
     let [k, v] = [k, keys.v.buffer()].map(|x| {
         x.clone().reshape([batch * kv_heads * capacity, d]).select(0, rows.clone()).reshape([batch, choosers, count, d])
     });
@@ -294,8 +296,8 @@ pub(in crate::kinds) fn keys_of_blocks<B: Backend>(
     KeyCache::with_capacity(k, v, capacity)
 }
 
-/// Scores of the first `num_blocks` blocks by the rule of `choice`. `row` has a number for each pooled key: its score,
-/// or under the rules with probabilities its probability summed over a group of heads.
+/// Scores of the first `num_blocks` blocks by the rule of `choice`. `row` has a number for each pooled key or indexer
+/// key: its score, or under the rules with probabilities its probability summed over a group of heads.
 fn block_scores(row: &[f32], choice: BlockChoice, num_blocks: usize) -> Vec<f32> {
     let blocks = choice.blocks;
     let (size, stride) = (blocks.select_block_size, blocks.compress_stride);

@@ -28,7 +28,8 @@ pub struct AttentionLayer<B: Backend> {
     pub dma: Option<DmaLayer<B>>,
     /// Data type of the GEMMs with `qkv` and `o`.
     pub precision: GemmPrecision,
-    /// What is kept for the backward pass beyond the minimum: `o_low`, and activations that it could recompute.
+    /// What is kept for the backward pass beyond the minimum: `o_low` (the low 16 bits of the attention's f32 output,
+    /// which the bf16 output lacks), and activations that it could recompute.
     pub keeping: Keeping,
     /// Sums of earlier micro-batches' gradients of `qkv` and `o`.
     pub sums: WeightSums<B>,
@@ -41,7 +42,7 @@ pub(super) struct AttentionLayerCall<B: Backend> {
     pub(super) positions: Ints<B>,
     pub(super) rope: RopeTables<B>,
     pub(super) attention: AttentionCall<B>,
-    /// With context parallelism: the whole rows that the tokens are parts of.
+    /// With context parallelism: the whole rows; the tokens are one rank's part of them.
     pub(super) parts: Option<ContextParallel>,
     pub(super) residual: Residual,
 }
@@ -58,6 +59,7 @@ pub(super) enum Attended<B: Backend> {
 }
 
 impl<B: Backend> Attended<B> {
+    /// The attention's output, `[batch, seq_len, num_heads, head_dim]`.
     pub(super) fn o(&self) -> Float<B> {
         match self {
             Self::Recent(output) => output.o.clone(),

@@ -23,7 +23,8 @@ const HEAD_DIM: usize = 8;
 const NUM_KV_HEADS: usize = 3;
 const ALL: Keeping = Keeping { o_low: KeepOLow::Always, recomputable: true };
 
-/// Kind of attention and documents of a call.
+/// One call to test: the kind of attention (DMA where `dma` is set, else dense or a window, as `spec` says), the
+/// documents, and whether x is added to the output.
 struct Case {
     spec: AttentionSpec,
     dma: Option<DmaShape>,
@@ -32,6 +33,8 @@ struct Case {
 }
 
 impl Case {
+    /// A call of this kind with `group_size` query heads per KV head, in rows `dims`, `[batch, tokens]`, with
+    /// documents.
     fn new(group_size: usize, kind: Kind, dims: [usize; 2], residual: Residual) -> Self {
         let spec = AttentionSpec {
             window_size: match kind {
@@ -57,6 +60,7 @@ impl Case {
         RotaryEmbedding::with_dtype(HEAD_DIM, 64, 100.0, &Default::default(), like.dtype())
     }
 
+    /// The layer whose weights are in `inputs`, in the order of [`inputs`](Self::inputs).
     fn layer(&self, inputs: &[Float], keeping: Keeping) -> AttentionLayer<Ad> {
         AttentionLayer {
             norm: float(&inputs[1]),
@@ -75,6 +79,7 @@ impl Case {
         self.op_that_keeps(inputs, Keeping::default())
     }
 
+    /// The op under test, which keeps activations as `keeping` says.
     fn op_that_keeps(&self, inputs: &[Float], keeping: Keeping) -> Float {
         let rope = self.rope(&inputs[0]);
         let tokens = LayerTokens {
@@ -118,7 +123,7 @@ impl Case {
         added::<Ad>((self.residual == Residual::Stream).then_some(x), y)
     }
 
-    /// The layer by single ops, each with a node in the graph.
+    /// The layer as a chain of Sieve's single ops, each with a node of its own in the graph.
     fn parts(&self, inputs: &[Float]) -> Float {
         let x = float::<3>(&inputs[0]);
         let [batch, seq_len, _] = x.dims();
@@ -165,6 +170,7 @@ impl Case {
     }
 }
 
+/// Dense attention, a window of so many tokens, or DMA that keeps so many keys, without and with recency.
 #[derive(Clone, Copy, Debug)]
 enum Kind {
     Dense,
@@ -176,7 +182,7 @@ enum Kind {
 const KINDS: [Kind; 5] = [Kind::Dense, Kind::Window(5), Kind::Dma(4), Kind::Dma(99), Kind::Recency(6)];
 
 #[test]
-fn equals_the_reference_and_differences_for_kinds_groups_and_documents() {
+fn equals_the_reference_and_finite_differences_for_kinds_groups_and_documents() {
     for kind in KINDS {
         for (group_size, dims, residual) in
             [(2, [2, 37], Residual::Stream), (1, [1, 13], Residual::None), (4, [1, 1], Residual::Stream)]
@@ -196,7 +202,7 @@ fn equals_the_reference_and_differences_for_kinds_groups_and_documents() {
 // A layer of single ops keeps all intermediate values. The op of the whole layer recomputes some, with the same ops, so
 // results are equal to the last bit.
 #[test]
-fn equals_its_parts_to_the_last_bit() {
+fn equals_a_chain_of_single_ops_to_the_last_bit() {
     let dims = [2, 37];
     for kind in KINDS {
         for residual in [Residual::Stream, Residual::None] {
@@ -212,9 +218,9 @@ fn equals_its_parts_to_the_last_bit() {
     }
 }
 
-// sieve-plan counts the normed residual stream and the rotated heads.
+// With `recomputable`, sieve-plan counts the normed residual stream and the rotated heads of each token.
 #[test]
-fn what_is_kept_to_be_faster_is_what_the_plan_counts() {
+fn kept_activations_are_those_that_the_plan_counts() {
     let dims = [2, 19];
     for kind in KINDS {
         let case = Case::new(2, kind, dims, Residual::Stream);

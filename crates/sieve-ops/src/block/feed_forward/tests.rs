@@ -11,6 +11,7 @@ use sieve_core::{KeepOLow, Keeping};
 const EPSILON: f64 = 1e-5;
 const ALL: Keeping = Keeping { o_low: KeepOLow::Always, recomputable: true };
 
+/// x, and the weights of the norm, of gate and up, and of the down projection.
 fn inputs([batch, seq_len, d_model, d_ff]: [usize; 4], seed: u64) -> [Input; 4] {
     let mut random = Random(seed);
     [
@@ -21,6 +22,7 @@ fn inputs([batch, seq_len, d_model, d_ff]: [usize; 4], seed: u64) -> [Input; 4] 
     ]
 }
 
+/// The layer whose weights are in `inputs`, after x.
 fn layer(inputs: &[Float], keeping: Keeping) -> FeedForward<Ad> {
     FeedForward {
         norm: float(&inputs[1]),
@@ -56,7 +58,7 @@ fn reference_op(residual: Residual) -> impl Fn(&[Float]) -> Float {
 const BOTH: [Residual; 2] = [Residual::Stream, Residual::None];
 
 #[test]
-fn equals_the_reference_and_differences_for_any_sizes() {
+fn equals_the_reference_and_finite_differences_for_any_sizes() {
     for residual in BOTH {
         let sizes = [[2, 63, 24, 20], [1, 1, 5, 3], [3, 2, 33, 8], [1, 17, 8, 1]];
         let (all, small) = (sizes.map(|sizes| inputs(sizes, 1)), inputs([2, 3, 7, 4], 2));
@@ -65,9 +67,9 @@ fn equals_the_reference_and_differences_for_any_sizes() {
     }
 }
 
-// A layer of single ops keeps every intermediate value; this one computes them again, with the same ops.
+// A layer of single ops keeps every intermediate value. The op of the whole layer recomputes some, with the same ops.
 #[test]
-fn equals_its_parts_to_the_last_bit() {
+fn equals_a_chain_of_single_ops_to_the_last_bit() {
     let parts = |inputs: &[Float]| {
         let x: Tensor<Ad, 3> = float(&inputs[0]);
         let normed = rms_norm(x.clone(), float(&inputs[1]), EPSILON);
@@ -104,9 +106,9 @@ fn a_pass_for_gradients_alone_leaves_the_output_out_and_has_the_same_gradients()
     }
 }
 
-// sieve-plan counts a normed stream and the gated activation.
+// With `recomputable`, sieve-plan counts the normed residual stream and the gated activation of each token.
 #[test]
-fn what_is_kept_to_be_faster_is_what_the_plan_counts() {
+fn kept_activations_are_those_that_the_plan_counts() {
     let [batch, seq_len, d_model, d_ff] = [2, 7, 24, 20];
     let inputs = inputs([batch, seq_len, d_model, d_ff], 3).map(|x| x.tensor(DType::F32));
     let leaves = inputs.clone().map(Ad::from_inner);

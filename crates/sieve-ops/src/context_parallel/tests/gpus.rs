@@ -22,12 +22,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 const NAME: &str = "context_parallel::tests::gpus::four_gpus_choose_the_keys_that_one_chooses";
+/// Environment variable with the number of the part that a process computes.
 const PART: &str = "SIEVE_TEST_PART";
+/// Environment variable with the folder for the parts' results.
 const FOLDER: &str = "SIEVE_TEST_FOLDER";
 const PARTS: usize = 4;
+/// Tokens of a part.
 const LEN: usize = 32_768;
+/// Tokens of the whole row.
 const ROW: usize = PARTS * LEN;
+/// Columns of a head.
 const WIDTH: usize = 128;
+/// Keys that a DMA query sees at most.
 const KEPT: usize = 2048;
 const SPEC: AttentionSpec = AttentionSpec {
     num_heads: 8,
@@ -41,7 +47,8 @@ const GONE: i32 = -1;
 /// Tolerance of bf16 results whose sums have another order: relative error in the Euclidean norm.
 const TOLERANCE: f64 = 1e-2;
 
-/// The kind of attention, A, and the lengths of the documents.
+/// One kind of attention (DMA where `dma` is set, else dense), the size of DMA's gates A, and the lengths of the
+/// documents.
 struct Case {
     name: &'static str,
     dma: Option<DmaShape>,
@@ -49,6 +56,7 @@ struct Case {
     documents: Vec<usize>,
 }
 
+/// Dense attention and both forms of DMA, in rows of one document and of many.
 fn cases() -> Vec<Case> {
     let published = DmaShape::published(KEPT);
     let recent =
@@ -65,7 +73,7 @@ fn cases() -> Vec<Case> {
         case("slope alone", Some(recent), 0.0, &[ROW]),
         case("published", Some(published), 0.5, &[ROW]),
         case("published, documents", Some(published), 0.5, &many),
-        // All ranks are equal, so the later key is kept.
+        // All keys have the same rank, so a query keeps the last ones.
         case("published, ties", Some(published), 0.0, &many),
     ]
 }
@@ -78,6 +86,7 @@ struct Gpu {
 }
 
 impl Gpu {
+    /// Opens the process's GPU, and fills it with the `len` tokens of the row from token `first` on.
     fn open([first, len]: [usize; 2]) -> Self {
         let report = CudaReport::probe().expect("a GPU");
         let device = report.device(0).expect("a GPU");
@@ -124,8 +133,8 @@ struct Found {
     expire: Vec<i32>,
 }
 
-/// The values of every sixteenth token.
-fn some(x: Float<Cuda>) -> Vec<f32> {
+/// The values of every sixteenth token: enough to find an error, with less to write and compare.
+fn sampled(x: Float<Cuda>) -> Vec<f32> {
     let x = tensor::<Cuda, 4>(x);
     let [_, len, heads, width] = x.dims();
     let token = heads * width;
@@ -138,16 +147,19 @@ fn ints(x: crate::tensors::Ints<Cuda>) -> Vec<i32> {
     values.iter::<i32>().collect()
 }
 
-fn whole(gpu: &Gpu, case: &Case) -> Found {
+/// The results of the whole row on one GPU.
+fn whole_results(gpu: &Gpu, case: &Case) -> Found {
     let [start, end] = bounds([&case.documents[..]], ROW);
     let documents = Documents::<Cuda>::new(&start, &end, [1, ROW], &gpu.device).bounds();
     let [w_dt, a] = gpu.weights(case);
     let inputs = [gpu.qkv.clone(), gpu.d_o.clone(), w_dt, a];
     let (o, d_qkv, dma) = attend::<Cuda>(inputs, documents, SPEC, case.dma, KeepOLow::default());
-    Found { o: some(o), d_qkv: some(d_qkv), expire: dma.map_or(Vec::new(), |(expire, _)| ints(expire)) }
+    Found { o: sampled(o), d_qkv: sampled(d_qkv), expire: dma.map_or(Vec::new(), |(expire, _)| ints(expire)) }
 }
 
-fn part(gpu: &Gpu, links: &Arc<NcclGroup>, case: &Case, keys: &HashMap<[u32; 4], usize>) -> Found {
+/// The results of this GPU's part. The attention's mask counts keys through the halo, then the part's own; `expire` in
+/// the results counts positions in the whole row, at which `keys` ([`all_keys`]) finds the halo's keys.
+fn part_results(gpu: &Gpu, links: &Arc<NcclGroup>, case: &Case, keys: &HashMap<[u32; 4], usize>) -> Found {
     let first = links.part() * LEN;
     let parts = ContextParallel::new(links.clone(), bounds([&case.documents[..]], ROW), [1, ROW]);
     let documents = Documents::<Cuda>::of_part(&parts, &gpu.device);
@@ -175,7 +187,7 @@ fn part(gpu: &Gpu, links: &Arc<NcclGroup>, case: &Case, keys: &HashMap<[u32; 4],
                     Some(own) => first + own,
                     None => {
                         let key = &halo_keys[(place * 2 * kv + head) * WIDTH..][..WIDTH];
-                        match keys.get(&word(key)) {
+                        match keys.get(&key_bytes(key)) {
                             Some(at) if at % kv == head => at / kv,
                             _ => {
                                 // An empty slot.
@@ -191,13 +203,13 @@ fn part(gpu: &Gpu, links: &Arc<NcclGroup>, case: &Case, keys: &HashMap<[u32; 4],
             }
         }
     }
-    let o = some(parted.o.clone());
+    let o = sampled(parted.o.clone());
     let (d_qkv, _) = backward::<Cuda>(parted, qkv, dma(), place, d_o);
-    Found { o, d_qkv: some(d_qkv), expire }
+    Found { o, d_qkv: sampled(d_qkv), expire }
 }
 
-/// The bits of a key, which no other key has.
-fn word(key: &[f32]) -> [u32; 4] {
+/// The first 16 numbers of a key in 16 bytes, which no other key has.
+fn key_bytes(key: &[f32]) -> [u32; 4] {
     let byte = |x: &f32| (x * 128.0) as i32 as u32 & 0xff;
     let mut words = [0; 4];
     for (at, x) in key.iter().take(16).enumerate() {
@@ -206,14 +218,14 @@ fn word(key: &[f32]) -> [u32; 4] {
     words
 }
 
-/// Index of every key by its bits: token * number of KV heads + head.
+/// Index of every key, token * number of KV heads + head, by its [`key_bytes`].
 fn all_keys() -> HashMap<[u32; 4], usize> {
     let (heads, kv) = (SPEC.packed_heads(), SPEC.num_kv_heads);
     let places = (0..ROW).flat_map(|token| (0..kv).map(move |head| (token, head)));
     let keys = places.map(|(token, head)| {
         let at = (token * heads + SPEC.num_heads + head) * WIDTH;
         let key = (at..at + 16).map(|at| value(1, at)).collect::<Vec<_>>();
-        (word(&key), token * kv + head)
+        (key_bytes(&key), token * kv + head)
     });
     let keys = keys.collect::<HashMap<_, _>>();
     assert_eq!(keys.len(), ROW * kv, "two keys are alike");
@@ -238,7 +250,7 @@ fn run_part(part_idx: usize, folder: &Path) {
     let links = Arc::new(nccl);
     let keys = all_keys();
     for (number, case) in cases().iter().enumerate() {
-        let found = part(&gpu, &links, case, &keys);
+        let found = part_results(&gpu, &links, case, &keys);
         let write = |what: &str, bytes: Vec<u8>| {
             let file = folder.join(format!("{number}-{part_idx}-{what}"));
             std::fs::write(file, bytes).expect("it is written");
@@ -250,6 +262,7 @@ fn run_part(part_idx: usize, folder: &Path) {
     }
 }
 
+/// The Euclidean norm of the difference, divided by that of `expected`.
 fn relative_error(found: &[f32], expected: &[f32]) -> f64 {
     assert_eq!(found.len(), expected.len());
     let square = |x: f32| f64::from(x) * f64::from(x);
@@ -278,7 +291,7 @@ fn four_gpus_choose_the_keys_that_one_chooses() {
     }
     let gpu = Gpu::open([0, ROW]);
     for (number, case) in cases().iter().enumerate() {
-        let expected = whole(&gpu, case);
+        let expected = whole_results(&gpu, case);
         let read = |part: usize, what: &str| {
             let bytes = std::fs::read(folder.join(format!("{number}-{part}-{what}")));
             bytes.expect("written above")

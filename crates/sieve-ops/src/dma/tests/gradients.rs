@@ -8,6 +8,8 @@ use crate::{DMA_SCORE_CLAMP, DmaBias};
 use burn::tensor::DType;
 use burn_flex::Flex;
 
+/// Compares DMA's output and gradients with the reference's for each form of bias and recency. `dims` are batch, tokens
+/// and head_dim; `lengths` are those of the documents.
 fn check(group_size: usize, dims: [usize; 3], keep_window_size: usize, lengths: &[usize]) {
     let spec = spec(group_size, dims[2]);
     let documents = documents::<Ad>(lengths, [dims[0], dims[1]]);
@@ -59,7 +61,7 @@ fn a_query_that_keeps_one_key_copies_its_value() {
 }
 
 #[test]
-fn gradients_are_those_of_the_function() {
+fn gradients_equal_finite_differences() {
     let spec = spec(2, 4);
     let documents = documents::<Ad>(&[6, 1], [2, 12]);
     for dma in [dma(3, DmaBias::Exp), dma(3, DmaBias::Linear), with_recency(3)] {
@@ -69,7 +71,7 @@ fn gradients_are_those_of_the_function() {
 }
 
 #[test]
-fn at_zero_the_gate_learns_and_the_scores_do_not() {
+fn gates_of_zero_get_gradients_and_w_dt_gets_none() {
     // All scores are equal, whatever W_dt is. A small change of A reorders the keys, so finite differences are taken
     // with a window of all keys.
     let spec = spec(2, 4);
@@ -88,7 +90,7 @@ fn at_zero_the_gate_learns_and_the_scores_do_not() {
     }
 }
 
-/// Inputs whose scores are `softplus(1) * a`, up to the random part of x.
+/// Inputs with gates A of `a`: the score of a key is `a` times the softplus of a random number.
 fn with_gates(a: f64) -> [Input; 3] {
     let mut inputs = inputs(spec(2, 4), [1, 12, 4], 5);
     inputs[2] = inputs[2].clone().affine(0.0, a);
@@ -96,8 +98,8 @@ fn with_gates(a: f64) -> [Input; 3] {
 }
 
 #[test]
-fn above_the_clamp_the_bias_is_flat() {
-    // softplus of a value near 0 is about 0.7, so a gate of 400 puts every score near 280.
+fn scores_above_the_clamp_get_no_gradient() {
+    // The softplus of a number near 0 is about 0.7, so a gate of 400 puts scores near 280, above the clamp of 60.
     let documents = documents::<Ad>(&[], [1, 12]);
     let op = |inputs: &[Float]| run(inputs, &documents, spec(2, 4), dma(5, DmaBias::Exp));
     for dtype in [DType::F32, DType::F64] {

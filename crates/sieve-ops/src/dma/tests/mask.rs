@@ -16,7 +16,8 @@ fn scores(values: &[f32], dims: [usize; 3]) -> Tensor<Flex, 3> {
     Tensor::from_data(TensorData::new(values.to_vec(), dims), &Default::default())
 }
 
-/// The keys that a query sees, by DMA's definition: the last keys and the best older ones.
+/// The keys that a query sees, by DMA's definition: the last `local_window_size` ones, and of the older ones those with
+/// the largest scores `z`.
 fn visible(z: &[f32], start: usize, query: usize, window: DmaWindow) -> Vec<usize> {
     let local = (query + 1).saturating_sub(window.local_window_size).max(start);
     let mut keys: Vec<usize> = (start..local).collect();
@@ -34,7 +35,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn the_mask_is_the_top_of_every_row(
+    fn a_query_sees_its_last_keys_and_the_highest_ranked_older_ones(
         picks in prop::collection::vec((0usize..9, any::<f32>()), 1..70),
         lengths in prop::collection::vec(1usize..20, 0..6),
         keep_window_size in 1usize..24,
@@ -44,6 +45,7 @@ proptest! {
         // No local window, a part of the window, all of it.
         let local_window_size = [0, keep_window_size / 2, keep_window_size][local];
         let window = DmaWindow { keep_window_size, local_window_size };
+        // Few different scores, so that many keys tie; they include both zeros and the ends of f32's range.
         let levels = [0.0, -0.0, 1.0, -1.0, 1.0 + f32::EPSILON, f32::MIN_POSITIVE, -3.0, 60.0, f32::MAX];
         // Two KV heads: the picks and their reverse.
         let one: Vec<f32> = picks
@@ -115,8 +117,9 @@ fn a_query_that_sees_nothing_gives_zeros() {
     }
 }
 
+// Other tokens may change in which groups a row's terms are summed, and so their rounding.
 #[test]
-fn later_tokens_and_other_documents_change_rows_by_the_grouping_of_sums_at_most() {
+fn later_tokens_and_other_documents_change_rows_by_rounding_errors_at_most() {
     let spec = spec(2, 16);
     let op = |inputs: &[crate::testing::Float], documents: &Documents<Ad>| {
         run(inputs, documents, spec, dma(9, DmaBias::Exp))

@@ -12,6 +12,7 @@ use sieve_testing::refusal;
 
 const DIMS: [usize; 3] = [2, 20, 16];
 
+/// The operands of `dynamic_mask_attention`.
 struct Call {
     spec: AttentionSpec,
     qkv: Tensor<Ad, 4>,
@@ -19,6 +20,7 @@ struct Call {
     documents: Documents<Ad>,
 }
 
+/// Operands that fit.
 fn call(dma: DmaShape) -> Call {
     let spec = spec(2, DIMS[2]);
     let inputs = inputs(spec, DIMS, 1).map(|input| input.untracked(DType::F32));
@@ -26,6 +28,7 @@ fn call(dma: DmaShape) -> Call {
     Call { spec, qkv: float(&inputs[0]), layer: layer(&inputs, dma), documents }
 }
 
+/// What the op says of operands that fit, after `change`.
 fn run(change: impl FnOnce(&mut Call)) -> Result<(), OperandError> {
     let mut call = call(dma(5, DmaBias::Exp));
     change(&mut call);
@@ -63,7 +66,7 @@ fn a_transposed_weight_and_other_wrong_operands_are_refused_by_their_shapes() {
 }
 
 #[test]
-fn the_parts_refuse_as_the_whole_does() {
+fn selection_ranks_and_attention_alone_refuse_the_same_operands() {
     let Call { spec, qkv, layer, documents } = call(dma(5, DmaBias::Exp));
     let rank = Tensor::<Ad, 3>::zeros([2, 3, 20], &Default::default());
     let expire = Tensor::<Ad, 3, Int>::zeros([2, 3, 20], &Default::default());
