@@ -54,7 +54,7 @@ pub enum BlockScores {
     Logits,
 }
 
-/// The order of the keys inside a segment.
+/// By what keys are sorted inside a segment of a [`SlotOrder`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyScores {
     /// By the attention from this many last queries of the call, the largest first.
@@ -63,8 +63,8 @@ pub enum KeyScores {
     Length,
 }
 
-/// How tokens are permuted before they are divided into blocks, if at all. A row always keeps the blocks of its own
-/// segment; the blocks of earlier segments compete.
+/// How tokens are permuted before they are divided into blocks, if at all. A query row always keeps the blocks of its
+/// own segment; the blocks of earlier segments compete by their scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotOrder {
     /// Tokens of a segment, a multiple of the block. Tokens move only inside their segment.
@@ -375,7 +375,8 @@ mod tests {
         let mut selection = BlockSelection::new(shape, 32, means, KeepBlocks::Top(3));
         (selection.keep.heads_per_list, selection.keep.tile) = (2, 16);
         assert_eq!(selection.blocks(), [3, 4]);
-        // Rows end at 45, 61, 77, 93, 99.
+        // The first query is at position 30. The query tiles' last rows are at positions 45, 61, 77, 93 and 99, and key
+        // tiles have 16 keys.
         assert_eq!(selection.admissible_tiles(), 3 + 4 + 5 + 6 + 7);
         let places = selection.layout().places;
         assert_eq!([places.row_ptr.start, places.tile_idx.start], [1, 2 * 5 + 2]);

@@ -95,7 +95,8 @@ impl Kind for Dense {
     }
 }
 
-/// Dense attention over 8192, 16,384 and 32,768 keys on an H200 (docs/benchmarks.md), as a share of the peak.
+/// Dense attention over 8192, 16,384 and 32,768 keys on an H200 (docs/benchmarks.md), as a share of its peak
+/// FLOP/s.
 const DENSE_PAIRS: f64 = 0.6;
 /// In longer rows than this, dense attention reaches [`LONG_DENSE_PAIRS`]: its launches last tens of milliseconds, and
 /// the card's power limits them as it limits GEMMs.
@@ -103,7 +104,7 @@ const LONG_ROW: usize = 32_768;
 /// Dense attention over 131,072 keys, in a step on four H200s (docs/scale.md).
 const LONG_DENSE_PAIRS: f64 = 0.51;
 
-/// Share of the peak that attention over all earlier keys reaches.
+/// Share of the GPU's peak FLOP/s that attention over all earlier keys reaches.
 pub(super) fn dense_pairs_rate(seq_len: usize) -> f64 {
     match seq_len {
         ..=LONG_ROW => DENSE_PAIRS,

@@ -202,7 +202,7 @@ impl Settings for DmaShape {
             recency: named(attention, "recency"),
             local_window_size: number(attention, "local_window_size").and_then(|local| usize::try_from(local).ok()),
         };
-        // Without a window, which is a mistake that is reported, any does.
+        // A missing window is reported elsewhere; any value serves here.
         let form = DmaShape::with_form(window.unwrap_or(1), given);
         let starts_at_0 = attention.get("a_init").is_none_or(|a_init| a_init.as_float() == Some(0.0));
         choice(attention, "recency", form.recency);
@@ -275,7 +275,7 @@ fn former_form(now: DmaShape, given: DmaForm, starts_at_0: bool) -> Option<Forme
     Some(FormerForm { words: format!("attention: before 0.1.0 {words}"), overrides })
 }
 
-/// Share of the peak that attention over gathered keys reaches.
+/// Share of the GPU's peak FLOP/s that attention over gathered keys reaches.
 const GATHERED_PAIRS: f64 = 0.52;
 
 impl Kind for DmaShape {
@@ -377,8 +377,8 @@ impl Kind for DmaShape {
         18.0 * layer.kv_width() as f64
     }
 
-    /// Beside a dense layer's also each key's score z (f32) and expire (i32: the first query that no longer sees the
-    /// key), key lists and `o_low`.
+    /// In addition to a dense layer's: each key's score z (f32) and expire (i32: the first query that no longer sees
+    /// the key), the key lists, and `o_low`, the low 16 bits of the f32 output.
     fn activations(&self, call: &KeptCall<'_>) -> Activations {
         let (layer, seq_len) = (call.layer, call.seq_len);
         let grouped = grouped_activations(layer);

@@ -113,7 +113,7 @@ impl Settings for MlaShape {
 /// Epsilon of the latent's norm in `transformers`, whatever `rms_norm_eps` says.
 pub const DEEPSEEK_LATENT_EPS: f64 = 1e-6;
 
-/// Share of the peak that latent attention reaches, keys wider than values.
+/// Share of the GPU's peak FLOP/s that latent attention reaches, where keys are wider than values.
 const LATENT_PAIRS: f64 = 0.6;
 
 impl Kind for MlaShape {

@@ -7,14 +7,14 @@ use std::collections::BTreeMap;
 /// What becomes of each tensor of a model, when its weights begin a model with other attention in some layers.
 ///
 /// A tensor with the same name and sizes is kept, any other is dropped. A new tensor has the value that it has in a new
-/// model. So the function stays where both kinds read all keys: dense attention, a window as long as the row, chosen
-/// blocks that hold it, DMA with `a_init = 0`, `recency = "none"` and a window as long as the row. Sinks that are new
+/// model. So the model computes the same where both kinds read all keys: dense attention, a window as long as the row,
+/// chosen blocks that hold it, DMA with `a_init = 0`, `recency = "none"` and a window as long as the row. Sinks that are new
 /// or dropped change it: only a logit of minus infinity would not, and it has no gradient.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Conversion {
     /// Layers whose kind changes: the names of both kinds, and the indices of the layers.
     changes: BTreeMap<[&'static str; 2], Vec<usize>>,
-    /// Layers that stop rotating queries and keys, and layers that begin to.
+    /// Number of layers that stop rotating queries and keys, and of those that begin to.
     rope: [usize; 2],
     /// Tensors that only the former model has.
     pub dropped: Vec<ParamSpec>,
@@ -27,7 +27,7 @@ pub struct Conversion {
 /// Why a model's weights cannot begin another one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ConversionGap {
-    /// Kinds of attention between which no tensor can be carried over: what is so, and why.
+    /// Kinds of attention between which no tensor can be carried over: a sentence that names them and the reason.
     Kinds(String),
     /// A size or a part of the model that is not the attention's differs.
     Size(String),
@@ -60,6 +60,7 @@ impl Conversion {
         Ok(conversion)
     }
 
+    /// Adds what becomes of the tensors of one layer, which has the shape `from` before and `to` after.
     fn add_layer(&mut self, layer_idx: usize, from: &ModelShape, to: &ModelShape) -> Result<(), ConversionGap> {
         let kinds = [from, to].map(|shape| shape.attention.kind().name());
         let [before, after] = [from, to].map(ModelShape::layer_parameters);
@@ -238,6 +239,7 @@ mod tests {
                 }
             }
         }
+        // MLA to each of the seven other kinds, and each of these to MLA.
         assert_eq!(refused, 14);
     }
 

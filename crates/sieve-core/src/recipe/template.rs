@@ -319,7 +319,7 @@ impl StartingSize {
             self.hidden_size,
             self.num_layers,
             self.num_heads,
-            // A narrow model learns faster from about 1/sqrt(hidden_size).
+            // A narrow model learns faster from larger initial weights, of about 1 / sqrt(hidden_size).
             if self.hidden_size < 384 { 0.06 } else { 0.02 },
             kind.name(),
             self.vocab_size,
@@ -391,6 +391,7 @@ mod tests {
         // A megabyte is enough for the smallest as it is, and far too little for the largest.
         assert_eq!(of(fit(small, 1_000_000).expect("enough")), of(small));
         let fitted = of(fit(middle, 1_000_000).expect("enough for some steps"));
+        // 651 steps of 8192 tokens read the text's 333,333 tokens 16 times.
         assert_eq!((fitted.0, fitted.1), (651, 8192));
         let epochs = fitted.2 as f64 / tokens_of_text(1_000_000);
         assert!((15.9..=MOST_EPOCHS).contains(&epochs), "{epochs}");
@@ -399,6 +400,7 @@ mod tests {
         assert_eq!(large.for_text(1_000_000, least).expect("just enough").steps, LEAST_STEPS);
         // The smallest takes any text, with a tokenizer that it can give.
         let page = of(fit(small, 2_000).expect("any"));
+        // 258 tokens of bytes, and a merge for each 64 of the 2000 bytes.
         assert_eq!((page.0, page.1), (LEAST_STEPS, 289));
         for context in [1, 64, 300, 4096, 1 << 20] {
             let recipe = small.with_context(context).recipe(AttentionKind::Nsa, &["x".to_owned()], &[]);
@@ -431,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn shipped_recipes_are_templates_too() {
+    fn templates_of_shipped_recipes_load_as_these_recipes() {
         for text in [
             include_str!("../../../../recipes/quickstart.toml"),
             include_str!("../../../../recipes/mqar_dma.toml"),

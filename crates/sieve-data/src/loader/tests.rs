@@ -37,6 +37,7 @@ fn plan([first_sample, stride]: [u64; 2], batch: usize, num_batches: Option<u64>
     PrefetchPlan { first_sample, batch, stride, num_batches, depth }
 }
 
+/// One batch of the samples of two, which follow one another.
 fn join(mut left: Batch, right: Batch) -> Batch {
     let end = left.first_sample + left.batch as u64;
     assert_eq!((end, left.seq_len), (right.first_sample, right.seq_len));
@@ -51,7 +52,7 @@ fn join(mut left: Batch, right: Batch) -> Batch {
 }
 
 #[test]
-fn a_packed_row_is_as_written_by_hand() {
+fn packed_rows_equal_those_written_by_hand() {
     let (_dir, shard) = shard(&[3, 1, 4]);
     let loader = Loader::new(shard, config(5, Order::Sequential, Packing::Concatenated)).unwrap();
     assert_eq!(loader.samples_per_epoch(), 2);
@@ -80,7 +81,7 @@ fn a_packed_row_is_as_written_by_hand() {
 }
 
 #[test]
-fn one_document_per_row_is_as_written_by_hand() {
+fn rows_of_one_document_equal_those_written_by_hand() {
     let (_dir, shard) = shard(&[6, 1, 3]);
     let loader = Loader::new(shard, config(4, Order::Sequential, Packing::OneDocumentPerRow)).unwrap();
     assert_eq!(loader.samples_per_epoch(), 3);
@@ -246,7 +247,7 @@ proptest! {
                     (batch.tokens[at], batch.labels[at], batch.documents[at]), (token, label, document),
                     "row {} column {}", row, column
                 );
-                // Segments: the longest run of equal document ids around this column.
+                // A document's part of the row: the longest run of equal document ids around this column.
                 let document = |column: usize| wanted[column].map(|(d, _)| d);
                 let same = |column: &usize| document(*column) == document(at % config.seq_len);
                 let start = (0..=column).rev().take_while(same).last().unwrap();
@@ -390,7 +391,7 @@ fn a_mixture_is_rows_of_its_sources_in_their_shares() {
 }
 
 #[test]
-fn a_mixture_that_cannot_be_is_refused() {
+fn a_mixture_with_bad_weights_or_sequential_order_is_refused() {
     let (_dir, shard) = shard(&[9; 40]);
     for (weights, order, words) in [
         (&[1.0, 0.0][..], SHUFFLED, "not a positive number"),
@@ -402,6 +403,7 @@ fn a_mixture_that_cannot_be_is_refused() {
     }
 }
 
+/// A mixture of one MQAR task in rows of 128 tokens, and a loader's settings for it.
 fn mqar() -> (MqarMixture, LoaderConfig) {
     let part = MqarPart { config: MqarConfig::new(64, 4, 1), num_samples: 10 };
     let mixture = MqarMixture::shuffled(&[part], MqarSplit::Train, 128, 3).unwrap();

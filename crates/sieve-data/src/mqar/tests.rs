@@ -168,7 +168,7 @@ fn the_hard_variant_has_the_known_share_of_near_answers() {
 }
 
 #[test]
-fn settings_that_cannot_be_are_refused() {
+fn invalid_settings_are_refused() {
     let base = MqarConfig::new(64, 4, 0);
     type Change = fn(&mut MqarConfig);
     let cases: [(Change, &str); 7] = [
@@ -194,6 +194,7 @@ fn settings_that_cannot_be_are_refused() {
     }
 }
 
+/// Three tasks, of 64, 128 and 256 tokens a sample, with 10, 7 and 5 samples.
 fn mixture() -> Vec<MqarPart> {
     [(64, 4, 10), (128, 8, 7), (256, 16, 5)]
         .map(|(seq_len, num_pairs, num_samples)| MqarPart {
@@ -274,7 +275,7 @@ proptest! {
     }
 
     #[test]
-    fn forbidden_numbers_never_come(mut forbidden in proptest::collection::btree_set(0u64..30, 0..29), seed: u64) {
+    fn forbidden_numbers_are_never_drawn(mut forbidden in proptest::collection::btree_set(0u64..30, 0..29), seed: u64) {
         forbidden.remove(&29);
         let allowed_before = (0..).zip(&forbidden).map(|(index, number)| number - index).collect::<Vec<u64>>();
         let mut draws = Draws::new([seed, 0, 0, 0]);

@@ -120,7 +120,8 @@ impl Plan<'_> {
         Err(DataError::refused(what, hint))
     }
 
-    /// The cuts of these corpora. A document that is also cut in the run's data is trained on up to the earlier cut.
+    /// Where these corpora are cut because they have too few documents to hold whole ones out. A document that is also
+    /// cut in the run's data (`base`, if the corpora are a stage's) is trained on up to the earlier cut.
     fn cuts_with_base(&self, fraction: f64) -> Result<Cuts, DataError> {
         let base = self.config.base;
         let mut cuts = cuts(self.corpora, fraction, base)?;
@@ -161,7 +162,7 @@ impl Plan<'_> {
                 num_files: corpus.files().len(),
             });
         };
-        // A report before the first file is fetched, which may take a while.
+        // Called before the first file is fetched, because that may take a while.
         report(bytes_done, num_documents, num_tokens, documents.cursor().file_idx);
         let mut batch = Batch::read(&mut documents, self.pace, bytes_since_kept);
         loop {

@@ -95,7 +95,7 @@ fn special_names_in_documents_are_text_and_in_prompts_are_tokens() {
 }
 
 #[test]
-fn saved_and_loaded_it_is_the_same() {
+fn a_saved_tokenizer_is_loaded_as_the_same() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tokenizer.json");
     let tokenizer = small();
@@ -137,7 +137,7 @@ fn dropout_in_the_file_is_off() {
 }
 
 #[test]
-fn gaps_in_the_ids_count() {
+fn ids_without_a_token_count_in_the_vocabulary_size() {
     let json = r#"{"version": "1.0", "truncation": null, "padding": null, "normalizer": null, "pre_tokenizer": null,
         "post_processor": null, "decoder": null,
         "added_tokens": [{"id": 9, "content": "</s>", "special": true, "single_word": false, "lstrip": false,
@@ -167,7 +167,7 @@ fn training_on_a_corpus_takes_a_bounded_repeatable_sample() {
 }
 
 #[test]
-fn the_fast_way_is_taken_where_it_fits_and_nowhere_else() {
+fn the_fast_encoder_is_used_only_for_tokenizers_it_supports() {
     let tokenizer = small();
     assert!(tokenizer.fast.is_some());
     type Change = dyn Fn(&mut serde_json::Value);
@@ -196,7 +196,7 @@ fn with_ids(ids: [u32; 2]) -> (serde_json::Value, [String; 2]) {
 }
 
 #[test]
-fn an_id_that_is_too_large_or_not_its_own_is_refused_at_once() {
+fn an_id_that_is_too_large_or_used_twice_is_refused_at_once() {
     let since = std::time::Instant::now();
     let read = |json: serde_json::Value| Tokenizer::from_bytes(json.to_string().as_bytes());
     for id in [i32::MAX as u32, u32::MAX, 1 << 24] {
@@ -213,12 +213,12 @@ fn an_id_that_is_too_large_or_not_its_own_is_refused_at_once() {
 }
 
 #[test]
-fn missing_ids_change_no_text_of_the_file() {
+fn the_json_of_a_tokenizer_with_missing_ids_is_what_the_crate_writes() {
     let (mut file, _) = with_ids([1000, 500]);
     file["model"]["dropout"] = 0.1.into();
     let tokenizer = Tokenizer::from_bytes(file.to_string().as_bytes()).unwrap();
     assert_eq!((tokenizer.vocab_size(), tokenizer.num_missing), (1001, 601));
-    // The crate's own text, for which it prints the missing ids.
+    // The text that the `tokenizers` crate itself writes; it prints the missing ids to standard output too.
     let texts = [false, true].map(|is_pretty| tokenizer.marked.to_string(is_pretty).unwrap());
     assert_eq!(tokenizer.to_json().unwrap(), texts[1]);
     assert_eq!(tokenizer.hash(), xxh3_128(texts[0].as_bytes()));
@@ -412,7 +412,7 @@ fn a_continuation_keeps_its_first_space() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(500))]
     #[test]
-    fn a_continuation_is_what_the_whole_text_has_behind_the_prompt(
+    fn decode_behind_gives_the_rest_of_the_whole_text_after_the_prompt(
         prompt in prop::collection::vec(0..19usize, 0..40),
         blank in 0..60usize,
         ids in prop::collection::vec(0..19usize, 0..40),
