@@ -58,7 +58,7 @@ pub struct Corpus {
     passed_over: PassedOver,
     /// Where remote files come from; `None` before [`connect`](Self::connect).
     hub: Option<Arc<Hub>>,
-    /// What makes texts of messages; `None` before [`with_chats`](Self::with_chats).
+    /// The chat template, which makes texts of messages; `None` before [`with_chats`](Self::with_chats).
     chats: Option<Arc<dyn ChatFormat>>,
 }
 
@@ -96,13 +96,13 @@ impl Corpus {
         Ok(())
     }
 
-    /// Sets what makes texts of messages, which a corpus with [`CorpusConfig::messages_column`] needs.
+    /// Sets the chat template, which a corpus with [`CorpusConfig::messages_column`] needs to make texts of messages.
     #[must_use]
     pub fn with_chats(self, chats: Option<Arc<dyn ChatFormat>>) -> Self {
         Self { chats, ..self }
     }
 
-    /// What makes texts of messages, if documents are chats.
+    /// The chat template, if documents are chats.
     pub(crate) fn chats(&self) -> Option<&dyn ChatFormat> {
         self.chats.as_deref().filter(|_| self.config.messages_column.is_some())
     }

@@ -61,6 +61,7 @@ fn assert_named(error: &DataError, path: &Path) {
     assert!(text.contains(name) || text.contains("no document"), "{text}");
 }
 
+/// Twelve lines of JSONL, with escapes in the text and columns that are not read.
 fn lines() -> String {
     let line = |number: u32| {
         format!("{{\"id\": {number}, \"text\": \"line {number} \\u00e9 \\\"x\\\"\", \"more\": [1, {{\"text\": 2}}]}}\n")

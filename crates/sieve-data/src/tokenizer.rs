@@ -215,7 +215,8 @@ impl Tokenizer {
 
     /// The token ids that [`encode_marked`](Self::encode_marked) makes of a chat's text, in parts: those outside
     /// `answers`, which are ascending ranges of bytes, and those in them, in turn. A token with a byte of an answer is
-    /// of the answer, as `return_assistant_tokens_mask` of transformers has it. A part may be empty; their number is even.
+    /// of the answer, as `return_assistant_tokens_mask` of transformers has it. A part may be empty, and their number
+    /// is even.
     ///
     /// # Errors
     /// A text that the tokenizer cannot encode.

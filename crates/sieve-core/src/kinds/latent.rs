@@ -210,7 +210,8 @@ impl Kind for MlaShape {
         Activations { values: (rank + rope) + rank + before_norms + (2 * queries + q) + q, bytes: F32 * heads }
     }
 
-    /// Heads are wider. The gradients of the parts before packing exist only after the packed gradient is freed.
+    /// Queries and keys are wider than values by the rotated part. The gradients of q, k and v before packing exist
+    /// only after the packed gradient is freed.
     fn packed_width(&self, layer: &ModelShape) -> u64 {
         (3 * layer.q_width() + 2 * layer.num_heads * self.qk_rope_head_dim) as u64
     }

@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 ///
 /// A tensor with the same name and sizes is kept, any other is dropped. A new tensor has the value that it has in a new
 /// model. So the model computes the same where both kinds read all keys: dense attention, a window as long as the row,
-/// chosen blocks that hold it, DMA with `a_init = 0`, `recency = "none"` and a window as long as the row. Sinks that are new
-/// or dropped change it: only a logit of minus infinity would not, and it has no gradient.
+/// chosen blocks that hold it, DMA with `a_init = 0`, `recency = "none"` and a window as long as the row. Sinks that
+/// are new or dropped change it: only a logit of minus infinity would not, and it has no gradient.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Conversion {
     /// Layers whose kind changes: the names of both kinds, and the indices of the layers.

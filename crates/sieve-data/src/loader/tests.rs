@@ -52,7 +52,7 @@ fn join(mut left: Batch, right: Batch) -> Batch {
 }
 
 #[test]
-fn packed_rows_equal_those_written_by_hand() {
+fn a_packed_row_is_as_written_by_hand() {
     let (_dir, shard) = shard(&[3, 1, 4]);
     let loader = Loader::new(shard, config(5, Order::Sequential, Packing::Concatenated)).unwrap();
     assert_eq!(loader.samples_per_epoch(), 2);
@@ -81,7 +81,7 @@ fn packed_rows_equal_those_written_by_hand() {
 }
 
 #[test]
-fn rows_of_one_document_equal_those_written_by_hand() {
+fn one_document_per_row_is_as_written_by_hand() {
     let (_dir, shard) = shard(&[6, 1, 3]);
     let loader = Loader::new(shard, config(4, Order::Sequential, Packing::OneDocumentPerRow)).unwrap();
     assert_eq!(loader.samples_per_epoch(), 3);

@@ -48,8 +48,8 @@ pub(super) fn check_layer_tables(
     }
 }
 
-/// Checks that `model.layer_types` names kinds that the recipe gives, begins with no shared choice, and divides the
-/// layers. Of what is wrong with the names, the first is reported.
+/// Checks that `model.layer_types` names kinds that the recipe gives, begins with no shared choice, and has a length
+/// that divides the number of layers. Only the first mistake in the names is reported.
 pub(super) fn check_layer_types(model: &ModelSection, attention: &AttentionSection, rules: &mut Rules<'_>) {
     let Some(types) = &model.layer_types else {
         return;
@@ -123,7 +123,7 @@ pub(super) fn check_stage_layers(
     }
 }
 
-/// Checks that `model.rope_layers` divides the layers.
+/// Checks that the length of `model.rope_layers` divides the number of layers.
 pub(super) fn check_rope_layers(model: &ModelSection, rules: &mut Rules<'_>) {
     let Some(rotates) = &model.rope_layers else {
         return;

@@ -138,7 +138,7 @@ fn some_layers_have_no_positions() {
 }
 
 #[test]
-fn dense_steps_are_spread_evenly_and_of_kinds_that_choose_blocks() {
+fn dense_steps_are_spread_evenly_and_need_a_kind_that_chooses_blocks() {
     let load = |attention: &str, share: f64| {
         let steps = format!("[training]\ndense_steps = {share}");
         load_with(&with_attention(attention).replacen("[training]", &steps, 1), &[])

@@ -14,6 +14,7 @@ fn staged() -> Recipe {
     load(STAGED, &[]).unwrap_or_else(|error| panic!("{error}"))
 }
 
+/// The minimal recipe with `stages` in place of its steps and its local batch size.
 fn load(stages: &str, overrides: &[&str]) -> Result<Recipe, RecipeError> {
     let text = MINIMAL.replacen("steps = 40\n", "", 1);
     let text = text.replacen("local_batch_size = 5", stages, 1);
@@ -91,7 +92,7 @@ fn a_stage_has_layers_of_its_own() {
     assert_eq!(kinds(&set, 1), kinds(&wider, 1));
     let moved = load("layer_types = [\"sparse\", \"2 near\"]\ndrop = true");
     assert_eq!(kinds(&moved, 1), [msa, near, near]);
-    // A stage that gains tensors needs no word for it.
+    // A stage that only gains tensors needs no `drop`.
     let gains = load("layer_types = [\"sparse\"]");
     assert_eq!(kinds(&gains, 1), [msa; 3]);
 }

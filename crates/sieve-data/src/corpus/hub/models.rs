@@ -140,6 +140,7 @@ struct Fetch<'a> {
 }
 
 impl Fetch<'_> {
+    /// Fetches the model's files that are not on this disk yet.
     fn all(&self, observe: &mut dyn FnMut(HubModelEvent<'_>)) -> Result<(), DataError> {
         let Some(config) = self.find(CONFIG) else {
             return Err(self.lacks(CONFIG, "name a repository, or with /FOLDER a folder of one, that holds a model"));

@@ -186,7 +186,7 @@ fn a_parquet_file_without_the_column_says_which_it_has() {
 }
 
 #[test]
-fn a_parquet_file_that_is_cut_or_none_is_an_error() {
+fn a_file_that_is_cut_or_not_parquet_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.parquet");
     write_parquet(&path, &[&[Some(b"one".as_slice()); 200]], Compression::SNAPPY);
