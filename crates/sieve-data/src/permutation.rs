@@ -20,6 +20,7 @@ impl Permutation {
     pub(crate) fn new(len: u64, seed: u64, epoch: u64) -> Self {
         let bits = u64::BITS - len.saturating_sub(1).leading_zeros();
         let mut state = mix(seed ^ mix(epoch ^ mix(len)));
+        // The numbers of SplitMix64: its increment, then its finalizer.
         let round_keys = std::array::from_fn(|_| {
             state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
             mix(state)

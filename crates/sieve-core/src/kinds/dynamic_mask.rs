@@ -405,7 +405,8 @@ impl Kind for DmaShape {
         }
         let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
         let rows = call.num_rows as u64 * call.sizes.dq_sum_queries(seq_len);
-        // A free order has lists of its own, and a mark for each key.
+        // If the order of sums is free (`SumOrder::Any`), the backward pass makes key lists of its own, and a mark for
+        // each key.
         let lists = call.sizes.key_list_bytes(layer, seq_len, self.keep_window_size);
         let marks = F32 * layer.num_kv_heads as u64;
         call.row_stats() + times(rows, F32 * q) + times(call.tokens(), 2 * F32 * kv + lists + marks)

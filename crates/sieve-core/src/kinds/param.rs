@@ -5,7 +5,7 @@
 pub enum Part {
     /// The embedding.
     Embedding,
-    /// An output projection of its own.
+    /// The output projection, if it is not tied to the embedding.
     Output,
     /// Projections of queries, keys, values and attention output, with their biases.
     Attention,

@@ -53,7 +53,7 @@ impl Recipe {
         self.stages().iter().map(|stage| self.shape_at(stage, of)).collect()
     }
 
-    /// [`ModelShape::layers`] of `model.layer_types`.
+    /// The kinds of the layers ([`ModelShape::layers`]) that `model.layer_types` names.
     pub fn layer_pattern(&self) -> LayerPattern {
         self.attention.pattern(self.model.layer_types.as_deref().unwrap_or_default())
     }

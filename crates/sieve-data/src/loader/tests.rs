@@ -190,6 +190,7 @@ fn brute_force_row(lengths: &[usize], config: LoaderConfig, sample: u64) -> Vec<
         match config.order {
             Order::Sequential => rows,
             Order::Shuffled { seed } => {
+                // The number is `ROW_ORDER_SALT` of the epoch's order of rows.
                 let order = Permutation::new(rows.len() as u64, seed ^ 0x726F_775F_6F72_6465, epoch);
                 let places = 0..rows.len() as u64;
                 places.map(|row| rows[order.get(row) as usize].clone()).collect()

@@ -106,6 +106,7 @@ mod tests {
 
     use super::*;
 
+    /// The words that the `tokenizers` crate finds with its regex.
     fn by_regex(text: &str) -> Vec<String> {
         let mut split = PreTokenizedString::from(text);
         ByteLevel::new(false, false, true).pre_tokenize(&mut split).unwrap();

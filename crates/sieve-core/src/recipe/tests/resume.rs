@@ -97,7 +97,7 @@ fn keys_that_change_no_step_taken_may_change() {
 }
 
 #[test]
-fn a_longer_reach_changes_no_frequency() {
+fn more_positions_are_refused_if_they_change_rotary_frequencies() {
     for (rope_type, is_scaled_by_positions) in [("yarn", true), ("llama3", true), ("linear", false)] {
         let scaling = format!("qk_norm = false\nrope_scaling = {{ rope_type = {rope_type:?}, factor = 4.0 }}\n");
         let at = |positions: usize, more: &str| {

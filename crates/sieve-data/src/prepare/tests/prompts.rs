@@ -8,6 +8,7 @@ use parquet::basic::Compression;
 /// Prompt and text of each document, by the numbers of their tokens; the third prompt is empty.
 const ROWS: [(&str, &str); 4] = [("3 2 1", "11 12"), ("4", "13"), ("", "14 15 16"), ("5 <|endoftext|> 6", "17")];
 
+/// A temporary folder with documents that have prompts, as JSONL and as Parquet, and a tokenizer of numbers.
 struct Prompted {
     dir: tempfile::TempDir,
     tokenizer: Tokenizer,
@@ -87,7 +88,7 @@ fn equal_answers_to_other_prompts_are_other_documents() {
 }
 
 #[test]
-fn prompts_that_are_not_there_are_refused() {
+fn missing_prompt_columns_are_refused() {
     let place = Prompted::new(&ROWS);
     let config =
         |column: &str, name: &str| CorpusConfig { prompt_column: Some(column.to_owned()), ..place.config(name) };
