@@ -532,7 +532,7 @@ mod tests {
     }
 
     #[test]
-    fn no_index_leaves_its_array_and_no_key_counts_twice() {
+    fn indices_outside_their_array_and_repeated_keys_are_refused() {
         type Change = fn(&mut KeyMask);
         // Words 10 to 16 are `tile_idx`: 12 is in the row of (list 0, query tile 1), 16 the last one, of list 1.
         let wrong: [(&str, &str, Change); 9] = [

@@ -54,6 +54,7 @@ pub enum NumberFormat {
 }
 
 impl NumberFormat {
+    /// The format, and in how many blocks the recipe trains with fp8 GEMMs.
     fn words(self, recipe: &Recipe) -> String {
         let words = match self {
             Self::F32 | Self::TrainedInF32 => "f32",

@@ -271,7 +271,7 @@ impl Tokenizer {
     /// The text that `ids` add to `prompt`.
     ///
     /// # Errors
-    /// As [`decode`](Self::decode).
+    /// Ids that the tokenizer cannot decode.
     pub fn decode_behind(&self, prompt: &[u32], ids: &[u32]) -> Result<String, DataError> {
         let mut stream = self.decode_stream(prompt)?;
         let pieces = ids.iter().map(|&id| stream.push(id));
@@ -374,7 +374,7 @@ impl Tokenizer {
     /// The token to put before a text that has no context: [`bos_id`](Self::bos_id), or else the end-of-document token.
     ///
     /// # Errors
-    /// As [`eos_id`](Self::eos_id).
+    /// The template has no such token, and the vocabulary no end-of-document token.
     pub fn prefix_id(&self) -> Result<u32, DataError> {
         self.bos_id.map_or_else(|| self.eos_id(), Ok)
     }

@@ -55,8 +55,8 @@ pub trait Kind: std::fmt::Debug {
     /// Sets [`index_warmup`](Self::index_warmup), for kinds with an indexer.
     fn set_index_warmup(&mut self, _warms_up: bool) {}
 
-    /// Whether keys and values are made from a latent, one for each query head. Layers of other kinds have no place
-    /// beside such ones.
+    /// Whether keys and values are made from a latent, one for each query head. A model cannot mix such layers with
+    /// layers of other kinds.
     fn is_latent(&self) -> bool {
         false
     }
@@ -249,8 +249,8 @@ pub struct BlockPairs {
     pub pooled: NsaBlocks,
     /// Keys of a window beside the blocks; 0 without one.
     pub window_size: usize,
-    /// Halves of a pair that a pooled key counts: 2 with a value, 1 with a score alone, 0 where an indexer has its own
-    /// scores, which are counted apart.
+    /// How much a pooled key counts, in halves of a (query, key) pair: 2 with a value, 1 with a score alone, 0 where an
+    /// indexer has its own scores, which are counted apart.
     pub halves_of_pooled: u32,
 }
 

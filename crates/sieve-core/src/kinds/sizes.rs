@@ -156,13 +156,14 @@ pub struct Halo {
 /// the whole row for some of the heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exchanged {
-    /// Values that are divided among the ranks by heads.
+    /// Values that are divided among the processes by heads.
     pub split: u64,
-    /// Values that go to every rank.
+    /// Values that go to every process.
     pub shared: u64,
-    /// Values of the output for whole rows of some heads that are kept beside the activations of a rank's own tokens.
+    /// Values of attention's output, for the whole row of a process's heads, that are kept in addition to the
+    /// activations of its own tokens.
     pub kept_outputs: u64,
-    /// Of `shared`, the values that are counted with the rank's own tokens already.
+    /// Values of `shared` that the activations of a process's own tokens count already.
     pub kept_shared: u64,
 }
 

@@ -29,7 +29,7 @@ pub struct Conversion {
 pub enum ConversionGap {
     /// Kinds of attention between which no tensor can be carried over: a sentence that names them and the reason.
     Kinds(String),
-    /// A size or a part of the model that is not the attention's differs.
+    /// The models differ in a size, or in a part that is not the attention's.
     Size(String),
 }
 
@@ -39,7 +39,7 @@ impl Conversion {
     /// # Errors
     /// Grouped-query attention and latent attention (MLA) with each other; sizes that differ.
     pub fn of(from: &ModelShape, to: &ModelShape) -> Result<Self, ConversionGap> {
-        // Latent attention stands beside no other kind, and has sizes of its own.
+        // No model mixes latent attention with other kinds, and its tensors have sizes of their own.
         let [there, here] = [from, to].map(|shape| shape.attention);
         if there.as_kind().is_latent() != here.as_kind().is_latent() {
             return Err(ConversionGap::Kinds(format!(
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_that_begin_or_stop_to_rotate_are_told() {
+    fn layers_that_begin_or_stop_rotating_are_counted() {
         let all = of_kind(AttentionKind::Mha);
         let two = RopeLayers::new(&[true, false, false]);
         let some = ModelShape { rope_layers: two, ..all.clone() };

@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn any_kinds_stand_beside_each_other() {
+    fn layers_of_any_kinds_can_be_mixed() {
         let msa = Attention::Msa(MsaShape::published());
         let (window, shares) = (Attention::swa(5), LayerType { is_shared: true, ..LayerType::of(msa) });
         let mut shape = ModelShape { num_layers: 10, ..tiny_dma() };
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_are_those_of_the_layers_together() {
+    fn counts_of_a_mixed_model_are_means_over_its_layers() {
         let mut shape = tiny_dma();
         let all = |attention| {
             let mut shape = tiny_dma();

@@ -27,6 +27,7 @@ impl Recipe {
         self.template(Keys::Set)
     }
 
+    /// The recipe as TOML, with the keys of `which` and their comments.
     fn template(&self, which: Keys) -> Result<String, RecipeError> {
         let table = Table::try_from(self)?;
         // Values that follow from others count as defaults, so that a user can change the others alone: the warm-up

@@ -256,7 +256,7 @@ fn max_bytes_is_never_passed() {
 }
 
 #[test]
-fn a_corpus_of_nothing_is_an_error() {
+fn a_corpus_without_documents_or_paths_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let path = write(dir.path(), "a.txt", "");
     refusal(texts(text(&path)), "a.txt (1 blank");
@@ -264,7 +264,7 @@ fn a_corpus_of_nothing_is_an_error() {
 }
 
 #[test]
-fn the_fingerprint_sees_changes() {
+fn the_fingerprint_changes_with_files_and_settings() {
     let dir = tempfile::tempdir().unwrap();
     let path = write(dir.path(), "a.txt", "a");
     let of = |deduplicate| {

@@ -155,7 +155,7 @@ fn held_out_documents_stay_held_out_when_text_is_added() {
 }
 
 #[test]
-fn an_unchanged_preparation_is_reused_and_a_changed_one_told_apart() {
+fn an_unchanged_preparation_is_reused_and_a_changed_one_refused() {
     let place = Place::new();
     assert!(!place.prepare(&place.config()).unwrap().reused);
     let first = place.files();
@@ -251,7 +251,7 @@ fn foreign_files_are_left_alone() {
 }
 
 #[test]
-fn an_error_on_the_way_leaves_the_earlier_preparation() {
+fn a_replacement_that_fails_keeps_the_earlier_preparation() {
     let place = Place::new();
     place.prepare(&place.config()).unwrap();
     let first = place.files();

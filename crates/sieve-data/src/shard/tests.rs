@@ -76,7 +76,7 @@ fn documents_may_have_several_sequences() {
 }
 
 #[test]
-fn an_empty_shard_is_a_shard() {
+fn an_empty_shard_can_be_read() {
     let dir = tempfile::tempdir().unwrap();
     let prefix = write_shard(dir.path(), "none", 100, &[]);
     let reader = ShardReader::open(&prefix).unwrap();

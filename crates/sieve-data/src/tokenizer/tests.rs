@@ -42,7 +42,7 @@ fn training_gives_the_same_tokenizer_each_time_and_for_each_order() {
 }
 
 #[test]
-fn ties_and_runs_do_not_make_training_depend_on_hash_order() {
+fn training_with_many_ties_does_not_depend_on_hash_order() {
     // Two letters, short words, few counts: nearly every merge is a tie.
     let mut state = 1u64;
     let mut next = |below: u64| {
@@ -109,7 +109,7 @@ fn a_saved_tokenizer_is_loaded_as_the_same() {
 }
 
 #[test]
-fn truncation_and_padding_in_the_file_lose_nothing() {
+fn truncation_and_padding_of_the_file_are_ignored() {
     let whole = small();
     let loaded = changed(&whole, |json| {
         json["truncation"] = serde_json::json!({"direction": "Right", "max_length": 3,
@@ -229,7 +229,7 @@ fn the_json_of_a_tokenizer_with_missing_ids_is_what_the_crate_writes() {
 
 /// Splitting, normalising and added tokens as in Qwen's files: digits stand alone, `<think>` is found in every text.
 #[test]
-fn a_file_of_qwens_kind_works() {
+fn a_tokenizer_like_qwens_works() {
     let mut json: serde_json::Value = serde_json::from_str(&json(&small())).unwrap();
     json["normalizer"] = serde_json::json!({"type": "NFC"});
     let pattern = [
@@ -256,7 +256,7 @@ fn a_file_of_qwens_kind_works() {
 }
 
 #[test]
-fn the_first_token_of_a_template_is_found() {
+fn the_token_that_a_template_puts_before_a_text_is_found() {
     let ids = |tokenizer: &Tokenizer| (tokenizer.bos_id(), tokenizer.prefix_id().ok());
     let llama = byte_fallback();
     assert_eq!(ids(&llama), (Some(1), Some(1)));
@@ -454,7 +454,7 @@ proptest! {
     }
 
     #[test]
-    fn pieces_are_the_whole_text_and_tokens_have_its_bytes(
+    fn streamed_pieces_join_to_the_text_and_token_bytes_add_up_to_its_length(
         text in any::<String>(),
         likely in "[ athe世👩é\n.]{0,40}",
         ids in prop::collection::vec(prop_oneof![0..300u32, 120..220u32, Just(2), Just(200)], 0..150),

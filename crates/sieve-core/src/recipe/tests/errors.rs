@@ -99,7 +99,7 @@ fn bf16_end_blocks_leave_at_least_one_block_in_fp8() {
 }
 
 #[test]
-fn edges_of_the_rules_are_allowed() {
+fn values_at_the_limits_of_the_rules_are_allowed() {
     for [from, to] in rows("edges") {
         assert!(load_replaced(from, to).is_ok(), "{to}");
     }

@@ -72,6 +72,7 @@ impl Draw {
         (0..num_paths).map(|_| self.path()).collect()
     }
 
+    /// Any kind but MLA, with valid sizes.
     fn attention(&mut self) -> Attention {
         let window = self.between(1, 1 << 27);
         let (stride, blocks, k) = (self.between(1, 99), self.between(1, 9), self.between(2, 65));

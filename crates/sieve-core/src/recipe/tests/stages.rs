@@ -98,7 +98,7 @@ fn a_stage_has_layers_of_its_own() {
 }
 
 #[test]
-fn a_stage_that_cannot_follow_is_refused() {
+fn a_stage_whose_model_the_one_before_cannot_become_is_refused() {
     let refused = |stage: &str, words: &str| refusal(changing(stage, &[]), words);
     refused(
         "kind = \"mha\"",

@@ -421,7 +421,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_token_is_for_an_encrypted_endpoint() {
+    fn the_access_token_is_kept_for_an_https_endpoint_alone() {
         let token = |endpoint: &str| {
             let config = HubConfig {
                 token: Some("secret".to_owned()),

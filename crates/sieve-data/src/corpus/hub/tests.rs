@@ -45,6 +45,7 @@ struct State {
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
 impl Server {
+    /// Starts a server with these files, by their names in the repository.
     fn new(files: &[(&str, Vec<u8>)]) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let endpoint = format!("http://{}", listener.local_addr().unwrap());
@@ -61,6 +62,7 @@ impl Server {
         Self { endpoint, state }
     }
 
+    /// Settings that reach this server, with its files in a folder of `dir`.
     fn config(&self, dir: &Path) -> HubConfig {
         HubConfig {
             endpoint: self.endpoint.clone(),
@@ -451,7 +453,7 @@ fn a_server_does_not_choose_where_a_file_is_written() {
 }
 
 #[test]
-fn the_token_goes_nowhere_over_plain_http_and_not_along_a_redirect() {
+fn an_access_token_is_not_sent_over_plain_http_or_along_a_redirect() {
     let (server, other, dir) = (server(), server(), tempfile::tempdir().unwrap());
     let config = HubConfig { token: Some("hf_secret".to_owned()), ..server.config(dir.path()) };
     let mut corpus = corpus("hf://datasets/me/texts/two");

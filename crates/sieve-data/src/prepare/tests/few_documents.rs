@@ -66,7 +66,7 @@ fn documents_before_the_cut_are_trained_on_and_those_behind_it_held_out() {
 }
 
 #[test]
-fn each_corpus_of_a_mixture_is_cut_where_none_has_a_document_to_spare() {
+fn each_corpus_of_one_document_in_a_mixture_is_cut() {
     let few = Few::new();
     let corpora = [("a.txt", "0123456789"), ("b.txt", "abcdefghij")];
     let corpora = corpora.map(|(name, text)| few.corpus(name, text));

@@ -79,7 +79,7 @@ fn labels_of_prompts_are_ignored_in_packed_rows_as_counted_by_hand() {
 }
 
 #[test]
-fn equal_answers_to_other_prompts_are_other_documents() {
+fn equal_texts_after_different_prompts_are_no_duplicates() {
     let place = Prompted::new(&[("1", "7"), ("2", "7"), ("1", "7"), ("3", "8")]);
     let config = CorpusConfig { deduplicate: true, order: FileOrder::Sorted, ..place.config("a.jsonl") };
     let prepared = place.prepare(config, 0.3).unwrap();

@@ -17,6 +17,8 @@ struct Mixture {
 }
 
 impl Mixture {
+    /// Two folders of three files each: 60 lines of which 20 repeat earlier ones, a line that all files share, an
+    /// invalid one and a blank one.
     fn new() -> Self {
         let dir = quick_dir();
         for folder in ["a", "b"] {
