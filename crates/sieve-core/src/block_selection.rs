@@ -42,12 +42,13 @@ pub enum BlockScores {
         /// Fewest and most blocks that a row keeps.
         blocks: [usize; 2],
     },
-    /// Log-sum-exps of dense probe rows. Each probe chooses blocks, and a tile of queries keeps the best by the mean
-    /// over its probes.
+    /// MOMO: the log-sum-exp of a block's logits in dense probe rows. Each probe row chooses blocks, and a tile of
+    /// queries keeps the best of these by the mean over its probes.
     Probes {
         /// Distance between two probe rows.
         gamma: usize,
-        /// Number of blocks that a probe chooses, and how many of these are exactly its best.
+        /// Most blocks that a probe chooses, and how many of these are exactly its best; an estimate chooses the
+        /// others.
         chosen: [usize; 2],
     },
     /// The attention that each key received, in blocks of one key; [`HeavyKeys`] keeps the keys that received most.

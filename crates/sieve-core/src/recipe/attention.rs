@@ -41,7 +41,7 @@ impl AttentionSection {
         std::iter::once(self.own).chain(self.others.values().copied())
     }
 
-    /// What `name` in `model.layer_types` stands for; `None` if for nothing.
+    /// What `name` in `model.layer_types` stands for; `None` if no layer has this name.
     pub(super) fn layer_named(&self, name: &str) -> Option<LayerName> {
         match name {
             OWN_LAYER => return Some(LayerName::Own),

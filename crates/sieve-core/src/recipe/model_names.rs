@@ -48,7 +48,7 @@ impl Recipe {
         ModelShape { rope_theta: alone.model.rope_theta, attention: alone.attention.own, layers, ..of.clone() }
     }
 
-    /// As [`shape_at`](Self::shape_at), of every stage.
+    /// The model of each stage, in a run whose model is `of`.
     pub fn shapes_of_stages(&self, of: &ModelShape) -> Vec<ModelShape> {
         self.stages().iter().map(|stage| self.shape_at(stage, of)).collect()
     }

@@ -208,8 +208,8 @@ pub fn steps_for_text(num_tokens: f64, tokens_per_step: usize, steps: usize) -> 
     (fit >= LEAST_STEPS.min(steps)).then_some(fit)
 }
 
-/// As [`steps_for_text`], for a model whose weights are trained already: such a run may have any number of steps, 1 at
-/// least.
+/// `steps`, or fewer if those would read a text of `num_tokens` more than 16 times, but at least 1: for a model whose
+/// weights are trained already.
 pub fn fine_tuning_steps(num_tokens: f64, tokens_per_step: usize, steps: usize) -> usize {
     steps.min(most_steps(num_tokens, tokens_per_step).max(1))
 }
@@ -356,7 +356,7 @@ mod tests {
                 let recipe_of = recipe.clone();
                 assert_eq!(read, Ok(recipe), "{} {kind:?}\n{text}", size.name);
                 assert!(text.lines().all(|line| line.chars().count() <= 120), "{text}");
-                // The short form is the same recipe.
+                // The short template loads as the same recipe.
                 let short = recipe_of.to_short_template().expect("writable");
                 assert_eq!(Recipe::load(&short, "short", &[]).as_ref(), Ok(&recipe_of), "{short}");
                 assert!(

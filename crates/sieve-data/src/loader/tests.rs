@@ -324,6 +324,7 @@ fn a_sample_of_the_rows_is_spread_evenly() {
     let (_dir, shard) = shard(&lengths);
     let loader = Loader::new(shard, config(10, Order::Sequential, Packing::Concatenated)).unwrap();
     let all = loader.samples_per_epoch();
+    // 1110 tokens in rows of 10.
     assert_eq!(all, 111);
     let most = u64::MAX;
     for (num_tokens, count) in [(0, 1), (1, 1), (10, 1), (11, 2), (500, 50), (1110, 111), (most, 111)] {

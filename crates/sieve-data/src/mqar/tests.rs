@@ -215,7 +215,7 @@ fn a_sequential_mixture_holds_every_sample_once() {
     documents.dedup();
     documents.retain(|&document| document != PAD_DOCUMENT);
     assert_eq!(documents, (0..22).collect::<Vec<_>>());
-    // Each sample is its own segment: positions restart, and nothing crosses.
+    // Each sample is a document of its own: its positions begin at 0, and no query sees another sample.
     let third = mixture.batch(2, 1, 9);
     let starts = [[0; 64], [64; 64], [128; 64], [128; 64]].concat();
     assert_eq!(third.doc_start[..256], starts);

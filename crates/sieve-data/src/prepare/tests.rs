@@ -137,6 +137,7 @@ fn every_document_lands_in_one_split_ended_by_eos_with_its_size() {
     assert_eq!([meta.train.num_tokens, meta.validation.num_tokens], stored);
     assert_eq!(meta.report.num_documents, 200);
     let num_held_out = validation.num_documents();
+    // Of 200 documents a hash holds out about a fifth.
     assert!((20..60).contains(&num_held_out), "{num_held_out}");
     assert_eq!(Prepared::open(&place.out()).unwrap().meta, prepared.meta);
 }
@@ -385,6 +386,7 @@ fn killed_at_any_moment_it_leaves_nothing_half_valid() {
             std::thread::sleep(Duration::from_millis(1));
         }
         if moment % 2 == 0 {
+            // Moments that are spread over 20 ms, by a prime.
             std::thread::sleep(Duration::from_micros(moment * 7_919 % 20_000));
         } else {
             // Waits for the time between the first and the last rename, which is too short to be hit by chance.

@@ -104,7 +104,7 @@ fn sizes_of_a_kind_follow_from_the_row_and_the_model() {
         ];
         let own = own.iter().map(String::as_str).chain(more.iter().copied()).collect::<Vec<_>>();
         let recipe = load_with(&dense, &own).unwrap_or_else(|error| panic!("{own:?}: {error}"));
-        // The text of a recipe of that kind alone says the same.
+        // A text that itself has this kind gives the same attention as the override.
         if more.is_empty() {
             let written = dense.replacen("kind = \"mha\"", &format!("kind = {kind:?}"), 1);
             let written = written.replacen("num_key_value_heads = 2\n", "", 1);

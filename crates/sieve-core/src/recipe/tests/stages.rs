@@ -76,7 +76,7 @@ fn a_stage_has_layers_of_its_own() {
     let [near, msa, _] = kinds(&dense_end, 0);
     assert_eq!((near, msa.kind().name()), (Attention::swa(9), "msa"));
     assert_eq!(kinds(&dense_end, 1), [near, Attention::DENSE, Attention::DENSE]);
-    // The stage's recipe holds, alone too.
+    // The recipe of the stage alone is valid too.
     let alone = dense_end.at_stage(&dense_end.stages()[1]);
     assert_eq!(alone.validate().map_err(|error| error.to_string()), Ok(()));
     for written in [dense_end.to_toml().expect("TOML"), dense_end.to_template().expect("writable")] {

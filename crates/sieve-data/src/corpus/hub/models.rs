@@ -189,7 +189,7 @@ impl Fetch<'_> {
         self.files.iter().find(|file| file.name == path)
     }
 
-    /// Path of a file on this disk. [`find`](Self::find) knows names alone that are harmless.
+    /// Path of a file on this disk. Its name is a known one or one that [`is_plain`] accepts, so it leads nowhere else.
     fn path(&self, file: &RemoteFile) -> PathBuf {
         self.dir.join(file.name.rsplit('/').next().unwrap_or_default())
     }

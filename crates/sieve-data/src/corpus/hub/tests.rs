@@ -672,6 +672,7 @@ fn models_that_cannot_be_fetched_are_refused_in_a_sentence() {
     ] {
         refusal(fetched(wrong, server.config(dir.path())), "names no model of the hub | hf://OWNER/NAME");
     }
+    // Three files of 2^60 bytes each.
     server.set(|state| state.listed_bytes = Some(1 << 60));
     let error =
         refusal(fetched("hf://some/model", server.config(dir.path())), "takes 3221225472.00 GiB more, and | HF_HOME");

@@ -243,6 +243,7 @@ fn prepare_a_part() {
         };
         assert!(num_calls.replace(num_calls.get() + 1) > 0 || num_files_done == start);
         num_inside.set(num_inside.get() + u32::from(stop == Ok(num_files_done)));
+        // By the fourth call inside the file a part of it has been read.
         if num_inside.get() == 4 {
             fs::write(dir.join(REACHED), "").unwrap();
             std::thread::sleep(Duration::from_secs(60));
