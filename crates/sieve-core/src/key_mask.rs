@@ -467,8 +467,8 @@ fn require(fits: bool, array: &'static str, problem: impl FnOnce() -> String) ->
     }
 }
 
-/// Checks that `order` is empty, or has `len` entries for each head, for one of the numbers of heads in `heads`; and
-/// that no head has an index of `len` or more, or one twice.
+/// Checks that `order` is empty, or has a permutation of `0..len` for each head, with one of the numbers of heads in
+/// `heads`.
 fn check_orders(array: &'static str, order: &[i32], len: usize, heads: &[usize]) -> Result<(), MaskError> {
     let fits = order.is_empty() || heads.iter().any(|heads| order.len() == heads * len);
     require(fits, array, || format!("{} entries for {heads:?} heads of {len}", order.len()))?;

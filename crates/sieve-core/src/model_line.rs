@@ -90,8 +90,8 @@ pub fn model_line(recipe: &Recipe, shape: &ModelShape, numbers: NumberFormat, we
     line.replace(char::is_control, " ")
 }
 
-/// Attention's kind with its form and sizes, the layers of other kinds, and the density of full rows in each stage:
-/// the share of the (query, key) pairs of dense causal attention that the kind's layers read where a row holds one
+/// Attention's kind with its form and sizes, the layers of other kinds, and the density of full rows in each stage. The
+/// density is the share of dense causal attention's (query, key) pairs that the kind's layers read in a row of one
 /// document ([`Attention::densities`](crate::Attention::densities)).
 pub fn attention_words(recipe: &Recipe, shape: &ModelShape) -> String {
     let attention = recipe.attention.own;

@@ -199,8 +199,8 @@ impl Corpus {
         file.num_bytes.saturating_mul(if is_packed { USUAL_PACKING } else { 1 })
     }
 
-    /// An estimate of the bytes of text and prompts: of JSONL and Parquet files, whose other columns do not count, from
-    /// the first rows of the first `FILES_LOOKED_INTO` files.
+    /// An estimate of the bytes of text and prompts. Other columns of JSONL and Parquet files do not count: their share
+    /// is measured in the first rows of the first `FILES_LOOKED_INTO` files.
     pub fn text_bytes(&self) -> u64 {
         let (texts, tables): (Vec<_>, Vec<_>) =
             self.files.iter().partition(|file| self.config.format.of(&file.path) == Format::Text);

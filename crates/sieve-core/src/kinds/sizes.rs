@@ -60,7 +60,7 @@ impl HeadWidths {
 
 /// Sizes of GPU buffers that follow from the kernels' tilings, which sieve-core does not know.
 pub trait KernelSizes {
-    /// Bytes per token of the lists of kept keys of a layer that keeps `kept` keys in rows of `seq_len` tokens.
+    /// Bytes per token of a layer's key lists, if a query keeps `kept` keys in rows of `seq_len` tokens.
     fn key_list_bytes(&self, layer: &ModelShape, seq_len: usize, kept: usize) -> u64;
     /// Whether the forward pass over gathered keys stores the 16 bits of each output that bf16 lacks.
     fn keeps_o_low(&self, layer: &ModelShape, seq_len: usize, o_low: KeepOLow) -> bool;

@@ -120,8 +120,9 @@ impl ModelShape {
         counted.filter(|(attention, count)| *count > 0 || *attention == self.attention).collect()
     }
 
-    /// The layers grouped by attention, each group as the shape of a model with only these layers: for each of the
-    /// [kinds](Self::attentions) its layers, then those of them that share an earlier choice of blocks, if any.
+    /// The layers grouped by attention, each group as the shape of a model with only these layers. Each of the
+    /// [kinds](Self::attentions) has a group of layers that choose for themselves, and one of layers that share an
+    /// earlier layer's choice of blocks; a group without layers is left out.
     pub fn by_kind(&self) -> Vec<Self> {
         let mut groups = Vec::new();
         for (attention, all) in self.attentions() {

@@ -246,8 +246,8 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
     );
 }
 
-/// Checks that the sizes of fp8 GEMMs are multiples of 16: the model's widths, and the number of tokens that a process
-/// computes in a micro-batch, over which the GEMM of a weight's gradient sums.
+/// Checks that the sizes of fp8 GEMMs are multiples of 16: the model's widths, and a process's tokens in a micro-batch,
+/// over which the GEMM of a weight's gradient sums.
 fn check_fp8(training: &TrainingSection, parts: &Parts, rules: &mut Rules<'_>) {
     let degree = parts.parallelism.as_ref().map_or(1, |section| section.context_parallel_degree);
     // The words of the message between the key and the size.

@@ -117,6 +117,7 @@ fn later_slots_are_drawn_from_those_left() {
         assert_eq!(counts[first][first], 0);
     }
     let chi = chi_square(&seen, &expected);
+    // For df = 19 a value above 2.3 has a chance of 0.1 %.
     assert!(chi < 2.3, "{chi}: {counts:?}");
 }
 
@@ -140,6 +141,7 @@ fn keys_values_and_noise_are_uniform() {
         let total = counts.iter().sum::<u64>() as f64;
         let expected = vec![total / counts.len() as f64; counts.len()];
         let chi = chi_square(&counts, &expected);
+        // For df = 48, the smallest here, a value above 1.9 has a chance of 0.02 %.
         assert!(chi < 1.9, "{chi}: {counts:?}");
     }
 }

@@ -255,8 +255,8 @@ impl Plan<'_> {
         Ok(meta)
     }
 
-    /// The contents of `meta.json` but `is_cut` and `train_bytes`, which `run` sets: they tell of corpora that are too
-    /// short to hold whole documents out of, so that a document is cut.
+    /// The contents of `meta.json`, but for `is_cut` and `train_bytes`, which [`publish`](Self::publish) sets: they
+    /// tell of corpora that are too short to hold whole documents out, so that a document is cut.
     fn meta(
         &self,
         train: Vec<SplitMeta>,

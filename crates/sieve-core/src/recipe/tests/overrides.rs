@@ -226,7 +226,7 @@ fn one_preset_replaces_all_that_departs_from_the_paper() {
     let written = recipe.to_toml().expect("a loaded recipe can be written");
     assert!(!written.contains("preset"), "{written}");
     assert_eq!(Recipe::load(&written, "r.toml", &[]).as_ref(), Ok(&recipe));
-    // In the text, on its own.
+    // A text with the preset, and without the keys that it sets.
     let short = with_attention("kind = \"dma\"\nkeep_window_size = 7\npreset = \"paper\"");
     let recipe = Recipe::load(&short, "r.toml", &[]).unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(recipe.attention.own, published);
