@@ -419,7 +419,7 @@ fn is_byte_token(token: &str) -> bool {
 }
 
 fn encode(tokenizer: &HfTokenizer, text: &str) -> Result<Vec<u32>, DataError> {
-    // encode_fast leaves out the character offsets, which Sieve does not use.
+    // `encode_fast` leaves out the tokens' offsets in the text, which are not needed here.
     let add_special_tokens = false;
     let encoding = tokenizer.encode_fast(text, add_special_tokens);
     encoding.map(|encoding| encoding.get_ids().to_vec()).map_err(|error| encode_error(text, &*error))

@@ -189,7 +189,7 @@ mod tests {
 
     fn of_kind(kind: AttentionKind) -> ModelShape {
         let attention = match kind {
-            // With weights that compress.
+            // The example of NSA lacks the tensors of an MLP that compresses blocks.
             AttentionKind::Nsa => tiny_nsa().attention,
             kind => kind.example(),
         };

@@ -167,7 +167,7 @@ fn mistakes_in_stages_name_the_stage_and_the_line() {
         load_replaced(DMA, "kind = \"mha\"\n[[stage]]\nsteps = 40\nwindow = 8"),
         "stage.1.window: does not go with kind = \"mha\"",
     );
-    // Another kind by --set has no windows of the text's.
+    // An override to another kind leaves out the stages' windows; "swa" has its default, a quarter of 64 tokens.
     for (kind, windows) in [("mha", [None; 2]), ("swa", [Some(16); 2])] {
         let recipe = load(STAGED, &[&format!("attention.kind={kind}")]).expect("one key");
         assert_eq!([0, 1].map(|stage| recipe.stage[stage].window), windows, "{kind}");
@@ -193,7 +193,7 @@ fn an_indexer_warms_up_in_stages_before_the_last() {
         crate::model::mean_active_keys(attention, 1024)
     });
     assert!(keys[0] == 512.5 && keys[1] < 200.0, "{keys:?}");
-    // Another kind by --set has no warm-up of the text's.
+    // An override to another kind leaves out the text's warm-up.
     let warm = plain.replacen("steps = 30", "steps = 30\nindex_warmup = true", 1);
     let warm = warm.replacen("local_batch_size = 5", "local_batch_size = 5\n", 1);
     let text =

@@ -99,6 +99,7 @@ fn write_parquet(path: &Path, chats: Chats) {
     write_column::<ByteArrayType>(&mut group, &vec![text("3"); chats.len()], None, None);
     let turns = chats.iter().flat_map(|chat| chat.iter());
     let repetition = chats.iter().flat_map(|chat| (0..chat.len()).map(|at| i16::from(at > 0))).collect::<Vec<_>>();
+    // The definition level of a value that is not null: four optional or repeated fields lead to it.
     let levels = vec![4; repetition.len()];
     for column in [turns.clone().map(|turn| text(turn.1)).collect::<Vec<_>>(), turns.map(|turn| text(turn.0)).collect()]
     {
