@@ -106,8 +106,8 @@ impl ModelShape {
         self.fits_one_op() && self.rope_scaling.is_none() && self.rope_layers.is_every()
     }
 
-    /// Whether layers with this model's projections and softmax can compute norm, projections and attention as one op,
-    /// which has norms of queries and keys, no biases and no sinks.
+    /// Whether layers can compute norm, projections and attention as one op, which norms queries and keys and takes no
+    /// biases and no sinks.
     pub fn fits_one_op(&self) -> bool {
         self.qk_norm && !self.qkv_bias && !self.attention_sinks
     }

@@ -131,7 +131,7 @@ impl Corpus {
         }
     }
 
-    /// Refuses a name other than "text" for the column of the text where all files are plain text.
+    /// Refuses a text column with a name other than "text" if all files are plain text, which has no columns.
     ///
     /// # Errors
     /// Such a name.

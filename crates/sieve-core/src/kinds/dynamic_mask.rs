@@ -98,7 +98,7 @@ impl DmaWindow {
 }
 
 impl From<usize> for DmaWindow {
-    /// A DMA window without keys kept for their recency alone.
+    /// A DMA window without a local window: all keys are kept for their rank.
     fn from(keep_window_size: usize) -> Self {
         Self { keep_window_size, local_window_size: 0 }
     }

@@ -67,7 +67,7 @@ pub trait KernelSizes {
     /// Bytes of the partial dk and dv where thread blocks share a tile of keys, in `num_rows` rows of `seq_len` tokens
     /// with `window` keys a query. Queries and keys are `rope_width` wider than values.
     fn key_part_bytes(&self, layer: &ModelShape, rope_width: usize, rows: [usize; 2], window: usize) -> u64;
-    /// Queries of a row whose f32 sums of dq exist at a time in a pass over gathered keys.
+    /// Number of queries of a row whose f32 sums of dq are in memory at a time, in a pass over gathered keys.
     fn dq_sum_queries(&self, seq_len: usize) -> u64;
     /// Bytes of the partial dq, one for each block that a query chose, that exist at a time.
     fn choice_part_bytes(&self) -> u64;

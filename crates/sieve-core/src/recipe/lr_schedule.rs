@@ -49,8 +49,8 @@ impl LrSchedulerSection {
         self.factor_of_one(step - after, num_steps, warmup_steps, [decay_steps, end_like])
     }
 
-    /// [`factor`](Self::factor) of one schedule, which begins at step 0. Its decay takes `decay_steps`, and its last
-    /// step has the rate of the last step of a decay over `end_like` steps, which is at least `decay_steps`.
+    /// [`factor`](Self::factor) of one schedule, which begins at step 0. Its decay takes `decay_steps`, and ends at the
+    /// rate at which a decay over `end_like` steps would end; `end_like` is at least `decay_steps`.
     fn factor_of_one(
         &self,
         step: usize,

@@ -401,7 +401,7 @@ mod tests {
         assert_eq!(large.for_text(1_000_000, least).expect("just enough").steps, LEAST_STEPS);
         // The smallest takes any text, with a tokenizer that it can give.
         let page = of(fit(small, 2_000).expect("any"));
-        // 258 tokens of bytes, and a merge for each 64 of the 2000 bytes.
+        // 256 bytes, end of text and padding, and a merge for each 64 of the text's 2000 bytes.
         assert_eq!((page.0, page.1), (LEAST_STEPS, 289));
         for context in [1, 64, 300, 4096, 1 << 20] {
             let recipe = small.with_context(context).recipe(AttentionKind::Nsa, &["x".to_owned()], &[]);

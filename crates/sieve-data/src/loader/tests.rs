@@ -37,7 +37,7 @@ fn plan([first_sample, stride]: [u64; 2], batch: usize, num_batches: Option<u64>
     PrefetchPlan { first_sample, batch, stride, num_batches, depth }
 }
 
-/// One batch of the samples of two, which follow one another.
+/// Joins two batches, the second of which begins where the first ends.
 fn join(mut left: Batch, right: Batch) -> Batch {
     let end = left.first_sample + left.batch as u64;
     assert_eq!((end, left.seq_len), (right.first_sample, right.seq_len));

@@ -133,7 +133,7 @@ impl Plan<'_> {
     }
 
     /// Reads and tokenises one corpus to its end, into split `train_split` or, for `None`, into the validation split;
-    /// text that `held_out` selects always goes into the latter. Returns the hashes of the texts seen.
+    /// text that `held_out` selects always goes into the validation split. Returns the hashes of the texts seen.
     fn read(
         &self,
         corpus: &Corpus,

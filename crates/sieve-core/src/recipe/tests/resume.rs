@@ -75,7 +75,7 @@ fn keys_that_change_no_step_taken_may_change() {
         if let Some(title) = line.strip_prefix("## [") {
             section = title.trim_end_matches(']');
         } else if line.starts_with("### ") {
-            // A table in a section, or the keys of a kind.
+            // The keys of a table inside a section, or of a kind, are not compared.
             section = "";
         }
         let mut columns = line.split(" | ");

@@ -159,7 +159,7 @@ fn text_that_a_cut_holds_out_is_trained_on_nowhere() {
         check(&format!("{fate}, stage"), &[base.clone(), later], &base);
         fates.push(stage(&whole, &one, "one").map(|_| ()));
     }
-    // Nothing may be trained on of a document that is validated on as a whole.
+    // No part of a document that is validated on as a whole may be trained on.
     refusal(fates.remove(0), "a stage would train on text that the run validates on | [validation] paths");
     fates.remove(0).unwrap();
     // The same document occurs twice in one corpus: the cut after 6 bytes of the second holds for the first too.
