@@ -74,7 +74,7 @@ pub struct SlotOrder {
     pub keys: Option<KeyScores>,
     /// Whether queries are sorted, by rising Euclidean norm.
     pub moves_queries: bool,
-    /// Whether every row keeps the block with the first key.
+    /// Whether every query row keeps the block with the first key.
     pub keeps_first: bool,
 }
 

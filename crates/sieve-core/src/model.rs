@@ -59,7 +59,8 @@ pub struct ModelShape {
     pub qk_norm: bool,
     /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
-    /// Whether dense and window layers have a learned logit of each query head in the softmax, whose value is zero.
+    /// Whether dense and window layers have attention sinks: a learned logit for each query head in the softmax, with a
+    /// zero vector as its value.
     pub attention_sinks: bool,
     /// How the rotary frequencies differ from `rope_theta`'s; `None` if they do not.
     pub rope_scaling: Option<RopeScaling>,

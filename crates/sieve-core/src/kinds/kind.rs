@@ -180,8 +180,8 @@ pub trait Kind: std::fmt::Debug {
         0.0
     }
 
-    /// Whether training may be faster than with dense attention in long rows only, so that a plan says from which
-    /// length on it is.
+    /// Whether training may be faster than with dense attention in long rows only; a plan then says from which length
+    /// on.
     fn pays_late(&self) -> bool {
         false
     }
