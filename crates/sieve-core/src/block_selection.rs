@@ -42,19 +42,20 @@ pub enum BlockScores {
         /// Fewest and most blocks that a row keeps.
         blocks: [usize; 2],
     },
-    /// Log-sum-exps of dense probe rows. Each probe chooses blocks, and a tile of queries keeps the best by the mean
-    /// over its probes.
+    /// MOMO: the log-sum-exp of a block's logits in dense probe rows. Each probe row chooses blocks, and a tile of
+    /// queries keeps the best of these by the mean over its probes.
     Probes {
         /// Distance between two probe rows.
         gamma: usize,
-        /// Number of blocks that a probe chooses, and how many of these are exactly its best.
+        /// Most blocks that a probe chooses, and how many of these are exactly its best; an estimate chooses the
+        /// others.
         chosen: [usize; 2],
     },
     /// The attention that each key received, in blocks of one key; [`HeavyKeys`] keeps the keys that received most.
     Logits,
 }
 
-/// The order of the keys inside a segment.
+/// By what keys are sorted inside a segment of a [`SlotOrder`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyScores {
     /// By the attention from this many last queries of the call, the largest first.
@@ -63,8 +64,8 @@ pub enum KeyScores {
     Length,
 }
 
-/// How tokens are permuted before they are divided into blocks, if at all. A row always keeps the blocks of its own
-/// segment; the blocks of earlier segments compete.
+/// How tokens are permuted before they are divided into blocks, if at all. A query row always keeps the blocks of its
+/// own segment; the blocks of earlier segments compete by their scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotOrder {
     /// Tokens of a segment, a multiple of the block. Tokens move only inside their segment.
@@ -73,7 +74,7 @@ pub struct SlotOrder {
     pub keys: Option<KeyScores>,
     /// Whether queries are sorted, by rising Euclidean norm.
     pub moves_queries: bool,
-    /// Whether every row keeps the block with the first key.
+    /// Whether every query row keeps the block with the first key.
     pub keeps_first: bool,
 }
 
@@ -375,7 +376,8 @@ mod tests {
         let mut selection = BlockSelection::new(shape, 32, means, KeepBlocks::Top(3));
         (selection.keep.heads_per_list, selection.keep.tile) = (2, 16);
         assert_eq!(selection.blocks(), [3, 4]);
-        // Rows end at 45, 61, 77, 93, 99.
+        // The first query is at position 30. The query tiles' last rows are at positions 45, 61, 77, 93 and 99, and key
+        // tiles have 16 keys.
         assert_eq!(selection.admissible_tiles(), 3 + 4 + 5 + 6 + 7);
         let places = selection.layout().places;
         assert_eq!([places.row_ptr.start, places.tile_idx.start], [1, 2 * 5 + 2]);

@@ -41,7 +41,7 @@ impl CallShape {
         1.0 / (self.head_dim as f32).sqrt()
     }
 
-    /// Pairs of a query and a key not after it, of one head.
+    /// Number of (query, key) pairs of one head in which the key is not after the query.
     pub fn causal_pairs(&self) -> u64 {
         let (queries, context) = (self.num_queries as u64, self.context() as u64);
         queries * context + queries * (queries + 1) / 2

@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn o_low_is_kept_in_rows_of_the_mode() {
+    fn each_mode_says_in_which_rows_o_low_is_kept() {
         let kept = |rows: KeepOLow| [1024, 32768, 32769].map(|len| rows.in_row(len));
         assert_eq!(kept(KeepOLow::Never), [false; 3]);
         assert_eq!(kept(KeepOLow::ShortRows), [true, true, false]);

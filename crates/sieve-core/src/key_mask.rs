@@ -90,8 +90,8 @@ pub struct MaskCounts<W> {
 pub struct ChosenKeys<W, O = W> {
     /// The mask.
     pub mask: KeyMask<W>,
-    /// Dense attention of the probe rows by whose scores blocks were chosen, `[1, num_queries, num_heads, head_dim]`;
-    /// other rows are not written. `None` if there are no probes.
+    /// Output of dense attention for the probe rows, the query rows whose scores chose the blocks, `[1, num_queries,
+    /// num_heads, head_dim]`; other rows are not written. `None` if there are no probes.
     pub probe_o: Option<O>,
 }
 
@@ -459,7 +459,7 @@ fn tile_order(tiles: Tiles, row_ptr: &[i32], col_ptr: &[i32]) -> Vec<i32> {
     all
 }
 
-/// The error that `array` breaks a rule, unless it fits.
+/// Unless `fits`, the error that `array` breaks the rule that `problem` tells.
 fn require(fits: bool, array: &'static str, problem: impl FnOnce() -> String) -> Result<(), MaskError> {
     match fits {
         true => Ok(()),
@@ -467,7 +467,8 @@ fn require(fits: bool, array: &'static str, problem: impl FnOnce() -> String) ->
     }
 }
 
-/// Checks that `order` is empty, or holds no index twice in each chunk of `len`, for one of the numbers of heads.
+/// Checks that `order` is empty, or has a permutation of `0..len` for each head, with one of the numbers of heads in
+/// `heads`.
 fn check_orders(array: &'static str, order: &[i32], len: usize, heads: &[usize]) -> Result<(), MaskError> {
     let fits = order.is_empty() || heads.iter().any(|heads| order.len() == heads * len);
     require(fits, array, || format!("{} entries for {heads:?} heads of {len}", order.len()))?;
@@ -490,6 +491,7 @@ mod tests {
 
     const SHAPE: CallShape = CallShape::new([5, 7], [4, 2], 8);
 
+    /// A mask of two lists, one for each KV head, with two query tiles each; one row is unsorted and has a tile twice.
     fn mask() -> KeyMask {
         let rows: [&[i32]; 4] = [&[2], &[3, 1, 0, 1], &[1, 2], &[3]];
         let rows = rows.map(|row| [row.to_vec(), Vec::new()]);
@@ -511,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn single_slots_inside_kept_tiles_go() {
+    fn single_slots_inside_kept_tiles_are_removed() {
         let rows = [[vec![1], vec![6, 2, 0, 0]], [vec![], vec![]]];
         let one = CallShape { num_heads: 1, num_kv_heads: 1, ..SHAPE };
         let mask = KeyMask::new(one, Tiles::new(one, 4, 2), 1, rows);
@@ -530,8 +532,9 @@ mod tests {
     }
 
     #[test]
-    fn no_index_leaves_its_array_and_no_key_counts_twice() {
+    fn indices_outside_their_array_and_repeated_keys_are_refused() {
         type Change = fn(&mut KeyMask);
+        // Words 10 to 16 are `tile_idx`: 12 is in the row of (list 0, query tile 1), 16 the last one, of list 1.
         let wrong: [(&str, &str, Change); 9] = [
             ("row_ptr", "does not cut 7 entries into 4 rows", |m| m.words[m.places.row_ptr.start + 4] = 6),
             ("row_ptr", "list 1, query tile 1: not ascending below 4", |m| m.words[16] = 4),

@@ -63,8 +63,8 @@ impl Attention {
         self.as_kind().index_warmup()
     }
 
-    /// The same attention, in which queries read all keys or not while an indexer learns; unchanged for kinds without
-    /// one.
+    /// The same attention with another answer to whether queries read all keys while an indexer learns; unchanged for
+    /// kinds without an indexer.
     pub fn with_index_warmup(&self, warms_up: bool) -> Self {
         let mut changed = *self;
         if let Some(kind) = changed.as_kind_mut() {

@@ -59,7 +59,8 @@ pub struct ModelShape {
     pub qk_norm: bool,
     /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
-    /// Whether dense and window layers have a learned logit of each query head in the softmax, whose value is zero.
+    /// Whether dense and window layers have attention sinks: a learned logit for each query head in the softmax, with a
+    /// zero vector as its value.
     pub attention_sinks: bool,
     /// How the rotary frequencies differ from `rope_theta`'s; `None` if they do not.
     pub rope_scaling: Option<RopeScaling>,
@@ -106,8 +107,8 @@ impl ModelShape {
         self.fits_one_op() && self.rope_scaling.is_none() && self.rope_layers.is_every()
     }
 
-    /// Whether layers with this model's projections and softmax can compute norm, projections and attention as one op,
-    /// which has norms of queries and keys, no biases and no sinks.
+    /// Whether layers can compute norm, projections and attention as one op, which norms queries and keys and takes no
+    /// biases and no sinks.
     pub fn fits_one_op(&self) -> bool {
         self.qk_norm && !self.qkv_bias && !self.attention_sinks
     }

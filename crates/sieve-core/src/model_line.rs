@@ -54,6 +54,7 @@ pub enum NumberFormat {
 }
 
 impl NumberFormat {
+    /// The format, and in how many blocks the recipe trains with fp8 GEMMs.
     fn words(self, recipe: &Recipe) -> String {
         let words = match self {
             Self::F32 | Self::TrainedInF32 => "f32",
@@ -89,8 +90,8 @@ pub fn model_line(recipe: &Recipe, shape: &ModelShape, numbers: NumberFormat, we
     line.replace(char::is_control, " ")
 }
 
-/// Attention's kind with its form and sizes, the layers of other kinds, and the density of full rows in each stage:
-/// the share of the (query, key) pairs of dense causal attention that the kind's layers read where a row holds one
+/// Attention's kind with its form and sizes, the layers of other kinds, and the density of full rows in each stage. The
+/// density is the share of dense causal attention's (query, key) pairs that the kind's layers read in a row of one
 /// document ([`Attention::densities`](crate::Attention::densities)).
 pub fn attention_words(recipe: &Recipe, shape: &ModelShape) -> String {
     let attention = recipe.attention.own;
@@ -141,7 +142,7 @@ fn other_words(other: Attention) -> String {
 /// The longest pattern of layers that is written out.
 const MOST_NAMES: usize = 8;
 
-/// As [`layer_counts`], with the repeated pattern of `model.layer_types`.
+/// The clauses of [`layer_counts`], then the repeated pattern of `model.layer_types`; `None` if all layers are alike.
 fn layer_words(shape: &ModelShape) -> Option<String> {
     let counts = layer_counts(shape).collect::<Vec<_>>().join(", ");
     let period = shape.layers.types().len();

@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_recipes_sizes_have_kernels_and_what_has_none_is_named() {
+    fn published_sizes_have_kernels_and_a_size_without_kernels_is_named() {
         let recipe = NsaBlocks::PUBLISHED;
         for (head_dim, group) in [(64, 1), (128, 2), (128, 16)] {
             assert_eq!(recipe.cuda_gap(head_dim, group), None);

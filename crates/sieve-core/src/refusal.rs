@@ -12,7 +12,7 @@ pub struct Refusal {
 }
 
 impl Refusal {
-    /// A refusal of these words.
+    /// A refusal with these words.
     pub fn new(what: impl Into<String>, hint: impl Into<Cow<'static, str>>) -> Self {
         Self { what: what.into(), hint: hint.into() }
     }

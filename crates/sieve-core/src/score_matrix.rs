@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_matrix_is_refused_above_the_limit_with_what_where_and_a_way_out() {
+    fn a_matrix_above_the_limit_is_refused_with_op_device_and_hint() {
         let largest = ScoreMatrix { batch: 4, num_heads: 16, seq_len: 1024 };
         assert_eq!(largest.num_scores(), MOST_REFERENCE_SCORES);
         assert_eq!(largest.check("mla_attention", "cuda", "no kernel"), Ok(()));

@@ -75,7 +75,7 @@ pub fn shell_word(text: &str) -> String {
     }
     let escaped = |char: char| match char {
         '\'' | '\\' => format!("\\{char}"),
-        // By its bytes, three digits each: a digit behind it is not taken for one of them.
+        // Byte by byte with three octal digits each, so that a digit after them is not read as one of them.
         char if char.is_control() => char.to_string().bytes().map(|byte| format!("\\{byte:03o}")).collect(),
         char => char.to_string(),
     };

@@ -6,7 +6,7 @@ use sieve_core::Recipe;
 use sieve_core::recipe::{AttentionKind, json_schema};
 use sieve_testing::cases;
 
-/// Why `value` does not fit `schema`; the words of draft 7 that the schema uses.
+/// Why `value` does not fit `schema`, judged by the keywords of draft 7 that the schema uses; `None` if it fits.
 fn misfit(schema: &Value, value: &Value, path: &str) -> Option<String> {
     let told = |what: &str| Some(format!("{path}: {what}"));
     if let Some(kinds) = schema["oneOf"].as_array() {
@@ -59,6 +59,7 @@ fn misfit(schema: &Value, value: &Value, path: &str) -> Option<String> {
     })
 }
 
+/// Why a recipe's text does not fit the schema of recipes; `None` if it fits.
 fn misfit_of(text: &str) -> Option<String> {
     let schema: Value = serde_json::from_str(&json_schema()).expect("JSON");
     let table: toml::Table = text.parse().expect("TOML");

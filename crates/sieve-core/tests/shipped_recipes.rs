@@ -40,6 +40,7 @@ const TABLE_4: [Row; 4] = [
     },
 ];
 
+/// The text and the recipe of each file in `recipes/`, by its name without `.toml`.
 fn shipped() -> BTreeMap<String, (String, Recipe)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes");
     let entries = std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
@@ -99,7 +100,7 @@ fn recipes_of_qwen3_s_sizes_have_its_shapes() {
 }
 
 #[test]
-fn most_tokens_are_sparse_before_a_dense_end_of_a_tenth() {
+fn sparse_then_dense_ends_with_a_tenth_of_its_steps_dense() {
     let recipes = shipped();
     let (_, recipe) = &recipes["sparse_then_dense_80m"];
     let stages = recipe.stages();
@@ -264,7 +265,7 @@ fn the_published_form_of_dma_ships_beside_the_one_that_learns_better() {
         assert_eq!(layers(&format!("dma_{size}")).types(), one_in_four, "{size}");
         assert!(layers(&format!("dma_{size}_paper")).types().is_empty());
         assert_eq!(8 * ours.local_window_size, window, "{size}");
-        // At least one KV head forgets over four windows.
+        // The last KV head has the longest period, four times the window.
         let slopes = ours.slopes(3).expect("recency");
         assert_eq!(slopes[2], 1.0 / (4 * window) as f64, "{size}");
     }
@@ -287,7 +288,7 @@ fn recipes_of_one_size_differ_in_their_attention_alone() {
                 // A stage's window is its attention's.
                 .filter(|change| !change.key.ends_with(".window"))
                 .filter(|change| kind != "mla" || change.key != "model.num_key_value_heads")
-                // Ours has dense layers.
+                // The project's form of DMA has dense layers.
                 .filter(|change| kind != "dma" || change.key != "model.layer_types")
                 // MSA's indexer has a warm-up, and its loss no kernel of a fixed order.
                 .filter(|change| kind != "msa" || !change.key.starts_with("stage"))

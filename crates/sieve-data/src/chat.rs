@@ -48,7 +48,8 @@ pub trait ChatFormat: Debug + Send + Sync {
     /// A hash of everything that the texts depend on.
     fn hash(&self) -> u128;
 
-    /// Whether the template itself says where the assistant speaks; else that follows from the beginnings of a chat.
+    /// Whether the template itself says where the assistant speaks; else that follows from what each message adds to
+    /// the text of the messages before it.
     fn marks_answers(&self) -> bool;
 }
 
@@ -125,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_chat_is_refused_in_words() {
+    fn lists_that_are_no_chat_are_refused_with_the_reason() {
         for (json, words) in [
             ("\"text\"", "no list of messages"),
             ("[]", "none of its 0 messages is the assistant's"),

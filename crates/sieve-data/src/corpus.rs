@@ -58,7 +58,7 @@ pub struct Corpus {
     passed_over: PassedOver,
     /// Where remote files come from; `None` before [`connect`](Self::connect).
     hub: Option<Arc<Hub>>,
-    /// What makes texts of messages; `None` before [`with_chats`](Self::with_chats).
+    /// The chat template, which makes texts of messages; `None` before [`with_chats`](Self::with_chats).
     chats: Option<Arc<dyn ChatFormat>>,
 }
 
@@ -96,13 +96,13 @@ impl Corpus {
         Ok(())
     }
 
-    /// Sets what makes texts of messages, which a corpus with [`CorpusConfig::messages_column`] needs.
+    /// Sets the chat template, which a corpus with [`CorpusConfig::messages_column`] needs to make texts of messages.
     #[must_use]
     pub fn with_chats(self, chats: Option<Arc<dyn ChatFormat>>) -> Self {
         Self { chats, ..self }
     }
 
-    /// What makes texts of messages, if documents are chats.
+    /// The chat template, if documents are chats.
     pub(crate) fn chats(&self) -> Option<&dyn ChatFormat> {
         self.chats.as_deref().filter(|_| self.config.messages_column.is_some())
     }
@@ -131,7 +131,7 @@ impl Corpus {
         }
     }
 
-    /// Refuses a name other than "text" for the column of the text where all files are plain text.
+    /// Refuses a text column with a name other than "text" if all files are plain text, which has no columns.
     ///
     /// # Errors
     /// Such a name.
@@ -199,8 +199,8 @@ impl Corpus {
         file.num_bytes.saturating_mul(if is_packed { USUAL_PACKING } else { 1 })
     }
 
-    /// An estimate of the bytes of text and prompts: of JSONL and Parquet files, whose other columns do not count, from
-    /// the first rows of the first `FILES_LOOKED_INTO` files.
+    /// An estimate of the bytes of text and prompts. Other columns of JSONL and Parquet files do not count: their share
+    /// is measured in the first rows of the first `FILES_LOOKED_INTO` files.
     pub fn text_bytes(&self) -> u64 {
         let (texts, tables): (Vec<_>, Vec<_>) =
             self.files.iter().partition(|file| self.config.format.of(&file.path) == Format::Text);

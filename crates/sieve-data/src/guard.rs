@@ -26,7 +26,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_panic_is_nothing_and_what_is_outside_is_not_guarded() {
+    fn a_panic_gives_none_and_only_guarded_calls_expect_one() {
         assert_eq!(guarded(|| (expects_panic(), 7)), Some((true, 7)));
         assert_eq!(guarded(|| -> u32 { panic!("damaged") }), None);
         assert_eq!(guarded(|| guarded(|| ()).is_some() && expects_panic()), Some(true));

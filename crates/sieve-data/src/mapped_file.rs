@@ -19,6 +19,7 @@ pub(crate) struct MappedFile {
 }
 
 impl MappedFile {
+    /// Maps a file; refuses what is no file.
     pub(crate) fn open(path: &Path) -> Result<Self, DataError> {
         let file = File::open(path).map_err(DataError::io("open", path))?;
         let metadata = file.metadata().map_err(DataError::io("read", path))?;

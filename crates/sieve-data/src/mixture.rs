@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_that_are_none_are_refused() {
+    fn invalid_weights_are_refused() {
         for weights in [vec![], vec![1.0, 0.0], vec![-1.0], vec![f64::NAN], vec![f64::INFINITY]] {
             let error = Schedule::new(&weights).unwrap_err().to_string();
             assert!(error.starts_with("weights: "), "{error}");

@@ -20,6 +20,7 @@ impl Permutation {
     pub(crate) fn new(len: u64, seed: u64, epoch: u64) -> Self {
         let bits = u64::BITS - len.saturating_sub(1).leading_zeros();
         let mut state = mix(seed ^ mix(epoch ^ mix(len)));
+        // The numbers of SplitMix64: its increment, then its finalizer.
         let round_keys = std::array::from_fn(|_| {
             state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
             mix(state)
@@ -83,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_lengths_stay_inside() {
+    fn permutations_of_the_largest_lengths_stay_inside() {
         for len in [u64::from(u32::MAX), u64::MAX / 2, u64::MAX] {
             let permutation = Permutation::new(len, 5, 0);
             for index in [0, 1, len / 2, len - 1] {
@@ -106,7 +107,7 @@ mod tests {
 
     // 3 elements have 6 orders, and each order should occur.
     #[test]
-    fn every_order_of_three_is_met() {
+    fn every_order_of_three_elements_occurs_equally_often() {
         let mut orders = std::collections::HashMap::new();
         for epoch in 0..6_000 {
             let permutation = Permutation::new(3, 2, epoch);

@@ -156,7 +156,8 @@ fn fingerprint(corpora: &[Corpus], tokenizer: &Tokenizer, config: &PrepareConfig
                 // An earlier version did not hold text out of every corpus; its data must not count as the same.
                 hash.update(b"of each");
             }
-            // A text that is added to keeps held out what `base`, its earlier preparation, held out.
+            // The text of a stage is not trained on beyond the cuts of the run's data (`base`): of each cut document,
+            // its hash and how many of its bytes may be trained on.
             for (document, max_bytes) in config.base.iter().flat_map(|base| &base.meta.train_bytes) {
                 hash.update(document.as_bytes());
                 hash.update(&max_bytes.to_le_bytes());

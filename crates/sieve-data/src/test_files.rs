@@ -65,6 +65,7 @@ pub(crate) fn write_parquet(path: &Path, groups: &[&[Option<&[u8]>]], compressio
         let mut group = writer.next_row_group().unwrap();
         let ids = (0..texts.len() as i64).collect::<Vec<_>>();
         write_column::<Int64Type>(&mut group, &ids, None, None);
+        // `text`; `meta.note` with the same values; `tags`, whose lists are empty.
         for (values, levels, repetition) in [
             (values.clone(), levels.clone(), None),
             (values, levels, None),

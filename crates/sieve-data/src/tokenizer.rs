@@ -55,11 +55,11 @@ pub struct Tokenizer {
     bos_id: Option<u32>,
     /// Name of the end-of-document token, if the user gave one.
     eos_token: Option<String>,
-    /// Share of merges that the file's training left out at random, if it did; here none is.
+    /// The file's BPE dropout, the share of merges that its training left out at random, if not 0; it is off here.
     dropout: Option<f32>,
 }
 
-/// A file is warned of if more ids than one part in so many have no token.
+/// A warning names a file in which more than `1 / MISSING_PARTS` of the ids have no token.
 const MISSING_PARTS: usize = 2;
 
 /// Makes a BPE apply all of its merges. Returns the share that it would have left out at random, if it would have.
@@ -74,8 +74,8 @@ fn switch_dropout_off(model: &mut ModelWrapper) -> Option<f32> {
 }
 
 impl Tokenizer {
-    /// Loads a Hugging Face `tokenizer.json`. State of its training is switched off: truncation would lose text, and
-    /// with BPE dropout, which a warning names, the same text would have other tokens each time.
+    /// Loads a Hugging Face `tokenizer.json`. Settings for its training are switched off: truncation would lose
+    /// text, and with BPE dropout, which a warning names, the same text would have other tokens each time.
     ///
     /// # Errors
     /// A file that cannot be read, or that the `tokenizers` crate does not accept.
@@ -213,9 +213,10 @@ impl Tokenizer {
         encode(&self.marked, text)
     }
 
-    /// The token ids of a chat's text, as [`encode_marked`](Self::encode_marked) makes them of the whole: those outside
-    /// `answers` and those in them, in turn. The bytes of `answers` ascend. A token with a byte of an answer is of the
-    /// answer, as `return_assistant_tokens_mask` of transformers has it. A part may be empty; their number is even.
+    /// The token ids that [`encode_marked`](Self::encode_marked) makes of a chat's text, in parts: those outside
+    /// `answers`, which are ascending ranges of bytes, and those in them, in turn. A token with a byte of an answer is
+    /// of the answer, as `return_assistant_tokens_mask` of transformers has it. A part may be empty, and their number
+    /// is even.
     ///
     /// # Errors
     /// A text that the tokenizer cannot encode.
@@ -226,7 +227,7 @@ impl Tokenizer {
         for (&id, &(start, end)) in encoding.get_ids().iter().zip(encoding.get_offsets()) {
             while answers.next_if(|answer| start >= answer.end).is_some() {}
             let is_answer = answers.peek().is_some_and(|answer| end > answer.start);
-            // The parts at even places are read alone.
+            // Parts with an even index lie outside answers.
             if is_answer == (parts.len() % 2 == 1) {
                 parts.push(Vec::new());
             }
@@ -270,7 +271,7 @@ impl Tokenizer {
     /// The text that `ids` add to `prompt`.
     ///
     /// # Errors
-    /// As [`decode`](Self::decode).
+    /// Ids that the tokenizer cannot decode.
     pub fn decode_behind(&self, prompt: &[u32], ids: &[u32]) -> Result<String, DataError> {
         let mut stream = self.decode_stream(prompt)?;
         let pieces = ids.iter().map(|&id| stream.push(id));
@@ -373,7 +374,7 @@ impl Tokenizer {
     /// The token to put before a text that has no context: [`bos_id`](Self::bos_id), or else the end-of-document token.
     ///
     /// # Errors
-    /// As [`eos_id`](Self::eos_id).
+    /// The template has no such token, and the vocabulary no end-of-document token.
     pub fn prefix_id(&self) -> Result<u32, DataError> {
         self.bos_id.map_or_else(|| self.eos_id(), Ok)
     }
@@ -400,7 +401,7 @@ impl Tokenizer {
 const OWNERS: [(&str, &str); 3] =
     [("gpt-neox-20b", "EleutherAI"), ("gpt2", "openai-community"), ("SmolLM2-135M", "HuggingFaceTB")];
 
-/// The folder of a `tokenizer.json`, as a shell's word, and its model's name on the hub, as far as it is known.
+/// The folder of a `tokenizer.json`, quoted for a shell, and its model's name on the hub, as far as it is known.
 fn home_of(path: &Path) -> (String, String) {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
@@ -418,7 +419,7 @@ fn is_byte_token(token: &str) -> bool {
 }
 
 fn encode(tokenizer: &HfTokenizer, text: &str) -> Result<Vec<u32>, DataError> {
-    // encode_fast leaves out the character offsets, which Sieve does not use.
+    // `encode_fast` leaves out the tokens' offsets in the text, which are not needed here.
     let add_special_tokens = false;
     let encoding = tokenizer.encode_fast(text, add_special_tokens);
     encoding.map(|encoding| encoding.get_ids().to_vec()).map_err(|error| encode_error(text, &*error))

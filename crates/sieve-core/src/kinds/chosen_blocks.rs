@@ -53,8 +53,8 @@ pub(super) fn check_strides(
     }
 }
 
-/// Share of the peak that attention over chosen blocks reaches, choice, lists and parts included: one choice for each
-/// group of heads.
+/// Share of the GPU's peak FLOP/s that attention over chosen blocks reaches, with the time of choosing blocks, making
+/// key lists and joining partial results: with one choice for each group of heads.
 pub(super) const CHOSEN_BY_GROUP: f64 = 0.22;
 /// The same with one choice for each head.
 pub(super) const CHOSEN_BY_HEAD: f64 = 0.14;
@@ -68,7 +68,7 @@ pub(super) struct Chosen {
     pub(super) reads_all: bool,
     /// Name of the kind in recipes.
     pub(super) name: &'static str,
-    /// Share of the peak that attention over chosen blocks reaches.
+    /// Share of the GPU's peak FLOP/s that attention over chosen blocks reaches.
     pub(super) rate: f64,
 }
 
@@ -116,7 +116,7 @@ impl Chosen {
         }
     }
 
-    /// Layers with their own choice come first and have the same ops.
+    /// The ops of a layer; none for one that uses an earlier layer's choice, because that layer has named the same ops.
     pub(super) fn ops(&self, layer: &ModelShape) -> &'static [AttentionOp] {
         if layer.is_shared_layer(0) {
             return &[];
@@ -137,7 +137,7 @@ impl Chosen {
         if self.reads_all { dense_pairs_rate(seq_len) } else { self.rate }
     }
 
-    /// Attended blocks per token, over all choosers.
+    /// Number of blocks chosen for a token, summed over its choices: one for each head, or for each group of heads.
     fn num_choices(&self, layer: &ModelShape) -> u64 {
         let choosers = self.choice.choices_per_token([layer.num_heads, layer.num_kv_heads]);
         (choosers * self.choice.attended().num_selected_blocks) as u64
@@ -161,7 +161,7 @@ impl Chosen {
         let (layer, choice) = (call.layer, self.choice);
         let q = layer.q_width() as u64;
         let (tokens, value_bytes) = (call.tokens(), call.value_bytes);
-        // `repeated`: K and V repeated for each chooser, and f32 sums of their gradients.
+        // `repeated`: K and V repeated for each choice, and f32 sums of their gradients.
         let choosers = choice.choices_per_token([layer.num_heads, layer.num_kv_heads]);
         let kv = (choosers * layer.head_dim) as u64;
         let repeated = match choosers == layer.num_kv_heads {

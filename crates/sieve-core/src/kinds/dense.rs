@@ -95,15 +95,16 @@ impl Kind for Dense {
     }
 }
 
-/// Dense attention over 8192, 16,384 and 32,768 keys on an H200 (docs/benchmarks.md), as a share of the peak.
+/// Dense attention over 8192, 16,384 and 32,768 keys on an H200 (docs/benchmarks.md), as a share of its peak
+/// FLOP/s.
 const DENSE_PAIRS: f64 = 0.6;
 /// In longer rows than this, dense attention reaches [`LONG_DENSE_PAIRS`]: its launches last tens of milliseconds, and
 /// the card's power limits them as it limits GEMMs.
 const LONG_ROW: usize = 32_768;
-/// Dense attention over 131,072 keys, in a step on four H200s (docs/scale.md).
+/// Dense attention over 131,072 keys, in a step on four H200s (docs/scale.md), as a share of the peak FLOP/s.
 const LONG_DENSE_PAIRS: f64 = 0.51;
 
-/// Share of the peak that attention over all earlier keys reaches.
+/// Share of the GPU's peak FLOP/s that attention over all earlier keys reaches.
 pub(super) fn dense_pairs_rate(seq_len: usize) -> f64 {
     match seq_len {
         ..=LONG_ROW => DENSE_PAIRS,
@@ -148,20 +149,21 @@ pub(super) fn output_projection(layer: &ModelShape) -> ParamSpec {
     ParamSpec::gemm(name, name, [layer.d_model, layer.q_width()], Part::Attention)
 }
 
-/// FLOPs of grouped-query attention.
+/// Multiply-adds of grouped-query attention.
 pub(super) fn grouped_flops(layer: &ModelShape) -> LayerFlops {
     let (d_model, q_width, kv_width) = (layer.d_model as f64, layer.q_width() as f64, layer.kv_width() as f64);
     LayerFlops { weights: 2.0 * d_model * (q_width + kv_width), per_pair: 2.0 * q_width, per_scored_key: 0.0 }
 }
 
-/// Keeps q, k and v (before norm and rotation if these are in the same op), the output, and the log-sum-exp.
+/// What grouped-query attention keeps for its backward pass: q, k and v (before norm and rotation if these are in the
+/// same op), the output, and the log-sum-exp.
 pub(super) fn grouped_activations(layer: &ModelShape) -> Activations {
     let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
     Activations { values: q + 2 * kv + q, bytes: F32 * layer.num_heads as u64 }
 }
 
-/// The class of a model whose layers are dense or have one sliding window, with its keys. No class with residual scales
-/// is one of grouped-query attention.
+/// The `transformers` class of a model whose layers are dense or have one sliding window, with its keys of
+/// `config.json`. No such class has residual scales.
 pub(super) fn grouped_stock(model: &ModelShape) -> Result<Stock, Option<&'static str>> {
     if model.attention_sinks {
         return Err(Some("no class of grouped-query attention has sinks (model.attention_sinks = true)"));

@@ -98,7 +98,7 @@ impl DmaWindow {
 }
 
 impl From<usize> for DmaWindow {
-    /// A DMA window without keys kept for their recency alone.
+    /// A DMA window without a local window: all keys are kept for their rank.
     fn from(keep_window_size: usize) -> Self {
         Self { keep_window_size, local_window_size: 0 }
     }
@@ -202,7 +202,7 @@ impl Settings for DmaShape {
             recency: named(attention, "recency"),
             local_window_size: number(attention, "local_window_size").and_then(|local| usize::try_from(local).ok()),
         };
-        // Without a window, which is a mistake that is reported, any does.
+        // A missing window is reported elsewhere; any value serves here.
         let form = DmaShape::with_form(window.unwrap_or(1), given);
         let starts_at_0 = attention.get("a_init").is_none_or(|a_init| a_init.as_float() == Some(0.0));
         choice(attention, "recency", form.recency);
@@ -275,7 +275,7 @@ fn former_form(now: DmaShape, given: DmaForm, starts_at_0: bool) -> Option<Forme
     Some(FormerForm { words: format!("attention: before 0.1.0 {words}"), overrides })
 }
 
-/// Share of the peak that attention over gathered keys reaches.
+/// Share of the GPU's peak FLOP/s that attention over gathered keys reaches.
 const GATHERED_PAIRS: f64 = 0.52;
 
 impl Kind for DmaShape {
@@ -377,8 +377,8 @@ impl Kind for DmaShape {
         18.0 * layer.kv_width() as f64
     }
 
-    /// Beside a dense layer's also each key's score z (f32) and expire (i32: the first query that no longer sees the
-    /// key), key lists and `o_low`.
+    /// In addition to a dense layer's: each key's score z (f32) and expire (i32: the first query that no longer sees
+    /// the key), the key lists, and `o_low`, the low 16 bits of the f32 output.
     fn activations(&self, call: &KeptCall<'_>) -> Activations {
         let (layer, seq_len) = (call.layer, call.seq_len);
         let grouped = grouped_activations(layer);
@@ -405,7 +405,8 @@ impl Kind for DmaShape {
         }
         let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
         let rows = call.num_rows as u64 * call.sizes.dq_sum_queries(seq_len);
-        // A free order has lists of its own, and a mark for each key.
+        // If the order of sums is free (`SumOrder::Any`), the backward pass makes key lists of its own, and a mark for
+        // each key.
         let lists = call.sizes.key_list_bytes(layer, seq_len, self.keep_window_size);
         let marks = F32 * layer.num_kv_heads as u64;
         call.row_stats() + times(rows, F32 * q) + times(call.tokens(), 2 * F32 * kv + lists + marks)

@@ -55,8 +55,8 @@ pub trait Kind: std::fmt::Debug {
     /// Sets [`index_warmup`](Self::index_warmup), for kinds with an indexer.
     fn set_index_warmup(&mut self, _warms_up: bool) {}
 
-    /// Whether keys and values are made from a latent, one for each query head. Layers of other kinds have no place
-    /// beside such ones.
+    /// Whether keys and values are made from a latent, one for each query head. A model cannot mix such layers with
+    /// layers of other kinds.
     fn is_latent(&self) -> bool {
         false
     }
@@ -180,14 +180,14 @@ pub trait Kind: std::fmt::Debug {
         0.0
     }
 
-    /// Whether training may be slower than with dense attention up to long rows, so that a plan says from which length
-    /// on the kind pays.
+    /// Whether training may be faster than with dense attention in long rows only; a plan then says from which length
+    /// on.
     fn pays_late(&self) -> bool {
         false
     }
 
-    /// By how much the estimated speeds of ranks that share rows exceeded the measured ones on two H200s, with rows of
-    /// 65,536 and 131,072 tokens (docs/scale.md); `None` if by at most 6 %.
+    /// By how much the estimated speeds of processes that share rows exceeded the measured ones on two H200s, with rows
+    /// of 65,536 and 131,072 tokens (docs/scale.md); `None` if by at most 6 %.
     fn shared_rows_too_fast(&self) -> Option<&'static str> {
         None
     }
@@ -206,13 +206,13 @@ pub trait Kind: std::fmt::Debug {
     /// The KV cache of one layer: bytes that one more token adds while it grows, and bytes at `seq_len` tokens.
     fn cache(&self, layer: &ModelShape, seq_len: usize, value_bytes: u64) -> [u64; 2];
 
-    /// Keys of a window whose cache holds only them for one text, and all tokens in rows of several texts.
+    /// Size of a window if the cache of a single text holds only its keys; a cache of several texts holds all tokens.
     fn cached_window(&self) -> Option<usize> {
         None
     }
 
-    /// Earlier keys that a query may see, where attention over a longer row serves context parallelism; `None` where it
-    /// may see all, and heads are exchanged.
+    /// The earlier keys that a query may see, if context parallelism computes attention over a process's own tokens
+    /// with these keys before them; `None` if a query may see all keys, so that processes exchange heads instead.
     fn halo(&self) -> Option<Halo> {
         None
     }
@@ -225,7 +225,8 @@ pub trait Kind: std::fmt::Debug {
     /// The sizes of the kind as keys of `config.json`, for the exported `modeling_sieve.py`.
     fn config_keys(&self, layer: &ModelShape) -> Value;
 
-    /// The name in `layer_types` of classes of grouped-query attention; `None` for kinds that no such class has.
+    /// The kind's name in `layer_types` of the `transformers` classes of grouped-query attention; `None` for kinds that
+    /// no such class has.
     fn stock_layer_type(&self) -> Option<&'static str> {
         None
     }
@@ -233,7 +234,7 @@ pub trait Kind: std::fmt::Debug {
     /// The class of `transformers` that computes a model of this kind in its layers, and its keys of `config.json`.
     ///
     /// # Errors
-    /// No such class; why the class of the kind does not compute this model, where there is one.
+    /// `None` without such a class; else why the kind's class does not compute this model.
     fn stock(&self, _model: &ModelShape) -> Result<Stock, Option<&'static str>> {
         Err(None)
     }
@@ -248,8 +249,8 @@ pub struct BlockPairs {
     pub pooled: NsaBlocks,
     /// Keys of a window beside the blocks; 0 without one.
     pub window_size: usize,
-    /// Halves of a pair that a pooled key counts: 2 with a value, 1 with a score alone, 0 where an indexer has its own
-    /// scores, which are counted apart.
+    /// How much a pooled key counts, in halves of a (query, key) pair: 2 with a value, 1 with a score alone, 0 where an
+    /// indexer has its own scores, which are counted apart.
     pub halves_of_pooled: u32,
 }
 
@@ -279,5 +280,5 @@ pub enum StockClass {
 /// The name of a dense layer in `layer_types` of `transformers`.
 pub const FULL_ATTENTION: &str = "full_attention";
 
-/// The same of a layer with a sliding window.
+/// The name of a layer with a sliding window in `layer_types` of `transformers`.
 pub const SLIDING_ATTENTION: &str = "sliding_attention";

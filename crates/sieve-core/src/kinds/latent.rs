@@ -113,7 +113,7 @@ impl Settings for MlaShape {
 /// Epsilon of the latent's norm in `transformers`, whatever `rms_norm_eps` says.
 pub const DEEPSEEK_LATENT_EPS: f64 = 1e-6;
 
-/// Share of the peak that latent attention reaches, keys wider than values.
+/// Share of the GPU's peak FLOP/s that latent attention reaches, where keys are wider than values.
 const LATENT_PAIRS: f64 = 0.6;
 
 impl Kind for MlaShape {
@@ -210,7 +210,8 @@ impl Kind for MlaShape {
         Activations { values: (rank + rope) + rank + before_norms + (2 * queries + q) + q, bytes: F32 * heads }
     }
 
-    /// Heads are wider. The gradients of the parts before packing exist only after the packed gradient is freed.
+    /// Queries and keys are wider than values by the rotated part. The gradients of q, k and v before packing exist
+    /// only after the packed gradient is freed.
     fn packed_width(&self, layer: &ModelShape) -> u64 {
         (3 * layer.q_width() + 2 * layer.num_heads * self.qk_rope_head_dim) as u64
     }

@@ -175,7 +175,8 @@ pub(crate) fn kind_of_layer_type(name: &str) -> Option<AttentionKind> {
     }
 }
 
-/// The name of a table `[attention.NAME]` as it is kept: a kind's own name for the names of `transformers`.
+/// The name by which a table `[attention.NAME]` is stored: `swa` for `sliding_attention`, `mha` for `full_attention`,
+/// else NAME.
 pub(crate) fn table_name(name: &str) -> &str {
     kind_of_layer_type(name).map_or(name, |kind| kind.name())
 }

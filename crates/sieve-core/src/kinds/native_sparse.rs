@@ -159,8 +159,8 @@ impl Settings for NsaShape {
     }
 }
 
-/// Share of the peak that the three branches reach, including the choice of blocks, lists, and joining the parts of o
-/// and dq.
+/// Share of the GPU's peak FLOP/s that the three branches reach, with the time of choosing blocks, making key lists and
+/// joining partial o and dq.
 const BLOCK_PAIRS: f64 = 0.3;
 
 impl Kind for NsaShape {

@@ -5,7 +5,7 @@
 pub enum Part {
     /// The embedding.
     Embedding,
-    /// An output projection of its own.
+    /// The output projection, if it is not tied to the embedding.
     Output,
     /// Projections of queries, keys, values and attention output, with their biases.
     Attention,
@@ -57,7 +57,8 @@ impl ParamSpec {
         Self { ours: ours.to_owned(), theirs, dims: dims.to_vec(), part, rows: Rows::Gemm }
     }
 
-    /// The weight of projections that are packed here: their names in `transformers` with their rows, and the columns.
+    /// The weight of projections that are packed into one here: `theirs` has the name and the rows of each in
+    /// `transformers`.
     pub fn packed(ours: &str, theirs: &[(&str, usize)], columns: usize, part: Part) -> Self {
         let rows = theirs.iter().map(|(_, rows)| rows).sum();
         let theirs = theirs.iter().map(|(name, rows)| ((*name).to_owned(), *rows)).collect();

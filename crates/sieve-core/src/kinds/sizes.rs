@@ -60,16 +60,16 @@ impl HeadWidths {
 
 /// Sizes of GPU buffers that follow from the kernels' tilings, which sieve-core does not know.
 pub trait KernelSizes {
-    /// Bytes per token of the lists of kept keys of a layer that keeps `kept` keys in rows of `seq_len` tokens.
+    /// Bytes per token of a layer's key lists, if a query keeps `kept` keys in rows of `seq_len` tokens.
     fn key_list_bytes(&self, layer: &ModelShape, seq_len: usize, kept: usize) -> u64;
     /// Whether the forward pass over gathered keys stores the 16 bits of each output that bf16 lacks.
     fn keeps_o_low(&self, layer: &ModelShape, seq_len: usize, o_low: KeepOLow) -> bool;
-    /// Bytes of the parts of dk and dv where thread blocks share a tile of keys, in `num_rows` rows of `seq_len` tokens
+    /// Bytes of the partial dk and dv where thread blocks share a tile of keys, in `num_rows` rows of `seq_len` tokens
     /// with `window` keys a query. Queries and keys are `rope_width` wider than values.
     fn key_part_bytes(&self, layer: &ModelShape, rope_width: usize, rows: [usize; 2], window: usize) -> u64;
-    /// Queries of a row whose f32 sums of dq exist at a time in a pass over gathered keys.
+    /// Number of queries of a row whose f32 sums of dq are in memory at a time, in a pass over gathered keys.
     fn dq_sum_queries(&self, seq_len: usize) -> u64;
-    /// Bytes of the parts of dq over chosen blocks that exist at a time.
+    /// Bytes of the partial dq, one for each block that a query chose, that exist at a time.
     fn choice_part_bytes(&self) -> u64;
     /// Queries that share a list of keys.
     fn queries_of_list(&self) -> u64;
@@ -120,12 +120,12 @@ impl BackwardCall<'_> {
         (self.num_rows * self.seq_len) as u64
     }
 
-    /// Two f32 numbers a query and head: log-sum-exp and `sum(o do)`.
+    /// Bytes of two f32 numbers for each query and head: log-sum-exp and `sum(o do)`.
     pub(super) fn row_stats(&self) -> u64 {
         times(self.tokens(), 2 * F32 * self.layer.num_heads as u64)
     }
 
-    /// Buffers of a pass over the last `window` keys: f32 sums of dq, and parts of dk and dv. Queries and keys are
+    /// Bytes for a pass over the last `window` keys: f32 sums of dq, and partial dk and dv. Queries and keys are
     /// `rope_width` wider than values.
     pub(super) fn of_neighbours(&self, rope_width: usize, window: usize) -> u64 {
         let layer = self.layer;
@@ -134,7 +134,8 @@ impl BackwardCall<'_> {
         self.row_stats() + times(self.tokens(), F32 * queries) + parts
     }
 
-    /// dq of each block that a query chose, and lists of these choices.
+    /// Bytes of a partial dq for each block that a query chose, and of lists of these choices, for as many queries as
+    /// the kernels take at a time, at least one in each row of the batch.
     pub(super) fn choice_parts(&self, num_blocks: usize, num_choices: u64) -> u64 {
         let q = self.layer.q_width() as u64;
         let a_query = num_blocks as u64 * self.value_bytes * q + 2 * F32 * num_choices;
@@ -142,25 +143,27 @@ impl BackwardCall<'_> {
     }
 }
 
-/// Keys before a rank's own tokens that its queries may see.
+/// The keys before a process's own part of a row that its queries may see, under context parallelism.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Halo {
     /// Number of earlier keys.
     pub reach: usize,
-    /// Whether every earlier rank sends some, since kept keys may lie anywhere; else the ranks within the reach do.
+    /// Whether every earlier process sends some, since kept keys may lie anywhere; else only those within the reach do.
     pub from_all: bool,
 }
 
-/// Values per token that one layer exchanges before its attention when heads are exchanged.
+/// Values per token that the processes (ranks) that share a row exchange before a layer's attention, so that each has
+/// the whole row for some of the heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exchanged {
-    /// Values that are divided among the ranks by heads.
+    /// Values that are divided among the processes by heads.
     pub split: u64,
-    /// Values that go to every rank.
+    /// Values that go to every process.
     pub shared: u64,
-    /// Values of the output for whole rows of some heads that are kept beside the activations of a rank's own tokens.
+    /// Values of attention's output, for the whole row of a process's heads, that are kept in addition to the
+    /// activations of its own tokens.
     pub kept_outputs: u64,
-    /// Of `shared`, the values that are counted with the rank's own tokens already.
+    /// Values of `shared` that the activations of a process's own tokens count already.
     pub kept_shared: u64,
 }
 

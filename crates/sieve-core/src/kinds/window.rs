@@ -32,7 +32,7 @@ impl Settings for SwaShape {
     }
 }
 
-/// Share of the peak that attention with a sliding window reaches.
+/// Share of the GPU's peak FLOP/s that attention with a sliding window reaches.
 const WINDOW_PAIRS: f64 = 0.62;
 
 impl Kind for SwaShape {

@@ -7,14 +7,14 @@ use std::collections::BTreeMap;
 /// What becomes of each tensor of a model, when its weights begin a model with other attention in some layers.
 ///
 /// A tensor with the same name and sizes is kept, any other is dropped. A new tensor has the value that it has in a new
-/// model. So the function stays where both kinds read all keys: dense attention, a window as long as the row, chosen
-/// blocks that hold it, DMA with `a_init = 0`, `recency = "none"` and a window as long as the row. Sinks that are new
-/// or dropped change it: only a logit of minus infinity would not, and it has no gradient.
+/// model. So the model computes the same where both kinds read all keys: dense attention, a window as long as the row,
+/// chosen blocks that hold it, DMA with `a_init = 0`, `recency = "none"` and a window as long as the row. Sinks that
+/// are new or dropped change it: only a logit of minus infinity would not, and it has no gradient.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Conversion {
     /// Layers whose kind changes: the names of both kinds, and the indices of the layers.
     changes: BTreeMap<[&'static str; 2], Vec<usize>>,
-    /// Layers that stop rotating queries and keys, and layers that begin to.
+    /// Number of layers that stop rotating queries and keys, and of those that begin to.
     rope: [usize; 2],
     /// Tensors that only the former model has.
     pub dropped: Vec<ParamSpec>,
@@ -27,9 +27,9 @@ pub struct Conversion {
 /// Why a model's weights cannot begin another one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ConversionGap {
-    /// Kinds of attention between which no tensor can be carried over: what is so, and why.
+    /// Kinds of attention between which no tensor can be carried over: a sentence that names them and the reason.
     Kinds(String),
-    /// A size or a part of the model that is not the attention's differs.
+    /// The models differ in a size, or in a part that is not the attention's.
     Size(String),
 }
 
@@ -39,7 +39,7 @@ impl Conversion {
     /// # Errors
     /// Grouped-query attention and latent attention (MLA) with each other; sizes that differ.
     pub fn of(from: &ModelShape, to: &ModelShape) -> Result<Self, ConversionGap> {
-        // Latent attention stands beside no other kind, and has sizes of its own.
+        // No model mixes latent attention with other kinds, and its tensors have sizes of their own.
         let [there, here] = [from, to].map(|shape| shape.attention);
         if there.as_kind().is_latent() != here.as_kind().is_latent() {
             return Err(ConversionGap::Kinds(format!(
@@ -60,6 +60,7 @@ impl Conversion {
         Ok(conversion)
     }
 
+    /// Adds what becomes of the tensors of one layer, which has the shape `from` before and `to` after.
     fn add_layer(&mut self, layer_idx: usize, from: &ModelShape, to: &ModelShape) -> Result<(), ConversionGap> {
         let kinds = [from, to].map(|shape| shape.attention.kind().name());
         let [before, after] = [from, to].map(ModelShape::layer_parameters);
@@ -188,7 +189,7 @@ mod tests {
 
     fn of_kind(kind: AttentionKind) -> ModelShape {
         let attention = match kind {
-            // With weights that compress.
+            // The example of NSA lacks the tensors of an MLP that compresses blocks.
             AttentionKind::Nsa => tiny_nsa().attention,
             kind => kind.example(),
         };
@@ -238,6 +239,7 @@ mod tests {
                 }
             }
         }
+        // MLA to each of the seven other kinds, and each of these to MLA.
         assert_eq!(refused, 14);
     }
 
@@ -262,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_that_begin_or_stop_to_rotate_are_told() {
+    fn layers_that_begin_or_stop_rotating_are_counted() {
         let all = of_kind(AttentionKind::Mha);
         let two = RopeLayers::new(&[true, false, false]);
         let some = ModelShape { rope_layers: two, ..all.clone() };

@@ -174,6 +174,7 @@ mod tests {
         for seq_len in 1..40usize {
             let mut pairs = 0.0;
             for t in 0..seq_len {
+                // Query t reads one whole earlier block, and its own up to t; it scores each complete block's mean key.
                 let earlier = (t / 4).min(1) * 4;
                 pairs += (earlier + t % 4 + 1) as f64 + ((t + 1) / 4) as f64 / 2.0;
             }
@@ -245,7 +246,7 @@ mod tests {
         let types = [LayerType::OWN].into_iter().chain(types);
         let mixed = ModelShape { layers: LayerPattern::new(msa, types), ..all.clone() };
         let [all, mixed] = [all, mixed].map(|shape| shape.executed_flops_per_token(40));
-        // One layer of four has an indexer, and what the others see is no matter of it.
+        // One layer of four has an indexer; its gradient does not depend on what the other layers see.
         assert!((4.0 * mixed.index_gradient - all.index_gradient).abs() < 1e-9 * all.index_gradient);
         assert_eq!(4.0 * mixed.index_scores, all.index_scores);
         assert!(mixed.attention > all.attention);

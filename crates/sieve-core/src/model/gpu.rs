@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn people_write_short_names() {
+    fn short_names_that_people_write_are_found() {
         let h200 = find("h200").expect("known");
         assert_eq!((h200.bf16_flops, h200.memory_bytes), (989e12, 141_000_000_000));
         assert_eq!(find("rtx 4090").map(|gpu| gpu.bf16_flops), Some(165.2e12));

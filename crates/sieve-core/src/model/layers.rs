@@ -120,8 +120,9 @@ impl ModelShape {
         counted.filter(|(attention, count)| *count > 0 || *attention == self.attention).collect()
     }
 
-    /// The layers grouped by attention, each group as the shape of a model with only these layers: for each of the
-    /// [kinds](Self::attentions) its layers, then those of them that share an earlier choice of blocks, if any.
+    /// The layers grouped by attention, each group as the shape of a model with only these layers. Each of the
+    /// [kinds](Self::attentions) has a group of layers that choose for themselves, and one of layers that share an
+    /// earlier layer's choice of blocks; a group without layers is left out.
     pub fn by_kind(&self) -> Vec<Self> {
         let mut groups = Vec::new();
         for (attention, all) in self.attentions() {
@@ -205,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn any_kinds_stand_beside_each_other() {
+    fn layers_of_any_kinds_can_be_mixed() {
         let msa = Attention::Msa(MsaShape::published());
         let (window, shares) = (Attention::swa(5), LayerType { is_shared: true, ..LayerType::of(msa) });
         let mut shape = ModelShape { num_layers: 10, ..tiny_dma() };
@@ -227,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_are_those_of_the_layers_together() {
+    fn counts_of_a_mixed_model_are_means_over_its_layers() {
         let mut shape = tiny_dma();
         let all = |attention| {
             let mut shape = tiny_dma();

@@ -39,6 +39,7 @@ impl ParameterCounts {
         self.attention + self.mask + self.branches + self.indexer + self.mlp + self.norms + self.residual_scale
     }
 
+    /// The number that counts this part.
     fn of(&mut self, part: Part) -> &mut u64 {
         match part {
             Part::Embedding => &mut self.embedding,

@@ -41,7 +41,7 @@ impl AttentionSection {
         std::iter::once(self.own).chain(self.others.values().copied())
     }
 
-    /// What `name` in `model.layer_types` stands for; `None` if for nothing.
+    /// What `name` in `model.layer_types` stands for; `None` if no layer has this name.
     pub(super) fn layer_named(&self, name: &str) -> Option<LayerName> {
         match name {
             OWN_LAYER => return Some(LayerName::Own),
@@ -79,7 +79,8 @@ impl AttentionSection {
         section
     }
 
-    /// [`ModelShape::layers`](crate::ModelShape::layers) of `model.layer_types`, which was checked.
+    /// The kinds of the layers ([`ModelShape::layers`](crate::ModelShape::layers)) that the checked value of
+    /// `model.layer_types` names.
     pub(super) fn pattern(&self, layer_types: &[String]) -> LayerPattern {
         // A shared layer has the kind of the layer whose choice it reads: the last one before it that chooses blocks.
         let mut chooser = LayerType::OWN;
@@ -118,7 +119,7 @@ impl KeyValue for AttentionSection {
 
 impl<'de> Deserialize<'de> for AttentionSection {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        // No key of a kind is a table.
+        // No key of a kind has a table as its value, so every table is one of [attention.NAME].
         let (tables, own): (Table, Table) =
             Table::deserialize(from)?.into_iter().partition(|(_, value)| value.is_table());
         let read = |value: Value| value.try_into().map_err(D::Error::custom);

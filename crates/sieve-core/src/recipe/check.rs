@@ -68,6 +68,7 @@ pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mist
     Mistake::new(path, format!("[{owner}] has no key {name}{nearest}"), hint)
 }
 
+/// The mistake of a section or key that is reserved for a feature that is not built yet.
 fn not_built(key: &str) -> Mistake {
     let hint = "each GPU holds the whole model: sieve launch --nproc N shares rows and the optimizer, and \
         parallelism.context_parallel_degree long rows; leave this out";
@@ -191,6 +192,7 @@ fn check_value(path: &str, key: &Key, value: &mut Value, mistakes: &mut Vec<Mist
     }
 }
 
+/// Reports a name that a key does not take.
 fn check_choice(path: &str, name: &str, choices: &Choices, mistakes: &mut Vec<Mistake>) {
     let known = choices.names;
     if !known.contains(&name) {
@@ -202,8 +204,8 @@ fn check_choice(path: &str, name: &str, choices: &Choices, mistakes: &mut Vec<Mi
 /// Name of the section `[attention]`.
 const ATTENTION: &str = "attention";
 
-/// Takes the tables `[attention.NAME]` out of `[attention]`, under the names as which they are kept. A table in the
-/// place of a key's value stays.
+/// Takes the tables `[attention.NAME]` out of `[attention]`, by the name that [`table_name`] gives. A table where a key
+/// of `[attention]` has its value stays.
 fn take_layer_tables(table: &mut Table, mistakes: &mut Vec<Mistake>) -> Table {
     let is_inner = |name: &str, value: &Value| value.is_table() && schema::key(&ATTENTION_KEYS, name).is_none();
     let names = table.iter().filter(|(name, value)| is_inner(name, value)).map(|(name, _)| name.clone());
@@ -270,6 +272,7 @@ fn check_attention(owner: &str, table: &mut Table, mistakes: &mut Vec<Mistake>) 
     }
 }
 
+/// Checks that `[tokenizer]` has exactly one source.
 fn check_tokenizer(table: &Table, mistakes: &mut Vec<Mistake>) {
     let sources = TokenizerSection::SOURCES.iter();
     let given = sources.filter(|source| table.contains_key(**source));

@@ -227,7 +227,8 @@ impl Document {
         if let Some(Value::Table(attention)) = self.table.get_mut("attention") {
             attention.retain(|name, value| {
                 let kinds = schema::attention_kinds_with(name);
-                // A table of layers that now have the model's kind, or cannot stand beside it, goes.
+                // A table is removed if its layers now have the model's own kind, or if that kind is latent attention,
+                // which goes with no other.
                 let is_gone = value.is_table() && (table_name(name) == kind.name() || is_latent);
                 let stays = !is_gone && (kinds.is_empty() || kinds.contains(&kind.name()));
                 if !stays {

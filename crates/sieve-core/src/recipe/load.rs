@@ -15,7 +15,7 @@ use super::{Recipe, resolve, schema};
 pub struct RecipeNotes {
     /// The keys that were removed because they do not go with the overridden `attention.kind`.
     pub left_out: Vec<String>,
-    /// Of a text of kind DMA that an earlier version read as another form; `None` for all others.
+    /// How an earlier version read the text, if that version read it as another form of DMA.
     pub former_form: Option<FormerForm>,
 }
 
@@ -34,7 +34,7 @@ impl Recipe {
         Self::load_with_notes(text, origin, overrides).map(|(recipe, _)| recipe)
     }
 
-    /// As [`load`](Self::load). Also returns what the text's author should know.
+    /// As [`load`](Self::load). Also returns what should be told about the text though it is valid.
     ///
     /// # Errors
     /// The errors of [`load`](Self::load).

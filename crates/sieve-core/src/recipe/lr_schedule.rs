@@ -49,8 +49,8 @@ impl LrSchedulerSection {
         self.factor_of_one(step - after, num_steps, warmup_steps, [decay_steps, end_like])
     }
 
-    /// [`factor`](Self::factor) of one schedule, which begins at step 0. Its decay takes `decay_steps`, and its last
-    /// step has the rate of the last step of a decay over `end_like` steps, which is at least `decay_steps`.
+    /// [`factor`](Self::factor) of one schedule, which begins at step 0. Its decay takes `decay_steps`, and ends at the
+    /// rate at which a decay over `end_like` steps would end; `end_like` is at least `decay_steps`.
     fn factor_of_one(
         &self,
         step: usize,
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn few_more_steps_warm_up_decay_and_end_at_the_rate_of_the_end_before() {
+    fn a_short_extension_warms_up_decays_and_ends_at_the_earlier_last_rate() {
         // The schedule of `sieve recipe new`: 400 steps, 80 of warm-up, 80 of decay.
         for decay_type in [DecayType::Linear, DecayType::Sqrt, DecayType::Cosine] {
             for (warmup_steps, decay_ratio) in [(80, 0.2), (100, 0.25), (400, 0.2), (0, 1.0)] {

@@ -48,12 +48,12 @@ impl Recipe {
         ModelShape { rope_theta: alone.model.rope_theta, attention: alone.attention.own, layers, ..of.clone() }
     }
 
-    /// As [`shape_at`](Self::shape_at), of every stage.
+    /// The model of each stage, in a run whose model is `of`.
     pub fn shapes_of_stages(&self, of: &ModelShape) -> Vec<ModelShape> {
         self.stages().iter().map(|stage| self.shape_at(stage, of)).collect()
     }
 
-    /// [`ModelShape::layers`] of `model.layer_types`.
+    /// The kinds of the layers ([`ModelShape::layers`]) that `model.layer_types` names.
     pub fn layer_pattern(&self) -> LayerPattern {
         self.attention.pattern(self.model.layer_types.as_deref().unwrap_or_default())
     }

@@ -46,7 +46,7 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
                 let hint = "give tokens, seq_len and the batch sizes at least 1";
                 mistakes.push(Mistake::new(key, what, hint));
                 stage.remove("tokens");
-                // A number of steps that breaks no other rule.
+                // A valid number of steps, so that no other mistake is reported for the same reason.
                 stage.insert("steps".to_owned(), Value::Integer(1));
             }
         }
@@ -73,7 +73,7 @@ pub(super) fn repeated_layers(table: &mut Table) {
     }
 }
 
-/// As [`repeated_layers`], of one list.
+/// Replaces each entry of one list that repeats a name, such as `"3 swa"`, by that many names.
 fn write_out(names: &mut Vec<Value>) {
     let written_out = std::mem::take(names).into_iter().flat_map(|entry| {
         let repeated = entry.as_str().and_then(|text| text.trim().split_once(char::is_whitespace));

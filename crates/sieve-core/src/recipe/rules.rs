@@ -111,6 +111,7 @@ pub(super) fn check(parts: &Parts, mistakes: &mut Vec<Mistake>) {
     }
 }
 
+/// Checks that with `checkpoint.keep_best` every checkpoint is written at a step that is validated.
 fn check_keep_best(checkpoint: &CheckpointSection, validation: Option<&ValidationSection>, rules: &mut Rules<'_>) {
     let Some(validation) = validation.filter(|_| checkpoint.keep_best) else {
         return;
@@ -127,6 +128,7 @@ fn check_keep_best(checkpoint: &CheckpointSection, validation: Option<&Validatio
     );
 }
 
+/// Checks the numbers of `model.rope_scaling`, and that its `rope_type` uses all of them.
 fn check_rope_scaling(scaling: &RopeScaling, rules: &mut Rules<'_>) {
     rules.bounds("model.rope_scaling", scaling);
     let foreign = scaling.foreign();
@@ -146,6 +148,7 @@ fn check_rope_scaling(scaling: &RopeScaling, rules: &mut Rules<'_>) {
     }
 }
 
+/// Checks the numbers of `[model]` and the rules between them.
 fn check_model(model: &ModelSection, rules: &mut Rules<'_>) {
     rules.bounds("model", model);
     check_rope_layers(model, rules);
@@ -177,6 +180,7 @@ fn check_model(model: &ModelSection, rules: &mut Rules<'_>) {
     );
 }
 
+/// Checks the tokenizer's source, and that the embedding has a row for each of its tokens.
 fn check_tokenizer(tokenizer: &TokenizerSection, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
     rules.bounds("tokenizer", tokenizer);
     match tokenizer.given() {
@@ -201,6 +205,7 @@ fn check_rows(model: Option<&ModelSection>, tokens: usize, key: &str, rules: &mu
     }
 }
 
+/// Checks the numbers of `[training]` and the rules between them.
 fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
     rules.bounds("training", training);
     let (local, global) = (training.local_batch_size, training.global_batch_size);
@@ -241,8 +246,8 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
     );
 }
 
-/// Checks that the sizes of fp8 GEMMs are multiples of 16: the model's widths, and the number of tokens that a process
-/// computes in a micro-batch, over which the GEMM of a weight's gradient sums.
+/// Checks that the sizes of fp8 GEMMs are multiples of 16: the model's widths, and a process's tokens in a micro-batch,
+/// over which the GEMM of a weight's gradient sums.
 fn check_fp8(training: &TrainingSection, parts: &Parts, rules: &mut Rules<'_>) {
     let degree = parts.parallelism.as_ref().map_or(1, |section| section.context_parallel_degree);
     // The words of the message between the key and the size.
@@ -287,6 +292,7 @@ fn check_fp8(training: &TrainingSection, parts: &Parts, rules: &mut Rules<'_>) {
     }
 }
 
+/// Checks that the warm-up fits the run, and that `lr_scheduler.after_step` leaves steps for a second schedule.
 fn check_lr_scheduler(section: &LrSchedulerSection, training: Option<&TrainingSection>, rules: &mut Rules<'_>) {
     rules.bounds("lr_scheduler", section);
     if let Some(training) = training {
@@ -325,6 +331,7 @@ const RUN_FILES: [&str; 10] = [
     "tb",
 ];
 
+/// Checks that `checkpoint.folder` lies below the output folder, where a run writes no other files.
 fn check_folder(folder: &str, rules: &mut Rules<'_>) {
     let plain = Path::new(folder).components().all(|part| matches!(part, Component::Normal(_)));
     rules.require(

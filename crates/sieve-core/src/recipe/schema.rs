@@ -44,7 +44,7 @@ pub(super) fn key_at(path: &str) -> Option<&'static Key> {
     let mut found = None;
     let mut names = path.split('.').peekable();
     while let Some(name) = names.next() {
-        // Of a table [attention.NAME], whose keys are those of [attention].
+        // NAME of a table [attention.NAME], whose keys are those of [attention].
         if found.is_some_and(|key: &Key| key.name == "attention") && names.peek().is_some() {
             continue;
         }

@@ -146,8 +146,8 @@ impl Recipe {
         recipe
     }
 
-    /// What makes a stage's model one that the model of the stage before cannot become: by the stage's number, the key
-    /// and the reason, with a hint.
+    /// A mistake for each stage whose model the stage before cannot become, because sizes differ or trained tensors
+    /// would be lost without `drop = true`.
     pub(super) fn impossible_stages(&self) -> Vec<Mistake> {
         let stages = self.stages();
         let shape = |stage: &Stage| {

@@ -27,6 +27,7 @@ impl Recipe {
         self.template(Keys::Set)
     }
 
+    /// The recipe as TOML, with the keys of `which` and their comments.
     fn template(&self, which: Keys) -> Result<String, RecipeError> {
         let table = Table::try_from(self)?;
         // Values that follow from others count as defaults, so that a user can change the others alone: the warm-up
@@ -207,8 +208,8 @@ pub fn steps_for_text(num_tokens: f64, tokens_per_step: usize, steps: usize) -> 
     (fit >= LEAST_STEPS.min(steps)).then_some(fit)
 }
 
-/// As [`steps_for_text`], for a model whose weights are trained already: such a run may have any number of steps, 1 at
-/// least.
+/// `steps`, or fewer if those would read a text of `num_tokens` more than 16 times, but at least 1: for a model whose
+/// weights are trained already.
 pub fn fine_tuning_steps(num_tokens: f64, tokens_per_step: usize, steps: usize) -> usize {
     steps.min(most_steps(num_tokens, tokens_per_step).max(1))
 }
@@ -319,7 +320,7 @@ impl StartingSize {
             self.hidden_size,
             self.num_layers,
             self.num_heads,
-            // A narrow model learns faster from about 1/sqrt(hidden_size).
+            // A narrow model learns faster from larger initial weights, of about 1 / sqrt(hidden_size).
             if self.hidden_size < 384 { 0.06 } else { 0.02 },
             kind.name(),
             self.vocab_size,
@@ -355,7 +356,7 @@ mod tests {
                 let recipe_of = recipe.clone();
                 assert_eq!(read, Ok(recipe), "{} {kind:?}\n{text}", size.name);
                 assert!(text.lines().all(|line| line.chars().count() <= 120), "{text}");
-                // The short form is the same recipe.
+                // The short template loads as the same recipe.
                 let short = recipe_of.to_short_template().expect("writable");
                 assert_eq!(Recipe::load(&short, "short", &[]).as_ref(), Ok(&recipe_of), "{short}");
                 assert!(
@@ -391,6 +392,7 @@ mod tests {
         // A megabyte is enough for the smallest as it is, and far too little for the largest.
         assert_eq!(of(fit(small, 1_000_000).expect("enough")), of(small));
         let fitted = of(fit(middle, 1_000_000).expect("enough for some steps"));
+        // 651 steps of 8192 tokens read the text's 333,333 tokens 16 times.
         assert_eq!((fitted.0, fitted.1), (651, 8192));
         let epochs = fitted.2 as f64 / tokens_of_text(1_000_000);
         assert!((15.9..=MOST_EPOCHS).contains(&epochs), "{epochs}");
@@ -399,6 +401,7 @@ mod tests {
         assert_eq!(large.for_text(1_000_000, least).expect("just enough").steps, LEAST_STEPS);
         // The smallest takes any text, with a tokenizer that it can give.
         let page = of(fit(small, 2_000).expect("any"));
+        // 256 bytes, end of text and padding, and a merge for each 64 of the text's 2000 bytes.
         assert_eq!((page.0, page.1), (LEAST_STEPS, 289));
         for context in [1, 64, 300, 4096, 1 << 20] {
             let recipe = small.with_context(context).recipe(AttentionKind::Nsa, &["x".to_owned()], &[]);
@@ -431,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn shipped_recipes_are_templates_too() {
+    fn templates_of_shipped_recipes_load_as_these_recipes() {
         for text in [
             include_str!("../../../../recipes/quickstart.toml"),
             include_str!("../../../../recipes/mqar_dma.toml"),

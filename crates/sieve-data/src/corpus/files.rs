@@ -127,6 +127,7 @@ pub(super) fn require_file(path: &Path) -> Result<Metadata, DataError> {
     Ok(metadata)
 }
 
+/// The kind of a path that leads to no file, in words.
 #[cfg(unix)]
 fn kind_of(metadata: &Metadata) -> &'static str {
     use std::os::unix::fs::FileTypeExt;

@@ -308,6 +308,7 @@ struct Listing {
     siblings: Vec<Sibling>,
 }
 
+/// A file of a [`Listing`], which the hub calls a sibling.
 #[derive(Debug, Serialize, Deserialize)]
 struct Sibling {
     #[serde(rename = "rfilename")]
@@ -327,7 +328,7 @@ struct LargeFile {
     sha256: Option<String>,
 }
 
-/// The longest answer that is read: about a quarter of a million files, which take about ten times as much memory.
+/// The longest listing that is read: about a quarter of a million files. Parsed, it takes about ten times these bytes.
 const MAX_ANSWER_BYTES: u64 = 64 << 20;
 /// The longest file name that is accepted, as on Linux.
 const MAX_NAME_BYTES: usize = 4096;

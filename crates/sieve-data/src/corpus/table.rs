@@ -39,6 +39,7 @@ pub fn read_table(path: &Path) -> Result<Vec<TableRow>, DataError> {
     }
 }
 
+/// The rows of a JSONL file.
 fn json_rows(path: &Path) -> Result<Vec<TableRow>, DataError> {
     let no_limit = u64::MAX;
     let (mut lines, mut rows) = (JsonLines::open(path, no_limit)?, Vec::new());
@@ -63,6 +64,7 @@ fn json_list(path: &Path) -> Result<Vec<TableRow>, DataError> {
     })
 }
 
+/// The rows of a Parquet file with all of its columns.
 fn parquet_rows(path: &Path) -> Result<Vec<TableRow>, DataError> {
     let file = File::open(path).map_err(DataError::io("open", path))?;
     let reader = guarded(path, || SerializedFileReader::new(file))?;
@@ -84,6 +86,7 @@ mod tests {
     use super::*;
     use crate::test_files::write_column;
 
+    /// Writes a file of this name into a temporary folder, which is removed when the first value is dropped.
     fn written(name: &str, bytes: &[u8]) -> (tempfile::TempDir, std::path::PathBuf) {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join(name);
@@ -102,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_of_objects_has_a_row_an_object() {
+    fn a_list_of_objects_gives_a_row_for_each_object() {
         let read = |text: &str| {
             let (_folder, path) = written("data.json", text.as_bytes());
             read_table(&path)

@@ -77,7 +77,7 @@ fn a_file_is_read_once_whichever_links_lead_to_it() {
 }
 
 #[test]
-fn a_path_with_glob_signs_is_itself() {
+fn the_name_of_a_file_is_not_read_as_a_glob() {
     let dir = tempfile::tempdir().unwrap();
     let path = write(dir.path(), "a[1].txt", "odd name");
     assert_eq!(texts(text(&path)).unwrap(), ["odd name"]);
@@ -104,7 +104,7 @@ fn hashed_order_does_not_depend_on_the_folder() {
 // Opening a pipe could wait for a writer for ever, so only files are read.
 #[cfg(unix)]
 #[test]
-fn what_is_no_file_is_refused_by_name() {
+fn sockets_and_devices_are_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
     write(dir.path(), "a.txt", "a");
@@ -248,6 +248,7 @@ fn max_bytes_is_never_passed() {
         config.max_bytes = Some(max_bytes);
         texts(config)
     };
+    // Each document has 9 bytes.
     for (max_bytes, num_documents) in [(9, 1), (17, 1), (18, 2), (27, 3), (1000, 3)] {
         assert_eq!(read(max_bytes).unwrap().len(), num_documents, "max_bytes {max_bytes}");
     }
@@ -255,7 +256,7 @@ fn max_bytes_is_never_passed() {
 }
 
 #[test]
-fn a_corpus_of_nothing_is_an_error() {
+fn a_corpus_without_documents_or_paths_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let path = write(dir.path(), "a.txt", "");
     refusal(texts(text(&path)), "a.txt (1 blank");
@@ -263,7 +264,7 @@ fn a_corpus_of_nothing_is_an_error() {
 }
 
 #[test]
-fn the_fingerprint_sees_changes() {
+fn the_fingerprint_changes_with_files_and_settings() {
     let dir = tempfile::tempdir().unwrap();
     let path = write(dir.path(), "a.txt", "a");
     let of = |deduplicate| {
@@ -332,7 +333,7 @@ fn the_ending_names_the_format() {
 }
 
 #[test]
-fn text_that_looks_like_json_is_told() {
+fn text_files_that_hold_json_are_recognised() {
     use JsonText::{Lines, List};
     let dir = tempfile::tempdir().unwrap();
     for (name, bytes, expected) in [
@@ -368,7 +369,7 @@ fn sizes_that_a_listing_names_do_not_overflow() {
 }
 
 #[test]
-fn of_tables_the_text_and_the_prompt_are_counted_alone() {
+fn in_tables_only_the_text_and_the_prompt_count_as_text_bytes() {
     let dir = tempfile::tempdir().unwrap();
     let row = format!(
         "{{\"q\": \"{}\", \"text\": \"{}\", \"id\": \"{}\"}}\n",
@@ -384,6 +385,7 @@ fn of_tables_the_text_and_the_prompt_are_counted_alone() {
     assert_eq!(text_bytes(short_jsonl.clone()), 300);
     assert_eq!(text_bytes(CorpusConfig { prompt_column: Some("q".to_owned()), ..short_jsonl.clone() }), 500);
     assert_eq!(text_bytes(CorpusConfig { max_bytes: Some(120), ..short_jsonl }), 120);
+    // 20,000 texts of 30 bytes, and the note.
     let long_and_note = CorpusConfig::by_ending(vec![long, note], "text");
     assert!(text_bytes(long_and_note).abs_diff(601_000) < 10);
 }

@@ -92,6 +92,7 @@ impl Batch {
         }
     }
 
+    /// A batch whose lists are empty, with room for `batch` rows.
     pub(crate) fn empty(first_sample: u64, batch: usize, seq_len: usize) -> Self {
         let len = batch * seq_len;
         Self {

@@ -114,7 +114,8 @@ impl Epoch {
         }
     }
 
-    /// The place in the epoch's order of documents whose document holds this token, or this row (one document per row).
+    /// The place in the epoch's order of documents whose document holds this token or, with one document per row, this
+    /// row.
     fn place_of(&self, token_or_row: u64) -> usize {
         self.ends.partition_point(|&end| end <= token_or_row)
     }

@@ -20,6 +20,7 @@ pub(super) struct ShardRows {
 const MAX_EPOCHS_HELD: usize = 2;
 
 impl ShardRows {
+    /// Divides a shard into rows; refuses one with too many documents, or too few tokens for a row.
     pub(super) fn new(shard: Arc<ShardReader>, config: &LoaderConfig) -> Result<Self, DataError> {
         if shard.num_documents() >= u64::from(PAD_DOCUMENT) {
             let what = format!("{} documents; the loader numbers them with 32 bits", shard.num_documents());

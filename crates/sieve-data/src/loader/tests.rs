@@ -37,6 +37,7 @@ fn plan([first_sample, stride]: [u64; 2], batch: usize, num_batches: Option<u64>
     PrefetchPlan { first_sample, batch, stride, num_batches, depth }
 }
 
+/// Joins two batches, the second of which begins where the first ends.
 fn join(mut left: Batch, right: Batch) -> Batch {
     let end = left.first_sample + left.batch as u64;
     assert_eq!((end, left.seq_len), (right.first_sample, right.seq_len));
@@ -189,6 +190,7 @@ fn brute_force_row(lengths: &[usize], config: LoaderConfig, sample: u64) -> Vec<
         match config.order {
             Order::Sequential => rows,
             Order::Shuffled { seed } => {
+                // The number is `ROW_ORDER_SALT` of the epoch's order of rows.
                 let order = Permutation::new(rows.len() as u64, seed ^ 0x726F_775F_6F72_6465, epoch);
                 let places = 0..rows.len() as u64;
                 places.map(|row| rows[order.get(row) as usize].clone()).collect()
@@ -246,7 +248,7 @@ proptest! {
                     (batch.tokens[at], batch.labels[at], batch.documents[at]), (token, label, document),
                     "row {} column {}", row, column
                 );
-                // Segments: the longest run of equal document ids around this column.
+                // A document's part of the row: the longest run of equal document ids around this column.
                 let document = |column: usize| wanted[column].map(|(d, _)| d);
                 let same = |column: &usize| document(*column) == document(at % config.seq_len);
                 let start = (0..=column).rev().take_while(same).last().unwrap();
@@ -322,6 +324,7 @@ fn a_sample_of_the_rows_is_spread_evenly() {
     let (_dir, shard) = shard(&lengths);
     let loader = Loader::new(shard, config(10, Order::Sequential, Packing::Concatenated)).unwrap();
     let all = loader.samples_per_epoch();
+    // 1110 tokens in rows of 10.
     assert_eq!(all, 111);
     let most = u64::MAX;
     for (num_tokens, count) in [(0, 1), (1, 1), (10, 1), (11, 2), (500, 50), (1110, 111), (most, 111)] {
@@ -390,7 +393,7 @@ fn a_mixture_is_rows_of_its_sources_in_their_shares() {
 }
 
 #[test]
-fn a_mixture_that_cannot_be_is_refused() {
+fn a_mixture_with_bad_weights_or_sequential_order_is_refused() {
     let (_dir, shard) = shard(&[9; 40]);
     for (weights, order, words) in [
         (&[1.0, 0.0][..], SHUFFLED, "not a positive number"),
@@ -402,6 +405,7 @@ fn a_mixture_that_cannot_be_is_refused() {
     }
 }
 
+/// A mixture of one MQAR task in rows of 128 tokens, and a loader's settings for it.
 fn mqar() -> (MqarMixture, LoaderConfig) {
     let part = MqarPart { config: MqarConfig::new(64, 4, 1), num_samples: 10 };
     let mixture = MqarMixture::shuffled(&[part], MqarSplit::Train, 128, 3).unwrap();

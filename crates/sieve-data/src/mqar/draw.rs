@@ -10,11 +10,13 @@ pub(crate) struct Draws {
 const GOLDEN_GAMMA: u64 = 0x9E37_79B9_7F4A_7C15;
 
 impl Draws {
+    /// Draws that depend on these numbers alone.
     pub(crate) fn new(numbers: [u64; 4]) -> Self {
         let state = numbers.iter().fold(0, |state, &number| mix(mix(state ^ number).wrapping_add(GOLDEN_GAMMA)));
         Self { state }
     }
 
+    /// The next 64 random bits.
     pub(crate) fn word(&mut self) -> u64 {
         self.state = self.state.wrapping_add(GOLDEN_GAMMA);
         mix(self.state)

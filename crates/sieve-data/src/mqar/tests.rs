@@ -117,6 +117,7 @@ fn later_slots_are_drawn_from_those_left() {
         assert_eq!(counts[first][first], 0);
     }
     let chi = chi_square(&seen, &expected);
+    // For df = 19 a value above 2.3 has a chance of 0.1 %.
     assert!(chi < 2.3, "{chi}: {counts:?}");
 }
 
@@ -140,6 +141,7 @@ fn keys_values_and_noise_are_uniform() {
         let total = counts.iter().sum::<u64>() as f64;
         let expected = vec![total / counts.len() as f64; counts.len()];
         let chi = chi_square(&counts, &expected);
+        // For df = 48, the smallest here, a value above 1.9 has a chance of 0.02 %.
         assert!(chi < 1.9, "{chi}: {counts:?}");
     }
 }
@@ -168,7 +170,7 @@ fn the_hard_variant_has_the_known_share_of_near_answers() {
 }
 
 #[test]
-fn settings_that_cannot_be_are_refused() {
+fn invalid_settings_are_refused() {
     let base = MqarConfig::new(64, 4, 0);
     type Change = fn(&mut MqarConfig);
     let cases: [(Change, &str); 7] = [
@@ -194,6 +196,7 @@ fn settings_that_cannot_be_are_refused() {
     }
 }
 
+/// Three tasks, of 64, 128 and 256 tokens a sample, with 10, 7 and 5 samples.
 fn mixture() -> Vec<MqarPart> {
     [(64, 4, 10), (128, 8, 7), (256, 16, 5)]
         .map(|(seq_len, num_pairs, num_samples)| MqarPart {
@@ -214,7 +217,7 @@ fn a_sequential_mixture_holds_every_sample_once() {
     documents.dedup();
     documents.retain(|&document| document != PAD_DOCUMENT);
     assert_eq!(documents, (0..22).collect::<Vec<_>>());
-    // Each sample is its own segment: positions restart, and nothing crosses.
+    // Each sample is a document of its own: its positions begin at 0, and no query sees another sample.
     let third = mixture.batch(2, 1, 9);
     let starts = [[0; 64], [64; 64], [128; 64], [128; 64]].concat();
     assert_eq!(third.doc_start[..256], starts);
@@ -274,7 +277,7 @@ proptest! {
     }
 
     #[test]
-    fn forbidden_numbers_never_come(mut forbidden in proptest::collection::btree_set(0u64..30, 0..29), seed: u64) {
+    fn forbidden_numbers_are_never_drawn(mut forbidden in proptest::collection::btree_set(0u64..30, 0..29), seed: u64) {
         forbidden.remove(&29);
         let allowed_before = (0..).zip(&forbidden).map(|(index, number)| number - index).collect::<Vec<u64>>();
         let mut draws = Draws::new([seed, 0, 0, 0]);

@@ -15,6 +15,7 @@ use crate::corpus::{Corpus, CorpusConfig, CorpusReport};
 use crate::error::DataError;
 use crate::shard::{TokenDtype, with_ending};
 
+/// Version of the side files' format.
 pub(super) const FORMAT_VERSION: u32 = 1;
 
 /// For documents of cut corpora, by hash in hexadecimal: how many bytes from their beginning may be trained on.
@@ -63,7 +64,7 @@ pub struct PreparedMeta {
     pub validation: SplitMeta,
     /// Numbers of documents of the training corpora that were used or left out.
     pub report: CorpusReport,
-    /// The same of the separate validation corpus; `None` if validation documents come from the training corpora.
+    /// These numbers for the separate validation corpus; `None` if validation documents come from the training corpora.
     pub validation_report: Option<CorpusReport>,
 }
 
@@ -161,7 +162,7 @@ impl SplitMeta {
 
 impl PreparedMeta {
     /// Whether the data was prepared from these corpora: the same settings and the same, unchanged files. Data sets of
-    /// the hub that were not resolved count as unchanged.
+    /// the hub whose files were not listed count as unchanged.
     pub fn is_made_of(&self, train: &[Corpus], validation: Option<&Corpus>) -> bool {
         let is_same =
             |hash: &String, corpus: &Corpus| corpus.check_connected().is_err() || *hash == hex(corpus.fingerprint());

@@ -17,6 +17,7 @@ pub(super) fn train_names(num_corpora: usize) -> Vec<String> {
 
 /// A hash of a document's prompt and text, which decides whether the document is held out and finds equal documents.
 pub(super) fn content_hash(document: &Document) -> u128 {
+    // The ASCII bytes of "validate".
     const SEED: u64 = 0x7661_6C69_6461_7465;
     let hash = |text: &str| xxhash_rust::xxh3::xxh3_128_with_seed(text.as_bytes(), SEED);
     match &document.prompt {

@@ -43,7 +43,7 @@ pub(super) struct Place {
     pub(super) done: Vec<CorpusReport>,
     /// Position in the corpus that is being read.
     pub(super) cursor: Cursor,
-    /// Where files are cut into training and validation text ([`cuts`](super::split::cuts)); `None` before that is
+    /// Where corpora are cut into training and validation text ([`cuts`](super::split::cuts)); `None` before that is
     /// decided. It is kept because files of the hub may have been removed after use.
     pub(super) cuts: Option<Cuts>,
 }
@@ -54,9 +54,9 @@ pub(super) struct Step {
     place: Place,
     /// Sizes of each shard so far.
     splits: Vec<SplitMeta>,
-    /// Tokens of each new sequence, for each shard.
+    /// Number of tokens of each new sequence, for each shard.
     lengths: Vec<Vec<i32>>,
-    /// Sequences of each new document, for each shard; empty where each document is one.
+    /// Number of sequences of each new document, for each shard; empty where each document is one sequence.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     parts: Vec<Vec<u32>>,
     /// Sizes of new documents in the validation split.
@@ -76,7 +76,7 @@ pub(super) struct Split {
     pub(super) meta: SplitMeta,
     /// Number of sequences that the journal lists.
     num_kept: usize,
-    /// Number of documents in parts that the journal lists.
+    /// Number of documents whose number of parts the journal lists; 0 where documents have no parts.
     num_parts_kept: usize,
 }
 
@@ -237,7 +237,7 @@ impl Partial {
     }
 }
 
-/// Of a shard in the journal: its name, its sizes, and the tokens of each sequence.
+/// A shard in the journal: its name, its sizes, and the number of tokens of each sequence.
 type Found<'a> = ((&'a String, SplitMeta), Vec<i32>);
 
 /// A line of the journal: JSON after its hash, by which a damaged line is recognised.

@@ -120,7 +120,8 @@ impl Plan<'_> {
         Err(DataError::refused(what, hint))
     }
 
-    /// The cuts of these corpora. A document that is also cut in the run's data is trained on up to the earlier cut.
+    /// Where these corpora are cut because they have too few documents to hold whole ones out. A document that is also
+    /// cut in the run's data (`base`, if the corpora are a stage's) is trained on up to the earlier cut.
     fn cuts_with_base(&self, fraction: f64) -> Result<Cuts, DataError> {
         let base = self.config.base;
         let mut cuts = cuts(self.corpora, fraction, base)?;
@@ -132,7 +133,7 @@ impl Plan<'_> {
     }
 
     /// Reads and tokenises one corpus to its end, into split `train_split` or, for `None`, into the validation split;
-    /// text that `held_out` selects always goes into the latter. Returns the hashes of the texts seen.
+    /// text that `held_out` selects always goes into the validation split. Returns the hashes of the texts seen.
     fn read(
         &self,
         corpus: &Corpus,
@@ -161,7 +162,7 @@ impl Plan<'_> {
                 num_files: corpus.files().len(),
             });
         };
-        // A report before the first file is fetched, which may take a while.
+        // Called before the first file is fetched, because that may take a while.
         report(bytes_done, num_documents, num_tokens, documents.cursor().file_idx);
         let mut batch = Batch::read(&mut documents, self.pace, bytes_since_kept);
         loop {
@@ -254,8 +255,8 @@ impl Plan<'_> {
         Ok(meta)
     }
 
-    /// The contents of `meta.json` but `is_cut` and `train_bytes`, which `run` sets: they tell of corpora that are too
-    /// short to hold whole documents out of, so that a document is cut.
+    /// The contents of `meta.json`, but for `is_cut` and `train_bytes`, which [`publish`](Self::publish) sets: they
+    /// tell of corpora that are too short to hold whole documents out, so that a document is cut.
     fn meta(
         &self,
         train: Vec<SplitMeta>,

@@ -21,7 +21,8 @@ use crate::error::DataError;
 pub(super) struct Cuts {
     /// For each corpus, the first held-out byte of its text; `None` if it is split by hashes of documents.
     pub(super) places: Vec<Option<u64>>,
-    /// Has each document of a cut corpus that is not trained on as a whole, or that its hash would hold out.
+    /// How many bytes of each document of the cut corpora may be trained on. A document has no entry if it is trained
+    /// on as a whole and its hash would not hold it out.
     pub(super) train_bytes: TrainBytes,
 }
 
@@ -92,7 +93,7 @@ fn beginning(mut document: Document, num_bytes: u64) -> Option<(Target, Document
     (!document.text.is_empty()).then_some((Target::Train, document))
 }
 
-/// How many bytes of a document may be trained on; `None` if no corpus is cut that holds it.
+/// How many bytes of a document may be trained on, as the cuts say; `None` if they say nothing of it.
 fn train_bytes(document: &Document, cut: &TrainBytes) -> Option<u64> {
     if cut.is_empty() {
         return None;
@@ -104,7 +105,7 @@ fn train_bytes(document: &Document, cut: &TrainBytes) -> Option<u64> {
 struct Found {
     hash: u128,
     size: DocumentSize,
-    /// It is not divided, see [`Document::is_indivisible`].
+    /// Whether it may not be divided ([`Document::is_indivisible`]).
     is_whole: bool,
 }
 

@@ -12,6 +12,7 @@ mod resume;
 use crate::corpus::CorpusConfig;
 use crate::shard::{ShardReader, with_ending};
 
+/// A temporary folder with a corpus (`text`) and its prepared data (`out`), and a tokenizer.
 struct Place {
     dir: tempfile::TempDir,
     tokenizer: Tokenizer,
@@ -136,12 +137,13 @@ fn every_document_lands_in_one_split_ended_by_eos_with_its_size() {
     assert_eq!([meta.train.num_tokens, meta.validation.num_tokens], stored);
     assert_eq!(meta.report.num_documents, 200);
     let num_held_out = validation.num_documents();
+    // Of 200 documents a hash holds out about a fifth.
     assert!((20..60).contains(&num_held_out), "{num_held_out}");
     assert_eq!(Prepared::open(&place.out()).unwrap().meta, prepared.meta);
 }
 
 #[test]
-fn more_text_moves_no_document_to_the_other_side() {
+fn held_out_documents_stay_held_out_when_text_is_added() {
     let place = Place::new();
     let before = documents(&place.prepare(&place.config()).unwrap().validation().unwrap());
     for number in 0..100 {
@@ -154,7 +156,7 @@ fn more_text_moves_no_document_to_the_other_side() {
 }
 
 #[test]
-fn an_unchanged_preparation_is_reused_and_a_changed_one_told_apart() {
+fn an_unchanged_preparation_is_reused_and_a_changed_one_refused() {
     let place = Place::new();
     assert!(!place.prepare(&place.config()).unwrap().reused);
     let first = place.files();
@@ -176,11 +178,12 @@ fn an_unchanged_preparation_is_reused_and_a_changed_one_told_apart() {
     assert_eq!(place.files(), first, "nothing is overwritten");
 
     let replaced = place.prepare(&place.replacing()).unwrap();
-    assert!(!replaced.reused && replaced.meta.train.tokens_hash != fs_meta(&first).train.tokens_hash);
+    assert!(!replaced.reused && replaced.meta.train.tokens_hash != meta_of_files(&first).train.tokens_hash);
     assert!(place.prepare(&place.config()).unwrap().reused);
 }
 
-fn fs_meta(files: &[(String, Vec<u8>)]) -> PreparedMeta {
+/// The contents of the `meta.json` among a folder's files.
+fn meta_of_files(files: &[(String, Vec<u8>)]) -> PreparedMeta {
     let (_, bytes) = files.iter().find(|(name, _)| name == "meta.json").unwrap();
     serde_json::from_slice(bytes).unwrap()
 }
@@ -214,7 +217,7 @@ fn a_damaged_or_half_renamed_preparation_is_made_again() {
         assert!(!place.prepare(&place.config()).unwrap().reused, "damage {number}");
         assert_eq!(place.files(), whole, "damage {number}");
     }
-    // Of the right size: found by reading it, as `ReplaceDamaged` does.
+    // A flipped bit leaves the size as it is: only reading the file finds it, as `ReplaceDamaged` does.
     let flipped = place.out().join("train.bin");
     let mut bytes = fs::read(&flipped).unwrap();
     bytes[3] ^= 1;
@@ -249,7 +252,7 @@ fn foreign_files_are_left_alone() {
 }
 
 #[test]
-fn an_error_on_the_way_leaves_the_earlier_preparation() {
+fn a_replacement_that_fails_keeps_the_earlier_preparation() {
     let place = Place::new();
     place.prepare(&place.config()).unwrap();
     let first = place.files();
@@ -260,7 +263,7 @@ fn an_error_on_the_way_leaves_the_earlier_preparation() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn a_full_disk_is_told_and_leaves_nothing() {
+fn a_full_disk_is_reported_and_leaves_no_files() {
     let place = Place::new();
     fs::create_dir(place.out()).unwrap();
     for name in ["train.bin.tmp", "validation.idx.tmp", "meta.json.tmp"] {
@@ -274,7 +277,7 @@ fn a_full_disk_is_told_and_leaves_nothing() {
 }
 
 #[test]
-fn text_that_only_validates_trains_nothing() {
+fn a_corpus_that_is_held_out_as_a_whole_is_refused() {
     let place = Place::new();
     let corpus = place.corpus();
     let config = PrepareConfig { validation: ValidationSource::Corpus(&corpus), ..place.config() };
@@ -283,7 +286,7 @@ fn text_that_only_validates_trains_nothing() {
 }
 
 #[test]
-fn an_own_validation_corpus_is_kept_out_of_training() {
+fn documents_of_the_validation_corpus_are_not_trained_on() {
     let place = Place::new();
     let path = place.dir.path().join("held.jsonl");
     let lines = "{\"text\": \"fn number_7 () {\\n Grüße }\\n\"}\n{\"text\": \"fresh words\"}\n";
@@ -320,7 +323,7 @@ fn bad_settings_and_empty_splits_are_refused() {
 }
 
 #[test]
-fn progress_ends_at_the_whole() {
+fn the_last_progress_has_all_bytes_and_documents() {
     let place = Place::new();
     let calls = RefCell::new(Vec::new());
     let note = |progress| calls.borrow_mut().push(progress);
@@ -334,7 +337,7 @@ fn progress_ends_at_the_whole() {
 }
 
 #[test]
-fn two_at_once_do_the_work_once() {
+fn of_three_preparations_at_once_one_does_the_work() {
     let place = Place::new();
     let reused = std::thread::scope(|scope| {
         let threads = [0, 1, 2].map(|_| scope.spawn(|| place.prepare(&place.config()).unwrap().reused));
@@ -383,6 +386,7 @@ fn killed_at_any_moment_it_leaves_nothing_half_valid() {
             std::thread::sleep(Duration::from_millis(1));
         }
         if moment % 2 == 0 {
+            // Moments that are spread over 20 ms, by a prime.
             std::thread::sleep(Duration::from_micros(moment * 7_919 % 20_000));
         } else {
             // Waits for the time between the first and the last rename, which is too short to be hit by chance.

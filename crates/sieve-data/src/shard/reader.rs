@@ -53,8 +53,8 @@ impl ShardReader {
         Ok(Self { has_parts: true, ..self })
     }
 
-    /// The ranges of a document's tokens that the model is trained to predict, in order; the others it only reads. All
-    /// of them without [parts](Self::with_parts).
+    /// The ranges of a document's tokens that the model is trained to predict, in order; the others it only reads.
+    /// Without [parts](Self::with_parts), all tokens.
     ///
     /// # Panics
     /// When `document >= num_documents`.

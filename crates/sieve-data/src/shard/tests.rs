@@ -17,7 +17,9 @@ fn write_shard(dir: &Path, name: &str, vocab_size: usize, documents: &[Vec<u32>]
     prefix
 }
 
-/// Three documents, [1, 2, 3], [4], [5, 65499], as Megatron-LM's writer lays them out, byte by byte.
+/// Three documents, [1, 2, 3], [4], [5, 65499], as Megatron-LM's writer lays them out: magic bytes; from byte 9
+/// version, 17 dtype, 18 number of sequences, 26 number of document boundaries; from 34 lengths of sequences, 46 their
+/// first bytes in the `.bin` file, 70 document boundaries.
 const GOLDEN_IDX: [u8; 34 + 12 + 24 + 32] = *b"\
 MMIDIDX\0\0\
 \x01\0\0\0\0\0\0\0\
@@ -74,7 +76,7 @@ fn documents_may_have_several_sequences() {
 }
 
 #[test]
-fn an_empty_shard_is_a_shard() {
+fn an_empty_shard_can_be_read() {
     let dir = tempfile::tempdir().unwrap();
     let prefix = write_shard(dir.path(), "none", 100, &[]);
     let reader = ShardReader::open(&prefix).unwrap();
@@ -82,7 +84,7 @@ fn an_empty_shard_is_a_shard() {
 }
 
 #[test]
-fn malformed_indices_are_told_apart() {
+fn each_mistake_of_an_index_has_its_own_error() {
     type Change = dyn Fn(&mut Vec<u8>);
     let check = |change: &Change| {
         let mut idx = GOLDEN_IDX.to_vec();
@@ -180,7 +182,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(20_000))]
     // Mutated indices are refused, or every document they name lies inside the .bin file.
     #[test]
-    fn mutated_indices_never_lead_outside(
+    fn mutated_indices_never_lead_outside_the_bin_file(
         changes in proptest::collection::vec((0usize..102, prop_oneof![0u8..12, any::<u8>()]), 1..6),
         cut in prop_oneof![4 => Just(0usize), 1 => 0usize..102],
         bin_bytes in prop_oneof![4 => Just(12u64), 1 => 0u64..40],

@@ -195,6 +195,7 @@ impl ShardWriter {
             bin: self.bin.finish()?,
             idx: idx.finish()?,
             bin_bytes: pointer as u64,
+            // A sequence has a length of 4 bytes and a pointer of 8.
             idx_bytes: super::HEADER_BYTES + 12 * num_sequences + 8 * (num_documents + 1),
             bin_hash: self.hash.digest128(),
             idx_hash: idx_hash.digest128(),

@@ -42,7 +42,7 @@ fn training_gives_the_same_tokenizer_each_time_and_for_each_order() {
 }
 
 #[test]
-fn ties_and_runs_do_not_make_training_depend_on_hash_order() {
+fn training_with_many_ties_does_not_depend_on_hash_order() {
     // Two letters, short words, few counts: nearly every merge is a tie.
     let mut state = 1u64;
     let mut next = |below: u64| {
@@ -95,7 +95,7 @@ fn special_names_in_documents_are_text_and_in_prompts_are_tokens() {
 }
 
 #[test]
-fn saved_and_loaded_it_is_the_same() {
+fn a_saved_tokenizer_is_loaded_as_the_same() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tokenizer.json");
     let tokenizer = small();
@@ -109,7 +109,7 @@ fn saved_and_loaded_it_is_the_same() {
 }
 
 #[test]
-fn truncation_and_padding_in_the_file_lose_nothing() {
+fn truncation_and_padding_of_the_file_are_ignored() {
     let whole = small();
     let loaded = changed(&whole, |json| {
         json["truncation"] = serde_json::json!({"direction": "Right", "max_length": 3,
@@ -137,7 +137,7 @@ fn dropout_in_the_file_is_off() {
 }
 
 #[test]
-fn gaps_in_the_ids_count() {
+fn ids_without_a_token_count_in_the_vocabulary_size() {
     let json = r#"{"version": "1.0", "truncation": null, "padding": null, "normalizer": null, "pre_tokenizer": null,
         "post_processor": null, "decoder": null,
         "added_tokens": [{"id": 9, "content": "</s>", "special": true, "single_word": false, "lstrip": false,
@@ -167,7 +167,7 @@ fn training_on_a_corpus_takes_a_bounded_repeatable_sample() {
 }
 
 #[test]
-fn the_fast_way_is_taken_where_it_fits_and_nowhere_else() {
+fn the_fast_encoder_is_used_only_for_tokenizers_it_supports() {
     let tokenizer = small();
     assert!(tokenizer.fast.is_some());
     type Change = dyn Fn(&mut serde_json::Value);
@@ -196,7 +196,7 @@ fn with_ids(ids: [u32; 2]) -> (serde_json::Value, [String; 2]) {
 }
 
 #[test]
-fn an_id_that_is_too_large_or_not_its_own_is_refused_at_once() {
+fn an_id_that_is_too_large_or_used_twice_is_refused_at_once() {
     let since = std::time::Instant::now();
     let read = |json: serde_json::Value| Tokenizer::from_bytes(json.to_string().as_bytes());
     for id in [i32::MAX as u32, u32::MAX, 1 << 24] {
@@ -213,12 +213,12 @@ fn an_id_that_is_too_large_or_not_its_own_is_refused_at_once() {
 }
 
 #[test]
-fn missing_ids_change_no_text_of_the_file() {
+fn the_json_of_a_tokenizer_with_missing_ids_is_what_the_crate_writes() {
     let (mut file, _) = with_ids([1000, 500]);
     file["model"]["dropout"] = 0.1.into();
     let tokenizer = Tokenizer::from_bytes(file.to_string().as_bytes()).unwrap();
     assert_eq!((tokenizer.vocab_size(), tokenizer.num_missing), (1001, 601));
-    // The crate's own text, for which it prints the missing ids.
+    // The text that the `tokenizers` crate itself writes; it prints the missing ids to standard output too.
     let texts = [false, true].map(|is_pretty| tokenizer.marked.to_string(is_pretty).unwrap());
     assert_eq!(tokenizer.to_json().unwrap(), texts[1]);
     assert_eq!(tokenizer.hash(), xxh3_128(texts[0].as_bytes()));
@@ -229,7 +229,7 @@ fn missing_ids_change_no_text_of_the_file() {
 
 /// Splitting, normalising and added tokens as in Qwen's files: digits stand alone, `<think>` is found in every text.
 #[test]
-fn a_file_of_qwens_kind_works() {
+fn a_tokenizer_like_qwens_works() {
     let mut json: serde_json::Value = serde_json::from_str(&json(&small())).unwrap();
     json["normalizer"] = serde_json::json!({"type": "NFC"});
     let pattern = [
@@ -256,7 +256,7 @@ fn a_file_of_qwens_kind_works() {
 }
 
 #[test]
-fn the_first_token_of_a_template_is_found() {
+fn the_token_that_a_template_puts_before_a_text_is_found() {
     let ids = |tokenizer: &Tokenizer| (tokenizer.bos_id(), tokenizer.prefix_id().ok());
     let llama = byte_fallback();
     assert_eq!(ids(&llama), (Some(1), Some(1)));
@@ -401,10 +401,10 @@ fn a_continuation_keeps_its_first_space() {
     assert_eq!(behind("WordPiece", &["dog"], "##s"), "s");
     assert_eq!(behind("bytes", &["er"], "Ġthe"), " the");
     assert_eq!(behind("BPE", &["the</w>"], "er"), " er");
-    // Of many spaces in front, three are stripped.
+    // Three spaces are stripped from the beginning of prompt and continuation together.
     assert_eq!(behind("three spaces stripped", &["▁"; 40], "▁the"), " the");
     assert_eq!(behind("three spaces stripped", &["▁"; 2], "▁the"), "the");
-    // A text of its own begins as such texts do.
+    // Without a prompt's text the first space is stripped, as from any text.
     assert_eq!(behind("Llama 2", &[], "▁the"), "the");
     assert_eq!(behind("Llama 2", &["[S]"], "▁the"), "the");
 }
@@ -412,7 +412,7 @@ fn a_continuation_keeps_its_first_space() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(500))]
     #[test]
-    fn a_continuation_is_what_the_whole_text_has_behind_the_prompt(
+    fn decode_behind_gives_the_rest_of_the_whole_text_after_the_prompt(
         prompt in prop::collection::vec(0..19usize, 0..40),
         blank in 0..60usize,
         ids in prop::collection::vec(0..19usize, 0..40),
@@ -420,7 +420,8 @@ proptest! {
         use std::sync::LazyLock;
         static DECODERS: LazyLock<Vec<(&str, Tokenizer)>> = LazyLock::new(decoders);
         for (name, tokenizer) in &*DECODERS {
-            // Some prompts are blank at their ends.
+            // A third of the prompts end with up to 19 tokens of id 1, which several of the tokenizers decode as
+            // spaces.
             let of = |ids: &[usize]| ids.iter().map(|id| (id % tokenizer.vocab_size()) as u32).collect::<Vec<_>>();
             let mut prompt = of(&prompt);
             prompt.extend(vec![1; blank.saturating_sub(40)]);
@@ -431,7 +432,7 @@ proptest! {
             let same = all.chars().zip(before.chars()).take_while(|(a, b)| a == b).map(|(c, _)| c.len_utf8()).sum();
             let expected = &all[same..];
             let is_plain = !before.ends_with(char::REPLACEMENT_CHARACTER) && !name.contains("Llama");
-            // Special tokens have no text, so that a byte before one continues behind it.
+            // Special tokens have no text: a run of byte tokens goes on after them.
             let last = prompt.iter().rev().map(|id| tokenizer.id_token(*id).unwrap()).find(|token| token != "[S]");
             let byte = last.is_some_and(|token| is_byte_token(&token));
             prop_assert!(!is_plain || byte || all.starts_with(&before), "{name}: {before:?} {all:?}");
@@ -454,7 +455,7 @@ proptest! {
     }
 
     #[test]
-    fn pieces_are_the_whole_text_and_tokens_have_its_bytes(
+    fn streamed_pieces_join_to_the_text_and_token_bytes_add_up_to_its_length(
         text in any::<String>(),
         likely in "[ athe世👩é\n.]{0,40}",
         ids in prop::collection::vec(prop_oneof![0..300u32, 120..220u32, Just(2), Just(200)], 0..150),

@@ -25,6 +25,7 @@ pub struct BpeConfig {
 const MIN_VOCAB_SIZE: usize = 258;
 /// Documents are sampled in chunks of at most this many bytes.
 const CHUNK_BYTES: usize = 1 << 16;
+/// Seed of the hash that decides whether a chunk is in the sample.
 const SAMPLE_SEED: u64 = 0x7461_736B_656E;
 
 impl Tokenizer {

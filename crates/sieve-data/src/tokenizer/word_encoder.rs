@@ -24,6 +24,7 @@ impl WordEncoder {
     pub(super) fn for_tokenizer(tokenizer: &HfTokenizer, json: &str) -> Option<Self> {
         let json: Value = serde_json::from_str(json).ok()?;
         let (model, splitting) = (&json["model"], &json["pre_tokenizer"]);
+        // Whether the model lacks this setting or has it off.
         let absent = |key: &str| model[key].is_null() || model[key] == "" || model[key] == false || model[key] == 0.0;
         let fits = json["normalizer"].is_null()
             && splitting["type"] == "ByteLevel"

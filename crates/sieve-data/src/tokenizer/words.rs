@@ -106,6 +106,7 @@ mod tests {
 
     use super::*;
 
+    /// The words that the `tokenizers` crate finds with its regex.
     fn by_regex(text: &str) -> Vec<String> {
         let mut split = PreTokenizedString::from(text);
         ByteLevel::new(false, false, true).pre_tokenize(&mut split).unwrap();
@@ -118,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn each_alternative_is_met() {
+    fn words_match_each_alternative_of_the_pattern() {
         let text = "it's we'LL they'll 've  two   spaces\n\n\tx 12 3½ a1 !?'s ''t\u{3000}\u{a0}y \n z  ";
         let wanted = [
             "it", "'s", " we", "'", "LL", " they", "'ll", " '", "ve", " ", " two", "  ", " spaces", "\n\n", "\t", "x",

@@ -39,7 +39,7 @@ pub(super) fn model_with_gaps(inner: &HfTokenizer, file: &[u8]) -> Result<Option
     if tokens.iter().enumerate().all(|(rank, &(_, id))| rank == id as usize) {
         return Ok(None);
     }
-    // The crate writes the model with ranks for ids, which have no gaps, and the ids are put back.
+    // The crate writes the model with the numbers 0, 1, 2, … in place of the ids, and the ids are put back.
     let failed = |error: serde_json::Error| error.to_string();
     let mut file: Value = serde_json::from_slice(file).map_err(failed)?;
     let ranks = tokens.iter().enumerate().map(|(rank, (token, _))| (token.clone(), rank.into()));

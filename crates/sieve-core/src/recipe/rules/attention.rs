@@ -15,7 +15,7 @@ pub(super) fn check_attention(attention: &Attention, model: Option<&ModelSection
     attention.check(model, rules);
 }
 
-/// Checks the kinds of tables `[attention.NAME]` as that of `[attention]`, and that they can stand beside it.
+/// Checks the tables `[attention.NAME]` by the rules of `[attention]`, and that some layer has the kind of each.
 pub(super) fn check_layer_tables(
     section: &AttentionSection,
     model: Option<&ModelSection>,
@@ -48,8 +48,8 @@ pub(super) fn check_layer_tables(
     }
 }
 
-/// Checks that `model.layer_types` names kinds that the recipe gives, begins with no shared choice, and divides the
-/// layers. Of what is wrong with the names, the first is reported.
+/// Checks that `model.layer_types` names kinds that the recipe gives, begins with no shared choice, and has a length
+/// that divides the number of layers. Only the first mistake in the names is reported.
 pub(super) fn check_layer_types(model: &ModelSection, attention: &AttentionSection, rules: &mut Rules<'_>) {
     let Some(types) = &model.layer_types else {
         return;
@@ -57,7 +57,7 @@ pub(super) fn check_layer_types(model: &ModelSection, attention: &AttentionSecti
     check_types("model.layer_types", types, model, attention, rules);
 }
 
-/// Checks `types`, the value of the key `key`, for layers beside `attention`.
+/// Checks `types`, the layers' names in the key `key`, for a model whose section `[attention]` is `attention`.
 fn check_types(key: &str, types: &[String], model: &ModelSection, attention: &AttentionSection, rules: &mut Rules<'_>) {
     if let Some((what, hint)) = misnamed(types, attention) {
         return rules.require(false, key, what, hint);
@@ -123,7 +123,7 @@ pub(super) fn check_stage_layers(
     }
 }
 
-/// Checks that `model.rope_layers` divides the layers.
+/// Checks that the length of `model.rope_layers` divides the number of layers.
 pub(super) fn check_rope_layers(model: &ModelSection, rules: &mut Rules<'_>) {
     let Some(rotates) = &model.rope_layers else {
         return;
@@ -141,7 +141,7 @@ pub(super) fn check_rope_layers(model: &ModelSection, rules: &mut Rules<'_>) {
     );
 }
 
-/// Checks that every layer of a model with sinks is of a kind that has a place for them.
+/// Checks that every layer of a model with sinks (`model.attention_sinks`) has a kind that takes them.
 pub(super) fn check_sinks(model: &ModelSection, attention: &AttentionSection, rules: &mut Rules<'_>) {
     let without = attention.kinds().find(|kind| !kind.as_kind().takes_sinks());
     if let Some(without) = without.filter(|_| model.attention_sinks) {

@@ -6,6 +6,7 @@ use crate::recipe::{AttentionSection, ParallelismSection};
 
 const DEGREE: &str = "parallelism.context_parallel_degree";
 
+/// Checks `[parallelism]`, and that rows and heads can be divided among the processes that share a row.
 pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts, rules: &mut Rules<'_>) {
     rules.bounds("parallelism", section);
     let shards = section.shard_ranks;

@@ -8,6 +8,7 @@ use super::paths::check_paths;
 use crate::kinds::names_of_kinds;
 use crate::recipe::{DataFormat, StageSection};
 
+/// Checks every `[[stage]]`, and that their steps add up to `training.steps`.
 pub(super) fn check_stages(stages: &[StageSection], parts: &Parts, rules: &mut Rules<'_>) {
     for (number, stage) in (1..).zip(stages) {
         check_stage(number, stage, parts, rules);
@@ -54,6 +55,7 @@ pub(super) fn check_warmup(parts: &Parts, rules: &mut Rules<'_>) {
     );
 }
 
+/// Checks `[[stage]]` number `number`, counted from 1.
 fn check_stage(number: usize, stage: &StageSection, parts: &Parts, rules: &mut Rules<'_>) {
     let key = |name: &str| format!("stage.{number}.{name}");
     rules.bounds(&format!("stage.{number}"), stage);

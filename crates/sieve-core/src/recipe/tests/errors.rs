@@ -4,6 +4,7 @@ use super::*;
 use crate::model::ModelShape;
 use sieve_testing::{refusal, says};
 
+/// The error of the minimal recipe with `from` replaced by `to`.
 fn message(from: &str, to: &str) -> String {
     load_replaced(from, to).expect_err(to).to_string()
 }
@@ -22,7 +23,7 @@ fn keys(error: &RecipeError) -> String {
 }
 
 #[test]
-fn unknown_names_name_section_key_neighbour_and_list_and_misplaced_keys_are_sent_home() {
+fn errors_of_unknown_names_list_the_known_ones_and_say_where_a_misplaced_key_belongs() {
     for [from, to, expected] in rows("unknown names") {
         let text = message(from, to);
         says(&text, expected);
@@ -31,7 +32,7 @@ fn unknown_names_name_section_key_neighbour_and_list_and_misplaced_keys_are_sent
 }
 
 #[test]
-fn wrong_types_name_key_value_wish_and_line() {
+fn errors_of_wrong_types_have_key_value_expected_type_and_line() {
     for [from, to, expected] in rows("wrong types") {
         let text = message(from, to);
         assert!(text.contains(expected), "{to}: {text}");
@@ -80,7 +81,7 @@ fn the_tokens_of_a_process_fit_fp8_gemms_in_every_stage() {
 }
 
 #[test]
-fn some_block_is_left_in_fp8() {
+fn bf16_end_blocks_leave_at_least_one_block_in_fp8() {
     let text = MINIMAL.replace("head_dim = 10", "head_dim = 16");
     let of = |blocks| {
         let fp8 = format!("seq_len = 64\nprecision = \"fp8\"\nbf16_end_blocks = {blocks}");
@@ -98,7 +99,7 @@ fn some_block_is_left_in_fp8() {
 }
 
 #[test]
-fn edges_of_the_rules_are_allowed() {
+fn values_at_the_limits_of_the_rules_are_allowed() {
     for [from, to] in rows("edges") {
         assert!(load_replaced(from, to).is_ok(), "{to}");
     }
@@ -150,7 +151,7 @@ fn text_that_is_not_toml_says_where() {
     }
 }
 
-/// The minimal recipe with another `[attention]`.
+/// The error of the minimal recipe with these lines in `[attention]`.
 fn attention_message(lines: &str) -> String {
     message(DMA, lines)
 }
@@ -224,7 +225,7 @@ fn rules_of_norms_biases_and_scaled_rotation() {
 }
 
 #[test]
-fn sinks_are_of_dense_and_window_layers() {
+fn only_dense_and_window_layers_take_sinks() {
     const SINKS: &str = "model.attention_sinks=true";
     for kind in AttentionKind::ALL {
         let loaded = load_with(&with_attention(&format!("kind = {:?}", kind.name())), &[SINKS]);

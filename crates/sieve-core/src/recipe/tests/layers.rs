@@ -89,7 +89,7 @@ fn each_layer_may_have_a_kind_of_its_own() {
     let shared = shared.unwrap_or_else(|error| panic!("{error}"));
     let other = LayerType::of(alone);
     assert_eq!(shared.layer_pattern().types(), [other, OWN, LayerType { is_shared: true, ..other }]);
-    // Another kind for the model's own takes the place of a table of that kind.
+    // An override that makes "swa" the model's own kind replaces the table [attention.swa].
     let (windows, notes) = Recipe::load_with_notes(
         &MINIMAL.replacen(DMA, &format!("{DMA}\n{tables}\n"), 1).replacen(
             "[attention]",
@@ -138,7 +138,7 @@ fn some_layers_have_no_positions() {
 }
 
 #[test]
-fn dense_steps_are_spread_evenly_and_of_kinds_that_choose_blocks() {
+fn dense_steps_are_spread_evenly_and_need_a_kind_that_chooses_blocks() {
     let load = |attention: &str, share: f64| {
         let steps = format!("[training]\ndense_steps = {share}");
         load_with(&with_attention(attention).replacen("[training]", &steps, 1), &[])

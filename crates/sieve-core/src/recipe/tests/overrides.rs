@@ -78,7 +78,7 @@ fn one_key_chooses_a_kind_and_what_is_left_out_is_named() {
         };
         assert_eq!(recipe.layer_pattern().types(), dense, "{kind}");
     }
-    // The pattern of a text whose kind is dense is of the kinds that it may be overridden with.
+    // In a text whose kind is dense, "sparse" layers take the kind of the override.
     let dense = with_attention("kind = \"mha\"").replacen(
         "[attention]",
         "layer_types = [\"sparse\", \"mha\", \"sparse\"]\n[attention]",
@@ -86,7 +86,7 @@ fn one_key_chooses_a_kind_and_what_is_left_out_is_named() {
     );
     let (recipe, names) = left_out(&dense, &["attention.kind=nsa"]);
     assert_eq!((recipe.layer_pattern().types(), names), (&ONE_DENSE[..], Vec::new()));
-    // What another kind needs and the text cannot have stays a mistake where the command gives it.
+    // Only the text's values are left out: an override that the new kind does not allow is a mistake.
     refusal(
         load(&["attention.kind=mla", "model.num_key_value_heads=3"]),
         "model.num_key_value_heads: is 3, but kind = \"mla\" has keys",
@@ -104,7 +104,7 @@ fn sizes_of_a_kind_follow_from_the_row_and_the_model() {
         ];
         let own = own.iter().map(String::as_str).chain(more.iter().copied()).collect::<Vec<_>>();
         let recipe = load_with(&dense, &own).unwrap_or_else(|error| panic!("{own:?}: {error}"));
-        // The text of a recipe of that kind alone says the same.
+        // A text that itself has this kind gives the same attention as the override.
         if more.is_empty() {
             let written = dense.replacen("kind = \"mha\"", &format!("kind = {kind:?}"), 1);
             let written = written.replacen("num_key_value_heads = 2\n", "", 1);
@@ -129,7 +129,7 @@ fn sizes_of_a_kind_follow_from_the_row_and_the_model() {
             assert_eq!(found, written(kind, seq_len, keys), "{kind} {seq_len}");
         }
     }
-    // What is given decides about the rest.
+    // The sizes that are left out follow from those that are given.
     let third = "keep_window_size = 24, bias = \"linear\", recency = \"slope\", local_window_size = 3";
     let given = of("dma", 256, &["attention.keep_window_size=24"]);
     assert_eq!(given, written("dma", 256, third));
@@ -226,7 +226,7 @@ fn one_preset_replaces_all_that_departs_from_the_paper() {
     let written = recipe.to_toml().expect("a loaded recipe can be written");
     assert!(!written.contains("preset"), "{written}");
     assert_eq!(Recipe::load(&written, "r.toml", &[]).as_ref(), Ok(&recipe));
-    // In the text, on its own.
+    // A text with the preset, and without the keys that it sets.
     let short = with_attention("kind = \"dma\"\nkeep_window_size = 7\npreset = \"paper\"");
     let recipe = Recipe::load(&short, "r.toml", &[]).unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(recipe.attention.own, published);

@@ -31,6 +31,7 @@ impl Draw {
         1.0 - self.0.unit()
     }
 
+    /// From 0 to 1, often one of these two.
     fn share(&mut self) -> f64 {
         let any = self.0.unit();
         self.0.one_of(&[0.0, 1.0, any])
@@ -65,11 +66,13 @@ impl Draw {
         format!("a{}", self.text())
     }
 
+    /// At least one path, and fewer than `end`.
     fn paths(&mut self, end: usize) -> Vec<String> {
         let num_paths = self.between(1, end);
         (0..num_paths).map(|_| self.path()).collect()
     }
 
+    /// Any kind but MLA, with valid sizes.
     fn attention(&mut self) -> Attention {
         let window = self.between(1, 1 << 27);
         let (stride, blocks, k) = (self.between(1, 99), self.between(1, 9), self.between(2, 65));
@@ -135,6 +138,7 @@ impl Draw {
         model.num_key_value_heads = self.between(1, 9);
         model.num_attention_heads = model.num_key_value_heads * self.between(1, 9);
         model.head_dim = 2 * self.between(1, 129);
+        // Enough rows for any tokenizer that is drawn below.
         model.vocab_size = self.maybe(|draw| draw.between(70_000, 1 << 24));
         model.rope_theta = self.at_least_one();
         model.rms_norm_eps = self.positive();

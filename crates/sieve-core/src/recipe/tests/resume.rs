@@ -75,7 +75,7 @@ fn keys_that_change_no_step_taken_may_change() {
         if let Some(title) = line.strip_prefix("## [") {
             section = title.trim_end_matches(']');
         } else if line.starts_with("### ") {
-            // A table in a section, or the keys of a kind.
+            // The keys of a table inside a section, or of a kind, are not compared.
             section = "";
         }
         let mut columns = line.split(" | ");
@@ -97,7 +97,7 @@ fn keys_that_change_no_step_taken_may_change() {
 }
 
 #[test]
-fn a_longer_reach_changes_no_frequency() {
+fn more_positions_are_refused_if_they_change_rotary_frequencies() {
     for (rope_type, is_scaled_by_positions) in [("yarn", true), ("llama3", true), ("linear", false)] {
         let scaling = format!("qk_norm = false\nrope_scaling = {{ rope_type = {rope_type:?}, factor = 4.0 }}\n");
         let at = |positions: usize, more: &str| {

@@ -14,6 +14,7 @@ fn staged() -> Recipe {
     load(STAGED, &[]).unwrap_or_else(|error| panic!("{error}"))
 }
 
+/// The minimal recipe with `stages` in place of its steps and its local batch size.
 fn load(stages: &str, overrides: &[&str]) -> Result<Recipe, RecipeError> {
     let text = MINIMAL.replacen("steps = 40\n", "", 1);
     let text = text.replacen("local_batch_size = 5", stages, 1);
@@ -75,7 +76,7 @@ fn a_stage_has_layers_of_its_own() {
     let [near, msa, _] = kinds(&dense_end, 0);
     assert_eq!((near, msa.kind().name()), (Attention::swa(9), "msa"));
     assert_eq!(kinds(&dense_end, 1), [near, Attention::DENSE, Attention::DENSE]);
-    // The stage's recipe holds, alone too.
+    // The recipe of the stage alone is valid too.
     let alone = dense_end.at_stage(&dense_end.stages()[1]);
     assert_eq!(alone.validate().map_err(|error| error.to_string()), Ok(()));
     for written in [dense_end.to_toml().expect("TOML"), dense_end.to_template().expect("writable")] {
@@ -91,13 +92,13 @@ fn a_stage_has_layers_of_its_own() {
     assert_eq!(kinds(&set, 1), kinds(&wider, 1));
     let moved = load("layer_types = [\"sparse\", \"2 near\"]\ndrop = true");
     assert_eq!(kinds(&moved, 1), [msa, near, near]);
-    // A stage that gains tensors needs no word for it.
+    // A stage that only gains tensors needs no `drop`.
     let gains = load("layer_types = [\"sparse\"]");
     assert_eq!(kinds(&gains, 1), [msa; 3]);
 }
 
 #[test]
-fn a_stage_that_cannot_follow_is_refused() {
+fn a_stage_whose_model_the_one_before_cannot_become_is_refused() {
     let refused = |stage: &str, words: &str| refusal(changing(stage, &[]), words);
     refused(
         "kind = \"mha\"",
@@ -166,7 +167,7 @@ fn mistakes_in_stages_name_the_stage_and_the_line() {
         load_replaced(DMA, "kind = \"mha\"\n[[stage]]\nsteps = 40\nwindow = 8"),
         "stage.1.window: does not go with kind = \"mha\"",
     );
-    // Another kind by --set has no windows of the text's.
+    // An override to another kind leaves out the stages' windows; "swa" has its default, a quarter of 64 tokens.
     for (kind, windows) in [("mha", [None; 2]), ("swa", [Some(16); 2])] {
         let recipe = load(STAGED, &[&format!("attention.kind={kind}")]).expect("one key");
         assert_eq!([0, 1].map(|stage| recipe.stage[stage].window), windows, "{kind}");
@@ -192,7 +193,7 @@ fn an_indexer_warms_up_in_stages_before_the_last() {
         crate::model::mean_active_keys(attention, 1024)
     });
     assert!(keys[0] == 512.5 && keys[1] < 200.0, "{keys:?}");
-    // Another kind by --set has no warm-up of the text's.
+    // An override to another kind leaves out the text's warm-up.
     let warm = plain.replacen("steps = 30", "steps = 30\nindex_warmup = true", 1);
     let warm = warm.replacen("local_batch_size = 5", "local_batch_size = 5\n", 1);
     let text =

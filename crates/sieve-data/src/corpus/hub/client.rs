@@ -193,12 +193,12 @@ impl Client {
     /// The reason of the failure, turned into an error by `failed`.
     pub(super) fn download(&self, file: &Download<'_>, failed: &dyn Fn(String) -> DataError) -> Result<(), DataError> {
         let what = format!("fetching {}", file.name);
-        // Without a listed size, the least rate adds no time to the limit.
+        // `insist` allows more time for more bytes; without a listed size, none is added.
         let num_bytes = file.num_bytes.unwrap_or(0);
         let mut num_damaged = 0;
         self.insist(&what, num_bytes, failed, &mut |budget, has_progressed| {
             self.fetch_rest(file, budget, has_progressed)?;
-            // A wrong checksum is the only temporary problem of `publish`.
+            // `publish` returns `Passing` for a wrong checksum alone.
             self.publish(file).inspect_err(|_| num_damaged += 1).map_err(|error| match error {
                 Failure::Passing(reason, _) if num_damaged == MAX_DAMAGED => Failure::Lasting(reason),
                 error => error,
@@ -328,7 +328,7 @@ impl Client {
         }
     }
 
-    /// Sends a `GET` request for `url_path`, from byte `first` on.
+    /// Sends a `GET` request for `url_path`, from byte `first` on; fails after the time `budget`.
     fn ask(&self, url_path: &str, first: u64, budget: Duration) -> Result<Response<Body>, Failure> {
         if self.is_offline {
             return Err(Failure::Lasting(format!("it is not on this disk, and {OFFLINE} forbids to ask the hub")));
@@ -421,7 +421,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_token_is_for_an_encrypted_endpoint() {
+    fn the_access_token_is_kept_for_an_https_endpoint_alone() {
         let token = |endpoint: &str| {
             let config = HubConfig {
                 token: Some("secret".to_owned()),

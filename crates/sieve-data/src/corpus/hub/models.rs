@@ -140,6 +140,7 @@ struct Fetch<'a> {
 }
 
 impl Fetch<'_> {
+    /// Fetches the model's files that are not on this disk yet.
     fn all(&self, observe: &mut dyn FnMut(HubModelEvent<'_>)) -> Result<(), DataError> {
         let Some(config) = self.find(CONFIG) else {
             return Err(self.lacks(CONFIG, "name a repository, or with /FOLDER a folder of one, that holds a model"));
@@ -188,7 +189,7 @@ impl Fetch<'_> {
         self.files.iter().find(|file| file.name == path)
     }
 
-    /// Path of a file on this disk. [`find`](Self::find) knows names alone that are harmless.
+    /// Path of a file on this disk. Its name is a known one or one that [`is_plain`] accepts, so it leads nowhere else.
     fn path(&self, file: &RemoteFile) -> PathBuf {
         self.dir.join(file.name.rsplit('/').next().unwrap_or_default())
     }

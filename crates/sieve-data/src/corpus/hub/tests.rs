@@ -21,7 +21,7 @@ struct Server {
 #[derive(Default)]
 struct State {
     files: HashMap<String, Vec<u8>>,
-    /// `(bytes, times)`: so many answers with a file are cut off after so many bytes.
+    /// `(bytes, times)`: the next `times` answers with more than `bytes` bytes of a file end after `bytes` bytes.
     break_off: Option<(usize, usize)>,
     /// Requests so far: path and first requested byte.
     requests: Vec<(String, usize)>,
@@ -45,6 +45,7 @@ struct State {
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
 impl Server {
+    /// Starts a server with these files, by their names in the repository.
     fn new(files: &[(&str, Vec<u8>)]) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let endpoint = format!("http://{}", listener.local_addr().unwrap());
@@ -61,6 +62,7 @@ impl Server {
         Self { endpoint, state }
     }
 
+    /// Settings that reach this server, with its files in a folder of `dir`.
     fn config(&self, dir: &Path) -> HubConfig {
         HubConfig {
             endpoint: self.endpoint.clone(),
@@ -87,6 +89,7 @@ impl Server {
         change(&mut self.state.lock().unwrap());
     }
 
+    /// The first requested byte of each request whose path contains `part`.
     fn requests(&self, part: &str) -> Vec<usize> {
         let state = self.state.lock().unwrap();
         let found = state.requests.iter().filter(|(path, _)| path.contains(part));
@@ -243,7 +246,7 @@ fn a_data_set_is_read_by_name_folder_and_glob() {
 }
 
 #[test]
-fn what_is_there_needs_no_network() {
+fn files_that_were_fetched_need_no_network() {
     let (server, dir) = (server(), tempfile::tempdir().unwrap());
     let read = || {
         let mut corpus = corpus("hf://datasets/me/texts/one");
@@ -272,7 +275,7 @@ fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
 }
 
 #[test]
-fn a_fetched_file_killed_before_it_had_its_name_gets_it() {
+fn a_complete_temporary_file_is_renamed_and_not_fetched_again() {
     let (server, dir) = (server(), tempfile::tempdir().unwrap());
     let corpus = server.corpus("hf://datasets/me/texts/two", dir.path());
     let bytes = server.state.lock().unwrap().files["two/train-00000.parquet"].clone();
@@ -289,7 +292,7 @@ fn a_fetched_file_killed_before_it_had_its_name_gets_it() {
 }
 
 #[test]
-fn a_file_that_fails_is_told_and_those_before_it_are_kept() {
+fn a_file_that_cannot_be_fetched_is_named_and_earlier_ones_are_kept() {
     let (server, dir) = (server(), tempfile::tempdir().unwrap());
     let corpus = server.corpus("hf://datasets/me/texts/one", dir.path());
     let second = "one/train-00001.parquet";
@@ -344,7 +347,7 @@ fn a_preparation_leaves_no_fetched_file_and_is_found_again_without_network() {
 }
 
 #[test]
-fn paths_that_are_none_are_refused_before_anything_is_asked() {
+fn invalid_paths_are_refused_without_a_request() {
     for (path, wanted) in [
         ("hf://models/me/texts", "only data sets"),
         ("hf://datasets/me", "the owner or the name"),
@@ -362,7 +365,7 @@ fn paths_that_are_none_are_refused_before_anything_is_asked() {
 }
 
 #[test]
-fn answers_that_are_none_are_told() {
+fn missing_repositories_and_invalid_listings_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let server = server();
     let mut missing = corpus("hf://datasets/me/nothing");
@@ -414,7 +417,7 @@ fn raw_server(head: String, num_spaces: usize) -> String {
     endpoint
 }
 
-/// Path on this disk of the first file of a corpus.
+/// Where the first file of a corpus is stored on this disk once it is fetched.
 fn local_path(corpus: &Corpus) -> PathBuf {
     let remote = corpus.files()[0].remote.as_ref().unwrap();
     corpus.hub.as_ref().unwrap().local_path(remote)
@@ -450,7 +453,7 @@ fn a_server_does_not_choose_where_a_file_is_written() {
 }
 
 #[test]
-fn the_token_goes_nowhere_over_plain_http_and_not_along_a_redirect() {
+fn an_access_token_is_not_sent_over_plain_http_or_along_a_redirect() {
     let (server, other, dir) = (server(), server(), tempfile::tempdir().unwrap());
     let config = HubConfig { token: Some("hf_secret".to_owned()), ..server.config(dir.path()) };
     let mut corpus = corpus("hf://datasets/me/texts/two");
@@ -465,7 +468,7 @@ fn the_token_goes_nowhere_over_plain_http_and_not_along_a_redirect() {
 }
 
 #[test]
-fn a_server_that_says_nothing_is_given_up() {
+fn a_server_that_never_answers_is_given_up() {
     let (server, dir) = (server(), tempfile::tempdir().unwrap());
     let config = HubConfig {
         limits: HubLimits {
@@ -486,7 +489,7 @@ fn a_server_that_says_nothing_is_given_up() {
 }
 
 #[test]
-fn a_server_that_asks_for_a_pause_gets_it() {
+fn a_pause_that_a_server_asks_for_is_kept() {
     let (server, dir) = (server(), tempfile::tempdir().unwrap());
     let busy = |seconds: u64| ("429 Too Many Requests", format!("Retry-After: {seconds}\r\n"));
     server.set(|state| state.next = vec![busy(1)]);
@@ -505,7 +508,7 @@ fn a_server_that_asks_for_a_pause_gets_it() {
 }
 
 #[test]
-fn a_flipped_bit_is_noticed() {
+fn a_file_with_a_wrong_checksum_is_fetched_again_then_refused() {
     for is_large in [true, false] {
         let (server, dir) = (server(), tempfile::tempdir().unwrap());
         server.set(|state| (state.is_large, state.num_flipped) = (is_large, 1));
@@ -520,7 +523,7 @@ fn a_flipped_bit_is_noticed() {
 }
 
 #[test]
-fn certificates_that_are_none_are_refused() {
+fn a_file_without_certificates_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("roots.pem");
     let connect = || {
@@ -669,6 +672,7 @@ fn models_that_cannot_be_fetched_are_refused_in_a_sentence() {
     ] {
         refusal(fetched(wrong, server.config(dir.path())), "names no model of the hub | hf://OWNER/NAME");
     }
+    // Three files of 2^60 bytes each.
     server.set(|state| state.listed_bytes = Some(1 << 60));
     let error =
         refusal(fetched("hf://some/model", server.config(dir.path())), "takes 3221225472.00 GiB more, and | HF_HOME");

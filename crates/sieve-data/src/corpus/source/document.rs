@@ -28,6 +28,7 @@ pub(super) enum Holds {
 
 pub(super) const BYTE_ORDER_MARK: &[u8] = b"\xEF\xBB\xBF";
 
+/// Refuses a document of more than `max_bytes`.
 pub(super) fn check_size(path: &Path, bytes: u64, max_bytes: u64) -> Result<(), DataError> {
     if bytes > max_bytes {
         let what = format!("a document of {bytes} bytes is over the limit of {max_bytes}");
@@ -86,7 +87,8 @@ impl Holds {
         DataError::document(path, what, self.set_column_or_skip())
     }
 
-    /// The hint about a file with these columns, and not with the one that is named.
+    /// The hint about a file that has these columns and lacks the named one: `usual`, or for a text column one about
+    /// chats if there are messages.
     pub(super) fn set_column_of<'a>(
         self,
         mut columns: impl Iterator<Item = &'a str>,

@@ -106,7 +106,7 @@ impl JsonLines {
         }
         let line = check_utf8(&self.path, &self.buffer, self.line_offset);
         let line = line.map_err(|error| self.in_line(error))?;
-        // With the line's end, the JSON parser would find what is missing on a line 2.
+        // With the line break, the JSON parser would say that a missing bracket is missing on line 2.
         Ok(line[self.mark()..].trim_end_matches(['\r', '\n']))
     }
 
@@ -115,6 +115,7 @@ impl JsonLines {
         error.in_row(&format!("line {}", self.line))
     }
 
+    /// The error that the current line is not a JSON object, with a hint of its own for NaN and Infinity.
     pub(in crate::corpus) fn bad_json(&self, error: serde_json::Error) -> DataError {
         // The parser was given one line, so its own line number is always 1.
         let line = self.line;
@@ -251,6 +252,7 @@ mod tests {
         let long = format!("{{\"text\": \"{}\"}}\n", "x".repeat(64 << 20));
         std::fs::write(&path, zstd(format!("{long}{{\"text\": \"next\"}}\n").as_bytes())).unwrap();
         let mut source = JsonlSource::open(&path, ("text", Holds::Text), 1 << 16).unwrap();
+        // The limit of a line: six times 65,536 bytes, and 16 MiB.
         let error = source.next_document().unwrap();
         assert!(error.as_ref().is_err_and(DataError::is_invalid_document));
         refusal(error, "bomb.jsonl.zst | line 1 | longer than 17170432 bytes | max_document_bytes");
@@ -260,6 +262,7 @@ mod tests {
             source.lines.offset
         );
         assert_eq!(source.next_document().unwrap().unwrap(), ("next".to_owned(), 2));
+        // The buffer of the long line was freed.
         assert_eq!(source.lines.buffer.capacity() >> 20, 0);
         assert!(source.next_document().is_none());
         // A line below its own limit can hold a document above the document's limit.

@@ -186,7 +186,7 @@ fn a_parquet_file_without_the_column_says_which_it_has() {
 }
 
 #[test]
-fn a_parquet_file_that_is_cut_or_none_is_an_error() {
+fn a_file_that_is_cut_or_not_parquet_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.parquet");
     write_parquet(&path, &[&[Some(b"one".as_slice()); 200]], Compression::SNAPPY);
@@ -201,7 +201,7 @@ fn a_parquet_file_that_is_cut_or_none_is_an_error() {
 
 // From its cursor and the hashes seen, a reading that stopped after any file returns the other documents.
 #[test]
-fn a_reading_goes_on_from_its_cursor() {
+fn reading_resumes_from_a_cursor_with_the_same_documents() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().to_str().unwrap().to_owned();
     let lines = "{\"text\": \"a\"}\n{\"no\": 1}\n{\"text\": \"b\"}\n\n\

@@ -9,7 +9,7 @@ use parquet::schema::parser::parse_message_type;
 use std::sync::Arc;
 
 /// A template that writes a role as a number and a message as it is; an answer ends with `9`. It refuses the message
-/// `17`.
+/// `17`, and its hash is the number in it.
 #[derive(Debug)]
 struct Numbers(u128);
 
@@ -49,6 +49,7 @@ const CHATS: Chats = &[
     &[("system", "5"), ("user", "6"), ("assistant", "15")],
 ];
 
+/// A temporary folder with chats, and a tokenizer of numbers.
 struct Place {
     dir: tempfile::TempDir,
     tokenizer: Tokenizer,
@@ -98,6 +99,7 @@ fn write_parquet(path: &Path, chats: Chats) {
     write_column::<ByteArrayType>(&mut group, &vec![text("3"); chats.len()], None, None);
     let turns = chats.iter().flat_map(|chat| chat.iter());
     let repetition = chats.iter().flat_map(|chat| (0..chat.len()).map(|at| i16::from(at > 0))).collect::<Vec<_>>();
+    // The definition level of a value that is not null: four optional or repeated fields lead to it.
     let levels = vec![4; repetition.len()];
     for column in [turns.clone().map(|turn| text(turn.1)).collect::<Vec<_>>(), turns.map(|turn| text(turn.0)).collect()]
     {
@@ -148,11 +150,12 @@ fn labels_of_chats_are_the_answers_in_packed_rows_and_alone() {
 }
 
 #[test]
-fn which_tokens_are_predicted_has_a_checksum() {
+fn a_moved_bound_of_predicted_tokens_is_found_by_its_checksum() {
     let place = Place::new(CHATS);
     let prepared = place.prepare(place.config("a.jsonl")).unwrap();
     prepared.verify().unwrap();
-    // The bounds of two neighbouring parts move by a token: the file is a shard, but not the one that was prepared.
+    // The bound between two neighbouring parts moves by a token: the file is a shard, but not the one that was
+    // prepared. The header has 34 bytes, among them the number of sequences; 4-byte lengths and 8-byte pointers follow.
     let path = prepared.dir.join("train.idx");
     let mut idx = fs::read(&path).unwrap();
     let num_sequences = u64::from_le_bytes(idx[18..26].try_into().unwrap()) as usize;
@@ -165,7 +168,7 @@ fn which_tokens_are_predicted_has_a_checksum() {
 }
 
 #[test]
-fn another_template_is_other_data() {
+fn data_of_another_chat_template_is_not_reused() {
     let place = Place::new(CHATS);
     place.prepare(place.config("a.jsonl")).unwrap();
     let again = |template| place.prepare_with(place.config("a.jsonl"), template, OnChange::Refuse);
@@ -174,7 +177,7 @@ fn another_template_is_other_data() {
 }
 
 #[test]
-fn rows_that_are_no_chats_are_refused_or_left_out() {
+fn invalid_chats_are_refused_or_left_out() {
     let place = Place::new(&[CHATS[0], CHATS[1], &[("user", "17"), ("assistant", "1")], CHATS[2]]);
     for (name, row) in [("a.jsonl", "line 3"), ("a.parquet", "row 3")] {
         let words = format!("{name} | {row}: column \"messages\": it takes no 17 | hint: | skip_invalid");
@@ -224,6 +227,7 @@ fn an_interrupted_preparation_ends_with_the_same_bounds() {
         };
         fs::write(place.dir.path().join(name), (0..9).map(line).collect::<String>()).unwrap();
     }
+    // `None` if the preparation is stopped, by a panic in call number `stop` of the progress callback.
     let prepare_in = |out: &str, stop: u32| {
         let corpus = Corpus::open(place.config("*.jsonl")).unwrap().with_chats(Some(Arc::new(Numbers(1))));
         let to = holding_out(place.dir.path().join(out), 0.3);

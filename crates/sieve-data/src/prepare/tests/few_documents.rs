@@ -3,7 +3,7 @@
 use super::*;
 use sieve_testing::refusal;
 
-/// One corpus for each file, in a folder of its own.
+/// A temporary folder whose files are a corpus each, and a tokenizer.
 struct Few {
     dir: tempfile::TempDir,
     tokenizer: Tokenizer,
@@ -55,7 +55,7 @@ fn the_end_of_a_single_text_is_held_out() {
 #[test]
 fn documents_before_the_cut_are_trained_on_and_those_behind_it_held_out() {
     let few = Few::new();
-    // None of these is held out by its hash.
+    // None of these is held out by its hash. Of their 16 bytes, a hundredth is rounded to 0 and a tenth to 2.
     let lines = ["aaaa", "bbbb", "cccc", "dddd"].map(|text| format!("{{\"text\": \"{text}\"}}\n"));
     let corpus = || few.corpus("few.jsonl", &lines.concat());
     refusal(few.prepare(&[corpus()], 0.01), "[validation] paths");
@@ -66,7 +66,7 @@ fn documents_before_the_cut_are_trained_on_and_those_behind_it_held_out() {
 }
 
 #[test]
-fn each_corpus_of_a_mixture_is_cut_where_none_has_a_document_to_spare() {
+fn each_corpus_of_one_document_in_a_mixture_is_cut() {
     let few = Few::new();
     let corpora = [("a.txt", "0123456789"), ("b.txt", "abcdefghij")];
     let corpora = corpora.map(|(name, text)| few.corpus(name, text));
@@ -78,7 +78,7 @@ fn each_corpus_of_a_mixture_is_cut_where_none_has_a_document_to_spare() {
 }
 
 #[test]
-fn a_corpus_of_one_document_is_held_out_of_beside_one_of_many() {
+fn the_end_of_a_single_document_is_held_out_beside_a_corpus_of_many() {
     let few = Few::new();
     let row = |n| format!("{{\"text\": \"row {n}\"}}\n");
     let rows = (0..200).map(row).collect::<String>();
@@ -96,7 +96,7 @@ fn a_corpus_of_one_document_is_held_out_of_beside_one_of_many() {
 }
 
 #[test]
-fn enough_documents_are_not_cut() {
+fn a_corpus_with_enough_documents_is_not_cut() {
     let place = Place::new();
     assert!(!place.prepare(&place.config()).unwrap().meta.is_cut);
     let meta = fs::read_to_string(place.out().join("meta.json")).unwrap();
@@ -105,7 +105,7 @@ fn enough_documents_are_not_cut() {
 
 // A corpus with enough documents to hold whole ones out gets the same shards as from every earlier version.
 #[test]
-fn the_split_by_hash_is_as_it_ever_was() {
+fn the_split_by_hash_gives_the_same_shards_as_earlier_versions() {
     let place = Place::new();
     let meta = place.prepare(&place.config()).unwrap().meta;
     let wanted = ["11b25e38365ca88d1f1e649a97d0f3fe", "c2174e893b9113c194fe93ff7dc355ed"];
@@ -159,10 +159,10 @@ fn text_that_a_cut_holds_out_is_trained_on_nowhere() {
         check(&format!("{fate}, stage"), &[base.clone(), later], &base);
         fates.push(stage(&whole, &one, "one").map(|_| ()));
     }
-    // Nothing may be trained on of a document that is validated on as a whole.
+    // No part of a document that is validated on as a whole may be trained on.
     refusal(fates.remove(0), "a stage would train on text that the run validates on | [validation] paths");
     fates.remove(0).unwrap();
-    // The same document occurs twice in one corpus.
+    // The same document occurs twice in one corpus: the cut after 6 bytes of the second holds for the first too.
     let twice = Corpus::open(CorpusConfig::by_ending(
         vec![
             few.corpus("0.txt", "0123456789").config().paths[0].clone(),

@@ -8,6 +8,7 @@ use parquet::basic::Compression;
 /// Prompt and text of each document, by the numbers of their tokens; the third prompt is empty.
 const ROWS: [(&str, &str); 4] = [("3 2 1", "11 12"), ("4", "13"), ("", "14 15 16"), ("5 <|endoftext|> 6", "17")];
 
+/// A temporary folder with documents that have prompts, as JSONL and as Parquet, and a tokenizer of numbers.
 struct Prompted {
     dir: tempfile::TempDir,
     tokenizer: Tokenizer,
@@ -78,7 +79,7 @@ fn labels_of_prompts_are_ignored_in_packed_rows_as_counted_by_hand() {
 }
 
 #[test]
-fn equal_answers_to_other_prompts_are_other_documents() {
+fn equal_texts_after_different_prompts_are_no_duplicates() {
     let place = Prompted::new(&[("1", "7"), ("2", "7"), ("1", "7"), ("3", "8")]);
     let config = CorpusConfig { deduplicate: true, order: FileOrder::Sorted, ..place.config("a.jsonl") };
     let prepared = place.prepare(config, 0.3).unwrap();
@@ -87,7 +88,7 @@ fn equal_answers_to_other_prompts_are_other_documents() {
 }
 
 #[test]
-fn prompts_that_are_not_there_are_refused() {
+fn missing_prompt_columns_are_refused() {
     let place = Prompted::new(&ROWS);
     let config =
         |column: &str, name: &str| CorpusConfig { prompt_column: Some(column.to_owned()), ..place.config(name) };

@@ -17,6 +17,8 @@ struct Mixture {
 }
 
 impl Mixture {
+    /// Two folders of three files each: 60 lines of which 20 repeat earlier ones, a line that all files share, an
+    /// invalid one and a blank one.
     fn new() -> Self {
         let dir = quick_dir();
         for folder in ["a", "b"] {
@@ -115,6 +117,7 @@ fn several_corpora_get_a_shard_each_and_share_what_is_held_out() {
     let report = &prepared.meta.report;
     let counts = [report.num_files, report.num_documents, report.num_invalid];
     assert_eq!(counts, [6, 241, 6]);
+    // 20 of each file's 60 lines repeat earlier ones, and five files repeat the line that all have.
     assert_eq!(report.num_duplicates, 6 * 20 + 5);
     let total = shards.iter().map(ShardReader::num_tokens).sum::<u64>();
     assert_eq!(prepared.meta.train.num_tokens, total);
@@ -139,7 +142,7 @@ fn several_corpora_get_a_shard_each_and_share_what_is_held_out() {
 // The progress callback stops the work after each of its calls in turn, as a kill would; whatever the moment, the next
 // call reads no finished source file again, and the files equal an uninterrupted preparation's.
 #[test]
-fn interrupted_anywhere_it_goes_on_and_ends_the_same() {
+fn a_preparation_stopped_anywhere_resumes_and_gives_the_same_files() {
     let mixture = Mixture::new();
     let held = mixture.corpus("held.jsonl");
     for (number, validation) in
@@ -204,7 +207,7 @@ fn an_unfinished_preparation_that_does_not_fit_is_begun_again() {
 
 // A truncated text file is an error. After its repair the preparation starts again, because the file has changed.
 #[test]
-fn a_damaged_file_in_the_middle_is_told_and_nothing_is_lost() {
+fn after_repair_of_a_damaged_file_the_preparation_is_whole() {
     let mixture = Mixture::new();
     let path = mixture.dir.path().join("b/1.jsonl.gz");
     let whole = fs::read(&path).unwrap();
@@ -218,9 +221,10 @@ fn a_damaged_file_in_the_middle_is_told_and_nothing_is_lost() {
     assert_eq!(mixture.files("out"), mixture.files("again"));
 }
 
-/// The folder of the child of the last test, and in which file that child starts and stops.
+/// Environment variables of the last test's child process: its folder, and the indices of the files in which it is to
+/// start and to stop.
 const KILLED: [&str; 3] = ["SIEVE_TEST_RESUME_DIR", "SIEVE_TEST_START", "SIEVE_TEST_STOP"];
-/// A file that the child writes when it is in that file.
+/// A file that the child writes when it has read a part of the file to stop in.
 const REACHED: &str = "reached";
 
 /// The child of the next test: prepares six files until it has read a part of one of them, and waits there.
@@ -239,6 +243,7 @@ fn prepare_a_part() {
         };
         assert!(num_calls.replace(num_calls.get() + 1) > 0 || num_files_done == start);
         num_inside.set(num_inside.get() + u32::from(stop == Ok(num_files_done)));
+        // By the fourth call inside the file a part of it has been read.
         if num_inside.get() == 4 {
             fs::write(dir.join(REACHED), "").unwrap();
             std::thread::sleep(Duration::from_secs(60));
