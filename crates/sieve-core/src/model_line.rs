@@ -142,7 +142,7 @@ fn other_words(other: Attention) -> String {
 /// The longest pattern of layers that is written out.
 const MOST_NAMES: usize = 8;
 
-/// The clauses of [`layer_counts`], then the repeated pattern of `model.layer_types`; `None` if all layers are alike.
+/// The clauses of [`layer_counts`], then the repeated pattern of `model.layer_types`; `None` if there is no clause.
 fn layer_words(shape: &ModelShape) -> Option<String> {
     let counts = layer_counts(shape).collect::<Vec<_>>().join(", ");
     let period = shape.layers.types().len();

@@ -127,7 +127,8 @@ impl Draw {
         }
     }
 
-    /// Keys that are not drawn keep what they are in the minimal recipe.
+    /// Keys that are not drawn keep what they are in the minimal recipe. `model.vocab_size` is enough for any tokenizer
+    /// that is drawn.
     fn recipe(&mut self) -> Recipe {
         let mut recipe = minimal();
         recipe.attention = self.attention().into();
@@ -138,7 +139,6 @@ impl Draw {
         model.num_key_value_heads = self.between(1, 9);
         model.num_attention_heads = model.num_key_value_heads * self.between(1, 9);
         model.head_dim = 2 * self.between(1, 129);
-        // Enough rows for any tokenizer that is drawn below.
         model.vocab_size = self.maybe(|draw| draw.between(70_000, 1 << 24));
         model.rope_theta = self.at_least_one();
         model.rms_norm_eps = self.positive();
