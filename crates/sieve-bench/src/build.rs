@@ -31,7 +31,7 @@ pub enum BuildEvent {
     Table,
     /// A kernel was compiled: its line of the table.
     Kernel(String),
-    /// All kernels of an architecture were compiled.
+    /// The last event of an architecture: a line that says how many kernels were compiled, and in how many seconds.
     Done(String),
 }
 

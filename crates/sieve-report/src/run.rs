@@ -29,7 +29,8 @@ pub struct Run {
     pub(crate) steps: Vec<f32>,
     /// By name, a number for each of `steps`; NaN if the step did not log it.
     pub(crate) numbers: BTreeMap<String, Vec<f64>>,
-    /// What was trained, on one line: of `config.toml` or, where an older run lacks it, from the recipe.
+    /// What was trained, on one line: the comment at the top of `config.toml`; worked out from the keys of the recipe
+    /// where an older run has no such comment.
     pub(crate) model: String,
     /// Number of steps that the whole run plans.
     pub(crate) num_steps: u64,

@@ -27,7 +27,7 @@ pub struct StepReport {
     /// `tflops` as a share of the device's peak, in percent; `None` where no peak is known, as for a CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mfu_percent: Option<f64>,
-    /// The same share if the step had computed dense causal attention in this time; `None` where no peak is known.
+    /// `mfu_percent` if the step had computed dense causal attention in this time; `None` where no peak is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dense_mfu_percent: Option<f64>,
     /// Device memory in use, in bytes.

@@ -309,7 +309,8 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Opt
     Ok(codes.collect())
 }
 
-/// Whether only one of several ranks still runs, and all others ended because they lost a rank. Then that rank hangs.
+/// Whether one of several ranks still runs while all others ended because they lost a rank. It is the rank they lost:
+/// it hangs, unless it was asked to stop and still writes its checkpoint.
 fn is_lost_by_others(ranks: &[Rank]) -> bool {
     let (running, ended): (Vec<&Rank>, Vec<&Rank>) = ranks.iter().partition(|rank| rank.status.is_none());
     let has_lost = |rank: &&Rank| rank.status.and_then(|status| status.code()) == Some(OTHER_LOST);

@@ -158,8 +158,8 @@ fn block_mask(
         return Err(KernelError::unsupported("block_sparse", "block", got, "64 or 128 queries and keys").into());
     }
     let tiles = Tiles::new(call, query_tile, key_tile);
-    // Word 0 is unused; then come the start of each (head, query tile) in `tile_idx` and the end of the last, and
-    // `tile_idx`.
+    // Word 0 is unused. Then `row_ptr`: where the list of each (head, query tile) begins in `tile_idx`, at last where
+    // the last list ends. Then `tile_idx`, the key tiles of all lists.
     let row_ptr_len = shape.num_heads * tiles.num_query_tiles() + 1;
     let [num_words] = words.dims("block_sparse", "words")?;
     if num_words < 1 + row_ptr_len {

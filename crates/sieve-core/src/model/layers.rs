@@ -217,9 +217,9 @@ mod tests {
         let found = shape.by_kind();
         let found = found.iter().map(|part| (part.attention, part.num_layers, part.has_indexer()));
         assert_eq!(found.collect::<Vec<_>>(), [(own, 2, false), (window, 4, false), (msa, 2, true), (msa, 2, false)]);
-        let flops = |attention| ModelShape { attention, ..tiny_dma() }.executed_flops_per_token(40).attention / 3.0;
-        // `flops` of three layers: the pairs of each kind, summed over ten layers.
-        let expected = 2.0 * flops(own) + 4.0 * flops(window) + 4.0 * flops(msa);
+        // `tiny_dma` has three layers.
+        let a_layer = |attention| ModelShape { attention, ..tiny_dma() }.executed_flops_per_token(40).attention / 3.0;
+        let expected = 2.0 * a_layer(own) + 4.0 * a_layer(window) + 4.0 * a_layer(msa);
         assert!((shape.executed_flops_per_token(40).attention - expected).abs() < 1e-9 * expected);
         let counted = shape.parameters().total();
         assert_eq!(counted, shape.all_parameters().iter().map(|spec| spec.num_elements()).sum::<u64>());

@@ -369,7 +369,8 @@ fn gradients_of_the_definition_are_its_finite_differences() {
             };
             inner(&case.definition(qkv, mask).o, &case.d_o)
         };
-        // The inputs are f32, so the steps must be large enough to be exact in f32; the reference itself is f64.
+        // Inputs are f32, so the step is large, and the quotient divides by the step that f32 really took; the
+        // definition itself computes in f64.
         let differences = |x: &[f32], loss: &dyn Fn(&[f32]) -> f64| -> Vec<f64> {
             let mut at = x.to_vec();
             (0..x.len())

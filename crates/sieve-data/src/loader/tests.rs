@@ -71,6 +71,7 @@ fn a_packed_row_is_as_written_by_hand() {
     assert_eq!(batch, wanted);
     assert_eq!(batch.num_labels(), 5);
     let mut parted = batch.clone();
+    // Tokens without a label (padding, the EOS of a document) become documents of one token.
     parted.part_padding();
     assert_eq!(parted.doc_start, [0, 0, 2, 3, 4, 0, 0, 2, 3, 4]);
     assert_eq!(parted.doc_end, [2, 2, 3, 4, 5, 2, 2, 3, 4, 5]);

@@ -226,7 +226,8 @@ pub(crate) fn key_logits(
 }
 
 /// Chooses blocks of a cache of `capacity` keys by `scores`, for each of `choosers` groups of heads. Returns i32
-/// `[batch, choosers, num_selected_blocks]`. `length` counts the tokens before the new one, `start` is minus that.
+/// `[batch, choosers, num_selected_blocks]`. `length` counts the tokens before the new one. `start` is
+/// `-length`: the launch has one query, of index 0, whose position in its document is 0 - start.
 fn choose(
     scores: &CudaTensor,
     choosers: usize,

@@ -248,8 +248,9 @@ impl Work {
 
 impl AttentionGradients<'_> {
     /// Gradients of [`nsa_selected_attention_forward`](crate::Qkv::nsa_selected_attention_forward). Writes every
-    /// element of `self.grads`; keys and values that no query chose get 0. `lists` are the lists of the forward pass;
-    /// lists are built here where it is empty, and for the portable kernel in a fixed order.
+    /// element of `self.grads`; keys and values that no query chose get 0. `lists`, which the forward pass
+    /// returned, are used again. Where there are none they are built here, as where the portable kernel adds in a fixed
+    /// order, which takes one work item a list.
     ///
     /// # Errors
     /// The errors of the forward pass.

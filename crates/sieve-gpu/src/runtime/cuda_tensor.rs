@@ -45,7 +45,8 @@ pub enum Fill {
     Nan,
 }
 
-/// A tensor in GPU memory or in a recording. Clones share the buffer: kernels that write in place change every clone.
+/// A tensor in GPU memory, or in a [`Recorder`](crate::Recorder), which notes launches without a GPU. Clones share the
+/// buffer: kernels that write in place change every clone.
 ///
 /// Burn's CUDA tensors are *pitched*: rows are padded, so strides do not follow from the shape. A kernel either takes
 /// strides or needs [`contiguous`](Self::contiguous).

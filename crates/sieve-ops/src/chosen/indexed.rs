@@ -201,7 +201,8 @@ pub fn index_statistics<B: SieveBackend>(
     // Divides the probability in the chosen blocks by the probability in the best blocks.
     let recall = {
         let of_blocks = dense.clone().sum_dim(4).reshape([groups, count, num_blocks]);
-        // With 1 added, the own block is the largest.
+        // Each query reads its own block, so the best blocks have it too: 1 more than a probability puts it first, and
+        // the sum is lowered by these ones again.
         let is_own = range(num_blocks).equal(position.div_scalar(size as i64)).unsqueeze_dim::<3>(0);
         let best = match blocks.num_selected_blocks {
             most if most < num_blocks => (of_blocks + is_own.float()).topk(most, 2).sum() - (groups * count) as f64,

@@ -37,7 +37,7 @@ impl PrefillMethod for MeanpoolConfig {
                     Some(k) => top_k(&row, k),
                     None => softmax(&mut row).then(|| keep_mass(&row, self.tau))?,
                 };
-                // The first key tile always stays, as `steps` says with `first_tiles`; `gqa::mask` adds the diagonal.
+                // The first key tile is always kept, here and on a device (`steps`); `gqa::mask` adds the query's own.
                 kept.push(0);
                 Some(kept)
             })
