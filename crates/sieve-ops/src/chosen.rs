@@ -1,5 +1,5 @@
 //! Attention over blocks that each query chooses, by pooled keys, each the mean of several tokens' keys (InfLLM-V2,
-//! arXiv:2509.24663; MoBA, arXiv:2502.13189), or by an indexer (MSA, arXiv:2606.13392), a projection of its own. One
+//! arXiv:2509.24663, arXiv:2502.13189), or by an indexer (MSA, arXiv:2606.13392), a projection of its own. One
 //! exact softmax, no gates; the attention itself is NSA's selected branch.
 //!
 //! Blocks are counted from each document's first token.
