@@ -63,15 +63,10 @@ impl AttentionNeeds {
 
     /// The kernels of some parts, by each family of an architecture.
     fn kernels_of(&self, arch: &str, parts: &[Part]) -> NeededKernels {
-        let mut needed = NeededKernels::default();
-        if Hardware::of_arch(arch).is_none() {
-            return needed;
+        match Hardware::of_arch(arch) {
+            Some(_) => Calls::of_each_family(arch, |calls| parts.iter().for_each(|&part| self.call(calls, part))),
+            None => NeededKernels::default(),
         }
-        for mut calls in Calls::of_each_family(arch) {
-            parts.iter().for_each(|&part| self.call(&mut calls, part));
-            needed.extend(calls.into_needed());
-        }
-        needed
     }
 
     /// Calls the launch wrappers of a part.

@@ -38,13 +38,20 @@ impl Calls {
         Self { gpu: Recorder::new(hardware), policy, needed: NeededKernels::default() }
     }
 
-    /// [`Calls::on`] an architecture by the portable kernels, and where there are others by all.
-    pub(super) fn of_each_family(arch: &str) -> Vec<Self> {
-        let portable = Self::on(arch, KernelFamilies::Portable);
-        match arch {
-            "sm_90a" => vec![portable, Self::on(arch, KernelFamilies::All)],
-            _ => vec![portable],
+    /// The kernels that the calls of `record` launch on an architecture: by the portable kernels, and where there are
+    /// others by all.
+    pub(super) fn of_each_family(arch: &str, record: impl Fn(&mut Self)) -> NeededKernels {
+        let families: &[_] = match arch {
+            "sm_90a" => &[KernelFamilies::Portable, KernelFamilies::All],
+            _ => &[KernelFamilies::Portable],
+        };
+        let mut needed = NeededKernels::default();
+        for &families in families {
+            let mut calls = Self::on(arch, families);
+            record(&mut calls);
+            needed.extend(calls.into_needed());
         }
+        needed
     }
 
     /// The kernels of all calls.

@@ -24,16 +24,6 @@ fn of_portable_family(arch: &str, record: impl FnOnce(&mut Calls)) -> NeededKern
     calls.into_needed()
 }
 
-/// The kernels that the calls of `record` launch on an architecture, by each of its families.
-fn of_each_family(arch: &str, record: impl Fn(&mut Calls)) -> NeededKernels {
-    let mut needed = NeededKernels::default();
-    for mut calls in Calls::of_each_family(arch) {
-        record(&mut calls);
-        needed.extend(calls.into_needed());
-    }
-    needed
-}
-
 impl NeededKernels {
     /// The kernels of a training step except attention, and of decoding one token.
     pub fn step(arch: &str, sizes: StepSizes) -> Self {
@@ -92,7 +82,7 @@ impl NeededKernels {
     /// The kernels of selectors for heads of these widths, and of the dense attention that their outputs are compared
     /// with. `probed_blocks`: how many keys the blocks have that probes (queries with dense attention) score.
     pub fn sparse(arch: &str, head_dims: &[usize], probed_blocks: &[usize]) -> Self {
-        of_each_family(arch, |calls| {
+        Calls::of_each_family(arch, |calls| {
             for &head_dim in head_dims {
                 // Only the widths decide which kernels these are.
                 let shape = AttentionShape::new(1, 1, [1, 1], [head_dim; 2]);
@@ -104,7 +94,7 @@ impl NeededKernels {
 
     /// The kernels that compute gradients under masks of tiles, for heads of these widths, in both orders of sums.
     pub fn sparse_gradients(arch: &str, head_dims: &[usize]) -> Self {
-        of_each_family(arch, |calls| {
+        Calls::of_each_family(arch, |calls| {
             for &head_dim in head_dims {
                 let shape = AttentionShape::new(1, 1, [1, 1], [head_dim; 2]);
                 for sums in [SumOrder::Any, SumOrder::Fixed] {
