@@ -45,13 +45,20 @@ def plan(sieve):
                    "cache_bytes": found["cache"]["bytes_at_seq_len"]}
 
 
+def two_steps(kind):
+    """The keys for a run of two steps: one of each stage where the recipe has stages (at most two)."""
+    stages = (ROOT / f"recipes/{kind}_80m.toml").read_text(encoding="utf-8").count("\n[[stage]]")
+    return [f"stage.{1 + stage}.steps=1" for stage in range(stages)] or ["training.steps=2"]
+
+
 def measure(sieve, text, out, device="cuda:0", kinds=KINDS, lengths=MEASURED, more=()):
     for kind in kinds:
         for length in lengths:
             folder = pathlib.Path(out) / f"{kind}-{length}"
             # The tiny model's tokenizer: memory hangs on the vocabulary's size alone, which the recipe has.
-            words = [*keys(length), "training.steps=2", "lr_scheduler.warmup_steps=1", "metrics.log_freq=1", "validation.interval=1000",
-                     f"validation.tokens={length}", f'data.paths=["{text}"]', f'data.cache_dir="{out}/cache"',
+            words = [*keys(length), *two_steps(kind), "lr_scheduler.warmup_steps=1", "metrics.log_freq=1",
+                     "validation.interval=1000", f"validation.tokens={length}", f'data.paths=["{text}"]',
+                     f'data.cache_dir="{out}/cache"',
                      f'tokenizer.path="{ROOT / "checkpoints/tiny/tokenizer.json"}"', *more]
             row = {"row": "measured", "kind": kind, "length": length, "card": device_name(device)}
             try:
