@@ -102,6 +102,7 @@ DERIVED = {
     ("nsa", "cuDNN / NSA"): lambda row: ratio(row["cuDNN dense, both"], row["forward"] + row["backward"]),
     ("nsa_rivals", "ms over NSA's here"): over_nsa,
     ("decode", "ratio"): lambda row: ratio(row["cuDNN's dense decoding"], row["microseconds"], 1),
+    ("serving", "times"): lambda row: ratio(row["`sieve serve`, tokens/s"], row["transformers 5.17, tokens/s"], 0),
     ("table2", "SDPA / DMA"): lambda row: ratio(row["SDPA under a mask"], row["DMA"]),
     ("gpu_steps", "ratio"): lambda row: ratio(row["ours, tokens/s"][0], row["rival, dense, bf16"]),
     ("cpu_training", "times as fast"): lambda row: ratio(row["ours, dense, tokens/s"], row["PyTorch, dense"]),
