@@ -1,12 +1,17 @@
 """The tables of docs/papers.md: what became of each claim of five papers, computed from the rows.
 
+    python3 experiments/papers.py             every claim with its verdict, computed now, and the rows that decide it
+    python3 experiments/papers.py --commands  each of these rows with the command that measures it again
+
 A claim has conditions: it is *reproduced* where all of them hold, *refuted* where none does, and *partly* reproduced
 otherwise. Claims without a measurement that could decide them are *not comparable* or *not run*. `TABLES` holds a
-function for each paper, as in run_tables.py.
+function for each paper, as in run_tables.py. Needs nothing but Python.
 """
 
+import argparse
 import functools
 import itertools
+import re
 import statistics
 
 from long import table as long_prompts
@@ -18,6 +23,22 @@ HEAD = ["claim", "it is reproduced if", "here", "verdict", "what differs", "rows
 ALONE = "first_dense_layers=0"
 MOMO = f"momo:{ALONE}"
 GPU = "`experiments/papers_gpu.sh`"
+# What measures the rows of a table again that was not noted by hand: those have a `command` in their line `about`.
+SMOLLM2 = "python3 tests/python/published_selectors.py --sieve SIEVE --checkpoint in/smollm2 --device cuda --only"
+MQAR_FIGURE = "python3 tests/python/mqar_figure.py --sieve SIEVE --out OUT"
+LONG = "experiments/long/score.sh SIEVE out/long text/heldout_long.jsonl OUT"
+MEASURES = {
+    "scaling": "python3 tests/python/scaling.py --sieve SIEVE --text data/scaling.jsonl --out OUT",
+    "mqar_256": MQAR_FIGURE, "mqar_worst": MQAR_FIGURE,
+    "mqar_hard": f'{MQAR_FIGURE} --hard 12000 --seeds 0 1 2 --kinds "DMA as published"',
+    "needle_depth": "python3 tests/python/learning_table.py --sieve SIEVE --text data/crates.jsonl --out OUT --evaluate "
+                    "--sets recall --recall-length 4096 --steps 2400",
+    "long_time": LONG, "long_loss": LONG, "long_density": LONG,
+    "bfla_group_ms": "sieve kernels bench --selectors --lengths 131072 --selector bfla:group=GROUP",
+    "bfla_rescue": f"{SMOLLM2} bfla", "momo_oracle": f"{SMOLLM2} oracle", "momo_settings": f"{SMOLLM2} momo_k",
+    "momo_chi": f"{SMOLLM2} momo_chi", "papers_settings": f"{SMOLLM2} where",
+    "pbs_segments": f"{SMOLLM2} pbs pbs_segment", "ba_att_sorts": f"{SMOLLM2} ba_att",
+}
 
 
 def judged(conditions):
@@ -404,17 +425,51 @@ def ba_att():
     ]
 
 
+PAPERS = {"DMA": dma, "BFLA": bfla, "MOMO": momo, "PBS-Attn": pbs, "BA-Att": ba_att}
+
+
 @functools.cache
 def verdicts():
     """How many claims of each paper have which verdict."""
-    papers = {"DMA": dma, "BFLA": bfla, "MOMO": momo, "PBS-Attn": pbs, "BA-Att": ba_att}
     names = ["reproduced", "partly", "refuted", "not comparable", "not run"]
     lines = []
-    for name, of_paper in papers.items():
+    for name, of_paper in PAPERS.items():
         said = [line[3].strip("*") for line in of_paper()[1]]
         lines.append([name, *(str(said.count(one)) for one in names)])
     return ["paper", *names], lines
 
 
+def rows_of(line):
+    """Names of the tables whose rows decide a claim."""
+    return re.findall(r"`(\w+)`", line[-1])
+
+
+def command(table):
+    """What measures the rows of this table again."""
+    return MEASURES.get(table) or noted()[table][0]["command"]
+
+
+def commands():
+    """The tables whose rows a script measures, a line a command."""
+    return ["rows", "measured again by"], [
+        [", ".join(f"`{name}`" for name in MEASURES if MEASURES[name] == one), f"`{one}`"]
+        for one in dict.fromkeys(MEASURES.values())]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commands", action="store_true", help="what measures the rows again, instead of the verdicts")
+    if parser.parse_args().commands:
+        named = dict.fromkeys(name for of_paper in PAPERS.values() for line in of_paper()[1] for name in rows_of(line))
+        print("\n".join(f"{name}: {command(name)}" for name in named))
+        return
+    for paper, of_paper in PAPERS.items():
+        for line in of_paper()[1]:
+            print(f"{line[3].strip('*'):14}  {paper}, {line[0]}  [{', '.join(rows_of(line)) or '-'}]")
+
+
 TABLES = {"papers": verdicts, "papers_dma": dma, "papers_bfla": bfla, "papers_momo": momo, "papers_pbs": pbs,
-          "papers_ba_att": ba_att}
+          "papers_ba_att": ba_att, "papers_commands": commands}
+
+if __name__ == "__main__":
+    main()
