@@ -3,6 +3,7 @@
     python tests/python/test_tables.py
 """
 
+import functools
 import json
 import pathlib
 import re
@@ -21,6 +22,13 @@ import tables  # noqa: E402
 from race import table as race_table  # noqa: E402
 
 KEYS = {"about", "card", "date", "command", "commit", "seeds", "columns", "once"}
+
+
+@functools.cache
+def help_of(script):
+    """What a script of Python prints about itself; its text where it needs what this Python has not, such as torch."""
+    said = subprocess.run([sys.executable, "-B", script, "--help"], capture_output=True, text=True, check=False)
+    return script.read_text(encoding="utf-8") if said.returncode else said.stdout
 
 
 class Tables(unittest.TestCase):
@@ -107,9 +115,7 @@ class Tables(unittest.TestCase):
         if path.suffix == ".sh":
             self.assertEqual(subprocess.run(["bash", "-n", path], check=False).returncode, 0, command)
             return True
-        said = subprocess.run([sys.executable, "-B", path, "--help"], capture_output=True, text=True, check=False)
-        # A script that needs torch prints no help without it: its text has the flags then.
-        known = path.read_text(encoding="utf-8") if said.returncode else said.stdout
+        known = help_of(path)
         for flag in re.findall(r"(?<!\S)--[a-z-]+", command[script.end():]):
             self.assertRegex(known, rf'{flag}\b', command)
         return True
