@@ -11,6 +11,8 @@ allows TOLERANCE. Needs nothing but Python.
 import argparse
 import datetime
 import json
+import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -116,9 +118,10 @@ def differs(column, form, old, new):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sieve", required=True)
+    parser.add_argument("--sieve", required=True, type=lambda path: shutil.which(path) or path)
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
+    given.sieve = pathlib.Path(given.sieve).resolve()
     version = subprocess.run([given.sieve, "--version"], capture_output=True, text=True, check=True).stdout
     faults, count = [], 0
     for table in TABLES:
